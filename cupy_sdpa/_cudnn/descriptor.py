@@ -1,0 +1,162 @@
+"""A cuDNN backend descriptor: created, set, finalized, and destroyed at once by its owner.
+
+There is no ``__del__`` here, on purpose: a descriptor destroyed by the garbage collector can be destroyed at any moment,
+also while another thread is inside a cuDNN call that holds cuDNN's lock. Whoever makes a descriptor uses it in a
+``with`` block, or hands it to an owner that closes it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from ctypes import c_bool, c_char, c_double, c_float, c_int, c_int32, c_int64, c_void_p
+from types import TracebackType
+from typing import Any
+
+from .constants import AttributeName, AttributeType, Constant, DataType, DescriptorType, HeurMode, PointwiseMode, ReduceTensorOp
+from .library import library
+
+#: The C type of the elements of an attribute; every enum is an int.
+_C_TYPES: dict[AttributeType, Any] = {
+    AttributeType.INT64: c_int64,
+    AttributeType.INT32: c_int32,
+    AttributeType.BOOLEAN: c_bool,
+    AttributeType.FLOAT: c_float,
+    AttributeType.DOUBLE: c_double,
+    AttributeType.CHAR: c_char,
+    AttributeType.HANDLE: c_void_p,
+    AttributeType.VOID_PTR: c_void_p,
+    AttributeType.BACKEND_DESCRIPTOR: c_void_p,
+    AttributeType.DATA_TYPE: c_int,
+    AttributeType.POINTWISE_MODE: c_int,
+    AttributeType.REDUCTION_OPERATOR_TYPE: c_int,
+    AttributeType.HEUR_MODE: c_int,
+    AttributeType.NUMERICAL_NOTE: c_int,
+}
+
+#: The type that a Python value is sent as, where the value itself tells.
+_TYPE_OF: dict[type, AttributeType] = {
+    bool: AttributeType.BOOLEAN,
+    int: AttributeType.INT64,
+    float: AttributeType.DOUBLE,
+    DataType: AttributeType.DATA_TYPE,
+    PointwiseMode: AttributeType.POINTWISE_MODE,
+    ReduceTensorOp: AttributeType.REDUCTION_OPERATOR_TYPE,
+    HeurMode: AttributeType.HEUR_MODE,
+}
+
+
+class Descriptor:
+    """One descriptor, and the names of its attributes without the prefix of its kind.
+
+    >>> with Descriptor("MATMUL") as matmul:           # doctest: +SKIP
+    ...     matmul.set("COMP_TYPE", DataType.FLOAT)
+    ...     matmul.finalize()
+
+    Args:
+        kind: the C name without ``CUDNN_BACKEND_`` and ``_DESCRIPTOR``.
+
+    Raises:
+        CudnnError, Unsupported: cuDNN refuses; nothing is left behind.
+    """
+
+    __slots__ = ("_pid", "kind", "pointer")
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.pointer: int | None = None
+        pointer = c_void_p()
+        lib = library()
+        number = DescriptorType[f"{kind}_DESCRIPTOR"]
+        lib.check(lib.cudnnBackendCreateDescriptor(number, ctypes.byref(pointer)), f"create a {kind} descriptor")
+        self.pointer = pointer.value
+        self._pid = os.getpid()
+
+    def attribute(self, name: str) -> AttributeName:
+        """The constant of an attribute of this kind; an unknown name lists the known ones."""
+        try:
+            return AttributeName[f"{self.kind}_{name}"]
+        except KeyError:
+            start = self.kind + "_"
+            known = ", ".join(a.removeprefix(start) for a in AttributeName.__members__ if a.startswith(start))
+            raise AttributeError(f"a {self.kind} descriptor has no attribute {name}; it has {known}") from None
+
+    def set(self, name: str, value: Any, kind: AttributeType | None = None) -> None:
+        """Set an attribute to a value or to a list of them; ``kind`` only where the value's type does not tell."""
+        values: Sequence[Any] = value if isinstance(value, (list, tuple)) else [value]
+        if isinstance(value, bytes):
+            kind, array = AttributeType.CHAR, ctypes.create_string_buffer(value, len(value))
+        else:
+            kind = kind or _TYPE_OF[type(values[0])]
+            elements = [v.pointer if isinstance(v, Descriptor) else v for v in values]
+            array = (_C_TYPES[kind] * len(elements))(*elements)
+        lib = library()
+        status = lib.cudnnBackendSetAttribute(self.pointer, self.attribute(name), kind, len(array), array)
+        if status:
+            lib.check(status, f"set {name} of a {self.kind} descriptor to {_short(values)}")
+
+    def set_handle(self, handle: int) -> None:
+        """Bind to a cuDNN handle."""
+        self.set("HANDLE", handle, AttributeType.HANDLE)
+
+    def finalize(self, doing: str | None = None) -> None:
+        """Finalize; ``doing`` says for people what is being finalized."""
+        lib = library()
+        status = lib.cudnnBackendFinalize(self.pointer)
+        if status:
+            lib.check(status, doing or f"finalize a {self.kind} descriptor")
+
+    def get(self, name: str, kind: AttributeType, count: int = 1) -> list[Any]:
+        """Up to ``count`` elements of an attribute of a finalized descriptor."""
+        array = (_C_TYPES[kind] * count)()
+        got = self._read(name, kind, count, array)
+        return list(array)[:got]
+
+    def count(self, name: str, kind: AttributeType) -> int:
+        """How many elements an attribute has."""
+        return self._read(name, kind, 0, None)
+
+    def get_text(self, name: str) -> str:
+        """A CHAR attribute; cuDNN's texts may end in a NUL, which is left off."""
+        size = self.count(name, AttributeType.CHAR)
+        array = (c_char * size)()
+        self._read(name, AttributeType.CHAR, size, array)
+        return array.raw.rstrip(b"\0").decode()
+
+    def fill(self, name: str, targets: Sequence[Descriptor]) -> int:
+        """Have cuDNN fill ready-made descriptors from an attribute; returns how many it filled, from the first on."""
+        array = (c_void_p * len(targets))(*[t.pointer for t in targets])
+        return self._read(name, AttributeType.BACKEND_DESCRIPTOR, len(targets), array)
+
+    def _read(self, name: str, kind: AttributeType, count: int, array: Any) -> int:
+        lib = library()
+        got = c_int64()
+        status = lib.cudnnBackendGetAttribute(self.pointer, self.attribute(name), kind, count, ctypes.byref(got), array)
+        if status:
+            lib.check(status, f"read {name} of a {self.kind} descriptor")
+        return got.value
+
+    def close(self) -> None:
+        """Destroy; a second call does nothing, nor does a call in a forked child, whose parent owns the descriptor."""
+        pointer, self.pointer = self.pointer, None
+        if pointer is not None and self._pid == os.getpid():
+            lib = library()
+            lib.check(lib.cudnnBackendDestroyDescriptor(pointer), f"destroy a {self.kind} descriptor")
+
+    def __enter__(self) -> Descriptor:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<{self.kind} descriptor {'closed' if self.pointer is None else hex(self.pointer)}>"
+
+
+_TYPE_OF[Descriptor] = AttributeType.BACKEND_DESCRIPTOR
+
+
+def _short(values: Sequence[Any]) -> str:
+    text = ", ".join(v.name if isinstance(v, Constant) else str(v) for v in values[:8])
+    return text if len(values) <= 8 else f"{text}, ... ({len(values)} values)"

@@ -1,0 +1,201 @@
+"""Find and load libcudnn; give every function its signature; turn a failed status into an exception that says enough.
+
+Nothing is loaded by importing this module: :func:`library` loads on first use, once for the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from ctypes import POINTER, c_char_p, c_int, c_int64, c_size_t, c_void_p
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import CudnnError, Unsupported
+from ..version import version_text
+from .constants import Status
+
+SONAME = "libcudnn.so.9"
+#: Set to the path of a libcudnn.so.9 to use exactly that one.
+OVERRIDE = "CUPY_SDPA_CUDNN"
+
+# name: (argument types, result type). The C prototypes are in cudnn_graph.h.
+_SIGNATURES: dict[str, tuple[list[Any], Any]] = {
+    "cudnnGetVersion": ([], c_size_t),
+    "cudnnGetCudartVersion": ([], c_size_t),
+    "cudnnGetErrorString": ([c_int], c_char_p),
+    "cudnnGetLastErrorString": ([c_char_p, c_size_t], None),
+    "cudnnCreate": ([POINTER(c_void_p)], c_int),
+    "cudnnDestroy": ([c_void_p], c_int),
+    "cudnnSetStream": ([c_void_p, c_void_p], c_int),
+    "cudnnBackendCreateDescriptor": ([c_int, POINTER(c_void_p)], c_int),
+    "cudnnBackendDestroyDescriptor": ([c_void_p], c_int),
+    "cudnnBackendFinalize": ([c_void_p], c_int),
+    "cudnnBackendSetAttribute": ([c_void_p, c_int, c_int, c_int64, c_void_p], c_int),
+    "cudnnBackendGetAttribute": ([c_void_p, c_int, c_int, c_int64, POINTER(c_int64), c_void_p], c_int),
+    "cudnnBackendExecute": ([c_void_p, c_void_p, c_void_p], c_int),
+}
+
+
+class _DlInfo(ctypes.Structure):
+    _fields_ = (("dli_fname", c_char_p), ("dli_fbase", c_void_p), ("dli_sname", c_char_p), ("dli_saddr", c_void_p))
+
+
+class Library:
+    """A loaded cuDNN: its functions by their C names, its version, its path, and how it was found.
+
+    Attributes:
+        version: as cuDNN counts, 9.19.0 is 91900.
+        cudart_version: the CUDA version that this cuDNN was built with, 12.9 is 12090.
+        path: the file that the process really uses.
+        found: the route that led to it, for people.
+    """
+
+    def __init__(self, cdll: ctypes.CDLL, found: str) -> None:
+        for name, (arguments, result) in _SIGNATURES.items():
+            function = getattr(cdll, name)
+            function.argtypes, function.restype = arguments, result
+            setattr(self, name, function)
+        self.found = found
+        self.path = _path_of(cdll.cudnnGetVersion)
+        self.version = int(cdll.cudnnGetVersion())
+        self.cudart_version = int(cdll.cudnnGetCudartVersion())
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        raise AttributeError(f"no signature is declared for {name}: add it to _SIGNATURES")
+
+    def __repr__(self) -> str:
+        return f"<cuDNN {version_text(self.version)} at {self.path}>"
+
+    def last_error(self) -> str:
+        """What cuDNN said of its newest failure in this thread, on one line; asking for it clears it."""
+        text = ctypes.create_string_buffer(16384)
+        self.cudnnGetLastErrorString(text, len(text))
+        return " ".join(text.value.decode(errors="replace").split())
+
+    def check(self, status: int, doing: str) -> None:
+        """Raise unless ``status`` is success.
+
+        Args:
+            status: what a cuDNN function returned.
+            doing: what was being done, as the end of "cuDNN failed to ...".
+
+        Raises:
+            Unsupported: status 3000 to 3999, the only range that means that this cuDNN or GPU cannot run it.
+            CudnnError: any other failure.
+        """
+        if status == 0:
+            return
+        try:
+            name = Status(status).name
+        except ValueError:  # a status newer than our header
+            name = self.cudnnGetErrorString(status).decode(errors="replace")
+        message = f"cuDNN {version_text(self.version)} failed to {doing}: {status} {name}"
+        if said := self.last_error():
+            message += f": {said}"
+        if 3000 <= status < 4000:
+            raise Unsupported(message)
+        raise CudnnError(message, status)
+
+
+def _path_of(function: Any) -> str:
+    """The file that a loaded function comes from, asked of the dynamic loader."""
+    dladdr = ctypes.CDLL(None).dladdr
+    dladdr.argtypes, dladdr.restype = [c_void_p, POINTER(_DlInfo)], c_int
+    info = _DlInfo()
+    found = dladdr(ctypes.cast(function, c_void_p), ctypes.byref(info))
+    return os.path.realpath(info.dli_fname.decode()) if found and info.dli_fname else "unknown"
+
+
+class Tried(NamedTuple):
+    """One place that was searched for libcudnn, and what came of it."""
+
+    place: str
+    outcome: str
+
+
+def _already_loaded() -> ctypes.CDLL | None:
+    """The libcudnn that something else (PyTorch, JAX) has loaded: a second one beside it would share its soname."""
+    try:
+        return ctypes.CDLL(SONAME, mode=os.RTLD_NOLOAD)
+    except OSError:
+        return None
+
+
+def _from_pathfinder() -> ctypes.CDLL:
+    from cuda.pathfinder import load_nvidia_dynamic_lib  # 50 ms to import: only when needed
+
+    return ctypes.CDLL(load_nvidia_dynamic_lib("cudnn").abs_path)
+
+
+def _wheel_paths() -> Iterator[Path]:
+    """Where a cuDNN wheel (nvidia-cudnn-cu12, -cu13) puts the library: nvidia/cudnn/lib in a folder of sys.path."""
+    for folder in dict.fromkeys(sys.path):
+        path = Path(folder or ".", "nvidia", "cudnn", "lib", SONAME)
+        if path.exists():
+            yield path
+
+
+def _search() -> Library:
+    tried: list[Tried] = []
+
+    def attempt(place: str, load: Callable[[], ctypes.CDLL]) -> Library | None:
+        try:
+            return Library(load(), place)
+        except Exception as error:  # every failure is kept and shown: pathfinder has its own classes, dlopen raises OSError
+            tried.append(Tried(place, f"{type(error).__name__}: {' '.join(str(error).split())}"))
+            return None
+
+    loaded = _already_loaded()
+    if wanted := os.environ.get(OVERRIDE):
+        present = Library(loaded, "already loaded").path if loaded else None
+        if present and present != os.path.realpath(wanted):
+            raise CudnnError(
+                f"{OVERRIDE} asks for {wanted}, but this process has already loaded {present}: "
+                f"unset {OVERRIDE}, or use cupy_sdpa before whatever loaded the other"
+            )
+        if found := attempt(f"{OVERRIDE}={wanted}", lambda: ctypes.CDLL(wanted)):
+            return found
+    else:
+        if loaded is not None:
+            return Library(loaded, "already loaded in this process")
+        tried.append(Tried("already loaded in this process", "no"))
+        if found := attempt("cuda.pathfinder", _from_pathfinder):
+            return found
+        wheels = list(_wheel_paths())
+        if not wheels:
+            tried.append(Tried("wheels (nvidia/cudnn/lib in the folders of sys.path)", "none there"))
+        for path in wheels:
+            if found := attempt(f"wheel {path}", lambda path=path: ctypes.CDLL(str(path))):  # type: ignore[misc]
+                return found
+        if found := attempt(f"the loader's path ({SONAME})", lambda: ctypes.CDLL(SONAME)):
+            return found
+    places = "\n".join(f"  {place}: {outcome}" for place, outcome in tried)
+    raise CudnnError(
+        f"{SONAME} was not found. Install it with pip install 'cupy-sdpa[cuda12]' (or [cuda13]), "
+        f"or set {OVERRIDE} to its path. Searched:\n{places}"
+    )
+
+
+_library: Library | None = None
+_loading = threading.Lock()
+
+
+def library() -> Library:
+    """The process's cuDNN, loaded on first use.
+
+    The search: the file named by ``CUPY_SDPA_CUDNN``, and nothing else, where that is set; otherwise one already loaded
+    in the process, then ``cuda.pathfinder``, the wheels' folders, and the loader's path.
+
+    Raises:
+        CudnnError: none was found; the message lists every place searched.
+    """
+    global _library
+    if _library is None:
+        with _loading:
+            if _library is None:
+                _library = _search()
+    return _library

@@ -1,0 +1,178 @@
+"""Finalized plans, kept: a bounded LRU for every (thread, CUDA context).
+
+A plan belongs to the cuDNN handle that it was finalized for, and a handle to one thread at a time, so a thread owns a
+handle and a cache in every CUDA context that it uses: a :class:`Session`. When a thread ends, its sessions are left for
+the next new thread to take over, plans and all. Nothing is destroyed then, nor at interpreter exit, nor in a forked child.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ._cudnn.launch import Handle
+from .errors import Unsupported
+from .plan import Plan
+from .problem import Problem
+
+T = TypeVar("T")
+
+#: Plans that a cache keeps unless told otherwise.
+LIMIT = 256
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """That a problem cannot be planned, as text: a kept exception would keep its frames, and the arrays in them, alive."""
+
+    text: str
+
+
+class PlanCache:
+    """The plans of one thread in one CUDA context; :func:`cupy_sdpa.get_plan_cache` gives the current one.
+
+    Attributes:
+        hits: look-ups that found a plan or a refusal.
+        misses: look-ups that did not.
+        limit: how many plans and refusals are kept; the least recently used go first.
+    """
+
+    def __init__(self, limit: int = LIMIT) -> None:
+        self.hits = self.misses = 0
+        self.limit = limit
+        # Held during look-ups and executions, so that a plan is never destroyed while it runs; not while plans are built.
+        self.lock = threading.RLock()
+        self._entries: OrderedDict[Problem, Plan | Refusal] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def use(self, problem: Problem, build: Callable[[], Plan], run: Callable[[Plan], T]) -> T:
+        """``run`` the plan of a problem, building it first where it is not kept.
+
+        The lock is held while ``run`` runs, not while ``build`` does: two threads may build the same plan, the first one
+        stored stays.
+
+        Raises:
+            Unsupported: ``build`` did so, now or earlier.
+        """
+        with self.lock:
+            entry = self._entries.get(problem)
+            if entry is not None:
+                self.hits += 1
+                self._entries.move_to_end(problem)
+                return run(_usable(entry))
+            self.misses += 1
+        try:
+            entry = build()
+        except Unsupported as error:
+            entry = Refusal(str(error))
+        with self.lock:
+            kept = self._entries.setdefault(problem, entry)
+            if kept is not entry and isinstance(entry, Plan):
+                entry.close()
+            self._entries.move_to_end(problem)
+            self._evict()
+            return run(_usable(kept))
+
+    def clear(self) -> None:
+        """Destroy every plan and forget every refusal; counts begin anew."""
+        with self.lock:
+            limit, self.limit = self.limit, 0
+            self._evict()
+            self.limit = limit
+            self.hits = self.misses = 0
+
+    def set_limit(self, limit: int) -> None:
+        """Keep at most ``limit`` plans and refusals from now on.
+
+        Raises:
+            ValueError: a limit below 1.
+        """
+        if limit < 1:
+            raise ValueError(f"the limit is {limit}; a cache keeps at least 1 plan. To empty it: clear()")
+        with self.lock:
+            self.limit = limit
+            self._evict()
+
+    def _evict(self) -> None:
+        while len(self._entries) > self.limit:
+            _, entry = self._entries.popitem(last=False)
+            if isinstance(entry, Plan):
+                entry.close()
+
+    def __str__(self) -> str:
+        with self.lock:
+            entries = list(self._entries.items())
+        lines = [f"plan cache: {len(entries)} of at most {self.limit}, {self.hits} hits, {self.misses} misses"]
+        for problem, entry in reversed(entries):
+            what = f"engine {entry.info.engine}, {entry.info.workspace} bytes" if isinstance(entry, Plan) else "refused"
+            lines.append(f"  {problem}: {what}")
+        return "\n".join(lines)
+
+
+def _usable(entry: Plan | Refusal) -> Plan:
+    if isinstance(entry, Refusal):
+        raise Unsupported(entry.text)
+    return entry
+
+
+class Session:
+    """What a thread has in a CUDA context: a cuDNN handle, and the plans finalized for it."""
+
+    def __init__(self) -> None:
+        self.handle = Handle()
+        self.cache = PlanCache()
+
+
+class _Lease:
+    """The sessions of a thread, by context; left for other threads when the thread ends."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.sessions: dict[int, Session] = {}
+
+    def __del__(self) -> None:
+        # Runs in the ending thread. Only moves Python objects about: no cuDNN call is ever made from here.
+        for context, session in self.sessions.items():
+            _idle.setdefault(context, []).append(session)
+
+
+_idle: dict[int, list[Session]] = {}
+_thread = threading.local()
+
+
+def session(context: int) -> Session:
+    """The current thread's session in the current CUDA context.
+
+    Args:
+        context: an id of the context that is never used again, not its address.
+    """
+    lease: _Lease | None = getattr(_thread, "lease", None)
+    if lease is None:
+        lease = _thread.lease = _Lease()
+    found = lease.sessions.get(context)
+    if found is None:
+        try:
+            found = _idle[context].pop()
+        except (KeyError, IndexError):
+            found = Session()
+        lease.sessions[context] = found
+    return found
+
+
+def _forget() -> None:
+    """In a forked child: handles and plans are the parent's, and CUDA does not survive a fork."""
+    global _thread
+    lease: _Lease | None = getattr(_thread, "lease", None)
+    if lease is not None:
+        lease.sessions = {}
+    _idle.clear()
+    _thread = threading.local()
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,231 @@
+"""A computation as plain data: tensors, nodes in the order of their computation, and the shape rules.
+
+A graph holds no pointer, no device and no plan. :mod:`cupy_sdpa.interpreter` gives every node its meaning on numpy;
+:mod:`cupy_sdpa.lowering` says it to cuDNN. ``print(graph)`` shows every step with its formula, shape and dtype.
+
+Every tensor has four dimensions, ``(batch, heads, rows, columns)``: queries are ``(B, Hq, Sq, D)``, scores
+``(B, Hq, Sq, Skv)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+Shape = tuple[int, int, int, int]
+Role = Literal["input", "output", "scalar", "virtual"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor of a graph.
+
+    Attributes:
+        name: unique in its graph; the name by which arrays are handed to an engine.
+        shape: ``(batch, heads, rows, columns)``.
+        dtype: a numpy dtype's name, ``bfloat16`` among them.
+        role: ``input`` and ``output`` are the caller's arrays; ``scalar`` is a number handed over by value; ``virtual``
+            exists only inside the kernel.
+        strides: in elements, in the order of ``shape``.
+        axes: how the caller's array becomes this tensor, ``array.transpose(axes)``; -1 stands for a new axis of length 1.
+        value: of a scalar that is the same in every call; None for one that the caller gives.
+    """
+
+    name: str
+    shape: Shape
+    dtype: str
+    role: Role = "virtual"
+    strides: tuple[int, ...] = ()
+    axes: tuple[int, ...] = ()
+    value: float | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+
+#: The pointwise modes, by cuDNN's names, and how many tensors each reads.
+POINTWISE: dict[str, int] = {
+    "mul": 2,  # x * b
+    "cmp_ge": 2,  # x >= b
+    "gen_index": 1,  # the position of each element of x along an axis
+    "binary_select": 3,  # x where t, else b
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One step. ``formula`` is the step in the notation of the docs, for people."""
+
+    formula: str
+    out: Tensor
+    operands: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The tensors that the step reads."""
+        found = (getattr(self, name) for name in self.operands)
+        return tuple(tensor for tensor in found if tensor is not None)
+
+    @property
+    def outputs(self) -> tuple[Tensor, ...]:
+        """The tensors that the step writes."""
+        return (self.out,)
+
+
+@dataclass(frozen=True, slots=True)
+class Matmul(Node):
+    """``out = a b``, matrix by matrix; the heads of ``b`` may be fewer, each then serves a group of heads of ``a``."""
+
+    a: Tensor
+    b: Tensor
+    operands: ClassVar[tuple[str, ...]] = ("a", "b")
+
+
+@dataclass(frozen=True, slots=True)
+class Pointwise(Node):
+    """``out = mode(x, b, t)``, element by element; ``b`` and ``t`` are broadcast to ``x``."""
+
+    mode: str
+    x: Tensor
+    b: Tensor | None = None
+    t: Tensor | None = None
+    axis: int | None = None
+    operands: ClassVar[tuple[str, ...]] = ("x", "b", "t")
+
+
+@dataclass(frozen=True, slots=True)
+class Softmax(Node):
+    """``out = exp(x - stats)`` with ``stats = max(x) + log(sum(exp(x - max(x))))``, both over the columns.
+
+    A row that is -inf throughout gives 0 and stats -inf. ``stats`` is virtual where nobody asked for it.
+    """
+
+    x: Tensor
+    stats: Tensor
+    operands: ClassVar[tuple[str, ...]] = ("x",)
+
+    @property
+    def outputs(self) -> tuple[Tensor, ...]:
+        """The probabilities and the log-sum-exp of every row."""
+        return (self.out, self.stats)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Nodes in the order of their computation.
+
+    Attributes:
+        nodes: the steps.
+        accumulate: the dtype of intermediate results, ``float32`` or ``float64``.
+    """
+
+    nodes: tuple[Node, ...]
+    accumulate: str
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every tensor once, in the order of its first appearance."""
+        return tuple(dict.fromkeys(t for node in self.nodes for t in (*node.inputs, *node.outputs)))
+
+    def by_role(self, *roles: Role) -> tuple[Tensor, ...]:
+        """The tensors of these roles, in the order of their first appearance."""
+        return tuple(t for t in self.tensors if t.role in roles)
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def lines(self) -> Iterator[str]:
+        """The printed form: what goes in, then one line a step."""
+        width = max(len(node.formula) for node in self.nodes)
+        for t in self.by_role("input"):
+            yield f"  {t.role:6} {t.name:<{width}}  {_described(t)}"
+        for number, node in enumerate(self.nodes, 1):
+            mark = "".join(f"  {t.role} {t.name}" for t in node.outputs if t.role == "output")
+            yield f"  {number:4}.  {node.formula:<{width}}  {_described(node.out)}{mark}"
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{'x'.join(map(str, tensor.shape)):>20} {tensor.dtype}"
+
+
+def row_major(shape: Shape) -> tuple[int, ...]:
+    """The strides, in elements, of a dense tensor whose last dimension is contiguous."""
+    b, h, rows, columns = shape
+    return (h * rows * columns, rows * columns, columns, 1)
+
+
+@dataclass
+class Builder:
+    """Writes a graph down step by step, each with its shape rule; :meth:`graph` freezes it.
+
+    Args:
+        accumulate: the dtype of intermediate results.
+    """
+
+    accumulate: str = "float32"
+    nodes: list[Node] = field(default_factory=list)
+
+    def graph(self) -> Graph:
+        """The graph of the steps so far."""
+        return Graph(tuple(self.nodes), self.accumulate)
+
+    def scalar(self, name: str, dtype: str = "float32", value: float | None = None) -> Tensor:
+        """A number handed over by value; a ``value`` given here is the same in every call."""
+        return Tensor(name, (1, 1, 1, 1), dtype, "scalar", (1, 1, 1, 1), value=value)
+
+    def virtual(self, name: str, shape: Shape, dtype: str | None = None) -> Tensor:
+        """A tensor inside the kernel, row-major, of the accumulator's dtype unless said otherwise."""
+        return Tensor(name, shape, dtype or self.accumulate, "virtual", row_major(shape))
+
+    def matmul(self, formula: str, a: Tensor, b: Tensor, out: Tensor | str) -> Tensor:
+        """``a (B, H, M, K)`` times ``b (B, Hb, K, N)``, H a multiple of Hb, gives ``(B, H, M, N)``."""
+        if a.dtype != b.dtype:
+            raise ValueError(f"matmul {formula}: {a} is {a.dtype} and {b} is {b.dtype}; both must have one dtype")
+        if a.shape[0] != b.shape[0] or a.shape[1] % b.shape[1] or a.shape[3] != b.shape[2]:
+            raise ValueError(f"matmul {formula}: {a} {a.shape} and {b} {b.shape} do not fit")
+        return self._add(Matmul(formula, self._out(out, (*a.shape[:3], b.shape[3])), a, b))
+
+    def pointwise(
+        self,
+        formula: str,
+        mode: str,
+        x: Tensor,
+        b: Tensor | None = None,
+        t: Tensor | None = None,
+        *,
+        out: Tensor | str,
+        dtype: str | None = None,
+        axis: int | None = None,
+    ) -> Tensor:
+        """Element by element; every operand must broadcast to ``x``."""
+        operands = [tensor for tensor in (x, b, t) if tensor is not None]
+        if len(operands) != POINTWISE[mode]:
+            raise ValueError(f"{mode} {formula}: reads {POINTWISE[mode]} tensors, got {len(operands)}")
+        for tensor in operands:
+            if any(n not in (1, full) for n, full in zip(tensor.shape, x.shape, strict=True)):
+                raise ValueError(f"{mode} {formula}: {tensor} {tensor.shape} does not broadcast to {x} {x.shape}")
+        return self._add(Pointwise(formula, self._out(out, x.shape, dtype), mode, x, b, t, axis))
+
+    def softmax(self, formula: str, x: Tensor, out: str, dtype: str, stats: Tensor | None = None) -> Tensor:
+        """Over the columns; ``stats (B, H, rows, 1)`` gets the log-sum-exp of every row."""
+        shape = (*x.shape[:3], 1)
+        stats = stats or self.virtual("lse", shape)
+        if stats.shape != shape:
+            raise ValueError(f"softmax {formula}: stats {stats.shape} must be {shape}")
+        return self._add(Softmax(formula, self.virtual(out, x.shape, dtype), x, stats))
+
+    def _out(self, out: Tensor | str, shape: Shape, dtype: str | None = None) -> Tensor:
+        if isinstance(out, str):
+            return self.virtual(out, shape, dtype)
+        if out.shape != shape:
+            raise ValueError(f"{out} has shape {out.shape}, the step gives {shape}")
+        return out
+
+    def _add(self, node: Node) -> Tensor:
+        used = {t.name for n in self.nodes for t in n.outputs}
+        for tensor in node.outputs:
+            if tensor.name in used:
+                raise ValueError(f"two tensors are named {tensor.name}")
+        self.nodes.append(node)
+        return node.out

@@ -1,0 +1,196 @@
+"""What is asked: the shapes, layouts and options of one attention call, validated, frozen and hashable.
+
+A problem knows no device and no pointer. It holds everything that is baked into a plan and nothing else, so it is the
+key of the plan cache. Equal calls get the very same object (:func:`problem` is cached), so a look-up compares by identity.
+
+The legend of every shape: D head dim of q and k, Dv head dim of v, Hq query heads, Hkv key/value heads (Hq a multiple of
+Hkv), Sq, Skv lengths, B batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+
+#: Bytes of an element, for every dtype that q, k and v may have.
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+#: An array's (dtype name, shape, strides in bytes, alignment of its memory in bytes): all that a problem takes from it.
+Signature = tuple[str, tuple[int, ...], tuple[int, ...], int]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """An array as the caller holds it.
+
+    Attributes:
+        name: the argument's name.
+        dtype: numpy's name of it.
+        shape: as the caller sees it, ``(head_dim, heads, seq, batch)`` or ``(seq, heads, batch)``.
+        strides: in bytes. An axis of length 1 gets the stride that it would have in dense memory.
+        alignment: of the first element, in bytes, at most 16.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    alignment: int
+
+    def __str__(self) -> str:
+        text = f"{self.name} {self.shape} {self.dtype}"
+        dense = dense_strides(self.shape, ITEMSIZE[self.dtype])
+        return text if self.strides == dense else f"{text} strides {self.strides} bytes"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention problem.
+
+    Attributes:
+        q: ``(D, Hq, Sq, B)``.
+        k: ``(D, Hkv, Skv, B)``.
+        v: ``(Dv, Hkv, Skv, B)``.
+        out: ``(Dv, Hq, Sq, B)``.
+        stats: ``(Sq, Hq, B)``, or None where nobody asked for the log-sum-exp.
+        causal: query i sees the keys up to and with i (top-left alignment).
+    """
+
+    q: TensorSpec
+    k: TensorSpec
+    v: TensorSpec
+    out: TensorSpec
+    stats: TensorSpec | None = None
+    causal: bool = False
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.q, self.k, self.v, self.out, self.stats, self.causal)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int, int, int]:
+        """``(D, Dv, Hq, Hkv, Sq, Skv, B)``."""
+        (d, hq, sq, b), (dv, hkv, skv, _) = self.q.shape, self.v.shape
+        return d, dv, hq, hkv, sq, skv, b
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of q, k, v and out."""
+        return self.q.dtype
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """q, k, v, out, and stats where asked for."""
+        return (self.q, self.k, self.v, self.out, *([self.stats] if self.stats else []))
+
+    @property
+    def trivial(self) -> bool:
+        """Whether there is nothing to compute: out has no element, or there is no key to see."""
+        return 0 in self.out.shape or self.k.shape[2] == 0
+
+    def __str__(self) -> str:
+        d, dv, hq, hkv, sq, skv, b = self.sizes
+        group = "" if hq == hkv else f" ({'MQA' if hkv == 1 else 'GQA'}, {hq // hkv} query heads a key head)"
+        dims = f"head dim {d}" if d == dv else f"head dim {d} (values {dv})"
+        mask = "causal from the top left" if self.causal else "no mask"
+        return (
+            f"forward attention, {self.dtype}: batch {b}, {hq} query and {hkv} key/value heads{group}, {sq} queries, {skv} keys, "
+            f"{dims}, {mask}{', with log-sum-exp' if self.stats else ''}"
+        )
+
+
+def dense_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """The strides in bytes of a dense array in Fortran order: the first axis is contiguous."""
+    strides, step = [], itemsize
+    for length in shape:
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(strides)
+
+
+def _spec(name: str, signature: Signature) -> TensorSpec:
+    dtype, shape, strides, alignment = signature
+    normal = list(strides)
+    for axis, length in enumerate(shape):
+        if length == 1:  # no step is ever taken along it: numpy, CuPy and DLPack put anything here, 0 too
+            normal[axis] = normal[axis - 1] * max(shape[axis - 1], 1) if axis else ITEMSIZE.get(dtype, 1)
+    return TensorSpec(name, dtype, shape, tuple(normal), alignment)
+
+
+def _dense(name: str, dtype: str, shape: tuple[int, ...]) -> TensorSpec:
+    return TensorSpec(name, dtype, shape, dense_strides(shape, ITEMSIZE[dtype]), 16)
+
+
+@functools.lru_cache(maxsize=4096)
+def problem(
+    q: Signature, k: Signature, v: Signature, out: Signature | None, stats: Signature | None, want_stats: bool, causal: bool
+) -> Problem:
+    """The problem that these arrays and options pose; an output that is not given is dense, in Fortran order.
+
+    Args:
+        q, k, v: what the inputs look like.
+        out, stats: what the caller's own outputs look like, or None.
+        want_stats: whether the log-sum-exp is asked for.
+        causal: top-left causal mask.
+
+    Raises:
+        TypeError: a dtype that attention does not take, or dtypes that differ.
+        ValueError: shapes that do not fit.
+    """
+    specs = [_spec(name, signature) for name, signature in (("q", q), ("k", k), ("v", v))]
+    for spec in specs:
+        if len(spec.shape) != 4:
+            raise ValueError(
+                f"{spec.name} has {len(spec.shape)} dimensions {spec.shape}; it needs 4: (head_dim, heads, seq, batch). "
+                f"For a single sequence add a batch axis: {spec.name}[..., None]"
+            )
+        if spec.dtype not in ITEMSIZE:
+            raise TypeError(f"{spec.name} is {spec.dtype}; attention takes {', '.join(ITEMSIZE)}: convert with .astype(...)")
+        if spec.dtype != specs[0].dtype:
+            raise TypeError(f"{spec.name} is {spec.dtype} and q is {specs[0].dtype}: convert one so that q, k and v have one dtype")
+    sq_, sk_, sv_ = specs
+    _equal("head dims (axis 0)", sq_, sk_, 0)
+    _equal("batch sizes (axis 3)", sq_, sk_, 3)
+    _equal("batch sizes (axis 3)", sq_, sv_, 3)
+    _equal("numbers of heads (axis 1)", sk_, sv_, 1)
+    _equal("lengths (axis 2)", sk_, sv_, 2)
+    (d, hq, n, b), (dv, hkv, _, _) = sq_.shape, sv_.shape
+    if d == 0:
+        raise ValueError(f"q {sq_.shape} has head dim 0; the first axis is head_dim")
+    if (hq % hkv) if hkv else hq:
+        raise ValueError(
+            f"q has {hq} heads and k, v have {hkv}: {hq} must be a multiple of {hkv} "
+            f"(grouped queries: each key/value head serves {hq}/{hkv} query heads); shapes are (head_dim, heads, seq, batch)"
+        )
+    out_shape, stats_shape = (dv, hq, n, b), (n, hq, b)
+    out_spec = _spec("out", out) if out else _dense("out", sq_.dtype, out_shape)
+    _result(out_spec, out_shape, sq_.dtype, "(Dv, Hq, Sq, B), the dtype of q")
+    stats_spec = None
+    if want_stats or stats:
+        stats_spec = _spec("stats", stats) if stats else _dense("stats", "float32", stats_shape)
+        _result(stats_spec, stats_shape, "float32", "(Sq, Hq, B)")
+    return Problem(*specs, out_spec, stats_spec, causal)
+
+
+def _equal(what: str, one: TensorSpec, other: TensorSpec, axis: int) -> None:
+    if one.shape[axis] != other.shape[axis]:
+        raise ValueError(
+            f"the {what} of {one.name} and {other.name} differ, {one.shape[axis]} and {other.shape[axis]}: "
+            f"{one.name} is {one.shape}, {other.name} is {other.shape}; shapes are (head_dim, heads, seq, batch). "
+            "Arrays in C order (batch, seq, heads, head_dim) are passed as x.T"
+        )
+
+
+def _result(spec: TensorSpec, shape: tuple[int, ...], dtype: str, legend: str) -> None:
+    if spec.dtype != dtype:
+        raise TypeError(f"{spec.name} is {spec.dtype}; it must be {dtype}: pass an array of {dtype}, or leave {spec.name} out")
+    if spec.shape != shape:
+        raise ValueError(f"{spec.name} has shape {spec.shape}; it must be {shape}, {legend}")
+    reach = ITEMSIZE[dtype]  # bytes from the first element to the end of what the axes so far cover
+    for step, length in sorted((abs(step), length) for step, length in zip(spec.strides, spec.shape, strict=True) if length > 1):
+        if step < reach:
+            raise ValueError(f"{spec.name} has strides {spec.strides} bytes: elements share memory, results would overwrite each other")
+        reach = step * (length - 1) + reach

@@ -1,0 +1,188 @@
+"""What each cuDNN version and GPU can run, as data: one table of rules, each with its sentence.
+
+:func:`why_not` asks every rule about a problem; no reason means that nothing known speaks against it (cuDNN may still
+refuse, with its own words). :func:`deadly` guards against graphs that kill the process inside cuDNN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .errors import Unsupported
+from .graph import Graph, Matmul, Pointwise
+from .problem import ITEMSIZE, Problem, TensorSpec
+from .version import MINIMUM_CUDNN, version_text
+
+#: The oldest GPU generation with cuDNN's flash attention (Ampere), as major * 10 + minor.
+MINIMUM_CAPABILITY = 80
+
+
+class Reason(NamedTuple):
+    """Why a problem cannot run: the rule, the class of the exception that says so, and the sentence."""
+
+    rule: str
+    error: type[Exception]
+    text: str
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One thing that cuDNN or a GPU cannot do, or does wrongly.
+
+    Attributes:
+        name: short and stable.
+        summary: one sentence for the documentation.
+        error: what the call raises.
+        violations: (problem, cuDNN version, compute capability) -> sentences, with both values and the remedy.
+        link: where it was found out.
+    """
+
+    name: str
+    summary: str
+    error: type[Exception]
+    violations: Callable[[Problem, int, int], Iterator[str]]
+    link: str = ""
+
+
+def why_not(problem: Problem, cudnn: int, capability: int) -> list[Reason]:
+    """Every known reason why cuDNN cannot run a problem.
+
+    Args:
+        problem: what is asked.
+        cudnn: cuDNN's version as it counts, 9.19.0 is 91900.
+        capability: the GPU's compute capability, 9.0 is 90.
+    """
+    return [Reason(rule.name, rule.error, text) for rule in RULES for text in rule.violations(problem, cudnn, capability)]
+
+
+def _version(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    if cudnn < MINIMUM_CUDNN:
+        yield f"cuDNN {version_text(cudnn)} is loaded, {version_text(MINIMUM_CUDNN)} or newer is needed: pip install 'cupy-sdpa[cuda12]' (or [cuda13])"
+
+
+def _generation(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    if capability < MINIMUM_CAPABILITY:
+        yield (
+            f"the GPU has compute capability {capability / 10}, {MINIMUM_CAPABILITY / 10} (Ampere) or newer is needed: "
+            "use numpy arrays to compute on the CPU"
+        )
+
+
+def _dtype(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    if problem.dtype not in ("float16", "bfloat16"):
+        yield (
+            f"q, k and v are {problem.dtype}; cuDNN's attention takes float16 and bfloat16: convert with "
+            "q.astype(ml_dtypes.bfloat16), or pass numpy arrays to compute on the CPU"
+        )
+
+
+def _head_dim(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    for name, spec in (("head_dim of q and k", problem.q), ("head_dim of v", problem.v)):
+        if spec.shape[0] % 8:
+            up = -spec.shape[0] % 8
+            yield f"the {name} is {spec.shape[0]}; cuDNN takes multiples of 8: pad axis 0 with {up} zeros and pass scale= as it was"
+
+
+def _contiguous(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    for spec in _arrays(problem):
+        if spec.strides[0] != ITEMSIZE[spec.dtype]:
+            yield (
+                f"{spec.name} has a stride of {spec.strides[0]} bytes along head_dim, its elements are {ITEMSIZE[spec.dtype]} bytes: "
+                f"axis 0 must be contiguous. Copy it with cupy.asfortranarray({spec.name}); "
+                "an array in C order (batch, seq, heads, head_dim) is passed as x.T"
+            )
+
+
+def _negative(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    for spec in _arrays(problem):
+        if min(spec.strides) < 0:
+            yield f"{spec.name} has strides {spec.strides} bytes, cuDNN takes none below 0: copy it with cupy.asfortranarray({spec.name})"
+
+
+def _aligned_strides(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    for spec in _arrays(problem):
+        odd = [step for step, length in zip(spec.strides[1:], spec.shape[1:], strict=True) if step % 16 and length > 1]
+        if odd and spec.shape[0] % 8 == 0:
+            yield (
+                f"{spec.name} has strides {spec.strides} bytes; {odd[0]} is not a multiple of 16, which cuDNN's kernels need "
+                f"and do not check: copy it with cupy.asfortranarray({spec.name})"
+            )
+
+
+def _aligned_memory(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    for spec in problem.tensors:
+        if spec.alignment < 16:
+            yield (
+                f"{spec.name} begins at an address that is a multiple of {spec.alignment} bytes, cuDNN's kernels need 16: "
+                f"copy it with {spec.name}.copy(order='F')"
+            )
+
+
+def _dense_stats(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    if problem.stats:
+        sq, hq, _ = problem.stats.shape
+        dense = (4, 4 * sq, 4 * sq * hq)
+        if problem.stats.strides != dense:
+            yield f"stats has strides {problem.stats.strides} bytes, cuDNN needs {dense}: make it with cupy.empty(..., order='F')"
+
+
+def _grid(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    _, _, hq, _, _, _, b = problem.sizes
+    for what, value in (("batch", b), ("query heads", hq)):
+        if value > 65535:
+            yield f"{value} {what}; a launch takes at most 65535: call in parts"
+
+
+def _decode_blackwell(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    _, _, _, _, sq, _, _ = problem.sizes
+    if sq == 1 and 100 <= capability < 120 and 91900 <= cudnn <= 92500 and cudnn != 92401:
+        yield f"a single query on this GPU is silently wrong with cuDNN {version_text(cudnn)}: use cuDNN 9.25.1 or newer"
+
+
+def _arrays(problem: Problem) -> tuple[TensorSpec, ...]:
+    return (problem.q, problem.k, problem.v, problem.out)
+
+
+_FRONTEND = "https://github.com/NVIDIA/cudnn-frontend"
+_PYTORCH = "https://github.com/pytorch/pytorch"
+
+#: Every rule, in the order in which people should hear of them.
+RULES: tuple[Rule, ...] = (
+    Rule("cudnn-version", "cuDNN 9.19 or newer.", Unsupported, _version),
+    Rule("gpu-generation", "Compute capability 8.0 (Ampere) or newer.", Unsupported, _generation),
+    Rule("dtype", "float16 and bfloat16 only; with float32 a float16 kernel would read past the data.", TypeError, _dtype,
+         f"{_FRONTEND}/issues/424"),
+    Rule("head-dim", "Head dims that are multiples of 8.", Unsupported, _head_dim),
+    Rule("contiguous-head-dim", "Axis 0 contiguous; anything else is a segmentation fault inside cuDNN.", ValueError, _contiguous),
+    Rule("negative-stride", "No negative strides.", ValueError, _negative),
+    Rule("stride-alignment", "Strides that are multiples of 16 bytes; others are silently wrong or fault.", ValueError,
+         _aligned_strides, _FRONTEND),
+    Rule("memory-alignment", "Memory aligned to 16 bytes.", ValueError, _aligned_memory, _FRONTEND),
+    Rule("dense-stats", "stats dense in Fortran order; other strides are written as if dense.", ValueError, _dense_stats,
+         "https://github.com/JuliaGPU/CUDA.jl/pull/3238"),
+    Rule("grid", "At most 65535 batch entries and query heads.", Unsupported, _grid, _PYTORCH),
+    Rule("decode-blackwell", "One query on SM 10.x and 11.x: wrong from cuDNN 9.19.0 to 9.25.0, but for 9.24.1.", Unsupported,
+         _decode_blackwell, f"{_PYTORCH}/issues/193893"),
+)  # fmt: skip
+
+
+def deadly(graph: Graph) -> list[str]:
+    """What in a graph kills the process inside cuDNN (measured with 9.19 and 9.28): none of it may reach the library.
+
+    Users never see these: :func:`why_not` refuses their arrays first, in their own terms.
+    """
+    reasons = []
+    for node in graph.nodes:
+        for tensor in (*node.inputs, *node.outputs):
+            if tensor.role in ("input", "output") and tensor.dtype in ("bool", "int8", "uint8"):
+                reasons.append(f"{tensor} is {tensor.dtype} in memory (a floating-point exception or an abort)")
+        if isinstance(node, Matmul):
+            for tensor in (node.a, node.b, node.out):
+                head_dim = tensor.axes.index(0) if tensor.axes else None  # the caller's axis 0
+                if head_dim is not None and tensor.strides[head_dim] != 1:
+                    reasons.append(f"{tensor} has stride {tensor.strides[head_dim]} along head_dim, not 1 (a segmentation fault)")
+        if isinstance(node, Pointwise) and node.mode == "binary_select" and node.x.role == "scalar":
+            reasons.append(f"{node.formula} selects from a number (a segmentation fault with 9.19)")
+    return list(dict.fromkeys(reasons))
