@@ -182,7 +182,7 @@ class Builder:
         """``a (B, H, M, K)`` times ``b (B, Hb, K, N)``, H a multiple of Hb, gives ``(B, H, M, N)``."""
         if a.dtype != b.dtype:
             raise ValueError(f"matmul {formula}: {a} is {a.dtype} and {b} is {b.dtype}; both must have one dtype")
-        if a.shape[0] != b.shape[0] or a.shape[1] % b.shape[1] or a.shape[3] != b.shape[2]:
+        if a.shape[0] != b.shape[0] or a.shape[1] % max(b.shape[1], 1) or a.shape[3] != b.shape[2]:
             raise ValueError(f"matmul {formula}: {a} {a.shape} and {b} {b.shape} do not fit")
         return self._add(Matmul(formula, self._out(out, (*a.shape[:3], b.shape[3])), a, b))
 

@@ -106,11 +106,15 @@ def _choose(
     """The first engine config that finalizes, in the order of cuDNN's heuristics: (plan, engine, notes, refusals)."""
     refused: list[str] = []
     for mode in (HeurMode.A, HeurMode.FALLBACK):
+        library().last_error()  # forget what was said before
         try:
             configs = _configs(graph, mode, device)
         except Unsupported as error:
             refused.append(f"heuristics {mode.name}: {error}")
             continue
+        if not configs:  # no failure, but cuDNN says in its error text why it proposes nothing
+            said = library().last_error() or ["no reason given"]
+            refused += [f"heuristics {mode.name} proposed none: {cause}" for cause in said]
         try:
             while configs:
                 with configs.pop(0) as config:
@@ -133,7 +137,7 @@ def _choose(
         finally:
             for config in configs:
                 config.close()
-    reasons = "\n".join(f"  {reason}" for reason in refused) or "  heuristics proposed none and gave no reason"
+    reasons = "\n".join(f"  {reason}" for reason in refused)
     raise Unsupported(f"cuDNN {version_text(library().version)} has no engine for this graph:\n{reasons}")
 
 

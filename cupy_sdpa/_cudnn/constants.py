@@ -919,7 +919,7 @@ class ReshapeMode(Constant):
 class OperationGraphMode(Constant):
     """``cudnnBackendOperationGraphMode_t``: constants begin with ``CUDNN_OPERATIONGRAPH_MODE_``."""
 
-    AUTO = 0, 92300
+    AUTO = -1, 92300
     CONV_FORWARD = 0, 92300
     CONV_BWD_DATA = 1, 92300
     CONV_BWD_FILTER = 2, 92300

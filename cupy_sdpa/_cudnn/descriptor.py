@@ -88,7 +88,8 @@ class Descriptor:
         if isinstance(value, bytes):
             kind, array = AttributeType.CHAR, ctypes.create_string_buffer(value, len(value))
         else:
-            kind = kind or _TYPE_OF[type(values[0])]
+            if kind is None:
+                kind = _TYPE_OF[type(values[0])]
             elements = [v.pointer if isinstance(v, Descriptor) else v for v in values]
             array = (_C_TYPES[kind] * len(elements))(*elements)
         lib = library()

@@ -25,7 +25,7 @@ _ENUM = re.compile(
 )
 _COMMENT = re.compile(r"/\*(?!\*<).*?\*/|//[^\n]*", re.S)  # all but the comments that document one constant
 _MEMBER = re.compile(
-    r"(?P<name>CUDNN_\w+)\s*(?:CUDNN_DEPRECATED_ENUM\s*)?(?:=\s*(?P<value>\w+))?\s*,?\s*(?:/\*\*<(?P<comment>.*?)\*/)?", re.S
+    r"(?P<name>CUDNN_\w+)\s*(?:CUDNN_DEPRECATED_ENUM\s*)?(?:=\s*(?P<value>-?\w+))?\s*,?\s*(?:/\*\*<(?P<comment>.*?)\*/)?", re.S
 )
 _SINCE = re.compile(r"@since cuDNN (\d+)\.(\d+)\.(\d+)")
 
@@ -42,16 +42,18 @@ def parse(text: str) -> dict[str, list[Entry]]:
     for match in _ENUM.finditer(text):
         entries: list[Entry] = []
         values: dict[str, int] = {}
+        number = -1
         for member in _MEMBER.finditer(_COMMENT.sub(" ", match["body"])):
             name, value = member["name"], member["value"]
             if value is None:  # C counts on from the constant before
-                values[name] = entries[-1].value + 1 if entries else 0
+                number = number + 1
             else:
-                values[name] = values[value] if value in values else int(value, 0)
+                number = values[value] if value in values else int(value, 0)
+            values[name] = number
             since = _SINCE.search(member["comment"] or "") or _SINCE.search(match["comment"] or "")
             version = int(since[1]) * 10000 + int(since[2]) * 100 + int(since[3]) if since else 0
             if not name.endswith(("_COUNT", "_COUNTS")):  # how many there are changes with every version
-                entries.append(Entry(name, values[name], version))
+                entries.append(Entry(name, number, version))
         enums[match["name"]] = entries
     return enums
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -70,11 +71,11 @@ class Library:
     def __repr__(self) -> str:
         return f"<cuDNN {version_text(self.version)} at {self.path}>"
 
-    def last_error(self) -> str:
-        """What cuDNN said of its newest failure in this thread, on one line; asking for it clears it."""
-        text = ctypes.create_string_buffer(16384)
+    def last_error(self) -> list[str]:
+        """What cuDNN said of its newest failures in this thread, a cause each; asking for it clears it."""
+        text = ctypes.create_string_buffer(1 << 17)
         self.cudnnGetLastErrorString(text, len(text))
-        return " ".join(text.value.decode(errors="replace").split())
+        return causes(text.value.decode(errors="replace"))
 
     def check(self, status: int, doing: str) -> None:
         """Raise unless ``status`` is success.
@@ -95,10 +96,35 @@ class Library:
             name = self.cudnnGetErrorString(status).decode(errors="replace")
         message = f"cuDNN {version_text(self.version)} failed to {doing}: {status} {name}"
         if said := self.last_error():
-            message += f": {said}"
+            message += f": {'; '.join(said)}"
         if 3000 <= status < 4000:
             raise Unsupported(message)
         raise CudnnError(message, status)
+
+
+_ENGINE = re.compile(r'(?=\{"engineId":\d+)')
+_SAID = re.compile(r"(?:Error|Warning|Info): CUDNN_STATUS_\w+; Reason: (.*?)\s*(?=(?:Error|Warning|Info): CUDNN_STATUS_|$)", re.S)
+
+
+def causes(text: str) -> list[str]:
+    """The causes in cuDNN's error text, which holds a trail of inner calls for every engine that was tried.
+
+    The first reason of a trail is the cause; the rest says through which of its functions it went.
+
+    >>> causes('{"engineId":2,"knobChoices":{}} Warning: CUDNN_STATUS_NOT_SUPPORTED_SHAPE; Reason: d is 12 at: d % 8 != 0 '
+    ...        'Warning: CUDNN_STATUS_NOT_SUPPORTED; Reason: finalize_internal()')
+    ['engine 2: d is 12 at: d % 8 != 0']
+    >>> causes("plain words")
+    ['plain words']
+    """
+    found = []
+    for trail in _ENGINE.split(text):
+        reasons = _SAID.findall(trail)
+        cause = " ".join((reasons[0] if reasons else trail).split())
+        engine = re.match(r'\{"engineId":(\d+)', trail)
+        if cause and not cause.startswith("{"):
+            found.append(f"engine {engine[1]}: {cause}" if engine else cause)
+    return list(dict.fromkeys(found))
 
 
 def _path_of(function: Any) -> str:

@@ -1,0 +1,171 @@
+"""Forward attention beside PyTorch's cuDNN SDPA: the same arrays, the same run, interleaved.
+
+    python benchmarks/forward.py [results.csv]
+
+Every preset is timed by CUDA events around single calls, ours and PyTorch's in turn, over several sets of random inputs
+that together are larger than the L2 cache; medians. Host time is the time until the call returns, the device idle.
+Needs PyTorch beside CuPy.
+"""
+
+from __future__ import annotations
+
+import csv
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cupy
+import ml_dtypes
+import numpy as np
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import cupy_sdpa
+from cupy_sdpa._cudnn.library import library
+from cupy_sdpa.version import version_text
+
+
+class Preset(NamedTuple):
+    """A problem of the field; sizes in the legend's letters."""
+
+    name: str
+    b: int
+    hq: int
+    hkv: int
+    s: int
+    d: int
+    dv: int
+    causal: bool
+
+
+PRESETS = [
+    Preset("llama3 70B heads 8k", 1, 64, 8, 8192, 128, 128, False),
+    Preset("llama3 70B heads 8k causal", 1, 64, 8, 8192, 128, 128, True),
+    Preset("llama3 70B heads 2k causal", 1, 64, 8, 2048, 128, 128, True),
+    Preset("16 heads 2k", 4, 16, 16, 2048, 128, 128, False),
+    Preset("16 heads 2k causal", 4, 16, 16, 2048, 128, 128, True),
+    Preset("d64 4k", 4, 16, 16, 4096, 64, 64, False),
+    Preset("d64 4k causal", 4, 16, 16, 4096, 64, 64, True),
+    Preset("MLA 192/128 4k causal", 1, 128, 128, 4096, 192, 128, True),
+    Preset("d256 4k causal", 1, 32, 8, 4096, 256, 256, True),
+]
+ROUNDS = 30
+L2_BYTES = 60 << 20
+
+
+def inputs(preset: Preset) -> list[list[Any]]:
+    """Sets of random q, k, v, together at least twice the L2 cache."""
+    shapes = [(preset.d, preset.hq), (preset.d, preset.hkv), (preset.dv, preset.hkv)]
+    size = sum(2 * d * h * preset.s * preset.b for d, h in shapes)
+    sets = max(2, -(-2 * L2_BYTES // size))
+    bf16 = np.dtype(ml_dtypes.bfloat16)
+    return [
+        [cupy.asfortranarray(cupy.random.standard_normal((d, h, preset.s, preset.b), dtype=np.float32).astype(bf16)) for d, h in shapes]
+        for _ in range(sets)
+    ]
+
+
+def as_torch(array: Any) -> Any:
+    """The same memory as PyTorch sees it, (batch, heads, seq, head_dim)."""
+    return torch.from_dlpack(array).permute(3, 1, 2, 0)
+
+
+def device_ms(calls: list[Any]) -> float:
+    """The time of one call of each, by events; every call is preceded by none of its own kind."""
+    start, stop = cupy.cuda.Event(), cupy.cuda.Event()
+    start.record()
+    for call in calls:
+        call()
+    stop.record()
+    stop.synchronize()
+    return float(cupy.cuda.get_elapsed_time(start, stop)) / len(calls)
+
+
+def host_us(call: Any, count: int = 200) -> float:
+    """The median time until a call returns, with an idle device."""
+    times = []
+    for _ in range(count):
+        cupy.cuda.Device().synchronize()
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times) * 1e6
+
+
+def measure(preset: Preset) -> dict[str, Any]:
+    """One row of the table."""
+    sets = inputs(preset)
+    ours = [lambda x=x: cupy_sdpa.attention(*x, causal=preset.causal) for x in sets]
+    group = {"enable_gqa": True} if preset.hq != preset.hkv else {}
+    torches = [[as_torch(a) for a in x] for x in sets]
+    theirs = [lambda x=x: scaled_dot_product_attention(*x, is_causal=preset.causal, **group) for x in torches]
+    difference = (as_torch(ours[0]()).float() - theirs[0]().float()).abs().max().item()
+    for _ in range(3):
+        device_ms(ours), device_ms(theirs)
+    times: dict[str, list[float]] = {"ours": [], "torch": []}
+    for turn in range(ROUNDS):
+        order = [("ours", ours), ("torch", theirs)]
+        for name, calls in order if turn % 2 else order[::-1]:
+            times[name].append(device_ms(calls))
+    ms, torch_ms = (statistics.median(times[name]) for name in ("ours", "torch"))
+    flops = 2 * preset.b * preset.hq * preset.s**2 * (preset.d + preset.dv) / (2 if preset.causal else 1)
+    report = cupy_sdpa.explain(*sets[0], causal=preset.causal)
+    assert report.plan is not None
+    return {
+        **preset._asdict(),
+        "dtype": "bfloat16",
+        "ms": round(ms, 4),
+        "tflops": round(flops / ms / 1e9),
+        "torch_ms": round(torch_ms, 4),
+        "ratio": round(ms / torch_ms, 3),
+        "max_difference": round(difference, 5),
+        "engine": report.plan.engine,
+        "workspace_bytes": report.plan.workspace,
+        "build_ms": round(report.plan.build_ms),
+    }
+
+
+def main(path: str | None = None) -> None:
+    """Print the table and, where a path is given, write it as CSV."""
+    device = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
+    versions = {
+        "gpu": device,
+        "cudnn": version_text(library().version),
+        "torch": torch.__version__,
+        "cupy": cupy.__version__,
+        "cupy_sdpa": cupy_sdpa.__version__,
+    }
+    print(", ".join(f"{name} {value}" for name, value in versions.items()))
+    rows = []
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), torch.no_grad():
+        for preset in PRESETS:
+            rows.append(measure(preset))
+            row = rows[-1]
+            print(
+                f"{preset.name:28} {row['ms']:8.4f} ms {row['tflops']:4} TFLOP/s   torch {row['torch_ms']:8.4f} ms   "
+                f"ratio {row['ratio']:.3f}   engine {row['engine']}",
+                flush=True,
+            )
+        small = [cupy.asfortranarray(cupy.random.standard_normal((64, 8, 128, 2)).astype(np.float16)) for _ in range(3)]
+        out = cupy.empty_like(small[0])
+        views = [as_torch(a) for a in small]
+        host = {
+            "host_us": host_us(lambda: cupy_sdpa.attention(*small)),
+            "host_out_us": host_us(lambda: cupy_sdpa.attention(*small, out=out)),
+            "torch_host_us": host_us(lambda: scaled_dot_product_attention(*views)),
+        }
+    print("host time of a small call, median:", ", ".join(f"{name} {value:.1f}" for name, value in host.items()))
+    ratio = statistics.geometric_mean(row["ratio"] for row in rows)
+    print(f"geometric mean of ours over PyTorch's: {ratio:.3f}; worst {max(row['ratio'] for row in rows):.3f}")
+    if path:
+        with Path(path).open("w", newline="") as file:
+            writer = csv.DictWriter(file, [*rows[0], *versions, *host], lineterminator="\n")
+            writer.writeheader()
+            writer.writerows({**row, **versions, **{name: round(value, 1) for name, value in host.items()}} for row in rows)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

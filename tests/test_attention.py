@@ -1,0 +1,237 @@
+"""The public call on numpy arrays: results, outputs given, and every bad input with its remedy."""
+
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from cases import DTYPES, LAYOUTS
+
+import cupy_sdpa
+from cupy_sdpa import attention, explain, reference
+
+
+def arrays(d=16, hq=4, hkv=2, sq=6, skv=7, b=2, dv=None, dtype="float32"):
+    """q, k and v, random, in Fortran order."""
+    rng = np.random.default_rng(0)
+    shapes = (d, hq, sq, b), (d, hkv, skv, b), (dv or d, hkv, skv, b)
+    return tuple(np.asfortranarray(rng.standard_normal(s).astype(DTYPES[dtype])) for s in shapes)
+
+
+def test_results_are_in_fortran_order_and_of_the_inputs_dtype():
+    """New arrays have Julia's layout; stats are float32 whatever the inputs are."""
+    for dtype in DTYPES:
+        q, k, v = arrays(dtype=dtype, dv=24)
+        out, stats = attention(q, k, v, return_stats=True)
+        assert (out.shape, out.dtype, out.flags.f_contiguous) == ((24, 4, 6, 2), q.dtype, True)
+        assert (stats.shape, stats.dtype, stats.flags.f_contiguous) == ((6, 4, 2), np.float32, True)
+
+
+def test_stats_are_the_natural_log_sum_exp():
+    """exp(scores - stats) sums to one over the keys."""
+    q, k, v = arrays(hkv=4, dtype="float64")
+    _, stats = attention(q, k, v, return_stats=True)
+    scores = np.einsum("dhib,dhjb->jihb", q, k) / 4
+    np.testing.assert_allclose(np.exp(scores - stats).sum(axis=0), 1, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_changes_nothing(layout):
+    """Views of any strides give bit for bit what dense arrays give."""
+    q, k, v = arrays(hkv=4, sq=7)
+    turned = [LAYOUTS[layout](x) for x in (q, k, v)]
+    np.testing.assert_array_equal(attention(*turned, causal=True), attention(q, k, v, causal=True))
+
+
+def test_given_outputs_are_written_and_returned():
+    """out= and stats= may have any strides; they come back as the very same objects."""
+    q, k, v = arrays()
+    wanted, wanted_stats = attention(q, k, v, return_stats=True)
+    out = np.full((2, 6, 4, 16), np.nan, np.float32).T
+    stats = np.full((6, 4, 2), np.nan, np.float32)
+    got = attention(q, k, v, out=out, stats=stats)
+    assert got[0] is out
+    assert got[1] is stats
+    np.testing.assert_array_equal(out, wanted)
+    np.testing.assert_array_equal(stats, wanted_stats)
+
+
+def test_inputs_are_left_as_they_were():
+    """Not a bit of q, k or v is changed, in any dtype."""
+    for dtype in DTYPES:
+        inputs = arrays(dtype=dtype)
+        before = [x.tobytes() for x in inputs]
+        attention(*inputs, causal=True)
+        assert [x.tobytes() for x in inputs] == before
+
+
+def test_causal_means_top_left():
+    """True and "top_left" are one and the same: query i sees keys 0 to i, also where there are more queries than keys."""
+    q, k, v = arrays(sq=9, skv=5)
+    out = attention(q, k, v, causal=True)
+    np.testing.assert_array_equal(out, attention(q, k, v, causal="top_left"))
+    np.testing.assert_allclose(out[:, 0, 0], v[:, 0, 0], rtol=1e-6)
+    np.testing.assert_allclose(out[:, :, 5:], attention(q, k, v)[:, :, 5:], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [0.3, -2, 0, np.float32(0.25), np.float64(1), True])
+def test_scale_may_be_any_real_number(scale):
+    """Python's and numpy's numbers; zero makes every key equal."""
+    q, k, v = arrays(dtype="float64")
+    np.testing.assert_allclose(attention(q, k, v, scale=scale), reference.attention(q, k, v, scale=float(scale))[0], atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape"),
+    [
+        ({"b": 0}, (16, 4, 6, 0)),
+        ({"sq": 0}, (16, 4, 0, 2)),
+        ({"hq": 0, "hkv": 0}, (16, 0, 6, 2)),
+        ({"hq": 0}, (16, 0, 6, 2)),
+    ],
+    ids=["no batch", "no queries", "no heads", "no query heads"],
+)
+def test_empty_in_empty_out(sizes, shape):
+    """Empty arrays give empty arrays."""
+    out, stats = attention(*arrays(**sizes), return_stats=True)
+    assert out.shape == shape
+    assert stats.shape == (shape[2], shape[1], shape[3])
+    assert explain(*arrays(**sizes))
+
+
+def test_no_keys_give_zero():
+    """A query that sees no key gives 0 and -inf."""
+    out, stats = attention(*arrays(skv=0), return_stats=True)
+    assert (out == 0).all()
+    assert out.shape == (16, 4, 6, 2)
+    assert (stats == -np.inf).all()
+
+
+def test_infinite_scores_are_no_warning():
+    """Infinities and NaN in the inputs go where arithmetic sends them, in silence, and stay in their rows."""
+    q, k, v = arrays()
+    q[:, 1, 2, 0] = np.nan
+    q[:, 2, 3, 1] = np.inf
+    out = attention(q, k, v)
+    assert np.isnan(out[:, 1, 2, 0]).all()
+    bad = np.zeros(out.shape, bool)
+    bad[:, 1, 2, 0] = bad[:, 2, 3, 1] = True
+    assert np.isfinite(out[~bad]).all()
+
+
+def test_overflow_of_float16_is_left_to_the_accumulator():
+    """Scores beyond float16's range are fine: they are float32."""
+    q, k, v = (100 * x for x in arrays(dtype="float16"))
+    truth, _ = reference.attention(q, k, v)
+    np.testing.assert_allclose(attention(q, k, v).astype(float), truth, atol=0.2)
+
+
+BAD = {
+    "rank": (lambda q, k, v: attention(q[..., 0], k, v), ValueError, r"q has 3 dimensions .*\[\.\.\., None\]"),
+    "head_dim": (lambda q, k, v: attention(q, k[:8], v), ValueError, r"head dims .* q and k differ, 16 and 8"),
+    "batch_k": (lambda q, k, v: attention(q, k[..., :1], v), ValueError, r"batch sizes .* q and k differ, 2 and 1"),
+    "batch_v": (lambda q, k, v: attention(q, k, v[..., :1]), ValueError, r"batch sizes .* q and v differ, 2 and 1"),
+    "heads_kv": (lambda q, k, v: attention(q, k, v[:, :1]), ValueError, r"heads .* k and v differ, 2 and 1"),
+    "lengths_kv": (lambda q, k, v: attention(q, k, v[:, :, :5]), ValueError, r"lengths .* k and v differ, 7 and 5"),
+    "group": (lambda q, k, v: attention(q[:, :3], k, v), ValueError, r"q has 3 heads and k, v have 2: 3 must be a multiple of 2"),
+    "no_kv_heads": (lambda q, k, v: attention(q, k[:, :0], v[:, :0]), ValueError, r"q has 4 heads and k, v have 0"),
+    "no_head_dim": (lambda q, k, v: attention(q[:0], k[:0], v), ValueError, r"head dim 0"),
+    "mixed_dtypes": (lambda q, k, v: attention(q, k.astype("f8"), v), TypeError, r"k is float64 and q is float32: convert"),
+    "integers": (lambda q, k, v: attention(*(x.astype("i4") for x in (q, k, v))), TypeError, r"q is int32; attention takes float16"),
+    "complex": (lambda q, k, v: attention(*(x.astype("c8") for x in (q, k, v))), TypeError, r"q is complex64"),
+    "lists": (lambda q, k, v: attention(q.tolist(), k, v), TypeError, r"q is a builtins.list; .* numpy.asarray"),
+    "masked_array": (lambda q, k, v: attention(np.ma.array(q), k, v), TypeError, r"MaskedArray"),
+    "none": (lambda q, k, v: attention(q, None, v), TypeError, r"k is a builtins.NoneType"),
+    "out_shape": (lambda q, k, v: attention(q, k, v, out=np.empty((16, 4, 5, 2), "f4")), ValueError, r"\(16, 4, 5, 2\); it must be \(16, 4, 6, 2\)"),
+    "out_dtype": (lambda q, k, v: attention(q, k, v, out=np.empty(q.shape, "f8")), TypeError, r"out is float64; it must be float32"),
+    "out_is_q": (lambda q, k, v: attention(q, k, v, out=q), ValueError, r"out overlaps q"),
+    "out_shares_v": (lambda q, k, v: attention(v[:, :, :6], k[:, :, :6], v[:, :, :6], out=v[:, :, 1:]), ValueError, r"out overlaps"),
+    "out_onto_itself": (
+        lambda q, k, v: attention(q, k, v, out=np.broadcast_to(np.empty((16, 1, 6, 2), "f4"), q.shape)),
+        ValueError,
+        r"elements share memory",
+    ),
+    "stats_shape": (lambda q, k, v: attention(q, k, v, stats=np.empty((4, 6, 2), "f4")), ValueError, r"stats has shape \(4, 6, 2\); it must be \(6, 4, 2\)"),
+    "stats_dtype": (lambda q, k, v: attention(q, k, v, stats=np.empty((6, 4, 2))), TypeError, r"stats is float64; it must be float32"),
+    "nan_scale": (lambda q, k, v: attention(q, k, v, scale=float("nan")), ValueError, r"scale is nan.* 1/sqrt\(head_dim\) = 0.25"),
+    "infinite_scale": (lambda q, k, v: attention(q, k, v, scale=np.inf), ValueError, r"scale is inf"),
+    "array_scale": (lambda q, k, v: attention(q, k, v, scale=np.ones(3)), TypeError, r"scale is a ndarray; .* float"),
+    "string_scale": (lambda q, k, v: attention(q, k, v, scale="1"), TypeError, r"scale is a str"),
+    "causal_word": (lambda q, k, v: attention(q, k, v, causal="bottom"), ValueError, r"causal is 'bottom'; it must be"),
+    "causal_number": (lambda q, k, v: attention(q, k, v, causal=2), ValueError, r"causal is 2"),
+    "unknown_option": (lambda q, k, v: attention(q, k, v, is_causal=True), TypeError, r"is_causal"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_with_both_values_and_the_remedy(name):
+    """Each mistake raises its class, and the message names what was given and what is needed."""
+    call, error, words = BAD[name]
+    with pytest.raises(error, match=words):
+        call(*arrays())
+
+
+def test_out_between_the_inputs_is_no_overlap():
+    """An output interleaved in memory with the inputs, sharing no element, is accepted."""
+    whole = np.asfortranarray(np.random.default_rng(0).standard_normal((16, 2, 4, 6, 2), np.float32))
+    q, k, v, out = (whole[:, :, i] for i in range(4))
+    wanted = attention(q.copy(), k.copy(), v.copy())
+    assert attention(q, k, v, out=out) is out
+    np.testing.assert_array_equal(out, wanted)
+
+
+def test_explain_raises_what_the_call_raises():
+    """What is no attention problem at all is no report, but the same error."""
+    q, k, v = arrays()
+    with pytest.raises(ValueError, match="head dims"):
+        explain(q, k[:8], v)
+
+
+def test_explain_tells_the_steps():
+    """Printed, a report shows the problem, every step with its formula, and who runs it."""
+    q, k, v = arrays(dtype="float16")
+    report = explain(q, k, v, causal=True, return_stats=True)
+    text = str(report)
+    assert report
+    assert report.plan is None
+    for words in ("GQA, 2 query heads a key head", "S = Q Kᵀ", "visible = i ≥ j", "O = P V", "output stats", "runs on the CPU"):
+        assert words in text
+
+
+class FakeArray:
+    """A stand-in for a CuPy array: just what is looked at before any GPU is."""
+
+    def __init__(self, shape=(64, 4, 8, 2), device=0):
+        self.dtype, self.shape, self.ndim = np.dtype("float16"), shape, 4
+        self.strides = np.empty(shape, np.float16, order="F").strides
+        self.data = SimpleNamespace(ptr=1 << 20, device_id=device)
+
+
+@pytest.fixture
+def fake_cupy(monkeypatch):
+    """A process in which CuPy's arrays are FakeArrays."""
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(ndarray=FakeArray))
+
+
+@pytest.mark.usefixtures("fake_cupy")
+def test_mixed_numpy_and_cupy_is_refused():
+    """No array is moved on the caller's behalf; the message says which is which."""
+    with pytest.raises(TypeError, match=r"q is a CuPy array, k is a CuPy array, v is a numpy array.*cupy.asarray"):
+        attention(FakeArray(), FakeArray(), np.empty((64, 4, 8, 2), np.float16))
+    with pytest.raises(TypeError, match=r"out is a CuPy array"):
+        attention(*arrays(), out=FakeArray())
+
+
+@pytest.mark.usefixtures("fake_cupy")
+def test_arrays_on_different_devices_are_refused():
+    """The message names each array's device."""
+    with pytest.raises(ValueError, match=r"q on device 0, k on device 1, v on device 0"):
+        attention(FakeArray(), FakeArray(device=1), FakeArray())
+
+
+def test_the_public_names_are_these():
+    """A new public name is a decision."""
+    assert sorted(cupy_sdpa.__all__) == [
+        "CudnnError", "Report", "Unsupported", "__version__", "attention", "explain", "get_plan_cache",
+    ]  # fmt: skip
+    assert all(hasattr(cupy_sdpa, name) for name in cupy_sdpa.__all__)

@@ -1,0 +1,220 @@
+"""The plan cache and the sessions of threads, with plans that need no GPU."""
+
+import gc
+import os
+import threading
+
+import pytest
+from cases import Case
+
+from cupy_sdpa import Unsupported, cache
+from cupy_sdpa.cache import PlanCache
+from cupy_sdpa.plan import Plan, PlanInfo
+
+PROBLEMS = [Case(f"p{n}", sq=n + 1).problem() for n in range(40)]
+
+
+class FakePlan(Plan):
+    """A plan that only knows whether it was closed."""
+
+    def __init__(self):
+        self.info = PlanInfo(2, 256, (), 1.0, (), 91900)
+        self.closed = 0
+
+    def close(self):
+        self.closed += 1
+
+
+def itself(plan):
+    return plan
+
+
+def refuse():
+    raise Unsupported("engine 2: no")
+
+
+def test_a_plan_is_built_once():
+    """The second look-up of a problem finds the plan of the first."""
+    kept = PlanCache()
+    first = kept.use(PROBLEMS[0], FakePlan, itself)
+    again = kept.use(Case("another name, the same problem", sq=1).problem(), FakePlan, itself)
+    assert first is again
+    assert (kept.hits, kept.misses, len(kept)) == (1, 1, 1)
+
+
+def test_the_least_recently_used_plan_goes_first_and_is_destroyed_at_once():
+    """Beyond the limit the one unused for longest is closed, exactly once, before the call returns."""
+    kept = PlanCache(limit=2)
+    one, two = (kept.use(p, FakePlan, itself) for p in PROBLEMS[:2])
+    kept.use(PROBLEMS[0], FakePlan, itself)
+    kept.use(PROBLEMS[2], FakePlan, itself)
+    assert (one.closed, two.closed, len(kept)) == (0, 1, 2)
+    assert kept.use(PROBLEMS[0], FakePlan, itself) is one
+
+
+def test_refusals_are_kept_as_text():
+    """A refusal is not asked for again, and no exception, hence no array in its frames, is kept alive."""
+    kept = PlanCache()
+    asked = []
+    for _ in range(3):
+        with pytest.raises(Unsupported, match="engine 2: no"):
+            kept.use(PROBLEMS[0], lambda: asked.append(1) or refuse(), itself)
+    assert len(asked) == 1
+    gc.collect()
+    assert not any(isinstance(o, Unsupported) for o in gc.get_objects())
+
+
+def test_other_errors_are_not_kept():
+    """What may pass, such as memory that ran out, is tried anew."""
+    kept = PlanCache()
+
+    def fail():
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        kept.use(PROBLEMS[0], fail, itself)
+    assert isinstance(kept.use(PROBLEMS[0], FakePlan, itself), FakePlan)
+
+
+def test_clear_destroys_everything():
+    """After clear() nothing is kept, every plan is closed, and counts begin anew; the limit stays."""
+    kept = PlanCache(limit=5)
+    plans = [kept.use(p, FakePlan, itself) for p in PROBLEMS[:5]]
+    kept.clear()
+    assert [plan.closed for plan in plans] == [1] * 5
+    assert (len(kept), kept.hits, kept.misses, kept.limit) == (0, 0, 0, 5)
+
+
+def test_a_lower_limit_holds_at_once():
+    """set_limit() evicts; a limit below one is refused."""
+    kept = PlanCache(limit=5)
+    plans = [kept.use(p, FakePlan, itself) for p in PROBLEMS[:5]]
+    kept.set_limit(2)
+    assert [plan.closed for plan in plans] == [1, 1, 1, 0, 0]
+    with pytest.raises(ValueError, match="the limit is 0"):
+        kept.set_limit(0)
+
+
+def test_printed_it_is_a_table():
+    """One line a plan, the newest first, with the problem in words."""
+    kept = PlanCache()
+    kept.use(PROBLEMS[0], FakePlan, itself)
+    with pytest.raises(Unsupported):
+        kept.use(PROBLEMS[1], refuse, itself)
+    lines = str(kept).splitlines()
+    assert lines[0] == "plan cache: 2 of at most 256, 0 hits, 2 misses"
+    assert lines[1].endswith("refused")
+    assert lines[2].endswith("engine 2, 256 bytes")
+
+
+def test_of_two_plans_built_at_once_the_first_stored_stays():
+    """While one thread builds, another may: the loser's plan is closed, and both run the winner's."""
+    kept = PlanCache()
+    entered, go = threading.Barrier(2), threading.Event()
+    built, ran = [], []
+
+    def build():
+        entered.wait(10)  # both are inside build: the lock is not held there
+        go.wait(10)
+        built.append(FakePlan())
+        return built[-1]
+
+    threads = [threading.Thread(target=lambda: ran.append(kept.use(PROBLEMS[0], build, itself))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    go.set()
+    for thread in threads:
+        thread.join(20)
+    assert len(built) == 2
+    assert ran[0] is ran[1]
+    assert sorted(plan.closed for plan in built) == [0, 1]
+    assert ran[0].closed == 0
+
+
+def test_a_plan_is_not_destroyed_while_it_runs():
+    """clear() from another thread waits for the execution that is under way."""
+    kept = PlanCache()
+    running, done = threading.Event(), []
+
+    def run(plan):
+        running.set()
+        clearing.join(0.2)
+        done.append(plan.closed)
+
+    clearing = threading.Thread(target=lambda: (running.wait(10), kept.clear()))
+    clearing.start()
+    kept.use(PROBLEMS[0], FakePlan, run)
+    clearing.join(10)
+    assert done == [0]
+    assert len(kept) == 0
+
+
+class FakeSession:
+    """A session with no handle."""
+
+    def __init__(self):
+        self.cache = PlanCache()
+
+
+@pytest.fixture
+def sessions(monkeypatch):
+    """Sessions without cuDNN, in a process that has had none."""
+    monkeypatch.setattr(cache, "Session", FakeSession)
+    monkeypatch.setattr(cache, "_idle", {})
+    monkeypatch.setattr(cache, "_thread", threading.local())
+    return cache.session
+
+
+def in_thread(function):
+    """What a function gives in a thread of its own, which then ends."""
+    got = []
+    thread = threading.Thread(target=lambda: got.append(function()))
+    thread.start()
+    thread.join(10)
+    return got[0]
+
+
+def test_each_context_has_its_own_session(sessions):
+    """Two contexts never share plans; one context keeps its session."""
+    assert sessions(1) is sessions(1)
+    assert sessions(1) is not sessions(2)
+
+
+def test_live_threads_never_share_a_session(sessions):
+    """Sixteen threads at once have sixteen sessions."""
+    barrier = threading.Barrier(16)
+    got = []
+
+    def work():
+        got.append(sessions(1))
+        barrier.wait(10)
+
+    threads = [threading.Thread(target=work) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert len(set(map(id, got))) == 16
+
+
+def test_a_new_thread_takes_over_what_an_ended_one_left(sessions):
+    """Short-lived threads do not pile up handles: there are as many sessions as threads that lived at once."""
+    kept = [in_thread(lambda: sessions(1)) for _ in range(20)]
+    assert len(set(map(id, kept))) == 1
+    assert kept[0] is not sessions(2)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_forked_child_starts_anew(sessions):
+    """After a fork nothing of the parent's is used or destroyed."""
+    mine = sessions(1)
+    mine.cache.use(PROBLEMS[0], FakePlan, itself)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        new = sessions(1)
+        os.write(writer, b"new" if new is not mine and len(new.cache) == 0 else b"old")
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reader, 3) == b"new"
+    assert sessions(1) is mine

@@ -1,0 +1,150 @@
+"""The second corner: the real cuDNN accepts and plans what we ask, for GPUs that are not here."""
+
+import os
+import re
+
+import numpy as np
+import pytest
+from cases import FORWARD, Case
+from planner import in_child, plan_graph
+
+from cupy_sdpa import gpus
+from cupy_sdpa.errors import Unsupported
+from cupy_sdpa.graph import Builder, Tensor, row_major
+from cupy_sdpa.lowering import OperationGraph
+from cupy_sdpa.patterns import forward
+from cupy_sdpa.plan import PlanInfo
+from cupy_sdpa.problem import problem
+from cupy_sdpa.support import deadly, why_not
+from cupy_sdpa.version import version_text
+
+pytestmark = pytest.mark.cudnn
+
+#: On GPUs other than the H200 these stand for the rest.
+SOME = [c for c in FORWARD if c.name in {"causal", "d128_gqa_causal_fp16", "mla_192_128", "d256", "odd_lengths", "decode", "bhsd"}]
+
+
+def _problem(case):
+    q, k, v = case.laid_out(case.arrays())
+    signatures = [(x.dtype.name, x.shape, x.strides, 16) for x in (q, k, v)]
+    return problem(*signatures, None, None, case.stats, case.causal)
+
+
+@pytest.mark.parametrize("case", FORWARD, ids=str)
+def test_every_forward_case_is_planned_for_the_h200(case, planner):
+    """cuDNN finalizes a plan, kernel compiled, for every named case; nothing in our table speaks against it."""
+    asked = _problem(case)
+    plan = planner.plan(forward(asked))
+    assert isinstance(plan, PlanInfo), plan
+    assert plan.engine in (1, 2)
+    assert not why_not(asked, plan.cudnn, gpus.capability("h200"))
+
+
+@pytest.mark.parametrize("gpu", [name for name in gpus.NAMES if name != "h200"])
+@pytest.mark.parametrize("case", SOME, ids=str)
+def test_other_gpus_are_planned_for_too(case, gpu, planner):
+    """The same graphs are planned for Ampere, Ada and Blackwell; where our table refuses, it says why."""
+    asked = _problem(case)
+    plan = planner.plan(forward(asked), gpu)
+    assert isinstance(plan, PlanInfo), plan
+    reasons = why_not(asked, plan.cudnn, gpus.capability(gpu))
+    assert all(reason.rule == "decode-blackwell" for reason in reasons)
+
+
+def test_the_fast_engine_is_the_first_choice(planner):
+    """Large problems on the H200 get the Hopper kernel (engine 2) at once, with a workspace of at most a kilobyte."""
+    plan = planner.plan(forward(Case("large", d=128, hq=64, hkv=8, sq=8192, b=1, causal=True).problem()))
+    assert plan.engine == 2
+    assert plan.workspace <= 1024
+    assert plan.refused == ()
+    assert "TENSOR_CORE" in plan.notes
+
+
+def test_decoding_splits_the_keys(planner):
+    """One query over many keys gets the kernel that splits them, which shows in its workspace."""
+    plan = planner.plan(forward(Case("decode", d=128, hq=8, hkv=2, sq=1, skv=8192).problem()))
+    assert plan.workspace > 100_000
+
+
+def test_a_refusal_keeps_every_reason(planner):
+    """A head dim that is no multiple of 8 is refused by every engine, and each engine's words are kept."""
+    text = planner.plan(forward(Case("d12", d=12, sq=64).problem()))
+    assert isinstance(text, str)
+    assert "multiple of 8" in text
+    assert re.search(r"(engine|heuristics) \w+", text)
+    assert "3000" in text or "NOT_SUPPORTED" in text
+
+
+def test_values_baked_into_a_graph_are_none_but_the_mask(planner):
+    """The scale is handed over by value: graphs of different scales are one and the same."""
+    one, other = (forward(Case("scaled", scale=scale).problem()) for scale in (0.1, 0.2))
+    assert one is other
+
+
+# What kills the process inside cuDNN (facts measured with 9.19 and 9.28): we refuse first, and cuDNN would really have died.
+
+
+def _head_dim_strided():
+    q = np.empty((2, 4, 128, 64), np.float16).T  # (64, 128, 4, 2): axis 0 contiguous
+    q = q.transpose(0, 2, 1, 3)
+    k = np.empty((64, 4, 128, 2), np.float16)  # C order: axis 0 has the largest stride
+    signatures = [("bfloat16", x.shape, x.strides, 16) for x in (q, k, q)]
+    return forward(problem(*signatures, None, None, False, False))
+
+
+def _captured(dtype, mode):
+    """Scores with a tensor from memory worked in: a mask, or 8-bit numbers."""
+    asked = Case("captured", sq=128).problem()
+    g = Builder()
+    shape = (asked.sizes[-1], 4, 128, 128)
+    captured = Tensor("captured", shape, dtype, "input", row_major(shape), (3, 2, 1, 0))
+    plain = forward(asked)
+    for node in plain.nodes:
+        if node.formula.startswith("P ="):
+            s = node.x
+            if mode == "binary_select":
+                s = g.pointwise("captured", mode, s, g.scalar("-inf", value=-np.inf), captured, out="masked")
+            else:
+                s = g.pointwise("captured", mode, s, captured, out="scaled")
+            g.softmax(node.formula, s, "P", "bfloat16")
+        else:
+            g.nodes.append(node)
+    return g.graph()
+
+
+DEADLY = {
+    "head_dim_not_contiguous": (_head_dim_strided, "segmentation fault"),
+    "boolean_mask_in_memory": (lambda: _captured("bool", "binary_select"), "floating-point exception"),
+    "8_bit_numbers_in_memory": (lambda: _captured("uint8", "mul"), "abort"),
+}
+
+
+@pytest.mark.parametrize("name", DEADLY)
+def test_what_would_kill_cudnn_is_refused_first(name, planner):
+    """The guard names the tensor and what would have happened, and the process lives."""
+    build, words = DEADLY[name]
+    graph = build()
+    assert deadly(graph)
+    with pytest.raises(Unsupported, match=words):
+        OperationGraph(graph)
+    assert isinstance(planner.plan(graph), str)
+
+
+@pytest.mark.parametrize("name", DEADLY)
+def test_without_the_guard_cudnn_would_have_died(name, planner):
+    """The same graph, let through, ends the child by a signal; if this fails, cuDNN has mended it and the guard may go."""
+    graph = DEADLY[name][0]()
+    code = in_child(planner.stub, plan_graph, graph, "h200", False)
+    assert code < 0, f"the child ended with {code}"
+
+
+def test_a_live_child_says_that_the_guard_is_not_always_on(planner):
+    """A harmless graph let through without the guard is planned: the deaths above are the graphs' doing."""
+    assert in_child(planner.stub, plan_graph, forward(Case("harmless").problem()), "h200", False) == 0
+
+
+def test_the_children_use_the_cudnn_that_was_asked_for(planner):
+    """The version that planned is a version that this package takes."""
+    plan = planner.plan(forward(FORWARD[0].problem()))
+    assert plan.cudnn >= 91900, version_text(plan.cudnn)
+    assert os.getpid()

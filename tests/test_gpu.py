@@ -1,0 +1,315 @@
+"""The third corner, on a GPU: cuDNN's results are as near to the truth as their precision allows; and how a call behaves."""
+
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+from cases import DTYPES, FORWARD, Case
+from tolerance import assert_close
+
+from cupy_sdpa import Unsupported, attention, explain, get_plan_cache, reference
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def cupy():
+    """The cupy module; also gives the pools' memory back afterwards."""
+    import cupy as module
+
+    yield module
+    module.get_default_memory_pool().free_all_blocks()
+
+
+@pytest.fixture
+def plans(cupy):
+    """This thread's plan cache, empty."""
+    kept = get_plan_cache()
+    kept.clear()
+    yield kept
+    kept.set_limit(256)
+    kept.clear()
+
+
+def poisoned(cupy, shape, dtype):
+    """An array in which every element that is not written shows."""
+    return cupy.full(shape, np.nan, dtype=dtype, order="F")
+
+
+def check(cupy, case, run=attention):
+    """Run a case on the GPU with poisoned outputs and hold it to the tolerance policy; gives the outputs."""
+    q, k, v = case.arrays()
+    options = {"scale": case.scale, "causal": case.causal}
+    truth, truth_stats = reference.attention(q, k, v, **options)
+    naive, naive_stats = attention(q, k, v, return_stats=True, **options)
+    on_gpu = case.laid_out([cupy.asarray(x) for x in (q, k, v)])
+    out = poisoned(cupy, truth.shape, q.dtype)
+    stats = poisoned(cupy, truth_stats.shape, np.float32) if case.stats else None
+    got = run(*on_gpu, out=out, stats=stats, **options)
+    got_out, got_stats = got if case.stats else (got, None)
+    assert got_out is out
+    assert got_stats is stats
+    assert_close(cupy.asnumpy(out), truth, naive)
+    if case.stats:
+        assert_close(cupy.asnumpy(stats), truth_stats, naive_stats)
+    return out, stats
+
+
+@pytest.mark.parametrize("case", FORWARD, ids=str)
+def test_every_forward_case(case, cupy):
+    """Every named case: output and log-sum-exp within twice the naive computation's error, every element written."""
+    check(cupy, case)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_long_sequences(dtype, causal, cupy):
+    """Many tiles in both directions: 2000 queries over 3000 keys."""
+    check(cupy, Case("long", d=128, hq=2, hkv=1, sq=2000, skv=3000, b=1, dtype=dtype, causal=causal))
+
+
+def test_new_arrays_and_given_ones_get_the_same_bits(cupy):
+    """With out= and without, with stats and without: the output is the same, in Fortran order, on the inputs' device."""
+    q, k, v = (cupy.asarray(x) for x in FORWARD[0].arrays())
+    plain = attention(q, k, v)
+    out, stats = attention(q, k, v, return_stats=True)
+    assert plain.flags.f_contiguous
+    assert stats.flags.f_contiguous
+    assert plain.dtype == q.dtype
+    assert stats.dtype == np.float32
+    assert (plain.view("u2") == out.view("u2")).all()
+
+
+def test_integers_come_out_exactly(cupy):
+    """With a saturated softmax every output is a row of V, bit for bit."""
+    rng = np.random.default_rng(1)
+    d, hq, hkv, s, b = 64, 4, 2, 50, 2
+    wanted = rng.integers(0, s, (hq, s, b))
+    keys, queries = np.zeros((d, hkv, s, b)), np.zeros((d, hq, s, b))
+    keys[np.arange(s), :, np.arange(s)] = 1
+    for h, i, n in np.ndindex(wanted.shape):
+        queries[wanted[h, i, n], h, i, n] = 1000
+    q, k, v = (x.astype("float16") for x in (queries, keys, rng.integers(-50, 50, (d, hkv, s, b))))
+    out = cupy.asnumpy(attention(*(cupy.asarray(np.asfortranarray(x)) for x in (q, k, v)), scale=1.0))
+    for h, i, n in np.ndindex(wanted.shape):
+        np.testing.assert_array_equal(out[:, h, i, n], v[:, h // 2, wanted[h, i, n], n])
+
+
+def test_keys_shared_by_stride_zero(cupy):
+    """Keys and values broadcast over the batch, with stride 0, are read where they are."""
+    q, k, v = (cupy.asarray(x) for x in Case("shared", sq=100).arrays())
+    wide = [cupy.broadcast_to(x[..., :1], x.shape) for x in (k, v)]
+    assert wide[0].strides[3] == 0
+    dense = [cupy.asfortranarray(x) for x in wide]
+    assert (attention(q, *wide).view("u2") == attention(q, *dense).view("u2")).all()
+
+
+def test_empty_and_keyless(cupy):
+    """Empty in, empty out; no key to see gives 0 and -inf."""
+    x = cupy.ones((64, 4, 8, 2), np.float16, order="F")
+    assert attention(x[..., :0], x[..., :0], x[..., :0]).shape == (64, 4, 8, 0)
+    out, stats = attention(x, x[:, :, :0], x[:, :, :0], return_stats=True)
+    assert (out == 0).all()
+    assert (stats == -np.inf).all()
+    assert explain(x, x[:, :, :0], x[:, :, :0])
+
+
+def bad(name, error, words, change):
+    return pytest.param(change, error, words, id=name)
+
+
+def _misaligned(cp, x):
+    flat = cp.zeros(x.size + 1, x.dtype)
+    return flat[1:].reshape(x.shape, order="F")
+
+
+def _unaligned_stride(cp, x):
+    d, h, s, b = x.shape
+    return cp.zeros((d + 1, h, s, b), x.dtype, order="F")[:d]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        bad("float32", TypeError, r"q, k and v are float32; .*astype", lambda cp, x: x.astype("float32")),
+        bad("float64", TypeError, r"float64", lambda cp, x: x.astype("float64")),
+        bad("c_order", ValueError, r"axis 0 must be contiguous.*x\.T", lambda cp, x: cp.ascontiguousarray(x)),
+        bad("d_sliced", ValueError, r"axis 0 must be contiguous", lambda cp, x: cp.asfortranarray(cp.concatenate([x, x]))[::2]),
+        bad("reversed", ValueError, r"none below 0", lambda cp, x: x[:, :, ::-1]),
+        bad("misaligned", ValueError, r"multiple of 2 bytes", _misaligned),
+        bad("stride_not_16_bytes", ValueError, r"not a multiple of 16", _unaligned_stride),
+        bad("head_dim_12", Unsupported, r"is 12; cuDNN takes multiples of 8: pad axis 0 with 4", lambda cp, x: cp.asfortranarray(x[:12])),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_launched(change, error, words, cupy):
+    """The call raises with values and remedy, the output stays untouched, and explain says the same without raising."""
+    x = change(cupy, cupy.ones((64, 4, 8, 2), np.float16, order="F"))
+    out = poisoned(cupy, x.shape, x.dtype)
+    with pytest.raises(error, match=words):
+        attention(x, x, x, out=out)
+    assert cupy.isnan(out).all()
+    report = explain(x, x, x)
+    assert not report
+    assert "cannot run on cuDNN" in str(report)
+
+
+def test_out_must_not_overlap_an_input(cupy):
+    """Overlap is told from mere interleaving, on the GPU too."""
+    whole = cupy.asarray(np.asfortranarray(np.random.default_rng(0).standard_normal((64, 2, 4, 16, 2)).astype(np.float16)))
+    q, k, v, out = (whole[:, :, i] for i in range(4))
+    with pytest.raises(ValueError, match="out overlaps q"):
+        attention(q, k, v, out=q)
+    wanted = attention(*(cupy.asfortranarray(x) for x in (q, k, v)))
+    assert attention(q, k, v, out=out) is out
+    assert (out == wanted).all()
+
+
+def test_explain_builds_the_very_plan_that_the_call_uses(cupy, plans):
+    """One miss for the report, then only hits; the report tells engine, workspace and time, and can be kept."""
+    q, k, v = (cupy.asarray(x) for x in Case("explained", sq=77).arrays())
+    report = explain(q, k, v, causal=True)
+    assert report
+    assert (plans.misses, len(plans)) == (1, 1)
+    attention(q, k, v, causal=True)
+    assert (plans.hits, plans.misses, len(plans)) == (1, 1, 1)
+    plans.clear()
+    assert report.plan.workspace >= 0
+    for words in ("runs on cuDNN: cuDNN 9.", f"engine {report.plan.engine}", "workspace", "S = Q Kᵀ"):
+        assert words in str(report)
+
+
+def test_scale_needs_no_new_plan(cupy, plans):
+    """The scale is handed over by value at every call: one plan, right results, also when calls follow without waiting."""
+    q, k, v = (cupy.asarray(x) for x in Case("scaled").arrays())
+    scales = [0.05 * (n + 1) for n in range(20)]
+    outs = [attention(q, k, v, scale=scale) for scale in scales]
+    assert len(plans) == 1
+    for scale, out in zip(scales, outs, strict=True):
+        truth, _ = reference.attention(*map(cupy.asnumpy, (q, k, v)), scale=scale)
+        naive = attention(*map(cupy.asnumpy, (q, k, v)), scale=scale)
+        assert_close(cupy.asnumpy(out), truth, naive)
+
+
+def test_eviction_while_kernels_run(cupy, plans):
+    """With room for one plan every call destroys the plan of the call before, whose kernel may still run: results stay right."""
+    plans.set_limit(1)
+    cases = [Case(f"evicted_{sq}", d=128, sq=sq, b=1, causal=True) for sq in (512, 640, 768)]
+    inputs = [[cupy.asarray(x) for x in case.arrays()] for case in cases]
+    wanted = [attention(*x, causal=True).copy() for x in inputs]
+    got = [[attention(*x, causal=True) for x in inputs] for _ in range(5)]
+    assert len(plans) == 1
+    for outs in got:
+        for out, want in zip(outs, wanted, strict=True):
+            assert (out.view("u2") == want.view("u2")).all()
+
+
+def test_work_runs_on_the_current_stream(cupy):
+    """On a stream of its own a call waits for what that stream did before, and for nothing else."""
+    case = Case("streamed", d=128, sq=500, b=1)
+    q, k, v = (cupy.asarray(x) for x in case.arrays())
+    wanted = attention(q, k, v)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    busy = cupy.ones((4096, 4096), np.float32)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        for _ in range(10):
+            busy = busy @ busy * 1e-4  # the inputs arrive late
+        late = [cupy.asfortranarray(x + (busy[0, 0] * 0).astype(x.dtype)) for x in (q, k, v)]
+        started = stream.done
+        out = attention(*late)
+        enqueued = stream.done
+    assert not started or not enqueued, "the call waited for the GPU"
+    stream.synchronize()
+    assert (out.view("u2") == wanted.view("u2")).all()
+
+
+def test_memory_comes_from_cupys_allocator(cupy, plans):
+    """Outputs and workspace go through the allocator that the user has set, and nothing is kept after the call."""
+    q, k, v = (cupy.asarray(x) for x in Case("decoding", d=128, hq=8, hkv=2, sq=1, skv=8192).arrays())
+    need = explain(q, k, v).plan.workspace
+    assert need > 100_000
+    pool, sizes = cupy.cuda.MemoryPool(), []
+
+    def allocate(size):
+        sizes.append(size)
+        return pool.malloc(size)
+
+    with cupy.cuda.using_allocator(allocate):
+        out = attention(q, k, v)
+    cupy.cuda.Device().synchronize()
+    assert sorted(sizes) == sorted([need, out.nbytes])
+    del out
+    assert pool.used_bytes() == 0
+
+
+def test_threads_on_their_own_streams(cupy):
+    """Eight threads, each with its own stream, call mixed shapes 100 times each: every result is right."""
+    cases = [Case(f"threaded_{n}", d=64, sq=64 + 32 * n, causal=bool(n % 2)) for n in range(6)]
+    inputs = [[cupy.asarray(x) for x in case.arrays()] for case in cases]
+    wanted = [attention(*x, causal=case.causal) for x, case in zip(inputs, cases, strict=True)]
+    cupy.cuda.Device().synchronize()
+    wrong, caches = [], []
+
+    def work(seed):
+        rng = np.random.default_rng(seed)
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            caches.append(get_plan_cache())
+            for n in rng.integers(0, len(cases), 100):
+                out = attention(*inputs[n], causal=cases[n].causal)
+                if not (out.view("u2") == wanted[n].view("u2")).all():
+                    wrong.append(n)
+            stream.synchronize()
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert len(caches) == 8
+    assert not wrong
+
+
+def test_beside_pytorch(cupy):
+    """A process that has loaded PyTorch's cuDNN uses that one, and PyTorch's tensors come in and go out by DLPack."""
+    pytest.importorskip("torch")
+    code = """
+import torch, cupy, numpy as np
+x = torch.randn(2, 100, 4, 64, device="cuda", dtype=torch.bfloat16)          # (batch, seq, heads, head_dim)
+torch.nn.functional.conv2d(torch.ones(1, 8, 8, 8, device="cuda"), torch.ones(8, 8, 3, 3, device="cuda"))
+from cupy_sdpa import attention
+from cupy_sdpa._cudnn.library import library
+a = cupy.from_dlpack(x).T
+out = torch.from_dlpack(attention(a, a, a, causal=True).T)
+y = x.transpose(1, 2).float()
+want = torch.nn.functional.scaled_dot_product_attention(y, y, y, is_causal=True).transpose(1, 2)
+assert (out.float() - want).abs().max() < 0.03, (out.float() - want).abs().max()
+print(library().found)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "already loaded in this process"
+
+
+@pytest.mark.multi_gpu
+def test_two_gpus_share_nothing(cupy):
+    """A call runs on its arrays' device, whichever is current, with a plan of that device's context; mixing is refused."""
+    case = Case("two_gpus", sq=200)
+    arrays = case.arrays()
+    outs, caches = [], []
+    for device in (0, 1):
+        with cupy.cuda.Device(device):
+            inputs = [cupy.asarray(x) for x in arrays]
+        with cupy.cuda.Device(1 - device):
+            outs.append(attention(*inputs))
+            assert cupy.cuda.runtime.getDevice() == 1 - device
+        with cupy.cuda.Device(device):
+            caches.append(get_plan_cache())
+        assert outs[-1].device.id == device
+    assert caches[0] is not caches[1]
+    assert all(len(kept) > 0 for kept in caches)
+    np.testing.assert_array_equal(cupy.asnumpy(outs[0]).view("u2"), cupy.asnumpy(outs[1]).view("u2"))
+    with pytest.raises(ValueError, match="different devices: q on device 0"):
+        attention(outs[0], outs[1], outs[1])
+    assert DTYPES[case.dtype] == outs[0].dtype

@@ -1,0 +1,261 @@
+"""Finding cuDNN, telling its failures apart, and the life of a descriptor."""
+
+import ctypes
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from cases import Case
+
+from cupy_sdpa import CudnnError, Unsupported
+from cupy_sdpa._cudnn import descriptor, library
+from cupy_sdpa._cudnn.constants import AttributeType, DataType
+from cupy_sdpa._cudnn.descriptor import Descriptor
+from cupy_sdpa._cudnn.library import OVERRIDE, SONAME, Library
+from cupy_sdpa.patterns import forward
+
+
+def python(code, **environment):
+    """Run code in a process of its own; gives its last line of output."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, env=os.environ | environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip().splitlines()[-1]
+
+
+LOAD = "from cupy_sdpa._cudnn.library import library; lib = library(); print(lib.found, '|', lib.path, '|', lib.version)"
+
+
+@pytest.fixture
+def nowhere(monkeypatch, tmp_path):
+    """A process in which no cuDNN can be found."""
+    monkeypatch.delenv(OVERRIDE, raising=False)
+    monkeypatch.setattr(library, "_already_loaded", lambda: None)
+    monkeypatch.setattr(library, "SONAME", "libcudnn-not-there.so.9")
+
+    def not_found():
+        raise RuntimeError("pathfinder looked in vain")
+
+    monkeypatch.setattr(library, "_from_pathfinder", not_found)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+
+
+@pytest.mark.usefixtures("nowhere")
+def test_a_failure_lists_every_place():
+    """Where no cuDNN is found, the message says where it was looked for, what came of it, and how to get one."""
+    with pytest.raises(CudnnError) as failure:
+        library._search()
+    text = str(failure.value)
+    for words in (
+        "pip install 'cupy-sdpa[cuda12]'", OVERRIDE, "already loaded in this process: no", "cuda.pathfinder: RuntimeError: pathfinder looked",
+        "nvidia/cudnn/lib in the folders of sys.path): none there", "the loader's path (libcudnn-not-there.so.9): OSError",
+    ):  # fmt: skip
+        assert words in text
+
+
+@pytest.mark.usefixtures("nowhere")
+def test_a_wheel_that_cannot_be_loaded_is_named(tmp_path):
+    """A broken file in a wheel's folder is reported with its path and the loader's words."""
+    folder = tmp_path / "nvidia" / "cudnn" / "lib"
+    folder.mkdir(parents=True)
+    (folder / library.SONAME).write_bytes(b"not a library")
+    with pytest.raises(CudnnError, match=rf"wheel {folder}/{library.SONAME}: OSError"):
+        library._search()
+
+
+@pytest.mark.usefixtures("nowhere")
+def test_an_override_is_the_only_place(monkeypatch, tmp_path):
+    """CUPY_SDPA_CUDNN names one file: if it cannot be loaded nothing else is tried."""
+    monkeypatch.setenv(OVERRIDE, str(tmp_path / "mine.so"))
+    with pytest.raises(CudnnError) as failure:
+        library._search()
+    assert str(tmp_path / "mine.so") in str(failure.value)
+    assert "pathfinder" not in str(failure.value)
+
+
+@pytest.mark.cudnn
+def test_the_librarys_own_path_is_told():
+    """A fresh process finds cuDNN and says by which route and in which file."""
+    found, path, version = python(LOAD).split(" | ")
+    assert found != "already loaded in this process"
+    assert os.path.basename(path).startswith("libcudnn.so")
+    assert int(version) >= 91900
+
+
+@pytest.mark.cudnn
+def test_one_already_loaded_comes_first():
+    """Whatever loaded cuDNN before us, we use that very library."""
+    path = python(LOAD).split(" | ")[1]
+    code = f"import ctypes; ctypes.CDLL({path!r}); import cupy_sdpa; {LOAD}"
+    assert python(code).split(" | ")[:2] == ["already loaded in this process", path]
+
+
+@pytest.mark.cudnn
+def test_an_override_beside_another_copy_is_refused(tmp_path):
+    """Two copies of cuDNN in a process would mix: asking for another than the loaded one names both."""
+    path = python(LOAD).split(" | ")[1]
+    code = (
+        f"import ctypes; ctypes.CDLL({path!r})\n"
+        "from cupy_sdpa import CudnnError\n"
+        "from cupy_sdpa._cudnn.library import library\n"
+        "try: library()\n"
+        "except CudnnError as error: print(str(error).replace(chr(10), ' '))"
+    )
+    text = python(code, **{OVERRIDE: str(tmp_path / "other.so")})
+    assert path in text
+    assert str(tmp_path / "other.so") in text
+    assert python(LOAD, **{OVERRIDE: path}).split(" | ")[:2] == [f"{OVERRIDE}={path}", path]
+
+
+class FakeLibrary(Library):
+    """A cuDNN that answers what the test wants, and remembers what was set."""
+
+    def __init__(self, said=""):
+        self.version, self.said, self.sets, self.live = 91900, said, [], 0
+
+    def cudnnGetLastErrorString(self, buffer, size):
+        buffer.value = self.said.encode()
+
+    def cudnnGetErrorString(self, status):
+        return b"CUDNN_STATUS_NEWER_THAN_US"
+
+    def cudnnBackendCreateDescriptor(self, kind, pointer):
+        ctypes.cast(pointer, ctypes.POINTER(ctypes.c_void_p))[0] = 0x1000
+        self.live += 1
+        return 0
+
+    def cudnnBackendSetAttribute(self, pointer, name, kind, count, array):
+        self.sets.append((name.name, kind, list(array)))
+        return 0
+
+    def cudnnBackendFinalize(self, pointer):
+        return 2000
+
+    def cudnnBackendDestroyDescriptor(self, pointer):
+        self.live -= 1
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "name"),
+    [
+        (2000, CudnnError, "BAD_PARAM"), (3000, Unsupported, "NOT_SUPPORTED"), (3014, Unsupported, "INVALID_DYNAMIC_SHAPE"),
+        (3999, Unsupported, "NEWER_THAN_US"), (4001, CudnnError, "COMPILATION_FAILED"), (5000, CudnnError, "EXECUTION_FAILED"),
+        (1001, CudnnError, "NOT_INITIALIZED"), (2999, CudnnError, "NEWER_THAN_US"),
+    ],
+)  # fmt: skip
+def test_only_3000_to_3999_means_unsupported(status, error, name):
+    """Every other failure is a failure; each carries its name, cuDNN's words, its version, and what was being done."""
+    with pytest.raises(error) as failure:
+        FakeLibrary("because").check(status, "do a thing")
+    for words in (name, str(status), "because", "9.19.0", "do a thing"):
+        assert words in str(failure.value)
+    assert getattr(failure.value, "status", status) == status
+
+
+def test_success_is_silent():
+    """Status 0 raises nothing."""
+    FakeLibrary().check(0, "do a thing")
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """Descriptors of a cuDNN that is not there."""
+    made = FakeLibrary("no")
+    monkeypatch.setattr(descriptor, "library", lambda: made)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value", "sent"),
+    [
+        ("TENSOR", "DIMENSIONS", [2, 3], (AttributeType.INT64, [2, 3])),
+        ("TENSOR", "IS_VIRTUAL", True, (AttributeType.BOOLEAN, [True])),
+        ("TENSOR", "DATA_TYPE", DataType.HALF, (AttributeType.DATA_TYPE, [2])),
+        ("MATMUL", "PADDING_VALUE", 0.5, (AttributeType.DOUBLE, [0.5])),
+        ("DEVICEPROP", "JSON_REPRESENTATION", b"{}", (AttributeType.CHAR, [b"{", b"}"])),
+    ],
+    ids=lambda x: str(x)[:20],
+)
+def test_a_value_is_sent_as_what_it_is(fake, kind, name, value, sent):
+    """The attribute's type follows from the value."""
+    with Descriptor(kind) as made:
+        made.set(name, value)
+    ((attribute, *got),) = fake.sets
+    assert attribute == f"{kind}_{name}"
+    assert tuple(got) == sent
+
+
+def test_a_handle_is_sent_as_a_handle(fake):
+    """HANDLE is type number 0: a type given is taken, also that one."""
+    with Descriptor("OPERATIONGRAPH") as made:
+        made.set_handle(0x1234)
+    assert fake.sets == [("OPERATIONGRAPH_HANDLE", AttributeType.HANDLE, [0x1234])]
+
+
+def test_an_unknown_attribute_lists_the_known_ones(fake):
+    """A slip of the pen is told from a limit of cuDNN's."""
+    with Descriptor("MATMUL") as made, pytest.raises(AttributeError, match=r"MATMUL descriptor has no attribute COMPTYPE; .*COMP_TYPE"):
+        made.set("COMPTYPE", 1)
+
+
+def test_a_descriptor_is_destroyed_at_once_and_once(fake):
+    """Leaving the block destroys, whatever happened in it; closing again does nothing."""
+    with Descriptor("MATMUL") as made:
+        assert fake.live == 1
+    assert fake.live == 0
+    made.close()
+    assert fake.live == 0
+    with pytest.raises(CudnnError, match="finalize a MATMUL"), Descriptor("MATMUL") as made:
+        made.finalize()
+    assert fake.live == 0
+
+
+def test_a_forked_child_destroys_nothing(fake, monkeypatch):
+    """The parent owns its descriptors."""
+    made = Descriptor("MATMUL")
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    made.close()
+    assert fake.live == 1
+
+
+def balance(graph, gpu, path):
+    """In a child: plan, and write down how many descriptors were made and are left, while the plan lives and after."""
+    from cupy_sdpa import gpus
+    from cupy_sdpa._cudnn.library import library
+    from cupy_sdpa.plan import Plan
+
+    lib, made, gone = library(), [], []
+    create, destroy = lib.cudnnBackendCreateDescriptor, lib.cudnnBackendDestroyDescriptor
+    lib.cudnnBackendCreateDescriptor = lambda *a: (made.append(1), create(*a))[1]
+    lib.cudnnBackendDestroyDescriptor = lambda *a: (gone.append(1), destroy(*a))[1]
+    alive = 0
+    try:
+        plan = Plan(graph, device=gpus.describe(gpu))
+        alive = len(made) - len(gone)
+        plan.close()
+    except Unsupported:
+        pass
+    with open(path, "w") as file:
+        file.write(f"{len(made)} {alive} {len(made) - len(gone)}")
+
+
+@pytest.mark.cudnn
+@pytest.mark.parametrize(
+    ("case", "alive"), [(Case("planned", causal=True), 1), (Case("refused", d=12), 0)], ids=["planned", "refused"]
+)
+def test_nothing_outlives_its_use(case, alive, planner, tmp_path):
+    """With a plan in hand only the plan is alive; once it is closed, or was refused, nothing is."""
+    path = tmp_path / "balance"
+    planner.call(balance, forward(case.problem()), "h200", str(path))
+    made, with_plan, after = map(int, path.read_text().split())
+    assert made > 20
+    assert (with_plan, after) == (alive, 0)
+
+
+def test_the_soname_is_cudnn_9():
+    """Version 9 is the one whose graph API this is."""
+    assert SONAME == "libcudnn.so.9"

@@ -1,0 +1,158 @@
+"""The package as a whole: what imports what, what is loaded when, and that its texts run."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "cupy_sdpa"
+
+#: From which rooms a room may import: data flows one way.
+ARROWS = {
+    "version": set(),
+    "errors": set(),
+    "graph": set(),
+    "reference": set(),
+    "problem": set(),
+    "gpu": set(),
+    "gpus": set(),
+    "patterns": {"graph", "problem"},
+    "interpreter": {"graph"},
+    "support": {"errors", "graph", "problem", "version"},
+    "report": {"graph", "problem", "plan"},
+    "_cudnn": {"errors", "version", "_cudnn"},
+    "lowering": {"errors", "graph", "support", "_cudnn"},
+    "plan": {"errors", "graph", "lowering", "version", "_cudnn"},
+    "cache": {"errors", "plan", "problem", "_cudnn"},
+    "attention": {"cache", "errors", "gpu", "interpreter", "patterns", "plan", "problem", "report", "support", "_cudnn"},
+    "__init__": {"attention", "errors", "report", "version"},
+}
+#: The command line stands on top and may import everything; ctypes is spoken in one room only.
+TOP = {"__main__", "_cli"}
+
+
+def modules():
+    """Every module of the package, with the room that it belongs to."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        yield path, parts[0]
+
+
+def imported(path):
+    """The rooms of the package that a module imports from."""
+    depth = len(path.relative_to(PACKAGE).parts)
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            if node.level < depth:
+                yield path.relative_to(PACKAGE).parts[0]  # its own room
+            elif node.module:
+                yield node.module.split(".")[0]
+            else:
+                yield from (alias.name for alias in node.names)
+
+
+@pytest.mark.parametrize(("path", "room"), list(modules()), ids=lambda x: x.stem if isinstance(x, Path) else "")
+def test_data_flows_one_way(path, room):
+    """A module imports only from the rooms that come before it."""
+    if room not in TOP:
+        assert set(imported(path)) <= ARROWS[room]
+
+
+def test_no_arrow_is_left_over():
+    """Every room of the picture exists, and every module is in it."""
+    assert {room for _, room in modules()} - TOP == set(ARROWS)
+
+
+@pytest.mark.parametrize(("path", "room"), list(modules()), ids=lambda x: x.stem if isinstance(x, Path) else "")
+def test_only_one_room_speaks_c(path, room):
+    """ctypes is imported in _cudnn/ and nowhere else."""
+    names = {alias.name for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Import) for alias in node.names}
+    assert "ctypes" not in names or room == "_cudnn"
+
+
+def test_the_reference_stands_alone():
+    """The judge imports numpy and the standard library only."""
+    found = set()
+    for node in ast.walk(ast.parse((PACKAGE / "reference.py").read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            found.add(node.module.split(".")[0])
+    assert found == {"__future__", "math", "numpy", "typing"}
+
+
+def loaded_by(code):
+    """The modules that a fresh process has after running some code."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", f"{code}\nimport sys; print(*sys.modules)"],
+        capture_output=True, text=True, check=True, cwd=ROOT,
+    )  # fmt: skip
+    return set(done.stdout.split())
+
+
+HEAVY = {"cupy", "ctypes.util", "cuda.pathfinder", "cuda.bindings", "ml_dtypes", "torch", "matplotlib", "cupy_sdpa._cudnn.library"}
+
+
+def test_import_loads_neither_cupy_nor_cudnn():
+    """import cupy_sdpa touches no GPU library, and nothing slow; neither does a call on numpy arrays."""
+    assert not HEAVY & loaded_by("import cupy_sdpa")
+    call = "import cupy_sdpa, numpy; x = numpy.ones((8, 1, 4, 1), 'f4'); cupy_sdpa.attention(x, x, x); cupy_sdpa.explain(x, x, x)"
+    assert not HEAVY & loaded_by(call)
+
+
+def test_the_check_of_imports_can_fail():
+    """What is imported on purpose is seen."""
+    assert "ml_dtypes" in loaded_by("import cupy_sdpa, ml_dtypes")
+
+
+def code_blocks(path):
+    """The Python code of a Markdown file, block by block."""
+    return re.findall(r"^```python\n(.*?)^```$", path.read_text(encoding="utf-8"), re.S | re.M)
+
+
+def run_block(code):
+    """Run code written for CuPy; where there is no GPU, numpy stands in for it."""
+    from tiers import missing
+
+    if missing("gpu"):
+        code = re.sub(r"^import cupy\b.*$", "import numpy as cupy", code, flags=re.M)
+    exec(compile(code, "README", "exec"), {"__name__": "readme"})
+
+
+def test_the_readmes_code_runs():
+    """Every block of Python in the README runs as it stands."""
+    blocks = code_blocks(ROOT / "README.md")
+    assert blocks
+    for code in blocks:
+        run_block(code)
+
+
+@pytest.mark.parametrize("path", [p.relative_to(ROOT) for p in (ROOT / "docs").glob("*.md")], ids=str)
+def test_the_docs_code_runs(path):
+    """Every block of Python in the docs runs as it stands."""
+    for code in code_blocks(ROOT / path):
+        run_block(code)
+
+
+def test_the_project_speaks_of_itself_alone():
+    """No path of anybody's machine is in the package or the docs."""
+    home = os.path.expanduser("~")
+    for path in [*PACKAGE.rglob("*.py"), *ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+        assert f"{home}/" not in path.read_text(encoding="utf-8")
+
+
+def test_gpu_descriptions_have_names():
+    """Every description of a GPU can be read, and an unknown name lists the known ones."""
+    from cupy_sdpa import gpus
+
+    assert {p.stem for p in (PACKAGE / "gpus").glob("*.json")} == set(gpus.NAMES)
+    assert np.all([gpus.capability(name) >= 80 for name in gpus.NAMES])
+    with pytest.raises(ValueError, match="h200"):
+        gpus.describe("h20")

@@ -1,0 +1,38 @@
+"""What this machine lacks for a tier of tests, found out once; only what means "absent" counts as absent."""
+
+import functools
+import importlib.util
+import shutil
+
+
+@functools.cache
+def missing(tier: str) -> str | None:
+    """Why a tier cannot run here, or None."""
+    return {"cudnn": _cudnn, "gpu": _gpu, "multi_gpu": _multi_gpu}[tier]()
+
+
+def _cudnn() -> str | None:
+    from planner import COMPILERS, probe
+
+    if not any(map(shutil.which, COMPILERS)):
+        return f"no C compiler ({', '.join(COMPILERS)}) to build the stub of libcuda.so.1 with"
+    return probe()
+
+
+def _gpu() -> str | None:
+    if importlib.util.find_spec("cupy") is None:
+        return "CuPy is not installed: pip install 'cupy-sdpa[cuda12]'"
+    import cupy
+
+    if not cupy.cuda.is_available():
+        return "no GPU: CuPy finds no usable CUDA device"
+    return None
+
+
+def _multi_gpu() -> str | None:
+    if reason := _gpu():
+        return reason
+    import cupy
+
+    count = cupy.cuda.runtime.getDeviceCount()
+    return None if count > 1 else f"{count} GPU, two are needed"
