@@ -12,10 +12,10 @@ import numpy as np
 
 from . import gpu
 from .errors import Unsupported
-from .report import Report
 from .interpreter import evaluate
 from .patterns import forward
 from .problem import Problem, Signature, problem
+from .report import Report
 from .support import why_not
 
 if TYPE_CHECKING:  # cuDNN's rooms are entered only for CuPy arrays
@@ -175,16 +175,17 @@ def _read(q: Any, k: Any, v: Any, *, scale: Any, causal: Any, return_stats: bool
     on_gpu = _engine(arrays)
     if causal not in (False, True, "top_left"):
         raise ValueError(f"causal is {causal!r}; it must be False, True or 'top_left'")
+    tau = _scale(scale, q.shape[0] if q.ndim else 0)
     asked = problem(
         _signature(q), _signature(k), _signature(v),
         None if out is None else _signature(out), None if stats is None else _signature(stats),
-        bool(return_stats), bool(causal),
+        bool(return_stats), bool(causal), tau >= _SMALLEST_SCALE,
     )  # fmt: skip
-    tau = _scale(scale, q.shape[0])
     for name in ("out", "stats"):
-        for other in arrays:
-            if name in arrays and other != name and _overlap(arrays[name], arrays[other]):
-                raise ValueError(f"{name} overlaps {other} in memory: the result would overwrite it; pass an array of its own")
+        if name in arrays:
+            for other in arrays:
+                if other != name and _overlap(asked, arrays, name, other):
+                    raise ValueError(f"{name} overlaps {other} in memory: results would overwrite it; pass an array of its own")
     return _Call(asked, arrays, {"scale": tau}, on_gpu)
 
 
@@ -209,7 +210,9 @@ def _engine(arrays: Mapping[str, Any]) -> bool:
     devices = {name: array.data.device_id for name, array in arrays.items()}
     if len(set(devices.values())) > 1:
         listed = ", ".join(f"{name} on device {device}" for name, device in devices.items())
-        raise ValueError(f"arrays are on different devices: {listed}. Copy them to one device: with cupy.cuda.Device(...): cupy.asarray(...)")
+        raise ValueError(
+            f"arrays are on different devices: {listed}. Copy them to one: with cupy.cuda.Device(...): cupy.asarray(...)"
+        )
     return True
 
 
@@ -218,31 +221,36 @@ def _signature(array: Any) -> Signature:
     return (array.dtype.name, array.shape, array.strides, address & -address & 15 or 16)
 
 
+#: cuDNN gets the scale as float32: these are the least positive and the largest that it can hold without loss of range.
+_SMALLEST_SCALE, _LARGEST_SCALE = (float(x) for x in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
+
+
 def _scale(scale: Any, head_dim: int) -> float:
+    default = 1 / math.sqrt(head_dim or 1)
     if scale is None:
-        return 1 / math.sqrt(head_dim)
+        return default
     if not isinstance(scale, numbers.Real):
-        raise TypeError(f"scale is a {type(scale).__name__}; it must be a number: call float(...) on an array, which waits for the GPU")
+        raise TypeError(f"scale is a {type(scale).__name__}; it must be a number: float(...) makes one of an array")
     value = float(scale)
-    if not math.isfinite(value):
-        raise ValueError(f"scale is {value}; it must be finite. The default, None, is 1/sqrt(head_dim) = {1 / math.sqrt(head_dim):.6g}")
+    if not abs(value) <= _LARGEST_SCALE:  # true of NaN too
+        raise ValueError(f"scale is {value}; it must be finite in float32. None stands for 1/sqrt(head_dim) = {default:.6g}")
     return value
 
 
-def _overlap(a: Any, b: Any) -> bool:
-    """Whether two arrays share an element: decided on addresses alone, so it serves arrays on a GPU too."""
-    return bool(np.shares_memory(_addresses(a), _addresses(b)))
-
-
-def _addresses(array: Any) -> Any:
-    """A numpy array that stands at the addresses of ``array``; its elements are never touched."""
-    if not gpu.is_array(array):
-        return array
-    return np.asarray(_Standin(array))
+def _overlap(asked: Problem, arrays: Mapping[str, Any], one: str, other: str) -> bool:
+    """Whether two arrays share an element; decided on addresses alone, no element is read."""
+    a, b = arrays[one], arrays[other]
+    if gpu.is_array(a):
+        (a_from, a_to), (b_from, b_to) = asked.extents[one], asked.extents[other]
+        apart = b.data.ptr - a.data.ptr
+        if a_to <= apart + b_from or apart + b_to <= a_from:
+            return False
+        a, b = np.asarray(_Standin(a)), np.asarray(_Standin(b))
+    return bool(np.shares_memory(a, b))
 
 
 class _Standin:
-    """What numpy needs to know of an array to compare addresses; the memory is the GPU's and is not read."""
+    """What numpy needs to know of an array on a GPU to compare addresses; a numpy array made from it must not be read."""
 
     def __init__(self, array: Any) -> None:
         self.__array_interface__ = {

@@ -133,13 +133,13 @@ class _Lease:
     """The sessions of a thread, by context; left for other threads when the thread ends."""
 
     def __init__(self) -> None:
-        self.pid = os.getpid()
         self.sessions: dict[int, Session] = {}
+        self._idle = _idle  # held here: at interpreter exit the module's own names are gone before this object is
 
     def __del__(self) -> None:
         # Runs in the ending thread. Only moves Python objects about: no cuDNN call is ever made from here.
         for context, session in self.sessions.items():
-            _idle.setdefault(context, []).append(session)
+            self._idle.setdefault(context, []).append(session)
 
 
 _idle: dict[int, list[Session]] = {}

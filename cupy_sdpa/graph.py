@@ -151,7 +151,7 @@ def _described(tensor: Tensor) -> str:
 
 def row_major(shape: Shape) -> tuple[int, ...]:
     """The strides, in elements, of a dense tensor whose last dimension is contiguous."""
-    b, h, rows, columns = shape
+    _, h, rows, columns = shape
     return (h * rows * columns, rows * columns, columns, 1)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 
-from .graph import Builder, Graph, Role, Shape, Tensor
+from .graph import Builder, Graph, Role, Tensor
 from .problem import ITEMSIZE, Problem, TensorSpec
 
 #: How the caller's (head_dim, heads, seq, batch) becomes (batch, heads, seq, head_dim), or its transpose in the last two.
@@ -43,6 +43,10 @@ def forward(problem: Problem) -> Graph:
     s = g.matmul("S = Q Kᵀ", q, kt, "S")
     # S <- scale S
     s = g.pointwise("S₁ = scale · S", "mul", s, g.scalar("scale", g.accumulate), out="S₁")
+    if not problem.positive_scale:
+        # cuDNN's Hopper kernel folds a scale that comes last into its exponent and takes the row's maximum before it, which
+        # is right for a positive scale only: 0 and below gave NaN (measured with 9.19). One more step keeps them apart.
+        s = g.pointwise("S₁′ = 1 · S₁", "mul", s, g.scalar("one", g.accumulate, value=1.0), out="S₁′")
     if problem.causal:
         s = causal(g, s)
     # P = softmax(S), L = log sum exp(S)    P is rounded to the dtype of v, as the tensor cores need it
@@ -58,16 +62,10 @@ def causal(g: Builder, s: Tensor) -> Tensor:
     column = positions(g, s, "j", axis=3)
     visible = g.pointwise("visible = i ≥ j", "cmp_ge", row, column, out="visible", dtype="bool")
     hidden = g.scalar("-inf", g.accumulate, value=-math.inf)
-    return g.pointwise("S₂ = S₁ where visible, else −∞", "binary_select", s, hidden, visible, out="S₂")
+    return g.pointwise(f"S₂ = {s} where visible, else −∞", "binary_select", s, hidden, visible, out="S₂")
 
 
 def positions(g: Builder, like: Tensor, name: str, axis: int) -> Tensor:
     """The index of every element of ``like`` along an axis, int32."""
     what = {2: "query", 3: "key"}[axis]
     return g.pointwise(f"{name} = position of the {what}", "gen_index", like, out=name, dtype="int32", axis=axis)
-
-
-def shape_of_scores(problem: Problem) -> Shape:
-    """``(B, Hq, Sq, Skv)``."""
-    _, _, hq, _, sq, skv, b = problem.sizes
-    return (b, hq, sq, skv)

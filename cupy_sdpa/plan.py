@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ._cudnn.constants import AttributeType, HeurMode, NumericalNote
+from ._cudnn.constants import AttributeType, HeurMode, NumericalNote, name_of
 from ._cudnn.descriptor import Descriptor
 from ._cudnn.launch import Handle, Launcher
 from ._cudnn.library import library
@@ -37,9 +37,10 @@ class PlanInfo:
     cudnn: int
 
     def __str__(self) -> str:
+        notes = ", ".join(note.lower() for note in self.notes) or "no notes"
         text = (
-            f"cuDNN {version_text(self.cudnn)} engine {self.engine} ({', '.join(n.lower() for n in self.notes) or 'no notes'}), "
-            f"workspace {self.workspace} bytes, built in {self.build_ms:.0f} ms"
+            f"cuDNN {version_text(self.cudnn)} engine {self.engine} ({notes}), workspace {self.workspace} bytes, "
+            f"built in {self.build_ms:.0f} ms"
         )
         return "\n".join([text, *(f"refused: {reason}" for reason in self.refused)])
 
@@ -167,14 +168,8 @@ def _engine(config: Descriptor) -> tuple[int, tuple[str, ...]]:
     with Descriptor("ENGINE") as engine:
         config.fill("ENGINE", [engine])
         notes = engine.get("NUMERICAL_NOTE", AttributeType.NUMERICAL_NOTE, count=16)
-        return engine.get("GLOBAL_INDEX", AttributeType.INT64)[0], tuple(_note(n) for n in notes)
-
-
-def _note(number: int) -> str:
-    try:
-        return NumericalNote(number).name
-    except ValueError:  # newer than our header
-        return f"note {number}"
+        names = tuple(name_of(NumericalNote, note) or f"note {note}" for note in notes)
+        return engine.get("GLOBAL_INDEX", AttributeType.INT64)[0], names
 
 
 def _close(descriptors: Sequence[Descriptor]) -> None:

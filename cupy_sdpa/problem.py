@@ -54,6 +54,7 @@ class Problem:
         out: ``(Dv, Hq, Sq, B)``.
         stats: ``(Sq, Hq, B)``, or None where nobody asked for the log-sum-exp.
         causal: query i sees the keys up to and with i (top-left alignment).
+        positive_scale: whether the scale is a positive normal number; its value is no part of the problem.
     """
 
     q: TensorSpec
@@ -62,10 +63,11 @@ class Problem:
     out: TensorSpec
     stats: TensorSpec | None = None
     causal: bool = False
+    positive_scale: bool = True
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.q, self.k, self.v, self.out, self.stats, self.causal)))
+        object.__setattr__(self, "_hash", hash((*self.tensors, self.causal, self.positive_scale)))
 
     def __hash__(self) -> int:
         return self._hash
@@ -86,6 +88,15 @@ class Problem:
         """q, k, v, out, and stats where asked for."""
         return (self.q, self.k, self.v, self.out, *([self.stats] if self.stats else []))
 
+    @functools.cached_property
+    def extents(self) -> dict[str, tuple[int, int]]:
+        """For every tensor, the bytes that it reaches from its first element: from (<= 0), to (> 0), which is beyond."""
+        reaches = {}
+        for t in self.tensors:
+            steps = [step * (length - 1) for step, length in zip(t.strides, t.shape, strict=True)]
+            reaches[t.name] = (sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + ITEMSIZE[t.dtype])
+        return reaches
+
     @property
     def trivial(self) -> bool:
         """Whether there is nothing to compute: out has no element, or there is no key to see."""
@@ -97,8 +108,8 @@ class Problem:
         dims = f"head dim {d}" if d == dv else f"head dim {d} (values {dv})"
         mask = "causal from the top left" if self.causal else "no mask"
         return (
-            f"forward attention, {self.dtype}: batch {b}, {hq} query and {hkv} key/value heads{group}, {sq} queries, {skv} keys, "
-            f"{dims}, {mask}{', with log-sum-exp' if self.stats else ''}"
+            f"forward attention, {self.dtype}: batch {b}, {hq} query and {hkv} key/value heads{group}, "
+            f"{sq} queries, {skv} keys, {dims}, {mask}{', with log-sum-exp' if self.stats else ''}"
         )
 
 
@@ -126,7 +137,14 @@ def _dense(name: str, dtype: str, shape: tuple[int, ...]) -> TensorSpec:
 
 @functools.lru_cache(maxsize=4096)
 def problem(
-    q: Signature, k: Signature, v: Signature, out: Signature | None, stats: Signature | None, want_stats: bool, causal: bool
+    q: Signature,
+    k: Signature,
+    v: Signature,
+    out: Signature | None = None,
+    stats: Signature | None = None,
+    want_stats: bool = False,
+    causal: bool = False,
+    positive_scale: bool = True,
 ) -> Problem:
     """The problem that these arrays and options pose; an output that is not given is dense, in Fortran order.
 
@@ -135,6 +153,7 @@ def problem(
         out, stats: what the caller's own outputs look like, or None.
         want_stats: whether the log-sum-exp is asked for.
         causal: top-left causal mask.
+        positive_scale: whether the scale is a positive normal number.
 
     Raises:
         TypeError: a dtype that attention does not take, or dtypes that differ.
@@ -150,7 +169,7 @@ def problem(
         if spec.dtype not in ITEMSIZE:
             raise TypeError(f"{spec.name} is {spec.dtype}; attention takes {', '.join(ITEMSIZE)}: convert with .astype(...)")
         if spec.dtype != specs[0].dtype:
-            raise TypeError(f"{spec.name} is {spec.dtype} and q is {specs[0].dtype}: convert one so that q, k and v have one dtype")
+            raise TypeError(f"{spec.name} is {spec.dtype} and q is {specs[0].dtype}: convert one, so that all have one dtype")
     sq_, sk_, sv_ = specs
     _equal("head dims (axis 0)", sq_, sk_, 0)
     _equal("batch sizes (axis 3)", sq_, sk_, 3)
@@ -172,7 +191,7 @@ def problem(
     if want_stats or stats:
         stats_spec = _spec("stats", stats) if stats else _dense("stats", "float32", stats_shape)
         _result(stats_spec, stats_shape, "float32", "(Sq, Hq, B)")
-    return Problem(*specs, out_spec, stats_spec, causal)
+    return Problem(sq_, sk_, sv_, out_spec, stats_spec, causal, positive_scale)
 
 
 def _equal(what: str, one: TensorSpec, other: TensorSpec, axis: int) -> None:
@@ -190,7 +209,8 @@ def _result(spec: TensorSpec, shape: tuple[int, ...], dtype: str, legend: str) -
     if spec.shape != shape:
         raise ValueError(f"{spec.name} has shape {spec.shape}; it must be {shape}, {legend}")
     reach = ITEMSIZE[dtype]  # bytes from the first element to the end of what the axes so far cover
-    for step, length in sorted((abs(step), length) for step, length in zip(spec.strides, spec.shape, strict=True) if length > 1):
+    axes = zip(map(abs, spec.strides), spec.shape, strict=True)
+    for step, length in sorted((step, length) for step, length in axes if length > 1):
         if step < reach:
-            raise ValueError(f"{spec.name} has strides {spec.strides} bytes: elements share memory, results would overwrite each other")
+            raise ValueError(f"{spec.name} has strides {spec.strides} bytes: its elements share memory; pass a dense array")
         reach = step * (length - 1) + reach

@@ -59,7 +59,10 @@ def why_not(problem: Problem, cudnn: int, capability: int) -> list[Reason]:
 
 def _version(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     if cudnn < MINIMUM_CUDNN:
-        yield f"cuDNN {version_text(cudnn)} is loaded, {version_text(MINIMUM_CUDNN)} or newer is needed: pip install 'cupy-sdpa[cuda12]' (or [cuda13])"
+        yield (
+            f"cuDNN {version_text(cudnn)} is loaded, {version_text(MINIMUM_CUDNN)} or newer is needed: "
+            "pip install 'cupy-sdpa[cuda12]' (or [cuda13])"
+        )
 
 
 def _generation(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
@@ -82,14 +85,14 @@ def _head_dim(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     for name, spec in (("head_dim of q and k", problem.q), ("head_dim of v", problem.v)):
         if spec.shape[0] % 8:
             up = -spec.shape[0] % 8
-            yield f"the {name} is {spec.shape[0]}; cuDNN takes multiples of 8: pad axis 0 with {up} zeros and pass scale= as it was"
+            yield f"the {name} is {spec.shape[0]}; cuDNN takes multiples of 8: pad axis 0 with {up} zeros, give scale="
 
 
 def _contiguous(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     for spec in _arrays(problem):
         if spec.strides[0] != ITEMSIZE[spec.dtype]:
             yield (
-                f"{spec.name} has a stride of {spec.strides[0]} bytes along head_dim, its elements are {ITEMSIZE[spec.dtype]} bytes: "
+                f"{spec.name} has a stride of {spec.strides[0]} bytes along head_dim, elements have {ITEMSIZE[spec.dtype]}: "
                 f"axis 0 must be contiguous. Copy it with cupy.asfortranarray({spec.name}); "
                 "an array in C order (batch, seq, heads, head_dim) is passed as x.T"
             )
@@ -98,7 +101,10 @@ def _contiguous(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
 def _negative(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     for spec in _arrays(problem):
         if min(spec.strides) < 0:
-            yield f"{spec.name} has strides {spec.strides} bytes, cuDNN takes none below 0: copy it with cupy.asfortranarray({spec.name})"
+            yield (
+                f"{spec.name} has strides {spec.strides} bytes, cuDNN takes none below 0: "
+                f"copy it with cupy.asfortranarray({spec.name})"
+            )
 
 
 def _aligned_strides(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
@@ -125,7 +131,7 @@ def _dense_stats(problem: Problem, cudnn: int, capability: int) -> Iterator[str]
         sq, hq, _ = problem.stats.shape
         dense = (4, 4 * sq, 4 * sq * hq)
         if problem.stats.strides != dense:
-            yield f"stats has strides {problem.stats.strides} bytes, cuDNN needs {dense}: make it with cupy.empty(..., order='F')"
+            yield f"stats has strides {problem.stats.strides} bytes, cuDNN needs {dense}: use cupy.empty(..., order='F')"
 
 
 def _grid(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
@@ -155,7 +161,7 @@ RULES: tuple[Rule, ...] = (
     Rule("dtype", "float16 and bfloat16 only; with float32 a float16 kernel would read past the data.", TypeError, _dtype,
          f"{_FRONTEND}/issues/424"),
     Rule("head-dim", "Head dims that are multiples of 8.", Unsupported, _head_dim),
-    Rule("contiguous-head-dim", "Axis 0 contiguous; anything else is a segmentation fault inside cuDNN.", ValueError, _contiguous),
+    Rule("contiguous-head-dim", "Axis 0 contiguous; all else is a segmentation fault in cuDNN.", ValueError, _contiguous),
     Rule("negative-stride", "No negative strides.", ValueError, _negative),
     Rule("stride-alignment", "Strides that are multiples of 16 bytes; others are silently wrong or fault.", ValueError,
          _aligned_strides, _FRONTEND),
@@ -182,7 +188,8 @@ def deadly(graph: Graph) -> list[str]:
             for tensor in (node.a, node.b, node.out):
                 head_dim = tensor.axes.index(0) if tensor.axes else None  # the caller's axis 0
                 if head_dim is not None and tensor.strides[head_dim] != 1:
-                    reasons.append(f"{tensor} has stride {tensor.strides[head_dim]} along head_dim, not 1 (a segmentation fault)")
+                    step = tensor.strides[head_dim]
+                    reasons.append(f"{tensor} has stride {step} along head_dim, not 1 (a segmentation fault)")
         if isinstance(node, Pointwise) and node.mode == "binary_select" and node.x.role == "scalar":
             reasons.append(f"{node.formula} selects from a number (a segmentation fault with 9.19)")
     return list(dict.fromkeys(reasons))

@@ -49,12 +49,12 @@ class Case:
     @property
     def tau(self):
         """The scale as a number."""
-        return self.scale or 1 / np.sqrt(self.d)
+        return 1 / np.sqrt(self.d) if self.scale is None else self.scale
 
     def problem(self):
         """The problem of arrays in dense Fortran order."""
         q, k, v = ((self.dtype, shape, dense_strides(shape, ITEMSIZE[self.dtype]), 16) for shape in self.shapes)
-        return problem(q, k, v, None, None, self.stats, self.causal)
+        return problem(q, k, v, None, None, self.stats, self.causal, self.tau > 0)
 
     def arrays(self, seed=0):
         """Random q, k and v, dense in Fortran order."""
@@ -120,7 +120,11 @@ FORWARD = [
     Case("one_key", sq=5, skv=1),
     Case("single_everything", hq=1, hkv=1, sq=1, skv=1, b=1),
     Case("given_scale", scale=0.5),
-    Case("negative_scale", scale=-0.1, causal=True),
+    Case("negative_scale", scale=-0.1),
+    Case("negative_scale_causal_fp16", scale=-0.1, causal=True, dtype="float16"),
+    Case("negative_scale_odd_lengths", d=128, hq=8, hkv=2, sq=300, scale=-0.1, b=1),
+    Case("zero_scale_causal", scale=0.0, causal=True),
+    Case("zero_scale_decode", d=128, sq=1, skv=300, scale=0.0),
     Case("no_stats", stats=False, causal=True),
     Case("many_heads", d=64, hq=71, hkv=1, sq=33, b=1),
     Case("bshd_passed_transposed", layout="bshd", hq=4, hkv=2),

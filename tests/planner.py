@@ -22,9 +22,7 @@ def build_stub(folder: Path) -> Path:
     compiler = next(filter(None, map(shutil.which, COMPILERS)))
     target = folder / "libcuda.so.1"
     source = Path(__file__).with_name("stub_libcuda.c")
-    subprocess.run(
-        [compiler, "-shared", "-fPIC", "-w", "-Wl,-soname,libcuda.so.1", "-o", str(target), str(source)], check=True
-    )
+    subprocess.run([compiler, "-shared", "-fPIC", "-w", "-Wl,-soname,libcuda.so.1", "-o", str(target), str(source)], check=True)
     return target
 
 

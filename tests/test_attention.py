@@ -128,6 +128,7 @@ def test_overflow_of_float16_is_left_to_the_accumulator():
 
 BAD = {
     "rank": (lambda q, k, v: attention(q[..., 0], k, v), ValueError, r"q has 3 dimensions .*\[\.\.\., None\]"),
+    "no_rank": (lambda q, k, v: attention(q[0, 0, 0, 0, ...], k, v), ValueError, r"q has 0 dimensions"),
     "head_dim": (lambda q, k, v: attention(q, k[:8], v), ValueError, r"head dims .* q and k differ, 16 and 8"),
     "batch_k": (lambda q, k, v: attention(q, k[..., :1], v), ValueError, r"batch sizes .* q and k differ, 2 and 1"),
     "batch_v": (lambda q, k, v: attention(q, k, v[..., :1]), ValueError, r"batch sizes .* q and v differ, 2 and 1"),
@@ -155,6 +156,7 @@ BAD = {
     "stats_dtype": (lambda q, k, v: attention(q, k, v, stats=np.empty((6, 4, 2))), TypeError, r"stats is float64; it must be float32"),
     "nan_scale": (lambda q, k, v: attention(q, k, v, scale=float("nan")), ValueError, r"scale is nan.* 1/sqrt\(head_dim\) = 0.25"),
     "infinite_scale": (lambda q, k, v: attention(q, k, v, scale=np.inf), ValueError, r"scale is inf"),
+    "scale_beyond_float32": (lambda q, k, v: attention(q, k, v, scale=1e39), ValueError, r"scale is 1e\+39; it must be finite in float32"),
     "array_scale": (lambda q, k, v: attention(q, k, v, scale=np.ones(3)), TypeError, r"scale is a ndarray; .* float"),
     "string_scale": (lambda q, k, v: attention(q, k, v, scale="1"), TypeError, r"scale is a str"),
     "causal_word": (lambda q, k, v: attention(q, k, v, causal="bottom"), ValueError, r"causal is 'bottom'; it must be"),

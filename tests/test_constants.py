@@ -44,7 +44,7 @@ def test_a_header_without_versions_is_refused():
         render(parse("typedef enum { CUDNN_A_B = 1 } cudnnA_t;"), 90000)
 
 
-@pytest.mark.parametrize("name", sorted(POINTWISE) + ["sub", "exp", "log", "add", "div"])
+@pytest.mark.parametrize("name", [*sorted(POINTWISE), "sub", "exp", "log", "add", "div"])
 def test_every_pointwise_mode_is_one_of_cudnns(name):
     """The graph's names of modes are cuDNN's, in lower case."""
     assert name.upper() in constants.PointwiseMode.__members__

@@ -59,7 +59,20 @@ def test_the_reference_agrees_with_published_numbers():
     """NNlib.jl's own test of dot_product_attention: q = k = v = reshape(1:12, 4, 3, 1) / 12 with two heads."""
     x = np.arange(1, 13).reshape((2, 2, 3, 1), order="F") / 12
     out, _ = reference.attention(x, x, x)
-    published = [0.429754, 0.513087, 0.613791, 0.697125, 0.46431, 0.547644, 0.647876, 0.73121, 0.49773, 0.581064, 0.680455, 0.763788]
+    published = [
+        0.429754,
+        0.513087,
+        0.613791,
+        0.697125,
+        0.46431,
+        0.547644,
+        0.647876,
+        0.73121,
+        0.49773,
+        0.581064,
+        0.680455,
+        0.763788,
+    ]
     np.testing.assert_allclose(out.ravel(order="F"), published, atol=1e-5)
 
 

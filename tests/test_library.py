@@ -4,7 +4,6 @@ import ctypes
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 from cases import Case
@@ -198,7 +197,10 @@ def test_a_handle_is_sent_as_a_handle(fake):
 
 def test_an_unknown_attribute_lists_the_known_ones(fake):
     """A slip of the pen is told from a limit of cuDNN's."""
-    with Descriptor("MATMUL") as made, pytest.raises(AttributeError, match=r"MATMUL descriptor has no attribute COMPTYPE; .*COMP_TYPE"):
+    with (
+        Descriptor("MATMUL") as made,
+        pytest.raises(AttributeError, match=r"MATMUL descriptor has no attribute COMPTYPE; .*COMP_TYPE"),
+    ):
         made.set("COMPTYPE", 1)
 
 

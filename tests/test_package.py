@@ -72,7 +72,12 @@ def test_no_arrow_is_left_over():
 @pytest.mark.parametrize(("path", "room"), list(modules()), ids=lambda x: x.stem if isinstance(x, Path) else "")
 def test_only_one_room_speaks_c(path, room):
     """ctypes is imported in _cudnn/ and nowhere else."""
-    names = {alias.name for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Import) for alias in node.names}
+    names = {
+        alias.name
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
     assert "ctypes" not in names or room == "_cudnn"
 
 
@@ -97,13 +102,24 @@ def loaded_by(code):
     return set(done.stdout.split())
 
 
-HEAVY = {"cupy", "ctypes.util", "cuda.pathfinder", "cuda.bindings", "ml_dtypes", "torch", "matplotlib", "cupy_sdpa._cudnn.library"}
+HEAVY = {
+    "cupy",
+    "ctypes.util",
+    "cuda.pathfinder",
+    "cuda.bindings",
+    "ml_dtypes",
+    "torch",
+    "matplotlib",
+    "cupy_sdpa._cudnn.library",
+}
 
 
 def test_import_loads_neither_cupy_nor_cudnn():
     """import cupy_sdpa touches no GPU library, and nothing slow; neither does a call on numpy arrays."""
     assert not HEAVY & loaded_by("import cupy_sdpa")
-    call = "import cupy_sdpa, numpy; x = numpy.ones((8, 1, 4, 1), 'f4'); cupy_sdpa.attention(x, x, x); cupy_sdpa.explain(x, x, x)"
+    call = (
+        "import cupy_sdpa, numpy; x = numpy.ones((8, 1, 4, 1), 'f4'); cupy_sdpa.attention(x, x, x); cupy_sdpa.explain(x, x, x)"
+    )
     assert not HEAVY & loaded_by(call)
 
 

@@ -13,7 +13,7 @@ def asked(d=64, dv=None, hq=4, hkv=4, sq=16, skv=16, b=2, dtype="bfloat16", item
     shapes = (d, hq, sq, b), (d, hkv, skv, b), (dv or d, hkv, skv, b)
     q, k, v = ((dtype, shape, dense_strides(shape, itemsize), 16) for shape in shapes)
     q = (dtype, q[1], strides or q[2], alignment)
-    return problem(q, k, v, outputs.get("out"), outputs.get("stats"), False, False)
+    return problem(q, k, v, outputs.get("out"), outputs.get("stats"))
 
 
 #: rule: (a problem that breaks it, cuDNN version, capability, what the message says), (one that just keeps it, version, capability)
@@ -64,7 +64,15 @@ def test_nothing_speaks_against_what_keeps_it(rule):
 
 @pytest.mark.parametrize(
     ("cudnn", "capability", "refused"),
-    [(91900, 100, True), (92400, 103, True), (92401, 100, False), (92500, 110, True), (92501, 100, False), (91900, 90, False), (91900, 120, False)],
+    [
+        (91900, 100, True),
+        (92400, 103, True),
+        (92401, 100, False),
+        (92500, 110, True),
+        (92501, 100, False),
+        (91900, 90, False),
+        (91900, 120, False),
+    ],
 )
 def test_decoding_on_blackwell_is_refused_where_it_is_wrong(cudnn, capability, refused):
     """One query is refused for exactly the versions and GPUs on which it is silently wrong."""

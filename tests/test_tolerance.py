@@ -65,7 +65,9 @@ def zeros(q, k, v):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(
-    "wrong", [late_mask, early_mask, lost_scale, swapped_heads, no_mask, one_wrong_tile, one_nan, zeros], ids=lambda f: f.__name__
+    "wrong",
+    [late_mask, early_mask, lost_scale, swapped_heads, no_mask, one_wrong_tile, one_nan, zeros],
+    ids=lambda f: f.__name__,
 )
 def test_wrong_results_are_refused(wrong, dtype):
     """Each classic mistake is far outside the tolerance."""

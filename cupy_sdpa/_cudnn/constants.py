@@ -22,6 +22,11 @@ class Constant(IntEnum):
         return member
 
 
+def name_of(enum: type[Constant], value: int) -> str | None:
+    """The name of a value, or None where it is newer than this table."""
+    return enum._value2member_map_[value].name if value in enum._value2member_map_ else None
+
+
 class Status(Constant):
     """``cudnnStatus_t``: constants begin with ``CUDNN_STATUS_``."""
 

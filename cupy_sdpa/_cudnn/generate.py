@@ -20,9 +20,7 @@ class Entry(NamedTuple):
     since: int
 
 
-_ENUM = re.compile(
-    r"(?:/\*\*(?P<comment>(?:(?!\*/).)*)\*/\s*)?typedef enum\s*\{(?P<body>.*?)\}\s*(?P<name>cudnn\w+_t)\b", re.S
-)
+_ENUM = re.compile(r"(?:/\*\*(?P<comment>(?:(?!\*/).)*)\*/\s*)?typedef enum\s*\{(?P<body>.*?)\}\s*(?P<name>cudnn\w+_t)\b", re.S)
 _COMMENT = re.compile(r"/\*(?!\*<).*?\*/|//[^\n]*", re.S)  # all but the comments that document one constant
 _MEMBER = re.compile(
     r"(?P<name>CUDNN_\w+)\s*(?:CUDNN_DEPRECATED_ENUM\s*)?(?:=\s*(?P<value>-?\w+))?\s*,?\s*(?:/\*\*<(?P<comment>.*?)\*/)?", re.S
@@ -97,10 +95,16 @@ def render(enums: dict[str, list[Entry]], version: int) -> str:
         "        member._value_ = value",
         "        member.since = since",
         "        return member",
+        "",
+        "",
+        "def name_of(enum: type[Constant], value: int) -> str | None:",
+        '    """The name of a value, or None where it is newer than this table."""',
+        "    return enum._value2member_map_[value].name if value in enum._value2member_map_ else None",
     ]
     for c_enum, entries in enums.items():
         start = prefix([entry.name for entry in entries])
-        lines += ["", "", f"class {python_name(c_enum)}(Constant):", f'    """``{c_enum}``: constants begin with ``{start}``."""', ""]
+        lines += ["", "", f"class {python_name(c_enum)}(Constant):"]
+        lines += [f'    """``{c_enum}``: constants begin with ``{start}``."""', ""]
         for name, value, since in entries:
             if not since:
                 raise SystemExit(f"{name} has no @since comment: use the header of cuDNN 9.27 or newer")

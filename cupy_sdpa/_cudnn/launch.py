@@ -63,7 +63,7 @@ class Launcher:
         self._addresses = (c_void_p * self._count)(*([0] * len(uids)), *(ctypes.addressof(n) for n in self._numbers))
         self._workspace = (c_void_p * 1)()
 
-    def launch(self, handle: Handle, addresses: Sequence[int], numbers: Sequence[float], workspace: int) -> None:
+    def launch(self, handle: Handle, addresses: list[Any], numbers: Sequence[float], workspace: int) -> None:
         """Enqueue the plan on the handle's stream.
 
         Args:
@@ -73,7 +73,7 @@ class Launcher:
             workspace: address of the workspace, 0 where none is needed.
         """
         lib = library()
-        self._addresses[: len(addresses)] = addresses  # type: ignore[assignment]
+        self._addresses[: len(addresses)] = addresses
         for buffer, value in zip(self._open, numbers, strict=True):
             buffer.value = value
         self._workspace[0] = workspace

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from ..errors import CudnnError, Unsupported
 from ..version import version_text
-from .constants import Status
+from .constants import Status, name_of
 
 SONAME = "libcudnn.so.9"
 #: Set to the path of a libcudnn.so.9 to use exactly that one.
@@ -90,10 +90,7 @@ class Library:
         """
         if status == 0:
             return
-        try:
-            name = Status(status).name
-        except ValueError:  # a status newer than our header
-            name = self.cudnnGetErrorString(status).decode(errors="replace")
+        name = name_of(Status, status) or self.cudnnGetErrorString(status).decode(errors="replace")
         message = f"cuDNN {version_text(self.version)} failed to {doing}: {status} {name}"
         if said := self.last_error():
             message += f": {'; '.join(said)}"
@@ -103,7 +100,7 @@ class Library:
 
 
 _ENGINE = re.compile(r'(?=\{"engineId":\d+)')
-_SAID = re.compile(r"(?:Error|Warning|Info): CUDNN_STATUS_\w+; Reason: (.*?)\s*(?=(?:Error|Warning|Info): CUDNN_STATUS_|$)", re.S)
+_SAID = re.compile(r"\w+: CUDNN_STATUS_\w+; Reason: (.*?)\s*(?=\w+: CUDNN_STATUS_|$)", re.S)
 
 
 def causes(text: str) -> list[str]:

@@ -1,0 +1,13 @@
+"""Sphinx's settings: ``sphinx-build -W docs docs/_build``."""
+
+import cupy_sdpa
+
+project = "cupy_sdpa"
+author = "The cupy_sdpa developers"
+release = cupy_sdpa.__version__
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax"]
+html_theme = "furo"
+exclude_patterns = ["_build"]
+autodoc_typehints = "none"
+# The README's links are to files of the repository.
+suppress_warnings = ["myst.xref_missing"]
