@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from . import gpu
-from .errors import Unsupported
+from .errors import CudnnError, Unsupported
 from .interpreter import evaluate
 from .patterns import forward
 from .problem import Problem, Signature, problem
 from .report import Report
-from .support import why_not
+from .support import Reason, why_not
 
 if TYPE_CHECKING:  # cuDNN's rooms are entered only for CuPy arrays
     from .cache import PlanCache
@@ -83,7 +83,11 @@ def attention(
             arrays["stats"][...] = -math.inf
     elif call.on_gpu:
         with gpu.on_device_of(q) as device:
-            _planned(asked, device, lambda plan: _launch(plan, call))
+            try:
+                _planned(asked, device, lambda plan: _launch(plan, call))
+            except (Unsupported, CudnnError) as error:
+                error.add_note(f"asked for: {asked}")
+                raise
     else:
         call.allocate()
         evaluate(forward(asked), arrays, call.scalars)
@@ -128,10 +132,12 @@ def explain(
     if call.problem.trivial:
         return Report("cuDNN", call.problem, graph)
     with gpu.on_device_of(q) as device:
+        if reasons := _objections(call.problem, device):
+            return Report("cuDNN", call.problem, graph, reasons=tuple(reason.text for reason in reasons))
         try:
             return Report("cuDNN", call.problem, graph, _planned(call.problem, device, lambda plan: plan.info))
-        except (Unsupported, ValueError, TypeError) as error:
-            return Report("cuDNN", call.problem, graph, reasons=tuple(str(error).split("\n")))
+        except Unsupported as error:
+            return Report("cuDNN", call.problem, graph, reasons=tuple(str(error).splitlines()))
 
 
 def get_plan_cache() -> PlanCache:
@@ -195,7 +201,7 @@ def _engine(arrays: Mapping[str, Any]) -> bool:
     for name, array in arrays.items():
         if gpu.is_array(array):
             kinds[name] = "CuPy"
-        elif isinstance(array, np.ndarray) and not isinstance(array, np.ma.MaskedArray):
+        elif type(array) in (np.ndarray, np.memmap):  # a subclass, such as a masked array, may mean more than its numbers
             kinds[name] = "numpy"
         else:
             raise TypeError(
@@ -262,6 +268,13 @@ class _Standin:
         }
 
 
+def _objections(asked: Problem, device: int) -> list[Reason]:
+    """What the support table has against a problem on this device, with the cuDNN that is loaded."""
+    from ._cudnn.library import library
+
+    return why_not(asked, library().version, gpu.capability(device))
+
+
 def _planned(asked: Problem, device: int, run: Callable[[Plan], T]) -> T:
     """Run with the plan of a problem, which is looked up or, after the support table has been asked, built."""
     from .cache import session
@@ -269,11 +282,9 @@ def _planned(asked: Problem, device: int, run: Callable[[Plan], T]) -> T:
     here = session(gpu.context_id())
 
     def build() -> Plan:
-        from ._cudnn.library import library
         from .plan import Plan
 
-        reasons = why_not(asked, library().version, gpu.capability(device))
-        if reasons:
+        if reasons := _objections(asked, device):
             raise reasons[0].error("\n".join(reason.text for reason in reasons))
         return Plan(forward(asked), here.handle)
 

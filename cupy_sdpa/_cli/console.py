@@ -1,0 +1,41 @@
+"""How the commands speak: labelled lines of at most 100 columns, and failures that are one line."""
+
+from __future__ import annotations
+
+import textwrap
+
+#: Columns of the widest line, and of the labels at its beginning.
+WIDTH, LABEL = 100, 10
+
+
+class CommandError(Exception):
+    """A command cannot do what was asked; the message is for the person who asked."""
+
+
+def say(label: str, text: str) -> None:
+    """Print ``text`` behind a label, continued in the same column where it is long."""
+    begin = f"{label:<{LABEL}}"
+    print(textwrap.fill(text, WIDTH, initial_indent=begin, subsequent_indent=" " * LABEL, break_on_hyphens=False))
+
+
+def one_line(text: str) -> str:
+    """The lines of a text, joined by semicolons; what cannot be printed is escaped.
+
+    >>> one_line("no engine:\\n  engine 8 said no\\n  engine 6 said no")
+    'no engine: engine 8 said no; engine 6 said no'
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    joined = ""
+    for line in lines:
+        joined += line if not joined else f" {line}" if joined.endswith(":") else f"; {line}"
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in joined)
+
+
+def milliseconds(seconds: float) -> str:
+    """A time for people, with three digits.
+
+    >>> milliseconds(0.0000234), milliseconds(0.0423), milliseconds(12.3)
+    ('0.0234 ms', '42.3 ms', '12300 ms')
+    """
+    value = seconds * 1e3
+    return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"

@@ -1,0 +1,75 @@
+"""``info``: versions, where every library comes from, the GPUs, and what this machine can run."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from .._cudnn.library import library
+from ..errors import CudnnError
+from ..version import __version__, version_text
+from . import machine
+from .console import one_line
+
+_EPILOG = """\
+example:
+  python -m cupy_sdpa info        put this into a bug report
+"""
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "info",
+        help="what this machine has, and what it lacks",
+        description="Versions, where each library was found, the GPUs, and what this machine can run.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(command=command)
+
+
+def command(arguments: argparse.Namespace) -> int:
+    """Run ``info``; it never fails: what is missing is what it is asked about."""
+    _line("cupy_sdpa", __version__, str(Path(__file__).parents[1]))
+    _line("Python", platform.python_version(), sys.executable)
+    for title, name in (("numpy", "numpy"), ("ml_dtypes", "ml_dtypes"), ("CuPy", "cupy"), ("cuda-python", "cuda.bindings")):
+        module = machine.imported(name)
+        if isinstance(module, str):
+            _line(title, "-", module)
+        else:
+            where = str(Path(module.__file__ or "").parent)
+            for_cuda = f" (for CUDA {machine.cuda_text(module.cuda.runtime.runtimeGetVersion())})" if name == "cupy" else ""
+            _line(title, module.__version__, where + for_cuda)
+    try:
+        cudnn = library()
+    except CudnnError as error:
+        _line("cuDNN", "-", one_line(str(error)))
+    else:
+        _line("cuDNN", version_text(cudnn.version), f"{cudnn.path} (for CUDA {machine.cuda_text(cudnn.cudart_version)})")
+        _line("", "", f"found by {cudnn.found}")
+    for gpu in _gpus():
+        _line("GPU", "", gpu)
+    print("\nthis machine can run:")
+    _line("numpy", "yes", "float16, bfloat16, float32 and float64, on the CPU")
+    obstacles = machine.obstacles()
+    _line("cuDNN", "no" if obstacles else "yes", obstacles[0] if obstacles else "float16 and bfloat16, on the GPU")
+    for obstacle in obstacles[1:]:
+        _line("", "", obstacle)
+    return 0
+
+
+def _gpus() -> list[str]:
+    """A line for each GPU, or one that says why there is none."""
+    if reason := machine.no_gpu():
+        return [reason.replace("no GPU", "none")]
+    if isinstance(machine.imported("cupy"), ModuleType):
+        return machine.gpus()
+    return [f"an NVIDIA driver ({machine.driver()}) is loaded; its GPUs are asked through CuPy"]
+
+
+def _line(title: str, version: str, text: str) -> None:
+    print(f"  {title:<12}{version:<12}{text}".rstrip())

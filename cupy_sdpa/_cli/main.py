@@ -1,0 +1,66 @@
+"""The parser of ``python -m cupy_sdpa``, and the one place where failures become a line and an exit status."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from ..version import __version__
+from . import demo, info, run
+from .console import CommandError, one_line
+
+_EXAMPLES = """\
+examples:
+  python -m cupy_sdpa demo                       attention over a real text, checked, with a picture
+  python -m cupy_sdpa run in.npz -o out.npz      attention of your own q, k and v
+  python -m cupy_sdpa info                       what this machine has, and what it lacks
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        argv: the words after ``python -m cupy_sdpa``; None takes them from the process.
+
+    Returns:
+        The exit status: 0 done, 1 the demo found a wrong result, 2 it could not be done and one line on stderr says why,
+        130 interrupted, 141 nobody reads the output any more.
+    """
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.command is None:
+        parser.print_help(sys.stderr)
+        return 2
+    try:
+        status = int(arguments.command(arguments))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # whoever read the output has heard enough, as head(1) does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit finds no broken pipe
+        return 141
+    except CommandError as error:
+        text, status = str(error), 2
+    except MemoryError as error:  # numpy's and CuPy's say how much was asked for
+        text, status = f"not enough memory: {error}", 2
+    except KeyboardInterrupt:
+        text, status = "interrupted", 130
+    print(f"cupy_sdpa: {one_line(text)}", file=sys.stderr)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m cupy_sdpa",
+        description="Fused scaled dot-product attention: cuDNN on the GPU, numpy on the CPU.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"cupy_sdpa {__version__}")
+    parser.set_defaults(command=None)
+    commands = parser.add_subparsers(title="commands", metavar="{demo,run,info}")
+    for module in (demo, run, info):
+        module.add_to(commands)
+    return parser

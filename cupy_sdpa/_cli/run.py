@@ -1,0 +1,139 @@
+"""``run``: attention of the user's own arrays, from an npz file into an npz file."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import gpu
+from ..attention import attention, explain
+from ..errors import CudnnError, Unsupported
+from ..problem import ITEMSIZE, Problem
+from . import npz
+from .console import CommandError, milliseconds, say
+from .engine import add_options, dtype_of, place, refuse_if_too_large
+
+#: The arrays that a file must hold.
+NAMES = ("q", "k", "v")
+#: How each layout's axes become (head_dim, heads, seq, batch); each is its own inverse.
+LAYOUTS = {"dhsb": (0, 1, 2, 3), "bshd": (3, 2, 1, 0), "bhsd": (3, 1, 2, 0)}
+#: How (seq, heads, batch) becomes each layout's axes.
+STATS_LAYOUTS = {"dhsb": (0, 1, 2), "bshd": (2, 0, 1), "bhsd": (2, 1, 0)}
+_AXES = {"d": "head_dim", "h": "heads", "s": "seq", "b": "batch"}
+#: What the package raises for arrays that it cannot take.
+_REFUSALS = (TypeError, ValueError, Unsupported, CudnnError)
+
+_EPILOG = """\
+The result has q's dtype in the file, whatever it is computed in. numpy keeps bfloat16 in files
+as 2-byte void (|V2): such arrays are taken as bfloat16, and bfloat16 is written so.
+Read it back with numpy.load("out.npz")["out"].view(ml_dtypes.bfloat16).
+
+examples:
+  python -m cupy_sdpa run in.npz -o out.npz --causal
+  python -m cupy_sdpa run torch.npz -o out.npz --layout bhsd --dtype bfloat16 --stats
+"""
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "run",
+        help="attention of your own arrays, npz to npz",
+        description="Attention of the arrays q, k and v of an npz file; out, and stats if asked for, go to another.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("input", type=Path, metavar="in.npz", help="a file of numpy.savez with the arrays q, k and v")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="out.npz", help="where the result goes")
+    listed = "; ".join(f"{layout}: ({_legend(layout)})" for layout in LAYOUTS)
+    parser.add_argument("--layout", choices=tuple(LAYOUTS), default="dhsb", help=f"of the arrays (default dhsb). {listed}")
+    parser.add_argument("--causal", action="store_true", help="query i sees the keys up to and with i")
+    parser.add_argument("--scale", type=float, metavar="X", help="of the scores (default: 1/sqrt(head_dim))")
+    parser.add_argument("--stats", action="store_true", help="also write each query's log-sum-exp, float32")
+    add_options(parser, None)
+    parser.set_defaults(command=command)
+
+
+def command(arguments: argparse.Namespace) -> int:
+    """Run ``run``.
+
+    Raises:
+        CommandError: it cannot be done; the output is then as it was before.
+    """
+    options = {"causal": arguments.causal, "scale": arguments.scale, "return_stats": arguments.stats}
+    headers = npz.headers(arguments.input, NAMES)
+    asked = _asked(arguments, headers, options)
+    refuse_if_too_large(_memory(asked, headers), str(arguments.input))
+    with npz.replacing(arguments.output) as file:
+        arrays = [_loaded(arguments, name, dtype_of(asked.dtype)) for name in NAMES]
+        try:
+            placed = place(arguments.engine, arrays, **options)
+            started = time.perf_counter()
+            result = attention(*placed.arrays, **options)
+        except _REFUSALS as error:
+            raise _refusal(arguments.layout, error) from error
+        out, stats = result if arguments.stats else (result, None)
+        if placed.on_gpu:  # the copies wait for the GPU
+            out = gpu.cupy().asnumpy(out, order="F")
+            stats = None if stats is None else gpu.cupy().asnumpy(stats, order="F")
+        seconds = time.perf_counter() - started
+        with np.errstate(over="ignore"):  # float64 results may be too large for the file's dtype: infinite there
+            results = {"out": out.astype(headers[0].dtype.newbyteorder("="), copy=False).transpose(LAYOUTS[arguments.layout])}
+        if stats is not None:
+            results["stats"] = stats.transpose(STATS_LAYOUTS[arguments.layout])
+        np.savez(file, **results)
+    say("engine", f"{placed}, in {asked.dtype}: {milliseconds(seconds)}")
+    say("wrote", f"{arguments.output}: {', '.join(f'{name} {a.shape} {a.dtype}' for name, a in results.items())}")
+    return 0
+
+
+def _asked(arguments: argparse.Namespace, headers: Sequence[npz.Header], options: Mapping[str, Any]) -> Problem:
+    """The problem that the file poses, validated by its headers alone."""
+    shapes = []
+    dtype = None if arguments.dtype is None else dtype_of(arguments.dtype)
+    for name, header in zip(NAMES, headers, strict=True):
+        if len(header.shape) != 4:
+            raise CommandError(
+                f"{name} has {len(header.shape)} dimensions {header.shape}; "
+                f"--layout {arguments.layout} needs 4: ({_legend(arguments.layout)})"
+            )
+        if header.dtype.kind != "f" and header.dtype != dtype_of("bfloat16"):
+            raise CommandError(f"{name} is {header.dtype}; attention takes float16, bfloat16, float32 and float64")
+        shapes.append([header.shape[axis] for axis in LAYOUTS[arguments.layout]])
+    elements = [np.zeros((), dtype or header.dtype) for header in headers]
+    try:  # one element stands for all of an array, however large it is
+        return explain(*map(np.broadcast_to, elements, shapes), **options).problem
+    except _REFUSALS as error:
+        raise _refusal(arguments.layout, error) from error
+
+
+def _memory(asked: Problem, headers: Sequence[npz.Header]) -> int:
+    """Bytes that the arrays need at the worst moment: all of them as computed with, and one as it is in the file."""
+    computed = sum(math.prod(spec.shape) * ITEMSIZE[spec.dtype] for spec in asked.tensors)
+    converted = math.prod(asked.out.shape) * headers[0].dtype.itemsize if headers[0].dtype.name != asked.dtype else 0
+    return computed + converted + max(header.size for header in headers)
+
+
+def _loaded(arguments: argparse.Namespace, name: str, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """An array of the file in Julia's layout, Fortran order and the dtype to compute in."""
+    array = npz.load(arguments.input, name).transpose(LAYOUTS[arguments.layout])
+    try:
+        with np.errstate(over="raise", invalid="ignore"):
+            return np.asarray(array, dtype, order="F")
+    except FloatingPointError as error:
+        raise CommandError(f"{name} has values that {dtype} cannot hold: choose another --dtype") from error
+
+
+def _legend(layout: str) -> str:
+    return ", ".join(_AXES[letter] for letter in layout)
+
+
+def _refusal(layout: str, error: Exception) -> CommandError:
+    shown = "" if layout == "dhsb" else f" (the file's {layout} arrays are shown as (head_dim, heads, seq, batch) here)"
+    return CommandError(f"{error}{shown}")

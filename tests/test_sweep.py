@@ -1,0 +1,83 @@
+"""Long sweeps: left out unless asked for with ``-m sweep``."""
+
+import numpy as np
+import pytest
+from cases import LAYOUTS, Case
+from tolerance import assert_close
+
+from cupy_sdpa import attention, reference
+from cupy_sdpa.interpreter import evaluate
+from cupy_sdpa.patterns import forward
+from cupy_sdpa.plan import PlanInfo
+
+pytestmark = pytest.mark.sweep
+
+
+def random_case(seed, multiple_of_8=False):
+    """A problem that nobody thought of."""
+    rng = np.random.default_rng(seed)
+    unit = 8 if multiple_of_8 else 1
+    hkv = int(rng.integers(1, 5))
+    return Case(
+        f"seed_{seed}",
+        d=unit * int(rng.integers(1, 256 // unit + 1 if multiple_of_8 else 40)),
+        dv=unit * int(rng.integers(1, 256 // unit + 1 if multiple_of_8 else 40)),
+        hq=hkv * int(rng.integers(1, 5)),
+        hkv=hkv,
+        sq=int(rng.integers(1, 200)),
+        skv=int(rng.integers(1, 200)),
+        b=int(rng.integers(1, 4)),
+        causal=bool(rng.integers(2)),
+        scale=[None, None, 0.3, -0.2, 0.0][rng.integers(5)],
+        dtype=["bfloat16", "float16"][rng.integers(2)],
+        layout=str(rng.choice(list(LAYOUTS))),
+    )
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_random_problems_are_the_reference(seed):
+    """Whatever the sizes, layout, mask and scale: graph and reference agree to 1e-12 in float64."""
+    case = random_case(seed).with_dtype("float64")
+    q, k, v = case.laid_out(case.arrays())
+    problem = case.problem()
+    out, stats = np.full(problem.out.shape, np.nan), np.full(problem.stats.shape, np.nan)
+    evaluate(forward(problem), {"q": q, "k": k, "v": v, "out": out, "stats": stats}, {"scale": case.tau}, exact=True)
+    truth, truth_stats = reference.attention(q, k, v, scale=case.scale, causal=case.causal)
+    np.testing.assert_allclose(out, truth, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(stats, truth_stats, rtol=0, atol=1e-12)
+
+
+@pytest.mark.cudnn
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("d", range(8, 257, 8))
+def test_every_head_dim_is_planned_for_the_h200(d, causal, planner):
+    """Every multiple of 8 up to 256 has a plan, and it is the Hopper kernel's."""
+    plan = planner.plan(forward(Case(f"d{d}", d=d, sq=256, hq=4, hkv=2, causal=causal).problem()))
+    assert isinstance(plan, PlanInfo), plan
+    assert plan.engine == 2
+
+
+@pytest.mark.cudnn
+@pytest.mark.parametrize("seed", range(60))
+def test_random_problems_are_planned_for_the_h200(seed, planner):
+    """No size, layout, mask or scale that passes the support table is refused by cuDNN."""
+    plan = planner.plan(forward(random_case(seed, multiple_of_8=True).problem()))
+    assert isinstance(plan, PlanInfo), plan
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(60))
+def test_random_problems_are_right_on_the_gpu(seed):
+    """The same problems, run: within the tolerance policy, every element written."""
+    import cupy
+
+    case = random_case(seed, multiple_of_8=True)
+    q, k, v = case.arrays()
+    options = {"scale": case.scale, "causal": case.causal}
+    truth, truth_stats = reference.attention(q, k, v, **options)
+    naive, naive_stats = attention(q, k, v, return_stats=True, **options)
+    out = cupy.full(truth.shape, np.nan, q.dtype, order="F")
+    stats = cupy.full(truth_stats.shape, np.nan, np.float32, order="F")
+    attention(*case.laid_out([cupy.asarray(x) for x in (q, k, v)]), out=out, stats=stats, **options)
+    assert_close(cupy.asnumpy(out), truth, naive)
+    assert_close(cupy.asnumpy(stats), truth_stats, naive_stats)
