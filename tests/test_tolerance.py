@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from cases import DTYPES, Case
-from tolerance import assert_close, worst
+from tolerance import accumulation_floor, assert_close, worst
 
 from cupy_sdpa import attention, reference
 
@@ -77,6 +77,22 @@ def test_wrong_results_are_refused(wrong, dtype):
     assert_close(naive, truth, naive)
     with pytest.raises(AssertionError, match="error"):
         assert_close(wrong(q, k, v), truth, naive)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [lambda stats: stats / np.log(2), lambda stats: stats + 1e-4, lambda stats: stats[:, ::-1], np.zeros_like],
+    ids=["base_2", "one_key_too_many", "swapped_heads", "zeros"],
+)
+def test_wrong_log_sum_exps_are_refused(wrong):
+    """The floor of float32 accumulation is far below any mistake."""
+    q, k, v = CASE.arrays()
+    _, truth = reference.attention(q, k, v, causal=True)
+    _, naive = attention(q, k, v, causal=True, return_stats=True)
+    floor = accumulation_floor(q, k, CASE.tau, truth)
+    assert_close(naive, truth, naive, floor)
+    with pytest.raises(AssertionError, match="error"):
+        assert_close(wrong(naive), truth, naive, floor)
 
 
 def test_the_floor_is_of_the_size_of_rounding():
