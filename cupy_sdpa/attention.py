@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import math
-import numbers
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from . import gpu
-from .errors import CudnnError, Unsupported
-from .interpreter import evaluate
-from .patterns import forward
-from .problem import Problem, Signature, problem
+from .call import read_backward, read_forward
 from .report import Report
-from .support import Reason, why_not
 
 if TYPE_CHECKING:  # cuDNN's rooms are entered only for CuPy arrays
     from .cache import PlanCache
-    from .plan import Plan
-
-T = TypeVar("T")
 
 
 def attention(
@@ -33,6 +20,7 @@ def attention(
     scale: float | None = None,
     causal: bool | str = False,
     return_stats: bool = False,
+    max_workspace: int | None = None,
     out: Any = None,
     stats: Any = None,
 ) -> Any:
@@ -51,6 +39,7 @@ def attention(
         scale: :math:`\tau`; default ``1/sqrt(D)``. Changing it never needs a new plan.
         causal: True or ``"top_left"``: query i sees the keys up to and with i. Default False: every query sees every key.
         return_stats: give L too, as float32. Default False.
+        max_workspace: bytes of the GPU's memory that cuDNN may use beside the arrays. Default None: no limit.
         out: array ``(Dv, Hq, Sq, B)`` to write the result into, of q's dtype; it must not overlap an input.
         stats: float32 array ``(Sq, Hq, B)`` to write L into; implies ``return_stats``.
 
@@ -74,24 +63,132 @@ def attention(
     >>> bool(np.allclose(out[:, :, 0], v[:, :, 0], atol=1e-6))     # the first query sees only the first key
     True
     """
-    call = _read(q, k, v, scale=scale, causal=causal, return_stats=return_stats, out=out, stats=stats)
-    asked, arrays = call.problem, call.arrays
-    if asked.trivial:
-        call.allocate()
-        arrays["out"][...] = 0
-        if asked.stats:
-            arrays["stats"][...] = -math.inf
-    elif call.on_gpu:
-        with gpu.on_device_of(q) as device:
-            try:
-                _planned(asked, device, lambda plan: _launch(plan, call))
-            except (Unsupported, CudnnError) as error:
-                error.add_note(f"asked for: {asked}")
-                raise
-    else:
-        call.allocate()
-        evaluate(forward(asked), arrays, call.scalars)
-    return (arrays["out"], arrays["stats"]) if asked.stats else arrays["out"]
+    call = read_forward(
+        q, k, v, scale=scale, causal=causal, return_stats=return_stats, max_workspace=max_workspace, out=out, stats=stats
+    )
+    results = call.run()
+    return tuple(results) if len(results) > 1 else results[0]
+
+
+def attention_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    stats: Any,
+    *,
+    scale: float | None = None,
+    causal: bool | str = False,
+    deterministic: bool = False,
+    max_workspace: int | None = None,
+    dq: Any = None,
+    dk: Any = None,
+    dv: Any = None,
+) -> tuple[Any, Any, Any]:
+    r"""The gradients of :func:`attention` with respect to q, k and v.
+
+    .. math:: dV = P^\top dO, \qquad dS = P \circ (dO\, V^\top - \operatorname{rowsum}(dO \circ O)), \qquad
+              dQ = \tau\, dS\, K, \qquad dK = \tau\, dS^\top Q
+
+    P is computed anew from q, k and the log-sum-exp, so nothing of size Sq x Skv is kept between the passes.
+
+    Args:
+        dout: the gradient of the output, ``(Dv, Hq, Sq, B)``, of q's dtype.
+        q, k, v: as they were given to :func:`attention`.
+        out: what it returned, ``(Dv, Hq, Sq, B)``.
+        stats: the log-sum-exp that it returned with ``return_stats=True``, ``(Sq, Hq, B)`` float32, in Fortran order.
+        scale, causal: as they were given to :func:`attention`.
+        deterministic: give the same bits in every run. By default dQ is added up in any order on the GPU (dK and dV always
+            are the same). It costs either memory of size Hq x Sq x Skv or, beyond ``max_workspace`` and what is free, time,
+            on Hopper with cuDNN 9.25.1 or newer; :func:`explain` shows which. Default False.
+        max_workspace: bytes of the GPU's memory that may be used beside the arrays. Default None: no limit.
+        dq, dk, dv: arrays to write the gradients into, of the shapes and dtypes of q, k and v.
+
+    Returns:
+        ``(dq, dk, dv)``; new arrays are in Fortran order. dk and dv are summed over the query heads of a group in float32.
+
+    Raises:
+        TypeError, ValueError, Unsupported, CudnnError: as :func:`attention`.
+
+    Source: Dao 2023, "FlashAttention-2", section 2.2 and algorithm 2.
+
+    >>> import numpy as np, cupy_sdpa
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v, dout = (np.asfortranarray(rng.standard_normal((16, 2, 10, 1))) for _ in range(4))
+    >>> out, stats = cupy_sdpa.attention(q, k, v, return_stats=True)
+    >>> dq, dk, dv = cupy_sdpa.attention_backward(dout, q, k, v, out, stats)
+    >>> bool(np.allclose((dq * q).sum(), (dk * k).sum()))         # scaling q or k does the same to the scores
+    True
+    """
+    for name, array in (("dout", dout), ("out", out), ("stats", stats)):
+        if array is None:
+            raise TypeError(
+                f"{name} is None; the backward pass needs it: attention(..., return_stats=True) gives out and stats"
+            )
+    call = read_backward(
+        q, k, v, dout=dout, out=out, stats=stats, dq=dq, dk=dk, dv=dv,
+        scale=scale, causal=causal, deterministic=deterministic, max_workspace=max_workspace,
+    )  # fmt: skip
+    d_q, d_k, d_v = call.run()
+    return d_q, d_k, d_v
+
+
+def attention_vjp(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    scale: float | None = None,
+    causal: bool | str = False,
+    deterministic: bool = False,
+    max_workspace: int | None = None,
+) -> tuple[Any, Pullback]:
+    """Attention, and the function that pulls gradients of its output back to q, k and v.
+
+    Args:
+        q, k, v, scale, causal, max_workspace: as for :func:`attention`.
+        deterministic: as for :func:`attention_backward`.
+
+    Returns:
+        ``(out, pullback)``; ``dq, dk, dv = pullback(dout)``, as often as wanted.
+
+    Raises:
+        TypeError, ValueError, Unsupported, CudnnError: as :func:`attention`.
+
+    >>> import numpy as np, cupy_sdpa
+    >>> q = k = v = np.ones((8, 1, 4, 1), np.float32)
+    >>> out, pullback = cupy_sdpa.attention_vjp(q, k, v, causal=True)
+    >>> dq, dk, dv = pullback(np.ones_like(out))
+    >>> pullback
+    <pullback of attention, keeps 272 bytes>
+    """
+    out, stats = attention(q, k, v, scale=scale, causal=causal, return_stats=True, max_workspace=max_workspace)
+    options = {"scale": scale, "causal": causal, "deterministic": deterministic, "max_workspace": max_workspace}
+    return out, Pullback((q, k, v, out, stats), options)
+
+
+class Pullback:
+    """Gives the gradients of one attention call; made by :func:`attention_vjp`.
+
+    It keeps q, k, v, out and stats themselves, not copies: whoever changes them in place changes the gradients. They are let
+    go with it.
+    """
+
+    def __init__(self, arrays: tuple[Any, ...], options: dict[str, Any]) -> None:
+        self._arrays, self._options = arrays, options
+
+    def __call__(self, dout: Any, *, dq: Any = None, dk: Any = None, dv: Any = None) -> tuple[Any, Any, Any]:
+        """``(dq, dk, dv)`` for a gradient of the output; see :func:`attention_backward`."""
+        return attention_backward(dout, *self._arrays, **self._options, dq=dq, dk=dk, dv=dv)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays that it keeps; one that serves twice, as q = k, counts once."""
+        return sum({id(array): int(array.nbytes) for array in self._arrays}.values())
+
+    def __repr__(self) -> str:
+        return f"<pullback of attention, keeps {self.nbytes} bytes>"
 
 
 def explain(
@@ -102,22 +199,31 @@ def explain(
     scale: float | None = None,
     causal: bool | str = False,
     return_stats: bool = False,
+    backward: bool = False,
+    deterministic: bool = False,
+    max_workspace: int | None = None,
+    dout: Any = None,
     out: Any = None,
     stats: Any = None,
+    dq: Any = None,
+    dk: Any = None,
+    dv: Any = None,
 ) -> Report:
-    """Whether and how :func:`attention` with the same arguments would run; nothing is executed.
+    """Whether and how :func:`attention`, or :func:`attention_backward`, would run with the same arguments.
 
-    The plan that it builds is kept, and is the very one that the call then uses.
+    Nothing is executed. The plan that it builds is kept, and is the very one that the call then uses.
 
     Args:
-        q, k, v, scale, causal, return_stats, out, stats: as for :func:`attention`.
+        backward: ask about the backward pass. Default False.
+        q, k, v, scale, causal, return_stats, deterministic, max_workspace: as for the call.
+        dout, out, stats, dq, dk, dv: as for the call; what is not given is taken to be dense, in Fortran order.
 
     Returns:
         A report: true where the call would run; printed, it shows the problem, the graph, and the plan or every reason
         against it.
 
     Raises:
-        TypeError, ValueError: the arguments are no attention problem at all, as :func:`attention` would raise.
+        TypeError, ValueError: the arguments are no attention problem at all, as the call would raise.
 
     >>> import numpy as np, cupy_sdpa
     >>> x = np.ones((8, 1, 4, 1), np.float32)
@@ -125,19 +231,16 @@ def explain(
     >>> bool(report), report.engine
     (True, 'numpy')
     """
-    call = _read(q, k, v, scale=scale, causal=causal, return_stats=return_stats, out=out, stats=stats)
-    graph = forward(call.problem)
-    if not call.on_gpu:
-        return Report("numpy", call.problem, graph)
-    if call.problem.trivial:
-        return Report("cuDNN", call.problem, graph)
-    with gpu.on_device_of(q) as device:
-        if reasons := _objections(call.problem, device):
-            return Report("cuDNN", call.problem, graph, reasons=tuple(reason.text for reason in reasons))
-        try:
-            return Report("cuDNN", call.problem, graph, _planned(call.problem, device, lambda plan: plan.info))
-        except Unsupported as error:
-            return Report("cuDNN", call.problem, graph, reasons=tuple(str(error).splitlines()))
+    if backward:
+        call = read_backward(
+            q, k, v, dout=dout, out=out, stats=stats, dq=dq, dk=dk, dv=dv,
+            scale=scale, causal=causal, deterministic=deterministic, max_workspace=max_workspace,
+        )  # fmt: skip
+    else:
+        call = read_forward(
+            q, k, v, scale=scale, causal=causal, return_stats=return_stats, max_workspace=max_workspace, out=out, stats=stats
+        )
+    return call.explain()
 
 
 def get_plan_cache() -> PlanCache:
@@ -153,150 +256,3 @@ def get_plan_cache() -> PlanCache:
     from .cache import session
 
     return session(gpu.context_id()).cache
-
-
-@dataclass
-class _Call:
-    """A call's arguments, read: the problem they pose, the arrays by name, the numbers by name."""
-
-    problem: Problem
-    arrays: dict[str, Any]
-    scalars: dict[str, float]
-    on_gpu: bool
-
-    def allocate(self) -> None:
-        """Make the outputs that the caller did not give."""
-        for spec in (self.problem.out, self.problem.stats):
-            if spec is not None and self.arrays.get(spec.name) is None:
-                like = self.arrays["q"]
-                dtype = like.dtype if spec.name == "out" else np.float32
-                empty = gpu.cupy().empty if self.on_gpu else np.empty
-                self.arrays[spec.name] = empty(spec.shape, dtype, order="F")
-
-
-def _read(q: Any, k: Any, v: Any, *, scale: Any, causal: Any, return_stats: bool, out: Any, stats: Any) -> _Call:
-    """Check the arguments and pose the problem; the first thing wrong is raised, before anything is allocated."""
-    arrays = {"q": q, "k": k, "v": v}
-    arrays |= {name: array for name, array in (("out", out), ("stats", stats)) if array is not None}
-    on_gpu = _engine(arrays)
-    if causal not in (False, True, "top_left"):
-        raise ValueError(f"causal is {causal!r}; it must be False, True or 'top_left'")
-    tau = _scale(scale, q.shape[0] if q.ndim else 0)
-    asked = problem(
-        _signature(q), _signature(k), _signature(v),
-        None if out is None else _signature(out), None if stats is None else _signature(stats),
-        bool(return_stats), bool(causal), tau >= _SMALLEST_SCALE,
-    )  # fmt: skip
-    for name in ("out", "stats"):
-        if name in arrays:
-            for other in arrays:
-                if other != name and _overlap(asked, arrays, name, other):
-                    raise ValueError(f"{name} overlaps {other} in memory: results would overwrite it; pass an array of its own")
-    return _Call(asked, arrays, {"scale": tau}, on_gpu)
-
-
-def _engine(arrays: Mapping[str, Any]) -> bool:
-    """True where the arrays are CuPy's, on one device; False where they are numpy's."""
-    kinds = {}
-    for name, array in arrays.items():
-        if gpu.is_array(array):
-            kinds[name] = "CuPy"
-        elif type(array) in (np.ndarray, np.memmap):  # a subclass, such as a masked array, may mean more than its numbers
-            kinds[name] = "numpy"
-        else:
-            raise TypeError(
-                f"{name} is a {type(array).__module__}.{type(array).__qualname__}; attention takes numpy and CuPy arrays: "
-                "convert with numpy.asarray, cupy.asarray or cupy.from_dlpack"
-            )
-    if len(set(kinds.values())) > 1:
-        listed = ", ".join(f"{name} is a {kind} array" for name, kind in kinds.items())
-        raise TypeError(f"arrays are mixed: {listed}. Move them to one side with cupy.asarray(...) or cupy.asnumpy(...)")
-    if kinds["q"] == "numpy":
-        return False
-    devices = {name: array.data.device_id for name, array in arrays.items()}
-    if len(set(devices.values())) > 1:
-        listed = ", ".join(f"{name} on device {device}" for name, device in devices.items())
-        raise ValueError(
-            f"arrays are on different devices: {listed}. Copy them to one: with cupy.cuda.Device(...): cupy.asarray(...)"
-        )
-    return True
-
-
-def _signature(array: Any) -> Signature:
-    address = array.data.ptr if gpu.is_array(array) else 16  # the interpreter reads any alignment
-    return (array.dtype.name, array.shape, array.strides, address & -address & 15 or 16)
-
-
-#: cuDNN gets the scale as float32: these are the least positive and the largest that it can hold without loss of range.
-_SMALLEST_SCALE, _LARGEST_SCALE = (float(x) for x in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
-
-
-def _scale(scale: Any, head_dim: int) -> float:
-    default = 1 / math.sqrt(head_dim or 1)
-    if scale is None:
-        return default
-    if not isinstance(scale, numbers.Real):
-        raise TypeError(f"scale is a {type(scale).__name__}; it must be a number: float(...) makes one of an array")
-    value = float(scale)
-    if not abs(value) <= _LARGEST_SCALE:  # true of NaN too
-        raise ValueError(f"scale is {value}; it must be finite in float32. None stands for 1/sqrt(head_dim) = {default:.6g}")
-    return value
-
-
-def _overlap(asked: Problem, arrays: Mapping[str, Any], one: str, other: str) -> bool:
-    """Whether two arrays share an element; decided on addresses alone, no element is read."""
-    a, b = arrays[one], arrays[other]
-    if gpu.is_array(a):
-        (a_from, a_to), (b_from, b_to) = asked.extents[one], asked.extents[other]
-        apart = b.data.ptr - a.data.ptr
-        if a_to <= apart + b_from or apart + b_to <= a_from:
-            return False
-        a, b = np.asarray(_Standin(a)), np.asarray(_Standin(b))
-    return bool(np.shares_memory(a, b))
-
-
-class _Standin:
-    """What numpy needs to know of an array on a GPU to compare addresses; a numpy array made from it must not be read."""
-
-    def __init__(self, array: Any) -> None:
-        self.__array_interface__ = {
-            "data": (array.data.ptr, False),
-            "shape": array.shape,
-            "strides": array.strides,
-            "typestr": f"|V{array.dtype.itemsize}",
-            "version": 3,
-        }
-
-
-def _objections(asked: Problem, device: int) -> list[Reason]:
-    """What the support table has against a problem on this device, with the cuDNN that is loaded."""
-    from ._cudnn.library import library
-
-    return why_not(asked, library().version, gpu.capability(device))
-
-
-def _planned(asked: Problem, device: int, run: Callable[[Plan], T]) -> T:
-    """Run with the plan of a problem, which is looked up or, after the support table has been asked, built."""
-    from .cache import session
-
-    here = session(gpu.context_id())
-
-    def build() -> Plan:
-        from .plan import Plan
-
-        if reasons := _objections(asked, device):
-            raise reasons[0].error("\n".join(reason.text for reason in reasons))
-        return Plan(forward(asked), here.handle)
-
-    def run_on_stream(plan: Plan) -> T:
-        here.handle.set_stream(gpu.stream())
-        return run(plan)
-
-    return here.cache.use(asked, build, run_on_stream)
-
-
-def _launch(plan: Plan, call: _Call) -> None:
-    call.allocate()
-    workspace = gpu.allocate(plan.info.workspace)
-    addresses = {name: array.data.ptr for name, array in call.arrays.items()}
-    plan.execute(addresses, call.scalars, workspace.ptr)

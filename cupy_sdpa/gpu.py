@@ -51,6 +51,12 @@ def allocate(size: int) -> Any:
     return cupy().cuda.alloc(size)
 
 
+def free_memory() -> int:
+    """Bytes that CuPy could allocate now: what the device has free and what CuPy's pool holds unused."""
+    free, _ = cupy().cuda.runtime.memGetInfo()
+    return int(free) + int(cupy().get_default_memory_pool().free_bytes())
+
+
 def context_id() -> int:
     """An id of the current CUDA context that no later context will have; makes the device's primary context if there is none.
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 Shape = tuple[int, int, int, int]
-Role = Literal["input", "output", "scalar", "virtual"]
+Role = Literal["input", "output", "scalar", "scratch", "virtual"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class Tensor:
         name: unique in its graph; the name by which arrays are handed to an engine.
         shape: ``(batch, heads, rows, columns)``.
         dtype: a numpy dtype's name, ``bfloat16`` among them.
-        role: ``input`` and ``output`` are the caller's arrays; ``scalar`` is a number handed over by value; ``virtual``
-            exists only inside the kernel.
+        role: ``input`` and ``output`` are the caller's arrays; ``scalar`` is a number handed over by value; ``scratch`` is
+            memory that the engine provides for the time of the call; ``virtual`` exists only inside the kernel.
         strides: in elements, in the order of ``shape``.
         axes: how the caller's array becomes this tensor, ``array.transpose(axes)``; -1 stands for a new axis of length 1.
         value: of a scalar that is the same in every call; None for one that the caller gives.
@@ -47,7 +47,11 @@ class Tensor:
 #: The pointwise modes, by cuDNN's names, and how many tensors each reads.
 POINTWISE: dict[str, int] = {
     "mul": 2,  # x * b
+    "sub": 2,  # x - b
+    "exp": 1,  # e to the x
+    "identity": 1,  # x
     "cmp_ge": 2,  # x >= b
+    "cmp_lt": 2,  # x < b
     "gen_index": 1,  # the position of each element of x along an axis
     "binary_select": 3,  # x where t, else b
 }
@@ -109,6 +113,22 @@ class Softmax(Node):
     def outputs(self) -> tuple[Tensor, ...]:
         """The probabilities and the log-sum-exp of every row."""
         return (self.out, self.stats)
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction(Node):
+    """``out = sum of x``, in the accumulator's dtype, over the columns, or over the heads of a group, as out's shape says."""
+
+    x: Tensor
+    operands: ClassVar[tuple[str, ...]] = ("x",)
+
+
+@dataclass(frozen=True, slots=True)
+class Transpose(Node):
+    """``out = x`` with rows and columns exchanged."""
+
+    x: Tensor
+    operands: ClassVar[tuple[str, ...]] = ("x",)
 
 
 @dataclass(frozen=True)
@@ -214,6 +234,20 @@ class Builder:
         if stats.shape != shape:
             raise ValueError(f"softmax {formula}: stats {stats.shape} must be {shape}")
         return self._add(Softmax(formula, self.virtual(out, x.shape, dtype), x, stats))
+
+    def reduction(self, formula: str, x: Tensor, out: Tensor) -> Tensor:
+        """The sum over the columns ``(B, H, M, 1)``, or over groups of heads ``(B, Hb, M, N)``, H a multiple of Hb."""
+        (b, h, m, n), (_, hb, _, _) = x.shape, out.shape
+        if out.shape != (b, h, m, 1) and (out.shape != (b, hb, m, n) or h % hb):
+            raise ValueError(f"reduction {formula}: {x} {x.shape} cannot be summed to {out} {out.shape}")
+        return self._add(Reduction(formula, out, x))
+
+    def transpose(self, formula: str, x: Tensor, out: str, dtype: str | None = None) -> Tensor:
+        """``(B, H, M, N)`` to ``(B, H, N, M)``; the strides are exchanged too, nothing moves."""
+        b, h, m, n = x.shape
+        b_step, h_step, m_step, n_step = x.strides
+        turned = Tensor(out, (b, h, n, m), dtype or x.dtype, "virtual", (b_step, h_step, n_step, m_step))
+        return self._add(Transpose(formula, turned, x))
 
     def _out(self, out: Tensor | str, shape: Shape, dtype: str | None = None) -> Tensor:
         if isinstance(out, str):

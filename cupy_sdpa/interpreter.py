@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .graph import Graph, Matmul, Node, Pointwise, Softmax, Tensor
+from .graph import Graph, Matmul, Node, Pointwise, Reduction, Softmax, Tensor, Transpose
 
 Array = NDArray[Any]
 
@@ -40,11 +40,12 @@ def evaluate(graph: Graph, arrays: Mapping[str, Array], scalars: Mapping[str, fl
     batch, heads, rows, columns = map(max, zip(*(node.inputs[0].shape for node in graph.nodes), strict=True))
     step = max(1, min(rows, TILE_ELEMENTS // columns)) if _separable(graph, whole) else rows
     plan = _last_uses(graph)
+    sums: dict[str, Array] = {}
     for b in range(batch):
         for h in range(heads):
             kept: dict[str, Array] = {}  # the keys and values of this head: the same for every block of queries
             for start in range(0, rows, step):
-                tile = Tile(views, numbers, work, exact, (b, h, heads, start, min(rows, start + step)), whole, kept)
+                tile = Tile(views, numbers, work, exact, (b, h, heads, start, min(rows, start + step)), whole, kept, sums)
                 with np.errstate(all="ignore"):  # infinities and NaN go where IEEE 754 sends them, as on a GPU
                     for node, spent in plan:
                         tile.spent = spent
@@ -70,10 +71,11 @@ class Tile:
         place: tuple[int, int, int, int, int],
         whole: set[str],
         kept: dict[str, Array],
+        sums: dict[str, Array],
     ) -> None:
         self.views, self.numbers, self.work, self.exact = views, numbers, work, exact
         self.batch, self.head, self.heads, self.start, self.stop = place
-        self.whole, self.kept = whole, kept
+        self.whole, self.kept, self.sums = whole, kept, sums
         self.values: dict[str, Array] = {}
         self.spent: frozenset[str] = frozenset()
 
@@ -97,6 +99,15 @@ class Tile:
         if not self.exact and value.dtype == self.work and tensor.dtype != self.work.name:
             value = value.astype(_dtype(tensor.dtype)).astype(self.work)
         self.values[tensor.name] = value
+
+    def add(self, tensor: Tensor, value: Array) -> None:
+        """Add to a sum over a group of heads; it is kept, and written out, when the last head of the group is added."""
+        group = self.heads // tensor.shape[1]
+        if self.head % group == 0:
+            self.sums[tensor.name] = np.zeros_like(value)
+        self.sums[tensor.name] += value
+        if self.head % group == group - 1:
+            self[tensor] = self.sums.pop(tensor.name)
 
     def memory_of(self, tensor: Tensor) -> Array | None:
         """The array of a tensor if it may be written over: nothing reads it any more, and it is not a kept input."""
@@ -131,10 +142,21 @@ def _pointwise(node: Pointwise, tile: Tile) -> None:
     tile[node.out] = MODES[node.mode](node, tile)
 
 
+def _reduction(node: Reduction, tile: Tile) -> None:
+    if node.out.shape[3] == 1 and node.x.shape[3] > 1:
+        tile[node.out] = tile[node.x].sum(axis=1, keepdims=True)
+    else:
+        tile.add(node.out, tile[node.x])
+
+
+def _transpose(node: Transpose, tile: Tile) -> None:
+    tile[node.out] = tile[node.x].T
+
+
 def _gen_index(node: Pointwise, tile: Tile) -> Array:
     # A row or a column of indices, not a matrix: whoever reads it broadcasts.
     if node.axis == 2:
-        return np.arange(tile.start, tile.stop, dtype=np.int32)[:, None]
+        return np.arange(tile.start, min(tile.stop, node.x.shape[2]), dtype=np.int32)[:, None]
     if node.axis == 3:
         return np.arange(node.x.shape[3], dtype=np.int32)[None, :]
     return np.full((1, 1), tile.batch if node.axis == 0 else tile.head, np.int32)
@@ -157,13 +179,23 @@ def _given(tensor: Tensor | None) -> Tensor:
 #: What every pointwise mode means.
 MODES: dict[str, Callable[[Pointwise, Tile], Array]] = {
     "mul": lambda node, tile: np.multiply(tile[node.x], tile[_given(node.b)], out=tile.memory_of(node.x)),
+    "sub": lambda node, tile: np.subtract(tile[node.x], tile[_given(node.b)], out=tile.memory_of(node.x)),
+    "exp": lambda node, tile: np.exp(tile[node.x], out=tile.memory_of(node.x)),
+    "identity": lambda node, tile: tile[node.x],
     "cmp_ge": lambda node, tile: np.greater_equal(tile[node.x], tile[_given(node.b)]),
+    "cmp_lt": lambda node, tile: np.less(tile[node.x], tile[_given(node.b)]),
     "gen_index": _gen_index,
     "binary_select": _select,
 }
 
 #: What every node means.
-RULES: dict[type[Node], Callable[[Any, Tile], None]] = {Matmul: _matmul, Pointwise: _pointwise, Softmax: _softmax}
+RULES: dict[type[Node], Callable[[Any, Tile], None]] = {
+    Matmul: _matmul,
+    Pointwise: _pointwise,
+    Reduction: _reduction,
+    Softmax: _softmax,
+    Transpose: _transpose,
+}
 
 
 def _dtype(name: str) -> np.dtype[Any]:

@@ -13,7 +13,7 @@ from typing import Any
 from ._cudnn.constants import DataType, PointwiseMode, ReduceTensorOp
 from ._cudnn.descriptor import Descriptor
 from .errors import Unsupported
-from .graph import Graph, Matmul, Node, Pointwise, Softmax, Tensor, row_major
+from .graph import Graph, Matmul, Node, Pointwise, Reduction, Softmax, Tensor, Transpose, row_major
 from .support import deadly
 
 #: numpy's names of dtypes as cuDNN's.
@@ -30,7 +30,7 @@ DATA_TYPES = {
 }
 
 #: Comparisons and selections compute in the type of the mask; everything else in the accumulator's.
-_BOOLEAN_MODES = frozenset({"cmp_ge"})
+_BOOLEAN_MODES = frozenset({"cmp_ge", "cmp_lt"})
 
 
 class OperationGraph:
@@ -120,26 +120,35 @@ def _pointwise(node: Pointwise, lowered: OperationGraph) -> None:
     lowered.operation("POINTWISE", {"PW_DESCRIPTOR": kind, **tensors}, node.formula)
 
 
+def _reduce(lowered: OperationGraph, operator: ReduceTensorOp, x: Tensor, y: Tensor, formula: str) -> None:
+    kind = lowered.make("REDUCTION", {"OPERATOR": operator, "COMP_TYPE": DataType.FLOAT}, f"describe {formula}")
+    lowered.operation("REDUCTION", {"DESC": kind, "XDESC": x, "YDESC": y}, formula)
+
+
+def _reduction(node: Reduction, lowered: OperationGraph) -> None:
+    _reduce(lowered, ReduceTensorOp.ADD, node.x, node.out, node.formula)
+
+
+def _transpose(node: Transpose, lowered: OperationGraph) -> None:
+    lowered.operation("RESHAPE", {"XDESC": node.x, "YDESC": node.out}, node.formula)
+
+
 def _softmax(node: Softmax, lowered: OperationGraph) -> None:
     # As primitive operations: every cuDNN 9 recognizes this chain, its own softmax operation came with 9.21.
     # The log-sum-exp must be in the graph also where nobody asked for it (then it is virtual).
     def virtual(name: str, like: Tensor) -> Tensor:
         return Tensor(f"{node.out.name}.{name}", like.shape, "float32", "virtual", row_major(like.shape))
 
-    def reduce(operator: ReduceTensorOp, x: Tensor, y: Tensor, formula: str) -> None:
-        kind = lowered.make("REDUCTION", {"OPERATOR": operator, "COMP_TYPE": DataType.FLOAT}, f"describe {formula}")
-        lowered.operation("REDUCTION", {"DESC": kind, "XDESC": x, "YDESC": y}, formula)
-
     x, row = node.x, node.stats
     top, shifted, e = virtual("m", row), virtual("x-m", x), virtual("e", x)
     total, log = virtual("l", row), virtual("log l", row)
     # m = max x                      (B, Hq, Sq, 1)
-    reduce(ReduceTensorOp.MAX, x, top, "m = max S")
+    _reduce(lowered, ReduceTensorOp.MAX, x, top, "m = max S")
     # e = exp(x - m)                 (B, Hq, Sq, Skv)
     _pointwise(Pointwise("S − m", shifted, "sub", x, top), lowered)
     _pointwise(Pointwise("e = exp(S − m)", e, "exp", shifted), lowered)
     # l = sum e                      (B, Hq, Sq, 1)
-    reduce(ReduceTensorOp.ADD, e, total, "l = Σ e")
+    _reduce(lowered, ReduceTensorOp.ADD, e, total, "l = Σ e")
     # L = m + log l
     _pointwise(Pointwise("log l", log, "log", total), lowered)
     _pointwise(Pointwise("L = m + log l", node.stats, "add", top, log), lowered)
@@ -148,4 +157,10 @@ def _softmax(node: Softmax, lowered: OperationGraph) -> None:
 
 
 #: How every node is said to cuDNN.
-RULES: dict[type[Node], Callable[[Any, OperationGraph], None]] = {Matmul: _matmul, Pointwise: _pointwise, Softmax: _softmax}
+RULES: dict[type[Node], Callable[[Any, OperationGraph], None]] = {
+    Matmul: _matmul,
+    Pointwise: _pointwise,
+    Reduction: _reduction,
+    Softmax: _softmax,
+    Transpose: _transpose,
+}

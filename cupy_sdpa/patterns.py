@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 
-from .graph import Builder, Graph, Role, Tensor
+from .graph import Builder, Graph, Role, Tensor, row_major
 from .problem import ITEMSIZE, Problem, TensorSpec
 
 #: How the caller's (head_dim, heads, seq, batch) becomes (batch, heads, seq, head_dim), or its transpose in the last two.
@@ -29,6 +29,13 @@ def operand(spec: TensorSpec, axes: tuple[int, ...], role: Role) -> Tensor:
     return Tensor(spec.name, (b, h, rows, columns), spec.dtype, role, strides, axes)
 
 
+def graph_of(problem: Problem) -> Graph:
+    """The graph that computes a problem, on numpy and, where no other is chosen for a reason, on cuDNN."""
+    if not problem.backward:
+        return forward(problem)
+    return backward(problem, direct=problem.deterministic)
+
+
 @functools.lru_cache(maxsize=1024)
 def forward(problem: Problem) -> Graph:
     """``out = softmax(scale Q K^T + mask) V`` and, where asked for, ``stats = log sum exp`` of every row of scores."""
@@ -42,11 +49,7 @@ def forward(problem: Problem) -> Graph:
     # S = Q K^T                             (B, Hq, Sq, Skv)
     s = g.matmul("S = Q Kᵀ", q, kt, "S")
     # S <- scale S
-    s = g.pointwise("S₁ = scale · S", "mul", s, g.scalar("scale", g.accumulate), out="S₁")
-    if not problem.positive_scale:
-        # cuDNN's Hopper kernel folds a scale that comes last into its exponent and takes the row's maximum before it, which
-        # is right for a positive scale only: 0 and below gave NaN (measured with 9.19). One more step keeps them apart.
-        s = g.pointwise("S₁′ = 1 · S₁", "mul", s, g.scalar("one", g.accumulate, value=1.0), out="S₁′")
+    s = scaled(g, s, g.scalar("scale", g.accumulate), problem)
     if problem.causal:
         s = causal(g, s)
     # P = softmax(S), L = log sum exp(S)    P is rounded to the dtype of v, as the tensor cores need it
@@ -56,13 +59,114 @@ def forward(problem: Problem) -> Graph:
     return g.graph()
 
 
+@functools.lru_cache(maxsize=1024)
+def backward(problem: Problem, direct: bool = False, guards: frozenset[str] = frozenset()) -> Graph:
+    """The gradients of :func:`forward`, from its output and its log-sum-exp; P is computed anew.
+
+    Dao 2023, "FlashAttention-2", algorithm 2: with ``D = rowsum(dO * O)``, ``dS = P * (dO V^T - D)``.
+
+    Args:
+        problem: a problem with gradients.
+        direct: write dQ as a matmul gives it. Otherwise it is added up in float32 in scratch memory, in any order, which
+            needs no memory of size Sq x Skv.
+        guards: ``keys`` and ``queries`` mask what lies beyond the last key or query. That is nothing, but some cuDNN kernels
+            compute there, and what they compute must not be used (:mod:`cupy_sdpa.support` says which).
+    """
+    assert problem.dout
+    assert problem.stats
+    assert problem.dq
+    assert problem.dk
+    assert problem.dv
+    g = Builder("float64" if problem.dtype == "float64" else "float32")
+    q, kt, vt, out, dout = (
+        operand(spec, axes, "input")
+        for spec, axes in (
+            (problem.q, ROWS), (problem.k, TRANSPOSED), (problem.v, TRANSPOSED), (problem.out, ROWS), (problem.dout, ROWS),
+        )
+    )  # fmt: skip
+    stats = operand(problem.stats, PER_ROW, "input")
+    dq, dk, dv = (operand(spec, ROWS, "output") for spec in (problem.dq, problem.dk, problem.dv))
+    b, hq, sq, _ = q.shape
+    scale = g.scalar("scale", g.accumulate)
+
+    # D = rowsum(dO * O)                    (B, Hq, Sq, 1); the product with 1 is where dropout's scale will stand
+    product = g.pointwise("dO ∘ O", "mul", dout, out, out="dO∘O")
+    rows = g.reduction("Σ dO ∘ O", product, g.virtual("Σ", (b, hq, sq, 1)))
+    d = g.pointwise("D = 1 · Σ dO ∘ O", "mul", rows, g.scalar("one", g.accumulate, value=1.0), out="D")
+    # S = scale Q K^T                       (B, Hq, Sq, Skv)
+    s = g.matmul("S = Q Kᵀ", q, kt, "S")
+    s = scaled(g, s, scale, problem)
+    # P = exp(S - L)                        masked after L is taken away: a row that sees nothing has L = -inf, and P = 0
+    s = g.pointwise(f"{s} − L", "sub", s, stats, out=f"{s}−L")
+    if problem.causal:
+        s = causal(g, s)
+    if "keys" in guards:
+        s = below(g, s, "j", axis=3)
+    if "queries" in guards:
+        s = below(g, s, "i", axis=2)
+    p = g.pointwise("P = exp(S − L)", "exp", s, out="P")
+    # dV = P^T dO                           summed over the query heads of a group
+    pt = g.transpose("Pᵀ", p, "Pᵀ", problem.dtype)
+    grouped(g, "dV = Pᵀ dO", pt, dout, dv)
+    # dP = dO V^T
+    dp = g.matmul("dP = dO Vᵀ", dout, vt, "dP")
+    # dS = scale P * (dP - D)
+    ds = g.pointwise("dP − D", "sub", dp, d, out="dP−D")
+    ds = g.pointwise("P ∘ (dP − D)", "mul", ds, p, out="P∘(dP−D)")
+    ds = g.pointwise("dS = scale · P ∘ (dP − D)", "mul", ds, scale, out="dS", dtype=problem.dtype)
+    # dK = dS^T Q                           summed over the query heads of a group
+    dst = g.transpose("dSᵀ", ds, "dSᵀ", problem.dtype)
+    grouped(g, "dK = dSᵀ Q", dst, q, dk)
+    # dQ = dS K
+    k = g.transpose("K", kt, "K")
+    if direct:
+        g.matmul("dQ = dS K", ds, k, dq)
+    else:
+        total = g.matmul("dQ = dS K", ds, k, Tensor("ΣdQ", dq.shape, g.accumulate, "scratch", row_major(dq.shape)))
+        g.pointwise("dQ, rounded", "identity", total, out=dq)
+    return g.graph()
+
+
+def scaled(g: Builder, s: Tensor, scale: Tensor, problem: Problem) -> Tensor:
+    """``S <- scale S``."""
+    s = g.pointwise("S₁ = scale · S", "mul", s, scale, out="S₁")
+    if not problem.positive_scale:
+        # cuDNN's Hopper kernels fold a scale that comes last into their exponent and mask, and take the maximum, before it,
+        # which is right for a positive scale only: 0 and below gave NaN (measured with 9.19). One more step keeps them apart.
+        s = g.pointwise("S₁′ = 1 · S₁", "mul", s, g.scalar("unit", g.accumulate, value=1.0), out="S₁′")
+    return s
+
+
+def grouped(g: Builder, formula: str, a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+    """``out = a b``, summed in the accumulator's dtype over the heads of ``a`` that share a head of ``out``.
+
+    What is summed is rounded to the dtype of ``out`` first: cuDNN plans float32 there too, and then gives garbage (measured
+    with 9.19 and 9.28: it fills half of what it reads).
+    """
+    if a.shape[1] == out.shape[1]:
+        return g.matmul(formula, a, b, out)
+    every = g.virtual(f"{out.name} of every head", (*a.shape[:3], b.shape[3]), out.dtype)
+    return g.reduction(f"{out.name}, summed over the group", g.matmul(formula, a, b, every), out)
+
+
 def causal(g: Builder, s: Tensor) -> Tensor:
     """``S_ij <- S_ij where i >= j, else -inf``: query i sees the keys up to and with i (top-left alignment)."""
     row = positions(g, s, "i", axis=2)
     column = positions(g, s, "j", axis=3)
-    visible = g.pointwise("visible = i ≥ j", "cmp_ge", row, column, out="visible", dtype="bool")
+    return masked(g, s, g.pointwise("visible = i ≥ j", "cmp_ge", row, column, out="visible", dtype="bool"))
+
+
+def below(g: Builder, s: Tensor, name: str, axis: int) -> Tensor:
+    """``S <- S where j < Skv, else -inf`` (or i and Sq): true of every element that exists."""
+    length = g.scalar(f"{name} length", "int32", value=s.shape[axis])
+    index = positions(g, s, f"{name}′", axis)
+    return masked(g, s, g.pointwise(f"{name}′ < {s.shape[axis]}", "cmp_lt", index, length, out=f"{name} exists", dtype="bool"))
+
+
+def masked(g: Builder, s: Tensor, mask: Tensor) -> Tensor:
+    """``S <- S where mask, else -inf``."""
     hidden = g.scalar("-inf", g.accumulate, value=-math.inf)
-    return g.pointwise(f"S₂ = {s} where visible, else −∞", "binary_select", s, hidden, visible, out="S₂")
+    return g.pointwise(f"{s} where {mask}, else −∞", "binary_select", s, hidden, mask, out=f"{s} where {mask}")
 
 
 def positions(g: Builder, like: Tensor, name: str, axis: int) -> Tensor:

@@ -9,6 +9,7 @@ Hkv), Sq, Skv lengths, B batch.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass, field
 
@@ -55,6 +56,10 @@ class Problem:
         stats: ``(Sq, Hq, B)``, or None where nobody asked for the log-sum-exp.
         causal: query i sees the keys up to and with i (top-left alignment).
         positive_scale: whether the scale is a positive normal number; its value is no part of the problem.
+        dout: ``(Dv, Hq, Sq, B)``, the gradient of out; None for the forward pass. Then out and stats are inputs.
+        dq, dk, dv: the gradients of q, k and v, of their shapes.
+        deterministic: whether the result is to be the same, bit for bit, in every run.
+        max_workspace: bytes that cuDNN may use beside the arrays; None for no limit.
     """
 
     q: TensorSpec
@@ -64,10 +69,16 @@ class Problem:
     stats: TensorSpec | None = None
     causal: bool = False
     positive_scale: bool = True
+    dout: TensorSpec | None = None
+    dq: TensorSpec | None = None
+    dk: TensorSpec | None = None
+    dv: TensorSpec | None = None
+    deterministic: bool = False
+    max_workspace: int | None = None
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((*self.tensors, self.causal, self.positive_scale)))
+        object.__setattr__(self, "_hash", hash((*self.tensors, self.causal, self.deterministic, self.max_workspace)))
 
     def __hash__(self) -> int:
         return self._hash
@@ -85,8 +96,20 @@ class Problem:
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """q, k, v, out, and stats where asked for."""
-        return (self.q, self.k, self.v, self.out, *([self.stats] if self.stats else []))
+        """Every array that the call reads or writes."""
+        every = (self.q, self.k, self.v, self.out, self.stats, self.dout, self.dq, self.dk, self.dv)
+        return tuple(spec for spec in every if spec is not None)
+
+    @property
+    def backward(self) -> bool:
+        """Whether gradients are asked for."""
+        return self.dout is not None
+
+    @property
+    def results(self) -> tuple[TensorSpec, ...]:
+        """The arrays that the call writes."""
+        every = (self.dq, self.dk, self.dv) if self.backward else (self.out, self.stats)
+        return tuple(spec for spec in every if spec is not None)
 
     @functools.cached_property
     def extents(self) -> dict[str, tuple[int, int]]:
@@ -107,9 +130,10 @@ class Problem:
         group = "" if hq == hkv else f" ({'MQA' if hkv == 1 else 'GQA'}, {hq // hkv} query heads a key head)"
         dims = f"head dim {d}" if d == dv else f"head dim {d} (values {dv})"
         mask = "causal from the top left" if self.causal else "no mask"
+        kind = f"{'deterministic ' * self.deterministic}backward" if self.backward else "forward"
         return (
-            f"forward attention, {self.dtype}: batch {b}, {hq} query and {hkv} key/value heads{group}, "
-            f"{sq} queries, {skv} keys, {dims}, {mask}{', with log-sum-exp' if self.stats else ''}"
+            f"{kind} attention, {self.dtype}: batch {b}, {hq} query and {hkv} key/value heads{group}, "
+            f"{sq} queries, {skv} keys, {dims}, {mask}{', with log-sum-exp' if self.stats and not self.backward else ''}"
         )
 
 
@@ -145,6 +169,7 @@ def problem(
     want_stats: bool = False,
     causal: bool = False,
     positive_scale: bool = True,
+    max_workspace: int | None = None,
 ) -> Problem:
     """The problem that these arrays and options pose; an output that is not given is dense, in Fortran order.
 
@@ -154,6 +179,7 @@ def problem(
         want_stats: whether the log-sum-exp is asked for.
         causal: top-left causal mask.
         positive_scale: whether the scale is a positive normal number.
+        max_workspace: bytes that cuDNN may use beside the arrays.
 
     Raises:
         TypeError: a dtype that attention does not take, or dtypes that differ.
@@ -191,7 +217,51 @@ def problem(
     if want_stats or stats:
         stats_spec = _spec("stats", stats) if stats else _dense("stats", "float32", stats_shape)
         _result(stats_spec, stats_shape, "float32", "(Sq, Hq, B)")
-    return Problem(sq_, sk_, sv_, out_spec, stats_spec, causal, positive_scale)
+    return Problem(sq_, sk_, sv_, out_spec, stats_spec, causal, positive_scale, max_workspace=max_workspace)
+
+
+@functools.lru_cache(maxsize=4096)
+def gradient_problem(
+    q: Signature,
+    k: Signature,
+    v: Signature,
+    dout: Signature | None = None,
+    out: Signature | None = None,
+    stats: Signature | None = None,
+    dq: Signature | None = None,
+    dk: Signature | None = None,
+    dv: Signature | None = None,
+    causal: bool = False,
+    positive_scale: bool = True,
+    deterministic: bool = False,
+    max_workspace: int | None = None,
+) -> Problem:
+    """The problem of the gradients of :func:`problem`; what is not given is dense, in Fortran order.
+
+    Raises:
+        TypeError, ValueError: as :func:`problem`, and for what does not belong to q, k and v.
+    """
+    asked = problem(q, k, v, None, None, True, causal, positive_scale, max_workspace)
+    assert asked.stats
+    inputs = []
+    for name, signature, like, legend in (
+        ("dout", dout, asked.out, "(Dv, Hq, Sq, B), the dtype of q"),
+        ("out", out, asked.out, "(Dv, Hq, Sq, B), the dtype of q"),
+        ("stats", stats, asked.stats, "(Sq, Hq, B)"),
+    ):
+        spec = _spec(name, signature) if signature else _dense(name, like.dtype, like.shape)
+        _belongs(spec, like.shape, like.dtype, legend)
+        inputs.append(spec)
+    gradients = []
+    for name, signature, of in (("dq", dq, asked.q), ("dk", dk, asked.k), ("dv", dv, asked.v)):
+        spec = _spec(name, signature) if signature else _dense(name, of.dtype, of.shape)
+        _result(spec, of.shape, of.dtype, f"that of {of.name}, and its dtype")
+        gradients.append(spec)
+    d_out, given_out, given_stats = inputs
+    d_q, d_k, d_v = gradients
+    return dataclasses.replace(
+        asked, out=given_out, stats=given_stats, dout=d_out, dq=d_q, dk=d_k, dv=d_v, deterministic=deterministic
+    )
 
 
 def _equal(what: str, one: TensorSpec, other: TensorSpec, axis: int) -> None:
@@ -203,14 +273,18 @@ def _equal(what: str, one: TensorSpec, other: TensorSpec, axis: int) -> None:
         )
 
 
-def _result(spec: TensorSpec, shape: tuple[int, ...], dtype: str, legend: str) -> None:
+def _belongs(spec: TensorSpec, shape: tuple[int, ...], dtype: str, legend: str) -> None:
     if spec.dtype != dtype:
-        raise TypeError(f"{spec.name} is {spec.dtype}; it must be {dtype}: pass an array of {dtype}, or leave {spec.name} out")
+        raise TypeError(f"{spec.name} is {spec.dtype}; it must be {dtype}: convert with .astype, or make it anew")
     if spec.shape != shape:
         raise ValueError(f"{spec.name} has shape {spec.shape}; it must be {shape}, {legend}")
+
+
+def _result(spec: TensorSpec, shape: tuple[int, ...], dtype: str, legend: str) -> None:
+    _belongs(spec, shape, dtype, legend)
     reach = ITEMSIZE[dtype]  # bytes from the first element to the end of what the axes so far cover
     axes = zip(map(abs, spec.strides), spec.shape, strict=True)
     for step, length in sorted((step, length) for step, length in axes if length > 1):
-        if step < reach:
+        if step < reach and 0 not in spec.shape:
             raise ValueError(f"{spec.name} has strides {spec.strides} bytes: its elements share memory; pass a dense array")
         reach = step * (length - 1) + reach

@@ -57,3 +57,52 @@ def attention(
                 out[:, h, i, b] = vh[:, :last] @ e / e.sum()
                 stats[i, h, b] = m + np.log(e.sum())
     return out, stats
+
+
+def attention_backward(
+    dout: NDArray[Any], q: NDArray[Any], k: NDArray[Any], v: NDArray[Any], *, scale: float | None = None, causal: bool = False
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    r"""The gradients of :func:`attention` by the chain rule, row by row, through the Jacobian of the softmax.
+
+    .. math:: dv_j \mathrel{+}= p_{ij}\, do_i, \quad dp_{ij} = do_i \cdot v_j, \quad
+              ds_{ij} = p_{ij} \Bigl(dp_{ij} - \sum_l p_{il}\, dp_{il}\Bigr), \quad
+              dq_i = \tau \sum_j ds_{ij} k_j, \quad dk_j \mathrel{+}= \tau\, ds_{ij}\, q_i
+
+    Dao 2023, "FlashAttention-2", section 2.2. It needs neither the output nor the log-sum-exp of the forward pass.
+
+    Args:
+        dout: the gradient of the output, ``(Dv, Hq, Sq, B)``.
+        q, k, v, scale, causal: as for :func:`attention`.
+
+    Returns:
+        dq ``(D, Hq, Sq, B)``, dk ``(D, Hkv, Skv, B)``, dv ``(Dv, Hkv, Skv, B)``, float64; those of k and v are summed over
+        the query heads of a group.
+
+    >>> x = np.ones((8, 1, 2, 1))
+    >>> dq, dk, dv = attention_backward(x, x, x, x)
+    >>> float(abs(dq).max()), dv.ravel()[0]
+    (0.0, np.float64(1.0))
+    """
+    d, query_heads, queries, batch = q.shape
+    _, key_heads, keys, _ = k.shape
+    tau = 1 / math.sqrt(d) if scale is None else scale
+    dq, dk, dv = (np.zeros(x.shape) for x in (q, k, v))
+    for b in range(batch):
+        for h in range(query_heads):
+            g = h // (query_heads // key_heads)
+            kh = k[:, g, :, b].astype(np.float64)
+            vh = v[:, g, :, b].astype(np.float64)
+            for i in range(queries):
+                last = min(i + 1, keys) if causal else keys
+                if last == 0:
+                    continue
+                qi, doi = q[:, h, i, b].astype(np.float64), dout[:, h, i, b].astype(np.float64)
+                s = tau * (qi @ kh[:, :last])
+                p = np.exp(s - s.max())
+                p /= p.sum()
+                dp = doi @ vh[:, :last]
+                ds = p * (dp - (p * dp).sum())
+                dq[:, h, i, b] = tau * (kh[:, :last] @ ds)
+                dk[:, g, :last, b] += tau * np.outer(qi, ds)
+                dv[:, g, :last, b] += np.outer(doi, p)
+    return dq, dk, dv

@@ -31,6 +31,13 @@ class Report:
     plan: PlanInfo | None = None
     reasons: tuple[str, ...] = ()
 
+    @property
+    def workspace(self) -> int | None:
+        """Bytes of the GPU's memory that the call would use beside its arrays; 0 on numpy, None where it cannot run."""
+        if self.reasons:
+            return None
+        return self.plan.workspace if self.plan else 0
+
     def __bool__(self) -> bool:
         return not self.reasons
 

@@ -54,7 +54,12 @@ def why_not(problem: Problem, cudnn: int, capability: int) -> list[Reason]:
         cudnn: cuDNN's version as it counts, 9.19.0 is 91900.
         capability: the GPU's compute capability, 9.0 is 90.
     """
-    return [Reason(rule.name, rule.error, text) for rule in RULES for text in rule.violations(problem, cudnn, capability)]
+    reasons = [Reason(rule.name, rule.error, text) for rule in RULES for text in rule.violations(problem, cudnn, capability)]
+    for bug in BUGS:
+        if bug.action == "refuse" and bug.met_by(problem, cudnn, capability):
+            text = f"{bug.when}: {bug.effect} with cuDNN {version_text(cudnn)} on this GPU: {bug.remedy} ({bug.link})"
+            reasons.append(Reason(bug.name, Unsupported, text))
+    return reasons
 
 
 def _version(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
@@ -141,14 +146,28 @@ def _grid(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
             yield f"{value} {what}; a launch takes at most 65535: call in parts"
 
 
-def _decode_blackwell(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
-    _, _, _, _, sq, _, _ = problem.sizes
-    if sq == 1 and 100 <= capability < 120 and 91900 <= cudnn <= 92500 and cudnn != 92401:
-        yield f"a single query on this GPU is silently wrong with cuDNN {version_text(cudnn)}: use cuDNN 9.25.1 or newer"
+def _backward_head_dim(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    d, dv, *_ = problem.sizes
+    if capability < 90 or capability >= 120:
+        allowed = max(d, dv) <= 128
+    elif capability < 100:
+        allowed = max(d, dv) <= 256
+    else:
+        allowed = max(d, dv) <= 128 or (d, dv) == (192, 128) or (d == dv == 256 and cudnn >= 92300)
+    if problem.backward and not allowed:
+        yield (
+            f"gradients with head dims {d} and {dv} are not to be had on compute capability {capability / 10} with cuDNN "
+            f"{version_text(cudnn)}: use head dims up to {256 if 90 <= capability < 100 else 128}"
+        )
+
+
+def _deterministic(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    if problem.backward and problem.deterministic and capability >= 120:
+        yield f"deterministic gradients are not to be had on compute capability {capability / 10}: leave deterministic=True out"
 
 
 def _arrays(problem: Problem) -> tuple[TensorSpec, ...]:
-    return (problem.q, problem.k, problem.v, problem.out)
+    return tuple(spec for spec in problem.tensors if spec is not problem.stats)
 
 
 _FRONTEND = "https://github.com/NVIDIA/cudnn-frontend"
@@ -169,9 +188,83 @@ RULES: tuple[Rule, ...] = (
     Rule("dense-stats", "stats dense in Fortran order; other strides are written as if dense.", ValueError, _dense_stats,
          "https://github.com/JuliaGPU/CUDA.jl/pull/3238"),
     Rule("grid", "At most 65535 batch entries and query heads.", Unsupported, _grid, _PYTORCH),
-    Rule("decode-blackwell", "One query on SM 10.x and 11.x: wrong from cuDNN 9.19.0 to 9.25.0, but for 9.24.1.", Unsupported,
-         _decode_blackwell, f"{_PYTORCH}/issues/193893"),
+    Rule("backward-head-dim", "Gradients: head dims up to 256 on Hopper, 128 on Ampere, Ada and SM 12.x; on SM 10.x 128, and "
+         "192 with 128 for v, and 256 from 9.23 on.", Unsupported, _backward_head_dim, _FRONTEND),
+    Rule("deterministic", "Deterministic gradients: not on SM 12.x.", Unsupported, _deterministic,
+         "https://github.com/NVIDIA/TransformerEngine"),
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A known bug of cuDNN's that what we offer would meet.
+
+    Attributes:
+        name: short and stable.
+        first, last: the cuDNN versions that have it.
+        capabilities: the compute capabilities that have it.
+        condition: which problems meet it.
+        when: the same in words.
+        effect: what happens.
+        action: ``refuse``, or the guard of :func:`cupy_sdpa.patterns.backward` that avoids it.
+        remedy: what a person can do; for a refusal.
+        link: where it was reported.
+    """
+
+    name: str
+    first: int
+    last: int
+    capabilities: range
+    condition: Callable[[Problem], bool]
+    when: str
+    effect: str
+    action: str
+    remedy: str
+    link: str
+
+    def met_by(self, problem: Problem, cudnn: int, capability: int) -> bool:
+        """Whether a problem would meet the bug with this cuDNN on this GPU."""
+        return self.first <= cudnn <= self.last and capability in self.capabilities and self.condition(problem)
+
+
+def _one_query(problem: Problem) -> bool:
+    return problem.q.shape[2] == 1
+
+
+#: Newer than every cuDNN there is: a bug that no version has been seen without.
+_OPEN = 99999
+
+#: Every known bug; those of versions before 9.19, which are refused anyway, are left out. The ranges of the backward bugs
+#: were measured: planning with every release from 9.19 to 9.28, running on an H200 with 9.19.0 and 9.28.0. The guards avoid
+#: the bug there on both; where they are not needed, without a mask only, they would cost time.
+BUGS: tuple[Bug, ...] = (
+    *(
+        Bug("decode-blackwell", first, last, range(100, 120), lambda p: _one_query(p) and not p.backward,
+            "one query, forward", "silently wrong", "refuse", "use cuDNN 9.25.1 or newer", f"{_PYTORCH}/issues/193893")
+        for first, last in ((91900, 92400), (92402, 92500))
+    ),
+    Bug("backward-one-row", 92600, _OPEN, range(80, 130),
+        lambda p: p.backward and _one_query(p) and p.q.shape[1] == 1 and p.q.shape[3] == 1,
+        "gradients of one query, one head and one batch entry", "planning is a segmentation fault", "refuse",
+        "give the batch twice", f"{_FRONTEND}/issues/1071"),
+    Bug("backward-key-tail", 91900, 92501, range(90, 100),
+        lambda p: p.backward and not p.causal and p.k.shape[2] % 128 == 64,
+        "gradients without a mask, a number of keys that leaves 64 when divided by 128, a log-sum-exp below -88.7",
+        "dq is NaN", "keys", "", f"{_PYTORCH}/issues/196678"),
+    Bug("backward-query-tail", 91900, _OPEN, range(90, 100),
+        lambda p: p.backward and not p.causal and _one_query(p) and p.k.shape[2] % 64 == 0,
+        "gradients without a mask of one query, a number of keys that 64 divides, a log-sum-exp below -88.7",
+        "dk and dv are NaN", "queries", "", f"{_FRONTEND}/issues/1072"),
+    Bug("backward-scale", 91900, _OPEN, range(90, 100),
+        lambda p: p.backward and not p.causal and not p.positive_scale and p.k.shape[2] % 64 != 0,
+        "gradients without a mask with a scale of 0 or below, a number of keys that 64 does not divide",
+        "dq is NaN", "keys", "", ""),
+)  # fmt: skip
+
+
+def guards(problem: Problem, cudnn: int, capability: int) -> frozenset[str]:
+    """The guards that :func:`cupy_sdpa.patterns.backward` needs against known bugs."""
+    return frozenset(bug.action for bug in BUGS if bug.action != "refuse" and bug.met_by(problem, cudnn, capability))
 
 
 def deadly(graph: Graph) -> list[str]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import ml_dtypes
 import numpy as np
 
-from cupy_sdpa.problem import ITEMSIZE, dense_strides, problem
+from cupy_sdpa.problem import ITEMSIZE, dense_strides, gradient_problem, problem
 
 DTYPES = {
     "float16": np.dtype("float16"),
@@ -55,6 +55,17 @@ class Case:
         """The problem of arrays in dense Fortran order."""
         q, k, v = ((self.dtype, shape, dense_strides(shape, ITEMSIZE[self.dtype]), 16) for shape in self.shapes)
         return problem(q, k, v, None, None, self.stats, self.causal, self.tau > 0)
+
+    def gradient_problem(self, **options):
+        """The problem of the gradients, of arrays in dense Fortran order."""
+        q, k, v = ((self.dtype, shape, dense_strides(shape, ITEMSIZE[self.dtype]), 16) for shape in self.shapes)
+        return gradient_problem(q, k, v, causal=self.causal, positive_scale=self.tau > 0, **options)
+
+    def dout(self):
+        """A random gradient of the output, dense in Fortran order."""
+        rng = np.random.default_rng([7, *self.name.encode()])
+        shape = (self.dv or self.d, self.hq, self.sq, self.b)
+        return np.asfortranarray(rng.standard_normal(shape).astype(DTYPES[self.dtype]))
 
     def arrays(self, seed=0):
         """Random q, k and v, dense in Fortran order."""

@@ -42,13 +42,26 @@ def library_version() -> int | str:
         return str(error)
 
 
-def plan_graph(graph, gpu: str, guarded: bool = True):
+def plan_problem(problem, gpu: str, memory=None):
+    """In a child: plan a problem as a call would; gives the PlanInfo, or the text of the refusal."""
+    from cupy_sdpa import Unsupported, gpus
+    from cupy_sdpa.plan import plan_for
+
+    try:
+        plan = plan_for(problem, device=gpus.describe(gpu), capability=gpus.capability(gpu), memory=memory)
+    except Unsupported as error:
+        return str(error)
+    plan.close()
+    return plan.info
+
+
+def plan_graph(graph, gpu: str, guarded: bool = True, config=None):
     """In a child: plan a graph for a described GPU; gives the PlanInfo, or the text of the refusal."""
     from cupy_sdpa import Unsupported, gpus
     from cupy_sdpa.plan import Plan
 
     try:
-        plan = Plan(graph, device=gpus.describe(gpu), guarded=guarded)
+        plan = Plan(graph, device=gpus.describe(gpu), config=config, guarded=guarded)
     except Unsupported as error:
         return str(error)
     plan.close()

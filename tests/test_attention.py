@@ -99,6 +99,13 @@ def test_empty_in_empty_out(sizes, shape):
     assert explain(*arrays(**sizes))
 
 
+def test_an_empty_out_of_any_strides_is_taken():
+    """numpy gives empty arrays strides of 0: no element shares memory with another."""
+    q, k, v = arrays(sq=0)
+    out = np.empty((16, 4, 0, 2), np.float32)
+    assert attention(q, k, v, out=out) is out
+
+
 def test_no_keys_give_zero():
     """A query that sees no key gives 0 and -inf."""
     out, stats = attention(*arrays(skv=0), return_stats=True)
@@ -234,6 +241,7 @@ def test_arrays_on_different_devices_are_refused():
 def test_the_public_names_are_these():
     """A new public name is a decision."""
     assert sorted(cupy_sdpa.__all__) == [
-        "CudnnError", "Report", "Unsupported", "__version__", "attention", "explain", "get_plan_cache",
+        "CudnnError", "Pullback", "Report", "Unsupported", "__version__", "attention", "attention_backward", "attention_vjp",
+        "explain", "get_plan_cache",
     ]  # fmt: skip
     assert all(hasattr(cupy_sdpa, name) for name in cupy_sdpa.__all__)

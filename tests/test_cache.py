@@ -9,6 +9,7 @@ from cases import Case
 
 from cupy_sdpa import Unsupported, cache
 from cupy_sdpa.cache import PlanCache
+from cupy_sdpa.patterns import forward
 from cupy_sdpa.plan import Plan, PlanInfo
 
 PROBLEMS = [Case(f"p{n}", sq=n + 1).problem() for n in range(40)]
@@ -18,7 +19,7 @@ class FakePlan(Plan):
     """A plan that only knows whether it was closed."""
 
     def __init__(self):
-        self.info = PlanInfo(2, 256, (), 1.0, (), 91900)
+        self.info = PlanInfo(2, 256, (), 1.0, (), 91900, forward(PROBLEMS[0]))
         self.closed = 0
 
     def close(self):

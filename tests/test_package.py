@@ -28,9 +28,10 @@ ARROWS = {
     "report": {"graph", "problem", "plan"},
     "_cudnn": {"errors", "version", "_cudnn"},
     "lowering": {"errors", "graph", "support", "_cudnn"},
-    "plan": {"errors", "graph", "lowering", "version", "_cudnn"},
+    "plan": {"errors", "graph", "lowering", "patterns", "problem", "support", "version", "_cudnn"},
     "cache": {"errors", "plan", "problem", "_cudnn"},
-    "attention": {"cache", "errors", "gpu", "interpreter", "patterns", "plan", "problem", "report", "support", "_cudnn"},
+    "call": {"cache", "errors", "gpu", "interpreter", "patterns", "plan", "problem", "report", "support", "_cudnn"},
+    "attention": {"cache", "call", "gpu", "report"},
     "__init__": {"attention", "errors", "report", "version"},
 }
 #: The command line stands on top and may import everything; ctypes is spoken in one room only.

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from cupy_sdpa.problem import dense_strides, problem
-from cupy_sdpa.support import RULES, why_not
+from cupy_sdpa.problem import dense_strides, gradient_problem, problem
+from cupy_sdpa.support import BUGS, RULES, guards, why_not
 from cupy_sdpa.version import MINIMUM_CUDNN
 
 
@@ -14,6 +14,13 @@ def asked(d=64, dv=None, hq=4, hkv=4, sq=16, skv=16, b=2, dtype="bfloat16", item
     q, k, v = ((dtype, shape, dense_strides(shape, itemsize), 16) for shape in shapes)
     q = (dtype, q[1], strides or q[2], alignment)
     return problem(q, k, v, outputs.get("out"), outputs.get("stats"))
+
+
+def backward(dtype="bfloat16", positive_scale=True, causal=False, deterministic=False, **sizes):
+    """The problem of the gradients of dense arrays."""
+    forward = asked(dtype=dtype, **sizes)
+    q, k, v = ((spec.dtype, spec.shape, spec.strides, 16) for spec in (forward.q, forward.k, forward.v))
+    return gradient_problem(q, k, v, causal=causal, positive_scale=positive_scale, deterministic=deterministic)
 
 
 #: rule: (a problem that breaks it, cuDNN version, capability, what the message says), (one that just keeps it, version, capability)
@@ -37,7 +44,8 @@ SIDES = {
         (asked(stats=("float32", (16, 4, 2), (4, 64, 256), 16)), 91900, 90),
     ),
     "grid": ((asked(b=65536, sq=1, skv=1), 91900, 90, r"65536 batch; .*65535"), (asked(b=65535, sq=1, skv=1), 91900, 90)),
-    "decode-blackwell": ((asked(sq=1), 92500, 100, r"silently wrong with cuDNN 9\.25\.0"), (asked(sq=1), 92401, 100)),
+    "backward-head-dim": ((backward(d=136), 91900, 80, r"head dims 136 and 136 .*up to 128"), (backward(d=136), 91900, 90)),
+    "deterministic": ((backward(deterministic=True), 91900, 120, r"leave deterministic=True out"), (backward(), 91900, 120)),
 }  # fmt: skip
 
 
@@ -62,22 +70,91 @@ def test_nothing_speaks_against_what_keeps_it(rule):
     assert why_not(*SIDES[rule][1]) == []
 
 
+#: bug: (a problem that meets it), [versions and GPUs that have it], [versions and GPUs that do not], [problems that do not]
+MET = {
+    "decode-blackwell": (
+        asked(sq=1),
+        [(91900, 100), (92400, 103), (92402, 100), (92500, 110)],
+        [(92401, 100), (92501, 100), (91900, 90), (91900, 120)],
+        [asked(sq=2), backward(sq=1)],
+    ),
+    "backward-one-row": (
+        backward(hq=1, hkv=1, sq=1, b=1),
+        [(92600, 90), (92601, 80), (92800, 100)],
+        [(92501, 90)],
+        [backward(hq=2, hkv=2, sq=1, b=1), backward(hq=1, hkv=1, sq=2, b=1), backward(hq=1, hkv=1, sq=1, b=2), asked(hq=1, hkv=1, sq=1, b=1)],
+    ),
+    "backward-key-tail": (
+        backward(skv=192),
+        [(91900, 90), (92501, 90)],
+        [(92600, 90), (91900, 80), (91900, 100)],
+        [backward(skv=128), backward(skv=200), backward(skv=192, causal=True), asked(skv=192)],
+    ),
+    "backward-query-tail": (
+        backward(sq=1, skv=128),
+        [(91900, 90), (92800, 90)],
+        [(92800, 80)],
+        [backward(sq=2, skv=128), backward(sq=1, skv=129), backward(sq=1, skv=128, causal=True), asked(sq=1, skv=128)],
+    ),
+    "backward-scale": (
+        backward(skv=100, positive_scale=False),
+        [(91900, 90), (92800, 90)],
+        [(91900, 80)],
+        [backward(skv=100), backward(skv=128, positive_scale=False), backward(skv=100, positive_scale=False, causal=True)],
+    ),
+}  # fmt: skip
+
+
+def effects(bug, problem, cudnn, capability):
+    """Whether the table acts on a bug: the refusal's rule or the guard is there."""
+    named = {reason.rule for reason in why_not(problem, cudnn, capability)}
+    for known in BUGS:
+        if known.action != "refuse" and known.met_by(problem, cudnn, capability):
+            assert known.action in guards(problem, cudnn, capability)
+            named.add(known.name)
+    return bug in named
+
+
+def test_every_bug_has_both_sides():
+    """A known bug without a case here is one whose gate nobody would miss."""
+    assert set(MET) == {bug.name for bug in BUGS}
+
+
+@pytest.mark.parametrize("bug", MET)
+def test_a_bug_is_acted_on_where_it_is_and_nowhere_else(bug):
+    """Exactly the versions, GPUs and problems that have a bug are refused or guarded."""
+    meets, with_it, without, others = MET[bug]
+    assert all(effects(bug, meets, *where) for where in with_it)
+    assert not any(effects(bug, meets, *where) for where in without)
+    assert not any(effects(bug, other, *where) for other in others for where in with_it)
+
+
+def test_a_refusal_for_a_bug_says_what_and_where():
+    """The message names the condition, the effect, the version, the remedy and the report."""
+    (reason,) = why_not(backward(hq=1, hkv=1, sq=1, b=1), 92800, 90)
+    for words in (
+        "one query, one head and one batch entry",
+        "segmentation fault",
+        "9.28.0",
+        "give the batch twice",
+        "issues/1071",
+    ):
+        assert words in reason.text
+
+
 @pytest.mark.parametrize(
-    ("cudnn", "capability", "refused"),
+    ("d", "dv", "cudnn", "capability", "refused"),
     [
-        (91900, 100, True),
-        (92400, 103, True),
-        (92401, 100, False),
-        (92500, 110, True),
-        (92501, 100, False),
-        (91900, 90, False),
-        (91900, 120, False),
+        (128, 128, 91900, 80, False), (136, 136, 91900, 89, True), (256, 256, 91900, 90, False), (264, 264, 91900, 90, True),
+        (128, 128, 91900, 100, False), (192, 128, 91900, 100, False), (192, 192, 91900, 100, True),
+        (256, 256, 92200, 100, True), (256, 256, 92300, 100, False), (136, 136, 92800, 120, True),
     ],
-)
-def test_decoding_on_blackwell_is_refused_where_it_is_wrong(cudnn, capability, refused):
-    """One query is refused for exactly the versions and GPUs on which it is silently wrong."""
-    assert bool(why_not(asked(sq=1), cudnn, capability)) is refused
-    assert not why_not(asked(sq=2), cudnn, capability)
+)  # fmt: skip
+def test_head_dims_of_gradients_are_gated_by_generation(d, dv, cudnn, capability, refused):
+    """Each GPU generation has its own largest head dim; the forward pass is not touched."""
+    reasons = why_not(backward(d=d, dv=dv), cudnn, capability)
+    assert (reasons != []) is refused
+    assert not why_not(asked(d=d, dv=dv), cudnn, capability)
 
 
 def test_axes_of_length_one_have_no_stride():

@@ -14,7 +14,17 @@ from ctypes import c_bool, c_char, c_double, c_float, c_int, c_int32, c_int64, c
 from types import TracebackType
 from typing import Any
 
-from .constants import AttributeName, AttributeType, Constant, DataType, DescriptorType, HeurMode, PointwiseMode, ReduceTensorOp
+from .constants import (
+    AttributeName,
+    AttributeType,
+    Constant,
+    DataType,
+    DescriptorType,
+    HeurMode,
+    KnobType,
+    PointwiseMode,
+    ReduceTensorOp,
+)
 from .library import library
 
 #: The C type of the elements of an attribute; every enum is an int.
@@ -33,6 +43,7 @@ _C_TYPES: dict[AttributeType, Any] = {
     AttributeType.REDUCTION_OPERATOR_TYPE: c_int,
     AttributeType.HEUR_MODE: c_int,
     AttributeType.NUMERICAL_NOTE: c_int,
+    AttributeType.KNOB_TYPE: c_int,
 }
 
 #: The type that a Python value is sent as, where the value itself tells.
@@ -44,6 +55,7 @@ _TYPE_OF: dict[type, AttributeType] = {
     PointwiseMode: AttributeType.POINTWISE_MODE,
     ReduceTensorOp: AttributeType.REDUCTION_OPERATOR_TYPE,
     HeurMode: AttributeType.HEUR_MODE,
+    KnobType: AttributeType.KNOB_TYPE,
 }
 
 

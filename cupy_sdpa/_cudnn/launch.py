@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_double, c_float, c_int64, c_void_p
+from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
 from typing import Any
 
 from .constants import AttributeName, AttributeType, DescriptorType
 from .descriptor import Descriptor
 from .library import library
 
-_NUMBERS = {"float32": c_float, "float64": c_double}
+_NUMBERS: dict[str, Any] = {"float32": c_float, "float64": c_double, "int32": c_int32}
 
 
 class Handle:
@@ -55,7 +55,7 @@ class Launcher:
     def __init__(self, plan: Descriptor, uids: Sequence[int], numbers: Sequence[tuple[int, str, float | None]]) -> None:
         self._plan = plan
         # cuDNN reads a number before cudnnBackendExecute returns (measured), so one buffer serves every call.
-        self._numbers = [_NUMBERS[dtype](value or 0.0) for _, dtype, value in numbers]
+        self._numbers = [_NUMBERS[dtype](value or 0) for _, dtype, value in numbers]
         self._open = [buffer for buffer, (_, _, value) in zip(self._numbers, numbers, strict=True) if value is None]
         every = [*uids, *(uid for uid, _, _ in numbers)]
         self._count = len(every)

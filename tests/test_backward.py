@@ -1,0 +1,170 @@
+"""The public backward calls on numpy arrays: results, outputs given, the pullback, and every bad input with its remedy."""
+
+import gc
+import sys
+import weakref
+
+import numpy as np
+import pytest
+from cases import DTYPES, LAYOUTS, Case
+from tolerance import worst
+
+from cupy_sdpa import attention, attention_backward, attention_vjp, explain, reference
+
+CASE = Case("backward", d=16, dv=24, hq=4, hkv=2, sq=6, skv=7, causal=True, dtype="float32")
+
+
+def everything(case=CASE):
+    """dout, q, k, v, out, stats."""
+    q, k, v = case.arrays()
+    out, stats = attention(q, k, v, causal=case.causal, scale=case.scale, return_stats=True)
+    return case.dout(), q, k, v, out, stats
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_have_the_shapes_and_dtypes_of_their_arrays(dtype):
+    """New gradients are in Fortran order, and as near to the truth as their dtype allows."""
+    case = CASE.with_dtype(dtype)
+    dout, q, k, v, out, stats = everything(case)
+    gradients = attention_backward(dout, q, k, v, out, stats, causal=True)
+    truth = reference.attention_backward(dout, q, k, v, causal=True)
+    unit = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-20, "float64": 2.0**-21}[dtype]  # stats are float32
+    for got, of, wanted in zip(gradients, (q, k, v), truth, strict=True):
+        assert (got.shape, got.dtype, got.flags.f_contiguous) == (of.shape, of.dtype, True)
+        assert worst(got, wanted) <= 8 * unit * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_changes_nothing(layout):
+    """Views of any strides give bit for bit what dense arrays give."""
+    case = Case("layouts", d=16, hkv=2, sq=6, skv=7, dtype="float32")
+    dout, q, k, v, out, stats = everything(case)
+    wanted = attention_backward(dout, q, k, v, out, stats)
+    turned = [LAYOUTS[layout](x) for x in (dout, q, k, v, out)]
+    for got, want in zip(attention_backward(*turned, stats), wanted, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_given_gradients_are_written_and_returned():
+    """dq=, dk= and dv= come back as the very same objects, any of them."""
+    dout, q, k, v, out, stats = everything()
+    wanted = attention_backward(dout, q, k, v, out, stats, causal=True)
+    for names in (("dq",), ("dk", "dv"), ("dq", "dk", "dv")):
+        given = {name: np.full_like({"dq": q, "dk": k, "dv": v}[name], np.nan) for name in names}
+        got = dict(zip(("dq", "dk", "dv"), attention_backward(dout, q, k, v, out, stats, causal=True, **given), strict=True))
+        for name, want in zip(("dq", "dk", "dv"), wanted, strict=True):
+            np.testing.assert_array_equal(got[name], want)
+            assert name not in given or got[name] is given[name]
+
+
+def test_inputs_are_left_as_they_were():
+    """Not a bit of the inputs is changed."""
+    inputs = everything()
+    before = [x.tobytes() for x in inputs]
+    attention_backward(*inputs, causal=True)
+    assert [x.tobytes() for x in inputs] == before
+
+
+def test_deterministic_changes_no_number_on_the_cpu():
+    """The CPU engine always gives the same bits."""
+    inputs = everything()
+    plain = attention_backward(*inputs, causal=True)
+    for a, b in zip(plain, attention_backward(*inputs, causal=True, deterministic=True), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_nothing_to_see_gives_no_gradient():
+    """Without keys, or without queries, every gradient is zero."""
+    for sizes in ({"skv": 0}, {"sq": 0, "skv": 3}, {"b": 0}):
+        q, k, v = (
+            np.ones(s, np.float32)
+            for s in ((8, 2, sizes.get("sq", 2), sizes.get("b", 1)), *[(8, 2, sizes.get("skv", 3), sizes.get("b", 1))] * 2)
+        )
+        out, stats = attention(q, k, v, return_stats=True)
+        for gradient, of in zip(attention_backward(np.ones_like(out), q, k, v, out, stats), (q, k, v), strict=True):
+            assert gradient.shape == of.shape
+            assert (gradient == 0).all()
+
+
+def test_a_saturated_row_has_the_gradient_of_its_key_alone():
+    """Where one key takes all the weight, dv of that key is dout, and dq and dk vanish."""
+    q = np.zeros((8, 1, 1, 1))
+    q[0] = 1000
+    k = np.zeros((8, 1, 3, 1))
+    k[0, 0, 1] = 1
+    v, dout = np.ones((8, 1, 3, 1)), np.arange(8.0).reshape(8, 1, 1, 1)
+    out, stats = attention(q, k, v, return_stats=True)
+    dq, dk, dv = attention_backward(dout, q, k, v, out, stats)
+    np.testing.assert_allclose(
+        dv[:, 0, :, 0], np.outer(np.arange(8.0), [0, 1, 0]), rtol=1e-4, atol=1e-6
+    )  # stats of 353 in float32
+    assert np.abs(dq).max() < 1e-6
+    assert np.abs(dk).max() < 1e-3
+
+
+BAD = {
+    "no_stats": (lambda a: attention_backward(*a[:5], None), TypeError, r"stats is None; .*return_stats=True"),
+    "no_out": (lambda a: attention_backward(*a[:4], None, a[5]), TypeError, r"out is None"),
+    "dout_dtype": (lambda a: attention_backward(a[0].astype("f8"), *a[1:]), TypeError, r"dout is float64; it must be float32: convert"),
+    "dout_shape": (lambda a: attention_backward(a[0][:, :, :5], *a[1:]), ValueError, r"dout has shape \(24, 4, 5, 2\); it must be \(24, 4, 6, 2\)"),
+    "out_shape": (lambda a: attention_backward(*a[:4], a[4][:16], a[5]), ValueError, r"out has shape \(16, 4, 6, 2\); it must be \(24, 4, 6, 2\)"),
+    "stats_shape": (lambda a: attention_backward(*a[:5], a[5].T), ValueError, r"stats has shape \(2, 4, 6\); it must be \(6, 4, 2\)"),
+    "stats_dtype": (lambda a: attention_backward(*a[:5], a[5].astype("f8")), TypeError, r"stats is float64; it must be float32"),
+    "dq_shape": (lambda a: attention_backward(*a, dq=a[2].copy()), ValueError, r"dq has shape \(16, 2, 7, 2\); it must be \(16, 4, 6, 2\), that of q"),
+    "dv_dtype": (lambda a: attention_backward(*a, dv=a[3].astype("f2")), TypeError, r"dv is float16; it must be float32"),
+    "dq_is_q": (lambda a: attention_backward(*a, dq=a[1]), ValueError, r"dq overlaps q"),
+    "dk_is_dv": (lambda a: attention_backward(a[0][:16], *a[1:3], a[2].copy(), a[4][:16], a[5], dk=a[3][:16], dv=a[3][:16]), ValueError, r"dk overlaps dv"),
+    "head_dims": (lambda a: attention_backward(a[0], a[1], a[2][:8], *a[3:]), ValueError, r"head dims .* 16 and 8"),
+    "workspace": (lambda a: attention_backward(*a, max_workspace=-1), ValueError, r"max_workspace is -1; .*bytes"),
+    "workspace_text": (lambda a: attention_backward(*a, max_workspace="1 GB"), ValueError, r"max_workspace is '1 GB'"),
+    "scale": (lambda a: attention_backward(*a, scale=np.nan), ValueError, r"scale is nan"),
+    "lists": (lambda a: attention_backward([1], *a[1:]), TypeError, r"dout is a builtins.list"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_with_both_values_and_the_remedy(name):
+    """Each mistake raises its class, and the message names what was given and what is needed."""
+    call, error, words = BAD[name]
+    with pytest.raises(error, match=words):
+        call(everything())
+
+
+def test_the_pullback_gives_the_gradients_as_often_as_asked():
+    """It is linear in dout, and takes arrays to write into."""
+    dout, q, k, v, out, stats = everything()
+    got, pullback = attention_vjp(q, k, v, causal=True)
+    np.testing.assert_array_equal(got, out)
+    wanted = attention_backward(dout, q, k, v, out, stats, causal=True)
+    for _ in range(2):
+        for a, b in zip(pullback(dout), wanted, strict=True):
+            np.testing.assert_array_equal(a, b)
+    dq = np.empty_like(q)
+    assert pullback(2 * dout, dq=dq)[0] is dq
+    np.testing.assert_allclose(dq, 2 * wanted[0], rtol=1e-5, atol=1e-6)
+
+
+def test_the_pullback_says_what_it_keeps_and_lets_it_go():
+    """nbytes is q, k, v, out and stats, each once; with the pullback goes what it alone kept."""
+    _, q, k, v, out, stats = everything()
+    got, pullback = attention_vjp(q, k, v)
+    assert pullback.nbytes == sum(x.nbytes for x in (q, k, v, out, stats))
+    assert f"keeps {pullback.nbytes} bytes" in repr(pullback)
+    alive = weakref.ref(got)
+    del got
+    gc.collect()
+    assert alive() is not None
+    before = sys.getrefcount(q)
+    del pullback
+    assert alive() is None
+    assert sys.getrefcount(q) < before
+
+
+def test_explain_tells_the_backward_steps():
+    """Asked about the backward pass, a report shows its steps; on numpy no workspace is needed."""
+    _, q, k, v, *_ = everything()
+    report = explain(q, k, v, causal=True, backward=True, deterministic=True)
+    assert report
+    assert report.workspace == 0
+    for words in ("deterministic backward attention", "dV = Pᵀ dO", "dK = dSᵀ Q", "dQ = dS K", "runs on the CPU"):
+        assert words in str(report)
