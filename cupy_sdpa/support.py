@@ -56,7 +56,7 @@ def why_not(problem: Problem, cudnn: int, capability: int) -> list[Reason]:
     """
     reasons = [Reason(rule.name, rule.error, text) for rule in RULES for text in rule.violations(problem, cudnn, capability)]
     for bug in BUGS:
-        if bug.action == "refuse" and bug.met_by(problem, cudnn, capability):
+        if not bug.guards and bug.met_by(problem, cudnn, capability):
             text = f"{bug.when}: {bug.effect} with cuDNN {version_text(cudnn)} on this GPU: {bug.remedy} ({bug.link})"
             reasons.append(Reason(bug.name, Unsupported, text))
     return reasons
@@ -206,7 +206,7 @@ class Bug:
         condition: which problems meet it.
         when: the same in words.
         effect: what happens.
-        action: ``refuse``, or the guard of :func:`cupy_sdpa.patterns.backward` that avoids it.
+        guards: of :func:`cupy_sdpa.patterns.backward`, which avoid it; none where it must be refused.
         remedy: what a person can do; for a refusal.
         link: where it was reported.
     """
@@ -218,7 +218,7 @@ class Bug:
     condition: Callable[[Problem], bool]
     when: str
     effect: str
-    action: str
+    guards: frozenset[str]
     remedy: str
     link: str
 
@@ -234,37 +234,38 @@ def _one_query(problem: Problem) -> bool:
 #: Newer than every cuDNN there is: a bug that no version has been seen without.
 _OPEN = 99999
 
+_REFUSE: frozenset[str] = frozenset()
+
 #: Every known bug; those of versions before 9.19, which are refused anyway, are left out. The ranges of the backward bugs
 #: were measured: planning with every release from 9.19 to 9.28, running on an H200 with 9.19.0 and 9.28.0. The guards avoid
-#: the bug there on both; where they are not needed, without a mask only, they would cost time.
+#: the bug there on both; where they are not needed they would cost time.
 BUGS: tuple[Bug, ...] = (
     *(
         Bug("decode-blackwell", first, last, range(100, 120), lambda p: _one_query(p) and not p.backward,
-            "one query, forward", "silently wrong", "refuse", "use cuDNN 9.25.1 or newer", f"{_PYTORCH}/issues/193893")
+            "one query, forward", "silently wrong", _REFUSE, "use cuDNN 9.25.1 or newer", f"{_PYTORCH}/issues/193893")
         for first, last in ((91900, 92400), (92402, 92500))
     ),
     Bug("backward-one-row", 92600, _OPEN, range(80, 130),
         lambda p: p.backward and _one_query(p) and p.q.shape[1] == 1 and p.q.shape[3] == 1,
-        "gradients of one query, one head and one batch entry", "planning is a segmentation fault", "refuse",
+        "gradients of one query, one head and one batch entry", "planning is a segmentation fault", _REFUSE,
         "give the batch twice", f"{_FRONTEND}/issues/1071"),
     Bug("backward-key-tail", 91900, 92501, range(90, 100),
         lambda p: p.backward and not p.causal and p.k.shape[2] % 128 == 64,
         "gradients without a mask, a number of keys that leaves 64 when divided by 128, a log-sum-exp below -88.7",
-        "dq is NaN", "keys", "", f"{_PYTORCH}/issues/196678"),
+        "dq is NaN", frozenset({"keys"}), "", f"{_PYTORCH}/issues/196678"),
     Bug("backward-query-tail", 91900, _OPEN, range(90, 100),
         lambda p: p.backward and not p.causal and _one_query(p) and p.k.shape[2] % 64 == 0,
         "gradients without a mask of one query, a number of keys that 64 divides, a log-sum-exp below -88.7",
-        "dk and dv are NaN", "queries", "", f"{_FRONTEND}/issues/1072"),
-    Bug("backward-scale", 91900, _OPEN, range(90, 100),
-        lambda p: p.backward and not p.causal and not p.positive_scale and p.k.shape[2] % 64 != 0,
-        "gradients without a mask with a scale of 0 or below, a number of keys that 64 does not divide",
-        "dq is NaN", "keys", "", ""),
+        "dk and dv are NaN", frozenset({"queries"}), "", f"{_FRONTEND}/issues/1072"),
+    Bug("backward-scale", 91900, _OPEN, range(90, 100), lambda p: p.backward and not p.positive_scale,
+        "gradients with a scale of 0 or below and lengths that 64 does not divide",
+        "all gradients are NaN", frozenset({"keys", "queries"}), "", ""),
 )  # fmt: skip
 
 
 def guards(problem: Problem, cudnn: int, capability: int) -> frozenset[str]:
     """The guards that :func:`cupy_sdpa.patterns.backward` needs against known bugs."""
-    return frozenset(bug.action for bug in BUGS if bug.action != "refuse" and bug.met_by(problem, cudnn, capability))
+    return frozenset().union(*(bug.guards for bug in BUGS if bug.met_by(problem, cudnn, capability)))
 
 
 def deadly(graph: Graph) -> list[str]:

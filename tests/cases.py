@@ -134,6 +134,7 @@ FORWARD = [
     Case("negative_scale", scale=-0.1),
     Case("negative_scale_causal_fp16", scale=-0.1, causal=True, dtype="float16"),
     Case("negative_scale_odd_lengths", d=128, hq=8, hkv=2, sq=300, scale=-0.1, b=1),
+    Case("negative_scale_causal_odd_lengths", sq=100, skv=130, scale=-0.1, causal=True),
     Case("zero_scale_causal", scale=0.0, causal=True),
     Case("zero_scale_decode", d=128, sq=1, skv=300, scale=0.0),
     Case("no_stats", stats=False, causal=True),

@@ -38,6 +38,17 @@ def accumulation_floor(q, k, tau, truth) -> float:
     return FACTOR * float(np.finfo(np.float32).eps) * (abs(tau) * q * k + finite.max(initial=0))
 
 
+def gradient_floor(dout, q, k, v, tau, truth, dtype) -> float:
+    """What rounding alone may do to a gradient: to the result, and to the difference dP - D that it is made from.
+
+    dP and D are sums of products of dout and v, in float32; where they cancel, as with a single key, only their rounding is
+    left, times a row of q or k.
+    """
+    dout, q, k, v = (float(np.linalg.norm(x.astype(np.float64), axis=0).max(initial=0)) for x in (dout, q, k, v))
+    cancelled = FACTOR * float(np.finfo(np.float32).eps) * dout * v * abs(tau) * max(q, k)
+    return cancelled + rounding_floor(truth, dtype)
+
+
 def assert_close(actual, truth, naive, floor=None) -> None:
     """Fail unless ``actual`` is as near to the truth as its precision allows.
 

@@ -1,15 +1,16 @@
-"""Forward attention beside PyTorch's cuDNN SDPA: the same arrays, the same run, interleaved.
+"""Kernel times beside PyTorch's cuDNN SDPA: the same arrays, the same run, interleaved; forward and backward.
 
-    python benchmarks/forward.py [results.csv]
+    python benchmarks/kernels.py [results.csv]
 
-Every preset is timed by CUDA events around single calls, ours and PyTorch's in turn, over several sets of random inputs
-that together are larger than the L2 cache; medians. Host time is the time until the call returns, the device idle.
-Needs PyTorch beside CuPy.
+Every preset is timed by CUDA events, ours and PyTorch's in turn, over several sets of random inputs that together are
+larger than the L2 cache, behind work that keeps the device busy while the host prepares the calls; medians. Host time is
+the time until the call returns, the device idle. Needs PyTorch beside CuPy.
 """
 
 from __future__ import annotations
 
 import csv
+import itertools
 import statistics
 import sys
 import time
@@ -45,6 +46,7 @@ PRESETS = [
     Preset("llama3 70B heads 8k", 1, 64, 8, 8192, 128, 128, False),
     Preset("llama3 70B heads 8k causal", 1, 64, 8, 8192, 128, 128, True),
     Preset("llama3 70B heads 2k causal", 1, 64, 8, 2048, 128, 128, True),
+    Preset("llama3 70B heads 16k causal", 1, 64, 8, 16384, 128, 128, True),
     Preset("16 heads 2k", 4, 16, 16, 2048, 128, 128, False),
     Preset("16 heads 2k causal", 4, 16, 16, 2048, 128, 128, True),
     Preset("d64 4k", 4, 16, 16, 4096, 64, 64, False),
@@ -99,28 +101,56 @@ def host_us(call: Any, count: int = 200) -> float:
     return statistics.median(times) * 1e6
 
 
-def measure(preset: Preset) -> dict[str, Any]:
+def backward_calls(x: list[Any], y: list[Any], causal: bool, group: dict[str, bool]) -> tuple[Any, Any, float]:
+    """Our gradients and PyTorch's of the same arrays, and the largest difference."""
+    dout = random_normal((x[2].shape[0], *x[0].shape[1:]))
+    out, stats = cupy_sdpa.attention(*x, causal=causal, return_stats=True)
+    leaves = [t.detach().requires_grad_() for t in y]
+    with torch.enable_grad():
+        result = scaled_dot_product_attention(*leaves, is_causal=causal, **group)
+    gradient = as_torch(dout)
+
+    def ours() -> Any:
+        return cupy_sdpa.attention_backward(dout, *x, out, stats, causal=causal)
+
+    def theirs() -> Any:
+        return torch.autograd.grad(result, leaves, gradient, retain_graph=True)
+
+    pairs = zip(ours(), theirs(), strict=True)
+    return ours, theirs, max((as_torch(a).float() - b.float()).abs().max().item() for a, b in pairs)
+
+
+def measure(preset: Preset, direction: str) -> dict[str, Any]:
     """One row of the table."""
     sets = inputs(preset)
-    ours = [lambda x=x: cupy_sdpa.attention(*x, causal=preset.causal) for x in sets]
+    causal = preset.causal
     group = {"enable_gqa": True} if preset.hq != preset.hkv else {}
     torches = [[as_torch(a) for a in x] for x in sets]
-    theirs = [lambda x=x: scaled_dot_product_attention(*x, is_causal=preset.causal, **group) for x in torches]
-    difference = (as_torch(ours[0]()).float() - theirs[0]().float()).abs().max().item()
+    if direction == "forward":
+        ours = [lambda x=x: cupy_sdpa.attention(*x, causal=causal) for x in sets]
+        theirs = [lambda x=x: scaled_dot_product_attention(*x, is_causal=causal, **group) for x in torches]
+        difference = (as_torch(ours[0]()).float() - theirs[0]().float()).abs().max().item()
+    else:
+        calls = [backward_calls(x, y, causal, group) for x, y in zip(sets, torches, strict=True)]
+        ours, theirs = [c[0] for c in calls], [c[1] for c in calls]
+        difference = max(c[2] for c in calls)
     busy = torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda")  # 0.2 ms a product
     for _ in range(3):
         device_ms(ours, busy), device_ms(theirs, busy)
     times: dict[str, list[float]] = {"ours": [], "torch": []}
     for turn in range(ROUNDS):
         order = [("ours", ours), ("torch", theirs)]
-        for name, calls in order if turn % 2 else order[::-1]:
-            times[name].append(device_ms(calls, busy))
+        for name, timed in order if turn % 2 else order[::-1]:
+            times[name].append(device_ms(timed, busy))
     ms, torch_ms = (statistics.median(times[name]) for name in ("ours", "torch"))
-    flops = 2 * preset.b * preset.hq * preset.s**2 * (preset.d + preset.dv) / (2 if preset.causal else 1)
-    report = cupy_sdpa.explain(*sets[0], causal=preset.causal)
+    # Useful operations: two products forward; backward five, three of them over D and two over Dv.
+    over = (preset.d + preset.dv) if direction == "forward" else (3 * preset.d + 2 * preset.dv)
+    flops = 2 * preset.b * preset.hq * preset.s**2 * over / (2 if causal else 1)
+    report = cupy_sdpa.explain(*sets[0], causal=causal, backward=direction == "backward")
     assert report.plan is not None
     return {
         **preset._asdict(),
+        "direction": direction,
         "dtype": "bfloat16",
         "ms": round(ms, 4),
         "tflops": round(flops / ms / 1e9),
@@ -146,12 +176,14 @@ def main(path: str | None = None) -> None:
     print(", ".join(f"{name} {value}" for name, value in versions.items()))
     rows = []
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), torch.no_grad():
-        for preset in PRESETS:
-            rows.append(measure(preset))
+        for direction, preset in itertools.product(("forward", "backward"), PRESETS):
+            rows.append(measure(preset, direction))
             row = rows[-1]
+            cupy.get_default_memory_pool().free_all_blocks()
+            torch.cuda.empty_cache()
             print(
-                f"{preset.name:28} {row['ms']:8.4f} ms {row['tflops']:4} TFLOP/s   torch {row['torch_ms']:8.4f} ms   "
-                f"ratio {row['ratio']:.3f}   engine {row['engine']}",
+                f"{direction:8} {preset.name:28} {row['ms']:8.4f} ms {row['tflops']:4} TFLOP/s   "
+                f"torch {row['torch_ms']:8.4f} ms   ratio {row['ratio']:.3f}   engine {row['engine']}",
                 flush=True,
             )
         small = [random_normal((64, 8, 128, 2)) for _ in range(3)]
@@ -163,8 +195,12 @@ def main(path: str | None = None) -> None:
             "torch_host_us": host_us(lambda: scaled_dot_product_attention(*views)),
         }
     print("host time of a small call, median:", ", ".join(f"{name} {value:.1f}" for name, value in host.items()))
-    ratio = statistics.geometric_mean(row["ratio"] for row in rows)
-    print(f"geometric mean of ours over PyTorch's: {ratio:.3f}; worst {max(row['ratio'] for row in rows):.3f}")
+    for direction in ("forward", "backward"):
+        ratios = [row["ratio"] for row in rows if row["direction"] == direction]
+        print(
+            f"{direction}: ours over PyTorch's {statistics.geometric_mean(ratios):.3f} in the geometric mean, "
+            f"{max(ratios):.3f} at worst"
+        )
     if path:
         with Path(path).open("w", newline="") as file:
             writer = csv.DictWriter(file, [*rows[0], *versions, *host], lineterminator="\n")

@@ -1,0 +1,237 @@
+"""The backward pass on a GPU: gradients as near to the truth as their precision allows, and how the calls behave."""
+
+import numpy as np
+import pytest
+from cases import FORWARD, Case
+from tolerance import assert_close, gradient_floor
+
+import cupy_sdpa.plan
+from cupy_sdpa import Unsupported, attention, attention_backward, attention_vjp, explain, get_plan_cache, reference
+from cupy_sdpa._cudnn.library import library
+from cupy_sdpa.plan import ORDERED_SINCE
+from cupy_sdpa.support import BUGS, why_not
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def cupy():
+    """The cupy module; also gives the pools' memory back afterwards."""
+    import cupy as module
+
+    yield module
+    module.get_default_memory_pool().free_all_blocks()
+
+
+def poisoning(cupy, sizes=None):
+    """An allocator whose memory is full of NaN, so that what is read before it is written shows."""
+    pool = cupy.cuda.MemoryPool()
+
+    def allocate(size):
+        memory = pool.malloc(size)
+        memory.memset(255, size)
+        if sizes is not None:
+            sizes.append(size)
+        return memory
+
+    return cupy.cuda.using_allocator(allocate)
+
+
+def gradients_on_gpu(cupy, case, dout, q, k, v, **options):
+    """dq, dk, dv by cuDNN, written over NaN, with a workspace full of NaN."""
+    on_gpu = case.laid_out([cupy.asarray(x) for x in (q, k, v)])
+    (on_gpu_dout,) = case.laid_out([cupy.asarray(dout)])
+    out, stats = attention(*on_gpu, scale=case.scale, causal=case.causal, return_stats=True)
+    given = {
+        name: cupy.full(x.shape, np.nan, x.dtype, order="F") for name, x in zip(("dq", "dk", "dv"), (q, k, v), strict=True)
+    }
+    options = {"scale": case.scale, "causal": case.causal} | options
+    with poisoning(cupy):
+        got = attention_backward(on_gpu_dout, *on_gpu, out, stats, **options, **given)
+    return [cupy.asnumpy(x) for x in got]
+
+
+def check(cupy, case, q, k, v, **options):
+    """Hold the gradients of a case to the tolerance policy."""
+    dout = case.dout()
+    plain = {"scale": case.scale, "causal": case.causal}
+    truth = reference.attention_backward(dout, q, k, v, **plain)
+    out, stats = attention(q, k, v, return_stats=True, **plain)
+    naive = attention_backward(dout, q, k, v, out, stats, **plain)
+    got = gradients_on_gpu(cupy, case, dout, q, k, v, **options)
+    for a, wanted, other in zip(got, truth, naive, strict=True):
+        assert_close(a, wanted, other, gradient_floor(dout, q, k, v, case.tau, wanted, other.dtype))
+
+
+def refused(case):
+    """Whether the support table refuses the gradients of a case here."""
+    return why_not(case.gradient_problem(), library().version, 90)
+
+
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=["default", "deterministic"])
+@pytest.mark.parametrize("case", FORWARD, ids=str)
+def test_every_case(case, options, cupy):
+    """Every named case: gradients within twice the naive computation's error, or refused where cuDNN would die of it."""
+    q, k, v = case.arrays()
+    if refused(case):
+        with pytest.raises(Unsupported, match="segmentation fault"):
+            check(cupy, case, q, k, v)
+    else:
+        check(cupy, case, q, k, v, **options)
+
+
+def scored(case, score):
+    """Inputs of a case whose scores all lie near a number, and so does the log-sum-exp."""
+    rng = np.random.default_rng(5)
+    size = np.sqrt(abs(score) / np.sqrt(case.d))
+    shapes = case.shapes
+    q, k = (size + 0.05 * rng.standard_normal(shape) for shape in shapes[:2])
+    dtype = case.arrays()[2].dtype
+    return [np.asfortranarray(x.astype(dtype)) for x in (np.sign(score) * q, k, rng.standard_normal(shapes[2]))]
+
+
+LENGTHS = [(1, 64), (1, 128), (1, 320), (64, 192), (100, 64), (128, 448), (256, 128), (100, 333), (7, 1)]
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("score", [-110, -100, 100])
+@pytest.mark.parametrize(("sq", "skv"), LENGTHS)
+def test_extreme_log_sum_exps(sq, skv, score, causal, cupy):
+    """A log-sum-exp near -100 or +100 gives no NaN and no wrong number, whatever the lengths (known Hopper bugs, guarded)."""
+    case = Case(f"extreme_{sq}_{skv}", d=128, hq=4, hkv=2, sq=sq, skv=skv, b=1, causal=causal)
+    check(cupy, case, *scored(case, score))
+
+
+@pytest.mark.parametrize(("sq", "skv"), LENGTHS[:6])
+def test_the_known_bugs_are_where_the_table_has_them(sq, skv, cupy, monkeypatch):
+    """Without the guards there is NaN exactly where the table says that this cuDNN has a bug: the guards are needed, and do it."""
+    case = Case(f"bug_{sq}_{skv}", d=128, hq=4, hkv=2, sq=sq, skv=skv, b=1)
+    q, k, v = scored(case, -110)
+    version = library().version
+    met = {bug.name for bug in BUGS if bug.met_by(case.gradient_problem(), version, 90)}
+    monkeypatch.setattr(cupy_sdpa.plan, "guards", lambda *_: frozenset())
+    get_plan_cache().clear()
+    dq, dk, dv = gradients_on_gpu(cupy, case, case.dout(), q, k, v)
+    get_plan_cache().clear()
+    assert np.isnan(dq.astype(np.float32)).any() == ("backward-key-tail" in met)
+    if version <= 92501 or skv % 128 == 0:  # since 9.26 only multiples of 128 have it; the guard stands for all
+        assert np.isnan(dk.astype(np.float32)).any() == np.isnan(dv.astype(np.float32)).any() == ("backward-query-tail" in met)
+
+
+def random_inputs(cupy, case):
+    """q, k, v, dout, out and stats on the GPU."""
+    q, k, v, dout = (cupy.asarray(x) for x in (*case.arrays(), case.dout()))
+    out, stats = attention(q, k, v, causal=case.causal, return_stats=True)
+    return q, k, v, dout, out, stats
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("way", ["quadratic", "ordered"])
+def test_deterministic_gradients_are_the_same_bits(way, causal, cupy):
+    """Both deterministic ways give one and the same result in eight runs; the limit chooses between them."""
+    case = Case("deterministic", d=128, hq=16, hkv=4, sq=2048, b=1, causal=causal)
+    q, k, v, dout, out, stats = random_inputs(cupy, case)
+    options = {"causal": causal, "deterministic": True, "max_workspace": None if way == "quadratic" else 100 << 20}
+    report = explain(q, k, v, backward=True, **options)
+    if way == "ordered" and library().version < ORDERED_SINCE:
+        assert not report
+        assert any("9.25.1, for Hopper only" in reason for reason in report.reasons)
+        return
+    assert report.workspace > 2 * 16 * 2048**2 if way == "quadratic" else report.workspace <= 100 << 20
+    runs = [attention_backward(dout, q, k, v, out, stats, **options) for _ in range(8)]
+    for run in runs[1:]:
+        for a, b in zip(run, runs[0], strict=True):
+            assert (a.view("u2") == b.view("u2")).all()
+    default = attention_backward(dout, q, k, v, out, stats, causal=causal)
+    for a, b in zip(runs[0], default, strict=True):
+        assert float(cupy.abs(a.astype("f4") - b.astype("f4")).max()) <= 0.02 * float(cupy.abs(b.astype("f4")).max())
+
+
+def test_dk_and_dv_are_the_same_bits_in_every_run(cupy):
+    """Only dq is added up in any order by default."""
+    q, k, v, dout, out, stats = random_inputs(cupy, Case("default_order", d=128, hq=8, hkv=2, sq=1024, b=1))
+    runs = [attention_backward(dout, q, k, v, out, stats) for _ in range(5)]
+    for run in runs[1:]:
+        for a, b in zip(run[1:], runs[0][1:], strict=True):
+            assert (a.view("u2") == b.view("u2")).all()
+
+
+def test_one_allocation_holds_workspace_and_scratch(cupy):
+    """Beside the gradients one block is taken from CuPy's allocator, of the size foretold, and given back."""
+    q, k, v, dout, out, stats = random_inputs(cupy, Case("allocated", d=128, hq=8, hkv=2, sq=512, b=1))
+    need = explain(q, k, v, backward=True).workspace
+    assert need >= q.size * 4  # dq is added up in float32
+    sizes = []
+    with poisoning(cupy, sizes):
+        gradients = attention_backward(dout, q, k, v, out, stats)
+    assert sorted(sizes) == sorted([need, *(x.nbytes for x in gradients)])
+    assert not any(cupy.isnan(x).any() for x in gradients)
+
+
+def test_explain_builds_the_very_plan_that_the_call_uses(cupy):
+    """One miss for the report, then only hits, and the same workspace."""
+    q, k, v, dout, out, stats = random_inputs(cupy, Case("explained", sq=99, hkv=2))
+    kept = get_plan_cache()
+    kept.clear()
+    report = explain(q, k, v, backward=True)
+    attention_backward(dout, q, k, v, out, stats)
+    assert (kept.hits, kept.misses, len(kept)) == (1, 1, 1)
+    for words in ("backward attention", "dK = dSᵀ Q", "runs on cuDNN", f"workspace {report.workspace} bytes"):
+        assert words in str(report)
+
+
+def test_a_workspace_limit_refuses_before_anything_runs(cupy):
+    """A limit that no engine keeps raises with both numbers; the gradients given stay untouched."""
+    q, k, v, dout, out, stats = random_inputs(cupy, Case("limited", hkv=2))
+    dq = cupy.full(q.shape, np.nan, q.dtype, order="F")
+    with pytest.raises(Unsupported, match=r"needs a workspace of \d+ bytes, 1000 are allowed"):
+        attention_backward(dout, q, k, v, out, stats, max_workspace=1000, dq=dq)
+    assert cupy.isnan(dq).all()
+    assert explain(q, k, v, backward=True, max_workspace=1000).workspace is None
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        pytest.param(
+            lambda cp, a: {"dout": cp.ascontiguousarray(a["dout"])},
+            ValueError,
+            r"dout .*axis 0 must be contiguous",
+            id="dout_in_c_order",
+        ),
+        pytest.param(
+            lambda cp, a: {"stats": cp.ascontiguousarray(a["stats"])}, ValueError, r"stats has strides", id="stats_in_c_order"
+        ),
+        pytest.param(
+            lambda cp, a: {"dout": a["dout"].astype("f4")},
+            TypeError,
+            r"dout is float32; it must be bfloat16",
+            id="dout_float32",
+        ),
+        pytest.param(
+            lambda cp, a: {"stats": a["stats"][:5]}, ValueError, r"stats has shape \(5, 4, 2\)", id="stats_of_another_call"
+        ),
+        pytest.param(lambda cp, a: {"dq": a["q"]}, ValueError, r"dq overlaps q", id="dq_is_q"),
+        pytest.param(lambda cp, a: {"dk": a["dk"], "dv": a["dk"]}, ValueError, r"dk overlaps dv", id="dk_is_dv"),
+        pytest.param(lambda cp, a: {"out": cp.asnumpy(a["out"])}, TypeError, r"out is a numpy array", id="numpy_out"),
+    ],
+)
+def test_bad_input_is_refused(change, error, words, cupy):
+    """Each mistake raises its class with what was given, what is needed and the remedy."""
+    q, k, v, dout, out, stats = random_inputs(cupy, Case("mistaken"))
+    arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "stats": stats}
+    changed = change(cupy, arrays | {"dk": cupy.empty_like(k)})
+    with pytest.raises(error, match=words):
+        attention_backward(**(arrays | changed))
+
+
+def test_the_pullback(cupy):
+    """attention_vjp gives the forward result, and gradients as often as asked."""
+    case = Case("pulled", d=64, hq=8, hkv=2, sq=200, causal=True)
+    q, k, v, dout, out, stats = random_inputs(cupy, case)
+    got, pullback = attention_vjp(q, k, v, causal=True, deterministic=True)
+    assert (got.view("u2") == out.view("u2")).all()
+    first, second = pullback(dout), pullback(dout)
+    for a, b in zip(first, second, strict=True):
+        assert (a.view("u2") == b.view("u2")).all()
+    assert pullback.nbytes == sum(x.nbytes for x in (q, k, v, out, stats))
