@@ -104,7 +104,8 @@ def plan_for(
                 f"{quadratic}\n  the engine that needs less came with cuDNN {version_text(ORDERED_SINCE)}, for Hopper only: "
                 f"this is cuDNN {version_text(version)} and compute capability {capability / 10}"
             ) from None
-        return Plan(backward(problem), handle, device, config=ORDERED, limit=within, refused=str(quadratic).splitlines()[1:])
+        before = str(quadratic).splitlines()[1:]
+        return Plan(backward(problem, guards=needed), handle, device, config=ORDERED, limit=within, refused=before)
 
 
 class Plan:

@@ -122,6 +122,22 @@ def test_deterministic_gradients_keep_within_the_memory(planner):
     assert "1000 are allowed" in text
 
 
+@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+def test_every_way_has_the_guards_that_it_needs(deterministic, planner):
+    """The plan for gradients of one query masks what lies beyond it, whichever way is chosen, also the ordered one."""
+    case = Case("one_query", d=128, hq=8, hkv=8, sq=1, skv=4096, b=1)
+    asked = case.gradient_problem(deterministic=deterministic)
+    plan = planner.call(plan_problem, asked, "h200", None)
+    ways = [plan]
+    if deterministic and plan.cudnn >= ORDERED_SINCE:
+        ways.append(planner.call(plan_problem, replace(asked, max_workspace=1 << 20), "h200", None))
+        assert isinstance(ways[1], PlanInfo), ways[1]
+        assert "ΣdQ" in str(ways[1].graph.tensors)
+    assert guards(asked, plan.cudnn, 90) == {"queries"}
+    for way in ways:
+        assert "i′ < 1" in str(way.graph)
+
+
 def test_a_workspace_limit_is_kept(planner):
     """max_workspace refuses the plans that need more, forward and backward, and tells what they need."""
     decode = Case("decode", d=128, hq=8, hkv=2, sq=1, skv=8192)
