@@ -43,9 +43,11 @@ class Preset(NamedTuple):
 
 
 PRESETS = [
+    Preset("llama3 70B heads 2k", 1, 64, 8, 2048, 128, 128, False),
+    Preset("llama3 70B heads 2k causal", 1, 64, 8, 2048, 128, 128, True),
     Preset("llama3 70B heads 8k", 1, 64, 8, 8192, 128, 128, False),
     Preset("llama3 70B heads 8k causal", 1, 64, 8, 8192, 128, 128, True),
-    Preset("llama3 70B heads 2k causal", 1, 64, 8, 2048, 128, 128, True),
+    Preset("llama3 70B heads 16k", 1, 64, 8, 16384, 128, 128, False),
     Preset("llama3 70B heads 16k causal", 1, 64, 8, 16384, 128, 128, True),
     Preset("16 heads 2k", 4, 16, 16, 2048, 128, 128, False),
     Preset("16 heads 2k causal", 4, 16, 16, 2048, 128, 128, True),

@@ -17,24 +17,24 @@ import numpy as np
 from cupy_sdpa import attention_vjp
 
 
+#: H, D and M of the model that :func:`train` trains.
+HEADS, HEAD_DIM, HIDDEN = 4, 16, 128
+
+
 def initial_weights(known, features, hidden, seq, seed):
-    """Random weights by name, float32; with those of ``read`` small, every word is at first about as likely as any other."""
+    """Random weights by name, float32; those of ``read`` are small, so that at first all words are about equally likely."""
     rng = np.random.default_rng(seed)
-    shapes = {
-        "word": (features, known),  # (F, C): a vector for every word
-        "place": (features, seq),  # (F, S): and for every place
-        "q": (features, features),
-        "k": (features, features),
-        "v": (features, features),
-        "mix": (features, features),  # of the heads' results
-        "up": (hidden, features),
-        "down": (features, hidden),
-        "read": (known, features),
-    }
-    size = {"word": 0.5, "place": 0.5, "down": hidden**-0.5, "read": 0.1 * features**-0.5}
-    return {
-        name: np.float32(size.get(name, features**-0.5)) * rng.standard_normal(shape, np.float32)
-        for name, shape in shapes.items()
+
+    def normal(rows, columns, size):
+        return np.float32(size) * rng.standard_normal((rows, columns), np.float32)
+
+    square = {name: normal(features, features, features**-0.5) for name in ("q", "k", "v", "mix")}
+    return square | {
+        "word": normal(features, known, 0.5),  # a vector for every word
+        "place": normal(features, seq, 0.5),  # and for every place
+        "up": normal(hidden, features, features**-0.5),
+        "down": normal(features, hidden, hidden**-0.5),
+        "read": normal(known, features, 0.1 * features**-0.5),
     }
 
 
@@ -50,7 +50,7 @@ def language_model(weights, words, heads, dtype, **options):
         weights: by name, as from :func:`initial_weights`.
         words: (C, S, B), a 1 in every column.
         heads: H.
-        dtype: of q, k and v: bfloat16 on a GPU.
+        dtype: of q, k and v.
         options: for :func:`cupy_sdpa.attention_vjp`.
 
     Returns:
@@ -121,7 +121,7 @@ def cross_entropy(scores, wanted):
 class Adam:
     """Moves weights against the running mean of their gradients, over the root of that of their squares."""
 
-    def __init__(self, weights, rate):
+    def __init__(self, weights, rate=3e-3):
         self.rate, self.steps = rate, 0
         self.mean = {name: np.zeros_like(weight) for name, weight in weights.items()}
         self.square = {name: np.zeros_like(weight) for name, weight in weights.items()}
@@ -147,30 +147,16 @@ def batches(numbers, known, seq, batch, steps, seed):
         yield pieces[:, :-1], pieces[:, 1:]
 
 
-def train(
-    text,
-    *,
-    heads=4,
-    head_dim=16,
-    hidden=128,
-    seq=32,
-    batch=16,
-    steps=200,
-    rate=3e-3,
-    seed=0,
-    xp=np,
-    dtype=np.float32,
-    **options,
-):
+def train(text, *, seq=32, batch=16, steps=300, seed=0, xp=np, dtype=np.float32, **options):
     """Learn to say the next word of a text.
 
     Args:
         text: list of words.
-        heads, head_dim, hidden, seq, batch: H, D, M, S and B.
-        steps, rate: of :class:`Adam`.
-        seed: of the first weights and of the choice of batches, which are drawn with numpy for every engine.
+        seq, batch: S and B.
+        steps: of :class:`Adam`.
+        seed: of the first weights and of the choice of batches, which numpy draws for every engine.
         xp: numpy or cupy.
-        dtype: of q, k and v.
+        dtype: of q, k and v: bfloat16 on a GPU.
         options: for :func:`cupy_sdpa.attention_vjp`.
 
     Returns:
@@ -178,24 +164,24 @@ def train(
     """
     vocabulary, numbers = np.unique(text, return_inverse=True)
     known = len(vocabulary)
-    weights = initial_weights(known, heads * head_dim, hidden, seq, seed)
+    weights = initial_weights(known, HEADS * HEAD_DIM, HIDDEN, seq, seed)
     weights = {name: xp.asarray(weight) for name, weight in weights.items()}
-    adam, losses = Adam(weights, rate), []
+    adam, losses = Adam(weights), []
     for pair in batches(numbers, known, seq, batch, steps, seed):
         words, wanted = (xp.asarray(x) for x in pair)
-        scores, pullback = language_model(weights, words, heads, dtype, **options)
+        scores, pullback = language_model(weights, words, HEADS, dtype, **options)
         loss, dscores = cross_entropy(scores, wanted.reshape(known, -1, order="F"))
         adam.step(weights, pullback(dscores))
         losses.append(float(loss))
     return losses, weights
 
 
-def continued(weights, start, text, heads=4, dtype=np.float32):
+def continued(weights, start, text):
     """The start of a text and the words that numpy's engine finds likeliest after it, up to the length that was trained."""
     vocabulary = np.unique(text)
     one_hot = np.eye(len(vocabulary), dtype=np.float32)
     numbers = [int(np.searchsorted(vocabulary, word)) for word in start]
     while len(numbers) < weights["place"].shape[1]:
-        scores, _ = language_model(weights, one_hot[:, numbers][:, :, None], heads, dtype)
+        scores, _ = language_model(weights, one_hot[:, numbers][:, :, None], HEADS, np.float32)
         numbers.append(int(scores[:, -1].argmax()))
     return [str(vocabulary[number]) for number in numbers]
