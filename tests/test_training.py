@@ -12,8 +12,9 @@ from cupy_sdpa._cli.text import tokens
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 #: How far a loss curve with attention in bfloat16 may be from the one in float32, at any step, in nats.
-#: Measured with numpy, over four seeds: 0.004 to 0.005, and 0.001 where only the last bit of float32 differs. The
-#: curve itself jumps by 0.04 from one batch to the next, and a head whose values get no gradient moves it by 0.07.
+#: Measured with numpy: over five seeds at most 0.005; in float32, with q, k and v off by an epsilon, 0.002. So it is twice
+#: what rounding does. The curve itself jumps by 0.04 from batch to batch. One head's dv lost moves it by 0.06, the last
+#: query's dq lost by 0.02. A gradient that is merely too large by 10 % does not show, as Adam divides by its size.
 TOLERANCE = 0.01
 
 
@@ -125,6 +126,8 @@ def test_deterministic_training_gives_the_same_bits(words, cupy):
     That needs more than attention: CuPy's matrix products and sums must repeat too, and on one stream they do. Sequences are
     long here, so that several blocks of keys add to each dq.
     """
+    if int(cupy.cuda.Device().compute_capability) >= 120:
+        pytest.skip("this GPU has no deterministic gradients")
     options = {"seq": 512, "batch": 4, "steps": 30, "xp": cupy, "dtype": BFLOAT16, "deterministic": True}
     (losses, weights), (losses_again, weights_again) = (train(words, **options) for _ in range(2))
     assert losses == losses_again

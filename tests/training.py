@@ -16,7 +16,6 @@ import numpy as np
 
 from cupy_sdpa import attention_vjp
 
-
 #: H, D and M of the model that :func:`train` trains.
 HEADS, HEAD_DIM, HIDDEN = 4, 16, 128
 
@@ -50,21 +49,19 @@ def language_model(weights, words, heads, dtype, **options):
         weights: by name, as from :func:`initial_weights`.
         words: (C, S, B), a 1 in every column.
         heads: H.
-        dtype: of q, k and v.
+        dtype: of q, k and v, and of their gradients.
         options: for :func:`cupy_sdpa.attention_vjp`.
 
     Returns:
         ``(scores, pullback)``: scores (C, N), the logarithms of likelihoods up to a constant in every column; pullback
         makes of their gradient those of the weights, by name.
     """
-    known, seq, batch = words.shape
-    features = weights["word"].shape[0]
-    columns = (features, seq * batch)
+    (known, seq, batch), features = words.shape, weights["word"].shape[0]
+    columns, by_place = (features, seq * batch), (features, seq, batch)
     by_head = (features // heads, heads, seq, batch)
 
     words = words.reshape(known, -1, order="F")
-    x = times(weights["word"], words).reshape(features, seq, batch, order="F")
-    x += weights["place"][:, :seq, None]
+    x = times(weights["word"], words).reshape(by_place, order="F") + weights["place"][:, :seq, None]
     x = x.reshape(columns, order="F")
 
     q, k, v = (times(weights[name], x).reshape(by_head, order="F").astype(dtype) for name in "qkv")
@@ -96,7 +93,7 @@ def language_model(weights, words, heads, dtype, **options):
 
         gradients["word"] = dx @ words.T
         gradients["place"] = np.zeros_like(weights["place"])
-        gradients["place"][:, :seq] = dx.reshape(features, seq, batch, order="F").sum(axis=2)
+        gradients["place"][:, :seq] = dx.reshape(by_place, order="F").sum(axis=2)
         return gradients
 
     return scores, pullback
@@ -106,8 +103,7 @@ def cross_entropy(scores, wanted):
     """The mean of -log(likelihood) of the wanted words, and its gradient.
 
     Args:
-        scores: (C, N).
-        wanted: (C, N), a 1 in every column.
+        scores, wanted: (C, N); wanted has a 1 in every column.
 
     Returns:
         ``(loss, dscores)``; the loss of a model that finds all words equally likely is log C.
@@ -152,8 +148,7 @@ def train(text, *, seq=32, batch=16, steps=300, seed=0, xp=np, dtype=np.float32,
 
     Args:
         text: list of words.
-        seq, batch: S and B.
-        steps: of :class:`Adam`.
+        seq, batch, steps: S, B, and how often the weights change.
         seed: of the first weights and of the choice of batches, which numpy draws for every engine.
         xp: numpy or cupy.
         dtype: of q, k and v: bfloat16 on a GPU.
