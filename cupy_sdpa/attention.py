@@ -91,7 +91,8 @@ def attention_backward(
     .. math:: dV = P^\top dO, \qquad dS = P \circ (dO\, V^\top - \operatorname{rowsum}(dO \circ O)), \qquad
               dQ = \tau\, dS\, K, \qquad dK = \tau\, dS^\top Q
 
-    P is computed anew from q, k and the log-sum-exp, so nothing of size Sq x Skv is kept between the passes.
+    P is computed anew from q, k and the log-sum-exp, so nothing of size Sq x Skv is kept between the passes. The log-sum-exp
+    is float32, so gradients of float64 arrays are good to about 1e-7 of their size.
 
     Args:
         dout: the gradient of the output, ``(Dv, Hq, Sq, B)``, of q's dtype.
