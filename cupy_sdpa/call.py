@@ -35,17 +35,18 @@ class Call:
 
     def run(self) -> list[Any]:
         """Compute; gives the arrays of the results."""
-        if self.problem.trivial:
-            self._allocate()
-            for spec in self.problem.results:
-                self.arrays[spec.name][...] = -math.inf if spec.name == "stats" else 0
-        elif self.on_gpu:
+        if self.on_gpu:
             with gpu.on_device_of(self.arrays["q"]) as device:
-                try:
-                    self._planned(device, self._launch)
-                except (Unsupported, CudnnError) as error:
-                    error.add_note(f"asked for: {self.problem}")
-                    raise
+                if self.problem.trivial:
+                    self._fill()
+                else:
+                    try:
+                        self._planned(device, self._launch)
+                    except (Unsupported, CudnnError) as error:
+                        error.add_note(f"asked for: {self.problem}")
+                        raise
+        elif self.problem.trivial:
+            self._fill()
         else:
             self._allocate()
             evaluate(graph_of(self.problem), self.arrays, self.scalars)
@@ -66,6 +67,12 @@ class Call:
             except Unsupported as error:
                 return Report("cuDNN", self.problem, graph, reasons=tuple(str(error).splitlines()))
         return Report("cuDNN", self.problem, plan.graph, plan)
+
+    def _fill(self) -> None:
+        """The results where there is nothing to compute: a sum over no key is 0, its logarithm -inf."""
+        self._allocate()
+        for spec in self.problem.results:
+            self.arrays[spec.name][...] = -math.inf if spec.name == "stats" else 0
 
     def _allocate(self) -> None:
         """Make the results that the caller did not give."""

@@ -312,6 +312,8 @@ def test_two_gpus_share_nothing(cupy):
             inputs = [cupy.asarray(x) for x in arrays]
         with cupy.cuda.Device(1 - device):
             outs.append(attention(*inputs))
+            keyless = attention(inputs[0], *(x[:, :, :0] for x in inputs[1:]))
+            assert keyless.device.id == device
             assert cupy.cuda.runtime.getDevice() == 1 - device
         with cupy.cuda.Device(device):
             caches.append(get_plan_cache())
