@@ -259,7 +259,7 @@ BUGS: tuple[Bug, ...] = (
         "dk and dv are NaN", frozenset({"queries"}), "", f"{_FRONTEND}/issues/1072"),
     Bug("backward-scale", 91900, _OPEN, range(90, 100), lambda p: p.backward and not p.positive_scale,
         "gradients with a scale of 0 or below and lengths that 64 does not divide",
-        "all gradients are NaN", frozenset({"keys", "queries"}), "", ""),
+        "all gradients are NaN", frozenset({"keys", "queries"}), "", "docs/design.md"),
 )  # fmt: skip
 
 
