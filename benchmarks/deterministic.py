@@ -1,0 +1,99 @@
+"""What deterministic gradients cost: time, workspace, and whether the bits repeat, for every way to compute them.
+
+    python benchmarks/deterministic.py [results.csv]
+
+Times are medians over single calls by CUDA events; the ways are interleaved.
+"""
+
+from __future__ import annotations
+
+import csv
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import cupy
+import ml_dtypes
+import numpy as np
+
+import cupy_sdpa
+from cupy_sdpa._cudnn.library import library
+from cupy_sdpa.version import version_text
+
+#: head dim, query heads, key heads, length, causal
+SIZES = [(128, 32, 8, 4096, False), (128, 32, 8, 4096, True), (128, 32, 8, 8192, False), (128, 32, 8, 8192, True)]
+ROUNDS, REPEATS = 15, 6
+
+
+def random_normal(*shape: int) -> Any:
+    """Normal random numbers in bfloat16, in Fortran order."""
+    numbers = cupy.random.standard_normal(shape, dtype=np.float32)
+    return cupy.asfortranarray(numbers.astype(np.dtype(ml_dtypes.bfloat16)))
+
+
+def milliseconds(call: Any) -> float:
+    """The time of one call on the device."""
+    start, stop = cupy.cuda.Event(), cupy.cuda.Event()
+    start.record()
+    call()
+    stop.record()
+    stop.synchronize()
+    return float(cupy.cuda.get_elapsed_time(start, stop))
+
+
+def measure(d: int, hq: int, hkv: int, s: int, causal: bool) -> list[dict[str, Any]]:
+    """A row for every way that this cuDNN has."""
+    q, dout = random_normal(d, hq, s, 1), random_normal(d, hq, s, 1)
+    k, v = random_normal(d, hkv, s, 1), random_normal(d, hkv, s, 1)
+    out, stats = cupy_sdpa.attention(q, k, v, causal=causal, return_stats=True)
+    plain = {"causal": causal}
+    exact = {**plain, "deterministic": True}
+    quadratic = 2 * hq * s * s  # bytes of dS in bfloat16: a limit below it leaves the ordered engine
+    ways = {"default": plain, "quadratic": exact, "ordered": {**exact, "max_workspace": quadratic - 1}}
+    reports = {name: cupy_sdpa.explain(q, k, v, backward=True, **options) for name, options in ways.items()}
+    ways = {name: options for name, options in ways.items() if reports[name]}
+
+    def run(name: str) -> tuple[Any, Any, Any]:
+        return cupy_sdpa.attention_backward(dout, q, k, v, out, stats, **ways[name])
+
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(ROUNDS + 3):
+        for name in ways:
+            took = milliseconds(lambda name=name: run(name))
+            if turn >= 3:  # the first ones load kernels
+                times[name].append(took)
+    rows = []
+    for name in ways:
+        first = run(name)
+        same = [
+            all(bool((x.view("u2") == y.view("u2")).all()) for x, y in zip(run(name), first, strict=True))
+            for _ in range(REPEATS)
+        ]
+        report = reports[name]
+        rows.append({
+            "d": d, "hq": hq, "hkv": hkv, "s": s, "causal": causal, "way": name, "ms": round(statistics.median(times[name]), 3),
+            "workspace_bytes": report.workspace, "engine": report.plan.engine, "same_bits": all(same),
+            "gpu": cupy.cuda.runtime.getDeviceProperties(0)["name"].decode(), "cudnn": version_text(library().version),
+            "cupy": cupy.__version__, "cupy_sdpa": cupy_sdpa.__version__,
+        })  # fmt: skip
+    return rows
+
+
+def main(path: str | None = None) -> None:
+    """Print the table and, where a path is given, write it as CSV."""
+    rows = []
+    for size in SIZES:
+        for row in measure(*size):
+            rows.append(row)
+            print(", ".join(f"{name} {row[name]}" for name in list(row)[:10]), flush=True)
+        cupy.get_default_memory_pool().free_all_blocks()
+    if path:
+        with Path(path).open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
