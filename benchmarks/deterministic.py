@@ -7,29 +7,18 @@ Times are medians over single calls by CUDA events; the ways are interleaved.
 
 from __future__ import annotations
 
-import csv
 import statistics
 import sys
-from pathlib import Path
 from typing import Any
 
 import cupy
-import ml_dtypes
-import numpy as np
+from common import random_normal, versions, write_csv
 
 import cupy_sdpa
-from cupy_sdpa._cudnn.library import library
-from cupy_sdpa.version import version_text
 
 #: head dim, query heads, key heads, length, causal
 SIZES = [(128, 32, 8, 4096, False), (128, 32, 8, 4096, True), (128, 32, 8, 8192, False), (128, 32, 8, 8192, True)]
 ROUNDS, REPEATS = 15, 6
-
-
-def random_normal(*shape: int) -> Any:
-    """Normal random numbers in bfloat16, in Fortran order."""
-    numbers = cupy.random.standard_normal(shape, dtype=np.float32)
-    return cupy.asfortranarray(numbers.astype(np.dtype(ml_dtypes.bfloat16)))
 
 
 def milliseconds(call: Any) -> float:
@@ -73,9 +62,7 @@ def measure(d: int, hq: int, hkv: int, s: int, causal: bool) -> list[dict[str, A
         report = reports[name]
         rows.append({
             "d": d, "hq": hq, "hkv": hkv, "s": s, "causal": causal, "way": name, "ms": round(statistics.median(times[name]), 3),
-            "workspace_bytes": report.workspace, "engine": report.plan.engine, "same_bits": all(same),
-            "gpu": cupy.cuda.runtime.getDeviceProperties(0)["name"].decode(), "cudnn": version_text(library().version),
-            "cupy": cupy.__version__, "cupy_sdpa": cupy_sdpa.__version__,
+            "workspace_bytes": report.workspace, "engine": report.plan.engine, "same_bits": all(same), **versions(),
         })  # fmt: skip
     return rows
 
@@ -89,10 +76,7 @@ def main(path: str | None = None) -> None:
             print(", ".join(f"{name} {row[name]}" for name in list(row)[:10]), flush=True)
         cupy.get_default_memory_pool().free_all_blocks()
     if path:
-        with Path(path).open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        write_csv(path, rows)
 
 
 if __name__ == "__main__":

@@ -9,24 +9,19 @@ the time until the call returns, the device idle. Needs PyTorch beside CuPy.
 
 from __future__ import annotations
 
-import csv
 import itertools
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import cupy
-import ml_dtypes
-import numpy as np
 import torch
+from common import random_normal, versions, write_csv
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import cupy_sdpa
-from cupy_sdpa._cudnn.library import library
-from cupy_sdpa.version import version_text
 
 
 class Preset(NamedTuple):
@@ -65,13 +60,7 @@ def inputs(preset: Preset) -> list[list[Any]]:
     shapes = [(preset.d, preset.hq), (preset.d, preset.hkv), (preset.dv, preset.hkv)]
     size = sum(2 * d * h * preset.s * preset.b for d, h in shapes)
     sets = max(2, -(-2 * L2_BYTES // size))
-    return [[random_normal((d, h, preset.s, preset.b)) for d, h in shapes] for _ in range(sets)]
-
-
-def random_normal(shape: tuple[int, ...]) -> Any:
-    """Normal random numbers in bfloat16, in Fortran order."""
-    numbers = cupy.random.standard_normal(shape, dtype=np.float32)
-    return cupy.asfortranarray(numbers.astype(np.dtype(ml_dtypes.bfloat16)))
+    return [[random_normal(d, h, preset.s, preset.b) for d, h in shapes] for _ in range(sets)]
 
 
 def as_torch(array: Any) -> Any:
@@ -105,7 +94,7 @@ def host_us(call: Any, count: int = 200) -> float:
 
 def backward_calls(x: list[Any], y: list[Any], causal: bool, group: dict[str, bool]) -> tuple[Any, Any, float]:
     """Our gradients and PyTorch's of the same arrays, and the largest difference."""
-    dout = random_normal((x[2].shape[0], *x[0].shape[1:]))
+    dout = random_normal(x[2].shape[0], *x[0].shape[1:])
     out, stats = cupy_sdpa.attention(*x, causal=causal, return_stats=True)
     leaves = [t.detach().requires_grad_() for t in y]
     with torch.enable_grad():
@@ -167,15 +156,8 @@ def measure(preset: Preset, direction: str) -> dict[str, Any]:
 
 def main(path: str | None = None) -> None:
     """Print the table and, where a path is given, write it as CSV."""
-    device = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
-    versions = {
-        "gpu": device,
-        "cudnn": version_text(library().version),
-        "torch": torch.__version__,
-        "cupy": cupy.__version__,
-        "cupy_sdpa": cupy_sdpa.__version__,
-    }
-    print(", ".join(f"{name} {value}" for name, value in versions.items()))
+    used = versions(torch=torch.__version__)
+    print(", ".join(f"{name} {value}" for name, value in used.items()))
     rows = []
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), torch.no_grad():
         for direction, preset in itertools.product(("forward", "backward"), PRESETS):
@@ -188,7 +170,7 @@ def main(path: str | None = None) -> None:
                 f"torch {row['torch_ms']:8.4f} ms   ratio {row['ratio']:.3f}   engine {row['engine']}",
                 flush=True,
             )
-        small = [random_normal((64, 8, 128, 2)) for _ in range(3)]
+        small = [random_normal(64, 8, 128, 2) for _ in range(3)]
         out = cupy.empty_like(small[0])
         views = [as_torch(a) for a in small]
         host = {
@@ -204,10 +186,8 @@ def main(path: str | None = None) -> None:
             f"{max(ratios):.3f} at worst"
         )
     if path:
-        with Path(path).open("w", newline="") as file:
-            writer = csv.DictWriter(file, [*rows[0], *versions, *host], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows({**row, **versions, **{name: round(value, 1) for name, value in host.items()}} for row in rows)
+        rounded = {name: round(value, 1) for name, value in host.items()}
+        write_csv(path, [{**row, **used, **rounded} for row in rows])
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ class Tile:
         if tensor.role == "output":
             self._slice(tensor)[...] = value
         if not self.exact and value.dtype == self.work and tensor.dtype != self.work.name:
-            value = value.astype(_dtype(tensor.dtype)).astype(self.work)
+            value = value.astype(numpy_dtype(tensor.dtype)).astype(self.work)
         self.values[tensor.name] = value
 
     def add(self, tensor: Tensor, value: Array) -> None:
@@ -198,7 +198,8 @@ RULES: dict[type[Node], Callable[[Any, Tile], None]] = {
 }
 
 
-def _dtype(name: str) -> np.dtype[Any]:
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """numpy's dtype of a name, bfloat16 among them."""
     if name == "bfloat16":
         import ml_dtypes  # 45 ms to import: only where bfloat16 is met
 

@@ -155,7 +155,10 @@ def _spec(name: str, signature: Signature) -> TensorSpec:
     return TensorSpec(name, dtype, shape, tuple(normal), alignment)
 
 
-def _dense(name: str, dtype: str, shape: tuple[int, ...]) -> TensorSpec:
+def _spec_or_dense(name: str, signature: Signature | None, dtype: str, shape: tuple[int, ...]) -> TensorSpec:
+    """The array that the caller gives, or the one that will be made where none is given."""
+    if signature:
+        return _spec(name, signature)
     return TensorSpec(name, dtype, shape, dense_strides(shape, ITEMSIZE[dtype]), 16)
 
 
@@ -211,11 +214,11 @@ def problem(
             f"(grouped queries: each key/value head serves {hq}/{hkv} query heads); shapes are (head_dim, heads, seq, batch)"
         )
     out_shape, stats_shape = (dv, hq, n, b), (n, hq, b)
-    out_spec = _spec("out", out) if out else _dense("out", sq_.dtype, out_shape)
+    out_spec = _spec_or_dense("out", out, sq_.dtype, out_shape)
     _result(out_spec, out_shape, sq_.dtype, "(Dv, Hq, Sq, B), the dtype of q")
     stats_spec = None
     if want_stats or stats:
-        stats_spec = _spec("stats", stats) if stats else _dense("stats", "float32", stats_shape)
+        stats_spec = _spec_or_dense("stats", stats, "float32", stats_shape)
         _result(stats_spec, stats_shape, "float32", "(Sq, Hq, B)")
     return Problem(sq_, sk_, sv_, out_spec, stats_spec, causal, positive_scale, max_workspace=max_workspace)
 
@@ -249,12 +252,12 @@ def gradient_problem(
         ("out", out, asked.out, "(Dv, Hq, Sq, B), the dtype of q"),
         ("stats", stats, asked.stats, "(Sq, Hq, B)"),
     ):
-        spec = _spec(name, signature) if signature else _dense(name, like.dtype, like.shape)
+        spec = _spec_or_dense(name, signature, like.dtype, like.shape)
         _belongs(spec, like.shape, like.dtype, legend)
         inputs.append(spec)
     gradients = []
     for name, signature, of in (("dq", dq, asked.q), ("dk", dk, asked.k), ("dv", dv, asked.v)):
-        spec = _spec(name, signature) if signature else _dense(name, of.dtype, of.shape)
+        spec = _spec_or_dense(name, signature, of.dtype, of.shape)
         _result(spec, of.shape, of.dtype, f"that of {of.name}, and its dtype")
         gradients.append(spec)
     d_out, given_out, given_stats = inputs

@@ -1,7 +1,8 @@
-"""What each cuDNN version and GPU can run, as data: one table of rules, each with its sentence.
+"""What each cuDNN version and GPU can run, and every known bug, as data: two tables, each row with its sentence.
 
-:func:`why_not` asks every rule about a problem; no reason means that nothing known speaks against it (cuDNN may still
-refuse, with its own words). :func:`deadly` guards against graphs that kill the process inside cuDNN.
+:func:`why_not` asks every rule and bug about a problem; no reason means that nothing known speaks against it (cuDNN may
+still refuse, with its own words). :func:`guards` names the steps that avoid a bug. :func:`deadly` keeps graphs that kill
+the process inside cuDNN away from it.
 """
 
 from __future__ import annotations

@@ -63,3 +63,12 @@ def planner():
 
     with Planner() as child:
         yield child
+
+
+@pytest.fixture
+def cupy():
+    """The cupy module; also gives the pools' memory back afterwards."""
+    import cupy as module
+
+    yield module
+    module.get_default_memory_pool().free_all_blocks()

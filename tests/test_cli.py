@@ -16,6 +16,7 @@ import pytest
 from cupy_sdpa import CudnnError, __version__, reference
 from cupy_sdpa.__main__ import main
 from cupy_sdpa._cli import demo, engine, machine, npz, run, text
+from cupy_sdpa.interpreter import numpy_dtype
 
 ROOT = Path(__file__).parents[1]
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -295,7 +296,7 @@ def test_run_in_every_layout(layout, order, capsys):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_run_keeps_the_dtype_of_the_file(dtype):
     """The result has the dtype of the file, bfloat16 as the two-byte void that numpy makes of it."""
-    given = arrays(engine.dtype_of(dtype))
+    given = arrays(numpy_dtype(dtype))
     save(given)
     assert main(["run", "in.npz", "-o", "out.npz", "--engine", "numpy", "--scale", "0.5"]) == 0
     result = np.load("out.npz")

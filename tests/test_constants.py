@@ -7,7 +7,6 @@ import pytest
 
 from cupy_sdpa._cudnn import constants
 from cupy_sdpa._cudnn.generate import header_version, parse, prefix, python_name, render
-from cupy_sdpa._cudnn.launch import Handle  # noqa: F401  (importing the rooms loads no library)
 from cupy_sdpa.graph import POINTWISE
 from cupy_sdpa.lowering import DATA_TYPES
 

@@ -7,20 +7,12 @@ import threading
 import numpy as np
 import pytest
 from cases import DTYPES, FORWARD, Case
-from tolerance import accumulation_floor, assert_close
+from on_gpu import check_forward, poisoned
+from tolerance import assert_close
 
 from cupy_sdpa import Unsupported, attention, explain, get_plan_cache, reference
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture
-def cupy():
-    """The cupy module; also gives the pools' memory back afterwards."""
-    import cupy as module
-
-    yield module
-    module.get_default_memory_pool().free_all_blocks()
 
 
 @pytest.fixture
@@ -33,41 +25,17 @@ def plans(cupy):
     kept.clear()
 
 
-def poisoned(cupy, shape, dtype):
-    """An array in which every element that is not written shows."""
-    return cupy.full(shape, np.nan, dtype=dtype, order="F")
-
-
-def check(cupy, case, run=attention):
-    """Run a case on the GPU with poisoned outputs and hold it to the tolerance policy; gives the outputs."""
-    q, k, v = case.arrays()
-    options = {"scale": case.scale, "causal": case.causal}
-    truth, truth_stats = reference.attention(q, k, v, **options)
-    naive, naive_stats = attention(q, k, v, return_stats=True, **options)
-    on_gpu = case.laid_out([cupy.asarray(x) for x in (q, k, v)])
-    out = poisoned(cupy, truth.shape, q.dtype)
-    stats = poisoned(cupy, truth_stats.shape, np.float32) if case.stats else None
-    got = run(*on_gpu, out=out, stats=stats, **options)
-    got_out, got_stats = got if case.stats else (got, None)
-    assert got_out is out
-    assert got_stats is stats
-    assert_close(cupy.asnumpy(out), truth, naive)
-    if case.stats:
-        assert_close(cupy.asnumpy(stats), truth_stats, naive_stats, accumulation_floor(q, k, case.tau, truth_stats))
-    return out, stats
-
-
 @pytest.mark.parametrize("case", FORWARD, ids=str)
 def test_every_forward_case(case, cupy):
     """Every named case: output and log-sum-exp within twice the naive computation's error, every element written."""
-    check(cupy, case)
+    check_forward(cupy, case)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_long_sequences(dtype, causal, cupy):
     """Many tiles in both directions: 2000 queries over 3000 keys."""
-    check(cupy, Case("long", d=128, hq=2, hkv=1, sq=2000, skv=3000, b=1, dtype=dtype, causal=causal))
+    check_forward(cupy, Case("long", d=128, hq=2, hkv=1, sq=2000, skv=3000, b=1, dtype=dtype, causal=causal))
 
 
 def test_new_arrays_and_given_ones_get_the_same_bits(cupy):

@@ -14,15 +14,6 @@ from cupy_sdpa.support import BUGS, why_not
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture
-def cupy():
-    """The cupy module; also gives the pools' memory back afterwards."""
-    import cupy as module
-
-    yield module
-    module.get_default_memory_pool().free_all_blocks()
-
-
 def poisoning(cupy, sizes=None):
     """An allocator whose memory is full of NaN, so that what is read before it is written shows."""
     pool = cupy.cuda.MemoryPool()

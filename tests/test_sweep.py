@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 from cases import LAYOUTS, Case
-from tolerance import accumulation_floor, assert_close
+from on_gpu import check_forward
 
-from cupy_sdpa import attention, reference
+from cupy_sdpa import reference
 from cupy_sdpa.interpreter import evaluate
 from cupy_sdpa.patterns import forward
 from cupy_sdpa.plan import PlanInfo
@@ -67,17 +67,6 @@ def test_random_problems_are_planned_for_the_h200(seed, planner):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(60))
-def test_random_problems_are_right_on_the_gpu(seed):
+def test_random_problems_are_right_on_the_gpu(seed, cupy):
     """The same problems, run: within the tolerance policy, every element written."""
-    import cupy
-
-    case = random_case(seed, multiple_of_8=True)
-    q, k, v = case.arrays()
-    options = {"scale": case.scale, "causal": case.causal}
-    truth, truth_stats = reference.attention(q, k, v, **options)
-    naive, naive_stats = attention(q, k, v, return_stats=True, **options)
-    out = cupy.full(truth.shape, np.nan, q.dtype, order="F")
-    stats = cupy.full(truth_stats.shape, np.nan, np.float32, order="F")
-    attention(*case.laid_out([cupy.asarray(x) for x in (q, k, v)]), out=out, stats=stats, **options)
-    assert_close(cupy.asnumpy(out), truth, naive)
-    assert_close(cupy.asnumpy(stats), truth_stats, naive_stats, accumulation_floor(q, k, case.tau, truth_stats))
+    check_forward(cupy, random_case(seed, multiple_of_8=True))

@@ -31,15 +31,6 @@ def trained(words):
     return np.array(losses), weights
 
 
-@pytest.fixture
-def cupy():
-    """The cupy module; also gives the pools' memory back afterwards."""
-    import cupy as module
-
-    yield module
-    module.get_default_memory_pool().free_all_blocks()
-
-
 def surprise(words, seen):
     """The least mean loss of anything that tells a word from so many words before it: their conditional entropy, in nats."""
 

@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 
 from .. import gpu, reference
 from ..attention import attention
+from ..interpreter import numpy_dtype
 from ..version import __version__
 from . import picture, text
 from .console import CommandError, milliseconds, say
-from .engine import Placed, add_options, dtype_of, place, refuse_if_too_large
+from .engine import Placed, add_options, place, refuse_if_too_large
 
 Array = NDArray[Any]
 
@@ -72,7 +73,7 @@ def command(arguments: argparse.Namespace) -> int:
         raise CommandError("--plot needs matplotlib: pip install 'cupy-sdpa[plot]'")
     whole = text.tokens()
     count = arguments.seq or len(whole)
-    dtype = dtype_of(arguments.dtype)
+    dtype = numpy_dtype(arguments.dtype)
     refuse_if_too_large(2 * (query_heads + key_heads) * head_dim * count * (4 + dtype.itemsize), f"--seq {count}")
     words = [whole[i % len(whole)] for i in range(count)]
     q, k, v = (array.astype(dtype) for array in text.heads(whole, count, query_heads, key_heads, head_dim))

@@ -103,15 +103,6 @@ def place(wanted: str, arrays: Sequence[np.ndarray[Any, Any]], **options: Any) -
     return Placed(arrays, False, refusal)
 
 
-def dtype_of(name: str) -> np.dtype[Any]:
-    """numpy's dtype of a name, bfloat16 among them."""
-    if name == "bfloat16":
-        import ml_dtypes
-
-        name = ml_dtypes.bfloat16
-    return np.dtype(name)
-
-
 def refuse_if_too_large(needed: int, what: str) -> None:
     """Refuse before any work what cannot fit into memory.
 

@@ -16,8 +16,8 @@ from typing import IO, Any
 
 import numpy as np
 
+from ..interpreter import numpy_dtype
 from .console import CommandError, one_line
-from .engine import dtype_of
 
 #: What a damaged or unusual zip, or npy inside it, makes zipfile, the decompressors and numpy raise.
 _DAMAGE = (
@@ -75,7 +75,7 @@ def load(path: Path, name: str) -> np.ndarray[Any, Any]:
     with _opened(path) as archive, _member(path, archive, name) as stream:
         array: np.ndarray[Any, Any] = np.lib.format.read_array(stream, allow_pickle=False)
         stream.read(1)  # at the end of the data zipfile compares the checksum
-    return array.view(dtype_of("bfloat16")) if array.dtype == "V2" else array
+    return array.view(numpy_dtype("bfloat16")) if array.dtype == "V2" else array
 
 
 @contextlib.contextmanager
@@ -134,7 +134,7 @@ def _header(path: Path, archive: zipfile.ZipFile, name: str, stream: IO[bytes]) 
     shape, fortran, dtype = _HEADERS[version](stream)
     if dtype.hasobject:
         raise CommandError(f"the array {name} in {path} holds Python objects, which are never read: save it as numbers")
-    header = Header(dtype_of("bfloat16") if dtype == "V2" else dtype, shape, fortran)
+    header = Header(numpy_dtype("bfloat16") if dtype == "V2" else dtype, shape, fortran)
     if min(shape, default=0) < 0 or stream.tell() + header.size != archive.getinfo(f"{name}.npy").file_size:
         raise CommandError(f"the array {name} in {path} is damaged: its size is not that of shape {shape} and dtype {dtype}")
     return header

@@ -14,10 +14,11 @@ import numpy as np
 from .. import gpu
 from ..attention import attention, explain
 from ..errors import CudnnError, Unsupported
+from ..interpreter import numpy_dtype
 from ..problem import ITEMSIZE, Problem
 from . import npz
 from .console import CommandError, milliseconds, say
-from .engine import add_options, dtype_of, place, refuse_if_too_large
+from .engine import add_options, place, refuse_if_too_large
 
 #: The arrays that a file must hold.
 NAMES = ("q", "k", "v")
@@ -71,7 +72,7 @@ def command(arguments: argparse.Namespace) -> int:
     asked = _asked(arguments, headers, options)
     refuse_if_too_large(_memory(asked, headers), str(arguments.input))
     with npz.replacing(arguments.output) as file:
-        arrays = [_loaded(arguments, name, dtype_of(asked.dtype)) for name in NAMES]
+        arrays = [_loaded(arguments, name, numpy_dtype(asked.dtype)) for name in NAMES]
         try:
             placed = place(arguments.engine, arrays, **options)
             started = time.perf_counter()
@@ -96,14 +97,14 @@ def command(arguments: argparse.Namespace) -> int:
 def _asked(arguments: argparse.Namespace, headers: Sequence[npz.Header], options: Mapping[str, Any]) -> Problem:
     """The problem that the file poses, validated by its headers alone."""
     shapes = []
-    dtype = None if arguments.dtype is None else dtype_of(arguments.dtype)
+    dtype = None if arguments.dtype is None else numpy_dtype(arguments.dtype)
     for name, header in zip(NAMES, headers, strict=True):
         if len(header.shape) != 4:
             raise CommandError(
                 f"{name} has {len(header.shape)} dimensions {header.shape}; "
                 f"--layout {arguments.layout} needs 4: ({_legend(arguments.layout)})"
             )
-        if header.dtype.kind != "f" and header.dtype != dtype_of("bfloat16"):
+        if header.dtype.kind != "f" and header.dtype != numpy_dtype("bfloat16"):
             raise CommandError(f"{name} is {header.dtype}; attention takes float16, bfloat16, float32 and float64")
         shapes.append([header.shape[axis] for axis in LAYOUTS[arguments.layout]])
     elements = [np.zeros((), dtype or header.dtype) for header in headers]
