@@ -1,19 +1,29 @@
 """Fused attention for CuPy arrays in Julia's layout, by cuDNN; the same on numpy arrays, on the CPU."""
 
-from .attention import Pullback, attention, attention_backward, attention_vjp, explain, get_plan_cache
+from .attention import Pullback, attention, attention_backward, attention_vjp
 from .errors import CudnnError, Unsupported
+from .explain import explain, get_plan_cache, problem
+from .prepare import Prepared, autotune, prepare
+from .problem import Problem
 from .report import Report
+from .shelf import ShelfWarning
 from .version import __version__
 
 __all__ = [
     "CudnnError",
+    "Prepared",
+    "Problem",
     "Pullback",
     "Report",
+    "ShelfWarning",
     "Unsupported",
     "__version__",
     "attention",
     "attention_backward",
     "attention_vjp",
+    "autotune",
     "explain",
     "get_plan_cache",
+    "prepare",
+    "problem",
 ]

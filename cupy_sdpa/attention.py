@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from . import gpu
-from .call import read_backward, read_forward
-from .report import Report
-
-if TYPE_CHECKING:  # cuDNN's rooms are entered only for CuPy arrays
-    from .cache import PlanCache
+from .arguments import read_backward, read_forward
+from .bucket import Bucket
 
 
 def attention(
@@ -21,6 +17,7 @@ def attention(
     causal: bool | str = False,
     return_stats: bool = False,
     max_workspace: int | None = None,
+    bucket: Bucket = None,
     out: Any = None,
     stats: Any = None,
 ) -> Any:
@@ -40,6 +37,9 @@ def attention(
         causal: True or ``"top_left"``: query i sees the keys up to and with i. Default False: every query sees every key.
         return_stats: give L too, as float32. Default False.
         max_workspace: bytes of the GPU's memory that cuDNN may use beside the arrays. Default None: no limit.
+        bucket: round lengths up, so that many share a plan: to multiples of a number, to a ``"power_of_two"``, or as a function
+            of a length says. The arrays are copied into longer ones, and what is added is not seen. A single query stays one.
+            Default None: a plan for every length.
         out: array ``(Dv, Hq, Sq, B)`` to write the result into, of q's dtype; it must not overlap an input.
         stats: float32 array ``(Sq, Hq, B)`` to write L into; implies ``return_stats``.
 
@@ -49,7 +49,7 @@ def attention(
     Raises:
         TypeError: numpy and CuPy arrays mixed, other kinds of arrays, a dtype that the engine does not take.
         ValueError: shapes that do not fit, a layout that cuDNN cannot read, a scale that is not finite.
-        Unsupported: this cuDNN or GPU cannot run it; :func:`explain` says so beforehand.
+        Unsupported: this cuDNN or GPU cannot run it; :func:`cupy_sdpa.explain` says so beforehand.
         CudnnError: cuDNN failed.
 
     Sources: Vaswani et al. 2017, "Attention Is All You Need", equation 1; Dao 2023, "FlashAttention-2", section 3.1 (L).
@@ -64,8 +64,9 @@ def attention(
     True
     """
     call = read_forward(
-        q, k, v, scale=scale, causal=causal, return_stats=return_stats, max_workspace=max_workspace, out=out, stats=stats
-    )
+        q, k, v, scale=scale, causal=causal, return_stats=return_stats, max_workspace=max_workspace, bucket=bucket,
+        out=out, stats=stats,
+    )  # fmt: skip
     results = call.run()
     return tuple(results) if len(results) > 1 else results[0]
 
@@ -82,6 +83,7 @@ def attention_backward(
     causal: bool | str = False,
     deterministic: bool = False,
     max_workspace: int | None = None,
+    bucket: Bucket = None,
     dq: Any = None,
     dk: Any = None,
     dv: Any = None,
@@ -102,8 +104,9 @@ def attention_backward(
         scale, causal: as they were given to :func:`attention`.
         deterministic: give the same bits in every run. By default dQ is added up in any order on the GPU (dK and dV always
             are the same). It costs either memory of size Hq x Sq x Skv or, beyond ``max_workspace`` and what is free, time,
-            on Hopper with cuDNN 9.25.1 or newer; :func:`explain` shows which. Default False.
+            on Hopper with cuDNN 9.25.1 or newer; :func:`cupy_sdpa.explain` shows which. Default False.
         max_workspace: bytes of the GPU's memory that may be used beside the arrays. Default None: no limit.
+        bucket: as for :func:`attention`; the gradients are the same.
         dq, dk, dv: arrays to write the gradients into, of the shapes and dtypes of q, k and v.
 
     Returns:
@@ -129,7 +132,7 @@ def attention_backward(
             )
     call = read_backward(
         q, k, v, dout=dout, out=out, stats=stats, dq=dq, dk=dk, dv=dv,
-        scale=scale, causal=causal, deterministic=deterministic, max_workspace=max_workspace,
+        scale=scale, causal=causal, deterministic=deterministic, max_workspace=max_workspace, bucket=bucket,
     )  # fmt: skip
     d_q, d_k, d_v = call.run()
     return d_q, d_k, d_v
@@ -144,11 +147,12 @@ def attention_vjp(
     causal: bool | str = False,
     deterministic: bool = False,
     max_workspace: int | None = None,
+    bucket: Bucket = None,
 ) -> tuple[Any, Pullback]:
     """Attention, and the function that pulls gradients of its output back to q, k and v.
 
     Args:
-        q, k, v, scale, causal, max_workspace: as for :func:`attention`.
+        q, k, v, scale, causal, max_workspace, bucket: as for :func:`attention`.
         deterministic: as for :func:`attention_backward`.
 
     Returns:
@@ -164,8 +168,9 @@ def attention_vjp(
     >>> pullback
     <pullback of attention, keeps 272 bytes>
     """
-    out, stats = attention(q, k, v, scale=scale, causal=causal, return_stats=True, max_workspace=max_workspace)
-    options = {"scale": scale, "causal": causal, "deterministic": deterministic, "max_workspace": max_workspace}
+    shared: dict[str, Any] = {"scale": scale, "causal": causal, "max_workspace": max_workspace, "bucket": bucket}
+    out, stats = attention(q, k, v, return_stats=True, **shared)
+    options = {**shared, "deterministic": deterministic}
     return out, Pullback((q, k, v, out, stats), options)
 
 
@@ -190,70 +195,3 @@ class Pullback:
 
     def __repr__(self) -> str:
         return f"<pullback of attention, keeps {self.nbytes} bytes>"
-
-
-def explain(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    scale: float | None = None,
-    causal: bool | str = False,
-    return_stats: bool = False,
-    backward: bool = False,
-    deterministic: bool = False,
-    max_workspace: int | None = None,
-    dout: Any = None,
-    out: Any = None,
-    stats: Any = None,
-    dq: Any = None,
-    dk: Any = None,
-    dv: Any = None,
-) -> Report:
-    """Whether and how :func:`attention`, or :func:`attention_backward`, would run with the same arguments.
-
-    Nothing is executed. The plan that it builds is kept, and is the very one that the call then uses.
-
-    Args:
-        backward: ask about the backward pass. Default False.
-        q, k, v, scale, causal, return_stats, deterministic, max_workspace: as for the call.
-        dout, out, stats, dq, dk, dv: as for the call; what is not given is taken to be dense, in Fortran order.
-
-    Returns:
-        A report: true where the call would run; printed, it shows the problem, the graph, and the plan or every reason
-        against it.
-
-    Raises:
-        TypeError, ValueError: the arguments are no attention problem at all, as the call would raise.
-
-    >>> import numpy as np, cupy_sdpa
-    >>> x = np.ones((8, 1, 4, 1), np.float32)
-    >>> report = cupy_sdpa.explain(x, x, x)
-    >>> bool(report), report.engine
-    (True, 'numpy')
-    """
-    if backward:
-        call = read_backward(
-            q, k, v, dout=dout, out=out, stats=stats, dq=dq, dk=dk, dv=dv,
-            scale=scale, causal=causal, deterministic=deterministic, max_workspace=max_workspace,
-        )  # fmt: skip
-    else:
-        call = read_forward(
-            q, k, v, scale=scale, causal=causal, return_stats=return_stats, max_workspace=max_workspace, out=out, stats=stats
-        )
-    return call.explain()
-
-
-def get_plan_cache() -> PlanCache:
-    """The plan cache of the calling thread in the current CUDA context.
-
-    Returns:
-        The cache: ``hits``, ``misses``, ``limit``, ``len()``, ``clear()``, ``set_limit()``; printed, a table of its plans.
-
-    Raises:
-        RuntimeError: there is no GPU.
-        CudnnError: cuDNN is not found.
-    """
-    from .cache import session
-
-    return session(gpu.context_id()).cache

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from . import html
 from ._cudnn.launch import Handle
 from .errors import Unsupported
 from .plan import Plan
@@ -41,6 +42,8 @@ class PlanCache:
         limit: how many plans and refusals are kept; the least recently used go first.
     """
 
+    _COLUMNS = ("problem", "engine", "knobs", "workspace", "size", "got in")
+
     def __init__(self, limit: int = LIMIT) -> None:
         self.hits = self.misses = 0
         self.limit = limit
@@ -50,6 +53,31 @@ class PlanCache:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    @property
+    def size(self) -> int:
+        """How many plans and refusals are kept."""
+        return len(self._entries)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the kept plans in their serialized form, kernels among them."""
+        with self.lock:
+            return sum(entry.info.size for entry in self._entries.values() if isinstance(entry, Plan))
+
+    def get(self, problem: Problem) -> Plan | Refusal | None:
+        """What is kept of a problem; no look-up is counted."""
+        with self.lock:
+            return self._entries.get(problem)
+
+    def put(self, problem: Problem, plan: Plan) -> None:
+        """Keep a plan in place of what is kept of its problem, which is destroyed."""
+        with self.lock:
+            before = self._entries.pop(problem, None)
+            self._entries[problem] = plan
+            if isinstance(before, Plan):
+                before.close()
+            self._evict()
 
     def use(self, problem: Problem, build: Callable[[], Plan], run: Callable[[Plan], T]) -> T:
         """``run`` the plan of a problem, building it first where it is not kept.
@@ -105,14 +133,32 @@ class PlanCache:
             if isinstance(entry, Plan):
                 entry.close()
 
-    def __str__(self) -> str:
+    def _rows(self) -> list[tuple[str, ...]]:
         with self.lock:
             entries = list(self._entries.items())
-        lines = [f"plan cache: {len(entries)} of at most {self.limit}, {self.hits} hits, {self.misses} misses"]
+        rows: list[tuple[str, ...]] = []
         for problem, entry in reversed(entries):
-            what = f"engine {entry.info.engine}, {entry.info.workspace} bytes" if isinstance(entry, Plan) else "refused"
-            lines.append(f"  {problem}: {what}")
+            if isinstance(entry, Plan):
+                i = entry.info
+                knobs = " ".join(f"{name}={value}" for name, value in i.knobs)
+                got = f"{i.build_ms:.1f} ms, {'loaded' if i.loaded else 'built'}"
+                rows.append((str(problem), f"{i.engine}{' tuned' * i.tuned}", knobs, f"{i.workspace} B", f"{i.size} B", got))
+            else:
+                rows.append((str(problem), "refused", "", "", "", ""))
+        return rows
+
+    def _title(self) -> str:
+        return f"plan cache: {self.size} of at most {self.limit}, {self.bytes} bytes, {self.hits} hits, {self.misses} misses"
+
+    def __str__(self) -> str:
+        lines = [self._title()]
+        for problem, *facts in self._rows():
+            named = (f"{name} {fact}" for name, fact in zip(self._COLUMNS[1:], facts, strict=True) if fact)
+            lines.append(f"  {problem}: {', '.join(named)}")
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return html.titled(self._title(), html.table(self._COLUMNS, self._rows()))
 
 
 def _usable(entry: Plan | Refusal) -> Plan:
@@ -144,6 +190,12 @@ class _Lease:
 
 _idle: dict[int, list[Session]] = {}
 _thread = threading.local()
+
+
+def has_session(context: int) -> bool:
+    """Whether :func:`session` would give a session that is there already, in this thread."""
+    lease: _Lease | None = getattr(_thread, "lease", None)
+    return lease is not None and context in lease.sessions
 
 
 def session(context: int) -> Session:

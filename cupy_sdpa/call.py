@@ -1,27 +1,35 @@
-"""A call's arguments, read and checked, and the engine that its arrays choose."""
+"""A call: on the engine that its arrays choose, run, explained, or tuned."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import math
-import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from . import gpu
+from .bucket import Policy, padding
 from .errors import CudnnError, Unsupported
 from .interpreter import evaluate
 from .patterns import graph_of
-from .problem import Problem, Signature, gradient_problem, problem
+from .problem import Problem, TensorSpec
 from .report import Report
 from .support import Reason, why_not
 
 if TYPE_CHECKING:  # cuDNN's rooms are entered only for CuPy arrays
+    from .cache import Session
     from .plan import Plan
+    from .tuning import Tuning
 
 T = TypeVar("T")
+
+#: Where :func:`cupy_sdpa.autotune` is in force: what has been tuned so far.
+tunings: ContextVar[list[Tuning] | None] = ContextVar("tunings", default=None)
 
 
 @dataclass
@@ -32,41 +40,85 @@ class Call:
     arrays: dict[str, Any]
     scalars: dict[str, float]
     on_gpu: bool
+    bucket: Policy | None = None
 
     def run(self) -> list[Any]:
         """Compute; gives the arrays of the results."""
         if self.on_gpu:
             with gpu.on_device_of(self.arrays["q"]) as device:
-                if self.problem.trivial:
-                    self._fill()
-                else:
-                    try:
-                        self._planned(device, self._launch)
-                    except (Unsupported, CudnnError) as error:
-                        error.add_note(f"asked for: {self.problem}")
-                        raise
-        elif self.problem.trivial:
-            self._fill()
+                try:
+                    self._compute(device)
+                except (Unsupported, CudnnError) as error:
+                    error.add_note(f"asked for: {self.problem}")
+                    raise
         else:
-            self._allocate()
-            evaluate(graph_of(self.problem), self.arrays, self.scalars)
+            self._compute(None)
         return [self.arrays[spec.name] for spec in self.problem.results]
 
     def explain(self) -> Report:
         """Whether and how :meth:`run` would run."""
-        graph = graph_of(self.problem)
+        asked = self.posed
         if not self.on_gpu:
-            return Report("numpy", self.problem, graph)
-        if self.problem.trivial:
-            return Report("cuDNN", self.problem, graph)
+            return Report("numpy", asked, graph_of(asked))
         with gpu.on_device_of(self.arrays["q"]) as device:
-            if reasons := self._objections(device):
-                return Report("cuDNN", self.problem, graph, reasons=tuple(reason.text for reason in reasons))
-            try:
-                plan = self._planned(device, lambda plan: plan.info)
-            except Unsupported as error:
-                return Report("cuDNN", self.problem, graph, reasons=tuple(str(error).splitlines()))
-        return Report("cuDNN", self.problem, plan.graph, plan)
+            return explain_here(asked, device)
+
+    def with_gradient_inputs(self) -> Call:
+        """A backward call that knows only q, k and v, with what the forward pass gives; the output serves as its gradient."""
+        if not self.problem.backward:
+            return self
+        known = {name: self.arrays[name] for name in ("q", "k", "v")}
+        p = self.problem
+        forward = dataclasses.replace(p, dout=None, dq=None, dk=None, dv=None, deterministic=False)
+        out, stats = Call(forward, dict(known), self.scalars, self.on_gpu, self.bucket).run()
+        return dataclasses.replace(self, arrays={**known, "out": out, "stats": stats, "dout": out})
+
+    @property
+    def posed(self) -> Problem:
+        """What the engine is given: what was asked, or that with its lengths rounded up."""
+        return self.bucket(self.problem) if self.bucket and not self.problem.trivial else self.problem
+
+    def _compute(self, device: int | None) -> None:
+        if self.problem.trivial:
+            self._fill()
+        elif self.bucket:
+            self._in_bucket(device)
+        elif device is None:
+            self._allocate()
+            evaluate(graph_of(self.problem), self.arrays, self.scalars)
+        else:
+            if tunings.get() is not None:
+                self._tune(device)
+            planned(self.problem, device, lambda _, plan: self._launch(plan))
+
+    def _in_bucket(self, device: int | None) -> None:
+        """With the inputs padded by zeros, as many keys seen as there are, and the results cut to their lengths."""
+        posed = self.posed
+        results = {spec.name for spec in posed.results}
+        arrays = {spec.name: self._padded(spec, spec.name in results) for spec in posed.tensors}
+        scalars = {**self.scalars, "keys": self.problem.k.shape[2]}
+        Call(posed, arrays, scalars, self.on_gpu)._compute(device)
+        self._allocate()
+        for name in results:
+            axis, of = padding(name)
+            length = self.problem.q.shape[2] if of == "q" else self.problem.k.shape[2]
+            self.arrays[name][...] = arrays[name][(slice(None),) * axis + (slice(length),)]
+
+    def _padded(self, spec: TensorSpec, result: bool) -> Any:
+        """An input as a dense array of the rounded length, zeros behind it; or an array for a result."""
+        source = self.arrays.get(spec.name)
+        empty = gpu.empty if self.on_gpu else _empty
+        if result:
+            return empty(spec.shape, np.float32 if spec.name == "stats" else self.arrays["q"].dtype)
+        assert source is not None, f"{spec.name} is no result and was not given"
+        if source.shape == spec.shape and source.flags.f_contiguous and not (self.on_gpu and source.data.ptr % spec.alignment):
+            return source
+        array = empty(spec.shape, source.dtype)
+        axis, _ = padding(spec.name)
+        before = (slice(None),) * axis
+        array[(*before, slice(source.shape[axis]))] = source
+        array[(*before, slice(source.shape[axis], None))] = 0
+        return array
 
     def _fill(self) -> None:
         """The results where there is nothing to compute: a sum over no key is 0, its logarithm -inf."""
@@ -82,172 +134,101 @@ class Call:
                 empty = gpu.cupy().empty if self.on_gpu else np.empty
                 self.arrays[spec.name] = empty(spec.shape, dtype, order="F")
 
-    def _objections(self, device: int) -> list[Reason]:
-        """What the support table has against the problem on this device, with the cuDNN that is loaded."""
-        from ._cudnn.library import library
-
-        return why_not(self.problem, library().version, gpu.capability(device))
-
-    def _planned(self, device: int, run: Callable[[Plan], T]) -> T:
-        """Run with the problem's plan, which is looked up or, after the support table has been asked, built."""
-        from .cache import session
-
-        here = session(gpu.context_id())
-
-        def build() -> Plan:
-            from .plan import plan_for
-
-            if reasons := self._objections(device):
-                raise reasons[0].error("\n".join(reason.text for reason in reasons))
-            return plan_for(self.problem, here.handle, capability=gpu.capability(device), memory=gpu.free_memory())
-
-        def run_on_stream(plan: Plan) -> T:
-            here.handle.set_stream(gpu.stream())
-            return run(plan)
-
-        return here.cache.use(self.problem, build, run_on_stream)
-
     def _launch(self, plan: Plan) -> None:
         self._allocate()
         workspace = gpu.allocate(plan.info.workspace)
-        plan.execute({name: array.data.ptr for name, array in self.arrays.items()}, self.scalars, workspace.ptr)
+        self._execute(plan, workspace.ptr)
+
+    def _execute(self, plan: Plan, workspace: int) -> None:
+        plan.execute({name: array.data.ptr for name, array in self.arrays.items()}, self.scalars, workspace)
+
+    def _tune(self, device: int) -> None:
+        """Measure every engine config on these arrays, unless that has been done, and keep the fastest."""
+        from .tuning import tune
+
+        done = tunings.get()
+        assert done is not None
+        if gpu.capturing():
+            raise RuntimeError("a stream is being captured: nothing can be measured now; tune before the capture begins")
+        self._allocate()
+        results = [self.arrays[spec.name] for spec in self.problem.results]
+
+        def measure(here: Session, plan: Plan) -> None:
+            if not plan.info.tuned:
+                done.append(tune(self.problem, plan, here.cache, self._execute, results))
+
+        planned(self.problem, device, measure)
 
 
-def read_forward(
-    q: Any, k: Any, v: Any, *, scale: Any, causal: Any, return_stats: bool, max_workspace: Any, out: Any, stats: Any
-) -> Call:
-    """Check a forward call's arguments; the first thing wrong is raised, before anything is allocated."""
-    arrays = _given(q=q, k=k, v=v, out=out, stats=stats)
-    on_gpu = _engine(arrays)
-    tau = _scale(scale, q)
-    asked = problem(
-        *(_signature(arrays.get(name)) for name in ("q", "k", "v", "out", "stats")),
-        bool(return_stats), _causal(causal), tau >= _SMALLEST_SCALE, _workspace(max_workspace),
-    )  # fmt: skip
-    _check_overlap(asked, arrays)
-    return Call(asked, arrays, {"scale": tau}, on_gpu)
+def _empty(shape: tuple[int, ...], dtype: Any) -> Any:
+    return np.empty(shape, dtype, order="F")
 
 
-def read_backward(
-    q: Any, k: Any, v: Any, *, scale: Any, causal: Any, deterministic: bool, max_workspace: Any, **others: Any
-) -> Call:
-    """Check a backward call's arguments; the first thing wrong is raised, before anything is allocated.
+def explain_here(problem: Problem, device: int) -> Report:
+    """Whether and how a problem would run on a device, which is the current one; its plan is kept for the call."""
+    graph = graph_of(problem)
+    if problem.trivial:
+        return Report("cuDNN", problem, graph)
+    if reasons := objections(problem, device):
+        return Report("cuDNN", problem, graph, reasons=tuple(map(str, reasons)), error=reasons[0].error)
+    try:
+        info = planned(problem, device, lambda _, plan: plan.info)
+    except Unsupported as error:
+        return Report("cuDNN", problem, graph, reasons=tuple(str(error).splitlines()))
+    return Report("cuDNN", problem, info.graph, info)
 
-    Args:
-        others: dout, out, stats, dq, dk and dv; what is None is taken to be dense.
+
+def objections(problem: Problem, device: int) -> list[Reason]:
+    """What the support table has against a problem on a device, with the cuDNN that is loaded."""
+    from ._cudnn.library import library
+
+    return why_not(problem, library().version, gpu.capability(device))
+
+
+def planned(problem: Problem, device: int, run: Callable[[Session, Plan], T]) -> T:
+    """Run with a problem's plan, which is looked up or, after the support table has been asked, built.
+
+    Raises:
+        Unsupported: there is no plan.
+        RuntimeError: there is none yet, and the stream is being captured.
     """
-    arrays = _given(q, k, v, **others)
-    on_gpu = _engine(arrays)
-    tau = _scale(scale, q)
-    asked = gradient_problem(
-        *(_signature(arrays.get(name)) for name in ("q", "k", "v", "dout", "out", "stats", "dq", "dk", "dv")),
-        _causal(causal), tau >= _SMALLEST_SCALE, bool(deterministic), _workspace(max_workspace),
-    )  # fmt: skip
-    _check_overlap(asked, arrays)
-    return Call(asked, arrays, {"scale": tau}, on_gpu)
+    from .cache import has_session, session
+
+    context = gpu.context_id()
+    if not has_session(context):
+        _not_while_capturing(problem)
+    here = session(context)
+
+    def build() -> Plan:
+        from .plan import Target, plan_for
+
+        if reasons := objections(problem, device):
+            raise reasons[0].error("\n".join(map(str, reasons)))
+        _not_while_capturing(problem)
+        memory = gpu.free_memory() if problem.deterministic else None
+        return plan_for(problem, Target(gpu.model(device), gpu.capability(device), here.handle, memory=memory))
+
+    def run_on_stream(plan: Plan) -> T:
+        here.handle.set_stream(gpu.stream())
+        return run(here, plan)
+
+    return here.cache.use(problem, build, run_on_stream)
 
 
-def _given(q: Any, k: Any, v: Any, **others: Any) -> dict[str, Any]:
-    """The arrays by name; those that may be left out and are None are left out."""
-    return {"q": q, "k": k, "v": v} | {name: array for name, array in others.items() if array is not None}
-
-
-def _causal(causal: Any) -> bool:
-    if causal not in (False, True, "top_left"):
-        raise ValueError(f"causal is {causal!r}; it must be False, True or 'top_left'")
-    return bool(causal)
-
-
-def _workspace(limit: Any) -> int | None:
-    if limit is None:
-        return None
-    if not isinstance(limit, numbers.Integral) or limit < 0:
-        raise ValueError(f"max_workspace is {limit!r}; it must be a number of bytes, 0 or more, or None for no limit")
-    return int(limit)
-
-
-def _check_overlap(asked: Problem, arrays: Mapping[str, Any]) -> None:
-    for spec in asked.results:
-        if spec.name in arrays:
-            for other in arrays:
-                if other != spec.name and _overlap(asked, arrays, spec.name, other):
-                    raise ValueError(
-                        f"{spec.name} overlaps {other} in memory: results would overwrite it; pass an array of its own"
-                    )
-
-
-def _engine(arrays: Mapping[str, Any]) -> bool:
-    """True where the arrays are CuPy's, on one device; False where they are numpy's."""
-    kinds = {}
-    for name, array in arrays.items():
-        if gpu.is_array(array):
-            kinds[name] = "CuPy"
-        elif type(array) in (np.ndarray, np.memmap):  # a subclass, such as a masked array, may mean more than its numbers
-            kinds[name] = "numpy"
-        else:
-            raise TypeError(
-                f"{name} is a {type(array).__module__}.{type(array).__qualname__}; attention takes numpy and CuPy arrays: "
-                "convert with numpy.asarray, cupy.asarray or cupy.from_dlpack"
-            )
-    if len(set(kinds.values())) > 1:
-        listed = ", ".join(f"{name} is a {kind} array" for name, kind in kinds.items())
-        raise TypeError(f"arrays are mixed: {listed}. Move them to one side with cupy.asarray(...) or cupy.asnumpy(...)")
-    if kinds["q"] == "numpy":
-        return False
-    devices = {name: array.data.device_id for name, array in arrays.items()}
-    if len(set(devices.values())) > 1:
-        listed = ", ".join(f"{name} on device {device}" for name, device in devices.items())
-        raise ValueError(
-            f"arrays are on different devices: {listed}. Copy them to one: with cupy.cuda.Device(...): cupy.asarray(...)"
+def _not_while_capturing(problem: Problem) -> None:
+    if gpu.capturing():
+        raise RuntimeError(
+            f"the stream is being captured into a CUDA graph, and there is no plan yet for {problem}: building one would "
+            "break the capture. Call once, or cupy_sdpa.explain(...), or cupy_sdpa.prepare(...), before it begins"
         )
-    return True
 
 
-def _signature(array: Any) -> Any:
-    """The array's :data:`Signature`, None of None."""
-    if array is None:
-        return None
-    address = array.data.ptr if gpu.is_array(array) else 16  # the interpreter reads any alignment
-    signature: Signature = (array.dtype.name, array.shape, array.strides, address & -address & 15 or 16)
-    return signature
-
-
-#: cuDNN gets the scale as float32: these are the least positive and the largest that it can hold without loss of range.
-_SMALLEST_SCALE, _LARGEST_SCALE = (float(x) for x in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
-
-
-def _scale(scale: Any, q: Any) -> float:
-    default = 1 / math.sqrt((q.shape[0] if q.ndim else 0) or 1)
-    if scale is None:
-        return default
-    if not isinstance(scale, numbers.Real):
-        raise TypeError(f"scale is a {type(scale).__name__}; it must be a number: float(...) makes one of an array")
-    value = float(scale)
-    if not abs(value) <= _LARGEST_SCALE:  # true of NaN too
-        raise ValueError(f"scale is {value}; it must be finite in float32. None stands for 1/sqrt(head_dim) = {default:.6g}")
-    return value
-
-
-def _overlap(asked: Problem, arrays: Mapping[str, Any], one: str, other: str) -> bool:
-    """Whether two arrays share an element; decided on addresses alone, no element is read."""
-    a, b = arrays[one], arrays[other]
-    if gpu.is_array(a):
-        (a_from, a_to), (b_from, b_to) = asked.extents[one], asked.extents[other]
-        apart = b.data.ptr - a.data.ptr
-        if a_to <= apart + b_from or apart + b_to <= a_from:
-            return False
-        a, b = np.asarray(_Standin(a)), np.asarray(_Standin(b))
-    return bool(np.shares_memory(a, b))
-
-
-class _Standin:
-    """What numpy needs to know of an array on a GPU to compare addresses; a numpy array made from it must not be read."""
-
-    def __init__(self, array: Any) -> None:
-        self.__array_interface__ = {
-            "data": (array.data.ptr, False),
-            "shape": array.shape,
-            "strides": array.strides,
-            "typestr": f"|V{array.dtype.itemsize}",
-            "version": 3,
-        }
+@contextlib.contextmanager
+def tuning_on() -> Iterator[list[Tuning]]:
+    """Have calls tuned; gives the list that what was found is added to."""
+    done: list[Tuning] = []
+    token = tunings.set(done)
+    try:
+        yield done
+    finally:
+        tunings.reset(token)

@@ -6,9 +6,14 @@ CuPy is imported only where the caller has done so already, or asks about the GP
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.util
+import math
 import sys
 from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
 
 
 def is_array(x: object) -> bool:
@@ -41,14 +46,39 @@ def on_device_of(array: Any) -> Iterator[int]:
             yield device
 
 
+def current_device() -> int | None:
+    """The number of CuPy's current device; None where there is no CuPy, or no GPU."""
+    if importlib.util.find_spec("cupy") is None or not cupy().cuda.is_available():
+        return None
+    return int(cupy().cuda.runtime.getDevice())
+
+
 def stream() -> int:
     """The address of CuPy's current stream."""
     return int(cupy().cuda.get_current_stream().ptr)
 
 
+def capturing() -> bool:
+    """Whether CuPy's current stream records what it is given into a CUDA graph, instead of running it."""
+    pointer = stream()
+    return bool(pointer) and bool(cupy().cuda.runtime.streamIsCapturing(pointer))  # the default stream cannot be captured
+
+
 def allocate(size: int) -> Any:
-    """``size`` bytes from CuPy's allocator; back in its pool when the result is let go, for later work of the same stream."""
+    """``size`` bytes for work of the current stream.
+
+    From CuPy's allocator, and back in its pool when the result is let go. While the stream is captured the memory belongs
+    to the graph: allocated by a node of it before the work and freed by one after it, in every replay.
+    """
+    if capturing():
+        return cupy().cuda.malloc_async(size)
     return cupy().cuda.alloc(size)
+
+
+def empty(shape: tuple[int, ...], dtype: Any) -> Any:
+    """A temporary array in Fortran order, in memory from :func:`allocate`."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    return cupy().ndarray(shape, dtype, allocate(max(size, 1)), order="F")
 
 
 def free_memory() -> int:
@@ -76,6 +106,22 @@ def context_id() -> int:
         if status:
             raise RuntimeError(f"no CUDA context is current: {status.name}")
     return int(number)
+
+
+@functools.cache
+def model(device: int) -> str:
+    """A device's name, compute capability and number of multiprocessors: what plans depend on."""
+    properties = cupy().cuda.runtime.getDeviceProperties(device)
+    return model_of(properties["name"].decode(), capability(device), properties["multiProcessorCount"])
+
+
+def model_of(name: str, capability: int, multiprocessors: int) -> str:
+    """The text that stands for a GPU's model.
+
+    >>> model_of("NVIDIA H200", 90, 132)
+    'NVIDIA H200, compute capability 9.0, 132 multiprocessors'
+    """
+    return f"{name}, compute capability {capability / 10}, {multiprocessors} multiprocessors"
 
 
 def capability(device: int) -> int:

@@ -52,6 +52,8 @@ def forward(problem: Problem) -> Graph:
     s = scaled(g, s, g.scalar("scale", g.accumulate), problem)
     if problem.causal:
         s = causal(g, s)
+    if problem.bounded:
+        s = below(g, s, "j", axis=3, name="keys")
     # P = softmax(S), L = log sum exp(S)    P is rounded to the dtype of v, as the tensor cores need it
     p = g.softmax("P = exp(S − L), L = logsumexp(S)", s, "P", problem.dtype, stats)
     # O = P V                               (B, Hq, Sq, Dv)
@@ -100,7 +102,9 @@ def backward(problem: Problem, direct: bool = False, guards: frozenset[str] = fr
     s = g.pointwise(f"{s} − L", "sub", s, stats, out=f"{s}−L")
     if problem.causal:
         s = causal(g, s)
-    if "keys" in guards:
+    if problem.bounded:
+        s = below(g, s, "j", axis=3, name="keys")
+    elif "keys" in guards:
         s = below(g, s, "j", axis=3)
     if "queries" in guards:
         s = below(g, s, "i", axis=2)
@@ -156,11 +160,18 @@ def causal(g: Builder, s: Tensor) -> Tensor:
     return masked(g, s, g.pointwise("visible = i ≥ j", "cmp_ge", row, column, out="visible", dtype="bool"))
 
 
-def below(g: Builder, s: Tensor, name: str, axis: int) -> Tensor:
-    """``S <- S where j < Skv, else -inf`` (or i and Sq): true of every element that exists."""
-    length = g.scalar(f"{name} length", "int32", value=s.shape[axis])
-    index = positions(g, s, f"{name}′", axis)
-    return masked(g, s, g.pointwise(f"{name}′ < {s.shape[axis]}", "cmp_lt", index, length, out=f"{name} exists", dtype="bool"))
+def below(g: Builder, s: Tensor, index: str, axis: int, name: str | None = None) -> Tensor:
+    """``S <- S where j < n, else -inf`` (or i).
+
+    Args:
+        index: the name of the index along the axis.
+        name: of the number n, which every call gives; None takes the length of ``s``: true of every element that exists.
+    """
+    length = None if name else s.shape[axis]
+    bound = g.scalar(name or f"{index} length", "int32", value=length)
+    position = positions(g, s, f"{index}′", axis)
+    seen = g.pointwise(f"{index}′ < {name or length}", "cmp_lt", position, bound, out=f"{index} exists", dtype="bool")
+    return masked(g, s, seen)
 
 
 def masked(g: Builder, s: Tensor, mask: Tensor) -> Tensor:

@@ -1,44 +1,59 @@
-"""Graph -> a finalized cuDNN execution plan: which engine, how much workspace, and why the others were refused."""
+"""Graph -> a finalized cuDNN execution plan, looked up on the shelf or built and put there; what is known of it; running it."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
+import json
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from ._cudnn.constants import AttributeType, HeurMode, KnobType, NumericalNote, name_of
+from ._cudnn.constants import AttributeType
 from ._cudnn.descriptor import Descriptor
 from ._cudnn.launch import Handle, Launcher
 from ._cudnn.library import library
+from .engines import Candidate, EngineConfig, Knobs, Search
 from .errors import CudnnError, Unsupported
 from .graph import Graph
 from .lowering import OperationGraph
 from .patterns import backward, forward
 from .problem import Problem
+from .shelf import Shelf, current
 from .support import guards
 from .version import version_text
 
 #: Scratch tensors begin at multiples of so many bytes, as CuPy's allocations do.
 ALIGNMENT = 256
 
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """An engine and its knobs, set by hand where heuristics do not offer them."""
-
-    engine: int
-    knobs: tuple[tuple[KnobType, int], ...]
-
-
 #: Hopper's backward engine, adding up dQ in a fixed order: the same bits in every run with no memory of size Sq x Skv.
 #: Heuristics never propose it. On an H200 with 9.28, 8192 by 8192, it takes 1.3 times as long as the default without a mask
 #: and 5.5 times with causal (benchmarks/results/h200_cudnn928_deterministic.csv).
-ORDERED = EngineConfig(6, ((KnobType.KERNEL_CFG, 2), (KnobType.TILE_M, 2), (KnobType.TILE_N, 1), (KnobType.STAGES, 4)))
+ORDERED = EngineConfig(6, (("KERNEL_CFG", 2), ("TILE_M", 2), ("TILE_N", 1), ("STAGES", 4)))
 #: The first cuDNN with it.
 ORDERED_SINCE = 92501
+
+
+@dataclass(frozen=True)
+class Target:
+    """The GPU that a plan is for.
+
+    Attributes:
+        model: what tells it from GPUs that need other plans: its name, compute capability and number of multiprocessors.
+        capability: its compute capability, 9.0 is 90.
+        handle: the handle that the plan will belong to, of a GPU that is here; None for one that is described.
+        description: of a GPU that need not be here, JSON as cuDNN writes it; such a plan cannot be run.
+        memory: bytes that could be allocated now; None where nobody knows.
+    """
+
+    model: str
+    capability: int
+    handle: Handle | None = None
+    description: str | None = None
+    memory: int | None = None
 
 
 @dataclass(frozen=True)
@@ -47,34 +62,49 @@ class PlanInfo:
 
     Attributes:
         engine: cuDNN's number of the engine.
+        knobs: the engine's settings, (name, value); -1 is the engine's own choice.
         workspace: bytes that an execution needs beside its arrays, scratch tensors included.
         notes: numerical notes, such as ``TENSOR_CORE`` and ``NONDETERMINISTIC``.
-        build_ms: milliseconds that heuristics and finalization took.
+        build_ms: milliseconds that it took to get the plan: to build it, or to load it from the shelf.
+        loaded: whether it was loaded.
+        tuned: whether it was chosen by measuring (:func:`cupy_sdpa.prepare`).
+        size: bytes of the plan in its serialized form, its kernel among them.
         refused: of every engine config that was tried before, its engine and cuDNN's reason.
         cudnn: the version that made it.
         graph: the steps that it computes.
     """
 
     engine: int
+    knobs: Knobs
     workspace: int
     notes: tuple[str, ...]
     build_ms: float
+    loaded: bool
+    tuned: bool
+    size: int
     refused: tuple[str, ...]
     cudnn: int
-    graph: Graph
+    graph: Graph = field(repr=False)
 
     def __str__(self) -> str:
-        notes = ", ".join(note.lower() for note in self.notes) or "no notes"
-        text = (
-            f"cuDNN {version_text(self.cudnn)} engine {self.engine} ({notes}), workspace {self.workspace} bytes, "
-            f"built in {self.build_ms:.0f} ms"
-        )
-        return "\n".join([text, *(f"refused: {reason}" for reason in self.refused)])
+        return "\n".join([", ".join(f"{name} {value}" for name, value in self.facts()), *self.reasons()])
+
+    def facts(self) -> Iterator[tuple[str, str]]:
+        """What there is to say of it, a name and a value each."""
+        yield "cuDNN", version_text(self.cudnn)
+        yield "engine", f"{self.engine}{', the fastest measured' * self.tuned}"
+        yield "knobs", " ".join(f"{name}={value}" for name, value in self.knobs) or "none"
+        yield "numerical notes", " ".join(note.lower() for note in self.notes) or "none"
+        yield "workspace", f"{self.workspace} bytes"
+        yield ("loaded in" if self.loaded else "built in"), f"{self.build_ms:.1f} ms"
+        yield "size", f"{self.size} bytes"
+
+    def reasons(self) -> list[str]:
+        """A line for every engine config that was refused before this one."""
+        return [f"refused: {reason}" for reason in self.refused]
 
 
-def plan_for(
-    problem: Problem, handle: Handle | None = None, device: str | None = None, *, capability: int, memory: int | None = None
-) -> Plan:
+def plan_for(problem: Problem, target: Target, shelf: Shelf | None = None) -> Plan:
     """The plan of a problem: of the ways to compute it the first that runs within the memory allowed.
 
     Deterministic gradients have two: writing dQ directly, for which cuDNN keeps dS, of size Sq x Skv; and, beyond that
@@ -82,86 +112,210 @@ def plan_for(
 
     Args:
         problem: what is asked.
-        handle, device: as for :class:`Plan`.
-        capability: the GPU's compute capability, 9.0 is 90.
-        memory: bytes that could be allocated now; None where nobody knows.
+        target: the GPU.
+        shelf: where plans are kept; None for the process's own.
 
     Raises:
         Unsupported: none of them runs; the message holds every reason.
     """
     limit = problem.max_workspace
     if not problem.backward:
-        return Plan(forward(problem), handle, device, limit=limit)
-    needed = guards(problem, library().version, capability)
+        return make(forward(problem), target, limit=limit, shelf=shelf)
+    needed = guards(problem, library().version, target.capability)
     if not problem.deterministic:
-        return Plan(backward(problem, guards=needed), handle, device, limit=limit)
-    within = min((bound for bound in (limit, memory) if bound is not None), default=None)
+        return make(backward(problem, guards=needed), target, limit=limit, shelf=shelf)
     try:
-        return Plan(backward(problem, direct=True, guards=needed), handle, device, limit=within)
+        plan = make(backward(problem, direct=True, guards=needed), target, limit=limit, shelf=shelf)
+        if target.memory is None or plan.info.workspace <= target.memory:
+            return plan
+        plan.close()
+        raise Unsupported(
+            "the memory does not suffice:\n"
+            f"  engine {plan.info.engine}: it needs a workspace of {plan.info.workspace} bytes, {target.memory} are free"
+        )
     except Unsupported as quadratic:
         version = library().version
-        if version < ORDERED_SINCE or not 90 <= capability < 100:
+        if version < ORDERED_SINCE or not 90 <= target.capability < 100:
             raise Unsupported(
                 f"{quadratic}\n  the engine that needs less came with cuDNN {version_text(ORDERED_SINCE)}, for Hopper only: "
-                f"this is cuDNN {version_text(version)} and compute capability {capability / 10}"
+                f"this is cuDNN {version_text(version)} and compute capability {target.capability / 10}"
             ) from None
+        bounds = [bound for bound in (limit, target.memory) if bound is not None]
         before = str(quadratic).splitlines()[1:]
-        return Plan(backward(problem, guards=needed), handle, device, config=ORDERED, limit=within, refused=before)
+        graph = backward(problem, guards=needed)
+        return make(graph, target, config=ORDERED, limit=min(bounds, default=None), refused=before, shelf=shelf)
+
+
+def make(
+    graph: Graph,
+    target: Target,
+    *,
+    config: EngineConfig | None = None,
+    limit: int | None = None,
+    refused: Sequence[str] = (),
+    shelf: Shelf | None = None,
+) -> Plan:
+    """The plan of a graph: loaded where the shelf has it, else built and put there.
+
+    Args:
+        graph: what to compute.
+        target: the GPU.
+        config: the engine to use; None asks heuristics.
+        limit: bytes of workspace that the plan may need; None for no limit.
+        refused: reasons against what was tried before.
+        shelf: where plans are kept; None for the process's own.
+
+    Raises:
+        Unsupported: no engine config can be finalized; the message holds every config's reason.
+        CudnnError: cuDNN failed.
+    """
+    shelf = shelf or current()
+    key = shelf_key(graph, target, config, limit)
+    with shelf.building(key):
+        content = shelf.get(key)
+        if content is not None:
+            try:
+                return load(content, graph, target, key)
+            except (CudnnError, Unsupported, ValueError, LookupError, TypeError) as error:
+                shelf.reject(key, f"{type(error).__name__}: {error}")
+        started = time.perf_counter()
+        with searching(graph, target, limit, refused) as (search, uids):
+            kept = Kept(uids, search.first(config), tuple(search.refused))
+        try:
+            plan = Plan(kept, graph, target, key, (time.perf_counter() - started) * 1e3)
+            shelf.put(key, kept.content())
+        except BaseException:
+            kept.candidate.close()
+            raise
+    return plan
+
+
+def load(content: bytes, graph: Graph, target: Target, key: str) -> Plan:
+    """The plan in an entry of the shelf, made ready for the target.
+
+    Raises:
+        CudnnError, Unsupported, ValueError, LookupError, TypeError: it is of no use to this cuDNN.
+    """
+    started = time.perf_counter()
+    head, _, text = content.partition(b"\n")
+    known = json.loads(head)
+    descriptor = Descriptor("EXECUTION_PLAN")
+    try:
+        with contextlib.ExitStack() as stack:
+            if target.handle is not None:
+                descriptor.set_handle(target.handle.pointer)
+            else:
+                descriptor.set("DEVICEPROP", stack.enter_context(_described(target)))
+            descriptor.set("JSON_REPRESENTATION", text)
+            descriptor.finalize("load a serialized plan")
+        need: int = descriptor.get("WORKSPACE_SIZE", AttributeType.INT64)[0]
+        if need != known["need"]:
+            raise ValueError(f"its workspace is {need} bytes, {known['need']} were written down")
+        knobs = tuple((str(name), int(value)) for name, value in known["knobs"])
+        candidate = Candidate(
+            descriptor, text.decode(), int(known["engine"]), knobs, tuple(known["notes"]), need, known["build_ms"]
+        )
+        kept = Kept(dict(known["uids"]), candidate, tuple(known["refused"]), bool(known["tuned"]))
+        return Plan(kept, graph, target, key, (time.perf_counter() - started) * 1e3, loaded=True)
+    except BaseException:
+        descriptor.close()
+        raise
+
+
+def shelf_key(graph: Graph, target: Target, config: EngineConfig | None, limit: int | None) -> str:
+    """The key of a plan: of everything that it depends on, the graph by its structure and its layouts."""
+    what = (library().build, target.model, repr(graph), repr(config), repr(limit))
+    return hashlib.sha256("\0".join(what).encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def searching(
+    graph: Graph, target: Target, limit: int | None = None, refused: Sequence[str] = (), *, guarded: bool = True
+) -> Iterator[tuple[Search, dict[str, int]]]:
+    """A search for engine configs of a graph, and cuDNN's numbers of its tensors.
+
+    Args:
+        graph, target, limit, refused: as for :func:`make`.
+        guarded: see :class:`OperationGraph`.
+    """
+    handle = target.handle.pointer if target.handle else None
+    with contextlib.ExitStack() as stack:
+        lowered = stack.enter_context(OperationGraph(graph, handle, guarded=guarded))
+        device = None if target.description is None else stack.enter_context(_described(target))
+        yield Search(lowered.descriptor, handle, device, limit, Scratch(graph).total, list(refused)), lowered.uids
+
+
+@dataclass(frozen=True)
+class Kept:
+    """All that it takes to have a plan again without planning.
+
+    Attributes:
+        uids: cuDNN's numbers of the tensors that are handed over.
+        candidate: the plan.
+        refused: the reasons against what was tried before.
+        tuned: whether it was chosen by measuring.
+    """
+
+    uids: dict[str, int]
+    candidate: Candidate
+    refused: tuple[str, ...] = ()
+    tuned: bool = False
+
+    def content(self) -> bytes:
+        """As an entry of the shelf: a line of facts, then cuDNN's text."""
+        c = self.candidate
+        facts: dict[str, Any] = {
+            "uids": self.uids, "engine": c.engine, "knobs": c.knobs, "notes": c.notes, "need": c.need,
+            "build_ms": round(c.build_ms, 3), "refused": self.refused, "tuned": self.tuned,
+        }  # fmt: skip
+        return json.dumps(facts).encode() + b"\n" + c.text.encode()
+
+
+class Scratch:
+    """Where a graph's scratch tensors lie in the workspace: behind cuDNN's own part."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._sizes = {t.name: _aligned(math.prod(t.shape) * 4) for t in graph.by_role("scratch")}
+
+    def total(self, need: int) -> int:
+        """Bytes of the workspace, where cuDNN needs ``need`` of them."""
+        return _aligned(need) + sum(self._sizes.values()) if self._sizes else need
+
+    def starts(self, need: int) -> dict[str, int]:
+        """Where every scratch tensor begins."""
+        return dict(zip(self._sizes, itertools.accumulate(self._sizes.values(), initial=_aligned(need)), strict=False))
 
 
 class Plan:
     """A finalized plan, ready to run; owned by a plan cache, which closes it.
 
     Args:
-        graph: what to compute.
-        handle: the handle that the plan will belong to; None plans for ``device`` instead.
-        device: a description of a GPU that need not be here (JSON as cuDNN writes it); such a plan cannot be run.
-        config: the engine to use; None asks heuristics.
-        limit: bytes of workspace that the plan may need; None for no limit.
-        refused: reasons against what was tried before.
-        guarded: see :class:`OperationGraph`.
+        kept: the plan itself.
+        graph: what it computes.
+        target: the GPU that it is for.
+        key: where it is on the shelf.
+        build_ms, loaded: how it was got.
 
-    Raises:
-        Unsupported: no engine config can be finalized; the message holds every config's reason.
-        CudnnError: cuDNN failed.
+    Attributes:
+        info: what is known of it.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        handle: Handle | None = None,
-        device: str | None = None,
-        *,
-        config: EngineConfig | None = None,
-        limit: int | None = None,
-        refused: Sequence[str] = (),
-        guarded: bool = True,
-    ) -> None:
-        started = time.perf_counter()
-        self._handle = handle
-        scratch = graph.by_role("scratch")
-        sizes = [_aligned(math.prod(t.shape) * 4) for t in scratch]
-        choice = _Choice(handle.pointer if handle else None, limit, sum(sizes), list(refused))
-        with contextlib.ExitStack() as stack:
-            lowered = stack.enter_context(OperationGraph(graph, choice.handle, guarded=guarded))
-            if device is not None:
-                choice.device = stack.enter_context(Descriptor("DEVICEPROP"))
-                choice.device.set("JSON_REPRESENTATION", device.encode())
-                choice.device.finalize("read the description of the GPU")
-            chosen = choice.by_hand(lowered.descriptor, config) if config else choice.by_heuristics(lowered.descriptor)
-            uids = lowered.uids
-        self._descriptor, engine, notes, need = chosen
-        build_ms = (time.perf_counter() - started) * 1e3
-        #: Where every scratch tensor lies in the workspace: behind cuDNN's own part.
-        starts = itertools.accumulate(sizes, initial=_aligned(need))
-        self._scratch = {t.name: start for t, start in zip(scratch, starts, strict=False)}
-        workspace = _aligned(need) + sum(sizes) if sizes else need
-        self.info = PlanInfo(engine, workspace, notes, build_ms, tuple(choice.refused), library().version, graph)
+    def __init__(self, kept: Kept, graph: Graph, target: Target, key: str, build_ms: float, *, loaded: bool = False) -> None:
+        c, scratch = kept.candidate, Scratch(graph)
+        self.key, self.target = key, target
+        self._descriptor = c.descriptor
+        self._kept = replace(kept, candidate=replace(c, text=""))  # cuDNN has it too, see content()
+        self._scratch = scratch.starts(c.need)
+        self.info = PlanInfo(
+            c.engine, c.knobs, scratch.total(c.need), c.notes, build_ms, loaded, kept.tuned, len(c.text), kept.refused,
+            library().version, graph,
+        )  # fmt: skip
         self._arrays = [t.name for t in graph.by_role("input", "output", "scratch")]
         numbers = graph.by_role("scalar")
         self._scalars = [t.name for t in numbers if t.value is None]
+        uids = kept.uids
         self._launcher = Launcher(
-            self._descriptor, [uids[name] for name in self._arrays], [(uids[t.name], t.dtype, t.value) for t in numbers]
+            c.descriptor, [uids[name] for name in self._arrays], [(uids[t.name], t.dtype, t.value) for t in numbers]
         )
 
     def execute(self, addresses: Mapping[str, int], scalars: Mapping[str, float], workspace: int = 0) -> None:
@@ -172,140 +326,40 @@ class Plan:
             scalars: the numbers that the graph leaves open, by name.
             workspace: address of at least ``info.workspace`` bytes.
         """
-        assert self._handle is not None, "planned for a GPU that is not here"
+        assert self.target.handle is not None, "planned for a GPU that is not here"
         if self._scratch:
             addresses = {**addresses, **{name: workspace + start for name, start in self._scratch.items()}}
         self._launcher.launch(
-            self._handle, [addresses[name] for name in self._arrays], [scalars[name] for name in self._scalars], workspace
+            self.target.handle, [addresses[name] for name in self._arrays], [scalars[name] for name in self._scalars], workspace
         )
+
+    def mark_tuned(self) -> None:
+        """Note that it was chosen by measuring."""
+        self._kept = replace(self._kept, tuned=True)
+        self.info = replace(self.info, tuned=True)
+
+    def content(self) -> bytes:
+        """As an entry of the shelf."""
+        text = self._descriptor.get_text("JSON_REPRESENTATION")
+        return replace(self._kept, candidate=replace(self._kept.candidate, text=text)).content()
 
     def close(self) -> None:
         """Destroy the plan; the kernels that it has enqueued run on."""
         self._descriptor.close()
 
 
+def _described(target: Target) -> Descriptor:
+    """cuDNN's reading of a described GPU; the caller closes it."""
+    assert target.description is not None
+    device = Descriptor("DEVICEPROP")
+    try:
+        device.set("JSON_REPRESENTATION", target.description.encode())
+        device.finalize("read the description of the GPU")
+    except BaseException:
+        device.close()
+        raise
+    return device
+
+
 def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-#: A finalized plan, its engine, its notes, and the bytes of workspace that cuDNN wants.
-_Chosen = tuple[Descriptor, int, tuple[str, ...], int]
-
-
-@dataclass
-class _Choice:
-    """The search for an engine config that finalizes and keeps within the limit; what was refused on the way is kept."""
-
-    handle: int | None
-    limit: int | None
-    scratch: int
-    refused: list[str]
-    device: Descriptor | None = None
-
-    def by_heuristics(self, graph: Descriptor) -> _Chosen:
-        """The first that does, in the order of cuDNN's heuristics."""
-        for mode in (HeurMode.A, HeurMode.FALLBACK):
-            library().last_error()  # forget what was said before
-            try:
-                configs = _configs(graph, mode, self.device)
-            except Unsupported as error:
-                self.refused.append(f"heuristics {mode.name}: {error}")
-                continue
-            if not configs and not self.refused:  # no failure, but cuDNN says in its error text why it proposes nothing
-                said = library().last_error() or ["no reason given"]
-                self.refused += [f"heuristics {mode.name} proposed none: {cause}" for cause in said]
-            try:
-                while configs:
-                    with configs.pop(0) as config:
-                        if chosen := self._try(config):
-                            return chosen
-            finally:
-                _close(configs)
-        raise self._refusal()
-
-    def by_hand(self, graph: Descriptor, wanted: EngineConfig) -> _Chosen:
-        """The engine and knobs named."""
-        with contextlib.ExitStack() as stack:
-            engine = stack.enter_context(Descriptor("ENGINE"))
-            engine.set("OPERATION_GRAPH", graph)
-            engine.set("GLOBAL_INDEX", wanted.engine)
-            if self.device is not None:
-                engine.set("DEVICEPROP", self.device)
-            engine.finalize(f"take engine {wanted.engine}")
-            choices = []
-            for knob, value in wanted.knobs:
-                choice = stack.enter_context(Descriptor("KNOB_CHOICE"))
-                choice.set("KNOB_TYPE", knob)
-                choice.set("KNOB_VALUE", value)
-                choice.finalize(f"set knob {knob.name}")
-                choices.append(choice)
-            config = stack.enter_context(Descriptor("ENGINECFG"))
-            config.set("ENGINE", engine)
-            config.set("KNOB_CHOICES", choices)
-            config.finalize(f"configure engine {wanted.engine}")
-            if chosen := self._try(config):
-                return chosen
-        raise self._refusal()
-
-    def _try(self, config: Descriptor) -> _Chosen | None:
-        """Finalize a plan; None, and the reason kept, where it cannot be or needs too much."""
-        engine, notes = _engine(config)
-        plan = Descriptor("EXECUTION_PLAN")
-        try:
-            if self.handle is not None:
-                plan.set_handle(self.handle)
-            plan.set("ENGINE_CONFIG", config)
-            if self.device is not None:
-                plan.set("DEVICEPROP", self.device)
-            plan.finalize(f"finalize a plan with engine {engine}")
-            need: int = plan.get("WORKSPACE_SIZE", AttributeType.INT64)[0]
-            total = _aligned(need) + self.scratch if self.scratch else need
-            if self.limit is not None and total > self.limit:
-                raise Unsupported(f"it needs a workspace of {total} bytes, {self.limit} are allowed or free")
-            return plan, engine, notes, need
-        except BaseException as error:
-            plan.close()
-            # A kernel that does not compile (4001) is one engine's failure: the next may do.
-            if not isinstance(error, (Unsupported, CudnnError)):
-                raise
-            self.refused.append(f"engine {engine}: {error}")
-            return None
-
-    def _refusal(self) -> Unsupported:
-        reasons = "\n".join(f"  {reason}" for reason in self.refused)
-        return Unsupported(f"cuDNN {version_text(library().version)} has no engine for this graph:\n{reasons}")
-
-
-def _configs(graph: Descriptor, mode: HeurMode, device: Descriptor | None) -> list[Descriptor]:
-    """The engine configs that heuristics propose, the most promising first; the caller closes them."""
-    with Descriptor("ENGINEHEUR") as heuristics:
-        heuristics.set("OPERATION_GRAPH", graph)
-        heuristics.set("MODE", mode)
-        if device is not None:
-            heuristics.set("DEVICEPROP", device)
-        heuristics.finalize("ask the heuristics for engines")
-        count = heuristics.count("RESULTS", AttributeType.BACKEND_DESCRIPTOR)
-        configs: list[Descriptor] = []
-        try:
-            for _ in range(count):
-                configs.append(Descriptor("ENGINECFG"))
-            filled = heuristics.fill("RESULTS", configs) if configs else 0
-        except BaseException:
-            _close(configs)
-            raise
-    _close(configs[filled:])  # before anything long runs
-    return configs[:filled]
-
-
-def _engine(config: Descriptor) -> tuple[int, tuple[str, ...]]:
-    """The number of an engine config's engine, and its numerical notes."""
-    with Descriptor("ENGINE") as engine:
-        config.fill("ENGINE", [engine])
-        notes = engine.get("NUMERICAL_NOTE", AttributeType.NUMERICAL_NOTE, count=16)
-        names = tuple(name_of(NumericalNote, note) or f"note {note}" for note in notes)
-        return engine.get("GLOBAL_INDEX", AttributeType.INT64)[0], names
-
-
-def _close(descriptors: Sequence[Descriptor]) -> None:
-    for descriptor in descriptors:
-        descriptor.close()

@@ -60,6 +60,8 @@ class Problem:
         dq, dk, dv: the gradients of q, k and v, of their shapes.
         deterministic: whether the result is to be the same, bit for bit, in every run.
         max_workspace: bytes that cuDNN may use beside the arrays; None for no limit.
+        bounded: whether only the first keys are seen, as many as the call says in the number ``keys``; lengths that were
+            rounded up to a bucket.
     """
 
     q: TensorSpec
@@ -75,13 +77,19 @@ class Problem:
     dv: TensorSpec | None = None
     deterministic: bool = False
     max_workspace: int | None = None
+    bounded: bool = False
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((*self.tensors, self.causal, self.deterministic, self.max_workspace)))
+        what = (*self.tensors, self.causal, self.deterministic, self.max_workspace, self.bounded)
+        object.__setattr__(self, "_hash", hash(what))
 
     def __hash__(self) -> int:
         return self._hash
+
+    def __reduce__(self) -> tuple[type[Problem], tuple[object, ...]]:
+        # Made anew in another process: the kept hash is this one's.
+        return Problem, tuple(getattr(self, f.name) for f in dataclasses.fields(self) if f.init)
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int, int, int]:
@@ -130,10 +138,12 @@ class Problem:
         group = "" if hq == hkv else f" ({'MQA' if hkv == 1 else 'GQA'}, {hq // hkv} query heads a key head)"
         dims = f"head dim {d}" if d == dv else f"head dim {d} (values {dv})"
         mask = "causal from the top left" if self.causal else "no mask"
+        bucket = ", lengths rounded up" if self.bounded else ""
         kind = f"{'deterministic ' * self.deterministic}backward" if self.backward else "forward"
+        also = ", with log-sum-exp" if self.stats and not self.backward else ""
         return (
             f"{kind} attention, {self.dtype}: batch {b}, {hq} query and {hkv} key/value heads{group}, "
-            f"{sq} queries, {skv} keys, {dims}, {mask}{', with log-sum-exp' if self.stats and not self.backward else ''}"
+            f"{sq} queries, {skv} keys{bucket}, {dims}, {mask}{also}"
         )
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from . import html
+from .errors import Unsupported
 from .graph import Graph
 from .problem import Problem
 
@@ -21,8 +23,10 @@ class Report:
         engine: ``cuDNN`` or ``numpy``.
         problem: what was asked.
         graph: the steps that the engine would run.
-        plan: cuDNN's plan; None on numpy, where none is needed, and where there is a reason against it.
+        plan: cuDNN's plan; None on numpy, where none is needed, where there is a reason against it, and where none was made.
         reasons: everything that speaks against it.
+        note: what else there is to say of the answer, such as that it was not planned; empty where there is nothing.
+        error: what the call would raise.
     """
 
     engine: str
@@ -30,13 +34,15 @@ class Report:
     graph: Graph
     plan: PlanInfo | None = None
     reasons: tuple[str, ...] = ()
+    note: str = ""
+    error: type[Exception] = Unsupported
 
     @property
     def workspace(self) -> int | None:
-        """Bytes of the GPU's memory that the call would use beside its arrays; 0 on numpy, None where it cannot run."""
-        if self.reasons:
-            return None
-        return self.plan.workspace if self.plan else 0
+        """Bytes of the GPU's memory that the call would use beside its arrays; 0 on numpy, None where that is not known."""
+        if self.engine == "numpy" or self.problem.trivial:
+            return 0
+        return self.plan.workspace if self.plan else None
 
     def __bool__(self) -> bool:
         return not self.reasons
@@ -48,12 +54,44 @@ class Report:
         yield str(self.problem)
         yield "steps:"
         yield from self.graph.lines()
+        yield self._verdict()
+        yield from (f"  {reason}" for reason in self.reasons)
+        if self.plan:
+            facts = list(self.plan.facts())
+            width = max(len(name) for name, _ in facts)
+            yield from (f"  {name:<{width}}  {value}" for name, value in facts)
+            yield from (f"  {reason}" for reason in self.plan.reasons())
+
+    def _verdict(self) -> str:
         if self.reasons:
-            yield f"cannot run on {self.engine}:"
-            yield from (f"  {reason}" for reason in self.reasons)
+            verdict = f"cannot run on {self.engine}"
         elif self.problem.trivial:
-            yield "runs without a kernel: there is no key to see, or no result to give"
-        elif self.plan:
-            yield f"runs on cuDNN: {self.plan}"
+            return "runs without a kernel: there is no key to see, or no result to give"
+        elif self.engine == "numpy":
+            return "runs on the CPU: the arrays are numpy's"
         else:
-            yield "runs on the CPU: the arrays are numpy's"
+            verdict = f"runs on {self.engine}"
+        return f"{verdict}{f' ({self.note})' if self.note else ''}{':' if self.plan or self.reasons else ''}"
+
+    def _repr_html_(self) -> str:
+        tensors = [("", t.role, t.name, _shape(t.shape), t.dtype) for t in self.graph.by_role("input")]
+        steps = [
+            (str(number), ", ".join(t.name for t in node.outputs if t.role == "output"), node.formula, _shape(node.out.shape),
+             node.out.dtype)
+            for number, node in enumerate(self.graph.nodes, 1)
+        ]  # fmt: skip
+        body = html.folded("steps", html.table(("step", "array", "formula", "shape", "dtype"), [*tensors, *steps]))
+        verdict = self._verdict().removesuffix(":")
+        if self.reasons:
+            body += html.table((verdict,), [(reason,) for reason in self.reasons])
+        elif self.plan:
+            body += html.table((verdict, ""), self.plan.facts())
+            if self.plan.refused:
+                body += html.folded("refused before", html.table(("reason",), [(reason,) for reason in self.plan.refused]))
+        else:
+            body += html.table((verdict,), [])
+        return html.titled(str(self.problem), body)
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))

@@ -7,6 +7,8 @@ the process inside cuDNN away from it.
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,18 +16,26 @@ from typing import NamedTuple
 from .errors import Unsupported
 from .graph import Graph, Matmul, Pointwise
 from .problem import ITEMSIZE, Problem, TensorSpec
-from .version import MINIMUM_CUDNN, version_text
+from .version import MINIMUM_CUDNN, RELEASES, version_text
 
 #: The oldest GPU generation with cuDNN's flash attention (Ampere), as major * 10 + minor.
 MINIMUM_CAPABILITY = 80
+#: The GPU generations, by a compute capability that stands for each.
+GENERATIONS = {80: "Ampere", 89: "Ada", 90: "Hopper", 100: "Blackwell", 120: "GeForce Blackwell"}
+#: Names the rows of the table that are not to hold, separated by commas.
+SWITCH = "CUPY_SDPA_GUARDS_OFF"
 
 
 class Reason(NamedTuple):
-    """Why a problem cannot run: the rule, the class of the exception that says so, and the sentence."""
+    """Why a problem cannot run: the rule, the class of the exception that says so, the sentence, and what would lift it."""
 
     rule: str
     error: type[Exception]
     text: str
+    lift: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.text}. It would run {self.lift}" if self.lift else self.text
 
 
 @dataclass(frozen=True)
@@ -55,12 +65,51 @@ def why_not(problem: Problem, cudnn: int, capability: int) -> list[Reason]:
         cudnn: cuDNN's version as it counts, 9.19.0 is 91900.
         capability: the GPU's compute capability, 9.0 is 90.
     """
-    reasons = [Reason(rule.name, rule.error, text) for rule in RULES for text in rule.violations(problem, cudnn, capability)]
+    return [reason._replace(lift=_lift(reason, problem, cudnn, capability)) for reason in _reasons(problem, cudnn, capability)]
+
+
+def _reasons(problem: Problem, cudnn: int, capability: int) -> list[Reason]:
+    off = turned_off()
+    reasons = [
+        Reason(rule.name, rule.error, text)
+        for rule in RULES
+        if rule.name not in off
+        for text in rule.violations(problem, cudnn, capability)
+    ]
     for bug in BUGS:
-        if not bug.guards and bug.met_by(problem, cudnn, capability):
+        if not bug.guards and bug.name not in off and bug.met_by(problem, cudnn, capability):
             text = f"{bug.when}: {bug.effect} with cuDNN {version_text(cudnn)} on this GPU: {bug.remedy} ({bug.link})"
             reasons.append(Reason(bug.name, Unsupported, text))
     return reasons
+
+
+def _lift(reason: Reason, problem: Problem, cudnn: int, capability: int) -> str:
+    """The cuDNN releases and the GPUs on which a reason would fall away; nothing where none would help."""
+    if reason.error is not Unsupported:
+        return ""
+
+    def free(version: int, gpu: int) -> bool:
+        return reason.rule not in {other.rule for other in _reasons(problem, version, gpu)}
+
+    newer = [v for v in RELEASES if v > cudnn and free(v, capability)]
+    older = [v for v in RELEASES if v < cudnn and free(v, capability)]
+    versions = [f"with cuDNN {version_text(v)}" for v in (newer[:1] or older[-1:])]
+    gpus = [name for gpu, name in GENERATIONS.items() if gpu != capability and free(cudnn, gpu)]
+    return ", or ".join([*versions, *([f"on {', '.join(gpus)}"] if gpus else [])])
+
+
+@functools.cache
+def turned_off() -> frozenset[str]:
+    """The rows of the table that the environment turns off, read once; for whoever knows better, or wants to measure.
+
+    Raises:
+        ValueError: a name that is no row, or one of a row that keeps memory safe.
+    """
+    named = frozenset(filter(None, os.environ.get(SWITCH, "").replace(" ", "").split(",")))
+    allowed = {bug.name for bug in BUGS} | {rule.name for rule in RULES if rule.error is Unsupported}
+    if unknown := named - allowed:
+        raise ValueError(f"{SWITCH} names {', '.join(sorted(unknown))}; it can turn off {', '.join(sorted(allowed))}")
+    return named
 
 
 def _version(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
@@ -266,7 +315,8 @@ BUGS: tuple[Bug, ...] = (
 
 def guards(problem: Problem, cudnn: int, capability: int) -> frozenset[str]:
     """The guards that :func:`cupy_sdpa.patterns.backward` needs against known bugs."""
-    return frozenset().union(*(bug.guards for bug in BUGS if bug.met_by(problem, cudnn, capability)))
+    met = (bug for bug in BUGS if bug.name not in turned_off() and bug.met_by(problem, cudnn, capability))
+    return frozenset().union(*(bug.guards for bug in met))
 
 
 def deadly(graph: Graph) -> list[str]:

@@ -7,6 +7,9 @@ __version__ = "0.1.0.dev0"
 #: The oldest cuDNN that this package runs on: the oldest that it was measured with.
 MINIMUM_CUDNN = 91900
 
+#: The releases from there on that plans were made with.
+RELEASES = (91900, 92000, 92100, 92200, 92300, 92400, 92401, 92501, 92600, 92601, 92700, 92800)
+
 
 def version_text(version: int) -> str:
     """A cuDNN version as people write it.
@@ -15,3 +18,19 @@ def version_text(version: int) -> str:
     ('9.19.0', '9.25.1')
     """
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
+def version_number(text: str) -> int:
+    """A cuDNN version as cuDNN counts; what is left out at the end is 0.
+
+    Raises:
+        ValueError: it is no version.
+
+    >>> version_number("9.19"), version_number("9.25.1"), version_number("9.28.0.42")
+    (91900, 92501, 92800)
+    """
+    parts = text.split(".")
+    if not 1 < len(parts) < 5 or not all(part.isdecimal() for part in parts):
+        raise ValueError(f"{text!r} is no cuDNN version; write it as 9.19 or 9.25.1")
+    major, minor, patch = (int(part) for part in [*parts, "0"][:3])
+    return major * 10000 + minor * 100 + patch

@@ -5,30 +5,17 @@ is told of the GPU. The stub must never be seen by a process that may use a GPU,
 cuDNN, so all of this happens in children.
 """
 
-import ctypes
 import multiprocessing
-import shutil
-import subprocess
-import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from pathlib import Path
-
-COMPILERS = ("cc", "gcc", "clang")
+from dataclasses import replace
 
 
-def build_stub(folder: Path) -> Path:
-    """Compile the stub driver."""
-    compiler = next(filter(None, map(shutil.which, COMPILERS)))
-    target = folder / "libcuda.so.1"
-    source = Path(__file__).with_name("stub_libcuda.c")
-    subprocess.run([compiler, "-shared", "-fPIC", "-w", "-Wl,-soname,libcuda.so.1", "-o", str(target), str(source)], check=True)
-    return target
+def ready() -> None:
+    """In a child: take the stub for the driver before cuDNN looks for one."""
+    from cupy_sdpa._cudnn.driver import use_stub
 
-
-def use_stub(path: str) -> None:
-    """In a child: load the stub before cuDNN looks for the driver."""
-    ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+    use_stub()
 
 
 def library_version() -> int | str:
@@ -44,11 +31,13 @@ def library_version() -> int | str:
 
 def plan_problem(problem, gpu: str, memory=None):
     """In a child: plan a problem as a call would; gives the PlanInfo, or the text of the refusal."""
-    from cupy_sdpa import Unsupported, gpus
+    from cupy_sdpa import Unsupported
+    from cupy_sdpa.offline import described
     from cupy_sdpa.plan import plan_for
+    from cupy_sdpa.shelf import Shelf
 
     try:
-        plan = plan_for(problem, device=gpus.describe(gpu), capability=gpus.capability(gpu), memory=memory)
+        plan = plan_for(problem, replace(described(gpu), memory=memory), Shelf(None))
     except Unsupported as error:
         return str(error)
     plan.close()
@@ -57,21 +46,24 @@ def plan_problem(problem, gpu: str, memory=None):
 
 def plan_graph(graph, gpu: str, guarded: bool = True, config=None):
     """In a child: plan a graph for a described GPU; gives the PlanInfo, or the text of the refusal."""
-    from cupy_sdpa import Unsupported, gpus
-    from cupy_sdpa.plan import Plan
+    from cupy_sdpa import Unsupported
+    from cupy_sdpa.offline import described
+    from cupy_sdpa.plan import Kept, Plan, searching
 
+    target = described(gpu)
     try:
-        plan = Plan(graph, device=gpus.describe(gpu), config=config, guarded=guarded)
+        with searching(graph, target, guarded=guarded) as (search, uids):
+            plan = Plan(Kept(uids, search.first(config), tuple(search.refused)), graph, target, "", 0.0)
     except Unsupported as error:
         return str(error)
     plan.close()
     return plan.info
 
 
-def in_child(stub: str, function, *arguments) -> int:
+def in_child(function, *arguments) -> int:
     """Run a function in a child of its own; gives its exit code, negative for the signal that killed it."""
     context = multiprocessing.get_context("spawn")
-    child = context.Process(target=_call, args=(stub, function, arguments))
+    child = context.Process(target=_call, args=(function, arguments))
     child.start()
     child.join(timeout=120)
     if child.exitcode is None:
@@ -80,8 +72,8 @@ def in_child(stub: str, function, *arguments) -> int:
     return child.exitcode
 
 
-def _call(stub, function, arguments):
-    use_stub(stub)
+def _call(function, arguments):
+    ready()
     function(*arguments)
 
 
@@ -89,8 +81,6 @@ class Planner:
     """A child that plans, started anew when a graph has killed it."""
 
     def __init__(self):
-        self._folder = tempfile.TemporaryDirectory()
-        self.stub = str(build_stub(Path(self._folder.name)))
         self._pool = None
 
     def __enter__(self):
@@ -99,13 +89,12 @@ class Planner:
     def __exit__(self, *_):
         if self._pool:
             self._pool.shutdown()
-        self._folder.cleanup()
 
     def call(self, function, *arguments):
         """Run a function in the child."""
         if self._pool is None:
             context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=use_stub, initargs=(self.stub,))
+            self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=ready)
         try:
             return self._pool.submit(function, *arguments).result(timeout=300)
         except BrokenProcessPool:

@@ -19,7 +19,7 @@ class FakePlan(Plan):
     """A plan that only knows whether it was closed."""
 
     def __init__(self):
-        self.info = PlanInfo(2, 256, (), 1.0, (), 91900, forward(PROBLEMS[0]))
+        self.info = PlanInfo(2, (("TILE_M", 3),), 256, (), 1.0, False, False, 70000, (), 91900, forward(PROBLEMS[0]))
         self.closed = 0
 
     def close(self):
@@ -103,9 +103,9 @@ def test_printed_it_is_a_table():
     with pytest.raises(Unsupported):
         kept.use(PROBLEMS[1], refuse, itself)
     lines = str(kept).splitlines()
-    assert lines[0] == "plan cache: 2 of at most 256, 0 hits, 2 misses"
-    assert lines[1].endswith("refused")
-    assert lines[2].endswith("engine 2, 256 bytes")
+    assert lines[0] == "plan cache: 2 of at most 256, 70000 bytes, 0 hits, 2 misses"
+    assert lines[1].endswith("engine refused")
+    assert lines[2].endswith("engine 2, knobs TILE_M=3, workspace 256 B, size 70000 B, got in 1.0 ms, built")
 
 
 def test_of_two_plans_built_at_once_the_first_stored_stays():

@@ -95,10 +95,10 @@ def test_one_row_kills_cudnns_planning(planner):
     row = Case("row", d=128, hq=1, hkv=1, sq=1, skv=64, b=1)
     version = planner.call(library_version)
     refused = [reason.rule for reason in why_not(row.gradient_problem(), version, 90)]
-    code = in_child(planner.stub, plan_graph, backward(row.gradient_problem()), "h200")
+    code = in_child(plan_graph, backward(row.gradient_problem()), "h200")
     assert (refused == ["backward-one-row"]) == (code < 0), f"the child ended with {code}, the table says {refused}"
     two = Case("two_rows", d=128, hq=1, hkv=1, sq=2, skv=64, b=1)
-    assert in_child(planner.stub, plan_graph, backward(two.gradient_problem()), "h200") == 0
+    assert in_child(plan_graph, backward(two.gradient_problem()), "h200") == 0
 
 
 def test_deterministic_gradients_keep_within_the_memory(planner):
@@ -232,13 +232,13 @@ def test_what_would_kill_cudnn_is_refused_first(name, planner):
 def test_without_the_guard_cudnn_would_have_died(name, planner):
     """The same graph, let through, ends the child by a signal; if this fails, cuDNN has mended it and the guard may go."""
     graph = DEADLY[name][0]()
-    code = in_child(planner.stub, plan_graph, graph, "h200", False)
+    code = in_child(plan_graph, graph, "h200", False)
     assert code < 0, f"the child ended with {code}"
 
 
 def test_a_live_child_says_that_the_guard_is_not_always_on(planner):
     """A harmless graph let through without the guard is planned: the deaths above are the graphs' doing."""
-    assert in_child(planner.stub, plan_graph, forward(Case("harmless").problem()), "h200", False) == 0
+    assert in_child(plan_graph, forward(Case("harmless").problem()), "h200", False) == 0
 
 
 def test_the_children_use_the_cudnn_that_was_asked_for(planner):

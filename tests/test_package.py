@@ -17,23 +17,37 @@ PACKAGE = ROOT / "cupy_sdpa"
 ARROWS = {
     "version": set(),
     "errors": set(),
+    "html": set(),
     "graph": set(),
     "reference": set(),
     "problem": set(),
+    "shelf": set(),
     "gpu": set(),
     "gpus": set(),
+    "bucket": {"problem"},
     "patterns": {"graph", "problem"},
     "interpreter": {"graph"},
     "support": {"errors", "graph", "problem", "version"},
-    "report": {"graph", "problem", "plan"},
+    "report": {"errors", "graph", "html", "plan", "problem"},
     "_cudnn": {"errors", "version", "_cudnn"},
     "lowering": {"errors", "graph", "support", "_cudnn"},
-    "plan": {"errors", "graph", "lowering", "patterns", "problem", "support", "version", "_cudnn"},
-    "cache": {"errors", "plan", "problem", "_cudnn"},
-    "call": {"cache", "errors", "gpu", "interpreter", "patterns", "plan", "problem", "report", "support", "_cudnn"},
-    "attention": {"cache", "call", "gpu", "report"},
-    "__init__": {"attention", "errors", "report", "version"},
-}
+    "engines": {"errors", "version", "_cudnn"},
+    "plan": {"engines", "errors", "graph", "lowering", "patterns", "problem", "shelf", "support", "version", "_cudnn"},
+    "offline": {"errors", "gpu", "gpus", "plan", "problem", "shelf", "_cudnn"},
+    "cache": {"errors", "html", "plan", "problem", "_cudnn"},
+    "tuning": {"cache", "engines", "errors", "gpu", "html", "plan", "problem", "shelf", "_cudnn"},
+    "call": {
+        "bucket", "cache", "errors", "gpu", "interpreter", "patterns", "plan", "problem", "report", "support", "tuning", "_cudnn",
+    },
+    "arguments": {"bucket", "call", "gpu", "problem"},
+    "attention": {"arguments", "bucket"},
+    "explain": {
+        "arguments", "bucket", "cache", "call", "errors", "gpu", "offline", "patterns", "problem", "report", "support", "version",
+    },
+    "prepare": {"arguments", "bucket", "call", "problem", "report", "tuning"},
+    "store": {"explain", "offline", "plan", "problem", "shelf", "support", "version"},
+    "__init__": {"attention", "errors", "explain", "prepare", "problem", "report", "shelf", "version"},
+}  # fmt: skip
 #: The command line stands on top and may import everything; ctypes is spoken in one room only.
 TOP = {"__main__", "_cli"}
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import gpu
 from .._cudnn.library import library
-from ..attention import explain
+from ..explain import explain
 from ..problem import ITEMSIZE
 from ..version import version_text
 from . import machine

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from .. import gpu
-from ..attention import attention, explain
+from ..attention import attention
 from ..errors import CudnnError, Unsupported
+from ..explain import explain
 from ..interpreter import numpy_dtype
 from ..problem import ITEMSIZE, Problem
 from . import npz

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
+from collections import Counter
 from collections.abc import Sequence
 from ctypes import c_bool, c_char, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from types import TracebackType
@@ -59,6 +61,30 @@ _TYPE_OF: dict[type, AttributeType] = {
 }
 
 
+#: Whether descriptors are counted: the environment variable ``CUPY_SDPA_DEBUG`` is set, and not to 0.
+DEBUG = os.environ.get("CUPY_SDPA_DEBUG", "0") != "0"
+_live: Counter[str] = Counter()
+_counting = threading.Lock()
+
+
+def live() -> dict[str, int]:
+    """How many descriptors of each kind exist now: what leaks shows. Counted only where :data:`DEBUG` is set."""
+    with _counting:
+        return {kind: count for kind, count in _live.items() if count}
+
+
+def created(kind: str) -> None:
+    """Count a descriptor in."""
+    with _counting:
+        _live[kind] += 1
+
+
+def destroyed(kind: str) -> None:
+    """Count a descriptor out."""
+    with _counting:
+        _live[kind] -= 1
+
+
 class Descriptor:
     """One descriptor, and the names of its attributes without the prefix of its kind.
 
@@ -84,6 +110,8 @@ class Descriptor:
         lib.check(lib.cudnnBackendCreateDescriptor(number, ctypes.byref(pointer)), f"create a {kind} descriptor")
         self.pointer = pointer.value
         self._pid = os.getpid()
+        if DEBUG:
+            created(self.kind)
 
     def attribute(self, name: str) -> AttributeName:
         """The constant of an attribute of this kind; an unknown name lists the known ones."""
@@ -156,6 +184,8 @@ class Descriptor:
         if pointer is not None and self._pid == os.getpid():
             lib = library()
             lib.check(lib.cudnnBackendDestroyDescriptor(pointer), f"destroy a {self.kind} descriptor")
+            if DEBUG:
+                destroyed(self.kind)
 
     def __enter__(self) -> Descriptor:
         return self

@@ -8,7 +8,7 @@ from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
 from typing import Any
 
 from .constants import AttributeName, AttributeType, DescriptorType
-from .descriptor import Descriptor
+from .descriptor import DEBUG, Descriptor, created, destroyed
 from .library import library
 
 _NUMBERS: dict[str, Any] = {"float32": c_float, "float64": c_double, "int32": c_int32}
@@ -79,6 +79,8 @@ class Launcher:
         self._workspace[0] = workspace
         pack = c_void_p()
         lib.check(lib.cudnnBackendCreateDescriptor(_PACK, ctypes.byref(pack)), "create a variant pack")
+        if DEBUG:
+            created("VARIANT_PACK")
         try:
             self._set(lib, pack, AttributeName.VARIANT_PACK_UNIQUE_IDS, AttributeType.INT64, self._count, self._uids)
             self._set(lib, pack, AttributeName.VARIANT_PACK_DATA_POINTERS, AttributeType.VOID_PTR, self._count, self._addresses)
@@ -87,6 +89,8 @@ class Launcher:
             lib.check(lib.cudnnBackendExecute(handle.pointer, self._plan.pointer, pack), "execute the plan")
         finally:
             lib.check(lib.cudnnBackendDestroyDescriptor(pack), "destroy a variant pack")
+            if DEBUG:
+                destroyed("VARIANT_PACK")
 
     @staticmethod
     def _set(lib: Any, pack: c_void_p, attribute: int, kind: int, count: int, array: Any) -> None:

@@ -6,8 +6,11 @@ Nothing is loaded by importing this module: :func:`library` loads on first use, 
 from __future__ import annotations
 
 import ctypes
+import functools
+import hashlib
 import os
 import re
+import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -64,6 +67,13 @@ class Library:
         self.path = _path_of(cdll.cudnnGetVersion)
         self.version = int(cdll.cudnnGetVersion())
         self.cudart_version = int(cdll.cudnnGetCudartVersion())
+
+    @functools.cached_property
+    def build(self) -> str:
+        """What tells this very build from every other: its versions, and the build ids of the libraries that make plans."""
+        paths = [Path(self.path).with_name(name) for name in _PLANNERS]
+        ids = [_build_id(path) if path.exists() else "-" for path in paths]
+        return " ".join([str(self.version), f"cuda {self.cudart_version}", *ids])
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         raise AttributeError(f"no signature is declared for {name}: add it to _SIGNATURES")
@@ -131,6 +141,26 @@ def _path_of(function: Any) -> str:
     info = _DlInfo()
     found = dladdr(ctypes.cast(function, c_void_p), ctypes.byref(info))
     return os.path.realpath(info.dli_fname.decode()) if found and info.dli_fname else "unknown"
+
+
+#: The libraries that choose an engine and write its kernel; beside libcudnn wherever that comes from.
+_PLANNERS = ("libcudnn_graph.so.9", "libcudnn_engines_runtime_compiled.so.9")
+
+
+def _build_id(path: Path) -> str:
+    """A digest of an ELF file's headers and notes; among these is the id that the linker gives every build."""
+    with path.open("rb") as file:
+        header = file.read(64)
+        (table,), (size, count) = struct.unpack_from("<Q", header, 32), struct.unpack_from("<HH", header, 54)
+        file.seek(table)
+        segments = file.read(size * count)
+        digest = hashlib.sha256(header + segments)
+        for start in range(0, size * count, size):
+            if struct.unpack_from("<I", segments, start)[0] == 4:  # PT_NOTE
+                offset, _, _, length = struct.unpack_from("<4Q", segments, start + 8)
+                file.seek(offset)
+                digest.update(file.read(length))
+    return digest.hexdigest()[:16]
 
 
 class Tried(NamedTuple):

@@ -8,23 +8,41 @@ from __future__ import annotations
 
 import json
 from importlib.resources import files
+from pathlib import Path
 
 #: The names of the GPUs that are described here.
 NAMES = ("a100", "b200", "h200", "l40s", "rtx5090")
+#: What a description must have for us; cuDNN wants more, and says so.
+_KEYS = ("deviceName", "deviceVer", "multiProcessorCount")
 
 
 def describe(name: str) -> str:
     """The description of a GPU, as JSON.
 
+    Args:
+        name: one of :data:`NAMES`, in any case, or the path of a file that ``python -m cupy_sdpa info --describe`` wrote.
+
     Raises:
-        ValueError: no such description.
+        ValueError: no such description, or a file that is none.
 
     >>> json.loads(describe("H200"))["deviceName"]
     'NVIDIA H200'
     """
-    if name.lower() not in NAMES:
-        raise ValueError(f"no GPU named {name!r} is described; there are {', '.join(NAMES)}")
-    return files(__package__).joinpath(f"{name.lower()}.json").read_text().strip()
+    if name.lower() in NAMES:
+        return files(__package__).joinpath(f"{name.lower()}.json").read_text().strip()
+    if not Path(name).is_file():
+        raise ValueError(
+            f"no GPU named {name!r} is described; there are {', '.join(NAMES)}. For another, give the path of a file that "
+            "python -m cupy_sdpa info --describe wrote on a machine that has it"
+        )
+    text = Path(name).read_text().strip()
+    try:
+        missing = [key for key in _KEYS if key not in json.loads(text)]
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{name} does not describe a GPU: {error}") from None
+    if missing:
+        raise ValueError(f"{name} does not describe a GPU: it has no {', '.join(missing)}")
+    return text
 
 
 def capability(name: str) -> int:

@@ -1,0 +1,197 @@
+"""Questions about calls: what would run and how, here or on a GPU that is not here, and what is kept."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from . import gpu
+from .arguments import read_backward, read_forward, read_shapes
+from .bucket import Bucket
+from .call import Call, explain_here
+from .errors import CudnnError
+from .patterns import graph_of
+from .problem import Problem
+from .report import Report
+from .support import why_not
+from .version import version_number, version_text
+
+if TYPE_CHECKING:  # cuDNN's rooms are entered only where they are needed
+    from .cache import PlanCache
+
+
+def problem(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    dtype: Any = None,
+    scale: float | None = None,
+    causal: bool | str = False,
+    return_stats: bool = False,
+    backward: bool = False,
+    deterministic: bool = False,
+    max_workspace: int | None = None,
+    bucket: Bucket = None,
+) -> Problem:
+    """What a call would ask, from shapes and dtypes alone: for :func:`explain`, and for :func:`cupy_sdpa.store.build`.
+
+    Args:
+        q, k, v: shapes ``(D, Hq, Sq, B)``, ``(D, Hkv, Skv, B)`` and ``(Dv, Hkv, Skv, B)`` of dense arrays in Fortran order; or
+            arrays, of which nothing is read but shape, strides and dtype.
+        dtype: of arrays given as shapes.
+        scale, causal, return_stats, max_workspace, bucket: as for :func:`cupy_sdpa.attention`. Of the scale only the
+            sign matters.
+        backward: the gradients. Default False.
+        deterministic: as for :func:`cupy_sdpa.attention_backward`.
+
+    Returns:
+        The problem, frozen and hashable; calls with such arrays use its plan.
+
+    Raises:
+        TypeError, ValueError: the arguments are no attention problem at all.
+
+    >>> import cupy_sdpa
+    >>> print(cupy_sdpa.problem((128, 32, 4096, 1), (128, 8, 4096, 1), (128, 8, 4096, 1), dtype="bfloat16", causal=True))
+    forward attention, bfloat16: batch 1, 32 query and 8 key/value heads (GQA, 4 query heads a key head), 4096 queries, \
+4096 keys, head dim 128, causal from the top left
+    """
+    return read_shapes(
+        q, k, v, dtype=dtype, scale=scale, causal=causal, return_stats=return_stats, backward=backward,
+        deterministic=deterministic, max_workspace=max_workspace, bucket=bucket,
+    )  # fmt: skip
+
+
+def explain(
+    q: Any,
+    k: Any = None,
+    v: Any = None,
+    *,
+    scale: float | None = None,
+    causal: bool | str = False,
+    return_stats: bool = False,
+    backward: bool = False,
+    deterministic: bool = False,
+    max_workspace: int | None = None,
+    bucket: Bucket = None,
+    dout: Any = None,
+    out: Any = None,
+    stats: Any = None,
+    dq: Any = None,
+    dk: Any = None,
+    dv: Any = None,
+    gpu: str | None = None,
+    cudnn: str | None = None,
+) -> Report:
+    """Whether and how :func:`cupy_sdpa.attention`, or :func:`cupy_sdpa.attention_backward`, would run with the same arguments.
+
+    Nothing is executed. On a GPU that is here, the plan that is built is kept, and is the very one that the call then uses.
+    With ``gpu`` the question is about a GPU that need not be here: the real cuDNN plans for its description, in a process of
+    its own, and the plan goes to the store, where a process on such a GPU finds it.
+
+    Args:
+        q, k, v: as for the call; or, in place of all arguments but the last two, a problem (:func:`cupy_sdpa.problem`).
+        scale, causal, return_stats, deterministic, max_workspace, bucket: as for the call.
+        backward: ask about the backward pass. Default False.
+        dout, out, stats, dq, dk, dv: as for the call; what is not given is taken to be dense, in Fortran order.
+        gpu: the name of a described GPU, such as ``"H200"``, or the path of a description. Default None: the arrays' own
+            device, or the current one.
+        cudnn: a version, such as ``"9.19"``. Where it is not the one that plans here, the answer comes from the support table
+            alone, and says so. Default None: the one that plans here.
+
+    Returns:
+        A report: true where the call would run; printed, or shown in a notebook, the problem, the graph, and the plan or every
+        reason against it.
+
+    Raises:
+        TypeError, ValueError: the arguments are no attention problem at all, as the call would raise; an unknown GPU or
+            version.
+        CudnnError: a GPU was named, and this machine cannot plan for it; the message says what it lacks.
+
+    >>> import numpy as np, cupy_sdpa
+    >>> x = np.ones((8, 1, 4, 1), np.float32)
+    >>> report = cupy_sdpa.explain(x, x, x)
+    >>> bool(report), report.engine
+    (True, 'numpy')
+    >>> shape = (512, 8, 1024, 2)
+    >>> asked = cupy_sdpa.problem(shape, shape, shape, dtype="float16", backward=True)
+    >>> print(cupy_sdpa.explain(asked, gpu="H200", cudnn="9.19").reasons[0])
+    gradients with head dims 512 and 512 are not to be had on compute capability 9.0 with cuDNN 9.19.0: use head dims up to 256
+    """
+    if isinstance(q, Problem):
+        return _elsewhere(q, gpu, cudnn) if gpu or cudnn else _on_current_device(q)
+    call = _read(
+        q, k, v, backward, dout=dout, out=out, stats=stats, dq=dq, dk=dk, dv=dv, scale=scale, causal=causal,
+        return_stats=return_stats, deterministic=deterministic, max_workspace=max_workspace, bucket=bucket,
+    )  # fmt: skip
+    return _elsewhere(call.posed, gpu, cudnn) if gpu or cudnn else call.explain()
+
+
+def _read(q: Any, k: Any, v: Any, backward: bool, **others: Any) -> Call:
+    unwanted = ("return_stats",) if backward else ("dout", "dq", "dk", "dv", "deterministic")
+    wanted = {name: value for name, value in others.items() if name not in unwanted}
+    return read_backward(q, k, v, **wanted) if backward else read_forward(q, k, v, **wanted)
+
+
+def _on_current_device(asked: Problem) -> Report:
+    device = gpu.current_device()
+    if device is None:
+        raise ValueError("there is no GPU here to ask about: name one, explain(problem, gpu='H200')")
+    return explain_here(asked, device)
+
+
+def _elsewhere(asked: Problem, named: str | None, cudnn: str | None) -> Report:
+    from .offline import Planner, described
+
+    if named is None:
+        raise ValueError(f"cudnn is {cudnn!r} and no GPU is named: explain(problem, gpu='H200', cudnn={cudnn!r})")
+    target, graph = described(named), graph_of(asked)
+    wanted = None if cudnn is None else version_number(cudnn)
+    if asked.trivial:
+        return Report("cuDNN", asked, graph)
+
+    def refused(version: int) -> Report | None:
+        reasons = why_not(asked, version, target.capability)
+        note = _where(target.model, version)
+        texts = tuple(map(str, reasons))
+        return Report("cuDNN", asked, graph, reasons=texts, note=note, error=reasons[0].error) if reasons else None
+
+    if wanted is not None and (report := refused(wanted)) is not None:  # a refusal is false
+        return report
+    try:
+        with Planner() as planner:
+            if wanted in (None, planner.version):
+                note = _where(target.model, planner.version)
+                if (report := refused(planner.version)) is not None:
+                    return report
+                answer = planner.plan(asked, target)
+                if isinstance(answer, str):
+                    return Report("cuDNN", asked, graph, reasons=tuple(answer.splitlines()), note=note)
+                return Report("cuDNN", asked, answer.graph, answer, note=note)
+            why = f"cuDNN {version_text(planner.version)} is here"
+    except CudnnError as error:
+        if wanted is None:
+            raise
+        why = str(error).splitlines()[0]
+    assert wanted is not None
+    note = f"{_where(target.model, wanted)}; by the support table alone, it was not planned: {why}"
+    return Report("cuDNN", asked, graph, note=note)
+
+
+def _where(model: str, version: int) -> str:
+    return f"{model}; cuDNN {version_text(version)}"
+
+
+def get_plan_cache() -> PlanCache:
+    """The plan cache of the calling thread in the current CUDA context.
+
+    Returns:
+        The cache: ``hits``, ``misses``, ``size``, ``bytes``, ``limit``, ``clear()``, ``set_limit()``; printed, or
+        shown in a notebook, a table of its plans.
+
+    Raises:
+        RuntimeError: there is no GPU.
+        CudnnError: cuDNN is not found.
+    """
+    from .cache import session
+
+    return session(gpu.context_id()).cache

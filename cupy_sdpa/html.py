@@ -1,0 +1,40 @@
+"""Tables for notebooks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+_CELL = "text-align:left;vertical-align:top"
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table; every text is escaped.
+
+    >>> table(["a"], [["1 < 2"]])
+    '<table><tr><th style="text-align:left;vertical-align:top">a</th></tr>\
+<tr><td style="text-align:left;vertical-align:top">1 &lt; 2</td></tr></table>'
+    """
+
+    def row(cells: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(f'<{tag} style="{_CELL}">{escape(cell)}</{tag}>' for cell in cells) + "</tr>"
+
+    return "<table>" + row(columns, "th") + "".join(row(cells, "td") for cells in rows) + "</table>"
+
+
+def titled(title: str, body: str) -> str:
+    """A body of HTML under a title.
+
+    >>> titled("q & a", "<p/>")
+    '<div><b>q &amp; a</b><p/></div>'
+    """
+    return f"<div><b>{escape(title)}</b>{body}</div>"
+
+
+def folded(title: str, body: str) -> str:
+    """A body of HTML that opens at a click on its title.
+
+    >>> folded("steps", "<p/>")
+    '<details><summary>steps</summary><p/></details>'
+    """
+    return f"<details><summary>{escape(title)}</summary>{body}</details>"

@@ -1,0 +1,136 @@
+"""Calls that are planned once and run many times, and tuned where that is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from .arguments import read_backward, read_forward
+from .bucket import Bucket
+from .call import Call, tuning_on
+from .problem import Problem
+from .report import Report
+
+if TYPE_CHECKING:  # cuDNN's rooms are entered only for CuPy arrays
+    from .tuning import Tuning
+
+
+def prepare(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    scale: float | None = None,
+    causal: bool | str = False,
+    return_stats: bool = False,
+    backward: bool = False,
+    deterministic: bool = False,
+    max_workspace: int | None = None,
+    bucket: Bucket = None,
+    autotune: bool = False,
+) -> Prepared:
+    """Plan a call now, to run it many times later on arrays of the same shapes, layouts and dtypes.
+
+    Args:
+        q, k, v, scale, causal, return_stats, max_workspace, bucket: as for :func:`cupy_sdpa.attention`. The arrays' contents
+            matter only to ``autotune``.
+        backward: prepare :func:`cupy_sdpa.attention_backward`. Default False.
+        deterministic: as there.
+        autotune: run every engine config on these arrays, and keep the fastest, also for later processes. It takes seconds
+            and waits for the GPU; with ``backward`` it runs the forward pass first. Default False. On the CPU there is
+            nothing to tune.
+
+    Returns:
+        The prepared call: ``call(q, k, v, out=...)``, or ``call(dout, q, k, v, out, stats, dq=...)``.
+
+    Raises:
+        TypeError, ValueError, Unsupported, CudnnError: as the call.
+
+    >>> import numpy as np, cupy_sdpa
+    >>> q = k = v = np.ones((8, 2, 16, 1), np.float32, order="F")
+    >>> call = cupy_sdpa.prepare(q, k, v, causal=True)
+    >>> call(q, k, v).shape
+    (8, 2, 16, 1)
+    """
+    options: dict[str, Any] = {"scale": scale, "causal": causal, "max_workspace": max_workspace, "bucket": bucket}
+    if backward:
+        options["deterministic"] = deterministic
+        call = read_backward(q, k, v, **options)
+    else:
+        options["return_stats"] = return_stats
+        call = read_forward(q, k, v, **options)
+    report = call.explain()
+    if report.reasons:
+        raise report.error("\n".join(report.reasons))
+    found: list[Tuning] = []
+    if autotune and call.on_gpu and not call.problem.trivial:
+        with tuning_on() as found:
+            call.with_gradient_inputs().run()
+        report = call.explain()
+    return Prepared(call.problem, options, report, found[0] if found else None)
+
+
+class Prepared:
+    """A call that is planned already; made by :func:`prepare`.
+
+    Attributes:
+        problem: what it computes.
+        report: how.
+        tuning: what ``autotune`` has measured, or None.
+    """
+
+    def __init__(self, problem: Problem, options: dict[str, Any], report: Report, tuning: Tuning | None) -> None:
+        self.problem, self.report, self.tuning = problem, report, tuning
+        self._options = options
+
+    def __call__(self, *arrays: Any, **results: Any) -> Any:
+        """Compute.
+
+        Args:
+            arrays: q, k and v; for the backward pass dout, q, k, v, out and stats.
+            results: arrays to write into: out and stats, or dq, dk and dv.
+
+        Raises:
+            ValueError: the arrays pose another problem than the one that was prepared.
+        """
+        call = self._read(arrays, results)
+        if call.problem != self.problem:
+            raise ValueError(
+                f"these arrays pose another problem than the one that was prepared. Prepared: {_layouts(self.problem)}. "
+                f"Given: {_layouts(call.problem)}. Prepare a call for each"
+            )
+        computed = call.run()
+        return computed[0] if len(computed) == 1 else tuple(computed)
+
+    def _read(self, arrays: tuple[Any, ...], results: dict[str, Any]) -> Call:
+        if not self.problem.backward:
+            q, k, v = arrays
+            return read_forward(q, k, v, **self._options, **results)
+        dout, q, k, v, out, stats = arrays
+        return read_backward(q, k, v, dout=dout, out=out, stats=stats, **self._options, **results)
+
+    def __repr__(self) -> str:
+        return f"<prepared: {self.problem}>"
+
+
+def _layouts(problem: Problem) -> str:
+    return ", ".join(map(str, problem.tensors))
+
+
+@contextmanager
+def autotune() -> Iterator[list[Tuning]]:
+    """Tune every call made inside that has not been tuned before; gives the list that what was found is added to.
+
+    The first call of each problem takes seconds and waits for the GPU; later ones, in later processes too, use what was kept.
+    On the CPU there is nothing to tune.
+
+    >>> import numpy as np, cupy_sdpa
+    >>> x = np.ones((8, 2, 16, 1), np.float32, order="F")
+    >>> with cupy_sdpa.autotune() as found:
+    ...     out = cupy_sdpa.attention(x, x, x)
+    >>> found
+    []
+    """
+    with tuning_on() as found:
+        yield found

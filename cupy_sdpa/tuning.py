@@ -1,0 +1,262 @@
+"""Which engine config is the fastest for a problem: measured, on the caller's arrays and stream, and kept.
+
+Heuristics know the problem and the GPU, not what else matters. Every config that they propose is measured, and beyond that
+every setting of the engines' knobs that finalizes; a config counts only if its results agree with those of the first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from . import gpu, html
+from ._cudnn.launch import Handle
+from .cache import PlanCache
+from .engines import Candidate, EngineConfig, Knobs, Search
+from .errors import CudnnError, Unsupported
+from .plan import Kept, Plan, searching
+from .problem import Problem
+from .shelf import current
+
+#: The knobs that are tried by hand; the others are to be left alone (STAGES changes what is computed, and in what order).
+KNOBS = ("KERNEL_CFG", "TILE_M", "TILE_N", "STREAM_K")
+#: A config must be faster than the heuristics' by this factor to take its place; less is noise.
+GAIN = 1.02
+#: The norm of the difference to the first config's results, over their norm, at which a config is taken to be wrong: some
+#: roundings to bfloat16 (0.4 % each).
+TOLERANCE = 0.02
+#: How many configs are measured again, in turns; rounds; and the milliseconds that a round of one of them should last.
+_FINALISTS, _ROUNDS, _ROUND_MS = 4, 7, 1.0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """An engine config that was measured.
+
+    Attributes:
+        engine, knobs: what it was.
+        workspace: bytes that it needs beside the arrays.
+        us: microseconds of an execution, the median; None where its results were wrong.
+        proposed: whether heuristics propose it.
+    """
+
+    engine: int
+    knobs: Knobs
+    workspace: int
+    us: float | None
+    proposed: bool
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What tuning a problem has found; printed, a table, the fastest first.
+
+    Attributes:
+        problem: what was tuned.
+        trials: every config, the fastest first.
+        before: microseconds with the plan that was there before.
+        after: microseconds with the one that is kept.
+    """
+
+    problem: Problem
+    trials: tuple[Trial, ...]
+    before: float
+    after: float
+
+    @property
+    def gain(self) -> float:
+        """How many times faster; 1 where the plan that was there has stayed."""
+        return self.before / self.after
+
+    _COLUMNS = ("time", "engine", "knobs", "workspace", "proposed by")
+
+    def _title(self) -> str:
+        return f"{self.problem}: {self.before:.1f} us before, {self.after:.1f} us after, {self.gain:.2f} times as fast"
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        for t in self.trials:
+            knobs = " ".join(f"{name}={value}" for name, value in t.knobs)
+            time = "wrong results" if t.us is None else f"{t.us:.1f} us"
+            yield time, str(t.engine), knobs, f"{t.workspace} B", "heuristics" if t.proposed else "hand"
+
+    def __str__(self) -> str:
+        rows = [self._COLUMNS, *self._rows()]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+        return "\n".join([self._title(), *lines])
+
+    def _repr_html_(self) -> str:
+        return html.titled(self._title(), html.table(self._COLUMNS, self._rows()))
+
+
+def tune(
+    problem: Problem, plan: Plan, cache: PlanCache, execute: Callable[[Plan, int], None], results: Sequence[Any]
+) -> Tuning:
+    """Measure every engine config of a plan's graph, and keep the fastest in the cache and on the shelf.
+
+    Waits for the GPU. Progress is shown on stderr where that is a terminal.
+
+    Args:
+        problem: what the plan computes.
+        plan: the one that is kept now.
+        cache: where it is kept.
+        execute: (plan, address of its workspace) -> None; enqueues an execution.
+        results: the arrays that it writes.
+    """
+    bench = _Bench(plan.target.handle, execute, results)
+    right = bench.results_of(plan)
+    first = _Entry(plan, bench.time(plan, rounds=3), proposed=True)
+    others: list[_Entry] = []
+    trials: list[Trial] = []
+    try:
+        limit = gpu.free_memory() if problem.max_workspace is None else problem.max_workspace
+        with searching(plan.info.graph, plan.target, limit) as (search, uids):
+            for count, (candidate, proposed) in enumerate(_candidates(search, plan), 1):
+                other = Plan(
+                    Kept(uids, candidate, plan.info.refused), plan.info.graph, plan.target, plan.key, candidate.build_ms
+                )
+                others.append(_Entry(other, None, proposed))
+                if bench.agree(right, bench.results_of(other)):
+                    others[-1].us = bench.time(other, rounds=3)
+                _progress(f"tuning: {count} engine configs measured")
+                others.sort(key=lambda entry: math.inf if entry.us is None else entry.us)
+                if len(others) > _FINALISTS or others[-1].us is None:
+                    slow = others.pop()
+                    trials.append(slow.trial())
+                    slow.plan.close()
+        finalists = [first, *others]
+        times = [[bench.time(entry.plan, rounds=1) for entry in finalists] for _ in range(_ROUNDS)]
+        for entry, every in zip(finalists, zip(*times, strict=True), strict=True):
+            entry.us = statistics.median(every)
+        _progress("")
+        trials += [entry.trial() for entry in finalists]
+        fastest = min(finalists, key=lambda entry: entry.us or math.inf)
+        before, after = first.us or math.inf, fastest.us or math.inf
+        if before < GAIN * after:
+            fastest, after = first, before
+    except BaseException:
+        for entry in others:
+            entry.plan.close()
+        raise
+    for entry in others:
+        if entry is not fastest:
+            entry.plan.close()
+    fastest.plan.mark_tuned()
+    current().put(plan.key, fastest.plan.content())
+    if fastest is not first:
+        cache.put(problem, fastest.plan)
+    trials.sort(key=lambda trial: math.inf if trial.us is None else trial.us)
+    return Tuning(problem, tuple(trials), before, after)
+
+
+@dataclass
+class _Entry:
+    """A plan that is being measured; ``us`` is None where its results are wrong."""
+
+    plan: Plan
+    us: float | None
+    proposed: bool
+
+    def trial(self) -> Trial:
+        info = self.plan.info
+        return Trial(info.engine, info.knobs, info.workspace, self.us, self.proposed)
+
+
+def _candidates(search: Search, plan: Plan) -> Iterator[tuple[Candidate, bool]]:
+    """Every config but the plan's own, for the caller to close, and whether heuristics propose it."""
+    seen = {(plan.info.engine, plan.info.knobs)}
+    engines = [plan.info.engine]
+    for candidate in search.proposed():
+        engines.append(candidate.engine)
+        if (candidate.engine, candidate.knobs) in seen:
+            candidate.close()
+        else:
+            seen.add((candidate.engine, candidate.knobs))
+            yield candidate, True
+    for engine in dict.fromkeys(engines):
+        ranges = {name: values for name, values in search.knobs(engine).items() if name in KNOBS}
+        every = (tuple(zip(ranges, values, strict=True)) for values in itertools.product(*ranges.values()))
+        known = [set(knobs) for number, knobs in seen if number == engine]
+        settings = [EngineConfig(engine, knobs) for knobs in every if not any(set(knobs) <= other for other in known)]
+        for candidate in search.by_hand(settings):
+            yield candidate, False
+
+
+class _Bench:
+    """Runs plans on the caller's arrays, and times them as recorded graphs: without what the host costs."""
+
+    def __init__(self, handle: Handle | None, execute: Callable[[Plan, int], None], results: Sequence[Any]) -> None:
+        assert handle
+        self._handle, self._execute, self._results = handle, execute, results
+        self._cupy = gpu.cupy()
+
+    def results_of(self, plan: Plan) -> list[Any] | None:
+        """Copies of what a plan computes, in arrays in which what is not written shows; None where it cannot be run."""
+        for array in self._results:
+            array.fill(self._cupy.nan)
+        workspace = gpu.allocate(plan.info.workspace)
+        try:
+            self._execute(plan, workspace.ptr)
+        except (Unsupported, CudnnError):
+            return None
+        return [array.copy() for array in self._results]
+
+    def agree(self, right: list[Any] | None, other: list[Any] | None) -> bool:
+        """Whether results are the same but for rounding."""
+        assert right is not None
+        return other is not None and all(self._near(a, b) for a, b in zip(right, other, strict=True))
+
+    def _near(self, a: Any, b: Any) -> bool:
+        xp = self._cupy
+        a, b = a.astype(xp.float32), b.astype(xp.float32)
+        apart = xp.where(a == b, 0, a - b)  # -inf, of a row that sees nothing, is equal to itself
+        size = xp.where(xp.isfinite(a), a, 0)
+        return bool(xp.linalg.norm(apart.ravel()) <= TOLERANCE * xp.linalg.norm(size.ravel()))  # false of NaN
+
+    def time(self, plan: Plan, rounds: int) -> float:
+        """Microseconds of an execution, the median of some rounds."""
+        workspace = gpu.allocate(plan.info.workspace)
+        times, count = [], 1
+        graph = self._recorded(plan, workspace.ptr, count)
+        once = self._replayed(graph)  # the first replay also uploads the graph
+        once = self._replayed(graph)
+        count = max(1, min(100, round(_ROUND_MS / once)))
+        graph = self._recorded(plan, workspace.ptr, count)
+        self._replayed(graph)
+        times = [self._replayed(graph) / count for _ in range(rounds)]
+        return statistics.median(times) * 1e3
+
+    def _recorded(self, plan: Plan, workspace: int, count: int) -> Any:
+        """A CUDA graph of some executions."""
+        before = gpu.stream()
+        with self._cupy.cuda.Stream(non_blocking=True) as stream:
+            self._handle.set_stream(stream.ptr)
+            try:
+                stream.begin_capture()
+                try:
+                    for _ in range(count):
+                        self._execute(plan, workspace)
+                finally:
+                    graph = stream.end_capture()
+            finally:
+                self._handle.set_stream(before)
+        return graph
+
+    def _replayed(self, graph: Any) -> float:
+        """Milliseconds of a replay on the caller's stream."""
+        begin, end = self._cupy.cuda.Event(), self._cupy.cuda.Event()
+        begin.record()
+        graph.launch()
+        end.record()
+        end.synchronize()
+        return float(self._cupy.cuda.get_elapsed_time(begin, end))
+
+
+def _progress(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
