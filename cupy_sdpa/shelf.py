@@ -88,8 +88,7 @@ class Shelf:
         """Forget an entry that turned out to be of no use."""
         with self._lock:
             self._memory.pop(key, None)
-        if self.folder is not None:
-            self._discard(self.folder / f"{key}{_SUFFIX}", why)
+        self._discard(key, why)
 
     def clear(self) -> None:
         """Forget and delete every entry."""
@@ -139,7 +138,7 @@ class Shelf:
             return None
         head = _head(key, raw[len(_head(key, b"")) :])
         if not raw.startswith(head):
-            self._discard(path, "it is damaged, cut short, or not what its name says")
+            self._discard(key, "it is damaged, cut short, or not what its name says")
             return None
         with contextlib.suppress(OSError):  # a folder that is only read keeps no order of use
             os.utime(path)
@@ -172,10 +171,12 @@ class Shelf:
             path.unlink(missing_ok=True)
             total -= info.st_size
 
-    def _discard(self, path: Path, why: str) -> None:
-        warnings.warn(f"the plan {path} is built anew: {why}", ShelfWarning, stacklevel=2)
-        with contextlib.suppress(OSError):  # in a folder that is only read it stays
-            path.unlink(missing_ok=True)
+    def _discard(self, key: str, why: str) -> None:
+        place = "memory" if self.folder is None else str(self.folder)
+        warnings.warn(f"the plan {key}{_SUFFIX} in {place} is built anew: {why}", ShelfWarning, stacklevel=2)
+        if self.folder is not None:
+            with contextlib.suppress(OSError):  # in a folder that is only read it stays
+                (self.folder / f"{key}{_SUFFIX}").unlink(missing_ok=True)
 
     def _warn(self, text: str) -> None:
         if not self._warned:

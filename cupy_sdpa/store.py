@@ -27,7 +27,7 @@ from .version import version_number, version_text
 if TYPE_CHECKING:
     from .plan import PlanInfo
 
-__all__ = ["DIRECTORY", "Built", "build", "kept", "read_problems"]
+__all__ = ["DIRECTORY", "Built", "Shelf", "build", "kept", "read_problems"]
 
 
 @dataclass(frozen=True)

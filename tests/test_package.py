@@ -46,6 +46,7 @@ ARROWS = {
     },
     "prepare": {"arguments", "bucket", "call", "problem", "report", "tuning"},
     "store": {"explain", "offline", "plan", "problem", "shelf", "support", "version"},
+    "survey": {"explain", "gpus", "offline", "problem", "support", "version"},
     "__init__": {"attention", "errors", "explain", "prepare", "problem", "report", "shelf", "version"},
 }  # fmt: skip
 #: The command line stands on top and may import everything; ctypes is spoken in one room only.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 
 #: Columns of the widest line, and of the labels at its beginning.
 WIDTH, LABEL = 100, 10
+#: Columns of a bar of progress.
+BAR = 30
 
 
 class CommandError(Exception):
@@ -39,3 +42,28 @@ def milliseconds(seconds: float) -> str:
     """
     value = seconds * 1e3
     return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
+
+
+class Progress:
+    """A bar on stderr, where that is a terminal; called with (how many are done, how many there are).
+
+    Args:
+        title: what is being done.
+    """
+
+    def __init__(self, title: str) -> None:
+        self._title, self._shown = title, sys.stderr.isatty()
+
+    def __call__(self, done: int, total: int) -> None:
+        """Show how far it is."""
+        if self._shown:
+            filled = BAR * done // max(total, 1)
+            bar = "#" * filled + "." * (BAR - filled)
+            print(f"\r{self._title} [{bar}] {done} of {total}", end="", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)

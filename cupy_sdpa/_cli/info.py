@@ -8,15 +8,18 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from .. import shelf
+from .._cudnn.describe import read_description
 from .._cudnn.library import library
 from ..errors import CudnnError
 from ..version import __version__, version_text
 from . import machine
-from .console import one_line
+from .console import CommandError, one_line
 
 _EPILOG = """\
 example:
-  python -m cupy_sdpa info        put this into a bug report
+  python -m cupy_sdpa info                          put this into a bug report
+  python -m cupy_sdpa info --describe > card.json   the GPU that is here, described for plan --gpu card.json elsewhere
 """
 
 
@@ -29,11 +32,19 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument(
+        "--describe", action="store_true", help="print the current GPU's description instead, as cuDNN reads it off the card"
+    )
     parser.set_defaults(command=command)
 
 
 def command(arguments: argparse.Namespace) -> int:
-    """Run ``info``; it never fails: what is missing is what it is asked about."""
+    """Run ``info``; it never fails: what is missing is what it is asked about. ``--describe`` fails without a GPU."""
+    if arguments.describe:
+        if obstacles := machine.obstacles():
+            raise CommandError(f"there is no GPU to describe: {obstacles[0]}")
+        print(read_description())
+        return 0
     _line("cupy_sdpa", __version__, str(Path(__file__).parents[1]))
     _line("Python", platform.python_version(), sys.executable)
     for title, name in (("numpy", "numpy"), ("ml_dtypes", "ml_dtypes"), ("CuPy", "cupy"), ("cuda-python", "cuda.bindings")):
@@ -53,6 +64,7 @@ def command(arguments: argparse.Namespace) -> int:
         _line("", "", f"found by {cudnn.found}")
     for gpu in _gpus():
         _line("GPU", "", gpu)
+    _line("plans", "", str(shelf.current()).removeprefix("plans "))
     print("\nthis machine can run:")
     _line("numpy", "yes", "float16, bfloat16, float32 and float64, on the CPU")
     obstacles = machine.obstacles()

@@ -1,0 +1,71 @@
+"""``plan``: plans made ahead of time, for a GPU that need not be here."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from .. import gpus, store
+from ..errors import CudnnError
+from .console import CommandError, Progress, one_line, say
+
+_EPILOG = """\
+examples:
+  python -m cupy_sdpa plan --gpu h200 shapes.toml -o plans/
+  CUPY_SDPA_CACHE_DIR=plans/ python serve.py           on a machine with such a GPU, with the same build of cuDNN
+
+shapes.toml, a table for every attention:
+  [[attention]]
+  q = [128, 64, 4096, 1]                 # (head_dim, heads, seq, batch)
+  k = [128, 8, 4096, 1]
+  v = [128, 8, 4096, 1]
+  dtype = "bfloat16"
+  causal = true                          # and scale, return_stats, deterministic, max_workspace, bucket
+  passes = ["forward", "backward"]       # default: forward
+  lengths = [1024, 2048, 4096]           # in place of the lengths in the shapes
+"""
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "plan",
+        help="make plans ahead of time, for a GPU that need not be here",
+        description="Have cuDNN plan and compile, now, what a process on another machine will then load in milliseconds.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("shapes", type=Path, help="a TOML file")
+    parser.add_argument(
+        "--gpu", action="append", required=True, metavar="NAME",
+        help=f"{', '.join(gpus.NAMES)}, or a file that info --describe wrote; more than once for several",
+    )  # fmt: skip
+    parser.add_argument("--cudnn", metavar="VERSION", help="the version to plan with, or the path of a libcudnn.so.9")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FOLDER", help="where the plans go")
+    parser.add_argument("-j", "--jobs", type=int, metavar="N", help="processes that plan (default: one a processor)")
+    parser.set_defaults(command=command)
+
+
+def command(arguments: argparse.Namespace) -> int:
+    """Run ``plan``; 1 where something could not be planned."""
+    try:
+        problems = store.read_problems(arguments.shapes)
+        with Progress("planning") as progress:
+            built = store.build(
+                problems, arguments.gpu, arguments.output, cudnn=arguments.cudnn, workers=arguments.jobs, progress=progress
+            )
+    except (CudnnError, OSError, ValueError) as error:
+        raise CommandError(str(error)) from error
+    for entry in built:
+        say("refused" if entry.plan is None else "planned", f"{entry.problem}; {entry.gpu}: {_outcome(entry)}")
+    refused = sum(entry.plan is None for entry in built)
+    files = store.Shelf(arguments.output)
+    say("store", f"{len(built) - refused} plans, {refused} refused; {files}")
+    return 1 if refused else 0
+
+
+def _outcome(entry: store.Built) -> str:
+    if entry.plan is None:
+        return one_line(entry.reason)
+    plan = entry.plan
+    return f"engine {plan.engine}, {'already there' if plan.loaded else f'{plan.build_ms:.0f} ms'}, {plan.size} bytes"

@@ -1,0 +1,73 @@
+"""``support``: what runs where by the table, and, measured, whether the table is right."""
+
+from __future__ import annotations
+
+import argparse
+
+from .. import survey
+from ..errors import CudnnError
+from ..support import SWITCH
+from ..version import RELEASES, version_number, version_text
+from .console import CommandError, Progress, one_line, say
+
+_EPILOG = f"""\
+examples:
+  python -m cupy_sdpa support --measure      plan every problem for every described GPU, and compare with the table
+  python -m cupy_sdpa support --markdown     the page of the documentation
+
+{SWITCH}=NAME,... turns rows of the table off, for a process that knows better.
+"""
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "support",
+        help="what runs where, and whether that is still true",
+        description="What each cuDNN and GPU can run, and every known bug; or, measured, whether that is right.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--cudnn", metavar="VERSION", help="the version (default: the newest known), or with --measure a path")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--markdown", action="store_true", help="as the page of the documentation")
+    what.add_argument(
+        "--measure", action="store_true", help="plan everything, for GPUs that need not be here (a minute or two)"
+    )
+    parser.set_defaults(command=command)
+
+
+def command(arguments: argparse.Namespace) -> int:
+    """Run ``support``; 1 where the table is not right."""
+    if arguments.measure:
+        return _measure(arguments.cudnn)
+    try:
+        version = version_number(arguments.cudnn) if arguments.cudnn else RELEASES[-1]
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    lines = survey.page(version)
+    if arguments.markdown:
+        print("\n".join(lines))
+        return 0
+    for line in lines:
+        if line.startswith("|"):
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            if not set("".join(cells)) <= {"-"}:
+                print("  ".join(cells))
+        elif not line.startswith("<!--"):
+            print(line)
+    return 0
+
+
+def _measure(cudnn: str | None) -> int:
+    try:
+        with Progress("planning") as progress:
+            version, findings = survey.measure(cudnn, progress)
+    except CudnnError as error:
+        raise CommandError(str(error)) from error
+    wrong = [finding for finding in findings if not finding.agree]
+    for finding in wrong:
+        says = ", ".join(finding.rules) or "it runs"
+        say("differs", f"{finding.probe} on {finding.gpu}: the table says: {says}; cuDNN: {one_line(finding.measured)}")
+    say("measured", f"{len(findings)} problems with cuDNN {version_text(version)}: {len(wrong)} differ from the table")
+    return 1 if wrong else 0

@@ -1,0 +1,151 @@
+"""What runs where: named problems, asked of the support table for every GPU, and of cuDNN itself, to see that it is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from . import gpus
+from .explain import problem
+from .offline import Planner, described
+from .problem import Problem
+from .support import BUGS, MINIMUM_CAPABILITY, RULES, Bug, why_not
+from .version import MINIMUM_CUDNN, version_text
+
+
+def _problem(
+    d: int = 128, dv: int | None = None, hkv: int = 8, sq: int = 512, skv: int = 512, b: int = 2, **options: Any
+) -> Problem:
+    dtype = options.pop("dtype", "bfloat16")
+    hq = options.pop("hq", 8)
+    return problem((d, hq, sq, b), (d, hkv, skv, b), (dv or d, hkv, skv, b), dtype=dtype, **options)
+
+
+#: A problem for everything that can be asked for, by its words.
+PROBES: dict[str, Problem] = {
+    "forward, head dim 64": _problem(64),
+    "forward, head dim 128": _problem(),
+    "forward, head dim 256": _problem(256),
+    "forward, head dim 192, values 128": _problem(192, 128),
+    "forward, head dim 12": _problem(12),
+    "forward, float16, causal, grouped queries": _problem(hkv=2, dtype="float16", causal=True),
+    "forward, log-sum-exp": _problem(return_stats=True),
+    "forward, lengths that 64 does not divide": _problem(sq=333, skv=777),
+    "forward, lengths in buckets, causal": _problem(sq=333, skv=777, causal=True, bucket=256),
+    "forward, one query": _problem(hkv=2, sq=1, skv=4096),
+    "gradients, head dim 64": _problem(64, backward=True),
+    "gradients, head dim 128": _problem(backward=True),
+    "gradients, head dim 128, grouped queries, causal": _problem(hkv=2, causal=True, backward=True),
+    "gradients, head dim 256": _problem(256, backward=True),
+    "gradients, head dim 192, values 128": _problem(192, 128, backward=True),
+    "gradients, lengths in buckets": _problem(sq=333, skv=777, backward=True, bucket=256),
+    "gradients, deterministic": _problem(backward=True, deterministic=True),
+    "gradients, one query": _problem(sq=1, skv=4096, backward=True),
+    "gradients, one query, head and batch entry": _problem(hq=1, hkv=1, sq=1, b=1, backward=True),
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the table says of a problem on a GPU, and what cuDNN did.
+
+    Attributes:
+        probe: the words of the problem.
+        gpu: the name of the description.
+        rules: the rows of the table that refuse it.
+        measured: ``engine`` and its number, or cuDNN's refusal.
+        agree: whether they say the same. A row about wrong results agrees with any plan: planning cannot show it.
+    """
+
+    probe: str
+    gpu: str
+    rules: tuple[str, ...]
+    measured: str
+    agree: bool
+
+
+def measure(cudnn: str | None = None, progress: Callable[[int, int], None] | None = None) -> tuple[int, list[Finding]]:
+    """Plan every problem for every described GPU with the cuDNN that is here; gives its version, and what was found.
+
+    Args:
+        cudnn: the path of a libcudnn.so.9; None for the one that this process would find.
+        progress: called with (how many are done, how many there are).
+
+    Raises:
+        CudnnError: this machine cannot plan; the message says what it lacks.
+    """
+    asked = [(words, gpu) for gpu in gpus.NAMES for words in PROBES]
+    found: dict[int, Finding] = {}
+    with Planner(2, cudnn) as planner:
+        jobs = [(PROBES[words], described(gpu)) for words, gpu in asked]
+        for number, answer in planner.plan_all(jobs, None):
+            words, gpu = asked[number]
+            rules = tuple(reason.rule for reason in why_not(PROBES[words], planner.version, gpus.capability(gpu)))
+            refused = isinstance(answer, str)
+            measured = " ".join(answer.split()) if isinstance(answer, str) else f"engine {answer.engine}"
+            agree = bool(rules) or (words, gpu) in EXCEPTIONS if refused else not set(rules) - _SILENT
+            found[number] = Finding(words, gpu, rules, measured, agree)
+            if progress:
+                progress(len(found), len(jobs))
+        return planner.version, [found[number] for number in range(len(asked))]
+
+
+#: Rows about what planning cannot show: results that are wrong, or not the same in every run.
+_SILENT = {"deterministic"} | {bug.name for bug in BUGS if not bug.guards and "planning" not in bug.effect}
+#: What cuDNN refuses for a described GPU and the table does not: with 9.28 the kernel does not compile for the constructed
+#: description of the B200 (NVRTC); NVIDIA's frontend says that it runs from 9.23 on, and it was not tried on the card.
+EXCEPTIONS = {("gradients, head dim 256", "b200")}
+
+
+def page(version: int) -> Iterator[str]:
+    """The documentation's page of what runs where, in Markdown, for a version of cuDNN and the oldest; from the table alone."""
+    yield "# What runs where\n"
+    yield "<!-- Written by `python -m cupy_sdpa support --markdown`; a test compares. -->\n"
+    yield (
+        f"cuDNN {version_text(MINIMUM_CUDNN)} or newer, on GPUs of compute capability {MINIMUM_CAPABILITY / 10} or newer. "
+        "`explain()` says it of a single call, with the reason, and what would lift it. "
+        "`python -m cupy_sdpa support --measure` asks the cuDNN that is installed, without a GPU, and compares.\n"
+    )
+    yield "## Problems and GPUs\n"
+    for number in (version, MINIMUM_CUDNN):
+        yield f"cuDNN {version_text(number)}:\n"
+        yield "| | " + " | ".join(_title(gpu) for gpu in gpus.NAMES) + " |"
+        yield "|---|" + "---|" * len(gpus.NAMES)
+        for words, asked in PROBES.items():
+            cells = []
+            for gpu in gpus.NAMES:
+                rules = [reason.rule for reason in why_not(asked, number, gpus.capability(gpu))]
+                cells.append(f"no: {', '.join(dict.fromkeys(rules))}" if rules else "yes")
+            yield f"| {words} | " + " | ".join(cells) + " |"
+        yield ""
+    yield "## Rules\n"
+    yield "| rule | | raises | source |"
+    yield "|---|---|---|---|"
+    for rule in RULES:
+        yield f"| {rule.name} | {rule.summary} | `{rule.error.__name__}` | {_link(rule.link)} |"
+    yield "\n## Known bugs\n"
+    yield "| bug | cuDNN | compute capability | met by | effect | what is done | source |"
+    yield "|---|---|---|---|---|---|---|"
+    for bug in BUGS:
+        done = f"masks that are true of everything: {', '.join(sorted(bug.guards))}" if bug.guards else f"refused: {bug.remedy}"
+        yield f"| {bug.name} | {_range(bug)} | {_capabilities(bug)} | {bug.when} | {bug.effect} | {done} | {_link(bug.link)} |"
+
+
+def _title(gpu: str) -> str:
+    return f"{gpu.upper()} ({gpus.capability(gpu) / 10})"
+
+
+def _range(bug: Bug) -> str:
+    last = "newest" if bug.last >= 99999 else version_text(bug.last)
+    return f"{version_text(bug.first)} to {last}"
+
+
+def _capabilities(bug: Bug) -> str:
+    return f"{bug.capabilities.start / 10} to {(bug.capabilities.stop - 1) / 10}"
+
+
+def _link(link: str) -> str:
+    if not link:
+        return "measured"
+    return f"<{link}>" if link.startswith("https://") else "[design](design.md)"

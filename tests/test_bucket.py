@@ -1,0 +1,127 @@
+"""Lengths rounded up: the same results as with exact lengths, from few plans."""
+
+import dataclasses
+import pickle
+
+import numpy as np
+import pytest
+from cases import Case
+
+import cupy_sdpa
+from cupy_sdpa import attention, attention_backward, attention_vjp, explain
+from cupy_sdpa.bucket import Policy, check_bucket
+from cupy_sdpa.patterns import forward
+
+LENGTHS = [(1, 1), (1, 100), (5, 64), (63, 65), (64, 64), (100, 37), (128, 130)]
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("bucket", [1, 64, "power_of_two", lambda n: n + 3], ids=["1", "64", "power_of_two", "function"])
+@pytest.mark.parametrize(("sq", "skv"), LENGTHS, ids=str)
+def test_results_are_those_of_exact_lengths(sq, skv, bucket, causal):
+    """Output, log-sum-exp and gradients in float64, grouped heads, whatever the policy."""
+    case = Case("bucket", d=16, hq=4, hkv=2, sq=sq, skv=skv, dtype="float64", causal=causal)
+    q, k, v = case.arrays()
+    dout = np.asfortranarray(np.random.default_rng(0).standard_normal(q.shape))
+    out, stats = attention(q, k, v, causal=causal, return_stats=True)
+    got, got_stats = attention(q, k, v, causal=causal, return_stats=True, bucket=bucket)
+    np.testing.assert_allclose(got, out, atol=1e-12)
+    np.testing.assert_allclose(got_stats, stats, atol=1e-6)
+    assert got.flags.f_contiguous
+    exact = attention_backward(dout, q, k, v, out, stats, causal=causal)
+    padded = attention_backward(dout, q, k, v, out, stats, causal=causal, bucket=bucket)
+    for mine, right in zip(padded, exact, strict=True):
+        np.testing.assert_allclose(mine, right, atol=1e-10)
+        assert mine.shape == right.shape
+
+
+def test_strided_arrays_and_given_results():
+    """Views come in, and results go into the caller's arrays, strided ones too."""
+    case = Case("strided", d=16, sq=50, skv=70, dtype="float32")
+    q, k, v = case.arrays()
+    wide = np.zeros((16, 4, 100, 2), np.float32, order="F")
+    out = wide[:, :, ::2]
+    assert attention(q, k[:, :, ::-1], v[:, :, ::-1], out=out, bucket=64) is out
+    np.testing.assert_allclose(out, attention(q, k, v), atol=1e-6)
+    assert not wide[:, :, 1::2].any()
+
+
+def test_what_lies_behind_the_arrays_is_not_read():
+    """NaN in the memory behind a view changes nothing."""
+    case = Case("view", d=16, sq=50, skv=70, dtype="float32")
+    q, k, v = case.arrays()
+    longer = [np.full((*x.shape[:2], 128, x.shape[3]), np.nan, x.dtype, order="F") for x in (k, v)]
+    for whole, part in zip(longer, (k, v), strict=True):
+        whole[:, :, :70] = part
+    got = attention(q, longer[0][:, :, :70], longer[1][:, :, :70], bucket=128)
+    np.testing.assert_allclose(got, attention(q, k, v), atol=1e-6)
+
+
+def test_lengths_of_a_bucket_pose_one_problem():
+    """What a plan is looked up by is the same for every length of the bucket, and another for the next bucket."""
+
+    def posed(sq, skv):
+        q, k, v = Case("p", sq=sq, skv=skv, dtype="float32").arrays()
+        return explain(q, k, v, bucket=64).problem
+
+    assert posed(10, 100) is posed(64, 65)
+    assert posed(10, 100) != posed(65, 100)
+    assert posed(64, 128) != explain(*Case("p", sq=64, skv=128, dtype="float32").arrays()).problem
+    assert "128 keys, lengths rounded up" in str(posed(10, 100))
+    assert "j′ < keys" in str(forward(posed(10, 100)))
+
+
+def test_a_single_query_stays_single():
+    """Decoding has kernels of its own: only the keys are rounded up."""
+    shape = (64, 4, 1, 2)
+    asked = cupy_sdpa.problem(shape, (64, 4, 1000, 2), (64, 4, 1000, 2), dtype="bfloat16", bucket=256)
+    assert (asked.q.shape[2], asked.k.shape[2]) == (1, 1024)
+
+
+def test_the_vjp_and_nothing_to_see():
+    """The pullback keeps the bucket; without keys there is nothing to round."""
+    q, k, v = Case("vjp", d=16, sq=20, skv=30, dtype="float64").arrays()
+    out, pullback = attention_vjp(q, k, v, bucket=16)
+    want, right = attention_vjp(q, k, v)
+    np.testing.assert_allclose(out, want, atol=1e-12)
+    for mine, theirs in zip(pullback(out), right(out), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-10)
+    assert not attention(q, k[:, :, :0], v[:, :, :0], bucket=16).any()
+
+
+@pytest.mark.parametrize(
+    ("bucket", "error", "words"),
+    [
+        (0, ValueError, "bucket is 0"),
+        (-5, ValueError, "bucket is -5"),
+        (1.5, TypeError, r"bucket is 1\.5"),
+        (True, TypeError, "bucket is True"),
+        ("power_of_3", TypeError, "'power_of_3'"),
+        (lambda n: n - 1, ValueError, "bucket gave 9 for the length 10"),
+        (lambda n: n + 0.5, ValueError, "bucket gave 10.5"),
+    ],
+    ids=["zero", "negative", "fraction", "bool", "word", "function_down", "function_fraction"],
+)
+def test_bad_buckets_are_refused(bucket, error, words):
+    """With the value and what would do."""
+    x = np.ones((8, 1, 10, 1), np.float32)
+    with pytest.raises(error, match=words):
+        attention(x, x, x, bucket=bucket)
+
+
+def test_policies():
+    """None is none; a number rounds to its multiples; powers of two begin at 64."""
+    assert check_bucket(None) is None
+    assert [Policy("power_of_two").length(n) for n in (1, 64, 65, 1024, 1025)] == [64, 64, 128, 1024, 2048]
+    assert [check_bucket(np.int64(100)).length(n) for n in (1, 100, 101)] == [100, 100, 200]
+
+
+def test_a_problem_travels_between_processes():
+    """Pickled and back it is equal, and hashed anew: the kept hash belongs to the process."""
+    asked = cupy_sdpa.problem((64, 4, 10, 2), (64, 4, 10, 2), (64, 4, 10, 2), dtype="bfloat16", bucket=64)
+    data = pickle.dumps(asked)
+    assert str(asked._hash).encode() not in data
+    again = pickle.loads(data)
+    assert again == asked
+    assert hash(again) == hash(asked)
+    assert {field.name for field in dataclasses.fields(asked) if not field.init} == {"_hash"}

@@ -1,0 +1,375 @@
+"""Questions from shapes alone: answered by the table, by the real cuDNN for a GPU that is not here, and shown."""
+
+import os
+import pickle
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cases import Case
+
+import cupy_sdpa
+from cupy_sdpa import CudnnError, explain, gpus, prepare, store
+from cupy_sdpa.cache import PlanCache
+from cupy_sdpa.report import Report
+from cupy_sdpa.shelf import Shelf
+
+Q, KV = (128, 32, 512, 1), (128, 8, 512, 1)
+
+
+def asked(q=Q, k=KV, v=KV, **options):
+    """A problem from shapes."""
+    return cupy_sdpa.problem(q, k, v, **{"dtype": "bfloat16", **options})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True}, {"return_stats": True}, {"scale": -1.0}, {"max_workspace": 10}, {"bucket": 128}],
+    ids=lambda o: next(iter(o), "plain"),
+)
+def test_shapes_pose_the_problem_of_arrays(options):
+    """What shapes ask is what arrays of these shapes ask: the same key of the same plan."""
+    q, k, v = (np.zeros(shape, np.float32, order="F") for shape in (Q, KV, KV))
+    assert asked(dtype="float32", **options) == explain(q, k, v, **options).problem
+    assert asked(q, k, v, dtype=None, **options) == explain(q, k, v, **options).problem
+
+
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"bucket": 128}], ids=["plain", "deterministic", "bucket"])
+def test_shapes_pose_the_problem_of_gradients(options):
+    """Backward too."""
+    q, k, v = (np.zeros(shape, np.float32, order="F") for shape in (Q, KV, KV))
+    assert asked(dtype="float32", backward=True, **options) == explain(q, k, v, backward=True, **options).problem
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "words"),
+    [
+        ((Q, KV, KV), {}, TypeError, "dtype is missing"),
+        (("q", KV, KV), {"dtype": "float16"}, TypeError, "q is 'q'; give a shape"),
+        ((Q, (1.5, 8, 512, 1), KV), {"dtype": "float16"}, TypeError, r"k is \(1\.5"),
+        (((128, 32, -1, 1), KV, KV), {"dtype": "float16"}, TypeError, "q is"),
+        ((Q, KV, KV), {"dtype": "int8"}, TypeError, "q is int8"),
+        ((Q, (64, 8, 512, 1), KV), {"dtype": "float16"}, ValueError, "head dims"),
+        ((Q, KV, KV), {"dtype": "float16", "causal": "middle"}, ValueError, "middle"),
+    ],
+    ids=["no_dtype", "word", "fraction", "negative", "int8", "head_dims", "causal"],
+)
+def test_bad_shapes_are_refused(arguments, options, error, words):
+    """With the argument's name and its value."""
+    with pytest.raises(error, match=words):
+        cupy_sdpa.problem(*arguments, **options)
+
+
+def test_a_problem_needs_a_gpu_to_ask_about():
+    """Without one here, and none named, the remedy is said; so for a version without a GPU, and for unknown names."""
+    if cupy_sdpa.gpu.current_device() is None:
+        with pytest.raises(ValueError, match="gpu='H200'"):
+            explain(asked())
+    with pytest.raises(ValueError, match="no GPU is named"):
+        explain(asked(), cudnn="9.19")
+    with pytest.raises(ValueError, match=r"no GPU named 'H201'.*h200"):
+        explain(asked(), gpu="H201", cudnn="9.19")
+    with pytest.raises(ValueError, match="'nine' is no cuDNN version"):
+        explain(asked(), gpu="H200", cudnn="nine")
+
+
+REFUSED = {
+    "decode_b200": (asked((128, 32, 1, 1)), "B200", "9.19", "decode-blackwell", "with cuDNN 9.24.1, or on Ampere, Ada, Hopper"),
+    "head_dim_12": (asked((12, 8, 64, 1), (12, 8, 64, 1), (12, 8, 64, 1)), "H200", "9.28", "pad axis 0 with 4 zeros", ""),
+    "float32": (asked(dtype="float32"), "H200", "9.28", "q.astype", ""),
+    "gradients_256": (
+        asked((256, 8, 64, 1), (256, 8, 64, 1), (256, 8, 64, 1), backward=True), "B200", "9.19", "head dims 256 and 256",
+        "with cuDNN 9.23.0, or on Hopper",
+    ),
+    "old_cudnn": (asked(), "H200", "9.10", "9.10.0 is loaded, 9.19.0", "with cuDNN 9.19.0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refusal_says_what_would_lift_it(name):
+    """The rule with its values, the cuDNN and the GPUs where it does not hold; true of those."""
+    problem, gpu, version, words, lift = REFUSED[name]
+    report = explain(problem, gpu=gpu, cudnn=version)
+    assert not report
+    text = str(report)
+    assert words in text or words in report.reasons[0] or words == "decode-blackwell"
+    assert lift in text
+    assert f"cannot run on cuDNN ({gpus.describe(gpu).split('deviceName')[1].split(chr(34))[2]}" in text
+    if found := re.search(r"with cuDNN (\d+\.\d+\.\d+), or|with cuDNN (\d+\.\d+\.\d+)$", report.reasons[0]):
+        lifted = explain(problem, gpu=gpu, cudnn=next(filter(None, found.groups())))
+        assert not any(reason.startswith(report.reasons[0][:30]) for reason in lifted.reasons)
+
+
+def test_a_version_that_is_not_here_is_answered_by_the_table():
+    """Nothing known speaks against it, and the report says that nobody has tried."""
+    report = explain(asked(), gpu="H200", cudnn="9.20.5")
+    assert report
+    assert report.plan is None
+    assert report.workspace is None
+    assert "cuDNN 9.20.5; by the support table alone, it was not planned" in str(report)
+
+
+class Balanced(HTMLParser):
+    """Checks that every tag that opens is closed, in its order; and keeps the text."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.text = [], ""
+
+    def handle_starttag(self, tag, attrs):
+        self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def read(html):
+    """The text of well-formed HTML."""
+    parser = Balanced()
+    parser.feed(html)
+    parser.close()
+    assert parser.open == []
+    return parser.text
+
+
+def test_reports_show_in_notebooks():
+    """Accepted, refused, on numpy: well-formed, escaped, with what the printed form says."""
+    x = np.ones((8, 1, 4, 1), np.float32)
+    assert "runs on the CPU" in read(explain(x, x, x)._repr_html_())
+    refused = explain(*REFUSED["decode_b200"][:1], gpu="B200", cudnn="9.19")
+    assert "It would run with cuDNN 9.24.1" in read(refused._repr_html_())
+    odd = Report("cuDNN", refused.problem, refused.graph, reasons=("<b>a & b</b>",))
+    assert "<b>a & b</b>" in read(odd._repr_html_())
+    assert "plan cache: 0 of at most 256" in read(PlanCache()._repr_html_())
+
+
+def test_reports_are_values():
+    """A report can be kept and sent elsewhere."""
+    report = explain(asked(), gpu="H200", cudnn="9.20.5")
+    assert pickle.loads(pickle.dumps(report)) == report
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """A folder for plans, where explain() keeps and finds them."""
+    folder = tmp_path_factory.mktemp("kept") / "plans"
+    before = os.environ["CUPY_SDPA_CACHE_DIR"]
+    os.environ["CUPY_SDPA_CACHE_DIR"] = str(folder)
+    yield folder
+    os.environ["CUPY_SDPA_CACHE_DIR"] = before
+
+
+@pytest.mark.cudnn
+def test_planned_for_a_gpu_that_is_not_here(kept):
+    """The real cuDNN plans; the plan is kept, and the next question loads it; the report has everything."""
+    first = explain(asked(causal=True), gpu="H200")
+    assert first
+    assert not first.plan.loaded
+    assert first.plan.engine == 2
+    assert "KERNEL_CFG" in dict(first.plan.knobs)
+    again = explain(asked(causal=True), gpu="h200")
+    assert again.plan.loaded
+    assert (again.plan.engine, again.plan.knobs, again.plan.workspace, again.plan.notes) == (
+        first.plan.engine, first.plan.knobs, first.plan.workspace, first.plan.notes,
+    )  # fmt: skip
+    for words in (
+        "NVIDIA H200, compute capability 9.0",
+        "knobs",
+        "KERNEL_CFG=",
+        "tensor_core",
+        "workspace",
+        "built in",
+        "S = Q Kᵀ",
+    ):
+        assert words in str(first)
+        assert words in read(first._repr_html_())
+    assert "loaded in" in str(again)
+
+
+@pytest.mark.cudnn
+def test_arrays_are_explained_for_another_gpu_too(kept):
+    """numpy arrays run on the CPU here; for a GPU their shapes and layouts count."""
+    q, k, v = Case("elsewhere", sq=64).arrays()
+    assert explain(q, k, v).engine == "numpy"
+    assert explain(q, k, v, gpu="A100").plan.engine == 1
+    assert not explain(q.astype(np.float32), k.astype(np.float32), v.astype(np.float32), gpu="A100")
+
+
+@pytest.mark.cudnn
+def test_cudnns_own_words_for_every_config(kept, monkeypatch):
+    """Where the table is silent and cuDNN refuses, each engine's reason is there. (The row for head dims is turned off.)"""
+    monkeypatch.setenv("CUPY_SDPA_GUARDS_OFF", "head-dim")
+    code = """
+import cupy_sdpa
+x = (12, 4, 64, 2)
+print(cupy_sdpa.explain(cupy_sdpa.problem(x, x, x, dtype="bfloat16"), gpu="H200"))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=child_environment())
+    assert "cannot run on cuDNN" in done.stdout
+    assert {"engine 1", "engine 2"} <= set(re.findall(r"engine \d", done.stdout))
+
+
+def child_environment(**more):
+    """The environment of a child that imports this package."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **more}
+
+
+@pytest.mark.cudnn
+def test_a_store_is_built_once(tmp_path):
+    """Forward and backward for two GPUs: four plans; built again, they are there already; refusals are told; progress counts."""
+    problems = [asked(return_stats=True), asked(backward=True), asked(k=(128, 8, 0, 1), v=(128, 8, 0, 1))]
+    steps = []
+    built = store.build(problems, ["h200", "L40S"], tmp_path / "plans", progress=lambda *step: steps.append(step))
+    assert [(entry.plan.engine, entry.plan.loaded) for entry in built] == [(2, False), (6, False), (1, False), (7, False)]
+    assert steps[-1] == (4, 4)
+    assert len(store.Shelf(tmp_path / "plans").paths()) == 4
+    again = store.build([*problems, asked(dtype="float32")], "h200", tmp_path / "plans", workers=1)
+    assert [bool(entry.plan and entry.plan.loaded) for entry in again] == [True, True, False]
+    assert "float32" in again[2].reason
+    with pytest.raises(ValueError, match=r"plans are wanted for cuDNN 9\.19\.9"):
+        store.build(problems, "h200", tmp_path, cudnn="9.19.9")
+
+
+@pytest.mark.cudnn
+def test_a_kept_plan_that_cudnn_does_not_take(kept, planner):
+    """An entry with a right checksum and a text that is no plan: rejected with a warning, built anew."""
+    for text in (b"", b"{}", b"not json", b'{"cudnnVersion":1}'):
+        said, engine = planner.call(plan_over_garbage, asked(q=(128, 8, 64, 1), k=(128, 8, 64, 1), v=(128, 8, 64, 1)), text)
+        assert engine == 2
+        assert len(said) == 1
+        assert "is built anew" in said[0]
+
+
+def plan_over_garbage(problem, text):
+    """In a child: put a text where the plan of a problem would be, then plan; gives the warnings, and the engine."""
+    import warnings
+
+    from cupy_sdpa.offline import described
+    from cupy_sdpa.patterns import forward
+    from cupy_sdpa.plan import make, shelf_key
+
+    shelf, target, graph = Shelf(None), described("h200"), forward(problem)
+    make(graph, target, shelf=shelf).close()
+    key = shelf_key(graph, target, None, None)
+    head = shelf.get(key).partition(b"\n")[0]
+    shelf.put(key, head + b"\n" + text if text else b"")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        plan = make(graph, target, shelf=shelf)
+    plan.close()
+    assert not plan.info.loaded
+    return [str(warning.message) for warning in said], plan.info.engine
+
+
+@pytest.mark.cudnn
+def test_a_crash_inside_cudnn_is_an_answer():
+    """What kills the process that plans is said as a reason, and the next question is answered."""
+    from cupy_sdpa.offline import Planner, described
+
+    row = asked((128, 1, 1, 1), (128, 1, 64, 1), (128, 1, 64, 1), backward=True)
+    with Planner() as planner:
+        answer = planner.plan(row, described("h200"))
+        if planner.version >= 92600:
+            assert "ended the process" in answer
+        assert planner.plan(asked(), described("h200")).engine == 2
+
+
+@pytest.mark.cudnn
+def test_without_a_compiler_the_lack_is_said(tmp_path):
+    """On a machine with neither driver nor compiler: what to install."""
+    if Path("/proc/driver/nvidia/version").exists():
+        pytest.skip("there is a driver here: no stub is needed")
+    code = """
+import cupy_sdpa
+x = (64, 4, 64, 2)
+try:
+    cupy_sdpa.explain(cupy_sdpa.problem(x, x, x, dtype="bfloat16"), gpu="H200")
+except cupy_sdpa.CudnnError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=child_environment(PATH=str(tmp_path))
+    )
+    assert "needs a C compiler" in done.stdout
+    assert CudnnError.__name__ not in done.stderr
+
+
+def test_prepared_calls_on_numpy():
+    """Planned once, run often, into the caller's arrays; arrays of another problem are refused with both layouts."""
+    q, k, v = Case("prepared", d=16, sq=20, dtype="float32").arrays()
+    call = prepare(q, k, v, causal=True, return_stats=True, autotune=True)
+    out, stats = call(q, k, v)
+    want, want_stats = cupy_sdpa.attention(q, k, v, causal=True, return_stats=True)
+    np.testing.assert_array_equal(out, want)
+    np.testing.assert_array_equal(stats, want_stats)
+    mine = np.empty_like(out, order="F")
+    assert call(q, k, v, out=mine)[0] is mine
+    assert call.tuning is None
+    assert repr(call).startswith("<prepared: forward attention")
+    with pytest.raises(ValueError, match=r"Prepared: q \(16, 4, 20, 2\).*Given: q \(16, 4, 19, 2\)"):
+        call(q[:, :, :19], k, v)
+    backward = prepare(q, k, v, causal=True, backward=True)
+    for mine, right in zip(
+        backward(out, q, k, v, out, stats), cupy_sdpa.attention_backward(out, q, k, v, out, stats, causal=True), strict=True
+    ):
+        np.testing.assert_array_equal(mine, right)
+
+
+TOML = """
+[[attention]]
+q = [64, 8, 100, 2]
+k = [64, 2, 100, 2]
+v = [64, 2, 100, 2]
+dtype = "bfloat16"
+causal = true
+passes = ["forward", "backward"]
+lengths = [128, 256]
+
+[[attention]]
+q = [64, 8, 1, 2]
+k = [64, 2, 1000, 2]
+v = [64, 2, 1000, 2]
+dtype = "float16"
+bucket = 512
+"""
+
+
+def test_shapes_from_a_file(tmp_path):
+    """Passes and lengths multiply; what is asked is what calls ask."""
+    path = tmp_path / "shapes.toml"
+    path.write_text(TOML)
+    found = store.read_problems(path)
+    assert [(p.backward, p.q.shape[2], p.k.shape[2]) for p in found] == [
+        (False, 128, 128), (True, 128, 128), (False, 256, 256), (True, 256, 256), (False, 1, 1024),
+    ]  # fmt: skip
+    shapes = ((64, 8, 128, 2), (64, 2, 128, 2), (64, 2, 128, 2))
+    assert found[0] == asked(*shapes, causal=True, return_stats=True)
+    assert found[1] == asked(*shapes, causal=True, backward=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "has no table"),
+        ("attention = 1", "has no table"),
+        ("[[attention", "is no TOML file"),
+        ("[[attention]]\nq = [1, 2]", "table 1 .*k, v, dtype is missing"),
+        (TOML.replace('"backward"', '"sideways"'), "table 1 .*sideways"),
+        (TOML.replace("bucket = 512", "buckets = 512"), "table 2 .*buckets"),
+        (TOML.replace("k = [64, 2, 1000, 2]", "k = [64, 2, 999, 2]"), "table 2 .*999 and 1000"),
+    ],
+    ids=["empty", "no_table", "no_toml", "missing", "passes", "unknown", "lengths"],
+)
+def test_bad_files_are_refused(text, words, tmp_path):
+    """With the file, the table and the value."""
+    path = tmp_path / "shapes.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=words):
+        store.read_problems(path)
