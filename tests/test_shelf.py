@@ -45,7 +45,8 @@ def test_without_a_folder_the_process_shares():
     first.put(KEY, CONTENT)
     assert first.get(KEY) == CONTENT
     assert Shelf(None).get(KEY) is None
-    first.reject(KEY, "of no use")
+    with pytest.warns(ShelfWarning, match="of no use"):
+        first.reject(KEY, "of no use")
     assert first.get(KEY) is None
     assert "in memory only" in str(first)
 

@@ -1,0 +1,230 @@
+"""What plans cost: built, loaded from disk, made ahead of time; new lengths with and without buckets; what tuning gains.
+
+    python3 benchmarks/plans.py -o benchmarks/results/h200_cudnn919_plans.csv [--ahead FOLDER]
+
+Every first call is made in a process of its own. ``--ahead`` names a folder of plans made elsewhere, by ``python -m cupy_sdpa plan
+--gpu h200 benchmarks/ahead.toml``, and checks that they give the bits of plans built here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cupy
+from common import random_normal, versions, write_csv
+
+import cupy_sdpa.store
+from cupy_sdpa import attention, attention_vjp, get_plan_cache
+
+#: (query heads, key heads, head dim, causal) of Llama 3.1 8B, at batch 1.
+HQ, HKV, D = 32, 8, 128
+
+_FIRST = """
+import json, sys, time
+begin = time.perf_counter()
+import numpy as np, cupy, ml_dtypes
+import cupy_sdpa.store
+cupy.cuda.runtime.free(0)
+rng = np.random.default_rng(0)
+def normal(*shape):
+    return cupy.asarray(np.asfortranarray(rng.standard_normal(shape, np.float32).astype(ml_dtypes.bfloat16)))
+s = int(sys.argv[1])
+q, k, v, dout = normal(128, 32, s, 1), normal(128, 8, s, 1), normal(128, 8, s, 1), normal(128, 32, s, 1)
+cupy.cuda.runtime.deviceSynchronize()
+ready = time.perf_counter()
+plans = cupy_sdpa.get_plan_cache()                     # loads cuDNN and makes a handle
+loaded = time.perf_counter()
+times = []
+def timed(call):
+    start = time.perf_counter(); result = call(); enqueued = time.perf_counter()
+    cupy.cuda.runtime.deviceSynchronize(); times.append((enqueued - start) * 1e3); times.append((time.perf_counter() - start) * 1e3)
+    return result
+out, stats = timed(lambda: cupy_sdpa.attention(q, k, v, causal=True, return_stats=True))
+dq, dk, dv = timed(lambda: cupy_sdpa.attention_backward(dout, q, k, v, out, stats, causal=True))
+timed(lambda: cupy_sdpa.attention(q, k, v, causal=True, return_stats=True))
+sums = [int(x.view("u2").astype("u8").sum()) for x in (out, dk, dv)]
+print(json.dumps({"imports": (ready - begin) * 1e3, "libraries": (loaded - ready) * 1e3, "times": times, "sums": sums,
+    "loaded": [p.info.loaded for p in plans._entries.values()], "got": [p.info.build_ms for p in plans._entries.values()]}))
+"""
+
+
+def first_call(folder: str, length: int = 4096) -> dict[str, Any]:
+    """The first calls of a new process, with plans kept in a folder."""
+    environment = {**os.environ, "CUPY_SDPA_CACHE_DIR": folder, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", _FIRST, str(length)], capture_output=True, text=True, check=False, env=environment
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def starts(add: Callable[..., None], ahead: str | None) -> None:
+    """First calls of new processes: without a store, filling one, with it, and with plans made elsewhere; medians of 5."""
+    with tempfile.TemporaryDirectory() as folder:
+        first_call(f"{folder}/warm")  # brings every file into the page cache
+        kinds = {"no store": "0", "kept on disk": f"{folder}/warm"} | ({"made ahead": ahead} if ahead else {})
+        sums = {}
+        for kind, where in kinds.items():
+            runs = [first_call(where) for _ in range(5)]
+            assert all(all(run["loaded"]) == (kind != "no store") for run in runs), (kind, runs)
+            sums[kind] = runs[0]["sums"]
+
+            def median(pick: Callable[[dict[str, Any]], float], runs: list[dict[str, Any]] = runs) -> float:
+                return statistics.median(map(pick, runs))
+
+            add("start", kind, "cuDNN loaded and a handle made", median(lambda run: run["libraries"]), "ms")
+            for number, what in enumerate(("forward", "backward")):
+                add("start", kind, f"first {what} call returns", median(lambda run, n=number: run["times"][2 * n]), "ms")
+                add("start", kind, f"first {what} call done", median(lambda run, n=number: run["times"][2 * n + 1]), "ms")
+                add("start", kind, f"plan of the {what}", median(lambda run, n=number: run["got"][n]), "ms")
+            add("start", kind, "second forward call returns", median(lambda run: run["times"][4]), "ms")
+        assert len(set(map(tuple, sums.values()))) == 1, sums
+        add("start", "all", "kinds that give the same bits of out, dk, dv", len(sums), "kinds")
+
+
+def gpu_us(call: Callable[[], Any], count: int = 20) -> float:
+    """Microseconds of a call on the GPU, launches back to back: the median of 7 rounds."""
+    rounds = []
+    for _ in range(8):
+        begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+        begin.record()
+        for _ in range(count):
+            call()
+        end.record()
+        end.synchronize()
+        rounds.append(cupy.cuda.get_elapsed_time(begin, end) / count * 1e3)
+    return statistics.median(rounds[1:])
+
+
+def lengths(add: Callable[..., None]) -> None:
+    """A service that meets forty new lengths: the wait for each, and what a call costs afterwards."""
+    new = [3000 + 17 * n for n in range(40)]
+    for bucket in (None, 512, "power_of_two"):
+        get_plan_cache().clear()
+        cupy_sdpa.store.kept().clear()
+        waits: dict[str, list[float]] = {"forward": [], "backward": []}
+        for length in new:
+            q, k, v = random_normal(D, HQ, length, 1), random_normal(D, HKV, length, 1), random_normal(D, HKV, length, 1)
+            cupy.cuda.runtime.deviceSynchronize()
+            start = time.perf_counter()
+            out, pullback = attention_vjp(q, k, v, causal=True, bucket=bucket)
+            cupy.cuda.runtime.deviceSynchronize()
+            middle = time.perf_counter()
+            pullback(out)
+            cupy.cuda.runtime.deviceSynchronize()
+            waits["forward"].append((middle - start) * 1e3)
+            waits["backward"].append((time.perf_counter() - middle) * 1e3)
+        kind = f"bucket {bucket}"
+        add("new lengths", kind, "plans built for 40 lengths, both ways", get_plan_cache().size, "plans")
+        for what, every in waits.items():
+            add("new lengths", kind, f"{what}: median wait for a new length", statistics.median(every), "ms")
+            add("new lengths", kind, f"{what}: sum of the waits", sum(every), "ms")
+    for length in (1000, 3000, 4000, 8000):
+        q, k, v = random_normal(D, HQ, length, 1), random_normal(D, HKV, length, 1), random_normal(D, HKV, length, 1)
+        for causal in (False, True):
+            for bucket in (None, 512):
+                out, pullback = attention_vjp(q, k, v, causal=causal, bucket=bucket)
+                case = f"{length} {'causal' if causal else 'full'}, bucket {bucket}"
+                add("cost of a bucket", case, "forward", gpu_us(lambda: attention(q, k, v, causal=causal, bucket=bucket)), "us")
+                add("cost of a bucket", case, "backward", gpu_us(lambda: pullback(out)), "us")
+
+
+#: Ten problems that are tuned: (name, batch, query heads, key heads, queries, keys, head dim, causal, backward).
+TUNED = (
+    ("Llama 8B, 4096 causal", 1, 32, 8, 4096, 4096, 128, True, False),
+    ("Llama 8B, 4096 causal", 1, 32, 8, 4096, 4096, 128, True, True),
+    ("decode, 8 x 8192", 8, 32, 8, 1, 8192, 128, False, False),
+    ("decode, 1 x 32768", 1, 32, 8, 1, 32768, 128, False, False),
+    ("decode, 64 x 2048", 64, 32, 8, 1, 2048, 128, False, False),
+    ("ViT, 196", 64, 12, 12, 196, 196, 64, False, False),
+    ("ViT, 196", 64, 12, 12, 196, 196, 64, False, True),
+    ("notebook, 128", 8, 16, 16, 128, 128, 64, False, False),
+    ("Gemma, D 256, 4096 causal", 1, 16, 8, 4096, 4096, 256, True, False),
+    ("D 64, 2048", 2, 16, 16, 2048, 2048, 64, False, False),
+)
+
+
+def tuning(add: Callable[..., None]) -> None:
+    """What tuning gains on ten problems, and what it takes; then that the choice is loaded."""
+    for name, b, hq, hkv, sq, skv, d, causal, backward in TUNED:
+        q, k, v = random_normal(d, hq, sq, b), random_normal(d, hkv, skv, b), random_normal(d, hkv, skv, b)
+        case = f"{name}, {'backward' if backward else 'forward'}"
+        start = time.perf_counter()
+        found = cupy_sdpa.prepare(q, k, v, causal=causal, backward=backward, autotune=True).tuning
+        seconds = time.perf_counter() - start
+        assert found
+        print(found, file=sys.stderr)
+        add("tuning", case, "before", found.before, "us")
+        add("tuning", case, "after", found.after, "us")
+        add("tuning", case, "gain", found.gain, "times")
+        add("tuning", case, "configs measured", len(found.trials), "configs")
+        add("tuning", case, "configs with wrong results", sum(trial.us is None for trial in found.trials), "configs")
+        add("tuning", case, "tuning took", seconds, "s")
+
+
+def graphs(add: Callable[..., None]) -> None:
+    """A call in a CUDA graph: the time of ten in a row, launched and replayed."""
+    q, k, v = random_normal(64, 16, 128, 8), random_normal(64, 16, 128, 8), random_normal(64, 16, 128, 8)
+    out = attention(q, k, v)
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        for _ in range(10):
+            attention(q, k, v, out=out)
+        graph = stream.end_capture()
+        add(
+            "CUDA graph",
+            "8 x 16 heads x 128 x 64",
+            "ten calls, launched",
+            10 * gpu_us(lambda: attention(q, k, v, out=out)),
+            "us",
+        )
+        add("CUDA graph", "8 x 16 heads x 128 x 64", "ten calls, replayed", gpu_us(lambda: graph.launch(stream)), "us")
+
+
+def second_gpu(add: Callable[..., None]) -> None:
+    """The plan that a second GPU of the kind takes from the first."""
+    for device in (0, 1):
+        with cupy.cuda.Device(device):
+            q, k, v = random_normal(D, HQ, 2222, 1), random_normal(D, HKV, 2222, 1), random_normal(D, HKV, 2222, 1)
+            plan = cupy_sdpa.explain(q, k, v, causal=True).plan
+            assert plan
+            assert plan.loaded == (device == 1)
+            add("two GPUs", f"GPU {device}", "plan loaded" if plan.loaded else "plan built", plan.build_ms, "ms")
+
+
+def main() -> None:
+    """Measure everything, and write it down."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--ahead", metavar="FOLDER")
+    arguments = parser.parse_args()
+    os.environ["CUPY_SDPA_CACHE_DIR"] = "0"
+    known, rows = versions(), []
+
+    def add(part: str, case: str, what: str, value: float, unit: str) -> None:
+        rows.append({"part": part, "case": case, "what": what, "value": f"{value:.4g}", "unit": unit, **known})
+        print(f"{part}: {case}: {what}: {value:.4g} {unit}", flush=True)
+
+    starts(add, arguments.ahead)
+    if cupy.cuda.runtime.getDeviceCount() > 1:
+        second_gpu(add)
+    lengths(add)
+    graphs(add)
+    tuning(add)
+    write_csv(str(arguments.output), rows)
+
+
+if __name__ == "__main__":
+    main()
