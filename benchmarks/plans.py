@@ -2,8 +2,9 @@
 
     python3 benchmarks/plans.py -o benchmarks/results/h200_cudnn919_plans.csv [--ahead FOLDER]
 
-Every first call is made in a process of its own. ``--ahead`` names a folder of plans made elsewhere, by ``python -m cupy_sdpa plan
---gpu h200 benchmarks/ahead.toml``, and checks that they give the bits of plans built here.
+Every first call is made in a process of its own. ``--ahead`` names a folder of plans made elsewhere, by ``python -m cupy_sdpa
+plan --gpu h200 benchmarks/ahead.toml``, and checks that they give the bits of plans built here. "Nothing compiled" turns off
+the cache of compiled kernels that the CUDA driver keeps on disk: what a fresh machine or container does.
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ from cupy_sdpa import attention, attention_vjp, get_plan_cache
 HQ, HKV, D = 32, 8, 128
 
 _FIRST = """
-import json, sys, time
+import ctypes, json, sys, time
+from pathlib import Path
 begin = time.perf_counter()
 import numpy as np, cupy, ml_dtypes
 import cupy_sdpa.store
+from cupy_sdpa._cudnn.library import library
 cupy.cuda.runtime.free(0)
 rng = np.random.default_rng(0)
 def normal(*shape):
@@ -43,27 +46,35 @@ q, k, v, dout = normal(128, 32, s, 1), normal(128, 8, s, 1), normal(128, 8, s, 1
 cupy.cuda.runtime.deviceSynchronize()
 ready = time.perf_counter()
 plans = cupy_sdpa.get_plan_cache()                     # loads cuDNN and makes a handle
+for name in ("graph", "heuristic", "engines_runtime_compiled", "engines_precompiled", "engines_tensor_ir"):
+    path = Path(library().path).with_name(f"libcudnn_{name}.so.9")
+    if path.exists():                                  # cuDNN loads them itself when the first plan is finalized
+        ctypes.CDLL(str(path))
 loaded = time.perf_counter()
 times = []
 def timed(call):
-    start = time.perf_counter(); result = call(); enqueued = time.perf_counter()
-    cupy.cuda.runtime.deviceSynchronize(); times.append((enqueued - start) * 1e3); times.append((time.perf_counter() - start) * 1e3)
+    start = time.perf_counter()
+    result = call()
+    times.append((time.perf_counter() - start) * 1e3)
+    cupy.cuda.runtime.deviceSynchronize()
+    times.append((time.perf_counter() - start) * 1e3)
     return result
 out, stats = timed(lambda: cupy_sdpa.attention(q, k, v, causal=True, return_stats=True))
 dq, dk, dv = timed(lambda: cupy_sdpa.attention_backward(dout, q, k, v, out, stats, causal=True))
+got = [p.info for p in plans._entries.values()]        # in the order in which they were wanted
 timed(lambda: cupy_sdpa.attention(q, k, v, causal=True, return_stats=True))
 sums = [int(x.view("u2").astype("u8").sum()) for x in (out, dk, dv)]
 print(json.dumps({"imports": (ready - begin) * 1e3, "libraries": (loaded - ready) * 1e3, "times": times, "sums": sums,
-    "loaded": [p.info.loaded for p in plans._entries.values()], "got": [p.info.build_ms for p in plans._entries.values()]}))
+    "loaded": [info.loaded for info in got], "got": [info.build_ms for info in got]}))
 """
 
 
-def first_call(folder: str, length: int = 4096) -> dict[str, Any]:
+def first_call(folder: str, length: int = 4096, **environment: str) -> dict[str, Any]:
     """The first calls of a new process, with plans kept in a folder."""
-    environment = {**os.environ, "CUPY_SDPA_CACHE_DIR": folder, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        [sys.executable, "-c", _FIRST, str(length)], capture_output=True, text=True, check=False, env=environment
-    )
+    paths = os.pathsep.join(filter(None, sys.path))
+    everything = {**os.environ, "CUPY_SDPA_CACHE_DIR": folder, "PYTHONPATH": paths, **environment}
+    command = [sys.executable, "-c", _FIRST, str(length)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=everything)
     if done.returncode:
         raise RuntimeError(done.stderr)
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -71,37 +82,47 @@ def first_call(folder: str, length: int = 4096) -> dict[str, Any]:
 
 
 def starts(add: Callable[..., None], ahead: str | None) -> None:
-    """First calls of new processes: without a store, filling one, with it, and with plans made elsewhere; medians of 5."""
+    """First calls of new processes: without a store, with one, and with plans made elsewhere; medians of 5."""
     with tempfile.TemporaryDirectory() as folder:
         first_call(f"{folder}/warm")  # brings every file into the page cache
-        kinds = {"no store": "0", "kept on disk": f"{folder}/warm"} | ({"made ahead": ahead} if ahead else {})
+        kinds: dict[str, tuple[str, dict[str, str]]] = {
+            "no store, nothing compiled": ("0", {"CUDA_CACHE_DISABLE": "1"}),
+            "no store": ("0", {}),
+            "kept on disk": (f"{folder}/warm", {"CUDA_CACHE_DISABLE": "1"}),
+        }
+        if ahead:
+            kinds["made ahead"] = (ahead, {"CUDA_CACHE_DISABLE": "1"})
         sums = {}
-        for kind, where in kinds.items():
-            runs = [first_call(where) for _ in range(5)]
-            assert all(all(run["loaded"]) == (kind != "no store") for run in runs), (kind, runs)
-            sums[kind] = runs[0]["sums"]
-
-            def median(pick: Callable[[dict[str, Any]], float], runs: list[dict[str, Any]] = runs) -> float:
-                return statistics.median(map(pick, runs))
-
-            add("start", kind, "cuDNN loaded and a handle made", median(lambda run: run["libraries"]), "ms")
+        for kind, (where, environment) in kinds.items():
+            runs = [first_call(where, **environment) for _ in range(5)]
+            assert all(all(run["loaded"]) == (where != "0") for run in runs), (kind, runs)
+            sums[kind] = tuple(runs[0]["sums"])
+            add(
+                "start",
+                kind,
+                "cuDNN's libraries loaded and a handle made",
+                statistics.median(run["libraries"] for run in runs),
+                "ms",
+            )
+            times = [statistics.median(every) for every in zip(*(run["times"] for run in runs), strict=True)]
+            got = [statistics.median(every) for every in zip(*(run["got"] for run in runs), strict=True)]
             for number, what in enumerate(("forward", "backward")):
-                add("start", kind, f"first {what} call returns", median(lambda run, n=number: run["times"][2 * n]), "ms")
-                add("start", kind, f"first {what} call done", median(lambda run, n=number: run["times"][2 * n + 1]), "ms")
-                add("start", kind, f"plan of the {what}", median(lambda run, n=number: run["got"][n]), "ms")
-            add("start", kind, "second forward call returns", median(lambda run: run["times"][4]), "ms")
-        assert len(set(map(tuple, sums.values()))) == 1, sums
-        add("start", "all", "kinds that give the same bits of out, dk, dv", len(sums), "kinds")
+                add("start", kind, f"first {what} call returns", times[2 * number], "ms")
+                add("start", kind, f"first {what} call done", times[2 * number + 1], "ms")
+                add("start", kind, f"of it the plan of the {what}", got[number], "ms")
+            add("start", kind, "second forward call returns", times[4], "ms")
+        assert len(set(sums.values())) == 1, sums
+        add("start", "all", "give the same bits of out, dk, dv", len(sums), "kinds")
 
 
-def gpu_us(call: Callable[[], Any], count: int = 20) -> float:
+def gpu_us(call: Callable[..., Any], *arguments: Any, count: int = 20, **options: Any) -> float:
     """Microseconds of a call on the GPU, launches back to back: the median of 7 rounds."""
     rounds = []
     for _ in range(8):
         begin, end = cupy.cuda.Event(), cupy.cuda.Event()
         begin.record()
         for _ in range(count):
-            call()
+            call(*arguments, **options)
         end.record()
         end.synchronize()
         rounds.append(cupy.cuda.get_elapsed_time(begin, end) / count * 1e3)
@@ -137,8 +158,8 @@ def lengths(add: Callable[..., None]) -> None:
             for bucket in (None, 512):
                 out, pullback = attention_vjp(q, k, v, causal=causal, bucket=bucket)
                 case = f"{length} {'causal' if causal else 'full'}, bucket {bucket}"
-                add("cost of a bucket", case, "forward", gpu_us(lambda: attention(q, k, v, causal=causal, bucket=bucket)), "us")
-                add("cost of a bucket", case, "backward", gpu_us(lambda: pullback(out)), "us")
+                add("cost of a bucket", case, "forward", gpu_us(attention, q, k, v, causal=causal, bucket=bucket), "us")
+                add("cost of a bucket", case, "backward", gpu_us(pullback, out), "us")
 
 
 #: Ten problems that are tuned: (name, batch, query heads, key heads, queries, keys, head dim, causal, backward).
@@ -156,22 +177,23 @@ TUNED = (
 )
 
 
-def tuning(add: Callable[..., None]) -> None:
-    """What tuning gains on ten problems, and what it takes; then that the choice is loaded."""
+def tuning(add: Callable[..., None], how: bool | str) -> None:
+    """What tuning gains on ten problems, and what it takes."""
     for name, b, hq, hkv, sq, skv, d, causal, backward in TUNED:
         q, k, v = random_normal(d, hq, sq, b), random_normal(d, hkv, skv, b), random_normal(d, hkv, skv, b)
+        part = "tuning, knobs too" if how == "knobs" else "tuning"
         case = f"{name}, {'backward' if backward else 'forward'}"
         start = time.perf_counter()
-        found = cupy_sdpa.prepare(q, k, v, causal=causal, backward=backward, autotune=True).tuning
+        found = cupy_sdpa.prepare(q, k, v, causal=causal, backward=backward, autotune=how).tuning
         seconds = time.perf_counter() - start
         assert found
         print(found, file=sys.stderr)
-        add("tuning", case, "before", found.before, "us")
-        add("tuning", case, "after", found.after, "us")
-        add("tuning", case, "gain", found.gain, "times")
-        add("tuning", case, "configs measured", len(found.trials), "configs")
-        add("tuning", case, "configs with wrong results", sum(trial.us is None for trial in found.trials), "configs")
-        add("tuning", case, "tuning took", seconds, "s")
+        add(part, case, "before", found.before, "us")
+        add(part, case, "after", found.after, "us")
+        add(part, case, "gain", found.gain, "times")
+        add(part, case, "configs measured", len(found.trials), "configs")
+        add(part, case, "configs with wrong results", sum(trial.us is None for trial in found.trials), "configs")
+        add(part, case, "tuning took", seconds, "s")
 
 
 def graphs(add: Callable[..., None]) -> None:
@@ -190,7 +212,9 @@ def graphs(add: Callable[..., None]) -> None:
             10 * gpu_us(lambda: attention(q, k, v, out=out)),
             "us",
         )
-        add("CUDA graph", "8 x 16 heads x 128 x 64", "ten calls, replayed", gpu_us(lambda: graph.launch(stream)), "us")
+        case = "8 x 16 heads x 128 x 64"
+        add("CUDA graph", case, "ten calls, launched", 10 * gpu_us(attention, q, k, v, out=out), "us")
+        add("CUDA graph", case, "ten calls, replayed", gpu_us(graph.launch, stream), "us")
 
 
 def second_gpu(add: Callable[..., None]) -> None:
@@ -222,7 +246,10 @@ def main() -> None:
         second_gpu(add)
     lengths(add)
     graphs(add)
-    tuning(add)
+    for how in (True, "knobs"):
+        get_plan_cache().clear()
+        cupy_sdpa.store.kept().clear()
+        tuning(add, how)
     write_csv(str(arguments.output), rows)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .problem import ITEMSIZE, Problem, TensorSpec, dense_strides
+from .problem import SIZES, Problem, TensorSpec, dense_strides
 
 #: What ``bucket=`` takes: None for exact lengths; a number to round up to its multiples; ``"power_of_two"``, of at least
 #: :data:`SMALLEST`; or a function from a length to the rounded one.
@@ -34,10 +34,10 @@ class Policy:
     bucket: int | str | Callable[[int], int]
 
     def __call__(self, problem: Problem) -> Problem:
-        """The problem with its lengths rounded up, dense arrays, and the number of keys left open."""
+        """The problem with its lengths rounded up, dense arrays, and the true lengths in arrays of their own."""
         sq, skv = problem.q.shape[2], problem.k.shape[2]
         # A single query stays one: decoding has kernels of its own.
-        return _bounded(problem, sq if sq == 1 else self.length(sq), self.length(skv))
+        return _rounded(problem, sq if sq == 1 else self.length(sq), self.length(skv))
 
     def length(self, length: int) -> int:
         """A length, rounded up.
@@ -85,9 +85,11 @@ def padding(name: str) -> tuple[int, str]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _bounded(problem: Problem, queries: int, keys: int) -> Problem:
+def _rounded(problem: Problem, queries: int, keys: int) -> Problem:
     specs: dict[str, Any] = {spec.name: _padded(spec, queries, keys) for spec in problem.tensors}
-    return _interned(dataclasses.replace(problem, **specs, bounded=True))
+    for name in ("seq_lens_q", "seq_lens_kv"):
+        specs[name] = TensorSpec(name, "int32", problem.q.shape[3:], (SIZES["int32"],), 16)
+    return _interned(dataclasses.replace(problem, **specs))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -100,4 +102,4 @@ def _padded(spec: TensorSpec, queries: int, keys: int) -> TensorSpec:
     axis, of = padding(spec.name)
     shape = list(spec.shape)
     shape[axis] = queries if of == "q" else keys
-    return TensorSpec(spec.name, spec.dtype, tuple(shape), dense_strides(tuple(shape), ITEMSIZE[spec.dtype]), 16)
+    return TensorSpec(spec.name, spec.dtype, tuple(shape), dense_strides(tuple(shape), SIZES[spec.dtype]), 16)

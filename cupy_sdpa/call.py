@@ -28,8 +28,8 @@ if TYPE_CHECKING:  # cuDNN's rooms are entered only for CuPy arrays
 
 T = TypeVar("T")
 
-#: Where :func:`cupy_sdpa.autotune` is in force: what has been tuned so far.
-tunings: ContextVar[list[Tuning] | None] = ContextVar("tunings", default=None)
+#: Where :func:`cupy_sdpa.autotune` is in force: what has been tuned so far, and whether knobs are tried by hand.
+tunings: ContextVar[tuple[list[Tuning], bool] | None] = ContextVar("tunings", default=None)
 
 
 @dataclass
@@ -92,12 +92,11 @@ class Call:
             planned(self.problem, device, lambda _, plan: self._launch(plan))
 
     def _in_bucket(self, device: int | None) -> None:
-        """With the inputs padded by zeros, as many keys seen as there are, and the results cut to their lengths."""
+        """With the inputs padded by zeros, the true lengths beside them, and the results cut to their lengths."""
         posed = self.posed
         results = {spec.name for spec in posed.results}
         arrays = {spec.name: self._padded(spec, spec.name in results) for spec in posed.tensors}
-        scalars = {**self.scalars, "keys": self.problem.k.shape[2]}
-        Call(posed, arrays, scalars, self.on_gpu)._compute(device)
+        Call(posed, arrays, self.scalars, self.on_gpu)._compute(device)
         self._allocate()
         for name in results:
             axis, of = padding(name)
@@ -108,6 +107,10 @@ class Call:
         """An input as a dense array of the rounded length, zeros behind it; or an array for a result."""
         source = self.arrays.get(spec.name)
         empty = gpu.empty if self.on_gpu else _empty
+        if spec.name in ("seq_lens_q", "seq_lens_kv"):
+            lengths = empty(spec.shape, np.int32)
+            lengths.fill(self.problem.q.shape[2] if spec.name == "seq_lens_q" else self.problem.k.shape[2])
+            return lengths
         if result:
             return empty(spec.shape, np.float32 if spec.name == "stats" else self.arrays["q"].dtype)
         assert source is not None, f"{spec.name} is no result and was not given"
@@ -146,8 +149,9 @@ class Call:
         """Measure every engine config on these arrays, unless that has been done, and keep the fastest."""
         from .tuning import tune
 
-        done = tunings.get()
-        assert done is not None
+        in_force = tunings.get()
+        assert in_force is not None
+        done, knobs = in_force
         if gpu.capturing():
             raise RuntimeError("a stream is being captured: nothing can be measured now; tune before the capture begins")
         self._allocate()
@@ -155,7 +159,7 @@ class Call:
 
         def measure(here: Session, plan: Plan) -> None:
             if not plan.info.tuned:
-                done.append(tune(self.problem, plan, here.cache, self._execute, results))
+                done.append(tune(self.problem, plan, here.cache, self._execute, results, knobs=knobs))
 
         planned(self.problem, device, measure)
 
@@ -224,10 +228,10 @@ def _not_while_capturing(problem: Problem) -> None:
 
 
 @contextlib.contextmanager
-def tuning_on() -> Iterator[list[Tuning]]:
+def tuning_on(knobs: bool) -> Iterator[list[Tuning]]:
     """Have calls tuned; gives the list that what was found is added to."""
     done: list[Tuning] = []
-    token = tunings.set(done)
+    token = tunings.set((done, knobs))
     try:
         yield done
     finally:

@@ -52,6 +52,7 @@ POINTWISE: dict[str, int] = {
     "identity": 1,  # x
     "cmp_ge": 2,  # x >= b
     "cmp_lt": 2,  # x < b
+    "logical_and": 2,  # x and b
     "gen_index": 1,  # the position of each element of x along an axis
     "binary_select": 3,  # x where t, else b
 }
@@ -79,11 +80,18 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Matmul(Node):
-    """``out = a b``, matrix by matrix; the heads of ``b`` may be fewer, each then serves a group of heads of ``a``."""
+    """``out = a b``, matrix by matrix; the heads of ``b`` may be fewer, each then serves a group of heads of ``a``.
+
+    ``m``, ``n`` and ``k`` ``(B, 1, 1, 1)`` say for every batch entry how many rows of ``a``, columns of ``b``, and products in
+    each sum there are; what lies beyond is not read, and what would be computed there is 0. None stands for all.
+    """
 
     a: Tensor
     b: Tensor
-    operands: ClassVar[tuple[str, ...]] = ("a", "b")
+    m: Tensor | None = None
+    n: Tensor | None = None
+    k: Tensor | None = None
+    operands: ClassVar[tuple[str, ...]] = ("a", "b", "m", "n", "k")
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,13 +206,26 @@ class Builder:
         """A tensor inside the kernel, row-major, of the accumulator's dtype unless said otherwise."""
         return Tensor(name, shape, dtype or self.accumulate, "virtual", row_major(shape))
 
-    def matmul(self, formula: str, a: Tensor, b: Tensor, out: Tensor | str) -> Tensor:
-        """``a (B, H, M, K)`` times ``b (B, Hb, K, N)``, H a multiple of Hb, gives ``(B, H, M, N)``."""
+    def matmul(
+        self,
+        formula: str,
+        a: Tensor,
+        b: Tensor,
+        out: Tensor | str,
+        *,
+        m: Tensor | None = None,
+        n: Tensor | None = None,
+        k: Tensor | None = None,
+    ) -> Tensor:
+        """``a (B, H, M, K)`` times ``b (B, Hb, K, N)``, H a multiple of Hb, gives ``(B, H, M, N)``; see :class:`Matmul`."""
+        for length in (m, n, k):
+            if length is not None and length.shape != (a.shape[0], 1, 1, 1):
+                raise ValueError(f"matmul {formula}: {length} {length.shape} must be {(a.shape[0], 1, 1, 1)}")
         if a.dtype != b.dtype:
             raise ValueError(f"matmul {formula}: {a} is {a.dtype} and {b} is {b.dtype}; both must have one dtype")
         if a.shape[0] != b.shape[0] or a.shape[1] % max(b.shape[1], 1) or a.shape[3] != b.shape[2]:
             raise ValueError(f"matmul {formula}: {a} {a.shape} and {b} {b.shape} do not fit")
-        return self._add(Matmul(formula, self._out(out, (*a.shape[:3], b.shape[3])), a, b))
+        return self._add(Matmul(formula, self._out(out, (*a.shape[:3], b.shape[3])), a, b, m, n, k))
 
     def pointwise(
         self,

@@ -123,7 +123,16 @@ class Tile:
 
 
 def _matmul(node: Matmul, tile: Tile) -> None:
-    tile[node.out] = tile[node.a] @ tile[node.b]
+    a, b = tile[node.a], tile[node.b]
+    if node.k is not None:
+        length = int(tile[node.k][0, 0])
+        a, b = a[:, :length], b[:length]
+    out = a @ b
+    if node.m is not None:
+        out[max(0, int(tile[node.m][0, 0]) - tile.start) :] = 0
+    if node.n is not None:
+        out[:, int(tile[node.n][0, 0]) :] = 0
+    tile[node.out] = out
 
 
 def _softmax(node: Softmax, tile: Tile) -> None:
@@ -184,6 +193,7 @@ MODES: dict[str, Callable[[Pointwise, Tile], Array]] = {
     "identity": lambda node, tile: tile[node.x],
     "cmp_ge": lambda node, tile: np.greater_equal(tile[node.x], tile[_given(node.b)]),
     "cmp_lt": lambda node, tile: np.less(tile[node.x], tile[_given(node.b)]),
+    "logical_and": lambda node, tile: np.logical_and(tile[node.x], tile[_given(node.b)]),
     "gen_index": _gen_index,
     "binary_select": _select,
 }

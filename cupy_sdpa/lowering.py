@@ -30,7 +30,7 @@ DATA_TYPES = {
 }
 
 #: Comparisons and selections compute in the type of the mask; everything else in the accumulator's.
-_BOOLEAN_MODES = frozenset({"cmp_ge", "cmp_lt"})
+_BOOLEAN_MODES = frozenset({"cmp_ge", "cmp_lt", "logical_and"})
 
 
 class OperationGraph:
@@ -108,8 +108,10 @@ class OperationGraph:
 
 
 def _matmul(node: Matmul, lowered: OperationGraph) -> None:
-    kind = lowered.make("MATMUL", {"COMP_TYPE": DataType.FLOAT}, f"describe {node.formula}")
-    lowered.operation("MATMUL", {"DESC": kind, "ADESC": node.a, "BDESC": node.b, "CDESC": node.out}, node.formula)
+    padding = None if node.n is None else 0.0
+    kind = lowered.make("MATMUL", {"COMP_TYPE": DataType.FLOAT, "PADDING_VALUE": padding}, f"describe {node.formula}")
+    lengths = {f"GEMM_{name}_OVERRIDE_DESC": tensor for name, tensor in (("M", node.m), ("N", node.n), ("K", node.k))}
+    lowered.operation("MATMUL", {"DESC": kind, "ADESC": node.a, "BDESC": node.b, "CDESC": node.out, **lengths}, node.formula)
 
 
 def _pointwise(node: Pointwise, lowered: OperationGraph) -> None:

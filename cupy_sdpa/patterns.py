@@ -11,18 +11,20 @@ import functools
 import math
 
 from .graph import Builder, Graph, Role, Tensor, row_major
-from .problem import ITEMSIZE, Problem, TensorSpec
+from .problem import SIZES, Problem, TensorSpec
 
 #: How the caller's (head_dim, heads, seq, batch) becomes (batch, heads, seq, head_dim), or its transpose in the last two.
 ROWS = (3, 1, 2, 0)
 TRANSPOSED = (3, 1, 0, 2)
 #: How (seq, heads, batch) becomes (batch, heads, seq, 1).
 PER_ROW = (2, 1, 0, -1)
+#: How (batch,) becomes (batch, 1, 1, 1).
+PER_ENTRY = (0, -1, -1, -1)
 
 
 def operand(spec: TensorSpec, axes: tuple[int, ...], role: Role) -> Tensor:
     """The caller's array as a tensor of the graph, with its axes turned and nothing copied."""
-    itemsize = ITEMSIZE[spec.dtype]
+    itemsize = SIZES[spec.dtype]
     shape = tuple(spec.shape[axis] if axis >= 0 else 1 for axis in axes)
     strides = tuple(spec.strides[axis] // itemsize if axis >= 0 else 1 for axis in axes)
     b, h, rows, columns = shape
@@ -46,18 +48,20 @@ def forward(problem: Problem) -> Graph:
     out = operand(problem.out, ROWS, "output")
     stats = operand(problem.stats, PER_ROW, "output") if problem.stats else None
 
+    queries, keys = lengths(problem)
+
     # S = Q K^T                             (B, Hq, Sq, Skv)
-    s = g.matmul("S = Q Kᵀ", q, kt, "S")
+    s = g.matmul("S = Q Kᵀ", q, kt, "S", m=queries, n=keys)
     # S <- scale S
     s = scaled(g, s, g.scalar("scale", g.accumulate), problem)
+    if queries and keys:
+        s = within(g, s, queries, keys)
     if problem.causal:
         s = causal(g, s)
-    if problem.bounded:
-        s = below(g, s, "j", axis=3, name="keys")
     # P = softmax(S), L = log sum exp(S)    P is rounded to the dtype of v, as the tensor cores need it
     p = g.softmax("P = exp(S − L), L = logsumexp(S)", s, "P", problem.dtype, stats)
     # O = P V                               (B, Hq, Sq, Dv)
-    g.matmul("O = P V", p, v, out)
+    g.matmul("O = P V", p, v, out, m=queries, k=keys)
     return g.graph()
 
 
@@ -90,45 +94,54 @@ def backward(problem: Problem, direct: bool = False, guards: frozenset[str] = fr
     dq, dk, dv = (operand(spec, ROWS, "output") for spec in (problem.dq, problem.dk, problem.dv))
     b, hq, sq, _ = q.shape
     scale = g.scalar("scale", g.accumulate)
+    queries, keys = lengths(problem)
 
     # D = rowsum(dO * O)                    (B, Hq, Sq, 1); the product with 1 is where dropout's scale will stand
     product = g.pointwise("dO ∘ O", "mul", dout, out, out="dO∘O")
     rows = g.reduction("Σ dO ∘ O", product, g.virtual("Σ", (b, hq, sq, 1)))
     d = g.pointwise("D = 1 · Σ dO ∘ O", "mul", rows, g.scalar("one", g.accumulate, value=1.0), out="D")
     # S = scale Q K^T                       (B, Hq, Sq, Skv)
-    s = g.matmul("S = Q Kᵀ", q, kt, "S")
+    s = g.matmul("S = Q Kᵀ", q, kt, "S", m=queries, n=keys)
     s = scaled(g, s, scale, problem)
+    if queries and keys:
+        s = within(g, s, queries, keys)
     # P = exp(S - L)                        masked after L is taken away: a row that sees nothing has L = -inf, and P = 0
     s = g.pointwise(f"{s} − L", "sub", s, stats, out=f"{s}−L")
     if problem.causal:
         s = causal(g, s)
-    if problem.bounded:
-        s = below(g, s, "j", axis=3, name="keys")
-    elif "keys" in guards:
+    if "keys" in guards and keys is None:
         s = below(g, s, "j", axis=3)
-    if "queries" in guards:
+    if "queries" in guards and queries is None:
         s = below(g, s, "i", axis=2)
     p = g.pointwise("P = exp(S − L)", "exp", s, out="P")
     # dV = P^T dO                           summed over the query heads of a group
     pt = g.transpose("Pᵀ", p, "Pᵀ", problem.dtype)
-    grouped(g, "dV = Pᵀ dO", pt, dout, dv)
+    grouped(g, "dV = Pᵀ dO", pt, dout, dv, m=keys, k=queries)
     # dP = dO V^T
-    dp = g.matmul("dP = dO Vᵀ", dout, vt, "dP")
+    dp = g.matmul("dP = dO Vᵀ", dout, vt, "dP", m=queries, n=keys)
     # dS = scale P * (dP - D)
     ds = g.pointwise("dP − D", "sub", dp, d, out="dP−D")
     ds = g.pointwise("P ∘ (dP − D)", "mul", ds, p, out="P∘(dP−D)")
     ds = g.pointwise("dS = scale · P ∘ (dP − D)", "mul", ds, scale, out="dS", dtype=problem.dtype)
     # dK = dS^T Q                           summed over the query heads of a group
     dst = g.transpose("dSᵀ", ds, "dSᵀ", problem.dtype)
-    grouped(g, "dK = dSᵀ Q", dst, q, dk)
+    grouped(g, "dK = dSᵀ Q", dst, q, dk, m=keys, k=queries)
     # dQ = dS K
     k = g.transpose("K", kt, "K")
     if direct:
-        g.matmul("dQ = dS K", ds, k, dq)
+        g.matmul("dQ = dS K", ds, k, dq, m=queries, k=keys)
     else:
-        total = g.matmul("dQ = dS K", ds, k, Tensor("ΣdQ", dq.shape, g.accumulate, "scratch", row_major(dq.shape)))
+        total = Tensor("ΣdQ", dq.shape, g.accumulate, "scratch", row_major(dq.shape))
+        total = g.matmul("dQ = dS K", ds, k, total, m=queries, k=keys)
         g.pointwise("dQ, rounded", "identity", total, out=dq)
     return g.graph()
+
+
+def lengths(problem: Problem) -> tuple[Tensor | None, Tensor | None]:
+    """The numbers of queries and of keys of every batch entry, where they are given."""
+    if problem.seq_lens_q is None or problem.seq_lens_kv is None:
+        return None, None
+    return operand(problem.seq_lens_q, PER_ENTRY, "input"), operand(problem.seq_lens_kv, PER_ENTRY, "input")
 
 
 def scaled(g: Builder, s: Tensor, scale: Tensor, problem: Problem) -> Tensor:
@@ -141,16 +154,18 @@ def scaled(g: Builder, s: Tensor, scale: Tensor, problem: Problem) -> Tensor:
     return s
 
 
-def grouped(g: Builder, formula: str, a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+def grouped(
+    g: Builder, formula: str, a: Tensor, b: Tensor, out: Tensor, *, m: Tensor | None = None, k: Tensor | None = None
+) -> Tensor:
     """``out = a b``, summed in the accumulator's dtype over the heads of ``a`` that share a head of ``out``.
 
     What is summed is rounded to the dtype of ``out`` first: cuDNN plans float32 there too, and then gives garbage (measured
     with 9.19 and 9.28: it fills half of what it reads).
     """
     if a.shape[1] == out.shape[1]:
-        return g.matmul(formula, a, b, out)
+        return g.matmul(formula, a, b, out, m=m, k=k)
     every = g.virtual(f"{out.name} of every head", (*a.shape[:3], b.shape[3]), out.dtype)
-    return g.reduction(f"{out.name}, summed over the group", g.matmul(formula, a, b, every), out)
+    return g.reduction(f"{out.name}, summed over the group", g.matmul(formula, a, b, every, m=m, k=k), out)
 
 
 def causal(g: Builder, s: Tensor) -> Tensor:
@@ -160,18 +175,20 @@ def causal(g: Builder, s: Tensor) -> Tensor:
     return masked(g, s, g.pointwise("visible = i ≥ j", "cmp_ge", row, column, out="visible", dtype="bool"))
 
 
-def below(g: Builder, s: Tensor, index: str, axis: int, name: str | None = None) -> Tensor:
-    """``S <- S where j < n, else -inf`` (or i).
+def below(g: Builder, s: Tensor, name: str, axis: int) -> Tensor:
+    """``S <- S where j < Skv, else -inf`` (or i and Sq): true of every element that exists."""
+    length = g.scalar(f"{name} length", "int32", value=s.shape[axis])
+    index = positions(g, s, f"{name}′", axis)
+    return masked(g, s, g.pointwise(f"{name}′ < {s.shape[axis]}", "cmp_lt", index, length, out=f"{name} exists", dtype="bool"))
 
-    Args:
-        index: the name of the index along the axis.
-        name: of the number n, which every call gives; None takes the length of ``s``: true of every element that exists.
-    """
-    length = None if name else s.shape[axis]
-    bound = g.scalar(name or f"{index} length", "int32", value=length)
-    position = positions(g, s, f"{index}′", axis)
-    seen = g.pointwise(f"{index}′ < {name or length}", "cmp_lt", position, bound, out=f"{index} exists", dtype="bool")
-    return masked(g, s, seen)
+
+def within(g: Builder, s: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    """``S_ij <- S_ij where i < seq_lens_q and j < seq_lens_kv, else -inf``: what lies behind a sequence does not exist."""
+    row = positions(g, s, "i″", axis=2)
+    column = positions(g, s, "j″", axis=3)
+    is_query = g.pointwise("i″ < seq_lens_q", "cmp_lt", row, queries, out="is query", dtype="bool")
+    is_key = g.pointwise("j″ < seq_lens_kv", "cmp_lt", column, keys, out="is key", dtype="bool")
+    return masked(g, s, g.pointwise("exists = both", "logical_and", is_query, is_key, out="exists", dtype="bool"))
 
 
 def masked(g: Builder, s: Tensor, mask: Tensor) -> Tensor:

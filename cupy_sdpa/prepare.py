@@ -28,7 +28,7 @@ def prepare(
     deterministic: bool = False,
     max_workspace: int | None = None,
     bucket: Bucket = None,
-    autotune: bool = False,
+    autotune: bool | str = False,
 ) -> Prepared:
     """Plan a call now, to run it many times later on arrays of the same shapes, layouts and dtypes.
 
@@ -37,9 +37,11 @@ def prepare(
             matter only to ``autotune``.
         backward: prepare :func:`cupy_sdpa.attention_backward`. Default False.
         deterministic: as there.
-        autotune: run every engine config on these arrays, and keep the fastest, also for later processes. It takes seconds
-            and waits for the GPU; with ``backward`` it runs the forward pass first. Default False. On the CPU there is
-            nothing to tune.
+        autotune: run every engine config that cuDNN's heuristics propose on these arrays, and keep the fastest, also for later
+            processes. It takes about a second and waits for the GPU; with ``backward`` it runs the forward pass first.
+            ``"knobs"`` also tries every setting of the engines' knobs that finalizes, which takes up to half a minute; such
+            kernels are not meant for every problem, so try them where nothing is lost (docs/plans.md). Default False. On
+            the CPU there is nothing to tune.
 
     Returns:
         The prepared call: ``call(q, k, v, out=...)``, or ``call(dout, q, k, v, out, stats, dq=...)``.
@@ -64,9 +66,10 @@ def prepare(
     if report.reasons:
         raise report.error("\n".join(report.reasons))
     found: list[Tuning] = []
-    if autotune and call.on_gpu and not call.problem.trivial:
-        with tuning_on() as found:
-            call.with_gradient_inputs().run()
+    if _check(autotune) and call.on_gpu and not call.problem.trivial:
+        call = call.with_gradient_inputs()
+        with tuning_on(autotune == "knobs") as found:
+            call.run()
         report = call.explain()
     return Prepared(call.problem, options, report, found[0] if found else None)
 
@@ -118,12 +121,21 @@ def _layouts(problem: Problem) -> str:
     return ", ".join(map(str, problem.tensors))
 
 
+def _check(autotune: Any) -> bool:
+    if autotune not in (False, True, "knobs"):
+        raise ValueError(f"autotune is {autotune!r}; it must be False, True or 'knobs'")
+    return bool(autotune)
+
+
 @contextmanager
-def autotune() -> Iterator[list[Tuning]]:
+def autotune(*, knobs: bool = False) -> Iterator[list[Tuning]]:
     """Tune every call made inside that has not been tuned before; gives the list that what was found is added to.
 
-    The first call of each problem takes seconds and waits for the GPU; later ones, in later processes too, use what was kept.
+    The first call of each problem takes a second and waits for the GPU; later ones, in later processes too, use what was kept.
     On the CPU there is nothing to tune.
+
+    Args:
+        knobs: try settings of knobs by hand, too; see :func:`prepare`. Default False.
 
     >>> import numpy as np, cupy_sdpa
     >>> x = np.ones((8, 2, 16, 1), np.float32, order="F")
@@ -132,5 +144,5 @@ def autotune() -> Iterator[list[Tuning]]:
     >>> found
     []
     """
-    with tuning_on() as found:
+    with tuning_on(knobs) as found:
         yield found

@@ -16,6 +16,9 @@ from dataclasses import dataclass, field
 #: Bytes of an element, for every dtype that q, k and v may have.
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
+#: The same, and of the dtypes of other arrays.
+SIZES = ITEMSIZE | {"int32": 4}
+
 #: An array's (dtype name, shape, strides in bytes, alignment of its memory in bytes): all that a problem takes from it.
 Signature = tuple[str, tuple[int, ...], tuple[int, ...], int]
 
@@ -40,7 +43,7 @@ class TensorSpec:
 
     def __str__(self) -> str:
         text = f"{self.name} {self.shape} {self.dtype}"
-        dense = dense_strides(self.shape, ITEMSIZE[self.dtype])
+        dense = dense_strides(self.shape, SIZES[self.dtype])
         return text if self.strides == dense else f"{text} strides {self.strides} bytes"
 
 
@@ -60,8 +63,7 @@ class Problem:
         dq, dk, dv: the gradients of q, k and v, of their shapes.
         deterministic: whether the result is to be the same, bit for bit, in every run.
         max_workspace: bytes that cuDNN may use beside the arrays; None for no limit.
-        bounded: whether only the first keys are seen, as many as the call says in the number ``keys``; lengths that were
-            rounded up to a bucket.
+        seq_lens_q, seq_lens_kv: ``(B,)`` int32, how many queries and keys every batch entry has; None where it has all.
     """
 
     q: TensorSpec
@@ -77,11 +79,12 @@ class Problem:
     dv: TensorSpec | None = None
     deterministic: bool = False
     max_workspace: int | None = None
-    bounded: bool = False
+    seq_lens_q: TensorSpec | None = None
+    seq_lens_kv: TensorSpec | None = None
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        what = (*self.tensors, self.causal, self.deterministic, self.max_workspace, self.bounded)
+        what = (*self.tensors, self.causal, self.deterministic, self.max_workspace)
         object.__setattr__(self, "_hash", hash(what))
 
     def __hash__(self) -> int:
@@ -105,7 +108,8 @@ class Problem:
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
         """Every array that the call reads or writes."""
-        every = (self.q, self.k, self.v, self.out, self.stats, self.dout, self.dq, self.dk, self.dv)
+        arrays = (self.q, self.k, self.v, self.out, self.stats, self.dout, self.dq, self.dk, self.dv)
+        every = (*arrays, self.seq_lens_q, self.seq_lens_kv)
         return tuple(spec for spec in every if spec is not None)
 
     @property
@@ -125,7 +129,7 @@ class Problem:
         reaches = {}
         for t in self.tensors:
             steps = [step * (length - 1) for step, length in zip(t.strides, t.shape, strict=True)]
-            reaches[t.name] = (sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + ITEMSIZE[t.dtype])
+            reaches[t.name] = (sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + SIZES[t.dtype])
         return reaches
 
     @property
@@ -138,12 +142,12 @@ class Problem:
         group = "" if hq == hkv else f" ({'MQA' if hkv == 1 else 'GQA'}, {hq // hkv} query heads a key head)"
         dims = f"head dim {d}" if d == dv else f"head dim {d} (values {dv})"
         mask = "causal from the top left" if self.causal else "no mask"
-        bucket = ", lengths rounded up" if self.bounded else ""
+        most = "at most " if self.seq_lens_q else ""
         kind = f"{'deterministic ' * self.deterministic}backward" if self.backward else "forward"
         also = ", with log-sum-exp" if self.stats and not self.backward else ""
         return (
             f"{kind} attention, {self.dtype}: batch {b}, {hq} query and {hkv} key/value heads{group}, "
-            f"{sq} queries, {skv} keys{bucket}, {dims}, {mask}{also}"
+            f"{most}{sq} queries, {most}{skv} keys, {dims}, {mask}{also}"
         )
 
 

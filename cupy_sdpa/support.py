@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from .errors import Unsupported
 from .graph import Graph, Matmul, Pointwise
-from .problem import ITEMSIZE, Problem, TensorSpec
+from .problem import SIZES, Problem, TensorSpec
 from .version import MINIMUM_CUDNN, RELEASES, version_text
 
 #: The oldest GPU generation with cuDNN's flash attention (Ampere), as major * 10 + minor.
@@ -145,9 +145,9 @@ def _head_dim(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
 
 def _contiguous(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     for spec in _arrays(problem):
-        if spec.strides[0] != ITEMSIZE[spec.dtype]:
+        if spec.strides[0] != SIZES[spec.dtype]:
             yield (
-                f"{spec.name} has a stride of {spec.strides[0]} bytes along head_dim, elements have {ITEMSIZE[spec.dtype]}: "
+                f"{spec.name} has a stride of {spec.strides[0]} bytes along head_dim, elements have {SIZES[spec.dtype]}: "
                 f"axis 0 must be contiguous. Copy it with cupy.asfortranarray({spec.name}); "
                 "an array in C order (batch, seq, heads, head_dim) is passed as x.T"
             )

@@ -67,8 +67,8 @@ def test_lengths_of_a_bucket_pose_one_problem():
     assert posed(10, 100) is posed(64, 65)
     assert posed(10, 100) != posed(65, 100)
     assert posed(64, 128) != explain(*Case("p", sq=64, skv=128, dtype="float32").arrays()).problem
-    assert "128 keys, lengths rounded up" in str(posed(10, 100))
-    assert "j′ < keys" in str(forward(posed(10, 100)))
+    assert "at most 64 queries, at most 128 keys" in str(posed(10, 100))
+    assert "j″ < seq_lens_kv" in str(forward(posed(10, 100)))
 
 
 def test_a_single_query_stays_single():
