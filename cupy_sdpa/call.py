@@ -99,9 +99,7 @@ class Call:
         Call(posed, arrays, self.scalars, self.on_gpu)._compute(device)
         self._allocate()
         for name in results:
-            axis, of = padding(name)
-            length = self.problem.q.shape[2] if of == "q" else self.problem.k.shape[2]
-            self.arrays[name][...] = arrays[name][(slice(None),) * axis + (slice(length),)]
+            self._resize(self.arrays[name], arrays[name], name)
 
     def _padded(self, spec: TensorSpec, result: bool) -> Any:
         """An input as a dense array of the rounded length, zeros behind it; or an array for a result."""
@@ -109,7 +107,8 @@ class Call:
         empty = gpu.empty if self.on_gpu else _empty
         if spec.name in ("seq_lens_q", "seq_lens_kv"):
             lengths = empty(spec.shape, np.int32)
-            lengths.fill(self.problem.q.shape[2] if spec.name == "seq_lens_q" else self.problem.k.shape[2])
+            length = (self.problem.q if spec.name == "seq_lens_q" else self.problem.k).shape[2]
+            gpu.fill_int32(lengths, length) if self.on_gpu else lengths.fill(length)
             return lengths
         if result:
             return empty(spec.shape, np.float32 if spec.name == "stats" else self.arrays["q"].dtype)
@@ -117,11 +116,18 @@ class Call:
         if source.shape == spec.shape and source.flags.f_contiguous and not (self.on_gpu and source.data.ptr % spec.alignment):
             return source
         array = empty(spec.shape, source.dtype)
-        axis, _ = padding(spec.name)
-        before = (slice(None),) * axis
-        array[(*before, slice(source.shape[axis]))] = source
-        array[(*before, slice(source.shape[axis], None))] = 0
+        self._resize(array, source, spec.name)
         return array
+
+    def _resize(self, target: Any, source: Any, name: str) -> None:
+        """Copy an array into a longer one, with zeros behind it, or into a shorter one."""
+        axis, _ = padding(name)
+        if self.on_gpu:
+            gpu.resize(target, source, axis)
+        else:
+            before, length = (slice(None),) * axis, min(target.shape[axis], source.shape[axis])
+            target[(*before, slice(length))] = source[(*before, slice(length))]
+            target[(*before, slice(length, None))] = 0
 
     def _fill(self) -> None:
         """The results where there is nothing to compute: a sum over no key is 0, its logarithm -inf."""

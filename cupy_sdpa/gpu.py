@@ -11,7 +11,7 @@ import importlib.util
 import math
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -106,6 +106,67 @@ def context_id() -> int:
         if status:
             raise RuntimeError(f"no CUDA context is current: {status.name}")
     return int(number)
+
+
+def resize(target: Any, source: Any, axis: int) -> None:
+    """Copy what fits along an axis, and clear what is left of the target behind it.
+
+    Two calls of the driver, at the speed of the memory, where the arrays lie in evenly spaced rows, each dense up to and with
+    the axis, as arrays in Fortran order do; CuPy's element-wise kernels, 20 times slower on 4-dimensional arrays, elsewhere.
+    """
+    to, of = _rows(target, axis), _rows(source, axis)
+    if to is None or of is None or to.number != of.number:
+        before, length = (slice(None),) * axis, min(target.shape[axis], source.shape[axis])
+        target[(*before, slice(length))] = source[(*before, slice(length))]
+        target[(*before, slice(length, None))] = 0
+        return
+    width = min(to.width, of.width)
+    runtime = cupy().cuda.runtime
+    if width:
+        kind = runtime.memcpyDeviceToDevice
+        runtime.memcpy2DAsync(to.address, to.pitch, of.address, of.pitch, width, to.number, kind, stream())
+    if width < to.width:
+        from cuda.bindings import driver
+
+        _check(driver.cuMemsetD2D8Async(to.address + width, to.pitch, 0, to.width - width, to.number, stream()))
+
+
+def fill_int32(array: Any, value: int) -> None:
+    """Fill a dense int32 array with a number."""
+    from cuda.bindings import driver
+
+    _check(driver.cuMemsetD32Async(array.data.ptr, value, array.size, stream()))
+
+
+def _check(answer: Any) -> None:
+    if answer[0]:
+        raise RuntimeError(f"the CUDA driver failed: {answer[0].name}")
+
+
+class _Rows(NamedTuple):
+    """Where the rows of an array lie, in bytes."""
+
+    address: int
+    pitch: int
+    width: int
+    number: int
+
+
+def _rows(array: Any, axis: int) -> _Rows | None:
+    """The rows of an array that is dense up to and with an axis, and whose other axes are evenly spaced rows; else None."""
+    width = array.dtype.itemsize
+    for length, step in zip(array.shape[: axis + 1], array.strides[: axis + 1], strict=True):
+        if length > 1 and step != width:
+            return None
+        width *= length
+    pitch, count = max(width, 1), 1
+    for length, step in zip(array.shape[axis + 1 :], array.strides[axis + 1 :], strict=True):
+        if length > 1:
+            pitch = step if count == 1 else pitch
+            if step != pitch * count or pitch < width:
+                return None
+            count *= length
+    return _Rows(array.data.ptr, pitch, width, count)
 
 
 @functools.cache

@@ -219,3 +219,34 @@ def test_a_forked_child_starts_anew(sessions):
     os.waitpid(child, 0)
     assert os.read(reader, 3) == b"new"
     assert sessions(1) is mine
+
+
+def test_what_is_kept_can_be_counted_replaced_and_shown():
+    """size, bytes, and what a better plan does to the one that was there; refusals take no bytes."""
+    kept = PlanCache()
+    first = kept.use(PROBLEMS[0], FakePlan, itself)
+    with pytest.raises(Unsupported):
+        kept.use(PROBLEMS[1], refuse, itself)
+    assert (kept.size, kept.bytes) == (2, 70000)
+    better = FakePlan()
+    kept.put(PROBLEMS[0], better)
+    assert (first.closed, better.closed, kept.size) == (1, 0, 2)
+    assert kept.get(PROBLEMS[0]) is better
+    assert kept.get(PROBLEMS[2]) is None
+    assert (kept.hits, kept.misses) == (0, 2)
+    assert kept.use(PROBLEMS[0], refuse, itself) is better
+    page = kept._repr_html_()
+    assert page.count("<tr>") == 3
+    assert "TILE_M=3" in page
+    assert "refused" in page
+
+
+def test_two_devices_share_no_plan(sessions):
+    """The same problem on two devices, each with its context: two plans, of two handles, in two caches."""
+    caches = [cache.session(context).cache for context in (1, 2)]
+    plans = [kept.use(PROBLEMS[0], FakePlan, itself) for kept in caches]
+    assert caches[0] is not caches[1]
+    assert plans[0] is not plans[1]
+    assert [kept.get(PROBLEMS[0]) for kept in caches] == plans
+    caches[0].clear()
+    assert [plan.closed for plan in plans] == [1, 0]

@@ -62,7 +62,7 @@ def folder(tmp_path, monkeypatch):
 # The words themselves
 
 
-@pytest.mark.parametrize("command", ["demo", "run", "info"])
+@pytest.mark.parametrize("command", ["demo", "run", "info", "plan", "support"])
 def test_help_has_an_example(command, capsys):
     """The help of every command ends with a command to copy."""
     with pytest.raises(SystemExit) as done:
@@ -668,3 +668,87 @@ def test_cudnn_that_cannot_be_found(override, monkeypatch):
         monkeypatch.setenv("CUPY_SDPA_CUDNN", "x")
     (reason,) = [reason for reason in machine.obstacles() if reason.startswith("cuDNN")]
     assert ("asks for x, which is not there." if override else "pip install") in reason
+
+
+# plan and support
+
+SHAPES = """
+[[attention]]
+q = [64, 4, 128, 1]
+k = [64, 4, 128, 1]
+v = [64, 4, 128, 1]
+dtype = "bfloat16"
+passes = ["forward", "backward"]
+"""
+
+
+@pytest.mark.cudnn
+def test_plan_fills_a_store(folder, capsys):
+    """Two plans in the folder, told with their engine; again, they are there already; a refusal gives 1."""
+    (folder / "shapes.toml").write_text(SHAPES)
+    words = ["plan", "--gpu", "h200", "shapes.toml", "-o", "plans", "-j", "1"]
+    assert main(words) == 0
+    said = " ".join(lines(capsys))
+    assert said.count("planned ") == 2
+    assert re.search(r"engine 2, \d+ ms, \d+ bytes", said)
+    assert len(list((folder / "plans").glob("*.plan"))) == 2
+    assert main(words) == 0
+    assert " ".join(lines(capsys)).count("already there") == 2
+    (folder / "shapes.toml").write_text(SHAPES.replace("bfloat16", "float32"))
+    assert main(words) == 1
+    said = " ".join(lines(capsys))
+    assert "2 refused" in said
+    assert "q, k and v are float32" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["missing.toml", "--gpu", "h200"], "No such file"),
+        (["shapes.toml", "--gpu", "h201"], "no GPU named 'h201'"),
+        (["bad.toml", "--gpu", "h200"], "bad.toml is no TOML file"),
+        (["shapes.toml", "--gpu", "bad.toml"], "bad.toml does not describe a GPU"),
+    ],
+    ids=["no_file", "no_gpu", "no_toml", "no_description"],
+)
+def test_plan_refuses(words, said, folder, capsys):
+    """One line, exit status 2, no folder."""
+    (folder / "shapes.toml").write_text(SHAPES)
+    (folder / "bad.toml").write_text("][")
+    assert main(["plan", *words, "-o", "plans"]) == 2
+    assert said in complaint(capsys)
+    assert not (folder / "plans").exists()
+
+
+def test_support_prints_the_table(capsys):
+    """For people, and as the page of the documentation; for an older version, and not for nonsense."""
+    assert main(["support"]) == 0
+    printed = "\n".join(lines(capsys))
+    assert "backward-one-row" in printed
+    assert "|" not in printed
+    assert main(["support", "--markdown", "--cudnn", "9.25.1"]) == 0
+    assert "cuDNN 9.25.1:" in "\n".join(lines(capsys))
+    assert main(["support", "--cudnn", "new"]) == 2
+    assert "'new' is no cuDNN version" in complaint(capsys)
+
+
+def test_describing_needs_a_gpu(capsys):
+    """Without one: what is missing, and exit status 2."""
+    if not machine.obstacles():
+        pytest.skip("there is a GPU here")
+    assert main(["info", "--describe"]) == 2
+    assert "there is no GPU to describe" in complaint(capsys)
+
+
+@pytest.mark.gpu
+def test_a_description_read_off_the_card_plans(folder, capsys):
+    """What info --describe prints is a GPU that plan takes, and its plans are found by calls on the card."""
+    assert main(["info", "--describe"]) == 0
+    (folder / "card.json").write_text("\n".join(lines(capsys)))
+    (folder / "shapes.toml").write_text(SHAPES)
+    assert main(["plan", "--gpu", "card.json", "shapes.toml", "-o", "plans"]) == 0
+    import cupy
+
+    from cupy_sdpa import gpu, offline
+
+    assert offline.described("card.json").model == gpu.model(cupy.cuda.runtime.getDevice())

@@ -13,7 +13,18 @@ from cases import Case
 from tolerance import assert_close
 
 import cupy_sdpa
-from cupy_sdpa import attention, attention_backward, attention_vjp, explain, get_plan_cache, gpus, prepare, reference, store
+from cupy_sdpa import (
+    attention,
+    attention_backward,
+    attention_vjp,
+    explain,
+    get_plan_cache,
+    gpu,
+    gpus,
+    prepare,
+    reference,
+    store,
+)
 from cupy_sdpa.errors import CudnnError
 
 pytestmark = pytest.mark.gpu
@@ -319,3 +330,37 @@ def test_a_plan_of_another_build_is_not_taken(on_gpu, plans, tmp_path, monkeypat
     assert same_bits(got, want)
     assert [w.category for w in said] == [cupy_sdpa.ShelfWarning]
     assert CudnnError.__name__ in str(said[0].message) or "Unsupported" in str(said[0].message)
+
+
+def dense(cupy, *shape):
+    return cupy.asarray(np.arange(np.prod(shape), dtype=np.int16).reshape(shape, order="F") + 1, order="F")
+
+
+RESIZED = {
+    "longer": (lambda cp: (cp.full((8, 3, 10, 2), -1, np.int16, order="F"), dense(cp, 8, 3, 7, 2), 2)),
+    "shorter": (lambda cp: (cp.full((8, 3, 7, 2), -1, np.int16, order="F"), dense(cp, 8, 3, 10, 2), 2)),
+    "one_entry": (lambda cp: (cp.full((8, 3, 10, 1), -1, np.int16, order="F"), dense(cp, 8, 3, 7, 1), 2)),
+    "first_axis": (lambda cp: (cp.full((11, 3, 2), -1, np.int16, order="F"), dense(cp, 5, 3, 2), 0)),
+    "nothing": (lambda cp: (cp.full((8, 3, 10, 2), -1, np.int16, order="F"), dense(cp, 8, 3, 0, 2), 2)),
+    "strided_source": (lambda cp: (cp.full((8, 3, 10, 2), -1, np.int16, order="F"), dense(cp, 8, 3, 14, 2)[:, :, ::2], 2)),
+    "strided_target": (lambda cp: (cp.full((8, 3, 20, 2), -1, np.int16, order="F")[:, :, ::2], dense(cp, 8, 3, 7, 2), 2)),
+    "part_of_a_batch": (lambda cp: (cp.full((8, 3, 10, 2), -1, np.int16, order="F"), dense(cp, 8, 3, 9, 4)[:, :, 1:8, 1:3], 2)),
+    "other_batches": (lambda cp: (cp.full((8, 3, 10, 2), -1, np.int16, order="F"), dense(cp, 8, 3, 7, 4)[..., ::2], 2)),
+    "c_order": (lambda cp: (cp.full((8, 3, 10, 2), -1, np.int16, order="F"), cp.ascontiguousarray(dense(cp, 8, 3, 7, 2)), 2)),
+}
+
+
+@pytest.mark.parametrize("name", RESIZED)
+def test_arrays_are_copied_into_longer_ones(name, cupy):
+    """By the driver's rows or element by element: what fits is there, what is left is 0, nothing else is touched."""
+    target, source, axis = RESIZED[name](cupy)
+    around = target.base if target.base is not None else target
+    before = cupy.asnumpy(around).copy()
+    gpu.resize(target, source, axis)
+    n = min(target.shape[axis], source.shape[axis])
+    want = np.zeros(target.shape, np.int16)
+    part = (slice(None),) * axis + (slice(n),)
+    want[part] = cupy.asnumpy(source)[part]
+    np.testing.assert_array_equal(cupy.asnumpy(target), want)
+    if name == "strided_target":
+        np.testing.assert_array_equal(cupy.asnumpy(around)[:, :, 1::2], before[:, :, 1::2])

@@ -109,3 +109,34 @@ def test_a_step_that_does_not_fit_is_refused_when_it_is_written_down():
     g.pointwise("a a", "mul", a, a, out="c")
     with pytest.raises(ValueError, match="two tensors are named c"):
         g.pointwise("a a", "mul", a, a, out="c")
+
+
+def test_lengths_of_a_matmul_hide_what_lies_beyond(monkeypatch):
+    """Rows beyond m, columns beyond n and products beyond k count for nothing, be they NaN; in tiles too."""
+    lengths = {"m": [3, 5], "n": [2, 4], "k": [6, 1]}
+    rng = np.random.default_rng(0)
+    a, b = rng.standard_normal((2, 1, 5, 6)), rng.standard_normal((2, 1, 6, 4))
+    want = np.zeros((2, 1, 5, 4))
+    for entry in range(2):
+        m, n, k = (lengths[name][entry] for name in "mnk")
+        want[entry, 0, :m, :n] = a[entry, 0, :m, :k] @ b[entry, 0, :k, :n]
+        a[entry, 0, m:] = a[entry, 0, :, k:] = np.nan
+        b[entry, 0, :, n:] = b[entry, 0, k:] = np.nan
+    for elements in (1 << 20, 8):
+        monkeypatch.setattr(interpreter, "TILE_ELEMENTS", elements)
+        g = Builder("float64")
+        tensors = {
+            name: Tensor(name, shape, dtype, role, row_major(shape), (0, 1, 2, 3))
+            for name, shape, dtype, role in (
+                ("a", (2, 1, 5, 6), "float64", "input"), ("b", (2, 1, 6, 4), "float64", "input"),
+                ("out", (2, 1, 5, 4), "float64", "output"), *((name, (2, 1, 1, 1), "int32", "input") for name in "mnk"),
+            )
+        }  # fmt: skip
+        g.matmul("a b", tensors["a"], tensors["b"], tensors["out"], **{name: tensors[name] for name in "mnk"})
+        out = np.full((2, 1, 5, 4), np.nan)
+        given = {name: np.array(values, np.int32).reshape(2, 1, 1, 1) for name, values in lengths.items()}
+        evaluate(g.graph(), {"a": a, "b": b, "out": out, **given}, {})
+        np.testing.assert_allclose(out, want)
+    one = Tensor("m", (1, 1, 1, 1), "int32", "input", (1, 1, 1, 1), (0, 1, 2, 3))
+    with pytest.raises(ValueError, match=r"m \(1, 1, 1, 1\) must be \(2, 1, 1, 1\)"):
+        Builder().matmul("a b", tensors["a"], tensors["b"], "c", m=one)

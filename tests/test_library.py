@@ -1,6 +1,7 @@
 """Finding cuDNN, telling its failures apart, and the life of a descriptor."""
 
 import ctypes
+import gc
 import os
 import subprocess
 import sys
@@ -11,9 +12,12 @@ from cases import Case
 from cupy_sdpa import CudnnError, Unsupported
 from cupy_sdpa._cudnn import descriptor, library
 from cupy_sdpa._cudnn.constants import AttributeType, DataType
-from cupy_sdpa._cudnn.descriptor import Descriptor
+from cupy_sdpa._cudnn.descriptor import Descriptor, live
+from cupy_sdpa._cudnn.launch import Handle, Launcher
 from cupy_sdpa._cudnn.library import OVERRIDE, SONAME, Library
+from cupy_sdpa.cache import PlanCache, Session
 from cupy_sdpa.patterns import forward
+from cupy_sdpa.plan import Plan
 
 
 def python(code, **environment):
@@ -222,6 +226,25 @@ def test_a_forked_child_destroys_nothing(fake, monkeypatch):
     monkeypatch.setattr(os, "getpid", lambda: -1)
     made.close()
     assert fake.live == 1
+
+
+def test_living_descriptors_are_counted(fake, monkeypatch):
+    """In debug builds: one of each kind while it lives, none afterwards."""
+    monkeypatch.setattr(descriptor, "DEBUG", True)
+    before = live()
+    with Descriptor("MATMUL"), Descriptor("POINTWISE"):
+        assert live() == {**before, "MATMUL": 1, "POINTWISE": 1}
+    assert live() == before
+
+
+def test_garbage_collection_never_calls_cudnn(fake):
+    """A descriptor, and whatever holds one, may be forgotten at any moment: only close() destroys."""
+    held = [Descriptor("EXECUTION_PLAN")]
+    held.append(held)  # a cycle, for the collector
+    del held
+    gc.collect()
+    assert fake.live == 1
+    assert not any(hasattr(kind, "__del__") for kind in (Descriptor, Plan, PlanCache, Session, Handle, Launcher))
 
 
 def balance(graph, gpu, path):

@@ -1,11 +1,19 @@
 """The support table: every rule has a case on each side of it, and its message says what to do."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from cupy_sdpa import survey
+from cupy_sdpa.gpus import NAMES
 from cupy_sdpa.problem import dense_strides, gradient_problem, problem
-from cupy_sdpa.support import BUGS, RULES, guards, why_not
-from cupy_sdpa.version import MINIMUM_CUDNN
+from cupy_sdpa.support import BUGS, GENERATIONS, RULES, guards, why_not
+from cupy_sdpa.survey import PROBES
+from cupy_sdpa.version import MINIMUM_CUDNN, RELEASES, version_text
 
 
 def asked(d=64, dv=None, hq=4, hkv=4, sq=16, skv=16, b=2, dtype="bfloat16", itemsize=2, strides=None, alignment=16, **outputs):
@@ -173,3 +181,72 @@ def test_every_reason_is_told_at_once():
     """A problem that breaks several rules hears of all of them."""
     reasons = why_not(asked(d=60, dtype="float32", itemsize=4, alignment=4), 91801, 75)
     assert {"cudnn-version", "gpu-generation", "dtype", "head-dim", "memory-alignment"} <= {reason.rule for reason in reasons}
+
+
+def test_single_rows_can_be_turned_off():
+    """The environment names a bug or a limit, and the row is as if it were not there; what keeps memory safe stays."""
+    code = """
+import cupy_sdpa
+from cupy_sdpa.support import guards, why_not
+x = (128, 8, 1, 1)
+decode = cupy_sdpa.problem(x, (128, 8, 512, 1), (128, 8, 512, 1), dtype="bfloat16")
+print([reason.rule for reason in why_not(decode, 91900, 100)])
+odd = cupy_sdpa.problem((128, 8, 64, 1), (128, 8, 192, 1), (128, 8, 192, 1), dtype="bfloat16", backward=True)
+print(sorted(guards(odd, 91900, 90)))
+"""
+
+    def run(names):
+        environment = {**os.environ, "CUPY_SDPA_GUARDS_OFF": names, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+
+    assert run("").stdout.split("\n")[:2] == ["['decode-blackwell']", "['keys']"]
+    assert run("decode-blackwell, backward-key-tail").stdout.split("\n")[:2] == ["[]", "[]"]
+    for name in ("contiguous-head-dim", "nonsense"):
+        refused = run(name)
+        assert refused.returncode
+        assert f"CUPY_SDPA_GUARDS_OFF names {name}; it can turn off" in refused.stderr
+
+
+@pytest.mark.parametrize("bug", [bug for bug in BUGS if not bug.guards], ids=lambda bug: f"{bug.name}-{bug.first}")
+def test_a_refused_bug_says_where_it_is_not(bug):
+    """What would lift it is true: there the row does not speak."""
+    asked_ = next(p for p in PROBES.values() if bug.met_by(p, bug.first, bug.capabilities.start))
+    (reason,) = [r for r in why_not(asked_, bug.first, bug.capabilities.start) if r.rule == bug.name]
+    assert reason.lift
+    for version in RELEASES:
+        if f"with cuDNN {version_text(version)}" in reason.lift:
+            assert bug.name not in {r.rule for r in why_not(asked_, version, bug.capabilities.start)}
+    named = reason.lift.split("on ")[-1].split(", ")
+    for capability, name in GENERATIONS.items():
+        if name in named:
+            assert bug.name not in {r.rule for r in why_not(asked_, bug.first, capability)}
+
+
+def test_the_page_is_the_table():
+    """docs/support.md is what the command writes."""
+    page = Path(__file__).parents[1] / "docs" / "support.md"
+    assert page.read_text(encoding="utf-8") == "\n".join(survey.page(RELEASES[-1])) + "\n", (
+        "write it anew: python -m cupy_sdpa support --markdown > docs/support.md"
+    )
+    for name in (*(rule.name for rule in RULES), *(bug.name for bug in BUGS)):
+        assert f"| {name} |" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.cudnn
+def test_the_table_is_what_cudnn_does():
+    """Every problem for every described GPU, planned by the real cuDNN: the table says the same."""
+    _, findings = survey.measure()
+    assert len(findings) == len(PROBES) * len(NAMES)
+    assert [finding for finding in findings if not finding.agree] == []
+    assert {finding.measured for finding in findings} >= {"engine 1", "engine 2", "engine 6", "engine 7"}
+
+
+@pytest.mark.cudnn
+def test_a_wrong_table_is_noticed(monkeypatch):
+    """With a row too few and a row too many the survey differs from cuDNN."""
+    words = "gradients, head dim 256"
+    monkeypatch.setattr(survey, "PROBES", {words: PROBES[words]})
+    monkeypatch.setattr(survey, "why_not", lambda *_: [])
+    assert {finding.gpu for finding in survey.measure()[1] if not finding.agree} >= {"a100", "l40s", "rtx5090"}
+    monkeypatch.setattr(survey, "why_not", lambda *_: why_not(asked(d=60), 91900, 90))
+    assert "h200" in {finding.gpu for finding in survey.measure()[1] if not finding.agree}
