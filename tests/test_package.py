@@ -173,6 +173,14 @@ def test_the_docs_code_runs(path):
         run_block(code)
 
 
+def test_the_table_of_plans_is_made_of_the_results():
+    """docs/plans_table.md is what its script writes from the files of results."""
+    done = subprocess.run([sys.executable, ROOT / "benchmarks" / "tables.py"], capture_output=True, text=True, check=True)
+    assert (ROOT / "docs" / "plans_table.md").read_text(encoding="utf-8") == done.stdout, (
+        "write it anew: python3 benchmarks/tables.py > docs/plans_table.md"
+    )
+
+
 def test_the_project_speaks_of_itself_alone():
     """No path of anybody's machine is in the package or the docs."""
     home = os.path.expanduser("~")
