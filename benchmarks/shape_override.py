@@ -2,9 +2,9 @@
 
     python3 benchmarks/shape_override.py
 
-For several planned shapes, and several others to run with the same plan: the largest difference to a plan of the exact shape, and
-whether memory beside the output was written. A process each, for some end in an illegal address. With 9.28 on an H200 only the
-planned shape itself was right, so the package does not use it (docs/design.md).
+For several planned shapes, and several others to run with the same plan: the largest difference to a plan of the exact shape,
+and whether memory beside the output was written. A process each, for some end in an illegal address. With 9.28 on an H200 only
+the planned shape itself was right, so the package does not use it (docs/design.md).
 """
 
 from __future__ import annotations

@@ -145,6 +145,8 @@ class Call:
 
     def _launch(self, plan: Plan) -> None:
         self._allocate()
+        if gpu.capturing():
+            plan.keep()
         workspace = gpu.allocate(plan.info.workspace)
         self._execute(plan, workspace.ptr)
 

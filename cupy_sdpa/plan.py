@@ -303,6 +303,7 @@ class Plan:
     def __init__(self, kept: Kept, graph: Graph, target: Target, key: str, build_ms: float, *, loaded: bool = False) -> None:
         c, scratch = kept.candidate, Scratch(graph)
         self.key, self.target = key, target
+        self._recorded = False
         self._descriptor = c.descriptor
         self._kept = replace(kept, candidate=replace(c, text=""))  # cuDNN has it too, see content()
         self._scratch = scratch.starts(c.need)
@@ -343,9 +344,14 @@ class Plan:
         text = self._descriptor.get_text("JSON_REPRESENTATION")
         return replace(self._kept, candidate=replace(self._kept.candidate, text=text)).content()
 
+    def keep(self) -> None:
+        """Never destroy the plan: a CUDA graph has recorded its kernels, and may be replayed after a cache has let go of it."""
+        self._recorded = True
+
     def close(self) -> None:
-        """Destroy the plan; the kernels that it has enqueued run on."""
-        self._descriptor.close()
+        """Destroy the plan, unless a CUDA graph needs it; the kernels that it has enqueued run on."""
+        if not self._recorded:
+            self._descriptor.close()
 
 
 def _described(target: Target) -> Descriptor:

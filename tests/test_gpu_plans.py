@@ -1,5 +1,6 @@
 """Plans on a GPU: explained, kept on disk, made ahead of time, shared by lengths, tuned, and recorded in CUDA graphs."""
 
+import gc
 import json
 import os
 import subprocess
@@ -225,6 +226,26 @@ def test_captured_calls_replay(options, on_gpu, plans, cupy):
             assert same_bits(out, want)
             assert all(same_bits(a, b) for a, b in zip(gradients[1:], right[1:], strict=True))
             assert float(cupy.abs(gradients[0].astype("f4") - right[0].astype("f4")).max()) < 0.05
+
+
+def test_a_graph_outlives_the_plan_cache(on_gpu, plans, cupy):
+    """What a graph has recorded is replayed rightly after the cache was emptied and other plans have come."""
+    q, k, v, _ = on_gpu
+    out = attention(q, k, v, causal=True)
+    want = out.copy(order="F")
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        attention(q, k, v, causal=True, out=out)
+        graph = stream.end_capture()
+        plans.clear()
+        for length in range(30, 40):
+            attention(q[:, :, :length], k, v)
+        plans.clear()
+        gc.collect()
+        out.fill(0)
+        graph.launch(stream)
+        stream.synchronize()
+    assert same_bits(out, want)
 
 
 def test_what_is_not_planned_is_not_captured(on_gpu, plans, cupy):
