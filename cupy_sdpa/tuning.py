@@ -129,7 +129,7 @@ def tune(
                     Kept(uids, candidate, plan.info.refused), plan.info.graph, plan.target, plan.key, candidate.build_ms
                 )
                 others.append(_Entry(other, None, proposed))
-                if bench.agree(right, bench.results_of(other)):
+                if bench.agrees(other, right):
                     others[-1].us = bench.time(other, rounds=3)
                 _progress(f"tuning: {count} engine configs measured")
                 others.sort(key=lambda entry: math.inf if entry.us is None else entry.us)
@@ -203,21 +203,21 @@ class _Bench:
         self._handle, self._execute, self._results = handle, execute, results
         self._cupy = gpu.cupy()
 
-    def results_of(self, plan: Plan) -> list[Any] | None:
-        """Copies of what a plan computes, in arrays in which what is not written shows; None where it cannot be run."""
+    def results_of(self, plan: Plan) -> list[Any]:
+        """Copies of what a plan computes, in arrays in which what is not written shows."""
         for array in self._results:
             array.fill(self._cupy.nan)
         workspace = gpu.allocate(plan.info.workspace)
-        try:
-            self._execute(plan, workspace.ptr)
-        except (Unsupported, CudnnError):
-            return None
+        self._execute(plan, workspace.ptr)
         return [array.copy() for array in self._results]
 
-    def agree(self, right: list[Any] | None, other: list[Any] | None) -> bool:
-        """Whether results are the same but for rounding."""
-        assert right is not None
-        return other is not None and all(self._near(a, b) for a, b in zip(right, other, strict=True))
+    def agrees(self, plan: Plan, right: list[Any]) -> bool:
+        """Whether a plan runs, and its results are the right ones but for rounding."""
+        try:
+            results = self.results_of(plan)
+        except (Unsupported, CudnnError):
+            return False
+        return all(self._near(a, b) for a, b in zip(right, results, strict=True))
 
     def _near(self, a: Any, b: Any) -> bool:
         xp = self._cupy
