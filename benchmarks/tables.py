@@ -43,7 +43,7 @@ def lines() -> Iterator[str]:
         yield ""
 
     yield (
-        'First calls of a new process (Llama 3.1 8B\'s heads, 4096, causal), after the libraries are loaded. All but "no store" '
+        'First calls of a new process (Llama 3.1 8B\'s heads, 4096, causal), once the libraries are loaded. All but "no store" '
         "are without the CUDA driver's own cache of compiled kernels:\n"
     )
     yield from table("start", ("first forward call done", "first backward call done"))
