@@ -47,6 +47,8 @@ def lines() -> Iterator[str]:
         "are without the CUDA driver's own cache of compiled kernels:\n"
     )
     yield from table("start", ("first forward call done", "first backward call done"))
+    yield "Two GPUs in one process, the same problem on one after the other:\n"
+    yield from table("two GPUs", ("plan built", "plan loaded"))
     yield "Forty new lengths near 3000, forward and backward:\n"
     yield from table(
         "new lengths",
