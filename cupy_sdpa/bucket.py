@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .problem import SIZES, Problem, TensorSpec, dense_strides
+from .problem import LENGTHS, SIZES, Problem, TensorSpec, dense_strides
 
 #: What ``bucket=`` takes: None for exact lengths; a number to round up to its multiples; ``"power_of_two"``, of at least
 #: :data:`SMALLEST`; or a function from a length to the rounded one.
@@ -87,8 +87,8 @@ def padding(name: str) -> tuple[int, str]:
 @functools.lru_cache(maxsize=4096)
 def _rounded(problem: Problem, queries: int, keys: int) -> Problem:
     specs: dict[str, Any] = {spec.name: _padded(spec, queries, keys) for spec in problem.tensors}
-    for name in ("seq_lens_q", "seq_lens_kv"):
-        specs[name] = TensorSpec(name, "int32", problem.q.shape[3:], (SIZES["int32"],), 16)
+    for name in LENGTHS:
+        specs[name] = specs.get(name) or TensorSpec(name, "int32", problem.q.shape[3:], (SIZES["int32"],), 16)
     return _interned(dataclasses.replace(problem, **specs))
 
 
@@ -99,6 +99,8 @@ def _interned(problem: Problem) -> Problem:
 
 
 def _padded(spec: TensorSpec, queries: int, keys: int) -> TensorSpec:
+    if spec.name in LENGTHS:
+        return spec
     axis, of = padding(spec.name)
     shape = list(spec.shape)
     shape[axis] = queries if of == "q" else keys

@@ -17,7 +17,7 @@ from .bucket import Policy, padding
 from .errors import CudnnError, Unsupported
 from .interpreter import evaluate
 from .patterns import graph_of
-from .problem import Problem, TensorSpec
+from .problem import LENGTHS, Problem, TensorSpec
 from .report import Report
 from .support import Reason, why_not
 
@@ -34,13 +34,17 @@ tunings: ContextVar[tuple[list[Tuning], bool] | None] = ContextVar("tunings", de
 
 @dataclass
 class Call:
-    """A call's arguments, read: the problem they pose, the arrays by name, the numbers by name."""
+    """A call's arguments, read: the problem they pose, the arrays by name, the numbers by name.
+
+    ``whole`` says that all of the results that is wanted lies within the lengths.
+    """
 
     problem: Problem
     arrays: dict[str, Any]
     scalars: dict[str, float]
     on_gpu: bool
     bucket: Policy | None = None
+    whole: bool = False
 
     def run(self) -> list[Any]:
         """Compute; gives the arrays of the results."""
@@ -67,7 +71,7 @@ class Call:
         """A backward call that knows only q, k and v, with what the forward pass gives; the output serves as its gradient."""
         if not self.problem.backward:
             return self
-        known = {name: self.arrays[name] for name in ("q", "k", "v")}
+        known = {name: self.arrays[name] for name in ("q", "k", "v", *LENGTHS) if name in self.arrays}
         p = self.problem
         forward = dataclasses.replace(p, dout=None, dq=None, dk=None, dv=None, deterministic=False)
         out, stats = Call(forward, dict(known), self.scalars, self.on_gpu, self.bucket).run()
@@ -96,7 +100,7 @@ class Call:
         posed = self.posed
         results = {spec.name for spec in posed.results}
         arrays = {spec.name: self._padded(spec, spec.name in results) for spec in posed.tensors}
-        Call(posed, arrays, self.scalars, self.on_gpu)._compute(device)
+        Call(posed, arrays, self.scalars, self.on_gpu, whole=not self.problem.seq_lens_q)._compute(device)
         self._allocate()
         for name in results:
             self._resize(self.arrays[name], arrays[name], name)
@@ -105,7 +109,9 @@ class Call:
         """An input as a dense array of the rounded length, zeros behind it; or an array for a result."""
         source = self.arrays.get(spec.name)
         empty = gpu.empty if self.on_gpu else _empty
-        if spec.name in ("seq_lens_q", "seq_lens_kv"):
+        if spec.name in LENGTHS:
+            if source is not None:
+                return source
             lengths = empty(spec.shape, np.int32)
             length = (self.problem.q if spec.name == "seq_lens_q" else self.problem.k).shape[2]
             gpu.fill_int32(lengths, length) if self.on_gpu else lengths.fill(length)
@@ -132,8 +138,12 @@ class Call:
     def _fill(self) -> None:
         """The results where there is nothing to compute: a sum over no key is 0, its logarithm -inf."""
         self._allocate()
+        self._clear()
+
+    def _clear(self) -> None:
+        # Beyond the lengths nothing is computed, and cuDNN 9.19 writes nothing there.
         for spec in self.problem.results:
-            self.arrays[spec.name][...] = -math.inf if spec.name == "stats" else 0
+            self.arrays[spec.name].fill(-math.inf if spec.name == "stats" else 0)
 
     def _allocate(self) -> None:
         """Make the results that the caller did not give."""
@@ -145,6 +155,8 @@ class Call:
 
     def _launch(self, plan: Plan) -> None:
         self._allocate()
+        if self.problem.seq_lens_q and not self.whole:
+            self._clear()
         if gpu.capturing():
             plan.keep()
         workspace = gpu.allocate(plan.info.workspace)

@@ -14,7 +14,7 @@ def poisoned(cupy, shape, dtype):
 def check_forward(cupy, case):
     """Run a case on the GPU with poisoned outputs and hold it to the tolerance policy."""
     q, k, v = case.arrays()
-    options = {"scale": case.scale, "causal": case.causal}
+    options = {"scale": case.scale, **case.mask()}
     truth, truth_stats = reference.attention(q, k, v, **options)
     naive, naive_stats = attention(q, k, v, return_stats=True, **options)
     on_gpu = case.laid_out([cupy.asarray(x) for x in (q, k, v)])
