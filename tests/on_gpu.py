@@ -20,7 +20,7 @@ def check_forward(cupy, case):
     on_gpu = case.laid_out([cupy.asarray(x) for x in (q, k, v)])
     out = poisoned(cupy, truth.shape, q.dtype)
     stats = poisoned(cupy, truth_stats.shape, np.float32) if case.stats else None
-    got = attention(*on_gpu, out=out, stats=stats, **options)
+    got = attention(*on_gpu, out=out, stats=stats, scale=case.scale, **case.mask(cupy))
     got_out, got_stats = got if case.stats else (got, None)
     assert got_out is out
     assert got_stats is stats
