@@ -84,6 +84,26 @@ def padding(name: str) -> tuple[int, str]:
     return (_QUERIES[name], "q") if name in _QUERIES else (_KEYS[name], "k")
 
 
+def cleaned(problem: Problem) -> dict[str, str]:
+    """The arrays that are copied with zeros beyond the lengths, where lengths are given, and the array of their lengths.
+
+    cuDNN multiplies what it finds there by a probability of 0: values in the forward pass, all that is multiplied backward.
+    """
+    if not problem.backward:
+        return {"v": "seq_lens_kv"}
+    return {"q": "seq_lens_q", "dout": "seq_lens_q", "k": "seq_lens_kv", "v": "seq_lens_kv"}
+
+
+@functools.lru_cache(maxsize=4096)
+def with_cleaned(problem: Problem) -> Problem:
+    """The problem with dense arrays in place of those that are copied."""
+    specs: dict[str, Any] = {}
+    for name in cleaned(problem):
+        spec = getattr(problem, name)
+        specs[name] = TensorSpec(name, spec.dtype, spec.shape, dense_strides(spec.shape, SIZES[spec.dtype]), 16)
+    return _interned(dataclasses.replace(problem, **specs))
+
+
 @functools.lru_cache(maxsize=4096)
 def _rounded(problem: Problem, queries: int, keys: int) -> Problem:
     specs: dict[str, Any] = {spec.name: _padded(spec, queries, keys) for spec in problem.tensors}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from . import gpu
-from .bucket import Policy, padding
+from .bucket import Policy, cleaned, padding, with_cleaned
 from .errors import CudnnError, Unsupported
 from .interpreter import evaluate
 from .patterns import graph_of
@@ -36,7 +36,7 @@ tunings: ContextVar[tuple[list[Tuning], bool] | None] = ContextVar("tunings", de
 class Call:
     """A call's arguments, read: the problem they pose, the arrays by name, the numbers by name.
 
-    ``whole`` says that all of the results that is wanted lies within the lengths.
+    ``whole`` says that nothing beyond the lengths matters: neither what the arrays hold there, nor what the results will.
     """
 
     problem: Problem
@@ -79,14 +79,21 @@ class Call:
 
     @property
     def posed(self) -> Problem:
-        """What the engine is given: what was asked, or that with its lengths rounded up."""
-        return self.bucket(self.problem) if self.bucket and not self.problem.trivial else self.problem
+        """What the engine is given: what was asked, with its lengths rounded up, or with clean copies of arrays."""
+        problem = self.problem
+        if problem.trivial:
+            return problem
+        if problem.seq_lens_q:
+            problem = with_cleaned(problem)
+        return self.bucket(problem) if self.bucket else problem
 
     def _compute(self, device: int | None) -> None:
         if self.problem.trivial:
             self._fill()
         elif self.bucket:
             self._in_bucket(device)
+        elif device is not None and self.problem.seq_lens_q and not self.whole:
+            self._with_lengths(device)
         elif device is None:
             self._allocate()
             evaluate(graph_of(self.problem), self.arrays, self.scalars)
@@ -104,6 +111,18 @@ class Call:
         self._allocate()
         for name in results:
             self._resize(self.arrays[name], arrays[name], name)
+
+    def _with_lengths(self, device: int) -> None:
+        """On copies with zeros beyond the lengths, where cuDNN multiplies what it finds by 0: NaN would not stay there.
+
+        The results are cleared first: beyond the lengths nothing is computed, and cuDNN 9.19 writes nothing there.
+        """
+        self._allocate()
+        self._clear()
+        arrays = dict(self.arrays)
+        for name, lengths in cleaned(self.problem).items():
+            arrays[name] = gpu.cleaned(arrays[name], arrays[lengths])
+        Call(self.posed, arrays, self.scalars, self.on_gpu, whole=True)._compute(device)
 
     def _padded(self, spec: TensorSpec, result: bool) -> Any:
         """An input as a dense array of the rounded length, zeros behind it; or an array for a result."""
@@ -141,7 +160,6 @@ class Call:
         self._clear()
 
     def _clear(self) -> None:
-        # Beyond the lengths nothing is computed, and cuDNN 9.19 writes nothing there.
         for spec in self.problem.results:
             self.arrays[spec.name].fill(-math.inf if spec.name == "stats" else 0)
 
@@ -155,8 +173,6 @@ class Call:
 
     def _launch(self, plan: Plan) -> None:
         self._allocate()
-        if self.problem.seq_lens_q and not self.whole:
-            self._clear()
         if gpu.capturing():
             plan.keep()
         workspace = gpu.allocate(plan.info.workspace)
