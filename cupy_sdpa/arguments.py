@@ -12,7 +12,7 @@ import numpy as np
 from . import gpu
 from .bucket import Bucket, check_bucket
 from .call import Call
-from .problem import ITEMSIZE, Problem, Signature, dense_strides, gradient_problem, problem
+from .problem import ITEMSIZE, LENGTHS, Band, Problem, Signature, dense_strides, gradient_problem, problem
 
 
 def read_forward(
@@ -22,6 +22,9 @@ def read_forward(
     *,
     scale: Any = None,
     causal: Any = False,
+    window: Any = None,
+    seq_lens_q: Any = None,
+    seq_lens_kv: Any = None,
     return_stats: bool = False,
     max_workspace: Any = None,
     bucket: Bucket = None,
@@ -29,13 +32,16 @@ def read_forward(
     stats: Any = None,
 ) -> Call:
     """Check a forward call's arguments; the first thing wrong is raised, before anything is allocated."""
-    arrays = _given(q=q, k=k, v=v, out=out, stats=stats)
+    arrays = _given(q=q, k=k, v=v, out=out, stats=stats, seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv)
     on_gpu = _engine(arrays)
     tau = _scale(scale, q)
+    _complete_lengths(arrays, on_gpu)
     asked = problem(
         *(_signature(arrays.get(name)) for name in ("q", "k", "v", "out", "stats")),
-        bool(return_stats), _causal(causal), tau >= _SMALLEST_SCALE, _workspace(max_workspace),
+        bool(return_stats), _band(causal, window), tau >= _SMALLEST_SCALE, _workspace(max_workspace),
+        *(_signature(arrays.get(name)) for name in LENGTHS),
     )  # fmt: skip
+    _check_lengths(asked, arrays)
     _check_overlap(asked, arrays)
     return Call(asked, arrays, {"scale": tau}, on_gpu, check_bucket(bucket))
 
@@ -47,6 +53,9 @@ def read_backward(
     *,
     scale: Any = None,
     causal: Any = False,
+    window: Any = None,
+    seq_lens_q: Any = None,
+    seq_lens_kv: Any = None,
     deterministic: bool = False,
     max_workspace: Any = None,
     bucket: Bucket = None,
@@ -57,13 +66,16 @@ def read_backward(
     Args:
         others: dout, out, stats, dq, dk and dv; what is None is taken to be dense.
     """
-    arrays = _given(q, k, v, **others)
+    arrays = _given(q, k, v, **others, seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv)
     on_gpu = _engine(arrays)
     tau = _scale(scale, q)
+    _complete_lengths(arrays, on_gpu)
     asked = gradient_problem(
         *(_signature(arrays.get(name)) for name in ("q", "k", "v", "dout", "out", "stats", "dq", "dk", "dv")),
-        _causal(causal), tau >= _SMALLEST_SCALE, bool(deterministic), _workspace(max_workspace),
+        _band(causal, window), tau >= _SMALLEST_SCALE, bool(deterministic), _workspace(max_workspace),
+        *(_signature(arrays.get(name)) for name in LENGTHS),
     )  # fmt: skip
+    _check_lengths(asked, arrays)
     _check_overlap(asked, arrays)
     return Call(asked, arrays, {"scale": tau}, on_gpu, check_bucket(bucket))
 
@@ -76,6 +88,8 @@ def read_shapes(
     dtype: Any = None,
     scale: Any = None,
     causal: Any = False,
+    window: Any = None,
+    seq_lens: bool = False,
     return_stats: bool = False,
     backward: bool = False,
     deterministic: bool = False,
@@ -86,12 +100,15 @@ def read_shapes(
     given = [_shape_signature(name, x, dtype) for name, x in (("q", q), ("k", k), ("v", v))]
     positive = scale is None or _finite_scale(scale, "1/sqrt(head_dim)") >= _SMALLEST_SCALE
     limit = _workspace(max_workspace)
+    length = ("int32", given[0][1][3:], (4,), 16) if seq_lens and len(given[0][1]) == 4 else None
+    band = _band(causal, window)
     if backward:
         asked = gradient_problem(
-            *given, causal=_causal(causal), positive_scale=positive, deterministic=bool(deterministic), max_workspace=limit
-        )
+            *given, band=band, positive_scale=positive, deterministic=bool(deterministic), max_workspace=limit,
+            seq_lens_q=length, seq_lens_kv=length,
+        )  # fmt: skip
     else:
-        asked = problem(*given, None, None, bool(return_stats), _causal(causal), positive, limit)
+        asked = problem(*given, None, None, bool(return_stats), band, positive, limit, length, length)
     policy = check_bucket(bucket)
     return policy(asked) if policy else asked
 
@@ -114,10 +131,45 @@ def _given(q: Any, k: Any, v: Any, **others: Any) -> dict[str, Any]:
     return {"q": q, "k": k, "v": v} | {name: array for name, array in others.items() if array is not None}
 
 
-def _causal(causal: Any) -> bool:
-    if causal not in (False, True, "top_left"):
-        raise ValueError(f"causal is {causal!r}; it must be False, True or 'top_left'")
-    return bool(causal)
+def _band(causal: Any, window: Any) -> Band | None:
+    """Which keys a query sees: the right bound of ``causal`` and the bounds of ``window``, on one diagonal."""
+    if causal not in (False, True, "top_left", "bottom_right"):
+        raise ValueError(f"causal is {causal!r}; it must be False, True, 'top_left' or 'bottom_right'")
+    bottom_right = causal == "bottom_right"
+    if window is None:
+        return Band(right=0, bottom_right=bottom_right) if causal else None
+    if not isinstance(window, (tuple, list)) or len(window) not in (2, 3):
+        raise TypeError(f"window is {window!r}; it must be (left, right) or (left, right, 'bottom_right')")
+    for side in window[:2]:
+        if side is not None and (not isinstance(side, numbers.Integral) or int(side) < 0):
+            raise ValueError(f"window is {window!r}; its sides are numbers of keys, 0 or more, or None for no bound")
+    left, right = (None if side is None else int(side) for side in window[:2])
+    corner = window[2] if len(window) == 3 else "bottom_right" if bottom_right else "top_left"
+    if corner not in ("top_left", "bottom_right"):
+        raise ValueError(f"window is {window!r}; its diagonal is 'top_left' or 'bottom_right'")
+    if causal and (corner == "bottom_right") != bottom_right:
+        raise ValueError(f"causal is {causal!r} and window is {window!r}: they name different diagonals")
+    return Band(left, 0 if causal else right, corner == "bottom_right")
+
+
+def _complete_lengths(arrays: dict[str, Any], on_gpu: bool) -> None:
+    """Where the lengths of one side are given, the other side has all that its array has."""
+    given = [name for name in LENGTHS if name in arrays]
+    if len(given) == 1:
+        (missing,) = set(LENGTHS) - set(given)
+        of = arrays["q" if missing == "seq_lens_q" else "k"]
+        if of.ndim == 4:
+            full = gpu.empty(of.shape[3:], np.int32) if on_gpu else np.empty(of.shape[3:], np.int32)
+            gpu.fill_int32(full, of.shape[2]) if on_gpu else full.fill(of.shape[2])
+            arrays[missing] = full
+
+
+def _check_lengths(asked: Problem, arrays: Mapping[str, Any]) -> None:
+    """On the CPU the lengths are read; on the GPU that would wait for it."""
+    for name, most in (("seq_lens_q", asked.q.shape[2]), ("seq_lens_kv", asked.k.shape[2])):
+        lengths = arrays.get(name)
+        if isinstance(lengths, np.ndarray) and lengths.size and not 0 <= lengths.min() <= lengths.max() <= most:
+            raise ValueError(f"{name} has lengths from {lengths.min()} to {lengths.max()}; they must be from 0 to {most}")
 
 
 def _workspace(limit: Any) -> int | None:

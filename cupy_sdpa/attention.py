@@ -6,6 +6,7 @@ from typing import Any
 
 from .arguments import read_backward, read_forward
 from .bucket import Bucket
+from .problem import Window
 
 
 def attention(
@@ -15,6 +16,9 @@ def attention(
     *,
     scale: float | None = None,
     causal: bool | str = False,
+    window: Window = None,
+    seq_lens_q: Any = None,
+    seq_lens_kv: Any = None,
     return_stats: bool = False,
     max_workspace: int | None = None,
     bucket: Bucket = None,
@@ -34,7 +38,13 @@ def attention(
         k: keys ``(D, Hkv, Skv, B)``, of q's dtype. Hq is a multiple of Hkv; each key head serves Hq/Hkv query heads.
         v: values ``(Dv, Hkv, Skv, B)``, of q's dtype.
         scale: :math:`\tau`; default ``1/sqrt(D)``. Changing it never needs a new plan.
-        causal: True or ``"top_left"``: query i sees the keys up to and with i. Default False: every query sees every key.
+        causal: True or ``"top_left"``: query i sees the keys up to and with i. ``"bottom_right"``: the last query sees all
+            keys, the one before it one less. Default False: every query sees every key.
+        window: ``(left, right)``: query i sees the keys from i - left to i + right, inclusive; None for no bound. With
+            ``causal`` nothing behind the diagonal is seen, and the diagonal is that of ``causal``; without, a third entry
+            ``"bottom_right"`` names it. Default None.
+        seq_lens_q, seq_lens_kv: int32 ``(B,)``, how many queries and keys each batch entry has; what lies beyond is never read,
+            and gives 0, and -inf for L. The diagonal from the bottom right is each entry's own. Default None: all.
         return_stats: give L too, as float32. Default False.
         max_workspace: bytes of the GPU's memory that cuDNN may use beside the arrays. Default None: no limit.
         bucket: round lengths up, so that many share a plan: to multiples of a number, to a ``"power_of_two"``, or as a function
@@ -64,7 +74,8 @@ def attention(
     True
     """
     call = read_forward(
-        q, k, v, scale=scale, causal=causal, return_stats=return_stats, max_workspace=max_workspace, bucket=bucket,
+        q, k, v, scale=scale, causal=causal, window=window, seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv,
+        return_stats=return_stats, max_workspace=max_workspace, bucket=bucket,
         out=out, stats=stats,
     )  # fmt: skip
     results = call.run()
@@ -81,6 +92,9 @@ def attention_backward(
     *,
     scale: float | None = None,
     causal: bool | str = False,
+    window: Window = None,
+    seq_lens_q: Any = None,
+    seq_lens_kv: Any = None,
     deterministic: bool = False,
     max_workspace: int | None = None,
     bucket: Bucket = None,
@@ -101,7 +115,8 @@ def attention_backward(
         q, k, v: as they were given to :func:`attention`.
         out: what it returned, ``(Dv, Hq, Sq, B)``.
         stats: the log-sum-exp that it returned with ``return_stats=True``, ``(Sq, Hq, B)`` float32, in Fortran order.
-        scale, causal: as they were given to :func:`attention`.
+        scale, causal, window, seq_lens_q, seq_lens_kv: as they were given to :func:`attention`. Beyond the lengths gradients
+            are 0.
         deterministic: give the same bits in every run. By default dQ is added up in any order on the GPU (dK and dV always
             are the same). It costs either memory of size Hq x Sq x Skv or, beyond ``max_workspace`` and what is free, time,
             on Hopper with cuDNN 9.25.1 or newer; :func:`cupy_sdpa.explain` shows which. Default False.
@@ -132,7 +147,8 @@ def attention_backward(
             )
     call = read_backward(
         q, k, v, dout=dout, out=out, stats=stats, dq=dq, dk=dk, dv=dv,
-        scale=scale, causal=causal, deterministic=deterministic, max_workspace=max_workspace, bucket=bucket,
+        scale=scale, causal=causal, window=window, seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv,
+        deterministic=deterministic, max_workspace=max_workspace, bucket=bucket,
     )  # fmt: skip
     d_q, d_k, d_v = call.run()
     return d_q, d_k, d_v
@@ -145,6 +161,9 @@ def attention_vjp(
     *,
     scale: float | None = None,
     causal: bool | str = False,
+    window: Window = None,
+    seq_lens_q: Any = None,
+    seq_lens_kv: Any = None,
     deterministic: bool = False,
     max_workspace: int | None = None,
     bucket: Bucket = None,
@@ -152,7 +171,7 @@ def attention_vjp(
     """Attention, and the function that pulls gradients of its output back to q, k and v.
 
     Args:
-        q, k, v, scale, causal, max_workspace, bucket: as for :func:`attention`.
+        q, k, v, scale, causal, window, seq_lens_q, seq_lens_kv, max_workspace, bucket: as for :func:`attention`.
         deterministic: as for :func:`attention_backward`.
 
     Returns:
@@ -168,7 +187,15 @@ def attention_vjp(
     >>> pullback
     <pullback of attention, keeps 272 bytes>
     """
-    shared: dict[str, Any] = {"scale": scale, "causal": causal, "max_workspace": max_workspace, "bucket": bucket}
+    shared: dict[str, Any] = {
+        "scale": scale,
+        "causal": causal,
+        "window": window,
+        "seq_lens_q": seq_lens_q,
+        "seq_lens_kv": seq_lens_kv,
+        "max_workspace": max_workspace,
+        "bucket": bucket,
+    }
     out, stats = attention(q, k, v, return_stats=True, **shared)
     options = {**shared, "deterministic": deterministic}
     return out, Pullback((q, k, v, out, stats), options)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .problem import SIZES, Problem, TensorSpec, dense_strides
+from .problem import LENGTHS, SIZES, Problem, TensorSpec, dense_strides
 
 #: What ``bucket=`` takes: None for exact lengths; a number to round up to its multiples; ``"power_of_two"``, of at least
 #: :data:`SMALLEST`; or a function from a length to the rounded one.
@@ -84,11 +84,31 @@ def padding(name: str) -> tuple[int, str]:
     return (_QUERIES[name], "q") if name in _QUERIES else (_KEYS[name], "k")
 
 
+def cleaned(problem: Problem) -> dict[str, str]:
+    """The arrays that are copied with zeros beyond the lengths, where lengths are given, and the array of their lengths.
+
+    cuDNN multiplies what it finds there by a probability of 0: values in the forward pass, all that is multiplied backward.
+    """
+    if not problem.backward:
+        return {"v": "seq_lens_kv"}
+    return {"q": "seq_lens_q", "dout": "seq_lens_q", "k": "seq_lens_kv", "v": "seq_lens_kv"}
+
+
+@functools.lru_cache(maxsize=4096)
+def with_cleaned(problem: Problem) -> Problem:
+    """The problem with dense arrays in place of those that are copied."""
+    specs: dict[str, Any] = {}
+    for name in cleaned(problem):
+        spec = getattr(problem, name)
+        specs[name] = TensorSpec(name, spec.dtype, spec.shape, dense_strides(spec.shape, SIZES[spec.dtype]), 16)
+    return _interned(dataclasses.replace(problem, **specs))
+
+
 @functools.lru_cache(maxsize=4096)
 def _rounded(problem: Problem, queries: int, keys: int) -> Problem:
     specs: dict[str, Any] = {spec.name: _padded(spec, queries, keys) for spec in problem.tensors}
-    for name in ("seq_lens_q", "seq_lens_kv"):
-        specs[name] = TensorSpec(name, "int32", problem.q.shape[3:], (SIZES["int32"],), 16)
+    for name in LENGTHS:
+        specs[name] = specs.get(name) or TensorSpec(name, "int32", problem.q.shape[3:], (SIZES["int32"],), 16)
     return _interned(dataclasses.replace(problem, **specs))
 
 
@@ -99,6 +119,8 @@ def _interned(problem: Problem) -> Problem:
 
 
 def _padded(spec: TensorSpec, queries: int, keys: int) -> TensorSpec:
+    if spec.name in LENGTHS:
+        return spec
     axis, of = padding(spec.name)
     shape = list(spec.shape)
     shape[axis] = queries if of == "q" else keys

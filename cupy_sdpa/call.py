@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from . import gpu
-from .bucket import Policy, padding
+from .bucket import Policy, cleaned, padding, with_cleaned
 from .errors import CudnnError, Unsupported
 from .interpreter import evaluate
 from .patterns import graph_of
-from .problem import Problem, TensorSpec
+from .problem import LENGTHS, Problem, TensorSpec
 from .report import Report
 from .support import Reason, why_not
 
@@ -34,13 +34,17 @@ tunings: ContextVar[tuple[list[Tuning], bool] | None] = ContextVar("tunings", de
 
 @dataclass
 class Call:
-    """A call's arguments, read: the problem they pose, the arrays by name, the numbers by name."""
+    """A call's arguments, read: the problem they pose, the arrays by name, the numbers by name.
+
+    ``whole`` says that nothing beyond the lengths matters: neither what the arrays hold there, nor what the results will.
+    """
 
     problem: Problem
     arrays: dict[str, Any]
     scalars: dict[str, float]
     on_gpu: bool
     bucket: Policy | None = None
+    whole: bool = False
 
     def run(self) -> list[Any]:
         """Compute; gives the arrays of the results."""
@@ -67,7 +71,7 @@ class Call:
         """A backward call that knows only q, k and v, with what the forward pass gives; the output serves as its gradient."""
         if not self.problem.backward:
             return self
-        known = {name: self.arrays[name] for name in ("q", "k", "v")}
+        known = {name: self.arrays[name] for name in ("q", "k", "v", *LENGTHS) if name in self.arrays}
         p = self.problem
         forward = dataclasses.replace(p, dout=None, dq=None, dk=None, dv=None, deterministic=False)
         out, stats = Call(forward, dict(known), self.scalars, self.on_gpu, self.bucket).run()
@@ -75,14 +79,21 @@ class Call:
 
     @property
     def posed(self) -> Problem:
-        """What the engine is given: what was asked, or that with its lengths rounded up."""
-        return self.bucket(self.problem) if self.bucket and not self.problem.trivial else self.problem
+        """What the engine is given: what was asked, with its lengths rounded up, or with clean copies of arrays."""
+        problem = self.problem
+        if problem.trivial:
+            return problem
+        if problem.seq_lens_q:
+            problem = with_cleaned(problem)
+        return self.bucket(problem) if self.bucket else problem
 
     def _compute(self, device: int | None) -> None:
         if self.problem.trivial:
             self._fill()
         elif self.bucket:
             self._in_bucket(device)
+        elif device is not None and self.problem.seq_lens_q and not self.whole:
+            self._with_lengths(device)
         elif device is None:
             self._allocate()
             evaluate(graph_of(self.problem), self.arrays, self.scalars)
@@ -96,16 +107,30 @@ class Call:
         posed = self.posed
         results = {spec.name for spec in posed.results}
         arrays = {spec.name: self._padded(spec, spec.name in results) for spec in posed.tensors}
-        Call(posed, arrays, self.scalars, self.on_gpu)._compute(device)
+        Call(posed, arrays, self.scalars, self.on_gpu, whole=not self.problem.seq_lens_q)._compute(device)
         self._allocate()
         for name in results:
             self._resize(self.arrays[name], arrays[name], name)
+
+    def _with_lengths(self, device: int) -> None:
+        """On copies with zeros beyond the lengths, where cuDNN multiplies what it finds by 0: NaN would not stay there.
+
+        The results are cleared first: beyond the lengths nothing is computed, and cuDNN 9.19 writes nothing there.
+        """
+        self._allocate()
+        self._clear()
+        arrays = dict(self.arrays)
+        for name, lengths in cleaned(self.problem).items():
+            arrays[name] = gpu.cleaned(arrays[name], arrays[lengths])
+        Call(self.posed, arrays, self.scalars, self.on_gpu, whole=True)._compute(device)
 
     def _padded(self, spec: TensorSpec, result: bool) -> Any:
         """An input as a dense array of the rounded length, zeros behind it; or an array for a result."""
         source = self.arrays.get(spec.name)
         empty = gpu.empty if self.on_gpu else _empty
-        if spec.name in ("seq_lens_q", "seq_lens_kv"):
+        if spec.name in LENGTHS:
+            if source is not None:
+                return source
             lengths = empty(spec.shape, np.int32)
             length = (self.problem.q if spec.name == "seq_lens_q" else self.problem.k).shape[2]
             gpu.fill_int32(lengths, length) if self.on_gpu else lengths.fill(length)
@@ -132,8 +157,11 @@ class Call:
     def _fill(self) -> None:
         """The results where there is nothing to compute: a sum over no key is 0, its logarithm -inf."""
         self._allocate()
+        self._clear()
+
+    def _clear(self) -> None:
         for spec in self.problem.results:
-            self.arrays[spec.name][...] = -math.inf if spec.name == "stats" else 0
+            self.arrays[spec.name].fill(-math.inf if spec.name == "stats" else 0)
 
     def _allocate(self) -> None:
         """Make the results that the caller did not give."""

@@ -10,7 +10,7 @@ from .bucket import Bucket
 from .call import Call, explain_here
 from .errors import CudnnError
 from .patterns import graph_of
-from .problem import Problem
+from .problem import Problem, Window
 from .report import Report
 from .support import why_not
 from .version import version_number, version_text
@@ -27,6 +27,8 @@ def problem(
     dtype: Any = None,
     scale: float | None = None,
     causal: bool | str = False,
+    window: Window = None,
+    seq_lens: bool = False,
     return_stats: bool = False,
     backward: bool = False,
     deterministic: bool = False,
@@ -39,8 +41,9 @@ def problem(
         q, k, v: shapes ``(D, Hq, Sq, B)``, ``(D, Hkv, Skv, B)`` and ``(Dv, Hkv, Skv, B)`` of dense arrays in Fortran order; or
             arrays, of which nothing is read but shape, strides and dtype.
         dtype: of arrays given as shapes.
-        scale, causal, return_stats, max_workspace, bucket: as for :func:`cupy_sdpa.attention`. Of the scale only the
-            sign matters.
+        scale, causal, window, return_stats, max_workspace, bucket: as for :func:`cupy_sdpa.attention`. Of the scale only
+            the sign matters.
+        seq_lens: whether arrays of lengths are given. Default False.
         backward: the gradients. Default False.
         deterministic: as for :func:`cupy_sdpa.attention_backward`.
 
@@ -56,7 +59,8 @@ def problem(
 4096 keys, head dim 128, causal from the top left
     """
     return read_shapes(
-        q, k, v, dtype=dtype, scale=scale, causal=causal, return_stats=return_stats, backward=backward,
+        q, k, v, dtype=dtype, scale=scale, causal=causal, window=window, seq_lens=seq_lens,
+        return_stats=return_stats, backward=backward,
         deterministic=deterministic, max_workspace=max_workspace, bucket=bucket,
     )  # fmt: skip
 
@@ -68,6 +72,9 @@ def explain(
     *,
     scale: float | None = None,
     causal: bool | str = False,
+    window: Window = None,
+    seq_lens_q: Any = None,
+    seq_lens_kv: Any = None,
     return_stats: bool = False,
     backward: bool = False,
     deterministic: bool = False,
@@ -90,7 +97,7 @@ def explain(
 
     Args:
         q, k, v: as for the call; or, in place of all arguments but the last two, a problem (:func:`cupy_sdpa.problem`).
-        scale, causal, return_stats, deterministic, max_workspace, bucket: as for the call.
+        scale, causal, window, seq_lens_q, seq_lens_kv, return_stats, deterministic, max_workspace, bucket: as for the call.
         backward: ask about the backward pass. Default False.
         dout, out, stats, dq, dk, dv: as for the call; what is not given is taken to be dense, in Fortran order.
         gpu: the name of a described GPU, such as ``"H200"``, or the path of a description. Default None: the arrays' own
@@ -120,7 +127,8 @@ def explain(
     if isinstance(q, Problem):
         return _elsewhere(q, gpu, cudnn) if gpu or cudnn else _on_current_device(q)
     call = _read(
-        q, k, v, backward, dout=dout, out=out, stats=stats, dq=dq, dk=dk, dv=dv, scale=scale, causal=causal,
+        q, k, v, backward, dout=dout, out=out, stats=stats, dq=dq, dk=dk, dv=dv, scale=scale,
+        causal=causal, window=window, seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv,
         return_stats=return_stats, deterministic=deterministic, max_workspace=max_workspace, bucket=bucket,
     )  # fmt: skip
     return _elsewhere(call.posed, gpu, cudnn) if gpu or cudnn else call.explain()

@@ -131,6 +131,38 @@ def resize(target: Any, source: Any, axis: int) -> None:
         _check(driver.cuMemsetD2D8Async(to.address + width, to.pitch, 0, to.width - width, to.number, stream()))
 
 
+def cleaned(array: Any, lengths: Any) -> Any:
+    """A dense copy of an array ``(D, H, S, B)`` with zeros behind the length of every batch entry, whatever lies there.
+
+    D is a multiple of 8 elements of 2 bytes, so a position of a sequence is a multiple of 16 bytes.
+    """
+    copy = empty(array.shape, array.dtype)
+    rows = _rows(array, 2)
+    if rows is None or rows.address % 16 or rows.pitch % 16:
+        copy[...] = array
+        rows = _rows(copy, 2)
+    assert rows is not None
+    position = rows.width // array.shape[2]
+    blocks = min(-(-rows.width // (16 * 256)), 1024)
+    arguments = (rows.address, copy, lengths, np.int64(rows.pitch // 16), np.int64(rows.width // 16), np.int64(position // 16))
+    _cleaning()((blocks, array.shape[3]), (256,), arguments)
+    return copy
+
+
+@functools.cache
+def _cleaning() -> Any:
+    """The kernel of :func:`cleaned`: 16 bytes a thread and step."""
+    return cupy().RawKernel(
+        """extern "C" __global__ void cupy_sdpa_clean(
+            const uint4* from, uint4* to, const int* lengths, long long pitch, long long width, long long position) {
+            const long long b = blockIdx.y, kept = lengths[b] * position, step = (long long)gridDim.x * blockDim.x;
+            for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < width; i += step)
+                to[b * width + i] = i < kept ? from[b * pitch + i] : make_uint4(0, 0, 0, 0);
+        }""",
+        "cupy_sdpa_clean",
+    )
+
+
 def fill_int32(array: Any, value: int) -> None:
     """Fill a dense int32 array with a number."""
     from cuda.bindings import driver

@@ -47,10 +47,12 @@ class Tensor:
 #: The pointwise modes, by cuDNN's names, and how many tensors each reads.
 POINTWISE: dict[str, int] = {
     "mul": 2,  # x * b
+    "add": 2,  # x + b
     "sub": 2,  # x - b
     "exp": 1,  # e to the x
     "identity": 1,  # x
     "cmp_ge": 2,  # x >= b
+    "cmp_gt": 2,  # x > b
     "cmp_lt": 2,  # x < b
     "logical_and": 2,  # x and b
     "gen_index": 1,  # the position of each element of x along an axis

@@ -188,10 +188,12 @@ def _given(tensor: Tensor | None) -> Tensor:
 #: What every pointwise mode means.
 MODES: dict[str, Callable[[Pointwise, Tile], Array]] = {
     "mul": lambda node, tile: np.multiply(tile[node.x], tile[_given(node.b)], out=tile.memory_of(node.x)),
+    "add": lambda node, tile: np.add(tile[node.x], tile[_given(node.b)], out=tile.memory_of(node.x)),
     "sub": lambda node, tile: np.subtract(tile[node.x], tile[_given(node.b)], out=tile.memory_of(node.x)),
     "exp": lambda node, tile: np.exp(tile[node.x], out=tile.memory_of(node.x)),
     "identity": lambda node, tile: tile[node.x],
     "cmp_ge": lambda node, tile: np.greater_equal(tile[node.x], tile[_given(node.b)]),
+    "cmp_gt": lambda node, tile: np.greater(tile[node.x], tile[_given(node.b)]),
     "cmp_lt": lambda node, tile: np.less(tile[node.x], tile[_given(node.b)]),
     "logical_and": lambda node, tile: np.logical_and(tile[node.x], tile[_given(node.b)]),
     "gen_index": _gen_index,

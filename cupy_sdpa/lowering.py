@@ -29,8 +29,8 @@ DATA_TYPES = {
     "int8": DataType.INT8,
 }
 
-#: Comparisons and selections compute in the type of the mask; everything else in the accumulator's.
-_BOOLEAN_MODES = frozenset({"cmp_ge", "cmp_lt", "logical_and"})
+#: Comparisons compute in the type of the mask, sums of positions in theirs; everything else in the accumulator's.
+_BOOLEAN_MODES = frozenset({"cmp_ge", "cmp_gt", "cmp_lt", "logical_and"})
 
 
 class OperationGraph:
@@ -115,7 +115,8 @@ def _matmul(node: Matmul, lowered: OperationGraph) -> None:
 
 
 def _pointwise(node: Pointwise, lowered: OperationGraph) -> None:
-    precision = DataType.BOOLEAN if node.mode in _BOOLEAN_MODES else DataType.FLOAT
+    counts = node.mode in ("add", "sub") and node.out.dtype == "int32"
+    precision = DataType.BOOLEAN if node.mode in _BOOLEAN_MODES else DataType.INT32 if counts else DataType.FLOAT
     attributes = {"MODE": PointwiseMode[node.mode.upper()], "MATH_PREC": precision, "AXIS": node.axis}
     kind = lowered.make("POINTWISE", attributes, f"describe {node.formula}")
     tensors = {"XDESC": node.x, "BDESC": node.b, "TDESC": node.t, "YDESC": node.out}

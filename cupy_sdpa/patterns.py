@@ -11,7 +11,7 @@ import functools
 import math
 
 from .graph import Builder, Graph, Role, Tensor, row_major
-from .problem import SIZES, Problem, TensorSpec
+from .problem import SIZES, Band, Problem, TensorSpec
 
 #: How the caller's (head_dim, heads, seq, batch) becomes (batch, heads, seq, head_dim), or its transpose in the last two.
 ROWS = (3, 1, 2, 0)
@@ -56,8 +56,8 @@ def forward(problem: Problem) -> Graph:
     s = scaled(g, s, g.scalar("scale", g.accumulate), problem)
     if queries and keys:
         s = within(g, s, queries, keys)
-    if problem.causal:
-        s = causal(g, s)
+    if problem.band:
+        s = banded(g, s, problem.band, queries, keys)
     # P = softmax(S), L = log sum exp(S)    P is rounded to the dtype of v, as the tensor cores need it
     p = g.softmax("P = exp(S − L), L = logsumexp(S)", s, "P", problem.dtype, stats)
     # O = P V                               (B, Hq, Sq, Dv)
@@ -103,12 +103,12 @@ def backward(problem: Problem, direct: bool = False, guards: frozenset[str] = fr
     # S = scale Q K^T                       (B, Hq, Sq, Skv)
     s = g.matmul("S = Q Kᵀ", q, kt, "S", m=queries, n=keys)
     s = scaled(g, s, scale, problem)
-    if queries and keys:
-        s = within(g, s, queries, keys)
     # P = exp(S - L)                        masked after L is taken away: a row that sees nothing has L = -inf, and P = 0
     s = g.pointwise(f"{s} − L", "sub", s, stats, out=f"{s}−L")
-    if problem.causal:
-        s = causal(g, s)
+    if queries and keys:
+        s = within(g, s, queries, keys)
+    if problem.band:
+        s = banded(g, s, problem.band, queries, keys)
     if "keys" in guards and keys is None:
         s = below(g, s, "j", axis=3)
     if "queries" in guards and queries is None:
@@ -168,11 +168,41 @@ def grouped(
     return g.reduction(f"{out.name}, summed over the group", g.matmul(formula, a, b, every, m=m, k=k), out)
 
 
-def causal(g: Builder, s: Tensor) -> Tensor:
-    """``S_ij <- S_ij where i >= j, else -inf``: query i sees the keys up to and with i (top-left alignment)."""
-    row = positions(g, s, "i", axis=2)
-    column = positions(g, s, "j", axis=3)
-    return masked(g, s, g.pointwise("visible = i ≥ j", "cmp_ge", row, column, out="visible", dtype="bool"))
+def banded(g: Builder, s: Tensor, band: Band, queries: Tensor | None, keys: Tensor | None) -> Tensor:
+    """``S_ij <- S_ij where p - left <= j <= p + right, else -inf``, with ``p = i``, or bottom right ``p = i + Skv - Sq``.
+
+    Every batch entry has its own diagonal where its lengths are given.
+    """
+    if band.right is not None:
+        # p = i, i + Skv - Sq
+        row = positions(g, s, "i", axis=2)
+        if band.bottom_right:
+            row = counted(g, f"{row} + Skv", "add", row, keys or g.scalar("Skv", "int32", value=s.shape[3]))
+            row = counted(g, f"{row} − Sq", "sub", row, queries or g.scalar("Sq", "int32", value=s.shape[2]))
+        if band.right:
+            row = counted(g, f"{row} + {band.right}", "add", row, g.scalar("right", "int32", value=band.right))
+        column = positions(g, s, "j", axis=3)
+        s = masked(g, s, g.pointwise(f"visible = {row} ≥ j", "cmp_ge", row, column, out="visible", dtype="bool"))
+    if band.left is not None:
+        # j + left + 1 > p
+        row = positions(g, s, "i‴", axis=2)
+        column = positions(g, s, "j‴", axis=3)
+        bound = band.left + 1
+        if band.bottom_right and queries and keys:
+            column = counted(g, f"j‴ + {bound}", "add", column, g.scalar("left", "int32", value=bound))
+            column = counted(g, f"{column} − Skv", "sub", column, keys)
+            column = counted(g, f"{column} + Sq", "add", column, queries)
+        else:
+            bound -= s.shape[3] - s.shape[2] if band.bottom_right else 0
+            left = g.scalar("left", "float32", value=float(bound))
+            column = g.pointwise(f"j‴ + {bound}", "add", column, left, out=f"j‴ + {bound}", dtype="float32")
+        s = masked(g, s, g.pointwise(f"near = {column} > i‴", "cmp_gt", column, row, out="near", dtype="bool"))
+    return s
+
+
+def counted(g: Builder, formula: str, mode: str, x: Tensor, b: Tensor) -> Tensor:
+    """Positions moved by a number, int32."""
+    return g.pointwise(formula, mode, x, b, out=formula, dtype="int32")
 
 
 def below(g: Builder, s: Tensor, name: str, axis: int) -> Tensor:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .arguments import read_backward, read_forward
 from .bucket import Bucket
 from .call import Call, tuning_on
-from .problem import Problem
+from .problem import Problem, Window
 from .report import Report
 
 if TYPE_CHECKING:  # cuDNN's rooms are entered only for CuPy arrays
@@ -23,6 +23,9 @@ def prepare(
     *,
     scale: float | None = None,
     causal: bool | str = False,
+    window: Window = None,
+    seq_lens_q: Any = None,
+    seq_lens_kv: Any = None,
     return_stats: bool = False,
     backward: bool = False,
     deterministic: bool = False,
@@ -33,8 +36,8 @@ def prepare(
     """Plan a call now, to run it many times later on arrays of the same shapes, layouts and dtypes.
 
     Args:
-        q, k, v, scale, causal, return_stats, max_workspace, bucket: as for :func:`cupy_sdpa.attention`. The arrays' contents
-            matter only to ``autotune``.
+        q, k, v, scale, causal, window, seq_lens_q, seq_lens_kv, return_stats, max_workspace, bucket: as for
+            :func:`cupy_sdpa.attention`. The contents of q, k and v matter only to ``autotune``.
         backward: prepare :func:`cupy_sdpa.attention_backward`. Default False.
         deterministic: as there.
         autotune: run every engine config that cuDNN's heuristics propose on these arrays, and keep the fastest, also for later
@@ -55,7 +58,15 @@ def prepare(
     >>> call(q, k, v).shape
     (8, 2, 16, 1)
     """
-    options: dict[str, Any] = {"scale": scale, "causal": causal, "max_workspace": max_workspace, "bucket": bucket}
+    options: dict[str, Any] = {
+        "scale": scale,
+        "causal": causal,
+        "window": window,
+        "seq_lens_q": seq_lens_q,
+        "seq_lens_kv": seq_lens_kv,
+        "max_workspace": max_workspace,
+        "bucket": bucket,
+    }
     if backward:
         options["deterministic"] = deterministic
         call = read_backward(q, k, v, **options)
@@ -92,7 +103,7 @@ class Prepared:
 
         Args:
             arrays: q, k and v; for the backward pass dout, q, k, v, out and stats.
-            results: arrays to write into: out and stats, or dq, dk and dv.
+            results: arrays to write into: out and stats, or dq, dk and dv; and other lengths than those that were prepared.
 
         Raises:
             ValueError: the arrays pose another problem than the one that was prepared.
@@ -109,9 +120,9 @@ class Prepared:
     def _read(self, arrays: tuple[Any, ...], results: dict[str, Any]) -> Call:
         if not self.problem.backward:
             q, k, v = arrays
-            return read_forward(q, k, v, **self._options, **results)
+            return read_forward(q, k, v, **{**self._options, **results})
         dout, q, k, v, out, stats = arrays
-        return read_backward(q, k, v, dout=dout, out=out, stats=stats, **self._options, **results)
+        return read_backward(q, k, v, dout=dout, out=out, stats=stats, **{**self._options, **results})
 
     def __repr__(self) -> str:
         return f"<prepared: {self.problem}>"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 #: Bytes of an element, for every dtype that q, k and v may have.
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -47,6 +48,51 @@ class TensorSpec:
         return text if self.strides == dense else f"{text} strides {self.strides} bytes"
 
 
+#: What ``window=`` takes: keys before and behind the diagonal, None for no bound; and, if wanted, which diagonal.
+Window = tuple[int | None, int | None] | tuple[int | None, int | None, str] | None
+
+#: The arrays of lengths, by their names.
+LENGTHS = ("seq_lens_q", "seq_lens_kv")
+
+
+class Band(NamedTuple):
+    """Which keys a query sees: those from ``left`` before the diagonal to ``right`` behind it, inclusive; None is unbounded.
+
+    The diagonal goes through the first query and the first key, or (bottom right) through the last ones.
+    """
+
+    left: int | None = None
+    right: int | None = None
+    bottom_right: bool = False
+
+    def within(self, queries: int, keys: int, *, lengths: bool) -> Band | None:
+        """The same on so many queries and keys, in its simplest form; None where every query sees every key.
+
+        >>> Band(right=0, bottom_right=True).within(1, 100, lengths=False)        # a single query that sees every key
+        >>> Band(left=5, right=500, bottom_right=True).within(100, 100, lengths=False)
+        Band(left=5, right=None, bottom_right=False)
+        """
+        left, right, bottom_right = self
+        if right is not None and right >= (queries if bottom_right else keys) - 1:
+            right = None
+        if left is not None and left >= (keys if bottom_right else queries) - 1:
+            left = None
+        if left is None and right is None:
+            return None
+        return Band(left, right, bottom_right and (lengths or queries != keys))
+
+    def __str__(self) -> str:
+        corner = "bottom right" if self.bottom_right else "top left"
+        if self.left is None and self.right == 0:
+            return f"causal from the {corner}"
+        sides = ("all" if side is None else side for side in (self.left, self.right))
+        return "window of {} keys before and {} behind the diagonal from the {}".format(*sides, corner)
+
+
+#: Query i sees the keys up to and with i.
+CAUSAL = Band(right=0)
+
+
 @dataclass(frozen=True)
 class Problem:
     """One attention problem.
@@ -57,7 +103,7 @@ class Problem:
         v: ``(Dv, Hkv, Skv, B)``.
         out: ``(Dv, Hq, Sq, B)``.
         stats: ``(Sq, Hq, B)``, or None where nobody asked for the log-sum-exp.
-        causal: query i sees the keys up to and with i (top-left alignment).
+        band: which keys a query sees, by their distance from the diagonal; None for all.
         positive_scale: whether the scale is a positive normal number; its value is no part of the problem.
         dout: ``(Dv, Hq, Sq, B)``, the gradient of out; None for the forward pass. Then out and stats are inputs.
         dq, dk, dv: the gradients of q, k and v, of their shapes.
@@ -71,7 +117,7 @@ class Problem:
     v: TensorSpec
     out: TensorSpec
     stats: TensorSpec | None = None
-    causal: bool = False
+    band: Band | None = None
     positive_scale: bool = True
     dout: TensorSpec | None = None
     dq: TensorSpec | None = None
@@ -84,7 +130,7 @@ class Problem:
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        what = (*self.tensors, self.causal, self.deterministic, self.max_workspace)
+        what = (*self.tensors, self.band, self.deterministic, self.max_workspace)
         object.__setattr__(self, "_hash", hash(what))
 
     def __hash__(self) -> int:
@@ -141,7 +187,7 @@ class Problem:
         d, dv, hq, hkv, sq, skv, b = self.sizes
         group = "" if hq == hkv else f" ({'MQA' if hkv == 1 else 'GQA'}, {hq // hkv} query heads a key head)"
         dims = f"head dim {d}" if d == dv else f"head dim {d} (values {dv})"
-        mask = "causal from the top left" if self.causal else "no mask"
+        mask = str(self.band or "no mask")
         most = "at most " if self.seq_lens_q else ""
         kind = f"{'deterministic ' * self.deterministic}backward" if self.backward else "forward"
         also = ", with log-sum-exp" if self.stats and not self.backward else ""
@@ -184,9 +230,11 @@ def problem(
     out: Signature | None = None,
     stats: Signature | None = None,
     want_stats: bool = False,
-    causal: bool = False,
+    band: Band | None = None,
     positive_scale: bool = True,
     max_workspace: int | None = None,
+    seq_lens_q: Signature | None = None,
+    seq_lens_kv: Signature | None = None,
 ) -> Problem:
     """The problem that these arrays and options pose; an output that is not given is dense, in Fortran order.
 
@@ -194,9 +242,10 @@ def problem(
         q, k, v: what the inputs look like.
         out, stats: what the caller's own outputs look like, or None.
         want_stats: whether the log-sum-exp is asked for.
-        causal: top-left causal mask.
+        band: which keys a query sees.
         positive_scale: whether the scale is a positive normal number.
         max_workspace: bytes that cuDNN may use beside the arrays.
+        seq_lens_q, seq_lens_kv: what the arrays of lengths look like; both, or neither.
 
     Raises:
         TypeError: a dtype that attention does not take, or dtypes that differ.
@@ -234,7 +283,16 @@ def problem(
     if want_stats or stats:
         stats_spec = _spec_or_dense("stats", stats, "float32", stats_shape)
         _result(stats_spec, stats_shape, "float32", "(Sq, Hq, B)")
-    return Problem(sq_, sk_, sv_, out_spec, stats_spec, causal, positive_scale, max_workspace=max_workspace)
+    lengths = []
+    for name, signature in (("seq_lens_q", seq_lens_q), ("seq_lens_kv", seq_lens_kv)):
+        if signature is not None:
+            lengths.append(_spec(name, signature))
+            _belongs(lengths[-1], (b,), "int32", "(B,)")
+    band = band and band.within(n, sk_.shape[2], lengths=bool(lengths))
+    return Problem(
+        sq_, sk_, sv_, out_spec, stats_spec, band, positive_scale, max_workspace=max_workspace,
+        seq_lens_q=lengths[0] if lengths else None, seq_lens_kv=lengths[1] if lengths else None,
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=4096)
@@ -248,17 +306,19 @@ def gradient_problem(
     dq: Signature | None = None,
     dk: Signature | None = None,
     dv: Signature | None = None,
-    causal: bool = False,
+    band: Band | None = None,
     positive_scale: bool = True,
     deterministic: bool = False,
     max_workspace: int | None = None,
+    seq_lens_q: Signature | None = None,
+    seq_lens_kv: Signature | None = None,
 ) -> Problem:
     """The problem of the gradients of :func:`problem`; what is not given is dense, in Fortran order.
 
     Raises:
         TypeError, ValueError: as :func:`problem`, and for what does not belong to q, k and v.
     """
-    asked = problem(q, k, v, None, None, True, causal, positive_scale, max_workspace)
+    asked = problem(q, k, v, None, None, True, band, positive_scale, max_workspace, seq_lens_q, seq_lens_kv)
     assert asked.stats
     inputs = []
     for name, signature, like, legend in (

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 
 def attention(
-    q: NDArray[Any], k: NDArray[Any], v: NDArray[Any], *, scale: float | None = None, causal: bool = False
+    q: NDArray[Any], k: NDArray[Any], v: NDArray[Any], *, scale: float | None = None, **mask: Any
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     r"""Scaled dot-product attention and its log-sum-exp.
 
@@ -27,7 +27,7 @@ def attention(
         k: ``(D, Hkv, Skv, B)``.
         v: ``(Dv, Hkv, Skv, B)``.
         scale: :math:`\tau`; default 1/sqrt(D).
-        causal: query i sees keys 0 to i.
+        mask: which keys a query sees, as for :func:`visible`.
 
     Returns:
         out ``(Dv, Hq, Sq, B)`` and stats ``(Sq, Hq, B)``, float64. A query that sees no key gives 0 and -inf.
@@ -43,24 +43,61 @@ def attention(
     out = np.zeros((dv, query_heads, queries, batch))
     stats = np.full((queries, query_heads, batch), -np.inf)
     for b in range(batch):
+        seen_by = [visible(i, b, queries, keys, **mask) for i in range(queries)]
         for h in range(query_heads):
             g = h // (query_heads // key_heads)  # the key/value head that this query head belongs to
-            kh = k[:, g, :, b].astype(np.float64)
-            vh = v[:, g, :, b].astype(np.float64)
             for i in range(queries):
-                last = min(i + 1, keys) if causal else keys
-                if last == 0:
+                seen = seen_by[i]
+                if not seen.any():
                     continue
-                s = tau * (q[:, h, i, b].astype(np.float64) @ kh[:, :last])
+                s = tau * (q[:, h, i, b].astype(np.float64) @ k[:, g, seen, b].astype(np.float64))
                 m = s.max()
                 e = np.exp(s - m)
-                out[:, h, i, b] = vh[:, :last] @ e / e.sum()
+                out[:, h, i, b] = v[:, g, seen, b].astype(np.float64) @ e / e.sum()
                 stats[i, h, b] = m + np.log(e.sum())
     return out, stats
 
 
+def visible(
+    i: int,
+    b: int,
+    queries: int,
+    keys: int,
+    *,
+    causal: bool | str = False,
+    window: tuple[Any, ...] | None = None,
+    seq_lens_q: NDArray[Any] | None = None,
+    seq_lens_kv: NDArray[Any] | None = None,
+) -> NDArray[np.bool_]:
+    """Of every key whether query i of batch entry b sees it, key by key, in the words of the options.
+
+    Args:
+        i, b: the query.
+        queries, keys: how many there are in the arrays.
+        causal, window, seq_lens_q, seq_lens_kv: as for :func:`cupy_sdpa.attention`.
+
+    >>> visible(1, 0, 3, 5, causal="bottom_right").tolist()
+    [True, True, True, True, False]
+    >>> visible(2, 0, 3, 5, window=(1, 0), seq_lens_kv=np.array([2])).tolist()
+    [False, True, False, False, False]
+    """
+    own_queries = queries if seq_lens_q is None else int(seq_lens_q[b])
+    own_keys = keys if seq_lens_kv is None else int(seq_lens_kv[b])
+    left, right, *corner = window or (None, None)
+    bottom_right = causal == "bottom_right" or corner == ["bottom_right"]
+    diagonal = i + own_keys - own_queries if bottom_right else i
+    seen = np.zeros(keys, dtype=bool)
+    for j in range(own_keys if i < own_queries else 0):
+        seen[j] = (
+            (not causal or j <= diagonal)
+            and (left is None or j >= diagonal - left)
+            and (right is None or j <= diagonal + right)
+        )
+    return seen
+
+
 def attention_backward(
-    dout: NDArray[Any], q: NDArray[Any], k: NDArray[Any], v: NDArray[Any], *, scale: float | None = None, causal: bool = False
+    dout: NDArray[Any], q: NDArray[Any], k: NDArray[Any], v: NDArray[Any], *, scale: float | None = None, **mask: Any
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
     r"""The gradients of :func:`attention` by the chain rule, row by row, through the Jacobian of the softmax.
 
@@ -72,7 +109,7 @@ def attention_backward(
 
     Args:
         dout: the gradient of the output, ``(Dv, Hq, Sq, B)``.
-        q, k, v, scale, causal: as for :func:`attention`.
+        q, k, v, scale, mask: as for :func:`attention`.
 
     Returns:
         dq ``(D, Hq, Sq, B)``, dk ``(D, Hkv, Skv, B)``, dv ``(Dv, Hkv, Skv, B)``, float64; those of k and v are summed over
@@ -88,21 +125,21 @@ def attention_backward(
     tau = 1 / math.sqrt(d) if scale is None else scale
     dq, dk, dv = (np.zeros(x.shape) for x in (q, k, v))
     for b in range(batch):
+        seen_by = [visible(i, b, queries, keys, **mask) for i in range(queries)]
         for h in range(query_heads):
             g = h // (query_heads // key_heads)
-            kh = k[:, g, :, b].astype(np.float64)
-            vh = v[:, g, :, b].astype(np.float64)
             for i in range(queries):
-                last = min(i + 1, keys) if causal else keys
-                if last == 0:
+                seen = seen_by[i]
+                if not seen.any():
                     continue
+                kh, vh = k[:, g, seen, b].astype(np.float64), v[:, g, seen, b].astype(np.float64)
                 qi, doi = q[:, h, i, b].astype(np.float64), dout[:, h, i, b].astype(np.float64)
-                s = tau * (qi @ kh[:, :last])
+                s = tau * (qi @ kh)
                 p = np.exp(s - s.max())
                 p /= p.sum()
-                dp = doi @ vh[:, :last]
+                dp = doi @ vh
                 ds = p * (dp - (p * dp).sum())
-                dq[:, h, i, b] = tau * (kh[:, :last] @ ds)
-                dk[:, g, :last, b] += tau * np.outer(qi, ds)
-                dv[:, g, :last, b] += np.outer(doi, p)
+                dq[:, h, i, b] = tau * (kh @ ds)
+                dk[:, g, seen, b] += tau * np.outer(qi, ds)
+                dv[:, g, seen, b] += np.outer(doi, p)
     return dq, dk, dv

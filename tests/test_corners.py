@@ -17,9 +17,9 @@ def test_the_graph_means_what_the_papers_say(case):
     q, k, v = arrays = case.laid_out(case.arrays())
     problem = case.problem()
     out, stats = np.full(problem.out.shape, np.nan), np.full((case.sq, case.hq, case.b), np.nan)
-    named = dict(zip("qkv", arrays, strict=True)) | {"out": out, "stats": stats}
+    named = dict(zip("qkv", arrays, strict=True)) | {"out": out, "stats": stats} | case.length_arrays()
     evaluate(forward(problem), named, {"scale": case.tau}, exact=True)
-    truth, truth_stats = reference.attention(q, k, v, scale=case.scale, causal=case.causal)
+    truth, truth_stats = reference.attention(q, k, v, scale=case.scale, **case.mask())
     np.testing.assert_allclose(out, truth, rtol=0, atol=1e-12)
     if case.stats:
         np.testing.assert_allclose(stats, truth_stats, rtol=0, atol=1e-12)
@@ -38,11 +38,11 @@ def test_the_backward_graph_means_what_the_papers_say(case, direct, guards):
     case = case.with_dtype("float64")
     q, k, v = case.laid_out(case.arrays())
     (dout,) = case.laid_out([case.dout()])
-    out, stats = reference.attention(q, k, v, scale=case.scale, causal=case.causal)
-    named = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "stats": stats}
+    out, stats = reference.attention(q, k, v, scale=case.scale, **case.mask())
+    named = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "stats": stats} | case.length_arrays()
     named |= {name: np.full(x.shape, np.nan) for name, x in zip(GRADIENTS, (q, k, v), strict=True)}
     evaluate(backward(case.gradient_problem(), direct, frozenset(guards)), named, {"scale": case.tau}, exact=True)
-    truth = reference.attention_backward(dout, q, k, v, scale=case.scale, causal=case.causal)
+    truth = reference.attention_backward(dout, q, k, v, scale=case.scale, **case.mask())
     for name, wanted in zip(GRADIENTS, truth, strict=True):
         np.testing.assert_allclose(named[name], wanted, rtol=0, atol=1e-10, err_msg=name)
 
@@ -60,7 +60,7 @@ def test_the_references_gradients_are_finite_differences(case):
     """Moving an element of q, k or v moves the loss by what the gradient says."""
     case = case.with_dtype("float64")
     arrays, dout = list(case.arrays()), case.dout()
-    options = {"scale": case.scale, "causal": case.causal}
+    options = {"scale": case.scale, **case.mask()}
     gradients = reference.attention_backward(dout, *arrays, **options)
     rng = np.random.default_rng(0)
     for which, gradient in enumerate(gradients):
@@ -80,8 +80,8 @@ def test_every_dtype_is_as_near_as_it_can_be(case, dtype):
     """The CPU engine's error against float64 is of the size of its dtype's rounding."""
     case = case.with_dtype(dtype)
     q, k, v = case.laid_out(case.arrays())
-    out = attention(q, k, v, scale=case.scale, causal=case.causal)
-    truth, _ = reference.attention(q, k, v, scale=case.scale, causal=case.causal)
+    out = attention(q, k, v, scale=case.scale, **case.mask())
+    truth, _ = reference.attention(q, k, v, scale=case.scale, **case.mask())
     unit = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-21, "float64": 2.0**-49}[dtype]
     assert np.abs(out.astype(np.float64) - truth).max() <= 4 * unit * np.abs(v.astype(np.float64)).max()
 

@@ -34,7 +34,7 @@ REFUSED = {("b200", "d256")}
 def _problem(case):
     q, k, v = case.laid_out(case.arrays())
     signatures = [(x.dtype.name, x.shape, x.strides, 16) for x in (q, k, v)]
-    return problem(*signatures, None, None, case.stats, case.causal, case.tau > 0)
+    return problem(*signatures, None, None, case.stats, case.band, case.tau > 0, None, *case.lengths)
 
 
 @pytest.mark.parametrize("case", FORWARD, ids=str)

@@ -32,11 +32,11 @@ def gradients_on_gpu(cupy, case, dout, q, k, v, **options):
     """dq, dk, dv by cuDNN, written over NaN, with a workspace full of NaN."""
     on_gpu = case.laid_out([cupy.asarray(x) for x in (q, k, v)])
     (on_gpu_dout,) = case.laid_out([cupy.asarray(dout)])
-    out, stats = attention(*on_gpu, scale=case.scale, causal=case.causal, return_stats=True)
+    out, stats = attention(*on_gpu, scale=case.scale, **case.mask(cupy), return_stats=True)
     given = {
         name: cupy.full(x.shape, np.nan, x.dtype, order="F") for name, x in zip(("dq", "dk", "dv"), (q, k, v), strict=True)
     }
-    options = {"scale": case.scale, "causal": case.causal} | options
+    options = {"scale": case.scale, **case.mask(cupy)} | options
     with poisoning(cupy):
         got = attention_backward(on_gpu_dout, *on_gpu, out, stats, **options, **given)
     return [cupy.asnumpy(x) for x in got]
@@ -45,7 +45,7 @@ def gradients_on_gpu(cupy, case, dout, q, k, v, **options):
 def check(cupy, case, q, k, v, **options):
     """Hold the gradients of a case to the tolerance policy."""
     dout = case.dout()
-    plain = {"scale": case.scale, "causal": case.causal}
+    plain = {"scale": case.scale, **case.mask()}
     truth = reference.attention_backward(dout, q, k, v, **plain)
     out, stats = attention(q, k, v, return_stats=True, **plain)
     naive = attention_backward(dout, q, k, v, out, stats, **plain)

@@ -40,7 +40,7 @@ ARROWS = {
         "bucket", "cache", "errors", "gpu", "interpreter", "patterns", "plan", "problem", "report", "support", "tuning", "_cudnn",
     },
     "arguments": {"bucket", "call", "gpu", "problem"},
-    "attention": {"arguments", "bucket"},
+    "attention": {"arguments", "bucket", "problem"},
     "explain": {
         "arguments", "bucket", "cache", "call", "errors", "gpu", "offline", "patterns", "problem", "report", "support", "version",
     },

@@ -10,7 +10,7 @@ import pytest
 
 from cupy_sdpa import survey
 from cupy_sdpa.gpus import NAMES
-from cupy_sdpa.problem import dense_strides, gradient_problem, problem
+from cupy_sdpa.problem import CAUSAL, dense_strides, gradient_problem, problem
 from cupy_sdpa.support import BUGS, GENERATIONS, RULES, guards, why_not
 from cupy_sdpa.survey import PROBES
 from cupy_sdpa.version import MINIMUM_CUDNN, RELEASES, version_text
@@ -28,7 +28,9 @@ def backward(dtype="bfloat16", positive_scale=True, causal=False, deterministic=
     """The problem of the gradients of dense arrays."""
     forward = asked(dtype=dtype, **sizes)
     q, k, v = ((spec.dtype, spec.shape, spec.strides, 16) for spec in (forward.q, forward.k, forward.v))
-    return gradient_problem(q, k, v, causal=causal, positive_scale=positive_scale, deterministic=deterministic)
+    return gradient_problem(
+        q, k, v, band=CAUSAL if causal else None, positive_scale=positive_scale, deterministic=deterministic
+    )
 
 
 #: rule: (a problem that breaks it, cuDNN version, capability, what the message says), (one that just keeps it, version, capability)

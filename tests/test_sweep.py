@@ -42,7 +42,7 @@ def test_random_problems_are_the_reference(seed):
     problem = case.problem()
     out, stats = np.full(problem.out.shape, np.nan), np.full(problem.stats.shape, np.nan)
     evaluate(forward(problem), {"q": q, "k": k, "v": v, "out": out, "stats": stats}, {"scale": case.tau}, exact=True)
-    truth, truth_stats = reference.attention(q, k, v, scale=case.scale, causal=case.causal)
+    truth, truth_stats = reference.attention(q, k, v, scale=case.scale, **case.mask())
     np.testing.assert_allclose(out, truth, rtol=0, atol=1e-12)
     np.testing.assert_allclose(stats, truth_stats, rtol=0, atol=1e-12)
 
