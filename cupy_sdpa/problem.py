@@ -211,7 +211,7 @@ def _spec(name: str, signature: Signature) -> TensorSpec:
     normal = list(strides)
     for axis, length in enumerate(shape):
         if length == 1:  # no step is ever taken along it: numpy, CuPy and DLPack put anything here, 0 too
-            normal[axis] = normal[axis - 1] * max(shape[axis - 1], 1) if axis else ITEMSIZE.get(dtype, 1)
+            normal[axis] = normal[axis - 1] * max(shape[axis - 1], 1) if axis else SIZES.get(dtype, 1)
     return TensorSpec(name, dtype, shape, tuple(normal), alignment)
 
 

@@ -213,6 +213,7 @@ FORWARD = [
         seq_lens_q=(100, 64),
         seq_lens_kv=(160, 90),
     ),
+    Case("lengths_batch_of_one", sq=100, skv=120, b=1, causal=True, seq_lens_q=(64,), seq_lens_kv=(99,)),
     Case("lengths_of_keys", sq=64, skv=300, seq_lens_kv=(300, 129)),
     Case("many_heads", d=64, hq=71, hkv=1, sq=33, b=1),
     Case("bshd_passed_transposed", layout="bshd", hq=4, hkv=2),

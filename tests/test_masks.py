@@ -7,6 +7,7 @@ from cases import Case
 import cupy_sdpa
 from cupy_sdpa import attention, attention_backward, explain, reference
 from cupy_sdpa.problem import CAUSAL, Band
+from cupy_sdpa.support import why_not
 
 SQUARE, WIDE, TALL = (6, 6), (4, 7), (7, 4)
 
@@ -61,6 +62,15 @@ def test_masks_that_are_equal_pose_one_problem(name):
         for (sq, skv), options in SAME[name]
     )
     assert one is other or one == other
+
+
+def test_lengths_of_a_batch_of_one_are_dense():
+    """Whatever stride the array of one length has: nothing speaks against it."""
+    for array in (np.array([3], np.int32), np.array([3, 4, 5], np.int32)[::2][:1]):
+        q = np.zeros((64, 4, 16, 1), np.float32, order="F")
+        asked = explain(q, q, q, seq_lens_q=array).problem
+        assert asked.seq_lens_q.strides == (4,)
+        assert "contiguous-head-dim" not in {reason.rule for reason in why_not(asked, 91900, 90)}
 
 
 def test_problems_say_their_mask():
