@@ -39,7 +39,10 @@ class Report:
 
     @property
     def workspace(self) -> int | None:
-        """Bytes of the GPU's memory that the call would use beside its arrays; 0 on numpy, None where that is not known."""
+        """Bytes of the GPU's memory that the call would use beside its arrays; 0 on numpy, None where that is not known.
+
+        The copies that a bucket, or lengths, are computed on come on top: they are as large as the arrays.
+        """
         if self.engine == "numpy" or self.problem.trivial:
             return 0
         return self.plan.workspace if self.plan else None
