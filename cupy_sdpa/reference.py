@@ -86,13 +86,14 @@ def visible(
     left, right, *corner = window or (None, None)
     bottom_right = causal == "bottom_right" or corner == ["bottom_right"]
     diagonal = i + own_keys - own_queries if bottom_right else i
-    seen = np.zeros(keys, dtype=bool)
-    for j in range(own_keys if i < own_queries else 0):
-        seen[j] = (
-            (not causal or j <= diagonal)
-            and (left is None or j >= diagonal - left)
-            and (right is None or j <= diagonal + right)
-        )
+    j = np.arange(keys)
+    seen: NDArray[np.bool_] = (j < own_keys) & (i < own_queries)
+    if causal:
+        seen &= j <= diagonal
+    if left is not None:
+        seen &= j >= diagonal - left
+    if right is not None:
+        seen &= j <= diagonal + right
     return seen
 
 

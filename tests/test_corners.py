@@ -53,6 +53,8 @@ def test_the_backward_graph_means_what_the_papers_say(case, direct, guards):
         Case("plain", d=8, hq=1, hkv=1, sq=3, skv=4, b=1),
         Case("causal_gqa", d=8, dv=16, hq=4, hkv=2, sq=4, skv=3, b=2, causal=True),
         Case("scaled", d=8, hq=2, hkv=1, sq=2, skv=5, b=1, scale=-0.7),
+        Case("bottom_right", d=8, hq=2, hkv=1, sq=4, skv=3, b=1, causal="bottom_right"),
+        Case("window_lengths", d=8, hq=2, hkv=2, sq=4, skv=5, b=2, window=(1, 2), seq_lens_q=(4, 2), seq_lens_kv=(3, 5)),
     ],
     ids=str,
 )
