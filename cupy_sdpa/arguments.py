@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from . import gpu
 from .bucket import Bucket, check_bucket
-from .call import Call
+from .call import Call, full_lengths
 from .problem import ITEMSIZE, LENGTHS, Band, Problem, Signature, dense_strides, gradient_problem, problem
 
 
@@ -32,18 +32,13 @@ def read_forward(
     stats: Any = None,
 ) -> Call:
     """Check a forward call's arguments; the first thing wrong is raised, before anything is allocated."""
-    arrays = _given(q=q, k=k, v=v, out=out, stats=stats, seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv)
-    on_gpu = _engine(arrays)
-    tau = _scale(scale, q)
-    _complete_lengths(arrays, on_gpu)
-    asked = problem(
-        *(_signature(arrays.get(name)) for name in ("q", "k", "v", "out", "stats")),
-        bool(return_stats), _band(causal, window), tau >= _SMALLEST_SCALE, _workspace(max_workspace),
-        *(_signature(arrays.get(name)) for name in LENGTHS),
+    return _read(
+        _given(q=q, k=k, v=v, out=out, stats=stats, seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv), scale, bucket,
+        lambda of, positive: problem(
+            *map(of, ("q", "k", "v", "out", "stats")),
+            bool(return_stats), _band(causal, window), positive, _workspace(max_workspace), *map(of, LENGTHS),
+        ),
     )  # fmt: skip
-    _check_lengths(asked, arrays)
-    _check_overlap(asked, arrays)
-    return Call(asked, arrays, {"scale": tau}, on_gpu, check_bucket(bucket))
 
 
 def read_backward(
@@ -66,15 +61,26 @@ def read_backward(
     Args:
         others: dout, out, stats, dq, dk and dv; what is None is taken to be dense.
     """
-    arrays = _given(q, k, v, **others, seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv)
-    on_gpu = _engine(arrays)
-    tau = _scale(scale, q)
-    _complete_lengths(arrays, on_gpu)
-    asked = gradient_problem(
-        *(_signature(arrays.get(name)) for name in ("q", "k", "v", "dout", "out", "stats", "dq", "dk", "dv")),
-        _band(causal, window), tau >= _SMALLEST_SCALE, bool(deterministic), _workspace(max_workspace),
-        *(_signature(arrays.get(name)) for name in LENGTHS),
+    return _read(
+        _given(q, k, v, **others, seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv), scale, bucket,
+        lambda of, positive: gradient_problem(
+            *map(of, ("q", "k", "v", "dout", "out", "stats", "dq", "dk", "dv")),
+            _band(causal, window), positive, bool(deterministic), _workspace(max_workspace), *map(of, LENGTHS),
+        ),
     )  # fmt: skip
+
+
+def _read(arrays: dict[str, Any], scale: Any, bucket: Any, pose: Callable[[Callable[[str], Any], bool], Problem]) -> Call:
+    """What both passes check, in the order in which they do.
+
+    Args:
+        arrays, scale, bucket: as the caller gave them.
+        pose: (name of an array -> its signature or None, whether the scale is positive) -> the problem.
+    """
+    on_gpu = _engine(arrays)
+    tau = _scale(scale, arrays["q"])
+    _complete_lengths(arrays, on_gpu)
+    asked = pose(lambda name: _signature(arrays.get(name)), tau >= _SMALLEST_SCALE)
     _check_lengths(asked, arrays)
     _check_overlap(asked, arrays)
     return Call(asked, arrays, {"scale": tau}, on_gpu, check_bucket(bucket))
@@ -157,11 +163,8 @@ def _complete_lengths(arrays: dict[str, Any], on_gpu: bool) -> None:
     given = [name for name in LENGTHS if name in arrays]
     if len(given) == 1:
         (missing,) = set(LENGTHS) - set(given)
-        of = arrays["q" if missing == "seq_lens_q" else "k"]
-        if of.ndim == 4:
-            full = gpu.empty(of.shape[3:], np.int32) if on_gpu else np.empty(of.shape[3:], np.int32)
-            gpu.fill_int32(full, of.shape[2]) if on_gpu else full.fill(of.shape[2])
-            arrays[missing] = full
+        if arrays["q"].ndim == arrays["k"].ndim == 4:  # what is not is refused next
+            arrays[missing] = full_lengths(missing, arrays, on_gpu)
 
 
 def _check_lengths(asked: Problem, arrays: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .problem import LENGTHS, SIZES, Problem, TensorSpec, dense_strides
+from .problem import LENGTHS, Problem, TensorSpec, dense_spec
 
 #: What ``bucket=`` takes: None for exact lengths; a number to round up to its multiples; ``"power_of_two"``, of at least
 #: :data:`SMALLEST`; or a function from a length to the rounded one.
@@ -97,10 +97,8 @@ def cleaned(problem: Problem) -> dict[str, str]:
 @functools.lru_cache(maxsize=4096)
 def with_cleaned(problem: Problem) -> Problem:
     """The problem with dense arrays in place of those that are copied."""
-    specs: dict[str, Any] = {}
-    for name in cleaned(problem):
-        spec = getattr(problem, name)
-        specs[name] = TensorSpec(name, spec.dtype, spec.shape, dense_strides(spec.shape, SIZES[spec.dtype]), 16)
+    copied = [spec for spec in problem.tensors if spec.name in cleaned(problem)]
+    specs: dict[str, Any] = {spec.name: dense_spec(spec.name, spec.dtype, spec.shape) for spec in copied}
     return _interned(dataclasses.replace(problem, **specs))
 
 
@@ -108,7 +106,7 @@ def with_cleaned(problem: Problem) -> Problem:
 def _rounded(problem: Problem, queries: int, keys: int) -> Problem:
     specs: dict[str, Any] = {spec.name: _padded(spec, queries, keys) for spec in problem.tensors}
     for name in LENGTHS:
-        specs[name] = specs.get(name) or TensorSpec(name, "int32", problem.q.shape[3:], (SIZES["int32"],), 16)
+        specs[name] = specs.get(name) or dense_spec(name, "int32", problem.q.shape[3:])
     return _interned(dataclasses.replace(problem, **specs))
 
 
@@ -124,4 +122,4 @@ def _padded(spec: TensorSpec, queries: int, keys: int) -> TensorSpec:
     axis, of = padding(spec.name)
     shape = list(spec.shape)
     shape[axis] = queries if of == "q" else keys
-    return TensorSpec(spec.name, spec.dtype, tuple(shape), dense_strides(tuple(shape), SIZES[spec.dtype]), 16)
+    return dense_spec(spec.name, spec.dtype, tuple(shape))

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from . import html
 from ._cudnn.launch import Handle
+from .engines import knobs_text
 from .errors import Unsupported
 from .plan import Plan
 from .problem import Problem
@@ -140,9 +141,9 @@ class PlanCache:
         for problem, entry in reversed(entries):
             if isinstance(entry, Plan):
                 i = entry.info
-                knobs = " ".join(f"{name}={value}" for name, value in i.knobs)
                 got = f"{i.build_ms:.1f} ms, {'loaded' if i.loaded else 'built'}"
-                rows.append((str(problem), f"{i.engine}{' tuned' * i.tuned}", knobs, f"{i.workspace} B", f"{i.size} B", got))
+                engine = f"{i.engine}{' tuned' * i.tuned}"
+                rows.append((str(problem), engine, knobs_text(i.knobs), f"{i.workspace} B", f"{i.size} B", got))
             else:
                 rows.append((str(problem), "refused", "", "", "", ""))
         return rows

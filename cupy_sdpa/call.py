@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -127,14 +127,9 @@ class Call:
     def _padded(self, spec: TensorSpec, result: bool) -> Any:
         """An input as a dense array of the rounded length, zeros behind it; or an array for a result."""
         source = self.arrays.get(spec.name)
-        empty = gpu.empty if self.on_gpu else _empty
         if spec.name in LENGTHS:
-            if source is not None:
-                return source
-            lengths = empty(spec.shape, np.int32)
-            length = (self.problem.q if spec.name == "seq_lens_q" else self.problem.k).shape[2]
-            gpu.fill_int32(lengths, length) if self.on_gpu else lengths.fill(length)
-            return lengths
+            return full_lengths(spec.name, self.arrays, self.on_gpu) if source is None else source
+        empty = gpu.empty if self.on_gpu else _empty
         if result:
             return empty(spec.shape, np.float32 if spec.name == "stats" else self.arrays["q"].dtype)
         assert source is not None, f"{spec.name} is no result and was not given"
@@ -147,12 +142,7 @@ class Call:
     def _resize(self, target: Any, source: Any, name: str) -> None:
         """Copy an array into a longer one, with zeros behind it, or into a shorter one."""
         axis, _ = padding(name)
-        if self.on_gpu:
-            gpu.resize(target, source, axis)
-        else:
-            before, length = (slice(None),) * axis, min(target.shape[axis], source.shape[axis])
-            target[(*before, slice(length))] = source[(*before, slice(length))]
-            target[(*before, slice(length, None))] = 0
+        (gpu.resize if self.on_gpu else gpu.fit)(target, source, axis)
 
     def _fill(self) -> None:
         """The results where there is nothing to compute: a sum over no key is 0, its logarithm -inf."""
@@ -200,6 +190,16 @@ class Call:
         planned(self.problem, device, measure)
 
 
+def full_lengths(name: str, arrays: Mapping[str, Any], on_gpu: bool) -> Any:
+    """The array of lengths in which every batch entry has all that the arrays have."""
+    *_, length, batch = arrays["q" if name == "seq_lens_q" else "k"].shape
+    if not on_gpu:
+        return np.full(batch, length, np.int32)
+    lengths = gpu.empty((batch,), np.int32)
+    gpu.fill_int32(lengths, length)
+    return lengths
+
+
 def _empty(shape: tuple[int, ...], dtype: Any) -> Any:
     return np.empty(shape, dtype, order="F")
 
@@ -210,12 +210,18 @@ def explain_here(problem: Problem, device: int) -> Report:
     if problem.trivial:
         return Report("cuDNN", problem, graph)
     if reasons := objections(problem, device):
-        return Report("cuDNN", problem, graph, reasons=tuple(map(str, reasons)), error=reasons[0].error)
+        return refused(problem, reasons)
     try:
         info = planned(problem, device, lambda _, plan: plan.info)
     except Unsupported as error:
         return Report("cuDNN", problem, graph, reasons=tuple(str(error).splitlines()))
     return Report("cuDNN", problem, info.graph, info)
+
+
+def refused(problem: Problem, reasons: Sequence[Reason], note: str = "") -> Report:
+    """The report of a problem that the support table refuses."""
+    texts = tuple(map(str, reasons))
+    return Report("cuDNN", problem, graph_of(problem), reasons=texts, note=note, error=reasons[0].error)
 
 
 def objections(problem: Problem, device: int) -> list[Reason]:

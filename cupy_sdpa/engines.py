@@ -214,6 +214,15 @@ class Search:
             return None
 
 
+def knobs_text(knobs: Knobs) -> str:
+    """Knobs for people.
+
+    >>> knobs_text((("TILE_M", 3), ("TILE_N", 2)))
+    'TILE_M=3 TILE_N=2'
+    """
+    return " ".join(f"{name}={value}" for name, value in knobs)
+
+
 def knobs_of(text: str) -> Knobs:
     """The knobs of a serialized plan; -1 stands for the engine's own choice.
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from . import gpu
 from .arguments import read_backward, read_forward, read_shapes
 from .bucket import Bucket
-from .call import Call, explain_here
+from .call import Call, explain_here, refused
 from .errors import CudnnError
 from .patterns import graph_of
 from .problem import Problem, Window
@@ -157,20 +157,14 @@ def _elsewhere(asked: Problem, named: str | None, cudnn: str | None) -> Report:
     if asked.trivial:
         return Report("cuDNN", asked, graph)
 
-    def refused(version: int) -> Report | None:
-        reasons = why_not(asked, version, target.capability)
-        note = _where(target.model, version)
-        texts = tuple(map(str, reasons))
-        return Report("cuDNN", asked, graph, reasons=texts, note=note, error=reasons[0].error) if reasons else None
-
-    if wanted is not None and (report := refused(wanted)) is not None:  # a refusal is false
-        return report
+    if wanted is not None and (reasons := why_not(asked, wanted, target.capability)):
+        return refused(asked, reasons, _where(target.model, wanted))
     try:
         with Planner() as planner:
             if wanted in (None, planner.version):
                 note = _where(target.model, planner.version)
-                if (report := refused(planner.version)) is not None:
-                    return report
+                if reasons := why_not(asked, planner.version, target.capability):
+                    return refused(asked, reasons, note)
                 answer = planner.plan(asked, target)
                 if isinstance(answer, str):
                     return Report("cuDNN", asked, graph, reasons=tuple(answer.splitlines()), note=note)

@@ -39,8 +39,7 @@ def described(gpu: str) -> Target:
         ValueError: neither.
     """
     text = gpus.describe(gpu)
-    facts = json.loads(text)
-    capability = int(facts["deviceVer"]) // 10
+    facts, capability = json.loads(text), gpus.capability(gpu)
     return Target(model_of(facts["deviceName"], capability, facts["multiProcessorCount"]), capability, description=text)
 
 

@@ -16,7 +16,7 @@ from ._cudnn.constants import AttributeType
 from ._cudnn.descriptor import Descriptor
 from ._cudnn.launch import Handle, Launcher
 from ._cudnn.library import library
-from .engines import Candidate, EngineConfig, Knobs, Search
+from .engines import Candidate, EngineConfig, Knobs, Search, knobs_text
 from .errors import CudnnError, Unsupported
 from .graph import Graph
 from .lowering import OperationGraph
@@ -93,7 +93,7 @@ class PlanInfo:
         """What there is to say of it, a name and a value each."""
         yield "cuDNN", version_text(self.cudnn)
         yield "engine", f"{self.engine}{', the fastest measured' * self.tuned}"
-        yield "knobs", " ".join(f"{name}={value}" for name, value in self.knobs) or "none"
+        yield "knobs", knobs_text(self.knobs) or "none"
         yield "numerical notes", " ".join(note.lower() for note in self.notes) or "none"
         yield "workspace", f"{self.workspace} bytes"
         yield ("loaded in" if self.loaded else "built in"), f"{self.build_ms:.1f} ms"

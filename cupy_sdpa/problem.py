@@ -89,10 +89,6 @@ class Band(NamedTuple):
         return "window of {} keys before and {} behind the diagonal from the {}".format(*sides, corner)
 
 
-#: Query i sees the keys up to and with i.
-CAUSAL = Band(right=0)
-
-
 @dataclass(frozen=True)
 class Problem:
     """One attention problem.
@@ -206,6 +202,11 @@ def dense_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     return tuple(strides)
 
 
+def dense_spec(name: str, dtype: str, shape: tuple[int, ...]) -> TensorSpec:
+    """A dense array in Fortran order, as one that is made for a call."""
+    return TensorSpec(name, dtype, shape, dense_strides(shape, SIZES[dtype]), 16)
+
+
 def _spec(name: str, signature: Signature) -> TensorSpec:
     dtype, shape, strides, alignment = signature
     normal = list(strides)
@@ -219,7 +220,7 @@ def _spec_or_dense(name: str, signature: Signature | None, dtype: str, shape: tu
     """The array that the caller gives, or the one that will be made where none is given."""
     if signature:
         return _spec(name, signature)
-    return TensorSpec(name, dtype, shape, dense_strides(shape, ITEMSIZE[dtype]), 16)
+    return dense_spec(name, dtype, shape)
 
 
 @functools.lru_cache(maxsize=4096)

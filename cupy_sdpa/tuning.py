@@ -18,7 +18,7 @@ from typing import Any
 from . import gpu, html
 from ._cudnn.launch import Handle
 from .cache import PlanCache
-from .engines import Candidate, EngineConfig, Knobs, Search
+from .engines import Candidate, EngineConfig, Knobs, Search, knobs_text
 from .errors import CudnnError, Unsupported
 from .plan import Kept, Plan, searching
 from .problem import Problem
@@ -81,9 +81,8 @@ class Tuning:
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         for t in self.trials:
-            knobs = " ".join(f"{name}={value}" for name, value in t.knobs)
             time = "wrong results" if t.us is None else f"{t.us:.1f} us"
-            yield time, str(t.engine), knobs, f"{t.workspace} B", "heuristics" if t.proposed else "hand"
+            yield time, str(t.engine), knobs_text(t.knobs), f"{t.workspace} B", "heuristics" if t.proposed else "hand"
 
     def __str__(self) -> str:
         rows = [self._COLUMNS, *self._rows()]

@@ -6,9 +6,16 @@ cuDNN, so all of this happens in children.
 """
 
 import multiprocessing
+import os
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
+
+
+def child_environment(**more):
+    """The environment of a child that imports what its parent does."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **more}
 
 
 def ready() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cases import Case
+from planner import child_environment
 
 import cupy_sdpa
 from cupy_sdpa import CudnnError, explain, gpus, prepare, store
@@ -214,11 +215,6 @@ print(cupy_sdpa.explain(cupy_sdpa.problem(x, x, x, dtype="bfloat16"), gpu="H200"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=child_environment())
     assert "cannot run on cuDNN" in done.stdout
     assert {"engine 1", "engine 2"} <= set(re.findall(r"engine \d", done.stdout))
-
-
-def child_environment(**more):
-    """The environment of a child that imports this package."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **more}
 
 
 @pytest.mark.cudnn

@@ -2,7 +2,6 @@
 
 import gc
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -11,6 +10,7 @@ import warnings
 import numpy as np
 import pytest
 from cases import Case
+from planner import child_environment
 from tolerance import assert_close
 
 import cupy_sdpa
@@ -76,6 +76,7 @@ PROGRAM = """
 import json, sys, numpy as np, cupy, ml_dtypes
 sys.path.insert(0, "tests")
 from cases import Case
+from planner import child_environment
 from cupy_sdpa import attention_vjp, get_plan_cache, store
 case = Case("plans", d=64, hq=4, hkv=2, sq=192, b=2, causal=True)
 q, k, v = (cupy.asarray(x) for x in case.arrays())
@@ -92,7 +93,7 @@ print(json.dumps({
 
 def in_process(folder, code=PROGRAM, **environment):
     """Run a program with a cache folder; gives what it printed as JSON, and its warnings."""
-    environment = {**os.environ, "CUPY_SDPA_CACHE_DIR": str(folder), "PYTHONPATH": os.pathsep.join(sys.path), **environment}
+    environment = child_environment(CUPY_SDPA_CACHE_DIR=str(folder), **environment)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
@@ -271,6 +272,7 @@ import json, threading, sys
 import numpy as np, cupy
 sys.path.insert(0, "tests")
 from cases import Case
+from planner import child_environment
 from cupy_sdpa import attention, attention_vjp, get_plan_cache
 from cupy_sdpa._cudnn.descriptor import live
 cases = [Case(f"c{n}", d=64, sq=64 + 32 * n, causal=bool(n % 2)) for n in range(12)]

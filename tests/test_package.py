@@ -34,7 +34,7 @@ ARROWS = {
     "engines": {"errors", "version", "_cudnn"},
     "plan": {"engines", "errors", "graph", "lowering", "patterns", "problem", "shelf", "support", "version", "_cudnn"},
     "offline": {"errors", "gpu", "gpus", "plan", "problem", "shelf", "_cudnn"},
-    "cache": {"errors", "html", "plan", "problem", "_cudnn"},
+    "cache": {"engines", "errors", "html", "plan", "problem", "_cudnn"},
     "tuning": {"cache", "engines", "errors", "gpu", "html", "plan", "problem", "shelf", "_cudnn"},
     "call": {
         "bucket", "cache", "errors", "gpu", "interpreter", "patterns", "plan", "problem", "report", "support", "tuning", "_cudnn",

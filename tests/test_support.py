@@ -1,16 +1,16 @@
 """The support table: every rule has a case on each side of it, and its message says what to do."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from planner import child_environment
 
 from cupy_sdpa import survey
 from cupy_sdpa.gpus import NAMES
-from cupy_sdpa.problem import CAUSAL, dense_strides, gradient_problem, problem
+from cupy_sdpa.problem import Band, dense_strides, gradient_problem, problem
 from cupy_sdpa.support import BUGS, GENERATIONS, RULES, guards, why_not
 from cupy_sdpa.survey import PROBES
 from cupy_sdpa.version import MINIMUM_CUDNN, RELEASES, version_text
@@ -29,7 +29,7 @@ def backward(dtype="bfloat16", positive_scale=True, causal=False, deterministic=
     forward = asked(dtype=dtype, **sizes)
     q, k, v = ((spec.dtype, spec.shape, spec.strides, 16) for spec in (forward.q, forward.k, forward.v))
     return gradient_problem(
-        q, k, v, band=CAUSAL if causal else None, positive_scale=positive_scale, deterministic=deterministic
+        q, k, v, band=Band(right=0) if causal else None, positive_scale=positive_scale, deterministic=deterministic
     )
 
 
@@ -198,7 +198,7 @@ print(sorted(guards(odd, 91900, 90)))
 """
 
     def run(names):
-        environment = {**os.environ, "CUPY_SDPA_GUARDS_OFF": names, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environment = child_environment(CUPY_SDPA_GUARDS_OFF=names)
         return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
 
     assert run("").stdout.split("\n")[:2] == ["['decode-blackwell']", "['keys']"]
