@@ -7,6 +7,7 @@ from .prepare import Prepared, autotune, prepare
 from .problem import Problem
 from .report import Report
 from .shelf import ShelfWarning
+from .variants import alibi_slopes, dropout_mask
 from .version import __version__
 
 __all__ = [
@@ -18,10 +19,12 @@ __all__ = [
     "ShelfWarning",
     "Unsupported",
     "__version__",
+    "alibi_slopes",
     "attention",
     "attention_backward",
     "attention_vjp",
     "autotune",
+    "dropout_mask",
     "explain",
     "get_plan_cache",
     "prepare",

@@ -2,58 +2,49 @@
 
 from __future__ import annotations
 
-import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from . import gpu
-from .bucket import Bucket, check_bucket
-from .call import Call, full_lengths
-from .problem import ITEMSIZE, LENGTHS, Band, Problem, Signature, dense_strides, gradient_problem, problem
+from .bucket import Policy, check_bucket
+from .call import Call
+from .options import ARRAYS, SEEDS, check_names, read_scale, read_settings
+from .posing import Wanted, pose
+from .problem import LENGTHS, STARTS, Problem
+from .spec import Signature, dense_signature
+from .staging import full_lengths, posed, whole_number
 
 
 def read_forward(
     q: Any,
     k: Any,
     v: Any,
+    options: Mapping[str, Any],
     *,
-    scale: Any = None,
-    causal: Any = False,
-    window: Any = None,
-    seq_lens_q: Any = None,
-    seq_lens_kv: Any = None,
-    return_stats: bool = False,
-    max_workspace: Any = None,
-    bucket: Bucket = None,
+    return_stats: Any = False,
+    return_kept: bool = False,
     out: Any = None,
     stats: Any = None,
 ) -> Call:
     """Check a forward call's arguments; the first thing wrong is raised, before anything is allocated."""
-    return _read(
-        _given(q=q, k=k, v=v, out=out, stats=stats, seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv), scale, bucket,
-        lambda of, positive: problem(
-            *map(of, ("q", "k", "v", "out", "stats")),
-            bool(return_stats), _band(causal, window), positive, _workspace(max_workspace), *map(of, LENGTHS),
-        ),
-    )  # fmt: skip
+    if return_stats not in (False, True, "max_sumexp"):
+        raise ValueError(f"return_stats is {return_stats!r}; it must be False, True or 'max_sumexp'")
+    wanted = Wanted(stats=bool(return_stats), max_sumexp=return_stats == "max_sumexp", kept=return_kept)
+    return _read({"q": q, "k": k, "v": v, "out": out, "stats": stats}, options, wanted)
 
 
 def read_backward(
     q: Any,
     k: Any,
     v: Any,
+    options: Mapping[str, Any],
     *,
-    scale: Any = None,
-    causal: Any = False,
-    window: Any = None,
-    seq_lens_q: Any = None,
-    seq_lens_kv: Any = None,
+    return_dbias: bool = False,
+    return_dsinks: bool = False,
     deterministic: bool = False,
-    max_workspace: Any = None,
-    bucket: Bucket = None,
     **others: Any,
 ) -> Call:
     """Check a backward call's arguments; the first thing wrong is raised, before anything is allocated.
@@ -61,107 +52,113 @@ def read_backward(
     Args:
         others: dout, out, stats, dq, dk and dv; what is None is taken to be dense.
     """
-    return _read(
-        _given(q, k, v, **others, seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv), scale, bucket,
-        lambda of, positive: gradient_problem(
-            *map(of, ("q", "k", "v", "dout", "out", "stats", "dq", "dk", "dv")),
-            _band(causal, window), positive, bool(deterministic), _workspace(max_workspace), *map(of, LENGTHS),
-        ),
-    )  # fmt: skip
+    wanted = Wanted(backward=True, dbias=bool(return_dbias), dsinks=bool(return_dsinks))
+    return _read({"q": q, "k": k, "v": v, **others}, options, wanted, deterministic=bool(deterministic))
 
 
-def _read(arrays: dict[str, Any], scale: Any, bucket: Any, pose: Callable[[Callable[[str], Any], bool], Problem]) -> Call:
-    """What both passes check, in the order in which they do.
-
-    Args:
-        arrays, scale, bucket: as the caller gave them.
-        pose: (name of an array -> its signature or None, whether the scale is positive) -> the problem.
-    """
+def _read(given: dict[str, Any], options: Mapping[str, Any], wanted: Wanted, *, deterministic: bool = False) -> Call:
+    """What both passes check, in the order in which they do."""
+    check_names(options)
+    given |= {name: options.get(name) for name in ARRAYS}
+    numbers_given = {name: given.pop(name) for name in SEEDS if _is_number(given[name])}
+    arrays = {name: array for name, array in given.items() if array is not None or name in ("q", "k", "v")}
     on_gpu = _engine(arrays)
-    tau = _scale(scale, arrays["q"])
+    tau = read_scale(options.get("scale"), arrays["q"].shape[0] if arrays["q"].ndim else 0)
+    settings, scalars = read_settings(options, tau, deterministic=deterministic)
+    drawn = settings.dropout and "dropout_mask" not in arrays
+    for name in SEEDS:
+        if not drawn:
+            arrays.pop(name, None)
+        elif name in arrays:
+            arrays[name] = arrays[name].reshape(1) if arrays[name].shape == () else arrays[name]
+        else:
+            arrays[name] = whole_number(numbers_given.get(name, 0), arrays["q"], on_gpu)
     _complete_lengths(arrays, on_gpu)
-    asked = pose(lambda name: _signature(arrays.get(name)), tau >= _SMALLEST_SCALE)
-    _check_lengths(asked, arrays)
+    asked = pose(tuple((name, _signature(array)) for name, array in arrays.items()), settings, wanted)
+    if not on_gpu:
+        _check_lengths(asked, arrays)
     _check_overlap(asked, arrays)
-    return Call(asked, arrays, {"scale": tau}, on_gpu, check_bucket(bucket))
+    return Call(asked, arrays, scalars, on_gpu, _policy(options.get("bucket"), asked))
+
+
+def _is_number(value: Any) -> bool:
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        return False
+    if not -(2**63) <= int(value) < 2**63:
+        raise ValueError(f"{value} is given as seed or offset; it must be a number of 64 bits")
+    return True
+
+
+def _policy(bucket: Any, asked: Problem) -> Policy | None:
+    policy = check_bucket(bucket)
+    if (
+        policy
+        and asked.packed
+        and any(name in {spec.name for spec in asked.tensors} for name in ("bias", "mask", "dropout_mask"))
+    ):
+        raise ValueError(
+            "bucket and packed sequences with a bias or a mask are given: round max_seqlen_q and max_seqlen_kv up, and give "
+            "a bias or mask of that size"
+        )
+    return policy
 
 
 def read_shapes(
     q: Any,
     k: Any,
     v: Any,
+    options: Mapping[str, Any],
     *,
     dtype: Any = None,
-    scale: Any = None,
-    causal: Any = False,
-    window: Any = None,
     seq_lens: bool = False,
-    return_stats: bool = False,
+    return_stats: Any = False,
     backward: bool = False,
+    return_dbias: bool = False,
+    return_dsinks: bool = False,
     deterministic: bool = False,
-    max_workspace: Any = None,
-    bucket: Bucket = None,
 ) -> Problem:
     """The problem that shapes (of dense arrays in Fortran order) or arrays would pose; no array is made or read."""
-    given = [_shape_signature(name, x, dtype) for name, x in (("q", q), ("k", k), ("v", v))]
-    positive = scale is None or _finite_scale(scale, "1/sqrt(head_dim)") >= _SMALLEST_SCALE
-    limit = _workspace(max_workspace)
-    length = ("int32", given[0][1][3:], (4,), 16) if seq_lens and len(given[0][1]) == 4 else None
-    band = _band(causal, window)
-    if backward:
-        asked = gradient_problem(
-            *given, band=band, positive_scale=positive, deterministic=bool(deterministic), max_workspace=limit,
-            seq_lens_q=length, seq_lens_kv=length,
-        )  # fmt: skip
-    else:
-        asked = problem(*given, None, None, bool(return_stats), band, positive, limit, length, length)
-    policy = check_bucket(bucket)
-    return policy(asked) if policy else asked
+    check_names(options)
+    given = {name: _shape_signature(name, x, dtype) for name, x in (("q", q), ("k", k), ("v", v))}
+    kind, (head_dim, heads, *_), *_ = given["q"]
+    if seq_lens and len(given["q"][1]) == 4:
+        given |= {name: dense_signature("int32", given["q"][1][3:]) for name in LENGTHS}
+    defaults = {"mask": "bool", "bias": kind, "dropout_mask": "bool"} | dict.fromkeys((*LENGTHS, *STARTS), "int32")
+    for name in ARRAYS:
+        value = options.get(name)
+        if name in ("alibi_slopes", "sinks") and value is not None and value is not False:
+            given[name] = dense_signature("float32", (heads,))
+        elif name in ("seed", "offset"):
+            if options.get("dropout_p") and options.get("dropout_mask") is None:
+                given[name] = dense_signature("int64", (1,))
+        elif value is not None:
+            given[name] = _shape_signature(name, value, defaults[name])
+    options = {**options, "seed": 0} if "seed" in given else options
+    tau = read_scale(options.get("scale"), head_dim)
+    settings, _ = read_settings(options, tau, deterministic=bool(deterministic))
+    wanted = Wanted(
+        stats=bool(return_stats), max_sumexp=return_stats == "max_sumexp", backward=bool(backward),
+        dbias=bool(return_dbias), dsinks=bool(return_dsinks),
+    )  # fmt: skip
+    asked = pose(tuple(given.items()), settings, wanted)
+    return posed(asked, _policy(options.get("bucket"), asked), on_gpu=True)
 
 
 def _shape_signature(name: str, x: Any, dtype: Any) -> Signature:
     if gpu.is_array(x) or isinstance(x, np.ndarray):
-        signature: Signature = _signature(x)
-        return signature
+        return _signature(x)
     if not isinstance(x, (tuple, list)) or not all(isinstance(n, numbers.Integral) and int(n) >= 0 for n in x):
         raise TypeError(f"{name} is {x!r}; give a shape, such as (128, 32, 4096, 1), or an array")
     if dtype is None:
         raise TypeError(f"{name} is given as the shape {tuple(x)}; its dtype is missing: dtype='bfloat16'")
     kind = str(dtype) if isinstance(dtype, str) else np.dtype(dtype).name
-    shape = tuple(int(n) for n in x)
-    return kind, shape, dense_strides(shape, ITEMSIZE.get(kind, 1)), 16
-
-
-def _given(q: Any, k: Any, v: Any, **others: Any) -> dict[str, Any]:
-    """The arrays by name; those that may be left out and are None are left out."""
-    return {"q": q, "k": k, "v": v} | {name: array for name, array in others.items() if array is not None}
-
-
-def _band(causal: Any, window: Any) -> Band | None:
-    """Which keys a query sees: the right bound of ``causal`` and the bounds of ``window``, on one diagonal."""
-    if causal not in (False, True, "top_left", "bottom_right"):
-        raise ValueError(f"causal is {causal!r}; it must be False, True, 'top_left' or 'bottom_right'")
-    bottom_right = causal == "bottom_right"
-    if window is None:
-        return Band(right=0, bottom_right=bottom_right) if causal else None
-    if not isinstance(window, (tuple, list)) or len(window) not in (2, 3):
-        raise TypeError(f"window is {window!r}; it must be (left, right) or (left, right, 'bottom_right')")
-    for side in window[:2]:
-        if side is not None and (not isinstance(side, numbers.Integral) or int(side) < 0):
-            raise ValueError(f"window is {window!r}; its sides are numbers of keys, 0 or more, or None for no bound")
-    left, right = (None if side is None else int(side) for side in window[:2])
-    corner = window[2] if len(window) == 3 else "bottom_right" if bottom_right else "top_left"
-    if corner not in ("top_left", "bottom_right"):
-        raise ValueError(f"window is {window!r}; its diagonal is 'top_left' or 'bottom_right'")
-    if causal and (corner == "bottom_right") != bottom_right:
-        raise ValueError(f"causal is {causal!r} and window is {window!r}: they name different diagonals")
-    return Band(left, 0 if causal else right, corner == "bottom_right")
+    return dense_signature(kind, tuple(int(n) for n in x))
 
 
 def _complete_lengths(arrays: dict[str, Any], on_gpu: bool) -> None:
     """Where the lengths of one side are given, the other side has all that its array has."""
     given = [name for name in LENGTHS if name in arrays]
-    if len(given) == 1:
+    if len(given) == 1 and not any(name in arrays for name in STARTS):
         (missing,) = set(LENGTHS) - set(given)
         if arrays["q"].ndim == arrays["k"].ndim == 4:  # what is not is refused next
             arrays[missing] = full_lengths(missing, arrays, on_gpu)
@@ -169,18 +166,18 @@ def _complete_lengths(arrays: dict[str, Any], on_gpu: bool) -> None:
 
 def _check_lengths(asked: Problem, arrays: Mapping[str, Any]) -> None:
     """On the CPU the lengths are read; on the GPU that would wait for it."""
-    for name, most in (("seq_lens_q", asked.q.shape[2]), ("seq_lens_kv", asked.k.shape[2])):
+    *_, sq, skv, _ = asked.sizes
+    for name, most in zip(LENGTHS, (sq, skv), strict=True):
         lengths = arrays.get(name)
-        if isinstance(lengths, np.ndarray) and lengths.size and not 0 <= lengths.min() <= lengths.max() <= most:
+        if lengths is not None and lengths.size and not 0 <= lengths.min() <= lengths.max() <= most:
             raise ValueError(f"{name} has lengths from {lengths.min()} to {lengths.max()}; they must be from 0 to {most}")
-
-
-def _workspace(limit: Any) -> int | None:
-    if limit is None:
-        return None
-    if not isinstance(limit, numbers.Integral) or limit < 0:
-        raise ValueError(f"max_workspace is {limit!r}; it must be a number of bytes, 0 or more, or None for no limit")
-    return int(limit)
+    for name, most, total in zip(STARTS, (sq, skv), (asked.q.shape[2], asked.k.shape[2]), strict=True):
+        if (begins := arrays.get(name)) is not None:
+            lengths = np.diff(begins)
+            if begins[0] < 0 or begins[-1] > total or (lengths < 0).any():
+                raise ValueError(f"{name} is {begins.tolist()}; it must rise from 0 or more to at most {total}, the total")
+            if lengths.size and lengths.max() > most:
+                raise ValueError(f"{name} has a sequence of {lengths.max()}; max_seqlen_{name[11:]} is {most}")
 
 
 def _check_overlap(asked: Problem, arrays: Mapping[str, Any]) -> None:
@@ -220,31 +217,9 @@ def _engine(arrays: Mapping[str, Any]) -> bool:
     return True
 
 
-def _signature(array: Any) -> Any:
-    """The array's :data:`Signature`, None of None."""
-    if array is None:
-        return None
+def _signature(array: Any) -> Signature:
     address = array.data.ptr if gpu.is_array(array) else 16  # the interpreter reads any alignment
-    signature: Signature = (array.dtype.name, array.shape, array.strides, address & -address & 15 or 16)
-    return signature
-
-
-#: cuDNN gets the scale as float32: these are the least positive and the largest that it can hold without loss of range.
-_SMALLEST_SCALE, _LARGEST_SCALE = (float(x) for x in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
-
-
-def _scale(scale: Any, q: Any) -> float:
-    default = 1 / math.sqrt((q.shape[0] if q.ndim else 0) or 1)
-    return default if scale is None else _finite_scale(scale, f"1/sqrt(head_dim) = {default:.6g}")
-
-
-def _finite_scale(scale: Any, default: str) -> float:
-    if not isinstance(scale, numbers.Real):
-        raise TypeError(f"scale is a {type(scale).__name__}; it must be a number: float(...) makes one of an array")
-    value = float(scale)
-    if not abs(value) <= _LARGEST_SCALE:  # true of NaN too
-        raise ValueError(f"scale is {value}; it must be finite in float32. None stands for {default}")
-    return value
+    return array.dtype.name, array.shape, array.strides, address & -address & 15 or 16
 
 
 def _overlap(asked: Problem, arrays: Mapping[str, Any], one: str, other: str) -> bool:

@@ -2,67 +2,89 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 from .arguments import read_backward, read_forward
-from .bucket import Bucket
-from .problem import Window
+from .options import Options, takes_options
 
 
+@takes_options
 def attention(
     q: Any,
     k: Any,
     v: Any,
     *,
-    scale: float | None = None,
-    causal: bool | str = False,
-    window: Window = None,
-    seq_lens_q: Any = None,
-    seq_lens_kv: Any = None,
-    return_stats: bool = False,
-    max_workspace: int | None = None,
-    bucket: Bucket = None,
+    return_stats: bool | str = False,
     out: Any = None,
     stats: Any = None,
+    **options: Unpack[Options],
 ) -> Any:
     r"""Scaled dot-product attention in Julia's layout, ``(head_dim, heads, seq, batch)``, Fortran order.
 
-    .. math:: O = \operatorname{softmax}(\tau\, Q K^\top + \text{mask})\, V, \qquad
-              L_i = \log \sum_j e^{\tau\, q_i \cdot k_j + \text{mask}_{ij}}
+    .. math:: O = \operatorname{softmax}(S)\, V, \qquad S_{ij} = \tau\, q_i \cdot k_j, \qquad
+              L_i = \log \sum_j e^{S_{ij}}
 
     numpy arrays give numpy arrays, computed on the CPU; CuPy arrays give CuPy arrays, computed by cuDNN's fused kernel on
     CuPy's current stream, without synchronizing, with nothing of size Sq x Skv in memory.
+
+    The options change the scores in this order: ``scale``, ``softcap``, ``alibi_slopes``, ``bias``; then they hide keys:
+    lengths, ``causal``, ``window``, ``mask``. All calls take the same options.
 
     Args:
         q: queries ``(D, Hq, Sq, B)``. float16 or bfloat16 on the GPU; also float32 and float64 on the CPU.
         k: keys ``(D, Hkv, Skv, B)``, of q's dtype. Hq is a multiple of Hkv; each key head serves Hq/Hkv query heads.
         v: values ``(Dv, Hkv, Skv, B)``, of q's dtype.
+        return_stats: give L too, as float32; ``"max_sumexp"``: also what it is made of, the greatest score m of each row and
+            the sum of :math:`e^{S_{ij} - m_i}`. Default False.
+        out: array ``(Dv, Hq, Sq, B)`` to write the result into, of q's dtype; it must not overlap an input.
+        stats: float32 array ``(Sq, Hq, B)`` to write L into; implies ``return_stats``.
         scale: :math:`\tau`; default ``1/sqrt(D)``. Changing it never needs a new plan.
         causal: True or ``"top_left"``: query i sees the keys up to and with i. ``"bottom_right"``: the last query sees all
             keys, the one before it one less. Default False: every query sees every key.
         window: ``(left, right)``: query i sees the keys from i - left to i + right, inclusive; None for no bound. With
             ``causal`` nothing behind the diagonal is seen, and the diagonal is that of ``causal``; without, a third entry
             ``"bottom_right"`` names it. Default None.
+        mask: bool ``(Skv, Sq, Hq, B)``, True where the key is seen; every axis may be 1. On the GPU it is copied as float16,
+            2 bytes for each of its own elements. Default None.
+        bias: ``(Skv, Sq, Hq, B)``, added to the scores; every axis may be 1. float16, bfloat16 or float32 (on the CPU also
+            float64), whatever q is; -inf hides a key. Default None.
         seq_lens_q, seq_lens_kv: int32 ``(B,)``, how many queries and keys each batch entry has; what lies beyond is never read,
             and gives 0, and -inf for L. The diagonal from the bottom right is each entry's own. Default None: all.
-        return_stats: give L too, as float32. Default False.
+        cu_seqlens_q, cu_seqlens_kv: int32 or int64 ``(B+1,)``: packed sequences. q, k and v are then ``(D, Hq, Tq)``,
+            ``(D, Hkv, Tkv)`` and ``(Dv, Hkv, Tkv)``; sequence b has the positions from ``cu_seqlens[b]`` up to
+            ``cu_seqlens[b+1]``, and what lies behind the last is never read and gives 0. The output is
+            ``(Dv, Hq, Tq)`` and L is ``(Hq, Tq)``. Every diagonal is the sequence's own. Default None.
+        max_seqlen_q, max_seqlen_kv: at least the lengths of the longest packed sequences; plans depend on them, but neither on
+            the totals nor on where sequences begin.
+        alibi_slopes: float32 ``(Hq,)``; takes ``slope |p - j|`` from the score of key j, p being the query's place on the
+            diagonal (that of ``causal`` or ``window``; default top left). :func:`cupy_sdpa.alibi_slopes` gives the usual ones.
+        softcap: c > 0 makes the scores :math:`c \tanh(S / c)`. Changing it never needs a new plan. Default None.
+        sinks: float32 ``(Hq,)``, for each head the score of one more key, which every query sees and which has no value. It
+            takes part in L, in m and in the sum. Default None.
+        dropout_p: the probability with which a weight is dropped; those kept are divided by ``1 - dropout_p``, a multiple of
+            1/16 on the GPU. Default 0.
+        seed, offset: what decides which weights are dropped: integers, or int64 arrays of one, which a captured graph reads
+            anew with every replay. The same on both passes; the engines' random numbers differ. Default for offset 0.
+        dropout_mask: bool ``(Skv, Sq, Hq, B)``, True where a weight is kept, in place of random numbers; on the CPU only, see
+            :func:`cupy_sdpa.dropout_mask`.
         max_workspace: bytes of the GPU's memory that cuDNN may use beside the arrays. Default None: no limit.
         bucket: round lengths up, so that many share a plan: to multiples of a number, to a ``"power_of_two"``, or as a function
-            of a length says. The arrays are copied into longer ones, and what is added is not seen. A single query stays one.
-            Default None: a plan for every length.
-        out: array ``(Dv, Hq, Sq, B)`` to write the result into, of q's dtype; it must not overlap an input.
-        stats: float32 array ``(Sq, Hq, B)`` to write L into; implies ``return_stats``.
+            of a length says. The arrays are copied into longer ones, and what is added is not seen; of packed sequences only
+            ``max_seqlen`` is rounded, and nothing copied. A single query stays one. Default None: a plan for every length.
 
     Returns:
-        ``out``, or ``(out, stats)``. New arrays are in Fortran order. A query that sees no key gives 0 and -inf.
+        ``out``, ``(out, stats)`` or ``(out, stats, max, sum_exp)``. New arrays are in Fortran order. A query that sees no key
+        gives 0, and -inf for L and m; one that has a sink sees that.
 
     Raises:
         TypeError: numpy and CuPy arrays mixed, other kinds of arrays, a dtype that the engine does not take.
-        ValueError: shapes that do not fit, a layout that cuDNN cannot read, a scale that is not finite.
+        ValueError: shapes that do not fit, a layout that cuDNN cannot read, a number that is not finite.
         Unsupported: this cuDNN or GPU cannot run it; :func:`cupy_sdpa.explain` says so beforehand.
         CudnnError: cuDNN failed.
 
-    Sources: Vaswani et al. 2017, "Attention Is All You Need", equation 1; Dao 2023, "FlashAttention-2", section 3.1 (L).
+    Sources: Vaswani et al. 2017, "Attention Is All You Need", equation 1; Dao 2023, "FlashAttention-2", section 3.1 (L);
+    Gemma Team 2024, "Gemma 2", section 2 (softcap); Press et al. 2022, "Train Short, Test Long", section 3 (ALiBi); OpenAI
+    2025, "gpt-oss model card", section 2.1 (sinks); Srivastava et al. 2014, "Dropout".
 
     >>> import numpy as np, cupy_sdpa
     >>> rng = np.random.default_rng(0)
@@ -72,16 +94,21 @@ def attention(
     ((64, 8, 100, 2), (100, 8, 2))
     >>> bool(np.allclose(out[:, :, 0], v[:, :, 0], atol=1e-6))     # the first query sees only the first key
     True
+
+    Two sequences of 60 and 40 positions behind one another:
+
+    >>> q, k, v = (np.asfortranarray(x[..., 0]) for x in (q, k, v))
+    >>> starts = np.array([0, 60, 100], np.int32)
+    >>> packed = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts, "max_seqlen_q": 60, "max_seqlen_kv": 60}
+    >>> cupy_sdpa.attention(q, k, v, causal=True, **packed).shape
+    (64, 8, 100)
     """
-    call = read_forward(
-        q, k, v, scale=scale, causal=causal, window=window, seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv,
-        return_stats=return_stats, max_workspace=max_workspace, bucket=bucket,
-        out=out, stats=stats,
-    )  # fmt: skip
+    call = read_forward(q, k, v, options, return_stats=return_stats, out=out, stats=stats)
     results = call.run()
     return tuple(results) if len(results) > 1 else results[0]
 
 
+@takes_options
 def attention_backward(
     dout: Any,
     q: Any,
@@ -90,19 +117,15 @@ def attention_backward(
     out: Any,
     stats: Any,
     *,
-    scale: float | None = None,
-    causal: bool | str = False,
-    window: Window = None,
-    seq_lens_q: Any = None,
-    seq_lens_kv: Any = None,
     deterministic: bool = False,
-    max_workspace: int | None = None,
-    bucket: Bucket = None,
+    return_dbias: bool = False,
+    return_dsinks: bool = False,
     dq: Any = None,
     dk: Any = None,
     dv: Any = None,
-) -> tuple[Any, Any, Any]:
-    r"""The gradients of :func:`attention` with respect to q, k and v.
+    **options: Unpack[Options],
+) -> tuple[Any, ...]:
+    r"""The gradients of :func:`attention` with respect to q, k and v, and to the bias and the sinks where asked for.
 
     .. math:: dV = P^\top dO, \qquad dS = P \circ (dO\, V^\top - \operatorname{rowsum}(dO \circ O)), \qquad
               dQ = \tau\, dS\, K, \qquad dK = \tau\, dS^\top Q
@@ -115,17 +138,18 @@ def attention_backward(
         q, k, v: as they were given to :func:`attention`.
         out: what it returned, ``(Dv, Hq, Sq, B)``.
         stats: the log-sum-exp that it returned with ``return_stats=True``, ``(Sq, Hq, B)`` float32, in Fortran order.
-        scale, causal, window, seq_lens_q, seq_lens_kv: as they were given to :func:`attention`. Beyond the lengths gradients
-            are 0.
         deterministic: give the same bits in every run. By default dQ is added up in any order on the GPU (dK and dV always
             are the same). It costs either memory of size Hq x Sq x Skv or, beyond ``max_workspace`` and what is free, time,
             on Hopper with cuDNN 9.25.1 or newer; :func:`cupy_sdpa.explain` shows which. Default False.
-        max_workspace: bytes of the GPU's memory that may be used beside the arrays. Default None: no limit.
-        bucket: as for :func:`attention`; the gradients are the same.
+        return_dbias: give the gradient of the bias, of its shape and dtype, summed over the axes along which it is broadcast.
+            On the GPU it is added up in 16 bits, also where the bias is float32. Default False.
+        return_dsinks: give the gradient of the sinks, ``(Hq,)`` float32. Default False.
         dq, dk, dv: arrays to write the gradients into, of the shapes and dtypes of q, k and v.
+        options: as they were given to :func:`attention`. Beyond the lengths gradients are 0.
 
     Returns:
-        ``(dq, dk, dv)``; new arrays are in Fortran order. dk and dv are summed over the query heads of a group in float32.
+        ``(dq, dk, dv)``, then dbias and dsinks where asked for; new arrays are in Fortran order. dk and dv are summed over the
+        query heads of a group in float32.
 
     Raises:
         TypeError, ValueError, Unsupported, CudnnError: as :func:`attention`.
@@ -146,33 +170,28 @@ def attention_backward(
                 f"{name} is None; the backward pass needs it: attention(..., return_stats=True) gives out and stats"
             )
     call = read_backward(
-        q, k, v, dout=dout, out=out, stats=stats, dq=dq, dk=dk, dv=dv,
-        scale=scale, causal=causal, window=window, seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv,
-        deterministic=deterministic, max_workspace=max_workspace, bucket=bucket,
+        q, k, v, options, dout=dout, out=out, stats=stats, dq=dq, dk=dk, dv=dv,
+        return_dbias=return_dbias, return_dsinks=return_dsinks, deterministic=deterministic,
     )  # fmt: skip
-    d_q, d_k, d_v = call.run()
-    return d_q, d_k, d_v
+    return tuple(call.run())
 
 
+@takes_options
 def attention_vjp(
     q: Any,
     k: Any,
     v: Any,
     *,
-    scale: float | None = None,
-    causal: bool | str = False,
-    window: Window = None,
-    seq_lens_q: Any = None,
-    seq_lens_kv: Any = None,
     deterministic: bool = False,
-    max_workspace: int | None = None,
-    bucket: Bucket = None,
+    return_dbias: bool = False,
+    return_dsinks: bool = False,
+    **options: Unpack[Options],
 ) -> tuple[Any, Pullback]:
     """Attention, and the function that pulls gradients of its output back to q, k and v.
 
     Args:
-        q, k, v, scale, causal, window, seq_lens_q, seq_lens_kv, max_workspace, bucket: as for :func:`attention`.
-        deterministic: as for :func:`attention_backward`.
+        q, k, v, options: as for :func:`attention`.
+        deterministic, return_dbias, return_dsinks: as for :func:`attention_backward`.
 
     Returns:
         ``(out, pullback)``; ``dq, dk, dv = pullback(dout)``, as often as wanted.
@@ -187,38 +206,30 @@ def attention_vjp(
     >>> pullback
     <pullback of attention, keeps 272 bytes>
     """
-    shared: dict[str, Any] = {
-        "scale": scale,
-        "causal": causal,
-        "window": window,
-        "seq_lens_q": seq_lens_q,
-        "seq_lens_kv": seq_lens_kv,
-        "max_workspace": max_workspace,
-        "bucket": bucket,
-    }
-    out, stats = attention(q, k, v, return_stats=True, **shared)
-    options = {**shared, "deterministic": deterministic}
-    return out, Pullback((q, k, v, out, stats), options)
+    out, stats = attention(q, k, v, return_stats=True, **options)
+    how = {"deterministic": deterministic, "return_dbias": return_dbias, "return_dsinks": return_dsinks}
+    return out, Pullback((q, k, v, out, stats), {**options, **how})
 
 
 class Pullback:
     """Gives the gradients of one attention call; made by :func:`attention_vjp`.
 
-    It keeps q, k, v, out and stats themselves, not copies: whoever changes them in place changes the gradients. They are let
-    go with it.
+    It keeps q, k, v, out, stats and the options' arrays themselves, not copies: whoever changes them in place changes the
+    gradients. They are let go with it.
     """
 
     def __init__(self, arrays: tuple[Any, ...], options: dict[str, Any]) -> None:
         self._arrays, self._options = arrays, options
 
-    def __call__(self, dout: Any, *, dq: Any = None, dk: Any = None, dv: Any = None) -> tuple[Any, Any, Any]:
-        """``(dq, dk, dv)`` for a gradient of the output; see :func:`attention_backward`."""
+    def __call__(self, dout: Any, *, dq: Any = None, dk: Any = None, dv: Any = None) -> tuple[Any, ...]:
+        """``(dq, dk, dv)``, and what else was asked for, for a gradient of the output; see :func:`attention_backward`."""
         return attention_backward(dout, *self._arrays, **self._options, dq=dq, dk=dk, dv=dv)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays that it keeps; one that serves twice, as q = k, counts once."""
-        return sum({id(array): int(array.nbytes) for array in self._arrays}.values())
+        kept = (*self._arrays, *(value for value in self._options.values() if hasattr(value, "nbytes")))
+        return sum({id(array): int(array.nbytes) for array in kept}.values())
 
     def __repr__(self) -> str:
         return f"<pullback of attention, keeps {self.nbytes} bytes>"

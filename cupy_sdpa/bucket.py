@@ -6,14 +6,14 @@ bucket it builds one for each rounded length, and pays with copies of the arrays
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import numbers
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from .problem import LENGTHS, Problem, TensorSpec, dense_spec
+from .problem import LENGTHS, OF_KEYS, OF_QUERIES, OF_SCORES, PER_ROW, Problem
+from .spec import dense_spec
 
 #: What ``bucket=`` takes: None for exact lengths; a number to round up to its multiples; ``"power_of_two"``, of at least
 #: :data:`SMALLEST`; or a function from a length to the rounded one.
@@ -21,10 +21,6 @@ Bucket = int | str | Callable[[int], int] | None
 
 #: The least length that ``"power_of_two"`` rounds up to: below it kernels do not get faster.
 SMALLEST = 64
-
-#: The axis of every array that is as long as the queries or the keys.
-_QUERIES = {"q": 2, "out": 2, "dout": 2, "dq": 2, "stats": 0}
-_KEYS = {"k": 2, "v": 2, "dk": 2, "dv": 2}
 
 
 @dataclass(frozen=True)
@@ -35,7 +31,7 @@ class Policy:
 
     def __call__(self, problem: Problem) -> Problem:
         """The problem with its lengths rounded up, dense arrays, and the true lengths in arrays of their own."""
-        sq, skv = problem.q.shape[2], problem.k.shape[2]
+        *_, sq, skv, _ = problem.sizes
         # A single query stays one: decoding has kernels of its own.
         return _rounded(problem, sq if sq == 1 else self.length(sq), self.length(skv))
 
@@ -75,51 +71,33 @@ def check_bucket(bucket: Any) -> Policy | None:
     raise TypeError(f"bucket is {bucket!r}; it must be None, a number, 'power_of_two', or a function from length to length")
 
 
-def padding(name: str) -> tuple[int, str]:
-    """The axis along which an array is padded, and the array that sets its length, q or k.
-
-    >>> padding("stats"), padding("dv")
-    ((0, 'q'), (2, 'k'))
-    """
-    return (_QUERIES[name], "q") if name in _QUERIES else (_KEYS[name], "k")
-
-
-def cleaned(problem: Problem) -> dict[str, str]:
-    """The arrays that are copied with zeros beyond the lengths, where lengths are given, and the array of their lengths.
-
-    cuDNN multiplies what it finds there by a probability of 0: values in the forward pass, all that is multiplied backward.
-    """
-    if not problem.backward:
-        return {"v": "seq_lens_kv"}
-    return {"q": "seq_lens_q", "dout": "seq_lens_q", "k": "seq_lens_kv", "v": "seq_lens_kv"}
-
-
-@functools.lru_cache(maxsize=4096)
-def with_cleaned(problem: Problem) -> Problem:
-    """The problem with dense arrays in place of those that are copied."""
-    copied = [spec for spec in problem.tensors if spec.name in cleaned(problem)]
-    specs: dict[str, Any] = {spec.name: dense_spec(spec.name, spec.dtype, spec.shape) for spec in copied}
-    return _interned(dataclasses.replace(problem, **specs))
-
-
 @functools.lru_cache(maxsize=4096)
 def _rounded(problem: Problem, queries: int, keys: int) -> Problem:
-    specs: dict[str, Any] = {spec.name: _padded(spec, queries, keys) for spec in problem.tensors}
+    if problem.packed:  # only the longest lengths grow, no array does
+        return replace(problem, settings=problem.settings._replace(max_seqlen_q=queries, max_seqlen_kv=keys))
+    sq, skv = problem.q.shape[2], problem.k.shape[2]
+    specs: dict[str, Any] = {}
+    for spec in problem.tensors:
+        shape = list(spec.shape)
+        for axis, of in padded_axes(spec.name):
+            if shape[axis] == (sq if of == "q" else skv):  # an axis of length 1 stands for all
+                shape[axis] = queries if of == "q" else keys
+        specs[spec.name] = dense_spec(spec.name, spec.dtype, tuple(shape)) if padded_axes(spec.name) else spec
     for name in LENGTHS:
         specs[name] = specs.get(name) or dense_spec(name, "int32", problem.q.shape[3:])
-    return _interned(dataclasses.replace(problem, **specs))
+    return replace(problem, **specs)
 
 
-@functools.lru_cache(maxsize=4096)
-def _interned(problem: Problem) -> Problem:
-    """The first of equal problems: every length of a bucket finds its plan by identity."""
-    return problem
+def padded_axes(name: str) -> tuple[tuple[int, str], ...]:
+    """The axes along which an array is padded, and the array that sets each one's length, q or k.
 
-
-def _padded(spec: TensorSpec, queries: int, keys: int) -> TensorSpec:
-    if spec.name in LENGTHS:
-        return spec
-    axis, of = padding(spec.name)
-    shape = list(spec.shape)
-    shape[axis] = queries if of == "q" else keys
-    return dense_spec(spec.name, spec.dtype, tuple(shape))
+    >>> padded_axes("stats"), padded_axes("dv"), padded_axes("bias")
+    (((0, 'q'),), ((2, 'k'),), ((0, 'k'), (1, 'q')))
+    """
+    if name in OF_SCORES:
+        return (0, "k"), (1, "q")
+    if name in PER_ROW:
+        return ((0, "q"),)
+    if name in OF_QUERIES:
+        return ((2, "q"),)
+    return ((2, "k"),) if name in OF_KEYS else ()

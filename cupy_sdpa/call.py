@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,12 +14,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from . import gpu
-from .bucket import Policy, cleaned, padding, with_cleaned
+from .bucket import Policy
 from .errors import CudnnError, Unsupported
-from .interpreter import evaluate
+from .interpreter import evaluate, numpy_dtype
 from .patterns import graph_of
-from .problem import LENGTHS, Problem, TensorSpec
+from .problem import PER_ROW, Problem
 from .report import Report
+from .staging import Stage, clear, posed
 from .support import Reason, why_not
 
 if TYPE_CHECKING:  # cuDNN's rooms are entered only for CuPy arrays
@@ -34,17 +36,13 @@ tunings: ContextVar[tuple[list[Tuning], bool] | None] = ContextVar("tunings", de
 
 @dataclass
 class Call:
-    """A call's arguments, read: the problem they pose, the arrays by name, the numbers by name.
-
-    ``whole`` says that nothing beyond the lengths matters: neither what the arrays hold there, nor what the results will.
-    """
+    """A call's arguments, read: the problem they pose, the arrays by name, the numbers by name."""
 
     problem: Problem
     arrays: dict[str, Any]
     scalars: dict[str, float]
     on_gpu: bool
     bucket: Policy | None = None
-    whole: bool = False
 
     def run(self) -> list[Any]:
         """Compute; gives the arrays of the results."""
@@ -71,107 +69,71 @@ class Call:
         """A backward call that knows only q, k and v, with what the forward pass gives; the output serves as its gradient."""
         if not self.problem.backward:
             return self
-        known = {name: self.arrays[name] for name in ("q", "k", "v", *LENGTHS) if name in self.arrays}
-        p = self.problem
-        forward = dataclasses.replace(p, dout=None, dq=None, dk=None, dv=None, deterministic=False)
+        results = ("dout", "out", "stats", *(spec.name for spec in self.problem.results))
+        known = {name: array for name, array in self.arrays.items() if name not in results}
+        forward = dataclasses.replace(
+            self.problem, dout=None, dq=None, dk=None, dv=None, dbias=None, dsinks=None,
+            settings=self.problem.settings._replace(deterministic=False),
+        )  # fmt: skip
         out, stats = Call(forward, dict(known), self.scalars, self.on_gpu, self.bucket).run()
         return dataclasses.replace(self, arrays={**known, "out": out, "stats": stats, "dout": out})
 
     @property
     def posed(self) -> Problem:
-        """What the engine is given: what was asked, with its lengths rounded up, or with clean copies of arrays."""
-        problem = self.problem
-        if problem.trivial:
-            return problem
-        if problem.seq_lens_q:
-            problem = with_cleaned(problem)
-        return self.bucket(problem) if self.bucket else problem
+        """What the engine is given in place of what was asked, see :mod:`cupy_sdpa.staging`."""
+        return posed(self.problem, self.bucket, self.on_gpu)
 
     def _compute(self, device: int | None) -> None:
         if self.problem.trivial:
             self._fill()
-        elif self.bucket:
-            self._in_bucket(device)
-        elif device is not None and self.problem.seq_lens_q and not self.whole:
-            self._with_lengths(device)
-        elif device is None:
-            self._allocate()
-            evaluate(graph_of(self.problem), self.arrays, self.scalars)
+            return
+        given = self.posed
+        if device is None:
+            stage = self._staged(given)
+            evaluate(graph_of(given), stage.arrays, self.scalars)
+            stage.finish()
         else:
             if tunings.get() is not None:
-                self._tune(device)
-            planned(self.problem, device, lambda _, plan: self._launch(plan))
+                self._tune(given, device)
+            planned(given, device, lambda _, plan: self._launch(given, plan))
 
-    def _in_bucket(self, device: int | None) -> None:
-        """With the inputs padded by zeros, the true lengths beside them, and the results cut to their lengths."""
-        posed = self.posed
-        results = {spec.name for spec in posed.results}
-        arrays = {spec.name: self._padded(spec, spec.name in results) for spec in posed.tensors}
-        Call(posed, arrays, self.scalars, self.on_gpu, whole=not self.problem.seq_lens_q)._compute(device)
+    def _staged(self, given: Problem) -> Stage:
         self._allocate()
-        for name in results:
-            self._resize(self.arrays[name], arrays[name], name)
-
-    def _with_lengths(self, device: int) -> None:
-        """On copies with zeros beyond the lengths, where cuDNN multiplies what it finds by 0: NaN would not stay there.
-
-        The results are cleared first: beyond the lengths nothing is computed, and cuDNN 9.19 writes nothing there.
-        """
-        self._allocate()
-        self._clear()
-        arrays = dict(self.arrays)
-        for name, lengths in cleaned(self.problem).items():
-            arrays[name] = gpu.cleaned(arrays[name], arrays[lengths])
-        Call(self.posed, arrays, self.scalars, self.on_gpu, whole=True)._compute(device)
-
-    def _padded(self, spec: TensorSpec, result: bool) -> Any:
-        """An input as a dense array of the rounded length, zeros behind it; or an array for a result."""
-        source = self.arrays.get(spec.name)
-        if spec.name in LENGTHS:
-            return full_lengths(spec.name, self.arrays, self.on_gpu) if source is None else source
-        empty = gpu.empty if self.on_gpu else _empty
-        if result:
-            return empty(spec.shape, np.float32 if spec.name == "stats" else self.arrays["q"].dtype)
-        assert source is not None, f"{spec.name} is no result and was not given"
-        if source.shape == spec.shape and source.flags.f_contiguous and not (self.on_gpu and source.data.ptr % spec.alignment):
-            return source
-        array = empty(spec.shape, source.dtype)
-        self._resize(array, source, spec.name)
-        return array
-
-    def _resize(self, target: Any, source: Any, name: str) -> None:
-        """Copy an array into a longer one, with zeros behind it, or into a shorter one."""
-        axis, _ = padding(name)
-        (gpu.resize if self.on_gpu else gpu.fit)(target, source, axis)
+        return Stage(self.problem, given, self.arrays, self.on_gpu)
 
     def _fill(self) -> None:
-        """The results where there is nothing to compute: a sum over no key is 0, its logarithm -inf."""
-        self._allocate()
-        self._clear()
+        """The results where there is nothing to compute: a sum over no key is 0, its logarithm -inf.
 
-    def _clear(self) -> None:
-        for spec in self.problem.results:
-            self.arrays[spec.name].fill(-math.inf if spec.name == "stats" else 0)
+        A row that could see nothing but its sink sees that.
+        """
+        self._allocate()
+        p = self.problem
+        for spec in p.results:
+            clear(self.arrays[spec.name], -math.inf if spec.name in ("stats", "max") else 0.0, self.on_gpu)
+        if p.sinks and not p.backward and not p.ragged:
+            for spec in p.results:
+                if spec.name in PER_ROW:
+                    self.arrays[spec.name][...] = 1.0 if spec.name == "sum_exp" else self.arrays["sinks"][:, None]
 
     def _allocate(self) -> None:
         """Make the results that the caller did not give."""
         for spec in self.problem.results:
             if self.arrays.get(spec.name) is None:
-                dtype = np.float32 if spec.name == "stats" else self.arrays["q"].dtype
                 empty = gpu.cupy().empty if self.on_gpu else np.empty
-                self.arrays[spec.name] = empty(spec.shape, dtype, order="F")
+                self.arrays[spec.name] = empty(spec.shape, numpy_dtype(spec.dtype), order="F")
 
-    def _launch(self, plan: Plan) -> None:
-        self._allocate()
+    def _launch(self, given: Problem, plan: Plan) -> None:
+        stage = self._staged(given)
         if gpu.capturing():
             plan.keep()
         workspace = gpu.allocate(plan.info.workspace)
-        self._execute(plan, workspace.ptr)
+        self._execute(stage, plan, workspace.ptr)
+        stage.finish()
 
-    def _execute(self, plan: Plan, workspace: int) -> None:
-        plan.execute({name: array.data.ptr for name, array in self.arrays.items()}, self.scalars, workspace)
+    def _execute(self, stage: Stage, plan: Plan, workspace: int) -> None:
+        plan.execute({name: array.data.ptr for name, array in stage.arrays.items()}, self.scalars, workspace)
 
-    def _tune(self, device: int) -> None:
+    def _tune(self, given: Problem, device: int) -> None:
         """Measure every engine config on these arrays, unless that has been done, and keep the fastest."""
         from .tuning import tune
 
@@ -180,28 +142,15 @@ class Call:
         done, knobs = in_force
         if gpu.capturing():
             raise RuntimeError("a stream is being captured: nothing can be measured now; tune before the capture begins")
-        self._allocate()
-        results = [self.arrays[spec.name] for spec in self.problem.results]
 
         def measure(here: Session, plan: Plan) -> None:
-            if not plan.info.tuned:
-                done.append(tune(self.problem, plan, here.cache, self._execute, results, knobs=knobs))
+            if plan.info.tuned:
+                return
+            stage = self._staged(given)
+            results = [stage.arrays[spec.name] for spec in given.results]
+            done.append(tune(given, plan, here.cache, functools.partial(self._execute, stage), results, knobs=knobs))
 
-        planned(self.problem, device, measure)
-
-
-def full_lengths(name: str, arrays: Mapping[str, Any], on_gpu: bool) -> Any:
-    """The array of lengths in which every batch entry has all that the arrays have."""
-    *_, length, batch = arrays["q" if name == "seq_lens_q" else "k"].shape
-    if not on_gpu:
-        return np.full(batch, length, np.int32)
-    lengths = gpu.empty((batch,), np.int32)
-    gpu.fill_int32(lengths, length)
-    return lengths
-
-
-def _empty(shape: tuple[int, ...], dtype: Any) -> Any:
-    return np.empty(shape, dtype, order="F")
+        planned(given, device, measure)
 
 
 def explain_here(problem: Problem, device: int) -> Report:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from . import gpu
 from .arguments import read_backward, read_forward, read_shapes
-from .bucket import Bucket
-from .call import Call, explain_here, refused
+from .call import explain_here, refused
 from .errors import CudnnError
+from .options import Options, takes_options
 from .patterns import graph_of
-from .problem import Problem, Window
+from .problem import Problem
 from .report import Report
+from .staging import posed
 from .support import why_not
 from .version import version_number, version_text
 
@@ -19,21 +20,20 @@ if TYPE_CHECKING:  # cuDNN's rooms are entered only where they are needed
     from .cache import PlanCache
 
 
+@takes_options
 def problem(
     q: Any,
     k: Any,
     v: Any,
     *,
     dtype: Any = None,
-    scale: float | None = None,
-    causal: bool | str = False,
-    window: Window = None,
     seq_lens: bool = False,
-    return_stats: bool = False,
+    return_stats: bool | str = False,
     backward: bool = False,
     deterministic: bool = False,
-    max_workspace: int | None = None,
-    bucket: Bucket = None,
+    return_dbias: bool = False,
+    return_dsinks: bool = False,
+    **options: Unpack[Options],
 ) -> Problem:
     """What a call would ask, from shapes and dtypes alone: for :func:`explain`, and for :func:`cupy_sdpa.store.build`.
 
@@ -41,11 +41,11 @@ def problem(
         q, k, v: shapes ``(D, Hq, Sq, B)``, ``(D, Hkv, Skv, B)`` and ``(Dv, Hkv, Skv, B)`` of dense arrays in Fortran order; or
             arrays, of which nothing is read but shape, strides and dtype.
         dtype: of arrays given as shapes.
-        scale, causal, window, return_stats, max_workspace, bucket: as for :func:`cupy_sdpa.attention`. Of the scale only
-            the sign matters.
         seq_lens: whether arrays of lengths are given. Default False.
+        return_stats, options: as for :func:`cupy_sdpa.attention`; every array may be given as its shape (a bias is then of
+            q's dtype), ``alibi_slopes`` and ``sinks`` as True. Of the scale only the sign matters.
         backward: the gradients. Default False.
-        deterministic: as for :func:`cupy_sdpa.attention_backward`.
+        deterministic, return_dbias, return_dsinks: as for :func:`cupy_sdpa.attention_backward`.
 
     Returns:
         The problem, frozen and hashable; calls with such arrays use its plan.
@@ -59,27 +59,22 @@ def problem(
 4096 keys, head dim 128, causal from the top left
     """
     return read_shapes(
-        q, k, v, dtype=dtype, scale=scale, causal=causal, window=window, seq_lens=seq_lens,
-        return_stats=return_stats, backward=backward,
-        deterministic=deterministic, max_workspace=max_workspace, bucket=bucket,
+        q, k, v, options, dtype=dtype, seq_lens=seq_lens, return_stats=return_stats, backward=backward,
+        return_dbias=return_dbias, return_dsinks=return_dsinks, deterministic=deterministic,
     )  # fmt: skip
 
 
+@takes_options
 def explain(
     q: Any,
     k: Any = None,
     v: Any = None,
     *,
-    scale: float | None = None,
-    causal: bool | str = False,
-    window: Window = None,
-    seq_lens_q: Any = None,
-    seq_lens_kv: Any = None,
-    return_stats: bool = False,
+    return_stats: bool | str = False,
     backward: bool = False,
     deterministic: bool = False,
-    max_workspace: int | None = None,
-    bucket: Bucket = None,
+    return_dbias: bool = False,
+    return_dsinks: bool = False,
     dout: Any = None,
     out: Any = None,
     stats: Any = None,
@@ -88,6 +83,7 @@ def explain(
     dv: Any = None,
     gpu: str | None = None,
     cudnn: str | None = None,
+    **options: Unpack[Options],
 ) -> Report:
     """Whether and how :func:`cupy_sdpa.attention`, or :func:`cupy_sdpa.attention_backward`, would run with the same arguments.
 
@@ -97,7 +93,7 @@ def explain(
 
     Args:
         q, k, v: as for the call; or, in place of all arguments but the last two, a problem (:func:`cupy_sdpa.problem`).
-        scale, causal, window, seq_lens_q, seq_lens_kv, return_stats, deterministic, max_workspace, bucket: as for the call.
+        return_stats, deterministic, return_dbias, return_dsinks, options: as for the call.
         backward: ask about the backward pass. Default False.
         dout, out, stats, dq, dk, dv: as for the call; what is not given is taken to be dense, in Fortran order.
         gpu: the name of a described GPU, such as ``"H200"``, or the path of a description. Default None: the arrays' own
@@ -126,18 +122,14 @@ def explain(
     """
     if isinstance(q, Problem):
         return _elsewhere(q, gpu, cudnn) if gpu or cudnn else _on_current_device(q)
-    call = _read(
-        q, k, v, backward, dout=dout, out=out, stats=stats, dq=dq, dk=dk, dv=dv, scale=scale,
-        causal=causal, window=window, seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv,
-        return_stats=return_stats, deterministic=deterministic, max_workspace=max_workspace, bucket=bucket,
-    )  # fmt: skip
-    return _elsewhere(call.posed, gpu, cudnn) if gpu or cudnn else call.explain()
-
-
-def _read(q: Any, k: Any, v: Any, backward: bool, **others: Any) -> Call:
-    unwanted = ("return_stats",) if backward else ("dout", "dq", "dk", "dv", "deterministic")
-    wanted = {name: value for name, value in others.items() if name not in unwanted}
-    return read_backward(q, k, v, **wanted) if backward else read_forward(q, k, v, **wanted)
+    if backward:
+        call = read_backward(
+            q, k, v, options, dout=dout, out=out, stats=stats, dq=dq, dk=dk, dv=dv,
+            deterministic=deterministic, return_dbias=return_dbias, return_dsinks=return_dsinks,
+        )  # fmt: skip
+    else:
+        call = read_forward(q, k, v, options, return_stats=return_stats, out=out, stats=stats)
+    return _elsewhere(posed(call.problem, call.bucket, True), gpu, cudnn) if gpu or cudnn else call.explain()
 
 
 def _on_current_device(asked: Problem) -> Report:

@@ -10,7 +10,7 @@ import functools
 import importlib.util
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -108,22 +108,23 @@ def context_id() -> int:
     return int(number)
 
 
-def fit(target: Any, source: Any, axis: int) -> None:
-    """Copy what fits along an axis, and clear what is left of the target behind it; numpy's arrays or CuPy's."""
-    before, length = (slice(None),) * axis, min(target.shape[axis], source.shape[axis])
-    target[(*before, slice(length))] = source[(*before, slice(length))]
-    target[(*before, slice(length, None))] = 0
+def fit(target: Any, source: Any, axes: Sequence[int]) -> None:
+    """Copy what fits along some axes, and clear what is left of the target behind it; numpy's arrays or CuPy's."""
+    common = tuple(slice(min(to, of)) for to, of in zip(target.shape, source.shape, strict=True))
+    for axis in axes:
+        target[(*common[:axis], slice(common[axis].stop, None))] = 0
+    target[common] = source[common]
 
 
 def resize(target: Any, source: Any, axis: int) -> None:
-    """:func:`fit` for CuPy's arrays.
+    """:func:`fit` for CuPy's arrays, along one axis.
 
     Two calls of the driver, at the speed of the memory, where the arrays lie in evenly spaced rows, each dense up to and with
     the axis, as arrays in Fortran order do; CuPy's element-wise kernels, 20 times slower on 4-dimensional arrays, elsewhere.
     """
     to, of = _rows(target, axis), _rows(source, axis)
     if to is None or of is None or to.number != of.number:
-        fit(target, source, axis)
+        fit(target, source, (axis,))
         return
     width = min(to.width, of.width)
     runtime = cupy().cuda.runtime
@@ -134,6 +135,98 @@ def resize(target: Any, source: Any, axis: int) -> None:
         from cuda.bindings import driver
 
         _check(driver.cuMemsetD2D8Async(to.address + width, to.pitch, 0, to.width - width, to.number, stream()))
+
+
+def clear(array: Any, value: float) -> None:
+    """Fill with zeros, or a float32 array with -inf: by the driver, at the speed of the memory, where the array is dense."""
+    if not array.flags.f_contiguous and not array.flags.c_contiguous:
+        array.fill(value)
+    elif array.size:
+        from cuda.bindings import driver
+
+        if value == 0:
+            _check(driver.cuMemsetD8Async(array.data.ptr, 0, array.nbytes, stream()))
+        else:
+            bits = int(np.float32(value).view(np.uint32))
+            _check(driver.cuMemsetD32Async(array.data.ptr, bits, array.size, stream()))
+
+
+def seeing_nothing(stats: Any) -> Any:
+    """A copy of log-sum-exps with +inf in place of -inf."""
+    copy = empty(stats.shape, stats.dtype)
+    return _elementwise("float32 x", "float32 y", "y = x == -INFINITY ? INFINITY : x", "seeing_nothing")(stats, copy)
+
+
+def diagonal(queries: int, of_queries: Any, of_keys: Any) -> Any:
+    """``i + keys - queries`` for every query i and batch entry, int32 ``(Sq, B)``."""
+    made = empty((queries, of_queries.size), np.int32)
+    operation = "p = i % n + k[i / n] - q[i / n]"
+    kernel = _elementwise("raw int32 q, raw int32 k, int64 n", "int32 p", operation, "diagonal")
+    kernel(of_queries, of_keys, queries, made.T)  # its elements in the order of the memory
+    return made
+
+
+@functools.cache
+def _elementwise(inputs: str, outputs: str, operation: str, name: str) -> Any:
+    return cupy().ElementwiseKernel(inputs, outputs, operation, f"cupy_sdpa_{name}")
+
+
+#: How many offsets the kernel of :func:`unpacked` can make.
+_MOST_OFFSETS = 14
+
+
+def unpacked(
+    sides: dict[str, tuple[int, int, str]], arrays: Mapping[str, Any], offsets: Mapping[str, tuple[str, int]]
+) -> dict[str, Any]:
+    """The lengths of packed sequences, int32, and the offsets of arrays, int64, in one launch and without waiting.
+
+    What a sequence may not have, more positions than the longest or than there are, it does not get.
+
+    Args:
+        sides: for ``cu_seqlens_q`` and ``cu_seqlens_kv`` the length of the longest, the total, and the lengths' name.
+        arrays: holds both, int32 or int64 ``(B+1,)``.
+        offsets: for every name which of them it is made of, and the factor.
+    """
+    names = list(sides)
+    size = arrays[names[0]].size
+    lengths = [empty((size - 1,), np.int32) for _ in names]
+    found = [empty((size,), np.int64) for _ in offsets]
+    factors = [factor if begins == names[0] else -factor for begins, factor in offsets.values()]
+    blank = [0] * (_MOST_OFFSETS - len(offsets))
+    numbers = [np.int64(n) for begins in names for n in sides[begins][:2]]
+    kinds = tuple("int" if arrays[begins].dtype.itemsize == 4 else "long long" for begins in names)
+    stride = [np.int64(arrays[begins].strides[0] // arrays[begins].itemsize) for begins in names]
+    arguments = (
+        *(arrays[begins] for begins in names), *stride, *lengths, *numbers, np.int32(size),
+        *(x.data.ptr for x in found), *blank, *(np.int64(f) for f in factors), *(np.int64(0) for _ in blank),
+    )  # fmt: skip
+    _unpacking(*kinds)((-(-size // 128),), (128,), arguments)
+    lengths_by_name = {sides[begins][2]: array for begins, array in zip(names, lengths, strict=True)}
+    return lengths_by_name | dict(zip(offsets, found, strict=True))
+
+
+@functools.cache
+def _unpacking(of_queries: str, of_keys: str) -> Any:
+    """The kernel of :func:`unpacked`; a factor below 0 is one of keys."""
+    outs = ", ".join(f"long long* o{n}" for n in range(_MOST_OFFSETS))
+    factors = ", ".join(f"long long f{n}" for n in range(_MOST_OFFSETS))
+    writes = "\n".join(f"            if (f{n}) o{n}[i] = f{n} > 0 ? q * f{n} : k * -f{n};" for n in range(_MOST_OFFSETS))
+    return cupy().RawKernel(
+        f"""__device__ long long within(long long x, long long most) {{ return x < 0 ? 0 : x < most ? x : most; }}
+        extern "C" __global__ void cupy_sdpa_unpack(
+            const {of_queries}* cu_q, const {of_keys}* cu_k, long long step_q, long long step_k, int* len_q, int* len_k,
+            long long most_q, long long total_q, long long most_k, long long total_k, int size, {outs}, {factors}) {{
+            const int i = blockIdx.x * blockDim.x + threadIdx.x;
+            if (i >= size) return;
+            const long long q = within(cu_q[i * step_q], total_q), k = within(cu_k[i * step_k], total_k);
+            if (i + 1 < size) {{
+                len_q[i] = within(within(cu_q[(i + 1) * step_q], total_q) - q, most_q);
+                len_k[i] = within(within(cu_k[(i + 1) * step_k], total_k) - k, most_k);
+            }}
+{writes}
+        }}""",
+        "cupy_sdpa_unpack",
+    )
 
 
 def cleaned(array: Any, lengths: Any) -> Any:

@@ -9,6 +9,7 @@ Every tensor has four dimensions, ``(batch, heads, rows, columns)``: queries are
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
@@ -30,6 +31,9 @@ class Tensor:
         strides: in elements, in the order of ``shape``.
         axes: how the caller's array becomes this tensor, ``array.transpose(axes)``; -1 stands for a new axis of length 1.
         value: of a scalar that is the same in every call; None for one that the caller gives.
+        ragged: ``(B+1, 1, 1, 1)``, where each batch entry begins, in elements: entries lie behind one another, each with its
+            own number of rows, and ``shape`` has the largest. None where every entry is as long as the shape says.
+        elements: of ragged scratch memory, how many elements all entries have together. It is no part of a plan.
     """
 
     name: str
@@ -39,6 +43,13 @@ class Tensor:
     strides: tuple[int, ...] = ()
     axes: tuple[int, ...] = ()
     value: float | None = None
+    ragged: Tensor | None = None
+    elements: int = field(default=0, repr=False)
+
+    @property
+    def size(self) -> int:
+        """How many elements its memory has."""
+        return self.elements or math.prod(self.shape)
 
     def __str__(self) -> str:
         return self.name
@@ -49,11 +60,15 @@ POINTWISE: dict[str, int] = {
     "mul": 2,  # x * b
     "add": 2,  # x + b
     "sub": 2,  # x - b
+    "div": 2,  # x / b
     "exp": 1,  # e to the x
+    "tanh_fwd": 1,  # tanh x
+    "abs": 1,  # |x|
     "identity": 1,  # x
     "cmp_ge": 2,  # x >= b
     "cmp_gt": 2,  # x > b
     "cmp_lt": 2,  # x < b
+    "cmp_neq": 2,  # x != b
     "logical_and": 2,  # x and b
     "gen_index": 1,  # the position of each element of x along an axis
     "binary_select": 3,  # x where t, else b
@@ -71,8 +86,8 @@ class Node:
     @property
     def inputs(self) -> tuple[Tensor, ...]:
         """The tensors that the step reads."""
-        found = (getattr(self, name) for name in self.operands)
-        return tuple(tensor for tensor in found if tensor is not None)
+        found = [tensor for name in self.operands if (tensor := getattr(self, name)) is not None]
+        return (*found, *(t.ragged for t in (*found, *self.outputs) if t.ragged is not None))
 
     @property
     def outputs(self) -> tuple[Tensor, ...]:
@@ -110,26 +125,46 @@ class Pointwise(Node):
 
 @dataclass(frozen=True, slots=True)
 class Softmax(Node):
-    """``out = exp(x - stats)`` with ``stats = max(x) + log(sum(exp(x - max(x))))``, both over the columns.
+    """``out = exp(x - m) / l`` with ``m = max(x)`` and ``l = sum(exp(x - m))`` over the columns; ``stats = m + log(l)``.
 
-    A row that is -inf throughout gives 0 and stats -inf. ``stats`` is virtual where nobody asked for it.
+    ``sink`` ``(1, H, 1, 1)`` is one more column, of which nothing is given out: it takes part in m and in l. A row that is -inf
+    throughout gives 0 and stats -inf. ``stats`` is virtual where nobody asked for it; ``top`` is m and ``total`` is l. ``rows``
+    ``(B, 1, 1, 1)`` says how many rows there are in every batch entry; those beyond see no sink either.
     """
 
     x: Tensor
     stats: Tensor
-    operands: ClassVar[tuple[str, ...]] = ("x",)
+    sink: Tensor | None = None
+    top: Tensor | None = None
+    total: Tensor | None = None
+    rows: Tensor | None = None
+    operands: ClassVar[tuple[str, ...]] = ("x", "sink", "rows")
 
     @property
     def outputs(self) -> tuple[Tensor, ...]:
-        """The probabilities and the log-sum-exp of every row."""
-        return (self.out, self.stats)
+        """The probabilities, the log-sum-exp of every row, and what it is made of."""
+        return (self.out, self.stats, *(tensor for tensor in (self.top, self.total) if tensor is not None))
+
+
+@dataclass(frozen=True, slots=True)
+class Bernoulli(Node):
+    """``out = 1`` with a probability, else 0, element by element, by the numbers that follow from ``seed`` and ``offset``."""
+
+    seed: Tensor
+    offset: Tensor
+    probability: float
+    operands: ClassVar[tuple[str, ...]] = ("seed", "offset")
 
 
 @dataclass(frozen=True, slots=True)
 class Reduction(Node):
-    """``out = sum of x``, in the accumulator's dtype, over the columns, or over the heads of a group, as out's shape says."""
+    """``out = sum of x``, in the accumulator's dtype, over each dimension in which out has 1, and over the heads of a group.
+
+    ``negative`` changes the sign of the sum.
+    """
 
     x: Tensor
+    negative: bool = False
     operands: ClassVar[tuple[str, ...]] = ("x",)
 
 
@@ -241,35 +276,58 @@ class Builder:
         dtype: str | None = None,
         axis: int | None = None,
     ) -> Tensor:
-        """Element by element; every operand must broadcast to ``x``."""
+        """Element by element; the operands are broadcast to one shape."""
         operands = [tensor for tensor in (x, b, t) if tensor is not None]
         if len(operands) != POINTWISE[mode]:
             raise ValueError(f"{mode} {formula}: reads {POINTWISE[mode]} tensors, got {len(operands)}")
+        dims = [next((n for n in lengths if n != 1), 1) for lengths in zip(*(t.shape for t in operands), strict=True)]
         for tensor in operands:
-            if any(n not in (1, full) for n, full in zip(tensor.shape, x.shape, strict=True)):
-                raise ValueError(f"{mode} {formula}: {tensor} {tensor.shape} does not broadcast to {x} {x.shape}")
-        return self._add(Pointwise(formula, self._out(out, x.shape, dtype), mode, x, b, t, axis))
+            if any(n not in (1, full) for n, full in zip(tensor.shape, dims, strict=True)):
+                shapes = ", ".join(f"{t} {t.shape}" for t in operands)
+                raise ValueError(f"{mode} {formula}: {shapes} do not broadcast to one shape")
+        shape = (dims[0], dims[1], dims[2], dims[3])
+        return self._add(Pointwise(formula, self._out(out, shape, dtype), mode, x, b, t, axis))
 
-    def softmax(self, formula: str, x: Tensor, out: str, dtype: str, stats: Tensor | None = None) -> Tensor:
-        """Over the columns; ``stats (B, H, rows, 1)`` gets the log-sum-exp of every row."""
+    def softmax(
+        self,
+        formula: str,
+        x: Tensor,
+        out: str,
+        dtype: str,
+        stats: Tensor | None = None,
+        *,
+        sink: Tensor | None = None,
+        top: Tensor | None = None,
+        total: Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """Over the columns; ``stats``, ``top`` and ``total`` ``(B, H, rows, 1)`` get what :class:`Softmax` says."""
         shape = (*x.shape[:3], 1)
         stats = stats or self.virtual("lse", shape)
-        if stats.shape != shape:
-            raise ValueError(f"softmax {formula}: stats {stats.shape} must be {shape}")
-        return self._add(Softmax(formula, self.virtual(out, x.shape, dtype), x, stats))
+        for tensor in (stats, top, total):
+            if tensor is not None and tensor.shape != shape:
+                raise ValueError(f"softmax {formula}: {tensor} {tensor.shape} must be {shape}")
+        if sink is not None and sink.shape != (1, x.shape[1], 1, 1):
+            raise ValueError(f"softmax {formula}: {sink} {sink.shape} must be {(1, x.shape[1], 1, 1)}")
+        return self._add(Softmax(formula, self.virtual(out, x.shape, dtype), x, stats, sink, top, total, rows))
 
-    def reduction(self, formula: str, x: Tensor, out: Tensor) -> Tensor:
-        """The sum over the columns ``(B, H, M, 1)``, or over groups of heads ``(B, Hb, M, N)``, H a multiple of Hb."""
+    def bernoulli(self, formula: str, out: Tensor, seed: Tensor, offset: Tensor, probability: float) -> Tensor:
+        """Ones with a probability, else zeros, of the shape of ``out``."""
+        return self._add(Bernoulli(formula, out, seed, offset, probability))
+
+    def reduction(self, formula: str, x: Tensor, out: Tensor, *, negative: bool = False) -> Tensor:
+        """The sum over the dimensions in which ``out`` has 1, or over groups of heads ``(B, Hb, M, N)``, H a multiple of Hb."""
         (b, h, m, n), (_, hb, _, _) = x.shape, out.shape
-        if out.shape != (b, h, m, 1) and (out.shape != (b, hb, m, n) or h % hb):
+        group = out.shape == (b, hb, m, n) and hb and not h % hb
+        if not group and any(of not in (1, full) for of, full in zip(out.shape, x.shape, strict=True)):
             raise ValueError(f"reduction {formula}: {x} {x.shape} cannot be summed to {out} {out.shape}")
-        return self._add(Reduction(formula, out, x))
+        return self._add(Reduction(formula, out, x, negative))
 
     def transpose(self, formula: str, x: Tensor, out: str, dtype: str | None = None) -> Tensor:
         """``(B, H, M, N)`` to ``(B, H, N, M)``; the strides are exchanged too, nothing moves."""
         b, h, m, n = x.shape
         b_step, h_step, m_step, n_step = x.strides
-        turned = Tensor(out, (b, h, n, m), dtype or x.dtype, "virtual", (b_step, h_step, n_step, m_step))
+        turned = Tensor(out, (b, h, n, m), dtype or x.dtype, "virtual", (b_step, h_step, n_step, m_step), ragged=x.ragged)
         return self._add(Transpose(formula, turned, x))
 
     def _out(self, out: Tensor | str, shape: Shape, dtype: str | None = None) -> Tensor:

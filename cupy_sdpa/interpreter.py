@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .graph import Graph, Matmul, Node, Pointwise, Reduction, Softmax, Tensor, Transpose
+from .graph import Bernoulli, Graph, Matmul, Node, Pointwise, Reduction, Softmax, Tensor, Transpose
 
 Array = NDArray[Any]
 
@@ -41,17 +41,21 @@ def evaluate(graph: Graph, arrays: Mapping[str, Array], scalars: Mapping[str, fl
     step = max(1, min(rows, TILE_ELEMENTS // columns)) if _separable(graph, whole) else rows
     plan = _last_uses(graph)
     sums: dict[str, Array] = {}
+    totals = {node.out.name: np.zeros(node.out.shape, work) for node in graph.nodes if _across_tiles(node)}
     for b in range(batch):
         for h in range(heads):
             kept: dict[str, Array] = {}  # the keys and values of this head: the same for every block of queries
             for start in range(0, rows, step):
-                tile = Tile(views, numbers, work, exact, (b, h, heads, start, min(rows, start + step)), whole, kept, sums)
+                place = (b, h, heads, start, min(rows, start + step))
+                tile = Tile(views, numbers, work, exact, place, whole, kept, sums, totals)
                 with np.errstate(all="ignore"):  # infinities and NaN go where IEEE 754 sends them, as on a GPU
                     for node, spent in plan:
                         tile.spent = spent
                         RULES[type(node)](node, tile)
                         for name in spent:
                             tile.values.pop(name, None)
+    for name, total in totals.items():
+        views[name][...] = total
 
 
 class Tile:
@@ -72,10 +76,11 @@ class Tile:
         whole: set[str],
         kept: dict[str, Array],
         sums: dict[str, Array],
+        totals: dict[str, Array],
     ) -> None:
         self.views, self.numbers, self.work, self.exact = views, numbers, work, exact
         self.batch, self.head, self.heads, self.start, self.stop = place
-        self.whole, self.kept, self.sums = whole, kept, sums
+        self.whole, self.kept, self.sums, self.totals = whole, kept, sums, totals
         self.values: dict[str, Array] = {}
         self.spent: frozenset[str] = frozenset()
 
@@ -88,14 +93,19 @@ class Tile:
             return self.values[name]
         if name in self.kept:
             return self.kept[name]
-        value = self._slice(tensor).astype(self.work)
+        value = self._slice(tensor)
+        if value.dtype.kind not in "ib":
+            value = value.astype(self.work)
         (self.kept if name in self.whole else self.values)[name] = value
         return value
 
     def __setitem__(self, tensor: Tensor, value: Array) -> None:
         """Keep a result, rounded to its dtype, and write it out where the caller asked for it."""
-        if tensor.role == "output":
+        if tensor.role == "output" and tensor.ragged is None:
             self._slice(tensor)[...] = value
+        elif tensor.role == "output":
+            part = self._own(tensor)[self.start : self.stop]
+            part[...] = value[: len(part)]
         if not self.exact and value.dtype == self.work and tensor.dtype != self.work.name:
             value = value.astype(numpy_dtype(tensor.dtype)).astype(self.work)
         self.values[tensor.name] = value
@@ -109,17 +119,51 @@ class Tile:
         if self.head % group == group - 1:
             self[tensor] = self.sums.pop(tensor.name)
 
-    def memory_of(self, tensor: Tensor) -> Array | None:
-        """The array of a tensor if it may be written over: nothing reads it any more, and it is not a kept input."""
+    def sum(self, tensor: Tensor, value: Array) -> None:
+        """Add to a sum that goes across tiles: over the batch, the heads or the rows."""
+        b, h, rows, columns = tensor.shape
+        part = self.totals[tensor.name][self.batch if b > 1 else 0, self.head if h > 1 else 0]
+        if rows == 1:
+            value = value.sum(axis=0, keepdims=True)
+        else:
+            part = part[self.start : self.stop]
+        part += value if columns > 1 else value.sum(axis=1, keepdims=True)
+
+    def memory_of(self, tensor: Tensor, other: Tensor | None = None) -> Array | None:
+        """The array of a tensor if it may be written over: nothing reads it any more, and it is not a kept input.
+
+        Nor if an operand of the step is larger: then the result has no room in it.
+        """
         value = self.values.get(tensor.name)
-        return value if tensor.name in self.spent and value is not None and value.dtype == self.work else None
+        if tensor.name not in self.spent or value is None or value.dtype != self.work:
+            return None
+        fits = other is None or other.role == "scalar" or np.broadcast_shapes(value.shape, self[other].shape) == value.shape
+        return value if fits else None
 
     def _slice(self, tensor: Tensor) -> Array:
+        rows = slice(None) if tensor.name in self.whole or tensor.shape[2] == 1 else slice(self.start, self.stop)
+        if tensor.ragged is not None:
+            own = self._own(tensor)
+            matrix = np.zeros(tensor.shape[2:], own.dtype)
+            matrix[: own.shape[0], : own.shape[1]] = own
+            return matrix[rows]
         view = self.views[tensor.name]
+        rows = slice(None) if view.shape[2] == 1 else rows  # one row may stand for all
         b = self.batch if view.shape[0] > 1 else 0
         h = self.head * view.shape[1] // self.heads  # fewer heads: each serves a group of neighbours
-        matrix: Array = view[b, h]
-        return matrix if tensor.name in self.whole or view.shape[2] == 1 else matrix[self.start : self.stop]
+        piece: Array = view[b, h][rows]
+        return piece
+
+    def _own(self, tensor: Tensor) -> Array:
+        """What this batch entry has of a tensor of packed sequences."""
+        assert tensor.ragged
+        view = self.views[tensor.name]
+        matrix = view[0, self.head * view.shape[1] // self.heads]
+        axis = 1 if tensor.axes[3] == 2 else 0
+        begins = self.views[tensor.ragged.name][:, 0, 0, 0] // tensor.strides[2 + axis]
+        own = slice(int(begins[self.batch]), int(begins[self.batch + 1]))
+        piece: Array = matrix[:, own] if axis else matrix[own]
+        return piece
 
 
 def _matmul(node: Matmul, tile: Tile) -> None:
@@ -138,24 +182,62 @@ def _matmul(node: Matmul, tile: Tile) -> None:
 def _softmax(node: Softmax, tile: Tile) -> None:
     x = tile[node.x]
     top = x.max(axis=1, keepdims=True)
+    sink = None if node.sink is None else tile[node.sink]
+    if sink is not None:
+        if node.rows is not None:
+            there = np.arange(tile.start, tile.start + len(x))[:, None] < tile[node.rows][0, 0]
+            sink = np.where(there, sink, -np.inf).astype(tile.work)
+        top = np.maximum(top, sink)
     shift = np.where(np.isneginf(top), 0, top)  # a row of -inf throughout: exp(-inf - 0) = 0, not exp(-inf + inf) = NaN
     p = np.subtract(x, shift, out=tile.memory_of(node.x))
     np.exp(p, out=p)
     total = p.sum(axis=1, keepdims=True)
+    if sink is not None:
+        total += np.exp(sink - shift)
     p /= np.where(total == 0, 1, total)
     tile[node.stats] = shift + np.log(total)  # log 0 = -inf is what such a row is to give
+    if node.top is not None:
+        tile[node.top] = top
+    if node.total is not None:
+        tile[node.total] = total
     tile[node.out] = p
+
+
+def _bernoulli(node: Bernoulli, tile: Tile) -> None:
+    """Philox (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3"): a number of 32 bits an element.
+
+    Other numbers than cuDNN's, but like them they follow from seed, offset and the place of the element alone.
+    """
+    *_, columns = node.out.shape
+    words = -(-columns // 8) * 4  # 64 bits each, a whole number of Philox's blocks of four
+    seed, offset = (int(tile.views[t.name][0, 0, 0, 0]) % 2**64 for t in (node.seed, node.offset))
+    source = np.random.Philox(key=[seed, offset], counter=[0, 0, tile.head, tile.batch])
+    source.advance(tile.start * words // 4)
+    rows = tile.stop - tile.start
+    numbers = source.random_raw(rows * words).view(np.uint32).reshape(rows, 2 * words)[:, :columns]
+    tile[node.out] = (numbers < round(node.probability * 2**32)).astype(tile.work)
 
 
 def _pointwise(node: Pointwise, tile: Tile) -> None:
     tile[node.out] = MODES[node.mode](node, tile)
 
 
+def _across_tiles(node: Node) -> bool:
+    """Whether a step is a sum that goes across tiles, of which nothing is known before the last."""
+    if not isinstance(node, Reduction) or node.out.role != "output":
+        return False
+    (b, h, m, n), (_, of_h, _, _) = node.x.shape, node.out.shape
+    return node.out.shape not in ((b, h, m, 1), (b, of_h, m, n))
+
+
 def _reduction(node: Reduction, tile: Tile) -> None:
-    if node.out.shape[3] == 1 and node.x.shape[3] > 1:
-        tile[node.out] = tile[node.x].sum(axis=1, keepdims=True)
+    x = -tile[node.x] if node.negative else tile[node.x]
+    if node.out.name in tile.totals:
+        tile.sum(node.out, x)
+    elif node.out.shape[3] == 1 and node.x.shape[3] > 1:
+        tile[node.out] = x.sum(axis=1, keepdims=True)
     else:
-        tile.add(node.out, tile[node.x])
+        tile.add(node.out, x)
 
 
 def _transpose(node: Transpose, tile: Tile) -> None:
@@ -173,7 +255,7 @@ def _gen_index(node: Pointwise, tile: Tile) -> Array:
 
 def _select(node: Pointwise, tile: Tile) -> Array:
     x, other, mask = tile[node.x], tile[_given(node.b)], tile[_given(node.t)]
-    out = tile.memory_of(node.x)
+    out = tile.memory_of(node.x, node.t)
     if out is None:
         return np.where(mask, x, np.asarray(other, x.dtype))
     np.copyto(out, other, where=~mask)
@@ -185,23 +267,47 @@ def _given(tensor: Tensor | None) -> Tensor:
     return tensor
 
 
+def _arithmetic(function: np.ufunc) -> Callable[[Pointwise, Tile], Array]:
+    """Element by element, in the dtype of the accumulator, or in whole numbers where the step gives such."""
+
+    def compute(node: Pointwise, tile: Tile) -> Array:
+        operands = [tile[node.x]] if node.b is None else [tile[node.x], tile[node.b]]
+        if node.out.dtype.startswith("int"):
+            return function(*operands)  # type: ignore[no-any-return]
+        return function(*operands, out=tile.memory_of(node.x, node.b), dtype=tile.work)  # type: ignore[no-any-return]
+
+    return compute
+
+
+def _comparison(function: np.ufunc) -> Callable[[Pointwise, Tile], Array]:
+    def compute(node: Pointwise, tile: Tile) -> Array:
+        return function(tile[node.x], tile[_given(node.b)])  # type: ignore[no-any-return]
+
+    return compute
+
+
 #: What every pointwise mode means.
 MODES: dict[str, Callable[[Pointwise, Tile], Array]] = {
-    "mul": lambda node, tile: np.multiply(tile[node.x], tile[_given(node.b)], out=tile.memory_of(node.x)),
-    "add": lambda node, tile: np.add(tile[node.x], tile[_given(node.b)], out=tile.memory_of(node.x)),
-    "sub": lambda node, tile: np.subtract(tile[node.x], tile[_given(node.b)], out=tile.memory_of(node.x)),
-    "exp": lambda node, tile: np.exp(tile[node.x], out=tile.memory_of(node.x)),
+    "mul": _arithmetic(np.multiply),
+    "add": _arithmetic(np.add),
+    "sub": _arithmetic(np.subtract),
+    "div": _arithmetic(np.divide),
+    "exp": _arithmetic(np.exp),
+    "tanh_fwd": _arithmetic(np.tanh),
+    "abs": _arithmetic(np.absolute),
     "identity": lambda node, tile: tile[node.x],
-    "cmp_ge": lambda node, tile: np.greater_equal(tile[node.x], tile[_given(node.b)]),
-    "cmp_gt": lambda node, tile: np.greater(tile[node.x], tile[_given(node.b)]),
-    "cmp_lt": lambda node, tile: np.less(tile[node.x], tile[_given(node.b)]),
-    "logical_and": lambda node, tile: np.logical_and(tile[node.x], tile[_given(node.b)]),
+    "cmp_ge": _comparison(np.greater_equal),
+    "cmp_gt": _comparison(np.greater),
+    "cmp_lt": _comparison(np.less),
+    "cmp_neq": _comparison(np.not_equal),
+    "logical_and": _comparison(np.logical_and),
     "gen_index": _gen_index,
     "binary_select": _select,
 }
 
 #: What every node means.
 RULES: dict[type[Node], Callable[[Any, Tile], None]] = {
+    Bernoulli: _bernoulli,
     Matmul: _matmul,
     Pointwise: _pointwise,
     Reduction: _reduction,

@@ -10,10 +10,10 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from ._cudnn.constants import DataType, PointwiseMode, ReduceTensorOp
+from ._cudnn.constants import DataType, PointwiseMode, ReduceTensorOp, RngDistribution
 from ._cudnn.descriptor import Descriptor
 from .errors import Unsupported
-from .graph import Graph, Matmul, Node, Pointwise, Reduction, Softmax, Tensor, Transpose, row_major
+from .graph import Bernoulli, Graph, Matmul, Node, Pointwise, Reduction, Softmax, Tensor, Transpose, row_major
 from .support import deadly
 
 #: numpy's names of dtypes as cuDNN's.
@@ -29,8 +29,12 @@ DATA_TYPES = {
     "int8": DataType.INT8,
 }
 
-#: Comparisons compute in the type of the mask, sums of positions in theirs; everything else in the accumulator's.
+#: Comparisons of positions compute in the type of the mask, sums of positions in theirs; everything else in the accumulator's.
 _BOOLEAN_MODES = frozenset({"cmp_ge", "cmp_gt", "cmp_lt", "logical_and"})
+
+
+#: Whole numbers are read one by one; everything else 16 bytes at a time.
+_WHOLE = {"int32": 4, "int64": 8}
 
 
 class OperationGraph:
@@ -88,6 +92,7 @@ class OperationGraph:
     def tensor(self, tensor: Tensor) -> Descriptor:
         """The descriptor of a tensor, made at its first use."""
         if tensor.name not in self._tensors:
+            ragged = None if tensor.ragged is None else self.tensor(tensor.ragged)
             uid = len(self._tensors) + 1
             self._tensors[tensor.name] = self.make(
                 "TENSOR",
@@ -96,9 +101,10 @@ class OperationGraph:
                     "DATA_TYPE": DATA_TYPES[tensor.dtype],
                     "DIMENSIONS": list(tensor.shape),
                     "STRIDES": list(tensor.strides),
-                    "BYTE_ALIGNMENT": 16,
+                    "BYTE_ALIGNMENT": _WHOLE.get(tensor.dtype, 16),
                     "IS_VIRTUAL": tensor.role == "virtual",
                     "IS_BY_VALUE": True if tensor.role == "scalar" else None,
+                    "RAGGED_OFFSET_DESC": ragged,
                 },
                 f"accept the tensor {tensor.name} {tensor.shape} {tensor.dtype}",
             )
@@ -129,7 +135,16 @@ def _reduce(lowered: OperationGraph, operator: ReduceTensorOp, x: Tensor, y: Ten
 
 
 def _reduction(node: Reduction, lowered: OperationGraph) -> None:
+    # A negative sum is the gradient of the sinks, and nothing else: cuDNN knows its steps, wants a plain sum as the last, and
+    # changes the sign itself (measured with 9.19 and 9.28).
     _reduce(lowered, ReduceTensorOp.ADD, node.x, node.out, node.formula)
+
+
+def _bernoulli(node: Bernoulli, lowered: OperationGraph) -> None:
+    attributes = {"DISTRIBUTION": RngDistribution.BERNOULLI, "BERNOULLI_DIST_PROBABILITY": node.probability}
+    kind = lowered.make("RNG", attributes, f"describe {node.formula}")
+    tensors = {"YDESC": node.out, "SEED": node.seed, "OFFSET_DESC": node.offset}
+    lowered.operation("RNG", {"DESC": kind, **tensors}, node.formula)
 
 
 def _transpose(node: Transpose, lowered: OperationGraph) -> None:
@@ -142,16 +157,26 @@ def _softmax(node: Softmax, lowered: OperationGraph) -> None:
     def virtual(name: str, like: Tensor) -> Tensor:
         return Tensor(f"{node.out.name}.{name}", like.shape, "float32", "virtual", row_major(like.shape))
 
-    x, row = node.x, node.stats
-    top, shifted, e = virtual("m", row), virtual("x-m", x), virtual("e", x)
-    total, log = virtual("l", row), virtual("log l", row)
+    x, row, sink = node.x, node.stats, node.sink
+    top, shifted, e = node.top or virtual("m", row), virtual("x-m", x), virtual("e", x)
+    total, log = node.total or virtual("l", row), virtual("log l", row)
     # m = max x                      (B, Hq, Sq, 1)
-    _reduce(lowered, ReduceTensorOp.MAX, x, top, "m = max S")
+    highest = virtual("max x", row) if sink else top
+    _reduce(lowered, ReduceTensorOp.MAX, x, highest, "m = max S")
+    if sink:
+        _pointwise(Pointwise("m = max(m, sink)", top, "max", highest, sink), lowered)
     # e = exp(x - m)                 (B, Hq, Sq, Skv)
     _pointwise(Pointwise("S − m", shifted, "sub", x, top), lowered)
     _pointwise(Pointwise("e = exp(S − m)", e, "exp", shifted), lowered)
     # l = sum e                      (B, Hq, Sq, 1)
-    _reduce(lowered, ReduceTensorOp.ADD, e, total, "l = Σ e")
+    added = virtual("Σ e", row) if sink else total
+    _reduce(lowered, ReduceTensorOp.ADD, e, added, "l = Σ e")
+    if sink:
+        # l <- l + exp(sink - m)
+        below, last = virtual("sink-m", row), virtual("exp(sink-m)", row)
+        _pointwise(Pointwise("sink − m", below, "sub", sink, top), lowered)
+        _pointwise(Pointwise("exp(sink − m)", last, "exp", below), lowered)
+        _pointwise(Pointwise("l = Σ e + exp(sink − m)", total, "add", added, last), lowered)
     # L = m + log l
     _pointwise(Pointwise("log l", log, "log", total), lowered)
     _pointwise(Pointwise("L = m + log l", node.stats, "add", top, log), lowered)
@@ -161,6 +186,7 @@ def _softmax(node: Softmax, lowered: OperationGraph) -> None:
 
 #: How every node is said to cuDNN.
 RULES: dict[type[Node], Callable[[Any, OperationGraph], None]] = {
+    Bernoulli: _bernoulli,
     Matmul: _matmul,
     Pointwise: _pointwise,
     Reduction: _reduction,

@@ -2,66 +2,189 @@
 
 The steps and their order are those that cuDNN recognizes as flash attention, so nothing of size Sq x Skv ever reaches
 memory there. Sources: Vaswani et al. 2017, "Attention Is All You Need", equation 1; Dao 2023, "FlashAttention-2",
-section 3.1 for the log-sum-exp.
+section 3.1 for the log-sum-exp. What is done to the scores is in :mod:`cupy_sdpa.scores`.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 
-from .graph import Builder, Graph, Role, Tensor, row_major
-from .problem import SIZES, Band, Problem, TensorSpec
+from .graph import Builder, Graph, Role, Shape, Tensor, row_major
+from .packed import offsets_name, step
+from .problem import PER_ROW, Problem, has_diagonal
+from .scores import Scores, below
+from .spec import SIZES, TensorSpec
 
-#: How the caller's (head_dim, heads, seq, batch) becomes (batch, heads, seq, head_dim), or its transpose in the last two.
+#: How the caller's (head_dim, heads, seq, batch) becomes (batch, heads, seq, head_dim), or its transpose in the last two;
+#: packed sequences (head_dim, heads, total) have no axis of the batch.
 ROWS = (3, 1, 2, 0)
 TRANSPOSED = (3, 1, 0, 2)
-#: How (seq, heads, batch) becomes (batch, heads, seq, 1).
-PER_ROW = (2, 1, 0, -1)
-#: How (batch,) becomes (batch, 1, 1, 1).
+#: How (seq, heads, batch), or packed (heads, total), becomes (batch, heads, seq, 1).
+NUMBERS = (2, 1, 0, -1)
+PACKED_NUMBERS = (-1, 0, 1, -1)
+#: How (batch,) becomes (batch, 1, 1, 1), and (heads,) becomes (1, heads, 1, 1).
 PER_ENTRY = (0, -1, -1, -1)
+PER_HEAD = (-1, 0, -1, -1)
+#: How the caller's (keys, queries, heads, batch) becomes (batch, heads, queries, keys).
+OF_SCORES = (3, 2, 1, 0)
 
 
 def operand(spec: TensorSpec, axes: tuple[int, ...], role: Role) -> Tensor:
     """The caller's array as a tensor of the graph, with its axes turned and nothing copied."""
     itemsize = SIZES[spec.dtype]
-    shape = tuple(spec.shape[axis] if axis >= 0 else 1 for axis in axes)
+    b, h, rows, columns = (spec.shape[axis] if axis >= 0 else 1 for axis in axes)
     strides = tuple(spec.strides[axis] // itemsize if axis >= 0 else 1 for axis in axes)
-    b, h, rows, columns = shape
     return Tensor(spec.name, (b, h, rows, columns), spec.dtype, role, strides, axes)
+
+
+class Operands:
+    """A problem's arrays as tensors of its graph."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.specs = {spec.name: spec for spec in problem.tensors}
+        *_, self.sq, self.skv, self.batch = problem.sizes
+        self.results = {spec.name for spec in problem.results}
+
+    def __call__(self, name: str, axes: tuple[int, ...] = ROWS) -> Tensor:
+        """An array that is there."""
+        spec = self.specs[name]
+        if self.problem.packed:
+            axes = PACKED_NUMBERS if name in PER_ROW else tuple(axis if axis < 3 else -1 for axis in axes)
+        tensor = operand(spec, axes, "output" if name in self.results else "input")
+        return self._ragged(tensor, step(spec)) if self.problem.packed else tensor
+
+    def given(self, name: str, axes: tuple[int, ...]) -> Tensor | None:
+        """An array of an option, if it is there."""
+        return operand(self.specs[name], axes, "input") if name in self.specs else None
+
+    def of_scores(self, name: str) -> Tensor | None:
+        """An array with the axes of the scores, if it is there; where every query has the same keys' numbers, by stride 0.
+
+        As one row cuDNN reads it wrongly in the backward pass (measured with 9.19: wrong gradients, an illegal instruction).
+        """
+        tensor = self.given(name, OF_SCORES)
+        if tensor is None or tensor.shape[2] > 1 or tensor.shape[3] == 1:
+            return tensor
+        (b, h, _, keys), (b_step, h_step, _, step) = tensor.shape, tensor.strides
+        return Tensor(name, (b, h, self.sq, keys), tensor.dtype, tensor.role, (b_step, h_step, 0, step), tensor.axes)
+
+    def numbers(self, name: str) -> Tensor | None:
+        """An array of one number a row, if it is there."""
+        return self(name, NUMBERS) if name in self.specs else None
+
+    def lengths(self) -> tuple[Tensor | None, Tensor | None]:
+        """The numbers of queries and of keys of every batch entry, where they differ."""
+        if not self.problem.ragged:
+            return None, None
+        shape = (self.batch, 1, 1, 1)
+        queries, keys = (
+            Tensor(name, shape, "int32", "input", (1, 1, 1, 1), PER_ENTRY) for name in ("seq_lens_q", "seq_lens_kv")
+        )
+        return queries, keys
+
+    def diagonal(self) -> Tensor | None:
+        """The key on the diagonal of every query, where that differs from entry to entry and somebody asks."""
+        if not has_diagonal(self.problem):
+            return None
+        return Tensor("diagonal", (self.batch, 1, self.sq, 1), "int32", "input", (self.sq, 1, 1, 1), (1, -1, 0, -1))
+
+    def scratch(self, name: str, of: str, shape: Shape, dtype: str) -> Tensor:
+        """Memory for the time of the call; of packed sequences as much as the sequences have together."""
+        tensor = Tensor(name, shape, dtype, "scratch", row_major(shape))
+        if not self.problem.packed:
+            return tensor
+        _, h, rows, columns = shape
+        moved = Tensor(name, shape, dtype, "scratch", (rows * h * columns, columns, h * columns, 1))
+        return self._ragged(moved, h * columns, of, self.specs[of].shape[-1] * h * columns)
+
+    def _ragged(self, tensor: Tensor, factor: int, of: str = "", elements: int = 0) -> Tensor:
+        """A tensor of packed sequences: its rows, or columns, are those of the longest."""
+        of = of or tensor.name
+        name = offsets_name(of, factor)
+        begins = Tensor(name, (self.batch + 1, 1, 1, 1), "int64", "input", (1, 1, 1, 1), PER_ENTRY)
+        most = self.skv if name.startswith("cu_seqlens_kv") else self.sq
+        _, h, rows, columns = tensor.shape
+        transposed = bool(tensor.axes) and tensor.axes[3] == 2
+        shape = (self.batch, h, rows, most) if transposed else (self.batch, h, most, columns)
+        _, *strides = tensor.strides
+        strides = [most * factor, *strides]
+        return Tensor(
+            tensor.name, shape, tensor.dtype, tensor.role, tuple(strides), tensor.axes, ragged=begins, elements=elements
+        )
 
 
 def graph_of(problem: Problem) -> Graph:
     """The graph that computes a problem, on numpy and, where no other is chosen for a reason, on cuDNN."""
     if not problem.backward:
         return forward(problem)
-    return backward(problem, direct=problem.deterministic)
+    return backward(problem, direct=writes_directly(problem))
+
+
+def writes_directly(problem: Problem) -> bool:
+    """Whether dQ is written as a matmul gives it: for the same bits in every run; and where the bias's gradient is wanted.
+
+    With dQ added up in scratch memory cuDNN plans that gradient, too, and never writes it (measured with 9.19).
+    """
+    return problem.deterministic or problem.dbias is not None
+
+
+def _scores(g: Builder, problem: Problem, operands: Operands) -> Scores:
+    """What takes part in the scores of a problem."""
+    queries, keys = operands.lengths()
+    return Scores(
+        g.scalar("scale", g.accumulate),
+        problem.settings.positive_scale,
+        g.scalar("softcap", g.accumulate) if problem.settings.softcap else None,
+        operands.given("alibi_slopes", PER_HEAD),
+        operands.of_scores("bias"),
+        operands.of_scores("mask"),
+        queries,
+        keys,
+        operands.diagonal(),
+        problem.band,
+    )
+
+
+def _builder(problem: Problem) -> Builder:
+    return Builder("float64" if problem.dtype == "float64" else "float32")
+
+
+def _kept(g: Builder, problem: Problem, operands: Operands, shape: Shape) -> Tensor:
+    """``R_ij = 1`` where dropout keeps a weight, else 0; as the caller says, or by random numbers."""
+    if given := operands.given("dropout_mask", OF_SCORES):
+        return given
+    seed, offset = (Tensor(name, (1, 1, 1, 1), "int64", "input", (1, 1, 1, 1), PER_ENTRY) for name in ("seed", "offset"))
+    kept = g.virtual("R", shape)
+    if problem.kept:
+        kept = operand(problem.kept, OF_SCORES, "output")
+    return g.bernoulli("R = 1 with probability 1 − p", kept, seed, offset, 1 - problem.settings.dropout)
 
 
 @functools.lru_cache(maxsize=1024)
 def forward(problem: Problem) -> Graph:
-    """``out = softmax(scale Q K^T + mask) V`` and, where asked for, ``stats = log sum exp`` of every row of scores."""
-    g = Builder("float64" if problem.dtype == "float64" else "float32")
-    q = operand(problem.q, ROWS, "input")
-    kt = operand(problem.k, TRANSPOSED, "input")
-    v = operand(problem.v, ROWS, "input")
-    out = operand(problem.out, ROWS, "output")
-    stats = operand(problem.stats, PER_ROW, "output") if problem.stats else None
-
-    queries, keys = lengths(problem)
-
+    """``out = softmax(S) V`` with the scores S as modified and masked; ``stats`` is the log-sum-exp of every row of S."""
+    g, operands = _builder(problem), Operands(problem)
+    q, kt, v, out = operands("q"), operands("k", TRANSPOSED), operands("v"), operands("out")
+    scores = _scores(g, problem, operands)
     # S = Q K^T                             (B, Hq, Sq, Skv)
-    s = g.matmul("S = Q Kᵀ", q, kt, "S", m=queries, n=keys)
-    # S <- scale S
-    s = scaled(g, s, g.scalar("scale", g.accumulate), problem)
-    if queries and keys:
-        s = within(g, s, queries, keys)
-    if problem.band:
-        s = banded(g, s, problem.band, queries, keys)
+    s = g.matmul("S = Q Kᵀ", q, kt, "S", m=scores.queries, n=scores.keys)
+    s, _ = scores.modified(g, s)
+    s = scores.masked(g, s)
     # P = softmax(S), L = log sum exp(S)    P is rounded to the dtype of v, as the tensor cores need it
-    p = g.softmax("P = exp(S − L), L = logsumexp(S)", s, "P", problem.dtype, stats)
+    dropout = problem.settings.dropout
+    p = g.softmax(
+        "P = exp(S − L), L = logsumexp(S)", s, "P", g.accumulate if dropout else problem.dtype, operands.numbers("stats"),
+        sink=operands.given("sinks", PER_HEAD), top=operands.numbers("max"), total=operands.numbers("sum_exp"),
+        rows=scores.queries,
+    )  # fmt: skip
+    if dropout:
+        # P <- P R / (1 - p)                Srivastava et al. 2014, "Dropout", scaled so that the expectation stays
+        p = g.pointwise("P ∘ R", "mul", p, _kept(g, problem, operands, p.shape), out="P∘R")
+        share = g.scalar("1/(1−p)", g.accumulate, value=1 / (1 - dropout))
+        p = g.pointwise("P ∘ R / (1 − p)", "mul", p, share, out="P∘R/(1−p)", dtype=problem.dtype)
     # O = P V                               (B, Hq, Sq, Dv)
-    g.matmul("O = P V", p, v, out, m=queries, k=keys)
+    g.matmul("O = P V", p, v, out, m=scores.queries, k=scores.keys)
     return g.graph()
 
 
@@ -78,84 +201,83 @@ def backward(problem: Problem, direct: bool = False, guards: frozenset[str] = fr
         guards: ``keys`` and ``queries`` mask what lies beyond the last key or query. That is nothing, but some cuDNN kernels
             compute there, and what they compute must not be used (:mod:`cupy_sdpa.support` says which).
     """
-    assert problem.dout
-    assert problem.stats
-    assert problem.dq
-    assert problem.dk
-    assert problem.dv
-    g = Builder("float64" if problem.dtype == "float64" else "float32")
-    q, kt, vt, out, dout = (
-        operand(spec, axes, "input")
-        for spec, axes in (
-            (problem.q, ROWS), (problem.k, TRANSPOSED), (problem.v, TRANSPOSED), (problem.out, ROWS), (problem.dout, ROWS),
-        )
-    )  # fmt: skip
-    stats = operand(problem.stats, PER_ROW, "input")
-    dq, dk, dv = (operand(spec, ROWS, "output") for spec in (problem.dq, problem.dk, problem.dv))
-    b, hq, sq, _ = q.shape
-    scale = g.scalar("scale", g.accumulate)
-    queries, keys = lengths(problem)
+    g, operands = _builder(problem), Operands(problem)
+    q, kt, vt = operands("q"), operands("k", TRANSPOSED), operands("v", TRANSPOSED)
+    out, dout, stats = operands("out"), operands("dout"), operands("stats", NUMBERS)
+    dq, dk, dv = operands("dq"), operands("dk"), operands("dv")
+    scores = _scores(g, problem, operands)
+    queries, keys, dropout = scores.queries, scores.keys, problem.settings.dropout
 
-    # D = rowsum(dO * O)                    (B, Hq, Sq, 1); the product with 1 is where dropout's scale will stand
+    # D = rowsum(dO * O)                    (B, Hq, Sq, 1)
     product = g.pointwise("dO ∘ O", "mul", dout, out, out="dO∘O")
-    rows = g.reduction("Σ dO ∘ O", product, g.virtual("Σ", (b, hq, sq, 1)))
-    d = g.pointwise("D = 1 · Σ dO ∘ O", "mul", rows, g.scalar("one", g.accumulate, value=1.0), out="D")
-    # S = scale Q K^T                       (B, Hq, Sq, Skv)
+    rows = g.reduction("Σ dO ∘ O", product, g.virtual("Σ", stats.shape))
+    if problem.dsinks:
+        _sinks(g, problem, operands, rows, stats)
+    # with dropout D (1 - p), for what it is taken from lacks the factor 1 / (1 - p)
+    d = operands.scratch("D", "q", stats.shape, g.accumulate) if problem.packed else "D"
+    d = g.pointwise("D = (1 − p) · Σ dO ∘ O", "mul", rows, g.scalar("1−p", g.accumulate, value=1 - dropout), out=d)
+    # S = scale Q K^T, modified             (B, Hq, Sq, Skv)
     s = g.matmul("S = Q Kᵀ", q, kt, "S", m=queries, n=keys)
-    s = scaled(g, s, scale, problem)
+    s, t = scores.modified(g, s)
     # P = exp(S - L)                        masked after L is taken away: a row that sees nothing has L = -inf, and P = 0
     s = g.pointwise(f"{s} − L", "sub", s, stats, out=f"{s}−L")
-    if queries and keys:
-        s = within(g, s, queries, keys)
-    if problem.band:
-        s = banded(g, s, problem.band, queries, keys)
+    s = scores.masked(g, s)
     if "keys" in guards and keys is None:
         s = below(g, s, "j", axis=3)
     if "queries" in guards and queries is None:
         s = below(g, s, "i", axis=2)
-    p = g.pointwise("P = exp(S − L)", "exp", s, out="P")
+    p = used = g.pointwise("P = exp(S − L)", "exp", s, out="P")
+    if dropout:
+        kept = _kept(g, problem, operands, s.shape)
+        share = g.scalar("1/(1−p)", g.accumulate, value=1 / (1 - dropout))
+        used = g.pointwise("P ∘ R", "mul", p, kept, out="P∘R")
+        used = g.pointwise("P ∘ R / (1 − p)", "mul", used, share, out="P∘R/(1−p)")
     # dV = P^T dO                           summed over the query heads of a group
-    pt = g.transpose("Pᵀ", p, "Pᵀ", problem.dtype)
-    grouped(g, "dV = Pᵀ dO", pt, dout, dv, m=keys, k=queries)
+    pt = g.transpose("Pᵀ", used, "Pᵀ", problem.dtype)
+    _grouped(g, operands, "dV = Pᵀ dO", pt, dout, dv, m=keys, k=queries)
     # dP = dO V^T
     dp = g.matmul("dP = dO Vᵀ", dout, vt, "dP", m=queries, n=keys)
-    # dS = scale P * (dP - D)
+    if dropout:
+        dp = g.pointwise("dP ∘ R", "mul", dp, kept, out="dP∘R")
+    # dS = P * (dP - D), and on to the gradient of Q K^T
     ds = g.pointwise("dP − D", "sub", dp, d, out="dP−D")
     ds = g.pointwise("P ∘ (dP − D)", "mul", ds, p, out="P∘(dP−D)")
-    ds = g.pointwise("dS = scale · P ∘ (dP − D)", "mul", ds, scale, out="dS", dtype=problem.dtype)
+    if dropout:
+        ds = g.pointwise("P ∘ (dP − D) / (1 − p)", "mul", ds, share, out="P∘(dP−D)/(1−p)")
+    if problem.dbias:
+        # dbias = dS                        summed over the axes along which it is broadcast
+        g.reduction("dbias = Σ dS", ds, operand(problem.dbias, OF_SCORES, "output"))
+        if t:  # cuDNN wants one reader beside the sum, a product
+            ds = g.pointwise("1 · dS", "mul", ds, g.scalar("same", g.accumulate, value=1.0), out="1·dS")
+    ds = scores.derivative(g, ds, t, problem.dtype)
     # dK = dS^T Q                           summed over the query heads of a group
     dst = g.transpose("dSᵀ", ds, "dSᵀ", problem.dtype)
-    grouped(g, "dK = dSᵀ Q", dst, q, dk, m=keys, k=queries)
+    _grouped(g, operands, "dK = dSᵀ Q", dst, q, dk, m=keys, k=queries)
     # dQ = dS K
     k = g.transpose("K", kt, "K")
     if direct:
         g.matmul("dQ = dS K", ds, k, dq, m=queries, k=keys)
     else:
-        total = Tensor("ΣdQ", dq.shape, g.accumulate, "scratch", row_major(dq.shape))
+        total = operands.scratch("ΣdQ", "q", dq.shape, g.accumulate)
         total = g.matmul("dQ = dS K", ds, k, total, m=queries, k=keys)
         g.pointwise("dQ, rounded", "identity", total, out=dq)
     return g.graph()
 
 
-def lengths(problem: Problem) -> tuple[Tensor | None, Tensor | None]:
-    """The numbers of queries and of keys of every batch entry, where they are given."""
-    if problem.seq_lens_q is None or problem.seq_lens_kv is None:
-        return None, None
-    return operand(problem.seq_lens_q, PER_ENTRY, "input"), operand(problem.seq_lens_kv, PER_ENTRY, "input")
+def _sinks(g: Builder, problem: Problem, operands: Operands, rows: Tensor, stats: Tensor) -> None:
+    """``dsinks = -sum exp(sink - L) rowsum(dO * O)``, over the batch and the queries: the sink's weight, which has no value."""
+    assert problem.dsinks
+    sinks = operands.given("sinks", PER_HEAD)
+    assert sinks
+    e = g.pointwise("sink − L", "sub", sinks, stats, out="sink−L")
+    e = g.pointwise("exp(sink − L)", "exp", e, out="exp(sink−L)")
+    e = g.pointwise("exp(sink − L) · Σ dO ∘ O", "mul", e, rows, out="sink·Σ")
+    dsinks = operand(problem.dsinks, PER_HEAD, "output")
+    g.reduction("dsinks = −Σ exp(sink − L) · Σ dO ∘ O", e, dsinks, negative=True)
 
 
-def scaled(g: Builder, s: Tensor, scale: Tensor, problem: Problem) -> Tensor:
-    """``S <- scale S``."""
-    s = g.pointwise("S₁ = scale · S", "mul", s, scale, out="S₁")
-    if not problem.positive_scale:
-        # cuDNN's Hopper kernels fold a scale that comes last into their exponent and mask, and take the maximum, before it,
-        # which is right for a positive scale only: 0 and below gave NaN (measured with 9.19). One more step keeps them apart.
-        s = g.pointwise("S₁′ = 1 · S₁", "mul", s, g.scalar("unit", g.accumulate, value=1.0), out="S₁′")
-    return s
-
-
-def grouped(
-    g: Builder, formula: str, a: Tensor, b: Tensor, out: Tensor, *, m: Tensor | None = None, k: Tensor | None = None
+def _grouped(
+    g: Builder, operands: Operands, formula: str, a: Tensor, b: Tensor, out: Tensor, *, m: Tensor | None, k: Tensor | None
 ) -> Tensor:
     """``out = a b``, summed in the accumulator's dtype over the heads of ``a`` that share a head of ``out``.
 
@@ -164,70 +286,6 @@ def grouped(
     """
     if a.shape[1] == out.shape[1]:
         return g.matmul(formula, a, b, out, m=m, k=k)
-    every = g.virtual(f"{out.name} of every head", (*a.shape[:3], b.shape[3]), out.dtype)
+    name, shape = f"{out.name} of every head", (*a.shape[:3], b.shape[3])
+    every = operands.scratch(name, "k", shape, out.dtype) if operands.problem.packed else g.virtual(name, shape, out.dtype)
     return g.reduction(f"{out.name}, summed over the group", g.matmul(formula, a, b, every, m=m, k=k), out)
-
-
-def banded(g: Builder, s: Tensor, band: Band, queries: Tensor | None, keys: Tensor | None) -> Tensor:
-    """``S_ij <- S_ij where p - left <= j <= p + right, else -inf``, with ``p = i``, or bottom right ``p = i + Skv - Sq``.
-
-    Every batch entry has its own diagonal where its lengths are given.
-    """
-    if band.right is not None:
-        # p = i, i + Skv - Sq
-        row = positions(g, s, "i", axis=2)
-        if band.bottom_right:
-            row = counted(g, f"{row} + Skv", "add", row, keys or g.scalar("Skv", "int32", value=s.shape[3]))
-            row = counted(g, f"{row} − Sq", "sub", row, queries or g.scalar("Sq", "int32", value=s.shape[2]))
-        if band.right:
-            row = counted(g, f"{row} + {band.right}", "add", row, g.scalar("right", "int32", value=band.right))
-        column = positions(g, s, "j", axis=3)
-        s = masked(g, s, g.pointwise(f"visible = {row} ≥ j", "cmp_ge", row, column, out="visible", dtype="bool"))
-    if band.left is not None:
-        # j + left + 1 > p
-        row = positions(g, s, "i‴", axis=2)
-        column = positions(g, s, "j‴", axis=3)
-        bound = band.left + 1
-        if band.bottom_right and queries and keys:
-            column = counted(g, f"j‴ + {bound}", "add", column, g.scalar("left", "int32", value=bound))
-            column = counted(g, f"{column} − Skv", "sub", column, keys)
-            column = counted(g, f"{column} + Sq", "add", column, queries)
-        else:
-            bound -= s.shape[3] - s.shape[2] if band.bottom_right else 0
-            left = g.scalar("left", "float32", value=float(bound))
-            column = g.pointwise(f"j‴ + {bound}", "add", column, left, out=f"j‴ + {bound}", dtype="float32")
-        s = masked(g, s, g.pointwise(f"near = {column} > i‴", "cmp_gt", column, row, out="near", dtype="bool"))
-    return s
-
-
-def counted(g: Builder, formula: str, mode: str, x: Tensor, b: Tensor) -> Tensor:
-    """Positions moved by a number, int32."""
-    return g.pointwise(formula, mode, x, b, out=formula, dtype="int32")
-
-
-def below(g: Builder, s: Tensor, name: str, axis: int) -> Tensor:
-    """``S <- S where j < Skv, else -inf`` (or i and Sq): true of every element that exists."""
-    length = g.scalar(f"{name} length", "int32", value=s.shape[axis])
-    index = positions(g, s, f"{name}′", axis)
-    return masked(g, s, g.pointwise(f"{name}′ < {s.shape[axis]}", "cmp_lt", index, length, out=f"{name} exists", dtype="bool"))
-
-
-def within(g: Builder, s: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-    """``S_ij <- S_ij where i < seq_lens_q and j < seq_lens_kv, else -inf``: what lies behind a sequence does not exist."""
-    row = positions(g, s, "i″", axis=2)
-    column = positions(g, s, "j″", axis=3)
-    is_query = g.pointwise("i″ < seq_lens_q", "cmp_lt", row, queries, out="is query", dtype="bool")
-    is_key = g.pointwise("j″ < seq_lens_kv", "cmp_lt", column, keys, out="is key", dtype="bool")
-    return masked(g, s, g.pointwise("exists = both", "logical_and", is_query, is_key, out="exists", dtype="bool"))
-
-
-def masked(g: Builder, s: Tensor, mask: Tensor) -> Tensor:
-    """``S <- S where mask, else -inf``."""
-    hidden = g.scalar("-inf", g.accumulate, value=-math.inf)
-    return g.pointwise(f"{s} where {mask}, else −∞", "binary_select", s, hidden, mask, out=f"{s} where {mask}")
-
-
-def positions(g: Builder, like: Tensor, name: str, axis: int) -> Tensor:
-    """The index of every element of ``like`` along an axis, int32."""
-    what = {2: "query", 3: "key"}[axis]
-    return g.pointwise(f"{name} = position of the {what}", "gen_index", like, out=name, dtype="int32", axis=axis)

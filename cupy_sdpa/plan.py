@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,9 +19,10 @@ from .engines import Candidate, EngineConfig, Knobs, Search, knobs_text
 from .errors import CudnnError, Unsupported
 from .graph import Graph
 from .lowering import OperationGraph
-from .patterns import backward, forward
+from .patterns import backward, forward, writes_directly
 from .problem import Problem
 from .shelf import Shelf, current
+from .spec import SIZES
 from .support import guards
 from .version import version_text
 
@@ -118,12 +118,12 @@ def plan_for(problem: Problem, target: Target, shelf: Shelf | None = None) -> Pl
     Raises:
         Unsupported: none of them runs; the message holds every reason.
     """
-    limit = problem.max_workspace
+    limit = problem.settings.max_workspace
     if not problem.backward:
         return make(forward(problem), target, limit=limit, shelf=shelf)
     needed = guards(problem, library().version, target.capability)
     if not problem.deterministic:
-        return make(backward(problem, guards=needed), target, limit=limit, shelf=shelf)
+        return make(backward(problem, writes_directly(problem), needed), target, limit=limit, shelf=shelf)
     try:
         plan = make(backward(problem, direct=True, guards=needed), target, limit=limit, shelf=shelf)
         if target.memory is None or plan.info.workspace <= target.memory:
@@ -134,6 +134,8 @@ def plan_for(problem: Problem, target: Target, shelf: Shelf | None = None) -> Pl
             f"  engine {plan.info.engine}: it needs a workspace of {plan.info.workspace} bytes, {target.memory} are free"
         )
     except Unsupported as quadratic:
+        if problem.dbias:
+            raise
         version = library().version
         if version < ORDERED_SINCE or not 90 <= target.capability < 100:
             raise Unsupported(
@@ -275,7 +277,7 @@ class Scratch:
     """Where a graph's scratch tensors lie in the workspace: behind cuDNN's own part."""
 
     def __init__(self, graph: Graph) -> None:
-        self._sizes = {t.name: _aligned(math.prod(t.shape) * 4) for t in graph.by_role("scratch")}
+        self._sizes = {t.name: _aligned(t.size * SIZES[t.dtype]) for t in graph.by_role("scratch")}
 
     def total(self, need: int) -> int:
         """Bytes of the workspace, where cuDNN needs ``need`` of them."""

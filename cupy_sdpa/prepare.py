@@ -4,42 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from .arguments import read_backward, read_forward
-from .bucket import Bucket
 from .call import Call, tuning_on
-from .problem import Problem, Window
+from .options import Options, takes_options
+from .problem import Problem
 from .report import Report
 
 if TYPE_CHECKING:  # cuDNN's rooms are entered only for CuPy arrays
     from .tuning import Tuning
 
 
+@takes_options
 def prepare(
     q: Any,
     k: Any,
     v: Any,
     *,
-    scale: float | None = None,
-    causal: bool | str = False,
-    window: Window = None,
-    seq_lens_q: Any = None,
-    seq_lens_kv: Any = None,
-    return_stats: bool = False,
+    return_stats: bool | str = False,
     backward: bool = False,
     deterministic: bool = False,
-    max_workspace: int | None = None,
-    bucket: Bucket = None,
+    return_dbias: bool = False,
+    return_dsinks: bool = False,
     autotune: bool | str = False,
+    **options: Unpack[Options],
 ) -> Prepared:
     """Plan a call now, to run it many times later on arrays of the same shapes, layouts and dtypes.
 
     Args:
-        q, k, v, scale, causal, window, seq_lens_q, seq_lens_kv, return_stats, max_workspace, bucket: as for
-            :func:`cupy_sdpa.attention`. The contents of q, k and v matter only to ``autotune``.
+        q, k, v, return_stats, options: as for :func:`cupy_sdpa.attention`. The contents of q, k and v matter only to
+            ``autotune``.
         backward: prepare :func:`cupy_sdpa.attention_backward`. Default False.
-        deterministic: as there.
+        deterministic, return_dbias, return_dsinks: as there.
         autotune: run every engine config that cuDNN's heuristics propose on these arrays, and keep the fastest, also for later
             processes. It takes about a second and waits for the GPU; with ``backward`` it runs the forward pass first.
             ``"knobs"`` also tries every setting of the engines' knobs that finalizes, which takes up to half a minute; such
@@ -58,21 +55,14 @@ def prepare(
     >>> call(q, k, v).shape
     (8, 2, 16, 1)
     """
-    options: dict[str, Any] = {
-        "scale": scale,
-        "causal": causal,
-        "window": window,
-        "seq_lens_q": seq_lens_q,
-        "seq_lens_kv": seq_lens_kv,
-        "max_workspace": max_workspace,
-        "bucket": bucket,
-    }
     if backward:
-        options["deterministic"] = deterministic
-        call = read_backward(q, k, v, **options)
+        fixed: dict[str, Any] = {
+            "deterministic": deterministic, "return_dbias": return_dbias, "return_dsinks": return_dsinks,
+        }  # fmt: skip
+        call = read_backward(q, k, v, options, **fixed)
     else:
-        options["return_stats"] = return_stats
-        call = read_forward(q, k, v, **options)
+        fixed = {"return_stats": return_stats}
+        call = read_forward(q, k, v, options, **fixed)
     report = call.explain()
     if report.reasons:
         raise report.error("\n".join(report.reasons))
@@ -82,7 +72,7 @@ def prepare(
         with tuning_on(autotune == "knobs") as found:
             call.run()
         report = call.explain()
-    return Prepared(call.problem, options, report, found[0] if found else None)
+    return Prepared(call.problem, dict(options), fixed, report, found[0] if found else None)
 
 
 class Prepared:
@@ -94,16 +84,19 @@ class Prepared:
         tuning: what ``autotune`` has measured, or None.
     """
 
-    def __init__(self, problem: Problem, options: dict[str, Any], report: Report, tuning: Tuning | None) -> None:
+    def __init__(
+        self, problem: Problem, options: dict[str, Any], fixed: dict[str, Any], report: Report, tuning: Tuning | None
+    ) -> None:
         self.problem, self.report, self.tuning = problem, report, tuning
-        self._options = options
+        self._options, self._fixed = options, fixed
 
     def __call__(self, *arrays: Any, **results: Any) -> Any:
         """Compute.
 
         Args:
             arrays: q, k and v; for the backward pass dout, q, k, v, out and stats.
-            results: arrays to write into: out and stats, or dq, dk and dv; and other lengths than those that were prepared.
+            results: arrays to write into: out and stats, or dq, dk and dv; and other values of the options than those that were
+                prepared, such as other lengths.
 
         Raises:
             ValueError: the arrays pose another problem than the one that was prepared.
@@ -117,12 +110,14 @@ class Prepared:
         computed = call.run()
         return computed[0] if len(computed) == 1 else tuple(computed)
 
-    def _read(self, arrays: tuple[Any, ...], results: dict[str, Any]) -> Call:
+    def _read(self, arrays: tuple[Any, ...], others: dict[str, Any]) -> Call:
+        results = {name: others.pop(name) for name in ("out", "stats", "dq", "dk", "dv") if name in others}
+        options = {**self._options, **others}
         if not self.problem.backward:
             q, k, v = arrays
-            return read_forward(q, k, v, **{**self._options, **results})
+            return read_forward(q, k, v, options, **self._fixed, **results)
         dout, q, k, v, out, stats = arrays
-        return read_backward(q, k, v, dout=dout, out=out, stats=stats, **{**self._options, **results})
+        return read_backward(q, k, v, options, dout=dout, out=out, stats=stats, **self._fixed, **results)
 
     def __repr__(self) -> str:
         return f"<prepared: {self.problem}>"

@@ -1,92 +1,61 @@
-"""What is asked: the shapes, layouts and options of one attention call, validated, frozen and hashable.
+"""What is asked: the shapes, layouts and options of one attention call, frozen and hashable.
 
 A problem knows no device and no pointer. It holds everything that is baked into a plan and nothing else, so it is the
-key of the plan cache. Equal calls get the very same object (:func:`problem` is cached), so a look-up compares by identity.
+key of the plan cache. Equal calls get the very same object (:func:`cupy_sdpa.posing.pose` is cached), so a look-up compares
+by identity.
 
 The legend of every shape: D head dim of q and k, Dv head dim of v, Hq query heads, Hkv key/value heads (Hq a multiple of
-Hkv), Sq, Skv lengths, B batch.
+Hkv), Sq, Skv lengths, B batch; Tq, Tkv the lengths of all packed sequences together.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-#: Bytes of an element, for every dtype that q, k and v may have.
-ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+from .band import Band
+from .spec import SIZES, TensorSpec
 
-#: The same, and of the dtypes of other arrays.
-SIZES = ITEMSIZE | {"int32": 4}
+#: The arrays of lengths, and those of the places where packed sequences begin, by their names.
+LENGTHS = ("seq_lens_q", "seq_lens_kv")
+STARTS = ("cu_seqlens_q", "cu_seqlens_kv")
+#: The arrays that have a position of a query in every row, and those that have one of a key.
+OF_QUERIES = ("q", "out", "stats", "max", "sum_exp", "dout", "dq")
+OF_KEYS = ("k", "v", "dk", "dv")
+#: The arrays whose axes are those of the scores, ``(Skv, Sq, Hq, B)``, each of them full or 1.
+OF_SCORES = ("bias", "mask", "dropout_mask", "dbias", "kept")
+#: What the forward pass gives beside its output: one number a row.
+PER_ROW = ("stats", "max", "sum_exp")
 
-#: An array's (dtype name, shape, strides in bytes, alignment of its memory in bytes): all that a problem takes from it.
-Signature = tuple[str, tuple[int, ...], tuple[int, ...], int]
 
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """An array as the caller holds it.
+class Settings(NamedTuple):
+    """What of a call's options is baked into its plan, beside its arrays.
 
     Attributes:
-        name: the argument's name.
-        dtype: numpy's name of it.
-        shape: as the caller sees it, ``(head_dim, heads, seq, batch)`` or ``(seq, heads, batch)``.
-        strides: in bytes. An axis of length 1 gets the stride that it would have in dense memory.
-        alignment: of the first element, in bytes, at most 16.
+        band: which keys a query sees, by their distance from the diagonal; None for all.
+        positive_scale: whether the scale is a positive normal number; its value is no part of the problem.
+        softcap: whether scores are capped; the value of the cap is no part of the problem.
+        dropout: the probability with which a weight is dropped.
+        max_seqlen_q, max_seqlen_kv: the lengths of the longest packed sequences.
+        deterministic: whether the result is to be the same, bit for bit, in every run.
+        max_workspace: bytes that cuDNN may use beside the arrays; None for no limit.
     """
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    alignment: int
-
-    def __str__(self) -> str:
-        text = f"{self.name} {self.shape} {self.dtype}"
-        dense = dense_strides(self.shape, SIZES[self.dtype])
-        return text if self.strides == dense else f"{text} strides {self.strides} bytes"
+    band: Band | None = None
+    positive_scale: bool = True
+    softcap: bool = False
+    dropout: float = 0.0
+    max_seqlen_q: int | None = None
+    max_seqlen_kv: int | None = None
+    deterministic: bool = False
+    max_workspace: int | None = None
 
 
-#: What ``window=`` takes: keys before and behind the diagonal, None for no bound; and, if wanted, which diagonal.
-Window = tuple[int | None, int | None] | tuple[int | None, int | None, str] | None
-
-#: The arrays of lengths, by their names.
-LENGTHS = ("seq_lens_q", "seq_lens_kv")
-
-
-class Band(NamedTuple):
-    """Which keys a query sees: those from ``left`` before the diagonal to ``right`` behind it, inclusive; None is unbounded.
-
-    The diagonal goes through the first query and the first key, or (bottom right) through the last ones.
-    """
-
-    left: int | None = None
-    right: int | None = None
-    bottom_right: bool = False
-
-    def within(self, queries: int, keys: int, *, lengths: bool) -> Band | None:
-        """The same on so many queries and keys, in its simplest form; None where every query sees every key.
-
-        >>> Band(right=0, bottom_right=True).within(1, 100, lengths=False)        # a single query that sees every key
-        >>> Band(left=5, right=500, bottom_right=True).within(100, 100, lengths=False)
-        Band(left=5, right=None, bottom_right=False)
-        """
-        left, right, bottom_right = self
-        if right is not None and right >= (queries if bottom_right else keys) - 1:
-            right = None
-        if left is not None and left >= (keys if bottom_right else queries) - 1:
-            left = None
-        if left is None and right is None:
-            return None
-        return Band(left, right, bottom_right and (lengths or queries != keys))
-
-    def __str__(self) -> str:
-        corner = "bottom right" if self.bottom_right else "top left"
-        if self.left is None and self.right == 0:
-            return f"causal from the {corner}"
-        sides = ("all" if side is None else side for side in (self.left, self.right))
-        return "window of {} keys before and {} behind the diagonal from the {}".format(*sides, corner)
+#: No option at all.
+PLAIN = Settings()
 
 
 @dataclass(frozen=True)
@@ -94,40 +63,55 @@ class Problem:
     """One attention problem.
 
     Attributes:
-        q: ``(D, Hq, Sq, B)``.
+        q: ``(D, Hq, Sq, B)``; of packed sequences ``(D, Hq, Tq)``, and all that follows in the same way.
         k: ``(D, Hkv, Skv, B)``.
         v: ``(Dv, Hkv, Skv, B)``.
         out: ``(Dv, Hq, Sq, B)``.
-        stats: ``(Sq, Hq, B)``, or None where nobody asked for the log-sum-exp.
-        band: which keys a query sees, by their distance from the diagonal; None for all.
-        positive_scale: whether the scale is a positive normal number; its value is no part of the problem.
+        settings: the options.
+        stats: ``(Sq, Hq, B)``, or None where nobody asked for the log-sum-exp; packed ``(Hq, Tq)``.
+        max, sum_exp: of stats' shape, what the log-sum-exp is made of; None where nobody asked for them.
         dout: ``(Dv, Hq, Sq, B)``, the gradient of out; None for the forward pass. Then out and stats are inputs.
         dq, dk, dv: the gradients of q, k and v, of their shapes.
-        deterministic: whether the result is to be the same, bit for bit, in every run.
-        max_workspace: bytes that cuDNN may use beside the arrays; None for no limit.
+        dbias, dsinks: the gradients of bias and sinks, of their shapes, where asked for.
+        kept: ``(Skv, Sq, Hq, B)`` float32, which weights dropout keeps, where the forward pass is to tell.
         seq_lens_q, seq_lens_kv: ``(B,)`` int32, how many queries and keys every batch entry has; None where it has all.
+        cu_seqlens_q, cu_seqlens_kv: ``(B+1,)``, where packed sequences begin; None where they are not packed.
+        bias, mask: ``(Skv, Sq, Hq, B)``, every axis may be 1: what is added to the scores, and which of them count.
+        alibi_slopes, sinks: ``(Hq,)`` float32.
+        seed, offset: ``(1,)`` int64, of the random numbers of dropout.
+        dropout_mask: ``(Skv, Sq, Hq, B)``, which weights are kept, where the caller says so.
     """
 
     q: TensorSpec
     k: TensorSpec
     v: TensorSpec
     out: TensorSpec
+    settings: Settings = PLAIN
     stats: TensorSpec | None = None
-    band: Band | None = None
-    positive_scale: bool = True
+    max: TensorSpec | None = None
+    sum_exp: TensorSpec | None = None
     dout: TensorSpec | None = None
     dq: TensorSpec | None = None
     dk: TensorSpec | None = None
     dv: TensorSpec | None = None
-    deterministic: bool = False
-    max_workspace: int | None = None
+    dbias: TensorSpec | None = None
+    dsinks: TensorSpec | None = None
+    kept: TensorSpec | None = None
     seq_lens_q: TensorSpec | None = None
     seq_lens_kv: TensorSpec | None = None
+    cu_seqlens_q: TensorSpec | None = None
+    cu_seqlens_kv: TensorSpec | None = None
+    bias: TensorSpec | None = None
+    mask: TensorSpec | None = None
+    alibi_slopes: TensorSpec | None = None
+    sinks: TensorSpec | None = None
+    seed: TensorSpec | None = None
+    offset: TensorSpec | None = None
+    dropout_mask: TensorSpec | None = None
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        what = (*self.tensors, self.band, self.deterministic, self.max_workspace)
-        object.__setattr__(self, "_hash", hash(what))
+        object.__setattr__(self, "_hash", hash((*self.tensors, self.settings)))
 
     def __hash__(self) -> int:
         return self._hash
@@ -136,11 +120,20 @@ class Problem:
         # Made anew in another process: the kept hash is this one's.
         return Problem, tuple(getattr(self, f.name) for f in dataclasses.fields(self) if f.init)
 
-    @property
+    @functools.cached_property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """Every array that the call reads or writes."""
+        every = (getattr(self, f.name, None) for f in dataclasses.fields(self))
+        return tuple(spec for spec in every if isinstance(spec, TensorSpec))
+
+    @functools.cached_property
     def sizes(self) -> tuple[int, int, int, int, int, int, int]:
-        """``(D, Dv, Hq, Hkv, Sq, Skv, B)``."""
-        (d, hq, sq, b), (dv, hkv, skv, _) = self.q.shape, self.v.shape
-        return d, dv, hq, hkv, sq, skv, b
+        """``(D, Dv, Hq, Hkv, Sq, Skv, B)``; of packed sequences the longest lengths, and how many there are."""
+        (d, hq, *queries), (dv, hkv, *keys) = self.q.shape, self.v.shape
+        sq, skv, b = self.settings.max_seqlen_q, self.settings.max_seqlen_kv, 0
+        if self.cu_seqlens_q and sq is not None and skv is not None:
+            return d, dv, hq, hkv, sq, skv, max(self.cu_seqlens_q.shape[0] - 1, b)
+        return d, dv, hq, hkv, queries[0], keys[0], queries[1]
 
     @property
     def dtype(self) -> str:
@@ -148,11 +141,14 @@ class Problem:
         return self.q.dtype
 
     @property
-    def tensors(self) -> tuple[TensorSpec, ...]:
-        """Every array that the call reads or writes."""
-        arrays = (self.q, self.k, self.v, self.out, self.stats, self.dout, self.dq, self.dk, self.dv)
-        every = (*arrays, self.seq_lens_q, self.seq_lens_kv)
-        return tuple(spec for spec in every if spec is not None)
+    def band(self) -> Band | None:
+        """Which keys a query sees, by their distance from the diagonal; None for all."""
+        return self.settings.band
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether the result is to be the same, bit for bit, in every run."""
+        return self.settings.deterministic
 
     @property
     def backward(self) -> bool:
@@ -160,9 +156,22 @@ class Problem:
         return self.dout is not None
 
     @property
+    def packed(self) -> bool:
+        """Whether sequences lie behind one another, without padding."""
+        return self.cu_seqlens_q is not None
+
+    @property
+    def ragged(self) -> bool:
+        """Whether every batch entry has lengths of its own."""
+        return self.seq_lens_q is not None or self.packed
+
+    @property
     def results(self) -> tuple[TensorSpec, ...]:
         """The arrays that the call writes."""
-        every = (self.dq, self.dk, self.dv) if self.backward else (self.out, self.stats)
+        if self.backward:
+            every = (self.dq, self.dk, self.dv, self.dbias, self.dsinks)
+        else:
+            every = (self.out, self.stats, self.max, self.sum_exp, self.kept)
         return tuple(spec for spec in every if spec is not None)
 
     @functools.cached_property
@@ -177,192 +186,35 @@ class Problem:
     @property
     def trivial(self) -> bool:
         """Whether there is nothing to compute: out has no element, or there is no key to see."""
-        return 0 in self.out.shape or self.k.shape[2] == 0
+        *_, sq, skv, b = self.sizes
+        return 0 in self.out.shape or 0 in (sq, self.k.shape[2], skv, b)
 
     def __str__(self) -> str:
         d, dv, hq, hkv, sq, skv, b = self.sizes
         group = "" if hq == hkv else f" ({'MQA' if hkv == 1 else 'GQA'}, {hq // hkv} query heads a key head)"
         dims = f"head dim {d}" if d == dv else f"head dim {d} (values {dv})"
-        mask = str(self.band or "no mask")
-        most = "at most " if self.seq_lens_q else ""
+        most = "at most " if self.ragged else ""
+        batch = f"{b} packed sequences" if self.packed else f"batch {b}"
         kind = f"{'deterministic ' * self.deterministic}backward" if self.backward else "forward"
-        also = ", with log-sum-exp" if self.stats and not self.backward else ""
         return (
-            f"{kind} attention, {self.dtype}: batch {b}, {hq} query and {hkv} key/value heads{group}, "
-            f"{most}{sq} queries, {most}{skv} keys, {dims}, {mask}{also}"
+            f"{kind} attention, {self.dtype}: {batch}, {hq} query and {hkv} key/value heads{group}, "
+            f"{most}{sq} queries, {most}{skv} keys, {dims}, {', '.join(self._also())}"
         )
 
-
-def dense_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """The strides in bytes of a dense array in Fortran order: the first axis is contiguous."""
-    strides, step = [], itemsize
-    for length in shape:
-        strides.append(step)
-        step *= max(length, 1)
-    return tuple(strides)
-
-
-def dense_spec(name: str, dtype: str, shape: tuple[int, ...]) -> TensorSpec:
-    """A dense array in Fortran order, as one that is made for a call."""
-    return TensorSpec(name, dtype, shape, dense_strides(shape, SIZES[dtype]), 16)
-
-
-def _spec(name: str, signature: Signature) -> TensorSpec:
-    dtype, shape, strides, alignment = signature
-    normal = list(strides)
-    for axis, length in enumerate(shape):
-        if length == 1:  # no step is ever taken along it: numpy, CuPy and DLPack put anything here, 0 too
-            normal[axis] = normal[axis - 1] * max(shape[axis - 1], 1) if axis else SIZES.get(dtype, 1)
-    return TensorSpec(name, dtype, shape, tuple(normal), alignment)
+    def _also(self) -> Iterator[str]:
+        """The masks and variants, in words."""
+        yield str(self.band or ("a mask" if self.mask else "no mask"))
+        if self.band and self.mask:
+            yield "a mask"
+        words = {
+            "softcap": self.settings.softcap, "ALiBi": self.alibi_slopes, "a bias": self.bias, "sinks": self.sinks,
+            f"dropout {self.settings.dropout:g}": self.settings.dropout,
+            "with log-sum-exp": self.stats and not self.backward, "with maximum and sum": self.max,
+            "with the bias's gradient": self.dbias, "with the sinks' gradient": self.dsinks,
+        }  # fmt: skip
+        yield from (word for word, there in words.items() if there)
 
 
-def _spec_or_dense(name: str, signature: Signature | None, dtype: str, shape: tuple[int, ...]) -> TensorSpec:
-    """The array that the caller gives, or the one that will be made where none is given."""
-    if signature:
-        return _spec(name, signature)
-    return dense_spec(name, dtype, shape)
-
-
-@functools.lru_cache(maxsize=4096)
-def problem(
-    q: Signature,
-    k: Signature,
-    v: Signature,
-    out: Signature | None = None,
-    stats: Signature | None = None,
-    want_stats: bool = False,
-    band: Band | None = None,
-    positive_scale: bool = True,
-    max_workspace: int | None = None,
-    seq_lens_q: Signature | None = None,
-    seq_lens_kv: Signature | None = None,
-) -> Problem:
-    """The problem that these arrays and options pose; an output that is not given is dense, in Fortran order.
-
-    Args:
-        q, k, v: what the inputs look like.
-        out, stats: what the caller's own outputs look like, or None.
-        want_stats: whether the log-sum-exp is asked for.
-        band: which keys a query sees.
-        positive_scale: whether the scale is a positive normal number.
-        max_workspace: bytes that cuDNN may use beside the arrays.
-        seq_lens_q, seq_lens_kv: what the arrays of lengths look like; both, or neither.
-
-    Raises:
-        TypeError: a dtype that attention does not take, or dtypes that differ.
-        ValueError: shapes that do not fit.
-    """
-    specs = [_spec(name, signature) for name, signature in (("q", q), ("k", k), ("v", v))]
-    for spec in specs:
-        if len(spec.shape) != 4:
-            raise ValueError(
-                f"{spec.name} has {len(spec.shape)} dimensions {spec.shape}; it needs 4: (head_dim, heads, seq, batch). "
-                f"For a single sequence add a batch axis: {spec.name}[..., None]"
-            )
-        if spec.dtype not in ITEMSIZE:
-            raise TypeError(f"{spec.name} is {spec.dtype}; attention takes {', '.join(ITEMSIZE)}: convert with .astype(...)")
-        if spec.dtype != specs[0].dtype:
-            raise TypeError(f"{spec.name} is {spec.dtype} and q is {specs[0].dtype}: convert one, so that all have one dtype")
-    sq_, sk_, sv_ = specs
-    _equal("head dims (axis 0)", sq_, sk_, 0)
-    _equal("batch sizes (axis 3)", sq_, sk_, 3)
-    _equal("batch sizes (axis 3)", sq_, sv_, 3)
-    _equal("numbers of heads (axis 1)", sk_, sv_, 1)
-    _equal("lengths (axis 2)", sk_, sv_, 2)
-    (d, hq, n, b), (dv, hkv, _, _) = sq_.shape, sv_.shape
-    if d == 0:
-        raise ValueError(f"q {sq_.shape} has head dim 0; the first axis is head_dim")
-    if (hq % hkv) if hkv else hq:
-        raise ValueError(
-            f"q has {hq} heads and k, v have {hkv}: {hq} must be a multiple of {hkv} "
-            f"(grouped queries: each key/value head serves {hq}/{hkv} query heads); shapes are (head_dim, heads, seq, batch)"
-        )
-    out_shape, stats_shape = (dv, hq, n, b), (n, hq, b)
-    out_spec = _spec_or_dense("out", out, sq_.dtype, out_shape)
-    _result(out_spec, out_shape, sq_.dtype, "(Dv, Hq, Sq, B), the dtype of q")
-    stats_spec = None
-    if want_stats or stats:
-        stats_spec = _spec_or_dense("stats", stats, "float32", stats_shape)
-        _result(stats_spec, stats_shape, "float32", "(Sq, Hq, B)")
-    lengths = []
-    for name, signature in (("seq_lens_q", seq_lens_q), ("seq_lens_kv", seq_lens_kv)):
-        if signature is not None:
-            lengths.append(_spec(name, signature))
-            _belongs(lengths[-1], (b,), "int32", "(B,)")
-    band = band and band.within(n, sk_.shape[2], lengths=bool(lengths))
-    return Problem(
-        sq_, sk_, sv_, out_spec, stats_spec, band, positive_scale, max_workspace=max_workspace,
-        seq_lens_q=lengths[0] if lengths else None, seq_lens_kv=lengths[1] if lengths else None,
-    )  # fmt: skip
-
-
-@functools.lru_cache(maxsize=4096)
-def gradient_problem(
-    q: Signature,
-    k: Signature,
-    v: Signature,
-    dout: Signature | None = None,
-    out: Signature | None = None,
-    stats: Signature | None = None,
-    dq: Signature | None = None,
-    dk: Signature | None = None,
-    dv: Signature | None = None,
-    band: Band | None = None,
-    positive_scale: bool = True,
-    deterministic: bool = False,
-    max_workspace: int | None = None,
-    seq_lens_q: Signature | None = None,
-    seq_lens_kv: Signature | None = None,
-) -> Problem:
-    """The problem of the gradients of :func:`problem`; what is not given is dense, in Fortran order.
-
-    Raises:
-        TypeError, ValueError: as :func:`problem`, and for what does not belong to q, k and v.
-    """
-    asked = problem(q, k, v, None, None, True, band, positive_scale, max_workspace, seq_lens_q, seq_lens_kv)
-    assert asked.stats
-    inputs = []
-    for name, signature, like, legend in (
-        ("dout", dout, asked.out, "(Dv, Hq, Sq, B), the dtype of q"),
-        ("out", out, asked.out, "(Dv, Hq, Sq, B), the dtype of q"),
-        ("stats", stats, asked.stats, "(Sq, Hq, B)"),
-    ):
-        spec = _spec_or_dense(name, signature, like.dtype, like.shape)
-        _belongs(spec, like.shape, like.dtype, legend)
-        inputs.append(spec)
-    gradients = []
-    for name, signature, of in (("dq", dq, asked.q), ("dk", dk, asked.k), ("dv", dv, asked.v)):
-        spec = _spec_or_dense(name, signature, of.dtype, of.shape)
-        _result(spec, of.shape, of.dtype, f"that of {of.name}, and its dtype")
-        gradients.append(spec)
-    d_out, given_out, given_stats = inputs
-    d_q, d_k, d_v = gradients
-    return dataclasses.replace(
-        asked, out=given_out, stats=given_stats, dout=d_out, dq=d_q, dk=d_k, dv=d_v, deterministic=deterministic
-    )
-
-
-def _equal(what: str, one: TensorSpec, other: TensorSpec, axis: int) -> None:
-    if one.shape[axis] != other.shape[axis]:
-        raise ValueError(
-            f"the {what} of {one.name} and {other.name} differ, {one.shape[axis]} and {other.shape[axis]}: "
-            f"{one.name} is {one.shape}, {other.name} is {other.shape}; shapes are (head_dim, heads, seq, batch). "
-            "Arrays in C order (batch, seq, heads, head_dim) are passed as x.T"
-        )
-
-
-def _belongs(spec: TensorSpec, shape: tuple[int, ...], dtype: str, legend: str) -> None:
-    if spec.dtype != dtype:
-        raise TypeError(f"{spec.name} is {spec.dtype}; it must be {dtype}: convert with .astype, or make it anew")
-    if spec.shape != shape:
-        raise ValueError(f"{spec.name} has shape {spec.shape}; it must be {shape}, {legend}")
-
-
-def _result(spec: TensorSpec, shape: tuple[int, ...], dtype: str, legend: str) -> None:
-    _belongs(spec, shape, dtype, legend)
-    reach = ITEMSIZE[dtype]  # bytes from the first element to the end of what the axes so far cover
-    axes = zip(map(abs, spec.strides), spec.shape, strict=True)
-    for step, length in sorted((step, length) for step, length in axes if length > 1):
-        if step < reach and 0 not in spec.shape:
-            raise ValueError(f"{spec.name} has strides {spec.strides} bytes: its elements share memory; pass a dense array")
-        reach = step * (length - 1) + reach
+def has_diagonal(problem: Problem) -> bool:
+    """Whether slopes go by a diagonal that every batch entry has of its own."""
+    return problem.alibi_slopes is not None and problem.ragged and problem.band is not None and problem.band.bottom_right

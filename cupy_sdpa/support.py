@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from .errors import Unsupported
 from .graph import Graph, Matmul, Pointwise
-from .problem import SIZES, Problem, TensorSpec
+from .problem import OF_KEYS, OF_QUERIES, PER_ROW, STARTS, Problem
+from .spec import SIZES, TensorSpec, dense_strides
 from .version import MINIMUM_CUDNN, RELEASES, version_text
 
 #: The oldest GPU generation with cuDNN's flash attention (Ampere), as major * 10 + minor.
@@ -174,7 +175,7 @@ def _aligned_strides(problem: Problem, cudnn: int, capability: int) -> Iterator[
 
 def _aligned_memory(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     for spec in problem.tensors:
-        if spec.alignment < 16:
+        if spec.alignment < 16 and not spec.dtype.startswith("int"):
             yield (
                 f"{spec.name} begins at an address that is a multiple of {spec.alignment} bytes, cuDNN's kernels need 16: "
                 f"copy it with {spec.name}.copy(order='F')"
@@ -182,11 +183,11 @@ def _aligned_memory(problem: Problem, cudnn: int, capability: int) -> Iterator[s
 
 
 def _dense_stats(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
-    if problem.stats:
-        sq, hq, _ = problem.stats.shape
-        dense = (4, 4 * sq, 4 * sq * hq)
-        if problem.stats.strides != dense:
-            yield f"stats has strides {problem.stats.strides} bytes, cuDNN needs {dense}: use cupy.empty(..., order='F')"
+    large = {*OF_QUERIES, *OF_KEYS, *STARTS} - set(PER_ROW)
+    for spec in problem.tensors:
+        if spec.name not in large and not spec.dense:
+            dense = dense_strides(spec.shape, SIZES[spec.dtype])
+            yield f"{spec.name} has strides {spec.strides} bytes, cuDNN needs {dense}: use cupy.empty(..., order='F')"
 
 
 def _grid(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
@@ -216,8 +217,27 @@ def _deterministic(problem: Problem, cudnn: int, capability: int) -> Iterator[st
         yield f"deterministic gradients are not to be had on compute capability {capability / 10}: leave deterministic=True out"
 
 
+def _bias_dtype(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    if problem.bias and problem.bias.dtype == "float64":
+        yield "bias is float64; cuDNN adds float16, bfloat16 and float32: convert with bias.astype('float32')"
+
+
+def _own_dropout(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    if problem.dropout_mask:
+        yield "dropout_mask is given; on the GPU dropout draws its own: give seed and offset, or pass numpy arrays"
+
+
+def _packed_gradients(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    if problem.backward and problem.packed and not 90 <= capability < 120:
+        yield (
+            f"gradients of packed sequences are not to be had on compute capability {capability / 10}, whose kernel reads the "
+            "log-sum-exp of padded arrays only: pad them, and give seq_lens_q and seq_lens_kv"
+        )
+
+
 def _arrays(problem: Problem) -> tuple[TensorSpec, ...]:
-    return tuple(spec for spec in problem.tensors if spec is not problem.stats)
+    """The large arrays, which tensor cores read and write in blocks."""
+    return tuple(spec for spec in problem.tensors if spec.name in OF_QUERIES + OF_KEYS and spec.name not in PER_ROW)
 
 
 _FRONTEND = "https://github.com/NVIDIA/cudnn-frontend"
@@ -235,11 +255,16 @@ RULES: tuple[Rule, ...] = (
     Rule("stride-alignment", "Strides that are multiples of 16 bytes; others are silently wrong or fault.", ValueError,
          _aligned_strides, _FRONTEND),
     Rule("memory-alignment", "Memory aligned to 16 bytes.", ValueError, _aligned_memory, _FRONTEND),
-    Rule("dense-stats", "stats dense in Fortran order; other strides are written as if dense.", ValueError, _dense_stats,
+    Rule("dense-stats", "stats, bias and all other small arrays dense in Fortran order; other strides are written as if "
+         "dense.", ValueError, _dense_stats,
          "https://github.com/JuliaGPU/CUDA.jl/pull/3238"),
     Rule("grid", "At most 65535 batch entries and query heads.", Unsupported, _grid, _PYTORCH),
     Rule("backward-head-dim", "Gradients: head dims up to 256 on Hopper, 128 on Ampere, Ada and SM 12.x; on SM 10.x 128, and "
          "192 with 128 for v, and 256 from 9.23 on.", Unsupported, _backward_head_dim, _FRONTEND),
+    Rule("bias-dtype", "A bias of 16 or 32 bits.", TypeError, _bias_dtype),
+    Rule("dropout-mask", "Dropout by random numbers only.", Unsupported, _own_dropout),
+    Rule("packed-gradients", "Gradients of packed sequences: on Hopper and SM 10.x.", Unsupported, _packed_gradients,
+         _FRONTEND),
     Rule("deterministic", "Deterministic gradients: not on SM 12.x.", Unsupported, _deterministic,
          "https://github.com/NVIDIA/TransformerEngine"),
 )  # fmt: skip
@@ -278,12 +303,13 @@ class Bug:
 
 
 def _one_query(problem: Problem) -> bool:
-    return problem.q.shape[2] == 1
+    *_, sq, _, _ = problem.sizes
+    return sq == 1
 
 
 def _unbounded(problem: Problem) -> bool:
     """Whether the last queries see the last keys for all that is known: no causal mask, and no lengths of the caller's."""
-    return problem.seq_lens_q is None and (problem.band is None or problem.band.right is None)
+    return not problem.ragged and (problem.band is None or problem.band.right is None)
 
 
 #: Newer than every cuDNN there is: a bug that no version has been seen without.
@@ -301,7 +327,7 @@ BUGS: tuple[Bug, ...] = (
         for first, last in ((91900, 92400), (92402, 92500))
     ),
     Bug("backward-one-row", 92600, _OPEN, range(80, 130),
-        lambda p: p.backward and _one_query(p) and p.q.shape[1] == 1 and p.q.shape[3] == 1,
+        lambda p: p.backward and _one_query(p) and p.sizes[2] == p.sizes[6] == 1,
         "gradients of one query, one head and one batch entry", "planning is a segmentation fault", _REFUSE,
         "give the batch twice", f"{_FRONTEND}/issues/1071"),
     Bug("backward-key-tail", 91900, 92501, range(90, 100),
@@ -312,7 +338,7 @@ BUGS: tuple[Bug, ...] = (
         lambda p: p.backward and _unbounded(p) and _one_query(p) and p.k.shape[2] % 64 == 0,
         "gradients without a mask of one query, a number of keys that 64 divides, a log-sum-exp below -88.7",
         "dk and dv are NaN", frozenset({"queries"}), "", f"{_FRONTEND}/issues/1072"),
-    Bug("backward-scale", 91900, _OPEN, range(90, 100), lambda p: p.backward and not p.positive_scale,
+    Bug("backward-scale", 91900, _OPEN, range(90, 100), lambda p: p.backward and not p.settings.positive_scale,
         "gradients with a scale of 0 or below and lengths that 64 does not divide",
         "all gradients are NaN", frozenset({"keys", "queries"}), "", "docs/design.md"),
 )  # fmt: skip

@@ -121,7 +121,7 @@ def tune(
     others: list[_Entry] = []
     trials: list[Trial] = []
     try:
-        limit = gpu.free_memory() if problem.max_workspace is None else problem.max_workspace
+        limit = gpu.free_memory() if problem.settings.max_workspace is None else problem.settings.max_workspace
         with searching(plan.info.graph, plan.target, limit) as (search, uids):
             for count, (candidate, proposed) in enumerate(_candidates(search, plan, knobs), 1):
                 other = Plan(

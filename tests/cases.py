@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 import ml_dtypes
 import numpy as np
 
+import cupy_sdpa
 from cupy_sdpa import arguments
-from cupy_sdpa.problem import ITEMSIZE, dense_strides, gradient_problem, problem
 
 DTYPES = {
     "float16": np.dtype("float16"),
@@ -18,7 +18,11 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Case:
-    """One forward problem; shapes in the legend's letters."""
+    """One problem; shapes in the legend's letters.
+
+    ``mask`` and ``bias`` name the axes that are full, of ``kqhb``; "-" for none of them. ``packed`` puts the sequences of
+    ``seq_lens_q`` and ``seq_lens_kv`` behind one another, and ``tail`` positions behind the last, which belong to none.
+    """
 
     name: str
     d: int = 64
@@ -33,7 +37,16 @@ class Case:
     window: tuple | None = None
     seq_lens_q: tuple | None = None
     seq_lens_kv: tuple | None = None
-    stats: bool = True
+    packed: bool = False
+    tail: int = 0
+    mask: str = ""
+    bias: str = ""
+    bias_dtype: str | None = None
+    alibi: bool = False
+    softcap: float | None = None
+    sinks: bool = False
+    dropout: float = 0.0
+    stats: bool | str = True
     scale: float | None = None
     layout: str = "fortran"
 
@@ -45,10 +58,18 @@ class Case:
         return replace(self, dtype=dtype)
 
     @property
+    def totals(self):
+        """How many positions q and k have, of packed sequences together."""
+        if self.packed:
+            return sum(self.seq_lens_q) + self.tail, sum(self.seq_lens_kv) + self.tail
+        return self.sq, self.skv or self.sq
+
+    @property
     def shapes(self):
         """Of q, k and v."""
-        skv, dv = self.skv or self.sq, self.dv or self.d
-        return (self.d, self.hq, self.sq, self.b), (self.d, self.hkv, skv, self.b), (dv, self.hkv, skv, self.b)
+        (tq, tkv), dv = self.totals, self.dv or self.d
+        batch = () if self.packed else (self.b,)
+        return (self.d, self.hq, tq, *batch), (self.d, self.hkv, tkv, *batch), (dv, self.hkv, tkv, *batch)
 
     @property
     def tau(self):
@@ -56,51 +77,82 @@ class Case:
         return 1 / np.sqrt(self.d) if self.scale is None else self.scale
 
     @property
-    def band(self):
-        """The band that the options ask for."""
-        return arguments._band(self.causal, self.window)
+    def longest(self):
+        """The lengths of the scores' axes."""
+        return (max(self.seq_lens_q), max(self.seq_lens_kv)) if self.packed else (self.sq, self.skv or self.sq)
+
+    def rng(self, seed):
+        """Random numbers of this case's own."""
+        return np.random.default_rng([seed, *self.name.encode()])
+
+    def axes(self, full):
+        """The shape of an array of which only some of the axes ``kqhb`` are full."""
+        sq, skv = self.longest
+        sizes = {"k": skv, "q": sq, "h": self.hq, "b": self.b}
+        return tuple(sizes[axis] if axis in full else 1 for axis in "kqhb")
+
+    def options(self, xp=np, dropout_mask=None):
+        """The options of a call, with arrays for numpy or CuPy; a mask of dropout takes the place of its seed."""
+        options = {"scale": self.scale, "causal": self.causal, "window": self.window, "softcap": self.softcap}
+        arrays = {}
+        lengths = {"q": self.seq_lens_q, "kv": self.seq_lens_kv}
+        for side, of in lengths.items():
+            if self.packed:
+                arrays[f"cu_seqlens_{side}"] = np.cumsum([0, *of], dtype=np.int32)
+                options[f"max_seqlen_{side}"] = max(of)
+            elif of:
+                arrays[f"seq_lens_{side}"] = np.array(of, np.int32)
+        if self.mask:
+            arrays["mask"] = np.asfortranarray(self.rng(2).random(self.axes(self.mask)) < 0.7)
+        if self.bias:
+            kind = DTYPES[self.bias_dtype or self.dtype]
+            arrays["bias"] = np.asfortranarray(self.rng(3).standard_normal(self.axes(self.bias)).astype(kind))
+        if self.alibi:
+            arrays["alibi_slopes"] = cupy_sdpa.alibi_slopes(self.hq)
+        if self.sinks:
+            arrays["sinks"] = self.rng(4).standard_normal(self.hq).astype(np.float32)
+        if self.dropout:
+            options["dropout_p"] = self.dropout
+            if dropout_mask is not None:
+                options["dropout_mask"] = dropout_mask
+            else:
+                options |= {"seed": 1234, "offset": 5}
+        return options | {name: xp.asarray(array) for name, array in arrays.items()}
+
+    def added(self, options):
+        """The size of what is added to the scores, one way or another."""
+        bias, slopes = (np.abs(options[name]).max() if name in options else 0.0 for name in ("bias", "alibi_slopes"))
+        return float(bias) + (self.softcap or 0.0) + slopes * max(self.longest)
+
+    def kept(self):
+        """A random mask of dropout."""
+        sq, skv = self.longest
+        return np.asfortranarray(self.rng(5).random((skv, sq, self.hq, self.b)) >= self.dropout) if self.dropout else None
 
     @property
-    def lengths(self):
-        """The signatures of the arrays of lengths, or None twice."""
-        given = self.seq_lens_q or self.seq_lens_kv
-        return (("int32", (self.b,), (4,), 16),) * 2 if given else (None, None)
+    def gradients(self):
+        """The options that ask for every gradient that there is."""
+        return {"return_dbias": bool(self.bias), "return_dsinks": self.sinks}
 
-    def mask(self, xp=np):
-        """The options that say which keys a query sees, for numpy or CuPy."""
-        options = {"causal": self.causal}
-        for name in ("window", "seq_lens_q", "seq_lens_kv"):
-            if (value := getattr(self, name)) is not None:
-                options[name] = value if name == "window" else xp.asarray(np.array(value, np.int32))
-        return options
+    def problem(self, **options):
+        """The problem of arrays in dense Fortran order, as cuDNN gets it."""
+        options = self.options() | options
+        return arguments.read_shapes(*self.shapes, options, dtype=self.dtype, return_stats=self.stats)
 
-    def length_arrays(self):
-        """The arrays of lengths that the graph reads, by name; empty where none are given."""
-        if self.lengths == (None, None):
-            return {}
-        full = {"seq_lens_q": self.sq, "seq_lens_kv": self.skv or self.sq}
-        return {name: np.array(getattr(self, name) or (most,) * self.b, np.int32) for name, most in full.items()}
-
-    def problem(self):
-        """The problem of arrays in dense Fortran order."""
-        q, k, v = ((self.dtype, shape, dense_strides(shape, ITEMSIZE[self.dtype]), 16) for shape in self.shapes)
-        return problem(q, k, v, None, None, self.stats, self.band, self.tau > 0, None, *self.lengths)
-
-    def gradient_problem(self, **options):
-        """The problem of the gradients, of arrays in dense Fortran order."""
-        q, k, v = ((self.dtype, shape, dense_strides(shape, ITEMSIZE[self.dtype]), 16) for shape in self.shapes)
-        options["seq_lens_q"], options["seq_lens_kv"] = self.lengths
-        return gradient_problem(q, k, v, band=self.band, positive_scale=self.tau > 0, **options)
+    def gradient_problem(self, deterministic=False, **options):
+        """The problem of the gradients, of arrays in dense Fortran order, as cuDNN gets it."""
+        options = self.options() | options
+        more = {"backward": True, "deterministic": deterministic, **self.gradients}
+        return arguments.read_shapes(*self.shapes, options, dtype=self.dtype, **more)
 
     def dout(self):
         """A random gradient of the output, dense in Fortran order."""
-        rng = np.random.default_rng([7, *self.name.encode()])
-        shape = (self.dv or self.d, self.hq, self.sq, self.b)
-        return np.asfortranarray(rng.standard_normal(shape).astype(DTYPES[self.dtype]))
+        shape = (self.dv or self.d, *self.shapes[0][1:])
+        return np.asfortranarray(self.rng(7).standard_normal(shape).astype(DTYPES[self.dtype]))
 
     def arrays(self, seed=0):
         """Random q, k and v, dense in Fortran order."""
-        rng = np.random.default_rng([seed, *self.name.encode()])
+        rng = self.rng(seed)
         return tuple(np.asfortranarray(rng.standard_normal(shape).astype(DTYPES[self.dtype])) for shape in self.shapes)
 
     def laid_out(self, arrays):
@@ -139,6 +191,58 @@ def _packed(array):  # one of three interleaved in memory, as a fused projection
 
 
 LAYOUTS = {"fortran": lambda array: array, "bshd": _bshd, "bhsd": _bhsd, "sliced": _sliced, "packed": _packed}
+
+PACKED = {"packed": True, "seq_lens_q": (100, 0, 37, 128), "seq_lens_kv": (64, 20, 0, 150), "b": 4, "hq": 4, "hkv": 2}
+
+#: What changes the scores or the weights, each alone and some together.
+VARIANTS = [
+    Case("softcap", softcap=2.0),
+    Case("softcap_causal_gqa_fp16", d=128, hkv=2, sq=150, skv=190, softcap=1.5, causal="bottom_right", dtype="float16"),
+    Case("alibi", alibi=True, sq=100, skv=140),
+    Case("alibi_causal_gqa", alibi=True, causal=True, hkv=2, sq=130),
+    Case("alibi_bottom_right", alibi=True, causal="bottom_right", sq=100, skv=150),
+    Case("alibi_window_bottom_right", alibi=True, window=(30, 20, "bottom_right"), sq=100, skv=150),
+    Case("alibi_lengths_bottom_right", alibi=True, causal="bottom_right", skv=150, seq_lens_q=(128, 60), seq_lens_kv=(90, 150)),
+    Case("bias", bias="kqhb", sq=100, skv=136),
+    Case("bias_fp32_of_heads", bias="kqh", bias_dtype="float32", causal=True),
+    Case("bias_fp16_of_all", bias="kq", bias_dtype="float16", hkv=2),
+    Case("bias_odd", bias="kqb", sq=65, skv=67),
+    Case("bias_of_keys", bias="kb", window=(40, 10), b=3),
+    Case("bias_of_queries", bias="qh", sq=100),
+    Case("bias_of_heads", bias="hb", bias_dtype="float32"),
+    Case("bias_lengths", bias="kqh", hkv=2, seq_lens_q=(128, 70), seq_lens_kv=(50, 128)),
+    Case("bias_softcap_alibi_causal", bias="kqhb", softcap=3.0, alibi=True, causal=True, d=128),
+    Case("mask", mask="kqhb", sq=100, skv=136),
+    Case("mask_of_all_fp16", mask="kq", dtype="float16", hkv=2),
+    Case("mask_of_keys", mask="kb", sq=100, skv=77),
+    Case("mask_of_queries", mask="qb"),
+    Case("mask_causal_bias", mask="kb", bias="kqh", causal=True, sq=130),
+    Case("mask_lengths_window", mask="kqb", window=(50, 30), seq_lens_q=(100, 128), seq_lens_kv=(128, 40)),
+    Case("sinks", sinks=True),
+    Case("sinks_causal_gqa_fp16", d=128, hq=8, hkv=2, sq=150, skv=100, sinks=True, causal=True, dtype="float16"),
+    Case("sinks_bottom_right_tall", sinks=True, sq=150, skv=90, causal="bottom_right"),
+    Case("sinks_window_bias", sinks=True, window=(30, 0), bias="kqh"),
+    Case("sinks_lengths", sinks=True, seq_lens_q=(128, 70), seq_lens_kv=(50, 128)),
+    Case("sinks_softcap_mask", sinks=True, softcap=2.0, mask="kb", stats="max_sumexp"),
+    Case("max_sumexp", stats="max_sumexp", causal=True, hkv=2),
+    Case("max_sumexp_lengths", stats="max_sumexp", seq_lens_q=(128, 70), seq_lens_kv=(0, 128)),
+    Case("max_sumexp_sinks_fp16", stats="max_sumexp", sinks=True, dtype="float16", sq=100),
+    Case("dropout", dropout=0.25),
+    Case("dropout_causal_gqa", dropout=0.125, causal=True, d=128, hq=8, hkv=2, sq=150, skv=190),
+    Case("dropout_lengths_fp16", dropout=0.5, seq_lens_q=(128, 70), seq_lens_kv=(50, 128), dtype="float16"),
+    Case("dropout_bias_softcap_sinks", dropout=0.25, bias="kqhb", softcap=3.0, sinks=True),
+    Case("packed", **PACKED),
+    Case("packed_causal_fp16", **PACKED, causal=True, dtype="float16", d=128),
+    Case("packed_bottom_right_mha", **{**PACKED, "hkv": 4}, causal="bottom_right"),
+    Case("packed_window_tail", **PACKED, window=(30, 10, "bottom_right"), tail=29),
+    Case("packed_192_128", **PACKED, d=192, dv=128, causal=True),
+    Case("packed_max_sumexp", **PACKED, stats="max_sumexp", causal=True),
+    Case("packed_one", packed=True, seq_lens_q=(77,), seq_lens_kv=(130,), b=1),
+    Case("packed_alibi_softcap", **PACKED, alibi=True, softcap=2.0, causal="bottom_right"),
+    Case("packed_bias", **PACKED, bias="kqh", causal=True),
+    Case("packed_sinks", **PACKED, sinks=True, causal=True, tail=3),
+    Case("packed_dropout", **PACKED, dropout=0.25),
+]  # fmt: skip
 
 FORWARD = [
     Case("square"),
@@ -220,4 +324,10 @@ FORWARD = [
     Case("bhsd", layout="bhsd", hq=4, hkv=2, causal=True),
     Case("sliced_sequence", layout="sliced", causal=True),
     Case("packed_qkv", layout="packed", d=128),
+    *VARIANTS,
 ]
+
+
+def options_of_reference(options):
+    """The options of a call as the reference takes them: it needs no bound of packed lengths."""
+    return {name: value for name, value in options.items() if name not in ("max_seqlen_q", "max_seqlen_kv")}

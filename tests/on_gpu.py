@@ -1,9 +1,12 @@
 """What the tests of the gpu tier share."""
 
 import numpy as np
-from tolerance import accumulation_floor, assert_close
+from cases import options_of_reference
+from tolerance import accumulation_floor, assert_close, gradient_floor
 
-from cupy_sdpa import attention, reference
+import cupy_sdpa
+from cupy_sdpa import attention, attention_backward, reference
+from cupy_sdpa.problem import PER_ROW
 
 
 def poisoned(cupy, shape, dtype):
@@ -11,19 +14,77 @@ def poisoned(cupy, shape, dtype):
     return cupy.full(shape, np.nan, dtype=dtype, order="F")
 
 
+def poisoning(cupy, sizes=None):
+    """An allocator whose memory is full of NaN, so that what is read before it is written shows."""
+    pool = cupy.cuda.MemoryPool()
+
+    def allocate(size):
+        memory = pool.malloc(size)
+        memory.memset(255, size)
+        if sizes is not None:
+            sizes.append(size)
+        return memory
+
+    return cupy.cuda.using_allocator(allocate)
+
+
+def dropped(cupy, case):
+    """The mask of the dropout that cuDNN draws for a case, for numpy; None where nothing is dropped."""
+    if not case.dropout:
+        return None
+    q, k, _ = (cupy.asarray(x) for x in case.arrays())
+    names = ("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv", "dropout_p", "seed", "offset")
+    options = case.options(cupy)
+    return cupy.asnumpy(cupy_sdpa.dropout_mask(q, k, **{name: options[name] for name in names if name in options}))
+
+
 def check_forward(cupy, case):
     """Run a case on the GPU with poisoned outputs and hold it to the tolerance policy."""
     q, k, v = case.arrays()
-    options = {"scale": case.scale, **case.mask()}
-    truth, truth_stats = reference.attention(q, k, v, **options)
-    naive, naive_stats = attention(q, k, v, return_stats=True, **options)
+    options = case.options(dropout_mask=dropped(cupy, case))
+    truth = reference.attention(q, k, v, **options_of_reference(options), max_sumexp=True)
+    naive = attention(q, k, v, return_stats="max_sumexp", **options)
     on_gpu = case.laid_out([cupy.asarray(x) for x in (q, k, v)])
-    out = poisoned(cupy, truth.shape, q.dtype)
-    stats = poisoned(cupy, truth_stats.shape, np.float32) if case.stats else None
-    got = attention(*on_gpu, out=out, stats=stats, scale=case.scale, **case.mask(cupy))
-    got_out, got_stats = got if case.stats else (got, None)
-    assert got_out is out
-    assert got_stats is stats
-    assert_close(cupy.asnumpy(out), truth, naive)
+    out = poisoned(cupy, truth[0].shape, q.dtype)
+    stats = poisoned(cupy, truth[1].shape, np.float32) if case.stats else None
+    with poisoning(cupy):
+        got = attention(*on_gpu, out=out, stats=stats, return_stats=case.stats, **case.options(cupy))
+    got = got if case.stats else (got,)
+    assert got[0] is out
     if case.stats:
-        assert_close(cupy.asnumpy(stats), truth_stats, naive_stats, accumulation_floor(q, k, case.tau, truth_stats))
+        assert got[1] is stats
+    assert_close(cupy.asnumpy(out), truth[0], naive[0])
+    for name, array, wanted, other in zip(PER_ROW, got[1:], truth[1:], naive[1:], strict=False):
+        floor = accumulation_floor(q, k, case.tau, wanted, case.added(options))
+        if name == "sum_exp":  # an error of a score is one of its exponential, times it
+            floor *= max(1.0, wanted.max(initial=0))
+        assert_close(cupy.asnumpy(array), wanted, other, floor)
+
+
+def gradients_on_gpu(cupy, case, dout, q, k, v, **options):
+    """Every gradient by cuDNN, written over NaN, with a workspace full of NaN."""
+    on_gpu = case.laid_out([cupy.asarray(x) for x in (q, k, v)])
+    (on_gpu_dout,) = case.laid_out([cupy.asarray(dout)])
+    known = case.options(cupy)
+    out, stats = attention(*on_gpu, **known, return_stats=True)
+    given = {name: poisoned(cupy, x.shape, x.dtype) for name, x in zip(("dq", "dk", "dv"), (q, k, v), strict=True)}
+    with poisoning(cupy):
+        got = attention_backward(on_gpu_dout, *on_gpu, out, stats, **(known | case.gradients | options), **given)
+    return [cupy.asnumpy(x) for x in got]
+
+
+def check_backward(cupy, case, q, k, v, **options):
+    """Hold the gradients of a case to the tolerance policy."""
+    dout, known = case.dout(), case.options(dropout_mask=dropped(cupy, case))
+    truth = reference.attention_backward(dout, q, k, v, **options_of_reference(known), **case.gradients)
+    out, stats = attention(q, k, v, return_stats=True, **known)
+    naive = attention_backward(dout, q, k, v, out, stats, **known, **case.gradients)
+    got = gradients_on_gpu(cupy, case, dout, q, k, v, **options)
+    names = ("dq", "dk", "dv", *(name for name in ("dbias", "dsinks") if case.gradients[f"return_{name}"]))
+    wrong = []
+    for name, a, wanted, other in zip(names, got, truth, naive, strict=True):
+        try:
+            assert_close(a, wanted, other, gradient_floor(dout, q, k, v, case.tau, wanted, other.dtype))
+        except AssertionError as error:
+            wrong.append(f"{name}: {error}")
+    assert not wrong, "\n".join(wrong)

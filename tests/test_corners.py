@@ -1,50 +1,58 @@
 """The first of the three corners: graph and reference agree to rounding in float64; both are written independently."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from cases import FORWARD, Case
+from cases import FORWARD, Case, options_of_reference
+from exact import evaluated
 from tolerance import assert_close
 
-from cupy_sdpa import attention, reference
-from cupy_sdpa.interpreter import evaluate
+from cupy_sdpa import arguments, attention, reference
 from cupy_sdpa.patterns import backward, forward
+from cupy_sdpa.problem import PER_ROW
 
 
 @pytest.mark.parametrize("case", FORWARD, ids=str)
 def test_the_graph_means_what_the_papers_say(case):
     """Evaluated exactly, the graph of every case is the reference to 1e-12."""
-    case = case.with_dtype("float64")
-    q, k, v = arrays = case.laid_out(case.arrays())
-    problem = case.problem()
-    out, stats = np.full(problem.out.shape, np.nan), np.full((case.sq, case.hq, case.b), np.nan)
-    named = dict(zip("qkv", arrays, strict=True)) | {"out": out, "stats": stats} | case.length_arrays()
-    evaluate(forward(problem), named, {"scale": case.tau}, exact=True)
-    truth, truth_stats = reference.attention(q, k, v, scale=case.scale, **case.mask())
-    np.testing.assert_allclose(out, truth, rtol=0, atol=1e-12)
-    if case.stats:
-        np.testing.assert_allclose(stats, truth_stats, rtol=0, atol=1e-12)
-    else:
-        assert np.isnan(stats).all()
-
-
-GRADIENTS = ("dq", "dk", "dv")
+    case = replace(case.with_dtype("float64"), bias_dtype=None)
+    arrays, options = case.laid_out(case.arrays()), case.options(dropout_mask=case.kept())
+    call = arguments.read_forward(*arrays, options, return_stats=case.stats)
+    got = evaluated(call, forward(call.posed))
+    truth = reference.attention(*arrays, **options_of_reference(options), max_sumexp=case.stats == "max_sumexp")
+    names = ("out", *(PER_ROW if case.stats == "max_sumexp" else ("stats",)))
+    for name, wanted in zip(names, truth, strict=True):
+        if name in got:  # the rows' numbers are float32
+            np.testing.assert_allclose(got[name], wanted, rtol=0 if name == "out" else 1e-6, atol=1e-12, err_msg=name)
+    assert len(got) == 1 + {False: 0, True: 1, "max_sumexp": 3}[case.stats]
 
 
 @pytest.mark.parametrize("guards", [(), ("keys", "queries")], ids=["plain", "guarded"])
 @pytest.mark.parametrize("direct", [False, True], ids=["summed", "direct"])
 @pytest.mark.parametrize("case", FORWARD, ids=str)
 def test_the_backward_graph_means_what_the_papers_say(case, direct, guards):
-    """Evaluated exactly, every way to compute the gradients gives the reference's to 1e-10; guards change nothing."""
-    case = case.with_dtype("float64")
-    q, k, v = case.laid_out(case.arrays())
+    """Evaluated exactly, every way to compute the gradients gives the reference's; guards change nothing."""
+    case = replace(case.with_dtype("float64"), bias_dtype=None)
+    arrays, options = case.laid_out(case.arrays()), case.options(dropout_mask=case.kept())
     (dout,) = case.laid_out([case.dout()])
-    out, stats = reference.attention(q, k, v, scale=case.scale, **case.mask())
-    named = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "stats": stats} | case.length_arrays()
-    named |= {name: np.full(x.shape, np.nan) for name, x in zip(GRADIENTS, (q, k, v), strict=True)}
-    evaluate(backward(case.gradient_problem(), direct, frozenset(guards)), named, {"scale": case.tau}, exact=True)
-    truth = reference.attention_backward(dout, q, k, v, scale=case.scale, **case.mask())
-    for name, wanted in zip(GRADIENTS, truth, strict=True):
-        np.testing.assert_allclose(named[name], wanted, rtol=0, atol=1e-10, err_msg=name)
+    known = options_of_reference(options)
+    out, stats = reference.attention(*arrays, **known)
+    if not (
+        case.bias or case.sinks or case.seq_lens_q or case.seq_lens_kv
+    ):  # to the last digit: nothing is staged, it may be float64
+        call = arguments.read_backward(*arrays, options, dout=dout, out=out, **case.gradients)
+        call.arrays["stats"] = stats
+        exact = 1e-10
+    else:
+        stats = np.asfortranarray(stats.astype(np.float32))
+        call = arguments.read_backward(*arrays, options, dout=dout, out=out, stats=stats, **case.gradients)
+        exact = 2e-5
+    got = evaluated(call, backward(call.posed, direct, frozenset(guards)))
+    truth = reference.attention_backward(dout, *arrays, **known, **case.gradients)
+    for (name, gradient), wanted in zip(got.items(), truth, strict=True):
+        size = exact * max(1, np.abs(wanted).max())
+        np.testing.assert_allclose(gradient, wanted, rtol=1e-6 if name == "dsinks" else 0, atol=size, err_msg=name)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +70,7 @@ def test_the_references_gradients_are_finite_differences(case):
     """Moving an element of q, k or v moves the loss by what the gradient says."""
     case = case.with_dtype("float64")
     arrays, dout = list(case.arrays()), case.dout()
-    options = {"scale": case.scale, **case.mask()}
+    options = options_of_reference(case.options())
     gradients = reference.attention_backward(dout, *arrays, **options)
     rng = np.random.default_rng(0)
     for which, gradient in enumerate(gradients):
@@ -82,10 +90,11 @@ def test_every_dtype_is_as_near_as_it_can_be(case, dtype):
     """The CPU engine's error against float64 is of the size of its dtype's rounding."""
     case = case.with_dtype(dtype)
     q, k, v = case.laid_out(case.arrays())
-    out = attention(q, k, v, scale=case.scale, **case.mask())
-    truth, _ = reference.attention(q, k, v, scale=case.scale, **case.mask())
+    options = case.options(dropout_mask=case.kept())
+    out = attention(q, k, v, **options)
+    truth, _ = reference.attention(q, k, v, **options_of_reference(options))
     unit = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-21, "float64": 2.0**-49}[dtype]
-    assert np.abs(out.astype(np.float64) - truth).max() <= 4 * unit * np.abs(v.astype(np.float64)).max()
+    assert np.abs(out.astype(np.float64) - truth).max() <= 4 * unit * np.abs(v.astype(np.float64)).max() / (1 - case.dropout)
 
 
 def test_integers_come_out_exactly():

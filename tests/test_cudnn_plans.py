@@ -8,13 +8,13 @@ import pytest
 from cases import FORWARD, Case
 from planner import in_child, library_version, plan_graph, plan_problem
 
-from cupy_sdpa import gpus
+from cupy_sdpa import arguments, gpus
 from cupy_sdpa.errors import Unsupported
 from cupy_sdpa.graph import Builder, Tensor, row_major
 from cupy_sdpa.lowering import OperationGraph
 from cupy_sdpa.patterns import backward, forward
 from cupy_sdpa.plan import ORDERED, ORDERED_SINCE, PlanInfo
-from cupy_sdpa.problem import problem
+from cupy_sdpa.posing import pose
 from cupy_sdpa.support import deadly, guards, why_not
 from cupy_sdpa.version import version_text
 
@@ -32,9 +32,7 @@ REFUSED = {("b200", "d256")}
 
 
 def _problem(case):
-    q, k, v = case.laid_out(case.arrays())
-    signatures = [(x.dtype.name, x.shape, x.strides, 16) for x in (q, k, v)]
-    return problem(*signatures, None, None, case.stats, case.band, case.tau > 0, None, *case.lengths)
+    return arguments.read_shapes(*case.laid_out(case.arrays()), case.options(), return_stats=case.stats)
 
 
 @pytest.mark.parametrize("case", FORWARD, ids=str)
@@ -56,6 +54,11 @@ def test_other_gpus_are_planned_for_too(case, gpu, planner):
     assert isinstance(plan, PlanInfo), plan
     reasons = why_not(asked, plan.cudnn, gpus.capability(gpu))
     assert all(reason.rule == "decode-blackwell" for reason in reasons)
+
+
+def limited(asked, size):
+    """The problem with a limit of its workspace."""
+    return replace(asked, settings=asked.settings._replace(max_workspace=size))
 
 
 @pytest.mark.parametrize("way", ["summed", "direct", "ordered"])
@@ -129,7 +132,7 @@ def test_every_way_has_the_guards_that_it_needs(deterministic, planner):
     plan = planner.call(plan_problem, asked, "h200", None)
     ways = [plan]
     if deterministic and plan.cudnn >= ORDERED_SINCE:
-        ways.append(planner.call(plan_problem, replace(asked, max_workspace=1 << 20), "h200", None))
+        ways.append(planner.call(plan_problem, limited(asked, 1 << 20), "h200", None))
         assert isinstance(ways[1], PlanInfo), ways[1]
         assert "ΣdQ" in str(ways[1].graph.tensors)
     assert guards(asked, plan.cudnn, 90) == {"queries"}
@@ -141,7 +144,7 @@ def test_a_workspace_limit_is_kept(planner):
     """max_workspace refuses the plans that need more, forward and backward, and tells what they need."""
     decode = Case("decode", d=128, hq=8, hkv=2, sq=1, skv=8192)
     free = planner.call(plan_problem, decode.problem(), "h200", None)
-    less = planner.call(plan_problem, replace(decode.problem(), max_workspace=free.workspace - 1), "h200", None)
+    less = planner.call(plan_problem, limited(decode.problem(), free.workspace - 1), "h200", None)
     assert isinstance(less, PlanInfo)
     assert less.workspace < free.workspace
     assert f"needs a workspace of {free.workspace} bytes, {free.workspace - 1} are allowed" in less.refused[0]
@@ -186,8 +189,7 @@ def _head_dim_strided():
     q = np.empty((2, 4, 128, 64), np.float16).T  # (64, 128, 4, 2): axis 0 contiguous
     q = q.transpose(0, 2, 1, 3)
     k = np.empty((64, 4, 128, 2), np.float16)  # C order: axis 0 has the largest stride
-    signatures = [("bfloat16", x.shape, x.strides, 16) for x in (q, k, q)]
-    return forward(problem(*signatures))
+    return forward(pose(tuple((name, ("bfloat16", x.shape, x.strides, 16)) for name, x in zip("qkv", (q, k, q), strict=True))))
 
 
 def _captured(dtype, mode):

@@ -3,55 +3,15 @@
 import numpy as np
 import pytest
 from cases import FORWARD, Case
-from tolerance import assert_close, gradient_floor
+from on_gpu import check_backward, gradients_on_gpu, poisoning
 
 import cupy_sdpa.plan
-from cupy_sdpa import Unsupported, attention, attention_backward, attention_vjp, explain, get_plan_cache, reference
+from cupy_sdpa import Unsupported, attention, attention_backward, attention_vjp, explain, get_plan_cache
 from cupy_sdpa._cudnn.library import library
 from cupy_sdpa.plan import ORDERED_SINCE
 from cupy_sdpa.support import BUGS, why_not
 
 pytestmark = pytest.mark.gpu
-
-
-def poisoning(cupy, sizes=None):
-    """An allocator whose memory is full of NaN, so that what is read before it is written shows."""
-    pool = cupy.cuda.MemoryPool()
-
-    def allocate(size):
-        memory = pool.malloc(size)
-        memory.memset(255, size)
-        if sizes is not None:
-            sizes.append(size)
-        return memory
-
-    return cupy.cuda.using_allocator(allocate)
-
-
-def gradients_on_gpu(cupy, case, dout, q, k, v, **options):
-    """dq, dk, dv by cuDNN, written over NaN, with a workspace full of NaN."""
-    on_gpu = case.laid_out([cupy.asarray(x) for x in (q, k, v)])
-    (on_gpu_dout,) = case.laid_out([cupy.asarray(dout)])
-    out, stats = attention(*on_gpu, scale=case.scale, **case.mask(cupy), return_stats=True)
-    given = {
-        name: cupy.full(x.shape, np.nan, x.dtype, order="F") for name, x in zip(("dq", "dk", "dv"), (q, k, v), strict=True)
-    }
-    options = {"scale": case.scale, **case.mask(cupy)} | options
-    with poisoning(cupy):
-        got = attention_backward(on_gpu_dout, *on_gpu, out, stats, **options, **given)
-    return [cupy.asnumpy(x) for x in got]
-
-
-def check(cupy, case, q, k, v, **options):
-    """Hold the gradients of a case to the tolerance policy."""
-    dout = case.dout()
-    plain = {"scale": case.scale, **case.mask()}
-    truth = reference.attention_backward(dout, q, k, v, **plain)
-    out, stats = attention(q, k, v, return_stats=True, **plain)
-    naive = attention_backward(dout, q, k, v, out, stats, **plain)
-    got = gradients_on_gpu(cupy, case, dout, q, k, v, **options)
-    for a, wanted, other in zip(got, truth, naive, strict=True):
-        assert_close(a, wanted, other, gradient_floor(dout, q, k, v, case.tau, wanted, other.dtype))
 
 
 def refused(case):
@@ -66,9 +26,9 @@ def test_every_case(case, options, cupy):
     q, k, v = case.arrays()
     if refused(case):
         with pytest.raises(Unsupported, match="segmentation fault"):
-            check(cupy, case, q, k, v)
+            check_backward(cupy, case, q, k, v)
     else:
-        check(cupy, case, q, k, v, **options)
+        check_backward(cupy, case, q, k, v, **options)
 
 
 def scored(case, score):
@@ -90,7 +50,7 @@ LENGTHS = [(1, 64), (1, 128), (1, 320), (64, 192), (100, 64), (128, 448), (256, 
 def test_extreme_log_sum_exps(sq, skv, score, causal, cupy):
     """A log-sum-exp near -100 or +100 gives no NaN and no wrong number, whatever the lengths (known Hopper bugs, guarded)."""
     case = Case(f"extreme_{sq}_{skv}", d=128, hq=4, hkv=2, sq=sq, skv=skv, b=1, causal=causal)
-    check(cupy, case, *scored(case, score))
+    check_backward(cupy, case, *scored(case, score))
 
 
 @pytest.mark.parametrize(("sq", "skv"), LENGTHS[:6])

@@ -6,7 +6,7 @@ from cases import Case
 
 import cupy_sdpa
 from cupy_sdpa import attention, attention_backward, explain, reference
-from cupy_sdpa.problem import Band
+from cupy_sdpa.band import Band
 from cupy_sdpa.support import why_not
 
 SQUARE, WIDE, TALL = (6, 6), (4, 7), (7, 4)
@@ -122,8 +122,8 @@ def beyond(case, what):
 def everything(xp, case, arrays):
     """out, stats and the gradients, as numpy arrays."""
     q, k, v, dout = (xp.asarray(x) for x in arrays)
-    out, stats = attention(q, k, v, return_stats=True, **case.mask(xp))
-    results = out, stats, *attention_backward(dout, q, k, v, out, stats, deterministic=True, **case.mask(xp))
+    out, stats = attention(q, k, v, return_stats=True, **case.options(xp))
+    results = out, stats, *attention_backward(dout, q, k, v, out, stats, deterministic=True, **case.options(xp))
     return [x if xp is np else xp.asnumpy(x) for x in results]
 
 

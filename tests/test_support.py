@@ -9,8 +9,11 @@ import pytest
 from planner import child_environment
 
 from cupy_sdpa import survey
+from cupy_sdpa.band import Band
 from cupy_sdpa.gpus import NAMES
-from cupy_sdpa.problem import Band, dense_strides, gradient_problem, problem
+from cupy_sdpa.posing import Wanted, pose
+from cupy_sdpa.problem import Settings
+from cupy_sdpa.spec import dense_strides
 from cupy_sdpa.support import BUGS, GENERATIONS, RULES, guards, why_not
 from cupy_sdpa.survey import PROBES
 from cupy_sdpa.version import MINIMUM_CUDNN, RELEASES, version_text
@@ -21,16 +24,15 @@ def asked(d=64, dv=None, hq=4, hkv=4, sq=16, skv=16, b=2, dtype="bfloat16", item
     shapes = (d, hq, sq, b), (d, hkv, skv, b), (dv or d, hkv, skv, b)
     q, k, v = ((dtype, shape, dense_strides(shape, itemsize), 16) for shape in shapes)
     q = (dtype, q[1], strides or q[2], alignment)
-    return problem(q, k, v, outputs.get("out"), outputs.get("stats"))
+    return pose((("q", q), ("k", k), ("v", v), *outputs.items()))
 
 
 def backward(dtype="bfloat16", positive_scale=True, causal=False, deterministic=False, **sizes):
     """The problem of the gradients of dense arrays."""
     forward = asked(dtype=dtype, **sizes)
     q, k, v = ((spec.dtype, spec.shape, spec.strides, 16) for spec in (forward.q, forward.k, forward.v))
-    return gradient_problem(
-        q, k, v, band=Band(right=0) if causal else None, positive_scale=positive_scale, deterministic=deterministic
-    )
+    settings = Settings(band=Band(right=0) if causal else None, positive_scale=positive_scale, deterministic=deterministic)
+    return pose((("q", q), ("k", k), ("v", v)), settings, Wanted(backward=True))
 
 
 #: rule: (a problem that breaks it, cuDNN version, capability, what the message says), (one that just keeps it, version, capability)

@@ -27,15 +27,15 @@ def rounding_floor(truth, dtype) -> float:
     return 2 * worst(moved.astype(dtype), finite)
 
 
-def accumulation_floor(q, k, tau, truth) -> float:
+def accumulation_floor(q, k, tau, truth, added=0.0) -> float:
     """What accumulating in float32 may do to a score, and so to the log-sum-exp, whatever the order and the rounding.
 
-    An epsilon of the sum of magnitudes (by Cauchy and Schwarz at most |q| |k|) and of the result. numpy adds in pairs and
+    An epsilon of the sum of magnitudes (by Cauchy and Schwarz at most |q| |k|, and what is ``added``) and of the result. numpy adds in pairs and
     rounds to nearest; tensor cores truncate, so their error is not bounded by a multiple of numpy's.
     """
     q, k = (np.linalg.norm(x.astype(np.float64), axis=0).max() for x in (q, k))
     finite = np.abs(truth[np.isfinite(truth)])
-    return FACTOR * float(np.finfo(np.float32).eps) * (abs(tau) * q * k + finite.max(initial=0))
+    return FACTOR * float(np.finfo(np.float32).eps) * (abs(tau) * q * k + added + finite.max(initial=0))
 
 
 def gradient_floor(dout, q, k, v, tau, truth, dtype) -> float:

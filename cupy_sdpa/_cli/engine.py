@@ -12,7 +12,7 @@ import numpy as np
 from .. import gpu
 from .._cudnn.library import library
 from ..explain import explain
-from ..problem import ITEMSIZE
+from ..spec import ITEMSIZE
 from ..version import version_text
 from . import machine
 from .console import CommandError, one_line

@@ -16,7 +16,8 @@ from ..attention import attention
 from ..errors import CudnnError, Unsupported
 from ..explain import explain
 from ..interpreter import numpy_dtype
-from ..problem import ITEMSIZE, Problem
+from ..problem import Problem
+from ..spec import SIZES
 from . import npz
 from .console import CommandError, milliseconds, say
 from .engine import add_options, place, refuse_if_too_large
@@ -117,7 +118,7 @@ def _asked(arguments: argparse.Namespace, headers: Sequence[npz.Header], options
 
 def _memory(asked: Problem, headers: Sequence[npz.Header]) -> int:
     """Bytes that the arrays need at the worst moment: all of them as computed with, and one as it is in the file."""
-    computed = sum(math.prod(spec.shape) * ITEMSIZE[spec.dtype] for spec in asked.tensors)
+    computed = sum(math.prod(spec.shape) * SIZES[spec.dtype] for spec in asked.tensors)
     converted = math.prod(asked.out.shape) * headers[0].dtype.itemsize if headers[0].dtype.name != asked.dtype else 0
     return computed + converted + max(header.size for header in headers)
 

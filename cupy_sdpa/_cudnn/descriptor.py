@@ -26,6 +26,7 @@ from .constants import (
     KnobType,
     PointwiseMode,
     ReduceTensorOp,
+    RngDistribution,
 )
 from .library import library
 
@@ -46,6 +47,7 @@ _C_TYPES: dict[AttributeType, Any] = {
     AttributeType.HEUR_MODE: c_int,
     AttributeType.NUMERICAL_NOTE: c_int,
     AttributeType.KNOB_TYPE: c_int,
+    AttributeType.RNG_DISTRIBUTION: c_int,
 }
 
 #: The type that a Python value is sent as, where the value itself tells.
@@ -58,6 +60,7 @@ _TYPE_OF: dict[type, AttributeType] = {
     ReduceTensorOp: AttributeType.REDUCTION_OPERATOR_TYPE,
     HeurMode: AttributeType.HEUR_MODE,
     KnobType: AttributeType.KNOB_TYPE,
+    RngDistribution: AttributeType.RNG_DISTRIBUTION,
 }
 
 

@@ -1,0 +1,225 @@
+"""What an engine is given in place of the caller's arrays: padded, cleaned and converted copies, and what follows from them.
+
+:func:`posed` says it of a problem, before there is any array, so that plans can be made ahead; a :class:`Stage` does it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from . import gpu
+from .bucket import Policy, padded_axes
+from .interpreter import numpy_dtype
+from .packed import offsets, with_room
+from .problem import LENGTHS, STARTS, Problem, has_diagonal
+from .spec import TensorSpec, dense_spec
+
+#: The arrays that stand for more of the scores than they have.
+_BROADCAST = ("bias", "mask", "dropout_mask")
+#: What -inf is given beyond the lengths; all other results get 0.
+_LOGARITHMS = ("stats", "max")
+
+
+def posed(problem: Problem, bucket: Policy | None, on_gpu: bool) -> Problem:
+    """What the engine is given: what was asked, with its lengths rounded up, or with copies in place of some arrays."""
+    if problem.trivial:
+        return problem
+    return _posed(bucket(problem) if bucket else problem, on_gpu)
+
+
+@functools.lru_cache(maxsize=4096)
+def _posed(problem: Problem, on_gpu: bool) -> Problem:
+    if not on_gpu:
+        return _interned(problem)
+    specs: dict[str, Any] = {}
+    for name in cleaned(problem):
+        spec = getattr(problem, name)
+        specs[name] = dense_spec(name, spec.dtype, spec.shape)
+    *_, sq, skv, _ = problem.sizes
+    for spec in (problem.bias, problem.mask):
+        if spec and (spec is problem.mask or spec.shape[:2] == (1, 1)):
+            # cuDNN dies of bytes in memory (support.deadly), and mistakes one number for another where both axes are 1
+            kind = "float16" if spec is problem.mask else spec.dtype
+            keys = skv if spec.shape[1] == 1 else spec.shape[0]
+            specs[spec.name] = dense_spec(spec.name, kind, (keys, *spec.shape[1:]))
+    if problem.dbias:  # of q's dtype, and added up over heads and batch only; other sums are wrong or fault
+        specs["dbias"] = dense_spec("dbias", problem.dtype, (skv, sq, *problem.dbias.shape[2:]))
+    problem = replace(problem, **specs) if specs else problem
+    return _interned(with_room(problem) if problem.packed else problem)
+
+
+@functools.lru_cache(maxsize=4096)
+def _interned(problem: Problem) -> Problem:
+    """The first of equal problems: every length of a bucket finds its plan by identity."""
+    return problem
+
+
+def cleaned(problem: Problem) -> dict[str, str]:
+    """The arrays that are copied with zeros beyond the lengths, where lengths are given, and the array of their lengths.
+
+    cuDNN multiplies what it finds there by a probability of 0: values in the forward pass, all that is multiplied backward.
+    """
+    if problem.seq_lens_q is None:
+        return {}
+    if not problem.backward:
+        return {"v": "seq_lens_kv"}
+    return {"q": "seq_lens_q", "dout": "seq_lens_q", "k": "seq_lens_kv", "v": "seq_lens_kv"}
+
+
+class Stage:
+    """The arrays of one call, and those that stand in for them.
+
+    Args:
+        problem: what was asked.
+        given: what the engine is given, :func:`posed`.
+        arrays: the caller's, by name, all results among them.
+        on_gpu: whether they are CuPy's.
+
+    Attributes:
+        arrays: the engine's, by name.
+    """
+
+    def __init__(self, problem: Problem, given: Problem, arrays: Mapping[str, Any], on_gpu: bool) -> None:
+        self.problem, self.on_gpu = problem, on_gpu
+        self._own = arrays
+        self.arrays: dict[str, Any] = dict(arrays)
+        if given == problem and not problem.ragged and not _may_see_nothing(problem):
+            return
+        self._results = {spec.name for spec in problem.results}
+        for spec in given.tensors:
+            self.arrays[spec.name] = self._staged(spec)
+        # Beyond the lengths nothing is computed, and cuDNN 9.19 writes nothing there; a bias's gradient is added up.
+        if problem.ragged or problem.dbias:
+            for spec in problem.results:
+                clear(self.arrays[spec.name], -math.inf if spec.name in _LOGARITHMS else 0.0, on_gpu)
+        if problem.packed:
+            self.arrays |= _packed(problem, given, arrays, on_gpu)
+        if has_diagonal(problem):
+            *_, sq, _, _ = given.sizes
+            self.arrays["diagonal"] = _diagonal(sq, *(self.arrays[name] for name in LENGTHS), on_gpu=on_gpu)
+
+    def finish(self) -> None:
+        """Bring the results that were computed in other arrays back into the caller's."""
+        for spec in self.problem.results:
+            target, source = self._own[spec.name], self.arrays[spec.name]
+            if target is source:
+                continue
+            if spec.name == "dbias":
+                self._sum(target, source)
+            else:
+                self._resize(target, source, spec.name)
+
+    def _staged(self, spec: TensorSpec) -> Any:
+        """What stands in for an array, or the array itself."""
+        name = spec.name
+        array = self._own.get(name)
+        if array is None:
+            return full_lengths(name, self._own, self.on_gpu)  # a bucket's
+        if name in self._results:
+            same = array.shape == spec.shape and array.dtype.name == spec.dtype
+            return array if same or self.problem.packed else self._empty(spec)
+        if name == "stats" and _may_see_nothing(self.problem):
+            array = self._unseen(array)
+        lengths = cleaned(self.problem).get(name) if self.on_gpu else None
+        if lengths:
+            array = gpu.cleaned(array, self._own[lengths])
+        if name in _BROADCAST and (array.dtype.name, array.shape) != (spec.dtype, spec.shape):
+            array = self._broadcast(array, spec)
+        elif array.shape != spec.shape and not self.problem.packed:
+            longer = self._empty(spec)
+            self._resize(longer, array, name)
+            array = longer
+        return array
+
+    def _broadcast(self, array: Any, spec: TensorSpec) -> Any:
+        """A copy of a bias or a mask in the engine's dtype, along the keys where it is one number, longer in a bucket."""
+        made = self._empty(spec)
+        own = tuple(slice(None) if n in (1, full) else slice(n) for n, full in zip(array.shape, spec.shape, strict=True))
+        if any(part != slice(None) for part in own):
+            made.fill(0)
+        made[own] = array
+        return made
+
+    def _sum(self, target: Any, source: Any) -> None:
+        """A bias's gradient from the engine's: without a bucket's padding, summed along the axes that the bias has not."""
+        *_, sq, skv, _ = self.problem.sizes
+        source = source[:skv, :sq]
+        axes = tuple(axis for axis in (0, 1) if target.shape[axis] == 1)
+        target[...] = source.sum(axis=axes, keepdims=True, dtype=np.float32) if axes else source
+
+    def _unseen(self, stats: Any) -> Any:
+        """The log-sum-exp with +inf for -inf: a row that sees nothing gets ``exp(S - L) = 0`` and ``exp(sink - L) = 0``."""
+        if self.on_gpu:
+            return gpu.seeing_nothing(stats)
+        return np.where(np.isneginf(stats), np.float32(np.inf), stats)
+
+    def _empty(self, spec: TensorSpec) -> Any:
+        make = gpu.empty if self.on_gpu else functools.partial(np.empty, order="F")
+        return make(spec.shape, numpy_dtype(spec.dtype))
+
+    def _resize(self, target: Any, source: Any, name: str) -> None:
+        """Copy an array into a longer one, with zeros behind it, or into a shorter one."""
+        axes = [axis for axis, _ in padded_axes(name) if target.shape[axis] != source.shape[axis]]
+        if self.on_gpu and len(axes) == 1:
+            gpu.resize(target, source, axes[0])
+        else:
+            gpu.fit(target, source, tuple(axes))
+
+
+def _may_see_nothing(problem: Problem) -> bool:
+    """Whether gradients have rows whose -inf no mask hides: beyond the lengths with sinks, and where a bias is -inf."""
+    return problem.backward and (problem.bias is not None or problem.dsinks is not None)
+
+
+def full_lengths(name: str, arrays: Mapping[str, Any], on_gpu: bool) -> Any:
+    """The array of lengths in which every batch entry has all that the arrays have."""
+    like = arrays["q" if name == "seq_lens_q" else "k"]
+    *_, length, batch = like.shape
+    if not on_gpu:
+        return np.full(batch, length, np.int32)
+    with gpu.on_device_of(like):
+        lengths = gpu.empty((batch,), np.int32)
+        gpu.fill_int32(lengths, length)
+    return lengths
+
+
+def whole_number(value: int, like: Any, on_gpu: bool) -> Any:
+    """An int64 array of one number, on the device of an array."""
+    if not on_gpu:
+        return np.array([value], np.int64)
+    with gpu.on_device_of(like):
+        array = gpu.empty((1,), np.int64)
+        array.fill(value)
+    return array
+
+
+def clear(array: Any, value: float, on_gpu: bool) -> None:
+    """Fill an array with zeros or -inf."""
+    if on_gpu:
+        gpu.clear(array, value)
+    else:
+        array.fill(value)
+
+
+def _diagonal(queries: int, of_queries: Any, of_keys: Any, *, on_gpu: bool) -> Any:
+    """``p = i + Skv - Sq`` of every query and batch entry, ``(Sq, B)``."""
+    if on_gpu:
+        return gpu.diagonal(queries, of_queries, of_keys)
+    return np.asfortranarray(np.arange(queries, dtype=np.int32)[:, None] + (of_keys - of_queries))
+
+
+def _packed(problem: Problem, given: Problem, arrays: Mapping[str, Any], on_gpu: bool) -> dict[str, Any]:
+    """The lengths of packed sequences, and the offsets that the engine reads, from where they begin."""
+    *_, sq, skv, _ = given.sizes
+    named = offsets(given)
+    if on_gpu:
+        totals = problem.q.shape[2], problem.k.shape[2]
+        return gpu.unpacked(dict(zip(STARTS, zip((sq, skv), totals, LENGTHS, strict=True), strict=True)), arrays, named)
+    found = {name: np.diff(arrays[begins]).astype(np.int32) for name, begins in zip(LENGTHS, STARTS, strict=True)}
+    return found | {name: arrays[begins].astype(np.int64) * factor for name, (begins, factor) in named.items()}
