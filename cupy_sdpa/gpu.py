@@ -10,7 +10,7 @@ import functools
 import importlib.util
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -122,7 +122,7 @@ def resize(target: Any, source: Any, axis: int) -> None:
     Two calls of the driver, at the speed of the memory, where the arrays lie in evenly spaced rows, each dense up to and with
     the axis, as arrays in Fortran order do; CuPy's element-wise kernels, 20 times slower on 4-dimensional arrays, elsewhere.
     """
-    to, of = _rows(target, axis), _rows(source, axis)
+    to, of = rows_of(target, axis), rows_of(source, axis)
     if to is None or of is None or to.number != of.number:
         fit(target, source, (axis,))
         return
@@ -134,7 +134,7 @@ def resize(target: Any, source: Any, axis: int) -> None:
     if width < to.width:
         from cuda.bindings import driver
 
-        _check(driver.cuMemsetD2D8Async(to.address + width, to.pitch, 0, to.width - width, to.number, stream()))
+        check(driver.cuMemsetD2D8Async(to.address + width, to.pitch, 0, to.width - width, to.number, stream()))
 
 
 def clear(array: Any, value: float) -> None:
@@ -145,135 +145,26 @@ def clear(array: Any, value: float) -> None:
         from cuda.bindings import driver
 
         if value == 0:
-            _check(driver.cuMemsetD8Async(array.data.ptr, 0, array.nbytes, stream()))
+            check(driver.cuMemsetD8Async(array.data.ptr, 0, array.nbytes, stream()))
         else:
             bits = int(np.float32(value).view(np.uint32))
-            _check(driver.cuMemsetD32Async(array.data.ptr, bits, array.size, stream()))
-
-
-def seeing_nothing(stats: Any) -> Any:
-    """A copy of log-sum-exps with +inf in place of -inf."""
-    copy = empty(stats.shape, stats.dtype)
-    return _elementwise("float32 x", "float32 y", "y = x == -INFINITY ? INFINITY : x", "seeing_nothing")(stats, copy)
-
-
-def diagonal(queries: int, of_queries: Any, of_keys: Any) -> Any:
-    """``i + keys - queries`` for every query i and batch entry, int32 ``(Sq, B)``."""
-    made = empty((queries, of_queries.size), np.int32)
-    operation = "p = i % n + k[i / n] - q[i / n]"
-    kernel = _elementwise("raw int32 q, raw int32 k, int64 n", "int32 p", operation, "diagonal")
-    kernel(of_queries, of_keys, queries, made.T)  # its elements in the order of the memory
-    return made
-
-
-@functools.cache
-def _elementwise(inputs: str, outputs: str, operation: str, name: str) -> Any:
-    return cupy().ElementwiseKernel(inputs, outputs, operation, f"cupy_sdpa_{name}")
-
-
-#: How many offsets the kernel of :func:`unpacked` can make.
-_MOST_OFFSETS = 14
-
-
-def unpacked(
-    sides: dict[str, tuple[int, int, str]], arrays: Mapping[str, Any], offsets: Mapping[str, tuple[str, int]]
-) -> dict[str, Any]:
-    """The lengths of packed sequences, int32, and the offsets of arrays, int64, in one launch and without waiting.
-
-    What a sequence may not have, more positions than the longest or than there are, it does not get.
-
-    Args:
-        sides: for ``cu_seqlens_q`` and ``cu_seqlens_kv`` the length of the longest, the total, and the lengths' name.
-        arrays: holds both, int32 or int64 ``(B+1,)``.
-        offsets: for every name which of them it is made of, and the factor.
-    """
-    names = list(sides)
-    size = arrays[names[0]].size
-    lengths = [empty((size - 1,), np.int32) for _ in names]
-    found = [empty((size,), np.int64) for _ in offsets]
-    factors = [factor if begins == names[0] else -factor for begins, factor in offsets.values()]
-    blank = [0] * (_MOST_OFFSETS - len(offsets))
-    numbers = [np.int64(n) for begins in names for n in sides[begins][:2]]
-    kinds = tuple("int" if arrays[begins].dtype.itemsize == 4 else "long long" for begins in names)
-    stride = [np.int64(arrays[begins].strides[0] // arrays[begins].itemsize) for begins in names]
-    arguments = (
-        *(arrays[begins] for begins in names), *stride, *lengths, *numbers, np.int32(size),
-        *(x.data.ptr for x in found), *blank, *(np.int64(f) for f in factors), *(np.int64(0) for _ in blank),
-    )  # fmt: skip
-    _unpacking(*kinds)((-(-size // 128),), (128,), arguments)
-    lengths_by_name = {sides[begins][2]: array for begins, array in zip(names, lengths, strict=True)}
-    return lengths_by_name | dict(zip(offsets, found, strict=True))
-
-
-@functools.cache
-def _unpacking(of_queries: str, of_keys: str) -> Any:
-    """The kernel of :func:`unpacked`; a factor below 0 is one of keys."""
-    outs = ", ".join(f"long long* o{n}" for n in range(_MOST_OFFSETS))
-    factors = ", ".join(f"long long f{n}" for n in range(_MOST_OFFSETS))
-    writes = "\n".join(f"            if (f{n}) o{n}[i] = f{n} > 0 ? q * f{n} : k * -f{n};" for n in range(_MOST_OFFSETS))
-    return cupy().RawKernel(
-        f"""__device__ long long within(long long x, long long most) {{ return x < 0 ? 0 : x < most ? x : most; }}
-        extern "C" __global__ void cupy_sdpa_unpack(
-            const {of_queries}* cu_q, const {of_keys}* cu_k, long long step_q, long long step_k, int* len_q, int* len_k,
-            long long most_q, long long total_q, long long most_k, long long total_k, int size, {outs}, {factors}) {{
-            const int i = blockIdx.x * blockDim.x + threadIdx.x;
-            if (i >= size) return;
-            const long long q = within(cu_q[i * step_q], total_q), k = within(cu_k[i * step_k], total_k);
-            if (i + 1 < size) {{
-                len_q[i] = within(within(cu_q[(i + 1) * step_q], total_q) - q, most_q);
-                len_k[i] = within(within(cu_k[(i + 1) * step_k], total_k) - k, most_k);
-            }}
-{writes}
-        }}""",
-        "cupy_sdpa_unpack",
-    )
-
-
-def cleaned(array: Any, lengths: Any) -> Any:
-    """A dense copy of an array ``(D, H, S, B)`` with zeros behind the length of every batch entry, whatever lies there.
-
-    D is a multiple of 8 elements of 2 bytes, so a position of a sequence is a multiple of 16 bytes.
-    """
-    copy = empty(array.shape, array.dtype)
-    rows = _rows(array, 2)
-    if rows is None or rows.address % 16 or rows.pitch % 16:
-        copy[...] = array
-        rows = _rows(copy, 2)
-    assert rows is not None
-    position = rows.width // array.shape[2]
-    blocks = min(-(-rows.width // (16 * 256)), 1024)
-    arguments = (rows.address, copy, lengths, np.int64(rows.pitch // 16), np.int64(rows.width // 16), np.int64(position // 16))
-    _cleaning()((blocks, array.shape[3]), (256,), arguments)
-    return copy
-
-
-@functools.cache
-def _cleaning() -> Any:
-    """The kernel of :func:`cleaned`: 16 bytes a thread and step."""
-    return cupy().RawKernel(
-        """extern "C" __global__ void cupy_sdpa_clean(
-            const uint4* from, uint4* to, const int* lengths, long long pitch, long long width, long long position) {
-            const long long b = blockIdx.y, kept = lengths[b] * position, step = (long long)gridDim.x * blockDim.x;
-            for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < width; i += step)
-                to[b * width + i] = i < kept ? from[b * pitch + i] : make_uint4(0, 0, 0, 0);
-        }""",
-        "cupy_sdpa_clean",
-    )
+            check(driver.cuMemsetD32Async(array.data.ptr, bits, array.size, stream()))
 
 
 def fill_int32(array: Any, value: int) -> None:
     """Fill a dense int32 array with a number."""
     from cuda.bindings import driver
 
-    _check(driver.cuMemsetD32Async(array.data.ptr, value, array.size, stream()))
+    check(driver.cuMemsetD32Async(array.data.ptr, value, array.size, stream()))
 
 
-def _check(answer: Any) -> None:
+def check(answer: Any) -> None:
+    """Raise where the driver did not answer with success."""
     if answer[0]:
         raise RuntimeError(f"the CUDA driver failed: {answer[0].name}")
 
 
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
     """Where the rows of an array lie, in bytes."""
 
     address: int
@@ -282,7 +173,7 @@ class _Rows(NamedTuple):
     number: int
 
 
-def _rows(array: Any, axis: int) -> _Rows | None:
+def rows_of(array: Any, axis: int) -> Rows | None:
     """The rows of an array that is dense up to and with an axis, and whose other axes are evenly spaced rows; else None."""
     width = array.dtype.itemsize
     for length, step in zip(array.shape[: axis + 1], array.strides[: axis + 1], strict=True):
@@ -296,7 +187,7 @@ def _rows(array: Any, axis: int) -> _Rows | None:
             if step != pitch * count or pitch < width:
                 return None
             count *= length
-    return _Rows(array.data.ptr, pitch, width, count)
+    return Rows(array.data.ptr, pitch, width, count)
 
 
 @functools.cache

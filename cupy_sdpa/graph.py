@@ -128,12 +128,13 @@ class Softmax(Node):
     """``out = exp(x - m) / l`` with ``m = max(x)`` and ``l = sum(exp(x - m))`` over the columns; ``stats = m + log(l)``.
 
     ``sink`` ``(1, H, 1, 1)`` is one more column, of which nothing is given out: it takes part in m and in l. A row that is -inf
-    throughout gives 0 and stats -inf. ``stats`` is virtual where nobody asked for it; ``top`` is m and ``total`` is l. ``rows``
-    ``(B, 1, 1, 1)`` says how many rows there are in every batch entry; those beyond see no sink either.
+    throughout gives 0 and stats -inf. ``stats`` is virtual where nobody asked for it; or ``top``, which is m, and ``total``,
+    which is l, are given out in its place. ``rows`` ``(B, 1, 1, 1)`` says how many rows there are in every batch entry; those
+    beyond see no sink either.
     """
 
     x: Tensor
-    stats: Tensor
+    stats: Tensor | None = None
     sink: Tensor | None = None
     top: Tensor | None = None
     total: Tensor | None = None
@@ -143,7 +144,7 @@ class Softmax(Node):
     @property
     def outputs(self) -> tuple[Tensor, ...]:
         """The probabilities, the log-sum-exp of every row, and what it is made of."""
-        return (self.out, self.stats, *(tensor for tensor in (self.top, self.total) if tensor is not None))
+        return (self.out, *(tensor for tensor in (self.stats, self.top, self.total) if tensor is not None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,9 +302,9 @@ class Builder:
         total: Tensor | None = None,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """Over the columns; ``stats``, ``top`` and ``total`` ``(B, H, rows, 1)`` get what :class:`Softmax` says."""
+        """Over the columns; ``stats``, or ``top`` and ``total``, ``(B, H, rows, 1)`` get what :class:`Softmax` says."""
         shape = (*x.shape[:3], 1)
-        stats = stats or self.virtual("lse", shape)
+        stats = stats or (None if top else self.virtual("lse", shape))
         for tensor in (stats, top, total):
             if tensor is not None and tensor.shape != shape:
                 raise ValueError(f"softmax {formula}: {tensor} {tensor.shape} must be {shape}")

@@ -195,7 +195,8 @@ def _softmax(node: Softmax, tile: Tile) -> None:
     if sink is not None:
         total += np.exp(sink - shift)
     p /= np.where(total == 0, 1, total)
-    tile[node.stats] = shift + np.log(total)  # log 0 = -inf is what such a row is to give
+    if node.stats is not None:
+        tile[node.stats] = shift + np.log(total)  # log 0 = -inf is what such a row is to give
     if node.top is not None:
         tile[node.top] = top
     if node.total is not None:
@@ -213,7 +214,7 @@ def _bernoulli(node: Bernoulli, tile: Tile) -> None:
     seed, offset = (int(tile.views[t.name][0, 0, 0, 0]) % 2**64 for t in (node.seed, node.offset))
     source = np.random.Philox(key=[seed, offset], counter=[0, 0, tile.head, tile.batch])
     source.advance(tile.start * words // 4)
-    rows = tile.stop - tile.start
+    rows = min(tile.stop, node.out.shape[2]) - tile.start
     numbers = source.random_raw(rows * words).view(np.uint32).reshape(rows, 2 * words)[:, :columns]
     tile[node.out] = (numbers < round(node.probability * 2**32)).astype(tile.work)
 

@@ -153,13 +153,15 @@ def _transpose(node: Transpose, lowered: OperationGraph) -> None:
 
 def _softmax(node: Softmax, lowered: OperationGraph) -> None:
     # As primitive operations: every cuDNN 9 recognizes this chain, its own softmax operation came with 9.21.
-    # The log-sum-exp must be in the graph also where nobody asked for it (then it is virtual).
+    # The log-sum-exp must be in the graph also where nobody asked for it (then it is virtual); but not beside m and l, which
+    # are not written then (measured with 9.19 and 9.28).
     def virtual(name: str, like: Tensor) -> Tensor:
         return Tensor(f"{node.out.name}.{name}", like.shape, "float32", "virtual", row_major(like.shape))
 
-    x, row, sink = node.x, node.stats, node.sink
+    x, row, sink = node.x, node.stats or node.top, node.sink
+    assert row
     top, shifted, e = node.top or virtual("m", row), virtual("x-m", x), virtual("e", x)
-    total, log = node.total or virtual("l", row), virtual("log l", row)
+    total = node.total or virtual("l", row)
     # m = max x                      (B, Hq, Sq, 1)
     highest = virtual("max x", row) if sink else top
     _reduce(lowered, ReduceTensorOp.MAX, x, highest, "m = max S")
@@ -177,9 +179,11 @@ def _softmax(node: Softmax, lowered: OperationGraph) -> None:
         _pointwise(Pointwise("sink − m", below, "sub", sink, top), lowered)
         _pointwise(Pointwise("exp(sink − m)", last, "exp", below), lowered)
         _pointwise(Pointwise("l = Σ e + exp(sink − m)", total, "add", added, last), lowered)
-    # L = m + log l
-    _pointwise(Pointwise("log l", log, "log", total), lowered)
-    _pointwise(Pointwise("L = m + log l", node.stats, "add", top, log), lowered)
+    if node.stats:
+        # L = m + log l
+        log = virtual("log l", row)
+        _pointwise(Pointwise("log l", log, "log", total), lowered)
+        _pointwise(Pointwise("L = m + log l", node.stats, "add", top, log), lowered)
     # P = e / l
     _pointwise(Pointwise("P = e / l", node.out, "div", e, total), lowered)
 

@@ -174,7 +174,8 @@ def forward(problem: Problem) -> Graph:
     # P = softmax(S), L = log sum exp(S)    P is rounded to the dtype of v, as the tensor cores need it
     dropout = problem.settings.dropout
     p = g.softmax(
-        "P = exp(S − L), L = logsumexp(S)", s, "P", g.accumulate if dropout else problem.dtype, operands.numbers("stats"),
+        "P = exp(S − L), L = logsumexp(S)", s, "P", g.accumulate if dropout else problem.dtype,
+        None if problem.max else operands.numbers("stats"),
         sink=operands.given("sinks", PER_HEAD), top=operands.numbers("max"), total=operands.numbers("sum_exp"),
         rows=scores.queries,
     )  # fmt: skip

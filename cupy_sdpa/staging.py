@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from . import gpu
+from . import gpu, kernels
 from .bucket import Policy, padded_axes
 from .interpreter import numpy_dtype
 from .packed import offsets, with_room
-from .problem import LENGTHS, STARTS, Problem, has_diagonal
+from .problem import LENGTHS, OF_KEYS, OF_QUERIES, PER_ROW, STARTS, Problem, has_diagonal
 from .spec import TensorSpec, dense_spec
 
 #: The arrays that stand for more of the scores than they have.
@@ -90,22 +90,27 @@ class Stage:
         self._own = arrays
         self.arrays: dict[str, Any] = dict(arrays)
         if given == problem and not problem.ragged and not _may_see_nothing(problem):
-            return
+            return  # which is nearly always
         self._results = {spec.name for spec in problem.results}
         for spec in given.tensors:
             self.arrays[spec.name] = self._staged(spec)
-        # Beyond the lengths nothing is computed, and cuDNN 9.19 writes nothing there; a bias's gradient is added up.
-        if problem.ragged or problem.dbias:
-            for spec in problem.results:
-                clear(self.arrays[spec.name], -math.inf if spec.name in _LOGARITHMS else 0.0, on_gpu)
-        if problem.packed:
-            self.arrays |= _packed(problem, given, arrays, on_gpu)
+        if problem.dbias:
+            clear(self.arrays["dbias"], 0.0, on_gpu)  # it is added up
+        if problem.ragged:
+            rows = [(spec.name, self.arrays[spec.name]) for spec in problem.results if spec.name in OF_QUERIES + OF_KEYS]
+            self.arrays |= (_rows_on_gpu if on_gpu else _rows)(problem, given, self.arrays, rows)
         if has_diagonal(problem):
             *_, sq, _, _ = given.sizes
             self.arrays["diagonal"] = _diagonal(sq, *(self.arrays[name] for name in LENGTHS), on_gpu=on_gpu)
 
     def finish(self) -> None:
-        """Bring the results that were computed in other arrays back into the caller's."""
+        """Bring the results that were computed in other arrays back into the caller's; make the log-sum-exp of its parts."""
+        if self.problem.max:
+            rows = [self.arrays[name] for name in ("max", "sum_exp", "stats")]
+            (kernels.log_sum_exp if self.on_gpu else _log_sum_exp)(*rows)
+        if self.problem.dsinks and self.on_gpu and self.problem.settings.dropout:
+            # cuDNN makes it of the sum that is scaled for dropout (measured: less by 1 - p)
+            self.arrays["dsinks"] /= 1 - self.problem.settings.dropout
         for spec in self.problem.results:
             target, source = self._own[spec.name], self.arrays[spec.name]
             if target is source:
@@ -128,7 +133,7 @@ class Stage:
             array = self._unseen(array)
         lengths = cleaned(self.problem).get(name) if self.on_gpu else None
         if lengths:
-            array = gpu.cleaned(array, self._own[lengths])
+            array = kernels.cleaned(array, self._own[lengths])
         if name in _BROADCAST and (array.dtype.name, array.shape) != (spec.dtype, spec.shape):
             array = self._broadcast(array, spec)
         elif array.shape != spec.shape and not self.problem.packed:
@@ -156,7 +161,7 @@ class Stage:
     def _unseen(self, stats: Any) -> Any:
         """The log-sum-exp with +inf for -inf: a row that sees nothing gets ``exp(S - L) = 0`` and ``exp(sink - L) = 0``."""
         if self.on_gpu:
-            return gpu.seeing_nothing(stats)
+            return kernels.seeing_nothing(stats)
         return np.where(np.isneginf(stats), np.float32(np.inf), stats)
 
     def _empty(self, spec: TensorSpec) -> Any:
@@ -170,6 +175,11 @@ class Stage:
             gpu.resize(target, source, axes[0])
         else:
             gpu.fit(target, source, tuple(axes))
+
+
+def _log_sum_exp(top: Any, total: Any, stats: Any) -> None:
+    with np.errstate(divide="ignore"):
+        stats[...] = top + np.log(total)
 
 
 def _may_see_nothing(problem: Problem) -> bool:
@@ -210,16 +220,34 @@ def clear(array: Any, value: float, on_gpu: bool) -> None:
 def _diagonal(queries: int, of_queries: Any, of_keys: Any, *, on_gpu: bool) -> Any:
     """``p = i + Skv - Sq`` of every query and batch entry, ``(Sq, B)``."""
     if on_gpu:
-        return gpu.diagonal(queries, of_queries, of_keys)
+        return kernels.diagonal(queries, of_queries, of_keys)
     return np.asfortranarray(np.arange(queries, dtype=np.int32)[:, None] + (of_keys - of_queries))
 
 
-def _packed(problem: Problem, given: Problem, arrays: Mapping[str, Any], on_gpu: bool) -> dict[str, Any]:
-    """The lengths of packed sequences, and the offsets that the engine reads, from where they begin."""
-    *_, sq, skv, _ = given.sizes
-    named = offsets(given)
-    if on_gpu:
-        totals = problem.q.shape[2], problem.k.shape[2]
-        return gpu.unpacked(dict(zip(STARTS, zip((sq, skv), totals, LENGTHS, strict=True), strict=True)), arrays, named)
+def _rows(problem: Problem, given: Problem, arrays: Mapping[str, Any], rows: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """On the CPU: the lengths and offsets of packed sequences; results are cleared, for nothing is written beyond lengths."""
+    for name, array in rows:
+        array.fill(_nothing(name))
+    if not problem.packed:
+        return {}
     found = {name: np.diff(arrays[begins]).astype(np.int32) for name, begins in zip(LENGTHS, STARTS, strict=True)}
-    return found | {name: arrays[begins].astype(np.int64) * factor for name, (begins, factor) in named.items()}
+    return found | {name: arrays[begins].astype(np.int64) * factor for name, (begins, factor) in offsets(given).items()}
+
+
+def _rows_on_gpu(
+    problem: Problem, given: Problem, arrays: Mapping[str, Any], rows: Sequence[tuple[str, Any]]
+) -> dict[str, Any]:
+    *_, sq, skv, _ = given.sizes
+    names = STARTS if problem.packed else LENGTHS
+    of_queries = kernels.Side(arrays[names[0]], sq, problem.q.shape[2])
+    of_keys = kernels.Side(arrays[names[1]], skv, problem.k.shape[2])
+    named = (
+        {name: (begins == STARTS[1], factor) for name, (begins, factor) in offsets(given).items()} if problem.packed else None
+    )
+    results = [kernels.Cleared(array, name in OF_KEYS, name in PER_ROW, _nothing(name)) for name, array in rows]
+    return kernels.prepare_rows(of_queries, of_keys, named, results)
+
+
+def _nothing(name: str) -> float:
+    """What a result is where there is nothing."""
+    return -math.inf if name in _LOGARITHMS else 0.0

@@ -227,6 +227,29 @@ def _own_dropout(problem: Problem, cudnn: int, capability: int) -> Iterator[str]
         yield "dropout_mask is given; on the GPU dropout draws its own: give seed and offset, or pass numpy arrays"
 
 
+def _max_sumexp(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    if problem.max and problem.sinks:
+        yield "return_stats='max_sumexp' and sinks are given; cuDNN writes no maximum beside a sink: take the log-sum-exp alone"
+    if problem.max and problem.seq_lens_q and cudnn < 92800:
+        yield (
+            f"return_stats='max_sumexp' and lengths are given; cuDNN {version_text(cudnn)} does not write the maximum then, "
+            "9.28.0 does: take the log-sum-exp alone, or pack the sequences"
+        )
+
+
+def _deterministic_sinks(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    if problem.dsinks and problem.deterministic:
+        yield "the gradient of the sinks is added up in any order by cuDNN: leave deterministic=True or return_dsinks=True out"
+
+
+def _bias_gradient(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    if problem.dbias and problem.settings.softcap:
+        yield (
+            "the bias's gradient and softcap are asked for; cuDNN gives that of what the cap is taken of: "
+            "leave return_dbias=True or softcap out"
+        )
+
+
 def _packed_gradients(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     if problem.backward and problem.packed and not 90 <= capability < 120:
         yield (
@@ -262,9 +285,12 @@ RULES: tuple[Rule, ...] = (
     Rule("backward-head-dim", "Gradients: head dims up to 256 on Hopper, 128 on Ampere, Ada and SM 12.x; on SM 10.x 128, and "
          "192 with 128 for v, and 256 from 9.23 on.", Unsupported, _backward_head_dim, _FRONTEND),
     Rule("bias-dtype", "A bias of 16 or 32 bits.", TypeError, _bias_dtype),
+    Rule("bias-gradient", "The bias's gradient: not with softcap.", Unsupported, _bias_gradient),
     Rule("dropout-mask", "Dropout by random numbers only.", Unsupported, _own_dropout),
     Rule("packed-gradients", "Gradients of packed sequences: on Hopper and SM 10.x.", Unsupported, _packed_gradients,
          _FRONTEND),
+    Rule("max-sumexp", "The maximum and the sum: not with sinks, with lengths from 9.28 on.", Unsupported, _max_sumexp),
+    Rule("deterministic-sinks", "The sinks' gradient is not deterministic.", Unsupported, _deterministic_sinks),
     Rule("deterministic", "Deterministic gradients: not on SM 12.x.", Unsupported, _deterministic,
          "https://github.com/NVIDIA/TransformerEngine"),
 )  # fmt: skip
@@ -326,6 +352,13 @@ BUGS: tuple[Bug, ...] = (
             "one query, forward", "silently wrong", _REFUSE, "use cuDNN 9.25.1 or newer", f"{_PYTORCH}/issues/193893")
         for first, last in ((91900, 92400), (92402, 92500))
     ),
+    Bug("packed-decode-stats", 92600, 92700, range(80, 130),
+        lambda p: p.packed and not p.backward and p.stats is not None and _one_query(p) and p.sizes[2] != p.sizes[3],
+        "packed sequences of one query, grouped heads, with the log-sum-exp", "it is written for the first head of each group only",
+        _REFUSE, "use cuDNN 9.28.0, or give the keys once a head", f"{_FRONTEND}/issues/1083"),
+    Bug("packed-sinks-gradient", 91900, 92501, range(80, 130), lambda p: p.packed and p.dsinks is not None,
+        "the sinks' gradient, packed sequences", "reads beyond the arrays", _REFUSE, "leave return_dsinks=True out, or pad",
+        _FRONTEND),
     Bug("backward-one-row", 92600, _OPEN, range(80, 130),
         lambda p: p.backward and _one_query(p) and p.sizes[2] == p.sizes[6] == 1,
         "gradients of one query, one head and one batch entry", "planning is a segmentation fault", _REFUSE,

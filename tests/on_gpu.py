@@ -76,11 +76,12 @@ def gradients_on_gpu(cupy, case, dout, q, k, v, **options):
 def check_backward(cupy, case, q, k, v, **options):
     """Hold the gradients of a case to the tolerance policy."""
     dout, known = case.dout(), case.options(dropout_mask=dropped(cupy, case))
-    truth = reference.attention_backward(dout, q, k, v, **options_of_reference(known), **case.gradients)
+    wanted_too = {name: options.pop(name, value) for name, value in case.gradients.items()}
+    truth = reference.attention_backward(dout, q, k, v, **options_of_reference(known), **wanted_too)
     out, stats = attention(q, k, v, return_stats=True, **known)
-    naive = attention_backward(dout, q, k, v, out, stats, **known, **case.gradients)
-    got = gradients_on_gpu(cupy, case, dout, q, k, v, **options)
-    names = ("dq", "dk", "dv", *(name for name in ("dbias", "dsinks") if case.gradients[f"return_{name}"]))
+    naive = attention_backward(dout, q, k, v, out, stats, **known, **wanted_too)
+    got = gradients_on_gpu(cupy, case, dout, q, k, v, **wanted_too, **options)
+    names = ("dq", "dk", "dv", *(name for name in ("dbias", "dsinks") if wanted_too[f"return_{name}"]))
     wrong = []
     for name, a, wanted, other in zip(names, got, truth, naive, strict=True):
         try:

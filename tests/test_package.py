@@ -25,6 +25,7 @@ ARROWS = {
     "problem": {"band", "spec"},
     "shelf": set(),
     "gpu": set(),
+    "kernels": {"gpu"},
     "gpus": set(),
     "bucket": {"problem", "spec"},
     "options": {"band", "bucket", "problem"},
@@ -44,7 +45,7 @@ ARROWS = {
     "offline": {"errors", "gpu", "gpus", "plan", "problem", "shelf", "_cudnn"},
     "cache": {"engines", "errors", "html", "plan", "problem", "_cudnn"},
     "tuning": {"cache", "engines", "errors", "gpu", "html", "plan", "problem", "shelf", "_cudnn"},
-    "staging": {"bucket", "gpu", "interpreter", "packed", "problem", "spec"},
+    "staging": {"bucket", "gpu", "interpreter", "kernels", "packed", "problem", "spec"},
     "call": {
         "bucket", "cache", "errors", "gpu", "interpreter", "patterns", "plan", "problem", "report", "staging", "support", "tuning",
         "_cudnn",

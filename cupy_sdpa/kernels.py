@@ -1,0 +1,220 @@
+"""The few CUDA kernels of our own: what cuDNN needs beside the caller's arrays, and what it leaves undone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import gpu
+
+
+class Side(NamedTuple):
+    """Where the positions of queries, or of keys, lie.
+
+    Attributes:
+        given: the lengths of the batch entries, int32 ``(B,)``; or where packed sequences begin, int32 or int64 ``(B+1,)``.
+        most: the most positions that an entry may have.
+        total: how many there are together, of packed sequences.
+    """
+
+    given: Any
+    most: int
+    total: int
+
+
+class Cleared(NamedTuple):
+    """A result in which what no entry has is to be cleared.
+
+    Attributes:
+        array: ``(D, H, S, B)`` or packed ``(D, H, T)``; of one number a row ``(S, H, B)`` or packed ``(H, T)``.
+        of_keys: whether its positions are those of keys.
+        numbers: whether it has one number a row.
+        value: 0, or -inf in float32.
+    """
+
+    array: Any
+    of_keys: bool
+    numbers: bool
+    value: float
+
+
+def prepare_rows(
+    queries: Side, keys: Side, offsets: Mapping[str, tuple[bool, int]] | None, results: Sequence[Cleared]
+) -> dict[str, Any]:
+    """Lengths and offsets of packed sequences, and cleared results, in one launch and without waiting.
+
+    cuDNN 9.19 writes nothing where a batch entry has no position, and nothing for an entry that has positions on one side
+    only; and the positions behind the last packed sequence are nobody's. All of that is cleared; nothing else is touched.
+    What a packed sequence may not have, more positions than the longest or than there are, it does not get.
+
+    Args:
+        queries, keys: where they lie.
+        offsets: of packed sequences, for every name whether it is of keys, and the factor; None for dense arrays.
+        results: what is to be cleared.
+
+    Returns:
+        Of packed sequences ``seq_lens_q`` and ``seq_lens_kv``, int32 ``(B,)``, and the offsets, int64 ``(B+1,)``.
+    """
+    packed = offsets is not None
+    batch = queries.given.size - packed
+    made: dict[str, Any] = {}
+    if offsets is not None:
+        made = {name: gpu.empty((batch,), np.int32) for name in ("seq_lens_q", "seq_lens_kv")}
+        made |= {name: gpu.empty((batch + 1,), np.int64) for name in offsets}
+    numbers = [batch, len(offsets or ()), len(results)]
+    for side, name in ((queries, "seq_lens_q"), (keys, "seq_lens_kv")):
+        lengths = made[name].data.ptr if packed else 0
+        step = side.given.strides[0] // side.given.itemsize
+        numbers += [side.given.data.ptr, step, side.given.itemsize, lengths, side.most, side.total]
+    for name, (of_keys, factor) in (offsets or {}).items():
+        numbers += [made[name].data.ptr, of_keys, factor]
+    for result in results:
+        numbers += _layout(result, packed)
+    if len(numbers) > _MOST:
+        raise ValueError(f"{len(numbers)} numbers for a launch that takes {_MOST}")
+    arguments = np.zeros((), [("n", np.int64, _MOST)])
+    arguments["n"][: len(numbers)] = numbers
+    wide = max(1, min(64, 256 // max(batch, 1)))
+    _rows(packed)((wide, max(batch, 1)), (256,), (arguments,))
+    return made
+
+
+def _layout(result: Cleared, packed: bool) -> list[int]:
+    """A result in words of 4 bytes: address, side, bits, and the length and steps of columns, heads, positions and batch."""
+    array, words = result.array, [step // 4 for step in result.array.strides]
+    if result.numbers:
+        heads, position = (0, 1) if packed else (1, 0)
+        columns, head_step, position_step = 1, words[heads], words[position]
+    else:
+        heads, position = 1, 2
+        columns, head_step, position_step = array.shape[0] * array.itemsize // 4, words[1], words[2]
+    batch_step = 0 if packed else words[-1]
+    bits = int(np.float32(result.value).view(np.uint32))
+    return [array.data.ptr, result.of_keys, bits, columns, array.shape[heads], head_step, position_step, batch_step]
+
+
+#: The numbers that the kernel of :func:`prepare_rows` takes: 15, 3 for each of at most 14 offsets, 8 for each of 4 results.
+_MOST = 15 + 3 * 14 + 8 * 4
+
+
+@functools.cache
+def _rows(packed: bool) -> Any:
+    """The kernel of :func:`prepare_rows`; a row of blocks for every batch entry."""
+    return gpu.cupy().RawKernel(
+        f"""struct Numbers {{ long long n[{_MOST}]; }};
+        struct Side {{ long long given, step, size, lengths, most, total; }};
+        struct Offsets {{ long long out, of_keys, factor; }};
+        struct Result {{ long long out, of_keys, bits, columns, heads, head_step, position_step, batch_step; }};
+        __device__ long long within(long long x, long long most) {{ return x < 0 ? 0 : x < most ? x : most; }}
+        __device__ long long at(const Side& s, long long i) {{
+            return s.size == 4 ? ((const int*)s.given)[i * s.step] : ((const long long*)s.given)[i * s.step];
+        }}
+        extern "C" __global__ void cupy_sdpa_rows(const Numbers numbers) {{
+            const long long* n = numbers.n;
+            const long long batch = n[0], b = blockIdx.y;
+            const Side* sides = (const Side*)(n + 3);
+            const Offsets* offsets = (const Offsets*)(n + 15);
+            const Result* results = (const Result*)(offsets + n[1]);
+            const bool packed = {int(packed)};
+            long long begin[2], length[2], last[2];
+            for (int s = 0; s < 2; ++s) {{
+                const Side& side = sides[s];
+                if (packed) {{
+                    begin[s] = within(at(side, b), side.total);
+                    const long long end = within(at(side, b + 1), side.total);
+                    length[s] = within(end - begin[s], side.most);
+                    last[s] = b + 1 == batch ? end : side.total;
+                    if (blockIdx.x == 0 && threadIdx.x == 0) ((int*)side.lengths)[b] = length[s];
+                }} else {{
+                    begin[s] = 0;
+                    length[s] = within(at(side, b), side.most);
+                    last[s] = side.most;
+                }}
+            }}
+            if (blockIdx.x == 0 && threadIdx.x < n[1]) {{
+                const Offsets& o = offsets[threadIdx.x];
+                ((long long*)o.out)[b] = begin[o.of_keys] * o.factor;
+                if (b + 1 == batch)
+                    ((long long*)o.out)[batch] = within(at(sides[o.of_keys], batch), sides[o.of_keys].total) * o.factor;
+            }}
+            for (int r = 0; r < n[2]; ++r) {{
+                const Result& result = results[r];
+                const int s = result.of_keys;
+                // two stretches: what this entry has and the other side has not, and what lies behind
+                const long long own = length[1 - s] ? begin[s] + length[s] : begin[s];
+                const long long from[2] = {{own, packed ? last[s] : begin[s] + length[s]}};
+                const long long to[2] = {{begin[s] + length[s], packed ? sides[s].total : sides[s].most}};
+                const long long row = result.columns * result.heads;
+                for (int part = 0; part < 2; ++part) {{
+                    const long long count = (to[part] - from[part]) * row;
+                    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < count;
+                         i += (long long)gridDim.x * blockDim.x) {{
+                        const long long position = from[part] + i / row, word = i % row;
+                        ((unsigned*)result.out)[b * result.batch_step + position * result.position_step
+                            + word / result.columns * result.head_step + word % result.columns] = (unsigned)result.bits;
+                    }}
+                }}
+            }}
+        }}""",
+        "cupy_sdpa_rows",
+    )
+
+
+def cleaned(array: Any, lengths: Any) -> Any:
+    """A dense copy of an array ``(D, H, S, B)`` with zeros behind the length of every batch entry, whatever lies there.
+
+    D is a multiple of 8 elements of 2 bytes, so a position of a sequence is a multiple of 16 bytes.
+    """
+    copy = gpu.empty(array.shape, array.dtype)
+    rows = gpu.rows_of(array, 2)
+    if rows is None or rows.address % 16 or rows.pitch % 16:
+        copy[...] = array
+        rows = gpu.rows_of(copy, 2)
+    assert rows is not None
+    position = rows.width // array.shape[2]
+    blocks = min(-(-rows.width // (16 * 256)), 1024)
+    arguments = (rows.address, copy, lengths, np.int64(rows.pitch // 16), np.int64(rows.width // 16), np.int64(position // 16))
+    _cleaning()((blocks, array.shape[3]), (256,), arguments)
+    return copy
+
+
+@functools.cache
+def _cleaning() -> Any:
+    """The kernel of :func:`cleaned`: 16 bytes a thread and step."""
+    return gpu.cupy().RawKernel(
+        """extern "C" __global__ void cupy_sdpa_clean(
+            const uint4* from, uint4* to, const int* lengths, long long pitch, long long width, long long position) {
+            const long long b = blockIdx.y, kept = lengths[b] * position, step = (long long)gridDim.x * blockDim.x;
+            for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < width; i += step)
+                to[b * width + i] = i < kept ? from[b * pitch + i] : make_uint4(0, 0, 0, 0);
+        }""",
+        "cupy_sdpa_clean",
+    )
+
+
+def seeing_nothing(stats: Any) -> Any:
+    """A copy of log-sum-exps with +inf in place of -inf."""
+    copy = gpu.empty(stats.shape, stats.dtype)
+    return _elementwise("float32 x", "float32 y", "y = x < 0 && isinf(x) ? -x : x", "seeing_nothing")(stats, copy)
+
+
+def log_sum_exp(top: Any, total: Any, stats: Any) -> None:
+    """``stats = top + log(total)``."""
+    _elementwise("float32 m, float32 l", "float32 y", "y = m + logf(l)", "log_sum_exp")(top, total, stats)
+
+
+def diagonal(queries: int, of_queries: Any, of_keys: Any) -> Any:
+    """``i + keys - queries`` for every query i and batch entry, int32 ``(Sq, B)``."""
+    made = gpu.empty((queries, of_queries.size), np.int32)
+    operation = "p = i % n + k[i / n] - q[i / n]"
+    kernel = _elementwise("raw int32 q, raw int32 k, int64 n", "int32 p", operation, "diagonal")
+    kernel(of_queries, of_keys, queries, made.T)  # its elements in the order of the memory
+    return made
+
+
+@functools.cache
+def _elementwise(inputs: str, outputs: str, operation: str, name: str) -> Any:
+    return gpu.cupy().ElementwiseKernel(inputs, outputs, operation, f"cupy_sdpa_{name}")
