@@ -108,9 +108,6 @@ class Stage:
         if self.problem.max:
             rows = [self.arrays[name] for name in ("max", "sum_exp", "stats")]
             (kernels.log_sum_exp if self.on_gpu else _log_sum_exp)(*rows)
-        if self.problem.dsinks and self.on_gpu and self.problem.settings.dropout:
-            # cuDNN makes it of the sum that is scaled for dropout (measured: less by 1 - p)
-            self.arrays["dsinks"] /= 1 - self.problem.settings.dropout
         for spec in self.problem.results:
             target, source = self._own[spec.name], self.arrays[spec.name]
             if target is source:

@@ -230,10 +230,10 @@ def _own_dropout(problem: Problem, cudnn: int, capability: int) -> Iterator[str]
 def _max_sumexp(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     if problem.max and problem.sinks:
         yield "return_stats='max_sumexp' and sinks are given; cuDNN writes no maximum beside a sink: take the log-sum-exp alone"
-    if problem.max and problem.seq_lens_q and cudnn < 92800:
+    if problem.max and problem.seq_lens_q:
         yield (
-            f"return_stats='max_sumexp' and lengths are given; cuDNN {version_text(cudnn)} does not write the maximum then, "
-            "9.28.0 does: take the log-sum-exp alone, or pack the sequences"
+            "return_stats='max_sumexp' and lengths are given; cuDNN does not write the maximum then, or not of every row: "
+            "take the log-sum-exp alone, or pack the sequences"
         )
 
 
@@ -289,7 +289,7 @@ RULES: tuple[Rule, ...] = (
     Rule("dropout-mask", "Dropout by random numbers only.", Unsupported, _own_dropout),
     Rule("packed-gradients", "Gradients of packed sequences: on Hopper and SM 10.x.", Unsupported, _packed_gradients,
          _FRONTEND),
-    Rule("max-sumexp", "The maximum and the sum: not with sinks, with lengths from 9.28 on.", Unsupported, _max_sumexp),
+    Rule("max-sumexp", "The maximum and the sum: not with sinks, and not with lengths.", Unsupported, _max_sumexp),
     Rule("deterministic-sinks", "The sinks' gradient is not deterministic.", Unsupported, _deterministic_sinks),
     Rule("deterministic", "Deterministic gradients: not on SM 12.x.", Unsupported, _deterministic,
          "https://github.com/NVIDIA/TransformerEngine"),
@@ -354,8 +354,10 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug("packed-decode-stats", 92600, 92700, range(80, 130),
         lambda p: p.packed and not p.backward and p.stats is not None and _one_query(p) and p.sizes[2] != p.sizes[3],
-        "packed sequences of one query, grouped heads, with the log-sum-exp", "it is written for the first head of each group only",
+        "packed sequences of one query, grouped heads, with the log-sum-exp", "it is written for one head of each group only",
         _REFUSE, "use cuDNN 9.28.0, or give the keys once a head", f"{_FRONTEND}/issues/1083"),
+    Bug("dropout-sinks-gradient", 91900, 92799, range(80, 130), lambda p: p.dsinks is not None and p.settings.dropout > 0,
+        "the sinks' gradient, with dropout", "too small by 1 - dropout_p", _REFUSE, "use cuDNN 9.28.0", "docs/design.md"),
     Bug("packed-sinks-gradient", 91900, 92501, range(80, 130), lambda p: p.packed and p.dsinks is not None,
         "the sinks' gradient, packed sequences", "reads beyond the arrays", _REFUSE, "leave return_dsinks=True out, or pad",
         _FRONTEND),

@@ -27,7 +27,10 @@ def test_every_case(case, options, cupy):
     if reasons:
         with pytest.raises(Unsupported):
             check_backward(cupy, case, q, k, v, **options)
-    less = {"deterministic-sinks": "return_dsinks", "packed-sinks-gradient": "return_dsinks", "bias-gradient": "return_dbias"}
+    less = {
+        "deterministic-sinks": "return_dsinks", "packed-sinks-gradient": "return_dsinks",
+        "dropout-sinks-gradient": "return_dsinks", "bias-gradient": "return_dbias",
+    }  # fmt: skip
     if reasons <= set(less):
         check_backward(cupy, case, q, k, v, **options, **{less[rule]: False for rule in reasons})
 
