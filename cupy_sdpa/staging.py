@@ -128,9 +128,11 @@ class Stage:
             return array if same or self.problem.packed else self._empty(spec)
         if name == "stats" and _may_see_nothing(self.problem):
             array = self._unseen(array)
-        lengths = cleaned(self.problem).get(name) if self.on_gpu else None
-        if lengths:
+        lengths = cleaned(self.problem).get(name)
+        if lengths and self.on_gpu:
             array = kernels.cleaned(array, self._own[lengths])
+        elif lengths and name == "dout":  # of which whole rows are summed; the rest the interpreter cuts off itself
+            array = _cleaned(array, self._own[lengths])
         if name in _BROADCAST and (array.dtype.name, array.shape) != (spec.dtype, spec.shape):
             array = self._broadcast(array, spec)
         elif array.shape != spec.shape and not self.problem.packed:
@@ -177,6 +179,11 @@ class Stage:
 def _log_sum_exp(top: Any, total: Any, stats: Any) -> None:
     with np.errstate(divide="ignore"):
         stats[...] = top + np.log(total)
+
+
+def _cleaned(array: Any, lengths: Any) -> Any:
+    beyond = np.arange(array.shape[2])[:, None] >= lengths
+    return np.where(beyond, np.zeros((), array.dtype), array)
 
 
 def _may_see_nothing(problem: Problem) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,11 @@ def _problem(
     return problem((d, hq, sq, b), (d, hkv, skv, b), (dv or d, hkv, skv, b), dtype=dtype, **options)
 
 
+def _packed(queries: int = 512, **options: Any) -> Problem:
+    starts: dict[str, Any] = {"cu_seqlens_q": (5,), "cu_seqlens_kv": (5,), "max_seqlen_q": queries, "max_seqlen_kv": 512}
+    return problem((128, 8, 4 * queries), (128, 2, 2048), (128, 2, 2048), dtype="bfloat16", **starts, **options)
+
+
 #: A problem for everything that can be asked for, by its words.
 PROBES: dict[str, Problem] = {
     "forward, head dim 64": _problem(64),
@@ -39,6 +44,13 @@ PROBES: dict[str, Problem] = {
     "forward, lengths given, window from the bottom right": _problem(seq_lens=True, window=(100, 50, "bottom_right")),
     "forward, lengths in buckets, causal": _problem(sq=333, skv=777, causal=True, bucket=256),
     "forward, one query": _problem(hkv=2, sq=1, skv=4096),
+    "forward, packed sequences, causal": _packed(causal=True),
+    "forward, packed sequences of one query, log-sum-exp": _packed(queries=1, return_stats=True),
+    "forward, bias, ALiBi, softcap": _problem(bias=(512, 512, 8, 1), alibi_slopes=True, softcap=30.0, causal=True),
+    "forward, mask of keys": _problem(mask=(512, 1, 1, 2)),
+    "forward, sinks, window": _problem(sinks=True, window=(100, 0)),
+    "forward, dropout": _problem(dropout_p=0.1, seed=0),
+    "forward, maximum and sum": _problem(return_stats="max_sumexp"),
     "gradients, head dim 64": _problem(64, backward=True),
     "gradients, head dim 128": _problem(backward=True),
     "gradients, head dim 128, grouped queries, causal": _problem(hkv=2, causal=True, backward=True),
@@ -49,9 +61,71 @@ PROBES: dict[str, Problem] = {
     "gradients, window, lengths given": _problem(window=(100, 50, "bottom_right"), seq_lens=True, backward=True),
     "gradients, lengths in buckets": _problem(sq=333, skv=777, backward=True, bucket=256),
     "gradients, deterministic": _problem(backward=True, deterministic=True),
+    "gradients, packed sequences, grouped queries": _packed(backward=True),
+    "gradients, bias and its own": _problem(bias=(512, 512, 8, 1), backward=True, return_dbias=True),
+    "gradients, mask of keys": _problem(mask=(512, 1, 1, 2), backward=True),
+    "gradients, ALiBi, softcap, dropout": _problem(
+        alibi_slopes=True, softcap=30.0, dropout_p=0.1, seed=0, causal=True, backward=True
+    ),
+    "gradients, sinks and their own": _problem(sinks=True, backward=True, return_dsinks=True),
     "gradients, one query": _problem(sq=1, skv=4096, backward=True),
     "gradients, one query, head and batch entry": _problem(hq=1, hkv=1, sq=1, b=1, backward=True),
 }
+
+
+_SQ, _SKV = 333, 777
+#: The options whose pairs are looked at, forward and backward, by their words. Arrays are given as shapes.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "bottom right": {"causal": "bottom_right"},
+    "window": {"window": (100, 50)},
+    "lengths": {"seq_lens": True},
+    "packed": {"cu_seqlens_q": (3,), "cu_seqlens_kv": (3,), "max_seqlen_q": _SQ, "max_seqlen_kv": _SKV},
+    "bias": {"bias": (_SKV, _SQ, 8, 1)},
+    "mask": {"mask": (_SKV, _SQ, 1, 2)},
+    "mask of keys": {"mask": (_SKV, 1, 1, 2)},
+    "ALiBi": {"alibi_slopes": True},
+    "softcap": {"softcap": 30.0},
+    "sinks": {"sinks": True},
+    "dropout": {"dropout_p": 0.1, "seed": 0},
+    "max and sum": {"return_stats": "max_sumexp"},
+    "bias's gradient": {"bias": (_SKV, _SQ, 8, 1), "return_dbias": True},
+    "sinks' gradient": {"sinks": True, "return_dsinks": True},
+    "deterministic": {"deterministic": True},
+}
+_FORWARD_ONLY = {"max and sum"}
+_BACKWARD_ONLY = {"bias's gradient", "sinks' gradient", "deterministic"}
+
+
+def pair(one: str, other: str, *, backward: bool) -> Problem | None:
+    """The problem with two options, or with one given twice; None where they exclude each other or belong to the other pass."""
+    if excluded(one, other, backward=backward):
+        return None
+    first, second = OPTIONS[one], OPTIONS[other]
+    if "packed" in (one, other):
+        shapes = (128, 8, 2 * _SQ), (128, 2, 2 * _SKV), (128, 2, 2 * _SKV)
+        return problem(*shapes, dtype="bfloat16", backward=backward, **(first | second))
+    return _problem(hkv=2, sq=_SQ, skv=_SKV, backward=backward, **(first | second))
+
+
+def excluded(one: str, other: str, *, backward: bool) -> bool:
+    """Whether two options exclude each other, or belong to the other pass."""
+    if {one, other} & (_FORWARD_ONLY if backward else _BACKWARD_ONLY):
+        return True
+    first, second = OPTIONS[one], OPTIONS[other]
+    return any(first[name] != second[name] for name in first.keys() & second.keys()) or {one, other} == {"lengths", "packed"}
+
+
+def pairs() -> dict[str, Problem]:
+    """Every pair of options in each direction, and every option alone, by its words."""
+    found = {}
+    for backward in (False, True):
+        for number, one in enumerate(OPTIONS):
+            for other in list(OPTIONS)[number:]:
+                if asked := pair(one, other, backward=backward):
+                    words = one if one == other else f"{one} and {other}"
+                    found[f"{'gradients' if backward else 'forward'}, {words}"] = asked
+    return found
 
 
 @dataclass(frozen=True)
@@ -73,23 +147,29 @@ class Finding:
     agree: bool
 
 
-def measure(cudnn: str | None = None, progress: Callable[[int, int], None] | None = None) -> tuple[int, list[Finding]]:
+def measure(
+    cudnn: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    probes: Mapping[str, Problem] | None = None,
+) -> tuple[int, list[Finding]]:
     """Plan every problem for every described GPU with the cuDNN that is here; gives its version, and what was found.
 
     Args:
+        probes: the problems by their words; :func:`pairs` gives those of two options each. None for :data:`PROBES`.
         cudnn: the path of a libcudnn.so.9; None for the one that this process would find.
         progress: called with (how many are done, how many there are).
 
     Raises:
         CudnnError: this machine cannot plan; the message says what it lacks.
     """
-    asked = [(words, gpu) for gpu in gpus.NAMES for words in PROBES]
+    probes = PROBES if probes is None else probes
+    asked = [(words, gpu) for gpu in gpus.NAMES for words in probes]
     found: dict[int, Finding] = {}
     with Planner(2, cudnn) as planner:
-        jobs = [(PROBES[words], described(gpu)) for words, gpu in asked]
+        jobs = [(probes[words], described(gpu)) for words, gpu in asked]
         for number, answer in planner.plan_all(jobs, None):
             words, gpu = asked[number]
-            rules = tuple(reason.rule for reason in why_not(PROBES[words], planner.version, gpus.capability(gpu)))
+            rules = tuple(reason.rule for reason in why_not(probes[words], planner.version, gpus.capability(gpu)))
             refused = isinstance(answer, str)
             measured = " ".join(answer.split()) if isinstance(answer, str) else f"engine {answer.engine}"
             agree = bool(rules) or (words, gpu) in EXCEPTIONS if refused else not set(rules) - _SILENT
@@ -100,7 +180,9 @@ def measure(cudnn: str | None = None, progress: Callable[[int, int], None] | Non
 
 
 #: Rows about what planning cannot show: results that are wrong, or not the same in every run.
-_SILENT = {"deterministic"} | {bug.name for bug in BUGS if not bug.guards and "planning" not in bug.effect}
+_SILENT = {"deterministic", "deterministic-sinks", "bias-gradient", "max-sumexp"} | {
+    bug.name for bug in BUGS if not bug.guards and "planning" not in bug.effect
+}
 #: What cuDNN refuses for a described GPU and the table does not: with 9.28 the kernel does not compile for the constructed
 #: description of the B200 (NVRTC); NVIDIA's frontend says that it runs from 9.23 on, and it was not tried on the card.
 EXCEPTIONS = {("gradients, head dim 256", "b200")}
@@ -127,6 +209,22 @@ def page(version: int) -> Iterator[str]:
                 cells.append(f"no: {', '.join(dict.fromkeys(rules))}" if rules else "yes")
             yield f"| {words} | " + " | ".join(cells) + " |"
         yield ""
+    yield "## Two options at once\n"
+    yield (
+        f"With cuDNN {version_text(version)}. Each option alone stands on the diagonal. An empty cell: they exclude each "
+        "other. More than two at once run where each two of them do, as far as random problems show "
+        "(tests/test_combinations.py).\n"
+    )
+    for backward in (False, True):
+        left_out = _FORWARD_ONLY if backward else _BACKWARD_ONLY
+        names = [name for name in OPTIONS if name not in left_out]
+        yield ("Gradients" if backward else "Forward") + ":\n"
+        yield "| | " + " | ".join(names) + " |"
+        yield "|---|" + "---|" * len(names)
+        for one in names:
+            cells = [_cell(pair(one, other, backward=backward), version) for other in names]
+            yield f"| {one} | " + " | ".join(cells) + " |"
+        yield ""
     yield "## Rules\n"
     yield "| rule | | raises | source |"
     yield "|---|---|---|---|"
@@ -138,6 +236,16 @@ def page(version: int) -> Iterator[str]:
     for bug in BUGS:
         done = f"masks that are true of everything: {', '.join(sorted(bug.guards))}" if bug.guards else f"refused: {bug.remedy}"
         yield f"| {bug.name} | {_range(bug)} | {_capabilities(bug)} | {bug.when} | {bug.effect} | {done} | {_link(bug.link)} |"
+
+
+def _cell(asked: Problem | None, version: int) -> str:
+    """Where a problem runs, in a word."""
+    if asked is None:
+        return ""
+    there = [gpu for gpu in gpus.NAMES if not why_not(asked, version, gpus.capability(gpu))]
+    if len(there) == len(gpus.NAMES):
+        return "yes"
+    return ", ".join(gpu.upper() for gpu in there) or "no"
 
 
 def _title(gpu: str) -> str:

@@ -1,5 +1,7 @@
 """Diagonals, windows and lengths: what the options mean, what they refuse, and what lies beyond a length."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from cases import Case
@@ -122,9 +124,21 @@ def beyond(case, what):
 def everything(xp, case, arrays):
     """out, stats and the gradients, as numpy arrays."""
     q, k, v, dout = (xp.asarray(x) for x in arrays)
-    out, stats = attention(q, k, v, return_stats=True, **case.options(xp))
-    results = out, stats, *attention_backward(dout, q, k, v, out, stats, deterministic=True, **case.options(xp))
-    return [x if xp is np else xp.asnumpy(x) for x in results]
+    options = case.options(xp)
+    out, stats = attention(q, k, v, return_stats=True, **options)
+    gradients = attention_backward(dout, q, k, v, out, stats, deterministic=not case.sinks, **case.gradients, **options)
+    return [x if xp is np else xp.asnumpy(x) for x in (out, stats, *gradients)]
+
+
+@pytest.mark.parametrize("engine", ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
+def test_what_lies_beyond_a_length_reaches_no_sum(engine):
+    """The gradients of a bias and of sinks are sums over everything: NaN beyond the lengths is not in them."""
+    xp = np if engine == "numpy" else pytest.importorskip("cupy")
+    case = replace(LENGTHS, name="sums", bias="kq", sinks=True, dtype="float32" if xp is np else "bfloat16")
+    clean, dirty = (everything(xp, case, beyond(case, what)) for what in (0, np.nan))
+    for a, b in zip(clean[1:], dirty[1:], strict=True):
+        assert np.isfinite(b.astype(np.float32)).all() or b.shape == clean[1].shape
+        np.testing.assert_allclose(a.astype(np.float32), b.astype(np.float32), atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("what", [np.nan, np.inf, -np.inf, 1e30], ids=str)

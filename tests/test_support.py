@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from planner import child_environment
 
+import cupy_sdpa
 from cupy_sdpa import survey
 from cupy_sdpa.band import Band
 from cupy_sdpa.gpus import NAMES
@@ -35,6 +36,22 @@ def backward(dtype="bfloat16", positive_scale=True, causal=False, deterministic=
     return pose((("q", q), ("k", k), ("v", v)), settings, Wanted(backward=True))
 
 
+BIAS = (16, 16, 4, 1)
+
+
+def variant(**options):
+    """The problem of shapes with some options."""
+    shape = (64, 4, 16, 2)
+    return cupy_sdpa.problem(shape, shape, shape, dtype="bfloat16", **options)
+
+
+def packed(queries=16, hkv=2, **options):
+    """The problem of packed sequences."""
+    starts = {"cu_seqlens_q": (3,), "cu_seqlens_kv": (3,), "max_seqlen_q": queries, "max_seqlen_kv": 16}
+    kv = (64, hkv, 32)
+    return cupy_sdpa.problem((64, 4, 2 * queries), kv, kv, dtype="bfloat16", **starts, **options)
+
+
 #: rule: (a problem that breaks it, cuDNN version, capability, what the message says), (one that just keeps it, version, capability)
 SIDES = {
     "cudnn-version": ((asked(), 91801, 90, r"9\.18\.1 is loaded, 9\.19\.0 .*pip install"), (asked(), 91900, 90)),
@@ -57,6 +74,27 @@ SIDES = {
     ),
     "grid": ((asked(b=65536, sq=1, skv=1), 91900, 90, r"65536 batch; .*65535"), (asked(b=65535, sq=1, skv=1), 91900, 90)),
     "backward-head-dim": ((backward(d=136), 91900, 80, r"head dims 136 and 136 .*up to 128"), (backward(d=136), 91900, 90)),
+    "bias-dtype": (
+        (variant(bias=np.zeros((16, 16, 1, 1), order="F")), 91900, 90, r"bias is float64; .*bias\.astype\('float32'\)"),
+        (variant(bias=np.zeros((16, 16, 1, 1), np.float32, order="F")), 91900, 90),
+    ),
+    "bias-gradient": (
+        (variant(bias=BIAS, softcap=2.0, backward=True, return_dbias=True), 92800, 90, r"leave return_dbias=True or softcap out"),
+        (variant(bias=BIAS, softcap=2.0, backward=True), 92800, 90),
+    ),
+    "dropout-mask": (
+        (variant(dropout_p=0.5, dropout_mask=(16, 16, 4, 2)), 91900, 90, r"give seed and offset, or pass numpy arrays"),
+        (variant(dropout_p=0.5, seed=1), 91900, 90),
+    ),
+    "packed-gradients": ((packed(backward=True), 91900, 80, r"give seq_lens_q and seq_lens_kv"), (packed(backward=True), 91900, 90)),
+    "max-sumexp": (
+        (variant(return_stats="max_sumexp", sinks=True), 92800, 90, r"take the log-sum-exp alone"),
+        (variant(return_stats="max_sumexp"), 91900, 90),
+    ),
+    "deterministic-sinks": (
+        (variant(sinks=True, deterministic=True, backward=True, return_dsinks=True), 91900, 90, r"leave deterministic=True or"),
+        (variant(sinks=True, deterministic=True, backward=True), 91900, 90),
+    ),
     "deterministic": ((backward(deterministic=True), 91900, 120, r"leave deterministic=True out"), (backward(), 91900, 120)),
 }  # fmt: skip
 
@@ -89,6 +127,24 @@ MET = {
         [(91900, 100), (92400, 103), (92402, 100), (92500, 110)],
         [(92401, 100), (92501, 100), (91900, 90), (91900, 120)],
         [asked(sq=2), backward(sq=1)],
+    ),
+    "packed-decode-stats": (
+        packed(queries=1, return_stats=True),
+        [(92600, 90), (92700, 80)],
+        [(92501, 90), (92800, 90)],
+        [packed(queries=1), packed(queries=2, return_stats=True), packed(queries=1, hkv=4, return_stats=True)],
+    ),
+    "dropout-sinks-gradient": (
+        variant(sinks=True, dropout_p=0.5, seed=1, backward=True, return_dsinks=True),
+        [(91900, 90), (92700, 80)],
+        [(92800, 90)],
+        [variant(sinks=True, dropout_p=0.5, seed=1, backward=True), variant(sinks=True, backward=True, return_dsinks=True)],
+    ),
+    "packed-sinks-gradient": (
+        packed(sinks=True, backward=True, return_dsinks=True),
+        [(91900, 90), (92501, 100)],
+        [(92600, 90)],
+        [packed(sinks=True, backward=True), variant(sinks=True, backward=True, return_dsinks=True)],
     ),
     "backward-one-row": (
         backward(hq=1, hkv=1, sq=1, b=1),
@@ -214,7 +270,7 @@ print(sorted(guards(odd, 91900, 90)))
 @pytest.mark.parametrize("bug", [bug for bug in BUGS if not bug.guards], ids=lambda bug: f"{bug.name}-{bug.first}")
 def test_a_refused_bug_says_where_it_is_not(bug):
     """What would lift it is true: there the row does not speak."""
-    asked_ = next(p for p in PROBES.values() if bug.met_by(p, bug.first, bug.capabilities.start))
+    asked_ = next(p for p in (PROBES | survey.pairs()).values() if bug.met_by(p, bug.first, bug.capabilities.start))
     (reason,) = [r for r in why_not(asked_, bug.first, bug.capabilities.start) if r.rule == bug.name]
     assert reason.lift
     for version in RELEASES:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 
 from .. import survey
 from ..errors import CudnnError
+from ..problem import Problem
 from ..support import SWITCH
 from ..version import RELEASES, version_number, version_text
 from .console import CommandError, Progress, one_line, say
@@ -13,6 +15,7 @@ from .console import CommandError, Progress, one_line, say
 _EPILOG = f"""\
 examples:
   python -m cupy_sdpa support --measure      plan every problem for every described GPU, and compare with the table
+  python -m cupy_sdpa support --measure --pairs      the same for every pair of options (half an hour on two cores)
   python -m cupy_sdpa support --markdown     the page of the documentation
 
 {SWITCH}=NAME,... turns rows of the table off, for a process that knows better.
@@ -34,13 +37,14 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     what.add_argument(
         "--measure", action="store_true", help="plan everything, for GPUs that need not be here (a minute or two)"
     )
+    parser.add_argument("--pairs", action="store_true", help="with --measure: every pair of options")
     parser.set_defaults(command=command)
 
 
 def command(arguments: argparse.Namespace) -> int:
     """Run ``support``; 1 where the table is not right."""
     if arguments.measure:
-        return _measure(arguments.cudnn)
+        return _measure(arguments.cudnn, survey.pairs() if arguments.pairs else survey.PROBES)
     try:
         version = version_number(arguments.cudnn) if arguments.cudnn else RELEASES[-1]
     except ValueError as error:
@@ -59,10 +63,10 @@ def command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(cudnn: str | None) -> int:
+def _measure(cudnn: str | None, probes: Mapping[str, Problem]) -> int:
     try:
         with Progress("planning") as progress:
-            version, findings = survey.measure(cudnn, progress)
+            version, findings = survey.measure(cudnn, progress, probes)
     except CudnnError as error:
         raise CommandError(str(error)) from error
     wrong = [finding for finding in findings if not finding.agree]
