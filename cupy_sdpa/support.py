@@ -248,6 +248,27 @@ def _bias_gradient(problem: Problem, cudnn: int, capability: int) -> Iterator[st
             "the bias's gradient and softcap are asked for; cuDNN gives that of what the cap is taken of: "
             "leave return_dbias=True or softcap out"
         )
+    if problem.dbias and problem.packed:
+        yield (
+            "the bias's gradient is asked for and the sequences are packed; cuDNN's kernel was seen to reach beyond the "
+            "arrays: leave return_dbias=True out, or pad the sequences and give seq_lens_q and seq_lens_kv"
+        )
+
+
+def _direct(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    direct = "the bias's gradient is" if problem.dbias else "deterministic gradients are" if problem.deterministic else ""
+    also = "packed sequences" if problem.packed else "dropout" if problem.settings.dropout else ""
+    if problem.backward and direct and also and 100 <= capability < 120:
+        yield f"{direct} not to be had with {also} on compute capability {capability / 10}: leave one of them out"
+
+
+def _scale(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    if problem.backward and not problem.settings.positive_scale and (problem.dbias or problem.settings.softcap):
+        what = "the bias's gradient" if problem.dbias else "gradients through a softcap"
+        yield (
+            f"{what} and a scale of 0 or below are asked for; cuDNN was seen to give NaN: give a positive scale, and change "
+            "the sign of q"
+        )
 
 
 def _packed_gradients(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
@@ -285,7 +306,10 @@ RULES: tuple[Rule, ...] = (
     Rule("backward-head-dim", "Gradients: head dims up to 256 on Hopper, 128 on Ampere, Ada and SM 12.x; on SM 10.x 128, and "
          "192 with 128 for v, and 256 from 9.23 on.", Unsupported, _backward_head_dim, _FRONTEND),
     Rule("bias-dtype", "A bias of 16 or 32 bits.", TypeError, _bias_dtype),
-    Rule("bias-gradient", "The bias's gradient: not with softcap.", Unsupported, _bias_gradient),
+    Rule("bias-gradient", "The bias's gradient: not with softcap, and not of packed sequences.", Unsupported, _bias_gradient),
+    Rule("direct-blackwell", "The bias's gradient and deterministic gradients: on SM 10.x not with dropout or packed sequences.",
+         Unsupported, _direct),
+    Rule("positive-scale", "The bias's gradient, and gradients with softcap: a scale above 0.", Unsupported, _scale),
     Rule("dropout-mask", "Dropout by random numbers only.", Unsupported, _own_dropout),
     Rule("packed-gradients", "Gradients of packed sequences: on Hopper and SM 10.x.", Unsupported, _packed_gradients,
          _FRONTEND),

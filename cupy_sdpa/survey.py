@@ -180,7 +180,7 @@ def measure(
 
 
 #: Rows about what planning cannot show: results that are wrong, or not the same in every run.
-_SILENT = {"deterministic", "deterministic-sinks", "bias-gradient", "max-sumexp"} | {
+_SILENT = {"deterministic", "deterministic-sinks", "bias-gradient", "max-sumexp", "packed-gradients"} | {
     bug.name for bug in BUGS if not bug.guards and "planning" not in bug.effect
 }
 #: What cuDNN refuses for a described GPU and the table does not: with 9.28 the kernel does not compile for the constructed

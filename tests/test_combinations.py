@@ -1,0 +1,233 @@
+"""All options together: drawn cases, evaluated exactly against the reference, and planned by the real cuDNN."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from cases import Case, options_of_reference
+from exact import evaluated
+from hypothesis import HealthCheck, Phase, find, given, settings
+from hypothesis import strategies as st
+from planner import library_version, plan_problem
+from test_sweep import HEAD_DIMS, LONGER, combination
+
+from cupy_sdpa import arguments, gpus, reference
+from cupy_sdpa.patterns import backward, forward, writes_directly
+from cupy_sdpa.plan import PlanInfo
+from cupy_sdpa.problem import PER_ROW, has_diagonal
+from cupy_sdpa.support import why_not
+
+#: The same cases in every run, and none kept on disk.
+EVERY = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+#: Where smaller cases would take minutes to find.
+AS_DRAWN = settings(EVERY, phases=[Phase.explicit, Phase.generate])
+
+
+@st.composite
+def cases(draw, **choices):
+    """Any combination of options; sizes that numpy is quick with."""
+    return combination(lambda options: draw(st.sampled_from(options)), **choices)
+
+
+class Asked(NamedTuple):
+    """What cuDNN is asked to plan."""
+
+    case: Case
+    gpu: str
+    backward: bool
+    deterministic: bool
+    dbias: bool
+    dsinks: bool
+
+    def problem(self):
+        """What a call with arrays on this GPU would be planned as."""
+        case, options = self.case, self.case.options()
+        if not case.packed and (case.seq_lens_q or case.seq_lens_kv):  # a call completes them
+            for side, most in (("q", case.sq), ("kv", case.skv)):
+                options.setdefault(f"seq_lens_{side}", np.full(case.b, most, np.int32))
+        arrays = case.laid_out(case.arrays())
+        if not self.backward:
+            return arguments.read_shapes(*arrays, options, return_stats=case.stats)
+        return arguments.read_shapes(
+            *arrays, options, backward=True, deterministic=self.deterministic,
+            return_dbias=self.dbias, return_dsinks=self.dsinks,
+        )  # fmt: skip
+
+
+@st.composite
+def asked(draw):
+    """A case that cuDNN may take, a pass, and a GPU."""
+    case, backward = draw(cases(head_dims=HEAD_DIMS, lengths=LONGER)), draw(st.booleans())
+    return Asked(
+        case,
+        draw(st.sampled_from(("h200", *gpus.NAMES))),
+        backward,
+        backward and draw(st.sampled_from((False, False, True))),
+        backward and bool(case.bias) and draw(st.booleans()),
+        backward and case.sinks and draw(st.booleans()),
+    )
+
+
+# Exactly: the graph on numpy against the reference
+
+
+def forward_agrees(case, altered=lambda options: options):
+    """Assert that the results are the reference's; ``altered`` options are those that the graph gets, to plant a mistake."""
+    case = case.with_dtype("float64")
+    arrays, options = case.laid_out(case.arrays()), case.options(dropout_mask=case.kept())
+    parts = case.stats == "max_sumexp"
+    call = arguments.read_forward(*arrays, altered(options), return_stats=case.stats)
+    got = evaluated(call, forward(call.posed))
+    truth = reference.attention(*arrays, **options_of_reference(options), max_sumexp=parts)
+    names = ("out", *(PER_ROW if parts else ("stats",)))
+    for name, wanted in zip(names, truth, strict=True):
+        if name == "out":
+            accuracy = {"rtol": 0, "atol": 1e-12 * max(1, np.abs(arrays[2]).max(), np.abs(wanted).max())}
+        else:  # float32; made of its float32 parts, a log-sum-exp near 0 is the difference of larger numbers
+            largest = np.abs(np.where(np.isfinite(truth[2]), truth[2], 0)).max() if parts else 0
+            accuracy = {"rtol": 1e-6, "atol": 1e-6 * largest + 1e-12}
+        if name in got:
+            np.testing.assert_allclose(got[name], wanted, **accuracy, err_msg=name)
+    assert set(got) == {"out", *(names[1:] if case.stats else ())}
+
+
+def backward_agrees(case, direct=False, guards=(), altered=lambda options: options):
+    """Assert that every gradient is the reference's; arguments as for :func:`forward_agrees` and the graph."""
+    case = replace(case.with_dtype("float64"), bias_dtype=None)
+    arrays, options = case.laid_out(case.arrays()), case.options(dropout_mask=case.kept())
+    (dout,) = case.laid_out([case.dout()])
+    known = options_of_reference(options)
+    out, stats = reference.attention(*arrays, **known)
+    exact = 1e-10
+    given_stats = stats
+    if case.bias or case.sinks or case.seq_lens_q or case.seq_lens_kv:  # it is staged, in float32
+        exact, given_stats = 2e-5, np.asfortranarray(stats.astype(np.float32))
+    call = arguments.read_backward(*arrays, altered(options), dout=dout, out=out, **case.gradients)
+    call.arrays["stats"] = given_stats
+    got = evaluated(call, backward(call.posed, direct, frozenset(guards)))
+    truth = reference.attention_backward(dout, *arrays, **known, **case.gradients)
+    for (name, gradient), wanted in zip(got.items(), truth, strict=True):
+        size = exact * max(1, np.abs(wanted).max())
+        np.testing.assert_allclose(gradient, wanted, rtol=1e-6 if name == "dsinks" else 0, atol=size, err_msg=name)
+
+
+#: The ways to compute gradients, and the guards: any of them means the same.
+WAYS = (st.booleans(), st.sampled_from([(), ("keys", "queries"), ("keys",), ("queries",)]))
+
+
+@settings(EVERY, max_examples=150)
+@given(cases())
+def test_any_combination_means_what_the_papers_say(case):
+    """Whatever is combined: evaluated exactly, the graph is the reference."""
+    forward_agrees(case)
+
+
+@settings(EVERY, max_examples=150)
+@given(cases(), *WAYS)
+def test_any_combinations_gradients_mean_what_the_papers_say(case, direct, guards):
+    """The gradients too, every way to compute them, whatever is guarded."""
+    backward_agrees(case, direct, guards)
+
+
+@pytest.mark.sweep
+@settings(EVERY, max_examples=2000)
+@given(cases(), *WAYS)
+def test_many_combinations_mean_what_the_papers_say(case, direct, guards):
+    """Both passes, of many more."""
+    forward_agrees(case)
+    backward_agrees(case, direct, guards)
+
+
+#: Options whose loss must show, and what takes their place; arrays whose gradient is asked for stay there, full of zeros.
+LOSSES = {
+    "softcap": {"softcap": None},
+    "scale": {"scale": None},
+    "causal": {"causal": False},
+    "window": {"window": None},
+    "mask": {"mask": None},
+    "bias": {"bias": np.zeros_like},
+    "alibi_slopes": {"alibi_slopes": None},
+    "sinks": {"sinks": np.zeros_like},
+    "dropout_mask": {"dropout_mask": None, "dropout_p": 0.0},
+    "seq_lens_q": {"seq_lens_q": None},
+    "seq_lens_kv": {"seq_lens_kv": None},
+    "cu_seqlens_kv": {"cu_seqlens_kv": lambda begins: np.minimum(begins, begins[-1] - 1)},
+}
+
+
+@pytest.mark.parametrize("agrees", [forward_agrees, backward_agrees], ids=["forward", "backward"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_an_option_that_were_lost_would_be_found(name, agrees):
+    """A graph that lacks an option differs from the reference in some drawn case: the comparison bites."""
+
+    def altered(options):
+        lost = {key: value(options[key]) if callable(value) else value for key, value in LOSSES[name].items() if key in options}
+        return options | lost
+
+    def shows(case):
+        try:
+            agrees(case, altered=altered)
+        except AssertionError:
+            return True
+        return False
+
+    find(cases(), shows, settings=settings(AS_DRAWN, max_examples=150))
+
+
+# Really: planned by cuDNN for GPUs that are not here
+
+
+def _query_numbers(problem):
+    """Whether the scores get numbers of which every query has one: a bias or a mask without keys, or a diagonal."""
+    of_scores = (spec for spec in (problem.bias, problem.mask) if spec)
+    return has_diagonal(problem) or any(spec.shape[0] == 1 < spec.shape[1] for spec in of_scores)
+
+
+def _ampere_kernel(problem, capability):
+    """Whether gradients are Ampere's kernel's; Blackwell's own adds dQ up, and never writes it directly."""
+    own = 90 <= capability < 100 or (100 <= capability < 120 and not writes_directly(problem))
+    return problem.backward and not own
+
+
+def _direct_on_blackwell(problem, capability):
+    return 100 <= capability < 120 and _ampere_kernel(problem, capability)
+
+
+#: What cuDNN 9.19 and 9.28 refuse beyond our table, for constructed descriptions: names, and which problems on which GPUs.
+ALLOWED = {
+    "query-numbers": lambda p, capability: _query_numbers(p) and _ampere_kernel(p, capability),
+    "direct-dropout-blackwell": lambda p, capability: p.settings.dropout and _direct_on_blackwell(p, capability),
+    "direct-packed-blackwell": lambda p, capability: p.packed and _direct_on_blackwell(p, capability),
+}
+
+
+def check_plan(question, planner):
+    """Plan what the table lets through; nothing dies, and nothing is refused that is not known to be."""
+    problem, capability = question.problem(), gpus.capability(question.gpu)
+    assert not problem.trivial
+    version = planner.call(library_version)
+    if why_not(problem, version, capability):
+        return
+    plan = planner.call(plan_problem, problem, question.gpu)
+    if isinstance(plan, str):
+        assert any(known(problem, capability) for known in ALLOWED.values()), f"{problem}: {plan}"
+    else:
+        assert isinstance(plan, PlanInfo)
+
+
+@pytest.mark.cudnn
+@settings(AS_DRAWN, max_examples=80)
+@given(question=asked())
+def test_any_combination_that_the_table_lets_through_is_planned(question, planner):
+    """A question that our table has nothing against has a plan, on every described GPU."""
+    check_plan(question, planner)
+
+
+@pytest.mark.cudnn
+@pytest.mark.sweep
+@settings(AS_DRAWN, max_examples=2800)
+@given(question=asked())
+def test_many_combinations_that_the_table_lets_through_are_planned(question, planner):
+    """Some two thousand more."""
+    check_plan(question, planner)
