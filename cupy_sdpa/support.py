@@ -307,7 +307,7 @@ RULES: tuple[Rule, ...] = (
          "192 with 128 for v, and 256 from 9.23 on.", Unsupported, _backward_head_dim, _FRONTEND),
     Rule("bias-dtype", "A bias of 16 or 32 bits.", TypeError, _bias_dtype),
     Rule("bias-gradient", "The bias's gradient: not with softcap, and not of packed sequences.", Unsupported, _bias_gradient),
-    Rule("direct-blackwell", "The bias's gradient and deterministic gradients: on SM 10.x not with dropout or packed sequences.",
+    Rule("direct-blackwell", "The bias's and deterministic gradients: on SM 10.x not with dropout or packed sequences.",
          Unsupported, _direct),
     Rule("positive-scale", "The bias's gradient, and gradients with softcap: a scale above 0.", Unsupported, _scale),
     Rule("dropout-mask", "Dropout by random numbers only.", Unsupported, _own_dropout),
