@@ -99,7 +99,7 @@ class Stage:
         if problem.ragged:
             rows = [(spec.name, self.arrays[spec.name]) for spec in problem.results if spec.name in OF_QUERIES + OF_KEYS]
             self.arrays |= (_rows_on_gpu if on_gpu else _rows)(problem, given, self.arrays, rows)
-        if has_diagonal(problem):
+        if has_diagonal(given):
             *_, sq, _, _ = given.sizes
             self.arrays["diagonal"] = _diagonal(sq, *(self.arrays[name] for name in LENGTHS), on_gpu=on_gpu)
 

@@ -380,7 +380,7 @@ BUGS: tuple[Bug, ...] = (
         lambda p: p.packed and not p.backward and p.stats is not None and _one_query(p) and p.sizes[2] != p.sizes[3],
         "packed sequences of one query, grouped heads, with the log-sum-exp", "it is written for one head of each group only",
         _REFUSE, "use cuDNN 9.28.0, or give the keys once a head", f"{_FRONTEND}/issues/1083"),
-    Bug("dropout-sinks-gradient", 91900, 92799, range(80, 130), lambda p: p.dsinks is not None and p.settings.dropout > 0,
+    Bug("dropout-sinks-gradient", 91900, 92700, range(80, 130), lambda p: p.dsinks is not None and p.settings.dropout > 0,
         "the sinks' gradient, with dropout", "too small by 1 - dropout_p", _REFUSE, "use cuDNN 9.28.0", "docs/design.md"),
     Bug("packed-sinks-gradient", 91900, 92501, range(80, 130), lambda p: p.packed and p.dsinks is not None,
         "the sinks' gradient, packed sequences", "reads beyond the arrays", _REFUSE, "leave return_dsinks=True out, or pad",

@@ -5,7 +5,7 @@ import pickle
 
 import numpy as np
 import pytest
-from cases import Case
+from cases import VARIANTS, Case
 
 import cupy_sdpa
 from cupy_sdpa import attention, attention_backward, attention_vjp, explain
@@ -125,3 +125,19 @@ def test_a_problem_travels_between_processes():
     assert again == asked
     assert hash(again) == hash(asked)
     assert {field.name for field in dataclasses.fields(asked) if not field.init} == {"_hash"}
+
+
+@pytest.mark.parametrize("case", [c for c in VARIANTS if not (c.packed and c.bias)], ids=str)
+def test_every_option_in_a_bucket(case):
+    """Biases, masks and their gradients are padded and cut too; of packed sequences only the longest grows."""
+    case = case.with_dtype("float32")
+    arrays, options = case.arrays(), case.options(dropout_mask=None if case.packed else case.kept())
+    if case.packed and case.dropout:
+        options = {name: value for name, value in options.items() if name not in ("dropout_p", "seed", "offset")}
+    results = []
+    for more in ({}, {"bucket": 64}):
+        forward = attention(*arrays, return_stats=case.stats, **options, **more)
+        backward = attention_backward(case.dout(), *arrays, *forward[:2], **options, **case.gradients, **more)
+        results.append((*forward, *backward))
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)

@@ -181,7 +181,8 @@ def test_an_option_that_were_lost_would_be_found(name, agrees):
 def _query_numbers(problem):
     """Whether the scores get numbers of which every query has one: a bias or a mask without keys, or a diagonal."""
     of_scores = (spec for spec in (problem.bias, problem.mask) if spec)
-    return has_diagonal(problem) or any(spec.shape[0] == 1 < spec.shape[1] for spec in of_scores)
+    *_, sq, _, _ = problem.sizes
+    return sq > 1 and (has_diagonal(problem) or any(spec.shape[0] == 1 < spec.shape[1] for spec in of_scores))
 
 
 def _ampere_kernel(problem, capability):
@@ -199,6 +200,7 @@ ALLOWED = {
     "query-numbers": lambda p, capability: _query_numbers(p) and _ampere_kernel(p, capability),
     "direct-dropout-blackwell": lambda p, capability: p.settings.dropout and _direct_on_blackwell(p, capability),
     "direct-packed-blackwell": lambda p, capability: p.packed and _direct_on_blackwell(p, capability),
+    "256-blackwell": lambda p, capability: p.backward and p.sizes[0] == p.sizes[1] == 256 and 100 <= capability < 120,
 }
 
 
