@@ -133,6 +133,8 @@ def read_shapes(
                 given[name] = dense_signature("int64", (1,))
         elif value is not None:
             given[name] = _shape_signature(name, value, defaults[name])
+    if any(name in given for name in LENGTHS) and len(given["q"][1]) == 4:  # a call completes them
+        given = dict.fromkeys(LENGTHS, dense_signature("int32", given["q"][1][3:])) | given
     options = {**options, "seed": 0} if "seed" in given else options
     tau = read_scale(options.get("scale"), head_dim)
     settings, _ = read_settings(options, tau, deterministic=bool(deterministic))

@@ -10,7 +10,8 @@ from . import gpus
 from .explain import problem
 from .offline import Planner, described
 from .problem import Problem
-from .support import BUGS, MINIMUM_CAPABILITY, RULES, Bug, why_not
+from .rules import MINIMUM_CAPABILITY, RULES
+from .support import BUGS, Bug, why_not
 from .version import MINIMUM_CUDNN, version_text
 
 

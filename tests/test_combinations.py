@@ -13,9 +13,9 @@ from planner import library_version, plan_problem
 from test_sweep import HEAD_DIMS, LONGER, combination
 
 from cupy_sdpa import arguments, gpus, reference
-from cupy_sdpa.patterns import backward, forward, writes_directly
+from cupy_sdpa.patterns import backward, forward
 from cupy_sdpa.plan import PlanInfo
-from cupy_sdpa.problem import PER_ROW, has_diagonal
+from cupy_sdpa.problem import PER_ROW
 from cupy_sdpa.support import why_not
 
 #: The same cases in every run, and none kept on disk.
@@ -43,9 +43,6 @@ class Asked(NamedTuple):
     def problem(self):
         """What a call with arrays on this GPU would be planned as."""
         case, options = self.case, self.case.options()
-        if not case.packed and (case.seq_lens_q or case.seq_lens_kv):  # a call completes them
-            for side, most in (("q", case.sq), ("kv", case.skv)):
-                options.setdefault(f"seq_lens_{side}", np.full(case.b, most, np.int32))
         arrays = case.laid_out(case.arrays())
         if not self.backward:
             return arguments.read_shapes(*arrays, options, return_stats=case.stats)
@@ -178,28 +175,8 @@ def test_an_option_that_were_lost_would_be_found(name, agrees):
 # Really: planned by cuDNN for GPUs that are not here
 
 
-def _query_numbers(problem):
-    """Whether the scores get numbers of which every query has one: a bias or a mask without keys, or a diagonal."""
-    of_scores = (spec for spec in (problem.bias, problem.mask) if spec)
-    *_, sq, _, _ = problem.sizes
-    return sq > 1 and (has_diagonal(problem) or any(spec.shape[0] == 1 < spec.shape[1] for spec in of_scores))
-
-
-def _ampere_kernel(problem, capability):
-    """Whether gradients are Ampere's kernel's; Blackwell's own adds dQ up, and never writes it directly."""
-    own = 90 <= capability < 100 or (100 <= capability < 120 and not writes_directly(problem))
-    return problem.backward and not own
-
-
-def _direct_on_blackwell(problem, capability):
-    return 100 <= capability < 120 and _ampere_kernel(problem, capability)
-
-
-#: What cuDNN 9.19 and 9.28 refuse beyond our table, for constructed descriptions: names, and which problems on which GPUs.
+#: What cuDNN 9.28 refuses beyond our table, for constructed descriptions: names, and which problems on which GPUs.
 ALLOWED = {
-    "query-numbers": lambda p, capability: _query_numbers(p) and _ampere_kernel(p, capability),
-    "direct-dropout-blackwell": lambda p, capability: p.settings.dropout and _direct_on_blackwell(p, capability),
-    "direct-packed-blackwell": lambda p, capability: p.packed and _direct_on_blackwell(p, capability),
     "256-blackwell": lambda p, capability: p.backward and p.sizes[0] == p.sizes[1] == 256 and 100 <= capability < 120,
 }
 

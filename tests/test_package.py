@@ -34,7 +34,8 @@ ARROWS = {
     "scores": {"band", "graph"},
     "patterns": {"graph", "packed", "problem", "scores", "spec"},
     "interpreter": {"graph"},
-    "support": {"errors", "graph", "problem", "spec", "version"},
+    "rules": {"errors", "problem", "spec", "version"},
+    "support": {"errors", "graph", "problem", "rules", "version"},
     "report": {"errors", "graph", "html", "plan", "problem"},
     "_cudnn": {"errors", "version", "_cudnn"},
     "lowering": {"errors", "graph", "support", "_cudnn"},
@@ -59,7 +60,7 @@ ARROWS = {
     },
     "prepare": {"arguments", "call", "options", "problem", "report", "tuning"},
     "store": {"explain", "offline", "plan", "problem", "shelf", "support", "version"},
-    "survey": {"explain", "gpus", "offline", "problem", "support", "version"},
+    "survey": {"explain", "gpus", "offline", "problem", "rules", "support", "version"},
     "__init__": {"attention", "errors", "explain", "prepare", "problem", "report", "shelf", "variants", "version"},
 }  # fmt: skip
 #: The command line stands on top and may import everything; ctypes is spoken in one room only.

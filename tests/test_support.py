@@ -14,8 +14,9 @@ from cupy_sdpa.band import Band
 from cupy_sdpa.gpus import NAMES
 from cupy_sdpa.posing import Wanted, pose
 from cupy_sdpa.problem import Settings
+from cupy_sdpa.rules import RULES
 from cupy_sdpa.spec import dense_strides
-from cupy_sdpa.support import BUGS, GENERATIONS, RULES, guards, why_not
+from cupy_sdpa.support import BUGS, GENERATIONS, guards, why_not
 from cupy_sdpa.survey import PROBES
 from cupy_sdpa.version import MINIMUM_CUDNN, RELEASES, version_text
 
@@ -85,6 +86,10 @@ SIDES = {
     "direct-blackwell": (
         (variant(bias=BIAS, dropout_p=0.5, seed=1, backward=True, return_dbias=True), 92800, 100, r"dropout on .* 10\.0: leave one"),
         (variant(bias=BIAS, dropout_p=0.5, seed=1, backward=True), 92800, 100),
+    ),
+    "query-numbers": (
+        (variant(mask=(1, 16, 1, 1), backward=True), 92800, 80, r"one number a query, .* 8\.0 .*keys' axis in full"),
+        (variant(mask=(1, 16, 1, 1), backward=True), 92800, 100),
     ),
     "positive-scale": (
         (variant(softcap=2.0, scale=0.0, backward=True), 92800, 90, r"a scale of 0 or below .*change the sign of q"),

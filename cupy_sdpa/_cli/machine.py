@@ -11,7 +11,7 @@ from types import ModuleType
 from .. import gpu
 from .._cudnn.library import OVERRIDE, library
 from ..errors import CudnnError
-from ..support import MINIMUM_CAPABILITY
+from ..rules import MINIMUM_CAPABILITY
 from ..version import MINIMUM_CUDNN, version_text
 from .console import one_line
 

@@ -1,0 +1,266 @@
+"""What a cuDNN version or a GPU cannot run, as data: a table of rules, each with its sentence.
+
+Every sentence names both values and the remedy, in the caller's own terms. :mod:`cupy_sdpa.support` asks them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from .errors import Unsupported
+from .problem import OF_KEYS, OF_QUERIES, PER_ROW, STARTS, Problem, has_diagonal
+from .spec import SIZES, TensorSpec, dense_strides
+from .version import MINIMUM_CUDNN, version_text
+
+#: The oldest GPU generation with cuDNN's flash attention (Ampere), as major * 10 + minor.
+MINIMUM_CAPABILITY = 80
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One thing that cuDNN or a GPU cannot do, or does wrongly.
+
+    Attributes:
+        name: short and stable.
+        summary: one sentence for the documentation.
+        error: what the call raises.
+        violations: (problem, cuDNN version, compute capability) -> sentences, with both values and the remedy.
+        link: where it was found out.
+    """
+
+    name: str
+    summary: str
+    error: type[Exception]
+    violations: Callable[[Problem, int, int], Iterator[str]]
+    link: str = ""
+
+
+def _version(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    if cudnn < MINIMUM_CUDNN:
+        yield (
+            f"cuDNN {version_text(cudnn)} is loaded, {version_text(MINIMUM_CUDNN)} or newer is needed: "
+            "pip install 'cupy-sdpa[cuda12]' (or [cuda13])"
+        )
+
+
+def _generation(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    if capability < MINIMUM_CAPABILITY:
+        yield (
+            f"the GPU has compute capability {capability / 10}, {MINIMUM_CAPABILITY / 10} (Ampere) or newer is needed: "
+            "use numpy arrays to compute on the CPU"
+        )
+
+
+def _dtype(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    if problem.dtype not in ("float16", "bfloat16"):
+        yield (
+            f"q, k and v are {problem.dtype}; cuDNN's attention takes float16 and bfloat16: convert with "
+            "q.astype(ml_dtypes.bfloat16), or pass numpy arrays to compute on the CPU"
+        )
+
+
+def _head_dim(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    for name, spec in (("head_dim of q and k", problem.q), ("head_dim of v", problem.v)):
+        if spec.shape[0] % 8:
+            up = -spec.shape[0] % 8
+            yield f"the {name} is {spec.shape[0]}; cuDNN takes multiples of 8: pad axis 0 with {up} zeros, give scale="
+
+
+def _contiguous(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    for spec in _arrays(problem):
+        if spec.strides[0] != SIZES[spec.dtype]:
+            yield (
+                f"{spec.name} has a stride of {spec.strides[0]} bytes along head_dim, elements have {SIZES[spec.dtype]}: "
+                f"axis 0 must be contiguous. Copy it with cupy.asfortranarray({spec.name}); "
+                "an array in C order (batch, seq, heads, head_dim) is passed as x.T"
+            )
+
+
+def _negative(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    for spec in _arrays(problem):
+        if min(spec.strides) < 0:
+            yield (
+                f"{spec.name} has strides {spec.strides} bytes, cuDNN takes none below 0: "
+                f"copy it with cupy.asfortranarray({spec.name})"
+            )
+
+
+def _aligned_strides(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    for spec in _arrays(problem):
+        odd = [step for step, length in zip(spec.strides[1:], spec.shape[1:], strict=True) if step % 16 and length > 1]
+        if odd and spec.shape[0] % 8 == 0:
+            yield (
+                f"{spec.name} has strides {spec.strides} bytes; {odd[0]} is not a multiple of 16, which cuDNN's kernels need "
+                f"and do not check: copy it with cupy.asfortranarray({spec.name})"
+            )
+
+
+def _aligned_memory(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    for spec in problem.tensors:
+        if spec.alignment < 16 and not spec.dtype.startswith("int"):
+            yield (
+                f"{spec.name} begins at an address that is a multiple of {spec.alignment} bytes, cuDNN's kernels need 16: "
+                f"copy it with {spec.name}.copy(order='F')"
+            )
+
+
+def _dense_stats(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    large = {*OF_QUERIES, *OF_KEYS, *STARTS} - set(PER_ROW)
+    for spec in problem.tensors:
+        if spec.name not in large and not spec.dense:
+            dense = dense_strides(spec.shape, SIZES[spec.dtype])
+            yield f"{spec.name} has strides {spec.strides} bytes, cuDNN needs {dense}: use cupy.empty(..., order='F')"
+
+
+def _grid(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    _, _, hq, _, _, _, b = problem.sizes
+    for what, value in (("batch", b), ("query heads", hq)):
+        if value > 65535:
+            yield f"{value} {what}; a launch takes at most 65535: call in parts"
+
+
+def _backward_head_dim(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    d, dv, *_ = problem.sizes
+    if capability < 90 or capability >= 120:
+        allowed = max(d, dv) <= 128
+    elif capability < 100:
+        allowed = max(d, dv) <= 256
+    else:
+        allowed = max(d, dv) <= 128 or (d, dv) == (192, 128) or (d == dv == 256 and cudnn >= 92300)
+    if problem.backward and not allowed:
+        yield (
+            f"gradients with head dims {d} and {dv} are not to be had on compute capability {capability / 10} with cuDNN "
+            f"{version_text(cudnn)}: use head dims up to {256 if 90 <= capability < 100 else 128}"
+        )
+
+
+def _deterministic(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    if problem.backward and problem.deterministic and capability >= 120:
+        yield f"deterministic gradients are not to be had on compute capability {capability / 10}: leave deterministic=True out"
+
+
+def _bias_dtype(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    if problem.bias and problem.bias.dtype == "float64":
+        yield "bias is float64; cuDNN adds float16, bfloat16 and float32: convert with bias.astype('float32')"
+
+
+def _own_dropout(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    if problem.dropout_mask:
+        yield "dropout_mask is given; on the GPU dropout draws its own: give seed and offset, or pass numpy arrays"
+
+
+def _max_sumexp(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    if problem.max and problem.sinks:
+        yield "return_stats='max_sumexp' and sinks are given; cuDNN writes no maximum beside a sink: take the log-sum-exp alone"
+    if problem.max and problem.seq_lens_q:
+        yield (
+            "return_stats='max_sumexp' and lengths are given; cuDNN does not write the maximum then, or not of every row: "
+            "take the log-sum-exp alone, or pack the sequences"
+        )
+
+
+def _deterministic_sinks(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    if problem.dsinks and problem.deterministic:
+        yield "the gradient of the sinks is added up in any order by cuDNN: leave deterministic=True or return_dsinks=True out"
+
+
+def _bias_gradient(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    if problem.dbias and problem.settings.softcap:
+        yield (
+            "the bias's gradient and softcap are asked for; cuDNN gives that of what the cap is taken of: "
+            "leave return_dbias=True or softcap out"
+        )
+    if problem.dbias and problem.packed:
+        yield (
+            "the bias's gradient is asked for and the sequences are packed; cuDNN's kernel was seen to reach beyond the "
+            "arrays: leave return_dbias=True out, or pad the sequences and give seq_lens_q and seq_lens_kv"
+        )
+
+
+def _direct(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    direct = "the bias's gradient is" if problem.dbias else "deterministic gradients are" if problem.deterministic else ""
+    wide = max(problem.sizes[:2]) > 128
+    also = "packed sequences" if problem.packed else "dropout" if problem.settings.dropout else "head dims above 128" * wide
+    if problem.backward and direct and also and 100 <= capability < 120:
+        yield f"{direct} not to be had with {also} on compute capability {capability / 10}: leave one of them out"
+
+
+def _query_numbers(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    *_, sq, _, _ = problem.sizes
+    direct = problem.deterministic or problem.dbias is not None
+    if not problem.backward or sq == 1 or 90 <= capability < 100 or (100 <= capability < 120 and not direct):
+        return
+    for spec in (problem.bias, problem.mask):
+        if spec and spec.shape[0] == 1 and spec.shape[1] > 1:
+            yield (
+                f"{spec.name} has shape {spec.shape}, one number a query, which gradients on compute capability "
+                f"{capability / 10} cannot take: give it with the keys' axis in full"
+            )
+    if has_diagonal(problem):
+        yield (
+            "alibi_slopes with a diagonal from the bottom right of every entry's own are not to be had in gradients on compute "
+            f"capability {capability / 10}: use causal=True, or give the distances as bias="
+        )
+
+
+def _scale(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    if problem.backward and not problem.settings.positive_scale and (problem.dbias or problem.settings.softcap):
+        what = "the bias's gradient" if problem.dbias else "gradients through a softcap"
+        yield (
+            f"{what} and a scale of 0 or below are asked for; cuDNN was seen to give NaN: give a positive scale, and change "
+            "the sign of q"
+        )
+
+
+def _packed_gradients(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    if problem.backward and problem.packed and not 90 <= capability < 120:
+        yield (
+            f"gradients of packed sequences are not to be had on compute capability {capability / 10}, whose kernel reads the "
+            "log-sum-exp of padded arrays only: pad them, and give seq_lens_q and seq_lens_kv"
+        )
+
+
+def _arrays(problem: Problem) -> tuple[TensorSpec, ...]:
+    """The large arrays, which tensor cores read and write in blocks."""
+    return tuple(spec for spec in problem.tensors if spec.name in OF_QUERIES + OF_KEYS and spec.name not in PER_ROW)
+
+
+FRONTEND = "https://github.com/NVIDIA/cudnn-frontend"
+PYTORCH = "https://github.com/pytorch/pytorch"
+
+#: Every rule, in the order in which people should hear of them.
+RULES: tuple[Rule, ...] = (
+    Rule("cudnn-version", "cuDNN 9.19 or newer.", Unsupported, _version),
+    Rule("gpu-generation", "Compute capability 8.0 (Ampere) or newer.", Unsupported, _generation),
+    Rule("dtype", "float16 and bfloat16 only; with float32 a float16 kernel would read past the data.", TypeError, _dtype,
+         f"{FRONTEND}/issues/424"),
+    Rule("head-dim", "Head dims that are multiples of 8.", Unsupported, _head_dim),
+    Rule("contiguous-head-dim", "Axis 0 contiguous; all else is a segmentation fault in cuDNN.", ValueError, _contiguous),
+    Rule("negative-stride", "No negative strides.", ValueError, _negative),
+    Rule("stride-alignment", "Strides that are multiples of 16 bytes; others are silently wrong or fault.", ValueError,
+         _aligned_strides, FRONTEND),
+    Rule("memory-alignment", "Memory aligned to 16 bytes.", ValueError, _aligned_memory, FRONTEND),
+    Rule("dense-stats", "stats, bias and all other small arrays dense in Fortran order; other strides are written as if "
+         "dense.", ValueError, _dense_stats,
+         "https://github.com/JuliaGPU/CUDA.jl/pull/3238"),
+    Rule("grid", "At most 65535 batch entries and query heads.", Unsupported, _grid, PYTORCH),
+    Rule("backward-head-dim", "Gradients: head dims up to 256 on Hopper, 128 on Ampere, Ada and SM 12.x; on SM 10.x 128, and "
+         "192 with 128 for v, and 256 from 9.23 on.", Unsupported, _backward_head_dim, FRONTEND),
+    Rule("bias-dtype", "A bias of 16 or 32 bits.", TypeError, _bias_dtype),
+    Rule("bias-gradient", "The bias's gradient: not with softcap, and not of packed sequences.", Unsupported, _bias_gradient),
+    Rule("query-numbers", "Gradients: on Ampere, Ada and SM 12.x no bias or mask of one number a query, nor slopes with "
+         "diagonals of the entries' own; on SM 10.x not deterministic, nor with the bias's gradient.", Unsupported,
+         _query_numbers),
+    Rule("direct-blackwell", "The bias's and deterministic gradients: on SM 10.x not with dropout, packed sequences, or above "
+         "head dim 128.",
+         Unsupported, _direct),
+    Rule("positive-scale", "The bias's gradient, and gradients with softcap: a scale above 0.", Unsupported, _scale),
+    Rule("dropout-mask", "Dropout by random numbers only.", Unsupported, _own_dropout),
+    Rule("packed-gradients", "Gradients of packed sequences: on Hopper and SM 10.x.", Unsupported, _packed_gradients,
+         FRONTEND),
+    Rule("max-sumexp", "The maximum and the sum: not with sinks, and not with lengths.", Unsupported, _max_sumexp),
+    Rule("deterministic-sinks", "The sinks' gradient is not deterministic.", Unsupported, _deterministic_sinks),
+    Rule("deterministic", "Deterministic gradients: not on SM 12.x.", Unsupported, _deterministic,
+         "https://github.com/NVIDIA/TransformerEngine"),
+)  # fmt: skip
