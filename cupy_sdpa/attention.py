@@ -61,10 +61,11 @@ def attention(
         softcap: c > 0 makes the scores :math:`c \tanh(S / c)`. Changing it never needs a new plan. Default None.
         sinks: float32 ``(Hq,)``, for each head the score of one more key, which every query sees and which has no value. It
             takes part in L, in m and in the sum. Default None.
-        dropout_p: the probability with which a weight is dropped; those kept are divided by ``1 - dropout_p``, a multiple of
-            1/16 on the GPU. Default 0.
+        dropout_p: the probability with which a weight is dropped; those kept are divided by ``1 - dropout_p``. No rate is
+            rounded; each has a plan of its own. Default 0.
         seed, offset: what decides which weights are dropped: integers, or int64 arrays of one, which a captured graph reads
-            anew with every replay. The same on both passes; the engines' random numbers differ. Default for offset 0.
+            anew with every replay. Give the same to both passes; offsets that differ by less than 4 overlap. The engines draw
+            different numbers. Default for offset 0.
         dropout_mask: bool ``(Skv, Sq, Hq, B)``, True where a weight is kept, in place of random numbers; on the CPU only, see
             :func:`cupy_sdpa.dropout_mask`.
         max_workspace: bytes of the GPU's memory that cuDNN may use beside the arrays. Default None: no limit.
