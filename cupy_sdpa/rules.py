@@ -110,7 +110,7 @@ def _dense_stats(problem: Problem, cudnn: int, capability: int) -> Iterator[str]
     for spec in problem.tensors:
         if spec.name not in large and not spec.dense:
             dense = dense_strides(spec.shape, SIZES[spec.dtype])
-            yield f"{spec.name} has strides {spec.strides} bytes, cuDNN needs {dense}: use cupy.empty(..., order='F')"
+            yield f"{spec.name} has strides {spec.strides} bytes, cuDNN needs {dense}: make it with order='F'"
 
 
 def _grid(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:

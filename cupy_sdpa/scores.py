@@ -96,7 +96,8 @@ class Scores:
         apart = moved(g, f"{row} − jₐ", "sub", row, positions(g, s, "jₐ", axis=3))
         if band.right != 0:  # otherwise no key behind the diagonal is seen
             apart = g.pointwise(f"|{apart}|", "abs", apart, out=f"|{apart}|")
-        far = g.pointwise(f"slope · {apart}", "mul", apart, slopes, out="slope·distance")
+        formula = f"slope · {apart}" if band.right != 0 else f"slope · ({apart})"
+        far = g.pointwise(formula, "mul", apart, slopes, out="slope·distance")
         return g.pointwise(f"S₃ = {s} − slope · distance", "sub", s, far, out="S₃")
 
     def _diagonal(self, g: Builder, s: Tensor, name: str, band: Band) -> Tensor:
