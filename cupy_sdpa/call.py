@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from .interpreter import evaluate, numpy_dtype
 from .patterns import graph_of
 from .problem import PER_ROW, Problem
 from .report import Report
-from .staging import Stage, clear, posed
+from .staging import Stage, clear, nothing, posed
 from .support import Reason, why_not
 
 if TYPE_CHECKING:  # cuDNN's rooms are entered only for CuPy arrays
@@ -109,7 +108,7 @@ class Call:
         self._allocate()
         p = self.problem
         for spec in p.results:
-            clear(self.arrays[spec.name], -math.inf if spec.name in ("stats", "max") else 0.0, self.on_gpu)
+            clear(self.arrays[spec.name], nothing(spec.name), self.on_gpu)
         if p.sinks and not p.backward and not p.ragged:
             for spec in p.results:
                 if spec.name in PER_ROW:

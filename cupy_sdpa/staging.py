@@ -231,7 +231,7 @@ def _diagonal(queries: int, of_queries: Any, of_keys: Any, *, on_gpu: bool) -> A
 def _rows(problem: Problem, given: Problem, arrays: Mapping[str, Any], rows: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """On the CPU: the lengths and offsets of packed sequences; results are cleared, for nothing is written beyond lengths."""
     for name, array in rows:
-        array.fill(_nothing(name))
+        array.fill(nothing(name))
     if not problem.packed:
         return {}
     found = {name: np.diff(arrays[begins]).astype(np.int32) for name, begins in zip(LENGTHS, STARTS, strict=True)}
@@ -248,10 +248,10 @@ def _rows_on_gpu(
     named = (
         {name: (begins == STARTS[1], factor) for name, (begins, factor) in offsets(given).items()} if problem.packed else None
     )
-    results = [kernels.Cleared(array, name in OF_KEYS, name in PER_ROW, _nothing(name)) for name, array in rows]
+    results = [kernels.Cleared(array, name in OF_KEYS, name in PER_ROW, nothing(name)) for name, array in rows]
     return kernels.prepare_rows(of_queries, of_keys, named, results)
 
 
-def _nothing(name: str) -> float:
+def nothing(name: str) -> float:
     """What a result is where there is nothing."""
     return -math.inf if name in _LOGARITHMS else 0.0
