@@ -13,6 +13,7 @@ import itertools
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import cupy
@@ -68,10 +69,10 @@ def as_torch(array: Any) -> Any:
     return torch.from_dlpack(array).permute(3, 1, 2, 0)
 
 
-def device_ms(calls: list[Any], busy: Any) -> float:
-    """The mean time of the calls on the device, by events; what keeps it busy before hides the host's time."""
+def device_ms(calls: Sequence[Any], busy: Any, products: int = 8) -> float:
+    """The mean time of the calls on the device, by events, behind as many products as hide the host's time."""
     start, stop = cupy.cuda.Event(), cupy.cuda.Event()
-    for _ in range(8):
+    for _ in range(products):
         torch.mm(busy, busy)
     start.record()
     for call in calls:

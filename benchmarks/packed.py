@@ -28,7 +28,7 @@ import cupy
 import numpy as np
 import torch
 from common import random_normal, versions, write_csv
-from kernels import L2_BYTES, host_us
+from kernels import L2_BYTES, device_ms, host_us
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -458,19 +458,6 @@ def farthest(ones: Sequence[Any], others: Sequence[Any]) -> float:
     """The largest difference over the largest magnitude, of the worst pair; NaN where there is one."""
     worst = [(a.float() - b.float()).abs().max() / b.float().abs().max() for a, b in zip(ones, others, strict=True)]
     return float(torch.stack(worst).max())
-
-
-def device_ms(calls: Sequence[Callable[[], Any]], busy: Any, products: int) -> float:
-    """The mean time of the calls on the device, by events, behind as many products as hide the host's time."""
-    start, stop = cupy.cuda.Event(), cupy.cuda.Event()
-    for _ in range(products):
-        torch.mm(busy, busy)
-    start.record()
-    for call in calls:
-        call()
-    stop.record()
-    stop.synchronize()
-    return float(cupy.cuda.get_elapsed_time(start, stop)) / len(calls)
 
 
 class Runner(NamedTuple):

@@ -11,9 +11,9 @@ import numpy as np
 from . import gpu
 from .bucket import Policy, check_bucket
 from .call import Call
-from .options import ARRAYS, SEEDS, check_names, read_scale, read_settings
+from .options import ARRAYS, check_names, read_scale, read_settings
 from .posing import Wanted, pose
-from .problem import LENGTHS, STARTS, Problem
+from .problem import LENGTHS, MATRICES, SEEDS, STARTS, Problem
 from .spec import Signature, dense_signature
 from .staging import full_lengths, posed, whole_number
 
@@ -30,10 +30,15 @@ def read_forward(
     stats: Any = None,
 ) -> Call:
     """Check a forward call's arguments; the first thing wrong is raised, before anything is allocated."""
+    wanted = _rows_wanted(return_stats)._replace(kept=return_kept)
+    return _read({"q": q, "k": k, "v": v, "out": out, "stats": stats}, options, wanted)
+
+
+def _rows_wanted(return_stats: Any) -> Wanted:
+    """The numbers of every row that are asked for."""
     if return_stats not in (False, True, "max_sumexp"):
         raise ValueError(f"return_stats is {return_stats!r}; it must be False, True or 'max_sumexp'")
-    wanted = Wanted(stats=bool(return_stats), max_sumexp=return_stats == "max_sumexp", kept=return_kept)
-    return _read({"q": q, "k": k, "v": v, "out": out, "stats": stats}, options, wanted)
+    return Wanted(stats=bool(return_stats), max_sumexp=return_stats == "max_sumexp")
 
 
 def read_backward(
@@ -91,11 +96,7 @@ def _is_number(value: Any) -> bool:
 
 def _policy(bucket: Any, asked: Problem) -> Policy | None:
     policy = check_bucket(bucket)
-    if (
-        policy
-        and asked.packed
-        and any(name in {spec.name for spec in asked.tensors} for name in ("bias", "mask", "dropout_mask"))
-    ):
+    if policy and asked.packed and any(spec.name in MATRICES for spec in asked.tensors):
         raise ValueError(
             "bucket and packed sequences with a bias or a mask are given: round max_seqlen_q and max_seqlen_kv up, and give "
             "a bias or mask of that size"
@@ -121,27 +122,23 @@ def read_shapes(
     check_names(options)
     given = {name: _shape_signature(name, x, dtype) for name, x in (("q", q), ("k", k), ("v", v))}
     kind, (head_dim, heads, *_), *_ = given["q"]
-    if seq_lens and len(given["q"][1]) == 4:
-        given |= {name: dense_signature("int32", given["q"][1][3:]) for name in LENGTHS}
     defaults = {"mask": "bool", "bias": kind, "dropout_mask": "bool"} | dict.fromkeys((*LENGTHS, *STARTS), "int32")
     for name in ARRAYS:
         value = options.get(name)
         if name in ("alibi_slopes", "sinks") and value is not None and value is not False:
             given[name] = dense_signature("float32", (heads,))
-        elif name in ("seed", "offset"):
+        elif name in SEEDS:
             if options.get("dropout_p") and options.get("dropout_mask") is None:
                 given[name] = dense_signature("int64", (1,))
         elif value is not None:
             given[name] = _shape_signature(name, value, defaults[name])
-    if any(name in given for name in LENGTHS) and len(given["q"][1]) == 4:  # a call completes them
+    if (seq_lens or any(name in given for name in LENGTHS)) and len(given["q"][1]) == 4:  # of both sides, as a call has them
         given = dict.fromkeys(LENGTHS, dense_signature("int32", given["q"][1][3:])) | given
     options = {**options, "seed": 0} if "seed" in given else options
     tau = read_scale(options.get("scale"), head_dim)
     settings, _ = read_settings(options, tau, deterministic=bool(deterministic))
-    wanted = Wanted(
-        stats=bool(return_stats), max_sumexp=return_stats == "max_sumexp", backward=bool(backward),
-        dbias=bool(return_dbias), dsinks=bool(return_dsinks),
-    )  # fmt: skip
+    rows = _rows_wanted(return_stats)
+    wanted = rows._replace(backward=bool(backward), dbias=bool(return_dbias), dsinks=bool(return_dsinks))
     asked = pose(tuple(given.items()), settings, wanted)
     return posed(asked, _policy(options.get("bucket"), asked), on_gpu=True)
 

@@ -148,7 +148,8 @@ class Tile:
             matrix[: own.shape[0], : own.shape[1]] = own
             return matrix[rows]
         view = self.views[tensor.name]
-        rows = slice(None) if view.shape[2] == 1 else rows  # one row may stand for all
+        if view.shape[2] == 1:  # one row may stand for all
+            rows = slice(None)
         b = self.batch if view.shape[0] > 1 else 0
         h = self.head * view.shape[1] // self.heads  # fewer heads: each serves a group of neighbours
         piece: Array = view[b, h][rows]

@@ -11,7 +11,7 @@ from typing import Any, TypedDict, TypeVar
 
 from .band import Band, Window
 from .bucket import Bucket
-from .problem import Settings
+from .problem import LENGTHS, MATRICES, SEEDS, STARTS, Settings
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -43,13 +43,8 @@ class Options(TypedDict, total=False):
 
 #: Those options whose default is not None.
 DEFAULTS: dict[str, Any] = {"causal": False, "dropout_p": 0.0}
-#: What random numbers follow from: integers, or arrays of one.
-SEEDS = ("seed", "offset")
 #: Those options that are arrays.
-ARRAYS = (
-    "mask", "bias", "seq_lens_q", "seq_lens_kv", "cu_seqlens_q", "cu_seqlens_kv", "alibi_slopes", "sinks", "dropout_mask",
-    *SEEDS,
-)  # fmt: skip
+ARRAYS = (*MATRICES, *LENGTHS, *STARTS, "alibi_slopes", "sinks", *SEEDS)
 
 
 def takes_options(function: Function) -> Function:

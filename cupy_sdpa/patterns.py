@@ -11,7 +11,7 @@ import functools
 
 from .graph import Builder, Graph, Role, Shape, Tensor, row_major
 from .packed import offsets_name, step
-from .problem import PER_ROW, Problem, has_diagonal
+from .problem import PER_ROW, SEEDS, Problem, has_diagonal, writes_directly
 from .scores import Scores, below
 from .spec import SIZES, TensorSpec
 
@@ -121,14 +121,6 @@ def graph_of(problem: Problem) -> Graph:
     return backward(problem, direct=writes_directly(problem))
 
 
-def writes_directly(problem: Problem) -> bool:
-    """Whether dQ is written as a matmul gives it: for the same bits in every run; and where the bias's gradient is wanted.
-
-    With dQ added up in scratch memory cuDNN plans that gradient, too, and never writes it (measured with 9.19).
-    """
-    return problem.deterministic or problem.dbias is not None
-
-
 def _scores(g: Builder, problem: Problem, operands: Operands) -> Scores:
     """What takes part in the scores of a problem."""
     queries, keys = operands.lengths()
@@ -154,7 +146,7 @@ def _kept(g: Builder, problem: Problem, operands: Operands, shape: Shape) -> Ten
     """``R_ij = 1`` where dropout keeps a weight, else 0; as the caller says, or by random numbers."""
     if given := operands.given("dropout_mask", OF_SCORES):
         return given
-    seed, offset = (Tensor(name, (1, 1, 1, 1), "int64", "input", (1, 1, 1, 1), PER_ENTRY) for name in ("seed", "offset"))
+    seed, offset = (operand(operands.specs[name], PER_ENTRY, "input") for name in SEEDS)
     kept = g.virtual("R", shape)
     if problem.kept:
         kept = operand(problem.kept, OF_SCORES, "output")

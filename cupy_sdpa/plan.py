@@ -19,8 +19,8 @@ from .engines import Candidate, EngineConfig, Knobs, Search, knobs_text
 from .errors import CudnnError, Unsupported
 from .graph import Graph
 from .lowering import OperationGraph
-from .patterns import backward, forward, writes_directly
-from .problem import Problem
+from .patterns import backward, forward
+from .problem import Problem, writes_directly
 from .shelf import Shelf, current
 from .spec import SIZES
 from .support import guards

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from .problem import LENGTHS, OF_SCORES, PLAIN, STARTS, Problem, Settings
+from .problem import LENGTHS, MATRICES, PLAIN, SEEDS, STARTS, Problem, Settings
 from .spec import ITEMSIZE, Signature, TensorSpec, dense_spec, spec_of
 
 _DENSE = "shapes are (head_dim, heads, seq, batch). Arrays in C order (batch, seq, heads, head_dim) are passed as x.T"
 _PACKED = (
     "shapes of packed sequences are (head_dim, heads, total). Arrays in C order (total, heads, head_dim) are passed as x.T"
 )
-
-
-#: The arrays of options that have the axes of the scores.
-_OPTIONS_OF_SCORES = OF_SCORES[:3]
 
 
 class Wanted(NamedTuple):
@@ -89,12 +86,7 @@ def pose(given: tuple[tuple[str, Signature], ...], settings: Settings = PLAIN, w
             if like is None:
                 raise ValueError(f"return_{name} is True and {name[1:]} is None: give {name[1:]}=, or leave return_{name} out")
             take(name, like.shape, like.dtype, f"that of {like.name}", result=True)
-    return Problem(problem.q, problem.k, problem.v, settings=problem.settings, **(_options(problem) | found))
-
-
-def _options(problem: Problem) -> dict[str, Any]:
-    """The arrays beside q, k, v and the results."""
-    return {spec.name: spec for spec in problem.tensors if spec.name not in ("q", "k", "v", "out")}
+    return dataclasses.replace(problem, **found)  # type: ignore[arg-type]
 
 
 def _inputs(arrays: dict[str, TensorSpec], settings: Settings) -> Problem:
@@ -137,10 +129,10 @@ def _inputs(arrays: dict[str, TensorSpec], settings: Settings) -> Problem:
     for name in ("alibi_slopes", "sinks"):
         if name in arrays:
             belongs(arrays[name], (hq,), "float32", "(Hq,)")
-    for name in ("seed", "offset"):
+    for name in SEEDS:
         if name in arrays:
             belongs(arrays[name], (1,), "int64", "one number")
-    for name in _OPTIONS_OF_SCORES:
+    for name in MATRICES:
         if name in arrays:
             _broadcasts(arrays[name], (skv, sq, hq, b), packed)
     if "dropout_mask" in arrays and arrays["dropout_mask"].shape != (skv, sq, hq, b):
@@ -148,7 +140,7 @@ def _inputs(arrays: dict[str, TensorSpec], settings: Settings) -> Problem:
         raise ValueError(f"dropout_mask has shape {shape}; it must be {(skv, sq, hq, b)}, (Skv, Sq, Hq, B)")
     band, ragged = settings.band, packed or "seq_lens_q" in arrays
     simple = band and band.within(sq, skv, lengths=ragged, used="alibi_slopes" in arrays)
-    chosen = (*LENGTHS, *STARTS, "alibi_slopes", "sinks", "seed", "offset", *_OPTIONS_OF_SCORES)
+    chosen = (*LENGTHS, *STARTS, "alibi_slopes", "sinks", *SEEDS, *MATRICES)
     options = {name: arrays[name] for name in chosen if name in arrays}
     return Problem(q, k, v, q, settings._replace(band=simple), **options)
 

@@ -22,11 +22,14 @@ from .spec import SIZES, TensorSpec
 #: The arrays of lengths, and those of the places where packed sequences begin, by their names.
 LENGTHS = ("seq_lens_q", "seq_lens_kv")
 STARTS = ("cu_seqlens_q", "cu_seqlens_kv")
+#: What the random numbers of dropout follow from.
+SEEDS = ("seed", "offset")
 #: The arrays that have a position of a query in every row, and those that have one of a key.
 OF_QUERIES = ("q", "out", "stats", "max", "sum_exp", "dout", "dq")
 OF_KEYS = ("k", "v", "dk", "dv")
-#: The arrays whose axes are those of the scores, ``(Skv, Sq, Hq, B)``, each of them full or 1.
-OF_SCORES = ("bias", "mask", "dropout_mask", "dbias", "kept")
+#: The options' arrays whose axes are those of the scores, ``(Skv, Sq, Hq, B)``, each of them full or 1; and the results' too.
+MATRICES = ("bias", "mask", "dropout_mask")
+OF_SCORES = (*MATRICES, "dbias", "kept")
 #: What the forward pass gives beside its output: one number a row.
 PER_ROW = ("stats", "max", "sum_exp")
 
@@ -213,6 +216,14 @@ class Problem:
             "with the bias's gradient": self.dbias, "with the sinks' gradient": self.dsinks,
         }  # fmt: skip
         yield from (word for word, there in words.items() if there)
+
+
+def writes_directly(problem: Problem) -> bool:
+    """Whether dQ is written as a matmul gives it: for the same bits in every run; and where the bias's gradient is wanted.
+
+    With dQ added up in scratch memory cuDNN plans that gradient, too, and never writes it (measured with 9.19).
+    """
+    return problem.deterministic or problem.dbias is not None
 
 
 def has_diagonal(problem: Problem) -> bool:

@@ -220,7 +220,9 @@ def scores(
     if softcap is not None:
         s = softcap * np.tanh(s / softcap)
     if alibi_slopes is not None:
-        s = s - float(alibi_slopes[h]) * np.abs(diagonal(i, b, queries, keys, **seen) - j)
+        own = _own(queries, b, seen.get("seq_lens_q")), _own(keys, b, seen.get("seq_lens_kv"))
+        middle = diagonal(i, *own, causal=seen.get("causal", False), window=seen.get("window"))
+        s = s - float(alibi_slopes[h]) * np.abs(middle - j)
     if bias is not None:
         s = s + np.broadcast_to(bias, everywhere)[:, :, h, b].T.astype(np.float64)
     return np.where(attends, s, -np.inf)
@@ -250,9 +252,10 @@ def visible(
     [False, True, False, False, False]
     """
     left, right, *_ = window or (None, None)
-    middle = diagonal(i, b, queries, keys, causal=causal, window=window, seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv)
+    own_queries, own_keys = _own(queries, b, seq_lens_q), _own(keys, b, seq_lens_kv)
+    middle = diagonal(i, own_queries, own_keys, causal=causal, window=window)
     j = np.arange(keys)
-    seen: NDArray[np.bool_] = (j < _own(keys, b, seq_lens_kv)) & (i < _own(queries, b, seq_lens_q))
+    seen: NDArray[np.bool_] = (j < own_keys) & (i < own_queries)
     if causal:
         seen &= j <= middle
     if left is not None:
@@ -263,24 +266,21 @@ def visible(
 
 
 def diagonal(
-    i: int | NDArray[Any],
-    b: int,
-    queries: int,
-    keys: int,
-    *,
-    causal: bool | str = False,
-    window: tuple[Any, ...] | None = None,
-    seq_lens_q: NDArray[Any] | None = None,
-    seq_lens_kv: NDArray[Any] | None = None,
+    i: int | NDArray[Any], queries: int, keys: int, *, causal: bool | str = False, window: tuple[Any, ...] | None = None
 ) -> int | NDArray[Any]:
-    """The key on query i's diagonal, which may lie before the first key or behind the last; arguments as of :func:`visible`.
+    """The key on query i's diagonal, which may lie before the first key or behind the last.
 
-    >>> diagonal(1, 0, 3, 5), diagonal(1, 0, 3, 5, window=(4, 4, "bottom_right"), seq_lens_kv=np.array([2]))
+    Args:
+        i: the query, or a column of queries.
+        queries, keys: how many the batch entry has.
+        causal, window: as for :func:`visible`.
+
+    >>> diagonal(1, 3, 5), diagonal(1, 3, 2, window=(4, 4, "bottom_right"))
     (1, 0)
     """
     _, _, *corner = window or (None, None)
     if causal == "bottom_right" or corner == ["bottom_right"]:
-        return i + _own(keys, b, seq_lens_kv) - _own(queries, b, seq_lens_q)
+        return i + keys - queries
     return i
 
 

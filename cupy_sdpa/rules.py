@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from .errors import Unsupported
-from .problem import OF_KEYS, OF_QUERIES, PER_ROW, STARTS, Problem, has_diagonal
+from .problem import OF_KEYS, OF_QUERIES, PER_ROW, STARTS, Problem, has_diagonal, writes_directly
 from .spec import SIZES, TensorSpec, dense_strides
 from .version import MINIMUM_CUDNN, version_text
 
@@ -179,17 +179,17 @@ def _bias_gradient(problem: Problem, cudnn: int, capability: int) -> Iterator[st
 
 
 def _direct(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
-    direct = "the bias's gradient is" if problem.dbias else "deterministic gradients are" if problem.deterministic else ""
+    direct = "the bias's gradient is" if problem.dbias else "deterministic gradients are"
     wide = max(problem.sizes[:2]) > 128
     also = "packed sequences" if problem.packed else "dropout" if problem.settings.dropout else "head dims above 128" * wide
-    if problem.backward and direct and also and 100 <= capability < 120:
+    if problem.backward and writes_directly(problem) and also and 100 <= capability < 120:
         yield f"{direct} not to be had with {also} on compute capability {capability / 10}: leave one of them out"
 
 
 def _query_numbers(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     *_, sq, _, _ = problem.sizes
-    direct = problem.deterministic or problem.dbias is not None
-    if not problem.backward or sq == 1 or 90 <= capability < 100 or (100 <= capability < 120 and not direct):
+    added_up = 100 <= capability < 120 and not writes_directly(problem)
+    if not problem.backward or sq == 1 or 90 <= capability < 100 or added_up:
         return
     for spec in (problem.bias, problem.mask):
         if spec and spec.shape[0] == 1 and spec.shape[1] > 1:

@@ -17,11 +17,9 @@ from . import gpu, kernels
 from .bucket import Policy, padded_axes
 from .interpreter import numpy_dtype
 from .packed import offsets, with_room
-from .problem import LENGTHS, OF_KEYS, OF_QUERIES, PER_ROW, STARTS, Problem, has_diagonal
+from .problem import LENGTHS, MATRICES, OF_KEYS, OF_QUERIES, PER_ROW, STARTS, Problem, has_diagonal
 from .spec import TensorSpec, dense_spec
 
-#: The arrays that stand for more of the scores than they have.
-_BROADCAST = ("bias", "mask", "dropout_mask")
 #: What -inf is given beyond the lengths; all other results get 0.
 _LOGARITHMS = ("stats", "max")
 
@@ -89,7 +87,7 @@ class Stage:
         self.problem, self.on_gpu = problem, on_gpu
         self._own = arrays
         self.arrays: dict[str, Any] = dict(arrays)
-        if given == problem and not problem.ragged and not _may_see_nothing(problem):
+        if (given is problem or given == problem) and not problem.ragged and not _may_see_nothing(problem):
             return  # which is nearly always
         self._results = {spec.name for spec in problem.results}
         for spec in given.tensors:
@@ -133,7 +131,7 @@ class Stage:
             array = kernels.cleaned(array, self._own[lengths])
         elif lengths and name == "dout":  # of which whole rows are summed; the rest the interpreter cuts off itself
             array = _cleaned(array, self._own[lengths])
-        if name in _BROADCAST and (array.dtype.name, array.shape) != (spec.dtype, spec.shape):
+        if name in MATRICES and (array.dtype.name, array.shape) != (spec.dtype, spec.shape):
             array = self._broadcast(array, spec)
         elif array.shape != spec.shape and not self.problem.packed:
             longer = self._empty(spec)
