@@ -2,7 +2,7 @@
 
 import numpy as np
 from cases import options_of_reference
-from tolerance import accumulation_floor, assert_close, gradient_floor
+from tolerance import accumulation_floor, assert_close, gradient_floor, sinks_floor
 
 import cupy_sdpa
 from cupy_sdpa import attention, attention_backward, reference
@@ -99,6 +99,9 @@ def check_backward(cupy, case, q, k, v, **options):
             floor = gradient_floor(dout, q, k, v, case.tau, wanted, other.dtype)
             if name == "dbias":  # cuDNN rounds the parts, and they may cancel
                 floor += _rounded_parts(dout, q, k, v, known)
+            if name == "dsinks":
+                right = reference.attention(q, k, v, **options_of_reference(known))
+                floor += sinks_floor(dout, *right, known["sinks"])
             assert_close(a, wanted, other, floor)
         except AssertionError as error:
             wrong.append(f"{name}: {error}")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from cases import DTYPES, Case
-from tolerance import accumulation_floor, assert_close, worst
+from tolerance import accumulation_floor, assert_close, sinks_floor, worst
 
 from cupy_sdpa import attention, reference
 
@@ -91,6 +91,27 @@ def test_wrong_log_sum_exps_are_refused(wrong):
     _, naive = attention(q, k, v, causal=True, return_stats=True)
     floor = accumulation_floor(q, k, CASE.tau, truth)
     assert_close(naive, truth, naive, floor)
+    with pytest.raises(AssertionError, match="error"):
+        assert_close(wrong(naive), truth, naive, floor)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [np.negative, lambda dsinks: 0.9 * dsinks, lambda dsinks: dsinks[::-1], np.zeros_like],
+    ids=["sign", "a_tenth_too_small", "swapped_heads", "zeros"],
+)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_wrong_gradients_of_sinks_are_refused(wrong, dtype):
+    """What rounding the output may do is far below any mistake."""
+    q, k, v = CASE.with_dtype(dtype).arrays()
+    dout, known = CASE.with_dtype(dtype).dout(), {"causal": True, "sinks": np.linspace(-1, 2, 4)}
+    out, stats = reference.attention(q, k, v, **known)
+    *_, truth = reference.attention_backward(dout, q, k, v, **known, return_dsinks=True)
+    floor = sinks_floor(dout, out, stats, known["sinks"])
+    rounded = out.astype(q.dtype).astype(np.float64)
+    weights = np.exp(known["sinks"][:, None, None] - stats.swapaxes(0, 1))
+    naive = -(weights * (dout.astype(np.float64) * rounded).sum(axis=0)).sum(axis=(1, 2))
+    assert_close(naive, truth, truth, floor)
     with pytest.raises(AssertionError, match="error"):
         assert_close(wrong(naive), truth, naive, floor)
 

@@ -49,6 +49,20 @@ def gradient_floor(dout, q, k, v, tau, truth, dtype) -> float:
     return cancelled + rounding_floor(truth, dtype)
 
 
+def sinks_floor(dout, out, stats, sinks) -> float:
+    """What rounding the output does to the gradient of a sink, ``-sum exp(sink - L) dout * out``.
+
+    A head has one such number, so the naive computation may be right by luck. Roundings are independent: their sum is of the
+    size of the root of the sum of squares (Higham and Mary 2019, "A new approach to probabilistic rounding error analysis").
+    ``out`` and ``stats`` are the true ones; all are of padded arrays, or all of packed ones.
+    """
+    left = np.where(np.isfinite(stats), stats, np.inf).swapaxes(0, 1)  # (Hq, Sq, B) or (Hq, Tq)
+    sinks = np.asarray(sinks, np.float64).reshape(-1, *(1,) * (left.ndim - 1))
+    terms = (np.exp(sinks - left) * dout.astype(np.float64) * out) ** 2
+    of_heads = np.sqrt(terms.sum(axis=(0, *range(2, terms.ndim))))
+    return FACTOR * float(of_heads.max()) * float(np.spacing(dout.dtype.type(1))) / 2
+
+
 def assert_close(actual, truth, naive, floor=None) -> None:
     """Fail unless ``actual`` is as near to the truth as its precision allows.
 
