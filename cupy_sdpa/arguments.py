@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from . import gpu
+from . import functions, gpu
 from .bucket import Policy, check_bucket
 from .call import Call
 from .options import ARRAYS, check_names, read_scale, read_settings
 from .posing import Wanted, pose
-from .problem import LENGTHS, MATRICES, SEEDS, STARTS, Problem
+from .problem import LENGTHS, SEEDS, STARTS, Problem, is_matrix
 from .spec import Signature, dense_signature
 from .staging import full_lengths, posed, whole_number
 
@@ -67,7 +67,7 @@ def _read(given: dict[str, Any], options: Mapping[str, Any], wanted: Wanted, *, 
     given |= {name: options.get(name) for name in ARRAYS}
     numbers_given = {name: given.pop(name) for name in SEEDS if _is_number(given[name])}
     arrays = {name: array for name, array in given.items() if array is not None or name in ("q", "k", "v")}
-    on_gpu = _engine(arrays)
+    on_gpu = _engine(arrays | {f"tensors[{name!r}]": array for name, array in (options.get("tensors") or {}).items()})
     tau = read_scale(options.get("scale"), arrays["q"].shape[0] if arrays["q"].ndim else 0)
     settings, scalars = read_settings(options, tau, deterministic=deterministic)
     drawn = settings.dropout and "dropout_mask" not in arrays
@@ -80,10 +80,15 @@ def _read(given: dict[str, Any], options: Mapping[str, Any], wanted: Wanted, *, 
             arrays[name] = whole_number(numbers_given.get(name, 0), arrays["q"], on_gpu)
     _complete_lengths(arrays, on_gpu)
     asked = pose(tuple((name, _signature(array)) for name, array in arrays.items()), settings, wanted)
+    lines: dict[str, str] = {}
+    if functions.given(options):
+        own = functions.read(options, asked)
+        arrays, scalars, lines = arrays | own.arrays, scalars | own.numbers, own.lines
+        asked = pose(tuple((name, _signature(array)) for name, array in arrays.items()), own.settings, wanted)
     if not on_gpu:
         _check_lengths(asked, arrays)
     _check_overlap(asked, arrays)
-    return Call(asked, arrays, scalars, on_gpu, _policy(options.get("bucket"), asked))
+    return Call(asked, arrays, scalars, on_gpu, _policy(options.get("bucket"), asked), lines)
 
 
 def _is_number(value: Any) -> bool:
@@ -96,10 +101,10 @@ def _is_number(value: Any) -> bool:
 
 def _policy(bucket: Any, asked: Problem) -> Policy | None:
     policy = check_bucket(bucket)
-    if policy and asked.packed and any(spec.name in MATRICES for spec in asked.tensors):
+    if policy and asked.packed and any(is_matrix(spec.name) for spec in asked.tensors):
         raise ValueError(
-            "bucket and packed sequences with a bias or a mask are given: round max_seqlen_q and max_seqlen_kv up, and give "
-            "a bias or mask of that size"
+            "bucket and packed sequences with a bias, a mask or tensors are given: round max_seqlen_q and max_seqlen_kv up, "
+            "and give arrays of that size"
         )
     return policy
 
@@ -140,6 +145,11 @@ def read_shapes(
     rows = _rows_wanted(return_stats)
     wanted = rows._replace(backward=bool(backward), dbias=bool(return_dbias), dsinks=bool(return_dsinks))
     asked = pose(tuple(given.items()), settings, wanted)
+    if functions.given(options):
+        tensors = {name: _standin(name, x) for name, x in (options.get("tensors") or {}).items()}
+        own = functions.read({**options, "tensors": tensors}, asked)
+        given |= {name: _signature(array) for name, array in own.arrays.items()}
+        asked = pose(tuple(given.items()), own.settings, wanted)
     return posed(asked, _policy(options.get("bucket"), asked), on_gpu=True)
 
 
@@ -152,6 +162,12 @@ def _shape_signature(name: str, x: Any, dtype: Any) -> Signature:
         raise TypeError(f"{name} is given as the shape {tuple(x)}; its dtype is missing: dtype='bfloat16'")
     kind = str(dtype) if isinstance(dtype, str) else np.dtype(dtype).name
     return dense_signature(kind, tuple(int(n) for n in x))
+
+
+def _standin(name: str, x: Any) -> Any:
+    """An array of a shape, float32 in Fortran order, that takes no memory; an array stands for itself."""
+    kind, shape, strides, _ = _shape_signature(name, x, "float32")
+    return x if hasattr(x, "dtype") else np.lib.stride_tricks.as_strided(np.empty(1, kind), shape, strides)
 
 
 def _complete_lengths(arrays: dict[str, Any], on_gpu: bool) -> None:

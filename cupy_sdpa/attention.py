@@ -27,8 +27,8 @@ def attention(
     numpy arrays give numpy arrays, computed on the CPU; CuPy arrays give CuPy arrays, computed by cuDNN's fused kernel on
     CuPy's current stream, without synchronizing, with nothing of size Sq x Skv in memory.
 
-    The options change the scores in this order: ``scale``, ``softcap``, ``alibi_slopes``, ``bias``; then they hide keys:
-    lengths, ``causal``, ``window``, ``mask``. All calls take the same options.
+    The options change the scores in this order: ``scale``, ``score_mod``, ``softcap``, ``alibi_slopes``, ``bias``; then they
+    hide keys: lengths, ``causal``, ``window``, ``mask``, ``mask_mod``. All calls take the same options.
 
     Args:
         q: queries ``(D, Hq, Sq, B)``. float16 or bfloat16 on the GPU; also float32 and float64 on the CPU.
@@ -59,6 +59,14 @@ def attention(
         alibi_slopes: float32 ``(Hq,)``; takes ``slope |p - j|`` from the score of key j, p being the query's place on the
             diagonal (that of ``causal`` or ``window``; default top left). :func:`cupy_sdpa.alibi_slopes` gives the usual ones.
         softcap: c > 0 makes the scores :math:`c \tanh(S / c)`. Changing it never needs a new plan. Default None.
+        score_mod: ``f(score, b, h, q_idx, kv_idx, **tensors) -> score``, FlexAttention's signature: what becomes of the scaled
+            score of query q_idx and key kv_idx. It is called once in every call, with traced values: arithmetic, comparisons
+            and numpy's functions of them run inside the fused kernel, and the backward pass is derived. Its numbers, but
+            0, 1 and -1, may change without a new plan. :mod:`cupy_sdpa.zoo` has those of the field. Default None.
+        mask_mod: ``f(b, h, q_idx, kv_idx, **tensors) -> condition``, which keys are seen; causal masks and windows that are
+            written so are recognized. Default None.
+        tensors: a mapping of names to the arrays that the functions read, by b, h, q_idx, kv_idx and whole numbers, such as
+            ``bias[h, q_idx, kv_idx]``. Whole numbers are read as 32 bits. No gradient is given for them. Default None.
         sinks: float32 ``(Hq,)``, for each head the score of one more key, which every query sees and which has no value. It
             takes part in L, in m and in the sum. Default None.
         dropout_p: the probability with which a weight is dropped; those kept are divided by ``1 - dropout_p``. No rate is

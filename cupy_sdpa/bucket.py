@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .problem import LENGTHS, OF_KEYS, OF_QUERIES, OF_SCORES, PER_ROW, Problem
+from .problem import LENGTHS, OF_KEYS, OF_QUERIES, PER_ROW, Problem, is_matrix
 from .spec import dense_spec
 
 #: What ``bucket=`` takes: None for exact lengths; a number to round up to its multiples; ``"power_of_two"``, of at least
@@ -83,9 +83,10 @@ def _rounded(problem: Problem, queries: int, keys: int) -> Problem:
             if shape[axis] == (sq if of == "q" else skv):  # an axis of length 1 stands for all
                 shape[axis] = queries if of == "q" else keys
         specs[spec.name] = dense_spec(spec.name, spec.dtype, tuple(shape)) if padded_axes(spec.name) else spec
+    captured = tuple(specs.pop(spec.name) for spec in problem.captured)
     for name in LENGTHS:
         specs[name] = specs.get(name) or dense_spec(name, "int32", problem.q.shape[3:])
-    return replace(problem, **specs)
+    return replace(problem, captured=captured, **specs)
 
 
 def padded_axes(name: str) -> tuple[tuple[int, str], ...]:
@@ -94,7 +95,7 @@ def padded_axes(name: str) -> tuple[tuple[int, str], ...]:
     >>> padded_axes("stats"), padded_axes("dv"), padded_axes("bias")
     (((0, 'q'),), ((2, 'k'),), ((0, 'k'), (1, 'q')))
     """
-    if name in OF_SCORES:
+    if is_matrix(name):
         return (0, "k"), (1, "q")
     if name in PER_ROW:
         return ((0, "q"),)

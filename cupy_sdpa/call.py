@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -35,13 +35,22 @@ tunings: ContextVar[tuple[list[Tuning], bool] | None] = ContextVar("tunings", de
 
 @dataclass
 class Call:
-    """A call's arguments, read: the problem they pose, the arrays by name, the numbers by name."""
+    """A call's arguments, read.
+
+    Attributes:
+        problem: what they pose.
+        arrays, scalars: by their names.
+        on_gpu: the engine.
+        bucket: how lengths are rounded up.
+        lines: where each operation of the caller's own functions was written.
+    """
 
     problem: Problem
     arrays: dict[str, Any]
     scalars: dict[str, float]
     on_gpu: bool
     bucket: Policy | None = None
+    lines: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def run(self) -> list[Any]:
         """Compute; gives the arrays of the results."""

@@ -61,15 +61,32 @@ POINTWISE: dict[str, int] = {
     "add": 2,  # x + b
     "sub": 2,  # x - b
     "div": 2,  # x / b
+    "max": 2,  # the greater of x and b
+    "min": 2,  # the lesser
+    "pow": 2,  # x to the b
+    "neg": 1,  # -x
     "exp": 1,  # e to the x
+    "log": 1,  # the natural logarithm of x
+    "sqrt": 1,  # the root of x
+    "rsqrt": 1,  # 1 / the root of x
+    "reciprocal": 1,  # 1 / x
     "tanh_fwd": 1,  # tanh x
+    "sin": 1,  # sin x
+    "cos": 1,  # cos x
+    "tan": 1,  # tan x
+    "erf": 1,  # the error function of x
     "abs": 1,  # |x|
+    "floor": 1,  # x rounded down
+    "ceil": 1,  # x rounded up
     "identity": 1,  # x
+    "cmp_eq": 2,  # x == b
+    "cmp_neq": 2,  # x != b
     "cmp_ge": 2,  # x >= b
     "cmp_gt": 2,  # x > b
+    "cmp_le": 2,  # x <= b
     "cmp_lt": 2,  # x < b
-    "cmp_neq": 2,  # x != b
     "logical_and": 2,  # x and b
+    "logical_or": 2,  # x or b
     "gen_index": 1,  # the position of each element of x along an axis
     "binary_select": 3,  # x where t, else b
 }

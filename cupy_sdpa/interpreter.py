@@ -10,6 +10,7 @@ queries and 4096 keys needs tens of megabytes, not gigabytes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -256,9 +257,9 @@ def _gen_index(node: Pointwise, tile: Tile) -> Array:
 
 
 def _select(node: Pointwise, tile: Tile) -> Array:
-    x, other, mask = tile[node.x], tile[_given(node.b)], tile[_given(node.t)]
+    x, other, mask = tile[node.x], tile[_given(node.b)], tile[_given(node.t)] != 0  # a condition may be 1 and 0
     out = tile.memory_of(node.x, node.t)
-    if out is None:
+    if out is None or np.broadcast_shapes(out.shape, np.shape(other)) != out.shape:
         return np.where(mask, x, np.asarray(other, x.dtype))
     np.copyto(out, other, where=~mask)
     return out
@@ -288,21 +289,41 @@ def _comparison(function: np.ufunc) -> Callable[[Pointwise, Tile], Array]:
     return compute
 
 
+#: numpy has none.
+_erf = np.vectorize(math.erf, otypes=[np.float64])
+
 #: What every pointwise mode means.
 MODES: dict[str, Callable[[Pointwise, Tile], Array]] = {
     "mul": _arithmetic(np.multiply),
     "add": _arithmetic(np.add),
     "sub": _arithmetic(np.subtract),
     "div": _arithmetic(np.divide),
+    "max": _arithmetic(np.maximum),
+    "min": _arithmetic(np.minimum),
+    "pow": _arithmetic(np.power),
+    "neg": _arithmetic(np.negative),
     "exp": _arithmetic(np.exp),
+    "log": _arithmetic(np.log),
+    "sqrt": _arithmetic(np.sqrt),
+    "rsqrt": lambda node, tile: 1 / np.sqrt(tile[node.x]),
+    "reciprocal": _arithmetic(np.reciprocal),
     "tanh_fwd": _arithmetic(np.tanh),
+    "sin": _arithmetic(np.sin),
+    "cos": _arithmetic(np.cos),
+    "tan": _arithmetic(np.tan),
+    "erf": lambda node, tile: _erf(tile[node.x]).astype(tile.work),
     "abs": _arithmetic(np.absolute),
+    "floor": _arithmetic(np.floor),
+    "ceil": _arithmetic(np.ceil),
     "identity": lambda node, tile: tile[node.x],
+    "cmp_eq": _comparison(np.equal),
+    "cmp_neq": _comparison(np.not_equal),
     "cmp_ge": _comparison(np.greater_equal),
     "cmp_gt": _comparison(np.greater),
+    "cmp_le": _comparison(np.less_equal),
     "cmp_lt": _comparison(np.less),
-    "cmp_neq": _comparison(np.not_equal),
     "logical_and": _comparison(np.logical_and),
+    "logical_or": _comparison(np.logical_or),
     "gen_index": _gen_index,
     "binary_select": _select,
 }

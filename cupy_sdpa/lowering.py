@@ -29,8 +29,9 @@ DATA_TYPES = {
     "int8": DataType.INT8,
 }
 
-#: Comparisons of positions compute in the type of the mask, sums of positions in theirs; everything else in the accumulator's.
-_BOOLEAN_MODES = frozenset({"cmp_ge", "cmp_gt", "cmp_lt", "logical_and"})
+#: Comparisons with whole numbers compute in the type of the mask, sums of positions in theirs; everything else in the
+#: accumulator's.
+_COMPARISONS = frozenset({"cmp_eq", "cmp_neq", "cmp_ge", "cmp_gt", "cmp_le", "cmp_lt"})
 
 
 #: Whole numbers are read one by one; everything else 16 bytes at a time.
@@ -121,8 +122,9 @@ def _matmul(node: Matmul, lowered: OperationGraph) -> None:
 
 
 def _pointwise(node: Pointwise, lowered: OperationGraph) -> None:
+    whole = node.mode in _COMPARISONS and node.b is not None and node.b.dtype == "int32"
     counts = node.mode in ("add", "sub") and node.out.dtype == "int32"
-    precision = DataType.BOOLEAN if node.mode in _BOOLEAN_MODES else DataType.INT32 if counts else DataType.FLOAT
+    precision = DataType.BOOLEAN if whole or node.mode == "logical_and" else DataType.INT32 if counts else DataType.FLOAT
     attributes = {"MODE": PointwiseMode[node.mode.upper()], "MATH_PREC": precision, "AXIS": node.axis}
     kind = lowered.make("POINTWISE", attributes, f"describe {node.formula}")
     tensors = {"XDESC": node.x, "BDESC": node.b, "TDESC": node.t, "YDESC": node.out}

@@ -12,6 +12,7 @@ from typing import Any, TypedDict, TypeVar
 from .band import Band, Window
 from .bucket import Bucket
 from .problem import LENGTHS, MATRICES, SEEDS, STARTS, Settings
+from .score import MaskMod, ScoreMod
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -32,6 +33,9 @@ class Options(TypedDict, total=False):
     max_seqlen_kv: int | None
     alibi_slopes: Any
     softcap: float | None
+    score_mod: ScoreMod | None
+    mask_mod: MaskMod | None
+    tensors: Mapping[str, Any] | None
     sinks: Any
     dropout_p: float
     seed: Any

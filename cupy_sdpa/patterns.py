@@ -12,6 +12,7 @@ import functools
 from .graph import Builder, Graph, Role, Shape, Tensor, row_major
 from .packed import offsets_name, step
 from .problem import PER_ROW, SEEDS, Problem, has_diagonal, writes_directly
+from .program import NOTHING
 from .scores import Scores, below
 from .spec import SIZES, TensorSpec
 
@@ -135,6 +136,8 @@ def _scores(g: Builder, problem: Problem, operands: Operands) -> Scores:
         keys,
         operands.diagonal(),
         problem.band,
+        problem.settings.program or NOTHING,
+        {spec.name: tensor for spec in problem.captured if (tensor := operands.of_scores(spec.name))},
     )
 
 
@@ -153,6 +156,16 @@ def _kept(g: Builder, problem: Problem, operands: Operands, shape: Shape) -> Ten
     return g.bernoulli("R = 1 with probability 1 − p", kept, seed, offset, 1 - problem.settings.dropout)
 
 
+def _tails(problem: Problem) -> frozenset[str]:
+    """Where a function may make something of what is not there: cuDNN's tiles reach beyond the last key and query.
+
+    It masks that before the function, and -s makes inf of -inf (measured with 9.19: NaN); within whole tiles there is none.
+    """
+    *_, sq, skv, _ = problem.sizes
+    tails = {"keys": skv, "queries": sq}
+    return frozenset(name for name, length in tails.items() if problem.scored and not problem.ragged and length % 128)
+
+
 @functools.lru_cache(maxsize=1024)
 def forward(problem: Problem) -> Graph:
     """``out = softmax(S) V`` with the scores S as modified and masked; ``stats`` is the log-sum-exp of every row of S."""
@@ -161,8 +174,10 @@ def forward(problem: Problem) -> Graph:
     scores = _scores(g, problem, operands)
     # S = Q K^T                             (B, Hq, Sq, Skv)
     s = g.matmul("S = Q Kᵀ", q, kt, "S", m=scores.queries, n=scores.keys)
-    s, _ = scores.modified(g, s)
-    s = scores.masked(g, s)
+    s, changes = scores.modified(g, s)
+    s = scores.masked(g, s, changes)
+    if "keys" in _tails(problem):
+        s = below(g, s, "j", axis=3)
     # P = softmax(S), L = log sum exp(S)    P is rounded to the dtype of v, as the tensor cores need it
     dropout = problem.settings.dropout
     p = g.softmax(
@@ -211,10 +226,11 @@ def backward(problem: Problem, direct: bool = False, guards: frozenset[str] = fr
     d = g.pointwise("D = (1 − p) · Σ dO ∘ O", "mul", rows, g.scalar("1−p", g.accumulate, value=1 - dropout), out=d)
     # S = scale Q K^T, modified             (B, Hq, Sq, Skv)
     s = g.matmul("S = Q Kᵀ", q, kt, "S", m=queries, n=keys)
-    s, t = scores.modified(g, s)
+    s, changes = scores.modified(g, s)
     # P = exp(S - L)                        masked after L is taken away: a row that sees nothing has L = -inf, and P = 0
     s = g.pointwise(f"{s} − L", "sub", s, stats, out=f"{s}−L")
-    s = scores.masked(g, s)
+    s = scores.masked(g, s, changes)
+    guards |= _tails(problem)
     if "keys" in guards and keys is None:
         s = below(g, s, "j", axis=3)
     if "queries" in guards and queries is None:
@@ -240,9 +256,9 @@ def backward(problem: Problem, direct: bool = False, guards: frozenset[str] = fr
     if problem.dbias:
         # dbias = dS                        summed over the axes along which it is broadcast
         g.reduction("dbias = Σ dS", ds, operand(problem.dbias, OF_SCORES, "output"))
-        if t:  # cuDNN wants one reader beside the sum, a product
+        if not changes.identity:  # cuDNN wants one reader beside the sum, a product
             ds = g.pointwise("1 · dS", "mul", ds, g.scalar("same", g.accumulate, value=1.0), out="1·dS")
-    ds = scores.derivative(g, ds, t, problem.dtype)
+    ds = scores.derivative(g, ds, changes, problem.dtype)
     # dK = dS^T Q                           summed over the query heads of a group
     dst = g.transpose("dSᵀ", ds, "dSᵀ", problem.dtype)
     _grouped(g, operands, "dK = dSᵀ Q", dst, q, dk, m=keys, k=queries)

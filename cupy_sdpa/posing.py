@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .problem import LENGTHS, MATRICES, PLAIN, SEEDS, STARTS, Problem, Settings
+from .program import NOTHING
 from .spec import ITEMSIZE, Signature, TensorSpec, dense_spec, spec_of
 
 _DENSE = "shapes are (head_dim, heads, seq, batch). Arrays in C order (batch, seq, heads, head_dim) are passed as x.T"
@@ -141,8 +142,9 @@ def _inputs(arrays: dict[str, TensorSpec], settings: Settings) -> Problem:
     band, ragged = settings.band, packed or "seq_lens_q" in arrays
     simple = band and band.within(sq, skv, lengths=ragged, used="alibi_slopes" in arrays)
     chosen = (*LENGTHS, *STARTS, "alibi_slopes", "sinks", *SEEDS, *MATRICES)
-    options = {name: arrays[name] for name in chosen if name in arrays}
-    return Problem(q, k, v, q, settings._replace(band=simple), **options)
+    options: dict[str, Any] = {name: arrays[name] for name in chosen if name in arrays}
+    captured = tuple(arrays[step.name] for step in (settings.program or NOTHING).captured)
+    return Problem(q, k, v, q, settings._replace(band=simple), captured=captured, **options)
 
 
 def _check_packed(arrays: dict[str, TensorSpec], settings: Settings) -> None:

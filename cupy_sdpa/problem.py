@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .band import Band
+from .program import Program
 from .spec import SIZES, TensorSpec
 
 #: The arrays of lengths, and those of the places where packed sequences begin, by their names.
@@ -30,6 +31,8 @@ OF_KEYS = ("k", "v", "dk", "dv")
 #: The options' arrays whose axes are those of the scores, ``(Skv, Sq, Hq, B)``, each of them full or 1; and the results' too.
 MATRICES = ("bias", "mask", "dropout_mask")
 OF_SCORES = (*MATRICES, "dbias", "kept")
+#: The dtypes that score functions' arrays may have.
+CAPTURED_DTYPES = ("bool", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 #: What the forward pass gives beside its output: one number a row.
 PER_ROW = ("stats", "max", "sum_exp")
 
@@ -45,6 +48,7 @@ class Settings(NamedTuple):
         max_seqlen_q, max_seqlen_kv: the lengths of the longest packed sequences.
         deterministic: whether the result is to be the same, bit for bit, in every run.
         max_workspace: bytes that cuDNN may use beside the arrays; None for no limit.
+        program: what the caller's score and mask functions do; None without them.
     """
 
     band: Band | None = None
@@ -55,6 +59,7 @@ class Settings(NamedTuple):
     max_seqlen_kv: int | None = None
     deterministic: bool = False
     max_workspace: int | None = None
+    program: Program | None = None
 
 
 #: No option at all.
@@ -83,6 +88,7 @@ class Problem:
         alibi_slopes, sinks: ``(Hq,)`` float32.
         seed, offset: ``(1,)`` int64, of the random numbers of dropout.
         dropout_mask: ``(Skv, Sq, Hq, B)``, which weights are kept, where the caller says so.
+        captured: ``(Skv, Sq, Hq, B)``, every axis may be 1: what score functions read.
     """
 
     q: TensorSpec
@@ -111,6 +117,7 @@ class Problem:
     seed: TensorSpec | None = None
     offset: TensorSpec | None = None
     dropout_mask: TensorSpec | None = None
+    captured: tuple[TensorSpec, ...] = ()
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -127,7 +134,7 @@ class Problem:
     def tensors(self) -> tuple[TensorSpec, ...]:
         """Every array that the call reads or writes."""
         every = (getattr(self, f.name, None) for f in dataclasses.fields(self))
-        return tuple(spec for spec in every if isinstance(spec, TensorSpec))
+        return (*(spec for spec in every if isinstance(spec, TensorSpec)), *self.captured)
 
     @functools.cached_property
     def sizes(self) -> tuple[int, int, int, int, int, int, int]:
@@ -187,6 +194,11 @@ class Problem:
         return reaches
 
     @property
+    def scored(self) -> bool:
+        """Whether a function of the caller's changes the scores."""
+        return self.settings.program is not None and self.settings.program.score is not None
+
+    @property
     def trivial(self) -> bool:
         """Whether there is nothing to compute: out has no element, or there is no key to see."""
         *_, sq, skv, b = self.sizes
@@ -209,13 +221,24 @@ class Problem:
         yield str(self.band or ("a mask" if self.mask else "no mask"))
         if self.band and self.mask:
             yield "a mask"
+        program = self.settings.program
         words = {
+            "a mask function": program and program.mask is not None, "a score function": self.scored,
             "softcap": self.settings.softcap, "ALiBi": self.alibi_slopes, "a bias": self.bias, "sinks": self.sinks,
             f"dropout {self.settings.dropout:g}": self.settings.dropout,
             "with log-sum-exp": self.stats and not self.backward, "with maximum and sum": self.max,
             "with the bias's gradient": self.dbias, "with the sinks' gradient": self.dsinks,
         }  # fmt: skip
         yield from (word for word, there in words.items() if there)
+
+
+def is_matrix(name: str) -> bool:
+    """Whether an array has the axes of the scores, each of them full or 1: those of :data:`OF_SCORES`, and what functions read.
+
+    >>> is_matrix("bias"), is_matrix("t0"), is_matrix("q")
+    (True, True, False)
+    """
+    return name in OF_SCORES or (name[0] == "t" and name[1:].isdigit())
 
 
 def writes_directly(problem: Problem) -> bool:

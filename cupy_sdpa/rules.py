@@ -143,6 +143,8 @@ def _deterministic(problem: Problem, cudnn: int, capability: int) -> Iterator[st
 def _bias_dtype(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     if problem.bias and problem.bias.dtype == "float64":
         yield "bias is float64; cuDNN adds float16, bfloat16 and float32: convert with bias.astype('float32')"
+    if any(spec.dtype == "float64" for spec in problem.captured):
+        yield "tensors has a float64 array; cuDNN reads float16, bfloat16 and float32: convert with .astype('float32')"
 
 
 def _own_dropout(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
@@ -166,10 +168,11 @@ def _deterministic_sinks(problem: Problem, cudnn: int, capability: int) -> Itera
 
 
 def _bias_gradient(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
-    if problem.dbias and problem.settings.softcap:
+    if problem.dbias and (problem.settings.softcap or problem.scored):
+        what = "softcap" if problem.settings.softcap else "score_mod"
         yield (
-            "the bias's gradient and softcap are asked for; cuDNN gives that of what the cap is taken of: "
-            "leave return_dbias=True or softcap out"
+            f"the bias's gradient and {what} are asked for; cuDNN gives that of what the function is taken of: "
+            f"leave return_dbias=True or {what} out"
         )
     if problem.dbias and problem.packed:
         yield (
@@ -191,10 +194,11 @@ def _query_numbers(problem: Problem, cudnn: int, capability: int) -> Iterator[st
     added_up = 100 <= capability < 120 and not writes_directly(problem)
     if not problem.backward or sq == 1 or 90 <= capability < 100 or added_up:
         return
-    for spec in (problem.bias, problem.mask):
+    for spec in (problem.bias, problem.mask, *problem.captured):
         if spec and spec.shape[0] == 1 and spec.shape[1] > 1:
+            what = "what a score or mask function reads" if spec in problem.captured else spec.name
             yield (
-                f"{spec.name} has shape {spec.shape}, one number a query, which gradients on compute capability "
+                f"{what} has shape {spec.shape}, one number a query, which gradients on compute capability "
                 f"{capability / 10} cannot take: give it with the keys' axis in full"
             )
     if has_diagonal(problem):
@@ -205,8 +209,10 @@ def _query_numbers(problem: Problem, cudnn: int, capability: int) -> Iterator[st
 
 
 def _scale(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
-    if problem.backward and not problem.settings.positive_scale and (problem.dbias or problem.settings.softcap):
-        what = "the bias's gradient" if problem.dbias else "gradients through a softcap"
+    changed = problem.settings.softcap or problem.scored
+    if problem.backward and not problem.settings.positive_scale and (problem.dbias or changed):
+        what = "gradients through a softcap" if problem.settings.softcap else "gradients through score_mod"
+        what = "the bias's gradient" if problem.dbias else what
         yield (
             f"{what} and a scale of 0 or below are asked for; cuDNN was seen to give NaN: give a positive scale, and change "
             "the sign of q"
@@ -248,14 +254,16 @@ RULES: tuple[Rule, ...] = (
     Rule("backward-head-dim", "Gradients: head dims up to 256 on Hopper, 128 on Ampere, Ada and SM 12.x; on SM 10.x 128, and "
          "192 with 128 for v, and 256 from 9.23 on.", Unsupported, _backward_head_dim, FRONTEND),
     Rule("bias-dtype", "A bias of 16 or 32 bits.", TypeError, _bias_dtype),
-    Rule("bias-gradient", "The bias's gradient: not with softcap, and not of packed sequences.", Unsupported, _bias_gradient),
-    Rule("query-numbers", "Gradients: on Ampere, Ada and SM 12.x no bias or mask of one number a query, nor slopes with "
-         "diagonals of the entries' own; on SM 10.x not deterministic, nor with the bias's gradient.", Unsupported,
+    Rule("bias-gradient", "The bias's gradient: not with softcap or score_mod, nor of packed sequences.", Unsupported,
+         _bias_gradient),
+    Rule("query-numbers", "Gradients: on Ampere, Ada and SM 12.x no bias, mask or tensors of one number a query, nor slopes "
+         "with diagonals of the entries' own; on SM 10.x not deterministic, nor with the bias's gradient.", Unsupported,
          _query_numbers),
     Rule("direct-blackwell", "The bias's and deterministic gradients: on SM 10.x not with dropout, packed sequences, or above "
          "head dim 128.",
          Unsupported, _direct),
-    Rule("positive-scale", "The bias's gradient, and gradients with softcap: a scale above 0.", Unsupported, _scale),
+    Rule("positive-scale", "The bias's gradient, and gradients with softcap or score_mod: a scale above 0.", Unsupported,
+         _scale),
     Rule("dropout-mask", "Dropout by random numbers only.", Unsupported, _own_dropout),
     Rule("packed-gradients", "Gradients of packed sequences: on Hopper and SM 10.x.", Unsupported, _packed_gradients,
          FRONTEND),

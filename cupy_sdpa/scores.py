@@ -6,10 +6,17 @@ Both passes of :mod:`cupy_sdpa.patterns` write these steps; the derivative of a 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 
+from . import zoo
 from .band import Band
 from .graph import Builder, Tensor
+from .program import AXES, NOTHING, Kind, Program
+from .score import Tracer
+from .spelling import Speller
+from .traced import Value
 
 
 @dataclass(frozen=True)
@@ -26,6 +33,8 @@ class Scores:
         queries, keys: ``(B, 1, 1, 1)`` int32, how many there are in every batch entry.
         diagonal: ``(B, 1, Sq, 1)`` int32, the key on the diagonal of every query, where slopes need that of every entry.
         band: which keys are seen by their distance from the diagonal.
+        program: what the caller's own functions do.
+        captured: the arrays that they read, ``(B, Hq, Sq, Skv)``, every dimension may be 1.
     """
 
     scale: Tensor
@@ -38,43 +47,43 @@ class Scores:
     keys: Tensor | None = None
     diagonal: Tensor | None = None
     band: Band | None = None
+    program: Program = NOTHING
+    captured: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def modified(self, g: Builder, s: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The scores with all that changes their values; and the tanh of the softcap, for the derivative."""
-        t = None
+    def modified(self, g: Builder, s: Tensor) -> tuple[Tensor, Changes]:
+        """The scores with all that changes their values; and what that was."""
         s = self._scaled(g, s)
-        if self.softcap:
-            # S <- c tanh(S / c)                Gemma 2, section 2 ("logit soft-capping")
-            s = g.pointwise(f"{s} / c", "div", s, self.softcap, out="S/c")
-            t = g.pointwise("T = tanh(S / c)", "tanh_fwd", s, out="T")
-            s = g.pointwise("S₂ = c · T", "mul", t, self.softcap, out="S₂")
-        if self.slopes:
-            s = self._sloped(g, s, self.slopes)
-        if self.bias:
-            # S <- S + bias
-            s = g.pointwise(f"S₄ = {s} + bias", "add", s, self.bias, out="S₄")
-        return s, t
+        changes = self._changes(g, s)
+        return changes.speller(changes.root), changes
 
-    def derivative(self, g: Builder, ds: Tensor, t: Tensor | None, dtype: str) -> Tensor:
+    def derivative(self, g: Builder, ds: Tensor, changes: Changes, dtype: str) -> Tensor:
         """The gradient of ``Q K^T`` from that of the modified scores, rounded to a dtype."""
-        if t:
-            # c tanh(S / c) has the derivative 1 - T^2; from the saved T, which every engine takes
-            part = g.pointwise("dS ∘ T", "mul", ds, t, out="dS∘T")
-            part = g.pointwise("dS ∘ T²", "mul", part, t, out="dS∘T²")
-            ds = g.pointwise("dS − dS ∘ T²", "sub", ds, part, out="dS₁")
+        speller, root = changes.speller, changes.root
+        seen: list[Tensor] = []
+        if self.program.score is not None and speller.writer.depends(speller.slope(root), "score"):
+            seen = [*changes.seen, _exists(g, ds, "jₑ", 3), _exists(g, ds, "iₑ", 2)]
+        ds = speller.gradient(root, ds, seen)
         return g.pointwise(f"dS = scale · {ds}", "mul", ds, self.scale, out="dS", dtype=dtype)
 
-    def masked(self, g: Builder, s: Tensor) -> Tensor:
+    def masked(self, g: Builder, s: Tensor, changes: Changes) -> Tensor:
         """``S <- S where the query sees the key, else -inf``."""
-        if self.queries and self.keys:
-            s = within(g, s, self.queries, self.keys)
-        if self.band:
-            s = self._banded(g, s, self.band)
-        if self.mask:
-            mask = g.pointwise("M = 0 + mask", "add", zeros(g, s, "iₘ"), self.mask, out="M")
-            none = g.scalar("none", g.accumulate, value=0.0)
-            s = hidden(g, s, g.pointwise("seen = M ≠ 0", "cmp_neq", mask, none, out="seen", dtype="bool"))
+        for condition in self._conditions(changes):
+            changes.seen.append(condition(g, s))
+            s = hidden(g, s, changes.seen[-1])
         return s
+
+    def _conditions(self, changes: Changes) -> Iterator[Callable[[Builder, Tensor], Tensor]]:
+        """What must hold for a query to see a key, from the scores as they are by then: cuDNN wants a chain."""
+        if self.queries and self.keys:
+            yield partial(within, queries=self.queries, keys=self.keys)
+        if self.band and self.band.right is not None:
+            yield partial(self._visible, band=self.band, right=self.band.right)
+        if self.band and self.band.left is not None:
+            yield partial(self._near, band=self.band, left=self.band.left)
+        if mask := self.mask:
+            yield lambda g, s: _seen(g, s, mask)
+        if (root := self.program.mask) is not None:
+            yield lambda g, s: changes.speller(root)
 
     def _scaled(self, g: Builder, s: Tensor) -> Tensor:
         """``S <- scale S``."""
@@ -86,19 +95,32 @@ class Scores:
             s = g.pointwise("S₁′ = 1 · S₁", "mul", s, g.scalar("unit", g.accumulate, value=1.0), out="S₁′")
         return s
 
-    def _sloped(self, g: Builder, s: Tensor, slopes: Tensor) -> Tensor:
-        """``S_ij <- S_ij - slope |p - j|``; Press et al. 2022, "Train Short, Test Long" (ALiBi), section 3."""
-        band = self.band or Band()
-        if self.diagonal:
-            row = moved(g, "p = 0 + diagonal", "add", zeros(g, s, "iₐ"), self.diagonal)
-        else:
-            row = self._diagonal(g, s, "iₐ", band)
-        apart = moved(g, f"{row} − jₐ", "sub", row, positions(g, s, "jₐ", axis=3))
-        if band.right != 0:  # otherwise no key behind the diagonal is seen
-            apart = g.pointwise(f"|{apart}|", "abs", apart, out=f"|{apart}|")
-        formula = f"slope · {apart}" if band.right != 0 else f"slope · ({apart})"
-        far = g.pointwise(formula, "mul", apart, slopes, out="slope·distance")
-        return g.pointwise(f"S₃ = {s} − slope · distance", "sub", s, far, out="S₃")
+    def _changes(self, g: Builder, s: Tensor) -> Changes:
+        """The caller's function, then softcap, slopes and bias, as one function of the scaled scores."""
+        tracer = Tracer({}, {}, self.program.steps)
+        leaf = tracer.writer.leaf
+        score = Value(tracer, leaf("score") if self.program.score is None else self.program.score)
+        b, h, row, column = (Value(tracer, leaf("index", axis, "int")) for axis in AXES)
+        given = dict(self.captured)
+        if self.softcap:
+            score = zoo.softcap(Value(tracer, leaf("number", "softcap")))(score, b, h, row, column)
+        if self.slopes:
+            given["alibi_slopes"] = self.slopes
+            slope = Value(tracer, leaf("captured", "alibi_slopes"))
+            band = self.band or Band()
+            if self.diagonal:
+                given["diagonal"] = self.diagonal
+                row = Value(tracer, leaf("captured", "diagonal", "int"))
+            elif band.bottom_right:
+                row = row + Value(tracer, tracer.writer.constant(s.shape[3] - s.shape[2], "int"))
+            # otherwise no key behind the diagonal is seen, and the distance is never negative
+            score = zoo.sloped(score, slope, row - column if band.right == 0 else abs(row - column))
+        if self.bias:
+            given["bias"] = self.bias
+            score = score + Value(tracer, leaf("captured", "bias"))
+        numbers = {step.name: partial(_number, g, step.name) for step in tracer.writer.steps if step.mode == "number"}
+        arrays = {name: partial(_given, tensor) for name, tensor in given.items()}
+        return Changes(Speller(g, tracer.writer, s, numbers | arrays), score.step)
 
     def _diagonal(self, g: Builder, s: Tensor, name: str, band: Band) -> Tensor:
         """``p = i``, or from the bottom right ``p = i + Skv - Sq``, with every entry's own lengths where they are given."""
@@ -108,45 +130,83 @@ class Scores:
             row = moved(g, f"{row} − Sq", "sub", row, self.queries or g.scalar("Sq", "int32", value=s.shape[2]))
         return row
 
-    def _banded(self, g: Builder, s: Tensor, band: Band) -> Tensor:
-        """``S_ij <- S_ij where p - left <= j <= p + right, else -inf``."""
-        if band.right is not None:
-            row = self._diagonal(g, s, "i", band)
-            if band.right:
-                row = moved(g, f"{row} + {band.right}", "add", row, g.scalar("right", "int32", value=band.right))
-            column = positions(g, s, "j", axis=3)
-            s = hidden(g, s, g.pointwise(f"visible = {row} ≥ j", "cmp_ge", row, column, out="visible", dtype="bool"))
-        if band.left is not None:
-            # j + left + 1 > p
-            row = positions(g, s, "i‴", axis=2)
-            column = positions(g, s, "j‴", axis=3)
-            bound = band.left + 1
-            if band.bottom_right and self.queries and self.keys:
-                column = moved(g, f"j‴ + {bound}", "add", column, g.scalar("left", "int32", value=bound))
-                column = moved(g, f"{column} − Skv", "sub", column, self.keys)
-                column = moved(g, f"{column} + Sq", "add", column, self.queries)
-            else:
-                bound -= s.shape[3] - s.shape[2] if band.bottom_right else 0
-                left = g.scalar("left", "float32", value=float(bound))
-                column = g.pointwise(f"j‴ + {bound}", "add", column, left, out=f"j‴ + {bound}", dtype="float32")
-            s = hidden(g, s, g.pointwise(f"near = {column} > i‴", "cmp_gt", column, row, out="near", dtype="bool"))
-        return s
+    def _visible(self, g: Builder, s: Tensor, band: Band, right: int) -> Tensor:
+        """``j <= p + right``."""
+        row = self._diagonal(g, s, "i", band)
+        if right:
+            row = moved(g, f"{row} + {right}", "add", row, g.scalar("right", "int32", value=right))
+        column = positions(g, s, "j", axis=3)
+        return g.pointwise(f"visible = {row} ≥ j", "cmp_ge", row, column, out="visible", dtype="bool")
+
+    def _near(self, g: Builder, s: Tensor, band: Band, left: int) -> Tensor:
+        """``j + left + 1 > p``."""
+        row = positions(g, s, "i‴", axis=2)
+        column = positions(g, s, "j‴", axis=3)
+        bound = left + 1
+        if band.bottom_right and self.queries and self.keys:
+            column = moved(g, f"j‴ + {bound}", "add", column, g.scalar("left", "int32", value=bound))
+            column = moved(g, f"{column} − Skv", "sub", column, self.keys)
+            column = moved(g, f"{column} + Sq", "add", column, self.queries)
+        else:
+            bound -= s.shape[3] - s.shape[2] if band.bottom_right else 0
+            number = g.scalar("left", "float32", value=float(bound))
+            column = g.pointwise(f"j‴ + {bound}", "add", column, number, out=f"j‴ + {bound}", dtype="float32")
+        return g.pointwise(f"near = {column} > i‴", "cmp_gt", column, row, out="near", dtype="bool")
+
+
+def _seen(g: Builder, s: Tensor, mask: Tensor) -> Tensor:
+    """``mask != 0``."""
+    matrix = g.pointwise("M = 0 + mask", "add", zeros(g, s, "iₘ"), mask, out="M")
+    return g.pointwise("seen = M ≠ 0", "cmp_neq", matrix, g.scalar("none", g.accumulate, value=0.0), out="seen", dtype="bool")
+
+
+@dataclass
+class Changes:
+    """What was done to the scores.
+
+    Attributes:
+        speller: spells it, and its derivative.
+        root: the step that gives the changed score.
+        seen: what must hold for a query to see a key.
+    """
+
+    speller: Speller
+    root: int
+    seen: list[Tensor] = field(default_factory=list)
+
+    @property
+    def identity(self) -> bool:
+        """Whether the gradient stays as it is."""
+        return self.speller.writer.value(self.speller.slope(self.root)) == 1
+
+
+def _number(g: Builder, name: str, kind: Kind) -> Tensor:
+    return g.scalar(name, "int32" if kind == "int" else g.accumulate)
+
+
+def _given(tensor: Tensor, kind: Kind) -> Tensor:
+    return tensor
 
 
 def below(g: Builder, s: Tensor, name: str, axis: int) -> Tensor:
     """``S <- S where j < Skv, else -inf`` (or i and Sq): true of every element that exists."""
+    return hidden(g, s, _exists(g, s, f"{name}′", axis))
+
+
+def _exists(g: Builder, s: Tensor, name: str, axis: int) -> Tensor:
+    """``j < Skv`` (or i and Sq)."""
     length = g.scalar(f"{name} length", "int32", value=s.shape[axis])
-    index = positions(g, s, f"{name}′", axis)
-    return hidden(g, s, g.pointwise(f"{name}′ < {s.shape[axis]}", "cmp_lt", index, length, out=f"{name} exists", dtype="bool"))
+    index = positions(g, s, name, axis)
+    return g.pointwise(f"{name} < {s.shape[axis]}", "cmp_lt", index, length, out=f"{name} exists", dtype="bool")
 
 
 def within(g: Builder, s: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-    """``S_ij <- S_ij where i < seq_lens_q and j < seq_lens_kv, else -inf``: what lies behind a sequence does not exist."""
+    """``i < seq_lens_q and j < seq_lens_kv``: what lies behind a sequence does not exist."""
     row = positions(g, s, "i″", axis=2)
     column = positions(g, s, "j″", axis=3)
     is_query = g.pointwise("i″ < seq_lens_q", "cmp_lt", row, queries, out="is query", dtype="bool")
     is_key = g.pointwise("j″ < seq_lens_kv", "cmp_lt", column, keys, out="is key", dtype="bool")
-    return hidden(g, s, g.pointwise("exists = both", "logical_and", is_query, is_key, out="exists", dtype="bool"))
+    return g.pointwise("exists = both", "logical_and", is_query, is_key, out="exists", dtype="bool")
 
 
 def hidden(g: Builder, s: Tensor, seen: Tensor) -> Tensor:

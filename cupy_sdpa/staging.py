@@ -17,7 +17,7 @@ from . import gpu, kernels
 from .bucket import Policy, padded_axes
 from .interpreter import numpy_dtype
 from .packed import offsets, with_room
-from .problem import LENGTHS, MATRICES, OF_KEYS, OF_QUERIES, PER_ROW, STARTS, Problem, has_diagonal
+from .problem import LENGTHS, OF_KEYS, OF_QUERIES, PER_ROW, STARTS, Problem, has_diagonal, is_matrix
 from .spec import TensorSpec, dense_spec
 
 #: What -inf is given beyond the lengths; all other results get 0.
@@ -33,6 +33,8 @@ def posed(problem: Problem, bucket: Policy | None, on_gpu: bool) -> Problem:
 
 @functools.lru_cache(maxsize=4096)
 def _posed(problem: Problem, on_gpu: bool) -> Problem:
+    if problem.captured:
+        problem = replace(problem, captured=tuple(_read_as(problem, spec, on_gpu) for spec in problem.captured))
     if not on_gpu:
         return _interned(problem)
     specs: dict[str, Any] = {}
@@ -50,6 +52,16 @@ def _posed(problem: Problem, on_gpu: bool) -> Problem:
         specs["dbias"] = dense_spec("dbias", problem.dtype, (skv, sq, *problem.dbias.shape[2:]))
     problem = replace(problem, **specs) if specs else problem
     return _interned(with_room(problem) if problem.packed else problem)
+
+
+def _read_as(problem: Problem, spec: TensorSpec, on_gpu: bool) -> TensorSpec:
+    """How an array of a score function is read: whole numbers of 32 bits; on the GPU no bytes, and dense."""
+    kind = {"int64": "int32", "bool": "float16" if on_gpu else "bool"}.get(spec.dtype, spec.dtype)
+    keys, queries, _, batch = spec.shape
+    alone = (keys, queries) == (1, 1) and (batch > 1 or max(spec.shape) == 1)  # mistaken for one another, as a bias is
+    shape = (problem.sizes[5] if alone and on_gpu else keys, *spec.shape[1:])
+    same = (kind, shape) == (spec.dtype, spec.shape) and (not on_gpu or (spec.dense and spec.alignment >= 16))
+    return spec if same else dense_spec(spec.name, kind, shape)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -84,7 +96,7 @@ class Stage:
     """
 
     def __init__(self, problem: Problem, given: Problem, arrays: Mapping[str, Any], on_gpu: bool) -> None:
-        self.problem, self.on_gpu = problem, on_gpu
+        self.problem, self.on_gpu, self._given = problem, on_gpu, given
         self._own = arrays
         self.arrays: dict[str, Any] = dict(arrays)
         if (given is problem or given == problem) and not problem.ragged and not _may_see_nothing(problem):
@@ -131,13 +143,19 @@ class Stage:
             array = kernels.cleaned(array, self._own[lengths])
         elif lengths and name == "dout":  # of which whole rows are summed; the rest the interpreter cuts off itself
             array = _cleaned(array, self._own[lengths])
-        if name in MATRICES and (array.dtype.name, array.shape) != (spec.dtype, spec.shape):
+        if is_matrix(name) and self._differs(array, spec):
             array = self._broadcast(array, spec)
         elif array.shape != spec.shape and not self.problem.packed:
             longer = self._empty(spec)
             self._resize(longer, array, name)
             array = longer
         return array
+
+    def _differs(self, array: Any, spec: TensorSpec) -> bool:
+        """Whether a bias, a mask or what a function reads is not as the engine is given it."""
+        if (array.dtype.name, array.shape) != (spec.dtype, spec.shape):
+            return True
+        return spec in self._given.captured and spec not in self.problem.captured
 
     def _broadcast(self, array: Any, spec: TensorSpec) -> Any:
         """A copy of a bias or a mask in the engine's dtype, along the keys where it is one number, longer in a bucket."""
@@ -185,8 +203,11 @@ def _cleaned(array: Any, lengths: Any) -> Any:
 
 
 def _may_see_nothing(problem: Problem) -> bool:
-    """Whether gradients have rows whose -inf no mask hides: beyond the lengths with sinks, and where a bias is -inf."""
-    return problem.backward and (problem.bias is not None or problem.dsinks is not None)
+    """Whether gradients have rows whose -inf no mask hides.
+
+    Those beyond the lengths with sinks, and those whose scores are -inf by a bias or a function.
+    """
+    return problem.backward and (problem.bias is not None or problem.dsinks is not None or problem.scored)
 
 
 def full_lengths(name: str, arrays: Mapping[str, Any], on_gpu: bool) -> Any:

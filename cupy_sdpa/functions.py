@@ -1,0 +1,88 @@
+"""A call's own functions: read, called, and turned into what a problem is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from .band import Band
+from .problem import CAPTURED_DTYPES, Problem, Settings
+from .program import AXES
+from .score import Access, trace
+
+#: The axes of the scores, as arrays of their shape have them.
+_ORDER = ("kv_idx", "q_idx", "h", "b")
+
+
+class Functions(NamedTuple):
+    """What a call's functions come to.
+
+    Attributes:
+        settings: with the program, and with the band that a mask function makes.
+        arrays: what they read, by the names in the program, ``(Skv, Sq, Hq, B)``, every axis may be 1; nothing is copied.
+        numbers: those that are handed over with the call.
+        lines: where each operation was written.
+    """
+
+    settings: Settings
+    arrays: dict[str, Any]
+    numbers: dict[str, float]
+    lines: dict[str, str]
+
+
+def given(options: Mapping[str, Any]) -> bool:
+    """Whether a call has functions.
+
+    Raises:
+        TypeError, ValueError: it has arrays for them, and no function; or no mapping of arrays.
+    """
+    tensors = options.get("tensors")
+    if tensors is not None and not isinstance(tensors, Mapping):
+        raise TypeError(f"tensors is a {type(tensors).__name__}; it must be a mapping of names to arrays")
+    there = options.get("score_mod") is not None or options.get("mask_mod") is not None
+    if tensors and not there:
+        raise ValueError(f"tensors has {', '.join(tensors)}, and neither score_mod nor mask_mod is given: they read it")
+    return there
+
+
+def read(options: Mapping[str, Any], asked: Problem) -> Functions:
+    """Call the functions of a call, with traced values.
+
+    Args:
+        options: of the call; :func:`given` says that there are functions.
+        asked: the problem without them.
+
+    Raises:
+        Exception: what the functions raise, among it what cannot be traced.
+    """
+    _, _, hq, _, sq, skv, b = asked.sizes
+    tensors = dict(options.get("tensors") or {})
+    for name, array in tensors.items():
+        if str(array.dtype) not in CAPTURED_DTYPES:
+            kinds = ", ".join(CAPTURED_DTYPES)
+            raise TypeError(f"tensors[{name!r}] is {array.dtype}; functions read {kinds}: convert with .astype(...)")
+    settings = asked.settings
+    apart = settings.band is not None and settings.band.bottom_right  # on another diagonal
+    sizes = dict(zip(AXES, (b, hq, sq, skv), strict=True))
+    done = trace(options.get("score_mod"), options.get("mask_mod"), tensors, sizes, bands=not apart)
+    settings = settings._replace(program=done.program, band=_both(settings.band, done.band))
+    arrays = {name: _turned(tensors[access.name], access) for name, access in done.captured.items()}
+    return Functions(settings, arrays, done.numbers, done.lines)
+
+
+def _both(one: Band | None, other: Band | None) -> Band | None:
+    """What both bands show, on one diagonal."""
+    if one is None or other is None:
+        return one or other
+    sides = zip(one[:2], other[:2], strict=True)
+    left, right = (min((side for side in pair if side is not None), default=None) for pair in sides)
+    return Band(left, right)
+
+
+def _turned(array: Any, access: Access) -> Any:
+    """An array with the axes of the scores, those that it has not of length 1."""
+    part = array[tuple(slice(None) if isinstance(axis, str) else axis for axis in access.axes)]
+    names = [axis for axis in access.axes if isinstance(axis, str)]
+    there = [name for name in _ORDER if name in names]
+    turned = part.transpose([names.index(name) for name in there])
+    return turned[tuple(slice(None) if name in names else None for name in _ORDER)]

@@ -1,0 +1,155 @@
+"""The steps of a score function as steps of a graph, spelled as cuDNN's fused kernels take them.
+
+What they want (measured with 9.19 and 9.28): the first operand of a step, and what is chosen from, must exist inside the
+kernel only; arrays and numbers come second. So operands are exchanged, comparisons turned round, ``c - x`` becomes
+``-x + c``, and an array that stands alone is added to zeros. Conditions are joined by arithmetic on ones and zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from .derivative import slopes
+from .graph import Builder, Tensor
+from .program import AXES, FLIPPED, OPPOSITE, Kind, Step, Writer
+
+_COMMUTES = frozenset({"add", "mul", "max", "min"})
+#: Conditions are numbers, 1 and 0.
+_JOINED = {"logical_and": "mul", "logical_or": "max"}
+_SIGNS = {
+    "add": "{} + {}", "sub": "{} − {}", "mul": "{} · {}", "div": "{} / {}", "max": "max({}, {})", "min": "min({}, {})",
+    "pow": "{} ^ {}", "neg": "−{}", "exp": "exp({})", "log": "log({})", "sqrt": "√{}", "rsqrt": "1 / √{}",
+    "reciprocal": "1 / {}",
+    "tanh_fwd": "tanh({})", "sin": "sin({})", "cos": "cos({})", "tan": "tan({})", "erf": "erf({})", "abs": "|{}|",
+    "floor": "⌊{}⌋", "ceil": "⌈{}⌉", "identity": "{}", "cmp_eq": "{} = {}", "cmp_neq": "{} ≠ {}", "cmp_ge": "{} ≥ {}",
+    "cmp_gt": "{} > {}", "cmp_le": "{} ≤ {}", "cmp_lt": "{} < {}", "binary_select": "{0} where {2}, else {1}",
+}  # fmt: skip
+
+
+class Speller:
+    """Spells steps; what has been spelled is not spelled again.
+
+    Args:
+        g: writes the graph.
+        writer: the steps.
+        score: the score, which the function begins with.
+        leaves: the arrays and numbers that are handed over, by their names in the program.
+        prefix: of the names of the steps in the graph.
+    """
+
+    def __init__(
+        self, g: Builder, writer: Writer, score: Tensor, leaves: Mapping[str, Callable[[Kind], Tensor]], prefix: str = "f"
+    ) -> None:
+        self.g, self.writer, self.score, self.leaves, self.prefix = g, writer, score, leaves, prefix
+        self.tensors: dict[int, Tensor] = {}
+        self._count = 0
+
+    def __call__(self, root: int) -> Tensor:
+        """A step, spelled, as a tensor inside the kernel."""
+        for number in self.writer.reachable(root):
+            if number not in self.tensors:
+                self.tensors[number] = self._spelled(self.writer.steps[number])
+        return self._inside(root)
+
+    def slope(self, root: int) -> int:
+        """The step that is the derivative of another with respect to the score."""
+        (number,) = slopes(self.writer, root, [self.writer.leaf("score")])
+        return self.writer.constant(0.0) if number is None else number
+
+    def gradient(self, root: int, ds: Tensor, seen: Sequence[Tensor]) -> Tensor:
+        """The gradient of the score from that of what a step made of it: times the derivative.
+
+        Args:
+            root: the step.
+            ds: the gradient of what it gives.
+            seen: where anything is seen. Elsewhere ds is 0, and a derivative that is infinite there must not meet it.
+        """
+        slope = self.slope(root)
+        if self.writer.value(slope) == 1:
+            return ds
+        factor = self.tensors[slope] if self._number(slope) else self(slope)
+        for there in seen if _inside(factor) else ():
+            zero = self.g.scalar(f"0 {self.g.accumulate}", self.g.accumulate, value=0.0)
+            factor = self._pointwise("binary_select", None, factor, zero, there)
+        return self._pointwise("mul", None, ds, factor)
+
+    def _number(self, number: int) -> bool:
+        step = self.writer.steps[number]
+        if step.mode not in ("number", "constant"):
+            return False
+        self.tensors.setdefault(number, self._spelled(step))
+        return True
+
+    def _spelled(self, step: Step) -> Tensor:
+        mode, args = step.mode, step.args
+        match mode:
+            case "score":
+                return self.score
+            case "index":
+                return self._pointwise("gen_index", step.name, self.score, dtype="int32", axis=AXES.index(step.name))
+            case "constant":
+                kind = "int32" if step.kind == "int" else self.g.accumulate
+                return self.g.scalar(f"{step.value:g} {kind}", kind, value=step.value)
+            case "number" | "captured":
+                return self.leaves[step.name](step.kind)
+            case "binary_select":
+                x, b, condition = args
+                other = self.tensors[b] if self._number(b) else self._real(self._inside(b))
+                return self._pointwise(mode, None, self._real(self._inside(x)), other, self.tensors[condition])
+        if mode in _JOINED:
+            return self._pointwise(_JOINED[mode], None, *(self.tensors[arg] for arg in args))
+        if len(args) == 1:
+            return self._pointwise(mode, None, self._inside(args[0]))
+        return self._binary(step, *args)
+
+    def _binary(self, step: Step, one: int, other: int) -> Tensor:
+        mode = step.mode
+        x, b = self.tensors[one], self.tensors[other]
+        dtype = "int32" if step.kind == "int" else None
+        if not _inside(x) and _inside(b):
+            if mode in _COMMUTES or mode in FLIPPED:
+                x, b, mode = b, x, FLIPPED.get(mode, mode)
+            elif mode == "sub" and not dtype:  # c - x = -x + c
+                x, b, mode = self._pointwise("neg", None, b), x, "add"
+            elif mode == "div":  # c / x = 1 / x * c
+                x, b, mode = self._pointwise("reciprocal", None, b), x, "mul"
+        if not _inside(x):
+            x = self._moved(x)
+        if mode in OPPOSITE and (x.dtype == "int32") != (b.dtype == "int32"):  # one kind of numbers
+            x = self._real(x)
+            b = self._real(self._moved(b)) if b.dtype == "int32" else b
+        return self._pointwise(mode, None, x, b, dtype=dtype)
+
+    def _inside(self, number: int) -> Tensor:
+        """A step as a tensor inside the kernel."""
+        return self._moved(self.tensors[number])
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        """``0 + x``: what comes from outside, inside."""
+        if _inside(tensor):
+            return tensor
+        return self._pointwise("add", None, self._zeros(), tensor, dtype="int32" if tensor.dtype == "int32" else None)
+
+    def _zeros(self) -> Tensor:
+        if -1 not in self.tensors:
+            row = self._pointwise("gen_index", "q_idx", self.score, dtype="int32", axis=2)
+            self.tensors[-1] = self._pointwise("sub", None, row, row, dtype="int32")
+        return self.tensors[-1]
+
+    def _real(self, tensor: Tensor) -> Tensor:
+        """A whole number as one of the accumulator's dtype."""
+        if tensor.dtype != "int32" or not _inside(tensor):
+            return tensor
+        return self._pointwise("add", None, tensor, self.g.scalar(f"0 {self.g.accumulate}", self.g.accumulate, value=0.0))
+
+    def _pointwise(
+        self, mode: str, formula: str | None, *operands: Tensor, dtype: str | None = None, axis: int | None = None
+    ) -> Tensor:
+        self._count += 1
+        name = f"{self.prefix}{self._count}"
+        text = formula or _SIGNS[mode].format(*(tensor.name for tensor in operands))
+        return self.g.pointwise(f"{name} = {text}", mode, *operands, out=name, dtype=dtype, axis=axis)
+
+
+def _inside(tensor: Tensor) -> bool:
+    return tensor.role == "virtual"

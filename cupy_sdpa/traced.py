@@ -1,0 +1,403 @@
+"""What stands for numbers while a score function is called: what is done with it is written down.
+
+Python's operators and numpy's functions work on it, each by steps that every engine has (:data:`FUNCTIONS`); everything else
+raises, in the person's own line, and says what to write instead.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from .program import AXES, Kind, Writer
+
+_HERE = str(Path(__file__).parent)
+
+
+class Tracer(Protocol):
+    """Where values are written down."""
+
+    writer: Writer
+    sizes: Mapping[str, int]
+    lines: dict[str, str]
+
+    def number(self, number: float, kind: Kind) -> int:
+        """A number of the function's own."""
+        ...
+
+    def access(self, name: str, index: tuple[str | int, ...], kind: Kind) -> int:
+        """An array, read."""
+        ...
+
+
+class Value(np.lib.mixins.NDArrayOperatorsMixin):
+    """A traced value. Python's operators go by numpy's functions of their names.
+
+    Attributes:
+        tracer: where it is written down.
+        step: its number there.
+        whole: whether it is a whole number, of whatever kind.
+    """
+
+    __slots__ = ("step", "tracer", "whole")
+    __hash__ = None  # type: ignore[assignment]  # == gives a condition
+
+    def __init__(self, tracer: Tracer, step: int, *, whole: bool | None = None) -> None:
+        self.tracer, self.step = tracer, step
+        self.whole = self.kind == "int" if whole is None else whole
+
+    @property
+    def kind(self) -> Kind:
+        """``float``, ``int`` or ``bool``."""
+        return self.tracer.writer.steps[self.step].kind
+
+    def __repr__(self) -> str:
+        return f"<traced {self.kind}>"
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **more: Any) -> Value:
+        if method != "__call__":
+            raise TypeError(
+                f"np.{ufunc.__name__}.{method} goes over many elements, and a score function sees one: {_LEAVE_OUT}"
+            )
+        return _call(ufunc.__name__, inputs, more)
+
+    def __array_function__(self, function: Any, types: Any, inputs: Any, more: Any) -> Value:
+        return _call(function.__name__, inputs, more)
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            "a score function is called once, with no numbers in it, so `if`, `and`, `or`, `not`, `min`, `max` and `a < b < c` "
+            "cannot look at them: write np.where(condition, a, b), &, |, ~, np.minimum, np.maximum, and (a < b) & (b < c)"
+        )
+
+    def __index__(self) -> int:
+        raise TypeError(
+            "an array of the function's own is indexed with a traced value: give the array to the call, "
+            "tensors={'name': array}, and take it as a parameter of that name"
+        )
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        return self.__index__()
+
+    def __getitem__(self, index: Any) -> Any:
+        raise TypeError("a traced value is one element and has no index; arrays come in by tensors={'name': array}")
+
+    def _number(self, *_: Any) -> Any:
+        raise TypeError(
+            "a score function is called once, with no numbers in it, so nothing but traced values can be made of one: write "
+            "numpy's functions in place of math's (np.tanh, np.exp), and leave float(), int() and round() out"
+        )
+
+    __float__ = __int__ = __complex__ = __round__ = __len__ = __iter__ = _number
+
+
+_LEAVE_OUT = "call it with its operands alone"
+
+
+class Array:
+    """An array of ``tensors=``, which a score function reads one element of.
+
+    Args:
+        tracer: where that is written down.
+        name: in ``tensors=``.
+        array: of numpy or CuPy; nothing but shape and dtype is looked at.
+    """
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, tracer: Tracer, name: str, array: Any) -> None:
+        self._tracer, self._name = tracer, name
+        self.shape: tuple[int, ...] = tuple(array.shape)
+        self.dtype = array.dtype
+        self._kind: Kind = "int" if array.dtype.kind in "iu" else "float"
+
+    @property
+    def ndim(self) -> int:
+        """How many axes it has."""
+        return len(self.shape)
+
+    def as_parameter(self) -> Array | Value:
+        """What the function gets: of an array without axes its element."""
+        return self if self.ndim else self[()]
+
+    def __repr__(self) -> str:
+        return f"<tensors[{self._name!r}] {self.shape} {self.dtype}>"
+
+    def __getitem__(self, index: Any) -> Value:
+        parts = index if isinstance(index, tuple) else (index,)
+        if len(parts) != self.ndim:
+            raise IndexError(f"{self!r} is read with {len(parts)} indices; it needs {self.ndim}, one for each axis")
+        names = tuple(self._axis(axis, part) for axis, part in enumerate(parts))
+        for name in names:
+            if isinstance(name, str) and names.count(name) > 1:
+                raise IndexError(f"{self!r} is read with {name} twice: take the diagonal of the array beforehand")
+        element = Value(self._tracer, self._tracer.access(self._name, names, self._kind))
+        return _compare("cmp_neq", element, 0.0) if self.dtype.kind == "b" else element
+
+    def _axis(self, axis: int, part: Any) -> str | int:
+        length = self.shape[axis]
+        if isinstance(part, numbers.Integral):
+            if not -length <= int(part) < length:
+                raise IndexError(f"{self!r} is read at {int(part)} along axis {axis}, which has {length}")
+            return int(part) % length
+        step = self._tracer.writer.steps[part.step] if isinstance(part, Value) else None
+        if step is None:
+            raise IndexError(f"{self!r} is read with {part!r}; its indices are b, h, q_idx, kv_idx, and whole numbers")
+        if step.mode != "index":
+            raise IndexError(
+                f"{self!r} is read at a computed place along axis {axis}; the indices are b, h, q_idx and kv_idx themselves: "
+                "make an array beforehand whose axes they go along, such as table[q[:, None] - kv[None, :] + n]"
+            )
+        if (full := self._tracer.sizes[step.name]) != length:
+            raise IndexError(
+                f"{self!r} has {length} along axis {axis} and {step.name} goes up to {full}: give an array of that size"
+            )
+        return step.name
+
+    def _element(self, *_: Any) -> Any:
+        raise TypeError(f"{self!r} is an array; read an element of it, such as {self._name}[{', '.join(AXES[-self.ndim :])}]")
+
+    __bool__ = __float__ = __int__ = __index__ = __len__ = __iter__ = __array__ = __array_ufunc__ = __array_function__ = (
+        _element
+    )
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = __abs__ = _element
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _element
+
+
+def as_value(tracer: Tracer, x: Any, kind: Kind = "float") -> Value:
+    """What a function computes with: a traced value, or a number; a whole number of the kind ``int`` where that is wanted."""
+    if isinstance(x, Value):
+        if x.tracer is not tracer:
+            raise TypeError("a traced value of another call is used: a score function may keep none")
+        return x
+    if isinstance(x, (bool, np.bool_)):
+        return Value(tracer, tracer.writer.constant(float(x), "bool"))
+    if isinstance(x, np.ndarray) and x.ndim == 0:
+        x = x[()]
+    if isinstance(x, numbers.Real):
+        whole = isinstance(x, numbers.Integral)
+        return Value(tracer, tracer.number(float(x), "int" if whole and kind == "int" else "float"), whole=whole)
+    if isinstance(x, Array):
+        x._element()
+    raise TypeError(
+        f"a {type(x).__module__}.{type(x).__qualname__} is used as a number; a score function computes with traced values and "
+        "numbers: give arrays to the call, tensors={'name': array}, and read them with [h], [q_idx, kv_idx] and the like"
+    )
+
+
+def _call(name: str, inputs: tuple[Any, ...], more: Mapping[str, Any]) -> Value:
+    """A function of numpy's, by its name."""
+    if more:
+        raise TypeError(f"np.{name} is given {', '.join(more)}: {_LEAVE_OUT}")
+    if name not in FUNCTIONS:
+        raise TypeError(f"np.{name} is none of the functions that a score function can use: {', '.join(sorted(FUNCTIONS))}")
+    return FUNCTIONS[name](*inputs)
+
+
+def _tracer_of(*operands: Any) -> Tracer:
+    return next(x.tracer for x in operands if isinstance(x, Value))
+
+
+def _number(x: Value) -> Value:
+    """A condition as 1 or 0."""
+    return _where(x, 1.0, 0.0) if x.kind == "bool" else x
+
+
+def _operands(*operands: Any) -> list[Value]:
+    """What is computed with, as values; whole numbers stay such where everything is."""
+    tracer = _tracer_of(*operands)
+    kind: Kind = "int" if all(x.kind == "int" for x in operands if isinstance(x, Value)) else "float"
+    return [_number(as_value(tracer, x, kind)) for x in operands]
+
+
+def _written(mode: str, *operands: Value, whole: bool = False) -> Value:
+    """A step, and where the person wrote it."""
+    tracer = operands[0].tracer
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_code.co_filename.startswith(_HERE):
+        frame = frame.f_back
+    tracer.lines.setdefault(mode, f"{frame.f_code.co_filename}:{frame.f_lineno}")
+    return Value(tracer, tracer.writer.add(mode, *(x.step for x in operands)), whole=whole)
+
+
+def _unary(mode: str, x: Any) -> Value:
+    (x,) = _operands(x)
+    return _written(mode, x, whole=x.whole and mode in ("neg", "abs", "floor", "ceil"))
+
+
+def _binary(mode: str, x: Any, b: Any) -> Value:
+    x, b = _operands(x, b)
+    return _written(mode, x, b, whole=x.whole and b.whole and mode in ("add", "sub", "mul", "max", "min"))
+
+
+def _compare(mode: str, x: Any, b: Any) -> Value:
+    x, b = _operands(x, b)
+    return _written(mode, x, b)
+
+
+def _conditions(*operands: Any) -> list[Value]:
+    tracer = _tracer_of(*operands)
+    values = [as_value(tracer, x) for x in operands]
+    for x in values:
+        if x.kind != "bool":
+            raise TypeError(
+                "&, |, ^ and ~ join conditions; a number is given: write x % 2 == 1 for a bit, x != 0 for a condition"
+            )
+    return values
+
+
+def _logical(mode: str, x: Any, b: Any) -> Value:
+    given = _conditions(x, b)
+    for one, other in (given, given[::-1]):
+        known = one.tracer.writer.value(one.step)
+        if known is not None:  # True & x, False | x
+            return other if bool(known) == (mode == "logical_and") else one
+    return _written(mode, *given)
+
+
+def _not(x: Any) -> Value:
+    if isinstance(x, (bool, np.bool_)):
+        return not x  # type: ignore[return-value]  # it meets a traced condition next
+    (x,) = _conditions(x)
+    known = x.tracer.writer.value(x.step)
+    return as_value(x.tracer, not known) if known is not None else Value(x.tracer, x.tracer.writer.opposite(x.step))
+
+
+def _exclusive(x: Any, b: Any) -> Value:
+    return _logical("logical_or", _logical("logical_and", x, _not(b)), _logical("logical_and", _not(x), b))
+
+
+def _where(condition: Any, x: Any, b: Any) -> Value:
+    tracer = _tracer_of(condition, x, b)
+    (chosen,) = _conditions(as_value(tracer, condition))
+    one, other = as_value(tracer, x), as_value(tracer, b)
+    if one.kind == other.kind == "bool":
+        return _logical("logical_or", _logical("logical_and", chosen, one), _logical("logical_and", _not(chosen), other))
+    one, other = _number(one), _number(other)
+    known = tracer.writer.value(chosen.step)
+    if known is not None:
+        return one if known else other
+    return _written("binary_select", one, other, chosen, whole=one.whole and other.whole)
+
+
+def _floor_divide(x: Any, b: Any) -> Value:
+    if isinstance(b, numbers.Real):
+        if b == 0:
+            raise ZeroDivisionError("a traced value is divided by 0")
+        if b < 0:
+            return _floor_divide(-x, -b)
+    tracer = _tracer_of(x, b)
+    traced, divisor = (_number(as_value(tracer, operand)) for operand in (x, b))
+    if traced.whole and divisor.whole and isinstance(b, numbers.Real):
+        # half of one more: whole numbers stay clear of the next, however a division rounds
+        traced = _written("add", traced, Value(traced.tracer, traced.tracer.writer.constant(0.5)))
+    return _written("floor", _written("div", traced, divisor), whole=True)
+
+
+def _remainder(x: Any, b: Any) -> Value:
+    # x - b floor(x / b), with the sign of b
+    return _binary("sub", x, _binary("mul", _floor_divide(x, b), b))
+
+
+def _power(x: Any, b: Any) -> Value:
+    if isinstance(b, numbers.Real):
+        powers: dict[float, Callable[[Any], Value]] = {
+            0.0: lambda x: 0.0 * x + 1.0, 1.0: lambda x: x, 2.0: _square, 3.0: lambda x: x * x * x,
+            4.0: lambda x: _square(_square(x)),
+            0.5: lambda x: _unary("sqrt", x), -0.5: lambda x: _unary("rsqrt", x), -1.0: lambda x: _unary("reciprocal", x),
+        }  # fmt: skip
+        if float(b) in powers:
+            return powers[float(b)](x)
+    if isinstance(x, numbers.Real):
+        if x <= 0:
+            raise ValueError(f"{x} to a traced power; the base must be above 0")
+        return _unary("exp", _binary("mul", b, math.log(x)))
+    return _binary("pow", x, b)
+
+
+def _square(x: Any) -> Value:
+    return _binary("mul", x, x)
+
+
+def _sign(x: Any) -> Value:
+    return _where(x > 0, 1.0, _where(x < 0, -1.0, 0.0))
+
+
+def _clip(x: Any, low: Any = None, high: Any = None) -> Value:
+    (clipped,) = _operands(x)
+    clipped = clipped if low is None else _binary("max", clipped, low)
+    return clipped if high is None else _binary("min", clipped, high)
+
+
+def _softplus(x: Any) -> Value:
+    """``log(1 + exp x)``, which does not overflow."""
+    below = _unary("exp", _unary("neg", _unary("abs", x)))
+    return _binary("add", _binary("max", x, 0.0), _unary("log", _binary("add", below, 1.0)))
+
+
+def _sigmoid(x: Any) -> Value:
+    """``1 / (1 + exp(-x)) = (1 + tanh(x / 2)) / 2``."""
+    return _binary("add", _binary("mul", _unary("tanh_fwd", _binary("mul", x, 0.5)), 0.5), 0.5)
+
+
+#: numpy's functions, and SciPy's erf and expit, by their names.
+FUNCTIONS: dict[str, Callable[..., Value]] = {
+    **{
+        name: (lambda x, b, mode=mode: _binary(mode, x, b))
+        for name, mode in (
+            ("add", "add"), ("subtract", "sub"), ("multiply", "mul"), ("divide", "div"), ("true_divide", "div"),
+            ("maximum", "max"),
+            ("minimum", "min"), ("fmax", "max"), ("fmin", "min"),
+        )
+    },
+    **{
+        name: (lambda x, mode=mode: _unary(mode, x))
+        for name, mode in (
+            ("negative", "neg"), ("absolute", "abs"), ("abs", "abs"), ("fabs", "abs"), ("exp", "exp"), ("log", "log"),
+            ("sqrt", "sqrt"), ("reciprocal", "reciprocal"), ("tanh", "tanh_fwd"), ("sin", "sin"), ("cos", "cos"),
+            ("tan", "tan"),
+            ("erf", "erf"), ("floor", "floor"), ("ceil", "ceil"),
+        )
+    },
+    **{
+        name: (lambda x, b, mode=mode: _compare(mode, x, b))
+        for name, mode in (
+            ("equal", "cmp_eq"), ("not_equal", "cmp_neq"), ("greater", "cmp_gt"), ("greater_equal", "cmp_ge"),
+            ("less", "cmp_lt"),
+            ("less_equal", "cmp_le"),
+        )
+    },
+    "logical_and": lambda x, b: _logical("logical_and", x, b),
+    "bitwise_and": lambda x, b: _logical("logical_and", x, b),
+    "logical_or": lambda x, b: _logical("logical_or", x, b),
+    "bitwise_or": lambda x, b: _logical("logical_or", x, b),
+    "logical_xor": _exclusive,
+    "bitwise_xor": _exclusive,
+    "logical_not": _not,
+    "invert": _not,
+    "where": _where,
+    "clip": _clip,
+    "sign": _sign,
+    "square": _square,
+    "positive": lambda x: x,
+    "power": _power,
+    "float_power": _power,
+    "floor_divide": _floor_divide,
+    "remainder": _remainder,
+    "exp2": lambda x: _unary("exp", _binary("mul", x, math.log(2))),
+    "expm1": lambda x: _binary("sub", _unary("exp", x), 1.0),
+    "log2": lambda x: _binary("mul", _unary("log", x), 1 / math.log(2)),
+    "log10": lambda x: _binary("mul", _unary("log", x), 1 / math.log(10)),
+    "log1p": lambda x: _unary("log", _binary("add", x, 1.0)),
+    "logaddexp": lambda x, b: _binary("add", _softplus(_binary("sub", b, x)), x),
+    "sinh": lambda x: _binary("mul", _binary("sub", _unary("exp", x), _unary("exp", -x)), 0.5),
+    "cosh": lambda x: _binary("mul", _binary("add", _unary("exp", x), _unary("exp", -x)), 0.5),
+    "expit": _sigmoid,
+    "hypot": lambda x, b: _unary("sqrt", _binary("add", x * x, b * b)),
+}  # fmt: skip

@@ -1,0 +1,287 @@
+r"""Score and mask functions of the field, to use and to copy from; the options of the same names are made of them.
+
+Those that need a number are made with it: ``score_mod=zoo.softcap(30.0)``. Those that read arrays take them by the names that
+their docstrings give, ``tensors={"slopes": ...}``, with shapes in the legend's letters. In the formulas :math:`s` is the scaled
+score, i the query and j the key.
+
+>>> import numpy as np, cupy_sdpa
+>>> from cupy_sdpa import zoo
+>>> x = np.asfortranarray(np.random.default_rng(0).standard_normal((8, 2, 20, 1)))
+>>> one = cupy_sdpa.attention(x, x, x, score_mod=zoo.softcap(2.0), mask_mod=zoo.causal)
+>>> bool(np.allclose(one, cupy_sdpa.attention(x, x, x, softcap=2.0, causal=True)))
+True
+>>> ids = np.repeat([[0, 1, 2]], [5, 5, 10], axis=1).astype(np.int32)        # three documents behind one another
+>>> cupy_sdpa.attention(x, x, x, mask_mod=zoo.document, tensors={"document_id": ids}).shape
+(8, 2, 20, 1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+Function = Callable[..., Any]
+
+
+def softcap(cap: Any) -> Function:
+    r""":math:`c \tanh(s / c)`; Gemma Team 2024, "Gemma 2", section 2."""
+
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return cap * np.tanh(score / cap)
+
+    return score_mod
+
+
+def sloped(score: Any, slope: Any, distance: Any) -> Any:
+    """``s - slope distance``, what :func:`alibi` and the option ``alibi_slopes`` do."""
+    return score - slope * distance
+
+
+def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, slopes: Any) -> Any:
+    """``s - slope_h |i - j|``, ``slopes`` (Hq,); Press et al. 2022, "Train Short, Test Long", section 3."""
+    return sloped(score, slopes[h], abs(q_idx - kv_idx))
+
+
+def alibi_by_index(heads: int) -> Function:
+    """The same with the usual slopes computed from the head's number, ``2^(-8 (h + 1) / H)``, and no array."""
+
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return sloped(score, np.exp((h + 1) * (-8 * float(np.log(2)) / heads)), abs(q_idx - kv_idx))
+
+    return score_mod
+
+
+def relative_position(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """``s + (i - j)``; Dong et al. 2024, "Flex Attention", section 3."""
+    return score + (q_idx - kv_idx)
+
+
+def relative_causal(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """``s + (i - j)`` where j <= i, else -inf: a mask written as a score."""
+    return np.where(q_idx >= kv_idx, score + (q_idx - kv_idx), -np.inf)
+
+
+def bias(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, bias: Any) -> Any:
+    """``s + bias_hij``, ``bias`` (Hq, Sq, Skv): a learned one, such as T5's; Raffel et al. 2020, section 2.1."""
+    return score + bias[h, q_idx, kv_idx]
+
+
+def head_bias(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, bias: Any) -> Any:
+    """``s + bias_h (j - i)``, ``bias`` (Hq,): learned, one for each head."""
+    return score + bias[h] * (kv_idx - q_idx)
+
+
+def key_bias(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, weight: Any) -> Any:
+    """``s + weight_bj``, ``weight`` (B, Skv): how much each key counts."""
+    return score + weight[b, kv_idx]
+
+
+def temperature(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, temperature: Any) -> Any:
+    """``s t_h``, ``temperature`` (Hq,); Henry et al. 2020, "Query-Key Normalization for Transformers", section 3."""
+    return score * temperature[h]
+
+
+def length_scaled(factor: float) -> Function:
+    """``s a log(i + 2)``: scores that grow with what is seen; Nakanishi 2025, "Scalable-Softmax", section 2."""
+
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score * (factor * np.log(q_idx + 2.0))
+
+    return score_mod
+
+
+def kerple(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, r1: Any, r2: Any) -> Any:
+    """``s - r1_h log(1 + r2_h |i - j|)``, ``r1``, ``r2`` (Hq,); Chi et al. 2022, "KERPLE", section 4."""
+    return score - r1[h] * np.log(1 + r2[h] * abs(q_idx - kv_idx))
+
+
+def gaussian(sigma: float) -> Function:
+    """``s - (i - j)^2 / (2 sigma^2)``: a soft window; Guo et al. 2019, "Gaussian Transformer", section 3."""
+
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        distance = q_idx - kv_idx
+        return score - distance * distance * (0.5 / sigma**2)
+
+    return score_mod
+
+
+def decayed(rate: float) -> Function:
+    """``s exp(-rate |i - j|)``: scores that fade with the distance; Sun et al. 2023, "Retentive Network", section 2."""
+
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score * np.exp(abs(q_idx - kv_idx) * -rate)
+
+    return score_mod
+
+
+def periodic(theta: float) -> Function:
+    """``s cos((i - j) theta)``: scores that turn with the distance."""
+
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score * np.cos((q_idx - kv_idx) * theta)
+
+    return score_mod
+
+
+def clipped(low: float, high: float) -> Function:
+    """``min(max(s, low), high)``."""
+
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return np.clip(score, low, high)
+
+    return score_mod
+
+
+def softsign(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """``s / (1 + |s|)``."""
+    return score / (1 + abs(score))
+
+
+def quadratic(factor: float) -> Function:
+    """``s + a s^2``."""
+
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + factor * score * score
+
+    return score_mod
+
+
+def squared_relu(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """``s^2`` where s > 0, else 0; So et al. 2021, "Primer", section 4."""
+    return np.where(score > 0, score * score, 0.0)
+
+
+def root(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """``sqrt(1 + s^2)``, a rounded |s|."""
+    return np.sqrt(1 + score * score)
+
+
+def same_segment(bonus: float) -> Function:
+    """``s + bonus`` where query and key are of one segment, ``segment`` (B, Sq) of both."""
+
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, segment: Any) -> Any:
+        return score + np.where(segment[b, q_idx] == segment[b, kv_idx], bonus, 0.0)
+
+    return score_mod
+
+
+def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """``j <= i``."""
+    return q_idx >= kv_idx
+
+
+def sliding_window(size: int) -> Function:
+    """``0 <= i - j <= size``; Beltagy et al. 2020, "Longformer", section 3."""
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (q_idx >= kv_idx) & (q_idx - kv_idx <= size)
+
+    return mask_mod
+
+
+def nearby(size: int) -> Function:
+    """``|i - j| <= size``."""
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return abs(q_idx - kv_idx) <= size
+
+    return mask_mod
+
+
+def prefix_lm(b: Any, h: Any, q_idx: Any, kv_idx: Any, prefix: Any) -> Any:
+    """``j <= i or j < prefix_b``, ``prefix`` (B,); Raffel et al. 2020, section 3.2.1."""
+    return (kv_idx < prefix[b]) | (q_idx >= kv_idx)
+
+
+def document(b: Any, h: Any, q_idx: Any, kv_idx: Any, document_id: Any) -> Any:
+    """Query and key are of one document, ``document_id`` (B, Sq) of both."""
+    return document_id[b, q_idx] == document_id[b, kv_idx]
+
+
+def causal_document(b: Any, h: Any, q_idx: Any, kv_idx: Any, document_id: Any) -> Any:
+    """``j <= i`` and of one document, ``document_id`` (Sq,)."""
+    return (q_idx >= kv_idx) & (document_id[q_idx] == document_id[kv_idx])
+
+
+def dilated(size: int, step: int) -> Function:
+    """``0 <= i - j <= size``, and every ``step``-th only; Beltagy et al. 2020, section 3."""
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        distance = q_idx - kv_idx
+        return (distance >= 0) & (distance <= size) & (distance % step == 0)
+
+    return mask_mod
+
+
+def chunked(size: int) -> Function:
+    """``j <= i`` and of one chunk of ``size``; Llama 4's local attention (Meta 2025)."""
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (q_idx >= kv_idx) & (q_idx // size == kv_idx // size)
+
+    return mask_mod
+
+
+def block_sparse(size: int, every: int) -> Function:
+    """A query sees its own block of ``size``, and every ``every``-th; Child et al. 2019, "Sparse Transformers", section 4."""
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (q_idx // size == kv_idx // size) | ((kv_idx // size) % every == 0)
+
+    return mask_mod
+
+
+def natten(width: int, reach: int) -> Function:
+    """In an image of ``width`` the keys at most ``reach`` away both ways; Hassani et al. 2023, "NAT", section 3."""
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        across = q_idx % width - kv_idx % width
+        down = q_idx // width - kv_idx // width
+        return (abs(across) <= reach) & (abs(down) <= reach)
+
+    return mask_mod
+
+
+def with_global(size: int, count: int) -> Function:
+    """``|i - j| <= size``, or one of them among the first ``count``; Zaheer et al. 2020, "BigBird", section 2."""
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (abs(q_idx - kv_idx) <= size) | (kv_idx < count) | (q_idx < count)
+
+    return mask_mod
+
+
+def streaming(size: int, count: int) -> Function:
+    """``0 <= i - j <= size``, and the first ``count`` keys; Xiao et al. 2024, "Attention Sinks", section 3."""
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (q_idx >= kv_idx) & ((q_idx - kv_idx <= size) | (kv_idx < count))
+
+    return mask_mod
+
+
+def head_windows(b: Any, h: Any, q_idx: Any, kv_idx: Any, size: Any) -> Any:
+    """``0 <= i - j <= size_h``, ``size`` (Hq,): a window of its own for each head."""
+    return (q_idx >= kv_idx) & (q_idx - kv_idx <= size[h])
+
+
+def permuted(b: Any, h: Any, q_idx: Any, kv_idx: Any, order: Any) -> Any:
+    """``order_j <= order_i``, ``order`` (Sq,): causal in another order; Yang et al. 2019, "XLNet", section 2."""
+    return order[q_idx] >= order[kv_idx]
+
+
+def valid_keys(b: Any, h: Any, q_idx: Any, kv_idx: Any, valid: Any) -> Any:
+    """Keys that are there, ``valid`` (B, Skv) bool."""
+    return valid[b, kv_idx]
+
+
+def images(b: Any, h: Any, q_idx: Any, kv_idx: Any, image: Any) -> Any:
+    """``j <= i``, or both of one image, ``image`` (B, Sq), -1 for text; Zhou et al. 2024, "Transfusion", section 3."""
+    return (q_idx >= kv_idx) | ((image[b, q_idx] == image[b, kv_idx]) & (image[b, q_idx] >= 0))
+
+
+def checkered(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """``i + j`` is even."""
+    return (q_idx + kv_idx) % 2 == 0

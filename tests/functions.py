@@ -1,0 +1,202 @@
+"""The zoo as named problems: every function, with the arrays that it reads."""
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cupy_sdpa import alibi_slopes, zoo
+
+#: The sizes of the problems: (D, Hq, Hkv, Sq, Skv, B).
+D, HQ, HKV, S, B = 32, 4, 2, 70, 2
+
+
+@dataclass(frozen=True)
+class Functions:
+    """A score function, a mask function, or both; ``tensors`` makes the arrays from (rng, Hq, Sq, Skv, B)."""
+
+    name: str
+    score_mod: object = None
+    mask_mod: object = None
+    tensors: object = field(default=lambda rng, h, q, kv, b: {})
+    slope: object = None  # its derivative, where differences are too coarse
+
+    def __str__(self):
+        return self.name
+
+    def options(self, xp=np, h=HQ, q=S, kv=S, b=B):
+        """The options of a call."""
+        arrays = self.tensors(np.random.default_rng([1, *self.name.encode()]), h, q, kv, b)
+        given = {"score_mod": self.score_mod, "mask_mod": self.mask_mod}
+        given["tensors"] = {name: xp.asarray(array) for name, array in arrays.items()}
+        return {name: value for name, value in given.items() if value}
+
+
+def _documents(rng, length, batch=None):
+    lengths = (length,) if batch is None else (batch, length)
+    return np.sort(rng.integers(0, 4, lengths), axis=-1).astype(np.int32)
+
+
+def _float(array):
+    return np.asarray(array, np.float32)
+
+
+ZOO = [
+    Functions("softcap", zoo.softcap(2.0)),
+    Functions("alibi", zoo.alibi, None, lambda rng, h, q, kv, b: {"slopes": alibi_slopes(h)}),
+    Functions("alibi_causal", zoo.alibi, zoo.causal, lambda rng, h, q, kv, b: {"slopes": alibi_slopes(h)}),
+    Functions("alibi_by_index", zoo.alibi_by_index(HQ)),
+    Functions("relative_position", zoo.relative_position),
+    Functions("relative_causal", zoo.relative_causal),
+    Functions("bias", zoo.bias, None, lambda rng, h, q, kv, b: {"bias": _float(rng.standard_normal((h, q, kv)))}),
+    Functions("head_bias", zoo.head_bias, None, lambda rng, h, q, kv, b: {"bias": _float(rng.standard_normal(h) / 10)}),
+    Functions("key_bias", zoo.key_bias, None, lambda rng, h, q, kv, b: {"weight": _float(rng.standard_normal((b, kv)))}),
+    Functions("temperature", zoo.temperature, None, lambda rng, h, q, kv, b: {"temperature": _float(rng.random(h) + 0.5)}),
+    Functions("length_scaled", zoo.length_scaled(0.4)),
+    Functions("kerple", zoo.kerple, None, lambda rng, h, q, kv, b: {"r1": _float(rng.random(h)), "r2": _float(rng.random(h))}),
+    Functions("gaussian", zoo.gaussian(20.0)),
+    Functions("decayed", zoo.decayed(0.05)),
+    Functions("periodic", zoo.periodic(0.3)),
+    Functions("clipped", zoo.clipped(-0.7, 1.1)),
+    Functions("softsign", zoo.softsign),
+    Functions("quadratic", zoo.quadratic(0.3)),
+    Functions("squared_relu", zoo.squared_relu),
+    Functions("root", zoo.root),
+    Functions(
+        "same_segment", zoo.same_segment(1.5), zoo.causal, lambda rng, h, q, kv, b: {"segment": _documents(rng, max(q, kv), b)}
+    ),
+    Functions("causal", None, zoo.causal),
+    Functions("sliding_window", None, zoo.sliding_window(15)),
+    Functions("nearby", None, zoo.nearby(9)),
+    Functions("prefix_lm", None, zoo.prefix_lm, lambda rng, h, q, kv, b: {"prefix": rng.integers(0, kv, b).astype(np.int32)}),
+    Functions("document", None, zoo.document, lambda rng, h, q, kv, b: {"document_id": _documents(rng, q, b)}),
+    Functions("causal_document", None, zoo.causal_document, lambda rng, h, q, kv, b: {"document_id": _documents(rng, q)}),
+    Functions(
+        "document_softcap", zoo.softcap(2.0), zoo.document, lambda rng, h, q, kv, b: {"document_id": _documents(rng, q, b)}
+    ),
+    Functions("dilated", None, zoo.dilated(30, 3)),
+    Functions("chunked", None, zoo.chunked(16)),
+    Functions("block_sparse", None, zoo.block_sparse(8, 3)),
+    Functions("natten", None, zoo.natten(10, 2)),
+    Functions("with_global", None, zoo.with_global(5, 3)),
+    Functions("streaming", None, zoo.streaming(12, 4)),
+    Functions(
+        "head_windows", None, zoo.head_windows, lambda rng, h, q, kv, b: {"size": rng.integers(0, 20, h).astype(np.int32)}
+    ),
+    Functions("permuted", None, zoo.permuted, lambda rng, h, q, kv, b: {"order": rng.permutation(q).astype(np.int32)}),
+    Functions("valid_keys", None, zoo.valid_keys, lambda rng, h, q, kv, b: {"valid": rng.random((b, kv)) < 0.7}),
+    Functions("images", None, zoo.images, lambda rng, h, q, kv, b: {"image": _documents(rng, q, b) - 1}),
+    Functions("checkered", None, zoo.checkered),
+    Functions("checkered_quadratic", zoo.quadratic(-0.2), zoo.checkered),
+]
+
+
+def _of(function):
+    return lambda score, b, h, q_idx, kv_idx: function(score)
+
+
+def _erf(score):
+    if isinstance(score, np.ndarray):
+        return np.vectorize(math.erf)(score)
+    return score.__array_ufunc__(_Named("erf"), "__call__", score)  # as SciPy's erf calls it
+
+
+class _Named:
+    def __init__(self, name):
+        self.__name__ = name
+
+
+#: Every operation of a score, with a derivative that is worth comparing.
+OPERATIONS = [
+    Functions(name, _of(function))
+    for name, function in {
+        "sin": np.sin, "cos": lambda s: np.cos(2 * s), "tan": lambda s: np.tan(0.1 * s), "exp": lambda s: np.exp(0.5 * s),
+        "exp2": lambda s: np.exp2(0.5 * s), "expm1": lambda s: np.expm1(0.3 * s), "log": lambda s: np.log(s * s + 1),
+        "log1p": lambda s: np.log1p(abs(s)), "log2": lambda s: np.log2(s * s + 1), "log10": lambda s: np.log10(s * s + 1),
+        "sqrt": lambda s: np.sqrt(s * s + 0.5), "rsqrt": lambda s: (s * s + 0.5) ** -0.5,
+        "reciprocal": lambda s: np.reciprocal(s * s + 1), "inverse": lambda s: 2.0 / (s * s + 1), "power": lambda s: (s * s + 1) ** 1.3,
+        "base": lambda s: 1.5**s, "cube": lambda s: 0.1 * s**3, "maximum": lambda s: np.maximum(s, 0.2), "minimum": lambda s: np.minimum(0.2, s),
+        "both": lambda s: np.maximum(s, -0.5 * s), "sign": lambda s: s + np.sign(s), "floor": lambda s: s + np.floor(s),
+        "ceil": lambda s: s - np.ceil(s), "remainder": lambda s: s % 1.5, "divide": lambda s: s // 0.75 + s, "where": lambda s: np.where(s > 0, s, 0.3 * s),
+        "either": lambda s: np.where((s > 1) | (s < -1), 2 * s, s), "neither": lambda s: np.where(~((s > 1) ^ (s < 0.5)), 2 * s, s),
+        "sigmoid": lambda s: 3 / (1 + np.exp(-s)), "gelu": lambda s: 0.5 * s * (1 + _erf(s / 2**0.5)), "softplus": lambda s: np.logaddexp(s, 0.5),
+        "sinh": lambda s: np.sinh(0.4 * s), "cosh": lambda s: np.cosh(0.4 * s), "hypot": lambda s: np.hypot(s, 1.5), "negative": lambda s: -s,
+        "bits": lambda s: s * (s > 0) + (s > 1), "constant": lambda s: 0.5, "itself": lambda s: s, "less": lambda s: 1 - s,
+    }.items()
+]  # fmt: skip
+
+#: A function whose derivative is infinite at 0, which is what scores are where there is nothing.
+STEEP = Functions("steep", _of(lambda s: abs(s) ** 0.5), slope=lambda s: np.sign(s) / (2 * np.sqrt(np.abs(s))))
+OPERATIONS.append(STEEP)
+
+
+def places(h, q, kv, b):
+    """``b, h, q_idx, kv_idx`` as arrays that broadcast to (B, Hq, Sq, Skv)."""
+    return np.ix_(np.arange(b), np.arange(h), np.arange(q), np.arange(kv))
+
+
+def dense_scores(q, k, scale, options):
+    """The scores in float64, modified and masked by calling the functions with whole arrays; and the scaled scores.
+
+    Args:
+        q, k: (D, Hq, Sq, B), (D, Hkv, Skv, B).
+        scale: a number.
+        options: score_mod, mask_mod and tensors.
+
+    Returns:
+        (a function of the scaled scores (B, Hq, Sq, Skv) that gives the modified ones, what is seen, the scaled scores).
+    """
+    (_, h, sq, b), (_, hkv, skv, _) = q.shape, k.shape
+    k = np.repeat(k, h // hkv, axis=1)
+    scaled = scale * np.einsum("dhqb,dhkb->bhqk", q.astype(np.float64), k.astype(np.float64))
+    where, tensors = places(h, sq, skv, b), options.get("tensors", {})
+
+    def called(function, *arguments):
+        import inspect
+
+        names = inspect.signature(function).parameters
+        return function(*arguments, *where, **{name: tensors[name] for name in tensors if name in names})
+
+    def modified(scores):
+        score_mod = options.get("score_mod")
+        return scores if score_mod is None else np.broadcast_to(called(score_mod, scores), scores.shape)
+
+    mask_mod = options.get("mask_mod")
+    seen = np.ones(scaled.shape, bool) if mask_mod is None else np.broadcast_to(called(mask_mod), scaled.shape)
+    return modified, seen, scaled
+
+
+def dense_attention(q, k, v, scale, options):
+    """(out, stats) in float64 from the whole matrix of scores."""
+    modified, seen, scaled = dense_scores(q, k, scale, options)
+    s = np.where(seen, modified(scaled), -np.inf)
+    p, stats = _softmax(s)
+    v = np.repeat(v.astype(np.float64), q.shape[1] // v.shape[1], axis=1)
+    return np.einsum("bhqk,dhkb->dhqb", p, v), stats.transpose(2, 1, 0)
+
+
+def _softmax(s):
+    with np.errstate(all="ignore"):
+        top = s.max(axis=-1, keepdims=True)
+        e = np.exp(s - np.where(np.isneginf(top), 0, top))
+        total = e.sum(axis=-1, keepdims=True)
+        return e / np.where(total == 0, 1, total), np.where(total == 0, -np.inf, top + np.log(total))[..., 0]
+
+
+def dense_gradients(dout, q, k, v, scale, options, slope=None, step=1e-6):
+    """(dq, dk, dv) in float64; the derivative of the score function as given, or by central differences."""
+    modified, seen, scaled = dense_scores(q, k, scale, options)
+    with np.errstate(all="ignore"):
+        slope = slope(scaled) if slope else (modified(scaled + step) - modified(scaled - step)) / (2 * step)
+        s = np.where(seen, modified(scaled), -np.inf)
+    p, _ = _softmax(s)
+    h, group = q.shape[1], q.shape[1] // k.shape[1]
+    q, dout = q.astype(np.float64), dout.astype(np.float64)
+    wide_k, wide_v = (np.repeat(x.astype(np.float64), group, axis=1) for x in (k, v))
+    dp = np.einsum("dhqb,dhkb->bhqk", dout, wide_v)
+    ds = p * (dp - (p * dp).sum(axis=-1, keepdims=True))
+    ds = np.where(p > 0, ds * np.where(np.isfinite(slope), slope, 0), 0) * scale
+    dq = np.einsum("bhqk,dhkb->dhqb", ds, wide_k)
+    dk, dv = np.einsum("bhqk,dhqb->dhkb", ds, q), np.einsum("bhqk,dhqb->dhkb", p, dout)
+    dk, dv = (x.reshape(x.shape[0], h // group, group, *x.shape[2:]).sum(axis=2) for x in (dk, dv))
+    return dq, dk, dv
