@@ -23,9 +23,9 @@ def _problem(
     return problem((d, hq, sq, b), (d, hkv, skv, b), (dv or d, hkv, skv, b), dtype=dtype, **options)
 
 
-def _packed(queries: int = 512, **options: Any) -> Problem:
+def _packed(queries: int = 512, d: int = 128, **options: Any) -> Problem:
     starts: dict[str, Any] = {"cu_seqlens_q": (5,), "cu_seqlens_kv": (5,), "max_seqlen_q": queries, "max_seqlen_kv": 512}
-    return problem((128, 8, 4 * queries), (128, 2, 2048), (128, 2, 2048), dtype="bfloat16", **starts, **options)
+    return problem((d, 8, 4 * queries), (d, 2, 2048), (d, 2, 2048), dtype="bfloat16", **starts, **options)
 
 
 #: A problem for everything that can be asked for, by its words.
@@ -63,6 +63,7 @@ PROBES: dict[str, Problem] = {
     "gradients, lengths in buckets": _problem(sq=333, skv=777, backward=True, bucket=256),
     "gradients, deterministic": _problem(backward=True, deterministic=True),
     "gradients, packed sequences, grouped queries": _packed(backward=True),
+    "gradients, packed sequences, head dim 72": _packed(d=72, backward=True),
     "gradients, bias and its own": _problem(bias=(512, 512, 8, 1), backward=True, return_dbias=True),
     "gradients, mask of keys": _problem(mask=(512, 1, 1, 2), backward=True),
     "gradients, ALiBi, softcap, dropout": _problem(

@@ -46,11 +46,11 @@ def variant(**options):
     return cupy_sdpa.problem(shape, shape, shape, dtype="bfloat16", **options)
 
 
-def packed(queries=16, hkv=2, **options):
+def packed(queries=16, hkv=2, d=64, **options):
     """The problem of packed sequences."""
     starts = {"cu_seqlens_q": (3,), "cu_seqlens_kv": (3,), "max_seqlen_q": queries, "max_seqlen_kv": 16}
-    kv = (64, hkv, 32)
-    return cupy_sdpa.problem((64, 4, 2 * queries), kv, kv, dtype="bfloat16", **starts, **options)
+    kv = (d, hkv, 32)
+    return cupy_sdpa.problem((d, 4, 2 * queries), kv, kv, dtype="bfloat16", **starts, **options)
 
 
 #: rule: (a problem that breaks it, cuDNN version, capability, what the message says), (one that just keeps it, version, capability)
@@ -161,6 +161,12 @@ MET = {
         [(91900, 90), (92700, 80)],
         [(92800, 90)],
         [variant(sinks=True, dropout_p=0.5, seed=1, backward=True), variant(sinks=True, backward=True, return_dsinks=True)],
+    ),
+    "packed-narrow-gradient": (
+        packed(d=72, backward=True),
+        [(91900, 90), (92700, 90)],
+        [(92800, 90), (91900, 100)],
+        [packed(d=80, backward=True), packed(d=72)],
     ),
     "packed-sinks-gradient": (
         packed(sinks=True, backward=True, return_dsinks=True),
