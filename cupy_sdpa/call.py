@@ -60,6 +60,9 @@ class Call:
                     self._compute(device)
                 except (Unsupported, CudnnError) as error:
                     error.add_note(f"asked for: {self.problem}")
+                    if self.lines:
+                        written = ", ".join(f"{mode} at {line}" for mode, line in self.lines.items())
+                        error.add_note(f"its functions are written with {written}")
                     raise
         else:
             self._compute(None)

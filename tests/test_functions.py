@@ -9,7 +9,10 @@ from functions import HKV, HQ, OPERATIONS, ZOO, B, D, S, dense_attention, dense_
 from on_gpu import poisoned, poisoning
 from tolerance import accumulation_floor, assert_close, gradient_floor
 
-from cupy_sdpa import attention, attention_backward
+from cupy_sdpa import attention, attention_backward, patterns, problem, zoo
+from cupy_sdpa.band import Band
+from cupy_sdpa.derivative import RULES
+from cupy_sdpa.graph import POINTWISE
 
 SCALE = 1 / math.sqrt(D)
 
@@ -57,3 +60,68 @@ def test_a_function_is_right_on_the_gpu(functions, dtype, cupy):
     other = attention_backward(dout, q, k, v, naive, naive_rows, **known)
     for a, b, c in zip(got, wanted, other, strict=True):
         assert_close(cupy.asnumpy(a), b, c, gradient_floor(dout, q, k, v, 1 / 8, b, c.dtype))
+
+
+def test_every_operation_has_its_derivative():
+    """A mode without a rule would be found out by a person."""
+    assert set(RULES) == set(POINTWISE)
+
+
+def test_a_wrong_derivative_is_caught(monkeypatch):
+    """A mistake planted in a rule shows."""
+    patterns.backward.cache_clear()
+    monkeypatch.setitem(RULES, "sin", lambda r, g, out, x: [r.times(g, "mul", out)])
+    functions = next(f for f in OPERATIONS if f.name == "sin")
+    with pytest.raises(AssertionError):
+        test_a_function_is_what_it_says(functions)
+    patterns.backward.cache_clear()
+
+
+def asked(**functions):
+    """The problem with some functions."""
+    return problem((32, 4, 70, 2), (32, 2, 70, 2), (32, 2, 70, 2), dtype="bfloat16", **functions)
+
+
+def test_a_problem_is_keyed_by_structure():
+    """Functions that do the same pose the same problem, whatever their numbers; others do not."""
+    assert asked(score_mod=zoo.softcap(2.0)) is asked(score_mod=lambda s, b, h, i, j: 30.0 * np.tanh(s / 30.0))
+    assert asked(score_mod=zoo.softcap(2.0)) != asked(score_mod=lambda s, b, h, i, j: 30.0 * np.tanh(s / 20.0))
+    one, other = (asked(score_mod=zoo.temperature, tensors={"temperature": np.ones(4, np.float32) * n}) for n in (1, 2))
+    assert one is other
+
+
+@pytest.mark.parametrize(
+    ("mask_mod", "band"),
+    [
+        (zoo.causal, Band(None, 0)),
+        (zoo.sliding_window(15), Band(15, 0)),
+        (zoo.nearby(9), Band(9, 9)),
+        (lambda b, h, i, j: (j - i < 5) & (i < j + 3), Band(2, 4)),
+        (zoo.dilated(30, 3), Band(30, 0)),
+        (lambda b, h, i, j: i > j, None),
+    ],
+    ids=["causal", "sliding", "nearby", "strict", "dilated", "without_itself"],
+)
+def test_bands_are_recognized(mask_mod, band):
+    """A condition on the distance becomes the band that the options make; one that a band is not stays a function."""
+    found = asked(mask_mod=mask_mod)
+    assert found.band == band
+    assert (found.settings.program is None) == (mask_mod in (zoo.causal,) or (band is not None and band != Band(30, 0)))
+
+
+@pytest.mark.parametrize(
+    ("score_mod", "error", "text"),
+    [
+        (lambda s, b, h, i, j: s if s > 0 else 0, TypeError, "np.where"),
+        (lambda s, b, h, i, j: math.tanh(s), TypeError, "np.tanh"),
+        (lambda s, b, h, i, j: np.ones(4)[h] + s, TypeError, "tensors="),
+        (lambda s, b, h, i, j: np.sinc(s), TypeError, "np.sinc is none of the functions"),
+        (lambda s, b, h, i, j: i > j, TypeError, "mask_mod"),
+    ],
+    ids=["if", "math", "closure", "unknown", "condition"],
+)
+def test_what_cannot_be_traced_says_what_to_write(score_mod, error, text):
+    """It raises in the person's own line."""
+    with pytest.raises(error, match=text) as caught:
+        asked(score_mod=score_mod)
+    assert any(entry.name == "<lambda>" for entry in caught.traceback) or text == "mask_mod"
