@@ -12,7 +12,7 @@ from . import functions, gpu
 from .bucket import Policy, check_bucket
 from .call import Call
 from .options import ARRAYS, check_names, read_scale, read_settings
-from .posing import Wanted, pose
+from .posing import Wanted, pose, with_sums
 from .problem import LENGTHS, SEEDS, STARTS, Problem, is_matrix
 from .spec import Signature, dense_signature
 from .staging import full_lengths, posed, whole_number
@@ -49,6 +49,7 @@ def read_backward(
     *,
     return_dbias: bool = False,
     return_dsinks: bool = False,
+    return_dtensors: Any = False,
     deterministic: bool = False,
     **others: Any,
 ) -> Call:
@@ -58,10 +59,18 @@ def read_backward(
         others: dout, out, stats, dq, dk and dv; what is None is taken to be dense.
     """
     wanted = Wanted(backward=True, dbias=bool(return_dbias), dsinks=bool(return_dsinks))
-    return _read({"q": q, "k": k, "v": v, **others}, options, wanted, deterministic=bool(deterministic))
+    given = {"q": q, "k": k, "v": v, **others}
+    return _read(given, options, wanted, deterministic=bool(deterministic), return_dtensors=return_dtensors)
 
 
-def _read(given: dict[str, Any], options: Mapping[str, Any], wanted: Wanted, *, deterministic: bool = False) -> Call:
+def _read(
+    given: dict[str, Any],
+    options: Mapping[str, Any],
+    wanted: Wanted,
+    *,
+    deterministic: bool = False,
+    return_dtensors: Any = False,
+) -> Call:
     """What both passes check, in the order in which they do."""
     check_names(options)
     given |= {name: options.get(name) for name in ARRAYS}
@@ -81,14 +90,18 @@ def _read(given: dict[str, Any], options: Mapping[str, Any], wanted: Wanted, *, 
     _complete_lengths(arrays, on_gpu)
     asked = pose(tuple((name, _signature(array)) for name, array in arrays.items()), settings, wanted)
     lines: dict[str, str] = {}
+    own = None
     if functions.given(options):
         own = functions.read(options, asked)
         arrays, scalars, lines = arrays | own.arrays, scalars | own.numbers, own.lines
         asked = pose(tuple((name, _signature(array)) for name, array in arrays.items()), own.settings, wanted)
+    gradients = functions.gradients_of(return_dtensors, options.get("tensors"), own)
+    if gradients:
+        asked = with_sums(asked, gradients.wanted(asked))
     if not on_gpu:
         _check_lengths(asked, arrays)
     _check_overlap(asked, arrays)
-    return Call(asked, arrays, scalars, on_gpu, _policy(options.get("bucket"), asked), lines)
+    return Call(asked, arrays, scalars, on_gpu, _policy(options.get("bucket"), asked), lines, gradients)
 
 
 def _is_number(value: Any) -> bool:
@@ -121,6 +134,7 @@ def read_shapes(
     backward: bool = False,
     return_dbias: bool = False,
     return_dsinks: bool = False,
+    return_dtensors: Any = False,
     deterministic: bool = False,
 ) -> Problem:
     """The problem that shapes (of dense arrays in Fortran order) or arrays would pose; no array is made or read."""
@@ -150,6 +164,8 @@ def read_shapes(
         own = functions.read({**options, "tensors": tensors}, asked)
         given |= {name: _signature(array) for name, array in own.arrays.items()}
         asked = pose(tuple(given.items()), own.settings, wanted)
+        if backward and (gradients := functions.gradients_of(return_dtensors, tensors, own)):
+            asked = with_sums(asked, gradients.wanted(asked))
     return posed(asked, _policy(options.get("bucket"), asked), on_gpu=True)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Unpack
 
 from .arguments import read_backward, read_forward
-from .options import Options, takes_options
+from .options import DTensors, Options, takes_options
 
 
 @takes_options
@@ -66,7 +66,7 @@ def attention(
         mask_mod: ``f(b, h, q_idx, kv_idx, **tensors) -> condition``, which keys are seen; causal masks and windows that are
             written so are recognized. Default None.
         tensors: a mapping of names to the arrays that the functions read, by b, h, q_idx, kv_idx and whole numbers, such as
-            ``bias[h, q_idx, kv_idx]``. Whole numbers are read as 32 bits. No gradient is given for them. Default None.
+            ``bias[h, q_idx, kv_idx]``. Whole numbers are read as 32 bits. Default None.
         sinks: float32 ``(Hq,)``, for each head the score of one more key, which every query sees and which has no value. It
             takes part in L, in m and in the sum. Default None.
         dropout_p: the probability with which a weight is dropped; those kept are divided by ``1 - dropout_p``. No rate is
@@ -129,6 +129,7 @@ def attention_backward(
     deterministic: bool = False,
     return_dbias: bool = False,
     return_dsinks: bool = False,
+    return_dtensors: DTensors = False,
     dq: Any = None,
     dk: Any = None,
     dv: Any = None,
@@ -153,12 +154,16 @@ def attention_backward(
         return_dbias: give the gradient of the bias, of its shape and dtype, summed over the axes along which it is broadcast.
             On the GPU it is added up in 16 bits, also where the bias is float32. Default False.
         return_dsinks: give the gradient of the sinks, ``(Hq,)`` float32. Default False.
+        return_dtensors: give the gradients of the floating-point arrays in ``tensors``: True for all, or the names of some. An
+            array that the scores depend on as they do on q's and k's product shares the launch (a bias); any other one, and
+            every further way in which one is read, takes a launch more, which costs as much again. On the GPU each is added up
+            in 16 bits, in memory of size Sq x Skv, times Hq and B where the array has them, and then in float32. Default False.
         dq, dk, dv: arrays to write the gradients into, of the shapes and dtypes of q, k and v.
         options: as they were given to :func:`attention`. Beyond the lengths gradients are 0.
 
     Returns:
-        ``(dq, dk, dv)``, then dbias and dsinks where asked for; new arrays are in Fortran order. dk and dv are summed over the
-        query heads of a group in float32.
+        ``(dq, dk, dv)``, then, where asked for, dbias, dsinks, and a dict of the gradients of ``tensors``, of their shapes and
+        dtypes; new arrays are in Fortran order. dk and dv are summed over the query heads of a group in float32.
 
     Raises:
         TypeError, ValueError, Unsupported, CudnnError: as :func:`attention`.
@@ -180,7 +185,8 @@ def attention_backward(
             )
     call = read_backward(
         q, k, v, options, dout=dout, out=out, stats=stats, dq=dq, dk=dk, dv=dv,
-        return_dbias=return_dbias, return_dsinks=return_dsinks, deterministic=deterministic,
+        return_dbias=return_dbias, return_dsinks=return_dsinks, return_dtensors=return_dtensors,
+        deterministic=deterministic,
     )  # fmt: skip
     return tuple(call.run())
 
@@ -194,13 +200,14 @@ def attention_vjp(
     deterministic: bool = False,
     return_dbias: bool = False,
     return_dsinks: bool = False,
+    return_dtensors: DTensors = False,
     **options: Unpack[Options],
 ) -> tuple[Any, Pullback]:
     """Attention, and the function that pulls gradients of its output back to q, k and v.
 
     Args:
         q, k, v, options: as for :func:`attention`.
-        deterministic, return_dbias, return_dsinks: as for :func:`attention_backward`.
+        deterministic, return_dbias, return_dsinks, return_dtensors: as for :func:`attention_backward`.
 
     Returns:
         ``(out, pullback)``; ``dq, dk, dv = pullback(dout)``, as often as wanted.
@@ -216,7 +223,10 @@ def attention_vjp(
     <pullback of attention, keeps 272 bytes>
     """
     out, stats = attention(q, k, v, return_stats=True, **options)
-    how = {"deterministic": deterministic, "return_dbias": return_dbias, "return_dsinks": return_dsinks}
+    how = {
+        "deterministic": deterministic, "return_dbias": return_dbias, "return_dsinks": return_dsinks,
+        "return_dtensors": return_dtensors,
+    }  # fmt: skip
     return out, Pullback((q, k, v, out, stats), {**options, **how})
 
 

@@ -83,10 +83,10 @@ def _rounded(problem: Problem, queries: int, keys: int) -> Problem:
             if shape[axis] == (sq if of == "q" else skv):  # an axis of length 1 stands for all
                 shape[axis] = queries if of == "q" else keys
         specs[spec.name] = dense_spec(spec.name, spec.dtype, tuple(shape)) if padded_axes(spec.name) else spec
-    captured = tuple(specs.pop(spec.name) for spec in problem.captured)
+    captured, dcaptured = (tuple(specs.pop(spec.name) for spec in group) for group in (problem.captured, problem.dcaptured))
     for name in LENGTHS:
         specs[name] = specs.get(name) or dense_spec(name, "int32", problem.q.shape[3:])
-    return replace(problem, captured=captured, **specs)
+    return replace(problem, captured=captured, dcaptured=dcaptured, **specs)
 
 
 def padded_axes(name: str) -> tuple[tuple[int, str], ...]:

@@ -16,6 +16,7 @@ from . import gpu
 from .bucket import Policy
 from .errors import CudnnError, Unsupported
 from .interpreter import evaluate, numpy_dtype
+from .launches import launches
 from .patterns import graph_of
 from .problem import PER_ROW, Problem
 from .report import Report
@@ -24,6 +25,7 @@ from .support import Reason, why_not
 
 if TYPE_CHECKING:  # cuDNN's rooms are entered only for CuPy arrays
     from .cache import Session
+    from .functions import Gradients
     from .plan import Plan
     from .tuning import Tuning
 
@@ -43,6 +45,7 @@ class Call:
         on_gpu: the engine.
         bucket: how lengths are rounded up.
         lines: where each operation of the caller's own functions was written.
+        gradients: what gives the gradients of the arrays that they read, where asked for.
     """
 
     problem: Problem
@@ -51,9 +54,17 @@ class Call:
     on_gpu: bool
     bucket: Policy | None = None
     lines: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    gradients: Gradients | None = None
 
     def run(self) -> list[Any]:
-        """Compute; gives the arrays of the results."""
+        """Compute; gives the results."""
+        for launch in self._launches():
+            launch._run()
+            self.arrays |= {spec.name: launch.arrays[spec.name] for spec in launch.problem.results if launch is not self}
+        results = [self.arrays[spec.name] for spec in self.problem.results if spec not in self.problem.dcaptured]
+        return [*results, self.gradients.gathered(self.arrays)] if self.gradients else results
+
+    def _run(self) -> None:
         if self.on_gpu:
             with gpu.on_device_of(self.arrays["q"]) as device:
                 try:
@@ -66,15 +77,26 @@ class Call:
                     raise
         else:
             self._compute(None)
-        return [self.arrays[spec.name] for spec in self.problem.results]
+
+    def _launches(self) -> list[Call]:
+        """The calls that this one takes, nearly always itself alone; the first one gives most results."""
+        parts = launches(self.problem)
+        if parts == (self.problem,):
+            return [self]
+        results = {spec.name for spec in self.problem.results}
+        inputs = {name: array for name, array in self.arrays.items() if name not in results}
+        first, *others = parts
+        return [
+            dataclasses.replace(self, problem=first),
+            *(dataclasses.replace(self, problem=part, arrays=dict(inputs)) for part in others),
+        ]
 
     def explain(self) -> Report:
         """Whether and how :meth:`run` would run."""
-        asked = self.posed
         if not self.on_gpu:
-            return Report("numpy", asked, graph_of(asked))
+            return every_launch(self.posed, lambda asked: Report("numpy", asked, graph_of(asked)))
         with gpu.on_device_of(self.arrays["q"]) as device:
-            return explain_here(asked, device)
+            return every_launch(self.posed, lambda asked: explain_here(asked, device))
 
     def with_gradient_inputs(self) -> Call:
         """A backward call that knows only q, k and v, with what the forward pass gives; the output serves as its gradient."""
@@ -83,7 +105,7 @@ class Call:
         results = ("dout", "out", "stats", *(spec.name for spec in self.problem.results))
         known = {name: array for name, array in self.arrays.items() if name not in results}
         forward = dataclasses.replace(
-            self.problem, dout=None, dq=None, dk=None, dv=None, dbias=None, dsinks=None,
+            self.problem, dout=None, dq=None, dk=None, dv=None, dbias=None, dsinks=None, dcaptured=(),
             settings=self.problem.settings._replace(deterministic=False),
         )  # fmt: skip
         out, stats = Call(forward, dict(known), self.scalars, self.on_gpu, self.bucket).run()
@@ -162,6 +184,15 @@ class Call:
             done.append(tune(given, plan, here.cache, functools.partial(self._execute, stage), results, knobs=knobs))
 
         planned(given, device, measure)
+
+
+def every_launch(problem: Problem, explain: Callable[[Problem], Report]) -> Report:
+    """What is said of a problem: of its first launch, unless another one cannot run."""
+    first, *others = (explain(part) for part in launches(problem))
+    for report in others:
+        if report.reasons:
+            return report
+    return dataclasses.replace(first, launches=(first, *others)) if others else first
 
 
 def explain_here(problem: Problem, device: int) -> Report:

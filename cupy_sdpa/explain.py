@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from . import gpu
 from .arguments import read_backward, read_forward, read_shapes
-from .call import explain_here, refused
+from .call import every_launch, explain_here, refused
 from .errors import CudnnError
-from .options import Options, takes_options
+from .options import DTensors, Options, takes_options
 from .patterns import graph_of
 from .problem import Problem
 from .report import Report
@@ -33,6 +33,7 @@ def problem(
     deterministic: bool = False,
     return_dbias: bool = False,
     return_dsinks: bool = False,
+    return_dtensors: DTensors = False,
     **options: Unpack[Options],
 ) -> Problem:
     """What a call would ask, from shapes and dtypes alone: for :func:`explain`, and for :func:`cupy_sdpa.store.build`.
@@ -45,7 +46,7 @@ def problem(
         return_stats, options: as for :func:`cupy_sdpa.attention`; every array may be given as its shape (a bias is then of
             q's dtype), ``alibi_slopes`` and ``sinks`` as True. Of the scale only the sign matters.
         backward: the gradients. Default False.
-        deterministic, return_dbias, return_dsinks: as for :func:`cupy_sdpa.attention_backward`.
+        deterministic, return_dbias, return_dsinks, return_dtensors: as for :func:`cupy_sdpa.attention_backward`.
 
     Returns:
         The problem, frozen and hashable; calls with such arrays use its plan.
@@ -60,7 +61,7 @@ def problem(
     """
     return read_shapes(
         q, k, v, options, dtype=dtype, seq_lens=seq_lens, return_stats=return_stats, backward=backward,
-        return_dbias=return_dbias, return_dsinks=return_dsinks, deterministic=deterministic,
+        return_dbias=return_dbias, return_dsinks=return_dsinks, return_dtensors=return_dtensors, deterministic=deterministic,
     )  # fmt: skip
 
 
@@ -75,6 +76,7 @@ def explain(
     deterministic: bool = False,
     return_dbias: bool = False,
     return_dsinks: bool = False,
+    return_dtensors: DTensors = False,
     dout: Any = None,
     out: Any = None,
     stats: Any = None,
@@ -93,7 +95,7 @@ def explain(
 
     Args:
         q, k, v: as for the call; or, in place of all arguments but the last two, a problem (:func:`cupy_sdpa.problem`).
-        return_stats, deterministic, return_dbias, return_dsinks, options: as for the call.
+        return_stats, deterministic, return_dbias, return_dsinks, return_dtensors, options: as for the call.
         backward: ask about the backward pass. Default False.
         dout, out, stats, dq, dk, dv: as for the call; what is not given is taken to be dense, in Fortran order.
         gpu: the name of a described GPU, such as ``"H200"``, or the path of a description. Default None: the arrays' own
@@ -121,15 +123,18 @@ def explain(
     gradients with head dims 512 and 512 are not to be had on compute capability 9.0 with cuDNN 9.19.0: use head dims up to 256
     """
     if isinstance(q, Problem):
-        return _elsewhere(q, gpu, cudnn) if gpu or cudnn else _on_current_device(q)
+        return every_launch(q, lambda asked: _elsewhere(asked, gpu, cudnn) if gpu or cudnn else _on_current_device(asked))
     if backward:
         call = read_backward(
             q, k, v, options, dout=dout, out=out, stats=stats, dq=dq, dk=dk, dv=dv,
             deterministic=deterministic, return_dbias=return_dbias, return_dsinks=return_dsinks,
+            return_dtensors=return_dtensors,
         )  # fmt: skip
     else:
         call = read_forward(q, k, v, options, return_stats=return_stats, out=out, stats=stats)
-    return _elsewhere(posed(call.problem, call.bucket, True), gpu, cudnn) if gpu or cudnn else call.explain()
+    if not gpu and not cudnn:
+        return call.explain()
+    return every_launch(posed(call.problem, call.bucket, True), lambda asked: _elsewhere(asked, gpu, cudnn))
 
 
 def _on_current_device(asked: Problem) -> Report:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from . import gpu
 from .band import Band
+from .launches import derivatives
 from .problem import CAPTURED_DTYPES, Problem, Settings
 from .program import AXES
 from .score import Access, trace
@@ -22,12 +27,14 @@ class Functions(NamedTuple):
         arrays: what they read, by the names in the program, ``(Skv, Sq, Hq, B)``, every axis may be 1; nothing is copied.
         numbers: those that are handed over with the call.
         lines: where each operation was written.
+        captured: how arrays are read, by the names in the program.
     """
 
     settings: Settings
     arrays: dict[str, Any]
     numbers: dict[str, float]
     lines: dict[str, str]
+    captured: dict[str, Access]
 
 
 def given(options: Mapping[str, Any]) -> bool:
@@ -67,7 +74,59 @@ def read(options: Mapping[str, Any], asked: Problem) -> Functions:
     done = trace(options.get("score_mod"), options.get("mask_mod"), tensors, sizes, bands=not apart)
     settings = settings._replace(program=done.program, band=_both(settings.band, done.band))
     arrays = {name: _turned(tensors[access.name], access) for name, access in done.captured.items()}
-    return Functions(settings, arrays, done.numbers, done.lines)
+    return Functions(settings, arrays, done.numbers, done.lines, done.captured)
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The gradients of ``tensors`` that a call is asked for.
+
+    Attributes:
+        arrays: what they are the gradients of, by the callers' names.
+        captured: how these are read, by the names in the program.
+    """
+
+    arrays: dict[str, Any]
+    captured: dict[str, Access]
+
+    def wanted(self, asked: Problem) -> tuple[str, ...]:
+        """What the functions read of them, and the score depends on."""
+        known = derivatives(asked)
+        return tuple(name for name, access in self.captured.items() if access.name in self.arrays and name in known)
+
+    def gathered(self, sums: Mapping[str, Any]) -> dict[str, Any]:
+        """The gradient of each array, of its shape and dtype, from the sums over every way in which it is read."""
+        found = {}
+        for name, array in self.arrays.items():
+            zeros = gpu.cupy().zeros if gpu.is_array(array) else np.zeros
+            total = zeros(array.shape, "float64" if array.dtype == "float64" else "float32", order="F")
+            for read, access in self.captured.items():
+                if access.name == name and (part := sums.get(f"d{read}")) is not None:
+                    view = _turned(total, access)
+                    view += part
+            found[name] = total.astype(array.dtype, copy=False)
+        return found
+
+
+def gradients_of(wanted: Any, tensors: Mapping[str, Any] | None, own: Functions | None) -> Gradients | None:
+    """What ``return_dtensors`` asks for; None where it asks for nothing.
+
+    Raises:
+        TypeError, ValueError: it names no array, or one that has no gradient.
+    """
+    if wanted is None or wanted is False:
+        return None
+    there = dict(tensors or {})
+    floating = [name for name, array in there.items() if "float" in str(array.dtype)]
+    names = floating if wanted is True else [wanted] if isinstance(wanted, str) else list(wanted)
+    for name in names:
+        if name not in there:
+            raise ValueError(f"return_dtensors names {name!r}; tensors has {', '.join(there) or 'none'}")
+        if name not in floating:
+            raise TypeError(
+                f"return_dtensors names {name!r}, which is {there[name].dtype}: only floating-point arrays have gradients"
+            )
+    return Gradients({name: there[name] for name in names}, own.captured if own else {})
 
 
 def _both(one: Band | None, other: Band | None) -> Band | None:
@@ -81,7 +140,7 @@ def _both(one: Band | None, other: Band | None) -> Band | None:
 
 def _turned(array: Any, access: Access) -> Any:
     """An array with the axes of the scores, those that it has not of length 1."""
-    part = array[tuple(slice(None) if isinstance(axis, str) else axis for axis in access.axes)]
+    part = array[(*(slice(None) if isinstance(axis, str) else axis for axis in access.axes), ...)]
     names = [axis for axis in access.axes if isinstance(axis, str)]
     there = [name for name in _ORDER if name in names]
     turned = part.transpose([names.index(name) for name in there])

@@ -6,13 +6,16 @@ import difflib
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict, TypeVar
 
 from .band import Band, Window
 from .bucket import Bucket
 from .problem import LENGTHS, MATRICES, SEEDS, STARTS, Settings
 from .score import MaskMod, ScoreMod
+
+#: Whether gradients of ``tensors`` are wanted, or of which.
+DTensors = bool | str | Sequence[str]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -138,6 +138,7 @@ def _scores(g: Builder, problem: Problem, operands: Operands) -> Scores:
         problem.band,
         problem.settings.program or NOTHING,
         {spec.name: tensor for spec in problem.captured if (tensor := operands.of_scores(spec.name))},
+        problem.settings.gradient_of,
     )
 
 
@@ -253,12 +254,12 @@ def backward(problem: Problem, direct: bool = False, guards: frozenset[str] = fr
     ds = g.pointwise("P ∘ (dP − D)", "mul", ds, p, out="P∘(dP−D)")
     if dropout:
         ds = g.pointwise("P ∘ (dP − D) / (1 − p)", "mul", ds, share, out="P∘(dP−D)/(1−p)")
-    if problem.dbias:
-        # dbias = dS                        summed over the axes along which it is broadcast
-        g.reduction("dbias = Σ dS", ds, operand(problem.dbias, OF_SCORES, "output"))
-        if not changes.identity:  # cuDNN wants one reader beside the sum, a product
-            ds = g.pointwise("1 · dS", "mul", ds, g.scalar("same", g.accumulate, value=1.0), out="1·dS")
-    ds = scores.derivative(g, ds, changes, problem.dtype)
+    # dS <- dS * dS/dx                      x are the scores before all that changed them, or an array that was read
+    ds = scores.derivative(g, ds, changes)
+    for spec in problem.sums:
+        # dx = sum dS                       over the axes along which x is broadcast
+        g.reduction(f"{spec.name} = Σ {ds}", ds, operand(spec, OF_SCORES, "output"))
+    ds = g.pointwise(f"dS = scale · {ds}", "mul", ds, scores.scale, out="dS", dtype=problem.dtype)
     # dK = dS^T Q                           summed over the query heads of a group
     dst = g.transpose("dSᵀ", ds, "dSᵀ", problem.dtype)
     _grouped(g, operands, "dK = dSᵀ Q", dst, q, dk, m=keys, k=queries)

@@ -90,6 +90,17 @@ def pose(given: tuple[tuple[str, Signature], ...], settings: Settings = PLAIN, w
     return dataclasses.replace(problem, **found)  # type: ignore[arg-type]
 
 
+@functools.lru_cache(maxsize=4096)
+def with_sums(problem: Problem, names: tuple[str, ...]) -> Problem:
+    """A problem that also asks for the gradients of some of the arrays that its functions read.
+
+    They are parts of what the call gives, so they are rounded when they have been added up.
+    """
+    kind = "float64" if problem.dtype == "float64" else "float32"
+    sums = tuple(dense_spec(f"d{spec.name}", kind, spec.shape) for spec in problem.captured if spec.name in names)
+    return dataclasses.replace(problem, dcaptured=sums) if sums else problem
+
+
 def _inputs(arrays: dict[str, TensorSpec], settings: Settings) -> Problem:
     """What q, k, v and the arrays of the options pose, with a placeholder for the output."""
     q, k, v = (arrays[name] for name in "qkv")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from .arguments import read_backward, read_forward
 from .call import Call, tuning_on
-from .options import Options, takes_options
+from .options import DTensors, Options, takes_options
 from .problem import Problem
 from .report import Report
 
@@ -27,6 +27,7 @@ def prepare(
     deterministic: bool = False,
     return_dbias: bool = False,
     return_dsinks: bool = False,
+    return_dtensors: DTensors = False,
     autotune: bool | str = False,
     **options: Unpack[Options],
 ) -> Prepared:
@@ -36,7 +37,7 @@ def prepare(
         q, k, v, return_stats, options: as for :func:`cupy_sdpa.attention`. The contents of q, k and v matter only to
             ``autotune``.
         backward: prepare :func:`cupy_sdpa.attention_backward`. Default False.
-        deterministic, return_dbias, return_dsinks: as there.
+        deterministic, return_dbias, return_dsinks, return_dtensors: as there.
         autotune: run every engine config that cuDNN's heuristics propose on these arrays, and keep the fastest, also for later
             processes. It takes about a second and waits for the GPU; with ``backward`` it runs the forward pass first.
             ``"knobs"`` also tries every setting of the engines' knobs that finalizes, which takes up to half a minute; such
@@ -58,6 +59,7 @@ def prepare(
     if backward:
         fixed: dict[str, Any] = {
             "deterministic": deterministic, "return_dbias": return_dbias, "return_dsinks": return_dsinks,
+            "return_dtensors": return_dtensors,
         }  # fmt: skip
         call = read_backward(q, k, v, options, **fixed)
     else:

@@ -49,6 +49,7 @@ class Settings(NamedTuple):
         deterministic: whether the result is to be the same, bit for bit, in every run.
         max_workspace: bytes that cuDNN may use beside the arrays; None for no limit.
         program: what the caller's score and mask functions do; None without them.
+        gradient_of: the array in whose gradient a launch takes that of the scores; empty for the scores themselves.
     """
 
     band: Band | None = None
@@ -60,6 +61,7 @@ class Settings(NamedTuple):
     deterministic: bool = False
     max_workspace: int | None = None
     program: Program | None = None
+    gradient_of: str = ""
 
 
 #: No option at all.
@@ -89,6 +91,7 @@ class Problem:
         seed, offset: ``(1,)`` int64, of the random numbers of dropout.
         dropout_mask: ``(Skv, Sq, Hq, B)``, which weights are kept, where the caller says so.
         captured: ``(Skv, Sq, Hq, B)``, every axis may be 1: what score functions read.
+        dcaptured: the gradients of some of them, of their shapes, where asked for.
     """
 
     q: TensorSpec
@@ -118,6 +121,7 @@ class Problem:
     offset: TensorSpec | None = None
     dropout_mask: TensorSpec | None = None
     captured: tuple[TensorSpec, ...] = ()
+    dcaptured: tuple[TensorSpec, ...] = ()
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -134,7 +138,7 @@ class Problem:
     def tensors(self) -> tuple[TensorSpec, ...]:
         """Every array that the call reads or writes."""
         every = (getattr(self, f.name, None) for f in dataclasses.fields(self))
-        return (*(spec for spec in every if isinstance(spec, TensorSpec)), *self.captured)
+        return (*(spec for spec in every if isinstance(spec, TensorSpec)), *self.captured, *self.dcaptured)
 
     @functools.cached_property
     def sizes(self) -> tuple[int, int, int, int, int, int, int]:
@@ -179,10 +183,15 @@ class Problem:
     def results(self) -> tuple[TensorSpec, ...]:
         """The arrays that the call writes."""
         if self.backward:
-            every = (self.dq, self.dk, self.dv, self.dbias, self.dsinks)
+            every = (self.dq, self.dk, self.dv, self.dbias, self.dsinks, *self.dcaptured)
         else:
             every = (self.out, self.stats, self.max, self.sum_exp, self.kept)
         return tuple(spec for spec in every if spec is not None)
+
+    @property
+    def sums(self) -> tuple[TensorSpec, ...]:
+        """The gradients that are sums of the scores' gradient, each of the shape of what it is of."""
+        return (*([self.dbias] if self.dbias else []), *self.dcaptured)
 
     @functools.cached_property
     def extents(self) -> dict[str, tuple[int, int]]:
@@ -228,6 +237,7 @@ class Problem:
             f"dropout {self.settings.dropout:g}": self.settings.dropout,
             "with log-sum-exp": self.stats and not self.backward, "with maximum and sum": self.max,
             "with the bias's gradient": self.dbias, "with the sinks' gradient": self.dsinks,
+            "with gradients of tensors": self.dcaptured,
         }  # fmt: skip
         yield from (word for word, there in words.items() if there)
 
@@ -235,18 +245,20 @@ class Problem:
 def is_matrix(name: str) -> bool:
     """Whether an array has the axes of the scores, each of them full or 1: those of :data:`OF_SCORES`, and what functions read.
 
-    >>> is_matrix("bias"), is_matrix("t0"), is_matrix("q")
-    (True, True, False)
+    The gradients of both are, too.
+
+    >>> is_matrix("bias"), is_matrix("t0"), is_matrix("dt0"), is_matrix("q")
+    (True, True, True, False)
     """
-    return name in OF_SCORES or (name[0] == "t" and name[1:].isdigit())
+    return name in OF_SCORES or (name.lstrip("d")[0] == "t" and name.lstrip("dt").isdigit())
 
 
 def writes_directly(problem: Problem) -> bool:
-    """Whether dQ is written as a matmul gives it: for the same bits in every run; and where the bias's gradient is wanted.
+    """Whether dQ is written as a matmul gives it: for the same bits in every run; and where a sum of dS is wanted.
 
     With dQ added up in scratch memory cuDNN plans that gradient, too, and never writes it (measured with 9.19).
     """
-    return problem.deterministic or problem.dbias is not None
+    return problem.deterministic or bool(problem.sums)
 
 
 def has_diagonal(problem: Problem) -> bool:

@@ -27,6 +27,7 @@ class Report:
         reasons: everything that speaks against it.
         note: what else there is to say of the answer, such as that it was not planned; empty where there is nothing.
         error: what the call would raise.
+        launches: the reports of all launches, this one first, where there are several.
     """
 
     engine: str
@@ -36,12 +37,14 @@ class Report:
     reasons: tuple[str, ...] = ()
     note: str = ""
     error: type[Exception] = Unsupported
+    launches: tuple[Report, ...] = ()
 
     @property
     def workspace(self) -> int | None:
         """Bytes of the GPU's memory that the call would use beside its arrays; 0 on numpy, None where that is not known.
 
-        The copies that a bucket, or lengths, are computed on come on top: they are as large as the arrays.
+        The copies that a bucket, or lengths, are computed on come on top: they are as large as the arrays. So do sums of the
+        scores' gradient: as large as what they are the gradient of, and as the scores along queries and keys.
         """
         if self.engine == "numpy" or self.problem.trivial:
             return 0
@@ -64,6 +67,10 @@ class Report:
             width = max(len(name) for name, _ in facts)
             yield from (f"  {name:<{width}}  {value}" for name, value in facts)
             yield from (f"  {reason}" for reason in self.plan.reasons())
+        for launch in self.launches[1:]:
+            yield ""
+            yield "and then"
+            yield from launch._lines()
 
     def _verdict(self) -> str:
         if self.reasons:

@@ -168,21 +168,20 @@ def _deterministic_sinks(problem: Problem, cudnn: int, capability: int) -> Itera
 
 
 def _bias_gradient(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
-    if problem.dbias and (problem.settings.softcap or problem.scored):
-        what = "softcap" if problem.settings.softcap else "score_mod"
+    if problem.sums and problem.packed:
+        option = "return_dbias=True" if problem.dbias else "return_dtensors"
         yield (
-            f"the bias's gradient and {what} are asked for; cuDNN gives that of what the function is taken of: "
-            f"leave return_dbias=True or {what} out"
+            f"{_sum_of(problem)} is asked for and the sequences are packed; cuDNN's kernel was seen to reach beyond the "
+            f"arrays: leave {option} out, or pad the sequences and give seq_lens_q and seq_lens_kv"
         )
-    if problem.dbias and problem.packed:
-        yield (
-            "the bias's gradient is asked for and the sequences are packed; cuDNN's kernel was seen to reach beyond the "
-            "arrays: leave return_dbias=True out, or pad the sequences and give seq_lens_q and seq_lens_kv"
-        )
+
+
+def _sum_of(problem: Problem) -> str:
+    return "the bias's gradient" if problem.dbias else "the gradient of tensors"
 
 
 def _direct(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
-    direct = "the bias's gradient is" if problem.dbias else "deterministic gradients are"
+    direct = f"{_sum_of(problem)} is" if problem.sums else "deterministic gradients are"
     wide = max(problem.sizes[:2]) > 128
     also = "packed sequences" if problem.packed else "dropout" if problem.settings.dropout else "head dims above 128" * wide
     if problem.backward and writes_directly(problem) and also and 100 <= capability < 120:
@@ -210,9 +209,9 @@ def _query_numbers(problem: Problem, cudnn: int, capability: int) -> Iterator[st
 
 def _scale(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     changed = problem.settings.softcap or problem.scored
-    if problem.backward and not problem.settings.positive_scale and (problem.dbias or changed):
+    if problem.backward and not problem.settings.positive_scale and (problem.sums or changed):
         what = "gradients through a softcap" if problem.settings.softcap else "gradients through score_mod"
-        what = "the bias's gradient" if problem.dbias else what
+        what = _sum_of(problem) if problem.sums else what
         yield (
             f"{what} and a scale of 0 or below are asked for; cuDNN was seen to give NaN: give a positive scale, and change "
             "the sign of q"
@@ -254,15 +253,13 @@ RULES: tuple[Rule, ...] = (
     Rule("backward-head-dim", "Gradients: head dims up to 256 on Hopper, 128 on Ampere, Ada and SM 12.x; on SM 10.x 128, and "
          "192 with 128 for v, and 256 from 9.23 on.", Unsupported, _backward_head_dim, FRONTEND),
     Rule("bias-dtype", "A bias of 16 or 32 bits.", TypeError, _bias_dtype),
-    Rule("bias-gradient", "The bias's gradient: not with softcap or score_mod, nor of packed sequences.", Unsupported,
-         _bias_gradient),
+    Rule("bias-gradient", "The gradients of a bias and of tensors: not of packed sequences.", Unsupported, _bias_gradient),
     Rule("query-numbers", "Gradients: on Ampere, Ada and SM 12.x no bias, mask or tensors of one number a query, nor slopes "
-         "with diagonals of the entries' own; on SM 10.x not deterministic, nor with the bias's gradient.", Unsupported,
-         _query_numbers),
-    Rule("direct-blackwell", "The bias's and deterministic gradients: on SM 10.x not with dropout, packed sequences, or above "
-         "head dim 128.",
-         Unsupported, _direct),
-    Rule("positive-scale", "The bias's gradient, and gradients with softcap or score_mod: a scale above 0.", Unsupported,
+         "with diagonals of the entries' own; on SM 10.x not deterministic, nor with gradients of bias or tensors.",
+         Unsupported, _query_numbers),
+    Rule("direct-blackwell", "Gradients of bias and tensors, and deterministic ones: on SM 10.x not with dropout, packed "
+         "sequences, or above head dim 128.", Unsupported, _direct),
+    Rule("positive-scale", "Gradients of bias and tensors, and with softcap or score_mod: a scale above 0.", Unsupported,
          _scale),
     Rule("dropout-mask", "Dropout by random numbers only.", Unsupported, _own_dropout),
     Rule("packed-gradients", "Gradients of packed sequences: on Hopper and SM 10.x.", Unsupported, _packed_gradients,

@@ -35,6 +35,7 @@ class Scores:
         band: which keys are seen by their distance from the diagonal.
         program: what the caller's own functions do.
         captured: the arrays that they read, ``(B, Hq, Sq, Skv)``, every dimension may be 1.
+        gradient_of: the array in whose gradient the backward pass takes that of the scores; empty for the scores.
     """
 
     scale: Tensor
@@ -49,6 +50,7 @@ class Scores:
     band: Band | None = None
     program: Program = NOTHING
     captured: Mapping[str, Tensor] = field(default_factory=dict)
+    gradient_of: str = ""
 
     def modified(self, g: Builder, s: Tensor) -> tuple[Tensor, Changes]:
         """The scores with all that changes their values; and what that was."""
@@ -56,14 +58,14 @@ class Scores:
         changes = self._changes(g, s)
         return changes.speller(changes.root), changes
 
-    def derivative(self, g: Builder, ds: Tensor, changes: Changes, dtype: str) -> Tensor:
-        """The gradient of ``Q K^T`` from that of the modified scores, rounded to a dtype."""
-        speller, root = changes.speller, changes.root
+    def derivative(self, g: Builder, ds: Tensor, changes: Changes) -> Tensor:
+        """The gradient of the scaled scores, or of what ``gradient_of`` names, from that of the modified scores."""
+        speller = changes.speller
+        slope = speller.slope(changes.root, self.gradient_of)
         seen: list[Tensor] = []
-        if self.program.score is not None and speller.writer.depends(speller.slope(root), "score"):
+        if self.program.score is not None and speller.writer.depends(slope, "score"):
             seen = [*changes.seen, _exists(g, ds, "jₑ", 3), _exists(g, ds, "iₑ", 2)]
-        ds = speller.gradient(root, ds, seen)
-        return g.pointwise(f"dS = scale · {ds}", "mul", ds, self.scale, out="dS", dtype=dtype)
+        return speller.times(slope, ds, seen)
 
     def masked(self, g: Builder, s: Tensor, changes: Changes) -> Tensor:
         """``S <- S where the query sees the key, else -inf``."""
@@ -173,11 +175,6 @@ class Changes:
     speller: Speller
     root: int
     seen: list[Tensor] = field(default_factory=list)
-
-    @property
-    def identity(self) -> bool:
-        """Whether the gradient stays as it is."""
-        return self.speller.writer.value(self.speller.slope(self.root)) == 1
 
 
 def _number(g: Builder, name: str, kind: Kind) -> Tensor:

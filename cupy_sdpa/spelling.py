@@ -51,20 +51,19 @@ class Speller:
                 self.tensors[number] = self._spelled(self.writer.steps[number])
         return self._inside(root)
 
-    def slope(self, root: int) -> int:
-        """The step that is the derivative of another with respect to the score."""
-        (number,) = slopes(self.writer, root, [self.writer.leaf("score")])
+    def slope(self, root: int, of: str = "") -> int:
+        """The step that is the derivative of another with respect to the score, or to an array that is read."""
+        (number,) = slopes(self.writer, root, [self.writer.leaf("captured", of) if of else self.writer.leaf("score")])
         return self.writer.constant(0.0) if number is None else number
 
-    def gradient(self, root: int, ds: Tensor, seen: Sequence[Tensor]) -> Tensor:
-        """The gradient of the score from that of what a step made of it: times the derivative.
+    def times(self, slope: int, ds: Tensor, seen: Sequence[Tensor]) -> Tensor:
+        """A gradient times a derivative.
 
         Args:
-            root: the step.
-            ds: the gradient of what it gives.
+            slope: the step that is the derivative.
+            ds: the gradient.
             seen: where anything is seen. Elsewhere ds is 0, and a derivative that is infinite there must not meet it.
         """
-        slope = self.slope(root)
         if self.writer.value(slope) == 1:
             return ds
         factor = self.tensors[slope] if self._number(slope) else self(slope)

@@ -48,8 +48,12 @@ def _posed(problem: Problem, on_gpu: bool) -> Problem:
             kind = "float16" if spec is problem.mask else spec.dtype
             keys = skv if spec.shape[1] == 1 else spec.shape[0]
             specs[spec.name] = dense_spec(spec.name, kind, (keys, *spec.shape[1:]))
-    if problem.dbias:  # of q's dtype, and added up over heads and batch only; other sums are wrong or fault
-        specs["dbias"] = dense_spec("dbias", problem.dtype, (skv, sq, *problem.dbias.shape[2:]))
+    # sums are of q's dtype, and added up over heads and batch only; others are wrong or fault
+    sums = {spec.name: dense_spec(spec.name, problem.dtype, (skv, sq, *spec.shape[2:])) for spec in problem.sums}
+    if problem.dbias:
+        specs["dbias"] = sums.pop("dbias")
+    if problem.dcaptured:
+        specs["dcaptured"] = tuple(sums.values())
     problem = replace(problem, **specs) if specs else problem
     return _interned(with_room(problem) if problem.packed else problem)
 
@@ -104,8 +108,8 @@ class Stage:
         self._results = {spec.name for spec in problem.results}
         for spec in given.tensors:
             self.arrays[spec.name] = self._staged(spec)
-        if problem.dbias:
-            clear(self.arrays["dbias"], 0.0, on_gpu)  # it is added up
+        for spec in problem.sums:
+            clear(self.arrays[spec.name], 0.0, on_gpu)  # it is added up
         if problem.ragged:
             rows = [(spec.name, self.arrays[spec.name]) for spec in problem.results if spec.name in OF_QUERIES + OF_KEYS]
             self.arrays |= (_rows_on_gpu if on_gpu else _rows)(problem, given, self.arrays, rows)
@@ -122,7 +126,7 @@ class Stage:
             target, source = self._own[spec.name], self.arrays[spec.name]
             if target is source:
                 continue
-            if spec.name == "dbias":
+            if spec in self.problem.sums:
                 self._sum(target, source)
             else:
                 self._resize(target, source, spec.name)
@@ -167,7 +171,7 @@ class Stage:
         return made
 
     def _sum(self, target: Any, source: Any) -> None:
-        """A bias's gradient from the engine's: without a bucket's padding, summed along the axes that the bias has not."""
+        """A sum of the scores' gradient from the engine's: without a bucket's padding, along the axes that it lacks."""
         *_, sq, skv, _ = self.problem.sizes
         source = source[:skv, :sq]
         axes = tuple(axis for axis in (0, 1) if target.shape[axis] == 1)

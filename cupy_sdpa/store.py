@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .explain import problem
+from .launches import launches
 from .problem import Problem
 from .shelf import DIRECTORY, Shelf, current
 from .support import why_not
@@ -88,7 +89,8 @@ def build(
     targets = [described(name) for name in ([gpu] if isinstance(gpu, str) else gpu)]
     path = cudnn if cudnn is not None and "/" in cudnn else None
     wanted = version_number(cudnn) if cudnn is not None and path is None else None
-    jobs = [(asked, target) for target in targets for asked in dict.fromkeys(problems) if not asked.trivial]
+    parts = dict.fromkeys(part for asked in problems for part in launches(asked))
+    jobs = [(asked, target) for target in targets for asked in parts if not asked.trivial]
     found: dict[int, PlanInfo | str] = {}
     with Planner(max(1, min(workers or os.cpu_count() or 1, len(jobs))), path) as planner:
         if wanted not in (None, planner.version):

@@ -4,8 +4,11 @@ import math
 from dataclasses import dataclass, field
 
 import numpy as np
+from cases import DTYPES
+from on_gpu import poisoning
+from tolerance import assert_close
 
-from cupy_sdpa import alibi_slopes, zoo
+from cupy_sdpa import alibi_slopes, attention, attention_backward, zoo
 
 #: The sizes of the problems: (D, Hq, Hkv, Sq, Skv, B).
 D, HQ, HKV, S, B = 32, 4, 2, 70, 2
@@ -121,6 +124,7 @@ OPERATIONS = [
         "either": lambda s: np.where((s > 1) | (s < -1), 2 * s, s), "neither": lambda s: np.where(~((s > 1) ^ (s < 0.5)), 2 * s, s),
         "sigmoid": lambda s: 3 / (1 + np.exp(-s)), "gelu": lambda s: 0.5 * s * (1 + _erf(s / 2**0.5)), "softplus": lambda s: np.logaddexp(s, 0.5),
         "sinh": lambda s: np.sinh(0.4 * s), "cosh": lambda s: np.cosh(0.4 * s), "hypot": lambda s: np.hypot(s, 1.5), "negative": lambda s: -s,
+        "power_of": lambda s: (s * s + 1) ** (0.3 * s), "logaddexp": lambda s: np.logaddexp(0.5, s),
         "bits": lambda s: s * (s > 0) + (s > 1), "constant": lambda s: 0.5, "itself": lambda s: s, "less": lambda s: 1 - s,
     }.items()
 ]  # fmt: skip
@@ -128,6 +132,104 @@ OPERATIONS = [
 #: A function whose derivative is infinite at 0, which is what scores are where there is nothing.
 STEEP = Functions("steep", _of(lambda s: abs(s) ** 0.5), slope=lambda s: np.sign(s) / (2 * np.sqrt(np.abs(s))))
 OPERATIONS.append(STEEP)
+
+
+def _table(*axes):
+    """Makes the array ``x`` along some of the axes b, h, q, k."""
+
+    def tensors(rng, h, q, kv, b):
+        sizes = {"b": b, "h": h, "q": q, "k": kv, "2": 2}
+        return {"x": _float(0.5 + rng.random([sizes[axis] for axis in axes]))}
+
+    return tensors
+
+
+#: Functions with arrays whose gradients somebody wants; the zoo's, and more ways to read one.
+LEARNED = [
+    functions
+    for functions in ZOO
+    if functions.name in {"alibi_causal", "bias", "head_bias", "key_bias", "temperature", "kerple"}
+]
+LEARNED += [
+    Functions(name, function, None, _table(*axes))
+    for name, axes, function in (
+        ("added_before", "hqk", lambda s, b, h, i, j, x: 3 * np.tanh((s + x[h, i, j]) / 3)),
+        ("added_behind", "bhqk", lambda s, b, h, i, j, x: 3 * np.tanh(s / 3) + x[b, h, i, j]),
+        ("gated", "bhq", lambda s, b, h, i, j, x: s * x[b, h, i]),
+        ("pairs", "bq", lambda s, b, h, i, j, x: s + x[b, i] * x[b, j]),
+        ("places", "2", lambda s, b, h, i, j, x: s * x[0] + x[1] * abs(i - j) * 0.05),
+        ("number", "", lambda s, b, h, i, j, x: s * x),
+        ("power", "h", lambda s, b, h, i, j, x: (s * s + 1) ** x[h]),
+        ("chosen", "hk", lambda s, b, h, i, j, x: np.where(s > 0, s * x[h, j], s - x[h, j])),
+    )
+]  # fmt: skip
+
+
+def drawn(pick, depth=3):
+    """A random score function; ``pick`` chooses one of a sequence, the first of which is the plainest.
+
+    What it computes is finite and moderate wherever the score is.
+    """
+    expression = _expression(pick, depth)
+
+    def score_mod(score, b, h, q_idx, kv_idx, gain, weight, table):
+        places = {"s": score, "gain": gain[h], "weight": weight[b, kv_idx], "table": table[h, q_idx, kv_idx]}
+        places |= {"i": q_idx / 16.0, "j": kv_idx / 16.0, "distance": (q_idx - kv_idx) * 0.1}
+        return expression(places)
+
+    def tensors(rng, h, q, kv, b):
+        return {"gain": _float(rng.random(h)), "weight": _float(rng.random((b, kv))), "table": _float(rng.random((h, q, kv)))}
+
+    return Functions("drawn", score_mod, None, tensors)
+
+
+_ONE = {
+    "tanh": np.tanh,
+    "sin": np.sin,
+    "cos": np.cos,
+    "rounded": lambda x: np.sqrt(1 + x * x),
+    "log": lambda x: np.log(1 + x * x),
+    "bell": lambda x: np.exp(-x * x),
+    "abs": abs,
+    "negative": lambda x: -x,
+    "sign": lambda x: x / (1 + abs(x)),
+    "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+    "floor": np.floor,
+    "clip": lambda x: np.clip(x, -0.7, 1.1),
+    "softplus": lambda x: np.logaddexp(x, 0.0),
+}
+_TWO = {
+    "add": lambda x, y: x + y, "sub": lambda x, y: x - y, "mul": lambda x, y: x * np.tanh(y), "div": lambda x, y: x / (1 + y * y),
+    "max": np.maximum, "min": np.minimum, "power": lambda x, y: (1 + abs(x)) ** np.tanh(y), "hypot": lambda x, y: np.sqrt(x * x + y * y + 0.1),
+}  # fmt: skip
+
+
+def _expression(pick, depth):
+    if depth == 0 or pick((False, False, False, True)):
+        name = pick(("s", "s", "s", "s", "gain", "weight", "table", "i", "j", "distance", 0.3, 1.7, 2))
+        return lambda places: places.get(name, name)
+    parts = [_expression(pick, depth - 1) for _ in range(4)]
+    kind = pick(("two", "two", "one", "where"))
+    if kind == "one":
+        function = _ONE[pick(tuple(_ONE))]
+        return lambda places: function(_value(places, parts[0]))
+    if kind == "two":
+        both = _TWO[pick(tuple(_TWO))]
+        return lambda places: both(_value(places, parts[0]), parts[1](places))
+    joined = pick(("less", "and", "or", "not"))
+
+    def condition(places):
+        one = _value(places, parts[2]) > parts[3](places)
+        other = places["i"] >= places["j"]
+        return {"less": one, "and": one & other, "or": one | other, "not": ~one}[joined]
+
+    return lambda places: np.where(condition(places), parts[0](places), parts[1](places))
+
+
+def _value(places, part):
+    """What a part gives; a number alone, of which nothing is traced, plus 0 times the score."""
+    x = part(places)
+    return x + 0 * places["s"] if isinstance(x, (int, float)) else x
 
 
 def places(h, q, kv, b):
@@ -150,6 +252,7 @@ def dense_scores(q, k, scale, options):
     k = np.repeat(k, h // hkv, axis=1)
     scaled = scale * np.einsum("dhqb,dhkb->bhqk", q.astype(np.float64), k.astype(np.float64))
     where, tensors = places(h, sq, skv, b), options.get("tensors", {})
+    tensors = {name: x.astype(np.float64) if x.dtype.kind == "f" else x for name, x in tensors.items()}
 
     def called(function, *arguments):
         import inspect
@@ -200,3 +303,41 @@ def dense_gradients(dout, q, k, v, scale, options, slope=None, step=1e-6):
     dk, dv = np.einsum("bhqk,dhqb->dhkb", ds, q), np.einsum("bhqk,dhqb->dhkb", p, dout)
     dk, dv = (x.reshape(x.shape[0], h // group, group, *x.shape[2:]).sum(axis=2) for x in (dk, dv))
     return dq, dk, dv
+
+
+def arrays(dtype="float64", s=S, d=D, seed=3):
+    """q, k, v and dout."""
+    rng = np.random.default_rng(seed)
+    shapes = ((d, HQ, s, B), (d, HKV, s, B), (d, HKV, s, B), (d, HQ, s, B))
+    return [np.asfortranarray(rng.standard_normal(shape).astype(DTYPES[dtype])) for shape in shapes]
+
+
+def packed(x):
+    """Batch entries behind one another."""
+    return x.reshape(*x.shape[:2], -1, order="F")
+
+
+def right_on_the_gpu(cupy, dtype, known, there, laid=lambda x: x, **asked):
+    """Hold both passes, and what else is asked for, to numpy in float64 and in the dtype.
+
+    Args:
+        dtype: of q, k and v.
+        known, there: the options with arrays for numpy and CuPy.
+        laid: how q, k, v and dout are laid out.
+        asked: such as ``return_dtensors=True``.
+    """
+    rounded = [laid(x) for x in arrays(dtype, 200, 64, seed=7)]
+
+    def computed(q, k, v, dout, options):
+        out, stats = attention(q, k, v, return_stats=True, **options)
+        *gradients, last = attention_backward(dout, q, k, v, out, stats, **options, **asked)
+        return [out, *gradients, *(last.values() if isinstance(last, dict) else [last])]
+
+    exact = computed(*(x.astype(np.float64) for x in rounded), known)
+    naive = computed(*rounded, known)
+    with poisoning(cupy):
+        got = computed(*map(cupy.asarray, rounded), there)
+    for number, (a, truth, other) in enumerate(zip(got, exact, naive, strict=True)):
+        # dS is rounded before it is multiplied and added up
+        floor = np.sqrt(200) * 2.0**-8 * np.abs(truth).max() * (0.1 if number < 4 else 1.0)
+        assert_close(cupy.asnumpy(a), truth, other, floor)

@@ -4,24 +4,14 @@ import math
 
 import numpy as np
 import pytest
-from cases import DTYPES
-from functions import HKV, HQ, OPERATIONS, ZOO, B, D, S, dense_attention, dense_gradients
+from functions import HQ, OPERATIONS, ZOO, B, D, arrays, dense_attention, dense_gradients, packed, right_on_the_gpu
 from on_gpu import poisoned, poisoning
 from tolerance import accumulation_floor, assert_close, gradient_floor
 
-from cupy_sdpa import attention, attention_backward, patterns, problem, zoo
+from cupy_sdpa import alibi_slopes, attention, attention_backward, dropout_mask, prepare, problem, zoo
 from cupy_sdpa.band import Band
-from cupy_sdpa.derivative import RULES
-from cupy_sdpa.graph import POINTWISE
 
 SCALE = 1 / math.sqrt(D)
-
-
-def arrays(dtype="float64", s=S, d=D):
-    """q, k, v and dout."""
-    rng = np.random.default_rng(3)
-    shapes = ((d, HQ, s, B), (d, HKV, s, B), (d, HKV, s, B), (d, HQ, s, B))
-    return [np.asfortranarray(rng.standard_normal(shape).astype(DTYPES[dtype])) for shape in shapes]
 
 
 @pytest.mark.parametrize("functions", [*ZOO, *OPERATIONS], ids=str)
@@ -60,21 +50,6 @@ def test_a_function_is_right_on_the_gpu(functions, dtype, cupy):
     other = attention_backward(dout, q, k, v, naive, naive_rows, **known)
     for a, b, c in zip(got, wanted, other, strict=True):
         assert_close(cupy.asnumpy(a), b, c, gradient_floor(dout, q, k, v, 1 / 8, b, c.dtype))
-
-
-def test_every_operation_has_its_derivative():
-    """A mode without a rule would be found out by a person."""
-    assert set(RULES) == set(POINTWISE)
-
-
-def test_a_wrong_derivative_is_caught(monkeypatch):
-    """A mistake planted in a rule shows."""
-    patterns.backward.cache_clear()
-    monkeypatch.setitem(RULES, "sin", lambda r, g, out, x: [r.times(g, "mul", out)])
-    functions = next(f for f in OPERATIONS if f.name == "sin")
-    with pytest.raises(AssertionError):
-        test_a_function_is_what_it_says(functions)
-    patterns.backward.cache_clear()
 
 
 def asked(**functions):
@@ -125,3 +100,128 @@ def test_what_cannot_be_traced_says_what_to_write(score_mod, error, text):
     with pytest.raises(error, match=text) as caught:
         asked(score_mod=score_mod)
     assert any(entry.name == "<lambda>" for entry in caught.traceback) or text == "mask_mod"
+
+
+# Together with the other options
+
+
+def _lengths(xp, n):
+    return {"seq_lens_q": xp.asarray([n - 70, n], np.int32), "seq_lens_kv": xp.asarray([n, n // 3], np.int32)}
+
+
+def _starts(xp, n):
+    starts = xp.asarray([0, n - 70, 2 * n - 90], np.int32)
+    return {"cu_seqlens_q": starts, "cu_seqlens_kv": starts, "max_seqlen_q": n, "max_seqlen_kv": n}
+
+
+def _random(xp, *shape):
+    return xp.asarray(np.asfortranarray(np.random.default_rng(6).standard_normal(shape).astype(np.float32)))
+
+
+#: Options, made from (a module of arrays, a length), that functions must get along with.
+OTHERS = {
+    "lengths": _lengths,
+    "packed": _starts,
+    "packed_causal": lambda xp, n: _starts(xp, n) | {"causal": True},
+    "bucket": lambda xp, n: {"bucket": 128},
+    "bucket_lengths": lambda xp, n: {"bucket": 128, "causal": True} | _lengths(xp, n),
+    "bias": lambda xp, n: {"bias": _random(xp, n, n, HQ, 1)},
+    "mask": lambda xp, n: {"mask": _random(xp, n, n, 1, B) > -1},
+    "causal": lambda xp, n: {"causal": True},
+    "bottom_right": lambda xp, n: {"causal": "bottom_right"} | _lengths(xp, n),
+    "window": lambda xp, n: {"window": (n // 2, 9)},
+    "sinks": lambda xp, n: {"sinks": _random(xp, HQ)},
+    "alibi": lambda xp, n: {"alibi_slopes": xp.asarray(alibi_slopes(HQ))},
+    "softcap": lambda xp, n: {"softcap": 3.0},
+    "dropout": lambda xp, n: {"dropout_p": 0.25, "seed": 7},
+}
+
+
+def _both(one, other):
+    """Options that say the same: by a function, and by the options that functions are not needed for."""
+    return lambda xp, n, others: (one(xp, n), other(xp, n, others))
+
+
+def _numbers(n):
+    return np.random.default_rng(8).standard_normal((B, n)).astype(np.float32)
+
+
+def _documents(n):
+    return np.sort(np.random.default_rng(9).integers(0, 3, (B, n)), axis=1).astype(np.int32)
+
+
+def _own_bias(xp, n, others):
+    keys = xp.asarray(np.asfortranarray(_numbers(n).T[:, None, None, :]))
+    return {"bias": keys + others.get("bias", 0)}
+
+
+def _own_mask(xp, n, others):
+    ids = _documents(n)
+    same = xp.asarray(np.asfortranarray((ids[:, :, None] == ids[:, None, :]).T[:, :, None, :]))
+    return {"mask": same & others["mask"] if "mask" in others else same}
+
+
+#: A function, and the options that say the same.
+EQUAL = {
+    "softcap": _both(lambda xp, n: {"score_mod": zoo.softcap(2.0)}, lambda xp, n, others: {"softcap": 2.0}),
+    "key_bias": _both(lambda xp, n: {"score_mod": zoo.key_bias, "tensors": {"weight": xp.asarray(_numbers(n))}}, _own_bias),
+    "document": _both(
+        lambda xp, n: {"mask_mod": zoo.document, "tensors": {"document_id": xp.asarray(_documents(n))}}, _own_mask
+    ),
+}
+
+
+#: Both together; but a function comes before the options, and what is added to its result after them, too.
+PAIRS = [(name, other) for name in EQUAL for other in OTHERS if other not in ("softcap", "alibi") or name == "document"]
+
+
+def _laid(other):
+    return packed if "packed" in other else lambda x: x
+
+
+@pytest.mark.parametrize(("name", "other"), PAIRS)
+def test_a_function_beside_other_options_is_the_option_of_its_name(name, other):
+    """Whatever else is asked for, both passes give what the option gives, whose meaning the reference knows."""
+    q, k, v, dout = (_laid(other)(x) for x in arrays(s=90))
+    others = OTHERS[other](np, 90)
+    if "seed" in others:
+        others = {"dropout_p": 0.25, "dropout_mask": dropout_mask(q, k, **others)}
+    results = []
+    for own in EQUAL[name](np, 90, others):
+        out, stats = attention(q, k, v, return_stats=True, **(others | own))
+        results.append([out, stats, *attention_backward(dout, q, k, v, out, stats, **(others | own))])
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "other"), PAIRS)
+def test_a_function_beside_other_options_is_right_on_the_gpu(name, other, cupy):
+    """Both passes, beside numpy."""
+    known, there = (OTHERS[other](xp, 200) for xp in (np, cupy))
+    function, there = EQUAL[name](np, 200, known)[0], there | EQUAL[name](cupy, 200, there)[0]
+    if "seed" in known:
+        q, k, *_ = map(cupy.asarray, arrays("bfloat16", 200, 64))
+        known = {"dropout_p": 0.25, "dropout_mask": cupy.asnumpy(dropout_mask(q, k, **known))}
+    right_on_the_gpu(cupy, "bfloat16", known | function, there, _laid(other))
+
+
+@pytest.mark.gpu
+def test_a_prepared_function_takes_other_arrays_and_numbers(cupy):
+    """Whatever arrays and numbers a prepared call is given, they are used; recorded in a CUDA graph, the arrays are read anew."""
+    q, k, v, _ = map(cupy.asarray, arrays("bfloat16", 200, 64))
+    slopes = cupy.ones(HQ, np.float32)
+    call = prepare(q, k, v, score_mod=zoo.temperature, tensors={"temperature": slopes})
+    assert_same = lambda got, t: cupy.testing.assert_array_equal(got, attention(q, k, v, scale=t / 8))  # noqa: E731
+    assert_same(call(q, k, v), 1.0)
+    assert_same(call(q, k, v, tensors={"temperature": 2 * slopes}), 2.0)
+    out = cupy.empty_like(q)
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        call(q, k, v, out=out)
+        graph = stream.end_capture()
+        slopes *= 4
+        stream.synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+    assert_same(out, 4.0)

@@ -1,0 +1,233 @@
+"""The derivatives of score functions: rule by rule, of functions that nobody wrote, and with respect to the arrays they read."""
+
+import numpy as np
+import pytest
+from functions import (
+    HKV,
+    HQ,
+    LEARNED,
+    OPERATIONS,
+    ZOO,
+    B,
+    D,
+    S,
+    arrays,
+    dense_attention,
+    dense_gradients,
+    drawn,
+    right_on_the_gpu,
+)
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from planner import library_version, plan_problem
+
+from cupy_sdpa import attention, attention_backward, attention_vjp, explain, gpus, launches, patterns, problem, zoo
+from cupy_sdpa.derivative import RULES
+from cupy_sdpa.graph import POINTWISE
+from cupy_sdpa.plan import PlanInfo
+from cupy_sdpa.support import why_not
+
+EVERY = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+#: The modes whose result has a derivative; identity, which no function writes, among them.
+SMOOTH = sorted(
+    set(RULES) - {"floor", "ceil", "gen_index", "logical_and", "logical_or"} - {m for m in RULES if m[:4] == "cmp_"}
+)
+
+
+def agrees(functions, s=S):
+    """Assert that both passes of a function are what calling it with whole arrays, and differences, give."""
+    q, k, v, dout = arrays(s=s)
+    options = functions.options(q=s, kv=s)
+    out, stats = attention(q, k, v, return_stats=True, **options)
+    wanted, of_rows = dense_attention(q, k, v, D**-0.5, options)
+    np.testing.assert_allclose(out, wanted, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(stats, of_rows, rtol=1e-6, atol=1e-6)
+    got = attention_backward(dout, q, k, v, wanted, of_rows.astype(np.float32, order="F"), **options)
+    for a, b in zip(got, dense_gradients(dout, q, k, v, D**-0.5, options, functions.slope), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * max(np.abs(b).max(), 1e-3))
+
+
+def test_every_operation_has_its_derivative():
+    """A mode without a rule would be found out by a person."""
+    assert set(RULES) == set(POINTWISE)
+
+
+def _operands(mode):
+    return range(2 if mode in {"add", "sub", "mul", "div", "max", "min", "pow", "binary_select"} else 1)
+
+
+@pytest.mark.parametrize(("mode", "operand"), [(m, n) for m in SMOOTH if m != "identity" for n in _operands(m)])
+def test_a_mistake_in_any_rule_is_caught(mode, operand, monkeypatch):
+    """A derivative with respect to either operand that is a tenth too large shows in some function."""
+    right = RULES[mode]
+
+    def wrong(*arguments):
+        gradients = list(right(*arguments))
+        gradients[operand] = gradients[operand]._replace(factor=gradients[operand].factor * 1.1)
+        return gradients
+
+    def shows(functions):
+        steps = problem((8, 4, 20, 2), (8, 2, 20, 2), (8, 2, 20, 2), dtype="float32", **functions.options(q=20, kv=20)).settings
+        if mode not in {step.mode for step in (steps.program.steps if steps.program else ())}:
+            return False
+        try:
+            agrees(functions, s=20)
+        except AssertionError:
+            return True
+        return False
+
+    monkeypatch.setitem(RULES, mode, wrong)
+    patterns.backward.cache_clear()
+    try:
+        assert any(shows(functions) for functions in [*OPERATIONS, *ZOO])
+    finally:
+        patterns.backward.cache_clear()
+
+
+@st.composite
+def random_functions(draw):
+    """Any score function."""
+    return drawn(lambda options: draw(st.sampled_from(options)))
+
+
+@settings(EVERY, max_examples=150)
+@given(random_functions())
+def test_any_function_has_the_derivative_that_differences_show(functions):
+    """Written by nobody: evaluated, and pulled back."""
+    agrees(functions, s=20)
+
+
+@pytest.mark.sweep
+@settings(EVERY, max_examples=2000)
+@given(random_functions())
+def test_many_functions_have_the_derivatives_that_differences_show(functions):
+    """Some more."""
+    agrees(functions, s=20)
+
+
+@pytest.mark.cudnn
+@settings(EVERY, max_examples=25)
+@given(functions=random_functions(), backward=st.booleans(), gpu=st.sampled_from(["h200", "b200", "a100", "rtx5090"]))
+def test_any_function_is_planned(functions, backward, gpu, planner):
+    """On every generation of GPUs, both passes."""
+    shapes = (64, HQ, 200, B), (64, HKV, 200, B), (64, HKV, 200, B)
+    asked = problem(*shapes, dtype="bfloat16", backward=backward, **functions.options(q=200, kv=200))
+    plan = planner.call(plan_problem, asked, gpu)
+    assert isinstance(plan, PlanInfo), f"{asked.settings.program}: {plan}"
+
+
+def by_seed(seed):
+    """The function of a number."""
+    rng = np.random.default_rng(seed)
+    return drawn(lambda options: options[rng.integers(len(options))])
+
+
+@pytest.mark.gpu
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", range(80))
+def test_random_functions_are_right_on_the_gpu(seed, cupy):
+    """Both passes, beside the same function in float64."""
+    functions = by_seed(seed)
+    known, there = (functions.options(xp, q=200, kv=200) for xp in (np, cupy))
+    right_on_the_gpu(cupy, "bfloat16", known, there)
+
+
+# Gradients of the arrays that a function reads
+
+
+@pytest.mark.parametrize("functions", LEARNED, ids=str)
+def test_gradients_of_arrays_are_what_differences_show(functions):
+    """Along random directions, the output changes as the gradients say."""
+    q, k, v, dout = arrays(s=30)
+    options = functions.options(q=30, kv=30)
+    options["tensors"] = {name: x.astype(np.float64) for name, x in options["tensors"].items()}
+    out, stats = attention(q, k, v, return_stats=True, **options)
+    gradients = attention_backward(dout, q, k, v, out, stats, return_dtensors=True, **options)[-1]
+    rng = np.random.default_rng(5)
+    for name, x in options["tensors"].items():
+        assert (gradients[name].shape, gradients[name].dtype) == (x.shape, x.dtype)
+        for _ in range(3):
+            direction = rng.standard_normal(x.shape)
+            moved = [
+                {**options, "tensors": options["tensors"] | {name: np.asarray(x + step * direction)}} for step in (1e-5, -1e-5)
+            ]
+            above, below = (float((attention(q, k, v, **given) * dout).sum()) for given in moved)
+            size = float(np.abs(gradients[name] * direction).sum())
+            np.testing.assert_allclose((above - below) / 2e-5, (gradients[name] * direction).sum(), rtol=0, atol=1e-5 * size)
+
+
+@pytest.mark.parametrize(
+    ("name", "launched"), [("bias", 1), ("added_before", 1), ("added_behind", 2), ("kerple", 3), ("pairs", 3)]
+)
+def test_arrays_share_a_launch_where_they_can(name, launched):
+    """What the scores depend on as on q's and k's product shares its launch; anything else has one of its own."""
+    (functions,) = (functions for functions in LEARNED if functions.name == name)
+    q, k, v, _ = arrays(s=30)
+    report = explain(q, k, v, backward=True, return_dtensors=True, **functions.options(q=30, kv=30))
+    assert len(report.launches or (report,)) == launched
+    assert str(report).count("and then") == launched - 1
+    parts = launches.launches(report.problem) if launched == 1 else [part.problem for part in report.launches]
+    assert [len(part.sums) for part in parts] == ([1] if launched == 1 else [0] + [1] * (launched - 1))
+
+
+def test_only_what_is_asked_for_is_given():
+    """Names choose; an array that only a mask reads, or that no score depends on, has the gradient 0."""
+    q, k, v, dout = arrays(s=30)
+    options = next(f for f in LEARNED if f.name == "kerple").options(q=30, kv=30)
+    _, pullback = attention_vjp(q, k, v, return_dtensors=["r2"], **options)
+    assert set(pullback(dout)[3]) == {"r2"}
+    cut = {"mask_mod": lambda b, h, i, j, x: x[j] > 0.5, "tensors": {"x": np.linspace(0, 1, 30)}}
+    _, pullback = attention_vjp(q, k, v, return_dtensors="x", **cut)
+    assert not pullback(dout)[3]["x"].any()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "error", "text"),
+    [("y", ValueError, "names 'y'; tensors has x, n"), (["n"], TypeError, "'n', which is int32: only floating-point")],
+    ids=["unknown", "whole"],
+)
+def test_what_has_no_gradient_is_refused(wanted, error, text):
+    """An array that is not there, and one of whole numbers."""
+    q, k, v, dout = arrays(s=30)
+    tensors = {"x": np.ones(HQ), "n": np.ones(HQ, np.int32)}
+    _, pullback = attention_vjp(
+        q, k, v, score_mod=lambda s, b, h, i, j, x, n: s * x[h] + n[h], tensors=tensors, return_dtensors=wanted
+    )
+    with pytest.raises(error, match=text):
+        pullback(dout)
+
+
+@pytest.mark.parametrize("option", [{"softcap": 2.0}, {"score_mod": zoo.quadratic(0.3)}], ids=["softcap", "score_mod"])
+def test_the_biass_gradient_behind_a_function_is_that_of_the_bias(option):
+    """The bias is added last, so its gradient is that of the same bias before the function was there, in a launch of its own."""
+    q, k, v, dout = arrays(s=30)
+    bias = np.asfortranarray(np.random.default_rng(1).standard_normal((30, 30, HQ, 1)))
+    out, stats = attention(q, k, v, bias=bias, return_stats=True, **option)
+    dbias = attention_backward(dout, q, k, v, out, stats, bias=bias, return_dbias=True, **option)[3]
+    direction = np.random.default_rng(2).standard_normal(bias.shape)
+    above, below = ((attention(q, k, v, bias=bias + step * direction, **option) * dout).sum() for step in (1e-5, -1e-5))
+    np.testing.assert_allclose((above - below) / 2e-5, (dbias * direction).sum(), rtol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("functions", LEARNED, ids=str)
+def test_gradients_of_arrays_are_right_on_the_gpu(functions, dtype, cupy):
+    """Every launch, with memory poisoned."""
+    known, there = (functions.options(xp, q=200, kv=200) for xp in (np, cupy))
+    right_on_the_gpu(cupy, dtype, known, there, return_dtensors=True)
+
+
+@pytest.mark.cudnn
+@pytest.mark.parametrize("gpu", ["h200", "b200", "a100"])
+@pytest.mark.parametrize("functions", LEARNED, ids=str)
+def test_gradients_of_arrays_are_planned(functions, gpu, planner):
+    """Every launch that gives the gradient of an array has a plan, but those that the table refuses."""
+    shapes = (64, HQ, 200, B), (64, HKV, 200, B), (64, HKV, 200, B)
+    asked = problem(*shapes, dtype="bfloat16", backward=True, return_dtensors=True, **functions.options(q=200, kv=200))
+    for part in launches.launches(asked):
+        if part.sums:
+            plan = planner.call(plan_problem, part, gpu)
+            reasons = why_not(part, planner.call(library_version), gpus.capability(gpu))
+            assert {reason.rule for reason in reasons} <= {"query-numbers"}
+            assert isinstance(plan, PlanInfo) == (not reasons), plan
