@@ -312,6 +312,19 @@ def arrays(dtype="float64", s=S, d=D, seed=3):
     return [np.asfortranarray(rng.standard_normal(shape).astype(DTYPES[dtype])) for shape in shapes]
 
 
+def agrees(functions, s=S):
+    """Assert that both passes of a function are what calling it with whole arrays, and differences, give."""
+    q, k, v, dout = arrays(s=s)
+    options = functions.options(q=s, kv=s)
+    out, stats = attention(q, k, v, return_stats=True, **options)
+    wanted, of_rows = dense_attention(q, k, v, D**-0.5, options)
+    np.testing.assert_allclose(out, wanted, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(stats, of_rows, rtol=1e-6, atol=1e-6)
+    got = attention_backward(dout, q, k, v, wanted, of_rows.astype(np.float32, order="F"), **options)
+    for a, b in zip(got, dense_gradients(dout, q, k, v, D**-0.5, options, functions.slope), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * max(np.abs(b).max(), 1e-3))
+
+
 def packed(x):
     """Batch entries behind one another."""
     return x.reshape(*x.shape[:2], -1, order="F")

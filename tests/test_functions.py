@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from functions import HQ, OPERATIONS, ZOO, B, D, arrays, dense_attention, dense_gradients, packed, right_on_the_gpu
+from functions import HQ, OPERATIONS, ZOO, B, agrees, arrays, dense_attention, dense_gradients, packed, right_on_the_gpu
 from on_gpu import poisoned, poisoning
 from tolerance import accumulation_floor, assert_close, gradient_floor
 
@@ -16,16 +16,8 @@ SCALE = 1 / math.sqrt(D)
 
 @pytest.mark.parametrize("functions", [*ZOO, *OPERATIONS], ids=str)
 def test_a_function_is_what_it_says(functions):
-    """The graph of a function gives what calling it with whole arrays gives; its gradients, what differences give."""
-    q, k, v, dout = arrays()
-    options = functions.options()
-    out, stats = attention(q, k, v, return_stats=True, **options)
-    wanted, of_rows = dense_attention(q, k, v, SCALE, options)
-    np.testing.assert_allclose(out, wanted, rtol=1e-9, atol=1e-9)
-    np.testing.assert_allclose(stats, of_rows, rtol=1e-6, atol=1e-6)
-    got = attention_backward(dout, q, k, v, wanted, of_rows.astype(np.float32, order="F"), **options)
-    for a, b in zip(got, dense_gradients(dout, q, k, v, SCALE, options, functions.slope), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max())
+    """Its graph gives what calling it with whole arrays gives; its gradients, what differences give."""
+    agrees(functions)
 
 
 @pytest.mark.gpu

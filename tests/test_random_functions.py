@@ -1,0 +1,45 @@
+"""Score functions that nobody wrote, drawn: evaluated, pulled back, and planned by the real cuDNN."""
+
+import pytest
+from functions import HKV, HQ, B, agrees, drawn
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from planner import plan_problem
+
+from cupy_sdpa import problem
+from cupy_sdpa.plan import PlanInfo
+
+#: The same functions in every run, and none kept on disk.
+EVERY = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+
+
+@st.composite
+def random_functions(draw):
+    """Any score function."""
+    return drawn(lambda options: draw(st.sampled_from(options)))
+
+
+@settings(EVERY, max_examples=150)
+@given(random_functions())
+def test_any_function_has_the_derivative_that_differences_show(functions):
+    """Written by nobody: evaluated, and pulled back."""
+    agrees(functions, s=20)
+
+
+@pytest.mark.sweep
+@settings(EVERY, max_examples=2000)
+@given(random_functions())
+def test_many_functions_have_the_derivatives_that_differences_show(functions):
+    """Some more."""
+    agrees(functions, s=20)
+
+
+@pytest.mark.cudnn
+@settings(EVERY, max_examples=25)
+@given(functions=random_functions(), backward=st.booleans(), gpu=st.sampled_from(["h200", "b200", "a100", "rtx5090"]))
+def test_any_function_is_planned(functions, backward, gpu, planner):
+    """On every generation of GPUs, both passes."""
+    shapes = (64, HQ, 200, B), (64, HKV, 200, B), (64, HKV, 200, B)
+    asked = problem(*shapes, dtype="bfloat16", backward=backward, **functions.options(q=200, kv=200))
+    plan = planner.call(plan_problem, asked, gpu)
+    assert isinstance(plan, PlanInfo), f"{asked.settings.program}: {plan}"
