@@ -2,17 +2,7 @@
 
 import numpy as np
 import pytest
-from functions import (
-    HKV,
-    HQ,
-    LEARNED,
-    OPERATIONS,
-    ZOO,
-    B,
-    arrays,
-    drawn,
-    right_on_the_gpu,
-)
+from functions import HKV, HQ, LEARNED, OPERATIONS, ZOO, B, agrees, arrays, drawn, right_on_the_gpu
 from planner import library_version, plan_problem
 
 from cupy_sdpa import attention, attention_backward, attention_vjp, explain, gpus, launches, patterns, problem, zoo

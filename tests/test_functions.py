@@ -11,8 +11,6 @@ from tolerance import accumulation_floor, assert_close, gradient_floor
 from cupy_sdpa import alibi_slopes, attention, attention_backward, dropout_mask, prepare, problem, zoo
 from cupy_sdpa.band import Band
 
-SCALE = 1 / math.sqrt(D)
-
 
 @pytest.mark.parametrize("functions", [*ZOO, *OPERATIONS], ids=str)
 def test_a_function_is_what_it_says(functions):
