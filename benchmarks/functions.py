@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
+import sys
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -107,14 +108,19 @@ class Torch:
         return math.log(x) if isinstance(x, (int, float)) else torch.log(x)
 
 
+#: A module of its own, for the compiler looks names up in the module that a function says it is of.
+ZOO = types.ModuleType("zoo_in_torch")
+sys.modules[ZOO.__name__] = ZOO
+vars(ZOO).update({name: value for name, value in vars(zoo).items() if not name.startswith("__")}, np=Torch)
+
+
 def as_torch_function(function: Callable[..., Any] | None, arrays: dict[str, Any]) -> Any:
     """The same code with PyTorch's functions and arrays; None of None."""
     if function is None:
         return None
     assert isinstance(function, types.FunctionType)
-    named = {**function.__globals__, "np": Torch}
-    same = types.FunctionType(function.__code__, named, function.__name__, function.__defaults__, function.__closure__)
     code = function.__code__
+    same = types.FunctionType(code, vars(ZOO), function.__name__, function.__defaults__, function.__closure__)
     wanted = {name: array for name, array in arrays.items() if name in code.co_varnames[: code.co_argcount]}
     if code.co_argcount - len(wanted) == 5:
         return lambda score, b, h, q_idx, kv_idx: same(score, b, h, q_idx, kv_idx, **wanted)

@@ -58,20 +58,22 @@ class Scores:
         changes = self._changes(g, s)
         return changes.speller(changes.root), changes
 
-    def derivative(self, g: Builder, ds: Tensor, changes: Changes) -> Tensor:
-        """The gradient of the scaled scores, or of what ``gradient_of`` names, from that of the modified scores."""
+    def derivative(self, g: Builder, ds: Tensor, p: Tensor, changes: Changes) -> Tensor:
+        """The gradient of the scaled scores, or of what ``gradient_of`` names, from that of the modified scores.
+
+        Where a weight is 0, so is dS, and a derivative that is infinite there must not meet it.
+        """
         speller = changes.speller
         slope = speller.slope(changes.root, self.gradient_of)
-        seen: list[Tensor] = []
+        weighs = None
         if self.program.score is not None and speller.writer.depends(slope, "score"):
-            seen = [*changes.seen, _exists(g, ds, "jₑ", 3), _exists(g, ds, "iₑ", 2)]
-        return speller.times(slope, ds, seen)
+            weighs = g.pointwise("P > 0", "cmp_gt", p, g.scalar("no weight", g.accumulate, value=0.0), out="P>0", dtype="bool")
+        return speller.times(slope, ds, weighs)
 
     def masked(self, g: Builder, s: Tensor, changes: Changes) -> Tensor:
         """``S <- S where the query sees the key, else -inf``."""
         for condition in self._conditions(changes):
-            changes.seen.append(condition(g, s))
-            s = hidden(g, s, changes.seen[-1])
+            s = hidden(g, s, condition(g, s))
         return s
 
     def _conditions(self, changes: Changes) -> Iterator[Callable[[Builder, Tensor], Tensor]]:
@@ -85,7 +87,7 @@ class Scores:
         if mask := self.mask:
             yield lambda g, s: _seen(g, s, mask)
         if (root := self.program.mask) is not None:
-            yield lambda g, s: changes.speller(root)
+            yield lambda g, s: changes.speller.on(s, "m")(root)
 
     def _scaled(self, g: Builder, s: Tensor) -> Tensor:
         """``S <- scale S``."""
@@ -169,12 +171,10 @@ class Changes:
     Attributes:
         speller: spells it, and its derivative.
         root: the step that gives the changed score.
-        seen: what must hold for a query to see a key.
     """
 
     speller: Speller
     root: int
-    seen: list[Tensor] = field(default_factory=list)
 
 
 def _number(g: Builder, name: str, kind: Kind) -> Tensor:

@@ -7,7 +7,7 @@ kernel only; arrays and numbers come second. So operands are exchanged, comparis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from .derivative import slopes
 from .graph import Builder, Tensor
@@ -51,25 +51,29 @@ class Speller:
                 self.tensors[number] = self._spelled(self.writer.steps[number])
         return self._inside(root)
 
+    def on(self, score: Tensor, prefix: str) -> Speller:
+        """One that spells the same steps anew, with places taken from the scores as they are by now: cuDNN wants a chain."""
+        return Speller(self.g, self.writer, score, self.leaves, prefix)
+
     def slope(self, root: int, of: str = "") -> int:
         """The step that is the derivative of another with respect to the score, or to an array that is read."""
         (number,) = slopes(self.writer, root, [self.writer.leaf("captured", of) if of else self.writer.leaf("score")])
         return self.writer.constant(0.0) if number is None else number
 
-    def times(self, slope: int, ds: Tensor, seen: Sequence[Tensor]) -> Tensor:
+    def times(self, slope: int, ds: Tensor, where: Tensor | None) -> Tensor:
         """A gradient times a derivative.
 
         Args:
             slope: the step that is the derivative.
             ds: the gradient.
-            seen: where anything is seen. Elsewhere ds is 0, and a derivative that is infinite there must not meet it.
+            where: where the derivative counts; None for everywhere.
         """
         if self.writer.value(slope) == 1:
             return ds
         factor = self.tensors[slope] if self._number(slope) else self(slope)
-        for there in seen if _inside(factor) else ():
+        if where and _inside(factor):
             zero = self.g.scalar(f"0 {self.g.accumulate}", self.g.accumulate, value=0.0)
-            factor = self._pointwise("binary_select", None, factor, zero, there)
+            factor = self._pointwise("binary_select", None, factor, zero, where)
         return self._pointwise("mul", None, ds, factor)
 
     def _number(self, number: int) -> bool:

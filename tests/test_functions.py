@@ -6,10 +6,14 @@ import numpy as np
 import pytest
 from functions import HQ, OPERATIONS, ZOO, B, agrees, arrays, dense_attention, dense_gradients, packed, right_on_the_gpu
 from on_gpu import poisoned, poisoning
+from planner import library_version, plan_problem
 from tolerance import accumulation_floor, assert_close, gradient_floor
 
-from cupy_sdpa import alibi_slopes, attention, attention_backward, dropout_mask, prepare, problem, zoo
+from cupy_sdpa import alibi_slopes, attention, attention_backward, dropout_mask, gpus, prepare, problem, zoo
+from cupy_sdpa.arguments import read_shapes
 from cupy_sdpa.band import Band
+from cupy_sdpa.plan import PlanInfo
+from cupy_sdpa.support import why_not
 
 
 @pytest.mark.parametrize("functions", [*ZOO, *OPERATIONS], ids=str)
@@ -182,6 +186,56 @@ def test_a_function_beside_other_options_is_the_option_of_its_name(name, other):
         results.append([out, stats, *attention_backward(dout, q, k, v, out, stats, **(others | own))])
     for a, b in zip(*results, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+def planned(planner, asked, gpu, allowed):
+    """Assert that a problem has a plan on a GPU, or is refused for one of the reasons allowed."""
+    reasons = {reason.rule for reason in why_not(asked, planner.call(library_version), gpus.capability(gpu))}
+    assert reasons <= allowed
+    plan = planner.call(plan_problem, asked, gpu)
+    assert isinstance(plan, PlanInfo) or reasons, plan
+
+
+OTHER_GPUS = [gpu for gpu in gpus.NAMES if gpu != "h200"]
+
+
+@pytest.mark.cudnn
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(("name", "other"), PAIRS)
+def test_a_function_beside_other_options_is_planned(name, other, backward, planner):
+    """But what the table refuses of the options alone; on the H200, and the other GPUs take turns."""
+    known = OTHERS[other](np, 200)
+    q, k, v, _ = map(_laid(other), arrays("bfloat16", 200, 64))
+    asked = read_shapes(q, k, v, known | EQUAL[name](np, 200, known)[0], backward=backward, return_stats=not backward)
+    for gpu in ("h200", OTHER_GPUS[PAIRS.index((name, other)) % len(OTHER_GPUS)]):
+        planned(planner, asked, gpu, {"packed-gradients", "query-numbers"})
+
+
+@pytest.mark.cudnn
+@pytest.mark.parametrize("functions", [*ZOO, *OPERATIONS], ids=str)
+def test_a_function_is_planned(functions, planner):
+    """The GPUs take turns, and so do the passes, of which the H200 gets both of the zoo's."""
+    number = [*ZOO, *OPERATIONS].index(functions)
+    turn = (OTHER_GPUS[number % len(OTHER_GPUS)], number % 8 < 4)
+    for gpu, backward in [("h200", False), ("h200", True), turn] if functions in ZOO else [("h200", True)]:
+        asked_on(planner, functions, gpu, backward)
+
+
+@pytest.mark.cudnn
+@pytest.mark.sweep
+@pytest.mark.parametrize("gpu", gpus.NAMES)
+@pytest.mark.parametrize("functions", [*ZOO, *OPERATIONS], ids=str)
+def test_every_function_is_planned_for_every_gpu(functions, gpu, planner):
+    """Both passes."""
+    for backward in (False, True):
+        asked_on(planner, functions, gpu, backward)
+
+
+def asked_on(planner, functions, gpu, backward):
+    """Assert that a pass of a function is planned, or refused by a number a query."""
+    shapes = (64, HQ, 200, B), (64, HQ // 2, 200, B), (64, HQ // 2, 200, B)
+    asked = problem(*shapes, dtype="bfloat16", backward=backward, **functions.options(q=200, kv=200))
+    planned(planner, asked, gpu, {"query-numbers"})
 
 
 @pytest.mark.gpu
