@@ -111,7 +111,7 @@ class Torch:
 #: A module of its own, for the compiler looks names up in the module that a function says it is of.
 ZOO = types.ModuleType("zoo_in_torch")
 sys.modules[ZOO.__name__] = ZOO
-vars(ZOO).update({name: value for name, value in vars(zoo).items() if not name.startswith("__")}, np=Torch)
+vars(ZOO).update({name: value for name, value in vars(zoo).items() if name != "__name__"}, np=Torch)
 
 
 def as_torch_function(function: Callable[..., Any] | None, arrays: dict[str, Any]) -> Any:

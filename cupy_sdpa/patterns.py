@@ -255,7 +255,7 @@ def backward(problem: Problem, direct: bool = False, guards: frozenset[str] = fr
     if dropout:
         ds = g.pointwise("P ∘ (dP − D) / (1 − p)", "mul", ds, share, out="P∘(dP−D)/(1−p)")
     # dS <- dS * dS/dx                      x are the scores before all that changed them, or an array that was read
-    ds = scores.derivative(g, ds, p, changes)
+    ds = scores.derivative(g, ds, changes)
     for spec in problem.sums:
         # dx = sum dS                       over the axes along which x is broadcast
         g.reduction(f"{spec.name} = Σ {ds}", ds, operand(spec, OF_SCORES, "output"))

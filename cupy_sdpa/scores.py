@@ -58,17 +58,11 @@ class Scores:
         changes = self._changes(g, s)
         return changes.speller(changes.root), changes
 
-    def derivative(self, g: Builder, ds: Tensor, p: Tensor, changes: Changes) -> Tensor:
-        """The gradient of the scaled scores, or of what ``gradient_of`` names, from that of the modified scores.
-
-        Where a weight is 0, so is dS, and a derivative that is infinite there must not meet it.
-        """
-        speller = changes.speller
-        slope = speller.slope(changes.root, self.gradient_of)
-        weighs = None
-        if self.program.score is not None and speller.writer.depends(slope, "score"):
-            weighs = g.pointwise("P > 0", "cmp_gt", p, g.scalar("no weight", g.accumulate, value=0.0), out="P>0", dtype="bool")
-        return speller.times(slope, ds, weighs)
+    def derivative(self, g: Builder, ds: Tensor, changes: Changes) -> Tensor:
+        """The gradient of the scaled scores, or of what ``gradient_of`` names, from that of the modified scores."""
+        return changes.speller.times(
+            changes.speller.slope(changes.root, self.gradient_of), ds, finite=self.program.score is not None
+        )
 
     def masked(self, g: Builder, s: Tensor, changes: Changes) -> Tensor:
         """``S <- S where the query sees the key, else -inf``."""
@@ -87,7 +81,7 @@ class Scores:
         if mask := self.mask:
             yield lambda g, s: _seen(g, s, mask)
         if (root := self.program.mask) is not None:
-            yield lambda g, s: changes.speller.on(s, "m")(root)
+            yield lambda g, s: changes.speller.on(g, s, "m")(root)
 
     def _scaled(self, g: Builder, s: Tensor) -> Tensor:
         """``S <- scale S``."""

@@ -13,6 +13,8 @@ from .derivative import slopes
 from .graph import Builder, Tensor
 from .program import AXES, FLIPPED, OPPOSITE, Kind, Step, Writer
 
+#: Beyond this float32 has no finite numbers to speak of.
+_LARGEST = 3e38
 _COMMUTES = frozenset({"add", "mul", "max", "min"})
 #: Conditions are numbers, 1 and 0.
 _JOINED = {"logical_and": "mul", "logical_or": "max"}
@@ -51,29 +53,31 @@ class Speller:
                 self.tensors[number] = self._spelled(self.writer.steps[number])
         return self._inside(root)
 
-    def on(self, score: Tensor, prefix: str) -> Speller:
+    def on(self, g: Builder, score: Tensor, prefix: str) -> Speller:
         """One that spells the same steps anew, with places taken from the scores as they are by now: cuDNN wants a chain."""
-        return Speller(self.g, self.writer, score, self.leaves, prefix)
+        return Speller(g, self.writer, score, self.leaves, prefix)
 
     def slope(self, root: int, of: str = "") -> int:
         """The step that is the derivative of another with respect to the score, or to an array that is read."""
         (number,) = slopes(self.writer, root, [self.writer.leaf("captured", of) if of else self.writer.leaf("score")])
         return self.writer.constant(0.0) if number is None else number
 
-    def times(self, slope: int, ds: Tensor, where: Tensor | None) -> Tensor:
+    def times(self, slope: int, ds: Tensor, *, finite: bool) -> Tensor:
         """A gradient times a derivative.
 
         Args:
             slope: the step that is the derivative.
             ds: the gradient.
-            where: where the derivative counts; None for everywhere.
+            finite: have a derivative that is infinite, or no number, count as 0: it may be so where nothing is seen and the
+                gradient is 0, or, in the tiles of a kernel, where nothing is.
         """
         if self.writer.value(slope) == 1:
             return ds
         factor = self.tensors[slope] if self._number(slope) else self(slope)
-        if where and _inside(factor):
-            zero = self.g.scalar(f"0 {self.g.accumulate}", self.g.accumulate, value=0.0)
-            factor = self._pointwise("binary_select", None, factor, zero, where)
+        if finite and _inside(factor):
+            zero, most = (self.g.scalar(f"{value:g}", self.g.accumulate, value=value) for value in (0.0, _LARGEST))
+            known = self._pointwise("cmp_lt", None, self._pointwise("abs", None, factor), most)
+            factor = self._pointwise("binary_select", None, factor, zero, known)
         return self._pointwise("mul", None, ds, factor)
 
     def _number(self, number: int) -> bool:
