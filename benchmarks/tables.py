@@ -1,11 +1,14 @@
-"""The table of docs/plans.md, from the results of benchmarks/plans.py.
+"""The tables of the docs, from the files of results.
 
-python3 benchmarks/tables.py > docs/plans_table.md
+python3 benchmarks/tables.py plans > docs/plans_table.md
+python3 benchmarks/tables.py functions > docs/functions_table.md
 """
 
 from __future__ import annotations
 
 import csv
+import statistics
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,8 +28,8 @@ def digits(row: dict[str, str]) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def lines() -> Iterator[str]:
-    """The page, line by line."""
+def plans() -> Iterator[str]:
+    """Of plans.py, line by line."""
     columns = [read(name) for name in FILES]
     heads = [next(iter(rows.values())) for rows in columns]
     yield f"Measured on an {heads[0]['gpu']} by `benchmarks/plans.py`; every row is in `benchmarks/results/`.\n"
@@ -78,5 +81,30 @@ def lines() -> Iterator[str]:
     yield from table("CUDA graph", ("ten calls, launched", "ten calls, replayed"))
 
 
+def functions() -> Iterator[str]:
+    """Of functions.py, line by line."""
+    with (RESULTS / "h200_cudnn919_functions.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    head = rows[0]
+    yield (
+        f"Measured on an {head['gpu']} with cuDNN {head['cudnn']} and PyTorch {head['torch']} by `benchmarks/functions.py`: "
+        "bfloat16, batch 2, 16 query and 4 key heads, 4096 positions, head dim 128. A ratio is our time over FlexAttention's. "
+        "Errors are the largest of the output and the three gradients, over the largest magnitude.\n"
+    )
+    yield "| function | forward | ratio | backward | ratio | error | FlexAttention's |"
+    yield "|---|---|---|---|---|---|---|"
+    for row in rows:
+        errors = [max(float(row[f"{name}{whose}_error"]) for name in ("out", "dq", "dk", "dv")) for whose in ("", "_flex")]
+        times = [f"{float(row[f'{way}_ms']):.2f} ms | {float(row[f'{way}_ratio']):.2f}" for way in ("forward", "backward")]
+        yield f"| {row['name']} | " + " | ".join([*times, *(f"{error:.1e}" for error in errors)]) + " |"
+    yield ""
+    for way in ("forward", "backward"):
+        ratios = [float(row[f"{way}_ratio"]) for row in rows]
+        mean = statistics.geometric_mean(ratios)
+        yield f"{way.capitalize()}, geometric mean of the ratios: {mean:.2f}; from {min(ratios):.2f} to {max(ratios):.2f}."
+
+
+TABLES = {"plans": plans, "functions": functions}
+
 if __name__ == "__main__":
-    print("\n".join(lines()).rstrip())
+    print("\n".join(TABLES[sys.argv[1]]()).rstrip())

@@ -19,7 +19,7 @@ from .spec import TensorSpec
 @functools.lru_cache(maxsize=1024)
 def launches(problem: Problem) -> tuple[Problem, ...]:
     """What is run for a problem; the first gives all but some of the sums, each of the others one of them."""
-    if problem.trivial or not problem.sums:
+    if problem.trivial or not problem.sums or problem.settings.gradient_of:
         return (problem,)
     shared = next((spec for spec in problem.sums if _shares(problem, spec)), None)
     others = (spec for spec in problem.sums if spec is not shared)

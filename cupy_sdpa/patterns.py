@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 
 from .graph import Builder, Graph, Role, Shape, Tensor, row_major
+from .launches import launches
 from .packed import offsets_name, step
 from .problem import PER_ROW, SEEDS, Problem, has_diagonal, writes_directly
 from .program import NOTHING
@@ -210,6 +211,8 @@ def backward(problem: Problem, direct: bool = False, guards: frozenset[str] = fr
         guards: ``keys`` and ``queries`` mask what lies beyond the last key or query. That is nothing, but some cuDNN kernels
             compute there, and what they compute must not be used (:mod:`cupy_sdpa.support` says which).
     """
+    if launches(problem) != (problem,):
+        raise ValueError(f"{problem} takes {len(launches(problem))} launches, each with a graph of its own")
     g, operands = _builder(problem), Operands(problem)
     q, kt, vt = operands("q"), operands("k", TRANSPOSED), operands("v", TRANSPOSED)
     out, dout, stats = operands("out"), operands("dout"), operands("stats", NUMBERS)

@@ -35,6 +35,8 @@ OPPOSITE = {
     "cmp_lt": "cmp_ge",
     "cmp_le": "cmp_gt",
 }
+#: Steps whose operands may be exchanged.
+COMMUTES = frozenset({"add", "mul", "max", "min", "logical_and", "logical_or"})
 _LOGICAL = {"logical_and": "logical_or", "logical_or": "logical_and"}
 _FOLDED: dict[str, Callable[..., float]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "neg": operator.neg,
@@ -107,6 +109,8 @@ class Writer:
 
     def add(self, mode: str, *args: int) -> int:
         """A step of earlier ones."""
+        if mode in COMMUTES:  # one order, so that equal ones are known as such
+            args = tuple(sorted(args))
         simpler = self._simplified(mode, args)
         return self._add(Step(mode, args, kind=self._kind(mode, args))) if simpler is None else simpler
 

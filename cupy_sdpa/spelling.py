@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping
 
 from .derivative import slopes
 from .graph import Builder, Tensor
-from .program import AXES, FLIPPED, OPPOSITE, Kind, Step, Writer
+from .program import AXES, COMMUTES, FLIPPED, OPPOSITE, Kind, Step, Writer
 
 #: Beyond this float32 has no finite numbers to speak of.
 _LARGEST = 3e38
-_COMMUTES = frozenset({"add", "mul", "max", "min"})
+#: What may be infinite, or give what is.
+_UNBOUNDED = frozenset({"score", "div", "reciprocal", "log", "sqrt", "rsqrt", "pow", "exp", "tan"})
 #: Conditions are numbers, 1 and 0.
 _JOINED = {"logical_and": "mul", "logical_or": "max"}
 _SIGNS = {
@@ -68,17 +69,21 @@ class Speller:
         Args:
             slope: the step that is the derivative.
             ds: the gradient.
-            finite: have a derivative that is infinite, or no number, count as 0: it may be so where nothing is seen and the
-                gradient is 0, or, in the tiles of a kernel, where nothing is.
+            finite: have a derivative that is infinite, or no number, count as 0. It may be so where nothing is seen, and the
+                gradient is 0; and where nothing is, in the tiles of a kernel, the score itself is infinite.
         """
         if self.writer.value(slope) == 1:
             return ds
         factor = self.tensors[slope] if self._number(slope) else self(slope)
-        if finite and _inside(factor):
+        if finite and _inside(factor) and self._unbounded(slope):
             zero, most = (self.g.scalar(f"{value:g}", self.g.accumulate, value=value) for value in (0.0, _LARGEST))
             known = self._pointwise("cmp_lt", None, self._pointwise("abs", None, factor), most)
             factor = self._pointwise("binary_select", None, factor, zero, known)
         return self._pointwise("mul", None, ds, factor)
+
+    def _unbounded(self, root: int) -> bool:
+        """Whether what a step gives may be infinite where arrays are not."""
+        return any(self.writer.steps[number].mode in _UNBOUNDED for number in self.writer.reachable(root))
 
     def _number(self, number: int) -> bool:
         step = self.writer.steps[number]
@@ -114,7 +119,7 @@ class Speller:
         x, b = self.tensors[one], self.tensors[other]
         dtype = "int32" if step.kind == "int" else None
         if not _inside(x) and _inside(b):
-            if mode in _COMMUTES or mode in FLIPPED:
+            if mode in COMMUTES or mode in FLIPPED:
                 x, b, mode = b, x, FLIPPED.get(mode, mode)
             elif mode == "sub" and not dtype:  # c - x = -x + c
                 x, b, mode = self._pointwise("neg", None, b), x, "add"

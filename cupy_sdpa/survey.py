@@ -6,12 +6,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from . import gpus
 from .explain import problem
+from .launches import launches
 from .offline import Planner, described
 from .problem import Problem
 from .rules import MINIMUM_CAPABILITY, RULES
 from .support import BUGS, Bug, why_not
+from .traced import FUNCTIONS
 from .version import MINIMUM_CUDNN, version_text
 
 
@@ -130,6 +134,58 @@ def pairs() -> dict[str, Problem]:
     return found
 
 
+def _of_score(function: Callable[[Any], Any]) -> dict[str, Any]:
+    return {"score_mod": lambda score, b, h, q_idx, kv_idx: function(score)}
+
+
+def _mask(function: Callable[..., Any], *shape: int) -> dict[str, Any]:
+    tensors = {"tensors": {"x": np.zeros(shape, np.int32)}} if shape else {}
+    return {"mask_mod": function, **tensors}
+
+
+def _reads(function: Callable[..., Any], *shape: int) -> dict[str, Any]:
+    return {"score_mod": function, "tensors": {"x": shape}}
+
+
+#: What functions of the caller's can be made of, by its words.
+OPERATIONS: dict[str, dict[str, Any]] = {
+    "`s + s * s - 3`, `-s`": _of_score(lambda s: -(s + s * s - 3)),
+    "`s / (1 + s * s)`, `1 / s`": _of_score(lambda s: s / (1 + s * s)),
+    "`s ** 3`, `np.power`": _of_score(lambda s: (1 + s * s) ** s),
+    "`abs`, `np.sign`": _of_score(lambda s: abs(s) + np.sign(s)),
+    "`np.maximum`, `np.minimum`, `np.clip`": _of_score(lambda s: np.clip(s, -1.5, 1.5)),
+    "`np.exp`, `np.exp2`, `np.expm1`": _of_score(lambda s: np.exp(0.5 * s)),
+    "`np.log`, `np.log1p`, `np.log2`, `np.log10`": _of_score(lambda s: np.log(1 + s * s)),
+    "`np.logaddexp`": _of_score(lambda s: np.logaddexp(s, 0.5)),
+    "`np.sqrt`, `np.hypot`": _of_score(lambda s: np.sqrt(1 + s * s)),
+    "`s ** -0.5`": _of_score(lambda s: (1 + s * s) ** -0.5),
+    "`np.tanh`": _of_score(np.tanh),
+    "`scipy.special.expit`": _of_score(lambda s: FUNCTIONS["expit"](s)),
+    "`scipy.special.erf`": _of_score(lambda s: FUNCTIONS["erf"](s)),
+    "`np.sinh`, `np.cosh`": _of_score(lambda s: np.sinh(0.5 * s)),
+    "`np.sin`, `np.cos`": _of_score(np.sin),
+    "`np.tan`": _of_score(np.tan),
+    "`np.floor`, `np.ceil`, `//`, `%`": _of_score(lambda s: s % 1.5 + np.ceil(s)),
+    "`np.where(s > 0, ...)`, `==`, `<=`": _of_score(lambda s: np.where((s > 0) | (s <= -1), s, 0.5 * s)),
+    "places as numbers": {"score_mod": lambda s, b, h, q_idx, kv_idx: s + (q_idx - kv_idx) * 0.1 + b - h},
+    "`x[h]`, `x[b, h]`": _reads(lambda s, b, h, q_idx, kv_idx, x: s * x[h], 8),
+    "`x[kv_idx]`, `x[b, h, kv_idx]`": _reads(lambda s, b, h, q_idx, kv_idx, x: s + x[b, kv_idx], 2, 512),
+    "`x[q_idx]`, `x[b, h, q_idx]`": _reads(lambda s, b, h, q_idx, kv_idx, x: s * x[b, h, q_idx], 2, 8, 512),
+    "`x[h, q_idx, kv_idx]`": _reads(lambda s, b, h, q_idx, kv_idx, x: s + x[h, q_idx, kv_idx], 8, 512, 512),
+    "masks by places, `&`, `|`, `~`, `^`": _mask(lambda b, h, q_idx, kv_idx: (q_idx % 3 == 0) ^ ~(kv_idx // 64 == q_idx // 64)),
+    "masks by whole numbers of arrays": _mask(lambda b, h, q_idx, kv_idx, x: x[b, q_idx] == x[b, kv_idx], 2, 512),
+}
+
+
+def operations() -> dict[str, Problem]:
+    """A problem for every operation of a function, in each direction, by its words."""
+    return {
+        f"{direction}, {words}": _problem(backward=direction == "gradients", **options)
+        for direction in ("forward", "gradients")
+        for words, options in OPERATIONS.items()
+    }
+
+
 @dataclass(frozen=True)
 class Finding:
     """What the table says of a problem on a GPU, and what cuDNN did.
@@ -157,7 +213,8 @@ def measure(
     """Plan every problem for every described GPU with the cuDNN that is here; gives its version, and what was found.
 
     Args:
-        probes: the problems by their words; :func:`pairs` gives those of two options each. None for :data:`PROBES`.
+        probes: the problems by their words; :func:`pairs` gives those of two options each, :func:`operations` those of
+            functions. None for :data:`PROBES`.
         cudnn: the path of a libcudnn.so.9; None for the one that this process would find.
         progress: called with (how many are done, how many there are).
 
@@ -165,10 +222,11 @@ def measure(
         CudnnError: this machine cannot plan; the message says what it lacks.
     """
     probes = PROBES if probes is None else probes
+    parts = {words: launches(asked)[-1] for words, asked in probes.items()}  # of several the last is the new one
     asked = [(words, gpu) for gpu in gpus.NAMES for words in probes]
     found: dict[int, Finding] = {}
     with Planner(2, cudnn) as planner:
-        jobs = [(probes[words], described(gpu)) for words, gpu in asked]
+        jobs = [(parts[words], described(gpu)) for words, gpu in asked]
         for number, answer in planner.plan_all(jobs, None):
             words, gpu = asked[number]
             rules = tuple(reason.rule for reason in why_not(probes[words], planner.version, gpus.capability(gpu)))
@@ -227,6 +285,16 @@ def page(version: int) -> Iterator[str]:
             cells = [_cell(pair(one, other, backward=backward), version) for other in names]
             yield f"| {one} | " + " | ".join(cells) + " |"
         yield ""
+    yield "## Score and mask functions\n"
+    yield f"What they can be made of, with cuDNN {version_text(version)}; `support --measure --operations` plans each.\n"
+    yield "| | forward | gradients |"
+    yield "|---|---|---|"
+    of_functions = operations()
+    for words in OPERATIONS:
+        cells = [_cell(of_functions[f"{direction}, {words}"], version) for direction in ("forward", "gradients")]
+        in_a_table = words.replace("|", "\\|")
+        yield f"| {in_a_table} | " + " | ".join(cells) + " |"
+    yield ""
     yield "## Rules\n"
     yield "| rule | | raises | source |"
     yield "|---|---|---|---|"

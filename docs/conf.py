@@ -7,7 +7,7 @@ author = "The cupy_sdpa developers"
 release = cupy_sdpa.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax"]
 html_theme = "furo"
-exclude_patterns = ["_build", "plans_table.md"]  # the table is included by plans.md
+exclude_patterns = ["_build", "*_table.md"]  # pages include them
 autodoc_typehints = "none"
 # The README's links are to files of the repository.
 suppress_warnings = ["myst.xref_missing"]

@@ -78,7 +78,7 @@ def forward_agrees(case, altered=lambda options: options):
     arrays, options = case.laid_out(case.arrays()), case.options(dropout_mask=case.kept())
     parts = case.stats == "max_sumexp"
     call = arguments.read_forward(*arrays, altered(options), return_stats=case.stats)
-    got = evaluated(call, forward(call.posed))
+    got = evaluated(call, forward)
     truth = reference.attention(*arrays, **options_of_reference(options), max_sumexp=parts)
     names = ("out", *(PER_ROW if parts else ("stats",)))
     for name, wanted in zip(names, truth, strict=True):
@@ -105,7 +105,7 @@ def backward_agrees(case, direct=False, guards=(), altered=lambda options: optio
         exact, given_stats = 2e-5, np.asfortranarray(stats.astype(np.float32))
     call = arguments.read_backward(*arrays, altered(options), dout=dout, out=out, **case.gradients)
     call.arrays["stats"] = given_stats
-    got = evaluated(call, backward(call.posed, direct, frozenset(guards)))
+    got = evaluated(call, lambda given: backward(given, direct, frozenset(guards)))
     truth = reference.attention_backward(dout, *arrays, **known, **case.gradients)
     for (name, gradient), wanted in zip(got.items(), truth, strict=True):
         size = exact * max(1, np.abs(wanted).max())

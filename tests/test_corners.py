@@ -19,7 +19,7 @@ def test_the_graph_means_what_the_papers_say(case):
     case = replace(case.with_dtype("float64"), bias_dtype=None)
     arrays, options = case.laid_out(case.arrays()), case.options(dropout_mask=case.kept())
     call = arguments.read_forward(*arrays, options, return_stats=case.stats)
-    got = evaluated(call, forward(call.posed))
+    got = evaluated(call, forward)
     truth = reference.attention(*arrays, **options_of_reference(options), max_sumexp=case.stats == "max_sumexp")
     names = ("out", *(PER_ROW if case.stats == "max_sumexp" else ("stats",)))
     for name, wanted in zip(names, truth, strict=True):
@@ -48,7 +48,7 @@ def test_the_backward_graph_means_what_the_papers_say(case, direct, guards):
         stats = np.asfortranarray(stats.astype(np.float32))
         call = arguments.read_backward(*arrays, options, dout=dout, out=out, stats=stats, **case.gradients)
         exact = 2e-5
-    got = evaluated(call, backward(call.posed, direct, frozenset(guards)))
+    got = evaluated(call, lambda given: backward(given, direct, frozenset(guards)))
     truth = reference.attention_backward(dout, *arrays, **known, **case.gradients)
     for (name, gradient), wanted in zip(got.items(), truth, strict=True):
         size = exact * max(1, np.abs(wanted).max())

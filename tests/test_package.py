@@ -194,11 +194,12 @@ def test_the_docs_code_runs(path):
         run_block(code)
 
 
-def test_the_table_of_plans_is_made_of_the_results():
-    """docs/plans_table.md is what its script writes from the files of results."""
-    done = subprocess.run([sys.executable, ROOT / "benchmarks" / "tables.py"], capture_output=True, text=True, check=True)
-    assert (ROOT / "docs" / "plans_table.md").read_text(encoding="utf-8") == done.stdout, (
-        "write it anew: python3 benchmarks/tables.py > docs/plans_table.md"
+@pytest.mark.parametrize("name", ["plans", "functions"])
+def test_the_tables_of_the_docs_are_made_of_the_results(name):
+    """Each is what its script writes from the files of results."""
+    done = subprocess.run([sys.executable, ROOT / "benchmarks" / "tables.py", name], capture_output=True, text=True, check=True)
+    assert (ROOT / "docs" / f"{name}_table.md").read_text(encoding="utf-8") == done.stdout, (
+        f"write it anew: python3 benchmarks/tables.py {name} > docs/{name}_table.md"
     )
 
 

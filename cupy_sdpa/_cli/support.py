@@ -37,14 +37,17 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     what.add_argument(
         "--measure", action="store_true", help="plan everything, for GPUs that need not be here (a minute or two)"
     )
-    parser.add_argument("--pairs", action="store_true", help="with --measure: every pair of options")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--pairs", action="store_true", help="with --measure: every pair of options")
+    which.add_argument("--operations", action="store_true", help="with --measure: every operation of score functions")
     parser.set_defaults(command=command)
 
 
 def command(arguments: argparse.Namespace) -> int:
     """Run ``support``; 1 where the table is not right."""
     if arguments.measure:
-        return _measure(arguments.cudnn, survey.pairs() if arguments.pairs else survey.PROBES)
+        others = survey.operations() if arguments.operations else survey.PROBES
+        return _measure(arguments.cudnn, survey.pairs() if arguments.pairs else others)
     try:
         version = version_number(arguments.cudnn) if arguments.cudnn else RELEASES[-1]
     except ValueError as error:
