@@ -116,6 +116,16 @@ def test_wrong_gradients_of_sinks_are_refused(wrong, dtype):
         assert_close(wrong(naive), truth, naive, floor)
 
 
+def test_the_floor_of_sinks_is_the_same_of_packed_arrays():
+    """The same numbers, padded to one length and packed."""
+    rng = np.random.default_rng(0)
+    dout, out = (rng.standard_normal((8, 4, 20, 3)).astype(np.float16) for _ in range(2))
+    stats, sinks = rng.standard_normal((20, 4, 3)), rng.standard_normal(4)
+    packed = [x.reshape(8, 4, -1, order="F") for x in (dout, out)]
+    rows = stats.transpose(1, 0, 2).reshape(4, -1, order="F")
+    np.testing.assert_allclose(sinks_floor(*packed, rows, sinks), sinks_floor(dout, out, stats, sinks))
+
+
 def test_the_floor_is_of_the_size_of_rounding():
     """The floor that is added to the naive error is a few units in the last place, no more."""
     from tolerance import rounding_floor

@@ -56,7 +56,8 @@ def sinks_floor(dout, out, stats, sinks) -> float:
     size of the root of the sum of squares (Higham and Mary 2019, "A new approach to probabilistic rounding error analysis").
     ``out`` and ``stats`` are the true ones; all are of padded arrays, or all of packed ones.
     """
-    left = np.where(np.isfinite(stats), stats, np.inf).swapaxes(0, 1)  # (Hq, Sq, B) or (Hq, Tq)
+    left = np.where(np.isfinite(stats), stats, np.inf)
+    left = left.swapaxes(0, 1) if left.ndim == 3 else left  # (Hq, Sq, B) or (Hq, Tq)
     sinks = np.asarray(sinks, np.float64).reshape(-1, *(1,) * (left.ndim - 1))
     terms = (np.exp(sinks - left) * dout.astype(np.float64) * out) ** 2
     of_heads = np.sqrt(terms.sum(axis=(0, *range(2, terms.ndim))))
