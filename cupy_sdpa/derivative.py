@@ -81,11 +81,16 @@ class Rule:
         otherwise = other if isinstance(other, int) else self.writer.constant(other)
         return g._replace(value=self.writer.add("binary_select", g.value, otherwise, condition))
 
-    def ranked(self, g: Adjoint, mode: str, x: int, b: int) -> Adjoint:
-        """A gradient where x is greater (or less) than b, half of it where they are equal, else 0."""
-        half = self.where(g._replace(value=self.scaled(g.value, 0.5)), self.writer.add("cmp_eq", x, b))
-        return self.where(g, self.writer.add(mode, x, b), half.value)
+    def ranked(self, g: Adjoint, strictly: str, x: int, b: int) -> Adjoint:
+        """A gradient where x is greater (or less) than b, half of it where they are equal, else 0.
 
+        A condition is a number, 1 or 0: ``(x > b) + (x >= b)`` is twice the share.
+        """
+        twice = self.writer.add("add", self.writer.add(strictly, x, b), self.writer.add(_NOT_STRICTLY[strictly], x, b))
+        return self.times(g, "mul", twice)._replace(factor=g.factor / 2)
+
+
+_NOT_STRICTLY = {"cmp_gt": "cmp_ge", "cmp_lt": "cmp_le"}
 
 Gradients = Sequence[Adjoint | None]
 _NONE: Callable[..., Gradients] = lambda r, g, out, *args: [None] * len(args)  # noqa: E731
@@ -119,9 +124,9 @@ def _tan(r: Rule, g: Adjoint, out: int, x: int) -> Gradients:
 
 
 def _abs(r: Rule, g: Adjoint, out: int, x: int) -> Gradients:
+    # d |x| = (x > 0) - (x < 0)
     zero = r.writer.constant(0.0)
-    below = r.where(g._replace(value=r.writer.add("neg", g.value)), r.writer.add("cmp_lt", x, zero))
-    return [r.where(g, r.writer.add("cmp_gt", x, zero), below.value)]
+    return [r.times(g, "mul", r.writer.add("sub", *(r.writer.add(mode, x, zero) for mode in ("cmp_gt", "cmp_lt"))))]
 
 
 def _erf(r: Rule, g: Adjoint, out: int, x: int) -> Gradients:
