@@ -36,7 +36,11 @@ class Adjoint(NamedTuple):
 
 
 class Rule:
-    """What the rules write with."""
+    """What the rules write with.
+
+    A condition is a number, 1 or 0, and multiplies: choices (``binary_select``) are slow. A backward pass through ``clip`` took
+    4.7 ms with four of them, and 1.7 without (an H200, 16 heads, 4096, head dim 128, batch 2).
+    """
 
     def __init__(self, writer: Writer) -> None:
         self.writer = writer
@@ -75,11 +79,6 @@ class Rule:
         else:
             joined.append(number)
         return g._replace(over=tuple(sorted(over)), under=tuple(sorted(under)))
-
-    def where(self, g: Adjoint, condition: int, other: float | int = 0.0) -> Adjoint:
-        """A gradient where a condition holds, else 0, or another step."""
-        otherwise = other if isinstance(other, int) else self.writer.constant(other)
-        return g._replace(value=self.writer.add("binary_select", g.value, otherwise, condition))
 
     def ranked(self, g: Adjoint, strictly: str, x: int, b: int) -> Adjoint:
         """A gradient where x is greater (or less) than b, half of it where they are equal, else 0.
@@ -143,7 +142,7 @@ def _pow(r: Rule, g: Adjoint, out: int, x: int, b: int) -> Gradients:
 
 
 def _select(r: Rule, g: Adjoint, out: int, x: int, b: int, condition: int) -> Gradients:
-    return r.where(g, condition), r.where(g, r.writer.opposite(condition)), None
+    return r.times(g, "mul", condition), r.times(g, "mul", r.writer.opposite(condition)), None
 
 
 #: mode -> (what to write with, the gradient of the result, the result, the operands) -> the gradients of the operands.
