@@ -1,6 +1,10 @@
 """A caller's own score and mask functions: against dense arrays, planned, on the GPU, and what they are keyed by."""
 
+import contextlib
+import gc
+import inspect
 import math
+import weakref
 
 import numpy as np
 import pytest
@@ -9,8 +13,19 @@ from on_gpu import poisoned, poisoning
 from planner import library_version, plan_problem
 from tolerance import accumulation_floor, assert_close, gradient_floor
 
-from cupy_sdpa import alibi_slopes, attention, attention_backward, dropout_mask, gpus, prepare, problem, zoo
-from cupy_sdpa.arguments import read_shapes
+from cupy_sdpa import (
+    Unsupported,
+    alibi_slopes,
+    attention,
+    attention_backward,
+    attention_vjp,
+    dropout_mask,
+    gpus,
+    prepare,
+    problem,
+    zoo,
+)
+from cupy_sdpa.arguments import read_forward, read_shapes
 from cupy_sdpa.band import Band
 from cupy_sdpa.plan import PlanInfo
 from cupy_sdpa.support import why_not
@@ -94,6 +109,46 @@ def test_what_cannot_be_traced_says_what_to_write(score_mod, error, text):
     with pytest.raises(error, match=text) as caught:
         asked(score_mod=score_mod)
     assert any(entry.name == "<lambda>" for entry in caught.traceback) or text == "mask_mod"
+
+
+def test_nothing_of_the_callers_is_kept():
+    """A function, what it closes over, and its arrays are let go after the call."""
+    weight = np.ones((B, 40), np.float32)
+
+    class Cap:
+        value = 3.0
+
+    cap = Cap()
+
+    def score_mod(score, b, h, q_idx, kv_idx, weight):
+        return cap.value * np.tanh(score / cap.value) + weight[b, kv_idx]
+
+    q, k, v, dout = arrays(s=40)
+    out, pullback = attention_vjp(q, k, v, score_mod=score_mod, tensors={"weight": weight}, return_dtensors=True)
+    pullback(dout)
+    watched = [weakref.ref(x) for x in (score_mod, cap, weight)]
+    del score_mod, cap, weight, pullback, out
+    gc.collect()
+    assert [x() for x in watched] == [None] * 3
+
+
+def test_a_refusal_names_the_operations_and_their_lines(monkeypatch):
+    """What cuDNN refuses comes with the lines in which its operations were written."""
+    q, k, v, _ = arrays(s=40)
+    call = read_forward(q, k, v, {"score_mod": lambda s, b, h, i, j: np.tanh(s) * 2.0})
+
+    def refuse(device):
+        raise Unsupported("no engine")
+
+    monkeypatch.setattr(call, "on_gpu", True)
+    monkeypatch.setattr(call, "_compute", refuse)
+    monkeypatch.setattr("cupy_sdpa.gpu.on_device_of", lambda array: contextlib.nullcontext(0))
+    with pytest.raises(Unsupported) as caught:
+        call.run()
+    (_, note) = caught.value.__notes__
+    line = inspect.currentframe().f_lineno
+    assert f"tanh_fwd at {__file__}:" in note
+    assert abs(int(note.split("tanh_fwd at ")[1].split(",")[0].rsplit(":", 1)[1]) - line) < 20
 
 
 # Together with the other options
