@@ -113,21 +113,22 @@ def test_what_cannot_be_traced_says_what_to_write(score_mod, error, text):
 
 def test_nothing_of_the_callers_is_kept():
     """A function, what it closes over, and its arrays are let go after the call."""
-    weight = np.ones((B, 40), np.float32)
 
     class Cap:
         value = 3.0
 
-    cap = Cap()
+    def called():
+        weight, cap = np.ones((B, 40), np.float32), Cap()
 
-    def score_mod(score, b, h, q_idx, kv_idx, weight):
-        return cap.value * np.tanh(score / cap.value) + weight[b, kv_idx]
+        def score_mod(score, b, h, q_idx, kv_idx, weight):
+            return cap.value * np.tanh(score / cap.value) + weight[b, kv_idx]
 
-    q, k, v, dout = arrays(s=40)
-    out, pullback = attention_vjp(q, k, v, score_mod=score_mod, tensors={"weight": weight}, return_dtensors=True)
-    pullback(dout)
-    watched = [weakref.ref(x) for x in (score_mod, cap, weight)]
-    del score_mod, cap, weight, pullback, out
+        q, k, v, dout = arrays(s=40)
+        _, pullback = attention_vjp(q, k, v, score_mod=score_mod, tensors={"weight": weight}, return_dtensors=True)
+        pullback(dout)
+        return [weakref.ref(x) for x in (score_mod, cap, weight)]
+
+    watched = called()
     gc.collect()
     assert [x() for x in watched] == [None] * 3
 
