@@ -35,7 +35,7 @@ def test_many_functions_have_the_derivatives_that_differences_show(functions):
 
 
 @pytest.mark.cudnn
-@settings(EVERY, max_examples=25)
+@settings(EVERY, max_examples=15)
 @given(functions=random_functions(), backward=st.booleans(), gpu=st.sampled_from(["h200", "b200", "a100", "rtx5090"]))
 def test_any_function_is_planned(functions, backward, gpu, planner):
     """On every generation of GPUs, both passes."""
