@@ -48,7 +48,8 @@ class Report:
         """
         if self.engine == "numpy" or self.problem.trivial:
             return 0
-        return self.plan.workspace if self.plan else None
+        plans = [launch.plan for launch in self.launches or (self,)]  # one after the other, so the largest
+        return max((plan.workspace for plan in plans if plan), default=None)
 
     def __bool__(self) -> bool:
         return not self.reasons
@@ -100,6 +101,7 @@ class Report:
                 body += html.folded("refused before", html.table(("reason",), [(reason,) for reason in self.plan.refused]))
         else:
             body += html.table((verdict,), [])
+        body += "".join(launch._repr_html_() for launch in self.launches[1:])
         return html.titled(str(self.problem), body)
 
 

@@ -104,6 +104,7 @@ def test_arrays_share_a_launch_where_they_can(name, launched):
     report = explain(q, k, v, backward=True, return_dtensors=True, **functions.options(q=30, kv=30))
     assert len(report.launches or (report,)) == launched
     assert str(report).count("and then") == launched - 1
+    assert report._repr_html_().count("runs on the CPU") == launched
     parts = launches.launches(report.problem) if launched == 1 else [part.problem for part in report.launches]
     assert [len(part.sums) for part in parts] == ([1] if launched == 1 else [0] + [1] * (launched - 1))
 
