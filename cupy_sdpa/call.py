@@ -58,25 +58,38 @@ class Call:
 
     def run(self) -> list[Any]:
         """Compute; gives the results."""
-        for launch in self._launches():
-            launch._run()
+        parts = self._launches()
+        for launch in parts if len(parts) > 1 else ():  # refuse before anything is written
+            launch._on_device(launch._plan)
+        for launch in parts:
+            launch._on_device(launch._compute)
             self.arrays |= {spec.name: launch.arrays[spec.name] for spec in launch.problem.results if launch is not self}
         results = [self.arrays[spec.name] for spec in self.problem.results if spec not in self.problem.dcaptured]
-        return [*results, self.gradients.gathered(self.arrays)] if self.gradients else results
+        if self.gradients:
+            results.append(self._on_device(self._gathered))
+        return results
 
-    def _run(self) -> None:
+    def _on_device(self, work: Callable[[int | None], T]) -> T:
+        """Do something on the device of the arrays; what is refused says of which call, and where that was written."""
         if self.on_gpu:
             with gpu.on_device_of(self.arrays["q"]) as device:
                 try:
-                    self._compute(device)
+                    return work(device)
                 except (Unsupported, CudnnError) as error:
                     error.add_note(f"asked for: {self.problem}")
                     if self.lines:
                         written = ", ".join(f"{mode} at {line}" for mode, line in self.lines.items())
                         error.add_note(f"its functions are written with {written}")
                     raise
-        else:
-            self._compute(None)
+        return work(None)
+
+    def _gathered(self, device: int | None) -> dict[str, Any]:
+        assert self.gradients
+        return self.gradients.gathered(self.arrays)
+
+    def _plan(self, device: int | None) -> None:
+        if device is not None and not self.problem.trivial:
+            planned(self.posed, device, lambda here, plan: None)
 
     def _launches(self) -> list[Call]:
         """The calls that this one takes, nearly always itself alone; the first one gives most results."""

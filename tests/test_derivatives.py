@@ -1,11 +1,15 @@
 """The derivatives of score functions: rule by rule, of functions that nobody wrote, and with respect to the arrays they read."""
 
+import contextlib
+
 import numpy as np
 import pytest
 from functions import HKV, HQ, LEARNED, OPERATIONS, ZOO, B, agrees, arrays, drawn, right_on_the_gpu
 from planner import library_version, plan_problem
 
-from cupy_sdpa import attention, attention_backward, attention_vjp, explain, gpus, launches, patterns, problem, zoo
+from cupy_sdpa import Unsupported, attention, attention_backward, attention_vjp, explain, gpus, launches, patterns, problem, zoo
+from cupy_sdpa.arguments import read_backward
+from cupy_sdpa.call import Call
 from cupy_sdpa.derivative import RULES
 from cupy_sdpa.graph import POINTWISE
 from cupy_sdpa.plan import PlanInfo
@@ -107,6 +111,29 @@ def test_arrays_share_a_launch_where_they_can(name, launched):
     assert report._repr_html_().count("runs on the CPU") == launched
     parts = launches.launches(report.problem) if launched == 1 else [part.problem for part in report.launches]
     assert [len(part.sums) for part in parts] == ([1] if launched == 1 else [0] + [1] * (launched - 1))
+
+
+def test_every_launch_is_planned_before_the_first_runs(monkeypatch):
+    """What the second launch refuses is refused before the first has written anything."""
+    (functions,) = (functions for functions in LEARNED if functions.name == "kerple")
+    q, k, v, dout = arrays(s=30)
+    options = functions.options(q=30, kv=30)
+    out, stats = attention(q, k, v, return_stats=True, **options)
+    call = read_backward(q, k, v, options, dout=dout, out=out, stats=stats, return_dtensors=True)
+    asked, ran = [], []
+
+    def planned(given, device, run):
+        asked.append(given.settings.gradient_of)
+        if len(asked) > 1:
+            raise Unsupported("no engine")
+
+    monkeypatch.setattr(call, "on_gpu", True)
+    monkeypatch.setattr("cupy_sdpa.call.planned", planned)
+    monkeypatch.setattr("cupy_sdpa.gpu.on_device_of", lambda array: contextlib.nullcontext(0))
+    monkeypatch.setattr(Call, "_compute", lambda self, device: ran.append(self.problem))
+    with pytest.raises(Unsupported, match="no engine"):
+        call.run()
+    assert (asked, ran) == (["", "t0"], [])
 
 
 def test_only_what_is_asked_for_is_given():
