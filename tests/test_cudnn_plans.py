@@ -11,6 +11,7 @@ from planner import in_child, library_version, plan_graph, plan_problem
 from cupy_sdpa import arguments, gpus
 from cupy_sdpa.errors import Unsupported
 from cupy_sdpa.graph import Builder, Tensor, row_major
+from cupy_sdpa.launches import launches
 from cupy_sdpa.lowering import OperationGraph
 from cupy_sdpa.patterns import backward, forward
 from cupy_sdpa.plan import ORDERED, ORDERED_SINCE, PlanInfo
@@ -74,14 +75,15 @@ def test_every_backward_case_is_planned_for_the_h200(case, way, planner):
         return
     if asked.dbias and way == "ordered":
         return  # nobody asks for it: the gradient of a bias is written directly
-    needed = guards(asked, version, 90)
     config = ORDERED if way == "ordered" else None
-    plan = planner.call(plan_graph, backward(asked, way == "direct", needed), "h200", True, config)
-    if way == "ordered" and version < ORDERED_SINCE:
-        assert isinstance(plan, str)
-    else:
-        assert isinstance(plan, PlanInfo), plan
-        assert plan.engine == 6
+    for part in launches(asked):
+        graph = backward(part, way == "direct", guards(part, version, 90))
+        plan = planner.call(plan_graph, graph, "h200", True, config)
+        if way == "ordered" and version < ORDERED_SINCE:
+            assert isinstance(plan, str)
+        else:
+            assert isinstance(plan, PlanInfo), plan
+            assert plan.engine == 6
 
 
 @pytest.mark.parametrize("gpu", [name for name in gpus.NAMES if name != "h200"])
