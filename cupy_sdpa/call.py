@@ -59,11 +59,13 @@ class Call:
     def run(self) -> list[Any]:
         """Compute; gives the results."""
         parts = self._launches()
-        for launch in parts if len(parts) > 1 else ():  # refuse before anything is written
-            launch._on_device(launch._plan)
+        if len(parts) > 1:  # refuse before anything is written
+            for launch in parts:
+                launch._on_device(launch._plan)
         for launch in parts:
             launch._on_device(launch._compute)
-            self.arrays |= {spec.name: launch.arrays[spec.name] for spec in launch.problem.results if launch is not self}
+            if launch.arrays is not self.arrays:
+                self.arrays |= {spec.name: launch.arrays[spec.name] for spec in launch.problem.sums}
         results = [self.arrays[spec.name] for spec in self.problem.results if spec not in self.problem.dcaptured]
         if self.gradients:
             results.append(self._on_device(self._gathered))

@@ -113,6 +113,20 @@ def test_arrays_share_a_launch_where_they_can(name, launched):
     assert [len(part.sums) for part in parts] == ([1] if launched == 1 else [0] + [1] * (launched - 1))
 
 
+@pytest.mark.parametrize("functions", LEARNED, ids=str)
+def test_further_launches_leave_the_gradients_of_q_k_and_v(functions):
+    """They are those of the first launch, whatever else is asked for, and lie where the caller wants them."""
+    q, k, v, dout = arrays(s=30)
+    options = functions.options(q=30, kv=30)
+    out, stats = attention(q, k, v, return_stats=True, **options)
+    alone = attention_backward(dout, q, k, v, out, stats, **options)
+    dq = np.full_like(q, np.nan)
+    *gradients, _ = attention_backward(dout, q, k, v, out, stats, dq=dq, return_dtensors=True, **options)
+    assert gradients[0] is dq
+    for a, b in zip(gradients, alone, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_every_launch_is_planned_before_the_first_runs(monkeypatch):
     """What the second launch refuses is refused before the first has written anything."""
     (functions,) = (functions for functions in LEARNED if functions.name == "kerple")
