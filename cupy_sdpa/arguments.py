@@ -13,7 +13,7 @@ from .bucket import Policy, check_bucket
 from .call import Call
 from .options import ARRAYS, check_names, read_scale, read_settings
 from .posing import Wanted, pose, with_sums
-from .problem import LENGTHS, SEEDS, STARTS, Problem, is_matrix
+from .problem import LENGTHS, SEEDS, STARTS, Problem, Settings, is_matrix
 from .spec import Signature, dense_signature
 from .staging import full_lengths, posed, whole_number
 
@@ -73,6 +73,7 @@ def _read(
 ) -> Call:
     """What both passes check, in the order in which they do."""
     check_names(options)
+    functions.check_tensors(options)
     given |= {name: options.get(name) for name in ARRAYS}
     numbers_given = {name: given.pop(name) for name in SEEDS if _is_number(given[name])}
     arrays = {name: array for name, array in given.items() if array is not None or name in ("q", "k", "v")}
@@ -88,20 +89,30 @@ def _read(
         else:
             arrays[name] = whole_number(numbers_given.get(name, 0), arrays["q"], on_gpu)
     _complete_lengths(arrays, on_gpu)
-    asked = pose(tuple((name, _signature(array)) for name, array in arrays.items()), settings, wanted)
+    signatures = {name: _signature(array) for name, array in arrays.items()}
+    asked, own, gradients = _posed_with_functions(signatures, options, settings, wanted, return_dtensors)
     lines: dict[str, str] = {}
-    own = None
-    if functions.given(options):
-        own = functions.read(options, asked)
+    if own:
         arrays, scalars, lines = arrays | own.arrays, scalars | own.numbers, own.lines
-        asked = pose(tuple((name, _signature(array)) for name, array in arrays.items()), own.settings, wanted)
-    gradients = functions.gradients_of(return_dtensors, options.get("tensors"), own)
-    if gradients:
-        asked = with_sums(asked, gradients.wanted(asked))
     if not on_gpu:
         _check_lengths(asked, arrays)
     _check_overlap(asked, arrays)
     return Call(asked, arrays, scalars, on_gpu, _policy(options.get("bucket"), asked), lines, gradients)
+
+
+def _posed_with_functions(
+    signatures: dict[str, Signature], options: Mapping[str, Any], settings: Settings, wanted: Wanted, return_dtensors: Any
+) -> tuple[Problem, functions.Functions | None, functions.Gradients | None]:
+    """The problem that arrays and the caller's own functions pose, what these come to, and the gradients asked for."""
+    asked, own = pose(tuple(signatures.items()), settings, wanted), None
+    if functions.given(options):
+        own = functions.read(options, asked)
+        read = {name: _signature(array) for name, array in own.arrays.items()}
+        asked = pose(tuple((signatures | read).items()), own.settings, wanted)
+    gradients = functions.gradients_of(return_dtensors, options.get("tensors"), own)
+    if gradients:
+        asked = with_sums(asked, gradients.wanted(asked))
+    return asked, own, gradients
 
 
 def _is_number(value: Any) -> bool:
@@ -139,6 +150,7 @@ def read_shapes(
 ) -> Problem:
     """The problem that shapes (of dense arrays in Fortran order) or arrays would pose; no array is made or read."""
     check_names(options)
+    functions.check_tensors(options)
     given = {name: _shape_signature(name, x, dtype) for name, x in (("q", q), ("k", k), ("v", v))}
     kind, (head_dim, heads, *_), *_ = given["q"]
     defaults = {"mask": "bool", "bias": kind, "dropout_mask": "bool"} | dict.fromkeys((*LENGTHS, *STARTS), "int32")
@@ -158,14 +170,9 @@ def read_shapes(
     settings, _ = read_settings(options, tau, deterministic=bool(deterministic))
     rows = _rows_wanted(return_stats)
     wanted = rows._replace(backward=bool(backward), dbias=bool(return_dbias), dsinks=bool(return_dsinks))
-    asked = pose(tuple(given.items()), settings, wanted)
-    if functions.given(options):
-        tensors = {name: _standin(name, x) for name, x in (options.get("tensors") or {}).items()}
-        own = functions.read({**options, "tensors": tensors}, asked)
-        given |= {name: _signature(array) for name, array in own.arrays.items()}
-        asked = pose(tuple(given.items()), own.settings, wanted)
-        if backward and (gradients := functions.gradients_of(return_dtensors, tensors, own)):
-            asked = with_sums(asked, gradients.wanted(asked))
+    tensors = {name: _standin(name, x) for name, x in (options.get("tensors") or {}).items()}
+    sums = return_dtensors if backward else False
+    asked, _, _ = _posed_with_functions(given, {**options, "tensors": tensors}, settings, wanted, sums)
     return posed(asked, _policy(options.get("bucket"), asked), on_gpu=True)
 
 

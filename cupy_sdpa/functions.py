@@ -38,18 +38,21 @@ class Functions(NamedTuple):
 
 
 def given(options: Mapping[str, Any]) -> bool:
-    """Whether a call has functions.
+    """Whether a call has functions."""
+    return options.get("score_mod") is not None or options.get("mask_mod") is not None
+
+
+def check_tensors(options: Mapping[str, Any]) -> None:
+    """Refuse arrays for functions that are no mapping, or that no function is there to read.
 
     Raises:
-        TypeError, ValueError: it has arrays for them, and no function; or no mapping of arrays.
+        TypeError, ValueError: with what is given.
     """
     tensors = options.get("tensors")
     if tensors is not None and not isinstance(tensors, Mapping):
         raise TypeError(f"tensors is a {type(tensors).__name__}; it must be a mapping of names to arrays")
-    there = options.get("score_mod") is not None or options.get("mask_mod") is not None
-    if tensors and not there:
+    if tensors and not given(options):
         raise ValueError(f"tensors has {', '.join(tensors)}, and neither score_mod nor mask_mod is given: they read it")
-    return there
 
 
 def read(options: Mapping[str, Any], asked: Problem) -> Functions:

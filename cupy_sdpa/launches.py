@@ -26,6 +26,7 @@ def launches(problem: Problem) -> tuple[Problem, ...]:
     return (_with_sum(problem, shared), *(_of_its_own(problem, spec) for spec in others))
 
 
+@functools.lru_cache(maxsize=1024)
 def derivatives(problem: Problem) -> dict[str, int]:
     """The derivatives of a score function with respect to the arrays that it reads, as steps; of those that have one.
 
@@ -35,7 +36,7 @@ def derivatives(problem: Problem) -> dict[str, int]:
     if program is None or program.score is None:
         return {}
     writer = Writer(program.steps)
-    leaves = {spec.name: writer.leaf("captured", spec.name) for spec in problem.captured if spec.dtype.startswith(("f", "b"))}
+    leaves = {spec.name: writer.leaf("captured", spec.name) for spec in problem.captured}
     leaves[""] = writer.leaf("score")
     found = zip(leaves, slopes(writer, program.score, list(leaves.values())), strict=True)
     return {name: step for name, step in found if step is not None}

@@ -81,7 +81,7 @@ class Scores:
         if mask := self.mask:
             yield lambda g, s: _seen(g, s, mask)
         if (root := self.program.mask) is not None:
-            yield lambda g, s: changes.speller.on(g, s, "m")(root)
+            yield lambda g, s: changes.speller.on(s, "m")(root)
 
     def _scaled(self, g: Builder, s: Tensor) -> Tensor:
         """``S <- scale S``."""

@@ -54,9 +54,9 @@ class Speller:
                 self.tensors[number] = self._spelled(self.writer.steps[number])
         return self._inside(root)
 
-    def on(self, g: Builder, score: Tensor, prefix: str) -> Speller:
+    def on(self, score: Tensor, prefix: str) -> Speller:
         """One that spells the same steps anew, with places taken from the scores as they are by now: cuDNN wants a chain."""
-        return Speller(g, self.writer, score, self.leaves, prefix)
+        return Speller(self.g, self.writer, score, self.leaves, prefix)
 
     def slope(self, root: int, of: str = "") -> int:
         """The step that is the derivative of another with respect to the score, or to an array that is read."""

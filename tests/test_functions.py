@@ -112,6 +112,23 @@ def test_what_cannot_be_traced_says_what_to_write(score_mod, error, text):
     assert any(entry.name == "<lambda>" for entry in caught.traceback) or text == "mask_mod"
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"mask_mod": zoo.causal, "tensors": [np.ones(3)]}, TypeError, "tensors is a list; it must be a mapping"),
+        ({"tensors": {"x": np.ones(3)}}, ValueError, "tensors has x, and neither score_mod nor mask_mod"),
+    ],
+    ids=["list", "unread"],
+)
+def test_tensors_that_nobody_could_read_are_refused(options, error, text):
+    """By calls, and by questions about shapes."""
+    q, k, v, _ = arrays(s=40)
+    with pytest.raises(error, match=text):
+        attention(q, k, v, **options)
+    with pytest.raises(error, match=text):
+        asked(**options)
+
+
 def test_nothing_of_the_callers_is_kept():
     """A function, what it closes over, and its arrays are let go after the call."""
 
