@@ -168,6 +168,17 @@ def _tails(problem: Problem) -> frozenset[str]:
     return frozenset(name for name, length in tails.items() if problem.scored and not problem.ragged and length % 128)
 
 
+def _ends_first(problem: Problem) -> bool:
+    """Whether what lies behind packed sequences is hidden before L is taken away, which is 2 % faster (H200, 9.19).
+
+    Only where ``-inf - -inf`` cannot stay: with nothing but a causal mask a row that sees none of its sequence's keys sees none
+    behind them either.
+    """
+    band, settings = problem.band, problem.settings
+    causal = band is not None and band.right is not None and band.left is None
+    return problem.packed and causal and not (settings.program or problem.bias or problem.mask)
+
+
 @functools.lru_cache(maxsize=1024)
 def forward(problem: Problem) -> Graph:
     """``out = softmax(S) V`` with the scores S as modified and masked; ``stats`` is the log-sum-exp of every row of S."""
@@ -177,7 +188,7 @@ def forward(problem: Problem) -> Graph:
     # S = Q K^T                             (B, Hq, Sq, Skv)
     s = g.matmul("S = Q Kᵀ", q, kt, "S", m=scores.queries, n=scores.keys)
     s, changes = scores.modified(g, s)
-    s = scores.masked(g, s, changes)
+    s = scores.masked(g, scores.within(g, s), changes)
     if "keys" in _tails(problem):
         s = below(g, s, "j", axis=3)
     # P = softmax(S), L = log sum exp(S)    P is rounded to the dtype of v, as the tensor cores need it
@@ -232,8 +243,10 @@ def backward(problem: Problem, direct: bool = False, guards: frozenset[str] = fr
     s = g.matmul("S = Q Kᵀ", q, kt, "S", m=queries, n=keys)
     s, changes = scores.modified(g, s)
     # P = exp(S - L)                        masked after L is taken away: a row that sees nothing has L = -inf, and P = 0
+    if ends_first := _ends_first(problem):
+        s = scores.within(g, s)
     s = g.pointwise(f"{s} − L", "sub", s, stats, out=f"{s}−L")
-    s = scores.masked(g, s, changes)
+    s = scores.masked(g, s if ends_first else scores.within(g, s), changes)
     guards |= _tails(problem)
     if "keys" in guards and keys is None:
         s = below(g, s, "j", axis=3)

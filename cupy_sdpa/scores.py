@@ -64,16 +64,18 @@ class Scores:
             changes.speller.slope(changes.root, self.gradient_of), ds, finite=self.program.score is not None
         )
 
+    def within(self, g: Builder, s: Tensor) -> Tensor:
+        """``S <- S where i < seq_lens_q and j < seq_lens_kv, else -inf``, where there are lengths."""
+        return hidden(g, s, within(g, s, self.queries, self.keys)) if self.queries and self.keys else s
+
     def masked(self, g: Builder, s: Tensor, changes: Changes) -> Tensor:
-        """``S <- S where the query sees the key, else -inf``."""
+        """``S <- S where the query sees the key, else -inf``, of those that exist."""
         for condition in self._conditions(changes):
             s = hidden(g, s, condition(g, s))
         return s
 
     def _conditions(self, changes: Changes) -> Iterator[Callable[[Builder, Tensor], Tensor]]:
         """What must hold for a query to see a key, from the scores as they are by then: cuDNN wants a chain."""
-        if self.queries and self.keys:
-            yield partial(within, queries=self.queries, keys=self.keys)
         if self.band and self.band.right is not None:
             yield partial(self._visible, band=self.band, right=self.band.right)
         if self.band and self.band.left is not None:
