@@ -12,7 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from . import html
 from ._cudnn.launch import Handle
@@ -75,10 +75,10 @@ class PlanCache:
         """Keep a plan in place of what is kept of its problem, which is destroyed."""
         with self.lock:
             before = self._entries.pop(problem, None)
-            self._entries[problem] = plan
             if isinstance(before, Plan):
                 before.close()
-            self._evict()
+            self._evict(self.limit - 1)
+            self._entries[problem] = plan
 
     def use(self, problem: Problem, build: Callable[[], Plan], run: Callable[[Plan], T]) -> T:
         """``run`` the plan of a problem, building it first where it is not kept.
@@ -101,19 +101,19 @@ class PlanCache:
         except Unsupported as error:
             entry = Refusal(str(error))
         with self.lock:
-            kept = self._entries.setdefault(problem, entry)
-            if kept is not entry and isinstance(entry, Plan):
+            kept = self._entries.get(problem)
+            if kept is None:
+                self._evict(self.limit - 1)  # before, so that it never is the one to go
+                kept = self._entries[problem] = entry
+            elif isinstance(entry, Plan):
                 entry.close()
             self._entries.move_to_end(problem)
-            self._evict()
             return run(_usable(kept))
 
     def clear(self) -> None:
         """Destroy every plan and forget every refusal; counts begin anew."""
         with self.lock:
-            limit, self.limit = self.limit, 0
-            self._evict()
-            self.limit = limit
+            self._evict(0)
             self.hits = self.misses = 0
 
     def set_limit(self, limit: int) -> None:
@@ -126,13 +126,18 @@ class PlanCache:
             raise ValueError(f"the limit is {limit}; a cache keeps at least 1 plan. To empty it: clear()")
         with self.lock:
             self.limit = limit
-            self._evict()
+            self._evict(limit)
 
-    def _evict(self) -> None:
-        while len(self._entries) > self.limit:
-            _, entry = self._entries.popitem(last=False)
+    def _evict(self, limit: int) -> None:
+        """Destroy the least recently used, until no more than so many are left."""
+        while len(self._entries) > limit:
+            problem, entry = self._entries.popitem(last=False)
             if isinstance(entry, Plan):
-                entry.close()
+                if entry.used:  # since it was last looked up: once more to the end of the queue
+                    entry.used = False
+                    self._entries[problem] = entry
+                else:
+                    entry.close()
 
     def _rows(self) -> list[tuple[str, ...]]:
         with self.lock:
@@ -169,11 +174,12 @@ def _usable(entry: Plan | Refusal) -> Plan:
 
 
 class Session:
-    """What a thread has in a CUDA context: a cuDNN handle, and the plans finalized for it."""
+    """What a thread has in a CUDA context: a cuDNN handle, the plans finalized for it, and the calls that come again."""
 
     def __init__(self) -> None:
         self.handle = Handle()
         self.cache = PlanCache()
+        self.known: dict[Any, Any] = {}  # of cupy_sdpa.repeats
 
 
 class _Lease:
@@ -193,10 +199,10 @@ _idle: dict[int, list[Session]] = {}
 _thread = threading.local()
 
 
-def has_session(context: int) -> bool:
-    """Whether :func:`session` would give a session that is there already, in this thread."""
+def existing_session(context: int) -> Session | None:
+    """The session that :func:`session` would give, if this thread has it already."""
     lease: _Lease | None = getattr(_thread, "lease", None)
-    return lease is not None and context in lease.sessions
+    return None if lease is None else lease.sessions.get(context)
 
 
 def session(context: int) -> Session:

@@ -46,6 +46,7 @@ class Call:
         bucket: how lengths are rounded up.
         lines: where each operation of the caller's own functions was written.
         gradients: what gives the gradients of the arrays that they read, where asked for.
+        launched: the plan and the address of its workspace, once it has run on these very arrays and nothing else was done.
     """
 
     problem: Problem
@@ -55,6 +56,7 @@ class Call:
     bucket: Policy | None = None
     lines: Mapping[str, str] = dataclasses.field(default_factory=dict)
     gradients: Gradients | None = None
+    launched: tuple[Plan, int] | None = None
 
     def run(self) -> list[Any]:
         """Compute; gives the results."""
@@ -172,11 +174,13 @@ class Call:
 
     def _launch(self, given: Problem, plan: Plan) -> None:
         stage = self._staged(given)
-        if gpu.capturing():
+        if capturing := gpu.capturing():
             plan.keep()
         workspace = gpu.allocate(plan.info.workspace)
         self._execute(stage, plan, workspace.ptr)
         stage.finish()
+        if stage.plain and not capturing:
+            self.launched = plan, workspace.ptr
 
     def _execute(self, stage: Stage, plan: Plan, workspace: int) -> None:
         plan.execute({name: array.data.ptr for name, array in stage.arrays.items()}, self.scalars, workspace)
@@ -244,10 +248,10 @@ def planned(problem: Problem, device: int, run: Callable[[Session, Plan], T]) ->
         Unsupported: there is no plan.
         RuntimeError: there is none yet, and the stream is being captured.
     """
-    from .cache import has_session, session
+    from .cache import existing_session, session
 
     context = gpu.context_id()
-    if not has_session(context):
+    if existing_session(context) is None:
         _not_while_capturing(problem)
     here = session(context)
 

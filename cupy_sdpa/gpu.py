@@ -10,7 +10,7 @@ import functools
 import importlib.util
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -87,25 +87,52 @@ def free_memory() -> int:
     return int(free) + int(cupy().get_default_memory_pool().free_bytes())
 
 
+@functools.cache
+def driver() -> Any:
+    """The CUDA driver's bindings.
+
+    Raises:
+        RuntimeError: cuda-python is missing.
+    """
+    try:
+        from cuda.bindings import driver as module
+    except ImportError as error:
+        raise RuntimeError(
+            "cuda-python is needed to tell CUDA contexts apart: pip install 'cupy-sdpa[cuda12]' (or [cuda13])"
+        ) from error
+    return module
+
+
 def context_id() -> int:
     """An id of the current CUDA context that no later context will have; makes the device's primary context if there is none.
 
     Raises:
         RuntimeError: there is no GPU, or cuda-python is missing.
     """
-    try:
-        from cuda.bindings import driver
-    except ImportError as error:
-        raise RuntimeError(
-            "cuda-python is needed to tell CUDA contexts apart: pip install 'cupy-sdpa[cuda12]' (or [cuda13])"
-        ) from error
-    status, number = driver.cuCtxGetId(0)
+    status, number = driver().cuCtxGetId(0)
     if status:  # no context is current in this thread yet
         cupy().cuda.runtime.free(0)
-        status, number = driver.cuCtxGetId(0)
-        if status:
-            raise RuntimeError(f"no CUDA context is current: {status.name}")
-    return int(number)
+        status, number = driver().cuCtxGetId(0)
+        check((status,))
+    return number  # type: ignore[no-any-return]
+
+
+def executable_graph(write: Callable[[int], None]) -> int:
+    """An executable CUDA graph of what is written into an empty one; for :func:`destroy_graph` to destroy."""
+    status, graph = driver().cuGraphCreate(0)
+    check((status,))
+    try:
+        write(int(graph))
+        status, executable = driver().cuGraphInstantiate(graph, 0)
+        check((status,))
+    finally:
+        check(driver().cuGraphDestroy(graph))
+    return int(executable)
+
+
+def destroy_graph(executable: int) -> None:
+    """Destroy an executable CUDA graph; where it is running still, it runs to its end."""
+    cupy().cuda.runtime.graphExecDestroy(executable)
 
 
 def fit(target: Any, source: Any, axes: Sequence[int]) -> None:
@@ -132,9 +159,7 @@ def resize(target: Any, source: Any, axis: int) -> None:
         kind = runtime.memcpyDeviceToDevice
         runtime.memcpy2DAsync(to.address, to.pitch, of.address, of.pitch, width, to.number, kind, stream())
     if width < to.width:
-        from cuda.bindings import driver
-
-        check(driver.cuMemsetD2D8Async(to.address + width, to.pitch, 0, to.width - width, to.number, stream()))
+        check(driver().cuMemsetD2D8Async(to.address + width, to.pitch, 0, to.width - width, to.number, stream()))
 
 
 def clear(array: Any, value: float) -> None:
@@ -142,20 +167,16 @@ def clear(array: Any, value: float) -> None:
     if not array.flags.f_contiguous and not array.flags.c_contiguous:
         array.fill(value)
     elif array.size:
-        from cuda.bindings import driver
-
         if value == 0:
-            check(driver.cuMemsetD8Async(array.data.ptr, 0, array.nbytes, stream()))
+            check(driver().cuMemsetD8Async(array.data.ptr, 0, array.nbytes, stream()))
         else:
             bits = int(np.float32(value).view(np.uint32))
-            check(driver.cuMemsetD32Async(array.data.ptr, bits, array.size, stream()))
+            check(driver().cuMemsetD32Async(array.data.ptr, bits, array.size, stream()))
 
 
 def fill_int32(array: Any, value: int) -> None:
     """Fill a dense int32 array with a number."""
-    from cuda.bindings import driver
-
-    check(driver.cuMemsetD32Async(array.data.ptr, value, array.size, stream()))
+    check(driver().cuMemsetD32Async(array.data.ptr, value, array.size, stream()))
 
 
 def check(answer: Any) -> None:

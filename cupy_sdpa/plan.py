@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -300,11 +300,15 @@ class Plan:
 
     Attributes:
         info: what is known of it.
+        used: whether it ran without a look-up in its cache, see :mod:`cupy_sdpa.repeats`.
+        before_close: called before it is destroyed, to give up what was made of it.
     """
 
     def __init__(self, kept: Kept, graph: Graph, target: Target, key: str, build_ms: float, *, loaded: bool = False) -> None:
         c, scratch = kept.candidate, Scratch(graph)
         self.key, self.target = key, target
+        self.used = False
+        self.before_close: list[Callable[[], None]] = []
         self._recorded = False
         self._descriptor = c.descriptor
         self._kept = replace(kept, candidate=replace(c, text=""))  # cuDNN has it too, see content()
@@ -329,12 +333,25 @@ class Plan:
             scalars: the numbers that the graph leaves open, by name.
             workspace: address of at least ``info.workspace`` bytes.
         """
+        handle, pointers, numbers = self._handed(addresses, scalars, workspace)
+        self._launcher.launch(handle, pointers, numbers, workspace)
+
+    def record(self, addresses: Mapping[str, int], scalars: Mapping[str, float], workspace: int, graph: int) -> None:
+        """Write what :meth:`execute` would enqueue into an empty CUDA graph; the plan must live as long as what is made of it.
+
+        Raises:
+            Unsupported: the engine cannot.
+        """
+        handle, pointers, numbers = self._handed(addresses, scalars, workspace)
+        self._launcher.record(handle, pointers, numbers, workspace, graph)
+
+    def _handed(
+        self, addresses: Mapping[str, int], scalars: Mapping[str, float], workspace: int
+    ) -> tuple[Handle, list[int], list[float]]:
         assert self.target.handle is not None, "planned for a GPU that is not here"
         if self._scratch:
             addresses = {**addresses, **{name: workspace + start for name, start in self._scratch.items()}}
-        self._launcher.launch(
-            self.target.handle, [addresses[name] for name in self._arrays], [scalars[name] for name in self._scalars], workspace
-        )
+        return self.target.handle, [addresses[name] for name in self._arrays], [scalars[name] for name in self._scalars]
 
     def mark_tuned(self) -> None:
         """Note that it was chosen by measuring."""
@@ -352,6 +369,9 @@ class Plan:
 
     def close(self) -> None:
         """Destroy the plan, unless a CUDA graph needs it; the kernels that it has enqueued run on."""
+        for close in self.before_close:
+            close()
+        self.before_close.clear()
         if not self._recorded:
             self._descriptor.close()
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from .arguments import read_backward, read_forward
 from .call import Call, tuning_on
-from .options import DTensors, Options, takes_options
+from .options import ARRAYS, DTensors, Options, takes_options
 from .problem import Problem
+from .repeats import learn, repeated
 from .report import Report
 
 if TYPE_CHECKING:  # cuDNN's rooms are entered only for CuPy arrays
@@ -91,35 +92,42 @@ class Prepared:
     ) -> None:
         self.problem, self.report, self.tuning = problem, report, tuning
         self._options, self._fixed = options, fixed
+        self._how = object()  # stands for the options, and what was asked for
+        self._arrays = tuple(value for name, value in options.items() if name in ARRAYS)
 
-    def __call__(self, *arrays: Any, **results: Any) -> Any:
+    def __call__(
+        self, *arrays: Any, out: Any = None, stats: Any = None, dq: Any = None, dk: Any = None, dv: Any = None, **options: Any
+    ) -> Any:
         """Compute.
 
         Args:
             arrays: q, k and v; for the backward pass dout, q, k, v, out and stats.
-            results: arrays to write into: out and stats, or dq, dk and dv; and other values of the options than those that were
-                prepared, such as other lengths.
+            out, stats, dq, dk, dv: arrays to write into.
+            options: other values than those that were prepared, such as other lengths.
 
         Raises:
             ValueError: the arrays pose another problem than the one that was prepared.
         """
-        call = self._read(arrays, results)
-        if call.problem != self.problem:
-            raise ValueError(
-                f"these arrays pose another problem than the one that was prepared. Prepared: {_layouts(self.problem)}. "
-                f"Given: {_layouts(call.problem)}. Prepare a call for each"
-            )
-        computed = call.run()
+        given = (*arrays, out, stats, dq, dk, dv, *self._arrays)
+        computed = repeated(self._how, given, options)
+        if computed is None:
+            into = {"dq": dq, "dk": dk, "dv": dv} if self.problem.backward else {"out": out, "stats": stats}
+            call = self._read(arrays, into, {**self._options, **options})
+            if call.problem != self.problem:
+                raise ValueError(
+                    f"these arrays pose another problem than the one that was prepared. Prepared: {_layouts(self.problem)}. "
+                    f"Given: {_layouts(call.problem)}. Prepare a call for each"
+                )
+            computed = call.run()
+            learn(self._how, given, options, call)
         return computed[0] if len(computed) == 1 else tuple(computed)
 
-    def _read(self, arrays: tuple[Any, ...], others: dict[str, Any]) -> Call:
-        results = {name: others.pop(name) for name in ("out", "stats", "dq", "dk", "dv") if name in others}
-        options = {**self._options, **others}
+    def _read(self, arrays: tuple[Any, ...], into: dict[str, Any], options: dict[str, Any]) -> Call:
         if not self.problem.backward:
             q, k, v = arrays
-            return read_forward(q, k, v, options, **self._fixed, **results)
+            return read_forward(q, k, v, options, **self._fixed, **into)
         dout, q, k, v, out, stats = arrays
-        return read_backward(q, k, v, options, dout=dout, out=out, stats=stats, **self._fixed, **results)
+        return read_backward(q, k, v, options, dout=dout, out=out, stats=stats, **self._fixed, **into)
 
     def __repr__(self) -> str:
         return f"<prepared: {self.problem}>"

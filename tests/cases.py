@@ -333,3 +333,15 @@ FORWARD = [
 def options_of_reference(options):
     """The options of a call as the reference takes them: it needs no bound of packed lengths."""
     return {name: value for name, value in options.items() if name not in ("max_seqlen_q", "max_seqlen_kv")}
+
+
+def inputs(xp, case):
+    """q, k, v and dout of a case in the engine's memory."""
+    case = case.with_dtype("float32") if xp is np else case
+    return [xp.asarray(x) for x in (*case.arrays(), case.dout())]
+
+
+def as_float(x):
+    """An array on the CPU in float32."""
+    x = x if isinstance(x, np.ndarray) else x.get()
+    return x.astype(np.float32)

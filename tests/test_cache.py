@@ -19,6 +19,7 @@ class FakePlan(Plan):
     """A plan that only knows whether it was closed."""
 
     def __init__(self):
+        self.used = False
         self.info = PlanInfo(2, (("TILE_M", 3),), 256, (), 1.0, False, False, 70000, (), 91900, forward(PROBLEMS[0]))
         self.closed = 0
 
@@ -75,6 +76,20 @@ def test_other_errors_are_not_kept():
     with pytest.raises(MemoryError):
         kept.use(PROBLEMS[0], fail, itself)
     assert isinstance(kept.use(PROBLEMS[0], FakePlan, itself), FakePlan)
+
+
+def test_a_plan_that_runs_without_look_ups_stays():
+    """It counts as used once; a plan that was just built is never the one to go, whatever else was used."""
+    kept = PlanCache(limit=2)
+    used, idle = (kept.use(problem, FakePlan, itself) for problem in PROBLEMS[:2])
+    used.used = True
+    kept.use(PROBLEMS[2], FakePlan, itself)
+    assert (used.closed, idle.closed) == (0, 1)
+    kept.set_limit(1)
+    (last,) = (kept.get(problem) for problem in PROBLEMS if kept.get(problem))
+    last.used = True
+    new = kept.use(PROBLEMS[3], FakePlan, itself)
+    assert (last.closed, new.closed, len(kept)) == (1, 0, 1)
 
 
 def test_clear_destroys_everything():

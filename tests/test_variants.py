@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import Case
+from cases import Case, as_float, inputs
 
 import cupy_sdpa
 from cupy_sdpa import Unsupported, alibi_slopes, attention, attention_backward, attention_vjp, dropout_mask, explain, reference
@@ -17,18 +17,6 @@ ENGINES = ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)]
 def xp(request):
     """numpy, and CuPy where there is a GPU."""
     return np if request.param == "numpy" else pytest.importorskip("cupy")
-
-
-def inputs(xp, case):
-    """q, k, v and dout of a case in the engine's memory."""
-    case = case.with_dtype("float32") if xp is np else case
-    return [xp.asarray(x) for x in (*case.arrays(), case.dout())]
-
-
-def as_float(x):
-    """An array on the CPU in float32."""
-    x = x if isinstance(x, np.ndarray) else x.get()
-    return x.astype(np.float32)
 
 
 PACKED = Case(

@@ -1,0 +1,175 @@
+"""What a call costs the host, beside PyTorch's, and what each of its steps costs: the budget of the hot path.
+
+    python benchmarks/host.py [results.csv]
+
+The time until a call returns, the device idle before it, in microseconds; medians, ours and PyTorch's in turn. The steps are
+timed in loops of their own, so they add up to a little less than a call. ``execute`` is ``cudnnBackendExecute`` with a variant
+pack that is ready, on the plan of the same call. Needs PyTorch beside CuPy.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import timeit
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cupy
+import torch
+from common import random_normal, versions, write_csv
+from kernels import as_torch, host_us
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import cupy_sdpa
+from cupy_sdpa import gpu, repeats
+from cupy_sdpa._cudnn.library import library
+
+SHAPE = (64, 8, 128, 2)
+ROUNDS, CALLS = 15, 100
+#: A step is timed in so many loops of so many; the best counts.
+LOOPS, STEPS = 5, 20000
+
+
+class Steps:
+    """The steps of a repeated call, each alone; and cuDNN's own function."""
+
+    def __init__(self, q: Any, k: Any, v: Any) -> None:
+        self.arrays = (q, k, v, None, None)
+        self.out = cupy_sdpa.attention(q, k, v)
+        here = repeats._here
+        assert here is not None
+        self.here = here
+        found = repeats._key(here.ndarray, ("forward", False), self.arrays, {})
+        session = here.session(gpu.context_id())
+        assert found is not None
+        assert session is not None
+        self.key, self.addresses = found
+        self.session = session
+        self.known = session.known[self.key]
+        self.pointers, self.graph = next(iter(self.known._graphs.items()))
+        self.plan = self.known._plan
+
+    def each(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """Name and step."""
+        here, known, key, how = self.here, self.known, self.key, ("forward", False)
+        cache = self.session.cache
+        (made,) = known._made
+        yield "the key: dtypes, shapes and strides", lambda: repeats._key(here.ndarray, how, self.arrays, {})
+        yield "the context and its session", lambda: here.session(here.context_id(0)[1])
+        yield "look the call up", lambda: self.session.known.get(key)
+        yield "the current stream", lambda: here.current_stream().ptr
+        yield "allocate the output", lambda: here.ndarray(made[0], made[1], here.alloc(made[2]), None, "F")
+        yield "look the addresses up", lambda: known._graphs.get(self.pointers)
+        yield "the plan cache's lock", lambda: self._locked(cache.lock)
+
+    @staticmethod
+    def _locked(lock: Any) -> None:
+        with lock:
+            pass
+
+    def execute(self) -> Callable[[], Any]:
+        """``cudnnBackendExecute`` on the same arrays, the variant pack kept."""
+        lib, launcher = library(), self.plan._launcher
+        q, k, v, *_ = self.arrays
+        self.workspace = cupy.cuda.alloc(max(self.plan.info.workspace, 1))
+        named = {"q": q, "k": k, "v": v, "out": self.out}
+        addresses = [named[name].data.ptr for name in self.plan._arrays]
+        self.pack = launcher._pack(lib, addresses, [SHAPE[0] ** -0.5], self.workspace.ptr)
+        handle, plan = self.plan.target.handle.pointer, self.plan._descriptor.pointer
+        return lambda: lib.cudnnBackendExecute(handle, plan, self.pack)
+
+    def close(self) -> None:
+        """Destroy the variant pack."""
+        self.plan._launcher._destroy(library(), self.pack)
+
+
+def calls() -> tuple[dict[str, Callable[[], Any]], Steps]:
+    """What is compared, by name."""
+    q, k, v = (random_normal(*SHAPE) for _ in range(3))
+    out = cupy.empty_like(q)
+    for _ in range(4):
+        cupy_sdpa.attention(q, k, v)
+    steps = Steps(q, k, v)
+    prepared = cupy_sdpa.prepare(q, k, v)
+    y, stats = cupy_sdpa.attention(q, k, v, return_stats=True)
+    dout = random_normal(*SHAPE)
+    into = {f"d{name}": cupy.empty_like(q) for name in "qkv"}
+    x = [as_torch(a) for a in (q, k, v)]
+    leaves = [t.detach().requires_grad_() for t in x]
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        result = scaled_dot_product_attention(*leaves)
+
+    def backend(kind: SDPBackend) -> Callable[[], Any]:
+        def call() -> Any:
+            return scaled_dot_product_attention(*x)
+
+        def entered() -> float:
+            with sdpa_kernel(kind):  # entering it takes longer than the call
+                return host_us(call, CALLS)
+
+        return entered
+
+    def ours(call: Callable[[], Any]) -> Callable[[], float]:
+        for _ in range(4):
+            call()
+        return lambda: host_us(call, CALLS)
+
+    compared = {
+        "attention": ours(lambda: cupy_sdpa.attention(q, k, v)),
+        "attention, causal": ours(lambda: cupy_sdpa.attention(q, k, v, causal=True)),
+        "attention, out=": ours(lambda: cupy_sdpa.attention(q, k, v, out=out)),
+        "prepared, out=": ours(lambda: prepared(q, k, v, out=out)),
+        "cudnnBackendExecute": ours(steps.execute()),
+        "cuGraphLaunch": ours(lambda: steps.here.launch(steps.graph, 0)),
+        "PyTorch, cuDNN": backend(SDPBackend.CUDNN_ATTENTION),
+        "PyTorch, flash": backend(SDPBackend.FLASH_ATTENTION),
+        "attention_backward": ours(lambda: cupy_sdpa.attention_backward(dout, q, k, v, y, stats)),
+        "attention_backward, dq=, dk=, dv=": ours(lambda: cupy_sdpa.attention_backward(dout, q, k, v, y, stats, **into)),
+        "PyTorch's autograd, cuDNN": lambda: host_us(
+            lambda: torch.autograd.grad(result, leaves, as_torch(dout), retain_graph=True), CALLS
+        ),
+        "attention, arrays never seen before": lambda: unseen(x[0].shape),
+    }
+    return compared, steps
+
+
+def unseen(shape: Any) -> float:
+    """A call with an output at an address that comes for the first time, each time: nothing can be repeated."""
+    q, k, v = (random_normal(*SHAPE) for _ in range(3))
+    outputs = [cupy.empty_like(q) for _ in range(CALLS + repeats.GRAPHS)]  # more than are remembered
+    turn = iter(outputs)
+    return host_us(lambda: cupy_sdpa.attention(q, k, v, out=next(turn)), CALLS)
+
+
+def main(path: str | None = None) -> None:
+    """Print the times and the budget and, where a path is given, write them as CSV."""
+    used = versions(torch=torch.__version__)
+    print(", ".join(f"{name} {value}" for name, value in used.items()))
+    with torch.no_grad():
+        compared, steps = calls()
+        taken: dict[str, list[float]] = {name: [] for name in compared}
+        for _ in range(ROUNDS):
+            for name, timed in compared.items():
+                taken[name].append(timed())
+    us = {name: statistics.median(values) for name, values in taken.items()}
+    peer = {False: us["PyTorch, cuDNN"], True: us["PyTorch's autograd, cuDNN"]}
+    rows = []
+    for name, value in us.items():
+        ratio = value / peer["backward" in name or "autograd" in name]
+        rows.append({"kind": "call", "name": name, "us": round(value, 2), "over_torch": round(ratio, 3)})
+        print(f"{name:40} {value:8.2f} us   {ratio:6.3f} of PyTorch's")
+    print(f"prepared over a bare cudnnBackendExecute: {us['prepared, out='] / us['cudnnBackendExecute']:.3f}")
+    print("the steps of a repeated call:")
+    for name, step in steps.each():
+        value = min(timeit.repeat(step, number=STEPS, repeat=LOOPS)) / STEPS * 1e6
+        rows.append({"kind": "step", "name": name, "us": round(value, 2), "over_torch": None})
+        print(f"  {name:52} {value:6.2f} us")
+    steps.close()
+    if path:
+        write_csv(path, [{**row, **used} for row in rows])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,237 @@
+"""Calls that come again, on arrays that they were given before: run from a CUDA graph, with nothing read anew.
+
+Reading a call's arguments and preparing it takes Python some 30 us, and ``cudnnBackendExecute`` 7 to 20; the same kernels in a
+CUDA graph take 3 (docs/speed.md has the budget). So a call is known by what its arguments look like, and when it comes for the
+second time on the same addresses, and would need no copies, cuDNN writes what it enqueues into a graph. From then on the call
+is a look-up, an allocation of the results and a launch. Any other call takes the way of :mod:`cupy_sdpa.call`.
+
+What is known belongs to a thread's session in a CUDA context, and a graph to the plan that it is made of: it is destroyed
+before the plan is. A graph holds addresses and numbers, and keeps no array alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import gpu
+from .call import Call, tunings
+from .errors import Unsupported
+
+if TYPE_CHECKING:  # cuDNN's rooms are entered only for CuPy arrays
+    from .cache import PlanCache
+    from .plan import Plan
+
+#: Calls that a session knows, and sets of addresses that each has a graph for; the oldest go first.
+CALLS, GRAPHS = 1024, 128
+#: Bytes of workspace up to which a graph keeps its own.
+SMALL = 1 << 16
+
+#: Options of these kinds are part of a call's key as they are. A tuple is by its text: (1, 0) and (1.0, 0) are not the same.
+_PLAIN = frozenset({bool, int, float, str, type(None), np.bool_, np.int64, np.float32, np.float64})
+
+#: Everything of CuPy that a repeated call needs, once there is a call to repeat: looking names up in modules takes time.
+_here: _Here | None = None
+
+
+class _Here:
+    def __init__(self) -> None:
+        from .cache import existing_session
+
+        cupy = gpu.cupy()
+        self.ndarray, self.alloc = cupy.ndarray, cupy.cuda.alloc
+        self.current_stream, self.is_capturing = cupy.cuda.get_current_stream, cupy.cuda.runtime.streamIsCapturing
+        self.launch = cupy.cuda.runtime.graphLaunch
+        self.context_id, self.session = gpu.driver().cuCtxGetId, existing_session
+
+
+class Known:
+    """A call that has been read: what has its key is the same call, on other addresses or the same.
+
+    Args:
+        call: one such call, after it ran.
+        plan: what it ran with.
+        cache: where the plan is kept.
+        arrays: those that the caller gave by position or as a result, None among them.
+    """
+
+    __slots__ = ("_cache", "_closed", "_graphs", "_made", "_places", "_plan", "_seen", "_workspace", "_workspaces")
+
+    def __init__(self, call: Call, plan: Plan, cache: PlanCache, arrays: tuple[Any, ...]) -> None:
+        self._plan, self._cache, self._closed = plan, cache, False
+        self._graphs: dict[tuple[int, ...], int] = {}
+        self._seen: dict[tuple[int, ...], None] = {}
+        #: Bytes of workspace to allocate in every call. A graph has a small one for itself: CUDA runs no graph beside itself,
+        #: and this one on one stream only, so it is free when the graph starts, and can go back to CuPy's pool, which reuses
+        #: memory in the order of its stream.
+        self._workspace = plan.info.workspace if plan.info.workspace > SMALL else 0
+        self._workspaces: dict[int, Any] = {}
+        results = [call.arrays[spec.name] for spec in call.problem.results]
+        places = {id(array): place for place, array in enumerate(arrays)}
+        #: Where each result is: its place among what was given, or -1 where it is made.
+        self._places = [places.get(id(array), -1) for array in results]
+        self._made = [(x.shape, x.dtype, x.nbytes) for x in results if id(x) not in places]
+        plan.before_close.append(self.close)
+
+    def run(self, here: _Here, arrays: tuple[Any, ...], addresses: list[int]) -> list[Any] | None:
+        """The results, where there is a graph for these addresses, those of what is made, and the current stream."""
+        stream = here.current_stream().ptr
+        if stream and here.is_capturing(stream):
+            return None
+        made = [here.ndarray(shape, dtype, here.alloc(size), None, "F") for shape, dtype, size in self._made]
+        for array in made:
+            addresses.append(array.data.ptr)
+        if self._workspace:
+            workspace = here.alloc(self._workspace)
+            addresses.append(workspace.ptr)
+        pointers = (stream, *addresses)
+        with self._cache.lock:
+            graph = self._graphs.get(pointers)
+            if graph is None:
+                return None
+            self._plan.used = True
+            self._cache.hits += 1
+            here.launch(graph, stream)
+        if not made:
+            return [arrays[place] for place in self._places]
+        new = iter(made)
+        return [next(new) if place < 0 else arrays[place] for place in self._places]
+
+    def learn(self, call: Call, addresses: list[int], workspace: int) -> None:
+        """Note the addresses that a call ran on; make the graph where they have been seen before."""
+        new = [call.arrays[spec.name] for spec, place in zip(call.problem.results, self._places, strict=True) if place < 0]
+        addresses = [*addresses, *(array.data.ptr for array in new), *([workspace] if self._workspace else [])]
+        pointers = (gpu.stream(), *addresses)
+        with self._cache.lock:
+            if self._closed or pointers in self._graphs:
+                return
+            if pointers not in self._seen:
+                self._seen[pointers] = None
+                if len(self._seen) > GRAPHS:
+                    del self._seen[next(iter(self._seen))]
+                return
+            del self._seen[pointers]
+            self._record(pointers, call, workspace)
+            if len(self._graphs) > GRAPHS:
+                self._destroy(next(iter(self._graphs)))
+
+    def _record(self, pointers: tuple[int, ...], call: Call, workspace: int) -> None:
+        addresses = {name: array.data.ptr for name, array in call.arrays.items()}
+        own = None if self._workspace else gpu.allocate(self._plan.info.workspace)
+        at = own.ptr if own else workspace
+        try:
+            graph = gpu.executable_graph(lambda graph: self._plan.record(addresses, call.scalars, at, graph))
+        except Unsupported:
+            self._closed = True  # this engine writes no graphs: its calls go on being read
+            return
+        self._graphs[pointers], self._workspaces[graph] = graph, own
+
+    def _destroy(self, pointers: tuple[int, ...]) -> None:
+        graph = self._graphs.pop(pointers)
+        gpu.destroy_graph(graph)
+        del self._workspaces[graph]
+
+    def of_another(self, plan: Plan) -> bool:
+        """Whether it is of another plan: of one that has been destroyed, or of arrays that are aligned otherwise."""
+        return self._plan is not plan
+
+    def close(self) -> None:
+        """Destroy the graphs: the plan is about to be."""
+        self._closed = True
+        for pointers in list(self._graphs):
+            self._destroy(pointers)
+
+    def forget(self) -> None:
+        """Destroy the graphs, for another call takes the place."""
+        with self._cache.lock:
+            if self.close in self._plan.before_close:
+                self._plan.before_close.remove(self.close)
+            self.close()
+
+
+def repeated(how: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) -> list[Any] | None:
+    """Run a call that is known, on arrays that it was given before.
+
+    Args:
+        how: what else tells the call from others, hashable.
+        arrays: those that the caller gave by position or as a result, None among them.
+        options: the others.
+
+    Returns:
+        The results; None where the call is to be read.
+    """
+    here = _here
+    if here is None or tunings.get() is not None:
+        return None
+    found = _key(here.ndarray, how, arrays, options)
+    if found is None:
+        return None
+    key, addresses = found
+    status, context = here.context_id(0)
+    if status or (session := here.session(context)) is None:
+        return None
+    known: Known | None = session.known.get(key)
+    return None if known is None else known.run(here, arrays, addresses)
+
+
+def learn(how: Any, arrays: tuple[Any, ...], options: Mapping[str, Any], call: Call) -> None:
+    """Note a call that has run, so that it need not be read again."""
+    global _here
+    if call.launched is None or call.gradients is not None or tunings.get() is not None:
+        return
+    here = _here = _here or _Here()
+    found = _key(here.ndarray, how, arrays, options)
+    session = here.session(gpu.context_id())
+    plan, workspace = call.launched
+    if found is None or session is None or plan.target.handle is not session.handle:
+        return  # it ran on another device than the current one
+    key, addresses = found
+    known = session.known.get(key)
+    if known is None or known.of_another(plan):
+        given = {id(array) for array in (*arrays, *options.values())}
+        results = {spec.name for spec in call.problem.results}
+        if any(id(array) not in given for name, array in call.arrays.items() if name not in results):
+            return  # an array was made for the call
+        if known:
+            known.forget()
+        known = session.known[key] = Known(call, plan, session.cache, arrays)
+        if len(session.known) > CALLS:
+            session.known.pop(next(iter(session.known))).forget()
+    known.learn(call, addresses, workspace)
+
+
+def _key(
+    ndarray: type, how: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], list[int]] | None:
+    """What tells a call from others, and where its arrays are; None for a call that is not to be repeated.
+
+    Neither device nor alignment is in it: both follow from the addresses, and only addresses that were checked are run on.
+    """
+    key = [how]
+    addresses: list[int] = []
+    for array in arrays:
+        if type(array) is ndarray:
+            key.append(array.dtype)
+            key.append(array.shape)
+            key.append(array.strides)
+            addresses.append(array.data.ptr)
+        elif array is None:
+            key.append(None)
+        else:
+            return None
+    for name, value in options.items():
+        kind = type(value)
+        key.append(name)
+        if kind in _PLAIN:
+            key.append(kind)
+            key.append(value)
+        elif kind is ndarray:
+            key += (value.dtype, value.shape, value.strides)
+            addresses.append(value.data.ptr)
+        elif kind is tuple:
+            key.append(repr(value))
+        else:
+            return None
+    return tuple(key), addresses

@@ -1,0 +1,279 @@
+"""Calls that come again run from a CUDA graph: they read nothing anew, and are right all the same."""
+
+import itertools
+import sys
+import threading
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from cases import Case, as_float, inputs
+
+from cupy_sdpa import attention, attention_backward, autotune, get_plan_cache, gpu, prepare, repeats
+from cupy_sdpa._cudnn.library import library
+from cupy_sdpa.cache import existing_session
+from cupy_sdpa.problem import Problem
+
+pytestmark = pytest.mark.gpu
+
+CASE = Case("repeated", sq=100, dtype="bfloat16")
+
+
+@pytest.fixture
+def arrays(cupy):
+    """q, k, v and dout, and a session that knows nothing yet."""
+    get_plan_cache().clear()
+    existing_session(gpu.context_id()).known.clear()
+    yield inputs(cupy, CASE)
+    get_plan_cache().clear()
+
+
+@contextmanager
+def reading_forbidden(monkeypatch):
+    """Neither a call is read, nor cuDNN called, nor a problem made."""
+
+    def refuse(*_, **__):
+        raise AssertionError("the call was not repeated")
+
+    with monkeypatch.context() as patch:
+        for module, name in itertools.product(("attention", "prepare"), ("read_forward", "read_backward")):
+            patch.setattr(sys.modules[f"cupy_sdpa.{module}"], name, refuse)
+        for name in ("cudnnBackendExecute", "cudnnBackendCreateDescriptor", "cudnnSetStream", "cudnnBackendPopulateCudaGraph"):
+            patch.setattr(library(), name, refuse)
+        patch.setattr(Problem, "__post_init__", refuse)
+        yield
+
+
+def bits(x):
+    return x.view("u2").get()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"window": (5, 0)}, {"scale": 0.3, "softcap": 2.0}, {"return_stats": True}], ids=str
+)
+def test_the_third_call_is_a_launch(options, arrays, cupy, monkeypatch):
+    """The first two are read; from the third on a call is a look-up and a launch, with the same bits, on the contents of now."""
+    q, k, v, _ = arrays
+
+    def call(q=q):
+        got = attention(q, k, v, **options)
+        return [as_float(x) for x in (got if isinstance(got, tuple) else [got])]
+
+    want = [call() for _ in range(6)][0]  # until CuPy's pool gives the same memory
+    with reading_forbidden(monkeypatch):
+        same = call()
+        cupy.multiply(q, 2, out=q)
+        changed = call()
+    for a, b in zip((*same, *changed), (*want, *call(q.copy(order="F"))), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_both_passes_into_given_arrays(arrays, cupy, monkeypatch):
+    """With out=, stats=, dq=, dk= and dv=: the results are the very arrays."""
+    q, k, v, dout = arrays
+    out, stats = attention(q, k, v, return_stats=True)
+    into = {f"d{n}": cupy.empty_like(x) for n, x in zip("qkv", (q, k, v), strict=True)}
+    want = [as_float(x) for x in (out, stats, *attention_backward(dout, q, k, v, out, stats, deterministic=True))]
+    for _ in range(2):
+        attention(q, k, v, out=out, stats=stats)
+        attention_backward(dout, q, k, v, out, stats, deterministic=True, **into)
+    for x in (out, stats, *into.values()):
+        x.fill(np.nan)
+    with reading_forbidden(monkeypatch):
+        forward = attention(q, k, v, out=out, stats=stats)
+        backward = attention_backward(dout, q, k, v, out, stats, deterministic=True, **into)
+    assert forward[0] is out
+    assert forward[1] is stats
+    assert [id(x) for x in backward] == [id(x) for x in into.values()]
+    for a, b in zip((*forward, *backward), want, strict=True):
+        np.testing.assert_array_equal(as_float(a), b)
+
+
+def test_what_makes_another_call(arrays, cupy):
+    """Another scale, mask, output, layout, or a view elsewhere: nothing of an earlier call is taken for it."""
+    q, k, v, _ = arrays
+    out = cupy.empty_like(q)
+    for _ in range(4):
+        attention(q, k, v, out=out)
+    plain = bits(out)
+    assert (bits(attention(q, k, v, scale=0.5)) != plain).any()
+    assert (bits(attention(q, k, v, causal=True)) != plain).any()
+    assert (bits(attention(k, q, v)) != plain).any()
+    assert (bits(attention(q, k, v[..., ::-1].copy(order="F"))) != plain).any()
+    assert (bits(attention(q, k, v)) == plain).all()
+    assert (bits(attention(q, k, cupy.asfortranarray(v.copy(order="C")), out=out)) == plain).all()
+    with pytest.raises(ValueError, match="out overlaps q"):
+        attention(q, k, v, out=q)
+    with pytest.raises(TypeError, match="float32"):
+        attention(q.astype("f4"), k, v, out=out)
+    with pytest.raises(TypeError, match="no option casual"):
+        attention(q, k, v, out=out, casual=True)
+
+
+def test_arrays_of_options_are_read_anew(cupy, monkeypatch):
+    """Sinks and slopes at the same address with other contents, and at other addresses."""
+    case = Case("sinks", sinks=True, alibi=True, hq=4, hkv=4)
+    q, k, v, _ = inputs(cupy, case)
+    options, out = case.options(cupy), cupy.empty_like(q)
+    for _ in range(2):
+        attention(q, k, v, out=out, **options)
+    with reading_forbidden(monkeypatch):
+        before = bits(attention(q, k, v, out=out, **options))
+        options["sinks"] += 3
+        after = bits(attention(q, k, v, out=out, **options))
+    assert (before != after).any()
+    assert (after == bits(attention(q, k, v, **{**options, "sinks": options["sinks"].copy()}))).all()
+
+
+def test_masks_and_lengths_are_not_repeated(cupy):
+    """What is copied or cleaned for cuDNN is so in every call."""
+    case = Case("lengths", seq_lens_q=(20, 50), seq_lens_kv=(70, 3), sq=64, skv=80)
+    q, k, v, _ = inputs(cupy, case)
+    options = case.options(cupy)
+    one = [attention(q, k, v, **options) for _ in range(4)][-1]
+    options["seq_lens_kv"][:] = cupy.array([1, 80])
+    other = attention(q, k, v, **options)
+    np.testing.assert_array_equal(as_float(other), as_float(attention(q.copy(order="F"), k, v, **options)))
+    assert (bits(one) != bits(other)).any()
+
+
+def test_on_another_stream_and_in_a_capture(arrays, cupy):
+    """A repeated call goes to the current stream; one that is captured is recorded, as before."""
+    q, k, v, _ = arrays
+    out = cupy.empty_like(q)
+    for _ in range(3):
+        attention(q, k, v, out=out)
+    want = bits(out)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        out.fill(np.nan)
+        attention(q, k, v, out=out)
+        stream.synchronize()
+        assert (bits(out) == want).all()
+        stream.begin_capture()
+        attention(q, k, v, out=out)
+        graph = stream.end_capture()
+    out.fill(np.nan)
+    cupy.cuda.Device().synchronize()
+    graph.launch(stream)
+    stream.synchronize()
+    assert (bits(out) == want).all()
+
+
+def test_a_graph_can_be_made_while_another_thread_captures(arrays, cupy):
+    """Writing and making a graph breaks no capture, and is not broken by one."""
+    q, k, v, _ = arrays
+    want, failed = bits(attention(q, k, v)), []
+    stream = cupy.cuda.Stream(non_blocking=True)
+    attention(q, k, v, causal=True)  # planned
+
+    def other():
+        try:
+            for _ in range(4):
+                attention(q, k, v, causal=True)
+        except Exception as error:  # told in the test's own thread
+            failed.append(error)
+
+    with stream:
+        held = cupy.empty_like(q)
+        attention(q, k, v, out=held)
+        stream.synchronize()
+        stream.begin_capture()
+        attention(q, k, v, out=held)
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        graph = stream.end_capture()
+    assert not failed, failed
+    held.fill(np.nan)
+    cupy.cuda.Device().synchronize()
+    graph.launch(stream)
+    stream.synchronize()
+    assert (bits(held) == want).all()
+
+
+def test_graphs_go_with_their_plan(arrays, cupy, monkeypatch):
+    """clear(), the cache's limit and tuning destroy the plan's graphs first; later calls are right, and counted."""
+    q, k, v, _ = arrays
+    living = set()
+    make, destroy = gpu.executable_graph, gpu.destroy_graph
+    monkeypatch.setattr(gpu, "executable_graph", lambda write: living.add(made := make(write)) or made)
+    monkeypatch.setattr(gpu, "destroy_graph", lambda graph: (living.remove(graph), destroy(graph)))
+    cache = get_plan_cache()
+    want = bits(attention(q, k, v))
+    for _ in range(3):
+        attention(q, k, v)
+    assert len(living) == 1
+    assert (cache.hits, cache.misses) == (3, 1)
+    cache.clear()
+    assert not living
+    for _ in range(4):
+        assert (bits(attention(q, k, v)) == want).all()
+    with autotune() as found:
+        attention(q, k, v)
+    assert len(found) == 1
+    for _ in range(4):
+        np.testing.assert_allclose(as_float(attention(q, k, v)), want.view(q.dtype).astype("f4"), atol=0.05)
+    assert len(living) == 1
+    cache.set_limit(1)
+    attention(q, k, v, causal=True)
+    cache.set_limit(256)
+    assert not living
+
+
+def test_old_addresses_give_way(arrays, cupy, monkeypatch):
+    """No more graphs than the limit, of sets of addresses and of calls; each result is its own."""
+    q, k, v, _ = arrays
+    monkeypatch.setattr(repeats, "GRAPHS", 3)
+    monkeypatch.setattr(repeats, "CALLS", 2)
+    outputs = [cupy.empty_like(q) for _ in range(5)]
+    want = bits(attention(q, k, v))
+    for _ in range(4):
+        for out in outputs:
+            out.fill(np.nan)
+            attention(q, k, v, out=out)
+            assert (bits(out) == want).all()
+    for _ in range(3):
+        for scale in (0.1, 0.2, 0.3, 0.4):
+            np.testing.assert_array_equal(bits(attention(q, k, v, scale=scale)), bits(attention(q, k, v, scale=scale)))
+    known = existing_session(gpu.context_id()).known
+    assert len(known) == 2
+    assert all(len(call._graphs) <= 3 for call in known.values())
+
+
+def test_a_prepared_call_is_repeated(arrays, cupy, monkeypatch):
+    """As any other; and arrays that pose another problem are still refused."""
+    q, k, v, _ = arrays
+    call, out = prepare(q, k, v, causal=True), cupy.empty_like(q)
+    want = bits(attention(q, k, v, causal=True))
+    for _ in range(2):
+        call(q, k, v, out=out)
+    out.fill(np.nan)
+    with reading_forbidden(monkeypatch):
+        assert call(q, k, v, out=out) is out
+    assert (bits(out) == want).all()
+    with pytest.raises(ValueError, match="another problem"):
+        call(q[:, :, :50], k, v)
+
+
+def test_threads_repeat_on_their_own(arrays, cupy):
+    """Each thread knows its own calls; all get the same bits while plans come and go."""
+    q, k, v, _ = arrays
+    want, wrong = bits(attention(q, k, v)), []
+
+    def work():
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            for turn in range(60):
+                out = attention(q, k, v)
+                stream.synchronize()
+                if not (bits(out) == want).all():
+                    wrong.append(turn)
+                if turn % 20 == 19:
+                    get_plan_cache().clear()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
