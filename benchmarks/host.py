@@ -17,14 +17,16 @@ from typing import Any
 
 import cupy
 import torch
-from common import random_normal, versions, write_csv
-from kernels import as_torch, host_us
+from common import host_us, random_normal, versions, write_csv
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import cupy_sdpa
 from cupy_sdpa import gpu, repeats
+from cupy_sdpa._cudnn.constants import AttributeType
+from cupy_sdpa._cudnn.descriptor import Descriptor
 from cupy_sdpa._cudnn.library import library
+from cupy_sdpa.bench.measure import as_torch
 
 SHAPE = (64, 8, 128, 2)
 ROUNDS, CALLS = 15, 100
@@ -70,19 +72,24 @@ class Steps:
             pass
 
     def execute(self) -> Callable[[], Any]:
-        """``cudnnBackendExecute`` on the same arrays, the variant pack kept."""
-        lib, launcher = library(), self.plan._launcher
+        """``cudnnBackendExecute`` on the same arrays, with a variant pack that is kept, for :meth:`close` to destroy."""
+        launcher = self.plan._launcher
         q, k, v, *_ = self.arrays
-        self.workspace = cupy.cuda.alloc(max(self.plan.info.workspace, 1))
         named = {"q": q, "k": k, "v": v, "out": self.out}
         addresses = [named[name].data.ptr for name in self.plan._arrays]
-        self.pack = launcher._pack(lib, addresses, [SHAPE[0] ** -0.5], self.workspace.ptr)
-        handle, plan = self.plan.target.handle.pointer, self.plan._descriptor.pointer
-        return lambda: lib.cudnnBackendExecute(handle, plan, self.pack)
+        self.workspace = cupy.cuda.alloc(max(self.plan.info.workspace, 1))
+        self.pack = Descriptor("VARIANT_PACK")
+        self.pack.set("UNIQUE_IDS", list(launcher._uids))
+        self.pack.set("DATA_POINTERS", addresses + list(launcher._addresses)[len(addresses) :], AttributeType.VOID_PTR)
+        self.pack.set("WORKSPACE", self.workspace.ptr, AttributeType.VOID_PTR)
+        self.pack.finalize()
+        handle, plan, pack = self.plan.target.handle.pointer, self.plan._descriptor.pointer, self.pack.pointer
+        run = library().cudnnBackendExecute
+        return lambda: run(handle, plan, pack)
 
     def close(self) -> None:
         """Destroy the variant pack."""
-        self.plan._launcher._destroy(library(), self.pack)
+        self.pack.close()
 
 
 def calls() -> tuple[dict[str, Callable[[], Any]], Steps]:

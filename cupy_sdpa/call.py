@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -35,6 +35,14 @@ T = TypeVar("T")
 tunings: ContextVar[tuple[list[Tuning], bool] | None] = ContextVar("tunings", default=None)
 
 
+class Launched(NamedTuple):
+    """What a call ran with: its plan, the address of the workspace, and the bytes of the arrays that stood in for others."""
+
+    plan: Plan
+    workspace: int
+    made: int
+
+
 @dataclass
 class Call:
     """A call's arguments, read.
@@ -46,7 +54,7 @@ class Call:
         bucket: how lengths are rounded up.
         lines: where each operation of the caller's own functions was written.
         gradients: what gives the gradients of the arrays that they read, where asked for.
-        launched: the plan and the address of its workspace, once it has run on these very arrays and nothing else was done.
+        launched: what it ran with, once it has run.
     """
 
     problem: Problem
@@ -56,7 +64,7 @@ class Call:
     bucket: Policy | None = None
     lines: Mapping[str, str] = dataclasses.field(default_factory=dict)
     gradients: Gradients | None = None
-    launched: tuple[Plan, int] | None = None
+    launched: Launched | None = None
 
     def run(self) -> list[Any]:
         """Compute; gives the results."""
@@ -173,14 +181,25 @@ class Call:
                 self.arrays[spec.name] = empty(spec.shape, numpy_dtype(spec.dtype), order="F")
 
     def _launch(self, given: Problem, plan: Plan) -> None:
-        stage = self._staged(given)
         if capturing := gpu.capturing():
             plan.keep()
-        workspace = gpu.allocate(plan.info.workspace)
+        self._allocate()
+        workspace = gpu.allocate(plan.info.workspace)  # next to the results, as a repeated call does: at the same place
+        stage = self._staged(given)
         self._execute(stage, plan, workspace.ptr)
         stage.finish()
-        if stage.plain and not capturing:
-            self.launched = plan, workspace.ptr
+        if not capturing:
+            self.launched = Launched(plan, workspace.ptr, stage.bytes_made)
+
+    def enqueue(self) -> None:
+        """Enqueue once more what :meth:`run` did, on the same arrays, in the same workspace; the stream may be captured."""
+        assert self.launched
+        plan, workspace, _ = self.launched
+        assert plan.target.handle is not None
+        plan.target.handle.set_stream(gpu.stream())
+        stage = self._staged(self.posed)
+        self._execute(stage, plan, workspace)
+        stage.finish()
 
     def _execute(self, stage: Stage, plan: Plan, workspace: int) -> None:
         plan.execute({name: array.data.ptr for name, array in stage.arrays.items()}, self.scalars, workspace)

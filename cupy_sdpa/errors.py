@@ -1,4 +1,7 @@
-"""The two failures that are not the caller's mistake. Mistakes raise TypeError (type, dtype) and ValueError (shape, value)."""
+"""The two failures that are not the caller's mistake, and a warning.
+
+Mistakes raise TypeError (type, dtype) and ValueError (shape, value).
+"""
 
 from __future__ import annotations
 
@@ -17,3 +20,7 @@ class CudnnError(RuntimeError):
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
         self.status = status
+
+
+class ShelfWarning(UserWarning):
+    """A store of plans cannot be used, or something in it: plans are built anew."""

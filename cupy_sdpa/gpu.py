@@ -11,9 +11,13 @@ import importlib.util
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import numpy as np
+
+#: While :func:`recorded` runs something: the stream that its memory is of, and that memory.
+_holder: ContextVar[tuple[Any, list[Any]] | None] = ContextVar("holder", default=None)
 
 
 def is_array(x: object) -> bool:
@@ -70,6 +74,11 @@ def allocate(size: int) -> Any:
     From CuPy's allocator, and back in its pool when the result is let go. While the stream is captured the memory belongs
     to the graph: allocated by a node of it before the work and freed by one after it, in every replay.
     """
+    if holder := _holder.get():
+        stream, held = holder
+        with stream:
+            held.append(cupy().cuda.alloc(size))
+        return held[-1]
     if capturing():
         return cupy().cuda.malloc_async(size)
     return cupy().cuda.alloc(size)
@@ -117,17 +126,27 @@ def context_id() -> int:
     return number  # type: ignore[no-any-return]
 
 
-def executable_graph(write: Callable[[int], None]) -> int:
-    """An executable CUDA graph of what is written into an empty one; for :func:`destroy_graph` to destroy."""
-    status, graph = driver().cuGraphCreate(0)
-    check((status,))
+def recorded(run: Callable[[], None]) -> tuple[int, list[Any]]:
+    """An executable CUDA graph of what ``run`` enqueues, for :func:`destroy_graph`; and the memory that it allocates for that.
+
+    Nothing runs. The memory is of the current stream, as if it were no recording: whoever launches the graph holds it.
+    """
+    runtime = cupy().cuda.runtime
+    held: list[Any] = []
+    token = _holder.set((cupy().cuda.get_current_stream(), held))
     try:
-        write(int(graph))
-        status, executable = driver().cuGraphInstantiate(graph, 0)
-        check((status,))
+        with cupy().cuda.Stream(non_blocking=True) as stream:
+            runtime.streamBeginCapture(stream.ptr, runtime.streamCaptureModeRelaxed)  # minds nobody else's work
+            try:
+                run()
+            finally:
+                graph = runtime.streamEndCapture(stream.ptr)
     finally:
-        check(driver().cuGraphDestroy(graph))
-    return int(executable)
+        _holder.reset(token)
+    try:
+        return int(runtime.graphInstantiate(graph)), held
+    finally:
+        runtime.graphDestroy(graph)
 
 
 def destroy_graph(executable: int) -> None:

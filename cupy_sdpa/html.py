@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from html import escape
 
 _CELL = "text-align:left;vertical-align:top"
+
+
+def escape(text: str) -> str:
+    """Text as HTML."""
+    import html  # slow to import, and only notebooks want it
+
+    return html.escape(text)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

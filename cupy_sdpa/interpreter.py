@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .graph import Bernoulli, Graph, Matmul, Node, Pointwise, Reduction, Softmax, Tensor, Transpose
 
-Array = NDArray[Any]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray  # slow to import
+
+    Array = NDArray[Any]
 
 #: Elements of one tile of scores: 4 MiB in float32, so that a tile and its copies stay in the caches of a laptop.
 TILE_ELEMENTS = 1 << 20

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 import numbers
@@ -74,6 +73,8 @@ def check_names(options: Mapping[str, Any]) -> None:
         TypeError: with the name that is nearest.
     """
     for name in options.keys() - Options.__annotations__.keys():
+        import difflib  # slow to import
+
         near = difflib.get_close_matches(name, Options.__annotations__, 1)
         hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(Options.__annotations__)}"
         raise TypeError(f"there is no option {name}{hint}")

@@ -333,25 +333,12 @@ class Plan:
             scalars: the numbers that the graph leaves open, by name.
             workspace: address of at least ``info.workspace`` bytes.
         """
-        handle, pointers, numbers = self._handed(addresses, scalars, workspace)
-        self._launcher.launch(handle, pointers, numbers, workspace)
-
-    def record(self, addresses: Mapping[str, int], scalars: Mapping[str, float], workspace: int, graph: int) -> None:
-        """Write what :meth:`execute` would enqueue into an empty CUDA graph; the plan must live as long as what is made of it.
-
-        Raises:
-            Unsupported: the engine cannot.
-        """
-        handle, pointers, numbers = self._handed(addresses, scalars, workspace)
-        self._launcher.record(handle, pointers, numbers, workspace, graph)
-
-    def _handed(
-        self, addresses: Mapping[str, int], scalars: Mapping[str, float], workspace: int
-    ) -> tuple[Handle, list[int], list[float]]:
         assert self.target.handle is not None, "planned for a GPU that is not here"
         if self._scratch:
             addresses = {**addresses, **{name: workspace + start for name, start in self._scratch.items()}}
-        return self.target.handle, [addresses[name] for name in self._arrays], [scalars[name] for name in self._scalars]
+        self._launcher.launch(
+            self.target.handle, [addresses[name] for name in self._arrays], [scalars[name] for name in self._scalars], workspace
+        )
 
     def mark_tuned(self) -> None:
         """Note that it was chosen by measuring."""

@@ -1,12 +1,12 @@
 """Calls that come again, on arrays that they were given before: run from a CUDA graph, with nothing read anew.
 
-Reading a call's arguments and preparing it takes Python some 30 us, and ``cudnnBackendExecute`` 7 to 20; the same kernels in a
-CUDA graph take 3 (docs/speed.md has the budget). So a call is known by what its arguments look like, and when it comes for the
-second time on the same addresses, and would need no copies, cuDNN writes what it enqueues into a graph. From then on the call
-is a look-up, an allocation of the results and a launch. Any other call takes the way of :mod:`cupy_sdpa.call`.
+Reading a call's arguments takes Python some 30 us, what is prepared for cuDNN up to 200, and ``cudnnBackendExecute`` 7 to 20;
+the same kernels in a CUDA graph take 3 (docs/speed.md has the budget). So a call is known by what its arguments look like, and
+when it comes for the second time on the same addresses, all that it enqueues is recorded. From then on it is a look-up, an
+allocation of the results and a launch. Calls with functions, and those that copy large arrays, are read every time.
 
-What is known belongs to a thread's session in a CUDA context, and a graph to the plan that it is made of: it is destroyed
-before the plan is. A graph holds addresses and numbers, and keeps no array alive.
+What is known belongs to a thread's session in a CUDA context, and a graph to the plan whose kernels it holds: it is destroyed
+before the plan is. A graph holds the addresses of the caller's arrays, and keeps none of them alive.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import numpy as np
 
 from . import gpu
 from .call import Call, tunings
-from .errors import Unsupported
 
 if TYPE_CHECKING:  # cuDNN's rooms are entered only for CuPy arrays
     from .cache import PlanCache
@@ -26,8 +25,8 @@ if TYPE_CHECKING:  # cuDNN's rooms are entered only for CuPy arrays
 
 #: Calls that a session knows, and sets of addresses that each has a graph for; the oldest go first.
 CALLS, GRAPHS = 1024, 128
-#: Bytes of workspace up to which a graph keeps its own.
-SMALL = 1 << 16
+#: Bytes of workspace, and of arrays made for the call, up to which a graph keeps its own.
+SMALL = 1 << 18
 
 #: Options of these kinds are part of a call's key as they are. A tuple is by its text: (1, 0) and (1.0, 0) are not the same.
 _PLAIN = frozenset({bool, int, float, str, type(None), np.bool_, np.int64, np.float32, np.float64})
@@ -57,17 +56,17 @@ class Known:
         arrays: those that the caller gave by position or as a result, None among them.
     """
 
-    __slots__ = ("_cache", "_closed", "_graphs", "_made", "_places", "_plan", "_seen", "_workspace", "_workspaces")
+    __slots__ = ("_cache", "_closed", "_graphs", "_held", "_made", "_places", "_plan", "_seen", "_workspace")
 
     def __init__(self, call: Call, plan: Plan, cache: PlanCache, arrays: tuple[Any, ...]) -> None:
         self._plan, self._cache, self._closed = plan, cache, False
         self._graphs: dict[tuple[int, ...], int] = {}
         self._seen: dict[tuple[int, ...], None] = {}
-        #: Bytes of workspace to allocate in every call. A graph has a small one for itself: CUDA runs no graph beside itself,
-        #: and this one on one stream only, so it is free when the graph starts, and can go back to CuPy's pool, which reuses
-        #: memory in the order of its stream.
+        #: Bytes of workspace to allocate in every call; a graph has a small one for itself.
         self._workspace = plan.info.workspace if plan.info.workspace > SMALL else 0
-        self._workspaces: dict[int, Any] = {}
+        #: The memory that a graph has for itself. CUDA runs no graph beside itself, and this one on one stream only, so it is
+        #: free when the graph starts, and can go back to CuPy's pool, which reuses memory in the order of its stream.
+        self._held: dict[int, Any] = {}
         results = [call.arrays[spec.name] for spec in call.problem.results]
         places = {id(array): place for place, array in enumerate(arrays)}
         #: Where each result is: its place among what was given, or -1 where it is made.
@@ -99,11 +98,18 @@ class Known:
         new = iter(made)
         return [next(new) if place < 0 else arrays[place] for place in self._places]
 
-    def learn(self, call: Call, addresses: list[int], workspace: int) -> None:
-        """Note the addresses that a call ran on; make the graph where they have been seen before."""
+    def learn(self, call: Call, addresses: list[int], own: list[Any]) -> None:
+        """Note the addresses that a call ran on; record it where they have been seen before.
+
+        Args:
+            call: after it ran.
+            addresses: of the arrays that the caller gave.
+            own: the inputs that were made for the call.
+        """
+        assert call.launched
         new = [call.arrays[spec.name] for spec, place in zip(call.problem.results, self._places, strict=True) if place < 0]
-        addresses = [*addresses, *(array.data.ptr for array in new), *([workspace] if self._workspace else [])]
-        pointers = (gpu.stream(), *addresses)
+        made = [array.data.ptr for array in new] + ([call.launched.workspace] if self._workspace else [])
+        pointers = (gpu.stream(), *addresses, *made)
         with self._cache.lock:
             if self._closed or pointers in self._graphs:
                 return
@@ -113,25 +119,19 @@ class Known:
                     del self._seen[next(iter(self._seen))]
                 return
             del self._seen[pointers]
-            self._record(pointers, call, workspace)
+            workspace = None
+            if not self._workspace:
+                workspace = gpu.allocate(self._plan.info.workspace)
+                call.launched = call.launched._replace(workspace=workspace.ptr)
+            graph, held = gpu.recorded(call.enqueue)
+            self._graphs[pointers], self._held[graph] = graph, (workspace, held, own)
             if len(self._graphs) > GRAPHS:
                 self._destroy(next(iter(self._graphs)))
-
-    def _record(self, pointers: tuple[int, ...], call: Call, workspace: int) -> None:
-        addresses = {name: array.data.ptr for name, array in call.arrays.items()}
-        own = None if self._workspace else gpu.allocate(self._plan.info.workspace)
-        at = own.ptr if own else workspace
-        try:
-            graph = gpu.executable_graph(lambda graph: self._plan.record(addresses, call.scalars, at, graph))
-        except Unsupported:
-            self._closed = True  # this engine writes no graphs: its calls go on being read
-            return
-        self._graphs[pointers], self._workspaces[graph] = graph, own
 
     def _destroy(self, pointers: tuple[int, ...]) -> None:
         graph = self._graphs.pop(pointers)
         gpu.destroy_graph(graph)
-        del self._workspaces[graph]
+        del self._held[graph]
 
     def of_another(self, plan: Plan) -> bool:
         """Whether it is of another plan: of one that has been destroyed, or of arrays that are aligned otherwise."""
@@ -179,37 +179,36 @@ def repeated(how: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) -> l
 def learn(how: Any, arrays: tuple[Any, ...], options: Mapping[str, Any], call: Call) -> None:
     """Note a call that has run, so that it need not be read again."""
     global _here
-    if call.launched is None or call.gradients is not None or tunings.get() is not None:
+    if call.launched is None or call.launched.made > SMALL or call.problem.sums or tunings.get() is not None:
         return
     here = _here = _here or _Here()
     found = _key(here.ndarray, how, arrays, options)
     session = here.session(gpu.context_id())
-    plan, workspace = call.launched
+    plan = call.launched.plan
     if found is None or session is None or plan.target.handle is not session.handle:
         return  # it ran on another device than the current one
     key, addresses = found
     known = session.known.get(key)
     if known is None or known.of_another(plan):
-        given = {id(array) for array in (*arrays, *options.values())}
-        results = {spec.name for spec in call.problem.results}
-        if any(id(array) not in given for name, array in call.arrays.items() if name not in results):
-            return  # an array was made for the call
         if known:
             known.forget()
         known = session.known[key] = Known(call, plan, session.cache, arrays)
         if len(session.known) > CALLS:
             session.known.pop(next(iter(session.known))).forget()
-    known.learn(call, addresses, workspace)
+    given = {id(array) for array in (*arrays, *options.values())} | {
+        id(call.arrays[spec.name]) for spec in call.problem.results
+    }
+    known.learn(call, addresses, [array for array in call.arrays.values() if id(array) not in given])
 
 
 def _key(
-    ndarray: type, how: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]
+    ndarray: Any, how: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], list[int]] | None:
     """What tells a call from others, and where its arrays are; None for a call that is not to be repeated.
 
     Neither device nor alignment is in it: both follow from the addresses, and only addresses that were checked are run on.
     """
-    key = [how]
+    key: list[Any] = [how]
     addresses: list[int] = []
     for array in arrays:
         if type(array) is ndarray:

@@ -19,6 +19,8 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 
+from .errors import ShelfWarning
+
 #: Names the folder; ``0`` turns it off. Default: ``cupy_sdpa`` in the user's cache folder.
 DIRECTORY = "CUPY_SDPA_CACHE_DIR"
 #: Bytes that a folder may hold, and that are kept in memory. A plan takes 70 to 250 kB.
@@ -26,10 +28,6 @@ DISK_LIMIT, MEMORY_LIMIT = 512 << 20, 64 << 20
 #: The first bytes of every entry: what it is, and the version of its form.
 _MAGIC = b"cupy_sdpa plan 1\n"
 _SUFFIX = ".plan"
-
-
-class ShelfWarning(UserWarning):
-    """A store of plans cannot be used, or something in it: plans are built anew."""
 
 
 class Shelf:

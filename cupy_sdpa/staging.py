@@ -97,17 +97,14 @@ class Stage:
 
     Attributes:
         arrays: the engine's, by name.
-        plain: whether they are the caller's, and there is nothing to do before or after.
     """
 
     def __init__(self, problem: Problem, given: Problem, arrays: Mapping[str, Any], on_gpu: bool) -> None:
         self.problem, self.on_gpu, self._given = problem, on_gpu, given
         self._own = arrays
         self.arrays: dict[str, Any] = dict(arrays)
-        same = (given is problem or given == problem) and not problem.ragged and not _may_see_nothing(problem)
-        self.plain = same and problem.max is None  # which is nearly always
-        if same:
-            return
+        if (given is problem or given == problem) and not problem.ragged and not _may_see_nothing(problem):
+            return  # which is nearly always
         self._results = {spec.name for spec in problem.results}
         for spec in given.tensors:
             self.arrays[spec.name] = self._staged(spec)
@@ -119,6 +116,11 @@ class Stage:
         if has_diagonal(given):
             *_, sq, _, _ = given.sizes
             self.arrays["diagonal"] = _diagonal(sq, *(self.arrays[name] for name in LENGTHS), on_gpu=on_gpu)
+
+    @property
+    def bytes_made(self) -> int:
+        """Bytes of the arrays that stand in for others."""
+        return sum(array.nbytes for name, array in self.arrays.items() if array is not self._own.get(name))
 
     def finish(self) -> None:
         """Bring the results that were computed in other arrays back into the caller's; make the log-sum-exp of its parts."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .arguments import read_forward
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray  # slow to import
 
 
 def alibi_slopes(heads: int) -> NDArray[np.float32]:

@@ -38,7 +38,7 @@ def reading_forbidden(monkeypatch):
     with monkeypatch.context() as patch:
         for module, name in itertools.product(("attention", "prepare"), ("read_forward", "read_backward")):
             patch.setattr(sys.modules[f"cupy_sdpa.{module}"], name, refuse)
-        for name in ("cudnnBackendExecute", "cudnnBackendCreateDescriptor", "cudnnSetStream", "cudnnBackendPopulateCudaGraph"):
+        for name in ("cudnnBackendExecute", "cudnnBackendCreateDescriptor", "cudnnSetStream"):
             patch.setattr(library(), name, refuse)
         patch.setattr(Problem, "__post_init__", refuse)
         yield
@@ -125,16 +125,57 @@ def test_arrays_of_options_are_read_anew(cupy, monkeypatch):
     assert (after == bits(attention(q, k, v, **{**options, "sinks": options["sinks"].copy()}))).all()
 
 
-def test_masks_and_lengths_are_not_repeated(cupy):
-    """What is copied or cleaned for cuDNN is so in every call."""
+PREPARED = [
+    Case("packed", packed=True, seq_lens_q=(100, 0, 37), seq_lens_kv=(64, 20, 0), b=3, hq=4, hkv=2, causal=True, tail=3),
+    Case("lengths", seq_lens_q=(20, 50), seq_lens_kv=(70, 3), sq=64, skv=80),
+    Case("mask", mask="kb", sq=70),
+    Case("bias", bias="hb", sq=70),
+    Case("max_sumexp", stats="max_sumexp"),
+    Case("dropout", dropout=0.25),
+]
+
+
+@pytest.mark.parametrize("case", PREPARED, ids=str)
+def test_what_is_prepared_is_recorded_too(case, arrays, cupy, monkeypatch):
+    """Offsets, lengths, copies and cleared rows: a repeated call makes them anew, of the contents of now."""
+    q, k, v, dout = inputs(cupy, case)
+    options = case.options(cupy)
+    out, stats = attention(q, k, v, return_stats=True, **options)
+    into = {f"d{n}": cupy.empty_like(x) for n, x in zip("qkv", (q, k, v), strict=True)}
+
+    def both(q=q, k=k, out=out, stats=stats, **into):
+        attention(q, k, v, out=out, stats=stats, **options)
+        attention_backward(dout, q, k, v, out, stats, deterministic=True, **into, **options)
+        return [as_float(x) for x in (out, stats, *into.values())]
+
+    for _ in range(4):  # what is kept with the first graph moves what the pool gives the next one
+        both(**into)
+    for name in options.keys() & {"seq_lens_kv", "mask"}:
+        options[name][...] = options[name][::-1].copy()
+    cupy.multiply(q, 2, out=q)
+    for x in (out, stats, *into.values()):
+        x.fill(np.nan)
+    with reading_forbidden(monkeypatch):
+        got = both(**into)
+    fresh = {name: cupy.empty_like(x) for name, x in into.items()}
+    want = both(q.copy(order="F"), k.copy(order="F"), cupy.empty_like(out), cupy.empty_like(stats), **fresh)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_large_copies_are_not_kept(arrays, cupy, monkeypatch):
+    """A call that copies more than a graph may keep is read every time, and right."""
     case = Case("lengths", seq_lens_q=(20, 50), seq_lens_kv=(70, 3), sq=64, skv=80)
     q, k, v, _ = inputs(cupy, case)
-    options = case.options(cupy)
-    one = [attention(q, k, v, **options) for _ in range(4)][-1]
-    options["seq_lens_kv"][:] = cupy.array([1, 80])
-    other = attention(q, k, v, **options)
-    np.testing.assert_array_equal(as_float(other), as_float(attention(q.copy(order="F"), k, v, **options)))
-    assert (bits(one) != bits(other)).any()
+    options, out = case.options(cupy), cupy.empty_like(q)
+    monkeypatch.setattr(repeats, "SMALL", 0)
+    for _ in range(4):
+        attention(q, k, v, out=out, **options)
+    assert not existing_session(gpu.context_id()).known
+    before = bits(out)
+    options["seq_lens_kv"][...] = cupy.array([1, 80])
+    attention(q, k, v, out=out, **options)
+    assert (bits(out) != before).any()
 
 
 def test_on_another_stream_and_in_a_capture(arrays, cupy):
@@ -196,8 +237,8 @@ def test_graphs_go_with_their_plan(arrays, cupy, monkeypatch):
     """clear(), the cache's limit and tuning destroy the plan's graphs first; later calls are right, and counted."""
     q, k, v, _ = arrays
     living = set()
-    make, destroy = gpu.executable_graph, gpu.destroy_graph
-    monkeypatch.setattr(gpu, "executable_graph", lambda write: living.add(made := make(write)) or made)
+    record, destroy = gpu.recorded, gpu.destroy_graph
+    monkeypatch.setattr(gpu, "recorded", lambda run: living.add((made := record(run))[0]) or made)
     monkeypatch.setattr(gpu, "destroy_graph", lambda graph: (living.remove(graph), destroy(graph)))
     cache = get_plan_cache()
     want = bits(attention(q, k, v))

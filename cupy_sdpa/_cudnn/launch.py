@@ -73,28 +73,6 @@ class Launcher:
             workspace: address of the workspace, 0 where none is needed.
         """
         lib = library()
-        pack = self._pack(lib, addresses, numbers, workspace)
-        try:
-            lib.check(lib.cudnnBackendExecute(handle.pointer, self._plan.pointer, pack), "execute the plan")
-        finally:
-            self._destroy(lib, pack)
-
-    def record(self, handle: Handle, addresses: list[Any], numbers: Sequence[float], workspace: int, graph: int) -> None:
-        """Write into an empty CUDA graph, a ``cudaGraph_t``, what :meth:`launch` would enqueue.
-
-        Raises:
-            Unsupported: the plan's engine cannot.
-        """
-        lib = library()
-        pack = self._pack(lib, addresses, numbers, workspace)
-        try:
-            status = lib.cudnnBackendPopulateCudaGraph(handle.pointer, self._plan.pointer, pack, graph)
-            lib.check(status, "write the plan into a CUDA graph")
-        finally:
-            self._destroy(lib, pack)
-
-    def _pack(self, lib: Any, addresses: list[Any], numbers: Sequence[float], workspace: int) -> c_void_p:
-        """A finalized variant pack, for whoever takes it to destroy."""
         self._addresses[: len(addresses)] = addresses
         for buffer, value in zip(self._open, numbers, strict=True):
             buffer.value = value
@@ -108,16 +86,11 @@ class Launcher:
             self._set(lib, pack, AttributeName.VARIANT_PACK_DATA_POINTERS, AttributeType.VOID_PTR, self._count, self._addresses)
             self._set(lib, pack, AttributeName.VARIANT_PACK_WORKSPACE, AttributeType.VOID_PTR, 1, self._workspace)
             lib.check(lib.cudnnBackendFinalize(pack), "finalize a variant pack")
-        except BaseException:
-            self._destroy(lib, pack)
-            raise
-        return pack
-
-    @staticmethod
-    def _destroy(lib: Any, pack: c_void_p) -> None:
-        lib.check(lib.cudnnBackendDestroyDescriptor(pack), "destroy a variant pack")
-        if DEBUG:
-            destroyed("VARIANT_PACK")
+            lib.check(lib.cudnnBackendExecute(handle.pointer, self._plan.pointer, pack), "execute the plan")
+        finally:
+            lib.check(lib.cudnnBackendDestroyDescriptor(pack), "destroy a variant pack")
+            if DEBUG:
+                destroyed("VARIANT_PACK")
 
     @staticmethod
     def _set(lib: Any, pack: c_void_p, attribute: int, kind: int, count: int, array: Any) -> None:

@@ -41,7 +41,6 @@ _SIGNATURES: dict[str, tuple[list[Any], Any]] = {
     "cudnnBackendSetAttribute": ([c_void_p, c_int, c_int, c_int64, c_void_p], c_int),
     "cudnnBackendGetAttribute": ([c_void_p, c_int, c_int, c_int64, POINTER(c_int64), c_void_p], c_int),
     "cudnnBackendExecute": ([c_void_p, c_void_p, c_void_p], c_int),
-    "cudnnBackendPopulateCudaGraph": ([c_void_p, c_void_p, c_void_p, c_void_p], c_int),
 }
 
 
