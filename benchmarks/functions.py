@@ -5,7 +5,7 @@
 The functions are those of :mod:`cupy_sdpa.zoo`; FlexAttention gets the very same code, with PyTorch's functions in the place
 of numpy's, compiled, and with a block mask where there is a mask function. Errors are against PyTorch in float64, the whole
 matrix of scores and its own derivative, as the largest difference over the largest magnitude. Times are by CUDA events, as in
-``kernels.py``; the copies that our calls make of masks and arrays count, making FlexAttention's block mask does not.
+``cupy_sdpa.bench``; the copies that our calls make of masks and arrays count, making FlexAttention's block mask does not.
 ``--compile`` has PyTorch compile, and measures nothing: several such processes, each with other functions, fill its cache.
 Needs PyTorch and Triton beside CuPy.
 """
@@ -23,8 +23,7 @@ from typing import Any, NamedTuple
 import cupy
 import numpy as np
 import torch
-from common import random_normal, versions, write_csv
-from kernels import L2_BYTES, device_ms, host_us
+from common import L2_BYTES, device_ms, host_us, random_normal, versions, write_csv
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import cupy_sdpa

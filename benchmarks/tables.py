@@ -2,6 +2,9 @@
 
 python3 benchmarks/tables.py plans > docs/plans_table.md
 python3 benchmarks/tables.py functions > docs/functions_table.md
+python3 benchmarks/tables.py speed > docs/speed_table.md
+
+A file of results may be named behind ``speed``.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+from cupy_sdpa.bench import table as bench
 
 RESULTS = Path(__file__).parent / "results"
 FILES = ("h200_cudnn919_plans.csv", "h200_cudnn928_plans.csv")
@@ -104,7 +109,42 @@ def functions() -> Iterator[str]:
         yield f"{way.capitalize()}, geometric mean of the ratios: {mean:.2f}; from {min(ratios):.2f} to {max(ratios):.2f}."
 
 
-TABLES = {"plans": plans, "functions": functions}
+def speed(path: str | None = None) -> Iterator[str]:
+    """Of ``python -m cupy_sdpa bench``, line by line."""
+    rows = bench.read_csv(path or RESULTS / "h200_cudnn919.csv")
+    rows = [row for row in rows if row["gpu"]]
+    head, directions = rows[0], list(dict.fromkeys(row["direction"] for row in rows))
+    peers = {"cudnn": "cuDNN", "torch": "PyTorch", "cudnn_frontend": "cudnn-frontend", "jax": "JAX"}
+    others = [f"{name} {head[column]}" for column, name in peers.items() if head[column]]
+    yield (
+        f"Measured on an {head['gpu']} with {', '.join(others)} by `python -m cupy_sdpa bench`. "
+        "A ratio is our time over that of the fastest other way, which is named.\n"
+    )
+    yield f"| preset | {' | '.join(f'{direction} | TFLOP/s | ratio' for direction in directions)} |"
+    yield "|---|" + "---|---|---|" * len(directions)
+    cases = bench.cases(rows)
+    for preset in dict.fromkeys(row["preset"] for row in rows):
+        cells = [cell for direction in directions for cell in speed_of(cases.get((preset, direction), {}))]
+        yield f"| {preset} | {' | '.join(cells)} |"
+    yield ""
+    yield "Our time over each other way's, the geometric mean of all presets, and from where to where:\n"
+    yield f"| | {' | '.join(directions)} |"
+    yield "|---|" + "---|" * len(directions)
+    for way in (None, *(way for way in bench.ways_of(rows) if way != "ours")):
+        every = [bench.ratios(rows, direction, way) for direction in directions]
+        yield f"| {way or 'the fastest'} | {' | '.join(bench.summary(some) if some else '' for some in every)} |"
+
+
+def speed_of(ways: dict[str, bench.Row]) -> tuple[str, str, str]:
+    """The cells of a preset in one direction: our time, our rate, the ratio; empty where it was not measured."""
+    ours = ways.get("ours")
+    if ours is None or ours["ms"] is None:
+        return "", "", ""
+    best = [f"{row['ours_over_it']:.2f} ({way})" for way, row in ways.items() if row["best_peer"]]
+    return f"{ours['ms']:.3g} ms", f"{ours['tflops']:.0f}", "".join(best)
+
+
+TABLES = {"plans": plans, "functions": functions, "speed": speed}
 
 if __name__ == "__main__":
-    print("\n".join(TABLES[sys.argv[1]]()).rstrip())
+    print("\n".join(TABLES[sys.argv[1]](*sys.argv[2:])).rstrip())

@@ -20,13 +20,13 @@ from . import gpu
 from .call import Call, tunings
 
 if TYPE_CHECKING:  # cuDNN's rooms are entered only for CuPy arrays
-    from .cache import PlanCache
+    from .cache import Session
     from .plan import Plan
 
 #: Calls that a session knows, and sets of addresses that each has a graph for; the oldest go first.
 CALLS, GRAPHS = 1024, 128
 #: Bytes of workspace, and of arrays made for the call, up to which a graph keeps its own.
-SMALL = 1 << 18
+SMALL = 1 << 16
 
 #: Options of these kinds are part of a call's key as they are. A tuple is by its text: (1, 0) and (1.0, 0) are not the same.
 _PLAIN = frozenset({bool, int, float, str, type(None), np.bool_, np.int64, np.float32, np.float64})
@@ -52,20 +52,34 @@ class Known:
     Args:
         call: one such call, after it ran.
         plan: what it ran with.
-        cache: where the plan is kept.
+        session: where it ran.
         arrays: those that the caller gave by position or as a result, None among them.
     """
 
-    __slots__ = ("_cache", "_closed", "_graphs", "_held", "_made", "_places", "_plan", "_seen", "_workspace")
+    __slots__ = (
+        "_cache",
+        "_closed",
+        "_graphs",
+        "_handle",
+        "_held",
+        "_made",
+        "_places",
+        "_plan",
+        "_seen",
+        "_workspace",
+        "_workspaces",
+    )
 
-    def __init__(self, call: Call, plan: Plan, cache: PlanCache, arrays: tuple[Any, ...]) -> None:
-        self._plan, self._cache, self._closed = plan, cache, False
+    def __init__(self, call: Call, plan: Plan, session: Session, arrays: tuple[Any, ...]) -> None:
+        self._plan, self._cache, self._closed = plan, session.cache, False
+        self._handle = session.handle
         self._graphs: dict[tuple[int, ...], int] = {}
         self._seen: dict[tuple[int, ...], None] = {}
-        #: Bytes of workspace to allocate in every call; a graph has a small one for itself.
+        #: Bytes of workspace to allocate in every call; a small one is kept for each stream.
         self._workspace = plan.info.workspace if plan.info.workspace > SMALL else 0
-        #: The memory that a graph has for itself. CUDA runs no graph beside itself, and this one on one stream only, so it is
-        #: free when the graph starts, and can go back to CuPy's pool, which reuses memory in the order of its stream.
+        self._workspaces: dict[int, Any] = {}
+        #: The arrays that a graph has for itself. It runs on one stream only, as do all that share a workspace: when it starts
+        #: nothing else uses them, and they can go back to CuPy's pool, which reuses memory in the order of its stream.
         self._held: dict[int, Any] = {}
         results = [call.arrays[spec.name] for spec in call.problem.results]
         places = {id(array): place for place, array in enumerate(arrays)}
@@ -109,7 +123,8 @@ class Known:
         assert call.launched
         new = [call.arrays[spec.name] for spec, place in zip(call.problem.results, self._places, strict=True) if place < 0]
         made = [array.data.ptr for array in new] + ([call.launched.workspace] if self._workspace else [])
-        pointers = (gpu.stream(), *addresses, *made)
+        stream = gpu.stream()
+        pointers = (stream, *addresses, *made)
         with self._cache.lock:
             if self._closed or pointers in self._graphs:
                 return
@@ -119,12 +134,13 @@ class Known:
                     del self._seen[next(iter(self._seen))]
                 return
             del self._seen[pointers]
-            workspace = None
             if not self._workspace:
-                workspace = gpu.allocate(self._plan.info.workspace)
-                call.launched = call.launched._replace(workspace=workspace.ptr)
+                if stream not in self._workspaces:
+                    self._workspaces[stream] = gpu.allocate(self._plan.info.workspace)
+                call.launched = call.launched._replace(workspace=self._workspaces[stream].ptr)
             graph, held = gpu.recorded(call.enqueue)
-            self._graphs[pointers], self._held[graph] = graph, (workspace, held, own)
+            self._handle.set_stream(stream)  # it was that of the recording
+            self._graphs[pointers], self._held[graph] = graph, (held, own)
             if len(self._graphs) > GRAPHS:
                 self._destroy(next(iter(self._graphs)))
 
@@ -142,6 +158,7 @@ class Known:
         self._closed = True
         for pointers in list(self._graphs):
             self._destroy(pointers)
+        self._workspaces.clear()
 
     def forget(self) -> None:
         """Destroy the graphs, for another call takes the place."""
@@ -192,7 +209,7 @@ def learn(how: Any, arrays: tuple[Any, ...], options: Mapping[str, Any], call: C
     if known is None or known.of_another(plan):
         if known:
             known.forget()
-        known = session.known[key] = Known(call, plan, session.cache, arrays)
+        known = session.known[key] = Known(call, plan, session, arrays)
         if len(session.known) > CALLS:
             session.known.pop(next(iter(session.known))).forget()
     given = {id(array) for array in (*arrays, *options.values())} | {

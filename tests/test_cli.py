@@ -62,7 +62,7 @@ def folder(tmp_path, monkeypatch):
 # The words themselves
 
 
-@pytest.mark.parametrize("command", ["demo", "run", "info", "plan", "support"])
+@pytest.mark.parametrize("command", ["demo", "run", "info", "plan", "support", "bench"])
 def test_help_has_an_example(command, capsys):
     """The help of every command ends with a command to copy."""
     with pytest.raises(SystemExit) as done:

@@ -30,7 +30,7 @@ ARROWS = {
     "spelling": {"derivative", "graph", "program"},
     "problem": {"band", "program", "spec"},
     "launches": {"derivative", "problem", "program", "spec"},
-    "shelf": set(),
+    "shelf": {"errors"},
     "gpu": set(),
     "kernels": {"gpu"},
     "gpus": set(),
@@ -60,7 +60,7 @@ ARROWS = {
         "support", "tuning", "_cudnn",
     },
     "arguments": {"bucket", "call", "functions", "gpu", "options", "posing", "problem", "spec", "staging"},
-    "repeats": {"cache", "call", "errors", "gpu", "plan"},
+    "repeats": {"cache", "call", "gpu", "plan"},
     "attention": {"arguments", "options", "repeats"},
     "variants": {"arguments"},
     "explain": {
@@ -70,6 +70,7 @@ ARROWS = {
     "prepare": {"arguments", "call", "options", "problem", "repeats", "report", "tuning"},
     "store": {"explain", "launches", "offline", "plan", "problem", "shelf", "support", "version"},
     "survey": {"explain", "gpus", "launches", "offline", "problem", "rules", "support", "traced", "version"},
+    "bench": {"attention", "bench", "explain", "gpu", "interpreter", "plan", "prepare", "problem", "spec", "version", "_cudnn"},
     "__init__": {"attention", "errors", "explain", "prepare", "problem", "report", "shelf", "variants", "version"},
 }  # fmt: skip
 #: The command line stands on top and may import everything; ctypes is spoken in one room only.
@@ -150,12 +151,14 @@ HEAVY = {
     "torch",
     "matplotlib",
     "cupy_sdpa._cudnn.library",
+    "cupy_sdpa.bench",
 }
 
 
 def test_import_loads_neither_cupy_nor_cudnn():
     """import cupy_sdpa touches no GPU library, and nothing slow; neither does a call on numpy arrays."""
     assert not HEAVY & loaded_by("import cupy_sdpa")
+    assert not {"difflib", "hashlib", "html", "tempfile"} & (loaded_by("import cupy_sdpa") - loaded_by("import numpy"))
     call = (
         "import cupy_sdpa, numpy; x = numpy.ones((8, 1, 4, 1), 'f4'); cupy_sdpa.attention(x, x, x); cupy_sdpa.explain(x, x, x)"
     )

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from ..version import __version__
-from . import demo, info, plan, run, support
+from . import bench, demo, info, plan, run, support
 from .console import CommandError, one_line
 
 _EXAMPLES = """\
@@ -18,6 +18,7 @@ examples:
   python -m cupy_sdpa info                       what this machine has, and what it lacks
   python -m cupy_sdpa plan --gpu h200 shapes.toml -o plans/      plans made ahead of time
   python -m cupy_sdpa support                    what runs where
+  python -m cupy_sdpa bench --cpu                how fast it is; without --cpu on the GPU, beside everybody else's
 """
 
 
@@ -62,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"cupy_sdpa {__version__}")
     parser.set_defaults(command=None)
-    commands = parser.add_subparsers(title="commands", metavar="{demo,run,info,plan,support}")
-    for module in (demo, run, info, plan, support):
+    commands = parser.add_subparsers(title="commands", metavar="{demo,run,info,plan,support,bench}")
+    for module in (demo, run, info, plan, support, bench):
         module.add_to(commands)
     return parser

@@ -1,0 +1,170 @@
+"""``bench``: our calls beside everybody else's on the GPU, or beside plain numpy on the CPU; tables, files and pictures."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from ..bench import cpu, plots, presets, table, ways
+from ..bench.measure import ROUNDS
+from ..bench.run import Wanted, run
+from ..bench.way import Ours
+from . import machine, picture
+from .console import CommandError, Progress, one_line
+
+_EPILOG = """\
+A ratio is our time over the other way's. Every way computes on the same numbers, in one run, in an order that is shuffled in
+every round; its results are compared with ours first. A share is of the rate of a large matrix product in the same run, for
+decoding of that of a copy.
+
+examples:
+  python -m cupy_sdpa bench --list                                   presets, directions and peers
+  python -m cupy_sdpa bench --presets llama-8b decode --csv out.csv  some of them, names or how they begin
+  python -m cupy_sdpa bench --cpu                                    the interpreter beside plain numpy, no GPU needed
+  python -m cupy_sdpa bench --from out.csv --plots pictures          pictures of an earlier run, no GPU needed
+"""
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "bench",
+        help="how fast it is, beside everybody else's",
+        description="Time attention and its gradients beside PyTorch, cudnn-frontend, FlexAttention and JAX, on this GPU.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--cpu", action="store_true", help="only the interpreter beside plain numpy, on the CPU")
+    what.add_argument("--from", dest="source", type=Path, metavar="FILE", help="measure nothing: take an earlier run's CSV")
+    what.add_argument("--list", action="store_true", help="show presets, directions and peers, and what is missing here")
+    parser.add_argument("--presets", nargs="+", metavar="NAME", help="names, or how they begin (default: all)")
+    parser.add_argument("--directions", nargs="+", choices=presets.DIRECTIONS, default=presets.DIRECTIONS, metavar="NAME",
+        help=f"{', '.join(presets.DIRECTIONS)} (default: all)",
+    )  # fmt: skip
+    parser.add_argument("--peers", nargs="*", metavar="NAME", help=f"{', '.join(ways.PEERS)} (default: all; no name: none)")
+    parser.add_argument("--rounds", type=_positive, metavar="N", default=ROUNDS, help=f"of every way (default {ROUNDS})")
+    parser.add_argument("--tune", action="store_true", help="choose our plans by measuring first (docs/plans.md)")
+    parser.add_argument(
+        "--cold", metavar="PRESET", help="whose first call in a new process is timed, or none (default: the first)"
+    )
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write every figure, with all versions in every row")
+    parser.add_argument("--json", action="store_true", help="print every figure as JSON in place of the table")
+    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="write pictures, with matplotlib")
+    parser.add_argument("--plot-format", choices=("svg", "png"), default="svg", help="of the pictures (default svg)")
+    parser.set_defaults(command=command)
+
+
+def command(arguments: argparse.Namespace) -> int:
+    """Run ``bench``; 1 where our own calls failed.
+
+    Raises:
+        CommandError: it cannot be done.
+    """
+    wanted = _wanted(arguments)
+    if arguments.list:
+        _list()
+        return 0
+    if arguments.plots and not picture.importable():
+        raise CommandError("--plots needs matplotlib: pip install 'cupy-sdpa[plot]'")
+    rows: list[table.Row] = []
+    try:
+        for some in _measured(arguments, wanted):
+            rows += some
+            if arguments.csv:
+                table.write_csv(arguments.csv, rows)  # every time, so that a run that is cut short leaves what it has
+    except OSError as error:
+        raise CommandError(f"{error.filename}: {error.strerror}") from error
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    finally:
+        if rows:
+            _show(arguments, rows)
+    return int(any(row["left_out"] and row["way"] == Ours.name for row in rows))
+
+
+def _wanted(arguments: argparse.Namespace) -> Wanted:
+    """What is asked for, read before anything is loaded."""
+    try:
+        chosen, peers = presets.chosen(arguments.presets), ways.chosen(arguments.peers)
+        cold = chosen[0] if arguments.cold is None else None
+        if arguments.cold not in (None, "none"):
+            (cold,) = presets.chosen([arguments.cold])
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    return Wanted(chosen, arguments.directions, peers, arguments.rounds, arguments.tune, cold)
+
+
+def _measured(arguments: argparse.Namespace, wanted: Wanted) -> Iterator[list[table.Row]]:
+    """The rows as they come."""
+    if arguments.source:
+        yield table.read_csv(arguments.source)
+        return
+    if arguments.csv:
+        arguments.csv.open("a").close()  # so that nothing is measured in vain
+    with Progress("measuring") as bar:
+        progress = _telling(bar)
+        if not arguments.cpu:
+            if reason := machine.no_gpu():
+                raise CommandError(f"the bench needs a GPU ({reason}); --cpu runs the part that needs none")
+            for peer in wanted.peers:
+                ways.why_not(peer)  # imported before cuDNN is looked for, so that all use one
+            if obstacles := machine.obstacles():
+                raise CommandError(f"the bench cannot run here: {obstacles[0]}; --cpu runs the part that needs no GPU")
+            yield from run(wanted, progress)
+        if arguments.cpu or arguments.presets is None:
+            yield [table.tidy(row) for row in cpu.measure(progress=progress)]
+
+
+def _telling(bar: Progress) -> Callable[[int, int, str], None]:
+    """A bar on a terminal; elsewhere a line for every step, for a run takes minutes."""
+
+    def tell(done: int, total: int, what: str) -> None:
+        if sys.stderr.isatty():
+            bar(done, total)
+        else:
+            print(f"{done + 1} of {total}: {what}", file=sys.stderr, flush=True)
+
+    return tell
+
+
+def _show(arguments: argparse.Namespace, rows: list[table.Row]) -> None:
+    """The table or JSON, and the pictures."""
+    if arguments.json:
+        print(json.dumps(rows, indent=1))
+    else:
+        for line in table.lines(rows):
+            print(line)
+    if arguments.plots:
+        for path in plots.draw(rows, arguments.plots, arguments.plot_format):
+            print(f"wrote {path}", file=sys.stderr)
+
+
+def _list() -> None:
+    """Everything that can be chosen."""
+    print("presets:")
+    for preset in presets.PRESETS:
+        print(f"  {preset.name:26}{_described(preset)}")
+    print(f"directions: {', '.join(presets.DIRECTIONS)}")
+    print("peers:")
+    for name, peer in ways.PEERS.items():
+        print(f"  {name:16}{peer.title:18}{one_line(ways.why_not(peer)) or 'is here'}")
+
+
+def _described(preset: presets.Preset) -> str:
+    heads = f"{preset.hq}/{preset.hkv} heads"
+    lengths = f"{preset.sq}" if preset.sq == preset.skv else f"{preset.sq} x {preset.skv}"
+    dims = f"D {preset.d}" if preset.d == preset.dv else f"D {preset.d}, Dv {preset.dv}"
+    mask = "causal" if preset.causal else "full"
+    window = "" if preset.left is None else f", window {preset.left + 1}"
+    return f"batch {preset.b}, {heads}, {lengths}, {dims}, {mask}{window}: {', '.join(preset.directions)}"
+
+
+def _positive(value: str) -> int:
+    number = int(value)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not positive")
+    return number

@@ -1,0 +1,278 @@
+"""A preset in one direction: every way made ready, compared with ours, and timed in turn with the others."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import statistics
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from . import cold, facts, measure
+from .presets import Preset
+from .table import Row, tidy
+from .way import Call, Impossible, Inputs, Ours, Timer, Way
+from .ways import why_not
+
+#: Largest difference from our results over the largest magnitude.
+TOLERANCE = 0.02
+#: Sets of inputs, at least and at most. More would only cost launches: the products in front of the calls sweep the cache, too.
+FEWEST_SETS, MOST_SETS = 2, 64
+#: Characters of the reason why a way is left out.
+_REASON = 300
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the GPU can do at best, measured in the same run.
+
+    Attributes:
+        matmul_tflops: of a large product of matrices.
+        matmul_dtype: their dtype.
+        copy_gbs: bytes that a copy reads and writes, 10^9 a second.
+    """
+
+    matmul_tflops: float
+    matmul_dtype: str
+    copy_gbs: float
+
+    @classmethod
+    def measured(cls) -> Rates:
+        """On the current GPU."""
+        return cls(*measure.matmul_tflops(), measure.copy_gbs())
+
+    def share(self, preset: Preset, direction: str, ms: float) -> dict[str, Any]:
+        """The part of the rate that bounds a preset: the copy's where a single query reads all keys, else the product's."""
+        if preset.decode:
+            return {"share": preset.moved_bytes / ms / 1e6 / self.copy_gbs, "share_of": "copy"}
+        return {"share": preset.operations(direction) / ms / 1e9 / self.matmul_tflops, "share_of": "matmul"}
+
+
+class Wrong(ArithmeticError):
+    """A way's results are not ours."""
+
+
+class Contestant:
+    """A way in a run: its calls, one for every set of inputs, what is known of it, or why it is left out.
+
+    No failure of it ends the run: it is kept as the reason.
+    """
+
+    def __init__(self, kind: type[Way], preset: Preset, direction: str) -> None:
+        self.name = kind.name
+        self.row: dict[str, Any] = {}
+        self.results: list[Any] = []
+        self._way: Way | None = None
+        self._timer: Timer | None = None
+        self._kind, self._asked = kind, (preset, direction)
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can be timed."""
+        return self._timer is not None and "left_out" not in self.row
+
+    def attempt(self, what: Callable[[], Any]) -> Any:
+        """Do something, and leave this way out if it fails; gives None then."""
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            try:
+                return what()
+            except Exception as error:  # whatever it is, the others go on
+                self.row["left_out"] = _reason(error, [str(warning.message) for warning in said])
+        return None
+
+    def prepare(self, sets: Sequence[Inputs], expected: Sequence[Any], busy: Any, tune: bool) -> None:
+        """Make the calls, compare the first one's results with the expected ones, if there are any, and learn what there is."""
+
+        def do() -> None:
+            if reason := why_not(self._kind):
+                raise Impossible(reason)
+            way = self._way = self._kind(*self._asked)
+            if tune and isinstance(way, Ours):
+                way.tune(sets[0])
+            with way.active():
+                calls = [way.call(inputs) for inputs in sets]
+                self._compare(way, calls, expected)
+                self.row |= {"peak_bytes": way.peak_bytes(calls[0]), **way.facts()}
+                self.row |= dict(_host_times(way, calls[0], sets[0]))
+            self._timer = way.timer(calls, busy)
+
+        self.attempt(do)
+
+    def _compare(self, way: Way, calls: Sequence[Call], expected: Sequence[Any]) -> None:
+        self.results = way.as_ours(calls[0]())
+        for call in calls[1:]:  # each once, so that nothing is made for the first time while it is timed
+            call()
+        way.wait()
+        if expected:
+            self.row["difference"] = farthest(self.results, expected)
+            self.results = []
+            if not self.row["difference"] < TOLERANCE:  # NaN is not
+                raise Wrong(f"its results are {self.row['difference']:.3g} of the largest value away from ours")
+
+    def __call__(self) -> float:
+        """Milliseconds of a call; NaN where it failed."""
+
+        def do() -> float:
+            assert self._way
+            assert self._timer
+            with self._way.active():
+                return self._timer()
+
+        ms = self.attempt(do) if self.ready else None
+        return math.nan if ms is None else float(ms)
+
+    def timed(self, times: Sequence[float]) -> None:
+        """Write down what was measured."""
+        if self.ready and self._timer:
+            self.row |= {"ms": statistics.median(times), "rounds": len(times), "clock": self._timer.clock}
+
+
+def _host_times(way: Way, call: Call, inputs: Inputs) -> Iterator[tuple[str, float]]:
+    count = measure.affordable(call, way.wait)
+    for column, one in (("host_us", call), *way.other_calls(inputs)):
+        one()
+        yield column, measure.host_us(one, count, way.wait)
+
+
+def _reason(error: Exception, said: Sequence[str]) -> str:
+    """One line: the exception, and what was warned of before it that says why."""
+    told = [re.sub(r" ?\(Triggered internally.*", "", text, flags=re.DOTALL) for text in said]
+    why = [text for text in told if not text.endswith(("because:", "runtime disabled."))]
+    name = "" if type(error).__module__.startswith("cupy_sdpa") else f"{type(error).__name__}: "
+    return " ".join("; ".join(dict.fromkeys([f"{name}{error}", *why])).split())[:_REASON]
+
+
+def farthest(ones: Sequence[Any], others: Sequence[Any]) -> float:
+    """The largest difference over the largest magnitude, of the worst pair; NaN where there is one."""
+    worst = 0.0
+    for a, b in zip(ones, others, strict=True):
+        if a.shape != b.shape:
+            raise Wrong(f"a result has the shape {a.shape}, ours {b.shape}")
+        a, b = a.astype("float32"), b.astype("float32")
+        apart = float(abs(a - b).max() / abs(b).max())
+        if not apart <= worst:  # NaN stays
+            worst = apart
+        if math.isnan(worst):
+            return worst
+    return worst
+
+
+def measured(
+    preset: Preset, direction: str, peers: Sequence[type[Way]], rates: Rates, rounds: int, tune: bool = False
+) -> list[Row]:
+    """The rows of a preset in one direction, ours first."""
+    beyond_the_cache = -(-2 * measure.l2_bytes() // preset.input_bytes)
+    sets = [Inputs(preset) for _ in range(min(max(FEWEST_SETS, beyond_the_cache), MOST_SETS))]
+    busy, _ = measure.busy_matrix()
+    kinds: list[type[Way]] = [Ours, *peers]
+    ours, *others = contestants = [Contestant(kind, preset, direction) for kind in kinds]
+    ours.prepare(sets, [], busy, tune)
+    for other in others:
+        if ours.ready:
+            other.prepare(sets, ours.results, busy, tune)
+        else:
+            other.row["left_out"] = "there is nothing to compare its results with"
+    ours.results = []
+    before = facts.state("before")
+    timed = {one.name: one for one in contestants if one.ready}
+    for name, times in measure.interleaved(timed, rounds).items():
+        timed[name].timed(times)
+    common = {
+        "preset": preset.name, "b": preset.b, "hq": preset.hq, "hkv": preset.hkv, "sq": preset.sq, "skv": preset.skv,
+        "d": preset.d, "dv": preset.dv, "causal": preset.causal, "window": preset.left, "direction": direction,
+        "dtype": "bfloat16", **before, **facts.state("after"),
+        "matmul_tflops": rates.matmul_tflops, "matmul_dtype": rates.matmul_dtype, "copy_gbs": rates.copy_gbs,
+    }  # fmt: skip
+    return judged([{**common, "way": one.name, **one.row} for one in contestants], preset, rates)
+
+
+def judged(rows: list[Row], preset: Preset, rates: Rates) -> list[Row]:
+    """The rows of all ways of a preset in one direction, with rates and ratios."""
+    times = {row["way"]: row["ms"] for row in rows if "ms" in row}
+    best = min((way for way in times if way != Ours.name), key=times.__getitem__, default=None)
+    for row in rows:
+        if ms := row.get("ms"):
+            row["tflops"] = preset.operations(row["direction"]) / ms / 1e9
+            row |= rates.share(preset, row["direction"], ms)
+            row["best_peer"] = row["way"] == best
+            if row["way"] != Ours.name and Ours.name in times:
+                row["ours_over_it"] = times[Ours.name] / ms
+    return rows
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a run is to measure.
+
+    Attributes:
+        presets, directions, peers: these.
+        rounds: how often each way is timed.
+        tune: whether our plans are chosen by measuring first.
+        cold: the preset whose first call in a new process is timed; None for none.
+    """
+
+    presets: Sequence[Preset]
+    directions: Sequence[str]
+    peers: Sequence[type[Way]]
+    rounds: int = measure.ROUNDS
+    tune: bool = False
+    cold: Preset | None = None
+
+    @property
+    def cases(self) -> list[tuple[Preset, str]]:
+        """The presets in every direction that they have."""
+        return [
+            (preset, direction) for preset in self.presets for direction in self.directions if direction in preset.directions
+        ]
+
+
+def run(wanted: Wanted, progress: Callable[[int, int, str], None]) -> Iterator[list[Row]]:
+    """The tidy rows of everything wanted, those of a preset in one direction at a time.
+
+    Plans that were kept or tuned in other processes do not count.
+
+    Args:
+        wanted: what is measured.
+        progress: told how many cases are done, how many there are, and what comes next.
+    """
+    for peer in wanted.peers:
+        why_not(peer)  # they are imported before cuDNN is looked for, so that all use one
+    with _environment("CUPY_SDPA_CACHE_DIR", "0"):
+        used, rates = facts.every_version(), Rates.measured()
+        cases = wanted.cases
+        for number, (preset, direction) in enumerate(cases):
+            progress(number, len(cases), f"{preset.name} {direction}")
+            rows = measured(preset, direction, wanted.peers, rates, wanted.rounds, wanted.tune)
+            measure.free_memory()
+            if preset is wanted.cold and direction == "forward":
+                _add_cold(rows)
+            yield [tidy({**row, **used}) for row in rows]
+
+
+def _add_cold(rows: Sequence[Row]) -> None:
+    """Add the first calls of new processes to the rows of the ways that run here."""
+    for row in rows:
+        if row["way"] in cold.COLD and not row.get("left_out"):
+            try:
+                row |= cold.cold_ms(row["way"], row["preset"])
+            except cold.Failed as error:
+                row["cold_failed"] = str(error)
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """A variable of the environment for a while."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
