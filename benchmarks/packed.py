@@ -38,6 +38,8 @@ DIRECTIONS = ("forward", "backward")
 ROUNDS = 25
 #: A way that has spent this on one batch and pass gets no more than the fewest rounds.
 SECONDS_A_WAY, FEWEST_ROUNDS = 2.5, 4
+#: Median host times are of so many turns: our calls come a few times before they are known.
+HOST_TURNS = 9
 #: A way whose calls take the host longer is timed one call at a time, or not at all: no queue would hide it.
 SLOW_HOST_MS, SLOWEST_HOST_MS = 20, 100
 #: Largest difference over largest magnitude.
@@ -481,7 +483,7 @@ def runner(way: Any, direction: str, batches: Sequence[Batch], wanted: Sequence[
     error = farthest(results, wanted)
     if not error < TOLERANCE:  # NaN is not
         raise ArithmeticError(f"its results are {error:.3g} of the largest value away from those in float32")
-    took = host_us(lambda: [call() for call in calls], 3) / 1000 / len(calls)
+    took = host_us(lambda: [call() for call in calls], HOST_TURNS) / 1000 / len(calls)
     return Runner(calls, results, error, took, way.facts(direction, batches[0]))
 
 

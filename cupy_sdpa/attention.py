@@ -119,7 +119,7 @@ def attention(
     if results is None:
         call = read_forward(q, k, v, options, return_stats=return_stats, out=out, stats=stats)
         results = call.run()
-        learn(how, arrays, options, call)
+        learn(how, ("q", "k", "v", "out", "stats"), arrays, options, call)
     return tuple(results) if len(results) > 1 else results[0]
 
 
@@ -201,7 +201,7 @@ def attention_backward(
         deterministic=deterministic,
     )  # fmt: skip
     results = call.run()
-    learn(how, arrays, options, call)
+    learn(how, ("dout", "q", "k", "v", "out", "stats", "dq", "dk", "dv"), arrays, options, call)
     return tuple(results)
 
 

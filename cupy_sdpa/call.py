@@ -36,10 +36,18 @@ tunings: ContextVar[tuple[list[Tuning], bool] | None] = ContextVar("tunings", de
 
 
 class Launched(NamedTuple):
-    """What a call ran with: its plan, the address of the workspace, and the bytes of the arrays that stood in for others."""
+    """What a call ran with.
+
+    Attributes:
+        plan: its plan.
+        workspace: the address of the workspace.
+        plain: whether nothing but the plan was run.
+        made: bytes of the arrays that stood in for others.
+    """
 
     plan: Plan
     workspace: int
+    plain: bool
     made: int
 
 
@@ -189,12 +197,12 @@ class Call:
         self._execute(stage, plan, workspace.ptr)
         stage.finish()
         if not capturing:
-            self.launched = Launched(plan, workspace.ptr, stage.bytes_made)
+            self.launched = Launched(plan, workspace.ptr, stage.plain, stage.bytes_made)
 
     def enqueue(self) -> None:
         """Enqueue once more what :meth:`run` did, on the same arrays, in the same workspace; the stream may be captured."""
         assert self.launched
-        plan, workspace, _ = self.launched
+        plan, workspace, *_ = self.launched
         assert plan.target.handle is not None
         plan.target.handle.set_stream(gpu.stream())
         stage = self._staged(self.posed)

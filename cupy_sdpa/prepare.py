@@ -93,7 +93,11 @@ class Prepared:
         self.problem, self.report, self.tuning = problem, report, tuning
         self._options, self._fixed = options, fixed
         self._how = object()  # stands for the options, and what was asked for
-        self._arrays = tuple(value for name, value in options.items() if name in ARRAYS)
+        given = {name: value for name, value in options.items() if name in ARRAYS and hasattr(value, "strides")}
+        inputs = ("dout", "q", "k", "v", "out", "stats") if problem.backward else ("q", "k", "v")
+        self._arrays, self._names = tuple(given.values()), (*inputs, "out", "stats", "dq", "dk", "dv", *given)
+        # What functions come to may change from call to call.
+        self._repeatable = not any(callable(value) for value in options.values())
 
     def __call__(
         self, *arrays: Any, out: Any = None, stats: Any = None, dq: Any = None, dk: Any = None, dv: Any = None, **options: Any
@@ -109,9 +113,10 @@ class Prepared:
             ValueError: the arrays pose another problem than the one that was prepared.
         """
         given = (*arrays, out, stats, dq, dk, dv, *self._arrays)
-        computed = repeated(self._how, given, options)
+        computed = repeated(self._how, given, options) if self._repeatable else None
         if computed is None:
-            into = {"dq": dq, "dk": dk, "dv": dv} if self.problem.backward else {"out": out, "stats": stats}
+            results = {"out": out, "stats": stats, "dq": dq, "dk": dk, "dv": dv}
+            into = {name: array for name, array in results.items() if array is not None}
             call = self._read(arrays, into, {**self._options, **options})
             if call.problem != self.problem:
                 raise ValueError(
@@ -119,7 +124,8 @@ class Prepared:
                     f"Given: {_layouts(call.problem)}. Prepare a call for each"
                 )
             computed = call.run()
-            learn(self._how, given, options, call)
+            if self._repeatable:
+                learn(self._how, self._names, given, options, call)
         return computed[0] if len(computed) == 1 else tuple(computed)
 
     def _read(self, arrays: tuple[Any, ...], into: dict[str, Any], options: dict[str, Any]) -> Call:

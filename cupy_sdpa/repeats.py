@@ -1,9 +1,10 @@
-"""Calls that come again, on arrays that they were given before: run from a CUDA graph, with nothing read anew.
+"""Calls that come again: what was read of them once is not read anew, and on the same addresses they are a CUDA graph.
 
 Reading a call's arguments takes Python some 30 us, what is prepared for cuDNN up to 200, and ``cudnnBackendExecute`` 7 to 20;
-the same kernels in a CUDA graph take 3 (docs/speed.md has the budget). So a call is known by what its arguments look like, and
-when it comes for the second time on the same addresses, all that it enqueues is recorded. From then on it is a look-up, an
-allocation of the results and a launch. Calls with functions, and those that copy large arrays, are read every time.
+the same kernels in a CUDA graph take 3 (docs/speed.md has the budget). So a call is known by what its arguments look like. On
+addresses that have come a few times all that it enqueues has been recorded: it is a look-up, an allocation of the results and
+a launch. On others its plan is executed, if that is all there is to do. Calls with functions, and those that copy large
+arrays, are read every time.
 
 What is known belongs to a thread's session in a CUDA context, and a graph to the plan whose kernels it holds: it is destroyed
 before the plan is. A graph holds the addresses of the caller's arrays, and keeps none of them alive.
@@ -11,7 +12,7 @@ before the plan is. A graph holds the addresses of the caller's arrays, and keep
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +26,8 @@ if TYPE_CHECKING:  # cuDNN's rooms are entered only for CuPy arrays
 
 #: Calls that a session knows, and sets of addresses that each has a graph for; the oldest go first.
 CALLS, GRAPHS = 1024, 128
+#: How often a call comes on the same addresses before it is recorded, which takes as long as ten launches.
+SIGHTS = 3
 #: Bytes of workspace, and of arrays made for the call, up to which a graph keeps its own.
 SMALL = 1 << 16
 
@@ -53,67 +56,93 @@ class Known:
         call: one such call, after it ran.
         plan: what it ran with.
         session: where it ran.
-        arrays: those that the caller gave by position or as a result, None among them.
+        names: of the arrays that the caller gave, in the order of their addresses.
     """
 
     __slots__ = (
-        "_cache",
-        "_closed",
-        "_graphs",
-        "_handle",
-        "_held",
-        "_made",
-        "_places",
-        "_plan",
-        "_seen",
-        "_workspace",
-        "_workspaces",
-    )
+        "_cache", "_closed", "_device", "_graphs", "_handle", "_held", "_made", "_names", "_numbers", "_places", "_plain",
+        "_plan", "_seen", "_workspace", "_workspaces",
+    )  # fmt: skip
 
-    def __init__(self, call: Call, plan: Plan, session: Session, arrays: tuple[Any, ...]) -> None:
+    def __init__(self, call: Call, plan: Plan, session: Session, names: Sequence[str]) -> None:
+        assert call.launched
         self._plan, self._cache, self._closed = plan, session.cache, False
-        self._handle = session.handle
+        self._handle, self._device = session.handle, call.arrays["q"].data.device_id
         self._graphs: dict[tuple[int, ...], int] = {}
-        self._seen: dict[tuple[int, ...], None] = {}
+        #: How often addresses have come that there is no graph for.
+        self._seen: dict[tuple[int, ...], int] = {}
         #: Bytes of workspace to allocate in every call; a small one is kept for each stream.
         self._workspace = plan.info.workspace if plan.info.workspace > SMALL else 0
         self._workspaces: dict[int, Any] = {}
         #: The arrays that a graph has for itself. It runs on one stream only, as do all that share a workspace: when it starts
         #: nothing else uses them, and they can go back to CuPy's pool, which reuses memory in the order of its stream.
         self._held: dict[int, Any] = {}
-        results = [call.arrays[spec.name] for spec in call.problem.results]
-        places = {id(array): place for place, array in enumerate(arrays)}
-        #: Where each result is: its place among what was given, or -1 where it is made.
-        self._places = [places.get(id(array), -1) for array in results]
-        self._made = [(x.shape, x.dtype, x.nbytes) for x in results if id(x) not in places]
+        results = [spec.name for spec in call.problem.results]
+        #: Where each result is: its place among the addresses, or -1 where it is made.
+        self._places = [names.index(name) if name in names else -1 for name in results]
+        made = [name for name in results if name not in names]
+        self._made = [(x.shape, x.dtype, x.nbytes) for x in (call.arrays[name] for name in made)]
+        #: Whether all there is to do is to run the plan, on what the caller gave and what is made.
+        aligned = all(spec.alignment >= 16 for spec in call.problem.tensors)
+        self._plain = call.launched.plain and aligned and call.arrays.keys() <= {*names, *made}
+        self._names, self._numbers = [*names, *made], dict(call.scalars)
         plan.before_close.append(self.close)
 
-    def run(self, here: _Here, arrays: tuple[Any, ...], addresses: list[int]) -> list[Any] | None:
-        """The results, where there is a graph for these addresses, those of what is made, and the current stream."""
+    def run(self, here: _Here, arrays: Sequence[Any], addresses: Sequence[int]) -> list[Any] | None:
+        """The results; None where the call is to be read.
+
+        Args:
+            here: what is needed of CuPy.
+            arrays: those that the caller gave, in the order of the names.
+            addresses: theirs.
+        """
         stream = here.current_stream().ptr
         if stream and here.is_capturing(stream):
             return None
         made = [here.ndarray(shape, dtype, here.alloc(size), None, "F") for shape, dtype, size in self._made]
-        for array in made:
-            addresses.append(array.data.ptr)
+        pointers = (stream, *addresses, *[array.data.ptr for array in made])
+        workspace = None
         if self._workspace:
             workspace = here.alloc(self._workspace)
-            addresses.append(workspace.ptr)
-        pointers = (stream, *addresses)
+            pointers = (*pointers, workspace.ptr)
         with self._cache.lock:
             graph = self._graphs.get(pointers)
-            if graph is None:
+            if graph is not None:
+                here.launch(graph, stream)
+            elif not self._executed(here, arrays, pointers, workspace):
                 return None
             self._plan.used = True
             self._cache.hits += 1
-            here.launch(graph, stream)
         if not made:
             return [arrays[place] for place in self._places]
         new = iter(made)
         return [next(new) if place < 0 else arrays[place] for place in self._places]
 
-    def learn(self, call: Call, addresses: list[int], own: list[Any]) -> None:
-        """Note the addresses that a call ran on; record it where they have been seen before.
+    def _executed(self, here: _Here, arrays: Sequence[Any], pointers: tuple[int, ...], workspace: Any) -> bool:
+        """Execute the plan on addresses that there is no graph for, if nothing is to be checked of them, or recorded."""
+        seen = self._seen.get(pointers, 0) + 1
+        if self._closed or not self._plain or seen >= SIGHTS:
+            return False
+        if seen == 1 and max(self._places) >= 0:
+            return False  # whether a result overlaps another array is to be read
+        stream, *addresses = pointers
+        if any(address & 15 for address in addresses) or any(array.data.device_id != self._device for array in arrays):
+            return False
+        self._saw(pointers, seen)
+        if workspace is None and self._plan.info.workspace:
+            workspace = here.alloc(self._plan.info.workspace)
+        self._handle.set_stream(stream)
+        named = dict(zip(self._names, addresses, strict=False))  # a workspace may be behind them
+        self._plan.execute(named, self._numbers, workspace.ptr if workspace else 0)
+        return True
+
+    def _saw(self, pointers: tuple[int, ...], times: int) -> None:
+        self._seen[pointers] = times
+        if len(self._seen) > GRAPHS:
+            del self._seen[next(iter(self._seen))]
+
+    def learn(self, call: Call, addresses: Sequence[int], own: list[Any]) -> None:
+        """Note the addresses that a call ran on; record it where they have come often.
 
         Args:
             call: after it ran.
@@ -121,19 +150,17 @@ class Known:
             own: the inputs that were made for the call.
         """
         assert call.launched
-        new = [call.arrays[spec.name] for spec, place in zip(call.problem.results, self._places, strict=True) if place < 0]
-        made = [array.data.ptr for array in new] + ([call.launched.workspace] if self._workspace else [])
-        stream = gpu.stream()
-        pointers = (stream, *addresses, *made)
+        stream, made = gpu.stream(), self._names[len(addresses) :]
+        pointers = (stream, *addresses, *[call.arrays[name].data.ptr for name in made])
+        if self._workspace:
+            pointers = (*pointers, call.launched.workspace)
         with self._cache.lock:
             if self._closed or pointers in self._graphs:
                 return
-            if pointers not in self._seen:
-                self._seen[pointers] = None
-                if len(self._seen) > GRAPHS:
-                    del self._seen[next(iter(self._seen))]
+            seen = self._seen.pop(pointers, 0) + 1
+            if seen < SIGHTS:
+                self._saw(pointers, seen)
                 return
-            del self._seen[pointers]
             if not self._workspace:
                 if stream not in self._workspaces:
                     self._workspaces[stream] = gpu.allocate(self._plan.info.workspace)
@@ -169,7 +196,7 @@ class Known:
 
 
 def repeated(how: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) -> list[Any] | None:
-    """Run a call that is known, on arrays that it was given before.
+    """Run a call that is known.
 
     Args:
         how: what else tells the call from others, hashable.
@@ -185,53 +212,63 @@ def repeated(how: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) -> l
     found = _key(here.ndarray, how, arrays, options)
     if found is None:
         return None
-    key, addresses = found
+    key, given, addresses = found
     status, context = here.context_id(0)
     if status or (session := here.session(context)) is None:
         return None
     known: Known | None = session.known.get(key)
-    return None if known is None else known.run(here, arrays, addresses)
+    return None if known is None else known.run(here, given, addresses)
 
 
-def learn(how: Any, arrays: tuple[Any, ...], options: Mapping[str, Any], call: Call) -> None:
-    """Note a call that has run, so that it need not be read again."""
+def learn(how: Any, names: Sequence[str], arrays: tuple[Any, ...], options: Mapping[str, Any], call: Call) -> None:
+    """Note a call that has run, so that it need not be read again.
+
+    Args:
+        how, arrays, options: as :func:`repeated` got them.
+        names: those of the arrays.
+        call: after it ran.
+    """
     global _here
-    if call.launched is None or call.launched.made > SMALL or call.problem.sums or tunings.get() is not None:
+    if call.launched is None or call.launched.made > SMALL or tunings.get() is not None:
         return
+    if call.problem.sums or call.gradients is not None:
+        return  # they are gathered by more than launches
     here = _here = _here or _Here()
     found = _key(here.ndarray, how, arrays, options)
     session = here.session(gpu.context_id())
     plan = call.launched.plan
     if found is None or session is None or plan.target.handle is not session.handle:
         return  # it ran on another device than the current one
-    key, addresses = found
+    key, given, addresses = found
+    there = [name for name, array in zip(names, arrays, strict=True) if array is not None]
+    there += [name for name, value in options.items() if type(value) is here.ndarray]
     known = session.known.get(key)
     if known is None or known.of_another(plan):
         if known:
             known.forget()
-        known = session.known[key] = Known(call, plan, session, arrays)
+        known = session.known[key] = Known(call, plan, session, there)
         if len(session.known) > CALLS:
             session.known.pop(next(iter(session.known))).forget()
-    given = {id(array) for array in (*arrays, *options.values())} | {
-        id(call.arrays[spec.name]) for spec in call.problem.results
-    }
-    known.learn(call, addresses, [array for array in call.arrays.values() if id(array) not in given])
+    others = {id(array) for array in given} | {id(call.arrays[spec.name]) for spec in call.problem.results}
+    known.learn(call, addresses, [array for array in call.arrays.values() if id(array) not in others])
 
 
 def _key(
     ndarray: Any, how: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], list[int]] | None:
-    """What tells a call from others, and where its arrays are; None for a call that is not to be repeated.
+) -> tuple[tuple[Any, ...], list[Any], list[int]] | None:
+    """What tells a call from others, its arrays, and where these are; None for a call that is not to be repeated.
 
-    Neither device nor alignment is in it: both follow from the addresses, and only addresses that were checked are run on.
+    Neither device nor alignment is in it: both follow from the addresses, and are looked at where these are new.
     """
     key: list[Any] = [how]
+    given: list[Any] = []
     addresses: list[int] = []
     for array in arrays:
         if type(array) is ndarray:
             key.append(array.dtype)
             key.append(array.shape)
             key.append(array.strides)
+            given.append(array)
             addresses.append(array.data.ptr)
         elif array is None:
             key.append(None)
@@ -245,9 +282,10 @@ def _key(
             key.append(value)
         elif kind is ndarray:
             key += (value.dtype, value.shape, value.strides)
+            given.append(value)
             addresses.append(value.data.ptr)
         elif kind is tuple:
             key.append(repr(value))
         else:
             return None
-    return tuple(key), addresses
+    return tuple(key), given, addresses

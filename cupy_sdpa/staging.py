@@ -97,14 +97,17 @@ class Stage:
 
     Attributes:
         arrays: the engine's, by name.
+        plain: whether they are the caller's, and nothing is done before or after.
     """
 
     def __init__(self, problem: Problem, given: Problem, arrays: Mapping[str, Any], on_gpu: bool) -> None:
         self.problem, self.on_gpu, self._given = problem, on_gpu, given
         self._own = arrays
         self.arrays: dict[str, Any] = dict(arrays)
-        if (given is problem or given == problem) and not problem.ragged and not _may_see_nothing(problem):
-            return  # which is nearly always
+        same = (given is problem or given == problem) and not problem.ragged and not _may_see_nothing(problem)
+        self.plain = same and problem.max is None  # which is nearly always
+        if same:
+            return
         self._results = {spec.name for spec in problem.results}
         for spec in given.tensors:
             self.arrays[spec.name] = self._staged(spec)

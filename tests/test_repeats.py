@@ -1,0 +1,263 @@
+"""Calls that come again: what is taken for a known call, and what is done with it; CuPy, cuDNN and the plan are stand-ins."""
+
+import contextlib
+import itertools
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from cases import Case
+
+from cupy_sdpa import repeats
+from cupy_sdpa.cache import PlanCache
+from cupy_sdpa.call import Launched
+
+FORWARD = ("q", "k", "v", "out", "stats")
+CASE = Case("repeated", dtype="float16", sq=16, stats=False)
+SHAPE = CASE.arrays()[0].shape
+
+
+class Array:
+    """What is asked of a CuPy array."""
+
+    addresses = itertools.count(1 << 20, 1 << 20)
+
+    def __init__(self, shape=SHAPE, dtype="f2", memory=None, strides=None, order="F", device=0):
+        like = np.zeros(shape, dtype, order=order)
+        self.shape, self.dtype, self.strides, self.nbytes = shape, like.dtype, like.strides, like.nbytes
+        self.data = memory or SimpleNamespace(ptr=next(self.addresses), device_id=device)
+
+    def at(self, address):
+        self.data = SimpleNamespace(ptr=address, device_id=self.data.device_id)
+        return self
+
+
+class Fixture:
+    """A thread's session with one plan, and what was done: ``("execute", addresses)``, ``("record",)``, ``("launch", graph)``."""
+
+    def __init__(self, monkeypatch, workspace=256):
+        self.done, self.alive, self.stream, self.capturing, self.free = [], set(), 7, False, [1 << 40]
+        graphs = itertools.count(1)
+
+        def recorded(run):
+            self.done.append(("record",))
+            self.alive.add(graph := next(graphs))
+            return graph, []
+
+        def launch(graph, stream):
+            assert graph in self.alive
+            self.done.append(("launch", graph))
+
+        memory = lambda size: SimpleNamespace(ptr=self.free[0], device_id=0)  # noqa: E731
+        handle = SimpleNamespace(set_stream=lambda stream: None)
+        self.session = SimpleNamespace(known={}, handle=handle, cache=PlanCache())
+        self.here = SimpleNamespace(
+            ndarray=Array, alloc=memory, launch=launch, is_capturing=lambda stream: self.capturing,
+            current_stream=lambda: SimpleNamespace(ptr=self.stream), context_id=lambda flags: (0, 1),
+            session=lambda context: self.session,
+        )  # fmt: skip
+        monkeypatch.setattr(repeats, "_here", self.here)
+        monkeypatch.setattr(repeats.gpu, "context_id", lambda: 1)
+        monkeypatch.setattr(repeats.gpu, "stream", lambda: self.stream)
+        monkeypatch.setattr(repeats.gpu, "allocate", memory)
+        monkeypatch.setattr(repeats.gpu, "recorded", recorded)
+        monkeypatch.setattr(repeats.gpu, "destroy_graph", self.alive.remove)
+        self.plan = self.new_plan(workspace)
+
+    def new_plan(self, workspace=256):
+        def execute(addresses, numbers, pointer):
+            self.done.append(("execute", dict(addresses), numbers))
+
+        return SimpleNamespace(
+            info=SimpleNamespace(workspace=workspace), before_close=[], used=False, execute=execute,
+            target=SimpleNamespace(handle=self.session.handle),
+        )  # fmt: skip
+
+    def call(self, q, k, v, out=None, *, plain=True, made=0, **options):
+        """As attention() does; gives what ran: the last thing done, or "read"."""
+        arrays = (q, k, v, out, None)
+        before = len(self.done)
+        results = repeats.repeated("forward", arrays, options)
+        if results is not None:
+            assert out is None or results[0] is out
+            return self.done[-1]
+        made_out = Array(memory=self.here.alloc(0)) if out is None else out
+        named = {"q": q, "k": k, "v": v, "out": made_out}
+        launched = Launched(self.plan, self.here.alloc(0).ptr, plain, made)
+        call = SimpleNamespace(
+            problem=CASE.problem(), arrays=named, scalars={"scale": 0.25}, launched=launched, gradients=None, enqueue=None
+        )
+        repeats.learn("forward", FORWARD, arrays, options, call)
+        return "read, and recorded" if ("record",) in self.done[before:] else "read"
+
+
+@pytest.fixture
+def fixture(monkeypatch):
+    return Fixture(monkeypatch)
+
+
+def test_read_executed_recorded_launched(fixture):
+    """Once read, then executed; at the third sight of the same addresses read and recorded; then launched."""
+    q, k, v = Array(), Array(), Array()
+    did = [fixture.call(q, k, v) for _ in range(5)]
+    kinds = [x if isinstance(x, str) else x[0] for x in did]
+    assert kinds == ["read", "execute", "read, and recorded", "launch", "launch"]
+    assert fixture.session.cache.hits == 3
+    assert fixture.plan.used
+
+
+def test_each_call_runs_on_its_own_arrays(fixture):
+    """A call that was learned with one array for q, k and v says nothing of which is which."""
+    x = Array()
+    fixture.call(x, x, x)
+    q, k, v = Array(), Array(), Array()
+    kind, addresses, numbers = fixture.call(q, k, v)
+    assert kind == "execute"
+    assert addresses == {"q": q.data.ptr, "k": k.data.ptr, "v": v.data.ptr, "out": fixture.free[0]}
+    assert numbers == {"scale": 0.25}
+
+
+def test_where_the_result_is_makes_another_set(fixture):
+    """Memory from the pool is part of the addresses: a graph is never launched for a result elsewhere."""
+    q, k, v = Array(), Array(), Array()
+    for _ in range(4):
+        fixture.call(q, k, v)
+    fixture.free[0] += 4096
+    assert fixture.call(q, k, v)[0] == "execute"
+    fixture.free[0] -= 4096
+    assert fixture.call(q, k, v)[0] == "launch"
+    fixture.stream = 9
+    assert fixture.call(q, k, v)[0] == "execute"
+
+
+OTHER = {
+    "dtype": lambda: Array(dtype="f4"),
+    "shape": lambda: Array((*SHAPE[:2], 8, SHAPE[3])),
+    "strides": lambda: Array(order="C"),
+    "misaligned": lambda: Array().at(1 << 20 | 2),
+    "device": lambda: Array(device=1),
+    "numpy": lambda: np.zeros(SHAPE, np.float16, order="F"),
+    "subclass": lambda: type("Mine", (Array,), {})(),
+}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_other_arrays_are_read(name, fixture):
+    """What poses another problem, or might, is not taken for the known call."""
+    q, k, v = Array(), Array(), Array()
+    fixture.call(q, k, v)
+    assert repeats.repeated("forward", (q, OTHER[name](), v, None, None), {}) is None
+
+
+@pytest.mark.parametrize(
+    "options", [{"causal": True}, {"scale": 0.5}, {"window": (1, 0)}, {"score_mod": len}, {"tensors": {}}, {"sinks": Array((4,), "f4")}],
+    ids=lambda options: next(iter(options)),
+)  # fmt: skip
+def test_other_options_are_read(options, fixture):
+    """Options are part of the call; functions and mappings are never known."""
+    q, k, v = Array(), Array(), Array()
+    fixture.call(q, k, v)
+    assert repeats.repeated("forward", (q, k, v, None, None), options) is None
+    assert repeats.repeated("backward", (q, k, v, None, None), {}) is None
+
+
+def test_numbers_that_are_equal_are_not_the_same(fixture):
+    """A window of floats, which is refused, is not that of the equal integers."""
+    q, k, v = Array(), Array(), Array()
+    fixture.call(q, k, v, window=(1, 0))
+    assert repeats.repeated("forward", (q, k, v, None, None), {"window": (1.0, 0)}) is None
+    assert repeats.repeated("forward", (q, k, v, None, None), {"window": (1, 0)})
+
+
+def test_a_result_at_a_new_place_is_read_first(fixture):
+    """It may overlap another array: only addresses that were checked are written to."""
+    q, k, v = Array(), Array(), Array()
+    fixture.call(q, k, v, Array())
+    out = Array()
+    assert fixture.call(q, k, v, out) == "read"
+    assert fixture.call(q, k, v, out)[0] == "execute"
+    assert fixture.call(q, k, v, q) == "read"
+
+
+def test_what_needs_copies_is_only_ever_recorded(fixture):
+    """Arrays that stand in for others are made by reading; many bytes of them are not kept at all."""
+    q, k, v = Array(), Array(), Array()
+    kinds = [fixture.call(q, k, v, plain=False, made=100) for _ in range(4)]
+    assert kinds == ["read", "read", "read, and recorded", ("launch", 1)]
+    fixture.session.known.clear()
+    assert {fixture.call(q, k, v, plain=False, made=repeats.SMALL + 1) for _ in range(5)} == {"read"}
+
+
+def test_not_while_capturing_nor_tuning(fixture, monkeypatch):
+    """A captured stream records the call itself; what is tuned is measured."""
+    q, k, v = Array(), Array(), Array()
+    for _ in range(4):
+        fixture.call(q, k, v)
+    fixture.capturing = True
+    assert repeats.repeated("forward", (q, k, v, None, None), {}) is None
+    fixture.capturing = False
+    with contextlib.ExitStack() as stack:
+        token = repeats.tunings.set(([], False))
+        stack.callback(repeats.tunings.reset, token)
+        assert repeats.repeated("forward", (q, k, v, None, None), {}) is None
+    assert fixture.call(q, k, v)[0] == "launch"
+
+
+def test_a_large_workspace_is_allocated_every_time(monkeypatch):
+    """And its address is one of those that a graph is for."""
+    fixture = Fixture(monkeypatch, workspace=repeats.SMALL + 1)
+    q, k, v, out = Array(), Array(), Array(), Array()
+    for _ in range(4):
+        fixture.call(q, k, v, out)
+    assert fixture.call(q, k, v, out)[0] == "launch"
+    fixture.free[0] += 4096
+    assert fixture.call(q, k, v, out) == "read"
+
+
+def test_graphs_are_destroyed_with_their_plan(fixture):
+    """Then the call is learned anew, with the next plan."""
+    q, k, v = Array(), Array(), Array()
+    for _ in range(4):
+        fixture.call(q, k, v)
+    assert len(fixture.alive) == 1
+    for close in fixture.plan.before_close:
+        close()
+    assert not fixture.alive
+    fixture.plan = fixture.new_plan()
+    assert fixture.call(q, k, v) == "read"
+    assert fixture.call(q, k, v)[0] == "execute"
+
+
+def test_the_oldest_give_way(fixture, monkeypatch):
+    """No more graphs, sightings and calls than the limits."""
+    monkeypatch.setattr(repeats, "GRAPHS", 3)
+    monkeypatch.setattr(repeats, "CALLS", 2)
+    q, k, v = Array(), Array(), Array()
+    outputs = [Array() for _ in range(5)]
+    for out in outputs * 2:
+        fixture.call(q, k, v, out)
+    (known,) = fixture.session.known.values()
+    assert len(known._seen) == 3
+    for out in outputs:
+        for _ in range(4):
+            fixture.call(q, k, v, out)
+    assert len(fixture.alive) == len(known._graphs) == len(known._held) == 3
+    for scale in (0.1, 0.2, 0.3):
+        fixture.call(q, k, v, scale=scale)
+    assert len(fixture.session.known) == 2
+    assert not fixture.alive
+
+
+def test_what_was_made_for_the_call_is_kept_with_the_graph(fixture):
+    """An input that is not the caller's is read by every launch."""
+    q, k, v, out, seed = Array(), Array(), Array(), Array(), Array((1,), "i8")
+    launched = Launched(fixture.plan, 1 << 41, True, 0)
+    for _ in range(3):
+        named = {"q": q, "k": k, "v": v, "out": out, "seed": seed}
+        call = SimpleNamespace(
+            problem=CASE.problem(), arrays=named, scalars={}, launched=launched, gradients=None, enqueue=None
+        )
+        assert repeats.repeated("forward", (q, k, v, out, None), {"seed": 5}) is None
+        repeats.learn("forward", FORWARD, (q, k, v, out, None), {"seed": 5}, call)
+    (known,) = fixture.session.known.values()
+    assert [own for _, own in known._held.values()] == [[seed]]
