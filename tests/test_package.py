@@ -67,6 +67,9 @@ ARROWS = {
         "arguments", "cache", "call", "errors", "gpu", "offline", "options", "patterns", "problem", "report", "staging",
         "support", "version",
     },
+    "layout": set(),
+    "lazy": set(),
+    "nnlib": {"attention", "gpu", "interpreter", "lazy"},
     "prepare": {"arguments", "call", "options", "problem", "repeats", "report", "tuning"},
     "store": {"explain", "launches", "offline", "plan", "problem", "shelf", "support", "version"},
     "survey": {"explain", "gpus", "launches", "offline", "problem", "rules", "support", "traced", "version"},
@@ -175,6 +178,11 @@ def code_blocks(path):
     return re.findall(r"^```python\n(.*?)^```$", path.read_text(encoding="utf-8"), re.S | re.M)
 
 
+def needs_torch(code):
+    """Whether code is for PyTorch on a GPU; nothing stands in for that."""
+    return re.search(r"^import torch$", code, re.M) is not None
+
+
 def run_block(code):
     """Run code written for CuPy; where there is no GPU, numpy stands in for it."""
     from tiers import missing
@@ -196,6 +204,17 @@ def test_the_readmes_code_runs():
 def test_the_docs_code_runs(path):
     """Every block of Python in the docs runs as it stands."""
     for code in code_blocks(ROOT / path):
+        if not needs_torch(code):
+            run_block(code)
+
+
+@pytest.mark.gpu
+def test_the_docs_code_for_pytorch_runs(cupy):
+    """Blocks that import PyTorch, as they stand."""
+    pytest.importorskip("torch")
+    blocks = [code for path in (ROOT / "docs").glob("*.md") for code in code_blocks(path) if needs_torch(code)]
+    assert blocks
+    for code in blocks:
         run_block(code)
 
 

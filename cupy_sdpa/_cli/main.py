@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from ..version import __version__
-from . import bench, demo, info, plan, run, support
+from . import bench, demo, explain, info, plan, run, support
 from .console import CommandError, one_line
 
 _EXAMPLES = """\
@@ -16,6 +16,7 @@ examples:
   python -m cupy_sdpa demo                       attention over a real text, checked, with a picture
   python -m cupy_sdpa run in.npz -o out.npz      attention of your own q, k and v
   python -m cupy_sdpa info                       what this machine has, and what it lacks
+  python -m cupy_sdpa explain 128,32,4096,1 --causal --gpu h200  whether and how a problem would run
   python -m cupy_sdpa plan --gpu h200 shapes.toml -o plans/      plans made ahead of time
   python -m cupy_sdpa support                    what runs where
   python -m cupy_sdpa bench --cpu                how fast it is; without --cpu on the GPU, beside everybody else's
@@ -63,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"cupy_sdpa {__version__}")
     parser.set_defaults(command=None)
-    commands = parser.add_subparsers(title="commands", metavar="{demo,run,info,plan,support,bench}")
-    for module in (demo, run, info, plan, support, bench):
+    commands = parser.add_subparsers(title="commands", metavar="{demo,run,info,explain,plan,support,bench}")
+    for module in (demo, run, info, explain, plan, support, bench):
         module.add_to(commands)
     return parser

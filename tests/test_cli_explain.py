@@ -1,0 +1,79 @@
+"""``python -m cupy_sdpa explain``: a report from shapes, for people and for machines."""
+
+import json
+
+import pytest
+
+from cupy_sdpa._cli.main import main
+
+SHAPES = ["64,8,1000,2", "--keys", "64,4,500,2"]
+
+
+def said(capsys, *words):
+    status = main(["explain", *words])
+    return status, capsys.readouterr()
+
+
+@pytest.mark.cudnn
+def test_a_plan_for_a_gpu_that_is_not_here(capsys):
+    """Problem, steps, verdict, and the plan."""
+    status, out = said(capsys, *SHAPES, "--gpu", "h200", "--causal", "--dtype", "float16")
+    assert status == 0
+    assert out.out.startswith("forward attention, float16: batch 2, 8 query and 4 key/value heads")
+    assert "runs on cuDNN (NVIDIA H200" in out.out
+    assert "workspace" in out.out
+
+
+def test_what_cannot_run_says_why(capsys):
+    """On stdout, with status 1; by the support table where another version is asked about."""
+    status, out = said(capsys, "12,8,1000,2", "--gpu", "h200", "--cudnn", "9.19")
+    assert status == 1
+    assert "pad axis 0 with 4 zeros" in out.out
+
+
+def test_for_machines(capsys):
+    """Everything that a report holds, as JSON."""
+    options = ["--backward", "--window", "127,", "--causal", "bottom_right", "--softcap", "20", "--deterministic"]
+    status, out = said(capsys, *SHAPES, *options, "--values", "32,4,500,2", "--gpu", "h200", "--cudnn", "9.19", "--json")
+    found = json.loads(out.out)
+    assert status == (0 if found["runs"] else 1)
+    assert "deterministic backward attention" in found["problem"]
+    assert "127" in found["problem"]
+    assert "softcap" in found["problem"]
+    assert any("dV = " in step for step in found["steps"])
+    assert set(found) == {"problem", "runs", "reasons", "note", "steps", "plan", "workspace_bytes", "launches"}
+
+
+BAD = {
+    "gpu": ([*SHAPES, "--gpu", "abacus"], "abacus"),
+    "dtype": ([*SHAPES, "--gpu", "h200", "--dtype", "int8"], "int8"),
+    "rank": (["64,8,1000", "--gpu", "h200"], "it needs 4"),
+    "heads": ([*SHAPES, "--values", "64,3,500,2", "--gpu", "h200"], "numbers of heads"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_no_problem(name, capsys):
+    """One line on stderr, status 2."""
+    words, text = BAD[name]
+    status, out = said(capsys, *words)
+    assert status == 2
+    assert text in out.err
+    assert out.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [["64,8,x,2"], [*SHAPES, "--window", "1"]], ids=["shape", "window"])
+def test_words_that_are_no_numbers(words, capsys):
+    """The parser says what they should look like."""
+    with pytest.raises(SystemExit) as stopped:
+        main(["explain", *words])
+    assert stopped.value.code == 2
+    assert "such as 12" in capsys.readouterr().err
+
+
+def test_without_a_gpu(capsys, monkeypatch):
+    """It is to be named."""
+    monkeypatch.setattr("cupy_sdpa.gpu.current_device", lambda: None)
+    status, out = said(capsys, *SHAPES)
+    assert status == 2
+    assert "name one with --gpu" in out.err

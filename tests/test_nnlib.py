@@ -1,0 +1,324 @@
+"""NNlib.jl's attention: its own tests with its published numbers, and what is made of its arguments here."""
+
+import numpy as np
+import pytest
+from cases import as_float
+
+from cupy_sdpa import layout, nnlib, reference
+from cupy_sdpa.lazy import Lazy
+from cupy_sdpa.nnlib import (
+    dot_product_attention,
+    dot_product_attention_scores,
+    dot_product_attention_vjp,
+    join_heads,
+    make_causal_mask,
+    make_padding_mask,
+    split_heads,
+)
+
+
+@pytest.fixture(params=["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
+def xp(request):
+    """numpy, and CuPy where there is a GPU."""
+    return np if request.param == "numpy" else pytest.importorskip("cupy")
+
+
+def rand(xp, *shape, seed=0, dtype="float32"):
+    return xp.asarray(np.asfortranarray(np.random.default_rng(seed).random(shape).astype(dtype)))
+
+
+def call(xp, *arrays, **keywords):
+    """On a GPU in float16: y is float32 again."""
+    return dot_product_attention(*arrays, **keywords, **({} if xp is np else {"compute_dtype": "float16"}))
+
+
+def tolerance(xp, exact):
+    return exact if xp is np else 2e-2
+
+
+# NNlib's own
+
+
+@pytest.mark.parametrize("batch", [(), (1,), (2,), (2, 1, 3)], ids=str)
+@pytest.mark.parametrize("nheads", [1, 3, 5])
+def test_different_batch_sizes(batch, nheads, xp):
+    """Any number of batch dimensions; shapes, dtype, and weights that add up to 1. On a GPU head dims are multiples of 8."""
+    n = 15 if xp is np else 8 * 15
+    q, k, v = rand(xp, n, 3, *batch), rand(xp, n, 4, *batch, seed=1), rand(xp, n, 4, *batch, seed=2)
+    y, alpha = call(xp, q, k, v, nheads=nheads)
+    assert y.dtype == np.float32
+    assert y.shape == (n, 3, *batch)
+    assert y.flags.f_contiguous
+    assert alpha.shape == (4, 3, nheads, *batch)
+    np.testing.assert_allclose(as_float(alpha.array).sum(axis=0), 1, rtol=1e-5)
+
+
+def test_scores_are_the_weights_of_attention(xp):
+    """Of arrays whose heads are split already."""
+    q = xp.asarray((np.arange(1, 25) / 24).reshape(4, 2, 3, 1, order="F"))
+    joined = join_heads(q)
+    _, alpha = call(xp, joined, joined, joined, nheads=2) if xp is np else (None, dot_product_attention_scores(q, q))
+    np.testing.assert_allclose(
+        as_float(dot_product_attention_scores(q, q)), as_float(getattr(alpha, "array", alpha)), rtol=1e-6
+    )
+
+
+Y = """.429754 .513087 .613791 .697125 .46431 .547644 .647876 .73121 .49773 .581064 .680455 .763788"""
+ALPHA = """.313896 .332948 .353157 .264431 .328206 .407362 .219215 .31838 .462405
+.288691 .331243 .380066 .241239 .323893 .434868 .198438 .311761 .489801"""
+
+
+def test_specific_results():
+    """The numbers that NNlib publishes."""
+    x = (np.arange(1, 13) / 12).reshape(4, 3, 1, order="F")
+    y, alpha = dot_product_attention(x, x, x, nheads=2)
+    np.testing.assert_allclose(y.ravel(order="F"), [float(n) for n in Y.split()], atol=1e-5)
+    np.testing.assert_allclose(np.asarray(alpha).ravel(order="F"), [float(n) for n in ALPHA.split()], atol=1e-5)
+
+
+def test_a_mask_shows_where_it_is_true(xp):
+    """The weights are above 0 there and only there; a causal mask counts dimensions from 1."""
+    q, k = rand(xp, 4, 2, 3, 1), rand(xp, 4, 2, 5, 1, seed=1)
+    mask = np.random.default_rng(3).random((5, 3)) < 0.7
+    mask[0] = True
+    alpha = as_float(dot_product_attention_scores(q, k, mask=xp.asarray(mask)))
+    x = rand(xp, 4, 2, 3, 1)
+    causal = make_causal_mask(x, dims=3)
+    causal_alpha = as_float(dot_product_attention_scores(x, x, mask=causal))
+    for head in range(2):
+        np.testing.assert_array_equal(alpha[:, :, head, 0] > 0, mask)
+        np.testing.assert_array_equal(causal_alpha[:, :, head, 0] > 0, as_float(causal.array) > 0)
+    assert causal.shape == (3, 3)
+
+
+def test_dropout(xp):
+    """A function of alpha is applied to the whole of it; y and alpha are of the same draw."""
+    x = rand(xp, 10, 10, 10)
+
+    def fdrop(alpha):
+        return alpha * (xp.random.default_rng(0).random(alpha.shape, dtype=np.float32) > 0.5) * 2
+
+    y, alpha = dot_product_attention(x, x, x, nheads=2, fdrop=fdrop)
+    assert 0.4 < float((alpha > 0).mean()) < 0.6
+    want = np.einsum("jihb,dhjb->dhib", as_float(alpha), as_float(split_heads(x, 2)))
+    np.testing.assert_allclose(as_float(y), join_heads(want), rtol=1e-4)
+
+
+def test_a_bias(xp):
+    """(kv_len, q_len), for all heads."""
+    n = 4 if xp is np else 16
+    q, k = rand(xp, n, 5, 1), rand(xp, n, 3, 1, seed=1)
+    bias = rand(xp, 3, 5, seed=2)
+    y, alpha = call(xp, q, k, k, bias, nheads=2)
+    assert alpha.shape == (3, 5, 2, 1)
+    assert y.shape == (n, 5, 1)
+    plain, _ = call(xp, q, k, k, nheads=2)
+    assert abs(as_float(y) - as_float(plain)).max() > 1e-3
+
+
+def test_gradients_are_the_slopes():
+    """Of q, k, v and the bias, against five-point differences in float64."""
+    q, k, v = rand(np, 4, 5, 2, dtype="f8"), rand(np, 4, 3, 2, seed=1, dtype="f8"), rand(np, 6, 3, 2, seed=2, dtype="f8")
+    arrays = [q, k, v, rand(np, 3, 5, seed=3, dtype="f8")]
+    y, pullback = dot_product_attention_vjp(*arrays, nheads=2)
+    for place, got in enumerate(pullback(np.ones_like(y))):
+        want = np.zeros_like(arrays[place])
+        for index in np.ndindex(want.shape):
+            for step, weight in ((-2, 1), (-1, -8), (1, 8), (2, -1)):
+                moved = [x.copy(order="F") for x in arrays]
+                moved[place][index] += step * 1e-3
+                want[index] += weight * dot_product_attention(*moved, nheads=2)[0].sum() / 12e-3
+        np.testing.assert_allclose(got, want, atol=1e-6, rtol=1e-6)
+
+
+# Here
+
+
+def test_alpha_is_made_when_it_is_used(monkeypatch):
+    """Not before, once, and not at all where it is not wanted."""
+    x, made = rand(np, 8, 5, 2), []
+    scores = nnlib.dot_product_attention_scores
+    monkeypatch.setattr(nnlib, "dot_product_attention_scores", lambda *a, **k: made.append(1) or scores(*a, **k))
+    assert dot_product_attention(x, x, x, alpha=False)[1] is None
+    _, alpha = dot_product_attention(x, x, x)
+    assert (alpha.shape, alpha.ndim, alpha.size, repr(alpha)) == (
+        (5, 5, 1, 2),
+        4,
+        50,
+        "<lazy array (5, 5, 1, 2), not made yet>",
+    )
+    assert not made
+    np.testing.assert_allclose(np.asarray(alpha).sum(axis=0), 1, rtol=1e-5)
+    assert float((alpha * 2).sum()) == pytest.approx(20, rel=1e-5)
+    assert alpha[0, 0, 0, 0] == alpha.array[0, 0, 0, 0]
+    assert len(list(alpha)) == len(alpha) == 5
+    assert made == [1]
+
+
+MASKS = {
+    "causal": (lambda x: make_causal_mask(x), {"causal": True}),
+    "padding": (lambda x: make_padding_mask(np.array([2, 5]), 5), {"causal": False, "seq_lens_kv": [2, 5]}),
+    "both": (
+        lambda x: make_causal_mask(x) & make_padding_mask(np.array([2, 5]), 5), {"causal": True, "seq_lens_kv": [2, 5]},
+    ),
+    "shorter": (
+        lambda x: make_padding_mask(np.array([4, 3]), 5) & make_padding_mask(np.array([2, 5]), 5),
+        {"causal": False, "seq_lens_kv": [2, 3]},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_own_masks_become_flags(name, monkeypatch):
+    """No array of bools reaches the fused call, and the result is that of the array."""
+    x = rand(np, 8, 5, 2)
+    make, flags = MASKS[name]
+    seen = []
+    fused = nnlib.attention
+    monkeypatch.setattr(nnlib, "attention", lambda *a, **k: seen.append(k) or fused(*a, **k))
+    y, alpha = dot_product_attention(x, x, x, mask=make(x), nheads=2)
+    assert {key: value.tolist() if hasattr(value, "tolist") else value for key, value in seen[0].items()} == flags
+    dense, dense_alpha = dot_product_attention(x, x, x, mask=np.asarray(make(x)), nheads=2)
+    assert "mask" in seen[1]
+    np.testing.assert_allclose(y, dense, rtol=1e-5)
+    np.testing.assert_array_equal(np.asarray(alpha), np.asarray(dense_alpha))
+
+
+def test_a_mask_and_an_array_is_an_array():
+    """Broadcast as Julia does, from the first axis on."""
+    some = np.random.default_rng(0).random((5, 5)) < 0.5
+    both = make_padding_mask(np.array([2, 5, 1]), 5) & some
+    want = some[:, :, None, None] & (np.arange(5)[:, None, None, None] < np.array([2, 5, 1]))
+    np.testing.assert_array_equal(both, want)
+    with pytest.raises(ValueError, match=r"\(4, 1, 1, 3\) and \(5, 5\)"):
+        _ = make_padding_mask(np.array([2, 5, 1]), 4) & make_causal_mask(some)
+
+
+def test_a_query_that_sees_nothing(xp):
+    """0 in y and in alpha, where NNlib.jl has NaN."""
+    x = rand(xp, 16, 5, 1)
+    mask = np.ones((5, 5), bool)
+    mask[:, 2] = False
+    y, alpha = call(xp, x, x, x, mask=xp.asarray(mask))
+    assert (y[:, 2] == 0).all()
+    assert (alpha[:, 2] == 0).all()
+    assert not xp.isnan(y).any()
+
+
+def test_beside_the_reference(xp):
+    """Heads, bias and mask together, against float64."""
+    q, k, v = rand(xp, 32, 7, 3), rand(xp, 32, 9, 3, seed=1), rand(xp, 16, 9, 3, seed=2)
+    bias, mask = rand(xp, 9, 7, 2, seed=3), xp.asarray(np.random.default_rng(4).random((9, 1, 1, 3)) < 0.8)
+    y, _ = call(xp, q, k, v, bias, nheads=2, mask=mask)
+    parts = [as_float(split_heads(x, 2)).astype("f8") for x in (q, k, v)]
+    shown = as_float(mask) > 0
+    want, _ = reference.attention(*parts, bias=as_float(bias)[..., None].astype("f8"), mask=shown)
+    np.testing.assert_allclose(as_float(y), join_heads(want), atol=tolerance(xp, 1e-5))
+
+
+def test_computed_in_another_dtype():
+    """y has the dtype of q again; gradients that of their arrays."""
+    x = rand(np, 16, 6, 2)
+    y, _ = dot_product_attention(x, x, x, compute_dtype="bfloat16")
+    exact, _ = dot_product_attention(x, x, x)
+    assert y.dtype == np.float32
+    assert 0 < abs(y - exact).max() < 2e-2
+    _, pullback = dot_product_attention_vjp(x, x, x, compute_dtype="bfloat16")
+    assert {g.dtype for g in pullback(y)[:3]} == {np.dtype("f4")}
+
+
+@pytest.mark.gpu
+def test_float32_on_a_gpu_wants_a_word(cupy):
+    """It is refused, with what to write; scores are computed in float32."""
+    x = cupy.zeros((16, 5, 1), np.float32, order="F")
+    with pytest.raises(TypeError, match="compute_dtype='bfloat16'"):
+        dot_product_attention(x, x, x)
+    assert dot_product_attention_scores(*[split_heads(x, 2)] * 2).dtype == np.float32
+
+
+def test_heads_are_views():
+    """Splitting and joining column-major arrays copies nothing."""
+    x = rand(np, 12, 5, 2, 3)
+    heads = split_heads(x, 3)
+    assert heads.shape == (4, 3, 5, 2, 3)
+    assert np.shares_memory(x, heads)
+    np.testing.assert_array_equal(heads[:, 1], x[4:8])
+    assert np.shares_memory(join_heads(heads), x)
+
+
+def test_no_keys():
+    """Nothing to see: y is 0, alpha is empty."""
+    y, alpha = dot_product_attention(rand(np, 4, 3, 2), rand(np, 4, 0, 2), rand(np, 4, 0, 2))
+    assert (y == 0).all()
+    assert np.asarray(alpha).shape == (0, 3, 1, 2)
+
+
+BAD = {
+    "batch": (lambda x: dot_product_attention(x, x[..., :1], x), "Batch dimensions have to be the same: q is \\(4, 3, 2\\)"),
+    "heads": (lambda x: dot_product_attention(x, x, x, nheads=3), "is 4; it must be a multiple of nheads, which is 3"),
+    "length": (lambda x: dot_product_attention(x, x, x[:, :2]), "k and v the same length"),
+    "features": (lambda x: dot_product_attention(x, x[:2], x), "q and k must have the same first dimension"),
+    "rank": (lambda x: dot_product_attention(x[:, 0, 0], x, x), "they must be \\(features, len, batch...\\)"),
+    "scores": (lambda x: dot_product_attention_scores(x, x), "both are \\(d, nheads, len, B\\)"),
+    "dims": (lambda x: make_causal_mask(x, dims=0), "dims is 0; x has 3 dimensions, counted from 1"),
+    "lengths": (lambda x: make_padding_mask(x[0, 0], 3), "it must be \\(B,\\) whole numbers"),
+    "mask": (
+        lambda x: dot_product_attention(x, x, x, mask=make_causal_mask(x, dims=1)),
+        "for 4 keys and 4 queries; there are 3",
+    ),
+    "five_axes": (lambda x: dot_product_attention(x, x, x, x[..., None, None, None]), "it broadcasts to \\(kv_len"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_does_not_fit_is_refused(name):
+    """With all values."""
+    make, words = BAD[name]
+    with pytest.raises(ValueError, match=words):
+        make(rand(np, 4, 3, 2))
+    with pytest.raises(TypeError, match="float32 and k is float64"):
+        dot_product_attention_scores(np.zeros((4, 1, 3, 1), "f4"), np.zeros((4, 1, 3, 1)))
+
+
+def test_lazy_arrays_are_like_arrays():
+    """Operators, functions, methods and conversions make it, once."""
+    made = []
+    x = Lazy((2, 2), lambda: made.append(1) or np.arange(4.0).reshape(2, 2))
+    assert not hasattr(x, "__fspath__")
+    assert not made
+    assert (2 - x).tolist() == [[2, 1], [0, -1]]
+    assert np.exp(x)[0, 0] == 1
+    assert x.T.tolist() == [[0, 2], [1, 3]]
+    assert np.asarray(x, np.float32).dtype == np.float32
+    assert x[x > 1].tolist() == [2, 3]
+    assert bool(Lazy((1,), lambda: np.ones(1)))
+    assert repr(x) == repr(x.array)
+    assert made == [1]
+
+
+# Layouts
+
+
+@pytest.mark.parametrize("name", layout.KNOWN)
+def test_layouts_are_views(name, xp):
+    """There and back is the same memory; ours is found at the same indices."""
+    sizes = {"b": 2, "s": 5, "h": 3, "d": 8, "t": 7}
+    x = rand(xp, *(sizes[letter] for letter in name))
+    ours = layout.to_julia(x, name)
+    assert ours.shape == tuple(sizes[letter] for letter in ("dht" if "t" in name else "dhsb"))
+    back = layout.from_julia(ours, name)
+    assert back.shape == x.shape
+    assert back.strides == x.strides
+    address = (lambda a: a.ctypes.data) if xp is np else (lambda a: a.data.ptr)
+    assert address(ours) == address(back) == address(x)
+    at = dict(zip("bshdt", (1, 3, 2, 4, 6), strict=True))
+    one = tuple(at[letter] for letter in name)
+    assert ours[tuple(at[letter] for letter in ("dht" if "t" in name else "dhsb"))] == x[one]
+
+
+def test_what_is_no_layout():
+    """Unknown letters, and arrays of another rank."""
+    with pytest.raises(ValueError, match="the layout is 'bshx'; it must have the letters"):
+        layout.to_julia(np.zeros((1, 1, 1, 1)), "bshx")
+    with pytest.raises(ValueError, match=r"shape \(1, 1\), 2 axes; the layout 'thd' has 3"):
+        layout.to_julia(np.zeros((1, 1)), "thd")
