@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from . import html
 from .band import Band
 from .program import Program
 from .spec import SIZES, TensorSpec
@@ -224,6 +225,11 @@ class Problem:
             f"{kind} attention, {self.dtype}: {batch}, {hq} query and {hkv} key/value heads{group}, "
             f"{most}{sq} queries, {most}{skv} keys, {dims}, {', '.join(self._also())}"
         )
+
+    def _repr_html_(self) -> str:
+        rows = [(spec.name, " x ".join(map(str, spec.shape)), spec.dtype, "" if spec.dense else str(spec.strides))
+                for spec in self.tensors]  # fmt: skip
+        return html.titled(str(self), html.table(("array", "shape", "dtype", "strides in bytes, where not dense"), rows))
 
     def _also(self) -> Iterator[str]:
         """The masks and variants, in words."""

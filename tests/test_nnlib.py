@@ -316,6 +316,20 @@ def test_layouts_are_views(name, xp):
     assert ours[tuple(at[letter] for letter in ("dht" if "t" in name else "dhsb"))] == x[one]
 
 
+def test_how_an_array_lies_in_memory():
+    """In words and as a table: the axes from the nearest, gaps, and what is refused."""
+    x = np.zeros((2, 100, 8, 64), np.float16)
+    assert str(layout.Layout(x.T)) == str(layout.Layout(x, "bshd"))
+    assert "with gaps" in str(layout.Layout(x[:, ::2], "bshd"))
+    assert "with gaps, or shared" in str(layout.Layout(np.broadcast_to(x[:1], x.shape), "bshd"))
+    assert "head_dim 64, heads 8, total 200" in str(layout.Layout(np.zeros((64, 8, 200), order="F")))
+    table = layout.Layout(x, "bshd")._repr_html_()
+    assert table.index("head_dim") < table.index("heads") < table.index("seq") < table.index("batch")
+    assert "51200" in table
+    with pytest.raises(ValueError, match="the letters are 'bsh'"):
+        layout.Layout(x, "bsh")
+
+
 def test_what_is_no_layout():
     """Unknown letters, and arrays of another rank."""
     with pytest.raises(ValueError, match="the layout is 'bshx'; it must have the letters"):
