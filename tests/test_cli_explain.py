@@ -1,7 +1,8 @@
-"""``python -m cupy_sdpa explain``: a report from shapes, for people and for machines."""
+"""``python -m cupy_sdpa explain``, a report from shapes; and what all commands say, as JSON."""
 
 import json
 
+import numpy as np
 import pytest
 
 from cupy_sdpa._cli.main import main
@@ -77,3 +78,23 @@ def test_without_a_gpu(capsys, monkeypatch):
     status, out = said(capsys, *SHAPES)
     assert status == 2
     assert "name one with --gpu" in out.err
+
+
+def test_what_a_command_says_as_json(capsys, tmp_path, monkeypatch):
+    """Label and text of every line, in one list; failures stay a line on stderr."""
+    monkeypatch.chdir(tmp_path)
+    x = np.ones((8, 2, 4, 1), np.float32)
+    np.savez("in.npz", q=x, k=x, v=x)
+    assert main(["run", "in.npz", "-o", "out.npz", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert [line["what"] for line in said] == ["engine", "wrote"]
+    assert "out.npz: out (8, 2, 4, 1) float32" in said[1]["text"]
+    assert main(["demo", "--no-plot", "--seq", "40", "--json"]) == 0
+    assert {"cupy_sdpa", "engine", "shapes", "error"} <= {line["what"] for line in json.loads(capsys.readouterr().out)}
+    assert main(["info", "--json"]) == 0
+    info = {line["what"]: line for line in json.loads(capsys.readouterr().out)}
+    assert info["numpy"]["version"] in (np.__version__, "yes")
+    assert main(["run", "none.npz", "-o", "out.npz", "--json"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "none.npz" in printed.err

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import json
 import sys
 import textwrap
+from collections.abc import Iterator
+from contextvars import ContextVar
 
 #: Columns of the widest line, and of the labels at its beginning.
 WIDTH, LABEL = 100, 10
@@ -11,12 +16,47 @@ WIDTH, LABEL = 100, 10
 BAR = 30
 
 
+#: What a command has said so far, where that is printed as JSON in the end.
+_recorded: ContextVar[list[dict[str, str]] | None] = ContextVar("recorded", default=None)
+
+
 class CommandError(Exception):
     """A command cannot do what was asked; the message is for the person who asked."""
 
 
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Give a command that speaks by :func:`say` the option ``--json``."""
+    parser.add_argument("--json", action="store_true", dest="say_json", help="print what is said as a JSON list")
+
+
+@contextlib.contextmanager
+def spoken_as(arguments: argparse.Namespace) -> Iterator[None]:
+    """What is said inside is printed as the arguments want it: at once, or as JSON in the end."""
+    if not getattr(arguments, "say_json", False):
+        yield
+        return
+    said: list[dict[str, str]] = []
+    token = _recorded.set(said)
+    try:
+        yield
+    finally:
+        _recorded.reset(token)
+    if said:  # what speaks JSON by itself says nothing
+        print(json.dumps(said, indent=1, ensure_ascii=False))
+
+
+def record(**facts: str) -> bool:
+    """Keep what is said for the end, if it is wanted as JSON; whether it is."""
+    said = _recorded.get()
+    if said is not None:
+        said.append(facts)
+    return said is not None
+
+
 def say(label: str, text: str) -> None:
     """Print ``text`` behind a label, continued in the same column where it is long."""
+    if record(what=label, text=text):
+        return
     begin = f"{label:<{LABEL}}"
     print(textwrap.fill(text, WIDTH, initial_indent=begin, subsequent_indent=" " * LABEL, break_on_hyphens=False))
 

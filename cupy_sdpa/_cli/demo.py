@@ -18,7 +18,7 @@ from ..attention import attention
 from ..interpreter import numpy_dtype
 from ..version import __version__
 from . import picture, text
-from .console import CommandError, milliseconds, say
+from .console import CommandError, add_json, milliseconds, say
 from .engine import Placed, add_options, place, refuse_if_too_large
 
 Array = NDArray[Any]
@@ -56,6 +56,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     plot = parser.add_mutually_exclusive_group()
     plot.add_argument("--plot", type=Path, metavar="FILE", help="the picture (default: attention.png, with matplotlib)")
     plot.add_argument("--no-plot", action="store_true", help="no picture")
+    add_json(parser)
     parser.set_defaults(command=command)
 
 

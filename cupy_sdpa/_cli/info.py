@@ -14,7 +14,7 @@ from .._cudnn.library import library
 from ..errors import CudnnError
 from ..version import __version__, version_text
 from . import machine
-from .console import CommandError, one_line
+from .console import CommandError, add_json, one_line, record
 
 _EPILOG = """\
 example:
@@ -35,6 +35,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument(
         "--describe", action="store_true", help="print the current GPU's description instead, as cuDNN reads it off the card"
     )
+    add_json(parser)
     parser.set_defaults(command=command)
 
 
@@ -65,7 +66,8 @@ def command(arguments: argparse.Namespace) -> int:
     for gpu in _gpus():
         _line("GPU", "", gpu)
     _line("plans", "", str(shelf.current()).removeprefix("plans "))
-    print("\nthis machine can run:")
+    if not record(what="this machine can run"):
+        print("\nthis machine can run:")
     _line("numpy", "yes", "float16, bfloat16, float32 and float64, on the CPU")
     obstacles = machine.obstacles()
     _line("cuDNN", "no" if obstacles else "yes", obstacles[0] if obstacles else "float16 and bfloat16, on the GPU")
@@ -84,4 +86,5 @@ def _gpus() -> list[str]:
 
 
 def _line(title: str, version: str, text: str) -> None:
-    print(f"  {title:<12}{version:<12}{text}".rstrip())
+    if not record(what=title, version=version, text=text):
+        print(f"  {title:<12}{version:<12}{text}".rstrip())

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from ..version import __version__
 from . import bench, demo, explain, info, plan, run, support
-from .console import CommandError, one_line
+from .console import CommandError, one_line, spoken_as
 
 _EXAMPLES = """\
 examples:
@@ -39,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return 2
     try:
-        status = int(arguments.command(arguments))
+        with spoken_as(arguments):
+            status = int(arguments.command(arguments))
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # whoever read the output has heard enough, as head(1) does

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .. import gpus, store
 from ..errors import CudnnError
-from .console import CommandError, Progress, one_line, say
+from .console import CommandError, Progress, add_json, one_line, say
 
 _EPILOG = """\
 examples:
@@ -43,6 +43,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument("--cudnn", metavar="VERSION", help="the version to plan with, or the path of a libcudnn.so.9")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FOLDER", help="where the plans go")
     parser.add_argument("-j", "--jobs", type=int, metavar="N", help="processes that plan (default: one a processor)")
+    add_json(parser)
     parser.set_defaults(command=command)
 
 

@@ -19,7 +19,7 @@ from ..interpreter import numpy_dtype
 from ..problem import Problem
 from ..spec import SIZES
 from . import npz
-from .console import CommandError, milliseconds, say
+from .console import CommandError, add_json, milliseconds, say
 from .engine import add_options, place, refuse_if_too_large
 
 #: The arrays that a file must hold.
@@ -60,6 +60,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument("--scale", type=float, metavar="X", help="of the scores (default: 1/sqrt(head_dim))")
     parser.add_argument("--stats", action="store_true", help="also write each query's log-sum-exp, float32")
     add_options(parser, None)
+    add_json(parser)
     parser.set_defaults(command=command)
 
 
