@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -225,6 +226,15 @@ def test_the_tables_of_the_docs_are_made_of_the_results(name):
     assert (ROOT / "docs" / f"{name}_table.md").read_text(encoding="utf-8") == done.stdout, (
         f"write it anew: python3 benchmarks/tables.py {name} > docs/{name}_table.md"
     )
+
+
+def test_the_pictures_of_the_options_are_the_engines():
+    """Each is what the script draws of the weights."""
+    found = runpy.run_path(str(ROOT / "docs" / "pictures.py"))
+    pictures = found["drawn"]()
+    assert {path.stem for path in found["FOLDER"].glob("*.svg")} == set(pictures)
+    for name, text in pictures.items():
+        assert (found["FOLDER"] / f"{name}.svg").read_text(encoding="utf-8") == text, "draw it anew: python3 docs/pictures.py"
 
 
 def test_the_project_speaks_of_itself_alone():

@@ -1,0 +1,74 @@
+"""Draw what each option lets a query see: ``python docs/pictures.py`` writes ``docs/_static/options/*.svg``.
+
+The pictures are of the engine's own weights, on numpy arrays: with an identity for the values the output is the weights. A row
+is a query, a column a key; white is not seen, the darker the more weight.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+import cupy_sdpa
+
+FOLDER = Path(__file__).parent / "_static" / "options"
+QUERIES, KEYS, CELL = 12, 12, 8
+STARTS = np.array([0, 5, 12], np.int32)
+PACKED = {"cu_seqlens_q": STARTS, "cu_seqlens_kv": STARTS, "max_seqlen_q": 7, "max_seqlen_kv": 7}
+
+
+def spots(queries: int, keys: int) -> np.ndarray:
+    """A mask of no particular shape."""
+    return np.asfortranarray(np.random.default_rng(2).random((keys, queries, 1, 1)) < 0.6)
+
+
+#: Name, numbers of queries and keys, and the options.
+PICTURES = {
+    "none": (QUERIES, KEYS, {}),
+    "causal": (QUERIES, KEYS, {"causal": True}),
+    "causal_bottom_right": (QUERIES - 4, KEYS, {"causal": "bottom_right"}),
+    "window": (QUERIES, KEYS, {"window": (3, 1)}),
+    "window_causal": (QUERIES, KEYS, {"window": (3, 0), "causal": True}),
+    "window_bottom_right": (QUERIES - 4, KEYS, {"window": (3, 1, "bottom_right")}),
+    "seq_lens": (QUERIES, KEYS, {"seq_lens_q": np.array([9], np.int32), "seq_lens_kv": np.array([7], np.int32)}),
+    "packed": (QUERIES, KEYS, PACKED),
+    "packed_causal": (QUERIES, KEYS, {**PACKED, "causal": True}),
+    "mask": (QUERIES, KEYS, {"mask": spots(QUERIES, KEYS)}),
+    "alibi": (QUERIES, KEYS, {"alibi_slopes": np.array([0.3], np.float32)}),
+    "bias": (QUERIES, KEYS, {"bias": np.asfortranarray(np.linspace(0, 3, KEYS, dtype=np.float32)[:, None, None, None])}),
+    "score_mod": (QUERIES, KEYS, {"score_mod": lambda score, b, h, q_idx, kv_idx: score + 2 * np.cos(0.9 * (q_idx - kv_idx))}),
+    "mask_mod": (QUERIES, KEYS, {"mask_mod": lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & ((q_idx - kv_idx) % 3 == 0)}),
+    "dropout": (QUERIES, KEYS, {"dropout_p": 0.4, "dropout_mask": spots(QUERIES, KEYS)}),
+}  # fmt: skip
+
+
+def weights(queries: int, keys: int, options: dict[str, object]) -> np.ndarray:
+    """What every query looks at, (queries, keys), where all scores are 0 but for the options."""
+    shape = () if "cu_seqlens_q" in options else (1,)
+    q, k = (np.zeros((8, 1, length, *shape), np.float32, order="F") for length in (queries, keys))
+    v = np.asfortranarray(np.eye(keys, dtype=np.float32).reshape(keys, 1, keys, *shape))
+    return cupy_sdpa.attention(q, k, v, **options).reshape(keys, queries).T
+
+
+def svg(picture: np.ndarray) -> str:
+    """Squares, a row a query."""
+    rows, columns = picture.shape
+    shade = picture / (picture.max(axis=1, keepdims=True) + 1e-30)  # of each query: how many keys share is of no interest
+    width, height = columns * CELL, rows * CELL
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">']
+    for (i, j), value in np.ndenumerate(shade):
+        paint = f'fill="#1b6ca8" fill-opacity="{0.25 + 0.75 * value:.2f}"' if value > 0 else 'fill="#f4f4f4"'
+        parts.append(f'<rect x="{j * CELL}" y="{i * CELL}" width="{CELL - 1}" height="{CELL - 1}" {paint}/>')
+    return "\n".join([*parts, "</svg>\n"])
+
+
+def drawn() -> dict[str, str]:
+    """The pictures by their names."""
+    return {name: svg(weights(queries, keys, options)) for name, (queries, keys, options) in PICTURES.items()}
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for name, text in drawn().items():
+        (FOLDER / f"{name}.svg").write_text(text, encoding="utf-8")
