@@ -14,7 +14,7 @@ from .call import Call
 from .options import ARRAYS, check_names, read_scale, read_settings
 from .posing import Wanted, pose, with_sums
 from .problem import LENGTHS, SEEDS, STARTS, Problem, Settings, is_matrix
-from .spec import Signature, dense_signature
+from .spec import Signature, dense_signature, dtype_name
 from .staging import full_lengths, posed, whole_number
 
 
@@ -257,7 +257,7 @@ def _engine(arrays: Mapping[str, Any]) -> bool:
 
 def _signature(array: Any) -> Signature:
     address = array.data.ptr if gpu.is_array(array) else 16  # the interpreter reads any alignment
-    return array.dtype.name, array.shape, array.strides, address & -address & 15 or 16
+    return dtype_name(array.dtype), array.shape, array.strides, address & -address & 15 or 16
 
 
 def _overlap(asked: Problem, arrays: Mapping[str, Any], one: str, other: str) -> bool:

@@ -18,7 +18,7 @@ from .bucket import Policy, padded_axes
 from .interpreter import numpy_dtype
 from .packed import offsets, with_room
 from .problem import LENGTHS, OF_KEYS, OF_QUERIES, PER_ROW, STARTS, Problem, has_diagonal, is_matrix
-from .spec import TensorSpec, dense_spec
+from .spec import TensorSpec, dense_spec, dtype_name
 
 #: What -inf is given beyond the lengths; all other results get 0.
 _LOGARITHMS = ("stats", "max")
@@ -146,7 +146,7 @@ class Stage:
         if array is None:
             return full_lengths(name, self._own, self.on_gpu)  # a bucket's
         if name in self._results:
-            same = array.shape == spec.shape and array.dtype.name == spec.dtype
+            same = array.shape == spec.shape and dtype_name(array.dtype) == spec.dtype
             return array if same or self.problem.packed else self._empty(spec)
         if name == "stats" and _may_see_nothing(self.problem):
             array = self._unseen(array)
@@ -165,7 +165,7 @@ class Stage:
 
     def _differs(self, array: Any, spec: TensorSpec) -> bool:
         """Whether a bias, a mask or what a function reads is not as the engine is given it."""
-        if (array.dtype.name, array.shape) != (spec.dtype, spec.shape):
+        if (dtype_name(array.dtype), array.shape) != (spec.dtype, spec.shape):
             return True
         return spec in self._given.captured and spec not in self.problem.captured
 
