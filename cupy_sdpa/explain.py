@@ -170,7 +170,7 @@ def _elsewhere(asked: Problem, named: str | None, cudnn: str | None) -> Report:
     except CudnnError as error:
         if wanted is None:
             raise
-        why = str(error).splitlines()[0]
+        why = str(error).splitlines()[0].removesuffix(" Searched:")
     assert wanted is not None
     note = f"{_where(target.model, wanted)}; by the support table alone, it was not planned: {why}"
     return Report("cuDNN", asked, graph, note=note)
