@@ -37,7 +37,7 @@ __all__ = [
 class Mask(Lazy):
     """A mask that the fused kernel knows by name: causal, of key lengths, or both; an array of bools where it is used as one.
 
-    ``mask & other`` is such a mask again, if the other one is.
+    ``mask & other`` is such a mask again, if the other one is; else an array, broadcast from the first axis on.
     """
 
     def __init__(self, xp: Any, keys: int, queries: int, *, causal: bool = False, lengths: Any = None) -> None:
@@ -64,6 +64,12 @@ class Mask(Lazy):
         return Mask(self._xp, keys, max(queries, more_queries), causal=self.causal or other.causal, lengths=shortest)
 
     __rand__ = __and__
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **keywords: Any) -> Any:
+        if ufunc is np.bitwise_and and method == "__call__" and not keywords:  # array & mask, which numpy is asked first
+            one, other = inputs
+            return self & (one if other is self else other)
+        return super().__array_ufunc__(ufunc, method, *inputs, **keywords)
 
 
 def make_causal_mask(x: Any, *, dims: int = 2) -> Mask:

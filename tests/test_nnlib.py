@@ -190,6 +190,8 @@ def test_a_mask_and_an_array_is_an_array():
     both = make_padding_mask(np.array([2, 5, 1]), 5) & some
     want = some[:, :, None, None] & (np.arange(5)[:, None, None, None] < np.array([2, 5, 1]))
     np.testing.assert_array_equal(both, want)
+    np.testing.assert_array_equal(some & make_padding_mask(np.array([2, 5, 1]), 5), want)
+    np.testing.assert_array_equal(~make_causal_mask(some) | some, ~np.triu(np.ones((5, 5), bool)) | some)
     with pytest.raises(ValueError, match=r"\(4, 1, 1, 3\) and \(5, 5\)"):
         _ = make_padding_mask(np.array([2, 5, 1]), 4) & make_causal_mask(some)
 
