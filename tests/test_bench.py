@@ -211,6 +211,23 @@ def test_a_way_that_fails_is_left_out_with_its_reason(change, reason):
     assert "ms" not in one.row
 
 
+def test_compiling_calls_every_peer_once(monkeypatch):
+    """In every case, in what it runs in; failures are told, and end nothing."""
+    called = []
+
+    class Compiling(Fake):
+        def call(self, inputs):
+            return lambda: called.append((self.preset.name, self.direction)) or (np.ones(2),)
+
+    failing = type("Failing", (Fake,), {"name": "failing", "call": lambda self, inputs: 1 / 0})
+    monkeypatch.setattr(run, "Inputs", lambda preset: None)
+    monkeypatch.setattr(run.measure, "free_memory", lambda: None)
+    wanted = run.Wanted([SMALL], ["forward", "both"], [Compiling, failing])
+    told = list(run.compiled(wanted, lambda *_: None))
+    assert called == [(SMALL.name, "forward"), (SMALL.name, "both")]
+    assert told == [f"failing ({SMALL.name} {way}): ZeroDivisionError: division by zero" for way in ("forward", "both")]
+
+
 def test_a_way_that_fails_while_it_is_timed():
     """It is left out, too."""
     one = contest(type("Failing", (Fake,), {"ms": property(lambda self: 1 / 0)}))
@@ -417,10 +434,11 @@ def test_without_a_gpu(capsys):
     """Exit status 2, and --cpu is named."""
     if not machine.obstacles():
         pytest.skip("there is a GPU here")
-    assert main(["bench"]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("cupy_sdpa: the bench ")
-    assert "--cpu" in err
+    for words in ([], ["--compile"]):
+        assert main(["bench", *words]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("cupy_sdpa: the bench ")
+        assert "--cpu" in err
 
 
 # pictures

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..bench import cpu, plots, presets, table, ways
 from ..bench.measure import ROUNDS
-from ..bench.run import Wanted, run
+from ..bench.run import Wanted, compiled, run
 from ..bench.way import Ours
 from . import machine, picture
 from .console import CommandError, Progress, one_line
@@ -23,6 +23,7 @@ decoding of that of a copy.
 examples:
   python -m cupy_sdpa bench --list                                   presets, directions and peers
   python -m cupy_sdpa bench --presets llama-8b decode --csv out.csv  some of them, names or how they begin
+  python -m cupy_sdpa bench --compile --peers flex --presets vit     what FlexAttention compiles, into its cache
   python -m cupy_sdpa bench --cpu                                    the interpreter beside plain numpy, no GPU needed
   python -m cupy_sdpa bench --from out.csv --plots pictures          pictures of an earlier run, no GPU needed
 """
@@ -41,6 +42,9 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     what.add_argument("--cpu", action="store_true", help="only the interpreter beside plain numpy, on the CPU")
     what.add_argument("--from", dest="source", type=Path, metavar="FILE", help="measure nothing: take an earlier run's CSV")
     what.add_argument("--list", action="store_true", help="show presets, directions and peers, and what is missing here")
+    what.add_argument(
+        "--compile", action="store_true", help="measure nothing: call every peer once, so that its caches are filled"
+    )
     parser.add_argument("--presets", nargs="+", metavar="NAME", help="names, or how they begin (default: all)")
     parser.add_argument("--directions", nargs="+", choices=presets.DIRECTIONS, default=presets.DIRECTIONS, metavar="NAME",
         help=f"{', '.join(presets.DIRECTIONS)} (default: all)",
@@ -67,6 +71,12 @@ def command(arguments: argparse.Namespace) -> int:
     wanted = _wanted(arguments)
     if arguments.list:
         _list()
+        return 0
+    if arguments.compile:
+        _check_gpu(wanted)
+        with Progress("compiling") as bar:
+            for line in compiled(wanted, _telling(bar)):
+                print(f"left out: {line}")
         return 0
     if arguments.plots and not picture.importable():
         raise CommandError("--plots needs matplotlib: pip install 'cupy-sdpa[plot]'")
@@ -108,15 +118,19 @@ def _measured(arguments: argparse.Namespace, wanted: Wanted) -> Iterator[list[ta
     with Progress("measuring") as bar:
         progress = _telling(bar)
         if not arguments.cpu:
-            if reason := machine.no_gpu():
-                raise CommandError(f"the bench needs a GPU ({reason}); --cpu runs the part that needs none")
-            for peer in wanted.peers:
-                ways.why_not(peer)  # imported before cuDNN is looked for, so that all use one
-            if obstacles := machine.obstacles():
-                raise CommandError(f"the bench cannot run here: {obstacles[0]}; --cpu runs the part that needs no GPU")
+            _check_gpu(wanted)
             yield from run(wanted, progress)
         if arguments.cpu or arguments.presets is None:
             yield [table.tidy(row) for row in cpu.measure(progress=progress)]
+
+
+def _check_gpu(wanted: Wanted) -> None:
+    if reason := machine.no_gpu():
+        raise CommandError(f"the bench needs a GPU ({reason}); --cpu runs the part that needs none")
+    for peer in wanted.peers:
+        ways.why_not(peer)  # imported before cuDNN is looked for, so that all use one
+    if obstacles := machine.obstacles():
+        raise CommandError(f"the bench cannot run here: {obstacles[0]}; --cpu runs the part that needs no GPU")
 
 
 def _telling(bar: Progress) -> Callable[[int, int, str], None]:

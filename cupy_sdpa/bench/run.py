@@ -103,6 +103,18 @@ class Contestant:
 
         self.attempt(do)
 
+    def call_once(self, inputs: Inputs) -> None:
+        """Make the call and run it, so that what is compiled for it is in a cache."""
+
+        def do() -> None:
+            if reason := why_not(self._kind):
+                raise Impossible(reason)
+            way = self._kind(*self._asked)
+            with way.active():
+                way.wait(way.call(inputs)())
+
+        self.attempt(do)
+
     def _compare(self, way: Way, calls: Sequence[Call], expected: Sequence[Any]) -> None:
         self.results = way.as_ours(calls[0]())
         for call in calls[1:]:  # each once, so that nothing is made for the first time while it is timed
@@ -252,6 +264,23 @@ def run(wanted: Wanted, progress: Callable[[int, int, str], None]) -> Iterator[l
             if preset is wanted.cold and direction == "forward":
                 _add_cold(rows)
             yield [tidy({**row, **used}) for row in rows]
+
+
+def compiled(wanted: Wanted, progress: Callable[[int, int, str], None]) -> Iterator[str]:
+    """Call every peer once in every case, and measure nothing; gives what could not be called, and why.
+
+    FlexAttention takes a minute for what its cache on disk then has: several such processes, each with other presets, fill it.
+    """
+    cases = wanted.cases
+    for number, (preset, direction) in enumerate(cases):
+        progress(number, len(cases), f"{preset.name} {direction}")
+        inputs = Inputs(preset)
+        for kind in wanted.peers:
+            one = Contestant(kind, preset, direction)
+            one.call_once(inputs)
+            if reason := one.row.get("left_out"):
+                yield f"{kind.name} ({preset.name} {direction}): {reason}"
+        measure.free_memory()
 
 
 def _add_cold(rows: Sequence[Row]) -> None:
