@@ -7,9 +7,9 @@ import hashlib
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from ._cudnn.constants import AttributeType
 from ._cudnn.descriptor import Descriptor
@@ -288,6 +288,13 @@ class Scratch:
         return dict(zip(self._sizes, itertools.accumulate(self._sizes.values(), initial=_aligned(need)), strict=False))
 
 
+class Closable(Protocol):
+    """What can be closed."""
+
+    def close(self) -> None:
+        """Give up what it has."""
+
+
 class Plan:
     """A finalized plan, ready to run; owned by a plan cache, which closes it.
 
@@ -301,14 +308,14 @@ class Plan:
     Attributes:
         info: what is known of it.
         used: whether it ran without a look-up in its cache, see :mod:`cupy_sdpa.repeats`.
-        before_close: called before it is destroyed, to give up what was made of it.
+        dependents: what is made of it, and is closed before it is.
     """
 
     def __init__(self, kept: Kept, graph: Graph, target: Target, key: str, build_ms: float, *, loaded: bool = False) -> None:
         c, scratch = kept.candidate, Scratch(graph)
         self.key, self.target = key, target
         self.used = False
-        self.before_close: list[Callable[[], None]] = []
+        self.dependents: set[Closable] = set()
         self._recorded = False
         self._descriptor = c.descriptor
         self._kept = replace(kept, candidate=replace(c, text=""))  # cuDNN has it too, see content()
@@ -356,9 +363,9 @@ class Plan:
 
     def close(self) -> None:
         """Destroy the plan, unless a CUDA graph needs it; the kernels that it has enqueued run on."""
-        for close in self.before_close:
-            close()
-        self.before_close.clear()
+        for dependent in self.dependents:
+            dependent.close()
+        self.dependents.clear()
         if not self._recorded:
             self._descriptor.close()
 

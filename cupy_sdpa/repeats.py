@@ -86,7 +86,7 @@ class Known:
         aligned = all(spec.alignment >= 16 for spec in call.problem.tensors)
         self._plain = call.launched.plain and aligned and call.arrays.keys() <= {*names, *made}
         self._names, self._numbers = [*names, *made], dict(call.scalars)
-        plan.before_close.append(self.close)
+        plan.dependents.add(self)
 
     def run(self, here: _Here, arrays: Sequence[Any], addresses: Sequence[int]) -> list[Any] | None:
         """The results; None where the call is to be read.
@@ -190,8 +190,7 @@ class Known:
     def forget(self) -> None:
         """Destroy the graphs, for another call takes the place."""
         with self._cache.lock:
-            if self.close in self._plan.before_close:
-                self._plan.before_close.remove(self.close)
+            self._plan.dependents.discard(self)
             self.close()
 
 

@@ -69,7 +69,7 @@ class Fixture:
             self.done.append(("execute", dict(addresses), numbers))
 
         return SimpleNamespace(
-            info=SimpleNamespace(workspace=workspace), before_close=[], used=False, execute=execute,
+            info=SimpleNamespace(workspace=workspace), dependents=set(), used=False, execute=execute,
             target=SimpleNamespace(handle=self.session.handle),
         )  # fmt: skip
 
@@ -220,8 +220,8 @@ def test_graphs_are_destroyed_with_their_plan(fixture):
     for _ in range(4):
         fixture.call(q, k, v)
     assert len(fixture.alive) == 1
-    for close in fixture.plan.before_close:
-        close()
+    for dependent in fixture.plan.dependents:
+        dependent.close()
     assert not fixture.alive
     fixture.plan = fixture.new_plan()
     assert fixture.call(q, k, v) == "read"
