@@ -51,7 +51,7 @@ class Steps:
         self.session = session
         self.known = session.known[self.key]
         self.pointers, self.graph = next(iter(self.known._graphs.items()))
-        self.plan = self.known._plan
+        self.plan = self.known.plan
 
     def each(self) -> Iterator[tuple[str, Callable[[], Any]]]:
         """Name and step."""

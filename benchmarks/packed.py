@@ -17,10 +17,8 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import random
 import statistics
 import sys
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -28,7 +26,7 @@ from typing import Any, NamedTuple
 import cupy
 import numpy as np
 import torch
-from common import L2_BYTES, device_ms, host_us, random_normal, versions, write_csv
+from common import L2_BYTES, device_ms, host_us, interleaved, random_normal, versions, write_csv
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -508,19 +506,8 @@ def times(able: dict[str, Runner]) -> dict[str, float]:
     names = [name for name, one in able.items() if one.host_ms < SLOWEST_HOST_MS]
     calls = {name: able[name].calls[: 1 if able[name].host_ms > SLOW_HOST_MS else None] for name in names}
     products = {name: 8 + math.ceil(1.5 * able[name].host_ms * len(calls[name]) / BUSY_MS) for name in names}
-    taken: dict[str, list[float]] = {name: [] for name in names}
-    spent = dict.fromkeys(names, 0.0)
-    order = random.Random(0)
-    for turn in range(-1, ROUNDS):  # the first one warms up
-        # Shuffled: the clock falls with the power drawn, so what comes behind a slow way, which draws less, would look faster.
-        for name in order.sample(names, len(names)):
-            if spent[name] > SECONDS_A_WAY and len(taken[name]) >= FEWEST_ROUNDS:
-                continue
-            begin = time.perf_counter()
-            ms = device_ms(calls[name], busy, products[name])
-            spent[name] += time.perf_counter() - begin
-            if turn >= 0:
-                taken[name].append(ms)
+    timed = {name: functools.partial(device_ms, calls[name], busy, products[name]) for name in names}
+    taken = interleaved(timed, ROUNDS, seconds=SECONDS_A_WAY, fewest=FEWEST_ROUNDS)
     return {name: statistics.median(values) for name, values in taken.items()}
 
 

@@ -193,9 +193,7 @@ class Call:
             plan.keep()
         self._allocate()
         workspace = gpu.allocate(plan.info.workspace)  # next to the results, as a repeated call does: at the same place
-        stage = self._staged(given)
-        self._execute(stage, plan, workspace.ptr)
-        stage.finish()
+        stage = self._enqueued(given, plan, workspace.ptr)
         if not capturing:
             self.launched = Launched(plan, workspace.ptr, stage.plain, stage.bytes_made)
 
@@ -203,11 +201,14 @@ class Call:
         """Enqueue once more what :meth:`run` did, on the same arrays, in the same workspace; the stream may be captured."""
         assert self.launched
         plan, workspace, *_ = self.launched
-        assert plan.target.handle is not None
-        plan.target.handle.set_stream(gpu.stream())
-        stage = self._staged(self.posed)
+        plan.set_stream(gpu.stream())
+        self._enqueued(self.posed, plan, workspace)
+
+    def _enqueued(self, given: Problem, plan: Plan, workspace: int) -> Stage:
+        stage = self._staged(given)
         self._execute(stage, plan, workspace)
         stage.finish()
+        return stage
 
     def _execute(self, stage: Stage, plan: Plan, workspace: int) -> None:
         plan.execute({name: array.data.ptr for name, array in stage.arrays.items()}, self.scalars, workspace)

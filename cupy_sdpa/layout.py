@@ -62,6 +62,15 @@ def from_julia(array: Any, layout: str) -> Any:
     return _moved(array, _ours(layout), layout)
 
 
+def order(source: str, target: str) -> tuple[int, ...]:
+    """The axes of one layout in the order of another, as ``transpose`` takes them.
+
+    >>> order("bhsd", "dhsb")
+    (3, 1, 2, 0)
+    """
+    return tuple(source.index(letter) for letter in target)
+
+
 def _ours(layout: str) -> str:
     for ours in ("dhsb", "dht"):
         if sorted(layout) == sorted(ours):
@@ -74,7 +83,7 @@ def _moved(array: Any, source: str, target: str) -> Any:
     shape = tuple(array.shape)
     if len(shape) != len(source):
         raise ValueError(f"the array has shape {shape}, {len(shape)} axes; the layout {source!r} has {len(source)}")
-    return array.transpose(tuple(source.index(letter) for letter in target))
+    return array.transpose(order(source, target))
 
 
 class Layout:

@@ -332,6 +332,11 @@ class Plan:
             c.descriptor, [uids[name] for name in self._arrays], [(uids[t.name], t.dtype, t.value) for t in numbers]
         )
 
+    def set_stream(self, stream: int) -> None:
+        """Have what follows run on a stream."""
+        assert self.target.handle is not None, "planned for a GPU that is not here"
+        self.target.handle.set_stream(stream)
+
     def execute(self, addresses: Mapping[str, int], scalars: Mapping[str, float], workspace: int = 0) -> None:
         """Enqueue on the handle's stream; returns before the GPU is done.
 

@@ -21,7 +21,7 @@ from . import gpu
 from .call import Call, tunings
 
 if TYPE_CHECKING:  # cuDNN's rooms are entered only for CuPy arrays
-    from .cache import Session
+    from .cache import PlanCache
     from .plan import Plan
 
 #: Calls that a session knows, and sets of addresses that each has a graph for; the oldest go first.
@@ -55,19 +55,19 @@ class Known:
     Args:
         call: one such call, after it ran.
         plan: what it ran with.
-        session: where it ran.
+        cache: where the plan is kept.
         names: of the arrays that the caller gave, in the order of their addresses.
     """
 
     __slots__ = (
-        "_cache", "_closed", "_device", "_graphs", "_handle", "_held", "_made", "_names", "_numbers", "_places", "_plain",
-        "_plan", "_seen", "_workspace", "_workspaces",
+        "_cache", "_closed", "_device", "_graphs", "_held", "_made", "_names", "_numbers", "_places", "_plain", "_seen",
+        "_workspace", "_workspaces", "plan",
     )  # fmt: skip
 
-    def __init__(self, call: Call, plan: Plan, session: Session, names: Sequence[str]) -> None:
+    def __init__(self, call: Call, plan: Plan, cache: PlanCache, names: Sequence[str]) -> None:
         assert call.launched
-        self._plan, self._cache, self._closed = plan, session.cache, False
-        self._handle, self._device = session.handle, call.arrays["q"].data.device_id
+        self.plan, self._cache, self._closed = plan, cache, False
+        self._device = call.arrays["q"].data.device_id
         self._graphs: dict[tuple[int, ...], int] = {}
         #: How often addresses have come that there is no graph for.
         self._seen: dict[tuple[int, ...], int] = {}
@@ -111,7 +111,7 @@ class Known:
                 here.launch(graph, stream)
             elif not self._executed(here, arrays, pointers, workspace):
                 return None
-            self._plan.used = True
+            self.plan.used = True
             self._cache.hits += 1
         if not made:
             return [arrays[place] for place in self._places]
@@ -129,11 +129,11 @@ class Known:
         if any(address & 15 for address in addresses) or any(array.data.device_id != self._device for array in arrays):
             return False
         self._saw(pointers, seen)
-        if workspace is None and self._plan.info.workspace:
-            workspace = here.alloc(self._plan.info.workspace)
-        self._handle.set_stream(stream)
+        if workspace is None and self.plan.info.workspace:
+            workspace = here.alloc(self.plan.info.workspace)
+        self.plan.set_stream(stream)
         named = dict(zip(self._names, addresses, strict=False))  # a workspace may be behind them
-        self._plan.execute(named, self._numbers, workspace.ptr if workspace else 0)
+        self.plan.execute(named, self._numbers, workspace.ptr if workspace else 0)
         return True
 
     def _saw(self, pointers: tuple[int, ...], times: int) -> None:
@@ -163,10 +163,10 @@ class Known:
                 return
             if not self._workspace:
                 if stream not in self._workspaces:
-                    self._workspaces[stream] = gpu.allocate(self._plan.info.workspace)
+                    self._workspaces[stream] = gpu.allocate(self.plan.info.workspace)
                 call.launched = call.launched._replace(workspace=self._workspaces[stream].ptr)
             graph, held = gpu.recorded(call.enqueue)
-            self._handle.set_stream(stream)  # it was that of the recording
+            self.plan.set_stream(stream)  # it was that of the recording
             self._graphs[pointers], self._held[graph] = graph, (held, own)
             if len(self._graphs) > GRAPHS:
                 self._destroy(next(iter(self._graphs)))
@@ -175,10 +175,6 @@ class Known:
         graph = self._graphs.pop(pointers)
         gpu.destroy_graph(graph)
         del self._held[graph]
-
-    def of_another(self, plan: Plan) -> bool:
-        """Whether it is of another plan: of one that has been destroyed, or of arrays that are aligned otherwise."""
-        return self._plan is not plan
 
     def close(self) -> None:
         """Destroy the graphs: the plan is about to be."""
@@ -190,7 +186,7 @@ class Known:
     def forget(self) -> None:
         """Destroy the graphs, for another call takes the place."""
         with self._cache.lock:
-            self._plan.dependents.discard(self)
+            self.plan.dependents.discard(self)
             self.close()
 
 
@@ -242,10 +238,10 @@ def learn(how: Any, names: Sequence[str], arrays: tuple[Any, ...], options: Mapp
     there = [name for name, array in zip(names, arrays, strict=True) if array is not None]
     there += [name for name, value in options.items() if type(value) is here.ndarray]
     known = session.known.get(key)
-    if known is None or known.of_another(plan):
+    if known is None or known.plan is not plan:  # of one that has been destroyed, or of arrays that are aligned otherwise
         if known:
             known.forget()
-        known = session.known[key] = Known(call, plan, session, there)
+        known = session.known[key] = Known(call, plan, session.cache, there)
         if len(session.known) > CALLS:
             session.known.pop(next(iter(session.known))).forget()
     others = {id(array) for array in given} | {id(call.arrays[spec.name]) for spec in call.problem.results}

@@ -15,8 +15,9 @@ import pytest
 
 from cupy_sdpa import CudnnError, __version__, reference
 from cupy_sdpa.__main__ import main
-from cupy_sdpa._cli import demo, engine, machine, npz, run, text
+from cupy_sdpa._cli import demo, engine, machine, npz, text
 from cupy_sdpa.interpreter import numpy_dtype
+from cupy_sdpa.layout import from_julia
 
 ROOT = Path(__file__).parents[1]
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -257,7 +258,7 @@ def arrays(dtype=np.float32, *, seed=0):
 
 def save(given, *, layout="dhsb", path="in.npz"):
     """Write arrays in a layout into a file."""
-    np.savez(path, **{name: array.transpose(run.LAYOUTS[layout]) for name, array in given.items()})
+    np.savez(path, **{name: from_julia(array, layout) for name, array in given.items()})
 
 
 def error_of(out, stats, given, **options):
@@ -280,7 +281,7 @@ LAYOUT_SHAPES = {"dhsb": ("dhsb", "shb"), "bshd": ("bshd", "bsh"), "bhsd": ("bhs
 def test_run_in_every_layout(layout, order, capsys):
     """The result comes back in the layout of the inputs, in any order in memory."""
     given = arrays()
-    turned = {name: np.asarray(array.transpose(run.LAYOUTS[layout]), order=order) for name, array in given.items()}
+    turned = {name: np.asarray(from_julia(array, layout), order=order) for name, array in given.items()}
     np.savez("in.npz", **turned)
     assert main(["run", "in.npz", "-o", "out.npz", "--layout", layout, "--stats", "--causal", "--engine", "numpy"]) == 0
     result = np.load("out.npz")

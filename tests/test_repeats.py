@@ -36,6 +36,7 @@ class Fixture:
     """A thread's session with one plan, and what was done: ``("execute", addresses)``, ``("record",)``, ``("launch", graph)``."""
 
     def __init__(self, monkeypatch, workspace=256):
+        self.streams: list[int] = []
         self.done, self.alive, self.stream, self.capturing, self.free = [], set(), 7, False, [1 << 40]
         graphs = itertools.count(1)
 
@@ -49,8 +50,7 @@ class Fixture:
             self.done.append(("launch", graph))
 
         memory = lambda size: SimpleNamespace(ptr=self.free[0], device_id=0)  # noqa: E731
-        handle = SimpleNamespace(set_stream=lambda stream: None)
-        self.session = SimpleNamespace(known={}, handle=handle, cache=PlanCache())
+        self.session = SimpleNamespace(known={}, handle=object(), cache=PlanCache())
         self.here = SimpleNamespace(
             ndarray=Array, alloc=memory, launch=launch, is_capturing=lambda stream: self.capturing,
             current_stream=lambda: SimpleNamespace(ptr=self.stream), context_id=lambda flags: (0, 1),
@@ -69,7 +69,7 @@ class Fixture:
             self.done.append(("execute", dict(addresses), numbers))
 
         return SimpleNamespace(
-            info=SimpleNamespace(workspace=workspace), dependents=set(), used=False, execute=execute,
+            info=SimpleNamespace(workspace=workspace), dependents=set(), used=False, execute=execute, set_stream=self.streams.append,
             target=SimpleNamespace(handle=self.session.handle),
         )  # fmt: skip
 
@@ -128,6 +128,7 @@ def test_where_the_result_is_makes_another_set(fixture):
     assert fixture.call(q, k, v)[0] == "launch"
     fixture.stream = 9
     assert fixture.call(q, k, v)[0] == "execute"
+    assert fixture.streams[-1] == 9
 
 
 OTHER = {

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import gpu
+from .. import gpu, layout
 from ..attention import attention
 from ..errors import CudnnError, Unsupported
 from ..explain import explain
@@ -24,11 +24,8 @@ from .engine import add_options, place, refuse_if_too_large
 
 #: The arrays that a file must hold.
 NAMES = ("q", "k", "v")
-#: How each layout's axes become (head_dim, heads, seq, batch); each is its own inverse.
-LAYOUTS = {"dhsb": (0, 1, 2, 3), "bshd": (3, 2, 1, 0), "bhsd": (3, 1, 2, 0)}
-#: How (seq, heads, batch) becomes each layout's axes.
-STATS_LAYOUTS = {"dhsb": (0, 1, 2), "bshd": (2, 0, 1), "bhsd": (2, 1, 0)}
-_AXES = {"d": "head_dim", "h": "heads", "s": "seq", "b": "batch"}
+#: The layouts that a file may have, and those of the log-sum-exps beside them, which are (seq, heads, batch) here.
+LAYOUTS = {"dhsb": "shb", "bshd": "bsh", "bhsd": "bhs"}
 #: What the package raises for arrays that it cannot take.
 _REFUSALS = (TypeError, ValueError, Unsupported, CudnnError)
 
@@ -54,7 +51,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
     parser.add_argument("input", type=Path, metavar="in.npz", help="a file of numpy.savez with the arrays q, k and v")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="out.npz", help="where the result goes")
-    listed = "; ".join(f"{layout}: ({_legend(layout)})" for layout in LAYOUTS)
+    listed = "; ".join(f"{letters}: ({_legend(letters)})" for letters in LAYOUTS)
     parser.add_argument("--layout", choices=tuple(LAYOUTS), default="dhsb", help=f"of the arrays (default dhsb). {listed}")
     parser.add_argument("--causal", action="store_true", help="query i sees the keys up to and with i")
     parser.add_argument("--scale", type=float, metavar="X", help="of the scores (default: 1/sqrt(head_dim))")
@@ -88,9 +85,10 @@ def command(arguments: argparse.Namespace) -> int:
             stats = None if stats is None else gpu.cupy().asnumpy(stats, order="F")
         seconds = time.perf_counter() - started
         with np.errstate(over="ignore"):  # float64 results may be too large for the file's dtype: infinite there
-            results = {"out": out.astype(headers[0].dtype.newbyteorder("="), copy=False).transpose(LAYOUTS[arguments.layout])}
+            out = out.astype(headers[0].dtype.newbyteorder("="), copy=False)
+            results = {"out": layout.from_julia(out, arguments.layout)}
         if stats is not None:
-            results["stats"] = stats.transpose(STATS_LAYOUTS[arguments.layout])
+            results["stats"] = stats.transpose(layout.order("shb", LAYOUTS[arguments.layout]))
         np.savez(file, **results)
     say("engine", f"{placed}, in {asked.dtype}: {milliseconds(seconds)}")
     say("wrote", f"{arguments.output}: {', '.join(f'{name} {a.shape} {a.dtype}' for name, a in results.items())}")
@@ -109,7 +107,7 @@ def _asked(arguments: argparse.Namespace, headers: Sequence[npz.Header], options
             )
         if header.dtype.kind != "f" and header.dtype != numpy_dtype("bfloat16"):
             raise CommandError(f"{name} is {header.dtype}; attention takes float16, bfloat16, float32 and float64")
-        shapes.append([header.shape[axis] for axis in LAYOUTS[arguments.layout]])
+        shapes.append([header.shape[axis] for axis in layout.order(arguments.layout, "dhsb")])
     elements = [np.zeros((), dtype or header.dtype) for header in headers]
     try:  # one element stands for all of an array, however large it is
         return explain(*map(np.broadcast_to, elements, shapes), **options).problem
@@ -126,7 +124,7 @@ def _memory(asked: Problem, headers: Sequence[npz.Header]) -> int:
 
 def _loaded(arguments: argparse.Namespace, name: str, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     """An array of the file in Julia's layout, Fortran order and the dtype to compute in."""
-    array = npz.load(arguments.input, name).transpose(LAYOUTS[arguments.layout])
+    array = layout.to_julia(npz.load(arguments.input, name), arguments.layout)
     try:
         with np.errstate(over="raise", invalid="ignore"):
             return np.asarray(array, dtype, order="F")
@@ -134,10 +132,10 @@ def _loaded(arguments: argparse.Namespace, name: str, dtype: np.dtype[Any]) -> n
         raise CommandError(f"{name} has values that {dtype} cannot hold: choose another --dtype") from error
 
 
-def _legend(layout: str) -> str:
-    return ", ".join(_AXES[letter] for letter in layout)
+def _legend(letters: str) -> str:
+    return ", ".join(layout.AXES[letter] for letter in letters)
 
 
-def _refusal(layout: str, error: Exception) -> CommandError:
-    shown = "" if layout == "dhsb" else f" (the file's {layout} arrays are shown as (head_dim, heads, seq, batch) here)"
+def _refusal(letters: str, error: Exception) -> CommandError:
+    shown = "" if letters == "dhsb" else f" (the file's {letters} arrays are shown as (head_dim, heads, seq, batch) here)"
     return CommandError(f"{error}{shown}")

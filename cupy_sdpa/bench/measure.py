@@ -146,16 +146,22 @@ class WallClock:
 
 
 def interleaved(
-    ways: Mapping[str, Callable[[], float]], rounds: int = ROUNDS, *, clock: Callable[[], float] = time.perf_counter
+    ways: Mapping[str, Callable[[], float]],
+    rounds: int = ROUNDS,
+    *,
+    seconds: float = SECONDS_A_WAY,
+    fewest: int = FEWEST_ROUNDS,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """What every way measures, in rounds.
 
     The order is shuffled in every round: the clock falls with the power drawn, so what comes behind a way that draws less
-    would look faster. The first round only warms up. A way that has taken long gets no more than the fewest rounds.
+    would look faster. The first round only warms up.
 
     Args:
         ways: what measures each once.
         rounds: how many count.
+        seconds, fewest: a way that has spent so many seconds gets no more than so many rounds.
         clock: tells the seconds that a way takes.
     """
     order = random.Random(0)
@@ -164,7 +170,7 @@ def interleaved(
     spent = dict.fromkeys(names, 0.0)
     for turn in range(rounds + 1):
         for name in order.sample(names, len(names)):
-            if spent[name] > SECONDS_A_WAY and len(taken[name]) >= FEWEST_ROUNDS:
+            if spent[name] > seconds and len(taken[name]) >= fewest:
                 continue
             begin = clock()
             value = ways[name]()

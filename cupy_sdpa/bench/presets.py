@@ -11,11 +11,12 @@ import numpy as np
 
 from ..explain import problem
 from ..problem import Problem
+from ..spec import ITEMSIZE
 
 #: What is timed: without statistics; the gradients alone; with statistics, and then the gradients, as one.
 DIRECTIONS = ("forward", "backward", "both")
 #: Bytes of an element: every preset is bfloat16.
-ITEMSIZE = 2
+BYTES = ITEMSIZE["bfloat16"]
 
 
 @dataclass(frozen=True)
@@ -81,13 +82,13 @@ class Preset:
     @property
     def input_bytes(self) -> int:
         """Bytes of q, k and v."""
-        return sum(ITEMSIZE * d * h * s * b for d, h, s, b in self.shapes)
+        return sum(BYTES * d * h * s * b for d, h, s, b in self.shapes)
 
     @property
     def moved_bytes(self) -> int:
         """Bytes that a forward pass must read and write: q, k, v and out."""
         d, h, s, b = self.out_shape
-        return self.input_bytes + ITEMSIZE * d * h * s * b
+        return self.input_bytes + BYTES * d * h * s * b
 
     def problems(self, direction: str) -> tuple[Problem, ...]:
         """What our calls ask, one after the other."""
