@@ -17,7 +17,8 @@ import numpy as np
 
 from .program import AXES, Kind, Writer
 
-_HERE = os.path.dirname(__file__)
+#: Code that stands between a person's line and what is written down for it: ours, and numpy's of the operators.
+_BETWEEN = tuple(os.path.join(os.path.dirname(module), "") for module in (__file__, np.__file__))
 
 
 class Tracer(Protocol):
@@ -220,7 +221,7 @@ def _written(mode: str, *operands: Value, whole: bool = False) -> Value:
     """A step, and where the person wrote it."""
     tracer = operands[0].tracer
     frame = sys._getframe(1)
-    while frame.f_back and frame.f_code.co_filename.startswith(_HERE):
+    while frame.f_back and frame.f_code.co_filename.startswith(_BETWEEN):
         frame = frame.f_back
     tracer.lines.setdefault(mode, f"{frame.f_code.co_filename}:{frame.f_lineno}")
     return Value(tracer, tracer.writer.add(mode, *(x.step for x in operands)), whole=whole)

@@ -29,6 +29,8 @@ from cupy_sdpa import (
 from cupy_sdpa.arguments import read_forward, read_shapes
 from cupy_sdpa.band import Band
 from cupy_sdpa.plan import PlanInfo
+from cupy_sdpa.program import AXES
+from cupy_sdpa.score import trace
 from cupy_sdpa.support import why_not
 
 
@@ -149,6 +151,18 @@ def test_nothing_of_the_callers_is_kept():
     watched = called()
     gc.collect()
     assert [x() for x in watched] == [None] * 3
+
+
+def test_the_line_of_an_operation_is_the_persons():
+    """Of operators, which numpy's own code stands between, of its functions, and of an array of conditions that is read."""
+
+    def function(score, b, h, q_idx, kv_idx, seen):
+        return np.where(seen[kv_idx], score * 2.5, np.exp(score))
+
+    sizes = dict(zip(AXES, (1, 1, 4, 4), strict=True))
+    done = trace(function, None, {"seen": np.ones(4, bool)}, sizes)
+    line = f"{__file__}:{function.__code__.co_firstlineno + 1}"
+    assert done.lines == dict.fromkeys(("mul", "exp", "cmp_neq", "binary_select"), line)
 
 
 def test_a_refusal_names_the_operations_and_their_lines(monkeypatch):
