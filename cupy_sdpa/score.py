@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .band import Band
+from .mathematics import FUNCTIONS
 from .program import AXES, FLIPPED, Kind, Program, Step, Writer, finished
 from .traced import Array, Value, as_value
 
@@ -72,6 +73,7 @@ class Tracer:
         self.numbers: dict[str, float] = {}
         self.accesses: dict[str, Access] = {}
         self.lines: dict[str, str] = {}
+        self.functions = FUNCTIONS
         self.arrays = {name: Array(self, name, array).as_parameter() for name, array in arrays.items()}
         self.used: set[str] = set()
 

@@ -11,11 +11,11 @@ import numpy as np
 from . import gpus
 from .explain import problem
 from .launches import launches
+from .mathematics import FUNCTIONS
 from .offline import Planner, described
 from .problem import Problem
 from .rules import MINIMUM_CAPABILITY, RULES
 from .support import BUGS, Bug, why_not
-from .traced import FUNCTIONS
 from .version import MINIMUM_CUDNN, version_text
 
 

@@ -1,24 +1,18 @@
-"""What stands for numbers while a score function is called: what is done with it is written down.
+"""What stands for numbers and arrays while a score function is called: what is done with them is written down.
 
-Python's operators and numpy's functions work on it, each by steps that every engine has (:data:`FUNCTIONS`); everything else
-raises, in the person's own line, and says what to write instead.
+Python's operators and numpy's functions work on a value, those that its tracer knows (:mod:`cupy_sdpa.mathematics`); everything
+else raises, in the person's own line, and says what to write instead.
 """
 
 from __future__ import annotations
 
-import math
 import numbers
-import os
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
 
 from .program import AXES, Kind, Writer
-
-#: Code that stands between a person's line and what is written down for it: ours, and numpy's of the operators.
-_BETWEEN = tuple(os.path.join(os.path.dirname(module), "") for module in (__file__, np.__file__))
 
 
 class Tracer(Protocol):
@@ -27,6 +21,7 @@ class Tracer(Protocol):
     writer: Writer
     sizes: Mapping[str, int]
     lines: dict[str, str]
+    functions: Mapping[str, Callable[..., Value]]
 
     def number(self, number: float, kind: Kind) -> int:
         """A number of the function's own."""
@@ -66,10 +61,19 @@ class Value(np.lib.mixins.NDArrayOperatorsMixin):
             raise TypeError(
                 f"np.{ufunc.__name__}.{method} goes over many elements, and a score function sees one: {_LEAVE_OUT}"
             )
-        return _call(ufunc.__name__, inputs, more)
+        return self._called(ufunc.__name__, inputs, more)
 
     def __array_function__(self, function: Any, types: Any, inputs: Any, more: Any) -> Value:
-        return _call(function.__name__, inputs, more)
+        return self._called(function.__name__, inputs, more)
+
+    def _called(self, name: str, inputs: tuple[Any, ...], more: Mapping[str, Any]) -> Value:
+        """A function of numpy's, by its name."""
+        functions = self.tracer.functions
+        if more:
+            raise TypeError(f"np.{name} is given {', '.join(more)}: {_LEAVE_OUT}")
+        if name not in functions:
+            raise TypeError(f"np.{name} is none of the functions that a score function can use: {', '.join(sorted(functions))}")
+        return functions[name](*inputs)
 
     def __bool__(self) -> bool:
         raise TypeError(
@@ -139,7 +143,7 @@ class Array:
             if isinstance(name, str) and names.count(name) > 1:
                 raise IndexError(f"{self!r} is read with {name} twice: take the diagonal of the array beforehand")
         element = Value(self._tracer, self._tracer.access(self._name, names, self._kind))
-        return _compare("cmp_neq", element, 0.0) if self.dtype.kind == "b" else element
+        return element != 0.0 if self.dtype.kind == "b" else element
 
     def _axis(self, axis: int, part: Any) -> str | int:
         length = self.shape[axis]
@@ -190,215 +194,3 @@ def as_value(tracer: Tracer, x: Any, kind: Kind = "float") -> Value:
         f"a {type(x).__module__}.{type(x).__qualname__} is used as a number; a score function computes with traced values and "
         "numbers: give arrays to the call, tensors={'name': array}, and read them with [h], [q_idx, kv_idx] and the like"
     )
-
-
-def _call(name: str, inputs: tuple[Any, ...], more: Mapping[str, Any]) -> Value:
-    """A function of numpy's, by its name."""
-    if more:
-        raise TypeError(f"np.{name} is given {', '.join(more)}: {_LEAVE_OUT}")
-    if name not in FUNCTIONS:
-        raise TypeError(f"np.{name} is none of the functions that a score function can use: {', '.join(sorted(FUNCTIONS))}")
-    return FUNCTIONS[name](*inputs)
-
-
-def _tracer_of(*operands: Any) -> Tracer:
-    return next(x.tracer for x in operands if isinstance(x, Value))
-
-
-def _number(x: Value) -> Value:
-    """A condition as 1 or 0."""
-    return _where(x, 1.0, 0.0) if x.kind == "bool" else x
-
-
-def _operands(*operands: Any) -> list[Value]:
-    """What is computed with, as values; whole numbers stay such where everything is."""
-    tracer = _tracer_of(*operands)
-    kind: Kind = "int" if all(x.kind == "int" for x in operands if isinstance(x, Value)) else "float"
-    return [_number(as_value(tracer, x, kind)) for x in operands]
-
-
-def _written(mode: str, *operands: Value, whole: bool = False) -> Value:
-    """A step, and where the person wrote it."""
-    tracer = operands[0].tracer
-    frame = sys._getframe(1)
-    while frame.f_back and frame.f_code.co_filename.startswith(_BETWEEN):
-        frame = frame.f_back
-    tracer.lines.setdefault(mode, f"{frame.f_code.co_filename}:{frame.f_lineno}")
-    return Value(tracer, tracer.writer.add(mode, *(x.step for x in operands)), whole=whole)
-
-
-def _unary(mode: str, x: Any) -> Value:
-    (x,) = _operands(x)
-    return _written(mode, x, whole=x.whole and mode in ("neg", "abs", "floor", "ceil"))
-
-
-def _binary(mode: str, x: Any, b: Any) -> Value:
-    x, b = _operands(x, b)
-    return _written(mode, x, b, whole=x.whole and b.whole and mode in ("add", "sub", "mul", "max", "min"))
-
-
-def _compare(mode: str, x: Any, b: Any) -> Value:
-    x, b = _operands(x, b)
-    return _written(mode, x, b)
-
-
-def _conditions(*operands: Any) -> list[Value]:
-    tracer = _tracer_of(*operands)
-    values = [as_value(tracer, x) for x in operands]
-    for x in values:
-        if x.kind != "bool":
-            raise TypeError(
-                "&, |, ^ and ~ join conditions; a number is given: write x % 2 == 1 for a bit, x != 0 for a condition"
-            )
-    return values
-
-
-def _logical(mode: str, x: Any, b: Any) -> Value:
-    given = _conditions(x, b)
-    for one, other in (given, given[::-1]):
-        known = one.tracer.writer.value(one.step)
-        if known is not None:  # True & x, False | x
-            return other if bool(known) == (mode == "logical_and") else one
-    return _written(mode, *given)
-
-
-def _not(x: Any) -> Value:
-    if isinstance(x, (bool, np.bool_)):
-        return not x  # type: ignore[return-value]  # it meets a traced condition next
-    (x,) = _conditions(x)
-    known = x.tracer.writer.value(x.step)
-    return as_value(x.tracer, not known) if known is not None else Value(x.tracer, x.tracer.writer.opposite(x.step))
-
-
-def _exclusive(x: Any, b: Any) -> Value:
-    return _logical("logical_or", _logical("logical_and", x, _not(b)), _logical("logical_and", _not(x), b))
-
-
-def _where(condition: Any, x: Any, b: Any) -> Value:
-    tracer = _tracer_of(condition, x, b)
-    (chosen,) = _conditions(as_value(tracer, condition))
-    one, other = as_value(tracer, x), as_value(tracer, b)
-    if one.kind == other.kind == "bool":
-        return _logical("logical_or", _logical("logical_and", chosen, one), _logical("logical_and", _not(chosen), other))
-    one, other = _number(one), _number(other)
-    known = tracer.writer.value(chosen.step)
-    if known is not None:
-        return one if known else other
-    return _written("binary_select", one, other, chosen, whole=one.whole and other.whole)
-
-
-def _floor_divide(x: Any, b: Any) -> Value:
-    if isinstance(b, numbers.Real):
-        if b == 0:
-            raise ZeroDivisionError("a traced value is divided by 0")
-        if b < 0:
-            return _floor_divide(-x, -b)
-    tracer = _tracer_of(x, b)
-    traced, divisor = (_number(as_value(tracer, operand)) for operand in (x, b))
-    if traced.whole and divisor.whole and isinstance(b, numbers.Real):
-        # half of one more: whole numbers stay clear of the next, however a division rounds
-        traced = _written("add", traced, Value(traced.tracer, traced.tracer.writer.constant(0.5)))
-    return _written("floor", _written("div", traced, divisor), whole=True)
-
-
-def _remainder(x: Any, b: Any) -> Value:
-    # x - b floor(x / b), with the sign of b
-    return _binary("sub", x, _binary("mul", _floor_divide(x, b), b))
-
-
-def _power(x: Any, b: Any) -> Value:
-    if isinstance(b, numbers.Real):
-        powers: dict[float, Callable[[Any], Value]] = {
-            0.0: lambda x: 0.0 * x + 1.0, 1.0: lambda x: x, 2.0: _square, 3.0: lambda x: x * x * x,
-            4.0: lambda x: _square(_square(x)),
-            0.5: lambda x: _unary("sqrt", x), -0.5: lambda x: _unary("rsqrt", x), -1.0: lambda x: _unary("reciprocal", x),
-        }  # fmt: skip
-        if float(b) in powers:
-            return powers[float(b)](x)
-    if isinstance(x, numbers.Real):
-        if x <= 0:
-            raise ValueError(f"{x} to a traced power; the base must be above 0")
-        return _unary("exp", _binary("mul", b, math.log(x)))
-    return _binary("pow", x, b)
-
-
-def _square(x: Any) -> Value:
-    return _binary("mul", x, x)
-
-
-def _sign(x: Any) -> Value:
-    return _where(x > 0, 1.0, _where(x < 0, -1.0, 0.0))
-
-
-def _clip(x: Any, low: Any = None, high: Any = None) -> Value:
-    (clipped,) = _operands(x)
-    clipped = clipped if low is None else _binary("max", clipped, low)
-    return clipped if high is None else _binary("min", clipped, high)
-
-
-def _softplus(x: Any) -> Value:
-    """``log(1 + exp x)``, which does not overflow."""
-    below = _unary("exp", _unary("neg", _unary("abs", x)))
-    return _binary("add", _binary("max", x, 0.0), _unary("log", _binary("add", below, 1.0)))
-
-
-def _sigmoid(x: Any) -> Value:
-    """``1 / (1 + exp(-x)) = (1 + tanh(x / 2)) / 2``."""
-    return _binary("add", _binary("mul", _unary("tanh_fwd", _binary("mul", x, 0.5)), 0.5), 0.5)
-
-
-#: numpy's functions, and SciPy's erf and expit, by their names.
-FUNCTIONS: dict[str, Callable[..., Value]] = {
-    **{
-        name: (lambda x, b, mode=mode: _binary(mode, x, b))
-        for name, mode in (
-            ("add", "add"), ("subtract", "sub"), ("multiply", "mul"), ("divide", "div"), ("true_divide", "div"),
-            ("maximum", "max"),
-            ("minimum", "min"), ("fmax", "max"), ("fmin", "min"),
-        )
-    },
-    **{
-        name: (lambda x, mode=mode: _unary(mode, x))
-        for name, mode in (
-            ("negative", "neg"), ("absolute", "abs"), ("abs", "abs"), ("fabs", "abs"), ("exp", "exp"), ("log", "log"),
-            ("sqrt", "sqrt"), ("reciprocal", "reciprocal"), ("tanh", "tanh_fwd"), ("sin", "sin"), ("cos", "cos"),
-            ("tan", "tan"),
-            ("erf", "erf"), ("floor", "floor"), ("ceil", "ceil"),
-        )
-    },
-    **{
-        name: (lambda x, b, mode=mode: _compare(mode, x, b))
-        for name, mode in (
-            ("equal", "cmp_eq"), ("not_equal", "cmp_neq"), ("greater", "cmp_gt"), ("greater_equal", "cmp_ge"),
-            ("less", "cmp_lt"),
-            ("less_equal", "cmp_le"),
-        )
-    },
-    "logical_and": lambda x, b: _logical("logical_and", x, b),
-    "bitwise_and": lambda x, b: _logical("logical_and", x, b),
-    "logical_or": lambda x, b: _logical("logical_or", x, b),
-    "bitwise_or": lambda x, b: _logical("logical_or", x, b),
-    "logical_xor": _exclusive,
-    "bitwise_xor": _exclusive,
-    "logical_not": _not,
-    "invert": _not,
-    "where": _where,
-    "clip": _clip,
-    "sign": _sign,
-    "square": _square,
-    "positive": lambda x: x,
-    "power": _power,
-    "float_power": _power,
-    "floor_divide": _floor_divide,
-    "remainder": _remainder,
-    "exp2": lambda x: _unary("exp", _binary("mul", x, math.log(2))),
-    "expm1": lambda x: _binary("sub", _unary("exp", x), 1.0),
-    "log2": lambda x: _binary("mul", _unary("log", x), 1 / math.log(2)),
-    "log10": lambda x: _binary("mul", _unary("log", x), 1 / math.log(10)),
-    "log1p": lambda x: _unary("log", _binary("add", x, 1.0)),
-    "logaddexp": lambda x, b: _binary("add", _softplus(_binary("sub", b, x)), x),
-    "sinh": lambda x: _binary("mul", _binary("sub", _unary("exp", x), _unary("exp", -x)), 0.5),
-    "cosh": lambda x: _binary("mul", _binary("add", _unary("exp", x), _unary("exp", -x)), 0.5),
-    "expit": _sigmoid,
-    "hypot": lambda x, b: _unary("sqrt", _binary("add", x * x, b * b)),
-}  # fmt: skip

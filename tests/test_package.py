@@ -26,7 +26,8 @@ ARROWS = {
     "program": set(),
     "derivative": {"program"},
     "traced": {"program"},
-    "score": {"band", "program", "traced"},
+    "mathematics": {"program", "traced"},
+    "score": {"band", "mathematics", "program", "traced"},
     "zoo": set(),
     "spelling": {"derivative", "graph", "program"},
     "problem": {"band", "html", "program", "spec"},
@@ -73,7 +74,7 @@ ARROWS = {
     "nnlib": {"attention", "gpu", "interpreter", "lazy"},
     "prepare": {"arguments", "call", "options", "problem", "repeats", "report", "tuning"},
     "store": {"explain", "launches", "offline", "plan", "problem", "shelf", "support", "version"},
-    "survey": {"explain", "gpus", "launches", "offline", "problem", "rules", "support", "traced", "version"},
+    "survey": {"explain", "gpus", "launches", "mathematics", "offline", "problem", "rules", "support", "version"},
     "bench": {"attention", "bench", "explain", "gpu", "interpreter", "plan", "prepare", "problem", "spec", "version", "_cudnn"},
     "__init__": {"attention", "errors", "explain", "prepare", "problem", "report", "shelf", "variants", "version"},
 }  # fmt: skip
