@@ -4,13 +4,16 @@
 
 The time until a call returns, the device idle before it, in microseconds; medians, ours and PyTorch's in turn. The steps are
 timed in loops of their own, so they add up to a little less than a call. ``execute`` is ``cudnnBackendExecute`` with a variant
-pack that is ready, on the plan of the same call. Needs PyTorch beside CuPy.
+pack that is ready, on the plan of the same call. A row of calls is the mean of many of which none is waited for, host and
+device together, on so many sets of arrays. Needs PyTorch beside CuPy.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
 import sys
+import time
 import timeit
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,14 +25,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import cupy_sdpa
-from cupy_sdpa import gpu, repeats
+from cupy_sdpa import gpu, repeats, replay
 from cupy_sdpa._cudnn.constants import AttributeType
 from cupy_sdpa._cudnn.descriptor import Descriptor
 from cupy_sdpa._cudnn.library import library
-from cupy_sdpa.bench.measure import as_torch
+from cupy_sdpa.bench.measure import as_torch, busy_matrix
 
-SHAPE = (64, 8, 128, 2)
+SHAPE, ROW_SHAPE = (64, 8, 128, 2), (64, 8, 256, 2)
 ROUNDS, CALLS = 15, 100
+#: Calls in a row, at least.
+ROW = 512
+#: Sets of arrays of a row of calls.
+SETS = (1, 64)
 #: A step is timed in so many loops of so many; the best counts.
 LOOPS, STEPS = 5, 20000
 
@@ -47,10 +54,10 @@ class Steps:
         session = here.session(gpu.context_id())
         assert found is not None
         assert session is not None
-        self.key, self.addresses = found
+        self.key, *_ = found
         self.session = session
         self.known = session.known[self.key]
-        self.pointers, self.graph = next(iter(self.known._graphs.items()))
+        self.pointers, self.recording = next(iter(self.known._recordings.items()))
         self.plan = self.known.plan
 
     def each(self) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -63,7 +70,8 @@ class Steps:
         yield "look the call up", lambda: self.session.known.get(key)
         yield "the current stream", lambda: here.current_stream().ptr
         yield "allocate the output", lambda: here.ndarray(made[0], made[1], here.alloc(made[2]), None, "F")
-        yield "look the addresses up", lambda: known._graphs.get(self.pointers)
+        yield "look the addresses up", lambda: known._recordings.get(self.pointers)
+        yield "of many recordings: is the device behind?", lambda: replay.behind(0)
         yield "the plan cache's lock", lambda: self._locked(cache.lock)
 
     @staticmethod
@@ -96,8 +104,7 @@ def calls() -> tuple[dict[str, Callable[[], Any]], Steps]:
     """What is compared, by name."""
     q, k, v = (random_normal(*SHAPE) for _ in range(3))
     out = cupy.empty_like(q)
-    for _ in range(4):
-        cupy_sdpa.attention(q, k, v)
+    settle(lambda: cupy_sdpa.attention(q, k, v))
     steps = Steps(q, k, v)
     prepared = cupy_sdpa.prepare(q, k, v)
     y, stats = cupy_sdpa.attention(q, k, v, return_stats=True)
@@ -119,8 +126,7 @@ def calls() -> tuple[dict[str, Callable[[], Any]], Steps]:
         return entered
 
     def ours(call: Callable[[], Any]) -> Callable[[], float]:
-        for _ in range(4):
-            call()
+        settle(call)
         return lambda: host_us(call, CALLS)
 
     compared = {
@@ -129,7 +135,7 @@ def calls() -> tuple[dict[str, Callable[[], Any]], Steps]:
         "attention, out=": ours(lambda: cupy_sdpa.attention(q, k, v, out=out)),
         "prepared, out=": ours(lambda: prepared(q, k, v, out=out)),
         "cudnnBackendExecute": ours(steps.execute()),
-        "cuGraphLaunch": ours(lambda: steps.here.launch(steps.graph, 0)),
+        "cuGraphLaunch": ours(lambda: steps.recording.launch(of_many=False)),
         "PyTorch, cuDNN": backend(SDPBackend.CUDNN_ATTENTION),
         "PyTorch, flash": backend(SDPBackend.FLASH_ATTENTION),
         "attention_backward": ours(lambda: cupy_sdpa.attention_backward(dout, q, k, v, y, stats)),
@@ -137,10 +143,75 @@ def calls() -> tuple[dict[str, Callable[[], Any]], Steps]:
         "PyTorch's autograd, cuDNN": lambda: host_us(
             lambda: torch.autograd.grad(result, leaves, as_torch(dout), retain_graph=True), CALLS
         ),
+        "attention, out=, the device behind": lambda: behind(lambda: cupy_sdpa.attention(q, k, v, out=out)),
+        "attention_backward, dq=, dk=, dv=, the device behind": lambda: behind(
+            lambda: cupy_sdpa.attention_backward(dout, q, k, v, y, stats, **into)
+        ),
+        "PyTorch, cuDNN, the device behind": lambda: behind(lambda: scaled_dot_product_attention(*x)),
         "attention, at other addresses": lambda: elsewhere(q, k, v),
         "attention, read": lambda: unread(q, k, v),
     }
+    for count in SETS:
+        compared |= rows_of_calls(count)
     return compared, steps
+
+
+def settle(call: Callable[[], Any]) -> None:
+    """Call until it is recorded."""
+    for _ in range(2 * repeats.SIGHTS):
+        call()
+        cupy.cuda.Device().synchronize()
+
+
+def behind(call: Callable[[], Any]) -> float:
+    """A call behind other work: the device is not waiting."""
+    busy, _ = busy_matrix()
+    times = []
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        for _ in range(CALLS):
+            cupy.cuda.Device().synchronize()
+            _ = busy @ busy
+            begin = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - begin)
+    return statistics.median(times) * 1e6
+
+
+def rows_of_calls(count: int) -> dict[str, Callable[[], float]]:
+    """Both passes, ours and PyTorch's, one call after the other on so many sets of arrays."""
+    # Of another shape, for a call has only so many graphs, and those above are not to give way.
+    sets = [[random_normal(*ROW_SHAPE) for _ in range(4)] for _ in range(count)]
+    forward, backward, theirs, their_backward = [], [], [], []
+    for q, k, v, dout in sets:
+        out, stats = cupy_sdpa.attention(q, k, v, return_stats=True)
+        forward.append(functools.partial(cupy_sdpa.attention, q, k, v))
+        backward.append(functools.partial(cupy_sdpa.attention_backward, dout, q, k, v, out, stats))
+        x = [as_torch(a) for a in (q, k, v)]
+        leaves = [t.detach().requires_grad_() for t in x]
+        with torch.enable_grad(), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            result = scaled_dot_product_attention(*leaves)
+        theirs.append(functools.partial(scaled_dot_product_attention, *x))
+        their_backward.append(functools.partial(torch.autograd.grad, result, leaves, as_torch(dout), retain_graph=True))
+
+    def row(calls: list[Callable[[], Any]]) -> Callable[[], float]:
+        def timed() -> float:
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                cupy.cuda.Device().synchronize()
+                begin = time.perf_counter()
+                for _ in range(-(-ROW // count)):
+                    for call in calls:
+                        call()
+                cupy.cuda.Device().synchronize()
+                return (time.perf_counter() - begin) / (-(-ROW // count) * count) * 1e6
+
+        return timed
+
+    return {
+        f"a row of calls, sets {count}": row(forward),
+        f"a row of calls, sets {count}, PyTorch": row(theirs),
+        f"a row of backward calls, sets {count}": row(backward),
+        f"a row of backward calls, sets {count}, PyTorch": row(their_backward),
+    }
 
 
 def elsewhere(q: Any, k: Any, v: Any) -> float:
@@ -168,9 +239,10 @@ def main(path: str | None = None) -> None:
     peer = {False: us["PyTorch, cuDNN"], True: us["PyTorch's autograd, cuDNN"]}
     rows = []
     for name, value in us.items():
-        ratio = value / peer["backward" in name or "autograd" in name]
+        row = us.get(name if name.endswith(", PyTorch") else f"{name}, PyTorch")
+        ratio = value / (row or peer["backward" in name or "autograd" in name])
         rows.append({"kind": "call", "name": name, "us": round(value, 2), "over_torch": round(ratio, 3)})
-        print(f"{name:40} {value:8.2f} us   {ratio:6.3f} of PyTorch's")
+        print(f"{name:48} {value:8.2f} us   {ratio:6.3f} of PyTorch's")
     print(f"prepared over a bare cudnnBackendExecute: {us['prepared, out='] / us['cudnnBackendExecute']:.3f}")
     print("the steps of a repeated call:")
     for name, step in steps.each():

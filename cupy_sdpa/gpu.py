@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-#: While :func:`recorded` runs something: the stream that its memory is of, and that memory.
+#: While :func:`captured` runs something: the stream that its memory is of, and that memory.
 _holder: ContextVar[tuple[Any, list[Any]] | None] = ContextVar("holder", default=None)
 
 
@@ -126,8 +126,8 @@ def context_id() -> int:
     return number  # type: ignore[no-any-return]
 
 
-def recorded(run: Callable[[], None]) -> tuple[int, list[Any]]:
-    """An executable CUDA graph of what ``run`` enqueues, for :func:`destroy_graph`; and the memory that it allocates for that.
+def captured(run: Callable[[], None]) -> tuple[int, list[Any]]:
+    """A CUDA graph of what ``run`` enqueues, for the caller to destroy; and the memory that it allocates for that.
 
     Nothing runs. The memory is of the current stream, as if it were no recording: whoever launches the graph holds it.
     """
@@ -140,18 +140,10 @@ def recorded(run: Callable[[], None]) -> tuple[int, list[Any]]:
             try:
                 run()
             finally:
-                graph = runtime.streamEndCapture(stream.ptr)
+                graph = int(runtime.streamEndCapture(stream.ptr))
     finally:
         _holder.reset(token)
-    try:
-        return int(runtime.graphInstantiate(graph)), held
-    finally:
-        runtime.graphDestroy(graph)
-
-
-def destroy_graph(executable: int) -> None:
-    """Destroy an executable CUDA graph; where it is running still, it runs to its end."""
-    cupy().cuda.runtime.graphExecDestroy(executable)
+    return graph, held
 
 
 def fit(target: Any, source: Any, axes: Sequence[int]) -> None:

@@ -1,13 +1,13 @@
-"""Calls that come again: what was read of them once is not read anew, and on the same addresses they are a CUDA graph.
+"""Calls that come again: what was read of them once is not read anew, and on the same addresses they have been recorded.
 
 Reading a call's arguments takes Python some 30 us, what is prepared for cuDNN up to 200, and ``cudnnBackendExecute`` 7 to 20;
 the same kernels in a CUDA graph take 3 (docs/speed.md has the budget). So a call is known by what its arguments look like. On
 addresses that have come a few times all that it enqueues has been recorded: it is a look-up, an allocation of the results and
-a launch. On others its plan is executed, if that is all there is to do. Calls with functions, and those that copy large
-arrays, are read every time.
+a launch of the recording. On others its plan is executed, if that is all there is to do. Calls with functions, and those that
+copy large arrays, are read every time.
 
-What is known belongs to a thread's session in a CUDA context, and a graph to the plan whose kernels it holds: it is destroyed
-before the plan is. A graph holds the addresses of the caller's arrays, and keeps none of them alive.
+What is known belongs to a thread's session in a CUDA context, and a recording to the plan whose kernels it holds: it goes
+before the plan does. It holds the addresses of the caller's arrays, and keeps none of them alive.
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ import numpy as np
 
 from . import gpu
 from .call import Call, tunings
+from .replay import Recording
 
 if TYPE_CHECKING:  # cuDNN's rooms are entered only for CuPy arrays
     from .cache import PlanCache
     from .plan import Plan
 
-#: Calls that a session knows, and sets of addresses that each has a graph for; the oldest go first.
-CALLS, GRAPHS = 1024, 128
+#: Calls that a session knows, and sets of addresses that each has a recording for; the oldest go first.
+CALLS, RECORDINGS = 1024, 128
+#: Recordings of a call that are few: as graphs, in turn, they take no more of the device's time than their kernels.
+FEW = 4
 #: How often a call comes on the same addresses before it is recorded, which takes as long as ten launches.
 SIGHTS = 3
-#: Bytes of workspace, and of arrays made for the call, up to which a graph keeps its own.
+#: Bytes of workspace, and of arrays made for the call, up to which a recording keeps its own.
 SMALL = 1 << 16
 
 #: Options of these kinds are part of a call's key as they are. A tuple is by its text: (1, 0) and (1.0, 0) are not the same.
@@ -45,7 +48,6 @@ class _Here:
         cupy = gpu.cupy()
         self.ndarray, self.alloc = cupy.ndarray, cupy.cuda.alloc
         self.current_stream, self.is_capturing = cupy.cuda.get_current_stream, cupy.cuda.runtime.streamIsCapturing
-        self.launch = cupy.cuda.runtime.graphLaunch
         self.context_id, self.session = gpu.driver().cuCtxGetId, existing_session
 
 
@@ -60,7 +62,7 @@ class Known:
     """
 
     __slots__ = (
-        "_cache", "_closed", "_device", "_graphs", "_held", "_made", "_names", "_numbers", "_places", "_plain", "_seen",
+        "_cache", "_closed", "_device", "_made", "_names", "_numbers", "_places", "_plain", "_recordings", "_seen",
         "_workspace", "_workspaces", "plan",
     )  # fmt: skip
 
@@ -68,15 +70,12 @@ class Known:
         assert call.launched
         self.plan, self._cache, self._closed = plan, cache, False
         self._device = call.arrays["q"].data.device_id
-        self._graphs: dict[tuple[int, ...], int] = {}
-        #: How often addresses have come that there is no graph for.
+        self._recordings: dict[tuple[int, ...], Recording] = {}
+        #: How often addresses have come that there is no recording for.
         self._seen: dict[tuple[int, ...], int] = {}
         #: Bytes of workspace to allocate in every call; a small one is kept for each stream.
         self._workspace = plan.info.workspace if plan.info.workspace > SMALL else 0
         self._workspaces: dict[int, Any] = {}
-        #: The arrays that a graph has for itself. It runs on one stream only, as do all that share a workspace: when it starts
-        #: nothing else uses them, and they can go back to CuPy's pool, which reuses memory in the order of its stream.
-        self._held: dict[int, Any] = {}
         results = [spec.name for spec in call.problem.results]
         #: Where each result is: its place among the addresses, or -1 where it is made.
         self._places = [names.index(name) if name in names else -1 for name in results]
@@ -106,9 +105,9 @@ class Known:
             workspace = here.alloc(self._workspace)
             pointers = (*pointers, workspace.ptr)
         with self._cache.lock:
-            graph = self._graphs.get(pointers)
-            if graph is not None:
-                here.launch(graph, stream)
+            recording = self._recordings.get(pointers)
+            if recording is not None:
+                recording.launch(of_many=len(self._recordings) > FEW)
             elif not self._executed(here, arrays, pointers, workspace):
                 return None
             self.plan.used = True
@@ -119,7 +118,7 @@ class Known:
         return [next(new) if place < 0 else arrays[place] for place in self._places]
 
     def _executed(self, here: _Here, arrays: Sequence[Any], pointers: tuple[int, ...], workspace: Any) -> bool:
-        """Execute the plan on addresses that there is no graph for, if nothing is to be checked of them, or recorded."""
+        """Execute the plan on addresses that nothing is recorded of, if nothing is to be checked of them, or recorded."""
         seen = self._seen.get(pointers, 0) + 1
         if self._closed or not self._plain or seen >= SIGHTS:
             return False
@@ -138,7 +137,7 @@ class Known:
 
     def _saw(self, pointers: tuple[int, ...], times: int) -> None:
         self._seen[pointers] = times
-        if len(self._seen) > GRAPHS:
+        if len(self._seen) > RECORDINGS:
             del self._seen[next(iter(self._seen))]
 
     def learn(self, call: Call, addresses: Sequence[int], own: list[Any]) -> None:
@@ -155,7 +154,7 @@ class Known:
         if self._workspace:
             pointers = (*pointers, call.launched.workspace)
         with self._cache.lock:
-            if self._closed or pointers in self._graphs:
+            if self._closed or pointers in self._recordings:
                 return
             seen = self._seen.pop(pointers, 0) + 1
             if seen < SIGHTS:
@@ -165,26 +164,20 @@ class Known:
                 if stream not in self._workspaces:
                     self._workspaces[stream] = gpu.allocate(self.plan.info.workspace)
                 call.launched = call.launched._replace(workspace=self._workspaces[stream].ptr)
-            graph, held = gpu.recorded(call.enqueue)
+            self._recordings[pointers] = Recording(call.enqueue, own)
             self.plan.set_stream(stream)  # it was that of the recording
-            self._graphs[pointers], self._held[graph] = graph, (held, own)
-            if len(self._graphs) > GRAPHS:
-                self._destroy(next(iter(self._graphs)))
-
-    def _destroy(self, pointers: tuple[int, ...]) -> None:
-        graph = self._graphs.pop(pointers)
-        gpu.destroy_graph(graph)
-        del self._held[graph]
+            if len(self._recordings) > RECORDINGS:
+                self._recordings.pop(next(iter(self._recordings))).close()
 
     def close(self) -> None:
-        """Destroy the graphs: the plan is about to be."""
+        """Let go of the recordings: the plan is about to be destroyed."""
         self._closed = True
-        for pointers in list(self._graphs):
-            self._destroy(pointers)
+        while self._recordings:
+            self._recordings.popitem()[1].close()
         self._workspaces.clear()
 
     def forget(self) -> None:
-        """Destroy the graphs, for another call takes the place."""
+        """Let go of the recordings, for another call takes the place."""
         with self._cache.lock:
             self.plan.dependents.discard(self)
             self.close()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cases import Case, as_float, inputs
 
-from cupy_sdpa import attention, attention_backward, autotune, get_plan_cache, gpu, prepare, repeats
+from cupy_sdpa import attention, attention_backward, autotune, get_plan_cache, gpu, prepare, repeats, replay
 from cupy_sdpa._cudnn.library import library
 from cupy_sdpa.cache import existing_session
 from cupy_sdpa.problem import Problem
@@ -20,12 +20,19 @@ CASE = Case("repeated", sq=100, dtype="bfloat16")
 
 
 @pytest.fixture
-def arrays(cupy):
-    """q, k, v and dout, and a session that knows nothing yet."""
+def session(cupy):
+    """One that knows nothing yet."""
     get_plan_cache().clear()
-    existing_session(gpu.context_id()).known.clear()
-    yield inputs(cupy, CASE)
+    session = existing_session(gpu.context_id())
+    session.known.clear()
+    yield session
     get_plan_cache().clear()
+
+
+@pytest.fixture
+def arrays(cupy, session):
+    """q, k, v and dout."""
+    return inputs(cupy, CASE)
 
 
 @contextmanager
@@ -131,7 +138,7 @@ def test_what_makes_another_call(arrays, cupy):
         attention(q, k, v, out=out, casual=True)
 
 
-def test_arrays_of_options_are_read_anew(cupy, monkeypatch):
+def test_arrays_of_options_are_read_anew(arrays, cupy, monkeypatch):
     """Sinks and slopes at the same address with other contents, and at other addresses."""
     case = Case("sinks", sinks=True, alibi=True, hq=4, hkv=4)
     q, k, v, _ = inputs(cupy, case)
@@ -159,6 +166,7 @@ PREPARED = [
 @pytest.mark.parametrize("case", PREPARED, ids=str)
 def test_what_is_prepared_is_recorded_too(case, arrays, cupy, monkeypatch):
     """Offsets, lengths, copies and cleared rows: a repeated call makes them anew, of the contents of now."""
+    monkeypatch.setattr(repeats, "SMALL", 1 << 24)  # a large workspace is from the pool, and where it is moves
     q, k, v, dout = inputs(cupy, case)
     options = case.options(cupy)
     out, stats = attention(q, k, v, return_stats=True, **options)
@@ -169,7 +177,7 @@ def test_what_is_prepared_is_recorded_too(case, arrays, cupy, monkeypatch):
         attention_backward(dout, q, k, v, out, stats, deterministic=True, **into, **options)
         return [as_float(x) for x in (out, stats, *into.values())]
 
-    for _ in range(4):  # what is kept with the first graph moves what the pool gives the next one
+    for _ in range(2 * repeats.SIGHTS):  # what is kept with the first graph moves what the pool gives the next one
         both(**into)
     for name in options.keys() & {"seq_lens_kv", "mask"}:
         options[name][...] = options[name][::-1].copy()
@@ -222,6 +230,73 @@ def test_on_another_stream_and_in_a_capture(arrays, cupy):
     assert (bits(out) == want).all()
 
 
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_both_ways_of_a_recording(backward, arrays, session, cupy, monkeypatch):
+    """What is recorded is one launch when the device waits, and follows kernel by kernel while it has other work; same bits."""
+    monkeypatch.setattr(repeats, "FEW", 0)
+    q, k, v, dout = arrays
+    out, stats = attention(q, k, v, return_stats=True)
+    into = {f"d{n}": cupy.empty_like(x) for n, x in zip("qkv", (q, k, v), strict=True)} if backward else {"out": out}
+    graphs, kernels, large = [], [], cupy.ones((8192, 8192), "f4")
+
+    def call():
+        return attention_backward(dout, q, k, v, out, stats, **into) if backward else attention(q, k, v, **into)
+
+    for _ in range(repeats.SIGHTS + 1):
+        call()
+    _ = large @ large
+    cupy.cuda.Device().synchronize()
+    want = [bits(into[name]) for name in into if name != "dq"]  # which is added up in any order
+    (recording,) = next(known for known in session.known.values() if known._recordings)._recordings.values()
+    steps, launch = recording._steps, recording._launch
+    recording._launch = lambda *given: graphs.append(1) or launch(*given)
+    recording._steps = [(lambda *given, run=run: kernels.append(1) or run(*given), given) for run, given in steps]
+    with reading_forbidden(monkeypatch):
+        call()
+        assert (len(graphs), len(kernels)) == (1, 0)
+        for x in into.values():
+            x.fill(np.nan)
+        _ = large @ large  # 20 ms
+        call()
+    assert (len(graphs), len(kernels)) == (1, len(steps))
+    assert steps
+    for x, y in zip([bits(into[name]) for name in into if name != "dq"], want, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("mode", ["Global", "ThreadLocal", "Relaxed"])
+def test_a_call_breaks_no_capture_of_another_thread(mode, arrays, cupy, monkeypatch):
+    """Whether the device is behind may be asked while another thread captures."""
+    monkeypatch.setattr(repeats, "FEW", 0)
+    q, k, v, _ = arrays
+    out, stream = cupy.empty_like(q), cupy.cuda.Stream(non_blocking=True)
+    for _ in range(repeats.SIGHTS + 1):
+        attention(q, k, v, out=out)
+        cupy.cuda.Device().synchronize()
+    want = bits(out)
+    begun, done, ends = threading.Event(), threading.Event(), []
+
+    def other():
+        with stream:
+            held = cupy.zeros((4,), "f4")
+            stream.synchronize()
+            stream.begin_capture(getattr(cupy.cuda.runtime, f"streamCaptureMode{mode}"))
+            held += 1
+            begun.set()
+            done.wait()
+            ends.append(stream.end_capture())
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    begun.wait()
+    out.data.memset_async(0, out.nbytes)
+    attention(q, k, v, out=out)
+    done.set()
+    thread.join()
+    assert len(ends) == 1
+    assert (bits(out) == want).all()
+
+
 def test_a_graph_can_be_made_while_another_thread_captures(arrays, cupy):
     """Writing and making a graph breaks no capture, and is not broken by one."""
     q, k, v, _ = arrays
@@ -254,13 +329,21 @@ def test_a_graph_can_be_made_while_another_thread_captures(arrays, cupy):
     assert (bits(held) == want).all()
 
 
-def test_graphs_go_with_their_plan(arrays, cupy, monkeypatch):
-    """clear(), the cache's limit and tuning destroy the plan's graphs first; later calls are right, and counted."""
+def test_recordings_go_before_their_plan(arrays, cupy, monkeypatch):
+    """clear(), the cache's limit and tuning let go of the plan's recordings first; later calls are right, and counted."""
     q, k, v, _ = arrays
     living = set()
-    record, destroy = gpu.recorded, gpu.destroy_graph
-    monkeypatch.setattr(gpu, "recorded", lambda run: living.add((made := record(run))[0]) or made)
-    monkeypatch.setattr(gpu, "destroy_graph", lambda graph: (living.remove(graph), destroy(graph)))
+
+    class Counted(replay.Recording):
+        def __init__(self, *given):
+            super().__init__(*given)
+            living.add(self)
+
+        def close(self):
+            living.remove(self)
+            super().close()
+
+    monkeypatch.setattr(repeats, "Recording", Counted)
     cache = get_plan_cache()
     want = bits(attention(q, k, v))
     for _ in range(3):
@@ -284,9 +367,9 @@ def test_graphs_go_with_their_plan(arrays, cupy, monkeypatch):
 
 
 def test_old_addresses_give_way(arrays, cupy, monkeypatch):
-    """No more graphs than the limit, of sets of addresses and of calls; each result is its own."""
+    """No more recordings than the limit, of sets of addresses and of calls; each result is its own."""
     q, k, v, _ = arrays
-    monkeypatch.setattr(repeats, "GRAPHS", 3)
+    monkeypatch.setattr(repeats, "RECORDINGS", 3)
     monkeypatch.setattr(repeats, "CALLS", 2)
     outputs = [cupy.empty_like(q) for _ in range(5)]
     want = bits(attention(q, k, v))
@@ -300,7 +383,7 @@ def test_old_addresses_give_way(arrays, cupy, monkeypatch):
             np.testing.assert_array_equal(bits(attention(q, k, v, scale=scale)), bits(attention(q, k, v, scale=scale)))
     known = existing_session(gpu.context_id()).known
     assert len(known) == 2
-    assert all(len(call._graphs) <= 3 for call in known.values())
+    assert all(len(call._recordings) <= 3 for call in known.values())
 
 
 def test_a_prepared_call_is_repeated(arrays, cupy, monkeypatch):

@@ -39,7 +39,7 @@ def tolerance(xp, exact):
 # NNlib's own
 
 
-@pytest.mark.parametrize("batch", [(), (1,), (2,), (2, 1, 3)], ids=str)
+@pytest.mark.parametrize("batch", [(), (1,), (2,), (2, 1, 3)], ids=lambda batch: "x".join(map(str, batch)) or "none")
 @pytest.mark.parametrize("nheads", [1, 3, 5])
 def test_different_batch_sizes(batch, nheads, xp):
     """Any number of batch dimensions; shapes, dtype, and weights that add up to 1. On a GPU head dims are multiples of 8."""

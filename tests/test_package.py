@@ -62,7 +62,8 @@ ARROWS = {
         "support", "tuning", "_cudnn",
     },
     "arguments": {"bucket", "call", "functions", "gpu", "options", "posing", "problem", "spec", "staging"},
-    "repeats": {"cache", "call", "gpu", "plan"},
+    "replay": {"gpu"},
+    "repeats": {"cache", "call", "gpu", "plan", "replay"},
     "attention": {"arguments", "options", "repeats"},
     "variants": {"arguments"},
     "explain": {

@@ -1,6 +1,7 @@
 """Calls that come again: what is taken for a known call, and what is done with it; CuPy, cuDNN and the plan are stand-ins."""
 
 import contextlib
+import functools
 import itertools
 from types import SimpleNamespace
 
@@ -32,27 +33,35 @@ class Array:
         return self
 
 
+class Recording:
+    """Of what is not run: its number, and what it keeps."""
+
+    numbers = itertools.count(1)
+
+    def __init__(self, fixture, run, own):
+        self.fixture, self.number, self.own = fixture, next(self.numbers), own
+        fixture.done.append(("record",))
+        fixture.alive.add(self.number)
+
+    def launch(self, *, of_many):
+        assert self.number in self.fixture.alive
+        self.fixture.done.append(("launch", self.number, of_many))
+
+    def close(self):
+        self.fixture.alive.remove(self.number)
+
+
 class Fixture:
-    """A thread's session with one plan, and what was done: ``("execute", addresses)``, ``("record",)``, ``("launch", graph)``."""
+    """A thread's session with one plan, and what was done: ``("execute", addresses)``, ``("record",)``, ``("launch", number, of_many)``."""
 
     def __init__(self, monkeypatch, workspace=256):
         self.streams: list[int] = []
         self.done, self.alive, self.stream, self.capturing, self.free = [], set(), 7, False, [1 << 40]
-        graphs = itertools.count(1)
-
-        def recorded(run):
-            self.done.append(("record",))
-            self.alive.add(graph := next(graphs))
-            return graph, []
-
-        def launch(graph, stream):
-            assert graph in self.alive
-            self.done.append(("launch", graph))
 
         memory = lambda size: SimpleNamespace(ptr=self.free[0], device_id=0)  # noqa: E731
         self.session = SimpleNamespace(known={}, handle=object(), cache=PlanCache())
         self.here = SimpleNamespace(
-            ndarray=Array, alloc=memory, launch=launch, is_capturing=lambda stream: self.capturing,
+            ndarray=Array, alloc=memory, is_capturing=lambda stream: self.capturing,
             current_stream=lambda: SimpleNamespace(ptr=self.stream), context_id=lambda flags: (0, 1),
             session=lambda context: self.session,
         )  # fmt: skip
@@ -60,8 +69,7 @@ class Fixture:
         monkeypatch.setattr(repeats.gpu, "context_id", lambda: 1)
         monkeypatch.setattr(repeats.gpu, "stream", lambda: self.stream)
         monkeypatch.setattr(repeats.gpu, "allocate", memory)
-        monkeypatch.setattr(repeats.gpu, "recorded", recorded)
-        monkeypatch.setattr(repeats.gpu, "destroy_graph", self.alive.remove)
+        monkeypatch.setattr(repeats, "Recording", functools.partial(Recording, self))
         self.plan = self.new_plan(workspace)
 
     def new_plan(self, workspace=256):
@@ -106,6 +114,17 @@ def test_read_executed_recorded_launched(fixture):
     assert fixture.plan.used
 
 
+def test_one_of_many(fixture, monkeypatch):
+    """A recording is told whether its call has many."""
+    monkeypatch.setattr(repeats, "FEW", 2)
+    q, k, v = Array(), Array(), Array()
+    told = []
+    for out in [Array() for _ in range(3)]:
+        *_, (_, _, of_many) = (fixture.call(q, k, v, out) for _ in range(4))
+        told.append(of_many)
+    assert told == [False, False, True]
+
+
 def test_each_call_runs_on_its_own_arrays(fixture):
     """A call that was learned with one array for q, k and v says nothing of which is which."""
     x = Array()
@@ -118,7 +137,7 @@ def test_each_call_runs_on_its_own_arrays(fixture):
 
 
 def test_where_the_result_is_makes_another_set(fixture):
-    """Memory from the pool is part of the addresses: a graph is never launched for a result elsewhere."""
+    """Memory from the pool is part of the addresses: nothing is launched for a result elsewhere."""
     q, k, v = Array(), Array(), Array()
     for _ in range(4):
         fixture.call(q, k, v)
@@ -184,7 +203,8 @@ def test_what_needs_copies_is_only_ever_recorded(fixture):
     """Arrays that stand in for others are made by reading; many bytes of them are not kept at all."""
     q, k, v = Array(), Array(), Array()
     kinds = [fixture.call(q, k, v, plain=False, made=100) for _ in range(4)]
-    assert kinds == ["read", "read", "read, and recorded", ("launch", 1)]
+    assert kinds[:3] == ["read", "read", "read, and recorded"]
+    assert kinds[3][0] == "launch"
     fixture.session.known.clear()
     assert {fixture.call(q, k, v, plain=False, made=repeats.SMALL + 1) for _ in range(5)} == {"read"}
 
@@ -205,7 +225,7 @@ def test_not_while_capturing_nor_tuning(fixture, monkeypatch):
 
 
 def test_a_large_workspace_is_allocated_every_time(monkeypatch):
-    """And its address is one of those that a graph is for."""
+    """And its address is one of those that a recording is for."""
     fixture = Fixture(monkeypatch, workspace=repeats.SMALL + 1)
     q, k, v, out = Array(), Array(), Array(), Array()
     for _ in range(4):
@@ -215,7 +235,7 @@ def test_a_large_workspace_is_allocated_every_time(monkeypatch):
     assert fixture.call(q, k, v, out) == "read"
 
 
-def test_graphs_are_destroyed_with_their_plan(fixture):
+def test_recordings_go_before_their_plan(fixture):
     """Then the call is learned anew, with the next plan."""
     q, k, v = Array(), Array(), Array()
     for _ in range(4):
@@ -230,8 +250,8 @@ def test_graphs_are_destroyed_with_their_plan(fixture):
 
 
 def test_the_oldest_give_way(fixture, monkeypatch):
-    """No more graphs, sightings and calls than the limits."""
-    monkeypatch.setattr(repeats, "GRAPHS", 3)
+    """No more recordings, sightings and calls than the limits."""
+    monkeypatch.setattr(repeats, "RECORDINGS", 3)
     monkeypatch.setattr(repeats, "CALLS", 2)
     q, k, v = Array(), Array(), Array()
     outputs = [Array() for _ in range(5)]
@@ -242,14 +262,14 @@ def test_the_oldest_give_way(fixture, monkeypatch):
     for out in outputs:
         for _ in range(4):
             fixture.call(q, k, v, out)
-    assert len(fixture.alive) == len(known._graphs) == len(known._held) == 3
+    assert len(fixture.alive) == len(known._recordings) == 3
     for scale in (0.1, 0.2, 0.3):
         fixture.call(q, k, v, scale=scale)
     assert len(fixture.session.known) == 2
     assert not fixture.alive
 
 
-def test_what_was_made_for_the_call_is_kept_with_the_graph(fixture):
+def test_what_was_made_for_the_call_is_kept_with_the_recording(fixture):
     """An input that is not the caller's is read by every launch."""
     q, k, v, out, seed = Array(), Array(), Array(), Array(), Array((1,), "i8")
     launched = Launched(fixture.plan, 1 << 41, True, 0)
@@ -261,4 +281,4 @@ def test_what_was_made_for_the_call_is_kept_with_the_graph(fixture):
         assert repeats.repeated("forward", (q, k, v, out, None), {"seed": 5}) is None
         repeats.learn("forward", FORWARD, (q, k, v, out, None), {"seed": 5}, call)
     (known,) = fixture.session.known.values()
-    assert [own for _, own in known._held.values()] == [[seed]]
+    assert [recording.own for recording in known._recordings.values()] == [[seed]]

@@ -1,0 +1,157 @@
+"""What a call enqueues, recorded: a CUDA graph, which costs the host least, and its kernels, for many graphs cost the device.
+
+A graph costs the host 2 us whatever is in it, and a kernel or a fill 2 each. But many different graphs in turn cost the
+device: of 64, each with a kernel of 8 us, an endless row takes 20 us a launch, 12 of them the host's; kernel by kernel it
+takes 8, 5 of them the host's (H200, driver 580). A few take no more than their kernels. So one of many is launched as a graph
+only if the device waits for the host, which takes less than 1 us to find out.
+
+A node of a graph keeps a copy of its kernel's arguments, and this is where they are launched from.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from . import gpu
+
+#: A function of the driver that enqueues a node's work, and its arguments.
+Step = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+class Recording:
+    """What ``run`` enqueues on the current stream, to be launched again on that stream; nothing runs.
+
+    The memory that it allocates is of that stream, as if it were no recording. It runs on that stream only, as does all that
+    shares the memory: when it starts nothing else uses that, and after :meth:`close` it can go back to CuPy's pool, which
+    reuses memory in the order of its stream.
+
+    Args:
+        run: enqueues it.
+        own: arrays that it reads, which are nobody else's: kept until :meth:`close`.
+    """
+
+    __slots__ = ("_executable", "_graph", "_kept", "_launch", "_steps", "_stream")
+
+    def __init__(self, run: Callable[[], None], own: Sequence[Any] = ()) -> None:
+        runtime = gpu.cupy().cuda.runtime
+        self._stream, self._launch = gpu.stream(), runtime.graphLaunch
+        self._graph, held = gpu.captured(run)
+        self._kept = [*own, *held]
+        try:
+            self._steps: Sequence[Step] = steps(self._graph, self._stream)
+            self._executable = runtime.graphInstantiate(self._graph)
+        except BaseException:
+            runtime.graphDestroy(self._graph)
+            raise
+
+    def launch(self, *, of_many: bool) -> None:
+        """Enqueue it all once more.
+
+        Args:
+            of_many: whether it is one of many that are launched in turn.
+        """
+        if of_many and self._steps and behind(self._stream):
+            for function, arguments in self._steps:
+                gpu.check(function(*arguments))
+        else:
+            self._launch(self._executable, self._stream)
+
+    def close(self) -> None:
+        """Let go of it; what is running runs to its end."""
+        runtime = gpu.cupy().cuda.runtime
+        self._steps = ()
+        runtime.graphExecDestroy(self._executable)
+        runtime.graphDestroy(self._graph)
+        self._kept.clear()
+
+
+class _Asking:
+    """What it takes to ask whether a stream has work: found once, for it is asked in the hot path."""
+
+    def __init__(self) -> None:
+        cuda = gpu.driver()
+        self.query, self.exchange = gpu.cupy().cuda.runtime.streamQuery, cuda.cuThreadExchangeStreamCaptureMode
+        self.relaxed = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+_asking = functools.cache(_Asking)
+
+
+def behind(stream: int) -> bool:
+    """Whether a stream has work that is not done. To ask does no harm to what other threads capture, in any mode."""
+    asking = _asking()
+    _, before = asking.exchange(asking.relaxed)
+    status = asking.query(stream)  # cudaSuccess is 0
+    asking.exchange(before)
+    return bool(status)
+
+
+def steps(graph: int, stream: int) -> list[Step]:
+    """A graph's nodes as calls of the driver, in their order; none where they are anything but a row of kernels and fills."""
+    cuda = gpu.driver()
+    nodes = _asked(cuda.cuGraphGetNodes, graph)[0]
+    count = len(nodes)
+    edges = _asked(cuda.cuGraphGetEdges, graph)
+    row = [(int(a), int(b)) for a, b in itertools.pairwise(nodes)]
+    if [(int(a), int(b)) for a, b in zip(*edges[:2], strict=True)] != row:
+        return []
+    found = [step for node in nodes for step in _step(node, stream)]
+    return found if len(found) == count else []
+
+
+def _asked(function: Any, graph: int) -> list[Any]:
+    """The lists that a function of the driver gives, which is to be told their length; empty ones where it cannot give them."""
+    status, *_, count = function(graph)
+    if status or not count:
+        return [[], []]
+    status, *lists, _ = function(graph, count)
+    return [[], []] if status else lists
+
+
+def _step(node: Any, stream: int) -> Iterator[Step]:
+    """A kernel or a fill; nothing for another kind of node."""
+    cuda = gpu.driver()
+    kinds = cuda.CUgraphNodeType
+    status, kind = cuda.cuGraphNodeGetType(node)
+    gpu.check((status,))
+    if kind == kinds.CU_GRAPH_NODE_TYPE_KERNEL:
+        status, kernel = cuda.cuGraphKernelNodeGetParams(node)
+        gpu.check((status,))
+        yield _kernel(node, kernel, stream)
+    elif kind == kinds.CU_GRAPH_NODE_TYPE_MEMSET:
+        status, fill = cuda.cuGraphMemsetNodeGetParams(node)
+        gpu.check((status,))
+        if fill.height == 1:
+            functions = {1: cuda.cuMemsetD8Async, 2: cuda.cuMemsetD16Async, 4: cuda.cuMemsetD32Async}
+            yield functions[fill.elementSize], (fill.dst, fill.value, fill.width, cuda.CUstream(stream))
+
+
+def _kernel(node: Any, kernel: Any, stream: int) -> Step:
+    cuda = gpu.driver()
+    config = cuda.CUlaunchConfig()
+    for name in ("gridDimX", "gridDimY", "gridDimZ", "blockDimX", "blockDimY", "blockDimZ", "sharedMemBytes"):
+        setattr(config, name, getattr(kernel, name))
+    config.hStream = cuda.CUstream(stream)
+    config.attrs = attributes = list(_attributes(node))
+    config.numAttrs = len(attributes)
+    function = cuda.CUfunction(int(kernel.func) or int(kernel.kern))  # the driver takes either
+    return cuda.cuLaunchKernelEx, (config, function, int(kernel.kernelParams), 0)
+
+
+def _attributes(node: Any) -> Iterator[Any]:
+    """What of a kernel's launch its results depend on: clusters, and whether all its blocks run at once."""
+    cuda = gpu.driver()
+    cluster, together = (
+        cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
+        cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE,
+    )
+    for name in (cluster, together):
+        status, value = cuda.cuGraphKernelNodeGetAttribute(node, name)
+        gpu.check((status,))
+        if value.clusterDim.x if name == cluster else value.cooperative:
+            attribute = cuda.CUlaunchAttribute()
+            attribute.id, attribute.value = name, value
+            yield attribute

@@ -1,0 +1,99 @@
+"""Which CUDA graphs can be launched kernel by kernel, and with what; the driver is a stand-in."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from cupy_sdpa import gpu, replay
+
+KERNEL, COPY, FILL = "kernel", "copy", "fill"
+SIZES = {"gridDimX": 4, "gridDimY": 2, "gridDimZ": 3, "blockDimX": 384, "blockDimY": 1, "blockDimZ": 1, "sharedMemBytes": 512}
+
+
+class Driver:
+    """What is asked of the driver about a graph: its nodes, by kind, and its edges, by the places of their nodes."""
+
+    CUgraphNodeType = SimpleNamespace(CU_GRAPH_NODE_TYPE_KERNEL=KERNEL, CU_GRAPH_NODE_TYPE_MEMSET=FILL)
+    CUlaunchAttributeID = SimpleNamespace(
+        CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION="cluster", CU_LAUNCH_ATTRIBUTE_COOPERATIVE="together"
+    )
+    CUlaunchConfig = CUlaunchAttribute = SimpleNamespace
+
+    def __init__(self, kinds, edges, *, lossy=False, height=1, cluster=0, together=0):
+        self.kinds, self.edges, self.lossy, self.height, self.cluster, self.together = (
+            kinds, edges, lossy, height, cluster, together,
+        )  # fmt: skip
+
+        self.cuLaunchKernelEx = "launch"
+        self.cuMemsetD8Async, self.cuMemsetD16Async, self.cuMemsetD32Async = "fill 1", "fill 2", "fill 4"
+
+    def cuGraphGetNodes(self, graph, count=0):
+        return 0, list(range(len(self.kinds)))[:count], len(self.kinds)
+
+    def cuGraphGetEdges(self, graph, count=0):
+        some = self.edges[:count]
+        return 909 if self.lossy else 0, [a for a, _ in some], [b for _, b in some], [None for _ in some], len(self.edges)
+
+    def cuGraphNodeGetType(self, node):
+        return 0, self.kinds[node]
+
+    def cuGraphKernelNodeGetParams(self, node):
+        return 0, SimpleNamespace(**SIZES, func=70 + node if node % 2 else 0, kern=90 + node, kernelParams=7000 + node)
+
+    def cuGraphMemsetNodeGetParams(self, node):
+        return 0, SimpleNamespace(dst=1 << 40, value=5, width=3, height=self.height, elementSize=4)
+
+    def cuGraphKernelNodeGetAttribute(self, node, name):
+        return 0, SimpleNamespace(clusterDim=SimpleNamespace(x=self.cluster), cooperative=self.together)
+
+    @staticmethod
+    def CUstream(address):
+        return ("stream", address)
+
+    @staticmethod
+    def CUfunction(address):
+        return ("function", address)
+
+
+def steps(monkeypatch, *given, **more):
+    monkeypatch.setattr(gpu, "driver", lambda: Driver(*given, **more))
+    return replay.steps(graph=1, stream=9)
+
+
+def test_a_row_of_fills_and_kernels(monkeypatch):
+    """Each node is a call with what the graph knows of it, on the recording's stream, in their order."""
+    fill, first, second = steps(monkeypatch, [FILL, KERNEL, KERNEL], [(0, 1), (1, 2)])
+    assert fill == ("fill 4", (1 << 40, 5, 3, ("stream", 9)))
+    for node, (function, arguments) in enumerate((first, second), 1):
+        assert function == "launch"
+        config, kernel, parameters, extra = arguments
+        assert {name: getattr(config, name) for name in SIZES} == SIZES
+        assert (config.hStream, config.attrs, config.numAttrs) == (("stream", 9), [], 0)
+        assert kernel == ("function", 71 if node == 1 else 92)
+        assert (parameters, extra) == (7000 + node, 0)
+
+
+@pytest.mark.parametrize(
+    ("more", "names"), [({"cluster": 2}, ["cluster"]), ({"cluster": 2, "together": 1}, ["cluster", "together"])]
+)
+def test_what_a_kernel_needs_of_its_launch(more, names, monkeypatch):
+    """Clusters and a cooperative launch are asked for again."""
+    ((_, (config, *_)),) = steps(monkeypatch, [KERNEL], [], **more)
+    assert [attribute.id for attribute in config.attrs] == names
+    assert config.numAttrs == len(names)
+
+
+OTHERS = {
+    "copy": ([FILL, COPY, KERNEL], [(0, 1), (1, 2)], {}),
+    "fork": ([FILL, KERNEL, KERNEL], [(0, 1), (0, 2)], {}),
+    "two_rows": ([KERNEL, KERNEL], [], {}),
+    "edges_with_a_meaning": ([KERNEL, KERNEL], [(0, 1)], {"lossy": True}),
+    "fill_of_rows": ([FILL, KERNEL], [(0, 1)], {"height": 2}),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_graphs_are_only_launched_whole(name, monkeypatch):
+    """Nothing is left out or put in a row that is none."""
+    kinds, edges, more = OTHERS[name]
+    assert steps(monkeypatch, kinds, edges, **more) == []
