@@ -126,7 +126,8 @@ def _step(node: Any, stream: int) -> Iterator[Step]:
         gpu.check((status,))
         if fill.height == 1:
             functions = {1: cuda.cuMemsetD8Async, 2: cuda.cuMemsetD16Async, 4: cuda.cuMemsetD32Async}
-            yield functions[fill.elementSize], (fill.dst, fill.value, fill.width, cuda.CUstream(stream))
+            where = cuda.CUdeviceptr(int(fill.dst))  # fill's own is a view of fill
+            yield functions[fill.elementSize], (where, fill.value, fill.width, cuda.CUstream(stream))
 
 
 def _kernel(node: Any, kernel: Any, stream: int) -> Step:

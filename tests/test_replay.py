@@ -51,6 +51,10 @@ class Driver:
         return ("stream", address)
 
     @staticmethod
+    def CUdeviceptr(address):
+        return ("address", address)
+
+    @staticmethod
     def CUfunction(address):
         return ("function", address)
 
@@ -63,7 +67,7 @@ def steps(monkeypatch, *given, **more):
 def test_a_row_of_fills_and_kernels(monkeypatch):
     """Each node is a call with what the graph knows of it, on the recording's stream, in their order."""
     fill, first, second = steps(monkeypatch, [FILL, KERNEL, KERNEL], [(0, 1), (1, 2)])
-    assert fill == ("fill 4", (1 << 40, 5, 3, ("stream", 9)))
+    assert fill == ("fill 4", (("address", 1 << 40), 5, 3, ("stream", 9)))
     for node, (function, arguments) in enumerate((first, second), 1):
         assert function == "launch"
         config, kernel, parameters, extra = arguments
