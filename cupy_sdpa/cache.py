@@ -163,6 +163,9 @@ class PlanCache:
             lines.append(f"  {problem}: {', '.join(named)}")
         return "\n".join(lines)
 
+    def __repr__(self) -> str:
+        return f"<{self._title()}>"
+
     def _repr_html_(self) -> str:
         return html.titled(self._title(), html.table(self._COLUMNS, self._rows()))
 

@@ -181,9 +181,9 @@ def code_blocks(path):
     return re.findall(r"^```python\n(.*?)^```$", path.read_text(encoding="utf-8"), re.S | re.M)
 
 
-def needs_torch(code):
-    """Whether code is for PyTorch on a GPU; nothing stands in for that."""
-    return re.search(r"^import torch$", code, re.M) is not None
+def needs(library, code):
+    """Whether code is for PyTorch or JAX on a GPU; nothing stands in for that."""
+    return re.search(rf"^import {library}$", code, re.M) is not None
 
 
 def run_block(code):
@@ -207,15 +207,17 @@ def test_the_readmes_code_runs():
 def test_the_docs_code_runs(path):
     """Every block of Python in the docs runs as it stands."""
     for code in code_blocks(ROOT / path):
-        if not needs_torch(code):
+        if not needs("(torch|jax)", code):
             run_block(code)
 
 
 @pytest.mark.gpu
-def test_the_docs_code_for_pytorch_runs(cupy):
-    """Blocks that import PyTorch, as they stand."""
-    pytest.importorskip("torch")
-    blocks = [code for path in (ROOT / "docs").glob("*.md") for code in code_blocks(path) if needs_torch(code)]
+@pytest.mark.parametrize("library", ["torch", "jax"])
+def test_the_docs_code_for_other_libraries_runs(library, cupy, monkeypatch):
+    """Blocks that import PyTorch or JAX, as they stand."""
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    pytest.importorskip(library)
+    blocks = [code for path in (ROOT / "docs").glob("*.md") for code in code_blocks(path) if needs(library, code)]
     assert blocks
     for code in blocks:
         run_block(code)
