@@ -109,15 +109,12 @@ def functions() -> Iterator[str]:
         yield f"{way.capitalize()}, geometric mean of the ratios: {mean:.2f}; from {min(ratios):.2f} to {max(ratios):.2f}."
 
 
-def speed(path: str | None = None) -> Iterator[str]:
-    """Of ``python -m cupy_sdpa bench``, line by line."""
-    rows = bench.read_csv(path or RESULTS / "h200_cudnn919.csv")
-    rows = [row for row in rows if row["gpu"]]
-    head, directions = rows[0], list(dict.fromkeys(row["direction"] for row in rows))
-    peers = {"cudnn": "cuDNN", "torch": "PyTorch", "cudnn_frontend": "cudnn-frontend", "jax": "JAX"}
-    others = [f"{name} {head[column]}" for column, name in peers.items() if head[column]]
+def speed(first: str | Path = RESULTS / "h200_cudnn919.csv", *others: str | Path) -> Iterator[str]:
+    """Of files of ``python -m cupy_sdpa bench``, line by line; of others than the first the means."""
+    rows = of_the_gpu(first)
+    directions = list(dict.fromkeys(row["direction"] for row in rows))
     yield (
-        f"Measured on an {head['gpu']} with {', '.join(others)} by `python -m cupy_sdpa bench`. "
+        f"Measured on an {rows[0]['gpu']} with {used(rows[0])} by `python -m cupy_sdpa bench`. "
         "A ratio is our time over that of the fastest other way, which is named.\n"
     )
     yield f"| preset | {' | '.join(f'{direction} | TFLOP/s | ratio' for direction in directions)} |"
@@ -127,12 +124,35 @@ def speed(path: str | None = None) -> Iterator[str]:
         cells = [cell for direction in directions for cell in speed_of(cases.get((preset, direction), {}))]
         yield f"| {preset} | {' | '.join(cells)} |"
     yield ""
-    yield "Our time over each other way's, the geometric mean of all presets, and from where to where:\n"
-    yield f"| | {' | '.join(directions)} |"
-    yield "|---|" + "---|" * len(directions)
-    for way in (None, *(way for way in bench.ways_of(rows) if way != "ours")):
-        every = [bench.ratios(rows, direction, way) for direction in directions]
-        yield f"| {way or 'the fastest'} | {' | '.join(bench.summary(some) if some else '' for some in every)} |"
+    yield from means(rows)
+    for other in map(of_the_gpu, others or [RESULTS / "h200_cudnn928.csv"]):
+        yield f"\nThe same with {used(other[0])}:\n"
+        yield from means(other)
+
+
+def of_the_gpu(path: str | Path) -> list[bench.Row]:
+    """The rows of a file of the bench that are not the interpreter's."""
+    return [row for row in bench.read_csv(path) if row["gpu"]]
+
+
+def used(row: bench.Row) -> str:
+    """The versions of what took part."""
+    peers = {"cudnn": "cuDNN", "torch": "PyTorch", "cudnn_frontend": "cudnn-frontend", "jax": "JAX"}
+    return ", ".join(f"{name} {row[column]}" for column, name in peers.items() if row[column])
+
+
+def means(rows: list[bench.Row]) -> Iterator[str]:
+    """Our figures over each other way's: time on the device, most memory held at once beside the inputs, time of the host."""
+    directions = list(dict.fromkeys(row["direction"] for row in rows))
+    yield "Ours over each other way's, the geometric mean of the presets that it has, and from where to where:\n"
+    yield f"| | | {' | '.join(directions)} |"
+    yield "|---|---|" + "---|" * len(directions)
+    for column, title in bench.MEANS.items():
+        for way in (None, *(way for way in bench.ways_of(rows) if way != "ours")):
+            every = [bench.ratios(rows, direction, way, column) for direction in directions]
+            if any(every):
+                cells = [bench.summary(some) if some else "" for some in every]
+                yield f"| {title} | {way or 'the fastest'} | {' | '.join(cells)} |"
 
 
 def speed_of(ways: dict[str, bench.Row]) -> tuple[str, str, str]:

@@ -53,10 +53,16 @@ class Recording:
         Args:
             of_many: whether it is one of many that are launched in turn.
         """
-        if of_many and self._steps and behind(self._stream):
-            for function, arguments in self._steps:
-                gpu.check(function(*arguments))
+        if of_many and behind(self._stream):
+            self.launch_one_by_one()
         else:
+            self._launch(self._executable, self._stream)
+
+    def launch_one_by_one(self) -> None:
+        """Enqueue its kernels, as they come without a graph; as a graph where they are not one row."""
+        for function, arguments in self._steps:
+            gpu.check(function(*arguments))
+        if not self._steps:
             self._launch(self._executable, self._stream)
 
     def close(self) -> None:

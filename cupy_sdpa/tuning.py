@@ -22,6 +22,7 @@ from .engines import Candidate, EngineConfig, Knobs, Search, knobs_text
 from .errors import CudnnError, Unsupported
 from .plan import Kept, Plan, searching
 from .problem import Problem
+from .replay import Recording
 from .shelf import current
 
 #: The knobs that are tried by hand; the others are to be left alone (STAGES changes what is computed, and in what order).
@@ -195,7 +196,7 @@ def _candidates(search: Search, plan: Plan, knobs: bool) -> Iterator[tuple[Candi
 
 
 class _Bench:
-    """Runs plans on the caller's arrays, and times them as recorded graphs: without what the host costs."""
+    """Runs plans on the caller's arrays, and times their kernels one after the other: without what the host costs."""
 
     def __init__(self, handle: Handle | None, execute: Callable[[Plan, int], None], results: Sequence[Any]) -> None:
         assert handle
@@ -226,42 +227,36 @@ class _Bench:
         return bool(xp.linalg.norm(apart.ravel()) <= TOLERANCE * xp.linalg.norm(size.ravel()))  # false of NaN
 
     def time(self, plan: Plan, rounds: int) -> float:
-        """Microseconds of an execution, the median of some rounds."""
-        workspace = gpu.allocate(plan.info.workspace)
-        times, count = [], 1
-        graph = self._recorded(plan, workspace.ptr, count)
-        once = self._replayed(graph)  # the first replay also uploads the graph
-        once = self._replayed(graph)
-        count = max(1, min(100, round(_ROUND_MS / once)))
-        graph = self._recorded(plan, workspace.ptr, count)
-        self._replayed(graph)
-        times = [self._replayed(graph) / count for _ in range(rounds)]
-        return statistics.median(times) * 1e3
+        """Microseconds of an execution in a row of them, the median of some rounds."""
+        recording = self._recorded(plan, gpu.allocate(plan.info.workspace))
+        try:
+            self._row_ms(recording, 1)
+            count = max(1, min(100, round(_ROUND_MS / self._row_ms(recording, 1))))
+            return statistics.median(self._row_ms(recording, count) for _ in range(rounds)) * 1e3
+        finally:
+            recording.close()
 
-    def _recorded(self, plan: Plan, workspace: int, count: int) -> Any:
-        """A CUDA graph of some executions."""
+    def _recorded(self, plan: Plan, workspace: Any) -> Recording:
         before = gpu.stream()
-        with self._cupy.cuda.Stream(non_blocking=True) as stream:
-            self._handle.set_stream(stream.ptr)
-            try:
-                stream.begin_capture()
-                try:
-                    for _ in range(count):
-                        self._execute(plan, workspace)
-                finally:
-                    graph = stream.end_capture()
-            finally:
-                self._handle.set_stream(before)
-        return graph
 
-    def _replayed(self, graph: Any) -> float:
-        """Milliseconds of a replay on the caller's stream."""
+        def run() -> None:
+            self._handle.set_stream(gpu.stream())
+            self._execute(plan, workspace.ptr)
+
+        try:
+            return Recording(run, [workspace])
+        finally:
+            self._handle.set_stream(before)
+
+    def _row_ms(self, recording: Recording, count: int) -> float:
+        """Milliseconds of each of so many launches on the caller's stream, behind as many others: the host is ahead."""
         begin, end = self._cupy.cuda.Event(), self._cupy.cuda.Event()
-        begin.record()
-        graph.launch()
-        end.record()
+        for event in (begin, end):
+            for _ in range(count):
+                recording.launch_one_by_one()
+            event.record()
         end.synchronize()
-        return float(self._cupy.cuda.get_elapsed_time(begin, end))
+        return float(self._cupy.cuda.get_elapsed_time(begin, end)) / count
 
 
 def _progress(text: str) -> None:

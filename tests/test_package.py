@@ -55,7 +55,7 @@ ARROWS = {
     },
     "offline": {"errors", "gpu", "gpus", "plan", "problem", "shelf", "_cudnn"},
     "cache": {"engines", "errors", "html", "plan", "problem", "_cudnn"},
-    "tuning": {"cache", "engines", "errors", "gpu", "html", "plan", "problem", "shelf", "_cudnn"},
+    "tuning": {"cache", "engines", "errors", "gpu", "html", "plan", "problem", "replay", "shelf", "_cudnn"},
     "staging": {"bucket", "gpu", "interpreter", "kernels", "packed", "problem", "spec"},
     "call": {
         "bucket", "cache", "errors", "functions", "gpu", "interpreter", "launches", "patterns", "plan", "problem", "report", "staging",

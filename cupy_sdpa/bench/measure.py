@@ -8,10 +8,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from .. import gpu
 from ..interpreter import numpy_dtype
+
+Name = TypeVar("Name")
 
 #: Rounds that a way is timed in, and what is enough: a way that has spent so many seconds gets no more than the fewest.
 ROUNDS, SECONDS_A_WAY, FEWEST_ROUNDS = 25, 1.5, 5
@@ -21,8 +23,8 @@ PRODUCTS, MOST_PRODUCTS = 8, 256
 BUSY_SIZE, RATE_SIZE = 4096, 8192
 #: Bytes that are copied to measure how fast memory is.
 COPIED_BYTES = 1 << 30
-#: Seconds that host times of one call may take altogether, and how many are wanted.
-HOST_SECONDS, HOST_CALLS = 0.2, 200
+#: Seconds that host times of one call may take altogether, how many are wanted, and in how many rounds.
+HOST_SECONDS, HOST_CALLS, HOST_ROUNDS = 0.2, 200, 5
 #: What a wall clock must run at least, in seconds, for its ends not to count.
 WALL_SECONDS = 0.02
 
@@ -146,13 +148,13 @@ class WallClock:
 
 
 def interleaved(
-    ways: Mapping[str, Callable[[], float]],
+    ways: Mapping[Name, Callable[[], float]],
     rounds: int = ROUNDS,
     *,
     seconds: float = SECONDS_A_WAY,
     fewest: int = FEWEST_ROUNDS,
     clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, list[float]]:
+) -> dict[Name, list[float]]:
     """What every way measures, in rounds.
 
     The order is shuffled in every round: the clock falls with the power drawn, so what comes behind a way that draws less
@@ -166,7 +168,7 @@ def interleaved(
     """
     order = random.Random(0)
     names = list(ways)
-    taken: dict[str, list[float]] = {name: [] for name in names}
+    taken: dict[Name, list[float]] = {name: [] for name in names}
     spent = dict.fromkeys(names, 0.0)
     for turn in range(rounds + 1):
         for name in order.sample(names, len(names)):

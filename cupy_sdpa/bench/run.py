@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import re
@@ -66,6 +67,8 @@ class Contestant:
         self.name = kind.name
         self.row: dict[str, Any] = {}
         self.results: list[Any] = []
+        self._hosts: dict[str, Call] = {}
+        self._host_calls = 1
         self._way: Way | None = None
         self._timer: Timer | None = None
         self._kind, self._asked = kind, (preset, direction)
@@ -98,7 +101,10 @@ class Contestant:
                 calls = [way.call(inputs) for inputs in sets]
                 self._compare(way, calls, expected)
                 self.row |= {"peak_bytes": way.peak_bytes(calls[0]), **way.facts()}
-                self.row |= dict(_host_times(way, calls[0], sets[0]))
+                self._hosts = {"host_us": calls[0], **dict(way.other_calls(sets[0]))}
+                for call in self._hosts.values():
+                    call()
+                self._host_calls = max(1, measure.affordable(calls[0], way.wait) // measure.HOST_ROUNDS)
             self._timer = way.timer(calls, busy)
 
         self.attempt(do)
@@ -128,27 +134,30 @@ class Contestant:
 
     def __call__(self) -> float:
         """Milliseconds of a call; NaN where it failed."""
+        return self._measured(self._timer or (lambda: math.nan))
 
+    def hosts(self) -> dict[tuple[Contestant, str], Callable[[], float]]:
+        """What measures its host times, microseconds, by column; nothing where it is left out."""
+        return {(self, column): functools.partial(self._host_us, call) for column, call in self._hosts.items() if self.ready}
+
+    def _host_us(self, call: Call) -> float:
+        assert self._way
+        wait = self._way.wait
+        return self._measured(lambda: measure.host_us(call, self._host_calls, wait))
+
+    def _measured(self, timed: Callable[[], float]) -> float:
         def do() -> float:
             assert self._way
-            assert self._timer
             with self._way.active():
-                return self._timer()
+                return timed()
 
-        ms = self.attempt(do) if self.ready else None
-        return math.nan if ms is None else float(ms)
+        found = self.attempt(do) if self.ready else None
+        return math.nan if found is None else float(found)
 
     def timed(self, times: Sequence[float]) -> None:
         """Write down what was measured."""
         if self.ready and self._timer:
             self.row |= {"ms": statistics.median(times), "rounds": len(times), "clock": self._timer.clock}
-
-
-def _host_times(way: Way, call: Call, inputs: Inputs) -> Iterator[tuple[str, float]]:
-    count = measure.affordable(call, way.wait)
-    for column, one in (("host_us", call), *way.other_calls(inputs)):
-        one()
-        yield column, measure.host_us(one, count, way.wait)
 
 
 def _reason(error: Exception, said: Sequence[str]) -> str:
@@ -191,6 +200,10 @@ def measured(
             other.row["left_out"] = "there is nothing to compare its results with"
     ours.results = []
     before = facts.state("before")
+    hosts = {key: timed for one in contestants for key, timed in one.hosts().items()}
+    for (one, column), times in measure.interleaved(hosts, measure.HOST_ROUNDS).items():
+        if one.ready:
+            one.row[column] = statistics.median(times)
     timed = {one.name: one for one in contestants if one.ready}
     for name, times in measure.interleaved(timed, rounds).items():
         timed[name].timed(times)

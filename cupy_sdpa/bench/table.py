@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -33,7 +34,7 @@ COLUMNS = (
 
 
 #: What the means are of, and how it is called.
-_MEANS = {"ms": "time", "peak_bytes": "memory", "host_us": "host"}
+MEANS = {"ms": "time", "peak_bytes": "memory", "host_us": "host"}
 
 
 def tidy(row: Row) -> Row:
@@ -131,9 +132,9 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
         yield "  ".join([*left, *right]).rstrip()
     yield ""
     yield "In the columns of the others: our time over theirs. Geometric means of such ratios, and from where to where:"
-    for direction in dict.fromkeys(row["direction"] for row in rows):
-        for way in (None, *others):
-            found = [(title, ratios(rows, direction, way, column)) for column, title in _MEANS.items()]
+    for where in ([row for row in rows if row["gpu"]], [row for row in rows if not row["gpu"]]):  # the CPU's are apart
+        for direction, way in itertools.product(dict.fromkeys(row["direction"] for row in where), (None, *others)):
+            found = [(title, ratios(where, direction, way, column)) for column, title in MEANS.items()]
             if told := ", ".join(f"{title} {summary(every)}" for title, every in found if every):
                 yield f"  {direction:9} {way or 'the fastest':15} {told}"
     yield from _clocks(rows)
