@@ -164,7 +164,33 @@ def speed_of(ways: dict[str, bench.Row]) -> tuple[str, str, str]:
     return f"{ours['ms']:.3g} ms", f"{ours['tflops']:.0f}", "".join(best)
 
 
-TABLES = {"plans": plans, "functions": functions, "speed": speed}
+def host() -> Iterator[str]:
+    """Of host.py, line by line."""
+    with (RESULTS / "h200_cudnn919_host.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    head = rows[0]
+    us = {row["name"]: float(row["us"]) for row in rows}
+    yield (
+        f"On an {head['gpu']}'s host with cuDNN {head['cudnn']} and PyTorch {head['torch']}, by `benchmarks/host.py`: q, k and v "
+        "of (64, 8, 128, 2), in a row of calls 256 positions. The device is idle before a call, but where it is behind.\n"
+    )
+    yield "| call | us | of PyTorch's |"
+    yield "|---|---|---|"
+    for row in rows:
+        if row["kind"] == "call":
+            yield f"| {row['name']} | {row['us']} | {row['over_torch']} |"
+    yield ""
+    prepared = us["prepared, out="] / us["cudnnBackendExecute"]
+    yield f"A prepared call takes {prepared:.2f} of a bare `cudnnBackendExecute`. The steps of a repeated call:\n"
+    yield "| step | us |"
+    yield "|---|---|"
+    for row in rows:
+        if row["kind"] == "step":
+            yield f"| {row['name']} | {row['us']} |"
+    yield f"| launch | {us['cuGraphLaunch']} |"
+
+
+TABLES = {"plans": plans, "functions": functions, "speed": speed, "host": host}
 
 if __name__ == "__main__":
     print("\n".join(TABLES[sys.argv[1]](*sys.argv[2:])).rstrip())
