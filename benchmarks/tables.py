@@ -171,7 +171,7 @@ def host() -> Iterator[str]:
     head = rows[0]
     us = {row["name"]: float(row["us"]) for row in rows}
     yield (
-        f"On an {head['gpu']}'s host with cuDNN {head['cudnn']} and PyTorch {head['torch']}, by `benchmarks/host.py`: q, k and v "
+        f"On an {head['gpu']}'s host with cuDNN {head['cudnn']} and PyTorch {head['torch']}, by `benchmarks/host.py`: q, k, v "
         "of (64, 8, 128, 2), in a row of calls 256 positions. The device is idle before a call, but where it is behind.\n"
     )
     yield "| call | us | of PyTorch's |"
