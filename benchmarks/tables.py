@@ -115,7 +115,7 @@ def speed(first: str | Path = RESULTS / "h200_cudnn919.csv", *others: str | Path
     directions = list(dict.fromkeys(row["direction"] for row in rows))
     yield (
         f"Measured on an {rows[0]['gpu']} with {used(rows[0])} by `python -m cupy_sdpa bench`. "
-        "A ratio is our time over that of the fastest other way, which is named.\n"
+        "Milliseconds, TFLOP/s, and the ratio of our time to that of the fastest other way, which is named.\n"
     )
     yield f"| preset | {' | '.join(f'{direction} | TFLOP/s | ratio' for direction in directions)} |"
     yield "|---|" + "---|---|---|" * len(directions)
@@ -160,8 +160,8 @@ def speed_of(ways: dict[str, bench.Row]) -> tuple[str, str, str]:
     ours = ways.get("ours")
     if ours is None or ours["ms"] is None:
         return "", "", ""
-    best = [f"{row['ours_over_it']:.2f} ({way})" for way, row in ways.items() if row["best_peer"]]
-    return f"{ours['ms']:.3g} ms", f"{ours['tflops']:.0f}", "".join(best)
+    best = [f"{row['ours_over_it']:.2f} {bench.short(way)}" for way, row in ways.items() if row["best_peer"]]
+    return f"{ours['ms']:.3g}", f"{ours['tflops']:.0f}", "".join(best)
 
 
 def host() -> Iterator[str]:

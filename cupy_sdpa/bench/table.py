@@ -119,7 +119,7 @@ def summary(every: Sequence[float]) -> str:
 def lines(rows: Sequence[Row]) -> Iterator[str]:
     """The table, a preset and direction a line, and below it the means and what was left out."""
     others = [way for way in ways_of(rows) if way != Ours.name]
-    table = [["preset", "direction", "ms", "TFLOP/s", "share", "host us", *map(_short, others)]]
+    table = [["preset", "direction", "ms", "TFLOP/s", "share", "host us", *map(short, others)]]
     for (preset, direction), ways in cases(rows).items():
         ours = ways.get(Ours.name, tidy({}))
         figures = [_cell(ours["ms"], ".4f"), _cell(ours["tflops"], ".0f"), _share(ours), _cell(ours["host_us"], ".1f")]
@@ -142,7 +142,7 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
     yield from _cold(rows)
 
 
-def _short(way: str) -> str:
+def short(way: str) -> str:
     """A heading that is no wider than its figures need."""
     return {"torch-cudnn": "cudnn", "torch-flash": "flash", "cudnn-frontend": "frontend"}.get(way, way)
 
