@@ -16,6 +16,7 @@ import pytest
 from cupy_sdpa import CudnnError, __version__, reference
 from cupy_sdpa.__main__ import main
 from cupy_sdpa._cli import demo, engine, machine, npz, text
+from cupy_sdpa._cli import main as cli
 from cupy_sdpa.interpreter import numpy_dtype
 from cupy_sdpa.layout import from_julia
 
@@ -753,3 +754,42 @@ def test_a_description_read_off_the_card_plans(folder, capsys):
     from cupy_sdpa import gpu, offline
 
     assert offline.described("card.json").model == gpu.model(cupy.cuda.runtime.getDevice())
+
+
+# what is written down
+
+
+def written_commands():
+    """Every command line of the README, the docs, the results and the helps, optional words in, with a name for each N."""
+    paths = [ROOT / "README.md", ROOT / "benchmarks" / "results" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    found = {}
+    for path in [*paths, *sorted((ROOT / "cupy_sdpa" / "_cli").glob("*.py"))]:
+        text = path.read_text(encoding="utf-8")
+        if path.parent.name == "results":  # commands are within its sentences, and go on in the next line
+            text = re.sub(r"\n\s*", " ", text)
+        for words in re.findall(r"(?:python3? -m cupy_sdpa|(?<![\w-])cupy-sdpa) ([a-z]+ ?[^`\n]*)", text):
+            command = re.split(r"  |[`>#;:\"]| \.\.\.| && |, ", words.replace(" ...]", "]"))[0]
+            command = re.sub(r"[\[\]]", "", command)
+            command = re.sub(r"\bN\b", "3", re.sub(r"\bNAME\b", "vit", command)).strip(" .)(")
+            found.setdefault(command, path.name)
+    return found
+
+
+@pytest.mark.parametrize("command", written_commands())
+def test_every_command_that_is_written_down_is_one(command):
+    """The parser takes each as it stands; of one that is only named it has the help."""
+    words = command.split()
+    status = 0
+    try:
+        cli._parser().parse_args([*words, "--help"] if len(words) == 1 else words)
+    except SystemExit as ended:
+        status = ended.code
+    assert status == 0
+
+
+def test_the_commands_are_found():
+    """All of them, with their words."""
+    commands = written_commands()
+    assert {command.split()[0] for command in commands} == {"demo", "run", "info", "explain", "plan", "support", "bench"}
+    assert "plan --gpu h200 shapes.toml -o plans/" in commands
+    assert "demo --causal --seq 3 --dtype bfloat16" in commands
