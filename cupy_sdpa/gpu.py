@@ -151,7 +151,7 @@ def out_of_memory(error: Exception) -> bool:
     """Whether an exception of CuPy's says that the GPU has no memory left."""
     cuda = cupy().cuda
     if isinstance(error, cuda.runtime.CUDARuntimeError):
-        return bool(error.status == cuda.runtime.errorMemoryAllocation)
+        return bool(error.status == int(driver().CUresult.CUDA_ERROR_OUT_OF_MEMORY))  # both libraries' number for it
     return isinstance(error, cuda.memory.OutOfMemoryError)
 
 

@@ -281,12 +281,19 @@ def test_a_recording_that_fails_leaves_nothing(arrays, cupy):
         out.fill(0)
         attention(q, k, v, out=out)
         assert (bits(out) == want).all()
-    error = cupy.cuda.runtime.CUDARuntimeError(cupy.cuda.runtime.errorMemoryAllocation)
-    assert gpu.out_of_memory(error)
-    assert not gpu.out_of_memory(cupy.cuda.runtime.CUDARuntimeError(1))
-    with pytest.raises(cupy.cuda.memory.OutOfMemoryError) as raised:
+
+
+def test_what_says_that_there_is_no_memory(cupy):
+    """CuPy's pool and the CUDA runtime, and nothing else."""
+    with pytest.raises(cupy.cuda.memory.OutOfMemoryError) as pool:
         cupy.cuda.alloc(1 << 60)
-    assert gpu.out_of_memory(raised.value)
+    with pytest.raises(cupy.cuda.runtime.CUDARuntimeError) as runtime:
+        cupy.cuda.runtime.malloc(1 << 60)
+    with pytest.raises(cupy.cuda.runtime.CUDARuntimeError) as other:
+        cupy.cuda.runtime.streamEndCapture(0)
+    found = [gpu.out_of_memory(error.value) for error in (pool, runtime, other)]
+    assert found == [True, True, False]
+    assert not gpu.out_of_memory(ValueError())
 
 
 @pytest.mark.parametrize("mode", ["Global", "ThreadLocal", "Relaxed"])
