@@ -139,20 +139,11 @@ def captured(run: Callable[[], None]) -> tuple[int, list[Any]]:
             runtime.streamBeginCapture(stream.ptr, runtime.streamCaptureModeRelaxed)  # minds nobody else's work
             try:
                 run()
-            except BaseException:
-                runtime.graphDestroy(runtime.streamEndCapture(stream.ptr))
-                raise
-            return int(runtime.streamEndCapture(stream.ptr)), held
+            finally:
+                graph = int(runtime.streamEndCapture(stream.ptr))
     finally:
         _holder.reset(token)
-
-
-def out_of_memory(error: Exception) -> bool:
-    """Whether an exception of CuPy's says that the GPU has no memory left."""
-    cuda = cupy().cuda
-    if isinstance(error, cuda.runtime.CUDARuntimeError):
-        return bool(error.status == int(driver().CUresult.CUDA_ERROR_OUT_OF_MEMORY))  # both libraries' number for it
-    return isinstance(error, cuda.memory.OutOfMemoryError)
+    return graph, held
 
 
 def fit(target: Any, source: Any, axes: Sequence[int]) -> None:
