@@ -31,7 +31,7 @@ def questions(rng):
 
 def looked_up(weights, words):
     """The columns of words (S, B), as (D, H, S, B)."""
-    columns = weights[:, words.ravel(order="F")].astype(dtype)
+    columns = xp.asfortranarray(weights[:, words.ravel(order="F")].astype(dtype))  # CuPy's are in C order
     return columns.reshape((HEAD_DIM, HEADS, *words.shape), order="F")
 
 
