@@ -108,6 +108,8 @@ class Tracer:
 
     def _wanted(self, function: Callable[..., Any]) -> dict[str, Any]:
         """Those arrays that a function takes: the other function may want the rest."""
+        if not self.arrays:
+            return {}  # a signature takes 15 us to read
         try:
             parameters = inspect.signature(function).parameters.values()
         except (TypeError, ValueError):  # one that is not written in Python
