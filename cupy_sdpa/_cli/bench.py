@@ -13,7 +13,7 @@ from ..bench.measure import ROUNDS
 from ..bench.run import Wanted, compiled, run
 from ..bench.way import Ours
 from . import machine, picture
-from .console import CommandError, Progress, one_line
+from .console import CommandError, Progress, one_line, positive
 
 _EPILOG = """\
 A ratio is our time over the other way's. Every way computes on the same numbers, in one run, in an order that is shuffled in
@@ -50,7 +50,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help=f"{', '.join(presets.DIRECTIONS)} (default: all)",
     )  # fmt: skip
     parser.add_argument("--peers", nargs="*", metavar="NAME", help=f"{', '.join(ways.PEERS)} (default: all; no name: none)")
-    parser.add_argument("--rounds", type=_positive, metavar="N", default=ROUNDS, help=f"of every way (default {ROUNDS})")
+    parser.add_argument("--rounds", type=positive, metavar="N", default=ROUNDS, help=f"of every way (default {ROUNDS})")
     parser.add_argument("--tune", action="store_true", help="choose our plans by measuring first (docs/plans.md)")
     parser.add_argument(
         "--cold", metavar="PRESET", help="whose first call in a new process is timed, or none (default: the first)"
@@ -175,10 +175,3 @@ def _described(preset: presets.Preset) -> str:
     mask = "causal" if preset.causal else "full"
     window = "" if preset.left is None else f", window {preset.left + 1}"
     return f"batch {preset.b}, {heads}, {lengths}, {dims}, {mask}{window}: {', '.join(preset.directions)}"
-
-
-def _positive(value: str) -> int:
-    number = int(value)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not positive")
-    return number

@@ -24,6 +24,14 @@ class CommandError(Exception):
     """A command cannot do what was asked; the message is for the person who asked."""
 
 
+def positive(value: str) -> int:
+    """A whole number from 1 on, of an option."""
+    number = int(value)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not positive")
+    return number
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Give a command that speaks by :func:`say` the option ``--json``."""
     parser.add_argument("--json", action="store_true", dest="say_json", help="print what is said as a JSON list")

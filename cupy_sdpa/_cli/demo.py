@@ -18,7 +18,7 @@ from ..attention import attention
 from ..interpreter import numpy_dtype
 from ..version import __version__
 from . import picture, text
-from .console import CommandError, add_json, milliseconds, say
+from .console import CommandError, add_json, milliseconds, positive, say
 from .engine import Placed, add_options, place, refuse_if_too_large
 
 Array = NDArray[Any]
@@ -48,10 +48,10 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--causal", action="store_true", help="each word sees only itself and the words before it")
-    parser.add_argument("--seq", type=_positive, metavar="N", help="tokens (default: the whole text; more repeat it)")
-    parser.add_argument("--heads", type=_positive, metavar="N", default=8, help="query heads (default 8)")
-    parser.add_argument("--kv-heads", type=_positive, metavar="N", help="key and value heads (default: a quarter, or as many)")
-    parser.add_argument("--head-dim", type=_positive, metavar="N", default=64, help="(default 64)")
+    parser.add_argument("--seq", type=positive, metavar="N", help="tokens (default: the whole text; more repeat it)")
+    parser.add_argument("--heads", type=positive, metavar="N", default=8, help="query heads (default 8)")
+    parser.add_argument("--kv-heads", type=positive, metavar="N", help="key and value heads (default: a quarter, or as many)")
+    parser.add_argument("--head-dim", type=positive, metavar="N", default=64, help="(default 64)")
     add_options(parser, "bfloat16")
     plot = parser.add_mutually_exclusive_group()
     plot.add_argument("--plot", type=Path, metavar="FILE", help="the picture (default: attention.png, with matplotlib)")
@@ -206,10 +206,3 @@ def _picture(arguments: argparse.Namespace, words: list[str], q: Array, k: Array
         say("picture", f"none: {error}")  # nobody asked for it here
     else:
         say("picture", str(path))
-
-
-def _positive(value: str) -> int:
-    number = int(value)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not positive")
-    return number
