@@ -150,11 +150,11 @@ def test_a_wall_clock_runs_long_enough():
 def test_differences_are_of_the_largest_value():
     """The worst pair counts; NaN is no agreement; another shape is wrong."""
     a, b = np.array([1.0, 2.0, -4.0]), np.array([1.0, 2.0, -3.0])
-    assert run.farthest([a, a], [a, b]) == pytest.approx(1 / 3)
-    assert run.farthest([a], [a]) == 0
-    assert math.isnan(run.farthest([a, np.array([np.nan])], [a, np.array([1.0])]))
-    with pytest.raises(run.Wrong, match="shape"):
-        run.farthest([a], [a[:2]])
+    assert measure.farthest([a, a], [a, b]) == pytest.approx(1 / 3)
+    assert measure.farthest([a], [a]) == 0
+    assert math.isnan(measure.farthest([a, np.array([np.nan])], [a, np.array([1.0])]))
+    with pytest.raises(measure.Wrong, match="shape"):
+        measure.farthest([a], [a[:2]])
 
 
 class Fake(way.Way):
@@ -359,6 +359,19 @@ def test_a_wrong_comparison_is_not_timed(monkeypatch):
     """Where the two differ there is no figure."""
     monkeypatch.setattr(cpu, "plain_forward", lambda q, k, v: (2 * v,))
     with pytest.raises(ArithmeticError, match="differ by"):
+        cpu.measure((8, 2, 16, 1), rounds=1)
+
+
+def test_no_number_is_no_agreement(monkeypatch):
+    """NaN in any result, be the others right."""
+    plain = cpu.plain_backward
+
+    def last_is_not_a_number(*arrays):
+        *others, dv = plain(*arrays)
+        return (*others, dv * np.nan)
+
+    monkeypatch.setattr(cpu, "plain_backward", last_is_not_a_number)
+    with pytest.raises(ArithmeticError, match="differ by nan"):
         cpu.measure((8, 2, 16, 1), rounds=1)
 
 

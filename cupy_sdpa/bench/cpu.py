@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ..attention import attention, attention_backward
 from ..version import __version__
-from .measure import interleaved
+from .measure import Wrong, farthest, interleaved
 
 Array = NDArray[Any]
 
@@ -86,7 +86,7 @@ def measure(
     """The rows of the CPU: time and memory of the interpreter and of plain numpy, both directions.
 
     Raises:
-        ArithmeticError: their results differ.
+        Wrong: their results differ.
     """
     d, h, s, b = shape
     rows = []
@@ -96,9 +96,9 @@ def measure(
         if progress:
             progress(number, len(every), f"{name} {direction}")
         ours, plain = (ways[way]() for way in ("ours", "numpy"))
-        difference = max(float(np.abs(x - y).max() / np.abs(y).max()) for x, y in zip(ours, plain, strict=True))
+        difference = farthest(ours, plain)
         if not difference < TOLERANCE:
-            raise ArithmeticError(f"the interpreter and numpy differ by {difference:.1e} of the largest value, {direction}")
+            raise Wrong(f"the interpreter and numpy differ by {difference:.1e} of the largest value, {direction}")
         del ours, plain
         timers = {way: functools.partial(_ms, call) for way, call in ways.items()}
         ms = {way: statistics.median(times) for way, times in interleaved(timers, rounds).items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import random
 import statistics
 import sys
@@ -27,6 +28,10 @@ COPIED_BYTES = 1 << 30
 HOST_SECONDS, HOST_CALLS, HOST_ROUNDS = 0.2, 200, 5
 #: What a wall clock must run at least, in seconds, for its ends not to count.
 WALL_SECONDS = 0.02
+
+
+class Wrong(ArithmeticError):
+    """A way's results are not those of the others."""
 
 
 def l2_bytes() -> int:
@@ -180,6 +185,25 @@ def interleaved(
             if turn:
                 taken[name].append(value)
     return taken
+
+
+def farthest(ones: Sequence[Any], others: Sequence[Any]) -> float:
+    """The largest difference over the largest magnitude, of the worst pair of arrays; NaN where there is one.
+
+    Raises:
+        Wrong: a pair has two shapes.
+    """
+    worst = 0.0
+    for a, b in zip(ones, others, strict=True):
+        if a.shape != b.shape:
+            raise Wrong(f"a result has the shape {a.shape}, ours {b.shape}")
+        a, b = a.astype("float32"), b.astype("float32")
+        apart = float(abs(a - b).max() / abs(b).max())
+        if not apart <= worst:  # NaN stays
+            worst = apart
+        if math.isnan(worst):
+            return worst
+    return worst
 
 
 def busy_matrix(size: int = BUSY_SIZE) -> tuple[Any, str]:

@@ -53,10 +53,6 @@ class Rates:
         return {"share": preset.operations(direction) / ms / 1e9 / self.matmul_tflops, "share_of": "matmul"}
 
 
-class Wrong(ArithmeticError):
-    """A way's results are not ours."""
-
-
 class Contestant:
     """A way in a run: its calls, one for every set of inputs, what is known of it, or why it is left out.
 
@@ -127,10 +123,10 @@ class Contestant:
             call()
         way.wait()
         if expected:
-            self.row["difference"] = farthest(self.results, expected)
+            self.row["difference"] = measure.farthest(self.results, expected)
             self.results = []
             if not self.row["difference"] < TOLERANCE:  # NaN is not
-                raise Wrong(f"its results are {self.row['difference']:.3g} of the largest value away from ours")
+                raise measure.Wrong(f"its results are {self.row['difference']:.3g} of the largest value away from ours")
 
     def __call__(self) -> float:
         """Milliseconds of a call; NaN where it failed."""
@@ -166,21 +162,6 @@ def _reason(error: Exception, said: Sequence[str]) -> str:
     why = [text for text in told if not text.endswith(("because:", "runtime disabled."))]
     name = "" if type(error).__module__.startswith("cupy_sdpa") else f"{type(error).__name__}: "
     return " ".join("; ".join(dict.fromkeys([f"{name}{error}", *why])).split())[:_REASON]
-
-
-def farthest(ones: Sequence[Any], others: Sequence[Any]) -> float:
-    """The largest difference over the largest magnitude, of the worst pair; NaN where there is one."""
-    worst = 0.0
-    for a, b in zip(ones, others, strict=True):
-        if a.shape != b.shape:
-            raise Wrong(f"a result has the shape {a.shape}, ours {b.shape}")
-        a, b = a.astype("float32"), b.astype("float32")
-        apart = float(abs(a - b).max() / abs(b).max())
-        if not apart <= worst:  # NaN stays
-            worst = apart
-        if math.isnan(worst):
-            return worst
-    return worst
 
 
 def measured(
