@@ -139,11 +139,20 @@ def captured(run: Callable[[], None]) -> tuple[int, list[Any]]:
             runtime.streamBeginCapture(stream.ptr, runtime.streamCaptureModeRelaxed)  # minds nobody else's work
             try:
                 run()
-            finally:
-                graph = int(runtime.streamEndCapture(stream.ptr))
+            except BaseException:
+                runtime.graphDestroy(runtime.streamEndCapture(stream.ptr))
+                raise
+            return int(runtime.streamEndCapture(stream.ptr)), held
     finally:
         _holder.reset(token)
-    return graph, held
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether an exception of CuPy's says that the GPU has no memory left."""
+    cuda = cupy().cuda
+    if isinstance(error, cuda.runtime.CUDARuntimeError):
+        return bool(error.status == int(driver().CUresult.CUDA_ERROR_OUT_OF_MEMORY))  # both libraries' number for it
+    return isinstance(error, cuda.memory.OutOfMemoryError)
 
 
 def fit(target: Any, source: Any, axes: Sequence[int]) -> None:

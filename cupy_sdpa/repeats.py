@@ -12,6 +12,7 @@ before the plan does. It holds the addresses of the caller's arrays, and keeps n
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -160,14 +161,26 @@ class Known:
             if seen < SIGHTS:
                 self._saw(pointers, seen)
                 return
-            if not self._workspace:
-                if stream not in self._workspaces:
-                    self._workspaces[stream] = gpu.allocate(self.plan.info.workspace)
-                call.launched = call.launched._replace(workspace=self._workspaces[stream].ptr)
-            self._recordings[pointers] = Recording(call.enqueue, own)
-            self.plan.set_stream(stream)  # it was that of the recording
+            try:
+                self._recordings[pointers] = self._recorded(call, stream, own)
+            except Exception as error:
+                if not gpu.out_of_memory(error):
+                    raise
+                text = "the GPU has no memory left to record a call that comes again: it takes more of the host's time"
+                warnings.warn(text, RuntimeWarning, stacklevel=4)
             if len(self._recordings) > RECORDINGS:
                 self._recordings.pop(next(iter(self._recordings))).close()
+
+    def _recorded(self, call: Call, stream: int, own: list[Any]) -> Recording:
+        assert call.launched
+        if not self._workspace:
+            if stream not in self._workspaces:
+                self._workspaces[stream] = gpu.allocate(self.plan.info.workspace)
+            call.launched = call.launched._replace(workspace=self._workspaces[stream].ptr)
+        try:
+            return Recording(call.enqueue, own)
+        finally:
+            self.plan.set_stream(stream)  # it was that of the recording
 
     def close(self) -> None:
         """Let go of the recordings: the plan is about to be destroyed."""

@@ -90,9 +90,10 @@ def behind(stream: int) -> bool:
     """Whether a stream has work that is not done. To ask does no harm to what other threads capture, in any mode."""
     asking = _asking()
     _, before = asking.exchange(asking.relaxed)
-    status = asking.query(stream)  # cudaSuccess is 0
-    asking.exchange(before)
-    return bool(status)
+    try:
+        return bool(asking.query(stream))  # cudaSuccess is 0
+    finally:
+        asking.exchange(before)
 
 
 def steps(graph: int, stream: int) -> list[Step]:

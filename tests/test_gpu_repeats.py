@@ -264,6 +264,38 @@ def test_both_ways_of_a_recording(backward, arrays, session, cupy, monkeypatch):
         np.testing.assert_array_equal(x, y)
 
 
+def test_a_recording_that_fails_leaves_nothing(arrays, cupy):
+    """What is raised while it is recorded comes out; neither the stream nor later recordings mind."""
+    q, k, v, _ = arrays
+    out = cupy.empty_like(q)
+    want = bits(attention(q, k, v))
+
+    def fail():
+        attention(q, k, v, out=out)
+        raise ZeroDivisionError
+
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            replay.Recording(fail)
+    for _ in range(repeats.SIGHTS + 2):
+        out.fill(0)
+        attention(q, k, v, out=out)
+        assert (bits(out) == want).all()
+
+
+def test_what_says_that_there_is_no_memory(cupy):
+    """CuPy's pool and the CUDA runtime, and nothing else."""
+    with pytest.raises(cupy.cuda.memory.OutOfMemoryError) as pool:
+        cupy.cuda.alloc(1 << 60)
+    with pytest.raises(cupy.cuda.runtime.CUDARuntimeError) as runtime:
+        cupy.cuda.runtime.malloc(1 << 60)
+    with pytest.raises(cupy.cuda.runtime.CUDARuntimeError) as other:
+        cupy.cuda.runtime.streamEndCapture(0)
+    found = [gpu.out_of_memory(error.value) for error in (pool, runtime, other)]
+    assert found == [True, True, False]
+    assert not gpu.out_of_memory(ValueError())
+
+
 @pytest.mark.parametrize("mode", ["Global", "ThreadLocal", "Relaxed"])
 def test_a_call_breaks_no_capture_of_another_thread(mode, arrays, cupy, monkeypatch):
     """Whether the device is behind may be asked while another thread captures."""

@@ -249,6 +249,41 @@ def test_recordings_go_before_their_plan(fixture):
     assert fixture.call(q, k, v)[0] == "execute"
 
 
+def test_no_memory_for_a_recording(fixture, monkeypatch):
+    """The call has run all the same: it is told once, and tried again when the addresses have come as often again."""
+
+    class NoMemory(Exception):
+        pass
+
+    def refuse(*_):
+        raise NoMemory
+
+    q, k, v = Array(), Array(), Array()
+    recording = repeats.Recording
+    monkeypatch.setattr(repeats.gpu, "out_of_memory", lambda error: isinstance(error, NoMemory))
+    monkeypatch.setattr(repeats, "Recording", refuse)
+    for _ in range(2):
+        fixture.call(q, k, v)
+    with pytest.warns(RuntimeWarning, match="no memory left to record"):
+        assert fixture.call(q, k, v) == "read"
+    assert [fixture.call(q, k, v)[0] for _ in range(2)] == ["execute"] * 2
+    assert fixture.streams[-1] == fixture.stream
+    monkeypatch.setattr(repeats, "Recording", recording)
+    assert fixture.call(q, k, v) == "read, and recorded"
+    assert fixture.call(q, k, v)[0] == "launch"
+
+
+def test_other_failures_of_a_recording_are_told(fixture, monkeypatch):
+    """What is no lack of memory is not swallowed."""
+    monkeypatch.setattr(repeats.gpu, "out_of_memory", lambda error: False)
+    monkeypatch.setattr(repeats, "Recording", lambda *_: 1 / 0)
+    q, k, v = Array(), Array(), Array()
+    for _ in range(2):
+        fixture.call(q, k, v)
+    with pytest.raises(ZeroDivisionError):
+        fixture.call(q, k, v)
+
+
 def test_the_oldest_give_way(fixture, monkeypatch):
     """No more recordings, sightings and calls than the limits."""
     monkeypatch.setattr(repeats, "RECORDINGS", 3)
