@@ -7,12 +7,13 @@ Times are medians over single calls by CUDA events; the ways are interleaved.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import sys
 from typing import Any
 
 import cupy
-from common import random_normal, versions, write_csv
+from common import interleaved, random_normal, versions, write_csv
 
 import cupy_sdpa
 
@@ -46,12 +47,9 @@ def measure(d: int, hq: int, hkv: int, s: int, causal: bool) -> list[dict[str, A
     def run(name: str) -> tuple[Any, Any, Any]:
         return cupy_sdpa.attention_backward(dout, q, k, v, out, stats, **ways[name])
 
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(ROUNDS + 3):
-        for name in ways:
-            took = milliseconds(lambda name=name: run(name))
-            if turn >= 3:  # the first ones load kernels
-                times[name].append(took)
+    for name in ways:
+        run(name)  # what is made for the first call is not timed
+    times = interleaved({name: functools.partial(milliseconds, functools.partial(run, name)) for name in ways}, ROUNDS)
     rows = []
     for name in ways:
         first = run(name)

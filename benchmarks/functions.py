@@ -13,6 +13,7 @@ Needs PyTorch and Triton beside CuPy.
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import statistics
 import sys
@@ -23,11 +24,12 @@ from typing import Any, NamedTuple
 import cupy
 import numpy as np
 import torch
-from common import L2_BYTES, device_ms, host_us, random_normal, versions, write_csv
+from common import L2_BYTES, device_ms, host_us, interleaved, random_normal, ratio, versions, write_csv
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import cupy_sdpa
 from cupy_sdpa import zoo
+from cupy_sdpa.bench.measure import busy_matrix
 
 B, HQ, HKV, S, D = 2, 16, 4, 4096, 128
 ROUNDS = 15
@@ -205,22 +207,15 @@ def measure(entry: Entry, *, only_compile: bool) -> dict[str, Any]:
                 row[f"{name}_flex_error"] = f"{error(other, exact):.2e}"
             del truth
             torch.cuda.empty_cache()
+    busy, _ = busy_matrix()
     for direction, calls in (("forward", forwards), ("backward", backwards)):
-        times = interleaved(calls)
-        row[f"{direction}_ms"], row[f"{direction}_flex_ms"] = (round(times[way], 4) for way in ("ours", "flex"))
-        row[f"{direction}_ratio"] = round(times["ours"] / times["flex"], 3)
+        times = interleaved({way: functools.partial(device_ms, several, busy, 24) for way, several in calls.items()}, ROUNDS)
+        row[f"{direction}_ms"], row[f"{direction}_flex_ms"] = (
+            round(statistics.median(times[way]), 4) for way in ("ours", "flex")
+        )
+        row[f"{direction}_ratio"] = round(ratio(times["ours"], times["flex"]), 3)
     row["host_us"], row["flex_host_us"] = (round(host_us(forwards[way][0], 50), 1) for way in ("ours", "flex"))
     return row
-
-
-def interleaved(calls: dict[str, list[Any]]) -> dict[str, float]:
-    """The median time of each way, in turn with the other."""
-    busy = torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda")
-    times: dict[str, list[float]] = {way: [] for way in calls}
-    for turn in range(ROUNDS + 2):
-        for way in sorted(calls, reverse=bool(turn % 2)):
-            times[way].append(device_ms(calls[way], busy, products=24))
-    return {way: statistics.median(taken[2:]) for way, taken in times.items()}
 
 
 def main() -> None:

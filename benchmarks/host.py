@@ -20,7 +20,7 @@ from typing import Any
 
 import cupy
 import torch
-from common import host_us, random_normal, versions, write_csv
+from common import host_us, interleaved, random_normal, ratio, versions, write_csv
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -33,6 +33,8 @@ from cupy_sdpa.bench.measure import as_torch, busy_matrix
 
 SHAPE, ROW_SHAPE = (64, 8, 128, 2), (64, 8, 256, 2)
 ROUNDS, CALLS = 15, 100
+#: A call that has taken so many seconds gets fewer rounds.
+SECONDS_A_WAY = 5.0
 #: Calls in a row, at least.
 ROW = 512
 #: Sets of arrays of a row of calls.
@@ -226,25 +228,29 @@ def unread(q: Any, k: Any, v: Any) -> float:
     return host_us(lambda: cupy_sdpa.attention(q, k, v, tensors={}), CALLS)
 
 
+def peer(name: str) -> str:
+    """PyTorch's call that one is compared with: the same in a row of calls or behind other work, else cuDNN's, idle."""
+    if name.startswith("a row"):
+        return name if name.endswith("PyTorch") else f"{name}, PyTorch"
+    if "backward" in name or "autograd" in name:
+        return "PyTorch's autograd, cuDNN"
+    return "PyTorch, cuDNN, the device behind" if name.endswith("the device behind") else "PyTorch, cuDNN"
+
+
 def main(path: str | None = None) -> None:
     """Print the times and the budget and, where a path is given, write them as CSV."""
     used = versions(torch=torch.__version__)
     print(", ".join(f"{name} {value}" for name, value in used.items()))
     with torch.no_grad():
         compared, steps = calls()
-        taken: dict[str, list[float]] = {name: [] for name in compared}
-        for _ in range(ROUNDS):
-            for name, timed in compared.items():
-                taken[name].append(timed())
-    us = {name: statistics.median(values) for name, values in taken.items()}
-    peer = {False: us["PyTorch, cuDNN"], True: us["PyTorch's autograd, cuDNN"]}
+        taken = interleaved(compared, ROUNDS, seconds=SECONDS_A_WAY)
     rows = []
-    for name, value in us.items():
-        row = us.get(name if name.endswith(", PyTorch") else f"{name}, PyTorch")
-        ratio = value / (row or peer["backward" in name or "autograd" in name])
-        rows.append({"kind": "call", "name": name, "us": round(value, 2), "over_torch": round(ratio, 3)})
-        print(f"{name:48} {value:8.2f} us   {ratio:6.3f} of PyTorch's")
-    print(f"prepared over a bare cudnnBackendExecute: {us['prepared, out='] / us['cudnnBackendExecute']:.3f}")
+    for name, times in taken.items():
+        us, over = statistics.median(times), ratio(times, taken[peer(name)])
+        rows.append({"kind": "call", "name": name, "us": round(us, 2), "over_torch": round(over, 3)})
+        print(f"{name:60} {us:8.2f} us   {over:6.3f} of PyTorch's")
+    bare = ratio(taken["prepared, out="], taken["cudnnBackendExecute"])
+    print(f"prepared over a bare cudnnBackendExecute: {bare:.3f}")
     print("the steps of a repeated call:")
     for name, step in steps.each():
         value = min(timeit.repeat(step, number=STEPS, repeat=LOOPS)) / STEPS * 1e6

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import cupy
 import numpy as np
 import torch
-from common import L2_BYTES, device_ms, host_us, interleaved, random_normal, versions, write_csv
+from common import L2_BYTES, device_ms, host_us, interleaved, random_normal, ratio, versions, write_csv
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -500,22 +500,22 @@ def runners(preset: Preset, direction: str, batches: Sequence[Batch], wanted: An
     return able, unable
 
 
-def times(able: dict[str, Runner]) -> dict[str, float]:
-    """The median times, interleaved, of the ways that do not keep the host too long."""
+def times(able: dict[str, Runner]) -> dict[str, list[float]]:
+    """The times, interleaved, of the ways that do not keep the host too long."""
     busy = torch.randn(BUSY_SIZE, BUSY_SIZE, dtype=torch.bfloat16, device="cuda")
     names = [name for name, one in able.items() if one.host_ms < SLOWEST_HOST_MS]
     calls = {name: able[name].calls[: 1 if able[name].host_ms > SLOW_HOST_MS else None] for name in names}
     products = {name: 8 + math.ceil(1.5 * able[name].host_ms * len(calls[name]) / BUSY_MS) for name in names}
     timed = {name: functools.partial(device_ms, calls[name], busy, products[name]) for name in names}
-    taken = interleaved(timed, ROUNDS, seconds=SECONDS_A_WAY, fewest=FEWEST_ROUNDS)
-    return {name: statistics.median(values) for name, values in taken.items()}
+    return interleaved(timed, ROUNDS, seconds=SECONDS_A_WAY, fewest=FEWEST_ROUNDS)
 
 
 def measure(preset: Preset, direction: str, batches: Sequence[Batch], wanted: Sequence[Any]) -> list[dict[str, Any]]:
     """The rows of a preset and a pass, printed as they come."""
     print(f"{preset.name}, {direction}: {preset.total} positions, {preset.hq}/{preset.hkv} heads", flush=True)
     able, unable = runners(preset, direction, batches, wanted)
-    ms = times(able) if preset.timed else {}
+    taken = times(able) if preset.timed else {}
+    ms = {name: statistics.median(values) for name, values in taken.items()}
     ours = able.get(Ours.name)
     best = min((name for name in ms if name != Ours.name), key=ms.__getitem__, default=None)
     over = (2 if direction == "forward" else 5) * preset.d  # useful operations: so many products over the head's dimension
@@ -541,12 +541,12 @@ def measure(preset: Preset, direction: str, batches: Sequence[Batch], wanted: Se
             row["difference_from_ours"] = round(farthest(ours.results, one.results), 5) if ours else None
         if name in ms:
             row |= {"ms": round(ms[name], 4), "tflops": round(flops / ms[name] / 1e9), "best_other": name == best}
-            row["ours_over_it"] = round(ms[Ours.name] / ms[name], 3) if Ours.name in ms else None
+            row["ours_over_it"] = round(ratio(taken[Ours.name], taken[name]), 3) if Ours.name in ms else None
         row["left_out"] = unable[name].partition("\n")[0] if name in unable else None
         rows.append(row)
         print(f"  {name:34} {told(row) if name in able else f'left out: {unable[name]}'}", flush=True)
     if best and Ours.name in ms:
-        print(f"  ours over the best of the others, {best}: {ms[Ours.name] / ms[best]:.3f}")
+        print(f"  ours over the best of the others, {best}: {ratio(taken[Ours.name], taken[best]):.3f}")
     return rows
 
 

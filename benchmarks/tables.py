@@ -178,7 +178,7 @@ def host() -> Iterator[str]:
     yield "|---|---|---|"
     for row in rows:
         if row["kind"] == "call":
-            yield f"| {row['name']} | {row['us']} | {row['over_torch']} |"
+            yield f"| {row['name']} | {float(row['us']):.2f} | {float(row['over_torch']):.2f} |"
     yield ""
     prepared = us["prepared, out="] / us["cudnnBackendExecute"]
     yield f"A prepared call takes {prepared:.2f} of a bare `cudnnBackendExecute`. The steps of a repeated call:\n"
@@ -186,11 +186,29 @@ def host() -> Iterator[str]:
     yield "|---|---|"
     for row in rows:
         if row["kind"] == "step":
-            yield f"| {row['name']} | {row['us']} |"
-    yield f"| launch | {us['cuGraphLaunch']} |"
+            yield f"| {row['name']} | {float(row['us']):.2f} |"
+    yield f"| launch | {us['cuGraphLaunch']:.2f} |"
 
 
-TABLES = {"plans": plans, "functions": functions, "speed": speed, "host": host}
+def graphs() -> Iterator[str]:
+    """Of graphs.py, line by line."""
+    with (RESULTS / "h200_cudnn919_graphs.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    columns = {"device_us": "device", "host_us": "host", "row_us": "endless row"}
+    yield (
+        f"On an {rows[0]['gpu']} with cuDNN {rows[0]['cudnn']}, by `benchmarks/graphs.py`, us of a launch: the device's and "
+        "the host's alone, and what a launch takes in an endless row of them.\n"
+    )
+    yield f"| pass, recordings | {' | '.join(f'{title}: graph | kernels' for title in columns.values())} |"
+    yield "|---|" + "---|---|" * len(columns)
+    found = {(row["direction"], row["recordings"], row["way"]): row for row in rows}
+    for direction, count in dict.fromkeys((row["direction"], row["recordings"]) for row in rows):
+        ways = [found[direction, count, way] for way in ("graph", "kernels")]
+        cells = [f"{float(way[column]):.1f}" for column in columns for way in ways]
+        yield f"| {direction}, {count} | {' | '.join(cells)} |"
+
+
+TABLES = {"plans": plans, "functions": functions, "speed": speed, "host": host, "graphs": graphs}
 
 if __name__ == "__main__":
     print("\n".join(TABLES[sys.argv[1]](*sys.argv[2:])).rstrip())

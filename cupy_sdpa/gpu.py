@@ -121,8 +121,7 @@ def context_id() -> int:
     status, number = driver().cuCtxGetId(0)
     if status:  # no context is current in this thread yet
         cupy().cuda.runtime.free(0)
-        status, number = driver().cuCtxGetId(0)
-        check((status,))
+        number = told(driver().cuCtxGetId(0))
     return number  # type: ignore[no-any-return]
 
 
@@ -203,6 +202,12 @@ def check(answer: Any) -> None:
     """Raise where the driver did not answer with success."""
     if answer[0]:
         raise RuntimeError(f"the CUDA driver failed: {answer[0].name}")
+
+
+def told(answer: Any) -> Any:
+    """The one value that the driver answers with; raises where it is not success."""
+    check(answer)
+    return answer[1]
 
 
 class Rows(NamedTuple):

@@ -122,15 +122,11 @@ def _step(node: Any, stream: int) -> Iterator[Step]:
     """A kernel or a fill; nothing for another kind of node."""
     cuda = gpu.driver()
     kinds = cuda.CUgraphNodeType
-    status, kind = cuda.cuGraphNodeGetType(node)
-    gpu.check((status,))
+    kind = gpu.told(cuda.cuGraphNodeGetType(node))
     if kind == kinds.CU_GRAPH_NODE_TYPE_KERNEL:
-        status, kernel = cuda.cuGraphKernelNodeGetParams(node)
-        gpu.check((status,))
-        yield _kernel(node, kernel, stream)
+        yield _kernel(node, gpu.told(cuda.cuGraphKernelNodeGetParams(node)), stream)
     elif kind == kinds.CU_GRAPH_NODE_TYPE_MEMSET:
-        status, fill = cuda.cuGraphMemsetNodeGetParams(node)
-        gpu.check((status,))
+        fill = gpu.told(cuda.cuGraphMemsetNodeGetParams(node))
         if fill.height == 1:
             functions = {1: cuda.cuMemsetD8Async, 2: cuda.cuMemsetD16Async, 4: cuda.cuMemsetD32Async}
             where = cuda.CUdeviceptr(int(fill.dst))  # fill's own is a view of fill
@@ -157,8 +153,7 @@ def _attributes(node: Any) -> Iterator[Any]:
         cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE,
     )
     for name in (cluster, together):
-        status, value = cuda.cuGraphKernelNodeGetAttribute(node, name)
-        gpu.check((status,))
+        value = gpu.told(cuda.cuGraphKernelNodeGetAttribute(node, name))
         if value.clusterDim.x if name == cluster else value.cooperative:
             attribute = cuda.CUlaunchAttribute()
             attribute.id, attribute.value = name, value

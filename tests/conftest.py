@@ -67,6 +67,19 @@ def planner():
 
 
 @pytest.fixture
+def plans(cupy):
+    """This thread's plan cache, empty; afterwards nothing is left of what the test has planned or tuned."""
+    from cupy_sdpa import get_plan_cache, store
+
+    cache = get_plan_cache()
+    cache.clear()
+    yield cache
+    cache.set_limit(256)
+    cache.clear()
+    store.kept().clear()  # a tuned plan would be found there
+
+
+@pytest.fixture
 def cupy():
     """The cupy module; also gives the pools' memory back afterwards."""
     import cupy as module

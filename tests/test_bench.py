@@ -35,7 +35,7 @@ def rows_of(preset, times, direction="forward"):
     rows = []
     for name, ms in times.items():
         clock = "wall clock of a row of calls" if name == "flex" else "events"
-        figures = {"ms": ms, "host_us": 1000 * (ms or 0), "peak_bytes": 4096, "clock": clock}
+        figures = {"times": [ms], "host_us": 1000 * (ms or 0), "peak_bytes": 4096, "clock": clock}
         found = {"left_out": "it cannot"} if ms is None else figures
         rows.append({"preset": preset.name, "direction": direction, "way": name, "gpu": "a GPU", **found})
     return [table.tidy(row) for row in run.judged(rows, preset, RATES)]
@@ -181,11 +181,12 @@ def contest(kind):
 
 
 def test_a_way_that_agrees_is_timed():
-    """Its median counts, with how it was measured."""
+    """Every round's time is kept, with how it was measured."""
     one = contest(Fake)
     assert one.ready
-    one.timed([one(), 5.0, 4.0])
-    assert (one.row["ms"], one.row["rounds"], one.row["clock"], one.row["difference"]) == (4.0, 3, "no clock", 0.0)
+    times = [one(), 5.0, 4.0]
+    one.timed(times)
+    assert (one.row["times"], one.row["rounds"], one.row["clock"], one.row["difference"]) == (times, 3, "no clock", 0.0)
     (((whose, column), timed),) = one.hosts().items()
     assert (whose, column) == (one, "host_us")
     assert timed() > 0
@@ -285,6 +286,16 @@ def test_rates_and_ratios():
     assert (rows["torch-cudnn"]["ours_over_it"], rows["torch-cudnn"]["best_peer"]) == (2.0, True)
     assert (rows["flex"]["ours_over_it"], rows["flex"]["best_peer"]) == (0.5, False)
     assert (rows["jax"]["ms"], rows["jax"]["left_out"]) == (None, "it cannot")
+
+
+def test_a_ratio_is_of_times_in_the_same_round():
+    """A clock that falls after our last round, or in the middle, is no difference between two ways."""
+    times = {"ours": [1.0, 1.0, 2.0, 2.0, 2.0], "torch-cudnn": [1.0, 1.0, 2.0], "flex": [3.0, 1.0, 6.0, 6.0, 6.0]}
+    rows = run.judged([{"way": way, "direction": "forward", "times": taken} for way, taken in times.items()], PRESETS[0], RATES)
+    assert [row["ms"] for row in rows] == [2.0, 1.0, 6.0]
+    assert [row.get("ours_over_it") for row in rows] == [None, 1.0, pytest.approx(1 / 3)]
+    (mean,) = table.ratios([{"preset": "", **row} for row in rows], "forward")
+    assert mean == 1.0
 
 
 def test_decoding_is_a_matter_of_memory():

@@ -17,16 +17,6 @@ from cupy_sdpa.support import why_not
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture
-def plans(cupy):
-    """This thread's plan cache, empty."""
-    kept = get_plan_cache()
-    kept.clear()
-    yield kept
-    kept.set_limit(256)
-    kept.clear()
-
-
 @pytest.mark.parametrize("case", FORWARD, ids=str)
 def test_every_forward_case(case, cupy):
     """Every named case: output and row numbers within twice the naive computation's error, or refused by the table."""

@@ -42,16 +42,6 @@ def on_gpu(cupy):
     return [cupy.asarray(x) for x in (q, k, v, dout)]
 
 
-@pytest.fixture
-def plans():
-    """This thread's plan cache, empty; empty again afterwards."""
-    kept = get_plan_cache()
-    kept.clear()
-    yield kept
-    kept.set_limit(256)
-    kept.clear()
-
-
 def same_bits(a, b):
     """Whether two arrays are equal, NaN or not."""
     bits = f"u{a.dtype.itemsize}"

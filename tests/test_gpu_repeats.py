@@ -20,13 +20,11 @@ CASE = Case("repeated", sq=100, dtype="bfloat16")
 
 
 @pytest.fixture
-def session(cupy):
+def session(plans):
     """One that knows nothing yet."""
-    get_plan_cache().clear()
     session = existing_session(gpu.context_id())
     session.known.clear()
-    yield session
-    get_plan_cache().clear()
+    return session
 
 
 @pytest.fixture

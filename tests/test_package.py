@@ -223,7 +223,7 @@ def test_the_docs_code_for_other_libraries_runs(library, cupy, monkeypatch):
         run_block(code)
 
 
-@pytest.mark.parametrize("name", ["plans", "functions", "speed", "host"])
+@pytest.mark.parametrize("name", ["plans", "functions", "speed", "host", "graphs"])
 def test_the_tables_of_the_docs_are_made_of_the_results(name):
     """Each is what its script writes from the files of results."""
     done = subprocess.run([sys.executable, ROOT / "benchmarks" / "tables.py", name], capture_output=True, text=True, check=True)

@@ -101,3 +101,11 @@ def test_other_graphs_are_only_launched_whole(name, monkeypatch):
     """Nothing is left out or put in a row that is none."""
     kinds, edges, more = OTHERS[name]
     assert steps(monkeypatch, kinds, edges, **more) == []
+
+
+def test_a_driver_that_fails_is_told(monkeypatch):
+    """What the driver refuses to say of a node is no reason to leave the node out."""
+    refused = SimpleNamespace(name="CUDA_ERROR_INVALID_VALUE")
+    monkeypatch.setattr(Driver, "cuGraphNodeGetType", lambda *_: (refused, None))
+    with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_VALUE"):
+        steps(monkeypatch, [KERNEL], [])

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ..attention import attention, attention_backward
 from ..version import __version__
-from .measure import Wrong, farthest, interleaved
+from .measure import Wrong, farthest, interleaved, ratio
 
 Array = NDArray[Any]
 
@@ -101,14 +101,19 @@ def measure(
             raise Wrong(f"the interpreter and numpy differ by {difference:.1e} of the largest value, {direction}")
         del ours, plain
         timers = {way: functools.partial(_ms, call) for way, call in ways.items()}
-        ms = {way: statistics.median(times) for way, times in interleaved(timers, rounds).items()}
+        times = interleaved(timers, rounds)
         for way, call in ways.items():
-            ratio = {} if way == "ours" else {"ours_over_it": ms["ours"] / ms[way], "best_peer": True, "difference": difference}
+            peer = {"ours_over_it": ratio(times["ours"], times[way]), "best_peer": True, "difference": difference}
             sizes = {"b": b, "hq": h, "hkv": h, "sq": s, "skv": s, "d": d, "dv": d, "causal": False}
             what = {"preset": name, **sizes, "direction": direction, "dtype": "float32", "way": way}
-            figures = {"ms": ms[way], "rounds": rounds, "clock": "wall clock", "peak_bytes": peak_bytes(call), **ratio}
+            figures = {
+                "ms": statistics.median(times[way]),
+                "rounds": rounds,
+                "clock": "wall clock",
+                "peak_bytes": peak_bytes(call),
+            }
             used = {"numpy": np.__version__, "python": platform.python_version(), "cupy_sdpa": __version__}
-            rows.append({**what, **figures, **used})
+            rows.append({**what, **figures, **used, **({} if way == "ours" else peer)})
     return rows
 
 

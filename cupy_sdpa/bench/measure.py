@@ -187,6 +187,15 @@ def interleaved(
     return taken
 
 
+def ratio(times: Sequence[float], others: Sequence[float]) -> float:
+    """The median, of the rounds that both took part in, of one's time over the other's: their clock was much the same.
+
+    >>> ratio([1.0, 2.0, 4.0], [2.0, 4.0])  # the clock fell, and the other one stopped after two rounds
+    0.5
+    """
+    return statistics.median(a / b for a, b in zip(times, others, strict=False))
+
+
 def farthest(ones: Sequence[Any], others: Sequence[Any]) -> float:
     """The largest difference over the largest magnitude, of the worst pair of arrays; NaN where there is one.
 

@@ -153,7 +153,7 @@ class Contestant:
     def timed(self, times: Sequence[float]) -> None:
         """Write down what was measured."""
         if self.ready and self._timer:
-            self.row |= {"ms": statistics.median(times), "rounds": len(times), "clock": self._timer.clock}
+            self.row |= {"times": times, "rounds": len(times), "clock": self._timer.clock}
 
 
 def _reason(error: Exception, said: Sequence[str]) -> str:
@@ -198,16 +198,16 @@ def measured(
 
 
 def judged(rows: list[Row], preset: Preset, rates: Rates) -> list[Row]:
-    """The rows of all ways of a preset in one direction, with rates and ratios."""
-    times = {row["way"]: row["ms"] for row in rows if "ms" in row}
-    best = min((way for way in times if way != Ours.name), key=times.__getitem__, default=None)
+    """The rows of all ways of a preset in one direction, with times, rates and ratios, from their ``times`` of each round."""
+    times = {row["way"]: row["times"] for row in rows if "times" in row}
+    ms = {way: statistics.median(taken) for way, taken in times.items()}
+    best = min((way for way in ms if way != Ours.name), key=ms.__getitem__, default=None)
     for row in rows:
-        if ms := row.get("ms"):
-            row["tflops"] = preset.operations(row["direction"]) / ms / 1e9
-            row |= rates.share(preset, row["direction"], ms)
-            row["best_peer"] = row["way"] == best
-            if row["way"] != Ours.name and Ours.name in times:
-                row["ours_over_it"] = times[Ours.name] / ms
+        if (way := row["way"]) in ms:
+            row |= {"ms": ms[way], "tflops": preset.operations(row["direction"]) / ms[way] / 1e9, "best_peer": way == best}
+            row |= rates.share(preset, row["direction"], ms[way])
+            if way != Ours.name and Ours.name in ms:
+                row["ours_over_it"] = measure.ratio(times[Ours.name], times[way])
     return rows
 
 

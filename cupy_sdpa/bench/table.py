@@ -103,7 +103,7 @@ def ratios(rows: Iterable[Row], direction: str, way: str | None = None, column: 
         for name, row in ways.items():
             wanted = row["best_peer"] if way is None else name == way
             if towards == direction and wanted and name != Ours.name and ours and row[column]:
-                found.append(ours / row[column])
+                found.append(row["ours_over_it"] if column == "ms" else ours / row[column])  # times: round by round
     return found
 
 
