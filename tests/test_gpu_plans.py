@@ -19,7 +19,6 @@ from cupy_sdpa import (
     attention_backward,
     attention_vjp,
     explain,
-    get_plan_cache,
     gpu,
     gpus,
     prepare,

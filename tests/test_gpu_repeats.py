@@ -452,3 +452,39 @@ def test_threads_repeat_on_their_own(arrays, cupy):
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+@pytest.mark.multi_gpu
+def test_two_gpus_have_recordings_of_their_own(cupy, monkeypatch):
+    """The same call on both, whichever is current: it runs on its arrays' device, recorded in that context where it is current."""
+    devices = [cupy.cuda.Device(number) for number in (0, 1)]
+    given, wanted = [], []
+    for device in devices:
+        with device:
+            get_plan_cache().clear()
+            q, k, v, dout = inputs(cupy, CASE)
+            q *= 1 + device.id  # each with numbers of its own
+            out, stats = attention(q, k, v, return_stats=True)
+            given.append((q, k, v, dout, out, stats))
+            wanted.append([bits(x) for x in (out, *attention_backward(dout, q, k, v, out, stats)[1:])])
+
+    def check(device):
+        q, k, v, dout, out, stats = given[device.id]
+        again, _ = attention(q, k, v, return_stats=True)
+        _, dk, dv = attention_backward(dout, q, k, v, out, stats)  # dq is added up in any order
+        for x, want in zip((again, dk, dv), wanted[device.id], strict=True):
+            assert x.device == device
+            np.testing.assert_array_equal(bits(x), want)
+
+    for _ in range(4 * repeats.SIGHTS):
+        for current, device in itertools.product(devices, devices):
+            with current:
+                check(device)
+    for device in devices:
+        with device:
+            check(device)
+            with reading_forbidden(monkeypatch):
+                check(device)
+            known = existing_session(gpu.context_id()).known.values()
+            assert sum(bool(call._recordings) for call in known) == 2
+            get_plan_cache().clear()
