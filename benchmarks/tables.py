@@ -201,8 +201,8 @@ def graphs() -> Iterator[str]:
     )
     yield f"| pass, recordings | {' | '.join(f'{title}: graph | kernels' for title in columns.values())} |"
     yield "|---|" + "---|---|" * len(columns)
-    found = {(row["direction"], row["recordings"], row["way"]): row for row in rows}
-    for direction, count in dict.fromkeys((row["direction"], row["recordings"]) for row in rows):
+    found = {(row["direction"], int(row["recordings"]), row["way"]): row for row in rows}
+    for direction, count in sorted({case[:2] for case in found}, key=lambda case: (case[0] != "forward", case[1])):
         ways = [found[direction, count, way] for way in ("graph", "kernels")]
         cells = [f"{float(way[column]):.1f}" for column in columns for way in ways]
         yield f"| {direction}, {count} | {' | '.join(cells)} |"

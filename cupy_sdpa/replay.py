@@ -1,9 +1,9 @@
 """What a call enqueues, recorded: a CUDA graph, which costs the host least, and its kernels, for many graphs cost the device.
 
-A graph costs the host 2 us whatever is in it, and a kernel or a fill 2 each. But many different graphs in turn cost the
-device: of 64, each with a kernel of 8 us, an endless row takes 20 us a launch, 12 of them the host's; kernel by kernel it
-takes 8, 5 of them the host's (H200, driver 580). A few take no more than their kernels. So one of many is launched as a graph
-only if the device waits for the host, which takes less than 1 us to find out.
+A graph costs the host 2 us whatever is in it, and a kernel or a fill 2 to 3 each. But many different graphs in turn cost the
+device: of 64, each with a kernel of 8 us, an endless row takes 32 us a launch, and kernel by kernel 8 (H200, driver 580,
+``benchmarks/graphs.py``). A few take no more than their kernels. So one of many is launched as a graph only if the device
+waits for the host, which takes less than 1 us to find out.
 
 A node of a graph keeps a copy of its kernel's arguments, and this is where they are launched from.
 """
