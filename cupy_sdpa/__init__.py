@@ -1,5 +1,8 @@
 """Fused attention for CuPy arrays in Julia's layout, by cuDNN; the same on numpy arrays, on the CPU."""
 
+import importlib
+from typing import TYPE_CHECKING
+
 from .attention import Pullback, attention, attention_backward, attention_vjp
 from .errors import CudnnError, ShelfWarning, Unsupported
 from .explain import explain, get_plan_cache, problem
@@ -8,6 +11,19 @@ from .problem import Problem
 from .report import Report
 from .variants import alibi_slopes, dropout_mask
 from .version import __version__
+
+if TYPE_CHECKING:
+    from . import layout as layout
+    from . import nnlib as nnlib
+    from . import store as store
+else:
+
+    def __getattr__(name):
+        """Rooms that a plain call does without are entered when they are asked for."""
+        if name in ("layout", "nnlib", "store"):
+            return importlib.import_module(f".{name}", __name__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "CudnnError",

@@ -179,8 +179,10 @@ def read_shapes(
 def _shape_signature(name: str, x: Any, dtype: Any) -> Signature:
     if gpu.is_array(x) or isinstance(x, np.ndarray):
         return _signature(x)
-    if not isinstance(x, (tuple, list)) or not all(isinstance(n, numbers.Integral) and int(n) >= 0 for n in x):
+    if not isinstance(x, (tuple, list)) or not all(isinstance(n, numbers.Integral) for n in x):
         raise TypeError(f"{name} is {x!r}; give a shape, such as (128, 32, 4096, 1), or an array")
+    if any(n < 0 for n in x):
+        raise ValueError(f"{name} is {tuple(x)}; a length is not negative")
     if dtype is None:
         raise TypeError(f"{name} is given as the shape {tuple(x)}; its dtype is missing: dtype='bfloat16'")
     kind = str(dtype) if isinstance(dtype, str) else np.dtype(dtype).name
@@ -221,6 +223,9 @@ def _check_lengths(asked: Problem, arrays: Mapping[str, Any]) -> None:
 def _check_overlap(asked: Problem, arrays: Mapping[str, Any]) -> None:
     for spec in asked.results:
         if spec.name in arrays:
+            array = arrays[spec.name]
+            if isinstance(array, np.ndarray) and not array.flags.writeable:
+                raise ValueError(f"{spec.name} is read-only, and is to hold a result: pass an array that can be written to")
             for other in arrays:
                 if other != spec.name and _overlap(asked, arrays, spec.name, other):
                     raise ValueError(

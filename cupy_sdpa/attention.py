@@ -236,7 +236,11 @@ def attention_vjp(
     >>> pullback
     <pullback of attention, keeps 272 bytes>
     """
+    if extra := [name for name in ("out", "stats", "return_stats") if name in options]:
+        raise TypeError(f"attention_vjp takes no {extra[0]}: it keeps out and stats for the pullback, and makes them itself")
     out, stats = attention(q, k, v, return_stats=True, **options)
+    if tensors := options.get("tensors"):
+        options["tensors"] = dict(tensors)  # the caller's may change until the pullback is called
     how = {
         "deterministic": deterministic, "return_dbias": return_dbias, "return_dsinks": return_dsinks,
         "return_dtensors": return_dtensors,
@@ -261,7 +265,8 @@ class Pullback:
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays that it keeps; one that serves twice, as q = k, counts once."""
-        kept = (*self._arrays, *(value for value in self._options.values() if hasattr(value, "nbytes")))
+        tensors = self._options.get("tensors") or {}
+        kept = (*self._arrays, *tensors.values(), *(value for value in self._options.values() if hasattr(value, "nbytes")))
         return sum({id(array): int(array.nbytes) for array in kept}.values())
 
     def __repr__(self) -> str:

@@ -18,7 +18,7 @@ from .errors import CudnnError, Unsupported
 from .interpreter import evaluate, numpy_dtype
 from .launches import launches
 from .patterns import graph_of
-from .problem import PER_ROW, Problem
+from .problem import LENGTHS, PER_ROW, STARTS, Problem
 from .report import Report
 from .staging import Stage, clear, nothing, posed
 from .support import Reason, why_not
@@ -176,10 +176,21 @@ class Call:
         p = self.problem
         for spec in p.results:
             clear(self.arrays[spec.name], nothing(spec.name), self.on_gpu)
-        if p.sinks and not p.backward and not p.ragged:
+        if p.sinks and not p.backward:
+            xp = gpu.cupy() if self.on_gpu else np
             for spec in p.results:
                 if spec.name in PER_ROW:
-                    self.arrays[spec.name][...] = 1.0 if spec.name == "sum_exp" else self.arrays["sinks"][:, None]
+                    alone = 1.0 if spec.name == "sum_exp" else self.arrays["sinks"][:, None]
+                    self.arrays[spec.name][...] = xp.where(self._rows_there(xp), alone, nothing(spec.name))
+
+    def _rows_there(self, xp: Any) -> Any:
+        """Which rows belong to a sequence, to be broadcast over the log-sum-exp's axes."""
+        if self.problem.packed:
+            places, begins = xp.arange(self.problem.q.shape[2]), self.arrays[STARTS[0]]
+            return (begins[0] <= places) & (places < begins[-1])
+        if self.problem.ragged:
+            return xp.arange(self.problem.q.shape[2])[:, None, None] < self.arrays[LENGTHS[0]]
+        return xp.ones((), bool)
 
     def _allocate(self) -> None:
         """Make the results that the caller did not give."""

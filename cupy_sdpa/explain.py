@@ -14,7 +14,7 @@ from .problem import Problem
 from .report import Report
 from .staging import posed
 from .support import why_not
-from .version import version_number, version_text
+from .version import RELEASES, version_number, version_text
 
 if TYPE_CHECKING:  # cuDNN's rooms are entered only where they are needed
     from .cache import PlanCache
@@ -123,6 +123,13 @@ def explain(
     gradients with head dims 512 and 512 are not to be had on compute capability 9.0 with cuDNN 9.19.0: use head dims up to 256
     """
     if isinstance(q, Problem):
+        others = {
+            "k": k, "v": v, "return_stats": return_stats, "backward": backward, "deterministic": deterministic,
+            "return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dtensors": return_dtensors, "dout": dout,
+            "out": out, "stats": stats, "dq": dq, "dk": dk, "dv": dv, **options,
+        }  # fmt: skip
+        if extra := [name for name, value in others.items() if value is not None and value is not False]:
+            raise TypeError(f"a problem is given, and {extra[0]}: it belongs into cupy_sdpa.problem(...)")
         return every_launch(q, lambda asked: _elsewhere(asked, gpu, cudnn) if gpu or cudnn else _on_current_device(asked))
     if backward:
         call = read_backward(
@@ -172,7 +179,8 @@ def _elsewhere(asked: Problem, named: str | None, cudnn: str | None) -> Report:
             raise
         why = str(error).splitlines()[0].removesuffix(" Searched:")
     assert wanted is not None
-    note = f"{_where(target.model, wanted)}; by the support table alone, it was not planned: {why}"
+    newest = f" (which ends with {version_text(RELEASES[-1])})" if wanted > RELEASES[-1] else ""
+    note = f"{_where(target.model, wanted)}; by the support table{newest} alone, it was not planned: {why}"
     return Report("cuDNN", asked, graph, note=note)
 
 

@@ -119,6 +119,8 @@ def gradients_of(wanted: Any, tensors: Mapping[str, Any] | None, own: Functions 
     """
     if wanted is None or wanted is False:
         return None
+    if wanted is not True and not isinstance(wanted, (str, list, tuple, set, frozenset)):
+        raise TypeError(f"return_dtensors is {wanted!r}; it must be True, False, a name of tensors, or several")
     there = dict(tensors or {})
     floating = [name for name, array in there.items() if "float" in str(array.dtype)]
     names = floating if wanted is True else [wanted] if isinstance(wanted, str) else list(wanted)

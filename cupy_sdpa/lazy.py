@@ -50,11 +50,13 @@ class Lazy(NDArrayOperatorsMixin):
         return int(np.prod(self.shape, dtype=np.int64))
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and not name.startswith(("__array", "__cuda_array", "__dlpack")):
-            raise AttributeError(name)  # of Python's own protocols it has those written here
+        if name.startswith("__") and not name.startswith(("__cuda_array", "__dlpack")):
+            raise AttributeError(name)  # of Python's own protocols it has those written here; numpy's asks know no bfloat16
         return getattr(self.array, name)
 
-    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **keywords: Any) -> Any:
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, out: Any = None, **keywords: Any) -> Any:
+        if out is not None:
+            keywords["out"] = tuple(map(made, out))
         return getattr(ufunc, method)(*map(made, inputs), **keywords)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:

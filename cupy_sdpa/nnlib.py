@@ -60,10 +60,14 @@ class Mask(Lazy):
         if keys != more_keys or (queries != more_queries and 1 not in (queries, more_queries)):
             raise ValueError(f"masks of the shapes {self.shape} and {other.shape} do not fit one another")
         lengths = [mask.lengths for mask in (self, other) if mask.lengths is not None]
+        if len({1, *(array.shape[0] for array in lengths)}) > 2:
+            raise ValueError(f"masks of the shapes {self.shape} and {other.shape} do not fit one another")
         shortest = self._xp.minimum(*lengths) if len(lengths) == 2 else lengths[0] if lengths else None
         return Mask(self._xp, keys, max(queries, more_queries), causal=self.causal or other.causal, lengths=shortest)
 
     __rand__ = __and__
+
+    __iand__ = __and__  # another mask takes the name: this one may be known by others
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **keywords: Any) -> Any:
         if ufunc is np.bitwise_and and method == "__call__" and not keywords:  # array & mask, which numpy is asked first
@@ -113,7 +117,7 @@ def make_padding_mask(lengths: Any, kv_len: int) -> Mask:
     """
     if len(lengths.shape) != 1 or lengths.dtype.kind not in "iu":
         raise ValueError(f"lengths has shape {lengths.shape} and dtype {lengths.dtype}; it must be (B,) whole numbers")
-    return Mask(_module(lengths), kv_len, 1, lengths=lengths.astype(np.int32))
+    return Mask(_module(lengths), kv_len, 1, lengths=lengths.clip(0, kv_len).astype(np.int32))
 
 
 def split_heads(x: Any, nheads: int) -> Any:
@@ -190,6 +194,9 @@ def dot_product_attention(
     heads_q, heads_k, heads_v = parts
     if fdrop is not None:
         weights = dot_product_attention_scores(heads_q, heads_k, bias, fdrop=fdrop, mask=mask)
+        full = (k.shape[1], q.shape[1], nheads, heads_q.shape[3])
+        if weights.shape != full:
+            raise ValueError(f"fdrop has made {weights.shape} of alpha, which is {full}; it must keep the shape")
         y = _product(weights, heads_v)
         return _joined(y, batch), _unfolded(weights, batch) if alpha else None
     y = attention(*_computed_in(compute_dtype, parts), **_options(parts, bias, mask)).astype(q.dtype, copy=False)
@@ -217,12 +224,16 @@ def dot_product_attention_vjp(
     """
     parts, batch = _split(q, k, v, nheads)
     options = _options(parts, bias, mask)
+    shape = (v.shape[0], *q.shape[1:])
     out, pull = attention_vjp(*_computed_in(compute_dtype, parts), **options, return_dbias=bias is not None)
 
     def pullback(dy: Any) -> tuple[Any, ...]:
+        if dy.shape != shape:
+            raise ValueError(f"dy is {dy.shape}; it must be {shape}, as y is")
         dout = _split_one(dy, nheads).astype(out.dtype, copy=False)
-        dq, dk, dv, *dbias = (g.astype(q.dtype, copy=False) for g in pull(dout))
-        return (*(_joined(g, batch) for g in (dq, dk, dv)), dbias[0].astype(bias.dtype).reshape(bias.shape) if dbias else None)
+        dq, dk, dv, *dbias = pull(dout)
+        gradients = [_joined(g.astype(q.dtype, copy=False), batch) for g in (dq, dk, dv)]
+        return (*gradients, dbias[0].astype(bias.dtype, copy=False).reshape(bias.shape) if dbias else None)
 
     return _joined(out.astype(q.dtype, copy=False), batch), pullback
 
@@ -254,6 +265,12 @@ def dot_product_attention_scores(
         raise ValueError(f"q is {q.shape} and k is {k.shape}; both are (d, nheads, len, B), and differ in len only")
     if q.dtype != k.dtype:
         raise TypeError(f"q is {q.dtype} and k is {k.dtype}: convert one, so that both have one dtype")
+    if str(q.dtype) not in ("float16", "bfloat16", "float32", "float64"):
+        raise TypeError(f"q is {q.dtype}; attention takes float16, bfloat16, float32 and float64: convert with .astype(...)")
+    full = (k.shape[2], q.shape[2], *q.shape[1::2])
+    for name, array in (("bias", bias), ("mask", mask)):
+        if array is not None:
+            _check_broadcast(name, array.shape, full)
     xp = _module(q)
     wide = _wide(q)
     # S_ji = k_j . q_i / sqrt(d)        (B, nheads, kv_len, q_len), as matmul has it
@@ -337,8 +354,20 @@ def _options(parts: list[Any], bias: Any, mask: Any) -> dict[str, Any]:
             f"the mask is for {keys} keys and {queries} queries; there are {k.shape[2]} keys and {q.shape[2]} queries"
         )
     if mask.lengths is not None:
-        options["seq_lens_kv"] = mask.lengths
+        batch = q.shape[3]
+        if mask.lengths.shape[0] not in (1, batch):
+            raise ValueError(
+                f"the mask has {mask.lengths.shape[0]} lengths; there are {batch} batch entries: one for each, or 1"
+            )
+        # longer than there are keys hides nothing, as in the array; one is everybody's
+        lengths = mask.lengths.clip(0, k.shape[2])
+        options["seq_lens_kv"] = lengths if lengths.shape[0] == batch else lengths.repeat(batch)
     return {**options, "causal": mask.causal}
+
+
+def _check_broadcast(name: str, shape: tuple[int, ...], full: tuple[int, ...]) -> None:
+    if len(shape) > 4 or any(n not in (1, most) for n, most in zip(shape, full, strict=False)):
+        raise ValueError(f"{name} is {shape}; from the first axis on it must broadcast to {full}, (kv_len, q_len, nheads, B)")
 
 
 def _four(array: Any) -> Any:

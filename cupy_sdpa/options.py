@@ -140,10 +140,18 @@ def read_scale(scale: Any, head_dim: int) -> float:
         return default
     if not isinstance(scale, numbers.Real):
         raise TypeError(f"scale is a {type(scale).__name__}; it must be a number: float(...) makes one of an array")
-    value = float(scale)
+    value = _as_float(scale)
     if not abs(value) <= LARGEST_SCALE:  # true of NaN too
         raise ValueError(f"scale is {value}; it must be finite in float32. None stands for 1/sqrt(head_dim) = {default:.6g}")
     return value
+
+
+def _as_float(number: Any) -> float:
+    """A number as Python's float; infinite where it is too large for one."""
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf if number > 0 else -math.inf
 
 
 def read_softcap(softcap: Any) -> float | None:
@@ -152,7 +160,7 @@ def read_softcap(softcap: Any) -> float | None:
         return None
     if not isinstance(softcap, numbers.Real):
         raise TypeError(f"softcap is a {type(softcap).__name__}; it must be a number, or None for no cap")
-    if not SMALLEST_SCALE <= float(softcap) <= LARGEST_SCALE:
+    if not SMALLEST_SCALE <= _as_float(softcap) <= LARGEST_SCALE:
         raise ValueError(f"softcap is {softcap}; it must be above 0 and finite in float32, or None for no cap")
     return float(softcap)
 

@@ -39,7 +39,7 @@ class Rule:
 def _version(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     if cudnn < MINIMUM_CUDNN:
         yield (
-            f"cuDNN {version_text(cudnn)} is loaded, {version_text(MINIMUM_CUDNN)} or newer is needed: "
+            f"cuDNN is {version_text(cudnn)}, {version_text(MINIMUM_CUDNN)} or newer is needed: "
             "pip install 'cupy-sdpa[cuda12]' (or [cuda13])"
         )
 

@@ -239,7 +239,7 @@ def _bounds(tracer: Tracer, condition: int) -> tuple[float, float] | None:
     if one is None or other is None or (symmetric and other[:2] != (0, 0)):
         return None
     of_query, of_key, constant = (x - y for x, y in zip(one, other, strict=True))
-    if (of_query, of_key) not in ((1, -1), (-1, 1)) or constant != int(constant):
+    if (of_query, of_key) not in ((1, -1), (-1, 1)) or not float(constant).is_integer():  # infinity and NaN are none
         return None
     most = -constant - (mode == "cmp_lt")  # of_query q + of_key kv <= most
     if symmetric:

@@ -71,6 +71,20 @@ class Shelf:
             self.misses += content is None
         return content
 
+    def check(self) -> None:
+        """Make the folder, where there is to be one, and raise where no entry could be kept in it.
+
+        Raises:
+            OSError: it is no folder, cannot be made or written to, or others may write to it.
+        """
+        if self.folder is None:
+            return
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if mistrust := _mistrust(self.folder):
+            raise PermissionError(f"plans cannot be kept in {self.folder}: {mistrust}")
+        with tempfile.TemporaryFile(dir=self.folder):
+            pass
+
     def put(self, key: str, content: bytes) -> None:
         """Keep an entry, in place of what was there."""
         self._remember(key, content)

@@ -83,12 +83,14 @@ def build(
     Raises:
         CudnnError: this machine cannot plan; the message says what it lacks.
         ValueError: an unknown GPU; another version than asked for.
+        OSError: plans cannot be kept in the folder.
     """
     from .offline import Planner, described
 
     targets = [described(name) for name in ([gpu] if isinstance(gpu, str) else gpu)]
     path = cudnn if cudnn is not None and "/" in cudnn else None
     wanted = version_number(cudnn) if cudnn is not None and path is None else None
+    Shelf(Path(folder)).check()
     parts = dict.fromkeys(part for asked in problems for part in launches(asked))
     jobs = [(asked, target) for target in targets for asked in parts if not asked.trivial]
     found: dict[int, PlanInfo | str] = {}
@@ -130,7 +132,7 @@ def read_problems(path: str | Path) -> list[Problem]:
     with Path(path).open("rb") as file:
         try:
             tables = tomllib.load(file).get("attention", [])
-        except tomllib.TOMLDecodeError as error:
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} is no TOML file: {error}") from None
     if not isinstance(tables, list) or not tables:
         raise ValueError(f"{path} has no table [[attention]]")
@@ -145,6 +147,7 @@ def read_problems(path: str | Path) -> list[Problem]:
 
 def _problems(table: dict[str, Any]) -> list[Problem]:
     passes = table.pop("passes", ["forward"])
+    passes = [passes] if isinstance(passes, str) else passes
     lengths = table.pop("lengths", [None])
     if unknown := set(passes) - {"forward", "backward"}:
         raise ValueError(f"passes names {', '.join(sorted(map(str, unknown)))}; there are forward and backward")

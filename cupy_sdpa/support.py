@@ -8,6 +8,7 @@ the process inside cuDNN away from it.
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -134,6 +135,16 @@ def _unbounded(problem: Problem) -> bool:
     return not problem.ragged and (problem.band is None or problem.band.right is None)
 
 
+def _less_a_number(problem: Problem) -> bool:
+    """Whether gradients are wanted of scores of a single key, and a function takes an array of one element away."""
+    program = problem.settings.program
+    if not problem.backward or program is None or problem.sizes[5] != 1:
+        return False
+    lone = {spec.name for spec in problem.captured if math.prod(spec.shape) == 1}
+    taken = [program.steps[step.args[1]] for step in program.steps if step.mode == "sub"]
+    return any(step.mode == "captured" and step.name in lone for step in taken)
+
+
 #: Newer than every cuDNN there is: a bug that no version has been seen without.
 _OPEN = 99999
 
@@ -165,6 +176,9 @@ BUGS: tuple[Bug, ...] = (
         lambda p: p.backward and _one_query(p) and p.sizes[2] == p.sizes[6] == 1,
         "gradients of one query, one head and one batch entry", "planning is a segmentation fault", _REFUSE,
         "give the batch twice", f"{FRONTEND}/issues/1071"),
+    Bug("single-key-difference", 92600, _OPEN, range(80, 130), _less_a_number,
+        "gradients of a single key with a function that takes an array of one element away",
+        "planning is a segmentation fault", _REFUSE, "write s + (-t) in place of s - t", "docs/design.md"),
     Bug("backward-key-tail", 91900, 92501, range(90, 100),
         lambda p: p.backward and _unbounded(p) and p.k.shape[2] % 128 == 64,
         "gradients without a mask, a number of keys that leaves 64 when divided by 128, a log-sum-exp below -88.7",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from . import gpu
 from .arguments import read_forward
 
 if TYPE_CHECKING:
@@ -80,4 +81,7 @@ def dropout_mask(
         "dropout_p": dropout_p, "seed": seed, "offset": offset, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv,
         "max_seqlen_q": max_seqlen_q, "max_seqlen_kv": max_seqlen_kv,
     }  # fmt: skip
-    return read_forward(q, k, k, options, return_kept=True).run()[-1] > 0
+    call = read_forward(q, k, k, options, return_kept=True)
+    if not dropout_p:  # there is no random number in the graph
+        return (gpu.cupy() if call.on_gpu else np).ones(call.problem.results[-1].shape, bool, order="F")
+    return call.run()[-1] > 0

@@ -33,4 +33,6 @@ def version_number(text: str) -> int:
     if not 1 < len(parts) < 5 or not all(part.isdecimal() for part in parts):
         raise ValueError(f"{text!r} is no cuDNN version; write it as 9.19 or 9.25.1")
     major, minor, patch = (int(part) for part in [*parts, "0"][:3])
+    if major != MINIMUM_CUDNN // 10000:
+        raise ValueError(f"{text!r} is another cuDNN than this package speaks to, which is cuDNN 9; name one from 9.19 on")
     return major * 10000 + minor * 100 + patch

@@ -1,5 +1,6 @@
 """The public call on numpy arrays: results, outputs given, and every bad input with its remedy."""
 
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -245,3 +246,42 @@ def test_the_public_names_are_these():
         "attention_backward", "attention_vjp", "autotune", "dropout_mask", "explain", "get_plan_cache", "prepare", "problem",
     ]  # fmt: skip
     assert all(hasattr(cupy_sdpa, name) for name in cupy_sdpa.__all__)
+
+
+@pytest.mark.parametrize("name", ["layout", "nnlib", "store", "zoo"])
+def test_rooms_are_there_without_an_import(name):
+    """A new process that has imported the package alone finds them; what is not there is no attribute."""
+    code = f"import cupy_sdpa; print(cupy_sdpa.{name}.__name__); print(hasattr(cupy_sdpa, 'nonsense'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [f"cupy_sdpa.{name}", "False"]
+
+
+@pytest.mark.parametrize("name", ["out", "stats"])
+def test_a_result_that_cannot_be_written_to_is_refused(name):
+    """Before anything is written, and explain says so, too."""
+    x = np.ones((4, 1, 5, 1), np.float32, order="F")
+    given = {"out": np.zeros_like(x), "stats": np.zeros((5, 1, 1), np.float32, order="F")}
+    given[name].flags.writeable = False
+    for call in (attention, explain):
+        with pytest.raises(ValueError, match=f"{name} is read-only, and is to hold a result"):
+            call(x, x, x, **given)
+    assert not any(array.any() for array in given.values())
+
+
+@pytest.mark.parametrize(
+    ("extra", "name"), [({"backward": True}, "backward"), ({"causal": True}, "causal"), ({"k": np.ones(1)}, "k")]
+)
+def test_a_problem_is_explained_alone(extra, name):
+    """What else is given would be left out: it is refused."""
+    shape = (64, 2, 128, 1)
+    asked = cupy_sdpa.problem(shape, shape, shape, dtype="float16")
+    with pytest.raises(TypeError, match=f"a problem is given, and {name}"):
+        explain(asked, **extra, gpu="H200", cudnn="9.19")
+
+
+@pytest.mark.parametrize("options", [{"scale": -(10**400)}, {"softcap": 10**400}], ids=["scale", "softcap"])
+def test_numbers_beyond_every_float_are_refused(options):
+    """In our words, as infinity is."""
+    x = np.ones((4, 1, 5, 1))
+    with pytest.raises(ValueError, match="finite in float32"):
+        attention(x, x, x, **options)

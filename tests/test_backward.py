@@ -168,3 +168,22 @@ def test_explain_tells_the_backward_steps():
     assert report.workspace == 0
     for words in ("deterministic backward attention", "dV = Pᵀ dO", "dK = dSᵀ Q", "dQ = dS K", "runs on the CPU"):
         assert words in str(report)
+
+
+@pytest.mark.parametrize("name", ["out", "stats", "return_stats"])
+def test_the_pullback_makes_its_own(name):
+    """What it keeps cannot be given: refused at the call, not at the pullback."""
+    x = np.ones((8, 2, 5, 2))
+    with pytest.raises(TypeError, match=f"attention_vjp takes no {name}"):
+        attention_vjp(x, x, x, **{name: np.empty_like(x)})
+
+
+def test_the_pullback_keeps_what_functions_read():
+    """It counts, and the caller's dict may change."""
+    x, w = np.ones((8, 2, 5, 2)), np.ones((2, 5, 5))
+    tensors = {"w": w}
+    _, plain = attention_vjp(x, x, x)
+    out, pullback = attention_vjp(x, x, x, score_mod=lambda s, b, h, i, j, w: s + w[h, i, j], tensors=tensors)
+    tensors.clear()
+    assert pullback.nbytes == plain.nbytes + w.nbytes
+    assert len(pullback(out)) == 3

@@ -347,7 +347,10 @@ def test_the_table_of_the_docs(folder):
     script = [sys.executable, str(ROOT / "benchmarks" / "tables.py"), "speed", "x.csv"]
     done = subprocess.run(script, capture_output=True, text=True, check=True, env={"PYTHONPATH": str(ROOT)})
     lines = done.stdout.splitlines()
-    assert f"| {NAMES[0]} | 2 | 21 | 2.00 cudnn |".replace("| 21 |", f"| {two_presets()[0]['tflops']:.0f} |") in lines
+    assert (
+        f"| {NAMES[0]} | 2 | 21 | 2.00\N{NO-BREAK SPACE}cudnn |".replace("| 21 |", f"| {two_presets()[0]['tflops']:.0f} |")
+        in lines
+    )
     assert "| time | the fastest | 1.00 (0.50 to 2.00) |" in lines
 
 
@@ -393,7 +396,7 @@ def test_no_number_is_no_agreement(monkeypatch):
 def small_cpu(monkeypatch):
     """A tiny problem in place of the CPU's."""
     measured = cpu.measure
-    monkeypatch.setattr(cpu, "measure", lambda progress: measured((8, 2, 16, 1), 1, progress))
+    monkeypatch.setattr(cpu, "measure", lambda rounds, progress: measured((8, 2, 16, 1), rounds, progress))
 
 
 @pytest.mark.usefixtures("small_cpu")
@@ -522,3 +525,49 @@ def test_on_a_gpu(folder, capsys):
     assert first["cold_ms"] > 0
     assert first["cold_kept_ms"] > 0
     assert first["next_kept_ms"] > 0
+
+
+# earlier runs
+
+
+def test_some_rows_of_an_earlier_run(folder, capsys):
+    """Those of the presets, directions and peers that are named."""
+    table.write_csv("x.csv", two_presets())
+    assert main(["bench", "--from", "x.csv", "--presets", NAMES[0], "--peers", "flex", "--json"]) == 0
+    assert [(row["preset"], row["way"]) for row in json.loads(capsys.readouterr().out)] == [
+        (NAMES[0], "ours"),
+        (NAMES[0], "flex"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"\xda\x00", "x.csv is no file of the bench: "),
+        (b"preset,direction,way,ms\n", "it has no rows"),
+        (b"preset,direction,way,ms\na,b,ours,abc\n", "could not convert string to float: 'abc'"),
+    ],
+    ids=["bytes", "empty", "words"],
+)
+def test_a_file_that_is_no_earlier_run(content, said, folder, capsys):
+    """It is named, in one line."""
+    (folder / "x.csv").write_bytes(content)
+    assert main(["bench", "--from", "x.csv"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("cupy_sdpa: x.csv is no file of the bench: ")
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_the_list_for_machines(capsys):
+    """Presets, directions, peers."""
+    assert main(["bench", "--list", "--json"]) == 0
+    assert list(json.loads(capsys.readouterr().out)) == ["presets", "directions", "peers"]
+
+
+def test_rounds_on_the_cpu(monkeypatch, capsys):
+    """As many as are asked for."""
+    measured = cpu.measure
+    monkeypatch.setattr(cpu, "measure", lambda rounds, progress: measured((8, 2, 16, 1), rounds, progress))
+    assert main(["bench", "--cpu", "--rounds", "2", "--json"]) == 0
+    assert {row["rounds"] for row in json.loads(capsys.readouterr().out)} == {2}

@@ -8,6 +8,7 @@ import pytest
 from cases import FORWARD, Case
 from planner import in_child, library_version, plan_graph, plan_problem
 
+import cupy_sdpa
 from cupy_sdpa import arguments, gpus
 from cupy_sdpa.errors import Unsupported
 from cupy_sdpa.graph import Builder, Tensor, row_major
@@ -97,6 +98,19 @@ def test_gradients_are_planned_for_other_gpus(case, gpu, planner):
         assert {reason.rule for reason in reasons} == {"backward-head-dim"} or (gpu, case.name) in REFUSED, plan
     else:
         assert not reasons, plan
+
+
+@pytest.mark.parametrize(("sq", "skv"), [(16, 1), (1, 1), (16, 2)])
+def test_a_number_less_kills_cudnns_planning(sq, skv, planner):
+    """Gradients of a single key whose score an array of one element is taken away from; the remedy of the refusal lives."""
+    q, kv = (64, 2, sq, 2), (64, 2, skv, 2)
+    version = planner.call(library_version)
+    for function in (lambda s, b, h, i, j, t: s - t, lambda s, b, h, i, j, t: s + (-t)):
+        asked = cupy_sdpa.problem(q, kv, kv, dtype="float16", backward=True, score_mod=function, tensors={"t": ()})
+        refused = [reason.rule for reason in why_not(asked, version, 90)]
+        code = in_child(plan_graph, backward(asked), "h200")
+        assert (refused == ["single-key-difference"]) == (code < 0), f"the child ended with {code}, the table says {refused}"
+    assert not refused
 
 
 def test_one_row_kills_cudnns_planning(planner):

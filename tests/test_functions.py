@@ -360,3 +360,21 @@ def test_a_prepared_function_takes_other_arrays_and_numbers(cupy):
         graph.launch(stream)
         stream.synchronize()
     assert_same(out, 4.0)
+
+
+@pytest.mark.parametrize("bound", [math.inf, math.nan], ids=str)
+def test_a_bound_need_not_be_finite(bound):
+    """A mask function may see everything, or, with NaN, nothing."""
+    x = np.asfortranarray(np.random.default_rng(0).random((4, 2, 6, 2)))
+    got = attention(x, x, x, mask_mod=lambda b, h, i, j: abs(i - j) <= bound)
+    np.testing.assert_allclose(got, attention(x, x, x) if bound == math.inf else np.zeros_like(x))
+
+
+@pytest.mark.parametrize("wanted", [1, 0, 2.5], ids=str)
+def test_gradients_of_what_are_named(wanted):
+    """Neither a number nor a truth of another kind."""
+    x = np.ones((4, 1, 5, 1))
+    with pytest.raises(TypeError, match=f"return_dtensors is {wanted}; it must be True, False"):
+        attention_vjp(x, x, x, score_mod=lambda s, b, h, i, j, w: s * w, tensors={"w": np.ones(())}, return_dtensors=wanted)[1](
+            x
+        )

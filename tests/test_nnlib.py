@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cases import as_float
+from cases import DTYPES, as_float
 
 from cupy_sdpa import layout, nnlib, reference
 from cupy_sdpa.lazy import Lazy
@@ -269,6 +269,23 @@ BAD = {
         "for 4 keys and 4 queries; there are 3",
     ),
     "five_axes": (lambda x: dot_product_attention(x, x, x, x[..., None, None, None]), "it broadcasts to \\(kv_len"),
+    "lengths_of_others": (
+        lambda x: dot_product_attention(x, x, x, mask=make_padding_mask(np.array([1, 2, 3]), 3)),
+        "the mask has 3 lengths; there are 2 batch entries",
+    ),
+    "masks_of_others": (
+        lambda x: make_padding_mask(np.array([1, 2, 3]), 3) & make_padding_mask(np.array([1, 2]), 3),
+        "masks of the shapes \\(3, 1, 1, 3\\) and \\(3, 1, 1, 2\\) do not fit",
+    ),
+    "bias_with_fdrop": (
+        lambda x: dot_product_attention(x, x, x, np.ones((3, 3, 5)), fdrop=lambda alpha: alpha),
+        "bias is \\(3, 3, 5\\); from the first axis on it must broadcast to \\(3, 3, 1, 2\\)",
+    ),
+    "fdrop": (
+        lambda x: dot_product_attention(x, x, x, fdrop=lambda alpha: alpha[:1]),
+        "fdrop has made \\(1, 3, 1, 2\\) of alpha",
+    ),
+    "dy": (lambda x: dot_product_attention_vjp(x, x, x)[1](x[..., 0]), "dy is \\(4, 3\\); it must be \\(4, 3, 2\\)"),
 }
 
 
@@ -280,6 +297,8 @@ def test_what_does_not_fit_is_refused(name):
         make(rand(np, 4, 3, 2))
     with pytest.raises(TypeError, match="float32 and k is float64"):
         dot_product_attention_scores(np.zeros((4, 1, 3, 1), "f4"), np.zeros((4, 1, 3, 1)))
+    with pytest.raises(TypeError, match="q is int64; attention takes"):
+        dot_product_attention_scores(np.zeros((4, 1, 3, 1), int), np.zeros((4, 1, 3, 1), int))
 
 
 def test_lazy_arrays_are_like_arrays():
@@ -338,3 +357,47 @@ def test_what_is_no_layout():
         layout.to_julia(np.zeros((1, 1, 1, 1)), "bshx")
     with pytest.raises(ValueError, match=r"shape \(1, 1\), 2 axes; the layout 'thd' has 3"):
         layout.to_julia(np.zeros((1, 1)), "thd")
+
+
+def test_lazy_arrays_hold_results():
+    """As the target of an operator or of numpy's functions, bfloat16 too."""
+    x = Lazy((2,), lambda: np.arange(2.0))
+    x *= 3
+    np.add(x, 1, out=x)
+    assert np.asarray(x).tolist() == [1, 4]
+    array = np.zeros(2)
+    np.add(Lazy((2,), lambda: np.ones(2)), 1, out=array)
+    assert array.tolist() == [2, 2]
+    narrow = Lazy((2,), lambda: np.ones(2, DTYPES["bfloat16"]))
+    assert np.asarray(narrow).dtype == DTYPES["bfloat16"]
+    assert np.asarray(narrow, np.float32).tolist() == [1, 1]
+
+
+def test_masks_in_place():
+    """``&=`` gives a mask that the kernel knows, and leaves the one that others hold."""
+    first = mask = make_causal_mask(rand(np, 8, 5, 2))
+    mask &= make_padding_mask(np.array([5, 3]), 5)
+    assert (mask.causal, mask.lengths.tolist(), first.lengths) == (True, [5, 3], None)
+
+
+@pytest.mark.parametrize("lengths", [[3], [9, 4], [-1, 2], [2**32 + 1, 1]], ids=str)
+def test_lengths_mean_what_the_mask_shows(lengths):
+    """One for all, longer than there are keys, below 0 or beyond 32 bits: the same as the array of bools."""
+    x = rand(np, 8, 5, 2)
+    mask = make_padding_mask(np.array(lengths), 5)
+    seen = np.arange(5)[:, None] < np.array(lengths)
+    np.testing.assert_array_equal(np.asarray(mask)[:, 0, 0], seen)
+    y, _ = dot_product_attention(x, x, x, mask=mask)
+    want, _ = dot_product_attention(x, x, x, mask=np.asarray(mask))
+    np.testing.assert_allclose(y, want, rtol=1e-6)
+
+
+def test_the_gradient_of_a_bias_keeps_its_dtype():
+    """A float32 bias of float16 arrays has a gradient that float16 could not hold."""
+    q, k, v = (rand(np, 8, n, 2, seed=n).astype("f2") for n in (4, 6, 6))
+    bias = rand(np, 6, 4)
+    y, pullback = dot_product_attention_vjp(q, k, v, bias)
+    *_, dbias = pullback(np.full(y.shape, 60000, "f2") * v[:, :4])
+    assert dbias.dtype == np.float32
+    assert np.isfinite(dbias).all()
+    assert (dbias.astype("f2") != dbias).any()

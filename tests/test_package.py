@@ -65,7 +65,7 @@ ARROWS = {
     "replay": {"gpu"},
     "repeats": {"cache", "call", "gpu", "plan", "replay"},
     "attention": {"arguments", "options", "repeats"},
-    "variants": {"arguments"},
+    "variants": {"arguments", "gpu"},
     "explain": {
         "arguments", "cache", "call", "errors", "gpu", "offline", "options", "patterns", "problem", "report", "staging",
         "support", "version",
@@ -77,7 +77,9 @@ ARROWS = {
     "store": {"explain", "launches", "offline", "plan", "problem", "shelf", "support", "version"},
     "survey": {"explain", "gpus", "launches", "mathematics", "offline", "problem", "rules", "support", "version"},
     "bench": {"attention", "bench", "explain", "gpu", "interpreter", "plan", "prepare", "problem", "spec", "version", "_cudnn"},
-    "__init__": {"attention", "errors", "explain", "prepare", "problem", "report", "shelf", "variants", "version"},
+    "__init__": {
+        "attention", "errors", "explain", "layout", "nnlib", "prepare", "problem", "report", "shelf", "store", "variants", "version",
+    },
 }  # fmt: skip
 #: The command line stands on top and may import everything; ctypes is spoken in one room only.
 TOP = {"__main__", "_cli"}

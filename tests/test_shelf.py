@@ -287,3 +287,17 @@ def test_a_forked_child_has_locks_of_its_own(folder, monkeypatch):
                 mine.put(KEY, CONTENT)
                 os._exit(0 if mine.get(KEY) == CONTENT else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_whether_a_folder_can_keep_entries(folder):
+    """It is made where it is not there; what is no folder, or open to others, is refused."""
+    folder.mkdir()
+    Shelf(folder / "new").check()
+    assert (folder / "new").stat().st_mode & 0o777 == 0o700
+    (folder / "file").write_text("")
+    (folder / "open").mkdir()
+    (folder / "open").chmod(0o777)
+    for name in ("file", "open", "file/below"):
+        with pytest.raises(OSError, match=name.partition("/")[0]):
+            Shelf(folder / name).check()
+    Shelf(None).check()

@@ -53,9 +53,15 @@ def packed(queries=16, hkv=2, d=64, **options):
     return cupy_sdpa.problem((d, 4, 2 * queries), kv, kv, dtype="bfloat16", **starts, **options)
 
 
+def less_a_number(skv=1, backward=True, score_mod=lambda s, b, h, i, j, t: s - t):
+    """The problem of few keys and a function that reads an array of one element."""
+    q, kv = (64, 4, 16, 2), (64, 4, skv, 2)
+    return cupy_sdpa.problem(q, kv, kv, dtype="bfloat16", backward=backward, score_mod=score_mod, tensors={"t": ()})
+
+
 #: rule: (a problem that breaks it, cuDNN version, capability, what the message says), (one that just keeps it, version, capability)
 SIDES = {
-    "cudnn-version": ((asked(), 91801, 90, r"9\.18\.1 is loaded, 9\.19\.0 .*pip install"), (asked(), 91900, 90)),
+    "cudnn-version": ((asked(), 91801, 90, r"cuDNN is 9\.18\.1, 9\.19\.0 .*pip install"), (asked(), 91900, 90)),
     "gpu-generation": ((asked(), 91900, 75, r"7\.5, 8\.0 \(Ampere\)"), (asked(), 91900, 80)),
     "dtype": ((asked(dtype="float32", itemsize=4), 91900, 90, r"float32; .* q\.astype"), (asked(dtype="float16"), 91900, 90)),
     "head-dim": ((asked(d=60), 91900, 90, r"head_dim of q and k is 60; .*pad axis 0 with 4 zeros"), (asked(d=72, dv=8), 91900, 90)),
@@ -170,6 +176,12 @@ MET = {
         [(92600, 90), (92601, 80), (92800, 100)],
         [(92501, 90)],
         [backward(hq=2, hkv=2, sq=1, b=1), backward(hq=1, hkv=1, sq=2, b=1), backward(hq=1, hkv=1, sq=1, b=2), asked(hq=1, hkv=1, sq=1, b=1)],
+    ),
+    "single-key-difference": (
+        less_a_number(),
+        [(92600, 90), (92601, 80), (92800, 100)],
+        [(92501, 90)],
+        [less_a_number(skv=2), less_a_number(backward=False), less_a_number(score_mod=lambda s, b, h, i, j, t: t - s)],
     ),
     "backward-key-tail": (
         backward(skv=192),

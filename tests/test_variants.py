@@ -403,3 +403,35 @@ def test_the_reference_sees_what_the_options_name():
     truth, truth_stats = reference.attention(*arrays, **options)
     np.testing.assert_allclose(out, truth, atol=1e-12)
     np.testing.assert_allclose(stats, truth_stats, rtol=1e-6)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_everything_is_kept_without_dropout(packed, xp):
+    """A probability of 0 drops nothing."""
+    x = xp.zeros((8, 2, 100) if packed else (8, 2, 50, 2), "f2", order="F")
+    starts = xp.asarray(np.array([0, 50, 100], "i4"))
+    lengths = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts, "max_seqlen_q": 50, "max_seqlen_kv": 50} if packed else {}
+    kept = cupy_sdpa.dropout_mask(x, x, dropout_p=0, seed=1, **lengths)
+    assert kept.shape == (50, 50, 2, 2)
+    assert kept.dtype == bool
+    assert kept.all()
+
+
+@pytest.mark.parametrize("kind", ["dense", "lengths", "packed"])
+def test_a_row_without_keys_sees_its_sink(kind, xp):
+    """With no key at all: the log-sum-exp is the sink's score, and nothing beyond the lengths."""
+    dtype, sinks = np.float32 if xp is np else np.float16, xp.asarray(np.array([0.5, -2], "f4"))
+    rows, keys = ((2, 5), (2, 0)) if kind == "packed" else ((2, 5, 2), (2, 0, 2))
+    q, k = xp.zeros((8, *rows), dtype, order="F"), xp.zeros((8, *keys), dtype, order="F")
+    options = {}
+    if kind == "packed":
+        starts, none = xp.asarray(np.array([0, 1, 3], "i4")), xp.zeros(3, "i4")
+        options = {"cu_seqlens_q": starts, "cu_seqlens_kv": none, "max_seqlen_q": 2, "max_seqlen_kv": 0}
+    elif kind == "lengths":
+        options = {"seq_lens_q": xp.asarray(np.array([3, 5], "i4"))}
+    out, stats, top, total = cupy_sdpa.attention(q, k, k, sinks=sinks, return_stats="max_sumexp", **options)
+    assert not as_float(out).any()
+    there = {"dense": np.ones((5, 1, 2)), "lengths": np.arange(5)[:, None, None] < [3, 5], "packed": np.arange(5) < 3}[kind]
+    sink = np.array([0.5, -2])[:, None]
+    for got, alone, nothing in ((stats, sink, -np.inf), (top, sink, -np.inf), (total, 1, 0)):
+        np.testing.assert_array_equal(as_float(got), np.broadcast_to(np.where(there, alone, nothing), got.shape))

@@ -13,19 +13,20 @@ from ..bench.measure import ROUNDS
 from ..bench.run import Wanted, compiled, run
 from ..bench.way import Ours
 from . import machine, picture
-from .console import CommandError, Progress, one_line, positive
+from .console import CommandError, Help, Progress, one_line, positive, told
 
 _EPILOG = """\
-A ratio is our time over the other way's. Every way computes on the same numbers, in one run, in an order that is shuffled in
-every round; its results are compared with ours first. A share is of the rate of a large matrix product in the same run, for
-decoding of that of a copy.
+A ratio is our time over the other way's. Every way computes on the same
+numbers, in one run, in an order that is shuffled in every round; its results
+are compared with ours first. A share is of the rate of a large matrix product
+in the same run, for decoding of that of a copy.
 
 examples:
-  python -m cupy_sdpa bench --list                                   presets, directions and peers
-  python -m cupy_sdpa bench --presets llama-8b decode --csv out.csv  some of them, names or how they begin
-  python -m cupy_sdpa bench --compile --peers flex --presets vit     what FlexAttention compiles, into its cache
-  python -m cupy_sdpa bench --cpu                                    the interpreter beside plain numpy, no GPU needed
-  python -m cupy_sdpa bench --from out.csv --plots pictures          pictures of an earlier run, no GPU needed
+  python -m cupy_sdpa bench --list
+  python -m cupy_sdpa bench --presets llama-8b decode --csv out.csv
+  python -m cupy_sdpa bench --compile --peers flex --presets vit
+  python -m cupy_sdpa bench --cpu                             needs no GPU
+  python -m cupy_sdpa bench --from out.csv --plots pictures   needs no GPU
 """
 
 
@@ -36,7 +37,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="how fast it is, beside everybody else's",
         description="Time attention and its gradients beside PyTorch, cudnn-frontend, FlexAttention and JAX, on this GPU.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--cpu", action="store_true", help="only the interpreter beside plain numpy, on the CPU")
@@ -46,11 +47,11 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "--compile", action="store_true", help="measure nothing: call every peer once, so that its caches are filled"
     )
     parser.add_argument("--presets", nargs="+", metavar="NAME", help="names, or how they begin (default: all)")
-    parser.add_argument("--directions", nargs="+", choices=presets.DIRECTIONS, default=presets.DIRECTIONS, metavar="NAME",
+    parser.add_argument("--directions", nargs="+", choices=presets.DIRECTIONS, metavar="NAME",
         help=f"{', '.join(presets.DIRECTIONS)} (default: all)",
     )  # fmt: skip
     parser.add_argument("--peers", nargs="*", metavar="NAME", help=f"{', '.join(ways.PEERS)} (default: all; no name: none)")
-    parser.add_argument("--rounds", type=positive, metavar="N", default=ROUNDS, help=f"of every way (default {ROUNDS})")
+    parser.add_argument("--rounds", type=positive, metavar="N", help=f"of every way (default {ROUNDS}, --cpu {cpu.ROUNDS})")
     parser.add_argument("--tune", action="store_true", help="choose our plans by measuring first (docs/plans.md)")
     parser.add_argument(
         "--cold", metavar="PRESET", help="whose first call in a new process is timed, or none (default: the first)"
@@ -68,9 +69,10 @@ def command(arguments: argparse.Namespace) -> int:
     Raises:
         CommandError: it cannot be done.
     """
+    _refuse_meaningless(arguments)
     wanted = _wanted(arguments)
     if arguments.list:
-        _list()
+        _list(as_json=arguments.json)
         return 0
     if arguments.compile:
         _check_gpu(wanted)
@@ -87,13 +89,29 @@ def command(arguments: argparse.Namespace) -> int:
             if arguments.csv:
                 table.write_csv(arguments.csv, rows)  # every time, so that a run that is cut short leaves what it has
     except OSError as error:
-        raise CommandError(f"{error.filename}: {error.strerror}") from error
+        raise CommandError(told(error)) from error
     except ValueError as error:
         raise CommandError(str(error)) from error
     finally:
         if rows:
             _show(arguments, rows)
     return int(any(row["left_out"] and row["way"] == Ours.name for row in rows))
+
+
+#: What has no meaning beside what is done.
+_MEANINGLESS = {
+    "cpu": ("presets", "directions", "peers", "tune", "cold"),
+    "source": ("rounds", "tune", "cold", "csv"),
+    "list": ("presets", "directions", "peers", "rounds", "tune", "cold", "csv", "plots"),
+    "compile": ("rounds", "tune", "cold", "csv", "plots", "json"),
+}
+
+
+def _refuse_meaningless(arguments: argparse.Namespace) -> None:
+    for mode, names in _MEANINGLESS.items():
+        given = [name for name in names if getattr(arguments, name) not in (None, False)]
+        if getattr(arguments, mode) and given:
+            raise CommandError(f"--{given[0]} has no meaning with --{'from' if mode == 'source' else mode}: leave it out")
 
 
 def _wanted(arguments: argparse.Namespace) -> Wanted:
@@ -105,13 +123,16 @@ def _wanted(arguments: argparse.Namespace) -> Wanted:
             (cold,) = presets.chosen([arguments.cold])
     except ValueError as error:
         raise CommandError(str(error)) from error
-    return Wanted(chosen, arguments.directions, peers, arguments.rounds, arguments.tune, cold)
+    directions = arguments.directions or presets.DIRECTIONS
+    return Wanted(chosen, directions, peers, arguments.rounds or ROUNDS, arguments.tune, cold)
 
 
 def _measured(arguments: argparse.Namespace, wanted: Wanted) -> Iterator[list[table.Row]]:
     """The rows as they come."""
+    if arguments.plots:
+        arguments.plots.mkdir(parents=True, exist_ok=True)
     if arguments.source:
-        yield table.read_csv(arguments.source)
+        yield [row for row in table.read_csv(arguments.source) if _among(row, arguments, wanted)]
         return
     if arguments.csv:
         arguments.csv.open("a").close()  # so that nothing is measured in vain
@@ -121,7 +142,18 @@ def _measured(arguments: argparse.Namespace, wanted: Wanted) -> Iterator[list[ta
             _check_gpu(wanted)
             yield from run(wanted, progress)
         if arguments.cpu or arguments.presets is None:
-            yield [table.tidy(row) for row in cpu.measure(progress=progress)]
+            rounds = arguments.rounds or cpu.ROUNDS
+            yield [table.tidy(row) for row in cpu.measure(rounds=rounds, progress=progress)]
+
+
+def _among(row: table.Row, arguments: argparse.Namespace, wanted: Wanted) -> bool:
+    """Whether an earlier row is among what is asked for; what is not asked about counts as asked for."""
+    ways_wanted = (Ours.name, *(peer.name for peer in wanted.peers))
+    return (
+        (arguments.presets is None or row["preset"] in {preset.name for preset in wanted.presets})
+        and row["direction"] in wanted.directions
+        and (arguments.peers is None or row["way"] in ways_wanted)
+    )
 
 
 def _check_gpu(wanted: Wanted) -> None:
@@ -157,8 +189,13 @@ def _show(arguments: argparse.Namespace, rows: list[table.Row]) -> None:
             print(f"wrote {path}", file=sys.stderr)
 
 
-def _list() -> None:
+def _list(*, as_json: bool) -> None:
     """Everything that can be chosen."""
+    if as_json:
+        peers = {name: one_line(ways.why_not(peer)) or "is here" for name, peer in ways.PEERS.items()}
+        found = {"presets": {preset.name: _described(preset) for preset in presets.PRESETS}}
+        print(json.dumps({**found, "directions": presets.DIRECTIONS, "peers": peers}, indent=1))
+        return
     print("presets:")
     for preset in presets.PRESETS:
         print(f"  {preset.name:26}{_described(preset)}")

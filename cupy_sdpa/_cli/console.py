@@ -1,16 +1,17 @@
-"""How the commands speak: labelled lines of at most 100 columns, and failures that are one line."""
+"""How the commands speak: labelled lines that a terminal has room for, and failures that are one line."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import json
+import shutil
 import sys
 import textwrap
 from collections.abc import Iterator
 from contextvars import ContextVar
 
-#: Columns of the widest line, and of the labels at its beginning.
+#: Columns of the widest line, where a terminal has as many, and of the labels at its beginning.
 WIDTH, LABEL = 100, 10
 #: Columns of a bar of progress.
 BAR = 30
@@ -20,13 +21,28 @@ BAR = 30
 _recorded: ContextVar[list[dict[str, str]] | None] = ContextVar("recorded", default=None)
 
 
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Fills what is one line, and leaves as it is what is several, such as examples."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return super()._fill_text(text, width, indent) if "\n" in text else textwrap.fill(text, width)
+
+
 class CommandError(Exception):
     """A command cannot do what was asked; the message is for the person who asked."""
 
 
+def width() -> int:
+    """Columns of the terminal, or what ``COLUMNS`` says, and no more than lines are to have."""
+    return min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
+
+
 def positive(value: str) -> int:
     """A whole number from 1 on, of an option."""
-    number = int(value)
+    try:
+        number = int(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{value!r} is no whole number") from None
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not positive")
     return number
@@ -66,7 +82,20 @@ def say(label: str, text: str) -> None:
     if record(what=label, text=text):
         return
     begin = f"{label:<{LABEL}}"
-    print(textwrap.fill(text, WIDTH, initial_indent=begin, subsequent_indent=" " * LABEL, break_on_hyphens=False))
+    print(textwrap.fill(text, width(), initial_indent=begin, subsequent_indent=" " * LABEL, break_on_hyphens=False))
+
+
+def show(text: str) -> None:
+    """Print lines, those that are too long continued two columns to the right of where they begin."""
+    for line in text.splitlines():
+        indent = line[: len(line) - len(line.lstrip())] + "  "
+        # what is aligned stays so: only what is too long is touched
+        print(line if len(line) <= width() else textwrap.fill(line, width(), subsequent_indent=indent, break_on_hyphens=False))
+
+
+def told(error: OSError) -> str:
+    """What went wrong with which file, without the number that the system has for it."""
+    return f"{error.filename}: {error.strerror}" if error.filename else str(error)
 
 
 def one_line(text: str) -> str:

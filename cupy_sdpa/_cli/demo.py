@@ -18,7 +18,7 @@ from ..attention import attention
 from ..interpreter import numpy_dtype
 from ..version import __version__
 from . import picture, text
-from .console import CommandError, add_json, milliseconds, positive, say
+from .console import CommandError, Help, add_json, milliseconds, positive, say
 from .engine import Placed, add_options, place, refuse_if_too_large
 
 Array = NDArray[Any]
@@ -34,7 +34,7 @@ _EPILOG = """\
 examples:
   python -m cupy_sdpa demo
   python -m cupy_sdpa demo --causal --dtype float16 --plot causal.png
-  python -m cupy_sdpa demo --seq 16384 --heads 32 --kv-heads 8 --head-dim 128      (on a GPU)
+  python -m cupy_sdpa demo --seq 16384 --heads 32 --kv-heads 8   (on a GPU)
 """
 
 
@@ -45,7 +45,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="attention over a real text, checked, timed and drawn",
         description="Self-attention over the opening of Alice's Adventures in Wonderland: which words attend to which.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
     parser.add_argument("--causal", action="store_true", help="each word sees only itself and the words before it")
     parser.add_argument("--seq", type=positive, metavar="N", help="tokens (default: the whole text; more repeat it)")

@@ -10,14 +10,17 @@ from .. import explain as explained
 from .. import gpu, gpus, problem
 from ..errors import CudnnError
 from ..report import Report
-from .console import CommandError
+from . import machine
+from .console import CommandError, Help, show
 
 _EPILOG = """\
 examples:
-  python -m cupy_sdpa explain 128,64,4096,1 --keys 128,8,4096,1 --causal --gpu h200
-  python -m cupy_sdpa explain 64,8,1000,2 --backward --window 127,0 --gpu h200 --cudnn 9.19 --json
+  python -m cupy_sdpa explain 128,64,4096,1 --keys 128,8,4096,1 --gpu h200
+  python -m cupy_sdpa explain 64,8,1000,2 --causal --backward --gpu h200
+  python -m cupy_sdpa explain 64,8,1000,2 --window 127,0 --gpu h200 --cudnn 9.19
 
-Shapes are (head_dim, heads, seq, batch). On a GPU that is here the plan is built, and kept.
+Shapes are (head_dim, heads, seq, batch). On a GPU that is here the plan is
+built, and kept. Exit status 1: the problem cannot run.
 """
 
 
@@ -25,10 +28,11 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     """Add the command to the parser."""
     parser = commands.add_parser(
         "explain",
+        usage="%(prog)s D,Hq,Sq,B [options]",  # the shape first: --causal would take it for its value
         help="whether and how a problem would run",
         description="Every step of a problem's graph, and the plan for a GPU, or everything that speaks against it.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
     parser.add_argument("queries", type=_shape, metavar="D,Hq,Sq,B", help="the shape of q")
     parser.add_argument("--keys", type=_shape, metavar="D,Hkv,Skv,B", help="the shape of k (default: that of q)")
@@ -59,9 +63,15 @@ def command(arguments: argparse.Namespace) -> int:
             deterministic=arguments.deterministic,
         )  # fmt: skip
         report = explained(asked, gpu=arguments.gpu, cudnn=arguments.cudnn)
-    except (CudnnError, OSError, RuntimeError, TypeError, ValueError) as error:
+    except CudnnError as error:
+        hint = "" if arguments.cudnn else "; --cudnn VERSION asks the support table instead, which needs no cuDNN"
+        raise CommandError(machine.brief(error) + hint) from error
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
         raise CommandError(str(error)) from error
-    print(json.dumps(facts(report), indent=1) if arguments.json else report)
+    if arguments.json:
+        print(json.dumps(facts(report), indent=1))
+    else:
+        show(str(report))
     return 0 if report else 1
 
 

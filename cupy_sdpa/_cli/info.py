@@ -14,12 +14,13 @@ from .._cudnn.library import library
 from ..errors import CudnnError
 from ..version import __version__, version_text
 from . import machine
-from .console import CommandError, add_json, one_line, record
+from .console import CommandError, Help, add_json, one_line, record
 
 _EPILOG = """\
 example:
-  python -m cupy_sdpa info                          put this into a bug report
-  python -m cupy_sdpa info --describe > card.json   the GPU that is here, described for plan --gpu card.json elsewhere
+  python -m cupy_sdpa info                         put this into a bug report
+  python -m cupy_sdpa info --describe > card.json  the GPU that is here, for
+                                                   plan --gpu card.json
 """
 
 
@@ -30,7 +31,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="what this machine has, and what it lacks",
         description="Versions, where each library was found, the GPUs, and what this machine can run.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
     parser.add_argument(
         "--describe", action="store_true", help="print the current GPU's description instead, as cuDNN reads it off the card"

@@ -13,7 +13,7 @@ from .._cudnn.library import OVERRIDE, library
 from ..errors import CudnnError
 from ..rules import MINIMUM_CAPABILITY
 from ..version import MINIMUM_CUDNN, version_text
-from .console import one_line
+from .console import CommandError, one_line
 
 #: What a broken installation raises when it is imported: a library that it is linked to is missing, CuPy cannot write its
 #: cache folder, it was built for another numpy, its parts do not fit.
@@ -103,6 +103,22 @@ def obstacles() -> list[str]:
         if capability < MINIMUM_CAPABILITY:
             found.append(f"the GPU has compute capability {capability / 10}, {MINIMUM_CAPABILITY / 10} or newer is needed")
     return found
+
+
+def brief(error: CudnnError) -> str:
+    """What a failure says, but for the places where cuDNN was looked for: ``info`` lists them."""
+    found, searched, _ = str(error).partition(" Searched:")
+    return f"{found} `python -m cupy_sdpa info` lists where it was looked for" if searched else found
+
+
+def check_library(cudnn: str | None) -> None:
+    """Raise where what is to be the path of cuDNN is no file.
+
+    Raises:
+        CommandError: it is none.
+    """
+    if cudnn is not None and not Path(cudnn).is_file():
+        raise CommandError(f"--cudnn {cudnn}: there is no such file; give the path of a libcudnn.so.9")
 
 
 def cuda_text(version: int) -> str:

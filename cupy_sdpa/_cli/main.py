@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
 
 from ..version import __version__
 from . import bench, demo, explain, info, plan, run, support
-from .console import CommandError, one_line, spoken_as
+from .console import CommandError, Help, one_line, spoken_as
 
 _EXAMPLES = """\
 examples:
-  python -m cupy_sdpa demo                       attention over a real text, checked, with a picture
-  python -m cupy_sdpa run in.npz -o out.npz      attention of your own q, k and v
-  python -m cupy_sdpa info                       what this machine has, and what it lacks
-  python -m cupy_sdpa explain 128,32,4096,1 --causal --gpu h200  whether and how a problem would run
-  python -m cupy_sdpa plan --gpu h200 shapes.toml -o plans/      plans made ahead of time
-  python -m cupy_sdpa support                    what runs where
-  python -m cupy_sdpa bench --cpu                how fast it is; without --cpu on the GPU, beside everybody else's
+  python -m cupy_sdpa demo
+  python -m cupy_sdpa run in.npz -o out.npz
+  python -m cupy_sdpa explain 128,32,4096,1 --causal --gpu h200
+  python -m cupy_sdpa plan --gpu h200 shapes.toml -o plans/
+  python -m cupy_sdpa bench --cpu
+
+exit status: 0 done; 1 the answer is no: a wrong result, a problem that cannot
+run; 2 it could not be done, and one line says why.
 """
 
 
@@ -30,9 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after ``python -m cupy_sdpa``; None takes them from the process.
 
     Returns:
-        The exit status: 0 done, 1 the demo found a wrong result, 2 it could not be done and one line on stderr says why,
-        130 interrupted, 141 nobody reads the output any more.
+        The exit status: 0 done, 1 the answer is no (a wrong result, a problem that cannot run), 2 it could not be done and one
+        line on stderr says why, 130 interrupted, 141 nobody reads the output any more.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without the letters of a formula shows the rest
     parser = _parser()
     arguments = parser.parse_args(argv)
     if arguments.command is None:
@@ -61,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m cupy_sdpa",
         description="Fused scaled dot-product attention: cuDNN on the GPU, numpy on the CPU.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
     parser.add_argument("--version", action="version", version=f"cupy_sdpa {__version__}")
     parser.set_defaults(command=None)

@@ -7,22 +7,24 @@ from pathlib import Path
 
 from .. import gpus, store
 from ..errors import CudnnError
-from .console import CommandError, Progress, add_json, one_line, say
+from . import machine
+from .console import CommandError, Help, Progress, add_json, one_line, positive, say, told
 
 _EPILOG = """\
 examples:
   python -m cupy_sdpa plan --gpu h200 shapes.toml -o plans/
-  CUPY_SDPA_CACHE_DIR=plans/ python serve.py           on a machine with such a GPU, with the same build of cuDNN
+  CUPY_SDPA_CACHE_DIR=plans/ python serve.py    on a machine with such a GPU and
+                                                the same build of cuDNN
 
 shapes.toml, a table for every attention:
   [[attention]]
-  q = [128, 64, 4096, 1]                 # (head_dim, heads, seq, batch)
+  q = [128, 64, 4096, 1]            # (head_dim, heads, seq, batch)
   k = [128, 8, 4096, 1]
   v = [128, 8, 4096, 1]
   dtype = "bfloat16"
-  causal = true                          # and scale, return_stats, deterministic, max_workspace, bucket
-  passes = ["forward", "backward"]       # default: forward
-  lengths = [1024, 2048, 4096]           # in place of the lengths in the shapes
+  causal = true                     # and whatever cupy_sdpa.problem() takes
+  passes = ["forward", "backward"]  # default: forward
+  lengths = [1024, 2048, 4096]      # in place of the lengths in the shapes
 """
 
 
@@ -33,7 +35,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="make plans ahead of time, for a GPU that need not be here",
         description="Have cuDNN plan and compile, now, what a process on another machine will then load in milliseconds.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
     parser.add_argument("shapes", type=Path, help="a TOML file")
     parser.add_argument(
@@ -42,20 +44,26 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )  # fmt: skip
     parser.add_argument("--cudnn", metavar="VERSION", help="the version to plan with, or the path of a libcudnn.so.9")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FOLDER", help="where the plans go")
-    parser.add_argument("-j", "--jobs", type=int, metavar="N", help="processes that plan (default: one a processor)")
+    parser.add_argument("-j", "--jobs", type=positive, metavar="N", help="processes that plan (default: one a processor)")
     add_json(parser)
     parser.set_defaults(command=command)
 
 
 def command(arguments: argparse.Namespace) -> int:
     """Run ``plan``; 1 where something could not be planned."""
+    if arguments.cudnn and "/" in arguments.cudnn:
+        machine.check_library(arguments.cudnn)
     try:
         problems = store.read_problems(arguments.shapes)
         with Progress("planning") as progress:
             built = store.build(
                 problems, arguments.gpu, arguments.output, cudnn=arguments.cudnn, workers=arguments.jobs, progress=progress
             )
-    except (CudnnError, OSError, ValueError) as error:
+    except OSError as error:
+        raise CommandError(told(error)) from error
+    except CudnnError as error:
+        raise CommandError(machine.brief(error)) from error
+    except ValueError as error:
         raise CommandError(str(error)) from error
     for entry in built:
         say("refused" if entry.plan is None else "planned", f"{entry.problem}; {entry.gpu}: {_outcome(entry)}")

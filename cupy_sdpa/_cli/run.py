@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from ..interpreter import numpy_dtype
 from ..problem import Problem
 from ..spec import SIZES
 from . import npz
-from .console import CommandError, add_json, milliseconds, say
+from .console import CommandError, Help, add_json, milliseconds, say
 from .engine import add_options, place, refuse_if_too_large
 
 #: The arrays that a file must hold.
@@ -30,13 +31,14 @@ LAYOUTS = {"dhsb": "shb", "bshd": "bsh", "bhsd": "bhs"}
 _REFUSALS = (TypeError, ValueError, Unsupported, CudnnError)
 
 _EPILOG = """\
-The result has q's dtype in the file, whatever it is computed in. numpy keeps bfloat16 in files
-as 2-byte void (|V2): such arrays are taken as bfloat16, and bfloat16 is written so.
-Read it back with numpy.load("out.npz")["out"].view(ml_dtypes.bfloat16).
+The result has q's dtype in the file, whatever it is computed in. numpy keeps
+bfloat16 in files as 2-byte void (|V2): such arrays are taken as bfloat16, and
+bfloat16 is written so. Read it back with
+numpy.load("out.npz")["out"].view(ml_dtypes.bfloat16).
 
 examples:
   python -m cupy_sdpa run in.npz -o out.npz --causal
-  python -m cupy_sdpa run torch.npz -o out.npz --layout bhsd --dtype bfloat16 --stats
+  python -m cupy_sdpa run torch.npz -o out.npz --layout bhsd --dtype bfloat16
 """
 
 
@@ -47,7 +49,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="attention of your own arrays, npz to npz",
         description="Attention of the arrays q, k and v of an npz file; out, and stats if asked for, go to another.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
     parser.add_argument("input", type=Path, metavar="in.npz", help="a file of numpy.savez with the arrays q, k and v")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="out.npz", help="where the result goes")
@@ -67,6 +69,8 @@ def command(arguments: argparse.Namespace) -> int:
     Raises:
         CommandError: it cannot be done; the output is then as it was before.
     """
+    if os.path.realpath(arguments.output) == os.path.realpath(arguments.input):
+        raise CommandError(f"-o {arguments.output} is the input: q, k and v would be lost; name another file")
     options = {"causal": arguments.causal, "scale": arguments.scale, "return_stats": arguments.stats}
     headers = npz.headers(arguments.input, NAMES)
     asked = _asked(arguments, headers, options)
@@ -106,7 +110,9 @@ def _asked(arguments: argparse.Namespace, headers: Sequence[npz.Header], options
                 f"--layout {arguments.layout} needs 4: ({_legend(arguments.layout)})"
             )
         if header.dtype.kind != "f" and header.dtype != numpy_dtype("bfloat16"):
-            raise CommandError(f"{name} is {header.dtype}; attention takes float16, bfloat16, float32 and float64")
+            raise CommandError(
+                f"{name} is {header.dtype}; attention takes float16, bfloat16, float32 and float64: save it as one of them"
+            )
         shapes.append([header.shape[axis] for axis in layout.order(arguments.layout, "dhsb")])
     elements = [np.zeros((), dtype or header.dtype) for header in headers]
     try:  # one element stands for all of an array, however large it is
@@ -137,5 +143,6 @@ def _legend(letters: str) -> str:
 
 
 def _refusal(letters: str, error: Exception) -> CommandError:
-    shown = "" if letters == "dhsb" else f" (the file's {letters} arrays are shown as (head_dim, heads, seq, batch) here)"
-    return CommandError(f"{error}{shown}")
+    shown = "" if letters == "dhsb" else f"the file's {letters} arrays are shown as ({_legend('dhsb')}) here; "
+    hint = "--dtype converts all of them" if isinstance(error, TypeError) else "--layout says which layout the file has"
+    return CommandError(f"{error} ({shown}{hint})")

@@ -10,15 +10,20 @@ from ..errors import CudnnError
 from ..problem import Problem
 from ..support import SWITCH
 from ..version import RELEASES, version_number, version_text
-from .console import CommandError, Progress, one_line, say
+from . import machine
+from .console import CommandError, Help, Progress, one_line, say, width
+from .plain import plain
 
 _EPILOG = f"""\
 examples:
-  python -m cupy_sdpa support --measure      plan every problem for every described GPU, and compare with the table
-  python -m cupy_sdpa support --measure --pairs      the same for every pair of options (half an hour on two cores)
-  python -m cupy_sdpa support --markdown     the page of the documentation
+  python -m cupy_sdpa support --measure          plan every problem for every
+                                                 described GPU, and compare
+  python -m cupy_sdpa support --measure --pairs  the same for every pair of
+                                                 options (half an hour)
+  python -m cupy_sdpa support --markdown         the page of the documentation
 
-{SWITCH}=NAME,... turns rows of the table off, for a process that knows better.
+{SWITCH}=NAME,... turns rows of the table off, for a process
+that knows better.
 """
 
 
@@ -29,7 +34,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="what runs where, and whether that is still true",
         description="What each cuDNN and GPU can run, and every known bug; or, measured, whether that is right.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
     parser.add_argument("--cudnn", metavar="VERSION", help="the version (default: the newest known), or with --measure a path")
     what = parser.add_mutually_exclusive_group()
@@ -45,7 +50,11 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 def command(arguments: argparse.Namespace) -> int:
     """Run ``support``; 1 where the table is not right."""
+    if (arguments.pairs or arguments.operations) and not arguments.measure:
+        name = "--pairs" if arguments.pairs else "--operations"
+        raise CommandError(f"{name} says what to plan, and nothing is planned without --measure: support --measure {name}")
     if arguments.measure:
+        machine.check_library(arguments.cudnn)
         others = survey.operations() if arguments.operations else survey.PROBES
         return _measure(arguments.cudnn, survey.pairs() if arguments.pairs else others)
     try:
@@ -56,13 +65,8 @@ def command(arguments: argparse.Namespace) -> int:
     if arguments.markdown:
         print("\n".join(lines))
         return 0
-    for line in lines:
-        if line.startswith("|"):
-            cells = [cell.strip() for cell in line.strip("|").split("|")]
-            if not set("".join(cells)) <= {"-"}:
-                print("  ".join(cells))
-        elif not line.startswith("<!--"):
-            print(line)
+    for line in plain(lines, width()):
+        print(line)
     return 0
 
 
@@ -71,7 +75,7 @@ def _measure(cudnn: str | None, probes: Mapping[str, Problem]) -> int:
         with Progress("planning") as progress:
             version, findings = survey.measure(cudnn, progress, probes)
     except CudnnError as error:
-        raise CommandError(str(error)) from error
+        raise CommandError(machine.brief(error)) from error
     wrong = [finding for finding in findings if not finding.agree]
     for finding in wrong:
         says = ", ".join(finding.rules) or "it runs"

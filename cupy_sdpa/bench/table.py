@@ -66,10 +66,16 @@ def read_csv(path: str | Path) -> list[Row]:
     """
     with Path(path).open(newline="") as file:
         reader = csv.DictReader(file)
-        missing = [column for column in ("preset", "direction", "way", "ms") if column not in (reader.fieldnames or ())]
-        if missing:
-            raise ValueError(f"{path} is no file of the bench: it has no column {missing[0]}")
-        return [tidy({column: _read(column, text) for column, text in row.items()}) for row in reader]
+        try:
+            missing = [column for column in ("preset", "direction", "way", "ms") if column not in (reader.fieldnames or ())]
+            if missing:
+                raise ValueError(f"it has no column {missing[0]}")
+            rows = [tidy({column: _read(column, text) for column, text in row.items()}) for row in reader]
+        except ValueError as error:  # UnicodeDecodeError, too
+            raise ValueError(f"{path} is no file of the bench: {error}") from error
+    if not rows:
+        raise ValueError(f"{path} is no file of the bench: it has no rows")
+    return rows
 
 
 def _read(column: str, text: str | None) -> Any:
@@ -132,7 +138,10 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
         yield "  ".join([*left, *right]).rstrip()
     yield ""
     yield "In the columns of the others: our time over theirs. Geometric means of such ratios, and from where to where:"
-    for where in ([row for row in rows if row["gpu"]], [row for row in rows if not row["gpu"]]):  # the CPU's are apart
+    places = {"on the GPU": [row for row in rows if row["gpu"]], "on the CPU": [row for row in rows if not row["gpu"]]}
+    for place, where in places.items():
+        if where and all(places.values()):
+            yield f" {place}:"
         for direction, way in itertools.product(dict.fromkeys(row["direction"] for row in where), (None, *others)):
             found = [(title, ratios(where, direction, way, column)) for column, title in MEANS.items()]
             if told := ", ".join(f"{title} {summary(every)}" for title, every in found if every):

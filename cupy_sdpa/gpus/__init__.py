@@ -35,8 +35,8 @@ def describe(name: str) -> str:
             f"no GPU named {name!r} is described; there are {', '.join(NAMES)}. For another, give the path of a file that "
             "python -m cupy_sdpa info --describe wrote on a machine that has it"
         )
-    text = Path(name).read_text().strip()
     try:
+        text = Path(name).read_text(encoding="utf-8").strip()
         missing = [key for key in _KEYS if key not in json.loads(text)]
     except (ValueError, TypeError) as error:
         raise ValueError(f"{name} does not describe a GPU: {error}") from None
