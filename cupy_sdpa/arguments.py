@@ -153,11 +153,13 @@ def read_shapes(
     functions.check_tensors(options)
     given = {name: _shape_signature(name, x, dtype) for name, x in (("q", q), ("k", k), ("v", v))}
     kind, (head_dim, heads, *_), *_ = given["q"]
-    defaults = {"mask": "bool", "bias": kind, "dropout_mask": "bool"} | dict.fromkeys((*LENGTHS, *STARTS), "int32")
+    defaults = {"mask": "bool", "bias": kind, "dropout_mask": "bool", "alibi_slopes": "float32", "sinks": "float32"}
+    defaults |= dict.fromkeys((*LENGTHS, *STARTS), "int32")
     for name in ARRAYS:
         value = options.get(name)
-        if name in ("alibi_slopes", "sinks") and value is not None and value is not False:
-            given[name] = dense_signature("float32", (heads,))
+        if name in ("alibi_slopes", "sinks") and isinstance(value, bool):
+            if value:
+                given[name] = dense_signature("float32", (heads,))
         elif name in SEEDS:
             if options.get("dropout_p") and options.get("dropout_mask") is None:
                 given[name] = dense_signature("int64", (1,))
@@ -167,9 +169,10 @@ def read_shapes(
         given = dict.fromkeys(LENGTHS, dense_signature("int32", given["q"][1][3:])) | given
     options = {**options, "seed": 0} if "seed" in given else options
     tau = read_scale(options.get("scale"), head_dim)
-    settings, _ = read_settings(options, tau, deterministic=bool(deterministic))
+    # what belongs to the other pass is left out, as a list of problems for both passes has it
+    settings, _ = read_settings(options, tau, deterministic=bool(deterministic and backward))
     rows = _rows_wanted(return_stats)
-    wanted = rows._replace(backward=bool(backward), dbias=bool(return_dbias), dsinks=bool(return_dsinks))
+    wanted = Wanted(backward=True, dbias=bool(return_dbias), dsinks=bool(return_dsinks)) if backward else rows
     tensors = {name: _standin(name, x) for name, x in (options.get("tensors") or {}).items()}
     sums = return_dtensors if backward else False
     asked, _, _ = _posed_with_functions(given, {**options, "tensors": tensors}, settings, wanted, sums)

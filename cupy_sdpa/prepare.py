@@ -94,8 +94,8 @@ class Prepared:
         self._options, self._fixed = options, fixed
         self._how = object()  # stands for the options, and what was asked for
         given = {name: value for name, value in options.items() if name in ARRAYS and hasattr(value, "strides")}
-        inputs = ("dout", "q", "k", "v", "out", "stats") if problem.backward else ("q", "k", "v")
-        self._arrays, self._names = tuple(given.values()), (*inputs, "out", "stats", "dq", "dk", "dv", *given)
+        self._inputs = ("dout", "q", "k", "v", "out", "stats") if problem.backward else ("q", "k", "v")
+        self._arrays, self._names = tuple(given.values()), (*self._inputs, "out", "stats", "dq", "dk", "dv", *given)
         # What functions come to may change from call to call.
         self._repeatable = not any(callable(value) for value in options.values())
 
@@ -119,16 +119,18 @@ class Prepared:
             into = {name: array for name, array in results.items() if array is not None}
             call = self._read(arrays, into, {**self._options, **options})
             if call.problem != self.problem:
-                raise ValueError(
-                    f"these arrays pose another problem than the one that was prepared. Prepared: {_layouts(self.problem)}. "
-                    f"Given: {_layouts(call.problem)}. Prepare a call for each"
-                )
+                raise ValueError(_different(self.problem, call.problem))
             computed = call.run()
             if self._repeatable:
                 learn(self._how, self._names, given, options, call)
         return computed[0] if len(computed) == 1 else tuple(computed)
 
     def _read(self, arrays: tuple[Any, ...], into: dict[str, Any], options: dict[str, Any]) -> Call:
+        results = ("dq", "dk", "dv") if self.problem.backward else ("out", "stats")
+        if len(arrays) != len(self._inputs):
+            raise TypeError(f"{len(arrays)} arrays are given; the call was prepared for {', '.join(self._inputs)}")
+        if extra := [name for name in into if name not in results]:
+            raise TypeError(f"{extra[0]} is no result of the call that was prepared; it gives {', '.join(results)}")
         if not self.problem.backward:
             q, k, v = arrays
             return read_forward(q, k, v, options, **self._fixed, **into)
@@ -139,8 +141,13 @@ class Prepared:
         return f"<prepared: {self.problem}>"
 
 
-def _layouts(problem: Problem) -> str:
-    return ", ".join(map(str, problem.tensors))
+def _different(prepared: Problem, given: Problem) -> str:
+    """What tells two problems from one another: their arrays, or, where these are the same, the problems in words."""
+    one, other = (", ".join(map(str, problem.tensors)) for problem in (prepared, given))
+    if one == other:
+        one, other = str(prepared), str(given)
+    told = f"Prepared: {one}. Given: {other}." if one != other else "They differ in what their functions or options are."
+    return f"this is another problem than the one that was prepared. {told} Prepare a call for each"
 
 
 def _check(autotune: Any) -> bool:

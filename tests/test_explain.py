@@ -22,6 +22,9 @@ from cupy_sdpa.shelf import Shelf
 Q, KV = (128, 32, 512, 1), (128, 8, 512, 1)
 
 
+SINKS = np.zeros(2, np.float32)
+
+
 def asked(q=Q, k=KV, v=KV, **options):
     """A problem from shapes."""
     return cupy_sdpa.problem(q, k, v, **{"dtype": "bfloat16", **options})
@@ -369,3 +372,41 @@ def test_bad_files_are_refused(text, words, tmp_path):
     path.write_text(text)
     with pytest.raises(ValueError, match=words):
         store.read_problems(path)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sinks": SINKS, "return_dsinks": True, "deterministic": True},
+        {"sinks": SINKS, "return_stats": "max_sumexp", "backward": True},
+        {"alibi_slopes": SINKS},
+    ],
+    ids=["gradients_of_forward", "rows_of_backward", "slopes"],
+)
+def test_a_problem_is_what_its_arrays_would_pose(options):
+    """What belongs to the other pass is left out of both."""
+    x = np.zeros((64, 2, 128, 1), np.float16, order="F")
+    asked = cupy_sdpa.problem(x, x, x, **options)
+    assert asked == cupy_sdpa.explain(x, x, x, **options, gpu="H200", cudnn="9.19").problem
+
+
+@pytest.mark.parametrize(("sinks", "words"), [(np.zeros(7, "f4"), r"\(7,\)"), (np.zeros(2), "float64"), ((3,), r"\(3,\)")])
+def test_a_problem_looks_at_its_sinks(sinks, words):
+    """Their number and dtype are those of the call, where they are not just said to be there."""
+    shape = (64, 2, 128, 1)
+    with pytest.raises((TypeError, ValueError), match=f"sinks .*{words}"):
+        cupy_sdpa.problem(shape, shape, shape, dtype="float16", sinks=sinks)
+
+
+def test_what_a_prepared_call_was_not_prepared_for():
+    """Other options, other arrays, results of the other pass: each is named."""
+    x = np.ones((8, 2, 5, 2), np.float32, order="F")
+    forward, backward = prepare(x, x, x, causal=True), prepare(x, x, x, backward=True)
+    with pytest.raises(ValueError, match=r"causal from the top left\. Given: .*no mask\. Prepare"):
+        forward(x, x, x, causal=False)
+    with pytest.raises(TypeError, match="2 arrays are given; the call was prepared for q, k, v"):
+        forward(x, x)
+    with pytest.raises(TypeError, match="dq is no result of the call that was prepared; it gives out, stats"):
+        forward(x, x, x, dq=x.copy(order="F"))
+    with pytest.raises(TypeError, match=r"out is no result .*; it gives dq, dk, dv"):
+        backward(x, x, x, x, x, np.zeros((5, 2, 2), np.float32, order="F"), out=x.copy(order="F"))
