@@ -359,9 +359,8 @@ def _options(parts: list[Any], bias: Any, mask: Any) -> dict[str, Any]:
             raise ValueError(
                 f"the mask has {mask.lengths.shape[0]} lengths; there are {batch} batch entries: one for each, or 1"
             )
-        # longer than there are keys hides nothing, as in the array; one is everybody's
-        lengths = mask.lengths.clip(0, k.shape[2])
-        options["seq_lens_kv"] = lengths if lengths.shape[0] == batch else lengths.repeat(batch)
+        # the mask's own array, so that a call that comes again is known by its address; one length is everybody's
+        options["seq_lens_kv"] = mask.lengths if mask.lengths.shape[0] == batch else mask.lengths.repeat(batch)
     return {**options, "causal": mask.causal}
 
 
