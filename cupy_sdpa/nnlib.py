@@ -13,6 +13,7 @@ Source: FluxML/NNlib.jl, src/attention.jl; Vaswani et al. 2017, "Attention Is Al
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -292,6 +293,11 @@ def dot_product_attention_scores(
 
 def _split(q: Any, k: Any, v: Any, nheads: int) -> tuple[list[Any], tuple[int, ...]]:
     """The arrays as (d, nheads, len, B), and their batch dimensions."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not hasattr(x, "ndim"):
+            raise TypeError(f"{name} is a {type(x).__name__}; give an array: numpy.asarray(...) or cupy.asarray(...) makes one")
+    if not isinstance(nheads, numbers.Integral):
+        raise TypeError(f"nheads is {nheads!r}; it must be a whole number")
     shapes = f"q is {q.shape}, k is {k.shape}, v is {v.shape}"
     if min(q.ndim, k.ndim, v.ndim) < 2:
         raise ValueError(f"{shapes}; they must be (features, len, batch...)")

@@ -297,6 +297,10 @@ def test_what_does_not_fit_is_refused(name):
         make(rand(np, 4, 3, 2))
     with pytest.raises(TypeError, match="float32 and k is float64"):
         dot_product_attention_scores(np.zeros((4, 1, 3, 1), "f4"), np.zeros((4, 1, 3, 1)))
+    with pytest.raises(TypeError, match="k is a list; give an array"):
+        dot_product_attention(np.zeros((4, 3)), [[0.0]], np.zeros((4, 3)))
+    with pytest.raises(TypeError, match=r"nheads is 2\.0; it must be a whole number"):
+        dot_product_attention(*[np.zeros((4, 3))] * 3, nheads=2.0)
     with pytest.raises(TypeError, match="q is int64; attention takes"):
         dot_product_attention_scores(np.zeros((4, 1, 3, 1), int), np.zeros((4, 1, 3, 1), int))
 
