@@ -11,7 +11,7 @@ import numpy as np
 from . import functions, gpu
 from .bucket import Policy, check_bucket
 from .call import Call
-from .options import ARRAYS, check_names, read_scale, read_settings
+from .options import ARRAYS, among, check_names, read_scale, read_settings
 from .posing import Wanted, pose, with_sums
 from .problem import LENGTHS, SEEDS, STARTS, Problem, Settings, is_matrix
 from .spec import Signature, dense_signature, dtype_name
@@ -36,7 +36,7 @@ def read_forward(
 
 def _rows_wanted(return_stats: Any) -> Wanted:
     """The numbers of every row that are asked for."""
-    if return_stats not in (False, True, "max_sumexp"):
+    if not among(return_stats, (False, True, "max_sumexp")):
         raise ValueError(f"return_stats is {return_stats!r}; it must be False, True or 'max_sumexp'")
     return Wanted(stats=bool(return_stats), max_sumexp=return_stats == "max_sumexp")
 
@@ -152,7 +152,8 @@ def read_shapes(
     check_names(options)
     functions.check_tensors(options)
     given = {name: _shape_signature(name, x, dtype) for name, x in (("q", q), ("k", k), ("v", v))}
-    kind, (head_dim, heads, *_), *_ = given["q"]
+    kind, shape, *_ = given["q"]
+    head_dim, heads, *_ = *shape, 1, 1  # too few axes are refused below
     defaults = {"mask": "bool", "bias": kind, "dropout_mask": "bool", "alibi_slopes": "float32", "sinks": "float32"}
     defaults |= dict.fromkeys((*LENGTHS, *STARTS), "int32")
     for name in ARRAYS:
@@ -188,7 +189,10 @@ def _shape_signature(name: str, x: Any, dtype: Any) -> Signature:
         raise ValueError(f"{name} is {tuple(x)}; a length is not negative")
     if dtype is None:
         raise TypeError(f"{name} is given as the shape {tuple(x)}; its dtype is missing: dtype='bfloat16'")
-    kind = str(dtype) if isinstance(dtype, str) else np.dtype(dtype).name
+    try:
+        kind = np.dtype(dtype).name
+    except TypeError:
+        kind = str(dtype)  # refused below
     return dense_signature(kind, tuple(int(n) for n in x))
 
 

@@ -62,7 +62,7 @@ def check_bucket(bucket: Any) -> Policy | None:
     """
     if bucket is None:
         return None
-    if callable(bucket) or bucket == "power_of_two":
+    if callable(bucket) or (isinstance(bucket, str) and bucket == "power_of_two"):
         return Policy(bucket)
     if isinstance(bucket, numbers.Integral) and not isinstance(bucket, bool):
         if bucket < 1:

@@ -51,6 +51,9 @@ def check_tensors(options: Mapping[str, Any]) -> None:
     tensors = options.get("tensors")
     if tensors is not None and not isinstance(tensors, Mapping):
         raise TypeError(f"tensors is a {type(tensors).__name__}; it must be a mapping of names to arrays")
+    for name in tensors or ():
+        if not isinstance(name, str):
+            raise TypeError(f"tensors has the name {name!r}; functions read arrays by names, which are strings")
     if tensors and not given(options):
         raise ValueError(f"tensors has {', '.join(tensors)}, and neither score_mod nor mask_mod is given: they read it")
 

@@ -73,7 +73,7 @@ def order(source: str, target: str) -> tuple[int, ...]:
 
 def _ours(layout: str) -> str:
     for ours in ("dhsb", "dht"):
-        if sorted(layout) == sorted(ours):
+        if isinstance(layout, str) and sorted(layout) == sorted(ours):
             return ours
     known = ", ".join(KNOWN)
     raise ValueError(f"the layout is {layout!r}; it must have the letters b, s, h and d, or t, h and d, such as {known}")

@@ -339,7 +339,10 @@ def _wide(array: Any) -> np.dtype[Any]:
 def _computed_in(dtype: Any, parts: list[Any]) -> list[Any]:
     q = parts[0]
     if dtype is not None:
-        kind = numpy_dtype(dtype) if isinstance(dtype, str) else np.dtype(dtype)
+        try:
+            kind = numpy_dtype(dtype) if isinstance(dtype, str) else np.dtype(dtype)
+        except TypeError:
+            raise TypeError(f"compute_dtype is {dtype!r}; it must be a dtype of attention, such as 'bfloat16'") from None
         return [x.astype(kind, order="F", copy=False) for x in parts]
     if gpu.is_array(q) and q.dtype in (np.float32, np.float64):
         raise TypeError(

@@ -156,7 +156,11 @@ def _problems(table: dict[str, Any]) -> list[Problem]:
         raise ValueError(f"{', '.join(missing)} is missing")
     found = []
     for length in lengths:
-        shapes: dict[str, Any] = {name: list(table[name]) for name in ("q", "k", "v")}
+        shapes: dict[str, Any] = {name: table[name] for name in ("q", "k", "v")}
+        for name, shape in shapes.items():
+            if not isinstance(shape, list) or len(shape) < 3:
+                raise ValueError(f"{name} is {shape!r}; it must be a shape, such as [128, 32, 4096, 1]")
+            shapes[name] = list(shape)
         if length is not None:
             for shape in shapes.values():
                 shape[2] = length

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +29,7 @@ def alibi_slopes(heads: int) -> NDArray[np.float32]:
         ``(H,)`` float32; ``cupy.asarray`` moves it to the GPU.
 
     Raises:
-        ValueError: no number of heads.
+        TypeError, ValueError: no number of heads.
 
     Source: Press et al. 2022, "Train Short, Test Long", section 3, and its code for other numbers of heads.
 
@@ -37,6 +38,8 @@ def alibi_slopes(heads: int) -> NDArray[np.float32]:
     >>> alibi_slopes(3).tolist()
     [0.0625, 0.00390625, 0.25]
     """
+    if not isinstance(heads, numbers.Integral):
+        raise TypeError(f"heads is {heads!r}; it must be a whole number")
     if heads < 1:
         raise ValueError(f"heads is {heads}; slopes are for one head or more")
     lower = 1 << int(math.log2(heads))

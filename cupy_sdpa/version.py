@@ -25,10 +25,13 @@ def version_number(text: str) -> int:
 
     Raises:
         ValueError: it is no version.
+        TypeError: it is no text.
 
     >>> version_number("9.19"), version_number("9.25.1"), version_number("9.28.0.42")
     (91900, 92501, 92800)
     """
+    if not isinstance(text, str):
+        raise TypeError(f"{text!r} is no text; write a cuDNN version as '9.19'")
     parts = text.split(".")
     if not 1 < len(parts) < 5 or not all(part.isdecimal() for part in parts):
         raise ValueError(f"{text!r} is no cuDNN version; write it as 9.19 or 9.25.1")

@@ -285,3 +285,37 @@ def test_numbers_beyond_every_float_are_refused(options):
     x = np.ones((4, 1, 5, 1))
     with pytest.raises(ValueError, match="finite in float32"):
         attention(x, x, x, **options)
+
+
+#: What an argument may be given by mistake, and what the complaint says.
+MISTAKES = {
+    "causal": (lambda x: attention(x, x, x, causal=np.ones(3, bool)), "causal is array"),
+    "return_stats": (lambda x: attention(x, x, x, return_stats=np.ones(3)), "return_stats is array"),
+    "bucket": (lambda x: attention(x, x, x, bucket=np.ones(3)), "bucket is array"),
+    "diagonal": (lambda x: attention(x, x, x, window=(1, 1, np.ones(3))), "window is .*its diagonal is"),
+    "tensors": (lambda x: attention(x, x, x, score_mod=max, tensors={1: x}), "tensors has the name 1"),
+    "rank": (lambda x: cupy_sdpa.problem((8,), (8,), (8,), dtype="float16"), r"q .*\(8,\).*it needs 4"),
+    "cudnn": (lambda x: explain(cupy_sdpa.problem(x, x, x), gpu="h200", cudnn=9.19), "9.19 is no text"),
+    "gpu": (lambda x: explain(cupy_sdpa.problem(x, x, x), gpu=3), "named by a text.* 3 is none"),
+    "slopes": (lambda x: cupy_sdpa.alibi_slopes(2.0), "heads is 2.0; it must be a whole number"),
+    "layout": (lambda x: cupy_sdpa.layout.to_julia(x, None), "the layout is None; it must have the letters"),
+    "compute_dtype": (
+        lambda x: cupy_sdpa.nnlib.dot_product_attention(*[x[:, 0]] * 3, compute_dtype="float99"),
+        "compute_dtype is 'float99'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_told_in_our_words(name):
+    """The argument and its value, whatever it is."""
+    call, words = MISTAKES[name]
+    with pytest.raises((TypeError, ValueError), match=words):
+        call(np.ones((8, 2, 5, 2), np.float16, order="F"))
+
+
+@pytest.mark.parametrize("dtype", ["f2", "half", np.float16, np.dtype("float16")], ids=str)
+def test_a_dtype_has_many_names(dtype):
+    """numpy's are all taken for shapes, too."""
+    shape = (64, 2, 128, 1)
+    assert cupy_sdpa.problem(shape, shape, shape, dtype=dtype).dtype == "float16"

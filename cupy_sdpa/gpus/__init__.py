@@ -24,10 +24,13 @@ def describe(name: str) -> str:
 
     Raises:
         ValueError: no such description, or a file that is none.
+        TypeError: the name is no text.
 
     >>> json.loads(describe("H200"))["deviceName"]
     'NVIDIA H200'
     """
+    if not isinstance(name, str):
+        raise TypeError(f"a GPU is named by a text, such as 'h200', or the path of a description; {name!r} is none")
     if name.lower() in NAMES:
         return files(__package__).joinpath(f"{name.lower()}.json").read_text().strip()
     if not Path(name).is_file():
