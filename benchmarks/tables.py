@@ -18,8 +18,8 @@ from pathlib import Path
 from cupy_sdpa.bench import table as bench
 
 RESULTS = Path(__file__).parent / "results"
-#: The names of ways where there is little room.
-NAMES = {"torch-cudnn": "cudnn", "torch-flash": "flash", "cudnn-frontend": "fe"}
+#: The names of ways that are too long even where they are short.
+NAMES = {"cudnn-frontend": "fe"}
 FILES = ("h200_cudnn919_plans.csv", "h200_cudnn928_plans.csv")
 
 
@@ -164,7 +164,9 @@ def speed_of(ways: dict[str, bench.Row]) -> tuple[str, str, str]:
     if ours is None or ours["ms"] is None:
         return "", "", ""
     best = [
-        f"{row['ours_over_it']:.2f}\N{NO-BREAK SPACE}{NAMES.get(way, way)}" for way, row in ways.items() if row["best_peer"]
+        f"{row['ours_over_it']:.2f}\N{NO-BREAK SPACE}{NAMES.get(way, bench.short(way))}"
+        for way, row in ways.items()
+        if row["best_peer"]
     ]
     return f"{ours['ms']:.3g}", f"{ours['tflops']:.0f}", "".join(best)
 

@@ -21,6 +21,11 @@ class CudnnError(RuntimeError):
         super().__init__(message)
         self.status = status
 
+    @property
+    def summary(self) -> str:
+        """The message without the places where cuDNN was looked for."""
+        return str(self).partition(" Searched:")[0]
+
 
 class ShelfWarning(UserWarning):
     """A store of plans cannot be used, or something in it: plans are built anew."""

@@ -177,7 +177,7 @@ def _elsewhere(asked: Problem, named: str | None, cudnn: str | None) -> Report:
     except CudnnError as error:
         if wanted is None:
             raise
-        why = str(error).splitlines()[0].removesuffix(" Searched:")
+        why = error.summary.splitlines()[0]
     assert wanted is not None
     newest = f" (which ends with {version_text(RELEASES[-1])})" if wanted > RELEASES[-1] else ""
     note = f"{_where(target.model, wanted)}; by the support table{newest} alone, it was not planned: {why}"

@@ -23,6 +23,7 @@ from . import gpu
 from .attention import attention, attention_vjp
 from .interpreter import numpy_dtype
 from .lazy import Lazy, made
+from .spec import ITEMSIZE
 
 __all__ = [
     "dot_product_attention",
@@ -58,16 +59,14 @@ class Mask(Lazy):
         if not isinstance(other, Mask):
             return _four(made(self)) & _four(made(other))
         (keys, queries), (more_keys, more_queries) = self.shape[:2], other.shape[:2]
-        if keys != more_keys or (queries != more_queries and 1 not in (queries, more_queries)):
-            raise ValueError(f"masks of the shapes {self.shape} and {other.shape} do not fit one another")
         lengths = [mask.lengths for mask in (self, other) if mask.lengths is not None]
-        if len({1, *(array.shape[0] for array in lengths)}) > 2:
+        pairs = {queries, more_queries}, {array.shape[0] for array in lengths}
+        if keys != more_keys or any(len(sizes - {1}) > 1 for sizes in pairs):
             raise ValueError(f"masks of the shapes {self.shape} and {other.shape} do not fit one another")
         shortest = self._xp.minimum(*lengths) if len(lengths) == 2 else lengths[0] if lengths else None
         return Mask(self._xp, keys, max(queries, more_queries), causal=self.causal or other.causal, lengths=shortest)
 
     __rand__ = __and__
-
     __iand__ = __and__  # another mask takes the name: this one may be known by others
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **keywords: Any) -> Any:
@@ -266,8 +265,8 @@ def dot_product_attention_scores(
         raise ValueError(f"q is {q.shape} and k is {k.shape}; both are (d, nheads, len, B), and differ in len only")
     if q.dtype != k.dtype:
         raise TypeError(f"q is {q.dtype} and k is {k.dtype}: convert one, so that both have one dtype")
-    if str(q.dtype) not in ("float16", "bfloat16", "float32", "float64"):
-        raise TypeError(f"q is {q.dtype}; attention takes float16, bfloat16, float32 and float64: convert with .astype(...)")
+    if str(q.dtype) not in ITEMSIZE:
+        raise TypeError(f"q is {q.dtype}; attention takes {', '.join(ITEMSIZE)}: convert with .astype(...)")
     full = (k.shape[2], q.shape[2], *q.shape[1::2])
     for name, array in (("bias", bias), ("mask", mask)):
         if array is not None:

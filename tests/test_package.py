@@ -72,7 +72,7 @@ ARROWS = {
     },
     "layout": {"html"},
     "lazy": set(),
-    "nnlib": {"attention", "gpu", "interpreter", "lazy"},
+    "nnlib": {"attention", "gpu", "interpreter", "lazy", "spec"},
     "prepare": {"arguments", "call", "options", "problem", "repeats", "report", "tuning"},
     "store": {"explain", "launches", "offline", "plan", "problem", "shelf", "support", "version"},
     "survey": {"explain", "gpus", "launches", "mathematics", "offline", "problem", "rules", "support", "version"},

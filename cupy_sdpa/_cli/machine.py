@@ -93,7 +93,7 @@ def obstacles() -> list[str]:
     try:
         version = library().version
     except CudnnError as error:
-        remedy = one_line(str(error).split("Searched:")[0]) if OVERRIDE in os.environ else pip()
+        remedy = one_line(error.summary) if OVERRIDE in os.environ else pip()
         found.append(f"cuDNN is not found: {remedy}")
     else:
         if version < MINIMUM_CUDNN:
@@ -107,8 +107,8 @@ def obstacles() -> list[str]:
 
 def brief(error: CudnnError) -> str:
     """What a failure says, but for the places where cuDNN was looked for: ``info`` lists them."""
-    found, searched, _ = str(error).partition(" Searched:")
-    return f"{found} `python -m cupy_sdpa info` lists where it was looked for" if searched else found
+    more = " `python -m cupy_sdpa info` lists where it was looked for" if error.summary != str(error) else ""
+    return error.summary + more
 
 
 def check_library(cudnn: str | None) -> None:

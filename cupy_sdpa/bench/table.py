@@ -71,10 +71,10 @@ def read_csv(path: str | Path) -> list[Row]:
             if missing:
                 raise ValueError(f"it has no column {missing[0]}")
             rows = [tidy({column: _read(column, text) for column, text in row.items()}) for row in reader]
+            if not rows:
+                raise ValueError("it has no rows")
         except ValueError as error:  # UnicodeDecodeError, too
             raise ValueError(f"{path} is no file of the bench: {error}") from error
-    if not rows:
-        raise ValueError(f"{path} is no file of the bench: it has no rows")
     return rows
 
 
