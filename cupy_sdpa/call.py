@@ -21,12 +21,12 @@ from .patterns import graph_of
 from .problem import LENGTHS, PER_ROW, STARTS, Problem
 from .report import Report
 from .staging import Stage, clear, nothing, posed
-from .support import Reason, why_not
+from .support import Reason, unverified, why_not, workarounds
 
 if TYPE_CHECKING:  # cuDNN's rooms are entered only for CuPy arrays
     from .cache import Session
     from .functions import Gradients
-    from .plan import Plan
+    from .plan import Plan, PlanInfo
     from .tuning import Tuning
 
 T = TypeVar("T")
@@ -264,7 +264,15 @@ def explain_here(problem: Problem, device: int) -> Report:
         info = planned(problem, device, lambda _, plan: plan.info)
     except Unsupported as error:
         return Report("cuDNN", problem, graph, reasons=tuple(str(error).splitlines()))
-    return Report("cuDNN", problem, info.graph, info)
+    return planned_report(problem, info, gpu.capability(device))
+
+
+def planned_report(problem: Problem, info: PlanInfo, capability: int, note: str = "") -> Report:
+    """The report of a problem that has a plan."""
+    asked = problem, info.cudnn, capability
+    return Report(
+        "cuDNN", problem, info.graph, info, note=note, workarounds=workarounds(*asked), unverified=unverified(*asked)
+    )
 
 
 def refused(problem: Problem, reasons: Sequence[Reason], note: str = "") -> Report:

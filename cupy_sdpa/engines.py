@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ._cudnn.constants import AttributeType, HeurMode, KnobType, NumericalNote, name_of
@@ -68,6 +68,7 @@ class Search:
         limit: bytes of workspace allowed, None for no limit.
         size: cuDNN's bytes of workspace -> all bytes that an execution needs.
         refused: reasons so far.
+        no_split: pass over the kernel that splits the keys, see :func:`splits_keys`.
     """
 
     graph: Descriptor
@@ -76,6 +77,7 @@ class Search:
     limit: int | None
     size: Callable[[int], int]
     refused: list[str]
+    no_split: bool = False
 
     def first(self, wanted: EngineConfig | None = None) -> Candidate:
         """The config wanted, or else the first of the heuristics' that will do.
@@ -204,7 +206,10 @@ class Search:
                 raise Unsupported(f"it needs a workspace of {total} bytes, {self.limit} are allowed")
             build_ms = (time.perf_counter() - started) * 1e3
             text = plan.get_text("JSON_REPRESENTATION")
-            return Candidate(plan, text, engine, knobs_of(text), notes, need, build_ms)
+            knobs = knobs_of(text)
+            if self.no_split and splits_keys(engine, dict(knobs)):
+                raise Unsupported(f"its kernel, which splits the keys, is wrong for this problem ({knobs_text(knobs)})")
+            return Candidate(plan, text, engine, knobs, notes, need, build_ms)
         except BaseException as error:
             plan.close()
             # A kernel that does not compile (4001) is one engine's failure: the next may do.
@@ -212,6 +217,19 @@ class Search:
                 raise
             self.refused.append(f"engine {engine}: {error}")
             return None
+
+
+def splits_keys(engine: int, knobs: Mapping[str, int]) -> bool:
+    """Whether a plan runs the kernel that splits the keys of a single query over many blocks.
+
+    That is engine 1 with KERNEL_CFG 33 to 35 up to cuDNN 9.22, and with STREAM_K 1 from 9.23 on.
+
+    >>> splits_keys(1, {"KERNEL_CFG": 35}), splits_keys(1, {"KERNEL_CFG": 2, "STREAM_K": 1}), splits_keys(2, {"KERNEL_CFG": 7})
+    (True, True, False)
+    """
+    if engine != 1:
+        return False
+    return knobs["STREAM_K"] == 1 if "STREAM_K" in knobs else knobs.get("KERNEL_CFG") in (33, 34, 35)
 
 
 def knobs_text(knobs: Knobs) -> str:

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from . import gpu
 from .arguments import read_backward, read_forward, read_shapes
-from .call import every_launch, explain_here, refused
+from .call import every_launch, explain_here, planned_report, refused
 from .errors import CudnnError
 from .options import DTensors, Options, takes_options
 from .patterns import graph_of
 from .problem import Problem
 from .report import Report
 from .staging import posed
-from .support import why_not
+from .support import unverified, why_not
 from .version import RELEASES, version_number, version_text
 
 if TYPE_CHECKING:  # cuDNN's rooms are entered only where they are needed
@@ -172,7 +172,7 @@ def _elsewhere(asked: Problem, named: str | None, cudnn: str | None) -> Report:
                 answer = planner.plan(asked, target)
                 if isinstance(answer, str):
                     return Report("cuDNN", asked, graph, reasons=tuple(answer.splitlines()), note=note)
-                return Report("cuDNN", asked, answer.graph, answer, note=note)
+                return planned_report(asked, answer, target.capability, note)
             why = f"cuDNN {version_text(planner.version)} is here"
     except CudnnError as error:
         if wanted is None:
@@ -181,7 +181,7 @@ def _elsewhere(asked: Problem, named: str | None, cudnn: str | None) -> Report:
     assert wanted is not None
     newest = f" (which ends with {version_text(RELEASES[-1])})" if wanted > RELEASES[-1] else ""
     note = f"{_where(target.model, wanted)}; by the support table{newest} alone, it was not planned: {why}"
-    return Report("cuDNN", asked, graph, note=note)
+    return Report("cuDNN", asked, graph, note=note, unverified=unverified(asked, wanted, target.capability))
 
 
 def _where(model: str, version: int) -> str:

@@ -236,6 +236,32 @@ def rows_of(array: Any, axis: int) -> Rows | None:
     return Rows(array.data.ptr, pitch, width, count)
 
 
+#: For each CUDA context, by its id, the numbers from 0 on; see :func:`positions`.
+_positions: dict[int, Any] = {}
+
+
+def positions(length: int) -> Any:
+    """An int32 array that begins with the numbers from 0 to ``length - 1``; never freed, so that plans may keep its address.
+
+    A context has one such array, which is at least doubled where a longer one is needed. It is complete when this returns:
+    work on every stream may read it.
+    """
+    context = context_id()
+    array = _positions.get(context)
+    if array is None or array.size < length:
+        size = max(1 << 16, 1 << (length - 1).bit_length())
+        with cupy().cuda.Stream(non_blocking=True) as stream:
+            array = cupy().arange(size, dtype=np.int32)
+            stream.synchronize()
+        _kept_positions.append(array)
+        _positions[context] = array
+    return array
+
+
+#: Every array that :func:`positions` has made: together they take twice the memory of the longest.
+_kept_positions: list[Any] = []
+
+
 @functools.cache
 def model(device: int) -> str:
     """A device's name, compute capability and number of multiprocessors: what plans depend on."""

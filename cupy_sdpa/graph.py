@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 Shape = tuple[int, int, int, int]
-Role = Literal["input", "output", "scalar", "scratch", "virtual"]
+Role = Literal["input", "output", "scalar", "constant", "scratch", "virtual"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,8 @@ class Tensor:
         name: unique in its graph; the name by which arrays are handed to an engine.
         shape: ``(batch, heads, rows, columns)``.
         dtype: a numpy dtype's name, ``bfloat16`` among them.
-        role: ``input`` and ``output`` are the caller's arrays; ``scalar`` is a number handed over by value; ``scratch`` is
+        role: ``input`` and ``output`` are the caller's arrays; ``scalar`` is a number handed over by value; ``constant`` is an
+            int32 array with the index of each element along the last dimension, which the engine provides; ``scratch`` is
             memory that the engine provides for the time of the call; ``virtual`` exists only inside the kernel.
         strides: in elements, in the order of ``shape``.
         axes: how the caller's array becomes this tensor, ``array.transpose(axes)``; -1 stands for a new axis of length 1.
@@ -201,10 +202,12 @@ class Graph:
     Attributes:
         nodes: the steps.
         accumulate: the dtype of intermediate results, ``float32`` or ``float64``.
+        no_split: whether cuDNN's kernel that splits the keys must not compute it.
     """
 
     nodes: tuple[Node, ...]
     accumulate: str
+    no_split: bool = False
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -221,8 +224,8 @@ class Graph:
     def lines(self) -> Iterator[str]:
         """The printed form: what goes in, then one line a step."""
         width = max(len(node.formula) for node in self.nodes)
-        for t in self.by_role("input"):
-            yield f"  {t.role:6} {t.name:<{width}}  {_described(t)}"
+        for t in self.by_role("input", "constant"):
+            yield f"  {t.role:8} {t.name:<{width}}  {_described(t)}"
         for number, node in enumerate(self.nodes, 1):
             mark = "".join(f"  {t.role} {t.name}" for t in node.outputs if t.role == "output")
             yield f"  {number:4}.  {node.formula:<{width}}  {_described(node.out)}{mark}"
@@ -249,9 +252,9 @@ class Builder:
     accumulate: str = "float32"
     nodes: list[Node] = field(default_factory=list)
 
-    def graph(self) -> Graph:
+    def graph(self, *, no_split: bool = False) -> Graph:
         """The graph of the steps so far."""
-        return Graph(tuple(self.nodes), self.accumulate)
+        return Graph(tuple(self.nodes), self.accumulate, no_split)
 
     def scalar(self, name: str, dtype: str = "float32", value: float | None = None) -> Tensor:
         """A number handed over by value; a ``value`` given here is the same in every call."""

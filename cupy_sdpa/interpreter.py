@@ -37,6 +37,7 @@ def evaluate(graph: Graph, arrays: Mapping[str, Array], scalars: Mapping[str, fl
         exact: compute in float64 and round nothing but the results.
     """
     views = {t.name: _view(arrays[t.name], t) for t in graph.by_role("input", "output")}
+    views |= {t.name: np.broadcast_to(np.arange(t.shape[3], dtype=np.int32), t.shape) for t in graph.by_role("constant")}
     numbers = {t.name: scalars[t.name] if t.value is None else t.value for t in graph.by_role("scalar")}
     work = np.dtype("float64" if exact else graph.accumulate)
     whole = {node.b.name for node in graph.nodes if isinstance(node, Matmul)}

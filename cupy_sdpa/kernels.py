@@ -47,8 +47,9 @@ def prepare_rows(
     """Lengths and offsets of packed sequences, and cleared results, in one launch and without waiting.
 
     cuDNN 9.19 writes nothing where a batch entry has no position, and nothing for an entry that has positions on one side
-    only; and the positions behind the last packed sequence are nobody's. All of that is cleared; nothing else is touched.
-    What a packed sequence may not have, more positions than the longest or than there are, it does not get.
+    only. That is cleared, and, of packed results, the positions before the first sequence, after the last one, and those of a
+    sequence that are beyond the longest length. Nothing else is touched. A packed sequence is cut off at the longest length and
+    at the end of the array.
 
     Args:
         queries, keys: where they lie.
@@ -119,19 +120,18 @@ def _rows(packed: bool) -> Any:
             const Offsets* offsets = (const Offsets*)(n + 15);
             const Result* results = (const Result*)(offsets + n[1]);
             const bool packed = {int(packed)};
-            long long begin[2], length[2], last[2];
+            long long begin[2], length[2], end[2];
             for (int s = 0; s < 2; ++s) {{
                 const Side& side = sides[s];
                 if (packed) {{
                     begin[s] = within(at(side, b), side.total);
-                    const long long end = within(at(side, b + 1), side.total);
-                    length[s] = within(end - begin[s], side.most);
-                    last[s] = b + 1 == batch ? end : side.total;
+                    end[s] = within(at(side, b + 1), side.total);
+                    length[s] = within(end[s] - begin[s], side.most);
                     if (blockIdx.x == 0 && threadIdx.x == 0) ((int*)side.lengths)[b] = length[s];
                 }} else {{
                     begin[s] = 0;
                     length[s] = within(at(side, b), side.most);
-                    last[s] = side.most;
+                    end[s] = side.most;
                 }}
             }}
             if (blockIdx.x == 0 && threadIdx.x < n[1]) {{
@@ -143,12 +143,12 @@ def _rows(packed: bool) -> Any:
             for (int r = 0; r < n[2]; ++r) {{
                 const Result& result = results[r];
                 const int s = result.of_keys;
-                // two stretches: what this entry has and the other side has not, and what lies behind
-                const long long own = length[1 - s] ? begin[s] + length[s] : begin[s];
-                const long long from[2] = {{own, packed ? last[s] : begin[s] + length[s]}};
-                const long long to[2] = {{begin[s] + length[s], packed ? sides[s].total : sides[s].most}};
+                // what this entry has no result for, and what is before the first and after the last packed sequence
+                const long long from[3] = {{length[1 - s] ? begin[s] + length[s] : begin[s], 0, end[s]}};
+                const long long to[3] = {{end[s], packed && b == 0 ? begin[s] : 0,
+                                          packed && b + 1 == batch ? sides[s].total : 0}};
                 const long long row = result.columns * result.heads;
-                for (int part = 0; part < 2; ++part) {{
+                for (int part = 0; part < 3; ++part) {{
                     const long long count = (to[part] - from[part]) * row;
                     for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < count;
                          i += (long long)gridDim.x * blockDim.x) {{
@@ -206,12 +206,12 @@ def log_sum_exp(top: Any, total: Any, stats: Any) -> None:
     _elementwise("float32 m, float32 l", "float32 y", "y = m + logf(l)", "log_sum_exp")(top, total, stats)
 
 
-def diagonal(queries: int, of_queries: Any, of_keys: Any) -> Any:
-    """``i + keys - queries`` for every query i and batch entry, int32 ``(Sq, B)``."""
-    made = gpu.empty((queries, of_queries.size), np.int32)
-    operation = "p = i % n + k[i / n] - q[i / n]"
-    kernel = _elementwise("raw int32 q, raw int32 k, int64 n", "int32 p", operation, "diagonal")
-    kernel(of_queries, of_keys, queries, made.T)  # its elements in the order of the memory
+def diagonal(rows: int, step: int, of_queries: Any, of_keys: Any) -> Any:
+    """``step i + keys - queries`` for every row i and batch entry, int32 ``(rows, B)``."""
+    made = gpu.empty((rows, of_queries.size), np.int32)
+    operation = "p = i % n * step + k[i / n] - q[i / n]"
+    kernel = _elementwise("raw int32 q, raw int32 k, int64 n, int64 step", "int32 p", operation, "diagonal")
+    kernel(of_queries, of_keys, rows, step, made.T)  # its elements in the order of the memory
     return made
 
 

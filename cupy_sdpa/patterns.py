@@ -8,6 +8,7 @@ section 3.1 for the log-sum-exp. What is done to the scores is in :mod:`cupy_sdp
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 from .graph import Builder, Graph, Role, Shape, Tensor, row_major
 from .launches import launches
@@ -40,10 +41,15 @@ def operand(spec: TensorSpec, axes: tuple[int, ...], role: Role) -> Tensor:
 
 
 class Operands:
-    """A problem's arrays as tensors of its graph."""
+    """A problem's arrays as tensors of its graph.
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+    Args:
+        problem: holds the arrays.
+        full_keys: give every array of the scores all keys, by stride 0 where it has one element for all of them.
+    """
+
+    def __init__(self, problem: Problem, *, full_keys: bool = False) -> None:
+        self.problem, self.full_keys = problem, full_keys
         self.specs = {spec.name: spec for spec in problem.tensors}
         *_, self.sq, self.skv, self.batch = problem.sizes
         self.results = {spec.name for spec in problem.results}
@@ -60,16 +66,36 @@ class Operands:
         """An array of an option, if it is there."""
         return operand(self.specs[name], axes, "input") if name in self.specs else None
 
-    def of_scores(self, name: str) -> Tensor | None:
-        """An array with the axes of the scores, if it is there; where every query has the same keys' numbers, by stride 0.
+    def per_head(self, name: str) -> Tensor | None:
+        """An array ``(Hq,)`` that takes part in the scores, if it is there."""
+        tensor = self.given(name, PER_HEAD)
+        return self._broadcast(tensor, keys=True) if tensor and self.full_keys else tensor
 
-        As one row cuDNN reads it wrongly in the backward pass (measured with 9.19: wrong gradients, an illegal instruction).
+    def of_scores(self, name: str) -> Tensor | None:
+        """An array with the axes of the scores, if it is there.
+
+        An array that is the same for all queries is broadcast along them by stride 0, unless it is the same for all keys, too.
+        cuDNN reads the single row wrongly in the backward pass (measured with 9.19: wrong gradients, an illegal instruction),
+        and with one key it reads the elements of another batch entry (9.19 and 9.28).
         """
         tensor = self.given(name, OF_SCORES)
-        if tensor is None or tensor.shape[2] > 1 or tensor.shape[3] == 1:
-            return tensor
-        (b, h, _, keys), (b_step, h_step, _, step) = tensor.shape, tensor.strides
-        return Tensor(name, (b, h, self.sq, keys), tensor.dtype, tensor.role, (b_step, h_step, 0, step), tensor.axes)
+        if tensor is None:
+            return None
+        one_row, one_column = tensor.shape[2] == 1, tensor.shape[3] == 1
+        return self._broadcast(
+            tensor, queries=one_row and (self.skv == 1 or not one_column), keys=one_column and self.full_keys
+        )
+
+    def key_positions(self) -> Tensor | None:
+        """The index of every key as an array, where the graph is to read it from memory."""
+        return Tensor("key positions", (1, 1, 1, self.skv), "int32", "constant", (self.skv,) * 3 + (1,)) if self.full_keys else None
+
+    def _broadcast(self, tensor: Tensor, *, queries: bool = False, keys: bool = False) -> Tensor:
+        """A tensor with the axis of queries, or of keys, in full by stride 0."""
+        (b, h, rows, columns), (b_step, h_step, row, column) = tensor.shape, tensor.strides
+        rows, row = (self.sq, 0) if queries else (rows, row)
+        columns, column = (self.skv, 0) if keys else (columns, column)
+        return replace(tensor, shape=(b, h, rows, columns), strides=(b_step, h_step, row, column))
 
     def numbers(self, name: str) -> Tensor | None:
         """An array of one number a row, if it is there."""
@@ -89,6 +115,8 @@ class Operands:
         """The key on the diagonal of every query, where that differs from entry to entry and somebody asks."""
         if not has_diagonal(self.problem):
             return None
+        if self.sq == 1:  # for every key, because of "one-query-positions" in the table of known bugs
+            return Tensor("diagonal", (self.batch, 1, 1, self.skv), "int32", "input", (self.skv, 1, 1, 1), (1, -1, -1, 0))
         return Tensor("diagonal", (self.batch, 1, self.sq, 1), "int32", "input", (self.sq, 1, 1, 1), (1, -1, 0, -1))
 
     def scratch(self, name: str, of: str, shape: Shape, dtype: str) -> Tensor:
@@ -130,7 +158,7 @@ def _scores(g: Builder, problem: Problem, operands: Operands) -> Scores:
         g.scalar("scale", g.accumulate),
         problem.settings.positive_scale,
         g.scalar("softcap", g.accumulate) if problem.settings.softcap else None,
-        operands.given("alibi_slopes", PER_HEAD),
+        operands.per_head("alibi_slopes"),
         operands.of_scores("bias"),
         operands.of_scores("mask"),
         queries,
@@ -140,7 +168,21 @@ def _scores(g: Builder, problem: Problem, operands: Operands) -> Scores:
         problem.settings.program or NOTHING,
         {spec.name: tensor for spec in problem.captured if (tensor := operands.of_scores(spec.name))},
         problem.settings.gradient_of,
+        operands.key_positions(),
+        floor=not problem.backward and _may_mask_by_value(problem),
     )
+
+
+def _may_mask_by_value(problem: Problem) -> bool:
+    """Whether a bias or a score function may make scores at or below ``MASKED_SCORE``, as masks made of finite numbers do.
+
+    float16 has no such numbers. The backward pass needs no such step: rows that are masked throughout have L = -inf, and in other
+    rows such scores have the weight 0.
+    """
+    wide = [spec for spec in (problem.bias, *problem.captured) if spec and spec.dtype in ("bfloat16", "float32", "float64")]
+    program = problem.settings.program
+    chooses = program is not None and any(step.mode == "binary_select" for step in program.steps)
+    return problem.bias in wide if not problem.scored else bool(wide) or chooses
 
 
 def _builder(problem: Problem) -> Builder:
@@ -180,9 +222,16 @@ def _ends_first(problem: Problem) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def forward(problem: Problem) -> Graph:
-    """``out = softmax(S) V`` with the scores S as modified and masked; ``stats`` is the log-sum-exp of every row of S."""
-    g, operands = _builder(problem), Operands(problem)
+def forward(problem: Problem, guards: frozenset[str] = frozenset()) -> Graph:
+    """``out = softmax(S) V`` with the scores S as modified and masked; ``stats`` is the log-sum-exp of every row of S.
+
+    Args:
+        problem: a problem without gradients.
+        guards: ``positions`` reads the positions of keys from an array and gives all other arrays of the scores the axis of
+            keys in full. The result is the same; some cuDNN kernels compute positions wrongly (:mod:`cupy_sdpa.support`).
+            ``no-split`` excludes a kernel.
+    """
+    g, operands = _builder(problem), Operands(problem, full_keys="positions" in guards)
     q, kt, v, out = operands("q"), operands("k", TRANSPOSED), operands("v"), operands("out")
     scores = _scores(g, problem, operands)
     # S = Q K^T                             (B, Hq, Sq, Skv)
@@ -206,7 +255,7 @@ def forward(problem: Problem) -> Graph:
         p = g.pointwise("P ∘ R / (1 − p)", "mul", p, share, out="P∘R/(1−p)", dtype=problem.dtype)
     # O = P V                               (B, Hq, Sq, Dv)
     g.matmul("O = P V", p, v, out, m=scores.queries, k=scores.keys)
-    return g.graph()
+    return g.graph(no_split="no-split" in guards)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from . import gpu
 from ._cudnn.constants import AttributeType
 from ._cudnn.descriptor import Descriptor
 from ._cudnn.launch import Handle, Launcher
@@ -119,9 +120,9 @@ def plan_for(problem: Problem, target: Target, shelf: Shelf | None = None) -> Pl
         Unsupported: none of them runs; the message holds every reason.
     """
     limit = problem.settings.max_workspace
-    if not problem.backward:
-        return make(forward(problem), target, limit=limit, shelf=shelf)
     needed = guards(problem, library().version, target.capability)
+    if not problem.backward:
+        return make(forward(problem, needed), target, limit=limit, shelf=shelf)
     if not problem.deterministic:
         return make(backward(problem, writes_directly(problem), needed), target, limit=limit, shelf=shelf)
     try:
@@ -244,7 +245,8 @@ def searching(
     with contextlib.ExitStack() as stack:
         lowered = stack.enter_context(OperationGraph(graph, handle, guarded=guarded))
         device = None if target.description is None else stack.enter_context(_described(target))
-        yield Search(lowered.descriptor, handle, device, limit, Scratch(graph).total, list(refused)), lowered.uids
+        search = Search(lowered.descriptor, handle, device, limit, Scratch(graph).total, list(refused), graph.no_split)
+        yield search, lowered.uids
 
 
 @dataclass(frozen=True)
@@ -324,7 +326,10 @@ class Plan:
             c.engine, c.knobs, scratch.total(c.need), c.notes, build_ms, loaded, kept.tuned, len(c.text), kept.refused,
             library().version, graph,
         )  # fmt: skip
-        self._arrays = [t.name for t in graph.by_role("input", "output", "scratch")]
+        constants = graph.by_role("constant")
+        here = target.handle is not None
+        self._constants = {t.name: gpu.positions(t.shape[3]).data.ptr if here else 0 for t in constants}
+        self._arrays = [t.name for t in graph.by_role("input", "output", "constant", "scratch")]
         numbers = graph.by_role("scalar")
         self._scalars = [t.name for t in numbers if t.value is None]
         uids = kept.uids
@@ -346,8 +351,9 @@ class Plan:
             workspace: address of at least ``info.workspace`` bytes.
         """
         assert self.target.handle is not None, "planned for a GPU that is not here"
-        if self._scratch:
-            addresses = {**addresses, **{name: workspace + start for name, start in self._scratch.items()}}
+        if self._scratch or self._constants:
+            scratch = {name: workspace + start for name, start in self._scratch.items()}
+            addresses = {**addresses, **scratch, **self._constants}
         self._launcher.launch(
             self.target.handle, [addresses[name] for name in self._arrays], [scalars[name] for name in self._scalars], workspace
         )

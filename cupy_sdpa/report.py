@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from .plan import PlanInfo
 
 
+#: The command that verifies what a GPU computes.
+CHECK = "python -m cupy_sdpa check"
+
+
 @dataclass(frozen=True)
 class Report:
     """Whether and how a call would run; true where it would.
@@ -28,6 +32,8 @@ class Report:
         note: what else there is to say of the answer, such as that it was not planned; empty where there is nothing.
         error: what the call would raise.
         launches: the reports of all launches, this one first, where there are several.
+        workarounds: the known bugs of cuDNN that the call works around.
+        unverified: what of the call was never run on this GPU.
     """
 
     engine: str
@@ -38,6 +44,8 @@ class Report:
     note: str = ""
     error: type[Exception] = Unsupported
     launches: tuple[Report, ...] = ()
+    workarounds: tuple[str, ...] = ()
+    unverified: tuple[str, ...] = ()
 
     @property
     def workspace(self) -> int | None:
@@ -68,6 +76,8 @@ class Report:
             width = max(len(name) for name, _ in facts)
             yield from (f"  {name:<{width}}  {value}" for name, value in facts)
             yield from (f"  {reason}" for reason in self.plan.reasons())
+        yield from (f"  works around {bug}" for bug in self.workarounds)
+        yield from (f"  not verified on this GPU ({CHECK} verifies it): {doubt}" for doubt in self.unverified)
         for launch in self.launches[1:]:
             yield ""
             yield "and then"
@@ -101,6 +111,11 @@ class Report:
                 body += html.folded("refused before", html.table(("reason",), [(reason,) for reason in self.plan.refused]))
         else:
             body += html.table((verdict,), [])
+        if self.workarounds:
+            body += html.folded("known bugs worked around", html.table(("bug",), [(bug,) for bug in self.workarounds]))
+        if self.unverified:
+            title = f"not verified on this GPU ({CHECK} verifies it)"
+            body += html.folded(title, html.table(("what",), [(doubt,) for doubt in self.unverified]))
         body += "".join(launch._repr_html_() for launch in self.launches[1:])
         return html.titled(str(self.problem), body)
 

@@ -27,6 +27,7 @@ class Rule:
         error: what the call raises.
         violations: (problem, cuDNN version, compute capability) -> sentences, with both values and the remedy.
         link: where it was found out.
+        refuses: whether such a call is refused. Otherwise it runs if cuDNN can plan it, and is reported as not verified.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Rule:
     error: type[Exception]
     violations: Callable[[Problem, int, int], Iterator[str]]
     link: str = ""
+    refuses: bool = True
 
 
 def _version(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
@@ -127,17 +129,36 @@ def _backward_head_dim(problem: Problem, cudnn: int, capability: int) -> Iterato
     elif capability < 100:
         allowed = max(d, dv) <= 256
     else:
-        allowed = max(d, dv) <= 128 or (d, dv) == (192, 128) or (d == dv == 256 and cudnn >= 92300)
+        allowed = max(d, dv) <= 128 or (d, dv) == (192, 128) or _wide_on_blackwell(problem, cudnn)
     if problem.backward and not allowed:
         yield (
-            f"gradients with head dims {d} and {dv} are not to be had on compute capability {capability / 10} with cuDNN "
+            f"gradients with head dims {d} and {dv} are not supported on compute capability {capability / 10} with cuDNN "
             f"{version_text(cudnn)}: use head dims up to {256 if 90 <= capability < 100 else 128}"
+        )
+
+
+def _wide_on_blackwell(problem: Problem, cudnn: int) -> bool:
+    return problem.sizes[:2] == (256, 256) and cudnn >= 92300
+
+
+def _backward_256(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    if problem.backward and 100 <= capability < 120 and _wide_on_blackwell(problem, cudnn):
+        yield f"gradients with head dim 256 were not run on compute capability {capability / 10}"
+
+
+def _dropout_one_query(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    d, dv, _, _, sq, _, _ = problem.sizes
+    planned = max(d, dv) <= 128 or (d == dv == 256 and cudnn >= 92800)
+    if 100 <= capability < 120 and not problem.backward and problem.settings.dropout and sq == 1 and not planned:
+        yield (
+            f"one query, dropout and head dims {d} and {dv} are given; on compute capability {capability / 10} head dims up to 128 "
+            "are supported then: pass the query twice"
         )
 
 
 def _deterministic(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     if problem.backward and problem.deterministic and capability >= 120:
-        yield f"deterministic gradients are not to be had on compute capability {capability / 10}: leave deterministic=True out"
+        yield f"deterministic gradients were not run on compute capability {capability / 10}"
 
 
 def _bias_dtype(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
@@ -185,16 +206,16 @@ def _direct(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     wide = max(problem.sizes[:2]) > 128
     also = "packed sequences" if problem.packed else "dropout" if problem.settings.dropout else "head dims above 128" * wide
     if problem.backward and writes_directly(problem) and also and 100 <= capability < 120:
-        yield f"{direct} not to be had with {also} on compute capability {capability / 10}: leave one of them out"
+        yield f"{direct} not supported with {also} on compute capability {capability / 10}: leave one of them out"
 
 
 def _query_numbers(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
-    *_, sq, _, _ = problem.sizes
+    *_, sq, skv, _ = problem.sizes
     added_up = 100 <= capability < 120 and not writes_directly(problem)
     if not problem.backward or sq == 1 or 90 <= capability < 100 or added_up:
         return
     for spec in (problem.bias, problem.mask, *problem.captured):
-        if spec and spec.shape[0] == 1 and spec.shape[1] > 1:
+        if spec and spec.shape[0] == 1 and (spec.shape[1] > 1 or skv == 1):
             what = "what a score or mask function reads" if spec in problem.captured else spec.name
             yield (
                 f"{what} has shape {spec.shape}, one number a query, which gradients on compute capability "
@@ -202,14 +223,14 @@ def _query_numbers(problem: Problem, cudnn: int, capability: int) -> Iterator[st
             )
     if has_diagonal(problem):
         yield (
-            "alibi_slopes with a diagonal from the bottom right of every entry's own are not to be had in gradients on compute "
+            "alibi_slopes with a diagonal from the bottom right of every entry's own are not supported in gradients on compute "
             f"capability {capability / 10}: use causal=True, or give the distances as bias="
         )
 
 
 def _scale(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     changed = problem.settings.softcap or problem.scored
-    if problem.backward and not problem.settings.positive_scale and (problem.sums or changed):
+    if problem.backward and not problem.settings.positive_scale and (problem.sums or changed) and 90 <= capability < 100:
         what = "gradients through a softcap" if problem.settings.softcap else "gradients through score_mod"
         what = _sum_of(problem) if problem.sums else what
         yield (
@@ -218,12 +239,17 @@ def _scale(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
         )
 
 
-def _packed_gradients(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
-    if problem.backward and problem.packed and not 90 <= capability < 120:
+def _scale_elsewhere(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    if not 90 <= capability < 100 and next(_scale(problem, cudnn, 90), None):
         yield (
-            f"gradients of packed sequences are not to be had on compute capability {capability / 10}, whose kernel reads the "
-            "log-sum-exp of padded arrays only: pad them, and give seq_lens_q and seq_lens_kv"
+            f"gradients through a score function, a softcap, or of a bias or tensors, with a scale of 0 or below, were not run on "
+            f"compute capability {capability / 10}; on 9.0 they are NaN"
         )
+
+
+def _packed_gradients(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    if problem.backward and problem.packed and not 90 <= capability < 100:
+        yield f"gradients of packed sequences were not run on compute capability {capability / 10}"
 
 
 def _arrays(problem: Problem) -> tuple[TensorSpec, ...]:
@@ -259,13 +285,19 @@ RULES: tuple[Rule, ...] = (
          Unsupported, _query_numbers),
     Rule("direct-blackwell", "Gradients of bias and tensors, and deterministic ones: on SM 10.x not with dropout, packed "
          "sequences, or above head dim 128.", Unsupported, _direct),
-    Rule("positive-scale", "Gradients of bias and tensors, and with softcap or score_mod: a scale above 0.", Unsupported,
-         _scale),
+    Rule("positive-scale", "Gradients of bias and tensors, and with softcap or score_mod: a scale above 0 on Hopper.",
+         Unsupported, _scale),
+    Rule("dropout-one-query", "One query with dropout: on SM 10.x head dims up to 128, and 256 from 9.28 on.", Unsupported,
+         _dropout_one_query),
     Rule("dropout-mask", "Dropout by random numbers only.", Unsupported, _own_dropout),
-    Rule("packed-gradients", "Gradients of packed sequences: on Hopper and SM 10.x.", Unsupported, _packed_gradients,
-         FRONTEND),
     Rule("max-sumexp", "The maximum and the sum: not with sinks, and not with lengths.", Unsupported, _max_sumexp),
     Rule("deterministic-sinks", "The sinks' gradient is not deterministic.", Unsupported, _deterministic_sinks),
-    Rule("deterministic", "Deterministic gradients: not on SM 12.x.", Unsupported, _deterministic,
-         "https://github.com/NVIDIA/TransformerEngine"),
+    Rule("packed-gradients", "Gradients of packed sequences: not run on other GPUs than Hopper.", Unsupported,
+         _packed_gradients, FRONTEND, refuses=False),
+    Rule("positive-scale-elsewhere", "Gradients of bias and tensors, and with softcap or score_mod, with a scale of 0 or below: "
+         "not run on other GPUs than Hopper.", Unsupported, _scale_elsewhere, refuses=False),
+    Rule("backward-256", "Gradients with head dim 256: not run on SM 10.x. cuDNN 9.28 does not compile the kernel for the "
+         "described B200.", Unsupported, _backward_256, FRONTEND, refuses=False),
+    Rule("deterministic", "Deterministic gradients: not run on SM 12.x.", Unsupported, _deterministic,
+         "https://github.com/NVIDIA/TransformerEngine", refuses=False),
 )  # fmt: skip

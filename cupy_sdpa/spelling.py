@@ -97,6 +97,8 @@ class Speller:
         match mode:
             case "score":
                 return self.score
+            case "index" if step.name in self.leaves:  # read from memory
+                return self.leaves[step.name](step.kind)
             case "index":
                 return self._pointwise("gen_index", step.name, self.score, dtype="int32", axis=AXES.index(step.name))
             case "constant":

@@ -19,6 +19,7 @@ from .interpreter import numpy_dtype
 from .packed import offsets, with_room
 from .problem import LENGTHS, OF_KEYS, OF_QUERIES, PER_ROW, STARTS, Problem, has_diagonal, is_matrix
 from .spec import TensorSpec, dense_spec, dtype_name
+from .support import turned_off
 
 #: What -inf is given beyond the lengths; all other results get 0.
 _LOGARITHMS = ("stats", "max")
@@ -104,6 +105,7 @@ class Stage:
         self.problem, self.on_gpu, self._given = problem, on_gpu, given
         self._own = arrays
         self.arrays: dict[str, Any] = dict(arrays)
+        self._clears_last = False
         same = (given is problem or given == problem) and not problem.ragged and not _may_see_nothing(problem)
         self.plain = same and problem.max is None  # which is nearly always
         if same:
@@ -113,12 +115,13 @@ class Stage:
             self.arrays[spec.name] = self._staged(spec)
         for spec in problem.sums:
             clear(self.arrays[spec.name], 0.0, on_gpu)  # it is added up
-        if problem.ragged:
-            rows = [(spec.name, self.arrays[spec.name]) for spec in problem.results if spec.name in OF_QUERIES + OF_KEYS]
-            self.arrays |= (_rows_on_gpu if on_gpu else _rows)(problem, given, self.arrays, rows)
+        # After the kernel, because kernels for a single query write rows that are beyond the length.
+        self._clears_last = on_gpu and problem.seq_lens_q is not None and "one-query-lengths" not in turned_off()
+        if problem.ragged and not self._clears_last:
+            self._clear_rows()
         if has_diagonal(given):
-            *_, sq, _, _ = given.sizes
-            self.arrays["diagonal"] = _diagonal(sq, *(self.arrays[name] for name in LENGTHS), on_gpu=on_gpu)
+            *_, sq, skv, _ = given.sizes
+            self.arrays["diagonal"] = _diagonal(sq, skv, *(self.arrays[name] for name in LENGTHS), on_gpu=on_gpu)
 
     @property
     def bytes_made(self) -> int:
@@ -126,7 +129,9 @@ class Stage:
         return sum(array.nbytes for name, array in self.arrays.items() if array is not self._own.get(name))
 
     def finish(self) -> None:
-        """Bring the results that were computed in other arrays back into the caller's; make the log-sum-exp of its parts."""
+        """Clear rows beyond the lengths, copy results to the caller's arrays, and make the log-sum-exp of its parts."""
+        if self._clears_last:
+            self._clear_rows()
         if self.problem.max:
             rows = [self.arrays[name] for name in ("max", "sum_exp", "stats")]
             (kernels.log_sum_exp if self.on_gpu else _log_sum_exp)(*rows)
@@ -138,6 +143,11 @@ class Stage:
                 self._sum(target, source)
             else:
                 self._resize(target, source, spec.name)
+
+    def _clear_rows(self) -> None:
+        """Clear the results that no batch entry has; of packed sequences also make lengths and offsets."""
+        rows = [(spec.name, self.arrays[spec.name]) for spec in self.problem.results if spec.name in OF_QUERIES + OF_KEYS]
+        self.arrays |= (_rows_on_gpu if self.on_gpu else _rows)(self.problem, self._given, self.arrays, rows)
 
     def _staged(self, spec: TensorSpec) -> Any:
         """What stands in for an array, or the array itself."""
@@ -252,11 +262,12 @@ def clear(array: Any, value: float, on_gpu: bool) -> None:
         array.fill(value)
 
 
-def _diagonal(queries: int, of_queries: Any, of_keys: Any, *, on_gpu: bool) -> Any:
-    """``p = i + Skv - Sq`` of every query and batch entry, ``(Sq, B)``."""
+def _diagonal(queries: int, keys: int, of_queries: Any, of_keys: Any, *, on_gpu: bool) -> Any:
+    """``p = i + Skv - Sq`` of every query and batch entry, ``(Sq, B)``; of a single query once for each key, ``(Skv, B)``."""
+    rows, step = (keys, 0) if queries == 1 else (queries, 1)
     if on_gpu:
-        return kernels.diagonal(queries, of_queries, of_keys)
-    return np.asfortranarray(np.arange(queries, dtype=np.int32)[:, None] + (of_keys - of_queries))
+        return kernels.diagonal(rows, step, of_queries, of_keys)
+    return np.asfortranarray(step * np.arange(rows, dtype=np.int32)[:, None] + (of_keys - of_queries))
 
 
 def _rows(problem: Problem, given: Problem, arrays: Mapping[str, Any], rows: Sequence[tuple[str, Any]]) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def _reasons(problem: Problem, cudnn: int, capability: int) -> list[Reason]:
     reasons = [
         Reason(rule.name, rule.error, text)
         for rule in RULES
-        if rule.name not in off
+        if rule.refuses and rule.name not in off
         for text in rule.violations(problem, cudnn, capability)
     ]
     for bug in BUGS:
@@ -104,7 +104,9 @@ class Bug:
         condition: which problems meet it.
         when: the same in words.
         effect: what happens.
-        guards: of :func:`cupy_sdpa.patterns.backward`, which avoid it; none where it must be refused.
+        guards: what avoids it; none where it must be refused. ``keys``, ``queries`` and ``positions`` are those of
+            :mod:`cupy_sdpa.patterns`; ``no-split`` excludes the kernel that splits the keys (:func:`cupy_sdpa.engines.splits_keys`);
+            ``clear-last`` clears results after the kernel instead of before.
         remedy: what a person can do; for a refusal.
         link: where it was reported.
     """
@@ -145,6 +147,14 @@ def _less_a_number(problem: Problem) -> bool:
     return any(step.mode == "captured" and step.name in lone for step in taken)
 
 
+def _reads_positions(problem: Problem) -> bool:
+    """Whether the scores of a single query depend on a key's position, or on an array."""
+    program = problem.settings.program
+    places = program is not None and any(step.mode in ("index", "captured") for step in program.steps)
+    reads = places or problem.alibi_slopes is not None
+    return not problem.backward and _one_query(problem) and reads and not problem.settings.dropout
+
+
 #: Newer than every cuDNN there is: a bug that no version has been seen without.
 _OPEN = 99999
 
@@ -179,6 +189,18 @@ BUGS: tuple[Bug, ...] = (
     Bug("single-key-difference", 92600, _OPEN, range(80, 130), _less_a_number,
         "gradients of a single key with a function that takes an array of one element away",
         "planning is a segmentation fault", _REFUSE, "write s + (-t) in place of s - t", "docs/design.md"),
+    Bug("one-query-positions", 91900, _OPEN, range(80, 130), _reads_positions,
+        "one query, ALiBi or a function that reads positions or arrays, more than 256 keys",
+        "the kernel that splits the keys computes positions wrongly, and reads arrays of one element a head at wrong places",
+        frozenset({"positions"}), "", "docs/design.md"),
+    Bug("one-query-dropout", 91900, _OPEN, range(80, 130),
+        lambda p: not p.backward and _one_query(p) and p.settings.dropout > 0,
+        "one query, dropout", "the kernel that splits the keys writes beyond its shared memory, which ends the CUDA context",
+        frozenset({"no-split"}), "", "docs/design.md"),
+    Bug("one-query-lengths", 91900, _OPEN, range(80, 130),
+        lambda p: not p.backward and _one_query(p) and p.seq_lens_q is not None,
+        "one query, seq_lens_q of 0", "the result is that of a query that is there, or NaN",
+        frozenset({"clear-last"}), "", "docs/design.md"),
     Bug("backward-key-tail", 91900, 92501, range(90, 100),
         lambda p: p.backward and _unbounded(p) and p.k.shape[2] % 128 == 64,
         "gradients without a mask, a number of keys that leaves 64 when divided by 128, a log-sum-exp below -88.7",
@@ -193,10 +215,32 @@ BUGS: tuple[Bug, ...] = (
 )  # fmt: skip
 
 
+def avoided_bugs(problem: Problem, cudnn: int, capability: int) -> list[Bug]:
+    """The known bugs that a problem would meet, and that are worked around."""
+    return [bug for bug in BUGS if bug.guards and bug.name not in turned_off() and bug.met_by(problem, cudnn, capability)]
+
+
+#: The compute capabilities on which this package was run.
+VERIFIED = frozenset({90})
+
+
+def unverified(problem: Problem, cudnn: int, capability: int) -> tuple[str, ...]:
+    """What of a problem was never run on such a GPU; it runs there if cuDNN can plan it."""
+    rules = [rule for rule in RULES if not rule.refuses and rule.name not in turned_off()]
+    doubts = [text for rule in rules for text in rule.violations(problem, cudnn, capability)]
+    if capability not in VERIFIED:
+        doubts.append(f"this package was not run on compute capability {capability / 10}")
+    return tuple(doubts)
+
+
+def workarounds(problem: Problem, cudnn: int, capability: int) -> tuple[str, ...]:
+    """The known bugs that are worked around, each as a line."""
+    return tuple(f"{bug.name} ({bug.when}: {bug.effect})" for bug in avoided_bugs(problem, cudnn, capability))
+
+
 def guards(problem: Problem, cudnn: int, capability: int) -> frozenset[str]:
-    """The guards that :func:`cupy_sdpa.patterns.backward` needs against known bugs."""
-    met = (bug for bug in BUGS if bug.name not in turned_off() and bug.met_by(problem, cudnn, capability))
-    return frozenset().union(*(bug.guards for bug in met))
+    """What works around the known bugs that a problem would meet, see :class:`Bug`."""
+    return frozenset().union(*(bug.guards for bug in avoided_bugs(problem, cudnn, capability)))
 
 
 def deadly(graph: Graph) -> list[str]:
