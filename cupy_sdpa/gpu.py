@@ -90,12 +90,6 @@ def empty(shape: tuple[int, ...], dtype: Any) -> Any:
     return cupy().ndarray(shape, dtype, allocate(max(size, 1)), order="F")
 
 
-def free_memory() -> int:
-    """Bytes that CuPy could allocate now: what the device has free and what CuPy's pool holds unused."""
-    free, _ = cupy().cuda.runtime.memGetInfo()
-    return int(free) + int(cupy().get_default_memory_pool().free_bytes())
-
-
 @functools.cache
 def driver() -> Any:
     """The CUDA driver's bindings.
