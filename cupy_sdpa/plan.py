@@ -15,7 +15,7 @@ from ._cudnn.constants import AttributeType
 from ._cudnn.descriptor import Descriptor
 from ._cudnn.launch import Handle, Launcher
 from ._cudnn.library import library
-from .engines import Candidate, EngineConfig, Knobs, Search, knobs_text
+from .engines import Candidate, EngineConfig, Knobs, Search, knobs_text, no_memory
 from .errors import CudnnError, Unsupported
 from .graph import Graph
 from .lowering import OperationGraph
@@ -170,6 +170,8 @@ def make(
             try:
                 return load(content, graph, target, key)
             except (CudnnError, Unsupported, ValueError, LookupError, TypeError) as error:
+                if no_memory(error):
+                    raise
                 shelf.reject(key, f"{type(error).__name__}: {error}")
         started = time.perf_counter()
         with searching(graph, target, limit, refused) as (search, uids):
