@@ -7,7 +7,7 @@ import pytest
 from stand_ins import CASE, Descriptor, candidate, fake_plan, uids
 
 import cupy_sdpa
-from cupy_sdpa import Unsupported, cache, call, engines, gpu, plan
+from cupy_sdpa import CudnnError, Unsupported, cache, call, engines, gpu, plan
 from cupy_sdpa.call import Call, planned
 from cupy_sdpa.engines import Search
 from cupy_sdpa.patterns import forward
@@ -250,13 +250,19 @@ def test_a_kept_plan_is_never_destroyed(cudnn):
 REJECTED = {
     "too_much_workspace": (lambda d: None, 999, None),
     "refused_by_cudnn": (lambda d: setattr(d, "finalizing", Unsupported("no")), None, None),
+    "kernel_does_not_compile": (lambda d: setattr(d, "finalizing", CudnnError("no kernel", 4001)), None, None),
+    "no_device_memory": (lambda d: setattr(d, "finalizing", CudnnError("no memory", 4004)), None, CudnnError),
+    "no_host_memory": (lambda d: setattr(d, "finalizing", CudnnError("no memory", 4003)), None, CudnnError),
     "interrupted": (lambda d: setattr(d, "finalizing", KeyboardInterrupt()), None, KeyboardInterrupt),
 }
 
 
 @pytest.mark.parametrize("name", REJECTED)
 def test_a_rejected_plan_is_destroyed(name, cudnn, monkeypatch):
-    """A plan that cuDNN refuses, or that needs too much, is closed at once; its reason is kept."""
+    """A plan that cuDNN refuses, or that needs too much, is closed at once; its reason is kept.
+
+    A lack of memory is an error: it may pass, and another engine would give other bits.
+    """
     prepare, limit, raised = REJECTED[name]
     made = Descriptor()
     prepare(made)
@@ -299,6 +305,22 @@ def test_a_plan_that_cannot_be_stored_is_destroyed(cudnn, monkeypatch):
     with pytest.raises(OSError, match="no space left"):
         plan.make(forward(CASE.problem()), Target("h200", 90), shelf=Shelf())
     assert made.closed == 1
+
+
+def test_a_stored_plan_survives_a_lack_of_memory(cudnn, monkeypatch):
+    """Where there is no memory to load it, the error comes out, the entry stays, and nothing is built in its place."""
+    made, rejected = Descriptor(), []
+    made.finalizing = CudnnError("no memory", 4004)
+    shelf = SimpleNamespace(
+        building=lambda key: contextlib.nullcontext(),
+        get=lambda key: b'{"need": 1000}\n{}',
+        reject=lambda *given: rejected.append(given),
+    )
+    monkeypatch.setattr(plan, "Descriptor", lambda kind: made)
+    with pytest.raises(CudnnError, match="no memory"):
+        plan.make(forward(CASE.problem()), Target("h200", 90, SimpleNamespace(pointer=1)), shelf=shelf)
+    assert made.closed == 1
+    assert not rejected
 
 
 @pytest.mark.parametrize(
