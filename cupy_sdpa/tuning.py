@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from . import gpu, html
 from ._cudnn.launch import Handle
 from .cache import PlanCache
@@ -234,7 +236,7 @@ class _Bench:
 
     def time(self, plan: Plan, rounds: int) -> float:
         """Microseconds of an execution in a row of them, the median of some rounds."""
-        recording = self._recorded(plan, gpu.allocate(plan.info.workspace))
+        recording = self._recorded(plan, gpu.empty((plan.info.workspace,), np.uint8))
         try:
             self._row_ms(recording, 1)
             count = max(1, min(100, round(_ROUND_MS / self._row_ms(recording, 1))))
@@ -247,7 +249,7 @@ class _Bench:
 
         def run() -> None:
             self._handle.set_stream(gpu.stream())
-            self._execute(plan, workspace.ptr)
+            self._execute(plan, workspace.data.ptr)
 
         try:
             return Recording(run, [workspace])

@@ -3,6 +3,7 @@
 import gc
 import os
 import threading
+from typing import ClassVar
 
 import pytest
 from cases import Case
@@ -149,7 +150,7 @@ def test_a_plan_takes_its_place_although_the_other_one_fails_to_close(loser):
 class FakeRecording:
     """A recording of some bytes, kept under its name in ``home``; it may fail to close."""
 
-    home: dict = {}
+    home: ClassVar[dict] = {}
 
     def __init__(self, name, size=100, fail=None):
         self.name, self.size, self.fail, self.closed = name, size, fail, 0
