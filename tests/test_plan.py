@@ -226,9 +226,8 @@ def test_one_failure_does_not_stop_the_rest_of_a_close(failing, cudnn):
     """Every dependent and the descriptor are closed, whichever of them fails; then the failure is raised."""
     descriptor, log = Descriptor(fail=RuntimeError("destroy") if failing != "dependent" else None), []
     made = fake_plan(descriptor)
-    made.dependents |= {Dependent(log) for _ in range(3)} | {
-        Dependent(log, RuntimeError("dependent") if failing != "descriptor" else None)
-    }
+    fail = RuntimeError("dependent") if failing != "descriptor" else None
+    made.dependents |= {Dependent(log), Dependent(log), Dependent(log, fail), Dependent(log, fail)}
     with pytest.raises(RuntimeError, match="dependent" if failing == "dependent" else "destroy"):
         made.close()
     assert len(log) == 4

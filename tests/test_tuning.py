@@ -196,3 +196,29 @@ def test_the_ordered_engine_adds_up_in_scratch_memory(planner):
     if direct.cudnn >= ORDERED_SINCE:
         assert ordered.graph.by_role("scratch")
         assert dict(ordered.knobs)["STAGES"] == 4
+
+
+@pytest.mark.parametrize("fail", [None, MemoryError()], ids=["recorded", "failed"])
+def test_the_stream_is_restored_after_a_plan_was_recorded(fail, monkeypatch):
+    """A plan is recorded for its times on the stream that is captured; afterwards the handle has the caller's again."""
+    streams, current = [], [7]
+    handle = SimpleNamespace(set_stream=streams.append)
+
+    def record(run, own):
+        current[0] = 99
+        run()
+        current[0] = 7
+        if fail:
+            raise fail
+        return own
+
+    monkeypatch.setattr(tuning.gpu, "stream", lambda: current[0])
+    monkeypatch.setattr(tuning.gpu, "cupy", lambda: np)
+    monkeypatch.setattr(tuning, "Recording", record)
+    executed = []
+    bench = tuning._Bench(handle, lambda plan, workspace: executed.append((plan, workspace, streams[-1])), [])
+    workspace = SimpleNamespace(data=SimpleNamespace(ptr=5))
+    with pytest.raises(MemoryError) if fail else contextlib.nullcontext():
+        assert bench._recorded("plan", workspace) == [workspace]
+    assert executed == [("plan", 5, 99)]
+    assert streams == [99, 7]
