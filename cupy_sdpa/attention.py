@@ -155,8 +155,9 @@ def attention_backward(
         out: what it returned, ``(Dv, Hq, Sq, B)``.
         stats: the log-sum-exp that it returned with ``return_stats=True``, ``(Sq, Hq, B)`` float32, in Fortran order.
         deterministic: give the same bits in every run. By default dQ is added up in any order on the GPU (dK and dV always
-            are the same). It costs either memory of size Hq x Sq x Skv or, beyond ``max_workspace`` and what is free, time,
-            on Hopper with cuDNN 9.25.1 or newer; :func:`cupy_sdpa.explain` shows which. Default False.
+            are the same). It needs a workspace of 2 x Hq x Sq x Skv x B bytes; where that exceeds
+            ``max_workspace``, a slower engine with little memory is used, on Hopper with cuDNN 9.25.1 or newer. The choice
+            never depends on how much memory is free; :func:`cupy_sdpa.explain` shows the workspace. Default False.
         return_dbias: give the gradient of the bias, of its shape and dtype, summed over the axes along which it is broadcast.
             On the GPU it is added up in 16 bits, also where the bias is float32. Default False.
         return_dsinks: give the gradient of the sinks, ``(Hq,)`` float32. Default False.

@@ -203,7 +203,7 @@ class Call:
         if capturing := gpu.capturing():
             plan.keep()
         self._allocate()
-        workspace = gpu.allocate(plan.info.workspace)  # next to the results, as a repeated call does: at the same place
+        workspace = _workspace(plan)  # after the results, as in a repeated call, so that it gets the same address
         stage = self._enqueued(given, plan, workspace.ptr)
         if not capturing:
             self.launched = Launched(plan, workspace.ptr, stage.plain, stage.bytes_made)
@@ -270,9 +270,7 @@ def explain_here(problem: Problem, device: int) -> Report:
 def planned_report(problem: Problem, info: PlanInfo, capability: int, note: str = "") -> Report:
     """The report of a problem that has a plan."""
     asked = problem, info.cudnn, capability
-    return Report(
-        "cuDNN", problem, info.graph, info, note=note, workarounds=workarounds(*asked), unverified=unverified(*asked)
-    )
+    return Report("cuDNN", problem, info.graph, info, note=note, workarounds=workarounds(*asked), unverified=unverified(*asked))
 
 
 def refused(problem: Problem, reasons: Sequence[Reason], note: str = "") -> Report:
@@ -308,14 +306,22 @@ def planned(problem: Problem, device: int, run: Callable[[Session, Plan], T]) ->
         if reasons := objections(problem, device):
             raise reasons[0].error("\n".join(map(str, reasons)))
         _not_while_capturing(problem)
-        memory = gpu.free_memory() if problem.deterministic else None
-        return plan_for(problem, Target(gpu.model(device), gpu.capability(device), here.handle, memory=memory))
+        return plan_for(problem, Target(gpu.model(device), gpu.capability(device), here.handle))
 
-    def run_on_stream(plan: Plan) -> T:
-        here.handle.set_stream(gpu.stream())
-        return run(here, plan)
+    here.handle.set_stream(gpu.stream())  # also for building: the stream of an earlier call may have been destroyed
+    return here.cache.use(problem, build, functools.partial(run, here))
 
-    return here.cache.use(problem, build, run_on_stream)
+
+def _workspace(plan: Plan) -> Any:
+    """The memory for a plan's workspace; where there is too little, the allocator's error with the size and the remedy."""
+    try:
+        return gpu.allocate(plan.info.workspace)
+    except Exception as error:  # CuPy's OutOfMemoryError, or what another allocator raises
+        error.add_note(
+            f"cuDNN's workspace for this call is {plan.info.workspace} bytes. max_workspace= limits it: cuDNN then uses an "
+            "engine that needs less, where it has one"
+        )
+        raise
 
 
 def _not_while_capturing(problem: Problem) -> None:

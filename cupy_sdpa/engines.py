@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ._cudnn.constants import AttributeType, HeurMode, KnobType, NumericalNote, name_of
+from ._cudnn.constants import AttributeType, HeurMode, KnobType, NumericalNote, Status, name_of
 from ._cudnn.descriptor import Descriptor
 from ._cudnn.library import library
 from .errors import CudnnError, Unsupported
@@ -190,7 +190,11 @@ class Search:
         return configs[:filled]
 
     def _try(self, config: Descriptor) -> Candidate | None:
-        """Finalize a plan; None, and the reason kept, where it cannot be or needs too much."""
+        """Finalize a plan; None, and the reason kept, where it cannot be or needs too much.
+
+        Raises:
+            CudnnError: there is no memory to finalize it with.
+        """
         engine, notes = _number_and_notes(config)
         plan = Descriptor("EXECUTION_PLAN")
         started = time.perf_counter()
@@ -212,8 +216,8 @@ class Search:
             return Candidate(plan, text, engine, knobs, notes, need, build_ms)
         except BaseException as error:
             plan.close()
-            # A kernel that does not compile (4001) is one engine's failure: the next may do.
-            if not isinstance(error, (Unsupported, CudnnError)):
+            # A kernel that does not compile (4001) is one engine's failure: the next may do. A lack of memory may pass.
+            if not isinstance(error, (Unsupported, CudnnError)) or no_memory(error):
                 raise
             self.refused.append(f"engine {engine}: {error}")
             return None
@@ -230,6 +234,12 @@ def splits_keys(engine: int, knobs: Mapping[str, int]) -> bool:
     if engine != 1:
         return False
     return knobs["STREAM_K"] == 1 if "STREAM_K" in knobs else knobs.get("KERNEL_CFG") in (33, 34, 35)
+
+
+def no_memory(error: Exception) -> bool:
+    """Whether cuDNN failed because it could not allocate memory: no reason to take another engine, or to keep a refusal."""
+    failed = (Status.INTERNAL_ERROR_HOST_ALLOCATION_FAILED, Status.INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED)
+    return isinstance(error, CudnnError) and error.status in failed
 
 
 def knobs_text(knobs: Knobs) -> str:

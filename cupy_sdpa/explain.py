@@ -192,8 +192,9 @@ def get_plan_cache() -> PlanCache:
     """The plan cache of the calling thread in the current CUDA context.
 
     Returns:
-        The cache: ``hits``, ``misses``, ``size``, ``bytes``, ``limit``, ``clear()``, ``set_limit()``; printed, or
-        shown in a notebook, a table of its plans.
+        The cache: ``hits``, ``misses``, ``size``, ``bytes``, ``limit``, ``clear()``, ``set_limit()``; of the calls that are
+        recorded as CUDA graphs ``recordings``, ``recording_bytes``, ``recording_limit``, ``set_recording_limit()``;
+        printed, or shown in a notebook, a table of its plans.
 
     Raises:
         RuntimeError: there is no GPU.

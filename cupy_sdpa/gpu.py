@@ -77,8 +77,8 @@ def allocate(size: int) -> Any:
     if holder := _holder.get():
         stream, held = holder
         with stream:
-            held.append(cupy().cuda.alloc(size))
-        return held[-1]
+            held.append(cupy().empty(size, np.uint8))
+        return held[-1].data
     if capturing():
         return cupy().cuda.malloc_async(size)
     return cupy().cuda.alloc(size)
@@ -88,12 +88,6 @@ def empty(shape: tuple[int, ...], dtype: Any) -> Any:
     """A temporary array in Fortran order, in memory from :func:`allocate`."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     return cupy().ndarray(shape, dtype, allocate(max(size, 1)), order="F")
-
-
-def free_memory() -> int:
-    """Bytes that CuPy could allocate now: what the device has free and what CuPy's pool holds unused."""
-    free, _ = cupy().cuda.runtime.memGetInfo()
-    return int(free) + int(cupy().get_default_memory_pool().free_bytes())
 
 
 @functools.cache
@@ -126,32 +120,26 @@ def context_id() -> int:
 
 
 def captured(run: Callable[[], None]) -> tuple[int, list[Any]]:
-    """A CUDA graph of what ``run`` enqueues, for the caller to destroy; and the memory that it allocates for that.
+    """A CUDA graph of what ``run`` enqueues, for the caller to destroy; and the memory that it allocates for that, as arrays.
 
     Nothing runs. The memory is of the current stream, as if it were no recording: whoever launches the graph holds it.
+    Whatever is raised, the capture is ended, and the current stream is the one from before.
     """
     runtime = cupy().cuda.runtime
     held: list[Any] = []
     token = _holder.set((cupy().cuda.get_current_stream(), held))
     try:
         with cupy().cuda.Stream(non_blocking=True) as stream:
-            runtime.streamBeginCapture(stream.ptr, runtime.streamCaptureModeRelaxed)  # minds nobody else's work
             try:
+                runtime.streamBeginCapture(stream.ptr, runtime.streamCaptureModeRelaxed)  # minds nobody else's work
                 run()
             except BaseException:
-                runtime.graphDestroy(runtime.streamEndCapture(stream.ptr))
+                with contextlib.suppress(Exception):  # raised too where the capture was broken, and in any case it has ended
+                    runtime.graphDestroy(runtime.streamEndCapture(stream.ptr))
                 raise
             return int(runtime.streamEndCapture(stream.ptr)), held
     finally:
         _holder.reset(token)
-
-
-def out_of_memory(error: Exception) -> bool:
-    """Whether an exception of CuPy's says that the GPU has no memory left."""
-    cuda = cupy().cuda
-    if isinstance(error, cuda.runtime.CUDARuntimeError):
-        return bool(error.status == int(driver().CUresult.CUDA_ERROR_OUT_OF_MEMORY))  # both libraries' number for it
-    return isinstance(error, cuda.memory.OutOfMemoryError)
 
 
 def fit(target: Any, source: Any, axes: Sequence[int]) -> None:

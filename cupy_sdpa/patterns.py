@@ -88,7 +88,11 @@ class Operands:
 
     def key_positions(self) -> Tensor | None:
         """The index of every key as an array, where the graph is to read it from memory."""
-        return Tensor("key positions", (1, 1, 1, self.skv), "int32", "constant", (self.skv,) * 3 + (1,)) if self.full_keys else None
+        return (
+            Tensor("key positions", (1, 1, 1, self.skv), "int32", "constant", (self.skv,) * 3 + (1,))
+            if self.full_keys
+            else None
+        )
 
     def _broadcast(self, tensor: Tensor, *, queries: bool = False, keys: bool = False) -> Tensor:
         """A tensor with the axis of queries, or of keys, in full by stride 0."""

@@ -16,7 +16,7 @@ from ._cudnn.constants import AttributeType
 from ._cudnn.descriptor import Descriptor
 from ._cudnn.launch import Handle, Launcher
 from ._cudnn.library import library
-from .engines import Candidate, EngineConfig, Knobs, Search, knobs_text
+from .engines import Candidate, EngineConfig, Knobs, Search, knobs_text, no_memory
 from .errors import CudnnError, Unsupported
 from .graph import Graph
 from .lowering import OperationGraph
@@ -47,14 +47,12 @@ class Target:
         capability: its compute capability, 9.0 is 90.
         handle: the handle that the plan will belong to, of a GPU that is here; None for one that is described.
         description: of a GPU that need not be here, JSON as cuDNN writes it; such a plan cannot be run.
-        memory: bytes that could be allocated now; None where nobody knows.
     """
 
     model: str
     capability: int
     handle: Handle | None = None
     description: str | None = None
-    memory: int | None = None
 
 
 @dataclass(frozen=True)
@@ -106,10 +104,11 @@ class PlanInfo:
 
 
 def plan_for(problem: Problem, target: Target, shelf: Shelf | None = None) -> Plan:
-    """The plan of a problem: of the ways to compute it the first that runs within the memory allowed.
+    """The plan of a problem: of the ways to compute it the first that runs within ``max_workspace``.
 
-    Deterministic gradients have two: writing dQ directly, for which cuDNN keeps dS, of size Sq x Skv; and, beyond that
-    memory, Hopper's ordered engine, which is slower and needs next to none.
+    Deterministic gradients have two: writing dQ directly, for which cuDNN keeps dS, of size Hq x Sq x Skv x B; and, where that
+    exceeds ``max_workspace``, Hopper's ordered engine, which is slower and needs little memory. The choice depends on the
+    problem, the GPU's model and the version of cuDNN alone, never on how much memory is free: two runs give the same bits.
 
     Args:
         problem: what is asked.
@@ -126,16 +125,9 @@ def plan_for(problem: Problem, target: Target, shelf: Shelf | None = None) -> Pl
     if not problem.deterministic:
         return make(backward(problem, writes_directly(problem), needed), target, limit=limit, shelf=shelf)
     try:
-        plan = make(backward(problem, direct=True, guards=needed), target, limit=limit, shelf=shelf)
-        if target.memory is None or plan.info.workspace <= target.memory:
-            return plan
-        plan.close()
-        raise Unsupported(
-            "the memory does not suffice:\n"
-            f"  engine {plan.info.engine}: it needs a workspace of {plan.info.workspace} bytes, {target.memory} are free"
-        )
+        return make(backward(problem, direct=True, guards=needed), target, limit=limit, shelf=shelf)
     except Unsupported as quadratic:
-        if problem.dbias:
+        if problem.sums:  # cuDNN never writes them unless dQ is written directly, see writes_directly
             raise
         version = library().version
         if version < ORDERED_SINCE or not 90 <= target.capability < 100:
@@ -143,10 +135,9 @@ def plan_for(problem: Problem, target: Target, shelf: Shelf | None = None) -> Pl
                 f"{quadratic}\n  the engine that needs less came with cuDNN {version_text(ORDERED_SINCE)}, for Hopper only: "
                 f"this is cuDNN {version_text(version)} and compute capability {target.capability / 10}"
             ) from None
-        bounds = [bound for bound in (limit, target.memory) if bound is not None]
         before = str(quadratic).splitlines()[1:]
         graph = backward(problem, guards=needed)
-        return make(graph, target, config=ORDERED, limit=min(bounds, default=None), refused=before, shelf=shelf)
+        return make(graph, target, config=ORDERED, limit=limit, refused=before, shelf=shelf)
 
 
 def make(
@@ -180,6 +171,8 @@ def make(
             try:
                 return load(content, graph, target, key)
             except (CudnnError, Unsupported, ValueError, LookupError, TypeError) as error:
+                if no_memory(error):
+                    raise
                 shelf.reject(key, f"{type(error).__name__}: {error}")
         started = time.perf_counter()
         with searching(graph, target, limit, refused) as (search, uids):
@@ -373,12 +366,15 @@ class Plan:
         self._recorded = True
 
     def close(self) -> None:
-        """Destroy the plan, unless a CUDA graph needs it; the kernels that it has enqueued run on."""
-        for dependent in self.dependents:
-            dependent.close()
-        self.dependents.clear()
-        if not self._recorded:
-            self._descriptor.close()
+        """Close what is made of it, then destroy the plan, unless a CUDA graph needs it; kernels already enqueued still run.
+
+        One failure does not stop the rest: all are closed, then the error is raised.
+        """
+        with contextlib.ExitStack() as stack:
+            if not self._recorded:
+                stack.callback(self._descriptor.close)  # the first one in is the last one out
+            while self.dependents:
+                stack.callback(self.dependents.pop().close)
 
 
 def _described(target: Target) -> Descriptor:

@@ -6,12 +6,22 @@ addresses that have come a few times all that it enqueues has been recorded: it 
 a launch of the recording. On others its plan is executed, if that is all there is to do. Calls with functions, and those that
 copy large arrays, are read every time.
 
-What is known belongs to a thread's session in a CUDA context, and a recording to the plan whose kernels it holds: it goes
-before the plan does. It holds the addresses of the caller's arrays, and keeps none of them alive.
+What is known belongs to a thread's session in a CUDA context, and a recording to the plan whose kernels it holds: it is
+destroyed before the plan. It holds the addresses of the caller's arrays, and keeps none of them alive.
+
+A recording is an optimisation. A failure to make or to launch one is a warning, and the call runs without it.
+
+A stream is known by its address, and another stream may have the same: a new one, after the first was destroyed, or the default
+stream of another thread, to which the session was handed on. This is safe. A recording is launched only where the results have
+the addresses that it writes to, and all other memory that it writes to is its own. So launches of two recordings never share
+memory, and two launches of one that are not ordered by the caller would race for the results without recordings, too.
 """
 
 from __future__ import annotations
 
+import contextlib
+import heapq
+import itertools
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -23,20 +33,25 @@ from .call import Call, tunings
 from .replay import Recording
 
 if TYPE_CHECKING:  # cuDNN's rooms are entered only for CuPy arrays
-    from .cache import PlanCache
+    from .cache import PlanCache, Session
     from .plan import Plan
 
-#: Calls that a session knows, and sets of addresses that each has a recording for; the oldest go first.
-CALLS, RECORDINGS = 1024, 128
+#: Calls that a session knows, and sets of addresses without a recording that each counts; the least recently used go first.
+CALLS, SEEN = 1024, 128
 #: Recordings of a call that are few: as graphs, in turn, they take no more of the device's time than their kernels.
 FEW = 4
 #: How often a call comes on the same addresses before it is recorded, which takes as long as ten launches.
 SIGHTS = 3
+#: After a failure to record it, or to launch a recording of it, a call runs so often before it is recorded again.
+PAUSE = 1000
 #: Bytes of workspace, and of arrays made for the call, up to which a recording keeps its own.
 SMALL = 1 << 16
 
 #: Options of these kinds are part of a call's key as they are. A tuple is by its text: (1, 0) and (1.0, 0) are not the same.
 _PLAIN = frozenset({bool, int, float, str, type(None), np.bool_, np.int64, np.float32, np.float64})
+
+#: Numbers the uses of calls, to tell which is the least recent.
+_next_use = itertools.count().__next__
 
 #: Everything of CuPy that a repeated call needs, once there is a call to repeat: looking names up in modules takes time.
 _here: _Here | None = None
@@ -60,11 +75,14 @@ class Known:
         plan: what it ran with.
         cache: where the plan is kept.
         names: of the arrays that the caller gave, in the order of their addresses.
+
+    Attributes:
+        used: the number of its latest use.
     """
 
     __slots__ = (
-        "_cache", "_closed", "_device", "_made", "_names", "_numbers", "_places", "_plain", "_recordings", "_seen",
-        "_workspace", "_workspaces", "plan",
+        "_cache", "_closed", "_device", "_made", "_names", "_numbers", "_pause", "_places", "_plain", "_recordings", "_seen",
+        "_workspace", "plan", "used",
     )  # fmt: skip
 
     def __init__(self, call: Call, plan: Plan, cache: PlanCache, names: Sequence[str]) -> None:
@@ -74,9 +92,11 @@ class Known:
         self._recordings: dict[tuple[int, ...], Recording] = {}
         #: How often addresses have come that there is no recording for.
         self._seen: dict[tuple[int, ...], int] = {}
-        #: Bytes of workspace to allocate in every call; a small one is kept for each stream.
+        #: How many calls are left before it may be recorded.
+        self._pause = 0
+        #: Bytes of workspace to allocate in every call; a small one is part of each recording.
         self._workspace = plan.info.workspace if plan.info.workspace > SMALL else 0
-        self._workspaces: dict[int, Any] = {}
+        self.used = _next_use()
         results = [spec.name for spec in call.problem.results]
         #: Where each result is: its place among the addresses, or -1 where it is made.
         self._places = [names.index(name) if name in names else -1 for name in results]
@@ -103,42 +123,61 @@ class Known:
         pointers = (stream, *addresses, *[array.data.ptr for array in made])
         workspace = None
         if self._workspace:
-            workspace = here.alloc(self._workspace)
+            try:
+                workspace = here.alloc(self._workspace)
+            except Exception:
+                return None  # where it is allocated again, the error has a note on the workspace
             pointers = (*pointers, workspace.ptr)
         with self._cache.lock:
             recording = self._recordings.get(pointers)
-            if recording is not None:
-                recording.launch(of_many=len(self._recordings) > FEW)
-            elif not self._executed(here, arrays, pointers, workspace):
-                return None
+            if recording is None:
+                if not self._executed(here, arrays, pointers, workspace):
+                    return None
+            else:
+                try:
+                    recording.launch(of_many=len(self._recordings) > FEW)
+                except Exception as error:
+                    self._give_up(recording, error)
+                    return None
+                self._cache.recorded.use(recording)
             self.plan.used = True
             self._cache.hits += 1
+            self.used = _next_use()
         if not made:
             return [arrays[place] for place in self._places]
         new = iter(made)
         return [next(new) if place < 0 else arrays[place] for place in self._places]
 
     def _executed(self, here: _Here, arrays: Sequence[Any], pointers: tuple[int, ...], workspace: Any) -> bool:
-        """Execute the plan on addresses that nothing is recorded of, if nothing is to be checked of them, or recorded."""
+        """Execute the plan on addresses without a recording; False where the call is to be checked, or recorded, first."""
         seen = self._seen.get(pointers, 0) + 1
-        if self._closed or not self._plain or seen >= SIGHTS:
+        if self._closed or not self._plain or (seen >= SIGHTS and self._may_record()):
             return False
         if seen == 1 and max(self._places) >= 0:
             return False  # whether a result overlaps another array is to be read
         stream, *addresses = pointers
         if any(address & 15 for address in addresses) or any(array.data.device_id != self._device for array in arrays):
             return False
-        self._saw(pointers, seen)
         if workspace is None and self.plan.info.workspace:
-            workspace = here.alloc(self.plan.info.workspace)
+            try:
+                workspace = here.alloc(self.plan.info.workspace)
+            except Exception:
+                return False  # as in run()
+        self._saw(pointers, seen)
         self.plan.set_stream(stream)
-        named = dict(zip(self._names, addresses, strict=False))  # a workspace may be behind them
+        named = dict(zip(self._names, addresses, strict=False))  # a workspace may come after them
         self.plan.execute(named, self._numbers, workspace.ptr if workspace else 0)
         return True
 
+    def _may_record(self) -> bool:
+        return not self._pause and self._cache.recorded.limit > 0
+
     def _saw(self, pointers: tuple[int, ...], times: int) -> None:
+        """Note that addresses without a recording have come so often."""
+        self._pause = max(self._pause - 1, 0)
+        self._seen.pop(pointers, None)  # so that they become the most recent
         self._seen[pointers] = times
-        if len(self._seen) > RECORDINGS:
+        if len(self._seen) > SEEN:
             del self._seen[next(iter(self._seen))]
 
     def learn(self, call: Call, addresses: Sequence[int], own: list[Any]) -> None:
@@ -157,40 +196,43 @@ class Known:
         with self._cache.lock:
             if self._closed or pointers in self._recordings:
                 return
-            seen = self._seen.pop(pointers, 0) + 1
-            if seen < SIGHTS:
+            seen = self._seen.get(pointers, 0) + 1
+            if seen < SIGHTS or not self._may_record():
                 self._saw(pointers, seen)
                 return
-            try:
-                self._recordings[pointers] = self._recorded(call, stream, own)
-            except Exception as error:
-                if not gpu.out_of_memory(error):
-                    raise
-                text = "the GPU has no memory left to record a call that comes again: it takes more of the host's time"
-                warnings.warn(text, RuntimeWarning, stacklevel=4)
-            if len(self._recordings) > RECORDINGS:
-                self._recordings.pop(next(iter(self._recordings))).close()
+            self._seen.pop(pointers, None)
+            self._pause = PAUSE  # unless the recording is made, and kept
+            self._cache.recorded.add(self._recorded(call, stream, own), self._recordings, pointers)
+            if pointers in self._recordings:
+                self._pause = 0
 
     def _recorded(self, call: Call, stream: int, own: list[Any]) -> Recording:
         assert call.launched
-        if not self._workspace:
-            if stream not in self._workspaces:
-                self._workspaces[stream] = gpu.allocate(self.plan.info.workspace)
-            call.launched = call.launched._replace(workspace=self._workspaces[stream].ptr)
+        if not self._workspace and self.plan.info.workspace:
+            workspace = gpu.empty((self.plan.info.workspace,), np.uint8)
+            own = [*own, workspace]
+            call.launched = call.launched._replace(workspace=workspace.data.ptr)
         try:
             return Recording(call.enqueue, own)
         finally:
             self.plan.set_stream(stream)  # it was that of the recording
 
+    def _give_up(self, recording: Recording, error: Exception) -> None:
+        """Destroy a recording that cannot be launched, and record nothing for a while."""
+        self._pause = PAUSE
+        with contextlib.suppress(Exception):
+            self._cache.recorded.destroy(recording)
+        _warn(self._cache, error, stacklevel=6)
+
     def close(self) -> None:
-        """Let go of the recordings: the plan is about to be destroyed."""
+        """Destroy the recordings: the plan is about to be destroyed."""
         self._closed = True
-        while self._recordings:
-            self._recordings.popitem()[1].close()
-        self._workspaces.clear()
+        with contextlib.ExitStack() as stack:  # all of them, whichever fails
+            for recording in self._recordings.values():
+                stack.callback(self._cache.recorded.destroy, recording)
 
     def forget(self) -> None:
-        """Let go of the recordings, for another call takes the place."""
+        """Destroy the recordings: another call takes the place."""
         with self._cache.lock:
             self.plan.dependents.discard(self)
             self.close()
@@ -222,7 +264,9 @@ def repeated(how: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) -> l
 
 
 def learn(how: Any, names: Sequence[str], arrays: tuple[Any, ...], options: Mapping[str, Any], call: Call) -> None:
-    """Note a call that has run, so that it need not be read again.
+    """Note a call that has run, so that it need not be read again; record it where it has come often.
+
+    Its results exist, so a failure is only a warning.
 
     Args:
         how, arrays, options: as :func:`repeated` got them.
@@ -243,15 +287,43 @@ def learn(how: Any, names: Sequence[str], arrays: tuple[Any, ...], options: Mapp
     key, given, addresses = found
     there = [name for name, array in zip(names, arrays, strict=True) if array is not None]
     there += [name for name, value in options.items() if type(value) is here.ndarray]
-    known = session.known.get(key)
-    if known is None or known.plan is not plan:  # of one that has been destroyed, or of arrays that are aligned otherwise
-        if known:
-            known.forget()
-        known = session.known[key] = Known(call, plan, session.cache, there)
-        if len(session.known) > CALLS:
-            session.known.pop(next(iter(session.known))).forget()
     others = {id(array) for array in given} | {id(call.arrays[spec.name]) for spec in call.problem.results}
-    known.learn(call, addresses, [array for array in call.arrays.values() if id(array) not in others])
+    try:
+        known = _known(session, key, call, there)
+        known.learn(call, addresses, [array for array in call.arrays.values() if id(array) not in others])
+    except Exception as error:
+        _warn(session.cache, error, stacklevel=4)
+
+
+def _known(session: Session, key: tuple[Any, ...], call: Call, names: Sequence[str]) -> Known:
+    """The call that is known under a key, or this one from now on."""
+    assert call.launched
+    plan = call.launched.plan
+    known: Known | None = session.known.get(key)
+    if known is not None and known.plan is plan:
+        known.used = _next_use()
+        return known
+    if known is not None:  # of a plan that has been destroyed, or of arrays that are aligned otherwise
+        known.forget()
+    if len(session.known) >= CALLS:  # some more than needed, so that it is rarely looked for
+        for old, one in heapq.nsmallest(1 + CALLS // 8, session.known.items(), key=lambda item: item[1].used):
+            del session.known[old]
+            one.forget()
+    new = session.known[key] = Known(call, plan, session.cache, names)
+    return new
+
+
+def _warn(cache: PlanCache, error: Exception, stacklevel: int) -> None:
+    """Warn, once in a session, that a call cannot be recorded, or that its recording cannot be launched."""
+    if not cache.recorded.warned:
+        cache.recorded.warned = True
+        warnings.warn(
+            f"a repeated call could not be recorded as a CUDA graph: {type(error).__name__}: {error}. Its results are right, "
+            f"but it takes more of the host's time. Recording is tried again after {PAUSE} calls, without another warning; "
+            "get_plan_cache().set_recording_limit(0) turns it off",
+            RuntimeWarning,
+            stacklevel=stacklevel,
+        )
 
 
 def _key(

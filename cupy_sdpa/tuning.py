@@ -2,7 +2,9 @@
 
 Heuristics know the problem and the GPU, not what else matters. Every config that they propose is measured; on request also
 every setting of the engines' knobs that finalizes. A config counts only if its results agree with those of the first: of
-the settings made by hand many finalize and compute nonsense (measured with 9.19: up to 16 of 23).
+the settings made by hand many finalize and compute nonsense (measured with 9.19: up to 16 of 23). Deterministic gradients stay
+deterministic: cuDNN does not report which configs are, so settings by hand are not tried for them, and nothing else is tried
+for the graph of the ordered engine.
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from . import gpu, html
 from ._cudnn.launch import Handle
 from .cache import PlanCache
 from .engines import Candidate, EngineConfig, Knobs, Search, knobs_text
-from .errors import CudnnError, Unsupported
 from .plan import Kept, Plan, searching
 from .problem import Problem
 from .replay import Recording
@@ -43,7 +46,7 @@ class Trial:
     Attributes:
         engine, knobs: what it was.
         workspace: bytes that it needs beside the arrays.
-        us: microseconds of an execution, the median; None where its results were wrong.
+        us: microseconds of an execution, the median; None where it failed or its results were wrong.
         proposed: whether heuristics propose it.
     """
 
@@ -82,7 +85,7 @@ class Tuning:
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         for t in self.trials:
-            time = "wrong results" if t.us is None else f"{t.us:.1f} us"
+            time = "failed or wrong results" if t.us is None else f"{t.us:.1f} us"
             yield time, str(t.engine), knobs_text(t.knobs), f"{t.workspace} B", "heuristics" if t.proposed else "hand"
 
     def __str__(self) -> str:
@@ -114,7 +117,7 @@ def tune(
         cache: where it is kept.
         execute: (plan, address of its workspace) -> None; enqueues an execution.
         results: the arrays that it writes.
-        knobs: try settings of knobs by hand, too.
+        knobs: try settings of knobs by hand, too; not for deterministic gradients.
     """
     bench = _Bench(plan.target.handle, execute, results)
     right = bench.results_of(plan)
@@ -122,9 +125,9 @@ def tune(
     others: list[_Entry] = []
     trials: list[Trial] = []
     try:
-        limit = gpu.free_memory() if problem.settings.max_workspace is None else problem.settings.max_workspace
-        with searching(plan.info.graph, plan.target, limit) as (search, uids):
-            for count, (candidate, proposed) in enumerate(_candidates(search, plan, knobs), 1):
+        with searching(plan.info.graph, plan.target, problem.settings.max_workspace) as (search, uids):
+            configs = () if _ordered(problem, plan) else _candidates(search, plan, knobs and not problem.deterministic)
+            for count, (candidate, proposed) in enumerate(configs, 1):
                 other = Plan(
                     Kept(uids, candidate, plan.info.refused), plan.info.graph, plan.target, plan.key, candidate.build_ms
                 )
@@ -162,9 +165,14 @@ def tune(
     return Tuning(problem, tuple(trials), before, after)
 
 
+def _ordered(problem: Problem, plan: Plan) -> bool:
+    """Whether a plan is the ordered engine's: other configs of its graph add dQ up in scratch memory in any order."""
+    return problem.deterministic and bool(plan.info.graph.by_role("scratch"))
+
+
 @dataclass
 class _Entry:
-    """A plan that is being measured; ``us`` is None where its results are wrong."""
+    """A plan that is being measured; ``us`` is None where it failed or its results are wrong."""
 
     plan: Plan
     us: float | None
@@ -215,7 +223,7 @@ class _Bench:
         """Whether a plan runs, and its results are the right ones but for rounding."""
         try:
             results = self.results_of(plan)
-        except (Unsupported, CudnnError):
+        except Exception:  # also where there is no memory for its workspace, whoever's the allocator
             return False
         return all(self._near(a, b) for a, b in zip(right, results, strict=True))
 
@@ -228,7 +236,7 @@ class _Bench:
 
     def time(self, plan: Plan, rounds: int) -> float:
         """Microseconds of an execution in a row of them, the median of some rounds."""
-        recording = self._recorded(plan, gpu.allocate(plan.info.workspace))
+        recording = self._recorded(plan, gpu.empty((plan.info.workspace,), np.uint8))
         try:
             self._row_ms(recording, 1)
             count = max(1, min(100, round(_ROUND_MS / self._row_ms(recording, 1))))
@@ -241,7 +249,7 @@ class _Bench:
 
         def run() -> None:
             self._handle.set_stream(gpu.stream())
-            self._execute(plan, workspace.ptr)
+            self._execute(plan, workspace.data.ptr)
 
         try:
             return Recording(run, [workspace])

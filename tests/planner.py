@@ -10,7 +10,6 @@ import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import replace
 
 
 def child_environment(**more):
@@ -36,7 +35,7 @@ def library_version() -> int | str:
         return str(error)
 
 
-def plan_problem(problem, gpu: str, memory=None):
+def plan_problem(problem, gpu: str):
     """In a child: plan a problem as a call would; gives the PlanInfo, or the text of the refusal."""
     from cupy_sdpa import Unsupported
     from cupy_sdpa.offline import described
@@ -44,7 +43,7 @@ def plan_problem(problem, gpu: str, memory=None):
     from cupy_sdpa.shelf import Shelf
 
     try:
-        plan = plan_for(problem, replace(described(gpu), memory=memory), Shelf(None))
+        plan = plan_for(problem, described(gpu), Shelf(None))
     except Unsupported as error:
         return str(error)
     plan.close()

@@ -3,11 +3,12 @@
 import gc
 import os
 import threading
+from typing import ClassVar
 
 import pytest
 from cases import Case
 
-from cupy_sdpa import Unsupported, cache
+from cupy_sdpa import CudnnError, Unsupported, cache
 from cupy_sdpa.cache import PlanCache
 from cupy_sdpa.patterns import forward
 from cupy_sdpa.plan import Plan, PlanInfo
@@ -16,23 +17,26 @@ PROBLEMS = [Case(f"p{n}", sq=n + 1).problem() for n in range(40)]
 
 
 class FakePlan(Plan):
-    """A plan that only knows whether it was closed."""
+    """A plan that only knows whether it was closed; it may fail then."""
 
-    def __init__(self):
+    def __init__(self, fail=None):
+        self.fail = fail
         self.used = False
         self.info = PlanInfo(2, (("TILE_M", 3),), 256, (), 1.0, False, False, 70000, (), 91900, forward(PROBLEMS[0]))
         self.closed = 0
 
     def close(self):
         self.closed += 1
+        if self.fail:
+            raise self.fail
 
 
 def itself(plan):
     return plan
 
 
-def refuse():
-    raise Unsupported("engine 2: no")
+def refuse(text="engine 2: no"):
+    raise Unsupported(text)
 
 
 def test_a_plan_is_built_once():
@@ -57,13 +61,13 @@ def test_the_least_recently_used_plan_goes_first_and_is_destroyed_at_once():
 def test_refusals_are_kept_as_text():
     """A refusal is not asked for again, and no exception, hence no array in its frames, is kept alive."""
     kept = PlanCache()
-    asked = []
+    asked, text = [], "engine 2: no, asked for the first time"
     for _ in range(3):
-        with pytest.raises(Unsupported, match="engine 2: no"):
-            kept.use(PROBLEMS[0], lambda: asked.append(1) or refuse(), itself)
+        with pytest.raises(Unsupported, match=text):
+            kept.use(PROBLEMS[0], lambda: asked.append(1) or refuse(text), itself)
     assert len(asked) == 1
     gc.collect()
-    assert not any(isinstance(o, Unsupported) for o in gc.get_objects())
+    assert not any(isinstance(o, Unsupported) and str(o) == text for o in gc.get_objects())
 
 
 def test_other_errors_are_not_kept():
@@ -92,6 +96,131 @@ def test_a_plan_that_runs_without_look_ups_stays():
     assert (last.closed, new.closed, len(kept)) == (1, 0, 1)
 
 
+def test_a_plan_that_cannot_be_destroyed_costs_a_warning():
+    """The new plan is kept and runs although the evicted one fails to close; the evicted one is forgotten."""
+    kept = PlanCache(limit=1)
+    old = kept.use(PROBLEMS[0], lambda: FakePlan(CudnnError("failed to destroy")), itself)
+    with pytest.warns(RuntimeWarning, match="failed to destroy"):
+        new = kept.use(PROBLEMS[1], FakePlan, itself)
+    assert (old.closed, new.closed, len(kept)) == (1, 0, 1)
+    assert kept.use(PROBLEMS[1], refuse, itself) is new
+
+
+def test_a_new_plan_is_kept_even_if_eviction_is_interrupted():
+    """An exception that comes out of the eviction loses no plan: the next look-up finds the new one."""
+    kept = PlanCache(limit=1)
+    kept.use(PROBLEMS[0], lambda: FakePlan(KeyboardInterrupt()), itself)
+    built = []
+    with pytest.raises(KeyboardInterrupt):
+        kept.use(PROBLEMS[1], lambda: built.append(FakePlan()) or built[0], itself)
+    assert kept.use(PROBLEMS[1], refuse, itself) is built[0]
+    assert built[0].closed == 0
+
+
+@pytest.mark.parametrize("how", [PlanCache.clear, lambda kept: kept.set_limit(1)], ids=["clear", "set_limit"])
+def test_one_failure_does_not_stop_an_eviction(how):
+    """Every plan that is to go is closed, whichever fails; each failure is a warning."""
+    kept = PlanCache()
+    plans = [
+        kept.use(p, lambda n=n: FakePlan(CudnnError(f"{n}") if n < 2 else None), itself) for n, p in enumerate(PROBLEMS[:5])
+    ]
+    with pytest.warns(RuntimeWarning) as said:
+        how(kept)
+    assert [plan.closed for plan in plans[:4]] == [1] * 4
+    assert len(kept) == len([plan for plan in plans if not plan.closed])
+    assert [str(warning.message) for warning in said] == [f"a plan could not be destroyed: CudnnError: {n}" for n in (0, 1)]
+
+
+@pytest.mark.parametrize("loser", ["replaced", "built_twice"])
+def test_a_plan_takes_its_place_although_the_other_one_fails_to_close(loser):
+    """Whichever of two plans of one problem is given up, a failure to destroy it is a warning."""
+    kept, bad = PlanCache(), FakePlan(CudnnError("failed to destroy"))
+    if loser == "replaced":
+        kept.use(PROBLEMS[0], lambda: bad, itself)
+        with pytest.warns(RuntimeWarning, match="failed to destroy"):
+            kept.put(PROBLEMS[0], stays := FakePlan())
+    else:
+        stays = FakePlan()
+        with pytest.warns(RuntimeWarning, match="failed to destroy"):
+            assert kept.use(PROBLEMS[0], lambda: kept.put(PROBLEMS[0], stays) or bad, itself) is stays
+    assert (bad.closed, stays.closed) == (1, 0)
+    assert kept.get(PROBLEMS[0]) is stays
+
+
+class FakeRecording:
+    """A recording of some bytes, kept under its name in ``home``; it may fail to close."""
+
+    home: ClassVar[dict] = {}
+
+    def __init__(self, name, size=100, fail=None):
+        self.name, self.size, self.fail, self.closed = name, size, fail, 0
+
+    def close(self):
+        assert self.name not in self.home  # nothing launches it any more
+        self.closed += 1
+        if self.fail:
+            raise self.fail
+
+
+@pytest.fixture
+def recordings(monkeypatch):
+    """The recordings of a cache with room for 350 bytes."""
+    monkeypatch.setattr(FakeRecording, "home", {})
+    kept = PlanCache()
+    kept.set_recording_limit(350)
+    return kept.recorded
+
+
+def record(recordings, *names, **more):
+    made = [FakeRecording(name, **more) for name in names]
+    for recording in made:
+        recordings.add(recording, FakeRecording.home, recording.name)
+    return made
+
+
+def test_the_least_recently_used_recording_goes_first(recordings):
+    """Beyond the bytes allowed the one that was not launched for longest is taken out of its call and destroyed, once."""
+    a, b, c = record(recordings, "a", "b", "c")
+    recordings.use(a)
+    (d,) = record(recordings, "d")
+    assert [x.closed for x in (a, b, c, d)] == [0, 1, 0, 0]
+    assert set(FakeRecording.home) == {"a", "c", "d"}
+    (e,) = record(recordings, "e", size=240)
+    assert [x.closed for x in (a, b, c, d, e)] == [1, 1, 1, 0, 0]
+    assert (len(recordings), recordings.bytes) == (2, 340)
+
+
+def test_a_recording_larger_than_the_limit_is_not_kept(recordings):
+    """It is destroyed at once, after all the others."""
+    made = record(recordings, "a", "b") + record(recordings, "c", size=351)
+    assert [x.closed for x in made] == [1, 1, 1]
+    assert (len(recordings), recordings.bytes, FakeRecording.home) == (0, 0, {})
+
+
+def test_a_recording_that_cannot_be_destroyed_is_forgotten(recordings):
+    """Its error comes out; the one that was added stays, and the count of bytes is right."""
+    record(recordings, "a", size=300, fail=RuntimeError("destroy"))
+    with pytest.raises(RuntimeError, match="destroy"):
+        record(recordings, "b")
+    assert (len(recordings), recordings.bytes, set(FakeRecording.home)) == (1, 100, {"b"})
+
+
+def test_the_bytes_of_recordings_can_be_limited():
+    """set_recording_limit() holds at once, 0 keeps none; a negative limit is refused. Counts show in the attributes and the title."""
+    kept = PlanCache()
+    assert kept.recording_limit == 64 << 20
+    made = record(kept.recorded, "a", "b", "c")
+    assert (kept.recordings, kept.recording_bytes) == (3, 300)
+    assert "3 recordings, 300 bytes" in str(kept)
+    assert "3 recordings, 300 bytes" in kept._repr_html_()
+    kept.set_recording_limit(200)
+    assert [x.closed for x in made] == [1, 0, 0]
+    kept.set_recording_limit(0)
+    assert (kept.recordings, kept.recording_bytes, kept.recording_limit) == (0, 0, 0)
+    with pytest.raises(ValueError, match="limit is -1 bytes"):
+        kept.set_recording_limit(-1)
+
+
 def test_clear_destroys_everything():
     """After clear() nothing is kept, every plan is closed, and counts begin anew; the limit stays."""
     kept = PlanCache(limit=5)
@@ -118,7 +247,7 @@ def test_printed_it_is_a_table():
     with pytest.raises(Unsupported):
         kept.use(PROBLEMS[1], refuse, itself)
     lines = str(kept).splitlines()
-    assert lines[0] == "plan cache: 2 of at most 256, 70000 bytes, 0 hits, 2 misses"
+    assert lines[0] == "plan cache: 2 of at most 256, 70000 bytes, 0 hits, 2 misses; 0 recordings, 0 bytes"
     assert lines[1].endswith("engine refused")
     assert lines[2].endswith("engine 2, knobs TILE_M=3, workspace 256 B, size 70000 B, got in 1.0 ms, built")
 

@@ -125,22 +125,18 @@ def test_one_row_kills_cudnns_planning(planner):
 
 
 def test_deterministic_gradients_keep_within_the_memory(planner):
-    """The quadratic plan while it fits, the ordered engine beyond, and a refusal with every number where none does."""
+    """The quadratic plan within max_workspace, the ordered engine beyond it, and a refusal with every number where none fits."""
     case = Case("deterministic", d=128, hq=8, hkv=8, sq=2048, b=1)
-    quadratic = planner.call(plan_problem, case.gradient_problem(deterministic=True), "h200", None)
+    quadratic = planner.call(plan_problem, case.gradient_problem(deterministic=True), "h200")
     assert quadratic.workspace > 2 * 8 * 2048 * 2048
     version = planner.call(library_version)
-    for asked, memory in (
-        (case.gradient_problem(deterministic=True), 20 << 20),
-        (case.gradient_problem(deterministic=True, max_workspace=20 << 20), None),
-    ):
-        plan = planner.call(plan_problem, asked, "h200", memory)
-        if version >= ORDERED_SINCE:
-            assert plan.workspace <= 20 << 20
-            assert any(str(20 << 20) in reason for reason in plan.refused)
-        else:
-            assert isinstance(plan, str)
-    text = planner.call(plan_problem, case.gradient_problem(deterministic=True, max_workspace=1000), "h200", None)
+    plan = planner.call(plan_problem, case.gradient_problem(deterministic=True, max_workspace=20 << 20), "h200")
+    if version >= ORDERED_SINCE:
+        assert plan.workspace <= 20 << 20
+        assert any(str(20 << 20) in reason for reason in plan.refused)
+    else:
+        assert isinstance(plan, str)
+    text = planner.call(plan_problem, case.gradient_problem(deterministic=True, max_workspace=1000), "h200")
     assert "1000 are allowed" in text
 
 
@@ -149,10 +145,10 @@ def test_every_way_has_the_guards_that_it_needs(deterministic, planner):
     """The plan for gradients of one query masks what lies beyond it, whichever way is chosen, also the ordered one."""
     case = Case("one_query", d=128, hq=8, hkv=8, sq=1, skv=4096, b=1)
     asked = case.gradient_problem(deterministic=deterministic)
-    plan = planner.call(plan_problem, asked, "h200", None)
+    plan = planner.call(plan_problem, asked, "h200")
     ways = [plan]
     if deterministic and plan.cudnn >= ORDERED_SINCE:
-        ways.append(planner.call(plan_problem, limited(asked, 1 << 20), "h200", None))
+        ways.append(planner.call(plan_problem, limited(asked, 1 << 20), "h200"))
         assert isinstance(ways[1], PlanInfo), ways[1]
         assert "ΣdQ" in str(ways[1].graph.tensors)
     assert guards(asked, plan.cudnn, 90) == {"queries"}
@@ -163,12 +159,12 @@ def test_every_way_has_the_guards_that_it_needs(deterministic, planner):
 def test_a_workspace_limit_is_kept(planner):
     """max_workspace refuses the plans that need more, forward and backward, and tells what they need."""
     decode = Case("decode", d=128, hq=8, hkv=2, sq=1, skv=8192)
-    free = planner.call(plan_problem, decode.problem(), "h200", None)
-    less = planner.call(plan_problem, limited(decode.problem(), free.workspace - 1), "h200", None)
+    free = planner.call(plan_problem, decode.problem(), "h200")
+    less = planner.call(plan_problem, limited(decode.problem(), free.workspace - 1), "h200")
     assert isinstance(less, PlanInfo)
     assert less.workspace < free.workspace
     assert f"needs a workspace of {free.workspace} bytes, {free.workspace - 1} are allowed" in less.refused[0]
-    text = planner.call(plan_problem, Case("gqa", hkv=2).gradient_problem(max_workspace=10), "h200", None)
+    text = planner.call(plan_problem, Case("gqa", hkv=2).gradient_problem(max_workspace=10), "h200")
     assert "10 are allowed" in text
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from cases import Case, as_float, inputs
 
-from cupy_sdpa import attention, attention_backward, autotune, get_plan_cache, gpu, prepare, repeats, replay
+from cupy_sdpa import attention, attention_backward, autotune, explain, get_plan_cache, gpu, prepare, repeats, replay
 from cupy_sdpa._cudnn.library import library
-from cupy_sdpa.cache import existing_session
+from cupy_sdpa.cache import RECORDING_LIMIT, existing_session
 from cupy_sdpa.problem import Problem
 
 pytestmark = pytest.mark.gpu
@@ -24,7 +24,9 @@ def session(plans):
     """One that knows nothing yet."""
     session = existing_session(gpu.context_id())
     session.known.clear()
-    return session
+    session.cache.recorded.warned = False
+    yield session
+    session.cache.set_recording_limit(RECORDING_LIMIT)
 
 
 @pytest.fixture
@@ -281,17 +283,74 @@ def test_a_recording_that_fails_leaves_nothing(arrays, cupy):
         assert (bits(out) == want).all()
 
 
-def test_what_says_that_there_is_no_memory(cupy):
-    """CuPy's pool and the CUDA runtime, and nothing else."""
-    with pytest.raises(cupy.cuda.memory.OutOfMemoryError) as pool:
-        cupy.cuda.alloc(1 << 60)
-    with pytest.raises(cupy.cuda.runtime.CUDARuntimeError) as runtime:
-        cupy.cuda.runtime.malloc(1 << 60)
-    with pytest.raises(cupy.cuda.runtime.CUDARuntimeError) as other:
-        cupy.cuda.runtime.streamEndCapture(0)
-    found = [gpu.out_of_memory(error.value) for error in (pool, runtime, other)]
-    assert found == [True, True, False]
-    assert not gpu.out_of_memory(ValueError())
+@pytest.mark.parametrize("name", ["graphInstantiate", "graphLaunch", "streamBeginCapture"])
+def test_a_failure_to_record_or_launch_costs_a_warning(name, arrays, cupy, monkeypatch):
+    """Whatever of CUDA graphs fails, every call is right; there is one warning, and the stream works on."""
+    q, k, v, _ = arrays
+    out = cupy.empty_like(q)
+    want = bits(attention(q, k, v))
+
+    def fail(*_):
+        raise RuntimeError(f"{name} failed")
+
+    def call():
+        out.fill(np.nan)
+        return bits(attention(q, k, v, out=out))
+
+    monkeypatch.setattr(cupy.cuda.runtime, name, fail)
+    with pytest.warns(RuntimeWarning, match=f"{name} failed") as said:
+        got = [call() for _ in range(3 * repeats.SIGHTS)]
+    assert all((x == want).all() for x in got)
+    assert len(said) == 1
+    assert get_plan_cache().recordings == 0
+
+
+def test_no_memory_for_a_workspace(session, cupy):
+    """CuPy's error has a note on the workspace; once there is memory the same plan runs, with the bits of before."""
+    q, k, v, dout = inputs(cupy, Case("large_workspace", sq=2048))  # 67 MB
+    out, stats = attention(q, k, v, return_stats=True)
+    want = [bits(x) for x in attention_backward(dout, q, k, v, out, stats, deterministic=True)]
+    into = {f"d{n}": cupy.empty_like(x) for n, x in zip("qkv", (q, k, v), strict=True)}
+    attention_backward(dout, q, k, v, out, stats, deterministic=True, **into)  # known from now on
+    report = explain(q, k, v, backward=True, deterministic=True)
+    cache, pool = get_plan_cache(), cupy.get_default_memory_pool()
+    misses, used = cache.misses, pool.used_bytes()
+    pool.free_all_blocks()
+    pool.set_limit(size=used + report.workspace // 2)
+    try:
+        for _ in range(repeats.SIGHTS + 1):
+            with pytest.raises(cupy.cuda.memory.OutOfMemoryError) as raised:
+                attention_backward(dout, q, k, v, out, stats, deterministic=True, **into)
+            assert any(f"{report.workspace} bytes" in note and "max_workspace=" in note for note in raised.value.__notes__)
+    finally:
+        pool.set_limit(size=0)
+    got = attention_backward(dout, q, k, v, out, stats, deterministic=True, **into)
+    assert cache.misses == misses
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(bits(a), b)
+
+
+def test_the_bytes_of_recordings_are_what_the_device_gives(arrays, cupy):
+    """recording_bytes is not less than half of what the device's free memory falls by, outside CuPy's pool."""
+    q, k, v, _ = arrays
+    cache, free = get_plan_cache(), lambda: cupy.cuda.runtime.memGetInfo()[0]
+    outputs = [cupy.empty_like(q) for _ in range(101)]
+
+    def record(out):
+        for _ in range(repeats.SIGHTS + 1):
+            attention(q, k, v, out=out)
+        cupy.cuda.Device().synchronize()
+
+    record(outputs[0])
+    before, pool = free(), cupy.get_default_memory_pool().total_bytes()
+    for out in outputs[1:]:
+        record(out)
+    taken = before - free() - (cupy.get_default_memory_pool().total_bytes() - pool)
+    assert cache.recordings == 101
+    assert taken <= 2 * cache.recording_bytes
+    assert cache.recording_bytes <= cache.recording_limit
+    cache.clear()
+    assert (cache.recordings, cache.recording_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize("mode", ["Global", "ThreadLocal", "Relaxed"])
@@ -378,7 +437,7 @@ def test_recordings_go_before_their_plan(arrays, cupy, monkeypatch):
     want = bits(attention(q, k, v))
     for _ in range(3):
         attention(q, k, v)
-    assert len(living) == 1
+    assert len(living) == cache.recordings == 1
     assert (cache.hits, cache.misses) == (3, 1)
     cache.clear()
     assert not living
@@ -397,10 +456,11 @@ def test_recordings_go_before_their_plan(arrays, cupy, monkeypatch):
 
 
 def test_old_addresses_give_way(arrays, cupy, monkeypatch):
-    """No more recordings than the limit, of sets of addresses and of calls; each result is its own."""
+    """No more bytes of recordings and no more calls than the limits; each result is its own."""
     q, k, v, _ = arrays
-    monkeypatch.setattr(repeats, "RECORDINGS", 3)
     monkeypatch.setattr(repeats, "CALLS", 2)
+    cache = get_plan_cache()
+    cache.set_recording_limit(3 * replay.GRAPH_BYTES + 3 * repeats.SMALL)
     outputs = [cupy.empty_like(q) for _ in range(5)]
     want = bits(attention(q, k, v))
     for _ in range(4):
@@ -413,7 +473,8 @@ def test_old_addresses_give_way(arrays, cupy, monkeypatch):
             np.testing.assert_array_equal(bits(attention(q, k, v, scale=scale)), bits(attention(q, k, v, scale=scale)))
     known = existing_session(gpu.context_id()).known
     assert len(known) == 2
-    assert all(len(call._recordings) <= 3 for call in known.values())
+    assert 0 < cache.recording_bytes <= cache.recording_limit
+    assert cache.recordings == sum(len(call._recordings) for call in known.values())
 
 
 def test_a_prepared_call_is_repeated(arrays, cupy, monkeypatch):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cases import Case
 
-from cupy_sdpa import repeats
+from cupy_sdpa import CudnnError, repeats
 from cupy_sdpa.cache import PlanCache
 from cupy_sdpa.call import Launched
 
@@ -33,18 +33,26 @@ class Array:
         return self
 
 
+CAPTURE = 99
+
+
 class Recording:
-    """Of what is not run: its number, and what it keeps."""
+    """Of what is not run: its number, and what it keeps; while it is made the plan's stream is the one that is captured."""
 
     numbers = itertools.count(1)
 
     def __init__(self, fixture, run, own):
-        self.fixture, self.number, self.own = fixture, next(self.numbers), own
+        fixture.plan.set_stream(CAPTURE)
+        if fixture.failure:
+            raise fixture.failure
+        self.fixture, self.number, self.own, self.size = fixture, next(self.numbers), own, fixture.size
         fixture.done.append(("record",))
         fixture.alive.add(self.number)
 
     def launch(self, *, of_many):
         assert self.number in self.fixture.alive
+        if self.fixture.launch_failure:
+            raise self.fixture.launch_failure
         self.fixture.done.append(("launch", self.number, of_many))
 
     def close(self):
@@ -57,8 +65,14 @@ class Fixture:
     def __init__(self, monkeypatch, workspace=256):
         self.streams: list[int] = []
         self.done, self.alive, self.stream, self.capturing, self.free = [], set(), 7, False, [1 << 40]
+        #: Raised when a call is recorded, a recording is launched, or so many bytes are allocated; and the size of a recording.
+        self.failure, self.launch_failure, self.too_much, self.size = None, None, None, 100
 
-        memory = lambda size: SimpleNamespace(ptr=self.free[0], device_id=0)  # noqa: E731
+        def memory(size):
+            if size == self.too_much:
+                raise MemoryError
+            return SimpleNamespace(ptr=self.free[0], device_id=0)
+
         self.session = SimpleNamespace(known={}, handle=object(), cache=PlanCache())
         self.here = SimpleNamespace(
             ndarray=Array, alloc=memory, is_capturing=lambda stream: self.capturing,
@@ -68,7 +82,7 @@ class Fixture:
         monkeypatch.setattr(repeats, "_here", self.here)
         monkeypatch.setattr(repeats.gpu, "context_id", lambda: 1)
         monkeypatch.setattr(repeats.gpu, "stream", lambda: self.stream)
-        monkeypatch.setattr(repeats.gpu, "allocate", memory)
+        monkeypatch.setattr(repeats.gpu, "empty", Array)
         monkeypatch.setattr(repeats, "Recording", functools.partial(Recording, self))
         self.plan = self.new_plan(workspace)
 
@@ -249,59 +263,221 @@ def test_recordings_go_before_their_plan(fixture):
     assert fixture.call(q, k, v)[0] == "execute"
 
 
-def test_no_memory_for_a_recording(fixture, monkeypatch):
-    """The call has run all the same: it is told once, and tried again when the addresses have come as often again."""
+FAILURES = {
+    "cupys_pool": MemoryError("cupy.cuda.memory.OutOfMemoryError"),
+    "another_allocator": RuntimeError("CUDA out of memory"),
+    "driver": RuntimeError("the CUDA driver failed: CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"),
+    "cudnn": CudnnError("execute the plan", 5000),
+    "bug": ZeroDivisionError(),
+}
 
-    class NoMemory(Exception):
-        pass
 
-    def refuse(*_):
-        raise NoMemory
-
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_failed_recording_costs_one_warning(name, fixture, monkeypatch):
+    """The call has run: its results stay. One warning, no further attempt for PAUSE calls, then it is recorded after all."""
+    monkeypatch.setattr(repeats, "PAUSE", 5)
+    fixture.failure = FAILURES[name]
     q, k, v = Array(), Array(), Array()
-    recording = repeats.Recording
-    monkeypatch.setattr(repeats.gpu, "out_of_memory", lambda error: isinstance(error, NoMemory))
-    monkeypatch.setattr(repeats, "Recording", refuse)
     for _ in range(2):
         fixture.call(q, k, v)
-    with pytest.warns(RuntimeWarning, match="no memory left to record"):
+    with pytest.warns(
+        RuntimeWarning, match=f"could not be recorded.*{type(fixture.failure).__name__}.*tried again after 5 calls"
+    ):
         assert fixture.call(q, k, v) == "read"
-    assert [fixture.call(q, k, v)[0] for _ in range(2)] == ["execute"] * 2
-    assert fixture.streams[-1] == fixture.stream
-    monkeypatch.setattr(repeats, "Recording", recording)
+    assert [fixture.call(q, k, v)[0] for _ in range(5)] == ["execute"] * 5
+    assert fixture.call(q, k, v) == "read"  # recorded in vain once more, and no other warning
+    assert [fixture.call(q, k, v)[0] for _ in range(5)] == ["execute"] * 5
+    fixture.failure = None
     assert fixture.call(q, k, v) == "read, and recorded"
     assert fixture.call(q, k, v)[0] == "launch"
 
 
-def test_other_failures_of_a_recording_are_told(fixture, monkeypatch):
-    """What is no lack of memory is not swallowed."""
-    monkeypatch.setattr(repeats.gpu, "out_of_memory", lambda error: False)
-    monkeypatch.setattr(repeats, "Recording", lambda *_: 1 / 0)
+def test_another_call_fails_to_be_recorded_without_a_warning(fixture):
+    """One warning in a session, whichever calls cannot be recorded."""
+    fixture.failure = MemoryError()
+    q, k, v = Array(), Array(), Array()
+    with pytest.warns(RuntimeWarning) as said:
+        kinds = [fixture.call(q, k, v, scale=scale) for scale in (0.1, 0.2) for _ in range(5)]
+    assert len(said) == 1
+    assert kinds[2] == kinds[7] == "read"
+
+
+def test_a_failure_does_not_pause_other_calls(fixture):
+    """A call that can be recorded is, while another one cannot."""
+    q, k, v = Array(), Array(), Array()
+    fixture.failure = MemoryError()
+    with pytest.warns(RuntimeWarning):
+        _ = [fixture.call(q, k, v, scale=0.1) for _ in range(3)]
+    fixture.failure = None
+    assert [fixture.call(q, k, v, scale=0.2) for _ in range(3)][-1] == "read, and recorded"
+    assert fixture.call(q, k, v, scale=0.1)[0] == "execute"
+
+
+@pytest.mark.parametrize("failure", [None, MemoryError(), KeyboardInterrupt()], ids=lambda e: type(e).__name__)
+def test_the_stream_is_restored_after_a_recording(failure, fixture):
+    """The plan's stream is the caller's again, and not the one that was captured, also where recording failed."""
     q, k, v = Array(), Array(), Array()
     for _ in range(2):
         fixture.call(q, k, v)
-    with pytest.raises(ZeroDivisionError):
+    fixture.failure = failure
+    expected = {type(None): contextlib.nullcontext, MemoryError: lambda: pytest.warns(RuntimeWarning)}
+    with expected.get(type(failure), lambda: pytest.raises(KeyboardInterrupt))():
         fixture.call(q, k, v)
+    assert fixture.streams[-2:] == [CAPTURE, fixture.stream]
 
 
-def test_the_oldest_give_way(fixture, monkeypatch):
-    """No more recordings, sightings and calls than the limits."""
-    monkeypatch.setattr(repeats, "RECORDINGS", 3)
+def test_an_interrupted_recording_leaves_nothing(fixture):
+    """KeyboardInterrupt comes out; the session works, and the call is not recorded for a while."""
+    q, k, v = Array(), Array(), Array()
+    fixture.failure = KeyboardInterrupt()
+    for _ in range(2):
+        fixture.call(q, k, v)
+    with pytest.raises(KeyboardInterrupt):
+        fixture.call(q, k, v)
+    fixture.failure = None
+    assert [fixture.call(q, k, v)[0] for _ in range(4)] == ["execute"] * 4
+    assert (fixture.session.cache.recordings, fixture.session.cache.recording_bytes, fixture.alive) == (0, 0, set())
+
+
+def test_a_recording_that_cannot_be_launched_is_destroyed(fixture, monkeypatch):
+    """The call is read instead, with a warning; it is recorded again after PAUSE calls."""
+    monkeypatch.setattr(repeats, "PAUSE", 2)
+    q, k, v = Array(), Array(), Array()
+    for _ in range(4):
+        fixture.call(q, k, v)
+    fixture.launch_failure = RuntimeError("out of memory")
+    with pytest.warns(RuntimeWarning, match="out of memory") as said:
+        assert fixture.call(q, k, v) == "read"
+    assert said[0].filename == __file__
+    assert not fixture.alive
+    fixture.launch_failure = None
+    kinds = [fixture.call(q, k, v) for _ in range(4)]
+    assert [kind if isinstance(kind, str) else kind[0] for kind in kinds] == [
+        "execute",
+        "read, and recorded",
+        "launch",
+        "launch",
+    ]
+
+
+@pytest.mark.parametrize("workspace", [256, repeats.SMALL + 1], ids=["small", "large"])
+def test_no_memory_for_the_workspace_of_a_repeated_call(workspace, monkeypatch):
+    """The call is read, where its allocation raises the error with a note; nothing of it is counted or launched."""
+    fixture = Fixture(monkeypatch, workspace)
+    q, k, v = Array(), Array(), Array()
+    fixture.call(q, k, v)
+    fixture.too_much = workspace
+    assert repeats.repeated("forward", (q, k, v, None, None), {}) is None
+    assert (fixture.done, fixture.session.cache.hits) == ([], 0)
+
+
+def test_recordings_share_no_memory(fixture):
+    """Each has a workspace of its own, so that two of them, on whatever streams, never write to the same memory."""
+    q, k, v = Array(), Array(), Array()
+    for out in [Array() for _ in range(3)]:
+        for _ in range(3):
+            fixture.call(q, k, v, out)
+    (known,) = fixture.session.known.values()
+    workspaces = [array for recording in known._recordings.values() for array in recording.own]
+    assert [array.nbytes for array in workspaces] == [256] * 3
+    assert len({array.data.ptr for array in workspaces}) == 3
+
+
+def test_a_recording_is_for_its_stream_and_its_results(fixture):
+    """A stream at the address of a destroyed one launches a recording only where it writes to the same results."""
+    q, k, v, out = Array(), Array(), Array(), Array()
+    for _ in range(3):
+        fixture.call(q, k, v, out)
+    assert fixture.call(q, k, v, out)[0] == "launch"
+    other = Array()
+    fixture.call(q, k, v, other)
+    assert fixture.call(q, k, v, other)[0] == "execute"
+    fixture.stream = 9
+    assert repeats.repeated("forward", (q, k, v, out, None), {}) is None
+
+
+def test_recordings_of_all_calls_share_one_limit(fixture):
+    """The least recently launched goes first, whichever call it is of; then the addresses are counted anew."""
+    q, k, v = Array(), Array(), Array()
+    cache = fixture.session.cache
+    cache.set_recording_limit(250)
+    for scale in (0.1, 0.2):
+        for _ in range(3):
+            fixture.call(q, k, v, scale=scale)
+    assert (cache.recordings, cache.recording_bytes) == (2, 200)
+    assert fixture.call(q, k, v, scale=0.1)[0] == "launch"
+    for _ in range(3):
+        fixture.call(q, k, v, scale=0.3)
+    assert (cache.recordings, cache.recording_bytes, len(fixture.alive)) == (2, 200, 2)
+    assert fixture.call(q, k, v, scale=0.1)[0] == "launch"
+    assert fixture.call(q, k, v, scale=0.2)[0] == "execute"
+    assert fixture.call(q, k, v, scale=0.3)[0] == "launch"
+
+
+def test_a_recording_that_is_too_large_is_not_made_again_and_again(fixture):
+    """One that alone takes more than the limit is destroyed, and the call is executed for a while."""
+    q, k, v = Array(), Array(), Array()
+    fixture.size = 65 << 20
+    kinds = [fixture.call(q, k, v) for _ in range(10)]
+    assert kinds[2] == "read, and recorded"
+    assert [kind[0] for kind in kinds[3:]] == ["execute"] * 7
+    assert not fixture.alive
+
+
+def test_without_memory_for_recordings_nothing_is_recorded(fixture):
+    """A limit of 0 turns recording off; calls that come again are executed."""
+    q, k, v = Array(), Array(), Array()
+    fixture.session.cache.set_recording_limit(0)
+    kinds = [fixture.call(q, k, v) for _ in range(10)]
+    assert [kind[0] for kind in kinds[1:]] == ["execute"] * 9
+
+
+OPTION_ARRAYS = {
+    "strides": Array((8, 4), "f4", order="C"), "shape": Array((4, 8), "f4"), "dtype": Array((8, 4), "f2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTION_ARRAYS)
+def test_arrays_of_options_are_told_apart(name, fixture):
+    """An option's array of another dtype, shape or layout is another call, even at the same address."""
+    q, k, v, bias = Array(), Array(), Array(), Array((8, 4), "f4")
+    for _ in range(4):
+        fixture.call(q, k, v, bias=bias)
+    other = OPTION_ARRAYS[name].at(bias.data.ptr)
+    assert repeats.repeated("forward", (q, k, v, None, None), {"bias": other}) is None
+    assert repeats.repeated("forward", (q, k, v, None, None), {"bias": bias})
+
+
+def test_the_least_recently_used_call_is_forgotten_first(fixture, monkeypatch):
+    """A call that was repeated since outlives one that was not."""
     monkeypatch.setattr(repeats, "CALLS", 2)
     q, k, v = Array(), Array(), Array()
+    for scale in (0.1, 0.2, 0.1, 0.3):
+        fixture.call(q, k, v, scale=scale)
+    assert fixture.call(q, k, v, scale=0.1) == "read, and recorded"  # for the third time; if it were forgotten, "read"
+    assert repeats.repeated("forward", (q, k, v, None, None), {"scale": 0.2}) is None
+
+
+def test_old_sightings_are_forgotten(fixture, monkeypatch):
+    """Addresses that never come again are not remembered: the least recent of more than SEEN go."""
+    monkeypatch.setattr(repeats, "SEEN", 3)
+    q, k, v = Array(), Array(), Array()
     outputs = [Array() for _ in range(5)]
-    for out in outputs * 2:
+    for out in (*outputs, outputs[2]):
         fixture.call(q, k, v, out)
     (known,) = fixture.session.known.values()
-    assert len(known._seen) == 3
-    for out in outputs:
-        for _ in range(4):
-            fixture.call(q, k, v, out)
-    assert len(fixture.alive) == len(known._recordings) == 3
+    assert [pointers[4] for pointers in known._seen] == [outputs[n].data.ptr for n in (3, 4, 2)]
+
+
+def test_forgotten_calls_leave_no_recording(fixture, monkeypatch):
+    """Beyond the limit of calls their recordings are destroyed with them."""
+    monkeypatch.setattr(repeats, "CALLS", 2)
+    q, k, v = Array(), Array(), Array()
     for scale in (0.1, 0.2, 0.3):
-        fixture.call(q, k, v, scale=scale)
+        for _ in range(4):
+            fixture.call(q, k, v, scale=scale)
     assert len(fixture.session.known) == 2
-    assert not fixture.alive
+    assert fixture.session.cache.recordings == len(fixture.alive) == 2
 
 
 def test_what_was_made_for_the_call_is_kept_with_the_recording(fixture):
@@ -316,4 +492,6 @@ def test_what_was_made_for_the_call_is_kept_with_the_recording(fixture):
         assert repeats.repeated("forward", (q, k, v, out, None), {"seed": 5}) is None
         repeats.learn("forward", FORWARD, (q, k, v, out, None), {"seed": 5}, call)
     (known,) = fixture.session.known.values()
-    assert [recording.own for recording in known._recordings.values()] == [[seed]]
+    ((kept, workspace),) = [recording.own for recording in known._recordings.values()]
+    assert kept is seed
+    assert workspace.nbytes == 256

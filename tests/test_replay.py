@@ -1,7 +1,8 @@
-"""Which CUDA graphs can be launched kernel by kernel, and with what; the driver is a stand-in."""
+"""Recording: what is captured and kept, and which CUDA graphs can be launched kernel by kernel; CuPy and the driver are stand-ins."""
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from cupy_sdpa import gpu, replay
@@ -109,3 +110,130 @@ def test_a_driver_that_fails_is_told(monkeypatch):
     monkeypatch.setattr(Driver, "cuGraphNodeGetType", lambda *_: (refused, None))
     with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_VALUE"):
         steps(monkeypatch, [KERNEL], [])
+
+
+CALLERS, CAPTURED, GRAPH, EXECUTABLE = 7, 99, 5, 6
+
+
+class Cupy:
+    """What recording asks of CuPy: streams, capture and graphs; ``done`` has what was done, ``fail`` what is raised, by function.
+
+    ``current`` is the address of the current stream, ``memory`` the stream that each array was allocated on.
+    """
+
+    def __init__(self):
+        self.streamCaptureModeRelaxed = 2
+        self.cuda = self.runtime = self
+        self.current, self.done, self.memory, self.fail = CALLERS, [], [], {}
+
+    def _do(self, name, *arguments, result=None):
+        self.done.append((name, *arguments))
+        if name in self.fail:
+            raise self.fail[name]
+        return result
+
+    def Stream(self, *, non_blocking):
+        return Stream(self, CAPTURED)
+
+    def get_current_stream(self):
+        return Stream(self, self.current)
+
+    def empty(self, size, dtype):
+        self.memory.append(self.current)
+        array = self._do("empty", result=np.zeros(size, dtype))
+        return SimpleNamespace(nbytes=array.nbytes, data=SimpleNamespace(ptr=1 << 40))
+
+    def alloc(self, size):
+        return self._do("alloc", result=SimpleNamespace(ptr=1 << 41))
+
+    def streamIsCapturing(self, pointer):
+        return False
+
+    def streamBeginCapture(self, pointer, mode):
+        self._do("begin", pointer)
+
+    def streamEndCapture(self, pointer):
+        return self._do("end", pointer, result=GRAPH)
+
+    def graphInstantiate(self, graph):
+        return self._do("instantiate", graph, result=EXECUTABLE)
+
+    def graphDestroy(self, graph):
+        self._do("destroy", graph)
+
+    def graphExecDestroy(self, executable):
+        self._do("destroy", executable)
+
+    def graphLaunch(self, executable, stream):
+        self._do("launch", executable, stream)
+
+
+class Stream:
+    def __init__(self, cupy, address):
+        self.cupy, self.ptr = cupy, address
+
+    def __enter__(self):
+        self.before, self.cupy.current = self.cupy.current, self.ptr
+        return self
+
+    def __exit__(self, *_):
+        self.cupy.current = self.before
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    cupy = Cupy()
+    monkeypatch.setattr(gpu, "cupy", lambda: cupy)
+    monkeypatch.setattr(replay, "steps", lambda graph, stream: cupy._do("steps", result=()))
+    return cupy
+
+
+def test_a_recording_owns_its_memory(cupy):
+    """What is allocated while it is recorded is of the caller's stream, and counted and kept with the arrays given, until close()."""
+    own = SimpleNamespace(nbytes=1000)
+    recording = replay.Recording(lambda: [gpu.allocate(size) for size in (300, 40)], [own])
+    assert cupy.memory == [CALLERS, CALLERS]
+    assert recording.size == replay.GRAPH_BYTES + 1340
+    assert [kept.nbytes for kept in recording._kept] == [1000, 300, 40]
+    recording.launch(of_many=False)
+    recording.close()
+    assert cupy.done == [
+        ("begin", CAPTURED), ("empty",), ("empty",), ("end", CAPTURED), ("steps",), ("instantiate", GRAPH),
+        ("launch", EXECUTABLE, CALLERS), ("destroy", EXECUTABLE), ("destroy", GRAPH),
+    ]  # fmt: skip
+    assert recording._kept == []
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("refused"), KeyboardInterrupt()], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("where", ["begin", "run", "empty", "end", "steps", "instantiate"])
+@pytest.mark.parametrize("broken", [False, True], ids=["", "and_the_capture_is_broken"])
+def test_whatever_is_raised_nothing_is_left_of_a_recording(where, broken, error, cupy):
+    """The error comes out, the capture is ended, its graph destroyed, the current stream and the allocator are as before."""
+    if broken:
+        cupy.fail["end"] = RuntimeError("CUDA_ERROR_STREAM_CAPTURE_INVALIDATED")
+    cupy.fail[where] = error
+
+    def run():
+        gpu.allocate(300)
+        cupy._do("run")
+
+    with pytest.raises((type(error), RuntimeError)) as raised:
+        replay.Recording(run)
+    if not broken or where not in ("steps", "instantiate"):
+        assert raised.value is error
+    names = [name for name, *_ in cupy.done]
+    assert names.count("end") >= 1
+    assert names.count("destroy") == ("end" not in cupy.fail)
+    assert cupy.current == CALLERS
+    gpu.allocate(10)
+    assert cupy.done[-1] == ("alloc",)
+
+
+def test_a_recording_that_fails_to_close_is_closed_all_the_same(cupy):
+    """Graph, executable and memory are all let go, whichever fails."""
+    recording = replay.Recording(lambda: None, [SimpleNamespace(nbytes=1)])
+    cupy.fail["destroy"] = RuntimeError("sticky")
+    with pytest.raises(RuntimeError, match="sticky"):
+        recording.close()
+    assert cupy.done[-2:] == [("destroy", EXECUTABLE), ("destroy", GRAPH)]
+    assert recording._kept == []

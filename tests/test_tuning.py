@@ -1,9 +1,20 @@
 """Tuning: which configs are tried, and how what was found is kept and shown. On a GPU: tests/test_gpu_plans.py."""
 
+import contextlib
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 from cases import Case
+from planner import plan_problem
+from stand_ins import Descriptor, candidate, fake_plan, uids
 
-from cupy_sdpa.tuning import KNOBS, Trial, Tuning
+import cupy_sdpa.plan
+from cupy_sdpa import CudnnError, Unsupported, tuning
+from cupy_sdpa.cache import PlanCache
+from cupy_sdpa.patterns import backward, forward
+from cupy_sdpa.plan import ORDERED_SINCE
+from cupy_sdpa.tuning import KNOBS, Trial, Tuning, tune
 
 ASKED = Case("small", d=64, sq=64).problem()
 
@@ -55,3 +66,159 @@ def test_printed_it_is_a_table():
     assert lines[2].startswith("5.0 us")
     assert "wrong results" in lines[4]
     assert found._repr_html_().count("<tr>") == 4
+
+
+class OutOfMemoryError(MemoryError):
+    """CuPy's."""
+
+
+def nearly(array):
+    array[...] = 1.001
+
+
+#: What a config computes, in a result that is full of NaN; 1 is right.
+COMPUTES = {
+    "right": lambda array: array.fill(1),
+    "rounded": nearly,
+    "wrong": lambda array: array.fill(2),
+    "a_tenth_wrong": lambda array: (array.fill(1), array[:2].fill(2)),
+    "nothing": lambda array: None,
+    "nothing_at_the_end": lambda array: array[:-1].fill(1),
+    "unsupported": Unsupported("no"),
+    "failure": CudnnError("failed", 5000),
+    "no_memory": OutOfMemoryError("too large"),
+    "another_allocators_error": RuntimeError("out of memory"),
+}
+
+
+class Gpu:
+    """One result of 20 numbers; a config of engine n computes the n-th of some functions, in ``us[n]`` microseconds."""
+
+    def __init__(self, monkeypatch, problem, graph, others=(), us=(8.0, 1.0, 1.0), knobs=False):
+        self.result, self.descriptors = np.zeros(20, np.float32), {}
+        self.computes = [COMPUTES["right"], *others]
+        library = SimpleNamespace(version=92800, build="test")
+        monkeypatch.setattr(cupy_sdpa.plan, "library", lambda: library)
+        monkeypatch.setattr(tuning.gpu, "cupy", lambda: np)
+        monkeypatch.setattr(tuning.gpu, "allocate", lambda size: SimpleNamespace(ptr=1))
+        monkeypatch.setattr(tuning, "current", lambda: SimpleNamespace(put=self.put))
+        monkeypatch.setattr(tuning, "searching", self.searching)
+        monkeypatch.setattr(tuning, "_candidates", lambda search, plan, by_hand: self.candidates(by_hand))
+        monkeypatch.setattr(tuning._Bench, "time", lambda bench, plan, rounds: us[plan.info.engine])
+        self.asked, self.stored, self.cache = [], [], PlanCache()
+        self.plan = fake_plan(self.descriptor(0), graph, engine=0)
+        self.found = tune(problem, self.plan, self.cache, self.execute, [self.result], knobs=knobs)
+        self.kept = self.cache.get(problem)
+
+    def descriptor(self, engine):
+        self.descriptors[engine] = Descriptor()
+        return self.descriptors[engine]
+
+    @contextlib.contextmanager
+    def searching(self, graph, target, limit=None):
+        self.asked.append(limit)
+        yield None, uids(graph)
+
+    def candidates(self, by_hand):
+        self.asked.append(by_hand)
+        for engine in range(1, len(self.computes)):
+            yield candidate(self.descriptor(engine), engine), True
+
+    def execute(self, plan, workspace):
+        compute = self.computes[plan.info.engine]
+        if isinstance(compute, Exception):
+            raise compute
+        compute(self.result)
+
+    def put(self, key, content):
+        self.stored.append(content)
+
+    def closed(self):
+        return {engine: descriptor.closed for engine, descriptor in self.descriptors.items()}
+
+
+@pytest.mark.parametrize("name", COMPUTES)
+def test_only_right_results_are_accepted(name, monkeypatch):
+    """A faster config takes the plan's place only if its results are right but for rounding; else it is closed and named."""
+    gpu = Gpu(monkeypatch, ASKED, forward(ASKED), [COMPUTES[name]])
+    right = name in ("right", "rounded")
+    assert gpu.closed() == {0: 0, 1: 0 if right else 1}
+    assert (gpu.kept is None) is not right
+    assert {trial.engine: trial.us for trial in gpu.found.trials} == {0: 8.0, 1: 1.0 if right else None}
+    assert gpu.found.gain == (8.0 if right else 1.0)
+    assert len(gpu.stored) == 1
+    assert (gpu.kept or gpu.plan).info.tuned
+
+
+def test_a_right_config_wins_over_wrong_ones(monkeypatch):
+    """Of a wrong, a right and a failing config the right one is kept, although it is not the fastest."""
+    computes = [COMPUTES["wrong"], COMPUTES["right"], COMPUTES["no_memory"]]
+    gpu = Gpu(monkeypatch, ASKED, forward(ASKED), computes, us=(8.0, 1.0, 2.0, 1.0))
+    assert gpu.kept.info.engine == 2
+    assert gpu.closed() == {0: 0, 1: 1, 2: 0, 3: 1}
+
+
+def test_a_gain_within_the_noise_changes_nothing(monkeypatch):
+    """A config that is 1 % faster is closed; the plan that was there stays, marked as tuned."""
+    gpu = Gpu(monkeypatch, ASKED, forward(ASKED), [COMPUTES["right"]], us=(1.01, 1.0))
+    assert gpu.kept is None
+    assert gpu.closed() == {0: 0, 1: 1}
+    assert gpu.plan.info.tuned
+
+
+@pytest.mark.parametrize("limit", [None, 1 << 20])
+def test_tuning_keeps_within_max_workspace(limit, monkeypatch):
+    """The limit of the problem is that of the search; how much memory is free is not read."""
+    problem = Case("limited", d=64, sq=64).gradient_problem(max_workspace=limit)
+    gpu = Gpu(monkeypatch, problem, backward(problem), [COMPUTES["right"]])
+    assert gpu.asked[0] == limit
+
+
+@pytest.mark.parametrize(("direct", "tried"), [(True, [False]), (False, [])], ids=["direct", "ordered"])
+def test_tuning_keeps_deterministic_gradients_deterministic(direct, tried, monkeypatch):
+    """Only what heuristics propose for the direct graph is tried; the ordered engine is the only one of its graph."""
+    problem = Case("deterministic", d=64, sq=64).gradient_problem(deterministic=True)
+    gpu = Gpu(monkeypatch, problem, backward(problem, direct), [COMPUTES["right"]], knobs=True)
+    assert [asked for asked in gpu.asked if isinstance(asked, bool)] == tried
+    assert (gpu.kept is None) is not direct
+    assert (gpu.kept or gpu.plan).info.tuned
+
+
+@pytest.mark.cudnn
+def test_the_ordered_engine_adds_up_in_scratch_memory(planner):
+    """This is how tuning tells it from the engine that writes dQ directly."""
+    case = Case("deterministic", d=128, hq=8, hkv=8, sq=512, b=1)
+    direct, ordered = (
+        planner.call(plan_problem, case.gradient_problem(deterministic=True, max_workspace=limit), "h200")
+        for limit in (None, 3 << 20)
+    )
+    assert not direct.graph.by_role("scratch")
+    if direct.cudnn >= ORDERED_SINCE:
+        assert ordered.graph.by_role("scratch")
+        assert dict(ordered.knobs)["STAGES"] == 4
+
+
+@pytest.mark.parametrize("fail", [None, MemoryError()], ids=["recorded", "failed"])
+def test_the_stream_is_restored_after_a_plan_was_recorded(fail, monkeypatch):
+    """A plan is recorded for its times on the stream that is captured; afterwards the handle has the caller's again."""
+    streams, current = [], [7]
+    handle = SimpleNamespace(set_stream=streams.append)
+
+    def record(run, own):
+        current[0] = 99
+        run()
+        current[0] = 7
+        if fail:
+            raise fail
+        return own
+
+    monkeypatch.setattr(tuning.gpu, "stream", lambda: current[0])
+    monkeypatch.setattr(tuning.gpu, "cupy", lambda: np)
+    monkeypatch.setattr(tuning, "Recording", record)
+    executed = []
+    bench = tuning._Bench(handle, lambda plan, workspace: executed.append((plan, workspace, streams[-1])), [])
+    workspace = SimpleNamespace(data=SimpleNamespace(ptr=5))
+    with pytest.raises(MemoryError) if fail else contextlib.nullcontext():
+        assert bench._recorded("plan", workspace) == [workspace]
+    assert executed == [("plan", 5, 99)]
+    assert streams == [99, 7]

@@ -1,0 +1,57 @@
+"""Stand-ins for cuDNN's descriptors, and a real Plan around one, for tests without the library."""
+
+from types import SimpleNamespace
+
+from cases import Case
+
+from cupy_sdpa.engines import Candidate
+from cupy_sdpa.patterns import forward
+from cupy_sdpa.plan import Kept, Plan, Target
+
+CASE = Case("plan", dtype="float16", sq=16, stats=False)
+
+
+class Descriptor:
+    """A descriptor that counts how often it is closed, and raises ``fail`` then, and ``finalizing`` when it is finalized."""
+
+    def __init__(self, kind="EXECUTION_PLAN", fail=None):
+        self.kind, self.fail, self.closed, self.pointer = kind, fail, 0, 1
+        self.need, self.finalizing = 1000, None
+
+    def close(self):
+        self.closed += 1
+        if self.fail:
+            raise self.fail
+
+    def set(self, *_):
+        pass
+
+    def set_handle(self, *_):
+        pass
+
+    def finalize(self, *_):
+        if self.finalizing:
+            raise self.finalizing
+
+    def get(self, name, *_):
+        return [self.need]
+
+    def get_text(self, name):
+        return '{"engine": {"knobChoices": {}}}'
+
+
+def uids(graph):
+    """A number for every tensor."""
+    return {tensor.name: number for number, tensor in enumerate(graph.tensors)}
+
+
+def candidate(descriptor=None, engine=2, knobs=(), need=256):
+    """A config that was finalized."""
+    return Candidate(descriptor or Descriptor(), "", engine, knobs, (), need, 1.0)
+
+
+def fake_plan(descriptor=None, graph=None, **config):
+    """A plan; ``plan.library`` must be a stand-in, too."""
+    graph = graph or forward(CASE.problem())
+    target = Target("h200", 90, SimpleNamespace(pointer=1, set_stream=lambda stream: None))
+    return Plan(Kept(uids(graph), candidate(descriptor, **config)), graph, target, "key", 1.0)

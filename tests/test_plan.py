@@ -1,0 +1,334 @@
+"""Choosing, running and destroying plans; cuDNN, its descriptors and CuPy are stand-ins."""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+from stand_ins import CASE, Descriptor, candidate, fake_plan, uids
+
+import cupy_sdpa
+from cupy_sdpa import CudnnError, Unsupported, cache, call, engines, gpu, plan
+from cupy_sdpa.call import Call, planned
+from cupy_sdpa.engines import Search
+from cupy_sdpa.patterns import forward
+from cupy_sdpa.plan import ORDERED, ORDERED_SINCE, Target, plan_for
+
+DETERMINISTIC = CASE.gradient_problem(deterministic=True)
+
+
+@pytest.fixture
+def cudnn(monkeypatch):
+    """The library: its version, and nothing that can be called."""
+    library = SimpleNamespace(version=ORDERED_SINCE, build="test", last_error=list)
+    for module in (plan, engines):
+        monkeypatch.setattr(module, "library", lambda: library)
+    return library
+
+
+class Made:
+    """Stands in for :func:`cupy_sdpa.plan.make`: every plan needs ``workspace`` bytes, those of the ordered engine 10."""
+
+    def __init__(self, workspace):
+        self.workspace, self.asked = workspace, []
+
+    def __call__(self, graph, target, *, config=None, limit=None, refused=(), shelf=None):
+        self.asked.append(config)
+        need = 10 if config else self.workspace
+        if limit is not None and need > limit:
+            raise Unsupported(f"cuDNN has no engine for this graph:\n  engine 6: it needs {need} bytes, {limit} are allowed")
+        return SimpleNamespace(info=SimpleNamespace(workspace=need, refused=tuple(refused)))
+
+
+@pytest.mark.parametrize(
+    ("limit", "engine"), [(None, [None]), (1000, [None]), (999, [None, ORDERED])], ids=["no_limit", "within", "beyond"]
+)
+def test_max_workspace_alone_chooses_between_deterministic_engines(limit, engine, cudnn, monkeypatch):
+    """Without a limit, or within it, dQ is written directly; beyond it the ordered engine is asked for, with the reason kept."""
+    monkeypatch.setattr(plan, "make", made := Made(1000))
+    chosen = plan_for(CASE.gradient_problem(deterministic=True, max_workspace=limit), Target("h200", 90))
+    assert made.asked == engine
+    assert [reason for reason in chosen.info.refused if "1000 bytes, 999 are allowed" in reason] == [
+        "  engine 6: it needs 1000 bytes, 999 are allowed"
+    ] * (len(engine) - 1)
+
+
+@pytest.mark.parametrize(
+    ("version", "capability"),
+    [(ORDERED_SINCE - 1, 90), (ORDERED_SINCE, 80), (ORDERED_SINCE, 89), (92800, 100), (92800, 103), (92800, 120)],
+)
+def test_the_ordered_engine_is_for_hopper_only(version, capability, cudnn, monkeypatch):
+    """On other GPUs, and with an older cuDNN, gradients beyond max_workspace are refused; the ordered engine is not tried."""
+    cudnn.version = version
+    monkeypatch.setattr(plan, "make", made := Made(1000))
+    with pytest.raises(Unsupported, match=r"for Hopper only.*compute capability") as refused:
+        plan_for(CASE.gradient_problem(deterministic=True, max_workspace=999), Target("other", capability))
+    assert "999 are allowed" in str(refused.value)
+    assert made.asked == [None]
+
+
+def test_sums_of_the_scores_gradient_never_take_the_ordered_engine(cudnn, monkeypatch):
+    """cuDNN writes the gradients of bias and tensors only where dQ is written directly: beyond max_workspace they are refused."""
+    monkeypatch.setattr(plan, "make", made := Made(1000))
+    shape = (64, 2, 16, 1)
+    asked = cupy_sdpa.problem(
+        shape, shape, shape, dtype="float16", backward=True, deterministic=True, max_workspace=999, return_dtensors=True,
+        score_mod=lambda s, b, h, i, j, t: s + t[i, j], tensors={"t": (16, 16)},
+    )  # fmt: skip
+    assert asked.sums
+    with pytest.raises(Unsupported, match="999 are allowed"):
+        plan_for(asked, Target("h200", 90))
+    assert made.asked == [None]
+
+
+class Handle:
+    """A handle that notes the streams that it was set to."""
+
+    def __init__(self):
+        self.streams = []
+
+    def set_stream(self, stream):
+        self.streams.append(stream)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A GPU whose free memory must not be read, and a session on it: ``handle``, ``cache``, and the current ``stream``."""
+
+    def read(*_):
+        raise AssertionError("the free memory was read")
+
+    session = SimpleNamespace(handle=Handle(), cache=cache.PlanCache(), stream=7)
+    cuda = SimpleNamespace(runtime=SimpleNamespace(memGetInfo=read))
+    monkeypatch.setattr(gpu, "cupy", lambda: SimpleNamespace(cuda=cuda, get_default_memory_pool=read))
+    for name, value in {"context_id": 1, "stream": None, "capturing": False, "model": "h200", "capability": 90}.items():
+        monkeypatch.setattr(gpu, name, lambda *_, value=value: value)
+    monkeypatch.setattr(gpu, "stream", lambda: session.stream)
+    monkeypatch.setattr(cache, "existing_session", lambda context: session)
+    monkeypatch.setattr(cache, "session", lambda context: session)
+    monkeypatch.setattr(call, "objections", lambda problem, number: [])
+    return session
+
+
+def test_a_deterministic_plan_does_not_depend_on_free_memory(device, monkeypatch):
+    """Planning never reads how much memory is free: the same problem always gets the same engine."""
+    targets = []
+    monkeypatch.setattr(plan, "plan_for", lambda problem, target: targets.append(target) or fake_plan())
+    for _ in range(2):
+        planned(DETERMINISTIC, 0, lambda session, found: None)
+    assert targets == [Target("h200", 90, device.handle)]
+
+
+def test_every_run_is_on_the_current_stream(device, monkeypatch):
+    """The handle is set to the stream that is current now, not to the one on which the plan was built."""
+    monkeypatch.setattr(plan, "plan_for", lambda problem, target: fake_plan())
+    seen = []
+    for device.stream in (7, 9, 7):
+        planned(CASE.problem(), 0, lambda session, found: seen.append(session.handle.streams[-1]))
+    assert seen == [7, 9, 7]
+
+
+def test_a_plan_is_built_on_the_current_stream(device, monkeypatch):
+    """While cuDNN builds, its handle does not hold a stream that may have been destroyed."""
+    seen = []
+    monkeypatch.setattr(plan, "plan_for", lambda problem, target: seen.append(list(device.handle.streams)) or fake_plan())
+    planned(CASE.problem(), 0, lambda session, found: None)
+    assert seen == [[7]]
+
+
+class Memory:
+    """Stands in for :func:`cupy_sdpa.gpu.allocate`: raises ``error`` where one is set."""
+
+    def __init__(self, error=None):
+        self.error = error
+
+    def __call__(self, size):
+        if self.error:
+            raise self.error
+        return SimpleNamespace(ptr=1 << 40)
+
+
+def a_call(ran):
+    """A call with all its arrays, and a plan of 12345 bytes of workspace."""
+    problem = CASE.problem()
+    arrays = {spec.name: SimpleNamespace(data=SimpleNamespace(ptr=16), nbytes=0) for spec in problem.tensors}
+    made = SimpleNamespace(
+        info=SimpleNamespace(workspace=12345), execute=lambda addresses, scalars, workspace: ran.append(workspace),
+        set_stream=lambda stream: ran.append(("stream", stream)), keep=lambda: ran.append("kept"),
+    )  # fmt: skip
+    return Call(problem, arrays, {}, on_gpu=True), made
+
+
+@pytest.mark.parametrize("error", [MemoryError("pool"), RuntimeError("another allocator's")], ids=lambda e: type(e).__name__)
+def test_no_memory_for_the_workspace_is_an_error_of_this_call_only(error, device, monkeypatch):
+    """The allocator's own error comes out, with a note on the workspace and its remedy; the next call uses the same plan."""
+    ran = []
+    asked, made = a_call(ran)
+    monkeypatch.setattr(gpu, "allocate", memory := Memory(error))
+    with pytest.raises(type(error)) as raised:
+        asked._launch(asked.problem, made)
+    assert raised.value is error
+    assert any("12345 bytes" in note and "max_workspace=" in note for note in raised.value.__notes__)
+    memory.error = None
+    asked._launch(asked.problem, made)
+    assert ran == [1 << 40]
+
+
+def test_what_is_enqueued_again_goes_to_the_current_stream(device, monkeypatch):
+    """A recording enqueues on the stream that is captured, in the workspace of the call."""
+    ran = []
+    asked, made = a_call(ran)
+    monkeypatch.setattr(gpu, "allocate", Memory())
+    asked._launch(asked.problem, made)
+    device.stream = 11
+    asked.enqueue()
+    assert ran == [1 << 40, ("stream", 11), 1 << 40]
+
+
+def test_a_plan_that_a_capture_has_recorded_is_kept(device, monkeypatch):
+    """The caller's own CUDA graph holds the plan's kernels, so the plan is never destroyed, and the call is not repeated."""
+    ran = []
+    asked, made = a_call(ran)
+    monkeypatch.setattr(gpu, "allocate", Memory())
+    monkeypatch.setattr(gpu, "capturing", lambda: True)
+    asked._launch(asked.problem, made)
+    assert ran == ["kept", 1 << 40]
+    assert asked.launched is None
+
+
+class Dependent:
+    """What is made of a plan."""
+
+    def __init__(self, log, fail=None):
+        self.log, self.fail = log, fail
+
+    def close(self):
+        self.log.append(self)
+        if self.fail:
+            raise self.fail
+
+
+def test_a_plan_closes_what_is_made_of_it_first(cudnn):
+    """Every dependent is closed once, and then the plan; a second close does nothing to them."""
+    descriptor, log = Descriptor(), []
+    made = fake_plan(descriptor)
+    made.dependents |= {Dependent(log) for _ in range(3)}
+    expected = set(made.dependents)
+    descriptor.close = lambda: log.append("plan")
+    made.close()
+    assert set(log[:3]) == expected
+    assert log[3:] == ["plan"]
+    made.close()
+    assert log[4:] == ["plan"]
+
+
+@pytest.mark.parametrize("failing", ["dependent", "descriptor", "both"])
+def test_one_failure_does_not_stop_the_rest_of_a_close(failing, cudnn):
+    """Every dependent and the descriptor are closed, whichever of them fails; then the failure is raised."""
+    descriptor, log = Descriptor(fail=RuntimeError("destroy") if failing != "dependent" else None), []
+    made = fake_plan(descriptor)
+    fail = RuntimeError("dependent") if failing != "descriptor" else None
+    made.dependents |= {Dependent(log), Dependent(log), Dependent(log, fail), Dependent(log, fail)}
+    with pytest.raises(RuntimeError, match="dependent" if failing == "dependent" else "destroy"):
+        made.close()
+    assert len(log) == 4
+    assert descriptor.closed == 1
+    assert not made.dependents
+
+
+def test_a_kept_plan_is_never_destroyed(cudnn):
+    """After keep() only what is made of the plan is closed: a CUDA graph of the caller's may still launch its kernels."""
+    descriptor, log = Descriptor(), []
+    made = fake_plan(descriptor)
+    made.dependents.add(Dependent(log))
+    made.keep()
+    made.close()
+    assert len(log) == 1
+    assert descriptor.closed == 0
+
+
+REJECTED = {
+    "too_much_workspace": (lambda d: None, 999, None),
+    "refused_by_cudnn": (lambda d: setattr(d, "finalizing", Unsupported("no")), None, None),
+    "kernel_does_not_compile": (lambda d: setattr(d, "finalizing", CudnnError("no kernel", 4001)), None, None),
+    "no_device_memory": (lambda d: setattr(d, "finalizing", CudnnError("no memory", 4004)), None, CudnnError),
+    "no_host_memory": (lambda d: setattr(d, "finalizing", CudnnError("no memory", 4003)), None, CudnnError),
+    "interrupted": (lambda d: setattr(d, "finalizing", KeyboardInterrupt()), None, KeyboardInterrupt),
+}
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_a_rejected_plan_is_destroyed(name, cudnn, monkeypatch):
+    """A plan that cuDNN refuses, or that needs too much, is closed at once; its reason is kept.
+
+    A lack of memory is an error: it may pass, and another engine would give other bits.
+    """
+    prepare, limit, raised = REJECTED[name]
+    made = Descriptor()
+    prepare(made)
+    monkeypatch.setattr(engines, "Descriptor", lambda kind: made)
+    monkeypatch.setattr(engines, "_number_and_notes", lambda config: (2, ()))
+    search = Search(Descriptor(), None, None, limit, lambda need: need, [])
+    with pytest.raises(raised) if raised else contextlib.nullcontext():
+        assert search._try(Descriptor()) is None
+    assert made.closed == 1
+    assert len(search.refused) == (raised is None)
+
+
+def test_a_plan_within_the_limit_is_the_callers_to_close(cudnn, monkeypatch):
+    """A config that will do comes with its plan open."""
+    made = Descriptor()
+    monkeypatch.setattr(engines, "Descriptor", lambda kind: made)
+    monkeypatch.setattr(engines, "_number_and_notes", lambda config: (2, ()))
+    found = Search(Descriptor(), None, None, 1000, lambda need: need, [])._try(Descriptor())
+    assert (found.descriptor, found.need, made.closed) == (made, 1000, 0)
+
+
+def test_a_plan_that_cannot_be_stored_is_destroyed(cudnn, monkeypatch):
+    """Where the shelf fails between building and handing over, the plan is closed: nobody else would."""
+    made = Descriptor()
+
+    @contextlib.contextmanager
+    def searching(*_):
+        yield SimpleNamespace(first=lambda config: candidate(made), refused=[]), uids(forward(CASE.problem()))
+
+    class Shelf:
+        building = staticmethod(lambda key: contextlib.nullcontext())
+
+        def get(self, key):
+            return None
+
+        def put(self, key, content):
+            raise OSError("no space left on device")
+
+    monkeypatch.setattr(plan, "searching", searching)
+    with pytest.raises(OSError, match="no space left"):
+        plan.make(forward(CASE.problem()), Target("h200", 90), shelf=Shelf())
+    assert made.closed == 1
+
+
+def test_a_stored_plan_survives_a_lack_of_memory(cudnn, monkeypatch):
+    """Where there is no memory to load it, the error comes out, the entry stays, and nothing is built in its place."""
+    made, rejected = Descriptor(), []
+    made.finalizing = CudnnError("no memory", 4004)
+    shelf = SimpleNamespace(
+        building=lambda key: contextlib.nullcontext(),
+        get=lambda key: b'{"need": 1000}\n{}',
+        reject=lambda *given: rejected.append(given),
+    )
+    monkeypatch.setattr(plan, "Descriptor", lambda kind: made)
+    with pytest.raises(CudnnError, match="no memory"):
+        plan.make(forward(CASE.problem()), Target("h200", 90, SimpleNamespace(pointer=1)), shelf=shelf)
+    assert made.closed == 1
+    assert not rejected
+
+
+@pytest.mark.parametrize(
+    "head", ['{"need": 999}', '{"need": 1000}', "no JSON"], ids=["other_workspace", "facts_missing", "damaged"]
+)
+def test_a_plan_that_cannot_be_loaded_is_destroyed(head, cudnn, monkeypatch):
+    """An entry of the shelf that does not fit leaves no descriptor behind."""
+    made = Descriptor()
+    monkeypatch.setattr(plan, "Descriptor", lambda kind: made)
+    with pytest.raises((ValueError, LookupError)):
+        plan.load(f"{head}\n{{}}".encode(), forward(CASE.problem()), Target("h200", 90, SimpleNamespace(pointer=1)), "key")
+    assert made.closed == (head != "no JSON")
