@@ -201,7 +201,7 @@ def _tensors(case: Case, rng: np.random.Generator, option: str) -> dict[str, Any
         shape = axes_lengths(axes, case.b, case.hq, case.sq, case.skv)
         drawn = rng.integers(-3, 4, shape) if dtype.startswith("int") else rng.random(shape) + 0.5
         drawn = rng.random(shape) < 0.6 if dtype == "bool" else drawn
-        made[tensor] = np.asfortranarray(np.asarray(drawn).astype(dtype_of(dtype)))
+        made[tensor] = np.array(drawn, dtype_of(dtype), order="F")
     return made
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import traceback
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,43 +15,13 @@ from .case import Case
 from .data import Data, build, call_options, dropout_options, dtype_of, shape_of
 from .memory import DENSE, Memory
 from .oracle import Problem, Results, evaluate
+from .outcome import Outcome
+from .planning import plan
 from .tolerance import compare, exact_places, floors
 
 #: Which set of values each call in the same memory has. On the GPU the third call on the same addresses is recorded as a CUDA
 #: graph, and later ones replay it.
 SEQUENCE = {"gpu": (0, 1, 0, 1, 0, 1), "cpu": (0, 1, 0)}
-
-#: What one case may come to, the worst last.
-KINDS = ("passed", "refused", "wrong", "exception", "crash", "hang")
-
-
-@dataclass
-class Outcome:
-    """What a case came to.
-
-    Attributes:
-        kind: of :data:`KINDS`.
-        message: what is wrong, or why it was refused.
-        what: the results that are wrong, or the type of the exception; findings of one kind and ``what`` are alike.
-        calls: how many calls were made.
-        fatal: whether the process must not be used any more.
-    """
-
-    kind: str = "passed"
-    message: str = ""
-    what: str = ""
-    calls: int = 0
-    fatal: bool = False
-
-    @property
-    def found(self) -> bool:
-        """Whether it is a finding."""
-        return self.kind not in ("passed", "refused")
-
-    def as_dict(self) -> dict[str, Any]:
-        """As JSON takes it."""
-        return asdict(self)
-
 
 @dataclass
 class Expected:
@@ -97,7 +67,7 @@ class Run:
 
     def __init__(self, case: Case) -> None:
         self.case, self.outcome = case, Outcome()
-        self.xp = np if case.engine == "cpu" else importlib.import_module("cupy")
+        self.xp = importlib.import_module("cupy") if case.engine == "gpu" else np
         self.data = (build(case, 0), build(case, 1))
         self.expected: dict[int, Expected] = {}
         self.first: dict[int, dict[str, Any]] = {}
@@ -172,14 +142,12 @@ class Run:
             self.outcome.calls += 2
             out, pullback = cupy_sdpa.attention_vjp(q, k, v, **options, **self.gradients)
             return {"out": out} | self.named(pullback(views["dout"]))
-        into = {name: views[name] for name in ("out", "stats") if name in views}
-        if "stats" in into and "stats" not in options:
-            options["return_stats"] = self.case.options["stats"]
-            return self.forward(cupy_sdpa.attention, memory, options | into)
 
         def prepared(*arrays: Any, out: Any = None, **options: Any) -> Any:
             return cupy_sdpa.prepare(*arrays, **options)(*arrays, out=out)
 
+        # Prepared calls are for one layout of the result, the dense one.
+        into = {"out": views["out"]} if "out" in views and "out" not in self.case.layouts else {}
         return self.forward(prepared, memory, options | into)
 
     def forward(self, function: Any, memory: Memory, options: dict[str, Any]) -> dict[str, Any]:
@@ -265,19 +233,14 @@ RESULTS = ("out", "stats", "dq", "dk", "dv")
 
 def execute(case: Case) -> Outcome:
     """Run a case in this process; a death of the process is for the caller to see."""
-    if case.engine == "plan":
-        from .planning import plan
-
-        return plan(case)
     this = Run(case)
     try:
-        return this.run()
+        return plan(case, this.outcome) if case.engine == "plan" else this.run()
     except cupy_sdpa.Unsupported as error:
         return this.found("refused", str(error).splitlines()[0], "Unsupported")
     except Exception as error:  # every other one is a finding
-        if isinstance(error, (TypeError, ValueError)) and case.engine == "gpu":
-            if reasons := _reasons(this):
-                return this.found("refused", reasons[0], type(error).__name__)
+        if isinstance(error, (TypeError, ValueError)) and case.engine == "gpu" and (reasons := _reasons(this)):
+            return this.found("refused", reasons[0], type(error).__name__)
         this.outcome.fatal = case.engine == "gpu" and not isinstance(error, (TypeError, ValueError))
         return this.found("exception", _described(error), type(error).__name__)
 

@@ -53,7 +53,7 @@ SCORES: dict[str, Function] = {
     "first_keys": Function(lambda s, b, h, q, k: s - 0.03 * k),
     "fading": Function(lambda s, b, h, q, k: s * np.exp(-0.02 * abs(q - k))),
     "every_third": Function(lambda s, b, h, q, k: np.where(k % 3 == 1, s, 0.5 * s - 1)),
-    "blocks": Function(lambda s, b, h, q, k: s + 0.25 * (k // 16 - q // 16 + (k & 3))),
+    "blocks": Function(lambda s, b, h, q, k: s + 0.25 * (k // 16 - q // 16 + k % 4)),
     "where_score": Function(lambda s, b, h, q, k: np.where(s > 0, s, 0.25 * s)),
     "hidden": Function(lambda s, b, h, q, k: np.where(q + 3 >= k, s, -np.inf)),
     "by_head": Function(lambda s, b, h, q, k: s * (h + 1) / 4),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import numpy as np
+
 import cupy_sdpa
 
 from .. import gpus
@@ -13,8 +15,8 @@ from ..offline import Planner, described
 from ..support import why_not
 from .case import Case
 from .data import build, call_options, dtype_of, shape_of
-from .execute import Outcome
 from .memory import DENSE, Memory
+from .outcome import Outcome
 
 #: What the planner answers where a problem has killed its process.
 _DIED = "ended the process inside cuDNN"
@@ -26,9 +28,8 @@ def planner() -> Planner:
     return Planner()
 
 
-def plan(case: Case) -> Outcome:
+def plan(case: Case, outcome: Outcome) -> Outcome:
     """Plan both passes; what is neither a plan nor a refusal with reasons is a finding."""
-    outcome = Outcome()
     version, capability, target = planner().version, gpus.capability(case.gpu), described(case.gpu)
     for asked in problems(case):
         if asked.trivial:
@@ -49,13 +50,13 @@ def plan(case: Case) -> Outcome:
 
 def problems(case: Case) -> list[Any]:
     """What the calls of a case ask, forward and backward."""
-    import numpy as np
-
-    data, memory = build(case.with_(sq=case.sq), 0), Memory(np)
+    data, memory = build(case, 0), Memory(np)
+    if case.layouts.get("q") == "qkv":
+        memory.interleave({name: shape_of(case, name) for name in "qkv"}, dtype_of(case.dtype))
     for name in ("q", "k", "v"):
-        layout = case.layouts.get(name, DENSE)
-        shape = shape_of(case, name)
-        memory.make(name, shape, dtype_of(case.dtype), (DENSE if layout == "qkv" else layout)[: None if "+" in layout else None])
+        if name not in memory.views:
+            shape = shape_of(case, name)
+            memory.make(name, shape, dtype_of(case.dtype), case.layouts.get(name, DENSE[: len(shape)]))
     options = call_options(case, data.arrays, data.tensors, 0)
     q, k, v = (memory.views[name] for name in "qkv")
     stats = case.options.get("stats", case.backward)
