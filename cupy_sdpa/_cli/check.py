@@ -182,7 +182,9 @@ class _Progress:
         of_time = f" of {self._seconds:.0f} s" if self._seconds else " s"
         of_problems = f" of {self._problems}" if self._problems else ""
         refused, findings = summary.counted("refused"), len(summary.findings)
-        text = f"{doing}: {summary.problems}{of_problems} problems, {refused} refused, {findings} findings, {seconds:.0f}{of_time}"
+        text = (
+            f"{doing}: {summary.problems}{of_problems} problems, {refused} refused, {findings} findings, {seconds:.0f}{of_time}"
+        )
         print(f"\r\033[K{text}" if self._terminal else text, end="" if self._terminal else "\n", file=sys.stderr, flush=True)
 
     def __enter__(self) -> _Progress:

@@ -17,10 +17,10 @@ class Case:
     Attributes:
         engine: ``"gpu"``, ``"cpu"`` or ``"plan"``.
         dtype: of q, k and v.
-        d, dv, hq, hkv, sq, skv, b: the sizes; of packed sequences sq and skv are ``max_seqlen_q`` and ``max_seqlen_kv``.
+        d, dv, hq, hkv, sq, skv, b: the sizes; of packed sequences sq and skv are the maximum lengths.
         backward: whether the gradients are computed too.
-        layouts: the memory layout of arrays, by name (:mod:`.memory` documents the notation); dense in Fortran order by default.
-        options: the options of the call as literals (:mod:`.options` documents each).
+        layouts: the memory layout of arrays, by name, in the notation of :mod:`.memory`; dense in Fortran order by default.
+        options: the options of the call as literals; :mod:`.draw` documents each.
         seed: of the data.
         gpu: the name of the described GPU, for planning.
 

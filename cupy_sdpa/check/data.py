@@ -13,6 +13,9 @@ import numpy as np
 from .case import Case
 from .functions import axes_lengths, function_of
 
+#: The largest finite number of each dtype.
+LARGEST = {"float16": 65504.0, "bfloat16": 2.0**128 * (1 - 2.0**-8), "float32": 2.0**128 * (1 - 2.0**-24)}
+LARGEST["float64"] = float(np.finfo(np.float64).max)
 #: Options of the call that are handed over as they are.
 PLAIN = ("scale", "causal", "window", "softcap", "bucket", "max_workspace")
 
@@ -32,8 +35,8 @@ class Data:
 
     Attributes:
         case: what they are for.
-        arrays: what the call is given, by the names of its arguments: q, k, v, dout in logical shape, with NaN where nothing may
-            be read, and the arrays of the options.
+        arrays: what the call is given, by the names of its arguments: q, k, v, dout in logical shape, with NaN where nothing
+            may be read, and the arrays of the options.
         tensors: the arrays of the functions, by name.
         lengths: of the queries and the keys of each batch entry, as the engine may use them.
         begins: where packed sequences begin, of queries and keys; None where they are not packed.
@@ -173,7 +176,7 @@ def _bias(case: Case, rng: np.random.Generator, value: Any) -> Any:
     shape = _broadcast(case, axes)
     drawn = rng.standard_normal(shape).astype(dtype_of(dtype))
     if kind != "normal":
-        hidden = -np.inf if kind.startswith("inf") else ml_dtypes.finfo(dtype_of(dtype)).min
+        hidden = -np.inf if kind.startswith("inf") else -LARGEST[dtype]
         of = [1 if i == 0 else n for i, n in enumerate(shape)] if kind.endswith("rows") else shape
         drawn = np.where(rng.random(of) < 0.3, np.array(hidden, drawn.dtype), drawn)
     return np.asfortranarray(drawn)
@@ -199,8 +202,11 @@ def _tensors(case: Case, rng: np.random.Generator, option: str) -> dict[str, Any
     function, made = function_of(option, name), {}
     for tensor, axes in function.tensors.items():
         shape = axes_lengths(axes, case.b, case.hq, case.sq, case.skv)
-        drawn = rng.integers(-3, 4, shape) if dtype.startswith("int") else rng.random(shape) + 0.5
-        drawn = rng.random(shape) < 0.6 if dtype == "bool" else drawn
+        drawn: Any = rng.random(shape) + 0.5
+        if dtype == "bool":
+            drawn = drawn < 1.1
+        elif dtype.startswith("int"):
+            drawn = rng.integers(-3, 4, shape)
         made[tensor] = np.array(drawn, dtype_of(dtype), order="F")
     return made
 

@@ -90,10 +90,11 @@ class Draw:
         if kind < 0.3:  # decoding
             skv = self.pick(*DECODE_KEYS) if self.chance(0.4) else self.log_uniform(1, 70000 if self.chance(0.3) else 2000)
             return 1, int(skv)
-        if kind < 0.45:
+        if kind < 0.48:
             return self.pick(0, 1, 2), self.pick(0, 1, 2)
-        if kind < 0.5:
-            return self.pick(*((0, self.length()), (self.length(), 0), (self.length(), 1), (2, self.length())))
+        if kind < 0.55:
+            few, many = int(self.pick(0, 1, 2)), self.length()
+            return (few, many) if self.chance(0.5) else (many, few)
         sq = self.length()
         return sq, sq if self.chance(0.4) else self.length()
 
@@ -183,9 +184,9 @@ class Draw:
 
     def layouts(self) -> dict[str, str]:
         """The layouts of some arrays."""
-        if self.sizes["sq"] == self.sizes["skv"] and self.sizes["d"] == self.sizes["dv"] and self.chance(0.15):
-            if "packed" not in self.options:
-                return dict.fromkeys("qkv", "qkv")
+        alike = self.sizes["sq"] == self.sizes["skv"] and self.sizes["d"] == self.sizes["dv"]
+        if alike and "packed" not in self.options and self.chance(0.15):
+            return dict.fromkeys("qkv", "qkv")
         names = ["q", "k", "v"] + ["dout"] * self.backward + (self.results() if "preallocated" in self.options else [])
         chosen = {name: self.layout(name) for name in names if self.chance(0.5)}
         return chosen or {"q": self.layout("q")}

@@ -12,8 +12,8 @@ import numpy as np
 import cupy_sdpa
 
 from .case import Case
-from .data import Data, build, call_options, dropout_options, dtype_of, shape_of
-from .memory import DENSE, Memory
+from .data import Data, build, call_options, dropout_options, dtype_of
+from .memory import Memory, memory_of
 from .oracle import Problem, Results, evaluate
 from .outcome import Outcome
 from .planning import plan
@@ -22,6 +22,7 @@ from .tolerance import compare, exact_places, floors
 #: Which set of values each call in the same memory has. On the GPU the third call on the same addresses is recorded as a CUDA
 #: graph, and later ones replay it.
 SEQUENCE = {"gpu": (0, 1, 0, 1, 0, 1), "cpu": (0, 1, 0)}
+
 
 @dataclass
 class Expected:
@@ -87,6 +88,7 @@ class Run:
             for name in set(memory.views) & set(RESULTS):
                 if memory.surroundings_changed(name):
                     return self.found("wrong", f"the call wrote beside {name}", name)
+            results.clear()  # so that the next call's results may have the same addresses
         memory = self.memory()
         self.load(memory, 1)
         self.holds(self.other_call(memory), 1, "the call at other addresses")
@@ -94,19 +96,11 @@ class Run:
 
     def memory(self) -> Memory:
         """The arrays of the case, full of NaN."""
-        case, memory = self.case, Memory(self.xp)
+        case = self.case
         names = ["q", "k", "v", *(["dout"] if case.backward else [])]
         if "preallocated" in case.options:
             names += RESULTS if case.backward else ("out", *(["stats"] if "stats" in case.options else []))
-        if case.layouts.get("q") == "qkv" and "packed" not in case.options:
-            memory.interleave({name: shape_of(case, name) for name in "qkv"}, dtype_of(case.dtype))
-        for name in names:
-            shape, stats = shape_of(case, name), name == "stats"
-            layout = case.layouts.get(name, DENSE[: len(shape)])
-            if name not in memory.views:
-                dtype = np.dtype(np.float32) if stats else dtype_of(case.dtype)
-                memory.make(name, shape, dtype, "" if stats else layout if layout != "qkv" else DENSE[: len(shape)])
-        return memory
+        return memory_of(case, self.xp, names)
 
     def load(self, memory: Memory, which: int) -> None:
         """Copy a set of values into the arrays; results become NaN."""
@@ -128,10 +122,10 @@ class Run:
         results = self.forward(cupy_sdpa.attention, memory, options | into)
         if not self.case.backward:
             return results
-        into = {name: views[name] for name in ("dq", "dk", "dv") if name in views}
+        options |= {name: views[name] for name in ("dq", "dk", "dv") if name in views} | self.gradients
         self.outcome.calls += 1
-        given = (views[name] for name in ("dout", "q", "k", "v"))
-        got = cupy_sdpa.attention_backward(*given, results["out"], results["stats"], **options, **into, **self.gradients)
+        q, k, v = (views[name] for name in "qkv")
+        got = cupy_sdpa.attention_backward(views["dout"], q, k, v, results["out"], results["stats"], **options)
         return results | self.named(got)
 
     def other_call(self, memory: Memory) -> dict[str, Any]:
@@ -217,13 +211,13 @@ class Run:
         memory = self.memory()
         self.load(memory, 0)
         options, views = self.options(memory, 0), memory.views
-        q, k, v = (views[name] for name in "qkv")
-        into = {name: views[name] for name in RESULTS if name in views}
         stats = self.case.options.get("stats", self.case.backward)
-        reports = [cupy_sdpa.explain(q, k, v, **options, return_stats=stats, **{n: into[n] for n in ("out", "stats") if n in into})]
+        q, k, v = (views[name] for name in "qkv")
+        into: dict[str, Any] = {name: views[name] for name in ("out", "stats") if name in views}
+        reports = [cupy_sdpa.explain(q, k, v, return_stats=stats, **options, **into)]
         if self.case.backward:
-            more = {n: x for n, x in into.items() if n.startswith("d")}
-            reports.append(cupy_sdpa.explain(q, k, v, backward=True, dout=views["dout"], **options, **self.gradients, **more))
+            options |= {name: views[name] for name in ("dout", *RESULTS) if name in views} | self.gradients
+            reports.append(cupy_sdpa.explain(q, k, v, backward=True, **options))
         return [str(reason) for report in reports for reason in report.reasons]
 
 

@@ -23,7 +23,7 @@ class Function(NamedTuple):
     """
 
     call: Callable[..., Any]
-    tensors: Mapping[str, str] = {}  # noqa: RUF012
+    tensors: Mapping[str, str] = {}
     kind: str = "float"
 
 

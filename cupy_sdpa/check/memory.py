@@ -8,10 +8,13 @@ then ``+x`` for a slice along an axis of a longer array, ``*x`` for every second
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
+
+from .case import Case
+from .data import dtype_of, shape_of
 
 #: The default.
 DENSE = "dhsb"
@@ -28,9 +31,16 @@ def parsed(layout: str) -> tuple[str, dict[str, str]]:
     return letters[0], {axis: kind for kind, axis in re.findall(r"([+*-])([a-z])", layout)}
 
 
-def bits(array: Any) -> Any:
-    """The memory of an array as bytes, in the order of its elements."""
-    return np.ascontiguousarray(array).view(np.uint8)
+def raw(array: Any) -> Any:
+    """The same memory as whole numbers; all bits set is NaN in every floating-point dtype."""
+    return array.view(f"u{array.dtype.itemsize}")
+
+
+def fill(array: Any) -> Any:
+    """Fill an array with NaN."""
+    view = raw(array)
+    view[...] = ~view.dtype.type(0)
+    return array
 
 
 class Memory:
@@ -57,9 +67,7 @@ class Memory:
         for axis in order:
             n, kind, unit = lengths[axis], kinds.get(axis), 8 if axis == "d" else 1
             sizes.append(n + 2 * unit if kind == "+" else 2 * n if kind == "*" else n)
-            cuts.append(
-                slice(unit, unit + n) if kind == "+" else slice(None, None, {"*": 2, "-": -1}.get(kind or "", 1))
-            )
+            cuts.append(slice(unit, unit + n) if kind == "+" else slice(None, None, {"*": 2, "-": -1}.get(kind or "", 1)))
         parent = self.parents[name] = self._filled(tuple(sizes), dtype)
         self.views[name] = parent[tuple(cuts)].transpose([order.index(axis) for axis in axes])
         return self.views[name]
@@ -74,31 +82,44 @@ class Memory:
             self.parents[name], self.views[name] = parent, parent[:, end - count : end]
 
     def _filled(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        value = 0 if np.dtype(dtype).kind in "biu" else np.nan
-        return self.xp.full(shape, value, dtype=dtype, order="F")
+        array = self.xp.zeros(shape, dtype=dtype, order="F")
+        return array if np.dtype(dtype).kind in "biu" else fill(array)
 
     def load(self, values: Mapping[str, Any]) -> None:
         """Copy values into the arrays, in place; one that is not there yet is made, dense."""
         for name, value in values.items():
             if name not in self.views:
                 self.make(name, value.shape, value.dtype)
-            self.views[name][...] = self.xp.asarray(value)
+            raw(self.views[name])[...] = self.xp.asarray(raw(value))
 
     def poison(self, name: str) -> None:
         """Fill an array, not what surrounds it, with NaN."""
-        self.views[name][...] = np.nan
+        fill(self.views[name])
 
     def on_host(self, name: str) -> Any:
         """The whole memory of an array, as bytes on the host."""
-        parent = self.parents[name]
-        return bits(parent if isinstance(parent, np.ndarray) else parent.get()).copy()
+        parent = raw(self.parents[name])
+        return parent.copy() if isinstance(parent, np.ndarray) else parent.get()
 
     def surroundings_changed(self, name: str) -> bool:
         """Whether anything that surrounds an array is no longer NaN."""
-        view = self.views[name]
+        view = raw(self.views[name])
         saved = view.copy()
-        view[...] = np.nan
-        parent = self.parents[name]
-        clean = bool(self.xp.isnan(parent.astype(np.float32)).all())
+        view[...] = ~view.dtype.type(0)
+        changed = bool((raw(self.parents[name]) != ~view.dtype.type(0)).any())
         view[...] = saved
-        return not clean
+        return changed
+
+
+def memory_of(case: Case, xp: Any, names: Iterable[str]) -> Memory:
+    """Arrays of a case in its layouts, full of NaN: q, k, v, dout or results."""
+    memory, dtype = Memory(xp), dtype_of(case.dtype)
+    if case.layouts.get("q") == "qkv" and "packed" not in case.options:
+        memory.interleave({name: shape_of(case, name) for name in "qkv"}, dtype)
+    for name in names:
+        if name == "stats":
+            memory.make(name, shape_of(case, name), np.dtype(np.float32))
+        elif name not in memory.views:
+            shape, layout = shape_of(case, name), case.layouts.get(name, "qkv")
+            memory.make(name, shape, dtype, DENSE[: len(shape)] if layout == "qkv" else layout)
+    return memory

@@ -66,8 +66,7 @@ class Problem:
         self.group = case.hq // case.hkv if case.hkv else 1
         self.scale = case.options.get("scale", case.d**-0.5)
         self.lengths = [
-            np.full(case.b, most) if own is None else own
-            for own, most in zip(data.lengths, (case.sq, case.skv), strict=True)
+            np.full(case.b, most) if own is None else own for own, most in zip(data.lengths, (case.sq, case.skv), strict=True)
         ]
         self.q, self.dout = (self.of_queries(self.padded(name)) for name in ("q", "dout"))
         self.k, self.v = (self.padded(name)[:, :, None] for name in ("k", "v"))
@@ -114,7 +113,7 @@ class Problem:
         i = np.arange(self.case.sq)[:, None]
         window = self.case.options.get("window", ())
         if "bottom_right" in (self.case.options.get("causal"), *window[2:]):
-            return i + (self.lengths[1] - self.lengths[0])[:, None, None, None, None]
+            return np.asarray(i + (self.lengths[1] - self.lengths[0])[:, None, None, None, None])
         return np.broadcast_to(i, (1, 1, 1, self.case.sq, 1))
 
     def visible(self) -> Array:
@@ -235,7 +234,8 @@ def evaluate(problem: Problem, dtype: str | None = None, *, exact: Results | Non
     for name, row in rows.items():
         fill = 0.0 if name == "sum_exp" else -np.inf
         found.values[name] = problem.unpadded(problem.joined(row[..., 0]), 0, fill)
-    found.p, found.seen, found.scores, found.stats, found.sink = p, seen, scores, stats[..., 0], of_sink / np.where(total == 0, 1, total)
+    found.p, found.seen, found.scores, found.stats = p, seen, scores, stats[..., 0]
+    found.sink = of_sink / np.where(total == 0, 1, total)
     if case.backward:
         _gradients(problem, by, found, (q, k, v, out), (scores, sink, product, softcapped), exact)
     return found

@@ -14,8 +14,8 @@ from ..launches import launches
 from ..offline import Planner, described
 from ..support import why_not
 from .case import Case
-from .data import build, call_options, dtype_of, shape_of
-from .memory import DENSE, Memory
+from .data import build, call_options
+from .memory import memory_of
 from .outcome import Outcome
 
 #: What the planner answers where a problem has killed its process.
@@ -50,19 +50,13 @@ def plan(case: Case, outcome: Outcome) -> Outcome:
 
 def problems(case: Case) -> list[Any]:
     """What the calls of a case ask, forward and backward."""
-    data, memory = build(case, 0), Memory(np)
-    if case.layouts.get("q") == "qkv":
-        memory.interleave({name: shape_of(case, name) for name in "qkv"}, dtype_of(case.dtype))
-    for name in ("q", "k", "v"):
-        if name not in memory.views:
-            shape = shape_of(case, name)
-            memory.make(name, shape, dtype_of(case.dtype), case.layouts.get(name, DENSE[: len(shape)]))
+    data, memory = build(case, 0), memory_of(case, np, "qkv")
     options = call_options(case, data.arrays, data.tensors, 0)
     q, k, v = (memory.views[name] for name in "qkv")
     stats = case.options.get("stats", case.backward)
     found = [cupy_sdpa.problem(q, k, v, return_stats=stats, **options)]
     if case.backward:
         names = ("deterministic", "return_dbias", "return_dsinks", "return_dtensors")
-        more = {name: True for name in names if name in case.options}
-        found.append(cupy_sdpa.problem(q, k, v, backward=True, **options, **more))
+        options |= {name: True for name in names if name in case.options}
+        found.append(cupy_sdpa.problem(q, k, v, backward=True, **options))
     return found

@@ -37,7 +37,7 @@ class Worker:
             **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUPY_SDPA_CACHE_DIR": "0",
             "OMP_NUM_THREADS": count, "OPENBLAS_NUM_THREADS": count, "MKL_NUM_THREADS": count,
         }  # fmt: skip
-        self._errors = tempfile.TemporaryFile()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "cupy_sdpa.check.worker", *modules],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, env=environment, start_new_session=True,

@@ -97,7 +97,9 @@ def _shrink_some(findings: Sequence[Finding], pool: Pool, threads: ThreadPoolExe
 def _alike(one: Finding, other: Finding) -> bool:
     """Whether a finding is probably of the same cause as one with no more options and no larger sizes."""
     same = one.case.engine == other.case.engine and alike(one.outcome, other.outcome)
-    sizes = all(0 < getattr(one.case, n) <= getattr(other.case, n) or getattr(one.case, n) == getattr(other.case, n) for n in SIZES)
+    sizes = all(
+        0 < getattr(one.case, n) <= getattr(other.case, n) or getattr(one.case, n) == getattr(other.case, n) for n in SIZES
+    )
     return same and sizes and set(one.case.options) <= set(other.case.options)
 
 
@@ -105,7 +107,9 @@ def merged(findings: Sequence[Finding]) -> list[Finding]:
     """Shrunk findings that came to the same once; others are counted with the shrunk one that is most like them."""
     kept: list[Finding] = []
     for finding in sorted(findings, key=lambda finding: not finding.shrunk):
-        alike_ones = [one for one in kept if one.signature == finding.signature or (not finding.shrunk and _alike(one, finding))]
+        alike_ones = [
+            one for one in kept if one.signature == finding.signature or (not finding.shrunk and _alike(one, finding))
+        ]
         if alike_ones:
             most = max(alike_ones, key=lambda one: len(one.case.options))
             most.also.append(finding.original)

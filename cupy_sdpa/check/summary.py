@@ -46,8 +46,9 @@ class Finding:
     def as_dict(self) -> dict[str, Any]:
         """As JSON takes it."""
         return {
-            "kind": self.outcome.kind, "message": self.outcome.message, "case": repr(self.case), "original": repr(self.original),
-            "sentence": self.case.sentence(), "reproduce": self.line, "shrunk": self.shrunk,
+            "kind": self.outcome.kind, "message": self.outcome.message, "case": repr(self.case),
+            "sentence": self.case.sentence(),
+            "original": repr(self.original), "reproduce": self.line, "shrunk": self.shrunk,
             "also": [repr(case) for case in self.also],
         }  # fmt: skip
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from .data import dtype_of
+from .functions import function_of
 from .oracle import Array, Problem, Results, gathered, summed
 
 #: How many times the naive computation's error is accepted.
@@ -24,11 +24,13 @@ DEVIATIONS = 4.0
 SINGLE = float(np.finfo(np.float32).eps)
 #: What the GPU's approximate tanh and its like may be off by, relative to the score.
 APPROXIMATE = 2.0**-10
+#: Score functions that are made of those.
+CURVED = ("tanh", "log1p", "sigmoid", "sin", "fading", "bias_all")
 
 
 def spacing(dtype: Any) -> float:
     """The relative spacing of a dtype."""
-    return float(ml_dtypes.finfo(dtype).eps)
+    return float(np.spacing(np.dtype(dtype).type(1)))
 
 
 def worst(a: Array, b: Array) -> float:
@@ -61,11 +63,12 @@ class _Floors:
         norms = _norm(self.q) * _norm(self.k).swapaxes(-1, -2)
         p = self.p = truth.p
         scores = np.where(p > 0, np.abs(truth.scores), 0)
-        bent = any(name in case.options for name in ("softcap", "score_mod"))
-        rate = 4 * work + APPROXIMATE * (case.engine == "gpu" and bent)
+        bent = "softcap" in case.options or case.options.get("score_mod", ("",))[0] in CURVED
+        self.approximate = APPROXIMATE * (case.engine == "gpu" and bent)
         steep = np.maximum(1, np.abs(truth.slope)) if case.backward else 1.0
         #: the error of each score, and of L
-        self.of_scores = 4 * work * abs(problem.scale) * norms * steep + rate * scores
+        self.of_scores = 4 * work * abs(problem.scale) * norms * steep + 4 * work * scores
+        self.of_scores += self.approximate * np.minimum(scores, 60)
         self.of_stats = SINGLE * np.where(np.isfinite(truth.stats), np.abs(truth.stats), 0)[..., None]
         self.work = work
 
@@ -76,7 +79,11 @@ class _Floors:
         of_out = DEVIATIONS * np.sqrt(weights @ self.v**2)
         row = (p * self.of_scores).sum(axis=-1)
         of_rows = 2 * _most(row) + 4 * SINGLE * _size(values["stats"])
-        found = {"out": _most(of_out), "stats": of_rows, "max": 2 * _most(self.of_scores[p > 0]) + 4 * SINGLE * _size(values["max"])}
+        found = {
+            "out": _most(of_out),
+            "stats": of_rows,
+            "max": 2 * _most(self.of_scores[p > 0]) + 4 * SINGLE * _size(values["max"]),
+        }
         found["sum_exp"] = 8 * (_most(self.of_scores[p > 0]) + SINGLE) * max(1.0, _size(values["sum_exp"]))
         if self.problem.case.backward:
             found |= self.gradients(of_out, kept)
@@ -88,14 +95,15 @@ class _Floors:
     def gradients(self, of_out: Array, kept: Array) -> dict[str, float]:
         """The floors of the gradients."""
         problem, p, ds = self.problem, self.p, np.abs(self.truth.ds)
-        slope, scale = np.abs(np.asarray(self.truth.slope)), abs(problem.scale)
+        slope = np.abs(np.asarray(self.truth.slope)) + self.approximate
+        scale = abs(problem.scale)
         out = np.abs((p * kept) @ self.v)
         size = np.abs(self.dout)
         mean = np.sqrt((size**2 * (of_out + self.half * out) ** 2).sum(axis=-1, keepdims=True))
         mean = mean + 4 * self.work * (size * out).sum(axis=-1, keepdims=True)
         of_product = 4 * self.work * _norm(self.dout) * _norm(self.v).swapaxes(-1, -2) * kept
         weight = 2 * self.of_scores + 2 * self.of_stats
-        single = ds * (self.half + weight) + p * of_product
+        single = ds * (self.half + self.approximate + weight) + p * of_product
         of_ds = np.sqrt(single**2 + (p * mean) ** 2) * slope
         dq = np.sqrt((single * slope) ** 2 @ self.k**2) + np.abs((p * slope) @ self.k) * mean
         dk = np.sqrt((of_ds**2).swapaxes(-1, -2) @ self.q**2).sum(axis=2)
@@ -117,8 +125,6 @@ class _Floors:
         for name, part in self.truth.parts.items():
             array, key = problem.data.tensors[name], f"tensors[{name!r}]"
             if key in self.truth.values:
-                from .functions import function_of
-
                 axes = function_of("score_mod", problem.case.options["score_mod"][0]).tensors[name]
                 found[key] = _most(gathered(problem, of_parts * np.abs(part), axes, array.shape))
                 found[key] += (spacing(array.dtype) + 1e-8) * _size(self.truth.values[key])
@@ -126,7 +132,7 @@ class _Floors:
 
 
 def _norm(x: Array) -> Array:
-    return np.linalg.norm(x, axis=-1, keepdims=True)
+    return np.asarray(np.linalg.norm(x, axis=-1, keepdims=True))
 
 
 def _size(array: Array) -> float:
@@ -141,12 +147,12 @@ def _most(array: Array) -> float:
 def exact_places(problem: Problem, truth: Results) -> dict[str, Array]:
     """Where results must be exactly the truth: what attends to nothing, what nothing attends to, and the padding."""
     seen, case = truth.seen, problem.case
-    rows = ~seen.any(axis=-1, keepdims=True)
-    columns = ~seen.any(axis=(2, 3))[..., None]
+    rows = ~np.asarray(seen.any(axis=-1, keepdims=True))
+    columns = ~np.asarray(seen.any(axis=(2, 3)))[..., None]
     of_rows = np.broadcast_to(rows, (*rows.shape[:-1], max(case.d, case.dv)))
     of_columns = np.broadcast_to(columns, (*columns.shape[:-1], max(case.d, case.dv)))
-    queries = problem.unpadded(problem.joined(of_rows), 0, 1.0) > 0
-    keys = problem.unpadded(of_columns, 1, 1.0) > 0
+    queries = np.asarray(problem.unpadded(problem.joined(of_rows), 0, 1.0) > 0)
+    keys = np.asarray(problem.unpadded(of_columns, 1, 1.0) > 0)
     places = {"out": queries[: case.dv], "dq": queries[: case.d], "dk": keys[: case.d], "dv": keys[: case.dv]}
     empty = problem.unpadded(problem.joined(np.broadcast_to(rows[..., 0], rows.shape[:-1])), 0, 1.0) > 0
     if "sinks" not in case.options:

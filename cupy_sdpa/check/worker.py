@@ -14,7 +14,8 @@ import warnings
 from typing import Any
 
 from .case import Case, parse
-from .execute import Outcome, execute
+from .execute import execute
+from .outcome import Outcome
 
 
 def prepared(case: Case) -> Outcome:
