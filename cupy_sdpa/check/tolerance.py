@@ -57,7 +57,9 @@ class _Floors:
 
     def __init__(self, problem: Problem, truth: Results) -> None:
         self.problem, self.truth, case = problem, truth, problem.case
+        #: the largest rounding error, relative, and its standard deviation
         self.half = spacing(dtype_of(case.dtype)) / 2
+        self.rounding = self.half / 3**0.5
         work = spacing(np.float64) if case.dtype == "float64" else SINGLE
         self.q, self.k, self.v, self.dout = problem.q, problem.k, problem.v, problem.dout
         norms = _norm(self.q) * _norm(self.k).swapaxes(-1, -2)
@@ -75,12 +77,12 @@ class _Floors:
     def all(self) -> dict[str, float]:
         """The floor of every result of the case."""
         values, p, kept = self.truth.values, self.p, np.asarray(self.problem.kept)
-        weights = (p * kept * (self.half + self.of_scores)) ** 2
-        of_out = DEVIATIONS * np.sqrt(weights @ self.v**2)
+        weights = (p * kept * (self.rounding + self.of_scores)) ** 2
+        of_out = np.sqrt(weights @ self.v**2)
         row = (p * self.of_scores).sum(axis=-1)
         of_rows = 2 * _most(row) + 4 * SINGLE * _size(values["stats"])
         found = {
-            "out": _most(of_out),
+            "out": DEVIATIONS * _most(of_out),
             "stats": of_rows,
             "max": 2 * _most(self.of_scores[p > 0]) + 4 * SINGLE * _size(values["max"]),
         }
@@ -99,15 +101,15 @@ class _Floors:
         scale = abs(problem.scale)
         out = np.abs((p * kept) @ self.v)
         size = np.abs(self.dout)
-        mean = np.sqrt((size**2 * (of_out + self.half * out) ** 2).sum(axis=-1, keepdims=True))
+        mean = np.sqrt((size**2 * (of_out + self.rounding * out) ** 2).sum(axis=-1, keepdims=True))
         mean = mean + 4 * self.work * (size * out).sum(axis=-1, keepdims=True)
         of_product = 4 * self.work * _norm(self.dout) * _norm(self.v).swapaxes(-1, -2) * kept
         weight = 2 * self.of_scores + 2 * self.of_stats
-        single = ds * (self.half + self.approximate + weight) + p * of_product
+        single = ds * (self.rounding + self.approximate + weight) + p * of_product
         of_ds = np.sqrt(single**2 + (p * mean) ** 2) * slope
         dq = np.sqrt((single * slope) ** 2 @ self.k**2) + np.abs((p * slope) @ self.k) * mean
         dk = np.sqrt((of_ds**2).swapaxes(-1, -2) @ self.q**2).sum(axis=2)
-        dv = np.sqrt(((p * kept * (self.half + weight)) ** 2).swapaxes(-1, -2) @ self.dout**2).sum(axis=2)
+        dv = np.sqrt(((p * kept * (self.rounding + weight)) ** 2).swapaxes(-1, -2) @ self.dout**2).sum(axis=2)
         found = {"dq": scale * DEVIATIONS * _most(dq), "dk": scale * DEVIATIONS * _most(dk), "dv": DEVIATIONS * _most(dv)}
         drift = _size(self.of_stats + self.of_scores * (p > 0))
         for name in ("dq", "dk", "dv"):
