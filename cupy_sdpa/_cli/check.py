@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .. import gpu
 from .._cudnn.library import library
 from ..errors import CudnnError
 from ..version import __version__, version_text
@@ -82,8 +83,7 @@ def command(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         raise CommandError(f"--case: {error}") from None
     engines = _engines([one.engine] if one else arguments.engine)
-    cores = os.cpu_count() or 1
-    jobs = 1 if one else arguments.jobs or (min(8, cores) if "gpu" in engines else cores)
+    jobs = 1 if one else arguments.jobs or _jobs(engines)
     bound = "1 problem" if one else f"{minutes:g} min" if minutes else f"{arguments.problems} problems"
     say("seed", f"{seed}; {bound}, {jobs} worker process{'es' * (jobs > 1)}")
     with _Progress(None if minutes is None else 60 * minutes, arguments.problems) as progress:
@@ -132,6 +132,15 @@ def _engines(wanted: Sequence[str] | None) -> tuple[str, ...]:
     if not found:
         raise CommandError("nothing can be tested here")
     return tuple(found)
+
+
+def _jobs(engines: Sequence[str]) -> int:
+    """How many worker processes: one per CPU core; on a GPU at most 8, each with 2 GiB of its memory."""
+    cores = os.cpu_count() or 1
+    if "gpu" not in engines:
+        return cores
+    memory = gpu.cupy().cuda.runtime.getDeviceProperties(0)["totalGlobalMem"]
+    return max(1, min(8, cores, int(memory) >> 31))
 
 
 def _planner() -> int | str:

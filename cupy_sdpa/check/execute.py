@@ -203,8 +203,18 @@ class Run:
         options = {name: x for name, x in self.options(memory, which).items() if name in names}
         options |= dropout_options(self.case, views, which)
         self.outcome.calls += 1
-        kept = cupy_sdpa.dropout_mask(views["q"], views["k"], **options)
-        return kept if isinstance(kept, np.ndarray) else kept.get()
+        q, k = (self.bucketed(name, views[name]) for name in "qk")
+        kept = cupy_sdpa.dropout_mask(q, k, **options)
+        return (kept if isinstance(kept, np.ndarray) else kept.get())[: self.case.skv, : self.case.sq]
+
+    def bucketed(self, name: str, array: Any) -> Any:
+        """An array as long as ``bucket`` makes it: the random numbers of dropout follow from the lengths that the engine sees."""
+        bucket = self.case.options.get("bucket")
+        d, heads, length, *batch = array.shape
+        if bucket is None or not batch or (name == "q" and length == 1):  # of packed sequences only the bounds are rounded
+            return array
+        wide = max(64, 1 << (length - 1).bit_length()) if bucket == "power_of_two" else -(-length // bucket) * bucket
+        return self.xp.zeros((d, heads, wide, *batch), array.dtype, order="F")
 
     def refusal(self) -> list[str]:
         """The documented reasons against the case, as ``explain`` gives them; empty where it has none."""

@@ -20,14 +20,18 @@ from .outcome import Outcome
 
 def prepared(case: Case) -> Outcome:
     """Run a case; on the GPU with an allocator whose memory is full of NaN."""
-    if case.engine == "gpu":
-        _poison_memory()
-    return execute(case)
+    if case.engine != "gpu":
+        return execute(case)
+    pool = _poisoned_memory()
+    try:
+        return execute(case)
+    finally:
+        pool.free_all_blocks()  # other workers need it
 
 
 @functools.cache
-def _poison_memory() -> None:
-    """Let all memory of CuPy's, workspaces too, hold NaN (every byte 255) when it is allocated."""
+def _poisoned_memory() -> Any:
+    """Let all memory of CuPy's, workspaces too, hold NaN (every byte 255) when it is allocated; gives the pool."""
     import cupy  # type: ignore[import-untyped,unused-ignore]
 
     pool = cupy.cuda.MemoryPool()
@@ -38,6 +42,7 @@ def _poison_memory() -> None:
         return memory
 
     cupy.cuda.set_allocator(allocate)
+    return pool
 
 
 def serve() -> None:
