@@ -76,6 +76,7 @@ ARROWS = {
     "prepare": {"arguments", "call", "options", "problem", "repeats", "report", "tuning"},
     "store": {"explain", "launches", "offline", "plan", "problem", "shelf", "support", "version"},
     "survey": {"explain", "gpus", "launches", "mathematics", "offline", "problem", "rules", "support", "version"},
+    "check": {"check", "gpus", "launches", "offline", "support"},
     "bench": {"attention", "bench", "explain", "gpu", "interpreter", "plan", "prepare", "problem", "spec", "version", "_cudnn"},
     "__init__": {
         "attention", "errors", "explain", "layout", "nnlib", "prepare", "problem", "report", "shelf", "store", "variants", "version",

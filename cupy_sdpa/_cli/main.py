@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from ..version import __version__
-from . import bench, demo, explain, info, plan, run, support
+from . import bench, check, demo, explain, info, plan, run, support
 from .console import CommandError, Help, one_line, spoken_as
 
 _EXAMPLES = """\
@@ -19,6 +19,7 @@ examples:
   python -m cupy_sdpa explain 128,32,4096,1 --causal --gpu h200
   python -m cupy_sdpa plan --gpu h200 shapes.toml -o plans/
   python -m cupy_sdpa bench --cpu
+  python -m cupy_sdpa check --minutes 10
 
 exit status: 0 done; 1 the answer is no: a wrong result, a problem that cannot
 run; 2 it could not be done, and one line says why.
@@ -70,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"cupy_sdpa {__version__}")
     parser.set_defaults(command=None)
-    commands = parser.add_subparsers(title="commands", metavar="{demo,run,info,explain,plan,support,bench}")
-    for module in (demo, run, info, explain, plan, support, bench):
+    commands = parser.add_subparsers(title="commands", metavar="{demo,run,info,explain,plan,support,bench,check}")
+    for module in (demo, run, info, explain, plan, support, bench, check):
         module.add_to(commands)
     return parser

@@ -1,0 +1,119 @@
+"""The score and mask functions that the self-test draws: ordinary Python functions that also run on plain numpy arrays.
+
+The package traces them; the reference calls them with numpy arrays that broadcast to ``(B, Hq, Sq, Skv)``. Each tensor is read
+in one way, so that its gradient is a sum of the scores' gradient times an elementwise derivative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Function(NamedTuple):
+    """A score or mask function and the arrays that it reads.
+
+    Attributes:
+        call: in FlexAttention's signature.
+        tensors: for each array, the axes that it has: letters of ``bhqk``, a digit for an axis of that length, which is read
+            at its last place.
+        kind: of the arrays' values: ``"float"``, ``"int"``, ``"bool"``, or ``"number"`` (float or int).
+    """
+
+    call: Callable[..., Any]
+    tensors: Mapping[str, str] = {}
+    kind: str = "float"
+
+
+#: The dtypes of each kind of values; float64 arrays are read on the CPU only.
+DTYPES = {
+    "float": ("float16", "bfloat16", "float32", "float64"),
+    "int": ("int32", "int64"),
+    "bool": ("bool",),
+    "number": ("float16", "bfloat16", "float32", "int32", "int64"),
+}
+
+#: Score functions. Their derivatives are finite; kinks are recognized by the reference.
+SCORES: dict[str, Function] = {
+    "tanh": Function(lambda s, b, h, q, k: 3 * np.tanh(s / 3)),
+    "double": Function(lambda s, b, h, q, k: 2 * s),
+    "square": Function(lambda s, b, h, q, k: s + 0.1 * s * s),
+    "abs": Function(lambda s, b, h, q, k: abs(s)),
+    "log1p": Function(lambda s, b, h, q, k: np.log1p(s * s) - s),
+    "sigmoid": Function(lambda s, b, h, q, k: 3 / (1 + np.exp(-s))),
+    "sqrt": Function(lambda s, b, h, q, k: np.sqrt(s * s + 0.5)),
+    "sin": Function(lambda s, b, h, q, k: s + np.sin(s)),
+    "maximum": Function(lambda s, b, h, q, k: np.maximum(s, 0.25 * s)),
+    "constant": Function(lambda s, b, h, q, k: 0.5),
+    "distance": Function(lambda s, b, h, q, k: s - 0.05 * abs(q - k)),
+    "relative": Function(lambda s, b, h, q, k: s + 0.01 * (k - q)),
+    "near_key_100": Function(lambda s, b, h, q, k: s - 0.5 * abs(k - 100)),
+    "first_keys": Function(lambda s, b, h, q, k: s - 0.03 * k),
+    "fading": Function(lambda s, b, h, q, k: s * np.exp(-0.02 * abs(q - k))),
+    "every_third": Function(lambda s, b, h, q, k: np.where(k % 3 == 1, s, 0.5 * s - 1)),
+    "blocks": Function(lambda s, b, h, q, k: s + 0.25 * (k // 16 - q // 16 + k % 4)),
+    "where_score": Function(lambda s, b, h, q, k: np.where(s > 0, s, 0.25 * s)),
+    "hidden": Function(lambda s, b, h, q, k: np.where(q + 3 >= k, s, -np.inf)),
+    "by_head": Function(lambda s, b, h, q, k: s * (h + 1) / 4),
+    "by_batch": Function(lambda s, b, h, q, k: s * (1 + 0.25 * b) - 0.01 * b * k),
+    "number": Function(lambda s, b, h, q, k, x: s * x, {"x": ""}),
+    "place": Function(lambda s, b, h, q, k, x: s + x[1] * 0.05 * abs(q - k), {"x": "2"}),
+    "gain_h": Function(lambda s, b, h, q, k, x: s * x[h], {"x": "h"}),
+    "slope_h": Function(lambda s, b, h, q, k, x: s - 0.1 * x[h] * abs(q - k), {"x": "h"}),
+    "bias_k": Function(lambda s, b, h, q, k, x: s + x[k], {"x": "k"}, "number"),
+    "bias_bk": Function(lambda s, b, h, q, k, x: s + x[b, k], {"x": "bk"}, "number"),
+    "gain_q": Function(lambda s, b, h, q, k, x: s * x[q], {"x": "q"}),
+    "gain_bhq": Function(lambda s, b, h, q, k, x: s * x[b, h, q], {"x": "bhq"}),
+    "bias_b": Function(lambda s, b, h, q, k, x: s * (1 + 0.1 * x[b]), {"x": "b"}),
+    "bias_bh": Function(lambda s, b, h, q, k, x: s * x[b, h] + 0.01 * k, {"x": "bh"}),
+    "bias_hqk": Function(lambda s, b, h, q, k, x: s + x[h, q, k], {"x": "hqk"}, "number"),
+    "bias_kq": Function(lambda s, b, h, q, k, x: s + x[k, q], {"x": "kq"}),
+    "bias_all": Function(lambda s, b, h, q, k, x: 3 * np.tanh((s + x[b, h, q, k]) / 3), {"x": "bhqk"}),
+    "chosen": Function(lambda s, b, h, q, k, x: np.where(x[b, k], s, s - 2), {"x": "bk"}, "bool"),
+    "two": Function(lambda s, b, h, q, k, x, y: s * x[h] + y[b, k], {"x": "h", "y": "bk"}),
+    "positions": Function(lambda s, b, h, q, k, x, y: s - 0.05 * abs(x[q] - y[k]), {"x": "q", "y": "k"}, "int"),
+}
+
+#: Mask functions. Their arrays have other names, for a call may have both.
+MASKS: dict[str, Function] = {
+    "causal": Function(lambda b, h, q, k: q >= k),
+    "window": Function(lambda b, h, q, k: (q - k <= 5) & (k - q <= 3)),
+    "near": Function(lambda b, h, q, k: abs(q - k) <= 20),
+    "key_100": Function(lambda b, h, q, k: k == 100),
+    "from_key_100": Function(lambda b, h, q, k: (k >= 100) | (q >= k)),
+    "not_own": Function(lambda b, h, q, k: ~(q == k)),
+    "dilated": Function(lambda b, h, q, k: (q - k) % 3 == 0),
+    "checkered": Function(lambda b, h, q, k: (q + k + h) % 2 == 0),
+    "chunks": Function(lambda b, h, q, k: q // 16 == k // 16),
+    "by_batch": Function(lambda b, h, q, k: k >= b),
+    "nothing": Function(lambda b, h, q, k: k < 0),
+    "all": Function(lambda b, h, q, k: k >= 0),
+    "keys": Function(lambda b, h, q, k, u: u[b, k], {"u": "bk"}, "bool"),
+    "rows": Function(lambda b, h, q, k, u: u[q] & (k >= 0), {"u": "q"}, "bool"),
+    "table": Function(lambda b, h, q, k, u: u[h, q, k], {"u": "hqk"}, "bool"),
+    "documents": Function(lambda b, h, q, k, u, w: u[b, q] == w[b, k], {"u": "bq", "w": "bk"}, "int"),
+    "head_window": Function(lambda b, h, q, k, u: abs(q - k) <= u[h] + 2, {"u": "h"}, "int"),
+    "prefix": Function(lambda b, h, q, k, u: (k < u[b] + 3) | (q >= k), {"u": "b"}, "int"),
+    "positive": Function(lambda b, h, q, k, u: u[k] > 0.75, {"u": "k"}, "float"),
+}
+
+# Not drawn until whole numbers above 2^24 stay exact in score functions; then move these into the tables above.
+PENDING_SCORES = {"large_product": Function(lambda s, b, h, q, k: s + 0.5 * ((k * 8192 + q) % 3))}
+PENDING_MASKS = {"large_product": Function(lambda b, h, q, k: (k * 8192 + q) % 3 > 0)}
+
+
+def function_of(option: str, name: str) -> Function:
+    """A function of the tables by the option that takes it, ``score_mod`` or ``mask_mod``, and its name."""
+    return {**SCORES, **PENDING_SCORES}[name] if option == "score_mod" else {**MASKS, **PENDING_MASKS}[name]
+
+
+def axes_lengths(axes: str, b: int, h: int, q: int, k: int) -> tuple[int, ...]:
+    """The shape of an array with such axes.
+
+    >>> axes_lengths("hk2", 1, 4, 5, 6)
+    (4, 6, 2)
+    """
+    sizes = {"b": b, "h": h, "q": q, "k": k}
+    return tuple(int(axis) if axis.isdigit() else sizes[axis] for axis in axes)

@@ -1,0 +1,554 @@
+"""The self-test: what it draws, that its reference is right and independent, and that it finds what is planted."""
+
+import ast
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cupy_sdpa
+from cupy_sdpa import check, reference
+from cupy_sdpa.__main__ import main
+from cupy_sdpa.check import Case, pool, run
+from cupy_sdpa.check.case import parse
+from cupy_sdpa.check.data import build, call_options
+from cupy_sdpa.check.draw import OPTIONS, PAIRS, draw
+from cupy_sdpa.check.execute import execute, expected
+from cupy_sdpa.check.memory import Memory
+from cupy_sdpa.check.oracle import MASKED, Problem, evaluate
+from cupy_sdpa.check.outcome import Outcome
+from cupy_sdpa.check.pool import Pool
+from cupy_sdpa.check.shrink import candidates, shrink
+
+FOLDER = Path(check.__file__).parent
+#: Modules that must not use what they judge.
+INDEPENDENT = ("case", "data", "functions", "memory", "oracle", "tolerance")
+
+
+# What is drawn
+
+
+@pytest.mark.parametrize("engine", ["cpu", "gpu", "plan"])
+def test_every_pair_of_options_is_drawn(engine):
+    """Every pair of options that a call may have comes in 1.5 times as many cases as there are pairs."""
+    cases = [draw(3, number, engine) for number in range(3 * len(PAIRS) // 2 + 2)]
+    drawn = {pair for case in cases for pair in itertools.combinations(case.options, 2)}
+    assert set(PAIRS) <= drawn
+    assert set(OPTIONS) <= {name for case in cases for name in case.options}
+
+
+def test_a_case_follows_from_seed_and_number():
+    """The same seed and number give the same case; other numbers, seeds and engines give others."""
+    case = draw(5, 17, "cpu")
+    assert case == draw(5, 17, "cpu")
+    assert case not in (draw(5, 18, "cpu"), draw(6, 17, "cpu"), draw(5, 17, "gpu"))
+
+
+def test_sizes_cover_the_input_space():
+    """Empty, tiny, decoding and odd sizes are drawn, and head dims in steps of 8 up to 256."""
+    cases = [draw(0, number, "gpu") for number in range(3000)]
+    for name in ("sq", "skv"):
+        assert {0, 1, 2, 63, 64, 65, 127, 128, 129} <= {getattr(case, name) for case in cases}
+    assert {case.d for case in cases} == set(range(8, 257, 8))
+    decoding = [case for case in cases if case.sq == 1]
+    assert len(decoding) > 700
+    assert max(case.skv for case in decoding) > 30000
+    assert any("dropout" in case.options and case.skv % 64 and case.b * case.hq > 16 for case in decoding)
+    assert {case.hq // case.hkv for case in cases if case.hkv} >= {1, 2, 3, 4, 6, 8}
+
+
+@pytest.mark.parametrize("engine", ["cpu", "gpu", "plan"])
+def test_a_case_prints_as_python(engine):
+    """The text of a case gives the case back."""
+    for number in range(200):
+        case = draw(1, number, engine)
+        assert parse(repr(case)) == case
+
+
+@pytest.mark.parametrize("text", ["1", "Case(1)", "Case(sq=len)", "Case(size=1)", "Case(engine='tpu')", "f(sq=1)", "Case("])
+def test_what_is_no_case_is_refused(text):
+    """Nothing but literals of known names is taken for a case."""
+    with pytest.raises(ValueError, match=r"Case|case|engine"):
+        parse(text)
+
+
+def test_a_slice_is_surrounded_by_nan():
+    """Every layout gives a view of the asked shape and values, and what surrounds it is NaN."""
+    for layout in ("dhsb", "dshb+s*b", "bshd-d", "dhsb+d+h", "sdbh*s"):
+        memory = Memory(np)
+        view = memory.make("q", (8, 2, 3, 4), np.float16, layout)
+        values = np.arange(192, dtype=np.float16).reshape(8, 2, 3, 4)
+        memory.load({"q": values})
+        assert np.array_equal(view, values)
+        assert np.isnan(memory.parents["q"]).sum() == memory.parents["q"].size - 192
+        assert not memory.surroundings_changed("q")
+        if memory.parents["q"].size > 192:
+            memory.parents["q"][np.isnan(memory.parents["q"])] = 0
+            assert memory.surroundings_changed("q")
+
+
+# The reference of the self-test
+
+
+@pytest.mark.parametrize("name", INDEPENDENT)
+def test_the_reference_uses_nothing_that_it_judges(name):
+    """The modules that make data and judge results import numpy, ml_dtypes and one another only."""
+    for node in ast.walk(ast.parse((FOLDER / f"{name}.py").read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            assert node.level == 1
+            assert node.module in INDEPENDENT
+        elif isinstance(node, ast.Import):
+            assert not any(alias.name.startswith("cupy") for alias in node.names)
+
+
+def _known_to_the_reference(case):
+    names = ("score_mod", "mask_mod", "bucket", "max_workspace")
+    finite = "min" not in case.options.get("bias", ("", "", ""))[2]  # the reference does not count these as masked
+    return finite and not any(name in case.options for name in names) and 0 not in (case.hkv, case.dv)
+
+
+def test_the_oracle_agrees_with_the_reference():
+    """Where there are no functions, results and gradients are those of ``cupy_sdpa.reference``."""
+    compared = 0
+    for case in filter(_known_to_the_reference, (draw(11, number, "cpu").with_(dtype="float64") for number in range(170))):
+        if case.b * case.hq * case.sq * case.skv > 60_000:
+            continue
+        data = build(case, 0)
+        if "dropout" in case.options and data.keep is None:
+            data.keep = np.random.default_rng(0).random((case.skv, case.sq, case.hq, case.b)) < 0.5
+        options = call_options(case, data.arrays, {}, 0)
+        for name in ("seed", "offset", "max_seqlen_q", "max_seqlen_kv"):
+            options.pop(name, None)
+        if "dropout" in case.options:
+            options["dropout_mask"] = data.keep
+        arrays = [data.arrays[name] for name in ("q", "k", "v")]
+        found = evaluate(Problem(data)).values
+        wanted = dict(
+            zip(("out", "stats", "max", "sum_exp"), reference.attention(*arrays, **options, max_sumexp=True), strict=True)
+        )
+        if case.backward:
+            more = {f"return_{name}": True for name in ("dbias", "dsinks") if f"return_{name}" in case.options}
+            got = reference.attention_backward(data.arrays["dout"], *arrays, **options, **more)
+            wanted |= dict(zip(("dq", "dk", "dv", *(name[7:] for name in more)), got, strict=True))
+        for name, array in wanted.items():
+            np.testing.assert_allclose(found[name], array, rtol=1e-9, atol=1e-10, err_msg=f"{name} of {case!r}")
+        compared += 1
+    assert compared > 60
+
+
+@pytest.mark.parametrize("name", ["tanh", "square", "gain_h", "slope_h", "bias_kq", "two", "place", "number", "bias_all"])
+def test_the_oracles_gradients_are_differences(name):
+    """With score functions, gradients are the differences of the output along a direction."""
+    case = Case(
+        dtype="float64", d=4, dv=3, hq=4, hkv=2, sq=5, skv=6, b=2, backward=True, seed=4,
+        options={"score_mod": (name, "float64"), "softcap": 5.0, "causal": "bottom_right", "return_dtensors": True},
+    )  # fmt: skip
+    data = build(case, 0)
+    found = evaluate(Problem(data)).values
+    rng = np.random.default_rng(0)
+    dout = data.arrays["dout"]
+    places = {"q": data.arrays, "k": data.arrays, "v": data.arrays} | dict.fromkeys(data.tensors, data.tensors)
+    for key, place in places.items():
+        start, direction = place[key], rng.standard_normal(place[key].shape)
+        sums = []
+        for step in (1e-5, -1e-5):
+            place[key] = start + step * direction
+            sums.append((evaluate(Problem(data)).values["out"] * dout).sum())
+        place[key] = start
+        gradient = found[f"d{key}" if key in ("q", "k", "v") else f"tensors[{key!r}]"]
+        assert (gradient * direction).sum() == pytest.approx((sums[0] - sums[1]) / 2e-5, rel=1e-6, abs=1e-7)
+
+
+def test_a_row_that_is_masked_by_finite_values_attends_to_nothing():
+    """A bias at or below the threshold masks a key; a row of nothing else gives 0, -inf and no gradient."""
+    case = Case(dtype="float64", sq=3, skv=4, backward=True, options={"bias": ("kq11", "float32", "normal")})
+    data = build(case, 0)
+    data.arrays["bias"][:, 1] = 2 * MASKED
+    wanted = expected(data)
+    assert np.isneginf(wanted.truth.values["stats"][1]).all()
+    assert wanted.exact["out"][:, :, 1].all()
+    assert not wanted.truth.values["out"][:, :, 1].any()
+    assert not wanted.truth.values["dq"][:, :, 1].any()
+
+
+# Planted errors
+
+
+def _without(name):
+    return lambda options: {key: value for key, value in options.items() if key != name}
+
+
+def _shifted(name):
+    return lambda options: options | {name: np.roll(options[name], 1, axis=0)}
+
+
+def _shorter(options):
+    return options | {"seq_lens_kv": np.maximum(options["seq_lens_kv"] - 1, 0)}
+
+
+def _wrong_positions(options):
+    near = options["score_mod"]
+    return options | {"score_mod": lambda s, b, h, q, k: near(s, b, h, q, k % 256)}
+
+
+#: Altered options of the forward pass.
+LOST = {
+    "mask": (_shifted("mask"), {"mask": ("kq11", "random")}, {}),
+    "bias": (_shifted("bias"), {"bias": ("k1h1", "float32", "normal")}, {}),
+    "lengths": (_shorter, {"seq_lens_kv": "random"}, {"b": 3}),
+    "scale": (_without("scale"), {"scale": 0.5}, {}),
+    "softcap": (_without("softcap"), {"softcap": 0.5}, {}),
+    "alibi": (_without("alibi_slopes"), {"alibi_slopes": "usual"}, {}),
+    "sinks": (_without("sinks"), {"sinks": "normal"}, {}),
+    "window": (_without("window"), {"window": (3, 3, "top_left")}, {}),
+    "key positions": (_wrong_positions, {"score_mod": ("near_key_100", "")}, {"sq": 1, "skv": 384}),
+    "mask function": (_without("mask_mod"), {"mask_mod": ("dilated", "")}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("name", LOST)
+def test_a_lost_option_is_found(name, dtype, monkeypatch):
+    """A call that ignores or misreads an option is wrong, and one that does not is right."""
+    alter, options, sizes = LOST[name]
+    case = Case(**({"dtype": dtype, "d": 16, "dv": 16, "hq": 4, "hkv": 2, "sq": 20, "skv": 30, "options": options} | sizes))
+    assert execute(case).kind == "passed"
+    real = cupy_sdpa.attention
+    monkeypatch.setattr(cupy_sdpa, "attention", lambda *arrays, **options: real(*arrays, **alter(options)))
+    outcome = execute(case)
+    assert outcome.kind == "wrong"
+    assert outcome.what.startswith("out")
+
+
+def _put(index, value):
+    def spoil(results, arrays, options):
+        results[0][index] = value
+
+    return spoil
+
+
+def _swap_heads(results, arrays, options):
+    results[0][...] = results[0][:, ::-1].copy()
+
+
+def _write_beside(results, arrays, options):
+    options["out"].base[...] = np.where(np.isnan(options["out"].base), 0, options["out"].base)
+
+
+def _change_input(results, arrays, options):
+    arrays[0][0] += 1
+
+
+def _stale(results, arrays, options, kept=[]):  # noqa: B006 (kept from call to call)
+    kept.append([x.copy() for x in results])
+    for result, old in zip(results, kept[0], strict=True):
+        if result.shape == old.shape:
+            result[...] = old
+
+
+#: Altered results, (what is done, what is found to be wrong).
+SPOILED = {
+    "a NaN": (_put((0, 0, 0, 0), np.nan), "out"),
+    "an infinity": (_put((3, 1, 2, 0), np.inf), "out"),
+    "an element not written": (_put((-1, -1, -1, -1), np.nan), "out"),
+    "heads swapped": (_swap_heads, "out"),
+    "memory beside the result": (_write_beside, "out"),
+    "an input changed": (_change_input, "q"),
+    "results of earlier data": (_stale, "out"),
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_a_spoiled_result_is_found(name, monkeypatch):
+    """One bad element, a write in the wrong place and stale results are found."""
+    spoil, what = SPOILED[name]
+    case = Case(d=8, dv=8, hq=2, hkv=2, sq=5, skv=7, layouts={"out": "dhsb+s"}, options={"preallocated": True})
+    assert execute(case).kind == "passed"
+    real = cupy_sdpa.attention
+
+    def spoiled(*arrays, **options):
+        results = real(*arrays, **options)
+        if "out" in options:
+            spoil(results if isinstance(results, tuple) else [results], arrays, options)
+        return results
+
+    monkeypatch.setattr(cupy_sdpa, "attention", spoiled)
+    outcome = execute(case)
+    assert (outcome.kind, outcome.what.split(", ")[0]) == ("wrong", what)
+
+
+def test_a_row_of_nothing_must_be_exactly_0(monkeypatch):
+    """Where a query attends to nothing even the smallest number is wrong."""
+    case = Case(sq=3, options={"mask_mod": ("nothing", "")})
+    assert execute(case).kind == "passed"
+    real = cupy_sdpa.attention
+    monkeypatch.setattr(cupy_sdpa, "attention", lambda *arrays, **options: real(*arrays, **options) + np.float32(1e-30))
+    assert "must be exactly 0" in execute(case).message
+
+
+@pytest.mark.parametrize("index", range(3), ids=["dq", "dk", "dv"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_a_wrong_gradient_is_found(index, dtype, monkeypatch):
+    """A gradient that is 3 % too large is wrong in every dtype."""
+    case = Case(dtype=dtype, d=16, dv=16, hq=4, hkv=2, sq=20, skv=30, backward=True)
+    assert execute(case).kind == "passed"
+    real = cupy_sdpa.attention_backward
+
+    def spoiled(*arrays, **options):
+        results = real(*arrays, **options)
+        results[index][...] = (results[index].astype(np.float64) * 1.03).astype(results[index].dtype)
+        return results
+
+    monkeypatch.setattr(cupy_sdpa, "attention_backward", spoiled)
+    outcome = execute(case)
+    assert (outcome.kind, outcome.what) == ("wrong", f"d{'qkv'[index]}")
+
+
+def test_other_bits_of_deterministic_gradients_are_found(monkeypatch):
+    """With deterministic=True one bit that differs between calls on equal data is wrong."""
+    case = Case(sq=5, skv=7, backward=True, options={"deterministic": True})
+    assert execute(case).kind == "passed"
+    real, calls = cupy_sdpa.attention_backward, itertools.count()
+
+    def spoiled(*arrays, **options):
+        results = real(*arrays, **options)
+        results[0].view(np.uint32)[0, 0, 0, 0] ^= next(calls) == 2  # the second call on these data
+        return results
+
+    monkeypatch.setattr(cupy_sdpa, "attention_backward", spoiled)
+    assert "bits of dq differ" in execute(case).message
+
+
+def test_an_exception_is_found_and_a_refusal_is_none(monkeypatch):
+    """An exception is a finding with its type; Unsupported is a refusal."""
+    for error, kind in ((ValueError("no"), "exception"), (cupy_sdpa.Unsupported("not here"), "refused")):
+
+        def failing(*arrays, error=error, **options):
+            raise error
+
+        monkeypatch.setattr(cupy_sdpa, "attention", failing)
+        outcome = execute(Case())
+        assert outcome.kind == kind
+        assert str(error) in outcome.message
+
+
+# Shrinking
+
+
+def test_a_finding_is_shrunk_to_what_it_takes():
+    """Options, sizes, layouts and gradients that a failure does not need are taken away."""
+
+    def ask(case):
+        wrong = "alibi_slopes" in case.options and case.skv > 256 and case.sq == 1
+        return Outcome("wrong", "", "out") if wrong else Outcome()
+
+    case = Case(
+        "gpu", "bfloat16", d=64, dv=128, hq=12, hkv=4, sq=1, skv=1500, b=3, backward=True, layouts={"q": "dshb"},
+        options={"causal": "bottom_right", "alibi_slopes": "usual", "sinks": "high", "return_dsinks": True},
+    )  # fmt: skip
+    small, outcome = shrink(case, ask(case), ask)
+    assert small == Case("gpu", "float16", sq=1, skv=257, options={"alibi_slopes": "usual"})
+    assert outcome.kind == "wrong"
+
+
+def test_shrinking_keeps_the_kind_of_failure():
+    """A smaller case that fails in another way is not taken."""
+
+    def ask(case):
+        return Outcome("crash") if case.skv == 100 else Outcome("wrong", "", "out")
+
+    small, outcome = shrink(Case(skv=100, b=4), Outcome("crash"), ask)
+    assert (small, outcome.kind) == (Case(skv=100, sq=1, d=1, dv=1), "crash")
+
+
+def test_every_candidate_is_smaller():
+    """Candidates differ from the case, and never have an option without what it needs."""
+    for number in range(100):
+        case = draw(2, number, "gpu")
+        for smaller in candidates(case):
+            assert smaller != case
+            assert len(smaller.options) <= len(case.options)
+            for name, needed in check.case.REQUIRES.items():
+                assert name not in smaller.options or needed in smaller.options
+
+
+# Processes
+
+
+PLANTED = """
+import os, signal, time
+import cupy_sdpa
+real = cupy_sdpa.attention
+
+def attention(*arrays, **options):
+    if options.get("softcap"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if options.get("window"):
+        time.sleep(1000)
+    results = real(*arrays, **options)
+    if options.get("causal"):
+        results[0][0, 0] += 1
+    return results
+
+cupy_sdpa.attention = attention
+"""
+
+
+@pytest.fixture
+def planted(tmp_path, monkeypatch):
+    """A module that plants errors in the processes that import it; its name."""
+    (tmp_path / "planted_errors.py").write_text(PLANTED)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(run, "SHRINKING", 3.0)
+    return "planted_errors"
+
+
+def test_a_process_that_dies_is_a_finding_and_the_run_goes_on(planted):
+    """Killed and wrong cases are reported with a line that reproduces them; all other cases run."""
+    cases = [
+        Case(), Case(options={"softcap": 2.0, "scale": 1.0}), Case(seed=1), Case(sq=5, b=2, options={"causal": "top_left"}),
+        Case(seed=2),
+    ]  # fmt: skip
+    summary, findings, _ = run.run(iter(cases), 2, None, None, modules=(planted,))
+    assert summary.problems == 5
+    assert summary.counted("passed") == 3
+    found = {finding.outcome.kind: finding for finding in findings}
+    assert found.keys() == {"crash", "wrong"}
+    assert "SIGKILL" in found["crash"].outcome.message
+    assert found["crash"].case.options == {"softcap": 2.0}
+    assert found["wrong"].case == Case(d=1, dv=1, sq=1, skv=1, options={"causal": "top_left"})
+    assert found["wrong"].line.count("\n") == 0
+    assert parse(found["wrong"].line.split("reproduce(")[1].removesuffix(')"')) == found["wrong"].case
+
+
+def test_a_process_that_hangs_is_a_finding(planted):
+    """A case without an answer in time is a finding, and its process is replaced."""
+    with Pool(1, (planted,)) as workers:
+        assert workers.ask(Case()).kind == "passed"
+        outcome = workers.ask(Case(options={"window": (1, 1)}), limit=1.0)
+        assert outcome.kind == "hang"
+        assert workers.ask(Case()).kind == "passed"
+
+
+def test_a_process_that_is_killed_from_outside_is_a_finding():
+    """The end of a process is noticed, and says by which signal."""
+    worker = pool.Worker()
+    assert worker.ask(Case()).kind == "passed"
+    os.kill(worker.pid, signal.SIGTERM)
+    outcome = worker.ask(Case())
+    worker.close()
+    assert outcome.kind == "crash"
+    assert "SIGTERM" in outcome.message
+
+
+def test_findings_of_one_kind_are_reported_once(planted, monkeypatch):
+    """Cases that fail in the same way are counted with the shrunk one."""
+    cases = [Case(b=b, seed=b, options={"causal": "top_left"} | more) for b in (1, 2) for more in ({}, {"sinks": "high"})]
+    _, (finding,), _ = run.run(iter(cases), 1, None, None, modules=(planted,))
+    assert len(finding.also) == 3
+    assert "4 times" in finding.text()
+
+
+# The command
+
+
+def test_the_command_writes_a_report(tmp_path, capsys):
+    """A clean run exits with 0 and writes versions, seed, counts and no finding."""
+    file = tmp_path / "report.json"
+    words = ["check", "--engine", "cpu", "--case", "Case(options={'causal': 'top_left', 'sinks': 'normal'})"]
+    assert main([*words, "--json", str(file)]) == 0
+    report = json.loads(file.read_text())
+    assert report["problems"] == 1
+    assert report["findings"] == []
+    assert report["versions"]["numpy"] == np.__version__
+    assert report["options"]["causal"] == {"run": 1, "refused": 0, "wrong": 0}
+    assert report["pairs"]["causal + sinks"]["run"] == 1
+    printed = capsys.readouterr()
+    assert "1 problems, 4 calls, 0 findings" in printed.out
+    assert all(len(line) <= 100 for line in printed.out.splitlines())
+
+
+def test_the_command_exits_with_1_where_something_was_found(planted, tmp_path, capsys, monkeypatch):
+    """A finding is printed, is in the report, and sets the status."""
+    monkeypatch.setattr(run, "Pool", lambda jobs, modules: Pool(jobs, (planted,)))
+    file = tmp_path / "report.json"
+    assert main(["check", "--case", "Case(options={'causal': 'top_left'})", "--json", str(file)]) == 1
+    (finding,) = json.loads(file.read_text())["findings"]
+    assert finding["kind"] == "wrong"
+    assert finding["reproduce"] in capsys.readouterr().out
+
+
+def test_the_command_runs_drawn_problems(capsys):
+    """Problems are drawn and run by worker processes, and counted per option in 80 columns."""
+    assert main(["check", "--engine", "cpu", "--problems", "6", "--seed", "5", "--jobs", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "6 problems" in out
+    table = out[out.index("option") :].split("\n\n")[0].splitlines()
+    assert max(map(len, table)) <= 80
+    assert all(any(name in line for line in table) for name in OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--minutes", "0"], "--minutes"),
+        (["--seed", "-1"], "--seed"),
+        (["--case", "Case(sq=f)"], "--case"),
+        (["--json", "no/such/folder/x.json"], "--json"),
+    ],
+    ids=lambda x: x[0] if isinstance(x, list) else "",
+)
+def test_bad_arguments_are_one_line(words, complaint, capsys):
+    """What cannot be done exits with 2 and names the option."""
+    assert main(["check", *words]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_without_a_gpu_the_command_says_what_is_left_out(monkeypatch, capsys):
+    """Where there is no GPU and nothing to plan with, the output says both, and the CPU engine is tested."""
+    from cupy_sdpa._cli import check as command
+    from cupy_sdpa._cli import machine
+
+    monkeypatch.setattr(machine, "obstacles", lambda: ["no GPU: none"])
+    monkeypatch.setattr(command, "_planner", lambda: "no C compiler")
+    assert main(["check", "--problems", "2", "--seed", "5", "--jobs", "1"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "no kernel is run: no GPU: none" in out
+    assert "planning: no C compiler" in out
+    assert main(["check", "--engine", "gpu"]) == 2
+
+
+def test_reproduce_runs_a_case(capsys):
+    """The line that a finding prints runs the case and prints what it comes to."""
+    check.reproduce(Case(sq=3, options={"causal": "bottom_right"}))
+    assert capsys.readouterr().out.splitlines()[-1] == "passed: 4 calls"
+
+
+def test_import_does_not_load_the_check():
+    """``import cupy_sdpa`` leaves the self-test out."""
+    code = "import sys, cupy_sdpa; sys.exit(any(name.startswith('cupy_sdpa.check') for name in sys.modules))"
+    environment = {**os.environ, "PYTHONPATH": str(FOLDER.parents[1])}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
+
+
+@pytest.mark.cudnn
+def test_planning_is_tested_for_described_gpus():
+    """A case is planned by the real cuDNN; one that the table refuses is refused."""
+    with Pool(1) as workers:
+        planned = workers.ask(Case("plan", "float16", d=64, dv=64, sq=128, skv=128, gpu="h200", options={"causal": "top_left"}))
+        refused = workers.ask(Case("plan", "float16", d=12, dv=12, sq=128, skv=128, gpu="h200"))
+    assert (planned.kind, planned.calls) == ("passed", 1)
+    assert (refused.kind, refused.what) == ("refused", "head-dim")
+
+
+@pytest.mark.gpu
+def test_a_minute_on_the_gpu_finds_nothing(capsys):
+    """A minute of random problems on this GPU and cuDNN, none of them wrong."""
+    status = main(["check", "--minutes", "1", "--seed", "1", "--engine", "gpu"])
+    assert status == 0, capsys.readouterr().out
