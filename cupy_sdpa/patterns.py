@@ -180,8 +180,8 @@ def _scores(g: Builder, problem: Problem, operands: Operands) -> Scores:
 def _may_mask_by_value(problem: Problem) -> bool:
     """Whether a bias or a score function may make scores at or below ``MASKED_SCORE``, as masks made of finite numbers do.
 
-    float16 has no such numbers. The backward pass needs no such step: rows that are masked throughout have L = -inf, and in other
-    rows such scores have the weight 0.
+    float16 has no such numbers. The backward pass needs no such step: rows that are masked throughout have L = -inf, and in
+    other rows such scores have the weight 0.
     """
     wide = [spec for spec in (problem.bias, *problem.captured) if spec and spec.dtype in ("bfloat16", "float32", "float64")]
     program = problem.settings.program

@@ -151,8 +151,8 @@ def _dropout_one_query(problem: Problem, cudnn: int, capability: int) -> Iterato
     planned = max(d, dv) <= 128 or (d == dv == 256 and cudnn >= 92800)
     if 100 <= capability < 120 and not problem.backward and problem.settings.dropout and sq == 1 and not planned:
         yield (
-            f"one query, dropout and head dims {d} and {dv} are given; on compute capability {capability / 10} head dims up to 128 "
-            "are supported then: pass the query twice"
+            f"one query, dropout and head dims {d} and {dv} are given; compute capability {capability / 10} supports head dims up "
+            "to 128 then: pass the query twice"
         )
 
 
@@ -242,8 +242,8 @@ def _scale(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
 def _scale_elsewhere(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     if not 90 <= capability < 100 and next(_scale(problem, cudnn, 90), None):
         yield (
-            f"gradients through a score function, a softcap, or of a bias or tensors, with a scale of 0 or below, were not run on "
-            f"compute capability {capability / 10}; on 9.0 they are NaN"
+            "gradients through a score function, a softcap, or of a bias or tensors, with a scale of 0 or below, were not run "
+            f"on compute capability {capability / 10}; on 9.0 they are NaN"
         )
 
 
@@ -294,8 +294,8 @@ RULES: tuple[Rule, ...] = (
     Rule("deterministic-sinks", "The sinks' gradient is not deterministic.", Unsupported, _deterministic_sinks),
     Rule("packed-gradients", "Gradients of packed sequences: not run on other GPUs than Hopper.", Unsupported,
          _packed_gradients, FRONTEND, refuses=False),
-    Rule("positive-scale-elsewhere", "Gradients of bias and tensors, and with softcap or score_mod, with a scale of 0 or below: "
-         "not run on other GPUs than Hopper.", Unsupported, _scale_elsewhere, refuses=False),
+    Rule("positive-scale-elsewhere", "Gradients of bias and tensors, and with softcap or score_mod, with a scale of 0 or "
+         "below: not run on other GPUs than Hopper.", Unsupported, _scale_elsewhere, refuses=False),
     Rule("backward-256", "Gradients with head dim 256: not run on SM 10.x. cuDNN 9.28 does not compile the kernel for the "
          "described B200.", Unsupported, _backward_256, FRONTEND, refuses=False),
     Rule("deterministic", "Deterministic gradients: not run on SM 12.x.", Unsupported, _deterministic,

@@ -18,7 +18,6 @@ from .score import Tracer
 from .spelling import Speller
 from .traced import Value
 
-
 #: A score at or below this counts as masked, where a bias or a score function made it. In float32 neighbouring numbers of this
 #: size are 0.06 apart: scores cannot be told from each other, and the log-sum-exp loses the logarithm of the number of keys.
 MASKED_SCORE = -1e6

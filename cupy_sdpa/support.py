@@ -105,8 +105,8 @@ class Bug:
         when: the same in words.
         effect: what happens.
         guards: what avoids it; none where it must be refused. ``keys``, ``queries`` and ``positions`` are those of
-            :mod:`cupy_sdpa.patterns`; ``no-split`` excludes the kernel that splits the keys (:func:`cupy_sdpa.engines.splits_keys`);
-            ``clear-last`` clears results after the kernel instead of before.
+            :mod:`cupy_sdpa.patterns`; ``no-split`` excludes the kernel that splits the keys
+            (:func:`cupy_sdpa.engines.splits_keys`); ``clear-last`` clears results after the kernel instead of before.
         remedy: what a person can do; for a refusal.
         link: where it was reported.
     """
