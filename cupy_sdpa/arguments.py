@@ -10,12 +10,12 @@ import numpy as np
 
 from . import functions, gpu
 from .bucket import Policy, check_bucket
-from .call import Call
-from .options import ARRAYS, among, check_names, read_scale, read_settings
+from .call import Call, Fill
+from .options import ARRAYS, among, check_names, read_flag, read_scale, read_settings
 from .posing import Wanted, pose, with_sums
 from .problem import LENGTHS, SEEDS, STARTS, Problem, Settings, is_matrix
 from .spec import Signature, dense_signature, dtype_name
-from .staging import full_lengths, posed, whole_number
+from .staging import posed
 
 
 def read_forward(
@@ -58,9 +58,10 @@ def read_backward(
     Args:
         others: dout, out, stats, dq, dk and dv; what is None is taken to be dense.
     """
-    wanted = Wanted(backward=True, dbias=bool(return_dbias), dsinks=bool(return_dsinks))
+    dbias, dsinks = read_flag("return_dbias", return_dbias), read_flag("return_dsinks", return_dsinks)
+    wanted, exact = Wanted(backward=True, dbias=dbias, dsinks=dsinks), read_flag("deterministic", deterministic)
     given = {"q": q, "k": k, "v": v, **others}
-    return _read(given, options, wanted, deterministic=bool(deterministic), return_dtensors=return_dtensors)
+    return _read(given, options, wanted, deterministic=exact, return_dtensors=return_dtensors)
 
 
 def _read(
@@ -81,15 +82,17 @@ def _read(
     tau = read_scale(options.get("scale"), arrays["q"].shape[0] if arrays["q"].ndim else 0)
     settings, scalars = read_settings(options, tau, deterministic=deterministic)
     drawn = settings.dropout and "dropout_mask" not in arrays
+    filled: dict[str, Fill] = {}
     for name in SEEDS:
         if not drawn:
             arrays.pop(name, None)
         elif name in arrays:
             arrays[name] = arrays[name].reshape(1) if arrays[name].shape == () else arrays[name]
         else:
-            arrays[name] = whole_number(numbers_given.get(name, 0), arrays["q"], on_gpu)
-    _complete_lengths(arrays, on_gpu)
+            filled[name] = Fill("int64", 1, numbers_given.get(name, 0))
+    filled |= _missing_lengths(arrays)
     signatures = {name: _signature(array) for name, array in arrays.items()}
+    signatures |= {name: dense_signature(fill.dtype, (fill.size,)) for name, fill in filled.items()}
     asked, own, gradients = _posed_with_functions(signatures, options, settings, wanted, return_dtensors)
     lines: dict[str, str] = {}
     if own:
@@ -97,7 +100,7 @@ def _read(
     if not on_gpu:
         _check_lengths(asked, arrays)
     _check_overlap(asked, arrays)
-    return Call(asked, arrays, scalars, on_gpu, _policy(options.get("bucket"), asked), lines, gradients)
+    return Call(asked, arrays, scalars, on_gpu, _policy(options.get("bucket"), asked), lines, gradients, filled)
 
 
 def _posed_with_functions(
@@ -202,13 +205,14 @@ def _standin(name: str, x: Any) -> Any:
     return x if hasattr(x, "dtype") else np.lib.stride_tricks.as_strided(np.empty(1, kind), shape, strides)
 
 
-def _complete_lengths(arrays: dict[str, Any], on_gpu: bool) -> None:
-    """Where the lengths of one side are given, the other side has all that its array has."""
+def _missing_lengths(arrays: Mapping[str, Any]) -> dict[str, Fill]:
+    """The lengths of one side where only those of the other are given: all that its array has."""
     given = [name for name in LENGTHS if name in arrays]
-    if len(given) == 1 and not any(name in arrays for name in STARTS):
-        (missing,) = set(LENGTHS) - set(given)
-        if arrays["q"].ndim == arrays["k"].ndim == 4:  # what is not is refused next
-            arrays[missing] = full_lengths(missing, arrays, on_gpu)
+    if len(given) != 1 or any(name in arrays for name in STARTS) or not arrays["q"].ndim == arrays["k"].ndim == 4:
+        return {}  # other shapes are refused next
+    (missing,) = set(LENGTHS) - set(given)
+    *_, length, batch = arrays["q" if missing == "seq_lens_q" else "k"].shape
+    return {missing: Fill("int32", batch, length)}
 
 
 def _check_lengths(asked: Problem, arrays: Mapping[str, Any]) -> None:
@@ -268,7 +272,8 @@ def _engine(arrays: Mapping[str, Any]) -> bool:
 
 
 def _signature(array: Any) -> Signature:
-    address = array.data.ptr if gpu.is_array(array) else 16  # the interpreter reads any alignment
+    # The interpreter reads any alignment, and cuDNN reads integers one by one.
+    address = array.data.ptr if gpu.is_array(array) and array.dtype.kind != "i" else 16
     return dtype_name(array.dtype), array.shape, array.strides, address & -address & 15 or 16
 
 

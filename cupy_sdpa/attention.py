@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Unpack
 
 from .arguments import read_backward, read_forward
-from .options import DTensors, Options, takes_options
+from .options import DTensors, Options, read_flag, takes_options
 from .repeats import learn, repeated
 
 
@@ -186,6 +186,8 @@ def attention_backward(
     True
     """
     tensors_too = return_dtensors is not None and return_dtensors is not False
+    for name, value in (("deterministic", deterministic), ("return_dbias", return_dbias), ("return_dsinks", return_dsinks)):
+        read_flag(name, value)
     how = ("backward", bool(deterministic), bool(return_dbias), bool(return_dsinks), tensors_too)
     arrays = (dout, q, k, v, out, stats, dq, dk, dv)
     results = repeated(how, arrays, options)

@@ -82,7 +82,8 @@ def _rounded(problem: Problem, queries: int, keys: int) -> Problem:
         for axis, of in padded_axes(spec.name):
             if shape[axis] == (sq if of == "q" else skv):  # an axis of length 1 stands for all
                 shape[axis] = queries if of == "q" else keys
-        specs[spec.name] = dense_spec(spec.name, spec.dtype, tuple(shape)) if padded_axes(spec.name) else spec
+        same = tuple(shape) == spec.shape  # the array itself, wherever its elements are
+        specs[spec.name] = spec if same else dense_spec(spec.name, spec.dtype, tuple(shape))
     captured, dcaptured = (tuple(specs.pop(spec.name) for spec in group) for group in (problem.captured, problem.dcaptured))
     for name in LENGTHS:
         specs[name] = specs.get(name) or dense_spec(name, "int32", problem.q.shape[3:])

@@ -20,7 +20,7 @@ from .launches import launches
 from .patterns import graph_of
 from .problem import LENGTHS, PER_ROW, STARTS, Problem
 from .report import Report
-from .staging import Stage, clear, nothing, posed
+from .staging import Stage, clear, filled, nothing, posed
 from .support import Reason, unverified, why_not, workarounds
 
 if TYPE_CHECKING:  # cuDNN's rooms are entered only for CuPy arrays
@@ -51,6 +51,14 @@ class Launched(NamedTuple):
     made: int
 
 
+class Fill(NamedTuple):
+    """A one-dimensional array of equal elements."""
+
+    dtype: str
+    size: int
+    value: int
+
+
 @dataclass
 class Call:
     """A call's arguments, read.
@@ -62,6 +70,7 @@ class Call:
         bucket: how lengths are rounded up.
         lines: where each operation of the caller's own functions was written.
         gradients: what gives the gradients of the arrays that they read, where asked for.
+        filled: arrays of one value that the caller did not give, by their names; they are made when the call runs.
         launched: what it ran with, once it has run.
     """
 
@@ -72,10 +81,12 @@ class Call:
     bucket: Policy | None = None
     lines: Mapping[str, str] = dataclasses.field(default_factory=dict)
     gradients: Gradients | None = None
+    filled: dict[str, Fill] = dataclasses.field(default_factory=dict)
     launched: Launched | None = None
 
     def run(self) -> list[Any]:
         """Compute; gives the results."""
+        self._fill_inputs()
         parts = self._launches()
         if len(parts) > 1:  # refuse before anything is written
             for launch in parts:
@@ -88,6 +99,12 @@ class Call:
         if self.gradients:
             results.append(self._on_device(self._gathered))
         return results
+
+    def _fill_inputs(self) -> None:
+        if self.filled:
+            make = functools.partial(filled, like=self.arrays["q"], on_gpu=self.on_gpu)
+            self.arrays |= {name: make(*fill) for name, fill in self.filled.items()}
+            self.filled = {}
 
     def _on_device(self, work: Callable[[int | None], T]) -> T:
         """Do something on the device of the arrays; what is refused says of which call, and where that was written."""
@@ -141,7 +158,7 @@ class Call:
             self.problem, dout=None, dq=None, dk=None, dv=None, dbias=None, dsinks=None, dcaptured=(),
             settings=self.problem.settings._replace(deterministic=False),
         )  # fmt: skip
-        out, stats = Call(forward, dict(known), self.scalars, self.on_gpu, self.bucket).run()
+        out, stats = Call(forward, dict(known), self.scalars, self.on_gpu, self.bucket, filled=dict(self.filled)).run()
         return dataclasses.replace(self, arrays={**known, "out": out, "stats": stats, "dout": out})
 
     @property

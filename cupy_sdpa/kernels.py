@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import gpu
+from .problem import MASKED_SCORE
 
 
 class Side(NamedTuple):
@@ -33,12 +34,14 @@ class Cleared(NamedTuple):
         of_keys: whether its positions are those of keys.
         numbers: whether it has one number a row.
         value: 0, or -inf in float32.
+        sinks: float32 ``(Hq,)``, what the rows of a batch entry without keys get in place of the value; None for the value.
     """
 
     array: Any
     of_keys: bool
     numbers: bool
     value: float
+    sinks: Any = None
 
 
 def prepare_rows(
@@ -94,11 +97,12 @@ def _layout(result: Cleared, packed: bool) -> list[int]:
         columns, head_step, position_step = array.shape[0] * array.itemsize // 4, words[1], words[2]
     batch_step = 0 if packed else words[-1]
     bits = int(np.float32(result.value).view(np.uint32))
-    return [array.data.ptr, result.of_keys, bits, columns, array.shape[heads], head_step, position_step, batch_step]
+    sinks = 0 if result.sinks is None else result.sinks.data.ptr
+    return [array.data.ptr, result.of_keys, bits, columns, array.shape[heads], head_step, position_step, batch_step, sinks]
 
 
-#: The numbers that the kernel of :func:`prepare_rows` takes: 15, 3 for each of at most 14 offsets, 8 for each of 4 results.
-_MOST = 15 + 3 * 14 + 8 * 4
+#: The numbers that the kernel of :func:`prepare_rows` takes: 15, 3 for each of at most 14 offsets, 9 for each of 4 results.
+_MOST = 15 + 3 * 14 + 9 * 4
 
 
 @functools.cache
@@ -108,7 +112,7 @@ def _rows(packed: bool) -> Any:
         f"""struct Numbers {{ long long n[{_MOST}]; }};
         struct Side {{ long long given, step, size, lengths, most, total; }};
         struct Offsets {{ long long out, of_keys, factor; }};
-        struct Result {{ long long out, of_keys, bits, columns, heads, head_step, position_step, batch_step; }};
+        struct Result {{ long long out, of_keys, bits, columns, heads, head_step, position_step, batch_step, sinks; }};
         __device__ long long within(long long x, long long most) {{ return x < 0 ? 0 : x < most ? x : most; }}
         __device__ long long at(const Side& s, long long i) {{
             return s.size == 4 ? ((const int*)s.given)[i * s.step] : ((const long long*)s.given)[i * s.step];
@@ -153,8 +157,10 @@ def _rows(packed: bool) -> Any:
                     for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < count;
                          i += (long long)gridDim.x * blockDim.x) {{
                         const long long position = from[part] + i / row, word = i % row;
+                        const bool lonely = result.sinks && part == 0 && position < begin[s] + length[s];
                         ((unsigned*)result.out)[b * result.batch_step + position * result.position_step
-                            + word / result.columns * result.head_step + word % result.columns] = (unsigned)result.bits;
+                            + word / result.columns * result.head_step + word % result.columns] = lonely
+                            ? ((const unsigned*)result.sinks)[word / result.columns] : (unsigned)result.bits;
                     }}
                 }}
             }}
@@ -196,9 +202,10 @@ def _cleaning() -> Any:
 
 
 def seeing_nothing(stats: Any) -> Any:
-    """A copy of log-sum-exps with +inf in place of -inf."""
+    """A copy of log-sum-exps with +inf in place of those of masked rows."""
     copy = gpu.empty(stats.shape, stats.dtype)
-    return _elementwise("float32 x", "float32 y", "y = x < 0 && isinf(x) ? -x : x", "seeing_nothing")(stats, copy)
+    operation = "y = x <= lowest ? __int_as_float(0x7f800000) : x"
+    return _elementwise("float32 x, float32 lowest", "float32 y", operation, "seeing_nothing")(stats, MASKED_SCORE, copy)
 
 
 def log_sum_exp(top: Any, total: Any, stats: Any) -> None:

@@ -8,6 +8,8 @@ import numbers
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypedDict, TypeVar
 
+import numpy as np
+
 from .band import Band, Window
 from .bucket import Bucket
 from .problem import LENGTHS, MATRICES, SEEDS, STARTS, Settings
@@ -113,6 +115,17 @@ def among(value: Any, choices: Sequence[Any]) -> bool:
     return isinstance(value, Hashable) and value in choices
 
 
+def read_flag(name: str, value: Any) -> bool:
+    """An argument that is either True or False.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} is {value!r}; it must be True or False")
+    return bool(value)
+
+
 def read_band(causal: Any, window: Any) -> Band | None:
     """Which keys a query sees: the right bound of ``causal`` and the bounds of ``window``, on one diagonal."""
     if not among(causal, (False, True, "top_left", "bottom_right")):
@@ -143,7 +156,7 @@ def read_scale(scale: Any, head_dim: int) -> float:
     default = 1 / math.sqrt(head_dim or 1)
     if scale is None:
         return default
-    if not isinstance(scale, numbers.Real):
+    if not isinstance(scale, numbers.Real) or isinstance(scale, (bool, np.bool_)):
         raise TypeError(f"scale is a {type(scale).__name__}; it must be a number: float(...) makes one of an array")
     value = _as_float(scale)
     if not abs(value) <= LARGEST_SCALE:  # true of NaN too
@@ -163,7 +176,7 @@ def read_softcap(softcap: Any) -> float | None:
     """The cap as a number."""
     if softcap is None:
         return None
-    if not isinstance(softcap, numbers.Real):
+    if not isinstance(softcap, numbers.Real) or isinstance(softcap, (bool, np.bool_)):
         raise TypeError(f"softcap is a {type(softcap).__name__}; it must be a number, or None for no cap")
     if not SMALLEST_SCALE <= _as_float(softcap) <= LARGEST_SCALE:
         raise ValueError(f"softcap is {softcap}; it must be above 0 and finite in float32, or None for no cap")

@@ -34,6 +34,10 @@ MATRICES = ("bias", "mask", "dropout_mask")
 OF_SCORES = (*MATRICES, "dbias", "kept")
 #: The dtypes that score functions' arrays may have.
 CAPTURED_DTYPES = ("bool", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+#: A score at or below this counts as masked where a bias or a score function made it: masks of finite numbers, such as
+#: finfo.min, mask a whole row, too. float32 numbers of this size are 0.06 apart, so differences between such scores, and the
+#: logarithm of the number of keys in the log-sum-exp, would be lost.
+MASKED_SCORE = -1e6
 #: What the forward pass gives beside its output: one number a row.
 PER_ROW = ("stats", "max", "sum_exp")
 

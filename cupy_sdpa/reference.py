@@ -194,7 +194,8 @@ def scores(
         h, b: the head of the queries, and the batch entry.
         softcap: :math:`c`.
         alibi_slopes: :math:`a`, ``(Hq,)``; :math:`\delta_i` is the :func:`diagonal`.
-        bias: :math:`\beta`, ``(Skv, Sq, Hq, B)``; an axis of length 1 is the same for all. -inf is as False in a mask.
+        bias: :math:`\beta`, ``(Skv, Sq, Hq, B)``; an axis of length 1 is the same for all. Where it makes a score of -1e6 or
+            less it is as False in a mask.
         mask: bool, axes as of the bias; False for a key that the query does not see, whatever else is asked for.
         seen: causal, window, seq_lens_q, seq_lens_kv, as for :func:`visible`.
 
@@ -225,6 +226,7 @@ def scores(
         s = s - float(alibi_slopes[h]) * np.abs(middle - j)
     if bias is not None:
         s = s + np.broadcast_to(bias, everywhere)[:, :, h, b].T.astype(np.float64)
+        attends = attends & (s > -1e6)
     return np.where(attends, s, -np.inf)
 
 

@@ -151,8 +151,8 @@ def _dropout_one_query(problem: Problem, cudnn: int, capability: int) -> Iterato
     planned = max(d, dv) <= 128 or (d == dv == 256 and cudnn >= 92800)
     if 100 <= capability < 120 and not problem.backward and problem.settings.dropout and sq == 1 and not planned:
         yield (
-            f"one query, dropout and head dims {d} and {dv} are given; compute capability {capability / 10} supports head dims up "
-            "to 128 then: pass the query twice"
+            f"one query, dropout and head dims {d} and {dv} are given; compute capability {capability / 10} supports head dims "
+            "up to 128 then: pass the query twice"
         )
 
 

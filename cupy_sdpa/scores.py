@@ -13,14 +13,11 @@ from functools import partial
 from . import zoo
 from .band import Band
 from .graph import Builder, Tensor
+from .problem import MASKED_SCORE
 from .program import AXES, NOTHING, Kind, Program
 from .score import Tracer
 from .spelling import Speller
 from .traced import Value
-
-#: A score at or below this counts as masked, where a bias or a score function made it. In float32 neighbouring numbers of this
-#: size are 0.06 apart: scores cannot be told from each other, and the log-sum-exp loses the logarithm of the number of keys.
-MASKED_SCORE = -1e6
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,7 @@ class Scores:
         captured: the arrays that they read, ``(B, Hq, Sq, Skv)``, every dimension may be 1.
         gradient_of: the array in whose gradient the backward pass takes that of the scores; empty for the scores.
         key_positions: ``(1, 1, 1, Skv)`` int32, the index of every key, where it is read from memory.
-        floor: whether scores at or below :data:`MASKED_SCORE` count as masked.
+        floor: whether scores at or below :data:`~cupy_sdpa.problem.MASKED_SCORE` count as masked.
     """
 
     scale: Tensor

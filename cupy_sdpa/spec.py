@@ -75,8 +75,10 @@ def dense_spec(name: str, dtype: str, shape: tuple[int, ...]) -> TensorSpec:
 
 
 def spec_of(name: str, signature: Signature) -> TensorSpec:
-    """The array of a signature; axes of length 1 get the stride of dense memory."""
+    """The array of a signature; axes of length 1, and arrays without elements, get the strides of dense memory."""
     dtype, shape, strides, alignment = signature
+    if 0 in shape:
+        return dense_spec(name, dtype, shape)
     normal = list(strides)
     for axis, length in enumerate(shape):
         if length == 1:  # no step is ever taken along it: numpy, CuPy and DLPack put anything here, 0 too

@@ -17,9 +17,9 @@ from . import gpu, kernels
 from .bucket import Policy, padded_axes
 from .interpreter import numpy_dtype
 from .packed import offsets, with_room
-from .problem import LENGTHS, OF_KEYS, OF_QUERIES, PER_ROW, STARTS, Problem, has_diagonal, is_matrix
+from .problem import LENGTHS, MASKED_SCORE, OF_KEYS, OF_QUERIES, PER_ROW, STARTS, Problem, has_diagonal, is_matrix
 from .spec import TensorSpec, dense_spec, dtype_name
-from .support import turned_off
+from .support import has_one_packed_query, turned_off
 
 #: What -inf is given beyond the lengths; all other results get 0.
 _LOGARITHMS = ("stats", "max")
@@ -55,6 +55,8 @@ def _posed(problem: Problem, on_gpu: bool) -> Problem:
         specs["dbias"] = sums.pop("dbias")
     if problem.dcaptured:
         specs["dcaptured"] = tuple(sums.values())
+    if has_one_packed_query(problem) and "packed-decode-stats" not in turned_off():
+        specs["settings"] = problem.settings._replace(max_seqlen_q=2)
     problem = replace(problem, **specs) if specs else problem
     return _interned(with_room(problem) if problem.packed else problem)
 
@@ -63,6 +65,9 @@ def _read_as(problem: Problem, spec: TensorSpec, on_gpu: bool) -> TensorSpec:
     """How an array of a score function is read: whole numbers of 32 bits; on the GPU no bytes, and dense."""
     kind = {"int64": "int32", "bool": "float16" if on_gpu else "bool"}.get(spec.dtype, spec.dtype)
     keys, queries, _, batch = spec.shape
+    *_, sq, _, _ = problem.sizes
+    if on_gpu and sq == 1 and keys == 1 and kind in ("float16", "bfloat16"):
+        kind = "float32"  # the kernel for one query reads 4 bytes at a time (9.19 and 9.28: a misaligned address)
     alone = (keys, queries) == (1, 1) and (batch > 1 or max(spec.shape) == 1)  # mistaken for one another, as a bias is
     shape = (problem.sizes[5] if alone and on_gpu else keys, *spec.shape[1:])
     same = (kind, shape) == (spec.dtype, spec.shape) and (not on_gpu or (spec.dense and spec.alignment >= 16))
@@ -154,7 +159,8 @@ class Stage:
         name = spec.name
         array = self._own.get(name)
         if array is None:
-            return full_lengths(name, self._own, self.on_gpu)  # a bucket's
+            like = self._own["q" if name == "seq_lens_q" else "k"]  # the lengths of a bucket
+            return filled("int32", like.shape[3], like.shape[2], like=like, on_gpu=self.on_gpu)
         if name in self._results:
             same = array.shape == spec.shape and dtype_name(array.dtype) == spec.dtype
             return array if same or self.problem.packed else self._empty(spec)
@@ -196,10 +202,10 @@ class Stage:
         target[...] = source.sum(axis=axes, keepdims=True, dtype=np.float32) if axes else source
 
     def _unseen(self, stats: Any) -> Any:
-        """The log-sum-exp with +inf for -inf: a row that sees nothing gets ``exp(S - L) = 0`` and ``exp(sink - L) = 0``."""
+        """The log-sum-exp with +inf for masked rows, which then get ``exp(S - L) = 0`` and ``exp(sink - L) = 0``."""
         if self.on_gpu:
             return kernels.seeing_nothing(stats)
-        return np.where(np.isneginf(stats), np.float32(np.inf), stats)
+        return np.where(stats <= MASKED_SCORE, np.float32(np.inf), stats)
 
     def _empty(self, spec: TensorSpec) -> Any:
         make = gpu.empty if self.on_gpu else functools.partial(np.empty, order="F")
@@ -232,25 +238,16 @@ def _may_see_nothing(problem: Problem) -> bool:
     return problem.backward and (problem.bias is not None or problem.dsinks is not None or problem.scored)
 
 
-def full_lengths(name: str, arrays: Mapping[str, Any], on_gpu: bool) -> Any:
-    """The array of lengths in which every batch entry has all that the arrays have."""
-    like = arrays["q" if name == "seq_lens_q" else "k"]
-    *_, length, batch = like.shape
+def filled(dtype: str, size: int, value: int, *, like: Any, on_gpu: bool) -> Any:
+    """A one-dimensional array of equal integers, on the device of another array."""
     if not on_gpu:
-        return np.full(batch, length, np.int32)
+        return np.full(size, value, dtype)
     with gpu.on_device_of(like):
-        lengths = gpu.empty((batch,), np.int32)
-        gpu.fill_int32(lengths, length)
-    return lengths
-
-
-def whole_number(value: int, like: Any, on_gpu: bool) -> Any:
-    """An int64 array of one number, on the device of an array."""
-    if not on_gpu:
-        return np.array([value], np.int64)
-    with gpu.on_device_of(like):
-        array = gpu.empty((1,), np.int64)
-        array.fill(value)
+        array = gpu.empty((size,), np.dtype(dtype))
+        if dtype == "int32":
+            gpu.fill_int32(array, value)
+        else:
+            array.fill(value)
     return array
 
 
@@ -283,14 +280,18 @@ def _rows(problem: Problem, given: Problem, arrays: Mapping[str, Any], rows: Seq
 def _rows_on_gpu(
     problem: Problem, given: Problem, arrays: Mapping[str, Any], rows: Sequence[tuple[str, Any]]
 ) -> dict[str, Any]:
-    *_, sq, skv, _ = given.sizes
+    *_, sq, skv, _ = (problem if problem.packed else given).sizes
     names = STARTS if problem.packed else LENGTHS
     of_queries = kernels.Side(arrays[names[0]], sq, problem.q.shape[2])
     of_keys = kernels.Side(arrays[names[1]], skv, problem.k.shape[2])
     named = (
         {name: (begins == STARTS[1], factor) for name, (begins, factor) in offsets(given).items()} if problem.packed else None
     )
-    results = [kernels.Cleared(array, name in OF_KEYS, name in PER_ROW, nothing(name)) for name, array in rows]
+    sinks = arrays.get("sinks")
+    results = [
+        kernels.Cleared(array, name in OF_KEYS, name in PER_ROW, nothing(name), sinks if name in _LOGARITHMS else None)
+        for name, array in rows
+    ]
     return kernels.prepare_rows(of_queries, of_keys, named, results)
 
 

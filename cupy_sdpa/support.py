@@ -106,7 +106,8 @@ class Bug:
         effect: what happens.
         guards: what avoids it; none where it must be refused. ``keys``, ``queries`` and ``positions`` are those of
             :mod:`cupy_sdpa.patterns`; ``no-split`` excludes the kernel that splits the keys
-            (:func:`cupy_sdpa.engines.splits_keys`); ``clear-last`` clears results after the kernel instead of before.
+            (:func:`cupy_sdpa.engines.splits_keys`); ``clear-last`` clears results after the kernel instead of before;
+            ``two-rows`` plans packed sequences of one query for two.
         remedy: what a person can do; for a refusal.
         link: where it was reported.
     """
@@ -132,6 +133,12 @@ def _one_query(problem: Problem) -> bool:
     return sq == 1
 
 
+def has_one_packed_query(problem: Problem) -> bool:
+    """Whether packed sequences have one query each, and the log-sum-exp of grouped heads is asked for."""
+    grouped = problem.sizes[2] != problem.sizes[3]
+    return problem.packed and not problem.backward and problem.stats is not None and _one_query(problem) and grouped
+
+
 def _unbounded(problem: Problem) -> bool:
     """Whether the last queries see the last keys for all that is known: no causal mask, and no lengths of the caller's."""
     return not problem.ragged and (problem.band is None or problem.band.right is None)
@@ -152,7 +159,8 @@ def _reads_positions(problem: Problem) -> bool:
     program = problem.settings.program
     places = program is not None and any(step.mode in ("index", "captured") for step in program.steps)
     reads = places or problem.alibi_slopes is not None
-    return not problem.backward and _one_query(problem) and reads and not problem.settings.dropout
+    other_kernel = problem.settings.dropout or problem.sinks is not None
+    return not problem.backward and _one_query(problem) and reads and not other_kernel
 
 
 #: Newer than every cuDNN there is: a bug that no version has been seen without.
@@ -169,10 +177,9 @@ BUGS: tuple[Bug, ...] = (
             "one query, forward", "silently wrong", _REFUSE, "use cuDNN 9.25.1 or newer", f"{PYTORCH}/issues/193893")
         for first, last in ((91900, 92400), (92402, 92500))
     ),
-    Bug("packed-decode-stats", 92600, 92700, range(80, 130),
-        lambda p: p.packed and not p.backward and p.stats is not None and _one_query(p) and p.sizes[2] != p.sizes[3],
+    Bug("packed-decode-stats", 91900, 92700, range(80, 130), has_one_packed_query,
         "packed sequences of one query, grouped heads, with the log-sum-exp", "it is written for one head of each group only",
-        _REFUSE, "use cuDNN 9.28.0, or give the keys once a head", f"{FRONTEND}/issues/1083"),
+        frozenset({"two-rows"}), "", f"{FRONTEND}/issues/1083"),
     Bug("dropout-sinks-gradient", 91900, 92700, range(80, 130), lambda p: p.dsinks is not None and p.settings.dropout > 0,
         "the sinks' gradient, with dropout", "too small by 1 - dropout_p", _REFUSE, "use cuDNN 9.28.0", "docs/design.md"),
     Bug("packed-sinks-gradient", 91900, 92501, range(80, 130), lambda p: p.packed and p.dsinks is not None,
@@ -196,6 +203,10 @@ BUGS: tuple[Bug, ...] = (
     Bug("one-query-dropout", 91900, _OPEN, range(80, 130),
         lambda p: not p.backward and _one_query(p) and p.settings.dropout > 0,
         "one query, dropout", "the kernel that splits the keys writes beyond its shared memory, which ends the CUDA context",
+        frozenset({"no-split"}), "", "docs/design.md"),
+    Bug("one-query-sinks", 91900, _OPEN, range(80, 130),
+        lambda p: not p.backward and _one_query(p) and p.sinks is not None,
+        "one query, sinks, every key masked", "the kernel that splits the keys writes -inf for the log-sum-exp",
         frozenset({"no-split"}), "", "docs/design.md"),
     Bug("one-query-lengths", 91900, _OPEN, range(80, 130),
         lambda p: not p.backward and _one_query(p) and p.seq_lens_q is not None,
