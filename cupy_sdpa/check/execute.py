@@ -208,7 +208,7 @@ class Run:
         return (kept if isinstance(kept, np.ndarray) else kept.get())[: self.case.skv, : self.case.sq]
 
     def bucketed(self, name: str, array: Any) -> Any:
-        """An array as long as ``bucket`` makes it: the random numbers of dropout follow from the lengths that the engine sees."""
+        """An array as long as ``bucket`` makes it: the random numbers of dropout follow from the padded lengths."""
         bucket = self.case.options.get("bucket")
         d, heads, length, *batch = array.shape
         if bucket is None or not batch or (name == "q" and length == 1):  # of packed sequences only the bounds are rounded
@@ -246,7 +246,7 @@ def execute(case: Case) -> Outcome:
         if isinstance(error, (TypeError, ValueError)) and case.engine == "gpu" and (reasons := _reasons(this)):
             return this.found("refused", reasons[0], type(error).__name__)
         this.outcome.fatal = case.engine == "gpu" and not isinstance(error, (TypeError, ValueError))
-        return this.found("exception", _described(error), type(error).__name__)
+        return this.found("exception", *_described(error))
 
 
 def _reasons(this: Run) -> list[str]:
@@ -256,8 +256,8 @@ def _reasons(this: Run) -> list[str]:
         return []
 
 
-def _described(error: Exception) -> str:
-    """An exception and where it was raised, on one line."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}{where}"
+def _described(error: Exception) -> tuple[str, str]:
+    """An exception on one line, and its type and where it was raised."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    what = f"{type(error).__name__} at {frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}"
+    return f"{what}: {' '.join(str(error).split())[:400]}", what

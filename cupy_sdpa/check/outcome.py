@@ -16,7 +16,7 @@ class Outcome:
     Attributes:
         kind: of :data:`KINDS`.
         message: what is wrong, or why it was refused.
-        what: the results that are wrong, or the type of the exception; findings of one kind and ``what`` are alike.
+        what: the results that are wrong, or the type and place of the exception; findings of one kind and ``what`` are alike.
         calls: how many calls were made.
         fatal: whether the process must not be used any more.
     """

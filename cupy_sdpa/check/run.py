@@ -23,7 +23,7 @@ Progress = Callable[[Summary, float, str], None]
 
 
 def cases(seed: int, engines: Sequence[str]) -> Iterator[Case]:
-    """All cases of a seed: the engines take turns, each with its own numbers; planning takes long and comes every fourth time."""
+    """All cases of a seed: the engines take turns, each with its own numbers; planning, which takes long, every fourth time."""
     for number in itertools.count():
         for engine in engines:
             if engine != "plan" or engines == ("plan",):
@@ -100,6 +100,8 @@ def _shrink_some(findings: Sequence[Finding], pool: Pool, threads: ThreadPoolExe
 def _alike(one: Finding, other: Finding) -> bool:
     """Whether a finding is probably of the same cause as one with no more options and no larger sizes."""
     same = one.case.engine == other.case.engine and alike(one.outcome, other.outcome)
+    if one.outcome.kind == "exception" and "CUDARuntimeError" not in one.outcome.what:  # whose place says nothing
+        return same
     sizes = all(
         0 < getattr(one.case, n) <= getattr(other.case, n) or getattr(one.case, n) == getattr(other.case, n) for n in SIZES
     )

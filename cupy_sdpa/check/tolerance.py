@@ -57,10 +57,12 @@ class _Floors:
 
     def __init__(self, problem: Problem, truth: Results) -> None:
         self.problem, self.truth, case = problem, truth, problem.case
-        #: the largest rounding error, relative, and its standard deviation
-        self.half = spacing(dtype_of(case.dtype)) / 2
-        self.rounding = self.half / 3**0.5
-        work = spacing(np.float64) if case.dtype == "float64" else SINGLE
+        dtype = dtype_of(case.dtype)
+        work = self.work = spacing(np.float64) if case.dtype == "float64" else SINGLE
+        #: the largest rounding error, relative; its standard deviation, with that of sums; and what subnormal numbers add
+        self.half = spacing(dtype) / 2
+        self.rounding = self.half / 3**0.5 + work * max(case.sq, case.skv, 1) ** 0.5 / 4
+        self.subnormal = float(np.nextafter(dtype.type(0), dtype.type(1))) / 2
         self.q, self.k, self.v, self.dout = problem.q, problem.k, problem.v, problem.dout
         norms = _norm(self.q) * _norm(self.k).swapaxes(-1, -2)
         p = self.p = truth.p
@@ -72,12 +74,11 @@ class _Floors:
         self.of_scores = 4 * work * abs(problem.scale) * norms * steep + 4 * work * scores
         self.of_scores += self.approximate * np.minimum(scores, 60)
         self.of_stats = SINGLE * np.where(np.isfinite(truth.stats), np.abs(truth.stats), 0)[..., None]
-        self.work = work
 
     def all(self) -> dict[str, float]:
         """The floor of every result of the case."""
         values, p, kept = self.truth.values, self.p, np.asarray(self.problem.kept)
-        weights = (p * kept * (self.rounding + self.of_scores)) ** 2
+        weights = (kept * (p * (self.rounding + self.of_scores) + self.subnormal * (p > 0))) ** 2
         of_out = np.sqrt(weights @ self.v**2)
         row = (p * self.of_scores).sum(axis=-1)
         of_rows = 2 * _most(row) + 4 * SINGLE * _size(values["stats"])
@@ -105,11 +106,12 @@ class _Floors:
         mean = mean + 4 * self.work * (size * out).sum(axis=-1, keepdims=True)
         of_product = 4 * self.work * _norm(self.dout) * _norm(self.v).swapaxes(-1, -2) * kept
         weight = 2 * self.of_scores + 2 * self.of_stats
-        single = ds * (self.rounding + self.approximate + weight) + p * of_product
+        single = ds * (self.rounding + self.approximate + weight) + p * of_product + self.subnormal * (p > 0)
         of_ds = np.sqrt(single**2 + (p * mean) ** 2) * slope
         dq = np.sqrt((single * slope) ** 2 @ self.k**2) + np.abs((p * slope) @ self.k) * mean
         dk = np.sqrt((of_ds**2).swapaxes(-1, -2) @ self.q**2).sum(axis=2)
-        dv = np.sqrt(((p * kept * (self.rounding + weight)) ** 2).swapaxes(-1, -2) @ self.dout**2).sum(axis=2)
+        of_p = kept * (p * (self.rounding + weight) + self.subnormal * (p > 0))
+        dv = np.sqrt((of_p**2).swapaxes(-1, -2) @ self.dout**2).sum(axis=2)
         found = {"dq": scale * DEVIATIONS * _most(dq), "dk": scale * DEVIATIONS * _most(dk), "dv": DEVIATIONS * _most(dv)}
         drift = _size(self.of_stats + self.of_scores * (p > 0))
         for name in ("dq", "dk", "dv"):
