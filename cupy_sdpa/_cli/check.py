@@ -59,10 +59,20 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         action="append",
         help="what to test; may be given twice (default: gpu; without one cpu and plan)",
     )
+    parser.add_argument(
+        "--lengths", type=_lengths, metavar="SQ,SKV", help="the numbers of queries and keys (default: drawn)"
+    )
     parser.add_argument("--jobs", type=positive, metavar="N", help="worker processes (default: one per CPU core, 8 on a GPU)")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write a report that can be attached to an issue")
     parser.add_argument("--case", metavar="LITERAL", help="run one case that a finding has printed")
     parser.set_defaults(command=command)
+
+
+def _lengths(text: str) -> tuple[int, int]:
+    queries, comma, keys = text.partition(",")
+    if not (comma and queries.isdecimal() and keys.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a pair of lengths such as 1,276")
+    return int(queries), int(keys)
 
 
 def command(arguments: argparse.Namespace) -> int:
@@ -87,7 +97,7 @@ def command(arguments: argparse.Namespace) -> int:
     bound = "1 problem" if one else f"{minutes:g} min" if minutes else f"{arguments.problems} problems"
     say("seed", f"{seed}; {bound}, {jobs} worker process{'es' * (jobs > 1)}")
     with _Progress(None if minutes is None else 60 * minutes, arguments.problems) as progress:
-        drawn = iter([one]) if one else cases(seed, engines)
+        drawn = iter([one]) if one else cases(seed, engines, arguments.lengths)
         summary, findings, seconds = run(drawn, jobs, None if minutes is None else 60 * minutes, arguments.problems, progress)
     _print(summary, findings, seconds)
     if arguments.json:

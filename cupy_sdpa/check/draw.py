@@ -48,11 +48,11 @@ class Draw:
     Args:
         rng: the source of its randomness.
         engine: of the case.
-        sizes: what has been drawn so far, by the names of :class:`~.case.Case`.
+        fixed: Sq and Skv; None to draw them.
     """
 
-    def __init__(self, rng: np.random.Generator, engine: str) -> None:
-        self.rng, self.engine = rng, engine
+    def __init__(self, rng: np.random.Generator, engine: str, fixed: tuple[int, int] | None = None) -> None:
+        self.rng, self.engine, self.fixed = rng, engine, fixed
         self.sizes: dict[str, int] = {}
         self.options: dict[str, Any] = {}
         self.backward = False
@@ -86,6 +86,8 @@ class Draw:
 
     def lengths(self) -> tuple[int, int]:
         """Sq and Skv."""
+        if self.fixed:
+            return self.fixed
         kind = self.rng.random()
         if kind < 0.3:  # decoding
             skv = self.pick(*DECODE_KEYS) if self.chance(0.4) else self.log_uniform(1, 70000 if self.chance(0.3) else 2000)
@@ -267,14 +269,19 @@ def possible(names: set[str]) -> bool:
 PAIRS = tuple(pair for pair in itertools.combinations(OPTIONS, 2) if possible({*pair, *(REQUIRES.get(n, n) for n in pair)}))
 
 
-def draw(seed: int, number: int, engine: str) -> Case:
+def draw(seed: int, number: int, engine: str, lengths: tuple[int, int] | None = None) -> Case:
     """Case ``number`` of the run with a seed; every pair of options comes once in ``1.5 len(PAIRS)`` cases.
+
+    Args:
+        seed, number: of the case.
+        engine: that it is for.
+        lengths: Sq and Skv; None to draw them.
 
     >>> draw(1, 2, "cpu") == draw(1, 2, "cpu")
     True
     """
     rng = np.random.default_rng([seed, number, *engine.encode()])
-    it = Draw(rng, engine)
+    it = Draw(rng, engine, lengths)
     it.draw_sizes()
     names = _names(it, seed, number)
     for name in [*(REQUIRES[name] for name in REQUIRES if name in names), *names]:

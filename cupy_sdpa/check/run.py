@@ -22,14 +22,14 @@ SIZES = ("d", "dv", "hq", "hkv", "sq", "skv", "b")
 Progress = Callable[[Summary, float, str], None]
 
 
-def cases(seed: int, engines: Sequence[str]) -> Iterator[Case]:
+def cases(seed: int, engines: Sequence[str], lengths: tuple[int, int] | None = None) -> Iterator[Case]:
     """All cases of a seed: the engines take turns, each with its own numbers; planning, which takes long, every fourth time."""
     for number in itertools.count():
         for engine in engines:
             if engine != "plan" or engines == ("plan",):
-                yield draw(seed, number, engine)
+                yield draw(seed, number, engine, lengths)
             elif number % 4 == 0:
-                yield draw(seed, number // 4, engine)
+                yield draw(seed, number // 4, engine, lengths)
 
 
 def run(
