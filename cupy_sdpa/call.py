@@ -146,7 +146,11 @@ class Call:
         if not self.on_gpu:
             return every_launch(self.posed, lambda asked: Report("numpy", asked, graph_of(asked)))
         with gpu.on_device_of(self.arrays["q"]) as device:
-            return every_launch(self.posed, lambda asked: explain_here(asked, device))
+            report = every_launch(self.posed, lambda asked: explain_here(asked, device))
+            if report.plan:  # the engine's problem may no longer meet a bug that the caller's does
+                own = workarounds(self.problem, report.plan.cudnn, gpu.capability(device))
+                return dataclasses.replace(report, workarounds=tuple(dict.fromkeys((*own, *report.workarounds))))
+            return report
 
     def with_gradient_inputs(self) -> Call:
         """A backward call that knows only q, k and v, with what the forward pass gives; the output serves as its gradient."""

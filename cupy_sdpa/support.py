@@ -104,10 +104,7 @@ class Bug:
         condition: which problems meet it.
         when: the same in words.
         effect: what happens.
-        guards: what avoids it; none where it must be refused. ``keys``, ``queries`` and ``positions`` are those of
-            :mod:`cupy_sdpa.patterns`; ``no-split`` excludes the kernel that splits the keys
-            (:func:`cupy_sdpa.engines.splits_keys`); ``clear-last`` clears results after the kernel instead of before;
-            ``two-rows`` plans packed sequences of one query for two.
+        guards: what works around it, of :data:`GUARDS`; none where it must be refused.
         remedy: what a person can do; for a refusal.
         link: where it was reported.
     """
@@ -162,6 +159,16 @@ def _reads_positions(problem: Problem) -> bool:
     other_kernel = problem.settings.dropout or problem.sinks is not None
     return not problem.backward and _one_query(problem) and reads and not other_kernel
 
+
+#: What each guard does.
+GUARDS = {
+    "keys": "keys beyond the last are masked explicitly",
+    "queries": "queries beyond the last are masked explicitly",
+    "positions": "positions of keys, and arrays without an axis of keys, are read for every key from memory",
+    "no-split": "another kernel is used",
+    "clear-last": "results beyond the lengths are cleared after the kernel instead of before",
+    "two-rows": "the sequences are planned for two queries",
+}
 
 #: Newer than every cuDNN there is: a bug that no version has been seen without.
 _OPEN = 99999
@@ -235,10 +242,15 @@ def avoided_bugs(problem: Problem, cudnn: int, capability: int) -> list[Bug]:
 VERIFIED = frozenset({90})
 
 
+def doubtful(problem: Problem, cudnn: int, capability: int) -> list[tuple[str, str]]:
+    """The rules of the table, and their sentences, that a problem breaks and that refuse nothing."""
+    rules = [rule for rule in RULES if not rule.refuses and rule.name not in turned_off()]
+    return [(rule.name, text) for rule in rules for text in rule.violations(problem, cudnn, capability)]
+
+
 def unverified(problem: Problem, cudnn: int, capability: int) -> tuple[str, ...]:
     """What of a problem was never run on such a GPU; it runs there if cuDNN can plan it."""
-    rules = [rule for rule in RULES if not rule.refuses and rule.name not in turned_off()]
-    doubts = [text for rule in rules for text in rule.violations(problem, cudnn, capability)]
+    doubts = [text for _, text in doubtful(problem, cudnn, capability)]
     if capability not in VERIFIED:
         doubts.append(f"this package was not run on compute capability {capability / 10}")
     return tuple(doubts)
@@ -246,7 +258,10 @@ def unverified(problem: Problem, cudnn: int, capability: int) -> tuple[str, ...]
 
 def workarounds(problem: Problem, cudnn: int, capability: int) -> tuple[str, ...]:
     """The known bugs that are worked around, each as a line."""
-    return tuple(f"{bug.name} ({bug.when}: {bug.effect})" for bug in avoided_bugs(problem, cudnn, capability))
+    return tuple(
+        f"{bug.name} ({bug.when}: {bug.effect}): {', '.join(GUARDS[guard] for guard in sorted(bug.guards))}"
+        for bug in avoided_bugs(problem, cudnn, capability)
+    )
 
 
 def guards(problem: Problem, cudnn: int, capability: int) -> frozenset[str]:

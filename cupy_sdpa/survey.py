@@ -15,7 +15,7 @@ from .mathematics import FUNCTIONS
 from .offline import Planner, described
 from .problem import Problem
 from .rules import MINIMUM_CAPABILITY, RULES
-from .support import BUGS, Bug, why_not
+from .support import BUGS, GUARDS, Bug, doubtful, why_not
 from .version import MINIMUM_CUDNN, version_text
 
 
@@ -243,7 +243,7 @@ def measure(
 
 
 #: Rows about what planning cannot show: results that are wrong, or not the same in every run.
-_SILENT = {"deterministic", "deterministic-sinks", "bias-gradient", "max-sumexp", "packed-gradients"} | {
+_SILENT = {"deterministic-sinks", "bias-gradient", "max-sumexp"} | {
     bug.name for bug in BUGS if not bug.guards and "planning" not in bug.effect
 }
 #: What cuDNN refuses for a described GPU and the table does not: with 9.28 the kernel does not compile for the constructed
@@ -260,6 +260,11 @@ def page(version: int) -> Iterator[str]:
         "`explain()` says it of a single call, with the reason, and what would lift it. "
         "`python -m cupy_sdpa support --measure` asks the cuDNN that is installed, without a GPU, and compares.\n"
     )
+    yield (
+        "Results were verified on Hopper GPUs (H100, H200) only. For the other GPUs the tables state what cuDNN plans for "
+        'their descriptions. "Unverified" marks what has a known doubt: such a call runs if cuDNN can plan it. '
+        "`python -m cupy_sdpa check` verifies the results on a GPU.\n"
+    )
     yield "## Problems and GPUs\n"
     for number in (version, MINIMUM_CUDNN):
         yield f"cuDNN {version_text(number)}:\n"
@@ -269,7 +274,11 @@ def page(version: int) -> Iterator[str]:
             cells = []
             for gpu in gpus.NAMES:
                 rules = [reason.rule for reason in why_not(asked, number, gpus.capability(gpu))]
-                cells.append(f"no: {', '.join(dict.fromkeys(rules))}" if rules else "yes")
+                doubts = [name for name, _ in doubtful(asked, number, gpus.capability(gpu))]
+                if rules:
+                    cells.append(f"no: {', '.join(dict.fromkeys(rules))}")
+                else:
+                    cells.append(f"unverified: {', '.join(dict.fromkeys(doubts))}" if doubts else "yes")
             yield f"| {words} | " + " | ".join(cells) + " |"
         yield ""
     yield "## Two options at once\n"
@@ -302,12 +311,13 @@ def page(version: int) -> Iterator[str]:
     yield "| rule | | raises | source |"
     yield "|---|---|---|---|"
     for rule in RULES:
-        yield f"| {rule.name} | {rule.summary} | `{rule.error.__name__}` | {_link(rule.link)} |"
+        raises = f"`{rule.error.__name__}`" if rule.refuses else "nothing: unverified"
+        yield f"| {rule.name} | {rule.summary} | {raises} | {_link(rule.link)} |"
     yield "\n## Known bugs\n"
     yield "| bug | cuDNN | compute capability | met by | effect | what is done | source |"
     yield "|---|---|---|---|---|---|---|"
     for bug in BUGS:
-        done = f"masks that are true of everything: {', '.join(sorted(bug.guards))}" if bug.guards else f"refused: {bug.remedy}"
+        done = ", ".join(GUARDS[guard] for guard in sorted(bug.guards)) or f"refused: {bug.remedy}"
         yield f"| {bug.name} | {_range(bug)} | {_capabilities(bug)} | {bug.when} | {bug.effect} | {done} | {_link(bug.link)} |"
 
 

@@ -1,7 +1,9 @@
 """The support table: every rule has a case on each side of it, and its message says what to do."""
 
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,7 @@ from cupy_sdpa.posing import Wanted, pose
 from cupy_sdpa.problem import Settings
 from cupy_sdpa.rules import RULES
 from cupy_sdpa.spec import dense_strides
-from cupy_sdpa.support import BUGS, GENERATIONS, guards, why_not
+from cupy_sdpa.support import BUGS, GENERATIONS, doubtful, guards, unverified, why_not
 from cupy_sdpa.survey import PROBES
 from cupy_sdpa.version import MINIMUM_CUDNN, RELEASES, version_text
 
@@ -51,6 +53,17 @@ def packed(queries=16, hkv=2, d=64, **options):
     starts = {"cu_seqlens_q": (3,), "cu_seqlens_kv": (3,), "max_seqlen_q": queries, "max_seqlen_kv": 16}
     kv = (d, hkv, 32)
     return cupy_sdpa.problem((d, 4, 2 * queries), kv, kv, dtype="bfloat16", **starts, **options)
+
+
+def one_packed_query(hkv=2, **options):
+    """The problem of packed sequences of one query, as it is before the workaround."""
+    posed = packed(queries=1, hkv=hkv, **options)
+    return replace(posed, settings=posed.settings._replace(max_seqlen_q=1))
+
+
+def one_query(d=64, **options):
+    """The problem of a single query."""
+    return cupy_sdpa.problem((d, 4, 1, 2), (d, 4, 300, 2), (d, 4, 300, 2), dtype="bfloat16", **options)
 
 
 def less_a_number(skv=1, backward=True, score_mod=lambda s, b, h, i, j, t: s - t):
@@ -105,7 +118,10 @@ SIDES = {
         (variant(dropout_p=0.5, dropout_mask=(16, 16, 4, 2)), 91900, 90, r"give seed and offset, or pass numpy arrays"),
         (variant(dropout_p=0.5, seed=1), 91900, 90),
     ),
-    "packed-gradients": ((packed(backward=True), 91900, 80, r"give seq_lens_q and seq_lens_kv"), (packed(backward=True), 91900, 90)),
+    "dropout-one-query": (
+        (one_query(192, dropout_p=0.5, seed=1), 92800, 100, r"192 and 192 .* up to 128 then: pass the query twice"),
+        (one_query(192, dropout_p=0.5, seed=1), 92800, 90),
+    ),
     "max-sumexp": (
         (variant(return_stats="max_sumexp", sinks=True), 92800, 90, r"take the log-sum-exp alone"),
         (variant(return_stats="max_sumexp"), 91900, 90),
@@ -114,13 +130,41 @@ SIDES = {
         (variant(sinks=True, deterministic=True, backward=True, return_dsinks=True), 91900, 90, r"leave deterministic=True or"),
         (variant(sinks=True, deterministic=True, backward=True), 91900, 90),
     ),
-    "deterministic": ((backward(deterministic=True), 91900, 120, r"leave deterministic=True out"), (backward(), 91900, 120)),
+}  # fmt: skip
+
+#: The same of rules that refuse nothing.
+DOUBTS = {
+    "packed-gradients": ((packed(backward=True), 91900, 80, r"packed .* compute capability 8\.0"), (packed(backward=True), 91900, 90)),
+    "positive-scale-elsewhere": (
+        (variant(softcap=2.0, scale=0.0, backward=True), 92800, 80, r"a scale of 0 or below, were not run on .* 8\.0"),
+        (variant(softcap=2.0, scale=1.0, backward=True), 92800, 80),
+    ),
+    "backward-256": ((backward(d=256), 92800, 100, r"head dim 256 were not run on .* 10\.0"), (backward(d=128), 92800, 100)),
+    "deterministic": ((backward(deterministic=True), 91900, 120, r"not run on .* 12\.0"), (backward(), 91900, 120)),
 }  # fmt: skip
 
 
 def test_every_rule_has_both_sides():
     """A rule without a case here is a rule that nobody would miss."""
-    assert set(SIDES) == {rule.name for rule in RULES}
+    assert set(SIDES) == {rule.name for rule in RULES if rule.refuses}
+    assert set(DOUBTS) == {rule.name for rule in RULES if not rule.refuses}
+
+
+@pytest.mark.parametrize("rule", DOUBTS)
+def test_what_was_never_run_is_unverified_and_not_refused(rule):
+    """Such a problem is not refused; its doubt names the GPU. Just on the other side there is none."""
+    problem, cudnn, capability, words = DOUBTS[rule][0]
+    assert why_not(problem, cudnn, capability) == []
+    (text,) = [text for name, text in doubtful(problem, cudnn, capability) if name == rule]
+    assert re.search(words, text)
+    assert text in unverified(problem, cudnn, capability)
+    assert rule not in {name for name, _ in doubtful(*DOUBTS[rule][1])}
+
+
+def test_gpus_on_which_nothing_was_run_are_unverified():
+    """Of a plain problem nothing is doubted on Hopper; on other GPUs it is unverified."""
+    assert unverified(asked(), 92800, 90) == ()
+    assert unverified(asked(), 92800, 80) == ("this package was not run on compute capability 8.0",)
 
 
 @pytest.mark.parametrize("rule", SIDES)
@@ -148,10 +192,34 @@ MET = {
         [asked(sq=2), backward(sq=1)],
     ),
     "packed-decode-stats": (
-        packed(queries=1, return_stats=True),
-        [(92600, 90), (92700, 80)],
-        [(92501, 90), (92800, 90)],
-        [packed(queries=1), packed(queries=2, return_stats=True), packed(queries=1, hkv=4, return_stats=True)],
+        one_packed_query(return_stats=True),
+        [(91900, 90), (92600, 90), (92700, 80)],
+        [(92800, 90)],
+        [one_packed_query(), packed(queries=2, return_stats=True), one_packed_query(hkv=4, return_stats=True)],
+    ),
+    "one-query-positions": (
+        one_query(alibi_slopes=True),
+        [(91900, 90), (92800, 80), (92800, 120)],
+        [],
+        [one_query(), one_query(bias=(300, 1, 4, 1)), variant(alibi_slopes=True), one_query(alibi_slopes=True, backward=True)],
+    ),
+    "one-query-dropout": (
+        one_query(dropout_p=0.5, seed=1),
+        [(91900, 90), (92800, 90)],
+        [],
+        [one_query(), variant(dropout_p=0.5, seed=1), one_query(dropout_p=0.5, seed=1, backward=True)],
+    ),
+    "one-query-sinks": (
+        one_query(sinks=True),
+        [(91900, 90), (92800, 90)],
+        [],
+        [one_query(), variant(sinks=True), one_query(sinks=True, backward=True)],
+    ),
+    "one-query-lengths": (
+        one_query(seq_lens=True),
+        [(91900, 90), (92800, 90)],
+        [],
+        [one_query(), variant(seq_lens=True), one_query(seq_lens=True, backward=True)],
     ),
     "dropout-sinks-gradient": (
         variant(sinks=True, dropout_p=0.5, seed=1, backward=True, return_dsinks=True),

@@ -59,9 +59,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         action="append",
         help="what to test; may be given twice (default: gpu; without one cpu and plan)",
     )
-    parser.add_argument(
-        "--lengths", type=_lengths, metavar="SQ,SKV", help="the numbers of queries and keys (default: drawn)"
-    )
+    parser.add_argument("--lengths", type=_lengths, metavar="SQ,SKV", help="the numbers of queries and keys (default: drawn)")
     parser.add_argument("--jobs", type=positive, metavar="N", help="worker processes (default: one per CPU core, 8 on a GPU)")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write a report that can be attached to an issue")
     parser.add_argument("--case", metavar="LITERAL", help="run one case that a finding has printed")

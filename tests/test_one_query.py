@@ -1,0 +1,184 @@
+"""A single query, the shape of every generation loop: cuDNN's kernel that splits the keys, and what works around its bugs."""
+
+import numpy as np
+import pytest
+from exact import evaluated
+from planner import plan_problem
+
+import cupy_sdpa
+from cupy_sdpa import reference
+from cupy_sdpa.arguments import read_forward
+from cupy_sdpa.engines import splits_keys
+from cupy_sdpa.patterns import forward
+from cupy_sdpa.plan import PlanInfo
+from cupy_sdpa.staging import posed
+
+KEYS, HEADS, BATCH = 300, 4, 2
+ROWS = np.arange(KEYS)
+SLOPES = np.linspace(0.01, 0.1, HEADS).astype(np.float32)
+LENGTHS = np.array([0, 120], np.int32)
+
+#: Options by name, and what they make of the scores ``(B, Hq, Sq, Skv)`` with the indices of the axes.
+CASES = {
+    "alibi": ({"alibi_slopes": SLOPES}, lambda s, b, h, i, j: s - SLOPES[h] * abs(i - j)),
+    "alibi, bottom right, lengths": (
+        {"alibi_slopes": SLOPES, "causal": "bottom_right", "seq_lens_kv": LENGTHS},
+        lambda s, b, h, i, j: np.where(j < LENGTHS[b], s - SLOPES[h] * abs(LENGTHS[b] - 1 - j), -np.inf),
+    ),
+    "positions": ({"score_mod": lambda s, b, h, i, j: s + 0.01 * j}, lambda s, b, h, i, j: s + 0.01 * j),
+    "a mask of positions": ({"mask_mod": lambda b, h, i, j: j % 3 == 0}, lambda s, b, h, i, j: np.where(j % 3 == 0, s, -np.inf)),
+    "one number a head": (
+        {"score_mod": lambda s, b, h, i, j, t: s * t[h] + j, "tensors": {"t": SLOPES}},
+        lambda s, b, h, i, j: s * SLOPES[h] + j,
+    ),
+    "one number a batch entry": (
+        {"score_mod": lambda s, b, h, i, j, t: s + t[b, h], "tensors": {"t": np.outer([1.0, 2.0], SLOPES)}},
+        lambda s, b, h, i, j: s + np.outer([1.0, 2.0], SLOPES)[b, h],
+    ),
+}  # fmt: skip
+
+
+def arrays(dtype=np.float64):
+    """q, k and v of a single query."""
+    rng = np.random.default_rng(0)
+    shapes = ((16, HEADS, 1, BATCH), (16, 2, KEYS, BATCH), (16, 2, KEYS, BATCH))
+    return [np.asfortranarray(rng.standard_normal(shape).astype(dtype)) for shape in shapes]
+
+
+def expected(q, k, v, modify):
+    """The output, by numpy."""
+    k, v = (np.repeat(x, 2, axis=1) for x in (k, v))
+    s = np.einsum("dhqb,dhkb->bhqk", q, k) / 4
+    s = modify(s, *np.ogrid[:BATCH, :HEADS, :1, :KEYS])
+    e = np.exp(s - np.maximum(s.max(-1, keepdims=True), -1e300))
+    return np.einsum("bhqk,dhkb->dhqb", e / np.maximum(e.sum(-1, keepdims=True), 1e-300), v)
+
+
+@pytest.mark.parametrize("guards", [(), ("positions",)], ids=["plain", "positions from memory"])
+@pytest.mark.parametrize("name", CASES)
+def test_positions_from_memory_mean_the_same(name, guards):
+    """The graph that reads the positions of keys from memory is the graph that computes them."""
+    options, modify = CASES[name]
+    q, k, v = arrays()
+    got = evaluated(read_forward(q, k, v, options), lambda given: forward(given, frozenset(guards)))
+    np.testing.assert_allclose(got["out"], expected(q, k, v, modify), atol=1e-12)
+
+
+def problem(d=64, heads=(32, 8), keys=4096, batch=8, **options):
+    """The problem of a single query."""
+    q, kv = (d, heads[0], 1, batch), (d, heads[1], keys, batch)
+    return cupy_sdpa.problem(q, kv, kv, dtype="bfloat16", **options)
+
+
+@pytest.mark.cudnn
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"alibi_slopes": True}, {"alibi_slopes": True, "causal": "bottom_right", "seq_lens": True},
+        {"score_mod": lambda s, b, h, i, j: s + 0.01 * j}, {"mask_mod": lambda b, h, i, j: j % 3 == 0},
+        {"score_mod": lambda s, b, h, i, j, t: s * t[h] + j, "tensors": {"t": (32,)}}, {"bias": (4096, 1, 1, 1)},
+    ],
+    ids=["plain", "alibi", "alibi with lengths", "positions", "mask of positions", "one number a head", "bias"],
+)  # fmt: skip
+def test_the_fast_kernel_is_kept(options, planner):
+    """The kernel that splits the keys, the fast one for a single query, computes what it can compute correctly."""
+    plan = planner.call(plan_problem, problem(**options), "h200")
+    assert isinstance(plan, PlanInfo), plan
+    assert splits_keys(plan.engine, dict(plan.knobs))
+    assert plan.workspace > 0  # the keys are split
+
+
+@pytest.mark.cudnn
+@pytest.mark.parametrize("options", [{"dropout_p": 0.1, "seed": 1}, {"sinks": True}], ids=["dropout", "sinks"])
+@pytest.mark.parametrize("gpu", ["h200", "a100"])
+def test_the_split_kernel_is_avoided_where_it_is_wrong(options, gpu, planner):
+    """With dropout it ends the CUDA context, with sinks it gives -inf: another kernel is taken, and the reason is kept."""
+    asked = cupy_sdpa.problem((64, 18, 1, 8), (64, 3, 163, 8), (64, 3, 163, 8), dtype="bfloat16", **options)
+    plan = planner.call(plan_problem, asked, gpu)
+    assert isinstance(plan, PlanInfo), plan
+    assert not splits_keys(plan.engine, dict(plan.knobs))
+    assert any("splits the keys" in reason for reason in plan.refused)
+
+
+@pytest.mark.cudnn
+def test_explain_names_the_bug_that_is_worked_around():
+    """The report has the row of the table, what happens, and what is done."""
+    text = str(cupy_sdpa.explain(problem(alibi_slopes=True), gpu="h200"))
+    assert "works around one-query-positions" in text
+    assert "constant key positions" in text
+    assert "works around" not in str(cupy_sdpa.explain(problem(), gpu="h200"))
+
+
+def test_packed_sequences_of_one_query_are_planned_for_two():
+    """cuDNN writes the log-sum-exp of one head of each group for a single packed query: such a problem is posed with two."""
+    starts = {"cu_seqlens_q": (3,), "cu_seqlens_kv": (3,), "max_seqlen_q": 1, "max_seqlen_kv": 16}
+
+    def longest(heads, **options):
+        kv = (64, heads, 32)
+        asked = cupy_sdpa.problem((64, 4, 2), kv, kv, dtype="bfloat16", **starts, **options)
+        return asked.settings.max_seqlen_q
+
+    assert (longest(2, return_stats=True), longest(2), longest(4, return_stats=True)) == (2, 1, 1)
+
+
+def test_small_arrays_of_sixteen_bits_are_read_as_float32():
+    """The split kernel reads 4 bytes at a time: 16-bit arrays without an axis of keys are converted."""
+    t = np.ones(4, np.float16)
+    q, k, v = (np.ones((64, 4, n, 2), np.float16, order="F") for n in (1, 300, 300))
+    options = {"score_mod": lambda s, b, h, i, j, t: s * t[h], "tensors": {"t": t}}
+    (read,) = posed(read_forward(q, k, v, options).problem, None, on_gpu=True).captured
+    assert read.dtype == "float32"
+    q = np.ones((64, 4, 2, 2), np.float16, order="F")
+    (read,) = posed(read_forward(q, k, v, options).problem, None, on_gpu=True).captured
+    assert read.dtype == "float16"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_positions_are_right_on_the_gpu(name, cupy):
+    """With more than 256 keys ALiBi and functions of positions give what numpy gives."""
+    options, modify = CASES[name]
+    q, k, v = arrays(np.float16)
+
+    def up(x):
+        return (
+            {n: up(y) for n, y in x.items()}
+            if isinstance(x, dict)
+            else cupy.asarray(x, order="F")
+            if isinstance(x, np.ndarray)
+            else x
+        )
+
+    options = up({n: {m: y.astype(np.float32) for m, y in x.items()} if n == "tensors" else x for n, x in options.items()})
+    for _ in range(4):  # a repeated call is recorded
+        out = cupy_sdpa.attention(*map(up, (q, k, v)), **options)
+        np.testing.assert_allclose(out.get().astype(float), expected(*(x.astype(float) for x in (q, k, v)), modify), atol=6e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keys", [1, 50, 300, 5000])
+def test_queries_of_length_zero_give_nothing(keys, cupy):
+    """A query that does not exist gives 0 and -inf, even if its memory holds NaN; the others are right."""
+    q, k, v = (np.random.default_rng(keys).standard_normal((64, 4, n, 3)).astype(np.float16) for n in (1, keys, keys))
+    lengths = np.array([0, 1, 1], np.int32)
+    truth, log_sums = reference.attention(q, k, v, seq_lens_q=lengths)
+    q[..., 0] = np.nan
+    given = [cupy.asarray(x, order="F") for x in (q, k, v)]
+    for _ in range(4):
+        out, stats = cupy_sdpa.attention(*given, seq_lens_q=cupy.asarray(lengths), return_stats=True)
+        np.testing.assert_allclose(out.get().astype(float), truth, atol=3e-3)
+        np.testing.assert_allclose(stats.get(), log_sums, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [40, 48, 64])
+def test_dropout_leaves_the_context_alive(d, cupy):
+    """Dropout of a single query for many heads, which was an illegal memory access, gives what its mask says."""
+    shapes = (d, 18, 1, 8), (d, 3, 163, 8), (d, 3, 163, 8)
+    q, k, v = (np.random.default_rng(d).standard_normal(shape).astype(np.float16) for shape in shapes)
+    given, dropout = [cupy.asarray(x, order="F") for x in (q, k, v)], {"dropout_p": 0.1, "seed": 3}
+    out = cupy_sdpa.attention(*given, **dropout)
+    kept = cupy_sdpa.dropout_mask(*given, **dropout).get()
+    assert 0.88 < kept.mean() < 0.92
+    truth, _ = reference.attention(q, k, v, dropout_p=0.1, dropout_mask=kept)
+    np.testing.assert_allclose(out.get().astype(float), truth, atol=6e-3)
