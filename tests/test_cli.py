@@ -799,7 +799,16 @@ def test_every_command_that_is_written_down_is_one(command):
 def test_the_commands_are_found():
     """All of them, with their words."""
     commands = written_commands()
-    assert {command.split()[0] for command in commands} == {"demo", "run", "info", "explain", "plan", "support", "bench", "check"}
+    assert {command.split()[0] for command in commands} == {
+        "demo",
+        "run",
+        "info",
+        "explain",
+        "plan",
+        "support",
+        "bench",
+        "check",
+    }
     assert "plan --gpu h200 shapes.toml -o plans/" in commands
     assert "demo --causal --seq 3 --dtype bfloat16" in commands
 
