@@ -447,6 +447,19 @@ def test_a_process_that_is_killed_from_outside_is_a_finding():
     assert "SIGTERM" in outcome.message
 
 
+def test_an_interrupted_run_reports_what_it_has(planted):
+    """Ctrl-C ends the processes at once, also those that are in the middle of a case; the report is of what was run."""
+
+    def progress(summary, seconds, doing):
+        if summary.problems == 2:
+            raise KeyboardInterrupt
+
+    cases = [Case(), Case(seed=1), Case(options={"window": (1, 1)})]  # the last one would take long
+    summary, findings, seconds = run.run(iter(cases), 2, None, None, progress, (planted,))
+    assert (summary.problems, findings) == (2, [])
+    assert seconds < pool.LIMIT / 2
+
+
 def test_findings_of_one_kind_are_reported_once(planted, monkeypatch):
     """Cases that fail in the same way are counted with the shrunk one."""
     cases = [Case(b=b, seed=b, options={"causal": "top_left"} | more) for b in (1, 2) for more in ({}, {"sinks": "high"})]

@@ -62,6 +62,7 @@ class Worker:
         line = self._line(limit)
         if line is None:
             self.kill()
+            self.close()
             return Outcome("hang", f"no answer within {limit:g} s", "hang", fatal=True)
         return Outcome(**json.loads(line)) if line else self._died()
 
@@ -91,7 +92,6 @@ class Worker:
         """End the process and its children now."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self.close()
 
     def close(self) -> None:
         """Let the process end, and wait for that."""
@@ -140,20 +140,21 @@ class Pool:
             if outcome.fatal or worker.cases >= RECYCLE:
                 self._every.discard(worker)
                 done, worker = worker, None
-                (done.kill if outcome.kind == "hang" else done.close)()
+                done.close()
             return outcome
         finally:
             self._free.put(worker)
 
     def kill(self) -> None:
-        """End all processes now; nothing can be asked any more."""
+        """End all processes now; who waits for one gets an answer, and nothing can be asked any more."""
         self._closed = True
         for worker in list(self._every):
             worker.kill()
-        self._every.clear()
 
     def __enter__(self) -> Pool:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+        for worker in self._every:
+            worker.close()

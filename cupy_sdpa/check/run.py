@@ -14,8 +14,9 @@ from .pool import Pool
 from .shrink import alike, shrink
 from .summary import Finding, Summary
 
-#: Seconds to shrink a finding, and how many findings are shrunk.
-SHRINKING, SHRUNK = 60.0, 6
+#: Seconds to shrink a finding (all of them: twice that), how many findings are shrunk, and how many at a time.
+SHRINKING, SHRUNK, BATCH = 60.0, 9, 3
+#: The sizes of a case.
 SIZES = ("d", "dv", "hq", "hkv", "sq", "skv", "b")
 
 #: Called with (the summary, the seconds since the beginning, what is being done).
@@ -78,23 +79,29 @@ def run(
 
 
 def _shrink_some(findings: Sequence[Finding], pool: Pool, threads: ThreadPoolExecutor, report: Callable[[], None]) -> None:
-    """Make the most different findings smaller."""
-    simple = sorted(findings, key=lambda finding: len(finding.case.features))
-    chosen: list[Finding] = []
-    for finding in simple:
-        if not any(_alike(other, finding) for other in chosen):
-            chosen.append(finding)
+    """Make the most different findings smaller, a few at a time: one that a smaller one explains is left as it is."""
+    end, simple = time.monotonic() + 2 * SHRINKING, sorted(findings, key=lambda finding: len(finding.case.features))
+    shrunk: list[Finding] = []
 
     def smaller(finding: Finding) -> None:
-        finding.case, finding.outcome = shrink(finding.case, finding.outcome, pool.ask, SHRINKING)
+        seconds = min(SHRINKING, end - time.monotonic())
+        finding.case, finding.outcome = shrink(finding.case, finding.outcome, pool.ask, seconds)
         finding.shrunk = True
 
-    waiting = {threads.submit(smaller, finding) for finding in chosen[:SHRUNK]}
-    while waiting:
-        report()
-        done, waiting = wait(waiting, timeout=1)
-        for future in done:
-            future.result()
+    while len(shrunk) < SHRUNK and time.monotonic() < end:
+        batch: list[Finding] = []
+        for finding in simple:
+            if not finding.shrunk and len(batch) < BATCH and not any(_alike(one, finding) for one in [*shrunk, *batch]):
+                batch.append(finding)
+        if not batch:
+            return
+        waiting = {threads.submit(smaller, finding) for finding in batch}
+        while waiting:
+            report()
+            done, waiting = wait(waiting, timeout=1)
+            for future in done:
+                future.result()
+        shrunk += batch
 
 
 def _alike(one: Finding, other: Finding) -> bool:
