@@ -283,7 +283,17 @@ def draw(seed: int, number: int, engine: str, lengths: tuple[int, int] | None = 
     rng = np.random.default_rng([seed, number, *engine.encode()])
     it = Draw(rng, engine, lengths)
     it.draw_sizes()
-    names = _names(it, seed, number)
+    return _with_options(it, _names(it, seed, number), number)
+
+
+def draw_options(names: set[str], number: int, engine: str, lengths: tuple[int, int] | None = None) -> Case:
+    """A case with some options, and with those that they need."""
+    it = Draw(np.random.default_rng([number, *engine.encode()]), engine, lengths)
+    it.draw_sizes()
+    return _with_options(it, names, number)
+
+
+def _with_options(it: Draw, names: set[str], number: int) -> Case:
     for name in [*(REQUIRES[name] for name in REQUIRES if name in names), *names]:
         if name in REQUIRES:
             it.options[name] = True  # what the functions are chosen by
@@ -292,10 +302,10 @@ def draw(seed: int, number: int, engine: str, lengths: tuple[int, int] | None = 
     it.options = {name: it.options[name] for name in OPTIONS if name in it.options}
     it.backward = any(name in it.options for name in (*REQUIRES, "deterministic")) or it.chance(0.45)
     layouts = it.layouts() if it.chance(0.4) else {}
-    dtypes = ("float16", "bfloat16", "float32", "float64") if engine == "cpu" else ("float16", "bfloat16")
-    gpu = GPUS[number % len(GPUS)] if engine == "plan" else ""
+    dtypes = ("float16", "bfloat16", "float32", "float64") if it.engine == "cpu" else ("float16", "bfloat16")
+    gpu = GPUS[number % len(GPUS)] if it.engine == "plan" else ""
     return Case(
-        engine, it.pick(*dtypes), **it.sizes, backward=it.backward, layouts=layouts, options=it.options,
+        it.engine, it.pick(*dtypes), **it.sizes, backward=it.backward, layouts=layouts, options=it.options,
         seed=number, gpu=gpu,
     )  # fmt: skip
 
