@@ -248,6 +248,7 @@ class Builder:
 
     accumulate: str = "float32"
     nodes: list[Node] = field(default_factory=list)
+    _names: set[str] = field(default_factory=set, repr=False)
 
     def graph(self) -> Graph:
         """The graph of the steps so far."""
@@ -356,9 +357,9 @@ class Builder:
         return out
 
     def _add(self, node: Node) -> Tensor:
-        used = {t.name for n in self.nodes for t in n.outputs}
         for tensor in node.outputs:
-            if tensor.name in used:
+            if tensor.name in self._names:
                 raise ValueError(f"two tensors are named {tensor.name}")
+        self._names |= {tensor.name for tensor in node.outputs}
         self.nodes.append(node)
         return node.out
