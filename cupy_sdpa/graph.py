@@ -60,7 +60,8 @@ POINTWISE: dict[str, int] = {
     "mul": 2,  # x * b
     "add": 2,  # x + b
     "sub": 2,  # x - b
-    "div": 2,  # x / b
+    "div": 2,  # x / b; truncated where out is of integers
+    "mod": 2,  # the rest of the truncated division, which has the sign of x
     "max": 2,  # the greater of x and b
     "min": 2,  # the lesser
     "pow": 2,  # x to the b

@@ -40,16 +40,20 @@ def evaluate(graph: Graph, arrays: Mapping[str, Array], scalars: Mapping[str, fl
     numbers = {t.name: scalars[t.name] if t.value is None else t.value for t in graph.by_role("scalar")}
     work = np.dtype("float64" if exact else graph.accumulate)
     whole = {node.b.name for node in graph.nodes if isinstance(node, Matmul)}
-    batch, heads, rows, columns = map(max, zip(*(node.inputs[0].shape for node in graph.nodes), strict=True))
-    step = max(1, min(rows, TILE_ELEMENTS // columns)) if _separable(graph, whole) else rows
+    batch, heads, rows, most = map(max, zip(*(node.inputs[0].shape for node in graph.nodes), strict=True))
+    separable = _separable(graph, whole)
     plan = _last_uses(graph)
     sums: dict[str, Array] = {}
     totals = {node.out.name: np.zeros(node.out.shape, work) for node in graph.nodes if _across_tiles(node)}
+    lengths, columns = _packed_lengths(graph), None
     for b in range(batch):
+        if lengths:
+            rows, columns = (int(views[tensor.name][b, 0, 0, 0]) for tensor in lengths)
+        step = max(1, min(rows, TILE_ELEMENTS // max(1, most if columns is None else columns)) if separable else rows)
         for h in range(heads):
             kept: dict[str, Array] = {}  # the keys and values of this head: the same for every block of queries
-            for start in range(0, rows, step):
-                place = (b, h, heads, start, min(rows, start + step))
+            for start in range(0, max(1, rows), step):
+                place = (b, h, heads, start, min(rows, start + step), columns)
                 tile = Tile(views, numbers, work, exact, place, whole, kept, sums, totals)
                 with np.errstate(all="ignore"):  # infinities and NaN go where IEEE 754 sends them, as on a GPU
                     for node, spent in plan:
@@ -65,6 +69,7 @@ class Tile:
     """One head of one batch entry, a block of its rows: the values of every tensor there, as matrices.
 
     Attributes:
+        columns: how many keys this batch entry has, and ``stop`` is at most the number of its queries; None if all have as many.
         values: the tensors computed or read so far, in the working dtype.
         spent: the tensors that no later node reads; their memory may be written over.
     """
@@ -75,14 +80,14 @@ class Tile:
         numbers: Mapping[str, float],
         work: np.dtype[Any],
         exact: bool,
-        place: tuple[int, int, int, int, int],
+        place: tuple[int, int, int, int, int, int | None],
         whole: set[str],
         kept: dict[str, Array],
         sums: dict[str, Array],
         totals: dict[str, Array],
     ) -> None:
         self.views, self.numbers, self.work, self.exact = views, numbers, work, exact
-        self.batch, self.head, self.heads, self.start, self.stop = place
+        self.batch, self.head, self.heads, self.start, self.stop, self.columns = place
         self.whole, self.kept, self.sums, self.totals = whole, kept, sums, totals
         self.values: dict[str, Array] = {}
         self.spent: frozenset[str] = frozenset()
@@ -97,8 +102,8 @@ class Tile:
         if name in self.kept:
             return self.kept[name]
         value = self._slice(tensor)
-        if value.dtype.kind not in "ib":
-            value = value.astype(self.work)
+        if value.dtype.kind != "b":
+            value = value.astype(np.int64 if value.dtype.kind == "i" else self.work)
         (self.kept if name in self.whole else self.values)[name] = value
         return value
 
@@ -107,7 +112,7 @@ class Tile:
         if tensor.role == "output" and tensor.ragged is None:
             self._slice(tensor)[...] = value
         elif tensor.role == "output":
-            part = self._own(tensor)[self.start : self.stop]
+            part = self._own(tensor)[self.start : self.start + len(value)]
             part[...] = value[: len(part)]
         if not self.exact and value.dtype == self.work and tensor.dtype != self.work.name:
             value = value.astype(numpy_dtype(tensor.dtype)).astype(self.work)
@@ -130,6 +135,8 @@ class Tile:
             value = value.sum(axis=0, keepdims=True)
         else:
             part = part[self.start : self.stop]
+        if columns > 1:
+            part = part[:, : self.columns]
         part += value if columns > 1 else value.sum(axis=1, keepdims=True)
 
     def memory_of(self, tensor: Tensor, other: Tensor | None = None) -> Array | None:
@@ -147,16 +154,18 @@ class Tile:
         rows = slice(None) if tensor.name in self.whole or tensor.shape[2] == 1 else slice(self.start, self.stop)
         if tensor.ragged is not None:
             own = self._own(tensor)
-            matrix = np.zeros(tensor.shape[2:], own.dtype)
-            matrix[: own.shape[0], : own.shape[1]] = own
-            return matrix[rows]
+            if self.columns is None:
+                matrix = np.zeros(tensor.shape[2:], own.dtype)
+                matrix[: own.shape[0], : own.shape[1]] = own
+                own = matrix
+            return own[rows]
         view = self.views[tensor.name]
         if view.shape[2] == 1:  # one row may stand for all
             rows = slice(None)
         b = self.batch if view.shape[0] > 1 else 0
         h = self.head * view.shape[1] // self.heads  # fewer heads: each serves a group of neighbours
         piece: Array = view[b, h][rows]
-        return piece
+        return piece[:, : self.columns] if tensor.shape[3] > 1 else piece
 
     def _own(self, tensor: Tensor) -> Array:
         """What this batch entry has of a tensor of packed sequences."""
@@ -185,7 +194,7 @@ def _matmul(node: Matmul, tile: Tile) -> None:
 
 def _softmax(node: Softmax, tile: Tile) -> None:
     x = tile[node.x]
-    top = x.max(axis=1, keepdims=True)
+    top = x.max(axis=1, keepdims=True, initial=-np.inf)
     sink = None if node.sink is None else tile[node.sink]
     if sink is not None:
         if node.rows is not None:
@@ -220,7 +229,7 @@ def _bernoulli(node: Bernoulli, tile: Tile) -> None:
     source.advance(tile.start * words // 4)
     rows = min(tile.stop, node.out.shape[2]) - tile.start
     numbers = source.random_raw(rows * words).view(np.uint32).reshape(rows, 2 * words)[:, :columns]
-    tile[node.out] = (numbers < round(node.probability * 2**32)).astype(tile.work)
+    tile[node.out] = (numbers[:, : tile.columns] < round(node.probability * 2**32)).astype(tile.work)
 
 
 def _pointwise(node: Pointwise, tile: Tile) -> None:
@@ -252,10 +261,10 @@ def _transpose(node: Transpose, tile: Tile) -> None:
 def _gen_index(node: Pointwise, tile: Tile) -> Array:
     # A row or a column of indices, not a matrix: whoever reads it broadcasts.
     if node.axis == 2:
-        return np.arange(tile.start, min(tile.stop, node.x.shape[2]), dtype=np.int32)[:, None]
+        return np.arange(tile.start, min(tile.stop, node.x.shape[2]), dtype=np.int64)[:, None]
     if node.axis == 3:
-        return np.arange(node.x.shape[3], dtype=np.int32)[None, :]
-    return np.full((1, 1), tile.batch if node.axis == 0 else tile.head, np.int32)
+        return np.arange(node.x.shape[3], dtype=np.int64)[None, : tile.columns]
+    return np.full((1, 1), tile.batch if node.axis == 0 else tile.head, np.int64)
 
 
 def _select(node: Pointwise, tile: Tile) -> Array:
@@ -272,13 +281,18 @@ def _given(tensor: Tensor | None) -> Tensor:
     return tensor
 
 
-def _arithmetic(function: np.ufunc) -> Callable[[Pointwise, Tile], Array]:
-    """Element by element, in the dtype of the accumulator, or in whole numbers where the step gives such."""
+def _truncated(x: Array, b: Array) -> Array:
+    """The quotient of integers, rounded towards 0."""
+    return (x - np.fmod(x, b)) // b
+
+
+def _arithmetic(function: np.ufunc, integer: Callable[..., Array] | None = None) -> Callable[[Pointwise, Tile], Array]:
+    """Element by element, in the dtype of the accumulator, or in integers of 64 bits where the step gives integers."""
 
     def compute(node: Pointwise, tile: Tile) -> Array:
         operands = [tile[node.x]] if node.b is None else [tile[node.x], tile[node.b]]
         if node.out.dtype.startswith("int"):
-            return function(*operands)  # type: ignore[no-any-return]
+            return (integer or function)(*operands)
         return function(*operands, out=tile.memory_of(node.x, node.b), dtype=tile.work)  # type: ignore[no-any-return]
 
     return compute
@@ -299,7 +313,8 @@ MODES: dict[str, Callable[[Pointwise, Tile], Array]] = {
     "mul": _arithmetic(np.multiply),
     "add": _arithmetic(np.add),
     "sub": _arithmetic(np.subtract),
-    "div": _arithmetic(np.divide),
+    "div": _arithmetic(np.divide, _truncated),
+    "mod": _arithmetic(np.fmod),
     "max": _arithmetic(np.maximum),
     "min": _arithmetic(np.minimum),
     "pow": _arithmetic(np.power),
@@ -357,6 +372,20 @@ def _view(array: Array, tensor: Tensor) -> Array:
         if axis < 0:
             turned = np.expand_dims(turned, position)
     return turned
+
+
+def _packed_lengths(graph: Graph) -> tuple[Tensor, Tensor] | None:
+    """The numbers of queries and keys of every batch entry, where nothing else needs to be computed.
+
+    That is so where sequences are packed, unless a result has elements for every query and key of the longest one.
+    """
+    first = next((node for node in graph.nodes if isinstance(node, Matmul)), None)
+    if first is None or first.a.ragged is None or first.m is None or first.n is None:
+        return None
+    sums = {node.out.name for node in graph.nodes if _across_tiles(node)}
+    if any(tensor.ragged is None and tensor.name not in sums for tensor in graph.by_role("output")):
+        return None
+    return first.m, first.n
 
 
 def _separable(graph: Graph, whole: set[str]) -> bool:

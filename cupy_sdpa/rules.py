@@ -147,6 +147,11 @@ def _bias_dtype(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
         yield "tensors has a float64 array; cuDNN reads float16, bfloat16 and float32: convert with .astype('float32')"
 
 
+def _captured_int64(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    if any(spec.dtype == "int64" for spec in problem.captured):
+        yield "tensors has an int64 array; cuDNN's kernels compute with integers of 32 bits: convert with .astype('int32')"
+
+
 def _own_dropout(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     if problem.dropout_mask:
         yield "dropout_mask is given; on the GPU dropout draws its own: give seed and offset, or pass numpy arrays"
@@ -253,6 +258,7 @@ RULES: tuple[Rule, ...] = (
     Rule("backward-head-dim", "Gradients: head dims up to 256 on Hopper, 128 on Ampere, Ada and SM 12.x; on SM 10.x 128, and "
          "192 with 128 for v, and 256 from 9.23 on.", Unsupported, _backward_head_dim, FRONTEND),
     Rule("bias-dtype", "A bias of 16 or 32 bits.", TypeError, _bias_dtype),
+    Rule("int64-tensors", "Integers of 32 bits in tensors.", TypeError, _captured_int64),
     Rule("bias-gradient", "The gradients of a bias and of tensors: not of packed sequences.", Unsupported, _bias_gradient),
     Rule("query-numbers", "Gradients: on Ampere, Ada and SM 12.x no bias, mask or tensors of one number a query, nor slopes "
          "with diagonals of the entries' own; on SM 10.x not deterministic, nor with gradients of bias or tensors.",

@@ -70,7 +70,8 @@ class Tracer:
     def __init__(self, sizes: Mapping[str, int], arrays: Mapping[str, Any], steps: Iterable[Step] = ()) -> None:
         self.writer = Writer(steps)
         self.sizes = sizes
-        self.numbers: dict[str, float] = {}
+        self.numbers: dict[str, Any] = {}
+        self.naturals: set[int] = set()  # the steps that are known to be integers of 0 or more
         self.accesses: dict[str, Access] = {}
         self.lines: dict[str, str] = {}
         self.functions = FUNCTIONS
@@ -103,28 +104,43 @@ class Tracer:
     def _called(self, function: Callable[..., Any], what: str, *score: Value) -> Value:
         if not callable(function):
             raise TypeError(f"{what} is a {type(function).__name__}; it must be a function {_SIGNATURES[what]}")
-        places = [Value(self, self.writer.leaf("index", axis, "int")) for axis in AXES]
-        return as_value(self, function(*score, *places, **self._wanted(function)))
+        places = [*score, *(Value(self, self.writer.leaf("index", axis, "int")) for axis in AXES)]
+        wanted = self._wanted(function, what, len(places))
+        try:
+            return as_value(self, function(*places, **wanted))
+        except TypeError as error:
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                raise  # by the function itself
+            names = ", ".join(self.arrays) or "nothing"
+            raise TypeError(f"{what} must be a function {_SIGNATURES[what]}; tensors has {names}: {error}") from None
 
-    def _wanted(self, function: Callable[..., Any]) -> dict[str, Any]:
+    def _wanted(self, function: Callable[..., Any], what: str, places: int) -> dict[str, Any]:
         """Those arrays that a function takes: the other function may want the rest."""
         if not self.arrays:
             return {}  # a signature takes 15 us to read
         try:
-            parameters = inspect.signature(function).parameters.values()
+            parameters = list(inspect.signature(function).parameters.values())
         except (TypeError, ValueError):  # one that is not written in Python
             return dict(self.arrays)
+        own = {p.name for p in parameters[:places] if p.kind is p.POSITIONAL_OR_KEYWORD}
+        if taken := own & self.arrays.keys():
+            names = ", ".join(repr(name) for name in sorted(taken))
+            raise ValueError(
+                f"tensors has {names}, which {what} has among its first {places} parameters: give the array another name"
+            )
         if any(p.kind is p.VAR_KEYWORD for p in parameters):
             wanted = self.arrays
         else:
-            names = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
-            wanted = {name: array for name, array in self.arrays.items() if name in names}
+            names_taken = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
+            wanted = {name: array for name, array in self.arrays.items() if name in names_taken}
         self.used |= wanted.keys()
         return dict(wanted)
 
     def number(self, number: Any, kind: Kind) -> int:
         """A number of the function's own: by value, so that it may change; 0, 1, -1 and infinities are structure."""
         value = int(number) if kind == "int" else float(number)
+        if kind == "int" and not -(2**63) <= value < 2**63:
+            raise OverflowError(f"{number} does not fit into 64 bits: write it as a float")
         if value in _STRUCTURAL:
             return self.writer.constant(value, kind)
         self.numbers[repr(value)] = value
