@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,8 +54,10 @@ def evaluate(graph: Graph, arrays: Mapping[str, Array], scalars: Mapping[str, fl
         for h in range(heads):
             kept: dict[str, Array] = {}  # the keys and values of this head: the same for every block of queries
             for start in range(0, max(1, rows), step):
-                place = (b, h, heads, start, min(rows, start + step), columns)
-                tile = Tile(views, numbers, work, exact, place, whole, kept, sums, totals)
+                tile = Tile(
+                    views, numbers, work, exact, whole, kept, sums, totals,
+                    batch=b, head=h, heads=heads, start=start, stop=min(rows, start + step), columns=columns,
+                )  # fmt: skip
                 with np.errstate(all="ignore"):  # infinities and NaN go where IEEE 754 sends them, as on a GPU
                     for node, spent in plan:
                         tile.spent = spent
@@ -65,32 +68,38 @@ def evaluate(graph: Graph, arrays: Mapping[str, Array], scalars: Mapping[str, fl
         views[name][...] = total
 
 
+@dataclass
 class Tile:
     """One head of one batch entry, a block of its rows: the values of every tensor there, as matrices.
 
     Attributes:
-        columns: how many keys this batch entry has, and ``stop`` is at most the number of its queries; None if all have as many.
+        views, numbers: the caller's arrays and scalars, by name.
+        work: the dtype of intermediate results; ``exact`` rounds none of them.
+        whole: the tensors of which every tile reads all rows; ``kept`` has their values.
+        sums, totals: sums over a group of heads, and over tiles.
+        batch, head, heads: the batch entry, and the head out of how many.
+        start, stop: the rows.
+        columns: the number of keys where batch entries have their own, else None.
         values: the tensors computed or read so far, in the working dtype.
         spent: the tensors that no later node reads; their memory may be written over.
     """
 
-    def __init__(
-        self,
-        views: Mapping[str, Array],
-        numbers: Mapping[str, float],
-        work: np.dtype[Any],
-        exact: bool,
-        place: tuple[int, int, int, int, int, int | None],
-        whole: set[str],
-        kept: dict[str, Array],
-        sums: dict[str, Array],
-        totals: dict[str, Array],
-    ) -> None:
-        self.views, self.numbers, self.work, self.exact = views, numbers, work, exact
-        self.batch, self.head, self.heads, self.start, self.stop, self.columns = place
-        self.whole, self.kept, self.sums, self.totals = whole, kept, sums, totals
-        self.values: dict[str, Array] = {}
-        self.spent: frozenset[str] = frozenset()
+    views: Mapping[str, Array]
+    numbers: Mapping[str, float]
+    work: np.dtype[Any]
+    exact: bool
+    whole: set[str]
+    kept: dict[str, Array]
+    sums: dict[str, Array]
+    totals: dict[str, Array]
+    batch: int
+    head: int
+    heads: int
+    start: int
+    stop: int
+    columns: int | None
+    values: dict[str, Array] = field(default_factory=dict)
+    spent: frozenset[str] = frozenset()
 
     def __getitem__(self, tensor: Tensor) -> Any:
         """The value of a tensor: a matrix, or a number where it is a scalar."""
@@ -155,17 +164,14 @@ class Tile:
         if tensor.ragged is not None:
             own = self._own(tensor)
             if self.columns is None:
-                matrix = np.zeros(tensor.shape[2:], own.dtype)
-                matrix[: own.shape[0], : own.shape[1]] = own
-                own = matrix
+                own = np.pad(own, [(0, full - n) for full, n in zip(tensor.shape[2:], own.shape, strict=True)])
             return own[rows]
         view = self.views[tensor.name]
         if view.shape[2] == 1:  # one row may stand for all
             rows = slice(None)
         b = self.batch if view.shape[0] > 1 else 0
         h = self.head * view.shape[1] // self.heads  # fewer heads: each serves a group of neighbours
-        piece: Array = view[b, h][rows]
-        return piece[:, : self.columns] if tensor.shape[3] > 1 else piece
+        return view[b, h][rows, : self.columns if tensor.shape[3] > 1 else None]  # type: ignore[no-any-return]
 
     def _own(self, tensor: Tensor) -> Array:
         """What this batch entry has of a tensor of packed sequences."""
@@ -175,8 +181,7 @@ class Tile:
         axis = 1 if tensor.axes[3] == 2 else 0
         begins = self.views[tensor.ragged.name][:, 0, 0, 0] // tensor.strides[2 + axis]
         own = slice(int(begins[self.batch]), int(begins[self.batch + 1]))
-        piece: Array = matrix[:, own] if axis else matrix[own]
-        return piece
+        return matrix[:, own] if axis else matrix[own]  # type: ignore[no-any-return]
 
 
 def _matmul(node: Matmul, tile: Tile) -> None:
@@ -308,39 +313,24 @@ def _comparison(function: np.ufunc) -> Callable[[Pointwise, Tile], Array]:
 #: numpy has none.
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 
+_ARITHMETIC: dict[str, np.ufunc] = {
+    "mul": np.multiply, "add": np.add, "sub": np.subtract, "mod": np.fmod, "max": np.maximum, "min": np.minimum,
+    "pow": np.power, "neg": np.negative, "exp": np.exp, "log": np.log, "sqrt": np.sqrt, "reciprocal": np.reciprocal,
+    "tanh_fwd": np.tanh, "sin": np.sin, "cos": np.cos, "tan": np.tan, "abs": np.absolute, "floor": np.floor, "ceil": np.ceil,
+}  # fmt: skip
+_COMPARISONS: dict[str, np.ufunc] = {
+    "cmp_eq": np.equal, "cmp_neq": np.not_equal, "cmp_ge": np.greater_equal, "cmp_gt": np.greater, "cmp_le": np.less_equal,
+    "cmp_lt": np.less, "logical_and": np.logical_and, "logical_or": np.logical_or,
+}  # fmt: skip
+
 #: What every pointwise mode means.
 MODES: dict[str, Callable[[Pointwise, Tile], Array]] = {
-    "mul": _arithmetic(np.multiply),
-    "add": _arithmetic(np.add),
-    "sub": _arithmetic(np.subtract),
+    **{mode: _arithmetic(function) for mode, function in _ARITHMETIC.items()},
+    **{mode: _comparison(function) for mode, function in _COMPARISONS.items()},
     "div": _arithmetic(np.divide, _truncated),
-    "mod": _arithmetic(np.fmod),
-    "max": _arithmetic(np.maximum),
-    "min": _arithmetic(np.minimum),
-    "pow": _arithmetic(np.power),
-    "neg": _arithmetic(np.negative),
-    "exp": _arithmetic(np.exp),
-    "log": _arithmetic(np.log),
-    "sqrt": _arithmetic(np.sqrt),
     "rsqrt": lambda node, tile: 1 / np.sqrt(tile[node.x]),
-    "reciprocal": _arithmetic(np.reciprocal),
-    "tanh_fwd": _arithmetic(np.tanh),
-    "sin": _arithmetic(np.sin),
-    "cos": _arithmetic(np.cos),
-    "tan": _arithmetic(np.tan),
     "erf": lambda node, tile: _erf(tile[node.x]).astype(tile.work),
-    "abs": _arithmetic(np.absolute),
-    "floor": _arithmetic(np.floor),
-    "ceil": _arithmetic(np.ceil),
     "identity": lambda node, tile: tile[node.x],
-    "cmp_eq": _comparison(np.equal),
-    "cmp_neq": _comparison(np.not_equal),
-    "cmp_ge": _comparison(np.greater_equal),
-    "cmp_gt": _comparison(np.greater),
-    "cmp_le": _comparison(np.less_equal),
-    "cmp_lt": _comparison(np.less),
-    "logical_and": _comparison(np.logical_and),
-    "logical_or": _comparison(np.logical_or),
     "gen_index": _gen_index,
     "binary_select": _select,
 }

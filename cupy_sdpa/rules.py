@@ -62,8 +62,8 @@ def _dtype(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
 
 def _head_dim(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     for name, spec in (("head_dim of q and k", problem.q), ("head_dim of v", problem.v)):
-        if spec.shape[0] % 8:
-            up = -spec.shape[0] % 8
+        if spec.shape[0] % 8 or not (spec.shape[0] or problem.trivial):
+            up = -spec.shape[0] % 8 or 8
             yield f"the {name} is {spec.shape[0]}; cuDNN takes multiples of 8: pad axis 0 with {up} zeros, give scale="
 
 
@@ -89,7 +89,7 @@ def _negative(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
 def _aligned_strides(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     for spec in _arrays(problem):
         odd = [step for step, length in zip(spec.strides[1:], spec.shape[1:], strict=True) if step % 16 and length > 1]
-        if odd and spec.shape[0] % 8 == 0:
+        if odd and spec.shape[0] and spec.shape[0] % 8 == 0:
             yield (
                 f"{spec.name} has strides {spec.strides} bytes; {odd[0]} is not a multiple of 16, which cuDNN's kernels need "
                 f"and do not check: copy it with cupy.asfortranarray({spec.name})"
