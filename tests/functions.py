@@ -128,7 +128,7 @@ OPERATIONS = [
         "ceil": lambda s: s - np.ceil(s), "remainder": lambda s: s % 1.5, "divide": lambda s: s // 0.75 + s, "where": lambda s: np.where(s > 0, s, 0.3 * s),
         "either": lambda s: np.where((s > 1) | (s < -1), 2 * s, s), "neither": lambda s: np.where(~((s > 1) ^ (s < 0.5)), 2 * s, s),
         "sigmoid": lambda s: 3 / (1 + np.exp(-s)), "gelu": lambda s: 0.5 * s * (1 + _erf(s / 2**0.5)), "softplus": lambda s: np.logaddexp(s, 0.5),
-        "sinh": lambda s: np.sinh(0.4 * s), "cosh": lambda s: np.cosh(0.4 * s), "hypot": lambda s: np.hypot(s, 1.5), "negative": lambda s: -s, "lesser": lambda s: np.minimum(s, 0.5 * s),
+        "sinh": lambda s: np.sinh(0.4 * s), "cosh": lambda s: np.cosh(0.4 * s), "hypot": lambda s: np.hypot(s, 1.5), "hypot_of": lambda s: np.hypot(1.5, s), "modulus": lambda s: s + 0.05 * (5.0 % (s * s + 1)), "negative": lambda s: -s, "lesser": lambda s: np.minimum(s, 0.5 * s),
         "power_of": lambda s: (s * s + 1) ** (0.3 * s), "logaddexp": lambda s: np.logaddexp(0.5, s),
         "bits": lambda s: s * (s > 0) + (s > 1), "constant": lambda s: 0.5, "itself": lambda s: s, "less": lambda s: 1 - s,
     }.items()

@@ -28,7 +28,7 @@ def test_every_operation_has_its_derivative():
 
 
 def _operands(mode):
-    return range(2 if mode in {"add", "sub", "mul", "div", "max", "min", "pow", "binary_select"} else 1)
+    return range(2 if mode in {"add", "sub", "mul", "div", "max", "min", "pow", "mod", "hypot", "binary_select"} else 1)
 
 
 @pytest.mark.parametrize(("mode", "operand"), [(m, n) for m in SMOOTH if m != "identity" for n in _operands(m)])
