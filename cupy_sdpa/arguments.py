@@ -96,6 +96,8 @@ def _read(
     asked, own, gradients = _posed_with_functions(signatures, options, settings, wanted, return_dtensors)
     lines: dict[str, str] = {}
     if own:
+        if on_gpu:
+            functions.check_numbers(own.numbers)
         arrays, scalars, lines = arrays | own.arrays, scalars | own.numbers, own.lines
     if not on_gpu:
         _check_lengths(asked, arrays)

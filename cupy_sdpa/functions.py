@@ -58,6 +58,20 @@ def check_tensors(options: Mapping[str, Any]) -> None:
         raise ValueError(f"tensors has {', '.join(tensors)}, and neither score_mod nor mask_mod is given: they read it")
 
 
+def check_numbers(numbers: Mapping[str, Any]) -> None:
+    """Refuse integers that functions cannot compute with on the GPU.
+
+    Raises:
+        OverflowError: with the number.
+    """
+    for number in numbers.values():
+        if isinstance(number, int) and not -(2**31) <= number < 2**31:
+            raise OverflowError(
+                f"a function computes with the integer {number}; on the GPU integers have 32 bits, from {-(2**31)} to "
+                f"{2**31 - 1}: write {float(number)!r} for a float"
+            )
+
+
 def read(options: Mapping[str, Any], asked: Problem) -> Functions:
     """Call the functions of a call, with traced values.
 
@@ -74,6 +88,11 @@ def read(options: Mapping[str, Any], asked: Problem) -> Functions:
         if str(array.dtype) not in CAPTURED_DTYPES:
             kinds = ", ".join(CAPTURED_DTYPES)
             raise TypeError(f"tensors[{name!r}] is {array.dtype}; functions read {kinds}: convert with .astype(...)")
+        if str(array.dtype) == "int64" and gpu.is_array(array):
+            raise TypeError(
+                f"tensors[{name!r}] is int64; functions compute with integers of 32 bits on the GPU: convert with "
+                ".astype('int32')"
+            )
     settings = asked.settings
     apart = settings.band is not None and settings.band.bottom_right  # on another diagonal
     sizes = dict(zip(AXES, (b, hq, sq, skv), strict=True))

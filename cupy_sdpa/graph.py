@@ -61,7 +61,8 @@ POINTWISE: dict[str, int] = {
     "mul": 2,  # x * b
     "add": 2,  # x + b
     "sub": 2,  # x - b
-    "div": 2,  # x / b
+    "div": 2,  # x / b; truncated where out is of integers
+    "mod": 2,  # the rest of the truncated division, which has the sign of x
     "max": 2,  # the greater of x and b
     "min": 2,  # the lesser
     "pow": 2,  # x to the b
@@ -251,6 +252,7 @@ class Builder:
 
     accumulate: str = "float32"
     nodes: list[Node] = field(default_factory=list)
+    _names: set[str] = field(default_factory=set, repr=False)
 
     def graph(self, *, no_split: bool = False) -> Graph:
         """The graph of the steps so far."""
@@ -359,9 +361,9 @@ class Builder:
         return out
 
     def _add(self, node: Node) -> Tensor:
-        used = {t.name for n in self.nodes for t in n.outputs}
         for tensor in node.outputs:
-            if tensor.name in used:
+            if tensor.name in self._names:
                 raise ValueError(f"two tensors are named {tensor.name}")
+        self._names |= {tensor.name for tensor in node.outputs}
         self.nodes.append(node)
         return node.out

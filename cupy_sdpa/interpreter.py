@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,17 +42,23 @@ def evaluate(graph: Graph, arrays: Mapping[str, Array], scalars: Mapping[str, fl
     numbers = {t.name: scalars[t.name] if t.value is None else t.value for t in graph.by_role("scalar")}
     work = np.dtype("float64" if exact else graph.accumulate)
     whole = {node.b.name for node in graph.nodes if isinstance(node, Matmul)}
-    batch, heads, rows, columns = map(max, zip(*(node.inputs[0].shape for node in graph.nodes), strict=True))
-    step = max(1, min(rows, TILE_ELEMENTS // columns)) if _separable(graph, whole) else rows
+    batch, heads, rows, most = map(max, zip(*(node.inputs[0].shape for node in graph.nodes), strict=True))
+    separable = _separable(graph, whole)
     plan = _last_uses(graph)
     sums: dict[str, Array] = {}
     totals = {node.out.name: np.zeros(node.out.shape, work) for node in graph.nodes if _across_tiles(node)}
+    lengths, columns = _packed_lengths(graph), None
     for b in range(batch):
+        if lengths:
+            rows, columns = (int(views[tensor.name][b, 0, 0, 0]) for tensor in lengths)
+        step = max(1, min(rows, TILE_ELEMENTS // max(1, most if columns is None else columns)) if separable else rows)
         for h in range(heads):
             kept: dict[str, Array] = {}  # the keys and values of this head: the same for every block of queries
-            for start in range(0, rows, step):
-                place = (b, h, heads, start, min(rows, start + step))
-                tile = Tile(views, numbers, work, exact, place, whole, kept, sums, totals)
+            for start in range(0, max(1, rows), step):
+                tile = Tile(
+                    views, numbers, work, exact, whole, kept, sums, totals,
+                    batch=b, head=h, heads=heads, start=start, stop=min(rows, start + step), columns=columns,
+                )  # fmt: skip
                 with np.errstate(all="ignore"):  # infinities and NaN go where IEEE 754 sends them, as on a GPU
                     for node, spent in plan:
                         tile.spent = spent
@@ -62,31 +69,38 @@ def evaluate(graph: Graph, arrays: Mapping[str, Array], scalars: Mapping[str, fl
         views[name][...] = total
 
 
+@dataclass
 class Tile:
     """One head of one batch entry, a block of its rows: the values of every tensor there, as matrices.
 
     Attributes:
+        views, numbers: the caller's arrays and scalars, by name.
+        work: the dtype of intermediate results; ``exact`` rounds none of them.
+        whole: the tensors of which every tile reads all rows; ``kept`` has their values.
+        sums, totals: sums over a group of heads, and over tiles.
+        batch, head, heads: the batch entry, and the head out of how many.
+        start, stop: the rows.
+        columns: the number of keys where batch entries have their own, else None.
         values: the tensors computed or read so far, in the working dtype.
         spent: the tensors that no later node reads; their memory may be written over.
     """
 
-    def __init__(
-        self,
-        views: Mapping[str, Array],
-        numbers: Mapping[str, float],
-        work: np.dtype[Any],
-        exact: bool,
-        place: tuple[int, int, int, int, int],
-        whole: set[str],
-        kept: dict[str, Array],
-        sums: dict[str, Array],
-        totals: dict[str, Array],
-    ) -> None:
-        self.views, self.numbers, self.work, self.exact = views, numbers, work, exact
-        self.batch, self.head, self.heads, self.start, self.stop = place
-        self.whole, self.kept, self.sums, self.totals = whole, kept, sums, totals
-        self.values: dict[str, Array] = {}
-        self.spent: frozenset[str] = frozenset()
+    views: Mapping[str, Array]
+    numbers: Mapping[str, float]
+    work: np.dtype[Any]
+    exact: bool
+    whole: set[str]
+    kept: dict[str, Array]
+    sums: dict[str, Array]
+    totals: dict[str, Array]
+    batch: int
+    head: int
+    heads: int
+    start: int
+    stop: int
+    columns: int | None
+    values: dict[str, Array] = field(default_factory=dict)
+    spent: frozenset[str] = frozenset()
 
     def __getitem__(self, tensor: Tensor) -> Any:
         """The value of a tensor: a matrix, or a number where it is a scalar."""
@@ -98,8 +112,8 @@ class Tile:
         if name in self.kept:
             return self.kept[name]
         value = self._slice(tensor)
-        if value.dtype.kind not in "ib":
-            value = value.astype(self.work)
+        if value.dtype.kind != "b":
+            value = value.astype(np.int64 if value.dtype.kind == "i" else self.work)
         (self.kept if name in self.whole else self.values)[name] = value
         return value
 
@@ -108,7 +122,7 @@ class Tile:
         if tensor.role == "output" and tensor.ragged is None:
             self._slice(tensor)[...] = value
         elif tensor.role == "output":
-            part = self._own(tensor)[self.start : self.stop]
+            part = self._own(tensor)[self.start : self.start + len(value)]
             part[...] = value[: len(part)]
         if not self.exact and value.dtype == self.work and tensor.dtype != self.work.name:
             value = value.astype(numpy_dtype(tensor.dtype)).astype(self.work)
@@ -131,6 +145,8 @@ class Tile:
             value = value.sum(axis=0, keepdims=True)
         else:
             part = part[self.start : self.stop]
+        if columns > 1:
+            part = part[:, : self.columns]
         part += value if columns > 1 else value.sum(axis=1, keepdims=True)
 
     def memory_of(self, tensor: Tensor, other: Tensor | None = None) -> Array | None:
@@ -148,16 +164,15 @@ class Tile:
         rows = slice(None) if tensor.name in self.whole or tensor.shape[2] == 1 else slice(self.start, self.stop)
         if tensor.ragged is not None:
             own = self._own(tensor)
-            matrix = np.zeros(tensor.shape[2:], own.dtype)
-            matrix[: own.shape[0], : own.shape[1]] = own
-            return matrix[rows]
+            if self.columns is None:
+                own = np.pad(own, [(0, full - n) for full, n in zip(tensor.shape[2:], own.shape, strict=True)])
+            return own[rows]
         view = self.views[tensor.name]
         if view.shape[2] == 1:  # one row may stand for all
             rows = slice(None)
         b = self.batch if view.shape[0] > 1 else 0
         h = self.head * view.shape[1] // self.heads  # fewer heads: each serves a group of neighbours
-        piece: Array = view[b, h][rows]
-        return piece
+        return view[b, h][rows, : self.columns if tensor.shape[3] > 1 else None]  # type: ignore[no-any-return]
 
     def _own(self, tensor: Tensor) -> Array:
         """What this batch entry has of a tensor of packed sequences."""
@@ -167,8 +182,7 @@ class Tile:
         axis = 1 if tensor.axes[3] == 2 else 0
         begins = self.views[tensor.ragged.name][:, 0, 0, 0] // tensor.strides[2 + axis]
         own = slice(int(begins[self.batch]), int(begins[self.batch + 1]))
-        piece: Array = matrix[:, own] if axis else matrix[own]
-        return piece
+        return matrix[:, own] if axis else matrix[own]  # type: ignore[no-any-return]
 
 
 def _matmul(node: Matmul, tile: Tile) -> None:
@@ -186,7 +200,7 @@ def _matmul(node: Matmul, tile: Tile) -> None:
 
 def _softmax(node: Softmax, tile: Tile) -> None:
     x = tile[node.x]
-    top = x.max(axis=1, keepdims=True)
+    top = x.max(axis=1, keepdims=True, initial=-np.inf)
     sink = None if node.sink is None else tile[node.sink]
     if sink is not None:
         if node.rows is not None:
@@ -221,7 +235,7 @@ def _bernoulli(node: Bernoulli, tile: Tile) -> None:
     source.advance(tile.start * words // 4)
     rows = min(tile.stop, node.out.shape[2]) - tile.start
     numbers = source.random_raw(rows * words).view(np.uint32).reshape(rows, 2 * words)[:, :columns]
-    tile[node.out] = (numbers < round(node.probability * 2**32)).astype(tile.work)
+    tile[node.out] = (numbers[:, : tile.columns] < round(node.probability * 2**32)).astype(tile.work)
 
 
 def _pointwise(node: Pointwise, tile: Tile) -> None:
@@ -253,10 +267,10 @@ def _transpose(node: Transpose, tile: Tile) -> None:
 def _gen_index(node: Pointwise, tile: Tile) -> Array:
     # A row or a column of indices, not a matrix: whoever reads it broadcasts.
     if node.axis == 2:
-        return np.arange(tile.start, min(tile.stop, node.x.shape[2]), dtype=np.int32)[:, None]
+        return np.arange(tile.start, min(tile.stop, node.x.shape[2]), dtype=np.int64)[:, None]
     if node.axis == 3:
-        return np.arange(node.x.shape[3], dtype=np.int32)[None, :]
-    return np.full((1, 1), tile.batch if node.axis == 0 else tile.head, np.int32)
+        return np.arange(node.x.shape[3], dtype=np.int64)[None, : tile.columns]
+    return np.full((1, 1), tile.batch if node.axis == 0 else tile.head, np.int64)
 
 
 def _select(node: Pointwise, tile: Tile) -> Array:
@@ -273,13 +287,18 @@ def _given(tensor: Tensor | None) -> Tensor:
     return tensor
 
 
-def _arithmetic(function: np.ufunc) -> Callable[[Pointwise, Tile], Array]:
-    """Element by element, in the dtype of the accumulator, or in whole numbers where the step gives such."""
+def _truncated(x: Array, b: Array) -> Array:
+    """The quotient of integers, rounded towards 0."""
+    return (x - np.fmod(x, b)) // b
+
+
+def _arithmetic(function: np.ufunc, integer: Callable[..., Array] | None = None) -> Callable[[Pointwise, Tile], Array]:
+    """Element by element, in the dtype of the accumulator, or in integers of 64 bits where the step gives integers."""
 
     def compute(node: Pointwise, tile: Tile) -> Array:
         operands = [tile[node.x]] if node.b is None else [tile[node.x], tile[node.b]]
         if node.out.dtype.startswith("int"):
-            return function(*operands)  # type: ignore[no-any-return]
+            return (integer or function)(*operands)
         return function(*operands, out=tile.memory_of(node.x, node.b), dtype=tile.work)  # type: ignore[no-any-return]
 
     return compute
@@ -295,38 +314,24 @@ def _comparison(function: np.ufunc) -> Callable[[Pointwise, Tile], Array]:
 #: numpy has none.
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 
+_ARITHMETIC: dict[str, np.ufunc] = {
+    "mul": np.multiply, "add": np.add, "sub": np.subtract, "mod": np.fmod, "max": np.maximum, "min": np.minimum,
+    "pow": np.power, "neg": np.negative, "exp": np.exp, "log": np.log, "sqrt": np.sqrt, "reciprocal": np.reciprocal,
+    "tanh_fwd": np.tanh, "sin": np.sin, "cos": np.cos, "tan": np.tan, "abs": np.absolute, "floor": np.floor, "ceil": np.ceil,
+}  # fmt: skip
+_COMPARISONS: dict[str, np.ufunc] = {
+    "cmp_eq": np.equal, "cmp_neq": np.not_equal, "cmp_ge": np.greater_equal, "cmp_gt": np.greater, "cmp_le": np.less_equal,
+    "cmp_lt": np.less, "logical_and": np.logical_and, "logical_or": np.logical_or,
+}  # fmt: skip
+
 #: What every pointwise mode means.
 MODES: dict[str, Callable[[Pointwise, Tile], Array]] = {
-    "mul": _arithmetic(np.multiply),
-    "add": _arithmetic(np.add),
-    "sub": _arithmetic(np.subtract),
-    "div": _arithmetic(np.divide),
-    "max": _arithmetic(np.maximum),
-    "min": _arithmetic(np.minimum),
-    "pow": _arithmetic(np.power),
-    "neg": _arithmetic(np.negative),
-    "exp": _arithmetic(np.exp),
-    "log": _arithmetic(np.log),
-    "sqrt": _arithmetic(np.sqrt),
+    **{mode: _arithmetic(function) for mode, function in _ARITHMETIC.items()},
+    **{mode: _comparison(function) for mode, function in _COMPARISONS.items()},
+    "div": _arithmetic(np.divide, _truncated),
     "rsqrt": lambda node, tile: 1 / np.sqrt(tile[node.x]),
-    "reciprocal": _arithmetic(np.reciprocal),
-    "tanh_fwd": _arithmetic(np.tanh),
-    "sin": _arithmetic(np.sin),
-    "cos": _arithmetic(np.cos),
-    "tan": _arithmetic(np.tan),
     "erf": lambda node, tile: _erf(tile[node.x]).astype(tile.work),
-    "abs": _arithmetic(np.absolute),
-    "floor": _arithmetic(np.floor),
-    "ceil": _arithmetic(np.ceil),
     "identity": lambda node, tile: tile[node.x],
-    "cmp_eq": _comparison(np.equal),
-    "cmp_neq": _comparison(np.not_equal),
-    "cmp_ge": _comparison(np.greater_equal),
-    "cmp_gt": _comparison(np.greater),
-    "cmp_le": _comparison(np.less_equal),
-    "cmp_lt": _comparison(np.less),
-    "logical_and": _comparison(np.logical_and),
-    "logical_or": _comparison(np.logical_or),
     "gen_index": _gen_index,
     "binary_select": _select,
 }
@@ -358,6 +363,20 @@ def _view(array: Array, tensor: Tensor) -> Array:
         if axis < 0:
             turned = np.expand_dims(turned, position)
     return turned
+
+
+def _packed_lengths(graph: Graph) -> tuple[Tensor, Tensor] | None:
+    """The numbers of queries and keys of every batch entry, where nothing else needs to be computed.
+
+    That is so where sequences are packed, unless a result has elements for every query and key of the longest one.
+    """
+    first = next((node for node in graph.nodes if isinstance(node, Matmul)), None)
+    if first is None or first.a.ragged is None or first.m is None or first.n is None:
+        return None
+    sums = {node.out.name for node in graph.nodes if _across_tiles(node)}
+    if any(tensor.ragged is None and tensor.name not in sums for tensor in graph.by_role("output")):
+        return None
+    return first.m, first.n
 
 
 def _separable(graph: Graph, whole: set[str]) -> bool:

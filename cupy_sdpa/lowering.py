@@ -29,8 +29,8 @@ DATA_TYPES = {
     "int8": DataType.INT8,
 }
 
-#: Comparisons with whole numbers compute in the type of the mask, sums of positions in theirs; everything else in the
-#: accumulator's.
+#: Comparisons with integers compute in the type of the mask, and steps that give integers in INT32; everything else computes
+#: in the accumulator's type.
 _COMPARISONS = frozenset({"cmp_eq", "cmp_neq", "cmp_ge", "cmp_gt", "cmp_le", "cmp_lt"})
 
 
@@ -123,7 +123,7 @@ def _matmul(node: Matmul, lowered: OperationGraph) -> None:
 
 def _pointwise(node: Pointwise, lowered: OperationGraph) -> None:
     whole = node.mode in _COMPARISONS and node.b is not None and node.b.dtype == "int32"
-    counts = node.mode in ("add", "sub") and node.out.dtype == "int32"
+    counts = node.mode != "gen_index" and node.out.dtype == "int32"
     precision = DataType.BOOLEAN if whole or node.mode == "logical_and" else DataType.INT32 if counts else DataType.FLOAT
     attributes = {"MODE": PointwiseMode[node.mode.upper()], "MATH_PREC": precision, "AXIS": node.axis}
     kind = lowered.make("POINTWISE", attributes, f"describe {node.formula}")

@@ -25,36 +25,62 @@ def _tracer_of(*operands: Any) -> Tracer:
     return next(x.tracer for x in operands if isinstance(x, Value))
 
 
-def _number(x: Value) -> Value:
-    """A condition as 1 or 0."""
-    return _where(x, 1.0, 0.0) if x.kind == "bool" else x
+def _is_integer(x: Any) -> bool:
+    """Whether an operand is an integer or a condition, which counts as 1 or 0."""
+    if isinstance(x, Value):
+        return x.kind != "float"
+    return isinstance(x[()] if isinstance(x, np.ndarray) and not x.ndim else x, (numbers.Integral, np.bool_))
 
 
-def _operands(*operands: Any) -> list[Value]:
-    """What is computed with, as values; whole numbers stay such where everything is."""
-    tracer = _tracer_of(*operands)
-    kind: Kind = "int" if all(x.kind == "int" for x in operands if isinstance(x, Value)) else "float"
-    return [_number(as_value(tracer, x, kind)) for x in operands]
+def _operands(*operands: Any, tracer: Tracer | None = None) -> list[Value]:
+    """What is computed with, as numbers. Unless all are integers, those that are not traced become floats."""
+    tracer = tracer or _tracer_of(*operands)
+    kind: Kind = "int" if all(map(_is_integer, operands)) else "float"
+    one, zero = (1, 0) if kind == "int" else (1.0, 0.0)
+    values = (as_value(tracer, x, kind) for x in operands)
+    return [_where(x, one, zero) if x.kind == "bool" else x for x in values]
 
 
-def _written(mode: str, *operands: Value, whole: bool = False) -> Value:
+def _written(mode: str, *operands: Value, kind: Kind | None = None) -> Value:
     """A step, and where the person wrote it."""
     tracer = operands[0].tracer
     frame = sys._getframe(1)
     while frame.f_back and frame.f_code.co_filename.startswith(_BETWEEN):
         frame = frame.f_back
     tracer.lines.setdefault(mode, f"{frame.f_code.co_filename}:{frame.f_lineno}")
-    return Value(tracer, tracer.writer.add(mode, *(x.step for x in operands)), whole=whole)
+    result = Value(tracer, tracer.writer.add(mode, *(x.step for x in operands), kind=kind))
+    signs = [_is_natural(x) for x in operands[:2]]
+    if mode == "abs" or (mode == "max" and any(signs)) or (mode in _NATURAL and all(signs)):
+        tracer.naturals.add(result.step)
+    return result
+
+
+#: Steps that give no integer below 0 where their operands are none.
+_NATURAL = frozenset({"add", "mul", "min", "div", "binary_select"})
+
+
+def _is_natural(x: Value) -> bool:
+    """Whether an integer is known to be 0 or more."""
+    mode, _, name, kind, value = x.tracer.writer.steps[x.step]
+    if mode == "number":
+        value = x.tracer.numbers.get(name, -1)
+    known = mode == "index" or (mode in ("number", "constant") and value >= 0)
+    return kind == "int" and (known or x.step in x.tracer.naturals)
 
 
 def _unary(mode: str, x: Any) -> Value:
     (x,) = _operands(x)
-    return _written(mode, x, whole=x.whole and mode in ("neg", "abs", "floor", "ceil"))
+    return _written(mode, x)
+
+
+def _rounded(mode: str, x: Any) -> Value:
+    (x,) = _operands(x)
+    return x if x.kind == "int" else _written(mode, x)
 
 
 def _binary(mode: str, x: Any, b: Any) -> Value:
     x, b = _operands(x, b)
-    return _written(mode, x, b, whole=x.whole and b.whole and mode in ("add", "sub", "mul", "max", "min"))
+    return _written(mode, x, b)
 
 
 def _compare(mode: str, x: Any, b: Any) -> Value:
@@ -94,36 +120,60 @@ def _exclusive(x: Any, b: Any) -> Value:
     return _logical("logical_or", _logical("logical_and", x, _not(b)), _logical("logical_and", _not(x), b))
 
 
-def _where(condition: Any, x: Any, b: Any) -> Value:
+def _where(condition: Any, x: Any = None, b: Any = None) -> Value:
+    if x is None or b is None:
+        raise TypeError("np.where is called without both values: write np.where(condition, a, b)")
     tracer = _tracer_of(condition, x, b)
     (chosen,) = _conditions(as_value(tracer, condition))
     one, other = as_value(tracer, x), as_value(tracer, b)
     if one.kind == other.kind == "bool":
         return _logical("logical_or", _logical("logical_and", chosen, one), _logical("logical_and", _not(chosen), other))
-    one, other = _number(one), _number(other)
     known = tracer.writer.value(chosen.step)
+    one, other = _operands(x, b, tracer=tracer)
     if known is not None:
         return one if known else other
-    return _written("binary_select", one, other, chosen, whole=one.whole and other.whole)
+    return _written("binary_select", one, other, chosen)
 
 
 def _floor_divide(x: Any, b: Any) -> Value:
-    if isinstance(b, numbers.Real):
-        if b == 0:
-            raise ZeroDivisionError("a traced value is divided by 0")
-        if b < 0:
-            return _floor_divide(-x, -b)
-    tracer = _tracer_of(x, b)
-    traced, divisor = (_number(as_value(tracer, operand)) for operand in (x, b))
-    if traced.whole and divisor.whole and isinstance(b, numbers.Real):
-        # half of one more: whole numbers stay clear of the next, however a division rounds
-        traced = _written("add", traced, Value(traced.tracer, traced.tracer.writer.constant(0.5)))
-    return _written("floor", _written("div", traced, divisor), whole=True)
+    """``x // b``: exact of integers; of floats the integer nearest to ``(x - x % b) / b``."""
+    x, b = _divided(x, b)
+    if x.kind == b.kind == "int":
+        quotient = _written("div", x, b, kind="int")
+        return _where(_off(x, b, x - quotient * b), quotient - 1, quotient)
+    # a little more than the quotient, which may have been rounded down
+    return _unary("floor", _binary("div", x - _remainder(x, b), b) + 0.25)
 
 
 def _remainder(x: Any, b: Any) -> Value:
-    # x - b floor(x / b), with the sign of b
-    return _binary("sub", x, _binary("mul", _floor_divide(x, b), b))
+    """``x % b``, of the sign of b, as numpy computes it: exact of integers, and of floats but for the last addition."""
+    x, b = _divided(x, b)
+    if x.kind == b.kind == "int":
+        rest = x - _written("div", x, b, kind="int") * b
+    else:
+        rest = _written("mod", x, b)
+    result = _where(_off(x, b, rest), rest + b, rest)
+    if result.kind == "int" and _is_natural(b):
+        result.tracer.naturals.add(result.step)
+    return result
+
+
+def _divided(x: Any, b: Any) -> list[Value]:
+    """The operands of a division."""
+    if isinstance(b, numbers.Real) and b == 0:
+        raise ZeroDivisionError("a traced value is divided by 0")
+    return _operands(x, b)
+
+
+def _off(x: Value, b: Value, rest: Value) -> Any:
+    """Whether the rest of a truncated division has not the sign of the divisor: the floor is one less."""
+    if _is_natural(x) and _is_natural(b):
+        return False
+    mode, _, name, *_ = b.tracer.writer.steps[b.step]
+    divisor = b.tracer.numbers.get(name) if mode == "number" else b.tracer.writer.value(b.step)
+    if divisor is not None:
+        return rest < 0 if divisor > 0 else rest > 0
+    return ((rest < 0) & (b > 0)) | ((rest > 0) & (b < 0))
 
 
 def _power(x: Any, b: Any) -> Value:
@@ -147,12 +197,12 @@ def _square(x: Any) -> Value:
 
 
 def _sign(x: Any) -> Value:
-    return _where(x > 0, 1.0, _where(x < 0, -1.0, 0.0))
+    one = 1 if _is_integer(x) else 1.0
+    return _where(x > 0, one, _where(x < 0, -one, 0 * one))
 
 
-def _clip(x: Any, low: Any = None, high: Any = None) -> Value:
-    (clipped,) = _operands(x)
-    clipped = clipped if low is None else _binary("max", clipped, low)
+def _clip(x: Any, low: Any = None, high: Any = None) -> Any:
+    clipped = x if low is None else _binary("max", x, low)
     return clipped if high is None else _binary("min", clipped, high)
 
 
@@ -183,9 +233,11 @@ FUNCTIONS: Mapping[str, Callable[..., Value]] = {
             ("negative", "neg"), ("absolute", "abs"), ("abs", "abs"), ("fabs", "abs"), ("exp", "exp"), ("log", "log"),
             ("sqrt", "sqrt"), ("reciprocal", "reciprocal"), ("tanh", "tanh_fwd"), ("sin", "sin"), ("cos", "cos"),
             ("tan", "tan"),
-            ("erf", "erf"), ("floor", "floor"), ("ceil", "ceil"),
+            ("erf", "erf"), ("expm1", "expm1"), ("log1p", "log1p"),
         )
     },
+    "floor": lambda x: _rounded("floor", x),
+    "ceil": lambda x: _rounded("ceil", x),
     **{
         name: (lambda x, b, mode=mode: _compare(mode, x, b))
         for name, mode in (
@@ -212,13 +264,11 @@ FUNCTIONS: Mapping[str, Callable[..., Value]] = {
     "floor_divide": _floor_divide,
     "remainder": _remainder,
     "exp2": lambda x: _unary("exp", _binary("mul", x, math.log(2))),
-    "expm1": lambda x: _binary("sub", _unary("exp", x), 1.0),
     "log2": lambda x: _binary("mul", _unary("log", x), 1 / math.log(2)),
     "log10": lambda x: _binary("mul", _unary("log", x), 1 / math.log(10)),
-    "log1p": lambda x: _unary("log", _binary("add", x, 1.0)),
     "logaddexp": lambda x, b: _binary("add", _softplus(_binary("sub", b, x)), x),
     "sinh": lambda x: _binary("mul", _binary("sub", _unary("exp", x), _unary("exp", -x)), 0.5),
     "cosh": lambda x: _binary("mul", _binary("add", _unary("exp", x), _unary("exp", -x)), 0.5),
     "expit": _sigmoid,
-    "hypot": lambda x, b: _unary("sqrt", _binary("add", x * x, b * b)),
+    "hypot": lambda x, b: _binary("hypot", x, b),
 }  # fmt: skip

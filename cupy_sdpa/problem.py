@@ -214,9 +214,10 @@ class Problem:
 
     @property
     def trivial(self) -> bool:
-        """Whether there is nothing to compute: out has no element, or there is no key to see."""
-        *_, sq, skv, b = self.sizes
-        return 0 in self.out.shape or 0 in (sq, self.k.shape[2], skv, b)
+        """Whether there is nothing to compute: no query, no key, or no value and nothing else that is asked for."""
+        _, dv, *_, sq, skv, b = self.sizes
+        only_values = self.backward or self.results == (self.out,)
+        return 0 in (*self.out.shape[1:], sq, self.k.shape[2], skv, b) or (dv == 0 and only_values)
 
     def __str__(self) -> str:
         d, dv, hq, hkv, sq, skv, b = self.sizes

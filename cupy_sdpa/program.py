@@ -8,7 +8,7 @@ made; it is part of a problem, and so of the key of a plan. :mod:`cupy_sdpa.scor
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Literal, NamedTuple
 
 Kind = Literal["float", "int", "bool"]
@@ -37,6 +37,8 @@ OPPOSITE = {
 }
 #: Steps whose operands may be exchanged.
 COMMUTES = frozenset({"add", "mul", "max", "min", "logical_and", "logical_or"})
+#: Steps that give an integer where all their operands are integers. (``div`` does so only where it is asked for.)
+_INTEGER = frozenset({"add", "sub", "mul", "neg", "abs", "max", "min", "binary_select"})
 _LOGICAL = {"logical_and": "logical_or", "logical_or": "logical_and"}
 _FOLDED: dict[str, Callable[..., float]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "neg": operator.neg,
@@ -51,7 +53,8 @@ class Step(NamedTuple):
         mode: a pointwise mode of :mod:`cupy_sdpa.graph`, or one of :data:`LEAVES`.
         args: the steps that it reads.
         name: of a number or an array handed over; of the axis of an index.
-        kind: what it gives; ``int`` is a whole number of 32 bits.
+        kind: the type of the result. ``int`` has 64 bits on the CPU and 32 bits on the GPU, where it wraps around. A ``div``
+            of kind ``int`` truncates.
         value: of a constant.
     """
 
@@ -98,6 +101,7 @@ class Writer:
     def __init__(self, steps: Iterable[Step] = ()) -> None:
         self.steps = list(steps)
         self._numbers = {step: number for number, step in enumerate(self.steps)}
+        self._opposites: dict[int, int] = {}
 
     def leaf(self, mode: str, name: str = "", kind: Kind = "float", value: float = 0.0) -> int:
         """A step that computes nothing."""
@@ -107,27 +111,34 @@ class Writer:
         """A number that is part of the structure."""
         return self.leaf("constant", kind=kind, value=value)
 
-    def add(self, mode: str, *args: int) -> int:
-        """A step of earlier ones."""
+    def add(self, mode: str, *args: int, kind: Kind | None = None) -> int:
+        """A step of earlier ones; its kind follows from theirs unless it is given."""
         if mode in COMMUTES:  # one order, so that equal ones are known as such
             args = tuple(sorted(args))
-        simpler = self._simplified(mode, args)
-        return self._add(Step(mode, args, kind=self._kind(mode, args))) if simpler is None else simpler
+        kind = kind or self._kind(mode, args)
+        simpler = self._simplified(mode, args, kind)
+        return self._add(Step(mode, args, kind=kind)) if simpler is None else simpler
 
     def opposite(self, condition: int) -> int:
         """The opposite of a condition, by the opposite comparisons; no step is needed that negates."""
-        mode, args, *_ = self.steps[condition]
-        if mode in OPPOSITE:
-            return self.add(OPPOSITE[mode], *args)
-        return self.add(_LOGICAL[mode], *(self.opposite(arg) for arg in args))
+        found, waiting = self._opposites, [condition]
+        while waiting:
+            mode, args, *_ = self.steps[waiting[-1]]
+            if mode in OPPOSITE:
+                found[waiting.pop()] = self.add(OPPOSITE[mode], *args)
+            elif missing := [arg for arg in args if arg not in found]:
+                waiting += missing
+            else:
+                found[waiting.pop()] = self.add(_LOGICAL[mode], *(found[arg] for arg in args))
+        return found[condition]
 
-    def reachable(self, *roots: int | None) -> list[int]:
-        """The steps that some steps need, in the order of their computation."""
+    def reachable(self, *roots: int | None, known: Container[int] = ()) -> list[int]:
+        """The steps that some steps need, in the order of their computation, without those that are known."""
         found: set[int] = set()
         waiting = [root for root in roots if root is not None]
         while waiting:
             number = waiting.pop()
-            if number not in found:
+            if number not in found and number not in known:
                 found.add(number)
                 waiting += self.steps[number].args
         return sorted(found)
@@ -150,31 +161,31 @@ class Writer:
     def _kind(self, mode: str, args: tuple[int, ...]) -> Kind:
         if mode in OPPOSITE or mode in _LOGICAL:
             return "bool"
-        whole = all(self.steps[arg].kind == "int" for arg in args)
-        return "int" if whole and mode in ("add", "sub") else "float"
+        numbers = args[:2]  # a third operand is a condition
+        return "int" if mode in _INTEGER and all(self.steps[arg].kind == "int" for arg in numbers) else "float"
 
-    def _simplified(self, mode: str, args: tuple[int, ...]) -> int | None:
+    def _simplified(self, mode: str, args: tuple[int, ...], kind: Kind) -> int | None:
+        """An earlier step, or a constant, of the same value and kind."""
         values = [self.value(arg) for arg in args]
         if mode in _FOLDED and None not in values:
-            return self.constant(_FOLDED[mode](*values), self._kind(mode, args))
-        x, b = args[0], args[1] if len(args) > 1 else None
-        first, second = values[0], values[1] if b is not None else None
+            return self.constant(_FOLDED[mode](*values), kind)
+        if mode == "mul" and 0 in values:
+            return self.constant(0, kind)
+        x, b, *_ = *args, args[0]
+        first, second = values[0], values[-1]
+        same = {number for number in (x, b) if self.steps[number].kind == kind}
         match mode:
-            case "add" if second == 0:
+            case "add" | "sub" if second == 0 and x in same:
                 return x
-            case "add" if first == 0:
+            case "add" if first == 0 and b in same:
                 return b
-            case "sub" if second == 0:
+            case "mul" | "div" if second == 1 and x in same:
                 return x
-            case "mul" | "div" if second == 1:
-                return x
-            case "mul" if first == 1:
+            case "mul" if first == 1 and b in same:
                 return b
-            case "mul" if 0 in (first, second):
-                return self.constant(0.0)
-            case "mul" | "div" if second == -1:
+            case "mul" | "div" if second == -1 and x in same:
                 return self.add("neg", x)
-            case "mul" if first == -1 and b is not None:
+            case "mul" if first == -1 and b in same:
                 return self.add("neg", b)
             case "neg" if self.steps[x].mode == "neg":
                 return self.steps[x].args[0]

@@ -64,8 +64,8 @@ def _dtype(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
 
 def _head_dim(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     for name, spec in (("head_dim of q and k", problem.q), ("head_dim of v", problem.v)):
-        if spec.shape[0] % 8:
-            up = -spec.shape[0] % 8
+        if spec.shape[0] % 8 or not (spec.shape[0] or problem.trivial):
+            up = -spec.shape[0] % 8 or 8
             yield f"the {name} is {spec.shape[0]}; cuDNN takes multiples of 8: pad axis 0 with {up} zeros, give scale="
 
 
@@ -91,7 +91,7 @@ def _negative(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
 def _aligned_strides(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     for spec in _arrays(problem):
         odd = [step for step, length in zip(spec.strides[1:], spec.shape[1:], strict=True) if step % 16 and length > 1]
-        if odd and spec.shape[0] % 8 == 0:
+        if odd and spec.shape[0] and spec.shape[0] % 8 == 0:
             yield (
                 f"{spec.name} has strides {spec.strides} bytes; {odd[0]} is not a multiple of 16, which cuDNN's kernels need "
                 f"and do not check: copy it with cupy.asfortranarray({spec.name})"
@@ -166,6 +166,11 @@ def _bias_dtype(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
         yield "bias is float64; cuDNN adds float16, bfloat16 and float32: convert with bias.astype('float32')"
     if any(spec.dtype == "float64" for spec in problem.captured):
         yield "tensors has a float64 array; cuDNN reads float16, bfloat16 and float32: convert with .astype('float32')"
+
+
+def _captured_int64(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    if any(spec.dtype == "int64" for spec in problem.captured):
+        yield "tensors has an int64 array; cuDNN's kernels compute with integers of 32 bits: convert with .astype('int32')"
 
 
 def _own_dropout(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
@@ -279,6 +284,7 @@ RULES: tuple[Rule, ...] = (
     Rule("backward-head-dim", "Gradients: head dims up to 256 on Hopper, 128 on Ampere, Ada and SM 12.x; on SM 10.x 128, and "
          "192 with 128 for v, and 256 from 9.23 on.", Unsupported, _backward_head_dim, FRONTEND),
     Rule("bias-dtype", "A bias of 16 or 32 bits.", TypeError, _bias_dtype),
+    Rule("int64-tensors", "Integers of 32 bits in tensors.", TypeError, _captured_int64),
     Rule("bias-gradient", "The gradients of a bias and of tensors: not of packed sequences.", Unsupported, _bias_gradient),
     Rule("query-numbers", "Gradients: on Ampere, Ada and SM 12.x no bias, mask or tensors of one number a query, nor slopes "
          "with diagonals of the entries' own; on SM 10.x not deterministic, nor with gradients of bias or tensors.",

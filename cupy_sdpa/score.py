@@ -25,6 +25,10 @@ MaskMod = Callable[..., Any]
 _STRUCTURAL = (0.0, 1.0, -1.0, math.inf, -math.inf)
 
 
+#: ``a q_idx + b kv_idx + c`` as a, b and c.
+Linear = tuple[float, float, float]
+
+
 class Access(NamedTuple):
     """An array as a function reads it.
 
@@ -70,7 +74,8 @@ class Tracer:
     def __init__(self, sizes: Mapping[str, int], arrays: Mapping[str, Any], steps: Iterable[Step] = ()) -> None:
         self.writer = Writer(steps)
         self.sizes = sizes
-        self.numbers: dict[str, float] = {}
+        self.numbers: dict[str, Any] = {}
+        self.naturals: set[int] = set()  # the steps that are known to be integers of 0 or more
         self.accesses: dict[str, Access] = {}
         self.lines: dict[str, str] = {}
         self.functions = FUNCTIONS
@@ -103,28 +108,43 @@ class Tracer:
     def _called(self, function: Callable[..., Any], what: str, *score: Value) -> Value:
         if not callable(function):
             raise TypeError(f"{what} is a {type(function).__name__}; it must be a function {_SIGNATURES[what]}")
-        places = [Value(self, self.writer.leaf("index", axis, "int")) for axis in AXES]
-        return as_value(self, function(*score, *places, **self._wanted(function)))
+        places = [*score, *(Value(self, self.writer.leaf("index", axis, "int")) for axis in AXES)]
+        wanted = self._wanted(function, what, len(places))
+        try:
+            return as_value(self, function(*places, **wanted))
+        except TypeError as error:
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                raise  # by the function itself
+            names = ", ".join(self.arrays) or "nothing"
+            raise TypeError(f"{what} must be a function {_SIGNATURES[what]}; tensors has {names}: {error}") from None
 
-    def _wanted(self, function: Callable[..., Any]) -> dict[str, Any]:
+    def _wanted(self, function: Callable[..., Any], what: str, places: int) -> dict[str, Any]:
         """Those arrays that a function takes: the other function may want the rest."""
         if not self.arrays:
             return {}  # a signature takes 15 us to read
         try:
-            parameters = inspect.signature(function).parameters.values()
+            parameters = list(inspect.signature(function).parameters.values())
         except (TypeError, ValueError):  # one that is not written in Python
             return dict(self.arrays)
+        own = {p.name for p in parameters[:places] if p.kind is p.POSITIONAL_OR_KEYWORD}
+        if taken := own & self.arrays.keys():
+            names = ", ".join(repr(name) for name in sorted(taken))
+            raise ValueError(
+                f"tensors has {names}, which {what} has among its first {places} parameters: give the array another name"
+            )
         if any(p.kind is p.VAR_KEYWORD for p in parameters):
             wanted = self.arrays
         else:
-            names = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
-            wanted = {name: array for name, array in self.arrays.items() if name in names}
+            names_taken = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
+            wanted = {name: array for name, array in self.arrays.items() if name in names_taken}
         self.used |= wanted.keys()
         return dict(wanted)
 
     def number(self, number: Any, kind: Kind) -> int:
         """A number of the function's own: by value, so that it may change; 0, 1, -1 and infinities are structure."""
         value = int(number) if kind == "int" else float(number)
+        if kind == "int" and not -(2**63) <= value < 2**63:
+            raise OverflowError(f"{number} does not fit into 64 bits: write it as a float")
         if value in _STRUCTURAL:
             return self.writer.constant(value, kind)
         self.numbers[repr(value)] = value
@@ -195,10 +215,16 @@ def _hiding(writer: Writer, score: int) -> tuple[int, list[int]]:
 
 
 def _conjunction(writer: Writer, conditions: Sequence[int]) -> Iterator[int]:
-    for condition in conditions:
-        step = writer.steps[condition]
-        if step.mode == "logical_and":
-            yield from _conjunction(writer, step.args)
+    """The conditions that must all hold, each once."""
+    seen: set[int] = set()
+    waiting = list(conditions)[::-1]
+    while waiting:
+        condition = waiting.pop()
+        if condition in seen:
+            continue
+        seen.add(condition)
+        if (step := writer.steps[condition]).mode == "logical_and":
+            waiting += step.args[::-1]
         else:
             yield condition
 
@@ -213,8 +239,9 @@ def _joined(writer: Writer, conditions: Sequence[int]) -> int | None:
 def _banded(tracer: Tracer, conditions: Sequence[int]) -> tuple[Band | None, list[int]]:
     """The band that some of the conditions make together, and the other conditions."""
     left, right, rest = math.inf, math.inf, []
-    for condition in dict.fromkeys(_conjunction(tracer.writer, conditions)):
-        bounds = _bounds(tracer, condition)
+    known: dict[int, Linear | None] = {}
+    for condition in _conjunction(tracer.writer, conditions):
+        bounds = _bounds(tracer, condition, known)
         if bounds is None or min(bounds) < 0:
             rest.append(condition)
         else:
@@ -223,8 +250,8 @@ def _banded(tracer: Tracer, conditions: Sequence[int]) -> tuple[Band | None, lis
     return (None if band == Band() else band), rest
 
 
-def _bounds(tracer: Tracer, condition: int) -> tuple[float, float] | None:
-    """How far before and behind its own place a query sees by a condition, where that is what the condition is about."""
+def _bounds(tracer: Tracer, condition: int, known: dict[int, Linear | None]) -> tuple[float, float] | None:
+    """How many keys before and after its own position a query sees by a condition, if that is what the condition is about."""
     writer = tracer.writer
     mode, args, *_ = writer.steps[condition]
     if mode not in FLIPPED or mode in ("cmp_eq", "cmp_neq"):
@@ -235,7 +262,7 @@ def _bounds(tracer: Tracer, condition: int) -> tuple[float, float] | None:
     distance, symmetric = a, False
     if writer.steps[a].mode == "abs":  # |q - kv| <= n
         (distance,), symmetric = writer.steps[a].args, True
-    one, other = _linear(tracer, distance), _linear(tracer, b)
+    one, other = (_linear(tracer, number, known) for number in (distance, b))
     if one is None or other is None or (symmetric and other[:2] != (0, 0)):
         return None
     of_query, of_key, constant = (x - y for x, y in zip(one, other, strict=True))
@@ -247,17 +274,20 @@ def _bounds(tracer: Tracer, condition: int) -> tuple[float, float] | None:
     return (most, math.inf) if of_query == 1 else (math.inf, most)
 
 
-def _linear(tracer: Tracer, number: int) -> tuple[float, float, float] | None:
-    """A step as ``a q_idx + b kv_idx + c``, where it is that."""
-    mode, args, name, _, value = tracer.writer.steps[number]
-    if mode == "index" and name in ("q_idx", "kv_idx"):
-        return (1.0, 0.0, 0.0) if name == "q_idx" else (0.0, 1.0, 0.0)
-    if mode in ("number", "constant"):
-        return 0.0, 0.0, tracer.numbers[name] if mode == "number" else value
-    if mode in ("add", "sub"):
-        one, other = (_linear(tracer, arg) for arg in args)
-        if one and other:
-            sign = 1 if mode == "add" else -1
-            a, b, c = (x + sign * y for x, y in zip(one, other, strict=True))
-            return a, b, c
-    return None
+def _linear(tracer: Tracer, root: int, known: dict[int, Linear | None]) -> Linear | None:
+    """A step as ``a q_idx + b kv_idx + c``, where it is that; what is found is added to ``known``."""
+    for number in tracer.writer.reachable(root, known=known):
+        mode, args, name, _, value = tracer.writer.steps[number]
+        found: Linear | None = None
+        if mode == "index" and name in ("q_idx", "kv_idx"):
+            found = (1, 0, 0) if name == "q_idx" else (0, 1, 0)
+        elif mode in ("number", "constant"):
+            found = 0, 0, tracer.numbers[name] if mode == "number" else value
+        elif mode in ("add", "sub"):
+            one, other = (known[arg] for arg in args)
+            if one and other:
+                sign = 1 if mode == "add" else -1
+                a, b, c = (x + sign * y for x, y in zip(one, other, strict=True))
+                found = a, b, c
+        known[number] = found
+    return known[root]

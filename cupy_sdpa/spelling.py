@@ -16,17 +16,46 @@ from .program import AXES, COMMUTES, FLIPPED, OPPOSITE, Kind, Step, Writer
 #: Beyond this float32 has no finite numbers to speak of.
 _LARGEST = 3e38
 #: What may be infinite, or give what is.
-_UNBOUNDED = frozenset({"score", "div", "reciprocal", "log", "sqrt", "rsqrt", "pow", "exp", "tan"})
+_UNBOUNDED = frozenset(
+    {"score", "div", "reciprocal", "log", "sqrt", "rsqrt", "pow", "exp", "tan", "mod", "log1p", "expm1", "hypot"}
+)
 #: Conditions are numbers, 1 and 0.
 _JOINED = {"logical_and": "mul", "logical_or": "max"}
 _SIGNS = {
     "add": "{} + {}", "sub": "{} − {}", "mul": "{} · {}", "div": "{} / {}", "max": "max({}, {})", "min": "min({}, {})",
-    "pow": "{} ^ {}", "neg": "−{}", "exp": "exp({})", "log": "log({})", "sqrt": "√{}", "rsqrt": "1 / √{}",
+    "pow": "{} ^ {}", "mod": "{} mod {}", "neg": "−{}", "exp": "exp({})", "log": "log({})", "sqrt": "√{}", "rsqrt": "1 / √{}",
     "reciprocal": "1 / {}",
     "tanh_fwd": "tanh({})", "sin": "sin({})", "cos": "cos({})", "tan": "tan({})", "erf": "erf({})", "abs": "|{}|",
     "floor": "⌊{}⌋", "ceil": "⌈{}⌉", "identity": "{}", "cmp_eq": "{} = {}", "cmp_neq": "{} ≠ {}", "cmp_ge": "{} ≥ {}",
     "cmp_gt": "{} > {}", "cmp_le": "{} ≤ {}", "cmp_lt": "{} < {}", "binary_select": "{0} where {2}, else {1}",
 }  # fmt: skip
+
+
+def _log1p(w: Writer, x: int) -> int:
+    # log u + (x - (u - 1)) / u with u = 1 + x: what u has lost of x is added (as in GSL's gsl_log1p)
+    one = w.constant(1.0)
+    u = w.add("add", x, one)
+    kept, log = w.add("sub", u, one), w.add("log", u)
+    lost = w.add("div", w.add("sub", x, kept), u)
+    return w.add("binary_select", w.add("add", log, lost), log, w.add("cmp_neq", x, kept))  # log alone of -1 and infinity
+
+
+def _expm1(w: Writer, x: int) -> int:
+    # tanh(x / 2) (exp(x) + 1)
+    half = w.add("tanh_fwd", w.add("mul", x, w.constant(0.5)))
+    return w.add("mul", half, w.add("add", w.add("exp", x), w.constant(1.0)))
+
+
+def _hypot(w: Writer, x: int, b: int) -> int:
+    # m sqrt(1 + r^2), m the greater absolute value and r the ratio of the two
+    sides = w.add("abs", x), w.add("abs", b)
+    most, zero = w.add("max", *sides), w.constant(0.0)
+    ratio = w.add("binary_select", w.add("div", w.add("min", *sides), most), zero, w.add("cmp_gt", most, zero))
+    return w.add("mul", most, w.add("sqrt", w.add("add", w.add("mul", ratio, ratio), w.constant(1.0))))
+
+
+#: Steps that cuDNN has not, each as steps that it has. They do not lose small values, and overflow only where the result does.
+COMPOSED: dict[str, Callable[..., int]] = {"log1p": _log1p, "expm1": _expm1, "hypot": _hypot}
 
 
 class Speller:
@@ -49,9 +78,8 @@ class Speller:
 
     def __call__(self, root: int) -> Tensor:
         """A step, spelled, as a tensor inside the kernel."""
-        for number in self.writer.reachable(root):
-            if number not in self.tensors:
-                self.tensors[number] = self._spelled(self.writer.steps[number])
+        for number in self.writer.reachable(root, known=self.tensors):
+            self.tensors[number] = self._spelled(self.writer.steps[number])
         return self._inside(root)
 
     def on(self, score: Tensor, prefix: str) -> Speller:
@@ -108,30 +136,34 @@ class Speller:
                 return self.leaves[step.name](step.kind)
             case "binary_select":
                 x, b, condition = args
-                other = self.tensors[b] if self._number(b) else self._real(self._inside(b))
-                return self._pointwise(mode, None, self._real(self._inside(x)), other, self.tensors[condition])
+                one, other = self._inside(x), self.tensors[b] if self._number(b) else self._inside(b)
+                if step.kind != "int":
+                    one, other = self._real(one), self._real(other)
+                return self._pointwise(mode, None, one, other, self.tensors[condition], dtype=_dtype(step))
+        if mode in COMPOSED:
+            return self(COMPOSED[mode](self.writer, *args))
         if mode in _JOINED:
             return self._pointwise(_JOINED[mode], None, *(self.tensors[arg] for arg in args))
         if len(args) == 1:
-            return self._pointwise(mode, None, self._inside(args[0]))
+            return self._pointwise(mode, None, self._inside(args[0]), dtype=_dtype(step))
         return self._binary(step, *args)
 
     def _binary(self, step: Step, one: int, other: int) -> Tensor:
         mode = step.mode
         x, b = self.tensors[one], self.tensors[other]
-        dtype = "int32" if step.kind == "int" else None
+        dtype = _dtype(step)
         if not _inside(x) and _inside(b):
             if mode in COMMUTES or mode in FLIPPED:
                 x, b, mode = b, x, FLIPPED.get(mode, mode)
             elif mode == "sub" and not dtype:  # c - x = -x + c
                 x, b, mode = self._pointwise("neg", None, b), x, "add"
-            elif mode == "div":  # c / x = 1 / x * c
+            elif mode == "div" and not dtype:  # c / x = 1 / x * c
                 x, b, mode = self._pointwise("reciprocal", None, b), x, "mul"
         if not _inside(x):
             x = self._moved(x)
-        if mode in OPPOSITE and (x.dtype == "int32") != (b.dtype == "int32"):  # one kind of numbers
+        if mode in OPPOSITE and _whole(x) != _whole(b):  # one kind of numbers
             x = self._real(x)
-            b = self._real(self._moved(b)) if b.dtype == "int32" else b
+            b = self._real(self._moved(b)) if _whole(b) else b
         return self._pointwise(mode, None, x, b, dtype=dtype)
 
     def _inside(self, number: int) -> Tensor:
@@ -142,7 +174,7 @@ class Speller:
         """``0 + x``: what comes from outside, inside."""
         if _inside(tensor):
             return tensor
-        return self._pointwise("add", None, self._zeros(), tensor, dtype="int32" if tensor.dtype == "int32" else None)
+        return self._pointwise("add", None, self._zeros(), tensor, dtype="int32" if _whole(tensor) else None)
 
     def _zeros(self) -> Tensor:
         if -1 not in self.tensors:
@@ -152,7 +184,7 @@ class Speller:
 
     def _real(self, tensor: Tensor) -> Tensor:
         """A whole number as one of the accumulator's dtype."""
-        if tensor.dtype != "int32" or not _inside(tensor):
+        if not _whole(tensor) or not _inside(tensor):
             return tensor
         return self._pointwise("add", None, tensor, self.g.scalar(f"0 {self.g.accumulate}", self.g.accumulate, value=0.0))
 
@@ -163,6 +195,14 @@ class Speller:
         name = f"{self.prefix}{self._count}"
         text = formula or _SIGNS[mode].format(*(tensor.name for tensor in operands))
         return self.g.pointwise(f"{name} = {text}", mode, *operands, out=name, dtype=dtype, axis=axis)
+
+
+def _dtype(step: Step) -> str | None:
+    return "int32" if step.kind == "int" else None
+
+
+def _whole(tensor: Tensor) -> bool:
+    return tensor.dtype in ("int32", "int64")
 
 
 def _inside(tensor: Tensor) -> bool:

@@ -62,8 +62,8 @@ def _posed(problem: Problem, on_gpu: bool) -> Problem:
 
 
 def _read_as(problem: Problem, spec: TensorSpec, on_gpu: bool) -> TensorSpec:
-    """How an array of a score function is read: whole numbers of 32 bits; on the GPU no bytes, and dense."""
-    kind = {"int64": "int32", "bool": "float16" if on_gpu else "bool"}.get(spec.dtype, spec.dtype)
+    """How an array of a score function is read: on the GPU without bytes, and dense."""
+    kind = "float16" if on_gpu and spec.dtype == "bool" else spec.dtype
     keys, queries, _, batch = spec.shape
     *_, sq, _, _ = problem.sizes
     if on_gpu and sq == 1 and keys == 1 and kind in ("float16", "bfloat16"):

@@ -21,9 +21,11 @@ class Tracer(Protocol):
     writer: Writer
     sizes: Mapping[str, int]
     lines: dict[str, str]
+    numbers: dict[str, Any]
+    naturals: set[int]
     functions: Mapping[str, Callable[..., Value]]
 
-    def number(self, number: float, kind: Kind) -> int:
+    def number(self, number: Any, kind: Kind) -> int:
         """A number of the function's own."""
         ...
 
@@ -33,20 +35,18 @@ class Tracer(Protocol):
 
 
 class Value(np.lib.mixins.NDArrayOperatorsMixin):
-    """A traced value. Python's operators go by numpy's functions of their names.
+    """A traced value. Python's operators call the numpy functions of their names.
 
     Attributes:
         tracer: where it is written down.
         step: its number there.
-        whole: whether it is a whole number, of whatever kind.
     """
 
-    __slots__ = ("step", "tracer", "whole")
+    __slots__ = ("step", "tracer")
     __hash__ = None  # type: ignore[assignment]  # == gives a condition
 
-    def __init__(self, tracer: Tracer, step: int, *, whole: bool | None = None) -> None:
+    def __init__(self, tracer: Tracer, step: int) -> None:
         self.tracer, self.step = tracer, step
-        self.whole = self.kind == "int" if whole is None else whole
 
     @property
     def kind(self) -> Kind:
@@ -90,6 +90,13 @@ class Value(np.lib.mixins.NDArrayOperatorsMixin):
     def __array__(self, *_: Any, **__: Any) -> Any:
         return self.__index__()
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # protocols that are looked for
+            raise AttributeError(name)
+        other = METHODS.get(name) or (f"np.{name}(x)" if name in self.tracer.functions else "")
+        hint = f"write {other} in place of x.{name}()" if other else "write numpy's functions, such as np.tanh(x)"
+        raise AttributeError(f"a traced value has no attribute {name!r}: {hint}")
+
     def __getitem__(self, index: Any) -> Any:
         raise TypeError("a traced value is one element and has no index; arrays come in by tensors={'name': array}")
 
@@ -102,6 +109,17 @@ class Value(np.lib.mixins.NDArrayOperatorsMixin):
     __float__ = __int__ = __complex__ = __round__ = __len__ = __iter__ = _number
 
 
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"):
+    # numpy's x += y writes into x; here it is x = x + y
+    setattr(Value, f"__i{_name}__", getattr(Value, f"__{_name}__"))
+
+#: What to write in place of the methods of PyTorch's tensors and of arrays.
+METHODS = {
+    "sigmoid": "scipy.special.expit(x), or 1 / (1 + np.exp(-x))", "relu": "np.maximum(x, 0)", "clamp": "np.clip(x, low, high)",
+    "pow": "x**y", "rsqrt": "x**-0.5", "erf": "scipy.special.erf(x)", "softplus": "np.logaddexp(x, 0)", "abs": "abs(x)",
+    "masked_fill": "np.where(condition, y, x)", "item": "x", "astype": "x, or x * 1.0 for a float",
+    "float": "x * 1.0", "to": "x, or x * 1.0 for a float",
+}  # fmt: skip
 _LEAVE_OUT = "call it with its operands alone"
 
 
@@ -176,7 +194,7 @@ class Array:
 
 
 def as_value(tracer: Tracer, x: Any, kind: Kind = "float") -> Value:
-    """What a function computes with: a traced value, or a number; a whole number of the kind ``int`` where that is wanted."""
+    """What a function computes with: a traced value, or a number, which is a float unless ``kind`` is int and it is one."""
     if isinstance(x, Value):
         if x.tracer is not tracer:
             raise TypeError("a traced value of another call is used: a score function may keep none")
@@ -186,8 +204,7 @@ def as_value(tracer: Tracer, x: Any, kind: Kind = "float") -> Value:
     if isinstance(x, np.ndarray) and x.ndim == 0:
         x = x[()]
     if isinstance(x, numbers.Real):
-        whole = isinstance(x, numbers.Integral)
-        return Value(tracer, tracer.number(float(x), "int" if whole and kind == "int" else "float"), whole=whole)
+        return Value(tracer, tracer.number(x, kind if isinstance(x, numbers.Integral) else "float"))
     if isinstance(x, Array):
         x._element()
     raise TypeError(

@@ -9,6 +9,11 @@ from on_gpu import poisoning
 from tolerance import assert_close
 
 from cupy_sdpa import alibi_slopes, attention, attention_backward, zoo
+from cupy_sdpa.graph import Builder, Tensor, row_major
+from cupy_sdpa.interpreter import evaluate
+from cupy_sdpa.program import AXES, Writer
+from cupy_sdpa.score import trace
+from cupy_sdpa.spelling import Speller
 
 #: The sizes of the problems: (D, Hq, Hkv, Sq, Skv, B).
 D, HQ, HKV, S, B = 32, 4, 2, 70, 2
@@ -123,7 +128,7 @@ OPERATIONS = [
         "ceil": lambda s: s - np.ceil(s), "remainder": lambda s: s % 1.5, "divide": lambda s: s // 0.75 + s, "where": lambda s: np.where(s > 0, s, 0.3 * s),
         "either": lambda s: np.where((s > 1) | (s < -1), 2 * s, s), "neither": lambda s: np.where(~((s > 1) ^ (s < 0.5)), 2 * s, s),
         "sigmoid": lambda s: 3 / (1 + np.exp(-s)), "gelu": lambda s: 0.5 * s * (1 + _erf(s / 2**0.5)), "softplus": lambda s: np.logaddexp(s, 0.5),
-        "sinh": lambda s: np.sinh(0.4 * s), "cosh": lambda s: np.cosh(0.4 * s), "hypot": lambda s: np.hypot(s, 1.5), "negative": lambda s: -s, "lesser": lambda s: np.minimum(s, 0.5 * s),
+        "sinh": lambda s: np.sinh(0.4 * s), "cosh": lambda s: np.cosh(0.4 * s), "hypot": lambda s: np.hypot(s, 1.5), "hypot_of": lambda s: np.hypot(1.5, s), "modulus": lambda s: s + 0.05 * (5.0 % (s * s + 1)), "negative": lambda s: -s, "lesser": lambda s: np.minimum(s, 0.5 * s),
         "power_of": lambda s: (s * s + 1) ** (0.3 * s), "logaddexp": lambda s: np.logaddexp(0.5, s),
         "bits": lambda s: s * (s > 0) + (s > 1), "constant": lambda s: 0.5, "itself": lambda s: s, "less": lambda s: 1 - s,
     }.items()
@@ -163,6 +168,64 @@ LEARNED += [
         ("chosen", "hk", lambda s, b, h, i, j, x: np.where(s > 0, s * x[h, j], s - x[h, j])),
     )
 ]  # fmt: skip
+
+
+def _whole(*axes):
+    """Makes int32 arrays: x and y along an axis, positive and negative, none of them 0, their products below 2**31."""
+
+    def tensors(rng, h, q, kv, b):
+        sizes = {"b": b, "h": h, "q": q, "k": kv}
+        shape = [sizes[axis] for axis in axes]
+        x, y = (rng.integers(1, 46340, shape) * rng.choice([-1, 1], shape) for _ in range(2))
+        return {"x": x.astype(np.int32), "y": y.astype(np.int32)}
+
+    return tensors
+
+
+def _large(rng, h, q, kv, b):
+    """Consecutive integers that float32 cannot tell apart."""
+    return {"x": (2**30 + rng.permutation(q)).astype(np.int32), "y": (2**30 + rng.permutation(kv)).astype(np.int32)}
+
+
+def _masks(**masks):
+    return [Functions(name, None, mask) for name, mask in masks.items()]
+
+
+#: Integer arithmetic: numpy's int64 arithmetic on whole arrays says what it gives. No value exceeds 32 bits, for up to 200
+#: queries and keys; most exceed the 24 bits that float32 holds.
+INTEGERS = [
+    *_masks(
+        remainder=lambda b, h, i, j: (i * 10_000_019 + j) % 3 == 0,
+        quotient=lambda b, h, i, j: (i * 10_000_019 + j) // 9973 % 2 == 0,
+        negative_remainder=lambda b, h, i, j: (j - i) * 10_000_019 % 7 < 4,
+        negative_quotient=lambda b, h, i, j: (j - i) * 10_000_019 // 7 % 2 == 0,
+        remainder_of_negative=lambda b, h, i, j: (i * 10_000_019 - j) % -7 < -3,
+        quotient_by_negative=lambda b, h, i, j: (i * 10_000_019 - j) // -7 % 2 == 0,
+        constant_first=lambda b, h, i, j: (2_000_000_011 // (i + 1) + 2_000_000_033 % (j + 1)) % 2 == 0,
+        constant_large=lambda b, h, i, j: i + 2_000_000_000 < j + 2_000_000_001,
+        condition=lambda b, h, i, j: ((i > j) * (i + 16_777_216) + (i <= j) * 16_777_217) % 2 == 0,
+        choice=lambda b, h, i, j: np.where(i > j, i + 16_777_216, 16_777_217) % 2 == 0,
+        sign=lambda b, h, i, j: np.sign(i - j) * (16_777_216 + j) % 4 < 2,
+        square=lambda b, h, i, j: (i * 200 - j) ** 2 % 5 < 3,
+        unary=lambda b, h, i, j: abs(j * 10_000_019 - i) % 2 == -(i * 10_000_019) % 2,
+        floored=lambda b, h, i, j: np.floor(i * 10_000_019) % 2 == np.ceil(j) % 2,
+        bounds=lambda b, h, i, j: np.clip(16_777_216 + i - j, 16_777_216, 16_777_219) % 2 == 0,
+    ),
+    *(
+        Functions(name, None, mask, tensors)
+        for name, tensors, mask in (
+            ("arrays_quotient", _whole("b", "q"), lambda b, h, i, j, x, y: x[b, i] * 46_339 // y[b, j] % 2 == 0),
+            ("arrays_remainder", _whole("h", "k"), lambda b, h, i, j, x, y: x[h, i] * 46_339 % y[h, j] % 3 > 0),
+            ("arrays_product", _whole("q"), lambda b, h, i, j, x, y: x[i] * y[j] % 1000 < 400),
+            ("arrays_equal", _large, lambda b, h, i, j, x, y: x[i] >= y[j]),
+            ("arrays_extremes", _large, lambda b, h, i, j, x, y: np.minimum(x[i], y[j]) + i >= np.maximum(x[i], y[j])),
+            ("arrays_choice", _large, lambda b, h, i, j, x, y: np.where(i > j, x[i], y[j]) % 2 == 0),
+            ("arrays_unary", _large, lambda b, h, i, j, x, y: abs(-x[i]) - y[j] > -3),
+        )
+    ),
+    Functions("score", lambda s, b, h, i, j: s + (i * 10_000_019 + j) % 7 * 0.25),
+    Functions("score_chosen", lambda s, b, h, i, j: np.where((i * 10_000_019 - j) % 2 == 0, s, 0.5 * s)),
+]
 
 
 def drawn(pick, depth=3):
@@ -323,6 +386,39 @@ def agrees(functions, s=S):
     got = attention_backward(dout, q, k, v, wanted, of_rows.astype(np.float32, order="F"), **options)
     for a, b in zip(got, dense_gradients(dout, q, k, v, D**-0.5, options, functions.slope), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * max(np.abs(b).max(), 1e-3))
+
+
+def evaluated(function, *x, dtype="float64", derivative=False):
+    """What the steps of a function of one or two scores give, in a dtype; or their derivative with respect to the first.
+
+    Args:
+        function: of one traced value, or of two; the second one is an array that is read.
+        x: arrays of one length.
+        dtype: of the arithmetic.
+        derivative: give that in place of the function.
+    """
+    shape = (1, 1, 1, len(x[0]))
+    places = dict(zip(AXES, shape, strict=True))
+    given = {"y": np.asarray(x[1], dtype)} if len(x) == 2 else {}
+    if given:
+        done = trace(lambda s, b, h, i, j, y: function(s, y[j]), None, given, places)
+    else:
+        done = trace(lambda s, b, h, i, j: function(s), None, {}, places)
+
+    def tensor(name, role):
+        return Tensor(name, shape, dtype, role, row_major(shape), (0, 1, 2, 3))
+
+    g = Builder(dtype)
+    score = g.pointwise("s", "identity", tensor("x", "input"), out="s")
+    leaves = {name: lambda kind, name=name: g.scalar(name, dtype) for name in done.numbers}
+    leaves |= {name: lambda kind: tensor("y", "input") for name in done.captured}
+    speller = Speller(g, Writer(done.program.steps), score, leaves)
+    root = speller.slope(done.program.score) if derivative else done.program.score
+    g.pointwise("out", "identity", speller(root), out=tensor("out", "output"))
+    arrays = {"x": np.asarray(x[0], dtype).reshape(shape), "out": np.empty(shape, dtype)}
+    arrays |= {name: array.reshape(shape) for name, array in given.items()}
+    evaluate(g.graph(), arrays, done.numbers)
+    return arrays["out"].ravel()
 
 
 def packed(x):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from cases import Case
 
-from cupy_sdpa import attention, graph, interpreter, lowering
+from cupy_sdpa import attention, attention_backward, attention_vjp, dropout_mask, graph, interpreter, lowering
 from cupy_sdpa.graph import POINTWISE, Builder, Node, Tensor, row_major
 from cupy_sdpa.interpreter import MODES, RULES, evaluate
 from cupy_sdpa.patterns import forward
@@ -42,6 +42,58 @@ def test_long_attention_fits_a_laptop():
     finally:
         tracemalloc.stop()
     assert peak < 64 * 2**20
+
+
+def test_packed_sequences_cost_their_own_lengths():
+    """Ten positions with a bound of 4000 take no memory for 4000 keys in either pass."""
+    x = np.asfortranarray(np.random.default_rng(0).standard_normal((8, 1, 10), np.float32))
+    starts = np.array([0, 4, 4, 10], np.int32)
+    options = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts, "max_seqlen_q": 4000, "max_seqlen_kv": 4000}
+    attention_vjp(x, x, x, **options)[1](x)
+    tracemalloc.start()
+    try:
+        attention_vjp(x, x, x, **options)[1](x)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2**20
+
+
+@pytest.mark.parametrize("elements", [7, 1 << 20])
+def test_the_bound_of_packed_sequences_changes_nothing(elements, monkeypatch):
+    """Every result is the same with a larger bound; sequences of no query or no key are among them."""
+    monkeypatch.setattr(interpreter, "TILE_ELEMENTS", elements)
+    rng = np.random.default_rng(0)
+    q, dout = (np.asfortranarray(rng.standard_normal((8, 4, 14))) for _ in range(2))
+    k, v = (np.asfortranarray(rng.standard_normal((8, 2, 17))) for _ in range(2))
+    table = np.asfortranarray(rng.standard_normal((40, 40)))
+    results = []
+    for bound in (9, 40):
+        options = {
+            "cu_seqlens_q": np.array([0, 5, 5, 9, 13], np.int32), "cu_seqlens_kv": np.array([0, 7, 8, 8, 17], np.int32),
+            "max_seqlen_q": bound, "max_seqlen_kv": bound, "causal": True, "sinks": np.arange(4, dtype=np.float32),
+            "bias": np.asfortranarray(table[:bound, :bound, None, None]), "return_stats": True,
+            "score_mod": lambda s, b, h, i, j, x: s + x[i, j] * (i - j), "tensors": {"x": table[:bound, :bound]},
+        }  # fmt: skip
+        out, stats = attention(q, k, v, **options)
+        options.pop("return_stats")
+        gradients = attention_backward(dout, q, k, v, out, stats, **options, return_dsinks=True)
+        dbias = attention_backward(dout, q, k, v, out, stats, **options, return_dbias=True)[3]
+        assert not dbias[9:].any()
+        assert not dbias[:, 9:].any()
+        results.append([out, stats, *gradients, dbias[:9, :9]])
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_dropout_differs_between_heads_and_batch_entries():
+    """Each draws its own numbers, about the share of equal ones that chance gives."""
+    x = np.zeros((8, 3, 100, 2), np.float32, order="F")
+    kept = dropout_mask(x, x, dropout_p=0.5, seed=1)
+    parts = [kept[:, :, head, entry] for head in range(3) for entry in range(2)]
+    for number, one in enumerate(parts):
+        for other in parts[:number]:
+            assert 0.45 < float((one == other).mean()) < 0.55
 
 
 def test_declared_precision_rounds_what_the_graph_says():
