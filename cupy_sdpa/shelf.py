@@ -193,8 +193,7 @@ class Shelf:
             if not _MAGIC.startswith(start):
                 self._warn(f"{path} is not used: this package did not write it. Move it to another folder")
                 return None
-            raw = start + file.read(ENTRY_LIMIT - len(start)) if info.st_size <= ENTRY_LIMIT else b""
-        return raw
+            return start + file.read(ENTRY_LIMIT - len(start)) if info.st_size <= ENTRY_LIMIT else b""
 
     def _write(self, folder: Path, key: str, content: bytes) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

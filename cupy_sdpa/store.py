@@ -2,8 +2,8 @@
 
 Plans that were built are kept in a folder, and found again by later processes: a first call then takes milliseconds, not the
 half second in which cuDNN compiles a kernel. ``CUPY_SDPA_CACHE_DIR`` names another folder than ``cupy_sdpa`` in the user's
-cache folder; ``0`` turns it off. A plan is found only by the same build of cuDNN and NVRTC, on the model
-of GPU that it was made for.
+cache folder; ``0`` turns it off. A plan is found only by the same build of cuDNN and NVRTC, on the model of GPU
+that it was made for.
 
 >>> import cupy_sdpa.store
 >>> "plans in" in str(cupy_sdpa.store.kept())
@@ -65,8 +65,8 @@ def build(
 ) -> list[Built]:
     """Plan problems for a GPU that need not be here, and keep the plans in a folder.
 
-    On a machine with such a GPU and the same build of cuDNN and NVRTC, a process with ``CUPY_SDPA_CACHE_DIR`` set to the folder finds
-    them.
+    On a machine with such a GPU and the same build of cuDNN and NVRTC, a process with ``CUPY_SDPA_CACHE_DIR`` set to the folder
+    finds them.
     Trivial problems, which need no plan, are passed over. What is in the folder already is not built again.
 
     Args:

@@ -65,8 +65,7 @@ def command(arguments: argparse.Namespace) -> int:
     else:
         _line("cuDNN", version_text(cudnn.version), f"{cudnn.path} (for CUDA {machine.cuda_text(cudnn.cudart_version)})")
         _line("", "", f"found by {cudnn.found}")
-        compiler = nvrtc()
-        _line("NVRTC", "-" if compiler.version == "none" else compiler.version, compiler.path or "not found: cuDNN cannot compile")
+        _line("NVRTC", nvrtc().version, nvrtc().path or "not found: cuDNN cannot compile kernels")
     for gpu in _gpus():
         _line("GPU", "", gpu)
     _line("plans", "", str(shelf.current()).removeprefix("plans "))
