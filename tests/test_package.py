@@ -173,6 +173,55 @@ def test_import_loads_neither_cupy_nor_cudnn():
     assert not HEAVY & loaded_by(call)
 
 
+#: What Python lacks on Windows, of what is used here.
+NOT_ON_WINDOWS = ("register_at_fork", "fork", "getuid", "geteuid", "O_NOFOLLOW", "O_NONBLOCK")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import cupy_sdpa; str(cupy_sdpa.store.kept())",
+        "from cupy_sdpa.store import Shelf; from pathlib import Path\n"
+        "shelf = Shelf(Path('plans')); shelf.check(); shelf.put('0' * 64, b'x')\n"
+        "assert Shelf(Path('plans')).get('0' * 64) == b'x'",
+        "import cupy_sdpa.cache",
+        "from cupy_sdpa.__main__ import main; main(['info'])",
+    ],
+    ids=["store", "plans", "plan_cache", "info"],
+)
+def test_without_what_windows_lacks(code, tmp_path):
+    """The package, the plan store, the plan cache and the commands can be imported and used where os has no fork or user ids."""
+    without = f"import os\nfor name in {NOT_ON_WINDOWS}:\n    delattr(os, name)\n"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", without + code], capture_output=True, text=True, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_no_library_is_loaded_already_where_the_loader_cannot_say(monkeypatch):
+    """Windows has no RTLD_NOLOAD: the search for cuDNN goes on."""
+    from cupy_sdpa._cudnn import library
+
+    monkeypatch.delattr(os, "RTLD_NOLOAD")
+    assert library._already_loaded() is None
+
+
+def test_the_plan_cache_without_a_gpu(monkeypatch):
+    """A RuntimeError says what is missing: the GPU, or CuPy and how to install it."""
+    import cupy_sdpa
+    from cupy_sdpa import gpu
+
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "cupy", None)
+        with pytest.raises(RuntimeError, match="pip install 'cupy-sdpa"):
+            cupy_sdpa.get_plan_cache()
+    pytest.importorskip("cupy")
+    monkeypatch.setattr(gpu, "current_device", lambda: None)
+    with pytest.raises(RuntimeError, match="no GPU here.*python -m cupy_sdpa info"):
+        cupy_sdpa.get_plan_cache()
+
+
 def test_the_check_of_imports_can_fail():
     """What is imported on purpose is seen."""
     assert "ml_dtypes" in loaded_by("import cupy_sdpa, ml_dtypes")

@@ -174,7 +174,7 @@ def _already_loaded() -> ctypes.CDLL | None:
     """The libcudnn that something else (PyTorch, JAX) has loaded: a second one beside it would share its soname."""
     try:
         return ctypes.CDLL(SONAME, mode=os.RTLD_NOLOAD)
-    except OSError:
+    except (OSError, AttributeError):  # Windows has no RTLD_NOLOAD
         return None
 
 
