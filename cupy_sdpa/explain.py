@@ -202,7 +202,8 @@ def get_plan_cache() -> PlanCache:
     if gpu.current_device() is None:
         gpu.cupy()  # raises where that is what is missing
         raise RuntimeError(
-            "there is no GPU here, hence no plan cache: CuPy finds no CUDA device. `python -m cupy_sdpa info` lists what is missing"
+            "there is no GPU here, hence no plan cache: CuPy finds no CUDA device. "
+            "`python -m cupy_sdpa info` lists what is missing"
         )
     from .cache import session
 

@@ -372,21 +372,9 @@ def test_shapes_from_a_file(tmp_path):
         (TOML.replace("k = [64, 2, 1000, 2]", "k = [64, 2, 999, 2]"), "table 2 .*999 and 1000"),
     ],
     ids=[
-        "empty",
-        "no_table",
-        "no_toml",
-        "missing",
-        "passes",
-        "one_length",
-        "no_length",
-        "a_float",
-        "negative",
-        "one_pass",
-        "nested_passes",
-        "a_number",
-        "unknown",
-        "lengths",
-    ],  # fmt: skip
+        *("empty", "no_table", "no_toml", "missing", "passes", "one_length", "no_length", "a_float", "negative"),
+        *("one_pass", "nested_passes", "a_number", "unknown", "lengths"),
+    ],
 )
 def test_bad_files_are_refused(text, words, tmp_path):
     """With the file, the table and the value."""

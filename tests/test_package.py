@@ -216,7 +216,7 @@ def test_the_plan_cache_without_a_gpu(monkeypatch):
             cupy_sdpa.get_plan_cache()
     pytest.importorskip("cupy")
     monkeypatch.setattr(gpu, "current_device", lambda: None)
-    with pytest.raises(RuntimeError, match="no GPU here.*python -m cupy_sdpa info"):
+    with pytest.raises(RuntimeError, match=r"no GPU here.*python -m cupy_sdpa info"):
         cupy_sdpa.get_plan_cache()
 
 
