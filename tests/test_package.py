@@ -322,3 +322,16 @@ def test_gpu_descriptions_have_names():
     assert np.all([gpus.capability(name) >= 80 for name in gpus.NAMES])
     with pytest.raises(ValueError, match="h200"):
         gpus.describe("h20")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "5", "[]", "{}", "[" * 100_000, '{"deviceName": 1e400}'], ids=lambda text: text[:20] or "empty"
+)
+def test_a_file_that_describes_no_gpu_is_refused(text, tmp_path):
+    """Whatever the file holds, a ValueError names it."""
+    from cupy_sdpa import gpus
+
+    path = tmp_path / "card.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"card\.json does not describe a GPU"):
+        gpus.describe(str(path))
