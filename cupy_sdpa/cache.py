@@ -332,4 +332,5 @@ def _forget() -> None:
     _thread = threading.local()
 
 
-os.register_at_fork(after_in_child=_forget)
+if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
+    os.register_at_fork(after_in_child=_forget)

@@ -197,9 +197,15 @@ def get_plan_cache() -> PlanCache:
         printed, or shown in a notebook, a table of its plans.
 
     Raises:
-        RuntimeError: there is no GPU.
+        RuntimeError: there is no GPU, or no CuPy; the message says what to install.
         CudnnError: cuDNN is not found.
     """
+    if gpu.current_device() is None:
+        gpu.cupy()  # raises where that is what is missing
+        raise RuntimeError(
+            "there is no GPU here, hence no plan cache: CuPy finds no CUDA device. "
+            "`python -m cupy_sdpa info` lists what is missing"
+        )
     from .cache import session
 
     return session(gpu.context_id()).cache

@@ -81,3 +81,9 @@ class Lazy(NDArrayOperatorsMixin):
 def made(x: Any) -> Any:
     """What a lazy array stands for; everything else as it is."""
     return x.array if isinstance(x, Lazy) else x
+
+
+def check_array(name: str, x: Any, *, optional: bool = False) -> None:
+    """Raise TypeError where an argument is not an array, lazy or not; None is one where it is optional."""
+    if not hasattr(x, "ndim") and not (optional and x is None):
+        raise TypeError(f"{name} is a {type(x).__name__}; give an array: numpy.asarray(...) or cupy.asarray(...) makes one")

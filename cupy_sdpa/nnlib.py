@@ -22,7 +22,7 @@ import numpy as np
 from . import gpu
 from .attention import attention, attention_vjp
 from .interpreter import numpy_dtype
-from .lazy import Lazy, made
+from .lazy import Lazy, check_array, made
 from .spec import ITEMSIZE
 
 __all__ = [
@@ -57,6 +57,7 @@ class Mask(Lazy):
 
     def __and__(self, other: Any) -> Any:
         if not isinstance(other, Mask):
+            check_array("the other mask", other)
             return _four(made(self)) & _four(made(other))
         (keys, queries), (more_keys, more_queries) = self.shape[:2], other.shape[:2]
         lengths = [mask.lengths for mask in (self, other) if mask.lengths is not None]
@@ -93,6 +94,7 @@ def make_causal_mask(x: Any, *, dims: int = 2) -> Mask:
            [False,  True,  True],
            [False, False,  True]])
     """
+    check_array("x", x)
     if not 1 <= dims <= x.ndim:
         raise ValueError(f"dims is {dims}; x has {x.ndim} dimensions, counted from 1")
     length = x.shape[dims - 1]
@@ -115,6 +117,7 @@ def make_padding_mask(lengths: Any, kv_len: int) -> Mask:
            [ True,  True],
            [False,  True]])
     """
+    check_array("lengths", lengths)
     if len(lengths.shape) != 1 or lengths.dtype.kind not in "iu":
         raise ValueError(f"lengths has shape {lengths.shape} and dtype {lengths.dtype}; it must be (B,) whole numbers")
     return Mask(_module(lengths), kv_len, 1, lengths=lengths.clip(0, kv_len).astype(np.int32))
@@ -127,6 +130,7 @@ def split_heads(x: Any, nheads: int) -> Any:
     >>> split_heads(np.zeros((8, 5, 2), order="F"), 2).shape
     (4, 2, 5, 2)
     """
+    check_array("x", x)
     n, *rest = x.shape
     if nheads < 1 or n % nheads:
         raise ValueError(f"the first dimension is {n}; it must be a multiple of nheads, which is {nheads}")
@@ -140,6 +144,7 @@ def join_heads(x: Any) -> Any:
     >>> join_heads(np.zeros((4, 2, 5, 2), order="F")).shape
     (8, 5, 2)
     """
+    check_array("x", x)
     d, nheads, *rest = x.shape
     return x.reshape((d * nheads, *rest), order="F")
 
@@ -228,6 +233,7 @@ def dot_product_attention_vjp(
     out, pull = attention_vjp(*_computed_in(compute_dtype, parts), **options, return_dbias=bias is not None)
 
     def pullback(dy: Any) -> tuple[Any, ...]:
+        check_array("dy", dy)
         if dy.shape != shape:
             raise ValueError(f"dy is {dy.shape}; it must be {shape}, as y is")
         dout = _split_one(dy, nheads).astype(out.dtype, copy=False)
@@ -261,6 +267,8 @@ def dot_product_attention_scores(
     >>> dot_product_attention_scores(x, x)[:, 0, 0, 0].round(3).tolist()
     [0.333, 0.333, 0.333]
     """
+    check_array("q", q)
+    check_array("k", k)
     if q.ndim != 4 or k.ndim != 4 or q.shape[:2] + q.shape[3:] != k.shape[:2] + k.shape[3:]:
         raise ValueError(f"q is {q.shape} and k is {k.shape}; both are (d, nheads, len, B), and differ in len only")
     if q.dtype != k.dtype:
@@ -270,16 +278,18 @@ def dot_product_attention_scores(
     full = (k.shape[2], q.shape[2], *q.shape[1::2])
     for name, array in (("bias", bias), ("mask", mask)):
         if array is not None:
+            check_array(name, array)
             _check_broadcast(name, array.shape, full)
-    xp = _module(q)
-    wide = _wide(q)
+    if mask is not None and (mask := made(mask)).dtype != bool:
+        raise TypeError(f"mask is {mask.dtype}; it must be bool: convert with .astype(bool)")
+    xp, wide = _module(q), _wide(q)
     # S_ji = k_j . q_i / sqrt(d)        (B, nheads, kv_len, q_len), as matmul has it
     scaled = q.astype(wide) / wide.type(math.sqrt(q.shape[0]))
     scores = xp.matmul(k.astype(wide).transpose(3, 1, 2, 0), scaled.transpose(3, 1, 0, 2)).transpose(2, 3, 1, 0)
     if bias is not None:
         scores = scores + _four(made(bias)).astype(wide)
     if mask is not None:
-        scores = xp.where(_four(made(mask)), scores, -xp.inf)
+        scores = xp.where(_four(mask), scores, -xp.inf)
     # alpha = exp(S - max) / sum        0 where a query sees no key
     if k.shape[2]:
         top = scores.max(axis=0, keepdims=True)
@@ -293,8 +303,7 @@ def dot_product_attention_scores(
 def _split(q: Any, k: Any, v: Any, nheads: int) -> tuple[list[Any], tuple[int, ...]]:
     """The arrays as (d, nheads, len, B), and their batch dimensions."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not hasattr(x, "ndim"):
-            raise TypeError(f"{name} is a {type(x).__name__}; give an array: numpy.asarray(...) or cupy.asarray(...) makes one")
+        check_array(name, x)
     if not isinstance(nheads, numbers.Integral):
         raise TypeError(f"nheads is {nheads!r}; it must be a whole number")
     shapes = f"q is {q.shape}, k is {k.shape}, v is {v.shape}"
@@ -324,8 +333,7 @@ def _unfolded(alpha: Any, batch: tuple[int, ...]) -> Any:
 
 def _product(alpha: Any, v: Any) -> Any:
     """``y_i = sum_j alpha_ji v_j``, ``(d, nheads, q_len, B)``."""
-    xp = _module(v)
-    wide = _wide(v)
+    xp, wide = _module(v), _wide(v)
     y = xp.matmul(v.astype(wide).transpose(3, 1, 0, 2), alpha.astype(wide).transpose(3, 2, 0, 1)).transpose(2, 1, 3, 0)
     return xp.asfortranarray(y.astype(v.dtype, copy=False))
 
@@ -353,6 +361,8 @@ def _computed_in(dtype: Any, parts: list[Any]) -> list[Any]:
 def _options(parts: list[Any], bias: Any, mask: Any) -> dict[str, Any]:
     """Bias and mask as options of :func:`cupy_sdpa.attention`."""
     q, k, _ = parts
+    check_array("bias", bias, optional=True)
+    check_array("mask", mask, optional=True)
     options: dict[str, Any] = {} if bias is None else {"bias": _four(made(bias))}
     if not isinstance(mask, Mask):
         return options if mask is None else {**options, "mask": _four(made(mask))}

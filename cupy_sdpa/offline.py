@@ -3,7 +3,8 @@
 cuDNN plans completely, kernels compiled and all, for a GPU that is described to it. On a machine without NVIDIA's driver it
 also wants a ``libcuda.so.1``; a stub will do, which must never be seen by a process that may use a GPU. And there are inputs
 that kill the process inside cuDNN. So planning is done by workers: ``python -m cupy_sdpa.offline``, which read requests from
-stdin and write answers to stdout.
+stdin and write answers to stdout. Each is in a process group of its own, so that Ctrl-C interrupts only the
+process that started them, which ends them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import pickle
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -58,23 +60,26 @@ class Planner:
         self._environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         if cudnn is not None:
             self._environment[OVERRIDE] = cudnn
-        self._free: SimpleQueue[_Worker] = SimpleQueue()
+        self._free: SimpleQueue[_Worker | None] = SimpleQueue()  # None: a process that ended, to be started again when needed
         self._every: list[_Worker] = []
         self._threads = ThreadPoolExecutor(workers)
         try:
             for _ in range(workers):
-                self._every.append(_Worker(self._environment))
-                self._free.put(self._every[-1])
+                self._free.put(self._start())
             #: The version of the cuDNN that plans.
             self.version = int(self._ask(None))
         except BaseException:
-            self.close()
+            self._kill()
             raise
 
     def plan(self, problem: Problem, target: Target, shelf: Path | None = None) -> PlanInfo | str:
         """Plan a problem for a described GPU, and keep the plan in a folder; gives what is known of it, or why there is none.
 
         Nothing is asked of the support table. A problem that kills the process gets a sentence that says so.
+
+        Raises:
+            CudnnError: cuDNN failed, or no process can be started.
+            RuntimeError: planning failed outside cuDNN; the message has the traceback.
         """
         answer: PlanInfo | str = self._ask((problem, target, shelf))
         return answer
@@ -86,34 +91,61 @@ class Planner:
             yield jobs[job], job.result()
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes, when they have done what they are doing."""
         self._threads.shutdown(cancel_futures=True)
         for worker in self._every:
             worker.close()
+
+    def _kill(self) -> None:
+        """End the processes at once."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for worker in list(self._every):
+            worker.kill()
+        self.close()
 
     def __enter__(self) -> Planner:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        if kind is None:
+            self.close()
+        else:
+            self._kill()
+
+    def _start(self) -> _Worker:
+        try:
+            worker = _Worker(self._environment)
+        except OSError as error:
+            raise CudnnError(f"a process that plans cannot be started: {error}") from error
+        self._every.append(worker)
+        return worker
 
     def _ask(self, request: Any) -> Any:
         worker = self._free.get()
         try:
+            worker = worker or self._start()
             answer = worker.ask(request)
-            if isinstance(answer, CudnnError):
-                raise answer
-            return answer
         except EOFError:
+            assert worker
             code = worker.close()
+            self._every.remove(worker)
+            worker = None
             if request is None:
                 raise CudnnError(f"the process that plans ended with status {code} before it could begin") from None
-            self._every.remove(worker)
-            worker = _Worker(self._environment)
-            self._every.append(worker)
             return f"planning ended the process inside cuDNN (exit status {code})"
+        except BaseException:  # its answer would be taken for the next request's
+            if worker:
+                worker.kill()
+            worker = None
+            raise
         finally:
             self._free.put(worker)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+_COMMAND = [sys.executable, "-m", __name__]
 
 
 class _Worker:
@@ -121,7 +153,7 @@ class _Worker:
 
     def __init__(self, environment: dict[str, str]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+            _COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, process_group=0
         )
 
     def ask(self, request: Any) -> Any:
@@ -133,11 +165,15 @@ class _Worker:
         assert self._process.stdin
         assert self._process.stdout
         try:
-            pickle.dump(request, self._process.stdin)
+            self._process.stdin.write(pickle.dumps(request))
             self._process.stdin.flush()
-        except BrokenPipeError:
+            return pickle.load(self._process.stdout)
+        except (BrokenPipeError, pickle.UnpicklingError):  # it ended before, or within its answer
             raise EOFError from None
-        return pickle.load(self._process.stdout)
+
+    def kill(self) -> None:
+        """End the process at once; :meth:`close` is still to be called."""
+        self._process.kill()
 
     def close(self) -> int:
         """End the process; gives its exit status."""
@@ -162,12 +198,14 @@ def _answer(request: Any) -> Any:
             return version
         problem, target, shelf = request
         plan = plan_for(problem, target, Shelf(shelf) if shelf else None)
+        plan.close()
+        return plan.info
     except Unsupported as error:
         return str(error)
     except CudnnError as error:
         return error
-    plan.close()
-    return plan.info
+    except Exception:  # cuDNN lives: this must not look like its end
+        return RuntimeError(f"planning failed:\n{traceback.format_exc()}")
 
 
 def _serve() -> None:
@@ -178,8 +216,11 @@ def _serve() -> None:
             request = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
-        pickle.dump(_answer(request), answers)
-        answers.flush()
+        try:
+            answers.write(pickle.dumps(_answer(request)))
+            answers.flush()
+        except BrokenPipeError:  # who asked has ended
+            os._exit(1)
 
 
 if __name__ == "__main__":

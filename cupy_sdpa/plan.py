@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
-from . import gpu
+from . import entry, gpu
 from ._cudnn.constants import AttributeType
 from ._cudnn.descriptor import Descriptor
 from ._cudnn.launch import Handle, Launcher
 from ._cudnn.library import library
+from ._cudnn.nvrtc import nvrtc
 from .engines import Candidate, EngineConfig, Knobs, Search, knobs_text, no_memory
 from .errors import CudnnError, Unsupported
 from .graph import Graph
@@ -170,7 +170,7 @@ def make(
         if content is not None:
             try:
                 return load(content, graph, target, key)
-            except (CudnnError, Unsupported, ValueError, LookupError, TypeError) as error:
+            except (CudnnError, Unsupported, ValueError, LookupError) as error:
                 if no_memory(error):
                     raise
                 shelf.reject(key, f"{type(error).__name__}: {error}")
@@ -190,11 +190,10 @@ def load(content: bytes, graph: Graph, target: Target, key: str) -> Plan:
     """The plan in an entry of the shelf, made ready for the target.
 
     Raises:
-        CudnnError, Unsupported, ValueError, LookupError, TypeError: it is of no use to this cuDNN.
+        CudnnError, Unsupported, ValueError, LookupError: it is damaged, or of no use to this cuDNN.
     """
     started = time.perf_counter()
-    head, _, text = content.partition(b"\n")
-    known = json.loads(head)
+    facts, text = entry.read(content)
     descriptor = Descriptor("EXECUTION_PLAN")
     try:
         with contextlib.ExitStack() as stack:
@@ -205,13 +204,10 @@ def load(content: bytes, graph: Graph, target: Target, key: str) -> Plan:
             descriptor.set("JSON_REPRESENTATION", text)
             descriptor.finalize("load a serialized plan")
         need: int = descriptor.get("WORKSPACE_SIZE", AttributeType.INT64)[0]
-        if need != known["need"]:
-            raise ValueError(f"its workspace is {need} bytes, {known['need']} were written down")
-        knobs = tuple((str(name), int(value)) for name, value in known["knobs"])
-        candidate = Candidate(
-            descriptor, text.decode(), int(known["engine"]), knobs, tuple(known["notes"]), need, known["build_ms"]
-        )
-        kept = Kept(dict(known["uids"]), candidate, tuple(known["refused"]), bool(known["tuned"]))
+        if need != facts.need:
+            raise ValueError(f"its workspace is {need} bytes, {facts.need} were written down")
+        candidate = Candidate(descriptor, text.decode(), facts.engine, facts.knobs, facts.notes, need, facts.build_ms)
+        kept = Kept(facts.uids, candidate, facts.refused, facts.tuned)
         return Plan(kept, graph, target, key, (time.perf_counter() - started) * 1e3, loaded=True)
     except BaseException:
         descriptor.close()
@@ -219,8 +215,12 @@ def load(content: bytes, graph: Graph, target: Target, key: str) -> Plan:
 
 
 def shelf_key(graph: Graph, target: Target, config: EngineConfig | None, limit: int | None) -> str:
-    """The key of a plan: of everything that it depends on, the graph by its structure and its layouts."""
-    what = (library().build, target.model, repr(graph), repr(config), repr(limit))
+    """The key of a plan: of everything that it depends on, the graph by its structure and its layouts.
+
+    cuDNN compiles a plan's kernel with the NVRTC that it finds, which is updated without cuDNN: another version or build of it
+    has other keys. Where there is no NVRTC, that is part of the key too.
+    """
+    what = (library().build, str(nvrtc()), target.model, repr(graph), repr(config), repr(limit))
     return hashlib.sha256("\0".join(what).encode()).hexdigest()
 
 
@@ -261,11 +261,8 @@ class Kept:
     def content(self) -> bytes:
         """As an entry of the shelf: a line of facts, then cuDNN's text."""
         c = self.candidate
-        facts: dict[str, Any] = {
-            "uids": self.uids, "engine": c.engine, "knobs": c.knobs, "notes": c.notes, "need": c.need,
-            "build_ms": round(c.build_ms, 3), "refused": self.refused, "tuned": self.tuned,
-        }  # fmt: skip
-        return json.dumps(facts).encode() + b"\n" + c.text.encode()
+        facts = entry.Facts(self.uids, c.engine, c.knobs, c.notes, c.need, round(c.build_ms, 3), self.refused, self.tuned)
+        return facts.content(c.text)
 
 
 class Scratch:

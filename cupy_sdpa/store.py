@@ -2,7 +2,8 @@
 
 Plans that were built are kept in a folder, and found again by later processes: a first call then takes milliseconds, not the
 half second in which cuDNN compiles a kernel. ``CUPY_SDPA_CACHE_DIR`` names another folder than ``cupy_sdpa`` in the user's
-cache folder; ``0`` turns it off. A plan is found only by the very build of cuDNN and on the model of GPU that it was made for.
+cache folder; ``0`` turns it off. A plan is found only by the same build of cuDNN and NVRTC, on the model of GPU
+that it was made for.
 
 >>> import cupy_sdpa.store
 >>> "plans in" in str(cupy_sdpa.store.kept())
@@ -64,8 +65,8 @@ def build(
 ) -> list[Built]:
     """Plan problems for a GPU that need not be here, and keep the plans in a folder.
 
-    On a machine with such a GPU and the same build of cuDNN, a process with ``CUPY_SDPA_CACHE_DIR`` set to the folder finds
-    them.
+    On a machine with such a GPU and the same build of cuDNN and NVRTC, a process with ``CUPY_SDPA_CACHE_DIR`` set to the folder
+    finds them.
     Trivial problems, which need no plan, are passed over. What is in the folder already is not built again.
 
     Args:
@@ -139,6 +140,8 @@ def read_problems(path: str | Path) -> list[Problem]:
     found: list[Problem] = []
     for number, table in enumerate(tables, 1):
         try:
+            if not isinstance(table, dict):
+                raise ValueError(f"{table!r} is not a table")
             found += _problems(dict(table))
         except (TypeError, ValueError, LookupError) as error:
             raise ValueError(f"{path}, table {number} of [[attention]]: {error}") from None
@@ -148,9 +151,15 @@ def read_problems(path: str | Path) -> list[Problem]:
 def _problems(table: dict[str, Any]) -> list[Problem]:
     passes = table.pop("passes", ["forward"])
     passes = [passes] if isinstance(passes, str) else passes
-    lengths = table.pop("lengths", [None])
-    if unknown := set(passes) - {"forward", "backward"}:
-        raise ValueError(f"passes names {', '.join(sorted(map(str, unknown)))}; there are forward and backward")
+    lengths = table.pop("lengths", None)
+    if not isinstance(passes, list) or not passes:
+        raise ValueError(f'passes is {passes!r}; it must be a list, such as ["forward", "backward"]')
+    if lengths is None:
+        lengths = [None]
+    elif not isinstance(lengths, list) or not lengths or not all(type(length) is int and length >= 0 for length in lengths):
+        raise ValueError(f"lengths is {lengths!r}; it must be a list of whole numbers from 0 on, such as [1024, 2048]")
+    if unknown := [name for name in passes if name not in ("forward", "backward")]:
+        raise ValueError(f"passes names {', '.join(map(str, unknown))}; there are forward and backward")
     missing = [name for name in ("q", "k", "v", "dtype") if name not in table]
     if missing:
         raise ValueError(f"{', '.join(missing)} is missing")

@@ -1,19 +1,45 @@
 """Graphs evaluated exactly: in float64, with nothing rounded but the results."""
 
+import itertools
+
 import numpy as np
 
 from cupy_sdpa.interpreter import evaluate
+from cupy_sdpa.problem import LENGTHS, OF_KEYS, OF_QUERIES, PER_ROW, STARTS
 
 
 def evaluated(call, graph_of):
-    """The results of a call with the graphs that a function makes of its launches, evaluated exactly."""
+    """The results of a call with the graphs that a function makes of its launches, evaluated exactly.
+
+    Results are NaN before: what nobody writes shows.
+    """
     for launch in call._launches():
         given = launch.posed
+        launch._allocate()
+        for spec in launch.problem.results:
+            launch.arrays[spec.name].fill(np.nan)
         stage = launch._staged(given)
-        for spec in launch.problem.results:  # what is not written shows, except where nothing is to be written
-            if not launch.problem.ragged and not launch.problem.sums:
-                stage.arrays[spec.name].fill(np.nan)
+        for spec in launch.problem.results:
+            if spec not in launch.problem.sums:  # a sum begins with the zeros that the stage has written
+                poison(launch.problem, stage.arrays, spec.name)
         evaluate(graph_of(given), stage.arrays, call.scalars, exact=True)
         stage.finish()
         call.arrays = launch.arrays | call.arrays
     return {spec.name: call.arrays[spec.name] for spec in call.problem.results}
+
+
+def poison(problem, arrays, name):
+    """NaN where the evaluation must write a result: everywhere, or within the sequences."""
+    array = arrays[name]
+    if not problem.ragged or name not in OF_QUERIES + OF_KEYS:
+        array.fill(np.nan)
+        return
+    side = name in OF_KEYS
+    if problem.packed:  # (D, H, T), and (H, T) of a number per row
+        rows = np.moveaxis(array, -1, 0)
+        for begin, end in itertools.pairwise(arrays[STARTS[side]]):
+            rows[begin:end] = np.nan
+    else:  # (D, H, S, B), and (S, H, B)
+        rows = array if name in PER_ROW else np.moveaxis(array, 2, 0)
+        for entry, length in enumerate(arrays[LENGTHS[side]]):
+            rows[:length, ..., entry] = np.nan

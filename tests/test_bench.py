@@ -411,6 +411,22 @@ def test_on_the_cpu(folder, capsys):
     assert capsys.readouterr().out == printed.out
 
 
+@pytest.mark.parametrize(("failure", "status"), [(KeyboardInterrupt, 130), (ValueError("no"), 2)], ids=["interrupt", "failure"])
+@pytest.mark.parametrize("before", [None, b"of before"], ids=["new", "existing"])
+def test_without_results_the_file_is_as_before(failure, status, before, folder, monkeypatch, capsys):
+    """A run that fails or is interrupted before its first result leaves no empty file, and an earlier file as it was."""
+
+    def fail(**_):
+        raise failure
+
+    monkeypatch.setattr(cpu, "measure", fail)
+    if before:
+        (folder / "x.csv").write_bytes(before)
+    assert main(["bench", "--cpu", "--csv", "x.csv"]) == status
+    assert capsys.readouterr().err.count("\n") == 1
+    assert [path.read_bytes() for path in folder.iterdir()] == ([before] if before else [])
+
+
 @pytest.mark.usefixtures("small_cpu")
 def test_as_json(capsys):
     """Every column of every row."""

@@ -290,7 +290,7 @@ def test_run_in_every_layout(layout, order, capsys):
     out = np.einsum(f"{axes}->dhsb", result["out"])  # not by the table that the command uses
     stats = np.einsum(f"{stats_axes}->shb", result["stats"])
     assert error_of(out, stats, given, causal=True) <= 1
-    engine_line, wrote = lines(capsys)
+    _, engine_line, wrote = lines(capsys)
     assert "numpy (asked for with --engine numpy), in float32" in engine_line
     assert "out.npz" in wrote
 
@@ -320,7 +320,7 @@ def test_run_computes_in_another_dtype(stored, capsys):
     assert out.dtype == np.dtype(stored).newbyteorder("=")
     assert np.array_equal(out, out.astype(BFLOAT16).astype(out.dtype))
     assert error_of(out, None, {name: array.astype(BFLOAT16) for name, array in given.items()}) <= 1
-    assert "in bfloat16" in lines(capsys)[0]
+    assert "in bfloat16" in lines(capsys)[1]
 
 
 def test_run_onto_its_own_input(capsys):
@@ -427,6 +427,37 @@ def test_run_refuses_a_bad_input(prepare, said, folder, capsys):
     assert said in complaint(capsys)
     assert (folder / "out.npz").read_bytes() == b"of before"
     assert {path.name for path in folder.iterdir()} <= {"in.npz", "out.npz"}
+
+
+def test_run_reads_members_without_a_suffix(folder):
+    """As numpy does: zip writers other than numpy may leave out .npy."""
+    given = arrays()
+    with zipfile.ZipFile("in.npz", "w") as file:
+        for name, array in given.items():
+            file.writestr(name, npy(array))
+    assert main(["run", "in.npz", "-o", "out.npz", "--engine", "numpy"]) == 0
+    save(given, path="usual.npz")
+    assert main(["run", "usual.npz", "-o", "other.npz", "--engine", "numpy"]) == 0
+    np.testing.assert_array_equal(np.load("out.npz")["out"], np.load("other.npz")["out"])
+
+
+@pytest.mark.parametrize("layout", LAYOUT_SHAPES)
+def test_run_says_how_the_arrays_were_read(layout, capsys):
+    """One line has the shapes and what each axis was taken for: arrays of another layout may fit too."""
+    given = arrays()
+    save(given, layout=layout)
+    assert main(["run", "in.npz", "-o", "out.npz", "--layout", layout, "--engine", "numpy"]) == 0
+    said = " ".join(" ".join(lines(capsys)).split())
+    shapes = {name: from_julia(array, layout).shape for name, array in given.items()}
+    axes = ", ".join({"d": "head_dim", "h": "heads", "s": "seq", "b": "batch"}[letter] for letter in layout)
+    assert f"read q {shapes['q']}, k {shapes['k']}, v {shapes['v']} as ({axes})" in said
+
+
+def test_run_says_once_what_has_one_shape(capsys):
+    """Arrays of one shape are named together."""
+    save({"q": SMALL, "k": SMALL, "v": SMALL})
+    assert main(["run", "in.npz", "-o", "out.npz", "--engine", "numpy"]) == 0
+    assert f"q and k and v {SMALL.shape} as (head_dim, heads, seq, batch)" in " ".join(lines(capsys))
 
 
 def test_run_shows_shapes_in_the_words_of_the_layout(capsys):
@@ -565,7 +596,7 @@ def test_run_on_the_gpu(layout, capsys):
     given = arrays(BFLOAT16)
     save(given, layout=layout)
     assert main(["run", "in.npz", "-o", "out.npz", "--layout", layout, "--stats"]) == 0
-    assert "cuDNN (" in lines(capsys)[0]
+    assert "cuDNN (" in lines(capsys)[1]
     result = np.load("out.npz")
     axes, stats_axes = LAYOUT_SHAPES[layout]
     stats = np.einsum(f"{stats_axes}->shb", result["stats"])

@@ -8,9 +8,23 @@ from cases import FORWARD, Case, options_of_reference
 from exact import evaluated
 from tolerance import assert_close
 
-from cupy_sdpa import arguments, attention, reference
+from cupy_sdpa import arguments, attention, reference, staging
 from cupy_sdpa.patterns import backward, forward
 from cupy_sdpa.problem import PER_ROW
+
+
+def test_what_nobody_clears_shows(monkeypatch):
+    """Where packed results after the last sequence are not cleared, an exact evaluation has NaN there, and only there."""
+    rows = staging._rows
+    monkeypatch.setattr(staging, "_rows", lambda problem, given, arrays, results: rows(problem, given, arrays, []))
+    (case,) = (replace(case.with_dtype("float64"), stats=False) for case in FORWARD if case.name == "packed_window_tail")
+    arrays, options = case.arrays(), case.options()
+    got = evaluated(arguments.read_forward(*arrays, options), forward)["out"]
+    truth, _ = reference.attention(*arrays, **options_of_reference(options))
+    beyond = np.isnan(got)
+    assert beyond.any()
+    assert not truth[beyond].any()
+    np.testing.assert_allclose(got[~beyond], truth[~beyond], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("case", FORWARD, ids=str)

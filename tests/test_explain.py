@@ -361,10 +361,20 @@ def test_shapes_from_a_file(tmp_path):
         ("[[attention", "is no TOML file"),
         ("[[attention]]\nq = [1, 2]", "table 1 .*k, v, dtype is missing"),
         (TOML.replace('"backward"', '"sideways"'), "table 1 .*sideways"),
+        (TOML.replace("[128, 256]", "5"), r"table 1 .*lengths is 5; it must be a list of whole numbers"),
+        (TOML.replace("[128, 256]", "[]"), r"table 1 .*lengths is \[\]; it must be a list"),
+        (TOML.replace("[128, 256]", "[128, 2.5]"), r"table 1 .*lengths is \[128, 2.5\]; it must be a list"),
+        (TOML.replace("[128, 256]", "[-1]"), r"table 1 .*lengths is \[-1\]; it must be a list"),
+        (TOML.replace('["forward", "backward"]', "5"), "table 1 .*passes is 5; it must be a list"),
+        (TOML.replace('["forward", "backward"]', '[["forward"]]'), r"table 1 .*passes names \['forward'\]; there are"),
+        ("attention = [1]", "table 1 .*1 is not a table"),
         (TOML.replace("bucket = 512", "buckets = 512"), "table 2 .*buckets"),
         (TOML.replace("k = [64, 2, 1000, 2]", "k = [64, 2, 999, 2]"), "table 2 .*999 and 1000"),
     ],
-    ids=["empty", "no_table", "no_toml", "missing", "passes", "unknown", "lengths"],
+    ids=[
+        *("empty", "no_table", "no_toml", "missing", "passes", "one_length", "no_length", "a_float", "negative"),
+        *("one_pass", "nested_passes", "a_number", "unknown", "lengths"),
+    ],
 )
 def test_bad_files_are_refused(text, words, tmp_path):
     """With the file, the table and the value."""

@@ -305,6 +305,40 @@ def test_what_does_not_fit_is_refused(name):
         dot_product_attention_scores(np.zeros((4, 1, 3, 1), int), np.zeros((4, 1, 3, 1), int))
 
 
+NO_ARRAYS = {
+    "bias": ("bias is a float", lambda x, h: dot_product_attention(x, x, x, 1.0)),
+    "bias_list": ("bias is a list", lambda x, h: dot_product_attention(x, x, x, [[1.0] * 3] * 3)),
+    "bias_with_fdrop": ("bias is a float", lambda x, h: dot_product_attention(x, x, x, 1.0, fdrop=lambda alpha: alpha)),
+    "mask": ("mask is a bool", lambda x, h: dot_product_attention(x, x, x, mask=True)),
+    "mask_list": ("mask is a list", lambda x, h: dot_product_attention(x, x, x, mask=[True] * 3)),
+    "bias_of_gradients": ("bias is a float", lambda x, h: dot_product_attention_vjp(x, x, x, 1.0)),
+    "mask_of_gradients": ("mask is a bool", lambda x, h: dot_product_attention_vjp(x, x, x, mask=True)),
+    "dy": ("dy is a list", lambda x, h: dot_product_attention_vjp(x, x, x)[1]([0.0])),
+    "q_of_scores": ("q is a list", lambda x, h: dot_product_attention_scores([0.0], h)),
+    "k_of_scores": ("k is a NoneType", lambda x, h: dot_product_attention_scores(h, None)),
+    "bias_of_scores": ("bias is a float", lambda x, h: dot_product_attention_scores(h, h, 1.0)),
+    "mask_of_scores": ("mask is a bool", lambda x, h: dot_product_attention_scores(h, h, mask=True)),
+    "numbers_as_mask": ("mask is float64; it must be bool", lambda x, h: dot_product_attention(x, x, x, mask=np.ones((3, 3)))),
+    "numbers_as_mask_of_scores": (
+        "mask is float64; it must be bool",
+        lambda x, h: dot_product_attention_scores(h, h, mask=np.ones((3, 3))),
+    ),
+    "causal_mask": ("x is a list", lambda x, h: make_causal_mask([1.0])),
+    "padding_mask": ("lengths is a list", lambda x, h: make_padding_mask([1, 2], 3)),
+    "other_mask": ("the other mask is a bool", lambda x, h: make_causal_mask(x) & True),
+    "split_heads": ("x is a list", lambda x, h: split_heads([1.0], 1)),
+    "join_heads": ("x is a list", lambda x, h: join_heads([1.0])),
+}
+
+
+@pytest.mark.parametrize("name", NO_ARRAYS)
+def test_what_is_not_an_array_is_refused(name):
+    """A TypeError names the argument, its type and the remedy."""
+    words, make = NO_ARRAYS[name]
+    with pytest.raises(TypeError, match=f"{words}.*(give an array|convert with)"):
+        make(rand(np, 4, 3, 2), rand(np, 4, 1, 3, 2))
+
+
 def test_lazy_arrays_are_like_arrays():
     """Operators, functions, methods and conversions make it, once."""
     made = []

@@ -1,6 +1,8 @@
 """The package as a whole: what imports what, what is loaded when, and that its texts run."""
 
 import ast
+import functools
+import graphlib
 import os
 import re
 import runpy
@@ -14,112 +16,107 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "cupy_sdpa"
 
-#: From which rooms a room may import: data flows one way.
-ARROWS = {
-    "version": set(),
-    "errors": set(),
-    "html": set(),
-    "graph": set(),
-    "reference": set(),
-    "spec": set(),
-    "band": set(),
-    "program": set(),
-    "derivative": {"program"},
-    "traced": {"program"},
-    "mathematics": {"program", "traced"},
-    "score": {"band", "mathematics", "program", "traced"},
-    "zoo": set(),
-    "spelling": {"derivative", "graph", "program"},
-    "problem": {"band", "html", "program", "spec"},
-    "launches": {"derivative", "problem", "program", "spec"},
-    "shelf": {"errors"},
-    "gpu": set(),
-    "kernels": {"gpu"},
-    "gpus": set(),
-    "functions": {"band", "gpu", "launches", "problem", "program", "score"},
-    "bucket": {"problem", "spec"},
-    "options": {"band", "bucket", "problem", "score"},
-    "posing": {"problem", "program", "spec"},
-    "packed": {"problem", "spec"},
-    "scores": {"band", "graph", "program", "score", "spelling", "traced", "zoo"},
-    "patterns": {"graph", "launches", "packed", "problem", "program", "scores", "spec"},
-    "interpreter": {"graph"},
-    "rules": {"errors", "problem", "spec", "version"},
-    "support": {"errors", "graph", "problem", "rules", "version"},
-    "report": {"errors", "graph", "html", "plan", "problem"},
-    "_cudnn": {"errors", "version", "_cudnn"},
-    "lowering": {"errors", "graph", "support", "_cudnn"},
-    "engines": {"errors", "version", "_cudnn"},
-    "plan": {"engines", "errors", "graph", "lowering", "patterns", "problem", "shelf", "spec", "support", "version",
-        "_cudnn",
-    },
-    "offline": {"errors", "gpu", "gpus", "plan", "problem", "shelf", "_cudnn"},
-    "cache": {"engines", "errors", "html", "plan", "problem", "_cudnn"},
-    "tuning": {"cache", "engines", "errors", "gpu", "html", "plan", "problem", "replay", "shelf", "_cudnn"},
-    "staging": {"bucket", "gpu", "interpreter", "kernels", "packed", "problem", "spec"},
-    "call": {
-        "bucket", "cache", "errors", "functions", "gpu", "interpreter", "launches", "patterns", "plan", "problem", "report", "staging",
-        "support", "tuning", "_cudnn",
-    },
-    "arguments": {"bucket", "call", "functions", "gpu", "options", "posing", "problem", "spec", "staging"},
-    "replay": {"gpu"},
-    "repeats": {"cache", "call", "gpu", "plan", "replay"},
-    "attention": {"arguments", "options", "repeats"},
-    "variants": {"arguments", "gpu"},
-    "explain": {
-        "arguments", "cache", "call", "errors", "gpu", "offline", "options", "patterns", "problem", "report", "staging",
-        "support", "version",
-    },
-    "layout": {"html"},
-    "lazy": set(),
-    "nnlib": {"attention", "gpu", "interpreter", "lazy", "spec"},
-    "prepare": {"arguments", "call", "options", "problem", "repeats", "report", "tuning"},
-    "store": {"explain", "launches", "offline", "plan", "problem", "shelf", "support", "version"},
-    "survey": {"explain", "gpus", "launches", "mathematics", "offline", "problem", "rules", "support", "version"},
-    "check": {"check", "gpus", "launches", "offline", "support"},
-    "bench": {"attention", "bench", "explain", "gpu", "interpreter", "plan", "prepare", "problem", "spec", "version", "_cudnn"},
-    "__init__": {
-        "attention", "errors", "explain", "layout", "nnlib", "prepare", "problem", "report", "shelf", "store", "variants", "version",
-    },
-}  # fmt: skip
-#: The command line stands on top and may import everything; ctypes is spoken in one room only.
-TOP = {"__main__", "_cli"}
+#: The modules and subpackages of the package from the lowest layer to the highest. What imports what is read from the code.
+LAYERS = (
+    {"version", "errors", "html", "lazy", "reference", "zoo", "gpus", "band", "spec", "graph"},
+    {"program", "derivative", "traced", "mathematics", "score", "gpu", "replay", "_cudnn", "interpreter", "shelf", "entry"},
+    {"problem", "posing", "bucket", "packed", "launches", "kernels"},
+    {"spelling", "scores", "patterns"},
+    {"rules", "support"},
+    {"engines", "lowering", "plan", "cache", "tuning", "offline"},
+    {"functions", "options", "staging", "report", "call", "arguments", "repeats"},
+    {"attention", "explain", "prepare", "variants", "layout"},
+    {"nnlib", "store", "survey", "bench", "check"},
+    {"__init__", "_cli", "__main__"},
+)  # fmt: skip
 
 
 def modules():
-    """Every module of the package, with the room that it belongs to."""
+    """Every module of the package, with the name of the module or subpackage of the root that it is or belongs to."""
     for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(PACKAGE).with_suffix("").parts
-        yield path, parts[0]
+        yield path, path.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
-def imported(path):
-    """The rooms of the package that a module imports from."""
-    depth = len(path.relative_to(PACKAGE).parts)
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            if node.level < depth:
-                yield path.relative_to(PACKAGE).parts[0]  # its own room
-            elif node.module:
-                yield node.module.split(".")[0]
-            else:
-                yield from (alias.name for alias in node.names)
+MODULES = list(modules())
+NAMES_OF_MODULES = {name for _, name in MODULES}
 
 
-@pytest.mark.parametrize(("path", "room"), list(modules()), ids=lambda x: x.stem if isinstance(x, Path) else "")
-def test_data_flows_one_way(path, room):
-    """A module imports only from the rooms that come before it."""
-    if room not in TOP:
-        assert set(imported(path)) <= ARROWS[room]
+def imported(text, package=()):
+    """The modules and subpackages of the root that code imports from, functions' own imports among them.
+
+    Args:
+        text: the code.
+        package: the names of the subpackages that the module is in.
+    """
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            wanted = [alias.name.split(".") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = ["cupy_sdpa", *package[: len(package) + 1 - node.level]] if node.level else []
+            base += node.module.split(".") if node.module else []
+            wanted = [[*base, alias.name] for alias in node.names]
+        else:
+            continue
+        for root, *inner in wanted:
+            if root == "cupy_sdpa":
+                yield inner[0] if inner and inner[0] in NAMES_OF_MODULES else "__init__"
 
 
-def test_no_arrow_is_left_over():
-    """Every room of the picture exists, and every module is in it."""
-    assert {room for _, room in modules()} - TOP == set(ARROWS)
+@functools.cache
+def imports():
+    """What each module or subpackage of the root imports from, itself left out."""
+    found = {name: set() for name in NAMES_OF_MODULES}
+    for path, name in MODULES:
+        found[name] |= set(imported(path.read_text(encoding="utf-8"), path.relative_to(PACKAGE).parts[:-1])) - {name}
+    return found
 
 
-@pytest.mark.parametrize(("path", "room"), list(modules()), ids=lambda x: x.stem if isinstance(x, Path) else "")
-def test_only_one_room_speaks_c(path, room):
+def test_every_module_has_its_layer():
+    """Each is in one layer, and the layers name nothing that there is not."""
+    names = [name for layer in LAYERS for name in layer]
+    assert sorted(names) == sorted(NAMES_OF_MODULES)
+
+
+@pytest.mark.parametrize("name", sorted(NAMES_OF_MODULES))
+def test_imports_go_downwards(name):
+    """A module imports only from its own layer and from lower ones."""
+    below = set()
+    for layer in LAYERS:
+        below |= layer
+        if name in layer:
+            break
+    assert imports()[name] <= below
+
+
+def test_imports_have_no_cycle():
+    """No two modules need each other, on any way, whatever their layers."""
+    list(graphlib.TopologicalSorter(imports()).static_order())
+
+
+@pytest.mark.parametrize(
+    ("text", "package", "wanted"),
+    [
+        ("from . import gpu, band", (), {"gpu", "band"}),
+        ("from .plan import Plan", (), {"plan"}),
+        ("from ..plan import Plan", ("_cli",), {"plan"}),
+        ("from .. import gpu", ("_cli",), {"gpu"}),
+        ("from .. import Unsupported", ("_cli",), {"__init__"}),
+        ("from .library import library", ("_cudnn",), {"_cudnn"}),
+        ("from . import library", ("_cudnn",), {"_cudnn"}),
+        ("def f():\n    from ._cudnn.library import library", (), {"_cudnn"}),
+        ("import cupy_sdpa.plan, numpy", (), {"plan"}),
+        ("from cupy_sdpa.plan import Plan", (), {"plan"}),
+        ("import cupy_sdpa", (), {"__init__"}),
+        ("from cuda.bindings import driver\nimport plan", (), set()),
+    ],
+)
+def test_the_check_of_layers_sees_every_import(text, package, wanted):
+    """Relative or absolute, of modules or of names, at the top or within functions."""
+    assert set(imported(text, package)) == wanted
+
+
+@pytest.mark.parametrize(("path", "name"), MODULES, ids=lambda x: x.stem if isinstance(x, Path) else "")
+def test_only_cudnns_subpackage_imports_ctypes(path, name):
     """ctypes is imported in _cudnn/ and nowhere else."""
     names = {
         alias.name
@@ -127,7 +124,7 @@ def test_only_one_room_speaks_c(path, room):
         if isinstance(node, ast.Import)
         for alias in node.names
     }
-    assert "ctypes" not in names or room == "_cudnn"
+    assert "ctypes" not in names or name == "_cudnn"
 
 
 def test_the_reference_stands_alone():
@@ -174,6 +171,55 @@ def test_import_loads_neither_cupy_nor_cudnn():
     assert not HEAVY & loaded_by(call)
 
 
+#: What Python lacks on Windows, of what is used here.
+NOT_ON_WINDOWS = ("register_at_fork", "fork", "getuid", "geteuid", "O_NOFOLLOW", "O_NONBLOCK")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import cupy_sdpa; str(cupy_sdpa.store.kept())",
+        "from cupy_sdpa.store import Shelf; from pathlib import Path\n"
+        "shelf = Shelf(Path('plans')); shelf.check(); shelf.put('0' * 64, b'x')\n"
+        "assert Shelf(Path('plans')).get('0' * 64) == b'x'",
+        "import cupy_sdpa.cache",
+        "from cupy_sdpa.__main__ import main; main(['info'])",
+    ],
+    ids=["store", "plans", "plan_cache", "info"],
+)
+def test_without_what_windows_lacks(code, tmp_path):
+    """The package, the plan store, the plan cache and the commands can be imported and used where os has no fork or user ids."""
+    without = f"import os\nfor name in {NOT_ON_WINDOWS}:\n    delattr(os, name)\n"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", without + code], capture_output=True, text=True, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_no_library_is_loaded_already_where_the_loader_cannot_say(monkeypatch):
+    """Windows has no RTLD_NOLOAD: the search for cuDNN goes on."""
+    from cupy_sdpa._cudnn import library
+
+    monkeypatch.delattr(os, "RTLD_NOLOAD")
+    assert library._already_loaded() is None
+
+
+def test_the_plan_cache_without_a_gpu(monkeypatch):
+    """A RuntimeError says what is missing: the GPU, or CuPy and how to install it."""
+    import cupy_sdpa
+    from cupy_sdpa import gpu
+
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "cupy", None)
+        with pytest.raises(RuntimeError, match="pip install 'cupy-sdpa"):
+            cupy_sdpa.get_plan_cache()
+    pytest.importorskip("cupy")
+    monkeypatch.setattr(gpu, "current_device", lambda: None)
+    with pytest.raises(RuntimeError, match=r"no GPU here.*python -m cupy_sdpa info"):
+        cupy_sdpa.get_plan_cache()
+
+
 def test_the_check_of_imports_can_fail():
     """What is imported on purpose is seen."""
     assert "ml_dtypes" in loaded_by("import cupy_sdpa, ml_dtypes")
@@ -206,12 +252,29 @@ def test_the_readmes_code_runs():
         run_block(code)
 
 
-@pytest.mark.parametrize("path", [p.relative_to(ROOT) for p in (ROOT / "docs").glob("*.md")], ids=str)
+#: The pages with code that runs without PyTorch and JAX.
+WITH_CODE = [
+    path.relative_to(ROOT)
+    for path in sorted((ROOT / "docs").glob("*.md"))
+    if any(not needs("(torch|jax)", code) for code in code_blocks(path))
+]
+
+
+@pytest.mark.parametrize("path", WITH_CODE, ids=str)
 def test_the_docs_code_runs(path):
     """Every block of Python in the docs runs as it stands."""
     for code in code_blocks(ROOT / path):
         if not needs("(torch|jax)", code):
             run_block(code)
+
+
+def test_no_code_of_the_docs_is_overlooked():
+    """Every block of the README and the docs that is marked as Python is among those that are run."""
+    paths = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    assert WITH_CODE
+    for path in paths:
+        marked = re.findall(r"^\s*(?:```|~~~)\s*\{?\.?py", path.read_text(encoding="utf-8"), re.M | re.I)
+        assert len(marked) == len(code_blocks(path)), path
 
 
 @pytest.mark.gpu
@@ -259,3 +322,16 @@ def test_gpu_descriptions_have_names():
     assert np.all([gpus.capability(name) >= 80 for name in gpus.NAMES])
     with pytest.raises(ValueError, match="h200"):
         gpus.describe("h20")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "5", "[]", "{}", "[" * 100_000, '{"deviceName": 1e400}'], ids=lambda text: text[:20] or "empty"
+)
+def test_a_file_that_describes_no_gpu_is_refused(text, tmp_path):
+    """Whatever the file holds, a ValueError names it."""
+    from cupy_sdpa import gpus
+
+    path = tmp_path / "card.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"card\.json does not describe a GPU"):
+        gpus.describe(str(path))

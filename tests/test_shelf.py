@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 import warnings
 from pathlib import Path
 
@@ -59,22 +60,16 @@ def test_what_is_kept_is_private(folder):
     assert os.listdir(folder) == [f"{KEY}.plan"]
 
 
-def first_byte(raw):
-    return bytes([raw[0] ^ 1]) + raw[1:]
-
-
 DAMAGE = {
     "empty": lambda raw: b"",
     "one_byte": lambda raw: raw[:1],
     "head_only": lambda raw: raw[: len(raw) - len(CONTENT)],
     "cut_short": lambda raw: raw[:-1],
     "longer": lambda raw: raw + b"\0",
-    "first_bit": first_byte,
     "last_bit": lambda raw: raw[:-1] + bytes([raw[-1] ^ 1]),
     "in_the_checksum": lambda raw: raw.replace(raw[90:91], b"\n", 1),
     "in_the_middle": lambda raw: raw[:200] + bytes(100) + raw[300:],
-    "zeros": lambda raw: bytes(len(raw)),
-    "something_else": lambda raw: b"MZ" + os.urandom(1000),
+    "head_cut_short": lambda raw: raw[:7],
     "older_form": lambda raw: raw.replace(b"plan 1", b"plan 0", 1),
     "twice": lambda raw: raw + raw,
 }
@@ -97,7 +92,34 @@ def test_damage_costs_one_warning(name, folder):
     assert Shelf(folder).get(KEY) == CONTENT
 
 
-@pytest.mark.parametrize("position", range(0, 400, 7))
+FOREIGN = {
+    "first_bit": lambda raw: bytes([raw[0] ^ 1]) + raw[1:],
+    "zeros": lambda raw: bytes(len(raw)),
+    "something_else": lambda raw: b"MZ" + bytes(range(256)) * 4,
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_foreign_file_with_the_name_of_an_entry_is_left_alone(name, folder, recwarn):
+    """A file that does not begin as an entry does is neither used, replaced, counted nor deleted; one warning names it."""
+    Shelf(folder).put(KEY, CONTENT)
+    path = file_of(folder)
+    path.write_bytes(FOREIGN[name](path.read_bytes()))
+    before = path.read_bytes()
+    kept = Shelf(folder, limit=1)
+    assert kept.get(KEY) is None
+    kept.put(KEY, CONTENT)
+    assert [(said.category, str(path) in str(said.message)) for said in recwarn] == [(ShelfWarning, True)]
+    assert kept.get(KEY) == CONTENT
+    with pytest.warns(ShelfWarning, match="of no use"):
+        kept.reject(KEY, "of no use")
+    kept.put(OTHER, CONTENT)
+    kept.clear()
+    assert (kept.paths(), kept.nbytes) == ([], 0)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("position", range(16, 400, 7))
 def test_no_bit_may_be_wrong(position, folder):
     """A wrong bit anywhere in head or content is noticed."""
     Shelf(folder).put(KEY, CONTENT)
@@ -113,7 +135,7 @@ def test_a_file_under_another_name_is_noticed(folder):
     """A whole and right entry, copied to where another belongs, is not taken for that one."""
     Shelf(folder).put(OTHER, CONTENT)
     file_of(folder, OTHER).rename(file_of(folder, KEY))
-    with pytest.warns(ShelfWarning, match="not what its name says"):
+    with pytest.warns(ShelfWarning, match="renamed"):
         assert Shelf(folder).get(KEY) is None
 
 
@@ -121,7 +143,7 @@ def read_only(folder, monkeypatch):
     def refuse(*_, **__):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(shelf.tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(shelf, "_new_part", refuse)
 
 
 def full(folder, monkeypatch):
@@ -179,7 +201,7 @@ def test_a_folder_in_the_place_of_an_entry(folder, recwarn):
     assert kept.get(KEY) is None
     kept.put(KEY, CONTENT)
     assert [said.category for said in recwarn] == [ShelfWarning]
-    assert "cannot be read" in str(recwarn[0].message)
+    assert "not a regular file" in str(recwarn[0].message)
     assert kept.get(KEY) == CONTENT
 
 
@@ -199,23 +221,124 @@ def test_what_a_killed_process_left_is_removed(folder):
     """Half-written files go when they are old; those of a process that is writing now stay."""
     kept = Shelf(folder)
     kept.put(KEY, CONTENT)
-    old, new = folder / ".old.part", folder / ".new.part"
-    for path in (old, new):
+    old, new = folder / f".cupy_sdpa-{1:032x}.part", folder / f".cupy_sdpa-{2:032x}.part"
+    foreign = folder / ".movie.mkv.part"
+    for path in (old, new, foreign):
         path.write_bytes(b"half")
-    os.utime(old, (time.time() - 7200,) * 2)
+    for path in (old, foreign):
+        os.utime(path, (time.time() - 7200,) * 2)
     kept.put(OTHER, CONTENT)
     assert new.exists()
+    assert foreign.exists()
     assert not old.exists()
 
 
-def test_clear_deletes_plans_and_nothing_else(folder):
-    """Memory and files are empty; what is not ours stays."""
+def in_use(folder):
+    """A folder with files of others, whose names are like those of entries; gives the names."""
+    folder.mkdir(mode=0o700)
+    entry = b"cupy_sdpa plan 1\n" + b"x" * 1000
+    others = {
+        "notes.txt": b"mine", "house.plan": b"a plan of a house", f"{KEY}.plan": b"a plan of a house", "mine.plan": entry,
+        f"{OTHER.upper()}.plan": entry, f"{OTHER}.plan.bak": entry, f".{OTHER}.plan": entry, ".download.part": b"half",
+    }  # fmt: skip
+    for name, content in others.items():
+        (folder / name).write_bytes(content)
+        os.utime(folder / name, (1, 1))
+    (folder / "target").write_bytes(entry)
+    (folder / f"{3:064x}.plan").symlink_to("target")
+    (folder / f"{4:064x}.plan").mkdir()
+    return set(os.listdir(folder))
+
+
+def test_a_store_in_a_folder_in_use_touches_its_own_files_only(folder):
+    """Whatever a store does, files that this package did not write stay, and are not counted."""
+    others = in_use(folder)
+    contents = {name: (folder / name).read_bytes() for name in others if (folder / name).is_file()}
+    kept = Shelf(folder, limit=1)
+    assert (kept.paths(), kept.nbytes) == ([], 0)
+    kept.check()
+    for number in (5, 6):
+        kept.put(f"{number:064x}", CONTENT)
+    assert len(kept.paths()) <= 1
+    roomy = Shelf(folder)
+    roomy.put(f"{7:064x}", CONTENT)
+    assert f"{7:064x}.plan" in [path.name for path in roomy.paths()]
+    roomy.clear()
+    assert set(os.listdir(folder)) == others
+    assert {name: (folder / name).read_bytes() for name in contents} == contents
+
+
+def linked(path, entry, monkeypatch):
+    path.symlink_to(entry)
+
+
+def a_pipe(path, entry, monkeypatch):
+    os.mkfifo(path)
+
+
+def another_users(path, entry, monkeypatch):
+    path.write_bytes(entry.read_bytes())
+    if os.getuid() == 0:
+        os.chown(path, 12345, -1)
+    else:
+        fstat = os.fstat
+        monkeypatch.setattr(shelf.os, "fstat", lambda file: os.stat_result([*fstat(file)[:4], 12345, *fstat(file)[5:]]))
+
+
+def writable_by_a_group(path, entry, monkeypatch):
+    path.write_bytes(entry.read_bytes())
+    path.chmod(0o620)
+
+
+def writable_by_all(path, entry, monkeypatch):
+    path.write_bytes(entry.read_bytes())
+    path.chmod(0o602)
+
+
+@pytest.mark.parametrize("how", [linked, a_pipe, another_users, writable_by_a_group, writable_by_all], ids=lambda f: f.__name__)
+def test_a_file_that_others_may_have_written_is_not_read(how, folder, tmp_path, monkeypatch):
+    """In a private folder too, an entry must be a regular file of this user's or root's that only its owner can write to."""
+    Shelf(tmp_path / "private").put(KEY, CONTENT)
+    folder.mkdir(mode=0o700)
+    how(file_of(folder), file_of(tmp_path / "private"), monkeypatch)
+    with pytest.warns(ShelfWarning, match=f"{KEY}.plan|cannot be read"):
+        assert Shelf(folder).get(KEY) is None
+    assert os.path.lexists(file_of(folder))
+
+
+def test_a_larger_file_than_an_entry_can_be_is_not_read(folder):
+    """A sparse file of 3 GB that begins as an entry does costs a warning, not memory."""
+    folder.mkdir(mode=0o700)
+    path = file_of(folder)
+    with path.open("wb") as file:
+        file.write(b"cupy_sdpa plan 1\n")
+        file.truncate(3 << 30)
+    path.chmod(0o600)
+    tracemalloc.start()
+    with pytest.warns(ShelfWarning, match="too large"):
+        assert Shelf(folder).get(KEY) is None
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < shelf.ENTRY_LIMIT
+    assert not path.exists()
+
+
+def test_a_larger_plan_than_an_entry_can_be_is_kept_in_memory_only(folder, monkeypatch):
+    """It would not be read again, so it is not written; one warning says so."""
+    monkeypatch.setattr(shelf, "ENTRY_LIMIT", 1000)
     kept = Shelf(folder)
-    kept.put(KEY, CONTENT)
-    (folder / "notes.txt").write_text("mine")
-    kept.clear()
-    assert kept.get(KEY) is None
-    assert os.listdir(folder) == ["notes.txt"]
+    with pytest.warns(ShelfWarning, match="the limit is 1000 bytes"):
+        kept.put(KEY, CONTENT)
+    assert kept.paths() == []
+    assert kept.get(KEY) == CONTENT
+
+
+def test_without_user_ids_the_store_works(folder, monkeypatch):
+    """Where the system has neither users nor O_NOFOLLOW (Windows), entries are kept and found."""
+    monkeypatch.delattr(shelf.os, "getuid")
+    monkeypatch.setattr(shelf, "_SAFE", 0)
+    Shelf(folder).put(KEY, CONTENT)
+    assert Shelf(folder).get(KEY) == CONTENT
 
 
 def test_processes_write_at_once(folder):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -135,7 +136,7 @@ def _measured(arguments: argparse.Namespace, wanted: Wanted) -> Iterator[list[ta
         yield [row for row in table.read_csv(arguments.source) if _among(row, arguments, wanted)]
         return
     if arguments.csv:
-        arguments.csv.open("a").close()  # so that nothing is measured in vain
+        _check_writable(arguments.csv)  # so that nothing is measured in vain
     with Progress("measuring") as bar:
         progress = _telling(bar)
         if not arguments.cpu:
@@ -144,6 +145,15 @@ def _measured(arguments: argparse.Namespace, wanted: Wanted) -> Iterator[list[ta
         if arguments.cpu or arguments.presets is None:
             rounds = arguments.rounds or cpu.ROUNDS
             yield [table.tidy(row) for row in cpu.measure(rounds=rounds, progress=progress)]
+
+
+def _check_writable(path: Path) -> None:
+    """Raise OSError where a file cannot be written; one that is not there yet is not left behind."""
+    target = Path(os.path.realpath(path))  # a link stays a link
+    is_new = not target.exists()
+    target.open("a").close()
+    if is_new:
+        target.unlink()
 
 
 def _among(row: table.Row, arguments: argparse.Namespace, wanted: Wanted) -> bool:

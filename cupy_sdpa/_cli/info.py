@@ -11,6 +11,7 @@ from types import ModuleType
 from .. import shelf
 from .._cudnn.describe import read_description
 from .._cudnn.library import library
+from .._cudnn.nvrtc import nvrtc
 from ..errors import CudnnError
 from ..version import __version__, version_text
 from . import machine
@@ -64,6 +65,7 @@ def command(arguments: argparse.Namespace) -> int:
     else:
         _line("cuDNN", version_text(cudnn.version), f"{cudnn.path} (for CUDA {machine.cuda_text(cudnn.cudart_version)})")
         _line("", "", f"found by {cudnn.found}")
+        _line("NVRTC", nvrtc().version, nvrtc().path or "not found: cuDNN cannot compile kernels")
     for gpu in _gpus():
         _line("GPU", "", gpu)
     _line("plans", "", str(shelf.current()).removeprefix("plans "))

@@ -120,11 +120,16 @@ def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
 @contextlib.contextmanager
 def _member(path: Path, archive: zipfile.ZipFile, name: str) -> Iterator[IO[bytes]]:
     try:
-        with archive.open(f"{name}.npy") as stream:
+        with archive.open(_name_in(archive, name)) as stream:
             yield stream
     except _DAMAGE as error:
         said = one_line(str(error)) or type(error).__name__
         raise CommandError(f"the array {name} in {path} cannot be read: {said}") from error
+
+
+def _name_in(archive: zipfile.ZipFile, name: str) -> str:
+    """The name of an array's member: with ``.npy``, as numpy writes it, or without, which numpy reads too."""
+    return f"{name}.npy" if f"{name}.npy" in archive.namelist() else name
 
 
 def _header(path: Path, archive: zipfile.ZipFile, name: str, stream: IO[bytes]) -> Header:
@@ -135,6 +140,6 @@ def _header(path: Path, archive: zipfile.ZipFile, name: str, stream: IO[bytes]) 
     if dtype.hasobject:
         raise CommandError(f"the array {name} in {path} holds Python objects, which are never read: save it as numbers")
     header = Header(numpy_dtype("bfloat16") if dtype == "V2" else dtype, shape, fortran)
-    if min(shape, default=0) < 0 or stream.tell() + header.size != archive.getinfo(f"{name}.npy").file_size:
+    if min(shape, default=0) < 0 or stream.tell() + header.size != archive.getinfo(_name_in(archive, name)).file_size:
         raise CommandError(f"the array {name} in {path} is damaged: its size is not that of shape {shape} and dtype {dtype}")
     return header

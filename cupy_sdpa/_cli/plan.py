@@ -14,7 +14,7 @@ _EPILOG = """\
 examples:
   python -m cupy_sdpa plan --gpu h200 shapes.toml -o plans/
   CUPY_SDPA_CACHE_DIR=plans/ python serve.py    on a machine with such a GPU and
-                                                the same build of cuDNN
+                                                the same cuDNN and NVRTC
 
 shapes.toml, a table for every attention:
   [[attention]]

@@ -94,6 +94,7 @@ def command(arguments: argparse.Namespace) -> int:
         if stats is not None:
             results["stats"] = stats.transpose(layout.order("shb", LAYOUTS[arguments.layout]))
         np.savez(file, **results)
+    say("read", _reading(arguments.layout, headers))
     say("engine", f"{placed}, in {asked.dtype}: {milliseconds(seconds)}")
     say("wrote", f"{arguments.output}: {', '.join(f'{name} {a.shape} {a.dtype}' for name, a in results.items())}")
     return 0
@@ -136,6 +137,15 @@ def _loaded(arguments: argparse.Namespace, name: str, dtype: np.dtype[Any]) -> n
             return np.asarray(array, dtype, order="F")
     except FloatingPointError as error:
         raise CommandError(f"{name} has values that {dtype} cannot hold: choose another --dtype") from error
+
+
+def _reading(letters: str, headers: Sequence[npz.Header]) -> str:
+    """What the axes of the arrays were taken for: a wrong layout whose lengths fit gives results too, but wrong ones."""
+    shapes: dict[tuple[int, ...], list[str]] = {}
+    for name, header in zip(NAMES, headers, strict=True):
+        shapes.setdefault(header.shape, []).append(name)
+    arrays = (f"{' and '.join(names)} {shape}" for shape, names in shapes.items())
+    return f"{', '.join(arrays)} as ({_legend(letters)})"
 
 
 def _legend(letters: str) -> str:

@@ -64,7 +64,7 @@ class Library:
             function.argtypes, function.restype = arguments, result
             setattr(self, name, function)
         self.found = found
-        self.path = _path_of(cdll.cudnnGetVersion)
+        self.path = path_of(cdll.cudnnGetVersion)
         self.version = int(cdll.cudnnGetVersion())
         self.cudart_version = int(cdll.cudnnGetCudartVersion())
 
@@ -72,7 +72,7 @@ class Library:
     def build(self) -> str:
         """What tells this very build from every other: its versions, and the build ids of the libraries that make plans."""
         paths = [Path(self.path).with_name(name) for name in _PLANNERS]
-        ids = [_build_id(path) if path.exists() else "-" for path in paths]
+        ids = [build_id(path) if path.exists() else "-" for path in paths]
         return " ".join([str(self.version), f"cuda {self.cudart_version}", *ids])
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -134,7 +134,7 @@ def causes(text: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _path_of(function: Any) -> str:
+def path_of(function: Any) -> str:
     """The file that a loaded function comes from, asked of the dynamic loader."""
     dladdr = ctypes.CDLL(None).dladdr
     dladdr.argtypes, dladdr.restype = [c_void_p, POINTER(_DlInfo)], c_int
@@ -147,7 +147,7 @@ def _path_of(function: Any) -> str:
 _PLANNERS = ("libcudnn_graph.so.9", "libcudnn_engines_runtime_compiled.so.9")
 
 
-def _build_id(path: Path) -> str:
+def build_id(path: Path) -> str:
     """A digest of an ELF file's headers and notes; among these is the id that the linker gives every build."""
     with path.open("rb") as file:
         header = file.read(64)
@@ -174,7 +174,7 @@ def _already_loaded() -> ctypes.CDLL | None:
     """The libcudnn that something else (PyTorch, JAX) has loaded: a second one beside it would share its soname."""
     try:
         return ctypes.CDLL(SONAME, mode=os.RTLD_NOLOAD)
-    except OSError:
+    except (OSError, AttributeError):  # Windows has no RTLD_NOLOAD
         return None
 
 

@@ -41,7 +41,7 @@ def describe(name: str) -> str:
     try:
         text = Path(name).read_text(encoding="utf-8").strip()
         missing = [key for key in _KEYS if key not in json.loads(text)]
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{name} does not describe a GPU: {error}") from None
     if missing:
         raise ValueError(f"{name} does not describe a GPU: it has no {', '.join(missing)}")

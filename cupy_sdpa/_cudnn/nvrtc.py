@@ -1,0 +1,69 @@
+"""NVRTC, CUDA's run-time compiler, which cuDNN loads when it compiles the kernel of a plan."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Iterator
+from ctypes import POINTER, c_int
+from pathlib import Path
+from typing import NamedTuple
+
+from .library import build_id, library, path_of
+
+#: Where cuDNN's own search path (RUNPATH) has NVRTC, relative to cuDNN: beside it, or in the wheels for CUDA 12 and 13.
+_FOLDERS = (".", "../../cuda_nvrtc/lib", "../../cu13/lib")
+
+
+class Nvrtc(NamedTuple):
+    """The NVRTC that cuDNN compiles with.
+
+    Attributes:
+        version: such as "12.9"; "none" where there is no NVRTC.
+        path: the file that the process uses.
+        build: the file's build id; patch releases of one version have different ones.
+    """
+
+    version: str
+    path: str
+    build: str
+
+    def __str__(self) -> str:
+        return f"nvrtc {self.version} {self.build}".strip()
+
+
+@functools.cache
+def nvrtc() -> Nvrtc:
+    """The NVRTC that cuDNN compiles with in this process, found once.
+
+    cuDNN opens ``libnvrtc.so.N`` by this name, N being the CUDA version that it was built with. The loader gives it the library
+    of this name that the process has already loaded (by CuPy, PyTorch or cuda.pathfinder); otherwise it searches
+    ``LD_LIBRARY_PATH``, cuDNN's own search path and the system's folders. This function searches the same places and loads
+    what it finds, so that cuDNN gets the same one.
+
+    Where there is none, the version is "none". cuDNN can then compile nothing; it loads plans that it compiled without NVRTC.
+    """
+    for name, mode in _places(f"libnvrtc.so.{library().cudart_version // 1000}"):
+        try:
+            loaded = ctypes.CDLL(name, mode)
+            function = loaded.nvrtcVersion
+        except (OSError, AttributeError):  # it is not there, or is not NVRTC
+            continue
+        function.argtypes, function.restype = [POINTER(c_int), POINTER(c_int)], c_int
+        major, minor = c_int(), c_int()
+        if function(ctypes.byref(major), ctypes.byref(minor)) == 0:
+            path = path_of(function)
+            return Nvrtc(f"{major.value}.{minor.value}", path, build_id(Path(path)))
+    return Nvrtc("none", "", "")
+
+
+def _places(soname: str) -> Iterator[tuple[str, int]]:
+    """What to give to dlopen in turn, the name and the mode; in the loader's order."""
+    yield soname, os.RTLD_NOLOAD
+    folders = [Path(folder) for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":")]
+    cudnn = Path(library().path).parent
+    for folder in [*folders, *(cudnn / folder for folder in _FOLDERS)]:
+        if folder.is_absolute():
+            yield str(folder / soname), ctypes.DEFAULT_MODE
+    yield soname, ctypes.DEFAULT_MODE

@@ -1,0 +1,177 @@
+"""Plans from the store: under which key they are, and that nothing that an entry holds does harm."""
+
+import json
+import warnings
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from cases import Case
+
+from cupy_sdpa import ShelfWarning, Unsupported, entry, plan, problem
+from cupy_sdpa.engines import EngineConfig
+from cupy_sdpa.patterns import forward
+from cupy_sdpa.plan import Target
+from cupy_sdpa.shelf import Shelf
+
+KEY = "0123456789abcdef" * 4
+TARGET = Target("NVIDIA H200", 90, handle=SimpleNamespace(pointer=1))
+GRAPH = forward(Case("plain").problem())
+FACTS = {
+    "uids": {t.name: n for n, t in enumerate(GRAPH.tensors, 1)}, "engine": 2, "knobs": [["TILE_M", 3]], "notes": ["TENSOR_CORE"],
+    "need": 256, "build_ms": 500.5, "refused": ["engine 8: no"], "tuned": False,
+}  # fmt: skip
+
+
+class LoadedPlan:
+    """Stands for cuDNN's descriptor of a plan that needs a workspace of 256 bytes."""
+
+    made = ()
+
+    def __init__(self, kind):
+        assert kind == "EXECUTION_PLAN"
+        self.closed = False
+        LoadedPlan.made += (self,)
+
+    def set_handle(self, pointer):
+        """Take it."""
+
+    def set(self, name, value):
+        """Take it."""
+
+    def finalize(self, doing):
+        """Take it."""
+
+    def get(self, name, kind):
+        """The workspace."""
+        assert name == "WORKSPACE_SIZE"
+        return [256]
+
+    def close(self):
+        """Destroyed."""
+        self.closed = True
+
+
+@pytest.fixture
+def cudnn(monkeypatch):
+    """A stand-in for cuDNN that takes every serialized plan, and has no engine for any graph."""
+
+    def none(*_, **__):
+        raise Unsupported("built anew, in vain")
+
+    monkeypatch.setattr(LoadedPlan, "made", ())
+    monkeypatch.setattr(plan, "Descriptor", LoadedPlan)
+    monkeypatch.setattr(plan, "Launcher", lambda *_: None)
+    monkeypatch.setattr(plan, "library", lambda: SimpleNamespace(version=92800, build="9.28 abc"))
+    monkeypatch.setattr(plan, "nvrtc", lambda: "nvrtc 12.9 def")
+    monkeypatch.setattr(plan, "searching", none)
+    return LoadedPlan
+
+
+def content(text='{"cudnnVersion":92800}', **facts):
+    """An entry with some facts in place of the right ones."""
+    return json.dumps(FACTS | facts).encode() + b"\n" + text.encode()
+
+
+def test_a_right_entry_is_loaded(cudnn):
+    """What was written down of the plan is read again, and written again the same."""
+    loaded = plan.load(content(), GRAPH, TARGET, KEY)
+    assert (loaded.info.engine, loaded.info.knobs, loaded.info.workspace) == (2, (("TILE_M", 3),), 256)
+    assert (loaded.info.notes, loaded.info.refused, loaded.info.loaded) == (("TENSOR_CORE",), ("engine 8: no",), True)
+    facts, text = entry.read(content())
+    assert facts.content(text.decode()) == content()
+
+
+def raw(head):
+    return head.encode() + b"\n{}"
+
+
+WRONG = {
+    "empty": b"",
+    "no_json": raw("engine 2"),
+    "no_utf8": b"\xff\xfe\n{}",
+    "a_number": raw("5"),
+    "a_list": raw("[]"),
+    "nested_deeply": raw("[" * 200_000),
+    "nested_deeply_inside": raw(json.dumps(FACTS).replace('["TENSOR_CORE"]', "[" * 200_000 + "]" * 200_000)),
+    "engine_infinite": raw(json.dumps(FACTS).replace('"engine": 2', '"engine": 1e400')),
+    "engine_nan": raw(json.dumps(FACTS).replace('"engine": 2', '"engine": NaN')),
+    "engine_of_many_digits": raw(json.dumps(FACTS).replace('"engine": 2', '"engine": ' + "9" * 5000)),
+    "engine_too_large": content(engine=2**63),
+    "engine_a_text": content(engine="2"),
+    "engine_a_bool": content(engine=True),
+    "engine_missing": raw(json.dumps({name: value for name, value in FACTS.items() if name != "engine"})),
+    "one_too_many": content(colour="red"),
+    "knobs_a_number": content(knobs=5),
+    "knob_of_three": content(knobs=[["TILE_M", 3, 4]]),
+    "knob_infinite": raw(json.dumps(FACTS).replace('["TILE_M", 3]', '["TILE_M", 1e400]')),
+    "notes_numbers": content(notes=[1]),
+    "need_negative": content(need=-1),
+    "need_a_float": content(need=256.0),
+    "need_another": content(need=512),
+    "build_ms_infinite": raw(json.dumps(FACTS).replace("500.5", "1e400")),
+    "refused_a_text": content(refused="no"),
+    "tuned_a_number": content(tuned=1),
+    "uids_a_list": content(uids=[["q", 1]]),
+    "uid_too_large": content(uids=FACTS["uids"] | {"q": 2**64}),
+    "uid_missing": content(uids={}),
+    "text_no_utf8": json.dumps(FACTS).encode() + b"\n\xff\xfe",
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_entry_with_wrong_facts_is_rejected(name, cudnn):
+    """A right checksum over facts that cannot be: one warning, the entry is forgotten, its plan destroyed, a new one built."""
+    shelf = Shelf(None)
+    key = plan.shelf_key(GRAPH, TARGET, None, None)
+    shelf.put(key, WRONG[name])
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with pytest.raises(Unsupported, match="built anew, in vain"):
+            plan.make(GRAPH, TARGET, shelf=shelf)
+    assert [warning.category for warning in said] == [ShelfWarning]
+    assert len(str(said[0].message)) < 1000
+    assert shelf.get(key) is None
+    assert all(made.closed for made in cudnn.made)
+
+
+def test_another_workspace_than_was_written_down_is_named(cudnn):
+    """The limit on the workspace was checked when the plan was built: a loaded plan must need what was written down."""
+    with pytest.raises(ValueError, match="its workspace is 256 bytes, 512 were written down"):
+        plan.load(content(need=512), GRAPH, TARGET, KEY)
+    assert [made.closed for made in cudnn.made] == [True]
+
+
+DIFFERENT = {
+    "cudnn": lambda patch: patch.setattr(plan, "library", lambda: SimpleNamespace(build="9.28 xyz")),
+    "nvrtc": lambda patch: patch.setattr(plan, "nvrtc", lambda: "nvrtc 12.8 def"),
+    "no_nvrtc": lambda patch: patch.setattr(plan, "nvrtc", lambda: "nvrtc none"),
+}
+DENSE = np.zeros((64, 4, 128, 2), np.float16, order="F")
+HEADS_FIRST = np.zeros((2, 4, 128, 64), np.float16).transpose(3, 1, 2, 0)
+ARGUMENTS = {
+    "model": {"target": Target("NVIDIA H100", 90)},
+    "graph": {"graph": forward(Case("shorter", skv=48).problem())},
+    "dtype": {"graph": forward(problem(DENSE, DENSE, DENSE))},
+    "layout": {"graph": forward(problem(HEADS_FIRST, HEADS_FIRST, HEADS_FIRST))},
+    "config": {"config": EngineConfig(6, ())},
+    "knobs": {"config": EngineConfig(6, (("TILE_M", 1),))},
+    "no_workspace": {"limit": 0},
+    "workspace": {"limit": 1 << 20},
+    "more_workspace": {"limit": 1 << 21},
+}
+
+
+@pytest.mark.usefixtures("cudnn")
+def test_a_key_holds_all_that_a_plan_depends_on(monkeypatch):
+    """Each of cuDNN, NVRTC, the GPU's model, graph, layouts, engine config and workspace limit has a key of its own."""
+    usual = {"graph": GRAPH, "target": TARGET, "config": None, "limit": None}
+    keys = {"usual": plan.shelf_key(**usual), "again": plan.shelf_key(**(usual | {"graph": forward(Case("plain").problem())}))}
+    assert keys.pop("again") == keys["usual"]
+    for name, other in ARGUMENTS.items():
+        keys[name] = plan.shelf_key(**(usual | other))
+    for name, change in DIFFERENT.items():
+        with monkeypatch.context() as patch:
+            change(patch)
+            keys[name] = plan.shelf_key(**usual)
+    assert len(set(keys.values())) == len(keys) == 1 + len(ARGUMENTS) + len(DIFFERENT)
