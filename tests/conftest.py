@@ -4,6 +4,7 @@ One command runs what the machine has and says what it left out. ``CUPY_SDPA_REQ
 of that tier, and of those that it stands on, into failures.
 """
 
+import gc
 import os
 
 import pytest
@@ -86,3 +87,37 @@ def cupy():
 
     yield module
     module.get_default_memory_pool().free_all_blocks()
+
+
+@pytest.fixture(scope="module")
+def stand_ins():
+    """CuPy, the CUDA driver and cuDNN on host memory for the tests of a module, see :mod:`fake_cupy`."""
+    import fake_cupy
+
+    if fake_cupy.compiler() is None:
+        pytest.skip(f"no C++ compiler ({', '.join(fake_cupy.COMPILERS)}) to build the CUDA kernels with")
+    with fake_cupy.installed() as module:
+        yield module
+
+
+@pytest.fixture
+def fake(stand_ins):
+    """The stand-in for CuPy, in a CUDA context of its own; afterwards every plan, graph and descriptor must be gone."""
+    import fake_cupy
+    from cupy_sdpa import get_plan_cache, store
+    from cupy_sdpa._cudnn.library import library
+
+    fake_cupy.driver.new_context()
+    library().reset()
+    yield stand_ins
+    store.kept().clear()
+    get_plan_cache().clear()
+    device = fake_cupy.DEVICE
+    device.wait_for_all()
+    device.check_guards()
+    if device.graphs or device.captures:
+        gc.collect()  # those of the test itself
+    assert not device.captures, "a capture was not ended"
+    assert not device.graphs, "a CUDA graph was not destroyed"
+    assert not library().live, "descriptors were not destroyed"
+    stand_ins.get_default_memory_pool().free_all_blocks()
