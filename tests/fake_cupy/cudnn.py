@@ -14,7 +14,7 @@ from typing import Any
 from cupy_sdpa._cudnn.constants import AttributeName, DescriptorType, HeurMode, KnobType
 from cupy_sdpa._cudnn.library import Library
 
-from .device import POISON, Device, Work
+from .device import ILLEGAL_ADDRESS, POISON, CUDARuntimeError, Device, Work
 from .program import Program, Read
 
 #: Statuses of cuDNN.
@@ -38,7 +38,7 @@ class Config:
 
     engine: int
     knobs: tuple[tuple[str, int], ...] = ()
-    us: float = 8.0
+    us: float = 800.0
     fails: str = ""
     wrong: bool = False
 
@@ -46,10 +46,10 @@ class Config:
 #: What heuristics propose: the first is right but slow, the fastest is wrong, the next one cannot run.
 CONFIGS = (
     Config(2, (("KERNEL_CFG", 3),)),
-    Config(1, (("KERNEL_CFG", 25),), us=1.0, wrong=True),
-    Config(3, (), us=2.0, fails="finalize"),
-    Config(1, (("KERNEL_CFG", 9),), us=2.0, fails="execute"),
-    Config(1, (("KERNEL_CFG", 7),), us=4.0),
+    Config(1, (("KERNEL_CFG", 25),), us=100.0, wrong=True),
+    Config(3, (), us=200.0, fails="finalize"),
+    Config(1, (("KERNEL_CFG", 9),), us=200.0, fails="execute"),
+    Config(1, (("KERNEL_CFG", 7),), us=400.0),
 )
 
 
@@ -102,6 +102,13 @@ class FakeLibrary(Library):
         self._records: dict[int, Record] = {}
         self._streams: dict[int, int] = {}
         self._programs: list[tuple[Program, Config]] = []
+
+    def forget_plans(self) -> int:
+        """Destroy the plans that are left, which captured graphs have kept alive; how many they were."""
+        left = [number for number, record in self._records.items() if record.kind == "EXECUTION_PLAN"]
+        for number in left:
+            del self._records[number]
+        return len(left)
 
     def reset(self) -> None:
         """Forget what was done, and propose the usual configs."""
@@ -190,7 +197,11 @@ class FakeLibrary(Library):
         numbers = program.numbers(pointers)
         device, stream = self._device, self._streams[handle]
 
+        number, recorded = _number(plan), stream in device.captures
+
         def run() -> None:
+            if recorded and self._records.get(number) is not record:
+                raise CUDARuntimeError(ILLEGAL_ADDRESS, "a CUDA graph is replayed, and its plan was destroyed")
             device.view(workspace, (WORKSPACE,), (1,), "u1")[...] = POISON
             program.run(Read(device, pointers, numbers), 1.5 if config.wrong else 1.0)
 
