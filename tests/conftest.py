@@ -1,5 +1,7 @@
 """The tiers: unmarked tests need numpy only, ``cudnn`` the library and a C compiler, ``gpu`` a GPU, ``multi_gpu`` two.
 
+Tests with the fixture ``fake`` also need a C++ compiler.
+
 One command runs what the machine has and says what it left out. ``CUPY_SDPA_REQUIRE=gpu`` (or ``cudnn``) turns the skips
 of that tier, and of those that it stands on, into failures.
 """
@@ -95,7 +97,8 @@ def stand_ins():
     import fake_cupy
 
     if fake_cupy.compiler() is None:
-        pytest.skip(f"no C++ compiler ({', '.join(fake_cupy.COMPILERS)}) to build the CUDA kernels with")
+        reason = f"no C++ compiler ({', '.join(fake_cupy.COMPILERS)}) to build the CUDA kernels with"
+        pytest.fail(f"CUPY_SDPA_REQUIRE: {reason}") if os.environ.get("CUPY_SDPA_REQUIRE") else pytest.skip(reason)
     with fake_cupy.installed() as module:
         yield module
 
@@ -104,15 +107,17 @@ def stand_ins():
 def fake(stand_ins):
     """The stand-in for CuPy, in a CUDA context of its own; afterwards every plan, graph and descriptor must be gone."""
     import fake_cupy
+
     from cupy_sdpa import get_plan_cache, store
     from cupy_sdpa._cudnn.library import library
 
-    fake_cupy.driver.new_context()
+    device = fake_cupy.DEVICE
+    device.reset()
     library().reset()
+    fake_cupy.driver.new_context()
     yield stand_ins
     store.kept().clear()
     get_plan_cache().clear()
-    device = fake_cupy.DEVICE
     device.wait_for_all()
     device.check_guards()
     if device.graphs or device.captures:

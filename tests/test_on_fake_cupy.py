@@ -35,7 +35,23 @@ def runs(case):
 
 
 SMALL = [case for case in FORWARD if max(case.longest) * case.hq * case.d < 1 << 16 and runs(case)]
-NAMES = "lengths packed bias mask alibi sinks dropout max bhsd sliced bshd softcap decode one_key window_bottom".split()
+NAMES = [
+    "lengths",
+    "packed",
+    "bias",
+    "mask",
+    "alibi",
+    "sinks",
+    "dropout",
+    "max",
+    "bhsd",
+    "sliced",
+    "bshd",
+    "softcap",
+    "decode",
+    "one_key",
+    "window_bottom",
+]
 CASES = [case for case in SMALL if any(name in case.name for name in NAMES)]
 
 
@@ -146,7 +162,10 @@ class Places(NamedTuple):
 
     def call_options(self, xp):
         """The options of a call."""
-        starts = {"cu_seqlens_q": xp.asarray(np.array(self.q, np.int32)), "cu_seqlens_kv": xp.asarray(np.array(self.kv, np.int32))}
+        starts = {
+            "cu_seqlens_q": xp.asarray(np.array(self.q, np.int32)),
+            "cu_seqlens_kv": xp.asarray(np.array(self.kv, np.int32)),
+        }
         longest = {f"max_seqlen_{side}": int(np.diff(of).max()) for side, of in (("q", self.q), ("kv", self.kv))}
         return starts | longest | self.options
 
@@ -204,7 +223,8 @@ def test_packed_sequences(name, causal, cupy):
     assert_close(stats.get(), truth["stats"], naive["stats"].astype("f4"), 1e-5)
 
     def naive_backward(dout, **x):
-        return attention_backward(dout, **x, **dict(zip(("out", "stats"), attention(**x, causal=causal, return_stats=True), strict=True)), causal=causal)
+        out, stats = attention(**x, causal=causal, return_stats=True)
+        return attention_backward(dout, **x, out=out, stats=stats, causal=causal)
 
     into = {f"d{x}": poisoned(cupy, there[x].shape, "f2") for x in "qkv"}
     attention_backward(there["dout"], **of_q, out=out, stats=stats, **into, **options)
@@ -288,7 +308,8 @@ def test_no_key_but_a_sink(packed, cupy):
     assert not out.get().any()
     want = attention(q.get(), k.get(), k.get(), sinks=sinks, return_stats=True, **options)[1]
     np.testing.assert_array_equal(stats.get(), want)
-    assert np.isneginf(want).any() and np.isfinite(want).any()
+    assert np.isneginf(want).any()
+    assert np.isfinite(want).any()
 
 
 def test_dropout_follows_seed_and_offset(cupy):
@@ -359,9 +380,8 @@ def test_wrong_programs_are_noticed(cupy):
     gpu.driver().cuMemsetD8Async(address, 0, again.nbytes + 1, 0)
     with pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="64 bytes begin"):
         again.get()
-    with stream, pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="being captured"):
+    with stream:
         stream.begin_capture()
-        try:
+        with pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="being captured"):
             again.get()
-        finally:
-            stream.end_capture()
+        stream.end_capture()

@@ -149,7 +149,7 @@ def test_the_current_stream_is_used(cupy):
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
     cupy.cuda.Device().synchronize()
     for turn in range(2 * OFTEN):
-        for stream in [*streams, cupy.cuda.Stream.null, *streams[:turn % 2]]:
+        for stream in [*streams, cupy.cuda.Stream.null, *streams[: turn % 2]]:
             with stream:
                 problem.poison()
                 before = len(DEVICE.launches), len(library().executions)
@@ -203,11 +203,12 @@ def test_a_recording_that_fails_costs_nothing_but_time(error, cupy, monkeypatch)
         raise error
 
     want = problem.run()
-    with monkeypatch.context() as patch, pytest.warns(RuntimeWarning):
+    with monkeypatch.context() as patch:
         patch.setattr(cupy.cuda.runtime, "graphInstantiate", fail)
-        for _ in range(2 * OFTEN):
-            problem.poison()
-            equal(problem.run(), want)
+        with pytest.warns(RuntimeWarning):  # noqa: PT031
+            for _ in range(2 * OFTEN):
+                problem.poison()
+                equal(problem.run(), want)
     assert not DEVICE.graphs
     for _ in range(4 * OFTEN):
         problem.poison()
@@ -357,7 +358,7 @@ def test_prepared_calls(cupy):
         call(q[:, :, :10], k, v)
 
 
-def right(cupy, q, k, v, out):
+def right(q, k, v, out):
     """Assert that an output of causal attention is right."""
     arrays = [x.get() for x in (q, k, v)]
     assert_close(out.get(), reference.attention(*arrays, causal=True)[0], attention(*arrays, causal=True))
@@ -377,8 +378,8 @@ def test_tuning_takes_the_fastest_that_is_right(cupy):
     assert times[CONFIGS[1].engine, CONFIGS[1].knobs] is None, "wrong results were accepted"
     assert times[CONFIGS[3].engine, CONFIGS[3].knobs] is None
     assert call.tuning.gain == pytest.approx(CONFIGS[0].us / fastest.us, rel=0.3)
-    right(cupy, q, k, v, call(q, k, v))
-    right(cupy, q, k, v, attention(q, k, v, causal=True))
+    right(q, k, v, call(q, k, v))
+    right(q, k, v, attention(q, k, v, causal=True))
     get_plan_cache().clear()
     again = explain(q, k, v, causal=True).plan
     assert (again.engine, again.knobs, again.tuned, again.loaded) == (fastest.engine, fastest.knobs, True, True)
@@ -394,7 +395,7 @@ def test_tuning_of_both_passes_on_a_stream(cupy):
             out, pullback = attention_vjp(q, k, v, causal=True)
             first = [as_float(x) for x in pullback(dout)]
             second = [as_float(x) for x in pullback(dout)]
-        right(cupy, q, k, v, out)
+        right(q, k, v, out)
         stream.synchronize()
     assert [tuning.problem.backward for tuning in found] == [False, True]
     equal(first, second)

@@ -25,6 +25,8 @@ __all__ = ["COMPILERS", "DEVICE", "FakeLibrary", "compiler", "driver", "installe
 
 #: Modules that the stand-ins replace while :func:`installed` is in force.
 _REPLACED = ("cupy", "cuda.bindings", "cuda.bindings.driver")
+#: Parts of the package that no call enters.
+_TOOLS = {"_cli", "bench", "check", "generate", "__main__"}
 
 
 @contextlib.contextmanager
@@ -35,10 +37,10 @@ def installed() -> Iterator[ModuleType]:
     before = {name: sys.modules.get(name) for name in _REPLACED}
     names = {module: dict(vars(module)) for module in package}
     bindings = ModuleType("cuda.bindings")
-    bindings.driver = driver  # type: ignore[attr-defined]
+    bindings.driver = driver
     _clear_caches(package)
     sys.modules.update(zip(_REPLACED, (cupy, bindings, driver), strict=True))
-    library._library = FakeLibrary(DEVICE)  # type: ignore[attr-defined]
+    library._library = FakeLibrary(DEVICE)
     try:
         yield cupy
     finally:
@@ -53,12 +55,10 @@ def installed() -> Iterator[ModuleType]:
 
 
 def _package() -> list[ModuleType]:
-    """Every module of the package that needs neither a GPU nor another library to be imported."""
+    """The modules that a call may enter."""
     root = importlib.import_module("cupy_sdpa")
-    names = [info.name for info in pkgutil.iter_modules(root.__path__, "cupy_sdpa.") if not info.ispkg]
-    return [root, *(importlib.import_module(name) for name in names if not name.endswith("__main__"))] + [
-        importlib.import_module(f"cupy_sdpa._cudnn.{name}") for name in ("descriptor", "launch", "library")
-    ]
+    names = [info.name for info in pkgutil.walk_packages(root.__path__, "cupy_sdpa.")]
+    return [root, *(importlib.import_module(name) for name in names if not _TOOLS & set(name.split(".")))]
 
 
 def _clear_caches(package: list[ModuleType]) -> None:

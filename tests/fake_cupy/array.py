@@ -26,11 +26,11 @@ class ndarray:  # noqa: N801
         self.data = memory.alloc(math.prod(shape) * dtype.itemsize) if memptr is None else memptr
         self.base: Any = None
         if 0 in shape:
-            self.view_ = np.empty(shape, dtype, order)  # type: ignore[call-overload]
+            self.view_ = np.empty(shape, dtype, order)
         else:
             whole = self.data.mem.block.whole
             offset = self.data.ptr - self.data.mem.block.address
-            self.view_ = np.ndarray(shape, dtype, whole, offset, strides, order)  # type: ignore[arg-type]
+            self.view_ = np.ndarray(shape, dtype, whole, offset, strides, order)
 
     # What arrays are, of which the device knows nothing
 
@@ -132,12 +132,12 @@ class ndarray:  # noqa: N801
     def __iter__(self) -> Any:
         return (self[place] for place in range(len(self)))
 
-    def _method(name: str) -> Any:  # type: ignore[misc]  # noqa: N805
+    def _method(name: str) -> Any:  # noqa: N805
         return lambda self, *given, **more: compute(lambda x: np.asarray(getattr(x, name)(*given, **more)), self)
 
-    sum, max, min, all, any, mean = map(_method, ("sum", "max", "min", "all", "any", "mean"))  # type: ignore[arg-type]
+    sum, max, min, all, any, mean = map(_method, ("sum", "max", "min", "all", "any", "mean"))
 
-    def _operator(function: Any, turned: bool = False) -> Any:  # type: ignore[misc]  # noqa: N805
+    def _operator(function: Any, turned: bool = False) -> Any:  # noqa: N805
         if turned:
             return lambda self, other: compute(function, other, self)
         return lambda self, other: compute(function, self, other)
@@ -147,13 +147,13 @@ class ndarray:  # noqa: N801
     __mul__, __rmul__ = _operator(np.multiply), _operator(np.multiply, turned=True)
     __truediv__, __rtruediv__ = _operator(np.divide), _operator(np.divide, turned=True)
     __lt__, __le__, __gt__, __ge__ = map(_operator, (np.less, np.less_equal, np.greater, np.greater_equal))
-    __eq__, __ne__ = map(_operator, (np.equal, np.not_equal))  # type: ignore[assignment]
+    __eq__, __ne__ = map(_operator, (np.equal, np.not_equal))
     __and__, __or__ = map(_operator, (np.logical_and, np.logical_or))
     __neg__ = lambda self: compute(np.negative, self)  # noqa: E731
     __invert__ = lambda self: compute(np.logical_not, self)  # noqa: E731
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
-    def _in_place(function: Any) -> Any:  # type: ignore[misc]  # noqa: N805
+    def _in_place(function: Any) -> Any:  # noqa: N805
         return lambda self, other: compute(function, self, other, out=self)
 
     __iadd__, __isub__, __imul__ = map(_in_place, (np.add, np.subtract, np.multiply))
@@ -178,7 +178,9 @@ def compute(function: Callable[..., Any], *operands: Any, out: ndarray | None = 
         trial = np.asarray(function(*given))
     made = out
     if made is None:
-        made = ndarray(trial.shape, trial.dtype, order="F" if trial.flags.f_contiguous and not trial.flags.c_contiguous else "C")
+        made = ndarray(
+            trial.shape, trial.dtype, order="F" if trial.flags.f_contiguous and not trial.flags.c_contiguous else "C"
+        )
     target = made.view_
 
     def run() -> None:

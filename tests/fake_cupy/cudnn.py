@@ -99,7 +99,6 @@ class FakeLibrary(Library):
         self.reset()
         self._device, self._error = device, ""
         self._numbers = itertools.count(0x100)
-        self._records: dict[int, Record] = {}
         self._streams: dict[int, int] = {}
         self._programs: list[tuple[Program, Config]] = []
 
@@ -111,7 +110,8 @@ class FakeLibrary(Library):
         return len(left)
 
     def reset(self) -> None:
-        """Forget what was done, and propose the usual configs."""
+        """Forget what was done, with what a failed test has left, and propose the usual configs."""
+        self._records: dict[int, Record] = {}
         self.executions.clear()
         self.finalized = {"built": 0, "loaded": 0}
         self.configs = CONFIGS
@@ -124,43 +124,41 @@ class FakeLibrary(Library):
 
     # The C functions
 
-    def cudnnGetVersion(self) -> int:  # noqa: N802, D102
+    def cudnnGetVersion(self) -> int:
         return self.version
 
-    def cudnnGetErrorString(self, status: int) -> bytes:  # noqa: N802, D102
+    def cudnnGetErrorString(self, status: int) -> bytes:
         return b"an error"
 
-    def cudnnGetLastErrorString(self, buffer: Any, size: int) -> None:  # noqa: N802, D102
+    def cudnnGetLastErrorString(self, buffer: Any, size: int) -> None:
         buffer.value, self._error = self._error.encode(), ""
 
-    def cudnnCreate(self, handle: Any) -> int:  # noqa: N802, D102
+    def cudnnCreate(self, handle: Any) -> int:
         handle._obj.value = next(self._numbers)
         self._streams[handle._obj.value] = 0
         return 0
 
-    def cudnnSetStream(self, handle: int, stream: int) -> int:  # noqa: N802, D102
+    def cudnnSetStream(self, handle: int, stream: int) -> int:
         self._streams[handle] = stream
         return 0
 
-    def cudnnBackendCreateDescriptor(self, kind: int, descriptor: Any) -> int:  # noqa: N802, D102
+    def cudnnBackendCreateDescriptor(self, kind: int, descriptor: Any) -> int:
         descriptor._obj.value = next(self._numbers)
         self._records[descriptor._obj.value] = Record(_KIND[int(kind)])
         return 0
 
-    def cudnnBackendDestroyDescriptor(self, descriptor: Any) -> int:  # noqa: N802, D102
+    def cudnnBackendDestroyDescriptor(self, descriptor: Any) -> int:
         del self._records[_number(descriptor)]
         return 0
 
-    def cudnnBackendSetAttribute(self, descriptor: Any, name: int, kind: int, count: int, array: Any) -> int:  # noqa: N802, D102
+    def cudnnBackendSetAttribute(self, descriptor: Any, name: int, kind: int, count: int, array: Any) -> int:
         values = list(array)[:count]
         if values and isinstance(values[0], bytes):
             values = [b"".join(values)]
         self._records[_number(descriptor)].values[_ATTRIBUTE[int(name)]] = values
         return 0
 
-    def cudnnBackendGetAttribute(  # noqa: N802, D102
-        self, descriptor: Any, name: int, kind: int, count: int, got: Any, array: Any
-    ) -> int:
+    def cudnnBackendGetAttribute(self, descriptor: Any, name: int, kind: int, count: int, got: Any, array: Any) -> int:
         record, attribute = self._records[_number(descriptor)], _ATTRIBUTE[int(name)]
         values = self._attribute(record, attribute)
         if values and isinstance(values[0], Record):
@@ -174,7 +172,7 @@ class FakeLibrary(Library):
         got._obj.value = min(len(values), count) if count else len(values)
         return 0
 
-    def cudnnBackendFinalize(self, descriptor: Any) -> int:  # noqa: N802, D102
+    def cudnnBackendFinalize(self, descriptor: Any) -> int:
         record = self._records[_number(descriptor)]
         record.finalized = True
         if record.kind == "OPERATIONGRAPH":
@@ -183,7 +181,7 @@ class FakeLibrary(Library):
             return self._finalize_plan(record)
         return 0
 
-    def cudnnBackendExecute(self, handle: int, plan: Any, pack: Any) -> int:  # noqa: N802, D102
+    def cudnnBackendExecute(self, handle: int, plan: Any, pack: Any) -> int:
         record, given = self._records[_number(plan)], self._records[_number(pack)]
         program, config = record.values["program"], record.values["config"]
         if [handle] != record.get("HANDLE"):

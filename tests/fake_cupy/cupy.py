@@ -107,9 +107,7 @@ def _ufunc(function: Any) -> Any:
 
 
 where, isnan, isfinite, isinf, logical_and = map(_ufunc, (np.where, np.isnan, np.isfinite, np.isinf, np.logical_and))
-add, subtract, multiply, abs, maximum, sqrt = map(  # noqa: A001
-    _ufunc, (np.add, np.subtract, np.multiply, np.absolute, np.maximum, np.sqrt)
-)
+add, subtract, multiply, abs, maximum, sqrt = map(_ufunc, (np.add, np.subtract, np.multiply, np.absolute, np.maximum, np.sqrt))
 linalg = SimpleNamespace(norm=_ufunc(np.linalg.norm))
 
 
@@ -129,7 +127,7 @@ class Device:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Device)
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
     def use(self) -> None:
         """Make it current, which it is."""
@@ -150,8 +148,8 @@ class Graph:
         DEVICE.launch(self.graphExec, memory.current_stream() if stream is None else stream.ptr)
 
     def __del__(self) -> None:
-        DEVICE.executables.pop(self.graphExec)
-        DEVICE.graphs.pop(self.graph)
+        DEVICE.executables.pop(self.graphExec, None)
+        DEVICE.graphs.pop(self.graph, None)
 
 
 class Stream:

@@ -7,6 +7,7 @@ on a stream, or records it if the stream is being captured. A queue runs when so
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 import threading
 from collections import deque
@@ -111,6 +112,18 @@ class Device:
         self._numbers = itertools.count(0x1000, 0x10)
         self._addresses: list[int] = []
         self._blocks: dict[int, Block] = {}
+
+    def reset(self) -> None:
+        """Forget work, graphs and captures that a failed test has left."""
+        with self.lock:
+            for queue in self.queues.values():
+                while queue:
+                    with contextlib.suppress(Exception):
+                        queue.popleft().run()
+            self.captures.clear()
+            self.graphs.clear()
+            self.executables.clear()
+            self.launches.clear()
 
     # Streams
 

@@ -70,14 +70,14 @@ def make_current() -> None:
     _thread.context = _context
 
 
-def cuCtxGetId(context: int) -> tuple[CUresult, int]:  # noqa: N802
+def cuCtxGetId(context: int) -> tuple[CUresult, int]:
     """The id of the current context; an error in a thread that has made no context current."""
     if getattr(_thread, "context", None) != _context:
         return CUresult.CUDA_ERROR_INVALID_CONTEXT, 0
     return CUresult.CUDA_SUCCESS, _context
 
 
-def cuThreadExchangeStreamCaptureMode(mode: CUstreamCaptureMode) -> tuple[CUresult, CUstreamCaptureMode]:  # noqa: N802
+def cuThreadExchangeStreamCaptureMode(mode: CUstreamCaptureMode) -> tuple[CUresult, CUstreamCaptureMode]:
     """The mode before."""
     before = getattr(_thread, "mode", CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL)
     _thread.mode = mode
@@ -93,24 +93,22 @@ def _memset(address: int, pitch: int, value: int, itemsize: int, width: int, hei
     return (CUresult.CUDA_SUCCESS,)
 
 
-def cuMemsetD8Async(address: int, value: int, count: int, stream: int) -> tuple[CUresult]:  # noqa: N802
+def cuMemsetD8Async(address: int, value: int, count: int, stream: int) -> tuple[CUresult]:
     """Fill bytes."""
     return _memset(address, count, value, 1, count, 1, stream)
 
 
-def cuMemsetD16Async(address: int, value: int, count: int, stream: int) -> tuple[CUresult]:  # noqa: N802
+def cuMemsetD16Async(address: int, value: int, count: int, stream: int) -> tuple[CUresult]:
     """Fill elements of 2 bytes."""
     return _memset(address, count, value, 2, count, 1, stream)
 
 
-def cuMemsetD32Async(address: int, value: int, count: int, stream: int) -> tuple[CUresult]:  # noqa: N802
+def cuMemsetD32Async(address: int, value: int, count: int, stream: int) -> tuple[CUresult]:
     """Fill elements of 4 bytes."""
     return _memset(address, count, value, 4, count, 1, stream)
 
 
-def cuMemsetD2D8Async(  # noqa: N802
-    address: int, pitch: int, value: int, width: int, height: int, stream: int
-) -> tuple[CUresult]:
+def cuMemsetD2D8Async(address: int, pitch: int, value: int, width: int, height: int, stream: int) -> tuple[CUresult]:
     """Fill rows of bytes."""
     return _memset(address, pitch, value, 1, width, height, stream)
 
@@ -136,25 +134,25 @@ def _node(graph: int, place: int) -> _Node:
     return node
 
 
-def cuGraphGetNodes(graph: int, count: int = 0) -> tuple[CUresult, list[_Node], int]:  # noqa: N802
+def cuGraphGetNodes(graph: int, count: int = 0) -> tuple[CUresult, list[_Node], int]:
     """The nodes, of which there are as many as works."""
     works = _works(graph)
     return CUresult.CUDA_SUCCESS, [_node(graph, place) for place in range(len(works))][:count], len(works)
 
 
-def cuGraphGetEdges(graph: int, count: int = 0) -> tuple[CUresult, list[_Node], list[_Node], list[None], int]:  # noqa: N802
+def cuGraphGetEdges(graph: int, count: int = 0) -> tuple[CUresult, list[_Node], list[_Node], list[None], int]:
     """The edges: work of one stream is a chain."""
     number = max(0, len(_works(graph)) - 1)
     begins, ends = ([_node(graph, place + shift) for place in range(number)][:count] for shift in (0, 1))
     return CUresult.CUDA_SUCCESS, begins, ends, [None] * len(begins), number
 
 
-def cuGraphNodeGetType(node: _Node) -> tuple[CUresult, CUgraphNodeType]:  # noqa: N802
+def cuGraphNodeGetType(node: _Node) -> tuple[CUresult, CUgraphNodeType]:
     """The kind of a node."""
     return CUresult.CUDA_SUCCESS, _KINDS[node.work.kind]
 
 
-def cuGraphKernelNodeGetParams(node: _Node) -> tuple[CUresult, SimpleNamespace]:  # noqa: N802
+def cuGraphKernelNodeGetParams(node: _Node) -> tuple[CUresult, SimpleNamespace]:
     """What a kernel is launched with; its function and its parameters both stand for the work."""
     names = ("gridDimX", "gridDimY", "gridDimZ", "blockDimX", "blockDimY", "blockDimZ")
     number = _register(node)
@@ -163,14 +161,14 @@ def cuGraphKernelNodeGetParams(node: _Node) -> tuple[CUresult, SimpleNamespace]:
     )
 
 
-def cuGraphMemsetNodeGetParams(node: _Node) -> tuple[CUresult, SimpleNamespace]:  # noqa: N802
+def cuGraphMemsetNodeGetParams(node: _Node) -> tuple[CUresult, SimpleNamespace]:
     """What a memset fills."""
     assert node.work.memset
     address, value, itemsize, width, height = node.work.memset
     return CUresult.CUDA_SUCCESS, SimpleNamespace(dst=address, value=value, width=width, height=height, elementSize=itemsize)
 
 
-def cuGraphKernelNodeGetAttribute(node: _Node, name: Any) -> tuple[CUresult, SimpleNamespace]:  # noqa: N802
+def cuGraphKernelNodeGetAttribute(node: _Node, name: Any) -> tuple[CUresult, SimpleNamespace]:
     """No kernel has clusters or is cooperative."""
     return CUresult.CUDA_SUCCESS, SimpleNamespace(clusterDim=SimpleNamespace(x=0), cooperative=0)
 
@@ -185,7 +183,7 @@ def _register(node: _Node) -> int:
     return number
 
 
-def cuLaunchKernelEx(config: SimpleNamespace, function: int, parameters: int, extra: int) -> tuple[CUresult]:  # noqa: N802
+def cuLaunchKernelEx(config: SimpleNamespace, function: int, parameters: int, extra: int) -> tuple[CUresult]:
     """Launch a graph's kernel by itself; its parameters belong to the graph, which must still exist."""
     assert function == parameters
     node = _registered[function]

@@ -26,7 +26,7 @@ def streams_of_thread() -> list[Any]:
     """The thread's streams, the current one last."""
     if not hasattr(_thread, "streams"):
         _thread.streams = []
-    return _thread.streams  # type: ignore[no-any-return]
+    return _thread.streams
 
 
 class Memory:

@@ -8,6 +8,8 @@ query, or no key and no sink. The sum of the scores' gradient is added to what i
 from __future__ import annotations
 
 import ctypes
+import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -87,7 +89,7 @@ class Read(NamedTuple):
             return self.device.view(self.pointers[t.uid], t.dims, t.steps, t.dtype).copy()
         found = np.zeros(t.dims, t.dtype)
         begins = self(t.ragged).ravel().tolist()
-        for b, (begin, end) in enumerate(zip(begins[:-1], begins[1:], strict=True)):
+        for b, (begin, end) in enumerate(itertools.pairwise(begins)):
             length = min((end - begin) // t.strides[t.sequence], t.dims[t.sequence])
             self.within(t, found[b], length)[...] = self.entry(t, begin, length)
         return found
@@ -280,7 +282,7 @@ def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *given: function(*(value.array for value in given))
 
 
-_erf = np.vectorize(__import__("math").erf, otypes=[np.float32])
+_erf = np.vectorize(math.erf, otypes=[np.float32])
 
 _MODES: dict[str, Callable[..., Any]] = {
     "SUB": _subtract, "DIV": _divide, "RSQRT": _plain(lambda x: 1 / np.sqrt(x)), "ERF": _plain(_erf),
@@ -303,10 +305,10 @@ def _pointwise(operation: Operation, given: dict[str, Value]) -> Value:
         shape = [1] * 4
         shape[axis] = operation.tensors["YDESC"].dims[axis]
         return Value(np.arange(shape[axis], dtype=np.int32).reshape(shape))
-    rows, columns = (next((x for x in of if x is not None), None) for of in zip(*((v.rows, v.columns) for v in operands)))
-    top, total = (mode in modes and any(of) for modes, of in (
-        (("MAX",), [v.top for v in operands]), (("ADD",), [v.total for v in operands]),
-    ))  # fmt: skip
+    rows = next((value.rows for value in operands if value.rows is not None), None)
+    columns = next((value.columns for value in operands if value.columns is not None), None)
+    top = mode == "MAX" and any(value.top for value in operands)
+    total = mode == "ADD" and any(value.total for value in operands)
     return Value(_MODES[mode](*operands), rows, columns, top, total)
 
 
