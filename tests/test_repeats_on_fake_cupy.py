@@ -142,9 +142,10 @@ def test_addresses_of_results_and_inputs_change(cupy):
     equal(map(as_float, kept), [want] * len(kept))
 
 
-def test_the_current_stream_is_used(cupy):
+@pytest.mark.parametrize("case", CASES[:2], ids=str)
+def test_the_current_stream_is_used(case, cupy):
     """Every launch of first, repeated and replayed calls goes to the stream that is current, whatever was before."""
-    problem = Problem(cupy, CASES[1])
+    problem = Problem(cupy, case)
     want = problem.run()
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
     cupy.cuda.Device().synchronize()
@@ -180,16 +181,23 @@ def test_a_stream_at_the_address_of_one_that_is_gone(case, cupy):
     assert len(set(pointers)) == 1
 
 
-def test_no_recording_leaves_its_stream_behind(cupy):
-    """After calls were recorded, cuDNN's handle and the thread are on the caller's stream."""
-    problem = Problem(cupy, CASES[0])
+@pytest.mark.parametrize("case", CASES[:2], ids=str)
+def test_recordings_and_their_memory_are_of_the_callers_stream(case, cupy):
+    """While and after calls are recorded, memory comes from the pool of the caller's stream; the handle is left on it."""
+    problem, streams = Problem(cupy, case), set()
     cupy.cuda.Device().synchronize()
-    with cupy.cuda.Stream(non_blocking=True) as stream:
+
+    def allocate(size):
+        streams.add(cupy.cuda.get_current_stream().ptr)
+        return cupy.get_default_memory_pool().malloc(size)
+
+    with cupy.cuda.Stream(non_blocking=True) as stream, cupy.cuda.using_allocator(allocate):
         for _ in range(OFTEN):
             problem.launch()
             assert cupy.cuda.get_current_stream() is stream
             assert library()._streams[library().executions[-1].handle] == stream.ptr
         stream.synchronize()
+    assert streams == {stream.ptr}
 
 
 @pytest.mark.parametrize("error", [RuntimeError(2), MemoryError("another allocator's"), RuntimeError(999)], ids=str)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -92,7 +93,8 @@ class FakeLibrary(Library):
 
     def __init__(self, device: Device) -> None:
         self.version, self.cudart_version = 91900, 12090
-        self.path = self.found = self.build = "a stand-in for cuDNN"
+        self.path = self.found = "a stand-in for cuDNN"
+        self.build = f"{self.path} in process {os.getpid()}"  # no other process may take its plans for its own
         self.executions: list[Execution] = []
         self.finalized: dict[str, int]
         self.configs: tuple[Config, ...]
@@ -200,8 +202,8 @@ class FakeLibrary(Library):
         def run() -> None:
             if recorded and self._records.get(number) is not record:
                 raise CUDARuntimeError(ILLEGAL_ADDRESS, "a CUDA graph is replayed, and its plan was destroyed")
-            device.view(workspace, (WORKSPACE,), (1,), "u1")[...] = POISON
-            program.run(Read(device, pointers, numbers), 1.5 if config.wrong else 1.0)
+            own = device.view(workspace, (WORKSPACE,), (1,), "u1")
+            program.run(Read(device, pointers, numbers), 1.5 if config.wrong else 1.0, lambda: own.fill(POISON))
 
         self.executions.append(Execution(handle, stream, config))
         device.submit(stream, Work(run, us=config.us))
