@@ -1,9 +1,12 @@
 """The tiers: unmarked tests need numpy only, ``cudnn`` the library and a C compiler, ``gpu`` a GPU, ``multi_gpu`` two.
 
+Tests with the fixture ``fake`` also need a C++ compiler.
+
 One command runs what the machine has and says what it left out. ``CUPY_SDPA_REQUIRE=gpu`` (or ``cudnn``) turns the skips
 of that tier, and of those that it stands on, into failures.
 """
 
+import gc
 import os
 
 import pytest
@@ -86,3 +89,40 @@ def cupy():
 
     yield module
     module.get_default_memory_pool().free_all_blocks()
+
+
+@pytest.fixture(scope="module")
+def stand_ins():
+    """CuPy, the CUDA driver and cuDNN on host memory for the tests of a module, see :mod:`fake_cupy`."""
+    import fake_cupy
+
+    if fake_cupy.compiler() is None:
+        reason = f"no C++ compiler ({', '.join(fake_cupy.COMPILERS)}) to build the CUDA kernels with"
+        pytest.fail(f"CUPY_SDPA_REQUIRE: {reason}") if os.environ.get("CUPY_SDPA_REQUIRE") else pytest.skip(reason)
+    with fake_cupy.installed() as module:
+        yield module
+
+
+@pytest.fixture
+def fake(stand_ins):
+    """The stand-in for CuPy, in a CUDA context of its own; afterwards every plan, graph and descriptor must be gone."""
+    import fake_cupy
+
+    from cupy_sdpa import get_plan_cache, store
+    from cupy_sdpa._cudnn.library import library
+
+    device = fake_cupy.DEVICE
+    device.reset()
+    library().reset()
+    fake_cupy.driver.new_context()
+    yield stand_ins
+    store.kept().clear()
+    get_plan_cache().clear()
+    device.wait_for_all()
+    device.check_guards()
+    if device.graphs or device.captures:
+        gc.collect()  # those of the test itself
+    assert not device.captures, "a capture was not ended"
+    assert not device.graphs, "a CUDA graph was not destroyed"
+    assert not library().live, "descriptors were not destroyed"
+    stand_ins.get_default_memory_pool().free_all_blocks()

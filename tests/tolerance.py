@@ -78,4 +78,5 @@ def assert_close(actual, truth, naive, floor=None) -> None:
         floor = rounding_floor(truth, naive.dtype)
     assert actual.shape == np.shape(truth), f"shape {actual.shape}, expected {np.shape(truth)}"
     error, allowed = worst(actual, truth), FACTOR * worst(naive, truth) + floor
+    assert np.isfinite(allowed), "the naive computation is wrong, or its floor is"
     assert error <= allowed, f"error {error:.3e}, allowed {allowed:.3e} (naive computation {worst(naive, truth):.3e})"

@@ -1,0 +1,191 @@
+"""CuPy's arrays: numpy arrays on device memory, whose contents are computed when their stream runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from . import memory
+from .device import DEVICE, Work
+
+
+class ndarray:  # noqa: N801
+    """An array on the device; as in CuPy the constructor takes memory."""
+
+    __array_priority__ = 100
+    __slots__ = ("__weakref__", "base", "data", "view_")
+
+    def __init__(
+        self, shape: Any, dtype: Any = float, memptr: Any = None, strides: tuple[int, ...] | None = None, order: str = "C"
+    ) -> None:
+        shape = (shape,) if isinstance(shape, (int, np.integer)) else tuple(map(int, shape))
+        dtype = np.dtype(dtype)
+        self.data = memory.alloc(math.prod(shape) * dtype.itemsize) if memptr is None else memptr
+        self.base: Any = None
+        if 0 in shape:
+            self.view_ = np.empty(shape, dtype, order)
+        else:
+            whole = self.data.mem.block.whole
+            offset = self.data.ptr - self.data.mem.block.address
+            self.view_ = np.ndarray(shape, dtype, whole, offset, strides, order)
+
+    # What arrays are, of which the device knows nothing
+
+    shape = property(lambda self: self.view_.shape)
+    strides = property(lambda self: self.view_.strides)
+    dtype = property(lambda self: self.view_.dtype)
+    ndim = property(lambda self: self.view_.ndim)
+    size = property(lambda self: self.view_.size)
+    itemsize = property(lambda self: self.view_.itemsize)
+    nbytes = property(lambda self: self.view_.nbytes)
+    flags = property(lambda self: self.view_.flags)
+    T = property(lambda self: self.transpose())
+
+    @property
+    def device(self) -> Any:
+        """The device that it is on."""
+        from .cupy import Device
+
+        return Device(0)
+
+    def __len__(self) -> int:
+        return len(self.view_)
+
+    def __repr__(self) -> str:
+        return f"<fake cupy array {self.shape} {self.dtype}>"
+
+    def _same_memory(self, view: Any) -> ndarray:
+        made = object.__new__(ndarray)
+        address = view.__array_interface__["data"][0] if view.size else self.data.ptr
+        made.data = memory.MemoryPointer(self.data.mem, address)
+        made.view_, made.base = view, self.base if self.base is not None else self
+        return made
+
+    def transpose(self, *axes: Any) -> ndarray:
+        """A view with its axes exchanged."""
+        return self._same_memory(self.view_.transpose(*axes))
+
+    def __getitem__(self, key: Any) -> ndarray:
+        return self._same_memory(self.view_[_with_dots(key)])
+
+    def view(self, dtype: Any = None) -> ndarray:
+        """A view of another dtype."""
+        return self._same_memory(self.view_.view() if dtype is None else self.view_.view(dtype))
+
+    def reshape(self, *shape: Any, order: str = "C") -> ndarray:
+        """A view where there can be one, else a copy."""
+        made = self.view_.reshape(*shape, order=order)
+        if np.may_share_memory(made, self.view_) or not made.size:
+            return self._same_memory(made)
+        return compute(lambda x: x.reshape(*shape, order=order), self)
+
+    def ravel(self, order: str = "C") -> ndarray:
+        """In one dimension."""
+        return self.reshape(-1, order=order)
+
+    # What reads or writes contents, in the order of the current stream
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        target = self.view_[_with_dots(key)]
+        source = value.view_ if isinstance(value, ndarray) else np.array(value)
+        np.broadcast_shapes(target.shape, source.shape)
+
+        def run() -> None:
+            target[...] = source
+
+        if target.size:
+            DEVICE.submit(memory.current_stream(), Work(run))
+
+    def fill(self, value: Any) -> None:
+        """Write one number into every element."""
+        self[...] = value
+
+    def astype(self, dtype: Any, order: str = "K", copy: bool = True) -> ndarray:
+        """A copy of another dtype."""
+        if not copy and self.dtype == np.dtype(dtype):
+            return self
+        return compute(lambda x: x.astype(dtype, order=order), self)
+
+    def copy(self, order: str = "C") -> ndarray:
+        """A copy."""
+        return compute(lambda x: x.copy(order=order), self)
+
+    def get(self) -> Any:
+        """The contents as a numpy array; waits for the current stream."""
+        DEVICE.wait(memory.current_stream())
+        return self.view_.copy(order="K")
+
+    def item(self) -> Any:
+        """The only element."""
+        return self.get().item()
+
+    __bool__ = lambda self: bool(self.get())  # noqa: E731
+    __int__ = lambda self: int(self.get())  # noqa: E731
+    __float__ = lambda self: float(self.get())  # noqa: E731
+
+    def __array__(self, *given: Any, **more: Any) -> Any:
+        raise TypeError("Implicit conversion to a NumPy array is not allowed. Use `.get()`")
+
+    def __iter__(self) -> Any:
+        return (self[place] for place in range(len(self)))
+
+    def _method(name: str) -> Any:  # noqa: N805
+        return lambda self, *given, **more: compute(lambda x: np.asarray(getattr(x, name)(*given, **more)), self)
+
+    sum, max, min, all, any, mean = map(_method, ("sum", "max", "min", "all", "any", "mean"))
+
+    def _operator(function: Any, turned: bool = False) -> Any:  # noqa: N805
+        if turned:
+            return lambda self, other: compute(function, other, self)
+        return lambda self, other: compute(function, self, other)
+
+    __add__, __radd__ = _operator(np.add), _operator(np.add, turned=True)
+    __sub__, __rsub__ = _operator(np.subtract), _operator(np.subtract, turned=True)
+    __mul__, __rmul__ = _operator(np.multiply), _operator(np.multiply, turned=True)
+    __truediv__, __rtruediv__ = _operator(np.divide), _operator(np.divide, turned=True)
+    __lt__, __le__, __gt__, __ge__ = map(_operator, (np.less, np.less_equal, np.greater, np.greater_equal))
+    __eq__, __ne__ = map(_operator, (np.equal, np.not_equal))
+    __and__, __or__ = map(_operator, (np.logical_and, np.logical_or))
+    __neg__ = lambda self: compute(np.negative, self)  # noqa: E731
+    __invert__ = lambda self: compute(np.logical_not, self)  # noqa: E731
+    __hash__ = None
+
+    def _in_place(function: Any) -> Any:  # noqa: N805
+        return lambda self, other: compute(function, self, other, out=self)
+
+    __iadd__, __isub__, __imul__ = map(_in_place, (np.add, np.subtract, np.multiply))
+
+
+ndarray.__module__ = "cupy"
+
+
+def _with_dots(key: Any) -> Any:
+    """A key that gives a view, and never a scalar, of a numpy array."""
+    key = key if isinstance(key, tuple) else (key,)
+    return key if any(part is Ellipsis for part in key) else (*key, ...)
+
+
+def compute(function: Callable[..., Any], *operands: Any, out: ndarray | None = None) -> ndarray:
+    """``function`` of numpy arrays, on the current stream.
+
+    Shape and dtype of the result are those that the function gives for the contents of now, whatever these are.
+    """
+    given = [x.view_ if isinstance(x, ndarray) else x for x in operands]
+    with np.errstate(all="ignore"):
+        trial = np.asarray(function(*given))
+    made = out
+    if made is None:
+        made = ndarray(
+            trial.shape, trial.dtype, order="F" if trial.flags.f_contiguous and not trial.flags.c_contiguous else "C"
+        )
+    target = made.view_
+
+    def run() -> None:
+        target[...] = function(*given)
+
+    if target.size:
+        DEVICE.submit(memory.current_stream(), Work(run))
+    return made

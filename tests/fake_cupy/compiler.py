@@ -1,0 +1,143 @@
+"""CUDA kernels, compiled by the C++ compiler: threads run one after another.
+
+Enough of CUDA for kernels whose threads do not wait for one another: no ``__syncthreads``, no shared memory, no 16-bit floats.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+COMPILERS = ("c++", "g++", "clang++")
+
+_CUDA = """
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+#include <utility>
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __restrict__ __restrict
+#define __launch_bounds__(...)
+using std::isinf; using std::isnan; using std::isfinite;
+struct dim3 { unsigned x, y, z; };
+static thread_local dim3 gridDim, blockDim, blockIdx, threadIdx;
+struct alignas(8) uint2 { unsigned x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+static inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+template <class A, class B> static inline std::common_type_t<A, B> min(A a, B b) { return a < b ? a : b; }
+template <class A, class B> static inline std::common_type_t<A, B> max(A a, B b) { return a > b ? a : b; }
+template <class T> static inline T atomicAdd(T* p, T x) { T before = *p; *p += x; return before; }
+template <class T> static inline T atomicMax(T* p, T x) { T before = *p; *p = x > before ? x : before; return before; }
+"""
+
+_LAUNCH = """
+template <class... A, std::size_t... I> static void call(void (*f)(A...), void** a, std::index_sequence<I...>) {
+    f(*(std::remove_cv_t<std::remove_reference_t<A>>*)a[I]...);
+}
+template <class... A> static void launch(void (*f)(A...), const unsigned* n, void** arguments) {
+    gridDim = {n[0], n[1], n[2]}; blockDim = {n[3], n[4], n[5]};
+    for (blockIdx.z = 0; blockIdx.z < n[2]; ++blockIdx.z) for (blockIdx.y = 0; blockIdx.y < n[1]; ++blockIdx.y)
+    for (blockIdx.x = 0; blockIdx.x < n[0]; ++blockIdx.x) for (threadIdx.z = 0; threadIdx.z < n[5]; ++threadIdx.z)
+    for (threadIdx.y = 0; threadIdx.y < n[4]; ++threadIdx.y) for (threadIdx.x = 0; threadIdx.x < n[3]; ++threadIdx.x)
+        call(f, arguments, std::index_sequence_for<A...>{});
+}
+template <class... A> static long long sizes(void (*)(A...), long long* out) {
+    const long long every[] = {(long long)sizeof(A)..., 0};
+    for (std::size_t i = 0; i < sizeof...(A); ++i) out[i] = every[i];
+    return sizeof...(A);
+}
+extern "C" void fake_launch(const unsigned* n, void** arguments) { launch(KERNEL, n, arguments); }
+extern "C" long long fake_sizes(long long* out) { return sizes(KERNEL, out); }
+"""
+
+
+def compiler() -> str | None:
+    """The C++ compiler; None where there is none."""
+    return next(filter(None, map(shutil.which, COMPILERS)), None)
+
+
+@functools.cache
+def compiled(source: str) -> ctypes.CDLL:
+    """A library of C++ source; warnings are errors that a CUDA compiler would give, too."""
+    program = compiler()
+    assert program, "no C++ compiler: the fixture skips"
+    with tempfile.TemporaryDirectory() as folder:  # once loaded, the file is no longer needed
+        code, target = Path(folder, "kernel.cpp"), Path(folder, "kernel.so")
+        code.write_text(source)
+        command = [program, "-std=c++17", "-O1", "-w", "-fno-strict-aliasing", "-shared", "-fPIC", "-o", str(target), str(code)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{done.stderr}\n{source}"
+        return ctypes.CDLL(str(target))
+
+
+class Launch:
+    """A CUDA kernel, compiled; ``name`` may be a template's instance.
+
+    Raises:
+        TypeError: at a launch, an argument has another size than its parameter.
+    """
+
+    def __init__(self, source: str, name: str) -> None:
+        self._library = compiled(f"{_CUDA}\n{source}\n#define KERNEL {name}\n{_LAUNCH}")
+        sizes = (ctypes.c_longlong * 64)()
+        self._sizes = list(sizes[: self._library.fake_sizes(sizes)])
+
+    def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], arguments: list[Any]) -> None:
+        """Run every thread; arguments are numpy scalars or 0-dimensional arrays, passed by value."""
+        held = [np.ascontiguousarray(x).copy() for x in arguments]
+        if [x.nbytes for x in held] != self._sizes:
+            raise TypeError(f"arguments of {[x.nbytes for x in held]} bytes, the kernel takes {self._sizes}")
+        numbers = (ctypes.c_uint * 6)(*(*grid, 1, 1)[:3], *(*block, 1, 1)[:3])
+        self._library.fake_launch(numbers, (ctypes.c_void_p * len(held))(*(x.ctypes.data for x in held)))
+
+
+_C_TYPES = {
+    "float32": "float", "float64": "double", "int32": "int", "int64": "long long", "uint32": "unsigned", "uint8": "unsigned char",
+}  # fmt: skip
+
+
+class Parameter:
+    """A parameter of an element-wise kernel: ``[raw] dtype name``."""
+
+    def __init__(self, text: str) -> None:
+        *raw, dtype, self.name = text.split()
+        self.raw, self.dtype = bool(raw), np.dtype(dtype)
+        self.c_type = _C_TYPES[dtype]
+
+
+@functools.cache
+def elementwise(inputs: str, outputs: str, operation: str) -> Any:
+    """The loop of an element-wise kernel; ``i`` counts the elements in C order."""
+    every = [Parameter(text) for text in f"{inputs},{outputs}".split(",")]
+    bound = []
+    for number, p in enumerate(every):
+        place = f"arguments[{number}]"
+        if p.raw:
+            bound.append(f"{p.c_type}* const {p.name} = ({p.c_type}*){place};")
+        else:
+            bound.append(f"{p.c_type}& {p.name} = *({p.c_type}*)((char*){place} + offsets[{number}]);")
+    source = f"""{_CUDA}
+    extern "C" void run(long long count, int axes, const long long* shape, const long long* strides, void** arguments) {{
+        for (std::ptrdiff_t i = 0; i < count; ++i) {{
+            long long offsets[{len(every)}] = {{}}, rest = i;
+            for (int axis = axes - 1; axis >= 0; --axis) {{
+                for (int a = 0; a < {len(every)}; ++a) offsets[a] += rest % shape[axis] * strides[a * axes + axis];
+                rest /= shape[axis];
+            }}
+            {" ".join(bound)}
+            {operation};
+        }}
+    }}"""
+    return compiled(source).run

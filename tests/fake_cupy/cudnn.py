@@ -1,0 +1,277 @@
+"""cuDNN's C functions, as Python functions on host memory.
+
+Descriptors keep what they are given. A finalized plan keeps a :class:`fake_cupy.program.Program`, the operation graph as
+cuDNN was told it, which an execution evaluates on the stream of its handle. Heuristics propose :data:`CONFIGS`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from cupy_sdpa._cudnn.constants import AttributeName, DescriptorType, HeurMode, KnobType
+from cupy_sdpa._cudnn.library import Library
+
+from .device import ILLEGAL_ADDRESS, POISON, CUDARuntimeError, Device, Work
+from .program import Program, Read
+
+#: Statuses of cuDNN.
+BAD_PARAM, NOT_SUPPORTED, EXECUTION_FAILED = 2000, 3000, 5000
+#: Bytes of workspace that a plan needs; an execution fills them with garbage first.
+WORKSPACE = 4096
+
+_KIND = {int(kind): kind.name.removesuffix("_DESCRIPTOR") for kind in DescriptorType}
+_ATTRIBUTE = {int(attribute): attribute.name for attribute in AttributeName}
+
+
+@dataclass(frozen=True)
+class Config:
+    """An engine with its knobs, and how it behaves.
+
+    Attributes:
+        us: microseconds of an execution.
+        fails: with which status: ``finalize`` or ``execute``; empty where it runs.
+        wrong: whether its results are half as large again.
+    """
+
+    engine: int
+    knobs: tuple[tuple[str, int], ...] = ()
+    us: float = 800.0
+    fails: str = ""
+    wrong: bool = False
+
+
+#: What heuristics propose: the first is right but slow, the fastest is wrong, the next one cannot run.
+CONFIGS = (
+    Config(2, (("KERNEL_CFG", 3),)),
+    Config(1, (("KERNEL_CFG", 25),), us=100.0, wrong=True),
+    Config(3, (), us=200.0, fails="finalize"),
+    Config(1, (("KERNEL_CFG", 9),), us=200.0, fails="execute"),
+    Config(1, (("KERNEL_CFG", 7),), us=400.0),
+)
+
+
+@dataclass
+class Record:
+    """A descriptor."""
+
+    kind: str
+    values: dict[str, Any] = field(default_factory=dict)
+    finalized: bool = False
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[f"{self.kind}_{name}"]
+
+    def get(self, name: str, other: Any = None) -> Any:
+        """An attribute; ``other`` where it was not set."""
+        return self.values.get(f"{self.kind}_{name}", other)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.values[f"{self.kind}_{name}"] = value
+
+
+@dataclass(frozen=True)
+class Execution:
+    """An execution that was enqueued: its handle, its stream, and its plan's engine config."""
+
+    handle: int
+    stream: int
+    config: Config
+
+
+class FakeLibrary(Library):
+    """What :func:`cupy_sdpa._cudnn.library.library` gives in place of a loaded cuDNN, an imitation of 9.19.
+
+    Attributes:
+        executions: what was enqueued, in order.
+        finalized: how many plans were built, and how many were loaded.
+        configs: what heuristics propose.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.version, self.cudart_version = 91900, 12090
+        self.path = self.found = "a stand-in for cuDNN"
+        self.build = f"{self.path} in process {os.getpid()}"  # no other process may take its plans for its own
+        self.executions: list[Execution] = []
+        self.finalized: dict[str, int]
+        self.configs: tuple[Config, ...]
+        self.reset()
+        self._device, self._error = device, ""
+        self._numbers = itertools.count(0x100)
+        self._streams: dict[int, int] = {}
+        self._programs: list[tuple[Program, Config]] = []
+
+    def forget_plans(self) -> int:
+        """Destroy the plans that are left, which captured graphs have kept alive; how many they were."""
+        left = [number for number, record in self._records.items() if record.kind == "EXECUTION_PLAN"]
+        for number in left:
+            del self._records[number]
+        return len(left)
+
+    def reset(self) -> None:
+        """Forget what was done, with what a failed test has left, and propose the usual configs."""
+        self._records: dict[int, Record] = {}
+        self.executions.clear()
+        self.finalized = {"built": 0, "loaded": 0}
+        self.configs = CONFIGS
+
+    @property
+    def live(self) -> dict[str, int]:
+        """How many descriptors of each kind exist."""
+        kinds = [record.kind for record in self._records.values()]
+        return {kind: kinds.count(kind) for kind in set(kinds)}
+
+    # The C functions
+
+    def cudnnGetVersion(self) -> int:
+        return self.version
+
+    def cudnnGetErrorString(self, status: int) -> bytes:
+        return b"an error"
+
+    def cudnnGetLastErrorString(self, buffer: Any, size: int) -> None:
+        buffer.value, self._error = self._error.encode(), ""
+
+    def cudnnCreate(self, handle: Any) -> int:
+        handle._obj.value = next(self._numbers)
+        self._streams[handle._obj.value] = 0
+        return 0
+
+    def cudnnSetStream(self, handle: int, stream: int) -> int:
+        self._streams[handle] = stream
+        return 0
+
+    def cudnnBackendCreateDescriptor(self, kind: int, descriptor: Any) -> int:
+        descriptor._obj.value = next(self._numbers)
+        self._records[descriptor._obj.value] = Record(_KIND[int(kind)])
+        return 0
+
+    def cudnnBackendDestroyDescriptor(self, descriptor: Any) -> int:
+        del self._records[_number(descriptor)]
+        return 0
+
+    def cudnnBackendSetAttribute(self, descriptor: Any, name: int, kind: int, count: int, array: Any) -> int:
+        values = list(array)[:count]
+        if values and isinstance(values[0], bytes):
+            values = [b"".join(values)]
+        self._records[_number(descriptor)].values[_ATTRIBUTE[int(name)]] = values
+        return 0
+
+    def cudnnBackendGetAttribute(self, descriptor: Any, name: int, kind: int, count: int, got: Any, array: Any) -> int:
+        record, attribute = self._records[_number(descriptor)], _ATTRIBUTE[int(name)]
+        values = self._attribute(record, attribute)
+        if values and isinstance(values[0], Record):
+            if count:
+                targets = [self._records[pointer] for pointer in list(array)[: len(values)]]
+                for target, value in zip(targets, values, strict=False):
+                    target.values, target.finalized = dict(value.values), True
+        else:
+            for place, value in enumerate(values[:count]):
+                array[place] = value
+        got._obj.value = min(len(values), count) if count else len(values)
+        return 0
+
+    def cudnnBackendFinalize(self, descriptor: Any) -> int:
+        record = self._records[_number(descriptor)]
+        record.finalized = True
+        if record.kind == "OPERATIONGRAPH":
+            record.values["program"] = self._program(record)
+        if record.kind == "EXECUTION_PLAN":
+            return self._finalize_plan(record)
+        return 0
+
+    def cudnnBackendExecute(self, handle: int, plan: Any, pack: Any) -> int:
+        record, given = self._records[_number(plan)], self._records[_number(pack)]
+        program, config = record.values["program"], record.values["config"]
+        if [handle] != record.get("HANDLE"):
+            return self._fail(BAD_PARAM, "the plan was finalized for another handle")
+        if config.fails == "execute":
+            return self._fail(EXECUTION_FAILED, "the kernel cannot be launched")
+        pointers = dict(zip(given["UNIQUE_IDS"], given["DATA_POINTERS"], strict=True))
+        if missing := [t.name for t in program.tensors if pointers.get(t.uid) is None]:
+            return self._fail(BAD_PARAM, f"no address for {missing}")
+        (workspace,) = given["WORKSPACE"]
+        numbers = program.numbers(pointers)
+        device, stream = self._device, self._streams[handle]
+
+        number, recorded = _number(plan), stream in device.captures
+
+        def run() -> None:
+            if recorded and self._records.get(number) is not record:
+                raise CUDARuntimeError(ILLEGAL_ADDRESS, "a CUDA graph is replayed, and its plan was destroyed")
+            own = device.view(workspace, (WORKSPACE,), (1,), "u1")
+            program.run(Read(device, pointers, numbers), 1.5 if config.wrong else 1.0, lambda: own.fill(POISON))
+
+        self.executions.append(Execution(handle, stream, config))
+        device.submit(stream, Work(run, us=config.us))
+        return 0
+
+    # What they do
+
+    def _fail(self, status: int, text: str) -> int:
+        self._error = text
+        return status
+
+    def _attribute(self, record: Record, name: str) -> list[Any]:
+        name = name.removeprefix(f"{record.kind}_")
+        if (record.kind, name) == ("ENGINEHEUR", "RESULTS"):
+            program = self._records[record["OPERATION_GRAPH"][0]].values["program"]
+            configs = self.configs if record["MODE"] == [int(HeurMode.A)] else ()
+            return [Record("ENGINECFG", {"program": program, "config": config}) for config in configs]
+        if (record.kind, name) == ("ENGINECFG", "ENGINE"):
+            config = record.values["config"]
+            return [Record("ENGINE", {"ENGINE_GLOBAL_INDEX": [config.engine], "ENGINE_NUMERICAL_NOTE": []})]
+        if name in ("KNOB_INFO", "NUMERICAL_NOTE"):
+            return []
+        if (record.kind, name) == ("EXECUTION_PLAN", "WORKSPACE_SIZE"):
+            return [WORKSPACE]
+        if (record.kind, name) == ("EXECUTION_PLAN", "JSON_REPRESENTATION"):
+            return [bytes([byte]) for byte in record.values["text"]]
+        return list(record[name])
+
+    def _program(self, record: Record) -> Program:
+        def resolved(pointer: int) -> Any:
+            """A descriptor's attributes, with those of the descriptors that it points to."""
+            of = self._records[pointer]
+            found = {}
+            for name, value in of.values.items():
+                short = name.removeprefix(f"{of.kind}_")
+                found[short] = resolved(value[0]) if short.endswith("DESC") or short in _POINTERS else value
+            return of.kind, pointer, found
+
+        return Program.of([resolved(pointer) for pointer in record["OPS"]])
+
+    def _finalize_plan(self, record: Record) -> int:
+        if (text := record.get("JSON_REPRESENTATION")) is not None:
+            program, config = self._programs[json.loads(text[0])["program"]]
+            record.values |= {"program": program, "config": config, "text": text[0]}
+            self.finalized["loaded"] += 1
+            return 0
+        chosen = self._records[record["ENGINE_CONFIG"][0]]
+        if "config" in chosen.values:
+            program, config = chosen.values["program"], chosen.values["config"]
+        else:  # by hand: any engine will do
+            engine = self._records[chosen["ENGINE"][0]]
+            choices = [self._records[pointer] for pointer in chosen.get("KNOB_CHOICES", [])]
+            knobs = tuple((KnobType(c["KNOB_TYPE"][0]).name, c["KNOB_VALUE"][0]) for c in choices)
+            program = self._records[engine["OPERATION_GRAPH"][0]].values["program"]
+            config = replace(CONFIGS[0], engine=engine["GLOBAL_INDEX"][0], knobs=knobs)
+        if config.fails == "finalize":
+            return self._fail(NOT_SUPPORTED, "the engine does not take this graph")
+        choices = {f"CUDNN_KNOB_TYPE_{name}": value for name, value in config.knobs}
+        facts = {"engine": {"engineId": config.engine, "knobChoices": choices}, "program": len(self._programs)}
+        self._programs.append((program, config))
+        record.values |= {"program": program, "config": config, "text": json.dumps(facts).encode()}
+        self.finalized["built"] += 1
+        return 0
+
+
+#: Attributes that point to descriptors, and whose names do not end in DESC.
+_POINTERS = ("PW_DESCRIPTOR", "SEED")
+
+
+def _number(descriptor: Any) -> int:
+    return int(descriptor if isinstance(descriptor, int) else descriptor.value)

@@ -1,0 +1,337 @@
+"""The module that stands in for ``cupy``."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from numpy import float16, float32, float64, inf, int32, int64, nan, uint32  # noqa: F401
+
+from . import compiler, driver, memory
+from .array import compute, ndarray
+from .device import DEVICE, NOT_READY, CUDARuntimeError, OutOfMemoryError, Work
+
+
+def _from_host(array: Any, order: str | None = None) -> ndarray:
+    """A copy on the device, in the order of the memory that it has on the host."""
+    array = np.asarray(array)
+    if order is None:
+        order = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
+    made = ndarray(array.shape, array.dtype, order=order)
+    made[...] = array
+    return made
+
+
+def asarray(x: Any, dtype: Any = None, order: str | None = None) -> ndarray:
+    """An array on the device, itself where it is one."""
+    if isinstance(x, ndarray):
+        return x if dtype is None or x.dtype == np.dtype(dtype) else x.astype(dtype)
+    return _from_host(np.asarray(x, dtype), order)
+
+
+def array(x: Any, dtype: Any = None, order: str | None = None) -> ndarray:
+    """A new array on the device."""
+    return x.copy(order or "K") if isinstance(x, ndarray) else asarray(x, dtype, order)
+
+
+def asnumpy(x: Any) -> Any:
+    """A copy on the host."""
+    return x.get() if isinstance(x, ndarray) else np.asarray(x)
+
+
+def empty(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:
+    """Nothing is written."""
+    return ndarray(shape, dtype, order=order)
+
+
+def full(shape: Any, value: Any, dtype: Any = None, order: str = "C") -> ndarray:
+    """Of one number."""
+    made = ndarray(shape, np.asarray(value).dtype if dtype is None else dtype, order=order)
+    made.fill(value)
+    return made
+
+
+def zeros(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:
+    """Of 0."""
+    return full(shape, 0, dtype, order)
+
+
+def ones(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:
+    """Of 1."""
+    return full(shape, 1, dtype, order)
+
+
+def empty_like(x: ndarray, dtype: Any = None, order: str = "K") -> ndarray:
+    """Of the same shape, and in the same order."""
+    fortran = order == "F" or (order == "K" and x.flags.f_contiguous and not x.flags.c_contiguous)
+    return ndarray(x.shape, x.dtype if dtype is None else dtype, order="F" if fortran else "C")
+
+
+def zeros_like(x: ndarray) -> ndarray:
+    """Of 0, and of the same shape."""
+    made = empty_like(x)
+    made.fill(0)
+    return made
+
+
+def arange(*given: Any, dtype: Any = None) -> ndarray:
+    """Numbers in a row."""
+    return _from_host(np.arange(*given, dtype=dtype))
+
+
+def asfortranarray(x: ndarray) -> ndarray:
+    """In Fortran order."""
+    return x if x.flags.f_contiguous else x.copy("F")
+
+
+def ascontiguousarray(x: ndarray) -> ndarray:
+    """In C order."""
+    return x if x.flags.c_contiguous else x.copy("C")
+
+
+def broadcast_to(x: ndarray, shape: tuple[int, ...]) -> ndarray:
+    """A view in which axes have stride 0."""
+    return x._same_memory(np.lib.stride_tricks.as_strided(x.view_, shape, np.broadcast_to(x.view_, shape).strides))
+
+
+def concatenate(arrays: list[ndarray], axis: int = 0) -> ndarray:
+    """One after the other."""
+    return compute(lambda *given: np.concatenate(given, axis=axis), *arrays)
+
+
+def _ufunc(function: Any) -> Any:
+    return lambda *given, out=None: compute(function, *given, out=out)
+
+
+where, isnan, isfinite, isinf, logical_and = map(_ufunc, (np.where, np.isnan, np.isfinite, np.isinf, np.logical_and))
+add, subtract, multiply, abs, maximum, sqrt = map(_ufunc, (np.add, np.subtract, np.multiply, np.absolute, np.maximum, np.sqrt))
+linalg = SimpleNamespace(norm=_ufunc(np.linalg.norm))
+
+
+class Device:
+    """The only device."""
+
+    def __init__(self, device: int = 0) -> None:
+        self.id = device
+        self.compute_capability = "90"
+
+    def __enter__(self) -> Device:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Device)
+
+    __hash__ = None
+
+    def use(self) -> None:
+        """Make it current, which it is."""
+
+    def synchronize(self) -> None:
+        """Wait for every stream."""
+        DEVICE.wait_for_all()
+
+
+class Graph:
+    """A CUDA graph that was captured, ready to launch."""
+
+    def __init__(self, graph: int) -> None:
+        self.graph, self.graphExec = graph, DEVICE.instantiate(graph)
+
+    def launch(self, stream: Any = None) -> None:
+        """Run it on a stream."""
+        DEVICE.launch(self.graphExec, memory.current_stream() if stream is None else stream.ptr)
+
+    def __del__(self) -> None:
+        DEVICE.executables.pop(self.graphExec, None)
+        DEVICE.graphs.pop(self.graph, None)
+
+
+class Stream:
+    """A stream; without arguments one that waits for the default stream, as in CuPy."""
+
+    null: Stream
+
+    def __init__(self, null: bool = False, non_blocking: bool = False) -> None:
+        self._own = not null
+        self.ptr = DEVICE.create_stream(non_blocking) if self._own else 0
+
+    def __del__(self) -> None:
+        if self._own:
+            DEVICE.destroy_stream(self.ptr)
+
+    def __enter__(self) -> Stream:
+        memory.streams_of_thread().append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        memory.streams_of_thread().pop()
+
+    def use(self) -> Stream:
+        """Make it the thread's current stream."""
+        memory.streams_of_thread()[:] = [self]
+        return self
+
+    @property
+    def done(self) -> bool:
+        """Whether it has no work."""
+        return not DEVICE.busy(self.ptr)
+
+    def synchronize(self) -> None:
+        """Wait for its work."""
+        DEVICE.wait(self.ptr)
+
+    def begin_capture(self, mode: int | None = None) -> None:
+        """Record what is submitted from now on."""
+        DEVICE.begin_capture(self.ptr)
+
+    def end_capture(self) -> Graph:
+        """What was recorded."""
+        return Graph(DEVICE.end_capture(self.ptr))
+
+    def is_capturing(self) -> bool:
+        """Whether work is recorded."""
+        return self.ptr in DEVICE.captures
+
+
+Stream.null = Stream(null=True)
+
+
+class Event:
+    """A moment on a stream's clock."""
+
+    def __init__(self) -> None:
+        self.time, self._stream = math.nan, 0
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Note the time when the stream comes to it."""
+        self._stream = memory.current_stream() if stream is None else stream.ptr
+
+        def run() -> None:
+            self.time = DEVICE.clock[self._stream]
+
+        DEVICE.submit(self._stream, Work(run, us=0.0))
+
+    def synchronize(self) -> None:
+        """Wait for it."""
+        DEVICE.wait(self._stream)
+
+
+def _get_current_stream() -> Any:
+    streams = memory.streams_of_thread()
+    return streams[-1] if streams else Stream.null
+
+
+# The runtime
+
+
+def _get_device() -> int:
+    driver.make_current()
+    return 0
+
+
+def _memcpy_2d(target: int, pitch: int, source: int, from_pitch: int, width: int, height: int, kind: int, stream: int) -> None:
+    def run() -> None:
+        rows = DEVICE.view(source, (height, width), (from_pitch, 1), "u1")
+        DEVICE.view(target, (height, width), (pitch, 1), "u1")[...] = rows
+
+    DEVICE.submit(stream, Work(run, "memcpy"))
+
+
+def _memset(address: int, value: int, size: int, stream: int) -> None:
+    driver.cuMemsetD8Async(address, value, size, stream)
+
+
+def _properties(device: int) -> dict[str, Any]:
+    return {"name": b"NVIDIA H200", "multiProcessorCount": 132, "major": 9, "minor": 0, "totalGlobalMem": 141 << 30}
+
+
+def _query(stream: int) -> int:
+    return NOT_READY if DEVICE.busy(stream) else 0
+
+
+runtime = SimpleNamespace(
+    CUDARuntimeError=CUDARuntimeError, getDevice=_get_device, getDeviceCount=lambda: 1, setDevice=lambda device: None,
+    free=lambda pointer: driver.make_current(), memGetInfo=lambda: (64 << 30, 141 << 30), getDeviceProperties=_properties,
+    memcpyDeviceToDevice=3, memcpy2DAsync=_memcpy_2d, memsetAsync=_memset,
+    memcpyAsync=lambda to, of, size, kind, stream: _memcpy_2d(to, size, of, size, size, 1, kind, stream),
+    streamCaptureModeGlobal=0, streamCaptureModeThreadLocal=1, streamCaptureModeRelaxed=2,
+    streamIsCapturing=lambda stream: stream in DEVICE.captures, streamQuery=_query, streamSynchronize=DEVICE.wait,
+    streamBeginCapture=lambda stream, mode: DEVICE.begin_capture(stream), streamEndCapture=DEVICE.end_capture,
+    deviceSynchronize=DEVICE.wait_for_all, graphInstantiate=DEVICE.instantiate, graphLaunch=DEVICE.launch,
+    graphDestroy=DEVICE.graphs.pop, graphExecDestroy=DEVICE.executables.pop, runtimeGetVersion=lambda: 12090,
+    driverGetVersion=lambda: 13000,
+)  # fmt: skip
+
+cuda = SimpleNamespace(
+    runtime=runtime, Device=Device, Stream=Stream, Event=Event, Graph=Graph, MemoryPool=memory.MemoryPool,
+    MemoryPointer=memory.MemoryPointer, memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError), alloc=memory.alloc,
+    malloc_async=memory.malloc_async, set_allocator=memory.set_allocator, using_allocator=memory.using_allocator,
+    get_current_stream=_get_current_stream, is_available=lambda: True,
+    get_elapsed_time=lambda begin, end: (end.time - begin.time) / 1e3,
+)  # fmt: skip
+
+
+def get_default_memory_pool() -> memory.MemoryPool:
+    """CuPy's own pool."""
+    return memory.POOL
+
+
+# Kernels
+
+
+class RawKernel:
+    """A kernel of CUDA C++; arguments are arrays, which stand for their addresses, numpy scalars, and Python's numbers."""
+
+    def __init__(self, code: str, name: str, options: tuple[str, ...] = (), **_: Any) -> None:
+        self._launch = compiler.Launch(code, name)
+
+    def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...], **_: Any) -> None:
+        held = [np.int64(x.data.ptr) if isinstance(x, ndarray) else np.asarray(x).copy() for x in args]
+        for x in args:
+            if isinstance(x, memory.MemoryPointer):
+                raise TypeError("give an address as .ptr")
+        launch = self._launch
+        DEVICE.submit(memory.current_stream(), Work(lambda: launch(grid, block, held)))
+
+
+class ElementwiseKernel:
+    """An element-wise kernel with named dtypes; outputs may be given, else they are made."""
+
+    def __init__(self, in_params: str, out_params: str, operation: str, name: str = "kernel", **_: Any) -> None:
+        self._inputs, self._outputs = ([compiler.Parameter(t) for t in text.split(",")] for text in (in_params, out_params))
+        self._loop = compiler.elementwise(in_params, out_params, operation)
+
+    def __call__(self, *args: Any, **_: Any) -> Any:
+        every = [*self._inputs, *self._outputs]
+        shapes = [getattr(x, "shape", ()) for x, p in zip(args, every, strict=False) if not p.raw]
+        shape = np.broadcast_shapes(*shapes)
+        made = [ndarray(shape, p.dtype) for p in every[len(args) :]]
+        held: list[Any] = []
+        for x, p in zip((*args, *made), every, strict=True):
+            if isinstance(x, ndarray):
+                if x.dtype != p.dtype:
+                    raise TypeError(f"{p.name} is {x.dtype}, the kernel takes {p.dtype}")
+                if p.raw and not x.flags.c_contiguous:
+                    raise NotImplementedError("raw arrays that are not contiguous")
+                if p in self._outputs and x.shape != shape:
+                    raise ValueError(f"Out shape is mismatched: {x.shape}, {shape}")
+            held.append(x.view_ if isinstance(x, ndarray) else np.array(x, p.dtype))
+        axes = len(shape)
+        strides = [(0,) * axes if p.raw else np.broadcast_to(x, shape).strides for x, p in zip(held, every, strict=True)]
+        sizes = (ctypes.c_longlong * max(axes, 1))(*shape)
+        steps = (ctypes.c_longlong * max(axes * len(held), 1))(*(step for row in strides for step in row))
+        pointers = (ctypes.c_void_p * len(held))(*(x.ctypes.data for x in held))
+        count = ctypes.c_longlong(math.prod(shape))
+
+        def run(keep: Any = held) -> None:
+            self._loop(count, axes, sizes, steps, pointers)
+
+        DEVICE.submit(memory.current_stream(), Work(run))
+        results = [*args, *made][len(self._inputs) :]
+        return results[0] if len(results) == 1 else tuple(results)

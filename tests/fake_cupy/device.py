@@ -1,0 +1,289 @@
+"""The device: memory, streams that run late, and CUDA graphs.
+
+Work is a :class:`Work`: a function that runs on the host, and what the driver reports of it. :meth:`Device.submit` queues it
+on a stream, or records it if the stream is being captured. A queue runs when something waits for the stream.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+#: The content of memory that nobody has written: NaN in every floating-point dtype.
+POISON = 0xFF
+#: Bytes before and after each block, and their content: a write beyond a block shows when the block is freed.
+GUARD, GUARD_BYTE = 256, 0xC5
+#: The runtime's error codes that are raised here.
+INVALID_HANDLE, NOT_READY, ILLEGAL_ADDRESS, CAPTURE_UNSUPPORTED, CAPTURE_IMPLICIT = 400, 600, 700, 900, 906
+
+
+class CUDARuntimeError(RuntimeError):
+    """An error of the CUDA runtime, as CuPy raises it."""
+
+    def __init__(self, status: int, text: str = "") -> None:
+        super().__init__(f"CUDA error {status}: {text}")
+        self.status = status
+
+
+class OutOfMemoryError(MemoryError):
+    """CuPy's: the device has no memory left."""
+
+
+class Work(NamedTuple):
+    """A unit of work on a stream.
+
+    Attributes:
+        run: what it does.
+        kind: ``kernel``, ``memset``, ``memcpy`` or ``alloc``, as the kind of a graph's node.
+        us: microseconds that it takes on the device's own clock.
+        memset: of a memset: address, value, bytes of an element, width, height.
+    """
+
+    run: Callable[[], None]
+    kind: str = "kernel"
+    us: float = 1.0
+    memset: tuple[int, int, int, int, int] | None = None
+
+
+class Block:
+    """Memory on the device, with guards on both sides."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        memory = np.full(capacity + 3 * GUARD, GUARD_BYTE, np.uint8)
+        start = GUARD + -(memory.ctypes.data + GUARD) % GUARD
+        self._guarded = memory[start - GUARD : start + capacity + GUARD]
+        self.address = memory.ctypes.data + start
+        self.whole = self._guarded[GUARD : GUARD + capacity]
+        self.live = False
+        self.give(capacity)
+
+    def give(self, size: int) -> None:
+        """Prepare the block for an owner who asked for ``size`` bytes."""
+        self._guarded[:] = GUARD_BYTE
+        self.memory = self._guarded[GUARD : GUARD + size]
+        self.memory[:] = POISON
+
+    def check(self) -> None:
+        """Raise if something wrote beyond the block."""
+        outside = np.concatenate([self._guarded[:GUARD], self._guarded[GUARD + self.memory.size :]])
+        if (outside != GUARD_BYTE).any():
+            raise CUDARuntimeError(ILLEGAL_ADDRESS, f"a write outside of the {self.memory.size} bytes at {self.address:#x}")
+
+    def die(self) -> None:
+        """End the block's life, in the order of its stream."""
+        self.check()
+        self.live = False
+        self.memory[:] = POISON
+
+    def revive(self, size: int) -> None:
+        """Begin a new life with ``size`` bytes, in the order of its stream."""
+        self.give(size)
+        self.live = True
+
+
+class Device:
+    """Streams, blocks and graphs. Stream 0 is the default stream; it and blocking streams wait for each other.
+
+    Attributes:
+        waits: how often the host waited for work or read memory.
+        launches: the streams that work was submitted to, in order; the work of a replayed graph counts once.
+        clock: microseconds of work that each stream has run.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.queues: dict[int, deque[Work]] = {0: deque()}
+        self.clock: dict[int, float] = {0: 0.0}
+        self.captures: dict[int, list[Work]] = {}
+        self.waits = 0
+        self.launches: list[int] = []
+        self.graphs: dict[int, list[Work]] = {}
+        self.executables: dict[int, list[Work]] = {}
+        self._non_blocking: set[int] = set()
+        self._unused_streams: list[int] = []
+        self._numbers = itertools.count(0x1000, 0x10)
+        self._addresses: list[int] = []
+        self._blocks: dict[int, Block] = {}
+
+    def reset(self) -> None:
+        """Forget work, graphs and captures that a failed test has left."""
+        with self.lock:
+            for queue in self.queues.values():
+                while queue:
+                    with contextlib.suppress(Exception):
+                        queue.popleft().run()
+            self.captures.clear()
+            self.graphs.clear()
+            self.executables.clear()
+            self.launches.clear()
+
+    # Streams
+
+    def create_stream(self, non_blocking: bool) -> int:
+        """A new stream; like CUDA, it may reuse the address of a stream that was destroyed."""
+        with self.lock:
+            stream = self._unused_streams.pop() if self._unused_streams else next(self._numbers)
+            self.queues[stream], self.clock[stream] = deque(), 0.0
+            if non_blocking:
+                self._non_blocking.add(stream)
+            return stream
+
+    def destroy_stream(self, stream: int) -> None:
+        """Run what is queued, and forget the stream."""
+        with self.lock:
+            self.run(stream)
+            self.captures.pop(stream, None)
+            del self.queues[stream], self.clock[stream]
+            self._non_blocking.discard(stream)
+            self._unused_streams.append(stream)
+
+    def submit(self, stream: int, work: Work) -> None:
+        """Queue work on a stream, or record it if the stream is being captured."""
+        with self.lock:
+            self._check(stream)
+            if stream in self.captures:
+                self.captures[stream].append(work)
+                return
+            self._wait_for_others(stream)
+            self.launches.append(stream)
+            self.queues[stream].append(work)
+
+    def submit_uncaptured(self, stream: int, work: Work) -> None:
+        """Queue what CuPy's pool does to its own memory: in the order of the stream, but never part of a capture."""
+        with self.lock:
+            if stream in self.queues:
+                self.queues[stream].append(work)
+            else:
+                work.run()
+
+    def run(self, stream: int) -> None:
+        """Run what is queued on a stream."""
+        queue = self.queues[stream]
+        while queue:
+            work = queue.popleft()
+            with np.errstate(all="ignore"):
+                work.run()
+            self.clock[stream] += work.us
+
+    def wait(self, stream: int) -> None:
+        """Have the host wait for a stream."""
+        with self.lock:
+            self._check(stream)
+            if stream in self.captures:
+                raise CUDARuntimeError(CAPTURE_UNSUPPORTED, f"stream {stream:#x} is being captured: nothing can wait for it")
+            self._wait_for_others(stream)
+            self.waits += 1
+            self.run(stream)
+
+    def wait_for_all(self) -> None:
+        """Have the host wait for every stream."""
+        with self.lock:
+            self.waits += 1
+            for stream in list(self.queues):
+                self.run(stream)
+
+    def busy(self, stream: int) -> bool:
+        """Whether a stream has work that did not run yet."""
+        with self.lock:
+            self._check(stream)
+            return bool(self.queues[stream])
+
+    def _check(self, stream: int) -> None:
+        if stream not in self.queues:
+            raise CUDARuntimeError(INVALID_HANDLE, f"there is no stream {stream:#x}")
+
+    def _wait_for_others(self, stream: int) -> None:
+        """Run the work of other streams that this one waits for implicitly."""
+        if stream == 0:
+            blocking = [other for other in self.queues if other and other not in self._non_blocking]
+            if any(other in self.captures for other in blocking):
+                raise CUDARuntimeError(CAPTURE_IMPLICIT, "a blocking stream is being captured: stream 0 would wait for it")
+            for other in blocking:
+                self.run(other)
+        elif stream not in self._non_blocking:
+            self.run(0)
+
+    # Graphs
+
+    def begin_capture(self, stream: int) -> None:
+        """Record what is submitted to a stream from now on."""
+        with self.lock:
+            self._check(stream)
+            if stream == 0 or stream in self.captures:
+                raise CUDARuntimeError(CAPTURE_UNSUPPORTED, f"stream {stream:#x} cannot be captured now")
+            self.captures[stream] = []
+
+    def end_capture(self, stream: int) -> int:
+        """The number of the graph of what was recorded."""
+        with self.lock:
+            if stream not in self.captures:
+                raise CUDARuntimeError(INVALID_HANDLE, f"stream {stream:#x} is not being captured")
+            graph = next(self._numbers)
+            self.graphs[graph] = self.captures.pop(stream)
+            return graph
+
+    def instantiate(self, graph: int) -> int:
+        """An executable copy of a graph."""
+        with self.lock:
+            executable = next(self._numbers)
+            self.executables[executable] = list(self.graphs[graph])
+            return executable
+
+    def launch(self, executable: int, stream: int) -> None:
+        """Run a graph on a stream, as one unit of work."""
+        works = self.executables[executable]
+
+        def replay() -> None:
+            for work in works:
+                work.run()
+
+        self.submit(stream, Work(replay, "graph", sum(work.us for work in works)))
+
+    # Memory
+
+    def new_block(self, size: int) -> Block:
+        """Memory that nobody owned before."""
+        block = Block(size)
+        with self.lock:
+            bisect.insort(self._addresses, block.address)
+            self._blocks[block.address] = block
+        return block
+
+    def drop(self, block: Block) -> None:
+        """Give a block back to the host."""
+        with self.lock:
+            self._addresses.remove(block.address)
+            del self._blocks[block.address]
+
+    def view(self, address: int, shape: Sequence[int], strides: Sequence[int], dtype: Any) -> Any:
+        """A numpy array on device memory; raises where any of it is not in one live block. Strides are in bytes."""
+        with self.lock:
+            place = bisect.bisect_right(self._addresses, address) - 1
+            block = self._blocks[self._addresses[place]] if place >= 0 else None
+        if 0 in shape:
+            return np.empty(shape, dtype)
+        if block is None or not block.live:
+            raise CUDARuntimeError(ILLEGAL_ADDRESS, f"no live memory at {address:#x}")
+        try:
+            return np.ndarray(tuple(shape), dtype, block.memory, address - block.address, tuple(strides))
+        except (ValueError, TypeError) as error:
+            text = f"{tuple(shape)} {dtype} at {address:#x}: {block.memory.size} bytes begin at {block.address:#x}"
+            raise CUDARuntimeError(ILLEGAL_ADDRESS, text) from error
+
+    def check_guards(self) -> None:
+        """Raise if anything was written outside of a block."""
+        with self.lock:
+            for block in self._blocks.values():
+                block.check()
+
+
+#: The only device.
+DEVICE = Device()

@@ -1,0 +1,167 @@
+"""CuPy's memory: pools, allocators, and memory that belongs to a captured graph."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+from .device import DEVICE, Block, OutOfMemoryError, Work
+
+#: Sizes are rounded up to multiples of so many bytes, as CuPy does: so addresses come again.
+UNIT = 512
+
+_thread = threading.local()
+
+
+def current_stream() -> int:
+    """The address of the thread's current stream."""
+    streams = getattr(_thread, "streams", None)
+    return streams[-1].ptr if streams else 0
+
+
+def streams_of_thread() -> list[Any]:
+    """The thread's streams, the current one last."""
+    if not hasattr(_thread, "streams"):
+        _thread.streams = []
+    return _thread.streams
+
+
+class Memory:
+    """A block with an owner; ``give_back`` is called when nobody refers to it any more."""
+
+    def __init__(self, block: Block, size: int, give_back: Callable[[Block], None]) -> None:
+        self.block, self._give_back = block, give_back
+        self.ptr, self.size, self.device_id = block.address, size, 0
+
+    def __del__(self) -> None:
+        self._give_back(self.block)
+
+
+class MemoryPointer:
+    """A place in memory, which it keeps."""
+
+    def __init__(self, mem: Any, ptr: int, size: int = 0) -> None:
+        self.mem, self.ptr, self.device_id, self.size = mem, ptr, 0, size
+
+    def memset_async(self, value: int, size: int, stream: Any = None) -> None:
+        """Fill bytes, on a stream."""
+        target = current_stream() if stream is None else stream.ptr
+
+        def run() -> None:
+            DEVICE.view(self.ptr, (size,), (1,), "u1")[...] = value
+
+        if size:
+            DEVICE.submit(target, Work(run, "memset", memset=(self.ptr, value, 1, size, 1)))
+
+    memset = memset_async
+
+
+class MemoryPool:
+    """Memory that is reused in the order of its stream; the last block given back goes first, as in CuPy."""
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = limit
+        self._idle: dict[tuple[int, int], list[Block]] = {}
+        self._total = self._used = 0
+
+    def malloc(self, size: int) -> MemoryPointer:
+        """Memory for work of the current stream.
+
+        Raises:
+            OutOfMemoryError: the pool would grow beyond its limit.
+        """
+        if size == 0:
+            return MemoryPointer(None, 0)
+        stream, capacity = current_stream(), -(-size // UNIT) * UNIT
+        with DEVICE.lock:
+            idle = self._idle.get((stream, capacity))
+            if idle:
+                block = idle.pop()
+            else:
+                if self.limit is not None and self._total + capacity > self.limit:
+                    raise OutOfMemoryError(f"Out of memory allocating {size:,} bytes (limit set to {self.limit:,} bytes)")
+                block = DEVICE.new_block(capacity)
+                self._total += capacity
+            self._used += capacity
+            DEVICE.submit_uncaptured(stream, Work(lambda: block.revive(size), "pool", 0.0))
+        return MemoryPointer(Memory(block, size, lambda block: self._give_back(stream, block)), block.address, size)
+
+    def _give_back(self, stream: int, block: Block) -> None:
+        with DEVICE.lock:
+            DEVICE.submit_uncaptured(stream, Work(block.die, "pool", 0.0))
+            self._idle.setdefault((stream, block.capacity), []).append(block)
+            self._used -= block.capacity
+
+    def used_bytes(self) -> int:
+        """Bytes in use."""
+        return self._used
+
+    def free_bytes(self) -> int:
+        """Bytes kept for reuse."""
+        return self._total - self._used
+
+    def total_bytes(self) -> int:
+        """Bytes in use or kept."""
+        return self._total
+
+    def set_limit(self, size: int | None = None) -> None:
+        """The most bytes; None or 0 for no limit."""
+        self.limit = size or None
+
+    def free_all_blocks(self) -> None:
+        """Give what is kept for reuse back to the device."""
+        DEVICE.wait_for_all()
+        with DEVICE.lock:
+            for blocks in self._idle.values():
+                for block in blocks:
+                    DEVICE.drop(block)
+                    self._total -= block.capacity
+            self._idle.clear()
+
+
+#: CuPy's default pool, and the allocators of threads.
+POOL = MemoryPool()
+_allocator: ContextVar[Callable[[int], MemoryPointer]] = ContextVar("allocator")
+_default: list[Callable[[int], MemoryPointer]] = [POOL.malloc]
+
+
+def alloc(size: int) -> MemoryPointer:
+    """Memory from the current allocator."""
+    return _allocator.get(_default[0])(size)
+
+
+def set_allocator(allocator: Callable[[int], MemoryPointer] | None = None) -> None:
+    """Have every thread allocate by another function."""
+    _default[0] = allocator or POOL.malloc
+
+
+@contextlib.contextmanager
+def using_allocator(allocator: Callable[[int], MemoryPointer] | None = None) -> Iterator[None]:
+    """Have this thread allocate by another function for a while."""
+    token = _allocator.set(allocator or POOL.malloc)
+    try:
+        yield
+    finally:
+        _allocator.reset(token)
+
+
+def malloc_async(size: int) -> MemoryPointer:
+    """Memory in the order of the current stream; while that is captured, memory of the graph, allocated in every replay."""
+    stream = current_stream()
+    with DEVICE.lock:
+        block = DEVICE.new_block(size)
+        capture = DEVICE.captures.get(stream)
+        DEVICE.submit(stream, Work(lambda: block.revive(size), "alloc"))
+
+    def free(block: Block) -> None:
+        with DEVICE.lock:
+            work = Work(block.die, "alloc")
+            if capture is None:
+                DEVICE.submit_uncaptured(stream, work)
+            elif DEVICE.captures.get(stream) is capture:
+                capture.append(work)
+
+    return MemoryPointer(Memory(block, size, free), block.address, size)

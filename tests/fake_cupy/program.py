@@ -1,0 +1,331 @@
+"""An operation graph as cuDNN was told it, evaluated with numpy: what cuDNN 9.19 computes, writes, and leaves alone.
+
+Everything is computed as if there were no lengths, so what lies beyond them is multiplied by 0 and its NaN spreads; packed
+arrays are read within their sequences. Rows beyond a length are not written, nor is anything of a batch entry that has no
+query, or no key and no sink. The sum of the scores' gradient is added to what is there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from cupy_sdpa._cudnn.constants import DataType, PointwiseMode, ReduceTensorOp
+
+from .device import Device
+
+_DTYPES = {
+    DataType.HALF: np.dtype("float16"), DataType.BFLOAT16: np.dtype(ml_dtypes.bfloat16), DataType.FLOAT: np.dtype("float32"),
+    DataType.DOUBLE: np.dtype("float64"), DataType.INT32: np.dtype("int32"), DataType.INT64: np.dtype("int64"),
+    DataType.BOOLEAN: np.dtype("bool"),
+}  # fmt: skip
+_NUMBERS = {"float32": ctypes.c_float, "float64": ctypes.c_double, "int32": ctypes.c_int32}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor descriptor."""
+
+    uid: int
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: np.dtype[Any]
+    virtual: bool
+    by_value: bool
+    ragged: Tensor | None
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"tensor {self.uid} {self.dims} {self.dtype}"
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The strides in bytes."""
+        return tuple(step * self.dtype.itemsize for step in self.strides)
+
+    @property
+    def sequence(self) -> int:
+        """Of a ragged tensor, the axis of its positions: rows, or columns where these are further apart."""
+        return 3 if self.strides[3] > self.strides[2] else 2
+
+
+class Value(NamedTuple):
+    """What a tensor holds: float32, whole numbers or bool, and of every batch entry how many rows and columns there are.
+
+    Attributes:
+        top: whether it is the maximum of each row.
+        total: whether it is a sum.
+        product: whether it is a product of matrices.
+    """
+
+    array: Any
+    rows: Any = None
+    columns: Any = None
+    top: bool = False
+    total: bool = False
+    product: bool = False
+
+
+class Read(NamedTuple):
+    """The memory of an execution."""
+
+    device: Device
+    pointers: dict[int, int]
+    numbers: dict[int, float]
+
+    def __call__(self, t: Tensor) -> Any:
+        """The contents of a tensor; of a ragged one 0 beyond each sequence."""
+        if t.by_value:
+            return np.full((1, 1, 1, 1), self.numbers[t.uid], t.dtype)
+        if t.ragged is None:
+            return self.device.view(self.pointers[t.uid], t.dims, t.steps, t.dtype).copy()
+        found = np.zeros(t.dims, t.dtype)
+        begins = self(t.ragged).ravel().tolist()
+        for b, (begin, end) in enumerate(itertools.pairwise(begins)):
+            length = min((end - begin) // t.strides[t.sequence], t.dims[t.sequence])
+            self.within(t, found[b], length)[...] = self.entry(t, begin, length)
+        return found
+
+    def entry(self, t: Tensor, begin: int, length: int) -> Any:
+        """The memory of a batch entry of a ragged tensor."""
+        shape = list(t.dims[1:])
+        shape[t.sequence - 1] = length
+        return self.device.view(self.pointers[t.uid] + begin * t.dtype.itemsize, shape, t.steps[1:], t.dtype)
+
+    @staticmethod
+    def within(t: Tensor, entry: Any, length: int) -> Any:
+        """The positions of an entry that are there."""
+        return entry[:, :length] if t.sequence == 2 else entry[:, :, :length]
+
+
+class Operation(NamedTuple):
+    """A step: its kind, its tensors by role, and its settings."""
+
+    kind: str
+    tensors: dict[str, Tensor]
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Program:
+    """The steps of a graph."""
+
+    operations: tuple[Operation, ...]
+
+    @classmethod
+    def of(cls, operations: list[Any]) -> Program:
+        """From descriptors: (kind, pointer, attributes), as deep as they go."""
+        tensors: dict[int, Tensor] = {}
+
+        def tensor(pointer: int, given: dict[str, Any]) -> Tensor:
+            if pointer not in tensors:
+                ragged = given.get("RAGGED_OFFSET_DESC")
+                tensors[pointer] = Tensor(
+                    given["UNIQUE_ID"][0], tuple(given["DIMENSIONS"]), tuple(given["STRIDES"]),
+                    _DTYPES[DataType(given["DATA_TYPE"][0])], bool(given["IS_VIRTUAL"][0]),
+                    bool(given.get("IS_BY_VALUE", [False])[0]), tensor(*ragged[1:]) if ragged else None,
+                )  # fmt: skip
+            return tensors[pointer]
+
+        made = []
+        for kind, _, given in operations:
+            of, settings = {}, {}
+            for name, value in given.items():
+                if isinstance(value, tuple) and value[0] == "TENSOR":
+                    of[name] = tensor(*value[1:])
+                elif isinstance(value, tuple):
+                    settings |= {key: setting[0] for key, setting in value[2].items()}
+            made.append(Operation(kind.removeprefix("OPERATION_"), of, settings))
+        return cls(tuple(made))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those that an execution hands over."""
+        every = {t for operation in self.operations for t in operation.tensors.values()}
+        every |= {t.ragged for t in every if t.ragged is not None}
+        return sorted((t for t in every if not t.virtual), key=lambda t: t.uid)
+
+    def numbers(self, pointers: dict[int, int]) -> dict[int, float]:
+        """The numbers that are handed over by value: read from the host before the execution is enqueued."""
+        given = (t for t in self.tensors if t.by_value)
+        return {t.uid: _NUMBERS[t.dtype.name].from_address(pointers[t.uid]).value for t in given}
+
+    def run(self, read: Read, factor: float, scribble: Callable[[], None]) -> None:
+        """Evaluate on the memory of an execution.
+
+        Args:
+            read: the memory.
+            factor: by which the results are too large.
+            scribble: writes garbage into cuDNN's own part of the workspace.
+        """
+        values: dict[int, Value] = {}
+        nobody = self._nobody(read)
+
+        def get(t: Tensor) -> Value:
+            if t.virtual:
+                return values[t.uid]
+            return values.get(t.uid, Value(None))._replace(array=_working(read(t)))
+
+        for operation in self.operations:
+            scribble()
+            t = operation.tensors["CDESC" if operation.kind == "MATMUL" else "YDESC"]
+            value = _RULES[operation.kind](operation, {name: get(x) for name, x in operation.tensors.items() if x is not t})
+            array = np.broadcast_to(value.array, np.broadcast_shapes(value.array.shape, t.dims if not t.virtual else ()))
+            rounded = array.astype(t.dtype)
+            values[t.uid] = value._replace(array=_working(rounded))
+            if not t.virtual:
+                added = operation.kind == "REDUCTION" and not value.product and t.dims[3] > 1
+                wrong = (array * factor).astype(t.dtype) if factor != 1 and t.dtype.kind not in "ib" else rounded
+                _write(read, t, wrong, values[t.uid], nobody, added)
+
+    def _nobody(self, read: Read) -> Any:
+        """Of every batch entry whether nothing is written of it: it has no query, or neither a key nor a sink; if there are lengths."""
+        for operation in self.operations:
+            t = operation.tensors
+            if {"GEMM_M_OVERRIDE_DESC", "GEMM_N_OVERRIDE_DESC"} <= t.keys():
+                queries, keys = (read(t[f"GEMM_{name}_OVERRIDE_DESC"]).ravel() for name in "MN")
+                return (queries == 0) | ((keys == 0) & (not self._has_sinks))
+        return None
+
+    @property
+    def _has_sinks(self) -> bool:
+        """Whether the softmax has a sink: then rows without a key see that."""
+        maxima = (o for o in self.operations if o.kind == "POINTWISE" and o.settings["MODE"] == PointwiseMode.MAX)
+        return any(not o.tensors["BDESC"].virtual and o.tensors["BDESC"].dims[2:] == (1, 1) for o in maxima)
+
+
+def _write(read: Read, t: Tensor, array: Any, value: Value, nobody: Any, added: bool) -> None:
+    """Write a result: of each batch entry the rows that are there."""
+    if value.rows is None and t.ragged is None:
+        view = read.device.view(read.pointers[t.uid], t.dims, t.steps, t.dtype)
+        view[...] = view + array if added else array
+        return
+    begins = None if t.ragged is None else read(t.ragged).ravel().tolist()
+    for b in range(t.dims[0]):
+        begin = b * t.strides[0] if begins is None else begins[b]
+        if value.rows is not None:
+            length = int(value.rows[b])
+        else:
+            length = t.dims[2] if begins is None else (begins[b + 1] - begin) // t.strides[2]
+        length = min(length, t.dims[2])
+        if length == 0 or (nobody is not None and nobody[b]):
+            continue
+        shape = (t.dims[1], length, t.dims[3])
+        view = read.device.view(read.pointers[t.uid] + begin * t.dtype.itemsize, shape, t.steps[1:], t.dtype)
+        view[...] = array[b, :, :length]
+
+
+def _working(array: Any) -> Any:
+    return array if array.dtype.kind in "ib" else array.astype(np.float32)
+
+
+def _matmul(operation: Operation, given: dict[str, Value]) -> Value:
+    a, b = given["ADESC"], given["BDESC"]
+    groups = a.array.shape[1] // b.array.shape[1]
+    array = np.matmul(a.array, np.repeat(b.array, groups, axis=1))
+    rows, columns = a.rows, b.columns
+    if "GEMM_M_OVERRIDE_DESC" in given:
+        rows = given["GEMM_M_OVERRIDE_DESC"].array.ravel()
+    if "GEMM_N_OVERRIDE_DESC" in given:
+        columns = given["GEMM_N_OVERRIDE_DESC"].array.ravel()
+    return Value(array, rows, columns, product=True)
+
+
+def _reduction(operation: Operation, given: dict[str, Value]) -> Value:
+    x, dims = given["XDESC"], operation.tensors["YDESC"].dims
+    array = np.broadcast_to(x.array, operation.tensors["XDESC"].dims)
+    b, h, m, n = array.shape
+    if x.product:  # over the heads of a group
+        return x._replace(array=array.reshape(b, dims[1], h // dims[1], m, n).sum(axis=2))
+    axes = tuple(axis for axis in range(4) if dims[axis] == 1)
+    if ReduceTensorOp(operation.settings["OPERATOR"]) == ReduceTensorOp.MAX:
+        return Value(array.max(axis=axes, keepdims=True), x.rows, top=True)
+    total = array.sum(axis=axes, keepdims=True, dtype=np.float32)
+    if not operation.tensors["YDESC"].virtual and (dims[0], *dims[2:], n) == (1, 1, 1, 1):
+        total = -total  # the gradient of the sinks: cuDNN changes its sign
+    return Value(total, x.rows if dims[2:] == (m, 1) else None, total=True)
+
+
+def _rng(operation: Operation, given: dict[str, Value]) -> Value:
+    """Numbers that follow from seed, offset and the place of the element."""
+    seed, offset = (int(given[name].array.ravel()[0]) for name in ("SEED", "OFFSET_DESC"))
+    b, h, i, j = np.ogrid[tuple(slice(n) for n in operation.tensors["YDESC"].dims)]
+    with np.errstate(over="ignore"):
+        x = (b << 50 | h << 40 | i << 20 | j).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        x ^= np.uint64(seed % 2**64) * np.uint64(0xBF58476D1CE4E5B9) + np.uint64(offset % 2**64)
+        for shift in (30, 27, 31):  # splitmix64
+            x = (x ^ (x >> np.uint64(shift))) * np.uint64(0x94D049BB133111EB)
+    kept = (x >> np.uint64(40)) < round(operation.settings["BERNOULLI_DIST_PROBABILITY"] * 2**24)
+    return Value(kept.astype(np.float32))
+
+
+def _reshape(operation: Operation, given: dict[str, Value]) -> Value:
+    x = given["XDESC"]
+    assert operation.tensors["YDESC"].dims == tuple(operation.tensors["XDESC"].dims[axis] for axis in (0, 1, 3, 2))
+    array = np.broadcast_to(x.array, operation.tensors["XDESC"].dims)
+    return x._replace(array=array.swapaxes(2, 3), rows=x.columns, columns=x.rows)
+
+
+def _subtract(x: Value, b: Value) -> Any:
+    """A row that sees nothing has the maximum -inf, and so are its scores: cuDNN takes 0 away."""
+    return x.array - (np.where(np.isneginf(b.array), 0, b.array) if b.top else b.array)
+
+
+def _divide(x: Value, b: Value) -> Any:
+    """A row that sees nothing has the sum 0: cuDNN gives 0."""
+    return x.array / (np.where(b.array == 0, 1, b.array) if b.total else b.array)
+
+
+def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *given: function(*(value.array for value in given))
+
+
+_erf = np.vectorize(math.erf, otypes=[np.float32])
+
+_MODES: dict[str, Callable[..., Any]] = {
+    "SUB": _subtract, "DIV": _divide, "RSQRT": _plain(lambda x: 1 / np.sqrt(x)), "ERF": _plain(_erf),
+    "IDENTITY": _plain(lambda x: x), "BINARY_SELECT": _plain(lambda x, b, t: np.where(t != 0, x, b)),
+    **{name: _plain(function) for name, function in {
+        "MUL": np.multiply, "ADD": np.add, "MAX": np.maximum, "MIN": np.minimum, "POW": np.power, "NEG": np.negative,
+        "EXP": np.exp, "LOG": np.log, "SQRT": np.sqrt, "RECIPROCAL": np.reciprocal, "TANH_FWD": np.tanh, "SIN": np.sin,
+        "COS": np.cos, "TAN": np.tan, "ABS": np.absolute, "FLOOR": np.floor, "CEIL": np.ceil, "CMP_EQ": np.equal,
+        "CMP_NEQ": np.not_equal, "CMP_GE": np.greater_equal, "CMP_GT": np.greater, "CMP_LE": np.less_equal,
+        "CMP_LT": np.less, "LOGICAL_AND": np.logical_and, "LOGICAL_OR": np.logical_or,
+    }.items()},
+}  # fmt: skip
+
+
+def _is_mistaken(b: Tensor, x: Tensor, mode: str) -> bool:
+    """Whether cuDNN takes the number of one batch entry for another's: of an array of one number for each."""
+    given = not b.virtual and not b.by_value and b.dtype.kind not in "ib"
+    return given and b.dims[0] > 1 and b.dims[2:] == (1, 1) and (x.dims[2] > 1 or mode == "ADD")
+
+
+def _pointwise(operation: Operation, given: dict[str, Value]) -> Value:
+    mode = PointwiseMode(operation.settings["MODE"]).name
+    operands = [given[name] for name in ("XDESC", "BDESC", "TDESC") if name in given]
+    if mode == "GEN_INDEX":
+        axis = operation.settings["AXIS"]
+        shape = [1] * 4
+        shape[axis] = operation.tensors["YDESC"].dims[axis]
+        return Value(np.arange(shape[axis], dtype=np.int32).reshape(shape))
+    if (t := operation.tensors.get("BDESC")) is not None and _is_mistaken(t, operation.tensors["XDESC"], mode):
+        operands[1] = operands[1]._replace(array=operands[1].array[:1])
+    rows = next((value.rows for value in operands if value.rows is not None), None)
+    columns = next((value.columns for value in operands if value.columns is not None), None)
+    top = mode == "MAX" and any(value.top for value in operands)
+    total = mode == "ADD" and any(value.total for value in operands)
+    return Value(_MODES[mode](*operands), rows, columns, top, total)
+
+
+_RULES: dict[str, Callable[[Operation, dict[str, Value]], Value]] = {
+    "MATMUL": _matmul, "POINTWISE": _pointwise, "REDUCTION": _reduction, "RNG": _rng, "RESHAPE": _reshape,
+}  # fmt: skip

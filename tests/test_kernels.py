@@ -1,0 +1,237 @@
+"""Each CUDA kernel of :mod:`cupy_sdpa.kernels`, compiled by the C++ compiler, against numpy on random inputs."""
+
+import numpy as np
+import pytest
+
+from cupy_sdpa import gpu, kernels
+
+SEEDS = range(5)
+
+
+def lengths_of(rng, batch, most):
+    """Random lengths, among them 0 and all."""
+    return rng.choice([0, most, *rng.integers(0, most + 1, 3)], batch)
+
+
+def as_given(fake, starts, dtype, strided):
+    """An array on the device; ``strided`` takes every second element of a longer one."""
+    if not strided:
+        return fake.asarray(starts.astype(dtype))
+    longer = np.full(2 * len(starts), 1 << 20, dtype)
+    longer[::2] = starts
+    return fake.asarray(longer)[::2]
+
+
+def result(fake, rng, shape, name, value, of_keys):
+    """A result full of random numbers, as a slice of a longer array; and those numbers."""
+    longer = (*shape[:-1], shape[-1] + 2)
+    if name != "per_row":
+        longer = (longer[0], longer[1] + 1, *longer[2:])  # a step between heads and positions
+    host = np.asfortranarray(rng.standard_normal(longer).astype("float16" if name != "per_row" else "float32"))
+    whole = fake.asarray(host)
+    part = tuple(slice(n) for n in shape)
+    return whole, part, kernels.Cleared(whole[part], of_keys, name == "per_row", value), host.copy(order="F")
+
+
+RESULTS = {"queries": ("large", 0.0, False), "keys": ("large", 0.0, True), "stats": ("per_row", -np.inf, False)}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_rows_of_dense_arrays(seed, name, fake):
+    """Positions beyond a length, and those of an entry whose other side is empty, are cleared; all others stay."""
+    rng = np.random.default_rng(seed)
+    kind, value, of_keys = RESULTS[name]
+    batch, heads, queries, keys = (int(n) for n in rng.integers(1, 6, 4) * (1, 1, 7, 9))
+    lengths = [lengths_of(rng, batch, most).astype(np.int32) for most in (queries, keys)]
+    positions = keys if of_keys else queries
+    shape = (positions, heads, batch) if kind == "per_row" else (8, heads, positions, batch)
+    whole, part, cleared, want = result(fake, rng, shape, kind, value, of_keys)
+    sides = [kernels.Side(fake.asarray(x), most, 0) for x, most in zip(lengths, (queries, keys), strict=True)]
+    assert kernels.prepare_rows(*sides, None, [cleared]) == {}
+    own, other = lengths[of_keys], lengths[1 - of_keys]
+    inside = np.arange(positions)[:, None] < np.where(other > 0, own, 0)
+    target = want[part]
+    target[~np.broadcast_to(inside[:, None] if kind == "per_row" else inside[None, None], shape)] = value
+    np.testing.assert_array_equal(whole.get(), want)
+
+
+#: Packed sequences: the most positions before the first, and by how many the longest may exceed the maximum length.
+PLACES = {"from_zero": (0, 0), "first_offset": (4, 0), "beyond_maximum": (0, 3), "both": (4, 3)}
+
+
+@pytest.mark.parametrize("starts_as", [("int32", False), ("int64", True)], ids=["int32", "int64_strided"])
+@pytest.mark.parametrize("name", RESULTS)
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("place", PLACES)
+def test_rows_of_packed_arrays(place, seed, name, starts_as, fake):
+    """Lengths, offsets, and cleared positions: before the first sequence, after the last, beyond the maximum length, and of
+    sequences whose other side is empty; all others stay."""
+    rng = np.random.default_rng(100 + seed)
+    before, excess = PLACES[place]
+    kind, value, of_keys = RESULTS[name]
+    batch, heads = int(rng.integers(1, 7)), int(rng.integers(1, 4))
+    starts, most, totals = [], [], []
+    for _ in range(2):
+        lengths = lengths_of(rng, batch, int(rng.integers(1, 30)))
+        starts.append(np.cumsum([rng.integers(0, before + 1), *lengths]))
+        most.append(max(1, int(lengths.max() - rng.integers(0, excess + 1))))
+        totals.append(int(starts[-1][-1]) + int(rng.integers(0, 4)))
+    total = totals[of_keys] = max(1, totals[of_keys])
+    shape = (heads, total) if kind == "per_row" else (8, heads, total)
+    whole, part, cleared, want = result(fake, rng, shape, kind, value, of_keys)
+    sides = [kernels.Side(as_given(fake, s, *starts_as), m, t) for s, m, t in zip(starts, most, totals, strict=True)]
+    offsets = {"q × 24": (False, 24), "k × 8": (True, 8), "v × 1": (True, 1)}
+    made = {key: x.get() for key, x in kernels.prepare_rows(*sides, offsets, [cleared]).items()}
+    own = [np.minimum(np.diff(s), m) for s, m in zip(starts, most, strict=True)]
+    np.testing.assert_array_equal(made["seq_lens_q"], own[0])
+    np.testing.assert_array_equal(made["seq_lens_kv"], own[1])
+    for key, (keys, factor) in offsets.items():
+        np.testing.assert_array_equal(made[key], starts[keys] * factor, key)
+    inside = np.zeros(total, bool)
+    for b in range(batch):
+        if own[1 - of_keys][b]:
+            begin = starts[of_keys][b]
+            inside[begin : begin + own[of_keys][b]] = True
+    want[part][..., ~inside] = value
+    np.testing.assert_array_equal(whole.get(), want)
+
+
+def test_starts_that_no_array_has_are_cut(fake):
+    """Starts beyond the total or below 0 lead to no write outside of the arrays."""
+    starts = fake.asarray(np.array([-5, 4, 90, 60], np.int32))
+    side = kernels.Side(starts, 8, 10)
+    out = fake.ones((8, 2, 10), np.float16, order="F")
+    made = kernels.prepare_rows(side, side, {"q": (False, 16)}, [kernels.Cleared(out, False, False, 0.0)])
+    np.testing.assert_array_equal(made["seq_lens_q"].get(), [4, 6, 0])
+    np.testing.assert_array_equal(made["q"].get(), np.array([0, 4, 10, 10]) * 16)
+
+
+def test_several_results_in_one_launch(fake):
+    """Results of both sides, each cleared by its own side's lengths."""
+    rng = np.random.default_rng(3)
+    lengths = [np.array([3, 0, 5], np.int32), np.array([2, 4, 0], np.int32)]
+    sides = [kernels.Side(fake.asarray(x), most, 0) for x, most in zip(lengths, (5, 6), strict=True)]
+    made = [
+        result(fake, rng, shape, *RESULTS[name])
+        for name, shape in (("queries", (8, 2, 5, 3)), ("stats", (5, 2, 3)), ("keys", (16, 1, 6, 3)), ("keys", (8, 1, 6, 3)))
+    ]
+    kernels.prepare_rows(*sides, None, [cleared for _, _, cleared, _ in made])
+    for whole, part, cleared, want in made:
+        own = np.where(lengths[1 - cleared.of_keys] > 0, lengths[cleared.of_keys], 0)
+        target = want[part]
+        for b, length in enumerate(own):
+            if cleared.numbers:
+                target[length:, :, b] = cleared.value
+            else:
+                target[:, :, length:, b] = cleared.value
+        np.testing.assert_array_equal(whole.get(), want)
+
+
+LAYOUTS = {
+    "dense": lambda fake, x: fake.asarray(x),
+    "longer_batch_step": lambda fake, x: fake.asarray(np.concatenate([x, x], axis=2))[:, :, : x.shape[2]],
+    "c_order": lambda fake, x: fake.asarray(np.ascontiguousarray(x)),
+    "every_second_position": lambda fake, x: fake.asarray(np.asfortranarray(np.repeat(x, 2, axis=2)))[:, :, ::2],
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_cleaned_copies(layout, dtype, fake):
+    """A dense copy with zeros beyond each length, also where NaN lies there; the original stays."""
+    rng = np.random.default_rng(7)
+    x = np.asfortranarray(rng.standard_normal((24, 3, 37, 4)).astype(dtype))
+    lengths = np.array([37, 0, 5, 36], np.int32)
+    for b, length in enumerate(lengths):
+        x[:, :, length:, b] = np.nan
+    given = LAYOUTS[layout](fake, x)
+    copy = kernels.cleaned(given, fake.asarray(lengths))
+    assert copy.flags.f_contiguous
+    np.testing.assert_array_equal(copy.get(), np.nan_to_num(x))
+    np.testing.assert_array_equal(given.get(), x)
+
+
+def test_rows_that_see_nothing(fake):
+    """-inf becomes +inf in a copy; everything else stays, NaN and +inf among it."""
+    x = np.array([[-np.inf, 1.5, np.nan], [np.inf, -3.0e38, -0.0]], np.float32, order="F")
+    given = fake.asarray(x)
+    want = np.where(np.isneginf(x), np.inf, x)
+    np.testing.assert_array_equal(kernels.seeing_nothing(given).get(), want)
+    np.testing.assert_array_equal(given.get(), x)
+
+
+def test_log_sum_exp_of_its_parts(fake):
+    """``m + log l``; a row that sees nothing has l = 0 and gets -inf."""
+    rng = np.random.default_rng(2)
+    top = np.asfortranarray(rng.standard_normal((7, 3, 2)).astype("f4"))
+    total = np.asfortranarray(rng.uniform(1, 50, top.shape).astype("f4"))
+    top[2, 1, 0], total[2, 1, 0] = -np.inf, 0
+    stats = fake.full(top.shape, np.nan, np.float32, order="F")
+    kernels.log_sum_exp(fake.asarray(top), fake.asarray(total), stats)
+    with np.errstate(divide="ignore"):
+        np.testing.assert_allclose(stats.get(), top + np.log(total), rtol=1e-6, atol=1e-6)
+
+
+def test_the_diagonal_of_every_entry(fake):
+    """``i + keys - queries``, of query i in each batch entry."""
+    queries, keys = np.array([5, 0, 7], np.int32), np.array([2, 9, 7], np.int32)
+    made = kernels.diagonal(7, fake.asarray(queries), fake.asarray(keys))
+    assert made.flags.f_contiguous
+    np.testing.assert_array_equal(made.get(), np.arange(7)[:, None] + keys - queries)
+
+
+CLEARED = {
+    "fortran": lambda x: x,
+    "c_order": lambda x: x.T,
+    "slice": lambda x: x[:, 1:3],
+    "empty": lambda x: x[:0],
+}
+
+
+@pytest.mark.parametrize("value", [0.0, -np.inf], ids=["zero", "minus_infinity"])
+@pytest.mark.parametrize("name", CLEARED)
+def test_clearing(name, value, fake):
+    """Every element of the array, and no other."""
+    host = np.asfortranarray(np.ones((3, 5, 2), np.float32))
+    whole = fake.asarray(host)
+    gpu.clear(CLEARED[name](whole), value)
+    CLEARED[name](host)[...] = value
+    np.testing.assert_array_equal(whole.get(), host)
+
+
+def dense(fake, *shape):
+    return fake.asarray(np.arange(np.prod(shape), dtype=np.int16).reshape(shape, order="F") + 1)
+
+
+def target(fake, *shape):
+    return fake.full(shape, -1, np.int16, order="F")
+
+
+RESIZED = {
+    "longer": lambda cp: (target(cp, 8, 3, 10, 2), dense(cp, 8, 3, 7, 2), 2),
+    "shorter": lambda cp: (target(cp, 8, 3, 7, 2), dense(cp, 8, 3, 10, 2), 2),
+    "one_entry": lambda cp: (target(cp, 8, 3, 10, 1), dense(cp, 8, 3, 7, 1), 2),
+    "first_axis": lambda cp: (target(cp, 11, 3, 2), dense(cp, 5, 3, 2), 0),
+    "nothing": lambda cp: (target(cp, 8, 3, 10, 2), dense(cp, 8, 3, 0, 2), 2),
+    "strided_source": lambda cp: (target(cp, 8, 3, 10, 2), dense(cp, 8, 3, 14, 2)[:, :, ::2], 2),
+    "strided_target": lambda cp: (target(cp, 8, 3, 20, 2)[:, :, ::2], dense(cp, 8, 3, 7, 2), 2),
+    "part_of_a_batch": lambda cp: (target(cp, 8, 3, 10, 2), dense(cp, 8, 3, 9, 4)[:, :, 1:8, 1:3], 2),
+    "other_batches": lambda cp: (target(cp, 8, 3, 10, 2), dense(cp, 8, 3, 7, 4)[..., ::2], 2),
+    "c_order": lambda cp: (target(cp, 8, 3, 10, 2), cp.ascontiguousarray(dense(cp, 8, 3, 7, 2)), 2),
+}
+
+
+@pytest.mark.parametrize("name", RESIZED)
+def test_resizing(name, fake):
+    """What fits is copied, the rest of the target is 0, and nothing around it is written."""
+    to, of, axis = RESIZED[name](fake)
+    around = to.base if to.base is not None else to
+    before = around.get()
+    gpu.resize(to, of, axis)
+    common = (slice(None),) * axis + (slice(min(to.shape[axis], of.shape[axis])),)
+    want = np.zeros(to.shape, np.int16)
+    want[common] = of.get()[common]
+    np.testing.assert_array_equal(to.get(), want)
+    if name == "strided_target":
+        np.testing.assert_array_equal(around.get()[:, :, 1::2], before[:, :, 1::2])

@@ -1,0 +1,394 @@
+"""Calls with CuPy arrays, computed on host memory: staging, kernels, graphs as cuDNN is told them, and what is left cleared.
+
+The stand-in for cuDNN writes what 9.19 writes and nothing else, and lets NaN beyond the lengths spread as 9.19 does, see
+:mod:`fake_cupy`. Outputs, workspaces and unused memory are full of NaN. On a real GPU: tests/test_gpu.py and its neighbours.
+"""
+
+import itertools
+from dataclasses import replace
+from typing import NamedTuple
+
+import functions
+import numpy as np
+import pytest
+from cases import FORWARD, VARIANTS, Case, options_of_reference
+from fake_cupy import DEVICE
+from on_gpu import check_backward, check_forward, poisoned
+from tolerance import accumulation_floor, assert_close, gradient_floor
+
+import cupy_sdpa
+from cupy_sdpa import Unsupported, attention, attention_backward, explain, get_plan_cache, gpu, reference
+from cupy_sdpa.support import why_not
+
+VERSION, CAPABILITY = 91900, 90
+
+
+@pytest.fixture
+def cupy(fake):
+    """The stand-in takes CuPy's place."""
+    return fake
+
+
+def runs(case):
+    """Whether the support table lets a case run."""
+    return not why_not(case.problem(), VERSION, CAPABILITY)
+
+
+SMALL = [case for case in FORWARD if max(case.longest) * case.hq * case.d < 1 << 16 and runs(case)]
+NAMES = [
+    "lengths",
+    "packed",
+    "bias",
+    "mask",
+    "alibi",
+    "sinks",
+    "dropout",
+    "max",
+    "bhsd",
+    "sliced",
+    "bshd",
+    "softcap",
+    "decode",
+    "one_key",
+    "window_bottom",
+]
+CASES = [case for case in SMALL if any(name in case.name for name in NAMES)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_forward(case, cupy):
+    """Output and log-sum-exp of every kind of array and layout."""
+    check_forward(cupy, case)
+
+
+def backward_checked(cupy, case, **options):
+    """Check every gradient that this cuDNN gives."""
+    less = {
+        "deterministic-sinks": "return_dsinks", "packed-sinks-gradient": "return_dsinks",
+        "dropout-sinks-gradient": "return_dsinks", "bias-gradient": "return_dbias",
+    }  # fmt: skip
+    case = replace(case, stats=True)
+    reasons = {reason.rule for reason in why_not(case.gradient_problem(**options), VERSION, CAPABILITY)}
+    check_backward(cupy, case, *case.arrays(), **options, **{less[rule]: False for rule in reasons})
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case in VARIANTS or "lengths" in case.name], ids=str)
+def test_backward(case, cupy):
+    """Gradients of every kind of array."""
+    backward_checked(cupy, case)
+
+
+DIRECT = ["lengths", "lengths_of_nothing", "packed_window_tail", "alibi_lengths_bottom_right", "sinks_lengths", "dropout"]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in DIRECT], ids=str)
+def test_deterministic_backward(case, cupy):
+    """The graph that writes dQ directly."""
+    backward_checked(cupy, case, deterministic=True)
+
+
+SUBSETS = ["".join(axes) or "-" for n in range(5) for axes in itertools.combinations("kqhb", n)]
+
+
+@pytest.mark.parametrize("axes", SUBSETS)
+@pytest.mark.parametrize("name", ["bias", "mask"])
+def test_broadcast_axes(name, axes, cupy):
+    """A bias and a mask of every broadcast shape, both passes, and the gradient of the bias."""
+    case = Case(f"{name}_{axes}", d=16, sq=20, skv=24, hkv=2, b=3, **{name: axes})
+    check_forward(cupy, case)
+    check_backward(cupy, case, *case.arrays())
+
+
+@pytest.mark.parametrize("axes", ["b", "hb"])
+def test_a_bias_of_the_batch_and_one_key(axes, cupy):
+    """One number for each batch entry, with a single key: each entry gets its own, see ``program._is_mistaken``."""
+    check_forward(cupy, Case(f"one_key_{axes}", d=16, sq=20, skv=1, b=3, bias=axes))
+
+
+# What must not be read, and what must be cleared
+
+
+def nan_beyond(x, lengths):
+    """A copy with NaN beyond the length of every batch entry."""
+    beyond = np.arange(x.shape[2])[:, None] >= np.asarray(lengths)
+    return np.asfortranarray(np.where(beyond, np.array(np.nan, x.dtype), x))
+
+
+PADDED = [
+    Case("padded", d=16, sq=40, skv=48, seq_lens_q=(20, 33), seq_lens_kv=(40, 3)),
+    Case("padded_bottom_right", d=16, sq=40, skv=48, hkv=2, seq_lens_q=(20, 33), seq_lens_kv=(40, 3), causal="bottom_right"),
+    Case("padded_empty", d=16, sq=24, skv=24, b=4, seq_lens_q=(24, 0, 9, 24), seq_lens_kv=(24, 10, 0, 1)),
+    Case("padded_bias", d=16, sq=24, skv=24, seq_lens_q=(24, 9), seq_lens_kv=(7, 24), bias="kqh"),
+    Case("padded_sinks", d=16, sq=24, skv=24, seq_lens_q=(24, 9), seq_lens_kv=(7, 24), sinks=True),
+    Case("padded_alibi", d=16, sq=24, skv=40, seq_lens_q=(24, 9), seq_lens_kv=(7, 40), alibi=True, causal="bottom_right"),
+    Case("one_query", d=16, sq=1, skv=40, hkv=2, seq_lens_q=(1, 1), seq_lens_kv=(7, 40)),
+]
+
+
+@pytest.mark.parametrize("bucket", [None, 32], ids=["exact", "bucket"])
+@pytest.mark.parametrize("case", PADDED, ids=str)
+def test_padding_full_of_nan(case, bucket, cupy):
+    """NaN in q, k, v and dout beyond the lengths reaches no result, and results there are 0 and -inf."""
+    q, k, v, dout = *case.arrays(), case.dout()
+    known, there = case.options(), case.options(cupy) | {"bucket": bucket}
+    lengths = case.seq_lens_q, case.seq_lens_kv, case.seq_lens_kv, case.seq_lens_q
+    given = [cupy.asarray(nan_beyond(x, of)) for x, of in zip((q, k, v, dout), lengths, strict=True)]
+    out, stats = poisoned(cupy, q.shape, q.dtype), poisoned(cupy, (case.sq, case.hq, case.b), np.float32)
+    attention(*given[:3], out=out, stats=stats, **there)
+    truth = reference.attention(q, k, v, **options_of_reference(known))
+    naive = attention(q, k, v, return_stats=True, **known)
+    assert_close(out.get(), truth[0], naive[0])
+    assert_close(stats.get(), truth[1], naive[1], accumulation_floor(q, k, case.tau, truth[1], case.added(known)))
+    into = [poisoned(cupy, x.shape, x.dtype) for x in (q, k, v)]
+    attention_backward(given[3], *given[:3], out, stats, **dict(zip(("dq", "dk", "dv"), into, strict=True)), **there)
+    truth = reference.attention_backward(dout, q, k, v, **options_of_reference(known))
+    naive = attention_backward(dout, q, k, v, *naive, **known)
+    for got, wanted, other, of in zip(into, truth, naive, lengths, strict=False):
+        assert_close(got.get(), wanted, other, gradient_floor(dout, q, k, v, case.tau, wanted, q.dtype))
+        beyond = np.arange(got.shape[2])[:, None] >= np.asarray(of)
+        assert not got.get()[..., beyond].any()
+
+
+class Places(NamedTuple):
+    """Where packed sequences lie: where each begins and the last ends, how many positions there are, and options."""
+
+    q: list
+    kv: list
+    total_q: int
+    total_kv: int
+    options: dict = {}  # noqa: RUF012
+
+    def sequences(self):
+        """The positions of queries and of keys that take part, of every sequence."""
+        for begins in zip(self.q[:-1], self.q[1:], self.kv[:-1], self.kv[1:], strict=True):
+            most = self.options.get("max_seqlen_q", 1 << 30), self.options.get("max_seqlen_kv", 1 << 30)
+            q, kv = (slice(a, min(b, a + n)) for a, b, n in zip(begins[::2], begins[1::2], most, strict=True))
+            if q.start < q.stop and kv.start < kv.stop:
+                yield {"q": q, "kv": kv}
+
+    def call_options(self, xp):
+        """The options of a call."""
+        starts = {
+            "cu_seqlens_q": xp.asarray(np.array(self.q, np.int32)),
+            "cu_seqlens_kv": xp.asarray(np.array(self.kv, np.int32)),
+        }
+        longest = {f"max_seqlen_{side}": int(np.diff(of).max()) for side, of in (("q", self.q), ("kv", self.kv))}
+        return starts | longest | self.options
+
+
+PLACES = {
+    "from_zero": Places([0, 20, 37], [0, 12, 44], 37, 44),
+    "tail": Places([0, 20, 37], [0, 12, 44], 45, 61),
+    "first_offset": Places([16, 30, 50], [8, 30, 41], 64, 41),
+    "first_offset_of_keys": Places([0, 30, 50], [5, 30, 41], 50, 50),
+    "empty_sequences": Places([0, 0, 20, 20, 37], [0, 7, 7, 11, 44], 37, 50),
+    "first_offset_and_empty": Places([3, 3, 20, 29, 37], [9, 17, 30, 30, 44], 40, 44),
+    "beyond_max_seqlen": Places([0, 20, 37], [0, 12, 44], 40, 44, {"max_seqlen_q": 18, "max_seqlen_kv": 30}),
+    "beyond_max_seqlen_and_offset": Places([4, 20, 37], [2, 12, 44], 40, 48, {"max_seqlen_q": 15, "max_seqlen_kv": 24}),
+    "bound_is_larger": Places([0, 20, 37], [0, 12, 44], 37, 44, {"max_seqlen_q": 64, "max_seqlen_kv": 100}),
+}
+SIDE = {"q": "q", "out": "q", "stats": "q", "dout": "q", "dq": "q", "k": "kv", "v": "kv", "dk": "kv", "dv": "kv"}
+
+
+def one_by_one(compute, places, arrays, results):
+    """The named results of a function of each sequence alone; 0, or -inf for stats, at positions of none."""
+    total = {"q": places.total_q, "kv": places.total_kv}
+    made = {name: np.full((*shape, total[SIDE[name]]), -np.inf if name == "stats" else 0.0) for name, shape in results.items()}
+    for part in places.sequences():
+        given = {name: np.asfortranarray(x[..., part[SIDE[name]], None]) for name, x in arrays.items()}
+        for name, value in zip(results, compute(**given), strict=True):
+            made[name][..., part[SIDE[name]]] = value[..., 0].T if name == "stats" else value[..., 0]
+    return made
+
+
+@pytest.mark.parametrize("causal", [False, "bottom_right"], ids=["full", "bottom_right"])
+@pytest.mark.parametrize("name", PLACES)
+def test_packed_sequences(name, causal, cupy):
+    """Both passes give what each sequence alone gives, and 0 and -inf elsewhere; NaN outside of the sequences is not read."""
+    places, d, hq, hkv = PLACES[name], 16, 4, 2
+    rng = np.random.default_rng(4)
+    shapes = {"q": (d, hq), "k": (d, hkv), "v": (d, hkv), "dout": (d, hq)}
+    total = {"q": places.total_q, "kv": places.total_kv}
+    arrays = {x: np.asfortranarray(rng.standard_normal((*shape, total[SIDE[x]])).astype("f2")) for x, shape in shapes.items()}
+    there = {}
+    for x, array in arrays.items():
+        read = np.zeros(array.shape[-1], bool)
+        for part in places.sequences():
+            read[part[SIDE[x]]] = True
+        there[x] = cupy.asarray(np.asfortranarray(np.where(read, array, np.float16(np.nan))))
+    options = places.call_options(cupy) | {"causal": causal}
+    of_q = {"q": there["q"], "k": there["k"], "v": there["v"]}
+    out = poisoned(cupy, arrays["q"].shape, "f2")
+    stats = poisoned(cupy, (hq, places.total_q), "f4")
+    attention(**of_q, out=out, stats=stats, **options)
+    names = {"out": (d, hq), "stats": (hq,)}
+    forward = {x: arrays[x] for x in "qkv"}
+    truth = one_by_one(lambda **x: reference.attention(**x, causal=causal), places, forward, names)
+    naive = one_by_one(lambda **x: attention(**x, causal=causal, return_stats=True), places, forward, names)
+    assert_close(out.get(), truth["out"], naive["out"].astype("f2"))
+    assert_close(stats.get(), truth["stats"], naive["stats"].astype("f4"), 1e-5)
+
+    def naive_backward(dout, **x):
+        out, stats = attention(**x, causal=causal, return_stats=True)
+        return attention_backward(dout, **x, out=out, stats=stats, causal=causal)
+
+    into = {f"d{x}": poisoned(cupy, there[x].shape, "f2") for x in "qkv"}
+    attention_backward(there["dout"], **of_q, out=out, stats=stats, **into, **options)
+    names = {f"d{x}": shapes[x] for x in "qkv"}
+    truth = one_by_one(lambda dout, **x: reference.attention_backward(dout, **x, causal=causal), places, arrays, names)
+    naive = one_by_one(naive_backward, places, arrays, names)
+    for x, got in into.items():
+        floor = gradient_floor(arrays["dout"], *forward.values(), d**-0.5, truth[x], np.dtype("f2"))
+        assert_close(got.get(), truth[x], naive[x].astype("f2"), floor)
+
+
+# Buckets, score functions, and what is not planned at all
+
+
+@pytest.mark.parametrize("case", [
+    Case("plain", d=16, sq=37, skv=50, hkv=2),
+    Case("causal", d=16, sq=50, skv=37, causal=True),
+    Case("bottom_right", d=16, sq=37, skv=50, causal="bottom_right"),
+    Case("bias", d=16, sq=37, skv=50, bias="kqh"),
+    Case("bias_of_keys", d=16, sq=37, skv=50, bias="kb"),
+    Case("mask", d=16, sq=37, skv=50, mask="qb"),
+    Case("decode", d=16, sq=1, skv=50, hkv=2),
+    Case("lengths", d=16, sq=37, skv=50, seq_lens_q=(37, 5), seq_lens_kv=(50, 17)),
+    Case("sliced", d=16, sq=37, skv=50, layout="sliced"),
+], ids=str)  # fmt: skip
+def test_buckets(case, cupy, monkeypatch):
+    """Results in given arrays are those of exact lengths, whatever lies in the padding, and lengths share a plan."""
+    options = Case.options
+
+    def with_bucket(self, xp=np, **more):
+        return options(self, xp, **more) | ({"bucket": 64} if xp is cupy else {})
+
+    monkeypatch.setattr(Case, "options", with_bucket)
+    check_forward(cupy, case)
+    check_backward(cupy, case, *case.arrays())
+    misses = get_plan_cache().misses
+    check_forward(cupy, replace(case, sq=case.sq if case.sq == 1 else 40, skv=60, seq_lens_q=None, seq_lens_kv=None))
+    assert get_plan_cache().misses == misses
+
+
+FUNCTIONS = {
+    **{f.name: f for f in functions.ZOO if f.name in ("alibi_causal", "document_causal", "key_bias", "softcap", "temperature")},
+    **{f.name: f for f in functions.LEARNED if f.name in ("added_before", "added_behind", "gated", "pairs", "number", "chosen")},
+    "bool_array": functions.Functions(
+        "bool_array", lambda s, b, h, i, j, keep: np.where(keep[h, j], s, s - 1.0), None,
+        lambda rng, h, q, kv, b: {"keep": rng.random((h, kv)) < 0.5},
+    ),
+    "int64_array": functions.Functions(
+        "int64_array", None, lambda b, h, i, j, ids: ids[b, i] == ids[b, j],
+        lambda rng, h, q, kv, b: {"ids": np.sort(rng.integers(0, 3, (b, q)), axis=1)},
+    ),
+    "strided_array": functions.Functions(
+        "strided_array", lambda s, b, h, i, j, x: s + x[i, j], None,
+        lambda rng, h, q, kv, b: {"x": rng.standard_normal((q, 2 * kv)).astype("f4")[:, ::2]},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions(name, cupy):
+    """Score and mask functions with captured arrays: both passes, and the gradients of the arrays."""
+    function = FUNCTIONS[name]
+    learned = function in functions.LEARNED
+    options = {"h": functions.HQ, "q": 200, "kv": 200, "b": functions.B}
+    with_tensors = {"return_dtensors": True} if learned else {"return_dbias": False}
+    functions.right_on_the_gpu(cupy, "bfloat16", function.options(**options), function.options(cupy, **options), **with_tensors)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_no_key_but_a_sink(packed, cupy):
+    """Without any key nothing is launched: a row of a sequence sees its sink, and all other results are 0 and -inf."""
+    q = cupy.ones((16, 4, 10) if packed else (16, 4, 10, 2), np.float16, order="F")
+    k = cupy.empty((16, 4, 0) if packed else (16, 4, 0, 2), np.float16, order="F")
+    sinks = np.arange(4, dtype=np.float32)
+    options = {"seq_lens_q": np.array([10, 3], np.int32)}
+    if packed:
+        options = {"cu_seqlens_q": np.array([2, 6, 9], np.int32), "cu_seqlens_kv": np.zeros(3, np.int32)}
+        options |= {"max_seqlen_q": 4, "max_seqlen_kv": 1}
+    arrays = {name: cupy.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    out, stats = attention(q, k, k, sinks=cupy.asarray(sinks), return_stats=True, **arrays)
+    assert not out.get().any()
+    there = np.zeros(10, bool) if packed else np.arange(10)[:, None] < options["seq_lens_q"]
+    if packed:
+        there[2:9] = True
+    want = np.where(there if packed else there[:, None], sinks[:, None], -np.inf)
+    np.testing.assert_array_equal(stats.get(), want)
+
+
+def test_dropout_follows_seed_and_offset(cupy):
+    """Integers and arrays of the same number drop the same weights; another seed or offset drops others."""
+    case = Case("dropped", d=16, sq=30, skv=40)
+    q, k, v = map(cupy.asarray, case.arrays())
+    kept = {
+        (seed, offset): cupy_sdpa.dropout_mask(q, k, dropout_p=0.3, seed=seed, offset=offset).get()
+        for seed, offset in ((1, 0), (2, 0), (1, 8))
+    }
+    arrays = {name: cupy.asarray(np.array([n], np.int64)) for name, n in (("seed", 1), ("offset", 8))}
+    np.testing.assert_array_equal(cupy_sdpa.dropout_mask(q, k, dropout_p=0.3, **arrays).get(), kept[1, 8])
+    assert len({x.tobytes() for x in kept.values()}) == 3
+    want = attention(*case.arrays(), dropout_p=0.3, dropout_mask=kept[1, 8])
+    got = attention(q, k, v, dropout_p=0.3, **arrays).get()
+    np.testing.assert_allclose(got.astype("f4"), want.astype("f4"), atol=0.02)
+
+
+# How a call behaves
+
+
+@pytest.mark.parametrize("case", [case for case in PADDED if case.b == 2] + [
+    Case("plain", d=16, sq=20, skv=24, hkv=2), Case("mask", d=16, sq=20, skv=24, mask="kb"),
+    Case("packed", d=16, packed=True, seq_lens_q=(9, 0, 7), seq_lens_kv=(6, 4, 0), b=3, hq=4, hkv=2, tail=3),
+    Case("max_sumexp", d=16, sq=20, stats="max_sumexp"),
+], ids=str)  # fmt: skip
+def test_a_call_waits_for_nothing_and_leaves_nothing(case, cupy):
+    """Neither pass waits for the device, all work is on the current stream, and memory beside the results goes back."""
+    q, k, v, dout = (cupy.asarray(x) for x in (*case.arrays(), case.dout()))
+    options, pool = case.options(cupy), cupy.get_default_memory_pool()
+    cupy.cuda.Device().synchronize()
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        waits, used, launches = DEVICE.waits, pool.used_bytes(), len(DEVICE.launches)
+        out, stats, *_ = attention(q, k, v, return_stats=case.stats, **options)
+        gradients = attention_backward(dout, q, k, v, out, stats, **options)
+        assert DEVICE.waits == waits
+        assert set(DEVICE.launches[launches:]) == {stream.ptr}
+        results = [out, stats, *_, *gradients]
+        del _
+        assert pool.used_bytes() - used == sum(-(-x.nbytes // 512) * 512 for x in results)
+        stream.synchronize()
+
+
+def test_refused_calls_launch_nothing(cupy):
+    """What the support table refuses writes nothing, not even the results' clearing."""
+    x = cupy.ones((12, 4, 8, 2), np.float16, order="F")
+    launches = len(DEVICE.launches)
+    with pytest.raises(Unsupported, match="multiples of 8"):
+        attention(x, x, x, seq_lens_q=cupy.ones(2, np.int32))
+    assert len(DEVICE.launches) - launches <= 2  # the lengths of this test, and those of the other side
+    assert not explain(x, x, x)
+
+
+def test_wrong_programs_are_noticed(cupy):
+    """The stand-in itself: work on another stream is late, freed memory is NaN, and writes outside of an array raise."""
+    x = cupy.zeros((4, 4), np.float32)
+    assert not np.isnan(x.get()).any()
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        x.fill(7)
+    assert not x.get().any()
+    stream.synchronize()
+    assert (x.get() == 7).all()
+    address = x.data.ptr
+    del x
+    again = cupy.empty((4, 4), np.float32)
+    assert again.data.ptr == address
+    assert np.isnan(again.get()).all()
+    gpu.driver().cuMemsetD8Async(address, 0, again.nbytes + 1, 0)
+    with pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="64 bytes begin"):
+        again.get()
+    with stream:
+        stream.begin_capture()
+        with pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="being captured"):
+            again.get()
+        stream.end_capture()

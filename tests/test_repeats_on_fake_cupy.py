@@ -1,0 +1,411 @@
+"""Repeated, captured, prepared and tuned calls on host memory: which addresses and streams they use, see :mod:`fake_cupy`.
+
+Streams run late and freed memory is NaN, so a stale address or stream gives a wrong result. On a real GPU:
+tests/test_gpu_repeats.py and tests/test_gpu_plans.py.
+"""
+
+import contextlib
+import threading
+
+import numpy as np
+import pytest
+from cases import Case, as_float
+from fake_cupy import DEVICE
+from fake_cupy.cudnn import CONFIGS
+from tolerance import assert_close
+
+import cupy_sdpa
+from cupy_sdpa import attention, attention_backward, attention_vjp, explain, get_plan_cache, prepare, reference, repeats
+from cupy_sdpa._cudnn.library import library
+
+#: Calls on the same addresses after which they are replayed from a CUDA graph.
+OFTEN = repeats.SIGHTS + 1
+
+
+@pytest.fixture
+def cupy(fake):
+    """The stand-in takes CuPy's place."""
+    return fake
+
+
+@contextlib.contextmanager
+def replayed():
+    """Assert that cuDNN is not called: what runs is a CUDA graph."""
+    before = len(library().executions)
+    yield
+    assert len(library().executions) == before, "the call was not replayed"
+
+
+CASES = [
+    Case("plain", d=16, sq=20, skv=24, hkv=2, causal=True),
+    Case("lengths", d=16, sq=40, skv=48, seq_lens_q=(20, 33), seq_lens_kv=(40, 3)),
+    Case("packed", d=16, packed=True, seq_lens_q=(19, 0, 7), seq_lens_kv=(16, 4, 0), b=3, hkv=2, causal=True, tail=3),
+    Case("mask", d=16, sq=20, mask="kb"),
+    Case("bias", d=16, sq=20, bias="hb"),
+    Case("sinks_and_slopes", d=16, sq=20, sinks=True, alibi=True),
+    Case("max_sumexp", d=16, sq=20, stats="max_sumexp"),
+    Case("dropout", d=16, sq=20, dropout=0.25),
+]
+
+
+class Problem:
+    """The arrays and options of a case, results full of NaN, and both passes into given results."""
+
+    def __init__(self, cupy, case, **options):
+        self.cupy, self.case = cupy, case
+        self.options = case.options(cupy) | options
+        self.inputs = [cupy.asarray(x) for x in (*case.arrays(), case.dout())]
+        q, k, v, _ = self.inputs
+        rows = (case.hq, q.shape[2]) if case.packed else (case.sq, case.hq, case.b)
+        self.results = [cupy.empty_like(x) for x in (q, q, k, v)]
+        self.results.insert(1, cupy.empty(rows, np.float32, order="F"))
+        self.poison()
+
+    def poison(self):
+        """Fill the results with NaN."""
+        for x in self.results:
+            x.fill(np.nan)
+
+    def run(self):
+        """Both passes, in given arrays; gives their contents after the current stream is done."""
+        self.launch()
+        return [as_float(x) for x in self.results]
+
+    def launch(self):
+        """Both passes, without waiting."""
+        q, k, v, dout = self.inputs
+        out, stats, dq, dk, dv = self.results
+        attention(q, k, v, out=out, stats=stats, **self.options)
+        attention_backward(dout, q, k, v, out, stats, dq=dq, dk=dk, dv=dv, **self.options)
+
+    def fresh(self):
+        """The same contents at other addresses, which no call has seen."""
+        other = object.__new__(Problem)
+        other.__dict__ |= self.__dict__
+        arrays = {name: x.copy("K") for name, x in self.options.items() if isinstance(x, self.cupy.ndarray)}
+        other.options = self.options | arrays
+        other.inputs, other.results = [x.copy("K") for x in self.inputs], [x.copy("K") for x in self.results]
+        other.poison()
+        return other
+
+    def change(self):
+        """Change inputs and lengths in place."""
+        self.inputs[0] *= 2
+        self.inputs[2] *= -1
+        for name in self.options.keys() & {"seq_lens_kv", "mask", "bias", "sinks", "alibi_slopes"}:
+            self.options[name][...] = self.options[name][::-1].copy()
+
+
+def equal(got, want):
+    """Assert that results are the same, none of them NaN."""
+    for a, b in zip(got, want, strict=True):
+        assert not np.isnan(a).any()
+        np.testing.assert_array_equal(a, b)
+
+
+def kinds():
+    """The kinds of all nodes of all CUDA graphs that are ready."""
+    return {work.kind for works in DEVICE.executables.values() for work in works}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_replays_read_what_is_there_now(case, cupy):
+    """A call that came often is replayed: right on changed contents, and its memory is nobody else's."""
+    problem = Problem(cupy, case)
+    for _ in range(2 * OFTEN):
+        want = problem.run()
+    assert kinds() <= {"kernel", "memset", "memcpy"}, "a graph allocates memory"
+    with replayed():
+        equal(problem.run(), want)
+    sizes = [1 << n for n in range(8, 17)] + [x.nbytes for x in problem.results]
+    others = [cupy.full(size, 7, np.uint8) for size in sizes for _ in range(8)]  # all that is free and might be used
+    problem.change()
+    problem.poison()
+    with replayed():
+        got = problem.run()
+    assert all((x.get() == 7).all() for x in others)
+    equal(got, problem.fresh().run())
+
+
+def test_addresses_of_results_and_inputs_change(cupy):
+    """Results that the call makes, and inputs elsewhere: each call computes on its own arrays."""
+    case = Case("moving", d=16, sq=20, skv=24)
+    q, k, v = map(cupy.asarray, case.arrays())
+    want = as_float(attention(q, k, v))
+    kept = [attention(q, k, v) for _ in range(2 * OFTEN)]
+    for _ in range(2 * OFTEN):
+        equal([as_float(attention(q, k, v))], [want])
+    for factor in (2, 3):
+        other = v * np.float32(factor).astype(v.dtype)
+        equal([as_float(attention(q, k, cupy.asfortranarray(other)))], [as_float(attention(q, k, cupy.asfortranarray(other)))])
+        np.testing.assert_allclose(as_float(attention(q, k, cupy.asfortranarray(other))), factor * want, rtol=0.02, atol=0.02)
+    equal(map(as_float, kept), [want] * len(kept))
+
+
+@pytest.mark.parametrize("case", CASES[:2], ids=str)
+def test_the_current_stream_is_used(case, cupy):
+    """Every launch of first, repeated and replayed calls goes to the stream that is current, whatever was before."""
+    problem = Problem(cupy, case)
+    want = problem.run()
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+    cupy.cuda.Device().synchronize()
+    for turn in range(2 * OFTEN):
+        for stream in [*streams, cupy.cuda.Stream.null, *streams[: turn % 2]]:
+            with stream:
+                problem.poison()
+                before = len(DEVICE.launches), len(library().executions)
+                problem.launch()
+                assert set(DEVICE.launches[before[0] :]) == {stream.ptr}
+                stream.synchronize()
+            equal([as_float(x) for x in problem.results], want)
+    with streams[0], replayed():
+        problem.launch()
+        streams[0].synchronize()
+
+
+@pytest.mark.parametrize("case", CASES[:3], ids=str)
+def test_a_stream_at_the_address_of_one_that_is_gone(case, cupy):
+    """CUDA reuses addresses of streams: results on the new stream are right, and on that stream only."""
+    problem = Problem(cupy, case)
+    want = problem.run()
+    cupy.cuda.Device().synchronize()
+    pointers = []
+    for _ in range(3):
+        stream = cupy.cuda.Stream(non_blocking=True)
+        pointers.append(stream.ptr)
+        with stream:
+            for _ in range(OFTEN + 1):
+                problem.poison()
+                equal(problem.run(), want)
+        del stream
+    assert len(set(pointers)) == 1
+
+
+@pytest.mark.parametrize("case", CASES[:2], ids=str)
+def test_recordings_and_their_memory_are_of_the_callers_stream(case, cupy):
+    """While and after calls are recorded, memory comes from the pool of the caller's stream; the handle is left on it."""
+    problem, streams = Problem(cupy, case), set()
+    cupy.cuda.Device().synchronize()
+
+    def allocate(size):
+        streams.add(cupy.cuda.get_current_stream().ptr)
+        return cupy.get_default_memory_pool().malloc(size)
+
+    with cupy.cuda.Stream(non_blocking=True) as stream, cupy.cuda.using_allocator(allocate):
+        for _ in range(OFTEN):
+            problem.launch()
+            assert cupy.cuda.get_current_stream() is stream
+            assert library()._streams[library().executions[-1].handle] == stream.ptr
+        stream.synchronize()
+    assert streams == {stream.ptr}
+
+
+@pytest.mark.parametrize("error", [RuntimeError(2), MemoryError("another allocator's"), RuntimeError(999)], ids=str)
+def test_a_recording_that_fails_costs_nothing_but_time(error, cupy, monkeypatch):
+    """The results of the call stand, later calls are right, and nothing is left of the recording."""
+    if isinstance(error, RuntimeError):
+        error = cupy.cuda.runtime.CUDARuntimeError(error.args[0])
+    problem = Problem(cupy, CASES[1])
+
+    def fail(graph):
+        raise error
+
+    want = problem.run()
+    with monkeypatch.context() as patch:
+        patch.setattr(cupy.cuda.runtime, "graphInstantiate", fail)
+        with pytest.warns(RuntimeWarning):  # noqa: PT031
+            for _ in range(2 * OFTEN):
+                problem.poison()
+                equal(problem.run(), want)
+    assert not DEVICE.graphs
+    for _ in range(4 * OFTEN):
+        problem.poison()
+        equal(problem.run(), want)
+
+
+def test_kernels_are_launched_one_by_one(cupy, monkeypatch):
+    """One of many recordings, on a stream that has work, follows kernel by kernel with the same results."""
+    monkeypatch.setattr(repeats, "FEW", 0)
+    problem = Problem(cupy, CASES[0])
+    want = [problem.run() for _ in range(2 * OFTEN)][-1]
+    problem.poison()  # the stream is busy
+    launches = len(DEVICE.launches)
+    with replayed():
+        problem.launch()
+        assert len(DEVICE.launches) - launches >= 2
+        equal([as_float(x) for x in problem.results], want)
+
+
+def test_threads(cupy):
+    """Four threads with a stream each and a plan cache of one: all results are right."""
+    problems = [Problem(cupy, case) for case in CASES[:3]]
+    wanted = [problem.run() for problem in problems]
+    cupy.cuda.Device().synchronize()
+    wrong = []
+
+    def work(seed):
+        try:
+            rng = np.random.default_rng(seed)
+            with cupy.cuda.Stream(non_blocking=True) as stream:
+                mine = [problem.fresh() for problem in problems]
+                get_plan_cache().set_limit(1 + seed)
+                for number in rng.integers(0, 3, 20):
+                    mine[number].poison()
+                    equal(mine[number].run(), wanted[number])
+                stream.synchronize()
+            get_plan_cache().clear()
+        except BaseException as error:  # raised in the test's own thread
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong, wrong
+
+
+def test_one_plan_at_a_time(cupy):
+    """With room for one plan each call destroys the one before, whose work may still be queued: results are right."""
+    get_plan_cache().set_limit(1)
+    problems = [Problem(cupy, case) for case in CASES[:3]]
+    wanted = [problem.run() for problem in problems]
+    for _ in range(OFTEN):
+        for problem in problems:
+            problem.poison()
+            problem.launch()
+        for problem, want in zip(problems, wanted, strict=True):
+            equal([as_float(x) for x in problem.results], want)
+    assert get_plan_cache().size == 1
+    get_plan_cache().set_limit(256)
+
+
+# Captured by the caller
+
+
+@pytest.mark.parametrize("options", [{}, {"bucket": 64}], ids=["exact", "bucket"])
+@pytest.mark.parametrize("case", [case for case in CASES if case.name != "max_sumexp"], ids=str)
+def test_captured_calls(case, options, cupy):
+    """Both passes in a CUDA graph: replayed on changed contents, after the plan cache was emptied, with other work between."""
+    if options and case.packed:
+        options = {"bucket": 32}
+    problem = Problem(cupy, case, **options)
+    want = problem.run()
+    cupy.cuda.Device().synchronize()
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        problem.launch()
+        graph = stream.end_capture()
+        problem.poison()
+        graph.launch(stream)
+        equal([as_float(x) for x in problem.results], want)
+        problem.change()
+        fresh = problem.fresh().run()
+        get_plan_cache().clear()
+        for size in (1 << 10, 1 << 14):
+            junk = [cupy.full(size, np.nan, np.float32) for _ in range(8)]
+            problem.poison()
+            graph.launch(stream)
+            equal([as_float(x) for x in problem.results], fresh)
+            assert all(np.isnan(x.get()).all() for x in junk)
+        stream.synchronize()
+    assert library().forget_plans() == 2, "the plans that were captured are kept, and no other"
+
+
+def test_what_is_not_planned_is_not_captured(cupy):
+    """Without a plan a captured call, prepare() and tuning are refused, and the capture goes on."""
+    problem = Problem(cupy, CASES[0])
+    q, k, v, _ = problem.inputs
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        with pytest.raises(RuntimeError, match="before it begins"):
+            attention(q, k, v)
+        with pytest.raises(RuntimeError, match="before it begins"):
+            prepare(q, k, v)
+        graph = stream.end_capture()
+    want = problem.run()
+    cupy.cuda.Device().synchronize()
+    with stream:
+        call = prepare(q, k, v, **problem.options)
+        stream.begin_capture()
+        with cupy_sdpa.autotune(), pytest.raises(RuntimeError, match="tune before"):
+            attention(q, k, v, **problem.options)
+        call(q, k, v, out=problem.results[0])
+        graph = stream.end_capture()
+        problem.poison()
+        graph.launch(stream)
+        equal([as_float(problem.results[0])], want[:1])
+    get_plan_cache().clear()
+    assert library().forget_plans() == 1
+
+
+# Prepared and tuned
+
+
+def test_prepared_calls(cupy):
+    """A prepared call is replayed; other contents, other lengths and other addresses are computed, other problems refused."""
+    case = CASES[1]
+    q, k, v = (cupy.asarray(x) for x in case.arrays())
+    options, out = case.options(cupy), cupy.empty_like(q)
+    call = prepare(q, k, v, **options)
+    assert call.report
+    for _ in range(OFTEN):
+        out.fill(np.nan)
+        call(q, k, v, out=out)
+    options["seq_lens_kv"][...] = options["seq_lens_kv"][::-1].copy()
+    out.fill(np.nan)
+    with replayed():
+        assert call(q, k, v, out=out) is out
+    want = as_float(attention(q, k, v, **options))
+    equal([as_float(out)], [want])
+    lengths = cupy.asarray(np.array([1, 2], np.int32))
+    other = as_float(call(q, k, v, seq_lens_kv=lengths))
+    equal([other], [as_float(attention(q, k, v, **(options | {"seq_lens_kv": lengths})))])
+    equal([as_float(call(*(x.copy("K") for x in (q, k, v))))], [want])
+    with pytest.raises(ValueError, match="another problem"):
+        call(q[:, :, :10], k, v)
+
+
+def right(q, k, v, out):
+    """Assert that an output of causal attention is right."""
+    arrays = [x.get() for x in (q, k, v)]
+    assert_close(out.get(), reference.attention(*arrays, causal=True)[0], attention(*arrays, causal=True))
+
+
+def test_tuning_takes_the_fastest_that_is_right(cupy):
+    """Of the engine configs one is faster and wrong, two do not run; the right one that is faster is kept."""
+    fastest = CONFIGS[4]
+    assert {fastest.fails, fastest.wrong, fastest.us} == {"", False, 400.0}
+    q, k, v = (cupy.asarray(x) for x in CASES[0].arrays())
+    first = explain(q, k, v, causal=True).plan
+    assert (first.engine, first.knobs) == (CONFIGS[0].engine, CONFIGS[0].knobs)
+    call = prepare(q, k, v, causal=True, autotune=True)
+    plan = call.report.plan
+    assert (plan.engine, plan.knobs, plan.tuned) == (fastest.engine, fastest.knobs, True)
+    times = {(trial.engine, trial.knobs): trial.us for trial in call.tuning.trials}
+    assert times[CONFIGS[1].engine, CONFIGS[1].knobs] is None, "wrong results were accepted"
+    assert times[CONFIGS[3].engine, CONFIGS[3].knobs] is None
+    assert call.tuning.gain == pytest.approx(CONFIGS[0].us / fastest.us, rel=0.3)
+    right(q, k, v, call(q, k, v))
+    right(q, k, v, attention(q, k, v, causal=True))
+    get_plan_cache().clear()
+    again = explain(q, k, v, causal=True).plan
+    assert (again.engine, again.knobs, again.tuned, again.loaded) == (fastest.engine, fastest.knobs, True, True)
+
+
+def test_tuning_of_both_passes_on_a_stream(cupy):
+    """Inside the context manager each pass is tuned once, on the stream of the call, and the results are right."""
+    problem = Problem(cupy, CASES[0])
+    q, k, v, dout = problem.inputs
+    cupy.cuda.Device().synchronize()
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        with cupy_sdpa.autotune() as found:
+            out, pullback = attention_vjp(q, k, v, causal=True)
+            first = [as_float(x) for x in pullback(dout)]
+            second = [as_float(x) for x in pullback(dout)]
+        right(q, k, v, out)
+        stream.synchronize()
+    assert [tuning.problem.backward for tuning in found] == [False, True]
+    equal(first, second)
+    want = Problem(cupy, CASES[0]).run()
+    equal(first, want[2:])
