@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -204,8 +205,8 @@ def _cleaning() -> Any:
 def seeing_nothing(stats: Any) -> Any:
     """A copy of log-sum-exps with +inf in place of those of masked rows."""
     copy = gpu.empty(stats.shape, stats.dtype)
-    operation = "y = x <= lowest ? __int_as_float(0x7f800000) : x"
-    return _elementwise("float32 x, float32 lowest", "float32 y", operation, "seeing_nothing")(stats, MASKED_SCORE, copy)
+    kernel = _elementwise("float32 x, float32 lowest, float32 top", "float32 y", "y = x <= lowest ? top : x", "seeing_nothing")
+    return kernel(stats, MASKED_SCORE, math.inf, copy)
 
 
 def log_sum_exp(top: Any, total: Any, stats: Any) -> None:

@@ -26,8 +26,8 @@ LAYERS = (
     {"engines", "lowering", "plan", "cache", "tuning", "offline"},
     {"functions", "options", "staging", "report", "call", "arguments", "repeats"},
     {"attention", "explain", "prepare", "variants", "layout"},
-    {"nnlib", "store", "survey", "bench", "check"},
-    {"__init__", "_cli", "__main__"},
+    {"nnlib", "store", "survey", "bench"},
+    {"__init__", "check", "_cli", "__main__"},
 )  # fmt: skip
 
 
