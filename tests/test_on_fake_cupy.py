@@ -278,9 +278,9 @@ FUNCTIONS = {
         "bool_array", lambda s, b, h, i, j, keep: np.where(keep[h, j], s, s - 1.0), None,
         lambda rng, h, q, kv, b: {"keep": rng.random((h, kv)) < 0.5},
     ),
-    "int64_array": functions.Functions(
-        "int64_array", None, lambda b, h, i, j, ids: ids[b, i] == ids[b, j],
-        lambda rng, h, q, kv, b: {"ids": np.sort(rng.integers(0, 3, (b, q)), axis=1)},
+    "int32_array": functions.Functions(
+        "int32_array", None, lambda b, h, i, j, ids: ids[b, i] == ids[b, j],
+        lambda rng, h, q, kv, b: {"ids": np.sort(rng.integers(0, 3, (b, q)), axis=1).astype("i4")},
     ),
     "strided_array": functions.Functions(
         "strided_array", lambda s, b, h, i, j, x: s + x[i, j], None,
