@@ -21,6 +21,7 @@ _CUDA = """
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 #include <utility>
 #define __global__
@@ -29,6 +30,8 @@ _CUDA = """
 #define __forceinline__ inline
 #define __restrict__ __restrict
 #define __launch_bounds__(...)
+#define CUDART_INF_F INFINITY
+#define CUDART_NAN_F NAN
 using std::isinf; using std::isnan; using std::isfinite;
 struct dim3 { unsigned x, y, z; };
 static thread_local dim3 gridDim, blockDim, blockIdx, threadIdx;
@@ -38,6 +41,12 @@ static inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 template <class A, class B> static inline std::common_type_t<A, B> min(A a, B b) { return a < b ? a : b; }
 template <class A, class B> static inline std::common_type_t<A, B> max(A a, B b) { return a > b ? a : b; }
+template <class To, class Of> static inline To bits(Of x) { To y; std::memcpy(&y, &x, sizeof y); return y; }
+static inline float __int_as_float(int x) { return bits<float>(x); }
+static inline float __uint_as_float(unsigned x) { return bits<float>(x); }
+static inline int __float_as_int(float x) { return bits<int>(x); }
+static inline unsigned __float_as_uint(float x) { return bits<unsigned>(x); }
+template <class T> static inline T __ldg(const T* p) { return *p; }
 template <class T> static inline T atomicAdd(T* p, T x) { T before = *p; *p += x; return before; }
 template <class T> static inline T atomicMax(T* p, T x) { T before = *p; *p = x > before ? x : before; return before; }
 """
