@@ -288,7 +288,7 @@ def _given(tensor: Tensor | None) -> Tensor:
 def _truncated(x: Array, b: Array) -> Array:
     """The quotient of integers, rounded towards 0."""
     quotient = x // b  # rounded down, and faster than numpy's remainder
-    return quotient + ((quotient < 0) & (quotient * b != x))
+    return quotient + ((quotient < 0) & (quotient * b != x))  # type: ignore[no-any-return]
 
 
 def _arithmetic(function: np.ufunc, integer: Callable[..., Array] | None = None) -> Callable[[Pointwise, Tile], Array]:
