@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray  # slow to import
 
     Array = NDArray[Any]
-
 #: Elements of one tile of scores: 4 MiB in float32, so that a tile and its copies stay in the caches of a laptop.
 TILE_ELEMENTS = 1 << 20
 
@@ -289,7 +288,8 @@ def _given(tensor: Tensor | None) -> Tensor:
 
 def _truncated(x: Array, b: Array) -> Array:
     """The quotient of integers, rounded towards 0."""
-    return (x - np.fmod(x, b)) // b
+    quotient = x // b  # rounded down, and faster than numpy's remainder
+    return quotient + ((quotient < 0) & (quotient * b != x))  # type: ignore[no-any-return]
 
 
 def _arithmetic(function: np.ufunc, integer: Callable[..., Array] | None = None) -> Callable[[Pointwise, Tile], Array]:

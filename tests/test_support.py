@@ -11,7 +11,7 @@ import pytest
 from planner import child_environment
 
 import cupy_sdpa
-from cupy_sdpa import survey
+from cupy_sdpa import survey, zoo
 from cupy_sdpa.band import Band
 from cupy_sdpa.gpus import NAMES
 from cupy_sdpa.posing import Wanted, pose
@@ -97,6 +97,10 @@ SIDES = {
     "bias-dtype": (
         (variant(bias=np.zeros((16, 16, 1, 1), order="F")), 91900, 90, r"bias is float64; .*bias\.astype\('float32'\)"),
         (variant(bias=np.zeros((16, 16, 1, 1), np.float32, order="F")), 91900, 90),
+    ),
+    "int64-tensors": (
+        (variant(mask_mod=zoo.document, tensors={"document_id": np.zeros((2, 16), np.int64)}), 92800, 90, r"\.astype\('int32'\)"),
+        (variant(mask_mod=zoo.document, tensors={"document_id": np.zeros((2, 16), np.int32)}), 92800, 90),
     ),
     "bias-gradient": (
         (packed(bias=BIAS, backward=True, return_dbias=True), 92800, 90, r"the bias's gradient .*leave return_dbias=True out, or pad"),
