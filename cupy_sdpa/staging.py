@@ -55,8 +55,10 @@ def _posed(problem: Problem, on_gpu: bool) -> Problem:
         specs["dbias"] = sums.pop("dbias")
     if problem.dcaptured:
         specs["dcaptured"] = tuple(sums.values())
-    if has_one_packed_query(problem) and "packed-decode-stats" not in turned_off():
+    if has_one_packed_query(problem) and "packed-one-query" not in turned_off():
         specs["settings"] = problem.settings._replace(max_seqlen_q=2)
+        if kept := problem.kept:
+            specs["kept"] = dense_spec("kept", kept.dtype, (kept.shape[0], 2, *kept.shape[2:]))
     problem = replace(problem, **specs) if specs else problem
     return _interned(with_room(problem) if problem.packed else problem)
 
@@ -163,7 +165,7 @@ class Stage:
             return filled("int32", like.shape[3], like.shape[2], like=like, on_gpu=self.on_gpu)
         if name in self._results:
             same = array.shape == spec.shape and dtype_name(array.dtype) == spec.dtype
-            return array if same or self.problem.packed else self._empty(spec)
+            return array if same or (self.problem.packed and not is_matrix(name)) else self._empty(spec)
         if name == "stats" and _may_see_nothing(self.problem):
             array = self._unseen(array)
         lengths = cleaned(self.problem).get(name)
@@ -173,10 +175,10 @@ class Stage:
             array = _cleaned(array, self._own[lengths])
         if is_matrix(name) and self._differs(array, spec):
             array = self._broadcast(array, spec)
-        elif array.shape != spec.shape and not self.problem.packed:
-            longer = self._empty(spec)
-            self._resize(longer, array, name)
-            array = longer
+        elif not self.problem.packed and not _fits(array, spec):
+            copy = self._empty(spec)
+            self._resize(copy, array, name)
+            array = copy
         return array
 
     def _differs(self, array: Any, spec: TensorSpec) -> bool:
@@ -218,6 +220,12 @@ class Stage:
             gpu.resize(target, source, axes[0])
         else:
             gpu.fit(target, source, tuple(axes))
+
+
+def _fits(array: Any, spec: TensorSpec) -> bool:
+    """Whether an array has the shape and the strides of what stands for it."""
+    steps = zip(array.shape, array.strides, spec.strides, strict=False)
+    return bool(array.shape == spec.shape) and all(length == 1 or step == wanted for length, step, wanted in steps)
 
 
 def _log_sum_exp(top: Any, total: Any, stats: Any) -> None:

@@ -131,9 +131,8 @@ def _one_query(problem: Problem) -> bool:
 
 
 def has_one_packed_query(problem: Problem) -> bool:
-    """Whether packed sequences have one query each, and the log-sum-exp of grouped heads is asked for."""
-    grouped = problem.sizes[2] != problem.sizes[3]
-    return problem.packed and not problem.backward and problem.stats is not None and _one_query(problem) and grouped
+    """Whether packed sequences have one query each, or none."""
+    return problem.packed and _one_query(problem)
 
 
 def _unbounded(problem: Problem) -> bool:
@@ -184,8 +183,9 @@ BUGS: tuple[Bug, ...] = (
             "one query, forward", "silently wrong", _REFUSE, "use cuDNN 9.25.1 or newer", f"{PYTORCH}/issues/193893")
         for first, last in ((91900, 92400), (92402, 92500))
     ),
-    Bug("packed-decode-stats", 91900, 92700, range(80, 130), has_one_packed_query,
-        "packed sequences of one query, grouped heads, with the log-sum-exp", "it is written for one head of each group only",
+    Bug("packed-one-query", 91900, _OPEN, range(80, 130), has_one_packed_query,
+        "packed sequences of one query",
+        "the log-sum-exp is written for one head of each group only, and gradients read it at the wrong place",
         frozenset({"two-rows"}), "", f"{FRONTEND}/issues/1083"),
     Bug("dropout-sinks-gradient", 91900, 92700, range(80, 130), lambda p: p.dsinks is not None and p.settings.dropout > 0,
         "the sinks' gradient, with dropout", "too small by 1 - dropout_p", _REFUSE, "use cuDNN 9.28.0", "docs/design.md"),

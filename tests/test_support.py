@@ -195,11 +195,11 @@ MET = {
         [(92401, 100), (92501, 100), (91900, 90), (91900, 120)],
         [asked(sq=2), backward(sq=1)],
     ),
-    "packed-decode-stats": (
+    "packed-one-query": (
         one_packed_query(return_stats=True),
-        [(91900, 90), (92600, 90), (92700, 80)],
-        [(92800, 90)],
-        [one_packed_query(), packed(queries=2, return_stats=True), one_packed_query(hkv=4, return_stats=True)],
+        [(91900, 90), (92600, 90), (92800, 80)],
+        [],
+        [packed(queries=2, return_stats=True), one_query()],
     ),
     "one-query-positions": (
         one_query(alibi_slopes=True),

@@ -153,7 +153,7 @@ class Draw:
         function = table[name := self.pick(*names)]
         if not function.tensors:
             return name, ""
-        kinds = [kind for kind in DTYPES[function.kind] if kind != "float64" or self.engine == "cpu"]
+        kinds = [kind for kind in DTYPES[function.kind] if kind not in ("float64", "int64") or self.engine == "cpu"]
         if "return_dtensors" in self.options:
             kinds = [kind for kind in kinds if "float" in kind] if option == "score_mod" else kinds
         return name, str(self.pick(*kinds))
