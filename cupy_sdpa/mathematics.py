@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import operator
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -49,23 +50,34 @@ def _written(mode: str, *operands: Value, kind: Kind | None = None) -> Value:
         frame = frame.f_back
     tracer.lines.setdefault(mode, f"{frame.f_code.co_filename}:{frame.f_lineno}")
     result = Value(tracer, tracer.writer.add(mode, *(x.step for x in operands), kind=kind))
-    signs = [_is_natural(x) for x in operands[:2]]
-    if mode == "abs" or (mode == "max" and any(signs)) or (mode in _NATURAL and all(signs)):
-        tracer.naturals.add(result.step)
+    bounds = [_bound(x) for x in operands[:2]]
+    known = [bound for bound in bounds if bound is not None]
+    if len(known) == len(bounds) and mode in _BOUNDS:
+        tracer.bounds[result.step] = _BOUNDS[mode](*known)
+    elif mode == "abs" or (mode == "max" and known):
+        tracer.bounds[result.step] = _UNBOUNDED
     return result
 
 
-#: Steps that give no integer below 0 where their operands are none.
-_NATURAL = frozenset({"add", "mul", "min", "div", "binary_select"})
+#: Steps that give no integer below 0 where their operands are none: the largest integer that they give.
+_BOUNDS: dict[str, Callable[..., int]] = {
+    "add": operator.add, "mul": operator.mul, "min": min, "max": max, "div": lambda x, b: x, "binary_select": max,
+    "abs": lambda x: x,
+}  # fmt: skip
+_UNBOUNDED = 2**63
 
 
-def _is_natural(x: Value) -> bool:
-    """Whether an integer is known to be 0 or more."""
+def _bound(x: Value) -> int | None:
+    """The largest integer that a value may be where it is known to be 0 or more, else None."""
     mode, _, name, kind, value = x.tracer.writer.steps[x.step]
-    if mode == "number":
-        value = x.tracer.numbers.get(name, -1)
-    known = mode == "index" or (mode in ("number", "constant") and value >= 0)
-    return kind == "int" and (known or x.step in x.tracer.naturals)
+    if kind != "int":
+        return None
+    if mode == "index":
+        return x.tracer.sizes.get(name, _UNBOUNDED)
+    if mode in ("number", "constant"):
+        number = int(x.tracer.numbers.get(name, -1) if mode == "number" else value)
+        return number if number >= 0 else None
+    return x.tracer.bounds.get(x.step)
 
 
 def _unary(mode: str, x: Any) -> Value:
@@ -139,8 +151,7 @@ def _floor_divide(x: Any, b: Any) -> Value:
     """``x // b``: exact of integers; of floats the integer nearest to ``(x - x % b) / b``."""
     x, b = _divided(x, b)
     if x.kind == b.kind == "int":
-        quotient = _written("div", x, b, kind="int")
-        return _where(_off(x, b, x - quotient * b), quotient - 1, quotient)
+        return _integer_division(x, b)[0]
     # a little more than the quotient, which may have been rounded down
     return _unary("floor", _binary("div", x - _remainder(x, b), b) + 0.25)
 
@@ -149,13 +160,35 @@ def _remainder(x: Any, b: Any) -> Value:
     """``x % b``, of the sign of b, as numpy computes it: exact of integers, and of floats but for the last addition."""
     x, b = _divided(x, b)
     if x.kind == b.kind == "int":
-        rest = x - _written("div", x, b, kind="int") * b
-    else:
-        rest = _written("mod", x, b)
-    result = _where(_off(x, b, rest), rest + b, rest)
-    if result.kind == "int" and _is_natural(b):
-        result.tracer.naturals.add(result.step)
-    return result
+        return _integer_division(x, b)[1]
+    rest = _written("mod", x, b)
+    return _where(_low(rest, b), rest + b, rest)
+
+
+#: cuDNN divides INT32 in float32 and truncates: up to this integer that is the exact quotient.
+_EXACT_DIVISION = 1 << 22
+
+
+def _integer_division(x: Value, b: Value) -> tuple[Value, Value]:
+    """``x // b`` and ``x % b``, exact also where the quotient is computed in float32.
+
+    A quotient of large integers is wrong by up to ``x / b`` times 2**-22. What is left is divided once more, and what is then
+    missing is at most 1. The products and differences of integers are exact, modulo 2**32.
+    """
+    quotient = _written("div", x, b, kind="int")
+    rest = x - quotient * b
+    top, divisor = _bound(x), _bound(b)
+    if top is None or divisor is None or max(top, divisor) > _EXACT_DIVISION:
+        more = _written("div", rest, b, kind="int")
+        quotient, rest = quotient + more, rest - more * b
+        low, high = _low(rest, b), _high(rest, b)
+        quotient = _where(low, quotient - 1, _where(high, quotient + 1, quotient))
+        rest = _where(low, rest + b, _where(high, rest - b, rest))
+    if divisor is not None:  # positive, or the result has no meaning
+        rest.tracer.bounds[rest.step] = divisor
+        if top is not None:
+            quotient.tracer.bounds[quotient.step] = top
+    return quotient, rest
 
 
 def _divided(x: Any, b: Any) -> list[Value]:
@@ -165,15 +198,29 @@ def _divided(x: Any, b: Any) -> list[Value]:
     return _operands(x, b)
 
 
-def _off(x: Value, b: Value, rest: Value) -> Any:
-    """Whether the rest of a truncated division has not the sign of the divisor: the floor is one less."""
-    if _is_natural(x) and _is_natural(b):
-        return False
+def _divisor_sign(b: Value) -> int | None:
+    """1 or -1 where the sign of a divisor is known, else None."""
     mode, _, name, *_ = b.tracer.writer.steps[b.step]
     divisor = b.tracer.numbers.get(name) if mode == "number" else b.tracer.writer.value(b.step)
-    if divisor is not None:
-        return rest < 0 if divisor > 0 else rest > 0
-    return ((rest < 0) & (b > 0)) | ((rest > 0) & (b < 0))
+    if divisor is None:
+        return None if _bound(b) is None else 1
+    return 1 if divisor > 0 else -1
+
+
+def _low(rest: Value, b: Value) -> Any:
+    """Whether a rest has not the sign of the divisor: the quotient is 1 too large."""
+    sign = _divisor_sign(b)
+    if sign is None:
+        return ((rest < 0) & (b > 0)) | ((rest > 0) & (b < 0))
+    return rest < 0 if sign > 0 else rest > 0
+
+
+def _high(rest: Value, b: Value) -> Any:
+    """Whether a rest reaches the divisor: the quotient is 1 too small."""
+    sign = _divisor_sign(b)
+    if sign is None:
+        return ((rest >= b) & (b > 0)) | ((rest <= b) & (b < 0))
+    return rest >= b if sign > 0 else rest <= b
 
 
 def _power(x: Any, b: Any) -> Value:

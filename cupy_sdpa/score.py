@@ -75,7 +75,7 @@ class Tracer:
         self.writer = Writer(steps)
         self.sizes = sizes
         self.numbers: dict[str, Any] = {}
-        self.naturals: set[int] = set()  # the steps that are known to be integers of 0 or more
+        self.bounds: dict[int, int] = {}  # the largest integer that steps of 0 or more may give
         self.accesses: dict[str, Access] = {}
         self.lines: dict[str, str] = {}
         self.functions = FUNCTIONS

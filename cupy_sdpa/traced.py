@@ -22,7 +22,7 @@ class Tracer(Protocol):
     sizes: Mapping[str, int]
     lines: dict[str, str]
     numbers: dict[str, Any]
-    naturals: set[int]
+    bounds: dict[int, int]
     functions: Mapping[str, Callable[..., Value]]
 
     def number(self, number: Any, kind: Kind) -> int:

@@ -596,7 +596,7 @@ def test_run_on_the_gpu(layout, capsys):
     given = arrays(BFLOAT16)
     save(given, layout=layout)
     assert main(["run", "in.npz", "-o", "out.npz", "--layout", layout, "--stats"]) == 0
-    assert "cuDNN (" in lines(capsys)[1]
+    assert any("cuDNN (" in line for line in lines(capsys))
     result = np.load("out.npz")
     axes, stats_axes = LAYOUT_SHAPES[layout]
     stats = np.einsum(f"{stats_axes}->shb", result["stats"])
