@@ -215,7 +215,7 @@ def evaluate(problem: Problem, dtype: str | None = None, *, exact: Results | Non
     product = by.work.type(problem.scale) * (q @ k.swapaxes(-1, -2))
     product = np.broadcast_to(product, problem.shape)
     scores, softcapped = _scores(problem, product, by)
-    seen = problem.visible() & (scores > MASKED)
+    seen = problem.visible() & (scores > MASKED) & ~np.isneginf(softcapped)  # -inf of a function masks, whatever comes next
     scores = np.where(seen, scores, -np.inf).astype(by.work)
     sink = np.full((*problem.shape[:-1], 1), -np.inf, by.work)
     if "sinks" in case.options:
