@@ -27,7 +27,7 @@ class Tensor:
         shape: ``(batch, heads, rows, columns)``.
         dtype: a numpy dtype's name, ``bfloat16`` among them.
         role: ``input`` and ``output`` are the caller's arrays; ``scalar`` is a number handed over by value; ``constant`` is an
-            int32 array with the index of each element along the last dimension, which the engine provides; ``scratch`` is
+            int32 array of the numbers from 0 on, seen with the tensor's strides, which the engine provides; ``scratch`` is
             memory that the engine provides for the time of the call; ``virtual`` exists only inside the kernel.
         strides: in elements, in the order of ``shape``.
         axes: how the caller's array becomes this tensor, ``array.transpose(axes)``; -1 stands for a new axis of length 1.
@@ -51,6 +51,11 @@ class Tensor:
     def size(self) -> int:
         """How many elements its memory has."""
         return self.elements or math.prod(self.shape)
+
+    @property
+    def span(self) -> int:
+        """How many elements lie between the first and the last one, these included."""
+        return 1 + sum(step * (length - 1) for step, length in zip(self.strides, self.shape, strict=True))
 
     def __str__(self) -> str:
         return self.name

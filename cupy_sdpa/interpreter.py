@@ -37,7 +37,7 @@ def evaluate(graph: Graph, arrays: Mapping[str, Array], scalars: Mapping[str, fl
         exact: compute in float64 and round nothing but the results.
     """
     views = {t.name: _view(arrays[t.name], t) for t in graph.by_role("input", "output")}
-    views |= {t.name: np.broadcast_to(np.arange(t.shape[3], dtype=np.int32), t.shape) for t in graph.by_role("constant")}
+    views |= {t.name: _numbers(t) for t in graph.by_role("constant")}
     numbers = {t.name: scalars[t.name] if t.value is None else t.value for t in graph.by_role("scalar")}
     work = np.dtype("float64" if exact else graph.accumulate)
     whole = {node.b.name for node in graph.nodes if isinstance(node, Matmul)}
@@ -354,6 +354,12 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
         return np.dtype(ml_dtypes.bfloat16)  # type: ignore[no-any-return, unused-ignore]  # typed since ml_dtypes 0.6
     return np.dtype(name)
+
+
+def _numbers(tensor: Tensor) -> Array:
+    """A constant: the numbers from 0 on, seen with the tensor's strides."""
+    numbers = np.arange(tensor.span, dtype=np.int32)
+    return np.lib.stride_tricks.as_strided(numbers, tensor.shape, [4 * step for step in tensor.strides], writeable=False)
 
 
 def _view(array: Array, tensor: Tensor) -> Array:

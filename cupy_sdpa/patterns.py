@@ -86,13 +86,9 @@ class Operands:
             tensor, queries=one_row and (self.skv == 1 or not one_column), keys=one_column and self.full_keys
         )
 
-    def key_positions(self) -> Tensor | None:
-        """The index of every key as an array, where the graph is to read it from memory."""
-        return (
-            Tensor("key positions", (1, 1, 1, self.skv), "int32", "constant", (self.skv,) * 3 + (1,))
-            if self.full_keys
-            else None
-        )
+    def positions(self, name: str, heads: int, strides: tuple[int, ...]) -> Tensor | None:
+        """The index of every key, or of every head, as an array of the scores, where the graph is to read it from memory."""
+        return Tensor(name, (1, heads, 1, self.skv), "int32", "constant", strides) if self.full_keys else None
 
     def _broadcast(self, tensor: Tensor, *, queries: bool = False, keys: bool = False) -> Tensor:
         """A tensor with the axis of queries, or of keys, in full by stride 0."""
@@ -172,7 +168,8 @@ def _scores(g: Builder, problem: Problem, operands: Operands) -> Scores:
         problem.settings.program or NOTHING,
         {spec.name: tensor for spec in problem.captured if (tensor := operands.of_scores(spec.name))},
         problem.settings.gradient_of,
-        operands.key_positions(),
+        operands.positions("key positions", 1, (0, 0, 0, 1)),
+        operands.positions("head positions", problem.sizes[2], (0, 1, 0, 0)),
         floor=not problem.backward and _may_mask_by_value(problem),
     )
 

@@ -318,7 +318,7 @@ class Plan:
         )  # fmt: skip
         constants = graph.by_role("constant")
         here = target.handle is not None
-        self._constants = {t.name: gpu.positions(t.shape[3]).data.ptr if here else 0 for t in constants}
+        self._constants = {t.name: gpu.positions(t.span).data.ptr if here else 0 for t in constants}
         self._arrays = [t.name for t in graph.by_role("input", "output", "constant", "scratch")]
         numbers = graph.by_role("scalar")
         self._scalars = [t.name for t in numbers if t.value is None]

@@ -37,7 +37,8 @@ class Scores:
         program: what the caller's own functions do.
         captured: the arrays that they read, ``(B, Hq, Sq, Skv)``, every dimension may be 1.
         gradient_of: the array in whose gradient the backward pass takes that of the scores; empty for the scores.
-        key_positions: ``(1, 1, 1, Skv)`` int32, the index of every key, where it is read from memory.
+        key_positions, head_positions: ``(1, 1, 1, Skv)`` and ``(1, Hq, 1, Skv)`` int32, the index of every key and of its head,
+            where they are read from memory.
         floor: whether scores at or below :data:`~cupy_sdpa.problem.MASKED_SCORE` count as masked.
     """
 
@@ -55,6 +56,7 @@ class Scores:
     captured: Mapping[str, Tensor] = field(default_factory=dict)
     gradient_of: str = ""
     key_positions: Tensor | None = None
+    head_positions: Tensor | None = None
     floor: bool = False
 
     def modified(self, g: Builder, s: Tensor) -> tuple[Tensor, Changes]:
@@ -94,7 +96,14 @@ class Scores:
         if mask := self.mask:
             yield lambda g, s: _seen(g, s, mask)
         if (root := self.program.mask) is not None:
-            yield lambda g, s: changes.speller.on(s, "m")(root)
+            yield lambda g, s: self._unlike_a_band(g, changes.speller.on(s, "m")(root))
+
+    def _unlike_a_band(self, g: Builder, condition: Tensor) -> Tensor:
+        """A condition in a form that cuDNN does not take for a band: of two bands it applies one (measured with 9.19)."""
+        if self.band is None:
+            return condition
+        zero = g.scalar("no", g.accumulate, value=0.0)
+        return g.pointwise(f"{condition} ≠ 0", "cmp_neq", condition, zero, out=f"{condition} ≠ 0", dtype="bool")
 
     def _scaled(self, g: Builder, s: Tensor) -> Tensor:
         """``S <- scale S``."""
@@ -129,8 +138,7 @@ class Scores:
         if self.bias:
             given["bias"] = self.bias
             score = score + Value(tracer, leaf("captured", "bias"))
-        if self.key_positions:
-            given["kv_idx"] = self.key_positions
+        given |= {axis: tensor for axis, tensor in (("kv_idx", self.key_positions), ("h", self.head_positions)) if tensor}
         numbers = {step.name: partial(_number, g, step.name) for step in tracer.writer.steps if step.mode == "number"}
         arrays = {name: partial(_given, tensor) for name, tensor in given.items()}
         return Changes(Speller(g, tracer.writer, s, numbers | arrays), score.step)

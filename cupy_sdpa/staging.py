@@ -19,7 +19,7 @@ from .interpreter import numpy_dtype
 from .packed import offsets, with_room
 from .problem import LENGTHS, MASKED_SCORE, OF_KEYS, OF_QUERIES, PER_ROW, STARTS, Problem, has_diagonal, is_matrix
 from .spec import TensorSpec, dense_spec, dtype_name
-from .support import has_one_packed_query, turned_off
+from .support import has_one_packed_query, has_strided_packed_queries, turned_off
 
 #: What -inf is given beyond the lengths; all other results get 0.
 _LOGARITHMS = ("stats", "max")
@@ -47,6 +47,7 @@ def _posed(problem: Problem, on_gpu: bool) -> Problem:
         if spec and (spec is problem.mask or spec.shape[:2] == (1, 1)):
             # cuDNN dies of bytes in memory (support.deadly), and mistakes one number for another where both axes are 1
             kind = "float16" if spec is problem.mask else spec.dtype
+            kind = "float32" if (sq, skv) == (1, 1) else kind  # as in _read_as
             keys = skv if spec.shape[1] == 1 else spec.shape[0]
             specs[spec.name] = dense_spec(spec.name, kind, (keys, *spec.shape[1:]))
     # sums are of q's dtype, and added up over heads and batch only; others are wrong or fault
@@ -55,6 +56,8 @@ def _posed(problem: Problem, on_gpu: bool) -> Problem:
         specs["dbias"] = sums.pop("dbias")
     if problem.dcaptured:
         specs["dcaptured"] = tuple(sums.values())
+    if has_strided_packed_queries(problem) and "packed-strided-queries" not in turned_off():
+        specs["q"] = dense_spec("q", problem.q.dtype, problem.q.shape)
     if has_one_packed_query(problem) and "packed-one-query" not in turned_off():
         specs["settings"] = problem.settings._replace(max_seqlen_q=2)
         if kept := problem.kept:
@@ -175,6 +178,10 @@ class Stage:
             array = _cleaned(array, self._own[lengths])
         if is_matrix(name) and self._differs(array, spec):
             array = self._broadcast(array, spec)
+        elif self.problem.packed and array.strides[1:] != spec.strides[1:] and name == "q":
+            copy = gpu.empty(array.shape, array.dtype)
+            copy[...] = array
+            array = copy
         elif not self.problem.packed and not _fits(array, spec):
             copy = self._empty(spec)
             self._resize(copy, array, name)

@@ -135,6 +135,11 @@ def has_one_packed_query(problem: Problem) -> bool:
     return problem.packed and _one_query(problem)
 
 
+def has_strided_packed_queries(problem: Problem) -> bool:
+    """Whether gradients of packed sequences are asked for whose queries are not dense."""
+    return problem.packed and problem.backward and not problem.q.dense
+
+
 def _unbounded(problem: Problem) -> bool:
     """Whether the last queries see the last keys for all that is known: no causal mask, and no lengths of the caller's."""
     return not problem.ragged and (problem.band is None or problem.band.right is None)
@@ -167,6 +172,7 @@ GUARDS = {
     "no-split": "another kernel is used",
     "clear-last": "results beyond the lengths are cleared after the kernel instead of before",
     "two-rows": "the sequences are planned for two queries",
+    "dense-queries": "the queries are copied",
 }
 
 #: Newer than every cuDNN there is: a bug that no version has been seen without.
@@ -187,6 +193,9 @@ BUGS: tuple[Bug, ...] = (
         "packed sequences of one query",
         "the log-sum-exp is written for one head of each group only, and gradients read it at the wrong place",
         frozenset({"two-rows"}), "", f"{FRONTEND}/issues/1083"),
+    Bug("packed-strided-queries", 91900, _OPEN, range(80, 130), has_strided_packed_queries,
+        "gradients of packed sequences with queries that are not dense", "dq is written at the wrong place",
+        frozenset({"dense-queries"}), "", "docs/design.md"),
     Bug("dropout-sinks-gradient", 91900, 92700, range(80, 130), lambda p: p.dsinks is not None and p.settings.dropout > 0,
         "the sinks' gradient, with dropout", "too small by 1 - dropout_p", _REFUSE, "use cuDNN 9.28.0", "docs/design.md"),
     Bug("packed-sinks-gradient", 91900, 92501, range(80, 130), lambda p: p.packed and p.dsinks is not None,
@@ -200,9 +209,14 @@ BUGS: tuple[Bug, ...] = (
         lambda p: p.backward and _one_query(p) and p.sizes[2] == p.sizes[6] == 1,
         "gradients of one query, one head and one batch entry", "planning is a segmentation fault", _REFUSE,
         "give the batch twice", f"{FRONTEND}/issues/1071"),
-    Bug("single-key-difference", 92600, _OPEN, range(80, 130), _less_a_number,
-        "gradients of a single key with a function that takes an array of one element away",
-        "planning is a segmentation fault", _REFUSE, "write s + (-t) in place of s - t", "docs/design.md"),
+    *(
+        Bug("single-key-difference", 92600, _OPEN, gpus, condition,
+            "gradients of a single key with a function that takes an array of one element away",
+            "planning is a segmentation fault", _REFUSE, "write s + (-t) in place of s - t", "docs/design.md")
+        for gpus, condition in (
+            (range(80, 100), lambda p: _less_a_number(p) and _one_query(p)), (range(100, 130), _less_a_number),
+        )
+    ),
     Bug("one-query-positions", 91900, _OPEN, range(80, 130), _reads_positions,
         "one query, ALiBi or a function that reads positions or arrays, more than 256 keys",
         "the kernel that splits the keys computes positions wrongly, and reads arrays of one element a head at wrong places",

@@ -76,8 +76,8 @@ PROBES: dict[str, Problem] = {
     "gradients, sinks and their own": _problem(sinks=True, backward=True, return_dsinks=True),
     "gradients, one query": _problem(sq=1, skv=4096, backward=True),
     "gradients, one query, head and batch entry": _problem(hq=1, hkv=1, sq=1, b=1, backward=True),
-    "gradients, one key, scores less an array of one element": _problem(
-        skv=1, backward=True, score_mod=lambda s, b, h, i, j, t: s - t, tensors={"t": ()}
+    "gradients, one query and key, scores less an array of one element": _problem(
+        sq=1, skv=1, backward=True, score_mod=lambda s, b, h, i, j, t: s - t, tensors={"t": ()}
     ),
 }
 

@@ -7,7 +7,7 @@ import pytest
 from stand_ins import CASE, Descriptor, candidate, fake_plan, uids
 
 import cupy_sdpa
-from cupy_sdpa import CudnnError, Unsupported, cache, call, engines, gpu, plan
+from cupy_sdpa import CudnnError, Unsupported, cache, call, engines, entry, gpu, plan
 from cupy_sdpa.call import Call, planned
 from cupy_sdpa.engines import Search
 from cupy_sdpa.patterns import forward
@@ -306,13 +306,18 @@ def test_a_plan_that_cannot_be_stored_is_destroyed(cudnn, monkeypatch):
     assert made.closed == 1
 
 
+def stored(need):
+    """An entry of the plan store, of a plan with so many bytes of workspace."""
+    return entry.Facts({}, 1, (), (), need, 1.0, (), False).content("{}")
+
+
 def test_a_stored_plan_survives_a_lack_of_memory(cudnn, monkeypatch):
     """Where there is no memory to load it, the error comes out, the entry stays, and nothing is built in its place."""
     made, rejected = Descriptor(), []
     made.finalizing = CudnnError("no memory", 4004)
     shelf = SimpleNamespace(
         building=lambda key: contextlib.nullcontext(),
-        get=lambda key: b'{"need": 1000}\n{}',
+        get=lambda key: stored(1000),
         reject=lambda *given: rejected.append(given),
     )
     monkeypatch.setattr(plan, "Descriptor", lambda kind: made)
@@ -323,12 +328,14 @@ def test_a_stored_plan_survives_a_lack_of_memory(cudnn, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "head", ['{"need": 999}', '{"need": 1000}', "no JSON"], ids=["other_workspace", "facts_missing", "damaged"]
+    ("content", "closed"),
+    [(stored(999), 1), (b'{"need": 1000}\n{}', 0), (b"no JSON\n{}", 0)],
+    ids=["other_workspace", "facts_missing", "damaged"],
 )
-def test_a_plan_that_cannot_be_loaded_is_destroyed(head, cudnn, monkeypatch):
+def test_a_plan_that_cannot_be_loaded_is_destroyed(content, closed, cudnn, monkeypatch):
     """An entry of the shelf that does not fit leaves no descriptor behind."""
     made = Descriptor()
     monkeypatch.setattr(plan, "Descriptor", lambda kind: made)
     with pytest.raises((ValueError, LookupError)):
-        plan.load(f"{head}\n{{}}".encode(), forward(CASE.problem()), Target("h200", 90, SimpleNamespace(pointer=1)), "key")
-    assert made.closed == (head != "no JSON")
+        plan.load(content, forward(CASE.problem()), Target("h200", 90, SimpleNamespace(pointer=1)), "key")
+    assert made.closed == closed  # facts are validated before a descriptor is made

@@ -48,11 +48,11 @@ def variant(**options):
     return cupy_sdpa.problem(shape, shape, shape, dtype="bfloat16", **options)
 
 
-def packed(queries=16, hkv=2, d=64, **options):
-    """The problem of packed sequences."""
+def packed(queries=16, hkv=2, d=64, q=None, dtype="bfloat16", **options):
+    """The problem of packed sequences; q may be an array."""
     starts = {"cu_seqlens_q": (3,), "cu_seqlens_kv": (3,), "max_seqlen_q": queries, "max_seqlen_kv": 16}
     kv = (d, hkv, 32)
-    return cupy_sdpa.problem((d, 4, 2 * queries), kv, kv, dtype="bfloat16", **starts, **options)
+    return cupy_sdpa.problem((d, 4, 2 * queries) if q is None else q, kv, kv, dtype=dtype, **starts, **options)
 
 
 def one_packed_query(hkv=2, **options):
@@ -66,9 +66,9 @@ def one_query(d=64, **options):
     return cupy_sdpa.problem((d, 4, 1, 2), (d, 4, 300, 2), (d, 4, 300, 2), dtype="bfloat16", **options)
 
 
-def less_a_number(skv=1, backward=True, score_mod=lambda s, b, h, i, j, t: s - t):
+def less_a_number(skv=1, sq=16, backward=True, score_mod=lambda s, b, h, i, j, t: s - t):
     """The problem of few keys and a function that reads an array of one element."""
-    q, kv = (64, 4, 16, 2), (64, 4, skv, 2)
+    q, kv = (64, 4, sq, 2), (64, 4, skv, 2)
     return cupy_sdpa.problem(q, kv, kv, dtype="bfloat16", backward=backward, score_mod=score_mod, tensors={"t": ()})
 
 
@@ -201,6 +201,12 @@ MET = {
         [],
         [packed(queries=2, return_stats=True), one_query()],
     ),
+    "packed-strided-queries": (
+        packed(q=np.empty((64, 8, 32), np.float16, order="F")[:, :4], dtype=np.float16, backward=True),
+        [(91900, 90), (92800, 80)],
+        [],
+        [packed(backward=True), packed(q=np.empty((64, 8, 32), np.float16, order="F")[:, :4], dtype=np.float16)],
+    ),
     "one-query-positions": (
         one_query(alibi_slopes=True),
         [(91900, 90), (92800, 80), (92800, 120)],
@@ -250,7 +256,7 @@ MET = {
         [backward(hq=2, hkv=2, sq=1, b=1), backward(hq=1, hkv=1, sq=2, b=1), backward(hq=1, hkv=1, sq=1, b=2), asked(hq=1, hkv=1, sq=1, b=1)],
     ),
     "single-key-difference": (
-        less_a_number(),
+        less_a_number(sq=1),
         [(92600, 90), (92601, 80), (92800, 100)],
         [(92501, 90)],
         [less_a_number(skv=2), less_a_number(backward=False), less_a_number(score_mod=lambda s, b, h, i, j, t: t - s)],
