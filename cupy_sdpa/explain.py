@@ -120,7 +120,7 @@ def explain(
     >>> shape = (512, 8, 1024, 2)
     >>> asked = cupy_sdpa.problem(shape, shape, shape, dtype="float16", backward=True)
     >>> print(cupy_sdpa.explain(asked, gpu="H200", cudnn="9.19").reasons[0])
-    gradients with head dims 512 and 512 are not to be had on compute capability 9.0 with cuDNN 9.19.0: use head dims up to 256
+    gradients with head dims 512 and 512 are not supported on compute capability 9.0 with cuDNN 9.19.0: use head dims up to 256
     """
     if isinstance(q, Problem):
         others = {

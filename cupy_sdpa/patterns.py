@@ -208,7 +208,10 @@ def _tails(problem: Problem) -> frozenset[str]:
     """
     *_, sq, skv, _ = problem.sizes
     tails = {"keys": skv, "queries": sq}
-    return frozenset(name for name, length in tails.items() if problem.scored and not problem.ragged and length % 128)
+    masked = problem.backward and problem.settings.program is not None  # exp(S + inf) of a row that is masked throughout
+    return frozenset(
+        name for name, length in tails.items() if (problem.scored or masked) and not problem.ragged and length % 128
+    )
 
 
 def _ends_first(problem: Problem) -> bool:

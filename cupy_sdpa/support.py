@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from .errors import Unsupported
 from .graph import Graph, Matmul, Pointwise
-from .problem import Problem
+from .problem import Problem, writes_directly
 from .rules import FRONTEND, PYTORCH, RULES
 from .version import RELEASES, version_text
 
@@ -140,6 +140,18 @@ def has_strided_packed_queries(problem: Problem) -> bool:
     return problem.packed and problem.backward and not problem.q.dense
 
 
+def _direct_with_two_head_dims(problem: Problem) -> bool:
+    """Whether dQ is written directly, with head dims that differ, one of them above 128."""
+    d, dv, *_ = problem.sizes
+    return problem.backward and writes_directly(problem) and d != dv and max(d, dv) > 128
+
+
+def _integers_of_one_key(problem: Problem) -> bool:
+    """Whether a function of a single query and key reads an array of integers."""
+    *_, sq, skv, _ = problem.sizes
+    return (sq, skv) == (1, 1) and any(spec.dtype == "int32" for spec in problem.captured)
+
+
 def _unbounded(problem: Problem) -> bool:
     """Whether the last queries see the last keys for all that is known: no causal mask, and no lengths of the caller's."""
     return not problem.ragged and (problem.band is None or problem.band.right is None)
@@ -193,6 +205,13 @@ BUGS: tuple[Bug, ...] = (
         "packed sequences of one query",
         "the log-sum-exp is written for one head of each group only, and gradients read it at the wrong place",
         frozenset({"two-rows"}), "", f"{FRONTEND}/issues/1083"),
+    Bug("direct-two-head-dims", 91900, _OPEN, range(80, 130), _direct_with_two_head_dims,
+        "deterministic gradients, and those of a bias or of tensors, with head dims that differ, one of them above 128",
+        "gradients are wrong", _REFUSE, "use one head dim for q, k and v: pad v or q and k with zeros, and give scale=",
+        "docs/design.md"),
+    Bug("one-key-integers", 91900, _OPEN, range(80, 130), _integers_of_one_key,
+        "one query, one key and an array of integers in tensors", "negative integers are read as unsigned", _REFUSE,
+        "pass the array as float32", "docs/design.md"),
     Bug("packed-strided-queries", 91900, _OPEN, range(80, 130), has_strided_packed_queries,
         "gradients of packed sequences with queries that are not dense", "dq is written at the wrong place",
         frozenset({"dense-queries"}), "", "docs/design.md"),

@@ -76,6 +76,10 @@ PROBES: dict[str, Problem] = {
     "gradients, sinks and their own": _problem(sinks=True, backward=True, return_dsinks=True),
     "gradients, one query": _problem(sq=1, skv=4096, backward=True),
     "gradients, one query, head and batch entry": _problem(hq=1, hkv=1, sq=1, b=1, backward=True),
+    "gradients, deterministic, head dim 192, values 128": _problem(192, 128, backward=True, deterministic=True),
+    "forward, one query and key, integers of tensors": _problem(
+        sq=1, skv=1, score_mod=lambda s, b, h, i, j, t: s + t[b], tensors={"t": np.ones(2, np.int32)}
+    ),
     "gradients, one query and key, scores less an array of one element": _problem(
         sq=1, skv=1, backward=True, score_mod=lambda s, b, h, i, j, t: s - t, tensors={"t": ()}
     ),

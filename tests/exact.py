@@ -13,6 +13,7 @@ def evaluated(call, graph_of):
 
     Results are NaN before: what nobody writes shows.
     """
+    call._fill_inputs()
     for launch in call._launches():
         given = launch.posed
         launch._allocate()

@@ -9,7 +9,7 @@ import pytest
 from cases import DTYPES, LAYOUTS
 
 import cupy_sdpa
-from cupy_sdpa import attention, explain, reference
+from cupy_sdpa import attention, attention_backward, explain, reference
 
 
 def arrays(d=16, hq=4, hkv=2, sq=6, skv=7, b=2, dv=None, dtype="float32"):
@@ -66,6 +66,26 @@ def test_inputs_are_left_as_they_were():
         assert [x.tobytes() for x in inputs] == before
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"scale": True}, "scale is a bool"), ({"softcap": np.True_}, "softcap is a bool")],
+    ids=["scale", "softcap"],
+)
+def test_flags_are_no_numbers(options, words):
+    """True in the place of a number is a mistake, and is refused."""
+    with pytest.raises(TypeError, match=words):
+        attention(*arrays(), **options)
+
+
+@pytest.mark.parametrize("name", ["deterministic", "return_dbias", "return_dsinks"])
+def test_only_flags_are_flags(name):
+    """A text is not taken for True."""
+    q, k, v = arrays()
+    out, stats = attention(q, k, v, return_stats=True)
+    with pytest.raises(TypeError, match=f"{name} is 'x'; it must be True or False"):
+        attention_backward(out, q, k, v, out, stats, **{name: "x"})
+
+
 def test_causal_means_top_left():
     """True and "top_left" are one and the same: query i sees keys 0 to i, also where there are more queries than keys."""
     q, k, v = arrays(sq=9, skv=5)
@@ -75,7 +95,7 @@ def test_causal_means_top_left():
     np.testing.assert_allclose(out[:, :, 5:], attention(q, k, v)[:, :, 5:], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("scale", [0.3, -2, 0, np.float32(0.25), np.float64(1), True])
+@pytest.mark.parametrize("scale", [0.3, -2, 0, np.float32(0.25), np.float64(1)])
 def test_scale_may_be_any_real_number(scale):
     """Python's and numpy's numbers; zero makes every key equal."""
     q, k, v = arrays(dtype="float64")

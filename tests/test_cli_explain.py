@@ -87,8 +87,8 @@ def test_what_a_command_says_as_json(capsys, tmp_path, monkeypatch):
     np.savez("in.npz", q=x, k=x, v=x)
     assert main(["run", "in.npz", "-o", "out.npz", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert [line["what"] for line in said] == ["engine", "wrote"]
-    assert "out.npz: out (8, 2, 4, 1) float32" in said[1]["text"]
+    assert [line["what"] for line in said] == ["read", "engine", "wrote"]
+    assert "out.npz: out (8, 2, 4, 1) float32" in said[2]["text"]
     assert main(["demo", "--no-plot", "--seq", "40", "--json"]) == 0
     assert {"cupy_sdpa", "engine", "shapes", "error"} <= {line["what"] for line in json.loads(capsys.readouterr().out)}
     assert main(["info", "--json"]) == 0

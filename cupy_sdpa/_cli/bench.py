@@ -151,7 +151,10 @@ def _check_writable(path: Path) -> None:
     """Raise OSError where a file cannot be written; one that is not there yet is not left behind."""
     target = Path(os.path.realpath(path))  # a link stays a link
     is_new = not target.exists()
-    target.open("a").close()
+    try:
+        target.open("a").close()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
     if is_new:
         target.unlink()
 
