@@ -77,6 +77,7 @@ PROBES: dict[str, Problem] = {
     "gradients, one query": _problem(sq=1, skv=4096, backward=True),
     "gradients, one query, head and batch entry": _problem(hq=1, hkv=1, sq=1, b=1, backward=True),
     "gradients, deterministic, head dim 192, values 128": _problem(192, 128, backward=True, deterministic=True),
+    "gradients, deterministic, head dim 136, values 72": _problem(136, 72, backward=True, deterministic=True),
     "forward, one query and key, integers of tensors": _problem(
         sq=1, skv=1, score_mod=lambda s, b, h, i, j, t: s + t[b], tensors={"t": np.ones(2, np.int32)}
     ),

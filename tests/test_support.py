@@ -208,16 +208,19 @@ MET = {
         [],
         [packed(queries=2, return_stats=True), one_query()],
     ),
-    "direct-two-head-dims": (
-        backward(d=192, dv=128, deterministic=True),
+    "direct-narrow-values": (
+        backward(d=136, dv=72, deterministic=True),
         [(91900, 90), (92800, 90)],
-        [],
-        [backward(d=192, dv=128), backward(d=192, deterministic=True), backward(d=128, dv=64, deterministic=True)],
+        [(92800, 100)],
+        [
+            backward(d=136, dv=72), backward(d=136, deterministic=True), backward(d=192, dv=128, deterministic=True),
+            backward(d=128, dv=72, deterministic=True),
+        ],
     ),
     "one-key-integers": (
         one_key(np.int32),
         [(91900, 90), (92800, 90)],
-        [],
+        [(92800, 80)],
         [one_key(np.float32), one_key(np.int32, skv=2)],
     ),
     "one-query-positions": (
