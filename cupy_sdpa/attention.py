@@ -48,15 +48,16 @@ def attention(
         mask: bool ``(Skv, Sq, Hq, B)``, True where the key is seen; every axis may be 1. On the GPU it is copied as float16,
             2 bytes for each of its own elements. Default None.
         bias: ``(Skv, Sq, Hq, B)``, added to the scores; every axis may be 1. float16, bfloat16 or float32 (on the CPU also
-            float64), whatever q is; -inf hides a key. Default None.
+            float64), whatever q is; a score that it makes -1e6 or less counts as masked, as of ``finfo.min``. Default None.
         seq_lens_q, seq_lens_kv: int32 ``(B,)``, how many queries and keys each batch entry has; what lies beyond is never read,
             and gives 0, and -inf for L. The diagonal from the bottom right is each entry's own. Default None: all.
         cu_seqlens_q, cu_seqlens_kv: int32 or int64 ``(B+1,)``: packed sequences. q, k and v are then ``(D, Hq, Tq)``,
             ``(D, Hkv, Tkv)`` and ``(Dv, Hkv, Tkv)``; sequence b has the positions from ``cu_seqlens[b]`` up to
-            ``cu_seqlens[b+1]``, and what lies behind the last is never read and gives 0. The output is
-            ``(Dv, Hq, Tq)`` and L is ``(Hq, Tq)``. Every diagonal is the sequence's own. Default None.
+            ``cu_seqlens[b+1]``. Positions before the first sequence and after the last one are ignored; their output is 0.
+            The output is ``(Dv, Hq, Tq)`` and L is ``(Hq, Tq)``. Every diagonal is the sequence's own. Default None.
         max_seqlen_q, max_seqlen_kv: at least the lengths of the longest packed sequences; plans depend on them, but neither on
-            the totals nor on where sequences begin.
+            the totals nor on where sequences begin. On the GPU, where lengths are not read, a longer sequence is cut off: the
+            output of the rest is 0.
         alibi_slopes: float32 ``(Hq,)``; takes ``slope |p - j|`` from the score of key j, p being the query's place on the
             diagonal (that of ``causal`` or ``window``; default top left). :func:`cupy_sdpa.alibi_slopes` gives the usual ones.
         softcap: c > 0 makes the scores :math:`c \tanh(S / c)`. Changing it never needs a new plan. Default None.
@@ -67,7 +68,7 @@ def attention(
         mask_mod: ``f(b, h, q_idx, kv_idx, **tensors) -> condition``, which keys are seen; causal masks and windows that are
             written so are recognized. Default None.
         tensors: a mapping of names to the arrays that the functions read, by b, h, q_idx, kv_idx and whole numbers, such as
-            ``bias[h, q_idx, kv_idx]``. Whole numbers are read as 32 bits. Default None.
+            ``bias[h, q_idx, kv_idx]``. On the GPU integers have 32 bits, and int64 arrays raise TypeError. Default None.
         sinks: float32 ``(Hq,)``, for each head the score of one more key, which every query sees and which has no value. It
             takes part in L, in m and in the sum. Default None.
         dropout_p: the probability with which a weight is dropped; those kept are divided by ``1 - dropout_p``. No rate is
