@@ -271,6 +271,34 @@ def test_buckets(case, cupy, monkeypatch):
     assert get_plan_cache().misses == misses
 
 
+def test_buckets_of_strided_arrays_that_need_no_rounding(cupy, monkeypatch):
+    """Lengths that are round already leave the arrays as they are, wherever their elements lie."""
+    options = Case.options
+
+    def with_bucket(self, xp=np, **more):
+        return options(self, xp, **more) | ({"bucket": 64} if xp is cupy else {})
+
+    monkeypatch.setattr(Case, "options", with_bucket)
+    case = Case("round", d=16, sq=64, skv=64, layout="sliced")
+    check_forward(cupy, case)
+    check_backward(cupy, case, *case.arrays())
+
+
+@pytest.mark.parametrize("sq", [1, 5])
+def test_a_sink_of_an_entry_without_keys(sq, cupy):
+    """Its queries attend to the sink alone: 0, and the sink for the log-sum-exp; those beyond the length to nothing."""
+    rng = np.random.default_rng(sq)
+    q, k, v = (np.asfortranarray(rng.standard_normal((16, 2, n, 3)).astype("f2")) for n in (sq, 7, 7))
+    options = {
+        "sinks": np.array([0.5, 2.0], np.float32), "seq_lens_q": np.array([sq, 0, sq], np.int32),
+        "seq_lens_kv": np.array([0, 7, 3], np.int32),
+    }  # fmt: skip
+    out, stats = attention(*map(cupy.asarray, (q, k, v)), return_stats=True, **{n: cupy.asarray(x) for n, x in options.items()})
+    truth, log_sums = reference.attention(q, k, v, **options)
+    np.testing.assert_allclose(out.get().astype(float), truth, atol=2e-3)
+    np.testing.assert_allclose(stats.get(), log_sums, atol=1e-4)
+
+
 FUNCTIONS = {
     **{f.name: f for f in functions.ZOO if f.name in ("alibi_causal", "document_causal", "key_bias", "softcap", "temperature")},
     **{f.name: f for f in functions.LEARNED if f.name in ("added_before", "added_behind", "gated", "pairs", "number", "chosen")},
