@@ -178,7 +178,7 @@ class Stage:
             array = _cleaned(array, self._own[lengths])
         if is_matrix(name) and self._differs(array, spec):
             array = self._broadcast(array, spec)
-        elif self.problem.packed and array.strides[1:] != spec.strides[1:] and name == "q":
+        elif self.problem.packed and name == "q" and spec.dense and not self.problem.q.dense:
             copy = gpu.empty(array.shape, array.dtype)
             copy[...] = array
             array = copy

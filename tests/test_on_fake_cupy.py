@@ -420,3 +420,22 @@ def test_wrong_programs_are_noticed(cupy):
         with pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="being captured"):
             again.get()
         stream.end_capture()
+
+
+@pytest.mark.parametrize("heads", [slice(None), slice(0, 4, 2)], ids=["dense", "every second head"])
+def test_packed_gradients_of_strided_queries(heads, cupy):
+    """Queries that are not dense are copied for the backward pass, and the gradients are right."""
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (np.asfortranarray(rng.standard_normal((16, n, 12)).astype("f2")) for n in (4, 2, 2, 2))
+    starts = np.array([0, 5, 12], np.int32)
+    wide = cupy.asarray(q)
+    q = np.asfortranarray(q[:, heads][:, :2])
+    given = wide[:, heads][:, :2] if heads != slice(None) else cupy.asarray(q)
+    options = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts, "max_seqlen_q": 7, "max_seqlen_kv": 7}
+    there = {name: cupy.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    keys, values, gradient = map(cupy.asarray, (k, v, dout))
+    out, stats = attention(given, keys, values, return_stats=True, **there)
+    got = attention_backward(gradient, given, keys, values, out, stats, **there)
+    truth = reference.attention_backward(dout, q, k, v, cu_seqlens_q=starts, cu_seqlens_kv=starts)
+    for one, other in zip(got, truth, strict=True):
+        np.testing.assert_allclose(one.get().astype(float), other, atol=1e-2)
