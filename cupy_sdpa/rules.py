@@ -156,6 +156,15 @@ def _dropout_one_query(problem: Problem, cudnn: int, capability: int) -> Iterato
         )
 
 
+def _integers_of_one_key(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    *_, sq, skv, _ = problem.sizes
+    if (sq, skv) == (1, 1) and any(spec.dtype == "int32" for spec in problem.captured):
+        yield (
+            "tensors has an int32 array, and there is one query and one key; cuDNN reads its negative integers as unsigned then: "
+            "pass the array as float32"
+        )
+
+
 def _deterministic(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     if problem.backward and problem.deterministic and capability >= 120:
         yield f"deterministic gradients were not run on compute capability {capability / 10}"
@@ -298,6 +307,7 @@ RULES: tuple[Rule, ...] = (
     Rule("dropout-mask", "Dropout by random numbers only.", Unsupported, _own_dropout),
     Rule("max-sumexp", "The maximum and the sum: not with sinks, and not with lengths.", Unsupported, _max_sumexp),
     Rule("deterministic-sinks", "The sinks' gradient is not deterministic.", Unsupported, _deterministic_sinks),
+    Rule("one-key-integers", "No int32 arrays in functions of one query and one key.", Unsupported, _integers_of_one_key),
     Rule("packed-gradients", "Gradients of packed sequences: not run on other GPUs than Hopper.", Unsupported,
          _packed_gradients, FRONTEND, refuses=False),
     Rule("positive-scale-elsewhere", "Gradients of bias and tensors, and with softcap or score_mod, with a scale of 0 or "

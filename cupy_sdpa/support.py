@@ -146,12 +146,6 @@ def _direct_with_narrow_values(problem: Problem) -> bool:
     return problem.backward and writes_directly(problem) and d > 128 and d != dv and dv % 16 != 0
 
 
-def _integers_of_one_key(problem: Problem) -> bool:
-    """Whether a function of a single query and key reads an array of integers."""
-    *_, sq, skv, _ = problem.sizes
-    return (sq, skv) == (1, 1) and any(spec.dtype == "int32" for spec in problem.captured)
-
-
 def _unbounded(problem: Problem) -> bool:
     """Whether the last queries see the last keys for all that is known: no causal mask, and no lengths of the caller's."""
     return not problem.ragged and (problem.band is None or problem.band.right is None)
@@ -208,9 +202,6 @@ BUGS: tuple[Bug, ...] = (
     Bug("direct-narrow-values", 91900, _OPEN, range(90, 100), _direct_with_narrow_values,
         "deterministic gradients, and those of a bias or of tensors, with a head dim of q and k above 128 and another one of v "
         "that 16 does not divide", "gradients are wrong", _REFUSE, "pad axis 0 of v with 8 zeros", "docs/design.md"),
-    Bug("one-key-integers", 91900, _OPEN, range(90, 100), _integers_of_one_key,
-        "one query, one key and an array of integers in tensors", "negative integers are read as unsigned", _REFUSE,
-        "pass the array as float32", "docs/design.md"),
     Bug("packed-strided-queries", 91900, _OPEN, range(80, 130), has_strided_packed_queries,
         "gradients of packed sequences with queries that are not dense", "dq is written at the wrong place",
         frozenset({"dense-queries"}), "", "docs/design.md"),

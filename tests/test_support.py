@@ -129,6 +129,10 @@ SIDES = {
         (variant(dropout_p=0.5, dropout_mask=(16, 16, 4, 2)), 91900, 90, r"give seed and offset, or pass numpy arrays"),
         (variant(dropout_p=0.5, seed=1), 91900, 90),
     ),
+    "one-key-integers": (
+        (one_key(np.int32), 92800, 90, r"int32 array, .*pass the array as float32"),
+        (one_key(np.int32, skv=2), 92800, 90),
+    ),
     "dropout-one-query": (
         (one_query(192, dropout_p=0.5, seed=1), 92800, 100, r"192 and 192 .* up to 128 then: pass the query twice"),
         (one_query(192, dropout_p=0.5, seed=1), 92800, 90),
@@ -216,12 +220,6 @@ MET = {
             backward(d=136, dv=72), backward(d=136, deterministic=True), backward(d=192, dv=128, deterministic=True),
             backward(d=128, dv=72, deterministic=True),
         ],
-    ),
-    "one-key-integers": (
-        one_key(np.int32),
-        [(91900, 90), (92800, 90)],
-        [(92800, 80)],
-        [one_key(np.float32), one_key(np.int32, skv=2)],
     ),
     "one-query-positions": (
         one_query(alibi_slopes=True),
