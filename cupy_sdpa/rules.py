@@ -160,8 +160,8 @@ def _integers_of_one_key(problem: Problem, cudnn: int, capability: int) -> Itera
     *_, sq, skv, _ = problem.sizes
     if (sq, skv) == (1, 1) and any(spec.dtype == "int32" for spec in problem.captured):
         yield (
-            "tensors has an int32 array, and there is one query and one key; cuDNN reads its negative integers as unsigned then: "
-            "pass the array as float32"
+            "tensors has an int32 array, and there is one query and one key; cuDNN reads its negative integers as unsigned "
+            "then: pass the array as float32"
         )
 
 
