@@ -178,7 +178,7 @@ def versions() -> dict[str, Any]:
 
 
 class _Progress:
-    """A line on stderr: overwritten on a terminal, else a new one every ten seconds.
+    """A line on stderr: overwritten on a terminal, else a new one every ten seconds; and each finding when it is found.
 
     Args:
         seconds, problems: the bounds of the run.
@@ -186,10 +186,13 @@ class _Progress:
 
     def __init__(self, seconds: float | None, problems: int | None) -> None:
         self._seconds, self._problems = seconds, problems
-        self._terminal, self._last = sys.stderr.isatty(), 0.0
+        self._terminal, self._last, self._printed = sys.stderr.isatty(), 0.0, 0
 
     def __call__(self, summary: Summary, seconds: float, doing: str) -> None:
-        """Print how far the run is."""
+        """Print new findings and how far the run is."""
+        for finding in summary.findings[self._printed :]:
+            print("\r\033[K" * self._terminal + f"found: {finding.line}", file=sys.stderr, flush=True)
+        self._printed = len(summary.findings)
         if time.monotonic() - self._last < (0.2 if self._terminal else _INTERVAL):
             return
         if not self._terminal and not self._last:
