@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 from .derivative import slopes
 from .problem import Problem
 from .program import Writer
-from .spec import TensorSpec
+from .spec import TensorSpec, dense_spec
 
 
 @functools.lru_cache(maxsize=1024)
@@ -52,7 +53,12 @@ def _shares(problem: Problem, spec: TensorSpec) -> bool:
 
 def _of_its_own(problem: Problem, spec: TensorSpec) -> Problem:
     settings = problem.settings._replace(gradient_of=spec.name[1:])
-    return replace(_with_sum(problem, spec), dsinks=None, settings=settings)
+    unused: dict[str, Any] = {  # in memory of its own: the caller's may have gaps
+        result.name: dense_spec(result.name, result.dtype, result.shape)
+        for result in (problem.dq, problem.dk, problem.dv)
+        if result
+    }
+    return replace(_with_sum(problem, spec), dsinks=None, settings=settings, **unused)
 
 
 def _with_sum(problem: Problem, spec: TensorSpec | None) -> Problem:

@@ -439,3 +439,27 @@ def test_packed_gradients_of_strided_queries(heads, cupy):
     truth = reference.attention_backward(dout, q, k, v, cu_seqlens_q=starts, cu_seqlens_kv=starts)
     for one, other in zip(got, truth, strict=True):
         np.testing.assert_allclose(one.get().astype(float), other, atol=1e-2)
+
+
+def test_gradients_of_an_array_leave_strided_results_alone(cupy):
+    """The launch that adds up an array's own gradient has a dQ, dK and dV of its own; those of the caller have gaps."""
+    rng = np.random.default_rng(0)
+    q, dout = (np.asfortranarray(rng.standard_normal((16, 4, 5, 1)).astype("f2")) for _ in range(2))
+    k, v = (np.asfortranarray(rng.standard_normal((16, 2, 70, 1)).astype("f2")) for _ in range(2))
+    table = np.array([0.5, 2.0], np.float32)
+
+    def gradients(xp, **results):
+        arrays = {"score_mod": lambda s, b, h, i, j, t: s + t[1] * 0.05 * abs(i - j), "tensors": {"t": xp.asarray(table)}}
+        given = [xp.asarray(x) for x in (q, k, v)]
+        out, stats = attention(*given, return_stats=True, **arrays)
+        found = attention_backward(xp.asarray(dout), *given, out, stats, return_dtensors=True, **arrays, **results)
+        return [*found[:3], found[3]["t"]]
+
+    wide = {name: cupy.full((24, 5, 70, 1), np.nan, np.float16, order="F") for name in ("dk", "dv")}
+    got = gradients(cupy, **{name: x[:16, 1:3] for name, x in wide.items()})
+    for one, other in zip(got, gradients(np), strict=True):
+        np.testing.assert_allclose(one.get().astype(float), other.astype(float), atol=2e-2)
+    for x in wide.values():
+        around = x.get()
+        around[:16, 1:3] = np.nan
+        assert np.isnan(around).all()
