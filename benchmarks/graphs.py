@@ -21,7 +21,7 @@ from common import device_ms, interleaved, random_normal, versions, write_csv
 
 from cupy_sdpa import attention, attention_backward
 from cupy_sdpa.bench.measure import WallClock, busy_matrix
-from cupy_sdpa.replay import Recording
+from cupy_sdpa.device.cuda_graph import Recording
 
 SHAPE = (64, 8, 256, 2)
 #: How many recordings there are, and how many launches are in a row.

@@ -25,11 +25,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import cupy_sdpa
-from cupy_sdpa import gpu, repeats, replay
 from cupy_sdpa._cudnn.constants import AttributeType
 from cupy_sdpa._cudnn.descriptor import Descriptor
 from cupy_sdpa._cudnn.library import library
 from cupy_sdpa.bench.measure import as_torch, busy_matrix
+from cupy_sdpa.calls import replay_cache
+from cupy_sdpa.device import cuda_graph, cupy_runtime
 
 SHAPE, ROW_SHAPE = (64, 8, 128, 2), (64, 8, 256, 2)
 ROUNDS, CALLS = 15, 100
@@ -49,11 +50,11 @@ class Steps:
     def __init__(self, q: Any, k: Any, v: Any) -> None:
         self.arrays = (q, k, v, None, None)
         self.out = cupy_sdpa.attention(q, k, v)
-        here = repeats._here
+        here = replay_cache._here
         assert here is not None
         self.here = here
-        found = repeats._key(here.ndarray, ("forward", False), self.arrays, {})
-        session = here.session(gpu.context_id())
+        found = replay_cache._key(here.ndarray, ("forward", False), self.arrays, {})
+        session = here.session(cupy_runtime.context_id())
         assert found is not None
         assert session is not None
         self.key, *_ = found
@@ -67,13 +68,13 @@ class Steps:
         here, known, key, how = self.here, self.known, self.key, ("forward", False)
         cache = self.session.cache
         (made,) = known._made
-        yield "the key: dtypes, shapes and strides", lambda: repeats._key(here.ndarray, how, self.arrays, {})
+        yield "the key: dtypes, shapes and strides", lambda: replay_cache._key(here.ndarray, how, self.arrays, {})
         yield "the context and its session", lambda: here.session(here.context_id(0)[1])
         yield "look the call up", lambda: self.session.known.get(key)
         yield "the current stream", lambda: here.current_stream().ptr
         yield "allocate the output", lambda: here.ndarray(made[0], made[1], here.alloc(made[2]), None, "F")
         yield "look the addresses up", lambda: known._recordings.get(self.pointers)
-        yield "of many recordings: is the device behind?", lambda: replay.behind(0)
+        yield "of many recordings: is the device behind?", lambda: cuda_graph.behind(0)
         yield "the plan cache's lock", lambda: self._locked(cache.lock)
 
     @staticmethod
@@ -160,7 +161,7 @@ def calls() -> tuple[dict[str, Callable[[], Any]], Steps]:
 
 def settle(call: Callable[[], Any]) -> None:
     """Call until it is recorded."""
-    for _ in range(2 * repeats.SIGHTS):
+    for _ in range(2 * replay_cache.SIGHTS):
         call()
         cupy.cuda.Device().synchronize()
 

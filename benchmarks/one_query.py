@@ -18,12 +18,12 @@ import numpy as np
 from common import random_normal, versions, write_csv
 from cupyx.profiler import benchmark
 
-from cupy_sdpa import gpu
-from cupy_sdpa.arguments import read_forward
-from cupy_sdpa.cache import session
-from cupy_sdpa.engines import knobs_text, splits_keys
-from cupy_sdpa.patterns import forward
-from cupy_sdpa.plan import Kept, Plan, Target, searching
+from cupy_sdpa.calls.arguments import read_forward
+from cupy_sdpa.device import cupy_runtime
+from cupy_sdpa.graph.patterns import forward
+from cupy_sdpa.plans.engines import knobs_text, splits_keys
+from cupy_sdpa.plans.plan import Kept, Plan, Target, searching
+from cupy_sdpa.plans.plan_cache import session
 
 #: Batch, query heads, key heads, head dim, keys.
 PROBLEMS = ((1, 32, 8, 128, 32768), (8, 32, 8, 128, 8192), (32, 32, 8, 128, 4096), (4, 32, 32, 64, 4096), (8, 18, 3, 64, 163))
@@ -57,7 +57,7 @@ def truth(q: Any, k: Any, v: Any, modify: Any) -> Any:
 
 def rows() -> Iterator[dict[str, Any]]:
     """A row for each problem, option, graph and engine config."""
-    target = Target(gpu.model(0), gpu.capability(0), session(gpu.context_id()).handle)
+    target = Target(cupy_runtime.model(0), cupy_runtime.capability(0), session(cupy_runtime.context_id()).handle)
     for batch, heads, key_heads, d, keys in PROBLEMS:
         shapes = ((d, heads, 1, batch), *[(d, key_heads, keys, batch)] * 2)
         q, k, v = (random_normal(*shape) for shape in shapes)
@@ -87,9 +87,9 @@ def measured(call: Any, plan: Plan, wanted: Any) -> tuple[str, float]:
     """The largest error of a plan's output, and its microseconds, the median of 20 executions."""
     call._fill_inputs()
     call._allocate()
-    workspace = gpu.allocate(max(plan.info.workspace, 1))
+    workspace = cupy_runtime.allocate(max(plan.info.workspace, 1))
     stage = call._staged(call.posed)
-    plan.set_stream(gpu.stream())
+    plan.set_stream(cupy_runtime.stream())
     pointers = {name: array.data.ptr for name, array in stage.arrays.items()}
 
     def run() -> None:

@@ -19,13 +19,14 @@ import cupy
 import ml_dtypes
 import numpy as np
 
-from cupy_sdpa import gpu, problem
+from cupy_sdpa import problem
 from cupy_sdpa._cudnn.constants import AttributeName, AttributeType, DescriptorType
 from cupy_sdpa._cudnn.launch import Handle
 from cupy_sdpa._cudnn.library import library
-from cupy_sdpa.lowering import OperationGraph
-from cupy_sdpa.patterns import forward
-from cupy_sdpa.plan import Kept, Plan, Target, searching
+from cupy_sdpa.device import cupy_runtime
+from cupy_sdpa.graph.patterns import forward
+from cupy_sdpa.plans.lowering import OperationGraph
+from cupy_sdpa.plans.plan import Kept, Plan, Target, searching
 
 PLANNED = (1024, 1001, 4095)
 SHAPES = ((2, 1024, 1024), (2, 1001, 1001), (1, 4095, 4095), (2, 1000, 1000), (3, 333, 333), (1, 128, 128), (2, 2048, 1024))
@@ -56,7 +57,7 @@ def plan(batch: int, sq: int, skv: int, handle: Handle, override: bool) -> Plan:
 
     OperationGraph.make = with_override  # type: ignore[method-assign]
     try:
-        target = Target("", gpu.capability(0), handle)
+        target = Target("", cupy_runtime.capability(0), handle)
         with searching(forward(asked), target) as (search, uids):
             return Plan(Kept(uids, search.first()), forward(asked), target, "", 0.0)
     finally:
@@ -68,7 +69,7 @@ def run(
 ) -> None:
     """Execute a plan on arrays of other shapes than it was made for."""
     lib, uids = library(), made._kept.uids
-    scale, workspace = ctypes.c_float(SCALE), gpu.allocate(max(made.info.workspace, 1 << 20))
+    scale, workspace = ctypes.c_float(SCALE), cupy_runtime.allocate(max(made.info.workspace, 1 << 20))
     numbers = (ctypes.c_int64 * 5)(*(uids[name] for name in arrays), uids["scale"])
     addresses = (ctypes.c_void_p * 5)(*(array.data.ptr for array in arrays.values()), ctypes.addressof(scale))
     rows = [[(ctypes.c_int64 * 4)(*row) for row in table] for table in (shapes, strides)]
@@ -101,7 +102,7 @@ def compare(planned: int, batch: int, sq: int, skv: int) -> str:
     exact.execute(
         {name: array.data.ptr for name, array in zip(("q", "k", "v", "out"), (q, k, v, want), strict=True)},
         {"scale": SCALE},
-        gpu.allocate(max(exact.info.workspace, 1)).ptr,
+        cupy_runtime.allocate(max(exact.info.workspace, 1)).ptr,
     )
     buffer = cupy.full(want.size + 2 * MARGIN, 7, BF16)
     out = buffer[MARGIN:-MARGIN].reshape(want.shape, order="F")

@@ -4,12 +4,12 @@ import importlib
 from typing import TYPE_CHECKING
 
 from .attention import Pullback, attention, attention_backward, attention_vjp
+from .calls.report import Report
 from .errors import CudnnError, ShelfWarning, Unsupported
 from .explain import explain, get_plan_cache, problem
+from .helpers import alibi_slopes, dropout_mask
 from .prepare import Prepared, autotune, prepare
-from .problem import Problem
-from .report import Report
-from .variants import alibi_slopes, dropout_mask
+from .problem.problem import Problem
 from .version import __version__
 
 if TYPE_CHECKING:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
-from .arguments import read_backward, read_forward
-from .options import DTensors, Options, read_flag, takes_options
-from .repeats import learn, repeated
+from .calls.arguments import read_backward, read_forward
+from .calls.options import DTensors, Options, read_flag, takes_options
+from .calls.replay_cache import learn, repeated
 
 
 @takes_options

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Unpack
 
-from . import gpu
-from .arguments import read_backward, read_forward, read_shapes
-from .call import every_launch, explain_here, planned_report, refused
+from .calls.arguments import read_backward, read_forward, read_shapes
+from .calls.call import every_launch, explain_here, planned_report, refused
+from .calls.options import DTensors, Options, takes_options
+from .calls.report import Report
+from .calls.staging import posed
+from .device import cupy_runtime
 from .errors import CudnnError
-from .options import DTensors, Options, takes_options
-from .patterns import graph_of
-from .problem import Problem
-from .report import Report
-from .staging import posed
-from .support import unverified, why_not
+from .graph.patterns import graph_of
+from .problem.problem import Problem
+from .support.why_not import unverified, why_not
 from .version import RELEASES, version_number, version_text
 
 if TYPE_CHECKING:  # cuDNN's rooms are entered only where they are needed
-    from .cache import PlanCache
+    from .plans.plan_cache import PlanCache
 
 
 @takes_options
@@ -145,14 +145,14 @@ def explain(
 
 
 def _on_current_device(asked: Problem) -> Report:
-    device = gpu.current_device()
+    device = cupy_runtime.current_device()
     if device is None:
         raise ValueError("there is no GPU here to ask about: name one, explain(problem, gpu='H200')")
     return explain_here(asked, device)
 
 
 def _elsewhere(asked: Problem, named: str | None, cudnn: str | None) -> Report:
-    from .offline import Planner, described
+    from .offline.planner import Planner, described
 
     if named is None:
         raise ValueError(f"cudnn is {cudnn!r} and no GPU is named: explain(problem, gpu='H200', cudnn={cudnn!r})")
@@ -200,12 +200,12 @@ def get_plan_cache() -> PlanCache:
         RuntimeError: there is no GPU, or no CuPy; the message says what to install.
         CudnnError: cuDNN is not found.
     """
-    if gpu.current_device() is None:
-        gpu.cupy()  # raises where that is what is missing
+    if cupy_runtime.current_device() is None:
+        cupy_runtime.cupy()  # raises where that is what is missing
         raise RuntimeError(
             "there is no GPU here, hence no plan cache: CuPy finds no CUDA device. "
             "`python -m cupy_sdpa info` lists what is missing"
         )
-    from .cache import session
+    from .plans.plan_cache import session
 
-    return session(gpu.context_id()).cache
+    return session(cupy_runtime.context_id()).cache

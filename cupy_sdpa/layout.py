@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import html
+from . import _html
 
 #: What the letters stand for.
 AXES = {"b": "batch", "s": "seq", "h": "heads", "d": "head_dim", "t": "total"}
@@ -136,7 +136,7 @@ class Layout:
 
     def _repr_html_(self) -> str:
         rows = [(name, str(length), str(step)) for name, length, step in self._axes()]
-        return html.titled(self._facts(), html.table(("axis, from the nearest in memory", "length", "elements apart"), rows))
+        return _html.titled(self._facts(), _html.table(("axis, from the nearest in memory", "length", "elements apart"), rows))
 
 
 def _size(count: int) -> str:

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Unpack
 
-from .arguments import read_backward, read_forward
-from .call import Call, tuning_on
-from .options import ARRAYS, DTensors, Options, takes_options
-from .problem import Problem
-from .repeats import learn, repeated
-from .report import Report
+from .calls.arguments import read_backward, read_forward
+from .calls.call import Call, tuning_on
+from .calls.options import ARRAYS, DTensors, Options, takes_options
+from .calls.replay_cache import learn, repeated
+from .calls.report import Report
+from .problem.problem import Problem
 
 if TYPE_CHECKING:  # cuDNN's rooms are entered only for CuPy arrays
-    from .tuning import Tuning
+    from .calls.autotune import Tuning
 
 
 @takes_options

@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .explain import problem
-from .launches import launches
-from .problem import Problem
-from .shelf import DIRECTORY, Shelf, current
-from .support import why_not
+from .plans.disk_cache import DIRECTORY, Shelf, current
+from .problem.problem import Problem
+from .problem.subproblems import launches
+from .support.why_not import why_not
 from .version import version_number, version_text
 
 if TYPE_CHECKING:
-    from .plan import PlanInfo
+    from .plans.plan import PlanInfo
 
 __all__ = ["DIRECTORY", "Built", "Shelf", "build", "kept", "read_problems"]
 
@@ -86,7 +86,7 @@ def build(
         ValueError: an unknown GPU; another version than asked for.
         OSError: plans cannot be kept in the folder.
     """
-    from .offline import Planner, described
+    from .offline.planner import Planner, described
 
     targets = [described(name) for name in ([gpu] if isinstance(gpu, str) else gpu)]
     path = cudnn if cudnn is not None and "/" in cudnn else None

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 
 import cupy_sdpa
-from cupy_sdpa import arguments
+from cupy_sdpa.calls import arguments
 
 DTYPES = {
     "float16": np.dtype("float16"),

@@ -4,8 +4,8 @@ import itertools
 
 import numpy as np
 
-from cupy_sdpa.interpreter import evaluate
-from cupy_sdpa.problem import LENGTHS, OF_KEYS, OF_QUERIES, PER_ROW, STARTS
+from cupy_sdpa.graph.interpreter import evaluate
+from cupy_sdpa.problem.problem import LENGTHS, OF_KEYS, OF_QUERIES, PER_ROW, STARTS
 
 
 def evaluated(call, graph_of):

@@ -9,11 +9,11 @@ from on_gpu import poisoning
 from tolerance import assert_close
 
 from cupy_sdpa import alibi_slopes, attention, attention_backward, zoo
-from cupy_sdpa.graph import Builder, Tensor, row_major
-from cupy_sdpa.interpreter import evaluate
-from cupy_sdpa.program import AXES, Writer
-from cupy_sdpa.score import trace
-from cupy_sdpa.spelling import Speller
+from cupy_sdpa.graph.emit import Speller
+from cupy_sdpa.graph.interpreter import evaluate
+from cupy_sdpa.graph.nodes import Builder, Tensor, row_major
+from cupy_sdpa.score_fn.expression import AXES, Writer
+from cupy_sdpa.score_fn.tracer import trace
 
 #: The sizes of the problems: (D, Hq, Hkv, Sq, Skv, B).
 D, HQ, HKV, S, B = 32, 4, 2, 70, 2

@@ -6,7 +6,7 @@ from tolerance import accumulation_floor, assert_close, gradient_floor, sinks_fl
 
 import cupy_sdpa
 from cupy_sdpa import attention, attention_backward, reference
-from cupy_sdpa.problem import PER_ROW
+from cupy_sdpa.problem.problem import PER_ROW
 
 
 def poisoned(cupy, shape, dtype):

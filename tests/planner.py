@@ -38,9 +38,9 @@ def library_version() -> int | str:
 def plan_problem(problem, gpu: str):
     """In a child: plan a problem as a call would; gives the PlanInfo, or the text of the refusal."""
     from cupy_sdpa import Unsupported
-    from cupy_sdpa.offline import described
-    from cupy_sdpa.plan import plan_for
-    from cupy_sdpa.shelf import Shelf
+    from cupy_sdpa.offline.planner import described
+    from cupy_sdpa.plans.disk_cache import Shelf
+    from cupy_sdpa.plans.plan import plan_for
 
     try:
         plan = plan_for(problem, described(gpu), Shelf(None))
@@ -53,8 +53,8 @@ def plan_problem(problem, gpu: str):
 def plan_graph(graph, gpu: str, guarded: bool = True, config=None):
     """In a child: plan a graph for a described GPU; gives the PlanInfo, or the text of the refusal."""
     from cupy_sdpa import Unsupported
-    from cupy_sdpa.offline import described
-    from cupy_sdpa.plan import Kept, Plan, searching
+    from cupy_sdpa.offline.planner import described
+    from cupy_sdpa.plans.plan import Kept, Plan, searching
 
     target = described(gpu)
     try:

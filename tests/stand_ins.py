@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 from cases import Case
 
-from cupy_sdpa.engines import Candidate
-from cupy_sdpa.patterns import forward
-from cupy_sdpa.plan import Kept, Plan, Target
+from cupy_sdpa.graph.patterns import forward
+from cupy_sdpa.plans.engines import Candidate
+from cupy_sdpa.plans.plan import Kept, Plan, Target
 
 CASE = Case("plan", dtype="float16", sq=16, stats=False)
 

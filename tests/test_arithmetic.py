@@ -7,10 +7,11 @@ import pytest
 from functions import HKV, HQ, INTEGERS, B, arrays, dense_attention, evaluated, right_on_the_gpu
 from planner import library_version, plan_problem
 
-from cupy_sdpa import attention, attention_backward, explain, functions, gpus, problem, zoo
-from cupy_sdpa.patterns import graph_of
-from cupy_sdpa.plan import PlanInfo
-from cupy_sdpa.support import why_not
+from cupy_sdpa import attention, attention_backward, explain, problem, zoo
+from cupy_sdpa.calls import user_functions
+from cupy_sdpa.graph.patterns import graph_of
+from cupy_sdpa.plans.plan import PlanInfo
+from cupy_sdpa.support import gpus, why_not
 
 NAMED = pytest.mark.parametrize("case", INTEGERS, ids=str)
 
@@ -68,8 +69,8 @@ def test_integers_of_more_than_32_bits_are_refused_on_the_gpu():
     assert ".astype('int32')" in reason.text
     for number in (2**31, -(2**31) - 1):
         with pytest.raises(OverflowError, match=f"the integer {number}; on the GPU integers have 32 bits"):
-            functions.check_numbers({"n0": number})
-    functions.check_numbers({"n0": 2**31 - 1, "n1": -(2**31), "n2": 1e30})
+            user_functions.check_numbers({"n0": number})
+    user_functions.check_numbers({"n0": 2**31 - 1, "n1": -(2**31), "n2": 1e30})
 
 
 @pytest.mark.parametrize("divisor", [0, 0.0])

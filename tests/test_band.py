@@ -7,7 +7,7 @@ import pytest
 from functions import arrays
 
 from cupy_sdpa import attention, problem
-from cupy_sdpa.band import Band
+from cupy_sdpa.problem.band import Band
 
 SIDES = (None, 0, 1, 2, 3, 4, 5, 6)
 

@@ -8,10 +8,11 @@ from typing import ClassVar
 import pytest
 from cases import Case
 
-from cupy_sdpa import CudnnError, Unsupported, cache
-from cupy_sdpa.cache import PlanCache
-from cupy_sdpa.patterns import forward
-from cupy_sdpa.plan import Plan, PlanInfo
+from cupy_sdpa import CudnnError, Unsupported
+from cupy_sdpa.graph.patterns import forward
+from cupy_sdpa.plans import plan_cache
+from cupy_sdpa.plans.plan import Plan, PlanInfo
+from cupy_sdpa.plans.plan_cache import PlanCache
 
 PROBLEMS = [Case(f"p{n}", sq=n + 1).problem() for n in range(40)]
 
@@ -304,10 +305,10 @@ class FakeSession:
 @pytest.fixture
 def sessions(monkeypatch):
     """Sessions without cuDNN, in a process that has had none."""
-    monkeypatch.setattr(cache, "Session", FakeSession)
-    monkeypatch.setattr(cache, "_idle", {})
-    monkeypatch.setattr(cache, "_thread", threading.local())
-    return cache.session
+    monkeypatch.setattr(plan_cache, "Session", FakeSession)
+    monkeypatch.setattr(plan_cache, "_idle", {})
+    monkeypatch.setattr(plan_cache, "_thread", threading.local())
+    return plan_cache.session
 
 
 def in_thread(function):
@@ -387,7 +388,7 @@ def test_what_is_kept_can_be_counted_replaced_and_shown():
 
 def test_two_devices_share_no_plan(sessions):
     """The same problem on two devices, each with its context: two plans, of two handles, in two caches."""
-    caches = [cache.session(context).cache for context in (1, 2)]
+    caches = [plan_cache.session(context).cache for context in (1, 2)]
     plans = [kept.use(PROBLEMS[0], FakePlan, itself) for kept in caches]
     assert caches[0] is not caches[1]
     assert plans[0] is not plans[1]

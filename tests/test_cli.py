@@ -17,7 +17,7 @@ from cupy_sdpa import CudnnError, __version__, reference, store
 from cupy_sdpa.__main__ import main
 from cupy_sdpa._cli import demo, engine, machine, npz, text
 from cupy_sdpa._cli import main as cli
-from cupy_sdpa.interpreter import numpy_dtype
+from cupy_sdpa.graph.interpreter import numpy_dtype
 from cupy_sdpa.layout import from_julia
 
 ROOT = Path(__file__).parents[1]
@@ -791,9 +791,10 @@ def test_a_description_read_off_the_card_plans(folder, capsys):
     assert main(["plan", "--gpu", "card.json", "shapes.toml", "-o", "plans"]) == 0
     import cupy
 
-    from cupy_sdpa import gpu, offline
+    from cupy_sdpa.device import cupy_runtime
+    from cupy_sdpa.offline import planner
 
-    assert offline.described("card.json").model == gpu.model(cupy.cuda.runtime.getDevice())
+    assert planner.described("card.json").model == cupy_runtime.model(cupy.cuda.runtime.getDevice())
 
 
 # what is written down
@@ -853,7 +854,7 @@ def test_plan_refuses_a_folder_that_cannot_keep_plans(name, said, folder, capsys
     (folder / "open").mkdir(mode=0o777)
     (folder / "open").chmod(0o777)
     (folder / "no").write_text("")
-    monkeypatch.setattr("cupy_sdpa.offline.Planner", None)
+    monkeypatch.setattr("cupy_sdpa.offline.planner.Planner", None)
     assert main(["plan", "--gpu", "h200", "shapes.toml", "-o", name]) == 2
     assert said.rpartition(": ")[2] in complaint(capsys)
     assert (folder / "shapes.toml").read_text() == SHAPES

@@ -74,7 +74,7 @@ def test_words_that_are_no_numbers(words, capsys):
 
 def test_without_a_gpu(capsys, monkeypatch):
     """It is to be named."""
-    monkeypatch.setattr("cupy_sdpa.gpu.current_device", lambda: None)
+    monkeypatch.setattr("cupy_sdpa.device.cupy_runtime.current_device", lambda: None)
     status, out = said(capsys, *SHAPES)
     assert status == 2
     assert "name one with --gpu" in out.err

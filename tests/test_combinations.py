@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from planner import library_version, plan_problem
 from test_sweep import HEAD_DIMS, LONGER, combination
 
-from cupy_sdpa import arguments, gpus, reference
-from cupy_sdpa.launches import launches
-from cupy_sdpa.patterns import backward, forward
-from cupy_sdpa.plan import PlanInfo
-from cupy_sdpa.problem import PER_ROW
-from cupy_sdpa.support import why_not
+from cupy_sdpa import reference
+from cupy_sdpa.calls import arguments
+from cupy_sdpa.graph.patterns import backward, forward
+from cupy_sdpa.plans.plan import PlanInfo
+from cupy_sdpa.problem.problem import PER_ROW
+from cupy_sdpa.problem.subproblems import launches
+from cupy_sdpa.support import gpus, why_not
 
 #: The same cases in every run, and none kept on disk.
 EVERY = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))

@@ -7,8 +7,8 @@ import pytest
 
 from cupy_sdpa._cudnn import constants
 from cupy_sdpa._cudnn.generate import header_version, parse, prefix, python_name, render
-from cupy_sdpa.graph import POINTWISE
-from cupy_sdpa.lowering import DATA_TYPES
+from cupy_sdpa.graph.nodes import POINTWISE
+from cupy_sdpa.plans.lowering import DATA_TYPES
 
 HEADER = """
 /** @brief A thing. @since cuDNN 9.2.0 */

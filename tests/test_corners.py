@@ -8,9 +8,10 @@ from cases import FORWARD, Case, options_of_reference
 from exact import evaluated
 from tolerance import assert_close
 
-from cupy_sdpa import arguments, attention, reference, staging
-from cupy_sdpa.patterns import backward, forward
-from cupy_sdpa.problem import PER_ROW
+from cupy_sdpa import attention, reference
+from cupy_sdpa.calls import arguments, staging
+from cupy_sdpa.graph.patterns import backward, forward
+from cupy_sdpa.problem.problem import PER_ROW
 
 
 def test_what_nobody_clears_shows(monkeypatch):

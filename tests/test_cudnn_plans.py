@@ -9,15 +9,16 @@ from cases import FORWARD, Case
 from planner import in_child, library_version, plan_graph, plan_problem
 
 import cupy_sdpa
-from cupy_sdpa import arguments, gpus
+from cupy_sdpa.calls import arguments
 from cupy_sdpa.errors import Unsupported
-from cupy_sdpa.graph import Builder, Tensor, row_major
-from cupy_sdpa.launches import launches
-from cupy_sdpa.lowering import OperationGraph
-from cupy_sdpa.patterns import backward, forward
-from cupy_sdpa.plan import ORDERED, ORDERED_SINCE, PlanInfo
-from cupy_sdpa.posing import pose
-from cupy_sdpa.support import deadly, guards, why_not
+from cupy_sdpa.graph.nodes import Builder, Tensor, row_major
+from cupy_sdpa.graph.patterns import backward, forward
+from cupy_sdpa.plans.lowering import OperationGraph
+from cupy_sdpa.plans.plan import ORDERED, ORDERED_SINCE, PlanInfo
+from cupy_sdpa.problem.subproblems import launches
+from cupy_sdpa.problem.validation import pose
+from cupy_sdpa.support import gpus
+from cupy_sdpa.support.why_not import deadly, guards, why_not
 from cupy_sdpa.version import version_text
 
 pytestmark = pytest.mark.cudnn

@@ -7,14 +7,16 @@ import pytest
 from functions import HKV, HQ, LEARNED, OPERATIONS, ZOO, B, agrees, arrays, drawn, right_on_the_gpu
 from planner import library_version, plan_problem
 
-from cupy_sdpa import Unsupported, attention, attention_backward, attention_vjp, explain, gpus, launches, patterns, problem, zoo
-from cupy_sdpa.arguments import read_backward
-from cupy_sdpa.call import Call
-from cupy_sdpa.derivative import RULES
-from cupy_sdpa.graph import POINTWISE
-from cupy_sdpa.plan import PlanInfo
-from cupy_sdpa.spelling import COMPOSED
-from cupy_sdpa.support import why_not
+from cupy_sdpa import Unsupported, attention, attention_backward, attention_vjp, explain, problem, zoo
+from cupy_sdpa.calls.arguments import read_backward
+from cupy_sdpa.calls.call import Call
+from cupy_sdpa.graph import patterns
+from cupy_sdpa.graph.emit import COMPOSED
+from cupy_sdpa.graph.nodes import POINTWISE
+from cupy_sdpa.plans.plan import PlanInfo
+from cupy_sdpa.problem import subproblems
+from cupy_sdpa.score_fn.autodiff import RULES
+from cupy_sdpa.support import gpus, why_not
 
 #: The modes whose result has a derivative; identity, which no function writes, among them.
 SMOOTH = sorted(
@@ -110,7 +112,7 @@ def test_arrays_share_a_launch_where_they_can(name, launched):
     assert len(report.launches or (report,)) == launched
     assert str(report).count("and then") == launched - 1
     assert report._repr_html_().count("runs on the CPU") == launched
-    parts = launches.launches(report.problem) if launched == 1 else [part.problem for part in report.launches]
+    parts = subproblems.launches(report.problem) if launched == 1 else [part.problem for part in report.launches]
     assert [len(part.sums) for part in parts] == ([1] if launched == 1 else [0] + [1] * (launched - 1))
 
 
@@ -143,8 +145,8 @@ def test_every_launch_is_planned_before_the_first_runs(monkeypatch):
             raise Unsupported("no engine")
 
     monkeypatch.setattr(call, "on_gpu", True)
-    monkeypatch.setattr("cupy_sdpa.call.planned", planned)
-    monkeypatch.setattr("cupy_sdpa.gpu.on_device_of", lambda array: contextlib.nullcontext(0))
+    monkeypatch.setattr("cupy_sdpa.calls.call.planned", planned)
+    monkeypatch.setattr("cupy_sdpa.device.cupy_runtime.on_device_of", lambda array: contextlib.nullcontext(0))
     monkeypatch.setattr(Call, "_compute", lambda self, device: ran.append(self.problem))
     with pytest.raises(Unsupported, match="no engine"):
         call.run()
@@ -206,7 +208,7 @@ def test_gradients_of_arrays_are_planned(functions, planner):
     shapes = (64, HQ, 200, B), (64, HKV, 200, B), (64, HKV, 200, B)
     asked = problem(*shapes, dtype="bfloat16", backward=True, return_dtensors=True, **functions.options(q=200, kv=200))
     others = [name for name in gpus.NAMES if name != "h200"]
-    for part in launches.launches(asked):
+    for part in subproblems.launches(asked):
         for gpu in ("h200", others[LEARNED.index(functions) % len(others)]) if part.sums else ():
             plan = planner.call(plan_problem, part, gpu)
             reasons = why_not(part, planner.call(library_version), gpus.capability(gpu))

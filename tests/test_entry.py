@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from cases import Case
 
-from cupy_sdpa import ShelfWarning, Unsupported, entry, plan, problem
-from cupy_sdpa.engines import EngineConfig
-from cupy_sdpa.patterns import forward
-from cupy_sdpa.plan import Target
-from cupy_sdpa.shelf import Shelf
+from cupy_sdpa import ShelfWarning, Unsupported, problem
+from cupy_sdpa.graph.patterns import forward
+from cupy_sdpa.plans import plan, plan_file
+from cupy_sdpa.plans.disk_cache import Shelf
+from cupy_sdpa.plans.engines import EngineConfig
+from cupy_sdpa.plans.plan import Target
 
 KEY = "0123456789abcdef" * 4
 TARGET = Target("NVIDIA H200", 90, handle=SimpleNamespace(pointer=1))
@@ -78,7 +79,7 @@ def test_a_right_entry_is_loaded(cudnn):
     loaded = plan.load(content(), GRAPH, TARGET, KEY)
     assert (loaded.info.engine, loaded.info.knobs, loaded.info.workspace) == (2, (("TILE_M", 3),), 256)
     assert (loaded.info.notes, loaded.info.refused, loaded.info.loaded) == (("TENSOR_CORE",), ("engine 8: no",), True)
-    facts, text = entry.read(content())
+    facts, text = plan_file.read(content())
     assert facts.content(text.decode()) == content()
 
 

@@ -14,10 +14,11 @@ from cases import Case
 from planner import child_environment
 
 import cupy_sdpa
-from cupy_sdpa import CudnnError, explain, gpus, prepare, store
-from cupy_sdpa.cache import PlanCache
-from cupy_sdpa.report import Report
-from cupy_sdpa.shelf import Shelf
+from cupy_sdpa import CudnnError, explain, prepare, store
+from cupy_sdpa.calls.report import Report
+from cupy_sdpa.plans.disk_cache import Shelf
+from cupy_sdpa.plans.plan_cache import PlanCache
+from cupy_sdpa.support import gpus
 
 Q, KV = (128, 32, 512, 1), (128, 8, 512, 1)
 
@@ -70,7 +71,7 @@ def test_bad_shapes_are_refused(arguments, options, error, words):
 
 def test_a_problem_needs_a_gpu_to_ask_about():
     """Without one here, and none named, the remedy is said; so for a version without a GPU, and for unknown names."""
-    if cupy_sdpa.gpu.current_device() is None:
+    if cupy_sdpa.device.cupy_runtime.current_device() is None:
         with pytest.raises(ValueError, match="gpu='H200'"):
             explain(asked())
     with pytest.raises(ValueError, match="no GPU is named"):
@@ -250,9 +251,9 @@ def plan_over_garbage(problem, text):
     """In a child: put a text where the plan of a problem would be, then plan; gives the warnings, and the engine."""
     import warnings
 
-    from cupy_sdpa.offline import described
-    from cupy_sdpa.patterns import forward
-    from cupy_sdpa.plan import make, shelf_key
+    from cupy_sdpa.graph.patterns import forward
+    from cupy_sdpa.offline.planner import described
+    from cupy_sdpa.plans.plan import make, shelf_key
 
     shelf, target, graph = Shelf(None), described("h200"), forward(problem)
     make(graph, target, shelf=shelf).close()
@@ -270,7 +271,7 @@ def plan_over_garbage(problem, text):
 @pytest.mark.cudnn
 def test_a_crash_inside_cudnn_is_an_answer():
     """What kills the process that plans is said as a reason, and the next question is answered."""
-    from cupy_sdpa.offline import Planner, described
+    from cupy_sdpa.offline.planner import Planner, described
 
     row = asked((128, 1, 1, 1), (128, 1, 64, 1), (128, 1, 64, 1), backward=True)
     with Planner() as planner:

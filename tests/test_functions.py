@@ -21,17 +21,16 @@ from cupy_sdpa import (
     attention_backward,
     attention_vjp,
     dropout_mask,
-    gpus,
     prepare,
     problem,
     zoo,
 )
-from cupy_sdpa.arguments import read_forward, read_shapes
-from cupy_sdpa.band import Band
-from cupy_sdpa.plan import PlanInfo
-from cupy_sdpa.program import AXES
-from cupy_sdpa.score import trace
-from cupy_sdpa.support import why_not
+from cupy_sdpa.calls.arguments import read_forward, read_shapes
+from cupy_sdpa.plans.plan import PlanInfo
+from cupy_sdpa.problem.band import Band
+from cupy_sdpa.score_fn.expression import AXES
+from cupy_sdpa.score_fn.tracer import trace
+from cupy_sdpa.support import gpus, why_not
 
 
 @pytest.mark.parametrize("functions", [*ZOO, *OPERATIONS], ids=str)
@@ -175,7 +174,7 @@ def test_a_refusal_names_the_operations_and_their_lines(monkeypatch):
 
     monkeypatch.setattr(call, "on_gpu", True)
     monkeypatch.setattr(call, "_compute", refuse)
-    monkeypatch.setattr("cupy_sdpa.gpu.on_device_of", lambda array: contextlib.nullcontext(0))
+    monkeypatch.setattr("cupy_sdpa.device.cupy_runtime.on_device_of", lambda array: contextlib.nullcontext(0))
     with pytest.raises(Unsupported) as caught:
         call.run()
     (_, note) = caught.value.__notes__

@@ -12,7 +12,7 @@ from tolerance import assert_close
 
 from cupy_sdpa import Unsupported, attention, explain, get_plan_cache, reference
 from cupy_sdpa._cudnn.library import library
-from cupy_sdpa.support import why_not
+from cupy_sdpa.support.why_not import why_not
 
 pytestmark = pytest.mark.gpu
 

@@ -6,16 +6,18 @@ import numpy as np
 import pytest
 from cases import Case
 
-from cupy_sdpa import attention, attention_backward, attention_vjp, dropout_mask, graph, interpreter, lowering
-from cupy_sdpa.graph import POINTWISE, Builder, Node, Tensor, row_major
-from cupy_sdpa.interpreter import MODES, RULES, evaluate
-from cupy_sdpa.patterns import forward
+from cupy_sdpa import attention, attention_backward, attention_vjp, dropout_mask
+from cupy_sdpa.graph import interpreter, nodes
+from cupy_sdpa.graph.interpreter import MODES, RULES, evaluate
+from cupy_sdpa.graph.nodes import POINTWISE, Builder, Node, Tensor, row_major
+from cupy_sdpa.graph.patterns import forward
+from cupy_sdpa.plans import lowering
 
 
 def test_every_node_has_its_rule_in_both_engines():
     """The set of node classes is the interpreter's and the lowering's, and every pointwise mode has a meaning."""
-    nodes = {c for c in vars(graph).values() if isinstance(c, type) and issubclass(c, Node) and c is not Node}
-    assert nodes == set(RULES) == set(lowering.RULES)
+    every = {c for c in vars(nodes).values() if isinstance(c, type) and issubclass(c, Node) and c is not Node}
+    assert every == set(RULES) == set(lowering.RULES)
     assert set(POINTWISE) == set(MODES)
 
 

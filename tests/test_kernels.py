@@ -1,11 +1,11 @@
-"""Each CUDA kernel of :mod:`cupy_sdpa.kernels`, compiled by the C++ compiler, against numpy on random inputs."""
+"""Each CUDA kernel of :mod:`cupy_sdpa.device.kernels`, compiled by the C++ compiler, against numpy on random inputs."""
 
 import inspect
 
 import numpy as np
 import pytest
 
-from cupy_sdpa import gpu, kernels
+from cupy_sdpa.device import cupy_runtime, kernels
 
 SEEDS = range(5)
 
@@ -198,7 +198,7 @@ def test_clearing(name, value, fake):
     """Every element of the array, and no other."""
     host = np.asfortranarray(np.ones((3, 5, 2), np.float32))
     whole = fake.asarray(host)
-    gpu.clear(CLEARED[name](whole), value)
+    cupy_runtime.clear(CLEARED[name](whole), value)
     CLEARED[name](host)[...] = value
     np.testing.assert_array_equal(whole.get(), host)
 
@@ -231,7 +231,7 @@ def test_resizing(name, fake):
     to, of, axis = RESIZED[name](fake)
     around = to.base if to.base is not None else to
     before = around.get()
-    gpu.resize(to, of, axis)
+    cupy_runtime.resize(to, of, axis)
     common = (slice(None),) * axis + (slice(min(to.shape[axis], of.shape[axis])),)
     want = np.zeros(to.shape, np.int16)
     want[common] = of.get()[common]

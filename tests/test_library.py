@@ -15,9 +15,9 @@ from cupy_sdpa._cudnn.constants import AttributeType, DataType
 from cupy_sdpa._cudnn.descriptor import Descriptor, live
 from cupy_sdpa._cudnn.launch import Handle, Launcher
 from cupy_sdpa._cudnn.library import OVERRIDE, SONAME, Library
-from cupy_sdpa.cache import PlanCache, Session
-from cupy_sdpa.patterns import forward
-from cupy_sdpa.plan import Plan
+from cupy_sdpa.graph.patterns import forward
+from cupy_sdpa.plans.plan import Plan
+from cupy_sdpa.plans.plan_cache import PlanCache, Session
 
 
 def python(code, **environment):
@@ -250,9 +250,9 @@ def test_garbage_collection_never_calls_cudnn(fake):
 def balance(graph, gpu, path):
     """In a child: plan, and write down how many descriptors were made and are left, while the plan lives and after."""
     from cupy_sdpa._cudnn.library import library
-    from cupy_sdpa.offline import described
-    from cupy_sdpa.plan import make
-    from cupy_sdpa.shelf import Shelf
+    from cupy_sdpa.offline.planner import described
+    from cupy_sdpa.plans.disk_cache import Shelf
+    from cupy_sdpa.plans.plan import make
 
     lib, made, gone = library(), [], []
     create, destroy = lib.cudnnBackendCreateDescriptor, lib.cudnnBackendDestroyDescriptor

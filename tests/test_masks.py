@@ -8,8 +8,8 @@ from cases import Case
 
 import cupy_sdpa
 from cupy_sdpa import attention, attention_backward, explain, reference
-from cupy_sdpa.band import Band
-from cupy_sdpa.support import why_not
+from cupy_sdpa.problem.band import Band
+from cupy_sdpa.support.why_not import why_not
 
 SQUARE, WIDE, TALL = (6, 6), (4, 7), (7, 4)
 

@@ -5,7 +5,6 @@ import pytest
 from cases import DTYPES, as_float
 
 from cupy_sdpa import layout, nnlib, reference
-from cupy_sdpa.lazy import Lazy
 from cupy_sdpa.nnlib import (
     dot_product_attention,
     dot_product_attention_scores,
@@ -15,6 +14,7 @@ from cupy_sdpa.nnlib import (
     make_padding_mask,
     split_heads,
 )
+from cupy_sdpa.nnlib.lazy import Lazy
 
 
 @pytest.fixture(params=["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])

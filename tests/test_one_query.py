@@ -7,11 +7,11 @@ from planner import plan_problem
 
 import cupy_sdpa
 from cupy_sdpa import reference
-from cupy_sdpa.arguments import read_forward
-from cupy_sdpa.engines import splits_keys
-from cupy_sdpa.patterns import forward
-from cupy_sdpa.plan import PlanInfo
-from cupy_sdpa.staging import posed
+from cupy_sdpa.calls.arguments import read_forward
+from cupy_sdpa.calls.staging import posed
+from cupy_sdpa.graph.patterns import forward
+from cupy_sdpa.plans.engines import splits_keys
+from cupy_sdpa.plans.plan import PlanInfo
 
 KEYS, HEADS, BATCH = 300, 4, 2
 ROWS = np.arange(KEYS)

@@ -1,8 +1,6 @@
 """The package as a whole: what imports what, what is loaded when, and that its texts run."""
 
 import ast
-import functools
-import graphlib
 import os
 import re
 import runpy
@@ -16,103 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "cupy_sdpa"
 
-#: The modules and subpackages of the package from the lowest layer to the highest. What imports what is read from the code.
-LAYERS = (
-    {"version", "errors", "html", "lazy", "reference", "zoo", "gpus", "band", "spec", "graph"},
-    {"program", "derivative", "traced", "mathematics", "score", "gpu", "replay", "_cudnn", "interpreter", "shelf", "entry"},
-    {"problem", "posing", "bucket", "packed", "launches", "kernels"},
-    {"spelling", "scores", "patterns"},
-    {"rules", "support"},
-    {"engines", "lowering", "plan", "cache", "tuning", "offline"},
-    {"functions", "options", "staging", "report", "call", "arguments", "repeats"},
-    {"attention", "explain", "prepare", "variants", "layout"},
-    {"nnlib", "store", "survey", "bench"},
-    {"__init__", "check", "_cli", "__main__"},
-)  # fmt: skip
-
-
-def modules():
-    """Every module of the package, with the name of the module or subpackage of the root that it is or belongs to."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        yield path, path.relative_to(PACKAGE).with_suffix("").parts[0]
-
-
-MODULES = list(modules())
-NAMES_OF_MODULES = {name for _, name in MODULES}
-
-
-def imported(text, package=()):
-    """The modules and subpackages of the root that code imports from, functions' own imports among them.
-
-    Args:
-        text: the code.
-        package: the names of the subpackages that the module is in.
-    """
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Import):
-            wanted = [alias.name.split(".") for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = ["cupy_sdpa", *package[: len(package) + 1 - node.level]] if node.level else []
-            base += node.module.split(".") if node.module else []
-            wanted = [[*base, alias.name] for alias in node.names]
-        else:
-            continue
-        for root, *inner in wanted:
-            if root == "cupy_sdpa":
-                yield inner[0] if inner and inner[0] in NAMES_OF_MODULES else "__init__"
-
-
-@functools.cache
-def imports():
-    """What each module or subpackage of the root imports from, itself left out."""
-    found = {name: set() for name in NAMES_OF_MODULES}
-    for path, name in MODULES:
-        found[name] |= set(imported(path.read_text(encoding="utf-8"), path.relative_to(PACKAGE).parts[:-1])) - {name}
-    return found
-
-
-def test_every_module_has_its_layer():
-    """Each is in one layer, and the layers name nothing that there is not."""
-    names = [name for layer in LAYERS for name in layer]
-    assert sorted(names) == sorted(NAMES_OF_MODULES)
-
-
-@pytest.mark.parametrize("name", sorted(NAMES_OF_MODULES))
-def test_imports_go_downwards(name):
-    """A module imports only from its own layer and from lower ones."""
-    below = set()
-    for layer in LAYERS:
-        below |= layer
-        if name in layer:
-            break
-    assert imports()[name] <= below
-
-
-def test_imports_have_no_cycle():
-    """No two modules need each other, on any way, whatever their layers."""
-    list(graphlib.TopologicalSorter(imports()).static_order())
-
-
-@pytest.mark.parametrize(
-    ("text", "package", "wanted"),
-    [
-        ("from . import gpu, band", (), {"gpu", "band"}),
-        ("from .plan import Plan", (), {"plan"}),
-        ("from ..plan import Plan", ("_cli",), {"plan"}),
-        ("from .. import gpu", ("_cli",), {"gpu"}),
-        ("from .. import Unsupported", ("_cli",), {"__init__"}),
-        ("from .library import library", ("_cudnn",), {"_cudnn"}),
-        ("from . import library", ("_cudnn",), {"_cudnn"}),
-        ("def f():\n    from ._cudnn.library import library", (), {"_cudnn"}),
-        ("import cupy_sdpa.plan, numpy", (), {"plan"}),
-        ("from cupy_sdpa.plan import Plan", (), {"plan"}),
-        ("import cupy_sdpa", (), {"__init__"}),
-        ("from cuda.bindings import driver\nimport plan", (), set()),
-    ],
-)
-def test_the_check_of_layers_sees_every_import(text, package, wanted):
-    """Relative or absolute, of modules or of names, at the top or within functions."""
-    assert set(imported(text, package)) == wanted
+MODULES = [(path, path.relative_to(PACKAGE).parts[0]) for path in sorted(PACKAGE.rglob("*.py"))]
 
 
 @pytest.mark.parametrize(("path", "name"), MODULES, ids=lambda x: x.stem if isinstance(x, Path) else "")
@@ -182,7 +84,7 @@ NOT_ON_WINDOWS = ("register_at_fork", "fork", "getuid", "geteuid", "O_NOFOLLOW",
         "from cupy_sdpa.store import Shelf; from pathlib import Path\n"
         "shelf = Shelf(Path('plans')); shelf.check(); shelf.put('0' * 64, b'x')\n"
         "assert Shelf(Path('plans')).get('0' * 64) == b'x'",
-        "import cupy_sdpa.cache",
+        "import cupy_sdpa.plans.plan_cache",
         "from cupy_sdpa.__main__ import main; main(['info'])",
     ],
     ids=["store", "plans", "plan_cache", "info"],
@@ -208,14 +110,14 @@ def test_no_library_is_loaded_already_where_the_loader_cannot_say(monkeypatch):
 def test_the_plan_cache_without_a_gpu(monkeypatch):
     """A RuntimeError says what is missing: the GPU, or CuPy and how to install it."""
     import cupy_sdpa
-    from cupy_sdpa import gpu
+    from cupy_sdpa.device import cupy_runtime
 
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "cupy", None)
         with pytest.raises(RuntimeError, match="pip install 'cupy-sdpa"):
             cupy_sdpa.get_plan_cache()
     pytest.importorskip("cupy")
-    monkeypatch.setattr(gpu, "current_device", lambda: None)
+    monkeypatch.setattr(cupy_runtime, "current_device", lambda: None)
     with pytest.raises(RuntimeError, match=r"no GPU here.*python -m cupy_sdpa info"):
         cupy_sdpa.get_plan_cache()
 
@@ -316,9 +218,9 @@ def test_the_project_speaks_of_itself_alone():
 
 def test_gpu_descriptions_have_names():
     """Every description of a GPU can be read, and an unknown name lists the known ones."""
-    from cupy_sdpa import gpus
+    from cupy_sdpa.support import gpus
 
-    assert {p.stem for p in (PACKAGE / "gpus").glob("*.json")} == set(gpus.NAMES)
+    assert {p.stem for p in (PACKAGE / "support" / "gpus").glob("*.json")} == set(gpus.NAMES)
     assert np.all([gpus.capability(name) >= 80 for name in gpus.NAMES])
     with pytest.raises(ValueError, match="h200"):
         gpus.describe("h20")
@@ -329,7 +231,7 @@ def test_gpu_descriptions_have_names():
 )
 def test_a_file_that_describes_no_gpu_is_refused(text, tmp_path):
     """Whatever the file holds, a ValueError names it."""
-    from cupy_sdpa import gpus
+    from cupy_sdpa.support import gpus
 
     path = tmp_path / "card.json"
     path.write_text(text)

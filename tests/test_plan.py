@@ -7,11 +7,14 @@ import pytest
 from stand_ins import CASE, Descriptor, candidate, fake_plan, uids
 
 import cupy_sdpa
-from cupy_sdpa import CudnnError, Unsupported, cache, call, engines, entry, gpu, plan
-from cupy_sdpa.call import Call, planned
-from cupy_sdpa.engines import Search
-from cupy_sdpa.patterns import forward
-from cupy_sdpa.plan import ORDERED, ORDERED_SINCE, Target, plan_for
+from cupy_sdpa import CudnnError, Unsupported
+from cupy_sdpa.calls import call
+from cupy_sdpa.calls.call import Call, planned
+from cupy_sdpa.device import cupy_runtime
+from cupy_sdpa.graph.patterns import forward
+from cupy_sdpa.plans import engines, plan, plan_cache, plan_file
+from cupy_sdpa.plans.engines import Search
+from cupy_sdpa.plans.plan import ORDERED, ORDERED_SINCE, Target, plan_for
 
 DETERMINISTIC = CASE.gradient_problem(deterministic=True)
 
@@ -26,7 +29,7 @@ def cudnn(monkeypatch):
 
 
 class Made:
-    """Stands in for :func:`cupy_sdpa.plan.make`: every plan needs ``workspace`` bytes, those of the ordered engine 10."""
+    """Stands in for :func:`cupy_sdpa.plans.plan.make`: every plan needs ``workspace`` bytes, those of the ordered engine 10."""
 
     def __init__(self, workspace):
         self.workspace, self.asked = workspace, []
@@ -97,14 +100,14 @@ def device(monkeypatch):
     def read(*_):
         raise AssertionError("the free memory was read")
 
-    session = SimpleNamespace(handle=Handle(), cache=cache.PlanCache(), stream=7)
+    session = SimpleNamespace(handle=Handle(), cache=plan_cache.PlanCache(), stream=7)
     cuda = SimpleNamespace(runtime=SimpleNamespace(memGetInfo=read))
-    monkeypatch.setattr(gpu, "cupy", lambda: SimpleNamespace(cuda=cuda, get_default_memory_pool=read))
+    monkeypatch.setattr(cupy_runtime, "cupy", lambda: SimpleNamespace(cuda=cuda, get_default_memory_pool=read))
     for name, value in {"context_id": 1, "stream": None, "capturing": False, "model": "h200", "capability": 90}.items():
-        monkeypatch.setattr(gpu, name, lambda *_, value=value: value)
-    monkeypatch.setattr(gpu, "stream", lambda: session.stream)
-    monkeypatch.setattr(cache, "existing_session", lambda context: session)
-    monkeypatch.setattr(cache, "session", lambda context: session)
+        monkeypatch.setattr(cupy_runtime, name, lambda *_, value=value: value)
+    monkeypatch.setattr(cupy_runtime, "stream", lambda: session.stream)
+    monkeypatch.setattr(plan_cache, "existing_session", lambda context: session)
+    monkeypatch.setattr(plan_cache, "session", lambda context: session)
     monkeypatch.setattr(call, "objections", lambda problem, number: [])
     return session
 
@@ -136,7 +139,7 @@ def test_a_plan_is_built_on_the_current_stream(device, monkeypatch):
 
 
 class Memory:
-    """Stands in for :func:`cupy_sdpa.gpu.allocate`: raises ``error`` where one is set."""
+    """Stands in for :func:`cupy_sdpa.device.cupy_runtime.allocate`: raises ``error`` where one is set."""
 
     def __init__(self, error=None):
         self.error = error
@@ -163,7 +166,7 @@ def test_no_memory_for_the_workspace_is_an_error_of_this_call_only(error, device
     """The allocator's own error comes out, with a note on the workspace and its remedy; the next call uses the same plan."""
     ran = []
     asked, made = a_call(ran)
-    monkeypatch.setattr(gpu, "allocate", memory := Memory(error))
+    monkeypatch.setattr(cupy_runtime, "allocate", memory := Memory(error))
     with pytest.raises(type(error)) as raised:
         asked._launch(asked.problem, made)
     assert raised.value is error
@@ -177,7 +180,7 @@ def test_what_is_enqueued_again_goes_to_the_current_stream(device, monkeypatch):
     """A recording enqueues on the stream that is captured, in the workspace of the call."""
     ran = []
     asked, made = a_call(ran)
-    monkeypatch.setattr(gpu, "allocate", Memory())
+    monkeypatch.setattr(cupy_runtime, "allocate", Memory())
     asked._launch(asked.problem, made)
     device.stream = 11
     asked.enqueue()
@@ -188,8 +191,8 @@ def test_a_plan_that_a_capture_has_recorded_is_kept(device, monkeypatch):
     """The caller's own CUDA graph holds the plan's kernels, so the plan is never destroyed, and the call is not repeated."""
     ran = []
     asked, made = a_call(ran)
-    monkeypatch.setattr(gpu, "allocate", Memory())
-    monkeypatch.setattr(gpu, "capturing", lambda: True)
+    monkeypatch.setattr(cupy_runtime, "allocate", Memory())
+    monkeypatch.setattr(cupy_runtime, "capturing", lambda: True)
     asked._launch(asked.problem, made)
     assert ran == ["kept", 1 << 40]
     assert asked.launched is None
@@ -308,7 +311,7 @@ def test_a_plan_that_cannot_be_stored_is_destroyed(cudnn, monkeypatch):
 
 def stored(need):
     """An entry of the plan store, of a plan with so many bytes of workspace."""
-    return entry.Facts({}, 1, (), (), need, 1.0, (), False).content("{}")
+    return plan_file.Facts({}, 1, (), (), need, 1.0, (), False).content("{}")
 
 
 def test_a_stored_plan_survives_a_lack_of_memory(cudnn, monkeypatch):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from planner import plan_problem
 
 from cupy_sdpa import problem
-from cupy_sdpa.plan import PlanInfo
+from cupy_sdpa.plans.plan import PlanInfo
 
 #: The same functions in every run, and none kept on disk.
 EVERY = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))

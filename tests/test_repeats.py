@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from cases import Case
 
-from cupy_sdpa import CudnnError, repeats
-from cupy_sdpa.cache import PlanCache
-from cupy_sdpa.call import Launched
+from cupy_sdpa import CudnnError
+from cupy_sdpa.calls import replay_cache
+from cupy_sdpa.calls.call import Launched
+from cupy_sdpa.plans.plan_cache import PlanCache
 
 FORWARD = ("q", "k", "v", "out", "stats")
 CASE = Case("repeated", dtype="float16", sq=16, stats=False)
@@ -79,11 +80,11 @@ class Fixture:
             current_stream=lambda: SimpleNamespace(ptr=self.stream), context_id=lambda flags: (0, 1),
             session=lambda context: self.session,
         )  # fmt: skip
-        monkeypatch.setattr(repeats, "_here", self.here)
-        monkeypatch.setattr(repeats.gpu, "context_id", lambda: 1)
-        monkeypatch.setattr(repeats.gpu, "stream", lambda: self.stream)
-        monkeypatch.setattr(repeats.gpu, "empty", Array)
-        monkeypatch.setattr(repeats, "Recording", functools.partial(Recording, self))
+        monkeypatch.setattr(replay_cache, "_here", self.here)
+        monkeypatch.setattr(replay_cache.gpu, "context_id", lambda: 1)
+        monkeypatch.setattr(replay_cache.gpu, "stream", lambda: self.stream)
+        monkeypatch.setattr(replay_cache.gpu, "empty", Array)
+        monkeypatch.setattr(replay_cache, "Recording", functools.partial(Recording, self))
         self.plan = self.new_plan(workspace)
 
     def new_plan(self, workspace=256):
@@ -99,7 +100,7 @@ class Fixture:
         """As attention() does; gives what ran: the last thing done, or "read"."""
         arrays = (q, k, v, out, None)
         before = len(self.done)
-        results = repeats.repeated("forward", arrays, options)
+        results = replay_cache.repeated("forward", arrays, options)
         if results is not None:
             assert out is None or results[0] is out
             return self.done[-1]
@@ -109,7 +110,7 @@ class Fixture:
         call = SimpleNamespace(
             problem=CASE.problem(), arrays=named, scalars={"scale": 0.25}, launched=launched, gradients=None, enqueue=None
         )
-        repeats.learn("forward", FORWARD, arrays, options, call)
+        replay_cache.learn("forward", FORWARD, arrays, options, call)
         return "read, and recorded" if ("record",) in self.done[before:] else "read"
 
 
@@ -130,7 +131,7 @@ def test_read_executed_recorded_launched(fixture):
 
 def test_one_of_many(fixture, monkeypatch):
     """A recording is told whether its call has many."""
-    monkeypatch.setattr(repeats, "FEW", 2)
+    monkeypatch.setattr(replay_cache, "FEW", 2)
     q, k, v = Array(), Array(), Array()
     told = []
     for out in [Array() for _ in range(3)]:
@@ -180,7 +181,7 @@ def test_other_arrays_are_read(name, fixture):
     """What poses another problem, or might, is not taken for the known call."""
     q, k, v = Array(), Array(), Array()
     fixture.call(q, k, v)
-    assert repeats.repeated("forward", (q, OTHER[name](), v, None, None), {}) is None
+    assert replay_cache.repeated("forward", (q, OTHER[name](), v, None, None), {}) is None
 
 
 @pytest.mark.parametrize(
@@ -191,16 +192,16 @@ def test_other_options_are_read(options, fixture):
     """Options are part of the call; functions and mappings are never known."""
     q, k, v = Array(), Array(), Array()
     fixture.call(q, k, v)
-    assert repeats.repeated("forward", (q, k, v, None, None), options) is None
-    assert repeats.repeated("backward", (q, k, v, None, None), {}) is None
+    assert replay_cache.repeated("forward", (q, k, v, None, None), options) is None
+    assert replay_cache.repeated("backward", (q, k, v, None, None), {}) is None
 
 
 def test_numbers_that_are_equal_are_not_the_same(fixture):
     """A window of floats, which is refused, is not that of the equal integers."""
     q, k, v = Array(), Array(), Array()
     fixture.call(q, k, v, window=(1, 0))
-    assert repeats.repeated("forward", (q, k, v, None, None), {"window": (1.0, 0)}) is None
-    assert repeats.repeated("forward", (q, k, v, None, None), {"window": (1, 0)})
+    assert replay_cache.repeated("forward", (q, k, v, None, None), {"window": (1.0, 0)}) is None
+    assert replay_cache.repeated("forward", (q, k, v, None, None), {"window": (1, 0)})
 
 
 def test_a_result_at_a_new_place_is_read_first(fixture):
@@ -220,7 +221,7 @@ def test_what_needs_copies_is_only_ever_recorded(fixture):
     assert kinds[:3] == ["read", "read", "read, and recorded"]
     assert kinds[3][0] == "launch"
     fixture.session.known.clear()
-    assert {fixture.call(q, k, v, plain=False, made=repeats.SMALL + 1) for _ in range(5)} == {"read"}
+    assert {fixture.call(q, k, v, plain=False, made=replay_cache.SMALL + 1) for _ in range(5)} == {"read"}
 
 
 def test_not_while_capturing_nor_tuning(fixture, monkeypatch):
@@ -229,18 +230,18 @@ def test_not_while_capturing_nor_tuning(fixture, monkeypatch):
     for _ in range(4):
         fixture.call(q, k, v)
     fixture.capturing = True
-    assert repeats.repeated("forward", (q, k, v, None, None), {}) is None
+    assert replay_cache.repeated("forward", (q, k, v, None, None), {}) is None
     fixture.capturing = False
     with contextlib.ExitStack() as stack:
-        token = repeats.tunings.set(([], False))
-        stack.callback(repeats.tunings.reset, token)
-        assert repeats.repeated("forward", (q, k, v, None, None), {}) is None
+        token = replay_cache.tunings.set(([], False))
+        stack.callback(replay_cache.tunings.reset, token)
+        assert replay_cache.repeated("forward", (q, k, v, None, None), {}) is None
     assert fixture.call(q, k, v)[0] == "launch"
 
 
 def test_a_large_workspace_is_allocated_every_time(monkeypatch):
     """And its address is one of those that a recording is for."""
-    fixture = Fixture(monkeypatch, workspace=repeats.SMALL + 1)
+    fixture = Fixture(monkeypatch, workspace=replay_cache.SMALL + 1)
     q, k, v, out = Array(), Array(), Array(), Array()
     for _ in range(4):
         fixture.call(q, k, v, out)
@@ -275,7 +276,7 @@ FAILURES = {
 @pytest.mark.parametrize("name", FAILURES)
 def test_a_failed_recording_costs_one_warning(name, fixture, monkeypatch):
     """The call has run: its results stay. One warning, no further attempt for PAUSE calls, then it is recorded after all."""
-    monkeypatch.setattr(repeats, "PAUSE", 5)
+    monkeypatch.setattr(replay_cache, "PAUSE", 5)
     fixture.failure = FAILURES[name]
     q, k, v = Array(), Array(), Array()
     for _ in range(2):
@@ -341,7 +342,7 @@ def test_an_interrupted_recording_leaves_nothing(fixture):
 
 def test_a_recording_that_cannot_be_launched_is_destroyed(fixture, monkeypatch):
     """The call is read instead, with a warning; it is recorded again after PAUSE calls."""
-    monkeypatch.setattr(repeats, "PAUSE", 2)
+    monkeypatch.setattr(replay_cache, "PAUSE", 2)
     q, k, v = Array(), Array(), Array()
     for _ in range(4):
         fixture.call(q, k, v)
@@ -360,14 +361,14 @@ def test_a_recording_that_cannot_be_launched_is_destroyed(fixture, monkeypatch):
     ]
 
 
-@pytest.mark.parametrize("workspace", [256, repeats.SMALL + 1], ids=["small", "large"])
+@pytest.mark.parametrize("workspace", [256, replay_cache.SMALL + 1], ids=["small", "large"])
 def test_no_memory_for_the_workspace_of_a_repeated_call(workspace, monkeypatch):
     """The call is read, where its allocation raises the error with a note; nothing of it is counted or launched."""
     fixture = Fixture(monkeypatch, workspace)
     q, k, v = Array(), Array(), Array()
     fixture.call(q, k, v)
     fixture.too_much = workspace
-    assert repeats.repeated("forward", (q, k, v, None, None), {}) is None
+    assert replay_cache.repeated("forward", (q, k, v, None, None), {}) is None
     assert (fixture.done, fixture.session.cache.hits) == ([], 0)
 
 
@@ -393,7 +394,7 @@ def test_a_recording_is_for_its_stream_and_its_results(fixture):
     fixture.call(q, k, v, other)
     assert fixture.call(q, k, v, other)[0] == "execute"
     fixture.stream = 9
-    assert repeats.repeated("forward", (q, k, v, out, None), {}) is None
+    assert replay_cache.repeated("forward", (q, k, v, out, None), {}) is None
 
 
 def test_recordings_of_all_calls_share_one_limit(fixture):
@@ -444,23 +445,23 @@ def test_arrays_of_options_are_told_apart(name, fixture):
     for _ in range(4):
         fixture.call(q, k, v, bias=bias)
     other = OPTION_ARRAYS[name].at(bias.data.ptr)
-    assert repeats.repeated("forward", (q, k, v, None, None), {"bias": other}) is None
-    assert repeats.repeated("forward", (q, k, v, None, None), {"bias": bias})
+    assert replay_cache.repeated("forward", (q, k, v, None, None), {"bias": other}) is None
+    assert replay_cache.repeated("forward", (q, k, v, None, None), {"bias": bias})
 
 
 def test_the_least_recently_used_call_is_forgotten_first(fixture, monkeypatch):
     """A call that was repeated since outlives one that was not."""
-    monkeypatch.setattr(repeats, "CALLS", 2)
+    monkeypatch.setattr(replay_cache, "CALLS", 2)
     q, k, v = Array(), Array(), Array()
     for scale in (0.1, 0.2, 0.1, 0.3):
         fixture.call(q, k, v, scale=scale)
     assert fixture.call(q, k, v, scale=0.1) == "read, and recorded"  # for the third time; if it were forgotten, "read"
-    assert repeats.repeated("forward", (q, k, v, None, None), {"scale": 0.2}) is None
+    assert replay_cache.repeated("forward", (q, k, v, None, None), {"scale": 0.2}) is None
 
 
 def test_old_sightings_are_forgotten(fixture, monkeypatch):
     """Addresses that never come again are not remembered: the least recent of more than SEEN go."""
-    monkeypatch.setattr(repeats, "SEEN", 3)
+    monkeypatch.setattr(replay_cache, "SEEN", 3)
     q, k, v = Array(), Array(), Array()
     outputs = [Array() for _ in range(5)]
     for out in (*outputs, outputs[2]):
@@ -471,7 +472,7 @@ def test_old_sightings_are_forgotten(fixture, monkeypatch):
 
 def test_forgotten_calls_leave_no_recording(fixture, monkeypatch):
     """Beyond the limit of calls their recordings are destroyed with them."""
-    monkeypatch.setattr(repeats, "CALLS", 2)
+    monkeypatch.setattr(replay_cache, "CALLS", 2)
     q, k, v = Array(), Array(), Array()
     for scale in (0.1, 0.2, 0.3):
         for _ in range(4):
@@ -489,8 +490,8 @@ def test_what_was_made_for_the_call_is_kept_with_the_recording(fixture):
         call = SimpleNamespace(
             problem=CASE.problem(), arrays=named, scalars={}, launched=launched, gradients=None, enqueue=None
         )
-        assert repeats.repeated("forward", (q, k, v, out, None), {"seed": 5}) is None
-        repeats.learn("forward", FORWARD, (q, k, v, out, None), {"seed": 5}, call)
+        assert replay_cache.repeated("forward", (q, k, v, out, None), {"seed": 5}) is None
+        replay_cache.learn("forward", FORWARD, (q, k, v, out, None), {"seed": 5}, call)
     (known,) = fixture.session.known.values()
     ((kept, workspace),) = [recording.own for recording in known._recordings.values()]
     assert kept is seed

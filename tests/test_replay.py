@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cupy_sdpa import gpu, replay
+from cupy_sdpa.device import cuda_graph, cupy_runtime
 
 KERNEL, COPY, FILL = "kernel", "copy", "fill"
 SIZES = {"gridDimX": 4, "gridDimY": 2, "gridDimZ": 3, "blockDimX": 384, "blockDimY": 1, "blockDimZ": 1, "sharedMemBytes": 512}
@@ -61,8 +61,8 @@ class Driver:
 
 
 def steps(monkeypatch, *given, **more):
-    monkeypatch.setattr(gpu, "driver", lambda: Driver(*given, **more))
-    return replay.steps(graph=1, stream=9)
+    monkeypatch.setattr(cupy_runtime, "driver", lambda: Driver(*given, **more))
+    return cuda_graph.steps(graph=1, stream=9)
 
 
 def test_a_row_of_fills_and_kernels(monkeypatch):
@@ -183,17 +183,17 @@ class Stream:
 @pytest.fixture
 def cupy(monkeypatch):
     cupy = Cupy()
-    monkeypatch.setattr(gpu, "cupy", lambda: cupy)
-    monkeypatch.setattr(replay, "steps", lambda graph, stream: cupy._do("steps", result=()))
+    monkeypatch.setattr(cupy_runtime, "cupy", lambda: cupy)
+    monkeypatch.setattr(cuda_graph, "steps", lambda graph, stream: cupy._do("steps", result=()))
     return cupy
 
 
 def test_a_recording_owns_its_memory(cupy):
     """What is allocated while it is recorded is of the caller's stream, and counted and kept with the arrays given, until close()."""
     own = SimpleNamespace(nbytes=1000)
-    recording = replay.Recording(lambda: [gpu.allocate(size) for size in (300, 40)], [own])
+    recording = cuda_graph.Recording(lambda: [cupy_runtime.allocate(size) for size in (300, 40)], [own])
     assert cupy.memory == [CALLERS, CALLERS]
-    assert recording.size == replay.GRAPH_BYTES + 1340
+    assert recording.size == cuda_graph.GRAPH_BYTES + 1340
     assert [kept.nbytes for kept in recording._kept] == [1000, 300, 40]
     recording.launch(of_many=False)
     recording.close()
@@ -214,24 +214,24 @@ def test_whatever_is_raised_nothing_is_left_of_a_recording(where, broken, error,
     cupy.fail[where] = error
 
     def run():
-        gpu.allocate(300)
+        cupy_runtime.allocate(300)
         cupy._do("run")
 
     with pytest.raises((type(error), RuntimeError)) as raised:
-        replay.Recording(run)
+        cuda_graph.Recording(run)
     if not broken or where not in ("steps", "instantiate"):
         assert raised.value is error
     names = [name for name, *_ in cupy.done]
     assert names.count("end") >= 1
     assert names.count("destroy") == ("end" not in cupy.fail)
     assert cupy.current == CALLERS
-    gpu.allocate(10)
+    cupy_runtime.allocate(10)
     assert cupy.done[-1] == ("alloc",)
 
 
 def test_a_recording_that_fails_to_close_is_closed_all_the_same(cupy):
     """Graph, executable and memory are all let go, whichever fails."""
-    recording = replay.Recording(lambda: None, [SimpleNamespace(nbytes=1)])
+    recording = cuda_graph.Recording(lambda: None, [SimpleNamespace(nbytes=1)])
     cupy.fail["destroy"] = RuntimeError("sticky")
     with pytest.raises(RuntimeError, match="sticky"):
         recording.close()

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from cupy_sdpa import ShelfWarning, shelf, store
-from cupy_sdpa.shelf import Shelf
+from cupy_sdpa import ShelfWarning, store
+from cupy_sdpa.plans import disk_cache
+from cupy_sdpa.plans.disk_cache import Shelf
 
 KEY, OTHER = "0123456789abcdef" * 4, "fedcba9876543210" * 4
 CONTENT = b'{"engine": 2}\n' + bytes(range(256)) * 40
@@ -143,14 +144,14 @@ def read_only(folder, monkeypatch):
     def refuse(*_, **__):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(shelf, "_new_part", refuse)
+    monkeypatch.setattr(disk_cache, "_new_part", refuse)
 
 
 def full(folder, monkeypatch):
     def refuse(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(shelf.os, "replace", refuse)
+    monkeypatch.setattr(disk_cache.os, "replace", refuse)
 
 
 def a_file(folder, monkeypatch):
@@ -159,7 +160,7 @@ def a_file(folder, monkeypatch):
 
 def of_somebody_else(folder, monkeypatch):
     folder.mkdir(mode=0o700)
-    os.chown(folder, 12345, -1) if os.getuid() == 0 else monkeypatch.setattr(shelf.os, "getuid", lambda: 12345)
+    os.chown(folder, 12345, -1) if os.getuid() == 0 else monkeypatch.setattr(disk_cache.os, "getuid", lambda: 12345)
 
 
 def open_to_all(folder, monkeypatch):
@@ -282,7 +283,7 @@ def another_users(path, entry, monkeypatch):
         os.chown(path, 12345, -1)
     else:
         fstat = os.fstat
-        monkeypatch.setattr(shelf.os, "fstat", lambda file: os.stat_result([*fstat(file)[:4], 12345, *fstat(file)[5:]]))
+        monkeypatch.setattr(disk_cache.os, "fstat", lambda file: os.stat_result([*fstat(file)[:4], 12345, *fstat(file)[5:]]))
 
 
 def writable_by_a_group(path, entry, monkeypatch):
@@ -319,13 +320,13 @@ def test_a_larger_file_than_an_entry_can_be_is_not_read(folder):
         assert Shelf(folder).get(KEY) is None
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < shelf.ENTRY_LIMIT
+    assert peak < disk_cache.ENTRY_LIMIT
     assert not path.exists()
 
 
 def test_a_larger_plan_than_an_entry_can_be_is_kept_in_memory_only(folder, monkeypatch):
     """It would not be read again, so it is not written; one warning says so."""
-    monkeypatch.setattr(shelf, "ENTRY_LIMIT", 1000)
+    monkeypatch.setattr(disk_cache, "ENTRY_LIMIT", 1000)
     kept = Shelf(folder)
     with pytest.warns(ShelfWarning, match="the limit is 1000 bytes"):
         kept.put(KEY, CONTENT)
@@ -335,8 +336,8 @@ def test_a_larger_plan_than_an_entry_can_be_is_kept_in_memory_only(folder, monke
 
 def test_without_user_ids_the_store_works(folder, monkeypatch):
     """Where the system has neither users nor O_NOFOLLOW (Windows), entries are kept and found."""
-    monkeypatch.delattr(shelf.os, "getuid")
-    monkeypatch.setattr(shelf, "_SAFE", 0)
+    monkeypatch.delattr(disk_cache.os, "getuid")
+    monkeypatch.setattr(disk_cache, "_SAFE", 0)
     Shelf(folder).put(KEY, CONTENT)
     assert Shelf(folder).get(KEY) == CONTENT
 
@@ -346,7 +347,7 @@ def test_processes_write_at_once(folder):
     code = f"""
 import sys, warnings
 warnings.simplefilter("error")
-from cupy_sdpa.shelf import Shelf
+from cupy_sdpa.plans.disk_cache import Shelf
 from pathlib import Path
 for n in range(100):
     key = f"{{n % 5:064x}}"
@@ -401,7 +402,7 @@ def test_a_forked_child_has_locks_of_its_own(folder, monkeypatch):
     """A thread of the parent holds every lock while it forks: the child can still keep and find plans."""
     monkeypatch.setenv("CUPY_SDPA_CACHE_DIR", str(folder))
     parent = store.kept()
-    with parent.building(KEY), parent._lock, shelf._lock, warnings.catch_warnings():
+    with parent.building(KEY), parent._lock, disk_cache._lock, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forking while there are threads
         child = os.fork()
         if child == 0:

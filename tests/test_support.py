@@ -11,15 +11,16 @@ import pytest
 from planner import child_environment
 
 import cupy_sdpa
-from cupy_sdpa import survey, zoo
-from cupy_sdpa.band import Band
-from cupy_sdpa.gpus import NAMES
-from cupy_sdpa.posing import Wanted, pose
-from cupy_sdpa.problem import Settings
-from cupy_sdpa.rules import RULES
-from cupy_sdpa.spec import dense_strides
-from cupy_sdpa.support import BUGS, GENERATIONS, doubtful, guards, unverified, why_not
-from cupy_sdpa.survey import PROBES
+from cupy_sdpa import zoo
+from cupy_sdpa.offline import survey
+from cupy_sdpa.offline.survey import PROBES
+from cupy_sdpa.problem.band import Band
+from cupy_sdpa.problem.problem import Settings
+from cupy_sdpa.problem.tensor_spec import dense_strides
+from cupy_sdpa.problem.validation import Wanted, pose
+from cupy_sdpa.support.gpus import NAMES
+from cupy_sdpa.support.rules import RULES
+from cupy_sdpa.support.why_not import BUGS, GENERATIONS, doubtful, guards, unverified, why_not
 from cupy_sdpa.version import MINIMUM_CUDNN, RELEASES, version_text
 
 
@@ -377,7 +378,7 @@ def test_single_rows_can_be_turned_off():
     """The environment names a bug or a limit, and the row is as if it were not there; what keeps memory safe stays."""
     code = """
 import cupy_sdpa
-from cupy_sdpa.support import guards, why_not
+from cupy_sdpa.support.why_not import guards, why_not
 x = (128, 8, 1, 1)
 decode = cupy_sdpa.problem(x, (128, 8, 512, 1), (128, 8, 512, 1), dtype="bfloat16")
 print([reason.rule for reason in why_not(decode, 91900, 100)])

@@ -8,11 +8,12 @@ import pytest
 from cases import LAYOUTS, Case
 from on_gpu import check_backward, check_forward
 
-from cupy_sdpa import attention, attention_backward, gpu
+from cupy_sdpa import attention, attention_backward
 from cupy_sdpa._cudnn.library import library
-from cupy_sdpa.patterns import forward
-from cupy_sdpa.plan import PlanInfo
-from cupy_sdpa.support import why_not
+from cupy_sdpa.device import cupy_runtime
+from cupy_sdpa.graph.patterns import forward
+from cupy_sdpa.plans.plan import PlanInfo
+from cupy_sdpa.support.why_not import why_not
 
 pytestmark = pytest.mark.sweep
 
@@ -111,4 +112,4 @@ def test_random_combinations_are_right_on_the_gpu(seed, cupy):
 
 
 def _objections(problem):
-    return why_not(problem, library().version, gpu.capability(0))
+    return why_not(problem, library().version, cupy_runtime.capability(0))

@@ -9,23 +9,24 @@ from cases import Case
 from planner import plan_problem
 from stand_ins import Descriptor, candidate, fake_plan, uids
 
-import cupy_sdpa.plan
-from cupy_sdpa import CudnnError, Unsupported, tuning
-from cupy_sdpa.cache import PlanCache
-from cupy_sdpa.patterns import backward, forward
-from cupy_sdpa.plan import ORDERED_SINCE
-from cupy_sdpa.tuning import KNOBS, Trial, Tuning, tune
+import cupy_sdpa.plans.plan
+from cupy_sdpa import CudnnError, Unsupported
+from cupy_sdpa.calls import autotune
+from cupy_sdpa.calls.autotune import KNOBS, Trial, Tuning, tune
+from cupy_sdpa.graph.patterns import backward, forward
+from cupy_sdpa.plans.plan import ORDERED_SINCE
+from cupy_sdpa.plans.plan_cache import PlanCache
 
 ASKED = Case("small", d=64, sq=64).problem()
 
 
 def candidates_of(problem, knobs):
     """In a child: the (engine, knobs, whether heuristics propose it) of every candidate, and those of the plan itself."""
-    from cupy_sdpa.offline import described
-    from cupy_sdpa.patterns import forward
-    from cupy_sdpa.plan import make, searching
-    from cupy_sdpa.shelf import Shelf
-    from cupy_sdpa.tuning import _candidates
+    from cupy_sdpa.calls.autotune import _candidates
+    from cupy_sdpa.graph.patterns import forward
+    from cupy_sdpa.offline.planner import described
+    from cupy_sdpa.plans.disk_cache import Shelf
+    from cupy_sdpa.plans.plan import make, searching
 
     target, graph = described("h200"), forward(problem)
     plan = make(graph, target, shelf=Shelf(None))
@@ -98,13 +99,13 @@ class Gpu:
         self.result, self.descriptors = np.zeros(20, np.float32), {}
         self.computes = [COMPUTES["right"], *others]
         library = SimpleNamespace(version=92800, build="test")
-        monkeypatch.setattr(cupy_sdpa.plan, "library", lambda: library)
-        monkeypatch.setattr(tuning.gpu, "cupy", lambda: np)
-        monkeypatch.setattr(tuning.gpu, "allocate", lambda size: SimpleNamespace(ptr=1))
-        monkeypatch.setattr(tuning, "current", lambda: SimpleNamespace(put=self.put))
-        monkeypatch.setattr(tuning, "searching", self.searching)
-        monkeypatch.setattr(tuning, "_candidates", lambda search, plan, by_hand: self.candidates(by_hand))
-        monkeypatch.setattr(tuning._Bench, "time", lambda bench, plan, rounds: us[plan.info.engine])
+        monkeypatch.setattr(cupy_sdpa.plans.plan, "library", lambda: library)
+        monkeypatch.setattr(autotune.gpu, "cupy", lambda: np)
+        monkeypatch.setattr(autotune.gpu, "allocate", lambda size: SimpleNamespace(ptr=1))
+        monkeypatch.setattr(autotune, "current", lambda: SimpleNamespace(put=self.put))
+        monkeypatch.setattr(autotune, "searching", self.searching)
+        monkeypatch.setattr(autotune, "_candidates", lambda search, plan, by_hand: self.candidates(by_hand))
+        monkeypatch.setattr(autotune._Bench, "time", lambda bench, plan, rounds: us[plan.info.engine])
         self.asked, self.stored, self.cache = [], [], PlanCache()
         self.plan = fake_plan(self.descriptor(0), graph, engine=0)
         self.found = tune(problem, self.plan, self.cache, self.execute, [self.result], knobs=knobs)
@@ -212,11 +213,11 @@ def test_the_stream_is_restored_after_a_plan_was_recorded(fail, monkeypatch):
             raise fail
         return own
 
-    monkeypatch.setattr(tuning.gpu, "stream", lambda: current[0])
-    monkeypatch.setattr(tuning.gpu, "cupy", lambda: np)
-    monkeypatch.setattr(tuning, "Recording", record)
+    monkeypatch.setattr(autotune.gpu, "stream", lambda: current[0])
+    monkeypatch.setattr(autotune.gpu, "cupy", lambda: np)
+    monkeypatch.setattr(autotune, "Recording", record)
     executed = []
-    bench = tuning._Bench(handle, lambda plan, workspace: executed.append((plan, workspace, streams[-1])), [])
+    bench = autotune._Bench(handle, lambda plan, workspace: executed.append((plan, workspace, streams[-1])), [])
     workspace = SimpleNamespace(data=SimpleNamespace(ptr=5))
     with pytest.raises(MemoryError) if fail else contextlib.nullcontext():
         assert bench._recorded("plan", workspace) == [workspace]

@@ -8,7 +8,7 @@ from cases import Case, as_float, inputs
 
 import cupy_sdpa
 from cupy_sdpa import Unsupported, alibi_slopes, attention, attention_backward, attention_vjp, dropout_mask, explain, reference
-from cupy_sdpa.support import doubtful, why_not
+from cupy_sdpa.support.why_not import doubtful, why_not
 
 ENGINES = ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)]
 
@@ -210,7 +210,7 @@ class TestDropout:
         """A tile of the CPU engine draws what the whole would."""
         q = np.ones((8, 2, 50, 2), np.float32, order="F")
         whole = attention(q, q, q, dropout_p=0.5, seed=1)
-        monkeypatch.setattr("cupy_sdpa.interpreter.TILE_ELEMENTS", 150)
+        monkeypatch.setattr("cupy_sdpa.graph.interpreter.TILE_ELEMENTS", 150)
         np.testing.assert_array_equal(attention(q, q, q, dropout_p=0.5, seed=1), whole)
 
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import gpu
 from .._cudnn.library import library
+from ..device import cupy_runtime
 from ..errors import CudnnError
 from ..version import __version__, version_text
 from . import machine
@@ -147,13 +147,13 @@ def _jobs(engines: Sequence[str]) -> int:
     cores = os.cpu_count() or 1
     if "gpu" not in engines:
         return cores
-    memory = gpu.cupy().cuda.runtime.getDeviceProperties(0)["totalGlobalMem"]
+    memory = cupy_runtime.cupy().cuda.runtime.getDeviceProperties(0)["totalGlobalMem"]
     return max(1, min(8, cores, int(memory) >> 31))
 
 
 def _planner() -> int | str:
     """The version of the cuDNN that plans, or why none does."""
-    from ..offline import Planner
+    from ..offline.planner import Planner
 
     try:
         with Planner() as planner:

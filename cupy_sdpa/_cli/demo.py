@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import gpu, reference
+from .. import reference
 from ..attention import attention
-from ..interpreter import numpy_dtype
+from ..device import cupy_runtime
+from ..graph.interpreter import numpy_dtype
 from ..version import __version__
 from . import picture, text
 from .console import CommandError, Help, add_json, milliseconds, positive, say
@@ -112,7 +113,7 @@ def _timed(call: Callable[[], Any], on_gpu: bool) -> tuple[Array, float, float, 
             call()
             times.append(time.perf_counter() - started)
         return out, times[0], float(np.median(times)), f"{len(times)} call{'s' * (len(times) > 1)}"
-    cuda = gpu.cupy().cuda
+    cuda = cupy_runtime.cupy().cuda
     cuda.get_current_stream().synchronize()
     first = time.perf_counter() - started
     call()
@@ -128,7 +129,7 @@ def _timed(call: Callable[[], Any], on_gpu: bool) -> tuple[Array, float, float, 
     events[-1].synchronize()
     batches = [cuda.get_elapsed_time(a, b) for a, b in itertools.pairwise(events)]  # milliseconds
     median = float(np.median(batches)) / calls / 1e3
-    return gpu.cupy().asnumpy(out), first, median, f"{BATCHES} batches of {calls}, by CUDA events"
+    return cupy_runtime.cupy().asnumpy(out), first, median, f"{BATCHES} batches of {calls}, by CUDA events"
 
 
 def _check(out: Array, q: Array, k: Array, v: Array, causal: bool, placed: Placed) -> bool:

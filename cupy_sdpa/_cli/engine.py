@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import gpu
 from .._cudnn.library import library
+from ..device import cupy_runtime
 from ..explain import explain
-from ..spec import ITEMSIZE
+from ..problem.tensor_spec import ITEMSIZE
 from ..version import version_text
 from . import machine
 from .console import CommandError, one_line
 
 if TYPE_CHECKING:
-    from ..plan import PlanInfo
+    from ..plans.plan import PlanInfo
 
 #: What cuDNN's attention computes in.
 CUDNN_DTYPES = ("float16", "bfloat16")
@@ -72,7 +72,7 @@ def choose(wanted: str, dtype: str) -> tuple[bool, str]:
     if not reasons and dtype not in CUDNN_DTYPES:
         reasons = [f"cuDNN takes {' and '.join(CUDNN_DTYPES)}, not {dtype}; --dtype bfloat16 would use it"]
     if not reasons:
-        device = gpu.cupy().cuda.runtime.getDevice()
+        device = cupy_runtime.cupy().cuda.runtime.getDevice()
         return True, f"{machine.gpus()[device]}, cuDNN {version_text(library().version)}"
     if wanted == "cudnn":
         raise CommandError(f"--engine cudnn cannot run here: {'; '.join(reasons)}")
@@ -93,7 +93,7 @@ def place(wanted: str, arrays: Sequence[np.ndarray[Any, Any]], **options: Any) -
     on_gpu, why = choose(wanted, arrays[0].dtype.name)
     if not on_gpu:
         return Placed(arrays, False, why)
-    moved = [gpu.cupy().asarray(array, order="F") for array in arrays]
+    moved = [cupy_runtime.cupy().asarray(array, order="F") for array in arrays]
     report = explain(*moved, **options)  # the plan that it makes is the one that the call will use
     if report:
         return Placed(moved, True, why, report.plan)

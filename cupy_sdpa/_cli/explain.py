@@ -7,9 +7,11 @@ import json
 from typing import Any
 
 from .. import explain as explained
-from .. import gpu, gpus, problem
+from .. import problem
+from ..calls.report import Report
+from ..device import cupy_runtime
 from ..errors import CudnnError
-from ..report import Report
+from ..support import gpus
 from . import machine
 from .console import CommandError, Help, show
 
@@ -54,7 +56,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 def command(arguments: argparse.Namespace) -> int:
     """Run ``explain``; 1 where the problem cannot run."""
     keys = arguments.keys or arguments.queries
-    if arguments.gpu is None and gpu.current_device() is None:
+    if arguments.gpu is None and cupy_runtime.current_device() is None:
         raise CommandError("there is no GPU here: name one with --gpu, such as --gpu h200")
     try:
         asked = problem(

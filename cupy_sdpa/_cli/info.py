@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from .. import shelf
 from .._cudnn.describe import read_description
 from .._cudnn.library import library
 from .._cudnn.nvrtc import nvrtc
 from ..errors import CudnnError
+from ..plans import disk_cache
 from ..version import __version__, version_text
 from . import machine
 from .console import CommandError, Help, add_json, one_line, record
@@ -68,7 +68,7 @@ def command(arguments: argparse.Namespace) -> int:
         _line("NVRTC", nvrtc().version, nvrtc().path or "not found: cuDNN cannot compile kernels")
     for gpu in _gpus():
         _line("GPU", "", gpu)
-    _line("plans", "", str(shelf.current()).removeprefix("plans "))
+    _line("plans", "", str(disk_cache.current()).removeprefix("plans "))
     if not record(what="this machine can run"):
         print("\nthis machine can run:")
     _line("numpy", "yes", "float16, bfloat16, float32 and float64, on the CPU")

@@ -8,10 +8,10 @@ import re
 from pathlib import Path
 from types import ModuleType
 
-from .. import gpu
 from .._cudnn.library import OVERRIDE, library
+from ..device import cupy_runtime
 from ..errors import CudnnError
-from ..rules import MINIMUM_CAPABILITY
+from ..support.rules import MINIMUM_CAPABILITY
 from ..version import MINIMUM_CUDNN, version_text
 from .console import CommandError, one_line
 
@@ -74,12 +74,12 @@ def no_gpu() -> str | None:
 
 def gpus() -> list[str]:
     """Every GPU's name, compute capability and memory; CuPy must be there."""
-    runtime = gpu.cupy().cuda.runtime
+    runtime = cupy_runtime.cupy().cuda.runtime
     found = []
     for device in range(runtime.getDeviceCount()):
         properties = runtime.getDeviceProperties(device)
         name, memory = properties["name"].decode(), properties["totalGlobalMem"] / 2**30
-        found.append(f"{name}, compute capability {gpu.capability(device) / 10}, {memory:.0f} GiB")
+        found.append(f"{name}, compute capability {cupy_runtime.capability(device) / 10}, {memory:.0f} GiB")
     return found
 
 
@@ -99,7 +99,7 @@ def obstacles() -> list[str]:
         if version < MINIMUM_CUDNN:
             found.append(f"cuDNN is {version_text(version)}, {version_text(MINIMUM_CUDNN)} or newer is needed: {pip()}")
     if not reason and isinstance(cupy, ModuleType):
-        capability = gpu.capability(cupy.cuda.runtime.getDevice())
+        capability = cupy_runtime.capability(cupy.cuda.runtime.getDevice())
         if capability < MINIMUM_CAPABILITY:
             found.append(f"the GPU has compute capability {capability / 10}, {MINIMUM_CAPABILITY / 10} or newer is needed")
     return found

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .. import gpus, store
+from .. import store
 from ..errors import CudnnError
+from ..support import gpus
 from . import machine
 from .console import CommandError, Help, Progress, add_json, one_line, positive, say, told
 

@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from .. import gpu, layout
+from .. import layout
 from ..attention import attention
+from ..device import cupy_runtime
 from ..errors import CudnnError, Unsupported
 from ..explain import explain
-from ..interpreter import numpy_dtype
-from ..problem import Problem
-from ..spec import SIZES
+from ..graph.interpreter import numpy_dtype
+from ..problem.problem import Problem
+from ..problem.tensor_spec import SIZES
 from . import npz
 from .console import CommandError, Help, add_json, milliseconds, say
 from .engine import add_options, place, refuse_if_too_large
@@ -85,8 +86,8 @@ def command(arguments: argparse.Namespace) -> int:
             raise _refusal(arguments.layout, error) from error
         out, stats = result if arguments.stats else (result, None)
         if placed.on_gpu:  # the copies wait for the GPU
-            out = gpu.cupy().asnumpy(out, order="F")
-            stats = None if stats is None else gpu.cupy().asnumpy(stats, order="F")
+            out = cupy_runtime.cupy().asnumpy(out, order="F")
+            stats = None if stats is None else cupy_runtime.cupy().asnumpy(stats, order="F")
         seconds = time.perf_counter() - started
         with np.errstate(over="ignore"):  # float64 results may be too large for the file's dtype: infinite there
             out = out.astype(headers[0].dtype.newbyteorder("="), copy=False)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 
-from .. import survey
 from ..errors import CudnnError
-from ..problem import Problem
-from ..support import SWITCH
+from ..offline import survey
+from ..problem.problem import Problem
+from ..support.why_not import SWITCH
 from ..version import RELEASES, version_number, version_text
 from . import machine
 from .console import CommandError, Help, Progress, one_line, say, width

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from .. import gpu
 from .._cudnn.library import library
+from ..device import cupy_runtime
 from ..version import __version__, version_text
 
 #: The modules of the peers, by their columns; those that are imported have a part.
@@ -29,7 +29,7 @@ _SECONDS = 10
 
 def versions(**peers: str) -> dict[str, str]:
     """The GPU and the version of everything that has a part in the figures."""
-    cupy = gpu.cupy()
+    cupy = cupy_runtime.cupy()
     return {
         "gpu": cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())["name"].decode(),
         "cudnn": version_text(library().version),
@@ -48,7 +48,7 @@ def every_version() -> dict[str, str]:
 
 def asked(fields: Sequence[str]) -> list[str]:
     """What nvidia-smi says of the current GPU, as numbers without units; empty where it does not."""
-    runtime = gpu.cupy().cuda.runtime
+    runtime = cupy_runtime.cupy().cuda.runtime
     which = runtime.deviceGetPCIBusId(runtime.getDevice())
     command = ["nvidia-smi", f"--id={which}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:

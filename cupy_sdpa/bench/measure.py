@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from .. import gpu
-from ..interpreter import numpy_dtype
+from ..device import cupy_runtime
+from ..graph.interpreter import numpy_dtype
 
 Name = TypeVar("Name")
 
@@ -36,13 +36,13 @@ class Wrong(ArithmeticError):
 
 def l2_bytes() -> int:
     """The size of the current GPU's L2 cache."""
-    runtime = gpu.cupy().cuda.runtime
+    runtime = cupy_runtime.cupy().cuda.runtime
     return int(runtime.getDeviceProperties(runtime.getDevice())["l2CacheSize"])
 
 
 def random_normal(*shape: int) -> Any:
     """Normal random numbers in bfloat16, in Fortran order."""
-    cupy = gpu.cupy()
+    cupy = cupy_runtime.cupy()
     numbers = cupy.random.standard_normal(shape, dtype="float32")
     return cupy.asfortranarray(numbers.astype(numpy_dtype("bfloat16")))
 
@@ -60,7 +60,7 @@ def queued_ms(calls: Sequence[Callable[[], Any]], busy: Any, products: int) -> t
     They did where they were still running when the last call was queued: the device has then never waited for the host. All
     results are kept until the end: an allocator that gives the same memory again would have them written into the cache.
     """
-    cuda = gpu.cupy().cuda
+    cuda = cupy_runtime.cupy().cuda
     start, stop = cuda.Event(), cuda.Event()
     for _ in range(products):
         _ = busy @ busy
@@ -86,7 +86,7 @@ def host_us(call: Callable[[], Any], count: int = HOST_CALLS, wait: Callable[[An
         count: how often.
         wait: returns when the results given to it are there, and the device has nothing left to do; None for CUDA's own.
     """
-    wait = wait or (lambda results: gpu.cupy().cuda.Device().synchronize())
+    wait = wait or (lambda results: cupy_runtime.cupy().cuda.Device().synchronize())
     times, results = [], None
     for _ in range(count):
         wait(results)
@@ -220,7 +220,7 @@ def busy_matrix(size: int = BUSY_SIZE) -> tuple[Any, str]:
     try:
         import torch
     except ImportError:
-        cupy = gpu.cupy()
+        cupy = cupy_runtime.cupy()
         return cupy.random.standard_normal((size, size), dtype="float32").astype("float16"), "float16"
     return torch.randn(size, size, dtype=torch.bfloat16, device="cuda"), "bfloat16"
 
@@ -234,7 +234,7 @@ def matmul_tflops() -> tuple[float, str]:
 
 def copy_gbs() -> float:
     """Bytes that a copy on the device reads and writes, 10^9 a second."""
-    cupy = gpu.cupy()
+    cupy = cupy_runtime.cupy()
     source = cupy.zeros(COPIED_BYTES, "u1")
     target = cupy.empty_like(source)
     busy, _ = busy_matrix()
@@ -245,6 +245,6 @@ def copy_gbs() -> float:
 def free_memory() -> None:
     """Give the memory that pools keep back to the GPU."""
     gc.collect()
-    gpu.cupy().get_default_memory_pool().free_all_blocks()
+    cupy_runtime.cupy().get_default_memory_pool().free_all_blocks()
     if torch := sys.modules.get("torch"):
         torch.cuda.empty_cache()

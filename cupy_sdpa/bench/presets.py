@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from ..explain import problem
-from ..problem import Problem
-from ..spec import ITEMSIZE
+from ..problem.problem import Problem
+from ..problem.tensor_spec import ITEMSIZE
 
 #: What is timed: without statistics; the gradients alone; with statistics, and then the gradients, as one.
 DIRECTIONS = ("forward", "backward", "both")

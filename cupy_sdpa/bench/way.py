@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from .. import gpu
 from ..attention import attention, attention_backward
+from ..device import cupy_runtime
 from ..explain import explain
 from ..prepare import prepare
 from .measure import Events, random_normal
 from .presets import Preset
 
 if TYPE_CHECKING:
-    from ..plan import PlanInfo
+    from ..plans.plan import PlanInfo
 
 Call = Callable[[], Sequence[Any]]
 
@@ -79,7 +79,7 @@ class Way:
 
     def wait(self, results: Any = None) -> None:
         """Until the device has nothing left to do."""
-        gpu.cupy().cuda.Device().synchronize()
+        cupy_runtime.cupy().cuda.Device().synchronize()
 
     def peak_bytes(self, call: Call) -> int | None:
         """The most bytes that a call has allocated at once, its results among them; None where nobody counts."""
@@ -121,7 +121,7 @@ class Ours(Way):
 
     def other_calls(self, inputs: Inputs) -> Iterator[tuple[str, Call]]:
         """With results given, and prepared."""
-        cupy, x, options = gpu.cupy(), (inputs.q, inputs.k, inputs.v), self._options
+        cupy, x, options = cupy_runtime.cupy(), (inputs.q, inputs.k, inputs.v), self._options
         if self.direction == "forward":
             out, prepared = cupy.empty_like(inputs.dout), prepare(*x, **options)
             yield "host_out_us", lambda: (attention(*x, **options, out=out),)
@@ -171,7 +171,7 @@ def _engines(plans: Sequence[PlanInfo]) -> str:
 
 def allocated_at_once(call: Callable[[], Any]) -> int:
     """The most bytes that CuPy's memory pool has handed out at once during a call."""
-    hook = gpu.cupy().cuda.MemoryHook
+    hook = cupy_runtime.cupy().cuda.MemoryHook
     now, most = 0, 0
 
     class Count(hook):  # type: ignore[misc, valid-type]  # CuPy has no types

@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from .. import gpu
-from ..spec import SIZES
+from ..device import cupy_runtime
+from ..problem.tensor_spec import SIZES
 from .way import Call, Inputs, Way
 
 #: What the backward node calls its inputs.
@@ -21,7 +21,7 @@ def handle() -> Any:
     import cudnn
 
     made = cudnn.create_handle()
-    cudnn.set_stream(handle=made, stream=gpu.stream())
+    cudnn.set_stream(handle=made, stream=cupy_runtime.stream())
     return made
 
 
@@ -37,7 +37,7 @@ class _Graph:
             intermediate_data_type=cudnn.data_type.FLOAT,
             compute_data_type=cudnn.data_type.FLOAT,
             handle=handle(),
-            sm_version=gpu.capability(gpu.cupy().cuda.runtime.getDevice()),
+            sm_version=cupy_runtime.capability(cupy_runtime.cupy().cuda.runtime.getDevice()),
         )
         self._named: dict[str, Any] = {}
 
@@ -62,7 +62,7 @@ class _Graph:
         self.graph.check_support()
         self.graph.build_plans()
         self.workspace_bytes = int(self.graph.get_workspace_size())
-        self._workspace = gpu.allocate(max(self.workspace_bytes, 1))
+        self._workspace = cupy_runtime.allocate(max(self.workspace_bytes, 1))
 
     def runner(self, data: dict[str, Any]) -> Any:
         """Execute on these arrays."""
@@ -125,7 +125,7 @@ class Frontend(Way):
         """Execute the graphs, one or both."""
         data = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "dout": inputs.dout}
         for name in ("out", "stats", "dq", "dk", "dv"):
-            data[name] = gpu.empty(self.shape(name), "float32" if name == "stats" else inputs.q.dtype)
+            data[name] = cupy_runtime.empty(self.shape(name), "float32" if name == "stats" else inputs.q.dtype)
         runners = [self._forward.runner(data)]
         if self.direction != "forward":
             runners.append(self._backward.runner(data))

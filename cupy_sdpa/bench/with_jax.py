@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from .. import gpu
+from ..device import cupy_runtime
 from .measure import WallClock
 from .way import Call, Inputs, Timer, Way
 
@@ -50,7 +50,7 @@ class Jax(Way):
         """The compiled call."""
         import jax
 
-        gpu.cupy().cuda.Device().synchronize()  # JAX's streams do not wait for CuPy's
+        cupy_runtime.cupy().cuda.Device().synchronize()  # JAX's streams do not wait for CuPy's
         *x, gradient = (jax.dlpack.from_dlpack(array.T) for array in (inputs.q, inputs.k, inputs.v, inputs.dout))
         compiled = self._compiled
         if self.direction == "forward":
@@ -63,7 +63,7 @@ class Jax(Way):
     def as_ours(self, results: Sequence[Any]) -> list[Any]:
         """In float32, which every version of both libraries hands over."""
         self.wait(results)
-        return [gpu.cupy().from_dlpack(x.astype("float32")).T for x in results]
+        return [cupy_runtime.cupy().from_dlpack(x.astype("float32")).T for x in results]
 
     def timer(self, calls: Sequence[Call], busy: Any) -> Timer:
         """A wall clock."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
-from .. import gpu
+from ..device import cupy_runtime
 from .measure import as_torch
 from .way import Call, Impossible, Inputs, Way
 
@@ -52,7 +52,7 @@ class _Torch(Way):
 
     def as_ours(self, results: Sequence[Any]) -> list[Any]:
         """In float32, which every version of both libraries hands over."""
-        return [gpu.cupy().from_dlpack(t.detach().float().permute(3, 1, 2, 0)) for t in results]
+        return [cupy_runtime.cupy().from_dlpack(t.detach().float().permute(3, 1, 2, 0)) for t in results]
 
     def peak_bytes(self, call: Call) -> int:
         """As PyTorch's allocator counts."""

@@ -9,10 +9,10 @@ import numpy as np
 
 import cupy_sdpa
 
-from .. import gpus
-from ..launches import launches
-from ..offline import Planner, described
-from ..support import why_not
+from ..offline.planner import Planner, described
+from ..problem.subproblems import launches
+from ..support import gpus
+from ..support.why_not import why_not
 from .case import Case
 from .data import build, call_options
 from .memory import memory_of

@@ -1,0 +1,1 @@
+"""CuPy, the CUDA driver, our CUDA kernels and CUDA graphs."""

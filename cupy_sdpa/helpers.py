@@ -1,0 +1,90 @@
+"""Helpers for the options: the usual slopes of ALiBi, and which weights dropout keeps."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .calls.arguments import read_forward
+from .device import cupy_runtime
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray  # slow to import
+
+
+def alibi_slopes(heads: int) -> NDArray[np.float32]:
+    r"""The usual slopes of ALiBi, for ``alibi_slopes=``.
+
+    .. math:: m_h = 2^{-8 h / H}, \quad h = 1 \dots H
+
+    for H a power of two; else those of the next lower power of two, and every second one of the next higher.
+
+    Args:
+        heads: the number of query heads, H.
+
+    Returns:
+        ``(H,)`` float32; ``cupy.asarray`` moves it to the GPU.
+
+    Raises:
+        TypeError, ValueError: no number of heads.
+
+    Source: Press et al. 2022, "Train Short, Test Long", section 3, and its code for other numbers of heads.
+
+    >>> alibi_slopes(8).tolist()
+    [0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625, 0.0078125, 0.00390625]
+    >>> alibi_slopes(3).tolist()
+    [0.0625, 0.00390625, 0.25]
+    """
+    if not isinstance(heads, numbers.Integral):
+        raise TypeError(f"heads is {heads!r}; it must be a whole number")
+    if heads < 1:
+        raise ValueError(f"heads is {heads}; slopes are for one head or more")
+    lower = 1 << int(math.log2(heads))
+    exact, between = (2.0 ** (-8 * np.arange(1, n + 1) / n) for n in (lower, 2 * lower))
+    return np.concatenate([exact, between[::2]])[:heads].astype(np.float32)
+
+
+def dropout_mask(
+    q: Any,
+    k: Any,
+    *,
+    dropout_p: float,
+    seed: Any,
+    offset: Any = 0,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_kv: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+) -> Any:
+    """Which weights :func:`cupy_sdpa.attention` keeps with these arguments, on the engine of the arrays.
+
+    It takes memory of size Hq x Sq x Skv: for looking, and for comparing, not for training.
+
+    Args:
+        q, k: as for the call; nothing but shape, dtype and engine matters.
+        dropout_p, seed, offset: as for the call.
+        cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv: as for the call.
+
+    Returns:
+        bool ``(Skv, Sq, Hq, B)``, True where a weight is kept; of packed sequences as long as the longest. On the CPU it can be
+        given back: ``attention(..., dropout_p=..., dropout_mask=...)`` drops the same as the GPU did.
+
+    Raises:
+        TypeError, ValueError, Unsupported, CudnnError: as :func:`cupy_sdpa.attention`.
+
+    >>> x = np.ones((8, 2, 100, 1), np.float32)
+    >>> kept = dropout_mask(x, x, dropout_p=0.25, seed=7)
+    >>> kept.shape, round(float(kept.mean()), 1)
+    ((100, 100, 2, 1), 0.8)
+    """
+    options = {
+        "dropout_p": dropout_p, "seed": seed, "offset": offset, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv,
+        "max_seqlen_q": max_seqlen_q, "max_seqlen_kv": max_seqlen_kv,
+    }  # fmt: skip
+    call = read_forward(q, k, k, options, return_kept=True)
+    if not dropout_p:  # there is no random number in the graph
+        return (cupy_runtime.cupy() if call.on_gpu else np).ones(call.problem.results[-1].shape, bool, order="F")
+    return call.run()[-1] > 0

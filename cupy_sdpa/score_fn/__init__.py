@@ -1,0 +1,1 @@
+"""Score and mask functions: traced to expressions, and differentiated."""

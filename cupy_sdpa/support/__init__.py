@@ -1,0 +1,1 @@
+"""What each cuDNN version and GPU can run, and the known bugs, as data."""
