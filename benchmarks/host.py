@@ -74,7 +74,7 @@ class Steps:
         yield "the current stream", lambda: here.current_stream().ptr
         yield "allocate the output", lambda: here.ndarray(made[0], made[1], here.alloc(made[2]), None, "F")
         yield "look the addresses up", lambda: known._recordings.get(self.pointers)
-        yield "of many recordings: is the device behind?", lambda: cuda_graph.behind(0)
+        yield "of many recordings: is the device behind?", lambda: cuda_graph.is_busy(0)
         yield "the plan cache's lock", lambda: self._locked(cache.lock)
 
     @staticmethod

@@ -22,7 +22,7 @@ from cupy_sdpa.calls.arguments import read_forward
 from cupy_sdpa.device import cupy_runtime
 from cupy_sdpa.graph.patterns import forward
 from cupy_sdpa.plans.engines import knobs_text, splits_keys
-from cupy_sdpa.plans.plan import Kept, Plan, Target, searching
+from cupy_sdpa.plans.plan import Plan, SerializedPlan, Target, searching
 from cupy_sdpa.plans.plan_cache import session
 
 #: Batch, query heads, key heads, head dim, keys.
@@ -65,14 +65,14 @@ def rows() -> Iterator[dict[str, Any]]:
             wanted = None if modify is None else truth(q, k, v, modify)
             for guards in GUARDS:
                 call = read_forward(q, k, v, given)
-                graph = forward(call.posed, guards)
+                graph = forward(call.engine_problem, guards)
                 with searching(graph, target) as (search, uids):
                     for candidate in search.proposed():
                         splits = splits_keys(candidate.engine, dict(candidate.knobs))
                         if splits and name in DEADLY:
                             candidate.close()
                             continue
-                        plan = Plan(Kept(uids, candidate), graph, target, "", 0.0)
+                        plan = Plan(SerializedPlan(uids, candidate), graph, target, "", 0.0)
                         error, us = measured(call, plan, wanted)
                         plan.close()
                         yield {
@@ -88,7 +88,7 @@ def measured(call: Any, plan: Plan, wanted: Any) -> tuple[str, float]:
     call._fill_inputs()
     call._allocate()
     workspace = cupy_runtime.allocate(max(plan.info.workspace, 1))
-    stage = call._staged(call.posed)
+    stage = call._staged(call.engine_problem)
     plan.set_stream(cupy_runtime.stream())
     pointers = {name: array.data.ptr for name, array in stage.arrays.items()}
 

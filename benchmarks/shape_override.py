@@ -26,7 +26,7 @@ from cupy_sdpa._cudnn.library import library
 from cupy_sdpa.device import cupy_runtime
 from cupy_sdpa.graph.patterns import forward
 from cupy_sdpa.plans.lowering import OperationGraph
-from cupy_sdpa.plans.plan import Kept, Plan, Target, searching
+from cupy_sdpa.plans.plan import Plan, SerializedPlan, Target, searching
 
 PLANNED = (1024, 1001, 4095)
 SHAPES = ((2, 1024, 1024), (2, 1001, 1001), (1, 4095, 4095), (2, 1000, 1000), (3, 333, 333), (1, 128, 128), (2, 2048, 1024))
@@ -59,7 +59,7 @@ def plan(batch: int, sq: int, skv: int, handle: Handle, override: bool) -> Plan:
     try:
         target = Target("", cupy_runtime.capability(0), handle)
         with searching(forward(asked), target) as (search, uids):
-            return Plan(Kept(uids, search.first()), forward(asked), target, "", 0.0)
+            return Plan(SerializedPlan(uids, search.first()), forward(asked), target, "", 0.0)
     finally:
         OperationGraph.make = made  # type: ignore[method-assign]
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from .attention import Pullback, attention, attention_backward, attention_vjp
 from .calls.report import Report
-from .errors import CudnnError, ShelfWarning, Unsupported
+from .errors import CudnnError, DiskCacheWarning, Unsupported
 from .explain import explain, get_plan_cache, problem
 from .helpers import alibi_slopes, dropout_mask
 from .prepare import Prepared, autotune, prepare
@@ -31,7 +31,7 @@ __all__ = [
     "Problem",
     "Pullback",
     "Report",
-    "ShelfWarning",
+    "DiskCacheWarning",
     "Unsupported",
     "__version__",
     "alibi_slopes",

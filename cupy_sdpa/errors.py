@@ -27,5 +27,5 @@ class CudnnError(RuntimeError):
         return str(self).partition(" Searched:")[0]
 
 
-class ShelfWarning(UserWarning):
+class DiskCacheWarning(UserWarning):
     """A store of plans cannot be used, or something in it: plans are built anew."""

@@ -8,7 +8,7 @@ from .calls.arguments import read_backward, read_forward, read_shapes
 from .calls.call import every_launch, explain_here, planned_report, refused
 from .calls.options import DTensors, Options, takes_options
 from .calls.report import Report
-from .calls.staging import posed
+from .calls.staging import engine_problem
 from .device import cupy_runtime
 from .errors import CudnnError
 from .graph.patterns import graph_of
@@ -141,7 +141,7 @@ def explain(
         call = read_forward(q, k, v, options, return_stats=return_stats, out=out, stats=stats)
     if not gpu and not cudnn:
         return call.explain()
-    return every_launch(posed(call.problem, call.bucket, True), lambda asked: _elsewhere(asked, gpu, cudnn))
+    return every_launch(engine_problem(call.problem, call.bucket, True), lambda asked: _elsewhere(asked, gpu, cudnn))
 
 
 def _on_current_device(asked: Problem) -> Report:

@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .explain import problem
-from .plans.disk_cache import DIRECTORY, Shelf, current
+from .plans.disk_cache import DIRECTORY, DiskCache, current
 from .problem.problem import Problem
-from .problem.subproblems import launches
+from .problem.subproblems import subproblems
 from .support.why_not import why_not
 from .version import version_number, version_text
 
 if TYPE_CHECKING:
     from .plans.plan import PlanInfo
 
-__all__ = ["DIRECTORY", "Built", "Shelf", "build", "kept", "read_problems"]
+__all__ = ["DIRECTORY", "Built", "DiskCache", "build", "kept", "read_problems"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Built:
     reason: str
 
 
-def kept() -> Shelf:
+def kept() -> DiskCache:
     """The store that this process uses: ``nbytes``, ``paths()``, ``clear()``; printed, where it is and what it holds."""
     return current()
 
@@ -91,8 +91,8 @@ def build(
     targets = [described(name) for name in ([gpu] if isinstance(gpu, str) else gpu)]
     path = cudnn if cudnn is not None and "/" in cudnn else None
     wanted = version_number(cudnn) if cudnn is not None and path is None else None
-    Shelf(Path(folder)).check()
-    parts = dict.fromkeys(part for asked in problems for part in launches(asked))
+    DiskCache(Path(folder)).check()
+    parts = dict.fromkeys(part for asked in problems for part in subproblems(asked))
     jobs = [(asked, target) for target in targets for asked in parts if not asked.trivial]
     found: dict[int, PlanInfo | str] = {}
     with Planner(max(1, min(workers or os.cpu_count() or 1, len(jobs))), path) as planner:

@@ -15,7 +15,7 @@ def evaluated(call, graph_of):
     """
     call._fill_inputs()
     for launch in call._launches():
-        given = launch.posed
+        given = launch.engine_problem
         launch._allocate()
         for spec in launch.problem.results:
             launch.arrays[spec.name].fill(np.nan)

@@ -9,7 +9,7 @@ from on_gpu import poisoning
 from tolerance import assert_close
 
 from cupy_sdpa import alibi_slopes, attention, attention_backward, zoo
-from cupy_sdpa.graph.emit import Speller
+from cupy_sdpa.graph.emit import Emitter
 from cupy_sdpa.graph.interpreter import evaluate
 from cupy_sdpa.graph.nodes import Builder, Tensor, row_major
 from cupy_sdpa.score_fn.expression import AXES, Writer
@@ -412,9 +412,9 @@ def evaluated(function, *x, dtype="float64", derivative=False):
     score = g.pointwise("s", "identity", tensor("x", "input"), out="s")
     leaves = {name: lambda kind, name=name: g.scalar(name, dtype) for name in done.numbers}
     leaves |= {name: lambda kind: tensor("y", "input") for name in done.captured}
-    speller = Speller(g, Writer(done.program.steps), score, leaves)
-    root = speller.slope(done.program.score) if derivative else done.program.score
-    g.pointwise("out", "identity", speller(root), out=tensor("out", "output"))
+    emitter = Emitter(g, Writer(done.program.steps), score, leaves)
+    root = emitter.slope(done.program.score) if derivative else done.program.score
+    g.pointwise("out", "identity", emitter(root), out=tensor("out", "output"))
     arrays = {"x": np.asarray(x[0], dtype).reshape(shape), "out": np.empty(shape, dtype)}
     arrays |= {name: array.reshape(shape) for name, array in given.items()}
     evaluate(g.graph(), arrays, done.numbers)

@@ -39,11 +39,11 @@ def plan_problem(problem, gpu: str):
     """In a child: plan a problem as a call would; gives the PlanInfo, or the text of the refusal."""
     from cupy_sdpa import Unsupported
     from cupy_sdpa.offline.planner import described
-    from cupy_sdpa.plans.disk_cache import Shelf
+    from cupy_sdpa.plans.disk_cache import DiskCache
     from cupy_sdpa.plans.plan import plan_for
 
     try:
-        plan = plan_for(problem, described(gpu), Shelf(None))
+        plan = plan_for(problem, described(gpu), DiskCache(None))
     except Unsupported as error:
         return str(error)
     plan.close()
@@ -54,12 +54,12 @@ def plan_graph(graph, gpu: str, guarded: bool = True, config=None):
     """In a child: plan a graph for a described GPU; gives the PlanInfo, or the text of the refusal."""
     from cupy_sdpa import Unsupported
     from cupy_sdpa.offline.planner import described
-    from cupy_sdpa.plans.plan import Kept, Plan, searching
+    from cupy_sdpa.plans.plan import Plan, SerializedPlan, searching
 
     target = described(gpu)
     try:
         with searching(graph, target, guarded=guarded) as (search, uids):
-            plan = Plan(Kept(uids, search.first(config), tuple(search.refused)), graph, target, "", 0.0)
+            plan = Plan(SerializedPlan(uids, search.first(config), tuple(search.refused)), graph, target, "", 0.0)
     except Unsupported as error:
         return str(error)
     plan.close()

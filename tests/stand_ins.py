@@ -6,7 +6,7 @@ from cases import Case
 
 from cupy_sdpa.graph.patterns import forward
 from cupy_sdpa.plans.engines import Candidate
-from cupy_sdpa.plans.plan import Kept, Plan, Target
+from cupy_sdpa.plans.plan import Plan, SerializedPlan, Target
 
 CASE = Case("plan", dtype="float16", sq=16, stats=False)
 
@@ -54,4 +54,4 @@ def fake_plan(descriptor=None, graph=None, **config):
     """A plan; ``plan.library`` must be a stand-in, too."""
     graph = graph or forward(CASE.problem())
     target = Target("h200", 90, SimpleNamespace(pointer=1, set_stream=lambda stream: None))
-    return Plan(Kept(uids(graph), candidate(descriptor, **config)), graph, target, "key", 1.0)
+    return Plan(SerializedPlan(uids(graph), candidate(descriptor, **config)), graph, target, "key", 1.0)

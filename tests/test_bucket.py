@@ -60,15 +60,15 @@ def test_what_lies_behind_the_arrays_is_not_read():
 def test_lengths_of_a_bucket_pose_one_problem():
     """What a plan is looked up by is the same for every length of the bucket, and another for the next bucket."""
 
-    def posed(sq, skv):
+    def engine_problem(sq, skv):
         q, k, v = Case("p", sq=sq, skv=skv, dtype="float32").arrays()
         return explain(q, k, v, bucket=64).problem
 
-    assert posed(10, 100) is posed(64, 65)
-    assert posed(10, 100) != posed(65, 100)
-    assert posed(64, 128) != explain(*Case("p", sq=64, skv=128, dtype="float32").arrays()).problem
-    assert "at most 64 queries, at most 128 keys" in str(posed(10, 100))
-    assert "j″ < seq_lens_kv" in str(forward(posed(10, 100)))
+    assert engine_problem(10, 100) is engine_problem(64, 65)
+    assert engine_problem(10, 100) != engine_problem(65, 100)
+    assert engine_problem(64, 128) != explain(*Case("p", sq=64, skv=128, dtype="float32").arrays()).problem
+    assert "at most 64 queries, at most 128 keys" in str(engine_problem(10, 100))
+    assert "j″ < seq_lens_kv" in str(forward(engine_problem(10, 100)))
 
 
 def test_a_single_query_stays_single():

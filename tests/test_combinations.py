@@ -18,7 +18,7 @@ from cupy_sdpa.calls import arguments
 from cupy_sdpa.graph.patterns import backward, forward
 from cupy_sdpa.plans.plan import PlanInfo
 from cupy_sdpa.problem.problem import PER_ROW
-from cupy_sdpa.problem.subproblems import launches
+from cupy_sdpa.problem.subproblems import subproblems
 from cupy_sdpa.support import gpus, why_not
 
 #: The same cases in every run, and none kept on disk.
@@ -193,7 +193,7 @@ def check_plan(question, planner):
     version = planner.call(library_version)
     if why_not(problem, version, capability):
         return
-    for part in launches(problem):
+    for part in subproblems(problem):
         plan = planner.call(plan_problem, part, question.gpu)
         if isinstance(plan, str):
             assert any(known(part, capability) for known in ALLOWED.values()), f"{part}: {plan}"

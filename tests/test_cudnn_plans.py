@@ -15,7 +15,7 @@ from cupy_sdpa.graph.nodes import Builder, Tensor, row_major
 from cupy_sdpa.graph.patterns import backward, forward
 from cupy_sdpa.plans.lowering import OperationGraph
 from cupy_sdpa.plans.plan import ORDERED, ORDERED_SINCE, PlanInfo
-from cupy_sdpa.problem.subproblems import launches
+from cupy_sdpa.problem.subproblems import subproblems
 from cupy_sdpa.problem.validation import pose
 from cupy_sdpa.support import gpus
 from cupy_sdpa.support.why_not import deadly, guards, why_not
@@ -78,7 +78,7 @@ def test_every_backward_case_is_planned_for_the_h200(case, way, planner):
     if asked.dbias and way == "ordered":
         return  # nobody asks for it: the gradient of a bias is written directly
     config = ORDERED if way == "ordered" else None
-    for part in launches(asked):
+    for part in subproblems(asked):
         graph = backward(part, way == "direct", guards(part, version, 90))
         plan = planner.call(plan_graph, graph, "h200", True, config)
         if way == "ordered" and version < ORDERED_SINCE:

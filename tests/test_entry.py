@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from cases import Case
 
-from cupy_sdpa import ShelfWarning, Unsupported, problem
+from cupy_sdpa import DiskCacheWarning, Unsupported, problem
 from cupy_sdpa.graph.patterns import forward
 from cupy_sdpa.plans import plan, plan_file
-from cupy_sdpa.plans.disk_cache import Shelf
+from cupy_sdpa.plans.disk_cache import DiskCache
 from cupy_sdpa.plans.engines import EngineConfig
 from cupy_sdpa.plans.plan import Target
 
@@ -123,16 +123,16 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_an_entry_with_wrong_facts_is_rejected(name, cudnn):
     """A right checksum over facts that cannot be: one warning, the entry is forgotten, its plan destroyed, a new one built."""
-    shelf = Shelf(None)
-    key = plan.shelf_key(GRAPH, TARGET, None, None)
-    shelf.put(key, WRONG[name])
+    disk_cache = DiskCache(None)
+    key = plan.disk_cache_key(GRAPH, TARGET, None, None)
+    disk_cache.put(key, WRONG[name])
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         with pytest.raises(Unsupported, match="built anew, in vain"):
-            plan.make(GRAPH, TARGET, shelf=shelf)
-    assert [warning.category for warning in said] == [ShelfWarning]
+            plan.make(GRAPH, TARGET, disk_cache=disk_cache)
+    assert [warning.category for warning in said] == [DiskCacheWarning]
     assert len(str(said[0].message)) < 1000
-    assert shelf.get(key) is None
+    assert disk_cache.get(key) is None
     assert all(made.closed for made in cudnn.made)
 
 
@@ -167,12 +167,15 @@ ARGUMENTS = {
 def test_a_key_holds_all_that_a_plan_depends_on(monkeypatch):
     """Each of cuDNN, NVRTC, the GPU's model, graph, layouts, engine config and workspace limit has a key of its own."""
     usual = {"graph": GRAPH, "target": TARGET, "config": None, "limit": None}
-    keys = {"usual": plan.shelf_key(**usual), "again": plan.shelf_key(**(usual | {"graph": forward(Case("plain").problem())}))}
+    keys = {
+        "usual": plan.disk_cache_key(**usual),
+        "again": plan.disk_cache_key(**(usual | {"graph": forward(Case("plain").problem())})),
+    }
     assert keys.pop("again") == keys["usual"]
     for name, other in ARGUMENTS.items():
-        keys[name] = plan.shelf_key(**(usual | other))
+        keys[name] = plan.disk_cache_key(**(usual | other))
     for name, change in DIFFERENT.items():
         with monkeypatch.context() as patch:
             change(patch)
-            keys[name] = plan.shelf_key(**usual)
+            keys[name] = plan.disk_cache_key(**usual)
     assert len(set(keys.values())) == len(keys) == 1 + len(ARGUMENTS) + len(DIFFERENT)

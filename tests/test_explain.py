@@ -16,7 +16,7 @@ from planner import child_environment
 import cupy_sdpa
 from cupy_sdpa import CudnnError, explain, prepare, store
 from cupy_sdpa.calls.report import Report
-from cupy_sdpa.plans.disk_cache import Shelf
+from cupy_sdpa.plans.disk_cache import DiskCache
 from cupy_sdpa.plans.plan_cache import PlanCache
 from cupy_sdpa.support import gpus
 
@@ -229,7 +229,7 @@ def test_a_store_is_built_once(tmp_path):
     built = store.build(problems, ["h200", "L40S"], tmp_path / "plans", progress=lambda *step: steps.append(step))
     assert [(entry.plan.engine, entry.plan.loaded) for entry in built] == [(2, False), (6, False), (1, False), (7, False)]
     assert steps[-1] == (4, 4)
-    assert len(store.Shelf(tmp_path / "plans").paths()) == 4
+    assert len(store.DiskCache(tmp_path / "plans").paths()) == 4
     again = store.build([*problems, asked(dtype="float32")], "h200", tmp_path / "plans", workers=1)
     assert [bool(entry.plan and entry.plan.loaded) for entry in again] == [True, True, False]
     assert "float32" in again[2].reason
@@ -253,16 +253,16 @@ def plan_over_garbage(problem, text):
 
     from cupy_sdpa.graph.patterns import forward
     from cupy_sdpa.offline.planner import described
-    from cupy_sdpa.plans.plan import make, shelf_key
+    from cupy_sdpa.plans.plan import disk_cache_key, make
 
-    shelf, target, graph = Shelf(None), described("h200"), forward(problem)
-    make(graph, target, shelf=shelf).close()
-    key = shelf_key(graph, target, None, None)
-    head = shelf.get(key).partition(b"\n")[0]
-    shelf.put(key, head + b"\n" + text if text else b"")
+    disk_cache, target, graph = DiskCache(None), described("h200"), forward(problem)
+    make(graph, target, disk_cache=disk_cache).close()
+    key = disk_cache_key(graph, target, None, None)
+    head = disk_cache.get(key).partition(b"\n")[0]
+    disk_cache.put(key, head + b"\n" + text if text else b"")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        plan = make(graph, target, shelf=shelf)
+        plan = make(graph, target, disk_cache=disk_cache)
     plan.close()
     assert not plan.info.loaded
     return [str(warning.message) for warning in said], plan.info.engine

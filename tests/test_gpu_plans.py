@@ -98,7 +98,7 @@ def test_a_damaged_plan_costs_a_warning(cupy, tmp_path):
         path.write_bytes(path.read_bytes()[:-100] + b"x" * 100)
     second, said = in_process(tmp_path)
     assert second == first
-    assert said.count("ShelfWarning") == 2
+    assert said.count("DiskCacheWarning") == 2
     assert in_process(tmp_path)[0]["loaded"] == [True, True]
 
 
@@ -322,17 +322,17 @@ def test_a_plan_of_another_build_is_not_taken(on_gpu, plans, tmp_path, monkeypat
     monkeypatch.setenv("CUPY_SDPA_CACHE_DIR", str(tmp_path))
     q, k, v, _ = on_gpu
     want = attention(q, k, v)
-    shelf = store.kept()
-    (path,) = shelf.paths()
+    disk_cache = store.kept()
+    (path,) = disk_cache.paths()
     key = path.stem
-    head, _, text = shelf.get(key).partition(b"\n")
-    shelf.put(key, head + b"\n" + text.replace(b'"cudnnVersion":', b'"cudnnVersion":1', 1))
+    head, _, text = disk_cache.get(key).partition(b"\n")
+    disk_cache.put(key, head + b"\n" + text.replace(b'"cudnnVersion":', b'"cudnnVersion":1', 1))
     plans.clear()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         got = attention(q, k, v)
     assert same_bits(got, want)
-    assert [w.category for w in said] == [cupy_sdpa.ShelfWarning]
+    assert [w.category for w in said] == [cupy_sdpa.DiskCacheWarning]
     assert CudnnError.__name__ in str(said[0].message) or "Unsupported" in str(said[0].message)
 
 

@@ -251,7 +251,7 @@ def balance(graph, gpu, path):
     """In a child: plan, and write down how many descriptors were made and are left, while the plan lives and after."""
     from cupy_sdpa._cudnn.library import library
     from cupy_sdpa.offline.planner import described
-    from cupy_sdpa.plans.disk_cache import Shelf
+    from cupy_sdpa.plans.disk_cache import DiskCache
     from cupy_sdpa.plans.plan import make
 
     lib, made, gone = library(), [], []
@@ -259,10 +259,10 @@ def balance(graph, gpu, path):
     lib.cudnnBackendCreateDescriptor = lambda *a: (made.append(1), create(*a))[1]
     lib.cudnnBackendDestroyDescriptor = lambda *a: (gone.append(1), destroy(*a))[1]
     alive = 0
-    shelf = Shelf(None)
+    disk_cache = DiskCache(None)
     for _ in range(2):  # built, then loaded
         try:
-            plan = make(graph, described(gpu), shelf=shelf)
+            plan = make(graph, described(gpu), disk_cache=disk_cache)
             alive = max(alive, len(made) - len(gone))
             plan.close()
         except Unsupported:

@@ -8,7 +8,7 @@ from planner import plan_problem
 import cupy_sdpa
 from cupy_sdpa import reference
 from cupy_sdpa.calls.arguments import read_forward
-from cupy_sdpa.calls.staging import posed
+from cupy_sdpa.calls.staging import engine_problem
 from cupy_sdpa.graph.patterns import forward
 from cupy_sdpa.plans.engines import splits_keys
 from cupy_sdpa.plans.plan import PlanInfo
@@ -124,10 +124,10 @@ def test_small_arrays_of_sixteen_bits_are_read_as_float32():
     t = np.ones(4, np.float16)
     q, k, v = (np.ones((64, 4, n, 2), np.float16, order="F") for n in (1, 300, 300))
     options = {"score_mod": lambda s, b, h, i, j, t: s * t[h], "tensors": {"t": t}}
-    (read,) = posed(read_forward(q, k, v, options).problem, None, on_gpu=True).captured
+    (read,) = engine_problem(read_forward(q, k, v, options).problem, None, on_gpu=True).captured
     assert read.dtype == "float32"
     q = np.ones((64, 4, 2, 2), np.float16, order="F")
-    (read,) = posed(read_forward(q, k, v, options).problem, None, on_gpu=True).captured
+    (read,) = engine_problem(read_forward(q, k, v, options).problem, None, on_gpu=True).captured
     assert read.dtype == "float16"
 
 

@@ -81,9 +81,9 @@ NOT_ON_WINDOWS = ("register_at_fork", "fork", "getuid", "geteuid", "O_NOFOLLOW",
     "code",
     [
         "import cupy_sdpa; str(cupy_sdpa.store.kept())",
-        "from cupy_sdpa.store import Shelf; from pathlib import Path\n"
-        "shelf = Shelf(Path('plans')); shelf.check(); shelf.put('0' * 64, b'x')\n"
-        "assert Shelf(Path('plans')).get('0' * 64) == b'x'",
+        "from cupy_sdpa.store import DiskCache; from pathlib import Path\n"
+        "shelf = DiskCache(Path('plans')); shelf.check(); shelf.put('0' * 64, b'x')\n"
+        "assert DiskCache(Path('plans')).get('0' * 64) == b'x'",
         "import cupy_sdpa.plans.plan_cache",
         "from cupy_sdpa.__main__ import main; main(['info'])",
     ],

@@ -34,7 +34,7 @@ class Made:
     def __init__(self, workspace):
         self.workspace, self.asked = workspace, []
 
-    def __call__(self, graph, target, *, config=None, limit=None, refused=(), shelf=None):
+    def __call__(self, graph, target, *, config=None, limit=None, refused=(), disk_cache=None):
         self.asked.append(config)
         need = 10 if config else self.workspace
         if limit is not None and need > limit:
@@ -294,7 +294,7 @@ def test_a_plan_that_cannot_be_stored_is_destroyed(cudnn, monkeypatch):
     def searching(*_):
         yield SimpleNamespace(first=lambda config: candidate(made), refused=[]), uids(forward(CASE.problem()))
 
-    class Shelf:
+    class DiskCache:
         building = staticmethod(lambda key: contextlib.nullcontext())
 
         def get(self, key):
@@ -305,7 +305,7 @@ def test_a_plan_that_cannot_be_stored_is_destroyed(cudnn, monkeypatch):
 
     monkeypatch.setattr(plan, "searching", searching)
     with pytest.raises(OSError, match="no space left"):
-        plan.make(forward(CASE.problem()), Target("h200", 90), shelf=Shelf())
+        plan.make(forward(CASE.problem()), Target("h200", 90), disk_cache=DiskCache())
     assert made.closed == 1
 
 
@@ -318,14 +318,14 @@ def test_a_stored_plan_survives_a_lack_of_memory(cudnn, monkeypatch):
     """Where there is no memory to load it, the error comes out, the entry stays, and nothing is built in its place."""
     made, rejected = Descriptor(), []
     made.finalizing = CudnnError("no memory", 4004)
-    shelf = SimpleNamespace(
+    disk_cache = SimpleNamespace(
         building=lambda key: contextlib.nullcontext(),
         get=lambda key: stored(1000),
         reject=lambda *given: rejected.append(given),
     )
     monkeypatch.setattr(plan, "Descriptor", lambda kind: made)
     with pytest.raises(CudnnError, match="no memory"):
-        plan.make(forward(CASE.problem()), Target("h200", 90, SimpleNamespace(pointer=1)), shelf=shelf)
+        plan.make(forward(CASE.problem()), Target("h200", 90, SimpleNamespace(pointer=1)), disk_cache=disk_cache)
     assert made.closed == 1
     assert not rejected
 

@@ -11,7 +11,7 @@ from cases import Case
 
 from cupy_sdpa import CudnnError
 from cupy_sdpa.calls import replay_cache
-from cupy_sdpa.calls.call import Launched
+from cupy_sdpa.calls.call import LaunchRecord
 from cupy_sdpa.plans.plan_cache import PlanCache
 
 FORWARD = ("q", "k", "v", "out", "stats")
@@ -106,7 +106,7 @@ class Fixture:
             return self.done[-1]
         made_out = Array(memory=self.here.alloc(0)) if out is None else out
         named = {"q": q, "k": k, "v": v, "out": made_out}
-        launched = Launched(self.plan, self.here.alloc(0).ptr, plain, made)
+        launched = LaunchRecord(self.plan, self.here.alloc(0).ptr, plain, made)
         call = SimpleNamespace(
             problem=CASE.problem(), arrays=named, scalars={"scale": 0.25}, launched=launched, gradients=None, enqueue=None
         )
@@ -484,7 +484,7 @@ def test_forgotten_calls_leave_no_recording(fixture, monkeypatch):
 def test_what_was_made_for_the_call_is_kept_with_the_recording(fixture):
     """An input that is not the caller's is read by every launch."""
     q, k, v, out, seed = Array(), Array(), Array(), Array(), Array((1,), "i8")
-    launched = Launched(fixture.plan, 1 << 41, True, 0)
+    launched = LaunchRecord(fixture.plan, 1 << 41, True, 0)
     for _ in range(3):
         named = {"q": q, "k": k, "v": v, "out": out, "seed": seed}
         call = SimpleNamespace(

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from cupy_sdpa import ShelfWarning, store
+from cupy_sdpa import DiskCacheWarning, store
 from cupy_sdpa.plans import disk_cache
-from cupy_sdpa.plans.disk_cache import Shelf
+from cupy_sdpa.plans.disk_cache import DiskCache
 
 KEY, OTHER = "0123456789abcdef" * 4, "fedcba9876543210" * 4
 CONTENT = b'{"engine": 2}\n' + bytes(range(256)) * 40
@@ -32,8 +32,8 @@ def file_of(folder, key=KEY):
 
 def test_what_is_put_is_found_by_another(folder):
     """By the same shelf, by another one of the same folder, as another process would; not under another key."""
-    Shelf(folder).put(KEY, CONTENT)
-    other = Shelf(folder)
+    DiskCache(folder).put(KEY, CONTENT)
+    other = DiskCache(folder)
     assert other.get(KEY) == CONTENT
     assert other.get(OTHER) is None
     assert (other.hits, other.misses) == (1, 1)
@@ -43,11 +43,11 @@ def test_what_is_put_is_found_by_another(folder):
 
 def test_without_a_folder_the_process_shares():
     """In memory only: one shelf finds what it kept, another does not."""
-    first = Shelf(None)
+    first = DiskCache(None)
     first.put(KEY, CONTENT)
     assert first.get(KEY) == CONTENT
-    assert Shelf(None).get(KEY) is None
-    with pytest.warns(ShelfWarning, match="of no use"):
+    assert DiskCache(None).get(KEY) is None
+    with pytest.warns(DiskCacheWarning, match="of no use"):
         first.reject(KEY, "of no use")
     assert first.get(KEY) is None
     assert "in memory only" in str(first)
@@ -55,7 +55,7 @@ def test_without_a_folder_the_process_shares():
 
 def test_what_is_kept_is_private(folder):
     """Folder and files are for their owner alone, and nothing half written is left lying about."""
-    Shelf(folder).put(KEY, CONTENT)
+    DiskCache(folder).put(KEY, CONTENT)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert stat.S_IMODE(file_of(folder).stat().st_mode) == 0o600
     assert os.listdir(folder) == [f"{KEY}.plan"]
@@ -79,18 +79,18 @@ DAMAGE = {
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damage_costs_one_warning(name, folder):
     """Whatever is wrong with a file: it is not handed out, it is deleted, and a new one takes its place."""
-    Shelf(folder).put(KEY, CONTENT)
+    DiskCache(folder).put(KEY, CONTENT)
     path = file_of(folder)
     raw = path.read_bytes()
     path.write_bytes(DAMAGE[name](raw))
     assert path.read_bytes() != raw
-    other = Shelf(folder)
-    with pytest.warns(ShelfWarning, match="built anew") as said:
+    other = DiskCache(folder)
+    with pytest.warns(DiskCacheWarning, match="built anew") as said:
         assert other.get(KEY) is None
     assert len(said) == 1
     assert not path.exists()
     other.put(KEY, CONTENT)
-    assert Shelf(folder).get(KEY) == CONTENT
+    assert DiskCache(folder).get(KEY) == CONTENT
 
 
 FOREIGN = {
@@ -103,16 +103,16 @@ FOREIGN = {
 @pytest.mark.parametrize("name", FOREIGN)
 def test_a_foreign_file_with_the_name_of_an_entry_is_left_alone(name, folder, recwarn):
     """A file that does not begin as an entry does is neither used, replaced, counted nor deleted; one warning names it."""
-    Shelf(folder).put(KEY, CONTENT)
+    DiskCache(folder).put(KEY, CONTENT)
     path = file_of(folder)
     path.write_bytes(FOREIGN[name](path.read_bytes()))
     before = path.read_bytes()
-    kept = Shelf(folder, limit=1)
+    kept = DiskCache(folder, limit=1)
     assert kept.get(KEY) is None
     kept.put(KEY, CONTENT)
-    assert [(said.category, str(path) in str(said.message)) for said in recwarn] == [(ShelfWarning, True)]
+    assert [(said.category, str(path) in str(said.message)) for said in recwarn] == [(DiskCacheWarning, True)]
     assert kept.get(KEY) == CONTENT
-    with pytest.warns(ShelfWarning, match="of no use"):
+    with pytest.warns(DiskCacheWarning, match="of no use"):
         kept.reject(KEY, "of no use")
     kept.put(OTHER, CONTENT)
     kept.clear()
@@ -123,21 +123,21 @@ def test_a_foreign_file_with_the_name_of_an_entry_is_left_alone(name, folder, re
 @pytest.mark.parametrize("position", range(16, 400, 7))
 def test_no_bit_may_be_wrong(position, folder):
     """A wrong bit anywhere in head or content is noticed."""
-    Shelf(folder).put(KEY, CONTENT)
+    DiskCache(folder).put(KEY, CONTENT)
     path = file_of(folder)
     raw = bytearray(path.read_bytes())
     raw[position] ^= 1
     path.write_bytes(raw)
-    with pytest.warns(ShelfWarning):
-        assert Shelf(folder).get(KEY) is None
+    with pytest.warns(DiskCacheWarning):
+        assert DiskCache(folder).get(KEY) is None
 
 
 def test_a_file_under_another_name_is_noticed(folder):
     """A whole and right entry, copied to where another belongs, is not taken for that one."""
-    Shelf(folder).put(OTHER, CONTENT)
+    DiskCache(folder).put(OTHER, CONTENT)
     file_of(folder, OTHER).rename(file_of(folder, KEY))
-    with pytest.warns(ShelfWarning, match="renamed"):
-        assert Shelf(folder).get(KEY) is None
+    with pytest.warns(DiskCacheWarning, match="renamed"):
+        assert DiskCache(folder).get(KEY) is None
 
 
 def read_only(folder, monkeypatch):
@@ -175,10 +175,10 @@ OBSTACLES = [read_only, full, a_file, of_somebody_else, open_to_all]
 def test_a_folder_of_no_use_costs_one_warning(obstacle, folder, monkeypatch, recwarn):
     """Where nothing can be kept, or should not be, the process goes on with its memory; it is told once."""
     obstacle(folder, monkeypatch)
-    kept = Shelf(folder)
+    kept = DiskCache(folder)
     kept.put(KEY, CONTENT)
     kept.put(OTHER, CONTENT)
-    assert [said.category for said in recwarn] == [ShelfWarning]
+    assert [said.category for said in recwarn] == [DiskCacheWarning]
     assert "CUPY_SDPA_CACHE_DIR" in str(recwarn[0].message)
     assert kept.get(KEY) == CONTENT
     assert not folder.is_dir() or not any(folder.iterdir())
@@ -187,40 +187,40 @@ def test_a_folder_of_no_use_costs_one_warning(obstacle, folder, monkeypatch, rec
 @pytest.mark.parametrize("obstacle", [of_somebody_else, open_to_all], ids=lambda f: f.__name__)
 def test_what_others_may_have_written_is_not_read(obstacle, folder, monkeypatch, tmp_path):
     """A right entry in a folder that others may write to is not executed."""
-    Shelf(tmp_path / "private").put(KEY, CONTENT)
+    DiskCache(tmp_path / "private").put(KEY, CONTENT)
     obstacle(folder, monkeypatch)
     file_of(folder).write_bytes(file_of(tmp_path / "private").read_bytes())
-    with pytest.warns(ShelfWarning, match=r"are not used: (it belongs to|others may write)"):
-        assert Shelf(folder).get(KEY) is None
+    with pytest.warns(DiskCacheWarning, match=r"are not used: (it belongs to|others may write)"):
+        assert DiskCache(folder).get(KEY) is None
 
 
 def test_a_folder_in_the_place_of_an_entry(folder, recwarn):
     """It cannot be read, nor replaced: told once, and the memory serves."""
     file_of(folder).mkdir(parents=True)
     folder.chmod(0o700)
-    kept = Shelf(folder)
+    kept = DiskCache(folder)
     assert kept.get(KEY) is None
     kept.put(KEY, CONTENT)
-    assert [said.category for said in recwarn] == [ShelfWarning]
+    assert [said.category for said in recwarn] == [DiskCacheWarning]
     assert "not a regular file" in str(recwarn[0].message)
     assert kept.get(KEY) == CONTENT
 
 
 def test_the_folder_is_bounded(folder):
     """Beyond the limit what was not used for the longest time goes."""
-    kept = Shelf(folder, limit=3 * (len(CONTENT) + 300))
+    kept = DiskCache(folder, limit=3 * (len(CONTENT) + 300))
     keys = [f"{n:064x}" for n in range(4)]
     for n, key in enumerate(keys[:3]):
         kept.put(key, CONTENT)
         os.utime(file_of(folder, key), (n, n))
-    assert Shelf(folder).get(keys[0]) == CONTENT  # used now
+    assert DiskCache(folder).get(keys[0]) == CONTENT  # used now
     kept.put(keys[3], CONTENT)
     assert [path.stem for path in kept.paths()] == [keys[0], keys[2], keys[3]]
 
 
 def test_what_a_killed_process_left_is_removed(folder):
     """Half-written files go when they are old; those of a process that is writing now stay."""
-    kept = Shelf(folder)
+    kept = DiskCache(folder)
     kept.put(KEY, CONTENT)
     old, new = folder / f".cupy_sdpa-{1:032x}.part", folder / f".cupy_sdpa-{2:032x}.part"
     foreign = folder / ".movie.mkv.part"
@@ -255,13 +255,13 @@ def test_a_store_in_a_folder_in_use_touches_its_own_files_only(folder):
     """Whatever a store does, files that this package did not write stay, and are not counted."""
     others = in_use(folder)
     contents = {name: (folder / name).read_bytes() for name in others if (folder / name).is_file()}
-    kept = Shelf(folder, limit=1)
+    kept = DiskCache(folder, limit=1)
     assert (kept.paths(), kept.nbytes) == ([], 0)
     kept.check()
     for number in (5, 6):
         kept.put(f"{number:064x}", CONTENT)
     assert len(kept.paths()) <= 1
-    roomy = Shelf(folder)
+    roomy = DiskCache(folder)
     roomy.put(f"{7:064x}", CONTENT)
     assert f"{7:064x}.plan" in [path.name for path in roomy.paths()]
     roomy.clear()
@@ -299,11 +299,11 @@ def writable_by_all(path, entry, monkeypatch):
 @pytest.mark.parametrize("how", [linked, a_pipe, another_users, writable_by_a_group, writable_by_all], ids=lambda f: f.__name__)
 def test_a_file_that_others_may_have_written_is_not_read(how, folder, tmp_path, monkeypatch):
     """In a private folder too, an entry must be a regular file of this user's or root's that only its owner can write to."""
-    Shelf(tmp_path / "private").put(KEY, CONTENT)
+    DiskCache(tmp_path / "private").put(KEY, CONTENT)
     folder.mkdir(mode=0o700)
     how(file_of(folder), file_of(tmp_path / "private"), monkeypatch)
-    with pytest.warns(ShelfWarning, match=f"{KEY}.plan|cannot be read"):
-        assert Shelf(folder).get(KEY) is None
+    with pytest.warns(DiskCacheWarning, match=f"{KEY}.plan|cannot be read"):
+        assert DiskCache(folder).get(KEY) is None
     assert os.path.lexists(file_of(folder))
 
 
@@ -316,8 +316,8 @@ def test_a_larger_file_than_an_entry_can_be_is_not_read(folder):
         file.truncate(3 << 30)
     path.chmod(0o600)
     tracemalloc.start()
-    with pytest.warns(ShelfWarning, match="too large"):
-        assert Shelf(folder).get(KEY) is None
+    with pytest.warns(DiskCacheWarning, match="too large"):
+        assert DiskCache(folder).get(KEY) is None
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < disk_cache.ENTRY_LIMIT
@@ -327,8 +327,8 @@ def test_a_larger_file_than_an_entry_can_be_is_not_read(folder):
 def test_a_larger_plan_than_an_entry_can_be_is_kept_in_memory_only(folder, monkeypatch):
     """It would not be read again, so it is not written; one warning says so."""
     monkeypatch.setattr(disk_cache, "ENTRY_LIMIT", 1000)
-    kept = Shelf(folder)
-    with pytest.warns(ShelfWarning, match="the limit is 1000 bytes"):
+    kept = DiskCache(folder)
+    with pytest.warns(DiskCacheWarning, match="the limit is 1000 bytes"):
         kept.put(KEY, CONTENT)
     assert kept.paths() == []
     assert kept.get(KEY) == CONTENT
@@ -338,8 +338,8 @@ def test_without_user_ids_the_store_works(folder, monkeypatch):
     """Where the system has neither users nor O_NOFOLLOW (Windows), entries are kept and found."""
     monkeypatch.delattr(disk_cache.os, "getuid")
     monkeypatch.setattr(disk_cache, "_SAFE", 0)
-    Shelf(folder).put(KEY, CONTENT)
-    assert Shelf(folder).get(KEY) == CONTENT
+    DiskCache(folder).put(KEY, CONTENT)
+    assert DiskCache(folder).get(KEY) == CONTENT
 
 
 def test_processes_write_at_once(folder):
@@ -351,7 +351,7 @@ from cupy_sdpa.plans.disk_cache import Shelf
 from pathlib import Path
 for n in range(100):
     key = f"{{n % 5:064x}}"
-    kept = Shelf(Path({str(folder)!r}), limit=200_000)
+    kept = DiskCache(Path({str(folder)!r}), limit=200_000)
     found = kept.get(key)
     assert found is None or found == key.encode() * 500
     kept.put(key, key.encode() * 500)
@@ -363,7 +363,7 @@ for n in range(100):
 
 def test_of_many_threads_one_builds():
     """Who waits for a plan that another thread is building finds it."""
-    kept, built = Shelf(None), []
+    kept, built = DiskCache(None), []
 
     def want():
         with kept.building(KEY):
@@ -416,12 +416,12 @@ def test_a_forked_child_has_locks_of_its_own(folder, monkeypatch):
 def test_whether_a_folder_can_keep_entries(folder):
     """It is made where it is not there; what is no folder, or open to others, is refused."""
     folder.mkdir()
-    Shelf(folder / "new").check()
+    DiskCache(folder / "new").check()
     assert (folder / "new").stat().st_mode & 0o777 == 0o700
     (folder / "file").write_text("")
     (folder / "open").mkdir()
     (folder / "open").chmod(0o777)
     for name in ("file", "open", "file/below"):
         with pytest.raises(OSError, match=name.partition("/")[0]):
-            Shelf(folder / name).check()
-    Shelf(None).check()
+            DiskCache(folder / name).check()
+    DiskCache(None).check()

@@ -17,7 +17,7 @@ from cupy_sdpa.offline.survey import PROBES
 from cupy_sdpa.problem.band import Band
 from cupy_sdpa.problem.problem import Settings
 from cupy_sdpa.problem.tensor_spec import dense_strides
-from cupy_sdpa.problem.validation import Wanted, pose
+from cupy_sdpa.problem.validation import RequestedOutputs, pose
 from cupy_sdpa.support.gpus import NAMES
 from cupy_sdpa.support.rules import RULES
 from cupy_sdpa.support.why_not import BUGS, GENERATIONS, doubtful, guards, unverified, why_not
@@ -37,7 +37,7 @@ def backward(dtype="bfloat16", positive_scale=True, causal=False, deterministic=
     forward = asked(dtype=dtype, **sizes)
     q, k, v = ((spec.dtype, spec.shape, spec.strides, 16) for spec in (forward.q, forward.k, forward.v))
     settings = Settings(band=Band(right=0) if causal else None, positive_scale=positive_scale, deterministic=deterministic)
-    return pose((("q", q), ("k", k), ("v", v)), settings, Wanted(backward=True))
+    return pose((("q", q), ("k", k), ("v", v)), settings, RequestedOutputs(backward=True))
 
 
 BIAS = (16, 16, 4, 1)
@@ -58,8 +58,8 @@ def packed(queries=16, hkv=2, d=64, q=None, dtype="bfloat16", **options):
 
 def one_packed_query(hkv=2, **options):
     """The problem of packed sequences of one query, as it is before the workaround."""
-    posed = packed(queries=1, hkv=hkv, **options)
-    return replace(posed, settings=posed.settings._replace(max_seqlen_q=1))
+    engine_problem = packed(queries=1, hkv=hkv, **options)
+    return replace(engine_problem, settings=engine_problem.settings._replace(max_seqlen_q=1))
 
 
 def one_query(d=64, **options):

@@ -25,11 +25,11 @@ def candidates_of(problem, knobs):
     from cupy_sdpa.calls.autotune import _candidates
     from cupy_sdpa.graph.patterns import forward
     from cupy_sdpa.offline.planner import described
-    from cupy_sdpa.plans.disk_cache import Shelf
+    from cupy_sdpa.plans.disk_cache import DiskCache
     from cupy_sdpa.plans.plan import make, searching
 
     target, graph = described("h200"), forward(problem)
-    plan = make(graph, target, shelf=Shelf(None))
+    plan = make(graph, target, disk_cache=DiskCache(None))
     found = []
     with searching(graph, target) as (search, _):
         for candidate, proposed in _candidates(search, plan, knobs):

@@ -69,7 +69,7 @@ def command(arguments: argparse.Namespace) -> int:
     for entry in built:
         say("refused" if entry.plan is None else "planned", f"{entry.problem}; {entry.gpu}: {_outcome(entry)}")
     refused = sum(entry.plan is None for entry in built)
-    files = store.Shelf(arguments.output)
+    files = store.DiskCache(arguments.output)
     say("store", f"{len(built) - refused} plans, {refused} refused; {files}")
     return 1 if refused else 0
 

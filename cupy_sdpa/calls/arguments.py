@@ -12,11 +12,11 @@ from ..device import cupy_runtime
 from ..problem.bucket import Policy, check_bucket
 from ..problem.problem import LENGTHS, SEEDS, STARTS, Problem, Settings, is_matrix
 from ..problem.tensor_spec import Signature, dense_signature, dtype_name
-from ..problem.validation import Wanted, pose, with_sums
+from ..problem.validation import RequestedOutputs, pose, with_sums
 from . import user_functions
 from .call import Call, Fill
-from .options import ARRAYS, among, check_names, read_flag, read_scale, read_settings
-from .staging import posed
+from .options import ARRAYS, check_names, is_one_of, read_flag, read_scale, read_settings
+from .staging import engine_problem
 
 
 def read_forward(
@@ -35,11 +35,11 @@ def read_forward(
     return _read({"q": q, "k": k, "v": v, "out": out, "stats": stats}, options, wanted)
 
 
-def _rows_wanted(return_stats: Any) -> Wanted:
+def _rows_wanted(return_stats: Any) -> RequestedOutputs:
     """The numbers of every row that are asked for."""
-    if not among(return_stats, (False, True, "max_sumexp")):
+    if not is_one_of(return_stats, (False, True, "max_sumexp")):
         raise ValueError(f"return_stats is {return_stats!r}; it must be False, True or 'max_sumexp'")
-    return Wanted(stats=bool(return_stats), max_sumexp=return_stats == "max_sumexp")
+    return RequestedOutputs(stats=bool(return_stats), max_sumexp=return_stats == "max_sumexp")
 
 
 def read_backward(
@@ -60,7 +60,7 @@ def read_backward(
         others: dout, out, stats, dq, dk and dv; what is None is taken to be dense.
     """
     dbias, dsinks = read_flag("return_dbias", return_dbias), read_flag("return_dsinks", return_dsinks)
-    wanted, exact = Wanted(backward=True, dbias=dbias, dsinks=dsinks), read_flag("deterministic", deterministic)
+    wanted, exact = RequestedOutputs(backward=True, dbias=dbias, dsinks=dsinks), read_flag("deterministic", deterministic)
     given = {"q": q, "k": k, "v": v, **others}
     return _read(given, options, wanted, deterministic=exact, return_dtensors=return_dtensors)
 
@@ -68,7 +68,7 @@ def read_backward(
 def _read(
     given: dict[str, Any],
     options: Mapping[str, Any],
-    wanted: Wanted,
+    wanted: RequestedOutputs,
     *,
     deterministic: bool = False,
     return_dtensors: Any = False,
@@ -107,7 +107,11 @@ def _read(
 
 
 def _posed_with_functions(
-    signatures: dict[str, Signature], options: Mapping[str, Any], settings: Settings, wanted: Wanted, return_dtensors: Any
+    signatures: dict[str, Signature],
+    options: Mapping[str, Any],
+    settings: Settings,
+    wanted: RequestedOutputs,
+    return_dtensors: Any,
 ) -> tuple[Problem, user_functions.Functions | None, user_functions.Gradients | None]:
     """The problem that arrays and the caller's own functions pose, what these come to, and the gradients asked for."""
     asked, own = pose(tuple(signatures.items()), settings, wanted), None
@@ -179,11 +183,11 @@ def read_shapes(
     # what belongs to the other pass is left out, as a list of problems for both passes has it
     settings, _ = read_settings(options, tau, deterministic=bool(deterministic and backward))
     rows = _rows_wanted(return_stats)
-    wanted = Wanted(backward=True, dbias=bool(return_dbias), dsinks=bool(return_dsinks)) if backward else rows
+    wanted = RequestedOutputs(backward=True, dbias=bool(return_dbias), dsinks=bool(return_dsinks)) if backward else rows
     tensors = {name: _standin(name, x) for name, x in (options.get("tensors") or {}).items()}
     sums = return_dtensors if backward else False
     asked, _, _ = _posed_with_functions(given, {**options, "tensors": tensors}, settings, wanted, sums)
-    return posed(asked, _policy(options.get("bucket"), asked), on_gpu=True)
+    return engine_problem(asked, _policy(options.get("bucket"), asked), on_gpu=True)
 
 
 def _shape_signature(name: str, x: Any, dtype: Any) -> Signature:

@@ -25,7 +25,7 @@ from ..device import cupy_runtime
 from ..device.cuda_graph import Recording
 from ..plans.disk_cache import current
 from ..plans.engines import Candidate, EngineConfig, Knobs, Search, knobs_text
-from ..plans.plan import Kept, Plan, searching
+from ..plans.plan import Plan, SerializedPlan, searching
 from ..plans.plan_cache import PlanCache
 from ..problem.problem import Problem
 
@@ -130,7 +130,11 @@ def tune(
             configs = () if _ordered(problem, plan) else _candidates(search, plan, knobs and not problem.deterministic)
             for count, (candidate, proposed) in enumerate(configs, 1):
                 other = Plan(
-                    Kept(uids, candidate, plan.info.refused), plan.info.graph, plan.target, plan.key, candidate.build_ms
+                    SerializedPlan(uids, candidate, plan.info.refused),
+                    plan.info.graph,
+                    plan.target,
+                    plan.key,
+                    candidate.build_ms,
                 )
                 others.append(_Entry(other, None, proposed))
                 if bench.agrees(other, right):

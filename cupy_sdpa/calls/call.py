@@ -18,10 +18,10 @@ from ..graph.interpreter import evaluate, numpy_dtype
 from ..graph.patterns import graph_of
 from ..problem.bucket import Policy
 from ..problem.problem import LENGTHS, PER_ROW, STARTS, Problem
-from ..problem.subproblems import launches
+from ..problem.subproblems import subproblems
 from ..support.why_not import Reason, unverified, why_not, workarounds
 from .report import Report
-from .staging import Stage, clear, filled, nothing, posed
+from .staging import Stage, clear, engine_problem, fill_value, filled
 
 if TYPE_CHECKING:  # cuDNN's rooms are entered only for CuPy arrays
     from ..plans.plan import Plan, PlanInfo
@@ -35,7 +35,7 @@ T = TypeVar("T")
 tunings: ContextVar[tuple[list[Tuning], bool] | None] = ContextVar("tunings", default=None)
 
 
-class Launched(NamedTuple):
+class LaunchRecord(NamedTuple):
     """What a call ran with.
 
     Attributes:
@@ -82,7 +82,7 @@ class Call:
     lines: Mapping[str, str] = dataclasses.field(default_factory=dict)
     gradients: Gradients | None = None
     filled: dict[str, Fill] = dataclasses.field(default_factory=dict)
-    launched: Launched | None = None
+    launched: LaunchRecord | None = None
 
     def run(self) -> list[Any]:
         """Compute; gives the results."""
@@ -126,11 +126,11 @@ class Call:
 
     def _plan(self, device: int | None) -> None:
         if device is not None and not self.problem.trivial:
-            planned(self.posed, device, lambda here, plan: None)
+            planned(self.engine_problem, device, lambda here, plan: None)
 
     def _launches(self) -> list[Call]:
         """The calls that this one takes, nearly always itself alone; the first one gives most results."""
-        parts = launches(self.problem)
+        parts = subproblems(self.problem)
         if parts == (self.problem,):
             return [self]
         results = {spec.name for spec in self.problem.results}
@@ -144,9 +144,9 @@ class Call:
     def explain(self) -> Report:
         """Whether and how :meth:`run` would run."""
         if not self.on_gpu:
-            return every_launch(self.posed, lambda asked: Report("numpy", asked, graph_of(asked)))
+            return every_launch(self.engine_problem, lambda asked: Report("numpy", asked, graph_of(asked)))
         with cupy_runtime.on_device_of(self.arrays["q"]) as device:
-            report = every_launch(self.posed, lambda asked: explain_here(asked, device))
+            report = every_launch(self.engine_problem, lambda asked: explain_here(asked, device))
             if report.plan:  # the engine's problem may no longer meet a bug that the caller's does
                 own = workarounds(self.problem, report.plan.cudnn, cupy_runtime.capability(device))
                 return dataclasses.replace(report, workarounds=tuple(dict.fromkeys((*own, *report.workarounds))))
@@ -166,15 +166,15 @@ class Call:
         return dataclasses.replace(self, arrays={**known, "out": out, "stats": stats, "dout": out})
 
     @property
-    def posed(self) -> Problem:
+    def engine_problem(self) -> Problem:
         """What the engine is given in place of what was asked, see :mod:`cupy_sdpa.calls.staging`."""
-        return posed(self.problem, self.bucket, self.on_gpu)
+        return engine_problem(self.problem, self.bucket, self.on_gpu)
 
     def _compute(self, device: int | None) -> None:
         if self.problem.trivial:
             self._fill()
             return
-        given = self.posed
+        given = self.engine_problem
         if device is None:
             stage = self._staged(given)
             evaluate(graph_of(given), stage.arrays, self.scalars)
@@ -196,13 +196,13 @@ class Call:
         self._allocate()
         p = self.problem
         for spec in p.results:
-            clear(self.arrays[spec.name], nothing(spec.name), self.on_gpu)
+            clear(self.arrays[spec.name], fill_value(spec.name), self.on_gpu)
         if p.sinks and not p.backward:
             xp = cupy_runtime.cupy() if self.on_gpu else np
             for spec in p.results:
                 if spec.name in PER_ROW:
                     alone = 1.0 if spec.name == "sum_exp" else self.arrays["sinks"][:, None]
-                    self.arrays[spec.name][...] = xp.where(self._rows_there(xp), alone, nothing(spec.name))
+                    self.arrays[spec.name][...] = xp.where(self._rows_there(xp), alone, fill_value(spec.name))
 
     def _rows_there(self, xp: Any) -> Any:
         """Which rows belong to a sequence, to be broadcast over the log-sum-exp's axes."""
@@ -227,14 +227,14 @@ class Call:
         workspace = _workspace(plan)  # after the results, as in a repeated call, so that it gets the same address
         stage = self._enqueued(given, plan, workspace.ptr)
         if not capturing:
-            self.launched = Launched(plan, workspace.ptr, stage.plain, stage.bytes_made)
+            self.launched = LaunchRecord(plan, workspace.ptr, stage.plain, stage.bytes_made)
 
     def enqueue(self) -> None:
         """Enqueue once more what :meth:`run` did, on the same arrays, in the same workspace; the stream may be captured."""
         assert self.launched
         plan, workspace, *_ = self.launched
         plan.set_stream(cupy_runtime.stream())
-        self._enqueued(self.posed, plan, workspace)
+        self._enqueued(self.engine_problem, plan, workspace)
 
     def _enqueued(self, given: Problem, plan: Plan, workspace: int) -> Stage:
         stage = self._staged(given)
@@ -267,7 +267,7 @@ class Call:
 
 def every_launch(problem: Problem, explain: Callable[[Problem], Report]) -> Report:
     """What is said of a problem: of its first launch, unless another one cannot run."""
-    first, *others = (explain(part) for part in launches(problem))
+    first, *others = (explain(part) for part in subproblems(problem))
     for report in others:
         if report.reasons:
             return report

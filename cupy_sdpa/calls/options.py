@@ -110,7 +110,7 @@ def read_settings(options: Mapping[str, Any], tau: float, *, deterministic: bool
     return settings, {"scale": tau} | ({} if softcap is None else {"softcap": softcap})
 
 
-def among(value: Any, choices: Sequence[Any]) -> bool:
+def is_one_of(value: Any, choices: Sequence[Any]) -> bool:
     """Whether a value is one of some, whatever it is: an array, which is equal to nothing as a whole, is none."""
     return isinstance(value, Hashable) and value in choices
 
@@ -128,7 +128,7 @@ def read_flag(name: str, value: Any) -> bool:
 
 def read_band(causal: Any, window: Any) -> Band | None:
     """Which keys a query sees: the right bound of ``causal`` and the bounds of ``window``, on one diagonal."""
-    if not among(causal, (False, True, "top_left", "bottom_right")):
+    if not is_one_of(causal, (False, True, "top_left", "bottom_right")):
         raise ValueError(f"causal is {causal!r}; it must be False, True, 'top_left' or 'bottom_right'")
     bottom_right = causal == "bottom_right"
     if window is None:
@@ -140,7 +140,7 @@ def read_band(causal: Any, window: Any) -> Band | None:
             raise ValueError(f"window is {window!r}; its sides are numbers of keys, 0 or more, or None for no bound")
     left, right = (None if side is None else int(side) for side in window[:2])
     corner = window[2] if len(window) == 3 else "bottom_right" if bottom_right else "top_left"
-    if not among(corner, ("top_left", "bottom_right")):
+    if not is_one_of(corner, ("top_left", "bottom_right")):
         raise ValueError(f"window is {window!r}; its diagonal is 'top_left' or 'bottom_right'")
     if causal and (corner == "bottom_right") != bottom_right:
         raise ValueError(f"causal is {causal!r} and window is {window!r}: they name different diagonals")

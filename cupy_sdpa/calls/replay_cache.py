@@ -67,7 +67,7 @@ class _Here:
         self.context_id, self.session = cupy_runtime.driver().cuCtxGetId, existing_session
 
 
-class Known:
+class CachedCall:
     """A call that has been read: what has its key is the same call, on other addresses or the same.
 
     Args:
@@ -259,7 +259,7 @@ def repeated(how: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) -> l
     status, context = here.context_id(0)
     if status or (session := here.session(context)) is None:
         return None
-    known: Known | None = session.known.get(key)
+    known: CachedCall | None = session.known.get(key)
     return None if known is None else known.run(here, given, addresses)
 
 
@@ -295,11 +295,11 @@ def learn(how: Any, names: Sequence[str], arrays: tuple[Any, ...], options: Mapp
         _warn(session.cache, error, stacklevel=4)
 
 
-def _known(session: Session, key: tuple[Any, ...], call: Call, names: Sequence[str]) -> Known:
+def _known(session: Session, key: tuple[Any, ...], call: Call, names: Sequence[str]) -> CachedCall:
     """The call that is known under a key, or this one from now on."""
     assert call.launched
     plan = call.launched.plan
-    known: Known | None = session.known.get(key)
+    known: CachedCall | None = session.known.get(key)
     if known is not None and known.plan is plan:
         known.used = _next_use()
         return known
@@ -309,7 +309,7 @@ def _known(session: Session, key: tuple[Any, ...], call: Call, names: Sequence[s
         for old, one in heapq.nsmallest(1 + CALLS // 8, session.known.items(), key=lambda item: item[1].used):
             del session.known[old]
             one.forget()
-    new = session.known[key] = Known(call, plan, session.cache, names)
+    new = session.known[key] = CachedCall(call, plan, session.cache, names)
     return new
 
 

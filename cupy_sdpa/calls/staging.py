@@ -1,6 +1,6 @@
 """What an engine is given in place of the caller's arrays: padded, cleaned and converted copies, and what follows from them.
 
-:func:`posed` says it of a problem, before there is any array, so that plans can be made ahead; a :class:`Stage` does it.
+:func:`engine_problem` says it of a problem, before there is any array, so that plans can be made ahead; a :class:`Stage` does it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from ..support.why_not import has_one_packed_query, has_strided_packed_queries, 
 _LOGARITHMS = ("stats", "max")
 
 
-def posed(problem: Problem, bucket: Policy | None, on_gpu: bool) -> Problem:
+def engine_problem(problem: Problem, bucket: Policy | None, on_gpu: bool) -> Problem:
     """What the engine is given: what was asked, with its lengths rounded up, or with copies in place of some arrays."""
     if problem.trivial:
         return problem
-    return _posed(bucket(problem) if bucket else problem, on_gpu)
+    return _engine_problem(bucket(problem) if bucket else problem, on_gpu)
 
 
 @functools.lru_cache(maxsize=4096)
-def _posed(problem: Problem, on_gpu: bool) -> Problem:
+def _engine_problem(problem: Problem, on_gpu: bool) -> Problem:
     if problem.captured:
         problem = replace(problem, captured=tuple(_read_as(problem, spec, on_gpu) for spec in problem.captured))
     if not on_gpu:
@@ -102,7 +102,7 @@ class Stage:
 
     Args:
         problem: what was asked.
-        given: what the engine is given, :func:`posed`.
+        given: what the engine is given, :func:`engine_problem`.
         arrays: the caller's, by name, all results among them.
         on_gpu: whether they are CuPy's.
 
@@ -285,7 +285,7 @@ def _diagonal(queries: int, keys: int, of_queries: Any, of_keys: Any, *, on_gpu:
 def _rows(problem: Problem, given: Problem, arrays: Mapping[str, Any], rows: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """On the CPU: the lengths and offsets of packed sequences; results are cleared, for nothing is written beyond lengths."""
     for name, array in rows:
-        array.fill(nothing(name))
+        array.fill(fill_value(name))
     if not problem.packed:
         return {}
     found = {name: np.diff(arrays[begins]).astype(np.int32) for name, begins in zip(LENGTHS, STARTS, strict=True)}
@@ -304,12 +304,12 @@ def _rows_on_gpu(
     )
     sinks = arrays.get("sinks")
     results = [
-        kernels.Cleared(array, name in OF_KEYS, name in PER_ROW, nothing(name), sinks if name in _LOGARITHMS else None)
+        kernels.Cleared(array, name in OF_KEYS, name in PER_ROW, fill_value(name), sinks if name in _LOGARITHMS else None)
         for name, array in rows
     ]
     return kernels.prepare_rows(of_queries, of_keys, named, results)
 
 
-def nothing(name: str) -> float:
+def fill_value(name: str) -> float:
     """What a result is where there is nothing."""
     return -math.inf if name in _LOGARITHMS else 0.0

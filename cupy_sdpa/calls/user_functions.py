@@ -97,7 +97,7 @@ def read(options: Mapping[str, Any], asked: Problem) -> Functions:
     apart = settings.band is not None and settings.band.bottom_right  # on another diagonal
     sizes = dict(zip(AXES, (b, hq, sq, skv), strict=True))
     done = trace(options.get("score_mod"), options.get("mask_mod"), tensors, sizes, bands=not apart)
-    settings = settings._replace(program=done.program, band=_both(settings.band, done.band))
+    settings = settings._replace(program=done.program, band=_both(settings.band, done.band and Band(*done.band)))
     arrays = {name: _turned(tensors[access.name], access) for name, access in done.captured.items()}
     return Functions(settings, arrays, done.numbers, done.lines, done.captured)
 

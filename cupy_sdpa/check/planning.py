@@ -10,7 +10,7 @@ import numpy as np
 import cupy_sdpa
 
 from ..offline.planner import Planner, described
-from ..problem.subproblems import launches
+from ..problem.subproblems import subproblems
 from ..support import gpus
 from ..support.why_not import why_not
 from .case import Case
@@ -37,7 +37,7 @@ def plan(case: Case, outcome: Outcome) -> Outcome:
         if reasons := why_not(asked, version, capability):
             outcome.kind, outcome.message, outcome.what = "refused", str(reasons[0]), reasons[0].rule
             return outcome
-        for part in launches(asked):
+        for part in subproblems(asked):
             outcome.calls += 1
             answer = planner().plan(part, target)
             if not isinstance(answer, str):

@@ -61,7 +61,7 @@ class Recording:
         Args:
             of_many: whether it is one of many that are launched in turn.
         """
-        if of_many and behind(self._stream):
+        if of_many and is_busy(self._stream):
             self.launch_one_by_one()
         else:
             self._launch(self._executable, self._stream)
@@ -95,7 +95,7 @@ class _Asking:
 _asking = functools.cache(_Asking)
 
 
-def behind(stream: int) -> bool:
+def is_busy(stream: int) -> bool:
     """Whether a stream has work that is not done. To ask does no harm to what other threads capture, in any mode."""
     asking = _asking()
     _, before = asking.exchange(asking.relaxed)
@@ -131,11 +131,11 @@ def _step(node: Any, stream: int) -> Iterator[Step]:
     """A kernel or a fill; nothing for another kind of node."""
     cuda = cupy_runtime.driver()
     kinds = cuda.CUgraphNodeType
-    kind = cupy_runtime.told(cuda.cuGraphNodeGetType(node))
+    kind = cupy_runtime.unwrap(cuda.cuGraphNodeGetType(node))
     if kind == kinds.CU_GRAPH_NODE_TYPE_KERNEL:
-        yield _kernel(node, cupy_runtime.told(cuda.cuGraphKernelNodeGetParams(node)), stream)
+        yield _kernel(node, cupy_runtime.unwrap(cuda.cuGraphKernelNodeGetParams(node)), stream)
     elif kind == kinds.CU_GRAPH_NODE_TYPE_MEMSET:
-        fill = cupy_runtime.told(cuda.cuGraphMemsetNodeGetParams(node))
+        fill = cupy_runtime.unwrap(cuda.cuGraphMemsetNodeGetParams(node))
         if fill.height == 1:
             functions = {1: cuda.cuMemsetD8Async, 2: cuda.cuMemsetD16Async, 4: cuda.cuMemsetD32Async}
             where = cuda.CUdeviceptr(int(fill.dst))  # fill's own is a view of fill
@@ -162,7 +162,7 @@ def _attributes(node: Any) -> Iterator[Any]:
         cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE,
     )
     for name in (cluster, together):
-        value = cupy_runtime.told(cuda.cuGraphKernelNodeGetAttribute(node, name))
+        value = cupy_runtime.unwrap(cuda.cuGraphKernelNodeGetAttribute(node, name))
         if value.clusterDim.x if name == cluster else value.cooperative:
             attribute = cuda.CUlaunchAttribute()
             attribute.id, attribute.value = name, value

@@ -115,7 +115,7 @@ def context_id() -> int:
     status, number = driver().cuCtxGetId(0)
     if status:  # no context is current in this thread yet
         cupy().cuda.runtime.free(0)
-        number = told(driver().cuCtxGetId(0))
+        number = unwrap(driver().cuCtxGetId(0))
     return number  # type: ignore[no-any-return]
 
 
@@ -192,7 +192,7 @@ def check(answer: Any) -> None:
         raise RuntimeError(f"the CUDA driver failed: {answer[0].name}")
 
 
-def told(answer: Any) -> Any:
+def unwrap(answer: Any) -> Any:
     """The one value that the driver answers with; raises where it is not success."""
     check(answer)
     return answer[1]

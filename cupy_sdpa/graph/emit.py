@@ -74,7 +74,7 @@ INTEGER_COMPOSED: dict[str, Callable[..., int]] = {
 _SMALL = frozenset({"index", "constant", "add", "sub", *INTEGER_COMPOSED, "binary_select", *OPPOSITE, *_JOINED})
 
 
-class Speller:
+class Emitter:
     """Spells steps; what has been spelled is not spelled again.
 
     Args:
@@ -98,9 +98,9 @@ class Speller:
             self.tensors[number] = self._spelled(self.writer.steps[number])
         return self._inside(root)
 
-    def on(self, score: Tensor, prefix: str) -> Speller:
+    def on(self, score: Tensor, prefix: str) -> Emitter:
         """One that spells the same steps anew, with places taken from the scores as they are by now: cuDNN wants a chain."""
-        return Speller(self.g, self.writer, score, self.leaves, prefix)
+        return Emitter(self.g, self.writer, score, self.leaves, prefix)
 
     def slope(self, root: int, of: str = "") -> int:
         """The step that is the derivative of another with respect to the score, or to an array that is read."""
@@ -120,7 +120,7 @@ class Speller:
             return ds
         factor = self.tensors[slope] if self._number(slope) else self(slope)
         if finite and _inside(factor) and self._unbounded(slope):
-            zero, most = (self.g.scalar(f"{value:g}", self.g.accumulate, value=value) for value in (0.0, _LARGEST))
+            zero, most = (self.g.scalar(f"{value:g}", self.g.compute_dtype, value=value) for value in (0.0, _LARGEST))
             known = self._pointwise("cmp_lt", None, self._pointwise("abs", None, factor), most)
             factor = self._pointwise("binary_select", None, factor, zero, known)
         return self._pointwise("mul", None, ds, factor)
@@ -146,7 +146,7 @@ class Speller:
             case "index":
                 return self._pointwise("gen_index", step.name, self.score, dtype="int32", axis=AXES.index(step.name))
             case "constant":
-                kind = "int32" if step.kind == "int" else self.g.accumulate
+                kind = "int32" if step.kind == "int" else self.g.compute_dtype
                 return self.g.scalar(f"{step.value:g} {kind}", kind, value=step.value)
             case "number" | "captured":
                 return self.leaves[step.name](step.kind)
@@ -212,7 +212,7 @@ class Speller:
         """A whole number as one of the accumulator's dtype."""
         if not _whole(tensor) or not _inside(tensor):
             return tensor
-        return self._pointwise("add", None, tensor, self.g.scalar(f"0 {self.g.accumulate}", self.g.accumulate, value=0.0))
+        return self._pointwise("add", None, tensor, self.g.scalar(f"0 {self.g.compute_dtype}", self.g.compute_dtype, value=0.0))
 
     def _pointwise(
         self, mode: str, formula: str | None, *operands: Tensor, dtype: str | None = None, axis: int | None = None

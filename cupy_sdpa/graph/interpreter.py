@@ -39,7 +39,7 @@ def evaluate(graph: Graph, arrays: Mapping[str, Array], scalars: Mapping[str, fl
     views = {t.name: _view(arrays[t.name], t) for t in graph.by_role("input", "output")}
     views |= {t.name: _numbers(t) for t in graph.by_role("constant")}
     numbers = {t.name: scalars[t.name] if t.value is None else t.value for t in graph.by_role("scalar")}
-    work = np.dtype("float64" if exact else graph.accumulate)
+    work = np.dtype("float64" if exact else graph.compute_dtype)
     whole = {node.b.name for node in graph.nodes if isinstance(node, Matmul)}
     batch, heads, rows, most = map(max, zip(*(node.inputs[0].shape for node in graph.nodes), strict=True))
     separable = _separable(graph, whole)

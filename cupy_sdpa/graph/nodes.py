@@ -207,12 +207,12 @@ class Graph:
 
     Attributes:
         nodes: the steps.
-        accumulate: the dtype of intermediate results, ``float32`` or ``float64``.
+        compute_dtype: the dtype of intermediate results, ``float32`` or ``float64``.
         no_split: whether cuDNN's kernel that splits the keys must not compute it.
     """
 
     nodes: tuple[Node, ...]
-    accumulate: str
+    compute_dtype: str
     no_split: bool = False
 
     @property
@@ -252,16 +252,16 @@ class Builder:
     """Writes a graph down step by step, each with its shape rule; :meth:`graph` freezes it.
 
     Args:
-        accumulate: the dtype of intermediate results.
+        compute_dtype: the dtype of intermediate results.
     """
 
-    accumulate: str = "float32"
+    compute_dtype: str = "float32"
     nodes: list[Node] = field(default_factory=list)
     _names: set[str] = field(default_factory=set, repr=False)
 
     def graph(self, *, no_split: bool = False) -> Graph:
         """The graph of the steps so far."""
-        return Graph(tuple(self.nodes), self.accumulate, no_split)
+        return Graph(tuple(self.nodes), self.compute_dtype, no_split)
 
     def scalar(self, name: str, dtype: str = "float32", value: float | None = None) -> Tensor:
         """A number handed over by value; a ``value`` given here is the same in every call."""
@@ -269,7 +269,7 @@ class Builder:
 
     def virtual(self, name: str, shape: Shape, dtype: str | None = None) -> Tensor:
         """A tensor inside the kernel, row-major, of the accumulator's dtype unless said otherwise."""
-        return Tensor(name, shape, dtype or self.accumulate, "virtual", row_major(shape))
+        return Tensor(name, shape, dtype or self.compute_dtype, "virtual", row_major(shape))
 
     def matmul(
         self,

@@ -11,7 +11,7 @@ import functools
 from dataclasses import replace
 
 from ..problem.problem import PER_ROW, SEEDS, Problem, has_diagonal, writes_directly
-from ..problem.subproblems import launches
+from ..problem.subproblems import subproblems
 from ..problem.tensor_spec import SIZES, TensorSpec
 from ..problem.varlen import offsets_name, step
 from ..score_fn.expression import NOTHING
@@ -155,9 +155,9 @@ def _scores(g: Builder, problem: Problem, operands: Operands) -> Scores:
     """What takes part in the scores of a problem."""
     queries, keys = operands.lengths()
     return Scores(
-        g.scalar("scale", g.accumulate),
+        g.scalar("scale", g.compute_dtype),
         problem.settings.positive_scale,
-        g.scalar("softcap", g.accumulate) if problem.settings.softcap else None,
+        g.scalar("softcap", g.compute_dtype) if problem.settings.softcap else None,
         operands.per_head("alibi_slopes"),
         operands.of_scores("bias"),
         operands.of_scores("mask"),
@@ -247,7 +247,7 @@ def forward(problem: Problem, guards: frozenset[str] = frozenset()) -> Graph:
     # P = softmax(S), L = log sum exp(S)    P is rounded to the dtype of v, as the tensor cores need it
     dropout = problem.settings.dropout
     p = g.softmax(
-        "P = exp(S − L), L = logsumexp(S)", s, "P", g.accumulate if dropout else problem.dtype,
+        "P = exp(S − L), L = logsumexp(S)", s, "P", g.compute_dtype if dropout else problem.dtype,
         None if problem.max else operands.numbers("stats"),
         sink=operands.given("sinks", PER_HEAD), top=operands.numbers("max"), total=operands.numbers("sum_exp"),
         rows=scores.queries,
@@ -255,7 +255,7 @@ def forward(problem: Problem, guards: frozenset[str] = frozenset()) -> Graph:
     if dropout:
         # P <- P R / (1 - p)                Srivastava et al. 2014, "Dropout", scaled so that the expectation stays
         p = g.pointwise("P ∘ R", "mul", p, _kept(g, problem, operands, p.shape), out="P∘R")
-        share = g.scalar("1/(1−p)", g.accumulate, value=1 / (1 - dropout))
+        share = g.scalar("1/(1−p)", g.compute_dtype, value=1 / (1 - dropout))
         p = g.pointwise("P ∘ R / (1 − p)", "mul", p, share, out="P∘R/(1−p)", dtype=problem.dtype)
     # O = P V                               (B, Hq, Sq, Dv)
     g.matmul("O = P V", p, v, out, m=scores.queries, k=scores.keys)
@@ -275,8 +275,8 @@ def backward(problem: Problem, direct: bool = False, guards: frozenset[str] = fr
         guards: ``keys`` and ``queries`` mask what lies beyond the last key or query. That is nothing, but some cuDNN kernels
             compute there, and what they compute must not be used (:mod:`cupy_sdpa.support.why_not` says which).
     """
-    if launches(problem) != (problem,):
-        raise ValueError(f"{problem} takes {len(launches(problem))} launches, each with a graph of its own")
+    if subproblems(problem) != (problem,):
+        raise ValueError(f"{problem} takes {len(subproblems(problem))} launches, each with a graph of its own")
     g, operands = _builder(problem), Operands(problem)
     q, kt, vt = operands("q"), operands("k", TRANSPOSED), operands("v", TRANSPOSED)
     out, dout, stats = operands("out"), operands("dout"), operands("stats", NUMBERS)
@@ -290,8 +290,8 @@ def backward(problem: Problem, direct: bool = False, guards: frozenset[str] = fr
     if problem.dsinks:
         _sinks(g, problem, operands, rows, stats)
     # with dropout D (1 - p), for what it is taken from lacks the factor 1 / (1 - p)
-    d = operands.scratch("D", "q", stats.shape, g.accumulate) if problem.packed else "D"
-    d = g.pointwise("D = (1 − p) · Σ dO ∘ O", "mul", rows, g.scalar("1−p", g.accumulate, value=1 - dropout), out=d)
+    d = operands.scratch("D", "q", stats.shape, g.compute_dtype) if problem.packed else "D"
+    d = g.pointwise("D = (1 − p) · Σ dO ∘ O", "mul", rows, g.scalar("1−p", g.compute_dtype, value=1 - dropout), out=d)
     # S = scale Q K^T, modified             (B, Hq, Sq, Skv)
     s = g.matmul("S = Q Kᵀ", q, kt, "S", m=queries, n=keys)
     s, changes = scores.modified(g, s)
@@ -308,7 +308,7 @@ def backward(problem: Problem, direct: bool = False, guards: frozenset[str] = fr
     p = used = g.pointwise("P = exp(S − L)", "exp", s, out="P")
     if dropout:
         kept = _kept(g, problem, operands, s.shape)
-        share = g.scalar("1/(1−p)", g.accumulate, value=1 / (1 - dropout))
+        share = g.scalar("1/(1−p)", g.compute_dtype, value=1 / (1 - dropout))
         used = g.pointwise("P ∘ R", "mul", p, kept, out="P∘R")
         used = g.pointwise("P ∘ R / (1 − p)", "mul", used, share, out="P∘R/(1−p)")
     # dV = P^T dO                           summed over the query heads of a group
@@ -337,7 +337,7 @@ def backward(problem: Problem, direct: bool = False, guards: frozenset[str] = fr
     if direct:
         g.matmul("dQ = dS K", ds, k, dq, m=queries, k=keys)
     else:
-        total = operands.scratch("ΣdQ", "q", dq.shape, g.accumulate)
+        total = operands.scratch("ΣdQ", "q", dq.shape, g.compute_dtype)
         total = g.matmul("dQ = dS K", ds, k, total, m=queries, k=keys)
         g.pointwise("dQ, rounded", "identity", total, out=dq)
     return g.graph()

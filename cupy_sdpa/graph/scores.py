@@ -16,7 +16,7 @@ from ..problem.problem import MASKED_SCORE
 from ..score_fn.expression import AXES, NOTHING, Kind, Program
 from ..score_fn.proxy import Value
 from ..score_fn.tracer import Tracer
-from .emit import Speller
+from .emit import Emitter
 from .nodes import Builder, Tensor
 
 
@@ -63,9 +63,9 @@ class Scores:
         """The scores with all that changes their values; and what that was."""
         s = self._scaled(g, s)
         changes = self._changes(g, s)
-        s = changes.speller(changes.root)
+        s = changes.emitter(changes.root)
         if self.floor:
-            lowest = g.scalar("lowest", g.accumulate, value=MASKED_SCORE)
+            lowest = g.scalar("lowest", g.compute_dtype, value=MASKED_SCORE)
             # The condition as a number: with a boolean the H200's forward kernel is 5 to 10 % slower (9.19 and 9.28).
             above = g.pointwise(f"above = {s} > {MASKED_SCORE:g}", "cmp_gt", s, lowest, out="above")
             s = hidden(g, s, above)
@@ -73,8 +73,8 @@ class Scores:
 
     def derivative(self, g: Builder, ds: Tensor, changes: Changes) -> Tensor:
         """The gradient of the scaled scores, or of what ``gradient_of`` names, from that of the modified scores."""
-        return changes.speller.times(
-            changes.speller.slope(changes.root, self.gradient_of), ds, finite=self.program.score is not None
+        return changes.emitter.times(
+            changes.emitter.slope(changes.root, self.gradient_of), ds, finite=self.program.score is not None
         )
 
     def within(self, g: Builder, s: Tensor) -> Tensor:
@@ -96,13 +96,13 @@ class Scores:
         if mask := self.mask:
             yield lambda g, s: _seen(g, s, mask)
         if (root := self.program.mask) is not None:
-            yield lambda g, s: self._unlike_a_band(g, changes.speller.on(s, "m")(root))
+            yield lambda g, s: self._unlike_a_band(g, changes.emitter.on(s, "m")(root))
 
     def _unlike_a_band(self, g: Builder, condition: Tensor) -> Tensor:
         """A condition in a form that cuDNN does not take for a band: of two bands it applies one (measured with 9.19)."""
         if self.band is None:
             return condition
-        zero = g.scalar("no", g.accumulate, value=0.0)
+        zero = g.scalar("no", g.compute_dtype, value=0.0)
         return g.pointwise(f"{condition} ≠ 0", "cmp_neq", condition, zero, out=f"{condition} ≠ 0", dtype="bool")
 
     def _scaled(self, g: Builder, s: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ class Scores:
             # cuDNN's Hopper kernels fold a scale that comes last into their exponent and mask, and take the maximum, before
             # it, which is right for a positive scale only: 0 and below gave NaN (measured with 9.19). One more step keeps
             # them apart.
-            s = g.pointwise("S₁′ = 1 · S₁", "mul", s, g.scalar("unit", g.accumulate, value=1.0), out="S₁′")
+            s = g.pointwise("S₁′ = 1 · S₁", "mul", s, g.scalar("unit", g.compute_dtype, value=1.0), out="S₁′")
         return s
 
     def _changes(self, g: Builder, s: Tensor) -> Changes:
@@ -141,7 +141,7 @@ class Scores:
         given |= {axis: tensor for axis, tensor in (("kv_idx", self.key_positions), ("h", self.head_positions)) if tensor}
         numbers = {step.name: partial(_number, g, step.name) for step in tracer.writer.steps if step.mode == "number"}
         arrays = {name: partial(_given, tensor) for name, tensor in given.items()}
-        return Changes(Speller(g, tracer.writer, s, numbers | arrays), score.step)
+        return Changes(Emitter(g, tracer.writer, s, numbers | arrays), score.step)
 
     def _diagonal(self, g: Builder, s: Tensor, name: str, band: Band) -> Tensor:
         """``p = i``, or from the bottom right ``p = i + Skv - Sq``, with every entry's own lengths where they are given."""
@@ -178,7 +178,9 @@ class Scores:
 def _seen(g: Builder, s: Tensor, mask: Tensor) -> Tensor:
     """``mask != 0``."""
     matrix = g.pointwise("M = 0 + mask", "add", zeros(g, s, "iₘ"), mask, out="M")
-    return g.pointwise("seen = M ≠ 0", "cmp_neq", matrix, g.scalar("none", g.accumulate, value=0.0), out="seen", dtype="bool")
+    return g.pointwise(
+        "seen = M ≠ 0", "cmp_neq", matrix, g.scalar("none", g.compute_dtype, value=0.0), out="seen", dtype="bool"
+    )
 
 
 @dataclass
@@ -190,12 +192,12 @@ class Changes:
         root: the step that gives the changed score.
     """
 
-    speller: Speller
+    emitter: Emitter
     root: int
 
 
 def _number(g: Builder, name: str, kind: Kind) -> Tensor:
-    return g.scalar(name, "int32" if kind == "int" else g.accumulate)
+    return g.scalar(name, "int32" if kind == "int" else g.compute_dtype)
 
 
 def _given(tensor: Tensor, kind: Kind) -> Tensor:
@@ -225,7 +227,7 @@ def within(g: Builder, s: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
 
 def hidden(g: Builder, s: Tensor, seen: Tensor) -> Tensor:
     """``S <- S where seen, else -inf``."""
-    nothing = g.scalar("-inf", g.accumulate, value=-math.inf)
+    nothing = g.scalar("-inf", g.compute_dtype, value=-math.inf)
     return g.pointwise(f"{s} where {seen}, else −∞", "binary_select", s, nothing, seen, out=f"{s} where {seen}")
 
 

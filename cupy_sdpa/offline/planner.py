@@ -28,7 +28,7 @@ from .._cudnn.driver import use_some_driver
 from .._cudnn.library import OVERRIDE, library
 from ..device.cupy_runtime import model_of
 from ..errors import CudnnError, Unsupported
-from ..plans.disk_cache import Shelf
+from ..plans.disk_cache import DiskCache
 from ..plans.plan import PlanInfo, Target, plan_for
 from ..problem.problem import Problem
 from ..support import gpus
@@ -72,7 +72,7 @@ class Planner:
             self._kill()
             raise
 
-    def plan(self, problem: Problem, target: Target, shelf: Path | None = None) -> PlanInfo | str:
+    def plan(self, problem: Problem, target: Target, disk_cache: Path | None = None) -> PlanInfo | str:
         """Plan a problem for a described GPU, and keep the plan in a folder; gives what is known of it, or why there is none.
 
         Nothing is asked of the support table. A problem that kills the process gets a sentence that says so.
@@ -81,12 +81,14 @@ class Planner:
             CudnnError: cuDNN failed, or no process can be started.
             RuntimeError: planning failed outside cuDNN; the message has the traceback.
         """
-        answer: PlanInfo | str = self._ask((problem, target, shelf))
+        answer: PlanInfo | str = self._ask((problem, target, disk_cache))
         return answer
 
-    def plan_all(self, problems: Iterable[tuple[Problem, Target]], shelf: Path | None) -> Iterator[tuple[int, PlanInfo | str]]:
+    def plan_all(
+        self, problems: Iterable[tuple[Problem, Target]], disk_cache: Path | None
+    ) -> Iterator[tuple[int, PlanInfo | str]]:
         """:meth:`plan` every problem, as many at once as there are workers; gives (its number, the answer) as they come."""
-        jobs = {self._threads.submit(self.plan, *job, shelf): number for number, job in enumerate(problems)}
+        jobs = {self._threads.submit(self.plan, *job, disk_cache): number for number, job in enumerate(problems)}
         for job in as_completed(jobs):
             yield jobs[job], job.result()
 
@@ -196,8 +198,8 @@ def _answer(request: Any) -> Any:
         version = _ready()
         if request is None:
             return version
-        problem, target, shelf = request
-        plan = plan_for(problem, target, Shelf(shelf) if shelf else None)
+        problem, target, disk_cache = request
+        plan = plan_for(problem, target, DiskCache(disk_cache) if disk_cache else None)
         plan.close()
         return plan.info
     except Unsupported as error:

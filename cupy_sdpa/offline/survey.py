@@ -10,7 +10,7 @@ import numpy as np
 
 from ..explain import problem
 from ..problem.problem import Problem
-from ..problem.subproblems import launches
+from ..problem.subproblems import subproblems
 from ..score_fn.ufuncs import FUNCTIONS
 from ..support import gpus
 from ..support.rules import MINIMUM_CAPABILITY, RULES
@@ -230,7 +230,7 @@ def measure(
         CudnnError: this machine cannot plan; the message says what it lacks.
     """
     probes = PROBES if probes is None else probes
-    parts = {words: launches(asked)[-1] for words, asked in probes.items()}  # of several the last is the new one
+    parts = {words: subproblems(asked)[-1] for words, asked in probes.items()}  # of several the last is the new one
     asked = [(words, gpu) for gpu in gpus.NAMES for words in probes]
     found: dict[int, Finding] = {}
     with Planner(2, cudnn) as planner:

@@ -24,7 +24,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..errors import ShelfWarning
+from ..errors import DiskCacheWarning
 
 #: Names the folder; ``0`` turns it off. Default: ``cupy_sdpa`` in the user's cache folder.
 DIRECTORY = "CUPY_SDPA_CACHE_DIR"
@@ -43,7 +43,7 @@ _ABANDONED = 3600
 _SAFE = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
-class Shelf:
+class DiskCache:
     """Entries in a folder, the least recently used deleted first; without a folder only in memory.
 
     Args:
@@ -233,7 +233,7 @@ class Shelf:
 
     def _discard(self, key: str, why: str) -> None:
         place = "memory" if self.folder is None else str(self.folder)
-        warnings.warn(f"the plan {key}{_SUFFIX} in {place} is built anew: {why}", ShelfWarning, stacklevel=2)
+        warnings.warn(f"the plan {key}{_SUFFIX} in {place} is built anew: {why}", DiskCacheWarning, stacklevel=2)
         path = None if self.folder is None else self.folder / f"{key}{_SUFFIX}"
         if path is not None and _is_entry(path):
             with contextlib.suppress(OSError):  # in a folder that is only read it stays
@@ -242,7 +242,7 @@ class Shelf:
     def _warn(self, text: str) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(f"{text}. Set {DIRECTORY} to another folder, or to 0 to keep none", ShelfWarning, stacklevel=2)
+            warnings.warn(f"{text}. Set {DIRECTORY} to another folder, or to 0 to keep none", DiskCacheWarning, stacklevel=2)
 
 
 def _head(key: str, content: bytes) -> bytes:
@@ -307,17 +307,17 @@ def folder() -> Path | None:
         return None
 
 
-_current: Shelf | None = None
+_current: DiskCache | None = None
 _lock = threading.Lock()
 
 
-def current() -> Shelf:
+def current() -> DiskCache:
     """The process's shelf; a new one where the environment names another folder than before."""
     global _current
     wanted = folder()
     with _lock:
         if _current is None or _current.folder != wanted:
-            _current = Shelf(wanted)
+            _current = DiskCache(wanted)
         return _current
 
 

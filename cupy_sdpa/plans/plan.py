@@ -24,7 +24,7 @@ from ..problem.tensor_spec import SIZES
 from ..support.why_not import guards
 from ..version import version_text
 from . import plan_file
-from .disk_cache import Shelf, current
+from .disk_cache import DiskCache, current
 from .engines import Candidate, EngineConfig, Knobs, Search, knobs_text, no_memory
 from .lowering import OperationGraph
 
@@ -104,7 +104,7 @@ class PlanInfo:
         return [f"refused: {reason}" for reason in self.refused]
 
 
-def plan_for(problem: Problem, target: Target, shelf: Shelf | None = None) -> Plan:
+def plan_for(problem: Problem, target: Target, disk_cache: DiskCache | None = None) -> Plan:
     """The plan of a problem: of the ways to compute it the first that runs within ``max_workspace``.
 
     Deterministic gradients have two: writing dQ directly, for which cuDNN keeps dS, of size Hq x Sq x Skv x B; and, where that
@@ -122,11 +122,11 @@ def plan_for(problem: Problem, target: Target, shelf: Shelf | None = None) -> Pl
     limit = problem.settings.max_workspace
     needed = guards(problem, library().version, target.capability)
     if not problem.backward:
-        return make(forward(problem, needed), target, limit=limit, shelf=shelf)
+        return make(forward(problem, needed), target, limit=limit, disk_cache=disk_cache)
     if not problem.deterministic:
-        return make(backward(problem, writes_directly(problem), needed), target, limit=limit, shelf=shelf)
+        return make(backward(problem, writes_directly(problem), needed), target, limit=limit, disk_cache=disk_cache)
     try:
-        return make(backward(problem, direct=True, guards=needed), target, limit=limit, shelf=shelf)
+        return make(backward(problem, direct=True, guards=needed), target, limit=limit, disk_cache=disk_cache)
     except Unsupported as quadratic:
         if problem.sums:  # cuDNN never writes them unless dQ is written directly, see writes_directly
             raise
@@ -138,7 +138,7 @@ def plan_for(problem: Problem, target: Target, shelf: Shelf | None = None) -> Pl
             ) from None
         before = str(quadratic).splitlines()[1:]
         graph = backward(problem, guards=needed)
-        return make(graph, target, config=ORDERED, limit=limit, refused=before, shelf=shelf)
+        return make(graph, target, config=ORDERED, limit=limit, refused=before, disk_cache=disk_cache)
 
 
 def make(
@@ -148,7 +148,7 @@ def make(
     config: EngineConfig | None = None,
     limit: int | None = None,
     refused: Sequence[str] = (),
-    shelf: Shelf | None = None,
+    disk_cache: DiskCache | None = None,
 ) -> Plan:
     """The plan of a graph: loaded where the shelf has it, else built and put there.
 
@@ -164,23 +164,23 @@ def make(
         Unsupported: no engine config can be finalized; the message holds every config's reason.
         CudnnError: cuDNN failed.
     """
-    shelf = shelf or current()
-    key = shelf_key(graph, target, config, limit)
-    with shelf.building(key):
-        content = shelf.get(key)
+    disk_cache = disk_cache or current()
+    key = disk_cache_key(graph, target, config, limit)
+    with disk_cache.building(key):
+        content = disk_cache.get(key)
         if content is not None:
             try:
                 return load(content, graph, target, key)
             except (CudnnError, Unsupported, ValueError, LookupError) as error:
                 if no_memory(error):
                     raise
-                shelf.reject(key, f"{type(error).__name__}: {error}")
+                disk_cache.reject(key, f"{type(error).__name__}: {error}")
         started = time.perf_counter()
         with searching(graph, target, limit, refused) as (search, uids):
-            kept = Kept(uids, search.first(config), tuple(search.refused))
+            kept = SerializedPlan(uids, search.first(config), tuple(search.refused))
         try:
             plan = Plan(kept, graph, target, key, (time.perf_counter() - started) * 1e3)
-            shelf.put(key, kept.content())
+            disk_cache.put(key, kept.content())
         except BaseException:
             kept.candidate.close()
             raise
@@ -208,14 +208,14 @@ def load(content: bytes, graph: Graph, target: Target, key: str) -> Plan:
         if need != facts.need:
             raise ValueError(f"its workspace is {need} bytes, {facts.need} were written down")
         candidate = Candidate(descriptor, text.decode(), facts.engine, facts.knobs, facts.notes, need, facts.build_ms)
-        kept = Kept(facts.uids, candidate, facts.refused, facts.tuned)
+        kept = SerializedPlan(facts.uids, candidate, facts.refused, facts.tuned)
         return Plan(kept, graph, target, key, (time.perf_counter() - started) * 1e3, loaded=True)
     except BaseException:
         descriptor.close()
         raise
 
 
-def shelf_key(graph: Graph, target: Target, config: EngineConfig | None, limit: int | None) -> str:
+def disk_cache_key(graph: Graph, target: Target, config: EngineConfig | None, limit: int | None) -> str:
     """The key of a plan: of everything that it depends on, the graph by its structure and its layouts.
 
     cuDNN compiles a plan's kernel with the NVRTC that it finds, which is updated without cuDNN: another version or build of it
@@ -244,7 +244,7 @@ def searching(
 
 
 @dataclass(frozen=True)
-class Kept:
+class SerializedPlan:
     """All that it takes to have a plan again without planning.
 
     Attributes:
@@ -304,7 +304,9 @@ class Plan:
         dependents: what is made of it, and is closed before it is.
     """
 
-    def __init__(self, kept: Kept, graph: Graph, target: Target, key: str, build_ms: float, *, loaded: bool = False) -> None:
+    def __init__(
+        self, kept: SerializedPlan, graph: Graph, target: Target, key: str, build_ms: float, *, loaded: bool = False
+    ) -> None:
         c, scratch = kept.candidate, Scratch(graph)
         self.key, self.target = key, target
         self.used = False

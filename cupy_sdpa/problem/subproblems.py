@@ -18,7 +18,7 @@ from .tensor_spec import TensorSpec, dense_spec
 
 
 @functools.lru_cache(maxsize=1024)
-def launches(problem: Problem) -> tuple[Problem, ...]:
+def subproblems(problem: Problem) -> tuple[Problem, ...]:
     """What is run for a problem; the first gives all but some of the sums, each of the others one of them."""
     if problem.trivial or not problem.sums or problem.settings.gradient_of:
         return (problem,)

@@ -16,7 +16,7 @@ _PACKED = (
 )
 
 
-class Wanted(NamedTuple):
+class RequestedOutputs(NamedTuple):
     """Which results are asked for.
 
     Attributes:
@@ -36,11 +36,11 @@ class Wanted(NamedTuple):
 
 
 #: The output alone.
-OUTPUT = Wanted()
+OUTPUT = RequestedOutputs()
 
 
 @functools.lru_cache(maxsize=4096)
-def pose(given: tuple[tuple[str, Signature], ...], settings: Settings = PLAIN, wanted: Wanted = OUTPUT) -> Problem:
+def pose(given: tuple[tuple[str, Signature], ...], settings: Settings = PLAIN, wanted: RequestedOutputs = OUTPUT) -> Problem:
     """The problem that arrays and options pose; a result that is not given is dense, in Fortran order.
 
     Args:
@@ -65,7 +65,7 @@ def pose(given: tuple[tuple[str, Signature], ...], settings: Settings = PLAIN, w
 
     def take(name: str, shape: tuple[int, ...], kind: str, legend: str, *, result: bool) -> None:
         spec = found[name] = arrays.get(name) or dense_spec(name, kind, shape)
-        belongs(spec, shape, kind, legend)
+        check_spec(spec, shape, kind, legend)
         if result:
             _writable(spec)
 
@@ -137,13 +137,13 @@ def _inputs(arrays: dict[str, TensorSpec], settings: Settings) -> Problem:
     *_, sq, skv, b = bare.sizes
     for name in LENGTHS:
         if name in arrays:
-            belongs(arrays[name], (b,), "int32", "(B,)")
+            check_spec(arrays[name], (b,), "int32", "(B,)")
     for name in ("alibi_slopes", "sinks"):
         if name in arrays:
-            belongs(arrays[name], (hq,), "float32", "(Hq,)")
+            check_spec(arrays[name], (hq,), "float32", "(Hq,)")
     for name in SEEDS:
         if name in arrays:
-            belongs(arrays[name], (1,), "int64", "one number")
+            check_spec(arrays[name], (1,), "int64", "one number")
     for name in MATRICES:
         if name in arrays:
             _broadcasts(arrays[name], (skv, sq, hq, b), packed)
@@ -197,7 +197,7 @@ def _equal(what: str, one: TensorSpec, other: TensorSpec, axis: int, legend: str
         )
 
 
-def belongs(spec: TensorSpec, shape: tuple[int, ...], dtype: str, legend: str) -> None:
+def check_spec(spec: TensorSpec, shape: tuple[int, ...], dtype: str, legend: str) -> None:
     """Refuse an array of another dtype or shape.
 
     Raises:

@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..problem.band import Band
 from .expression import AXES, FLIPPED, Kind, Program, Step, Writer, finished
 from .proxy import Array, Value, as_value
 from .ufuncs import FUNCTIONS
@@ -27,6 +26,8 @@ _STRUCTURAL = (0.0, 1.0, -1.0, math.inf, -math.inf)
 
 #: ``a q_idx + b kv_idx + c`` as a, b and c.
 Linear = tuple[float, float, float]
+#: Keys before and after the diagonal, None for no bound.
+Sides = tuple[int | None, int | None]
 
 
 class Access(NamedTuple):
@@ -51,14 +52,14 @@ class Traced(NamedTuple):
         program: its structure; None where nothing is left of it.
         numbers: by their names in the program.
         captured: how arrays are read, by their names in the program.
-        band: which keys are seen by their distance from the diagonal, where a mask function says so.
+        band: how many keys before and after the diagonal a query attends to, where a mask function bounds them; None: no bound.
         lines: where each mode was written, for people.
     """
 
     program: Program | None
     numbers: dict[str, float]
     captured: dict[str, Access]
-    band: Band | None
+    band: Sides | None
     lines: dict[str, str]
 
 
@@ -236,7 +237,7 @@ def _joined(writer: Writer, conditions: Sequence[int]) -> int | None:
     return joined
 
 
-def _banded(tracer: Tracer, conditions: Sequence[int]) -> tuple[Band | None, list[int]]:
+def _banded(tracer: Tracer, conditions: Sequence[int]) -> tuple[Sides | None, list[int]]:
     """The band that some of the conditions make together, and the other conditions."""
     left, right, rest = math.inf, math.inf, []
     known: dict[int, Linear | None] = {}
@@ -246,8 +247,8 @@ def _banded(tracer: Tracer, conditions: Sequence[int]) -> tuple[Band | None, lis
             rest.append(condition)
         else:
             left, right = min(left, bounds[0]), min(right, bounds[1])
-    band = Band(None if left == math.inf else int(left), None if right == math.inf else int(right))
-    return (None if band == Band() else band), rest
+    sides = (None if left == math.inf else int(left), None if right == math.inf else int(right))
+    return (None if sides == (None, None) else sides), rest
 
 
 def _bounds(tracer: Tracer, condition: int, known: dict[int, Linear | None]) -> tuple[float, float] | None:
