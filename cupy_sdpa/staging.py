@@ -62,7 +62,8 @@ def _posed(problem: Problem, on_gpu: bool) -> Problem:
     if has_strided_packed_queries(problem) and "packed-strided-queries" not in turned_off():
         specs["q"] = dense_spec("q", problem.q.dtype, problem.q.shape)
     if has_one_packed_query(problem) and "packed-one-query" not in turned_off():
-        specs["settings"] = problem.settings._replace(max_seqlen_q=2)
+        exact = problem.backward and problem.deterministic  # as posing has it: there are two queries
+        specs["settings"] = problem.settings._replace(max_seqlen_q=2, deterministic=exact)
         if kept := problem.kept:
             specs["kept"] = dense_spec("kept", kept.dtype, (kept.shape[0], 2, *kept.shape[2:]))
     problem = replace(problem, **specs) if specs else problem

@@ -171,7 +171,7 @@ def _reads_positions(problem: Problem) -> bool:
     program = problem.settings.program
     places = program is not None and any(step.mode in ("index", "captured") for step in program.steps)
     reads = places or problem.alibi_slopes is not None
-    other_kernel = problem.settings.dropout or problem.sinks is not None
+    other_kernel = problem.settings.dropout or problem.sinks is not None or problem.deterministic
     return not problem.backward and _one_query(problem) and reads and not other_kernel
 
 
@@ -246,6 +246,10 @@ BUGS: tuple[Bug, ...] = (
     Bug("one-query-sinks", 91900, _OPEN, range(80, 130),
         lambda p: not p.backward and _one_query(p) and p.sinks is not None,
         "one query, sinks, every key masked", "the kernel that splits the keys writes -inf for the log-sum-exp",
+        frozenset({"no-split"}), "", "docs/design.md"),
+    Bug("one-query-deterministic", 91900, _OPEN, range(80, 130),
+        lambda p: not p.backward and _one_query(p) and p.deterministic,
+        "one query, deterministic=True", "the kernel that splits the keys adds up their parts in any order",
         frozenset({"no-split"}), "", "docs/design.md"),
     Bug("one-query-lengths", 91900, _OPEN, range(80, 130),
         lambda p: not p.backward and _one_query(p) and p.seq_lens_q is not None,

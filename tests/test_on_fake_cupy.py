@@ -415,6 +415,17 @@ def test_a_call_waits_for_nothing_and_leaves_nothing(case, cupy):
         stream.synchronize()
 
 
+def test_deterministic_calls_have_plans_of_their_own_where_it_matters(cupy):
+    """With one query a repeated call does not use the plan of the other kind; with two there is one plan."""
+    for queries, plans in ((1, 2), (2, 1)):
+        q, k = cupy.ones((16, 2, queries, 1), np.float16, order="F"), cupy.ones((16, 2, 300, 1), np.float16, order="F")
+        before = get_plan_cache().misses
+        for _ in range(4):
+            for deterministic in (False, True):
+                attention(q, k, k, deterministic=deterministic).get()
+        assert get_plan_cache().misses - before == plans
+
+
 def test_refused_calls_launch_nothing(cupy):
     """What the support table refuses writes nothing, not even the results' clearing."""
     x = cupy.ones((12, 4, 8, 2), np.float16, order="F")

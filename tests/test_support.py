@@ -263,6 +263,12 @@ MET = {
         [(92600, 90)],
         [packed(sinks=True, backward=True), variant(sinks=True, backward=True, return_dsinks=True)],
     ),
+    "one-query-deterministic": (
+        one_query(deterministic=True),
+        [(91900, 90), (92800, 80), (92800, 100)],
+        [],
+        [one_query(), asked(sq=2), backward(sq=1), one_query(backward=True, deterministic=True)],
+    ),
     "sinks-infinite-bias": (
         variant(sinks=True, bias=(1, 16, 1, 1), backward=True),
         [(91900, 90), (92800, 80), (92800, 100)],
