@@ -46,7 +46,8 @@ def problem(
         return_stats, options: as for :func:`cupy_sdpa.attention`; every array may be given as its shape (a bias is then of
             q's dtype), ``alibi_slopes`` and ``sinks`` as True. Of the scale only the sign matters.
         backward: the gradients. Default False.
-        deterministic, return_dbias, return_dsinks, return_dtensors: as for :func:`cupy_sdpa.attention_backward`.
+        deterministic: as for the call.
+        return_dbias, return_dsinks, return_dtensors: as for :func:`cupy_sdpa.attention_backward`.
 
     Returns:
         The problem, frozen and hashable; calls with such arrays use its plan.
@@ -138,7 +139,7 @@ def explain(
             return_dtensors=return_dtensors,
         )  # fmt: skip
     else:
-        call = read_forward(q, k, v, options, return_stats=return_stats, out=out, stats=stats)
+        call = read_forward(q, k, v, options, return_stats=return_stats, deterministic=deterministic, out=out, stats=stats)
     if not gpu and not cudnn:
         return call.explain()
     return every_launch(engine_problem(call.problem, call.bucket, True), lambda asked: _elsewhere(asked, gpu, cudnn))

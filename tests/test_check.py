@@ -325,6 +325,25 @@ def test_other_bits_of_deterministic_gradients_are_found(monkeypatch):
     assert "bits of dq differ" in execute(case).message
 
 
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "both passes"])
+@pytest.mark.parametrize(("index", "name"), list(enumerate(["out", "stats", "max", "sum_exp"])))
+def test_other_bits_of_a_deterministic_forward_pass_are_found(index, name, backward, monkeypatch):
+    """They are wrong with a single query, too; and every forward pass is called with deterministic=True."""
+    case = Case(sq=1, skv=7, backward=backward, options={"stats": "max_sumexp", "deterministic": True})
+    assert execute(case).kind == "passed"
+    real, calls, flags = cupy_sdpa.attention, itertools.count(), []
+
+    def spoiled(*arrays, **options):
+        flags.append(options["deterministic"])
+        results = real(*arrays, **options)
+        results[index].view(np.uint32).ravel(order="K")[:1] ^= next(calls) == 2  # the second call on these data
+        return results
+
+    monkeypatch.setattr(cupy_sdpa, "attention", spoiled)
+    assert f"bits of {name} differ" in execute(case).message
+    assert all(flags)
+
+
 def test_an_exception_is_found_and_a_refusal_is_none(monkeypatch):
     """An exception is a finding with its type; Unsupported is a refusal."""
     for error, kind in ((ValueError("no"), "exception"), (cupy_sdpa.Unsupported("not here"), "refused")):

@@ -51,7 +51,8 @@ class Settings(NamedTuple):
         softcap: whether scores are capped; the value of the cap is no part of the problem.
         dropout: the probability with which a weight is dropped.
         max_seqlen_q, max_seqlen_kv: the lengths of the longest packed sequences.
-        deterministic: whether the result is to be the same, bit for bit, in every run.
+        deterministic: whether the result is to be the same, bit for bit, in every run; of the forward pass only with a single
+            query, for all others are.
         max_workspace: bytes that cuDNN may use beside the arrays; None for no limit.
         program: what the caller's score and mask functions do; None without them.
         gradient_of: the array in whose gradient a launch takes that of the scores; empty for the scores themselves.
@@ -225,7 +226,7 @@ class Problem:
         dims = f"head dim {d}" if d == dv else f"head dim {d} (values {dv})"
         most = "at most " if self.ragged else ""
         batch = f"{b} packed sequences" if self.packed else f"batch {b}"
-        kind = f"{'deterministic ' * self.deterministic}backward" if self.backward else "forward"
+        kind = f"{'deterministic ' * self.deterministic}{'backward' if self.backward else 'forward'}"
         return (
             f"{kind} attention, {self.dtype}: {batch}, {hq} query and {hkv} key/value heads{group}, "
             f"{most}{sq} queries, {most}{skv} keys, {dims}, {', '.join(self._also())}"
