@@ -516,6 +516,36 @@ def test_the_command_exits_with_1_where_something_was_found(planted, tmp_path, c
     assert finding["reproduce"] in capsys.readouterr().out
 
 
+def test_findings_are_printed_and_reported_before_they_are_shrunk(planted, tmp_path, capsys, monkeypatch):
+    """A run that is killed while it shrinks has printed its findings and written its report; the end writes it anew."""
+    monkeypatch.setattr(run, "Pool", lambda jobs, modules: Pool(jobs, (planted,)))
+    file, literal, seen = tmp_path / "report.json", "Case(sq=5, options={'causal': 'top_left'})", []
+
+    def shrinking(*arguments):
+        seen.append((json.loads(file.read_text()), capsys.readouterr().err))
+        shrink_some(*arguments)
+
+    shrink_some = run._shrink_some
+    monkeypatch.setattr(run, "_shrink_some", shrinking)
+    assert main(["check", "--case", literal, "--json", str(file)]) == 1
+    ((report, printed),) = seen
+    assert (report["problems"], report["final"]) == (1, False)
+    assert [(finding["shrunk"], finding["case"]) for finding in report["findings"]] == [(False, literal)]
+    assert f'found: python -c "from cupy_sdpa.check import Case, reproduce; reproduce({literal})"' in printed
+    report = json.loads(file.read_text())
+    assert report["final"]
+    assert [finding["shrunk"] for finding in report["findings"]] == [True]
+
+
+def test_a_report_that_cannot_be_written_loses_no_finding(planted, tmp_path, capsys, monkeypatch):
+    """The run goes on, prints what it has found, and fails at the end."""
+    monkeypatch.setattr(run, "Pool", lambda jobs, modules: Pool(jobs, (planted,)))
+    assert main(["check", "--case", "Case(options={'causal': 'top_left'})", "--json", str(tmp_path)]) == 2
+    printed = capsys.readouterr()
+    assert "1 findings" in printed.out
+    assert f"--json {tmp_path}: Is a directory" in " ".join(printed.err.split())
+
+
 def test_the_command_runs_drawn_problems(capsys):
     """Problems are drawn and run by worker processes, and counted per option in 80 columns."""
     assert main(["check", "--engine", "cpu", "--problems", "6", "--seed", "5", "--jobs", "2"]) == 0
