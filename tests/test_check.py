@@ -16,15 +16,15 @@ import cupy_sdpa
 from cupy_sdpa import check, reference
 from cupy_sdpa.__main__ import main
 from cupy_sdpa.check import Case, pool, run
-from cupy_sdpa.check.case import parse
-from cupy_sdpa.check.data import build, call_options
-from cupy_sdpa.check.draw import OPTIONS, PAIRS, draw
-from cupy_sdpa.check.execute import execute, expected
-from cupy_sdpa.check.memory import Memory
-from cupy_sdpa.check.oracle import MASKED, Problem, evaluate
-from cupy_sdpa.check.outcome import Outcome
+from cupy_sdpa.check.cases.case import parse
+from cupy_sdpa.check.cases.data import build, call_options
+from cupy_sdpa.check.cases.draw import OPTIONS, PAIRS, draw
+from cupy_sdpa.check.cases.memory import Memory
 from cupy_sdpa.check.pool import Pool
 from cupy_sdpa.check.shrink import candidates, shrink
+from cupy_sdpa.check.verify.execute import execute, expected
+from cupy_sdpa.check.verify.oracle import MASKED, Problem, evaluate
+from cupy_sdpa.check.verify.outcome import Outcome
 
 FOLDER = Path(check.__file__).parent
 #: Modules that must not use what they judge.

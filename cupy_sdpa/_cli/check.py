@@ -85,7 +85,7 @@ def _lengths(text: str) -> tuple[int, int]:
 
 def command(arguments: argparse.Namespace) -> int:
     """Run ``check``; 1 where something was found."""
-    from ..check.case import parse
+    from ..check.cases.case import parse
     from ..check.run import cases, run
 
     seed = secrets.randbelow(10**6) if arguments.seed is None else arguments.seed

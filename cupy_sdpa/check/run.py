@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
-from .case import Case
-from .draw import draw
-from .outcome import Outcome
+from .cases.case import Case
+from .cases.draw import draw
 from .pool import Pool
 from .shrink import alike, shrink
 from .summary import Finding, Summary
+from .verify.outcome import Outcome
 
 #: Seconds to shrink a finding (all of them: twice that), how many findings are shrunk, and how many at a time.
 SHRINKING, SHRUNK, BATCH = 60.0, 9, 3

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-from .case import Case
-from .outcome import Outcome
+from .cases.case import Case
+from .verify.outcome import Outcome
 
 #: Asks what a case comes to.
 Ask = Callable[[Case], Outcome]

@@ -11,9 +11,9 @@ import numpy as np
 
 import cupy_sdpa
 
-from .case import Case
-from .data import Data, build, call_options, dropout_options, dtype_of
-from .memory import Memory, memory_of
+from ..cases.case import Case
+from ..cases.data import Data, build, call_options, dropout_options, dtype_of
+from ..cases.memory import Memory, memory_of
 from .oracle import Problem, Results, evaluate
 from .outcome import Outcome
 from .planning import plan

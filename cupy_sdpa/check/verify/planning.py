@@ -9,13 +9,13 @@ import numpy as np
 
 import cupy_sdpa
 
-from ..offline.planner import Planner, described
-from ..problem.subproblems import subproblems
-from ..support import gpus
-from ..support.why_not import why_not
-from .case import Case
-from .data import build, call_options
-from .memory import memory_of
+from ...offline.planner import Planner, described
+from ...problem.subproblems import subproblems
+from ...support import gpus
+from ...support.why_not import why_not
+from ..cases.case import Case
+from ..cases.data import build, call_options
+from ..cases.memory import memory_of
 from .outcome import Outcome
 
 #: What the planner answers where a problem has killed its process.
