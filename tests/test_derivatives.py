@@ -112,8 +112,8 @@ def test_arrays_share_a_launch_where_they_can(name, launched):
     assert len(report.launches or (report,)) == launched
     assert str(report).count("and then") == launched - 1
     assert report._repr_html_().count("runs on the CPU") == launched
-    parts = subproblems.launches(report.problem) if launched == 1 else [part.problem for part in report.launches]
-    assert [len(part.sums) for part in parts] == ([1] if launched == 1 else [0] + [1] * (launched - 1))
+    parts = subproblems.subproblems(report.problem) if launched == 1 else [part.problem for part in report.launches]
+    assert [len(part.ds_reductions) for part in parts] == ([1] if launched == 1 else [0] + [1] * (launched - 1))
 
 
 @pytest.mark.parametrize("functions", LEARNED, ids=str)
@@ -208,8 +208,8 @@ def test_gradients_of_arrays_are_planned(functions, planner):
     shapes = (64, HQ, 200, B), (64, HKV, 200, B), (64, HKV, 200, B)
     asked = problem(*shapes, dtype="bfloat16", backward=True, return_dtensors=True, **functions.options(q=200, kv=200))
     others = [name for name in gpus.NAMES if name != "h200"]
-    for part in subproblems.launches(asked):
-        for gpu in ("h200", others[LEARNED.index(functions) % len(others)]) if part.sums else ():
+    for part in subproblems.subproblems(asked):
+        for gpu in ("h200", others[LEARNED.index(functions) % len(others)]) if part.ds_reductions else ():
             plan = planner.call(plan_problem, part, gpu)
             reasons = why_not(part, planner.call(library_version), gpus.capability(gpu))
             assert {reason.rule for reason in reasons} <= {"query-numbers"}

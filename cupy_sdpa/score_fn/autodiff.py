@@ -185,7 +185,7 @@ RULES: dict[str, Callable[..., Gradients]] = {
 }  # fmt: skip
 
 
-def slopes(writer: Writer, root: int, wanted: Sequence[int]) -> list[int | None]:
+def gradients(writer: Writer, root: int, wanted: Sequence[int]) -> list[int | None]:
     """The derivatives of a step with respect to some leaves, as steps; None where there is none.
 
     The function is one of numbers, so a gradient is that of the result times the derivative; the derivative is made of the

@@ -85,7 +85,7 @@ class Program(NamedTuple):
 
 
 #: No function at all.
-NOTHING = Program((), None, None)
+EMPTY_PROGRAM = Program((), None, None)
 
 
 class Writer:
