@@ -224,7 +224,7 @@ def test_explain_tells_the_steps():
     text = str(report)
     assert report
     assert report.plan is None
-    for words in ("GQA, 2 query heads a key head", "S = Q Kᵀ", "visible = i ≥ j", "O = P V", "output stats", "runs on the CPU"):
+    for words in ("GQA, 2 query heads per key/value head", "S = Q Kᵀ", "visible = i ≥ j", "O = P V", "output stats", "runs on the CPU"):
         assert words in text
 
 
