@@ -111,7 +111,7 @@ def check_spec(spec: TensorSpec, expected: Expected) -> None:
     """
     if spec.dtype != expected.dtype:
         raise TypeError(
-            f"{spec.name} is {spec.dtype}; it must be {expected.dtype}: convert it with .astype, or allocate a new array"
+            f"{spec.name} is {spec.dtype}; it must be {expected.dtype}: convert with .astype, or allocate a new array"
         )
     if spec.shape != expected.shape:
         raise ValueError(f"{spec.name} has shape {spec.shape}; it must be {expected.shape}, {expected.legend}")
@@ -149,7 +149,7 @@ def _check_qkv(q: TensorSpec, k: TensorSpec, v: TensorSpec, packed: bool) -> Non
                    f"(head_dim, heads, seq, batch). For a single sequence add a batch axis: {spec.name}[..., None]")
             )  # fmt: skip
         if spec.dtype not in FLOAT_DTYPES:
-            raise TypeError(f"{spec.name} is {spec.dtype}; it must be {', '.join(FLOAT_DTYPES)}: convert it with .astype(...)")
+            raise TypeError(f"{spec.name} is {spec.dtype}; attention takes {', '.join(FLOAT_DTYPES)}: convert with .astype")
         if spec.dtype != q.dtype:
             raise TypeError(f"{spec.name} is {spec.dtype} and q is {q.dtype}; the dtypes must be equal: convert one of them")
     _check_equal("head dims (axis 0)", q, k, 0, legend)
@@ -179,7 +179,7 @@ def _check_packed(arrays: Mapping[str, TensorSpec], settings: Settings) -> None:
     cu_seqlens_q, cu_seqlens_kv = (arrays[name] for name in CU_SEQLENS)
     for spec in (cu_seqlens_q, cu_seqlens_kv):
         if spec.dtype not in ("int32", "int64"):
-            raise TypeError(f"{spec.name} is {spec.dtype}; it must be int32 or int64: convert it with .astype")
+            raise TypeError(f"{spec.name} is {spec.dtype}; it must be int32 or int64: convert with .astype")
         if len(spec.shape) != 1 or spec.shape[0] < 1 or spec.shape != cu_seqlens_q.shape:
             raise ValueError(
                 f"cu_seqlens_q has shape {cu_seqlens_q.shape} and cu_seqlens_kv {cu_seqlens_kv.shape}; both must be (B + 1,)"
@@ -210,7 +210,7 @@ def _check_broadcastable(spec: TensorSpec, scores: tuple[int, ...], packed: bool
     """Check the dtype of a bias or a mask, and that it broadcasts to the shape of the scores."""
     dtypes = FLOAT_DTYPES if spec.name == "bias" else ("bool",)
     if spec.dtype not in dtypes:
-        raise TypeError(f"{spec.name} is {spec.dtype}; it must be {', '.join(dtypes)}: convert it with .astype")
+        raise TypeError(f"{spec.name} is {spec.dtype}; it must be {' or '.join(dtypes)}: convert with .astype")
     if len(spec.shape) != 4 or any(n not in (1, full) for n, full in zip(spec.shape, scores, strict=True)):
         legend = "(max_seqlen_kv, max_seqlen_q, Hq, B)" if packed else "(Skv, Sq, Hq, B)"
         raise ValueError(
