@@ -7,6 +7,7 @@ from typing import Any, Unpack
 from .calls.arguments import read_backward, read_forward
 from .calls.options import DTensors, Options, read_flag, takes_options
 from .calls.replay_cache import learn, repeated
+from .problem.validation import ReturnStats
 
 
 @takes_options
@@ -15,7 +16,7 @@ def attention(
     k: Any,
     v: Any,
     *,
-    return_stats: bool | str = False,
+    return_stats: ReturnStats = False,
     deterministic: bool = False,
     out: Any = None,
     stats: Any = None,

@@ -12,6 +12,7 @@ from .calls.options import ARRAYS, DTensors, Options, takes_options
 from .calls.replay_cache import learn, repeated
 from .calls.report import Report
 from .problem.problem import Problem
+from .problem.validation import ReturnStats
 
 if TYPE_CHECKING:  # cuDNN's rooms are entered only for CuPy arrays
     from .calls.autotune import Tuning
@@ -23,7 +24,7 @@ def prepare(
     k: Any,
     v: Any,
     *,
-    return_stats: bool | str = False,
+    return_stats: ReturnStats = False,
     backward: bool = False,
     deterministic: bool = False,
     return_dbias: bool = False,
