@@ -86,9 +86,9 @@ def build(
         ValueError: an unknown GPU; another version than asked for.
         OSError: plans cannot be kept in the folder.
     """
-    from .offline.planner import Planner, described
+    from .offline.planner import Planner, load_target
 
-    targets = [described(name) for name in ([gpu] if isinstance(gpu, str) else gpu)]
+    targets = [load_target(name) for name in ([gpu] if isinstance(gpu, str) else gpu)]
     path = cudnn if cudnn is not None and "/" in cudnn else None
     wanted = version_number(cudnn) if cudnn is not None and path is None else None
     DiskCache(Path(folder)).check()

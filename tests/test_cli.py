@@ -794,7 +794,7 @@ def test_a_description_read_off_the_card_plans(folder, capsys):
     from cupy_sdpa.device import cupy_runtime
     from cupy_sdpa.offline import planner
 
-    assert planner.described("card.json").model == cupy_runtime.model(cupy.cuda.runtime.getDevice())
+    assert planner.load_target("card.json").model == cupy_runtime.model(cupy.cuda.runtime.getDevice())
 
 
 # what is written down

@@ -252,10 +252,10 @@ def plan_over_garbage(problem, text):
     import warnings
 
     from cupy_sdpa.graph.patterns import forward
-    from cupy_sdpa.offline.planner import described
+    from cupy_sdpa.offline.planner import load_target
     from cupy_sdpa.plans.plan import disk_cache_key, make
 
-    disk_cache, target, graph = DiskCache(None), described("h200"), forward(problem)
+    disk_cache, target, graph = DiskCache(None), load_target("h200"), forward(problem)
     make(graph, target, disk_cache=disk_cache).close()
     key = disk_cache_key(graph, target, None, None)
     head = disk_cache.get(key).partition(b"\n")[0]
@@ -271,14 +271,14 @@ def plan_over_garbage(problem, text):
 @pytest.mark.cudnn
 def test_a_crash_inside_cudnn_is_an_answer():
     """What kills the process that plans is said as a reason, and the next question is answered."""
-    from cupy_sdpa.offline.planner import Planner, described
+    from cupy_sdpa.offline.planner import Planner, load_target
 
     row = asked((128, 1, 1, 1), (128, 1, 64, 1), (128, 1, 64, 1), backward=True)
     with Planner() as planner:
-        answer = planner.plan(row, described("h200"))
+        answer = planner.plan(row, load_target("h200"))
         if planner.version >= 92600:
             assert "ended the process" in answer
-        assert planner.plan(asked(), described("h200")).engine == 2
+        assert planner.plan(asked(), load_target("h200")).engine == 2
 
 
 @pytest.mark.cudnn

@@ -12,7 +12,7 @@ from planner import child_environment
 
 from cupy_sdpa import CudnnError, problem
 from cupy_sdpa.offline import planner
-from cupy_sdpa.offline.planner import Planner, described
+from cupy_sdpa.offline.planner import Planner, load_target
 
 SHAPE = (64, 2, 64, 1)
 ASKED = problem(SHAPE, SHAPE, SHAPE, dtype="float16")
@@ -72,8 +72,8 @@ def test_a_process_that_ends_is_replaced(how, code, folder):
     """Its end is the answer, with its exit status; the next request is answered by a new process."""
     with Planner() as planner:
         (folder / how).touch()
-        assert planner.plan(ASKED, described("h200")) == f"planning ended the process inside cuDNN (exit status {code})"
-        assert planner.plan(ASKED, described("h200")) == "no engine"
+        assert planner.plan(ASKED, load_target("h200")) == f"planning ended the process inside cuDNN (exit status {code})"
+        assert planner.plan(ASKED, load_target("h200")) == "no engine"
 
 
 def test_a_process_that_cannot_be_replaced_is_not_asked_again(folder, monkeypatch):
@@ -82,12 +82,12 @@ def test_a_process_that_cannot_be_replaced_is_not_asked_again(folder, monkeypatc
         (folder / "die").touch()
         command = planner._COMMAND
         monkeypatch.setattr(planner, "_COMMAND", [str(folder / "no such program")])
-        assert "ended the process" in planner.plan(ASKED, described("h200"))
+        assert "ended the process" in planner.plan(ASKED, load_target("h200"))
         for _ in range(2):
             with pytest.raises(CudnnError, match=r"cannot be started: .*no such program"):
-                planner.plan(ASKED, described("h200"))
+                planner.plan(ASKED, load_target("h200"))
         monkeypatch.setattr(planner, "_COMMAND", command)
-        assert planner.plan(ASKED, described("h200")) == "no engine"
+        assert planner.plan(ASKED, load_target("h200")) == "no engine"
 
 
 def test_a_failure_outside_cudnn_is_not_taken_for_its_end(folder):
@@ -95,9 +95,9 @@ def test_a_failure_outside_cudnn_is_not_taken_for_its_end(folder):
     with Planner() as planner:
         (folder / "fail").touch()
         with pytest.raises(RuntimeError, match="planning failed"):
-            planner.plan(ASKED, described("h200"))
+            planner.plan(ASKED, load_target("h200"))
         (folder / "fail").unlink()
-        assert planner.plan(ASKED, described("h200")) == "no engine"
+        assert planner.plan(ASKED, load_target("h200")) == "no engine"
 
 
 def test_an_answer_to_anything(monkeypatch):
@@ -108,7 +108,7 @@ def test_an_answer_to_anything(monkeypatch):
         raise RecursionError("too deep")
 
     monkeypatch.setattr(planner, "plan_for", fail)
-    answer = planner._answer((ASKED, described("h200"), None))
+    answer = planner._answer((ASKED, load_target("h200"), None))
     assert isinstance(answer, RuntimeError)
     assert "RecursionError: too deep" in str(answer)
 
@@ -120,7 +120,7 @@ def test_no_process_outlives_an_exception(folder):
 
     def go_wrong():
         with Planner(2) as planner:
-            planner._threads.submit(planner.plan, ASKED, described("h200"))
+            planner._threads.submit(planner.plan, ASKED, load_target("h200"))
             busy.append(first_busy(folder))
             raise ZeroDivisionError
 

@@ -20,7 +20,7 @@ from cupy_sdpa.problem.tensor_spec import dense_strides
 from cupy_sdpa.problem.validation import RequestedOutputs, pose
 from cupy_sdpa.support.gpus import NAMES
 from cupy_sdpa.support.rules import RULES
-from cupy_sdpa.support.why_not import BUGS, GENERATIONS, doubtful, guards, unverified, why_not
+from cupy_sdpa.support.why_not import BUGS, GENERATIONS, guards, unverified, unverified_rules, why_not
 from cupy_sdpa.version import MINIMUM_CUDNN, RELEASES, version_text
 
 
@@ -171,10 +171,10 @@ def test_what_was_never_run_is_unverified_and_not_refused(rule):
     """Such a problem is not refused; its doubt names the GPU. Just on the other side there is none."""
     problem, cudnn, capability, words = DOUBTS[rule][0]
     assert why_not(problem, cudnn, capability) == []
-    (text,) = [text for name, text in doubtful(problem, cudnn, capability) if name == rule]
+    (text,) = [text for name, text in unverified_rules(problem, cudnn, capability) if name == rule]
     assert re.search(words, text)
     assert text in unverified(problem, cudnn, capability)
-    assert rule not in {name for name, _ in doubtful(*DOUBTS[rule][1])}
+    assert rule not in {name for name, _ in unverified_rules(*DOUBTS[rule][1])}
 
 
 def test_gpus_on_which_nothing_was_run_are_unverified():

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from ..errors import CudnnError
 from ..offline import survey
 from ..problem.problem import Problem
-from ..support.why_not import SWITCH
+from ..support.why_not import GUARDS_OFF
 from ..version import RELEASES, version_number, version_text
 from . import machine
 from .console import CommandError, Help, Progress, one_line, say, width
@@ -22,7 +22,7 @@ examples:
                                                  options (half an hour)
   python -m cupy_sdpa support --markdown         the page of the documentation
 
-{SWITCH}=NAME,... turns rows of the table off, for a process
+{GUARDS_OFF}=NAME,... turns rows of the table off, for a process
 that knows better.
 """
 

@@ -34,7 +34,7 @@ from ..problem.problem import Problem
 from ..support import gpus
 
 
-def described(gpu: str) -> Target:
+def load_target(gpu: str) -> Target:
     """A GPU by the name of its description, or by the path of a file that ``python -m cupy_sdpa info --describe`` wrote.
 
     Raises:

@@ -14,9 +14,9 @@ from ..problem.subproblems import subproblems
 from ..score_fn.ufuncs import FUNCTIONS
 from ..support import gpus
 from ..support.rules import MINIMUM_CAPABILITY, RULES
-from ..support.why_not import BUGS, GUARDS, Bug, doubtful, why_not
+from ..support.why_not import BUGS, GUARDS, Bug, unverified_rules, why_not
 from ..version import MINIMUM_CUDNN, version_text
-from .planner import Planner, described
+from .planner import Planner, load_target
 
 
 def _problem(
@@ -234,7 +234,7 @@ def measure(
     asked = [(words, gpu) for gpu in gpus.NAMES for words in probes]
     found: dict[int, Finding] = {}
     with Planner(2, cudnn) as planner:
-        jobs = [(parts[words], described(gpu)) for words, gpu in asked]
+        jobs = [(parts[words], load_target(gpu)) for words, gpu in asked]
         for number, answer in planner.plan_all(jobs, None):
             words, gpu = asked[number]
             rules = tuple(reason.rule for reason in why_not(probes[words], planner.version, gpus.capability(gpu)))
@@ -279,7 +279,7 @@ def page(version: int) -> Iterator[str]:
             cells = []
             for gpu in gpus.NAMES:
                 rules = [reason.rule for reason in why_not(asked, number, gpus.capability(gpu))]
-                doubts = [name for name, _ in doubtful(asked, number, gpus.capability(gpu))]
+                doubts = [name for name, _ in unverified_rules(asked, number, gpus.capability(gpu))]
                 if rules:
                     cells.append(f"no: {', '.join(dict.fromkeys(rules))}")
                 else:

@@ -23,7 +23,7 @@ from .rules import FRONTEND, PYTORCH, RULES
 #: The GPU generations, by a compute capability that stands for each.
 GENERATIONS = {80: "Ampere", 89: "Ada", 90: "Hopper", 100: "Blackwell", 120: "GeForce Blackwell"}
 #: Names the rows of the table that are not to hold, separated by commas.
-SWITCH = "CUPY_SDPA_GUARDS_OFF"
+GUARDS_OFF = "CUPY_SDPA_GUARDS_OFF"
 
 
 class Reason(NamedTuple):
@@ -86,10 +86,10 @@ def turned_off() -> frozenset[str]:
     Raises:
         ValueError: a name that is no row, or one of a row that keeps memory safe.
     """
-    named = frozenset(filter(None, os.environ.get(SWITCH, "").replace(" ", "").split(",")))
+    named = frozenset(filter(None, os.environ.get(GUARDS_OFF, "").replace(" ", "").split(",")))
     allowed = {bug.name for bug in BUGS} | {rule.name for rule in RULES if rule.error is Unsupported}
     if unknown := named - allowed:
-        raise ValueError(f"{SWITCH} names {', '.join(sorted(unknown))}; it can turn off {', '.join(sorted(allowed))}")
+        raise ValueError(f"{GUARDS_OFF} names {', '.join(sorted(unknown))}; it can turn off {', '.join(sorted(allowed))}")
     return named
 
 
@@ -265,7 +265,7 @@ def avoided_bugs(problem: Problem, cudnn: int, capability: int) -> list[Bug]:
 VERIFIED = frozenset({90})
 
 
-def doubtful(problem: Problem, cudnn: int, capability: int) -> list[tuple[str, str]]:
+def unverified_rules(problem: Problem, cudnn: int, capability: int) -> list[tuple[str, str]]:
     """The rules of the table, and their sentences, that a problem breaks and that refuse nothing."""
     rules = [rule for rule in RULES if not rule.refuses and rule.name not in turned_off()]
     return [(rule.name, text) for rule in rules for text in rule.violations(problem, cudnn, capability)]
@@ -273,7 +273,7 @@ def doubtful(problem: Problem, cudnn: int, capability: int) -> list[tuple[str, s
 
 def unverified(problem: Problem, cudnn: int, capability: int) -> tuple[str, ...]:
     """What of a problem was never run on such a GPU; it runs there if cuDNN can plan it."""
-    doubts = [text for _, text in doubtful(problem, cudnn, capability)]
+    doubts = [text for _, text in unverified_rules(problem, cudnn, capability)]
     if capability not in VERIFIED:
         doubts.append(f"this package was not run on compute capability {capability / 10}")
     return tuple(doubts)
