@@ -19,8 +19,9 @@ from cupy_sdpa.problem.problem import Settings
 from cupy_sdpa.problem.tensor_spec import dense_strides
 from cupy_sdpa.problem.validation import RequestedOutputs, pose
 from cupy_sdpa.support.gpus import NAMES
+from cupy_sdpa.support.known_bugs import BUGS, GUARDS, NOT_FIXED, STAGING_GUARDS
 from cupy_sdpa.support.rules import RULES
-from cupy_sdpa.support.why_not import BUGS, GENERATIONS, guards, unverified, unverified_rules, why_not
+from cupy_sdpa.support.why_not import GENERATIONS, guards, staging_guards, unverified, unverified_rules, why_not, workarounds
 from cupy_sdpa.version import MINIMUM_CUDNN, RELEASES, version_text
 
 
@@ -82,25 +83,25 @@ def less_a_number(skv=1, sq=16, backward=True, score_mod=lambda s, b, h, i, j, t
 
 #: rule: (a problem that breaks it, cuDNN version, capability, what the message says), (one that just keeps it, version, capability)
 SIDES = {
-    "cudnn-version": ((asked(), 91801, 90, r"cuDNN is 9\.18\.1, 9\.19\.0 .*pip install"), (asked(), 91900, 90)),
-    "gpu-generation": ((asked(), 91900, 75, r"7\.5, 8\.0 \(Ampere\)"), (asked(), 91900, 80)),
+    "cudnn-version": ((asked(), 91801, 90, r"cuDNN is 9\.18\.1; 9\.19\.0 .*pip install"), (asked(), 91900, 90)),
+    "gpu-generation": ((asked(), 91900, 75, r"7\.5; 8\.0 \(Ampere\)"), (asked(), 91900, 80)),
     "dtype": ((asked(dtype="float32", itemsize=4), 91900, 90, r"float32; .* q\.astype"), (asked(dtype="float16"), 91900, 90)),
     "head-dim": ((asked(d=60), 91900, 90, r"head_dim of q and k is 60; .*pad axis 0 with 4 zeros"), (asked(d=72, dv=8), 91900, 90)),
     "contiguous-head-dim": (
         (asked(strides=(256, 2, 32768, 1048576)), 91900, 90, r"q has a stride of 256 bytes .*cupy\.asfortranarray\(q\)"),
         (asked(strides=(2, 128 * 16, 128, 8192)), 91900, 90),
     ),
-    "negative-stride": ((asked(strides=(2, 128, -512, 8192)), 91900, 90, r"none below 0"), (asked(strides=(2, 128, 512, 0)), 91900, 90)),
+    "negative-stride": ((asked(strides=(2, 128, -512, 8192)), 91900, 90, r"does not support negative strides"), (asked(strides=(2, 128, 512, 0)), 91900, 90)),
     "stride-alignment": (
         (asked(strides=(2, 130, 1024, 65536)), 91900, 90, r"130 is not a multiple of 16"),
         (asked(strides=(2, 144, 1024, 65536)), 91900, 90),
     ),
-    "memory-alignment": ((asked(alignment=8), 91900, 90, r"multiple of 8 bytes, .* need 16"), (asked(alignment=16), 91900, 90)),
+    "memory-alignment": ((asked(alignment=8), 91900, 90, r"multiple of 8 bytes; .* require 16"), (asked(alignment=16), 91900, 90)),
     "dense-stats": (
         (asked(stats=("float32", (16, 4, 2), (32, 8, 4), 16)), 91900, 90, r"stats has strides \(32, 8, 4\) bytes"),
         (asked(stats=("float32", (16, 4, 2), (4, 64, 256), 16)), 91900, 90),
     ),
-    "grid": ((asked(b=65536, sq=1, skv=1), 91900, 90, r"65536 batch; .*65535"), (asked(b=65535, sq=1, skv=1), 91900, 90)),
+    "grid": ((asked(b=65536, sq=1, skv=1), 91900, 90, r"batch size is 65536; .*65535"), (asked(b=65535, sq=1, skv=1), 91900, 90)),
     "backward-head-dim": ((backward(d=136), 91900, 80, r"head dims 136 and 136 .*up to 128"), (backward(d=136), 91900, 90)),
     "bias-dtype": (
         (variant(bias=np.zeros((16, 16, 1, 1), order="F")), 91900, 90, r"bias is float64; .*bias\.astype\('float32'\)"),
@@ -111,23 +112,23 @@ SIDES = {
         (variant(mask_mod=zoo.document, tensors={"document_id": np.zeros((2, 16), np.int32)}), 92800, 90),
     ),
     "bias-gradient": (
-        (packed(bias=BIAS, backward=True, return_dbias=True), 92800, 90, r"the bias's gradient .*leave return_dbias=True out, or pad"),
+        (packed(bias=BIAS, backward=True, return_dbias=True), 92800, 90, r"the gradient of bias .*Omit return_dbias=True, or pad"),
         (packed(bias=BIAS, backward=True), 92800, 90),
     ),
     "direct-blackwell": (
-        (variant(bias=BIAS, dropout_p=0.5, seed=1, backward=True, return_dbias=True), 92800, 100, r"dropout on .* 10\.0: leave one"),
+        (variant(bias=BIAS, dropout_p=0.5, seed=1, backward=True, return_dbias=True), 92800, 100, r"dropout on .* 10\.0: omit one"),
         (variant(bias=BIAS, dropout_p=0.5, seed=1, backward=True), 92800, 100),
     ),
     "query-numbers": (
-        (variant(mask=(1, 16, 1, 1), backward=True), 92800, 80, r"one number a query, .* 8\.0 .*keys' axis in full"),
+        (variant(mask=(1, 16, 1, 1), backward=True), 92800, 80, r"one element per query; .* 8\.0 .*along the key axis"),
         (variant(mask=(1, 16, 1, 1), backward=True), 92800, 100),
     ),
     "positive-scale": (
-        (variant(softcap=2.0, scale=0.0, backward=True), 92800, 90, r"a scale of 0 or below .*change the sign of q"),
+        (variant(softcap=2.0, scale=0.0, backward=True), 92800, 90, r"a scale of 0 or below.* a positive scale and -q"),
         (variant(scale=0.0, backward=True), 92800, 90),
     ),
     "dropout-mask": (
-        (variant(dropout_p=0.5, dropout_mask=(16, 16, 4, 2)), 91900, 90, r"give seed and offset, or pass numpy arrays"),
+        (variant(dropout_p=0.5, dropout_mask=(16, 16, 4, 2)), 91900, 90, r"pass seed and offset, or pass numpy arrays"),
         (variant(dropout_p=0.5, seed=1), 91900, 90),
     ),
     "one-key-integers": (
@@ -135,15 +136,15 @@ SIDES = {
         (one_key(np.int32, skv=2), 92800, 90),
     ),
     "dropout-one-query": (
-        (one_query(192, dropout_p=0.5, seed=1), 92800, 100, r"192 and 192 .* up to 128 then: pass the query twice"),
+        (one_query(192, dropout_p=0.5, seed=1), 92800, 100, r"192 and 192 .* up to 128 here: pass the query twice"),
         (one_query(192, dropout_p=0.5, seed=1), 92800, 90),
     ),
     "max-sumexp": (
-        (variant(return_stats="max_sumexp", sinks=True), 92800, 90, r"take the log-sum-exp alone"),
+        (variant(return_stats="max_sumexp", sinks=True), 92800, 90, r"use return_stats=True"),
         (variant(return_stats="max_sumexp"), 91900, 90),
     ),
     "deterministic-sinks": (
-        (variant(sinks=True, deterministic=True, backward=True, return_dsinks=True), 91900, 90, r"leave deterministic=True or"),
+        (variant(sinks=True, deterministic=True, backward=True, return_dsinks=True), 91900, 90, r"omit deterministic=True or"),
         (variant(sinks=True, deterministic=True, backward=True), 91900, 90),
     ),
 }  # fmt: skip
@@ -200,7 +201,7 @@ def test_nothing_speaks_against_what_keeps_it(rule):
 
 
 #: bug: (a problem that meets it), [versions and GPUs that have it], [versions and GPUs that do not], [problems that do not]
-MET = {
+AFFECTED = {
     "decode-blackwell": (
         asked(sq=1),
         [(91900, 100), (92400, 103), (92402, 100), (92500, 110)],
@@ -297,6 +298,31 @@ MET = {
 }  # fmt: skip
 
 
+def test_entries_are_complete():
+    """A bug has either guards that exist or a remedy; guards of arrays do not depend on version and GPU."""
+    for bug in BUGS:
+        assert bug.guards <= GUARDS.keys()
+        assert bool(bug.guards) != bool(bug.remedy), bug.name
+        if bug.guards & STAGING_GUARDS:
+            assert (bug.first, bug.last, bug.capabilities) == (MINIMUM_CUDNN, NOT_FIXED, range(80, 130))
+
+
+def test_guards_of_arrays_are_known_without_a_gpu():
+    """Only affected problems have them: results are cleared after the kernel for a single query with lengths."""
+    assert staging_guards(one_query(seq_lens=True)) == {"clear-last"}
+    assert staging_guards(one_packed_query()) == {"two-rows"}
+    for problem in (one_query(), one_query(seq_lens=True, backward=True), variant(seq_lens=True), packed(), backward(skv=192)):
+        assert staging_guards(problem) == frozenset()
+
+
+def test_workarounds_are_described():
+    """Name, condition, effect and what is done, for the bugs with guards only."""
+    (line,) = workarounds(backward(skv=192), 91900, 90)
+    assert line.startswith("backward-key-tail (gradients without a mask, ")
+    assert line.endswith(": dq is NaN): scores of padded keys are masked explicitly")
+    assert workarounds(asked(sq=1), 91900, 100) == ()
+
+
 def test_strided_queries_of_packed_gradients_are_planned_dense():
     """cuDNN writes dq by the offsets of q: with queries that are not dense a dense copy is planned."""
     q = np.empty((64, 8, 32), np.float16, order="F")[:, :4]
@@ -308,7 +334,7 @@ def effects(bug, problem, cudnn, capability):
     """Whether the table acts on a bug: the refusal's rule or the guard is there."""
     named = {reason.rule for reason in why_not(problem, cudnn, capability)}
     for known in BUGS:
-        if known.guards and known.met_by(problem, cudnn, capability):
+        if known.guards and known.affects(problem, cudnn, capability):
             assert known.guards <= guards(problem, cudnn, capability)
             named.add(known.name)
     return bug in named
@@ -316,13 +342,13 @@ def effects(bug, problem, cudnn, capability):
 
 def test_every_bug_has_both_sides():
     """A known bug without a case here is one whose gate nobody would miss."""
-    assert set(MET) == {bug.name for bug in BUGS} - {"packed-strided-queries"}  # tested above
+    assert set(AFFECTED) == {bug.name for bug in BUGS} - {"packed-strided-queries"}  # tested above
 
 
-@pytest.mark.parametrize("bug", MET)
+@pytest.mark.parametrize("bug", AFFECTED)
 def test_a_bug_is_acted_on_where_it_is_and_nowhere_else(bug):
     """Exactly the versions, GPUs and problems that have a bug are refused or guarded."""
-    meets, with_it, without, others = MET[bug]
+    meets, with_it, without, others = AFFECTED[bug]
     assert all(effects(bug, meets, *where) for where in with_it)
     assert not any(effects(bug, meets, *where) for where in without)
     assert not any(effects(bug, other, *where) for other in others for where in with_it)
@@ -335,7 +361,7 @@ def test_a_refusal_for_a_bug_says_what_and_where():
         "one query, one head and one batch entry",
         "segmentation fault",
         "9.28.0",
-        "give the batch twice",
+        "pass the batch twice",
         "issues/1071",
     ):
         assert words in reason.text
@@ -401,7 +427,7 @@ print(sorted(guards(odd, 91900, 90)))
 @pytest.mark.parametrize("bug", [bug for bug in BUGS if not bug.guards], ids=lambda bug: f"{bug.name}-{bug.first}")
 def test_a_refused_bug_says_where_it_is_not(bug):
     """What would lift it is true: there the row does not speak."""
-    asked_ = next(p for p in (PROBES | survey.pairs()).values() if bug.met_by(p, bug.first, bug.capabilities.start))
+    asked_ = next(p for p in (PROBES | survey.pairs()).values() if bug.affects(p, bug.first, bug.capabilities.start))
     (reason,) = [r for r in why_not(asked_, bug.first, bug.capabilities.start) if r.rule == bug.name]
     assert reason.lift
     for version in RELEASES:

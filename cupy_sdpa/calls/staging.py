@@ -19,7 +19,7 @@ from ..problem.bucket import Policy, padded_axes
 from ..problem.problem import LENGTHS, MASKED_SCORE, OF_KEYS, OF_QUERIES, PER_ROW, STARTS, Problem, has_diagonal, is_matrix
 from ..problem.tensor_spec import TensorSpec, dense_spec, dtype_name
 from ..problem.varlen import offsets, with_room
-from ..support.why_not import has_one_packed_query, has_strided_packed_queries, turned_off
+from ..support.why_not import staging_guards
 
 #: What -inf is given beyond the lengths; all other results get 0.
 _LOGARITHMS = ("stats", "max")
@@ -56,9 +56,10 @@ def _engine_problem(problem: Problem, on_gpu: bool) -> Problem:
         specs["dbias"] = sums.pop("dbias")
     if problem.dcaptured:
         specs["dcaptured"] = tuple(sums.values())
-    if has_strided_packed_queries(problem) and "packed-strided-queries" not in turned_off():
+    guards = staging_guards(problem)
+    if "dense-queries" in guards:
         specs["q"] = dense_spec("q", problem.q.dtype, problem.q.shape)
-    if has_one_packed_query(problem) and "packed-one-query" not in turned_off():
+    if "two-rows" in guards:
         specs["settings"] = problem.settings._replace(max_seqlen_q=2)
         if kept := problem.kept:
             specs["kept"] = dense_spec("kept", kept.dtype, (kept.shape[0], 2, *kept.shape[2:]))
@@ -126,7 +127,7 @@ class Stage:
         for spec in problem.sums:
             clear(self.arrays[spec.name], 0.0, on_gpu)  # it is added up
         # After the kernel, because kernels for a single query write rows that are beyond the length.
-        self._clears_last = on_gpu and problem.seq_lens_q is not None and "one-query-lengths" not in turned_off()
+        self._clears_last = on_gpu and problem.ragged and "clear-last" in staging_guards(given)
         if problem.ragged and not self._clears_last:
             self._clear_rows()
         if has_diagonal(given):

@@ -14,7 +14,8 @@ from ..problem.subproblems import subproblems
 from ..score_fn.ufuncs import FUNCTIONS
 from ..support import gpus
 from ..support.rules import MINIMUM_CAPABILITY, RULES
-from ..support.why_not import BUGS, GUARDS, Bug, unverified_rules, why_not
+from ..support.known_bugs import BUGS, GUARDS, Bug
+from ..support.why_not import unverified_rules, why_not
 from ..version import MINIMUM_CUDNN, version_text
 from .planner import Planner, load_target
 
