@@ -11,7 +11,7 @@ import pytest
 from planner import child_environment
 
 from cupy_sdpa import CudnnError, problem
-from cupy_sdpa.offline import planner
+from cupy_sdpa.offline import planner, worker
 from cupy_sdpa.offline.planner import Planner, load_target
 
 SHAPE = (64, 2, 64, 1)
@@ -78,16 +78,16 @@ def test_a_process_that_ends_is_replaced(how, code, folder):
 
 def test_a_process_that_cannot_be_replaced_is_not_asked_again(folder, monkeypatch):
     """Each request then says that none can be started; when one can be again, it answers."""
-    with Planner() as planner:
+    with Planner() as workers:
         (folder / "die").touch()
         command = planner._COMMAND
         monkeypatch.setattr(planner, "_COMMAND", [str(folder / "no such program")])
-        assert "ended the process" in planner.plan(ASKED, load_target("h200"))
+        assert "ended the process" in workers.plan(ASKED, load_target("h200"))
         for _ in range(2):
             with pytest.raises(CudnnError, match=r"cannot be started: .*no such program"):
-                planner.plan(ASKED, load_target("h200"))
+                workers.plan(ASKED, load_target("h200"))
         monkeypatch.setattr(planner, "_COMMAND", command)
-        assert planner.plan(ASKED, load_target("h200")) == "no engine"
+        assert workers.plan(ASKED, load_target("h200")) == "no engine"
 
 
 def test_a_failure_outside_cudnn_is_not_taken_for_its_end(folder):
@@ -102,13 +102,13 @@ def test_a_failure_outside_cudnn_is_not_taken_for_its_end(folder):
 
 def test_an_answer_to_anything(monkeypatch):
     """In the process that plans, an unexpected exception becomes an answer that has its traceback."""
-    monkeypatch.setattr(planner, "_ready", lambda: 92800)
+    monkeypatch.setattr(worker, "_load_cudnn", lambda: 92800)
 
     def fail(*_):
         raise RecursionError("too deep")
 
-    monkeypatch.setattr(planner, "plan_for", fail)
-    answer = planner._answer((ASKED, load_target("h200"), None))
+    monkeypatch.setattr(worker, "plan_for", fail)
+    answer = worker._handle((ASKED, load_target("h200"), None))
     assert isinstance(answer, RuntimeError)
     assert "RecursionError: too deep" in str(answer)
 
