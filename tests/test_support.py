@@ -13,7 +13,8 @@ from planner import child_environment
 import cupy_sdpa
 from cupy_sdpa import zoo
 from cupy_sdpa.offline import survey
-from cupy_sdpa.offline.survey import PROBES
+from cupy_sdpa.offline.page import page
+from cupy_sdpa.offline.problems import PROBES, pairs
 from cupy_sdpa.problem.band import Band
 from cupy_sdpa.problem.problem import Settings
 from cupy_sdpa.problem.tensor_spec import dense_strides
@@ -427,7 +428,7 @@ print(sorted(guards(odd, 91900, 90)))
 @pytest.mark.parametrize("bug", [bug for bug in BUGS if not bug.guards], ids=lambda bug: f"{bug.name}-{bug.first}")
 def test_a_refused_bug_says_where_it_is_not(bug):
     """What would lift it is true: there the row does not speak."""
-    asked_ = next(p for p in (PROBES | survey.pairs()).values() if bug.affects(p, bug.first, bug.capabilities.start))
+    asked_ = next(p for p in (PROBES | pairs()).values() if bug.affects(p, bug.first, bug.capabilities.start))
     (reason,) = [r for r in why_not(asked_, bug.first, bug.capabilities.start) if r.rule == bug.name]
     assert reason.lift
     for version in RELEASES:
@@ -441,18 +442,16 @@ def test_a_refused_bug_says_where_it_is_not(bug):
 
 def test_the_page_is_the_table():
     """docs/support.md is what the command writes."""
-    page = Path(__file__).parents[1] / "docs" / "support.md"
-    assert page.read_text(encoding="utf-8") == "\n".join(survey.page(RELEASES[-1])) + "\n", (
-        "write it anew: python -m cupy_sdpa support --markdown > docs/support.md"
-    )
+    text = (Path(__file__).parents[1] / "docs" / "support.md").read_text(encoding="utf-8")
+    assert text == "\n".join(page(RELEASES[-1])) + "\n", "run python -m cupy_sdpa support --markdown > docs/support.md"
     for name in (*(rule.name for rule in RULES), *(bug.name for bug in BUGS)):
-        assert f"| {name} |" in page.read_text(encoding="utf-8")
+        assert f"| {name} |" in text
 
 
 @pytest.mark.cudnn
 def test_the_table_is_what_cudnn_does():
     """Every problem for every described GPU, planned by the real cuDNN: the table says the same."""
-    _, findings = survey.measure()
+    _, findings = survey.measure(PROBES)
     assert len(findings) == len(PROBES) * len(NAMES)
     assert [finding for finding in findings if not finding.agree] == []
     assert {finding.measured for finding in findings} >= {"engine 1", "engine 2", "engine 6", "engine 7"}
@@ -461,9 +460,9 @@ def test_the_table_is_what_cudnn_does():
 @pytest.mark.cudnn
 def test_a_wrong_table_is_noticed(monkeypatch):
     """With a row too few and a row too many the survey differs from cuDNN."""
-    words = "gradients, head dim 256"
-    monkeypatch.setattr(survey, "PROBES", {words: PROBES[words]})
+    title = "gradients, head dim 256"
+    probes = {title: PROBES[title]}
     monkeypatch.setattr(survey, "why_not", lambda *_: [])
-    assert {finding.gpu for finding in survey.measure()[1] if not finding.agree} >= {"a100", "l40s", "rtx5090"}
+    assert {finding.gpu for finding in survey.measure(probes)[1] if not finding.agree} >= {"a100", "l40s", "rtx5090"}
     monkeypatch.setattr(survey, "why_not", lambda *_: why_not(asked(d=60), 91900, 90))
-    assert "h200" in {finding.gpu for finding in survey.measure()[1] if not finding.agree}
+    assert "h200" in {finding.gpu for finding in survey.measure(probes)[1] if not finding.agree}

@@ -1,8 +1,8 @@
 """Plan for GPUs that are not present, with the real cuDNN in worker processes.
 
-cuDNN builds complete plans, compiled kernels included, for the description of a GPU. Without an NVIDIA driver it also requires a
-``libcuda.so.1``; a stub is enough, but must not be loaded in a process that may use a GPU. In addition, some inputs crash
-the process inside cuDNN. Therefore planning runs in worker processes (:mod:`.worker`). Each has its own process group: Ctrl-C
+cuDNN builds complete plans, compiled kernels included, for the description of a GPU. Without an NVIDIA driver it also requires
+a ``libcuda.so.1``; a stub is enough, but must not be loaded in a process that may use a GPU. In addition, some inputs crash the
+process inside cuDNN. Therefore planning runs in worker processes (:mod:`.worker`). Each has its own process group: Ctrl-C
 interrupts only the parent, which ends its workers.
 """
 

@@ -1,6 +1,6 @@
-"""The worker process: ``python -m cupy_sdpa.offline.worker`` reads pickled requests from stdin and writes pickled results to stdout.
+"""The worker process of the planner: ``python -m cupy_sdpa.offline.worker``.
 
-A request is ``(problem, target, folder of the disk cache or None)``, or None for the version of cuDNN. A result is a
+It reads pickled requests from stdin and writes pickled results to stdout. A request is ``(problem, target, folder of the disk cache or None)``, or None for the version of cuDNN. A result is a
 :class:`~cupy_sdpa.plans.plan.PlanInfo`, the text of a refusal, a version number, or an exception that the parent raises.
 """
 

@@ -1,10 +1,11 @@
 """The rules: what a cuDNN version or a GPU cannot run, one :class:`Rule` entry each.
 
-A rule is a generator function that yields a message for every violation, and an entry in :data:`RULES`. The message contains the
-value, the limit and the remedy, in terms of the caller's arguments. To add a rule, write both, add a case for each side of the
-limit to ``SIDES`` in tests/test_support.py, and write docs/support.md again:
-``python -m cupy_sdpa support --markdown > docs/support.md``. Wrong results and crashes of single versions are known bugs
-(:mod:`.known_bugs`), not rules.
+A rule is a generator function that yields a message for every violation, and an entry in :data:`RULES`. The message contains
+the value, the limit and the remedy, in terms of the caller's arguments. Wrong results and crashes of single versions are known
+bugs (:mod:`.known_bugs`), not rules.
+
+To add a rule, write both, add a case for each side of the limit to ``SIDES`` in tests/test_support.py (to ``DOUBTS`` if the rule
+does not refuse), and write docs/support.md again: ``python -m cupy_sdpa support --markdown > docs/support.md``.
 """
 
 from __future__ import annotations
@@ -299,7 +300,8 @@ RULES: tuple[Rule, ...] = (
     Rule("dtype", "float16 and bfloat16 only; with float32 a float16 kernel would read beyond the data.", TypeError, _dtype,
          f"{FRONTEND}/issues/424"),
     Rule("head-dim", "Head dims that are multiples of 8.", Unsupported, _head_dim),
-    Rule("contiguous-head-dim", "Axis 0 contiguous; otherwise cuDNN crashes with a segmentation fault.", ValueError, _contiguous),
+    Rule("contiguous-head-dim", "Axis 0 contiguous; otherwise cuDNN crashes with a segmentation fault.", ValueError,
+         _contiguous),
     Rule("negative-stride", "No negative strides.", ValueError, _negative),
     Rule("stride-alignment", "Strides that are multiples of 16 bytes; otherwise results are silently wrong, or the kernel "
          "faults.", ValueError, _aligned_strides, FRONTEND),
@@ -307,8 +309,8 @@ RULES: tuple[Rule, ...] = (
     Rule("dense-stats", "stats, bias and all other small arrays dense in Fortran order; cuDNN ignores other strides.",
          ValueError, _dense_stats, "https://github.com/JuliaGPU/CUDA.jl/pull/3238"),
     Rule("grid", "At most 65535 batch entries and query heads.", Unsupported, _grid, PYTORCH),
-    Rule("backward-head-dim", "Gradients: head dims up to 256 on Hopper; up to 128 on Ampere, Ada and SM 12.x; on SM 10.x up to "
-         "128, 192 with 128 for v, and 256 since 9.23.", Unsupported, _backward_head_dim, FRONTEND),
+    Rule("backward-head-dim", "Gradients: head dims up to 256 on Hopper; up to 128 on Ampere, Ada and SM 12.x; on SM 10.x up "
+         "to 128, 192 with 128 for v, and 256 since 9.23.", Unsupported, _backward_head_dim, FRONTEND),
     Rule("bias-dtype", "A bias of 16 or 32 bits.", TypeError, _bias_dtype),
     Rule("int64-tensors", "32-bit integers in tensors.", TypeError, _captured_int64),
     Rule("bias-gradient", "No gradients of bias or tensors with packed sequences.", Unsupported, _bias_gradient, planned=True),
@@ -317,8 +319,8 @@ RULES: tuple[Rule, ...] = (
          "bias or tensors.", Unsupported, _query_numbers),
     Rule("direct-blackwell", "Gradients of bias and tensors, and deterministic gradients: on SM 10.x not with dropout, packed "
          "sequences, or head dims above 128.", Unsupported, _direct),
-    Rule("positive-scale", "Gradients of bias and tensors, and gradients with softcap or score_mod: a positive scale on Hopper.",
-         Unsupported, _scale),
+    Rule("positive-scale", "Gradients of bias and tensors, and gradients with softcap or score_mod: a positive scale on "
+         "Hopper.", Unsupported, _scale),
     Rule("dropout-one-query", "One query with dropout: on SM 10.x head dims up to 128, and 256 since 9.28.", Unsupported,
          _dropout_one_query),
     Rule("dropout-mask", "Dropout with random numbers only.", Unsupported, _dropout_mask),
@@ -328,8 +330,8 @@ RULES: tuple[Rule, ...] = (
     Rule("one-key-integers", "No int32 tensors with one query and one key.", Unsupported, _integers_of_one_key),
     Rule("packed-gradients", "Gradients of packed sequences: run on Hopper only.", Unsupported, _packed_gradients, FRONTEND,
          refuses=False),
-    Rule("positive-scale-elsewhere", "Gradients of bias and tensors, and gradients with softcap or score_mod, with a scale of 0 "
-         "or below: run on Hopper only.", Unsupported, _scale_elsewhere, refuses=False),
+    Rule("positive-scale-elsewhere", "Gradients of bias and tensors, and gradients with softcap or score_mod, with a scale of "
+         "0 or below: run on Hopper only.", Unsupported, _scale_elsewhere, refuses=False),
     Rule("backward-256", "Gradients with head dim 256: not run on SM 10.x. cuDNN 9.28 does not compile the kernel for the "
          "description of the B200.", Unsupported, _backward_256, FRONTEND, refuses=False),
     Rule("deterministic", "Deterministic gradients: not run on SM 12.x.", Unsupported, _deterministic,
