@@ -334,7 +334,7 @@ def test_what_is_not_an_array_is_refused(name):
 # Layouts
 
 
-@pytest.mark.parametrize("name", layout.KNOWN)
+@pytest.mark.parametrize("name", layout.LAYOUTS)
 def test_layouts_are_views(name, xp):
     """There and back is the same memory; ours is found at the same indices."""
     sizes = {"b": 2, "s": 5, "h": 3, "d": 8, "t": 7}
@@ -352,11 +352,11 @@ def test_layouts_are_views(name, xp):
 
 
 def test_how_an_array_lies_in_memory():
-    """In words and as a table: the axes from the nearest, gaps, and what is refused."""
+    """As text and as a table: the axes from the smallest stride, gaps, and errors."""
     x = np.zeros((2, 100, 8, 64), np.float16)
     assert str(layout.Layout(x.T)) == str(layout.Layout(x, "bshd"))
     assert "with gaps" in str(layout.Layout(x[:, ::2], "bshd"))
-    assert "with gaps, or shared" in str(layout.Layout(np.broadcast_to(x[:1], x.shape), "bshd"))
+    assert "with gaps or overlap" in str(layout.Layout(np.broadcast_to(x[:1], x.shape), "bshd"))
     assert "head_dim 64, heads 8, total 200" in str(layout.Layout(np.zeros((64, 8, 200), order="F")))
     table = layout.Layout(x, "bshd")._repr_html_()
     assert table.index("head_dim") < table.index("heads") < table.index("seq") < table.index("batch")

@@ -118,7 +118,7 @@ def _rules() -> Iterator[str]:
 
 
 def _bugs() -> Iterator[str]:
-    yield "| bug | cuDNN | compute capability | condition | effect | avoided by | source |"
+    yield "| bug | cuDNN | compute capability | condition | effect | action | source |"
     yield "|---|---|---|---|---|---|---|"
     for bug in BUGS:
         action = ", ".join(GUARDS[guard] for guard in sorted(bug.guards)) or f"refusal: {bug.remedy}"
