@@ -154,11 +154,11 @@ def _on_current_device(asked: Problem) -> Report:
 
 
 def _elsewhere(asked: Problem, named: str | None, cudnn: str | None) -> Report:
-    from .offline.planner import Planner, described
+    from .offline.planner import Planner, load_target
 
     if named is None:
         raise ValueError(f"cudnn is {cudnn!r} and no GPU is named: explain(problem, gpu='H200', cudnn={cudnn!r})")
-    target, graph = described(named), graph_of(asked)
+    target, graph = load_target(named), graph_of(asked)
     wanted = None if cudnn is None else version_number(cudnn)
     if asked.trivial:
         return Report("cuDNN", asked, graph)

@@ -8,7 +8,7 @@ from cases import Case, as_float, inputs
 
 import cupy_sdpa
 from cupy_sdpa import Unsupported, alibi_slopes, attention, attention_backward, attention_vjp, dropout_mask, explain, reference
-from cupy_sdpa.support.why_not import doubtful, why_not
+from cupy_sdpa.support.why_not import unverified_rules, why_not
 
 ENGINES = ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)]
 
@@ -384,8 +384,8 @@ def test_variants_are_refused_where_cudnn_cannot():
     packed = {"cu_seqlens_q": (3,), "cu_seqlens_kv": (3,), "max_seqlen_q": 60, "max_seqlen_kv": 60}
     asked = cupy_sdpa.problem((64, 8, 100), (64, 8, 100), (64, 8, 100), dtype="bfloat16", backward=True, **packed)
     assert not why_not(asked, 92800, 80)
-    assert [name for name, _ in doubtful(asked, 92800, 80)] == ["packed-gradients"]
-    assert not doubtful(asked, 92800, 90)
+    assert [name for name, _ in unverified_rules(asked, 92800, 80)] == ["packed-gradients"]
+    assert not unverified_rules(asked, 92800, 90)
 
 
 @pytest.mark.gpu

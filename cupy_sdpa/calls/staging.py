@@ -28,7 +28,7 @@ from ..problem.problem import (
 )
 from ..problem.tensor_spec import TensorSpec, dense_spec, dtype_name, numpy_dtype
 from ..problem.varlen import ragged_offsets, round_up_totals
-from ..support.why_not import has_one_packed_query, has_strided_packed_queries, hides_rows_but_sinks, turned_off
+from ..support.why_not import staging_guards
 
 #: What -inf is given beyond the lengths; all other results get 0.
 _LOGARITHMS = ("stats", "max")
@@ -59,7 +59,8 @@ def _engine_problem(problem: Problem, on_gpu: bool) -> Problem:
             kind = "float32" if (sq, skv) == (1, 1) else kind  # as in _read_as
             keys = skv if spec.shape[1] == 1 else spec.shape[0]
             specs[spec.name] = dense_spec(spec.name, kind, (keys, *spec.shape[1:]))
-    if _has_finite_bias(problem) and problem.bias:
+    guards = staging_guards(problem)
+    if "finite-bias" in guards and problem.bias:
         bias = specs.get("bias", problem.bias)
         specs["bias"] = dense_spec("bias", "float32", bias.shape)
     # sums are of q's dtype, and added up over heads and batch only; others are wrong or fault
@@ -68,9 +69,9 @@ def _engine_problem(problem: Problem, on_gpu: bool) -> Problem:
         specs["dbias"] = sums.pop("dbias")
     if problem.dcaptured:
         specs["dcaptured"] = tuple(sums.values())
-    if has_strided_packed_queries(problem) and "packed-strided-queries" not in turned_off():
+    if "dense-queries" in guards:
         specs["q"] = dense_spec("q", problem.q.dtype, problem.q.shape)
-    if has_one_packed_query(problem) and "packed-one-query" not in turned_off():
+    if "two-rows" in guards:
         exact = problem.backward and problem.deterministic  # as in validation: there are two queries
         specs["settings"] = problem.settings._replace(max_seqlen_q=2, deterministic=exact)
         if dump := problem.rng_dump:
@@ -139,7 +140,7 @@ class Stage:
         for spec in problem.ds_reductions:
             clear(self.arrays[spec.name], 0.0, on_gpu)  # it is added up
         # After the kernel, because kernels for a single query write rows that are beyond the length.
-        self._clears_last = on_gpu and problem.seq_lens_q is not None and "one-query-lengths" not in turned_off()
+        self._clears_last = on_gpu and problem.ragged and "clear-last" in staging_guards(given)
         if problem.ragged and not self._clears_last:
             self._clear_rows()
         if has_ragged_alibi(given):
@@ -189,7 +190,7 @@ class Stage:
             array = kernels.cleaned(array, self._own[lengths])
         elif lengths and name == "dout":  # of which whole rows are summed; the rest the interpreter cuts off itself
             array = _cleaned(array, self._own[lengths])
-        finite = name == "bias" and self.on_gpu and _has_finite_bias(self.problem)
+        finite = name == "bias" and self.on_gpu and "finite-bias" in staging_guards(self.problem)
         if has_score_axes(name) and (finite or self._differs(array, spec)):
             array = self._broadcast(array, spec)
             if finite:
@@ -267,11 +268,6 @@ def _may_see_nothing(problem: Problem) -> bool:
     Those beyond the lengths with sinks, and those whose scores are -inf by a bias or a function.
     """
     return problem.backward and (problem.bias is not None or problem.dsinks is not None or problem.has_score_mod)
-
-
-def _has_finite_bias(problem: Problem) -> bool:
-    """Whether the bias is copied with a finite number for -inf."""
-    return hides_rows_but_sinks(problem) and "sinks-infinite-bias" not in turned_off()
 
 
 def filled(dtype: str, size: int, value: int, *, like: Any, on_gpu: bool) -> Any:
