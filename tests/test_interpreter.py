@@ -8,9 +8,9 @@ from cases import Case
 
 from cupy_sdpa import attention, attention_backward, attention_vjp, dropout_mask
 from cupy_sdpa.graph import interpreter, nodes
+from cupy_sdpa.graph.attention_forward import forward
 from cupy_sdpa.graph.interpreter import MODES, RULES, evaluate
 from cupy_sdpa.graph.nodes import POINTWISE, Builder, Node, Tensor, row_major
-from cupy_sdpa.graph.patterns import forward
 from cupy_sdpa.plans import lowering
 
 

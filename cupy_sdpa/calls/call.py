@@ -14,8 +14,8 @@ import numpy as np
 
 from ..device import cupy_runtime
 from ..errors import CudnnError, Unsupported
+from ..graph.build import graph_of
 from ..graph.interpreter import evaluate, numpy_dtype
-from ..graph.patterns import graph_of
 from ..problem.bucket import Policy
 from ..problem.problem import LENGTHS, PER_ROW, STARTS, Problem
 from ..problem.subproblems import subproblems

@@ -1,0 +1,15 @@
+"""Problem -> operation graph."""
+
+from __future__ import annotations
+
+from ..problem.problem import Problem, writes_directly
+from .attention_backward import backward
+from .attention_forward import forward
+from .nodes import Graph
+
+
+def graph_of(problem: Problem) -> Graph:
+    """The graph of a problem: the one that the interpreter evaluates, and the first that cuDNN plans."""
+    if not problem.backward:
+        return forward(problem)
+    return backward(problem, direct=writes_directly(problem))
