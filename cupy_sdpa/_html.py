@@ -28,19 +28,19 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "<table>" + row(columns, "th") + "".join(row(cells, "td") for cells in rows) + "</table>"
 
 
-def titled(title: str, body: str) -> str:
+def with_title(title: str, body: str) -> str:
     """A body of HTML under a title.
 
-    >>> titled("q & a", "<p/>")
+    >>> with_title("q & a", "<p/>")
     '<div><b>q &amp; a</b><p/></div>'
     """
     return f"<div><b>{escape(title)}</b>{body}</div>"
 
 
-def folded(title: str, body: str) -> str:
+def details(title: str, body: str) -> str:
     """A body of HTML that opens at a click on its title.
 
-    >>> folded("steps", "<p/>")
+    >>> details("steps", "<p/>")
     '<details><summary>steps</summary><p/></details>'
     """
     return f"<details><summary>{escape(title)}</summary>{body}</details>"

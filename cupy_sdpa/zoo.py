@@ -34,21 +34,21 @@ def softcap(cap: Any) -> Function:
     return score_mod
 
 
-def sloped(score: Any, slope: Any, distance: Any) -> Any:
+def add_linear_bias(score: Any, slope: Any, distance: Any) -> Any:
     """``s - slope distance``, what :func:`alibi` and the option ``alibi_slopes`` do."""
     return score - slope * distance
 
 
 def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, slopes: Any) -> Any:
     """``s - slope_h |i - j|``, ``slopes`` (Hq,); Press et al. 2022, "Train Short, Test Long", section 3."""
-    return sloped(score, slopes[h], abs(q_idx - kv_idx))
+    return add_linear_bias(score, slopes[h], abs(q_idx - kv_idx))
 
 
 def alibi_by_index(heads: int) -> Function:
     """The same with the usual slopes computed from the head's number, ``2^(-8 (h + 1) / H)``, and no array."""
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return sloped(score, np.exp((h + 1) * (-8 * float(np.log(2)) / heads)), abs(q_idx - kv_idx))
+        return add_linear_bias(score, np.exp((h + 1) * (-8 * float(np.log(2)) / heads)), abs(q_idx - kv_idx))
 
     return score_mod
 

@@ -17,8 +17,8 @@ from cupy_sdpa import CudnnError, __version__, reference, store
 from cupy_sdpa.__main__ import main
 from cupy_sdpa._cli import demo, engine, machine, npz, text
 from cupy_sdpa._cli import main as cli
-from cupy_sdpa.graph.interpreter import numpy_dtype
 from cupy_sdpa.layout import from_julia
+from cupy_sdpa.problem.tensor_spec import numpy_dtype
 
 ROOT = Path(__file__).parents[1]
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

@@ -7,7 +7,7 @@ import pytest
 from cases import Case
 
 from cupy_sdpa import attention, attention_backward, attention_vjp, dropout_mask
-from cupy_sdpa.graph import interpreter, nodes
+from cupy_sdpa.graph import nodes, tiles
 from cupy_sdpa.graph.attention_forward import forward
 from cupy_sdpa.graph.interpreter import MODES, RULES, evaluate
 from cupy_sdpa.graph.nodes import POINTWISE, Builder, Node, Tensor, row_major
@@ -27,7 +27,7 @@ def test_tiles_are_invisible(case, elements, monkeypatch):
     """Blocks of one row, of some rows, and of all give the same numbers."""
     q, k, v = case.with_dtype("float64").arrays()
     wanted = attention(q, k, v, causal=case.causal, return_stats=True)
-    monkeypatch.setattr(interpreter, "TILE_ELEMENTS", elements)
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS", elements)
     got = attention(q, k, v, causal=case.causal, return_stats=True)
     for a, b in zip(got, wanted, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-12)
@@ -64,7 +64,7 @@ def test_packed_sequences_cost_their_own_lengths():
 @pytest.mark.parametrize("elements", [7, 1 << 20])
 def test_the_bound_of_packed_sequences_changes_nothing(elements, monkeypatch):
     """Every result is the same with a larger bound; sequences of no query or no key are among them."""
-    monkeypatch.setattr(interpreter, "TILE_ELEMENTS", elements)
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS", elements)
     rng = np.random.default_rng(0)
     q, dout = (np.asfortranarray(rng.standard_normal((8, 4, 14))) for _ in range(2))
     k, v = (np.asfortranarray(rng.standard_normal((8, 2, 17))) for _ in range(2))
@@ -135,7 +135,7 @@ def test_a_row_of_minus_infinity_gives_zero():
 @pytest.mark.parametrize("axis", [0, 1, 2, 3])
 def test_positions_are_those_in_the_whole_tensor(axis, monkeypatch):
     """gen_index counts batch entries, heads, rows and columns of the tensor, not of the tile."""
-    monkeypatch.setattr(interpreter, "TILE_ELEMENTS", 4)
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS", 4)
     shape = (2, 3, 5, 4)
     strides = row_major(shape)
     x = Tensor("x", shape, "float64", "input", strides, (0, 1, 2, 3))
@@ -177,7 +177,7 @@ def test_lengths_of_a_matmul_hide_what_lies_beyond(monkeypatch):
         a[entry, 0, m:] = a[entry, 0, :, k:] = np.nan
         b[entry, 0, :, n:] = b[entry, 0, k:] = np.nan
     for elements in (1 << 20, 8):
-        monkeypatch.setattr(interpreter, "TILE_ELEMENTS", elements)
+        monkeypatch.setattr(tiles, "TILE_ELEMENTS", elements)
         g = Builder("float64")
         tensors = {
             name: Tensor(name, shape, dtype, role, row_major(shape), (0, 1, 2, 3))

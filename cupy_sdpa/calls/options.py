@@ -12,7 +12,7 @@ import numpy as np
 
 from ..problem.band import Band, Window
 from ..problem.bucket import Bucket
-from ..problem.problem import LENGTHS, MATRICES, SEEDS, STARTS, Settings
+from ..problem.problem import CU_SEQLENS, LENGTHS, SCORE_INPUTS, SEEDS, Settings
 from ..score_fn.tracer import MaskMod, ScoreMod
 
 #: Whether gradients of ``tensors`` are wanted, or of which.
@@ -52,7 +52,7 @@ class Options(TypedDict, total=False):
 #: Those options whose default is not None.
 DEFAULTS: dict[str, Any] = {"causal": False, "dropout_p": 0.0}
 #: Those options that are arrays.
-ARRAYS = (*MATRICES, *LENGTHS, *STARTS, "alibi_slopes", "sinks", *SEEDS)
+ARRAYS = (*SCORE_INPUTS, *LENGTHS, *CU_SEQLENS, "alibi_slopes", "sinks", *SEEDS)
 
 
 def takes_options(function: Function) -> Function:

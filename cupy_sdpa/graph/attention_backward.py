@@ -137,7 +137,7 @@ class _Backward:
 
     def write_sums(self, ds: Tensor) -> None:
         """``dx = Σ dS`` over the axes along which x, a bias or a captured array, is broadcast."""
-        for spec in self.problem.sums:
+        for spec in self.problem.ds_reductions:
             self.g.reduction(f"{spec.name} = Σ {ds}", ds, operand(spec, SCORE_AXES, "output"))
 
     def write_dk(self, ds: Tensor) -> None:

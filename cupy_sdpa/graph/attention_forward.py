@@ -79,7 +79,7 @@ class Dropout:
     def _random(self, operands: Operands, shape: Shape, probability: float) -> Tensor:
         """R by random numbers; stored if the problem returns it."""
         seed, offset = (operand(operands.specs[name], BATCH_AXES, "input") for name in SEEDS)
-        stored = operands.problem.kept
+        stored = operands.problem.rng_dump
         keep = operand(stored, SCORE_AXES, "output") if stored else self.g.virtual("R", shape)
         return self.g.bernoulli("R = 1 with probability 1 − p", keep, seed, offset, probability)
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..problem.problem import PER_ROW, Problem, has_diagonal
-from ..problem.tensor_spec import SIZES, TensorSpec
-from ..problem.varlen import offsets_name, step
+from ..problem.problem import ROW_STATS, Problem, has_ragged_alibi
+from ..problem.tensor_spec import ITEMSIZE, TensorSpec
+from ..problem.varlen import ragged_offset_name, token_stride
 from .nodes import Role, Shape, Tensor, row_major
 
 # The axes of a tensor, as positions in the caller's array; -1 is a new axis of length 1.
@@ -30,7 +30,7 @@ SCORE_AXES = (3, 2, 1, 0)
 
 def operand(spec: TensorSpec, axes: tuple[int, ...], role: Role) -> Tensor:
     """The tensor of a caller's array, with its axes permuted."""
-    itemsize = SIZES[spec.dtype]
+    itemsize = ITEMSIZE[spec.dtype]
     b, h, rows, columns = (spec.shape[axis] if axis >= 0 else 1 for axis in axes)
     strides = tuple(spec.strides[axis] // itemsize if axis >= 0 else 1 for axis in axes)
     return Tensor(spec.name, (b, h, rows, columns), spec.dtype, role, strides, axes)
@@ -55,9 +55,9 @@ class Operands:
         """An array that the problem has: q, k, v, out, the row statistics, or one of their gradients."""
         spec = self.specs[name]
         if self.problem.packed:
-            axes = PACKED_STATS_AXES if name in PER_ROW else tuple(axis if axis < 3 else -1 for axis in axes)
+            axes = PACKED_STATS_AXES if name in ROW_STATS else tuple(axis if axis < 3 else -1 for axis in axes)
         tensor = operand(spec, axes, "output" if name in self.results else "input")
-        return self._ragged(tensor, step(spec)) if self.problem.packed else tensor
+        return self._ragged(tensor, token_stride(spec)) if self.problem.packed else tensor
 
     def optional(self, name: str, axes: tuple[int, ...]) -> Tensor | None:
         """The input of an option; None if the problem does not have it."""
@@ -103,7 +103,7 @@ class Operands:
 
     def diagonal(self) -> Tensor | None:
         """The key on the diagonal of every query; None unless ALiBi needs it and it differs between batch entries."""
-        if not has_diagonal(self.problem):
+        if not has_ragged_alibi(self.problem):
             return None
         if self.sq == 1:  # one element per key, because of "one-query-positions" in the table of known bugs
             return Tensor("diagonal", (self.batch, 1, 1, self.skv), "int32", "input", (self.skv, 1, 1, 1), (1, -1, -1, 0))
@@ -132,13 +132,13 @@ class Operands:
         columns, column_stride = (self.skv, 0) if keys else (columns, column_stride)
         return replace(tensor, shape=(b, h, rows, columns), strides=(b_stride, h_stride, row_stride, column_stride))
 
-    def _ragged(self, tensor: Tensor, token_stride: int, like: str = "", elements: int = 0) -> Tensor:
+    def _ragged(self, tensor: Tensor, stride: int, like: str = "", elements: int = 0) -> Tensor:
         """A tensor of packed sequences: its shape is that of the longest sequence."""
-        name = offsets_name(like or tensor.name, token_stride)
+        name = ragged_offset_name(like or tensor.name, stride)
         offsets = Tensor(name, (self.batch + 1, 1, 1, 1), "int64", "input", (1, 1, 1, 1), BATCH_AXES)
         longest = self.skv if name.startswith("cu_seqlens_kv") else self.sq
         _, h, rows, columns = tensor.shape
         transposed = bool(tensor.axes) and tensor.axes[3] == 2
         shape = (self.batch, h, rows, longest) if transposed else (self.batch, h, longest, columns)
-        strides = (longest * token_stride, *tensor.strides[1:])
+        strides = (longest * stride, *tensor.strides[1:])
         return replace(tensor, shape=shape, strides=strides, ragged=offsets, elements=elements)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from .. import zoo
 from ..problem.band import Band
 from ..problem.problem import MASKED_SCORE, Problem
-from ..score_fn.expression import AXES, NOTHING
+from ..score_fn.expression import AXES, EMPTY_PROGRAM
 from ..score_fn.proxy import Value
 from ..score_fn.tracer import Tracer
 from .emit import Emitter
@@ -47,7 +47,7 @@ class Scores:
     def __init__(self, g: Builder, operands: Operands) -> None:
         self.g, self.operands, self.problem = g, operands, operands.problem
         self.settings, self.band = self.problem.settings, self.problem.band
-        self.program = self.settings.program or NOTHING
+        self.program = self.settings.program or EMPTY_PROGRAM
         self.scale = g.scalar("scale", g.compute_dtype)
         self.queries, self.keys = operands.lengths()
         self.mask = operands.score_input("mask")
@@ -117,8 +117,8 @@ class Scores:
         if self.settings.softcap:
             score = zoo.softcap(Value(tracer, leaf("number", "softcap")))(score, *indices)
         if self.problem.alibi_slopes:
-            _, _, row, column = indices
-            score = zoo.sloped(score, Value(tracer, leaf("captured", "alibi_slopes")), self._distance(tracer, s, row, column))
+            slope, (_, _, row, column) = Value(tracer, leaf("captured", "alibi_slopes")), indices
+            score = zoo.add_linear_bias(score, slope, self._distance(tracer, s, row, column))
         if self.problem.bias:
             score = score + Value(tracer, leaf("captured", "bias"))
         return ScoreFunction(Emitter(self.g, tracer.writer, s, self._inputs()), score.step)
@@ -221,7 +221,7 @@ def partial_tiles(problem: Problem) -> frozenset[str]:
     """
     *_, sq, skv, _ = problem.sizes
     # of the backward pass also with a mask function: exp(S + inf) in a fully masked row
-    affected = problem.scored or (problem.backward and problem.settings.program is not None)
+    affected = problem.has_score_mod or (problem.backward and problem.settings.program is not None)
     if not affected or problem.ragged:
         return frozenset()
     return frozenset(name for name, length in (("keys", skv), ("queries", sq)) if length % 128)
@@ -234,7 +234,7 @@ def _may_mask_by_value(problem: Problem) -> bool:
     such scores have the weight 0.
     """
     wide = [spec for spec in (problem.bias, *problem.captured) if spec and spec.dtype in ("bfloat16", "float32", "float64")]
-    if not problem.scored:
+    if not problem.has_score_mod:
         return problem.bias in wide
     program = problem.settings.program
     selects = program is not None and any(step.mode == "binary_select" for step in program.steps)

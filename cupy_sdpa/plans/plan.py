@@ -20,8 +20,8 @@ from ..errors import CudnnError, Unsupported
 from ..graph.attention_backward import backward
 from ..graph.attention_forward import forward
 from ..graph.nodes import Graph
-from ..problem.problem import Problem, writes_directly
-from ..problem.tensor_spec import SIZES
+from ..problem.problem import Problem, writes_dq_directly
+from ..problem.tensor_spec import ITEMSIZE
 from ..support.why_not import guards
 from ..version import version_text
 from . import plan_file
@@ -125,11 +125,11 @@ def plan_for(problem: Problem, target: Target, disk_cache: DiskCache | None = No
     if not problem.backward:
         return make(forward(problem, needed), target, limit=limit, disk_cache=disk_cache)
     if not problem.deterministic:
-        return make(backward(problem, writes_directly(problem), needed), target, limit=limit, disk_cache=disk_cache)
+        return make(backward(problem, writes_dq_directly(problem), needed), target, limit=limit, disk_cache=disk_cache)
     try:
         return make(backward(problem, direct=True, guards=needed), target, limit=limit, disk_cache=disk_cache)
     except Unsupported as quadratic:
-        if problem.sums:  # cuDNN never writes them unless dQ is written directly, see writes_directly
+        if problem.ds_reductions:  # cuDNN never writes them unless dQ is written directly, see writes_dq_directly
             raise
         version = library().version
         if version < ORDERED_SINCE or not 90 <= target.capability < 100:
@@ -271,7 +271,7 @@ class Scratch:
     """Where a graph's scratch tensors lie in the workspace: behind cuDNN's own part."""
 
     def __init__(self, graph: Graph) -> None:
-        self._sizes = {t.name: _aligned(t.size * SIZES[t.dtype]) for t in graph.by_role("scratch")}
+        self._sizes = {t.name: _aligned(t.size * ITEMSIZE[t.dtype]) for t in graph.by_role("scratch")}
 
     def total(self, need: int) -> int:
         """Bytes of the workspace, where cuDNN needs ``need`` of them."""

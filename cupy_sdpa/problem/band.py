@@ -18,7 +18,7 @@ class Band(NamedTuple):
     right: int | None = None
     bottom_right: bool = False
 
-    def within(self, queries: int, keys: int, *, lengths: bool, used: bool = False) -> Band | None:
+    def simplified(self, queries: int, keys: int, *, lengths: bool, used: bool = False) -> Band | None:
         """The same on so many queries and keys, in its simplest form; None where every query sees every key.
 
         Args:
@@ -26,8 +26,8 @@ class Band(NamedTuple):
             lengths: whether every batch entry has its own.
             used: whether something else asks where the diagonal is.
 
-        >>> Band(right=0, bottom_right=True).within(1, 100, lengths=False)        # a single query that sees every key
-        >>> Band(left=5, right=500, bottom_right=True).within(100, 100, lengths=False)
+        >>> Band(right=0, bottom_right=True).simplified(1, 100, lengths=False)        # a single query that sees every key
+        >>> Band(left=5, right=500, bottom_right=True).simplified(100, 100, lengths=False)
         Band(left=5, right=None, bottom_right=False)
         """
         left, right, bottom_right = self

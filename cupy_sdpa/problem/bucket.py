@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .problem import LENGTHS, OF_KEYS, OF_QUERIES, PER_ROW, Problem, is_matrix
+from .problem import KEY_ARRAYS, LENGTHS, QUERY_ARRAYS, ROW_STATS, Problem, has_score_axes
 from .tensor_spec import dense_spec
 
 #: What ``bucket=`` takes: None for exact lengths; a number to round up to its multiples; ``"power_of_two"``, of at least
@@ -96,10 +96,10 @@ def padded_axes(name: str) -> tuple[tuple[int, str], ...]:
     >>> padded_axes("stats"), padded_axes("dv"), padded_axes("bias")
     (((0, 'q'),), ((2, 'k'),), ((0, 'k'), (1, 'q')))
     """
-    if is_matrix(name):
+    if has_score_axes(name):
         return (0, "k"), (1, "q")
-    if name in PER_ROW:
+    if name in ROW_STATS:
         return ((0, "q"),)
-    if name in OF_QUERIES:
+    if name in QUERY_ARRAYS:
         return ((2, "q"),)
-    return ((2, "k"),) if name in OF_KEYS else ()
+    return ((2, "k"),) if name in KEY_ARRAYS else ()

@@ -1,7 +1,7 @@
 """What is asked: the shapes, layouts and options of one attention call, frozen and hashable.
 
 A problem knows no device and no pointer. It holds everything that is baked into a plan and nothing else, so it is the
-key of the plan cache. Equal calls get the very same object (:func:`cupy_sdpa.problem.validation.pose` is cached), so a look-up compares
+key of the plan cache. Equal calls get the very same object (:func:`cupy_sdpa.problem.validation.make_problem` is cached), so a look-up compares
 by identity.
 
 The legend of every shape: D head dim of q and k, Dv head dim of v, Hq query heads, Hkv key/value heads (Hq a multiple of
@@ -19,19 +19,19 @@ from typing import NamedTuple
 from .. import _html
 from ..score_fn.expression import Program
 from .band import Band
-from .tensor_spec import SIZES, TensorSpec
+from .tensor_spec import ITEMSIZE, TensorSpec
 
 #: The arrays of lengths, and those of the places where packed sequences begin, by their names.
 LENGTHS = ("seq_lens_q", "seq_lens_kv")
-STARTS = ("cu_seqlens_q", "cu_seqlens_kv")
+CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_kv")
 #: What the random numbers of dropout follow from.
 SEEDS = ("seed", "offset")
 #: The arrays that have a position of a query in every row, and those that have one of a key.
-OF_QUERIES = ("q", "out", "stats", "max", "sum_exp", "dout", "dq")
-OF_KEYS = ("k", "v", "dk", "dv")
+QUERY_ARRAYS = ("q", "out", "stats", "max", "sum_exp", "dout", "dq")
+KEY_ARRAYS = ("k", "v", "dk", "dv")
 #: The options' arrays whose axes are those of the scores, ``(Skv, Sq, Hq, B)``, each of them full or 1; and the results' too.
-MATRICES = ("bias", "mask", "dropout_mask")
-OF_SCORES = (*MATRICES, "dbias", "kept")
+SCORE_INPUTS = ("bias", "mask", "dropout_mask")
+SCORE_ARRAYS = (*SCORE_INPUTS, "dbias", "rng_dump")
 #: The dtypes that score functions' arrays may have.
 CAPTURED_DTYPES = ("bool", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 #: A score at or below this counts as masked where a bias or a score function made it: masks of finite numbers, such as
@@ -39,7 +39,7 @@ CAPTURED_DTYPES = ("bool", "int32", "int64", "float16", "bfloat16", "float32", "
 #: logarithm of the number of keys in the log-sum-exp, would be lost.
 MASKED_SCORE = -1e6
 #: What the forward pass gives beside its output: one number a row.
-PER_ROW = ("stats", "max", "sum_exp")
+ROW_STATS = ("stats", "max", "sum_exp")
 
 
 class Settings(NamedTuple):
@@ -88,7 +88,7 @@ class Problem:
         dout: ``(Dv, Hq, Sq, B)``, the gradient of out; None for the forward pass. Then out and stats are inputs.
         dq, dk, dv: the gradients of q, k and v, of their shapes.
         dbias, dsinks: the gradients of bias and sinks, of their shapes, where asked for.
-        kept: ``(Skv, Sq, Hq, B)`` float32, which weights dropout keeps, where the forward pass is to tell.
+        rng_dump: ``(Skv, Sq, Hq, B)`` float32, which weights dropout keeps, where the forward pass is to tell.
         seq_lens_q, seq_lens_kv: ``(B,)`` int32, how many queries and keys every batch entry has; None where it has all.
         cu_seqlens_q, cu_seqlens_kv: ``(B+1,)``, where packed sequences begin; None where they are not packed.
         bias, mask: ``(Skv, Sq, Hq, B)``, every axis may be 1: what is added to the scores, and which of them count.
@@ -113,7 +113,7 @@ class Problem:
     dv: TensorSpec | None = None
     dbias: TensorSpec | None = None
     dsinks: TensorSpec | None = None
-    kept: TensorSpec | None = None
+    rng_dump: TensorSpec | None = None
     seq_lens_q: TensorSpec | None = None
     seq_lens_kv: TensorSpec | None = None
     cu_seqlens_q: TensorSpec | None = None
@@ -190,25 +190,25 @@ class Problem:
         if self.backward:
             every = (self.dq, self.dk, self.dv, self.dbias, self.dsinks, *self.dcaptured)
         else:
-            every = (self.out, self.stats, self.max, self.sum_exp, self.kept)
+            every = (self.out, self.stats, self.max, self.sum_exp, self.rng_dump)
         return tuple(spec for spec in every if spec is not None)
 
     @property
-    def sums(self) -> tuple[TensorSpec, ...]:
+    def ds_reductions(self) -> tuple[TensorSpec, ...]:
         """The gradients that are sums of the scores' gradient, each of the shape of what it is of."""
         return (*([self.dbias] if self.dbias else []), *self.dcaptured)
 
     @functools.cached_property
-    def extents(self) -> dict[str, tuple[int, int]]:
+    def byte_bounds(self) -> dict[str, tuple[int, int]]:
         """For every tensor, the bytes that it reaches from its first element: from (<= 0), to (> 0), which is beyond."""
         reaches = {}
         for t in self.tensors:
             steps = [step * (length - 1) for step, length in zip(t.strides, t.shape, strict=True)]
-            reaches[t.name] = (sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + SIZES[t.dtype])
+            reaches[t.name] = (sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + ITEMSIZE[t.dtype])
         return reaches
 
     @property
-    def scored(self) -> bool:
+    def has_score_mod(self) -> bool:
         """Whether a function of the caller's changes the scores."""
         return self.settings.program is not None and self.settings.program.score is not None
 
@@ -234,7 +234,7 @@ class Problem:
     def _repr_html_(self) -> str:
         rows = [(spec.name, " x ".join(map(str, spec.shape)), spec.dtype, "" if spec.dense else str(spec.strides))
                 for spec in self.tensors]  # fmt: skip
-        return _html.titled(str(self), _html.table(("array", "shape", "dtype", "strides in bytes, where not dense"), rows))
+        return _html.with_title(str(self), _html.table(("array", "shape", "dtype", "strides in bytes, where not dense"), rows))
 
     def _also(self) -> Iterator[str]:
         """The masks and variants, in words."""
@@ -243,7 +243,7 @@ class Problem:
             yield "a mask"
         program = self.settings.program
         words = {
-            "a mask function": program and program.mask is not None, "a score function": self.scored,
+            "a mask function": program and program.mask is not None, "a score function": self.has_score_mod,
             "softcap": self.settings.softcap, "ALiBi": self.alibi_slopes, "a bias": self.bias, "sinks": self.sinks,
             f"dropout {self.settings.dropout:g}": self.settings.dropout,
             "with log-sum-exp": self.stats and not self.backward, "with maximum and sum": self.max,
@@ -253,25 +253,25 @@ class Problem:
         yield from (word for word, there in words.items() if there)
 
 
-def is_matrix(name: str) -> bool:
-    """Whether an array has the axes of the scores, each of them full or 1: those of :data:`OF_SCORES`, and what functions read.
+def has_score_axes(name: str) -> bool:
+    """Whether an array has the axes of the scores, each of them full or 1: those of :data:`SCORE_ARRAYS`, and what functions read.
 
     The gradients of both are, too.
 
-    >>> is_matrix("bias"), is_matrix("t0"), is_matrix("dt0"), is_matrix("q")
+    >>> has_score_axes("bias"), has_score_axes("t0"), has_score_axes("dt0"), has_score_axes("q")
     (True, True, True, False)
     """
-    return name in OF_SCORES or (name.lstrip("d")[0] == "t" and name.lstrip("dt").isdigit())
+    return name in SCORE_ARRAYS or (name.lstrip("d")[0] == "t" and name.lstrip("dt").isdigit())
 
 
-def writes_directly(problem: Problem) -> bool:
+def writes_dq_directly(problem: Problem) -> bool:
     """Whether dQ is written as a matmul gives it: for the same bits in every run; and where a sum of dS is wanted.
 
     With dQ added up in scratch memory cuDNN plans that gradient, too, and never writes it (measured with 9.19).
     """
-    return problem.deterministic or bool(problem.sums)
+    return problem.deterministic or bool(problem.ds_reductions)
 
 
-def has_diagonal(problem: Problem) -> bool:
+def has_ragged_alibi(problem: Problem) -> bool:
     """Whether slopes go by a diagonal that every batch entry has of its own."""
     return problem.alibi_slopes is not None and problem.ragged and problem.band is not None and problem.band.bottom_right

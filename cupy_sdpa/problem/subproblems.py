@@ -11,7 +11,7 @@ import functools
 from dataclasses import replace
 from typing import Any
 
-from ..score_fn.autodiff import slopes
+from ..score_fn.autodiff import gradients
 from ..score_fn.expression import Writer
 from .problem import Problem
 from .tensor_spec import TensorSpec, dense_spec
@@ -20,15 +20,15 @@ from .tensor_spec import TensorSpec, dense_spec
 @functools.lru_cache(maxsize=1024)
 def subproblems(problem: Problem) -> tuple[Problem, ...]:
     """What is run for a problem; the first gives all but some of the sums, each of the others one of them."""
-    if problem.trivial or not problem.sums or problem.settings.gradient_of:
+    if problem.trivial or not problem.ds_reductions or problem.settings.gradient_of:
         return (problem,)
-    shared = next((spec for spec in problem.sums if _shares(problem, spec)), None)
-    others = (spec for spec in problem.sums if spec is not shared)
+    shared = next((spec for spec in problem.ds_reductions if _shares(problem, spec)), None)
+    others = (spec for spec in problem.ds_reductions if spec is not shared)
     return (_with_sum(problem, shared), *(_of_its_own(problem, spec) for spec in others))
 
 
 @functools.lru_cache(maxsize=1024)
-def derivatives(problem: Problem) -> dict[str, int]:
+def score_derivatives(problem: Problem) -> dict[str, int]:
     """The derivatives of a score function with respect to the arrays that it reads, as steps; of those that have one.
 
     The score has its own under the empty name.
@@ -39,15 +39,15 @@ def derivatives(problem: Problem) -> dict[str, int]:
     writer = Writer(program.steps)
     leaves = {spec.name: writer.leaf("captured", spec.name) for spec in problem.captured}
     leaves[""] = writer.leaf("score")
-    found = zip(leaves, slopes(writer, program.score, list(leaves.values())), strict=True)
+    found = zip(leaves, gradients(writer, program.score, list(leaves.values())), strict=True)
     return {name: step for name, step in found if step is not None}
 
 
 def _shares(problem: Problem, spec: TensorSpec) -> bool:
     """Whether a sum is one of the gradient of the scores."""
     if spec is problem.dbias:  # added last
-        return not problem.settings.softcap and not problem.scored
-    steps = derivatives(problem)
+        return not problem.settings.softcap and not problem.has_score_mod
+    steps = score_derivatives(problem)
     return steps.get(spec.name[1:]) == steps.get("")
 
 

@@ -6,9 +6,9 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
-from ..score_fn.expression import NOTHING
-from .problem import LENGTHS, MATRICES, PLAIN, SEEDS, STARTS, Problem, Settings
-from .tensor_spec import ITEMSIZE, Signature, TensorSpec, dense_spec, spec_of
+from ..score_fn.expression import EMPTY_PROGRAM
+from .problem import CU_SEQLENS, LENGTHS, PLAIN, SCORE_INPUTS, SEEDS, Problem, Settings
+from .tensor_spec import FLOAT_DTYPES, ITEMSIZE, Signature, TensorSpec, dense_spec, spec_of
 
 _DENSE = "shapes are (head_dim, heads, seq, batch). Arrays in C order (batch, seq, heads, head_dim) are passed as x.T"
 _PACKED = (
@@ -24,7 +24,7 @@ class RequestedOutputs(NamedTuple):
         max_sumexp: the maximum and the sum that it is made of.
         backward: the gradients, in place of the output.
         dbias, dsinks: those of bias and sinks, too.
-        kept: which weights dropout keeps.
+        rng_dump: which weights dropout keeps.
     """
 
     stats: bool = False
@@ -32,7 +32,7 @@ class RequestedOutputs(NamedTuple):
     backward: bool = False
     dbias: bool = False
     dsinks: bool = False
-    kept: bool = False
+    rng_dump: bool = False
 
 
 #: The output alone.
@@ -40,7 +40,9 @@ OUTPUT = RequestedOutputs()
 
 
 @functools.lru_cache(maxsize=4096)
-def pose(given: tuple[tuple[str, Signature], ...], settings: Settings = PLAIN, wanted: RequestedOutputs = OUTPUT) -> Problem:
+def make_problem(
+    given: tuple[tuple[str, Signature], ...], settings: Settings = PLAIN, wanted: RequestedOutputs = OUTPUT
+) -> Problem:
     """The problem that arrays and options pose; a result that is not given is dense, in Fortran order.
 
     Args:
@@ -76,8 +78,8 @@ def pose(given: tuple[tuple[str, Signature], ...], settings: Settings = PLAIN, w
     if wanted.max_sumexp:
         take("max", of_stats, "float32", row_legend, result=True)
         take("sum_exp", of_stats, "float32", row_legend, result=True)
-    if wanted.kept:
-        take("kept", (skv, sq, hq, b), "float32", "(Skv, Sq, Hq, B)", result=True)
+    if wanted.rng_dump:
+        take("rng_dump", (skv, sq, hq, b), "float32", "(Skv, Sq, Hq, B)", result=True)
     if backward:
         take("dout", of_out, dtype, out_legend, result=False)
         for name, of in (("dq", problem.q), ("dk", problem.k), ("dv", problem.v)):
@@ -91,7 +93,7 @@ def pose(given: tuple[tuple[str, Signature], ...], settings: Settings = PLAIN, w
 
 
 @functools.lru_cache(maxsize=4096)
-def with_sums(problem: Problem, names: tuple[str, ...]) -> Problem:
+def with_captured_gradients(problem: Problem, names: tuple[str, ...]) -> Problem:
     """A problem that also asks for the gradients of some of the arrays that its functions read.
 
     They are parts of what the call gives, so they are rounded when they have been added up.
@@ -104,7 +106,7 @@ def with_sums(problem: Problem, names: tuple[str, ...]) -> Problem:
 def _inputs(arrays: dict[str, TensorSpec], settings: Settings) -> Problem:
     """What q, k, v and the arrays of the options pose, with a placeholder for the output."""
     q, k, v = (arrays[name] for name in "qkv")
-    packed = any(name in arrays for name in STARTS)
+    packed = any(name in arrays for name in CU_SEQLENS)
     rank, legend = (3, _PACKED) if packed else (4, _DENSE)
     for spec in (q, k, v):
         if len(spec.shape) != rank:
@@ -113,8 +115,10 @@ def _inputs(arrays: dict[str, TensorSpec], settings: Settings) -> Problem:
                 + ("(head_dim, heads, total), for cu_seqlens_q and cu_seqlens_kv are given" if packed else
                    f"(head_dim, heads, seq, batch). For a single sequence add a batch axis: {spec.name}[..., None]")
             )  # fmt: skip
-        if spec.dtype not in ITEMSIZE:
-            raise TypeError(f"{spec.name} is {spec.dtype}; attention takes {', '.join(ITEMSIZE)}: convert with .astype(...)")
+        if spec.dtype not in FLOAT_DTYPES:
+            raise TypeError(
+                f"{spec.name} is {spec.dtype}; attention takes {', '.join(FLOAT_DTYPES)}: convert with .astype(...)"
+            )
         if spec.dtype != q.dtype:
             raise TypeError(f"{spec.name} is {spec.dtype} and q is {q.dtype}: convert one, so that all have one dtype")
     _equal("head dims (axis 0)", q, k, 0, legend)
@@ -144,28 +148,28 @@ def _inputs(arrays: dict[str, TensorSpec], settings: Settings) -> Problem:
     for name in SEEDS:
         if name in arrays:
             check_spec(arrays[name], (1,), "int64", "one number")
-    for name in MATRICES:
+    for name in SCORE_INPUTS:
         if name in arrays:
             _broadcasts(arrays[name], (skv, sq, hq, b), packed)
     if "dropout_mask" in arrays and arrays["dropout_mask"].shape != (skv, sq, hq, b):
         shape = arrays["dropout_mask"].shape
         raise ValueError(f"dropout_mask has shape {shape}; it must be {(skv, sq, hq, b)}, (Skv, Sq, Hq, B)")
     band, ragged = settings.band, packed or "seq_lens_q" in arrays
-    simple = band and band.within(sq, skv, lengths=ragged, used="alibi_slopes" in arrays)
-    chosen = (*LENGTHS, *STARTS, "alibi_slopes", "sinks", *SEEDS, *MATRICES)
+    simple = band and band.simplified(sq, skv, lengths=ragged, used="alibi_slopes" in arrays)
+    chosen = (*LENGTHS, *CU_SEQLENS, "alibi_slopes", "sinks", *SEEDS, *SCORE_INPUTS)
     options: dict[str, Any] = {name: arrays[name] for name in chosen if name in arrays}
-    captured = tuple(arrays[step.name] for step in (settings.program or NOTHING).captured)
+    captured = tuple(arrays[step.name] for step in (settings.program or EMPTY_PROGRAM).captured)
     return Problem(q, k, v, q, settings._replace(band=simple), captured=captured, **options)
 
 
 def _check_packed(arrays: dict[str, TensorSpec], settings: Settings) -> None:
-    for name in STARTS:
+    for name in CU_SEQLENS:
         if name not in arrays:
             raise ValueError(f"{name} is None; packed sequences need both cu_seqlens_q and cu_seqlens_kv")
     for name in LENGTHS:
         if name in arrays:
             raise ValueError(f"{name} and cu_seqlens_* are given; the lengths of packed sequences follow from cu_seqlens_*")
-    one, other = (arrays[name] for name in STARTS)
+    one, other = (arrays[name] for name in CU_SEQLENS)
     for spec in (one, other):
         if spec.dtype not in ("int32", "int64"):
             raise TypeError(f"{spec.name} is {spec.dtype}; it must be int32 or int64: convert with .astype")

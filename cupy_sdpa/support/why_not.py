@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ..errors import Unsupported
 from ..graph.nodes import Graph, Matmul, Pointwise
-from ..problem.problem import Problem, writes_directly
+from ..problem.problem import Problem, writes_dq_directly
 from ..version import RELEASES, version_text
 from .rules import FRONTEND, PYTORCH, RULES
 
@@ -143,7 +143,7 @@ def has_strided_packed_queries(problem: Problem) -> bool:
 def _direct_with_narrow_values(problem: Problem) -> bool:
     """Whether dQ is written directly, with a head dim above 128 and another one of v that was not measured right."""
     d, dv, *_ = problem.sizes
-    return problem.backward and writes_directly(problem) and d > 128 and d != dv and (d, dv) != (192, 128)
+    return problem.backward and writes_dq_directly(problem) and d > 128 and d != dv and (d, dv) != (192, 128)
 
 
 def _unbounded(problem: Problem) -> bool:
