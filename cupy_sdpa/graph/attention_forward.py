@@ -40,7 +40,7 @@ def forward(problem: Problem, guards: frozenset[str] = frozenset()) -> Graph:
     p = g.softmax(
         "P = exp(S − L), L = logsumexp(S)", s, "P", g.compute_dtype if probability else problem.dtype,
         None if problem.max else operands.row_stats("stats"),
-        sink=operands.optional("sinks", HEAD_AXES), top=operands.row_stats("max"), total=operands.row_stats("sum_exp"),
+        sink=operands.optional("sinks", HEAD_AXES), max=operands.row_stats("max"), sum_exp=operands.row_stats("sum_exp"),
         rows=scores.queries,
     )  # fmt: skip
     if probability:

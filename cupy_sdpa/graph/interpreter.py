@@ -79,7 +79,7 @@ def _softmax(node: Softmax, tile: Tile) -> None:
     # stats = m + log(l)
     if node.stats is not None:
         tile[node.stats] = shift + np.log(total)  # log 0 = -inf is the result of a row of -inf
-    for out, value in ((node.top, top), (node.total, total), (node.out, p)):
+    for out, value in ((node.max, top), (node.sum_exp, total), (node.out, p)):
         if out is not None:
             tile[out] = value
 
