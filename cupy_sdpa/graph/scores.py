@@ -54,7 +54,7 @@ class Scores:
         self.diagonal = operands.diagonal()
 
     def modify(self, s: Tensor) -> tuple[Tensor, ScoreFunction]:
-        """Apply the scale, the score function, softcap, ALiBi slopes and bias."""
+        """``S <- f(scale S)`` with the score function, softcap, ALiBi slopes and bias in f; and f itself."""
         s = self._scaled(s)
         function = self._function(s)
         s = function.emitter(function.root)
@@ -72,8 +72,8 @@ class Scores:
         row, column = self._index(s, "i″", axis=2), self._index(s, "j″", axis=3)
         is_query = self.g.pointwise("i″ < seq_lens_q", "cmp_lt", row, self.queries, out="is query", dtype="bool")
         is_key = self.g.pointwise("j″ < seq_lens_kv", "cmp_lt", column, self.keys, out="is key", dtype="bool")
-        valid = self.g.pointwise("valid = is query and is key", "logical_and", is_query, is_key, out="valid", dtype="bool")
-        return self._where(s, valid)
+        exists = self.g.pointwise("exists = is query and is key", "logical_and", is_query, is_key, out="exists", dtype="bool")
+        return self._where(s, exists)
 
     def mask_positions(self, s: Tensor, function: ScoreFunction) -> Tensor:
         """``S <- S where the query attends to the key, else -inf``: the band, the mask and the mask function.
@@ -93,10 +93,11 @@ class Scores:
 
     def mask_tail(self, s: Tensor, name: str, axis: int) -> Tensor:
         """``S <- S where j < Skv, else -inf`` (or i and Sq), which holds for every element of the tensor."""
+        name = f"{name}′"
         length = self.g.scalar(f"{name} length", "int32", value=s.shape[axis])
-        index = self._index(s, f"{name}′", axis)
-        valid = self.g.pointwise(f"{name}′ < {s.shape[axis]}", "cmp_lt", index, length, out=f"{name}′ valid", dtype="bool")
-        return self._where(s, valid)
+        index = self._index(s, name, axis)
+        exists = self.g.pointwise(f"{name} < {s.shape[axis]}", "cmp_lt", index, length, out=f"{name} exists", dtype="bool")
+        return self._where(s, exists)
 
     def _scaled(self, s: Tensor) -> Tensor:
         """``S <- scale S``."""
@@ -210,7 +211,7 @@ class Scores:
     def _index(self, like: Tensor, name: str, axis: int) -> Tensor:
         """The index of every element of ``like`` along an axis, int32."""
         kind = {2: "query", 3: "key"}[axis]
-        return self.g.pointwise(f"{name} = index of the {kind}", "gen_index", like, out=name, dtype="int32", axis=axis)
+        return self.g.pointwise(f"{name} = position of the {kind}", "gen_index", like, out=name, dtype="int32", axis=axis)
 
 
 def partial_tiles(problem: Problem) -> frozenset[str]:
@@ -220,7 +221,7 @@ def partial_tiles(problem: Problem) -> frozenset[str]:
     (measured with 9.19: NaN). Lengths that are a multiple of 128 have whole tiles only.
     """
     *_, sq, skv, _ = problem.sizes
-    # of the backward pass also with a mask function: exp(S + inf) in a fully masked row
+    # the backward pass with a mask function is affected too: exp(S + inf) in a fully masked row
     affected = problem.has_score_mod or (problem.backward and problem.settings.program is not None)
     if not affected or problem.ragged:
         return frozenset()
