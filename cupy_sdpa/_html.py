@@ -1,4 +1,4 @@
-"""Tables for notebooks."""
+"""HTML for notebooks."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ _CELL = "text-align:left;vertical-align:top"
 
 
 def escape(text: str) -> str:
-    """Text as HTML."""
-    import html  # slow to import, and only notebooks want it
+    """Escape text for HTML."""
+    import html  # slow to import, and needed in notebooks only
 
     return html.escape(text)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; every text is escaped.
+    """A table; the text of its cells is escaped.
 
     >>> table(["a"], [["1 < 2"]])
     '<table><tr><th style="text-align:left;vertical-align:top">a</th></tr>\
@@ -29,7 +29,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def with_title(title: str, body: str) -> str:
-    """A body of HTML under a title.
+    """HTML under a title.
 
     >>> with_title("q & a", "<p/>")
     '<div><b>q &amp; a</b><p/></div>'
@@ -38,7 +38,7 @@ def with_title(title: str, body: str) -> str:
 
 
 def details(title: str, body: str) -> str:
-    """A body of HTML that opens at a click on its title.
+    """HTML that is expanded by a click on its title.
 
     >>> details("steps", "<p/>")
     '<details><summary>steps</summary><p/></details>'

@@ -10,7 +10,7 @@ from typing import Any, TypedDict, TypeVar
 
 import numpy as np
 
-from ..problem.band import Band, Window
+from ..problem.band import Band, Causal, Window
 from ..problem.bucket import Bucket
 from ..problem.problem import CU_SEQLENS, LENGTHS, SCORE_INPUTS, SEEDS, Settings
 from ..score_fn.tracer import MaskMod, ScoreMod
@@ -25,7 +25,7 @@ class Options(TypedDict, total=False):
     """What every call takes beside its arrays; :func:`cupy_sdpa.attention` says what each of them means."""
 
     scale: float | None
-    causal: bool | str
+    causal: Causal
     window: Window
     mask: Any
     bias: Any
@@ -88,7 +88,7 @@ def read_settings(options: Mapping[str, Any], tau: float, *, deterministic: bool
     Args:
         options: as the caller gave them.
         tau: the scale.
-        deterministic: as for the backward pass.
+        deterministic: as for the call.
 
     Raises:
         TypeError, ValueError: a value that an option cannot have.

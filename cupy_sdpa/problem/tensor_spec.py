@@ -1,4 +1,4 @@
-"""Arrays as a problem sees them: dtype, shape, strides and alignment, and nothing of their contents."""
+"""Array metadata: dtype, shape, strides and alignment."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ FLOAT_DTYPES: tuple[FloatDtype, ...] = get_args(FloatDtype)
 #: Bytes per element of every dtype that an array may have.
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8, "bool": 1}
 
-#: An array's (dtype name, shape, strides in bytes, alignment of its memory in bytes): all that a problem takes from it.
+#: The metadata of an array that a problem depends on: (dtype name, shape, strides in bytes, alignment in bytes).
 Signature = tuple[str, tuple[int, ...], tuple[int, ...], int]
 
 
 @functools.cache
 def dtype_name(dtype: Any) -> str:
-    """The name of an array's dtype; numpy takes half a microsecond to put one together.
+    """The name of a numpy dtype; cached, because numpy takes half a microsecond to format it.
 
     >>> import numpy as np
     >>> dtype_name(np.dtype("f4"))
@@ -31,9 +31,9 @@ def dtype_name(dtype: Any) -> str:
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """numpy's dtype of a name, bfloat16 among them."""
+    """The numpy dtype of a name; bfloat16 is that of ml_dtypes."""
     if name == "bfloat16":
-        import ml_dtypes  # 45 ms to import: only where bfloat16 is met
+        import ml_dtypes  # takes 45 ms to import
 
         return np.dtype(ml_dtypes.bfloat16)  # type: ignore[no-any-return, unused-ignore]  # typed since ml_dtypes 0.6
     return np.dtype(name)
@@ -41,14 +41,14 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """An array as the caller holds it.
+    """The metadata of one array of a problem.
 
     Attributes:
-        name: the argument's name.
-        dtype: numpy's name of it.
-        shape: as the caller sees it, such as ``(head_dim, heads, seq, batch)``.
-        strides: in bytes. An axis of length 1 gets the stride that it would have in dense memory.
-        alignment: of the first element, in bytes, at most 16.
+        name: the name of the argument.
+        dtype: the name of the numpy dtype.
+        shape: the shape in the caller's axis order, such as ``(head_dim, heads, seq, batch)``.
+        strides: in bytes. An axis of length 1 has the stride of a dense array.
+        alignment: the alignment of the first element in bytes, at most 16.
     """
 
     name: str
@@ -59,7 +59,7 @@ class TensorSpec:
 
     @property
     def dense(self) -> bool:
-        """Whether it is dense in Fortran order."""
+        """Whether the array is dense in Fortran order."""
         return self.strides == dense_strides(self.shape, ITEMSIZE[self.dtype])
 
     def __str__(self) -> str:
@@ -68,7 +68,7 @@ class TensorSpec:
 
 
 def dense_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """The strides in bytes of a dense array in Fortran order: the first axis is contiguous."""
+    """The strides in bytes of a dense array in Fortran order."""
     strides, step = [], itemsize
     for length in shape:
         strides.append(step)
@@ -82,17 +82,17 @@ def dense_signature(dtype: str, shape: tuple[int, ...]) -> Signature:
 
 
 def dense_spec(name: str, dtype: str, shape: tuple[int, ...]) -> TensorSpec:
-    """A dense array in Fortran order, as one that is made for a call."""
+    """The spec of a dense array in Fortran order."""
     return TensorSpec(name, *dense_signature(dtype, shape))
 
 
-def spec_of(name: str, signature: Signature) -> TensorSpec:
-    """The array of a signature; axes of length 1, and arrays without elements, get the strides of dense memory."""
+def make_spec(name: str, signature: Signature) -> TensorSpec:
+    """The spec of an array; axes of length 1 and empty arrays get the strides of a dense array."""
     dtype, shape, strides, alignment = signature
     if 0 in shape:
         return dense_spec(name, dtype, shape)
-    normal = list(strides)
+    normalized = list(strides)
     for axis, length in enumerate(shape):
-        if length == 1:  # no step is ever taken along it: numpy, CuPy and DLPack put anything here, 0 too
-            normal[axis] = normal[axis - 1] * max(shape[axis - 1], 1) if axis else ITEMSIZE.get(dtype, 1)
-    return TensorSpec(name, dtype, shape, tuple(normal), alignment)
+        if length == 1:  # the stride has no meaning: numpy, CuPy and DLPack return arbitrary values, also 0
+            normalized[axis] = normalized[axis - 1] * max(shape[axis - 1], 1) if axis else ITEMSIZE.get(dtype, 1)
+    return TensorSpec(name, dtype, shape, tuple(normalized), alignment)

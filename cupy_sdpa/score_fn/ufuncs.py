@@ -112,12 +112,12 @@ def _conditions(*operands: Any) -> list[Value]:
 
 
 def _logical(mode: str, x: Any, b: Any) -> Value:
-    x, b = _conditions(x, b)
-    for condition, other in ((x, b), (b, x)):
+    first, second = _conditions(x, b)
+    for condition, other in ((first, second), (second, first)):
         constant = condition.tracer.writer.value(condition.step)
         if constant is not None:  # True & other, False | other
             return other if bool(constant) == (mode == "logical_and") else condition
-    return _record(mode, x, b)
+    return _record(mode, first, second)
 
 
 def _not(x: Any) -> Value:
