@@ -192,7 +192,7 @@ class Scores:
         return self.g.pointwise("attends = M ≠ 0", "cmp_neq", matrix, zero, out="attends", dtype="bool")
 
     def _unlike_a_band(self, condition: Tensor) -> Tensor:
-        """The condition in a form that cuDNN does not recognize as a band: of two bands it applies one (seen with 9.19)."""
+        """``condition != 0`` beside a band: cuDNN recognizes both as bands otherwise, and applies one (measured with 9.19)."""
         if self.band is None:
             return condition
         zero = self.g.scalar("zero′", self.g.compute_dtype, value=0.0)
