@@ -20,7 +20,7 @@ from cupyx.profiler import benchmark
 
 from cupy_sdpa.calls.arguments import read_forward
 from cupy_sdpa.device import cupy_runtime
-from cupy_sdpa.graph.patterns import forward
+from cupy_sdpa.graph.attention_forward import forward
 from cupy_sdpa.plans.engines import knobs_text, splits_keys
 from cupy_sdpa.plans.plan import Plan, SerializedPlan, Target, searching
 from cupy_sdpa.plans.plan_cache import session

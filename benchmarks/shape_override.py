@@ -24,7 +24,7 @@ from cupy_sdpa._cudnn.constants import AttributeName, AttributeType, DescriptorT
 from cupy_sdpa._cudnn.launch import Handle
 from cupy_sdpa._cudnn.library import library
 from cupy_sdpa.device import cupy_runtime
-from cupy_sdpa.graph.patterns import forward
+from cupy_sdpa.graph.attention_forward import forward
 from cupy_sdpa.plans.lowering import OperationGraph
 from cupy_sdpa.plans.plan import Plan, SerializedPlan, Target, searching
 

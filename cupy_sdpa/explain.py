@@ -11,7 +11,7 @@ from .calls.report import Report
 from .calls.staging import engine_problem
 from .device import cupy_runtime
 from .errors import CudnnError
-from .graph.patterns import graph_of
+from .graph import graph_of
 from .problem.problem import Problem
 from .problem.validation import ReturnStats
 from .support.why_not import unverified, why_not

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from cases import Case
 
-from cupy_sdpa.graph.patterns import forward
+from cupy_sdpa.graph.attention_forward import forward
 from cupy_sdpa.plans.engines import Candidate
 from cupy_sdpa.plans.plan import Plan, SerializedPlan, Target
 

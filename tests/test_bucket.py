@@ -9,7 +9,7 @@ from cases import VARIANTS, Case
 
 import cupy_sdpa
 from cupy_sdpa import attention, attention_backward, attention_vjp, explain
-from cupy_sdpa.graph.patterns import forward
+from cupy_sdpa.graph.attention_forward import forward
 from cupy_sdpa.problem.bucket import Policy, check_bucket
 
 LENGTHS = [(1, 1), (1, 100), (5, 64), (63, 65), (64, 64), (100, 37), (128, 130)]

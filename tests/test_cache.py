@@ -9,7 +9,7 @@ import pytest
 from cases import Case
 
 from cupy_sdpa import CudnnError, Unsupported
-from cupy_sdpa.graph.patterns import forward
+from cupy_sdpa.graph.attention_forward import forward
 from cupy_sdpa.plans import plan_cache
 from cupy_sdpa.plans.plan import Plan, PlanInfo
 from cupy_sdpa.plans.plan_cache import PlanCache

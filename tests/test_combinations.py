@@ -15,7 +15,8 @@ from test_sweep import HEAD_DIMS, LONGER, combination
 
 from cupy_sdpa import reference
 from cupy_sdpa.calls import arguments
-from cupy_sdpa.graph.patterns import backward, forward
+from cupy_sdpa.graph.attention_backward import backward
+from cupy_sdpa.graph.attention_forward import forward
 from cupy_sdpa.plans.plan import PlanInfo
 from cupy_sdpa.problem.problem import ROW_STATS
 from cupy_sdpa.problem.subproblems import subproblems

@@ -10,7 +10,8 @@ from tolerance import assert_close
 
 from cupy_sdpa import attention, reference
 from cupy_sdpa.calls import arguments, staging
-from cupy_sdpa.graph.patterns import backward, forward
+from cupy_sdpa.graph.attention_backward import backward
+from cupy_sdpa.graph.attention_forward import forward
 from cupy_sdpa.problem.problem import ROW_STATS
 
 

@@ -11,8 +11,9 @@ from planner import in_child, library_version, plan_graph, plan_problem
 import cupy_sdpa
 from cupy_sdpa.calls import arguments
 from cupy_sdpa.errors import Unsupported
+from cupy_sdpa.graph.attention_backward import backward
+from cupy_sdpa.graph.attention_forward import forward
 from cupy_sdpa.graph.nodes import Builder, Tensor, row_major
-from cupy_sdpa.graph.patterns import backward, forward
 from cupy_sdpa.plans.lowering import OperationGraph
 from cupy_sdpa.plans.plan import ORDERED, ORDERED_SINCE, PlanInfo
 from cupy_sdpa.problem.subproblems import subproblems

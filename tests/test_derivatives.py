@@ -10,7 +10,7 @@ from planner import library_version, plan_problem
 from cupy_sdpa import Unsupported, attention, attention_backward, attention_vjp, explain, problem, zoo
 from cupy_sdpa.calls.arguments import read_backward
 from cupy_sdpa.calls.call import Call
-from cupy_sdpa.graph import patterns
+from cupy_sdpa.graph.attention_backward import backward
 from cupy_sdpa.graph.emit import COMPOSED
 from cupy_sdpa.graph.nodes import POINTWISE
 from cupy_sdpa.plans.plan import PlanInfo
@@ -55,11 +55,11 @@ def test_a_mistake_in_any_rule_is_caught(mode, operand, monkeypatch):
         return False
 
     monkeypatch.setitem(RULES, mode, wrong)
-    patterns.backward.cache_clear()
+    backward.cache_clear()
     try:
         assert any(shows(functions) for functions in [*OPERATIONS, *ZOO])
     finally:
-        patterns.backward.cache_clear()
+        backward.cache_clear()
 
 
 def by_seed(seed):

@@ -9,7 +9,7 @@ import pytest
 from cases import Case
 
 from cupy_sdpa import DiskCacheWarning, Unsupported, problem
-from cupy_sdpa.graph.patterns import forward
+from cupy_sdpa.graph.attention_forward import forward
 from cupy_sdpa.plans import plan, plan_file
 from cupy_sdpa.plans.disk_cache import DiskCache
 from cupy_sdpa.plans.engines import EngineConfig

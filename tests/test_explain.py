@@ -251,7 +251,7 @@ def plan_over_garbage(problem, text):
     """In a child: put a text where the plan of a problem would be, then plan; gives the warnings, and the engine."""
     import warnings
 
-    from cupy_sdpa.graph.patterns import forward
+    from cupy_sdpa.graph.attention_forward import forward
     from cupy_sdpa.offline.planner import load_target
     from cupy_sdpa.plans.plan import disk_cache_key, make
 

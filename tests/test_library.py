@@ -15,7 +15,7 @@ from cupy_sdpa._cudnn.constants import AttributeType, DataType
 from cupy_sdpa._cudnn.descriptor import Descriptor, live
 from cupy_sdpa._cudnn.launch import Handle, Launcher
 from cupy_sdpa._cudnn.library import OVERRIDE, SONAME, Library
-from cupy_sdpa.graph.patterns import forward
+from cupy_sdpa.graph.attention_forward import forward
 from cupy_sdpa.plans.plan import Plan
 from cupy_sdpa.plans.plan_cache import PlanCache, Session
 

@@ -11,7 +11,7 @@ from cupy_sdpa import CudnnError, Unsupported
 from cupy_sdpa.calls import call
 from cupy_sdpa.calls.call import Call, planned
 from cupy_sdpa.device import cupy_runtime
-from cupy_sdpa.graph.patterns import forward
+from cupy_sdpa.graph.attention_forward import forward
 from cupy_sdpa.plans import engines, plan, plan_cache, plan_file
 from cupy_sdpa.plans.engines import Search
 from cupy_sdpa.plans.plan import ORDERED, ORDERED_SINCE, Target, plan_for

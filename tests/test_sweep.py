@@ -11,7 +11,7 @@ from on_gpu import check_backward, check_forward
 from cupy_sdpa import attention, attention_backward
 from cupy_sdpa._cudnn.library import library
 from cupy_sdpa.device import cupy_runtime
-from cupy_sdpa.graph.patterns import forward
+from cupy_sdpa.graph.attention_forward import forward
 from cupy_sdpa.plans.plan import PlanInfo
 from cupy_sdpa.support.why_not import why_not
 

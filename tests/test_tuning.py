@@ -13,7 +13,8 @@ import cupy_sdpa.plans.plan
 from cupy_sdpa import CudnnError, Unsupported
 from cupy_sdpa.calls import autotune
 from cupy_sdpa.calls.autotune import KNOBS, Trial, Tuning, tune
-from cupy_sdpa.graph.patterns import backward, forward
+from cupy_sdpa.graph.attention_backward import backward
+from cupy_sdpa.graph.attention_forward import forward
 from cupy_sdpa.plans.plan import ORDERED_SINCE
 from cupy_sdpa.plans.plan_cache import PlanCache
 
@@ -23,7 +24,7 @@ ASKED = Case("small", d=64, sq=64).problem()
 def candidates_of(problem, knobs):
     """In a child: the (engine, knobs, whether heuristics propose it) of every candidate, and those of the plan itself."""
     from cupy_sdpa.calls.autotune import _candidates
-    from cupy_sdpa.graph.patterns import forward
+    from cupy_sdpa.graph.attention_forward import forward
     from cupy_sdpa.offline.planner import load_target
     from cupy_sdpa.plans.disk_cache import DiskCache
     from cupy_sdpa.plans.plan import make, searching

@@ -210,7 +210,7 @@ class TestDropout:
         """A tile of the CPU engine draws what the whole would."""
         q = np.ones((8, 2, 50, 2), np.float32, order="F")
         whole = attention(q, q, q, dropout_p=0.5, seed=1)
-        monkeypatch.setattr("cupy_sdpa.graph.interpreter.TILE_ELEMENTS", 150)
+        monkeypatch.setattr("cupy_sdpa.graph.tiles.TILE_ELEMENTS", 150)
         np.testing.assert_array_equal(attention(q, q, q, dropout_p=0.5, seed=1), whole)
 
 

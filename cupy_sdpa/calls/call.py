@@ -14,8 +14,8 @@ import numpy as np
 
 from ..device import cupy_runtime
 from ..errors import CudnnError, Unsupported
+from ..graph import graph_of
 from ..graph.interpreter import evaluate
-from ..graph.patterns import graph_of
 from ..problem.bucket import Policy
 from ..problem.problem import CU_SEQLENS, LENGTHS, ROW_STATS, Problem
 from ..problem.subproblems import subproblems

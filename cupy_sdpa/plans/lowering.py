@@ -160,10 +160,10 @@ def _softmax(node: Softmax, lowered: OperationGraph) -> None:
     def virtual(name: str, like: Tensor) -> Tensor:
         return Tensor(f"{node.out.name}.{name}", like.shape, "float32", "virtual", row_major(like.shape))
 
-    x, row, sink = node.x, node.stats or node.top, node.sink
+    x, row, sink = node.x, node.stats or node.max, node.sink
     assert row
-    top, shifted, e = node.top or virtual("m", row), virtual("x-m", x), virtual("e", x)
-    total = node.total or virtual("l", row)
+    top, shifted, e = node.max or virtual("m", row), virtual("x-m", x), virtual("e", x)
+    total = node.sum_exp or virtual("l", row)
     # m = max x                      (B, Hq, Sq, 1)
     highest = virtual("max x", row) if sink else top
     _reduce(lowered, ReduceTensorOp.MAX, x, highest, "m = max S")

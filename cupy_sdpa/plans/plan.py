@@ -17,8 +17,9 @@ from .._cudnn.library import library
 from .._cudnn.nvrtc import nvrtc
 from ..device import cupy_runtime
 from ..errors import CudnnError, Unsupported
+from ..graph.attention_backward import backward
+from ..graph.attention_forward import forward
 from ..graph.nodes import Graph
-from ..graph.patterns import backward, forward
 from ..problem.problem import Problem, writes_dq_directly
 from ..problem.tensor_spec import ITEMSIZE
 from ..support.why_not import guards
