@@ -19,7 +19,7 @@ from common import random_normal, versions, write_csv
 from cupyx.profiler import benchmark
 
 from cupy_sdpa.calls.arguments import read_forward
-from cupy_sdpa.device import cupy_runtime
+from cupy_sdpa.device import cupy_runtime, driver
 from cupy_sdpa.graph.patterns import forward
 from cupy_sdpa.plans.engines import knobs_text, splits_keys
 from cupy_sdpa.plans.plan import Plan, SerializedPlan, Target, searching
@@ -57,7 +57,7 @@ def truth(q: Any, k: Any, v: Any, modify: Any) -> Any:
 
 def rows() -> Iterator[dict[str, Any]]:
     """A row for each problem, option, graph and engine config."""
-    target = Target(cupy_runtime.model(0), cupy_runtime.capability(0), session(cupy_runtime.context_id()).handle)
+    target = Target(cupy_runtime.model(0), cupy_runtime.capability(0), session(driver.context_id()).handle)
     for batch, heads, key_heads, d, keys in PROBLEMS:
         shapes = ((d, heads, 1, batch), *[(d, key_heads, keys, batch)] * 2)
         q, k, v = (random_normal(*shape) for shape in shapes)

@@ -253,7 +253,7 @@ def test_without_nvidia_smi_nothing_is_said_of_clocks(monkeypatch, folder):
     """Its columns are empty."""
     runtime = type("Runtime", (), {"getDevice": lambda: 0, "deviceGetPCIBusId": lambda device: "0000:00:00.0"})
     cupy = type("Cupy", (), {"cuda": type("Cuda", (), {"runtime": runtime})})
-    monkeypatch.setattr(facts.gpu, "cupy", lambda: cupy)
+    monkeypatch.setattr(facts.cupy_runtime, "cupy", lambda: cupy)
     monkeypatch.setenv("PATH", str(folder))
     assert set(facts.state("before").values()) == {""}
     (folder / "nvidia-smi").write_text("#!/bin/sh\necho 1980, 3201, 130.5, 41, 0x0000000000000000\n")

@@ -15,7 +15,7 @@ from tolerance import assert_close
 
 import cupy_sdpa
 from cupy_sdpa import attention, attention_backward, attention_vjp, explain, prepare, reference, store
-from cupy_sdpa.device import cupy_runtime
+from cupy_sdpa.device import memory
 from cupy_sdpa.errors import CudnnError
 from cupy_sdpa.support import gpus
 
@@ -360,7 +360,7 @@ def test_arrays_are_copied_into_longer_ones(name, cupy):
     target, source, axis = RESIZED[name](cupy)
     around = target.base if target.base is not None else target
     before = cupy.asnumpy(around).copy()
-    cupy_runtime.resize(target, source, axis)
+    memory.resize(target, source, axis)
     n = min(target.shape[axis], source.shape[axis])
     want = np.zeros(target.shape, np.int16)
     part = (slice(None),) * axis + (slice(n),)

@@ -5,7 +5,7 @@ import inspect
 import numpy as np
 import pytest
 
-from cupy_sdpa.device import cupy_runtime, kernels
+from cupy_sdpa.device import kernels, memory
 
 SEEDS = range(5)
 
@@ -198,7 +198,7 @@ def test_clearing(name, value, fake):
     """Every element of the array, and no other."""
     host = np.asfortranarray(np.ones((3, 5, 2), np.float32))
     whole = fake.asarray(host)
-    cupy_runtime.clear(CLEARED[name](whole), value)
+    memory.clear(CLEARED[name](whole), value)
     CLEARED[name](host)[...] = value
     np.testing.assert_array_equal(whole.get(), host)
 
@@ -231,7 +231,7 @@ def test_resizing(name, fake):
     to, of, axis = RESIZED[name](fake)
     around = to.base if to.base is not None else to
     before = around.get()
-    cupy_runtime.resize(to, of, axis)
+    memory.resize(to, of, axis)
     common = (slice(None),) * axis + (slice(min(to.shape[axis], of.shape[axis])),)
     want = np.zeros(to.shape, np.int16)
     want[common] = of.get()[common]

@@ -10,7 +10,7 @@ import cupy_sdpa
 from cupy_sdpa import CudnnError, Unsupported
 from cupy_sdpa.calls import call
 from cupy_sdpa.calls.call import Call, planned
-from cupy_sdpa.device import cupy_runtime
+from cupy_sdpa.device import cupy_runtime, driver
 from cupy_sdpa.graph.patterns import forward
 from cupy_sdpa.plans import engines, plan, plan_cache, plan_file
 from cupy_sdpa.plans.engines import Search
@@ -103,7 +103,8 @@ def device(monkeypatch):
     session = SimpleNamespace(handle=Handle(), cache=plan_cache.PlanCache(), stream=7)
     cuda = SimpleNamespace(runtime=SimpleNamespace(memGetInfo=read))
     monkeypatch.setattr(cupy_runtime, "cupy", lambda: SimpleNamespace(cuda=cuda, get_default_memory_pool=read))
-    for name, value in {"context_id": 1, "stream": None, "capturing": False, "model": "h200", "capability": 90}.items():
+    monkeypatch.setattr(driver, "context_id", lambda: 1)
+    for name, value in {"capturing": False, "model": "h200", "capability": 90}.items():
         monkeypatch.setattr(cupy_runtime, name, lambda *_, value=value: value)
     monkeypatch.setattr(cupy_runtime, "stream", lambda: session.stream)
     monkeypatch.setattr(plan_cache, "existing_session", lambda context: session)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from ..device import cupy_runtime
+from ..device import cupy_runtime, driver
 from ..errors import CudnnError, Unsupported
 from ..graph.interpreter import evaluate, numpy_dtype
 from ..graph.patterns import graph_of
@@ -316,7 +316,7 @@ def planned(problem: Problem, device: int, run: Callable[[Session, Plan], T]) ->
     """
     from ..plans.plan_cache import existing_session, session
 
-    context = cupy_runtime.context_id()
+    context = driver.context_id()
     if existing_session(context) is None:
         _not_while_capturing(problem)
     here = session(context)

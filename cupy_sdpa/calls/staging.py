@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..device import cupy_runtime, kernels
+from ..device import cupy_runtime, kernels, memory
 from ..graph.interpreter import numpy_dtype
 from ..problem.bucket import Policy, padded_axes
 from ..problem.problem import LENGTHS, MASKED_SCORE, OF_KEYS, OF_QUERIES, PER_ROW, STARTS, Problem, has_diagonal, is_matrix
@@ -224,9 +224,9 @@ class Stage:
         """Copy an array into a longer one, with zeros behind it, or into a shorter one."""
         axes = [axis for axis, _ in padded_axes(name) if target.shape[axis] != source.shape[axis]]
         if self.on_gpu and len(axes) == 1:
-            cupy_runtime.resize(target, source, axes[0])
+            memory.resize(target, source, axes[0])
         else:
-            cupy_runtime.fit(target, source, tuple(axes))
+            memory.fit(target, source, tuple(axes))
 
 
 def _fits(array: Any, spec: TensorSpec) -> bool:
@@ -260,7 +260,7 @@ def filled(dtype: str, size: int, value: int, *, like: Any, on_gpu: bool) -> Any
     with cupy_runtime.on_device_of(like):
         array = cupy_runtime.empty((size,), np.dtype(dtype))
         if dtype == "int32":
-            cupy_runtime.fill_int32(array, value)
+            memory.fill_int32(array, value)
         else:
             array.fill(value)
     return array
@@ -269,7 +269,7 @@ def filled(dtype: str, size: int, value: int, *, like: Any, on_gpu: bool) -> Any
 def clear(array: Any, value: float, on_gpu: bool) -> None:
     """Fill an array with zeros or -inf."""
     if on_gpu:
-        cupy_runtime.clear(array, value)
+        memory.clear(array, value)
     else:
         array.fill(value)
 

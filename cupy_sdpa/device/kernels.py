@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..problem.problem import MASKED_SCORE
-from . import cupy_runtime
+from . import cupy_runtime, memory
 
 
 class Side(NamedTuple):
@@ -176,10 +176,10 @@ def cleaned(array: Any, lengths: Any) -> Any:
     D is a multiple of 8 elements of 2 bytes, so a position of a sequence is a multiple of 16 bytes.
     """
     copy = cupy_runtime.empty(array.shape, array.dtype)
-    rows = cupy_runtime.rows_of(array, 2)
+    rows = memory.rows_of(array, 2)
     if rows is None or rows.address % 16 or rows.pitch % 16:
         copy[...] = array
-        rows = cupy_runtime.rows_of(copy, 2)
+        rows = memory.rows_of(copy, 2)
     assert rows is not None
     position = rows.width // array.shape[2]
     blocks = min(-(-rows.width // (16 * 256)), 1024)

@@ -15,7 +15,7 @@ from .._cudnn.descriptor import Descriptor
 from .._cudnn.launch import Handle, Launcher
 from .._cudnn.library import library
 from .._cudnn.nvrtc import nvrtc
-from ..device import cupy_runtime
+from ..device import memory
 from ..errors import CudnnError, Unsupported
 from ..graph.nodes import Graph
 from ..graph.patterns import backward, forward
@@ -321,7 +321,7 @@ class Plan:
         )  # fmt: skip
         constants = graph.by_role("constant")
         here = target.handle is not None
-        self._constants = {t.name: cupy_runtime.positions(t.span).data.ptr if here else 0 for t in constants}
+        self._constants = {t.name: memory.positions(t.span).data.ptr if here else 0 for t in constants}
         self._arrays = [t.name for t in graph.by_role("input", "output", "constant", "scratch")]
         numbers = graph.by_role("scalar")
         self._scalars = [t.name for t in numbers if t.value is None]
