@@ -225,7 +225,7 @@ def test_compiling_calls_every_peer_once(monkeypatch):
     failing = type("Failing", (Fake,), {"name": "failing", "call": lambda self, inputs: 1 / 0})
     monkeypatch.setattr(run, "Inputs", lambda preset: None)
     monkeypatch.setattr(run.measure, "free_memory", lambda: None)
-    wanted = run.RequestedOutputs([SMALL], ["forward", "both"], [Compiling, failing])
+    wanted = run.Wanted([SMALL], ["forward", "both"], [Compiling, failing])
     told = list(run.compiled(wanted, lambda *_: None))
     assert called == [(SMALL.name, "forward"), (SMALL.name, "both")]
     assert told == [f"failing ({SMALL.name} {way}): ZeroDivisionError: division by zero" for way in ("forward", "both")]

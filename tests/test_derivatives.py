@@ -16,7 +16,8 @@ from cupy_sdpa.graph.nodes import POINTWISE
 from cupy_sdpa.plans.plan import PlanInfo
 from cupy_sdpa.problem import subproblems
 from cupy_sdpa.score_fn.autodiff import RULES
-from cupy_sdpa.support import gpus, why_not
+from cupy_sdpa.support import gpus
+from cupy_sdpa.support.why_not import why_not
 
 #: The modes whose result has a derivative; identity, which no function writes, among them.
 SMOOTH = sorted(
@@ -112,7 +113,7 @@ def test_arrays_share_a_launch_where_they_can(name, launched):
     assert len(report.launches or (report,)) == launched
     assert str(report).count("and then") == launched - 1
     assert report._repr_html_().count("runs on the CPU") == launched
-    parts = subproblems.launches(report.problem) if launched == 1 else [part.problem for part in report.launches]
+    parts = subproblems.subproblems(report.problem) if launched == 1 else [part.problem for part in report.launches]
     assert [len(part.sums) for part in parts] == ([1] if launched == 1 else [0] + [1] * (launched - 1))
 
 
@@ -208,7 +209,7 @@ def test_gradients_of_arrays_are_planned(functions, planner):
     shapes = (64, HQ, 200, B), (64, HKV, 200, B), (64, HKV, 200, B)
     asked = problem(*shapes, dtype="bfloat16", backward=True, return_dtensors=True, **functions.options(q=200, kv=200))
     others = [name for name in gpus.NAMES if name != "h200"]
-    for part in subproblems.launches(asked):
+    for part in subproblems.subproblems(asked):
         for gpu in ("h200", others[LEARNED.index(functions) % len(others)]) if part.sums else ():
             plan = planner.call(plan_problem, part, gpu)
             reasons = why_not(part, planner.call(library_version), gpus.capability(gpu))

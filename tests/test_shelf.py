@@ -347,7 +347,7 @@ def test_processes_write_at_once(folder):
     code = f"""
 import sys, warnings
 warnings.simplefilter("error")
-from cupy_sdpa.plans.disk_cache import Shelf
+from cupy_sdpa.plans.disk_cache import DiskCache
 from pathlib import Path
 for n in range(100):
     key = f"{{n % 5:064x}}"
