@@ -100,8 +100,8 @@ class Gpu:
         self.computes = [COMPUTES["right"], *others]
         library = SimpleNamespace(version=92800, build="test")
         monkeypatch.setattr(cupy_sdpa.plans.plan, "library", lambda: library)
-        monkeypatch.setattr(autotune.gpu, "cupy", lambda: np)
-        monkeypatch.setattr(autotune.gpu, "allocate", lambda size: SimpleNamespace(ptr=1))
+        monkeypatch.setattr(autotune.cupy_runtime, "cupy", lambda: np)
+        monkeypatch.setattr(autotune.cupy_runtime, "allocate", lambda size: SimpleNamespace(ptr=1))
         monkeypatch.setattr(autotune, "current", lambda: SimpleNamespace(put=self.put))
         monkeypatch.setattr(autotune, "searching", self.searching)
         monkeypatch.setattr(autotune, "_candidates", lambda search, plan, by_hand: self.candidates(by_hand))
@@ -213,8 +213,8 @@ def test_the_stream_is_restored_after_a_plan_was_recorded(fail, monkeypatch):
             raise fail
         return own
 
-    monkeypatch.setattr(autotune.gpu, "stream", lambda: current[0])
-    monkeypatch.setattr(autotune.gpu, "cupy", lambda: np)
+    monkeypatch.setattr(autotune.cupy_runtime, "stream", lambda: current[0])
+    monkeypatch.setattr(autotune.cupy_runtime, "cupy", lambda: np)
     monkeypatch.setattr(autotune, "Recording", record)
     executed = []
     bench = autotune._Bench(handle, lambda plan, workspace: executed.append((plan, workspace, streams[-1])), [])
