@@ -233,7 +233,7 @@ def test_not_while_capturing_nor_tuning(fixture, monkeypatch):
     assert replay_cache.repeated("forward", (q, k, v, None, None), {}) is None
     fixture.capturing = False
     with contextlib.ExitStack() as stack:
-        token = replay_cache.tunings.set(([], False))
+        token = replay_cache.tunings.set([])
         stack.callback(replay_cache.tunings.reset, token)
         assert replay_cache.repeated("forward", (q, k, v, None, None), {}) is None
     assert fixture.call(q, k, v)[0] == "launch"
