@@ -31,8 +31,8 @@ if TYPE_CHECKING:  # cuDNN's rooms are entered only for CuPy arrays
 
 T = TypeVar("T")
 
-#: Where :func:`cupy_sdpa.autotune` is in force: what has been tuned so far, and whether knobs are tried by hand.
-tunings: ContextVar[tuple[list[Tuning], bool] | None] = ContextVar("tunings", default=None)
+#: Where :func:`cupy_sdpa.autotune` is in force: the results so far.
+tunings: ContextVar[list[Tuning] | None] = ContextVar("tunings", default=None)
 
 
 class LaunchRecord(NamedTuple):
@@ -249,9 +249,8 @@ class Call:
         """Measure every engine config on these arrays, unless that has been done, and keep the fastest."""
         from .autotune import tune
 
-        in_force = tunings.get()
-        assert in_force is not None
-        done, knobs = in_force
+        done = tunings.get()
+        assert done is not None
         if cupy_runtime.capturing():
             raise RuntimeError("a stream is being captured: nothing can be measured now; tune before the capture begins")
 
@@ -260,7 +259,7 @@ class Call:
                 return
             stage = self._staged(given)
             results = [stage.arrays[spec.name] for spec in given.results]
-            done.append(tune(given, plan, here.cache, functools.partial(self._execute, stage), results, knobs=knobs))
+            done.append(tune(given, plan, here.cache, functools.partial(self._execute, stage), results))
 
         planned(given, device, measure)
 
@@ -354,10 +353,10 @@ def _not_while_capturing(problem: Problem) -> None:
 
 
 @contextlib.contextmanager
-def tuning_on(knobs: bool) -> Iterator[list[Tuning]]:
+def tuning_on() -> Iterator[list[Tuning]]:
     """Have calls tuned; gives the list that what was found is added to."""
     done: list[Tuning] = []
-    token = tunings.set((done, knobs))
+    token = tunings.set(done)
     try:
         yield done
     finally:

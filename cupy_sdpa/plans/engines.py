@@ -125,20 +125,6 @@ class Search:
             if candidate:
                 yield candidate
 
-    def knobs(self, engine: int) -> dict[str, range]:
-        """The knobs of an engine, and the values that it says they can have; most of their combinations it refuses."""
-        found = {}
-        with self._engine(engine) as descriptor, contextlib.ExitStack() as stack:
-            count = descriptor.count("KNOB_INFO", AttributeType.BACKEND_DESCRIPTOR)
-            infos = [stack.enter_context(Descriptor("KNOB_INFO")) for _ in range(count)]
-            for info in infos[: descriptor.fill("KNOB_INFO", infos)] if infos else ():
-                number = info.get("TYPE", AttributeType.KNOB_TYPE)[0]
-                low, high, step = (
-                    info.get(name, AttributeType.INT64)[0] for name in ("MINIMUM_VALUE", "MAXIMUM_VALUE", "STRIDE")
-                )
-                found[name_of(KnobType, number) or str(number)] = range(low, high + 1, step or 1)
-        return found
-
     def _engine(self, number: int) -> Descriptor:
         engine = Descriptor("ENGINE")
         try:
