@@ -206,6 +206,6 @@ def get_plan_cache() -> PlanCache:
             "there is no GPU here, hence no plan cache: CuPy finds no CUDA device. "
             "`python -m cupy_sdpa info` lists what is missing"
         )
-    from .plans.plan_cache import session
+    from .plans.sessions import session
 
     return session(driver.context_id()).cache

@@ -253,16 +253,16 @@ def plan_over_garbage(problem, text):
 
     from cupy_sdpa.graph.patterns import forward
     from cupy_sdpa.offline.planner import described
-    from cupy_sdpa.plans.plan import disk_cache_key, make
+    from cupy_sdpa.plans.planner import disk_cache_key, load_or_build
 
     disk_cache, target, graph = DiskCache(None), described("h200"), forward(problem)
-    make(graph, target, disk_cache=disk_cache).close()
+    load_or_build(graph, target, disk_cache=disk_cache).close()
     key = disk_cache_key(graph, target, None, None)
     head = disk_cache.get(key).partition(b"\n")[0]
     disk_cache.put(key, head + b"\n" + text if text else b"")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        plan = make(graph, target, disk_cache=disk_cache)
+        plan = load_or_build(graph, target, disk_cache=disk_cache)
     plan.close()
     assert not plan.info.loaded
     return [str(warning.message) for warning in said], plan.info.engine

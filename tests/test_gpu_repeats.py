@@ -13,7 +13,8 @@ from cupy_sdpa import attention, attention_backward, autotune, explain, get_plan
 from cupy_sdpa._cudnn.library import library
 from cupy_sdpa.calls import replay_cache
 from cupy_sdpa.device import cuda_graph, driver
-from cupy_sdpa.plans.plan_cache import RECORDING_LIMIT, existing_session
+from cupy_sdpa.plans.plan_cache import RECORDING_LIMIT
+from cupy_sdpa.plans.sessions import existing_session
 from cupy_sdpa.problem.problem import Problem
 
 pytestmark = pytest.mark.gpu

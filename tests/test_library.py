@@ -17,7 +17,8 @@ from cupy_sdpa._cudnn.launch import Handle, Launcher
 from cupy_sdpa._cudnn.library import OVERRIDE, SONAME, Library
 from cupy_sdpa.graph.patterns import forward
 from cupy_sdpa.plans.plan import Plan
-from cupy_sdpa.plans.plan_cache import PlanCache, Session
+from cupy_sdpa.plans.plan_cache import PlanCache
+from cupy_sdpa.plans.sessions import Session
 
 
 def python(code, **environment):
@@ -252,7 +253,7 @@ def balance(graph, gpu, path):
     from cupy_sdpa._cudnn.library import library
     from cupy_sdpa.offline.planner import described
     from cupy_sdpa.plans.disk_cache import DiskCache
-    from cupy_sdpa.plans.plan import make
+    from cupy_sdpa.plans.planner import load_or_build
 
     lib, made, gone = library(), [], []
     create, destroy = lib.cudnnBackendCreateDescriptor, lib.cudnnBackendDestroyDescriptor
@@ -262,7 +263,7 @@ def balance(graph, gpu, path):
     disk_cache = DiskCache(None)
     for _ in range(2):  # built, then loaded
         try:
-            plan = make(graph, described(gpu), disk_cache=disk_cache)
+            plan = load_or_build(graph, described(gpu), disk_cache=disk_cache)
             alive = max(alive, len(made) - len(gone))
             plan.close()
         except Unsupported:

@@ -14,8 +14,8 @@ from cupy_sdpa import CudnnError, Unsupported
 from cupy_sdpa.calls import autotune
 from cupy_sdpa.calls.autotune import Trial, Tuning, tune
 from cupy_sdpa.graph.patterns import backward, forward
-from cupy_sdpa.plans.plan import ORDERED_SINCE
 from cupy_sdpa.plans.plan_cache import PlanCache
+from cupy_sdpa.plans.planner import ORDERED_SINCE
 
 ASKED = Case("small", d=64, sq=64).problem()
 
@@ -26,12 +26,12 @@ def candidates_of(problem):
     from cupy_sdpa.graph.patterns import forward
     from cupy_sdpa.offline.planner import described
     from cupy_sdpa.plans.disk_cache import DiskCache
-    from cupy_sdpa.plans.plan import make, searching
+    from cupy_sdpa.plans.planner import engine_search, load_or_build
 
     target, graph = described("h200"), forward(problem)
-    plan = make(graph, target, disk_cache=DiskCache(None))
+    plan = load_or_build(graph, target, disk_cache=DiskCache(None))
     found = []
-    with searching(graph, target) as (search, _):
+    with engine_search(graph, target) as (search, _):
         for candidate in _candidates(search, plan):
             found.append((candidate.engine, candidate.knobs))
             candidate.close()
@@ -107,7 +107,7 @@ class Gpu:
         monkeypatch.setattr(autotune.cupy_runtime, "cupy", lambda: np)
         monkeypatch.setattr(autotune.cupy_runtime, "allocate", lambda size: SimpleNamespace(ptr=1))
         monkeypatch.setattr(autotune, "current", lambda: SimpleNamespace(put=self.put))
-        monkeypatch.setattr(autotune, "searching", self.searching)
+        monkeypatch.setattr(autotune, "engine_search", self.engine_search)
         monkeypatch.setattr(autotune, "_candidates", lambda search, plan: self.candidates())
         monkeypatch.setattr(autotune._Bench, "time", lambda bench, plan, rounds: us[plan.info.engine])
         self.asked, self.stored, self.cache = [], [], PlanCache()
@@ -120,7 +120,7 @@ class Gpu:
         return self.descriptors[engine]
 
     @contextlib.contextmanager
-    def searching(self, graph, target, limit=None):
+    def engine_search(self, graph, target, limit=None):
         self.asked.append(limit)
         yield None, uids(graph)
 

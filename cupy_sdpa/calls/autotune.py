@@ -24,9 +24,10 @@ from .._cudnn.launch import Handle
 from ..device import cupy_runtime
 from ..device.cuda_graph import Recording
 from ..plans.disk_cache import current
-from ..plans.engines import Candidate, Knobs, Search, knobs_text
-from ..plans.plan import Plan, SerializedPlan, searching
+from ..plans.engines import Candidate, EngineSearch, Knobs, knobs_text
+from ..plans.plan import Plan, SerializedPlan
 from ..plans.plan_cache import PlanCache
+from ..plans.planner import engine_search
 from ..problem.problem import Problem
 
 #: A config must be faster than the current plan by this factor to replace it; a smaller gain is noise.
@@ -153,7 +154,7 @@ def _measure_candidates(bench: _Bench, problem: Problem, plan: Plan, finalists: 
     """Measure every other config once; the fastest are left in ``finalists``, the trials of all others are returned."""
     dropped: list[Trial] = []
     expected = bench.results_of(plan)
-    with searching(plan.info.graph, plan.target, problem.settings.max_workspace) as (search, uids):
+    with engine_search(plan.info.graph, plan.target, problem.settings.max_workspace) as (search, uids):
         for count, candidate in enumerate(_candidates(search, plan), 1):
             serialized = SerializedPlan(uids, candidate, plan.info.refused)
             entry = _Entry(Plan(serialized, plan.info.graph, plan.target, plan.key, candidate.build_ms))
@@ -169,7 +170,7 @@ def _measure_candidates(bench: _Bench, problem: Problem, plan: Plan, finalists: 
     return dropped
 
 
-def _candidates(search: Search, plan: Plan) -> Iterator[Candidate]:
+def _candidates(search: EngineSearch, plan: Plan) -> Iterator[Candidate]:
     """Every proposed config except the plan's own, each once; the caller closes them."""
     seen = {(plan.info.engine, plan.info.knobs)}
     for candidate in search.proposed():

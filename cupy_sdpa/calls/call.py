@@ -25,7 +25,7 @@ from .staging import Stage, clear, engine_problem, fill_value, filled
 
 if TYPE_CHECKING:  # cuDNN's rooms are entered only for CuPy arrays
     from ..plans.plan import Plan, PlanInfo
-    from ..plans.plan_cache import Session
+    from ..plans.sessions import Session
     from .autotune import Tuning
     from .user_functions import Gradients
 
@@ -313,7 +313,7 @@ def planned(problem: Problem, device: int, run: Callable[[Session, Plan], T]) ->
         Unsupported: there is no plan.
         RuntimeError: there is none yet, and the stream is being captured.
     """
-    from ..plans.plan_cache import existing_session, session
+    from ..plans.sessions import existing_session, session
 
     context = driver.context_id()
     if existing_session(context) is None:
@@ -321,7 +321,8 @@ def planned(problem: Problem, device: int, run: Callable[[Session, Plan], T]) ->
     here = session(context)
 
     def build() -> Plan:
-        from ..plans.plan import Target, plan_for
+        from ..plans.plan import Target
+        from ..plans.planner import plan_for
 
         if reasons := objections(problem, device):
             raise reasons[0].error("\n".join(map(str, reasons)))

@@ -34,7 +34,8 @@ from .call import Call, tunings
 
 if TYPE_CHECKING:  # cuDNN's rooms are entered only for CuPy arrays
     from ..plans.plan import Plan
-    from ..plans.plan_cache import PlanCache, Session
+    from ..plans.plan_cache import PlanCache
+    from ..plans.sessions import Session
 
 #: Calls that a session knows, and sets of addresses without a recording that each counts; the least recently used go first.
 CALLS, SEEN = 1024, 128
@@ -59,7 +60,7 @@ _here: _Here | None = None
 
 class _Here:
     def __init__(self) -> None:
-        from ..plans.plan_cache import existing_session
+        from ..plans.sessions import existing_session
 
         cupy = cupy_runtime.cupy()
         self.ndarray, self.alloc = cupy.ndarray, cupy.cuda.alloc

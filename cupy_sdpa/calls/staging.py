@@ -45,7 +45,7 @@ def _engine_problem(problem: Problem, on_gpu: bool) -> Problem:
     *_, sq, skv, _ = problem.sizes
     for spec in (problem.bias, problem.mask):
         if spec and (spec is problem.mask or spec.shape[:2] == (1, 1)):
-            # cuDNN dies of bytes in memory (support.deadly), and mistakes one number for another where both axes are 1
+            # cuDNN dies of bytes in memory (plans.lowering.crashing_patterns), and mistakes one number for another where both axes are 1
             kind = "float16" if spec is problem.mask else spec.dtype
             kind = "float32" if (sq, skv) == (1, 1) else kind  # as in _read_as
             keys = skv if spec.shape[1] == 1 else spec.shape[0]

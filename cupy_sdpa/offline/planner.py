@@ -29,7 +29,8 @@ from .._cudnn.library import OVERRIDE, library
 from ..device.cupy_runtime import model_of
 from ..errors import CudnnError, Unsupported
 from ..plans.disk_cache import DiskCache
-from ..plans.plan import PlanInfo, Target, plan_for
+from ..plans.plan import PlanInfo, Target
+from ..plans.planner import plan_for
 from ..problem.problem import Problem
 from ..support import gpus
 

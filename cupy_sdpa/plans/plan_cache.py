@@ -7,7 +7,6 @@ the next new thread to take over, plans and all. Nothing is destroyed then, nor 
 
 from __future__ import annotations
 
-import os
 import threading
 import warnings
 from collections import OrderedDict
@@ -16,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from .. import _html
-from .._cudnn.launch import Handle
 from ..errors import Unsupported
 from ..problem.problem import Problem
 from .engines import knobs_text
@@ -269,68 +267,3 @@ def _destroy(plan: Plan) -> None:
         plan.close()
     except Exception as error:
         warnings.warn(f"a plan could not be destroyed: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=2)
-
-
-class Session:
-    """What a thread has in a CUDA context: a cuDNN handle, the plans finalized for it, and the calls that come again."""
-
-    def __init__(self) -> None:
-        self.handle = Handle()
-        self.cache = PlanCache()
-        self.known: dict[Any, Any] = {}  # of cupy_sdpa.calls.replay_cache
-
-
-class _Lease:
-    """The sessions of a thread, by context; left for other threads when the thread ends."""
-
-    def __init__(self) -> None:
-        self.sessions: dict[int, Session] = {}
-        self._idle = _idle  # held here: at interpreter exit the module's own names are gone before this object is
-
-    def __del__(self) -> None:
-        # Runs in the ending thread. Only moves Python objects about: no cuDNN call is ever made from here.
-        for context, session in self.sessions.items():
-            self._idle.setdefault(context, []).append(session)
-
-
-_idle: dict[int, list[Session]] = {}
-_thread = threading.local()
-
-
-def existing_session(context: int) -> Session | None:
-    """The session that :func:`session` would give, if this thread has it already."""
-    lease: _Lease | None = getattr(_thread, "lease", None)
-    return None if lease is None else lease.sessions.get(context)
-
-
-def session(context: int) -> Session:
-    """The current thread's session in the current CUDA context.
-
-    Args:
-        context: an id of the context that is never used again, not its address.
-    """
-    lease: _Lease | None = getattr(_thread, "lease", None)
-    if lease is None:
-        lease = _thread.lease = _Lease()
-    found = lease.sessions.get(context)
-    if found is None:
-        try:
-            found = _idle[context].pop()
-        except (KeyError, IndexError):
-            found = Session()
-        lease.sessions[context] = found
-    return found
-
-
-def _forget() -> None:
-    """In a forked child: handles and plans are the parent's, and CUDA does not survive a fork."""
-    global _thread
-    lease: _Lease | None = getattr(_thread, "lease", None)
-    if lease is not None:
-        lease.sessions = {}
-    _idle.clear()
-    _thread = threading.local()
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
-    os.register_at_fork(after_in_child=_forget)

@@ -1,8 +1,7 @@
 """What each cuDNN version and GPU can run, and every known bug, as data: two tables, each row with its sentence.
 
 :func:`why_not` asks every rule and bug about a problem; no reason means that nothing known speaks against it (cuDNN may
-still refuse, with its own words). :func:`guards` names the steps that avoid a bug. :func:`deadly` keeps graphs that kill
-the process inside cuDNN away from it.
+still refuse, with its own words). :func:`guards` names the steps that avoid a bug.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..errors import Unsupported
-from ..graph.nodes import Graph, Matmul, Pointwise
 from ..problem.problem import Problem, writes_directly
 from ..version import RELEASES, version_text
 from .rules import FRONTEND, PYTORCH, RULES
@@ -290,24 +288,3 @@ def workarounds(problem: Problem, cudnn: int, capability: int) -> tuple[str, ...
 def guards(problem: Problem, cudnn: int, capability: int) -> frozenset[str]:
     """What works around the known bugs that a problem would meet, see :class:`Bug`."""
     return frozenset().union(*(bug.guards for bug in avoided_bugs(problem, cudnn, capability)))
-
-
-def deadly(graph: Graph) -> list[str]:
-    """What in a graph kills the process inside cuDNN (measured with 9.19 and 9.28): none of it may reach the library.
-
-    Users never see these: :func:`why_not` refuses their arrays first, in their own terms.
-    """
-    reasons = []
-    for node in graph.nodes:
-        for tensor in (*node.inputs, *node.outputs):
-            if tensor.role in ("input", "output") and tensor.dtype in ("bool", "int8", "uint8"):
-                reasons.append(f"{tensor} is {tensor.dtype} in memory (a floating-point exception or an abort)")
-        if isinstance(node, Matmul):
-            for tensor in (node.a, node.b, node.out):
-                head_dim = tensor.axes.index(0) if tensor.axes else None  # the caller's axis 0
-                if head_dim is not None and tensor.strides[head_dim] != 1:
-                    step = tensor.strides[head_dim]
-                    reasons.append(f"{tensor} has stride {step} along head_dim, not 1 (a segmentation fault)")
-        if isinstance(node, Pointwise) and node.mode == "binary_select" and node.x.role == "scalar":
-            reasons.append(f"{node.formula} selects from a number (a segmentation fault with 9.19)")
-    return list(dict.fromkeys(reasons))
