@@ -173,7 +173,7 @@ class Stage:
             array = self._unseen(array)
         lengths = cleaned(self.problem).get(name)
         if lengths and self.on_gpu:
-            array = kernels.cleaned(array, self._own[lengths])
+            array = kernels.zero_padded(array, self._own[lengths])
         elif lengths and name == "dout":  # of which whole rows are summed; the rest the interpreter cuts off itself
             array = _cleaned(array, self._own[lengths])
         if is_matrix(name) and self._differs(array, spec):
@@ -213,7 +213,7 @@ class Stage:
     def _unseen(self, stats: Any) -> Any:
         """The log-sum-exp with +inf for masked rows, which then get ``exp(S - L) = 0`` and ``exp(sink - L) = 0``."""
         if self.on_gpu:
-            return kernels.seeing_nothing(stats)
+            return kernels.backward_stats(stats)
         return np.where(stats <= MASKED_SCORE, np.float32(np.inf), stats)
 
     def _empty(self, spec: TensorSpec) -> Any:
@@ -297,17 +297,17 @@ def _rows_on_gpu(
 ) -> dict[str, Any]:
     *_, sq, skv, _ = (problem if problem.packed else given).sizes
     names = STARTS if problem.packed else LENGTHS
-    of_queries = kernels.Side(arrays[names[0]], sq, problem.q.shape[2])
-    of_keys = kernels.Side(arrays[names[1]], skv, problem.k.shape[2])
+    of_queries = kernels.Lengths(arrays[names[0]], sq, problem.q.shape[2])
+    of_keys = kernels.Lengths(arrays[names[1]], skv, problem.k.shape[2])
     named = (
         {name: (begins == STARTS[1], factor) for name, (begins, factor) in offsets(given).items()} if problem.packed else None
     )
     sinks = arrays.get("sinks")
     results = [
-        kernels.Cleared(array, name in OF_KEYS, name in PER_ROW, fill_value(name), sinks if name in _LOGARITHMS else None)
+        kernels.ClearedResult(array, name in OF_KEYS, name in PER_ROW, fill_value(name), sinks if name in _LOGARITHMS else None)
         for name, array in rows
     ]
-    return kernels.prepare_rows(of_queries, of_keys, named, results)
+    return kernels.prepare_sequences(of_queries, of_keys, named, results)
 
 
 def fill_value(name: str) -> float:
