@@ -19,7 +19,7 @@ def child_environment(**more):
 
 def ready() -> None:
     """In a child: take the stub for the driver before cuDNN looks for one."""
-    from cupy_sdpa._cudnn.driver import use_stub
+    from cupy_sdpa._cudnn.deviceless import use_stub
 
     use_stub()
 

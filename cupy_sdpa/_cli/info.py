@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from .._cudnn.describe import read_description
+from .._cudnn.deviceless import read_description
 from .._cudnn.library import library
 from .._cudnn.nvrtc import nvrtc
 from ..errors import CudnnError

@@ -24,7 +24,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
 
-from .._cudnn.driver import use_some_driver
+from .._cudnn.deviceless import use_some_driver
 from .._cudnn.library import OVERRIDE, library
 from ..device.cupy_runtime import model_of
 from ..errors import CudnnError, Unsupported
