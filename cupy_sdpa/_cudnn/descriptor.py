@@ -129,7 +129,7 @@ class Descriptor:
             raise AttributeError(f"a {self.kind} descriptor has no attribute {name}; it has {names}") from None
 
     def set(self, name: str, value: Any, kind: AttributeType | None = None) -> None:
-        """Set an attribute to a value or to a list of values; ``kind`` is required if their Python type does not determine it."""
+        """Set an attribute to a value or to a list of values; ``kind`` is required if their type does not determine it."""
         values: Sequence[Any] = value if isinstance(value, (list, tuple)) else [value]
         if isinstance(value, bytes):
             kind, array = AttributeType.CHAR, ctypes.create_string_buffer(value, len(value))
