@@ -212,8 +212,8 @@ def test_the_bytes_of_recordings_can_be_limited():
     assert kept.recording_limit == 64 << 20
     made = record(kept.recorded, "a", "b", "c")
     assert (kept.recordings, kept.recording_bytes) == (3, 300)
-    assert "3 recordings, 300 bytes" in str(kept)
-    assert "3 recordings, 300 bytes" in kept._repr_html_()
+    assert "3 captured CUDA graphs, 300 bytes" in str(kept)
+    assert "3 captured CUDA graphs, 300 bytes" in kept._repr_html_()
     kept.set_recording_limit(200)
     assert [x.closed for x in made] == [1, 0, 0]
     kept.set_recording_limit(0)
@@ -248,9 +248,9 @@ def test_printed_it_is_a_table():
     with pytest.raises(Unsupported):
         kept.use(PROBLEMS[1], refuse, itself)
     lines = str(kept).splitlines()
-    assert lines[0] == "plan cache: 2 of at most 256, 70000 bytes, 0 hits, 2 misses; 0 recordings, 0 bytes"
+    assert lines[0] == "plan cache: 2 of at most 256, 70000 bytes, 0 hits, 2 misses; 0 captured CUDA graphs, 0 bytes"
     assert lines[1].endswith("engine refused")
-    assert lines[2].endswith("engine 2, knobs TILE_M=3, workspace 256 B, size 70000 B, got in 1.0 ms, built")
+    assert lines[2].endswith("engine 2, knobs TILE_M=3, workspace 256 B, size 70000 B, time 1.0 ms, built")
 
 
 def test_of_two_plans_built_at_once_the_first_stored_stays():
