@@ -1,4 +1,4 @@
-"""Tables for notebooks."""
+"""HTML for notebooks."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ _CELL = "text-align:left;vertical-align:top"
 
 
 def escape(text: str) -> str:
-    """Text as HTML."""
-    import html  # slow to import, and only notebooks want it
+    """Escape text for HTML."""
+    import html  # slow to import, and needed in notebooks only
 
     return html.escape(text)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; every text is escaped.
+    """A table; the text of its cells is escaped.
 
     >>> table(["a"], [["1 < 2"]])
     '<table><tr><th style="text-align:left;vertical-align:top">a</th></tr>\
@@ -28,19 +28,19 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "<table>" + row(columns, "th") + "".join(row(cells, "td") for cells in rows) + "</table>"
 
 
-def titled(title: str, body: str) -> str:
-    """A body of HTML under a title.
+def with_title(title: str, body: str) -> str:
+    """HTML under a title.
 
-    >>> titled("q & a", "<p/>")
+    >>> with_title("q & a", "<p/>")
     '<div><b>q &amp; a</b><p/></div>'
     """
     return f"<div><b>{escape(title)}</b>{body}</div>"
 
 
-def folded(title: str, body: str) -> str:
-    """A body of HTML that opens at a click on its title.
+def details(title: str, body: str) -> str:
+    """HTML that is expanded by a click on its title.
 
-    >>> folded("steps", "<p/>")
+    >>> details("steps", "<p/>")
     '<details><summary>steps</summary><p/></details>'
     """
     return f"<details><summary>{escape(title)}</summary>{body}</details>"

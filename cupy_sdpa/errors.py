@@ -1,20 +1,17 @@
-"""The two failures that are not the caller's mistake, and a warning.
-
-Mistakes raise TypeError (type, dtype) and ValueError (shape, value).
-"""
+"""Exceptions and warnings. Invalid arguments raise TypeError (type, dtype) or ValueError (shape, value)."""
 
 from __future__ import annotations
 
 
 class Unsupported(NotImplementedError):
-    """What was asked is right, but this cuDNN or this GPU cannot run it; the message says why and what would help."""
+    """The arguments are valid, but this cuDNN version or GPU does not support them; the message has the reason and a remedy."""
 
 
 class CudnnError(RuntimeError):
     """A cuDNN call failed, or cuDNN could not be loaded.
 
     Attributes:
-        status: cuDNN's status code, or None where cuDNN was never reached.
+        status: cuDNN's status code, or None if no cuDNN function was called.
     """
 
     def __init__(self, message: str, status: int | None = None) -> None:
@@ -23,9 +20,9 @@ class CudnnError(RuntimeError):
 
     @property
     def summary(self) -> str:
-        """The message without the places where cuDNN was looked for."""
+        """The message without the list of searched paths."""
         return str(self).partition(" Searched:")[0]
 
 
 class DiskCacheWarning(UserWarning):
-    """A store of plans cannot be used, or something in it: plans are built anew."""
+    """The disk cache, or an entry of it, cannot be used; plans are compiled instead."""

@@ -13,6 +13,7 @@ from .device import cupy_runtime, driver
 from .errors import CudnnError
 from .graph.patterns import graph_of
 from .problem.problem import Problem
+from .problem.validation import ReturnStats
 from .support.why_not import unverified, why_not
 from .version import RELEASES, version_number, version_text
 
@@ -28,7 +29,7 @@ def problem(
     *,
     dtype: Any = None,
     seq_lens: bool = False,
-    return_stats: bool | str = False,
+    return_stats: ReturnStats = False,
     backward: bool = False,
     deterministic: bool = False,
     return_dbias: bool = False,
@@ -46,7 +47,8 @@ def problem(
         return_stats, options: as for :func:`cupy_sdpa.attention`; every array may be given as its shape (a bias is then of
             q's dtype), ``alibi_slopes`` and ``sinks`` as True. Of the scale only the sign matters.
         backward: the gradients. Default False.
-        deterministic, return_dbias, return_dsinks, return_dtensors: as for :func:`cupy_sdpa.attention_backward`.
+        deterministic: as for the call.
+        return_dbias, return_dsinks, return_dtensors: as for :func:`cupy_sdpa.attention_backward`.
 
     Returns:
         The problem, frozen and hashable; calls with such arrays use its plan.
@@ -56,8 +58,8 @@ def problem(
 
     >>> import cupy_sdpa
     >>> print(cupy_sdpa.problem((128, 32, 4096, 1), (128, 8, 4096, 1), (128, 8, 4096, 1), dtype="bfloat16", causal=True))
-    forward attention, bfloat16: batch 1, 32 query and 8 key/value heads (GQA, 4 query heads a key head), 4096 queries, \
-4096 keys, head dim 128, causal from the top left
+    forward attention, bfloat16: batch 1, 32 query and 8 key/value heads (GQA, 4 query heads per key/value head), \
+4096 queries, 4096 keys, head dim 128, causal from the top left
     """
     return read_shapes(
         q, k, v, options, dtype=dtype, seq_lens=seq_lens, return_stats=return_stats, backward=backward,
@@ -71,7 +73,7 @@ def explain(
     k: Any = None,
     v: Any = None,
     *,
-    return_stats: bool | str = False,
+    return_stats: ReturnStats = False,
     backward: bool = False,
     deterministic: bool = False,
     return_dbias: bool = False,
@@ -138,7 +140,7 @@ def explain(
             return_dtensors=return_dtensors,
         )  # fmt: skip
     else:
-        call = read_forward(q, k, v, options, return_stats=return_stats, out=out, stats=stats)
+        call = read_forward(q, k, v, options, return_stats=return_stats, deterministic=deterministic, out=out, stats=stats)
     if not gpu and not cudnn:
         return call.explain()
     return every_launch(engine_problem(call.problem, call.bucket, True), lambda asked: _elsewhere(asked, gpu, cudnn))

@@ -136,7 +136,9 @@ class Layout:
 
     def _repr_html_(self) -> str:
         rows = [(name, str(length), str(step)) for name, length, step in self._axes()]
-        return _html.titled(self._facts(), _html.table(("axis, from the nearest in memory", "length", "elements apart"), rows))
+        return _html.with_title(
+            self._facts(), _html.table(("axis, from the nearest in memory", "length", "elements apart"), rows)
+        )
 
 
 def _size(count: int) -> str:

@@ -12,6 +12,7 @@ from .calls.options import ARRAYS, DTensors, Options, read_flag, takes_options
 from .calls.replay_cache import learn, repeated
 from .calls.report import Report
 from .problem.problem import Problem
+from .problem.validation import ReturnStats
 
 if TYPE_CHECKING:  # cuDNN's rooms are entered only for CuPy arrays
     from .calls.autotune import Tuning
@@ -23,7 +24,7 @@ def prepare(
     k: Any,
     v: Any,
     *,
-    return_stats: bool | str = False,
+    return_stats: ReturnStats = False,
     backward: bool = False,
     deterministic: bool = False,
     return_dbias: bool = False,
@@ -38,7 +39,8 @@ def prepare(
         q, k, v, return_stats, options: as for :func:`cupy_sdpa.attention`. The contents of q, k and v matter only to
             ``autotune``.
         backward: prepare :func:`cupy_sdpa.attention_backward`. Default False.
-        deterministic, return_dbias, return_dsinks, return_dtensors: as there.
+        deterministic: as for the call that is prepared.
+        return_dbias, return_dsinks, return_dtensors: as for :func:`cupy_sdpa.attention_backward`.
         autotune: run every engine config that cuDNN's heuristics propose on these arrays, and keep the fastest, also for later
             processes. It takes about a second and waits for the GPU; with ``backward`` it runs the forward pass first.
             Default False. On the CPU there is nothing to tune.
@@ -62,7 +64,7 @@ def prepare(
         }  # fmt: skip
         call = read_backward(q, k, v, options, **fixed)
     else:
-        fixed = {"return_stats": return_stats}
+        fixed = {"return_stats": return_stats, "deterministic": deterministic}
         call = read_forward(q, k, v, options, **fixed)
     report = call.explain()
     if report.reasons:

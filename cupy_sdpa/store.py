@@ -176,9 +176,8 @@ def _problems(table: dict[str, Any]) -> list[Problem]:
         others = {name: value for name, value in table.items() if name not in shapes}
         if "backward" in passes:
             others.setdefault("return_stats", True)
-        deterministic = others.pop("deterministic", False)
         if "forward" in passes:
             found.append(problem(**shapes, **others))
         if "backward" in passes:
-            found.append(problem(**shapes, **others, backward=True, deterministic=deterministic))
+            found.append(problem(**shapes, **others, backward=True))
     return found

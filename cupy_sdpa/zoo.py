@@ -1,8 +1,8 @@
-r"""Score and mask functions of the field, to use and to copy from; the options of the same names are made of them.
+r"""Score and mask functions from the literature, to use and to copy. The options of the same names are implemented with them.
 
-Those that need a number are made with it: ``score_mod=zoo.softcap(30.0)``. Those that read arrays take them by the names that
-their docstrings give, ``tensors={"slopes": ...}``, with shapes in the legend's letters. In the formulas :math:`s` is the scaled
-score, i the query and j the key.
+Functions with parameters are created by a call: ``score_mod=zoo.softcap(30.0)``. Functions that read arrays take them from
+``tensors=`` by the names in their docstrings: ``tensors={"slopes": ...}``. Hq is the number of query heads, Sq and Skv are the
+lengths, B is the batch size. In the formulas :math:`s` is the scaled score, i the query and j the key.
 
 >>> import numpy as np, cupy_sdpa
 >>> from cupy_sdpa import zoo
@@ -10,7 +10,7 @@ score, i the query and j the key.
 >>> one = cupy_sdpa.attention(x, x, x, score_mod=zoo.softcap(2.0), mask_mod=zoo.causal)
 >>> bool(np.allclose(one, cupy_sdpa.attention(x, x, x, softcap=2.0, causal=True)))
 True
->>> ids = np.repeat([[0, 1, 2]], [5, 5, 10], axis=1).astype(np.int32)        # three documents behind one another
+>>> ids = np.repeat([[0, 1, 2]], [5, 5, 10], axis=1).astype(np.int32)        # three packed documents
 >>> cupy_sdpa.attention(x, x, x, mask_mod=zoo.document, tensors={"document_id": ids}).shape
 (8, 2, 20, 1)
 """
@@ -34,21 +34,21 @@ def softcap(cap: Any) -> Function:
     return score_mod
 
 
-def sloped(score: Any, slope: Any, distance: Any) -> Any:
-    """``s - slope distance``, what :func:`alibi` and the option ``alibi_slopes`` do."""
+def add_linear_bias(score: Any, slope: Any, distance: Any) -> Any:
+    """``s - slope distance``, the bias of :func:`alibi` and of the option ``alibi_slopes``."""
     return score - slope * distance
 
 
 def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, slopes: Any) -> Any:
     """``s - slope_h |i - j|``, ``slopes`` (Hq,); Press et al. 2022, "Train Short, Test Long", section 3."""
-    return sloped(score, slopes[h], abs(q_idx - kv_idx))
+    return add_linear_bias(score, slopes[h], abs(q_idx - kv_idx))
 
 
 def alibi_by_index(heads: int) -> Function:
-    """The same with the usual slopes computed from the head's number, ``2^(-8 (h + 1) / H)``, and no array."""
+    """:func:`alibi` without an array: the slopes ``2^(-8 (h + 1) / Hq)`` are computed from the head's index."""
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return sloped(score, np.exp((h + 1) * (-8 * float(np.log(2)) / heads)), abs(q_idx - kv_idx))
+        return add_linear_bias(score, np.exp((h + 1) * (-8 * float(np.log(2)) / heads)), abs(q_idx - kv_idx))
 
     return score_mod
 
@@ -59,22 +59,22 @@ def relative_position(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> An
 
 
 def relative_causal(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    """``s + (i - j)`` where j <= i, else -inf: a mask written as a score."""
+    """``s + (i - j)`` where j <= i, else -inf: a causal mask in a score function."""
     return np.where(q_idx >= kv_idx, score + (q_idx - kv_idx), -np.inf)
 
 
 def bias(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, bias: Any) -> Any:
-    """``s + bias_hij``, ``bias`` (Hq, Sq, Skv): a learned one, such as T5's; Raffel et al. 2020, section 2.1."""
+    """``s + bias_hij``, ``bias`` (Hq, Sq, Skv): a learned relative position bias; Raffel et al. 2020, "T5", section 2.1."""
     return score + bias[h, q_idx, kv_idx]
 
 
 def head_bias(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, bias: Any) -> Any:
-    """``s + bias_h (j - i)``, ``bias`` (Hq,): learned, one for each head."""
+    """``s + bias_h (j - i)``, ``bias`` (Hq,): a learned linear bias for each head."""
     return score + bias[h] * (kv_idx - q_idx)
 
 
 def key_bias(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, weight: Any) -> Any:
-    """``s + weight_bj``, ``weight`` (B, Skv): how much each key counts."""
+    """``s + weight_bj``, ``weight`` (B, Skv): a bias for each key."""
     return score + weight[b, kv_idx]
 
 
@@ -84,7 +84,7 @@ def temperature(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, temperature
 
 
 def length_scaled(factor: float) -> Function:
-    """``s a log(i + 2)``: scores that grow with what is seen; Nakanishi 2025, "Scalable-Softmax", section 2."""
+    """``s a log(i + 2)``: a scale that grows with the number of keys; Nakanishi 2025, "Scalable-Softmax", section 2."""
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return score * (factor * np.log(q_idx + 2.0))
@@ -102,13 +102,13 @@ def gaussian(sigma: float) -> Function:
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         distance = q_idx - kv_idx
-        return score - distance * (0.5 / sigma**2) * distance  # in floats: the square overflows 32 bits from 46341 on
+        return score - distance * (0.5 / sigma**2) * distance  # in float: the square of 46341 overflows int32
 
     return score_mod
 
 
 def decayed(rate: float) -> Function:
-    """``s exp(-rate |i - j|)``: scores that fade with the distance; Sun et al. 2023, "Retentive Network", section 2."""
+    """``s exp(-rate |i - j|)``: exponential decay with the distance; Sun et al. 2023, "Retentive Network", section 2."""
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return score * np.exp(abs(q_idx - kv_idx) * -rate)
@@ -117,7 +117,7 @@ def decayed(rate: float) -> Function:
 
 
 def periodic(theta: float) -> Function:
-    """``s cos((i - j) theta)``: scores that turn with the distance."""
+    """``s cos((i - j) theta)``: periodic in the distance."""
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return score * np.cos((q_idx - kv_idx) * theta)
@@ -154,12 +154,12 @@ def squared_relu(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 
 
 def root(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    """``sqrt(1 + s^2)``, a rounded |s|."""
+    """``sqrt(1 + s^2)``, a smooth |s|."""
     return np.sqrt(1 + score * score)
 
 
 def same_segment(bonus: float) -> Function:
-    """``s + bonus`` where query and key are of one segment, ``segment`` (B, Sq) of both."""
+    """``s + bonus`` where query and key are in the same segment; ``segment`` (B, Sq), for Sq = Skv."""
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, segment: Any) -> Any:
         return score + np.where(segment[b, q_idx] == segment[b, kv_idx], bonus, 0.0)
@@ -168,7 +168,7 @@ def same_segment(bonus: float) -> Function:
 
 
 def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    """``j <= i``."""
+    """``j <= i``: a causal mask."""
     return q_idx >= kv_idx
 
 
@@ -182,7 +182,7 @@ def sliding_window(size: int) -> Function:
 
 
 def nearby(size: int) -> Function:
-    """``|i - j| <= size``."""
+    """``|i - j| <= size``: a window on both sides."""
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return abs(q_idx - kv_idx) <= size
@@ -196,17 +196,17 @@ def prefix_lm(b: Any, h: Any, q_idx: Any, kv_idx: Any, prefix: Any) -> Any:
 
 
 def document(b: Any, h: Any, q_idx: Any, kv_idx: Any, document_id: Any) -> Any:
-    """Query and key are of one document, ``document_id`` (B, Sq) of both."""
+    """Query and key are in the same document; ``document_id`` (B, Sq), for Sq = Skv."""
     return document_id[b, q_idx] == document_id[b, kv_idx]
 
 
 def causal_document(b: Any, h: Any, q_idx: Any, kv_idx: Any, document_id: Any) -> Any:
-    """``j <= i`` and of one document, ``document_id`` (Sq,)."""
+    """``j <= i`` and in the same document; ``document_id`` (Sq,)."""
     return (q_idx >= kv_idx) & (document_id[q_idx] == document_id[kv_idx])
 
 
 def dilated(size: int, step: int) -> Function:
-    """``0 <= i - j <= size``, and every ``step``-th only; Beltagy et al. 2020, section 3."""
+    """``0 <= i - j <= size`` and ``i - j`` is a multiple of ``step``; Beltagy et al. 2020, section 3."""
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         distance = q_idx - kv_idx
@@ -216,7 +216,7 @@ def dilated(size: int, step: int) -> Function:
 
 
 def chunked(size: int) -> Function:
-    """``j <= i`` and of one chunk of ``size``; Llama 4's local attention (Meta 2025)."""
+    """``j <= i`` and in the same chunk of ``size`` positions: the local attention of Llama 4 (Meta 2025)."""
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (q_idx >= kv_idx) & (q_idx // size == kv_idx // size)
@@ -225,7 +225,7 @@ def chunked(size: int) -> Function:
 
 
 def block_sparse(size: int, every: int) -> Function:
-    """A query sees its own block of ``size``, and every ``every``-th; Child et al. 2019, "Sparse Transformers", section 4."""
+    """The query's block of ``size`` keys, and every ``every``-th block; Child et al. 2019, "Sparse Transformers", section 4."""
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (q_idx // size == kv_idx // size) | ((kv_idx // size) % every == 0)
@@ -234,7 +234,7 @@ def block_sparse(size: int, every: int) -> Function:
 
 
 def natten(width: int, reach: int) -> Function:
-    """In an image of ``width`` the keys at most ``reach`` away both ways; Hassani et al. 2023, "NAT", section 3."""
+    """In an image of ``width``: keys at most ``reach`` rows and columns away; Hassani et al. 2023, "NAT", section 3."""
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         across = q_idx % width - kv_idx % width
@@ -245,7 +245,7 @@ def natten(width: int, reach: int) -> Function:
 
 
 def with_global(size: int, count: int) -> Function:
-    """``|i - j| <= size``, or one of them among the first ``count``; Zaheer et al. 2020, "BigBird", section 2."""
+    """``|i - j| <= size``, or query or key among the first ``count``; Zaheer et al. 2020, "BigBird", section 2."""
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (abs(q_idx - kv_idx) <= size) | (kv_idx < count) | (q_idx < count)
@@ -263,22 +263,22 @@ def streaming(size: int, count: int) -> Function:
 
 
 def head_windows(b: Any, h: Any, q_idx: Any, kv_idx: Any, size: Any) -> Any:
-    """``0 <= i - j <= size_h``, ``size`` (Hq,): a window of its own for each head."""
+    """``0 <= i - j <= size_h``, ``size`` (Hq,): a different window for each head."""
     return (q_idx >= kv_idx) & (q_idx - kv_idx <= size[h])
 
 
 def permuted(b: Any, h: Any, q_idx: Any, kv_idx: Any, order: Any) -> Any:
-    """``order_j <= order_i``, ``order`` (Sq,): causal in another order; Yang et al. 2019, "XLNet", section 2."""
+    """``order_j <= order_i``, ``order`` (Sq,): causal in a permuted order; Yang et al. 2019, "XLNet", section 2."""
     return order[q_idx] >= order[kv_idx]
 
 
 def valid_keys(b: Any, h: Any, q_idx: Any, kv_idx: Any, valid: Any) -> Any:
-    """Keys that are there, ``valid`` (B, Skv) bool."""
+    """A key padding mask, ``valid`` (B, Skv) bool."""
     return valid[b, kv_idx]
 
 
 def images(b: Any, h: Any, q_idx: Any, kv_idx: Any, image: Any) -> Any:
-    """``j <= i``, or both of one image, ``image`` (B, Sq), -1 for text; Zhou et al. 2024, "Transfusion", section 3."""
+    """``j <= i``, or both in the same image; ``image`` (B, Sq), -1 for text; Zhou et al. 2024, "Transfusion", section 3."""
     return (q_idx >= kv_idx) | ((image[b, q_idx] == image[b, kv_idx]) & (image[b, q_idx] >= 0))
 
 

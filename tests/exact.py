@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 
 from cupy_sdpa.graph.interpreter import evaluate
-from cupy_sdpa.problem.problem import LENGTHS, OF_KEYS, OF_QUERIES, PER_ROW, STARTS
+from cupy_sdpa.problem.problem import CU_SEQLENS, KEY_ARRAYS, LENGTHS, QUERY_ARRAYS, ROW_STATS
 
 
 def evaluated(call, graph_of):
@@ -21,7 +21,7 @@ def evaluated(call, graph_of):
             launch.arrays[spec.name].fill(np.nan)
         stage = launch._staged(given)
         for spec in launch.problem.results:
-            if spec not in launch.problem.sums:  # a sum begins with the zeros that the stage has written
+            if spec not in launch.problem.ds_reductions:  # a sum begins with the zeros that the stage has written
                 poison(launch.problem, stage.arrays, spec.name)
         evaluate(graph_of(given), stage.arrays, call.scalars, exact=True)
         stage.finish()
@@ -32,15 +32,15 @@ def evaluated(call, graph_of):
 def poison(problem, arrays, name):
     """NaN where the evaluation must write a result: everywhere, or within the sequences."""
     array = arrays[name]
-    if not problem.ragged or name not in OF_QUERIES + OF_KEYS:
+    if not problem.ragged or name not in QUERY_ARRAYS + KEY_ARRAYS:
         array.fill(np.nan)
         return
-    side = name in OF_KEYS
+    side = name in KEY_ARRAYS
     if problem.packed:  # (D, H, T), and (H, T) of a number per row
         rows = np.moveaxis(array, -1, 0)
-        for begin, end in itertools.pairwise(arrays[STARTS[side]]):
+        for begin, end in itertools.pairwise(arrays[CU_SEQLENS[side]]):
             rows[begin:end] = np.nan
     else:  # (D, H, S, B), and (S, H, B)
-        rows = array if name in PER_ROW else np.moveaxis(array, 2, 0)
+        rows = array if name in ROW_STATS else np.moveaxis(array, 2, 0)
         for entry, length in enumerate(arrays[LENGTHS[side]]):
             rows[:length, ..., entry] = np.nan

@@ -6,7 +6,7 @@ from tolerance import accumulation_floor, assert_close, gradient_floor, sinks_fl
 
 import cupy_sdpa
 from cupy_sdpa import attention, attention_backward, reference
-from cupy_sdpa.problem.problem import PER_ROW
+from cupy_sdpa.problem.problem import ROW_STATS
 
 
 def poisoned(cupy, shape, dtype):
@@ -54,7 +54,7 @@ def check_forward(cupy, case):
     if case.stats:
         assert got[1] is stats
     assert_close(cupy.asnumpy(out), truth[0], naive[0])
-    for name, array, wanted, other in zip(PER_ROW, got[1:], truth[1:], naive[1:], strict=False):
+    for name, array, wanted, other in zip(ROW_STATS, got[1:], truth[1:], naive[1:], strict=False):
         floor = accumulation_floor(q, k, case.tau, wanted, case.added(options))
         if name == "sum_exp":  # an error of a score is one of its exponential, times it
             floor *= max(1.0, wanted.max(initial=0))

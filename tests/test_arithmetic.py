@@ -342,7 +342,7 @@ MISTAKES = {
     "method": (lambda s, b, h, i, j: s.sigmoid(), {}, AttributeError, r"'sigmoid': write scipy\.special\.expit\(x\)"),
     "method_of_numpy": (lambda s, b, h, i, j: s.tanh(), {}, AttributeError, r"write np\.tanh\(x\) in place of x\.tanh\(\)"),
     "attribute": (lambda s, b, h, i, j: s.shape, {}, AttributeError, "no attribute 'shape'"),
-    "out": (lambda s, b, h, i, j: np.add(s, 1, out=s), {}, TypeError, "np.add is given out"),
+    "out": (lambda s, b, h, i, j: np.add(s, 1, out=s), {}, TypeError, "np.add was called with the keywords out"),
     "where": (lambda s, b, h, i, j: np.where(s > 0), {}, TypeError, r"write np\.where\(condition, a, b\)"),
 }
 
@@ -358,14 +358,14 @@ def test_mistakes_are_named_in_the_line_of_the_function(name):
 
 
 SIGNATURES = {
-    "missing": (lambda s, b, h, i, j, w: s, {}, TypeError, r"tensors has nothing: .*missing 1 required .*'w'"),
+    "missing": (lambda s, b, h, i, j, w: s, {}, TypeError, r"tensors has no arrays: .*missing 1 required .*'w'"),
     "another": (lambda s, b, h, i, j, w: s, {"x": np.ones(1)}, TypeError, r"tensors has x: .*missing 1 required .*'w'"),
     "few": (lambda s: s, {}, TypeError, r"f\(score, b, h, q_idx, kv_idx, \*\*tensors\) -> score"),
     "taken": (
         lambda s, b, h, i, j: s,
         {"h": np.ones(1)},
         ValueError,
-        r"tensors has 'h', which score_mod has among its first 5",
+        r"tensors has 'h', which is among the first 5 parameters of score_mod",
     ),
     "taken_first": (lambda s, b, h, i, j, **t: s, {"s": np.ones(1)}, ValueError, "tensors has 's'"),
 }

@@ -165,7 +165,7 @@ BAD = {
     "group": (lambda q, k, v: attention(q[:, :3], k, v), ValueError, r"q has 3 heads and k, v have 2: 3 must be a multiple of 2"),
     "no_kv_heads": (lambda q, k, v: attention(q, k[:, :0], v[:, :0]), ValueError, r"q has 4 heads and k, v have 0"),
     "no_head_dim": (lambda q, k, v: attention(q[:0], k[:0], v), ValueError, r"head dim 0"),
-    "mixed_dtypes": (lambda q, k, v: attention(q, k.astype("f8"), v), TypeError, r"k is float64 and q is float32: convert"),
+    "mixed_dtypes": (lambda q, k, v: attention(q, k.astype("f8"), v), TypeError, r"k is float64 and q is float32; the dtypes must be equal"),
     "integers": (lambda q, k, v: attention(*(x.astype("i4") for x in (q, k, v))), TypeError, r"q is int32; attention takes float16"),
     "complex": (lambda q, k, v: attention(*(x.astype("c8") for x in (q, k, v))), TypeError, r"q is complex64"),
     "lists": (lambda q, k, v: attention(q.tolist(), k, v), TypeError, r"q is a builtins.list; .* numpy.asarray"),
@@ -224,7 +224,14 @@ def test_explain_tells_the_steps():
     text = str(report)
     assert report
     assert report.plan is None
-    for words in ("GQA, 2 query heads a key head", "S = Q Kᵀ", "visible = i ≥ j", "O = P V", "output stats", "runs on the CPU"):
+    for words in (
+        "GQA, 2 query heads per key/value head",
+        "S = Q Kᵀ",
+        "visible = i ≥ j",
+        "O = P V",
+        "output stats",
+        "runs on the CPU",
+    ):
         assert words in text
 
 
@@ -315,7 +322,7 @@ MISTAKES = {
     "diagonal": (lambda x: attention(x, x, x, window=(1, 1, np.ones(3))), "window is .*its diagonal is"),
     "tensors": (lambda x: attention(x, x, x, score_mod=max, tensors={1: x}), "tensors has the name 1"),
     "rank": (lambda x: cupy_sdpa.problem((8,), (8,), (8,), dtype="float16"), r"q .*\(8,\).*it needs 4"),
-    "cudnn": (lambda x: explain(cupy_sdpa.problem(x, x, x), gpu="h200", cudnn=9.19), "9.19 is no text"),
+    "cudnn": (lambda x: explain(cupy_sdpa.problem(x, x, x), gpu="h200", cudnn=9.19), "9.19 is not a string"),
     "gpu": (lambda x: explain(cupy_sdpa.problem(x, x, x), gpu=3), "named by a text.* 3 is none"),
     "slopes": (lambda x: cupy_sdpa.alibi_slopes(2.0), "heads is 2.0; it must be a whole number"),
     "layout": (lambda x: cupy_sdpa.layout.to_julia(x, None), "the layout is None; it must have the letters"),

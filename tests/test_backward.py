@@ -110,7 +110,7 @@ BAD = {
     "out_shape": (lambda a: attention_backward(*a[:4], a[4][:16], a[5]), ValueError, r"out has shape \(16, 4, 6, 2\); it must be \(24, 4, 6, 2\)"),
     "stats_shape": (lambda a: attention_backward(*a[:5], a[5].T), ValueError, r"stats has shape \(2, 4, 6\); it must be \(6, 4, 2\)"),
     "stats_dtype": (lambda a: attention_backward(*a[:5], a[5].astype("f8")), TypeError, r"stats is float64; it must be float32"),
-    "dq_shape": (lambda a: attention_backward(*a, dq=a[2].copy()), ValueError, r"dq has shape \(16, 2, 7, 2\); it must be \(16, 4, 6, 2\), that of q"),
+    "dq_shape": (lambda a: attention_backward(*a, dq=a[2].copy()), ValueError, r"dq has shape \(16, 2, 7, 2\); it must be \(16, 4, 6, 2\), the shape and dtype of q"),
     "dv_dtype": (lambda a: attention_backward(*a, dv=a[3].astype("f2")), TypeError, r"dv is float16; it must be float32"),
     "dq_is_q": (lambda a: attention_backward(*a, dq=a[1]), ValueError, r"dq overlaps q"),
     "dk_is_dv": (lambda a: attention_backward(a[0][:16], *a[1:3], a[2].copy(), a[4][:16], a[5], dk=a[3][:16], dv=a[3][:16]), ValueError, r"dk overlaps dv"),

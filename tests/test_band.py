@@ -27,7 +27,7 @@ def test_the_simplest_form_shows_the_same_keys(queries, bottom_right):
     """For all numbers of queries and keys up to 6 and all sides, with the exact lengths."""
     for keys, left, right in itertools.product(range(1, 7), SIDES, SIDES):
         band = Band(left, right, bottom_right)
-        simple = band.within(queries, keys, lengths=False)
+        simple = band.simplified(queries, keys, lengths=False)
         np.testing.assert_array_equal(seen(simple or Band(), queries, keys), seen(band, queries, keys), err_msg=str(band))
         for side in ("left", "right"):  # one that hides nothing is left out
             alone = Band()._replace(**{side: getattr(simple or Band(), side)}, bottom_right=bottom_right)
@@ -40,7 +40,7 @@ def test_the_simplest_form_holds_for_shorter_entries(bottom_right):
     sizes = list(itertools.product(range(1, 5), range(1, 5)))
     for (queries, keys), left, right in itertools.product(sizes, SIDES[:6], SIDES[:6]):
         band = Band(left, right, bottom_right)
-        simple = band.within(queries, keys, lengths=True) or Band()
+        simple = band.simplified(queries, keys, lengths=True) or Band()
         for own_queries, own_keys in itertools.product(range(1, queries + 1), range(1, keys + 1)):
             np.testing.assert_array_equal(seen(simple, own_queries, own_keys), seen(band, own_queries, own_keys))
 

@@ -97,8 +97,8 @@ def test_the_vjp_and_nothing_to_see():
         (1.5, TypeError, r"bucket is 1\.5"),
         (True, TypeError, "bucket is True"),
         ("power_of_3", TypeError, "'power_of_3'"),
-        (lambda n: n - 1, ValueError, "bucket gave 9 for the length 10"),
-        (lambda n: n + 0.5, ValueError, "bucket gave 10.5"),
+        (lambda n: n - 1, ValueError, "bucket returned 9 for the length 10"),
+        (lambda n: n + 0.5, ValueError, "bucket returned 10.5"),
     ],
     ids=["zero", "negative", "fraction", "bool", "word", "function_down", "function_fraction"],
 )

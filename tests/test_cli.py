@@ -17,8 +17,8 @@ from cupy_sdpa import CudnnError, __version__, reference, store
 from cupy_sdpa.__main__ import main
 from cupy_sdpa._cli import demo, engine, machine, npz, text
 from cupy_sdpa._cli import main as cli
-from cupy_sdpa.graph.interpreter import numpy_dtype
 from cupy_sdpa.layout import from_julia
+from cupy_sdpa.problem.tensor_spec import numpy_dtype
 
 ROOT = Path(__file__).parents[1]
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -746,7 +746,7 @@ def test_plan_fills_a_store(folder, capsys):
         (["bytes", "--gpu", "h200"], "bytes is no TOML file"),
         (["shapes.toml", "--gpu", "bytes"], "bytes does not describe a GPU"),
         (["shapes.toml", "--gpu", "h200", "--cudnn", "./missing.so.9"], "--cudnn ./missing.so.9: there is no such file"),
-        (["shapes.toml", "--gpu", "h200", "--cudnn", "8.9"], "'8.9' is another cuDNN than this package speaks to"),
+        (["shapes.toml", "--gpu", "h200", "--cudnn", "8.9"], "'8.9' is not supported: this package needs cuDNN 9"),
     ],
     ids=["no_file", "no_gpu", "no_toml", "no_description", "bytes", "bytes_for_a_gpu", "no_library", "old_cudnn"],
 )
@@ -771,7 +771,7 @@ def test_support_prints_the_table(capsys):
     assert main(["support", "--markdown", "--cudnn", "9.25.1"]) == 0
     assert "cuDNN 9.25.1:" in "\n".join(lines(capsys))
     assert main(["support", "--cudnn", "new"]) == 2
-    assert "'new' is no cuDNN version" in complaint(capsys)
+    assert "'new' is not a cuDNN version" in complaint(capsys)
 
 
 def test_describing_needs_a_gpu(capsys):

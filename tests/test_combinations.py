@@ -17,7 +17,7 @@ from cupy_sdpa import reference
 from cupy_sdpa.calls import arguments
 from cupy_sdpa.graph.patterns import backward, forward
 from cupy_sdpa.plans.plan import PlanInfo
-from cupy_sdpa.problem.problem import PER_ROW
+from cupy_sdpa.problem.problem import ROW_STATS
 from cupy_sdpa.problem.subproblems import subproblems
 from cupy_sdpa.support import gpus
 from cupy_sdpa.support.why_not import why_not
@@ -83,7 +83,7 @@ def forward_agrees(case, altered=lambda options: options):
     call = arguments.read_forward(*arrays, altered(options), return_stats=case.stats)
     got = evaluated(call, forward)
     truth = reference.attention(*arrays, **options_of_reference(options), max_sumexp=parts)
-    names = ("out", *(PER_ROW if parts else ("stats",)))
+    names = ("out", *(ROW_STATS if parts else ("stats",)))
     for name, wanted in zip(names, truth, strict=True):
         if name == "out":
             accuracy = {"rtol": 0, "atol": 1e-12 * max(1, np.abs(arrays[2]).max(), np.abs(wanted).max())}

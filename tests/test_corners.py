@@ -11,7 +11,7 @@ from tolerance import assert_close
 from cupy_sdpa import attention, reference
 from cupy_sdpa.calls import arguments, staging
 from cupy_sdpa.graph.patterns import backward, forward
-from cupy_sdpa.problem.problem import PER_ROW
+from cupy_sdpa.problem.problem import ROW_STATS
 
 
 def test_what_nobody_clears_shows(monkeypatch):
@@ -36,7 +36,7 @@ def test_the_graph_means_what_the_papers_say(case):
     call = arguments.read_forward(*arrays, options, return_stats=case.stats)
     got = evaluated(call, forward)
     truth = reference.attention(*arrays, **options_of_reference(options), max_sumexp=case.stats == "max_sumexp")
-    names = ("out", *(PER_ROW if case.stats == "max_sumexp" else ("stats",)))
+    names = ("out", *(ROW_STATS if case.stats == "max_sumexp" else ("stats",)))
     for name, wanted in zip(names, truth, strict=True):
         if name in got:  # the rows' numbers are float32
             np.testing.assert_allclose(got[name], wanted, rtol=0 if name == "out" else 1e-6, atol=1e-12, err_msg=name)

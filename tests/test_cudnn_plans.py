@@ -17,7 +17,7 @@ from cupy_sdpa.plans.lowering import OperationGraph, crashing_patterns
 from cupy_sdpa.plans.plan import PlanInfo
 from cupy_sdpa.plans.planner import ORDERED, ORDERED_SINCE
 from cupy_sdpa.problem.subproblems import subproblems
-from cupy_sdpa.problem.validation import pose
+from cupy_sdpa.problem.validation import make_problem
 from cupy_sdpa.support import gpus
 from cupy_sdpa.support.why_not import guards, why_not
 from cupy_sdpa.version import version_text
@@ -207,7 +207,9 @@ def _head_dim_strided():
     q = np.empty((2, 4, 128, 64), np.float16).T  # (64, 128, 4, 2): axis 0 contiguous
     q = q.transpose(0, 2, 1, 3)
     k = np.empty((64, 4, 128, 2), np.float16)  # C order: axis 0 has the largest stride
-    return forward(pose(tuple((name, ("bfloat16", x.shape, x.strides, 16)) for name, x in zip("qkv", (q, k, q), strict=True))))
+    return forward(
+        make_problem(tuple((name, ("bfloat16", x.shape, x.strides, 16)) for name, x in zip("qkv", (q, k, q), strict=True)))
+    )
 
 
 def _captured(dtype, mode):

@@ -114,7 +114,7 @@ def test_arrays_share_a_launch_where_they_can(name, launched):
     assert str(report).count("and then") == launched - 1
     assert report._repr_html_().count("runs on the CPU") == launched
     parts = subproblems.subproblems(report.problem) if launched == 1 else [part.problem for part in report.launches]
-    assert [len(part.sums) for part in parts] == ([1] if launched == 1 else [0] + [1] * (launched - 1))
+    assert [len(part.ds_reductions) for part in parts] == ([1] if launched == 1 else [0] + [1] * (launched - 1))
 
 
 @pytest.mark.parametrize("functions", LEARNED, ids=str)
@@ -210,7 +210,7 @@ def test_gradients_of_arrays_are_planned(functions, planner):
     asked = problem(*shapes, dtype="bfloat16", backward=True, return_dtensors=True, **functions.options(q=200, kv=200))
     others = [name for name in gpus.NAMES if name != "h200"]
     for part in subproblems.subproblems(asked):
-        for gpu in ("h200", others[LEARNED.index(functions) % len(others)]) if part.sums else ():
+        for gpu in ("h200", others[LEARNED.index(functions) % len(others)]) if part.ds_reductions else ():
             plan = planner.call(plan_problem, part, gpu)
             reasons = why_not(part, planner.call(library_version), gpus.capability(gpu))
             assert {reason.rule for reason in reasons} <= {"query-numbers"}

@@ -78,7 +78,7 @@ def test_a_problem_needs_a_gpu_to_ask_about():
         explain(asked(), cudnn="9.19")
     with pytest.raises(ValueError, match=r"no GPU named 'H201'.*h200"):
         explain(asked(), gpu="H201", cudnn="9.19")
-    with pytest.raises(ValueError, match="'nine' is no cuDNN version"):
+    with pytest.raises(ValueError, match="'nine' is not a cuDNN version"):
         explain(asked(), gpu="H200", cudnn="nine")
 
 

@@ -102,7 +102,7 @@ def test_bands_are_recognized(mask_mod, band):
         (lambda s, b, h, i, j: s if s > 0 else 0, TypeError, "np.where"),
         (lambda s, b, h, i, j: math.tanh(s), TypeError, "np.tanh"),
         (lambda s, b, h, i, j: np.ones(4)[h] + s, TypeError, "tensors="),
-        (lambda s, b, h, i, j: np.sinc(s), TypeError, "np.sinc is none of the functions"),
+        (lambda s, b, h, i, j: np.sinc(s), TypeError, "np.sinc is not supported in score functions"),
         (lambda s, b, h, i, j: i > j, TypeError, "mask_mod"),
     ],
     ids=["if", "math", "closure", "unknown", "condition"],

@@ -78,7 +78,7 @@ def test_lengths_of_a_batch_of_one_are_dense():
 def test_problems_say_their_mask():
     """In words."""
     assert str(Band(right=0)) == "causal from the top left"
-    assert str(Band(5, None, bottom_right=True)) == "window of 5 keys before and all behind the diagonal from the bottom right"
+    assert str(Band(5, None, bottom_right=True)) == "window of 5 keys before and all after the diagonal from the bottom right"
     q = np.zeros((8, 1, 4, 2), np.float32)
     text = str(explain(q, q, q, seq_lens_kv=np.array([1, 2], np.int32)).problem)
     assert "at most 4 queries, at most 4 keys" in text

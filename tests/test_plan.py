@@ -78,7 +78,7 @@ def test_sums_of_the_scores_gradient_never_take_the_ordered_engine(cudnn, monkey
         shape, shape, shape, dtype="float16", backward=True, deterministic=True, max_workspace=999, return_dtensors=True,
         score_mod=lambda s, b, h, i, j, t: s + t[i, j], tensors={"t": (16, 16)},
     )  # fmt: skip
-    assert asked.sums
+    assert asked.ds_reductions
     with pytest.raises(Unsupported, match="999 are allowed"):
         plan_for(asked, Target("h200", 90))
     assert made.asked == [None]

@@ -17,7 +17,7 @@ from cupy_sdpa.offline.survey import PROBES
 from cupy_sdpa.problem.band import Band
 from cupy_sdpa.problem.problem import Settings
 from cupy_sdpa.problem.tensor_spec import dense_strides
-from cupy_sdpa.problem.validation import RequestedOutputs, pose
+from cupy_sdpa.problem.validation import RequestedOutputs, make_problem
 from cupy_sdpa.support.gpus import NAMES
 from cupy_sdpa.support.rules import RULES
 from cupy_sdpa.support.why_not import BUGS, GENERATIONS, doubtful, guards, unverified, why_not
@@ -29,7 +29,7 @@ def asked(d=64, dv=None, hq=4, hkv=4, sq=16, skv=16, b=2, dtype="bfloat16", item
     shapes = (d, hq, sq, b), (d, hkv, skv, b), (dv or d, hkv, skv, b)
     q, k, v = ((dtype, shape, dense_strides(shape, itemsize), 16) for shape in shapes)
     q = (dtype, q[1], strides or q[2], alignment)
-    return pose((("q", q), ("k", k), ("v", v), *outputs.items()))
+    return make_problem((("q", q), ("k", k), ("v", v), *outputs.items()))
 
 
 def backward(dtype="bfloat16", positive_scale=True, causal=False, deterministic=False, **sizes):
@@ -37,7 +37,7 @@ def backward(dtype="bfloat16", positive_scale=True, causal=False, deterministic=
     forward = asked(dtype=dtype, **sizes)
     q, k, v = ((spec.dtype, spec.shape, spec.strides, 16) for spec in (forward.q, forward.k, forward.v))
     settings = Settings(band=Band(right=0) if causal else None, positive_scale=positive_scale, deterministic=deterministic)
-    return pose((("q", q), ("k", k), ("v", v)), settings, RequestedOutputs(backward=True))
+    return make_problem((("q", q), ("k", k), ("v", v)), settings, RequestedOutputs(backward=True))
 
 
 BIAS = (16, 16, 4, 1)
@@ -263,6 +263,21 @@ MET = {
         [(91900, 90), (92501, 100)],
         [(92600, 90)],
         [packed(sinks=True, backward=True), variant(sinks=True, backward=True, return_dsinks=True)],
+    ),
+    "one-query-deterministic": (
+        one_query(deterministic=True),
+        [(91900, 90), (92800, 80), (92800, 100)],
+        [],
+        [one_query(), asked(sq=2), backward(sq=1), one_query(backward=True, deterministic=True)],
+    ),
+    "sinks-infinite-bias": (
+        variant(sinks=True, bias=(1, 16, 1, 1), backward=True),
+        [(91900, 90), (92800, 80), (92800, 100)],
+        [],
+        [
+            variant(sinks=True, bias=(1, 16, 1, 1)), variant(bias=(1, 16, 1, 1), backward=True),
+            variant(sinks=True, bias=(16, 16, 1, 1), backward=True), variant(sinks=True, mask=(1, 16, 1, 1), backward=True),
+        ],
     ),
     "backward-one-row": (
         backward(hq=1, hkv=1, sq=1, b=1),

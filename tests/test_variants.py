@@ -278,7 +278,7 @@ BAD = {
     "unknown": ({"casual": True}, TypeError, "no option casual; did you mean causal"),
     "softcap": ({"softcap": 0}, ValueError, "softcap is 0; it must be above 0"),
     "softcap_array": ({"softcap": np.ones(1)}, TypeError, "softcap is a ndarray"),
-    "bias_shape": ({"bias": np.zeros((4, 3, 1, 1), np.float32)}, ValueError, r"bias has shape \(4, 3, 1, 1\).*keys come first"),
+    "bias_shape": ({"bias": np.zeros((4, 3, 1, 1), np.float32)}, ValueError, r"bias has shape \(4, 3, 1, 1\).*keys first"),
     "bias_rank": ({"bias": np.zeros((4, 4), np.float32)}, ValueError, r"bias has shape \(4, 4\)"),
     "bias_dtype": ({"bias": np.zeros((4, 4, 1, 1), int)}, TypeError, "bias is int64; it must be float16"),
     "mask_dtype": ({"mask": np.zeros((4, 4, 1, 1), np.float32)}, TypeError, "mask is float32; it must be bool"),
@@ -321,7 +321,11 @@ BAD_PACKED = {
     "falling": ({"cu_seqlens_q": np.array([0, 7, 5])}, ValueError, "it must rise"),
     "beyond": ({"cu_seqlens_q": np.array([0, 7, 11])}, ValueError, "at most 10, the total"),
     "longest": ({"max_seqlen_q": 5}, ValueError, "cu_seqlens_q has a sequence of 6; max_seqlen_q is 5"),
-    "lengths": ({"seq_lens_q": np.array([1, 2], np.int32)}, ValueError, "the lengths of packed sequences follow"),
+    "lengths": (
+        {"seq_lens_q": np.array([1, 2], np.int32)},
+        ValueError,
+        r"cu_seqlens_\* define the lengths of packed sequences",
+    ),
     "bucket_of_bias": ({"bias": np.zeros((6, 6, 1, 1), np.float32), "bucket": 8}, ValueError, "round max_seqlen_q"),
 }
 

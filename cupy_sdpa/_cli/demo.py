@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from .. import reference
 from ..attention import attention
 from ..device import cupy_runtime
-from ..graph.interpreter import numpy_dtype
+from ..problem.tensor_spec import numpy_dtype
 from ..version import __version__
 from . import picture, text
 from .console import CommandError, Help, add_json, milliseconds, positive, say

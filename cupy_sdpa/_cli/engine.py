@@ -12,7 +12,7 @@ import numpy as np
 from .._cudnn.library import library
 from ..device import cupy_runtime
 from ..explain import explain
-from ..problem.tensor_spec import ITEMSIZE
+from ..problem.tensor_spec import FLOAT_DTYPES
 from ..version import version_text
 from . import machine
 from .console import CommandError, one_line
@@ -47,7 +47,7 @@ class Placed:
 def add_options(parser: argparse.ArgumentParser, default_dtype: str | None) -> None:
     """Give a command ``--engine`` and ``--dtype``."""
     default = default_dtype or "the file's"
-    parser.add_argument("--dtype", choices=tuple(ITEMSIZE), default=default_dtype, help=f"compute in it (default: {default})")
+    parser.add_argument("--dtype", choices=FLOAT_DTYPES, default=default_dtype, help=f"compute in it (default: {default})")
     parser.add_argument(
         "--engine",
         choices=("auto", "cudnn", "numpy"),

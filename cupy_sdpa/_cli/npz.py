@@ -16,7 +16,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from ..graph.interpreter import numpy_dtype
+from ..problem.tensor_spec import numpy_dtype
 from .console import CommandError, one_line
 
 #: What a damaged or unusual zip, or npy inside it, makes zipfile, the decompressors and numpy raise.

@@ -17,9 +17,8 @@ from ..attention import attention
 from ..device import cupy_runtime
 from ..errors import CudnnError, Unsupported
 from ..explain import explain
-from ..graph.interpreter import numpy_dtype
 from ..problem.problem import Problem
-from ..problem.tensor_spec import SIZES
+from ..problem.tensor_spec import ITEMSIZE, numpy_dtype
 from . import npz
 from .console import CommandError, Help, add_json, milliseconds, say
 from .engine import add_options, place, refuse_if_too_large
@@ -125,7 +124,7 @@ def _asked(arguments: argparse.Namespace, headers: Sequence[npz.Header], options
 
 def _memory(asked: Problem, headers: Sequence[npz.Header]) -> int:
     """Bytes that the arrays need at the worst moment: all of them as computed with, and one as it is in the file."""
-    computed = sum(math.prod(spec.shape) * SIZES[spec.dtype] for spec in asked.tensors)
+    computed = sum(math.prod(spec.shape) * ITEMSIZE[spec.dtype] for spec in asked.tensors)
     converted = math.prod(asked.out.shape) * headers[0].dtype.itemsize if headers[0].dtype.name != asked.dtype else 0
     return computed + converted + max(header.size for header in headers)
 

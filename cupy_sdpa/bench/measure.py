@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ..device import cupy_runtime
-from ..graph.interpreter import numpy_dtype
+from ..problem.tensor_spec import numpy_dtype
 
 Name = TypeVar("Name")
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..device import cupy_runtime
-from ..problem.tensor_spec import SIZES
+from ..problem.tensor_spec import ITEMSIZE
 from .way import Call, Inputs, Way
 
 #: What the backward node calls its inputs.
@@ -148,7 +148,7 @@ class Frontend(Way):
     def peak_bytes(self, call: Call) -> int:
         """Results, statistics in between, and workspace, which are all made once."""
         results = sum(int(array.nbytes) for array in call())
-        stats = SIZES["float32"] * math.prod(self.shape("stats")) if self.direction == "both" else 0
+        stats = ITEMSIZE["float32"] * math.prod(self.shape("stats")) if self.direction == "both" else 0
         return results + stats + self._workspace_bytes
 
     def facts(self) -> dict[str, Any]:

@@ -10,9 +10,9 @@ import numpy as np
 
 from ..device import cupy_runtime
 from ..problem.bucket import Policy, check_bucket
-from ..problem.problem import LENGTHS, SEEDS, STARTS, Problem, Settings, is_matrix
+from ..problem.problem import CU_SEQLENS, LENGTHS, SEEDS, Problem, Settings, has_score_axes
 from ..problem.tensor_spec import Signature, dense_signature, dtype_name
-from ..problem.validation import RequestedOutputs, pose, with_sums
+from ..problem.validation import RequestedOutputs, make_problem, with_captured_gradients
 from . import user_functions
 from .call import Call, Fill
 from .options import ARRAYS, check_names, is_one_of, read_flag, read_scale, read_settings
@@ -27,12 +27,13 @@ def read_forward(
     *,
     return_stats: Any = False,
     return_kept: bool = False,
+    deterministic: Any = False,
     out: Any = None,
     stats: Any = None,
 ) -> Call:
     """Check a forward call's arguments; the first thing wrong is raised, before anything is allocated."""
-    wanted = _rows_wanted(return_stats)._replace(kept=return_kept)
-    return _read({"q": q, "k": k, "v": v, "out": out, "stats": stats}, options, wanted)
+    wanted, exact = _rows_wanted(return_stats)._replace(rng_dump=return_kept), read_flag("deterministic", deterministic)
+    return _read({"q": q, "k": k, "v": v, "out": out, "stats": stats}, options, wanted, deterministic=exact)
 
 
 def _rows_wanted(return_stats: Any) -> RequestedOutputs:
@@ -114,14 +115,14 @@ def _posed_with_functions(
     return_dtensors: Any,
 ) -> tuple[Problem, user_functions.Functions | None, user_functions.Gradients | None]:
     """The problem that arrays and the caller's own functions pose, what these come to, and the gradients asked for."""
-    asked, own = pose(tuple(signatures.items()), settings, wanted), None
+    asked, own = make_problem(tuple(signatures.items()), settings, wanted), None
     if user_functions.given(options):
         own = user_functions.read(options, asked)
         read = {name: _signature(array) for name, array in own.arrays.items()}
-        asked = pose(tuple((signatures | read).items()), own.settings, wanted)
+        asked = make_problem(tuple((signatures | read).items()), own.settings, wanted)
     gradients = user_functions.gradients_of(return_dtensors, options.get("tensors"), own)
     if gradients:
-        asked = with_sums(asked, gradients.wanted(asked))
+        asked = with_captured_gradients(asked, gradients.wanted(asked))
     return asked, own, gradients
 
 
@@ -135,7 +136,7 @@ def _is_number(value: Any) -> bool:
 
 def _policy(bucket: Any, asked: Problem) -> Policy | None:
     policy = check_bucket(bucket)
-    if policy and asked.packed and any(is_matrix(spec.name) for spec in asked.tensors):
+    if policy and asked.packed and any(has_score_axes(spec.name) for spec in asked.tensors):
         raise ValueError(
             "bucket and packed sequences with a bias, a mask or tensors are given: round max_seqlen_q and max_seqlen_kv up, "
             "and give arrays of that size"
@@ -165,7 +166,7 @@ def read_shapes(
     kind, shape, *_ = given["q"]
     head_dim, heads, *_ = *shape, 1, 1  # too few axes are refused below
     defaults = {"mask": "bool", "bias": kind, "dropout_mask": "bool", "alibi_slopes": "float32", "sinks": "float32"}
-    defaults |= dict.fromkeys((*LENGTHS, *STARTS), "int32")
+    defaults |= dict.fromkeys((*LENGTHS, *CU_SEQLENS), "int32")
     for name in ARRAYS:
         value = options.get(name)
         if name in ("alibi_slopes", "sinks") and isinstance(value, bool):
@@ -180,8 +181,8 @@ def read_shapes(
         given = dict.fromkeys(LENGTHS, dense_signature("int32", given["q"][1][3:])) | given
     options = {**options, "seed": 0} if "seed" in given else options
     tau = read_scale(options.get("scale"), head_dim)
+    settings, _ = read_settings(options, tau, deterministic=bool(deterministic))
     # what belongs to the other pass is left out, as a list of problems for both passes has it
-    settings, _ = read_settings(options, tau, deterministic=bool(deterministic and backward))
     rows = _rows_wanted(return_stats)
     wanted = RequestedOutputs(backward=True, dbias=bool(return_dbias), dsinks=bool(return_dsinks)) if backward else rows
     tensors = {name: _standin(name, x) for name, x in (options.get("tensors") or {}).items()}
@@ -215,7 +216,7 @@ def _standin(name: str, x: Any) -> Any:
 def _missing_lengths(arrays: Mapping[str, Any]) -> dict[str, Fill]:
     """The lengths of one side where only those of the other are given: all that its array has."""
     given = [name for name in LENGTHS if name in arrays]
-    if len(given) != 1 or any(name in arrays for name in STARTS) or not arrays["q"].ndim == arrays["k"].ndim == 4:
+    if len(given) != 1 or any(name in arrays for name in CU_SEQLENS) or not arrays["q"].ndim == arrays["k"].ndim == 4:
         return {}  # other shapes are refused next
     (missing,) = set(LENGTHS) - set(given)
     *_, length, batch = arrays["q" if missing == "seq_lens_q" else "k"].shape
@@ -229,7 +230,7 @@ def _check_lengths(asked: Problem, arrays: Mapping[str, Any]) -> None:
         lengths = arrays.get(name)
         if lengths is not None and lengths.size and not 0 <= lengths.min() <= lengths.max() <= most:
             raise ValueError(f"{name} has lengths from {lengths.min()} to {lengths.max()}; they must be from 0 to {most}")
-    for name, most, total in zip(STARTS, (sq, skv), (asked.q.shape[2], asked.k.shape[2]), strict=True):
+    for name, most, total in zip(CU_SEQLENS, (sq, skv), (asked.q.shape[2], asked.k.shape[2]), strict=True):
         if (begins := arrays.get(name)) is not None:
             lengths = np.diff(begins)
             if begins[0] < 0 or begins[-1] > total or (lengths < 0).any():
@@ -288,7 +289,7 @@ def _overlap(asked: Problem, arrays: Mapping[str, Any], one: str, other: str) ->
     """Whether two arrays share an element; decided on addresses alone, no element is read."""
     a, b = arrays[one], arrays[other]
     if cupy_runtime.is_array(a):
-        (a_from, a_to), (b_from, b_to) = asked.extents[one], asked.extents[other]
+        (a_from, a_to), (b_from, b_to) = asked.byte_bounds[one], asked.byte_bounds[other]
         apart = b.data.ptr - a.data.ptr
         if a_to <= apart + b_from or apart + b_to <= a_from:
             return False

@@ -93,7 +93,7 @@ class Tuning:
         return "\n".join([self._title(), *lines])
 
     def _repr_html_(self) -> str:
-        return _html.titled(self._title(), _html.table(self._COLUMNS, self._rows()))
+        return _html.with_title(self._title(), _html.table(self._COLUMNS, self._rows()))
 
 
 def tune(

@@ -14,11 +14,12 @@ import numpy as np
 
 from ..device import cupy_runtime, driver
 from ..errors import CudnnError, Unsupported
-from ..graph.interpreter import evaluate, numpy_dtype
+from ..graph.interpreter import evaluate
 from ..graph.patterns import graph_of
 from ..problem.bucket import Policy
-from ..problem.problem import LENGTHS, PER_ROW, STARTS, Problem
+from ..problem.problem import CU_SEQLENS, LENGTHS, ROW_STATS, Problem
 from ..problem.subproblems import subproblems
+from ..problem.tensor_spec import numpy_dtype
 from ..support.why_not import Reason, unverified, why_not, workarounds
 from .report import Report
 from .staging import Stage, clear, engine_problem, fill_value, filled
@@ -94,7 +95,7 @@ class Call:
         for launch in parts:
             launch._on_device(launch._compute)
             if launch.arrays is not self.arrays:
-                self.arrays |= {spec.name: launch.arrays[spec.name] for spec in launch.problem.sums}
+                self.arrays |= {spec.name: launch.arrays[spec.name] for spec in launch.problem.ds_reductions}
         results = [self.arrays[spec.name] for spec in self.problem.results if spec not in self.problem.dcaptured]
         if self.gradients:
             results.append(self._on_device(self._gathered))
@@ -200,15 +201,17 @@ class Call:
         if p.sinks and not p.backward:
             xp = cupy_runtime.cupy() if self.on_gpu else np
             for spec in p.results:
-                if spec.name in PER_ROW:
+                if spec.name in ROW_STATS:
                     alone = 1.0 if spec.name == "sum_exp" else self.arrays["sinks"][:, None]
                     self.arrays[spec.name][...] = xp.where(self._rows_there(xp), alone, fill_value(spec.name))
 
     def _rows_there(self, xp: Any) -> Any:
         """Which rows belong to a sequence, to be broadcast over the log-sum-exp's axes."""
         if self.problem.packed:
-            places, begins = xp.arange(self.problem.q.shape[2]), self.arrays[STARTS[0]]
-            return (begins[0] <= places) & (places < begins[-1])
+            places, begins = xp.arange(self.problem.q.shape[2]), self.arrays[CU_SEQLENS[0]]
+            begin = xp.take(begins, xp.maximum(xp.searchsorted(begins, places, side="right") - 1, 0))  # of its sequence
+            *_, longest, _, _ = self.problem.sizes  # positions of a sequence beyond max_seqlen_q belong to none
+            return (begin <= places) & (places < begins[-1]) & (places < begin + longest)
         if self.problem.ragged:
             return xp.arange(self.problem.q.shape[2])[:, None, None] < self.arrays[LENGTHS[0]]
         return xp.ones((), bool)

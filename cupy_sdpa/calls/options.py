@@ -10,9 +10,9 @@ from typing import Any, TypedDict, TypeVar
 
 import numpy as np
 
-from ..problem.band import Band, Window
+from ..problem.band import Band, Causal, Window
 from ..problem.bucket import Bucket
-from ..problem.problem import LENGTHS, MATRICES, SEEDS, STARTS, Settings
+from ..problem.problem import CU_SEQLENS, LENGTHS, SCORE_INPUTS, SEEDS, Settings
 from ..score_fn.tracer import MaskMod, ScoreMod
 
 #: Whether gradients of ``tensors`` are wanted, or of which.
@@ -25,7 +25,7 @@ class Options(TypedDict, total=False):
     """What every call takes beside its arrays; :func:`cupy_sdpa.attention` says what each of them means."""
 
     scale: float | None
-    causal: bool | str
+    causal: Causal
     window: Window
     mask: Any
     bias: Any
@@ -52,7 +52,7 @@ class Options(TypedDict, total=False):
 #: Those options whose default is not None.
 DEFAULTS: dict[str, Any] = {"causal": False, "dropout_p": 0.0}
 #: Those options that are arrays.
-ARRAYS = (*MATRICES, *LENGTHS, *STARTS, "alibi_slopes", "sinks", *SEEDS)
+ARRAYS = (*SCORE_INPUTS, *LENGTHS, *CU_SEQLENS, "alibi_slopes", "sinks", *SEEDS)
 
 
 def takes_options(function: Function) -> Function:
@@ -88,7 +88,7 @@ def read_settings(options: Mapping[str, Any], tau: float, *, deterministic: bool
     Args:
         options: as the caller gave them.
         tau: the scale.
-        deterministic: as for the backward pass.
+        deterministic: as for the call.
 
     Raises:
         TypeError, ValueError: a value that an option cannot have.

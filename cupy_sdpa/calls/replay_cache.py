@@ -277,7 +277,7 @@ def learn(how: Any, names: Sequence[str], arrays: tuple[Any, ...], options: Mapp
     global _here
     if call.launched is None or call.launched.made > SMALL or tunings.get() is not None:
         return
-    if call.problem.sums or call.gradients is not None:
+    if call.problem.ds_reductions or call.gradients is not None:
         return  # they are gathered by more than launches
     here = _here = _here or _Here()
     found = _key(here.ndarray, how, arrays, options)

@@ -101,23 +101,23 @@ class Report:
              node.out.dtype)
             for number, node in enumerate(self.graph.nodes, 1)
         ]  # fmt: skip
-        body = _html.folded("steps", _html.table(("step", "array", "formula", "shape", "dtype"), [*tensors, *steps]))
+        body = _html.details("steps", _html.table(("step", "array", "formula", "shape", "dtype"), [*tensors, *steps]))
         verdict = self._verdict().removesuffix(":")
         if self.reasons:
             body += _html.table((verdict,), [(reason,) for reason in self.reasons])
         elif self.plan:
             body += _html.table((verdict, ""), self.plan.facts())
             if self.plan.refused:
-                body += _html.folded("refused before", _html.table(("reason",), [(reason,) for reason in self.plan.refused]))
+                body += _html.details("refused before", _html.table(("reason",), [(reason,) for reason in self.plan.refused]))
         else:
             body += _html.table((verdict,), [])
         if self.workarounds:
-            body += _html.folded("known bugs worked around", _html.table(("bug",), [(bug,) for bug in self.workarounds]))
+            body += _html.details("known bugs worked around", _html.table(("bug",), [(bug,) for bug in self.workarounds]))
         if self.unverified:
             title = f"not verified on this GPU ({CHECK} verifies it)"
-            body += _html.folded(title, _html.table(("what",), [(doubt,) for doubt in self.unverified]))
+            body += _html.details(title, _html.table(("what",), [(doubt,) for doubt in self.unverified]))
         body += "".join(launch._repr_html_() for launch in self.launches[1:])
-        return _html.titled(str(self.problem), body)
+        return _html.with_title(str(self.problem), body)
 
 
 def _shape(shape: tuple[int, ...]) -> str:

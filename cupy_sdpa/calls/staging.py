@@ -14,12 +14,21 @@ from typing import Any
 import numpy as np
 
 from ..device import cupy_runtime, kernels, memory
-from ..graph.interpreter import numpy_dtype
 from ..problem.bucket import Policy, padded_axes
-from ..problem.problem import LENGTHS, MASKED_SCORE, OF_KEYS, OF_QUERIES, PER_ROW, STARTS, Problem, has_diagonal, is_matrix
-from ..problem.tensor_spec import TensorSpec, dense_spec, dtype_name
-from ..problem.varlen import offsets, with_room
-from ..support.why_not import has_one_packed_query, has_strided_packed_queries, turned_off
+from ..problem.problem import (
+    CU_SEQLENS,
+    KEY_ARRAYS,
+    LENGTHS,
+    MASKED_SCORE,
+    QUERY_ARRAYS,
+    ROW_STATS,
+    Problem,
+    has_ragged_alibi,
+    has_score_axes,
+)
+from ..problem.tensor_spec import TensorSpec, dense_spec, dtype_name, numpy_dtype
+from ..problem.varlen import ragged_offsets, round_up_totals
+from ..support.why_not import has_one_packed_query, has_strided_packed_queries, hides_rows_but_sinks, turned_off
 
 #: What -inf is given beyond the lengths; all other results get 0.
 _LOGARITHMS = ("stats", "max")
@@ -50,8 +59,11 @@ def _engine_problem(problem: Problem, on_gpu: bool) -> Problem:
             kind = "float32" if (sq, skv) == (1, 1) else kind  # as in _read_as
             keys = skv if spec.shape[1] == 1 else spec.shape[0]
             specs[spec.name] = dense_spec(spec.name, kind, (keys, *spec.shape[1:]))
+    if _has_finite_bias(problem) and problem.bias:
+        bias = specs.get("bias", problem.bias)
+        specs["bias"] = dense_spec("bias", "float32", bias.shape)
     # sums are of q's dtype, and added up over heads and batch only; others are wrong or fault
-    sums = {spec.name: dense_spec(spec.name, problem.dtype, (skv, sq, *spec.shape[2:])) for spec in problem.sums}
+    sums = {spec.name: dense_spec(spec.name, problem.dtype, (skv, sq, *spec.shape[2:])) for spec in problem.ds_reductions}
     if problem.dbias:
         specs["dbias"] = sums.pop("dbias")
     if problem.dcaptured:
@@ -59,11 +71,12 @@ def _engine_problem(problem: Problem, on_gpu: bool) -> Problem:
     if has_strided_packed_queries(problem) and "packed-strided-queries" not in turned_off():
         specs["q"] = dense_spec("q", problem.q.dtype, problem.q.shape)
     if has_one_packed_query(problem) and "packed-one-query" not in turned_off():
-        specs["settings"] = problem.settings._replace(max_seqlen_q=2)
-        if kept := problem.kept:
-            specs["kept"] = dense_spec("kept", kept.dtype, (kept.shape[0], 2, *kept.shape[2:]))
+        exact = problem.backward and problem.deterministic  # as in validation: there are two queries
+        specs["settings"] = problem.settings._replace(max_seqlen_q=2, deterministic=exact)
+        if dump := problem.rng_dump:
+            specs["rng_dump"] = dense_spec("rng_dump", dump.dtype, (dump.shape[0], 2, *dump.shape[2:]))
     problem = replace(problem, **specs) if specs else problem
-    return _interned(with_room(problem) if problem.packed else problem)
+    return _interned(round_up_totals(problem) if problem.packed else problem)
 
 
 def _read_as(problem: Problem, spec: TensorSpec, on_gpu: bool) -> TensorSpec:
@@ -123,13 +136,13 @@ class Stage:
         self._results = {spec.name for spec in problem.results}
         for spec in given.tensors:
             self.arrays[spec.name] = self._staged(spec)
-        for spec in problem.sums:
+        for spec in problem.ds_reductions:
             clear(self.arrays[spec.name], 0.0, on_gpu)  # it is added up
         # After the kernel, because kernels for a single query write rows that are beyond the length.
         self._clears_last = on_gpu and problem.seq_lens_q is not None and "one-query-lengths" not in turned_off()
         if problem.ragged and not self._clears_last:
             self._clear_rows()
-        if has_diagonal(given):
+        if has_ragged_alibi(given):
             *_, sq, skv, _ = given.sizes
             self.arrays["diagonal"] = _diagonal(sq, skv, *(self.arrays[name] for name in LENGTHS), on_gpu=on_gpu)
 
@@ -149,14 +162,14 @@ class Stage:
             target, source = self._own[spec.name], self.arrays[spec.name]
             if target is source:
                 continue
-            if spec in self.problem.sums:
+            if spec in self.problem.ds_reductions:
                 self._sum(target, source)
             else:
                 self._resize(target, source, spec.name)
 
     def _clear_rows(self) -> None:
         """Clear the results that no batch entry has; of packed sequences also make lengths and offsets."""
-        rows = [(spec.name, self.arrays[spec.name]) for spec in self.problem.results if spec.name in OF_QUERIES + OF_KEYS]
+        rows = [(spec.name, self.arrays[spec.name]) for spec in self.problem.results if spec.name in QUERY_ARRAYS + KEY_ARRAYS]
         self.arrays |= (_rows_on_gpu if self.on_gpu else _rows)(self.problem, self._given, self.arrays, rows)
 
     def _staged(self, spec: TensorSpec) -> Any:
@@ -168,7 +181,7 @@ class Stage:
             return filled("int32", like.shape[3], like.shape[2], like=like, on_gpu=self.on_gpu)
         if name in self._results:
             same = array.shape == spec.shape and dtype_name(array.dtype) == spec.dtype
-            return array if same or (self.problem.packed and not is_matrix(name)) else self._empty(spec)
+            return array if same or (self.problem.packed and not has_score_axes(name)) else self._empty(spec)
         if name == "stats" and _may_see_nothing(self.problem):
             array = self._unseen(array)
         lengths = cleaned(self.problem).get(name)
@@ -176,8 +189,11 @@ class Stage:
             array = kernels.zero_padded(array, self._own[lengths])
         elif lengths and name == "dout":  # of which whole rows are summed; the rest the interpreter cuts off itself
             array = _cleaned(array, self._own[lengths])
-        if is_matrix(name) and self._differs(array, spec):
+        finite = name == "bias" and self.on_gpu and _has_finite_bias(self.problem)
+        if has_score_axes(name) and (finite or self._differs(array, spec)):
             array = self._broadcast(array, spec)
+            if finite:
+                kernels.replace_infinite(array)
         elif self.problem.packed and name == "q" and spec.dense and not self.problem.q.dense:
             copy = cupy_runtime.empty(array.shape, array.dtype)
             copy[...] = array
@@ -250,7 +266,12 @@ def _may_see_nothing(problem: Problem) -> bool:
 
     Those beyond the lengths with sinks, and those whose scores are -inf by a bias or a function.
     """
-    return problem.backward and (problem.bias is not None or problem.dsinks is not None or problem.scored)
+    return problem.backward and (problem.bias is not None or problem.dsinks is not None or problem.has_score_mod)
+
+
+def _has_finite_bias(problem: Problem) -> bool:
+    """Whether the bias is copied with a finite number for -inf."""
+    return hides_rows_but_sinks(problem) and "sinks-infinite-bias" not in turned_off()
 
 
 def filled(dtype: str, size: int, value: int, *, like: Any, on_gpu: bool) -> Any:
@@ -288,23 +309,27 @@ def _rows(problem: Problem, given: Problem, arrays: Mapping[str, Any], rows: Seq
         array.fill(fill_value(name))
     if not problem.packed:
         return {}
-    found = {name: np.diff(arrays[begins]).astype(np.int32) for name, begins in zip(LENGTHS, STARTS, strict=True)}
-    return found | {name: arrays[begins].astype(np.int64) * factor for name, (begins, factor) in offsets(given).items()}
+    found = {name: np.diff(arrays[begins]).astype(np.int32) for name, begins in zip(LENGTHS, CU_SEQLENS, strict=True)}
+    return found | {name: arrays[begins].astype(np.int64) * factor for name, (begins, factor) in ragged_offsets(given).items()}
 
 
 def _rows_on_gpu(
     problem: Problem, given: Problem, arrays: Mapping[str, Any], rows: Sequence[tuple[str, Any]]
 ) -> dict[str, Any]:
     *_, sq, skv, _ = (problem if problem.packed else given).sizes
-    names = STARTS if problem.packed else LENGTHS
+    names = CU_SEQLENS if problem.packed else LENGTHS
     of_queries = kernels.Lengths(arrays[names[0]], sq, problem.q.shape[2])
     of_keys = kernels.Lengths(arrays[names[1]], skv, problem.k.shape[2])
     named = (
-        {name: (begins == STARTS[1], factor) for name, (begins, factor) in offsets(given).items()} if problem.packed else None
+        {name: (begins == CU_SEQLENS[1], factor) for name, (begins, factor) in ragged_offsets(given).items()}
+        if problem.packed
+        else None
     )
     sinks = arrays.get("sinks")
     results = [
-        kernels.ClearedResult(array, name in OF_KEYS, name in PER_ROW, fill_value(name), sinks if name in _LOGARITHMS else None)
+        kernels.ClearedResult(
+            array, name in KEY_ARRAYS, name in ROW_STATS, fill_value(name), sinks if name in _LOGARITHMS else None
+        )
         for name, array in rows
     ]
     return kernels.prepare_sequences(of_queries, of_keys, named, results)

@@ -11,7 +11,7 @@ import numpy as np
 from ..device import cupy_runtime
 from ..problem.band import Band
 from ..problem.problem import CAPTURED_DTYPES, Problem, Settings
-from ..problem.subproblems import derivatives
+from ..problem.subproblems import score_derivatives
 from ..score_fn.expression import AXES
 from ..score_fn.tracer import Access, trace
 
@@ -116,7 +116,7 @@ class Gradients:
 
     def wanted(self, asked: Problem) -> tuple[str, ...]:
         """What the functions read of them, and the score depends on."""
-        known = derivatives(asked)
+        known = score_derivatives(asked)
         return tuple(name for name, access in self.captured.items() if access.name in self.arrays and name in known)
 
     def gathered(self, sums: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,9 @@ import numpy as np
 from ..problem.problem import MASKED_SCORE
 from . import cupy_runtime, memory
 
+#: A finite number for -inf: it hides a key from a query as surely, and stays finite times log2(e).
+LOWEST = -1e30
+
 
 class Lengths(NamedTuple):
     """The lengths of the sequences of queries, or of keys.
@@ -276,6 +279,12 @@ def backward_stats(stats: Any) -> Any:
     copy = cupy_runtime.empty(stats.shape, stats.dtype)
     kernel = _elementwise("float32 x, float32 lowest, float32 top", "float32 y", "y = x <= lowest ? top : x", "backward_stats")
     return kernel(stats, MASKED_SCORE, math.inf, copy)
+
+
+def replace_infinite(bias: Any) -> None:
+    """Replace -inf in a float32 array by :data:`LOWEST`."""
+    operation = "y = x < lowest ? lowest : x"
+    _elementwise("float32 x, float32 lowest", "float32 y", operation, "replace_infinite")(bias, LOWEST, bias)
 
 
 def log_sum_exp(top: Any, total: Any, stats: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from ..score_fn.autodiff import slopes
+from ..score_fn.autodiff import gradients
 from ..score_fn.expression import AXES, COMMUTES, FLIPPED, OPPOSITE, Kind, Step, Writer
 from .nodes import Builder, Tensor
 
@@ -104,7 +104,7 @@ class Emitter:
 
     def slope(self, root: int, of: str = "") -> int:
         """The step that is the derivative of another with respect to the score, or to an array that is read."""
-        (number,) = slopes(self.writer, root, [self.writer.leaf("captured", of) if of else self.writer.leaf("score")])
+        (number,) = gradients(self.writer, root, [self.writer.leaf("captured", of) if of else self.writer.leaf("score")])
         return self.writer.constant(0.0) if number is None else number
 
     def times(self, slope: int, ds: Tensor, *, finite: bool) -> Tensor:

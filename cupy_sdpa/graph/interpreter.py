@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..problem.tensor_spec import numpy_dtype
 from .nodes import Bernoulli, Graph, Matmul, Node, Pointwise, Reduction, Softmax, Tensor, Transpose
 
 if TYPE_CHECKING:
@@ -345,15 +346,6 @@ RULES: dict[type[Node], Callable[[Any, Tile], None]] = {
     Softmax: _softmax,
     Transpose: _transpose,
 }
-
-
-def numpy_dtype(name: str) -> np.dtype[Any]:
-    """numpy's dtype of a name, bfloat16 among them."""
-    if name == "bfloat16":
-        import ml_dtypes  # 45 ms to import: only where bfloat16 is met
-
-        return np.dtype(ml_dtypes.bfloat16)  # type: ignore[no-any-return, unused-ignore]  # typed since ml_dtypes 0.6
-    return np.dtype(name)
 
 
 def _numbers(tensor: Tensor) -> Array:

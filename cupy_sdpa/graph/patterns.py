@@ -10,11 +10,11 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
-from ..problem.problem import PER_ROW, SEEDS, Problem, has_diagonal, writes_directly
+from ..problem.problem import ROW_STATS, SEEDS, Problem, has_ragged_alibi, writes_dq_directly
 from ..problem.subproblems import subproblems
-from ..problem.tensor_spec import SIZES, TensorSpec
-from ..problem.varlen import offsets_name, step
-from ..score_fn.expression import NOTHING
+from ..problem.tensor_spec import ITEMSIZE, TensorSpec
+from ..problem.varlen import ragged_offset_name, token_stride
+from ..score_fn.expression import EMPTY_PROGRAM
 from .nodes import Builder, Graph, Role, Shape, Tensor, row_major
 from .scores import Scores, below
 
@@ -34,7 +34,7 @@ OF_SCORES = (3, 2, 1, 0)
 
 def operand(spec: TensorSpec, axes: tuple[int, ...], role: Role) -> Tensor:
     """The caller's array as a tensor of the graph, with its axes turned and nothing copied."""
-    itemsize = SIZES[spec.dtype]
+    itemsize = ITEMSIZE[spec.dtype]
     b, h, rows, columns = (spec.shape[axis] if axis >= 0 else 1 for axis in axes)
     strides = tuple(spec.strides[axis] // itemsize if axis >= 0 else 1 for axis in axes)
     return Tensor(spec.name, (b, h, rows, columns), spec.dtype, role, strides, axes)
@@ -58,9 +58,9 @@ class Operands:
         """An array that is there."""
         spec = self.specs[name]
         if self.problem.packed:
-            axes = PACKED_NUMBERS if name in PER_ROW else tuple(axis if axis < 3 else -1 for axis in axes)
+            axes = PACKED_NUMBERS if name in ROW_STATS else tuple(axis if axis < 3 else -1 for axis in axes)
         tensor = operand(spec, axes, "output" if name in self.results else "input")
-        return self._ragged(tensor, step(spec)) if self.problem.packed else tensor
+        return self._ragged(tensor, token_stride(spec)) if self.problem.packed else tensor
 
     def given(self, name: str, axes: tuple[int, ...]) -> Tensor | None:
         """An array of an option, if it is there."""
@@ -113,7 +113,7 @@ class Operands:
 
     def diagonal(self) -> Tensor | None:
         """The key on the diagonal of every query, where that differs from entry to entry and somebody asks."""
-        if not has_diagonal(self.problem):
+        if not has_ragged_alibi(self.problem):
             return None
         if self.sq == 1:  # for every key, because of "one-query-positions" in the table of known bugs
             return Tensor("diagonal", (self.batch, 1, 1, self.skv), "int32", "input", (self.skv, 1, 1, 1), (1, -1, -1, 0))
@@ -131,7 +131,7 @@ class Operands:
     def _ragged(self, tensor: Tensor, factor: int, of: str = "", elements: int = 0) -> Tensor:
         """A tensor of packed sequences: its rows, or columns, are those of the longest."""
         of = of or tensor.name
-        name = offsets_name(of, factor)
+        name = ragged_offset_name(of, factor)
         begins = Tensor(name, (self.batch + 1, 1, 1, 1), "int64", "input", (1, 1, 1, 1), PER_ENTRY)
         most = self.skv if name.startswith("cu_seqlens_kv") else self.sq
         _, h, rows, columns = tensor.shape
@@ -148,7 +148,7 @@ def graph_of(problem: Problem) -> Graph:
     """The graph that computes a problem, on numpy and, where no other is chosen for a reason, on cuDNN."""
     if not problem.backward:
         return forward(problem)
-    return backward(problem, direct=writes_directly(problem))
+    return backward(problem, direct=writes_dq_directly(problem))
 
 
 def _scores(g: Builder, problem: Problem, operands: Operands) -> Scores:
@@ -165,7 +165,7 @@ def _scores(g: Builder, problem: Problem, operands: Operands) -> Scores:
         keys,
         operands.diagonal(),
         problem.band,
-        problem.settings.program or NOTHING,
+        problem.settings.program or EMPTY_PROGRAM,
         {spec.name: tensor for spec in problem.captured if (tensor := operands.of_scores(spec.name))},
         problem.settings.gradient_of,
         operands.positions("key positions", 1, (0, 0, 0, 1)),
@@ -183,7 +183,7 @@ def _may_mask_by_value(problem: Problem) -> bool:
     wide = [spec for spec in (problem.bias, *problem.captured) if spec and spec.dtype in ("bfloat16", "float32", "float64")]
     program = problem.settings.program
     chooses = program is not None and any(step.mode == "binary_select" for step in program.steps)
-    return problem.bias in wide if not problem.scored else bool(wide) or chooses
+    return problem.bias in wide if not problem.has_score_mod else bool(wide) or chooses
 
 
 def _builder(problem: Problem) -> Builder:
@@ -196,8 +196,8 @@ def _kept(g: Builder, problem: Problem, operands: Operands, shape: Shape) -> Ten
         return given
     seed, offset = (operand(operands.specs[name], PER_ENTRY, "input") for name in SEEDS)
     kept = g.virtual("R", shape)
-    if problem.kept:
-        kept = operand(problem.kept, OF_SCORES, "output")
+    if problem.rng_dump:
+        kept = operand(problem.rng_dump, OF_SCORES, "output")
     return g.bernoulli("R = 1 with probability 1 − p", kept, seed, offset, 1 - problem.settings.dropout)
 
 
@@ -210,7 +210,7 @@ def _tails(problem: Problem) -> frozenset[str]:
     tails = {"keys": skv, "queries": sq}
     masked = problem.backward and problem.settings.program is not None  # exp(S + inf) of a row that is masked throughout
     return frozenset(
-        name for name, length in tails.items() if (problem.scored or masked) and not problem.ragged and length % 128
+        name for name, length in tails.items() if (problem.has_score_mod or masked) and not problem.ragged and length % 128
     )
 
 
@@ -325,7 +325,7 @@ def backward(problem: Problem, direct: bool = False, guards: frozenset[str] = fr
         ds = g.pointwise("P ∘ (dP − D) / (1 − p)", "mul", ds, share, out="P∘(dP−D)/(1−p)")
     # dS <- dS * dS/dx                      x are the scores before all that changed them, or an array that was read
     ds = scores.derivative(g, ds, changes)
-    for spec in problem.sums:
+    for spec in problem.ds_reductions:
         # dx = sum dS                       over the axes along which x is broadcast
         g.reduction(f"{spec.name} = Σ {ds}", ds, operand(spec, OF_SCORES, "output"))
     ds = g.pointwise(f"dS = scale · {ds}", "mul", ds, scores.scale, out="dS", dtype=problem.dtype)

@@ -13,7 +13,7 @@ from functools import partial
 from .. import zoo
 from ..problem.band import Band
 from ..problem.problem import MASKED_SCORE
-from ..score_fn.expression import AXES, NOTHING, Kind, Program
+from ..score_fn.expression import AXES, EMPTY_PROGRAM, Kind, Program
 from ..score_fn.proxy import Value
 from ..score_fn.tracer import Tracer
 from .emit import Emitter
@@ -52,7 +52,7 @@ class Scores:
     keys: Tensor | None = None
     diagonal: Tensor | None = None
     band: Band | None = None
-    program: Program = NOTHING
+    program: Program = EMPTY_PROGRAM
     captured: Mapping[str, Tensor] = field(default_factory=dict)
     gradient_of: str = ""
     key_positions: Tensor | None = None
@@ -134,7 +134,7 @@ class Scores:
             elif band.bottom_right:
                 row = row + Value(tracer, tracer.writer.constant(s.shape[3] - s.shape[2], "int"))
             # otherwise no key behind the diagonal is seen, and the distance is never negative
-            score = zoo.sloped(score, slope, row - column if band.right == 0 else abs(row - column))
+            score = zoo.add_linear_bias(score, slope, row - column if band.right == 0 else abs(row - column))
         if self.bias:
             given["bias"] = self.bias
             score = score + Value(tracer, leaf("captured", "bias"))

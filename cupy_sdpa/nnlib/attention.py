@@ -21,8 +21,7 @@ import numpy as np
 
 from ..attention import attention, attention_vjp
 from ..device import cupy_runtime
-from ..graph.interpreter import numpy_dtype
-from ..problem.tensor_spec import ITEMSIZE
+from ..problem.tensor_spec import FLOAT_DTYPES, numpy_dtype
 from .lazy import Lazy, check_array, made
 
 __all__ = [
@@ -273,8 +272,8 @@ def dot_product_attention_scores(
         raise ValueError(f"q is {q.shape} and k is {k.shape}; both are (d, nheads, len, B), and differ in len only")
     if q.dtype != k.dtype:
         raise TypeError(f"q is {q.dtype} and k is {k.dtype}: convert one, so that both have one dtype")
-    if str(q.dtype) not in ITEMSIZE:
-        raise TypeError(f"q is {q.dtype}; attention takes {', '.join(ITEMSIZE)}: convert with .astype(...)")
+    if str(q.dtype) not in FLOAT_DTYPES:
+        raise TypeError(f"q is {q.dtype}; attention takes {', '.join(FLOAT_DTYPES)}: convert with .astype(...)")
     full = (k.shape[2], q.shape[2], *q.shape[1::2])
     for name, array in (("bias", bias), ("mask", mask)):
         if array is not None:

@@ -200,7 +200,7 @@ class EngineSearch:
             text = plan.get_text("JSON_REPRESENTATION")
             knobs = knobs_of(text)
             if self.no_split and splits_keys(engine, dict(knobs)):
-                raise Unsupported(f"its kernel, which splits the keys, is wrong for this problem ({knobs_text(knobs)})")
+                raise Unsupported(f"its kernel, which splits the keys, is not used for this problem ({knobs_text(knobs)})")
             return Candidate(plan, text, engine, knobs, notes, workspace_bytes, build_ms)
         except BaseException as error:
             plan.close()

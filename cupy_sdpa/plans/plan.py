@@ -12,7 +12,7 @@ from .._cudnn.launch import Handle, Launcher
 from .._cudnn.library import library
 from ..device import memory
 from ..graph.nodes import Graph
-from ..problem.tensor_spec import SIZES
+from ..problem.tensor_spec import ITEMSIZE
 from ..version import version_text
 from . import plan_file
 from .engines import Candidate, Knobs, knobs_text
@@ -115,7 +115,7 @@ class Scratch:
     """The places of a graph's scratch tensors in the workspace: after cuDNN's own part."""
 
     def __init__(self, graph: Graph) -> None:
-        self._sizes = {t.name: _align(t.size * SIZES[t.dtype]) for t in graph.by_role("scratch")}
+        self._sizes = {t.name: _align(t.size * ITEMSIZE[t.dtype]) for t in graph.by_role("scratch")}
 
     def total_bytes(self, workspace_bytes: int) -> int:
         """Bytes of the whole workspace, given those of cuDNN's own part."""

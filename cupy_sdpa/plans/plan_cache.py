@@ -249,7 +249,7 @@ class PlanCache:
         return f"<{self._title()}>"
 
     def _repr_html_(self) -> str:
-        return _html.titled(self._title(), _html.table(self._COLUMNS, self._rows()))
+        return _html.with_title(self._title(), _html.table(self._COLUMNS, self._rows()))
 
 
 def _plan_of(entry: Plan | Refusal) -> Plan:

@@ -14,7 +14,7 @@ from .._cudnn.nvrtc import nvrtc
 from ..errors import CudnnError, Unsupported
 from ..graph.nodes import Graph
 from ..graph.patterns import backward, forward
-from ..problem.problem import Problem, writes_directly
+from ..problem.problem import Problem, writes_dq_directly
 from ..support.why_not import guards
 from ..version import version_text
 from . import plan_file
@@ -51,11 +51,12 @@ def plan_for(problem: Problem, target: Target, disk_cache: DiskCache | None = No
     workarounds = guards(problem, library().version, target.capability)
     if not problem.backward:
         return load_or_build(forward(problem, workarounds), target, limit=limit, disk_cache=disk_cache)
-    direct = problem.deterministic or writes_directly(problem)
+    direct = problem.deterministic or writes_dq_directly(problem)
     try:
         return load_or_build(backward(problem, direct, workarounds), target, limit=limit, disk_cache=disk_cache)
     except Unsupported as error:
-        if not problem.deterministic or problem.sums:  # cuDNN writes the sums of dS only where dQ is written directly
+        # cuDNN writes the reductions of dS only if dQ is written directly
+        if not problem.deterministic or problem.ds_reductions:
             raise
         version = library().version
         if version < ORDERED_SINCE or not 90 <= target.capability < 100:

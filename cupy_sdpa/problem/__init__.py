@@ -1,1 +1,1 @@
-"""What a call computes: shapes, layouts and options, frozen, hashable and validated. No device, no pointer."""
+"""The attention problem: shapes, layouts and options of a call, immutable, hashable and validated; no device, no pointers."""

@@ -1,33 +1,37 @@
-"""Which keys a query sees by their distance from the diagonal."""
+"""Bands: causal masks and sliding windows."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-#: What ``window=`` takes: keys before and behind the diagonal, None for no bound; and, if wanted, which diagonal.
-Window = tuple[int | None, int | None] | tuple[int | None, int | None, str] | None
+#: The alignment of the diagonal: it starts at the first query and key, or ends at the last query and key.
+Diagonal = Literal["top_left", "bottom_right"]
+#: The type of ``causal=``.
+Causal = bool | Diagonal
+#: The type of ``window=``: the number of keys before and after the diagonal, None for unbounded, and optionally the diagonal.
+Window = tuple[int | None, int | None] | tuple[int | None, int | None, Diagonal] | None
 
 
 class Band(NamedTuple):
-    """Which keys a query sees: those from ``left`` before the diagonal to ``right`` behind it, inclusive; None is unbounded.
+    """The keys that a query attends to: those at most ``left`` before and ``right`` after the diagonal; None is unbounded.
 
-    The diagonal goes through the first query and the first key, or (bottom right) through the last ones.
+    Query i is on the diagonal with key i (top-left alignment), or with key ``i + Skv - Sq`` (bottom-right alignment).
     """
 
     left: int | None = None
     right: int | None = None
     bottom_right: bool = False
 
-    def within(self, queries: int, keys: int, *, lengths: bool, used: bool = False) -> Band | None:
-        """The same on so many queries and keys, in its simplest form; None where every query sees every key.
+    def simplified(self, queries: int, keys: int, *, lengths: bool, needs_diagonal: bool = False) -> Band | None:
+        """The simplest band with the same mask for some lengths; None if every query attends to every key.
 
         Args:
-            queries, keys: how many there are.
-            lengths: whether every batch entry has its own.
-            used: whether something else asks where the diagonal is.
+            queries, keys: the lengths.
+            lengths: whether batch entries have their own lengths.
+            needs_diagonal: whether the diagonal is used otherwise, as by ALiBi.
 
-        >>> Band(right=0, bottom_right=True).within(1, 100, lengths=False)        # a single query that sees every key
-        >>> Band(left=5, right=500, bottom_right=True).within(100, 100, lengths=False)
+        >>> Band(right=0, bottom_right=True).simplified(1, 100, lengths=False)  # one query, which attends to every key
+        >>> Band(left=5, right=500, bottom_right=True).simplified(100, 100, lengths=False)
         Band(left=5, right=None, bottom_right=False)
         """
         left, right, bottom_right = self
@@ -36,7 +40,7 @@ class Band(NamedTuple):
         if left is not None and left >= (keys if bottom_right else queries) - 1:
             left = None
         bottom_right = bottom_right and (lengths or queries != keys)
-        if left is None and right is None and not (bottom_right and used):
+        if left is None and right is None and not (bottom_right and needs_diagonal):
             return None
         return Band(left, right, bottom_right)
 
@@ -47,4 +51,4 @@ class Band(NamedTuple):
         if self.left is None and self.right is None:
             return f"diagonal from the {corner}"
         sides = ("all" if side is None else side for side in (self.left, self.right))
-        return "window of {} keys before and {} behind the diagonal from the {}".format(*sides, corner)
+        return "window of {} keys before and {} after the diagonal from the {}".format(*sides, corner)

@@ -1,7 +1,7 @@
-"""Lengths rounded up, so that many lengths share few plans: the arrays are padded, and what was padded is not seen.
+"""Bucketing: lengths are rounded up, arrays are padded and the padding is masked, so that many lengths share few plans.
 
-A plan is for exact lengths. A service that meets a new length with every call would build a plan for every one; with a
-bucket it builds one for each rounded length, and pays with copies of the arrays and work on the padding.
+A plan is for exact lengths: a service in which every call has a new length would build a plan for every call. With a bucket it
+builds one plan for each rounded length, at the cost of copies of the arrays and of work on the padding.
 """
 
 from __future__ import annotations
@@ -10,36 +10,36 @@ import functools
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
-from .problem import LENGTHS, OF_KEYS, OF_QUERIES, PER_ROW, Problem, is_matrix
+from .problem import KEY_ARRAYS, LENGTHS, QUERY_ARRAYS, ROW_STATS, Problem, has_score_axes
 from .tensor_spec import dense_spec
 
-#: What ``bucket=`` takes: None for exact lengths; a number to round up to its multiples; ``"power_of_two"``, of at least
-#: :data:`SMALLEST`; or a function from a length to the rounded one.
-Bucket = int | str | Callable[[int], int] | None
+#: The type of ``bucket=``: None for exact lengths; a number to round up to its multiples; ``"power_of_two"``, at least
+#: :data:`SMALLEST`; or a function from a length to the rounded length.
+Bucket = int | Literal["power_of_two"] | Callable[[int], int] | None
 
-#: The least length that ``"power_of_two"`` rounds up to: below it kernels do not get faster.
+#: The smallest length of ``"power_of_two"``: kernels for shorter lengths are not faster.
 SMALLEST = 64
 
 
 @dataclass(frozen=True)
 class Policy:
-    """How lengths are rounded up."""
+    """The rounding of lengths."""
 
-    bucket: int | str | Callable[[int], int]
+    bucket: int | Literal["power_of_two"] | Callable[[int], int]
 
     def __call__(self, problem: Problem) -> Problem:
-        """The problem with its lengths rounded up, dense arrays, and the true lengths in arrays of their own."""
+        """The problem with rounded lengths and dense arrays; seq_lens_q and seq_lens_kv hold the true lengths."""
         *_, sq, skv, _ = problem.sizes
-        # A single query stays one: decoding has kernels of its own.
+        # A single query stays single: decoding has special kernels.
         return _rounded(problem, sq if sq == 1 else self.length(sq), self.length(skv))
 
     def length(self, length: int) -> int:
-        """A length, rounded up.
+        """Round a length up.
 
         Raises:
-            ValueError: the function gave less, or no integer.
+            ValueError: the function returned a smaller number, or no integer.
 
         >>> Policy(512).length(1000), Policy("power_of_two").length(1000), Policy("power_of_two").length(3)
         (1024, 1024, 64)
@@ -49,57 +49,61 @@ class Policy:
         if callable(self.bucket):
             rounded = self.bucket(length)
             if not isinstance(rounded, numbers.Integral) or rounded < length:
-                raise ValueError(f"bucket gave {rounded!r} for the length {length}; it must give an integer no smaller")
+                raise ValueError(
+                    f"bucket returned {rounded!r} for the length {length}; it must return an integer >= the length"
+                )
             return int(rounded)
         return -(-length // self.bucket) * self.bucket
 
 
 def check_bucket(bucket: Any) -> Policy | None:
-    """The policy that an argument asks for.
+    """Convert the argument ``bucket=`` to a policy; None for exact lengths.
 
     Raises:
-        TypeError, ValueError: it is none.
+        TypeError, ValueError: the argument is invalid.
     """
     if bucket is None:
         return None
-    if callable(bucket) or (isinstance(bucket, str) and bucket == "power_of_two"):
+    if callable(bucket):
         return Policy(bucket)
+    if isinstance(bucket, str) and bucket == "power_of_two":
+        return Policy("power_of_two")
     if isinstance(bucket, numbers.Integral) and not isinstance(bucket, bool):
         if bucket < 1:
-            raise ValueError(f"bucket is {bucket}; lengths are rounded up to multiples of a number of 1 or more")
+            raise ValueError(f"bucket is {bucket}; it must be at least 1: lengths are rounded up to its multiples")
         return Policy(int(bucket))
     raise TypeError(f"bucket is {bucket!r}; it must be None, a number, 'power_of_two', or a function from length to length")
 
 
 @functools.lru_cache(maxsize=4096)
 def _rounded(problem: Problem, queries: int, keys: int) -> Problem:
-    if problem.packed:  # only the longest lengths grow, no array does
+    if problem.packed:  # only the maximum lengths are rounded up, not the arrays
         return replace(problem, settings=problem.settings._replace(max_seqlen_q=queries, max_seqlen_kv=keys))
     sq, skv = problem.q.shape[2], problem.k.shape[2]
     specs: dict[str, Any] = {}
     for spec in problem.tensors:
         shape = list(spec.shape)
-        for axis, of in padded_axes(spec.name):
-            if shape[axis] == (sq if of == "q" else skv):  # an axis of length 1 stands for all
-                shape[axis] = queries if of == "q" else keys
-        same = tuple(shape) == spec.shape  # the array itself, wherever its elements are
-        specs[spec.name] = spec if same else dense_spec(spec.name, spec.dtype, tuple(shape))
+        for axis, side in padded_axes(spec.name):
+            if shape[axis] == (sq if side == "q" else skv):  # axes of length 1 are broadcast
+                shape[axis] = queries if side == "q" else keys
+        unpadded = tuple(shape) == spec.shape  # the array is used as it is, whatever its strides
+        specs[spec.name] = spec if unpadded else dense_spec(spec.name, spec.dtype, tuple(shape))
     captured, dcaptured = (tuple(specs.pop(spec.name) for spec in group) for group in (problem.captured, problem.dcaptured))
     for name in LENGTHS:
         specs[name] = specs.get(name) or dense_spec(name, "int32", problem.q.shape[3:])
     return replace(problem, captured=captured, dcaptured=dcaptured, **specs)
 
 
-def padded_axes(name: str) -> tuple[tuple[int, str], ...]:
-    """The axes along which an array is padded, and the array that sets each one's length, q or k.
+def padded_axes(name: str) -> tuple[tuple[int, Literal["q", "k"]], ...]:
+    """The axes along which an array is padded, each with the array that sets its length, q or k.
 
     >>> padded_axes("stats"), padded_axes("dv"), padded_axes("bias")
     (((0, 'q'),), ((2, 'k'),), ((0, 'k'), (1, 'q')))
     """
-    if is_matrix(name):
+    if has_score_axes(name):
         return (0, "k"), (1, "q")
-    if name in PER_ROW:
+    if name in ROW_STATS:
         return ((0, "q"),)
-    if name in OF_QUERIES:
+    if name in QUERY_ARRAYS:
         return ((2, "q"),)
-    return ((2, "k"),) if name in OF_KEYS else ()
+    return ((2, "k"),) if name in KEY_ARRAYS else ()

@@ -1,11 +1,11 @@
-"""What is asked: the shapes, layouts and options of one attention call, frozen and hashable.
+"""The problem: the shapes, layouts and options of one attention call, immutable and hashable.
 
-A problem knows no device and no pointer. It holds everything that is baked into a plan and nothing else, so it is the
-key of the plan cache. Equal calls get the very same object (:func:`cupy_sdpa.problem.validation.pose` is cached), so a look-up compares
-by identity.
+A problem does not depend on a device and contains no pointer. It contains everything that determines a plan, and nothing else,
+so it is the key of the plan cache. Equal calls get the same object, because
+:func:`cupy_sdpa.problem.validation.make_problem` is cached, so the lookup compares by identity.
 
-The legend of every shape: D head dim of q and k, Dv head dim of v, Hq query heads, Hkv key/value heads (Hq a multiple of
-Hkv), Sq, Skv lengths, B batch; Tq, Tkv the lengths of all packed sequences together.
+Shapes are written with these letters: D head dim of q and k, Dv head dim of v, Hq query heads, Hkv key/value heads (Hq is a
+multiple of Hkv), Sq, Skv lengths, B batch; Tq, Tkv total lengths of packed sequences.
 """
 
 from __future__ import annotations
@@ -19,42 +19,44 @@ from typing import NamedTuple
 from .. import _html
 from ..score_fn.expression import Program
 from .band import Band
-from .tensor_spec import SIZES, TensorSpec
+from .tensor_spec import ITEMSIZE, TensorSpec
 
-#: The arrays of lengths, and those of the places where packed sequences begin, by their names.
+#: The names of the sequence lengths, and of the cumulative lengths of packed sequences.
 LENGTHS = ("seq_lens_q", "seq_lens_kv")
-STARTS = ("cu_seqlens_q", "cu_seqlens_kv")
-#: What the random numbers of dropout follow from.
+CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_kv")
+#: The names of the state of dropout's random number generator.
 SEEDS = ("seed", "offset")
-#: The arrays that have a position of a query in every row, and those that have one of a key.
-OF_QUERIES = ("q", "out", "stats", "max", "sum_exp", "dout", "dq")
-OF_KEYS = ("k", "v", "dk", "dv")
-#: The options' arrays whose axes are those of the scores, ``(Skv, Sq, Hq, B)``, each of them full or 1; and the results' too.
-MATRICES = ("bias", "mask", "dropout_mask")
-OF_SCORES = (*MATRICES, "dbias", "kept")
-#: The dtypes that score functions' arrays may have.
+#: The arrays with one row per query, and those with one row per key.
+QUERY_ARRAYS = ("q", "out", "stats", "max", "sum_exp", "dout", "dq")
+KEY_ARRAYS = ("k", "v", "dk", "dv")
+#: The options and all arrays with the axes of the scores, ``(Skv, Sq, Hq, B)``; each axis has its full length or length 1.
+SCORE_INPUTS = ("bias", "mask", "dropout_mask")
+SCORE_ARRAYS = (*SCORE_INPUTS, "dbias", "rng_dump")
+#: The dtypes of captured arrays.
 CAPTURED_DTYPES = ("bool", "int32", "int64", "float16", "bfloat16", "float32", "float64")
-#: A score at or below this counts as masked where a bias or a score function made it: masks of finite numbers, such as
-#: finfo.min, mask a whole row, too. float32 numbers of this size are 0.06 apart, so differences between such scores, and the
-#: logarithm of the number of keys in the log-sum-exp, would be lost.
+#: Scores at or below this value count as masked if a bias or a score function produced them, so that masks of finite values,
+#: such as finfo.min, mask whole rows, too. float32 values of this magnitude are 0.06 apart: differences between such scores,
+#: and the logarithm of the number of keys in the log-sum-exp, would be lost.
 MASKED_SCORE = -1e6
-#: What the forward pass gives beside its output: one number a row.
-PER_ROW = ("stats", "max", "sum_exp")
+#: The row statistics: float32 results with one value per query and head.
+ROW_STATS = ("stats", "max", "sum_exp")
 
 
 class Settings(NamedTuple):
-    """What of a call's options is baked into its plan, beside its arrays.
+    """The options that determine a plan, apart from arrays.
+
+    The values of the scale and the softcap are passed by value with every call, and are not part of the problem.
 
     Attributes:
-        band: which keys a query sees, by their distance from the diagonal; None for all.
-        positive_scale: whether the scale is a positive normal number; its value is no part of the problem.
-        softcap: whether scores are capped; the value of the cap is no part of the problem.
-        dropout: the probability with which a weight is dropped.
-        max_seqlen_q, max_seqlen_kv: the lengths of the longest packed sequences.
-        deterministic: whether the result is to be the same, bit for bit, in every run.
-        max_workspace: bytes that cuDNN may use beside the arrays; None for no limit.
-        program: what the caller's score and mask functions do; None without them.
-        gradient_of: the array in whose gradient a launch takes that of the scores; empty for the scores themselves.
+        band: the causal mask or the window, or None.
+        positive_scale: whether the scale is a positive normal number.
+        softcap: whether scores are capped.
+        dropout: the probability of dropping a weight.
+        max_seqlen_q, max_seqlen_kv: the maximum lengths of packed sequences.
+        deterministic: whether results must be bitwise reproducible; in the forward pass only set for a single query.
+        max_workspace: the limit of cuDNN's workspace in bytes, or None.
+        program: the traced score and mask functions, or None.
+        gradient_of: the captured array with respect to which a subproblem differentiates the scores; empty for the scores.
     """
 
     band: Band | None = None
@@ -69,8 +71,8 @@ class Settings(NamedTuple):
     gradient_of: str = ""
 
 
-#: No option at all.
-PLAIN = Settings()
+#: The settings of a call without options.
+DEFAULT_SETTINGS = Settings()
 
 
 @dataclass(frozen=True)
@@ -78,32 +80,34 @@ class Problem:
     """One attention problem.
 
     Attributes:
-        q: ``(D, Hq, Sq, B)``; of packed sequences ``(D, Hq, Tq)``, and all that follows in the same way.
+        q: ``(D, Hq, Sq, B)``; packed ``(D, Hq, Tq)``, and all other shapes accordingly.
         k: ``(D, Hkv, Skv, B)``.
         v: ``(Dv, Hkv, Skv, B)``.
         out: ``(Dv, Hq, Sq, B)``.
-        settings: the options.
-        stats: ``(Sq, Hq, B)``, or None where nobody asked for the log-sum-exp; packed ``(Hq, Tq)``.
-        max, sum_exp: of stats' shape, what the log-sum-exp is made of; None where nobody asked for them.
-        dout: ``(Dv, Hq, Sq, B)``, the gradient of out; None for the forward pass. Then out and stats are inputs.
-        dq, dk, dv: the gradients of q, k and v, of their shapes.
-        dbias, dsinks: the gradients of bias and sinks, of their shapes, where asked for.
-        kept: ``(Skv, Sq, Hq, B)`` float32, which weights dropout keeps, where the forward pass is to tell.
-        seq_lens_q, seq_lens_kv: ``(B,)`` int32, how many queries and keys every batch entry has; None where it has all.
-        cu_seqlens_q, cu_seqlens_kv: ``(B+1,)``, where packed sequences begin; None where they are not packed.
-        bias, mask: ``(Skv, Sq, Hq, B)``, every axis may be 1: what is added to the scores, and which of them count.
+        settings: the other options.
+        stats: ``(Sq, Hq, B)``, packed ``(Hq, Tq)``, the log-sum-exp; None if it was not requested.
+        max, sum_exp: the maximum and the sum of exponentials in the log-sum-exp, with the shape of stats; None if they were
+            not requested.
+        dout: ``(Dv, Hq, Sq, B)``, the gradient of out; None for the forward pass. In the backward pass, out and stats are
+            inputs.
+        dq, dk, dv: the gradients of q, k and v, with their shapes.
+        dbias, dsinks: the gradients of bias and sinks, with their shapes; None if they were not requested.
+        rng_dump: ``(Skv, Sq, Hq, B)`` float32, the dropout mask as an output of the forward pass; None if it was not requested.
+        seq_lens_q, seq_lens_kv: ``(B,)`` int32, the lengths of each batch entry; None for full lengths.
+        cu_seqlens_q, cu_seqlens_kv: ``(B+1,)``, the cumulative lengths of packed sequences; None for dense arrays.
+        bias, mask: ``(Skv, Sq, Hq, B)``, broadcast along axes of length 1: added to the scores; True where a query attends.
         alibi_slopes, sinks: ``(Hq,)`` float32.
-        seed, offset: ``(1,)`` int64, of the random numbers of dropout.
-        dropout_mask: ``(Skv, Sq, Hq, B)``, which weights are kept, where the caller says so.
-        captured: ``(Skv, Sq, Hq, B)``, every axis may be 1: what score functions read.
-        dcaptured: the gradients of some of them, of their shapes, where asked for.
+        seed, offset: ``(1,)`` int64, the state of dropout's random number generator.
+        dropout_mask: ``(Skv, Sq, Hq, B)``, the weights to keep, as an input.
+        captured: ``(Skv, Sq, Hq, B)``, broadcast along axes of length 1: the arrays that score and mask functions read.
+        dcaptured: the gradients of some captured arrays, with their shapes.
     """
 
     q: TensorSpec
     k: TensorSpec
     v: TensorSpec
     out: TensorSpec
-    settings: Settings = PLAIN
+    settings: Settings = DEFAULT_SETTINGS
     stats: TensorSpec | None = None
     max: TensorSpec | None = None
     sum_exp: TensorSpec | None = None
@@ -113,7 +117,7 @@ class Problem:
     dv: TensorSpec | None = None
     dbias: TensorSpec | None = None
     dsinks: TensorSpec | None = None
-    kept: TensorSpec | None = None
+    rng_dump: TensorSpec | None = None
     seq_lens_q: TensorSpec | None = None
     seq_lens_kv: TensorSpec | None = None
     cu_seqlens_q: TensorSpec | None = None
@@ -136,22 +140,22 @@ class Problem:
         return self._hash
 
     def __reduce__(self) -> tuple[type[Problem], tuple[object, ...]]:
-        # Made anew in another process: the kept hash is this one's.
+        # Constructed again in another process: string hashes differ between processes.
         return Problem, tuple(getattr(self, f.name) for f in dataclasses.fields(self) if f.init)
 
     @functools.cached_property
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """Every array that the call reads or writes."""
-        every = (getattr(self, f.name, None) for f in dataclasses.fields(self))
-        return (*(spec for spec in every if isinstance(spec, TensorSpec)), *self.captured, *self.dcaptured)
+        """All arrays that the call reads or writes."""
+        fields = (getattr(self, f.name, None) for f in dataclasses.fields(self))
+        return (*(spec for spec in fields if isinstance(spec, TensorSpec)), *self.captured, *self.dcaptured)
 
     @functools.cached_property
     def sizes(self) -> tuple[int, int, int, int, int, int, int]:
-        """``(D, Dv, Hq, Hkv, Sq, Skv, B)``; of packed sequences the longest lengths, and how many there are."""
+        """``(D, Dv, Hq, Hkv, Sq, Skv, B)``; for packed sequences the maximum lengths and the number of sequences."""
         (d, hq, *queries), (dv, hkv, *keys) = self.q.shape, self.v.shape
-        sq, skv, b = self.settings.max_seqlen_q, self.settings.max_seqlen_kv, 0
+        sq, skv = self.settings.max_seqlen_q, self.settings.max_seqlen_kv
         if self.cu_seqlens_q and sq is not None and skv is not None:
-            return d, dv, hq, hkv, sq, skv, max(self.cu_seqlens_q.shape[0] - 1, b)
+            return d, dv, hq, hkv, sq, skv, max(self.cu_seqlens_q.shape[0] - 1, 0)
         return d, dv, hq, hkv, queries[0], keys[0], queries[1]
 
     @property
@@ -161,117 +165,117 @@ class Problem:
 
     @property
     def band(self) -> Band | None:
-        """Which keys a query sees, by their distance from the diagonal; None for all."""
+        """The causal mask or the window, or None."""
         return self.settings.band
 
     @property
     def deterministic(self) -> bool:
-        """Whether the result is to be the same, bit for bit, in every run."""
+        """Whether gradients must be bitwise reproducible."""
         return self.settings.deterministic
 
     @property
     def backward(self) -> bool:
-        """Whether gradients are asked for."""
+        """Whether the problem is a backward pass."""
         return self.dout is not None
 
     @property
     def packed(self) -> bool:
-        """Whether sequences lie behind one another, without padding."""
+        """Whether the sequences are packed (varlen)."""
         return self.cu_seqlens_q is not None
 
     @property
     def ragged(self) -> bool:
-        """Whether every batch entry has lengths of its own."""
+        """Whether batch entries have different lengths: packed sequences, or sequence lengths."""
         return self.seq_lens_q is not None or self.packed
 
     @property
     def results(self) -> tuple[TensorSpec, ...]:
         """The arrays that the call writes."""
         if self.backward:
-            every = (self.dq, self.dk, self.dv, self.dbias, self.dsinks, *self.dcaptured)
+            outputs = (self.dq, self.dk, self.dv, self.dbias, self.dsinks, *self.dcaptured)
         else:
-            every = (self.out, self.stats, self.max, self.sum_exp, self.kept)
-        return tuple(spec for spec in every if spec is not None)
+            outputs = (self.out, self.stats, self.max, self.sum_exp, self.rng_dump)
+        return tuple(spec for spec in outputs if spec is not None)
 
     @property
-    def sums(self) -> tuple[TensorSpec, ...]:
-        """The gradients that are sums of the scores' gradient, each of the shape of what it is of."""
+    def ds_reductions(self) -> tuple[TensorSpec, ...]:
+        """The gradients that are reductions of dS, the gradient of the scores: those of the bias and of captured arrays."""
         return (*([self.dbias] if self.dbias else []), *self.dcaptured)
 
     @functools.cached_property
-    def extents(self) -> dict[str, tuple[int, int]]:
-        """For every tensor, the bytes that it reaches from its first element: from (<= 0), to (> 0), which is beyond."""
-        reaches = {}
+    def byte_bounds(self) -> dict[str, tuple[int, int]]:
+        """For every tensor the memory range of its elements, in bytes from the first element: start (<= 0) and end (> 0)."""
+        bounds = {}
         for t in self.tensors:
-            steps = [step * (length - 1) for step, length in zip(t.strides, t.shape, strict=True)]
-            reaches[t.name] = (sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + SIZES[t.dtype])
-        return reaches
+            extents = [stride * (length - 1) for stride, length in zip(t.strides, t.shape, strict=True)]
+            start, end = sum(x for x in extents if x < 0), sum(x for x in extents if x > 0)
+            bounds[t.name] = (start, end + ITEMSIZE[t.dtype])
+        return bounds
 
     @property
-    def scored(self) -> bool:
-        """Whether a function of the caller's changes the scores."""
+    def has_score_mod(self) -> bool:
+        """Whether a score function modifies the scores."""
         return self.settings.program is not None and self.settings.program.score is not None
 
     @property
     def trivial(self) -> bool:
-        """Whether there is nothing to compute: no query, no key, or no value and nothing else that is asked for."""
+        """Whether nothing is computed: no queries, no keys, or a head dim of v of 0 and no result but out or gradients."""
         _, dv, *_, sq, skv, b = self.sizes
         only_values = self.backward or self.results == (self.out,)
         return 0 in (*self.out.shape[1:], sq, self.k.shape[2], skv, b) or (dv == 0 and only_values)
 
     def __str__(self) -> str:
         d, dv, hq, hkv, sq, skv, b = self.sizes
-        group = "" if hq == hkv else f" ({'MQA' if hkv == 1 else 'GQA'}, {hq // hkv} query heads a key head)"
+        group = "" if hq == hkv else f" ({'MQA' if hkv == 1 else 'GQA'}, {hq // hkv} query heads per key/value head)"
         dims = f"head dim {d}" if d == dv else f"head dim {d} (values {dv})"
         most = "at most " if self.ragged else ""
         batch = f"{b} packed sequences" if self.packed else f"batch {b}"
-        kind = f"{'deterministic ' * self.deterministic}backward" if self.backward else "forward"
+        kind = f"{'deterministic ' * self.deterministic}{'backward' if self.backward else 'forward'}"
         return (
             f"{kind} attention, {self.dtype}: {batch}, {hq} query and {hkv} key/value heads{group}, "
-            f"{most}{sq} queries, {most}{skv} keys, {dims}, {', '.join(self._also())}"
+            f"{most}{sq} queries, {most}{skv} keys, {dims}, {', '.join(self._features())}"
         )
 
     def _repr_html_(self) -> str:
         rows = [(spec.name, " x ".join(map(str, spec.shape)), spec.dtype, "" if spec.dense else str(spec.strides))
                 for spec in self.tensors]  # fmt: skip
-        return _html.titled(str(self), _html.table(("array", "shape", "dtype", "strides in bytes, where not dense"), rows))
+        return _html.with_title(str(self), _html.table(("array", "shape", "dtype", "strides in bytes, if not dense"), rows))
 
-    def _also(self) -> Iterator[str]:
-        """The masks and variants, in words."""
+    def _features(self) -> Iterator[str]:
+        """Descriptions of the masks and other options."""
         yield str(self.band or ("a mask" if self.mask else "no mask"))
         if self.band and self.mask:
             yield "a mask"
         program = self.settings.program
-        words = {
-            "a mask function": program and program.mask is not None, "a score function": self.scored,
+        descriptions = {
+            "a mask function": program and program.mask is not None, "a score function": self.has_score_mod,
             "softcap": self.settings.softcap, "ALiBi": self.alibi_slopes, "a bias": self.bias, "sinks": self.sinks,
             f"dropout {self.settings.dropout:g}": self.settings.dropout,
             "with log-sum-exp": self.stats and not self.backward, "with maximum and sum": self.max,
-            "with the bias's gradient": self.dbias, "with the sinks' gradient": self.dsinks,
+            "with the gradient of the bias": self.dbias, "with the gradient of the sinks": self.dsinks,
             "with gradients of tensors": self.dcaptured,
         }  # fmt: skip
-        yield from (word for word, there in words.items() if there)
+        yield from (description for description, applies in descriptions.items() if applies)
 
 
-def is_matrix(name: str) -> bool:
-    """Whether an array has the axes of the scores, each of them full or 1: those of :data:`OF_SCORES`, and what functions read.
+def has_score_axes(name: str) -> bool:
+    """Whether an array has the axes of the scores: those of :data:`SCORE_ARRAYS`, captured arrays, and their gradients.
 
-    The gradients of both are, too.
-
-    >>> is_matrix("bias"), is_matrix("t0"), is_matrix("dt0"), is_matrix("q")
+    >>> has_score_axes("bias"), has_score_axes("t0"), has_score_axes("dt0"), has_score_axes("q")
     (True, True, True, False)
     """
-    return name in OF_SCORES or (name.lstrip("d")[0] == "t" and name.lstrip("dt").isdigit())
+    return name in SCORE_ARRAYS or (name.lstrip("d")[0] == "t" and name.lstrip("dt").isdigit())
 
 
-def writes_directly(problem: Problem) -> bool:
-    """Whether dQ is written as a matmul gives it: for the same bits in every run; and where a sum of dS is wanted.
+def writes_dq_directly(problem: Problem) -> bool:
+    """Whether dq is the result of one matmul instead of a sum in scratch memory.
 
-    With dQ added up in scratch memory cuDNN plans that gradient, too, and never writes it (measured with 9.19).
+    This is needed for deterministic gradients and for reductions of dS: with a sum in scratch memory, cuDNN plans the
+    reductions but never writes them (measured with 9.19).
     """
-    return problem.deterministic or bool(problem.sums)
+    return problem.deterministic or bool(problem.ds_reductions)
 
 
-def has_diagonal(problem: Problem) -> bool:
-    """Whether slopes go by a diagonal that every batch entry has of its own."""
+def has_ragged_alibi(problem: Problem) -> bool:
+    """Whether ALiBi measures distances from a bottom-right diagonal that depends on the lengths of each batch entry."""
     return problem.alibi_slopes is not None and problem.ragged and problem.band is not None and problem.band.bottom_right

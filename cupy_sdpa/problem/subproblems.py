@@ -1,8 +1,9 @@
-"""A backward problem as the launches that it takes: one, and one more for each further sum of the scores' gradient.
+"""Split a backward problem into subproblems, one for each launch.
 
-The gradient of an array that is added to the scores, or that a function reads, is ``dX = sum dS * dS/dX``. One kernel adds up
-its dS once; so an array whose derivative is that of the scores shares the launch that gives dQ and dK, and every other one gets
-a launch of its own: the same graph with ``dS/dX`` in the place of the scores' derivative. Its dQ and dK are of no use.
+The gradient of an array that is added to the scores, or that a score function reads, is a reduction: ``dX = sum dS * dS/dX``.
+A kernel computes one such reduction. An array whose ``dS/dX`` equals the derivative with respect to the scores shares the
+launch that computes dq and dk. Every other array needs one more launch: the same graph with ``dS/dX`` in place of the
+derivative with respect to the scores; its dq and dk are discarded.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import functools
 from dataclasses import replace
 from typing import Any
 
-from ..score_fn.autodiff import slopes
+from ..score_fn.autodiff import gradients
 from ..score_fn.expression import Writer
 from .problem import Problem
 from .tensor_spec import TensorSpec, dense_spec
@@ -19,19 +20,20 @@ from .tensor_spec import TensorSpec, dense_spec
 
 @functools.lru_cache(maxsize=1024)
 def subproblems(problem: Problem) -> tuple[Problem, ...]:
-    """What is run for a problem; the first gives all but some of the sums, each of the others one of them."""
-    if problem.trivial or not problem.sums or problem.settings.gradient_of:
+    """The launches of a problem: the first computes everything but some reductions of dS, each of the others one of these."""
+    if problem.trivial or not problem.ds_reductions or problem.settings.gradient_of:
         return (problem,)
-    shared = next((spec for spec in problem.sums if _shares(problem, spec)), None)
-    others = (spec for spec in problem.sums if spec is not shared)
-    return (_with_sum(problem, shared), *(_of_its_own(problem, spec) for spec in others))
+    shared = next((spec for spec in problem.ds_reductions if _shares_launch(problem, spec)), None)
+    others = (spec for spec in problem.ds_reductions if spec is not shared)
+    return (_with_reduction(problem, shared), *(_separate_launch(problem, spec) for spec in others))
 
 
 @functools.lru_cache(maxsize=1024)
-def derivatives(problem: Problem) -> dict[str, int]:
-    """The derivatives of a score function with respect to the arrays that it reads, as steps; of those that have one.
+def score_derivatives(problem: Problem) -> dict[str, int]:
+    """The derivatives of a score function with respect to its captured arrays, and to the score under the empty name.
 
-    The score has its own under the empty name.
+    Returns:
+        The steps that compute the derivatives; arrays without a derivative are left out.
     """
     program = problem.settings.program
     if program is None or program.score is None:
@@ -39,29 +41,31 @@ def derivatives(problem: Problem) -> dict[str, int]:
     writer = Writer(program.steps)
     leaves = {spec.name: writer.leaf("captured", spec.name) for spec in problem.captured}
     leaves[""] = writer.leaf("score")
-    found = zip(leaves, slopes(writer, program.score, list(leaves.values())), strict=True)
-    return {name: step for name, step in found if step is not None}
+    steps = gradients(writer, program.score, list(leaves.values()))
+    return {name: step for name, step in zip(leaves, steps, strict=True) if step is not None}
 
 
-def _shares(problem: Problem, spec: TensorSpec) -> bool:
-    """Whether a sum is one of the gradient of the scores."""
-    if spec is problem.dbias:  # added last
-        return not problem.settings.softcap and not problem.scored
-    steps = derivatives(problem)
-    return steps.get(spec.name[1:]) == steps.get("")
+def _shares_launch(problem: Problem, spec: TensorSpec) -> bool:
+    """Whether a reduction sums the same gradient of the scores as dq and dk use."""
+    if spec is problem.dbias:  # the bias is added last
+        return not problem.settings.softcap and not problem.has_score_mod
+    derivatives = score_derivatives(problem)
+    return derivatives.get(spec.name[1:]) == derivatives.get("")
 
 
-def _of_its_own(problem: Problem, spec: TensorSpec) -> Problem:
+def _separate_launch(problem: Problem, spec: TensorSpec) -> Problem:
+    """A launch that computes one reduction only; dq, dk and dv are written to dense scratch memory."""
     settings = problem.settings._replace(gradient_of=spec.name[1:])
-    unused: dict[str, Any] = {  # in memory of its own: the caller's may have gaps
+    discarded: dict[str, Any] = {  # dense, because the caller's arrays may have gaps
         result.name: dense_spec(result.name, result.dtype, result.shape)
         for result in (problem.dq, problem.dk, problem.dv)
         if result
     }
-    return replace(_with_sum(problem, spec), dsinks=None, settings=settings, **unused)
+    return replace(_with_reduction(problem, spec), dsinks=None, settings=settings, **discarded)
 
 
-def _with_sum(problem: Problem, spec: TensorSpec | None) -> Problem:
+def _with_reduction(problem: Problem, spec: TensorSpec | None) -> Problem:
+    """The problem with one reduction of dS, or none."""
     if spec is None or spec is problem.dbias:
         return replace(problem, dbias=spec, dcaptured=())
     return replace(problem, dbias=None, dcaptured=(spec,))

@@ -1,14 +1,21 @@
-"""Arrays' signatures and settings -> Problem: the rules of shapes and dtypes, each with a sentence that names both values."""
+"""Validation: make a problem of array signatures and settings, and check shapes and dtypes.
+
+Every error message names the value, the limit and a remedy.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NamedTuple
 
-from ..score_fn.expression import NOTHING
-from .problem import LENGTHS, MATRICES, PLAIN, SEEDS, STARTS, Problem, Settings
-from .tensor_spec import ITEMSIZE, Signature, TensorSpec, dense_spec, spec_of
+from ..score_fn.expression import EMPTY_PROGRAM
+from .problem import CU_SEQLENS, DEFAULT_SETTINGS, LENGTHS, SCORE_INPUTS, SEEDS, Problem, Settings
+from .tensor_spec import FLOAT_DTYPES, ITEMSIZE, Signature, TensorSpec, dense_spec, make_spec
+
+#: The type of ``return_stats=``.
+ReturnStats = bool | Literal["max_sumexp"]
 
 _DENSE = "shapes are (head_dim, heads, seq, batch). Arrays in C order (batch, seq, heads, head_dim) are passed as x.T"
 _PACKED = (
@@ -17,14 +24,14 @@ _PACKED = (
 
 
 class RequestedOutputs(NamedTuple):
-    """Which results are asked for.
+    """The results that a call requests, beside the output or the gradients of q, k and v.
 
     Attributes:
         stats: the log-sum-exp.
-        max_sumexp: the maximum and the sum that it is made of.
-        backward: the gradients, in place of the output.
-        dbias, dsinks: those of bias and sinks, too.
-        kept: which weights dropout keeps.
+        max_sumexp: the maximum and the sum of exponentials in the log-sum-exp.
+        backward: gradients instead of the output.
+        dbias, dsinks: the gradients of bias and sinks.
+        rng_dump: the dropout mask.
     """
 
     stats: bool = False
@@ -32,188 +39,246 @@ class RequestedOutputs(NamedTuple):
     backward: bool = False
     dbias: bool = False
     dsinks: bool = False
-    kept: bool = False
+    rng_dump: bool = False
 
 
-#: The output alone.
-OUTPUT = RequestedOutputs()
+#: The output and nothing else.
+OUTPUT_ONLY = RequestedOutputs()
+
+
+class Expected(NamedTuple):
+    """The dtype and shape that an array must have.
+
+    Attributes:
+        name: the argument.
+        shape: the shape.
+        dtype: the dtype.
+        legend: the shape in letters, for messages.
+        writable: whether the call writes the array.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    legend: str
+    writable: bool = False
 
 
 @functools.lru_cache(maxsize=4096)
-def pose(given: tuple[tuple[str, Signature], ...], settings: Settings = PLAIN, wanted: RequestedOutputs = OUTPUT) -> Problem:
-    """The problem that arrays and options pose; a result that is not given is dense, in Fortran order.
+def make_problem(
+    signatures: tuple[tuple[str, Signature], ...],
+    settings: Settings = DEFAULT_SETTINGS,
+    requested: RequestedOutputs = OUTPUT_ONLY,
+) -> Problem:
+    """Make the problem of some arrays and settings.
 
     Args:
-        given: the name of every array and what it looks like.
-        settings: the options.
-        wanted: which results are asked for. For gradients, dout, out and stats are taken to be dense where they are not given.
+        signatures: the name and the signature of every array.
+        settings: the other options.
+        requested: the results. Results that are not among the arrays are dense, and so are dout, out and stats for gradients.
 
     Raises:
-        TypeError: a dtype that attention does not take, or dtypes that differ.
-        ValueError: shapes that do not fit.
+        TypeError: an unsupported dtype, or dtypes that differ.
+        ValueError: shapes that do not match.
     """
-    arrays = {name: spec_of(name, signature) for name, signature in given}
+    arrays = {name: make_spec(name, signature) for name, signature in signatures}
     problem = _inputs(arrays, settings)
-    _, dv, hq, _, sq, skv, b = problem.sizes
-    dtype, packed = problem.dtype, problem.packed
-    total = problem.q.shape[2]
-    of_out = (dv, hq, total) if packed else (dv, hq, sq, b)
-    of_stats = (hq, total) if packed else (sq, hq, b)
-    out_legend = f"{'(Dv, Hq, Tq)' if packed else '(Dv, Hq, Sq, B)'}, the dtype of q"
-    row_legend = "(Hq, Tq)" if packed else "(Sq, Hq, B)"
-    found: dict[str, TensorSpec] = {}
-
-    def take(name: str, shape: tuple[int, ...], kind: str, legend: str, *, result: bool) -> None:
-        spec = found[name] = arrays.get(name) or dense_spec(name, kind, shape)
-        check_spec(spec, shape, kind, legend)
-        if result:
-            _writable(spec)
-
-    backward = wanted.backward
-    take("out", of_out, dtype, out_legend, result=not backward)
-    if backward or wanted.stats or "stats" in arrays:
-        take("stats", of_stats, "float32", row_legend, result=not backward)
-    if wanted.max_sumexp:
-        take("max", of_stats, "float32", row_legend, result=True)
-        take("sum_exp", of_stats, "float32", row_legend, result=True)
-    if wanted.kept:
-        take("kept", (skv, sq, hq, b), "float32", "(Skv, Sq, Hq, B)", result=True)
-    if backward:
-        take("dout", of_out, dtype, out_legend, result=False)
-        for name, of in (("dq", problem.q), ("dk", problem.k), ("dv", problem.v)):
-            take(name, of.shape, of.dtype, f"that of {of.name}, and its dtype", result=True)
-    for asked, name, like in ((wanted.dbias, "dbias", problem.bias), (wanted.dsinks, "dsinks", problem.sinks)):
-        if asked:
-            if like is None:
-                raise ValueError(f"return_{name} is True and {name[1:]} is None: give {name[1:]}=, or leave return_{name} out")
-            take(name, like.shape, like.dtype, f"that of {like.name}", result=True)
-    return dataclasses.replace(problem, **found)  # type: ignore[arg-type]
+    sq = problem.sizes[4]
+    if not requested.backward and sq != 1 and problem.deterministic:  # only kernels for one query are not reproducible
+        problem = dataclasses.replace(problem, settings=problem.settings._replace(deterministic=False))
+    outputs = _backward_arrays(problem, requested) if requested.backward else _forward_arrays(problem, requested, arrays)
+    specs: dict[str, TensorSpec] = {}
+    for expected in outputs:
+        spec = arrays.get(expected.name) or dense_spec(expected.name, expected.dtype, expected.shape)
+        check_spec(spec, expected)
+        specs[expected.name] = spec
+    return dataclasses.replace(problem, **specs)  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=4096)
-def with_sums(problem: Problem, names: tuple[str, ...]) -> Problem:
-    """A problem that also asks for the gradients of some of the arrays that its functions read.
+def with_captured_gradients(problem: Problem, names: tuple[str, ...]) -> Problem:
+    """The problem with the gradients of some captured arrays as results.
 
-    They are parts of what the call gives, so they are rounded when they have been added up.
+    The gradients are float32 or float64: a call may sum several of them before it rounds to the dtype of the array.
     """
-    kind = "float64" if problem.dtype == "float64" else "float32"
-    sums = tuple(dense_spec(f"d{spec.name}", kind, spec.shape) for spec in problem.captured if spec.name in names)
-    return dataclasses.replace(problem, dcaptured=sums) if sums else problem
+    dtype = "float64" if problem.dtype == "float64" else "float32"
+    dcaptured = tuple(dense_spec(f"d{spec.name}", dtype, spec.shape) for spec in problem.captured if spec.name in names)
+    return dataclasses.replace(problem, dcaptured=dcaptured) if dcaptured else problem
 
 
-def _inputs(arrays: dict[str, TensorSpec], settings: Settings) -> Problem:
-    """What q, k, v and the arrays of the options pose, with a placeholder for the output."""
+def check_spec(spec: TensorSpec, expected: Expected) -> None:
+    """Check the dtype, the shape and, for results, the strides of an array.
+
+    Raises:
+        TypeError, ValueError: with both values.
+    """
+    if spec.dtype != expected.dtype:
+        raise TypeError(
+            f"{spec.name} is {spec.dtype}; it must be {expected.dtype}: convert with .astype, or allocate a new array"
+        )
+    if spec.shape != expected.shape:
+        raise ValueError(f"{spec.name} has shape {spec.shape}; it must be {expected.shape}, {expected.legend}")
+    if expected.writable:
+        _check_writable(spec)
+
+
+def _inputs(arrays: Mapping[str, TensorSpec], settings: Settings) -> Problem:
+    """The problem of the inputs of the forward pass, with q as a placeholder for out."""
     q, k, v = (arrays[name] for name in "qkv")
-    packed = any(name in arrays for name in STARTS)
+    packed = any(name in arrays for name in CU_SEQLENS)
+    _check_qkv(q, k, v, packed)
+    if packed:
+        _check_packed(arrays, settings)
+    problem = Problem(q, k, v, q, settings, cu_seqlens_q=arrays.get("cu_seqlens_q"))
+    _check_options(arrays, problem)
+    *_, sq, skv, _ = problem.sizes
+    if band := settings.band:
+        ragged = packed or "seq_lens_q" in arrays
+        band = band.simplified(sq, skv, lengths=ragged, needs_diagonal="alibi_slopes" in arrays)
+    names = (*LENGTHS, *CU_SEQLENS, "alibi_slopes", "sinks", *SEEDS, *SCORE_INPUTS)
+    options: dict[str, Any] = {name: arrays[name] for name in names if name in arrays}
+    captured = tuple(arrays[step.name] for step in (settings.program or EMPTY_PROGRAM).captured)
+    return Problem(q, k, v, q, settings._replace(band=band), captured=captured, **options)
+
+
+def _check_qkv(q: TensorSpec, k: TensorSpec, v: TensorSpec, packed: bool) -> None:
+    """Check that the dtypes and shapes of q, k and v match."""
     rank, legend = (3, _PACKED) if packed else (4, _DENSE)
     for spec in (q, k, v):
         if len(spec.shape) != rank:
             raise ValueError(
                 f"{spec.name} has {len(spec.shape)} dimensions {spec.shape}; it needs {rank}: "
-                + ("(head_dim, heads, total), for cu_seqlens_q and cu_seqlens_kv are given" if packed else
+                + ("(head_dim, heads, total), because cu_seqlens_q and cu_seqlens_kv are passed" if packed else
                    f"(head_dim, heads, seq, batch). For a single sequence add a batch axis: {spec.name}[..., None]")
             )  # fmt: skip
-        if spec.dtype not in ITEMSIZE:
-            raise TypeError(f"{spec.name} is {spec.dtype}; attention takes {', '.join(ITEMSIZE)}: convert with .astype(...)")
+        if spec.dtype not in FLOAT_DTYPES:
+            raise TypeError(f"{spec.name} is {spec.dtype}; attention takes {', '.join(FLOAT_DTYPES)}: convert with .astype")
         if spec.dtype != q.dtype:
-            raise TypeError(f"{spec.name} is {spec.dtype} and q is {q.dtype}: convert one, so that all have one dtype")
-    _equal("head dims (axis 0)", q, k, 0, legend)
+            raise TypeError(f"{spec.name} is {spec.dtype} and q is {q.dtype}; the dtypes must be equal: convert one of them")
+    _check_equal("head dims (axis 0)", q, k, 0, legend)
     if not packed:
-        _equal("batch sizes (axis 3)", q, k, 3, legend)
-        _equal("batch sizes (axis 3)", q, v, 3, legend)
-    _equal("numbers of heads (axis 1)", k, v, 1, legend)
-    _equal("lengths (axis 2)", k, v, 2, legend)
+        _check_equal("batch sizes (axis 3)", q, k, 3, legend)
+        _check_equal("batch sizes (axis 3)", q, v, 3, legend)
+    _check_equal("numbers of heads (axis 1)", k, v, 1, legend)
+    _check_equal("lengths (axis 2)", k, v, 2, legend)
     (d, hq, *_), (_, hkv, *_) = q.shape, v.shape
     if d == 0:
-        raise ValueError(f"q {q.shape} has head dim 0; the first axis is head_dim")
+        raise ValueError(f"q {q.shape} has head dim 0; the first axis is head_dim, and must not be empty")
     if (hq % hkv) if hkv else hq:
         raise ValueError(
             f"q has {hq} heads and k, v have {hkv}: {hq} must be a multiple of {hkv} "
-            f"(grouped queries: each key/value head serves {hq}/{hkv} query heads); {legend.split('. ')[0]}"
+            f"(grouped-query attention: each key/value head serves {hq}/{hkv} query heads); {legend.split('. ')[0]}"
         )
-    if packed:
-        _check_packed(arrays, settings)
-    bare = Problem(q, k, v, q, settings, cu_seqlens_q=arrays.get("cu_seqlens_q"))
-    *_, sq, skv, b = bare.sizes
-    for name in LENGTHS:
-        if name in arrays:
-            check_spec(arrays[name], (b,), "int32", "(B,)")
-    for name in ("alibi_slopes", "sinks"):
-        if name in arrays:
-            check_spec(arrays[name], (hq,), "float32", "(Hq,)")
-    for name in SEEDS:
-        if name in arrays:
-            check_spec(arrays[name], (1,), "int64", "one number")
-    for name in MATRICES:
-        if name in arrays:
-            _broadcasts(arrays[name], (skv, sq, hq, b), packed)
-    if "dropout_mask" in arrays and arrays["dropout_mask"].shape != (skv, sq, hq, b):
-        shape = arrays["dropout_mask"].shape
-        raise ValueError(f"dropout_mask has shape {shape}; it must be {(skv, sq, hq, b)}, (Skv, Sq, Hq, B)")
-    band, ragged = settings.band, packed or "seq_lens_q" in arrays
-    simple = band and band.within(sq, skv, lengths=ragged, used="alibi_slopes" in arrays)
-    chosen = (*LENGTHS, *STARTS, "alibi_slopes", "sinks", *SEEDS, *MATRICES)
-    options: dict[str, Any] = {name: arrays[name] for name in chosen if name in arrays}
-    captured = tuple(arrays[step.name] for step in (settings.program or NOTHING).captured)
-    return Problem(q, k, v, q, settings._replace(band=simple), captured=captured, **options)
 
 
-def _check_packed(arrays: dict[str, TensorSpec], settings: Settings) -> None:
-    for name in STARTS:
+def _check_packed(arrays: Mapping[str, TensorSpec], settings: Settings) -> None:
+    """Check the arrays and numbers that describe packed sequences."""
+    for name in CU_SEQLENS:
         if name not in arrays:
             raise ValueError(f"{name} is None; packed sequences need both cu_seqlens_q and cu_seqlens_kv")
     for name in LENGTHS:
         if name in arrays:
-            raise ValueError(f"{name} and cu_seqlens_* are given; the lengths of packed sequences follow from cu_seqlens_*")
-    one, other = (arrays[name] for name in STARTS)
-    for spec in (one, other):
+            raise ValueError(f"{name} and cu_seqlens_* are both passed; cu_seqlens_* define the lengths of packed sequences")
+    cu_seqlens_q, cu_seqlens_kv = (arrays[name] for name in CU_SEQLENS)
+    for spec in (cu_seqlens_q, cu_seqlens_kv):
         if spec.dtype not in ("int32", "int64"):
             raise TypeError(f"{spec.name} is {spec.dtype}; it must be int32 or int64: convert with .astype")
-        if len(spec.shape) != 1 or spec.shape[0] < 1 or spec.shape != one.shape:
-            raise ValueError(f"cu_seqlens_q has shape {one.shape} and cu_seqlens_kv {other.shape}; both must be (B + 1,)")
-    for name, most in (("max_seqlen_q", settings.max_seqlen_q), ("max_seqlen_kv", settings.max_seqlen_kv)):
-        if most is None:
-            raise ValueError(f"{name} is None; packed sequences need the length of the longest, or more")
+        if len(spec.shape) != 1 or spec.shape[0] < 1 or spec.shape != cu_seqlens_q.shape:
+            raise ValueError(
+                f"cu_seqlens_q has shape {cu_seqlens_q.shape} and cu_seqlens_kv {cu_seqlens_kv.shape}; both must be (B + 1,)"
+            )
+    for name, maximum in (("max_seqlen_q", settings.max_seqlen_q), ("max_seqlen_kv", settings.max_seqlen_kv)):
+        if maximum is None:
+            raise ValueError(f"{name} is None; packed sequences need the maximum length, or an upper bound")
 
 
-def _broadcasts(spec: TensorSpec, full: tuple[int, ...], packed: bool) -> None:
-    """A bias or a mask, of the scores' axes, each of them full or 1."""
-    allowed = ("float16", "bfloat16", "float32", "float64") if spec.name == "bias" else ("bool",)
-    if spec.dtype not in allowed:
-        raise TypeError(f"{spec.name} is {spec.dtype}; it must be {', '.join(allowed)}: convert with .astype")
-    if len(spec.shape) != 4 or any(n not in (1, most) for n, most in zip(spec.shape, full, strict=True)):
+def _check_options(arrays: Mapping[str, TensorSpec], problem: Problem) -> None:
+    """Check the arrays of the options."""
+    _, _, hq, _, sq, skv, b = problem.sizes
+    scores = (skv, sq, hq, b)
+    expected = [Expected(name, (b,), "int32", "(B,)") for name in LENGTHS]
+    expected += [Expected(name, (hq,), "float32", "(Hq,)") for name in ("alibi_slopes", "sinks")]
+    expected += [Expected(name, (1,), "int64", "one number") for name in SEEDS]
+    for option in expected:
+        if option.name in arrays:
+            check_spec(arrays[option.name], option)
+    for name in SCORE_INPUTS:
+        if name in arrays:
+            _check_broadcastable(arrays[name], scores, problem.packed)
+    if "dropout_mask" in arrays and (shape := arrays["dropout_mask"].shape) != scores:
+        raise ValueError(f"dropout_mask has shape {shape}; it must be {scores}, (Skv, Sq, Hq, B)")
+
+
+def _check_broadcastable(spec: TensorSpec, scores: tuple[int, ...], packed: bool) -> None:
+    """Check the dtype of a bias or a mask, and that it broadcasts to the shape of the scores."""
+    dtypes = FLOAT_DTYPES if spec.name == "bias" else ("bool",)
+    if spec.dtype not in dtypes:
+        raise TypeError(f"{spec.name} is {spec.dtype}; it must be {' or '.join(dtypes)}: convert with .astype")
+    if len(spec.shape) != 4 or any(n not in (1, full) for n, full in zip(spec.shape, scores, strict=True)):
         legend = "(max_seqlen_kv, max_seqlen_q, Hq, B)" if packed else "(Skv, Sq, Hq, B)"
         raise ValueError(
-            f"{spec.name} has shape {spec.shape}; it must have the four axes {full}, {legend}, each of them full or 1: "
-            f"keys come first. Add axes with {spec.name}[..., None], and swap them with .transpose"
+            f"{spec.name} has shape {spec.shape}; it must have the four axes {scores}, {legend}, each of full length or length "
+            f"1, keys first: add axes with {spec.name}[..., None], and permute them with .transpose"
         )
 
 
-def _equal(what: str, one: TensorSpec, other: TensorSpec, axis: int, legend: str) -> None:
-    if one.shape[axis] != other.shape[axis]:
+def _check_equal(description: str, x: TensorSpec, y: TensorSpec, axis: int, legend: str) -> None:
+    """Check that two arrays have the same length along an axis."""
+    if x.shape[axis] != y.shape[axis]:
         raise ValueError(
-            f"the {what} of {one.name} and {other.name} differ, {one.shape[axis]} and {other.shape[axis]}: "
-            f"{one.name} is {one.shape}, {other.name} is {other.shape}; {legend}"
+            f"the {description} of {x.name} and {y.name} differ, {x.shape[axis]} and {y.shape[axis]}: "
+            f"{x.name} is {x.shape}, {y.name} is {y.shape}; {legend}"
         )
 
 
-def check_spec(spec: TensorSpec, shape: tuple[int, ...], dtype: str, legend: str) -> None:
-    """Refuse an array of another dtype or shape.
-
-    Raises:
-        TypeError, ValueError: with both values.
-    """
-    if spec.dtype != dtype:
-        raise TypeError(f"{spec.name} is {spec.dtype}; it must be {dtype}: convert with .astype, or make it anew")
-    if spec.shape != shape:
-        raise ValueError(f"{spec.name} has shape {spec.shape}; it must be {shape}, {legend}")
-
-
-def _writable(spec: TensorSpec) -> None:
-    """Refuse a result whose elements share memory."""
-    reach = ITEMSIZE[spec.dtype]  # bytes from the first element to the end of what the axes so far cover
+def _check_writable(spec: TensorSpec) -> None:
+    """Check that no two elements of a result share memory."""
+    if 0 in spec.shape:
+        return
+    extent = ITEMSIZE[spec.dtype]  # bytes from the start of the first element to the end of the last, over the axes so far
     axes = zip(map(abs, spec.strides), spec.shape, strict=True)
-    for step, length in sorted((step, length) for step, length in axes if length > 1):
-        if step < reach and 0 not in spec.shape:
-            raise ValueError(f"{spec.name} has strides {spec.strides} bytes: its elements share memory; pass a dense array")
-        reach = step * (length - 1) + reach
+    for stride, length in sorted((stride, length) for stride, length in axes if length > 1):
+        if stride < extent:
+            raise ValueError(f"{spec.name} has strides {spec.strides} bytes: elements share memory; pass a dense array")
+        extent += stride * (length - 1)
+
+
+def _out(problem: Problem, name: str, *, writable: bool) -> Expected:
+    """The shape and dtype of out and dout."""
+    _, dv, hq, _, sq, _, b = problem.sizes
+    shape, legend = ((dv, hq, problem.q.shape[2]), "(Dv, Hq, Tq)") if problem.packed else ((dv, hq, sq, b), "(Dv, Hq, Sq, B)")
+    return Expected(name, shape, problem.dtype, f"{legend}, the dtype of q", writable)
+
+
+def _row_stats(problem: Problem, name: str, *, writable: bool) -> Expected:
+    """The shape and dtype of the row statistics."""
+    _, _, hq, _, sq, _, b = problem.sizes
+    shape, legend = ((hq, problem.q.shape[2]), "(Hq, Tq)") if problem.packed else ((sq, hq, b), "(Sq, Hq, B)")
+    return Expected(name, shape, "float32", legend, writable)
+
+
+def _forward_arrays(problem: Problem, requested: RequestedOutputs, arrays: Mapping[str, TensorSpec]) -> Iterator[Expected]:
+    """The results of a forward pass."""
+    yield _out(problem, "out", writable=True)
+    if requested.stats or "stats" in arrays:
+        yield _row_stats(problem, "stats", writable=True)
+    if requested.max_sumexp:
+        yield _row_stats(problem, "max", writable=True)
+        yield _row_stats(problem, "sum_exp", writable=True)
+    if requested.rng_dump:
+        _, _, hq, _, sq, skv, b = problem.sizes
+        yield Expected("rng_dump", (skv, sq, hq, b), "float32", "(Skv, Sq, Hq, B)", True)
+
+
+def _backward_arrays(problem: Problem, requested: RequestedOutputs) -> Iterator[Expected]:
+    """The further inputs and the results of a backward pass."""
+    yield _out(problem, "out", writable=False)
+    yield _row_stats(problem, "stats", writable=False)
+    yield _out(problem, "dout", writable=False)
+    for x in (problem.q, problem.k, problem.v):
+        yield Expected(f"d{x.name}", x.shape, x.dtype, f"the shape and dtype of {x.name}", True)
+    for name, option, is_requested in (("bias", problem.bias, requested.dbias), ("sinks", problem.sinks, requested.dsinks)):
+        if is_requested and option is None:
+            raise ValueError(f"return_d{name} is True and {name} is None: pass {name}=, or remove return_d{name}")
+        if is_requested and option is not None:
+            yield Expected(f"d{name}", option.shape, option.dtype, f"the shape of {name}", True)

@@ -1,8 +1,8 @@
-"""Packed sequences: arrays ``(head_dim, heads, total)`` in which sequences lie behind one another, without padding.
+"""Packed (varlen) sequences: arrays ``(head_dim, heads, total)`` that hold several sequences in a row, without padding.
 
-``cu_seqlens`` ``(B+1,)`` says where each begins and the last one ends, counted in positions. An engine wants each array's own
-offsets, counted in elements of that array: ``cu_seqlens`` times the array's step from one position to the next. Arrays with
-equal steps share them.
+``cu_seqlens`` ``(B+1,)`` holds the position at which each sequence starts, and the end of the last one. Engines need ragged
+offsets, in elements of each array: ``cu_seqlens`` times the stride from one position to the next. Arrays with equal strides
+share their offsets.
 """
 
 from __future__ import annotations
@@ -10,54 +10,58 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from .problem import OF_KEYS, OF_QUERIES, STARTS, Problem
-from .tensor_spec import SIZES, TensorSpec, dense_spec
+from .problem import CU_SEQLENS, KEY_ARRAYS, QUERY_ARRAYS, Problem
+from .tensor_spec import ITEMSIZE, TensorSpec, dense_spec
 
 
-def offsets_name(name: str, step: int) -> str:
-    """What the offsets of an array are called: whether it has queries or keys, and its step in elements.
+def ragged_offset_name(name: str, stride: int) -> str:
+    """The name of the ragged offsets of an array.
 
-    >>> offsets_name("dv", 1024)
+    Args:
+        name: the array.
+        stride: the elements from one position to the next.
+
+    >>> ragged_offset_name("dv", 1024)
     'cu_seqlens_kv × 1024'
     """
-    return f"{STARTS[name in OF_KEYS]} × {step}"
+    return f"{CU_SEQLENS[name in KEY_ARRAYS]} × {stride}"
 
 
-def step(spec: TensorSpec) -> int:
-    """Elements from one position of a packed array to the next."""
-    return spec.strides[-1] // SIZES[spec.dtype]
+def token_stride(spec: TensorSpec) -> int:
+    """The elements from one position of a packed array to the next."""
+    return spec.strides[-1] // ITEMSIZE[spec.dtype]
 
 
 @functools.lru_cache(maxsize=1024)
-def offsets(problem: Problem) -> dict[str, tuple[str, int]]:
-    """The offsets that a problem's graph reads, by name: which array they are made of, and the factor."""
+def ragged_offsets(problem: Problem) -> dict[str, tuple[str, int]]:
+    """The ragged offsets that a problem's graph reads: name -> (the cu_seqlens array, its factor)."""
     d, dv, hq, *_ = problem.sizes
-    steps = {(spec.name, step(spec)) for spec in problem.tensors if spec.name in OF_QUERIES + OF_KEYS}
-    if problem.backward:  # of the scratch memory, which is dense
-        steps |= {("q", hq * d), ("q", hq), ("k", hq * d), ("k", hq * dv)}
-    return {offsets_name(name, factor): (STARTS[name in OF_KEYS], factor) for name, factor in sorted(steps)}
+    strides = {(spec.name, token_stride(spec)) for spec in problem.tensors if spec.name in QUERY_ARRAYS + KEY_ARRAYS}
+    if problem.backward:  # scratch memory, which is dense
+        strides |= {("q", hq * d), ("q", hq), ("k", hq * d), ("k", hq * dv)}
+    return {ragged_offset_name(name, stride): (CU_SEQLENS[name in KEY_ARRAYS], stride) for name, stride in sorted(strides)}
 
 
 @functools.lru_cache(maxsize=4096)
-def with_room(problem: Problem) -> Problem:
-    """The problem with its totals rounded up by at most an eighth, for no plan depends on them but for its scratch memory.
+def round_up_totals(problem: Problem) -> Problem:
+    """The problem with its total lengths rounded up by at most an eighth, so that batches of similar totals share a plan.
 
-    So batches of other totals share a plan. Nothing is copied, and no array is read beyond its own total.
+    A plan depends on the totals only through its scratch memory. Nothing is copied, and no array is read beyond its true total.
     """
-    totals = {"q": room(problem.q.shape[2]), "k": room(problem.k.shape[2])}
+    totals = {"q": round_up(problem.q.shape[2]), "k": round_up(problem.k.shape[2])}
     specs = {}
     for spec in problem.tensors:
-        if spec.name in OF_QUERIES + OF_KEYS:
-            shape = (*spec.shape[:-1], totals["k" if spec.name in OF_KEYS else "q"])
-            grown = dense_spec(spec.name, spec.dtype, shape) if spec.dense else dataclasses.replace(spec, shape=shape)
-            specs[spec.name] = grown
+        if spec.name in QUERY_ARRAYS + KEY_ARRAYS:
+            shape = (*spec.shape[:-1], totals["k" if spec.name in KEY_ARRAYS else "q"])
+            rounded = dense_spec(spec.name, spec.dtype, shape) if spec.dense else dataclasses.replace(spec, shape=shape)
+            specs[spec.name] = rounded
     return dataclasses.replace(problem, **specs)  # type: ignore[arg-type]
 
 
-def room(total: int) -> int:
-    """A total rounded up to one of eight numbers between a power of two and the next.
+def round_up(total: int) -> int:
+    """Round a total up to one of eight numbers between a power of two and the next.
 
-    >>> room(1000), room(1024), room(1025), room(3)
+    >>> round_up(1000), round_up(1024), round_up(1025), round_up(3)
     (1024, 1024, 1152, 3)
     """
     unit = 1 << max(0, (total - 1).bit_length() - 4)

@@ -1,1 +1,1 @@
-"""Score and mask functions: traced to expressions, and differentiated."""
+"""Tracing and differentiation of score and mask functions."""

@@ -1,12 +1,11 @@
-"""The derivative of a score function: reverse mode over its steps.
+"""Reverse-mode automatic differentiation of a score function.
 
-Every mode has its rule, in :data:`RULES`. A rule is written with the saved values of the forward steps (``dy - dy y y`` for
-tanh), so that no engine needs backward activations.
+Each pointwise mode has a rule in :data:`RULES`. A rule uses the results of the forward steps (``dy - dy y y`` for tanh), so
+engines need no backward modes.
 
-Where a function has a kink the convention of the field is followed:
-``|x|`` has the derivative 0 at 0, and ``max`` and ``min`` give half to each of two equal operands, as in PyTorch and JAX;
-comparisons, floor, ceil and places have none. A branch of ``where`` that is not taken gets 0, and what it computes from that
-may be NaN if its own derivative is infinite.
+At kinks, the rules follow the conventions of PyTorch and JAX: the derivative of ``|x|`` at 0 is 0; ``max`` and ``min`` give
+half of the gradient to each of two equal operands; comparisons, floor, ceil and indices have no derivative. The branch of
+``where`` that is not selected gets the gradient 0. If the derivative of that branch is infinite, the result may be NaN.
 
 Source: Griewank and Walther 2008, "Evaluating Derivatives", chapter 3 (reverse mode).
 """
@@ -21,193 +20,209 @@ from .expression import OPPOSITE, Writer
 
 
 class Adjoint(NamedTuple):
-    """``factor * (product of over) / (product of under) * value``: the numbers in front are put off, and may cancel.
+    """The gradient of one step: ``factor * prod(scalar**exponent) * value``.
+
+    Scalar factors are kept symbolic, so that they can cancel: the derivative of ``c tanh(s / c)`` has no ``c / c``.
 
     Attributes:
-        value: a step.
+        value: the step that the scalars multiply.
         factor: a constant.
-        over, under: numbers handed over, as steps.
+        powers: by-value scalars, as sorted pairs of a step and its exponent, which is not 0.
     """
 
     value: int
     factor: float = 1.0
-    over: tuple[int, ...] = ()
-    under: tuple[int, ...] = ()
+    powers: tuple[tuple[int, int], ...] = ()
+
+    def scaled(self, factor: float) -> Adjoint:
+        """The gradient times a constant."""
+        return self._replace(factor=self.factor * factor)
 
 
-class Rule:
-    """What the rules write with."""
+class AdjointArithmetic:
+    """Arithmetic on gradients, for the rules.
+
+    Args:
+        writer: appends the steps.
+    """
 
     def __init__(self, writer: Writer) -> None:
         self.writer = writer
 
-    def plain(self, g: Adjoint) -> int:
-        """A gradient as a step, with the numbers in front multiplied."""
-        number = g.value
-        for mode, numbers in (("mul", g.over), ("div", g.under)):
-            for other in numbers:
-                number = self.writer.add(mode, number, other)
-        return self.scaled(number, g.factor)
+    def step(self, g: Adjoint) -> int:
+        """A gradient as a single step: its scalar factors are multiplied out."""
+        step = g.value
+        for mode, sign in (("mul", 1), ("div", -1)):
+            for scalar, exponent in g.powers:
+                for _ in range(sign * exponent):
+                    step = self.writer.add(mode, step, scalar)
+        return self.writer.add("mul", step, self.writer.constant(g.factor))
 
-    def scaled(self, number: int, factor: float) -> int:
-        """A step times a constant."""
-        return self.writer.add("mul", number, self.writer.constant(factor))
+    def add(self, g: Adjoint, h: Adjoint) -> Adjoint:
+        """The sum of two gradients of the same step."""
+        if g.powers == h.powers and g.factor == h.factor:
+            return g._replace(value=self.writer.add("add", g.value, h.value))
+        if g.powers == h.powers and g.factor == -h.factor:
+            return g._replace(value=self.writer.add("sub", g.value, h.value))
+        return Adjoint(self.writer.add("add", self.step(g), self.step(h)))
 
-    def sum(self, one: Adjoint, other: Adjoint) -> Adjoint:
-        """Two gradients of one step."""
-        if one[1:] == other[1:]:
-            return one._replace(value=self.writer.add("add", one.value, other.value))
-        if one[2:] == other[2:] and one.factor == -other.factor:
-            return one._replace(value=self.writer.add("sub", one.value, other.value))
-        return Adjoint(self.writer.add("add", self.plain(one), self.plain(other)))
+    def multiply(self, g: Adjoint, *operands: int) -> Adjoint:
+        """A gradient times some steps."""
+        for operand in operands:
+            g = self._multiply_or_divide(g, "mul", operand)
+        return g
 
-    def times(self, g: Adjoint, mode: str, number: int) -> Adjoint:
-        """A gradient times a step, or divided by it."""
-        step = self.writer.steps[number]
-        if step.mode == "constant" and (mode == "mul" or step.value):
-            return g._replace(factor=g.factor * step.value if mode == "mul" else g.factor / step.value)
+    def divide(self, g: Adjoint, divisor: int) -> Adjoint:
+        """A gradient divided by a step."""
+        return self._multiply_or_divide(g, "div", divisor)
+
+    def _multiply_or_divide(self, g: Adjoint, mode: str, operand: int) -> Adjoint:
+        step = self.writer.steps[operand]
+        if step.mode == "constant" and mode == "mul":
+            return g.scaled(step.value)
+        if step.mode == "constant" and step.value:
+            return g._replace(factor=g.factor / step.value)
         if step.mode != "number":
-            return g._replace(value=self.writer.add(mode, g.value, number))
-        over, under = list(g.over), list(g.under)
-        joined, opposite = (over, under) if mode == "mul" else (under, over)
-        if number in opposite:
-            opposite.remove(number)
-        else:
-            joined.append(number)
-        return g._replace(over=tuple(sorted(over)), under=tuple(sorted(under)))
+            return g._replace(value=self.writer.add(mode, g.value, operand))
+        powers = dict(g.powers)
+        powers[operand] = powers.get(operand, 0) + (1 if mode == "mul" else -1)
+        return g._replace(powers=tuple(sorted((scalar, exponent) for scalar, exponent in powers.items() if exponent)))
 
     def where(self, g: Adjoint, condition: int) -> Adjoint:
         """A gradient where a condition holds, else 0."""
         return g._replace(value=self.writer.add("binary_select", g.value, self.writer.constant(0.0), condition))
 
-    def ranked(self, g: Adjoint, strictly: str, x: int, b: int) -> Adjoint:
-        """A gradient where x is greater (or less) than b, half of it where they are equal, else 0.
+    def where_selected(self, g: Adjoint, strict: str, x: int, b: int) -> Adjoint:
+        """The gradient of ``max(x, b)`` or ``min(x, b)`` for x: all of it where x is selected, half where x equals b, else 0.
 
-        A condition is a number, 1 or 0: ``(x > b) + (x >= b)`` is twice the share. A backward pass through ``clip`` took 4.7 ms
-        with choices (``binary_select``) and 1.7 so (an H200, 16 heads, 4096, head dim 128, batch 2).
+        A condition is a number, 1 or 0: ``(x > b) + (x >= b)`` is twice the share. On an H200 (16 heads, 4096, head dim 128,
+        batch 2) a backward pass through ``clip`` took 4.7 ms with ``binary_select`` and 1.7 ms with this sum.
+
+        Args:
+            strict: the comparison that holds where x is selected, ``cmp_gt`` for max.
         """
-        if abs(g.factor) < 2**-16:  # many halves: their product must not vanish before the doubles are multiplied
-            g = Adjoint(self.plain(g))
-        twice = self.writer.add("add", self.writer.add(strictly, x, b), self.writer.add(_NOT_STRICTLY[strictly], x, b))
-        return self.times(g, "mul", twice)._replace(factor=g.factor / 2)
+        if abs(g.factor) < 2**-16:  # a product of many halves may underflow before the doubles are multiplied: multiply it out
+            g = Adjoint(self.step(g))
+        twice = self.writer.add("add", self.writer.add(strict, x, b), self.writer.add(_NOT_STRICT[strict], x, b))
+        return self.multiply(g, twice).scaled(0.5)
 
 
-_NOT_STRICTLY = {"cmp_gt": "cmp_ge", "cmp_lt": "cmp_le"}
+_NOT_STRICT = {"cmp_gt": "cmp_ge", "cmp_lt": "cmp_le"}
 
 Gradients = Sequence[Adjoint | None]
-_NONE: Callable[..., Gradients] = lambda r, g, out, *args: [None] * len(args)  # noqa: E731
+Rule = Callable[..., Gradients]
 
 
-def _mul(r: Rule, g: Adjoint, out: int, x: int, b: int) -> Gradients:
-    return r.times(g, "mul", b), r.times(g, "mul", x)
+def _none(a: AdjointArithmetic, g: Adjoint, out: int, *operands: int) -> Gradients:
+    return [None] * len(operands)
 
 
-def _div(r: Rule, g: Adjoint, out: int, x: int, b: int) -> Gradients:
+def _mul(a: AdjointArithmetic, g: Adjoint, out: int, x: int, b: int) -> Gradients:
+    return a.multiply(g, b), a.multiply(g, x)
+
+
+def _div(a: AdjointArithmetic, g: Adjoint, out: int, x: int, b: int) -> Gradients:
     # d(x / b) = dx / b - (x / b) db / b
-    over = r.times(g, "div", b)
-    return over, _times_saved(r, over, out, factor=-1.0)
+    quotient = a.divide(g, b)
+    return quotient, a.multiply(quotient, out).scaled(-1.0)
 
 
-def _times_saved(r: Rule, g: Adjoint, *saved: int, factor: float = 1.0) -> Adjoint:
-    for number in saved:
-        g = r.times(g, "mul", number)
-    return g._replace(factor=g.factor * factor)
-
-
-def _tanh(r: Rule, g: Adjoint, out: int, x: int) -> Gradients:
+def _tanh(a: AdjointArithmetic, g: Adjoint, out: int, x: int) -> Gradients:
     # d tanh = 1 - tanh^2, as dy - (dy y) y
-    squares = r.writer.add("mul", r.writer.add("mul", g.value, out), out)
-    return [g._replace(value=r.writer.add("sub", g.value, squares))]
+    squares = a.writer.add("mul", a.writer.add("mul", g.value, out), out)
+    return [g._replace(value=a.writer.add("sub", g.value, squares))]
 
 
-def _tan(r: Rule, g: Adjoint, out: int, x: int) -> Gradients:
-    squares = r.writer.add("mul", r.writer.add("mul", g.value, out), out)
-    return [g._replace(value=r.writer.add("add", g.value, squares))]
+def _tan(a: AdjointArithmetic, g: Adjoint, out: int, x: int) -> Gradients:
+    # d tan = 1 + tan^2, as dy + (dy y) y
+    squares = a.writer.add("mul", a.writer.add("mul", g.value, out), out)
+    return [g._replace(value=a.writer.add("add", g.value, squares))]
 
 
-def _abs(r: Rule, g: Adjoint, out: int, x: int) -> Gradients:
+def _abs(a: AdjointArithmetic, g: Adjoint, out: int, x: int) -> Gradients:
     # d |x| = (x > 0) - (x < 0)
-    zero = r.writer.constant(0.0)
-    return [r.times(g, "mul", r.writer.add("sub", *(r.writer.add(mode, x, zero) for mode in ("cmp_gt", "cmp_lt"))))]
+    zero = a.writer.constant(0.0)
+    positive, negative = a.writer.add("cmp_gt", x, zero), a.writer.add("cmp_lt", x, zero)
+    return [a.multiply(g, a.writer.add("sub", positive, negative))]
 
 
-def _erf(r: Rule, g: Adjoint, out: int, x: int) -> Gradients:
+def _erf(a: AdjointArithmetic, g: Adjoint, out: int, x: int) -> Gradients:
     # d erf = 2 / sqrt(pi) exp(-x^2)
-    bell = r.writer.add("exp", r.writer.add("neg", r.writer.add("mul", x, x)))
-    return [_times_saved(r, g, bell, factor=2 / math.sqrt(math.pi))]
+    bell = a.writer.add("exp", a.writer.add("neg", a.writer.add("mul", x, x)))
+    return [a.multiply(g, bell).scaled(2 / math.sqrt(math.pi))]
 
 
-def _pow(r: Rule, g: Adjoint, out: int, x: int, b: int) -> Gradients:
+def _pow(a: AdjointArithmetic, g: Adjoint, out: int, x: int, b: int) -> Gradients:
     # d x^b = b x^(b-1) dx + x^b log x db
-    less = r.writer.add("pow", x, r.writer.add("sub", b, r.writer.constant(1.0)))
-    of_x = r.times(r.times(g, "mul", b), "mul", less)
-    return of_x, _times_saved(r, g, out, r.writer.add("log", x))
+    lower = a.writer.add("pow", x, a.writer.add("sub", b, a.writer.constant(1.0)))
+    dx = a.multiply(g, b, lower)
+    return dx, a.multiply(g, out, a.writer.add("log", x))
 
 
-def _mod(r: Rule, g: Adjoint, out: int, x: int, b: int) -> Gradients:
+def _mod(a: AdjointArithmetic, g: Adjoint, out: int, x: int, b: int) -> Gradients:
     # d(x mod b) = dx - trunc(x / b) db, where trunc(x / b) = (x - out) / b
-    return g, r.times(_times_saved(r, g, r.writer.add("sub", x, out), factor=-1.0), "div", b)
+    return g, a.divide(a.multiply(g, a.writer.add("sub", x, out)).scaled(-1.0), b)
 
 
-def _select(r: Rule, g: Adjoint, out: int, x: int, b: int, condition: int) -> Gradients:
-    # by choice: with conditions as factors cuDNN 9.19 gave nonsense for some functions
-    return r.where(g, condition), r.where(g, r.writer.opposite(condition)), None
+def _select(a: AdjointArithmetic, g: Adjoint, out: int, x: int, b: int, condition: int) -> Gradients:
+    # by selection: with conditions as factors, cuDNN 9.19 gave wrong results for some functions
+    return a.where(g, condition), a.where(g, a.writer.opposite(condition)), None
 
 
-#: mode -> (what to write with, the gradient of the result, the result, the operands) -> the gradients of the operands.
-RULES: dict[str, Callable[..., Gradients]] = {
-    "add": lambda r, g, out, x, b: (g, g),
-    "sub": lambda r, g, out, x, b: (g, g._replace(factor=-g.factor)),
+#: mode -> (arithmetic, the gradient of the result, the result, the operands) -> the gradients of the operands.
+RULES: dict[str, Rule] = {
+    "add": lambda a, g, out, x, b: (g, g),
+    "sub": lambda a, g, out, x, b: (g, g.scaled(-1.0)),
     "mul": _mul,
     "div": _div,
-    "neg": lambda r, g, out, x: [g._replace(factor=-g.factor)],
-    "identity": lambda r, g, out, x: [g],
-    "exp": lambda r, g, out, x: [_times_saved(r, g, out)],
-    "log": lambda r, g, out, x: [r.times(g, "div", x)],
-    "sqrt": lambda r, g, out, x: [r.times(g._replace(factor=g.factor / 2), "div", out)],
-    "rsqrt": lambda r, g, out, x: [_times_saved(r, g, out, out, out, factor=-0.5)],
-    "reciprocal": lambda r, g, out, x: [_times_saved(r, g, out, out, factor=-1.0)],
+    "neg": lambda a, g, out, x: [g.scaled(-1.0)],
+    "identity": lambda a, g, out, x: [g],
+    "exp": lambda a, g, out, x: [a.multiply(g, out)],
+    "log": lambda a, g, out, x: [a.divide(g, x)],
+    "sqrt": lambda a, g, out, x: [a.divide(g.scaled(0.5), out)],
+    "rsqrt": lambda a, g, out, x: [a.multiply(g, out, out, out).scaled(-0.5)],
+    "reciprocal": lambda a, g, out, x: [a.multiply(g, out, out).scaled(-1.0)],
     "tanh_fwd": _tanh,
-    "sin": lambda r, g, out, x: [r.times(g, "mul", r.writer.add("cos", x))],
-    "cos": lambda r, g, out, x: [_times_saved(r, g, r.writer.add("sin", x), factor=-1.0)],
+    "sin": lambda a, g, out, x: [a.multiply(g, a.writer.add("cos", x))],
+    "cos": lambda a, g, out, x: [a.multiply(g, a.writer.add("sin", x)).scaled(-1.0)],
     "tan": _tan,
     "erf": _erf,
     "pow": _pow,
     "mod": _mod,
-    "log1p": lambda r, g, out, x: [r.times(g, "div", r.writer.add("add", x, r.writer.constant(1.0)))],
-    "expm1": lambda r, g, out, x: [r.times(g, "mul", r.writer.add("exp", x))],
-    "hypot": lambda r, g, out, x, b: [r.times(r.times(g, "mul", operand), "div", out) for operand in (x, b)],
+    "log1p": lambda a, g, out, x: [a.divide(g, a.writer.add("add", x, a.writer.constant(1.0)))],
+    "expm1": lambda a, g, out, x: [a.multiply(g, a.writer.add("exp", x))],
+    "hypot": lambda a, g, out, x, b: [a.divide(a.multiply(g, operand), out) for operand in (x, b)],
     "abs": _abs,
-    "max": lambda r, g, out, x, b: (r.ranked(g, "cmp_gt", x, b), r.ranked(g, "cmp_lt", x, b)),
-    "min": lambda r, g, out, x, b: (r.ranked(g, "cmp_lt", x, b), r.ranked(g, "cmp_gt", x, b)),
+    "max": lambda a, g, out, x, b: (a.where_selected(g, "cmp_gt", x, b), a.where_selected(g, "cmp_lt", x, b)),
+    "min": lambda a, g, out, x, b: (a.where_selected(g, "cmp_lt", x, b), a.where_selected(g, "cmp_gt", x, b)),
     "binary_select": _select,
-    **dict.fromkeys(("floor", "ceil", "gen_index", "logical_and", "logical_or", *OPPOSITE), _NONE),
-}  # fmt: skip
+    **dict.fromkeys(("floor", "ceil", "gen_index", "logical_and", "logical_or", *OPPOSITE), _none),
+}
 
 
-def slopes(writer: Writer, root: int, wanted: Sequence[int]) -> list[int | None]:
-    """The derivatives of a step with respect to some leaves, as steps; None where there is none.
-
-    The function is one of numbers, so a gradient is that of the result times the derivative; the derivative is made of the
-    saved values of the forward steps alone.
+def gradients(writer: Writer, root: int, leaves: Sequence[int]) -> list[int | None]:
+    """The derivatives of a step with respect to some leaves.
 
     Args:
-        writer: holds the steps; more are added.
-        root: the step.
-        wanted: the leaves.
+        writer: contains the steps; the steps of the derivatives are appended.
+        root: the step to differentiate.
+        leaves: the steps to differentiate with respect to.
+
+    Returns:
+        For each leaf the step that computes its derivative, or None if the root does not depend on it.
     """
-    rule = Rule(writer)
-    active = set(wanted)  # the steps that have something to do with them
-    needed = writer.reachable(root)
-    for number in needed:
-        if active.intersection(writer.steps[number].args):
-            active.add(number)
-    found = {root: Adjoint(writer.constant(1.0))}
-    for number in reversed(needed):
-        mode, args, *_ = writer.steps[number]
-        if number not in active or number not in found or not args:
+    arithmetic = AdjointArithmetic(writer)
+    active = set(leaves)  # the steps that depend on the leaves
+    order = writer.reachable(root)
+    for step in order:
+        if active.intersection(writer.steps[step].args):
+            active.add(step)
+    adjoints = {root: Adjoint(writer.constant(1.0))}
+    for step in reversed(order):
+        mode, args, *_ = writer.steps[step]
+        if step not in active or step not in adjoints or not args:
             continue
-        for arg, own in zip(args, RULES[mode](rule, found[number], number, *args), strict=True):
-            if own is not None and arg in active:
-                found[arg] = rule.sum(found[arg], own) if arg in found else own
-    return [rule.plain(found[leaf]) if leaf in found else None for leaf in wanted]
+        for arg, adjoint in zip(args, RULES[mode](arithmetic, adjoints[step], step, *args), strict=True):
+            if adjoint is not None and arg in active:
+                adjoints[arg] = arithmetic.add(adjoints[arg], adjoint) if arg in adjoints else adjoint
+    return [arithmetic.step(adjoints[leaf]) if leaf in adjoints else None for leaf in leaves]

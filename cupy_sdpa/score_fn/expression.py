@@ -1,8 +1,9 @@
-"""A score function as plain data: steps, each of earlier ones. It is hashable, and equal where its structure is.
+"""Score functions as immutable data: a sequence of steps, each of which reads earlier steps.
 
-A :class:`Program` holds no array, no number that a caller may change, no name of the caller's and nothing that the caller
-made; it is part of a problem, and so of the key of a plan. :mod:`cupy_sdpa.score_fn.tracer` writes it, by calling the function;
-:mod:`cupy_sdpa.score_fn.autodiff` continues it; :mod:`cupy_sdpa.graph.emit` says it in the steps of a graph.
+A :class:`Program` is hashable, and two programs of the same structure are equal. It contains no array, no value of a by-value
+scalar, and no object or name of the caller, so it is part of the problem and of the plan's cache key.
+:mod:`cupy_sdpa.score_fn.tracer` records it, :mod:`cupy_sdpa.score_fn.autodiff` differentiates it, and
+:mod:`cupy_sdpa.graph.emit` converts it to operations of a graph.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from typing import Literal, NamedTuple
 
 Kind = Literal["float", "int", "bool"]
 
-#: Steps that compute nothing: the score, the place of an element along an axis, a number handed over with every call, a number
-#: that is part of the structure, an element of an array.
+#: Steps without operands: the score, the index along an axis, a by-value scalar, a constant of the program, an element of a
+#: captured array.
 LEAVES = ("score", "index", "number", "constant", "captured")
-#: The axes of the scores by the names that a score function gives them.
+#: The axes of the scores: batch, head, query and key, as score functions name them.
 AXES = ("b", "h", "q_idx", "kv_idx")
-#: Comparisons: the same with the operands exchanged, and the opposite.
+#: For every comparison, the same comparison with swapped operands, and its negation.
 FLIPPED = {
     "cmp_eq": "cmp_eq",
     "cmp_neq": "cmp_neq",
@@ -35,9 +36,9 @@ OPPOSITE = {
     "cmp_lt": "cmp_ge",
     "cmp_le": "cmp_gt",
 }
-#: Steps whose operands may be exchanged.
+#: Commutative modes.
 COMMUTES = frozenset({"add", "mul", "max", "min", "logical_and", "logical_or"})
-#: Steps that give an integer where all their operands are integers. (``div`` does so only where it is asked for.)
+#: Modes whose result is an integer if all operands are integers. (``div`` returns an integer only if its kind is set.)
 _INTEGER = frozenset({"add", "sub", "mul", "neg", "abs", "max", "min", "binary_select"})
 _LOGICAL = {"logical_and": "logical_or", "logical_or": "logical_and"}
 _FOLDED: dict[str, Callable[..., float]] = {
@@ -51,11 +52,11 @@ class Step(NamedTuple):
 
     Attributes:
         mode: a pointwise mode of :mod:`cupy_sdpa.graph.nodes`, or one of :data:`LEAVES`.
-        args: the steps that it reads.
-        name: of a number or an array handed over; of the axis of an index.
-        kind: the type of the result. ``int`` has 64 bits on the CPU and 32 bits on the GPU, where it wraps around. A ``div``
+        args: the indices of the operands.
+        name: the name of a by-value scalar or a captured array, or the axis of an index.
+        kind: the type of the result. An ``int`` has 64 bits on the CPU and 32 bits on the GPU, where it wraps around. A ``div``
             of kind ``int`` truncates.
-        value: of a constant.
+        value: the value of a constant.
     """
 
     mode: str
@@ -66,12 +67,12 @@ class Step(NamedTuple):
 
 
 class Program(NamedTuple):
-    """What a score function and a mask function do.
+    """The steps of a score function and a mask function.
 
     Attributes:
-        steps: in the order of their computation.
-        score: the step that gives the score; None where it stays as it is.
-        mask: the step that says whether the key is seen; None where nothing is hidden.
+        steps: the steps, operands first.
+        score: the index of the modified score, or None if the score is not modified.
+        mask: the index of the condition under which the query attends to the key, or None if there is no mask.
     """
 
     steps: tuple[Step, ...]
@@ -80,92 +81,101 @@ class Program(NamedTuple):
 
     @property
     def captured(self) -> tuple[Step, ...]:
-        """The arrays that are read."""
+        """The steps that read captured arrays."""
         return tuple(step for step in self.steps if step.mode == "captured")
 
 
-#: No function at all.
-NOTHING = Program((), None, None)
+#: The program without a score function and without a mask function.
+EMPTY_PROGRAM = Program((), None, None)
 
 
 class Writer:
-    """Writes steps down: equal ones once, and simplified.
+    """Appends steps to a program; simplifies them, and appends equal steps once.
 
-    What is folded is what arithmetic allows whatever the numbers are: ``x + 0``, ``x * 1``, ``-(-x)``, constants among
-    themselves.
+    Simplifications hold for all values of the operands: ``x + 0``, ``x * 1``, ``-(-x)``, and arithmetic on constants.
 
     Args:
-        steps: what is there already.
+        steps: the steps to start from.
     """
 
     def __init__(self, steps: Iterable[Step] = ()) -> None:
         self.steps = list(steps)
-        self._numbers = {step: number for number, step in enumerate(self.steps)}
+        self._indices = {step: index for index, step in enumerate(self.steps)}
         self._opposites: dict[int, int] = {}
 
     def leaf(self, mode: str, name: str = "", kind: Kind = "float", value: float = 0.0) -> int:
-        """A step that computes nothing."""
-        return self._add(Step(mode, (), name, kind, value))
+        """Append a step without operands."""
+        return self._append(Step(mode, (), name, kind, value))
 
     def constant(self, value: float, kind: Kind = "float") -> int:
-        """A number that is part of the structure."""
+        """Append a constant of the program."""
         return self.leaf("constant", kind=kind, value=value)
 
     def add(self, mode: str, *args: int, kind: Kind | None = None) -> int:
-        """A step of earlier ones; its kind follows from theirs unless it is given."""
-        if mode in COMMUTES:  # one order, so that equal ones are known as such
+        """Append an operation on earlier steps.
+
+        Args:
+            mode: the pointwise mode.
+            args: the indices of the operands.
+            kind: the kind of the result; None derives it from the operands.
+        """
+        if mode in COMMUTES:  # a canonical order, so that equal steps are recognized
             args = tuple(sorted(args))
         kind = kind or self._kind(mode, args)
         simpler = self._simplified(mode, args, kind)
-        return self._add(Step(mode, args, kind=kind)) if simpler is None else simpler
+        return self._append(Step(mode, args, kind=kind)) if simpler is None else simpler
 
     def opposite(self, condition: int) -> int:
-        """The opposite of a condition, by the opposite comparisons; no step is needed that negates."""
-        found, waiting = self._opposites, [condition]
-        while waiting:
-            mode, args, *_ = self.steps[waiting[-1]]
+        """The negation of a condition, by opposite comparisons: no logical_not is needed."""
+        negated, stack = self._opposites, [condition]
+        while stack:
+            mode, args, *_ = self.steps[stack[-1]]
             if mode in OPPOSITE:
-                found[waiting.pop()] = self.add(OPPOSITE[mode], *args)
-            elif missing := [arg for arg in args if arg not in found]:
-                waiting += missing
-            else:
-                found[waiting.pop()] = self.add(_LOGICAL[mode], *(found[arg] for arg in args))
-        return found[condition]
+                negated[stack.pop()] = self.add(OPPOSITE[mode], *args)
+            elif missing := [arg for arg in args if arg not in negated]:
+                stack += missing
+            else:  # De Morgan
+                negated[stack.pop()] = self.add(_LOGICAL[mode], *(negated[arg] for arg in args))
+        return negated[condition]
 
     def reachable(self, *roots: int | None, known: Container[int] = ()) -> list[int]:
-        """The steps that some steps need, in the order of their computation, without those that are known."""
-        found: set[int] = set()
-        waiting = [root for root in roots if root is not None]
-        while waiting:
-            number = waiting.pop()
-            if number not in found and number not in known:
-                found.add(number)
-                waiting += self.steps[number].args
-        return sorted(found)
+        """The steps that the roots depend on, the roots included, operands first.
+
+        Args:
+            roots: steps; None is skipped.
+            known: steps to leave out, together with the steps that only they depend on.
+        """
+        visited: set[int] = set()
+        stack = [root for root in roots if root is not None]
+        while stack:
+            step = stack.pop()
+            if step not in visited and step not in known:
+                visited.add(step)
+                stack += self.steps[step].args
+        return sorted(visited)
 
     def depends(self, root: int, mode: str) -> bool:
-        """Whether a step needs a leaf of a mode."""
-        return any(self.steps[number].mode == mode for number in self.reachable(root))
+        """Whether a step depends on a step of a mode."""
+        return any(self.steps[step].mode == mode for step in self.reachable(root))
 
-    def value(self, number: int) -> float | None:
-        """The value of a constant; None of anything else."""
-        step = self.steps[number]
-        return step.value if step.mode == "constant" else None
+    def value(self, step: int) -> float | None:
+        """The value of a constant, or None for any other step."""
+        return self.steps[step].value if self.steps[step].mode == "constant" else None
 
-    def _add(self, step: Step) -> int:
-        if step not in self._numbers:
-            self._numbers[step] = len(self.steps)
+    def _append(self, step: Step) -> int:
+        if step not in self._indices:
+            self._indices[step] = len(self.steps)
             self.steps.append(step)
-        return self._numbers[step]
+        return self._indices[step]
 
     def _kind(self, mode: str, args: tuple[int, ...]) -> Kind:
         if mode in OPPOSITE or mode in _LOGICAL:
             return "bool"
-        numbers = args[:2]  # a third operand is a condition
-        return "int" if mode in _INTEGER and all(self.steps[arg].kind == "int" for arg in numbers) else "float"
+        operands = args[:2]  # a third operand is a condition
+        return "int" if mode in _INTEGER and all(self.steps[arg].kind == "int" for arg in operands) else "float"
 
     def _simplified(self, mode: str, args: tuple[int, ...], kind: Kind) -> int | None:
-        """An earlier step, or a constant, of the same value and kind."""
+        """An earlier step or a constant of the same value and kind, or None."""
         values = [self.value(arg) for arg in args]
         if mode in _FOLDED and None not in values:
             return self.constant(_FOLDED[mode](*values), kind)
@@ -173,7 +183,7 @@ class Writer:
             return self.constant(0, kind)
         x, b, *_ = *args, args[0]
         first, second = values[0], values[-1]
-        same = {number for number in (x, b) if self.steps[number].kind == kind}
+        same = {step for step in (x, b) if self.steps[step].kind == kind}
         match mode:
             case "add" | "sub" if second == 0 and x in same:
                 return x
@@ -194,50 +204,54 @@ class Writer:
         return None
 
 
-class Finished(NamedTuple):
-    """A program, and what was left out of it because it may change from call to call.
+class NormalizedProgram(NamedTuple):
+    """A program in normal form, and the traced names of what it reads.
 
     Attributes:
-        program: the structure.
-        numbers: what every number handed over is called while the function is traced, by its name in the program.
-        captured: the same of every array.
-        origins: for every step of the program, its number before.
+        program: the steps, in normal form.
+        numbers: for every by-value scalar of the program its name during tracing.
+        captured: for every captured array of the program its name during tracing.
     """
 
     program: Program
     numbers: dict[str, str]
     captured: dict[str, str]
-    origins: tuple[int, ...]
 
 
-def finished(writer: Writer, score: int | None, mask: int | None) -> Finished:
-    """The program of what was written: without what nobody needs, in an order and with names that follow from its structure."""
-    places: dict[int, int] = {}
+def normalized(writer: Writer, score: int | None, mask: int | None) -> NormalizedProgram:
+    """The program of a score and a mask: without unused steps, in an order and with names that depend on its structure only.
+
+    Args:
+        writer: contains the steps.
+        score: the step of the modified score, or None.
+        mask: the step of the mask, or None.
+    """
+    indices: dict[int, int] = {}
     steps: list[Step] = []
-    given: dict[str, dict[str, str]] = {"number": {}, "captured": {}}
-    for number in _depth_first(writer, [root for root in (score, mask) if root is not None]):
-        step = writer.steps[number]
+    traced_names: dict[str, dict[str, str]] = {"number": {}, "captured": {}}
+    for index in _depth_first(writer, [root for root in (score, mask) if root is not None]):
+        step = writer.steps[index]
         name = step.name
-        if (names := given.get(step.mode)) is not None:
+        if (names := traced_names.get(step.mode)) is not None:
             name = f"{'n' if step.mode == 'number' else 't'}{len(names)}"
             names[name] = step.name
-        places[number] = len(steps)
-        steps.append(step._replace(args=tuple(places[arg] for arg in step.args), name=name))
-    program = Program(tuple(steps), None if score is None else places[score], None if mask is None else places[mask])
-    return Finished(program, given["number"], given["captured"], tuple(places))
+        indices[index] = len(steps)
+        steps.append(step._replace(args=tuple(indices[arg] for arg in step.args), name=name))
+    program = Program(tuple(steps), None if score is None else indices[score], None if mask is None else indices[mask])
+    return NormalizedProgram(program, traced_names["number"], traced_names["captured"])
 
 
 def _depth_first(writer: Writer, roots: list[int]) -> Iterator[int]:
-    """Every step that the roots need, once, after those that it reads."""
+    """Every step that the roots depend on, once, operands first."""
     done: set[int] = set()
-    waiting = [(root, False) for root in reversed(roots)]
-    while waiting:
-        number, ready = waiting.pop()
-        if number in done:
+    stack = [(root, False) for root in reversed(roots)]
+    while stack:
+        step, operands_done = stack.pop()
+        if step in done:
             continue
-        if ready:
-            done.add(number)
-            yield number
+        if operands_done:
+            done.add(step)
+            yield step
         else:
-            waiting.append((number, True))
-            waiting += [(arg, False) for arg in reversed(writer.steps[number].args)]
+            stack.append((step, True))
+            stack += [(arg, False) for arg in reversed(writer.steps[step].args)]

@@ -1,7 +1,7 @@
-"""What stands for numbers and arrays while a score function is called: what is done with them is written down.
+"""Proxies of numbers and arrays, with which a score function is traced.
 
-Python's operators and numpy's functions work on a value, those that its tracer knows (:mod:`cupy_sdpa.score_fn.ufuncs`); everything
-else raises, in the person's own line, and says what to write instead.
+Python's operators and the numpy functions in :mod:`cupy_sdpa.score_fn.ufuncs` work on a proxy. Everything else raises in the
+line of the function that uses it; the message names a replacement.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .expression import AXES, Kind, Writer
 
 
 class Tracer(Protocol):
-    """Where values are written down."""
+    """Records the operations on proxies; see :class:`cupy_sdpa.score_fn.tracer.Tracer`."""
 
     writer: Writer
     sizes: Mapping[str, int]
@@ -26,24 +26,24 @@ class Tracer(Protocol):
     functions: Mapping[str, Callable[..., Value]]
 
     def number(self, number: Any, kind: Kind) -> int:
-        """A number of the function's own."""
+        """Record a number of the function."""
         ...
 
     def access(self, name: str, index: tuple[str | int, ...], kind: Kind) -> int:
-        """An array, read."""
+        """Record a read of a captured array."""
         ...
 
 
 class Value(np.lib.mixins.NDArrayOperatorsMixin):
-    """A traced value. Python's operators call the numpy functions of their names.
+    """A traced value. Python's operators call the numpy functions of the same name.
 
     Attributes:
-        tracer: where it is written down.
-        step: its number there.
+        tracer: records the operations.
+        step: the index of the step that computes the value.
     """
 
     __slots__ = ("step", "tracer")
-    __hash__ = None  # type: ignore[assignment]  # == gives a condition
+    __hash__ = None  # type: ignore[assignment]  # == returns a condition
 
     def __init__(self, tracer: Tracer, step: int) -> None:
         self.tracer, self.step = tracer, step
@@ -56,61 +56,62 @@ class Value(np.lib.mixins.NDArrayOperatorsMixin):
     def __repr__(self) -> str:
         return f"<traced {self.kind}>"
 
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **more: Any) -> Value:
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **keywords: Any) -> Value:
         if method != "__call__":
             raise TypeError(
-                f"np.{ufunc.__name__}.{method} goes over many elements, and a score function sees one: {_LEAVE_OUT}"
+                f"np.{ufunc.__name__}.{method} needs an array, and a score function computes one element: {_OPERANDS_ONLY}"
             )
-        return self._called(ufunc.__name__, inputs, more)
+        return self._call(ufunc.__name__, inputs, keywords)
 
-    def __array_function__(self, function: Any, types: Any, inputs: Any, more: Any) -> Value:
-        return self._called(function.__name__, inputs, more)
+    def __array_function__(self, function: Any, types: Any, inputs: Any, keywords: Any) -> Value:
+        return self._call(function.__name__, inputs, keywords)
 
-    def _called(self, name: str, inputs: tuple[Any, ...], more: Mapping[str, Any]) -> Value:
-        """A function of numpy's, by its name."""
+    def _call(self, name: str, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> Value:
+        """Record a call of a numpy function."""
         functions = self.tracer.functions
-        if more:
-            raise TypeError(f"np.{name} is given {', '.join(more)}: {_LEAVE_OUT}")
+        if keywords:
+            raise TypeError(f"np.{name} was called with the keywords {', '.join(keywords)}: {_OPERANDS_ONLY}")
         if name not in functions:
-            raise TypeError(f"np.{name} is none of the functions that a score function can use: {', '.join(sorted(functions))}")
+            raise TypeError(f"np.{name} is not supported in score functions; supported are {', '.join(sorted(functions))}")
         return functions[name](*inputs)
 
     def __bool__(self) -> bool:
         raise TypeError(
-            "a score function is called once, with no numbers in it, so `if`, `and`, `or`, `not`, `min`, `max` and `a < b < c` "
-            "cannot look at them: write np.where(condition, a, b), &, |, ~, np.minimum, np.maximum, and (a < b) & (b < c)"
+            "a score function is traced: it is called once, without actual values, so `if`, `and`, `or`, `not`, `min`, `max` "
+            "and `a < b < c` cannot be evaluated: write np.where(condition, a, b), &, |, ~, np.minimum, np.maximum, and "
+            "(a < b) & (b < c)"
         )
 
     def __index__(self) -> int:
         raise TypeError(
-            "an array of the function's own is indexed with a traced value: give the array to the call, "
-            "tensors={'name': array}, and take it as a parameter of that name"
+            "an array that is not in tensors is indexed with a traced value: pass the array as tensors={'name': array}, and "
+            "add a parameter of that name to the function"
         )
 
     def __array__(self, *_: Any, **__: Any) -> Any:
         return self.__index__()
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # protocols that are looked for
+        if name.startswith("_"):  # Python and numpy look up protocols
             raise AttributeError(name)
-        other = METHODS.get(name) or (f"np.{name}(x)" if name in self.tracer.functions else "")
-        hint = f"write {other} in place of x.{name}()" if other else "write numpy's functions, such as np.tanh(x)"
+        replacement = METHODS.get(name) or (f"np.{name}(x)" if name in self.tracer.functions else "")
+        hint = f"write {replacement} in place of x.{name}()" if replacement else "use numpy functions, such as np.tanh(x)"
         raise AttributeError(f"a traced value has no attribute {name!r}: {hint}")
 
     def __getitem__(self, index: Any) -> Any:
-        raise TypeError("a traced value is one element and has no index; arrays come in by tensors={'name': array}")
+        raise TypeError("a traced value is one element and cannot be indexed; pass arrays as tensors={'name': array}")
 
     def _number(self, *_: Any) -> Any:
         raise TypeError(
-            "a score function is called once, with no numbers in it, so nothing but traced values can be made of one: write "
-            "numpy's functions in place of math's (np.tanh, np.exp), and leave float(), int() and round() out"
+            "a score function is traced: it is called once, without actual values, so a traced value cannot be converted to a "
+            "number: use numpy functions in place of the math module's (np.tanh, np.exp), and remove float(), int() and round()"
         )
 
     __float__ = __int__ = __complex__ = __round__ = __len__ = __iter__ = _number
 
 
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"):
-    # numpy's x += y writes into x; here it is x = x + y
+    # numpy's x += y writes to x; here it is x = x + y
     setattr(Value, f"__i{_name}__", getattr(Value, f"__{_name}__"))
 
 #: What to write in place of the methods of PyTorch's tensors and of arrays.
@@ -120,16 +121,16 @@ METHODS = {
     "masked_fill": "np.where(condition, y, x)", "item": "x", "astype": "x, or x * 1.0 for a float",
     "float": "x * 1.0", "to": "x, or x * 1.0 for a float",
 }  # fmt: skip
-_LEAVE_OUT = "call it with its operands alone"
+_OPERANDS_ONLY = "call it with its operands only"
 
 
 class Array:
-    """An array of ``tensors=``, which a score function reads one element of.
+    """A captured array, from which a score function reads one element.
 
     Args:
-        tracer: where that is written down.
-        name: in ``tensors=``.
-        array: of numpy or CuPy; nothing but shape and dtype is looked at.
+        tracer: records the reads.
+        name: the name of the array in ``tensors=``.
+        array: a numpy or CuPy array; only its shape and dtype are used.
     """
 
     __hash__ = None  # type: ignore[assignment]
@@ -142,11 +143,11 @@ class Array:
 
     @property
     def ndim(self) -> int:
-        """How many axes it has."""
+        """The number of axes."""
         return len(self.shape)
 
     def as_parameter(self) -> Array | Value:
-        """What the function gets: of an array without axes its element."""
+        """The argument of the function: the array, or the element of an array without axes."""
         return self if self.ndim else self[()]
 
     def __repr__(self) -> str:
@@ -155,36 +156,37 @@ class Array:
     def __getitem__(self, index: Any) -> Value:
         parts = index if isinstance(index, tuple) else (index,)
         if len(parts) != self.ndim:
-            raise IndexError(f"{self!r} is read with {len(parts)} indices; it needs {self.ndim}, one for each axis")
-        names = tuple(self._axis(axis, part) for axis, part in enumerate(parts))
+            raise IndexError(f"{self!r} is indexed with {len(parts)} indices; it needs {self.ndim}, one for each axis")
+        names = tuple(self._index(axis, part) for axis, part in enumerate(parts))
         for name in names:
             if isinstance(name, str) and names.count(name) > 1:
-                raise IndexError(f"{self!r} is read with {name} twice: take the diagonal of the array beforehand")
+                raise IndexError(f"{self!r} is indexed with {name} twice: pass the diagonal of the array instead")
         element = Value(self._tracer, self._tracer.access(self._name, names, self._kind))
         return element != 0.0 if self.dtype.kind == "b" else element
 
-    def _axis(self, axis: int, part: Any) -> str | int:
+    def _index(self, axis: int, part: Any) -> str | int:
+        """One index, checked: the name of an axis of the scores, or an integer."""
         length = self.shape[axis]
         if isinstance(part, numbers.Integral):
             if not -length <= int(part) < length:
-                raise IndexError(f"{self!r} is read at {int(part)} along axis {axis}, which has {length}")
+                raise IndexError(f"{self!r} has length {length} along axis {axis}; the index {int(part)} is out of range")
             return int(part) % length
         step = self._tracer.writer.steps[part.step] if isinstance(part, Value) else None
         if step is None:
-            raise IndexError(f"{self!r} is read with {part!r}; its indices are b, h, q_idx, kv_idx, and whole numbers")
+            raise IndexError(f"{self!r} is indexed with {part!r}; use b, h, q_idx, kv_idx or integers")
         if step.mode != "index":
             raise IndexError(
-                f"{self!r} is read at a computed place along axis {axis}; the indices are b, h, q_idx and kv_idx themselves: "
-                "make an array beforehand whose axes they go along, such as table[q[:, None] - kv[None, :] + n]"
+                f"{self!r} is indexed with a computed value along axis {axis}; use b, h, q_idx and kv_idx themselves: "
+                "pass an array with these axes instead, such as table[q[:, None] - kv[None, :] + n]"
             )
         if (full := self._tracer.sizes[step.name]) != length:
             raise IndexError(
-                f"{self!r} has {length} along axis {axis} and {step.name} goes up to {full}: give an array of that size"
+                f"{self!r} has length {length} along axis {axis}, and {step.name} has {full} values: the lengths must be equal"
             )
         return step.name
 
     def _element(self, *_: Any) -> Any:
-        raise TypeError(f"{self!r} is an array; read an element of it, such as {self._name}[{', '.join(AXES[-self.ndim :])}]")
+        raise TypeError(f"{self!r} is an array; index it, such as {self._name}[{', '.join(AXES[-self.ndim :])}]")
 
     __bool__ = __float__ = __int__ = __index__ = __len__ = __iter__ = __array__ = __array_ufunc__ = __array_function__ = (
         _element
@@ -194,10 +196,19 @@ class Array:
 
 
 def as_value(tracer: Tracer, x: Any, kind: Kind = "float") -> Value:
-    """What a function computes with: a traced value, or a number, which is a float unless ``kind`` is int and it is one."""
+    """Convert an operand to a traced value.
+
+    Args:
+        tracer: records a number.
+        x: a traced value or a number.
+        kind: ``int`` records an integer as an integer; otherwise numbers are recorded as floats.
+
+    Raises:
+        TypeError: it is neither, or it was traced in another call.
+    """
     if isinstance(x, Value):
         if x.tracer is not tracer:
-            raise TypeError("a traced value of another call is used: a score function may keep none")
+            raise TypeError("a traced value of another call is used: a score function must not store traced values")
         return x
     if isinstance(x, (bool, np.bool_)):
         return Value(tracer, tracer.writer.constant(float(x), "bool"))
@@ -208,6 +219,6 @@ def as_value(tracer: Tracer, x: Any, kind: Kind = "float") -> Value:
     if isinstance(x, Array):
         x._element()
     raise TypeError(
-        f"a {type(x).__module__}.{type(x).__qualname__} is used as a number; a score function computes with traced values and "
-        "numbers: give arrays to the call, tensors={'name': array}, and read them with [h], [q_idx, kv_idx] and the like"
+        f"a {type(x).__module__}.{type(x).__qualname__} is used as a number; score functions compute with traced values and "
+        "numbers: pass arrays as tensors={'name': array}, and index them with b, h, q_idx and kv_idx"
     )

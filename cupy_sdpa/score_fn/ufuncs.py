@@ -1,6 +1,6 @@
-"""numpy's functions of traced values: each by steps that every engine has (:data:`FUNCTIONS`).
+"""Numpy functions of traced values, as steps that every engine supports (:data:`FUNCTIONS`).
 
-Python's operators go by them, too: ``x + y`` is ``np.add(x, y)``.
+Python's operators use them, too: ``x + y`` is ``np.add(x, y)``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy as np
 from .expression import Kind
 from .proxy import Tracer, Value, as_value
 
-#: Code that stands between a person's line and what is written down for it: ours, and numpy's of the operators.
-_BETWEEN = tuple(os.path.join(os.path.dirname(module), "") for module in (__file__, np.__file__))
+#: Folders of code between the line of a score function and the recording of a step: this package's, and numpy's operators.
+_INTERNAL_FOLDERS = tuple(os.path.join(os.path.dirname(module), "") for module in (__file__, np.__file__))
 
 
 def _tracer_of(*operands: Any) -> Tracer:
@@ -27,14 +27,14 @@ def _tracer_of(*operands: Any) -> Tracer:
 
 
 def _is_integer(x: Any) -> bool:
-    """Whether an operand is an integer or a condition, which counts as 1 or 0."""
+    """Whether an operand is an integer or a condition, which is 1 or 0."""
     if isinstance(x, Value):
         return x.kind != "float"
     return isinstance(x[()] if isinstance(x, np.ndarray) and not x.ndim else x, (numbers.Integral, np.bool_))
 
 
 def _operands(*operands: Any, tracer: Tracer | None = None) -> list[Value]:
-    """What is computed with, as numbers. Unless all are integers, those that are not traced become floats."""
+    """The operands as traced numbers. Unless all are integers, Python numbers become floats."""
     tracer = tracer or _tracer_of(*operands)
     kind: Kind = "int" if all(map(_is_integer, operands)) else "float"
     one, zero = (1, 0) if kind == "int" else (1.0, 0.0)
@@ -42,24 +42,24 @@ def _operands(*operands: Any, tracer: Tracer | None = None) -> list[Value]:
     return [_where(x, one, zero) if x.kind == "bool" else x for x in values]
 
 
-def _written(mode: str, *operands: Value, kind: Kind | None = None) -> Value:
-    """A step, and where the person wrote it."""
+def _record(mode: str, *operands: Value, kind: Kind | None = None) -> Value:
+    """Record a step, the source line that it comes from, and the bound of an integer result."""
     tracer = operands[0].tracer
     frame = sys._getframe(1)
-    while frame.f_back and frame.f_code.co_filename.startswith(_BETWEEN):
+    while frame.f_back and frame.f_code.co_filename.startswith(_INTERNAL_FOLDERS):
         frame = frame.f_back
     tracer.lines.setdefault(mode, f"{frame.f_code.co_filename}:{frame.f_lineno}")
     result = Value(tracer, tracer.writer.add(mode, *(x.step for x in operands), kind=kind))
-    bounds = [_bound(x) for x in operands[:2]]
-    known = [bound for bound in bounds if bound is not None]
-    if len(known) == len(bounds) and mode in _BOUNDS:
-        tracer.bounds[result.step] = _BOUNDS[mode](*known)
-    elif mode == "abs" or (mode == "max" and known):
+    bounds = [_upper_bound(x) for x in operands[:2]]
+    non_negative = [bound for bound in bounds if bound is not None]
+    if len(non_negative) == len(bounds) and mode in _BOUNDS:
+        tracer.bounds[result.step] = _BOUNDS[mode](*non_negative)
+    elif mode == "abs" or (mode == "max" and non_negative):
         tracer.bounds[result.step] = _UNBOUNDED
     return result
 
 
-#: Steps that give no integer below 0 where their operands are none: the largest integer that they give.
+#: Modes whose integer result is non-negative if the operands are: upper bounds of operands -> upper bound of the result.
 _BOUNDS: dict[str, Callable[..., int]] = {
     "add": operator.add, "mul": operator.mul, "min": min, "max": max, "div": lambda x, b: x, "binary_select": max,
     "abs": lambda x: x,
@@ -67,8 +67,8 @@ _BOUNDS: dict[str, Callable[..., int]] = {
 _UNBOUNDED = 2**63
 
 
-def _bound(x: Value) -> int | None:
-    """The largest integer that a value may be where it is known to be 0 or more, else None."""
+def _upper_bound(x: Value) -> int | None:
+    """An upper bound of a non-negative integer; None if the value may be negative or is not an integer."""
     mode, _, name, kind, value = x.tracer.writer.steps[x.step]
     if kind != "int":
         return None
@@ -82,22 +82,22 @@ def _bound(x: Value) -> int | None:
 
 def _unary(mode: str, x: Any) -> Value:
     (x,) = _operands(x)
-    return _written(mode, x)
+    return _record(mode, x)
 
 
 def _rounded(mode: str, x: Any) -> Value:
     (x,) = _operands(x)
-    return x if x.kind == "int" else _written(mode, x)
+    return x if x.kind == "int" else _record(mode, x)
 
 
 def _binary(mode: str, x: Any, b: Any) -> Value:
     x, b = _operands(x, b)
-    return _written(mode, x, b)
+    return _record(mode, x, b)
 
 
 def _compare(mode: str, x: Any, b: Any) -> Value:
     x, b = _operands(x, b)
-    return _written(mode, x, b)
+    return _record(mode, x, b)
 
 
 def _conditions(*operands: Any) -> list[Value]:
@@ -106,121 +106,120 @@ def _conditions(*operands: Any) -> list[Value]:
     for x in values:
         if x.kind != "bool":
             raise TypeError(
-                "&, |, ^ and ~ join conditions; a number is given: write x % 2 == 1 for a bit, x != 0 for a condition"
+                "&, |, ^ and ~ need conditions, and an operand is a number: write x % 2 == 1 for a bit, x != 0 for a condition"
             )
     return values
 
 
 def _logical(mode: str, x: Any, b: Any) -> Value:
-    given = _conditions(x, b)
-    for one, other in (given, given[::-1]):
-        known = one.tracer.writer.value(one.step)
-        if known is not None:  # True & x, False | x
-            return other if bool(known) == (mode == "logical_and") else one
-    return _written(mode, *given)
+    first, second = _conditions(x, b)
+    for condition, other in ((first, second), (second, first)):
+        constant = condition.tracer.writer.value(condition.step)
+        if constant is not None:  # True & other, False | other
+            return other if bool(constant) == (mode == "logical_and") else condition
+    return _record(mode, first, second)
 
 
 def _not(x: Any) -> Value:
     if isinstance(x, (bool, np.bool_)):
-        return not x  # type: ignore[return-value]  # it meets a traced condition next
+        return not x  # type: ignore[return-value]  # the caller combines it with a traced condition
     (x,) = _conditions(x)
-    known = x.tracer.writer.value(x.step)
-    return as_value(x.tracer, not known) if known is not None else Value(x.tracer, x.tracer.writer.opposite(x.step))
+    constant = x.tracer.writer.value(x.step)
+    return as_value(x.tracer, not constant) if constant is not None else Value(x.tracer, x.tracer.writer.opposite(x.step))
 
 
-def _exclusive(x: Any, b: Any) -> Value:
+def _logical_xor(x: Any, b: Any) -> Value:
     return _logical("logical_or", _logical("logical_and", x, _not(b)), _logical("logical_and", _not(x), b))
 
 
 def _where(condition: Any, x: Any = None, b: Any = None) -> Value:
     if x is None or b is None:
-        raise TypeError("np.where is called without both values: write np.where(condition, a, b)")
+        raise TypeError("np.where needs three arguments: write np.where(condition, a, b)")
     tracer = _tracer_of(condition, x, b)
-    (chosen,) = _conditions(as_value(tracer, condition))
-    one, other = as_value(tracer, x), as_value(tracer, b)
-    if one.kind == other.kind == "bool":
-        return _logical("logical_or", _logical("logical_and", chosen, one), _logical("logical_and", _not(chosen), other))
-    known = tracer.writer.value(chosen.step)
-    one, other = _operands(x, b, tracer=tracer)
-    if known is not None:
-        return one if known else other
-    return _written("binary_select", one, other, chosen)
+    (c,) = _conditions(as_value(tracer, condition))
+    first, second = as_value(tracer, x), as_value(tracer, b)
+    if first.kind == second.kind == "bool":
+        return _logical("logical_or", _logical("logical_and", c, first), _logical("logical_and", _not(c), second))
+    constant = tracer.writer.value(c.step)
+    first, second = _operands(x, b, tracer=tracer)
+    if constant is not None:
+        return first if constant else second
+    return _record("binary_select", first, second, c)
 
 
 def _floor_divide(x: Any, b: Any) -> Value:
-    """``x // b``: exact of integers; of floats the integer nearest to ``(x - x % b) / b``."""
-    x, b = _divided(x, b)
+    """``x // b``: exact for integers; for floats the integer nearest to ``(x - x % b) / b``."""
+    x, b = _division_operands(x, b)
     if x.kind == b.kind == "int":
         return _integer_division(x, b)[0]
-    # a little more than the quotient, which may have been rounded down
+    # the quotient may have been rounded down: add a margin before floor
     return _unary("floor", _binary("div", x - _remainder(x, b), b) + 0.25)
 
 
 def _remainder(x: Any, b: Any) -> Value:
-    """``x % b``, of the sign of b, as numpy computes it: exact of integers, and of floats but for the last addition."""
-    x, b = _divided(x, b)
+    """``x % b`` with the sign of b, as numpy defines it: exact for integers; for floats except for the last addition."""
+    x, b = _division_operands(x, b)
     if x.kind == b.kind == "int":
         return _integer_division(x, b)[1]
-    rest = _written("mod", x, b)
-    return _where(_low(rest, b), rest + b, rest)
+    remainder = _record("mod", x, b)
+    return _where(_has_wrong_sign(remainder, b), remainder + b, remainder)
 
 
-#: cuDNN divides INT32 in float32 and truncates: up to this integer that is the exact quotient.
+#: cuDNN divides INT32 in float32 and truncates: the quotient is exact up to this integer.
 _EXACT_DIVISION = 1 << 22
 
 
 def _integer_division(x: Value, b: Value) -> tuple[Value, Value]:
-    """``x // b`` and ``x % b``, exact also where the quotient is computed in float32.
+    """``x // b`` and ``x % b``, exact even if the quotient is computed in float32.
 
-    A quotient of large integers is wrong by up to ``x / b`` times 2**-22. What is left is divided once more, and what is then
-    missing is at most 1. The products and differences of integers are exact, modulo 2**32.
+    A quotient of large integers has an error of up to ``x / b`` times 2**-22. Dividing the remainder once more leaves an error
+    of at most 1. Products and differences of integers are exact modulo 2**32.
     """
-    quotient = _written("div", x, b, kind="int")
-    rest = x - quotient * b
-    top, divisor = _bound(x), _bound(b)
-    if top is None or divisor is None or max(top, divisor) > _EXACT_DIVISION:
-        more = _written("div", rest, b, kind="int")
-        quotient, rest = quotient + more, rest - more * b
-        low, high = _low(rest, b), _high(rest, b)
+    quotient = _record("div", x, b, kind="int")
+    remainder = x - quotient * b
+    bound, divisor_bound = _upper_bound(x), _upper_bound(b)
+    if bound is None or divisor_bound is None or max(bound, divisor_bound) > _EXACT_DIVISION:
+        correction = _record("div", remainder, b, kind="int")
+        quotient, remainder = quotient + correction, remainder - correction * b
+        low, high = _has_wrong_sign(remainder, b), _reaches_divisor(remainder, b)
         quotient = _where(low, quotient - 1, _where(high, quotient + 1, quotient))
-        rest = _where(low, rest + b, _where(high, rest - b, rest))
-    if divisor is not None:  # positive, or the result has no meaning
-        rest.tracer.bounds[rest.step] = divisor
-        if top is not None:
-            quotient.tracer.bounds[quotient.step] = top
-    return quotient, rest
+        remainder = _where(low, remainder + b, _where(high, remainder - b, remainder))
+    if divisor_bound is not None:  # the divisor is positive: division by 0 is undefined
+        remainder.tracer.bounds[remainder.step] = divisor_bound
+        if bound is not None:
+            quotient.tracer.bounds[quotient.step] = bound
+    return quotient, remainder
 
 
-def _divided(x: Any, b: Any) -> list[Value]:
-    """The operands of a division."""
+def _division_operands(x: Any, b: Any) -> list[Value]:
     if isinstance(b, numbers.Real) and b == 0:
         raise ZeroDivisionError("a traced value is divided by 0")
     return _operands(x, b)
 
 
 def _divisor_sign(b: Value) -> int | None:
-    """1 or -1 where the sign of a divisor is known, else None."""
+    """1 or -1 if the sign of a divisor is known, else None."""
     mode, _, name, *_ = b.tracer.writer.steps[b.step]
     divisor = b.tracer.numbers.get(name) if mode == "number" else b.tracer.writer.value(b.step)
     if divisor is None:
-        return None if _bound(b) is None else 1
+        return None if _upper_bound(b) is None else 1
     return 1 if divisor > 0 else -1
 
 
-def _low(rest: Value, b: Value) -> Any:
-    """Whether a rest has not the sign of the divisor: the quotient is 1 too large."""
+def _has_wrong_sign(remainder: Value, b: Value) -> Any:
+    """Whether a remainder and the divisor have opposite signs: the quotient is 1 too large."""
     sign = _divisor_sign(b)
     if sign is None:
-        return ((rest < 0) & (b > 0)) | ((rest > 0) & (b < 0))
-    return rest < 0 if sign > 0 else rest > 0
+        return ((remainder < 0) & (b > 0)) | ((remainder > 0) & (b < 0))
+    return remainder < 0 if sign > 0 else remainder > 0
 
 
-def _high(rest: Value, b: Value) -> Any:
-    """Whether a rest reaches the divisor: the quotient is 1 too small."""
+def _reaches_divisor(remainder: Value, b: Value) -> Any:
+    """Whether a remainder is at least the divisor in absolute value: the quotient is 1 too small."""
     sign = _divisor_sign(b)
     if sign is None:
-        return ((rest >= b) & (b > 0)) | ((rest <= b) & (b < 0))
-    return rest >= b if sign > 0 else rest <= b
+        return ((remainder >= b) & (b > 0)) | ((remainder <= b) & (b < 0))
+    return remainder >= b if sign > 0 else remainder <= b
 
 
 def _power(x: Any, b: Any) -> Value:
@@ -234,7 +233,7 @@ def _power(x: Any, b: Any) -> Value:
             return powers[float(b)](x)
     if isinstance(x, numbers.Real):
         if x <= 0:
-            raise ValueError(f"{x} to a traced power; the base must be above 0")
+            raise ValueError(f"the base of {x} ** traced value must be positive")
         return _unary("exp", _binary("mul", b, math.log(x)))
     return _binary("pow", x, b)
 
@@ -254,9 +253,9 @@ def _clip(x: Any, low: Any = None, high: Any = None) -> Any:
 
 
 def _softplus(x: Any) -> Value:
-    """``log(1 + exp x)``, which does not overflow."""
-    below = _unary("exp", _unary("neg", _unary("abs", x)))
-    return _binary("add", _binary("max", x, 0.0), _unary("log", _binary("add", below, 1.0)))
+    """``log(1 + exp x)`` without overflow: ``max(x, 0) + log(1 + exp(-|x|))``."""
+    exponential = _unary("exp", _unary("neg", _unary("abs", x)))
+    return _binary("add", _binary("max", x, 0.0), _unary("log", _binary("add", exponential, 1.0)))
 
 
 def _sigmoid(x: Any) -> Value:
@@ -264,7 +263,7 @@ def _sigmoid(x: Any) -> Value:
     return _binary("add", _binary("mul", _unary("tanh_fwd", _binary("mul", x, 0.5)), 0.5), 0.5)
 
 
-#: numpy's functions, and SciPy's erf and expit, by their names.
+#: Numpy functions, and SciPy's erf and expit, by name.
 FUNCTIONS: Mapping[str, Callable[..., Value]] = {
     **{
         name: (lambda x, b, mode=mode: _binary(mode, x, b))
@@ -297,8 +296,8 @@ FUNCTIONS: Mapping[str, Callable[..., Value]] = {
     "bitwise_and": lambda x, b: _logical("logical_and", x, b),
     "logical_or": lambda x, b: _logical("logical_or", x, b),
     "bitwise_or": lambda x, b: _logical("logical_or", x, b),
-    "logical_xor": _exclusive,
-    "bitwise_xor": _exclusive,
+    "logical_xor": _logical_xor,
+    "bitwise_xor": _logical_xor,
     "logical_not": _not,
     "invert": _not,
     "where": _where,

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ..errors import Unsupported
-from ..problem.problem import OF_KEYS, OF_QUERIES, PER_ROW, STARTS, Problem, has_diagonal, writes_directly
-from ..problem.tensor_spec import SIZES, TensorSpec, dense_strides
+from ..problem.problem import CU_SEQLENS, KEY_ARRAYS, QUERY_ARRAYS, ROW_STATS, Problem, has_ragged_alibi, writes_dq_directly
+from ..problem.tensor_spec import ITEMSIZE, TensorSpec, dense_strides
 from ..version import MINIMUM_CUDNN, version_text
 
 #: The oldest GPU generation with cuDNN's flash attention (Ampere), as major * 10 + minor.
@@ -71,9 +71,9 @@ def _head_dim(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
 
 def _contiguous(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     for spec in _arrays(problem):
-        if spec.strides[0] != SIZES[spec.dtype]:
+        if spec.strides[0] != ITEMSIZE[spec.dtype]:
             yield (
-                f"{spec.name} has a stride of {spec.strides[0]} bytes along head_dim, elements have {SIZES[spec.dtype]}: "
+                f"{spec.name} has a stride of {spec.strides[0]} bytes along head_dim, elements have {ITEMSIZE[spec.dtype]}: "
                 f"axis 0 must be contiguous. Copy it with cupy.asfortranarray({spec.name}); "
                 "an array in C order (batch, seq, heads, head_dim) is passed as x.T"
             )
@@ -108,10 +108,10 @@ def _aligned_memory(problem: Problem, cudnn: int, capability: int) -> Iterator[s
 
 
 def _dense_stats(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
-    large = {*OF_QUERIES, *OF_KEYS, *STARTS} - set(PER_ROW)
+    large = {*QUERY_ARRAYS, *KEY_ARRAYS, *CU_SEQLENS} - set(ROW_STATS)
     for spec in problem.tensors:
         if spec.name not in large and not spec.dense:
-            dense = dense_strides(spec.shape, SIZES[spec.dtype])
+            dense = dense_strides(spec.shape, ITEMSIZE[spec.dtype])
             yield f"{spec.name} has strides {spec.strides} bytes, cuDNN needs {dense}: make it with order='F'"
 
 
@@ -203,7 +203,7 @@ def _deterministic_sinks(problem: Problem, cudnn: int, capability: int) -> Itera
 
 
 def _bias_gradient(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
-    if problem.sums and problem.packed:
+    if problem.ds_reductions and problem.packed:
         option = "return_dbias=True" if problem.dbias else "return_dtensors"
         yield (
             f"{_sum_of(problem)} is asked for and the sequences are packed; cuDNN's kernel was seen to reach beyond the "
@@ -216,16 +216,16 @@ def _sum_of(problem: Problem) -> str:
 
 
 def _direct(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
-    direct = f"{_sum_of(problem)} is" if problem.sums else "deterministic gradients are"
+    direct = f"{_sum_of(problem)} is" if problem.ds_reductions else "deterministic gradients are"
     wide = max(problem.sizes[:2]) > 128
     also = "packed sequences" if problem.packed else "dropout" if problem.settings.dropout else "head dims above 128" * wide
-    if problem.backward and writes_directly(problem) and also and 100 <= capability < 120:
+    if problem.backward and writes_dq_directly(problem) and also and 100 <= capability < 120:
         yield f"{direct} not supported with {also} on compute capability {capability / 10}: leave one of them out"
 
 
 def _query_numbers(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     *_, sq, skv, _ = problem.sizes
-    added_up = 100 <= capability < 120 and not writes_directly(problem)
+    added_up = 100 <= capability < 120 and not writes_dq_directly(problem)
     if not problem.backward or sq == 1 or 90 <= capability < 100 or added_up:
         return
     for spec in (problem.bias, problem.mask, *problem.captured):
@@ -235,7 +235,7 @@ def _query_numbers(problem: Problem, cudnn: int, capability: int) -> Iterator[st
                 f"{what} has shape {spec.shape}, one number a query, which gradients on compute capability "
                 f"{capability / 10} cannot take: give it with the keys' axis in full"
             )
-    if has_diagonal(problem):
+    if has_ragged_alibi(problem):
         yield (
             "alibi_slopes with a diagonal from the bottom right of every entry's own are not supported in gradients on compute "
             f"capability {capability / 10}: use causal=True, or give the distances as bias="
@@ -243,10 +243,15 @@ def _query_numbers(problem: Problem, cudnn: int, capability: int) -> Iterator[st
 
 
 def _scale(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
-    changed = problem.settings.softcap or problem.scored
-    if problem.backward and not problem.settings.positive_scale and (problem.sums or changed) and 90 <= capability < 100:
+    changed = problem.settings.softcap or problem.has_score_mod
+    if (
+        problem.backward
+        and not problem.settings.positive_scale
+        and (problem.ds_reductions or changed)
+        and 90 <= capability < 100
+    ):
         what = "gradients through a softcap" if problem.settings.softcap else "gradients through score_mod"
-        what = _sum_of(problem) if problem.sums else what
+        what = _sum_of(problem) if problem.ds_reductions else what
         yield (
             f"{what} and a scale of 0 or below are asked for; cuDNN was seen to give NaN: give a positive scale, and change "
             "the sign of q"
@@ -268,7 +273,7 @@ def _packed_gradients(problem: Problem, cudnn: int, capability: int) -> Iterator
 
 def _arrays(problem: Problem) -> tuple[TensorSpec, ...]:
     """The large arrays, which tensor cores read and write in blocks."""
-    return tuple(spec for spec in problem.tensors if spec.name in OF_QUERIES + OF_KEYS and spec.name not in PER_ROW)
+    return tuple(spec for spec in problem.tensors if spec.name in QUERY_ARRAYS + KEY_ARRAYS and spec.name not in ROW_STATS)
 
 
 FRONTEND = "https://github.com/NVIDIA/cudnn-frontend"

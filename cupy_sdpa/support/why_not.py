@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..errors import Unsupported
-from ..problem.problem import Problem, writes_directly
+from ..problem.problem import Problem, writes_dq_directly
 from ..version import RELEASES, version_text
 from .rules import FRONTEND, PYTORCH, RULES
 
@@ -138,10 +138,15 @@ def has_strided_packed_queries(problem: Problem) -> bool:
     return problem.packed and problem.backward and not problem.q.dense
 
 
+def hides_rows_but_sinks(problem: Problem) -> bool:
+    """Whether gradients have sinks and a bias of one number a query, which may hide every key from it."""
+    return problem.backward and problem.sinks is not None and problem.bias is not None and problem.bias.shape[0] == 1
+
+
 def _direct_with_narrow_values(problem: Problem) -> bool:
     """Whether dQ is written directly, with a head dim above 128 and another one of v that was not measured right."""
     d, dv, *_ = problem.sizes
-    return problem.backward and writes_directly(problem) and d > 128 and d != dv and (d, dv) != (192, 128)
+    return problem.backward and writes_dq_directly(problem) and d > 128 and d != dv and (d, dv) != (192, 128)
 
 
 def _unbounded(problem: Problem) -> bool:
@@ -164,7 +169,7 @@ def _reads_positions(problem: Problem) -> bool:
     program = problem.settings.program
     places = program is not None and any(step.mode in ("index", "captured") for step in program.steps)
     reads = places or problem.alibi_slopes is not None
-    other_kernel = problem.settings.dropout or problem.sinks is not None
+    other_kernel = problem.settings.dropout or problem.sinks is not None or problem.deterministic
     return not problem.backward and _one_query(problem) and reads and not other_kernel
 
 
@@ -177,6 +182,7 @@ GUARDS = {
     "clear-last": "results beyond the lengths are cleared after the kernel instead of before",
     "two-rows": "the sequences are planned for two queries",
     "dense-queries": "the queries are copied",
+    "finite-bias": "-inf is replaced by -1e30 in a float32 copy of the bias",
 }
 
 #: Newer than every cuDNN there is: a bug that no version has been seen without.
@@ -203,6 +209,9 @@ BUGS: tuple[Bug, ...] = (
     Bug("packed-strided-queries", 91900, _OPEN, range(80, 130), has_strided_packed_queries,
         "gradients of packed sequences with queries that are not dense", "dq is written at the wrong place",
         frozenset({"dense-queries"}), "", "docs/design.md"),
+    Bug("sinks-infinite-bias", 91900, _OPEN, range(80, 130), hides_rows_but_sinks,
+        "gradients with sinks and a bias of one number a query", "-inf in the bias is taken for 0",
+        frozenset({"finite-bias"}), "", "docs/design.md"),
     Bug("dropout-sinks-gradient", 91900, 92700, range(80, 130), lambda p: p.dsinks is not None and p.settings.dropout > 0,
         "the sinks' gradient, with dropout", "too small by 1 - dropout_p", _REFUSE, "use cuDNN 9.28.0", "docs/design.md"),
     Bug("packed-sinks-gradient", 91900, 92501, range(80, 130), lambda p: p.packed and p.dsinks is not None,
@@ -235,6 +244,10 @@ BUGS: tuple[Bug, ...] = (
     Bug("one-query-sinks", 91900, _OPEN, range(80, 130),
         lambda p: not p.backward and _one_query(p) and p.sinks is not None,
         "one query, sinks, every key masked", "the kernel that splits the keys writes -inf for the log-sum-exp",
+        frozenset({"no-split"}), "", "docs/design.md"),
+    Bug("one-query-deterministic", 91900, _OPEN, range(80, 130),
+        lambda p: not p.backward and _one_query(p) and p.deterministic,
+        "one query, deterministic=True", "the kernel that splits the keys adds up their parts in any order",
         frozenset({"no-split"}), "", "docs/design.md"),
     Bug("one-query-lengths", 91900, _OPEN, range(80, 130),
         lambda p: not p.backward and _one_query(p) and p.seq_lens_q is not None,
