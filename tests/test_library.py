@@ -30,7 +30,7 @@ def python(code, **environment):
     return done.stdout.strip().splitlines()[-1]
 
 
-LOAD = "from cupy_sdpa._cudnn.library import library; lib = library(); print(lib.found, '|', lib.path, '|', lib.version)"
+LOAD = "from cupy_sdpa._cudnn.library import library; lib = library(); print(lib.found_via, '|', lib.path, '|', lib.version)"
 
 
 @pytest.fixture

@@ -54,15 +54,15 @@ class Library:
         version: cuDNN's version number; 91900 is 9.19.0.
         cudart_version: the CUDA version that this cuDNN was built with; 12090 is 12.9.
         path: the path of the loaded file.
-        found: how the file was found, as text.
+        found_via: how the file was found, as text.
     """
 
-    def __init__(self, cdll: ctypes.CDLL, found: str) -> None:
+    def __init__(self, cdll: ctypes.CDLL, found_via: str) -> None:
         for name, (arguments, result) in _SIGNATURES.items():
             function = getattr(cdll, name)
             function.argtypes, function.restype = arguments, result
             setattr(self, name, function)
-        self.found = found
+        self.found_via = found_via
         self.path = path_of(cdll.cudnnGetVersion)
         self.version = int(cdll.cudnnGetVersion())
         self.cudart_version = int(cdll.cudnnGetCudartVersion())
@@ -138,8 +138,8 @@ def path_of(function: Any) -> str:
     dladdr = ctypes.CDLL(None).dladdr
     dladdr.argtypes, dladdr.restype = [c_void_p, POINTER(_DlInfo)], c_int
     info = _DlInfo()
-    found = dladdr(ctypes.cast(function, c_void_p), ctypes.byref(info))
-    return os.path.realpath(info.dli_fname.decode()) if found and info.dli_fname else "unknown"
+    succeeded = dladdr(ctypes.cast(function, c_void_p), ctypes.byref(info))
+    return os.path.realpath(info.dli_fname.decode()) if succeeded and info.dli_fname else "unknown"
 
 
 #: The libraries that choose an engine and generate its kernel; in the folder of libcudnn.

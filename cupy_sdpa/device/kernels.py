@@ -12,7 +12,7 @@ import numpy as np
 from ..problem.problem import MASKED_SCORE
 from . import cupy_runtime, memory
 
-#: A finite number for -inf: it hides a key from a query as surely, and stays finite times log2(e).
+#: A finite replacement for -inf in a bias. It masks a key as well as -inf, and remains finite when multiplied by log2(e).
 LOWEST = -1e30
 
 
@@ -75,7 +75,7 @@ def prepare_sequences(
         made |= {name: cupy_runtime.empty((batch + 1,), np.int64) for name in offsets}
     sequences = [
         _Sequences(
-            given=lengths.array.data.ptr,
+            array=lengths.array.data.ptr,
             stride=lengths.array.strides[0] // lengths.array.itemsize,
             itemsize=lengths.array.itemsize,
             lengths=made[name].data.ptr if packed else 0,
@@ -94,7 +94,7 @@ def prepare_sequences(
 class _Sequences(NamedTuple):
     """:class:`Lengths` as the kernel reads them; the fields are addresses, elements and bytes."""
 
-    given: int
+    array: int
     stride: int
     itemsize: int
     lengths: int
@@ -192,7 +192,7 @@ def _prepare_sequences_kernel(packed: bool) -> Any:
         }};
         __device__ long long clamped(long long x, long long highest) {{ return x < 0 ? 0 : x < highest ? x : highest; }}
         __device__ long long at(const Sequences& s, long long i) {{
-            return s.itemsize == 4 ? ((const int*)s.given)[i * s.stride] : ((const long long*)s.given)[i * s.stride];
+            return s.itemsize == 4 ? ((const int*)s.array)[i * s.stride] : ((const long long*)s.array)[i * s.stride];
         }}
         extern "C" __global__ void cupy_sdpa_prepare_sequences(const Arguments arguments) {{
             const long long batch = arguments.batch, b = blockIdx.y;

@@ -1,4 +1,4 @@
-"""Execution plans: what is known of them, and how they run."""
+"""Execution plans: their properties, and how they run."""
 
 from __future__ import annotations
 
