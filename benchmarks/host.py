@@ -30,7 +30,7 @@ from cupy_sdpa._cudnn.descriptor import Descriptor
 from cupy_sdpa._cudnn.library import library
 from cupy_sdpa.bench.measure import as_torch, busy_matrix
 from cupy_sdpa.calls import replay_cache
-from cupy_sdpa.device import cuda_graph, cupy_runtime
+from cupy_sdpa.device import cuda_graph, driver
 
 SHAPE, ROW_SHAPE = (64, 8, 128, 2), (64, 8, 256, 2)
 ROUNDS, CALLS = 15, 100
@@ -54,7 +54,7 @@ class Steps:
         assert here is not None
         self.here = here
         found = replay_cache._key(here.ndarray, ("forward", False), self.arrays, {})
-        session = here.session(cupy_runtime.context_id())
+        session = here.session(driver.context_id())
         assert found is not None
         assert session is not None
         self.key, *_ = found

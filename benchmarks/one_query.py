@@ -19,11 +19,12 @@ from common import random_normal, versions, write_csv
 from cupyx.profiler import benchmark
 
 from cupy_sdpa.calls.arguments import read_forward
-from cupy_sdpa.device import cupy_runtime
+from cupy_sdpa.device import cupy_runtime, driver
 from cupy_sdpa.graph.attention_forward import forward
 from cupy_sdpa.plans.engines import knobs_text, splits_keys
-from cupy_sdpa.plans.plan import Plan, SerializedPlan, Target, searching
-from cupy_sdpa.plans.plan_cache import session
+from cupy_sdpa.plans.plan import Plan, SerializedPlan, Target
+from cupy_sdpa.plans.planner import engine_search
+from cupy_sdpa.plans.sessions import session
 
 #: Batch, query heads, key heads, head dim, keys.
 PROBLEMS = ((1, 32, 8, 128, 32768), (8, 32, 8, 128, 8192), (32, 32, 8, 128, 4096), (4, 32, 32, 64, 4096), (8, 18, 3, 64, 163))
@@ -57,7 +58,7 @@ def truth(q: Any, k: Any, v: Any, modify: Any) -> Any:
 
 def rows() -> Iterator[dict[str, Any]]:
     """A row for each problem, option, graph and engine config."""
-    target = Target(cupy_runtime.model(0), cupy_runtime.capability(0), session(cupy_runtime.context_id()).handle)
+    target = Target(cupy_runtime.model(0), cupy_runtime.capability(0), session(driver.context_id()).handle)
     for batch, heads, key_heads, d, keys in PROBLEMS:
         shapes = ((d, heads, 1, batch), *[(d, key_heads, keys, batch)] * 2)
         q, k, v = (random_normal(*shape) for shape in shapes)
@@ -66,7 +67,7 @@ def rows() -> Iterator[dict[str, Any]]:
             for guards in GUARDS:
                 call = read_forward(q, k, v, given)
                 graph = forward(call.engine_problem, guards)
-                with searching(graph, target) as (search, uids):
+                with engine_search(graph, target) as (search, uids):
                     for candidate in search.proposed():
                         splits = splits_keys(candidate.engine, dict(candidate.knobs))
                         if splits and name in DEADLY:
@@ -78,7 +79,7 @@ def rows() -> Iterator[dict[str, Any]]:
                         yield {
                             "batch": batch, "heads": heads, "key_heads": key_heads, "d": d, "keys": keys, "option": name,
                             "positions": "memory" if guards else "computed", "engine": candidate.engine,
-                            "knobs": knobs_text(candidate.knobs), "splits": splits, "workspace": candidate.need,
+                            "knobs": knobs_text(candidate.knobs), "splits": splits, "workspace": candidate.workspace_bytes,
                             "error": error, "us": us, **versions(),
                         }  # fmt: skip
 

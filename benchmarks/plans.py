@@ -177,23 +177,22 @@ TUNED = (
 )
 
 
-def tuning(add: Callable[..., None], how: bool | str) -> None:
+def tuning(add: Callable[..., None]) -> None:
     """What tuning gains on ten problems, and what it takes."""
     for name, b, hq, hkv, sq, skv, d, causal, backward in TUNED:
         q, k, v = random_normal(d, hq, sq, b), random_normal(d, hkv, skv, b), random_normal(d, hkv, skv, b)
-        part = "tuning, knobs too" if how == "knobs" else "tuning"
         case = f"{name}, {'backward' if backward else 'forward'}"
         start = time.perf_counter()
-        found = cupy_sdpa.prepare(q, k, v, causal=causal, backward=backward, autotune=how).tuning
+        found = cupy_sdpa.prepare(q, k, v, causal=causal, backward=backward, autotune=True).tuning
         seconds = time.perf_counter() - start
         assert found
         print(found, file=sys.stderr)
-        add(part, case, "before", found.before, "us")
-        add(part, case, "after", found.after, "us")
-        add(part, case, "gain", found.gain, "times")
-        add(part, case, "configs measured", len(found.trials), "configs")
-        add(part, case, "configs with wrong results", sum(trial.us is None for trial in found.trials), "configs")
-        add(part, case, "tuning took", seconds, "s")
+        add("tuning", case, "before", found.before, "us")
+        add("tuning", case, "after", found.after, "us")
+        add("tuning", case, "gain", found.gain, "times")
+        add("tuning", case, "configs measured", len(found.trials), "configs")
+        add("tuning", case, "configs with wrong results", sum(trial.us is None for trial in found.trials), "configs")
+        add("tuning", case, "tuning took", seconds, "s")
 
 
 def graphs(add: Callable[..., None]) -> None:
@@ -239,10 +238,9 @@ def main() -> None:
         second_gpu(add)
     lengths(add)
     graphs(add)
-    for how in (True, "knobs"):
-        get_plan_cache().clear()
-        cupy_sdpa.store.kept().clear()
-        tuning(add, how)
+    get_plan_cache().clear()
+    cupy_sdpa.store.kept().clear()
+    tuning(add)
     write_csv(str(arguments.output), rows)
 
 

@@ -26,7 +26,8 @@ from cupy_sdpa._cudnn.library import library
 from cupy_sdpa.device import cupy_runtime
 from cupy_sdpa.graph.attention_forward import forward
 from cupy_sdpa.plans.lowering import OperationGraph
-from cupy_sdpa.plans.plan import Plan, SerializedPlan, Target, searching
+from cupy_sdpa.plans.plan import Plan, SerializedPlan, Target
+from cupy_sdpa.plans.planner import engine_search
 
 PLANNED = (1024, 1001, 4095)
 SHAPES = ((2, 1024, 1024), (2, 1001, 1001), (1, 4095, 4095), (2, 1000, 1000), (3, 333, 333), (1, 128, 128), (2, 2048, 1024))
@@ -58,7 +59,7 @@ def plan(batch: int, sq: int, skv: int, handle: Handle, override: bool) -> Plan:
     OperationGraph.make = with_override  # type: ignore[method-assign]
     try:
         target = Target("", cupy_runtime.capability(0), handle)
-        with searching(forward(asked), target) as (search, uids):
+        with engine_search(forward(asked), target) as (search, uids):
             return Plan(SerializedPlan(uids, search.first()), forward(asked), target, "", 0.0)
     finally:
         OperationGraph.make = made  # type: ignore[method-assign]
@@ -68,7 +69,7 @@ def run(
     made: Plan, handle: Handle, arrays: dict[str, Any], shapes: Sequence[Sequence[int]], strides: Sequence[Sequence[int]]
 ) -> None:
     """Execute a plan on arrays of other shapes than it was made for."""
-    lib, uids = library(), made._kept.uids
+    lib, uids = library(), made._serialized.uids
     scale, workspace = ctypes.c_float(SCALE), cupy_runtime.allocate(max(made.info.workspace, 1 << 20))
     numbers = (ctypes.c_int64 * 5)(*(uids[name] for name in arrays), uids["scale"])
     addresses = (ctypes.c_void_p * 5)(*(array.data.ptr for array in arrays.values()), ctypes.addressof(scale))

@@ -82,8 +82,6 @@ def plans() -> Iterator[str]:
     yield ""
     yield "Tuning, what heuristics propose (times faster; 1 where the plan stays):\n"
     yield from table("tuning", ("gain",))
-    yield "Tuning, settings by hand too:\n"
-    yield from table("tuning, knobs too", ("gain", "configs with wrong results"))
     yield "CUDA graphs:\n"
     yield from table("CUDA graph", ("ten calls, launched", "ten calls, replayed"))
 

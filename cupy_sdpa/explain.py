@@ -9,7 +9,7 @@ from .calls.call import every_launch, explain_here, planned_report, refused
 from .calls.options import DTensors, Options, takes_options
 from .calls.report import Report
 from .calls.staging import engine_problem
-from .device import cupy_runtime
+from .device import cupy_runtime, driver
 from .errors import CudnnError
 from .graph import graph_of
 from .problem.problem import Problem
@@ -208,6 +208,6 @@ def get_plan_cache() -> PlanCache:
             "there is no GPU here, hence no plan cache: CuPy finds no CUDA device. "
             "`python -m cupy_sdpa info` lists what is missing"
         )
-    from .plans.plan_cache import session
+    from .plans.sessions import session
 
-    return session(cupy_runtime.context_id()).cache
+    return session(driver.context_id()).cache

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from .calls.arguments import read_backward, read_forward
 from .calls.call import Call, tuning_on
-from .calls.options import ARRAYS, DTensors, Options, takes_options
+from .calls.options import ARRAYS, DTensors, Options, read_flag, takes_options
 from .calls.replay_cache import learn, repeated
 from .calls.report import Report
 from .problem.problem import Problem
@@ -30,7 +30,7 @@ def prepare(
     return_dbias: bool = False,
     return_dsinks: bool = False,
     return_dtensors: DTensors = False,
-    autotune: bool | str = False,
+    autotune: bool = False,
     **options: Unpack[Options],
 ) -> Prepared:
     """Plan a call now, to run it many times later on arrays of the same shapes, layouts and dtypes.
@@ -43,9 +43,7 @@ def prepare(
         return_dbias, return_dsinks, return_dtensors: as for :func:`cupy_sdpa.attention_backward`.
         autotune: run every engine config that cuDNN's heuristics propose on these arrays, and keep the fastest, also for later
             processes. It takes about a second and waits for the GPU; with ``backward`` it runs the forward pass first.
-            ``"knobs"`` also tries every setting of the engines' knobs that finalizes, which takes up to half a minute; such
-            kernels are not meant for every problem, so try them where nothing is lost (docs/plans.md). Default False. On
-            the CPU there is nothing to tune.
+            Default False. On the CPU there is nothing to tune.
 
     Returns:
         The prepared call: ``call(q, k, v, out=...)``, or ``call(dout, q, k, v, out, stats, dq=...)``.
@@ -72,9 +70,9 @@ def prepare(
     if report.reasons:
         raise report.error("\n".join(report.reasons))
     found: list[Tuning] = []
-    if _check(autotune) and call.on_gpu and not call.problem.trivial:
+    if read_flag("autotune", autotune) and call.on_gpu and not call.problem.trivial:
         call = call.with_gradient_inputs()
-        with tuning_on(autotune == "knobs") as found:
+        with tuning_on() as found:
             call.run()
         report = call.explain()
     return Prepared(call.problem, dict(options), fixed, report, found[0] if found else None)
@@ -152,21 +150,12 @@ def _different(prepared: Problem, given: Problem) -> str:
     return f"this is another problem than the one that was prepared. {told} Prepare a call for each"
 
 
-def _check(autotune: Any) -> bool:
-    if autotune not in (False, True, "knobs"):
-        raise ValueError(f"autotune is {autotune!r}; it must be False, True or 'knobs'")
-    return bool(autotune)
-
-
 @contextmanager
-def autotune(*, knobs: bool = False) -> Iterator[list[Tuning]]:
+def autotune() -> Iterator[list[Tuning]]:
     """Tune every call made inside that has not been tuned before; gives the list that what was found is added to.
 
     The first call of each problem takes a second and waits for the GPU; later ones, in later processes too, use what was kept.
     On the CPU there is nothing to tune.
-
-    Args:
-        knobs: try settings of knobs by hand, too; see :func:`prepare`. Default False.
 
     >>> import numpy as np, cupy_sdpa
     >>> x = np.ones((8, 2, 16, 1), np.float32, order="F")
@@ -175,5 +164,5 @@ def autotune(*, knobs: bool = False) -> Iterator[list[Tuning]]:
     >>> found
     []
     """
-    with tuning_on(knobs) as found:
+    with tuning_on() as found:
         yield found

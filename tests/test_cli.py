@@ -847,7 +847,8 @@ def test_the_commands_are_found():
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("shapes.toml", "shapes.toml: File exists"), ("open", "open: others may write to it"), ("no/x", "no: ")]
+    ("name", "said"),
+    [("shapes.toml", "shapes.toml: File exists"), ("open", "open: other users may write to it"), ("no/x", "no: ")],
 )
 def test_plan_refuses_a_folder_that_cannot_keep_plans(name, said, folder, capsys, monkeypatch):
     """Before anything is planned; nothing that is there is changed."""

@@ -12,8 +12,9 @@ from cases import Case, as_float, inputs
 from cupy_sdpa import attention, attention_backward, autotune, explain, get_plan_cache, prepare
 from cupy_sdpa._cudnn.library import library
 from cupy_sdpa.calls import replay_cache
-from cupy_sdpa.device import cuda_graph, cupy_runtime
-from cupy_sdpa.plans.plan_cache import RECORDING_LIMIT, existing_session
+from cupy_sdpa.device import cuda_graph, driver
+from cupy_sdpa.plans.plan_cache import RECORDING_LIMIT
+from cupy_sdpa.plans.sessions import existing_session
 from cupy_sdpa.problem.problem import Problem
 
 pytestmark = pytest.mark.gpu
@@ -24,7 +25,7 @@ CASE = Case("repeated", sq=100, dtype="bfloat16")
 @pytest.fixture
 def session(plans):
     """One that knows nothing yet."""
-    session = existing_session(cupy_runtime.context_id())
+    session = existing_session(driver.context_id())
     session.known.clear()
     session.cache.recorded.warned = False
     yield session
@@ -202,7 +203,7 @@ def test_large_copies_are_not_kept(arrays, cupy, monkeypatch):
     monkeypatch.setattr(replay_cache, "SMALL", 0)
     for _ in range(4):
         attention(q, k, v, out=out, **options)
-    assert not existing_session(cupy_runtime.context_id()).known
+    assert not existing_session(driver.context_id()).known
     before = bits(out)
     options["seq_lens_kv"][...] = cupy.array([1, 80])
     attention(q, k, v, out=out, **options)
@@ -250,9 +251,9 @@ def test_both_ways_of_a_recording(backward, arrays, session, cupy, monkeypatch):
     cupy.cuda.Device().synchronize()
     want = [bits(into[name]) for name in into if name != "dq"]  # which is added up in any order
     (recording,) = next(known for known in session.known.values() if known._recordings)._recordings.values()
-    steps, launch = recording._steps, recording._launch
+    steps, launch = recording._driver_calls, recording._launch
     recording._launch = lambda *given: graphs.append(1) or launch(*given)
-    recording._steps = [(lambda *given, run=run: kernels.append(1) or run(*given), given) for run, given in steps]
+    recording._driver_calls = [(lambda *given, run=run: kernels.append(1) or run(*given), given) for run, given in steps]
     with reading_forbidden(monkeypatch):
         call()
         assert (len(graphs), len(kernels)) == (1, 0)
@@ -474,7 +475,7 @@ def test_old_addresses_give_way(arrays, cupy, monkeypatch):
     for _ in range(3):
         for scale in (0.1, 0.2, 0.3, 0.4):
             np.testing.assert_array_equal(bits(attention(q, k, v, scale=scale)), bits(attention(q, k, v, scale=scale)))
-    known = existing_session(cupy_runtime.context_id()).known
+    known = existing_session(driver.context_id()).known
     assert len(known) == 2
     assert cache.recording_bytes <= cache.recording_limit
     assert cache.recordings == sum(len(call._recordings) for call in known.values())
@@ -549,6 +550,6 @@ def test_two_gpus_have_recordings_of_their_own(cupy, monkeypatch):
             check(device)
             with reading_forbidden(monkeypatch):
                 check(device)
-            known = existing_session(cupy_runtime.context_id()).known.values()
+            known = existing_session(driver.context_id()).known.values()
             assert sum(bool(call._recordings) for call in known) == 2
             get_plan_cache().clear()

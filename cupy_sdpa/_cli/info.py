@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from .._cudnn.describe import read_description
+from .._cudnn.deviceless import read_description
 from .._cudnn.library import library
 from .._cudnn.nvrtc import nvrtc
 from ..errors import CudnnError
@@ -64,7 +64,7 @@ def command(arguments: argparse.Namespace) -> int:
         _line("cuDNN", "-", one_line(str(error)))
     else:
         _line("cuDNN", version_text(cudnn.version), f"{cudnn.path} (for CUDA {machine.cuda_text(cudnn.cudart_version)})")
-        _line("", "", f"found by {cudnn.found}")
+        _line("", "", f"found by {cudnn.found_via}")
         _line("NVRTC", nvrtc().version, nvrtc().path or "not found: cuDNN cannot compile kernels")
     for gpu in _gpus():
         _line("GPU", "", gpu)

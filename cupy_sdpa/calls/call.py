@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from ..device import cupy_runtime
+from ..device import cupy_runtime, driver
 from ..errors import CudnnError, Unsupported
 from ..graph import graph_of
 from ..graph.interpreter import evaluate
@@ -26,14 +26,14 @@ from .staging import Stage, clear, engine_problem, fill_value, filled
 
 if TYPE_CHECKING:  # cuDNN's rooms are entered only for CuPy arrays
     from ..plans.plan import Plan, PlanInfo
-    from ..plans.plan_cache import Session
+    from ..plans.sessions import Session
     from .autotune import Tuning
     from .user_functions import Gradients
 
 T = TypeVar("T")
 
-#: Where :func:`cupy_sdpa.autotune` is in force: what has been tuned so far, and whether knobs are tried by hand.
-tunings: ContextVar[tuple[list[Tuning], bool] | None] = ContextVar("tunings", default=None)
+#: Where :func:`cupy_sdpa.autotune` is in force: the results so far.
+tunings: ContextVar[list[Tuning] | None] = ContextVar("tunings", default=None)
 
 
 class LaunchRecord(NamedTuple):
@@ -252,9 +252,8 @@ class Call:
         """Measure every engine config on these arrays, unless that has been done, and keep the fastest."""
         from .autotune import tune
 
-        in_force = tunings.get()
-        assert in_force is not None
-        done, knobs = in_force
+        done = tunings.get()
+        assert done is not None
         if cupy_runtime.capturing():
             raise RuntimeError("a stream is being captured: nothing can be measured now; tune before the capture begins")
 
@@ -263,7 +262,7 @@ class Call:
                 return
             stage = self._staged(given)
             results = [stage.arrays[spec.name] for spec in given.results]
-            done.append(tune(given, plan, here.cache, functools.partial(self._execute, stage), results, knobs=knobs))
+            done.append(tune(given, plan, here.cache, functools.partial(self._execute, stage), results))
 
         planned(given, device, measure)
 
@@ -317,15 +316,16 @@ def planned(problem: Problem, device: int, run: Callable[[Session, Plan], T]) ->
         Unsupported: there is no plan.
         RuntimeError: there is none yet, and the stream is being captured.
     """
-    from ..plans.plan_cache import existing_session, session
+    from ..plans.sessions import existing_session, session
 
-    context = cupy_runtime.context_id()
+    context = driver.context_id()
     if existing_session(context) is None:
         _not_while_capturing(problem)
     here = session(context)
 
     def build() -> Plan:
-        from ..plans.plan import Target, plan_for
+        from ..plans.plan import Target
+        from ..plans.planner import plan_for
 
         if reasons := objections(problem, device):
             raise reasons[0].error("\n".join(map(str, reasons)))
@@ -357,10 +357,10 @@ def _not_while_capturing(problem: Problem) -> None:
 
 
 @contextlib.contextmanager
-def tuning_on(knobs: bool) -> Iterator[list[Tuning]]:
+def tuning_on() -> Iterator[list[Tuning]]:
     """Have calls tuned; gives the list that what was found is added to."""
     done: list[Tuning] = []
-    token = tunings.set((done, knobs))
+    token = tunings.set(done)
     try:
         yield done
     finally:

@@ -28,13 +28,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..device import cupy_runtime
+from ..device import cupy_runtime, driver
 from ..device.cuda_graph import Recording
 from .call import Call, tunings
 
 if TYPE_CHECKING:  # cuDNN's rooms are entered only for CuPy arrays
     from ..plans.plan import Plan
-    from ..plans.plan_cache import PlanCache, Session
+    from ..plans.plan_cache import PlanCache
+    from ..plans.sessions import Session
 
 #: Calls that a session knows, and sets of addresses without a recording that each counts; the least recently used go first.
 CALLS, SEEN = 1024, 128
@@ -59,12 +60,12 @@ _here: _Here | None = None
 
 class _Here:
     def __init__(self) -> None:
-        from ..plans.plan_cache import existing_session
+        from ..plans.sessions import existing_session
 
         cupy = cupy_runtime.cupy()
         self.ndarray, self.alloc = cupy.ndarray, cupy.cuda.alloc
         self.current_stream, self.is_capturing = cupy.cuda.get_current_stream, cupy.cuda.runtime.streamIsCapturing
-        self.context_id, self.session = cupy_runtime.driver().cuCtxGetId, existing_session
+        self.context_id, self.session = driver.bindings().cuCtxGetId, existing_session
 
 
 class CachedCall:
@@ -280,7 +281,7 @@ def learn(how: Any, names: Sequence[str], arrays: tuple[Any, ...], options: Mapp
         return  # they are gathered by more than launches
     here = _here = _here or _Here()
     found = _key(here.ndarray, how, arrays, options)
-    session = here.session(cupy_runtime.context_id())
+    session = here.session(driver.context_id())
     plan = call.launched.plan
     if found is None or session is None or plan.target.handle is not session.handle:
         return  # it ran on another device than the current one

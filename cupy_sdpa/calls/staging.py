@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..device import cupy_runtime, kernels
+from ..device import cupy_runtime, kernels, memory
 from ..problem.bucket import Policy, padded_axes
 from ..problem.problem import (
     CU_SEQLENS,
@@ -54,7 +54,7 @@ def _engine_problem(problem: Problem, on_gpu: bool) -> Problem:
     *_, sq, skv, _ = problem.sizes
     for spec in (problem.bias, problem.mask):
         if spec and (spec is problem.mask or spec.shape[:2] == (1, 1)):
-            # cuDNN dies of bytes in memory (support.deadly), and mistakes one number for another where both axes are 1
+            # cuDNN dies of bytes in memory (plans.lowering.crashing_patterns), and mistakes one number for another where both axes are 1
             kind = "float16" if spec is problem.mask else spec.dtype
             kind = "float32" if (sq, skv) == (1, 1) else kind  # as in _read_as
             keys = skv if spec.shape[1] == 1 else spec.shape[0]
@@ -187,7 +187,7 @@ class Stage:
             array = self._unseen(array)
         lengths = cleaned(self.problem).get(name)
         if lengths and self.on_gpu:
-            array = kernels.cleaned(array, self._own[lengths])
+            array = kernels.zero_padded(array, self._own[lengths])
         elif lengths and name == "dout":  # of which whole rows are summed; the rest the interpreter cuts off itself
             array = _cleaned(array, self._own[lengths])
         finite = name == "bias" and self.on_gpu and "finite-bias" in staging_guards(self.problem)
@@ -230,7 +230,7 @@ class Stage:
     def _unseen(self, stats: Any) -> Any:
         """The log-sum-exp with +inf for masked rows, which then get ``exp(S - L) = 0`` and ``exp(sink - L) = 0``."""
         if self.on_gpu:
-            return kernels.seeing_nothing(stats)
+            return kernels.backward_stats(stats)
         return np.where(stats <= MASKED_SCORE, np.float32(np.inf), stats)
 
     def _empty(self, spec: TensorSpec) -> Any:
@@ -241,9 +241,9 @@ class Stage:
         """Copy an array into a longer one, with zeros behind it, or into a shorter one."""
         axes = [axis for axis, _ in padded_axes(name) if target.shape[axis] != source.shape[axis]]
         if self.on_gpu and len(axes) == 1:
-            cupy_runtime.resize(target, source, axes[0])
+            memory.resize(target, source, axes[0])
         else:
-            cupy_runtime.fit(target, source, tuple(axes))
+            memory.fit(target, source, tuple(axes))
 
 
 def _fits(array: Any, spec: TensorSpec) -> bool:
@@ -277,7 +277,7 @@ def filled(dtype: str, size: int, value: int, *, like: Any, on_gpu: bool) -> Any
     with cupy_runtime.on_device_of(like):
         array = cupy_runtime.empty((size,), np.dtype(dtype))
         if dtype == "int32":
-            cupy_runtime.fill_int32(array, value)
+            memory.fill_int32(array, value)
         else:
             array.fill(value)
     return array
@@ -286,7 +286,7 @@ def filled(dtype: str, size: int, value: int, *, like: Any, on_gpu: bool) -> Any
 def clear(array: Any, value: float, on_gpu: bool) -> None:
     """Fill an array with zeros or -inf."""
     if on_gpu:
-        cupy_runtime.clear(array, value)
+        memory.clear(array, value)
     else:
         array.fill(value)
 
@@ -314,8 +314,8 @@ def _rows_on_gpu(
 ) -> dict[str, Any]:
     *_, sq, skv, _ = (problem if problem.packed else given).sizes
     names = CU_SEQLENS if problem.packed else LENGTHS
-    of_queries = kernels.Side(arrays[names[0]], sq, problem.q.shape[2])
-    of_keys = kernels.Side(arrays[names[1]], skv, problem.k.shape[2])
+    of_queries = kernels.Lengths(arrays[names[0]], sq, problem.q.shape[2])
+    of_keys = kernels.Lengths(arrays[names[1]], skv, problem.k.shape[2])
     named = (
         {name: (begins == CU_SEQLENS[1], factor) for name, (begins, factor) in ragged_offsets(given).items()}
         if problem.packed
@@ -323,10 +323,12 @@ def _rows_on_gpu(
     )
     sinks = arrays.get("sinks")
     results = [
-        kernels.Cleared(array, name in KEY_ARRAYS, name in ROW_STATS, fill_value(name), sinks if name in _LOGARITHMS else None)
+        kernels.ClearedResult(
+            array, name in KEY_ARRAYS, name in ROW_STATS, fill_value(name), sinks if name in _LOGARITHMS else None
+        )
         for name, array in rows
     ]
-    return kernels.prepare_rows(of_queries, of_keys, named, results)
+    return kernels.prepare_sequences(of_queries, of_keys, named, results)
 
 
 def fill_value(name: str) -> float:
