@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from cupy_sdpa._cli.helpers.console import CommandError
 from cupy_sdpa._cli.main import exit_status
 
 #: The module and the description of each command. A module has ``main(words) -> int``.
@@ -33,11 +34,24 @@ def usage() -> str:
     )
 
 
+def run(command: str, words: Sequence[str]) -> int:
+    """Import the module of a command and run it.
+
+    Raises:
+        CommandError: a library that it needs is not installed.
+    """
+    name, _ = COMMANDS[command]
+    try:
+        module = importlib.import_module(f"{__package__}.{name}")
+    except ModuleNotFoundError as error:
+        raise CommandError(f"{command} needs {error.name}, which is not installed") from error
+    return int(module.main(words))
+
+
 def main(words: Sequence[str]) -> int:
     """Run a command; returns the exit status."""
     if words and words[0] in COMMANDS:
-        module, _ = COMMANDS[words[0]]
-        return exit_status(lambda: int(importlib.import_module(f"{__package__}.{module}").main(words[1:])), "benchmarks")
+        return exit_status(lambda: run(words[0], words[1:]), "benchmarks")
     requested = bool(words) and words[0] in ("-h", "--help")
     print(usage(), file=sys.stdout if requested else sys.stderr)
     return 0 if requested else 2

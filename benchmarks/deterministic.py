@@ -59,7 +59,8 @@ def measure(d: int, hq: int, hkv: int, s: int, causal: bool) -> list[dict[str, A
         report = reports[name]
         rows.append({
             "d": d, "hq": hq, "hkv": hkv, "s": s, "causal": causal, "way": name, "ms": round(statistics.median(times[name]), 3),
-            "workspace_bytes": report.workspace, "engine": report.plan and report.plan.engine, "same_bits": all(same), **versions(),
+            "workspace_bytes": report.workspace, "engine": report.plan and report.plan.engine,
+            "same_bits": all(same), **versions(),
         })  # fmt: skip
     return rows
 

@@ -96,8 +96,9 @@ def functions() -> Iterator[str]:
     head = rows[0]
     yield (
         f"Measured on an {head['gpu']} with cuDNN {head['cudnn']} and PyTorch {head['torch']} by "
-        "`python -m benchmarks functions`: bfloat16, batch 2, 16 query and 4 key/value heads, length 4096, head dim 128. A ratio is our time divided by "
-        "FlexAttention's. An error is the largest of the output and the three gradients, relative to the largest magnitude.\n"
+        "`python -m benchmarks functions`: bfloat16, batch 2, 16 query and 4 key/value heads, length 4096, head dim 128. "
+        "A ratio is our time divided by FlexAttention's. "
+        "An error is the largest of the output and the three gradients, relative to the largest magnitude.\n"
     )
     yield "| function | forward | ratio | backward | ratio | error | FlexAttention's |"
     yield "|---|---|---|---|---|---|---|"
@@ -180,7 +181,8 @@ def host() -> Iterator[str]:
     us = {row["name"]: float(row["us"]) for row in rows}
     yield (
         f"On the host of an {head['gpu']} with cuDNN {head['cudnn']} and PyTorch {head['torch']}, by "
-        "`python -m benchmarks host`: q, k, v of shape (64, 8, 128, 2), in sequences of calls length 256. The device is idle before a call unless stated.\n"
+        "`python -m benchmarks host`: q, k, v of shape (64, 8, 128, 2), in sequences of calls length 256. "
+        "The device is idle before a call unless stated.\n"
     )
     yield "| call | us | of PyTorch's |"
     yield "|---|---|---|"

@@ -70,7 +70,7 @@ PROBLEMS = [
 
 
 class Inputs:
-    """Random packed CuPy arrays ``(head_dim, heads, total)``; PyTorch tensors ``(total, heads, head_dim)`` share their memory."""
+    """Random packed arrays ``(head_dim, heads, total)``, and PyTorch tensors ``(total, heads, head_dim)`` on their memory."""
 
     def __init__(self, problem: Problem) -> None:
         heads = {"q": problem.hq, "k": problem.hkv, "v": problem.hkv, "dout": problem.hq}

@@ -40,7 +40,7 @@ ROUNDS = 25
 SECONDS_PER_CONTENDER, MIN_ROUNDS = 2.5, 4
 #: The number of calls for the median host time: our calls are cached after a few.
 HOST_CALLS = 9
-#: Above the first limit of host time, a contender is timed with one call; above the second one, which cannot be hidden, not at all.
+#: Above the first limit of host time, a contender is timed with a single call; above the second one, it is not timed.
 SLOW_HOST_MS, SLOWEST_HOST_MS = 20, 100
 #: The largest accepted difference, relative to the largest magnitude.
 TOLERANCE = 0.02
