@@ -122,17 +122,17 @@ def test_without_a_gpu(capsys):
         assert "--cpu" in err
 
 
-MEANINGLESS = {
+WITHOUT_EFFECT = {
     "cpu": (["--cpu", "--presets", "vit"], "--presets has no effect with --cpu"),
     "from": (["--from", "x.csv", "--tune"], "--tune has no effect with --from"),
     "list": (["--list", "--rounds", "3"], "--rounds has no effect with --list"),
 }
 
 
-@pytest.mark.parametrize("name", MEANINGLESS)
+@pytest.mark.parametrize("name", WITHOUT_EFFECT)
 def test_options_without_effect_are_refused(name, capsys):
     """Exit status 2, one line."""
-    words, said = MEANINGLESS[name]
+    words, said = WITHOUT_EFFECT[name]
     assert main(["compare", *words]) == 2
     error = capsys.readouterr().err
     assert said in error

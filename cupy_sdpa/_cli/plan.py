@@ -80,4 +80,4 @@ def _outcome(entry: store.Built) -> str:
     if entry.plan is None:
         return one_line(entry.reason)
     plan = entry.plan
-    return f"engine {plan.engine}, {'already there' if plan.loaded else f'{plan.build_ms:.0f} ms'}, {plan.size} bytes"
+    return f"engine {plan.engine}, {'already stored' if plan.loaded else f'{plan.build_ms:.0f} ms'}, {plan.size} bytes"
