@@ -11,7 +11,8 @@ from cupy_sdpa import attention, attention_backward, explain, problem, zoo
 from cupy_sdpa.calls import user_functions
 from cupy_sdpa.graph.patterns import graph_of
 from cupy_sdpa.plans.plan import PlanInfo
-from cupy_sdpa.support import gpus, why_not
+from cupy_sdpa.support import gpus
+from cupy_sdpa.support.why_not import why_not
 
 NAMED = pytest.mark.parametrize("case", INTEGERS, ids=str)
 

@@ -19,7 +19,8 @@ from cupy_sdpa.graph.patterns import backward, forward
 from cupy_sdpa.plans.plan import PlanInfo
 from cupy_sdpa.problem.problem import PER_ROW
 from cupy_sdpa.problem.subproblems import subproblems
-from cupy_sdpa.support import gpus, why_not
+from cupy_sdpa.support import gpus
+from cupy_sdpa.support.why_not import why_not
 
 #: The same cases in every run, and none kept on disk.
 EVERY = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))

@@ -16,7 +16,8 @@ from cupy_sdpa.graph.nodes import POINTWISE
 from cupy_sdpa.plans.plan import PlanInfo
 from cupy_sdpa.problem import subproblems
 from cupy_sdpa.score_fn.autodiff import RULES
-from cupy_sdpa.support import gpus, why_not
+from cupy_sdpa.support import gpus
+from cupy_sdpa.support.why_not import why_not
 
 #: The modes whose result has a derivative; identity, which no function writes, among them.
 SMOOTH = sorted(

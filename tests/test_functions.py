@@ -30,7 +30,8 @@ from cupy_sdpa.plans.plan import PlanInfo
 from cupy_sdpa.problem.band import Band
 from cupy_sdpa.score_fn.expression import AXES
 from cupy_sdpa.score_fn.tracer import trace
-from cupy_sdpa.support import gpus, why_not
+from cupy_sdpa.support import gpus
+from cupy_sdpa.support.why_not import why_not
 
 
 @pytest.mark.parametrize("functions", [*ZOO, *OPERATIONS], ids=str)
