@@ -22,7 +22,8 @@ NAMES = [preset.name for preset in PRESETS]
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """An empty working directory."""
+    """An empty working directory, and lines of 100 columns: pytest-xdist sets COLUMNS."""
+    monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -17,7 +17,8 @@ from cupy_sdpa._cli.helpers import machine
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """An empty working directory."""
+    """An empty working directory, and lines of 100 columns: pytest-xdist sets COLUMNS."""
+    monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

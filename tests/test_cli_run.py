@@ -12,13 +12,14 @@ from command_line import BFLOAT16, LAYOUT_SHAPES, arrays, complaint, error_of, l
 
 from cupy_sdpa.__main__ import main
 from cupy_sdpa._cli.helpers import engine, machine, npz
-from cupy_sdpa.graph.interpreter import numpy_dtype
 from cupy_sdpa.layout import from_julia
+from cupy_sdpa.problem.tensor_spec import numpy_dtype
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """An empty working directory."""
+    """An empty working directory, and lines of 100 columns: pytest-xdist sets COLUMNS."""
+    monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
