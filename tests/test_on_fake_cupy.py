@@ -348,6 +348,26 @@ def test_no_key_but_a_sink(packed, cupy):
     np.testing.assert_array_equal(stats.get(), want)
 
 
+@pytest.mark.parametrize("keys", [0, 6], ids=["no key", "keys"])
+def test_sinks_of_packed_rows_of_no_sequence(keys, cupy):
+    """The log-sum-exp is -inf before the first sequence, after the last, and beyond ``max_seqlen_q``; no key changes that."""
+    q = cupy.ones((16, 2, 14), np.float16, order="F")
+    k = cupy.ones((16, 2, keys), np.float16, order="F")
+    sinks, starts = np.array([0.5, 2.0], np.float32), np.array([2, 2, 7, 11], np.int32)
+    keys_of = np.zeros(4, np.int32)
+    lengths = {"max_seqlen_q": 3, "max_seqlen_kv": 1}
+    packed = {"cu_seqlens_q": cupy.asarray(starts), "cu_seqlens_kv": cupy.asarray(keys_of), "sinks": cupy.asarray(sinks)}
+    out, stats = poisoned(cupy, q.shape, np.float16), poisoned(cupy, (2, 14), np.float32)
+    attention(q, k, k, out=out, stats=stats, **packed, **lengths)
+    there = np.zeros(14, bool)
+    there[[2, 3, 4, 7, 8, 9]] = True
+    np.testing.assert_array_equal(stats.get(), np.where(there, sinks[:, None], -np.inf))
+    assert not out.get().any()
+    options = packed | {"return_dsinks": True} if keys == 0 else packed  # 9.19 refuses that gradient of packed sequences
+    for gradient in attention_backward(q, q, k, k, out, stats, **options, **lengths):
+        assert not gradient.get().any()
+
+
 def test_dropout_follows_seed_and_offset(cupy):
     """Integers and arrays of the same number drop the same weights; another seed or offset drops others."""
     case = Case("dropped", d=16, sq=30, skv=40)
