@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import FORWARD, Case
+from cases import FORWARD, HIDDEN_ROWS, Case
 from on_gpu import check_backward, gradients_on_gpu, poisoning
 
 import cupy_sdpa.plans.plan
@@ -33,6 +33,14 @@ def test_every_case(case, options, cupy):
     }  # fmt: skip
     if reasons <= set(less):
         check_backward(cupy, case, q, k, v, **options, **{less[rule]: False for rule in reasons})
+
+
+@pytest.mark.parametrize("case", HIDDEN_ROWS, ids=str)
+def test_a_bias_that_hides_all_but_the_sink(case, cupy):
+    """Rows that a bias of -inf masks, with sinks, have gradients of 0."""
+    reasons = {reason.rule for reason in why_not(case.gradient_problem(), library().version, 90)}
+    less = {"packed-sinks-gradient": "return_dsinks", "bias-gradient": "return_dbias"}
+    check_backward(cupy, case, *case.arrays(), **{less[rule]: False for rule in reasons})
 
 
 def scored(case, score):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import functions
 import numpy as np
 import pytest
-from cases import FORWARD, VARIANTS, Case, options_of_reference
+from cases import FORWARD, HIDDEN_ROWS, VARIANTS, Case, options_of_reference
 from fake_cupy import DEVICE
 from on_gpu import check_backward, check_forward, poisoned
 from tolerance import accumulation_floor, assert_close, gradient_floor
@@ -76,6 +76,13 @@ def backward_checked(cupy, case, **options):
 @pytest.mark.parametrize("case", [case for case in CASES if case in VARIANTS or "lengths" in case.name], ids=str)
 def test_backward(case, cupy):
     """Gradients of every kind of array."""
+    backward_checked(cupy, case)
+
+
+@pytest.mark.parametrize("case", HIDDEN_ROWS, ids=str)
+def test_a_bias_that_hides_all_but_the_sink(case, cupy):
+    """Rows that a bias of -inf masks, with sinks: 0, the sink for the log-sum-exp, and gradients of 0."""
+    check_forward(cupy, case)
     backward_checked(cupy, case)
 
 

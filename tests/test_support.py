@@ -264,6 +264,15 @@ MET = {
         [(92600, 90)],
         [packed(sinks=True, backward=True), variant(sinks=True, backward=True, return_dsinks=True)],
     ),
+    "sinks-infinite-bias": (
+        variant(sinks=True, bias=(1, 16, 1, 1), backward=True),
+        [(91900, 90), (92800, 80), (92800, 100)],
+        [],
+        [
+            variant(sinks=True, bias=(1, 16, 1, 1)), variant(bias=(1, 16, 1, 1), backward=True),
+            variant(sinks=True, bias=(16, 16, 1, 1), backward=True), variant(sinks=True, mask=(1, 16, 1, 1), backward=True),
+        ],
+    ),
     "backward-one-row": (
         backward(hq=1, hkv=1, sq=1, b=1),
         [(92600, 90), (92601, 80), (92800, 100)],

@@ -19,7 +19,7 @@ from ..problem.bucket import Policy, padded_axes
 from ..problem.problem import LENGTHS, MASKED_SCORE, OF_KEYS, OF_QUERIES, PER_ROW, STARTS, Problem, has_diagonal, is_matrix
 from ..problem.tensor_spec import TensorSpec, dense_spec, dtype_name
 from ..problem.varlen import offsets, with_room
-from ..support.why_not import has_one_packed_query, has_strided_packed_queries, turned_off
+from ..support.why_not import has_one_packed_query, has_strided_packed_queries, hides_rows_but_sinks, turned_off
 
 #: What -inf is given beyond the lengths; all other results get 0.
 _LOGARITHMS = ("stats", "max")
@@ -50,6 +50,9 @@ def _engine_problem(problem: Problem, on_gpu: bool) -> Problem:
             kind = "float32" if (sq, skv) == (1, 1) else kind  # as in _read_as
             keys = skv if spec.shape[1] == 1 else spec.shape[0]
             specs[spec.name] = dense_spec(spec.name, kind, (keys, *spec.shape[1:]))
+    if _has_finite_bias(problem) and problem.bias:
+        bias = specs.get("bias", problem.bias)
+        specs["bias"] = dense_spec("bias", "float32", bias.shape)
     # sums are of q's dtype, and added up over heads and batch only; others are wrong or fault
     sums = {spec.name: dense_spec(spec.name, problem.dtype, (skv, sq, *spec.shape[2:])) for spec in problem.sums}
     if problem.dbias:
@@ -176,8 +179,11 @@ class Stage:
             array = kernels.cleaned(array, self._own[lengths])
         elif lengths and name == "dout":  # of which whole rows are summed; the rest the interpreter cuts off itself
             array = _cleaned(array, self._own[lengths])
-        if is_matrix(name) and self._differs(array, spec):
+        finite = name == "bias" and self.on_gpu and _has_finite_bias(self.problem)
+        if is_matrix(name) and (finite or self._differs(array, spec)):
             array = self._broadcast(array, spec)
+            if finite:
+                kernels.replace_infinite(array)
         elif self.problem.packed and name == "q" and spec.dense and not self.problem.q.dense:
             copy = cupy_runtime.empty(array.shape, array.dtype)
             copy[...] = array
@@ -251,6 +257,11 @@ def _may_see_nothing(problem: Problem) -> bool:
     Those beyond the lengths with sinks, and those whose scores are -inf by a bias or a function.
     """
     return problem.backward and (problem.bias is not None or problem.dsinks is not None or problem.scored)
+
+
+def _has_finite_bias(problem: Problem) -> bool:
+    """Whether the bias is copied with a finite number for -inf."""
+    return hides_rows_but_sinks(problem) and "sinks-infinite-bias" not in turned_off()
 
 
 def filled(dtype: str, size: int, value: int, *, like: Any, on_gpu: bool) -> Any:

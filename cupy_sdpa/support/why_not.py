@@ -140,6 +140,11 @@ def has_strided_packed_queries(problem: Problem) -> bool:
     return problem.packed and problem.backward and not problem.q.dense
 
 
+def hides_rows_but_sinks(problem: Problem) -> bool:
+    """Whether gradients have sinks and a bias of one number a query, which may hide every key from it."""
+    return problem.backward and problem.sinks is not None and problem.bias is not None and problem.bias.shape[0] == 1
+
+
 def _direct_with_narrow_values(problem: Problem) -> bool:
     """Whether dQ is written directly, with a head dim above 128 and another one of v that was not measured right."""
     d, dv, *_ = problem.sizes
@@ -179,6 +184,7 @@ GUARDS = {
     "clear-last": "results beyond the lengths are cleared after the kernel instead of before",
     "two-rows": "the sequences are planned for two queries",
     "dense-queries": "the queries are copied",
+    "finite-bias": "-inf is replaced by -1e30 in a float32 copy of the bias",
 }
 
 #: Newer than every cuDNN there is: a bug that no version has been seen without.
@@ -205,6 +211,9 @@ BUGS: tuple[Bug, ...] = (
     Bug("packed-strided-queries", 91900, _OPEN, range(80, 130), has_strided_packed_queries,
         "gradients of packed sequences with queries that are not dense", "dq is written at the wrong place",
         frozenset({"dense-queries"}), "", "docs/design.md"),
+    Bug("sinks-infinite-bias", 91900, _OPEN, range(80, 130), hides_rows_but_sinks,
+        "gradients with sinks and a bias of one number a query", "-inf in the bias is taken for 0",
+        frozenset({"finite-bias"}), "", "docs/design.md"),
     Bug("dropout-sinks-gradient", 91900, 92700, range(80, 130), lambda p: p.dsinks is not None and p.settings.dropout > 0,
         "the sinks' gradient, with dropout", "too small by 1 - dropout_p", _REFUSE, "use cuDNN 9.28.0", "docs/design.md"),
     Bug("packed-sinks-gradient", 91900, 92501, range(80, 130), lambda p: p.packed and p.dsinks is not None,
