@@ -50,7 +50,7 @@ class Steps:
     def __init__(self, q: Any, k: Any, v: Any) -> None:
         self.arrays = (q, k, v, None, None)
         self.out = cupy_sdpa.attention(q, k, v)
-        here = replay_cache._here
+        here = replay_cache._runtime
         assert here is not None
         self.here = here
         found = replay_cache._key(here.ndarray, ("forward", False), self.arrays, {})
@@ -60,20 +60,20 @@ class Steps:
         self.key, *_ = found
         self.session = session
         self.known = session.known[self.key]
-        self.pointers, self.recording = next(iter(self.known._recordings.items()))
+        self.pointers, self.recording = next(iter(self.known._graphs.items()))
         self.plan = self.known.plan
 
     def each(self) -> Iterator[tuple[str, Callable[[], Any]]]:
         """Name and step."""
         here, known, key, how = self.here, self.known, self.key, ("forward", False)
         cache = self.session.cache
-        (made,) = known._made
+        (made,) = known._created
         yield "the key: dtypes, shapes and strides", lambda: replay_cache._key(here.ndarray, how, self.arrays, {})
         yield "the context and its session", lambda: here.session(here.context_id(0)[1])
         yield "look the call up", lambda: self.session.known.get(key)
         yield "the current stream", lambda: here.current_stream().ptr
         yield "allocate the output", lambda: here.ndarray(made[0], made[1], here.alloc(made[2]), None, "F")
-        yield "look the addresses up", lambda: known._recordings.get(self.pointers)
+        yield "look the addresses up", lambda: known._graphs.get(self.pointers)
         yield "of many recordings: is the device behind?", lambda: cuda_graph.is_busy(0)
         yield "the plan cache's lock", lambda: self._locked(cache.lock)
 
@@ -161,7 +161,7 @@ def calls() -> tuple[dict[str, Callable[[], Any]], Steps]:
 
 def settle(call: Callable[[], Any]) -> None:
     """Call until it is recorded."""
-    for _ in range(2 * replay_cache.SIGHTS):
+    for _ in range(2 * replay_cache.CAPTURE_AFTER):
         call()
         cupy.cuda.Device().synchronize()
 

@@ -85,10 +85,9 @@ def rows() -> Iterator[dict[str, Any]]:
 
 def measured(call: Any, plan: Plan, wanted: Any) -> tuple[str, float]:
     """The largest error of a plan's output, and its microseconds, the median of 20 executions."""
-    call._fill_inputs()
-    call._allocate()
+    call.create_inputs()
+    stage = call.stage()
     workspace = cupy_runtime.allocate(max(plan.info.workspace, 1))
-    stage = call._staged(call.engine_problem)
     plan.set_stream(cupy_runtime.stream())
     pointers = {name: array.data.ptr for name, array in stage.arrays.items()}
 

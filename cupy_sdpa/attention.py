@@ -6,7 +6,7 @@ from typing import Any, Unpack
 
 from .calls.arguments import read_backward, read_forward
 from .calls.options import DTensors, Options, read_flag, takes_options
-from .calls.replay_cache import learn, repeated
+from .calls.replay_cache import cache_call, run_cached
 
 
 @takes_options
@@ -116,11 +116,11 @@ def attention(
     """
     how = ("forward", return_stats if type(return_stats) is bool else str(return_stats))
     arrays = (q, k, v, out, stats)
-    results = repeated(how, arrays, options)
+    results = run_cached(how, arrays, options)
     if results is None:
         call = read_forward(q, k, v, options, return_stats=return_stats, out=out, stats=stats)
         results = call.run()
-        learn(how, ("q", "k", "v", "out", "stats"), arrays, options, call)
+        cache_call(how, ("q", "k", "v", "out", "stats"), arrays, options, call)
     return tuple(results) if len(results) > 1 else results[0]
 
 
@@ -191,7 +191,7 @@ def attention_backward(
         read_flag(name, value)
     how = ("backward", bool(deterministic), bool(return_dbias), bool(return_dsinks), tensors_too)
     arrays = (dout, q, k, v, out, stats, dq, dk, dv)
-    results = repeated(how, arrays, options)
+    results = run_cached(how, arrays, options)
     if results is not None:
         return tuple(results)
     for name, array in (("dout", dout), ("out", out), ("stats", stats)):
@@ -205,7 +205,7 @@ def attention_backward(
         deterministic=deterministic,
     )  # fmt: skip
     results = call.run()
-    learn(how, ("dout", "q", "k", "v", "out", "stats", "dq", "dk", "dv"), arrays, options, call)
+    cache_call(how, ("dout", "q", "k", "v", "out", "stats", "dq", "dk", "dv"), arrays, options, call)
     return tuple(results)
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Unpack
 
 from .calls.arguments import read_backward, read_forward, read_shapes
-from .calls.call import every_launch, explain_here, planned_report, refused
 from .calls.options import DTensors, Options, takes_options
-from .calls.report import Report
+from .calls.report import Report, explain_call, explain_on_device, explain_subproblems, plan_report, refusal_report
 from .calls.staging import engine_problem
 from .device import cupy_runtime
 from .errors import CudnnError
@@ -130,7 +129,9 @@ def explain(
         }  # fmt: skip
         if extra := [name for name, value in others.items() if value is not None and value is not False]:
             raise TypeError(f"a problem is given, and {extra[0]}: it belongs into cupy_sdpa.problem(...)")
-        return every_launch(q, lambda asked: _elsewhere(asked, gpu, cudnn) if gpu or cudnn else _on_current_device(asked))
+        return explain_subproblems(
+            q, lambda asked: _elsewhere(asked, gpu, cudnn) if gpu or cudnn else _on_current_device(asked)
+        )
     if backward:
         call = read_backward(
             q, k, v, options, dout=dout, out=out, stats=stats, dq=dq, dk=dk, dv=dv,
@@ -140,15 +141,15 @@ def explain(
     else:
         call = read_forward(q, k, v, options, return_stats=return_stats, out=out, stats=stats)
     if not gpu and not cudnn:
-        return call.explain()
-    return every_launch(engine_problem(call.problem, call.bucket, True), lambda asked: _elsewhere(asked, gpu, cudnn))
+        return explain_call(call)
+    return explain_subproblems(engine_problem(call.problem, call.bucket, True), lambda asked: _elsewhere(asked, gpu, cudnn))
 
 
 def _on_current_device(asked: Problem) -> Report:
     device = cupy_runtime.current_device()
     if device is None:
         raise ValueError("there is no GPU here to ask about: name one, explain(problem, gpu='H200')")
-    return explain_here(asked, device)
+    return explain_on_device(asked, device)
 
 
 def _elsewhere(asked: Problem, named: str | None, cudnn: str | None) -> Report:
@@ -162,17 +163,17 @@ def _elsewhere(asked: Problem, named: str | None, cudnn: str | None) -> Report:
         return Report("cuDNN", asked, graph)
 
     if wanted is not None and (reasons := why_not(asked, wanted, target.capability)):
-        return refused(asked, reasons, _where(target.model, wanted))
+        return refusal_report(asked, reasons, _where(target.model, wanted))
     try:
         with Planner() as planner:
             if wanted in (None, planner.version):
                 note = _where(target.model, planner.version)
                 if reasons := why_not(asked, planner.version, target.capability):
-                    return refused(asked, reasons, note)
+                    return refusal_report(asked, reasons, note)
                 answer = planner.plan(asked, target)
                 if isinstance(answer, str):
                     return Report("cuDNN", asked, graph, reasons=tuple(answer.splitlines()), note=note)
-                return planned_report(asked, answer, target.capability, note)
+                return plan_report(asked, answer, target.capability, note)
             why = f"cuDNN {version_text(planner.version)} is here"
     except CudnnError as error:
         if wanted is None:

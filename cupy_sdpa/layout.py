@@ -1,7 +1,7 @@
 """Other libraries' layouts as views of the same memory: axes are named by letters, and nothing is copied.
 
-The letters: ``b`` batch, ``s`` sequence, ``h`` heads, ``d`` head dim, ``t`` all positions of packed sequences. Ours is ``dhsb``
-(packed: ``dht``); in Fortran order it is the memory of ``bshd`` (packed: ``thd``) in C order.
+The letters: ``b`` batch, ``s`` sequence, ``h`` heads, ``d`` head dim, ``t`` all positions of packed sequences. Ours is
+``dhsb`` (packed: ``dht``); in Fortran order it is the memory of ``bshd`` (packed: ``thd``) in C order.
 """
 
 from __future__ import annotations

@@ -283,7 +283,7 @@ def test_a_result_that_cannot_be_written_to_is_refused(name):
     given = {"out": np.zeros_like(x), "stats": np.zeros((5, 1, 1), np.float32, order="F")}
     given[name].flags.writeable = False
     for call in (attention, explain):
-        with pytest.raises(ValueError, match=f"{name} is read-only, and is to hold a result"):
+        with pytest.raises(ValueError, match=f"{name} is read-only, but results are written to it"):
             call(x, x, x, **given)
     assert not any(array.any() for array in given.values())
 
@@ -313,7 +313,7 @@ MISTAKES = {
     "return_stats": (lambda x: attention(x, x, x, return_stats=np.ones(3)), "return_stats is array"),
     "bucket": (lambda x: attention(x, x, x, bucket=np.ones(3)), "bucket is array"),
     "diagonal": (lambda x: attention(x, x, x, window=(1, 1, np.ones(3))), "window is .*its diagonal is"),
-    "tensors": (lambda x: attention(x, x, x, score_mod=max, tensors={1: x}), "tensors has the name 1"),
+    "tensors": (lambda x: attention(x, x, x, score_mod=max, tensors={1: x}), "tensors has the key 1"),
     "rank": (lambda x: cupy_sdpa.problem((8,), (8,), (8,), dtype="float16"), r"q .*\(8,\).*it needs 4"),
     "cudnn": (lambda x: explain(cupy_sdpa.problem(x, x, x), gpu="h200", cudnn=9.19), "9.19 is no text"),
     "gpu": (lambda x: explain(cupy_sdpa.problem(x, x, x), gpu=3), "named by a text.* 3 is none"),

@@ -9,7 +9,7 @@ from stand_ins import CASE, Descriptor, candidate, fake_plan, uids
 import cupy_sdpa
 from cupy_sdpa import CudnnError, Unsupported
 from cupy_sdpa.calls import call
-from cupy_sdpa.calls.call import Call, planned
+from cupy_sdpa.calls.call import Call, with_plan
 from cupy_sdpa.device import cupy_runtime
 from cupy_sdpa.graph.patterns import forward
 from cupy_sdpa.plans import engines, plan, plan_cache, plan_file
@@ -108,7 +108,7 @@ def device(monkeypatch):
     monkeypatch.setattr(cupy_runtime, "stream", lambda: session.stream)
     monkeypatch.setattr(plan_cache, "existing_session", lambda context: session)
     monkeypatch.setattr(plan_cache, "session", lambda context: session)
-    monkeypatch.setattr(call, "objections", lambda problem, number: [])
+    monkeypatch.setattr(call, "unsupported_reasons", lambda problem, number: [])
     return session
 
 
@@ -117,7 +117,7 @@ def test_a_deterministic_plan_does_not_depend_on_free_memory(device, monkeypatch
     targets = []
     monkeypatch.setattr(plan, "plan_for", lambda problem, target: targets.append(target) or fake_plan())
     for _ in range(2):
-        planned(DETERMINISTIC, 0, lambda session, found: None)
+        with_plan(DETERMINISTIC, 0, lambda session, found: None)
     assert targets == [Target("h200", 90, device.handle)]
 
 
@@ -126,7 +126,7 @@ def test_every_run_is_on_the_current_stream(device, monkeypatch):
     monkeypatch.setattr(plan, "plan_for", lambda problem, target: fake_plan())
     seen = []
     for device.stream in (7, 9, 7):
-        planned(CASE.problem(), 0, lambda session, found: seen.append(session.handle.streams[-1]))
+        with_plan(CASE.problem(), 0, lambda session, found: seen.append(session.handle.streams[-1]))
     assert seen == [7, 9, 7]
 
 
@@ -134,7 +134,7 @@ def test_a_plan_is_built_on_the_current_stream(device, monkeypatch):
     """While cuDNN builds, its handle does not hold a stream that may have been destroyed."""
     seen = []
     monkeypatch.setattr(plan, "plan_for", lambda problem, target: seen.append(list(device.handle.streams)) or fake_plan())
-    planned(CASE.problem(), 0, lambda session, found: None)
+    with_plan(CASE.problem(), 0, lambda session, found: None)
     assert seen == [[7]]
 
 
@@ -168,11 +168,11 @@ def test_no_memory_for_the_workspace_is_an_error_of_this_call_only(error, device
     asked, made = a_call(ran)
     monkeypatch.setattr(cupy_runtime, "allocate", memory := Memory(error))
     with pytest.raises(type(error)) as raised:
-        asked._launch(asked.problem, made)
+        asked._launch(made)
     assert raised.value is error
     assert any("12345 bytes" in note and "max_workspace=" in note for note in raised.value.__notes__)
     memory.error = None
-    asked._launch(asked.problem, made)
+    asked._launch(made)
     assert ran == [1 << 40]
 
 
@@ -181,7 +181,7 @@ def test_what_is_enqueued_again_goes_to_the_current_stream(device, monkeypatch):
     ran = []
     asked, made = a_call(ran)
     monkeypatch.setattr(cupy_runtime, "allocate", Memory())
-    asked._launch(asked.problem, made)
+    asked._launch(made)
     device.stream = 11
     asked.enqueue()
     assert ran == [1 << 40, ("stream", 11), 1 << 40]
@@ -193,7 +193,7 @@ def test_a_plan_that_a_capture_has_recorded_is_kept(device, monkeypatch):
     asked, made = a_call(ran)
     monkeypatch.setattr(cupy_runtime, "allocate", Memory())
     monkeypatch.setattr(cupy_runtime, "capturing", lambda: True)
-    asked._launch(asked.problem, made)
+    asked._launch(made)
     assert ran == ["kept", 1 << 40]
     assert asked.launched is None
 

@@ -20,7 +20,7 @@ from cupy_sdpa._cudnn.library import library
 from cupy_sdpa.calls import replay_cache
 
 #: Calls on the same addresses after which they are replayed from a CUDA graph.
-OFTEN = replay_cache.SIGHTS + 1
+OFTEN = replay_cache.CAPTURE_AFTER + 1
 
 
 @pytest.fixture
@@ -226,7 +226,7 @@ def test_a_recording_that_fails_costs_nothing_but_time(error, cupy, monkeypatch)
 
 def test_kernels_are_launched_one_by_one(cupy, monkeypatch):
     """One of many recordings, on a stream that has work, follows kernel by kernel with the same results."""
-    monkeypatch.setattr(replay_cache, "FEW", 0)
+    monkeypatch.setattr(replay_cache, "FEW_GRAPHS", 0)
     problem = Problem(cupy, CASES[0])
     want = [problem.run() for _ in range(2 * OFTEN)][-1]
     problem.poison()  # the stream is busy
