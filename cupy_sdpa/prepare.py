@@ -1,12 +1,13 @@
-"""Calls that are planned once and run many times, and tuned where that is wanted."""
+"""Calls that are planned once and run many times, and autotuning."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, Unpack, overload
 
+from ._typing import Array, ArrayT
 from .calls.arguments import read_backward, read_forward
 from .calls.call import Call, tuning_enabled
 from .calls.options import DTensors, Options, read_flag, takes_options
@@ -14,17 +15,45 @@ from .calls.replay_cache import cache_call, run_cached
 from .calls.report import Report, explain_call
 from .problem.problem import Problem
 
-if TYPE_CHECKING:  # cuDNN's rooms are entered only for CuPy arrays
+if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
     from .calls.autotune import Tuning
 
+ResultT = TypeVar("ResultT")
 
+
+# fmt: off
+@overload
+def prepare(
+    q: ArrayT, k: Array, v: Array, *, return_stats: Literal[False] = False, backward: Literal[False] = False,
+    deterministic: bool = False, return_dbias: bool = False, return_dsinks: bool = False, return_dtensors: DTensors = False,
+    autotune: bool = False, **options: Unpack[Options],
+) -> Prepared[ArrayT]: ...
+@overload
+def prepare(
+    q: ArrayT, k: Array, v: Array, *, return_stats: Literal[True], backward: Literal[False] = False,
+    deterministic: bool = False, return_dbias: bool = False, return_dsinks: bool = False, return_dtensors: DTensors = False,
+    autotune: bool = False, **options: Unpack[Options],
+) -> Prepared[tuple[ArrayT, Any]]: ...
+@overload
+def prepare(
+    q: ArrayT, k: Array, v: Array, *, return_stats: Literal["max_sumexp"], backward: Literal[False] = False,
+    deterministic: bool = False, return_dbias: bool = False, return_dsinks: bool = False, return_dtensors: DTensors = False,
+    autotune: bool = False, **options: Unpack[Options],
+) -> Prepared[tuple[ArrayT, Any, Any, Any]]: ...
+@overload
+def prepare(
+    q: ArrayT, k: Array, v: Array, *, return_stats: bool | Literal["max_sumexp"] = False, backward: bool = False,
+    deterministic: bool = False, return_dbias: bool = False, return_dsinks: bool = False, return_dtensors: DTensors = False,
+    autotune: bool = False, **options: Unpack[Options],
+) -> Prepared[Any]: ...
+# fmt: on
 @takes_options
 def prepare(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: Array,
+    k: Array,
+    v: Array,
     *,
-    return_stats: bool | str = False,
+    return_stats: bool | Literal["max_sumexp"] = False,
     backward: bool = False,
     deterministic: bool = False,
     return_dbias: bool = False,
@@ -32,17 +61,17 @@ def prepare(
     return_dtensors: DTensors = False,
     autotune: bool = False,
     **options: Unpack[Options],
-) -> Prepared:
-    """Plan a call now, to run it many times later on arrays of the same shapes, layouts and dtypes.
+) -> Prepared[Any]:
+    """Plan a call now, to run it many times on arrays of the same shapes, strides and dtypes.
 
     Args:
-        q, k, v, return_stats, options: as for :func:`cupy_sdpa.attention`. The contents of q, k and v matter only to
+        q, k, v, return_stats, options: as for :func:`cupy_sdpa.attention`. The elements of q, k and v are read only for
             ``autotune``.
         backward: prepare :func:`cupy_sdpa.attention_backward`. Default False.
-        deterministic, return_dbias, return_dsinks, return_dtensors: as there.
-        autotune: run every engine config that cuDNN's heuristics propose on these arrays, and keep the fastest, also for later
-            processes. It takes about a second and waits for the GPU; with ``backward`` it runs the forward pass first.
-            Default False. On the CPU there is nothing to tune.
+        deterministic, return_dbias, return_dsinks, return_dtensors: as for :func:`cupy_sdpa.attention_backward`.
+        autotune: measure every engine config that cuDNN's heuristics propose on these arrays, and keep the fastest, also for
+            later processes. This takes about a second and synchronizes; with ``backward`` it runs the forward pass first.
+            Default False. On the CPU it has no effect.
 
     Returns:
         The prepared call: ``call(q, k, v, out=...)``, or ``call(dout, q, k, v, out, stats, dq=...)``.
@@ -57,28 +86,28 @@ def prepare(
     (8, 2, 16, 1)
     """
     if backward:
-        fixed: dict[str, Any] = {
+        outputs: dict[str, Any] = {
             "deterministic": deterministic, "return_dbias": return_dbias, "return_dsinks": return_dsinks,
             "return_dtensors": return_dtensors,
         }  # fmt: skip
-        call = read_backward(q, k, v, options, **fixed)
+        call = read_backward(q, k, v, options, **outputs)
     else:
-        fixed = {"return_stats": return_stats}
-        call = read_forward(q, k, v, options, **fixed)
+        outputs = {"return_stats": return_stats}
+        call = read_forward(q, k, v, options, **outputs)
     report = explain_call(call)
     if report.reasons:
         raise report.error("\n".join(report.reasons))
-    found: list[Tuning] = []
+    tunings: list[Tuning] = []
     if read_flag("autotune", autotune) and call.on_gpu and not call.problem.trivial:
         call = _with_forward_results(call)
-        with tuning_enabled() as found:
+        with tuning_enabled() as tunings:
             call.run()
         report = explain_call(call)
-    return Prepared(call.problem, dict(options), fixed, report, found[0] if found else None)
+    return Prepared(call.problem, dict(options), outputs, report, tunings[0] if tunings else None)
 
 
-class Prepared:
-    """A call that is already planned; made by :func:`prepare`.
+class Prepared(Generic[ResultT]):
+    """A call that is already planned; returned by :func:`prepare`.
 
     Attributes:
         problem: the problem that it computes.
@@ -96,8 +125,15 @@ class Prepared:
         self._results = ("dq", "dk", "dv") if problem.backward else ("out", "stats")
 
     def __call__(
-        self, *arrays: Any, out: Any = None, stats: Any = None, dq: Any = None, dk: Any = None, dv: Any = None, **options: Any
-    ) -> Any:
+        self,
+        *arrays: Array,
+        out: Array | None = None,
+        stats: Array | None = None,
+        dq: Array | None = None,
+        dk: Array | None = None,
+        dv: Array | None = None,
+        **options: Unpack[Options],
+    ) -> ResultT:
         """Compute.
 
         Args:
@@ -108,23 +144,24 @@ class Prepared:
         Raises:
             ValueError: the arguments define another problem than the prepared one.
         """
-        options = {**self._options, **options}
+        merged = {**self._options, **options}
         passed = (*arrays, out, stats, dq, dk, dv)
-        results = run_cached(self._kind, passed, options)
+        results = run_cached(self._kind, passed, merged)
         if results is None:
-            call = self._read(arrays, {"out": out, "stats": stats, "dq": dq, "dk": dk, "dv": dv}, options)
+            call = self._read(arrays, {"out": out, "stats": stats, "dq": dq, "dk": dk, "dv": dv}, merged)
             results = call.run()
-            cache_call(self._kind, (*self._inputs, "out", "stats", "dq", "dk", "dv"), passed, options, call)
-        return results[0] if len(results) == 1 else tuple(results)
+            cache_call(self._kind, (*self._inputs, "out", "stats", "dq", "dk", "dv"), passed, merged, call)
+        result: Any = results[0] if len(results) == 1 else tuple(results)
+        return result  # type: ignore[no-any-return]
 
-    def _read(self, arrays: tuple[Any, ...], results: dict[str, Any], options: dict[str, Any]) -> Call:
+    def _read(self, arrays: tuple[Array, ...], results: dict[str, Any], options: dict[str, Any]) -> Call:
         """Validate the arguments, and compare their problem with the prepared one."""
         if len(arrays) != len(self._inputs):
             raise TypeError(f"{len(arrays)} arrays are passed; the call was prepared for {', '.join(self._inputs)}")
         results = {name: array for name, array in results.items() if array is not None}
         if extra := [name for name in results if name not in self._results]:
             raise TypeError(f"{extra[0]} is not a result of the prepared call; its results are {', '.join(self._results)}")
-        inputs = dict(zip(self._inputs, arrays, strict=True))
+        inputs: dict[str, Any] = dict(zip(self._inputs, arrays, strict=True))
         read = read_backward if self.problem.backward else read_forward
         call = read(options=options, **inputs, **self._outputs, **results)
         if call.problem != self.problem:
@@ -160,17 +197,17 @@ def _with_forward_results(call: Call) -> Call:
 
 @contextmanager
 def autotune() -> Iterator[list[Tuning]]:
-    """Tune every call made inside that has not been tuned before; gives the list that what was found is added to.
+    """A context manager that tunes every call inside that was not tuned before; yields the list of the measurements.
 
-    The first call of each problem takes a second and waits for the GPU; later ones, in later processes too, use what was kept.
-    On the CPU there is nothing to tune.
+    The first call of each problem takes about a second and synchronizes; later ones, also in later processes, use the
+    result. On the CPU it has no effect.
 
     >>> import numpy as np, cupy_sdpa
     >>> x = np.ones((8, 2, 16, 1), np.float32, order="F")
-    >>> with cupy_sdpa.autotune() as found:
+    >>> with cupy_sdpa.autotune() as tunings:
     ...     out = cupy_sdpa.attention(x, x, x)
-    >>> found
+    >>> tunings
     []
     """
-    with tuning_enabled() as found:
-        yield found
+    with tuning_enabled() as tunings:
+        yield tunings

@@ -262,15 +262,25 @@ def test_arrays_on_different_devices_are_refused():
 def test_the_public_names_are_these():
     """A new public name is a decision."""
     assert sorted(cupy_sdpa.__all__) == [
-        "CudnnError", "Prepared", "Problem", "Pullback", "Report", "DiskCacheWarning", "Unsupported", "__version__", "alibi_slopes", "attention",
-        "attention_backward", "attention_vjp", "autotune", "dropout_mask", "explain", "get_plan_cache", "prepare", "problem",
+        "CudnnError", "DiskCacheWarning", "Prepared", "Problem", "Pullback", "Report", "Unsupported", "__version__", "alibi_slopes",
+        "attention", "attention_backward", "attention_vjp", "autotune", "dropout_mask", "explain", "get_plan_cache", "prepare", "problem",
     ]  # fmt: skip
     assert all(hasattr(cupy_sdpa, name) for name in cupy_sdpa.__all__)
 
 
-@pytest.mark.parametrize("name", ["layout", "nnlib", "store", "zoo"])
-def test_rooms_are_there_without_an_import(name):
-    """A new process that has imported the package alone finds them; what is not there is no attribute."""
+def test_dir_lists_public_names_only():
+    """The names of __all__ and the public modules, in a new process and after other modules were imported."""
+    public = sorted([*cupy_sdpa.__all__, "layout", "nnlib", "reference", "store", "zoo"])
+    for code in ("import cupy_sdpa", "import cupy_sdpa, cupy_sdpa.bench, cupy_sdpa.plans.plan_cache"):
+        done = subprocess.run(
+            [sys.executable, "-c", f"{code}; print(*dir(cupy_sdpa))"], capture_output=True, text=True, check=True
+        )
+        assert done.stdout.split() == public
+
+
+@pytest.mark.parametrize("name", ["layout", "nnlib", "reference", "store", "zoo"])
+def test_public_modules_are_imported_on_first_use(name):
+    """A new process that has imported the package alone finds them; an unknown name is an AttributeError."""
     code = f"import cupy_sdpa; print(cupy_sdpa.{name}.__name__); print(hasattr(cupy_sdpa, 'nonsense'))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [f"cupy_sdpa.{name}", "False"]
@@ -312,12 +322,12 @@ MISTAKES = {
     "causal": (lambda x: attention(x, x, x, causal=np.ones(3, bool)), "causal is array"),
     "return_stats": (lambda x: attention(x, x, x, return_stats=np.ones(3)), "return_stats is array"),
     "bucket": (lambda x: attention(x, x, x, bucket=np.ones(3)), "bucket is array"),
-    "diagonal": (lambda x: attention(x, x, x, window=(1, 1, np.ones(3))), "window is .*its diagonal is"),
+    "diagonal": (lambda x: attention(x, x, x, window=(1, 1, np.ones(3))), "window is .*its third entry must be"),
     "tensors": (lambda x: attention(x, x, x, score_mod=max, tensors={1: x}), "tensors has the key 1"),
     "rank": (lambda x: cupy_sdpa.problem((8,), (8,), (8,), dtype="float16"), r"q .*\(8,\).*it needs 4"),
     "cudnn": (lambda x: explain(cupy_sdpa.problem(x, x, x), gpu="h200", cudnn=9.19), "9.19 is no text"),
     "gpu": (lambda x: explain(cupy_sdpa.problem(x, x, x), gpu=3), "named by a text.* 3 is none"),
-    "slopes": (lambda x: cupy_sdpa.alibi_slopes(2.0), "heads is 2.0; it must be a whole number"),
+    "slopes": (lambda x: cupy_sdpa.alibi_slopes(2.0), "heads is 2.0; it must be an integer"),
     "layout": (lambda x: cupy_sdpa.layout.to_julia(x, None), "the layout is None; it must have the letters"),
     "compute_dtype": (
         lambda x: cupy_sdpa.nnlib.dot_product_attention(*[x[:, 0]] * 3, compute_dtype="float99"),

@@ -74,7 +74,7 @@ def test_a_problem_needs_a_gpu_to_ask_about():
     if cupy_sdpa.device.cupy_runtime.current_device() is None:
         with pytest.raises(ValueError, match="gpu='H200'"):
             explain(asked())
-    with pytest.raises(ValueError, match="no GPU is named"):
+    with pytest.raises(ValueError, match="gpu is None: name a GPU"):
         explain(asked(), cudnn="9.19")
     with pytest.raises(ValueError, match=r"no GPU named 'H201'.*h200"):
         explain(asked(), gpu="H201", cudnn="9.19")
@@ -115,7 +115,7 @@ def test_a_version_that_is_not_here_is_answered_by_the_table():
     assert report
     assert report.plan is None
     assert report.workspace is None
-    assert "cuDNN 9.20.5; by the support table alone, it was not planned" in str(report)
+    assert "cuDNN 9.20.5; from the support table alone, it was not planned" in str(report)
 
 
 class Balanced(HTMLParser):

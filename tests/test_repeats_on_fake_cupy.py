@@ -319,9 +319,9 @@ def test_what_is_not_planned_is_not_captured(cupy):
     q, k, v, _ = problem.inputs
     with cupy.cuda.Stream(non_blocking=True) as stream:
         stream.begin_capture()
-        with pytest.raises(RuntimeError, match="before it begins"):
+        with pytest.raises(RuntimeError, match="before the capture begins"):
             attention(q, k, v)
-        with pytest.raises(RuntimeError, match="before it begins"):
+        with pytest.raises(RuntimeError, match="before the capture begins"):
             prepare(q, k, v)
         graph = stream.end_capture()
     want = problem.run()
