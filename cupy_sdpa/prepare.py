@@ -120,7 +120,7 @@ class Prepared(Generic[ResultT]):
     ) -> None:
         self.problem, self.report, self.tuning = problem, report, tuning
         self._options, self._outputs = options, outputs
-        self._kind = object()  # a replay cache key of its own: every call under it has been compared with the problem
+        self._key = object()  # in the replay cache: every call with it has been compared with the problem
         self._inputs = ("dout", "q", "k", "v", "out", "stats") if problem.backward else ("q", "k", "v")
         self._results = ("dq", "dk", "dv") if problem.backward else ("out", "stats")
 
@@ -144,13 +144,15 @@ class Prepared(Generic[ResultT]):
         Raises:
             ValueError: the arguments define another problem than the prepared one.
         """
-        merged = {**self._options, **options}
-        passed = (*arrays, out, stats, dq, dk, dv)
-        results = run_cached(self._kind, passed, merged)
+        merged = {**self._options, **options} if options else self._options
+        passed = (*arrays, out, stats) if dq is dk is dv is None else (*arrays, out, stats, dq, dk, dv)
+        kind = self._key, len(arrays)
+        results = run_cached(kind, passed, merged)
         if results is None:
             call = self._read(arrays, {"out": out, "stats": stats, "dq": dq, "dk": dk, "dv": dv}, merged)
             results = call.run()
-            cache_call(self._kind, (*self._inputs, "out", "stats", "dq", "dk", "dv"), passed, merged, call)
+            names = (*self._inputs, "out", "stats", "dq", "dk", "dv")
+            cache_call(kind, names[: len(passed)], passed, merged, call)
         result: Any = results[0] if len(results) == 1 else tuple(results)
         return result  # type: ignore[no-any-return]
 

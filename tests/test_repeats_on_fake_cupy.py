@@ -365,6 +365,10 @@ def test_prepared_calls(cupy):
     equal([as_float(call(*(x.copy("K") for x in (q, k, v))))], [want])
     with pytest.raises(ValueError, match="another problem"):
         call(q[:, :, :10], k, v)
+    with pytest.raises(TypeError, match="0 arrays are passed"):  # the arrays of a cached call, as results
+        call(out=q, stats=k, dq=v)
+    with pytest.raises(TypeError, match="dq is not a result"):
+        call(q, k, v, dq=q)
 
 
 def right(q, k, v, out):

@@ -21,9 +21,15 @@ LINES = (
     ("reveal_type(cupy_sdpa.attention_vjp(q, k, v)[0])", r'"numpy\.ndarray\[.*_32Bit.*\]"'),
     ("reveal_type(cupy_sdpa.prepare(q, k, v)(q, k, v))", r'"numpy\.ndarray\[.*_32Bit.*\]"'),
     ("reveal_type(cupy_sdpa.prepare(q, k, v, return_stats=True)(q, k, v))", r'"tuple\[numpy\.ndarray\[.*_32Bit.*\], Any\]"'),
-    ("reveal_type(cupy_sdpa.problem((64, 8, 10, 1), (64, 8, 10, 1), (64, 8, 10, 1), dtype='f2'))", '"cupy_sdpa.problem.problem.Problem"'),
+    (
+        "reveal_type(cupy_sdpa.problem((64, 8, 10, 1), (64, 8, 10, 1), (64, 8, 10, 1), dtype='f2'))",
+        '"cupy_sdpa.problem.problem.Problem"',
+    ),
     ("reveal_type(cupy_sdpa.zoo)", "Module"),
-    ("cupy_sdpa.attention(q, k, v, causal='bottom_right', window=(3, None), tensors={'x': q}, seed=1, bucket='power_of_two')", None),
+    (
+        "cupy_sdpa.attention(q, k, v, causal='bottom_right', window=(3, None), tensors={'x': q}, seed=1, bucket='power_of_two')",
+        None,
+    ),
     ("cupy_sdpa.explain(q, k, v, causal=True, gpu='H200')", None),
     ("cupy_sdpa.attention(q, k, v, causal='botom_right')", "call-overload"),
     ("cupy_sdpa.attention(q, k, v, is_causal=True)", "call-overload"),

@@ -285,10 +285,10 @@ BAD = {
     "slopes": ({"alibi_slopes": np.zeros(3, np.float32)}, ValueError, r"alibi_slopes has shape \(3,\); it must be \(1,\)"),
     "sinks": ({"sinks": np.zeros(1)}, TypeError, "sinks is float64; it must be float32"),
     "dropout_one": ({"dropout_p": 1.0, "seed": 0}, ValueError, "dropout_p is 1.0; it must be 0 or more, and below 1"),
-    "dropout_seed": ({"dropout_p": 0.5}, ValueError, "seed is None: give a seed"),
+    "dropout_seed": ({"dropout_p": 0.5}, ValueError, "seed is None: pass a seed"),
     "dropout_mask": ({"dropout_mask": np.ones((4, 4, 1, 2), bool)}, ValueError, "dropout_p is 0"),
     "dropout_both": (
-        {"dropout_p": 0.5, "seed": 1, "dropout_mask": np.ones((4, 4, 1, 2), bool)}, ValueError, "give one of them",
+        {"dropout_p": 0.5, "seed": 1, "dropout_mask": np.ones((4, 4, 1, 2), bool)}, ValueError, "pass one of them",
     ),
     "dropout_mask_shape": (
         {"dropout_p": 0.5, "dropout_mask": np.ones((4, 4, 1, 1), bool)}, ValueError, r"dropout_mask has shape .* \(4, 4, 1, 2\)",
