@@ -1,5 +1,7 @@
 """The public call on numpy arrays: results, outputs given, and every bad input with its remedy."""
 
+import pydoc
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -10,6 +12,7 @@ from cases import DTYPES, LAYOUTS
 
 import cupy_sdpa
 from cupy_sdpa import attention, attention_backward, explain, reference
+from cupy_sdpa.calls import options as call_options
 
 
 def arrays(d=16, hq=4, hkv=2, sq=6, skv=7, b=2, dv=None, dtype="float32"):
@@ -284,6 +287,34 @@ def test_public_modules_are_imported_on_first_use(name):
     code = f"import cupy_sdpa; print(cupy_sdpa.{name}.__name__); print(hasattr(cupy_sdpa, 'nonsense'))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [f"cupy_sdpa.{name}", "False"]
+
+
+#: Options of other libraries, and what the message names in their place.
+OTHER_NAMES = {
+    "enable_gqa": "k and v may have fewer heads than q", "is_causal": "causal=True", "attn_mask": r"mask= .*attn_mask\.T",
+    "attn_bias": "bias=", "dropout": "dropout_p=", "window_size": "window=", "key_padding_mask": "seq_lens_kv=.*mask=",
+    "softmax_scale": "scale=", "sm_scale": "scale=", "cu_seqlens_k": "cu_seqlens_kv=", "max_seqlen_k": "max_seqlen_kv=",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_names_of_other_libraries_are_answered_with_ours(name):
+    """By every function that takes the options."""
+    x = np.ones((4, 1, 5, 1), np.float32, order="F")
+    for call in (attention, explain, cupy_sdpa.prepare, cupy_sdpa.attention_vjp, cupy_sdpa.problem):
+        with pytest.raises(TypeError, match=f"there is no option {name}: .*{OTHER_NAMES[name]}"):
+            call(x, x, x, **{name: True})
+    assert set(OTHER_NAMES) == set(call_options.OTHER_NAMES)
+    assert set(re.findall(r"\b(\w+)=", " ".join(call_options.OTHER_NAMES.values()))) <= set(
+        call_options.Options.__annotations__
+    )
+
+
+def test_help_shows_every_option():
+    """With its type and default, in place of **options."""
+    text = pydoc.render_doc(attention, renderer=pydoc.plaintext)
+    assert "causal: bool | Literal['top_left', 'bottom_right'] = False" in text.replace('"', "'")
+    assert "**options" not in text.splitlines()[2]
 
 
 @pytest.mark.parametrize("name", ["out", "stats"])
