@@ -52,7 +52,7 @@ class Steps:
     def __init__(self, q: Any, k: Any, v: Any) -> None:
         self.arrays = (q, k, v, None, None)
         self.out = cupy_sdpa.attention(q, k, v)
-        here = replay_cache._here
+        here = replay_cache._runtime
         assert here is not None
         self.here = here
         found = replay_cache._key(here.ndarray, ("forward", False), self.arrays, {})
@@ -62,20 +62,20 @@ class Steps:
         self.key, *_ = found
         self.session = session
         self.known = session.known[self.key]
-        self.pointers, self.recording = next(iter(self.known._recordings.items()))
+        self.pointers, self.recording = next(iter(self.known._graphs.items()))
         self.plan = self.known.plan
 
     def each(self) -> Iterator[tuple[str, Callable[[], Any]]]:
         """The name and the function of each step."""
         here, known, key, how = self.here, self.known, self.key, ("forward", False)
         cache = self.session.cache
-        (made,) = known._made
+        (made,) = known._created
         yield "the key: dtypes, shapes and strides", lambda: replay_cache._key(here.ndarray, how, self.arrays, {})
         yield "the context and its session", lambda: here.session(here.context_id(0)[1])
         yield "look up the call", lambda: self.session.known.get(key)
         yield "the current stream", lambda: here.current_stream().ptr
         yield "allocate the output", lambda: here.ndarray(made[0], made[1], here.alloc(made[2]), None, "F")
-        yield "look up the addresses", lambda: known._recordings.get(self.pointers)
+        yield "look up the addresses", lambda: known._graphs.get(self.pointers)
         yield "with many captured graphs: is the device busy?", lambda: cuda_graph.is_busy(0)
         yield "the plan cache's lock", lambda: self._locked(cache.lock)
 
@@ -163,7 +163,7 @@ def calls() -> tuple[dict[str, Callable[[], Any]], Steps]:
 
 def settle(call: Callable[[], Any]) -> None:
     """Repeat a call until its CUDA graph is captured."""
-    for _ in range(2 * replay_cache.SIGHTS):
+    for _ in range(2 * replay_cache.CAPTURE_AFTER):
         call()
         cupy.cuda.Device().synchronize()
 

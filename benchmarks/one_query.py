@@ -88,10 +88,9 @@ def rows() -> Iterator[dict[str, Any]]:
 
 def measure(call: Any, plan: Plan, expected: Any) -> tuple[str, float]:
     """The largest error of a plan's output, and the median microseconds of 20 executions."""
-    call._fill_inputs()
-    call._allocate()
+    call.create_inputs()
+    stage = call.stage()
     workspace = cupy_runtime.allocate(max(plan.info.workspace, 1))
-    stage = call._staged(call.engine_problem)
     plan.set_stream(cupy_runtime.stream())
     pointers = {name: array.data.ptr for name, array in stage.arrays.items()}
 

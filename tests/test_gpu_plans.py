@@ -236,7 +236,7 @@ def test_what_is_not_planned_is_not_captured(on_gpu, plans, cupy):
     with cupy.cuda.Stream(non_blocking=True) as stream:
         attention(q, k, v)
         stream.begin_capture()
-        with pytest.raises(RuntimeError, match="before it begins"):
+        with pytest.raises(RuntimeError, match="before the capture begins"):
             attention(q, k, v, causal=True)
         with cupy_sdpa.autotune(), pytest.raises(RuntimeError, match="tune before"):
             attention(q, k, v)

@@ -26,7 +26,7 @@ LAYERS = (
     ("device",),
     ("problem",),
     ("score_fn", "_cudnn", "layout"),
-    ("version", "errors", "reference", "zoo", "_html"),
+    ("version", "errors", "reference", "zoo", "_html", "_typing"),
 )  # fmt: skip
 #: The most modules of a folder, and the most lines of a module.
 MODULES_PER_FOLDER, LINES = 8, 400

@@ -9,7 +9,7 @@ from stand_ins import CASE, Descriptor, candidate, fake_plan, uids
 import cupy_sdpa
 from cupy_sdpa import CudnnError, Unsupported
 from cupy_sdpa.calls import call
-from cupy_sdpa.calls.call import Call, planned
+from cupy_sdpa.calls.call import Call, with_plan
 from cupy_sdpa.device import cupy_runtime, driver
 from cupy_sdpa.graph.attention_forward import forward
 from cupy_sdpa.plans import engines, plan, plan_cache, plan_file, planner, sessions
@@ -110,7 +110,7 @@ def device(monkeypatch):
     monkeypatch.setattr(cupy_runtime, "stream", lambda: session.stream)
     monkeypatch.setattr(sessions, "existing_session", lambda context: session)
     monkeypatch.setattr(sessions, "session", lambda context: session)
-    monkeypatch.setattr(call, "objections", lambda problem, number: [])
+    monkeypatch.setattr(call, "unsupported_reasons", lambda problem, number: [])
     return session
 
 
@@ -119,7 +119,7 @@ def test_a_deterministic_plan_does_not_depend_on_free_memory(device, monkeypatch
     targets = []
     monkeypatch.setattr(planner, "plan_for", lambda problem, target: targets.append(target) or fake_plan())
     for _ in range(2):
-        planned(DETERMINISTIC, 0, lambda session, found: None)
+        with_plan(DETERMINISTIC, 0, lambda session, found: None)
     assert targets == [Target("h200", 90, device.handle)]
 
 
@@ -128,7 +128,7 @@ def test_every_run_is_on_the_current_stream(device, monkeypatch):
     monkeypatch.setattr(planner, "plan_for", lambda problem, target: fake_plan())
     seen = []
     for device.stream in (7, 9, 7):
-        planned(CASE.problem(), 0, lambda session, found: seen.append(session.handle.streams[-1]))
+        with_plan(CASE.problem(), 0, lambda session, found: seen.append(session.handle.streams[-1]))
     assert seen == [7, 9, 7]
 
 
@@ -136,7 +136,7 @@ def test_a_plan_is_built_on_the_current_stream(device, monkeypatch):
     """While cuDNN builds, its handle does not hold a stream that may have been destroyed."""
     seen = []
     monkeypatch.setattr(planner, "plan_for", lambda problem, target: seen.append(list(device.handle.streams)) or fake_plan())
-    planned(CASE.problem(), 0, lambda session, found: None)
+    with_plan(CASE.problem(), 0, lambda session, found: None)
     assert seen == [[7]]
 
 
@@ -170,11 +170,11 @@ def test_no_memory_for_the_workspace_is_an_error_of_this_call_only(error, device
     asked, made = a_call(ran)
     monkeypatch.setattr(cupy_runtime, "allocate", memory := Memory(error))
     with pytest.raises(type(error)) as raised:
-        asked._launch(asked.problem, made)
+        asked._launch(made)
     assert raised.value is error
     assert any("12345 bytes" in note and "max_workspace=" in note for note in raised.value.__notes__)
     memory.error = None
-    asked._launch(asked.problem, made)
+    asked._launch(made)
     assert ran == [1 << 40]
 
 
@@ -183,7 +183,7 @@ def test_what_is_enqueued_again_goes_to_the_current_stream(device, monkeypatch):
     ran = []
     asked, made = a_call(ran)
     monkeypatch.setattr(cupy_runtime, "allocate", Memory())
-    asked._launch(asked.problem, made)
+    asked._launch(made)
     device.stream = 11
     asked.enqueue()
     assert ran == [1 << 40, ("stream", 11), 1 << 40]
@@ -195,7 +195,7 @@ def test_a_plan_that_a_capture_has_recorded_is_kept(device, monkeypatch):
     asked, made = a_call(ran)
     monkeypatch.setattr(cupy_runtime, "allocate", Memory())
     monkeypatch.setattr(cupy_runtime, "capturing", lambda: True)
-    asked._launch(asked.problem, made)
+    asked._launch(made)
     assert ran == ["kept", 1 << 40]
     assert asked.launched is None
 

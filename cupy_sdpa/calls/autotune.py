@@ -1,10 +1,11 @@
 """Autotuning: measure the engine configs that cuDNN's heuristics propose on the caller's arrays, and keep the fastest.
 
-A config is accepted only if its results agree with those of the first one. Deterministic gradients stay deterministic: the graph
-of the ordered engine, which accumulates dQ in scratch memory, is not tuned, because its other configs accumulate in any order.
+A config is accepted only if its results agree with those of the first one. Deterministic gradients stay deterministic: the
+graph of the ordered engine, which accumulates dQ in scratch memory, is not tuned, because its other configs accumulate in
+any order.
 
-Only proposed configs are measured. Settings of the knobs that the heuristics do not propose gained 3 % on one of ten problems on
-an H200 and nothing on the others, took up to 21 s to measure, and up to 18 of 28 of them computed wrong results
+Only proposed configs are measured. Settings of the knobs that the heuristics do not propose gained 3 % on one of ten
+problems on an H200 and nothing on the others, took up to 21 s to measure, and up to 18 of 28 of them computed wrong results
 (``benchmarks/results/h200_cudnn928_plans.csv``).
 """
 
@@ -35,7 +36,7 @@ GAIN = 1.02
 #: The norm of the difference from the first config's results, relative to their norm, above which a config is wrong: a few
 #: roundings to bfloat16 (0.4 % each).
 TOLERANCE = 0.02
-#: How many configs are measured again in turns, in how many rounds, and the milliseconds that one round of a config should take.
+#: How many configs are measured again in turns, in how many rounds, and the target milliseconds of one round of a config.
 _FINALISTS, _ROUNDS, _ROUND_MS = 4, 7, 1.0
 
 
@@ -237,7 +238,7 @@ class _Bench:
             self._handle.set_stream(before)
 
     def _launch_ms(self, recording: Recording, count: int) -> float:
-        """Milliseconds of one of ``count`` launches; as many launches before them keep the device busy while the host enqueues."""
+        """Milliseconds of one of ``count`` launches; as many before them keep the device busy while the host enqueues."""
         begin, end = self._cupy.cuda.Event(), self._cupy.cuda.Event()
         for event in (begin, end):
             for _ in range(count):
