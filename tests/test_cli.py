@@ -56,7 +56,8 @@ def no_matplotlib(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """An empty folder to work in."""
+    """An empty folder to work in, and lines as long as they may be, whatever the terminal."""
+    monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -137,7 +137,8 @@ def test_an_interrupt_is_one_line(command, folder):
     (folder / "shapes.toml").write_text(
         '[[attention]]\nq = [64, 2, 64, 1]\nk = [64, 2, 64, 1]\nv = [64, 2, 64, 1]\ndtype = "float16"\nlengths = [64, 128, 192]'
     )
-    code = f"import sys; from cupy_sdpa import offline; offline._COMMAND = {offline._COMMAND!r}\n"
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored where the tests run in the background
+    code += f"import sys; from cupy_sdpa import offline; offline._COMMAND = {offline._COMMAND!r}\n"
     code += f"from cupy_sdpa.__main__ import main; sys.exit(main({command!r}))"
     running = subprocess.Popen(
         [sys.executable, "-c", code], cwd=folder, env=child_environment(PYTHONPATH=str(Path(__file__).parents[1])),

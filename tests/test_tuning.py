@@ -1,6 +1,7 @@
 """Tuning: which configs are tried, and how what was found is kept and shown. On a GPU: tests/test_gpu_plans.py."""
 
 import contextlib
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,8 +20,8 @@ from cupy_sdpa.tuning import KNOBS, Trial, Tuning, tune
 ASKED = Case("small", d=64, sq=64).problem()
 
 
-def candidates_of(problem, knobs):
-    """In a child: the (engine, knobs, whether heuristics propose it) of every candidate, and those of the plan itself."""
+def candidates_of(problem, knobs, most):
+    """In a child: the (engine, knobs, whether heuristics propose it) of the first candidates, and those of the plan itself."""
     from cupy_sdpa.offline import described
     from cupy_sdpa.patterns import forward
     from cupy_sdpa.plan import make, searching
@@ -31,7 +32,7 @@ def candidates_of(problem, knobs):
     plan = make(graph, target, shelf=Shelf(None))
     found = []
     with searching(graph, target) as (search, _):
-        for candidate, proposed in _candidates(search, plan, knobs):
+        for candidate, proposed in itertools.islice(_candidates(search, plan, knobs), most):
             found.append((candidate.engine, candidate.knobs, proposed))
             candidate.close()
     plan.close()
@@ -39,10 +40,14 @@ def candidates_of(problem, knobs):
 
 
 @pytest.mark.cudnn
-@pytest.mark.parametrize("knobs", [False, True], ids=["heuristics", "knobs"])
-def test_every_config_is_tried_once(knobs, planner):
+@pytest.mark.parametrize(
+    ("knobs", "most"),
+    [(False, None), (True, 8), pytest.param(True, None, marks=pytest.mark.sweep)],
+    ids=["heuristics", "some knobs", "knobs"],
+)
+def test_every_config_is_tried_once(knobs, most, planner):
     """Not the plan that is there, none twice; by hand only on request, and only knobs that may be touched."""
-    own, found = planner.call(candidates_of, ASKED, knobs)
+    own, found = planner.call(candidates_of, ASKED, knobs, most)
     configs = [(engine, chosen) for engine, chosen, _ in found]
     assert own not in configs
     assert len(configs) == len(set(configs))
