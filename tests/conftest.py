@@ -13,6 +13,7 @@ import functools
 import gc
 import os
 import tempfile
+import zlib
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # read when numpy is imported; every worker process has a core
 
@@ -21,6 +22,10 @@ from tiers import missing
 
 TIERS = ("cudnn", "gpu", "multi_gpu")
 REQUIRES = {"": (), "cudnn": ("cudnn",), "gpu": ("gpu",), "multi_gpu": ("gpu", "multi_gpu"), "all": TIERS}
+#: Whether there are hours for it.
+NIGHTLY = os.environ.get("CUPY_SDPA_NIGHTLY", "0") != "0"
+#: Compiling a kernel takes a second. The sweep compiles those of one in so many tests, every night those of all.
+SHARE = 4
 #: The tests of these files share what takes long to make.
 TOGETHER = ("test_training",)
 #: The tests that take longest are started first, so that no worker process waits for another at the end.
@@ -63,6 +68,9 @@ def pytest_itemcollected(item):
 @pytest.hookimpl(trylast=True)  # after -m and -k have chosen
 def pytest_collection_modifyitems(config, items):
     """Skip the tests of tiers that this machine lacks, or fail them where they are required."""
+    left = [item for item in items if not NIGHTLY and is_compiled(item) and zlib.crc32(item.nodeid.encode()) % SHARE]
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if item not in set(left)]
     wanted = os.environ.get("CUPY_SDPA_REQUIRE", "")
     if wanted not in REQUIRES:
         raise pytest.UsageError(f"CUPY_SDPA_REQUIRE is {wanted!r}; it must be one of {', '.join(filter(None, REQUIRES))}")
@@ -75,6 +83,11 @@ def pytest_collection_modifyitems(config, items):
                     item.add_marker(pytest.mark.skip(reason=f"{tier} tier: {reason}"))
                 break
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+
+
+def is_compiled(item):
+    """Whether a test has the kernels compiled that it asks cuDNN about."""
+    return "callspec" in vars(item) and item.callspec.params.get("planned") == "compiled"
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -103,7 +116,7 @@ def planner():
 
 @pytest.fixture(params=["accepted", pytest.param("compiled", marks=pytest.mark.sweep)])
 def planned(request, planner):
-    """Calls a function that plans in the planner's process, without compiling kernels; with ``-m sweep`` they are compiled."""
+    """Calls a function that plans in the planner's process; kernels are compiled in the sweep alone, see ``SHARE``."""
     from planner import compared
 
     return planner.accept if request.param == "accepted" else functools.partial(compared, planner)

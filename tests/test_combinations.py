@@ -206,24 +206,28 @@ def check_plan(question, call):
             assert isinstance(plan, PlanInfo)
 
 
+def check_plans(number, first, call):
+    """:func:`check_plan` of so many drawn questions; ``first`` is what the drawing begins with."""
+
+    @seed(first)
+    @settings(AS_DRAWN, max_examples=number)
+    @given(asked())
+    def check(question):
+        check_plan(question, call)
+
+    check()
+
+
 @pytest.mark.cudnn
-@settings(AS_DRAWN, max_examples=80)
-@given(question=asked())
-def test_any_combination_that_the_table_lets_through_is_planned(question, planned):
+@pytest.mark.parametrize("part", range(8))
+def test_any_combination_that_the_table_lets_through_is_planned(part, planned):
     """A question that our table has nothing against has a plan, on every described GPU."""
-    check_plan(question, planned)
+    check_plans(20, part, planned)
 
 
 @pytest.mark.cudnn
 @pytest.mark.sweep
-@pytest.mark.parametrize("part", range(4))
-def test_many_combinations_that_the_table_lets_through_are_planned(part, planner):
+@pytest.mark.parametrize("part", range(8))
+def test_many_combinations_that_the_table_lets_through_are_planned(part, planned):
     """Some more; every night two thousand."""
-
-    @seed(part)
-    @settings(AS_DRAWN, max_examples=700 if NIGHTLY else 50)
-    @given(asked())
-    def check(question):
-        check_plan(question, planner.call)
-
-    check()
+    check_plans(350 if NIGHTLY else 50, 100 + part, planned)

@@ -316,10 +316,10 @@ def test_a_function_is_planned(functions, planned):
 @pytest.mark.sweep
 @pytest.mark.parametrize("gpu", gpus.NAMES)
 @pytest.mark.parametrize("functions", [*ZOO, *OPERATIONS] if NIGHTLY else OPERATIONS[::5], ids=str)
-def test_every_function_is_planned_for_every_gpu(functions, gpu, planner):
+def test_every_function_is_planned_for_every_gpu(functions, gpu, planned):
     """Both passes."""
     for backward in (False, True):
-        asked_on(planner.call, functions, gpu, backward)
+        asked_on(planned, functions, gpu, backward)
 
 
 def asked_on(call, functions, gpu, backward):
