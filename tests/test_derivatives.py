@@ -204,14 +204,14 @@ def test_gradients_of_arrays_are_right_on_the_gpu(functions, dtype, cupy):
 
 @pytest.mark.cudnn
 @pytest.mark.parametrize("functions", LEARNED, ids=str)
-def test_gradients_of_arrays_are_planned(functions, planner):
+def test_gradients_of_arrays_are_planned(functions, planned):
     """Every launch that gives the gradient of an array has a plan, but those that the table refuses."""
     shapes = (64, HQ, 200, B), (64, HKV, 200, B), (64, HKV, 200, B)
     asked = problem(*shapes, dtype="bfloat16", backward=True, return_dtensors=True, **functions.options(q=200, kv=200))
     others = [name for name in gpus.NAMES if name != "h200"]
     for part in subproblems.subproblems(asked):
         for gpu in ("h200", others[LEARNED.index(functions) % len(others)]) if part.ds_reductions else ():
-            plan = planner.call(plan_problem, part, gpu)
-            reasons = why_not(part, planner.call(library_version), gpus.capability(gpu))
+            plan = planned(plan_problem, part, gpu)
+            reasons = why_not(part, planned(library_version), gpus.capability(gpu))
             assert {reason.rule for reason in reasons} <= {"query-numbers"}
             assert isinstance(plan, PlanInfo) == (not reasons), plan
