@@ -14,12 +14,13 @@ from cupy_sdpa.errors import Unsupported
 from cupy_sdpa.graph.attention_backward import backward
 from cupy_sdpa.graph.attention_forward import forward
 from cupy_sdpa.graph.nodes import Builder, Tensor, row_major
-from cupy_sdpa.plans.lowering import OperationGraph
-from cupy_sdpa.plans.plan import ORDERED, ORDERED_SINCE, PlanInfo
+from cupy_sdpa.plans.lowering import OperationGraph, crashing_patterns
+from cupy_sdpa.plans.plan import PlanInfo
+from cupy_sdpa.plans.planner import ORDERED, ORDERED_SINCE
 from cupy_sdpa.problem.subproblems import subproblems
 from cupy_sdpa.problem.validation import make_problem
 from cupy_sdpa.support import gpus
-from cupy_sdpa.support.why_not import deadly, guards, why_not
+from cupy_sdpa.support.why_not import guards, why_not
 from cupy_sdpa.version import version_text
 
 pytestmark = pytest.mark.cudnn
@@ -244,7 +245,7 @@ def test_what_would_kill_cudnn_is_refused_first(name, planner):
     """The guard names the tensor and what would have happened, and the process lives."""
     build, words = DEADLY[name]
     graph = build()
-    assert deadly(graph)
+    assert crashing_patterns(graph)
     with pytest.raises(Unsupported, match=words):
         OperationGraph(graph)
     assert isinstance(planner.plan(graph), str)

@@ -140,13 +140,13 @@ def test_every_launch_is_planned_before_the_first_runs(monkeypatch):
     call = read_backward(q, k, v, options, dout=dout, out=out, stats=stats, return_dtensors=True)
     asked, ran = [], []
 
-    def planned(given, device, run):
+    def with_plan(given, device, run):
         asked.append(given.settings.gradient_of)
         if len(asked) > 1:
             raise Unsupported("no engine")
 
     monkeypatch.setattr(call, "on_gpu", True)
-    monkeypatch.setattr("cupy_sdpa.calls.call.planned", planned)
+    monkeypatch.setattr("cupy_sdpa.calls.call.with_plan", with_plan)
     monkeypatch.setattr("cupy_sdpa.device.cupy_runtime.on_device_of", lambda array: contextlib.nullcontext(0))
     monkeypatch.setattr(Call, "_compute", lambda self, device: ran.append(self.problem))
     with pytest.raises(Unsupported, match="no engine"):

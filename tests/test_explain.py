@@ -54,9 +54,14 @@ def test_shapes_pose_the_problem_of_gradients(options):
     ("arguments", "options", "error", "words"),
     [
         ((Q, KV, KV), {}, TypeError, "dtype is missing"),
-        (("q", KV, KV), {"dtype": "float16"}, TypeError, "q is 'q'; give a shape"),
+        (("q", KV, KV), {"dtype": "float16"}, TypeError, "q is 'q'; pass a shape"),
         ((Q, (1.5, 8, 512, 1), KV), {"dtype": "float16"}, TypeError, r"k is \(1\.5"),
-        (((128, 32, -1, 1), KV, KV), {"dtype": "float16"}, ValueError, r"q is \(128, 32, -1, 1\); a length is not negative"),
+        (
+            ((128, 32, -1, 1), KV, KV),
+            {"dtype": "float16"},
+            ValueError,
+            r"q is \(128, 32, -1, 1\); a dimension must not be negative",
+        ),
         ((Q, KV, KV), {"dtype": "int8"}, TypeError, "q is int8"),
         ((Q, (64, 8, 512, 1), KV), {"dtype": "float16"}, ValueError, "head dims"),
         ((Q, KV, KV), {"dtype": "float16", "causal": "middle"}, ValueError, "middle"),
@@ -74,7 +79,7 @@ def test_a_problem_needs_a_gpu_to_ask_about():
     if cupy_sdpa.device.cupy_runtime.current_device() is None:
         with pytest.raises(ValueError, match="gpu='H200'"):
             explain(asked())
-    with pytest.raises(ValueError, match="no GPU is named"):
+    with pytest.raises(ValueError, match="gpu is None: name a GPU"):
         explain(asked(), cudnn="9.19")
     with pytest.raises(ValueError, match=r"no GPU named 'H201'.*h200"):
         explain(asked(), gpu="H201", cudnn="9.19")
@@ -90,7 +95,7 @@ REFUSED = {
         asked((256, 8, 64, 1), (256, 8, 64, 1), (256, 8, 64, 1), backward=True), "B200", "9.19", "head dims 256 and 256",
         "with cuDNN 9.23.0, or on Hopper",
     ),
-    "old_cudnn": (asked(), "H200", "9.10", "cuDNN is 9.10.0, 9.19.0", "with cuDNN 9.19.0"),
+    "old_cudnn": (asked(), "H200", "9.10", "cuDNN is 9.10.0; 9.19.0", "with cuDNN 9.19.0"),
 }  # fmt: skip
 
 
@@ -115,7 +120,7 @@ def test_a_version_that_is_not_here_is_answered_by_the_table():
     assert report
     assert report.plan is None
     assert report.workspace is None
-    assert "cuDNN 9.20.5; by the support table alone, it was not planned" in str(report)
+    assert "cuDNN 9.20.5; from the support table alone, it was not planned" in str(report)
 
 
 class Balanced(HTMLParser):
@@ -233,7 +238,7 @@ def test_a_store_is_built_once(tmp_path):
     again = store.build([*problems, asked(dtype="float32")], "h200", tmp_path / "plans", workers=1)
     assert [bool(entry.plan and entry.plan.loaded) for entry in again] == [True, True, False]
     assert "float32" in again[2].reason
-    with pytest.raises(ValueError, match=r"plans are wanted for cuDNN 9\.19\.9"):
+    with pytest.raises(ValueError, match=r"cudnn is '9\.19\.9', but cuDNN"):
         store.build(problems, "h200", tmp_path, cudnn="9.19.9")
 
 
@@ -244,7 +249,7 @@ def test_a_kept_plan_that_cudnn_does_not_take(kept, planner):
         said, engine = planner.call(plan_over_garbage, asked(q=(128, 8, 64, 1), k=(128, 8, 64, 1), v=(128, 8, 64, 1)), text)
         assert engine == 2
         assert len(said) == 1
-        assert "is built anew" in said[0]
+        assert "is built again" in said[0]
 
 
 def plan_over_garbage(problem, text):
@@ -252,17 +257,17 @@ def plan_over_garbage(problem, text):
     import warnings
 
     from cupy_sdpa.graph.attention_forward import forward
-    from cupy_sdpa.offline.planner import described
-    from cupy_sdpa.plans.plan import disk_cache_key, make
+    from cupy_sdpa.offline.planner import load_target
+    from cupy_sdpa.plans.planner import disk_cache_key, load_or_build
 
-    disk_cache, target, graph = DiskCache(None), described("h200"), forward(problem)
-    make(graph, target, disk_cache=disk_cache).close()
+    disk_cache, target, graph = DiskCache(None), load_target("h200"), forward(problem)
+    load_or_build(graph, target, disk_cache=disk_cache).close()
     key = disk_cache_key(graph, target, None, None)
     head = disk_cache.get(key).partition(b"\n")[0]
     disk_cache.put(key, head + b"\n" + text if text else b"")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        plan = make(graph, target, disk_cache=disk_cache)
+        plan = load_or_build(graph, target, disk_cache=disk_cache)
     plan.close()
     assert not plan.info.loaded
     return [str(warning.message) for warning in said], plan.info.engine
@@ -271,14 +276,14 @@ def plan_over_garbage(problem, text):
 @pytest.mark.cudnn
 def test_a_crash_inside_cudnn_is_an_answer():
     """What kills the process that plans is said as a reason, and the next question is answered."""
-    from cupy_sdpa.offline.planner import Planner, described
+    from cupy_sdpa.offline.planner import Planner, load_target
 
     row = asked((128, 1, 1, 1), (128, 1, 64, 1), (128, 1, 64, 1), backward=True)
     with Planner() as planner:
-        answer = planner.plan(row, described("h200"))
+        answer = planner.plan(row, load_target("h200"))
         if planner.version >= 92600:
             assert "ended the process" in answer
-        assert planner.plan(asked(), described("h200")).engine == 2
+        assert planner.plan(asked(), load_target("h200")).engine == 2
 
 
 @pytest.mark.cudnn
@@ -313,7 +318,7 @@ def test_prepared_calls_on_numpy():
     assert call(q, k, v, out=mine)[0] is mine
     assert call.tuning is None
     assert repr(call).startswith("<prepared: forward attention")
-    with pytest.raises(ValueError, match=r"Prepared: q \(16, 4, 20, 2\).*Given: q \(16, 4, 19, 2\)"):
+    with pytest.raises(ValueError, match=r"Prepared: q \(16, 4, 20, 2\).*Passed: q \(16, 4, 19, 2\)"):
         call(q[:, :, :19], k, v)
     backward = prepare(q, k, v, causal=True, backward=True)
     for mine, right in zip(
@@ -359,15 +364,15 @@ def test_shapes_from_a_file(tmp_path):
     [
         ("", "has no table"),
         ("attention = 1", "has no table"),
-        ("[[attention", "is no TOML file"),
+        ("[[attention", "is not a TOML file"),
         ("[[attention]]\nq = [1, 2]", "table 1 .*k, v, dtype is missing"),
         (TOML.replace('"backward"', '"sideways"'), "table 1 .*sideways"),
-        (TOML.replace("[128, 256]", "5"), r"table 1 .*lengths is 5; it must be a list of whole numbers"),
+        (TOML.replace("[128, 256]", "5"), r"table 1 .*lengths is 5; it must be a list of non-negative integers"),
         (TOML.replace("[128, 256]", "[]"), r"table 1 .*lengths is \[\]; it must be a list"),
         (TOML.replace("[128, 256]", "[128, 2.5]"), r"table 1 .*lengths is \[128, 2.5\]; it must be a list"),
         (TOML.replace("[128, 256]", "[-1]"), r"table 1 .*lengths is \[-1\]; it must be a list"),
         (TOML.replace('["forward", "backward"]', "5"), "table 1 .*passes is 5; it must be a list"),
-        (TOML.replace('["forward", "backward"]', '[["forward"]]'), r"table 1 .*passes names \['forward'\]; there are"),
+        (TOML.replace('["forward", "backward"]', '[["forward"]]'), r"table 1 .*passes contains \['forward'\]; it can contain"),
         ("attention = [1]", "table 1 .*1 is not a table"),
         (TOML.replace("bucket = 512", "buckets = 512"), "table 2 .*buckets"),
         (TOML.replace("k = [64, 2, 1000, 2]", "k = [64, 2, 999, 2]"), "table 2 .*999 and 1000"),
@@ -413,11 +418,11 @@ def test_what_a_prepared_call_was_not_prepared_for():
     """Other options, other arrays, results of the other pass: each is named."""
     x = np.ones((8, 2, 5, 2), np.float32, order="F")
     forward, backward = prepare(x, x, x, causal=True), prepare(x, x, x, backward=True)
-    with pytest.raises(ValueError, match=r"causal from the top left\. Given: .*no mask\. Prepare"):
+    with pytest.raises(ValueError, match=r"causal from the top left\. Passed: .*no mask\. Prepare"):
         forward(x, x, x, causal=False)
-    with pytest.raises(TypeError, match="2 arrays are given; the call was prepared for q, k, v"):
+    with pytest.raises(TypeError, match="2 arrays are passed; the call was prepared for q, k, v"):
         forward(x, x)
-    with pytest.raises(TypeError, match="dq is no result of the call that was prepared; it gives out, stats"):
+    with pytest.raises(TypeError, match="dq is not a result of the prepared call; its results are out, stats"):
         forward(x, x, x, dq=x.copy(order="F"))
-    with pytest.raises(TypeError, match=r"out is no result .*; it gives dq, dk, dv"):
+    with pytest.raises(TypeError, match=r"out is not a result .*; its results are dq, dk, dv"):
         backward(x, x, x, x, x, np.zeros((5, 2, 2), np.float32, order="F"), out=x.copy(order="F"))

@@ -118,7 +118,7 @@ def test_what_cannot_be_traced_says_what_to_write(score_mod, error, text):
     ("options", "error", "text"),
     [
         ({"mask_mod": zoo.causal, "tensors": [np.ones(3)]}, TypeError, "tensors is a list; it must be a mapping"),
-        ({"tensors": {"x": np.ones(3)}}, ValueError, "tensors has x, and neither score_mod nor mask_mod"),
+        ({"tensors": {"x": np.ones(3)}}, ValueError, "tensors has x, but neither score_mod nor mask_mod"),
     ],
     ids=["list", "unread"],
 )

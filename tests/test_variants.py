@@ -8,7 +8,7 @@ from cases import Case, as_float, inputs
 
 import cupy_sdpa
 from cupy_sdpa import Unsupported, alibi_slopes, attention, attention_backward, attention_vjp, dropout_mask, explain, reference
-from cupy_sdpa.support.why_not import doubtful, why_not
+from cupy_sdpa.support.why_not import unverified_rules, why_not
 
 ENGINES = ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)]
 
@@ -160,7 +160,7 @@ def test_totals_share_a_plan():
         x = (64, 4, total)
         starts = {"cu_seqlens_q": (5,), "cu_seqlens_kv": (5,), "max_seqlen_q": 300, "max_seqlen_kv": 300}
         problems.append(cupy_sdpa.problem(x, x, x, dtype="bfloat16", backward=True, **starts))
-    assert problems[0] is problems[1] is problems[2]
+    assert problems[0] == problems[1] == problems[2]
 
 
 class TestDropout:
@@ -285,15 +285,15 @@ BAD = {
     "slopes": ({"alibi_slopes": np.zeros(3, np.float32)}, ValueError, r"alibi_slopes has shape \(3,\); it must be \(1,\)"),
     "sinks": ({"sinks": np.zeros(1)}, TypeError, "sinks is float64; it must be float32"),
     "dropout_one": ({"dropout_p": 1.0, "seed": 0}, ValueError, "dropout_p is 1.0; it must be 0 or more, and below 1"),
-    "dropout_seed": ({"dropout_p": 0.5}, ValueError, "seed is None: give a seed"),
+    "dropout_seed": ({"dropout_p": 0.5}, ValueError, "seed is None: pass a seed"),
     "dropout_mask": ({"dropout_mask": np.ones((4, 4, 1, 2), bool)}, ValueError, "dropout_p is 0"),
     "dropout_both": (
-        {"dropout_p": 0.5, "seed": 1, "dropout_mask": np.ones((4, 4, 1, 2), bool)}, ValueError, "give one of them",
+        {"dropout_p": 0.5, "seed": 1, "dropout_mask": np.ones((4, 4, 1, 2), bool)}, ValueError, "pass one of them",
     ),
     "dropout_mask_shape": (
         {"dropout_p": 0.5, "dropout_mask": np.ones((4, 4, 1, 1), bool)}, ValueError, r"dropout_mask has shape .* \(4, 4, 1, 2\)",
     ),
-    "seed_large": ({"dropout_p": 0.5, "seed": 2**63}, ValueError, "64 bits"),
+    "seed_large": ({"dropout_p": 0.5, "seed": 2**63}, ValueError, "64-bit integer"),
     "seed_float": ({"dropout_p": 0.5, "seed": 1.5}, TypeError, "seed is a builtins.float"),
     "longest_alone": ({"max_seqlen_q": 4}, ValueError, "cu_seqlens_q is None"),
     "packed_rank": (
@@ -384,8 +384,8 @@ def test_variants_are_refused_where_cudnn_cannot():
     packed = {"cu_seqlens_q": (3,), "cu_seqlens_kv": (3,), "max_seqlen_q": 60, "max_seqlen_kv": 60}
     asked = cupy_sdpa.problem((64, 8, 100), (64, 8, 100), (64, 8, 100), dtype="bfloat16", backward=True, **packed)
     assert not why_not(asked, 92800, 80)
-    assert [name for name, _ in doubtful(asked, 92800, 80)] == ["packed-gradients"]
-    assert not doubtful(asked, 92800, 90)
+    assert [name for name, _ in unverified_rules(asked, 92800, 80)] == ["packed-gradients"]
+    assert not unverified_rules(asked, 92800, 90)
 
 
 @pytest.mark.gpu

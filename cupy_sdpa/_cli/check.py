@@ -1,4 +1,4 @@
-"""``check``: a randomized self-test of this GPU and cuDNN, or of the CPU engine and of planning."""
+"""``check``: a randomized self-test of the GPU and cuDNN, or of the CPU engine and of planning."""
 
 from __future__ import annotations
 
@@ -20,59 +20,63 @@ from .._cudnn.library import library
 from ..device import cupy_runtime
 from ..errors import CudnnError
 from ..version import __version__, version_text
-from . import machine
-from .console import CommandError, Help, one_line, positive, say
+from .helpers import machine
+from .helpers.console import CommandError, Help, one_line, positive, print_labeled
 
 if TYPE_CHECKING:
     from ..check.summary import Finding, Summary
 
 _EPILOG = """\
 examples:
-  python -m cupy_sdpa check                     one minute
+  python -m cupy_sdpa check                     for one minute
   python -m cupy_sdpa check --minutes 20 --json report.json
   python -m cupy_sdpa check --engine cpu --seed 7 --problems 500
 
-exit status: 0 nothing was found; 1 something was; 2 nothing could run.
+exit status: 0 no findings; 1 findings; 2 no problem could run.
 To report a finding, attach the file that --json writes.
 """
-#: Seconds between lines of progress where they do not overwrite one another.
+#: Seconds between progress lines if stderr is not a terminal.
 _INTERVAL = 10.0
-#: The most findings that are printed; the report has all of them.
-_MOST = 12
+#: The most findings to print; the report contains all.
+_MAX_PRINTED = 12
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser(
         "check",
-        help="a randomized self-test of this GPU and cuDNN",
-        description="Draw problems from the whole input space, run each several times in worker processes, and compare "
-        "every result with a float64 reference. Without a GPU: the CPU engine, and planning for described GPUs.",
+        help="a randomized self-test of the GPU and cuDNN",
+        description="Draw random problems, run each several times in worker processes, and compare the results with a "
+        "float64 reference. Without a GPU: test the CPU engine, and planning for described GPUs.",
         epilog=_EPILOG,
         formatter_class=Help,
     )
     parser.add_argument(
         "--minutes",
         type=float,
-        help="how long to draw problems (default: 1); making findings smaller takes up to 2 minutes more, 4 if problems hang",
+        help="duration of the run (default: 1); reducing findings takes up to 2 minutes more, 4 if a problem hangs",
     )
-    parser.add_argument("--problems", type=positive, metavar="N", help="how many problems, in place of a time")
-    parser.add_argument("--seed", type=int, help="of the problems; the same seed draws the same (default: a random one)")
+    parser.add_argument("--problems", type=positive, metavar="N", help="number of problems instead of a duration")
+    parser.add_argument("--seed", type=int, help="seed of the problems (default: random)")
     parser.add_argument(
         "--engine",
         choices=("gpu", "cpu", "plan"),
         action="append",
-        help="what to test; may be given twice (default: gpu; without one cpu and plan)",
+        help="what to test; may be repeated (default: gpu, or without a GPU cpu and plan)",
     )
-    parser.add_argument("--lengths", type=_lengths, metavar="SQ,SKV", help="the numbers of queries and keys (default: drawn)")
-    parser.add_argument("--jobs", type=positive, metavar="N", help="worker processes (default: one per CPU core, 8 on a GPU)")
+    parser.add_argument(
+        "--lengths", type=_lengths, metavar="SQ,SKV", help="fixed lengths of queries and keys (default: random)"
+    )
+    parser.add_argument(
+        "--jobs", type=positive, metavar="N", help="worker processes (default: one per CPU core, on a GPU at most 8)"
+    )
     parser.add_argument(
         "--json",
         metavar="FILE",
         type=Path,
-        help="write a report that can be attached to an issue: before findings are made smaller, and again at the end",
+        help="write a report for a bug report, before findings are reduced and again at the end",
     )
-    parser.add_argument("--case", metavar="LITERAL", help="run one case that a finding has printed")
+    parser.add_argument("--case", metavar="LITERAL", help="run the case of a finding")
     parser.set_defaults(command=command)
 
 
@@ -84,16 +88,16 @@ def _lengths(text: str) -> tuple[int, int]:
 
 
 def command(arguments: argparse.Namespace) -> int:
-    """Run ``check``; 1 where something was found."""
+    """Run ``check``; returns 1 if there are findings."""
     from ..check.cases.case import parse
     from ..check.run import cases, run
 
     seed = secrets.randbelow(10**6) if arguments.seed is None else arguments.seed
     if seed < 0:
-        raise CommandError(f"--seed {seed}: give a whole number, 0 or more")
+        raise CommandError(f"--seed {seed}: use an integer, 0 or larger")
     minutes = 1.0 if arguments.minutes is None and arguments.problems is None else arguments.minutes
     if minutes is not None and not minutes > 0:
-        raise CommandError(f"--minutes {minutes}: give a positive number")
+        raise CommandError(f"--minutes {minutes}: use a positive number")
     if arguments.json and not arguments.json.absolute().parent.is_dir():
         raise CommandError(f"--json {arguments.json}: there is no such folder")
     try:
@@ -103,7 +107,7 @@ def command(arguments: argparse.Namespace) -> int:
     engines = _engines([one.engine] if one else arguments.engine)
     jobs = 1 if one else arguments.jobs or _jobs(engines)
     bound = "1 problem" if one else f"{minutes:g} min" if minutes else f"{arguments.problems} problems"
-    say("seed", f"{seed}; {bound}, {jobs} worker process{'es' * (jobs > 1)}")
+    print_labeled("seed", f"{seed}; {bound}, {jobs} worker process{'es' * (jobs > 1)}")
     with _Progress(None if minutes is None else 60 * minutes, arguments.problems) as progress:
         drawn = iter([one]) if one else cases(seed, engines, arguments.lengths)
         bounds = None if minutes is None else 60 * minutes, arguments.problems
@@ -121,9 +125,9 @@ def command(arguments: argparse.Namespace) -> int:
     _print(summary, findings, seconds)
     report(summary, findings, seconds, final=True)
     if arguments.json:
-        say("report", str(arguments.json))
+        print_labeled("report", str(arguments.json))
     if not summary.problems:
-        raise CommandError("no problem was run: give more time with --minutes")
+        raise CommandError("no problem was run: increase --minutes")
     return 1 if findings else 0
 
 
@@ -140,39 +144,39 @@ def _write(path: Path, report: dict[str, Any]) -> None:
         raise CommandError(f"--json {path}: {error.strerror}") from error
 
 
-def _engines(wanted: Sequence[str] | None) -> tuple[str, ...]:
-    """What can be tested here; what is tested and what is not is printed.
+def _engines(requested: Sequence[str] | None) -> tuple[str, ...]:
+    """The engines that can be tested here; prints them and those that cannot.
 
     Raises:
-        CommandError: what was asked for cannot run.
+        CommandError: a requested engine cannot run.
     """
     reasons = machine.obstacles()
-    if wanted is None:
-        wanted = ("cpu", "plan") if reasons else ("gpu",)
+    if requested is None:
+        requested = ("cpu", "plan") if reasons else ("gpu",)
         if reasons:
-            say("no GPU", f"no kernel is run: {one_line('; '.join(reasons))}")
-    found = []
-    for engine in dict.fromkeys(wanted):
+            print_labeled("no GPU", f"no kernel is run: {one_line('; '.join(reasons))}")
+    engines = []
+    for engine in dict.fromkeys(requested):
         if engine == "gpu":
             if reasons:
                 raise CommandError(f"--engine gpu cannot run here: {one_line('; '.join(reasons))}")
-            say("tests", f"{'; '.join(machine.gpus())}; cuDNN {version_text(library().version)}")
+            print_labeled("tests", f"{'; '.join(machine.gpus())}; cuDNN {version_text(library().version)}")
         elif engine == "cpu":
-            say("tests", f"the CPU engine, numpy {np.__version__}")
+            print_labeled("tests", f"the CPU engine, numpy {np.__version__}")
         else:
             version = _planner()
             if isinstance(version, str):
-                say("not tested", f"planning: {version}")
+                print_labeled("not tested", f"planning: {version}")
                 continue
-            say("tests", f"planning for described GPUs, cuDNN {version_text(version)}")
-        found.append(engine)
-    if not found:
-        raise CommandError("nothing can be tested here")
-    return tuple(found)
+            print_labeled("tests", f"planning for described GPUs, cuDNN {version_text(version)}")
+        engines.append(engine)
+    if not engines:
+        raise CommandError("no engine can be tested here")
+    return tuple(engines)
 
 
 def _jobs(engines: Sequence[str]) -> int:
-    """How many worker processes: one per CPU core; on a GPU at most 8, each with 2 GiB of its memory."""
+    """The number of worker processes: one per CPU core; on a GPU at most 8, and at most one per 2 GiB of its memory."""
     cores = os.cpu_count() or 1
     if "gpu" not in engines:
         return cores
@@ -181,7 +185,7 @@ def _jobs(engines: Sequence[str]) -> int:
 
 
 def _planner() -> int | str:
-    """The version of the cuDNN that plans, or why none does."""
+    """The version of the planning cuDNN, or the reason why there is none."""
     from ..offline.planner import Planner
 
     try:
@@ -192,7 +196,7 @@ def _planner() -> int | str:
 
 
 def versions() -> dict[str, Any]:
-    """What the report says of this machine."""
+    """The versions in the report."""
     cupy = machine.imported("cupy")
     try:
         cudnn = version_text(library().version)
@@ -207,10 +211,10 @@ def versions() -> dict[str, Any]:
 
 
 class _Progress:
-    """A line on stderr: overwritten on a terminal, else a new one every ten seconds; and each finding when it is found.
+    """Progress on stderr: a line that is overwritten on a terminal, else a new line every ten seconds; and each new finding.
 
     Args:
-        seconds, problems: the bounds of the run.
+        seconds, problems: the limits of the run.
     """
 
     def __init__(self, seconds: float | None, problems: int | None) -> None:
@@ -218,7 +222,7 @@ class _Progress:
         self._terminal, self._last, self._printed = sys.stderr.isatty(), 0.0, 0
 
     def __call__(self, summary: Summary, seconds: float, doing: str) -> None:
-        """Print new findings and how far the run is."""
+        """Print new findings and the progress."""
         for finding in summary.findings[self._printed :]:
             print("\r\033[K" * self._terminal + f"found: {finding.line}", file=sys.stderr, flush=True)
         self._printed = len(summary.findings)
@@ -248,9 +252,9 @@ def _print(summary: Summary, findings: Sequence[Finding], seconds: float) -> Non
     print()
     for line in summary.table():
         print(line)
-    for finding in findings[:_MOST]:
+    for finding in findings[:_MAX_PRINTED]:
         print(f"\n{finding.text()}")
-    if len(findings) > _MOST:
-        print(f"\nand {len(findings) - _MOST} more, which the report of --json has")
+    if len(findings) > _MAX_PRINTED:
+        print(f"\nand {len(findings) - _MAX_PRINTED} more, which are in the report of --json")
     kinds = ", ".join(f"{count} {kind} on {engine}" for (engine, kind), count in sorted(summary.kinds.items()))
     print(f"\n{summary.problems} problems, {summary.calls} calls, {len(findings)} findings in {seconds:.0f} s ({kinds})")

@@ -9,7 +9,7 @@ import numpy as np
 
 import cupy_sdpa
 
-from ...offline.planner import Planner, described
+from ...offline.planner import Planner, load_target
 from ...problem.subproblems import subproblems
 from ...support import gpus
 from ...support.why_not import why_not
@@ -30,7 +30,7 @@ def planner() -> Planner:
 
 def plan(case: Case, outcome: Outcome) -> Outcome:
     """Plan both passes; what is neither a plan nor a refusal with reasons is a finding."""
-    version, capability, target = planner().version, gpus.capability(case.gpu), described(case.gpu)
+    version, capability, target = planner().version, gpus.capability(case.gpu), load_target(case.gpu)
     for asked in problems(case):
         if asked.trivial:
             continue
