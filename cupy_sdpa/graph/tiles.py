@@ -30,7 +30,7 @@ class Evaluation:
         scalars: the values of scalars, by name.
         dtype: the dtype of intermediate results.
         exact: whether intermediate results are not rounded.
-        whole: the names of tensors of which every tile reads all rows, the right operands of matmuls.
+        right_operands: the names of the right operands of matmuls, of which every tile reads all rows.
         steps: every node with the names of the tensors that no later node reads.
         totals: sums over tiles, by the name of the result.
         group_sums: unfinished sums over a group of heads, by the name of the result.
@@ -43,7 +43,7 @@ class Evaluation:
         self.views |= {t.name: _constant(t) for t in graph.by_role("constant")}
         self.scalars = {t.name: scalars[t.name] if t.value is None else t.value for t in graph.by_role("scalar")}
         self.dtype = np.dtype("float64" if exact else graph.compute_dtype)
-        self.whole = {node.b.name for node in graph.nodes if isinstance(node, Matmul)}
+        self.right_operands = {node.b.name for node in graph.nodes if isinstance(node, Matmul)}
         self.steps = _last_reads(graph)
         self.totals = {node.out.name: np.zeros(node.out.shape, self.dtype) for node in graph.nodes if _sums_over_tiles(node)}
         self.group_sums: dict[str, Array] = {}
@@ -54,7 +54,7 @@ class Evaluation:
         """All tiles, in the order of batch entries, heads and rows."""
         batch, heads, rows, max_columns = self._shape
         lengths, columns = _packed_lengths(self.graph), None
-        separable = _is_separable(self.graph, self.whole)
+        separable = _is_separable(self.graph, self.right_operands)
         for b in range(batch):
             if lengths:
                 rows, columns = (int(self.views[tensor.name][b, 0, 0, 0]) for tensor in lengths)
@@ -75,7 +75,7 @@ class Tile:
         batch, head: the batch entry and the query head.
         start, stop: the rows.
         columns: the number of keys of this batch entry; None if it is that of the tensors.
-        cache: the values of the tensors ``run.whole``, the same for all tiles of a head.
+        cache: the values of the tensors ``run.right_operands``, the same for all tiles of a head.
         values: the tensors computed or read so far, in ``run.dtype``.
         last_reads: the tensors that no later node reads; their memory may be reused.
     """
@@ -101,7 +101,7 @@ class Tile:
         value = self._slice(tensor)
         if value.dtype.kind != "b":
             value = value.astype(np.int64 if value.dtype.kind == "i" else self.run.dtype)
-        (self.cache if name in self.run.whole else self.values)[name] = value
+        (self.cache if name in self.run.right_operands else self.values)[name] = value
         return value
 
     def __setitem__(self, tensor: Tensor, value: Array) -> None:
@@ -149,7 +149,7 @@ class Tile:
         return value if fits else None
 
     def _slice(self, tensor: Tensor) -> Array:
-        rows = slice(None) if tensor.name in self.run.whole or tensor.shape[2] == 1 else slice(self.start, self.stop)
+        rows = slice(None) if tensor.name in self.run.right_operands or tensor.shape[2] == 1 else slice(self.start, self.stop)
         if tensor.ragged is not None:
             matrix = self._sequence(tensor)
             if self.columns is None:
@@ -203,21 +203,21 @@ def _packed_lengths(graph: Graph) -> tuple[Tensor, Tensor] | None:
 
 
 def _sums_over_tiles(node: Node) -> bool:
-    """Whether a node sums over tiles, so that its result is known only after the last tile."""
+    """Whether a node sums over tiles, so that its result is complete only after the last tile."""
     if not isinstance(node, Reduction) or node.out.role != "output":
         return False
     (b, h, m, n), (_, out_heads, _, _) = node.x.shape, node.out.shape
     return node.out.shape not in ((b, h, m, 1), (b, out_heads, m, n))
 
 
-def _is_separable(graph: Graph, whole: set[str]) -> bool:
+def _is_separable(graph: Graph, right_operands: set[str]) -> bool:
     """Whether a block of rows can be computed without the other rows.
 
     A matmul mixes the rows of its right operand only. So every right operand must be an input, and no step may read it by rows.
     """
     by_rows = {t.name for node in graph.nodes for t in node.inputs if not (isinstance(node, Matmul) and t is node.b)}
     results = {t.name for node in graph.nodes for t in node.outputs}
-    return not whole & (by_rows | results)
+    return not right_operands & (by_rows | results)
 
 
 def _last_reads(graph: Graph) -> list[tuple[Node, frozenset[str]]]:
