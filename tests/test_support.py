@@ -19,6 +19,7 @@ from cupy_sdpa.problem.band import Band
 from cupy_sdpa.problem.problem import Settings
 from cupy_sdpa.problem.tensor_spec import dense_strides
 from cupy_sdpa.problem.validation import RequestedOutputs, make_problem
+from cupy_sdpa.support import gpus
 from cupy_sdpa.support.gpus import NAMES
 from cupy_sdpa.support.known_bugs import BUGS, GUARDS, NOT_FIXED, STAGING_GUARDS
 from cupy_sdpa.support.rules import RULES
