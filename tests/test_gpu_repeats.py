@@ -12,7 +12,7 @@ from cases import Case, as_float, inputs
 from cupy_sdpa import attention, attention_backward, autotune, explain, get_plan_cache, prepare
 from cupy_sdpa._cudnn.library import library
 from cupy_sdpa.calls import replay_cache
-from cupy_sdpa.device import cuda_graph, cupy_runtime, driver
+from cupy_sdpa.device import cuda_graph, driver
 from cupy_sdpa.plans.plan_cache import RECORDING_LIMIT
 from cupy_sdpa.plans.sessions import existing_session
 from cupy_sdpa.problem.problem import Problem
