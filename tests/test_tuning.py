@@ -42,7 +42,7 @@ def candidates_of(problem, knobs, most):
 @pytest.mark.cudnn
 @pytest.mark.parametrize(
     ("knobs", "most"),
-    [(False, None), (True, 8), pytest.param(True, None, marks=pytest.mark.sweep)],
+    [(False, None), (True, 6), pytest.param(True, None, marks=pytest.mark.sweep)],
     ids=["heuristics", "some knobs", "knobs"],
 )
 def test_every_config_is_tried_once(knobs, most, planner):
