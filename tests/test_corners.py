@@ -17,7 +17,9 @@ from cupy_sdpa.problem.problem import PER_ROW
 def test_what_nobody_clears_shows(monkeypatch):
     """Where packed results after the last sequence are not cleared, an exact evaluation has NaN there, and only there."""
     clear = staging._clear_padding_on_cpu
-    monkeypatch.setattr(staging, "_clear_padding_on_cpu", lambda problem, given, arrays, results: clear(problem, given, arrays, []))
+    monkeypatch.setattr(
+        staging, "_clear_padding_on_cpu", lambda problem, given, arrays, results: clear(problem, given, arrays, [])
+    )
     (case,) = (replace(case.with_dtype("float64"), stats=False) for case in FORWARD if case.name == "packed_window_tail")
     arrays, options = case.arrays(), case.options()
     got = evaluated(arguments.read_forward(*arrays, options), forward)["out"]

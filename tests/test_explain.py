@@ -56,7 +56,12 @@ def test_shapes_pose_the_problem_of_gradients(options):
         ((Q, KV, KV), {}, TypeError, "dtype is missing"),
         (("q", KV, KV), {"dtype": "float16"}, TypeError, "q is 'q'; pass a shape"),
         ((Q, (1.5, 8, 512, 1), KV), {"dtype": "float16"}, TypeError, r"k is \(1\.5"),
-        (((128, 32, -1, 1), KV, KV), {"dtype": "float16"}, ValueError, r"q is \(128, 32, -1, 1\); a dimension must not be negative"),
+        (
+            ((128, 32, -1, 1), KV, KV),
+            {"dtype": "float16"},
+            ValueError,
+            r"q is \(128, 32, -1, 1\); a dimension must not be negative",
+        ),
         ((Q, KV, KV), {"dtype": "int8"}, TypeError, "q is int8"),
         ((Q, (64, 8, 512, 1), KV), {"dtype": "float16"}, ValueError, "head dims"),
         ((Q, KV, KV), {"dtype": "float16", "causal": "middle"}, ValueError, "middle"),
