@@ -12,8 +12,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from cupy_sdpa.check.case import Case
-from cupy_sdpa.check.draw import OPTIONS, draw_options
+from cupy_sdpa.check.cases.case import Case
+from cupy_sdpa.check.cases.draw import OPTIONS, draw_options
 
 #: Sq and Skv: one query with few and with many keys, whole tiles, and lengths that no tile divides.
 LENGTHS = ((1, 33), (1, 300), (128, 128), (65, 130))
@@ -34,7 +34,7 @@ def inside() -> int:
     """Run the cases; 1 where a result is wrong."""
     import cupy
 
-    from cupy_sdpa.check.execute import execute
+    from cupy_sdpa.check.verify.execute import execute
 
     cupy.cuda.set_allocator(None)
     kinds: dict[str, int] = {}

@@ -2,7 +2,7 @@
 
     python benchmarks/variants.py [results.csv]
 
-The pairs are those of the table of what runs where (cupy_sdpa.offline.survey). What they give is compared with the CPU engine's on the
+The pairs are those of the support table (cupy_sdpa.offline.problems). What they give is compared with the CPU engine's on the
 same numbers in float32, for dropout with the very weights that the GPU drops. Results are NaN before the call, so is the
 workspace, and so is what lies behind lengths and behind the last packed sequence. The file has a row for every pair, pass and
 dtype, with the engine and the worst difference of each result, divided by the largest value; pairs that the table refuses
@@ -21,7 +21,7 @@ from common import versions, write_csv
 
 import cupy_sdpa
 from cupy_sdpa import Unsupported, attention, attention_backward, explain
-from cupy_sdpa.offline.survey import OPTIONS, excluded
+from cupy_sdpa.offline.problems import OPTIONS, excluded
 
 D, HQ, HKV, B, SQ, SKV = 128, 4, 2, 2, 150, 200
 LENGTHS_Q, LENGTHS_KV, TAIL = (150, 61), (93, 200), 17

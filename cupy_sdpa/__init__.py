@@ -27,11 +27,11 @@ else:
 
 __all__ = [
     "CudnnError",
+    "DiskCacheWarning",
     "Prepared",
     "Problem",
     "Pullback",
     "Report",
-    "DiskCacheWarning",
     "Unsupported",
     "__version__",
     "alibi_slopes",

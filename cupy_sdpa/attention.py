@@ -17,6 +17,7 @@ def attention(
     v: Any,
     *,
     return_stats: ReturnStats = False,
+    deterministic: bool = False,
     out: Any = None,
     stats: Any = None,
     **options: Unpack[Options],
@@ -38,6 +39,9 @@ def attention(
         v: values ``(Dv, Hkv, Skv, B)``, of q's dtype.
         return_stats: give L too, as float32; ``"max_sumexp"``: also what it is made of, the greatest score m of each row and
             the sum of :math:`e^{S_{ij} - m_i}`. Default False.
+        deterministic: give the same bits in every run. With a single query the GPU's default kernel splits the keys and adds up
+            their parts in any order; then a kernel without that is used, which is slower for few heads and many keys. With more
+            queries this option changes nothing. Default False.
         out: array ``(Dv, Hq, Sq, B)`` to write the result into, of q's dtype; it must not overlap an input.
         stats: float32 array ``(Sq, Hq, B)`` to write L into; implies ``return_stats``.
         scale: :math:`\tau`; default ``1/sqrt(D)``. Changing it never needs a new plan.
@@ -115,11 +119,12 @@ def attention(
     >>> cupy_sdpa.attention(q, k, v, causal=True, **packed).shape
     (64, 8, 100)
     """
-    how = ("forward", return_stats if type(return_stats) is bool else str(return_stats))
+    exact = deterministic is not False and read_flag("deterministic", deterministic)
+    how = ("forward", return_stats if type(return_stats) is bool else str(return_stats), exact)
     arrays = (q, k, v, out, stats)
     results = repeated(how, arrays, options)
     if results is None:
-        call = read_forward(q, k, v, options, return_stats=return_stats, out=out, stats=stats)
+        call = read_forward(q, k, v, options, return_stats=return_stats, deterministic=exact, out=out, stats=stats)
         results = call.run()
         learn(how, ("q", "k", "v", "out", "stats"), arrays, options, call)
     return tuple(results) if len(results) > 1 else results[0]
@@ -226,7 +231,8 @@ def attention_vjp(
 
     Args:
         q, k, v, options: as for :func:`attention`.
-        deterministic, return_dbias, return_dsinks, return_dtensors: as for :func:`attention_backward`.
+        deterministic: as for :func:`attention` and :func:`attention_backward`, for both passes.
+        return_dbias, return_dsinks, return_dtensors: as for :func:`attention_backward`.
 
     Returns:
         ``(out, pullback)``; ``dq, dk, dv = pullback(dout)``, as often as wanted.
@@ -243,7 +249,7 @@ def attention_vjp(
     """
     if extra := [name for name in ("out", "stats", "return_stats") if name in options]:
         raise TypeError(f"attention_vjp takes no {extra[0]}: it keeps out and stats for the pullback, and makes them itself")
-    out, stats = attention(q, k, v, return_stats=True, **options)
+    out, stats = attention(q, k, v, return_stats=True, deterministic=deterministic, **options)
     if tensors := options.get("tensors"):
         options["tensors"] = dict(tensors)  # the caller's may change until the pullback is called
     how = {

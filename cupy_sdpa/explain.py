@@ -47,7 +47,8 @@ def problem(
         return_stats, options: as for :func:`cupy_sdpa.attention`; every array may be given as its shape (a bias is then of
             q's dtype), ``alibi_slopes`` and ``sinks`` as True. Of the scale only the sign matters.
         backward: the gradients. Default False.
-        deterministic, return_dbias, return_dsinks, return_dtensors: as for :func:`cupy_sdpa.attention_backward`.
+        deterministic: as for the call.
+        return_dbias, return_dsinks, return_dtensors: as for :func:`cupy_sdpa.attention_backward`.
 
     Returns:
         The problem, frozen and hashable; calls with such arrays use its plan.
@@ -139,7 +140,7 @@ def explain(
             return_dtensors=return_dtensors,
         )  # fmt: skip
     else:
-        call = read_forward(q, k, v, options, return_stats=return_stats, out=out, stats=stats)
+        call = read_forward(q, k, v, options, return_stats=return_stats, deterministic=deterministic, out=out, stats=stats)
     if not gpu and not cudnn:
         return call.explain()
     return every_launch(engine_problem(call.problem, call.bucket, True), lambda asked: _elsewhere(asked, gpu, cudnn))
@@ -153,11 +154,11 @@ def _on_current_device(asked: Problem) -> Report:
 
 
 def _elsewhere(asked: Problem, named: str | None, cudnn: str | None) -> Report:
-    from .offline.planner import Planner, described
+    from .offline.planner import Planner, load_target
 
     if named is None:
         raise ValueError(f"cudnn is {cudnn!r} and no GPU is named: explain(problem, gpu='H200', cudnn={cudnn!r})")
-    target, graph = described(named), graph_of(asked)
+    target, graph = load_target(named), graph_of(asked)
     wanted = None if cudnn is None else version_number(cudnn)
     if asked.trivial:
         return Report("cuDNN", asked, graph)

@@ -1,7 +1,7 @@
-"""Other libraries' layouts as views of the same memory: axes are named by letters, and nothing is copied.
+"""Convert between array layouts without copies: axes are named by letters, results are views.
 
-The letters: ``b`` batch, ``s`` sequence, ``h`` heads, ``d`` head dim, ``t`` all positions of packed sequences. Ours is ``dhsb``
-(packed: ``dht``); in Fortran order it is the memory of ``bshd`` (packed: ``thd``) in C order.
+The letters are ``b`` batch, ``s`` sequence, ``h`` heads, ``d`` head dim, and ``t`` all positions of packed sequences. This
+package uses ``dhsb`` (packed: ``dht``); in Fortran order that is the memory of ``bshd`` (packed: ``thd``) in C order.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Any
 
 from . import _html
 
-#: What the letters stand for.
+#: The axis of each letter.
 AXES = {"b": "batch", "s": "seq", "h": "heads", "d": "head_dim", "t": "total"}
-#: Where else a layout is at home.
-KNOWN = {
+#: Common layouts, and the libraries that use them.
+LAYOUTS = {
     "bshd": "flash-attention, JAX, Transformer Engine",
     "bhsd": "PyTorch, cuDNN",
     "sbhd": "Megatron-LM, Transformer Engine",
@@ -24,17 +24,17 @@ KNOWN = {
 
 
 def to_julia(array: Any, layout: str) -> Any:
-    """An array of another layout as ours, ``(D, H, S, B)`` or packed ``(D, H, T)``: a view, no copy.
+    """Convert an array to the layout of this package, ``(D, H, S, B)`` or packed ``(D, H, T)``.
 
     Args:
-        array: of numpy, CuPy, or anything else with ``transpose`` of a tuple of axes.
-        layout: what its axes are, such as ``"bshd"``; see :data:`KNOWN`.
+        array: a numpy or CuPy array, or any object whose ``transpose`` takes a tuple of axes.
+        layout: the axes of the array, such as ``"bshd"``; see :data:`LAYOUTS`.
 
     Returns:
-        The same memory. The fused kernels take it where the head dim has stride 1 and the others are multiples of 16 bytes.
+        A view. The fused kernels require stride 1 along the head dim and multiples of 16 bytes along the other axes.
 
     Raises:
-        ValueError: the letters are not those of a layout, or not as many as the array has axes.
+        ValueError: an unknown layout, or one with a different number of axes.
 
     >>> import numpy as np
     >>> x = np.zeros((2, 100, 8, 64), np.float32)                # (batch, seq, heads, head_dim), C order
@@ -42,28 +42,31 @@ def to_julia(array: Any, layout: str) -> Any:
     >>> y.shape, y.flags.f_contiguous, np.shares_memory(x, y)
     ((64, 8, 100, 2), True, True)
     """
-    return _moved(array, layout, _ours(layout))
+    return _transpose(array, layout, _julia_layout(layout))
 
 
 def from_julia(array: Any, layout: str) -> Any:
-    """An array of ours in another layout: the opposite of :func:`to_julia`, a view, no copy.
+    """Convert an array from the layout of this package: the inverse of :func:`to_julia`.
 
     Args:
         array: ``(D, H, S, B)`` or packed ``(D, H, T)``.
-        layout: what the axes of the result are to be, such as ``"bhsd"``.
+        layout: the axes of the result, such as ``"bhsd"``.
+
+    Returns:
+        A view.
 
     Raises:
-        ValueError: as :func:`to_julia`.
+        ValueError: as for :func:`to_julia`.
 
     >>> import numpy as np
     >>> from_julia(np.zeros((64, 8, 100, 2), order="F"), "bhsd").shape
     (2, 8, 100, 64)
     """
-    return _moved(array, _ours(layout), layout)
+    return _transpose(array, _julia_layout(layout), layout)
 
 
 def order(source: str, target: str) -> tuple[int, ...]:
-    """The axes of one layout in the order of another, as ``transpose`` takes them.
+    """Return the axes of one layout in the order of another, as ``transpose`` takes them.
 
     >>> order("bhsd", "dhsb")
     (3, 1, 2, 0)
@@ -71,15 +74,16 @@ def order(source: str, target: str) -> tuple[int, ...]:
     return tuple(source.index(letter) for letter in target)
 
 
-def _ours(layout: str) -> str:
-    for ours in ("dhsb", "dht"):
-        if isinstance(layout, str) and sorted(layout) == sorted(ours):
-            return ours
-    known = ", ".join(KNOWN)
-    raise ValueError(f"the layout is {layout!r}; it must have the letters b, s, h and d, or t, h and d, such as {known}")
+def _julia_layout(layout: str) -> str:
+    """The layout of this package with the same axes."""
+    for julia in ("dhsb", "dht"):
+        if isinstance(layout, str) and sorted(layout) == sorted(julia):
+            return julia
+    examples = ", ".join(LAYOUTS)
+    raise ValueError(f"the layout is {layout!r}; it must have the letters b, s, h and d, or t, h and d, such as {examples}")
 
 
-def _moved(array: Any, source: str, target: str) -> Any:
+def _transpose(array: Any, source: str, target: str) -> Any:
     shape = tuple(array.shape)
     if len(shape) != len(source):
         raise ValueError(f"the array has shape {shape}, {len(shape)} axes; the layout {source!r} has {len(source)}")
@@ -87,20 +91,20 @@ def _moved(array: Any, source: str, target: str) -> Any:
 
 
 class Layout:
-    """How an array lies in memory, printed or shown in a notebook.
+    """The memory layout of an array; ``print`` and notebooks show it.
 
     Args:
-        array: of numpy or CuPy.
-        letters: what its axes are. Default ``"dhsb"``, or ``"dht"`` for three axes.
+        array: a numpy or CuPy array.
+        letters: its axes. Default ``"dhsb"``, or ``"dht"`` for three axes.
 
     Raises:
-        ValueError: there are not as many letters as axes.
+        ValueError: the number of letters and the number of axes differ.
 
     >>> import numpy as np
     >>> print(Layout(np.zeros((64, 8, 100, 2), np.float16, order="F")))
-    float16, 205 kB, in memory from the nearest: head_dim 64, heads 8, seq 100, batch 2; dense
+    float16, 205 kB, axes from the smallest stride: head_dim 64, heads 8, seq 100, batch 2; dense
     >>> print(Layout(np.zeros((2, 8, 100, 64), np.float16), "bhsd"))
-    float16, 205 kB, in memory from the nearest: head_dim 64, seq 100, heads 8, batch 2; dense
+    float16, 205 kB, axes from the smallest stride: head_dim 64, seq 100, heads 8, batch 2; dense
     """
 
     def __init__(self, array: Any, letters: str | None = None) -> None:
@@ -110,39 +114,40 @@ class Layout:
         self._array = array
 
     def _axes(self) -> list[tuple[str, int, int]]:
-        """Name, length and step in elements of every axis, from the nearest in memory."""
-        steps = [step // self._array.itemsize for step in self._array.strides]
-        named = zip((AXES[letter] for letter in self.letters), self._array.shape, steps, strict=True)
-        return sorted(named, key=lambda axis: (abs(axis[2]), axis[1] != 1))
+        """Name, length and stride in elements of every axis, from the smallest stride."""
+        strides = [stride // self._array.itemsize for stride in self._array.strides]
+        axes = zip((AXES[letter] for letter in self.letters), self._array.shape, strides, strict=True)
+        return sorted(axes, key=lambda axis: (abs(axis[2]), axis[1] != 1))
 
     @property
     def dense(self) -> bool:
-        """Whether the elements lie together, in whatever order."""
-        step = 1
-        for _, length, own in self._axes():
-            if length > 1 and own != step:
+        """Whether the elements are contiguous, in any order of the axes."""
+        expected = 1
+        for _, length, stride in self._axes():
+            if length > 1 and stride != expected:
                 return False
-            step *= length
+            expected *= length
         return True
 
-    def _facts(self) -> str:
+    def _dtype_and_size(self) -> str:
         return f"{self._array.dtype}, {_size(self._array.nbytes)}"
 
     def __str__(self) -> str:
-        order = ", ".join(f"{name} {length}" for name, length, _ in self._axes())
-        return f"{self._facts()}, in memory from the nearest: {order}; {'dense' if self.dense else 'with gaps, or shared'}"
+        axes = ", ".join(f"{name} {length}" for name, length, _ in self._axes())
+        gaps = "dense" if self.dense else "with gaps or overlap"
+        return f"{self._dtype_and_size()}, axes from the smallest stride: {axes}; {gaps}"
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         rows = [(name, str(length), str(step)) for name, length, step in self._axes()]
         return _html.with_title(
-            self._facts(), _html.table(("axis, from the nearest in memory", "length", "elements apart"), rows)
+            self._dtype_and_size(), _html.table(("axis, from the smallest stride", "length", "stride in elements"), rows)
         )
 
 
 def _size(count: int) -> str:
-    """Bytes for people.
+    """Format a number of bytes.
 
     >>> _size(999), _size(204800), _size(3 << 30)
     ('999 bytes', '205 kB', '3.22 GB')

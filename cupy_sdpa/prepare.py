@@ -39,7 +39,8 @@ def prepare(
         q, k, v, return_stats, options: as for :func:`cupy_sdpa.attention`. The contents of q, k and v matter only to
             ``autotune``.
         backward: prepare :func:`cupy_sdpa.attention_backward`. Default False.
-        deterministic, return_dbias, return_dsinks, return_dtensors: as there.
+        deterministic: as for the call that is prepared.
+        return_dbias, return_dsinks, return_dtensors: as for :func:`cupy_sdpa.attention_backward`.
         autotune: run every engine config that cuDNN's heuristics propose on these arrays, and keep the fastest, also for later
             processes. It takes about a second and waits for the GPU; with ``backward`` it runs the forward pass first.
             ``"knobs"`` also tries every setting of the engines' knobs that finalizes, which takes up to half a minute; such
@@ -65,7 +66,7 @@ def prepare(
         }  # fmt: skip
         call = read_backward(q, k, v, options, **fixed)
     else:
-        fixed = {"return_stats": return_stats}
+        fixed = {"return_stats": return_stats, "deterministic": deterministic}
         call = read_forward(q, k, v, options, **fixed)
     report = call.explain()
     if report.reasons:

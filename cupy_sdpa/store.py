@@ -1,12 +1,12 @@
-"""Plans on disk: where they are kept, and making them ahead of time for a GPU that is not here.
+"""The disk cache of execution plans, and building plans ahead of time for a GPU that is not present.
 
-Plans that were built are kept in a folder, and found again by later processes: a first call then takes milliseconds, not the
-half second in which cuDNN compiles a kernel. ``CUPY_SDPA_CACHE_DIR`` names another folder than ``cupy_sdpa`` in the user's
-cache folder; ``0`` turns it off. A plan is found only by the same build of cuDNN and NVRTC, on the model of GPU
-that it was made for.
+Plans are stored in a folder, where later processes find them. A first call then takes milliseconds; compiling a kernel takes
+half a second. The environment variable ``CUPY_SDPA_CACHE_DIR`` sets the folder; the default is ``cupy_sdpa`` in the user's cache
+folder, and ``0`` disables the disk cache. A stored plan is used only with the same build of cuDNN and NVRTC and the same GPU
+model.
 
 >>> import cupy_sdpa.store
->>> "plans in" in str(cupy_sdpa.store.kept())
+>>> cupy_sdpa.store.kept().nbytes >= 0
 True
 """
 
@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .explain import problem
+from .explain import problem as problem_of_shapes
 from .plans.disk_cache import DIRECTORY, DiskCache, current
 from .problem.problem import Problem
 from .problem.subproblems import subproblems
@@ -34,13 +34,13 @@ __all__ = ["DIRECTORY", "Built", "DiskCache", "build", "kept", "read_problems"]
 
 @dataclass(frozen=True)
 class Built:
-    """What became of one problem in :func:`build`.
+    """The result of :func:`build` for one problem on one GPU.
 
     Attributes:
-        problem: what was to be planned.
-        gpu: the model of the GPU.
-        plan: what is known of the plan; None where there is none.
-        reason: why there is none; empty where there is one.
+        problem: the problem.
+        gpu: the GPU model.
+        plan: the properties of the plan; None if there is none.
+        reason: why there is no plan; empty if there is one.
     """
 
     problem: Problem
@@ -50,7 +50,10 @@ class Built:
 
 
 def kept() -> DiskCache:
-    """The store that this process uses: ``nbytes``, ``paths()``, ``clear()``; printed, where it is and what it holds."""
+    """Return the disk cache of this process.
+
+    Its attributes are ``nbytes``, ``paths()`` and ``clear()``; ``print`` shows the folder and what it contains.
+    """
     return current()
 
 
@@ -63,122 +66,127 @@ def build(
     workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Built]:
-    """Plan problems for a GPU that need not be here, and keep the plans in a folder.
+    """Build plans for a GPU that need not be present, and store them in a folder.
 
-    On a machine with such a GPU and the same build of cuDNN and NVRTC, a process with ``CUPY_SDPA_CACHE_DIR`` set to the folder
-    finds them.
-    Trivial problems, which need no plan, are passed over. What is in the folder already is not built again.
+    Processes on a machine with such a GPU and the same build of cuDNN and NVRTC use the plans if ``CUPY_SDPA_CACHE_DIR`` is the
+    folder. Trivial problems, which need no plan, are skipped. Plans that are in the folder already are not built again.
 
     Args:
-        problems: made by :func:`cupy_sdpa.problem`.
+        problems: from :func:`cupy_sdpa.problem`.
         gpu: the name of a described GPU, such as ``"h200"``, or the path of a description; or several of them.
-        folder: where; made where it is not there, for its owner alone.
-        cudnn: the version to plan with, such as ``"9.19"``, to be sure of it; or the path of a libcudnn.so.9. Default None: the
-            one that this process would find.
-        workers: processes that plan at the same time. Default None: as many as there are processors.
-        progress: called with (how many are done, how many there are). Default None.
+        folder: where to store the plans; created for its owner only, if it does not exist.
+        cudnn: the required version of cuDNN, such as ``"9.19"``; or the path of the libcudnn.so.9 to plan with. Default None:
+            the library that this process would load.
+        workers: number of planning processes. Default None: the number of processors.
+        progress: called with (plans done, all plans). Default None.
 
     Returns:
-        What became of every problem on every GPU.
+        The result for every problem on every GPU.
 
     Raises:
-        CudnnError: this machine cannot plan; the message says what it lacks.
-        ValueError: an unknown GPU; another version than asked for.
-        OSError: plans cannot be kept in the folder.
+        CudnnError: this machine cannot plan; the message lists what is missing.
+        ValueError: an unknown GPU, or another version of cuDNN than required.
+        OSError: plans cannot be stored in the folder.
     """
-    from .offline.planner import Planner, described
+    from .offline.planner import Planner, load_target
 
-    targets = [described(name) for name in ([gpu] if isinstance(gpu, str) else gpu)]
-    path = cudnn if cudnn is not None and "/" in cudnn else None
-    wanted = version_number(cudnn) if cudnn is not None and path is None else None
+    targets = [load_target(name) for name in ([gpu] if isinstance(gpu, str) else gpu)]
+    library = cudnn if cudnn is not None and "/" in cudnn else None
+    required = version_number(cudnn) if cudnn is not None and library is None else None
     DiskCache(Path(folder)).check()
-    parts = dict.fromkeys(part for asked in problems for part in subproblems(asked))
-    jobs = [(asked, target) for target in targets for asked in parts if not asked.trivial]
-    found: dict[int, PlanInfo | str] = {}
-    with Planner(max(1, min(workers or os.cpu_count() or 1, len(jobs))), path) as planner:
-        if wanted not in (None, planner.version):
+    parts = dict.fromkeys(part for problem in problems for part in subproblems(problem))
+    jobs = [(problem, target) for target in targets for problem in parts if not problem.trivial]
+    with Planner(max(1, min(workers or os.cpu_count() or 1, len(jobs))), library) as planner:
+        if required not in (None, planner.version):
             raise ValueError(
-                f"plans are wanted for cuDNN {cudnn}, and {version_text(planner.version)} is here: "
-                f"pip install 'nvidia-cudnn-cu12=={cudnn}.*' (or -cu13), or give the path of its libcudnn.so.9"
+                f"cudnn is {cudnn!r}, but cuDNN {version_text(planner.version)} is installed: "
+                f"pip install 'nvidia-cudnn-cu12=={cudnn}.*' (or -cu13), or pass the path of its libcudnn.so.9"
             )
-        for number, (asked, target) in enumerate(jobs):
-            if reasons := why_not(asked, planner.version, target.capability):
-                found[number] = "\n".join(map(str, reasons))
-        left = [number for number in range(len(jobs)) if number not in found]
+        reasons = [why_not(problem, planner.version, target.capability) for problem, target in jobs]
+        results: dict[int, PlanInfo | str] = {
+            index: "\n".join(map(str, refusal)) for index, refusal in enumerate(reasons) if refusal
+        }
+        allowed = [index for index, refusal in enumerate(reasons) if not refusal]
         if progress:
-            progress(len(found), len(jobs))
-        for index, answer in planner.plan_all([jobs[number] for number in left], Path(folder).absolute()):
-            found[left[index]] = answer
+            progress(len(results), len(jobs))
+        for number, result in planner.plan_all([jobs[index] for index in allowed], Path(folder).absolute()):
+            results[allowed[number]] = result
             if progress:
-                progress(len(found), len(jobs))
-    return [_built(*job, found[number]) for number, job in enumerate(jobs)]
+                progress(len(results), len(jobs))
+    return [_built(*job, results[index]) for index, job in enumerate(jobs)]
 
 
-def _built(asked: Problem, target: Any, answer: PlanInfo | str) -> Built:
-    if isinstance(answer, str):
-        return Built(asked, target.model, None, answer)
-    return Built(asked, target.model, answer, "")
+def _built(problem: Problem, target: Any, result: PlanInfo | str) -> Built:
+    if isinstance(result, str):
+        return Built(problem, target.model, None, result)
+    return Built(problem, target.model, result, "")
 
 
 def read_problems(path: str | Path) -> list[Problem]:
-    """The problems in a TOML file: a table ``[[attention]]`` each, with the arguments of :func:`cupy_sdpa.problem`.
+    """Read problems from a TOML file: one table ``[[attention]]`` each, with the arguments of :func:`cupy_sdpa.problem`.
 
-    ``passes = ["forward", "backward"]`` asks for both; the forward pass then gives the log-sum-exp, which the backward
-    needs. A list of lengths in ``lengths`` stands for as many tables: it takes the place of the lengths in the shapes.
+    Two more keys make several problems of a table. ``passes = ["forward", "backward"]`` makes both; the forward pass then
+    returns the log-sum-exp, which the backward pass needs. ``lengths = [1024, 2048]`` replaces the sequence lengths in the
+    shapes of q, k and v by each of the lengths.
 
     Raises:
-        ValueError: it is no such file; the message names the table.
-        OSError: it cannot be read.
+        ValueError: the file is not valid; the message contains the number of the table.
+        OSError: the file cannot be read.
     """
     with Path(path).open("rb") as file:
         try:
             tables = tomllib.load(file).get("attention", [])
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is no TOML file: {error}") from None
+            raise ValueError(f"{path} is not a TOML file: {error}") from None
     if not isinstance(tables, list) or not tables:
         raise ValueError(f"{path} has no table [[attention]]")
-    found: list[Problem] = []
+    problems: list[Problem] = []
     for number, table in enumerate(tables, 1):
         try:
             if not isinstance(table, dict):
                 raise ValueError(f"{table!r} is not a table")
-            found += _problems(dict(table))
+            problems += _problems(dict(table))
         except (TypeError, ValueError, LookupError) as error:
             raise ValueError(f"{path}, table {number} of [[attention]]: {error}") from None
-    return found
+    return problems
 
 
-def _problems(table: dict[str, Any]) -> list[Problem]:
-    passes = table.pop("passes", ["forward"])
+def _problems(table: dict[str, Any]) -> Iterator[Problem]:
+    """The problems of one table."""
+    passes, lengths = _passes(table.pop("passes", ["forward"])), _lengths(table.pop("lengths", None))
+    if missing := [name for name in ("q", "k", "v", "dtype") if name not in table]:
+        raise ValueError(f"{', '.join(missing)} is missing")
+    shapes = {name: table.pop(name) for name in ("q", "k", "v")}
+    deterministic = table.pop("deterministic", False)
+    if "backward" in passes:
+        table.setdefault("return_stats", True)
+    for length in lengths:
+        arrays: dict[str, Any] = {name: _shape(name, shape, length) for name, shape in shapes.items()}
+        if "forward" in passes:
+            yield problem_of_shapes(**arrays, **table, deterministic=deterministic)
+        if "backward" in passes:
+            yield problem_of_shapes(**arrays, **table, backward=True, deterministic=deterministic)
+
+
+def _passes(passes: Any) -> list[str]:
     passes = [passes] if isinstance(passes, str) else passes
-    lengths = table.pop("lengths", None)
     if not isinstance(passes, list) or not passes:
         raise ValueError(f'passes is {passes!r}; it must be a list, such as ["forward", "backward"]')
-    if lengths is None:
-        lengths = [None]
-    elif not isinstance(lengths, list) or not lengths or not all(type(length) is int and length >= 0 for length in lengths):
-        raise ValueError(f"lengths is {lengths!r}; it must be a list of whole numbers from 0 on, such as [1024, 2048]")
     if unknown := [name for name in passes if name not in ("forward", "backward")]:
-        raise ValueError(f"passes names {', '.join(map(str, unknown))}; there are forward and backward")
-    missing = [name for name in ("q", "k", "v", "dtype") if name not in table]
-    if missing:
-        raise ValueError(f"{', '.join(missing)} is missing")
-    found = []
-    for length in lengths:
-        shapes: dict[str, Any] = {name: table[name] for name in ("q", "k", "v")}
-        for name, shape in shapes.items():
-            if not isinstance(shape, list) or len(shape) < 3:
-                raise ValueError(f"{name} is {shape!r}; it must be a shape, such as [128, 32, 4096, 1]")
-            shapes[name] = list(shape)
-        if length is not None:
-            for shape in shapes.values():
-                shape[2] = length
-        others = {name: value for name, value in table.items() if name not in shapes}
-        if "backward" in passes:
-            others.setdefault("return_stats", True)
-        deterministic = others.pop("deterministic", False)
-        if "forward" in passes:
-            found.append(problem(**shapes, **others))
-        if "backward" in passes:
-            found.append(problem(**shapes, **others, backward=True, deterministic=deterministic))
-    return found
+        raise ValueError(f"passes contains {', '.join(map(str, unknown))}; it can contain forward and backward")
+    return passes
+
+
+def _lengths(lengths: Any) -> list[int | None]:
+    """The lengths that replace those of the shapes; None keeps them."""
+    if lengths is None:
+        return [None]
+    if not isinstance(lengths, list) or not lengths or not all(type(length) is int and length >= 0 for length in lengths):
+        raise ValueError(f"lengths is {lengths!r}; it must be a list of non-negative integers, such as [1024, 2048]")
+    return list(lengths)
+
+
+def _shape(name: str, shape: Any, length: int | None) -> list[int]:
+    if not isinstance(shape, list) or len(shape) < 3:
+        raise ValueError(f"{name} is {shape!r}; it must be a shape, such as [128, 32, 4096, 1]")
+    return shape if length is None else [*shape[:2], length, *shape[3:]]

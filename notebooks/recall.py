@@ -1,9 +1,9 @@
-"""A model that learns to look things up: pairs of a key and a value are shown, then a key; what was its value?
+"""A recall task: the model sees pairs of a key and a value, then a key, and must return the value of that key.
 
-One attention layer is all there is. Nothing derives gradients for it: every step is written down with its pullback, and
-attention brings its own. Columns are in Fortran order, so (F, S B) features are attention's (D, H, S, B) without a copy.
+The model is one attention layer. Gradients are written by hand, except those of attention. Arrays are in Fortran order, so (F, S B)
+features are attention's (D, H, S, B) without a copy.
 
-The legend: V words, F = D H features, S pairs shown, B sequences.
+Shapes: V words, F = D H features, S pairs, B sequences.
 """
 
 import numpy as np
@@ -17,36 +17,36 @@ FEATURES = HEADS * HEAD_DIM
 
 
 def initial(seed=0):
-    """Random weights by name, float32: a vector of q and of k for every key, of v for every value, and the way out."""
+    """Random float32 weights: embeddings of q and k for each key and of v for each value, and the output projection."""
     rng = np.random.default_rng(seed)
     sizes = dict.fromkeys(("q", "k", "v"), (FEATURES, WORDS)) | {"out": (WORDS, FEATURES)}
     return {name: xp.asarray(0.3 * rng.standard_normal(size, np.float32)) for name, size in sizes.items()}
 
 
 def questions(rng):
-    """Keys and values (S, B), each key once; and for every sequence which pair is asked for, (B,)."""
+    """Keys and values (S, B) with distinct keys, and the index of the queried pair of each sequence, (B,)."""
     keys = np.argsort(rng.random((WORDS, BATCH)), axis=0)[:PAIRS]
     return keys, rng.integers(0, WORDS, (PAIRS, BATCH)), rng.integers(0, PAIRS, BATCH)
 
 
-def looked_up(weights, words):
-    """The columns of words (S, B), as (D, H, S, B)."""
+def embedded(weights, words):
+    """The embeddings of words (S, B), as (D, H, S, B)."""
     columns = xp.asfortranarray(weights[:, words.ravel(order="F")].astype(dtype))  # CuPy's are in C order
     return columns.reshape((HEAD_DIM, HEADS, *words.shape), order="F")
 
 
 def parts(weights, keys, values, asked):
-    """q of the key that is asked for, k of all keys, v of all values."""
+    """q of the queried key, k of all keys, v of all values."""
     key = np.take_along_axis(keys, asked[None], axis=0)
     named = {"q": key, "k": keys, "v": values}
-    return {name: looked_up(weights[name], words) for name, words in named.items()}, named
+    return {name: embedded(weights[name], words) for name, words in named.items()}, named
 
 
 def step(weights, keys, values, asked):
-    """The loss, the share of right answers, and the gradients of the weights."""
+    """The loss, the accuracy, and the gradients of the weights."""
     x, named = parts(weights, keys, values, asked)
     out, pullback = attention_vjp(x["q"], x["k"], x["v"])
-    # scores of the answers (V, B), and their cross entropy
+    # logits (V, B) and their cross entropy
     features = out.astype("float32").reshape((FEATURES, BATCH), order="F")
     scores = weights["out"] @ features
     likely = xp.exp(scores - scores.max(axis=0))
@@ -54,7 +54,7 @@ def step(weights, keys, values, asked):
     right = xp.asarray(np.take_along_axis(values, asked[None], axis=0)[0])
     at = (right, xp.arange(BATCH))
     loss, hits = -xp.log(likely[at]).mean(), (scores.argmax(axis=0) == right).mean()
-    # and back: d scores = (likely - 1 where it is right) / B
+    # backward: d logits = (likely - one_hot) / B
     likely[at] -= 1
     dscores = likely / BATCH
     dout = xp.asfortranarray((weights["out"].T @ dscores).astype(dtype)).reshape(out.shape, order="F")
@@ -66,7 +66,7 @@ def step(weights, keys, values, asked):
 
 
 def train(steps=200, rate=0.01, seed=0):
-    """Weights, and loss and share of right answers of every step; Adam (Kingma and Ba 2015, algorithm 1)."""
+    """Trained weights, and loss and accuracy of every step; Adam (Kingma and Ba 2015, algorithm 1)."""
     rng, weights = np.random.default_rng(seed), initial(seed)
     first, second = ({name: xp.zeros_like(w) for name, w in weights.items()} for _ in range(2))
     history = []
@@ -82,6 +82,6 @@ def train(steps=200, rate=0.01, seed=0):
 
 
 def attention_map(weights, keys, values, asked):
-    """What is looked at: (pairs, 1, heads, sequences)."""
+    """Attention weights, (pairs, 1, heads, sequences)."""
     x, _ = parts(weights, keys, values, asked)
     return dot_product_attention_scores(x["q"], x["k"])

@@ -1,5 +1,6 @@
 """The named problems of the test suite, one list for all three corners."""
 
+import itertools
 from dataclasses import dataclass, replace
 
 import ml_dtypes
@@ -161,6 +162,20 @@ class Case:
         return tuple(LAYOUTS[self.layout](array) for array in arrays)
 
 
+class HiddenRows(Case):
+    """A case in which the bias is -inf for every third query."""
+
+    def options(self, xp=np, dropout_mask=None):
+        """As of the case."""
+        options = super().options(dropout_mask=dropout_mask)
+        options["bias"][:, ::3] = -np.inf
+        return {name: xp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+
+    def added(self, options):
+        """As of the case, for the other queries."""
+        return super().added(options | {"bias": np.nan_to_num(options["bias"].astype("f4"), neginf=0)})
+
+
 def _module(array):
     import sys
 
@@ -194,6 +209,12 @@ def _packed(array):  # one of three interleaved in memory, as a fused projection
 LAYOUTS = {"fortran": lambda array: array, "bshd": _bshd, "bhsd": _bhsd, "sliced": _sliced, "packed": _packed}
 
 PACKED = {"packed": True, "seq_lens_q": (100, 0, 37, 128), "seq_lens_kv": (64, 20, 0, 150), "b": 4, "hq": 4, "hkv": 2}
+
+#: A row that sees nothing but its sink has a finite log-sum-exp: gradients are 0 by the bias alone.
+HIDDEN_ROWS = [
+    HiddenRows(f"{kind}_{axes}_{skv}", d=16, sq=20, skv=skv, hkv=2, bias=axes, bias_dtype=kind, sinks=True)
+    for kind, axes, skv in itertools.product(("float16", "bfloat16", "float32"), ("qhb", "q", "h", "kq"), (1, 24))
+] + [HiddenRows("packed", d=16, bias="qb", sinks=True, **PACKED)]
 
 #: What changes the scores or the weights, each alone and some together.
 VARIANTS = [

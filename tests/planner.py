@@ -38,12 +38,12 @@ def library_version() -> int | str:
 def plan_problem(problem, gpu: str):
     """In a child: plan a problem as a call would; gives the PlanInfo, or the text of the refusal."""
     from cupy_sdpa import Unsupported
-    from cupy_sdpa.offline.planner import described
+    from cupy_sdpa.offline.planner import load_target
     from cupy_sdpa.plans.disk_cache import DiskCache
     from cupy_sdpa.plans.plan import plan_for
 
     try:
-        plan = plan_for(problem, described(gpu), DiskCache(None))
+        plan = plan_for(problem, load_target(gpu), DiskCache(None))
     except Unsupported as error:
         return str(error)
     plan.close()
@@ -53,10 +53,10 @@ def plan_problem(problem, gpu: str):
 def plan_graph(graph, gpu: str, guarded: bool = True, config=None):
     """In a child: plan a graph for a described GPU; gives the PlanInfo, or the text of the refusal."""
     from cupy_sdpa import Unsupported
-    from cupy_sdpa.offline.planner import described
+    from cupy_sdpa.offline.planner import load_target
     from cupy_sdpa.plans.plan import Plan, SerializedPlan, searching
 
-    target = described(gpu)
+    target = load_target(gpu)
     try:
         with searching(graph, target, guarded=guarded) as (search, uids):
             plan = Plan(SerializedPlan(uids, search.first(config), tuple(search.refused)), graph, target, "", 0.0)

@@ -16,19 +16,19 @@ import cupy_sdpa
 from cupy_sdpa import check, reference
 from cupy_sdpa.__main__ import main
 from cupy_sdpa.check import Case, pool, run
-from cupy_sdpa.check.case import parse
-from cupy_sdpa.check.data import build, call_options
-from cupy_sdpa.check.draw import OPTIONS, PAIRS, draw
-from cupy_sdpa.check.execute import execute, expected
-from cupy_sdpa.check.memory import Memory
-from cupy_sdpa.check.oracle import MASKED, Problem, evaluate
-from cupy_sdpa.check.outcome import Outcome
+from cupy_sdpa.check.cases.case import REQUIRES, parse
+from cupy_sdpa.check.cases.data import build, call_options
+from cupy_sdpa.check.cases.draw import OPTIONS, PAIRS, draw
+from cupy_sdpa.check.cases.memory import Memory
 from cupy_sdpa.check.pool import Pool
 from cupy_sdpa.check.shrink import candidates, shrink
+from cupy_sdpa.check.verify.execute import execute, expected
+from cupy_sdpa.check.verify.oracle import MASKED, Problem, evaluate
+from cupy_sdpa.check.verify.outcome import Outcome
 
 FOLDER = Path(check.__file__).parent
 #: Modules that must not use what they judge.
-INDEPENDENT = ("case", "data", "functions", "memory", "oracle", "tolerance")
+INDEPENDENT = ("cases.case", "cases.data", "cases.functions", "cases.memory", "verify.oracle", "verify.tolerance")
 
 
 # What is drawn
@@ -99,10 +99,10 @@ def test_a_slice_is_surrounded_by_nan():
 @pytest.mark.parametrize("name", INDEPENDENT)
 def test_the_reference_uses_nothing_that_it_judges(name):
     """The modules that make data and judge results import numpy, ml_dtypes and one another only."""
-    for node in ast.walk(ast.parse((FOLDER / f"{name}.py").read_text(encoding="utf-8"))):
+    folder, module = name.split(".")
+    for node in ast.walk(ast.parse((FOLDER / folder / f"{module}.py").read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.level:
-            assert node.level == 1
-            assert node.module in INDEPENDENT
+            assert (f"{folder}." if node.level == 1 else "") + node.module in INDEPENDENT
         elif isinstance(node, ast.Import):
             assert not any(alias.name.startswith("cupy") for alias in node.names)
 
@@ -325,6 +325,25 @@ def test_other_bits_of_deterministic_gradients_are_found(monkeypatch):
     assert "bits of dq differ" in execute(case).message
 
 
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "both passes"])
+@pytest.mark.parametrize(("index", "name"), list(enumerate(["out", "stats", "max", "sum_exp"])))
+def test_other_bits_of_a_deterministic_forward_pass_are_found(index, name, backward, monkeypatch):
+    """They are wrong with a single query, too; and every forward pass is called with deterministic=True."""
+    case = Case(sq=1, skv=7, backward=backward, options={"stats": "max_sumexp", "deterministic": True})
+    assert execute(case).kind == "passed"
+    real, calls, flags = cupy_sdpa.attention, itertools.count(), []
+
+    def spoiled(*arrays, **options):
+        flags.append(options["deterministic"])
+        results = real(*arrays, **options)
+        results[index].view(np.uint32).ravel(order="K")[:1] ^= next(calls) == 2  # the second call on these data
+        return results
+
+    monkeypatch.setattr(cupy_sdpa, "attention", spoiled)
+    assert f"bits of {name} differ" in execute(case).message
+    assert all(flags)
+
+
 def test_an_exception_is_found_and_a_refusal_is_none(monkeypatch):
     """An exception is a finding with its type; Unsupported is a refusal."""
     for error, kind in ((ValueError("no"), "exception"), (cupy_sdpa.Unsupported("not here"), "refused")):
@@ -374,7 +393,7 @@ def test_every_candidate_is_smaller():
         for smaller in candidates(case):
             assert smaller != case
             assert len(smaller.options) <= len(case.options)
-            for name, needed in check.case.REQUIRES.items():
+            for name, needed in REQUIRES.items():
                 assert name not in smaller.options or needed in smaller.options
 
 
@@ -495,6 +514,36 @@ def test_the_command_exits_with_1_where_something_was_found(planted, tmp_path, c
     (finding,) = json.loads(file.read_text())["findings"]
     assert finding["kind"] == "wrong"
     assert finding["reproduce"] in capsys.readouterr().out
+
+
+def test_findings_are_printed_and_reported_before_they_are_shrunk(planted, tmp_path, capsys, monkeypatch):
+    """A run that is killed while it shrinks has printed its findings and written its report; the end writes it anew."""
+    monkeypatch.setattr(run, "Pool", lambda jobs, modules: Pool(jobs, (planted,)))
+    file, literal, seen = tmp_path / "report.json", "Case(sq=5, options={'causal': 'top_left'})", []
+
+    def shrinking(*arguments):
+        seen.append((json.loads(file.read_text()), capsys.readouterr().err))
+        shrink_some(*arguments)
+
+    shrink_some = run._shrink_some
+    monkeypatch.setattr(run, "_shrink_some", shrinking)
+    assert main(["check", "--case", literal, "--json", str(file)]) == 1
+    ((report, printed),) = seen
+    assert (report["problems"], report["final"]) == (1, False)
+    assert [(finding["shrunk"], finding["case"]) for finding in report["findings"]] == [(False, literal)]
+    assert f'found: python -c "from cupy_sdpa.check import Case, reproduce; reproduce({literal})"' in printed
+    report = json.loads(file.read_text())
+    assert report["final"]
+    assert [finding["shrunk"] for finding in report["findings"]] == [True]
+
+
+def test_a_report_that_cannot_be_written_loses_no_finding(planted, tmp_path, capsys, monkeypatch):
+    """The run goes on, prints what it has found, and fails at the end."""
+    monkeypatch.setattr(run, "Pool", lambda jobs, modules: Pool(jobs, (planted,)))
+    assert main(["check", "--case", "Case(options={'causal': 'top_left'})", "--json", str(tmp_path)]) == 2
+    printed = capsys.readouterr()
+    assert "1 findings" in printed.out
+    assert f"--json {tmp_path}: Is a directory" in " ".join(printed.err.split())
 
 
 def test_the_command_runs_drawn_problems(capsys):

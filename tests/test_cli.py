@@ -741,9 +741,9 @@ def test_plan_fills_a_store(folder, capsys):
     [
         (["missing.toml", "--gpu", "h200"], "No such file"),
         (["shapes.toml", "--gpu", "h201"], "no GPU named 'h201'"),
-        (["bad.toml", "--gpu", "h200"], "bad.toml is no TOML file"),
+        (["bad.toml", "--gpu", "h200"], "bad.toml is not a TOML file"),
         (["shapes.toml", "--gpu", "bad.toml"], "bad.toml does not describe a GPU"),
-        (["bytes", "--gpu", "h200"], "bytes is no TOML file"),
+        (["bytes", "--gpu", "h200"], "bytes is not a TOML file"),
         (["shapes.toml", "--gpu", "bytes"], "bytes does not describe a GPU"),
         (["shapes.toml", "--gpu", "h200", "--cudnn", "./missing.so.9"], "--cudnn ./missing.so.9: there is no such file"),
         (["shapes.toml", "--gpu", "h200", "--cudnn", "8.9"], "'8.9' is not supported: this package needs cuDNN 9"),
@@ -765,7 +765,7 @@ def test_support_prints_the_table(capsys):
     assert main(["support"]) == 0
     printed = "\n".join(lines(capsys))
     assert "backward-one-row" in printed
-    assert "masks by places, &, |, ~, ^          yes      yes" in printed
+    assert "masks of positions, &, |, ~, ^       yes      yes" in printed
     assert max(map(len, printed.splitlines())) <= 100
     assert not set("`#") & set(printed)
     assert main(["support", "--markdown", "--cudnn", "9.25.1"]) == 0
@@ -794,7 +794,7 @@ def test_a_description_read_off_the_card_plans(folder, capsys):
     from cupy_sdpa.device import cupy_runtime
     from cupy_sdpa.offline import planner
 
-    assert planner.described("card.json").model == cupy_runtime.model(cupy.cuda.runtime.getDevice())
+    assert planner.load_target("card.json").model == cupy_runtime.model(cupy.cuda.runtime.getDevice())
 
 
 # what is written down

@@ -107,7 +107,7 @@ def _unaligned_stride(cp, x):
         bad(
             "head_dim_12",
             Unsupported,
-            r"is 12; cuDNN takes multiples of 8: pad axis 0 with 4",
+            r"is 12; cuDNN supports multiples of 8: pad axis 0 with 4",
             lambda cp, x: cp.asfortranarray(x[:12]),
         ),
     ],

@@ -4,14 +4,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import FORWARD, Case
+from cases import FORWARD, HIDDEN_ROWS, Case
 from on_gpu import check_backward, gradients_on_gpu, poisoning
 
 import cupy_sdpa.plans.plan
 from cupy_sdpa import Unsupported, attention, attention_backward, attention_vjp, explain, get_plan_cache
 from cupy_sdpa._cudnn.library import library
 from cupy_sdpa.plans.plan import ORDERED_SINCE
-from cupy_sdpa.support.why_not import BUGS, why_not
+from cupy_sdpa.support.known_bugs import BUGS
+from cupy_sdpa.support.why_not import why_not
 
 pytestmark = pytest.mark.gpu
 
@@ -33,6 +34,14 @@ def test_every_case(case, options, cupy):
     }  # fmt: skip
     if reasons <= set(less):
         check_backward(cupy, case, q, k, v, **options, **{less[rule]: False for rule in reasons})
+
+
+@pytest.mark.parametrize("case", HIDDEN_ROWS, ids=str)
+def test_a_bias_that_hides_all_but_the_sink(case, cupy):
+    """Rows that a bias of -inf masks, with sinks, have gradients of 0."""
+    reasons = {reason.rule for reason in why_not(case.gradient_problem(), library().version, 90)}
+    less = {"packed-sinks-gradient": "return_dsinks", "bias-gradient": "return_dbias"}
+    check_backward(cupy, case, *case.arrays(), **{less[rule]: False for rule in reasons})
 
 
 def scored(case, score):
@@ -63,7 +72,7 @@ def test_the_known_bugs_are_where_the_table_has_them(sq, skv, cupy, monkeypatch)
     case = Case(f"bug_{sq}_{skv}", d=128, hq=4, hkv=2, sq=sq, skv=skv, b=1)
     q, k, v = scored(case, -110)
     version = library().version
-    met = {bug.name for bug in BUGS if bug.met_by(case.gradient_problem(), version, 90)}
+    met = {bug.name for bug in BUGS if bug.affects(case.gradient_problem(), version, 90)}
     monkeypatch.setattr(cupy_sdpa.plans.plan, "guards", lambda *_: frozenset())
     get_plan_cache().clear()
     dq, dk, dv = gradients_on_gpu(cupy, case, case.dout(), q, k, v)

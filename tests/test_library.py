@@ -250,7 +250,7 @@ def test_garbage_collection_never_calls_cudnn(fake):
 def balance(graph, gpu, path):
     """In a child: plan, and write down how many descriptors were made and are left, while the plan lives and after."""
     from cupy_sdpa._cudnn.library import library
-    from cupy_sdpa.offline.planner import described
+    from cupy_sdpa.offline.planner import load_target
     from cupy_sdpa.plans.disk_cache import DiskCache
     from cupy_sdpa.plans.plan import make
 
@@ -262,7 +262,7 @@ def balance(graph, gpu, path):
     disk_cache = DiskCache(None)
     for _ in range(2):  # built, then loaded
         try:
-            plan = make(graph, described(gpu), disk_cache=disk_cache)
+            plan = make(graph, load_target(gpu), disk_cache=disk_cache)
             alive = max(alive, len(made) - len(gone))
             plan.close()
         except Unsupported:

@@ -11,8 +11,8 @@ import pytest
 from planner import child_environment
 
 from cupy_sdpa import CudnnError, problem
-from cupy_sdpa.offline import planner as module
-from cupy_sdpa.offline.planner import Planner, described
+from cupy_sdpa.offline import planner, worker
+from cupy_sdpa.offline.planner import Planner, load_target
 
 SHAPE = (64, 2, 64, 1)
 ASKED = problem(SHAPE, SHAPE, SHAPE, dtype="float16")
@@ -46,7 +46,7 @@ while True:
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """Where files say what planning processes do; they do not load cuDNN."""
-    monkeypatch.setattr(module, "_COMMAND", [sys.executable, "-c", FAKE.format(folder=str(tmp_path))])
+    monkeypatch.setattr(planner, "_COMMAND", [sys.executable, "-c", FAKE.format(folder=str(tmp_path))])
     return tmp_path
 
 
@@ -72,22 +72,22 @@ def test_a_process_that_ends_is_replaced(how, code, folder):
     """Its end is the answer, with its exit status; the next request is answered by a new process."""
     with Planner() as planner:
         (folder / how).touch()
-        assert planner.plan(ASKED, described("h200")) == f"planning ended the process inside cuDNN (exit status {code})"
-        assert planner.plan(ASKED, described("h200")) == "no engine"
+        assert planner.plan(ASKED, load_target("h200")) == f"planning ended the process inside cuDNN (exit status {code})"
+        assert planner.plan(ASKED, load_target("h200")) == "no engine"
 
 
 def test_a_process_that_cannot_be_replaced_is_not_asked_again(folder, monkeypatch):
     """Each request then says that none can be started; when one can be again, it answers."""
-    with Planner() as planner:
+    with Planner() as workers:
         (folder / "die").touch()
-        command = module._COMMAND
-        monkeypatch.setattr(module, "_COMMAND", [str(folder / "no such program")])
-        assert "ended the process" in planner.plan(ASKED, described("h200"))
+        command = planner._COMMAND
+        monkeypatch.setattr(planner, "_COMMAND", [str(folder / "no such program")])
+        assert "ended the process" in workers.plan(ASKED, load_target("h200"))
         for _ in range(2):
             with pytest.raises(CudnnError, match=r"cannot be started: .*no such program"):
-                planner.plan(ASKED, described("h200"))
-        monkeypatch.setattr(module, "_COMMAND", command)
-        assert planner.plan(ASKED, described("h200")) == "no engine"
+                workers.plan(ASKED, load_target("h200"))
+        monkeypatch.setattr(planner, "_COMMAND", command)
+        assert workers.plan(ASKED, load_target("h200")) == "no engine"
 
 
 def test_a_failure_outside_cudnn_is_not_taken_for_its_end(folder):
@@ -95,20 +95,20 @@ def test_a_failure_outside_cudnn_is_not_taken_for_its_end(folder):
     with Planner() as planner:
         (folder / "fail").touch()
         with pytest.raises(RuntimeError, match="planning failed"):
-            planner.plan(ASKED, described("h200"))
+            planner.plan(ASKED, load_target("h200"))
         (folder / "fail").unlink()
-        assert planner.plan(ASKED, described("h200")) == "no engine"
+        assert planner.plan(ASKED, load_target("h200")) == "no engine"
 
 
 def test_an_answer_to_anything(monkeypatch):
     """In the process that plans, an unexpected exception becomes an answer that has its traceback."""
-    monkeypatch.setattr(module, "_ready", lambda: 92800)
+    monkeypatch.setattr(worker, "_load_cudnn", lambda: 92800)
 
     def fail(*_):
         raise RecursionError("too deep")
 
-    monkeypatch.setattr(module, "plan_for", fail)
-    answer = module._answer((ASKED, described("h200"), None))
+    monkeypatch.setattr(worker, "plan_for", fail)
+    answer = worker._handle((ASKED, load_target("h200"), None))
     assert isinstance(answer, RuntimeError)
     assert "RecursionError: too deep" in str(answer)
 
@@ -120,7 +120,7 @@ def test_no_process_outlives_an_exception(folder):
 
     def go_wrong():
         with Planner(2) as planner:
-            planner._threads.submit(planner.plan, ASKED, described("h200"))
+            planner._threads.submit(planner.plan, ASKED, load_target("h200"))
             busy.append(first_busy(folder))
             raise ZeroDivisionError
 
@@ -138,7 +138,7 @@ def test_an_interrupt_is_one_line(command, folder):
     (folder / "shapes.toml").write_text(
         '[[attention]]\nq = [64, 2, 64, 1]\nk = [64, 2, 64, 1]\nv = [64, 2, 64, 1]\ndtype = "float16"\nlengths = [64, 128, 192]'
     )
-    code = f"import sys; from cupy_sdpa.offline import planner; planner._COMMAND = {module._COMMAND!r}\n"
+    code = f"import sys; from cupy_sdpa.offline import planner; planner._COMMAND = {planner._COMMAND!r}\n"
     code += f"from cupy_sdpa.__main__ import main; sys.exit(main({command!r}))"
     running = subprocess.Popen(
         [sys.executable, "-c", code], cwd=folder, env=child_environment(PYTHONPATH=str(Path(__file__).parents[1])),

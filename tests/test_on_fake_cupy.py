@@ -11,7 +11,7 @@ from typing import NamedTuple
 import functions
 import numpy as np
 import pytest
-from cases import FORWARD, VARIANTS, Case, options_of_reference
+from cases import FORWARD, HIDDEN_ROWS, VARIANTS, Case, options_of_reference
 from fake_cupy import DEVICE
 from on_gpu import check_backward, check_forward, poisoned
 from tolerance import accumulation_floor, assert_close, gradient_floor
@@ -76,6 +76,13 @@ def backward_checked(cupy, case, **options):
 @pytest.mark.parametrize("case", [case for case in CASES if case in VARIANTS or "lengths" in case.name], ids=str)
 def test_backward(case, cupy):
     """Gradients of every kind of array."""
+    backward_checked(cupy, case)
+
+
+@pytest.mark.parametrize("case", HIDDEN_ROWS, ids=str)
+def test_a_bias_that_hides_all_but_the_sink(case, cupy):
+    """Rows that a bias of -inf masks, with sinks: 0, the sink for the log-sum-exp, and gradients of 0."""
+    check_forward(cupy, case)
     backward_checked(cupy, case)
 
 
@@ -348,6 +355,26 @@ def test_no_key_but_a_sink(packed, cupy):
     np.testing.assert_array_equal(stats.get(), want)
 
 
+@pytest.mark.parametrize("keys", [0, 6], ids=["no key", "keys"])
+def test_sinks_of_packed_rows_of_no_sequence(keys, cupy):
+    """The log-sum-exp is -inf before the first sequence, after the last, and beyond ``max_seqlen_q``; no key changes that."""
+    q = cupy.ones((16, 2, 14), np.float16, order="F")
+    k = cupy.ones((16, 2, keys), np.float16, order="F")
+    sinks, starts = np.array([0.5, 2.0], np.float32), np.array([2, 2, 7, 11], np.int32)
+    keys_of = np.zeros(4, np.int32)
+    lengths = {"max_seqlen_q": 3, "max_seqlen_kv": 1}
+    packed = {"cu_seqlens_q": cupy.asarray(starts), "cu_seqlens_kv": cupy.asarray(keys_of), "sinks": cupy.asarray(sinks)}
+    out, stats = poisoned(cupy, q.shape, np.float16), poisoned(cupy, (2, 14), np.float32)
+    attention(q, k, k, out=out, stats=stats, **packed, **lengths)
+    there = np.zeros(14, bool)
+    there[[2, 3, 4, 7, 8, 9]] = True
+    np.testing.assert_array_equal(stats.get(), np.where(there, sinks[:, None], -np.inf))
+    assert not out.get().any()
+    options = packed | {"return_dsinks": True} if keys == 0 else packed  # 9.19 refuses that gradient of packed sequences
+    for gradient in attention_backward(q, q, k, k, out, stats, **options, **lengths):
+        assert not gradient.get().any()
+
+
 def test_dropout_follows_seed_and_offset(cupy):
     """Integers and arrays of the same number drop the same weights; another seed or offset drops others."""
     case = Case("dropped", d=16, sq=30, skv=40)
@@ -387,6 +414,17 @@ def test_a_call_waits_for_nothing_and_leaves_nothing(case, cupy):
         del _
         assert pool.used_bytes() == sum(-(-x.nbytes // 512) * 512 for x in results)
         stream.synchronize()
+
+
+def test_deterministic_calls_have_plans_of_their_own_where_it_matters(cupy):
+    """With one query a repeated call does not use the plan of the other kind; with two there is one plan."""
+    for queries, plans in ((1, 2), (2, 1)):
+        q, k = cupy.ones((16, 2, queries, 1), np.float16, order="F"), cupy.ones((16, 2, 300, 1), np.float16, order="F")
+        before = get_plan_cache().misses
+        for _ in range(4):
+            for deterministic in (False, True):
+                attention(q, k, k, deterministic=deterministic).get()
+        assert get_plan_cache().misses - before == plans
 
 
 def test_refused_calls_launch_nothing(cupy):

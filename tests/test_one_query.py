@@ -12,6 +12,7 @@ from cupy_sdpa.calls.staging import engine_problem
 from cupy_sdpa.graph.patterns import forward
 from cupy_sdpa.plans.engines import splits_keys
 from cupy_sdpa.plans.plan import PlanInfo
+from cupy_sdpa.support.why_not import guards
 
 KEYS, HEADS, BATCH = 300, 4, 2
 ROWS = np.arange(KEYS)
@@ -89,10 +90,17 @@ def test_the_fast_kernel_is_kept(options, planner):
 
 
 @pytest.mark.cudnn
-@pytest.mark.parametrize("options", [{"dropout_p": 0.1, "seed": 1}, {"sinks": True}], ids=["dropout", "sinks"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dropout_p": 0.1, "seed": 1}, {"sinks": True}, {"deterministic": True},
+        {"deterministic": True, "alibi_slopes": True}, {"deterministic": True, "return_stats": "max_sumexp"},
+    ],
+    ids=["dropout", "sinks", "deterministic", "deterministic with alibi", "deterministic with max_sumexp"],
+)  # fmt: skip
 @pytest.mark.parametrize("gpu", ["h200", "a100"])
 def test_the_split_kernel_is_avoided_where_it_is_wrong(options, gpu, planner):
-    """With dropout it ends the CUDA context, with sinks it gives -inf: another kernel is taken, and the reason is kept."""
+    """It is wrong with dropout and sinks, and adds up in any order: another kernel is used, and the reason is kept."""
     asked = cupy_sdpa.problem((64, 18, 1, 8), (64, 3, 163, 8), (64, 3, 163, 8), dtype="bfloat16", **options)
     plan = planner.call(plan_problem, asked, gpu)
     assert isinstance(plan, PlanInfo), plan
@@ -107,6 +115,41 @@ def test_explain_names_the_bug_that_is_worked_around():
     assert "works around one-query-positions" in text
     assert "constant key positions" in text
     assert "works around" not in str(cupy_sdpa.explain(problem(), gpu="h200"))
+
+
+@pytest.mark.cudnn
+def test_explain_names_the_kernel_that_deterministic_excludes():
+    """The report has the row of the table, and what deterministic=True changes."""
+    text = str(cupy_sdpa.explain(problem(deterministic=True), gpu="h200"))
+    assert "deterministic forward attention" in text
+    assert "works around one-query-deterministic" in text
+    assert "another kernel is used" in text
+
+
+def test_deterministic_is_part_of_the_problem_where_it_matters():
+    """Only the forward pass of one query has a kernel that adds up in any order: other problems, and plans, stay the same."""
+    assert problem(deterministic=True) != problem()
+    assert problem(deterministic=True).deterministic
+    q, kv = (64, 4, 2, 2), (64, 4, 300, 2)
+    assert cupy_sdpa.problem(q, kv, kv, dtype="float16", deterministic=True) == cupy_sdpa.problem(q, kv, kv, dtype="float16")
+    starts = {"cu_seqlens_q": (3,), "cu_seqlens_kv": (3,), "max_seqlen_kv": 16, "max_seqlen_q": 1, "dtype": "float16"}
+    packed = ((64, 4, 2), (64, 2, 32), (64, 2, 32))
+    assert cupy_sdpa.problem(*packed, **starts, deterministic=True) == cupy_sdpa.problem(*packed, **starts)
+    graph = forward(problem(deterministic=True), guards(problem(deterministic=True), 92800, 90))
+    assert graph.no_split
+    assert not forward(problem(), guards(problem(), 92800, 90)).no_split
+
+
+def test_every_call_takes_deterministic():
+    """The plain call, a prepared one, the report and the forward pass of the pullback; a flag that is none is refused."""
+    q, k, v = arrays()
+    out = cupy_sdpa.attention(q, k, v)
+    np.testing.assert_array_equal(cupy_sdpa.attention(q, k, v, deterministic=True), out)
+    np.testing.assert_array_equal(cupy_sdpa.prepare(q, k, v, deterministic=True)(q, k, v), out)
+    assert cupy_sdpa.explain(q, k, v, deterministic=True).problem.deterministic
+    assert not cupy_sdpa.explain(q, k, v).problem.deterministic
+    with pytest.raises(TypeError, match="deterministic is 1; it must be True or False"):
+        cupy_sdpa.attention(q, k, v, deterministic=1)
 
 
 def test_packed_sequences_of_one_query_are_planned_for_two():
@@ -151,6 +194,22 @@ def test_positions_are_right_on_the_gpu(name, cupy):
     for _ in range(4):  # a repeated call is recorded
         out = cupy_sdpa.attention(*map(up, (q, k, v)), **options)
         np.testing.assert_allclose(out.get().astype(float), expected(*(x.astype(float) for x in (q, k, v)), modify), atol=6e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [1, 8])
+@pytest.mark.parametrize("keys", [1024, 20000])
+def test_deterministic_results_have_the_same_bits(heads, keys, cupy):
+    """In every call and every recorded graph, for arrays at other addresses, too."""
+    rng = np.random.default_rng(keys)
+    arrays = [rng.standard_normal((16, heads, n, 2)).astype(np.float16) for n in (1, keys, keys)]
+    found = set()
+    for _ in range(20):
+        given = [cupy.asarray(x, order="F") for x in arrays]
+        for _ in range(4):
+            results = cupy_sdpa.attention(*given, return_stats="max_sumexp", deterministic=True)
+            found.add(b"".join(x.get().tobytes() for x in results))
+    assert len(found) == 1
 
 
 @pytest.mark.gpu

@@ -13,14 +13,16 @@ from planner import child_environment
 import cupy_sdpa
 from cupy_sdpa import zoo
 from cupy_sdpa.offline import survey
-from cupy_sdpa.offline.survey import PROBES
+from cupy_sdpa.offline.page import page
+from cupy_sdpa.offline.problems import PROBES, pairs
 from cupy_sdpa.problem.band import Band
 from cupy_sdpa.problem.problem import Settings
 from cupy_sdpa.problem.tensor_spec import dense_strides
 from cupy_sdpa.problem.validation import RequestedOutputs, make_problem
 from cupy_sdpa.support.gpus import NAMES
+from cupy_sdpa.support.known_bugs import BUGS, GUARDS, NOT_FIXED, STAGING_GUARDS
 from cupy_sdpa.support.rules import RULES
-from cupy_sdpa.support.why_not import BUGS, GENERATIONS, doubtful, guards, unverified, why_not
+from cupy_sdpa.support.why_not import GENERATIONS, guards, staging_guards, unverified, unverified_rules, why_not, workarounds
 from cupy_sdpa.version import MINIMUM_CUDNN, RELEASES, version_text
 
 
@@ -82,25 +84,25 @@ def less_a_number(skv=1, sq=16, backward=True, score_mod=lambda s, b, h, i, j, t
 
 #: rule: (a problem that breaks it, cuDNN version, capability, what the message says), (one that just keeps it, version, capability)
 SIDES = {
-    "cudnn-version": ((asked(), 91801, 90, r"cuDNN is 9\.18\.1, 9\.19\.0 .*pip install"), (asked(), 91900, 90)),
-    "gpu-generation": ((asked(), 91900, 75, r"7\.5, 8\.0 \(Ampere\)"), (asked(), 91900, 80)),
+    "cudnn-version": ((asked(), 91801, 90, r"cuDNN is 9\.18\.1; 9\.19\.0 .*pip install"), (asked(), 91900, 90)),
+    "gpu-generation": ((asked(), 91900, 75, r"7\.5; 8\.0 \(Ampere\)"), (asked(), 91900, 80)),
     "dtype": ((asked(dtype="float32", itemsize=4), 91900, 90, r"float32; .* q\.astype"), (asked(dtype="float16"), 91900, 90)),
     "head-dim": ((asked(d=60), 91900, 90, r"head_dim of q and k is 60; .*pad axis 0 with 4 zeros"), (asked(d=72, dv=8), 91900, 90)),
     "contiguous-head-dim": (
         (asked(strides=(256, 2, 32768, 1048576)), 91900, 90, r"q has a stride of 256 bytes .*cupy\.asfortranarray\(q\)"),
         (asked(strides=(2, 128 * 16, 128, 8192)), 91900, 90),
     ),
-    "negative-stride": ((asked(strides=(2, 128, -512, 8192)), 91900, 90, r"none below 0"), (asked(strides=(2, 128, 512, 0)), 91900, 90)),
+    "negative-stride": ((asked(strides=(2, 128, -512, 8192)), 91900, 90, r"does not support negative strides"), (asked(strides=(2, 128, 512, 0)), 91900, 90)),
     "stride-alignment": (
         (asked(strides=(2, 130, 1024, 65536)), 91900, 90, r"130 is not a multiple of 16"),
         (asked(strides=(2, 144, 1024, 65536)), 91900, 90),
     ),
-    "memory-alignment": ((asked(alignment=8), 91900, 90, r"multiple of 8 bytes, .* need 16"), (asked(alignment=16), 91900, 90)),
+    "memory-alignment": ((asked(alignment=8), 91900, 90, r"multiple of 8 bytes; .* require 16"), (asked(alignment=16), 91900, 90)),
     "dense-stats": (
         (asked(stats=("float32", (16, 4, 2), (32, 8, 4), 16)), 91900, 90, r"stats has strides \(32, 8, 4\) bytes"),
         (asked(stats=("float32", (16, 4, 2), (4, 64, 256), 16)), 91900, 90),
     ),
-    "grid": ((asked(b=65536, sq=1, skv=1), 91900, 90, r"65536 batch; .*65535"), (asked(b=65535, sq=1, skv=1), 91900, 90)),
+    "grid": ((asked(b=65536, sq=1, skv=1), 91900, 90, r"batch size is 65536; .*65535"), (asked(b=65535, sq=1, skv=1), 91900, 90)),
     "backward-head-dim": ((backward(d=136), 91900, 80, r"head dims 136 and 136 .*up to 128"), (backward(d=136), 91900, 90)),
     "bias-dtype": (
         (variant(bias=np.zeros((16, 16, 1, 1), order="F")), 91900, 90, r"bias is float64; .*bias\.astype\('float32'\)"),
@@ -111,23 +113,23 @@ SIDES = {
         (variant(mask_mod=zoo.document, tensors={"document_id": np.zeros((2, 16), np.int32)}), 92800, 90),
     ),
     "bias-gradient": (
-        (packed(bias=BIAS, backward=True, return_dbias=True), 92800, 90, r"the bias's gradient .*leave return_dbias=True out, or pad"),
+        (packed(bias=BIAS, backward=True, return_dbias=True), 92800, 90, r"the gradient of bias .*Omit return_dbias=True, or pad"),
         (packed(bias=BIAS, backward=True), 92800, 90),
     ),
     "direct-blackwell": (
-        (variant(bias=BIAS, dropout_p=0.5, seed=1, backward=True, return_dbias=True), 92800, 100, r"dropout on .* 10\.0: leave one"),
+        (variant(bias=BIAS, dropout_p=0.5, seed=1, backward=True, return_dbias=True), 92800, 100, r"dropout on .* 10\.0: omit one"),
         (variant(bias=BIAS, dropout_p=0.5, seed=1, backward=True), 92800, 100),
     ),
     "query-numbers": (
-        (variant(mask=(1, 16, 1, 1), backward=True), 92800, 80, r"one number a query, .* 8\.0 .*keys' axis in full"),
+        (variant(mask=(1, 16, 1, 1), backward=True), 92800, 80, r"one element per query; .* 8\.0 .*along the key axis"),
         (variant(mask=(1, 16, 1, 1), backward=True), 92800, 100),
     ),
     "positive-scale": (
-        (variant(softcap=2.0, scale=0.0, backward=True), 92800, 90, r"a scale of 0 or below .*change the sign of q"),
+        (variant(softcap=2.0, scale=0.0, backward=True), 92800, 90, r"a scale of 0 or below.* a positive scale and -q"),
         (variant(scale=0.0, backward=True), 92800, 90),
     ),
     "dropout-mask": (
-        (variant(dropout_p=0.5, dropout_mask=(16, 16, 4, 2)), 91900, 90, r"give seed and offset, or pass numpy arrays"),
+        (variant(dropout_p=0.5, dropout_mask=(16, 16, 4, 2)), 91900, 90, r"pass seed and offset, or pass numpy arrays"),
         (variant(dropout_p=0.5, seed=1), 91900, 90),
     ),
     "one-key-integers": (
@@ -135,15 +137,15 @@ SIDES = {
         (one_key(np.int32, skv=2), 92800, 90),
     ),
     "dropout-one-query": (
-        (one_query(192, dropout_p=0.5, seed=1), 92800, 100, r"192 and 192 .* up to 128 then: pass the query twice"),
+        (one_query(192, dropout_p=0.5, seed=1), 92800, 100, r"192 and 192 .* up to 128 here: pass the query twice"),
         (one_query(192, dropout_p=0.5, seed=1), 92800, 90),
     ),
     "max-sumexp": (
-        (variant(return_stats="max_sumexp", sinks=True), 92800, 90, r"take the log-sum-exp alone"),
+        (variant(return_stats="max_sumexp", sinks=True), 92800, 90, r"use return_stats=True"),
         (variant(return_stats="max_sumexp"), 91900, 90),
     ),
     "deterministic-sinks": (
-        (variant(sinks=True, deterministic=True, backward=True, return_dsinks=True), 91900, 90, r"leave deterministic=True or"),
+        (variant(sinks=True, deterministic=True, backward=True, return_dsinks=True), 91900, 90, r"omit deterministic=True or"),
         (variant(sinks=True, deterministic=True, backward=True), 91900, 90),
     ),
 }  # fmt: skip
@@ -171,10 +173,10 @@ def test_what_was_never_run_is_unverified_and_not_refused(rule):
     """Such a problem is not refused; its doubt names the GPU. Just on the other side there is none."""
     problem, cudnn, capability, words = DOUBTS[rule][0]
     assert why_not(problem, cudnn, capability) == []
-    (text,) = [text for name, text in doubtful(problem, cudnn, capability) if name == rule]
+    (text,) = [text for name, text in unverified_rules(problem, cudnn, capability) if name == rule]
     assert re.search(words, text)
     assert text in unverified(problem, cudnn, capability)
-    assert rule not in {name for name, _ in doubtful(*DOUBTS[rule][1])}
+    assert rule not in {name for name, _ in unverified_rules(*DOUBTS[rule][1])}
 
 
 def test_gpus_on_which_nothing_was_run_are_unverified():
@@ -200,7 +202,7 @@ def test_nothing_speaks_against_what_keeps_it(rule):
 
 
 #: bug: (a problem that meets it), [versions and GPUs that have it], [versions and GPUs that do not], [problems that do not]
-MET = {
+AFFECTED = {
     "decode-blackwell": (
         asked(sq=1),
         [(91900, 100), (92400, 103), (92402, 100), (92500, 110)],
@@ -264,6 +266,21 @@ MET = {
         [(92600, 90)],
         [packed(sinks=True, backward=True), variant(sinks=True, backward=True, return_dsinks=True)],
     ),
+    "one-query-deterministic": (
+        one_query(deterministic=True),
+        [(91900, 90), (92800, 80), (92800, 100)],
+        [],
+        [one_query(), asked(sq=2), backward(sq=1), one_query(backward=True, deterministic=True)],
+    ),
+    "sinks-infinite-bias": (
+        variant(sinks=True, bias=(1, 16, 1, 1), backward=True),
+        [(91900, 90), (92800, 80), (92800, 100)],
+        [],
+        [
+            variant(sinks=True, bias=(1, 16, 1, 1)), variant(bias=(1, 16, 1, 1), backward=True),
+            variant(sinks=True, bias=(16, 16, 1, 1), backward=True), variant(sinks=True, mask=(1, 16, 1, 1), backward=True),
+        ],
+    ),
     "backward-one-row": (
         backward(hq=1, hkv=1, sq=1, b=1),
         [(92600, 90), (92601, 80), (92800, 100)],
@@ -297,6 +314,31 @@ MET = {
 }  # fmt: skip
 
 
+def test_entries_are_complete():
+    """A bug has either guards that exist or a remedy; guards of arrays do not depend on version and GPU."""
+    for bug in BUGS:
+        assert bug.guards <= GUARDS.keys()
+        assert bool(bug.guards) != bool(bug.remedy), bug.name
+        if bug.guards & STAGING_GUARDS:
+            assert (bug.first, bug.last, bug.capabilities) == (MINIMUM_CUDNN, NOT_FIXED, range(80, 130))
+
+
+def test_guards_of_arrays_are_known_without_a_gpu():
+    """Only affected problems have them: results are cleared after the kernel for a single query with lengths."""
+    assert staging_guards(one_query(seq_lens=True)) == {"clear-last"}
+    assert staging_guards(one_packed_query()) == {"two-rows"}
+    for problem in (one_query(), one_query(seq_lens=True, backward=True), variant(seq_lens=True), packed(), backward(skv=192)):
+        assert staging_guards(problem) == frozenset()
+
+
+def test_workarounds_are_described():
+    """Name, condition, effect and what is done, for the bugs with guards only."""
+    (line,) = workarounds(backward(skv=192), 91900, 90)
+    assert line.startswith("backward-key-tail (gradients without a mask, ")
+    assert line.endswith(": dq is NaN): scores of padded keys are masked explicitly")
+    assert workarounds(asked(sq=1), 91900, 100) == ()
+
+
 def test_strided_queries_of_packed_gradients_are_planned_dense():
     """cuDNN writes dq by the offsets of q: with queries that are not dense a dense copy is planned."""
     q = np.empty((64, 8, 32), np.float16, order="F")[:, :4]
@@ -308,7 +350,7 @@ def effects(bug, problem, cudnn, capability):
     """Whether the table acts on a bug: the refusal's rule or the guard is there."""
     named = {reason.rule for reason in why_not(problem, cudnn, capability)}
     for known in BUGS:
-        if known.guards and known.met_by(problem, cudnn, capability):
+        if known.guards and known.affects(problem, cudnn, capability):
             assert known.guards <= guards(problem, cudnn, capability)
             named.add(known.name)
     return bug in named
@@ -316,13 +358,13 @@ def effects(bug, problem, cudnn, capability):
 
 def test_every_bug_has_both_sides():
     """A known bug without a case here is one whose gate nobody would miss."""
-    assert set(MET) == {bug.name for bug in BUGS} - {"packed-strided-queries"}  # tested above
+    assert set(AFFECTED) == {bug.name for bug in BUGS} - {"packed-strided-queries"}  # tested above
 
 
-@pytest.mark.parametrize("bug", MET)
+@pytest.mark.parametrize("bug", AFFECTED)
 def test_a_bug_is_acted_on_where_it_is_and_nowhere_else(bug):
     """Exactly the versions, GPUs and problems that have a bug are refused or guarded."""
-    meets, with_it, without, others = MET[bug]
+    meets, with_it, without, others = AFFECTED[bug]
     assert all(effects(bug, meets, *where) for where in with_it)
     assert not any(effects(bug, meets, *where) for where in without)
     assert not any(effects(bug, other, *where) for other in others for where in with_it)
@@ -335,7 +377,7 @@ def test_a_refusal_for_a_bug_says_what_and_where():
         "one query, one head and one batch entry",
         "segmentation fault",
         "9.28.0",
-        "give the batch twice",
+        "pass the batch twice",
         "issues/1071",
     ):
         assert words in reason.text
@@ -401,7 +443,7 @@ print(sorted(guards(odd, 91900, 90)))
 @pytest.mark.parametrize("bug", [bug for bug in BUGS if not bug.guards], ids=lambda bug: f"{bug.name}-{bug.first}")
 def test_a_refused_bug_says_where_it_is_not(bug):
     """What would lift it is true: there the row does not speak."""
-    asked_ = next(p for p in (PROBES | survey.pairs()).values() if bug.met_by(p, bug.first, bug.capabilities.start))
+    asked_ = next(p for p in (PROBES | pairs()).values() if bug.affects(p, bug.first, bug.capabilities.start))
     (reason,) = [r for r in why_not(asked_, bug.first, bug.capabilities.start) if r.rule == bug.name]
     assert reason.lift
     for version in RELEASES:
@@ -415,18 +457,16 @@ def test_a_refused_bug_says_where_it_is_not(bug):
 
 def test_the_page_is_the_table():
     """docs/support.md is what the command writes."""
-    page = Path(__file__).parents[1] / "docs" / "support.md"
-    assert page.read_text(encoding="utf-8") == "\n".join(survey.page(RELEASES[-1])) + "\n", (
-        "write it anew: python -m cupy_sdpa support --markdown > docs/support.md"
-    )
+    text = (Path(__file__).parents[1] / "docs" / "support.md").read_text(encoding="utf-8")
+    assert text == "\n".join(page(RELEASES[-1])) + "\n", "run python -m cupy_sdpa support --markdown > docs/support.md"
     for name in (*(rule.name for rule in RULES), *(bug.name for bug in BUGS)):
-        assert f"| {name} |" in page.read_text(encoding="utf-8")
+        assert f"| {name} |" in text
 
 
 @pytest.mark.cudnn
 def test_the_table_is_what_cudnn_does():
     """Every problem for every described GPU, planned by the real cuDNN: the table says the same."""
-    _, findings = survey.measure()
+    _, findings = survey.measure(PROBES)
     assert len(findings) == len(PROBES) * len(NAMES)
     assert [finding for finding in findings if not finding.agree] == []
     assert {finding.measured for finding in findings} >= {"engine 1", "engine 2", "engine 6", "engine 7"}
@@ -435,9 +475,9 @@ def test_the_table_is_what_cudnn_does():
 @pytest.mark.cudnn
 def test_a_wrong_table_is_noticed(monkeypatch):
     """With a row too few and a row too many the survey differs from cuDNN."""
-    words = "gradients, head dim 256"
-    monkeypatch.setattr(survey, "PROBES", {words: PROBES[words]})
+    title = "gradients, head dim 256"
+    probes = {title: PROBES[title]}
     monkeypatch.setattr(survey, "why_not", lambda *_: [])
-    assert {finding.gpu for finding in survey.measure()[1] if not finding.agree} >= {"a100", "l40s", "rtx5090"}
+    assert {finding.gpu for finding in survey.measure(probes)[1] if not finding.agree} >= {"a100", "l40s", "rtx5090"}
     monkeypatch.setattr(survey, "why_not", lambda *_: why_not(asked(d=60), 91900, 90))
-    assert "h200" in {finding.gpu for finding in survey.measure()[1] if not finding.agree}
+    assert "h200" in {finding.gpu for finding in survey.measure(probes)[1] if not finding.agree}

@@ -24,11 +24,11 @@ def candidates_of(problem, knobs):
     """In a child: the (engine, knobs, whether heuristics propose it) of every candidate, and those of the plan itself."""
     from cupy_sdpa.calls.autotune import _candidates
     from cupy_sdpa.graph.patterns import forward
-    from cupy_sdpa.offline.planner import described
+    from cupy_sdpa.offline.planner import load_target
     from cupy_sdpa.plans.disk_cache import DiskCache
     from cupy_sdpa.plans.plan import make, searching
 
-    target, graph = described("h200"), forward(problem)
+    target, graph = load_target("h200"), forward(problem)
     plan = make(graph, target, disk_cache=DiskCache(None))
     found = []
     with searching(graph, target) as (search, _):

@@ -8,7 +8,7 @@ from cases import Case, as_float, inputs
 
 import cupy_sdpa
 from cupy_sdpa import Unsupported, alibi_slopes, attention, attention_backward, attention_vjp, dropout_mask, explain, reference
-from cupy_sdpa.support.why_not import doubtful, why_not
+from cupy_sdpa.support.why_not import unverified_rules, why_not
 
 ENGINES = ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)]
 
@@ -321,7 +321,11 @@ BAD_PACKED = {
     "falling": ({"cu_seqlens_q": np.array([0, 7, 5])}, ValueError, "it must rise"),
     "beyond": ({"cu_seqlens_q": np.array([0, 7, 11])}, ValueError, "at most 10, the total"),
     "longest": ({"max_seqlen_q": 5}, ValueError, "cu_seqlens_q has a sequence of 6; max_seqlen_q is 5"),
-    "lengths": ({"seq_lens_q": np.array([1, 2], np.int32)}, ValueError, r"cu_seqlens_\* define the lengths of packed sequences"),
+    "lengths": (
+        {"seq_lens_q": np.array([1, 2], np.int32)},
+        ValueError,
+        r"cu_seqlens_\* define the lengths of packed sequences",
+    ),
     "bucket_of_bias": ({"bias": np.zeros((6, 6, 1, 1), np.float32), "bucket": 8}, ValueError, "round max_seqlen_q"),
 }
 
@@ -380,8 +384,8 @@ def test_variants_are_refused_where_cudnn_cannot():
     packed = {"cu_seqlens_q": (3,), "cu_seqlens_kv": (3,), "max_seqlen_q": 60, "max_seqlen_kv": 60}
     asked = cupy_sdpa.problem((64, 8, 100), (64, 8, 100), (64, 8, 100), dtype="bfloat16", backward=True, **packed)
     assert not why_not(asked, 92800, 80)
-    assert [name for name, _ in doubtful(asked, 92800, 80)] == ["packed-gradients"]
-    assert not doubtful(asked, 92800, 90)
+    assert [name for name, _ in unverified_rules(asked, 92800, 80)] == ["packed-gradients"]
+    assert not unverified_rules(asked, 92800, 90)
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import secrets
@@ -50,7 +51,11 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         epilog=_EPILOG,
         formatter_class=Help,
     )
-    parser.add_argument("--minutes", type=float, help="how long to draw problems (default: 1)")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        help="how long to draw problems (default: 1); making findings smaller takes up to 2 minutes more, 4 if problems hang",
+    )
     parser.add_argument("--problems", type=positive, metavar="N", help="how many problems, in place of a time")
     parser.add_argument("--seed", type=int, help="of the problems; the same seed draws the same (default: a random one)")
     parser.add_argument(
@@ -61,7 +66,12 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
     parser.add_argument("--lengths", type=_lengths, metavar="SQ,SKV", help="the numbers of queries and keys (default: drawn)")
     parser.add_argument("--jobs", type=positive, metavar="N", help="worker processes (default: one per CPU core, 8 on a GPU)")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write a report that can be attached to an issue")
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        type=Path,
+        help="write a report that can be attached to an issue: before findings are made smaller, and again at the end",
+    )
     parser.add_argument("--case", metavar="LITERAL", help="run one case that a finding has printed")
     parser.set_defaults(command=command)
 
@@ -75,7 +85,7 @@ def _lengths(text: str) -> tuple[int, int]:
 
 def command(arguments: argparse.Namespace) -> int:
     """Run ``check``; 1 where something was found."""
-    from ..check.case import parse
+    from ..check.cases.case import parse
     from ..check.run import cases, run
 
     seed = secrets.randbelow(10**6) if arguments.seed is None else arguments.seed
@@ -96,19 +106,38 @@ def command(arguments: argparse.Namespace) -> int:
     say("seed", f"{seed}; {bound}, {jobs} worker process{'es' * (jobs > 1)}")
     with _Progress(None if minutes is None else 60 * minutes, arguments.problems) as progress:
         drawn = iter([one]) if one else cases(seed, engines, arguments.lengths)
-        summary, findings, seconds = run(drawn, jobs, None if minutes is None else 60 * minutes, arguments.problems, progress)
+        bounds = None if minutes is None else 60 * minutes, arguments.problems
+
+        def report(summary: Summary, findings: Sequence[Finding], seconds: float, *, final: bool) -> None:
+            if arguments.json:
+                facts = {"seed": seed, "engines": list(engines), "seconds": round(seconds, 1), "final": final}
+                _write(arguments.json, facts | summary.as_dict() | {"findings": [finding.as_dict() for finding in findings]})
+
+        def before_shrinking(summary: Summary, seconds: float) -> None:
+            with contextlib.suppress(CommandError):  # the end of the run raises it
+                report(summary, summary.findings, seconds, final=False)
+
+        summary, findings, seconds = run(drawn, jobs, *bounds, progress, before_shrinking=before_shrinking)
     _print(summary, findings, seconds)
+    report(summary, findings, seconds, final=True)
     if arguments.json:
-        report = {"versions": versions(), "seed": seed, "engines": list(engines), "seconds": round(seconds, 1)}
-        report |= summary.as_dict() | {"findings": [finding.as_dict() for finding in findings]}
-        try:
-            arguments.json.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise CommandError(f"--json {arguments.json}: {error.strerror}") from error
         say("report", str(arguments.json))
     if not summary.problems:
         raise CommandError("no problem was run: give more time with --minutes")
     return 1 if findings else 0
+
+
+def _write(path: Path, report: dict[str, Any]) -> None:
+    """Write a report.
+
+    Raises:
+        CommandError: the file cannot be written.
+    """
+    text = json.dumps({"versions": versions()} | report, indent=1, ensure_ascii=False) + "\n"
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"--json {path}: {error.strerror}") from error
 
 
 def _engines(wanted: Sequence[str] | None) -> tuple[str, ...]:

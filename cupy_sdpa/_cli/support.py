@@ -6,9 +6,10 @@ import argparse
 from collections.abc import Mapping
 
 from ..errors import CudnnError
-from ..offline import survey
+from ..offline import problems, survey
+from ..offline.page import page
 from ..problem.problem import Problem
-from ..support.why_not import SWITCH
+from ..support.why_not import GUARDS_OFF
 from ..version import RELEASES, version_number, version_text
 from . import machine
 from .console import CommandError, Help, Progress, one_line, say, width
@@ -22,7 +23,7 @@ examples:
                                                  options (half an hour)
   python -m cupy_sdpa support --markdown         the page of the documentation
 
-{SWITCH}=NAME,... turns rows of the table off, for a process
+{GUARDS_OFF}=NAME,... turns rows of the table off, for a process
 that knows better.
 """
 
@@ -55,13 +56,13 @@ def command(arguments: argparse.Namespace) -> int:
         raise CommandError(f"{name} says what to plan, and nothing is planned without --measure: support --measure {name}")
     if arguments.measure:
         machine.check_library(arguments.cudnn)
-        others = survey.operations() if arguments.operations else survey.PROBES
-        return _measure(arguments.cudnn, survey.pairs() if arguments.pairs else others)
+        others = problems.operations() if arguments.operations else problems.PROBES
+        return _measure(arguments.cudnn, problems.pairs() if arguments.pairs else others)
     try:
         version = version_number(arguments.cudnn) if arguments.cudnn else RELEASES[-1]
     except ValueError as error:
         raise CommandError(str(error)) from error
-    lines = survey.page(version)
+    lines = page(version)
     if arguments.markdown:
         print("\n".join(lines))
         return 0
@@ -73,7 +74,7 @@ def command(arguments: argparse.Namespace) -> int:
 def _measure(cudnn: str | None, probes: Mapping[str, Problem]) -> int:
     try:
         with Progress("planning") as progress:
-            version, findings = survey.measure(cudnn, progress, probes)
+            version, findings = survey.measure(probes, cudnn, progress)
     except CudnnError as error:
         raise CommandError(machine.brief(error)) from error
     wrong = [finding for finding in findings if not finding.agree]

@@ -27,12 +27,13 @@ def read_forward(
     *,
     return_stats: Any = False,
     return_kept: bool = False,
+    deterministic: Any = False,
     out: Any = None,
     stats: Any = None,
 ) -> Call:
     """Check a forward call's arguments; the first thing wrong is raised, before anything is allocated."""
-    wanted = _rows_wanted(return_stats)._replace(rng_dump=return_kept)
-    return _read({"q": q, "k": k, "v": v, "out": out, "stats": stats}, options, wanted)
+    wanted, exact = _rows_wanted(return_stats)._replace(rng_dump=return_kept), read_flag("deterministic", deterministic)
+    return _read({"q": q, "k": k, "v": v, "out": out, "stats": stats}, options, wanted, deterministic=exact)
 
 
 def _rows_wanted(return_stats: Any) -> RequestedOutputs:
@@ -180,8 +181,8 @@ def read_shapes(
         given = dict.fromkeys(LENGTHS, dense_signature("int32", given["q"][1][3:])) | given
     options = {**options, "seed": 0} if "seed" in given else options
     tau = read_scale(options.get("scale"), head_dim)
+    settings, _ = read_settings(options, tau, deterministic=bool(deterministic))
     # what belongs to the other pass is left out, as a list of problems for both passes has it
-    settings, _ = read_settings(options, tau, deterministic=bool(deterministic and backward))
     rows = _rows_wanted(return_stats)
     wanted = RequestedOutputs(backward=True, dbias=bool(return_dbias), dsinks=bool(return_dsinks)) if backward else rows
     tensors = {name: _standin(name, x) for name, x in (options.get("tensors") or {}).items()}

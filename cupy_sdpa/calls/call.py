@@ -209,7 +209,9 @@ class Call:
         """Which rows belong to a sequence, to be broadcast over the log-sum-exp's axes."""
         if self.problem.packed:
             places, begins = xp.arange(self.problem.q.shape[2]), self.arrays[CU_SEQLENS[0]]
-            return (begins[0] <= places) & (places < begins[-1])
+            begin = xp.take(begins, xp.maximum(xp.searchsorted(begins, places, side="right") - 1, 0))  # of its sequence
+            *_, longest, _, _ = self.problem.sizes  # positions of a sequence beyond max_seqlen_q belong to none
+            return (begin <= places) & (places < begins[-1]) & (places < begin + longest)
         if self.problem.ragged:
             return xp.arange(self.problem.q.shape[2])[:, None, None] < self.arrays[LENGTHS[0]]
         return xp.ones((), bool)

@@ -88,7 +88,7 @@ def read_settings(options: Mapping[str, Any], tau: float, *, deterministic: bool
     Args:
         options: as the caller gave them.
         tau: the scale.
-        deterministic: as for the backward pass.
+        deterministic: as for the call.
 
     Raises:
         TypeError, ValueError: a value that an option cannot have.

@@ -28,7 +28,7 @@ from ..problem.problem import (
 )
 from ..problem.tensor_spec import TensorSpec, dense_spec, dtype_name, numpy_dtype
 from ..problem.varlen import ragged_offsets, round_up_totals
-from ..support.why_not import has_one_packed_query, has_strided_packed_queries, turned_off
+from ..support.why_not import staging_guards
 
 #: What -inf is given beyond the lengths; all other results get 0.
 _LOGARITHMS = ("stats", "max")
@@ -59,16 +59,21 @@ def _engine_problem(problem: Problem, on_gpu: bool) -> Problem:
             kind = "float32" if (sq, skv) == (1, 1) else kind  # as in _read_as
             keys = skv if spec.shape[1] == 1 else spec.shape[0]
             specs[spec.name] = dense_spec(spec.name, kind, (keys, *spec.shape[1:]))
+    guards = staging_guards(problem)
+    if "finite-bias" in guards and problem.bias:
+        bias = specs.get("bias", problem.bias)
+        specs["bias"] = dense_spec("bias", "float32", bias.shape)
     # sums are of q's dtype, and added up over heads and batch only; others are wrong or fault
     sums = {spec.name: dense_spec(spec.name, problem.dtype, (skv, sq, *spec.shape[2:])) for spec in problem.ds_reductions}
     if problem.dbias:
         specs["dbias"] = sums.pop("dbias")
     if problem.dcaptured:
         specs["dcaptured"] = tuple(sums.values())
-    if has_strided_packed_queries(problem) and "packed-strided-queries" not in turned_off():
+    if "dense-queries" in guards:
         specs["q"] = dense_spec("q", problem.q.dtype, problem.q.shape)
-    if has_one_packed_query(problem) and "packed-one-query" not in turned_off():
-        specs["settings"] = problem.settings._replace(max_seqlen_q=2)
+    if "two-rows" in guards:
+        exact = problem.backward and problem.deterministic  # as in validation: there are two queries
+        specs["settings"] = problem.settings._replace(max_seqlen_q=2, deterministic=exact)
         if dump := problem.rng_dump:
             specs["rng_dump"] = dense_spec("rng_dump", dump.dtype, (dump.shape[0], 2, *dump.shape[2:]))
     problem = replace(problem, **specs) if specs else problem
@@ -135,7 +140,7 @@ class Stage:
         for spec in problem.ds_reductions:
             clear(self.arrays[spec.name], 0.0, on_gpu)  # it is added up
         # After the kernel, because kernels for a single query write rows that are beyond the length.
-        self._clears_last = on_gpu and problem.seq_lens_q is not None and "one-query-lengths" not in turned_off()
+        self._clears_last = on_gpu and problem.ragged and "clear-last" in staging_guards(given)
         if problem.ragged and not self._clears_last:
             self._clear_rows()
         if has_ragged_alibi(given):
@@ -185,8 +190,11 @@ class Stage:
             array = kernels.cleaned(array, self._own[lengths])
         elif lengths and name == "dout":  # of which whole rows are summed; the rest the interpreter cuts off itself
             array = _cleaned(array, self._own[lengths])
-        if has_score_axes(name) and self._differs(array, spec):
+        finite = name == "bias" and self.on_gpu and "finite-bias" in staging_guards(self.problem)
+        if has_score_axes(name) and (finite or self._differs(array, spec)):
             array = self._broadcast(array, spec)
+            if finite:
+                kernels.replace_infinite(array)
         elif self.problem.packed and name == "q" and spec.dense and not self.problem.q.dense:
             copy = cupy_runtime.empty(array.shape, array.dtype)
             copy[...] = array

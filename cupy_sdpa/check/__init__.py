@@ -6,7 +6,7 @@ independent float64 reference, and shrinks what it finds to one line of Python. 
 
 from __future__ import annotations
 
-from .case import Case
+from .cases.case import Case
 
 __all__ = ["Case", "reproduce"]
 

@@ -12,8 +12,8 @@ import sys
 import tempfile
 from queue import SimpleQueue
 
-from .case import Case
-from .outcome import Outcome
+from .cases.case import Case
+from .verify.outcome import Outcome
 
 #: Seconds after which a case counts as hanging; the first case of a process also loads the libraries.
 LIMIT = 120.0

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
-from .case import Case
-from .draw import draw
-from .outcome import Outcome
+from .cases.case import Case
+from .cases.draw import draw
 from .pool import Pool
 from .shrink import alike, shrink
 from .summary import Finding, Summary
+from .verify.outcome import Outcome
 
 #: Seconds to shrink a finding (all of them: twice that), how many findings are shrunk, and how many at a time.
 SHRINKING, SHRUNK, BATCH = 60.0, 9, 3
@@ -40,6 +40,7 @@ def run(
     problems: int | None,
     progress: Progress = lambda summary, seconds, doing: None,
     modules: tuple[str, ...] = (),
+    before_shrinking: Callable[[Summary, float], None] = lambda summary, seconds: None,
 ) -> tuple[Summary, list[Finding], float]:
     """Run cases until the time or their number is up; an interruption ends the run, not its report.
 
@@ -49,6 +50,8 @@ def run(
         seconds, problems: when to stop drawing; None for no bound.
         progress: called after each case.
         modules: what each process imports first.
+        before_shrinking: called with the summary, its findings as they were drawn, and the seconds since the beginning, if
+            there are findings.
 
     Returns:
         The counts, the findings (those of one kind once), and the seconds that it took.
@@ -72,6 +75,8 @@ def run(
                 for done in wait(waiting, return_when=FIRST_COMPLETED).done:
                     summary.add(waiting.pop(done), done.result())
                     report("running")
+            if summary.findings:
+                before_shrinking(summary, time.monotonic() - start)
             _shrink_some(summary.findings, pool, threads, lambda: report("shrinking findings"))
         except KeyboardInterrupt:
             pool.kill()

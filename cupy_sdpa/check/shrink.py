@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-from .case import Case
-from .outcome import Outcome
+from .cases.case import Case
+from .verify.outcome import Outcome
 
 #: Asks what a case comes to.
 Ask = Callable[[Case], Outcome]
@@ -54,7 +54,7 @@ def candidates(case: Case) -> Iterator[Case]:
                 yield alone
     for name in case.options:
         yield case.without(name)
-    gradients = ("deterministic", "return_dbias", "return_dsinks", "return_dtensors")
+    gradients = ("return_dbias", "return_dsinks", "return_dtensors")
     if case.backward and not any(name in case.options for name in gradients):
         yield case.with_(backward=False)
     for name in case.layouts:

@@ -8,9 +8,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from .case import Case
-from .draw import OPTIONS
-from .outcome import Outcome
+from .cases.case import Case
+from .cases.draw import OPTIONS
+from .verify.outcome import Outcome
 
 #: Columns of the table.
 WIDTH = 80

@@ -13,9 +13,9 @@ import sys
 import warnings
 from typing import Any
 
-from .case import Case, parse
-from .execute import execute
-from .outcome import Outcome
+from .cases.case import Case, parse
+from .verify.execute import execute
+from .verify.outcome import Outcome
 
 
 def prepared(case: Case) -> Outcome:

@@ -12,6 +12,9 @@ import numpy as np
 from ..problem.problem import MASKED_SCORE
 from . import cupy_runtime
 
+#: A finite number for -inf: it hides a key from a query as surely, and stays finite times log2(e).
+LOWEST = -1e30
+
 
 class Side(NamedTuple):
     """Where the positions of queries, or of keys, lie.
@@ -207,6 +210,12 @@ def seeing_nothing(stats: Any) -> Any:
     copy = cupy_runtime.empty(stats.shape, stats.dtype)
     kernel = _elementwise("float32 x, float32 lowest, float32 top", "float32 y", "y = x <= lowest ? top : x", "seeing_nothing")
     return kernel(stats, MASKED_SCORE, math.inf, copy)
+
+
+def replace_infinite(bias: Any) -> None:
+    """Replace -inf in a float32 array by :data:`LOWEST`."""
+    operation = "y = x < lowest ? lowest : x"
+    _elementwise("float32 x, float32 lowest", "float32 y", operation, "replace_infinite")(bias, LOWEST, bias)
 
 
 def log_sum_exp(top: Any, total: Any, stats: Any) -> None:

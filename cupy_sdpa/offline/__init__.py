@@ -1,1 +1,1 @@
-"""Planning for GPUs that are not present, with the real cuDNN in separate processes."""
+"""Planning for GPUs that are not present, and the survey that compares the support table with cuDNN's plans."""

@@ -1,22 +1,19 @@
-"""Plans for a GPU that is not here, made by the real cuDNN in processes of their own.
+"""Plan for GPUs that are not present, with the real cuDNN in worker processes.
 
-cuDNN plans completely, kernels compiled and all, for a GPU that is described to it. On a machine without NVIDIA's driver it
-also wants a ``libcuda.so.1``; a stub will do, which must never be seen by a process that may use a GPU. And there are inputs
-that kill the process inside cuDNN. So planning is done by workers: ``python -m cupy_sdpa.offline.planner``, which read requests from
-stdin and write answers to stdout. Each is in a process group of its own, so that Ctrl-C interrupts only the
-process that started them, which ends them.
+cuDNN builds complete plans, compiled kernels included, for the description of a GPU. Without an NVIDIA driver it also requires
+a ``libcuda.so.1``; a stub is enough, but must not be loaded in a process that may use a GPU. In addition, some inputs crash the
+process inside cuDNN. Therefore planning runs in worker processes (:mod:`.worker`). Each has its own process group: Ctrl-C
+interrupts only the parent, which ends its workers.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import pickle
 import subprocess
 import sys
-import traceback
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -24,84 +21,98 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
 
-from .._cudnn.driver import use_some_driver
-from .._cudnn.library import OVERRIDE, library
+from .._cudnn.library import OVERRIDE
 from ..device.cupy_runtime import model_of
-from ..errors import CudnnError, Unsupported
-from ..plans.disk_cache import DiskCache
-from ..plans.plan import PlanInfo, Target, plan_for
+from ..errors import CudnnError
+from ..plans.plan import PlanInfo, Target
 from ..problem.problem import Problem
 from ..support import gpus
 
+_COMMAND = [sys.executable, "-m", f"{__package__}.worker"]
 
-def described(gpu: str) -> Target:
-    """A GPU by the name of its description, or by the path of a file that ``python -m cupy_sdpa info --describe`` wrote.
+
+def load_target(gpu: str) -> Target:
+    """Load the description of a GPU as a target to plan for.
+
+    Args:
+        gpu: the name of a description, such as ``"h200"``, or the path of a file written by
+            ``python -m cupy_sdpa info --describe``.
 
     Raises:
-        ValueError: neither.
+        ValueError: there is no such description.
     """
     text = gpus.describe(gpu)
-    facts, capability = json.loads(text), gpus.capability(gpu)
-    return Target(model_of(facts["deviceName"], capability, facts["multiProcessorCount"]), capability, description=text)
+    properties, capability = json.loads(text), gpus.capability(gpu)
+    return Target(
+        model_of(properties["deviceName"], capability, properties["multiProcessorCount"]), capability, description=text
+    )
 
 
 class Planner:
-    """Processes that plan; one that a problem has killed is replaced.
+    """A pool of worker processes that plan. A worker that crashes is replaced.
 
     Args:
-        workers: how many.
-        cudnn: path of the libcudnn.so.9 to plan with; None for the one that this process would find.
+        workers: number of processes.
+        cudnn: path of the libcudnn.so.9 to use. Default None: the one that this process would load.
+
+    Attributes:
+        version: the version of cuDNN in the workers.
 
     Raises:
-        CudnnError: planning cannot be done on this machine; the message says what it lacks.
+        CudnnError: this machine cannot plan; the message lists what is missing.
     """
 
     def __init__(self, workers: int = 1, cudnn: str | None = None) -> None:
         self._environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         if cudnn is not None:
             self._environment[OVERRIDE] = cudnn
-        self._free: SimpleQueue[_Worker | None] = SimpleQueue()  # None: a process that ended, to be started again when needed
-        self._every: list[_Worker] = []
+        self._idle: SimpleQueue[_Worker | None] = SimpleQueue()  # None: a worker that ended; it is restarted when needed
+        self._workers: list[_Worker] = []
         self._threads = ThreadPoolExecutor(workers)
         try:
             for _ in range(workers):
-                self._free.put(self._start())
-            #: The version of the cuDNN that plans.
-            self.version = int(self._ask(None))
+                self._idle.put(self._start())
+            self.version = int(self._request(None))
         except BaseException:
             self._kill()
             raise
 
     def plan(self, problem: Problem, target: Target, disk_cache: Path | None = None) -> PlanInfo | str:
-        """Plan a problem for a described GPU, and keep the plan in a folder; gives what is known of it, or why there is none.
+        """Plan a problem; the support table is not consulted.
 
-        Nothing is asked of the support table. A problem that kills the process gets a sentence that says so.
+        Args:
+            problem: the problem.
+            target: the GPU, from :func:`load_target`.
+            disk_cache: folder to store the plan in. Default None: not stored.
+
+        Returns:
+            The properties of the plan, or why there is none: cuDNN's refusal, or that the process crashed.
 
         Raises:
-            CudnnError: cuDNN failed, or no process can be started.
-            RuntimeError: planning failed outside cuDNN; the message has the traceback.
+            CudnnError: cuDNN failed, or a worker cannot be started.
+            RuntimeError: planning failed outside cuDNN; the message contains the traceback.
         """
-        answer: PlanInfo | str = self._ask((problem, target, disk_cache))
-        return answer
+        result: PlanInfo | str = self._request((problem, target, disk_cache))
+        return result
 
     def plan_all(
         self, problems: Iterable[tuple[Problem, Target]], disk_cache: Path | None
     ) -> Iterator[tuple[int, PlanInfo | str]]:
-        """:meth:`plan` every problem, as many at once as there are workers; gives (its number, the answer) as they come."""
-        jobs = {self._threads.submit(self.plan, *job, disk_cache): number for number, job in enumerate(problems)}
+        """:meth:`plan` all problems in parallel; yields (index, result) in order of completion."""
+        jobs = {self._threads.submit(self.plan, *job, disk_cache): index for index, job in enumerate(problems)}
         for job in as_completed(jobs):
             yield jobs[job], job.result()
 
     def close(self) -> None:
-        """End the processes, when they have done what they are doing."""
+        """Finish current requests and end the workers."""
         self._threads.shutdown(cancel_futures=True)
-        for worker in self._every:
+        for worker in self._workers:
             worker.close()
 
     def _kill(self) -> None:
-        """End the processes at once."""
+        """End the workers immediately."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for worker in list(self._every):
+        for worker in list(self._workers):
             worker.kill()
         self.close()
 
@@ -118,51 +129,48 @@ class Planner:
         try:
             worker = _Worker(self._environment)
         except OSError as error:
-            raise CudnnError(f"a process that plans cannot be started: {error}") from error
-        self._every.append(worker)
+            raise CudnnError(f"a planning process cannot be started: {error}") from error
+        self._workers.append(worker)
         return worker
 
-    def _ask(self, request: Any) -> Any:
-        worker = self._free.get()
+    def _request(self, request: Any) -> Any:
+        worker = self._idle.get()
         try:
             worker = worker or self._start()
-            answer = worker.ask(request)
+            result = worker.request(request)
         except EOFError:
             assert worker
-            code = worker.close()
-            self._every.remove(worker)
+            status = worker.close()
+            self._workers.remove(worker)
             worker = None
             if request is None:
-                raise CudnnError(f"the process that plans ended with status {code} before it could begin") from None
-            return f"planning ended the process inside cuDNN (exit status {code})"
-        except BaseException:  # its answer would be taken for the next request's
+                raise CudnnError(f"the planning process ended with exit status {status} before the first request") from None
+            return f"planning ended the process inside cuDNN (exit status {status})"
+        except BaseException:  # its pending result would be read as that of the next request
             if worker:
                 worker.kill()
             worker = None
             raise
         finally:
-            self._free.put(worker)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-
-_COMMAND = [sys.executable, "-m", __name__]
+            self._idle.put(worker)
+        if isinstance(result, Exception):
+            raise result
+        return result
 
 
 class _Worker:
-    """One process; it says nothing but answers on its stdout."""
+    """One worker process."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         self._process = subprocess.Popen(
             _COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, process_group=0
         )
 
-    def ask(self, request: Any) -> Any:
-        """The answer to a request.
+    def request(self, request: Any) -> Any:
+        """Send a request and return the result.
 
         Raises:
-            EOFError: the process ended instead.
+            EOFError: the process ended.
         """
         assert self._process.stdin
         assert self._process.stdout
@@ -170,60 +178,17 @@ class _Worker:
             self._process.stdin.write(pickle.dumps(request))
             self._process.stdin.flush()
             return pickle.load(self._process.stdout)
-        except (BrokenPipeError, pickle.UnpicklingError):  # it ended before, or within its answer
+        except (BrokenPipeError, pickle.UnpicklingError):  # it ended before or while it wrote the result
             raise EOFError from None
 
     def kill(self) -> None:
-        """End the process at once; :meth:`close` is still to be called."""
+        """End the process immediately; :meth:`close` is still required."""
         self._process.kill()
 
     def close(self) -> int:
-        """End the process; gives its exit status."""
+        """End the process and return its exit status."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe:
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
         return self._process.wait()
-
-
-@functools.cache
-def _ready() -> int:
-    """Make sure, once, that cuDNN finds a driver; gives cuDNN's version."""
-    use_some_driver()
-    return library().version
-
-
-def _answer(request: Any) -> Any:
-    try:
-        version = _ready()
-        if request is None:
-            return version
-        problem, target, disk_cache = request
-        plan = plan_for(problem, target, DiskCache(disk_cache) if disk_cache else None)
-        plan.close()
-        return plan.info
-    except Unsupported as error:
-        return str(error)
-    except CudnnError as error:
-        return error
-    except Exception:  # cuDNN lives: this must not look like its end
-        return RuntimeError(f"planning failed:\n{traceback.format_exc()}")
-
-
-def _serve() -> None:
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever cuDNN prints must not be taken for an answer
-    while True:
-        try:
-            request = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
-        try:
-            answers.write(pickle.dumps(_answer(request)))
-            answers.flush()
-        except BrokenPipeError:  # who asked has ended
-            os._exit(1)
-
-
-if __name__ == "__main__":
-    _serve()

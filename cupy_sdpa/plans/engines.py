@@ -212,7 +212,7 @@ class Search:
             text = plan.get_text("JSON_REPRESENTATION")
             knobs = knobs_of(text)
             if self.no_split and splits_keys(engine, dict(knobs)):
-                raise Unsupported(f"its kernel, which splits the keys, is wrong for this problem ({knobs_text(knobs)})")
+                raise Unsupported(f"its kernel, which splits the keys, is not used for this problem ({knobs_text(knobs)})")
             return Candidate(plan, text, engine, knobs, notes, need, build_ms)
         except BaseException as error:
             plan.close()

@@ -53,7 +53,7 @@ class Settings(NamedTuple):
         softcap: whether scores are capped.
         dropout: the probability of dropping a weight.
         max_seqlen_q, max_seqlen_kv: the maximum lengths of packed sequences.
-        deterministic: whether gradients must be bitwise reproducible.
+        deterministic: whether results must be bitwise reproducible; in the forward pass only set for a single query.
         max_workspace: the limit of cuDNN's workspace in bytes, or None.
         program: the traced score and mask functions, or None.
         gradient_of: the captured array with respect to which a subproblem differentiates the scores; empty for the scores.
@@ -230,7 +230,7 @@ class Problem:
         dims = f"head dim {d}" if d == dv else f"head dim {d} (values {dv})"
         most = "at most " if self.ragged else ""
         batch = f"{b} packed sequences" if self.packed else f"batch {b}"
-        kind = f"{'deterministic ' * self.deterministic}backward" if self.backward else "forward"
+        kind = f"{'deterministic ' * self.deterministic}{'backward' if self.backward else 'forward'}"
         return (
             f"{kind} attention, {self.dtype}: {batch}, {hq} query and {hkv} key/value heads{group}, "
             f"{most}{sq} queries, {most}{skv} keys, {dims}, {', '.join(self._features())}"

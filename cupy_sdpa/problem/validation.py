@@ -83,6 +83,9 @@ def make_problem(
     """
     arrays = {name: make_spec(name, signature) for name, signature in signatures}
     problem = _inputs(arrays, settings)
+    sq = problem.sizes[4]
+    if not requested.backward and sq != 1 and problem.deterministic:  # only kernels for one query are not reproducible
+        problem = dataclasses.replace(problem, settings=problem.settings._replace(deterministic=False))
     outputs = _backward_arrays(problem, requested) if requested.backward else _forward_arrays(problem, requested, arrays)
     specs: dict[str, TensorSpec] = {}
     for expected in outputs:

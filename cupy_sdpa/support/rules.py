@@ -1,6 +1,11 @@
-"""What a cuDNN version or a GPU cannot run, as data: a table of rules, each with its sentence.
+"""The rules: what a cuDNN version or a GPU cannot run, one :class:`Rule` entry each.
 
-Every sentence names both values and the remedy, in the caller's own terms. :mod:`cupy_sdpa.support.why_not` asks them all.
+A rule is a generator function that yields a message for every violation, and an entry in :data:`RULES`. The message contains
+the value, the limit and the remedy, in terms of the caller's arguments. Wrong results and crashes of single versions are known
+bugs (:mod:`.known_bugs`), not rules.
+
+To add a rule, write both, add a case for each side of the limit to ``SIDES`` in tests/test_support.py (to ``DOUBTS`` if the
+rule does not refuse), and write docs/support.md again: ``python -m cupy_sdpa support --markdown > docs/support.md``.
 """
 
 from __future__ import annotations
@@ -13,21 +18,23 @@ from ..problem.problem import CU_SEQLENS, KEY_ARRAYS, QUERY_ARRAYS, ROW_STATS, P
 from ..problem.tensor_spec import ITEMSIZE, TensorSpec, dense_strides
 from ..version import MINIMUM_CUDNN, version_text
 
-#: The oldest GPU generation with cuDNN's flash attention (Ampere), as major * 10 + minor.
+#: The lowest compute capability with cuDNN's flash attention (Ampere); 8.0 is 80.
 MINIMUM_CAPABILITY = 80
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One thing that cuDNN or a GPU cannot do, or does wrongly.
+    """A limit of cuDNN or of a GPU.
 
     Attributes:
-        name: short and stable.
+        name: short and stable; the value that ``CUPY_SDPA_GUARDS_OFF`` takes.
         summary: one sentence for the documentation.
-        error: what the call raises.
-        violations: (problem, cuDNN version, compute capability) -> sentences, with both values and the remedy.
-        link: where it was found out.
-        refuses: whether such a call is refused. Otherwise it runs if cuDNN can plan it, and is reported as not verified.
+        error: the exception that a call raises.
+        violations: function of (problem, cuDNN version, compute capability) that yields a message for every violation.
+        link: the source. Default: measured.
+        refuses: whether a call is refused. Otherwise it runs if cuDNN can plan it, and is reported as unverified.
+        planned: whether cuDNN plans what the rule refuses, with wrong or irreproducible results, so that
+            ``support --measure`` cannot confirm the rule. Default False.
     """
 
     name: str
@@ -36,12 +43,13 @@ class Rule:
     violations: Callable[[Problem, int, int], Iterator[str]]
     link: str = ""
     refuses: bool = True
+    planned: bool = False
 
 
 def _version(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     if cudnn < MINIMUM_CUDNN:
         yield (
-            f"cuDNN is {version_text(cudnn)}, {version_text(MINIMUM_CUDNN)} or newer is needed: "
+            f"cuDNN is {version_text(cudnn)}; {version_text(MINIMUM_CUDNN)} or newer is required: "
             "pip install 'cupy-sdpa[cuda12]' (or [cuda13])"
         )
 
@@ -49,52 +57,54 @@ def _version(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
 def _generation(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     if capability < MINIMUM_CAPABILITY:
         yield (
-            f"the GPU has compute capability {capability / 10}, {MINIMUM_CAPABILITY / 10} (Ampere) or newer is needed: "
-            "use numpy arrays to compute on the CPU"
+            f"the GPU has compute capability {capability / 10}; {MINIMUM_CAPABILITY / 10} (Ampere) or newer is required: "
+            "pass numpy arrays to compute on the CPU"
         )
 
 
 def _dtype(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     if problem.dtype not in ("float16", "bfloat16"):
         yield (
-            f"q, k and v are {problem.dtype}; cuDNN's attention takes float16 and bfloat16: convert with "
+            f"q, k and v are {problem.dtype}; cuDNN's attention supports float16 and bfloat16: convert with "
             "q.astype(ml_dtypes.bfloat16), or pass numpy arrays to compute on the CPU"
         )
 
 
 def _head_dim(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     for name, spec in (("head_dim of q and k", problem.q), ("head_dim of v", problem.v)):
-        if spec.shape[0] % 8 or not (spec.shape[0] or problem.trivial):
-            up = -spec.shape[0] % 8 or 8
-            yield f"the {name} is {spec.shape[0]}; cuDNN takes multiples of 8: pad axis 0 with {up} zeros, give scale="
+        head_dim = spec.shape[0]
+        if head_dim % 8 or not (head_dim or problem.trivial):
+            missing = -head_dim % 8 or 8
+            yield f"the {name} is {head_dim}; cuDNN supports multiples of 8: pad axis 0 with {missing} zeros and pass scale="
 
 
 def _contiguous(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
-    for spec in _arrays(problem):
+    for spec in _large_arrays(problem):
         if spec.strides[0] != ITEMSIZE[spec.dtype]:
             yield (
-                f"{spec.name} has a stride of {spec.strides[0]} bytes along head_dim, elements have {ITEMSIZE[spec.dtype]}: "
+                f"{spec.name} has a stride of {spec.strides[0]} bytes along head_dim, its elements have {ITEMSIZE[spec.dtype]}: "
                 f"axis 0 must be contiguous. Copy it with cupy.asfortranarray({spec.name}); "
-                "an array in C order (batch, seq, heads, head_dim) is passed as x.T"
+                "pass an array in C order (batch, seq, heads, head_dim) as x.T"
             )
 
 
 def _negative(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
-    for spec in _arrays(problem):
+    for spec in _large_arrays(problem):
         if min(spec.strides) < 0:
             yield (
-                f"{spec.name} has strides {spec.strides} bytes, cuDNN takes none below 0: "
+                f"{spec.name} has strides {spec.strides} bytes; cuDNN does not support negative strides: "
                 f"copy it with cupy.asfortranarray({spec.name})"
             )
 
 
 def _aligned_strides(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
-    for spec in _arrays(problem):
-        odd = [step for step, length in zip(spec.strides[1:], spec.shape[1:], strict=True) if step % 16 and length > 1]
-        if odd and spec.shape[0] and spec.shape[0] % 8 == 0:
+    for spec in _large_arrays(problem):
+        steps = zip(spec.strides[1:], spec.shape[1:], strict=True)
+        unaligned = [step for step, length in steps if step % 16 and length > 1]
+        if unaligned and spec.shape[0] and spec.shape[0] % 8 == 0:
             yield (
-                f"{spec.name} has strides {spec.strides} bytes; {odd[0]} is not a multiple of 16, which cuDNN's kernels need "
-                f"and do not check: copy it with cupy.asfortranarray({spec.name})"
+                f"{spec.name} has strides {spec.strides} bytes; {unaligned[0]} is not a multiple of 16, which cuDNN's kernels "
+                f"require and do not check: copy it with cupy.asfortranarray({spec.name})"
             )
 
 
@@ -102,7 +112,7 @@ def _aligned_memory(problem: Problem, cudnn: int, capability: int) -> Iterator[s
     for spec in problem.tensors:
         if spec.alignment < 16 and not spec.dtype.startswith("int"):
             yield (
-                f"{spec.name} begins at an address that is a multiple of {spec.alignment} bytes, cuDNN's kernels need 16: "
+                f"{spec.name} starts at an address that is a multiple of {spec.alignment} bytes; cuDNN's kernels require 16: "
                 f"copy it with {spec.name}.copy(order='F')"
             )
 
@@ -112,37 +122,37 @@ def _dense_stats(problem: Problem, cudnn: int, capability: int) -> Iterator[str]
     for spec in problem.tensors:
         if spec.name not in large and not spec.dense:
             dense = dense_strides(spec.shape, ITEMSIZE[spec.dtype])
-            yield f"{spec.name} has strides {spec.strides} bytes, cuDNN needs {dense}: make it with order='F'"
+            yield f"{spec.name} has strides {spec.strides} bytes; cuDNN requires {dense}: allocate it with order='F'"
 
 
 def _grid(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     _, _, hq, _, _, _, b = problem.sizes
-    for what, value in (("batch", b), ("query heads", hq)):
+    for name, value in (("batch size", b), ("number of query heads", hq)):
         if value > 65535:
-            yield f"{value} {what}; a launch takes at most 65535: call in parts"
+            yield f"the {name} is {value}; a kernel launch supports at most 65535: split the call"
 
 
 def _backward_head_dim(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     d, dv, *_ = problem.sizes
     if capability < 90 or capability >= 120:
-        allowed = max(d, dv) <= 128
+        supported = max(d, dv) <= 128
     elif capability < 100:
-        allowed = max(d, dv) <= 256
+        supported = max(d, dv) <= 256
     else:
-        allowed = max(d, dv) <= 128 or (d, dv) == (192, 128) or _wide_on_blackwell(problem, cudnn)
-    if problem.backward and not allowed:
+        supported = max(d, dv) <= 128 or (d, dv) == (192, 128) or _is_256_on_blackwell(problem, cudnn)
+    if problem.backward and not supported:
         yield (
             f"gradients with head dims {d} and {dv} are not supported on compute capability {capability / 10} with cuDNN "
             f"{version_text(cudnn)}: use head dims up to {256 if 90 <= capability < 100 else 128}"
         )
 
 
-def _wide_on_blackwell(problem: Problem, cudnn: int) -> bool:
+def _is_256_on_blackwell(problem: Problem, cudnn: int) -> bool:
     return problem.sizes[:2] == (256, 256) and cudnn >= 92300
 
 
 def _backward_256(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
-    if problem.backward and 100 <= capability < 120 and _wide_on_blackwell(problem, cudnn):
+    if problem.backward and 100 <= capability < 120 and _is_256_on_blackwell(problem, cudnn):
         yield f"gradients with head dim 256 were not run on compute capability {capability / 10}"
 
 
@@ -151,8 +161,8 @@ def _dropout_one_query(problem: Problem, cudnn: int, capability: int) -> Iterato
     planned = max(d, dv) <= 128 or (d == dv == 256 and cudnn >= 92800)
     if 100 <= capability < 120 and not problem.backward and problem.settings.dropout and sq == 1 and not planned:
         yield (
-            f"one query, dropout and head dims {d} and {dv} are given; compute capability {capability / 10} supports head dims "
-            "up to 128 then: pass the query twice"
+            f"one query with dropout and head dims {d} and {dv} is not supported on compute capability {capability / 10}, "
+            "which takes head dims up to 128 here: pass the query twice"
         )
 
 
@@ -160,8 +170,8 @@ def _integers_of_one_key(problem: Problem, cudnn: int, capability: int) -> Itera
     *_, sq, skv, _ = problem.sizes
     if (sq, skv) == (1, 1) and any(spec.dtype == "int32" for spec in problem.captured):
         yield (
-            "tensors has an int32 array, and there is one query and one key; cuDNN reads its negative integers as unsigned "
-            "then: pass the array as float32"
+            "tensors contains an int32 array, and there is one query and one key; cuDNN then reads negative integers as "
+            "unsigned: pass the array as float32"
         )
 
 
@@ -172,73 +182,82 @@ def _deterministic(problem: Problem, cudnn: int, capability: int) -> Iterator[st
 
 def _bias_dtype(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     if problem.bias and problem.bias.dtype == "float64":
-        yield "bias is float64; cuDNN adds float16, bfloat16 and float32: convert with bias.astype('float32')"
+        yield "bias is float64; cuDNN supports float16, bfloat16 and float32: convert with bias.astype('float32')"
     if any(spec.dtype == "float64" for spec in problem.captured):
-        yield "tensors has a float64 array; cuDNN reads float16, bfloat16 and float32: convert with .astype('float32')"
+        yield "tensors contains a float64 array; cuDNN supports float16, bfloat16 and float32: convert with .astype('float32')"
 
 
 def _captured_int64(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     if any(spec.dtype == "int64" for spec in problem.captured):
-        yield "tensors has an int64 array; cuDNN's kernels compute with integers of 32 bits: convert with .astype('int32')"
+        yield "tensors contains an int64 array; cuDNN's kernels compute with 32-bit integers: convert with .astype('int32')"
 
 
-def _own_dropout(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+def _dropout_mask(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     if problem.dropout_mask:
-        yield "dropout_mask is given; on the GPU dropout draws its own: give seed and offset, or pass numpy arrays"
+        yield (
+            "dropout_mask is not supported on the GPU, where dropout uses cuDNN's random number generator: pass seed and "
+            "offset, or pass numpy arrays"
+        )
 
 
 def _max_sumexp(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     if problem.max and problem.sinks:
-        yield "return_stats='max_sumexp' and sinks are given; cuDNN writes no maximum beside a sink: take the log-sum-exp alone"
+        yield (
+            "return_stats='max_sumexp' is not supported with sinks, for which cuDNN does not write the maximum: use "
+            "return_stats=True"
+        )
     if problem.max and problem.seq_lens_q:
         yield (
-            "return_stats='max_sumexp' and lengths are given; cuDNN does not write the maximum then, or not of every row: "
-            "take the log-sum-exp alone, or pack the sequences"
+            "return_stats='max_sumexp' is not supported with sequence lengths, for which cuDNN does not write the maximum of "
+            "every row: use return_stats=True, or pack the sequences"
         )
 
 
 def _deterministic_sinks(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     if problem.dsinks and problem.deterministic:
-        yield "the gradient of the sinks is added up in any order by cuDNN: leave deterministic=True or return_dsinks=True out"
+        yield (
+            "the gradient of sinks is not deterministic, because cuDNN adds it up in varying order: omit deterministic=True or "
+            "return_dsinks=True"
+        )
 
 
 def _bias_gradient(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     if problem.ds_reductions and problem.packed:
         option = "return_dbias=True" if problem.dbias else "return_dtensors"
         yield (
-            f"{_sum_of(problem)} is asked for and the sequences are packed; cuDNN's kernel was seen to reach beyond the "
-            f"arrays: leave {option} out, or pad the sequences and give seq_lens_q and seq_lens_kv"
+            f"{_score_gradient(problem)} is not supported with packed sequences: cuDNN's kernel was seen to access memory "
+            f"beyond the arrays. Omit {option}, or pad the sequences and pass seq_lens_q and seq_lens_kv"
         )
 
 
-def _sum_of(problem: Problem) -> str:
-    return "the bias's gradient" if problem.dbias else "the gradient of tensors"
+def _score_gradient(problem: Problem) -> str:
+    return "the gradient of bias" if problem.dbias else "the gradient of tensors"
 
 
 def _direct(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
-    direct = f"{_sum_of(problem)} is" if problem.ds_reductions else "deterministic gradients are"
+    direct = f"{_score_gradient(problem)} is" if problem.ds_reductions else "deterministic gradients are"
     wide = max(problem.sizes[:2]) > 128
-    also = "packed sequences" if problem.packed else "dropout" if problem.settings.dropout else "head dims above 128" * wide
-    if problem.backward and writes_dq_directly(problem) and also and 100 <= capability < 120:
-        yield f"{direct} not supported with {also} on compute capability {capability / 10}: leave one of them out"
+    other = "packed sequences" if problem.packed else "dropout" if problem.settings.dropout else "head dims above 128" * wide
+    if problem.backward and writes_dq_directly(problem) and other and 100 <= capability < 120:
+        yield f"{direct} not supported with {other} on compute capability {capability / 10}: omit one of them"
 
 
 def _query_numbers(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     *_, sq, skv, _ = problem.sizes
-    added_up = 100 <= capability < 120 and not writes_dq_directly(problem)
-    if not problem.backward or sq == 1 or 90 <= capability < 100 or added_up:
+    accumulates = 100 <= capability < 120 and not writes_dq_directly(problem)
+    if not problem.backward or sq == 1 or 90 <= capability < 100 or accumulates:
         return
     for spec in (problem.bias, problem.mask, *problem.captured):
         if spec and spec.shape[0] == 1 and (spec.shape[1] > 1 or skv == 1):
-            what = "what a score or mask function reads" if spec in problem.captured else spec.name
+            name = "an array of a score or mask function" if spec in problem.captured else spec.name
             yield (
-                f"{what} has shape {spec.shape}, one number a query, which gradients on compute capability "
-                f"{capability / 10} cannot take: give it with the keys' axis in full"
+                f"{name} has shape {spec.shape}, one element per query; gradients on compute capability "
+                f"{capability / 10} do not support that: broadcast it along the key axis before the call"
             )
     if has_ragged_alibi(problem):
         yield (
-            "alibi_slopes with a diagonal from the bottom right of every entry's own are not supported in gradients on compute "
-            f"capability {capability / 10}: use causal=True, or give the distances as bias="
+            "alibi_slopes with sequence lengths and a band aligned to the bottom right are not supported in gradients on "
+            f"compute capability {capability / 10}: use causal=True, or pass the distances as bias="
         )
 
 
@@ -250,19 +269,19 @@ def _scale(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
         and (problem.ds_reductions or changed)
         and 90 <= capability < 100
     ):
-        what = "gradients through a softcap" if problem.settings.softcap else "gradients through score_mod"
-        what = _sum_of(problem) if problem.ds_reductions else what
+        name = "a gradient through softcap" if problem.settings.softcap else "a gradient through score_mod"
+        name = _score_gradient(problem) if problem.ds_reductions else name
         yield (
-            f"{what} and a scale of 0 or below are asked for; cuDNN was seen to give NaN: give a positive scale, and change "
-            "the sign of q"
+            f"{name} is not supported with a scale of 0 or below, for which cuDNN was seen to return NaN: pass a positive "
+            "scale and -q"
         )
 
 
 def _scale_elsewhere(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     if not 90 <= capability < 100 and next(_scale(problem, cudnn, 90), None):
         yield (
-            "gradients through a score function, a softcap, or of a bias or tensors, with a scale of 0 or below, were not run "
-            f"on compute capability {capability / 10}; on 9.0 they are NaN"
+            "gradients of bias or tensors, or through a score function or softcap, with a scale of 0 or below, were not run on "
+            f"compute capability {capability / 10}; on 9.0 they are NaN"
         )
 
 
@@ -271,54 +290,55 @@ def _packed_gradients(problem: Problem, cudnn: int, capability: int) -> Iterator
         yield f"gradients of packed sequences were not run on compute capability {capability / 10}"
 
 
-def _arrays(problem: Problem) -> tuple[TensorSpec, ...]:
-    """The large arrays, which tensor cores read and write in blocks."""
+def _large_arrays(problem: Problem) -> tuple[TensorSpec, ...]:
+    """q, k, v, out and their gradients, which tensor cores read and write in blocks."""
     return tuple(spec for spec in problem.tensors if spec.name in QUERY_ARRAYS + KEY_ARRAYS and spec.name not in ROW_STATS)
 
 
 FRONTEND = "https://github.com/NVIDIA/cudnn-frontend"
 PYTORCH = "https://github.com/pytorch/pytorch"
 
-#: Every rule, in the order in which people should hear of them.
+#: Every rule. Calls report violations in this order.
 RULES: tuple[Rule, ...] = (
     Rule("cudnn-version", "cuDNN 9.19 or newer.", Unsupported, _version),
     Rule("gpu-generation", "Compute capability 8.0 (Ampere) or newer.", Unsupported, _generation),
-    Rule("dtype", "float16 and bfloat16 only; with float32 a float16 kernel would read past the data.", TypeError, _dtype,
+    Rule("dtype", "float16 and bfloat16 only; with float32 a float16 kernel would read beyond the data.", TypeError, _dtype,
          f"{FRONTEND}/issues/424"),
     Rule("head-dim", "Head dims that are multiples of 8.", Unsupported, _head_dim),
-    Rule("contiguous-head-dim", "Axis 0 contiguous; all else is a segmentation fault in cuDNN.", ValueError, _contiguous),
+    Rule("contiguous-head-dim", "Axis 0 contiguous; otherwise cuDNN crashes with a segmentation fault.", ValueError,
+         _contiguous),
     Rule("negative-stride", "No negative strides.", ValueError, _negative),
-    Rule("stride-alignment", "Strides that are multiples of 16 bytes; others are silently wrong or fault.", ValueError,
-         _aligned_strides, FRONTEND),
+    Rule("stride-alignment", "Strides that are multiples of 16 bytes; otherwise results are silently wrong, or the kernel "
+         "faults.", ValueError, _aligned_strides, FRONTEND),
     Rule("memory-alignment", "Memory aligned to 16 bytes.", ValueError, _aligned_memory, FRONTEND),
-    Rule("dense-stats", "stats, bias and all other small arrays dense in Fortran order; other strides are written as if "
-         "dense.", ValueError, _dense_stats,
-         "https://github.com/JuliaGPU/CUDA.jl/pull/3238"),
+    Rule("dense-stats", "stats, bias and all other small arrays dense in Fortran order; cuDNN ignores other strides.",
+         ValueError, _dense_stats, "https://github.com/JuliaGPU/CUDA.jl/pull/3238"),
     Rule("grid", "At most 65535 batch entries and query heads.", Unsupported, _grid, PYTORCH),
-    Rule("backward-head-dim", "Gradients: head dims up to 256 on Hopper, 128 on Ampere, Ada and SM 12.x; on SM 10.x 128, and "
-         "192 with 128 for v, and 256 from 9.23 on.", Unsupported, _backward_head_dim, FRONTEND),
+    Rule("backward-head-dim", "Gradients: head dims up to 256 on Hopper; up to 128 on Ampere, Ada and SM 12.x; on SM 10.x up "
+         "to 128, 192 with 128 for v, and 256 since 9.23.", Unsupported, _backward_head_dim, FRONTEND),
     Rule("bias-dtype", "A bias of 16 or 32 bits.", TypeError, _bias_dtype),
-    Rule("int64-tensors", "Integers of 32 bits in tensors.", TypeError, _captured_int64),
-    Rule("bias-gradient", "The gradients of a bias and of tensors: not of packed sequences.", Unsupported, _bias_gradient),
-    Rule("query-numbers", "Gradients: on Ampere, Ada and SM 12.x no bias, mask or tensors of one number a query, nor slopes "
-         "with diagonals of the entries' own; on SM 10.x not deterministic, nor with gradients of bias or tensors.",
-         Unsupported, _query_numbers),
-    Rule("direct-blackwell", "Gradients of bias and tensors, and deterministic ones: on SM 10.x not with dropout, packed "
-         "sequences, or above head dim 128.", Unsupported, _direct),
-    Rule("positive-scale", "Gradients of bias and tensors, and with softcap or score_mod: a scale above 0 on Hopper.",
-         Unsupported, _scale),
-    Rule("dropout-one-query", "One query with dropout: on SM 10.x head dims up to 128, and 256 from 9.28 on.", Unsupported,
+    Rule("int64-tensors", "32-bit integers in tensors.", TypeError, _captured_int64),
+    Rule("bias-gradient", "No gradients of bias or tensors with packed sequences.", Unsupported, _bias_gradient, planned=True),
+    Rule("query-numbers", "Gradients: on Ampere, Ada and SM 12.x no bias, mask or tensors with one element per query, and no "
+         "ALiBi with lengths and a bottom-right band; on SM 10.x neither with deterministic gradients nor with gradients of "
+         "bias or tensors.", Unsupported, _query_numbers),
+    Rule("direct-blackwell", "Gradients of bias and tensors, and deterministic gradients: on SM 10.x not with dropout, packed "
+         "sequences, or head dims above 128.", Unsupported, _direct),
+    Rule("positive-scale", "Gradients of bias and tensors, and gradients with softcap or score_mod: a positive scale on "
+         "Hopper.", Unsupported, _scale),
+    Rule("dropout-one-query", "One query with dropout: on SM 10.x head dims up to 128, and 256 since 9.28.", Unsupported,
          _dropout_one_query),
-    Rule("dropout-mask", "Dropout by random numbers only.", Unsupported, _own_dropout),
-    Rule("max-sumexp", "The maximum and the sum: not with sinks, and not with lengths.", Unsupported, _max_sumexp),
-    Rule("deterministic-sinks", "The sinks' gradient is not deterministic.", Unsupported, _deterministic_sinks),
-    Rule("one-key-integers", "No int32 arrays in functions of one query and one key.", Unsupported, _integers_of_one_key),
-    Rule("packed-gradients", "Gradients of packed sequences: not run on other GPUs than Hopper.", Unsupported,
-         _packed_gradients, FRONTEND, refuses=False),
-    Rule("positive-scale-elsewhere", "Gradients of bias and tensors, and with softcap or score_mod, with a scale of 0 or "
-         "below: not run on other GPUs than Hopper.", Unsupported, _scale_elsewhere, refuses=False),
+    Rule("dropout-mask", "Dropout with random numbers only.", Unsupported, _dropout_mask),
+    Rule("max-sumexp", "return_stats='max_sumexp': not with sinks, not with sequence lengths.", Unsupported, _max_sumexp,
+         planned=True),
+    Rule("deterministic-sinks", "No deterministic gradient of sinks.", Unsupported, _deterministic_sinks, planned=True),
+    Rule("one-key-integers", "No int32 tensors with one query and one key.", Unsupported, _integers_of_one_key),
+    Rule("packed-gradients", "Gradients of packed sequences: run on Hopper only.", Unsupported, _packed_gradients, FRONTEND,
+         refuses=False),
+    Rule("positive-scale-elsewhere", "Gradients of bias and tensors, and gradients with softcap or score_mod, with a scale of "
+         "0 or below: run on Hopper only.", Unsupported, _scale_elsewhere, refuses=False),
     Rule("backward-256", "Gradients with head dim 256: not run on SM 10.x. cuDNN 9.28 does not compile the kernel for the "
-         "described B200.", Unsupported, _backward_256, FRONTEND, refuses=False),
+         "description of the B200.", Unsupported, _backward_256, FRONTEND, refuses=False),
     Rule("deterministic", "Deterministic gradients: not run on SM 12.x.", Unsupported, _deterministic,
          "https://github.com/NVIDIA/TransformerEngine", refuses=False),
 )  # fmt: skip

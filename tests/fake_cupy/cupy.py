@@ -102,6 +102,16 @@ def concatenate(arrays: list[ndarray], axis: int = 0) -> ndarray:
     return compute(lambda *given: np.concatenate(given, axis=axis), *arrays)
 
 
+def searchsorted(x: ndarray, values: ndarray, side: str = "left") -> ndarray:
+    """Where values belong in an array that rises."""
+    return compute(lambda *given: np.searchsorted(*given, side=side), x, values)
+
+
+def take(x: ndarray, indices: ndarray) -> ndarray:
+    """Elements by their indices."""
+    return compute(lambda *given: np.take(*given, mode="clip"), x, indices)
+
+
 def _ufunc(function: Any) -> Any:
     return lambda *given, out=None: compute(function, *given, out=out)
 

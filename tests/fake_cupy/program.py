@@ -1,5 +1,7 @@
 """An operation graph as cuDNN was told it, evaluated with numpy: what cuDNN 9.19 computes, writes, and leaves alone.
 
+One bug is 9.28's: the backward pass takes -inf in an array of one number a query for 0.
+
 Everything is computed as if there were no lengths, so what lies beyond them is multiplied by 0 and its NaN spreads; packed
 arrays are read within their sequences. Rows beyond a length are not written, nor is anything of a batch entry that has no
 query, or no key and no sink. The sum of the scores' gradient is added to what is there.
@@ -144,6 +146,9 @@ class Program:
                 elif isinstance(value, tuple):
                     settings |= {key: setting[0] for key, setting in value[2].items()}
             made.append(Operation(kind.removeprefix("OPERATION_"), of, settings))
+        if sum(operation.kind == "MATMUL" for operation in made) > 2:
+            for operation in made:
+                operation.settings["backward"] = True
         return cls(tuple(made))
 
     @property
@@ -309,6 +314,11 @@ def _is_mistaken(b: Tensor, x: Tensor, mode: str) -> bool:
     return given and b.dims[0] > 1 and b.dims[2:] == (1, 1) and (x.dims[2] > 1 or mode == "ADD")
 
 
+def _is_of_queries(t: Tensor) -> bool:
+    """Whether an array of the scores has one number a query."""
+    return not t.virtual and not t.by_value and t.dtype.kind not in "ib" and t.dims[3] == 1
+
+
 def _pointwise(operation: Operation, given: dict[str, Value]) -> Value:
     mode = PointwiseMode(operation.settings["MODE"]).name
     operands = [given[name] for name in ("XDESC", "BDESC", "TDESC") if name in given]
@@ -319,6 +329,8 @@ def _pointwise(operation: Operation, given: dict[str, Value]) -> Value:
         return Value(np.arange(shape[axis], dtype=np.int32).reshape(shape))
     if (t := operation.tensors.get("BDESC")) is not None and _is_mistaken(t, operation.tensors["XDESC"], mode):
         operands[1] = operands[1]._replace(array=operands[1].array[:1])
+    if t is not None and mode == "ADD" and "backward" in operation.settings and _is_of_queries(t):
+        operands[1] = operands[1]._replace(array=np.where(np.isneginf(operands[1].array), 0, operands[1].array))
     rows = next((value.rows for value in operands if value.rows is not None), None)
     columns = next((value.columns for value in operands if value.columns is not None), None)
     top = mode == "MAX" and any(value.top for value in operands)

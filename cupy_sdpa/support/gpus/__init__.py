@@ -1,7 +1,11 @@
-"""GPUs described as cuDNN describes them, so that plans can be made for one that is not here.
+"""Descriptions of GPUs in cuDNN's JSON format, used to plan for GPUs that are not present.
 
-``h200`` was read off the card with cuDNN 9.28 (9.19 takes the same text); ``a100``, ``b200``, ``l40s`` and ``rtx5090`` are
-constructed from published figures, not read off a device.
+``h200.json`` was read off the card with cuDNN 9.28; 9.19 accepts the same text. ``a100``, ``b200``, ``l40s`` and ``rtx5090``
+were constructed from published figures, not read off a device.
+
+To add a GPU, run ``python -m cupy_sdpa info --describe > NAME.json`` on a machine that has it, with a name in lower case, and
+put the file into this folder. There is no list to edit. docs/support.md then has one more column: write it again with
+``python -m cupy_sdpa support --markdown > docs/support.md``. A description outside this folder is used by its path.
 """
 
 from __future__ import annotations
@@ -10,33 +14,34 @@ import json
 from importlib.resources import files
 from pathlib import Path
 
-#: The names of the GPUs that are described here.
-NAMES = ("a100", "b200", "h200", "l40s", "rtx5090")
-#: What a description must have for us; cuDNN wants more, and says so.
+#: The names of the GPUs described in this folder.
+NAMES = tuple(sorted(file.name.removesuffix(".json") for file in files(__package__).iterdir() if file.name.endswith(".json")))
+#: The keys that this package reads. cuDNN requires more, and reports a missing one.
 _KEYS = ("deviceName", "deviceVer", "multiProcessorCount")
 
 
 def describe(name: str) -> str:
-    """The description of a GPU, as JSON.
+    """Return the description of a GPU as JSON.
 
     Args:
-        name: one of :data:`NAMES`, in any case, or the path of a file that ``python -m cupy_sdpa info --describe`` wrote.
+        name: one of :data:`NAMES`, in upper or lower case, or the path of a file written by
+            ``python -m cupy_sdpa info --describe``.
 
     Raises:
-        ValueError: no such description, or a file that is none.
-        TypeError: the name is no text.
+        ValueError: there is no such description, or the file is not a description.
+        TypeError: the name is not a string.
 
     >>> json.loads(describe("H200"))["deviceName"]
     'NVIDIA H200'
     """
     if not isinstance(name, str):
-        raise TypeError(f"a GPU is named by a text, such as 'h200', or the path of a description; {name!r} is none")
+        raise TypeError(f"gpu is {name!r}; it must be a string: a name such as 'h200', or the path of a description")
     if name.lower() in NAMES:
         return files(__package__).joinpath(f"{name.lower()}.json").read_text().strip()
     if not Path(name).is_file():
         raise ValueError(
-            f"no GPU named {name!r} is described; there are {', '.join(NAMES)}. For another, give the path of a file that "
-            "python -m cupy_sdpa info --describe wrote on a machine that has it"
+            f"no GPU named {name!r}; the names are {', '.join(NAMES)}. For another GPU, pass the path of a "
+            "file written by python -m cupy_sdpa info --describe on a machine that has it"
         )
     try:
         text = Path(name).read_text(encoding="utf-8").strip()
@@ -44,12 +49,12 @@ def describe(name: str) -> str:
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{name} does not describe a GPU: {error}") from None
     if missing:
-        raise ValueError(f"{name} does not describe a GPU: it has no {', '.join(missing)}")
+        raise ValueError(f"{name} does not describe a GPU: {', '.join(missing)} missing")
     return text
 
 
 def capability(name: str) -> int:
-    """The compute capability of a described GPU, 9.0 as 90.
+    """Return the compute capability of a described GPU; 9.0 is 90.
 
     >>> capability("h200"), capability("rtx5090")
     (90, 120)

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from .data import Data, dtype_of
-from .functions import function_of
+from ..cases.data import Data, dtype_of
+from ..cases.functions import function_of
 
 #: A score at or below this counts as masked.
 MASKED = -1e6

@@ -11,9 +11,9 @@ import numpy as np
 
 import cupy_sdpa
 
-from .case import Case
-from .data import Data, build, call_options, dropout_options, dtype_of
-from .memory import Memory, memory_of
+from ..cases.case import Case
+from ..cases.data import Data, build, call_options, dropout_options, dtype_of
+from ..cases.memory import Memory, memory_of
 from .oracle import Problem, Results, evaluate
 from .outcome import Outcome
 from .planning import plan
@@ -75,7 +75,8 @@ class Run:
         self.xp = importlib.import_module("cupy") if case.engine == "gpu" else np
         self.data = (build(case, 0), build(case, 1))
         self.expected: dict[int, Expected] = {}
-        self.first: dict[tuple[int, bytes, bytes], dict[str, Any]] = {}
+        #: With deterministic=True, the results of the first call on each set of values.
+        self.first: dict[int, dict[str, Any]] = {}
 
     def run(self) -> Outcome:
         """Make all calls; gives what they came to."""
@@ -153,14 +154,20 @@ class Run:
         q, k, v = (memory.views[name] for name in "qkv")
         stats: Any = self.case.options.get("stats", self.case.backward)
         self.outcome.calls += 1
-        got = function(q, k, v, **({"return_stats": stats} if stats else {}), **options)
+        asked = self.exact | ({"return_stats": stats} if stats else {})
+        got = function(q, k, v, **asked, **options)
         return dict(zip(("out", "stats", "max", "sum_exp"), got if isinstance(got, tuple) else (got,), strict=False))
 
     @property
+    def exact(self) -> dict[str, Any]:
+        """The option ``deterministic``, of both passes."""
+        return {"deterministic": True} if "deterministic" in self.case.options else {}
+
+    @property
     def gradients(self) -> dict[str, Any]:
-        """The options of the backward pass alone."""
-        names = ("deterministic", "return_dbias", "return_dsinks", "return_dtensors")
-        return {name: True for name in names if name in self.case.options}
+        """The options of the backward pass that the forward pass does not have, and ``deterministic``."""
+        names = ("return_dbias", "return_dsinks", "return_dtensors")
+        return self.exact | {name: True for name in names if name in self.case.options}
 
     def named(self, got: tuple[Any, ...]) -> dict[str, Any]:
         """The gradients by name."""
@@ -175,10 +182,8 @@ class Run:
         # Copying to the host waits for the GPU, so errors of kernels appear here.
         host = {name: x if isinstance(x, np.ndarray) else x.get() for name, x in results.items()}
         messages = wrong(self.expectation(which), host)
-        if self.case.options.get("deterministic") and "stats" in host:
-            # Gradients of equal inputs are compared; the forward pass of a single query is not deterministic on the GPU.
-            inputs = (which, host["out"].tobytes(), host["stats"].tobytes())
-            first = self.first.setdefault(inputs, {name: x.copy() for name, x in host.items()})
+        if "deterministic" in self.case.options:
+            first = self.first.setdefault(which, {name: x.copy() for name, x in host.items()})
             for name, x in host.items():
                 if x.tobytes() != first[name].tobytes() and name not in messages:
                     messages[name] = f"deterministic=True, and the bits of {name} differ from those of an earlier call"
@@ -230,7 +235,7 @@ class Run:
         stats = self.case.options.get("stats", self.case.backward)
         q, k, v = (views[name] for name in "qkv")
         into: dict[str, Any] = {name: views[name] for name in ("out", "stats") if name in views}
-        reports = [cupy_sdpa.explain(q, k, v, return_stats=stats, **options, **into)]
+        reports = [cupy_sdpa.explain(q, k, v, return_stats=stats, **options, **into, **self.exact)]
         if self.case.backward:
             options |= {name: views[name] for name in ("dout", *RESULTS) if name in views} | self.gradients
             reports.append(cupy_sdpa.explain(q, k, v, backward=True, **options))

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from .data import dtype_of
-from .functions import function_of
+from ..cases.data import dtype_of
+from ..cases.functions import function_of
 from .oracle import Array, Problem, Results, gathered, summed
 
 #: How many times the naive computation's error is accepted.

@@ -9,13 +9,13 @@ import numpy as np
 
 import cupy_sdpa
 
-from ..offline.planner import Planner, described
-from ..problem.subproblems import subproblems
-from ..support import gpus
-from ..support.why_not import why_not
-from .case import Case
-from .data import build, call_options
-from .memory import memory_of
+from ...offline.planner import Planner, load_target
+from ...problem.subproblems import subproblems
+from ...support import gpus
+from ...support.why_not import why_not
+from ..cases.case import Case
+from ..cases.data import build, call_options
+from ..cases.memory import memory_of
 from .outcome import Outcome
 
 #: What the planner answers where a problem has killed its process.
@@ -30,7 +30,7 @@ def planner() -> Planner:
 
 def plan(case: Case, outcome: Outcome) -> Outcome:
     """Plan both passes; what is neither a plan nor a refusal with reasons is a finding."""
-    version, capability, target = planner().version, gpus.capability(case.gpu), described(case.gpu)
+    version, capability, target = planner().version, gpus.capability(case.gpu), load_target(case.gpu)
     for asked in problems(case):
         if asked.trivial:
             continue
@@ -54,9 +54,11 @@ def problems(case: Case) -> list[Any]:
     options = call_options(case, data.arrays, data.tensors, 0)
     q, k, v = (memory.views[name] for name in "qkv")
     stats = case.options.get("stats", case.backward)
+    if "deterministic" in case.options:
+        options["deterministic"] = True
     found = [cupy_sdpa.problem(q, k, v, return_stats=stats, **options)]
     if case.backward:
-        names = ("deterministic", "return_dbias", "return_dsinks", "return_dtensors")
+        names = ("return_dbias", "return_dsinks", "return_dtensors")
         options |= {name: True for name in names if name in case.options}
         found.append(cupy_sdpa.problem(q, k, v, backward=True, **options))
     return found

@@ -1,0 +1,69 @@
+"""Heads, batch dimensions and broadcasting of NNlib.jl's arrays."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ..device import cupy_runtime
+
+
+def split_heads(x: Any, nheads: int) -> Any:
+    """Reshape ``(n, len, batch...)`` to ``(n / nheads, nheads, len, batch...)``; a view of a column-major array.
+
+    Raises:
+        ValueError: ``n`` is not a multiple of ``nheads``.
+
+    >>> import numpy as np
+    >>> split_heads(np.zeros((8, 5, 2), order="F"), 2).shape
+    (4, 2, 5, 2)
+    """
+    check_array("x", x)
+    n, *rest = x.shape
+    if nheads < 1 or n % nheads:
+        raise ValueError(f"the first dimension is {n}; it must be a multiple of nheads, which is {nheads}")
+    return x.reshape((n // nheads, nheads, *rest), order="F")
+
+
+def join_heads(x: Any) -> Any:
+    """Reshape ``(d, nheads, len, batch...)`` to ``(d nheads, len, batch...)``: the inverse of :func:`split_heads`.
+
+    >>> import numpy as np
+    >>> join_heads(np.zeros((4, 2, 5, 2), order="F")).shape
+    (8, 5, 2)
+    """
+    check_array("x", x)
+    d, nheads, *rest = x.shape
+    return x.reshape((d * nheads, *rest), order="F")
+
+
+def fold(x: Any, nheads: int) -> Any:
+    """Reshape ``(n, len, batch...)`` to ``(d, nheads, len, B)``; B is the product of the batch dimensions."""
+    n, length, *batch = x.shape
+    return split_heads(x.reshape((n, length, math.prod(batch)), order="F"), nheads)
+
+
+def unfold(y: Any, batch: tuple[int, ...]) -> Any:
+    """Reshape ``(d, nheads, len, B)`` to ``(d nheads, len, batch...)``: the inverse of :func:`fold`."""
+    joined = join_heads(y)
+    return joined.reshape((*joined.shape[:2], *batch), order="F")
+
+
+def to_four_axes(array: Any) -> Any:
+    """Append axes of length 1 up to four axes: Julia broadcasts from the first axis on, numpy from the last."""
+    if array.ndim > 4:
+        raise ValueError(f"bias or mask has shape {array.shape}; it must broadcast to (kv_len, q_len, nheads, B)")
+    return array.reshape(array.shape + (1,) * (4 - array.ndim), order="F")
+
+
+def check_array(name: str, x: Any) -> None:
+    """Raise TypeError if an argument is not an array."""
+    if not hasattr(x, "ndim"):
+        raise TypeError(f"{name} is a {type(x).__name__}; give an array: numpy.asarray(...) or cupy.asarray(...) makes one")
+
+
+def array_module(array: Any) -> Any:
+    """Return the module of an array: cupy or numpy."""
+    return cupy_runtime.cupy() if cupy_runtime.is_array(array) else np

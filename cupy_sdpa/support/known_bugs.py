@@ -1,0 +1,290 @@
+"""The known bugs of cuDNN: one :class:`Bug` entry each, with the versions, GPUs and problems that it affects.
+
+To add a bug:
+
+1. Add a :class:`Bug` to :data:`BUGS`. ``condition`` is a function of the :class:`~cupy_sdpa.problem.problem.Problem`; write one
+   above the table, or use a lambda.
+2. If a guard of :data:`GUARDS` avoids the bug, name it in ``guards``. Otherwise leave ``guards`` empty and write a ``remedy``:
+   affected calls then raise :class:`cupy_sdpa.Unsupported`.
+3. Add a case to ``AFFECTED`` in tests/test_support.py: problems, versions and GPUs that are affected, and some that are not.
+4. Write docs/support.md again: ``python -m cupy_sdpa support --markdown > docs/support.md``.
+
+Everything else (refusals, guards, ``explain()``, the documentation) reads this table. A new guard also needs an implementation:
+those of :data:`STAGING_GUARDS` change the arrays (calls/staging.py), the others change the graph (graph/patterns.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ..problem.problem import Problem, writes_dq_directly
+from .rules import FRONTEND, PYTORCH
+
+#: What each guard does to avoid a bug.
+GUARDS = {
+    "keys": "scores of padded keys are masked explicitly",
+    "queries": "scores of padded queries are masked explicitly",
+    "positions": "key positions, and arrays without a key axis, are read from memory for every key",
+    "no-split": "the kernel that splits the keys is not used",
+    "clear-last": "results beyond the lengths are cleared after the kernel instead of before",
+    "two-rows": "each sequence is planned for two queries",
+    "dense-queries": "the queries are copied to a dense array",
+    "finite-bias": "-inf is replaced by -1e30 in a float32 copy of the bias",
+}
+#: The guards that change arrays. They apply to every version and GPU: arrays are prepared before either is known.
+STAGING_GUARDS = frozenset({"clear-last", "two-rows", "dense-queries", "finite-bias"})
+
+#: The last version of a bug that the newest cuDNN still has.
+NOT_FIXED = 99999
+#: Compute capabilities.
+_ALL_GPUS, _HOPPER, _BLACKWELL = range(80, 130), range(90, 100), range(100, 120)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bug:
+    """A known bug of cuDNN that affects this package.
+
+    Attributes:
+        name: short and stable; the value that ``CUPY_SDPA_GUARDS_OFF`` takes.
+        first, last: the first and the last affected version of cuDNN; 9.19.0 is 91900. Default of ``last``: :data:`NOT_FIXED`.
+        capabilities: the affected compute capabilities; 9.0 is 90. Default: all.
+        condition: whether a problem is affected.
+        when: the condition in words.
+        effect: what happens.
+        guards: keys of :data:`GUARDS` that avoid the bug. Default: none, affected problems are refused.
+        remedy: what the user can do about a refusal.
+        link: the report, or ``docs/cudnn.md`` for a bug that is described there.
+        planned: whether cuDNN plans affected problems, so that ``support --measure`` cannot confirm the bug. Default True.
+    """
+
+    name: str
+    first: int = 91900
+    last: int = NOT_FIXED
+    capabilities: range = _ALL_GPUS
+    condition: Callable[[Problem], bool]
+    when: str
+    effect: str
+    guards: frozenset[str] = frozenset()
+    remedy: str = ""
+    link: str = "docs/cudnn.md"
+    planned: bool = True
+
+    def affects(self, problem: Problem, cudnn: int, capability: int) -> bool:
+        """Whether the bug affects a problem with this version of cuDNN on this GPU."""
+        return self.first <= cudnn <= self.last and capability in self.capabilities and self.condition(problem)
+
+
+def _one_query(problem: Problem) -> bool:
+    *_, sq, _, _ = problem.sizes
+    return sq == 1
+
+
+def _one_query_forward(problem: Problem) -> bool:
+    return _one_query(problem) and not problem.backward
+
+
+def _one_packed_query(problem: Problem) -> bool:
+    """Packed sequences of at most one query each."""
+    return problem.packed and _one_query(problem)
+
+
+def _strided_packed_queries(problem: Problem) -> bool:
+    return problem.packed and problem.backward and not problem.q.dense
+
+
+def _query_bias_with_sinks(problem: Problem) -> bool:
+    """Gradients with sinks and a bias of one element per query, which may mask the whole row."""
+    return problem.backward and problem.sinks is not None and problem.bias is not None and problem.bias.shape[0] == 1
+
+
+def _direct_with_narrow_values(problem: Problem) -> bool:
+    """dQ is written directly, with head dims (D, Dv) that were measured wrong or were not measured."""
+    d, dv, *_ = problem.sizes
+    return problem.backward and writes_dq_directly(problem) and d > 128 and d != dv and (d, dv) != (192, 128)
+
+
+def _without_mask(problem: Problem) -> bool:
+    """The last queries may attend to the last keys: no causal mask, no right bound of a window, no lengths."""
+    return not problem.ragged and (problem.band is None or problem.band.right is None)
+
+
+def _single_key_difference(problem: Problem) -> bool:
+    """Gradients of scores of one key, where a function subtracts an array of one element."""
+    program = problem.settings.program
+    if not problem.backward or program is None or problem.sizes[5] != 1:
+        return False
+    one_element = {spec.name for spec in problem.captured if math.prod(spec.shape) == 1}
+    subtracted = [program.steps[step.args[1]] for step in program.steps if step.mode == "sub"]
+    return any(step.mode == "captured" and step.name in one_element for step in subtracted)
+
+
+def _reads_positions(problem: Problem) -> bool:
+    """The scores of a single query depend on key positions or on an array, and no other option selects another kernel."""
+    program = problem.settings.program
+    in_function = program is not None and any(step.mode in ("index", "captured") for step in program.steps)
+    reads = in_function or problem.alibi_slopes is not None
+    other_kernel = problem.settings.dropout or problem.sinks is not None or problem.deterministic
+    return _one_query_forward(problem) and reads and not other_kernel
+
+
+_DECODE_BLACKWELL = Bug(
+    name="decode-blackwell",
+    last=92400,
+    capabilities=_BLACKWELL,
+    condition=_one_query_forward,
+    when="forward pass with one query",
+    effect="silently wrong results",
+    remedy="use cuDNN 9.25.1 or newer",
+    link=f"{PYTORCH}/issues/193893",
+)
+_SINGLE_KEY_DIFFERENCE = Bug(
+    name="single-key-difference",
+    first=92600,
+    capabilities=range(80, 100),
+    condition=lambda p: _single_key_difference(p) and _one_query(p),
+    when="gradients with a single key and a function that subtracts an array of one element",
+    effect="planning is a segmentation fault",
+    remedy="write s + (-t) instead of s - t",
+    planned=False,
+)
+
+#: Every known bug of the supported versions. The ranges of the backward bugs were measured: plans with every release from 9.19
+#: to 9.28, runs on an H200 with 9.19.0 and 9.28.0. The guards avoid the bugs there with both; they cost time elsewhere.
+BUGS: tuple[Bug, ...] = (
+    _DECODE_BLACKWELL,
+    replace(_DECODE_BLACKWELL, first=92402, last=92500),
+    Bug(
+        name="packed-one-query",
+        condition=_one_packed_query,
+        when="packed sequences with one query each",
+        effect="the log-sum-exp is written for one head of each group only, and gradients read it at the wrong place",
+        guards=frozenset({"two-rows"}),
+        link=f"{FRONTEND}/issues/1083",
+    ),
+    Bug(
+        name="direct-narrow-values",
+        capabilities=_HOPPER,
+        condition=_direct_with_narrow_values,
+        when="deterministic gradients, or gradients of bias or tensors, with a head dim of q and k above 128 and a different "
+        "head dim of v, except 192 and 128",
+        effect="wrong gradients",
+        remedy="pad v with zeros to the head dim of q",
+    ),
+    Bug(
+        name="packed-strided-queries",
+        condition=_strided_packed_queries,
+        when="gradients of packed sequences with queries that are not dense",
+        effect="dq is written at the wrong place",
+        guards=frozenset({"dense-queries"}),
+    ),
+    Bug(
+        name="sinks-infinite-bias",
+        condition=_query_bias_with_sinks,
+        when="gradients with sinks and a bias of one element per query",
+        effect="-inf in the bias is read as 0",
+        guards=frozenset({"finite-bias"}),
+    ),
+    Bug(
+        name="dropout-sinks-gradient",
+        last=92700,
+        condition=lambda p: p.dsinks is not None and p.settings.dropout > 0,
+        when="the gradient of sinks with dropout",
+        effect="too small by the factor 1 - dropout_p",
+        remedy="use cuDNN 9.28.0",
+    ),
+    Bug(
+        name="packed-sinks-gradient",
+        last=92501,
+        condition=lambda p: p.packed and p.dsinks is not None,
+        when="the gradient of sinks with packed sequences",
+        effect="memory beyond the arrays is read",
+        remedy="omit return_dsinks=True, or pad the sequences",
+        link=FRONTEND,
+    ),
+    Bug(
+        name="packed-narrow-gradient",
+        last=92700,
+        capabilities=_HOPPER,
+        condition=lambda p: p.packed and p.backward and p.sizes[0] % 16 != 0,
+        when="gradients of packed sequences with a head dim that is not a multiple of 16",
+        effect="wrong dq",
+        remedy="use cuDNN 9.28.0, or pad the head dim with zeros and pass scale=",
+    ),
+    Bug(
+        name="backward-one-row",
+        first=92600,
+        condition=lambda p: p.backward and _one_query(p) and p.sizes[2] == p.sizes[6] == 1,
+        when="gradients of one query, one head and one batch entry",
+        effect="planning is a segmentation fault",
+        remedy="pass the batch twice",
+        link=f"{FRONTEND}/issues/1071",
+        planned=False,
+    ),
+    _SINGLE_KEY_DIFFERENCE,
+    replace(_SINGLE_KEY_DIFFERENCE, capabilities=range(100, 130), condition=_single_key_difference),
+    Bug(
+        name="one-query-positions",
+        condition=_reads_positions,
+        when="one query, more than 256 keys, and ALiBi or a function that reads positions or arrays",
+        effect="the kernel that splits the keys computes positions wrongly, and reads arrays of one element per head at the "
+        "wrong place",
+        guards=frozenset({"positions"}),
+    ),
+    Bug(
+        name="one-query-dropout",
+        condition=lambda p: _one_query_forward(p) and p.settings.dropout > 0,
+        when="one query with dropout",
+        effect="the kernel that splits the keys writes beyond its shared memory, which destroys the CUDA context",
+        guards=frozenset({"no-split"}),
+    ),
+    Bug(
+        name="one-query-sinks",
+        condition=lambda p: _one_query_forward(p) and p.sinks is not None,
+        when="one query with sinks, fully masked",
+        effect="the kernel that splits the keys writes -inf for the log-sum-exp",
+        guards=frozenset({"no-split"}),
+    ),
+    Bug(
+        name="one-query-deterministic",
+        condition=lambda p: _one_query_forward(p) and p.deterministic,
+        when="one query with deterministic=True",
+        effect="the kernel that splits the keys adds their parts in an arbitrary order",
+        guards=frozenset({"no-split"}),
+    ),
+    Bug(
+        name="one-query-lengths",
+        condition=lambda p: _one_query_forward(p) and p.seq_lens_q is not None,
+        when="one query with a length of 0 in seq_lens_q",
+        effect="the result is that of a query with length 1, or NaN",
+        guards=frozenset({"clear-last"}),
+    ),
+    Bug(
+        name="backward-key-tail",
+        last=92501,
+        capabilities=_HOPPER,
+        condition=lambda p: p.backward and _without_mask(p) and p.k.shape[2] % 128 == 64,
+        when="gradients without a mask, with Skv % 128 == 64 and a log-sum-exp below -88.7",
+        effect="dq is NaN",
+        guards=frozenset({"keys"}),
+        link=f"{PYTORCH}/issues/196678",
+    ),
+    Bug(
+        name="backward-query-tail",
+        capabilities=_HOPPER,
+        condition=lambda p: p.backward and _without_mask(p) and _one_query(p) and p.k.shape[2] % 64 == 0,
+        when="gradients of one query without a mask, with Skv % 64 == 0 and a log-sum-exp below -88.7",
+        effect="dk and dv are NaN",
+        guards=frozenset({"queries"}),
+        link=f"{FRONTEND}/issues/1072",
+    ),
+    Bug(
+        name="backward-scale",
+        capabilities=_HOPPER,
+        condition=lambda p: p.backward and not p.settings.positive_scale,
+        when="gradients with a scale of 0 or below and lengths that are not multiples of 64",
+        effect="all gradients are NaN",
+        guards=frozenset({"keys", "queries"}),
+    ),
+)
