@@ -101,7 +101,7 @@ def _unaligned_stride(cp, x):
         bad("float64", TypeError, r"float64", lambda cp, x: x.astype("float64")),
         bad("c_order", ValueError, r"axis 0 must be contiguous.*x\.T", lambda cp, x: cp.ascontiguousarray(x)),
         bad("d_sliced", ValueError, r"axis 0 must be contiguous", lambda cp, x: cp.asfortranarray(cp.concatenate([x, x]))[::2]),
-        bad("reversed", ValueError, r"none below 0", lambda cp, x: x[:, :, ::-1]),
+        bad("reversed", ValueError, r"does not support negative strides", lambda cp, x: x[:, :, ::-1]),
         bad("misaligned", ValueError, r"multiple of 2 bytes", _misaligned),
         bad("stride_not_16_bytes", ValueError, r"not a multiple of 16", _unaligned_stride),
         bad(

@@ -251,9 +251,9 @@ def test_both_ways_of_a_recording(backward, arrays, session, cupy, monkeypatch):
     cupy.cuda.Device().synchronize()
     want = [bits(into[name]) for name in into if name != "dq"]  # which is added up in any order
     (recording,) = next(known for known in session.known.values() if known._graphs)._graphs.values()
-    steps, launch = recording._steps, recording._launch
+    steps, launch = recording._driver_calls, recording._launch
     recording._launch = lambda *given: graphs.append(1) or launch(*given)
-    recording._steps = [(lambda *given, run=run: kernels.append(1) or run(*given), given) for run, given in steps]
+    recording._driver_calls = [(lambda *given, run=run: kernels.append(1) or run(*given), given) for run, given in steps]
     with reading_forbidden(monkeypatch):
         call()
         assert (len(graphs), len(kernels)) == (1, 0)

@@ -392,7 +392,7 @@ def test_variants_are_refused_where_cudnn_cannot():
 def test_a_given_mask_of_dropout_is_refused_on_the_gpu(cupy):
     """It draws its own."""
     q = cupy.zeros((64, 2, 32, 1), np.float16, order="F")
-    with pytest.raises(Unsupported, match="give seed and offset"):
+    with pytest.raises(Unsupported, match="pass seed and offset"):
         attention(q, q, q, dropout_p=0.5, dropout_mask=cupy.ones((32, 32, 2, 1), bool, order="F"))
 
 
