@@ -23,12 +23,21 @@ from cupy_sdpa.check.cases.memory import Memory
 from cupy_sdpa.check.pool import Pool
 from cupy_sdpa.check.shrink import candidates, shrink
 from cupy_sdpa.check.verify.execute import execute, expected
-from cupy_sdpa.check.verify.oracle import MASKED, Problem, evaluate
+from cupy_sdpa.check.verify.inputs import Inputs
+from cupy_sdpa.check.verify.oracle import MASKED, evaluate
 from cupy_sdpa.check.verify.outcome import Outcome
 
 FOLDER = Path(check.__file__).parent
 #: Modules that must not use what they judge.
-INDEPENDENT = ("cases.case", "cases.data", "cases.functions", "cases.memory", "verify.oracle", "verify.tolerance")
+INDEPENDENT = (
+    "cases.case",
+    "cases.data",
+    "cases.functions",
+    "cases.memory",
+    "verify.inputs",
+    "verify.oracle",
+    "verify.tolerance",
+)
 
 
 # What is drawn
@@ -82,7 +91,7 @@ def test_a_slice_is_surrounded_by_nan():
     """Every layout gives a view of the asked shape and values, and what surrounds it is NaN."""
     for layout in ("dhsb", "dshb+s*b", "bshd-d", "dhsb+d+h", "sdbh*s"):
         memory = Memory(np)
-        view = memory.make("q", (8, 2, 3, 4), np.float16, layout)
+        view = memory.allocate("q", (8, 2, 3, 4), np.float16, layout)
         values = np.arange(192, dtype=np.float16).reshape(8, 2, 3, 4)
         memory.load({"q": values})
         assert np.array_equal(view, values)
@@ -128,7 +137,7 @@ def test_the_oracle_agrees_with_the_reference():
         if "dropout" in case.options:
             options["dropout_mask"] = data.keep
         arrays = [data.arrays[name] for name in ("q", "k", "v")]
-        found = evaluate(Problem(data)).values
+        found = evaluate(Inputs(data)).values
         wanted = dict(
             zip(("out", "stats", "max", "sum_exp"), reference.attention(*arrays, **options, max_sumexp=True), strict=True)
         )
@@ -150,7 +159,7 @@ def test_the_oracles_gradients_are_differences(name):
         options={"score_mod": (name, "float64"), "softcap": 5.0, "causal": "bottom_right", "return_dtensors": True},
     )  # fmt: skip
     data = build(case, 0)
-    found = evaluate(Problem(data)).values
+    found = evaluate(Inputs(data)).values
     rng = np.random.default_rng(0)
     dout = data.arrays["dout"]
     places = {"q": data.arrays, "k": data.arrays, "v": data.arrays} | dict.fromkeys(data.tensors, data.tensors)
@@ -159,7 +168,7 @@ def test_the_oracles_gradients_are_differences(name):
         sums = []
         for step in (1e-5, -1e-5):
             place[key] = start + step * direction
-            sums.append((evaluate(Problem(data)).values["out"] * dout).sum())
+            sums.append((evaluate(Inputs(data)).values["out"] * dout).sum())
         place[key] = start
         gradient = found[f"d{key}" if key in ("q", "k", "v") else f"tensors[{key!r}]"]
         assert (gradient * direction).sum() == pytest.approx((sums[0] - sums[1]) / 2e-5, rel=1e-6, abs=1e-7)
@@ -223,7 +232,7 @@ def test_a_lost_option_is_found(name, dtype, monkeypatch):
     monkeypatch.setattr(cupy_sdpa, "attention", lambda *arrays, **options: real(*arrays, **alter(options)))
     outcome = execute(case)
     assert outcome.kind == "wrong"
-    assert outcome.what.startswith("out")
+    assert outcome.cause.startswith("out")
 
 
 def _put(index, value):
@@ -280,7 +289,7 @@ def test_a_spoiled_result_is_found(name, monkeypatch):
 
     monkeypatch.setattr(cupy_sdpa, "attention", spoiled)
     outcome = execute(case)
-    assert (outcome.kind, outcome.what.split(", ")[0]) == ("wrong", what)
+    assert (outcome.kind, outcome.cause.split(", ")[0]) == ("wrong", what)
 
 
 def test_a_row_of_nothing_must_be_exactly_0(monkeypatch):
@@ -307,7 +316,7 @@ def test_a_wrong_gradient_is_found(index, dtype, monkeypatch):
 
     monkeypatch.setattr(cupy_sdpa, "attention_backward", spoiled)
     outcome = execute(case)
-    assert (outcome.kind, outcome.what) == ("wrong", f"d{'qkv'[index]}")
+    assert (outcome.kind, outcome.cause) == ("wrong", f"d{'qkv'[index]}")
 
 
 def test_other_bits_of_deterministic_gradients_are_found(monkeypatch):
@@ -424,7 +433,7 @@ def planted(tmp_path, monkeypatch):
     """A module that plants errors in the processes that import it; its name."""
     (tmp_path / "planted_errors.py").write_text(PLANTED)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(run, "SHRINKING", 3.0)
+    monkeypatch.setattr(run, "SHRINK_SECONDS", 3.0)
     return "planted_errors"
 
 
@@ -434,33 +443,33 @@ def test_a_process_that_dies_is_a_finding_and_the_run_goes_on(planted):
         Case(), Case(options={"softcap": 2.0, "scale": 1.0}), Case(seed=1), Case(sq=5, b=2, options={"causal": "top_left"}),
         Case(seed=2),
     ]  # fmt: skip
-    summary, findings, _ = run.run(iter(cases), 2, None, None, modules=(planted,))
+    summary, findings, _ = run.run(iter(cases), 2, modules=(planted,))
     assert summary.problems == 5
-    assert summary.counted("passed") == 3
+    assert summary.count("passed") == 3
     found = {finding.outcome.kind: finding for finding in findings}
     assert found.keys() == {"crash", "wrong"}
     assert "SIGKILL" in found["crash"].outcome.message
     assert found["crash"].case.options == {"softcap": 2.0}
     assert found["wrong"].case == Case(d=1, dv=1, sq=1, skv=1, options={"causal": "top_left"})
-    assert found["wrong"].line.count("\n") == 0
-    assert parse(found["wrong"].line.split("reproduce(")[1].removesuffix(')"')) == found["wrong"].case
+    assert found["wrong"].command.count("\n") == 0
+    assert parse(found["wrong"].command.split("reproduce(")[1].removesuffix(')"')) == found["wrong"].case
 
 
 def test_a_process_that_hangs_is_a_finding(planted):
     """A case without an answer in time is a finding, and its process is replaced."""
     with Pool(1, (planted,)) as workers:
-        assert workers.ask(Case()).kind == "passed"
-        outcome = workers.ask(Case(options={"window": (1, 1)}), limit=1.0)
+        assert workers.run(Case()).kind == "passed"
+        outcome = workers.run(Case(options={"window": (1, 1)}), limit=1.0)
         assert outcome.kind == "hang"
-        assert workers.ask(Case()).kind == "passed"
+        assert workers.run(Case()).kind == "passed"
 
 
 def test_a_process_that_is_killed_from_outside_is_a_finding():
     """The end of a process is noticed, and says by which signal."""
     worker = pool.Worker()
-    assert worker.ask(Case()).kind == "passed"
+    assert worker.run(Case()).kind == "passed"
     os.kill(worker.pid, signal.SIGTERM)
-    outcome = worker.ask(Case())
+    outcome = worker.run(Case())
     worker.close()
     assert outcome.kind == "crash"
     assert "SIGTERM" in outcome.message
@@ -469,21 +478,21 @@ def test_a_process_that_is_killed_from_outside_is_a_finding():
 def test_an_interrupted_run_reports_what_it_has(planted):
     """Ctrl-C ends the processes at once, also those that are in the middle of a case; the report is of what was run."""
 
-    def progress(summary, seconds, doing):
+    def progress(summary, seconds, activity):
         if summary.problems == 2:
             raise KeyboardInterrupt
 
     cases = [Case(), Case(seed=1), Case(options={"window": (1, 1)})]  # the last one would take long
-    summary, findings, seconds = run.run(iter(cases), 2, None, None, progress, (planted,))
+    summary, findings, seconds = run.run(iter(cases), 2, progress=progress, modules=(planted,))
     assert (summary.problems, findings) == (2, [])
-    assert seconds < pool.LIMIT / 2
+    assert seconds < pool.TIME_LIMIT / 2
 
 
 def test_findings_of_one_kind_are_reported_once(planted, monkeypatch):
     """Cases that fail in the same way are counted with the shrunk one."""
     cases = [Case(b=b, seed=b, options={"causal": "top_left"} | more) for b in (1, 2) for more in ({}, {"sinks": "high"})]
-    _, (finding,), _ = run.run(iter(cases), 1, None, None, modules=(planted,))
-    assert len(finding.also) == 3
+    _, (finding,), _ = run.run(iter(cases), 1, modules=(planted,))
+    assert len(finding.duplicates) == 3
     assert "4 times" in finding.text()
 
 
@@ -525,8 +534,8 @@ def test_findings_are_printed_and_reported_before_they_are_shrunk(planted, tmp_p
         seen.append((json.loads(file.read_text()), capsys.readouterr().err))
         shrink_some(*arguments)
 
-    shrink_some = run._shrink_some
-    monkeypatch.setattr(run, "_shrink_some", shrinking)
+    shrink_some = run._shrink_findings
+    monkeypatch.setattr(run, "_shrink_findings", shrinking)
     assert main(["check", "--case", literal, "--json", str(file)]) == 1
     ((report, printed),) = seen
     assert (report["problems"], report["final"]) == (1, False)
@@ -603,10 +612,10 @@ def test_import_does_not_load_the_check():
 def test_planning_is_tested_for_described_gpus():
     """A case is planned by the real cuDNN; one that the table refuses is refused."""
     with Pool(1) as workers:
-        planned = workers.ask(Case("plan", "float16", d=64, dv=64, sq=128, skv=128, gpu="h200", options={"causal": "top_left"}))
-        refused = workers.ask(Case("plan", "float16", d=12, dv=12, sq=128, skv=128, gpu="h200"))
+        planned = workers.run(Case("plan", "float16", d=64, dv=64, sq=128, skv=128, gpu="h200", options={"causal": "top_left"}))
+        refused = workers.run(Case("plan", "float16", d=12, dv=12, sq=128, skv=128, gpu="h200"))
     assert (planned.kind, planned.calls) == ("passed", 1)
-    assert (refused.kind, refused.what) == ("refused", "head-dim")
+    assert (refused.kind, refused.cause) == ("refused", "head-dim")
 
 
 @pytest.mark.gpu
