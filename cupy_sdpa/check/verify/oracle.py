@@ -116,7 +116,7 @@ def evaluate(inputs: Inputs, dtype: str | None = None, *, truth: Results | None 
     q, k, v = (x.astype(work) for x in (inputs.q, inputs.k, inputs.v))
     product = np.broadcast_to(work.type(inputs.scale) * (q @ k.swapaxes(-1, -2)), inputs.shape)
     scores, softcap_input = _scores(inputs, product, work)
-    # -inf of a score function masks, whatever the softcap and the bias make of it.
+    # A score function that returns -inf masks, although the softcap and the bias may make the score finite.
     attended = inputs.visible() & (scores > MASKED) & ~np.isneginf(softcap_input)
     scores = np.where(attended, scores, -np.inf).astype(work)
     sink = _sink(inputs, work)

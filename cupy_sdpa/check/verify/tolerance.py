@@ -3,7 +3,8 @@ r"""The tolerance of a result: flash-attention's rule plus the propagated roundi
 The allowed error is :data:`FACTOR` times the error of the naive computation in the same precision, plus a floor. The naive
 error of a few elements may be small by chance, so the floor is the effect of independent roundings to first order: weights and
 dS are rounded to the dtype of the arrays, scores and L to float32 (Higham and Mary 2019, "A new approach to probabilistic
-rounding error analysis"). Results that must be exact (0 or -inf where a query attends to nothing, and in the padding) have no tolerance.
+rounding error analysis"). Results that must be exact (0 or -inf where a query attends to nothing, and in the padding) have no
+tolerance.
 """
 
 from __future__ import annotations
