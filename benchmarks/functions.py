@@ -1,35 +1,37 @@
-"""Score and mask functions beside FlexAttention: the same functions, arrays and run, interleaved; both passes.
+"""Score and mask functions against FlexAttention: the same functions and arrays in one run, interleaved; both passes.
 
-    python benchmarks/functions.py [results.csv] [--only NAME ...] [--compile]
+    python -m benchmarks functions [results.csv] [--only NAME ...] [--compile]
 
-The functions are those of :mod:`cupy_sdpa.zoo`; FlexAttention gets the very same code, with PyTorch's functions in the place
-of numpy's, compiled, and with a block mask where there is a mask function. Errors are against PyTorch in float64, the whole
-matrix of scores and its own derivative, as the largest difference over the largest magnitude. Times are by CUDA events, as in
-``cupy_sdpa.bench``; the copies that our calls make of masks and arrays count, making FlexAttention's block mask does not.
-``--compile`` has PyTorch compile, and measures nothing: several such processes, each with other functions, fill its cache.
-Needs PyTorch and Triton beside CuPy.
+The functions are those of :mod:`cupy_sdpa.zoo`. FlexAttention runs the same code with PyTorch's functions instead of numpy's,
+compiled, with a block mask for mask functions. The reference is PyTorch in float64 with the whole score matrix and autograd;
+an error is the largest difference divided by the largest magnitude. Times are by CUDA events, as in ``compare``. They include
+the copies that our calls make of masks and captured arrays, but not the creation of FlexAttention's block mask. ``--compile``
+compiles without measuring: several such processes with different functions fill PyTorch's cache faster. Needs PyTorch and
+Triton besides CuPy.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import math
 import statistics
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
 import torch
-from common import L2_BYTES, device_ms, host_us, interleaved, random_normal, ratio, versions, write_csv
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import cupy_sdpa
 from cupy_sdpa import zoo
-from cupy_sdpa.bench.measure import busy_matrix
+
+from .common.device import busy_matrix, input_sets, random_normal
+from .common.machine import versions
+from .common.script import listed, parser, write_csv
+from .common.timing import device_ms, host_us, interleaved, ratio
 
 B, HQ, HKV, S, D = 2, 16, 4, 4096, 128
 ROUNDS = 15
@@ -37,7 +39,7 @@ RESULTS = ("out", "dq", "dk", "dv")
 
 
 class Entry(NamedTuple):
-    """A function of the zoo, and what makes the arrays that it reads from a generator of random numbers."""
+    """A function of the zoo; ``tensors`` makes its captured arrays from a random generator."""
 
     name: str
     score_mod: Callable[..., Any] | None = None
@@ -46,12 +48,12 @@ class Entry(NamedTuple):
 
 
 def floats(array: Any) -> Any:
-    """As float32."""
+    """Convert to float32."""
     return np.asarray(array, np.float32)
 
 
 def documents(rng: np.random.Generator, *batch: int) -> Any:
-    """Eight documents behind one another."""
+    """The ids of eight documents, one after the other."""
     return np.sort(rng.integers(0, 8, (*batch, S)), axis=-1).astype(np.int32)
 
 
@@ -98,67 +100,66 @@ ENTRIES = [
 
 
 class Torch:
-    """PyTorch's functions by numpy's names, for code that says ``np.tanh``."""
+    """PyTorch's functions under numpy's names, for code that calls ``np.tanh``."""
 
     inf = math.inf
     tanh, exp, cos, sqrt, where, clip = torch.tanh, torch.exp, torch.cos, torch.sqrt, torch.where, torch.clamp
 
     @staticmethod
     def log(x: Any) -> Any:
-        """Of numbers, too."""
+        """The logarithm of a tensor or a number."""
         return math.log(x) if isinstance(x, (int, float)) else torch.log(x)
 
 
-#: A module of its own, for the compiler looks names up in the module that a function says it is of.
+#: A separate module, because the compiler looks names up in the module of a function.
 ZOO = types.ModuleType("zoo_in_torch")
 sys.modules[ZOO.__name__] = ZOO
 vars(ZOO).update({name: value for name, value in vars(zoo).items() if name != "__name__"}, np=Torch)
 
 
 def as_torch_function(function: Callable[..., Any] | None, arrays: dict[str, Any]) -> Any:
-    """The same code with PyTorch's functions and arrays; None of None."""
+    """The same code with PyTorch's functions and tensors; None for None."""
     if function is None:
         return None
     assert isinstance(function, types.FunctionType)
     code = function.__code__
-    same = types.FunctionType(code, vars(ZOO), function.__name__, function.__defaults__, function.__closure__)
-    wanted = {name: array for name, array in arrays.items() if name in code.co_varnames[: code.co_argcount]}
-    if code.co_argcount - len(wanted) == 5:
-        return lambda score, b, h, q_idx, kv_idx: same(score, b, h, q_idx, kv_idx, **wanted)
-    return lambda b, h, q_idx, kv_idx: same(b, h, q_idx, kv_idx, **wanted)
+    in_torch = types.FunctionType(code, vars(ZOO), function.__name__, function.__defaults__, function.__closure__)
+    captured = {name: array for name, array in arrays.items() if name in code.co_varnames[: code.co_argcount]}
+    if code.co_argcount - len(captured) == 5:
+        return lambda score, b, h, q_idx, kv_idx: in_torch(score, b, h, q_idx, kv_idx, **captured)
+    return lambda b, h, q_idx, kv_idx: in_torch(b, h, q_idx, kv_idx, **captured)
 
 
 class Flex:
-    """FlexAttention with an entry's functions."""
+    """FlexAttention with the functions of an entry."""
 
     def __init__(self, entry: Entry, arrays: dict[str, Any]) -> None:
         torch._dynamo.reset()
-        given = {name: torch.from_dlpack(array) for name, array in arrays.items()}
-        self.score_mod, mask_mod = (as_torch_function(f, given) for f in (entry.score_mod, entry.mask_mod))
+        tensors = {name: torch.from_dlpack(array) for name, array in arrays.items()}
+        self.score_mod, mask_mod = (as_torch_function(f, tensors) for f in (entry.score_mod, entry.mask_mod))
         self.mask_mod, block_mask = mask_mod, None
         if mask_mod:
-            of_batch, of_heads = (B, HQ) if given else (None, None)
-            block_mask = create_block_mask(mask_mod, of_batch, of_heads, S, S, device="cuda")
-        compiled = torch.compile(flex_attention, dynamic=False)
+            batch, heads = (B, HQ) if tensors else (None, None)
+            block_mask = create_block_mask(mask_mod, batch, heads, S, S, device="cuda")
+        self._compiled = torch.compile(flex_attention, dynamic=False)
         self.options = {"score_mod": self.score_mod, "block_mask": block_mask, "enable_gqa": True}
-        self._compiled = compiled
 
     def __call__(self, q: Any, k: Any, v: Any) -> Any:
         """The output, ``(B, H, S, D)``."""
         return self._compiled(q, k, v, **self.options)
 
-    def exactly(self, q: Any, k: Any, v: Any, dout: Any) -> list[Any]:
-        """The output and the gradients in float64, from the whole matrix of scores."""
+    def reference(self, q: Any, k: Any, v: Any, dout: Any) -> list[Any]:
+        """The output and the gradients in float64, from the whole score matrix."""
         leaves = [x.double().requires_grad_() for x in (q, k, v)]
         wide = [leaves[0], *(x.repeat_interleave(HQ // HKV, dim=1) for x in leaves[1:])]
-        places = [torch.arange(n, device="cuda").reshape(shape) for n, shape in
+        indices = [torch.arange(n, device="cuda").reshape(shape) for n, shape in
                   ((B, (-1, 1, 1, 1)), (HQ, (-1, 1, 1)), (S, (-1, 1)), (S, (-1,)))]  # fmt: skip
         scores = wide[0] @ wide[1].mT / math.sqrt(D)
         if self.score_mod:
-            scores = self.score_mod(scores, *places)
+            scores = self.score_mod(scores, *indices)
         if self.mask_mod:
-            scores = scores.masked_fill(~self.mask_mod(*places), -math.inf)
-        # a row that sees nothing gives 0
+            scores = scores.masked_fill(~self.mask_mod(*indices), -math.inf)
+        # a fully masked row gives 0
         weights = torch.softmax(scores, dim=-1).nan_to_num(0.0) if self.mask_mod else torch.softmax(scores, dim=-1)
         out = weights @ wide[2]
         gradients = torch.autograd.grad(out, leaves, dout.double())
@@ -166,79 +167,107 @@ class Flex:
 
 
 def bhsd(array: Any) -> Any:
-    """A copy of an array of ours as FlexAttention likes it best, contiguous ``(B, H, S, D)``."""
+    """A contiguous copy ``(B, H, S, D)``, FlexAttention's fastest layout."""
     return torch.from_dlpack(array).permute(3, 1, 2, 0).contiguous()
 
 
-def error(got: Any, truth: Any) -> float:
-    """The largest difference over the largest magnitude."""
-    return float((got.double() - truth).abs().max() / truth.abs().max())
+def error(result: Any, expected: Any) -> float:
+    """The largest difference divided by the largest magnitude."""
+    return float((result.double() - expected).abs().max() / expected.abs().max())
 
 
-def measure(entry: Entry, *, only_compile: bool) -> dict[str, Any]:
-    """One row of the table."""
-    rng = np.random.default_rng(0)
-    arrays = {name: cupy.asarray(array) for name, array in entry.tensors(rng).items()}
-    functions = {"score_mod": entry.score_mod, "mask_mod": entry.mask_mod, "tensors": arrays}
-    options = {name: value for name, value in functions.items() if value}
-    size = 2 * 2 * B * S * D * (HQ + HKV)
-    sets = [[random_normal(D, h, S, B) for h in (HQ, HKV, HKV, HQ)] for _ in range(1 + -(-2 * L2_BYTES // size))]
-    flex = Flex(entry, arrays)
-    forwards: dict[str, list[Any]] = {"ours": [], "flex": []}
-    backwards: dict[str, list[Any]] = {"ours": [], "flex": []}
-    row: dict[str, Any] = {"name": entry.name}
-    for number, (q, k, v, dout) in enumerate(sets):
+class Calls:
+    """The calls of both contenders in both directions, one for each input set."""
+
+    def __init__(self, flex: Flex, options: dict[str, Any]) -> None:
+        self.flex, self.options = flex, options
+        self.by_direction: dict[str, dict[str, list[Callable[[], Any]]]] = {
+            direction: {"ours": [], "flex": []} for direction in ("forward", "backward")
+        }
+
+    def add_flex(self, q: Any, k: Any, v: Any, dout: Any) -> tuple[list[Any], Any]:
+        """Add FlexAttention's calls; returns its results, and its inputs ``(leaves, gradient)``."""
         leaves = [bhsd(x).requires_grad_() for x in (q, k, v)]
-        gradient, result = bhsd(dout), flex(*leaves)
-        theirs = [result.detach(), *torch.autograd.grad(result, leaves, gradient, retain_graph=True)]
-        if only_compile:
-            return row
-        out, stats = cupy_sdpa.attention(q, k, v, return_stats=True, **options)
-        given = (dout, q, k, v, out, stats)
-        forwards["ours"].append(lambda x=(q, k, v): cupy_sdpa.attention(*x, return_stats=True, **options))
-        backwards["ours"].append(lambda x=given: cupy_sdpa.attention_backward(*x, **options))
-        forwards["flex"].append(lambda x=leaves: flex(*x))
-        backwards["flex"].append(lambda r=result, x=leaves, g=gradient: torch.autograd.grad(r, x, g, retain_graph=True))
+        gradient, out = bhsd(dout), self.flex(*leaves)
+        backward = functools.partial(torch.autograd.grad, out, leaves, gradient, retain_graph=True)
+        self.by_direction["forward"]["flex"].append(functools.partial(self.flex, *leaves))
+        self.by_direction["backward"]["flex"].append(backward)
+        return [out.detach(), *backward()], (leaves, gradient)
+
+    def add_ours(self, q: Any, k: Any, v: Any, dout: Any) -> list[Any]:
+        """Add our calls; returns our results."""
+        out, stats = cupy_sdpa.attention(q, k, v, return_stats=True, **self.options)
+        forward = functools.partial(cupy_sdpa.attention, q, k, v, return_stats=True, **self.options)
+        backward = functools.partial(cupy_sdpa.attention_backward, dout, q, k, v, out, stats, **self.options)
+        self.by_direction["forward"]["ours"].append(forward)
+        self.by_direction["backward"]["ours"].append(backward)
+        return [bhsd(out), *map(bhsd, backward())]
+
+
+def prepare(entry: Entry) -> tuple[Calls, list[tuple[Any, Any, Any, Any]]]:
+    """The calls of an entry, empty as yet, and the input sets."""
+    arrays = {name: cupy.asarray(array) for name, array in entry.tensors(np.random.default_rng(0)).items()}
+    options = {"score_mod": entry.score_mod, "mask_mod": entry.mask_mod, "tensors": arrays}
+    count = 1 + input_sets(2 * 2 * B * S * D * (HQ + HKV))
+    sets = [(*(random_normal(D, h, S, B) for h in (HQ, HKV, HKV)), random_normal(D, HQ, S, B)) for _ in range(count)]
+    return Calls(Flex(entry, arrays), {name: value for name, value in options.items() if value}), sets
+
+
+def compile_once(entry: Entry) -> None:
+    """Call FlexAttention once in both directions."""
+    calls, sets = prepare(entry)
+    calls.add_flex(*sets[0])
+
+
+def measure(entry: Entry) -> dict[str, Any]:
+    """One row of the table."""
+    calls, sets = prepare(entry)
+    row: dict[str, Any] = {"name": entry.name}
+    for number, inputs in enumerate(sets):
+        flex_results, (leaves, gradient) = calls.add_flex(*inputs)
+        our_results = calls.add_ours(*inputs)
         if number == 0:
-            truth = flex.exactly(*(x.detach() for x in leaves), gradient)
-            ours = [bhsd(out), *map(bhsd, backwards["ours"][0]())]
-            for name, one, other, exact in zip(RESULTS, ours, theirs, truth, strict=True):
-                row[f"{name}_error"] = f"{error(one, exact):.2e}"
-                row[f"{name}_flex_error"] = f"{error(other, exact):.2e}"
-            del truth
+            q, k, v = (x.detach() for x in leaves)
+            expected = calls.flex.reference(q, k, v, gradient)
+            for name, ours, flex, exact in zip(RESULTS, our_results, flex_results, expected, strict=True):
+                row[f"{name}_error"] = f"{error(ours, exact):.2e}"
+                row[f"{name}_flex_error"] = f"{error(flex, exact):.2e}"
+            del expected
             torch.cuda.empty_cache()
     busy, _ = busy_matrix()
-    for direction, calls in (("forward", forwards), ("backward", backwards)):
-        times = interleaved({way: functools.partial(device_ms, several, busy, 24) for way, several in calls.items()}, ROUNDS)
-        row[f"{direction}_ms"], row[f"{direction}_flex_ms"] = (
-            round(statistics.median(times[way]), 4) for way in ("ours", "flex")
-        )
+    for direction, by_contender in calls.by_direction.items():
+        timers = {name: functools.partial(device_ms, several, busy, 24) for name, several in by_contender.items()}
+        times = interleaved(timers, ROUNDS)
+        row[f"{direction}_ms"] = round(statistics.median(times["ours"]), 4)
+        row[f"{direction}_flex_ms"] = round(statistics.median(times["flex"]), 4)
         row[f"{direction}_ratio"] = round(ratio(times["ours"], times["flex"]), 3)
-    row["host_us"], row["flex_host_us"] = (round(host_us(forwards[way][0], 50), 1) for way in ("ours", "flex"))
+    first = {name: several[0] for name, several in calls.by_direction["forward"].items()}
+    row["host_us"], row["flex_host_us"] = (round(host_us(first[name], 50), 1) for name in ("ours", "flex"))
     return row
 
 
-def main() -> None:
-    """Print the table and, where a path is given, write it as CSV."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("path", nargs="?")
-    parser.add_argument("--only", nargs="*", choices=[entry.name for entry in ENTRIES])
-    parser.add_argument("--compile", action="store_true")
-    chosen = parser.parse_args()
+def main(words: Sequence[str]) -> int:
+    """Measure, print the rows and write them."""
+    arguments = parser("functions", __doc__)
+    arguments.add_argument("csv", nargs="?", metavar="FILE", help="write the rows to this CSV file")
+    names = [entry.name for entry in ENTRIES]
+    arguments.add_argument("--only", nargs="*", choices=names, metavar="NAME", help=f"of {', '.join(names)}")
+    arguments.add_argument("--compile", action="store_true", help="compile FlexAttention only; no measurement")
+    chosen = arguments.parse_args(words)
     used = versions(torch=torch.__version__)
-    print(", ".join(f"{name} {value}" for name, value in used.items()))
+    print(listed(used))
     rows = []
     for entry in ENTRIES:
         if chosen.only is not None and entry.name not in chosen.only:
             continue
-        row = measure(entry, only_compile=chosen.compile)
-        print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
-        rows.append(row | used)
+        if chosen.compile:
+            compile_once(entry)
+        else:
+            row = measure(entry)
+            print(listed(row), flush=True)
+            rows.append(row | used)
         cupy.get_default_memory_pool().free_all_blocks()
         torch.cuda.empty_cache()
-    if chosen.path and not chosen.compile:
-        write_csv(chosen.path, rows)
-
-
-if __name__ == "__main__":
-    main()
+    if chosen.csv and rows:
+        write_csv(chosen.csv, rows)
+    return 0

@@ -1,39 +1,42 @@
-"""A single query: which of cuDNN's kernels are right for it, and how fast, with and without positions read from memory.
+"""A single query: error and time of all engine configs, with and without positions that are read from memory.
 
-    python benchmarks/one_query.py [results.csv]
+    python -m benchmarks one_query [results.csv]
 
-For each problem and option, each engine config that the heuristics propose is run twice: with the graph that computes the
-positions of keys, and with the graph that reads them from memory (the guard ``positions``). The file has the engine, its knobs,
-whether it splits the keys, the largest error of the output beside numpy's in float64 (for one batch entry), and the time.
+For each problem and option, each engine config that the heuristics propose runs with two graphs: one computes the positions
+of keys, the other one reads them from memory (the guard ``positions``). A row has the engine, its knobs, whether it splits
+the keys, the largest error of the output of one batch entry against numpy in float64, and the time.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import cupy
 import numpy as np
-from common import random_normal, versions, write_csv
 from cupyx.profiler import benchmark
 
 from cupy_sdpa.calls.arguments import read_forward
-from cupy_sdpa.device import cupy_runtime
-from cupy_sdpa.graph.patterns import forward
+from cupy_sdpa.device import cupy_runtime, driver
+from cupy_sdpa.graph.attention_forward import forward
 from cupy_sdpa.plans.engines import knobs_text, splits_keys
-from cupy_sdpa.plans.plan import Plan, SerializedPlan, Target, searching
-from cupy_sdpa.plans.plan_cache import session
+from cupy_sdpa.plans.plan import Plan, SerializedPlan, Target
+from cupy_sdpa.plans.planner import engine_search
+from cupy_sdpa.plans.sessions import session
 
-#: Batch, query heads, key heads, head dim, keys.
+from .common.device import random_normal
+from .common.machine import versions
+from .common.script import csv_path, write_csv
+
+#: (batch, query heads, key/value heads, head dim, keys)
 PROBLEMS = ((1, 32, 8, 128, 32768), (8, 32, 8, 128, 8192), (32, 32, 8, 128, 4096), (4, 32, 32, 64, 4096), (8, 18, 3, 64, 163))
 GUARDS = (frozenset[str](), frozenset({"positions"}))
-#: Without the guard the kernel that splits the keys writes beyond its memory for these; it is left out.
-DEADLY = ("dropout",)
+#: Options for which the kernel that splits the keys writes out of bounds without the guard; it is not run.
+UNSAFE = ("dropout",)
 
 
 def options(heads: int) -> dict[str, tuple[dict[str, Any], Any]]:
-    """Options by name, and what they make of the scores ``(Hq, Skv)`` with the indices of both axes; None for random ones."""
+    """Options by name, each with its effect on the scores ``(Hq, Skv)``, a function of scores and indices; None for dropout."""
     slopes = np.linspace(0.01, 0.1, heads).astype(np.float32)
     return {
         "none": ({}, lambda s, h, j: s),
@@ -45,8 +48,8 @@ def options(heads: int) -> dict[str, tuple[dict[str, Any], Any]]:
     }
 
 
-def truth(q: Any, k: Any, v: Any, modify: Any) -> Any:
-    """The output of the first batch entry, by numpy in float64, ``(D, Hq)``."""
+def reference(q: Any, k: Any, v: Any, modify: Any) -> Any:
+    """The output of the first batch entry by numpy in float64, ``(D, Hq)``."""
     q, k, v = (x[..., 0].get().astype(np.float64) for x in (q, k, v))
     group = q.shape[1] // k.shape[1]
     k, v = (np.repeat(x, group, axis=1) for x in (k, v))
@@ -57,38 +60,37 @@ def truth(q: Any, k: Any, v: Any, modify: Any) -> Any:
 
 def rows() -> Iterator[dict[str, Any]]:
     """A row for each problem, option, graph and engine config."""
-    target = Target(cupy_runtime.model(0), cupy_runtime.capability(0), session(cupy_runtime.context_id()).handle)
+    target = Target(cupy_runtime.model(0), cupy_runtime.capability(0), session(driver.context_id()).handle)
     for batch, heads, key_heads, d, keys in PROBLEMS:
         shapes = ((d, heads, 1, batch), *[(d, key_heads, keys, batch)] * 2)
         q, k, v = (random_normal(*shape) for shape in shapes)
-        for name, (given, modify) in options(heads).items():
-            wanted = None if modify is None else truth(q, k, v, modify)
+        for name, (chosen, modify) in options(heads).items():
+            expected = None if modify is None else reference(q, k, v, modify)
             for guards in GUARDS:
-                call = read_forward(q, k, v, given)
+                call = read_forward(q, k, v, chosen)
                 graph = forward(call.engine_problem, guards)
-                with searching(graph, target) as (search, uids):
+                with engine_search(graph, target) as (search, uids):
                     for candidate in search.proposed():
                         splits = splits_keys(candidate.engine, dict(candidate.knobs))
-                        if splits and name in DEADLY:
+                        if splits and name in UNSAFE:
                             candidate.close()
                             continue
                         plan = Plan(SerializedPlan(uids, candidate), graph, target, "", 0.0)
-                        error, us = measured(call, plan, wanted)
+                        error, us = measure(call, plan, expected)
                         plan.close()
                         yield {
                             "batch": batch, "heads": heads, "key_heads": key_heads, "d": d, "keys": keys, "option": name,
                             "positions": "memory" if guards else "computed", "engine": candidate.engine,
-                            "knobs": knobs_text(candidate.knobs), "splits": splits, "workspace": candidate.need,
+                            "knobs": knobs_text(candidate.knobs), "splits": splits, "workspace": candidate.workspace_bytes,
                             "error": error, "us": us, **versions(),
                         }  # fmt: skip
 
 
-def measured(call: Any, plan: Plan, wanted: Any) -> tuple[str, float]:
-    """The largest error of a plan's output, and its microseconds, the median of 20 executions."""
-    call._fill_inputs()
-    call._allocate()
+def measure(call: Any, plan: Plan, expected: Any) -> tuple[str, float]:
+    """The largest error of a plan's output, and the median microseconds of 20 executions."""
+    call.create_inputs()
+    stage = call.stage()
     workspace = cupy_runtime.allocate(max(plan.info.workspace, 1))
-    stage = call._staged(call.engine_problem)
     plan.set_stream(cupy_runtime.stream())
     pointers = {name: array.data.ptr for name, array in stage.arrays.items()}
 
@@ -97,21 +99,19 @@ def measured(call: Any, plan: Plan, wanted: Any) -> tuple[str, float]:
 
     run()
     out = call.arrays["out"][:, :, 0, 0].get().astype(np.float64)
-    error = "" if wanted is None else f"{np.abs(out - wanted).max():.1e}"
+    error = "" if expected is None else f"{np.abs(out - expected).max():.1e}"
     times = benchmark(run, n_repeat=20, n_warmup=3).gpu_times
     return error, round(1e6 * float(np.median(times)), 1)
 
 
-def main() -> None:
-    """Measure, print, and write the file."""
-    found = []
+def main(words: Sequence[str]) -> int:
+    """Measure, print the rows and write them."""
+    path = csv_path("one_query", __doc__, words)
+    measured = []
     for row in rows():
-        found.append(row)
-        words = ("batch", "heads", "key_heads", "d", "keys", "option", "positions", "engine", "knobs", "error", "us")
-        print(*(f"{row[name]}" for name in words), sep="  ", flush=True)
-    if len(sys.argv) > 1:
-        write_csv(sys.argv[1], found)
-
-
-if __name__ == "__main__":
-    main()
+        measured.append(row)
+        columns = ("batch", "heads", "key_heads", "d", "keys", "option", "positions", "engine", "knobs", "error", "us")
+        print(*(f"{row[name]}" for name in columns), sep="  ", flush=True)
+    if path:
+        write_csv(path, measured)
+    return 0

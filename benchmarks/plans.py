@@ -1,15 +1,15 @@
-"""What plans cost: built, loaded from disk, made ahead of time; new lengths with and without buckets; what tuning gains.
+"""The cost of plans: built, loaded from disk, built ahead of time; new lengths, with and without buckets; autotuning.
 
-    python3 benchmarks/plans.py -o benchmarks/results/h200_cudnn919_plans.csv [--ahead FOLDER]
+    python -m benchmarks plans [results.csv] [--ahead FOLDER]
 
-Every first call is made in a process of its own. ``--ahead`` names a folder of plans made elsewhere, by ``python -m cupy_sdpa
-plan --gpu h200 benchmarks/ahead.toml``, and checks that they give the bits of plans built here. "Nothing compiled" turns off
-the cache of compiled kernels that the CUDA driver keeps on disk: what a fresh machine or container does.
+Every first call runs in a new process. ``--ahead`` names a folder of plans built on another machine by ``python -m cupy_sdpa
+plan --gpu h200 benchmarks/ahead.toml``; the benchmark checks that they give the same bits as plans built here. The case
+"nothing compiled" disables the CUDA driver's cache of compiled kernels on disk, as on a new machine or in a new container.
 """
 
 from __future__ import annotations
 
-import argparse
+import functools
 import json
 import os
 import statistics
@@ -17,17 +17,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cupy
-from common import random_normal, versions, write_csv
 
 import cupy_sdpa.store
 from cupy_sdpa import attention, attention_vjp, get_plan_cache
 
-#: (query heads, key heads, head dim, causal) of Llama 3.1 8B, at batch 1.
+from .common.device import random_normal
+from .common.machine import versions
+from .common.script import parser, write_csv
+from .common.timing import device_ms
+
+#: Query heads, key/value heads and head dim of Llama 3.1 8B.
 HQ, HKV, D = 32, 8, 128
 
 _FIRST = """
@@ -45,10 +48,10 @@ s = int(sys.argv[1])
 q, k, v, dout = normal(128, 32, s, 1), normal(128, 8, s, 1), normal(128, 8, s, 1), normal(128, 32, s, 1)
 cupy.cuda.runtime.deviceSynchronize()
 ready = time.perf_counter()
-plans = cupy_sdpa.get_plan_cache()                     # loads cuDNN and makes a handle
+plans = cupy_sdpa.get_plan_cache()                     # loads cuDNN and creates a handle
 for name in ("graph", "heuristic", "engines_runtime_compiled", "engines_precompiled", "engines_tensor_ir"):
     path = Path(library().path).with_name(f"libcudnn_{name}.so.9")
-    if path.exists():                                  # cuDNN loads them itself when the first plan is finalized
+    if path.exists():                                  # else cuDNN loads them when the first plan is finalized
         ctypes.CDLL(str(path))
 loaded = time.perf_counter()
 times = []
@@ -61,7 +64,7 @@ def timed(call):
     return result
 out, stats = timed(lambda: cupy_sdpa.attention(q, k, v, causal=True, return_stats=True))
 dq, dk, dv = timed(lambda: cupy_sdpa.attention_backward(dout, q, k, v, out, stats, causal=True))
-got = [p.info for p in plans._entries.values()]        # in the order in which they were wanted
+got = [p.info for p in plans._entries.values()]        # in order of first use
 timed(lambda: cupy_sdpa.attention(q, k, v, causal=True, return_stats=True))
 sums = [int(x.view("u2").astype("u8").sum()) for x in (out, dk, dv)]
 print(json.dumps({"imports": (ready - begin) * 1e3, "libraries": (loaded - ready) * 1e3, "times": times, "sums": sums,
@@ -69,12 +72,12 @@ print(json.dumps({"imports": (ready - begin) * 1e3, "libraries": (loaded - ready
 """
 
 
-def first_call(folder: str, length: int = 4096, **environment: str) -> dict[str, Any]:
-    """The first calls of a new process, with plans kept in a folder."""
+def first_call(folder: str, environment: dict[str, str] | None = None) -> dict[str, Any]:
+    """Time the first calls in a new process, with a folder as the disk cache."""
     paths = os.pathsep.join(filter(None, sys.path))
-    everything = {**os.environ, "CUPY_SDPA_CACHE_DIR": folder, "PYTHONPATH": paths, **environment}
-    command = [sys.executable, "-c", _FIRST, str(length)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=everything)
+    variables = {**os.environ, "CUPY_SDPA_CACHE_DIR": folder, "PYTHONPATH": paths, **(environment or {})}
+    command = [sys.executable, "-c", _FIRST, "4096"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
     if done.returncode:
         raise RuntimeError(done.stderr)
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -82,25 +85,25 @@ def first_call(folder: str, length: int = 4096, **environment: str) -> dict[str,
 
 
 def starts(add: Callable[..., None], ahead: str | None) -> None:
-    """First calls of new processes: without a store, with one, and with plans made elsewhere; medians of 5."""
+    """First calls in new processes: without a disk cache, with one, and with plans built ahead; medians of 5."""
     with tempfile.TemporaryDirectory() as folder:
-        first_call(f"{folder}/warm")  # brings every file into the page cache
+        first_call(f"{folder}/warm")  # loads all files into the page cache
         kinds: dict[str, tuple[str, dict[str, str]]] = {
-            "no store, nothing compiled": ("0", {"CUDA_CACHE_DISABLE": "1"}),
-            "no store": ("0", {}),
-            "kept on disk": (f"{folder}/warm", {"CUDA_CACHE_DISABLE": "1"}),
+            "no disk cache, nothing compiled": ("0", {"CUDA_CACHE_DISABLE": "1"}),
+            "no disk cache": ("0", {}),
+            "disk cache": (f"{folder}/warm", {"CUDA_CACHE_DISABLE": "1"}),
         }
         if ahead:
-            kinds["made ahead"] = (ahead, {"CUDA_CACHE_DISABLE": "1"})
+            kinds["built ahead"] = (ahead, {"CUDA_CACHE_DISABLE": "1"})
         sums = {}
-        for kind, (where, environment) in kinds.items():
-            runs = [first_call(where, **environment) for _ in range(5)]
-            assert all(all(run["loaded"]) == (where != "0") for run in runs), (kind, runs)
+        for kind, (cache, environment) in kinds.items():
+            runs = [first_call(cache, environment) for _ in range(5)]
+            assert all(all(run["loaded"]) == (cache != "0") for run in runs), (kind, runs)
             sums[kind] = tuple(runs[0]["sums"])
             add(
                 "start",
                 kind,
-                "cuDNN's libraries loaded and a handle made",
+                "cuDNN's libraries loaded, handle created",
                 statistics.median(run["libraries"] for run in runs),
                 "ms",
             )
@@ -109,28 +112,20 @@ def starts(add: Callable[..., None], ahead: str | None) -> None:
             for number, what in enumerate(("forward", "backward")):
                 add("start", kind, f"first {what} call returns", times[2 * number], "ms")
                 add("start", kind, f"first {what} call done", times[2 * number + 1], "ms")
-                add("start", kind, f"of it the plan of the {what}", got[number], "ms")
+                add("start", kind, f"of which the {what} plan", got[number], "ms")
             add("start", kind, "second forward call returns", times[4], "ms")
         assert len(set(sums.values())) == 1, sums
         add("start", "all", "give the same bits of out, dk, dv", len(sums), "kinds")
 
 
 def gpu_us(call: Callable[..., Any], *arguments: Any, count: int = 20, **options: Any) -> float:
-    """Microseconds of a call on the GPU, launches back to back: the median of 7 rounds."""
-    rounds = []
-    for _ in range(8):
-        begin, end = cupy.cuda.Event(), cupy.cuda.Event()
-        begin.record()
-        for _ in range(count):
-            call(*arguments, **options)
-        end.record()
-        end.synchronize()
-        rounds.append(cupy.cuda.get_elapsed_time(begin, end) / count * 1e3)
-    return statistics.median(rounds[1:])
+    """Microseconds of a call on the GPU, launched back to back: the median of 7 rounds after a warm-up."""
+    calls = [functools.partial(call, *arguments, **options)] * count
+    return statistics.median([device_ms(calls) * 1e3 for _ in range(8)][1:])
 
 
 def lengths(add: Callable[..., None]) -> None:
-    """A service that meets forty new lengths: the wait for each, and what a call costs afterwards."""
+    """Forty new lengths: the time of the first call of each, and the time of a call afterwards."""
     new = [3000 + 17 * n for n in range(40)]
     for bucket in (None, 512, "power_of_two"):
         get_plan_cache().clear()
@@ -148,10 +143,10 @@ def lengths(add: Callable[..., None]) -> None:
             waits["forward"].append((middle - start) * 1e3)
             waits["backward"].append((time.perf_counter() - middle) * 1e3)
         kind = f"bucket {bucket}"
-        add("new lengths", kind, "plans built for 40 lengths, both ways", get_plan_cache().size, "plans")
+        add("new lengths", kind, "plans built for 40 lengths, both passes", get_plan_cache().size, "plans")
         for what, every in waits.items():
-            add("new lengths", kind, f"{what}: median wait for a new length", statistics.median(every), "ms")
-            add("new lengths", kind, f"{what}: sum of the waits", sum(every), "ms")
+            add("new lengths", kind, f"{what}: median time of a first call", statistics.median(every), "ms")
+            add("new lengths", kind, f"{what}: total time of the first calls", sum(every), "ms")
     for length in (1000, 3000, 4000, 8000):
         q, k, v = random_normal(D, HQ, length, 1), random_normal(D, HKV, length, 1), random_normal(D, HKV, length, 1)
         for causal in (False, True):
@@ -162,7 +157,7 @@ def lengths(add: Callable[..., None]) -> None:
                 add("cost of a bucket", case, "backward", gpu_us(pullback, out), "us")
 
 
-#: Ten problems that are tuned: (name, batch, query heads, key heads, queries, keys, head dim, causal, backward).
+#: Ten problems to autotune: (name, batch, query heads, key/value heads, queries, keys, head dim, causal, backward).
 TUNED = (
     ("Llama 8B, 4096 causal", 1, 32, 8, 4096, 4096, 128, True, False),
     ("Llama 8B, 4096 causal", 1, 32, 8, 4096, 4096, 128, True, True),
@@ -177,27 +172,26 @@ TUNED = (
 )
 
 
-def tuning(add: Callable[..., None], how: bool | str) -> None:
-    """What tuning gains on ten problems, and what it takes."""
+def tuning(add: Callable[..., None]) -> None:
+    """The gain and the time of autotuning ten problems."""
     for name, b, hq, hkv, sq, skv, d, causal, backward in TUNED:
         q, k, v = random_normal(d, hq, sq, b), random_normal(d, hkv, skv, b), random_normal(d, hkv, skv, b)
-        part = "tuning, knobs too" if how == "knobs" else "tuning"
         case = f"{name}, {'backward' if backward else 'forward'}"
         start = time.perf_counter()
-        found = cupy_sdpa.prepare(q, k, v, causal=causal, backward=backward, autotune=how).tuning
+        result = cupy_sdpa.prepare(q, k, v, causal=causal, backward=backward, autotune=True).tuning
         seconds = time.perf_counter() - start
-        assert found
-        print(found, file=sys.stderr)
-        add(part, case, "before", found.before, "us")
-        add(part, case, "after", found.after, "us")
-        add(part, case, "gain", found.gain, "times")
-        add(part, case, "configs measured", len(found.trials), "configs")
-        add(part, case, "configs with wrong results", sum(trial.us is None for trial in found.trials), "configs")
-        add(part, case, "tuning took", seconds, "s")
+        assert result
+        print(result, file=sys.stderr)
+        add("tuning", case, "before", result.before, "us")
+        add("tuning", case, "after", result.after, "us")
+        add("tuning", case, "gain", result.gain, "times")
+        add("tuning", case, "configs measured", len(result.trials), "configs")
+        add("tuning", case, "configs with wrong results", sum(trial.us is None for trial in result.trials), "configs")
+        add("tuning", case, "tuning took", seconds, "s")
 
 
 def graphs(add: Callable[..., None]) -> None:
-    """A call in a CUDA graph: the time of ten in a row, launched and replayed."""
+    """Ten calls, launched one by one and replayed as a captured CUDA graph."""
     q, k, v = random_normal(64, 16, 128, 8), random_normal(64, 16, 128, 8), random_normal(64, 16, 128, 8)
     out = attention(q, k, v)
     with cupy.cuda.Stream(non_blocking=True) as stream:
@@ -211,7 +205,7 @@ def graphs(add: Callable[..., None]) -> None:
 
 
 def second_gpu(add: Callable[..., None]) -> None:
-    """The plan that a second GPU of the kind takes from the first."""
+    """A second GPU of the same kind loads the plan that was built for the first one."""
     for device in (0, 1):
         with cupy.cuda.Device(device):
             q, k, v = random_normal(D, HQ, 2222, 1), random_normal(D, HKV, 2222, 1), random_normal(D, HKV, 2222, 1)
@@ -221,17 +215,17 @@ def second_gpu(add: Callable[..., None]) -> None:
             add("two GPUs", f"GPU {device}", "plan loaded" if plan.loaded else "plan built", plan.build_ms, "ms")
 
 
-def main() -> None:
-    """Measure everything, and write it down."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("-o", "--output", type=Path, required=True)
-    parser.add_argument("--ahead", metavar="FOLDER")
-    arguments = parser.parse_args()
+def main(words: Sequence[str]) -> int:
+    """Measure, print the values and write them."""
+    options = parser("plans", __doc__)
+    options.add_argument("csv", nargs="?", metavar="FILE", help="write the rows to this CSV file")
+    options.add_argument("--ahead", metavar="FOLDER", help="a folder of plans built ahead of time for benchmarks/ahead.toml")
+    arguments = options.parse_args(words)
     os.environ["CUPY_SDPA_CACHE_DIR"] = "0"
-    known, rows = versions(), []
+    used, rows = versions(), []
 
     def add(part: str, case: str, what: str, value: float, unit: str) -> None:
-        rows.append({"part": part, "case": case, "what": what, "value": f"{value:.4g}", "unit": unit, **known})
+        rows.append({"part": part, "case": case, "what": what, "value": f"{value:.4g}", "unit": unit, **used})
         print(f"{part}: {case}: {what}: {value:.4g} {unit}", flush=True)
 
     starts(add, arguments.ahead)
@@ -239,12 +233,9 @@ def main() -> None:
         second_gpu(add)
     lengths(add)
     graphs(add)
-    for how in (True, "knobs"):
-        get_plan_cache().clear()
-        cupy_sdpa.store.kept().clear()
-        tuning(add, how)
-    write_csv(str(arguments.output), rows)
-
-
-if __name__ == "__main__":
-    main()
+    get_plan_cache().clear()
+    cupy_sdpa.store.kept().clear()
+    tuning(add)
+    if arguments.csv:
+        write_csv(arguments.csv, rows)
+    return 0

@@ -1,185 +1,186 @@
-"""The tables of the docs, from the files of results.
+"""The tables of the documentation, made from the files in ``benchmarks/results``.
 
-python3 benchmarks/tables.py plans > docs/plans_table.md
-python3 benchmarks/tables.py functions > docs/functions_table.md
-python3 benchmarks/tables.py speed > docs/speed_table.md
+    python -m benchmarks tables plans > docs/plans_table.md
 
-A file of results may be named behind ``speed``.
+``tables speed`` takes the paths of other CSV files of ``compare``.
 """
 
 from __future__ import annotations
 
 import csv
 import statistics
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from cupy_sdpa.bench import table as bench
+from .common.script import parser
+from .compare import table
 
 RESULTS = Path(__file__).parent / "results"
-#: The names of ways that are too long even where they are short.
-NAMES = {"cudnn-frontend": "fe"}
-FILES = ("h200_cudnn919_plans.csv", "h200_cudnn928_plans.csv")
+PASSES = ("forward", "backward")
+#: Shorter names of contenders, for table cells.
+ABBREVIATIONS = {"cudnn-frontend": "fe"}
+PLAN_FILES = ("h200_cudnn919_plans.csv", "h200_cudnn928_plans.csv")
 
 
-def read(name: str) -> dict[tuple[str, str, str], dict[str, str]]:
-    """The rows of a file, by part, case and what was measured."""
+def read(name: str) -> list[dict[str, str]]:
+    """The rows of a file."""
     with (RESULTS / name).open(newline="") as file:
-        return {(row["part"], row["case"], row["what"]): row for row in csv.DictReader(file)}
+        return list(csv.DictReader(file))
 
 
 def digits(row: dict[str, str]) -> str:
-    """A value with three digits."""
+    """A value with three significant digits."""
     value = float(row["value"])
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
+#: The values of a plans file by part, case and quantity.
+Values = dict[tuple[str, str, str], dict[str, str]]
+
+
 def plans() -> Iterator[str]:
-    """Of plans.py, line by line."""
-    columns = [read(name) for name in FILES]
-    heads = [next(iter(rows.values())) for rows in columns]
-    yield f"Measured on an {heads[0]['gpu']} by `benchmarks/plans.py`; every row is in `benchmarks/results/`.\n"
+    """The lines of the table of ``plans``."""
+    files = [{(row["part"], row["case"], row["what"]): row for row in read(name)} for name in PLAN_FILES]
+    heads = [next(iter(values.values())) for values in files]
+    yield f"Measured on an {heads[0]['gpu']} by `python -m benchmarks plans`; all rows are in `benchmarks/results/`.\n"
     titles = [f"cuDNN {head['cudnn']}" for head in heads]
-
-    def table(part: str, wanted: tuple[str, ...]) -> Iterator[str]:
-        yield f"| | | {' | '.join(titles)} |"
-        yield "|---|---|" + "---|" * len(titles)
-        for _, case, what in (key for key in columns[0] if key[0] == part):
-            if what in wanted:
-                values = [rows.get((part, case, what)) for rows in columns]
-                cells = [f"{digits(row)} {row['unit']}" if row else "" for row in values]
-                yield f"| {case} | {what} | {' | '.join(cells)} |"
-        yield ""
-
     yield (
-        'First calls of a new process (Llama 3.1 8B\'s heads, 4096, causal), once the libraries are loaded. All but "no store" '
-        "are without the CUDA driver's own cache of compiled kernels:\n"
+        "First calls in a new process (head counts of Llama 3.1 8B, length 4096, causal), after the libraries are loaded. "
+        'All cases but "no disk cache" run without the CUDA driver\'s own cache of compiled kernels:\n'
     )
-    yield from table("start", ("first forward call done", "first backward call done"))
-    yield "Two GPUs in one process, the same problem on one after the other:\n"
-    yield from table("two GPUs", ("plan built", "plan loaded"))
+    yield from part_table(files, titles, "start", ("first forward call done", "first backward call done"))
+    yield "Two GPUs in one process, the same problem on both:\n"
+    yield from part_table(files, titles, "two GPUs", ("plan built", "plan loaded"))
     yield "Forty new lengths near 3000, forward and backward:\n"
-    yield from table(
-        "new lengths",
-        (
-            "plans built for 40 lengths, both ways",
-            "forward: median wait for a new length",
-            "backward: median wait for a new length",
-        ),
-    )
-    yield "A call once it is planned, by its length, with exact lengths and in buckets (launches back to back):\n"
+    quantities = ("plans built for 40 lengths, both passes", *(f"{name}: median time of a first call" for name in PASSES))
+    yield from part_table(files, titles, "new lengths", quantities)
+    yield "A call with an existing plan, by its length, with exact lengths and in buckets (launched back to back):\n"
+    yield from bucket_table(files, titles)
+    yield "Autotuning among the engine configs that the heuristics propose (speedup; 1 if the plan stays the same):\n"
+    yield from part_table(files, titles, "tuning", ("gain",))
+    yield "Captured CUDA graphs:\n"
+    yield from part_table(files, titles, "CUDA graph", ("ten calls, launched", "ten calls, replayed"))
+
+
+def part_table(files: list[Values], titles: list[str], part: str, quantities: Sequence[str]) -> Iterator[str]:
+    """A table of one part of the plans files, with a column for each file."""
+    yield f"| | | {' | '.join(titles)} |"
+    yield "|---|---|" + "---|" * len(titles)
+    for _, case, quantity in (key for key in files[0] if key[0] == part):
+        if quantity in quantities:
+            rows = [values.get((part, case, quantity)) for values in files]
+            cells = [f"{digits(row)} {row['unit']}" if row else "" for row in rows]
+            yield f"| {case} | {quantity} | {' | '.join(cells)} |"
+    yield ""
+
+
+def bucket_table(files: list[Values], titles: list[str]) -> Iterator[str]:
+    """The times with exact lengths and in buckets, and their ratio."""
+    part = "cost of a bucket"
     yield f"| length, mask | | {' | '.join(f'{title}: exact | in buckets of 512 | ratio' for title in titles)} |"
     yield "|---|---|" + "---|---|---|" * len(titles)
-    for _, case, what in (key for key in columns[0] if key[0] == "cost of a bucket" and key[1].endswith("None")):
+    for _, case, quantity in (key for key in files[0] if key[0] == part and key[1].endswith("None")):
         cells = []
-        for rows in columns:
-            exact = rows["cost of a bucket", case, what]
-            rounded = rows["cost of a bucket", case.replace("None", "512"), what]
-            ratio = float(rounded["value"]) / float(exact["value"])
-            cells += [f"{digits(exact)} us", f"{digits(rounded)} us", f"{ratio:.2f}"]
-        yield f"| {case.split(',')[0]} | {what} | {' | '.join(cells)} |"
+        for values in files:
+            exact, bucket = values[part, case, quantity], values[part, case.replace("None", "512"), quantity]
+            cells += [f"{digits(exact)} us", f"{digits(bucket)} us", f"{float(bucket['value']) / float(exact['value']):.2f}"]
+        yield f"| {case.split(',')[0]} | {quantity} | {' | '.join(cells)} |"
     yield ""
-    yield "Tuning, what heuristics propose (times faster; 1 where the plan stays):\n"
-    yield from table("tuning", ("gain",))
-    yield "Tuning, settings by hand too:\n"
-    yield from table("tuning, knobs too", ("gain", "configs with wrong results"))
-    yield "CUDA graphs:\n"
-    yield from table("CUDA graph", ("ten calls, launched", "ten calls, replayed"))
 
 
 def functions() -> Iterator[str]:
-    """Of functions.py, line by line."""
-    with (RESULTS / "h200_cudnn919_functions.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    """The lines of the table of ``functions``."""
+    rows = read("h200_cudnn919_functions.csv")
     head = rows[0]
     yield (
-        f"Measured on an {head['gpu']} with cuDNN {head['cudnn']} and PyTorch {head['torch']} by `benchmarks/functions.py`: "
-        "bfloat16, batch 2, 16 query and 4 key heads, 4096 positions, head dim 128. A ratio is our time over FlexAttention's. "
-        "Errors are the largest of the output and the three gradients, over the largest magnitude.\n"
+        f"Measured on an {head['gpu']} with cuDNN {head['cudnn']} and PyTorch {head['torch']} by "
+        "`python -m benchmarks functions`: bfloat16, batch 2, 16 query and 4 key/value heads, length 4096, head dim 128. "
+        "A ratio is our time divided by FlexAttention's. "
+        "An error is the largest of the output and the three gradients, relative to the largest magnitude.\n"
     )
     yield "| function | forward | ratio | backward | ratio | error | FlexAttention's |"
     yield "|---|---|---|---|---|---|---|"
     for row in rows:
-        errors = [max(float(row[f"{name}{whose}_error"]) for name in ("out", "dq", "dk", "dv")) for whose in ("", "_flex")]
-        times = [f"{float(row[f'{way}_ms']):.2f} ms | {float(row[f'{way}_ratio']):.2f}" for way in ("forward", "backward")]
+        errors = [max(float(row[f"{name}{suffix}_error"]) for name in ("out", "dq", "dk", "dv")) for suffix in ("", "_flex")]
+        times = [f"{float(row[f'{name}_ms']):.2f} ms | {float(row[f'{name}_ratio']):.2f}" for name in PASSES]
         yield f"| {row['name']} | " + " | ".join([*times, *(f"{error:.1e}" for error in errors)]) + " |"
     yield ""
-    for way in ("forward", "backward"):
-        ratios = [float(row[f"{way}_ratio"]) for row in rows]
+    for name in PASSES:
+        ratios = [float(row[f"{name}_ratio"]) for row in rows]
         mean = statistics.geometric_mean(ratios)
-        yield f"{way.capitalize()}, geometric mean of the ratios: {mean:.2f}; from {min(ratios):.2f} to {max(ratios):.2f}."
+        yield f"{name.capitalize()}, geometric mean of the ratios: {mean:.2f}; from {min(ratios):.2f} to {max(ratios):.2f}."
 
 
-def speed(first: str | Path = RESULTS / "h200_cudnn919.csv", *others: str | Path) -> Iterator[str]:
-    """Of files of ``python -m cupy_sdpa bench``, line by line; of others than the first the means."""
-    rows = of_the_gpu(first)
+def speed(*paths: str | Path) -> Iterator[str]:
+    """The lines of the table of ``compare``: all rows of the first file, and means of the others."""
+    first, *others = paths or (RESULTS / "h200_cudnn919.csv",)
+    rows = gpu_rows(first)
     directions = list(dict.fromkeys(row["direction"] for row in rows))
     yield (
-        f"Measured on an {rows[0]['gpu']} with {used(rows[0])} by `python -m cupy_sdpa bench`. "
-        "Milliseconds, TFLOP/s, and the ratio of our time to that of the fastest other way, which is named: cudnn and flash "
-        "are PyTorch's, fe is cudnn-frontend, flex FlexAttention.\n"
+        f"Measured on an {rows[0]['gpu']} with {libraries(rows[0])} by `python -m benchmarks compare`. "
+        "Milliseconds, TFLOP/s, and our time divided by that of the fastest other contender, which is named: cudnn and flash "
+        "are PyTorch's backends, fe is cudnn-frontend, flex is FlexAttention.\n"
     )
     yield f"| preset | {' | '.join(f'{direction} | TFLOP/s | ratio' for direction in directions)} |"
     yield "|---|" + "---|---|---|" * len(directions)
-    cases = bench.cases(rows)
+    cases = table.by_case(rows)
     for preset in dict.fromkeys(row["preset"] for row in rows):
-        cells = [cell for direction in directions for cell in speed_of(cases.get((preset, direction), {}))]
+        cells = [cell for direction in directions for cell in speed_cells(cases.get((preset, direction), {}))]
         yield f"| {preset} | {' | '.join(cells)} |"
     yield ""
     yield from means(rows)
-    for other in map(of_the_gpu, others or [RESULTS / "h200_cudnn928.csv"]):
-        yield f"\nThe same with {used(other[0])}:\n"
+    for other in map(gpu_rows, others or [RESULTS / "h200_cudnn928.csv"]):
+        yield f"\nThe same with {libraries(other[0])}:\n"
         yield from means(other)
 
 
-def of_the_gpu(path: str | Path) -> list[bench.Row]:
-    """The rows of a file of the bench that are not the interpreter's."""
-    return [row for row in bench.read_csv(path) if row["gpu"]]
+def gpu_rows(path: str | Path) -> list[table.Row]:
+    """The rows of a file that were measured on a GPU."""
+    return [row for row in table.read_csv(path) if row["gpu"]]
 
 
-def used(row: bench.Row) -> str:
-    """The versions of what took part."""
-    peers = {"cudnn": "cuDNN", "torch": "PyTorch", "cudnn_frontend": "cudnn-frontend", "jax": "JAX"}
-    return ", ".join(f"{name} {row[column]}" for column, name in peers.items() if row[column])
+def libraries(row: table.Row) -> str:
+    """The versions of the libraries."""
+    names = {"cudnn": "cuDNN", "torch": "PyTorch", "cudnn_frontend": "cudnn-frontend", "jax": "JAX"}
+    return ", ".join(f"{name} {row[column]}" for column, name in names.items() if row[column])
 
 
-def means(rows: list[bench.Row]) -> Iterator[str]:
-    """Our figures over each other way's: time on the device, most memory held at once beside the inputs, time of the host."""
+def means(rows: list[table.Row]) -> Iterator[str]:
+    """Our values divided by each other contender's: device time, peak memory without the inputs, host time."""
     directions = list(dict.fromkeys(row["direction"] for row in rows))
-    yield "Ours over each other way's, the geometric mean of the presets that it has, and from where to where:\n"
+    yield "Our values divided by each other contender's: geometric mean over its presets, and range:\n"
     yield f"| | | {' | '.join(directions)} |"
     yield "|---|---|" + "---|" * len(directions)
-    for column, title in bench.MEANS.items():
-        for way in (None, *(way for way in bench.ways_of(rows) if way != "ours")):
-            every = [bench.ratios(rows, direction, way, column) for direction in directions]
-            if any(every):
-                cells = [bench.summary(some) if some else "" for some in every]
-                yield f"| {title} | {way or 'the fastest'} | {' | '.join(cells)} |"
+    for column, title in table.MEANS.items():
+        for name in (None, *(name for name in table.contenders_of(rows) if name != "ours")):
+            ratios = [table.ratios(rows, direction, name, column) for direction in directions]
+            if any(ratios):
+                cells = [table.summary(values) if values else "" for values in ratios]
+                yield f"| {title} | {name or 'the fastest'} | {' | '.join(cells)} |"
 
 
-def speed_of(ways: dict[str, bench.Row]) -> tuple[str, str, str]:
-    """The cells of a preset in one direction: our time, our rate, the ratio; empty where it was not measured."""
-    ours = ways.get("ours")
+def speed_cells(contenders: dict[str, table.Row]) -> tuple[str, str, str]:
+    """Our time, our rate and the ratio of a preset in one direction; empty if it was not measured."""
+    ours = contenders.get("ours")
     if ours is None or ours["ms"] is None:
         return "", "", ""
     best = [
-        f"{row['ours_over_it']:.2f}\N{NO-BREAK SPACE}{NAMES.get(way, bench.short(way))}"
-        for way, row in ways.items()
+        f"{row['ours_over_it']:.2f}\N{NO-BREAK SPACE}{ABBREVIATIONS.get(name, table.short(name))}"
+        for name, row in contenders.items()
         if row["best_peer"]
     ]
     return f"{ours['ms']:.3g}", f"{ours['tflops']:.0f}", "".join(best)
 
 
 def host() -> Iterator[str]:
-    """Of host.py, line by line."""
-    with (RESULTS / "h200_cudnn919_host.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    """The lines of the table of ``host``."""
+    rows = read("h200_cudnn919_host.csv")
     head = rows[0]
     us = {row["name"]: float(row["us"]) for row in rows}
     yield (
-        f"On an {head['gpu']}'s host with cuDNN {head['cudnn']} and PyTorch {head['torch']}, by `benchmarks/host.py`: q, k, v "
-        "of (64, 8, 128, 2), in a row of calls 256 positions. The device is idle before a call, but where it is behind.\n"
+        f"On the host of an {head['gpu']} with cuDNN {head['cudnn']} and PyTorch {head['torch']}, by "
+        "`python -m benchmarks host`: q, k, v of shape (64, 8, 128, 2), in sequences of calls length 256. "
+        "The device is idle before a call unless stated.\n"
     )
     yield "| call | us | of PyTorch's |"
     yield "|---|---|---|"
@@ -188,7 +189,7 @@ def host() -> Iterator[str]:
             yield f"| {row['name']} | {float(row['us']):.2f} | {float(row['over_torch']):.2f} |"
     yield ""
     prepared = us["prepared, out="] / us["cudnnBackendExecute"]
-    yield f"A prepared call takes {prepared:.2f} of a bare `cudnnBackendExecute`. The steps of a repeated call:\n"
+    yield f"A prepared call takes {prepared:.2f} of the time of `cudnnBackendExecute`. The steps of a repeated call:\n"
     yield "| step | us |"
     yield "|---|---|"
     for row in rows:
@@ -198,24 +199,30 @@ def host() -> Iterator[str]:
 
 
 def graphs() -> Iterator[str]:
-    """Of graphs.py, line by line."""
-    with (RESULTS / "h200_cudnn919_graphs.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    columns = {"device_us": "device", "host_us": "host", "row_us": "endless row"}
+    """The lines of the table of ``graphs``."""
+    rows = read("h200_cudnn919_graphs.csv")
+    columns = {"device_us": "device", "host_us": "host", "row_us": "sequence"}
     yield (
-        f"On an {rows[0]['gpu']} with cuDNN {rows[0]['cudnn']}, by `benchmarks/graphs.py`, us of a launch: the device's and "
-        "the host's alone, and what a launch takes in an endless row of them.\n"
+        f"On an {rows[0]['gpu']} with cuDNN {rows[0]['cudnn']}, by `python -m benchmarks graphs`, microseconds per launch: "
+        "of the device, of the host, and of both in a long sequence of launches.\n"
     )
-    yield f"| pass, recordings | {' | '.join(f'{title}: graph | kernels' for title in columns.values())} |"
+    yield f"| pass, captured graphs | {' | '.join(f'{title}: graph | kernels' for title in columns.values())} |"
     yield "|---|" + "---|---|" * len(columns)
-    found = {(row["direction"], int(row["recordings"]), row["way"]): row for row in rows}
-    for direction, count in sorted({case[:2] for case in found}, key=lambda case: (case[0] != "forward", case[1])):
-        ways = [found[direction, count, way] for way in ("graph", "kernels")]
-        cells = [f"{float(way[column]):.1f}" for column in columns for way in ways]
+    by_case = {(row["direction"], int(row["recordings"]), row["way"]): row for row in rows}
+    for direction, count in sorted({case[:2] for case in by_case}, key=lambda case: (case[0] != "forward", case[1])):
+        methods = [by_case[direction, count, method] for method in ("graph", "kernels")]
+        cells = [f"{float(row[column]):.1f}" for column in columns for row in methods]
         yield f"| {direction}, {count} | {' | '.join(cells)} |"
 
 
 TABLES = {"plans": plans, "functions": functions, "speed": speed, "host": host, "graphs": graphs}
 
-if __name__ == "__main__":
-    print("\n".join(TABLES[sys.argv[1]](*sys.argv[2:])).rstrip())
+
+def main(words: Sequence[str]) -> int:
+    """Print a table."""
+    options = parser("tables", __doc__)
+    options.add_argument("table", choices=TABLES)
+    options.add_argument("csv", nargs="*", metavar="FILE", help="for speed: CSV files of compare (default: the committed ones)")
+    arguments = options.parse_args(words)
+    print("\n".join(TABLES[arguments.table](*arguments.csv)).rstrip())
+    return 0

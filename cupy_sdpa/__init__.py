@@ -1,4 +1,4 @@
-"""Fused attention for CuPy arrays in Julia's layout, by cuDNN; the same on numpy arrays, on the CPU."""
+"""Scaled dot-product attention for CuPy arrays with cuDNN's fused kernels, and for numpy arrays on the CPU."""
 
 import importlib
 from typing import TYPE_CHECKING
@@ -11,19 +11,6 @@ from .helpers import alibi_slopes, dropout_mask
 from .prepare import Prepared, autotune, prepare
 from .problem.problem import Problem
 from .version import __version__
-
-if TYPE_CHECKING:
-    from . import layout as layout
-    from . import nnlib as nnlib
-    from . import store as store
-else:
-
-    def __getattr__(name):
-        """Rooms that a plain call does without are entered when they are asked for."""
-        if name in ("layout", "nnlib", "store"):
-            return importlib.import_module(f".{name}", __name__)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
 
 __all__ = [
     "CudnnError",
@@ -45,3 +32,24 @@ __all__ = [
     "prepare",
     "problem",
 ]
+
+#: Public modules, imported on first use.
+_MODULES = ("layout", "nnlib", "reference", "store", "zoo")
+
+if TYPE_CHECKING:
+    from . import layout as layout
+    from . import nnlib as nnlib
+    from . import reference as reference
+    from . import store as store
+    from . import zoo as zoo
+else:
+
+    def __getattr__(name):
+        """Import a public module on first use."""
+        if name in _MODULES:
+            return importlib.import_module(f".{name}", __name__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__():
+        """The public names."""
+        return sorted([*__all__, *_MODULES])

@@ -1,4 +1,4 @@
-"""``python -m cupy_sdpa``: the command line."""
+"""``python -m cupy_sdpa``: the command-line interface."""
 
 from __future__ import annotations
 

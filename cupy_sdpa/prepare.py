@@ -1,51 +1,78 @@
-"""Calls that are planned once and run many times, and tuned where that is wanted."""
+"""Calls that are planned once and run many times, and autotuning."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, Unpack, overload
 
+from ._typing import Array, ArrayT
 from .calls.arguments import read_backward, read_forward
-from .calls.call import Call, tuning_on
-from .calls.options import ARRAYS, DTensors, Options, takes_options
-from .calls.replay_cache import learn, repeated
-from .calls.report import Report
+from .calls.call import Call, tuning_enabled
+from .calls.options import DTensors, Options, read_flag, takes_options
+from .calls.replay_cache import cache_call, run_cached
+from .calls.report import Report, explain_call
 from .problem.problem import Problem
-from .problem.validation import ReturnStats
 
-if TYPE_CHECKING:  # cuDNN's rooms are entered only for CuPy arrays
+if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
     from .calls.autotune import Tuning
 
+ResultT = TypeVar("ResultT")
 
+
+# fmt: off
+@overload
+def prepare(
+    q: ArrayT, k: Array, v: Array, *, return_stats: Literal[False] = False, backward: Literal[False] = False,
+    deterministic: bool = False, return_dbias: bool = False, return_dsinks: bool = False, return_dtensors: DTensors = False,
+    autotune: bool = False, **options: Unpack[Options],
+) -> Prepared[ArrayT]: ...
+@overload
+def prepare(
+    q: ArrayT, k: Array, v: Array, *, return_stats: Literal[True], backward: Literal[False] = False,
+    deterministic: bool = False, return_dbias: bool = False, return_dsinks: bool = False, return_dtensors: DTensors = False,
+    autotune: bool = False, **options: Unpack[Options],
+) -> Prepared[tuple[ArrayT, Any]]: ...
+@overload
+def prepare(
+    q: ArrayT, k: Array, v: Array, *, return_stats: Literal["max_sumexp"], backward: Literal[False] = False,
+    deterministic: bool = False, return_dbias: bool = False, return_dsinks: bool = False, return_dtensors: DTensors = False,
+    autotune: bool = False, **options: Unpack[Options],
+) -> Prepared[tuple[ArrayT, Any, Any, Any]]: ...
+@overload
+def prepare(
+    q: ArrayT, k: Array, v: Array, *, return_stats: bool | Literal["max_sumexp"] = False, backward: bool = False,
+    deterministic: bool = False, return_dbias: bool = False, return_dsinks: bool = False, return_dtensors: DTensors = False,
+    autotune: bool = False, **options: Unpack[Options],
+) -> Prepared[Any]: ...
+# fmt: on
 @takes_options
 def prepare(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: Array,
+    k: Array,
+    v: Array,
     *,
-    return_stats: ReturnStats = False,
+    return_stats: bool | Literal["max_sumexp"] = False,
     backward: bool = False,
     deterministic: bool = False,
     return_dbias: bool = False,
     return_dsinks: bool = False,
     return_dtensors: DTensors = False,
-    autotune: bool | str = False,
+    autotune: bool = False,
     **options: Unpack[Options],
-) -> Prepared:
-    """Plan a call now, to run it many times later on arrays of the same shapes, layouts and dtypes.
+) -> Prepared[Any]:
+    """Plan a call now, to run it many times on arrays of the same shapes, strides and dtypes.
 
     Args:
-        q, k, v, return_stats, options: as for :func:`cupy_sdpa.attention`. The contents of q, k and v matter only to
+        q, k, v, return_stats, options: as for :func:`cupy_sdpa.attention`. The elements of q, k and v are read only for
             ``autotune``.
         backward: prepare :func:`cupy_sdpa.attention_backward`. Default False.
-        deterministic: as for the call that is prepared.
+        deterministic: as for the prepared call.
         return_dbias, return_dsinks, return_dtensors: as for :func:`cupy_sdpa.attention_backward`.
-        autotune: run every engine config that cuDNN's heuristics propose on these arrays, and keep the fastest, also for later
-            processes. It takes about a second and waits for the GPU; with ``backward`` it runs the forward pass first.
-            ``"knobs"`` also tries every setting of the engines' knobs that finalizes, which takes up to half a minute; such
-            kernels are not meant for every problem, so try them where nothing is lost (docs/plans.md). Default False. On
-            the CPU there is nothing to tune.
+        autotune: measure every engine config that cuDNN's heuristics propose on these arrays, and keep the fastest, also for
+            later processes. This takes about a second and synchronizes; with ``backward`` it runs the forward pass first.
+            Default False. On the CPU it has no effect.
 
     Returns:
         The prepared call: ``call(q, k, v, out=...)``, or ``call(dout, q, k, v, out, stats, dq=...)``.
@@ -60,120 +87,130 @@ def prepare(
     (8, 2, 16, 1)
     """
     if backward:
-        fixed: dict[str, Any] = {
+        outputs: dict[str, Any] = {
             "deterministic": deterministic, "return_dbias": return_dbias, "return_dsinks": return_dsinks,
             "return_dtensors": return_dtensors,
         }  # fmt: skip
-        call = read_backward(q, k, v, options, **fixed)
+        call = read_backward(q, k, v, options, **outputs)
     else:
-        fixed = {"return_stats": return_stats, "deterministic": deterministic}
-        call = read_forward(q, k, v, options, **fixed)
-    report = call.explain()
+        outputs = {"return_stats": return_stats, "deterministic": deterministic}
+        call = read_forward(q, k, v, options, **outputs)
+    report = explain_call(call)
     if report.reasons:
         raise report.error("\n".join(report.reasons))
-    found: list[Tuning] = []
-    if _check(autotune) and call.on_gpu and not call.problem.trivial:
-        call = call.with_gradient_inputs()
-        with tuning_on(autotune == "knobs") as found:
+    tunings: list[Tuning] = []
+    if read_flag("autotune", autotune) and call.on_gpu and not call.problem.trivial:
+        call = _with_forward_results(call)
+        with tuning_enabled() as tunings:
             call.run()
-        report = call.explain()
-    return Prepared(call.problem, dict(options), fixed, report, found[0] if found else None)
+        report = explain_call(call)
+    return Prepared(call.problem, dict(options), outputs, report, tunings[0] if tunings else None)
 
 
-class Prepared:
-    """A call that is planned already; made by :func:`prepare`.
+class Prepared(Generic[ResultT]):
+    """A call that is already planned; returned by :func:`prepare`.
 
     Attributes:
-        problem: what it computes.
-        report: how.
-        tuning: what ``autotune`` has measured, or None.
+        problem: the problem that it computes.
+        report: how it runs, see :func:`cupy_sdpa.explain`.
+        tuning: the measurements of ``autotune``, or None.
     """
 
     def __init__(
-        self, problem: Problem, options: dict[str, Any], fixed: dict[str, Any], report: Report, tuning: Tuning | None
+        self, problem: Problem, options: dict[str, Any], outputs: dict[str, Any], report: Report, tuning: Tuning | None
     ) -> None:
         self.problem, self.report, self.tuning = problem, report, tuning
-        self._options, self._fixed = options, fixed
-        self._how = object()  # stands for the options, and what was asked for
-        given = {name: value for name, value in options.items() if name in ARRAYS and hasattr(value, "strides")}
+        self._options, self._outputs = options, outputs
+        self._key = object()  # in the replay cache: every call with it has been compared with the problem
         self._inputs = ("dout", "q", "k", "v", "out", "stats") if problem.backward else ("q", "k", "v")
-        self._arrays, self._names = tuple(given.values()), (*self._inputs, "out", "stats", "dq", "dk", "dv", *given)
-        # What functions come to may change from call to call.
-        self._repeatable = not any(callable(value) for value in options.values())
+        self._results = ("dq", "dk", "dv") if problem.backward else ("out", "stats")
 
     def __call__(
-        self, *arrays: Any, out: Any = None, stats: Any = None, dq: Any = None, dk: Any = None, dv: Any = None, **options: Any
-    ) -> Any:
+        self,
+        *arrays: Array,
+        out: Array | None = None,
+        stats: Array | None = None,
+        dq: Array | None = None,
+        dk: Array | None = None,
+        dv: Array | None = None,
+        **options: Unpack[Options],
+    ) -> ResultT:
         """Compute.
 
         Args:
             arrays: q, k and v; for the backward pass dout, q, k, v, out and stats.
-            out, stats, dq, dk, dv: arrays to write into.
-            options: other values than those that were prepared, such as other lengths.
+            out, stats, dq, dk, dv: arrays to write the results into.
+            options: options that differ from those of :func:`prepare`, such as other lengths.
 
         Raises:
-            ValueError: the arrays pose another problem than the one that was prepared.
+            ValueError: the arguments define another problem than the prepared one.
         """
-        given = (*arrays, out, stats, dq, dk, dv, *self._arrays)
-        computed = repeated(self._how, given, options) if self._repeatable else None
-        if computed is None:
-            results = {"out": out, "stats": stats, "dq": dq, "dk": dk, "dv": dv}
-            into = {name: array for name, array in results.items() if array is not None}
-            call = self._read(arrays, into, {**self._options, **options})
-            if call.problem != self.problem:
-                raise ValueError(_different(self.problem, call.problem))
-            computed = call.run()
-            if self._repeatable:
-                learn(self._how, self._names, given, options, call)
-        return computed[0] if len(computed) == 1 else tuple(computed)
+        merged = {**self._options, **options} if options else self._options
+        passed = (*arrays, out, stats) if dq is dk is dv is None else (*arrays, out, stats, dq, dk, dv)
+        kind = self._key, len(arrays)
+        results = run_cached(kind, passed, merged)
+        if results is None:
+            call = self._read(arrays, {"out": out, "stats": stats, "dq": dq, "dk": dk, "dv": dv}, merged)
+            results = call.run()
+            names = (*self._inputs, "out", "stats", "dq", "dk", "dv")
+            cache_call(kind, names[: len(passed)], passed, merged, call)
+        result: Any = results[0] if len(results) == 1 else tuple(results)
+        return result  # type: ignore[no-any-return]
 
-    def _read(self, arrays: tuple[Any, ...], into: dict[str, Any], options: dict[str, Any]) -> Call:
-        results = ("dq", "dk", "dv") if self.problem.backward else ("out", "stats")
+    def _read(self, arrays: tuple[Array, ...], results: dict[str, Any], options: dict[str, Any]) -> Call:
+        """Validate the arguments, and compare their problem with the prepared one."""
         if len(arrays) != len(self._inputs):
-            raise TypeError(f"{len(arrays)} arrays are given; the call was prepared for {', '.join(self._inputs)}")
-        if extra := [name for name in into if name not in results]:
-            raise TypeError(f"{extra[0]} is no result of the call that was prepared; it gives {', '.join(results)}")
-        if not self.problem.backward:
-            q, k, v = arrays
-            return read_forward(q, k, v, options, **self._fixed, **into)
-        dout, q, k, v, out, stats = arrays
-        return read_backward(q, k, v, options, dout=dout, out=out, stats=stats, **self._fixed, **into)
+            raise TypeError(f"{len(arrays)} arrays are passed; the call was prepared for {', '.join(self._inputs)}")
+        results = {name: array for name, array in results.items() if array is not None}
+        if extra := [name for name in results if name not in self._results]:
+            raise TypeError(f"{extra[0]} is not a result of the prepared call; its results are {', '.join(self._results)}")
+        inputs: dict[str, Any] = dict(zip(self._inputs, arrays, strict=True))
+        read = read_backward if self.problem.backward else read_forward
+        call = read(options=options, **inputs, **self._outputs, **results)
+        if call.problem != self.problem:
+            raise ValueError(_difference(self.problem, call.problem))
+        return call
 
     def __repr__(self) -> str:
         return f"<prepared: {self.problem}>"
 
 
-def _different(prepared: Problem, given: Problem) -> str:
-    """What tells two problems from one another: their arrays, or, where these are the same, the problems in words."""
-    one, other = (", ".join(map(str, problem.tensors)) for problem in (prepared, given))
+def _difference(prepared: Problem, passed: Problem) -> str:
+    """How two problems differ: in their arrays, or else in words."""
+    one, other = (", ".join(map(str, problem.tensors)) for problem in (prepared, passed))
     if one == other:
-        one, other = str(prepared), str(given)
-    told = f"Prepared: {one}. Given: {other}." if one != other else "They differ in what their functions or options are."
-    return f"this is another problem than the one that was prepared. {told} Prepare a call for each"
+        one, other = str(prepared), str(passed)
+    values = f"Prepared: {one}. Passed: {other}." if one != other else "Their functions or options differ."
+    return f"the arguments define another problem than the prepared one. {values} Prepare a call for each problem"
 
 
-def _check(autotune: Any) -> bool:
-    if autotune not in (False, True, "knobs"):
-        raise ValueError(f"autotune is {autotune!r}; it must be False, True or 'knobs'")
-    return bool(autotune)
+def _with_forward_results(call: Call) -> Call:
+    """A backward call with the results of its forward pass as inputs; the output also serves as dout."""
+    if not call.problem.backward:
+        return call
+    results = ("dout", "out", "stats", *(spec.name for spec in call.problem.results))
+    inputs = {name: array for name, array in call.arrays.items() if name not in results}
+    settings = call.problem.settings._replace(deterministic=False)
+    forward = dataclasses.replace(
+        call.problem, dout=None, dq=None, dk=None, dv=None, dbias=None, dsinks=None, dcaptured=(), settings=settings
+    )
+    out, stats = dataclasses.replace(call, problem=forward, arrays=dict(inputs), gradients=None).run()
+    return dataclasses.replace(call, arrays={**inputs, "out": out, "stats": stats, "dout": out})
 
 
 @contextmanager
-def autotune(*, knobs: bool = False) -> Iterator[list[Tuning]]:
-    """Tune every call made inside that has not been tuned before; gives the list that what was found is added to.
+def autotune() -> Iterator[list[Tuning]]:
+    """A context manager that tunes every call inside that was not tuned before; yields the list of the measurements.
 
-    The first call of each problem takes a second and waits for the GPU; later ones, in later processes too, use what was kept.
-    On the CPU there is nothing to tune.
-
-    Args:
-        knobs: try settings of knobs by hand, too; see :func:`prepare`. Default False.
+    The first call of each problem takes about a second and synchronizes; later ones, also in later processes, use the
+    result. On the CPU it has no effect.
 
     >>> import numpy as np, cupy_sdpa
     >>> x = np.ones((8, 2, 16, 1), np.float32, order="F")
-    >>> with cupy_sdpa.autotune() as found:
+    >>> with cupy_sdpa.autotune() as tunings:
     ...     out = cupy_sdpa.attention(x, x, x)
-    >>> found
+    >>> tunings
     []
     """
-    with tuning_on(knobs) as found:
-        yield found
+    with tuning_enabled() as tunings:
+        yield tunings

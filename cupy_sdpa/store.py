@@ -1,9 +1,9 @@
 """The disk cache of execution plans, and building plans ahead of time for a GPU that is not present.
 
 Plans are stored in a folder, where later processes find them. A first call then takes milliseconds; compiling a kernel takes
-half a second. The environment variable ``CUPY_SDPA_CACHE_DIR`` sets the folder; the default is ``cupy_sdpa`` in the user's cache
-folder, and ``0`` disables the disk cache. A stored plan is used only with the same build of cuDNN and NVRTC and the same GPU
-model.
+half a second. The environment variable ``CUPY_SDPA_CACHE_DIR`` sets the folder; the default is ``cupy_sdpa`` in the cache
+folder of the user, and ``0`` disables the disk cache. A stored plan is used only with the same build of cuDNN and NVRTC and the
+same GPU model.
 
 >>> import cupy_sdpa.store
 >>> cupy_sdpa.store.kept().nbytes >= 0

@@ -1,7 +1,7 @@
 """A recall task: the model sees pairs of a key and a value, then a key, and must return the value of that key.
 
-The model is one attention layer. Gradients are written by hand, except those of attention. Arrays are in Fortran order, so (F, S B)
-features are attention's (D, H, S, B) without a copy.
+The model is one attention layer. Gradients are written by hand, except those of attention. Arrays are in Fortran order, so
+(F, S B) features are attention's (D, H, S, B) without a copy.
 
 Shapes: V words, F = D H features, S pairs, B sequences.
 """

@@ -4,17 +4,32 @@ Tests with the fixture ``fake`` also need a C++ compiler.
 
 One command runs what the machine has and says what it left out. ``CUPY_SDPA_REQUIRE=gpu`` (or ``cudnn``) turns the skips
 of that tier, and of those that it stands on, into failures.
+
+With ``-n auto --dist loadgroup`` (pytest-xdist) tests run in several processes. Tests that use a GPU are one group: they
+measure its memory, so they run one after another in one process.
 """
 
+import functools
 import gc
 import os
+import tempfile
+import zlib
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # read when numpy is imported; every worker process has a core
 
 import pytest
 from tiers import missing
 
 TIERS = ("cudnn", "gpu", "multi_gpu")
 REQUIRES = {"": (), "cudnn": ("cudnn",), "gpu": ("gpu",), "multi_gpu": ("gpu", "multi_gpu"), "all": TIERS}
-LEFT_OUT = pytest.StashKey[dict[str, str]]()
+#: Whether there are hours for it.
+NIGHTLY = os.environ.get("CUPY_SDPA_NIGHTLY", "0") != "0"
+#: Compiling a kernel takes a second. The sweep compiles those of one in so many tests, every night those of all.
+SHARE = 4
+#: The tests of these files share what takes long to make.
+TOGETHER = ("test_training",)
+#: The tests that take longest are started first, so that no worker process waits for another at the end.
+LONG = ("test_training", "test_tuning", "test_combinations", "test_random_functions", "test_support", "test_cudnn_plans")
 
 
 def pytest_report_header(config):
@@ -23,34 +38,64 @@ def pytest_report_header(config):
 
 
 def pytest_configure(config):
-    """Leave long sweeps out unless a marker expression asks for something; keep no plans in the user's cache folder."""
+    """Leave long sweeps out unless a marker expression asks for something; keep no plans in the user's cache folder.
+
+    The C++ libraries that stand in for CUDA kernels are compiled once for all worker processes.
+    """
     os.environ["CUPY_SDPA_CACHE_DIR"] = "0"
-    config.stash[LEFT_OUT] = {}
+    if not hasattr(config, "workerinput"):  # a worker process of pytest-xdist inherits it
+        folder = tempfile.TemporaryDirectory()
+        config.add_cleanup(folder.cleanup)
+        os.environ["FAKE_CUPY_FOLDER"] = folder.name
     if not config.option.markexpr:
         config.option.markexpr = "not sweep"
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_auto_num_workers():
+    """``-n auto``: a process for every core, and not more than eight: the collection takes seconds in each."""
+    return min(len(os.sched_getaffinity(0)), 8)
+
+
+def pytest_itemcollected(item):
+    """Put tests that must run in one process into one group of pytest-xdist."""
+    if any(item.get_closest_marker(tier) for tier in ("gpu", "multi_gpu")):
+        item.add_marker(pytest.mark.xdist_group("gpu"))
+    elif item.path.stem in TOGETHER:
+        item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k have chosen
 def pytest_collection_modifyitems(config, items):
     """Skip the tests of tiers that this machine lacks, or fail them where they are required."""
+    left = [item for item in items if not NIGHTLY and is_compiled(item) and zlib.crc32(item.nodeid.encode()) % SHARE]
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if item not in set(left)]
     wanted = os.environ.get("CUPY_SDPA_REQUIRE", "")
     if wanted not in REQUIRES:
         raise pytest.UsageError(f"CUPY_SDPA_REQUIRE is {wanted!r}; it must be one of {', '.join(filter(None, REQUIRES))}")
     for item in items:
         for tier in TIERS:
             if item.get_closest_marker(tier) and (reason := missing(tier)):
-                config.stash[LEFT_OUT][tier] = reason
                 if tier in REQUIRES[wanted]:
                     item.add_marker(pytest.mark.usefixtures("required_tier_is_missing"))
                 else:
                     item.add_marker(pytest.mark.skip(reason=f"{tier} tier: {reason}"))
                 break
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
 
 
-def pytest_terminal_summary(terminalreporter, config):
+def is_compiled(item):
+    """Whether a test has the kernels compiled that it asks cuDNN about."""
+    return "callspec" in vars(item) and item.callspec.params.get("planned") == "compiled"
+
+
+def pytest_terminal_summary(terminalreporter):
     """Say what was left out, and what this machine would need to run it."""
-    for tier, reason in config.stash[LEFT_OUT].items():
-        terminalreporter.write_line(f"left out: the {tier} tier: {reason}", yellow=True)
+    reasons = {str(report.longrepr) for kind in ("skipped", "error") for report in terminalreporter.stats.get(kind, ())}
+    for tier in TIERS:
+        if any(f"Skipped: {tier} tier:" in reason or f"asks for the {tier} tier" in reason for reason in reasons):
+            terminalreporter.write_line(f"left out: the {tier} tier: {missing(tier)}", yellow=True)
 
 
 @pytest.fixture
@@ -67,6 +112,14 @@ def planner():
 
     with Planner() as child:
         yield child
+
+
+@pytest.fixture(params=["accepted", pytest.param("compiled", marks=pytest.mark.sweep)])
+def planned(request, planner):
+    """Calls a function that plans in the planner's process; kernels are compiled in the sweep alone, see ``SHARE``."""
+    from planner import compared
+
+    return planner.accept if request.param == "accepted" else functools.partial(compared, planner)
 
 
 @pytest.fixture

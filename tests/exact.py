@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 
+from cupy_sdpa.calls.staging import allocate_results
 from cupy_sdpa.graph.interpreter import evaluate
 from cupy_sdpa.problem.problem import CU_SEQLENS, KEY_ARRAYS, LENGTHS, QUERY_ARRAYS, ROW_STATS
 
@@ -13,17 +14,16 @@ def evaluated(call, graph_of):
 
     Results are NaN before: what nobody writes shows.
     """
-    call._fill_inputs()
-    for launch in call._launches():
-        given = launch.engine_problem
-        launch._allocate()
+    call.create_inputs()
+    for launch in call.subcalls():
+        allocate_results(launch.problem, launch.arrays, on_gpu=False)
         for spec in launch.problem.results:
             launch.arrays[spec.name].fill(np.nan)
-        stage = launch._staged(given)
+        stage = launch.stage()
         for spec in launch.problem.results:
             if spec not in launch.problem.ds_reductions:  # a sum begins with the zeros that the stage has written
                 poison(launch.problem, stage.arrays, spec.name)
-        evaluate(graph_of(given), stage.arrays, call.scalars, exact=True)
+        evaluate(graph_of(launch.engine_problem), stage.arrays, call.scalars, exact=True)
         stage.finish()
         call.arrays = launch.arrays | call.arrays
     return {spec.name: call.arrays[spec.name] for spec in call.problem.results}

@@ -410,10 +410,8 @@ def evaluated(function, *x, dtype="float64", derivative=False):
 
     g = Builder(dtype)
     score = g.pointwise("s", "identity", tensor("x", "input"), out="s")
-    leaves = {name: lambda kind, name=name: g.scalar(name, dtype) for name in done.numbers}
-    leaves |= {name: lambda kind: tensor("y", "input") for name in done.captured}
-    emitter = Emitter(g, Writer(done.program.steps), score, leaves)
-    root = emitter.slope(done.program.score) if derivative else done.program.score
+    emitter = Emitter(g, Writer(done.program.steps), score, {name: tensor("y", "input") for name in done.captured})
+    root = emitter.derivative(done.program.score) if derivative else done.program.score
     g.pointwise("out", "identity", emitter(root), out=tensor("out", "output"))
     arrays = {"x": np.asarray(x[0], dtype).reshape(shape), "out": np.empty(shape, dtype)}
     arrays |= {name: array.reshape(shape) for name, array in given.items()}

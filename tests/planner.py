@@ -5,11 +5,13 @@ is told of the GPU. The stub must never be seen by a process that may use a GPU,
 cuDNN, so all of this happens in children.
 """
 
+import contextlib
 import multiprocessing
 import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from unittest import mock
 
 
 def child_environment(**more):
@@ -19,7 +21,7 @@ def child_environment(**more):
 
 def ready() -> None:
     """In a child: take the stub for the driver before cuDNN looks for one."""
-    from cupy_sdpa._cudnn.driver import use_stub
+    from cupy_sdpa._cudnn.deviceless import use_stub
 
     use_stub()
 
@@ -35,15 +37,41 @@ def library_version() -> int | str:
         return str(error)
 
 
-def plan_problem(problem, gpu: str):
-    """In a child: plan a problem as a call would; gives the PlanInfo, or the text of the refusal."""
+@contextlib.contextmanager
+def without_kernels():
+    """In a child: searches take the first engine config that cuDNN's checks accept, and no kernel is compiled.
+
+    Compiling takes a second, everything else 20 milliseconds. Engine, notes and workspace are those of the plan; the knobs
+    are missing, and a kernel that does not compile is not noticed.
+    """
+    from cupy_sdpa._cudnn.constants import AttributeType
+    from cupy_sdpa._cudnn.descriptor import Descriptor
+    from cupy_sdpa.plans.engines import Candidate, EngineSearch, _number_and_notes
+
+    def take(search, config):
+        engine, notes = _number_and_notes(config)
+        (need,) = config.get("WORKSPACE_SIZE", AttributeType.INT64)
+        return Candidate(Descriptor("EXECUTION_PLAN"), "", engine, (), notes, need, 0.0)
+
+    with mock.patch.object(EngineSearch, "_try", take):
+        yield
+
+
+def accept(function, *arguments):
+    """In a child: what a function that plans gives without compiling kernels."""
+    with without_kernels():
+        return function(*arguments)
+
+
+def plan_problem(problem, gpu):
+    """In a child: plan a problem as a call would, for a described GPU or its name; gives the PlanInfo, or the text of the refusal."""
     from cupy_sdpa import Unsupported
     from cupy_sdpa.offline.planner import load_target
     from cupy_sdpa.plans.disk_cache import DiskCache
-    from cupy_sdpa.plans.plan import plan_for
+    from cupy_sdpa.plans.planner import plan_for
 
     try:
-        plan = plan_for(problem, load_target(gpu), DiskCache(None))
+        plan = plan_for(problem, load_target(gpu) if isinstance(gpu, str) else gpu, DiskCache(None))
     except Unsupported as error:
         return str(error)
     plan.close()
@@ -54,11 +82,12 @@ def plan_graph(graph, gpu: str, guarded: bool = True, config=None):
     """In a child: plan a graph for a described GPU; gives the PlanInfo, or the text of the refusal."""
     from cupy_sdpa import Unsupported
     from cupy_sdpa.offline.planner import load_target
-    from cupy_sdpa.plans.plan import Plan, SerializedPlan, searching
+    from cupy_sdpa.plans.plan import Plan, SerializedPlan
+    from cupy_sdpa.plans.planner import engine_search
 
     target = load_target(gpu)
     try:
-        with searching(graph, target, guarded=guarded) as (search, uids):
+        with engine_search(graph, target, guarded=guarded) as (search, uids):
             plan = Plan(SerializedPlan(uids, search.first(config), tuple(search.refused)), graph, target, "", 0.0)
     except Unsupported as error:
         return str(error)
@@ -83,6 +112,10 @@ def _call(function, arguments):
     function(*arguments)
 
 
+class Died(AssertionError):
+    """A graph has killed the child that planned it."""
+
+
 class Planner:
     """A child that plans, started anew when a graph has killed it."""
 
@@ -105,11 +138,27 @@ class Planner:
             return self._pool.submit(function, *arguments).result(timeout=300)
         except BrokenProcessPool:
             self._pool = None
-            raise AssertionError("the child died inside cuDNN") from None
+            raise Died("the child died inside cuDNN") from None
+
+    def accept(self, function, *arguments):
+        """What a function that plans gives in the child without compiling kernels."""
+        return self.call(accept, function, *arguments)
 
     def plan(self, graph, gpu="h200"):
         """The PlanInfo of a graph on a described GPU, or the text of cuDNN's refusal."""
         return self.call(plan_graph, graph, gpu)
+
+
+def compared(planner: Planner, function, *arguments):
+    """What a function that plans gives, kernels compiled; where they are accepted, the same without them."""
+    from cupy_sdpa.plans.plan import PlanInfo
+
+    plan, accepted = planner.call(function, *arguments), planner.accept(function, *arguments)
+    if isinstance(plan, PlanInfo) and not plan.refused:
+        assert (plan.engine, plan.workspace, plan.notes) == (accepted.engine, accepted.workspace, accepted.notes)
+    elif isinstance(plan, str):
+        assert isinstance(accepted, str) or "compil" in plan
+    return plan
 
 
 def probe() -> str | None:

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from cases import Case
 
-from cupy_sdpa.graph.patterns import forward
+from cupy_sdpa.graph.attention_forward import forward
 from cupy_sdpa.plans.engines import Candidate
 from cupy_sdpa.plans.plan import Plan, SerializedPlan, Target
 
@@ -16,7 +16,7 @@ class Descriptor:
 
     def __init__(self, kind="EXECUTION_PLAN", fail=None):
         self.kind, self.fail, self.closed, self.pointer = kind, fail, 0, 1
-        self.need, self.finalizing = 1000, None
+        self.workspace_bytes, self.finalizing = 1000, None
 
     def close(self):
         self.closed += 1
@@ -34,7 +34,7 @@ class Descriptor:
             raise self.finalizing
 
     def get(self, name, *_):
-        return [self.need]
+        return [self.workspace_bytes]
 
     def get_text(self, name):
         return '{"engine": {"knobChoices": {}}}'
@@ -45,9 +45,9 @@ def uids(graph):
     return {tensor.name: number for number, tensor in enumerate(graph.tensors)}
 
 
-def candidate(descriptor=None, engine=2, knobs=(), need=256):
+def candidate(descriptor=None, engine=2, knobs=(), workspace_bytes=256):
     """A config that was finalized."""
-    return Candidate(descriptor or Descriptor(), "", engine, knobs, (), need, 1.0)
+    return Candidate(descriptor or Descriptor(), "", engine, knobs, (), workspace_bytes, 1.0)
 
 
 def fake_plan(descriptor=None, graph=None, **config):

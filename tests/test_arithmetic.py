@@ -9,7 +9,7 @@ from planner import library_version, plan_problem
 
 from cupy_sdpa import attention, attention_backward, explain, problem, zoo
 from cupy_sdpa.calls import user_functions
-from cupy_sdpa.graph.patterns import graph_of
+from cupy_sdpa.graph import graph_of
 from cupy_sdpa.plans.plan import PlanInfo
 from cupy_sdpa.support import gpus
 from cupy_sdpa.support.why_not import why_not
@@ -135,15 +135,15 @@ def test_wide_integers_are_refused_on_the_gpu(cupy):
 
 @pytest.mark.cudnn
 @NAMED
-def test_integer_arithmetic_is_planned(case, planner):
+def test_integer_arithmetic_is_planned(case, planned):
     """Gradients on the H200; the other GPUs take turns at some."""
     shapes = (64, HQ, 200, B), (64, HKV, 200, B), (64, HKV, 200, B)
     others = [name for name in gpus.NAMES if name != "h200"]
     number = INTEGERS.index(case)
     for gpu, backward in (("h200", True), (others[number // 3 % len(others)], False))[: 1 + (number % 3 == 0)]:
         asked = problem(*shapes, dtype="bfloat16", backward=backward, **case.options(q=200, kv=200))
-        reasons = {reason.rule for reason in why_not(asked, planner.call(library_version), gpus.capability(gpu))}
-        plan = planner.call(plan_problem, asked, gpu)
+        reasons = {reason.rule for reason in why_not(asked, planned(library_version), gpus.capability(gpu))}
+        plan = planned(plan_problem, asked, gpu)
         assert not reasons
         assert isinstance(plan, PlanInfo), plan
 

@@ -1,5 +1,7 @@
 """The public call on numpy arrays: results, outputs given, and every bad input with its remedy."""
 
+import pydoc
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -10,6 +12,7 @@ from cases import DTYPES, LAYOUTS
 
 import cupy_sdpa
 from cupy_sdpa import attention, attention_backward, explain, reference
+from cupy_sdpa.calls import options as call_options
 
 
 def arrays(d=16, hq=4, hkv=2, sq=6, skv=7, b=2, dv=None, dtype="float32"):
@@ -269,18 +272,56 @@ def test_arrays_on_different_devices_are_refused():
 def test_the_public_names_are_these():
     """A new public name is a decision."""
     assert sorted(cupy_sdpa.__all__) == [
-        "CudnnError", "DiskCacheWarning", "Prepared", "Problem", "Pullback", "Report", "Unsupported", "__version__", "alibi_slopes", "attention",
-        "attention_backward", "attention_vjp", "autotune", "dropout_mask", "explain", "get_plan_cache", "prepare", "problem",
+        "CudnnError", "DiskCacheWarning", "Prepared", "Problem", "Pullback", "Report", "Unsupported", "__version__", "alibi_slopes",
+        "attention", "attention_backward", "attention_vjp", "autotune", "dropout_mask", "explain", "get_plan_cache", "prepare", "problem",
     ]  # fmt: skip
     assert all(hasattr(cupy_sdpa, name) for name in cupy_sdpa.__all__)
 
 
-@pytest.mark.parametrize("name", ["layout", "nnlib", "store", "zoo"])
-def test_rooms_are_there_without_an_import(name):
-    """A new process that has imported the package alone finds them; what is not there is no attribute."""
+def test_dir_lists_public_names_only():
+    """The names of __all__ and the public modules, in a new process and after other modules were imported."""
+    public = sorted([*cupy_sdpa.__all__, "layout", "nnlib", "reference", "store", "zoo"])
+    for code in ("import cupy_sdpa", "import cupy_sdpa, cupy_sdpa.bench, cupy_sdpa.plans.plan_cache"):
+        done = subprocess.run(
+            [sys.executable, "-c", f"{code}; print(*dir(cupy_sdpa))"], capture_output=True, text=True, check=True
+        )
+        assert done.stdout.split() == public
+
+
+@pytest.mark.parametrize("name", ["layout", "nnlib", "reference", "store", "zoo"])
+def test_public_modules_are_imported_on_first_use(name):
+    """A new process that has imported the package alone finds them; an unknown name is an AttributeError."""
     code = f"import cupy_sdpa; print(cupy_sdpa.{name}.__name__); print(hasattr(cupy_sdpa, 'nonsense'))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [f"cupy_sdpa.{name}", "False"]
+
+
+#: Options of other libraries, and what the message names in their place.
+OTHER_NAMES = {
+    "enable_gqa": "k and v may have fewer heads than q", "is_causal": "causal=True", "attn_mask": r"mask= .*attn_mask\.T",
+    "attn_bias": "bias=", "dropout": "dropout_p=", "window_size": "window=", "key_padding_mask": "seq_lens_kv=.*mask=",
+    "softmax_scale": "scale=", "sm_scale": "scale=", "cu_seqlens_k": "cu_seqlens_kv=", "max_seqlen_k": "max_seqlen_kv=",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_names_of_other_libraries_are_answered_with_ours(name):
+    """By every function that takes the options."""
+    x = np.ones((4, 1, 5, 1), np.float32, order="F")
+    for call in (attention, explain, cupy_sdpa.prepare, cupy_sdpa.attention_vjp, cupy_sdpa.problem):
+        with pytest.raises(TypeError, match=f"there is no option {name}: .*{OTHER_NAMES[name]}"):
+            call(x, x, x, **{name: True})
+    assert set(OTHER_NAMES) == set(call_options.OTHER_NAMES)
+    assert set(re.findall(r"\b(\w+)=", " ".join(call_options.OTHER_NAMES.values()))) <= set(
+        call_options.Options.__annotations__
+    )
+
+
+def test_help_shows_every_option():
+    """With its type and default, in place of **options."""
+    text = pydoc.render_doc(attention, renderer=pydoc.plaintext)
+    assert "causal: bool | Literal['top_left', 'bottom_right'] = False" in text.replace('"', "'")
+    assert "**options" not in text.splitlines()[2]
 
 
 @pytest.mark.parametrize("name", ["out", "stats"])
@@ -290,7 +331,7 @@ def test_a_result_that_cannot_be_written_to_is_refused(name):
     given = {"out": np.zeros_like(x), "stats": np.zeros((5, 1, 1), np.float32, order="F")}
     given[name].flags.writeable = False
     for call in (attention, explain):
-        with pytest.raises(ValueError, match=f"{name} is read-only, and is to hold a result"):
+        with pytest.raises(ValueError, match=f"{name} is read-only, but results are written to it"):
             call(x, x, x, **given)
     assert not any(array.any() for array in given.values())
 
@@ -319,12 +360,12 @@ MISTAKES = {
     "causal": (lambda x: attention(x, x, x, causal=np.ones(3, bool)), "causal is array"),
     "return_stats": (lambda x: attention(x, x, x, return_stats=np.ones(3)), "return_stats is array"),
     "bucket": (lambda x: attention(x, x, x, bucket=np.ones(3)), "bucket is array"),
-    "diagonal": (lambda x: attention(x, x, x, window=(1, 1, np.ones(3))), "window is .*its diagonal is"),
-    "tensors": (lambda x: attention(x, x, x, score_mod=max, tensors={1: x}), "tensors has the name 1"),
+    "diagonal": (lambda x: attention(x, x, x, window=(1, 1, np.ones(3))), "window is .*its third entry must be"),
+    "tensors": (lambda x: attention(x, x, x, score_mod=max, tensors={1: x}), "tensors has the key 1"),
     "rank": (lambda x: cupy_sdpa.problem((8,), (8,), (8,), dtype="float16"), r"q .*\(8,\).*it needs 4"),
     "cudnn": (lambda x: explain(cupy_sdpa.problem(x, x, x), gpu="h200", cudnn=9.19), "9.19 is not a string"),
     "gpu": (lambda x: explain(cupy_sdpa.problem(x, x, x), gpu=3), "gpu is 3; it must be a string"),
-    "slopes": (lambda x: cupy_sdpa.alibi_slopes(2.0), "heads is 2.0; it must be a whole number"),
+    "slopes": (lambda x: cupy_sdpa.alibi_slopes(2.0), "heads is 2.0; it must be an integer"),
     "layout": (lambda x: cupy_sdpa.layout.to_julia(x, None), "the layout is None; it must have the letters"),
     "compute_dtype": (
         lambda x: cupy_sdpa.nnlib.dot_product_attention(*[x[:, 0]] * 3, compute_dtype="float99"),

@@ -174,7 +174,7 @@ def test_explain_tells_the_backward_steps():
 def test_the_pullback_makes_its_own(name):
     """What it keeps cannot be given: refused at the call, not at the pullback."""
     x = np.ones((8, 2, 5, 2))
-    with pytest.raises(TypeError, match=f"attention_vjp takes no {name}"):
+    with pytest.raises(TypeError, match=f"attention_vjp does not take {name}"):
         attention_vjp(x, x, x, **{name: np.empty_like(x)})
 
 

@@ -9,8 +9,8 @@ import pytest
 from cases import Case
 
 from cupy_sdpa import CudnnError, Unsupported
-from cupy_sdpa.graph.patterns import forward
-from cupy_sdpa.plans import plan_cache
+from cupy_sdpa.graph.attention_forward import forward
+from cupy_sdpa.plans import sessions
 from cupy_sdpa.plans.plan import Plan, PlanInfo
 from cupy_sdpa.plans.plan_cache import PlanCache
 
@@ -212,8 +212,8 @@ def test_the_bytes_of_recordings_can_be_limited():
     assert kept.recording_limit == 64 << 20
     made = record(kept.recorded, "a", "b", "c")
     assert (kept.recordings, kept.recording_bytes) == (3, 300)
-    assert "3 recordings, 300 bytes" in str(kept)
-    assert "3 recordings, 300 bytes" in kept._repr_html_()
+    assert "3 captured CUDA graphs, 300 bytes" in str(kept)
+    assert "3 captured CUDA graphs, 300 bytes" in kept._repr_html_()
     kept.set_recording_limit(200)
     assert [x.closed for x in made] == [1, 0, 0]
     kept.set_recording_limit(0)
@@ -248,9 +248,9 @@ def test_printed_it_is_a_table():
     with pytest.raises(Unsupported):
         kept.use(PROBLEMS[1], refuse, itself)
     lines = str(kept).splitlines()
-    assert lines[0] == "plan cache: 2 of at most 256, 70000 bytes, 0 hits, 2 misses; 0 recordings, 0 bytes"
+    assert lines[0] == "plan cache: 2 of at most 256, 70000 bytes, 0 hits, 2 misses; 0 captured CUDA graphs, 0 bytes"
     assert lines[1].endswith("engine refused")
-    assert lines[2].endswith("engine 2, knobs TILE_M=3, workspace 256 B, size 70000 B, got in 1.0 ms, built")
+    assert lines[2].endswith("engine 2, knobs TILE_M=3, workspace 256 B, size 70000 B, time 1.0 ms, built")
 
 
 def test_of_two_plans_built_at_once_the_first_stored_stays():
@@ -303,12 +303,12 @@ class FakeSession:
 
 
 @pytest.fixture
-def sessions(monkeypatch):
+def session(monkeypatch):
     """Sessions without cuDNN, in a process that has had none."""
-    monkeypatch.setattr(plan_cache, "Session", FakeSession)
-    monkeypatch.setattr(plan_cache, "_idle", {})
-    monkeypatch.setattr(plan_cache, "_thread", threading.local())
-    return plan_cache.session
+    monkeypatch.setattr(sessions, "Session", FakeSession)
+    monkeypatch.setattr(sessions, "_idle", {})
+    monkeypatch.setattr(sessions, "_thread", threading.local())
+    return sessions.session
 
 
 def in_thread(function):
@@ -320,19 +320,19 @@ def in_thread(function):
     return got[0]
 
 
-def test_each_context_has_its_own_session(sessions):
+def test_each_context_has_its_own_session(session):
     """Two contexts never share plans; one context keeps its session."""
-    assert sessions(1) is sessions(1)
-    assert sessions(1) is not sessions(2)
+    assert session(1) is session(1)
+    assert session(1) is not session(2)
 
 
-def test_live_threads_never_share_a_session(sessions):
+def test_live_threads_never_share_a_session(session):
     """Sixteen threads at once have sixteen sessions."""
     barrier = threading.Barrier(16)
     got = []
 
     def work():
-        got.append(sessions(1))
+        got.append(session(1))
         barrier.wait(10)
 
     threads = [threading.Thread(target=work) for _ in range(16)]
@@ -343,27 +343,27 @@ def test_live_threads_never_share_a_session(sessions):
     assert len(set(map(id, got))) == 16
 
 
-def test_a_new_thread_takes_over_what_an_ended_one_left(sessions):
+def test_a_new_thread_takes_over_what_an_ended_one_left(session):
     """Short-lived threads do not pile up handles: there are as many sessions as threads that lived at once."""
-    kept = [in_thread(lambda: sessions(1)) for _ in range(20)]
+    kept = [in_thread(lambda: session(1)) for _ in range(20)]
     assert len(set(map(id, kept))) == 1
-    assert kept[0] is not sessions(2)
+    assert kept[0] is not session(2)
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_a_forked_child_starts_anew(sessions):
+def test_a_forked_child_starts_anew(session):
     """After a fork nothing of the parent's is used or destroyed."""
-    mine = sessions(1)
+    mine = session(1)
     mine.cache.use(PROBLEMS[0], FakePlan, itself)
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        new = sessions(1)
+        new = session(1)
         os.write(writer, b"new" if new is not mine and len(new.cache) == 0 else b"old")
         os._exit(0)
     os.waitpid(child, 0)
     assert os.read(reader, 3) == b"new"
-    assert sessions(1) is mine
+    assert session(1) is mine
 
 
 def test_what_is_kept_can_be_counted_replaced_and_shown():
@@ -386,9 +386,9 @@ def test_what_is_kept_can_be_counted_replaced_and_shown():
     assert "refused" in page
 
 
-def test_two_devices_share_no_plan(sessions):
+def test_two_devices_share_no_plan(session):
     """The same problem on two devices, each with its context: two plans, of two handles, in two caches."""
-    caches = [plan_cache.session(context).cache for context in (1, 2)]
+    caches = [sessions.session(context).cache for context in (1, 2)]
     plans = [kept.use(PROBLEMS[0], FakePlan, itself) for kept in caches]
     assert caches[0] is not caches[1]
     assert plans[0] is not plans[1]

@@ -584,7 +584,7 @@ def test_bad_arguments_are_one_line(words, complaint, capsys):
 def test_without_a_gpu_the_command_says_what_is_left_out(monkeypatch, capsys):
     """Where there is no GPU and nothing to plan with, the output says both, and the CPU engine is tested."""
     from cupy_sdpa._cli import check as command
-    from cupy_sdpa._cli import machine
+    from cupy_sdpa._cli.helpers import machine
 
     monkeypatch.setattr(machine, "obstacles", lambda: ["no GPU: none"])
     monkeypatch.setattr(command, "_planner", lambda: "no C compiler")

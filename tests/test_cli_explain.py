@@ -1,4 +1,4 @@
-"""``python -m cupy_sdpa explain``, a report from shapes; and what all commands say, as JSON."""
+"""The command ``explain``, and the JSON output of all commands."""
 
 import json
 
@@ -17,7 +17,7 @@ def said(capsys, *words):
 
 @pytest.mark.cudnn
 def test_a_plan_for_a_gpu_that_is_not_here(capsys):
-    """Problem, steps, verdict, and the plan."""
+    """The output has the problem, the steps, the verdict and the plan."""
     status, out = said(capsys, *SHAPES, "--gpu", "h200", "--causal", "--dtype", "float16")
     assert status == 0
     assert out.out.startswith("forward attention, float16: batch 2, 8 query and 4 key/value heads")
@@ -25,15 +25,15 @@ def test_a_plan_for_a_gpu_that_is_not_here(capsys):
     assert "workspace" in out.out
 
 
-def test_what_cannot_run_says_why(capsys):
-    """On stdout, with status 1; by the support table where another version is asked about."""
+def test_a_problem_that_cannot_run(capsys):
+    """The reasons are on stdout, with status 1; --cudnn uses the support table."""
     status, out = said(capsys, "12,8,1000,2", "--gpu", "h200", "--cudnn", "9.19")
     assert status == 1
     assert "pad axis 0 with 4 zeros" in out.out
 
 
-def test_for_machines(capsys):
-    """Everything that a report holds, as JSON."""
+def test_json(capsys):
+    """All parts of the report as JSON."""
     options = ["--backward", "--window", "127,", "--causal", "bottom_right", "--softcap", "20", "--deterministic"]
     status, out = said(capsys, *SHAPES, *options, "--values", "32,4,500,2", "--gpu", "h200", "--cudnn", "9.19", "--json")
     found = json.loads(out.out)
@@ -54,8 +54,8 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_no_problem(name, capsys):
-    """One line on stderr, status 2."""
+def test_invalid_problems(name, capsys):
+    """The error is one line on stderr, with status 2."""
     words, text = BAD[name]
     status, out = said(capsys, *words)
     assert status == 2
@@ -64,8 +64,8 @@ def test_what_is_no_problem(name, capsys):
 
 
 @pytest.mark.parametrize("words", [["64,8,x,2"], [*SHAPES, "--window", "1"]], ids=["shape", "window"])
-def test_words_that_are_no_numbers(words, capsys):
-    """The parser says what they should look like."""
+def test_invalid_numbers(words, capsys):
+    """The error of the parser has an example."""
     with pytest.raises(SystemExit) as stopped:
         main(["explain", *words])
     assert stopped.value.code == 2
@@ -73,15 +73,15 @@ def test_words_that_are_no_numbers(words, capsys):
 
 
 def test_without_a_gpu(capsys, monkeypatch):
-    """It is to be named."""
+    """The error names --gpu."""
     monkeypatch.setattr("cupy_sdpa.device.cupy_runtime.current_device", lambda: None)
     status, out = said(capsys, *SHAPES)
     assert status == 2
     assert "name one with --gpu" in out.err
 
 
-def test_what_a_command_says_as_json(capsys, tmp_path, monkeypatch):
-    """Label and text of every line, in one list; failures stay a line on stderr."""
+def test_json_of_labeled_lines(capsys, tmp_path, monkeypatch):
+    """A list with label and text of every line; errors are still one line on stderr."""
     monkeypatch.chdir(tmp_path)
     x = np.ones((8, 2, 4, 1), np.float32)
     np.savez("in.npz", q=x, k=x, v=x)

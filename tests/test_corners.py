@@ -10,14 +10,17 @@ from tolerance import assert_close
 
 from cupy_sdpa import attention, reference
 from cupy_sdpa.calls import arguments, staging
-from cupy_sdpa.graph.patterns import backward, forward
+from cupy_sdpa.graph.attention_backward import backward
+from cupy_sdpa.graph.attention_forward import forward
 from cupy_sdpa.problem.problem import ROW_STATS
 
 
 def test_what_nobody_clears_shows(monkeypatch):
     """Where packed results after the last sequence are not cleared, an exact evaluation has NaN there, and only there."""
-    rows = staging._rows
-    monkeypatch.setattr(staging, "_rows", lambda problem, given, arrays, results: rows(problem, given, arrays, []))
+    clear = staging._clear_padding_on_cpu
+    monkeypatch.setattr(
+        staging, "_clear_padding_on_cpu", lambda problem, given, arrays, results: clear(problem, given, arrays, [])
+    )
     (case,) = (replace(case.with_dtype("float64"), stats=False) for case in FORWARD if case.name == "packed_window_tail")
     arrays, options = case.arrays(), case.options()
     got = evaluated(arguments.read_forward(*arrays, options), forward)["out"]

@@ -6,19 +6,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cases import FORWARD, Case
-from planner import in_child, library_version, plan_graph, plan_problem
+from planner import compared, in_child, library_version, plan_graph, plan_problem
 
 import cupy_sdpa
 from cupy_sdpa.calls import arguments
 from cupy_sdpa.errors import Unsupported
+from cupy_sdpa.graph.attention_backward import backward
+from cupy_sdpa.graph.attention_forward import forward
 from cupy_sdpa.graph.nodes import Builder, Tensor, row_major
-from cupy_sdpa.graph.patterns import backward, forward
-from cupy_sdpa.plans.lowering import OperationGraph
-from cupy_sdpa.plans.plan import ORDERED, ORDERED_SINCE, PlanInfo
+from cupy_sdpa.offline.problems import PROBES
+from cupy_sdpa.plans.lowering import OperationGraph, crashing_patterns
+from cupy_sdpa.plans.plan import PlanInfo
+from cupy_sdpa.plans.planner import ORDERED, ORDERED_SINCE
 from cupy_sdpa.problem.subproblems import subproblems
 from cupy_sdpa.problem.validation import make_problem
 from cupy_sdpa.support import gpus
-from cupy_sdpa.support.why_not import deadly, guards, why_not
+from cupy_sdpa.support.why_not import guards, why_not
 from cupy_sdpa.version import version_text
 
 pytestmark = pytest.mark.cudnn
@@ -39,26 +42,46 @@ def _problem(case):
 
 
 @pytest.mark.parametrize("case", FORWARD, ids=str)
-def test_every_forward_case_is_planned_for_the_h200(case, planner):
-    """cuDNN finalizes a plan, kernel compiled, for every named case; nothing in our table speaks against it."""
+def test_every_forward_case_is_planned_for_the_h200(case, planned):
+    """cuDNN plans every named case; nothing in our table speaks against it."""
     asked = _problem(case)
-    if refused := {reason.rule for reason in why_not(asked, planner.call(library_version), gpus.capability("h200"))}:
+    if refused := {reason.rule for reason in why_not(asked, planned(library_version), gpus.capability("h200"))}:
         assert refused == {"max-sumexp"}  # which cuDNN plans and does not compute
         return
-    plan = planner.plan(forward(asked))
+    plan = planned(plan_graph, forward(asked), "h200")
     assert isinstance(plan, PlanInfo), plan
     assert plan.engine in (1, 2)
 
 
 @pytest.mark.parametrize("gpu", [name for name in gpus.NAMES if name != "h200"])
 @pytest.mark.parametrize("case", SOME, ids=str)
-def test_other_gpus_are_planned_for_too(case, gpu, planner):
+def test_other_gpus_are_planned_for_too(case, gpu, planned):
     """The same graphs are planned for Ampere, Ada and Blackwell; where our table refuses, it says why."""
     asked = _problem(case)
-    plan = planner.plan(forward(asked), gpu)
+    plan = planned(plan_graph, forward(asked), gpu)
     assert isinstance(plan, PlanInfo), plan
     reasons = why_not(asked, plan.cudnn, gpus.capability(gpu))
     assert all(reason.rule == "decode-blackwell" for reason in reasons)
+
+
+@pytest.mark.parametrize("gpu", gpus.NAMES)
+@pytest.mark.parametrize("words", ["forward, bias, ALiBi, softcap", "gradients, ALiBi, softcap, dropout"])
+def test_kernels_are_compiled_for_every_gpu(words, gpu, planner):
+    """A plan has its kernel: it is finalized, and its serialized form is as long as a kernel."""
+    plan = planner.call(plan_problem, PROBES[words], gpu)
+    assert isinstance(plan, PlanInfo), plan
+    assert plan.size > 20_000
+
+
+def test_without_kernels_the_choice_is_the_same(planner):
+    """What is accepted is what would be planned, but for the kernel; what cuDNN refuses is refused."""
+    graph = forward(Case("accepted", d=128, sq=256, causal=True).problem())
+    compared(planner, plan_graph, graph, "h200")
+    assert planner.accept(plan_graph, graph, "h200").size == 0
+    refused = planner.accept(plan_graph, forward(Case("d12", d=12, sq=64).problem()), "h200")
+    assert "multiple of 8" in refused
+    by_hand = planner.accept(plan_graph, backward(Case("ordered").gradient_problem()), "a100", True, ORDERED)
+    assert "engine 6" in by_hand
 
 
 def limited(asked, size):
@@ -68,10 +91,10 @@ def limited(asked, size):
 
 @pytest.mark.parametrize("way", ["summed", "direct", "ordered"])
 @pytest.mark.parametrize("case", FORWARD, ids=str)
-def test_every_backward_case_is_planned_for_the_h200(case, way, planner):
+def test_every_backward_case_is_planned_for_the_h200(case, way, planned):
     """Every way to compute gradients is planned for every named case, with the guards that the case needs."""
     asked = case.gradient_problem()
-    version = planner.call(library_version)
+    version = planned(library_version)
     if reasons := {reason.rule for reason in why_not(asked, version, 90)}:
         assert reasons <= {"backward-one-row", "bias-gradient", "dropout-sinks-gradient", "packed-sinks-gradient"}
         return
@@ -80,7 +103,7 @@ def test_every_backward_case_is_planned_for_the_h200(case, way, planner):
     config = ORDERED if way == "ordered" else None
     for part in subproblems(asked):
         graph = backward(part, way == "direct", guards(part, version, 90))
-        plan = planner.call(plan_graph, graph, "h200", True, config)
+        plan = planned(plan_graph, graph, "h200", True, config)
         if way == "ordered" and version < ORDERED_SINCE:
             assert isinstance(plan, str)
         else:
@@ -90,11 +113,11 @@ def test_every_backward_case_is_planned_for_the_h200(case, way, planner):
 
 @pytest.mark.parametrize("gpu", [name for name in gpus.NAMES if name != "h200"])
 @pytest.mark.parametrize("case", SOME, ids=str)
-def test_gradients_are_planned_for_other_gpus(case, gpu, planner):
+def test_gradients_are_planned_for_other_gpus(case, gpu, planned):
     """On Ampere, Ada and Blackwell too; what our table refuses cuDNN refuses as well."""
     asked = case.gradient_problem()
-    plan = planner.plan(backward(asked), gpu)
-    reasons = why_not(asked, planner.call(library_version), gpus.capability(gpu))
+    plan = planned(plan_graph, backward(asked), gpu)
+    reasons = why_not(asked, planned(library_version), gpus.capability(gpu))
     if isinstance(plan, str):
         assert {reason.rule for reason in reasons} == {"backward-head-dim"} or (gpu, case.name) in REFUSED, plan
     else:
@@ -243,7 +266,7 @@ def test_what_would_kill_cudnn_is_refused_first(name, planner):
     """The guard names the tensor and what would have happened, and the process lives."""
     build, words = DEADLY[name]
     graph = build()
-    assert deadly(graph)
+    assert crashing_patterns(graph)
     with pytest.raises(Unsupported, match=words):
         OperationGraph(graph)
     assert isinstance(planner.plan(graph), str)

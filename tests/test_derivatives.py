@@ -10,7 +10,7 @@ from planner import library_version, plan_problem
 from cupy_sdpa import Unsupported, attention, attention_backward, attention_vjp, explain, problem, zoo
 from cupy_sdpa.calls.arguments import read_backward
 from cupy_sdpa.calls.call import Call
-from cupy_sdpa.graph import patterns
+from cupy_sdpa.graph.attention_backward import backward
 from cupy_sdpa.graph.emit import COMPOSED
 from cupy_sdpa.graph.nodes import POINTWISE
 from cupy_sdpa.plans.plan import PlanInfo
@@ -55,11 +55,11 @@ def test_a_mistake_in_any_rule_is_caught(mode, operand, monkeypatch):
         return False
 
     monkeypatch.setitem(RULES, mode, wrong)
-    patterns.backward.cache_clear()
+    backward.cache_clear()
     try:
         assert any(shows(functions) for functions in [*OPERATIONS, *ZOO])
     finally:
-        patterns.backward.cache_clear()
+        backward.cache_clear()
 
 
 def by_seed(seed):
@@ -140,13 +140,13 @@ def test_every_launch_is_planned_before_the_first_runs(monkeypatch):
     call = read_backward(q, k, v, options, dout=dout, out=out, stats=stats, return_dtensors=True)
     asked, ran = [], []
 
-    def planned(given, device, run):
+    def with_plan(given, device, run):
         asked.append(given.settings.gradient_of)
         if len(asked) > 1:
             raise Unsupported("no engine")
 
     monkeypatch.setattr(call, "on_gpu", True)
-    monkeypatch.setattr("cupy_sdpa.calls.call.planned", planned)
+    monkeypatch.setattr("cupy_sdpa.calls.call.with_plan", with_plan)
     monkeypatch.setattr("cupy_sdpa.device.cupy_runtime.on_device_of", lambda array: contextlib.nullcontext(0))
     monkeypatch.setattr(Call, "_compute", lambda self, device: ran.append(self.problem))
     with pytest.raises(Unsupported, match="no engine"):
@@ -204,14 +204,14 @@ def test_gradients_of_arrays_are_right_on_the_gpu(functions, dtype, cupy):
 
 @pytest.mark.cudnn
 @pytest.mark.parametrize("functions", LEARNED, ids=str)
-def test_gradients_of_arrays_are_planned(functions, planner):
+def test_gradients_of_arrays_are_planned(functions, planned):
     """Every launch that gives the gradient of an array has a plan, but those that the table refuses."""
     shapes = (64, HQ, 200, B), (64, HKV, 200, B), (64, HKV, 200, B)
     asked = problem(*shapes, dtype="bfloat16", backward=True, return_dtensors=True, **functions.options(q=200, kv=200))
     others = [name for name in gpus.NAMES if name != "h200"]
     for part in subproblems.subproblems(asked):
         for gpu in ("h200", others[LEARNED.index(functions) % len(others)]) if part.ds_reductions else ():
-            plan = planner.call(plan_problem, part, gpu)
-            reasons = why_not(part, planner.call(library_version), gpus.capability(gpu))
+            plan = planned(plan_problem, part, gpu)
+            reasons = why_not(part, planned(library_version), gpus.capability(gpu))
             assert {reason.rule for reason in reasons} <= {"query-numbers"}
             assert isinstance(plan, PlanInfo) == (not reasons), plan

@@ -9,8 +9,8 @@ import pytest
 from cases import Case
 
 from cupy_sdpa import DiskCacheWarning, Unsupported, problem
-from cupy_sdpa.graph.patterns import forward
-from cupy_sdpa.plans import plan, plan_file
+from cupy_sdpa.graph.attention_forward import forward
+from cupy_sdpa.plans import plan, plan_file, planner
 from cupy_sdpa.plans.disk_cache import DiskCache
 from cupy_sdpa.plans.engines import EngineConfig
 from cupy_sdpa.plans.plan import Target
@@ -61,11 +61,12 @@ def cudnn(monkeypatch):
         raise Unsupported("built anew, in vain")
 
     monkeypatch.setattr(LoadedPlan, "made", ())
-    monkeypatch.setattr(plan, "Descriptor", LoadedPlan)
+    monkeypatch.setattr(planner, "Descriptor", LoadedPlan)
     monkeypatch.setattr(plan, "Launcher", lambda *_: None)
-    monkeypatch.setattr(plan, "library", lambda: SimpleNamespace(version=92800, build="9.28 abc"))
-    monkeypatch.setattr(plan, "nvrtc", lambda: "nvrtc 12.9 def")
-    monkeypatch.setattr(plan, "searching", none)
+    for module in (plan, planner):
+        monkeypatch.setattr(module, "library", lambda: SimpleNamespace(version=92800, build="9.28 abc"))
+    monkeypatch.setattr(planner, "nvrtc", lambda: "nvrtc 12.9 def")
+    monkeypatch.setattr(planner, "engine_search", none)
     return LoadedPlan
 
 
@@ -76,7 +77,7 @@ def content(text='{"cudnnVersion":92800}', **facts):
 
 def test_a_right_entry_is_loaded(cudnn):
     """What was written down of the plan is read again, and written again the same."""
-    loaded = plan.load(content(), GRAPH, TARGET, KEY)
+    loaded = planner.load(content(), GRAPH, TARGET, KEY)
     assert (loaded.info.engine, loaded.info.knobs, loaded.info.workspace) == (2, (("TILE_M", 3),), 256)
     assert (loaded.info.notes, loaded.info.refused, loaded.info.loaded) == (("TENSOR_CORE",), ("engine 8: no",), True)
     facts, text = plan_file.read(content())
@@ -124,12 +125,12 @@ WRONG = {
 def test_an_entry_with_wrong_facts_is_rejected(name, cudnn):
     """A right checksum over facts that cannot be: one warning, the entry is forgotten, its plan destroyed, a new one built."""
     disk_cache = DiskCache(None)
-    key = plan.disk_cache_key(GRAPH, TARGET, None, None)
+    key = planner.disk_cache_key(GRAPH, TARGET, None, None)
     disk_cache.put(key, WRONG[name])
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         with pytest.raises(Unsupported, match="built anew, in vain"):
-            plan.make(GRAPH, TARGET, disk_cache=disk_cache)
+            planner.load_or_build(GRAPH, TARGET, disk_cache=disk_cache)
     assert [warning.category for warning in said] == [DiskCacheWarning]
     assert len(str(said[0].message)) < 1000
     assert disk_cache.get(key) is None
@@ -138,15 +139,15 @@ def test_an_entry_with_wrong_facts_is_rejected(name, cudnn):
 
 def test_another_workspace_than_was_written_down_is_named(cudnn):
     """The limit on the workspace was checked when the plan was built: a loaded plan must need what was written down."""
-    with pytest.raises(ValueError, match="its workspace is 256 bytes, 512 were written down"):
-        plan.load(content(need=512), GRAPH, TARGET, KEY)
+    with pytest.raises(ValueError, match="its workspace is 256 bytes, the entry has 512"):
+        planner.load(content(need=512), GRAPH, TARGET, KEY)
     assert [made.closed for made in cudnn.made] == [True]
 
 
 DIFFERENT = {
-    "cudnn": lambda patch: patch.setattr(plan, "library", lambda: SimpleNamespace(build="9.28 xyz")),
-    "nvrtc": lambda patch: patch.setattr(plan, "nvrtc", lambda: "nvrtc 12.8 def"),
-    "no_nvrtc": lambda patch: patch.setattr(plan, "nvrtc", lambda: "nvrtc none"),
+    "cudnn": lambda patch: patch.setattr(planner, "library", lambda: SimpleNamespace(build="9.28 xyz")),
+    "nvrtc": lambda patch: patch.setattr(planner, "nvrtc", lambda: "nvrtc 12.8 def"),
+    "no_nvrtc": lambda patch: patch.setattr(planner, "nvrtc", lambda: "nvrtc none"),
 }
 DENSE = np.zeros((64, 4, 128, 2), np.float16, order="F")
 HEADS_FIRST = np.zeros((2, 4, 128, 64), np.float16).transpose(3, 1, 2, 0)
@@ -168,14 +169,14 @@ def test_a_key_holds_all_that_a_plan_depends_on(monkeypatch):
     """Each of cuDNN, NVRTC, the GPU's model, graph, layouts, engine config and workspace limit has a key of its own."""
     usual = {"graph": GRAPH, "target": TARGET, "config": None, "limit": None}
     keys = {
-        "usual": plan.disk_cache_key(**usual),
-        "again": plan.disk_cache_key(**(usual | {"graph": forward(Case("plain").problem())})),
+        "usual": planner.disk_cache_key(**usual),
+        "again": planner.disk_cache_key(**(usual | {"graph": forward(Case("plain").problem())})),
     }
     assert keys.pop("again") == keys["usual"]
     for name, other in ARGUMENTS.items():
-        keys[name] = plan.disk_cache_key(**(usual | other))
+        keys[name] = planner.disk_cache_key(**(usual | other))
     for name, change in DIFFERENT.items():
         with monkeypatch.context() as patch:
             change(patch)
-            keys[name] = plan.disk_cache_key(**usual)
+            keys[name] = planner.disk_cache_key(**usual)
     assert len(set(keys.values())) == len(keys) == 1 + len(ARGUMENTS) + len(DIFFERENT)

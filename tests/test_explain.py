@@ -54,9 +54,14 @@ def test_shapes_pose_the_problem_of_gradients(options):
     ("arguments", "options", "error", "words"),
     [
         ((Q, KV, KV), {}, TypeError, "dtype is missing"),
-        (("q", KV, KV), {"dtype": "float16"}, TypeError, "q is 'q'; give a shape"),
+        (("q", KV, KV), {"dtype": "float16"}, TypeError, "q is 'q'; pass a shape"),
         ((Q, (1.5, 8, 512, 1), KV), {"dtype": "float16"}, TypeError, r"k is \(1\.5"),
-        (((128, 32, -1, 1), KV, KV), {"dtype": "float16"}, ValueError, r"q is \(128, 32, -1, 1\); a length is not negative"),
+        (
+            ((128, 32, -1, 1), KV, KV),
+            {"dtype": "float16"},
+            ValueError,
+            r"q is \(128, 32, -1, 1\); a dimension must not be negative",
+        ),
         ((Q, KV, KV), {"dtype": "int8"}, TypeError, "q is int8"),
         ((Q, (64, 8, 512, 1), KV), {"dtype": "float16"}, ValueError, "head dims"),
         ((Q, KV, KV), {"dtype": "float16", "causal": "middle"}, ValueError, "middle"),
@@ -74,7 +79,7 @@ def test_a_problem_needs_a_gpu_to_ask_about():
     if cupy_sdpa.device.cupy_runtime.current_device() is None:
         with pytest.raises(ValueError, match="gpu='H200'"):
             explain(asked())
-    with pytest.raises(ValueError, match="no GPU is named"):
+    with pytest.raises(ValueError, match="gpu is None: name a GPU"):
         explain(asked(), cudnn="9.19")
     with pytest.raises(ValueError, match=r"no GPU named 'H201'.*h200"):
         explain(asked(), gpu="H201", cudnn="9.19")
@@ -115,7 +120,7 @@ def test_a_version_that_is_not_here_is_answered_by_the_table():
     assert report
     assert report.plan is None
     assert report.workspace is None
-    assert "cuDNN 9.20.5; by the support table alone, it was not planned" in str(report)
+    assert "cuDNN 9.20.5; from the support table alone, it was not planned" in str(report)
 
 
 class Balanced(HTMLParser):
@@ -244,25 +249,25 @@ def test_a_kept_plan_that_cudnn_does_not_take(kept, planner):
         said, engine = planner.call(plan_over_garbage, asked(q=(128, 8, 64, 1), k=(128, 8, 64, 1), v=(128, 8, 64, 1)), text)
         assert engine == 2
         assert len(said) == 1
-        assert "is built anew" in said[0]
+        assert "is built again" in said[0]
 
 
 def plan_over_garbage(problem, text):
     """In a child: put a text where the plan of a problem would be, then plan; gives the warnings, and the engine."""
     import warnings
 
-    from cupy_sdpa.graph.patterns import forward
+    from cupy_sdpa.graph.attention_forward import forward
     from cupy_sdpa.offline.planner import load_target
-    from cupy_sdpa.plans.plan import disk_cache_key, make
+    from cupy_sdpa.plans.planner import disk_cache_key, load_or_build
 
     disk_cache, target, graph = DiskCache(None), load_target("h200"), forward(problem)
-    make(graph, target, disk_cache=disk_cache).close()
+    load_or_build(graph, target, disk_cache=disk_cache).close()
     key = disk_cache_key(graph, target, None, None)
     head = disk_cache.get(key).partition(b"\n")[0]
     disk_cache.put(key, head + b"\n" + text if text else b"")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        plan = make(graph, target, disk_cache=disk_cache)
+        plan = load_or_build(graph, target, disk_cache=disk_cache)
     plan.close()
     assert not plan.info.loaded
     return [str(warning.message) for warning in said], plan.info.engine
@@ -313,7 +318,7 @@ def test_prepared_calls_on_numpy():
     assert call(q, k, v, out=mine)[0] is mine
     assert call.tuning is None
     assert repr(call).startswith("<prepared: forward attention")
-    with pytest.raises(ValueError, match=r"Prepared: q \(16, 4, 20, 2\).*Given: q \(16, 4, 19, 2\)"):
+    with pytest.raises(ValueError, match=r"Prepared: q \(16, 4, 20, 2\).*Passed: q \(16, 4, 19, 2\)"):
         call(q[:, :, :19], k, v)
     backward = prepare(q, k, v, causal=True, backward=True)
     for mine, right in zip(
@@ -413,11 +418,11 @@ def test_what_a_prepared_call_was_not_prepared_for():
     """Other options, other arrays, results of the other pass: each is named."""
     x = np.ones((8, 2, 5, 2), np.float32, order="F")
     forward, backward = prepare(x, x, x, causal=True), prepare(x, x, x, backward=True)
-    with pytest.raises(ValueError, match=r"causal from the top left\. Given: .*no mask\. Prepare"):
+    with pytest.raises(ValueError, match=r"causal from the top left\. Passed: .*no mask\. Prepare"):
         forward(x, x, x, causal=False)
-    with pytest.raises(TypeError, match="2 arrays are given; the call was prepared for q, k, v"):
+    with pytest.raises(TypeError, match="2 arrays are passed; the call was prepared for q, k, v"):
         forward(x, x)
-    with pytest.raises(TypeError, match="dq is no result of the call that was prepared; it gives out, stats"):
+    with pytest.raises(TypeError, match="dq is not a result of the prepared call; its results are out, stats"):
         forward(x, x, x, dq=x.copy(order="F"))
-    with pytest.raises(TypeError, match=r"out is no result .*; it gives dq, dk, dv"):
+    with pytest.raises(TypeError, match=r"out is not a result .*; its results are dq, dk, dv"):
         backward(x, x, x, x, x, np.zeros((5, 2, 2), np.float32, order="F"), out=x.copy(order="F"))

@@ -118,7 +118,7 @@ def test_what_cannot_be_traced_says_what_to_write(score_mod, error, text):
     ("options", "error", "text"),
     [
         ({"mask_mod": zoo.causal, "tensors": [np.ones(3)]}, TypeError, "tensors is a list; it must be a mapping"),
-        ({"tensors": {"x": np.ones(3)}}, ValueError, "tensors has x, and neither score_mod nor mask_mod"),
+        ({"tensors": {"x": np.ones(3)}}, ValueError, "tensors has x, but neither score_mod nor mask_mod"),
     ],
     ids=["list", "unread"],
 )
@@ -279,11 +279,11 @@ def test_a_function_beside_other_options_is_the_option_of_its_name(name, other):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
-def planned(planner, asked, gpu, allowed):
-    """Assert that a problem has a plan on a GPU, or is refused for one of the reasons allowed."""
-    reasons = {reason.rule for reason in why_not(asked, planner.call(library_version), gpus.capability(gpu))}
+def has_plan(call, asked, gpu, allowed):
+    """Assert that a problem has a plan on a GPU, or is refused for one of the reasons allowed; ``call`` plans in a child."""
+    reasons = {reason.rule for reason in why_not(asked, call(library_version), gpus.capability(gpu))}
     assert reasons <= allowed
-    plan = planner.call(plan_problem, asked, gpu)
+    plan = call(plan_problem, asked, gpu)
     assert isinstance(plan, PlanInfo) or reasons, plan
 
 
@@ -292,41 +292,41 @@ OTHER_GPUS = [gpu for gpu in gpus.NAMES if gpu != "h200"]
 
 @pytest.mark.cudnn
 @pytest.mark.parametrize(("name", "other"), PAIRS)
-def test_a_function_beside_other_options_is_planned(name, other, planner):
+def test_a_function_beside_other_options_is_planned(name, other, planned):
     """Gradients for the H200, and for other GPUs in turn the forward pass of some; but what the table refuses of the options."""
     known = OTHERS[other](np, 200)
     q, k, v, _ = map(_laid(other), arrays("bfloat16", 200, 64))
     number = PAIRS.index((name, other))
     for gpu, backward in (("h200", True), (OTHER_GPUS[number // 2 % len(OTHER_GPUS)], False))[: 1 + number % 2]:
         asked = read_shapes(q, k, v, known | EQUAL[name](np, 200, known)[0], backward=backward, return_stats=not backward)
-        planned(planner, asked, gpu, {"packed-gradients", "query-numbers"})
+        has_plan(planned, asked, gpu, {"packed-gradients", "query-numbers"})
 
 
 @pytest.mark.cudnn
 @pytest.mark.parametrize("functions", ZOO, ids=str)
-def test_a_function_is_planned(functions, planner):
+def test_a_function_is_planned(functions, planned):
     """Gradients for the H200; the other GPUs, and the passes, take turns at some."""
-    asked_on(planner, functions, "h200", True)
+    asked_on(planned, functions, "h200", True)
     number = ZOO.index(functions)
     if number % 2:
-        asked_on(planner, functions, OTHER_GPUS[number // 2 % len(OTHER_GPUS)], number % 4 == 1)
+        asked_on(planned, functions, OTHER_GPUS[number // 2 % len(OTHER_GPUS)], number % 4 == 1)
 
 
 @pytest.mark.cudnn
 @pytest.mark.sweep
 @pytest.mark.parametrize("gpu", gpus.NAMES)
 @pytest.mark.parametrize("functions", [*ZOO, *OPERATIONS] if NIGHTLY else OPERATIONS[::5], ids=str)
-def test_every_function_is_planned_for_every_gpu(functions, gpu, planner):
+def test_every_function_is_planned_for_every_gpu(functions, gpu, planned):
     """Both passes."""
     for backward in (False, True):
-        asked_on(planner, functions, gpu, backward)
+        asked_on(planned, functions, gpu, backward)
 
 
-def asked_on(planner, functions, gpu, backward):
+def asked_on(call, functions, gpu, backward):
     """Assert that a pass of a function is planned, or refused by a number a query."""
     shapes = (64, HQ, 200, B), (64, HQ // 2, 200, B), (64, HQ // 2, 200, B)
     asked = problem(*shapes, dtype="bfloat16", backward=backward, **functions.options(q=200, kv=200))
-    planned(planner, asked, gpu, {"query-numbers"})
+    has_plan(call, asked, gpu, {"query-numbers"})
 
 
 @pytest.mark.gpu

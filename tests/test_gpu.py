@@ -258,7 +258,7 @@ out = torch.from_dlpack(attention(a, a, a, causal=True).T)
 y = x.transpose(1, 2).float()
 want = torch.nn.functional.scaled_dot_product_attention(y, y, y, is_causal=True).transpose(1, 2)
 assert (out.float() - want).abs().max() < 0.03, (out.float() - want).abs().max()
-print(library().found)
+print(library().found_via)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

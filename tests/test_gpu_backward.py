@@ -7,10 +7,10 @@ import pytest
 from cases import FORWARD, HIDDEN_ROWS, Case
 from on_gpu import check_backward, gradients_on_gpu, poisoning
 
-import cupy_sdpa.plans.plan
+import cupy_sdpa.plans.planner
 from cupy_sdpa import Unsupported, attention, attention_backward, attention_vjp, explain, get_plan_cache
 from cupy_sdpa._cudnn.library import library
-from cupy_sdpa.plans.plan import ORDERED_SINCE
+from cupy_sdpa.plans.planner import ORDERED_SINCE
 from cupy_sdpa.support.known_bugs import BUGS
 from cupy_sdpa.support.why_not import why_not
 
@@ -73,7 +73,7 @@ def test_the_known_bugs_are_where_the_table_has_them(sq, skv, cupy, monkeypatch)
     q, k, v = scored(case, -110)
     version = library().version
     met = {bug.name for bug in BUGS if bug.affects(case.gradient_problem(), version, 90)}
-    monkeypatch.setattr(cupy_sdpa.plans.plan, "guards", lambda *_: frozenset())
+    monkeypatch.setattr(cupy_sdpa.plans.planner, "guards", lambda *_: frozenset())
     get_plan_cache().clear()
     dq, dk, dv = gradients_on_gpu(cupy, case, case.dout(), q, k, v)
     get_plan_cache().clear()

@@ -104,7 +104,7 @@ def test_both_passes_into_given_arrays(arrays, cupy, monkeypatch):
     out, stats = attention(q, k, v, return_stats=True)
     into = {f"d{n}": cupy.empty_like(x) for n, x in zip("qkv", (q, k, v), strict=True)}
     want = [as_float(x) for x in (out, stats, *attention_backward(dout, q, k, v, out, stats, deterministic=True))]
-    for _ in range(replay_cache.SIGHTS):
+    for _ in range(replay_cache.CAPTURE_AFTER):
         attention(q, k, v, out=out, stats=stats)
         attention_backward(dout, q, k, v, out, stats, deterministic=True, **into)
     for x in (out, stats, *into.values()):
@@ -145,7 +145,7 @@ def test_arrays_of_options_are_read_anew(arrays, cupy, monkeypatch):
     case = Case("sinks", sinks=True, alibi=True, hq=4, hkv=4)
     q, k, v, _ = inputs(cupy, case)
     options, out = case.options(cupy), cupy.empty_like(q)
-    for _ in range(replay_cache.SIGHTS):
+    for _ in range(replay_cache.CAPTURE_AFTER):
         attention(q, k, v, out=out, **options)
     with reading_forbidden(monkeypatch):
         before = bits(attention(q, k, v, out=out, **options))
@@ -168,7 +168,7 @@ PREPARED = [
 @pytest.mark.parametrize("case", PREPARED, ids=str)
 def test_what_is_prepared_is_recorded_too(case, arrays, cupy, monkeypatch):
     """Offsets, lengths, copies and cleared rows: a repeated call makes them anew, of the contents of now."""
-    monkeypatch.setattr(replay_cache, "SMALL", 1 << 24)  # a large workspace is from the pool, and where it is moves
+    monkeypatch.setattr(replay_cache, "SMALL_BYTES", 1 << 24)  # a large workspace is from the pool, and where it is moves
     q, k, v, dout = inputs(cupy, case)
     options = case.options(cupy)
     out, stats = attention(q, k, v, return_stats=True, **options)
@@ -179,7 +179,7 @@ def test_what_is_prepared_is_recorded_too(case, arrays, cupy, monkeypatch):
         attention_backward(dout, q, k, v, out, stats, deterministic=True, **into, **options)
         return [as_float(x) for x in (out, stats, *into.values())]
 
-    for _ in range(2 * replay_cache.SIGHTS):  # what is kept with the first graph moves what the pool gives the next one
+    for _ in range(2 * replay_cache.CAPTURE_AFTER):  # what is kept with the first graph moves what the pool gives the next one
         both(**into)
     for name in options.keys() & {"seq_lens_kv", "mask"}:
         options[name][...] = options[name][::-1].copy()
@@ -199,7 +199,7 @@ def test_large_copies_are_not_kept(arrays, cupy, monkeypatch):
     case = Case("lengths", seq_lens_q=(20, 50), seq_lens_kv=(70, 3), sq=64, skv=80)
     q, k, v, _ = inputs(cupy, case)
     options, out = case.options(cupy), cupy.empty_like(q)
-    monkeypatch.setattr(replay_cache, "SMALL", 0)
+    monkeypatch.setattr(replay_cache, "SMALL_BYTES", 0)
     for _ in range(4):
         attention(q, k, v, out=out, **options)
     assert not existing_session(cupy_runtime.context_id()).known
@@ -235,7 +235,7 @@ def test_on_another_stream_and_in_a_capture(arrays, cupy):
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_both_ways_of_a_recording(backward, arrays, session, cupy, monkeypatch):
     """What is recorded is one launch when the device waits, and follows kernel by kernel while it has other work; same bits."""
-    monkeypatch.setattr(replay_cache, "FEW", 0)
+    monkeypatch.setattr(replay_cache, "FEW_GRAPHS", 0)
     q, k, v, dout = arrays
     out, stats = attention(q, k, v, return_stats=True)
     into = {f"d{n}": cupy.empty_like(x) for n, x in zip("qkv", (q, k, v), strict=True)} if backward else {"out": out}
@@ -244,12 +244,12 @@ def test_both_ways_of_a_recording(backward, arrays, session, cupy, monkeypatch):
     def call():
         return attention_backward(dout, q, k, v, out, stats, **into) if backward else attention(q, k, v, **into)
 
-    for _ in range(replay_cache.SIGHTS + 1):
+    for _ in range(replay_cache.CAPTURE_AFTER + 1):
         call()
     _ = large @ large
     cupy.cuda.Device().synchronize()
     want = [bits(into[name]) for name in into if name != "dq"]  # which is added up in any order
-    (recording,) = next(known for known in session.known.values() if known._recordings)._recordings.values()
+    (recording,) = next(known for known in session.known.values() if known._graphs)._graphs.values()
     steps, launch = recording._steps, recording._launch
     recording._launch = lambda *given: graphs.append(1) or launch(*given)
     recording._steps = [(lambda *given, run=run: kernels.append(1) or run(*given), given) for run, given in steps]
@@ -279,7 +279,7 @@ def test_a_recording_that_fails_leaves_nothing(arrays, cupy):
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             cuda_graph.Recording(fail)
-    for _ in range(replay_cache.SIGHTS + 2):
+    for _ in range(replay_cache.CAPTURE_AFTER + 2):
         out.fill(0)
         attention(q, k, v, out=out)
         assert (bits(out) == want).all()
@@ -301,7 +301,7 @@ def test_a_failure_to_record_or_launch_costs_a_warning(name, arrays, cupy, monke
 
     monkeypatch.setattr(cupy.cuda.runtime, name, fail)
     with pytest.warns(RuntimeWarning, match=f"{name} failed") as said:
-        got = [call() for _ in range(3 * replay_cache.SIGHTS)]
+        got = [call() for _ in range(3 * replay_cache.CAPTURE_AFTER)]
     assert all((x == want).all() for x in got)
     assert len(said) == 1
     assert get_plan_cache().recordings == 0
@@ -320,7 +320,7 @@ def test_no_memory_for_a_workspace(session, cupy):
     pool.free_all_blocks()
     pool.set_limit(size=used + report.workspace // 2)
     try:
-        for _ in range(replay_cache.SIGHTS + 1):
+        for _ in range(replay_cache.CAPTURE_AFTER + 1):
             with pytest.raises(cupy.cuda.memory.OutOfMemoryError) as raised:
                 attention_backward(dout, q, k, v, out, stats, deterministic=True, **into)
             assert any(f"{report.workspace} bytes" in note and "max_workspace=" in note for note in raised.value.__notes__)
@@ -339,7 +339,7 @@ def test_the_bytes_of_recordings_are_what_the_device_gives(arrays, cupy):
     outputs = [cupy.empty_like(q) for _ in range(101)]
 
     def record(out):
-        for _ in range(replay_cache.SIGHTS + 1):
+        for _ in range(replay_cache.CAPTURE_AFTER + 1):
             attention(q, k, v, out=out)
         cupy.cuda.Device().synchronize()
 
@@ -358,10 +358,10 @@ def test_the_bytes_of_recordings_are_what_the_device_gives(arrays, cupy):
 @pytest.mark.parametrize("mode", ["Global", "ThreadLocal", "Relaxed"])
 def test_a_call_breaks_no_capture_of_another_thread(mode, arrays, cupy, monkeypatch):
     """Whether the device is behind may be asked while another thread captures."""
-    monkeypatch.setattr(replay_cache, "FEW", 0)
+    monkeypatch.setattr(replay_cache, "FEW_GRAPHS", 0)
     q, k, v, _ = arrays
     out, stream = cupy.empty_like(q), cupy.cuda.Stream(non_blocking=True)
-    for _ in range(replay_cache.SIGHTS + 1):
+    for _ in range(replay_cache.CAPTURE_AFTER + 1):
         attention(q, k, v, out=out)
         cupy.cuda.Device().synchronize()
     want = bits(out)
@@ -460,9 +460,9 @@ def test_recordings_go_before_their_plan(arrays, cupy, monkeypatch):
 def test_old_addresses_give_way(arrays, cupy, monkeypatch):
     """No more bytes of recordings and no more calls than the limits; each result is its own."""
     q, k, v, _ = arrays
-    monkeypatch.setattr(replay_cache, "CALLS", 2)
+    monkeypatch.setattr(replay_cache, "MAX_CALLS", 2)
     cache = get_plan_cache()
-    cache.set_recording_limit(3 * cuda_graph.GRAPH_BYTES + 3 * replay_cache.SMALL)
+    cache.set_recording_limit(3 * cuda_graph.GRAPH_BYTES + 3 * replay_cache.SMALL_BYTES)
     outputs = [cupy.empty_like(q) for _ in range(5)]
     want = bits(attention(q, k, v))
     for _ in range(4):
@@ -477,7 +477,7 @@ def test_old_addresses_give_way(arrays, cupy, monkeypatch):
     known = existing_session(cupy_runtime.context_id()).known
     assert len(known) == 2
     assert cache.recording_bytes <= cache.recording_limit
-    assert cache.recordings == sum(len(call._recordings) for call in known.values())
+    assert cache.recordings == sum(len(call._graphs) for call in known.values())
 
 
 def test_a_prepared_call_is_repeated(arrays, cupy, monkeypatch):
@@ -485,7 +485,7 @@ def test_a_prepared_call_is_repeated(arrays, cupy, monkeypatch):
     q, k, v, _ = arrays
     call, out = prepare(q, k, v, causal=True), cupy.empty_like(q)
     want = bits(attention(q, k, v, causal=True))
-    for _ in range(replay_cache.SIGHTS):
+    for _ in range(replay_cache.CAPTURE_AFTER):
         call(q, k, v, out=out)
     out.fill(np.nan)
     with reading_forbidden(monkeypatch):
@@ -540,7 +540,7 @@ def test_two_gpus_have_recordings_of_their_own(cupy, monkeypatch):
             assert x.device == device
             np.testing.assert_array_equal(bits(x), want)
 
-    for _ in range(4 * replay_cache.SIGHTS):
+    for _ in range(4 * replay_cache.CAPTURE_AFTER):
         for current, device in itertools.product(devices, devices):
             with current:
                 check(device)
@@ -550,5 +550,5 @@ def test_two_gpus_have_recordings_of_their_own(cupy, monkeypatch):
             with reading_forbidden(monkeypatch):
                 check(device)
             known = existing_session(cupy_runtime.context_id()).known.values()
-            assert sum(bool(call._recordings) for call in known) == 2
+            assert sum(bool(call._graphs) for call in known) == 2
             get_plan_cache().clear()

@@ -7,10 +7,10 @@ import pytest
 from cases import Case
 
 from cupy_sdpa import attention, attention_backward, attention_vjp, dropout_mask
-from cupy_sdpa.graph import interpreter, nodes
+from cupy_sdpa.graph import nodes, tiles
+from cupy_sdpa.graph.attention_forward import forward
 from cupy_sdpa.graph.interpreter import MODES, RULES, evaluate
 from cupy_sdpa.graph.nodes import POINTWISE, Builder, Node, Tensor, row_major
-from cupy_sdpa.graph.patterns import forward
 from cupy_sdpa.plans import lowering
 
 
@@ -27,7 +27,7 @@ def test_tiles_are_invisible(case, elements, monkeypatch):
     """Blocks of one row, of some rows, and of all give the same numbers."""
     q, k, v = case.with_dtype("float64").arrays()
     wanted = attention(q, k, v, causal=case.causal, return_stats=True)
-    monkeypatch.setattr(interpreter, "TILE_ELEMENTS", elements)
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS", elements)
     got = attention(q, k, v, causal=case.causal, return_stats=True)
     for a, b in zip(got, wanted, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-12)
@@ -64,7 +64,7 @@ def test_packed_sequences_cost_their_own_lengths():
 @pytest.mark.parametrize("elements", [7, 1 << 20])
 def test_the_bound_of_packed_sequences_changes_nothing(elements, monkeypatch):
     """Every result is the same with a larger bound; sequences of no query or no key are among them."""
-    monkeypatch.setattr(interpreter, "TILE_ELEMENTS", elements)
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS", elements)
     rng = np.random.default_rng(0)
     q, dout = (np.asfortranarray(rng.standard_normal((8, 4, 14))) for _ in range(2))
     k, v = (np.asfortranarray(rng.standard_normal((8, 2, 17))) for _ in range(2))
@@ -135,7 +135,7 @@ def test_a_row_of_minus_infinity_gives_zero():
 @pytest.mark.parametrize("axis", [0, 1, 2, 3])
 def test_positions_are_those_in_the_whole_tensor(axis, monkeypatch):
     """gen_index counts batch entries, heads, rows and columns of the tensor, not of the tile."""
-    monkeypatch.setattr(interpreter, "TILE_ELEMENTS", 4)
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS", 4)
     shape = (2, 3, 5, 4)
     strides = row_major(shape)
     x = Tensor("x", shape, "float64", "input", strides, (0, 1, 2, 3))
@@ -154,11 +154,11 @@ def test_a_step_that_does_not_fit_is_refused_when_it_is_written_down():
     g = Builder()
     a = Tensor("a", (1, 2, 3, 4), "float32", "input", row_major((1, 2, 3, 4)), (0, 1, 2, 3))
     b = Tensor("b", (1, 2, 5, 6), "float32", "input", row_major((1, 2, 5, 6)), (0, 1, 2, 3))
-    with pytest.raises(ValueError, match=r"a \(1, 2, 3, 4\) and b \(1, 2, 5, 6\) do not fit"):
+    with pytest.raises(ValueError, match=r"a \(1, 2, 3, 4\) and b \(1, 2, 5, 6\) do not match"):
         g.matmul("A B", a, b, "c")
     with pytest.raises(ValueError, match=r"a \(1, 2, 3, 4\), b \(1, 2, 5, 6\) do not broadcast"):
         g.pointwise("a b", "mul", a, b, out="c")
-    with pytest.raises(ValueError, match=r"reads 2 tensors, got 1"):
+    with pytest.raises(ValueError, match=r"needs 2 operands, got 1"):
         g.pointwise("a", "mul", a, out="c")
     g.pointwise("a a", "mul", a, a, out="c")
     with pytest.raises(ValueError, match="two tensors are named c"):
@@ -177,7 +177,7 @@ def test_lengths_of_a_matmul_hide_what_lies_beyond(monkeypatch):
         a[entry, 0, m:] = a[entry, 0, :, k:] = np.nan
         b[entry, 0, :, n:] = b[entry, 0, k:] = np.nan
     for elements in (1 << 20, 8):
-        monkeypatch.setattr(interpreter, "TILE_ELEMENTS", elements)
+        monkeypatch.setattr(tiles, "TILE_ELEMENTS", elements)
         g = Builder("float64")
         tensors = {
             name: Tensor(name, shape, dtype, role, row_major(shape), (0, 1, 2, 3))
@@ -192,5 +192,5 @@ def test_lengths_of_a_matmul_hide_what_lies_beyond(monkeypatch):
         evaluate(g.graph(), {"a": a, "b": b, "out": out, **given}, {})
         np.testing.assert_allclose(out, want)
     one = Tensor("m", (1, 1, 1, 1), "int32", "input", (1, 1, 1, 1), (0, 1, 2, 3))
-    with pytest.raises(ValueError, match=r"m \(1, 1, 1, 1\) must be \(2, 1, 1, 1\)"):
+    with pytest.raises(ValueError, match=r"m has shape \(1, 1, 1, 1\); it must be \(2, 1, 1, 1\)"):
         Builder().matmul("a b", tensors["a"], tensors["b"], "c", m=one)

@@ -5,7 +5,7 @@ import inspect
 import numpy as np
 import pytest
 
-from cupy_sdpa.device import cupy_runtime, kernels
+from cupy_sdpa.device import kernels, memory
 
 SEEDS = range(5)
 
@@ -32,7 +32,7 @@ def result(fake, rng, shape, name, value, of_keys):
     host = np.asfortranarray(rng.standard_normal(longer).astype("float16" if name != "per_row" else "float32"))
     whole = fake.asarray(host)
     part = tuple(slice(n) for n in shape)
-    return whole, part, kernels.Cleared(whole[part], of_keys, name == "per_row", value), host.copy(order="F")
+    return whole, part, kernels.ClearedResult(whole[part], of_keys, name == "per_row", value), host.copy(order="F")
 
 
 RESULTS = {"queries": ("large", 0.0, False), "keys": ("large", 0.0, True), "stats": ("per_row", -np.inf, False)}
@@ -49,8 +49,8 @@ def test_rows_of_dense_arrays(seed, name, fake):
     positions = keys if of_keys else queries
     shape = (positions, heads, batch) if kind == "per_row" else (8, heads, positions, batch)
     whole, part, cleared, want = result(fake, rng, shape, kind, value, of_keys)
-    sides = [kernels.Side(fake.asarray(x), most, 0) for x, most in zip(lengths, (queries, keys), strict=True)]
-    assert kernels.prepare_rows(*sides, None, [cleared]) == {}
+    sides = [kernels.Lengths(fake.asarray(x), most, 0) for x, most in zip(lengths, (queries, keys), strict=True)]
+    assert kernels.prepare_sequences(*sides, None, [cleared]) == {}
     own, other = lengths[of_keys], lengths[1 - of_keys]
     inside = np.arange(positions)[:, None] < np.where(other > 0, own, 0)
     target = want[part]
@@ -82,9 +82,9 @@ def test_rows_of_packed_arrays(place, seed, name, starts_as, fake):
     total = totals[of_keys] = max(1, totals[of_keys])
     shape = (heads, total) if kind == "per_row" else (8, heads, total)
     whole, part, cleared, want = result(fake, rng, shape, kind, value, of_keys)
-    sides = [kernels.Side(as_given(fake, s, *starts_as), m, t) for s, m, t in zip(starts, most, totals, strict=True)]
+    sides = [kernels.Lengths(as_given(fake, s, *starts_as), m, t) for s, m, t in zip(starts, most, totals, strict=True)]
     offsets = {"q × 24": (False, 24), "k × 8": (True, 8), "v × 1": (True, 1)}
-    made = {key: x.get() for key, x in kernels.prepare_rows(*sides, offsets, [cleared]).items()}
+    made = {key: x.get() for key, x in kernels.prepare_sequences(*sides, offsets, [cleared]).items()}
     own = [np.minimum(np.diff(s), m) for s, m in zip(starts, most, strict=True)]
     np.testing.assert_array_equal(made["seq_lens_q"], own[0])
     np.testing.assert_array_equal(made["seq_lens_kv"], own[1])
@@ -102,9 +102,9 @@ def test_rows_of_packed_arrays(place, seed, name, starts_as, fake):
 def test_starts_that_no_array_has_are_cut(fake):
     """Starts beyond the total or below 0 lead to no write outside of the arrays."""
     starts = fake.asarray(np.array([-5, 4, 90, 60], np.int32))
-    side = kernels.Side(starts, 8, 10)
+    side = kernels.Lengths(starts, 8, 10)
     out = fake.ones((8, 2, 10), np.float16, order="F")
-    made = kernels.prepare_rows(side, side, {"q": (False, 16)}, [kernels.Cleared(out, False, False, 0.0)])
+    made = kernels.prepare_sequences(side, side, {"q": (False, 16)}, [kernels.ClearedResult(out, False, False, 0.0)])
     np.testing.assert_array_equal(made["seq_lens_q"].get(), [4, 6, 0])
     np.testing.assert_array_equal(made["q"].get(), np.array([0, 4, 10, 10]) * 16)
 
@@ -113,20 +113,20 @@ def test_several_results_in_one_launch(fake):
     """Results of both sides, each cleared by its own side's lengths."""
     rng = np.random.default_rng(3)
     lengths = [np.array([3, 0, 5], np.int32), np.array([2, 4, 0], np.int32)]
-    sides = [kernels.Side(fake.asarray(x), most, 0) for x, most in zip(lengths, (5, 6), strict=True)]
+    sides = [kernels.Lengths(fake.asarray(x), most, 0) for x, most in zip(lengths, (5, 6), strict=True)]
     made = [
         result(fake, rng, shape, *RESULTS[name])
         for name, shape in (("queries", (8, 2, 5, 3)), ("stats", (5, 2, 3)), ("keys", (16, 1, 6, 3)), ("keys", (8, 1, 6, 3)))
     ]
-    kernels.prepare_rows(*sides, None, [cleared for _, _, cleared, _ in made])
+    kernels.prepare_sequences(*sides, None, [cleared for _, _, cleared, _ in made])
     for whole, part, cleared, want in made:
         own = np.where(lengths[1 - cleared.of_keys] > 0, lengths[cleared.of_keys], 0)
         target = want[part]
         for b, length in enumerate(own):
-            if cleared.numbers:
-                target[length:, :, b] = cleared.value
+            if cleared.per_row:
+                target[length:, :, b] = cleared.fill_value
             else:
-                target[:, :, length:, b] = cleared.value
+                target[:, :, length:, b] = cleared.fill_value
         np.testing.assert_array_equal(whole.get(), want)
 
 
@@ -148,7 +148,7 @@ def test_cleaned_copies(layout, dtype, fake):
     for b, length in enumerate(lengths):
         x[:, :, length:, b] = np.nan
     given = LAYOUTS[layout](fake, x)
-    copy = kernels.cleaned(given, fake.asarray(lengths))
+    copy = kernels.zero_padded(given, fake.asarray(lengths))
     assert copy.flags.f_contiguous
     np.testing.assert_array_equal(copy.get(), np.nan_to_num(x))
     np.testing.assert_array_equal(given.get(), x)
@@ -159,7 +159,7 @@ def test_rows_that_see_nothing(fake):
     x = np.array([[-np.inf, 1.5, np.nan], [np.inf, -3000.0, -0.0]], np.float32, order="F")
     given = fake.asarray(x)
     want = np.where(np.isneginf(x), np.inf, x)
-    np.testing.assert_array_equal(kernels.seeing_nothing(given).get(), want)
+    np.testing.assert_array_equal(kernels.backward_stats(given).get(), want)
     np.testing.assert_array_equal(given.get(), x)
 
 
@@ -198,7 +198,7 @@ def test_clearing(name, value, fake):
     """Every element of the array, and no other."""
     host = np.asfortranarray(np.ones((3, 5, 2), np.float32))
     whole = fake.asarray(host)
-    cupy_runtime.clear(CLEARED[name](whole), value)
+    memory.clear(CLEARED[name](whole), value)
     CLEARED[name](host)[...] = value
     np.testing.assert_array_equal(whole.get(), host)
 
@@ -231,7 +231,7 @@ def test_resizing(name, fake):
     to, of, axis = RESIZED[name](fake)
     around = to.base if to.base is not None else to
     before = around.get()
-    cupy_runtime.resize(to, of, axis)
+    memory.resize(to, of, axis)
     common = (slice(None),) * axis + (slice(min(to.shape[axis], of.shape[axis])),)
     want = np.zeros(to.shape, np.int16)
     want[common] = of.get()[common]

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "cupy_sdpa"
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "cupy_sdpa"
 
 #: The folders and root modules, from the highest layer to the lowest. A unit imports only from lower layers, or from itself.
 LAYERS = (
     ("__main__",),
     ("_cli",),
-    ("bench", "check"),
+    ("check",),
     ("__init__",),
     ("nnlib", "store"),
     ("attention", "explain", "prepare", "helpers"),
@@ -25,7 +26,7 @@ LAYERS = (
     ("device",),
     ("problem",),
     ("score_fn", "_cudnn", "layout"),
-    ("version", "errors", "reference", "zoo", "_html"),
+    ("version", "errors", "reference", "zoo", "_html", "_typing"),
 )  # fmt: skip
 #: The most modules of a folder, and the most lines of a module.
 MODULES_PER_FOLDER, LINES = 8, 400
@@ -37,6 +38,8 @@ def unit(path):
 
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
+#: The benchmarks are outside the package. They import from it, and have the same limits of size.
+BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
 UNITS = sorted({unit(path) for path in MODULES})
 
 
@@ -106,13 +109,17 @@ def test_imports_have_no_cycle():
     list(graphlib.TopologicalSorter(graph).static_order())
 
 
-@pytest.mark.parametrize("folder", sorted({path.parent for path in MODULES} - {PACKAGE}), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "folder",
+    sorted({path.parent for path in [*MODULES, *BENCHMARKS]} - {PACKAGE}),
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
 def test_folders_are_small(folder):
     modules = [path for path in folder.glob("*.py") if path.name not in ("__init__.py", "__main__.py")]
     assert len(modules) <= MODULES_PER_FOLDER
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+@pytest.mark.parametrize("path", [*MODULES, *BENCHMARKS], ids=lambda path: str(path.relative_to(ROOT)))
 def test_modules_are_short(path):
     if path.name != "constants.py":
         assert len(path.read_text(encoding="utf-8").splitlines()) <= LINES

@@ -15,9 +15,10 @@ from cupy_sdpa._cudnn.constants import AttributeType, DataType
 from cupy_sdpa._cudnn.descriptor import Descriptor, live
 from cupy_sdpa._cudnn.launch import Handle, Launcher
 from cupy_sdpa._cudnn.library import OVERRIDE, SONAME, Library
-from cupy_sdpa.graph.patterns import forward
+from cupy_sdpa.graph.attention_forward import forward
 from cupy_sdpa.plans.plan import Plan
-from cupy_sdpa.plans.plan_cache import PlanCache, Session
+from cupy_sdpa.plans.plan_cache import PlanCache
+from cupy_sdpa.plans.sessions import Session
 
 
 def python(code, **environment):
@@ -29,52 +30,58 @@ def python(code, **environment):
     return done.stdout.strip().splitlines()[-1]
 
 
-LOAD = "from cupy_sdpa._cudnn.library import library; lib = library(); print(lib.found, '|', lib.path, '|', lib.version)"
+LOAD = "from cupy_sdpa._cudnn.library import library; lib = library(); print(lib.found_via, '|', lib.path, '|', lib.version)"
 
 
 @pytest.fixture
-def nowhere(monkeypatch, tmp_path):
-    """A process in which no cuDNN can be found."""
+def not_installed(monkeypatch):
+    """A process in which there is no cuDNN."""
     monkeypatch.delenv(OVERRIDE, raising=False)
     monkeypatch.setattr(library, "_already_loaded", lambda: None)
-    monkeypatch.setattr(library, "SONAME", "libcudnn-not-there.so.9")
 
     def not_found():
-        raise RuntimeError("pathfinder looked in vain")
+        raise RuntimeError("no wheel,\n  no conda")
 
     monkeypatch.setattr(library, "_from_pathfinder", not_found)
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
 
 
-@pytest.mark.usefixtures("nowhere")
+@pytest.mark.usefixtures("not_installed")
 def test_a_failure_lists_every_place():
-    """Where no cuDNN is found, the message says where it was looked for, what came of it, and how to get one."""
+    """If no cuDNN is found, the message lists the places searched with their outcomes, and how to install cuDNN."""
     with pytest.raises(CudnnError) as failure:
-        library._search()
+        library._load()
     text = str(failure.value)
     for words in (
-        "pip install 'cupy-sdpa[cuda12]'", OVERRIDE, "already loaded in this process: no", "cuda.pathfinder: RuntimeError: pathfinder looked",
-        "nvidia/cudnn/lib in the folders of sys.path): none there", "the loader's path (libcudnn-not-there.so.9): OSError",
+        "pip install 'cupy-sdpa[cuda12]'", OVERRIDE, "already loaded in this process: no", "CUDNN_PATH, CUDA_PATH): RuntimeError: no wheel, no conda",
     ):  # fmt: skip
         assert words in text
 
 
-@pytest.mark.usefixtures("nowhere")
-def test_a_wheel_that_cannot_be_loaded_is_named(tmp_path):
-    """A broken file in a wheel's folder is reported with its path and the loader's words."""
-    folder = tmp_path / "nvidia" / "cudnn" / "lib"
-    folder.mkdir(parents=True)
-    (folder / library.SONAME).write_bytes(b"not a library")
-    with pytest.raises(CudnnError, match=rf"wheel {folder}/{library.SONAME}: OSError"):
-        library._search()
+@pytest.mark.usefixtures("not_installed")
+def test_a_file_that_cannot_be_loaded_is_named(monkeypatch, tmp_path):
+    """If pathfinder finds a broken file, the message contains its path and the loader's error."""
+    path = tmp_path / SONAME
+    path.write_bytes(b"not a library")
+    monkeypatch.setattr(library, "_from_pathfinder", lambda: ctypes.CDLL(str(path)))
+    with pytest.raises(CudnnError, match=rf"cuda.pathfinder.*: OSError: {path}"):
+        library._load()
 
 
-@pytest.mark.usefixtures("nowhere")
+@pytest.mark.parametrize("path", ["missing.so", "libc.so.6"])
+def test_an_override_that_is_not_cudnn_is_named(path, monkeypatch):
+    """A file that does not exist, or is another library."""
+    monkeypatch.setattr(library, "_already_loaded", lambda: None)
+    monkeypatch.setenv(OVERRIDE, path)
+    with pytest.raises(CudnnError, match=rf"Searched:\n  {OVERRIDE}={path}: (OSError|AttributeError)"):
+        library._load()
+
+
+@pytest.mark.usefixtures("not_installed")
 def test_an_override_is_the_only_place(monkeypatch, tmp_path):
     """CUPY_SDPA_CUDNN names one file: if it cannot be loaded nothing else is tried."""
     monkeypatch.setenv(OVERRIDE, str(tmp_path / "mine.so"))
     with pytest.raises(CudnnError) as failure:
-        library._search()
+        library._load()
     assert str(tmp_path / "mine.so") in str(failure.value)
     assert "pathfinder" not in str(failure.value)
 
@@ -252,7 +259,7 @@ def balance(graph, gpu, path):
     from cupy_sdpa._cudnn.library import library
     from cupy_sdpa.offline.planner import load_target
     from cupy_sdpa.plans.disk_cache import DiskCache
-    from cupy_sdpa.plans.plan import make
+    from cupy_sdpa.plans.planner import load_or_build
 
     lib, made, gone = library(), [], []
     create, destroy = lib.cudnnBackendCreateDescriptor, lib.cudnnBackendDestroyDescriptor
@@ -262,7 +269,7 @@ def balance(graph, gpu, path):
     disk_cache = DiskCache(None)
     for _ in range(2):  # built, then loaded
         try:
-            plan = make(graph, load_target(gpu), disk_cache=disk_cache)
+            plan = load_or_build(graph, load_target(gpu), disk_cache=disk_cache)
             alive = max(alive, len(made) - len(gone))
             plan.close()
         except Unsupported:

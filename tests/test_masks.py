@@ -90,7 +90,7 @@ BAD = {
     "window_one": ({"window": (1,)}, TypeError, r"window is \(1,\)"),
     "window_negative": ({"window": (-1, 0)}, ValueError, r"window is \(-1, 0\)"),
     "window_fraction": ({"window": (1.5, 0)}, ValueError, r"window is \(1\.5, 0\)"),
-    "window_corner": ({"window": (1, 0, "top_right")}, ValueError, "its diagonal is"),
+    "window_corner": ({"window": (1, 0, "top_right")}, ValueError, "its third entry must be"),
     "two_diagonals": ({"causal": True, "window": (1, 0, "bottom_right")}, ValueError, "different diagonals"),
     "lengths_dtype": ({"seq_lens_q": np.array([1, 2])}, TypeError, "seq_lens_q is int64; it must be int32"),
     "lengths_shape": ({"seq_lens_kv": np.array([1], np.int32)}, ValueError, r"seq_lens_kv has shape \(1,\); it must be \(2,\)"),

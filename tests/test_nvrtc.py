@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cupy_sdpa._cudnn.driver import COMPILERS
+from cupy_sdpa._cudnn.deviceless import COMPILERS
 
 COMPILER = next(filter(None, map(shutil.which, COMPILERS)), None)
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason=f"no C compiler ({', '.join(COMPILERS)}) to build a library with")

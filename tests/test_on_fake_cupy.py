@@ -18,7 +18,7 @@ from tolerance import accumulation_floor, assert_close, gradient_floor
 
 import cupy_sdpa
 from cupy_sdpa import Unsupported, attention, attention_backward, explain, get_plan_cache, reference
-from cupy_sdpa.device import cupy_runtime
+from cupy_sdpa.device import driver
 from cupy_sdpa.support.why_not import why_not
 
 VERSION, CAPABILITY = 91900, 90
@@ -451,7 +451,7 @@ def test_wrong_programs_are_noticed(cupy):
     again = cupy.empty((4, 4), np.float32)
     assert again.data.ptr == address
     assert np.isnan(again.get()).all()
-    cupy_runtime.driver().cuMemsetD8Async(address, 0, again.nbytes + 1, 0)
+    driver.bindings().cuMemsetD8Async(address, 0, again.nbytes + 1, 0)
     with pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="64 bytes begin"):
         again.get()
     with stream:

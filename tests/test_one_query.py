@@ -9,7 +9,7 @@ import cupy_sdpa
 from cupy_sdpa import reference
 from cupy_sdpa.calls.arguments import read_forward
 from cupy_sdpa.calls.staging import engine_problem
-from cupy_sdpa.graph.patterns import forward
+from cupy_sdpa.graph.attention_forward import forward
 from cupy_sdpa.plans.engines import splits_keys
 from cupy_sdpa.plans.plan import PlanInfo
 from cupy_sdpa.support.why_not import guards

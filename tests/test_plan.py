@@ -9,12 +9,13 @@ from stand_ins import CASE, Descriptor, candidate, fake_plan, uids
 import cupy_sdpa
 from cupy_sdpa import CudnnError, Unsupported
 from cupy_sdpa.calls import call
-from cupy_sdpa.calls.call import Call, planned
-from cupy_sdpa.device import cupy_runtime
-from cupy_sdpa.graph.patterns import forward
-from cupy_sdpa.plans import engines, plan, plan_cache, plan_file
-from cupy_sdpa.plans.engines import Search
-from cupy_sdpa.plans.plan import ORDERED, ORDERED_SINCE, Target, plan_for
+from cupy_sdpa.calls.call import Call, with_plan
+from cupy_sdpa.device import cupy_runtime, driver
+from cupy_sdpa.graph.attention_forward import forward
+from cupy_sdpa.plans import engines, plan, plan_cache, plan_file, planner, sessions
+from cupy_sdpa.plans.engines import EngineSearch
+from cupy_sdpa.plans.plan import Target
+from cupy_sdpa.plans.planner import ORDERED, ORDERED_SINCE, plan_for
 
 DETERMINISTIC = CASE.gradient_problem(deterministic=True)
 
@@ -23,13 +24,13 @@ DETERMINISTIC = CASE.gradient_problem(deterministic=True)
 def cudnn(monkeypatch):
     """The library: its version, and nothing that can be called."""
     library = SimpleNamespace(version=ORDERED_SINCE, build="test", last_error=list)
-    for module in (plan, engines):
+    for module in (plan, planner, engines):
         monkeypatch.setattr(module, "library", lambda: library)
     return library
 
 
 class Made:
-    """Stands in for :func:`cupy_sdpa.plans.plan.make`: every plan needs ``workspace`` bytes, those of the ordered engine 10."""
+    """Stands in for :func:`cupy_sdpa.plans.planner.load_or_build`: every plan needs ``workspace`` bytes, those of the ordered engine 10."""
 
     def __init__(self, workspace):
         self.workspace, self.asked = workspace, []
@@ -47,7 +48,7 @@ class Made:
 )
 def test_max_workspace_alone_chooses_between_deterministic_engines(limit, engine, cudnn, monkeypatch):
     """Without a limit, or within it, dQ is written directly; beyond it the ordered engine is asked for, with the reason kept."""
-    monkeypatch.setattr(plan, "make", made := Made(1000))
+    monkeypatch.setattr(planner, "load_or_build", made := Made(1000))
     chosen = plan_for(CASE.gradient_problem(deterministic=True, max_workspace=limit), Target("h200", 90))
     assert made.asked == engine
     assert [reason for reason in chosen.info.refused if "1000 bytes, 999 are allowed" in reason] == [
@@ -62,8 +63,8 @@ def test_max_workspace_alone_chooses_between_deterministic_engines(limit, engine
 def test_the_ordered_engine_is_for_hopper_only(version, capability, cudnn, monkeypatch):
     """On other GPUs, and with an older cuDNN, gradients beyond max_workspace are refused; the ordered engine is not tried."""
     cudnn.version = version
-    monkeypatch.setattr(plan, "make", made := Made(1000))
-    with pytest.raises(Unsupported, match=r"for Hopper only.*compute capability") as refused:
+    monkeypatch.setattr(planner, "load_or_build", made := Made(1000))
+    with pytest.raises(Unsupported, match=r"a Hopper GPU; .*compute capability") as refused:
         plan_for(CASE.gradient_problem(deterministic=True, max_workspace=999), Target("other", capability))
     assert "999 are allowed" in str(refused.value)
     assert made.asked == [None]
@@ -71,7 +72,7 @@ def test_the_ordered_engine_is_for_hopper_only(version, capability, cudnn, monke
 
 def test_sums_of_the_scores_gradient_never_take_the_ordered_engine(cudnn, monkeypatch):
     """cuDNN writes the gradients of bias and tensors only where dQ is written directly: beyond max_workspace they are refused."""
-    monkeypatch.setattr(plan, "make", made := Made(1000))
+    monkeypatch.setattr(planner, "load_or_build", made := Made(1000))
     shape = (64, 2, 16, 1)
     asked = cupy_sdpa.problem(
         shape, shape, shape, dtype="float16", backward=True, deterministic=True, max_workspace=999, return_dtensors=True,
@@ -103,38 +104,39 @@ def device(monkeypatch):
     session = SimpleNamespace(handle=Handle(), cache=plan_cache.PlanCache(), stream=7)
     cuda = SimpleNamespace(runtime=SimpleNamespace(memGetInfo=read))
     monkeypatch.setattr(cupy_runtime, "cupy", lambda: SimpleNamespace(cuda=cuda, get_default_memory_pool=read))
-    for name, value in {"context_id": 1, "stream": None, "capturing": False, "model": "h200", "capability": 90}.items():
+    monkeypatch.setattr(driver, "context_id", lambda: 1)
+    for name, value in {"capturing": False, "model": "h200", "capability": 90}.items():
         monkeypatch.setattr(cupy_runtime, name, lambda *_, value=value: value)
     monkeypatch.setattr(cupy_runtime, "stream", lambda: session.stream)
-    monkeypatch.setattr(plan_cache, "existing_session", lambda context: session)
-    monkeypatch.setattr(plan_cache, "session", lambda context: session)
-    monkeypatch.setattr(call, "objections", lambda problem, number: [])
+    monkeypatch.setattr(sessions, "existing_session", lambda context: session)
+    monkeypatch.setattr(sessions, "session", lambda context: session)
+    monkeypatch.setattr(call, "unsupported_reasons", lambda problem, number: [])
     return session
 
 
 def test_a_deterministic_plan_does_not_depend_on_free_memory(device, monkeypatch):
     """Planning never reads how much memory is free: the same problem always gets the same engine."""
     targets = []
-    monkeypatch.setattr(plan, "plan_for", lambda problem, target: targets.append(target) or fake_plan())
+    monkeypatch.setattr(planner, "plan_for", lambda problem, target: targets.append(target) or fake_plan())
     for _ in range(2):
-        planned(DETERMINISTIC, 0, lambda session, found: None)
+        with_plan(DETERMINISTIC, 0, lambda session, found: None)
     assert targets == [Target("h200", 90, device.handle)]
 
 
 def test_every_run_is_on_the_current_stream(device, monkeypatch):
     """The handle is set to the stream that is current now, not to the one on which the plan was built."""
-    monkeypatch.setattr(plan, "plan_for", lambda problem, target: fake_plan())
+    monkeypatch.setattr(planner, "plan_for", lambda problem, target: fake_plan())
     seen = []
     for device.stream in (7, 9, 7):
-        planned(CASE.problem(), 0, lambda session, found: seen.append(session.handle.streams[-1]))
+        with_plan(CASE.problem(), 0, lambda session, found: seen.append(session.handle.streams[-1]))
     assert seen == [7, 9, 7]
 
 
 def test_a_plan_is_built_on_the_current_stream(device, monkeypatch):
     """While cuDNN builds, its handle does not hold a stream that may have been destroyed."""
     seen = []
-    monkeypatch.setattr(plan, "plan_for", lambda problem, target: seen.append(list(device.handle.streams)) or fake_plan())
-    planned(CASE.problem(), 0, lambda session, found: None)
+    monkeypatch.setattr(planner, "plan_for", lambda problem, target: seen.append(list(device.handle.streams)) or fake_plan())
+    with_plan(CASE.problem(), 0, lambda session, found: None)
     assert seen == [[7]]
 
 
@@ -168,11 +170,11 @@ def test_no_memory_for_the_workspace_is_an_error_of_this_call_only(error, device
     asked, made = a_call(ran)
     monkeypatch.setattr(cupy_runtime, "allocate", memory := Memory(error))
     with pytest.raises(type(error)) as raised:
-        asked._launch(asked.problem, made)
+        asked._launch(made)
     assert raised.value is error
     assert any("12345 bytes" in note and "max_workspace=" in note for note in raised.value.__notes__)
     memory.error = None
-    asked._launch(asked.problem, made)
+    asked._launch(made)
     assert ran == [1 << 40]
 
 
@@ -181,7 +183,7 @@ def test_what_is_enqueued_again_goes_to_the_current_stream(device, monkeypatch):
     ran = []
     asked, made = a_call(ran)
     monkeypatch.setattr(cupy_runtime, "allocate", Memory())
-    asked._launch(asked.problem, made)
+    asked._launch(made)
     device.stream = 11
     asked.enqueue()
     assert ran == [1 << 40, ("stream", 11), 1 << 40]
@@ -193,7 +195,7 @@ def test_a_plan_that_a_capture_has_recorded_is_kept(device, monkeypatch):
     asked, made = a_call(ran)
     monkeypatch.setattr(cupy_runtime, "allocate", Memory())
     monkeypatch.setattr(cupy_runtime, "capturing", lambda: True)
-    asked._launch(asked.problem, made)
+    asked._launch(made)
     assert ran == ["kept", 1 << 40]
     assert asked.launched is None
 
@@ -270,7 +272,7 @@ def test_a_rejected_plan_is_destroyed(name, cudnn, monkeypatch):
     prepare(made)
     monkeypatch.setattr(engines, "Descriptor", lambda kind: made)
     monkeypatch.setattr(engines, "_number_and_notes", lambda config: (2, ()))
-    search = Search(Descriptor(), None, None, limit, lambda need: need, [])
+    search = EngineSearch(Descriptor(), None, None, limit, lambda size: size, [])
     with pytest.raises(raised) if raised else contextlib.nullcontext():
         assert search._try(Descriptor()) is None
     assert made.closed == 1
@@ -282,8 +284,8 @@ def test_a_plan_within_the_limit_is_the_callers_to_close(cudnn, monkeypatch):
     made = Descriptor()
     monkeypatch.setattr(engines, "Descriptor", lambda kind: made)
     monkeypatch.setattr(engines, "_number_and_notes", lambda config: (2, ()))
-    found = Search(Descriptor(), None, None, 1000, lambda need: need, [])._try(Descriptor())
-    assert (found.descriptor, found.need, made.closed) == (made, 1000, 0)
+    found = EngineSearch(Descriptor(), None, None, 1000, lambda size: size, [])._try(Descriptor())
+    assert (found.descriptor, found.workspace_bytes, made.closed) == (made, 1000, 0)
 
 
 def test_a_plan_that_cannot_be_stored_is_destroyed(cudnn, monkeypatch):
@@ -291,7 +293,7 @@ def test_a_plan_that_cannot_be_stored_is_destroyed(cudnn, monkeypatch):
     made = Descriptor()
 
     @contextlib.contextmanager
-    def searching(*_):
+    def engine_search(*_):
         yield SimpleNamespace(first=lambda config: candidate(made), refused=[]), uids(forward(CASE.problem()))
 
     class DiskCache:
@@ -303,15 +305,15 @@ def test_a_plan_that_cannot_be_stored_is_destroyed(cudnn, monkeypatch):
         def put(self, key, content):
             raise OSError("no space left on device")
 
-    monkeypatch.setattr(plan, "searching", searching)
+    monkeypatch.setattr(planner, "engine_search", engine_search)
     with pytest.raises(OSError, match="no space left"):
-        plan.make(forward(CASE.problem()), Target("h200", 90), disk_cache=DiskCache())
+        planner.load_or_build(forward(CASE.problem()), Target("h200", 90), disk_cache=DiskCache())
     assert made.closed == 1
 
 
-def stored(need):
+def stored(workspace_bytes):
     """An entry of the plan store, of a plan with so many bytes of workspace."""
-    return plan_file.Facts({}, 1, (), (), need, 1.0, (), False).content("{}")
+    return plan_file.Facts({}, 1, (), (), workspace_bytes, 1.0, (), False).content("{}")
 
 
 def test_a_stored_plan_survives_a_lack_of_memory(cudnn, monkeypatch):
@@ -323,9 +325,9 @@ def test_a_stored_plan_survives_a_lack_of_memory(cudnn, monkeypatch):
         get=lambda key: stored(1000),
         reject=lambda *given: rejected.append(given),
     )
-    monkeypatch.setattr(plan, "Descriptor", lambda kind: made)
+    monkeypatch.setattr(planner, "Descriptor", lambda kind: made)
     with pytest.raises(CudnnError, match="no memory"):
-        plan.make(forward(CASE.problem()), Target("h200", 90, SimpleNamespace(pointer=1)), disk_cache=disk_cache)
+        planner.load_or_build(forward(CASE.problem()), Target("h200", 90, SimpleNamespace(pointer=1)), disk_cache=disk_cache)
     assert made.closed == 1
     assert not rejected
 
@@ -338,7 +340,7 @@ def test_a_stored_plan_survives_a_lack_of_memory(cudnn, monkeypatch):
 def test_a_plan_that_cannot_be_loaded_is_destroyed(content, closed, cudnn, monkeypatch):
     """An entry of the shelf that does not fit leaves no descriptor behind."""
     made = Descriptor()
-    monkeypatch.setattr(plan, "Descriptor", lambda kind: made)
+    monkeypatch.setattr(planner, "Descriptor", lambda kind: made)
     with pytest.raises((ValueError, LookupError)):
-        plan.load(content, forward(CASE.problem()), Target("h200", 90, SimpleNamespace(pointer=1)), "key")
+        planner.load(content, forward(CASE.problem()), Target("h200", 90, SimpleNamespace(pointer=1)), "key")
     assert made.closed == closed  # facts are validated before a descriptor is made

@@ -80,7 +80,7 @@ class Fixture:
             current_stream=lambda: SimpleNamespace(ptr=self.stream), context_id=lambda flags: (0, 1),
             session=lambda context: self.session,
         )  # fmt: skip
-        monkeypatch.setattr(replay_cache, "_here", self.here)
+        monkeypatch.setattr(replay_cache, "_runtime", self.here)
         monkeypatch.setattr(replay_cache.cupy_runtime, "context_id", lambda: 1)
         monkeypatch.setattr(replay_cache.cupy_runtime, "stream", lambda: self.stream)
         monkeypatch.setattr(replay_cache.cupy_runtime, "empty", Array)
@@ -100,7 +100,7 @@ class Fixture:
         """As attention() does; gives what ran: the last thing done, or "read"."""
         arrays = (q, k, v, out, None)
         before = len(self.done)
-        results = replay_cache.repeated("forward", arrays, options)
+        results = replay_cache.run_cached("forward", arrays, options)
         if results is not None:
             assert out is None or results[0] is out
             return self.done[-1]
@@ -110,7 +110,7 @@ class Fixture:
         call = SimpleNamespace(
             problem=CASE.problem(), arrays=named, scalars={"scale": 0.25}, launched=launched, gradients=None, enqueue=None
         )
-        replay_cache.learn("forward", FORWARD, arrays, options, call)
+        replay_cache.cache_call("forward", FORWARD, arrays, options, call)
         return "read, and recorded" if ("record",) in self.done[before:] else "read"
 
 
@@ -131,7 +131,7 @@ def test_read_executed_recorded_launched(fixture):
 
 def test_one_of_many(fixture, monkeypatch):
     """A recording is told whether its call has many."""
-    monkeypatch.setattr(replay_cache, "FEW", 2)
+    monkeypatch.setattr(replay_cache, "FEW_GRAPHS", 2)
     q, k, v = Array(), Array(), Array()
     told = []
     for out in [Array() for _ in range(3)]:
@@ -181,7 +181,7 @@ def test_other_arrays_are_read(name, fixture):
     """What poses another problem, or might, is not taken for the known call."""
     q, k, v = Array(), Array(), Array()
     fixture.call(q, k, v)
-    assert replay_cache.repeated("forward", (q, OTHER[name](), v, None, None), {}) is None
+    assert replay_cache.run_cached("forward", (q, OTHER[name](), v, None, None), {}) is None
 
 
 @pytest.mark.parametrize(
@@ -192,16 +192,16 @@ def test_other_options_are_read(options, fixture):
     """Options are part of the call; functions and mappings are never known."""
     q, k, v = Array(), Array(), Array()
     fixture.call(q, k, v)
-    assert replay_cache.repeated("forward", (q, k, v, None, None), options) is None
-    assert replay_cache.repeated("backward", (q, k, v, None, None), {}) is None
+    assert replay_cache.run_cached("forward", (q, k, v, None, None), options) is None
+    assert replay_cache.run_cached("backward", (q, k, v, None, None), {}) is None
 
 
 def test_numbers_that_are_equal_are_not_the_same(fixture):
     """A window of floats, which is refused, is not that of the equal integers."""
     q, k, v = Array(), Array(), Array()
     fixture.call(q, k, v, window=(1, 0))
-    assert replay_cache.repeated("forward", (q, k, v, None, None), {"window": (1.0, 0)}) is None
-    assert replay_cache.repeated("forward", (q, k, v, None, None), {"window": (1, 0)})
+    assert replay_cache.run_cached("forward", (q, k, v, None, None), {"window": (1.0, 0)}) is None
+    assert replay_cache.run_cached("forward", (q, k, v, None, None), {"window": (1, 0)})
 
 
 def test_a_result_at_a_new_place_is_read_first(fixture):
@@ -221,7 +221,7 @@ def test_what_needs_copies_is_only_ever_recorded(fixture):
     assert kinds[:3] == ["read", "read", "read, and recorded"]
     assert kinds[3][0] == "launch"
     fixture.session.known.clear()
-    assert {fixture.call(q, k, v, plain=False, made=replay_cache.SMALL + 1) for _ in range(5)} == {"read"}
+    assert {fixture.call(q, k, v, plain=False, made=replay_cache.SMALL_BYTES + 1) for _ in range(5)} == {"read"}
 
 
 def test_not_while_capturing_nor_tuning(fixture, monkeypatch):
@@ -230,18 +230,18 @@ def test_not_while_capturing_nor_tuning(fixture, monkeypatch):
     for _ in range(4):
         fixture.call(q, k, v)
     fixture.capturing = True
-    assert replay_cache.repeated("forward", (q, k, v, None, None), {}) is None
+    assert replay_cache.run_cached("forward", (q, k, v, None, None), {}) is None
     fixture.capturing = False
     with contextlib.ExitStack() as stack:
-        token = replay_cache.tunings.set(([], False))
-        stack.callback(replay_cache.tunings.reset, token)
-        assert replay_cache.repeated("forward", (q, k, v, None, None), {}) is None
+        token = replay_cache.active_tunings.set([])
+        stack.callback(replay_cache.active_tunings.reset, token)
+        assert replay_cache.run_cached("forward", (q, k, v, None, None), {}) is None
     assert fixture.call(q, k, v)[0] == "launch"
 
 
 def test_a_large_workspace_is_allocated_every_time(monkeypatch):
     """And its address is one of those that a recording is for."""
-    fixture = Fixture(monkeypatch, workspace=replay_cache.SMALL + 1)
+    fixture = Fixture(monkeypatch, workspace=replay_cache.SMALL_BYTES + 1)
     q, k, v, out = Array(), Array(), Array(), Array()
     for _ in range(4):
         fixture.call(q, k, v, out)
@@ -276,13 +276,13 @@ FAILURES = {
 @pytest.mark.parametrize("name", FAILURES)
 def test_a_failed_recording_costs_one_warning(name, fixture, monkeypatch):
     """The call has run: its results stay. One warning, no further attempt for PAUSE calls, then it is recorded after all."""
-    monkeypatch.setattr(replay_cache, "PAUSE", 5)
+    monkeypatch.setattr(replay_cache, "RETRY_AFTER", 5)
     fixture.failure = FAILURES[name]
     q, k, v = Array(), Array(), Array()
     for _ in range(2):
         fixture.call(q, k, v)
     with pytest.warns(
-        RuntimeWarning, match=f"could not be recorded.*{type(fixture.failure).__name__}.*tried again after 5 calls"
+        RuntimeWarning, match=f"could not be replayed.*{type(fixture.failure).__name__}.*captured again after 5 calls"
     ):
         assert fixture.call(q, k, v) == "read"
     assert [fixture.call(q, k, v)[0] for _ in range(5)] == ["execute"] * 5
@@ -342,7 +342,7 @@ def test_an_interrupted_recording_leaves_nothing(fixture):
 
 def test_a_recording_that_cannot_be_launched_is_destroyed(fixture, monkeypatch):
     """The call is read instead, with a warning; it is recorded again after PAUSE calls."""
-    monkeypatch.setattr(replay_cache, "PAUSE", 2)
+    monkeypatch.setattr(replay_cache, "RETRY_AFTER", 2)
     q, k, v = Array(), Array(), Array()
     for _ in range(4):
         fixture.call(q, k, v)
@@ -361,14 +361,14 @@ def test_a_recording_that_cannot_be_launched_is_destroyed(fixture, monkeypatch):
     ]
 
 
-@pytest.mark.parametrize("workspace", [256, replay_cache.SMALL + 1], ids=["small", "large"])
+@pytest.mark.parametrize("workspace", [256, replay_cache.SMALL_BYTES + 1], ids=["small", "large"])
 def test_no_memory_for_the_workspace_of_a_repeated_call(workspace, monkeypatch):
     """The call is read, where its allocation raises the error with a note; nothing of it is counted or launched."""
     fixture = Fixture(monkeypatch, workspace)
     q, k, v = Array(), Array(), Array()
     fixture.call(q, k, v)
     fixture.too_much = workspace
-    assert replay_cache.repeated("forward", (q, k, v, None, None), {}) is None
+    assert replay_cache.run_cached("forward", (q, k, v, None, None), {}) is None
     assert (fixture.done, fixture.session.cache.hits) == ([], 0)
 
 
@@ -379,7 +379,7 @@ def test_recordings_share_no_memory(fixture):
         for _ in range(3):
             fixture.call(q, k, v, out)
     (known,) = fixture.session.known.values()
-    workspaces = [array for recording in known._recordings.values() for array in recording.own]
+    workspaces = [array for recording in known._graphs.values() for array in recording.own]
     assert [array.nbytes for array in workspaces] == [256] * 3
     assert len({array.data.ptr for array in workspaces}) == 3
 
@@ -394,7 +394,7 @@ def test_a_recording_is_for_its_stream_and_its_results(fixture):
     fixture.call(q, k, v, other)
     assert fixture.call(q, k, v, other)[0] == "execute"
     fixture.stream = 9
-    assert replay_cache.repeated("forward", (q, k, v, out, None), {}) is None
+    assert replay_cache.run_cached("forward", (q, k, v, out, None), {}) is None
 
 
 def test_recordings_of_all_calls_share_one_limit(fixture):
@@ -445,34 +445,34 @@ def test_arrays_of_options_are_told_apart(name, fixture):
     for _ in range(4):
         fixture.call(q, k, v, bias=bias)
     other = OPTION_ARRAYS[name].at(bias.data.ptr)
-    assert replay_cache.repeated("forward", (q, k, v, None, None), {"bias": other}) is None
-    assert replay_cache.repeated("forward", (q, k, v, None, None), {"bias": bias})
+    assert replay_cache.run_cached("forward", (q, k, v, None, None), {"bias": other}) is None
+    assert replay_cache.run_cached("forward", (q, k, v, None, None), {"bias": bias})
 
 
 def test_the_least_recently_used_call_is_forgotten_first(fixture, monkeypatch):
     """A call that was repeated since outlives one that was not."""
-    monkeypatch.setattr(replay_cache, "CALLS", 2)
+    monkeypatch.setattr(replay_cache, "MAX_CALLS", 2)
     q, k, v = Array(), Array(), Array()
     for scale in (0.1, 0.2, 0.1, 0.3):
         fixture.call(q, k, v, scale=scale)
     assert fixture.call(q, k, v, scale=0.1) == "read, and recorded"  # for the third time; if it were forgotten, "read"
-    assert replay_cache.repeated("forward", (q, k, v, None, None), {"scale": 0.2}) is None
+    assert replay_cache.run_cached("forward", (q, k, v, None, None), {"scale": 0.2}) is None
 
 
 def test_old_sightings_are_forgotten(fixture, monkeypatch):
     """Addresses that never come again are not remembered: the least recent of more than SEEN go."""
-    monkeypatch.setattr(replay_cache, "SEEN", 3)
+    monkeypatch.setattr(replay_cache, "MAX_ADDRESS_SETS", 3)
     q, k, v = Array(), Array(), Array()
     outputs = [Array() for _ in range(5)]
     for out in (*outputs, outputs[2]):
         fixture.call(q, k, v, out)
     (known,) = fixture.session.known.values()
-    assert [pointers[4] for pointers in known._seen] == [outputs[n].data.ptr for n in (3, 4, 2)]
+    assert [pointers[4] for pointers in known._counts] == [outputs[n].data.ptr for n in (3, 4, 2)]
 
 
 def test_forgotten_calls_leave_no_recording(fixture, monkeypatch):
     """Beyond the limit of calls their recordings are destroyed with them."""
-    monkeypatch.setattr(replay_cache, "CALLS", 2)
+    monkeypatch.setattr(replay_cache, "MAX_CALLS", 2)
     q, k, v = Array(), Array(), Array()
     for scale in (0.1, 0.2, 0.3):
         for _ in range(4):
@@ -490,9 +490,9 @@ def test_what_was_made_for_the_call_is_kept_with_the_recording(fixture):
         call = SimpleNamespace(
             problem=CASE.problem(), arrays=named, scalars={}, launched=launched, gradients=None, enqueue=None
         )
-        assert replay_cache.repeated("forward", (q, k, v, out, None), {"seed": 5}) is None
-        replay_cache.learn("forward", FORWARD, (q, k, v, out, None), {"seed": 5}, call)
+        assert replay_cache.run_cached("forward", (q, k, v, out, None), {"seed": 5}) is None
+        replay_cache.cache_call("forward", FORWARD, (q, k, v, out, None), {"seed": 5}, call)
     (known,) = fixture.session.known.values()
-    ((kept, workspace),) = [recording.own for recording in known._recordings.values()]
+    ((kept, workspace),) = [recording.own for recording in known._graphs.values()]
     assert kept is seed
     assert workspace.nbytes == 256

@@ -20,7 +20,7 @@ from cupy_sdpa._cudnn.library import library
 from cupy_sdpa.calls import replay_cache
 
 #: Calls on the same addresses after which they are replayed from a CUDA graph.
-OFTEN = replay_cache.SIGHTS + 1
+OFTEN = replay_cache.CAPTURE_AFTER + 1
 
 
 @pytest.fixture
@@ -226,7 +226,7 @@ def test_a_recording_that_fails_costs_nothing_but_time(error, cupy, monkeypatch)
 
 def test_kernels_are_launched_one_by_one(cupy, monkeypatch):
     """One of many recordings, on a stream that has work, follows kernel by kernel with the same results."""
-    monkeypatch.setattr(replay_cache, "FEW", 0)
+    monkeypatch.setattr(replay_cache, "FEW_GRAPHS", 0)
     problem = Problem(cupy, CASES[0])
     want = [problem.run() for _ in range(2 * OFTEN)][-1]
     problem.poison()  # the stream is busy
@@ -319,9 +319,9 @@ def test_what_is_not_planned_is_not_captured(cupy):
     q, k, v, _ = problem.inputs
     with cupy.cuda.Stream(non_blocking=True) as stream:
         stream.begin_capture()
-        with pytest.raises(RuntimeError, match="before it begins"):
+        with pytest.raises(RuntimeError, match="before the capture begins"):
             attention(q, k, v)
-        with pytest.raises(RuntimeError, match="before it begins"):
+        with pytest.raises(RuntimeError, match="before the capture begins"):
             prepare(q, k, v)
         graph = stream.end_capture()
     want = problem.run()
@@ -365,6 +365,10 @@ def test_prepared_calls(cupy):
     equal([as_float(call(*(x.copy("K") for x in (q, k, v))))], [want])
     with pytest.raises(ValueError, match="another problem"):
         call(q[:, :, :10], k, v)
+    with pytest.raises(TypeError, match="0 arrays are passed"):  # the arrays of a cached call, as results
+        call(out=q, stats=k, dq=v)
+    with pytest.raises(TypeError, match="dq is not a result"):
+        call(q, k, v, dq=q)
 
 
 def right(q, k, v, out):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cupy_sdpa.device import cuda_graph, cupy_runtime
+from cupy_sdpa.device import cuda_graph, cupy_runtime, driver
 
 KERNEL, COPY, FILL = "kernel", "copy", "fill"
 SIZES = {"gridDimX": 4, "gridDimY": 2, "gridDimZ": 3, "blockDimX": 384, "blockDimY": 1, "blockDimZ": 1, "sharedMemBytes": 512}
@@ -60,14 +60,14 @@ class Driver:
         return ("function", address)
 
 
-def steps(monkeypatch, *given, **more):
-    monkeypatch.setattr(cupy_runtime, "driver", lambda: Driver(*given, **more))
-    return cuda_graph.steps(graph=1, stream=9)
+def driver_calls(monkeypatch, *given, **more):
+    monkeypatch.setattr(driver, "bindings", lambda: Driver(*given, **more))
+    return cuda_graph.driver_calls(graph=1, stream=9)
 
 
 def test_a_row_of_fills_and_kernels(monkeypatch):
     """Each node is a call with what the graph knows of it, on the recording's stream, in their order."""
-    fill, first, second = steps(monkeypatch, [FILL, KERNEL, KERNEL], [(0, 1), (1, 2)])
+    fill, first, second = driver_calls(monkeypatch, [FILL, KERNEL, KERNEL], [(0, 1), (1, 2)])
     assert fill == ("fill 4", (("address", 1 << 40), 5, 3, ("stream", 9)))
     for node, (function, arguments) in enumerate((first, second), 1):
         assert function == "launch"
@@ -83,7 +83,7 @@ def test_a_row_of_fills_and_kernels(monkeypatch):
 )
 def test_what_a_kernel_needs_of_its_launch(more, names, monkeypatch):
     """Clusters and a cooperative launch are asked for again."""
-    ((_, (config, *_)),) = steps(monkeypatch, [KERNEL], [], **more)
+    ((_, (config, *_)),) = driver_calls(monkeypatch, [KERNEL], [], **more)
     assert [attribute.id for attribute in config.attrs] == names
     assert config.numAttrs == len(names)
 
@@ -101,7 +101,7 @@ OTHERS = {
 def test_other_graphs_are_only_launched_whole(name, monkeypatch):
     """Nothing is left out or put in a row that is none."""
     kinds, edges, more = OTHERS[name]
-    assert steps(monkeypatch, kinds, edges, **more) == []
+    assert driver_calls(monkeypatch, kinds, edges, **more) == []
 
 
 def test_a_driver_that_fails_is_told(monkeypatch):
@@ -109,7 +109,7 @@ def test_a_driver_that_fails_is_told(monkeypatch):
     refused = SimpleNamespace(name="CUDA_ERROR_INVALID_VALUE")
     monkeypatch.setattr(Driver, "cuGraphNodeGetType", lambda *_: (refused, None))
     with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_VALUE"):
-        steps(monkeypatch, [KERNEL], [])
+        driver_calls(monkeypatch, [KERNEL], [])
 
 
 CALLERS, CAPTURED, GRAPH, EXECUTABLE = 7, 99, 5, 6
@@ -184,7 +184,7 @@ class Stream:
 def cupy(monkeypatch):
     cupy = Cupy()
     monkeypatch.setattr(cupy_runtime, "cupy", lambda: cupy)
-    monkeypatch.setattr(cuda_graph, "steps", lambda graph, stream: cupy._do("steps", result=()))
+    monkeypatch.setattr(cuda_graph, "driver_calls", lambda graph, stream: cupy._do("driver_calls", result=()))
     return cupy
 
 
@@ -194,18 +194,18 @@ def test_a_recording_owns_its_memory(cupy):
     recording = cuda_graph.Recording(lambda: [cupy_runtime.allocate(size) for size in (300, 40)], [own])
     assert cupy.memory == [CALLERS, CALLERS]
     assert recording.size == cuda_graph.GRAPH_BYTES + 1340
-    assert [kept.nbytes for kept in recording._kept] == [1000, 300, 40]
+    assert [kept.nbytes for kept in recording._arrays] == [1000, 300, 40]
     recording.launch(of_many=False)
     recording.close()
     assert cupy.done == [
-        ("begin", CAPTURED), ("empty",), ("empty",), ("end", CAPTURED), ("steps",), ("instantiate", GRAPH),
+        ("begin", CAPTURED), ("empty",), ("empty",), ("end", CAPTURED), ("driver_calls",), ("instantiate", GRAPH),
         ("launch", EXECUTABLE, CALLERS), ("destroy", EXECUTABLE), ("destroy", GRAPH),
     ]  # fmt: skip
-    assert recording._kept == []
+    assert recording._arrays == []
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("refused"), KeyboardInterrupt()], ids=lambda e: type(e).__name__)
-@pytest.mark.parametrize("where", ["begin", "run", "empty", "end", "steps", "instantiate"])
+@pytest.mark.parametrize("where", ["begin", "run", "empty", "end", "driver_calls", "instantiate"])
 @pytest.mark.parametrize("broken", [False, True], ids=["", "and_the_capture_is_broken"])
 def test_whatever_is_raised_nothing_is_left_of_a_recording(where, broken, error, cupy):
     """The error comes out, the capture is ended, its graph destroyed, the current stream and the allocator are as before."""
@@ -219,7 +219,7 @@ def test_whatever_is_raised_nothing_is_left_of_a_recording(where, broken, error,
 
     with pytest.raises((type(error), RuntimeError)) as raised:
         cuda_graph.Recording(run)
-    if not broken or where not in ("steps", "instantiate"):
+    if not broken or where not in ("driver_calls", "instantiate"):
         assert raised.value is error
     names = [name for name, *_ in cupy.done]
     assert names.count("end") >= 1
@@ -236,4 +236,4 @@ def test_a_recording_that_fails_to_close_is_closed_all_the_same(cupy):
     with pytest.raises(RuntimeError, match="sticky"):
         recording.close()
     assert cupy.done[-2:] == [("destroy", EXECUTABLE), ("destroy", GRAPH)]
-    assert recording._kept == []
+    assert recording._arrays == []

@@ -85,7 +85,7 @@ def test_damage_costs_one_warning(name, folder):
     path.write_bytes(DAMAGE[name](raw))
     assert path.read_bytes() != raw
     other = DiskCache(folder)
-    with pytest.warns(DiskCacheWarning, match="built anew") as said:
+    with pytest.warns(DiskCacheWarning, match="built again") as said:
         assert other.get(KEY) is None
     assert len(said) == 1
     assert not path.exists()
@@ -190,7 +190,7 @@ def test_what_others_may_have_written_is_not_read(obstacle, folder, monkeypatch,
     DiskCache(tmp_path / "private").put(KEY, CONTENT)
     obstacle(folder, monkeypatch)
     file_of(folder).write_bytes(file_of(tmp_path / "private").read_bytes())
-    with pytest.warns(DiskCacheWarning, match=r"are not used: (it belongs to|others may write)"):
+    with pytest.warns(DiskCacheWarning, match=r"are not used: (it belongs to|other users may write)"):
         assert DiskCache(folder).get(KEY) is None
 
 
@@ -302,7 +302,7 @@ def test_a_file_that_others_may_have_written_is_not_read(how, folder, tmp_path, 
     DiskCache(tmp_path / "private").put(KEY, CONTENT)
     folder.mkdir(mode=0o700)
     how(file_of(folder), file_of(tmp_path / "private"), monkeypatch)
-    with pytest.warns(DiskCacheWarning, match=f"{KEY}.plan|cannot be read"):
+    with pytest.warns(DiskCacheWarning, match=f"{KEY}.plan"):
         assert DiskCache(folder).get(KEY) is None
     assert os.path.lexists(file_of(folder))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from planner import child_environment
+from planner import Died, child_environment, library_version, plan_problem
 
 import cupy_sdpa
 from cupy_sdpa import zoo
@@ -19,6 +19,7 @@ from cupy_sdpa.problem.band import Band
 from cupy_sdpa.problem.problem import Settings
 from cupy_sdpa.problem.tensor_spec import dense_strides
 from cupy_sdpa.problem.validation import RequestedOutputs, make_problem
+from cupy_sdpa.support import gpus
 from cupy_sdpa.support.gpus import NAMES
 from cupy_sdpa.support.known_bugs import BUGS, GUARDS, NOT_FIXED, STAGING_GUARDS
 from cupy_sdpa.support.rules import RULES
@@ -463,13 +464,54 @@ def test_the_page_is_the_table():
         assert f"| {name} |" in text
 
 
+class Accepting:
+    """In place of the survey's processes: the planner of the tests, which compiles no kernels."""
+
+    def __init__(self, planner):
+        self.planner, self.version = planner, planner.call(library_version)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def plan_all(self, jobs, shelf):
+        for number, job in enumerate(jobs):
+            try:
+                yield number, self.planner.accept(plan_problem, *job)
+            except Died as death:
+                yield number, str(death)
+
+
 @pytest.mark.cudnn
-def test_the_table_is_what_cudnn_does():
-    """Every problem for every described GPU, planned by the real cuDNN: the table says the same."""
+def test_the_table_is_what_cudnn_accepts(planner, monkeypatch):
+    """Every problem for every described GPU, queried from the real cuDNN: the table says the same."""
+    monkeypatch.setattr(survey, "Planner", lambda workers, cudnn: Accepting(planner))
     _, findings = survey.measure(PROBES)
     assert len(findings) == len(PROBES) * len(NAMES)
     assert [finding for finding in findings if not finding.agree] == []
     assert {finding.measured for finding in findings} >= {"engine 1", "engine 2", "engine 6", "engine 7"}
+
+
+@pytest.mark.cudnn
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("gpu", "engines"), [("a100", "17"), ("b200", "1357"), ("h200", "126"), ("l40s", "17"), ("rtx5090", "17")]
+)
+def test_the_table_is_what_cudnn_does(gpu, engines, monkeypatch):
+    """Every problem for every described GPU, planned by the real cuDNN, kernels compiled: the table says the same."""
+    monkeypatch.setattr(gpus, "NAMES", (gpu,))
+    _, findings = survey.measure(PROBES)
+    assert len(findings) == len(PROBES)
+    assert [finding for finding in findings if not finding.agree] == []
+    assert {finding.measured for finding in findings} >= {f"engine {number}" for number in engines}
+
+
+def test_every_gpu_is_measured():
+    """No described GPU is missing above."""
+    (parameters,) = (mark.args[1] for mark in test_the_table_is_what_cudnn_does.pytestmark if mark.name == "parametrize")
+    assert {gpu for gpu, _ in parameters} == set(NAMES)
 
 
 @pytest.mark.cudnn

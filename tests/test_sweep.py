@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from cases import LAYOUTS, Case
 from on_gpu import check_backward, check_forward
+from planner import plan_graph
 
 from cupy_sdpa import attention, attention_backward
 from cupy_sdpa._cudnn.library import library
 from cupy_sdpa.device import cupy_runtime
-from cupy_sdpa.graph.patterns import forward
+from cupy_sdpa.graph.attention_forward import forward
 from cupy_sdpa.plans.plan import PlanInfo
 from cupy_sdpa.support.why_not import why_not
 
@@ -84,9 +85,9 @@ def random_case(seed):
 @pytest.mark.cudnn
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("d", range(8, 257, 8))
-def test_every_head_dim_is_planned_for_the_h200(d, causal, planner):
+def test_every_head_dim_is_planned_for_the_h200(d, causal, planned):
     """Every multiple of 8 up to 256 has a plan, and it is the Hopper kernel's."""
-    plan = planner.plan(forward(Case(f"d{d}", d=d, sq=256, hq=4, hkv=2, causal=causal).problem()))
+    plan = planned(plan_graph, forward(Case(f"d{d}", d=d, sq=256, hq=4, hkv=2, causal=causal).problem()), "h200")
     assert isinstance(plan, PlanInfo), plan
     assert plan.engine == 2
 

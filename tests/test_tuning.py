@@ -12,58 +12,63 @@ from stand_ins import Descriptor, candidate, fake_plan, uids
 import cupy_sdpa.plans.plan
 from cupy_sdpa import CudnnError, Unsupported
 from cupy_sdpa.calls import autotune
-from cupy_sdpa.calls.autotune import KNOBS, Trial, Tuning, tune
-from cupy_sdpa.graph.patterns import backward, forward
-from cupy_sdpa.plans.plan import ORDERED_SINCE
+from cupy_sdpa.calls.autotune import Trial, Tuning, tune
+from cupy_sdpa.graph.attention_backward import backward
+from cupy_sdpa.graph.attention_forward import forward
 from cupy_sdpa.plans.plan_cache import PlanCache
+from cupy_sdpa.plans.planner import ORDERED_SINCE
 
 ASKED = Case("small", d=64, sq=64).problem()
 
 
-def candidates_of(problem, knobs):
-    """In a child: the (engine, knobs, whether heuristics propose it) of every candidate, and those of the plan itself."""
+def candidates_of(problem):
+    """In a child: the (engine, knobs) of the plan, and of every other candidate."""
     from cupy_sdpa.calls.autotune import _candidates
-    from cupy_sdpa.graph.patterns import forward
+    from cupy_sdpa.graph.attention_forward import forward
     from cupy_sdpa.offline.planner import load_target
     from cupy_sdpa.plans.disk_cache import DiskCache
-    from cupy_sdpa.plans.plan import make, searching
+    from cupy_sdpa.plans.planner import engine_search, load_or_build
 
     target, graph = load_target("h200"), forward(problem)
-    plan = make(graph, target, disk_cache=DiskCache(None))
+    plan = load_or_build(graph, target, disk_cache=DiskCache(None))
     found = []
-    with searching(graph, target) as (search, _):
-        for candidate, proposed in _candidates(search, plan, knobs):
-            found.append((candidate.engine, candidate.knobs, proposed))
+    with engine_search(graph, target) as (search, _):
+        for candidate in _candidates(search, plan):
+            found.append((candidate.engine, candidate.knobs))
             candidate.close()
     plan.close()
     return (plan.info.engine, plan.info.knobs), found
 
 
 @pytest.mark.cudnn
-@pytest.mark.parametrize("knobs", [False, True], ids=["heuristics", "knobs"])
-def test_every_config_is_tried_once(knobs, planner):
-    """Not the plan that is there, none twice; by hand only on request, and only knobs that may be touched."""
-    own, found = planner.call(candidates_of, ASKED, knobs)
-    configs = [(engine, chosen) for engine, chosen, _ in found]
+def test_every_config_is_tried_once(planner):
+    """Each proposed config except the plan's own, none twice."""
+    own, configs = planner.call(candidates_of, ASKED)
+    assert configs
     assert own not in configs
     assert len(configs) == len(set(configs))
-    by_hand = [dict(chosen) for _, chosen, proposed in found if not proposed]
-    assert bool(by_hand) is knobs
-    assert all(set(chosen) & set(KNOBS) for chosen in by_hand)
-    assert any(proposed for _, _, proposed in found)
+
+
+def test_settings_of_knobs_are_no_option():
+    """autotune is True or False."""
+    x = np.zeros((8, 1, 4, 1), np.float32, order="F")
+    with pytest.raises(TypeError, match="autotune is 'knobs'; it must be True or False"):
+        cupy_sdpa.prepare(x, x, x, autotune="knobs")
+    with pytest.raises(TypeError, match="knobs"), cupy_sdpa.autotune(knobs=True):
+        pass
 
 
 def test_printed_it_is_a_table():
     """The fastest first, wrong results named, the gain in the title; the same in a notebook."""
     trials = (
-        Trial(1, (("KERNEL_CFG", 3),), 0, 5.0, True),
-        Trial(2, (("KERNEL_CFG", 7),), 256, 6.0, True),
-        Trial(1, (("KERNEL_CFG", 25),), 0, None, False),
+        Trial(1, (("KERNEL_CFG", 3),), 0, 5.0),
+        Trial(2, (("KERNEL_CFG", 7),), 256, 6.0),
+        Trial(1, (("KERNEL_CFG", 25),), 0, None),
     )
     found = Tuning(ASKED, trials, before=6.0, after=5.0)
     lines = str(found).splitlines()
     assert lines[0].endswith("6.0 us before, 5.0 us after, 1.20 times as fast")
-    assert lines[1].split() == ["time", "engine", "knobs", "workspace", "proposed", "by"]
+    assert lines[1].split() == ["time", "engine", "knobs", "workspace"]
     assert lines[2].startswith("5.0 us")
     assert "wrong results" in lines[4]
     assert found._repr_html_().count("<tr>") == 4
@@ -95,7 +100,7 @@ COMPUTES = {
 class Gpu:
     """One result of 20 numbers; a config of engine n computes the n-th of some functions, in ``us[n]`` microseconds."""
 
-    def __init__(self, monkeypatch, problem, graph, others=(), us=(8.0, 1.0, 1.0), knobs=False):
+    def __init__(self, monkeypatch, problem, graph, others=(), us=(8.0, 1.0, 1.0)):
         self.result, self.descriptors = np.zeros(20, np.float32), {}
         self.computes = [COMPUTES["right"], *others]
         library = SimpleNamespace(version=92800, build="test")
@@ -103,12 +108,12 @@ class Gpu:
         monkeypatch.setattr(autotune.cupy_runtime, "cupy", lambda: np)
         monkeypatch.setattr(autotune.cupy_runtime, "allocate", lambda size: SimpleNamespace(ptr=1))
         monkeypatch.setattr(autotune, "current", lambda: SimpleNamespace(put=self.put))
-        monkeypatch.setattr(autotune, "searching", self.searching)
-        monkeypatch.setattr(autotune, "_candidates", lambda search, plan, by_hand: self.candidates(by_hand))
+        monkeypatch.setattr(autotune, "engine_search", self.engine_search)
+        monkeypatch.setattr(autotune, "_candidates", lambda search, plan: self.candidates())
         monkeypatch.setattr(autotune._Bench, "time", lambda bench, plan, rounds: us[plan.info.engine])
         self.asked, self.stored, self.cache = [], [], PlanCache()
         self.plan = fake_plan(self.descriptor(0), graph, engine=0)
-        self.found = tune(problem, self.plan, self.cache, self.execute, [self.result], knobs=knobs)
+        self.found = tune(problem, self.plan, self.cache, self.execute, [self.result])
         self.kept = self.cache.get(problem)
 
     def descriptor(self, engine):
@@ -116,14 +121,13 @@ class Gpu:
         return self.descriptors[engine]
 
     @contextlib.contextmanager
-    def searching(self, graph, target, limit=None):
+    def engine_search(self, graph, target, limit=None):
         self.asked.append(limit)
         yield None, uids(graph)
 
-    def candidates(self, by_hand):
-        self.asked.append(by_hand)
+    def candidates(self):
         for engine in range(1, len(self.computes)):
-            yield candidate(self.descriptor(engine), engine), True
+            yield candidate(self.descriptor(engine), engine)
 
     def execute(self, plan, workspace):
         compute = self.computes[plan.info.engine]
@@ -175,12 +179,12 @@ def test_tuning_keeps_within_max_workspace(limit, monkeypatch):
     assert gpu.asked[0] == limit
 
 
-@pytest.mark.parametrize(("direct", "tried"), [(True, [False]), (False, [])], ids=["direct", "ordered"])
-def test_tuning_keeps_deterministic_gradients_deterministic(direct, tried, monkeypatch):
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "ordered"])
+def test_tuning_keeps_deterministic_gradients_deterministic(direct, monkeypatch):
     """Only what heuristics propose for the direct graph is tried; the ordered engine is the only one of its graph."""
     problem = Case("deterministic", d=64, sq=64).gradient_problem(deterministic=True)
-    gpu = Gpu(monkeypatch, problem, backward(problem, direct), [COMPUTES["right"]], knobs=True)
-    assert [asked for asked in gpu.asked if isinstance(asked, bool)] == tried
+    gpu = Gpu(monkeypatch, problem, backward(problem, direct), [COMPUTES["right"]])
+    assert bool(gpu.asked) is direct
     assert (gpu.kept is None) is not direct
     assert (gpu.kept or gpu.plan).info.tuned
 

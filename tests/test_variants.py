@@ -160,7 +160,7 @@ def test_totals_share_a_plan():
         x = (64, 4, total)
         starts = {"cu_seqlens_q": (5,), "cu_seqlens_kv": (5,), "max_seqlen_q": 300, "max_seqlen_kv": 300}
         problems.append(cupy_sdpa.problem(x, x, x, dtype="bfloat16", backward=True, **starts))
-    assert problems[0] is problems[1] is problems[2]
+    assert problems[0] == problems[1] == problems[2]
 
 
 class TestDropout:
@@ -210,7 +210,7 @@ class TestDropout:
         """A tile of the CPU engine draws what the whole would."""
         q = np.ones((8, 2, 50, 2), np.float32, order="F")
         whole = attention(q, q, q, dropout_p=0.5, seed=1)
-        monkeypatch.setattr("cupy_sdpa.graph.interpreter.TILE_ELEMENTS", 150)
+        monkeypatch.setattr("cupy_sdpa.graph.tiles.TILE_ELEMENTS", 150)
         np.testing.assert_array_equal(attention(q, q, q, dropout_p=0.5, seed=1), whole)
 
 
@@ -285,15 +285,15 @@ BAD = {
     "slopes": ({"alibi_slopes": np.zeros(3, np.float32)}, ValueError, r"alibi_slopes has shape \(3,\); it must be \(1,\)"),
     "sinks": ({"sinks": np.zeros(1)}, TypeError, "sinks is float64; it must be float32"),
     "dropout_one": ({"dropout_p": 1.0, "seed": 0}, ValueError, "dropout_p is 1.0; it must be 0 or more, and below 1"),
-    "dropout_seed": ({"dropout_p": 0.5}, ValueError, "seed is None: give a seed"),
+    "dropout_seed": ({"dropout_p": 0.5}, ValueError, "seed is None: pass a seed"),
     "dropout_mask": ({"dropout_mask": np.ones((4, 4, 1, 2), bool)}, ValueError, "dropout_p is 0"),
     "dropout_both": (
-        {"dropout_p": 0.5, "seed": 1, "dropout_mask": np.ones((4, 4, 1, 2), bool)}, ValueError, "give one of them",
+        {"dropout_p": 0.5, "seed": 1, "dropout_mask": np.ones((4, 4, 1, 2), bool)}, ValueError, "pass one of them",
     ),
     "dropout_mask_shape": (
         {"dropout_p": 0.5, "dropout_mask": np.ones((4, 4, 1, 1), bool)}, ValueError, r"dropout_mask has shape .* \(4, 4, 1, 2\)",
     ),
-    "seed_large": ({"dropout_p": 0.5, "seed": 2**63}, ValueError, "64 bits"),
+    "seed_large": ({"dropout_p": 0.5, "seed": 2**63}, ValueError, "64-bit integer"),
     "seed_float": ({"dropout_p": 0.5, "seed": 1.5}, TypeError, "seed is a builtins.float"),
     "longest_alone": ({"max_seqlen_q": 4}, ValueError, "cu_seqlens_q is None"),
     "packed_rank": (

@@ -21,8 +21,8 @@ from .._cudnn.library import library
 from ..device import cupy_runtime
 from ..errors import CudnnError
 from ..version import __version__, version_text
-from . import machine
-from .console import CommandError, Help, one_line, positive, say
+from .helpers import machine
+from .helpers.console import CommandError, Help, one_line, positive, print_labeled
 
 if TYPE_CHECKING:
     from ..check.cases.case import Case
@@ -100,7 +100,7 @@ def command(arguments: argparse.Namespace) -> int:
     engines = _engines([case.engine] if case else arguments.engine)
     jobs = 1 if case else arguments.jobs or _jobs(engines)
     amount = f"{limits.seconds / 60:g} min" if limits.seconds else f"{limits.problems} problems"
-    say("seed", f"{seed}; {'1 problem' if case else amount}, {jobs} worker process{'es' * (jobs > 1)}")
+    print_labeled("seed", f"{seed}; {'1 problem' if case else amount}, {jobs} worker process{'es' * (jobs > 1)}")
     report = _Report(arguments.json, seed, engines)
 
     def before_shrinking(summary: Summary, seconds: float) -> None:
@@ -113,7 +113,7 @@ def command(arguments: argparse.Namespace) -> int:
     _print(summary, findings, seconds)
     report.write(summary, findings, seconds, final=True)
     if report.path:
-        say("report", str(report.path))
+        print_labeled("report", str(report.path))
     if not summary.problems:
         raise CommandError("no problem was run: increase --minutes")
     return 1 if findings else 0
@@ -189,21 +189,21 @@ def _engines(requested: Sequence[str] | None) -> tuple[str, ...]:
     if requested is None:
         requested = ("cpu", "plan") if reasons else ("gpu",)
         if reasons:
-            say("no GPU", f"no kernel is run: {one_line('; '.join(reasons))}")
+            print_labeled("no GPU", f"no kernel is run: {one_line('; '.join(reasons))}")
     engines = []
     for engine in dict.fromkeys(requested):
         if engine == "gpu":
             if reasons:
                 raise CommandError(f"--engine gpu cannot run here: {one_line('; '.join(reasons))}")
-            say("tests", f"{'; '.join(machine.gpus())}; cuDNN {version_text(library().version)}")
+            print_labeled("tests", f"{'; '.join(machine.gpus())}; cuDNN {version_text(library().version)}")
         elif engine == "cpu":
-            say("tests", f"the CPU engine, numpy {np.__version__}")
+            print_labeled("tests", f"the CPU engine, numpy {np.__version__}")
         else:
             version = _planner()
             if isinstance(version, str):
-                say("not tested", f"planning: {version}")
+                print_labeled("not tested", f"planning: {version}")
                 continue
-            say("tests", f"planning for described GPUs, cuDNN {version_text(version)}")
+            print_labeled("tests", f"planning for described GPUs, cuDNN {version_text(version)}")
         engines.append(engine)
     if not engines:
         raise CommandError("no engine can be tested here")

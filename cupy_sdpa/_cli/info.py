@@ -1,4 +1,4 @@
-"""``info``: versions, where every library comes from, the GPUs, and what this machine can run."""
+"""``info``: versions and paths of the libraries, the GPUs, and the engines that can run on this machine."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from .._cudnn.describe import read_description
+from .._cudnn.deviceless import read_description
 from .._cudnn.library import library
 from .._cudnn.nvrtc import nvrtc
 from ..errors import CudnnError
 from ..plans import disk_cache
 from ..version import __version__, version_text
-from . import machine
-from .console import CommandError, Help, add_json, one_line, record
+from .helpers import machine
+from .helpers.console import CommandError, Help, add_json, one_line, record
 
 _EPILOG = """\
 example:
-  python -m cupy_sdpa info                         put this into a bug report
-  python -m cupy_sdpa info --describe > card.json  the GPU that is here, for
+  python -m cupy_sdpa info                         for bug reports
+  python -m cupy_sdpa info --describe > card.json  the current GPU, for
                                                    plan --gpu card.json
 """
 
@@ -29,20 +29,20 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     """Add the command to the parser."""
     parser = commands.add_parser(
         "info",
-        help="what this machine has, and what it lacks",
-        description="Versions, where each library was found, the GPUs, and what this machine can run.",
+        help="versions, libraries, GPUs, and what is missing",
+        description="Print versions, the path of each library, the GPUs, and the engines that can run on this machine.",
         epilog=_EPILOG,
         formatter_class=Help,
     )
     parser.add_argument(
-        "--describe", action="store_true", help="print the current GPU's description instead, as cuDNN reads it off the card"
+        "--describe", action="store_true", help="print only the description of the current GPU, as cuDNN reads it"
     )
     add_json(parser)
     parser.set_defaults(command=command)
 
 
 def command(arguments: argparse.Namespace) -> int:
-    """Run ``info``; it never fails: what is missing is what it is asked about. ``--describe`` fails without a GPU."""
+    """Run ``info``. Missing libraries are not errors; ``--describe`` fails without a GPU."""
     if arguments.describe:
         if obstacles := machine.obstacles():
             raise CommandError(f"there is no GPU to describe: {obstacles[0]}")
@@ -64,7 +64,7 @@ def command(arguments: argparse.Namespace) -> int:
         _line("cuDNN", "-", one_line(str(error)))
     else:
         _line("cuDNN", version_text(cudnn.version), f"{cudnn.path} (for CUDA {machine.cuda_text(cudnn.cudart_version)})")
-        _line("", "", f"found by {cudnn.found}")
+        _line("", "", f"found by {cudnn.found_via}")
         _line("NVRTC", nvrtc().version, nvrtc().path or "not found: cuDNN cannot compile kernels")
     for gpu in _gpus():
         _line("GPU", "", gpu)
@@ -80,12 +80,12 @@ def command(arguments: argparse.Namespace) -> int:
 
 
 def _gpus() -> list[str]:
-    """A line for each GPU, or one that says why there is none."""
+    """A line for each GPU, or the reason why there is none."""
     if reason := machine.no_gpu():
         return [reason.replace("no GPU", "none")]
     if isinstance(machine.imported("cupy"), ModuleType):
         return machine.gpus()
-    return [f"an NVIDIA driver ({machine.driver()}) is loaded; its GPUs are asked through CuPy"]
+    return [f"an NVIDIA driver ({machine.driver()}) is loaded; CuPy is needed to list its GPUs"]
 
 
 def _line(title: str, version: str, text: str) -> None:

@@ -1,4 +1,4 @@
-"""The parser of ``python -m cupy_sdpa``, and the one place where failures become a line and an exit status."""
+"""The parser of ``python -m cupy_sdpa``, and the conversion of failures to one line and an exit status."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..version import __version__
-from . import bench, check, demo, explain, info, plan, run, support
-from .console import CommandError, Help, one_line, spoken_as
+from . import check, demo, explain, info, plan, run, support
+from .helpers.console import CommandError, Help, one_line, output_of
 
 _EXAMPLES = """\
 examples:
@@ -18,47 +18,70 @@ examples:
   python -m cupy_sdpa run in.npz -o out.npz
   python -m cupy_sdpa explain 128,32,4096,1 --causal --gpu h200
   python -m cupy_sdpa plan --gpu h200 shapes.toml -o plans/
-  python -m cupy_sdpa bench --cpu
   python -m cupy_sdpa check --minutes 10
 
-exit status: 0 done; 1 the answer is no: a wrong result, a problem that cannot
-run; 2 it could not be done, and one line says why.
+exit status: 0 success; 1 a wrong result, or a problem that cannot run; 2 the
+command failed and one line on stderr gives the reason.
+
+The benchmarks are in the repository: python -m benchmarks compare
 """
+#: The reply to the former command ``bench``.
+_BENCH = "the benchmarks are not part of the package: in a clone of the repository, run `python -m benchmarks compare`"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        argv: the words after ``python -m cupy_sdpa``; None takes them from the process.
+        argv: the arguments after ``python -m cupy_sdpa``; None for those of the process.
 
     Returns:
-        The exit status: 0 done, 1 the answer is no (a wrong result, a problem that cannot run), 2 it could not be done and one
-        line on stderr says why, 130 interrupted, 141 nobody reads the output any more.
+        The exit status: see :func:`exit_status`.
     """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without the letters of a formula shows the rest
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] == ["bench"]:
+        print(f"cupy_sdpa: {_BENCH}", file=sys.stderr)
+        return 2
     parser = _parser()
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args(words)
     if arguments.command is None:
         parser.print_help(sys.stderr)
         return 2
+
+    def command() -> int:
+        with output_of(arguments):
+            return int(arguments.command(arguments))
+
+    return exit_status(command, "cupy_sdpa")
+
+
+def exit_status(command: Callable[[], int], program: str) -> int:
+    """Run a command and return its exit status; print a failure as one line on stderr.
+
+    Args:
+        command: returns 0 for success, 1 for a negative result (a wrong result, a problem that cannot run).
+        program: the name before the line.
+
+    Returns:
+        The command's own status; 2 if it failed, 130 if it was interrupted, 141 if its output was closed.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # for terminals without the characters of formulas
     try:
-        with spoken_as(arguments):
-            status = int(arguments.command(arguments))
+        status = command()
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # whoever read the output has heard enough, as head(1) does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit finds no broken pipe
+    except BrokenPipeError:  # the reader has closed the pipe, as head(1) does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit must not fail again
         return 141
     except CommandError as error:
         text, status = str(error), 2
-    except MemoryError as error:  # numpy's and CuPy's say how much was asked for
+    except MemoryError as error:  # the messages of numpy and CuPy contain the requested size
         text, status = f"not enough memory: {error}", 2
     except KeyboardInterrupt:
         text, status = "interrupted", 130
-    print(f"cupy_sdpa: {one_line(text)}", file=sys.stderr)
+    print(f"{program}: {one_line(text)}", file=sys.stderr)
     return status
 
 
@@ -71,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"cupy_sdpa {__version__}")
     parser.set_defaults(command=None)
-    commands = parser.add_subparsers(title="commands", metavar="{demo,run,info,explain,plan,support,bench,check}")
-    for module in (demo, run, info, explain, plan, support, bench, check):
+    commands = parser.add_subparsers(title="commands", metavar="{demo,run,info,explain,plan,support,check}")
+    for module in (demo, run, info, explain, plan, support, check):
         module.add_to(commands)
     return parser

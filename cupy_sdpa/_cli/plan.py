@@ -1,4 +1,4 @@
-"""``plan``: plans made ahead of time, for a GPU that need not be here."""
+"""``plan``: build plans ahead of time, for a GPU that this machine need not have."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from pathlib import Path
 from .. import store
 from ..errors import CudnnError
 from ..support import gpus
-from . import machine
-from .console import CommandError, Help, Progress, add_json, one_line, positive, say, told
+from .helpers import machine
+from .helpers.console import CommandError, Help, Progress, add_json, file_error, one_line, positive, print_labeled
 
 _EPILOG = """\
 examples:
   python -m cupy_sdpa plan --gpu h200 shapes.toml -o plans/
-  CUPY_SDPA_CACHE_DIR=plans/ python serve.py    on a machine with such a GPU and
+  CUPY_SDPA_CACHE_DIR=plans/ python serve.py    on a machine with this GPU and
                                                 the same cuDNN and NVRTC
 
-shapes.toml, a table for every attention:
+shapes.toml has a table for each attention problem:
   [[attention]]
   q = [128, 64, 4096, 1]            # (head_dim, heads, seq, batch)
   k = [128, 8, 4096, 1]
   v = [128, 8, 4096, 1]
   dtype = "bfloat16"
-  causal = true                     # and whatever cupy_sdpa.problem() takes
+  causal = true                     # and other options of cupy_sdpa.problem()
   passes = ["forward", "backward"]  # default: forward
-  lengths = [1024, 2048, 4096]      # in place of the lengths in the shapes
+  lengths = [1024, 2048, 4096]      # replace the lengths in the shapes
 """
 
 
@@ -33,25 +33,27 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     """Add the command to the parser."""
     parser = commands.add_parser(
         "plan",
-        help="make plans ahead of time, for a GPU that need not be here",
-        description="Have cuDNN plan and compile, now, what a process on another machine will then load in milliseconds.",
+        help="build plans ahead of time, also without the GPU",
+        description="Build cuDNN plans that a process on another machine can load in milliseconds.",
         epilog=_EPILOG,
         formatter_class=Help,
     )
     parser.add_argument("shapes", type=Path, help="a TOML file")
     parser.add_argument(
         "--gpu", action="append", required=True, metavar="NAME",
-        help=f"{', '.join(gpus.NAMES)}, or a file that info --describe wrote; more than once for several",
+        help=f"{', '.join(gpus.NAMES)}, or a file written by info --describe; repeat it for several GPUs",
     )  # fmt: skip
-    parser.add_argument("--cudnn", metavar="VERSION", help="the version to plan with, or the path of a libcudnn.so.9")
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FOLDER", help="where the plans go")
-    parser.add_argument("-j", "--jobs", type=positive, metavar="N", help="processes that plan (default: one a processor)")
+    parser.add_argument("--cudnn", metavar="VERSION", help="the cuDNN version, or the path of a libcudnn.so.9")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FOLDER", help="the folder for the plans")
+    parser.add_argument(
+        "-j", "--jobs", type=positive, metavar="N", help="number of planning processes (default: one per CPU core)"
+    )
     add_json(parser)
     parser.set_defaults(command=command)
 
 
 def command(arguments: argparse.Namespace) -> int:
-    """Run ``plan``; 1 where something could not be planned."""
+    """Run ``plan``; returns 1 if a problem has no plan."""
     if arguments.cudnn and "/" in arguments.cudnn:
         machine.check_library(arguments.cudnn)
     try:
@@ -61,16 +63,16 @@ def command(arguments: argparse.Namespace) -> int:
                 problems, arguments.gpu, arguments.output, cudnn=arguments.cudnn, workers=arguments.jobs, progress=progress
             )
     except OSError as error:
-        raise CommandError(told(error)) from error
+        raise CommandError(file_error(error)) from error
     except CudnnError as error:
         raise CommandError(machine.brief(error)) from error
     except ValueError as error:
         raise CommandError(str(error)) from error
     for entry in built:
-        say("refused" if entry.plan is None else "planned", f"{entry.problem}; {entry.gpu}: {_outcome(entry)}")
+        print_labeled("refused" if entry.plan is None else "planned", f"{entry.problem}; {entry.gpu}: {_outcome(entry)}")
     refused = sum(entry.plan is None for entry in built)
     files = store.DiskCache(arguments.output)
-    say("store", f"{len(built) - refused} plans, {refused} refused; {files}")
+    print_labeled("store", f"{len(built) - refused} plans, {refused} refused; {files}")
     return 1 if refused else 0
 
 
@@ -78,4 +80,4 @@ def _outcome(entry: store.Built) -> str:
     if entry.plan is None:
         return one_line(entry.reason)
     plan = entry.plan
-    return f"engine {plan.engine}, {'already there' if plan.loaded else f'{plan.build_ms:.0f} ms'}, {plan.size} bytes"
+    return f"engine {plan.engine}, {'already stored' if plan.loaded else f'{plan.build_ms:.0f} ms'}, {plan.size} bytes"

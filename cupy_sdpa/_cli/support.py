@@ -1,30 +1,32 @@
-"""``support``: what runs where by the table, and, measured, whether the table is right."""
+"""``support``: print the support table, or check it by planning with cuDNN."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from ..errors import CudnnError
 from ..offline import problems, survey
 from ..offline.page import page
 from ..problem.problem import Problem
-from ..support.why_not import GUARDS_OFF
-from ..version import RELEASES, version_number, version_text
-from . import machine
-from .console import CommandError, Help, Progress, one_line, say, width
-from .plain import plain
+from ..support import gpus
+from ..support.known_bugs import BUGS, GUARDS, Bug
+from ..support.rules import RULES
+from ..support.why_not import GUARDS_OFF, unverified_rules, why_not
+from ..version import MINIMUM_CUDNN, RELEASES, version_number, version_text
+from .helpers import machine
+from .helpers.console import CommandError, Help, Progress, one_line, print_labeled, print_wrapped
 
 _EPILOG = f"""\
 examples:
   python -m cupy_sdpa support --measure          plan every problem for every
-                                                 described GPU, and compare
+                                                 described GPU, and compare with
+                                                 the table
   python -m cupy_sdpa support --measure --pairs  the same for every pair of
                                                  options (half an hour)
   python -m cupy_sdpa support --markdown         the page of the documentation
 
-{GUARDS_OFF}=NAME,... turns rows of the table off, for a process
-that knows better.
+{GUARDS_OFF}=NAME,... turns off rows of the table in a process.
 """
 
 
@@ -32,17 +34,19 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     """Add the command to the parser."""
     parser = commands.add_parser(
         "support",
-        help="what runs where, and whether that is still true",
-        description="What each cuDNN and GPU can run, and every known bug; or, measured, whether that is right.",
+        help="what each cuDNN version and GPU can run",
+        description="Print what each cuDNN version and GPU can run, and all known bugs; or check this table with cuDNN.",
         epilog=_EPILOG,
         formatter_class=Help,
     )
-    parser.add_argument("--cudnn", metavar="VERSION", help="the version (default: the newest known), or with --measure a path")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--markdown", action="store_true", help="as the page of the documentation")
-    what.add_argument(
-        "--measure", action="store_true", help="plan everything, for GPUs that need not be here (a minute or two)"
+    parser.add_argument(
+        "--cudnn",
+        metavar="VERSION",
+        help="the cuDNN version (default: the newest known one); with --measure the library's path",
     )
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--markdown", action="store_true", help="print the page of the documentation")
+    mode.add_argument("--measure", action="store_true", help="plan all problems for all described GPUs (a minute or two)")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--pairs", action="store_true", help="with --measure: every pair of options")
     which.add_argument("--operations", action="store_true", help="with --measure: every operation of score functions")
@@ -50,10 +54,10 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def command(arguments: argparse.Namespace) -> int:
-    """Run ``support``; 1 where the table is not right."""
+    """Run ``support``; returns 1 if cuDNN contradicts the table."""
     if (arguments.pairs or arguments.operations) and not arguments.measure:
         name = "--pairs" if arguments.pairs else "--operations"
-        raise CommandError(f"{name} says what to plan, and nothing is planned without --measure: support --measure {name}")
+        raise CommandError(f"{name} has no effect without --measure: use support --measure {name}")
     if arguments.measure:
         machine.check_library(arguments.cudnn)
         others = problems.operations() if arguments.operations else problems.PROBES
@@ -62,13 +66,56 @@ def command(arguments: argparse.Namespace) -> int:
         version = version_number(arguments.cudnn) if arguments.cudnn else RELEASES[-1]
     except ValueError as error:
         raise CommandError(str(error)) from error
-    lines = page(version)
     if arguments.markdown:
-        print("\n".join(lines))
-        return 0
-    for line in plain(lines, width()):
-        print(line)
+        print("\n".join(page(version)))
+    else:
+        print_wrapped("\n".join(_lines(version)))
     return 0
+
+
+def _lines(version: int) -> Iterator[str]:
+    """The support table for a cuDNN version as text."""
+    yield f"cuDNN {version_text(version)} ({version_text(MINIMUM_CUDNN)} or newer is required)"
+    yield f"GPUs: {', '.join(f'{name.upper()} ({gpus.capability(name) / 10})' for name in gpus.NAMES)}"
+    yield "\nproblems:"
+    for name, problem in problems.PROBES.items():
+        yield f"  {name}: {_verdict(problem, version)}"
+    yield from _exceptions("pairs of options", problems.pairs(), version)
+    yield from _exceptions("operations of score and mask functions", problems.operations(), version)
+    yield "\nrules:"
+    for rule in RULES:
+        yield f"  {rule.name}: {rule.summary} ({rule.error.__name__ if rule.refuses else 'unverified'})"
+    yield "\nknown bugs of cuDNN:"
+    yield from dict.fromkeys(map(_bug, BUGS))  # a bug has a row for each range of versions
+    yield "\nLinks and versions: python -m cupy_sdpa support --markdown"
+
+
+def _bug(bug: Bug) -> str:
+    action = ", ".join(GUARDS[guard] for guard in sorted(bug.guards)) or f"refused: {bug.remedy}"
+    return f"  {bug.name}: {bug.when}: {bug.effect} ({action})".replace("`", "")
+
+
+def _exceptions(title: str, named: Mapping[str, Problem], version: int) -> Iterator[str]:
+    """The problems that some GPU cannot run, or only unverified."""
+    verdicts = {name: _verdict(problem, version) for name, problem in named.items()}
+    exceptions = {name: verdict for name, verdict in verdicts.items() if verdict != "yes"}
+    yield f"\n{title}: {len(verdicts) - len(exceptions)} of {len(verdicts)} run on all GPUs, the others are:"
+    for name, verdict in exceptions.items():
+        yield f"  {name}: {verdict}".replace("`", "")
+
+
+def _verdict(problem: Problem, version: int) -> str:
+    """``yes`` if all GPUs run a problem, else the GPUs by verdict, with the rules."""
+    found: dict[str, list[str]] = {}
+    for gpu in gpus.NAMES:
+        capability = gpus.capability(gpu)
+        rules = dict.fromkeys(reason.rule for reason in why_not(problem, version, capability))
+        unverified = dict.fromkeys(name for name, _ in unverified_rules(problem, version, capability))
+        verdict = f"no ({', '.join(rules)})" if rules else f"unverified ({', '.join(unverified)})" if unverified else "yes"
+        found.setdefault(verdict, []).append(gpu.upper())
+    if len(found) == 1:
+        return next(iter(found))
+    return "; ".join(f"{', '.join(names)} {verdict}" for verdict, names in found.items())
 
 
 def _measure(cudnn: str | None, probes: Mapping[str, Problem]) -> int:
@@ -79,7 +126,10 @@ def _measure(cudnn: str | None, probes: Mapping[str, Problem]) -> int:
         raise CommandError(machine.brief(error)) from error
     wrong = [finding for finding in findings if not finding.agree]
     for finding in wrong:
-        says = ", ".join(finding.rules) or "it runs"
-        say("differs", f"{finding.probe} on {finding.gpu}: the table says: {says}; cuDNN: {one_line(finding.measured)}")
-    say("measured", f"{len(findings)} problems with cuDNN {version_text(version)}: {len(wrong)} differ from the table")
+        expected = ", ".join(finding.rules) or "it runs"
+        text = f"{finding.probe} on {finding.gpu}: table: {expected}; cuDNN: {one_line(finding.measured)}"
+        print_labeled("differs", text)
+    print_labeled(
+        "measured", f"{len(findings)} problems with cuDNN {version_text(version)}: {len(wrong)} differ from the table"
+    )
     return 1 if wrong else 0

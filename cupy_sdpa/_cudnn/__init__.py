@@ -1,1 +1,1 @@
-"""The only room that speaks C: find cuDNN, its constants, descriptors, and the calls of the hot path."""
+"""The ctypes binding of cuDNN's backend API: library, constants, descriptors and launches. No other folder uses ctypes."""

@@ -1,8 +1,7 @@
-"""A cuDNN backend descriptor: created, set, finalized, and destroyed at once by its owner.
+"""cuDNN backend descriptors.
 
-There is no ``__del__`` here, on purpose: a descriptor destroyed by the garbage collector can be destroyed at any moment,
-also while another thread is inside a cuDNN call that holds cuDNN's lock. Whoever makes a descriptor uses it in a
-``with`` block, or hands it to an owner that closes it.
+A descriptor deliberately has no ``__del__``: the garbage collector could destroy it at any moment, even while another thread is
+inside a cuDNN call that holds cuDNN's lock. Use a descriptor in a ``with`` block, or pass it to an owner that closes it.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from .constants import (
 )
 from .library import library
 
-#: The C type of the elements of an attribute; every enum is an int.
+#: The C type of an attribute's elements; enums are ints.
 _C_TYPES: dict[AttributeType, Any] = {
     AttributeType.INT64: c_int64,
     AttributeType.INT32: c_int32,
@@ -50,7 +49,7 @@ _C_TYPES: dict[AttributeType, Any] = {
     AttributeType.RNG_DISTRIBUTION: c_int,
 }
 
-#: The type that a Python value is sent as, where the value itself tells.
+#: The attribute type of a Python value, by the value's type.
 _TYPE_OF: dict[type, AttributeType] = {
     bool: AttributeType.BOOLEAN,
     int: AttributeType.INT64,
@@ -64,42 +63,42 @@ _TYPE_OF: dict[type, AttributeType] = {
 }
 
 
-#: Whether descriptors are counted: the environment variable ``CUPY_SDPA_DEBUG`` is set, and not to 0.
+#: Whether live descriptors are counted: the environment variable ``CUPY_SDPA_DEBUG`` is set, and is not 0.
 DEBUG = os.environ.get("CUPY_SDPA_DEBUG", "0") != "0"
 _live: Counter[str] = Counter()
 _counting = threading.Lock()
 
 
 def live() -> dict[str, int]:
-    """How many descriptors of each kind exist now: what leaks shows. Counted only where :data:`DEBUG` is set."""
+    """The number of live descriptors of each kind, to detect leaks; counted only if :data:`DEBUG` is set."""
     with _counting:
         return {kind: count for kind, count in _live.items() if count}
 
 
 def created(kind: str) -> None:
-    """Count a descriptor in."""
+    """Count a new descriptor."""
     with _counting:
         _live[kind] += 1
 
 
 def destroyed(kind: str) -> None:
-    """Count a descriptor out."""
+    """Count a destroyed descriptor."""
     with _counting:
         _live[kind] -= 1
 
 
 class Descriptor:
-    """One descriptor, and the names of its attributes without the prefix of its kind.
+    """A descriptor. The names of its attributes omit the prefix of its kind.
 
     >>> with Descriptor("MATMUL") as matmul:           # doctest: +SKIP
     ...     matmul.set("COMP_TYPE", DataType.FLOAT)
     ...     matmul.finalize()
 
     Args:
-        kind: the C name without ``CUDNN_BACKEND_`` and ``_DESCRIPTOR``.
+        kind: the C name of the descriptor type without ``CUDNN_BACKEND_`` and ``_DESCRIPTOR``.
 
     Raises:
-        CudnnError, Unsupported: cuDNN refuses; nothing is left behind.
+        CudnnError, Unsupported: cuDNN failed; no descriptor is created.
     """
 
     __slots__ = ("_pid", "kind", "pointer")
@@ -109,24 +108,28 @@ class Descriptor:
         self.pointer: int | None = None
         pointer = c_void_p()
         lib = library()
-        number = DescriptorType[f"{kind}_DESCRIPTOR"]
-        lib.check(lib.cudnnBackendCreateDescriptor(number, ctypes.byref(pointer)), f"create a {kind} descriptor")
+        descriptor_type = DescriptorType[f"{kind}_DESCRIPTOR"]
+        lib.check(lib.cudnnBackendCreateDescriptor(descriptor_type, ctypes.byref(pointer)), f"create a {kind} descriptor")
         self.pointer = pointer.value
         self._pid = os.getpid()
         if DEBUG:
             created(self.kind)
 
     def attribute(self, name: str) -> AttributeName:
-        """The constant of an attribute of this kind; an unknown name lists the known ones."""
+        """The constant of an attribute.
+
+        Raises:
+            AttributeError: the kind has no such attribute; the message lists those that it has.
+        """
         try:
             return AttributeName[f"{self.kind}_{name}"]
         except KeyError:
-            start = self.kind + "_"
-            known = ", ".join(a.removeprefix(start) for a in AttributeName.__members__ if a.startswith(start))
-            raise AttributeError(f"a {self.kind} descriptor has no attribute {name}; it has {known}") from None
+            prefix = self.kind + "_"
+            names = ", ".join(a.removeprefix(prefix) for a in AttributeName.__members__ if a.startswith(prefix))
+            raise AttributeError(f"a {self.kind} descriptor has no attribute {name}; it has {names}") from None
 
     def set(self, name: str, value: Any, kind: AttributeType | None = None) -> None:
-        """Set an attribute to a value or to a list of them; ``kind`` only where the value's type does not tell."""
+        """Set an attribute to a value or to a list of values; ``kind`` is required if their type does not determine it."""
         values: Sequence[Any] = value if isinstance(value, (list, tuple)) else [value]
         if isinstance(value, bytes):
             kind, array = AttributeType.CHAR, ctypes.create_string_buffer(value, len(value))
@@ -145,7 +148,7 @@ class Descriptor:
         self.set("HANDLE", handle, AttributeType.HANDLE)
 
     def finalize(self, doing: str | None = None) -> None:
-        """Finalize; ``doing`` says for people what is being finalized."""
+        """Finalize the descriptor; ``doing`` describes this in the error message."""
         lib = library()
         status = lib.cudnnBackendFinalize(self.pointer)
         if status:
@@ -154,35 +157,35 @@ class Descriptor:
     def get(self, name: str, kind: AttributeType, count: int = 1) -> list[Any]:
         """Up to ``count`` elements of an attribute of a finalized descriptor."""
         array = (_C_TYPES[kind] * count)()
-        got = self._read(name, kind, count, array)
-        return list(array)[:got]
+        length = self._read(name, kind, count, array)
+        return list(array)[:length]
 
     def count(self, name: str, kind: AttributeType) -> int:
-        """How many elements an attribute has."""
+        """The number of elements of an attribute."""
         return self._read(name, kind, 0, None)
 
     def get_text(self, name: str) -> str:
-        """A CHAR attribute; cuDNN's texts may end in a NUL, which is left off."""
+        """A CHAR attribute, without the NUL at its end."""
         size = self.count(name, AttributeType.CHAR)
         array = (c_char * size)()
         self._read(name, AttributeType.CHAR, size, array)
         return array.raw.rstrip(b"\0").decode()
 
     def fill(self, name: str, targets: Sequence[Descriptor]) -> int:
-        """Have cuDNN fill ready-made descriptors from an attribute; returns how many it filled, from the first on."""
+        """Let cuDNN fill existing descriptors from an attribute; returns how many of them, from the first on."""
         array = (c_void_p * len(targets))(*[t.pointer for t in targets])
         return self._read(name, AttributeType.BACKEND_DESCRIPTOR, len(targets), array)
 
     def _read(self, name: str, kind: AttributeType, count: int, array: Any) -> int:
         lib = library()
-        got = c_int64()
-        status = lib.cudnnBackendGetAttribute(self.pointer, self.attribute(name), kind, count, ctypes.byref(got), array)
+        length = c_int64()
+        status = lib.cudnnBackendGetAttribute(self.pointer, self.attribute(name), kind, count, ctypes.byref(length), array)
         if status:
             lib.check(status, f"read {name} of a {self.kind} descriptor")
-        return got.value
+        return length.value
 
     def close(self) -> None:
-        """Destroy; a second call does nothing, nor does a call in a forked child, whose parent owns the descriptor."""
+        """Destroy the descriptor. Does nothing if called again, or in a forked child, whose parent owns the descriptor."""
         pointer, self.pointer = self.pointer, None
         if pointer is not None and self._pid == os.getpid():
             lib = library()

@@ -1,7 +1,7 @@
-"""Regenerate ``constants.py`` from NVIDIA's header: ``python -m cupy_sdpa._cudnn.generate path/to/cudnn_graph.h``.
+"""Generate ``constants.py`` from NVIDIA's header: ``python -m cupy_sdpa._cudnn.generate path/to/cudnn_graph.h``.
 
-The header of cuDNN 9.27 and newer says in a comment beside every constant which version introduced it (``@since``);
-nothing here is typed by hand. The header comes with the cuDNN wheels, in ``nvidia/cudnn/include``.
+The header of cuDNN 9.27 and newer states in a comment for every constant which version introduced it (``@since``). The cuDNN
+wheels contain the header, in ``nvidia/cudnn/include``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Entry(NamedTuple):
-    """One constant of a C enum: its C name, its value, and the cuDNN version that introduced it (0: not said)."""
+    """A constant of a C enum: its C name, its value, and the cuDNN version that introduced it (0 if it is not stated)."""
 
     name: str
     value: int
@@ -21,7 +21,7 @@ class Entry(NamedTuple):
 
 
 _ENUM = re.compile(r"(?:/\*\*(?P<comment>(?:(?!\*/).)*)\*/\s*)?typedef enum\s*\{(?P<body>.*?)\}\s*(?P<name>cudnn\w+_t)\b", re.S)
-_COMMENT = re.compile(r"/\*(?!\*<).*?\*/|//[^\n]*", re.S)  # all but the comments that document one constant
+_COMMENT = re.compile(r"/\*(?!\*<).*?\*/|//[^\n]*", re.S)  # comments that do not document a constant
 _MEMBER = re.compile(
     r"(?P<name>CUDNN_\w+)\s*(?:CUDNN_DEPRECATED_ENUM\s*)?(?:=\s*(?P<value>-?\w+))?\s*,?\s*(?:/\*\*<(?P<comment>.*?)\*/)?", re.S
 )
@@ -29,13 +29,13 @@ _SINCE = re.compile(r"@since cuDNN (\d+)\.(\d+)\.(\d+)")
 
 
 def header_version(text: str) -> int:
-    """The cuDNN version that a ``cudnn_version.h`` declares, as ``cudnnGetVersion`` would say it (9.28.0 is 92800)."""
+    """The cuDNN version that a ``cudnn_version.h`` declares, as ``cudnnGetVersion`` returns it (92800 is 9.28.0)."""
     major, minor, patch = (int(re.search(rf"#define CUDNN_{part} (\d+)", text)[1]) for part in ("MAJOR", "MINOR", "PATCHLEVEL"))  # type: ignore[index]
     return major * 10000 + minor * 100 + patch
 
 
 def parse(text: str) -> dict[str, list[Entry]]:
-    """Every ``typedef enum`` of a header, by its C name, in the header's order."""
+    """The enums of a header by their C names, in the header's order."""
     enums = {}
     for match in _ENUM.finditer(text):
         entries: list[Entry] = []
@@ -43,14 +43,14 @@ def parse(text: str) -> dict[str, list[Entry]]:
         number = -1
         for member in _MEMBER.finditer(_COMMENT.sub(" ", match["body"])):
             name, value = member["name"], member["value"]
-            if value is None:  # C counts on from the constant before
+            if value is None:  # one more than the constant before
                 number = number + 1
             else:
                 number = values[value] if value in values else int(value, 0)
             values[name] = number
             since = _SINCE.search(member["comment"] or "") or _SINCE.search(match["comment"] or "")
             version = int(since[1]) * 10000 + int(since[2]) * 100 + int(since[3]) if since else 0
-            if not name.endswith(("_COUNT", "_COUNTS")):  # how many there are changes with every version
+            if not name.endswith(("_COUNT", "_COUNTS")):  # the number of constants, which changes with every version
                 entries.append(Entry(name, number, version))
         enums[match["name"]] = entries
     return enums
@@ -62,12 +62,12 @@ def python_name(c_enum: str) -> str:
 
 
 def prefix(names: list[str]) -> str:
-    """What all constants of an enum begin with, up to an underscore."""
+    """The common prefix of the constants of an enum, up to an underscore."""
     if len(names) == 1:
         return names[0].rpartition("_")[0] + "_"
     low, high = min(names), max(names)
-    same = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))
-    return low[: low.rfind("_", 0, same) + 1]
+    end = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))
+    return low[: low.rfind("_", 0, end) + 1]
 
 
 def render(enums: dict[str, list[Entry]], version: int) -> str:
@@ -102,18 +102,18 @@ def render(enums: dict[str, list[Entry]], version: int) -> str:
         "    return enum._value2member_map_[value].name if value in enum._value2member_map_ else None",
     ]
     for c_enum, entries in enums.items():
-        start = prefix([entry.name for entry in entries])
+        common = prefix([entry.name for entry in entries])
         lines += ["", "", f"class {python_name(c_enum)}(Constant):"]
-        lines += [f'    """``{c_enum}``: constants begin with ``{start}``."""', ""]
+        lines += [f'    """``{c_enum}``: constants begin with ``{common}``."""', ""]
         for name, value, since in entries:
             if not since:
                 raise SystemExit(f"{name} has no @since comment: use the header of cuDNN 9.27 or newer")
-            lines.append(f"    {name.removeprefix(start)} = {value}, {since}")
+            lines.append(f"    {name.removeprefix(common)} = {value}, {since}")
     return "\n".join(lines) + "\n"
 
 
 def main(argv: list[str]) -> None:
-    """Write ``constants.py`` beside this file from the header named on the command line."""
+    """Write ``constants.py`` in this folder from the header named on the command line."""
     if len(argv) != 1:
         raise SystemExit(__doc__)
     header = Path(argv[0])

@@ -1,4 +1,4 @@
-"""The calls of the hot path: a handle that knows its stream, and a launcher that hands a finalized plan its pointers."""
+"""The hot path: cuDNN handles, and launches of finalized plans."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .constants import AttributeName, AttributeType, DescriptorType
 from .descriptor import DEBUG, Descriptor, created, destroyed
 from .library import library
 
-_NUMBERS: dict[str, Any] = {"float32": c_float, "float64": c_double, "int32": c_int32}
+_SCALAR_TYPES: dict[str, Any] = {"float32": c_float, "float64": c_double, "int32": c_int32}
 
 
 class Handle:
-    """A cuDNN handle of the current CUDA context; for the thread that uses it, and for no other at the same time.
+    """A cuDNN handle of the current CUDA context. One thread at a time may use it.
 
-    A handle is never destroyed: it lives as long as its context, or the process (threads that end hand theirs on).
+    A handle is never destroyed. When a thread ends, another one takes over its handles (:mod:`cupy_sdpa.plans.sessions`).
 
     Attributes:
         pointer: the ``cudnnHandle_t``.
@@ -31,10 +31,10 @@ class Handle:
         lib.check(lib.cudnnCreate(ctypes.byref(pointer)), "create a handle in the current CUDA context")
         assert pointer.value is not None
         self.pointer: int = pointer.value
-        self._stream = 0  # a new handle works on the default stream
+        self._stream = 0  # a new handle runs on the default stream
 
     def set_stream(self, stream: int) -> None:
-        """Have what follows run on a stream; a call only where it changes (0.5 us each)."""
+        """Run the following launches on a stream. Calls cuDNN only if the stream changes (0.5 us)."""
         if stream != self._stream:
             lib = library()
             lib.check(lib.cudnnSetStream(self.pointer, stream), f"set the stream {stream:#x}")
@@ -42,39 +42,39 @@ class Handle:
 
 
 class Launcher:
-    """Runs one finalized plan. For one thread at a time: the arrays that carry the pointers are made once.
+    """Launches a finalized plan. One thread at a time may use it: it reuses the ctypes arrays that hold the pointers.
 
     Args:
         plan: the finalized execution plan.
-        uids: cuDNN's number of every tensor to hand over, in the order in which :meth:`launch` gets the addresses.
-        numbers: after the arrays, the tensors handed over by value: (number, dtype, value or None where calls give it).
+        uids: cuDNN's ids of the arrays, in the order of the addresses given to :meth:`launch`.
+        scalars: the by-value scalars: (id, dtype, value), with None for a value that is given to :meth:`launch`.
     """
 
-    __slots__ = ("_addresses", "_count", "_numbers", "_open", "_plan", "_uids", "_workspace")
+    __slots__ = ("_addresses", "_buffers", "_count", "_open", "_plan", "_uids", "_workspace")
 
-    def __init__(self, plan: Descriptor, uids: Sequence[int], numbers: Sequence[tuple[int, str, float | None]]) -> None:
+    def __init__(self, plan: Descriptor, uids: Sequence[int], scalars: Sequence[tuple[int, str, float | None]]) -> None:
         self._plan = plan
-        # cuDNN reads a number before cudnnBackendExecute returns (measured), so one buffer serves every call.
-        self._numbers = [_NUMBERS[dtype](value or 0) for _, dtype, value in numbers]
-        self._open = [buffer for buffer, (_, _, value) in zip(self._numbers, numbers, strict=True) if value is None]
-        every = [*uids, *(uid for uid, _, _ in numbers)]
-        self._count = len(every)
-        self._uids = (c_int64 * self._count)(*every)
-        self._addresses = (c_void_p * self._count)(*([0] * len(uids)), *(ctypes.addressof(n) for n in self._numbers))
+        # cuDNN reads a scalar before cudnnBackendExecute returns (measured), so one buffer serves every launch.
+        self._buffers = [_SCALAR_TYPES[dtype](value or 0) for _, dtype, value in scalars]
+        self._open = [buffer for buffer, (_, _, value) in zip(self._buffers, scalars, strict=True) if value is None]
+        all_uids = [*uids, *(uid for uid, _, _ in scalars)]
+        self._count = len(all_uids)
+        self._uids = (c_int64 * self._count)(*all_uids)
+        self._addresses = (c_void_p * self._count)(*([0] * len(uids)), *map(ctypes.addressof, self._buffers))
         self._workspace = (c_void_p * 1)()
 
-    def launch(self, handle: Handle, addresses: list[Any], numbers: Sequence[float], workspace: int) -> None:
+    def launch(self, handle: Handle, addresses: list[Any], scalars: Sequence[float], workspace: int) -> None:
         """Enqueue the plan on the handle's stream.
 
         Args:
             handle: the handle that the plan was finalized for.
-            addresses: of the arrays, in the order of ``uids``.
-            numbers: the values left open, in their order.
-            workspace: address of the workspace, 0 where none is needed.
+            addresses: the addresses of the arrays, in the order of ``uids``.
+            scalars: the values of the scalars without a fixed value, in their order.
+            workspace: the address of the workspace; 0 if none is needed.
         """
         lib = library()
         self._addresses[: len(addresses)] = addresses
-        for buffer, value in zip(self._open, numbers, strict=True):
+        for buffer, value in zip(self._open, scalars, strict=True):
             buffer.value = value
         self._workspace[0] = workspace
         pack = c_void_p()

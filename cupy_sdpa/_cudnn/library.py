@@ -1,6 +1,6 @@
-"""Find and load libcudnn; give every function its signature; turn a failed status into an exception that says enough.
+"""Find and load libcudnn, declare its functions, and convert failures to exceptions.
 
-Nothing is loaded by importing this module: :func:`library` loads on first use, once for the process.
+:func:`library` loads libcudnn on first use, once in a process. Importing this module does not load it.
 """
 
 from __future__ import annotations
@@ -11,19 +11,18 @@ import hashlib
 import os
 import re
 import struct
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from ctypes import POINTER, c_char_p, c_int, c_int64, c_size_t, c_void_p
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import CudnnError, Unsupported
 from ..version import version_text
 from .constants import Status, name_of
 
 SONAME = "libcudnn.so.9"
-#: Set to the path of a libcudnn.so.9 to use exactly that one.
+#: The environment variable with the path of the libcudnn.so.9 to load.
 OVERRIDE = "CUPY_SDPA_CUDNN"
 
 # name: (argument types, result type). The C prototypes are in cudnn_graph.h.
@@ -49,106 +48,106 @@ class _DlInfo(ctypes.Structure):
 
 
 class Library:
-    """A loaded cuDNN: its functions by their C names, its version, its path, and how it was found.
+    """A loaded cuDNN. Its attributes include the functions, by their C names.
 
     Attributes:
-        version: as cuDNN counts, 9.19.0 is 91900.
-        cudart_version: the CUDA version that this cuDNN was built with, 12.9 is 12090.
-        path: the file that the process really uses.
-        found: the route that led to it, for people.
+        version: cuDNN's version number; 91900 is 9.19.0.
+        cudart_version: the CUDA version that this cuDNN was built with; 12090 is 12.9.
+        path: the path of the loaded file.
+        found_via: how the file was found, as text.
     """
 
-    def __init__(self, cdll: ctypes.CDLL, found: str) -> None:
+    def __init__(self, cdll: ctypes.CDLL, found_via: str) -> None:
         for name, (arguments, result) in _SIGNATURES.items():
             function = getattr(cdll, name)
             function.argtypes, function.restype = arguments, result
             setattr(self, name, function)
-        self.found = found
+        self.found_via = found_via
         self.path = path_of(cdll.cudnnGetVersion)
         self.version = int(cdll.cudnnGetVersion())
         self.cudart_version = int(cdll.cudnnGetCudartVersion())
 
     @functools.cached_property
     def build(self) -> str:
-        """What tells this very build from every other: its versions, and the build ids of the libraries that make plans."""
-        paths = [Path(self.path).with_name(name) for name in _PLANNERS]
+        """An identifier of this build: its versions, and the build ids of the libraries that create plans."""
+        paths = [Path(self.path).with_name(name) for name in _PLANNING_LIBRARIES]
         ids = [build_id(path) if path.exists() else "-" for path in paths]
         return " ".join([str(self.version), f"cuda {self.cudart_version}", *ids])
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        raise AttributeError(f"no signature is declared for {name}: add it to _SIGNATURES")
+        raise AttributeError(f"{name} has no declared signature: add it to _SIGNATURES")
 
     def __repr__(self) -> str:
         return f"<cuDNN {version_text(self.version)} at {self.path}>"
 
     def last_error(self) -> list[str]:
-        """What cuDNN said of its newest failures in this thread, a cause each; asking for it clears it."""
+        """The causes of cuDNN's latest failures in this thread; the call clears cuDNN's error text."""
         text = ctypes.create_string_buffer(1 << 17)
         self.cudnnGetLastErrorString(text, len(text))
-        return causes(text.value.decode(errors="replace"))
+        return causes_in(text.value.decode(errors="replace"))
 
     def check(self, status: int, doing: str) -> None:
         """Raise unless ``status`` is success.
 
         Args:
-            status: what a cuDNN function returned.
-            doing: what was being done, as the end of "cuDNN failed to ...".
+            status: the status that a cuDNN function returned.
+            doing: what the function was called for; the message is "cuDNN failed to <doing>".
 
         Raises:
-            Unsupported: status 3000 to 3999, the only range that means that this cuDNN or GPU cannot run it.
+            Unsupported: a status from 3000 to 3999, the only range that means "not supported by this cuDNN or GPU".
             CudnnError: any other failure.
         """
         if status == 0:
             return
         name = name_of(Status, status) or self.cudnnGetErrorString(status).decode(errors="replace")
         message = f"cuDNN {version_text(self.version)} failed to {doing}: {status} {name}"
-        if said := self.last_error():
-            message += f": {'; '.join(said)}"
+        if causes := self.last_error():
+            message += f": {'; '.join(causes)}"
         if 3000 <= status < 4000:
             raise Unsupported(message)
         raise CudnnError(message, status)
 
 
 _ENGINE = re.compile(r'(?=\{"engineId":\d+)')
-_SAID = re.compile(r"\w+: CUDNN_STATUS_\w+; Reason: (.*?)\s*(?=\w+: CUDNN_STATUS_|$)", re.S)
+_REASON = re.compile(r"\w+: CUDNN_STATUS_\w+; Reason: (.*?)\s*(?=\w+: CUDNN_STATUS_|$)", re.S)
 
 
-def causes(text: str) -> list[str]:
-    """The causes in cuDNN's error text, which holds a trail of inner calls for every engine that was tried.
+def causes_in(text: str) -> list[str]:
+    """The causes in cuDNN's error text, which contains a stack of inner calls for every engine tried.
 
-    The first reason of a trail is the cause; the rest says through which of its functions it went.
+    The first reason of a stack is the cause. The others name the functions that returned it.
 
-    >>> causes('{"engineId":2,"knobChoices":{}} Warning: CUDNN_STATUS_NOT_SUPPORTED_SHAPE; Reason: d is 12 at: d % 8 != 0 '
+    >>> causes_in('{"engineId":2,"knobChoices":{}} Warning: CUDNN_STATUS_NOT_SUPPORTED_SHAPE; Reason: d is 12 at: d % 8 != 0 '
     ...        'Warning: CUDNN_STATUS_NOT_SUPPORTED; Reason: finalize_internal()')
     ['engine 2: d is 12 at: d % 8 != 0']
-    >>> causes("plain words")
+    >>> causes_in("plain words")
     ['plain words']
     """
-    found = []
-    for trail in _ENGINE.split(text):
-        reasons = _SAID.findall(trail)
-        cause = " ".join((reasons[0] if reasons else trail).split())
-        engine = re.match(r'\{"engineId":(\d+)', trail)
+    causes = []
+    for stack in _ENGINE.split(text):
+        reasons = _REASON.findall(stack)
+        cause = " ".join((reasons[0] if reasons else stack).split())
+        engine = re.match(r'\{"engineId":(\d+)', stack)
         if cause and not cause.startswith("{"):
-            found.append(f"engine {engine[1]}: {cause}" if engine else cause)
-    return list(dict.fromkeys(found))
+            causes.append(f"engine {engine[1]}: {cause}" if engine else cause)
+    return list(dict.fromkeys(causes))
 
 
 def path_of(function: Any) -> str:
-    """The file that a loaded function comes from, asked of the dynamic loader."""
+    """The path of the file that a function was loaded from."""
     dladdr = ctypes.CDLL(None).dladdr
     dladdr.argtypes, dladdr.restype = [c_void_p, POINTER(_DlInfo)], c_int
     info = _DlInfo()
-    found = dladdr(ctypes.cast(function, c_void_p), ctypes.byref(info))
-    return os.path.realpath(info.dli_fname.decode()) if found and info.dli_fname else "unknown"
+    succeeded = dladdr(ctypes.cast(function, c_void_p), ctypes.byref(info))
+    return os.path.realpath(info.dli_fname.decode()) if succeeded and info.dli_fname else "unknown"
 
 
-#: The libraries that choose an engine and write its kernel; beside libcudnn wherever that comes from.
-_PLANNERS = ("libcudnn_graph.so.9", "libcudnn_engines_runtime_compiled.so.9")
+#: The libraries that choose an engine and generate its kernel; in the folder of libcudnn.
+_PLANNING_LIBRARIES = ("libcudnn_graph.so.9", "libcudnn_engines_runtime_compiled.so.9")
 
 
 def build_id(path: Path) -> str:
-    """A digest of an ELF file's headers and notes; among these is the id that the linker gives every build."""
+    """A digest of the headers and notes of an ELF file. The notes include the linker's build id."""
     with path.open("rb") as file:
         header = file.read(64)
         (table,), (size, count) = struct.unpack_from("<Q", header, 32), struct.unpack_from("<HH", header, 54)
@@ -163,15 +162,8 @@ def build_id(path: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-class Tried(NamedTuple):
-    """One place that was searched for libcudnn, and what came of it."""
-
-    place: str
-    outcome: str
-
-
 def _already_loaded() -> ctypes.CDLL | None:
-    """The libcudnn that something else (PyTorch, JAX) has loaded: a second one beside it would share its soname."""
+    """The libcudnn that another package (PyTorch, JAX) has loaded. A second one would have the same soname."""
     try:
         return ctypes.CDLL(SONAME, mode=os.RTLD_NOLOAD)
     except (OSError, AttributeError):  # Windows has no RTLD_NOLOAD
@@ -179,55 +171,41 @@ def _already_loaded() -> ctypes.CDLL | None:
 
 
 def _from_pathfinder() -> ctypes.CDLL:
-    from cuda.pathfinder import load_nvidia_dynamic_lib  # 50 ms to import: only when needed
+    from cuda.pathfinder import load_nvidia_dynamic_lib  # the import takes 50 ms
 
     return ctypes.CDLL(load_nvidia_dynamic_lib("cudnn").abs_path)
 
 
-def _wheel_paths() -> Iterator[Path]:
-    """Where a cuDNN wheel (nvidia-cudnn-cu12, -cu13) puts the library: nvidia/cudnn/lib in a folder of sys.path."""
-    for folder in dict.fromkeys(sys.path):
-        path = Path(folder or ".", "nvidia", "cudnn", "lib", SONAME)
-        if path.exists():
-            yield path
-
-
-def _search() -> Library:
-    tried: list[Tried] = []
-
-    def attempt(place: str, load: Callable[[], ctypes.CDLL]) -> Library | None:
-        try:
-            return Library(load(), place)
-        except Exception as error:  # every failure is kept and shown: pathfinder has its own classes, dlopen raises OSError
-            tried.append(Tried(place, f"{type(error).__name__}: {' '.join(str(error).split())}"))
-            return None
-
+def _load() -> Library:
     loaded = _already_loaded()
-    if wanted := os.environ.get(OVERRIDE):
+    if path := os.environ.get(OVERRIDE):
         present = Library(loaded, "already loaded").path if loaded else None
-        if present and present != os.path.realpath(wanted):
+        if present and present != os.path.realpath(path):
             raise CudnnError(
-                f"{OVERRIDE} asks for {wanted}, but this process has already loaded {present}: "
-                f"unset {OVERRIDE}, or use cupy_sdpa before whatever loaded the other"
+                f"{OVERRIDE} is {path}, but this process has already loaded {present}: "
+                f"unset {OVERRIDE}, or use cupy_sdpa before the package that loaded the other one"
             )
-        if found := attempt(f"{OVERRIDE}={wanted}", lambda: ctypes.CDLL(wanted)):
-            return found
-    else:
-        if loaded is not None:
-            return Library(loaded, "already loaded in this process")
-        tried.append(Tried("already loaded in this process", "no"))
-        if found := attempt("cuda.pathfinder", _from_pathfinder):
-            return found
-        wheels = list(_wheel_paths())
-        if not wheels:
-            tried.append(Tried("wheels (nvidia/cudnn/lib in the folders of sys.path)", "none there"))
-        for path in wheels:
-            if found := attempt(f"wheel {path}", lambda path=path: ctypes.CDLL(str(path))):  # type: ignore[misc]
-                return found
-        if found := attempt(f"the loader's path ({SONAME})", lambda: ctypes.CDLL(SONAME)):
-            return found
-    places = "\n".join(f"  {place}: {outcome}" for place, outcome in tried)
-    raise CudnnError(
+        try:
+            return Library(ctypes.CDLL(path), f"{OVERRIDE}={path}")
+        except (OSError, AttributeError) as error:  # not a library, or not cuDNN
+            raise _not_found({f"{OVERRIDE}={path}": error}) from error
+    if loaded is not None:
+        return Library(loaded, "already loaded in this process")
+    try:
+        return Library(_from_pathfinder(), "cuda.pathfinder")
+    except Exception as error:  # pathfinder's own classes, OSError, AttributeError
+        place = "cuda.pathfinder (wheels, conda, the loader's path, CUDNN_PATH, CUDA_PATH)"
+        raise _not_found({"already loaded in this process": "no", place: error}) from error
+
+
+def _not_found(outcomes: Mapping[str, str | Exception]) -> CudnnError:
+    """The error that lists every place searched, with its outcome."""
+    lines = []
+    for place, outcome in outcomes.items():
+        text = f"{type(outcome).__name__}: {outcome}" if isinstance(outcome, Exception) else outcome
+        lines.append(f"  {place}: {' '.join(text.split())}")
+    places = "\n".join(lines)
+    return CudnnError(
         f"{SONAME} was not found. Install it with pip install 'cupy-sdpa[cuda12]' (or [cuda13]), "
         f"or set {OVERRIDE} to its path. Searched:\n{places}"
     )
@@ -238,17 +216,18 @@ _loading = threading.Lock()
 
 
 def library() -> Library:
-    """The process's cuDNN, loaded on first use.
+    """The cuDNN of this process, loaded on first use.
 
-    The search: the file named by ``CUPY_SDPA_CUDNN``, and nothing else, where that is set; otherwise one already loaded
-    in the process, then ``cuda.pathfinder``, the wheels' folders, and the loader's path.
+    If ``CUPY_SDPA_CUDNN`` is set, this file is loaded and no other place is searched. Otherwise a libcudnn that the process has
+    already loaded is used, and else the one that ``cuda.pathfinder`` finds: in NVIDIA's wheels, in a conda environment, on the
+    loader's path, or in ``CUDNN_PATH`` or ``CUDA_PATH``.
 
     Raises:
-        CudnnError: none was found; the message lists every place searched.
+        CudnnError: there is none; the message lists every place searched.
     """
     global _library
     if _library is None:
         with _loading:
             if _library is None:
-                _library = _search()
+                _library = _load()
     return _library

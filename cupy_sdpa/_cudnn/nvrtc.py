@@ -1,4 +1,4 @@
-"""NVRTC, CUDA's run-time compiler, which cuDNN loads when it compiles the kernel of a plan."""
+"""NVRTC, CUDA's run-time compiler, with which cuDNN compiles the kernels of plans."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from .library import build_id, library, path_of
 
-#: Where cuDNN's own search path (RUNPATH) has NVRTC, relative to cuDNN: beside it, or in the wheels for CUDA 12 and 13.
+#: The folders in cuDNN's own search path (RUNPATH), relative to cuDNN: its own, and those of the wheels for CUDA 12 and 13.
 _FOLDERS = (".", "../../cuda_nvrtc/lib", "../../cu13/lib")
 
 
@@ -20,9 +20,9 @@ class Nvrtc(NamedTuple):
     """The NVRTC that cuDNN compiles with.
 
     Attributes:
-        version: such as "12.9"; "none" where there is no NVRTC.
-        path: the file that the process uses.
-        build: the file's build id; patch releases of one version have different ones.
+        version: such as "12.9"; "none" if there is no NVRTC.
+        path: the path of the loaded file.
+        build: the build id of the file; patch releases of one version have different ones.
     """
 
     version: str
@@ -35,20 +35,20 @@ class Nvrtc(NamedTuple):
 
 @functools.cache
 def nvrtc() -> Nvrtc:
-    """The NVRTC that cuDNN compiles with in this process, found once.
+    """The NVRTC that cuDNN compiles with in this process; loaded on the first call.
 
-    cuDNN opens ``libnvrtc.so.N`` by this name, N being the CUDA version that it was built with. The loader gives it the library
-    of this name that the process has already loaded (by CuPy, PyTorch or cuda.pathfinder); otherwise it searches
-    ``LD_LIBRARY_PATH``, cuDNN's own search path and the system's folders. This function searches the same places and loads
-    what it finds, so that cuDNN gets the same one.
+    cuDNN opens ``libnvrtc.so.N``, where N is the major CUDA version that it was built with. The loader returns the library of
+    this name that the process has already loaded (by CuPy, PyTorch or cuda.pathfinder). Otherwise it searches
+    ``LD_LIBRARY_PATH``, cuDNN's own search path and the system's folders. This function searches the same places in the same
+    order and loads the library, so cuDNN gets the same one.
 
-    Where there is none, the version is "none". cuDNN can then compile nothing; it loads plans that it compiled without NVRTC.
+    If there is none, the version is "none". cuDNN cannot compile then, but it loads serialized plans without NVRTC.
     """
-    for name, mode in _places(f"libnvrtc.so.{library().cudart_version // 1000}"):
+    for name, mode in _candidates(f"libnvrtc.so.{library().cudart_version // 1000}"):
         try:
             loaded = ctypes.CDLL(name, mode)
             function = loaded.nvrtcVersion
-        except (OSError, AttributeError):  # it is not there, or is not NVRTC
+        except (OSError, AttributeError):  # missing, or not NVRTC
             continue
         function.argtypes, function.restype = [POINTER(c_int), POINTER(c_int)], c_int
         major, minor = c_int(), c_int()
@@ -58,8 +58,8 @@ def nvrtc() -> Nvrtc:
     return Nvrtc("none", "", "")
 
 
-def _places(soname: str) -> Iterator[tuple[str, int]]:
-    """What to give to dlopen in turn, the name and the mode; in the loader's order."""
+def _candidates(soname: str) -> Iterator[tuple[str, int]]:
+    """The arguments of dlopen, name and mode, for every place in the loader's order."""
     yield soname, os.RTLD_NOLOAD
     folders = [Path(folder) for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":")]
     cudnn = Path(library().path).parent

@@ -1,8 +1,8 @@
-/* A libcuda.so.1 for machines without a driver, so that cuDNN can plan for a GPU that is described to it.
+/* A stub of libcuda.so.1 for machines without a driver, with which cuDNN can plan for a described GPU.
 
-   cuDNN compiles its kernels with NVRTC and then loads them: loading "succeeds" here with dummy handles. Everything that
-   would need a device answers 100, CUDA_ERROR_NO_DEVICE. Nothing can be launched. Only ever load this in a process that
-   will not use a GPU. */
+   cuDNN compiles its kernels with NVRTC and then loads them. Loading succeeds here and returns dummy handles. Functions that
+   need a device return 100, CUDA_ERROR_NO_DEVICE. Nothing can be launched. Load this only in a process that never uses a
+   GPU. */
 #define HANDLE ((void *)&dummy)
 static int dummy;
 

@@ -1,1 +1,1 @@
-"""One call: its arguments, the arrays that it needs, and how it runs on the engine of its arrays."""
+"""Calls: read their arguments, run, repeat, tune and explain them."""

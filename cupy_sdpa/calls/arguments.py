@@ -1,10 +1,10 @@
-"""A call's arguments, read and checked: the problem that they pose, the arrays and the numbers, and the engine they choose."""
+"""Read and validate the arguments of a call: arrays become signatures, signatures and options become a problem."""
 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,11 +12,29 @@ from ..device import cupy_runtime
 from ..problem.bucket import Policy, check_bucket
 from ..problem.problem import CU_SEQLENS, LENGTHS, SEEDS, Problem, Settings, has_score_axes
 from ..problem.tensor_spec import Signature, dense_signature, dtype_name
-from ..problem.validation import RequestedOutputs, make_problem, with_captured_gradients
+from ..problem.validation import OUTPUT_ONLY, RequestedOutputs, make_problem, with_captured_gradients
 from . import user_functions
-from .call import Call, Fill
+from .call import Call
 from .options import ARRAYS, check_names, is_one_of, read_flag, read_scale, read_settings
-from .staging import engine_problem
+from .staging import Fill, engine_problem
+
+
+class Argument(NamedTuple):
+    """An array argument.
+
+    Attributes:
+        name: the name of the argument.
+        array: the array.
+        signature: dtype, shape, strides and alignment.
+        address: of the first element in the GPU's memory; 0 for numpy arrays.
+        device: the device of a CuPy array; None for numpy arrays.
+    """
+
+    name: str
+    array: Any
+    signature: Signature
+    address: int
+    device: int | None
 
 
 def read_forward(
@@ -26,21 +44,17 @@ def read_forward(
     options: Mapping[str, Any],
     *,
     return_stats: Any = False,
-    return_kept: bool = False,
     deterministic: Any = False,
+    return_kept: bool = False,
     out: Any = None,
     stats: Any = None,
 ) -> Call:
-    """Check a forward call's arguments; the first thing wrong is raised, before anything is allocated."""
-    wanted, exact = _rows_wanted(return_stats)._replace(rng_dump=return_kept), read_flag("deterministic", deterministic)
-    return _read({"q": q, "k": k, "v": v, "out": out, "stats": stats}, options, wanted, deterministic=exact)
-
-
-def _rows_wanted(return_stats: Any) -> RequestedOutputs:
-    """The numbers of every row that are asked for."""
-    if not is_one_of(return_stats, (False, True, "max_sumexp")):
-        raise ValueError(f"return_stats is {return_stats!r}; it must be False, True or 'max_sumexp'")
-    return RequestedOutputs(stats=bool(return_stats), max_sumexp=return_stats == "max_sumexp")
+    """Validate the arguments of the forward pass; nothing is allocated. For errors see :func:`cupy_sdpa.attention`."""
+    outputs, deterministic = (
+        _row_statistics(return_stats)._replace(rng_dump=return_kept),
+        read_flag("deterministic", deterministic),
+    )
+    return _read({"q": q, "k": k, "v": v, "out": out, "stats": stats}, options, outputs, deterministic=deterministic)
 
 
 def read_backward(
@@ -55,93 +69,223 @@ def read_backward(
     deterministic: bool = False,
     **others: Any,
 ) -> Call:
-    """Check a backward call's arguments; the first thing wrong is raised, before anything is allocated.
+    """Validate the arguments of the backward pass; nothing is allocated. For errors see :func:`cupy_sdpa.attention`.
 
     Args:
-        others: dout, out, stats, dq, dk and dv; what is None is taken to be dense.
+        others: dout, out, stats, dq, dk and dv; those that are None are assumed to be dense.
     """
     dbias, dsinks = read_flag("return_dbias", return_dbias), read_flag("return_dsinks", return_dsinks)
-    wanted, exact = RequestedOutputs(backward=True, dbias=dbias, dsinks=dsinks), read_flag("deterministic", deterministic)
-    given = {"q": q, "k": k, "v": v, **others}
-    return _read(given, options, wanted, deterministic=exact, return_dtensors=return_dtensors)
+    outputs = RequestedOutputs(backward=True, dbias=dbias, dsinks=dsinks)
+    deterministic = read_flag("deterministic", deterministic)
+    arrays = {"q": q, "k": k, "v": v, **others}
+    return _read(arrays, options, outputs, deterministic=deterministic, return_dtensors=return_dtensors)
+
+
+def _row_statistics(return_stats: Any) -> RequestedOutputs:
+    if not is_one_of(return_stats, (False, True, "max_sumexp")):
+        raise ValueError(f"return_stats is {return_stats!r}; it must be False, True or 'max_sumexp'")
+    return RequestedOutputs(stats=bool(return_stats), max_sumexp=return_stats == "max_sumexp")
 
 
 def _read(
-    given: dict[str, Any],
+    arrays: Mapping[str, Any],
     options: Mapping[str, Any],
-    wanted: RequestedOutputs,
+    outputs: RequestedOutputs,
     *,
     deterministic: bool = False,
     return_dtensors: Any = False,
 ) -> Call:
-    """What both passes check, in the order in which they do."""
+    """Validate the arguments of either pass; the order of the checks decides which error is raised first."""
     check_names(options)
     user_functions.check_tensors(options)
-    given |= {name: options.get(name) for name in ARRAYS}
-    numbers_given = {name: given.pop(name) for name in SEEDS if _is_number(given[name])}
-    arrays = {name: array for name, array in given.items() if array is not None or name in ("q", "k", "v")}
-    on_gpu = _engine(arrays | {f"tensors[{name!r}]": array for name, array in (options.get("tensors") or {}).items()})
-    tau = read_scale(options.get("scale"), arrays["q"].shape[0] if arrays["q"].ndim else 0)
-    settings, scalars = read_settings(options, tau, deterministic=deterministic)
-    drawn = settings.dropout and "dropout_mask" not in arrays
-    filled: dict[str, Fill] = {}
-    for name in SEEDS:
-        if not drawn:
-            arrays.pop(name, None)
-        elif name in arrays:
-            arrays[name] = arrays[name].reshape(1) if arrays[name].shape == () else arrays[name]
-        else:
-            filled[name] = Fill("int64", 1, numbers_given.get(name, 0))
-    filled |= _missing_lengths(arrays)
-    signatures = {name: _signature(array) for name, array in arrays.items()}
-    signatures |= {name: dense_signature(fill.dtype, (fill.size,)) for name, fill in filled.items()}
-    asked, own, gradients = _posed_with_functions(signatures, options, settings, wanted, return_dtensors)
-    lines: dict[str, str] = {}
-    if own:
+    seeds = {name: value for name in SEEDS if _is_integer(value := options.get(name))}
+    passed = {**arrays, **{name: options.get(name) for name in ARRAYS if name not in seeds}}
+    arguments = {name: _argument(name, array) for name, array in passed.items() if array is not None or name in ("q", "k", "v")}
+    tensors = [_argument(f"tensors[{name!r}]", array) for name, array in (options.get("tensors") or {}).items()]
+    on_gpu = _on_gpu([*arguments.values(), *tensors])
+    settings, scalars = read_settings(options, _scale(options, arguments["q"].signature), deterministic=deterministic)
+    fills = _read_seeds(arguments, seeds, drawn=bool(settings.dropout and "dropout_mask" not in arguments))
+    signatures = {name: argument.signature for name, argument in arguments.items()}
+    fills |= _missing_lengths(signatures)
+    signatures |= {name: dense_signature(fill.dtype, (fill.size,)) for name, fill in fills.items()}
+    problem, functions, gradients = _pose(signatures, options, settings, outputs, return_dtensors)
+    source_lines: dict[str, str] = {}
+    if functions:
         if on_gpu:
-            user_functions.check_numbers(own.numbers)
-        arrays, scalars, lines = arrays | own.arrays, scalars | own.numbers, own.lines
+            user_functions.check_scalars(functions.scalars)
+        arguments |= {name: _argument(name, array) for name, array in functions.arrays.items()}
+        scalars, source_lines = scalars | functions.scalars, functions.source_lines
+    found = {name: argument.array for name, argument in arguments.items()}
     if not on_gpu:
-        _check_lengths(asked, arrays)
-    _check_overlap(asked, arrays)
-    return Call(asked, arrays, scalars, on_gpu, _policy(options.get("bucket"), asked), lines, gradients, filled)
+        _check_lengths(problem, found)
+    _check_overlap(problem, arguments)
+    policy = _policy(options.get("bucket"), problem)
+    return Call(problem, found, scalars, on_gpu, policy, source_lines, gradients, fills)
 
 
-def _posed_with_functions(
-    signatures: dict[str, Signature],
-    options: Mapping[str, Any],
-    settings: Settings,
-    wanted: RequestedOutputs,
-    return_dtensors: Any,
-) -> tuple[Problem, user_functions.Functions | None, user_functions.Gradients | None]:
-    """The problem that arrays and the caller's own functions pose, what these come to, and the gradients asked for."""
-    asked, own = make_problem(tuple(signatures.items()), settings, wanted), None
-    if user_functions.given(options):
-        own = user_functions.read(options, asked)
-        read = {name: _signature(array) for name, array in own.arrays.items()}
-        asked = make_problem(tuple((signatures | read).items()), own.settings, wanted)
-    gradients = user_functions.gradients_of(return_dtensors, options.get("tensors"), own)
-    if gradients:
-        asked = with_captured_gradients(asked, gradients.wanted(asked))
-    return asked, own, gradients
+def _argument(name: str, array: Any) -> Argument:
+    """The record of an array.
+
+    Raises:
+        TypeError: it is neither a numpy nor a CuPy array.
+    """
+    if type(array) in (np.ndarray, np.memmap):  # the elements of a subclass, such as a masked array, may mean something else
+        return Argument(name, array, _signature(array, 0), 0, None)
+    if not cupy_runtime.is_array(array):
+        raise TypeError(
+            f"{name} is a {type(array).__module__}.{type(array).__qualname__}; attention takes numpy and CuPy arrays: "
+            "convert with numpy.asarray, cupy.asarray or cupy.from_dlpack"
+        )
+    return Argument(name, array, _signature(array, array.data.ptr), array.data.ptr, array.data.device_id)
 
 
-def _is_number(value: Any) -> bool:
+def _signature(array: Any, address: int) -> Signature:
+    # Only cuDNN needs aligned arrays, and it reads integers one at a time.
+    alignment = 16 if array.dtype.kind == "i" else address & -address & 15 or 16
+    return dtype_name(array.dtype), array.shape, array.strides, alignment
+
+
+def _on_gpu(arguments: Iterable[Argument]) -> bool:
+    """Whether the arrays are CuPy's, all on one device.
+
+    Raises:
+        TypeError, ValueError: numpy and CuPy arrays, or several devices.
+    """
+    devices = {argument.name: argument.device for argument in arguments}
+    different = set(devices.values())
+    if len(different) == 1:
+        return different != {None}
+    if None in different:
+        listed = ", ".join(f"{name} is a {'numpy' if device is None else 'CuPy'} array" for name, device in devices.items())
+        raise TypeError(f"arrays are mixed: {listed}. Move them to one side with cupy.asarray(...) or cupy.asnumpy(...)")
+    listed = ", ".join(f"{name} on device {device}" for name, device in devices.items())
+    raise ValueError(
+        f"arrays are on different devices: {listed}. Copy them to one: with cupy.cuda.Device(...): cupy.asarray(...)"
+    )
+
+
+def _is_integer(value: Any) -> bool:
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         return False
     if not -(2**63) <= int(value) < 2**63:
-        raise ValueError(f"{value} is given as seed or offset; it must be a number of 64 bits")
+        raise ValueError(f"{value} is given as seed or offset; it must be a 64-bit integer")
     return True
 
 
-def _policy(bucket: Any, asked: Problem) -> Policy | None:
+def _scale(options: Mapping[str, Any], q: Signature) -> float:
+    _, shape, *_ = q
+    return read_scale(options.get("scale"), shape[0] if shape else 0)
+
+
+def _read_seeds(arguments: dict[str, Argument], seeds: Mapping[str, Any], *, drawn: bool) -> dict[str, Fill]:
+    """The seed and offset to create, if random numbers are drawn; arrays of one element are reshaped, unused ones removed."""
+    fills = {}
+    for name in SEEDS:
+        if not drawn:
+            arguments.pop(name, None)
+        elif name not in arguments:
+            fills[name] = Fill("int64", 1, seeds.get(name, 0))
+        elif arguments[name].array.shape == ():
+            arguments[name] = _argument(name, arguments[name].array.reshape(1))
+    return fills
+
+
+def _missing_lengths(signatures: Mapping[str, Signature]) -> dict[str, Fill]:
+    """The lengths of q or k if only those of the other are passed: the full length for every batch entry."""
+    passed = [name for name in LENGTHS if name in signatures]
+    (_, q, *_), (_, k, *_) = signatures["q"], signatures["k"]
+    if len(passed) != 1 or any(name in signatures for name in CU_SEQLENS) or not len(q) == len(k) == 4:
+        return {}  # other shapes are refused later
+    (missing,) = set(LENGTHS) - set(passed)
+    *_, length, batch = q if missing == "seq_lens_q" else k
+    return {missing: Fill("int32", batch, length)}
+
+
+def _pose(
+    signatures: Mapping[str, Signature],
+    options: Mapping[str, Any],
+    settings: Settings,
+    outputs: RequestedOutputs,
+    return_dtensors: Any,
+) -> tuple[Problem, user_functions.Functions | None, user_functions.Gradients | None]:
+    """The problem of the arguments, the traced functions, and the requested gradients of ``tensors``."""
+    problem, functions = make_problem(tuple(signatures.items()), settings, outputs), None
+    if user_functions.has_functions(options):
+        functions = user_functions.trace_functions(options, problem)
+        captured = {name: _argument(name, array).signature for name, array in functions.arrays.items()}
+        problem = make_problem(tuple({**signatures, **captured}.items()), functions.settings, outputs)
+    gradients = user_functions.requested_gradients(return_dtensors, options.get("tensors"), functions)
+    if gradients:
+        problem = with_captured_gradients(problem, gradients.names_in(problem))
+    return problem, functions, gradients
+
+
+def _policy(bucket: Any, problem: Problem) -> Policy | None:
     policy = check_bucket(bucket)
-    if policy and asked.packed and any(has_score_axes(spec.name) for spec in asked.tensors):
+    if policy and problem.packed and any(has_score_axes(spec.name) for spec in problem.tensors):
         raise ValueError(
-            "bucket and packed sequences with a bias, a mask or tensors are given: round max_seqlen_q and max_seqlen_kv up, "
-            "and give arrays of that size"
+            "bucket is given with packed sequences and a bias, a mask or tensors: round max_seqlen_q and max_seqlen_kv up, "
+            "and pass arrays of that size"
         )
     return policy
+
+
+def _check_lengths(problem: Problem, arrays: Mapping[str, Any]) -> None:
+    """Check the values of lengths and offsets, on the CPU only: reading them from the GPU would synchronize."""
+    *_, sq, skv, _ = problem.sizes
+    for name, most in zip(LENGTHS, (sq, skv), strict=True):
+        lengths = arrays.get(name)
+        if lengths is not None and lengths.size and not 0 <= lengths.min() <= lengths.max() <= most:
+            raise ValueError(f"{name} has lengths from {lengths.min()} to {lengths.max()}; they must be from 0 to {most}")
+    for name, most, total in zip(CU_SEQLENS, (sq, skv), (problem.q.shape[2], problem.k.shape[2]), strict=True):
+        if (starts := arrays.get(name)) is not None:
+            lengths = np.diff(starts)
+            if starts[0] < 0 or starts[-1] > total or (lengths < 0).any():
+                raise ValueError(f"{name} is {starts.tolist()}; it must rise from 0 or more to at most {total}, the total")
+            if lengths.size and lengths.max() > most:
+                raise ValueError(f"{name} has a sequence of {lengths.max()}; max_seqlen_{name[11:]} is {most}")
+
+
+def _check_overlap(problem: Problem, arguments: Mapping[str, Argument]) -> None:
+    """Check that results can be written, and share no element with another array; no element is read."""
+    for spec in problem.results:
+        result = arguments.get(spec.name)
+        if result is None:
+            continue
+        if result.device is None and not result.array.flags.writeable:
+            raise ValueError(f"{spec.name} is read-only, but results are written to it: pass a writable array")
+        for other in arguments.values():
+            if other is not result and _overlap(problem, result, other):
+                raise ValueError(
+                    f"{spec.name} overlaps {other.name} in memory: results would overwrite it; pass a separate array"
+                )
+
+
+def _overlap(problem: Problem, a: Argument, b: Argument) -> bool:
+    if a.device is None:
+        return bool(np.shares_memory(a.array, b.array))
+    (a_from, a_to), (b_from, b_to) = problem.byte_bounds[a.name], problem.byte_bounds[b.name]
+    distance = b.address - a.address
+    if a_to <= distance + b_from or distance + b_to <= a_from:
+        return False
+    return bool(np.shares_memory(np.asarray(_Layout(a)), np.asarray(_Layout(b))))
+
+
+class _Layout:
+    """The memory layout of an array on the GPU, for numpy to compare; the elements of the numpy array must not be accessed."""
+
+    def __init__(self, argument: Argument) -> None:
+        array = argument.array
+        self.__array_interface__ = {
+            "data": (argument.address, False),
+            "shape": array.shape,
+            "strides": array.strides,
+            "typestr": f"|V{array.dtype.itemsize}",
+            "version": 3,
+        }
+
+
+# Shapes in place of arrays
 
 
 def read_shapes(
@@ -159,152 +303,63 @@ def read_shapes(
     return_dtensors: Any = False,
     deterministic: bool = False,
 ) -> Problem:
-    """The problem that shapes (of dense arrays in Fortran order) or arrays would pose; no array is made or read."""
+    """The problem that cuDNN runs for arrays, or for shapes of dense arrays in Fortran order; no element is read."""
     check_names(options)
     user_functions.check_tensors(options)
-    given = {name: _shape_signature(name, x, dtype) for name, x in (("q", q), ("k", k), ("v", v))}
-    kind, shape, *_ = given["q"]
-    head_dim, heads, *_ = *shape, 1, 1  # too few axes are refused below
-    defaults = {"mask": "bool", "bias": kind, "dropout_mask": "bool", "alibi_slopes": "float32", "sinks": "float32"}
-    defaults |= dict.fromkeys((*LENGTHS, *CU_SEQLENS), "int32")
+    signatures = {name: _shape_signature(name, x, dtype) for name, x in (("q", q), ("k", k), ("v", v))}
+    signatures |= _shape_options(options, signatures["q"], seq_lens)
+    options = {**options, "seed": 0} if "seed" in signatures else options
+    # Arguments of the other pass are ignored, so that one list of options can be used for both passes.
+    settings, _ = read_settings(options, _scale(options, signatures["q"]), deterministic=bool(deterministic))
+    outputs = _row_statistics(return_stats)
+    if backward:
+        outputs = OUTPUT_ONLY._replace(backward=True, dbias=bool(return_dbias), dsinks=bool(return_dsinks))
+    tensors = {name: _placeholder(name, x) for name, x in (options.get("tensors") or {}).items()}
+    problem, *_ = _pose(signatures, {**options, "tensors": tensors}, settings, outputs, return_dtensors if backward else False)
+    return engine_problem(problem, _policy(options.get("bucket"), problem), on_gpu=True)
+
+
+def _shape_options(options: Mapping[str, Any], q: Signature, seq_lens: bool) -> dict[str, Signature]:
+    """The signatures of the options' arrays, where shapes are passed or just True."""
+    dtype, shape, *_ = q
+    _, heads, *_ = *shape, 1, 1  # too few dimensions are refused later
+    dtypes = {"mask": "bool", "bias": dtype, "dropout_mask": "bool", "alibi_slopes": "float32", "sinks": "float32"}
+    dtypes |= dict.fromkeys((*LENGTHS, *CU_SEQLENS), "int32")
+    signatures: dict[str, Signature] = {}
     for name in ARRAYS:
         value = options.get(name)
         if name in ("alibi_slopes", "sinks") and isinstance(value, bool):
             if value:
-                given[name] = dense_signature("float32", (heads,))
+                signatures[name] = dense_signature("float32", (heads,))
         elif name in SEEDS:
             if options.get("dropout_p") and options.get("dropout_mask") is None:
-                given[name] = dense_signature("int64", (1,))
+                signatures[name] = dense_signature("int64", (1,))
         elif value is not None:
-            given[name] = _shape_signature(name, value, defaults[name])
-    if (seq_lens or any(name in given for name in LENGTHS)) and len(given["q"][1]) == 4:  # of both sides, as a call has them
-        given = dict.fromkeys(LENGTHS, dense_signature("int32", given["q"][1][3:])) | given
-    options = {**options, "seed": 0} if "seed" in given else options
-    tau = read_scale(options.get("scale"), head_dim)
-    settings, _ = read_settings(options, tau, deterministic=bool(deterministic))
-    # what belongs to the other pass is left out, as a list of problems for both passes has it
-    rows = _rows_wanted(return_stats)
-    wanted = RequestedOutputs(backward=True, dbias=bool(return_dbias), dsinks=bool(return_dsinks)) if backward else rows
-    tensors = {name: _standin(name, x) for name, x in (options.get("tensors") or {}).items()}
-    sums = return_dtensors if backward else False
-    asked, _, _ = _posed_with_functions(given, {**options, "tensors": tensors}, settings, wanted, sums)
-    return engine_problem(asked, _policy(options.get("bucket"), asked), on_gpu=True)
+            signatures[name] = _shape_signature(name, value, dtypes[name])
+    if (seq_lens or any(name in signatures for name in LENGTHS)) and len(shape) == 4:  # of both q and k, as in a call
+        return dict.fromkeys(LENGTHS, dense_signature("int32", shape[3:])) | signatures
+    return signatures
 
 
 def _shape_signature(name: str, x: Any, dtype: Any) -> Signature:
-    if cupy_runtime.is_array(x) or isinstance(x, np.ndarray):
-        return _signature(x)
+    if isinstance(x, np.ndarray):
+        return _signature(x, 0)
+    if cupy_runtime.is_array(x):
+        return _signature(x, x.data.ptr)
     if not isinstance(x, (tuple, list)) or not all(isinstance(n, numbers.Integral) for n in x):
-        raise TypeError(f"{name} is {x!r}; give a shape, such as (128, 32, 4096, 1), or an array")
+        raise TypeError(f"{name} is {x!r}; pass a shape, such as (128, 32, 4096, 1), or an array")
     if any(n < 0 for n in x):
-        raise ValueError(f"{name} is {tuple(x)}; a length is not negative")
+        raise ValueError(f"{name} is {tuple(x)}; a dimension must not be negative")
     if dtype is None:
-        raise TypeError(f"{name} is given as the shape {tuple(x)}; its dtype is missing: dtype='bfloat16'")
+        raise TypeError(f"{name} is the shape {tuple(x)}, and dtype is missing: pass for example dtype='bfloat16'")
     try:
-        kind = np.dtype(dtype).name
+        dtype = np.dtype(dtype).name
     except TypeError:
-        kind = str(dtype)  # refused below
-    return dense_signature(kind, tuple(int(n) for n in x))
+        dtype = str(dtype)  # refused later
+    return dense_signature(dtype, tuple(int(n) for n in x))
 
 
-def _standin(name: str, x: Any) -> Any:
-    """An array of a shape, float32 in Fortran order, that takes no memory; an array stands for itself."""
-    kind, shape, strides, _ = _shape_signature(name, x, "float32")
-    return x if hasattr(x, "dtype") else np.lib.stride_tricks.as_strided(np.empty(1, kind), shape, strides)
-
-
-def _missing_lengths(arrays: Mapping[str, Any]) -> dict[str, Fill]:
-    """The lengths of one side where only those of the other are given: all that its array has."""
-    given = [name for name in LENGTHS if name in arrays]
-    if len(given) != 1 or any(name in arrays for name in CU_SEQLENS) or not arrays["q"].ndim == arrays["k"].ndim == 4:
-        return {}  # other shapes are refused next
-    (missing,) = set(LENGTHS) - set(given)
-    *_, length, batch = arrays["q" if missing == "seq_lens_q" else "k"].shape
-    return {missing: Fill("int32", batch, length)}
-
-
-def _check_lengths(asked: Problem, arrays: Mapping[str, Any]) -> None:
-    """On the CPU the lengths are read; on the GPU that would wait for it."""
-    *_, sq, skv, _ = asked.sizes
-    for name, most in zip(LENGTHS, (sq, skv), strict=True):
-        lengths = arrays.get(name)
-        if lengths is not None and lengths.size and not 0 <= lengths.min() <= lengths.max() <= most:
-            raise ValueError(f"{name} has lengths from {lengths.min()} to {lengths.max()}; they must be from 0 to {most}")
-    for name, most, total in zip(CU_SEQLENS, (sq, skv), (asked.q.shape[2], asked.k.shape[2]), strict=True):
-        if (begins := arrays.get(name)) is not None:
-            lengths = np.diff(begins)
-            if begins[0] < 0 or begins[-1] > total or (lengths < 0).any():
-                raise ValueError(f"{name} is {begins.tolist()}; it must rise from 0 or more to at most {total}, the total")
-            if lengths.size and lengths.max() > most:
-                raise ValueError(f"{name} has a sequence of {lengths.max()}; max_seqlen_{name[11:]} is {most}")
-
-
-def _check_overlap(asked: Problem, arrays: Mapping[str, Any]) -> None:
-    for spec in asked.results:
-        if spec.name in arrays:
-            array = arrays[spec.name]
-            if isinstance(array, np.ndarray) and not array.flags.writeable:
-                raise ValueError(f"{spec.name} is read-only, and is to hold a result: pass an array that can be written to")
-            for other in arrays:
-                if other != spec.name and _overlap(asked, arrays, spec.name, other):
-                    raise ValueError(
-                        f"{spec.name} overlaps {other} in memory: results would overwrite it; pass an array of its own"
-                    )
-
-
-def _engine(arrays: Mapping[str, Any]) -> bool:
-    """True where the arrays are CuPy's, on one device; False where they are numpy's."""
-    kinds = {}
-    for name, array in arrays.items():
-        if cupy_runtime.is_array(array):
-            kinds[name] = "CuPy"
-        elif type(array) in (np.ndarray, np.memmap):  # a subclass, such as a masked array, may mean more than its numbers
-            kinds[name] = "numpy"
-        else:
-            raise TypeError(
-                f"{name} is a {type(array).__module__}.{type(array).__qualname__}; attention takes numpy and CuPy arrays: "
-                "convert with numpy.asarray, cupy.asarray or cupy.from_dlpack"
-            )
-    if len(set(kinds.values())) > 1:
-        listed = ", ".join(f"{name} is a {kind} array" for name, kind in kinds.items())
-        raise TypeError(f"arrays are mixed: {listed}. Move them to one side with cupy.asarray(...) or cupy.asnumpy(...)")
-    if kinds["q"] == "numpy":
-        return False
-    devices = {name: array.data.device_id for name, array in arrays.items()}
-    if len(set(devices.values())) > 1:
-        listed = ", ".join(f"{name} on device {device}" for name, device in devices.items())
-        raise ValueError(
-            f"arrays are on different devices: {listed}. Copy them to one: with cupy.cuda.Device(...): cupy.asarray(...)"
-        )
-    return True
-
-
-def _signature(array: Any) -> Signature:
-    # The interpreter reads any alignment, and cuDNN reads integers one by one.
-    address = array.data.ptr if cupy_runtime.is_array(array) and array.dtype.kind != "i" else 16
-    return dtype_name(array.dtype), array.shape, array.strides, address & -address & 15 or 16
-
-
-def _overlap(asked: Problem, arrays: Mapping[str, Any], one: str, other: str) -> bool:
-    """Whether two arrays share an element; decided on addresses alone, no element is read."""
-    a, b = arrays[one], arrays[other]
-    if cupy_runtime.is_array(a):
-        (a_from, a_to), (b_from, b_to) = asked.byte_bounds[one], asked.byte_bounds[other]
-        apart = b.data.ptr - a.data.ptr
-        if a_to <= apart + b_from or apart + b_to <= a_from:
-            return False
-        a, b = np.asarray(_Standin(a)), np.asarray(_Standin(b))
-    return bool(np.shares_memory(a, b))
-
-
-class _Standin:
-    """What numpy needs to know of an array on a GPU to compare addresses; a numpy array made from it must not be read."""
-
-    def __init__(self, array: Any) -> None:
-        self.__array_interface__ = {
-            "data": (array.data.ptr, False),
-            "shape": array.shape,
-            "strides": array.strides,
-            "typestr": f"|V{array.dtype.itemsize}",
-            "version": 3,
-        }
+def _placeholder(name: str, x: Any) -> Any:
+    """An array, or for a shape a float32 array in Fortran order whose elements share memory."""
+    dtype, shape, strides, _ = _shape_signature(name, x, "float32")
+    return x if hasattr(x, "dtype") else np.lib.stride_tricks.as_strided(np.empty(1, dtype), shape, strides)

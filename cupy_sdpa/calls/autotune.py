@@ -1,15 +1,16 @@
-"""Which engine config is the fastest for a problem: measured, on the caller's arrays and stream, and kept.
+"""Autotuning: measure the engine configs that cuDNN's heuristics propose on the caller's arrays, and keep the fastest.
 
-Heuristics know the problem and the GPU, not what else matters. Every config that they propose is measured; on request also
-every setting of the engines' knobs that finalizes. A config counts only if its results agree with those of the first: of
-the settings made by hand many finalize and compute nonsense (measured with 9.19: up to 16 of 23). Deterministic gradients stay
-deterministic: cuDNN does not report which configs are, so settings by hand are not tried for them, and nothing else is tried
-for the graph of the ordered engine.
+A config is accepted only if its results agree with those of the first one. Deterministic gradients stay deterministic: the
+graph of the ordered engine, which accumulates dQ in scratch memory, is not tuned, because its other configs accumulate in
+any order.
+
+Only proposed configs are measured. Settings of the knobs that the heuristics do not propose gained 3 % on one of ten
+problems on an H200 and nothing on the others, took up to 21 s to measure, and up to 18 of 28 of them computed wrong results
+(``benchmarks/results/h200_cudnn928_plans.csv``).
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 import sys
@@ -24,49 +25,46 @@ from .._cudnn.launch import Handle
 from ..device import cupy_runtime
 from ..device.cuda_graph import Recording
 from ..plans.disk_cache import current
-from ..plans.engines import Candidate, EngineConfig, Knobs, Search, knobs_text
-from ..plans.plan import Plan, SerializedPlan, searching
+from ..plans.engines import Candidate, EngineSearch, Knobs, knobs_text
+from ..plans.plan import Plan, SerializedPlan
 from ..plans.plan_cache import PlanCache
+from ..plans.planner import engine_search
 from ..problem.problem import Problem
 
-#: The knobs that are tried by hand; the others are to be left alone (STAGES changes what is computed, and in what order).
-KNOBS = ("KERNEL_CFG", "TILE_M", "TILE_N", "STREAM_K")
-#: A config must be faster than the heuristics' by this factor to take its place; less is noise.
+#: A config must be faster than the current plan by this factor to replace it; a smaller gain is noise.
 GAIN = 1.02
-#: The norm of the difference to the first config's results, over their norm, at which a config is taken to be wrong: some
+#: The norm of the difference from the first config's results, relative to their norm, above which a config is wrong: a few
 #: roundings to bfloat16 (0.4 % each).
 TOLERANCE = 0.02
-#: How many configs are measured again, in turns; rounds; and the milliseconds that a round of one of them should last.
+#: How many configs are measured again in turns, in how many rounds, and the target milliseconds of one round of a config.
 _FINALISTS, _ROUNDS, _ROUND_MS = 4, 7, 1.0
 
 
 @dataclass(frozen=True)
 class Trial:
-    """An engine config that was measured.
+    """The measurement of one engine config.
 
     Attributes:
-        engine, knobs: what it was.
-        workspace: bytes that it needs beside the arrays.
-        us: microseconds of an execution, the median; None where it failed or its results were wrong.
-        proposed: whether heuristics propose it.
+        engine, knobs: the config.
+        workspace: bytes of workspace.
+        us: microseconds of one execution, the median; None if it failed or its results were wrong.
     """
 
     engine: int
     knobs: Knobs
     workspace: int
     us: float | None
-    proposed: bool
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """What tuning a problem has found; printed, a table, the fastest first.
+    """The result of tuning one problem; prints as a table, the fastest config first.
 
     Attributes:
-        problem: what was tuned.
+        problem: the problem that was tuned.
         trials: every config, the fastest first.
-        before: microseconds with the plan that was there before.
-        after: microseconds with the one that is kept.
+        before: microseconds of the plan before tuning.
+        after: microseconds of the plan after tuning.
     """
 
     problem: Problem
@@ -76,10 +74,10 @@ class Tuning:
 
     @property
     def gain(self) -> float:
-        """How many times faster; 1 where the plan that was there has stayed."""
+        """The speedup; 1 if the plan did not change."""
         return self.before / self.after
 
-    _COLUMNS = ("time", "engine", "knobs", "workspace", "proposed by")
+    _COLUMNS = ("time", "engine", "knobs", "workspace")
 
     def _title(self) -> str:
         return f"{self.problem}: {self.before:.1f} us before, {self.after:.1f} us after, {self.gain:.2f} times as fast"
@@ -87,7 +85,7 @@ class Tuning:
     def _rows(self) -> Iterator[tuple[str, ...]]:
         for t in self.trials:
             time = "failed or wrong results" if t.us is None else f"{t.us:.1f} us"
-            yield time, str(t.engine), knobs_text(t.knobs), f"{t.workspace} B", "heuristics" if t.proposed else "hand"
+            yield time, str(t.engine), knobs_text(t.knobs), f"{t.workspace} B"
 
     def __str__(self) -> str:
         rows = [self._COLUMNS, *self._rows()]
@@ -100,116 +98,93 @@ class Tuning:
 
 
 def tune(
-    problem: Problem,
-    plan: Plan,
-    cache: PlanCache,
-    execute: Callable[[Plan, int], None],
-    results: Sequence[Any],
-    *,
-    knobs: bool = False,
+    problem: Problem, plan: Plan, cache: PlanCache, execute: Callable[[Plan, int], None], results: Sequence[Any]
 ) -> Tuning:
-    """Measure every engine config of a plan's graph, and keep the fastest in the cache and on the shelf.
-
-    Waits for the GPU. Progress is shown on stderr where that is a terminal.
+    """Measure the engine configs of a problem; the fastest plan goes to the plan cache and to the disk cache.
 
     Args:
-        problem: what the plan computes.
-        plan: the one that is kept now.
-        cache: where it is kept.
-        execute: (plan, address of its workspace) -> None; enqueues an execution.
+        problem: the problem of the plan.
+        plan: the current plan.
+        cache: the plan cache that holds it.
+        execute: runs a plan with the workspace at an address.
         results: the arrays that it writes.
-        knobs: try settings of knobs by hand, too; not for deterministic gradients.
     """
     bench = _Bench(plan.target.handle, execute, results)
-    right = bench.results_of(plan)
-    first = _Entry(plan, bench.time(plan, rounds=3), proposed=True)
-    others: list[_Entry] = []
-    trials: list[Trial] = []
+    first = fastest = _Entry(plan, bench.time(plan, rounds=3))
+    finalists: list[_Entry] = []
     try:
-        with searching(plan.info.graph, plan.target, problem.settings.max_workspace) as (search, uids):
-            configs = () if _ordered(problem, plan) else _candidates(search, plan, knobs and not problem.deterministic)
-            for count, (candidate, proposed) in enumerate(configs, 1):
-                other = Plan(
-                    SerializedPlan(uids, candidate, plan.info.refused),
-                    plan.info.graph,
-                    plan.target,
-                    plan.key,
-                    candidate.build_ms,
-                )
-                others.append(_Entry(other, None, proposed))
-                if bench.agrees(other, right):
-                    others[-1].us = bench.time(other, rounds=3)
-                _progress(f"tuning: {count} engine configs measured")
-                others.sort(key=lambda entry: math.inf if entry.us is None else entry.us)
-                if len(others) > _FINALISTS or others[-1].us is None:
-                    slow = others.pop()
-                    trials.append(slow.trial())
-                    slow.plan.close()
-        finalists = [first, *others]
-        times = [[bench.time(entry.plan, rounds=1) for entry in finalists] for _ in range(_ROUNDS)]
-        for entry, every in zip(finalists, zip(*times, strict=True), strict=True):
-            entry.us = statistics.median(every)
+        dropped = [] if _is_ordered(problem, plan) else _measure_candidates(bench, problem, plan, finalists)
+        entries = [first, *finalists]
+        rounds = [[bench.time(entry.plan, rounds=1) for entry in entries] for _ in range(_ROUNDS)]
+        for entry, times in zip(entries, zip(*rounds, strict=True), strict=True):
+            entry.us = statistics.median(times)
+        best = min(entries, key=lambda entry: entry.us)
+        if first.us >= GAIN * best.us:
+            fastest = best
+    finally:
         _progress("")
-        trials += [entry.trial() for entry in finalists]
-        fastest = min(finalists, key=lambda entry: entry.us or math.inf)
-        before, after = first.us or math.inf, fastest.us or math.inf
-        if before < GAIN * after:
-            fastest, after = first, before
-    except BaseException:
-        for entry in others:
-            entry.plan.close()
-        raise
-    for entry in others:
-        if entry is not fastest:
-            entry.plan.close()
+        for entry in finalists:
+            if entry is not fastest:
+                entry.plan.close()
     fastest.plan.mark_tuned()
     current().put(plan.key, fastest.plan.content())
     if fastest is not first:
         cache.put(problem, fastest.plan)
-    trials.sort(key=lambda trial: math.inf if trial.us is None else trial.us)
-    return Tuning(problem, tuple(trials), before, after)
-
-
-def _ordered(problem: Problem, plan: Plan) -> bool:
-    """Whether a plan is the ordered engine's: other configs of its graph add dQ up in scratch memory in any order."""
-    return problem.deterministic and bool(plan.info.graph.by_role("scratch"))
+    trials = sorted([*dropped, *(entry.trial() for entry in entries)], key=lambda trial: trial.us or math.inf)
+    return Tuning(problem, tuple(trials), first.us, fastest.us)
 
 
 @dataclass
 class _Entry:
-    """A plan that is being measured; ``us`` is None where it failed or its results are wrong."""
+    """A plan and the microseconds of one execution; infinite if it fails or its results are wrong."""
 
     plan: Plan
-    us: float | None
-    proposed: bool
+    us: float = math.inf
 
     def trial(self) -> Trial:
         info = self.plan.info
-        return Trial(info.engine, info.knobs, info.workspace, self.us, self.proposed)
+        return Trial(info.engine, info.knobs, info.workspace, self.us if self.us < math.inf else None)
 
 
-def _candidates(search: Search, plan: Plan, knobs: bool) -> Iterator[tuple[Candidate, bool]]:
-    """Every config but the plan's own, for the caller to close, and whether heuristics propose it."""
+def _is_ordered(problem: Problem, plan: Plan) -> bool:
+    """Whether a plan is the ordered engine's: other configs of its graph accumulate dQ in scratch memory in any order."""
+    return problem.deterministic and bool(plan.info.graph.by_role("scratch"))
+
+
+def _measure_candidates(bench: _Bench, problem: Problem, plan: Plan, finalists: list[_Entry]) -> list[Trial]:
+    """Measure every other config once; the fastest are left in ``finalists``, the trials of all others are returned."""
+    dropped: list[Trial] = []
+    expected = bench.results_of(plan)
+    with engine_search(plan.info.graph, plan.target, problem.settings.max_workspace) as (search, uids):
+        for count, candidate in enumerate(_candidates(search, plan), 1):
+            serialized = SerializedPlan(uids, candidate, plan.info.refused)
+            entry = _Entry(Plan(serialized, plan.info.graph, plan.target, plan.key, candidate.build_ms))
+            finalists.append(entry)
+            if bench.agrees(entry.plan, expected):
+                entry.us = bench.time(entry.plan, rounds=3)
+            _progress(f"tuning: {count} engine configs measured")
+            finalists.sort(key=lambda entry: entry.us)
+            if len(finalists) > _FINALISTS or finalists[-1].us == math.inf:
+                slowest = finalists.pop()
+                dropped.append(slowest.trial())
+                slowest.plan.close()
+    return dropped
+
+
+def _candidates(search: EngineSearch, plan: Plan) -> Iterator[Candidate]:
+    """Every proposed config except the plan's own, each once; the caller closes them."""
     seen = {(plan.info.engine, plan.info.knobs)}
-    engines = [plan.info.engine]
     for candidate in search.proposed():
-        engines.append(candidate.engine)
-        if (candidate.engine, candidate.knobs) in seen:
+        config = candidate.engine, candidate.knobs
+        if config in seen:
             candidate.close()
         else:
-            seen.add((candidate.engine, candidate.knobs))
-            yield candidate, True
-    for engine in dict.fromkeys(engines) if knobs else ():
-        ranges = {name: values for name, values in search.knobs(engine).items() if name in KNOBS}
-        every = (tuple(zip(ranges, values, strict=True)) for values in itertools.product(*ranges.values()))
-        known = [set(chosen) for number, chosen in seen if number == engine]
-        settings = [EngineConfig(engine, chosen) for chosen in every if not any(set(chosen) <= other for other in known)]
-        for candidate in search.by_hand(settings):
-            yield candidate, False
+            seen.add(config)
+            yield candidate
 
 
 class _Bench:
-    """Runs plans on the caller's arrays, and times their kernels one after the other: without what the host costs."""
+    """Runs plans on the caller's arrays and measures the time of their kernels without the launch overhead of the host."""
 
     def __init__(self, handle: Handle | None, execute: Callable[[Plan, int], None], results: Sequence[Any]) -> None:
         assert handle
@@ -217,39 +192,40 @@ class _Bench:
         self._cupy = cupy_runtime.cupy()
 
     def results_of(self, plan: Plan) -> list[Any]:
-        """Copies of what a plan computes, in arrays in which what is not written shows."""
+        """Copies of a plan's results; an element that the plan does not write is NaN."""
         for array in self._results:
             array.fill(self._cupy.nan)
         workspace = cupy_runtime.allocate(plan.info.workspace)
         self._execute(plan, workspace.ptr)
         return [array.copy() for array in self._results]
 
-    def agrees(self, plan: Plan, right: list[Any]) -> bool:
-        """Whether a plan runs, and its results are the right ones but for rounding."""
+    def agrees(self, plan: Plan, expected: list[Any]) -> bool:
+        """Whether a plan runs and its results are the expected ones except for rounding."""
         try:
             results = self.results_of(plan)
-        except Exception:  # also where there is no memory for its workspace, whoever's the allocator
+        except Exception:  # also if its workspace cannot be allocated, whichever allocator is in use
             return False
-        return all(self._near(a, b) for a, b in zip(right, results, strict=True))
+        return all(self._is_close(a, b) for a, b in zip(expected, results, strict=True))
 
-    def _near(self, a: Any, b: Any) -> bool:
+    def _is_close(self, a: Any, b: Any) -> bool:
         xp = self._cupy
         a, b = a.astype(xp.float32), b.astype(xp.float32)
-        apart = xp.where(a == b, 0, a - b)  # -inf, of a row that sees nothing, is equal to itself
-        size = xp.where(xp.isfinite(a), a, 0)
-        return bool(xp.linalg.norm(apart.ravel()) <= TOLERANCE * xp.linalg.norm(size.ravel()))  # false of NaN
+        difference = xp.where(a == b, 0, a - b)  # the -inf of a fully masked row is equal to itself
+        finite = xp.where(xp.isfinite(a), a, 0)
+        return bool(xp.linalg.norm(difference.ravel()) <= TOLERANCE * xp.linalg.norm(finite.ravel()))  # False for NaN
 
     def time(self, plan: Plan, rounds: int) -> float:
-        """Microseconds of an execution in a row of them, the median of some rounds."""
+        """Microseconds of one of many consecutive executions, the median of some rounds."""
         recording = self._recorded(plan, cupy_runtime.empty((plan.info.workspace,), np.uint8))
         try:
-            self._row_ms(recording, 1)
-            count = max(1, min(100, round(_ROUND_MS / self._row_ms(recording, 1))))
-            return statistics.median(self._row_ms(recording, count) for _ in range(rounds)) * 1e3
+            self._launch_ms(recording, 1)
+            count = max(1, min(100, round(_ROUND_MS / self._launch_ms(recording, 1))))
+            return statistics.median(self._launch_ms(recording, count) for _ in range(rounds)) * 1e3
         finally:
             recording.close()
 
     def _recorded(self, plan: Plan, workspace: Any) -> Recording:
+        """An execution of a plan as a captured CUDA graph; the handle's stream is restored."""
         before = cupy_runtime.stream()
 
         def run() -> None:
@@ -261,8 +237,8 @@ class _Bench:
         finally:
             self._handle.set_stream(before)
 
-    def _row_ms(self, recording: Recording, count: int) -> float:
-        """Milliseconds of each of so many launches on the caller's stream, behind as many others: the host is ahead."""
+    def _launch_ms(self, recording: Recording, count: int) -> float:
+        """Milliseconds of one of ``count`` launches; as many before them keep the device busy while the host enqueues."""
         begin, end = self._cupy.cuda.Event(), self._cupy.cuda.Event()
         for event in (begin, end):
             for _ in range(count):

@@ -1,78 +1,67 @@
-"""A call: on the engine that its arrays choose, run, explained, or tuned."""
+"""Run a call: a problem, its arrays and its by-value scalars, on the engine that the type of the arrays selects."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import numpy as np
-
-from ..device import cupy_runtime
+from ..device import cupy_runtime, driver
 from ..errors import CudnnError, Unsupported
+from ..graph import graph_of
 from ..graph.interpreter import evaluate
-from ..graph.patterns import graph_of
 from ..problem.bucket import Policy
-from ..problem.problem import CU_SEQLENS, LENGTHS, ROW_STATS, Problem
+from ..problem.problem import Problem
 from ..problem.subproblems import subproblems
-from ..problem.tensor_spec import numpy_dtype
-from ..support.why_not import Reason, unverified, why_not, workarounds
-from .report import Report
-from .staging import Stage, clear, engine_problem, fill_value, filled
+from ..support.why_not import Reason, why_not
+from .staging import Fill, Stage, allocate_results, create_inputs, engine_problem, fill_trivial_results
 
-if TYPE_CHECKING:  # cuDNN's rooms are entered only for CuPy arrays
-    from ..plans.plan import Plan, PlanInfo
-    from ..plans.plan_cache import Session
+if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
+    from ..plans.plan import Plan
+    from ..plans.sessions import Session
     from .autotune import Tuning
     from .user_functions import Gradients
 
 T = TypeVar("T")
 
-#: Where :func:`cupy_sdpa.autotune` is in force: what has been tuned so far, and whether knobs are tried by hand.
-tunings: ContextVar[tuple[list[Tuning], bool] | None] = ContextVar("tunings", default=None)
+#: Inside :func:`cupy_sdpa.autotune`: the results so far. None elsewhere.
+active_tunings: ContextVar[list[Tuning] | None] = ContextVar("active_tunings", default=None)
 
 
 class LaunchRecord(NamedTuple):
-    """What a call ran with.
+    """How a call ran on the GPU.
 
     Attributes:
-        plan: its plan.
+        plan: the plan.
         workspace: the address of the workspace.
-        plain: whether nothing but the plan was run.
-        made: bytes of the arrays that stood in for others.
+        plan_only: whether nothing ran besides the plan.
+        copied_bytes: bytes of the copies that replaced the caller's arrays.
     """
 
     plan: Plan
     workspace: int
-    plain: bool
-    made: int
-
-
-class Fill(NamedTuple):
-    """A one-dimensional array of equal elements."""
-
-    dtype: str
-    size: int
-    value: int
+    plan_only: bool
+    copied_bytes: int
 
 
 @dataclass
 class Call:
-    """A call's arguments, read.
+    """A call whose arguments have been validated.
 
     Attributes:
-        problem: what they pose.
-        arrays, scalars: by their names.
-        on_gpu: the engine.
+        problem: the problem that the arguments define.
+        arrays: the caller's arrays by name, then also those that were created for the call.
+        scalars: the by-value scalars by name.
+        on_gpu: whether the arrays are CuPy's.
         bucket: how lengths are rounded up.
-        lines: where each operation of the caller's own functions was written.
-        gradients: what gives the gradients of the arrays that they read, where asked for.
-        filled: arrays of one value that the caller did not give, by their names; they are made when the call runs.
-        launched: what it ran with, once it has run.
+        source_lines: the source line of each operation of the score and mask functions.
+        gradients: which gradients of ``tensors`` are requested.
+        fills: inputs that the caller did not pass, by name; they are created when the call runs.
+        launched: how the call ran on the GPU; None before, and while a stream is captured.
     """
 
     problem: Problem
@@ -80,57 +69,48 @@ class Call:
     scalars: dict[str, float]
     on_gpu: bool
     bucket: Policy | None = None
-    lines: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    source_lines: Mapping[str, str] = dataclasses.field(default_factory=dict)
     gradients: Gradients | None = None
-    filled: dict[str, Fill] = dataclasses.field(default_factory=dict)
+    fills: dict[str, Fill] = dataclasses.field(default_factory=dict)
     launched: LaunchRecord | None = None
 
+    @functools.cached_property
+    def engine_problem(self) -> Problem:
+        """The problem that the engine runs, see :mod:`cupy_sdpa.calls.staging`."""
+        return engine_problem(self.problem, self.bucket, self.on_gpu)
+
     def run(self) -> list[Any]:
-        """Compute; gives the results."""
-        self._fill_inputs()
-        parts = self._launches()
-        if len(parts) > 1:  # refuse before anything is written
-            for launch in parts:
-                launch._on_device(launch._plan)
-        for launch in parts:
-            launch._on_device(launch._compute)
-            if launch.arrays is not self.arrays:
-                self.arrays |= {spec.name: launch.arrays[spec.name] for spec in launch.problem.ds_reductions}
+        """Compute and return the results."""
+        self.create_inputs()
+        calls = self.subcalls()
+        if len(calls) > 1:  # raise before anything is written
+            for call in calls:
+                call._on_device(call._plan)
+        for call in calls:
+            call._on_device(call._compute)
+            if call.arrays is not self.arrays:
+                self.arrays |= {spec.name: call.arrays[spec.name] for spec in call.problem.ds_reductions}
         results = [self.arrays[spec.name] for spec in self.problem.results if spec not in self.problem.dcaptured]
         if self.gradients:
-            results.append(self._on_device(self._gathered))
+            collect = self.gradients.collect
+            results.append(self._on_device(lambda device: collect(self.arrays)))
         return results
 
-    def _fill_inputs(self) -> None:
-        if self.filled:
-            make = functools.partial(filled, like=self.arrays["q"], on_gpu=self.on_gpu)
-            self.arrays |= {name: make(*fill) for name, fill in self.filled.items()}
-            self.filled = {}
+    def enqueue(self) -> None:
+        """Enqueue the work of :meth:`run` again, on the same arrays and workspace; the stream may be captured."""
+        assert self.launched
+        plan, workspace, *_ = self.launched
+        plan.set_stream(cupy_runtime.stream())
+        self._execute(plan, workspace)
 
-    def _on_device(self, work: Callable[[int | None], T]) -> T:
-        """Do something on the device of the arrays; what is refused says of which call, and where that was written."""
-        if self.on_gpu:
-            with cupy_runtime.on_device_of(self.arrays["q"]) as device:
-                try:
-                    return work(device)
-                except (Unsupported, CudnnError) as error:
-                    error.add_note(f"asked for: {self.problem}")
-                    if self.lines:
-                        written = ", ".join(f"{mode} at {line}" for mode, line in self.lines.items())
-                        error.add_note(f"its functions are written with {written}")
-                    raise
-        return work(None)
+    def create_inputs(self) -> None:
+        """Create the inputs that the caller did not pass."""
+        if self.fills:
+            self.arrays |= create_inputs(self.fills, self.arrays["q"], self.on_gpu)
+            self.fills = {}
 
-    def _gathered(self, device: int | None) -> dict[str, Any]:
-        assert self.gradients
-        return self.gradients.gathered(self.arrays)
-
-    def _plan(self, device: int | None) -> None:
-        if device is not None and not self.problem.trivial:
-            planned(self.engine_problem, device, lambda here, plan: None)
-
-    def _launches(self) -> list[Call]:
-        """The calls that this one takes, nearly always itself alone; the first one gives most results."""
+    def subcalls(self) -> list[Call]:
+        """One call for each subproblem: usually this call alone; the first one computes most of the results."""
         parts = subproblems(self.problem)
         if parts == (self.problem,):
             return [self]
@@ -142,226 +122,142 @@ class Call:
             *(dataclasses.replace(self, problem=part, arrays=dict(inputs)) for part in others),
         ]
 
-    def explain(self) -> Report:
-        """Whether and how :meth:`run` would run."""
+    def stage(self) -> Stage:
+        """Allocate the missing results, and copy the arrays that the engine needs in another form."""
+        allocate_results(self.problem, self.arrays, self.on_gpu)
+        return Stage(self.problem, self.engine_problem, self.arrays, self.on_gpu)
+
+    def _on_device(self, work: Callable[[int | None], T]) -> T:
+        """Call ``work`` with the device of the arrays as the current one; errors get a note that describes the call."""
         if not self.on_gpu:
-            return every_launch(self.engine_problem, lambda asked: Report("numpy", asked, graph_of(asked)))
+            return work(None)
         with cupy_runtime.on_device_of(self.arrays["q"]) as device:
-            report = every_launch(self.engine_problem, lambda asked: explain_here(asked, device))
-            if report.plan:  # the engine's problem may no longer meet a bug that the caller's does
-                own = workarounds(self.problem, report.plan.cudnn, cupy_runtime.capability(device))
-                return dataclasses.replace(report, workarounds=tuple(dict.fromkeys((*own, *report.workarounds))))
-            return report
+            try:
+                return work(device)
+            except (Unsupported, CudnnError) as error:
+                error.add_note(f"the call: {self.problem}")
+                if self.source_lines:
+                    lines = ", ".join(f"{mode} at {line}" for mode, line in self.source_lines.items())
+                    error.add_note(f"operations of its score and mask functions: {lines}")
+                raise
 
-    def with_gradient_inputs(self) -> Call:
-        """A backward call that knows only q, k and v, with what the forward pass gives; the output serves as its gradient."""
-        if not self.problem.backward:
-            return self
-        results = ("dout", "out", "stats", *(spec.name for spec in self.problem.results))
-        known = {name: array for name, array in self.arrays.items() if name not in results}
-        forward = dataclasses.replace(
-            self.problem, dout=None, dq=None, dk=None, dv=None, dbias=None, dsinks=None, dcaptured=(),
-            settings=self.problem.settings._replace(deterministic=False),
-        )  # fmt: skip
-        out, stats = Call(forward, dict(known), self.scalars, self.on_gpu, self.bucket, filled=dict(self.filled)).run()
-        return dataclasses.replace(self, arrays={**known, "out": out, "stats": stats, "dout": out})
-
-    @property
-    def engine_problem(self) -> Problem:
-        """What the engine is given in place of what was asked, see :mod:`cupy_sdpa.calls.staging`."""
-        return engine_problem(self.problem, self.bucket, self.on_gpu)
+    def _plan(self, device: int | None) -> None:
+        if device is not None and not self.problem.trivial:
+            with_plan(self.engine_problem, device, lambda session, plan: None)
 
     def _compute(self, device: int | None) -> None:
         if self.problem.trivial:
-            self._fill()
-            return
-        given = self.engine_problem
-        if device is None:
-            stage = self._staged(given)
-            evaluate(graph_of(given), stage.arrays, self.scalars)
+            allocate_results(self.problem, self.arrays, self.on_gpu)
+            fill_trivial_results(self.problem, self.arrays, self.on_gpu)
+        elif device is None:
+            stage = self.stage()
+            evaluate(graph_of(self.engine_problem), stage.arrays, self.scalars)
             stage.finish()
         else:
-            if tunings.get() is not None:
-                self._tune(given, device)
-            planned(given, device, lambda _, plan: self._launch(given, plan))
+            if active_tunings.get() is not None:
+                self._tune(device)
+            with_plan(self.engine_problem, device, lambda session, plan: self._launch(plan))
 
-    def _staged(self, given: Problem) -> Stage:
-        self._allocate()
-        return Stage(self.problem, given, self.arrays, self.on_gpu)
-
-    def _fill(self) -> None:
-        """The results where there is nothing to compute: a sum over no key is 0, its logarithm -inf.
-
-        A row that could see nothing but its sink sees that.
-        """
-        self._allocate()
-        p = self.problem
-        for spec in p.results:
-            clear(self.arrays[spec.name], fill_value(spec.name), self.on_gpu)
-        if p.sinks and not p.backward:
-            xp = cupy_runtime.cupy() if self.on_gpu else np
-            for spec in p.results:
-                if spec.name in ROW_STATS:
-                    alone = 1.0 if spec.name == "sum_exp" else self.arrays["sinks"][:, None]
-                    self.arrays[spec.name][...] = xp.where(self._rows_there(xp), alone, fill_value(spec.name))
-
-    def _rows_there(self, xp: Any) -> Any:
-        """Which rows belong to a sequence, to be broadcast over the log-sum-exp's axes."""
-        if self.problem.packed:
-            places, begins = xp.arange(self.problem.q.shape[2]), self.arrays[CU_SEQLENS[0]]
-            begin = xp.take(begins, xp.maximum(xp.searchsorted(begins, places, side="right") - 1, 0))  # of its sequence
-            *_, longest, _, _ = self.problem.sizes  # positions of a sequence beyond max_seqlen_q belong to none
-            return (begin <= places) & (places < begins[-1]) & (places < begin + longest)
-        if self.problem.ragged:
-            return xp.arange(self.problem.q.shape[2])[:, None, None] < self.arrays[LENGTHS[0]]
-        return xp.ones((), bool)
-
-    def _allocate(self) -> None:
-        """Make the results that the caller did not give."""
-        for spec in self.problem.results:
-            if self.arrays.get(spec.name) is None:
-                empty = cupy_runtime.cupy().empty if self.on_gpu else np.empty
-                self.arrays[spec.name] = empty(spec.shape, numpy_dtype(spec.dtype), order="F")
-
-    def _launch(self, given: Problem, plan: Plan) -> None:
+    def _launch(self, plan: Plan) -> None:
+        """Run a plan; after this :meth:`enqueue` can repeat it, unless the caller captures the stream."""
         if capturing := cupy_runtime.capturing():
             plan.keep()
-        self._allocate()
+        allocate_results(self.problem, self.arrays, on_gpu=True)
         workspace = _workspace(plan)  # after the results, as in a repeated call, so that it gets the same address
-        stage = self._enqueued(given, plan, workspace.ptr)
+        stage = self._execute(plan, workspace.ptr)
         if not capturing:
-            self.launched = LaunchRecord(plan, workspace.ptr, stage.plain, stage.bytes_made)
+            self.launched = LaunchRecord(plan, workspace.ptr, stage.unchanged, stage.copied_bytes)
 
-    def enqueue(self) -> None:
-        """Enqueue once more what :meth:`run` did, on the same arrays, in the same workspace; the stream may be captured."""
-        assert self.launched
-        plan, workspace, *_ = self.launched
-        plan.set_stream(cupy_runtime.stream())
-        self._enqueued(self.engine_problem, plan, workspace)
-
-    def _enqueued(self, given: Problem, plan: Plan, workspace: int) -> Stage:
-        stage = self._staged(given)
-        self._execute(stage, plan, workspace)
+    def _execute(self, plan: Plan, workspace: int) -> Stage:
+        stage = self.stage()
+        self._execute_staged(stage, plan, workspace)
         stage.finish()
         return stage
 
-    def _execute(self, stage: Stage, plan: Plan, workspace: int) -> None:
+    def _execute_staged(self, stage: Stage, plan: Plan, workspace: int) -> None:
         plan.execute({name: array.data.ptr for name, array in stage.arrays.items()}, self.scalars, workspace)
 
-    def _tune(self, given: Problem, device: int) -> None:
-        """Measure every engine config on these arrays, unless that has been done, and keep the fastest."""
+    def _tune(self, device: int) -> None:
+        """Measure the engine configs on these arrays and keep the fastest, unless the plan is tuned already."""
         from .autotune import tune
 
-        in_force = tunings.get()
-        assert in_force is not None
-        done, knobs = in_force
+        tunings = active_tunings.get()
+        assert tunings is not None
         if cupy_runtime.capturing():
-            raise RuntimeError("a stream is being captured: nothing can be measured now; tune before the capture begins")
+            raise RuntimeError("a call cannot be tuned while a stream is being captured: tune before the capture begins")
 
-        def measure(here: Session, plan: Plan) -> None:
+        def measure(session: Session, plan: Plan) -> None:
             if plan.info.tuned:
                 return
-            stage = self._staged(given)
-            results = [stage.arrays[spec.name] for spec in given.results]
-            done.append(tune(given, plan, here.cache, functools.partial(self._execute, stage), results, knobs=knobs))
+            stage = self.stage()
+            results = [stage.arrays[spec.name] for spec in self.engine_problem.results]
+            execute = functools.partial(self._execute_staged, stage)
+            tunings.append(tune(self.engine_problem, plan, session.cache, execute, results))
 
-        planned(given, device, measure)
-
-
-def every_launch(problem: Problem, explain: Callable[[Problem], Report]) -> Report:
-    """What is said of a problem: of its first launch, unless another one cannot run."""
-    first, *others = (explain(part) for part in subproblems(problem))
-    for report in others:
-        if report.reasons:
-            return report
-    return dataclasses.replace(first, launches=(first, *others)) if others else first
+        with_plan(self.engine_problem, device, measure)
 
 
-def explain_here(problem: Problem, device: int) -> Report:
-    """Whether and how a problem would run on a device, which is the current one; its plan is kept for the call."""
-    graph = graph_of(problem)
-    if problem.trivial:
-        return Report("cuDNN", problem, graph)
-    if reasons := objections(problem, device):
-        return refused(problem, reasons)
-    try:
-        info = planned(problem, device, lambda _, plan: plan.info)
-    except Unsupported as error:
-        return Report("cuDNN", problem, graph, reasons=tuple(str(error).splitlines()))
-    return planned_report(problem, info, cupy_runtime.capability(device))
-
-
-def planned_report(problem: Problem, info: PlanInfo, capability: int, note: str = "") -> Report:
-    """The report of a problem that has a plan."""
-    asked = problem, info.cudnn, capability
-    return Report("cuDNN", problem, info.graph, info, note=note, workarounds=workarounds(*asked), unverified=unverified(*asked))
-
-
-def refused(problem: Problem, reasons: Sequence[Reason], note: str = "") -> Report:
-    """The report of a problem that the support table refuses."""
-    texts = tuple(map(str, reasons))
-    return Report("cuDNN", problem, graph_of(problem), reasons=texts, note=note, error=reasons[0].error)
-
-
-def objections(problem: Problem, device: int) -> list[Reason]:
-    """What the support table has against a problem on a device, with the cuDNN that is loaded."""
+def unsupported_reasons(problem: Problem, device: int) -> list[Reason]:
+    """Why the loaded cuDNN cannot run a problem on a device, by the support table; empty if nothing is known against it."""
     from .._cudnn.library import library
 
     return why_not(problem, library().version, cupy_runtime.capability(device))
 
 
-def planned(problem: Problem, device: int, run: Callable[[Session, Plan], T]) -> T:
-    """Run with a problem's plan, which is looked up or, after the support table has been asked, built.
+def with_plan(problem: Problem, device: int, use: Callable[[Session, Plan], T]) -> T:
+    """Call ``use`` with the session and the plan of a problem; the plan is built if it is not in the plan cache.
 
     Raises:
-        Unsupported: there is no plan.
-        RuntimeError: there is none yet, and the stream is being captured.
+        Unsupported: cuDNN has no plan for the problem.
+        RuntimeError: the plan would have to be built while the stream is being captured.
     """
-    from ..plans.plan_cache import existing_session, session
+    from ..plans.sessions import existing_session, session
 
-    context = cupy_runtime.context_id()
+    context = driver.context_id()
     if existing_session(context) is None:
-        _not_while_capturing(problem)
-    here = session(context)
+        _check_not_capturing(problem)
+    current = session(context)
 
     def build() -> Plan:
-        from ..plans.plan import Target, plan_for
+        from ..plans.plan import Target
+        from ..plans.planner import plan_for
 
-        if reasons := objections(problem, device):
+        if reasons := unsupported_reasons(problem, device):
             raise reasons[0].error("\n".join(map(str, reasons)))
-        _not_while_capturing(problem)
-        return plan_for(problem, Target(cupy_runtime.model(device), cupy_runtime.capability(device), here.handle))
+        _check_not_capturing(problem)
+        return plan_for(problem, Target(cupy_runtime.model(device), cupy_runtime.capability(device), current.handle))
 
-    here.handle.set_stream(cupy_runtime.stream())  # also for building: the stream of an earlier call may have been destroyed
-    return here.cache.use(problem, build, functools.partial(run, here))
+    # Also for building: the stream of an earlier call may have been destroyed.
+    current.handle.set_stream(cupy_runtime.stream())
+    return current.cache.use(problem, build, functools.partial(use, current))
 
 
 def _workspace(plan: Plan) -> Any:
-    """The memory for a plan's workspace; where there is too little, the allocator's error with the size and the remedy."""
+    """Allocate the workspace of a plan; an out-of-memory error gets a note with the size and the remedy."""
     try:
         return cupy_runtime.allocate(plan.info.workspace)
-    except Exception as error:  # CuPy's OutOfMemoryError, or what another allocator raises
+    except Exception as error:  # CuPy's OutOfMemoryError, or that of another allocator
         error.add_note(
             f"cuDNN's workspace for this call is {plan.info.workspace} bytes. max_workspace= limits it: cuDNN then uses an "
-            "engine that needs less, where it has one"
+            "engine that needs less, if it has one"
         )
         raise
 
 
-def _not_while_capturing(problem: Problem) -> None:
+def _check_not_capturing(problem: Problem) -> None:
     if cupy_runtime.capturing():
         raise RuntimeError(
-            f"the stream is being captured into a CUDA graph, and there is no plan yet for {problem}: building one would "
-            "break the capture. Call once, or cupy_sdpa.explain(...), or cupy_sdpa.prepare(...), before it begins"
+            f"the stream is being captured into a CUDA graph, and there is no plan yet for {problem}: building a plan would "
+            "break the capture. Run the call, cupy_sdpa.explain(...) or cupy_sdpa.prepare(...) once before the capture begins"
         )
 
 
 @contextlib.contextmanager
-def tuning_on(knobs: bool) -> Iterator[list[Tuning]]:
-    """Have calls tuned; gives the list that what was found is added to."""
-    done: list[Tuning] = []
-    token = tunings.set((done, knobs))
+def tuning_enabled() -> Iterator[list[Tuning]]:
+    """Tune the calls inside; yields the list that the results are appended to."""
+    tunings: list[Tuning] = []
+    token = active_tunings.set(tunings)
     try:
-        yield done
+        yield tunings
     finally:
-        tunings.reset(token)
+        active_tunings.reset(token)

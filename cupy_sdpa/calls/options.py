@@ -1,4 +1,4 @@
-"""The options of every call: their names and types once, for all calls, and how their values are read."""
+"""The options of every call: their names and types, defined once for all calls, and their validation."""
 
 from __future__ import annotations
 
@@ -6,92 +6,115 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar
 
 import numpy as np
 
-from ..problem.band import Band, Causal, Window
-from ..problem.bucket import Bucket
+from .._typing import Array
+from ..problem.band import Band
 from ..problem.problem import CU_SEQLENS, LENGTHS, SCORE_INPUTS, SEEDS, Settings
 from ..score_fn.tracer import MaskMod, ScoreMod
 
-#: Whether gradients of ``tensors`` are wanted, or of which.
+#: Which gradients of ``tensors`` are requested: all, none, or those of some names.
 DTensors = bool | str | Sequence[str]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Options(TypedDict, total=False):
-    """What every call takes beside its arrays; :func:`cupy_sdpa.attention` says what each of them means."""
+    """The options that every call takes besides its arrays; :func:`cupy_sdpa.attention` documents them."""
 
     scale: float | None
-    causal: Causal
-    window: Window
-    mask: Any
-    bias: Any
-    seq_lens_q: Any
-    seq_lens_kv: Any
-    cu_seqlens_q: Any
-    cu_seqlens_kv: Any
+    causal: bool | Literal["top_left", "bottom_right"]
+    window: tuple[int | None, int | None] | tuple[int | None, int | None, Literal["top_left", "bottom_right"]] | None
+    mask: Array | None
+    bias: Array | None
+    seq_lens_q: Array | None
+    seq_lens_kv: Array | None
+    cu_seqlens_q: Array | None
+    cu_seqlens_kv: Array | None
     max_seqlen_q: int | None
     max_seqlen_kv: int | None
-    alibi_slopes: Any
+    alibi_slopes: Array | None
     softcap: float | None
     score_mod: ScoreMod | None
     mask_mod: MaskMod | None
-    tensors: Mapping[str, Any] | None
-    sinks: Any
+    tensors: Mapping[str, Array] | None
+    sinks: Array | None
     dropout_p: float
-    seed: Any
-    offset: Any
-    dropout_mask: Any
+    seed: int | Array | None
+    offset: int | Array | None
+    dropout_mask: Array | None
     max_workspace: int | None
-    bucket: Bucket
+    bucket: int | Literal["power_of_two"] | Callable[[int], int] | None
 
 
-#: Those options whose default is not None.
+#: The options whose default is not None.
 DEFAULTS: dict[str, Any] = {"causal": False, "dropout_p": 0.0}
-#: Those options that are arrays.
+#: The options that are arrays.
 ARRAYS = (*SCORE_INPUTS, *LENGTHS, *CU_SEQLENS, "alibi_slopes", "sinks", *SEEDS)
+#: What to write in place of an option of another library.
+OTHER_NAMES = {
+    "attn_bias": "pass bias=, (Skv, Sq, Hq, B): attn_bias.T of a (B, Hq, Sq, Skv) array",
+    "attn_mask": "pass mask= (bool, True attends) or bias= (added to the scores), (Skv, Sq, Hq, B): attn_mask.T of PyTorch's",
+    "cu_seqlens_k": "pass cu_seqlens_kv=",
+    "dropout": "pass dropout_p= and seed=",
+    "enable_gqa": "no option is needed: k and v may have fewer heads than q",
+    "is_causal": "pass causal=True",
+    "key_padding_mask": "pass seq_lens_kv=, the length of each batch entry, or mask=, (Skv, 1, 1, B), where True attends",
+    "max_seqlen_k": "pass max_seqlen_kv=",
+    "sm_scale": "pass scale=",
+    "softmax_scale": "pass scale=",
+    "window_size": "pass window=(left, right), where None is no bound",
+}
+
+
+class _Annotation(str):
+    """The text of an annotation, which ``help`` shows without quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
 
 
 def takes_options(function: Function) -> Function:
-    """Have ``help`` and completion show every option in place of ``**options``."""
+    """Give a function with ``**options`` a signature that lists every option, for ``help`` and completion."""
     signature = inspect.signature(function)
     parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    for name, kind in Options.__annotations__.items():
-        annotation = getattr(kind, "__forward_arg__", kind)
-        parameters.append(
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS.get(name), annotation=annotation)
-        )
-    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    for name, annotation in Options.__annotations__.items():
+        text = getattr(annotation, "__forward_arg__", annotation)
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS.get(name), annotation=text))
+    parameters = [p.replace(annotation=_Annotation(p.annotation)) for p in parameters]
+    returned = _Annotation(signature.return_annotation)
+    function.__signature__ = signature.replace(parameters=parameters, return_annotation=returned)  # type: ignore[attr-defined]
     return function
 
 
 def check_names(options: Mapping[str, Any]) -> None:
-    """Refuse an option that there is not.
+    """Check that every option exists.
 
     Raises:
-        TypeError: with the name that is nearest.
+        TypeError: an option does not exist; with the option to use instead, or the nearest name.
     """
     for name in options.keys() - Options.__annotations__.keys():
+        if name in OTHER_NAMES:
+            raise TypeError(f"there is no option {name}: {OTHER_NAMES[name]}")
         import difflib  # slow to import
 
         near = difflib.get_close_matches(name, Options.__annotations__, 1)
-        hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(Options.__annotations__)}"
+        hint = f"; did you mean {near[0]}?" if near else f"; the options are {', '.join(Options.__annotations__)}"
         raise TypeError(f"there is no option {name}{hint}")
 
 
 def read_settings(options: Mapping[str, Any], tau: float, *, deterministic: bool = False) -> tuple[Settings, dict[str, float]]:
-    """What of the options is baked into a plan, and the numbers that are handed over with every call.
+    """The settings, which are part of a plan, and the by-value scalars, which are passed to every execution.
 
     Args:
-        options: as the caller gave them.
+        options: the options of the call.
         tau: the scale.
-        deterministic: as for the call.
+        deterministic: of the backward pass.
 
     Raises:
-        TypeError, ValueError: a value that an option cannot have.
+        TypeError, ValueError: an option has an invalid value.
     """
     softcap = read_softcap(options.get("softcap"))
     settings = Settings(
@@ -106,20 +129,20 @@ def read_settings(options: Mapping[str, Any], tau: float, *, deterministic: bool
     )
     for name in ("max_seqlen_q", "max_seqlen_kv"):
         if options.get(name) is not None and options.get("cu_seqlens_q") is None:
-            raise ValueError(f"{name} is {options[name]} and cu_seqlens_q is None: only packed sequences have a longest one")
+            raise ValueError(f"{name} is {options[name]} and cu_seqlens_q is None: {name} is for packed sequences only")
     return settings, {"scale": tau} | ({} if softcap is None else {"softcap": softcap})
 
 
 def is_one_of(value: Any, choices: Sequence[Any]) -> bool:
-    """Whether a value is one of some, whatever it is: an array, which is equal to nothing as a whole, is none."""
+    """Whether a value is one of the choices; False for an array, which is compared elementwise, and for unhashable values."""
     return isinstance(value, Hashable) and value in choices
 
 
 def read_flag(name: str, value: Any) -> bool:
-    """An argument that is either True or False.
+    """A Boolean argument.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: it is neither True nor False.
     """
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name} is {value!r}; it must be True or False")
@@ -127,7 +150,7 @@ def read_flag(name: str, value: Any) -> bool:
 
 
 def read_band(causal: Any, window: Any) -> Band | None:
-    """Which keys a query sees: the right bound of ``causal`` and the bounds of ``window``, on one diagonal."""
+    """The band of keys that a query attends to: the right bound of ``causal`` and the bounds of ``window``."""
     if not is_one_of(causal, (False, True, "top_left", "bottom_right")):
         raise ValueError(f"causal is {causal!r}; it must be False, True, 'top_left' or 'bottom_right'")
     bottom_right = causal == "bottom_right"
@@ -137,35 +160,35 @@ def read_band(causal: Any, window: Any) -> Band | None:
         raise TypeError(f"window is {window!r}; it must be (left, right) or (left, right, 'bottom_right')")
     for side in window[:2]:
         if side is not None and (not isinstance(side, numbers.Integral) or int(side) < 0):
-            raise ValueError(f"window is {window!r}; its sides are numbers of keys, 0 or more, or None for no bound")
+            raise ValueError(f"window is {window!r}; left and right are numbers of keys, 0 or more, or None for no bound")
     left, right = (None if side is None else int(side) for side in window[:2])
     corner = window[2] if len(window) == 3 else "bottom_right" if bottom_right else "top_left"
     if not is_one_of(corner, ("top_left", "bottom_right")):
-        raise ValueError(f"window is {window!r}; its diagonal is 'top_left' or 'bottom_right'")
+        raise ValueError(f"window is {window!r}; its third entry must be 'top_left' or 'bottom_right'")
     if causal and (corner == "bottom_right") != bottom_right:
         raise ValueError(f"causal is {causal!r} and window is {window!r}: they name different diagonals")
     return Band(left, 0 if causal else right, corner == "bottom_right")
 
 
-#: cuDNN gets the scale as float32: these are the least positive and the largest that it can hold without loss of range.
+#: The smallest positive and the largest normal numbers of float32, in which cuDNN gets the scale.
 SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, (2 - 2**-23) * 2.0**127
 
 
 def read_scale(scale: Any, head_dim: int) -> float:
-    """The scale as a number; None stands for ``1/sqrt(head_dim)``."""
+    """The scale; None is ``1/sqrt(head_dim)``."""
     default = 1 / math.sqrt(head_dim or 1)
     if scale is None:
         return default
     if not isinstance(scale, numbers.Real) or isinstance(scale, (bool, np.bool_)):
-        raise TypeError(f"scale is a {type(scale).__name__}; it must be a number: float(...) makes one of an array")
+        raise TypeError(f"scale is a {type(scale).__name__}; it must be a number: convert an array with float(...)")
     value = _as_float(scale)
     if not abs(value) <= LARGEST_SCALE:  # true of NaN too
-        raise ValueError(f"scale is {value}; it must be finite in float32. None stands for 1/sqrt(head_dim) = {default:.6g}")
+        raise ValueError(f"scale is {value}; it must be finite in float32. None is 1/sqrt(head_dim) = {default:.6g}")
     return value
 
 
 def _as_float(number: Any) -> float:
-    """A number as Python's float; infinite where it is too large for one."""
+    """A number as a Python float; infinite if it is too large."""
     try:
         return float(number)
     except OverflowError:
@@ -173,7 +196,7 @@ def _as_float(number: Any) -> float:
 
 
 def read_softcap(softcap: Any) -> float | None:
-    """The cap as a number."""
+    """The soft cap; None for none."""
     if softcap is None:
         return None
     if not isinstance(softcap, numbers.Real) or isinstance(softcap, (bool, np.bool_)):
@@ -184,21 +207,21 @@ def read_softcap(softcap: Any) -> float | None:
 
 
 def read_dropout(options: Mapping[str, Any]) -> float:
-    """The probability with which a weight is dropped; what dropout needs must be there, and nothing that it does not use."""
+    """The dropout probability; checks that a seed or a mask is given with it, but not both."""
     p = options.get("dropout_p", 0.0)
     if not isinstance(p, numbers.Real):
         raise TypeError(
-            f"dropout_p is a {type(p).__name__}; it must be a number: the probability with which a weight is dropped"
+            f"dropout_p is a {type(p).__name__}; it must be a number, the probability with which a weight is dropped"
         )
     if not 0 <= float(p) < 1:
         raise ValueError(f"dropout_p is {p}; it must be 0 or more, and below 1")
-    given = [name for name in ("dropout_mask", *SEEDS) if options.get(name) is not None]
-    if not p and "dropout_mask" in given:
-        raise ValueError("dropout_mask is given and dropout_p is 0: what is kept is divided by 1 - dropout_p, so give that too")
-    if p and "dropout_mask" in given and len(given) > 1:
-        raise ValueError(f"dropout_mask and {given[1]} are given; the mask takes the place of random numbers: give one of them")
-    if p and not {"seed", "dropout_mask"} & set(given):
-        raise ValueError(f"dropout_p is {p} and seed is None: give a seed, so that the backward pass drops the same")
+    passed = [name for name in ("dropout_mask", *SEEDS) if options.get(name) is not None]
+    if not p and "dropout_mask" in passed:
+        raise ValueError("dropout_mask is given and dropout_p is 0: kept weights are divided by 1 - dropout_p, so pass it, too")
+    if p and "dropout_mask" in passed and len(passed) > 1:
+        raise ValueError(f"dropout_mask and {passed[1]} are given; the mask replaces random numbers: pass one of them")
+    if p and not {"seed", "dropout_mask"} & set(passed):
+        raise ValueError(f"dropout_p is {p} and seed is None: pass a seed, so that the backward pass drops the same weights")
     return float(p)
 
 

@@ -1,20 +1,23 @@
-"""Calls that come again: what was read of them once is not read anew, and on the same addresses they have been recorded.
+"""Repeated calls: skip validation, and replay the launches from a captured CUDA graph.
 
-Reading a call's arguments takes Python some 30 us, what is prepared for cuDNN up to 200, and ``cudnnBackendExecute`` 7 to 20;
-the same kernels in a CUDA graph take 3 (docs/speed.md has the budget). So a call is known by what its arguments look like. On
-addresses that have come a few times all that it enqueues has been recorded: it is a look-up, an allocation of the results and
-a launch of the recording. On others its plan is executed, if that is all there is to do. Calls with functions, and those that
-copy large arrays, are read every time.
+Reading a call's arguments takes about 30 us of Python, preparing cuDNN's arguments up to 200 us, and
+``cudnnBackendExecute`` 7 to 20 us; launching the same kernels as a CUDA graph takes 3 us (docs/speed.md). So calls are
+cached by a key made of their arguments' dtypes, shapes, strides and options. What a repeated call costs depends on the
+addresses of its arrays:
 
-What is known belongs to a thread's session in a CUDA context, and a recording to the plan whose kernels it holds: it is
-destroyed before the plan. It holds the addresses of the caller's arrays, and keeps none of them alive.
+- Addresses that came :data:`CAPTURE_AFTER` times: everything that the call enqueues has been captured. The call is a
+  look-up, the allocation of its results, and a graph launch.
+- Other addresses: the plan is executed, if the call consists of nothing else.
+- Calls with functions, and calls that copy large arrays, are read every time.
 
-A recording is an optimisation. A failure to make or to launch one is a warning, and the call runs without it.
+The cache belongs to a thread's session in a CUDA context, and each graph to the plan whose kernels it holds: it is
+destroyed before the plan. A graph holds the addresses of the caller's arrays; it does not keep them alive. Replay is an
+optimization: if a graph cannot be captured or launched, there is a warning, and the call runs without it.
 
-A stream is known by its address, and another stream may have the same: a new one, after the first was destroyed, or the default
-stream of another thread, to which the session was handed on. This is safe. A recording is launched only where the results have
-the addresses that it writes to, and all other memory that it writes to is its own. So launches of two recordings never share
-memory, and two launches of one that are not ordered by the caller would race for the results without recordings, too.
+A stream is identified by its address, which a later stream can have, too: a new one after the first was destroyed, or the
+default stream of another thread that took the session over. This is safe. A graph is launched only if the results have the
+addresses that it writes to, and all other memory that it writes to is its own. So launches of two graphs never share
+memory, and two launches of one graph that the caller does not order would race for the results without graphs, too.
 """
 
 from __future__ import annotations
@@ -28,185 +31,188 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..device import cupy_runtime
+from ..device import cupy_runtime, driver
 from ..device.cuda_graph import Recording
-from .call import Call, tunings
+from .call import Call, active_tunings
 
-if TYPE_CHECKING:  # cuDNN's rooms are entered only for CuPy arrays
-    from ..plans.plan import Plan
-    from ..plans.plan_cache import PlanCache, Session
+if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
+    from ..plans.plan_cache import PlanCache
+    from ..plans.sessions import Session
 
-#: Calls that a session knows, and sets of addresses without a recording that each counts; the least recently used go first.
-CALLS, SEEN = 1024, 128
-#: Recordings of a call that are few: as graphs, in turn, they take no more of the device's time than their kernels.
-FEW = 4
-#: How often a call comes on the same addresses before it is recorded, which takes as long as ten launches.
-SIGHTS = 3
-#: After a failure to record it, or to launch a recording of it, a call runs so often before it is recorded again.
-PAUSE = 1000
-#: Bytes of workspace, and of arrays made for the call, up to which a recording keeps its own.
-SMALL = 1 << 16
+#: Calls that a session caches, and sets of addresses that each of them counts; the least recently used are removed first.
+MAX_CALLS, MAX_ADDRESS_SETS = 1024, 128
+#: Up to so many graphs of a call, launched in turn, take no more of the device's time than their kernels.
+FEW_GRAPHS = 4
+#: A call is captured when it comes with the same addresses for this time; a capture takes as long as ten launches.
+CAPTURE_AFTER = 3
+#: After a failed capture or launch, a call runs so often before it is captured again.
+RETRY_AFTER = 1000
+#: A graph keeps its own workspace, and its own copies of arrays, up to this number of bytes.
+SMALL_BYTES = 1 << 16
 
-#: Options of these kinds are part of a call's key as they are. A tuple is by its text: (1, 0) and (1.0, 0) are not the same.
-_PLAIN = frozenset({bool, int, float, str, type(None), np.bool_, np.int64, np.float32, np.float64})
+#: Options of these types are part of the key as they are. Tuples are keyed by their repr: (1, 0) and (1.0, 0) differ.
+_KEY_TYPES = frozenset({bool, int, float, str, type(None), np.bool_, np.int64, np.float32, np.float64})
 
-#: Numbers the uses of calls, to tell which is the least recent.
+#: Numbers the uses of calls, to find the least recent.
 _next_use = itertools.count().__next__
 
-#: Everything of CuPy that a repeated call needs, once there is a call to repeat: looking names up in modules takes time.
-_here: _Here | None = None
+#: The functions of CuPy that a repeated call needs, once a call was cached: attribute look-ups in modules take time.
+_runtime: _Runtime | None = None
 
 
-class _Here:
+class _Runtime:
     def __init__(self) -> None:
-        from ..plans.plan_cache import existing_session
+        from ..plans.sessions import existing_session
 
         cupy = cupy_runtime.cupy()
         self.ndarray, self.alloc = cupy.ndarray, cupy.cuda.alloc
         self.current_stream, self.is_capturing = cupy.cuda.get_current_stream, cupy.cuda.runtime.streamIsCapturing
-        self.context_id, self.session = cupy_runtime.driver().cuCtxGetId, existing_session
+        self.context_id, self.session = driver.bindings().cuCtxGetId, existing_session
 
 
 class CachedCall:
-    """A call that has been read: what has its key is the same call, on other addresses or the same.
+    """A call that was read: calls with the same key differ from it only in the addresses of their arrays.
 
     Args:
-        call: one such call, after it ran.
-        plan: what it ran with.
-        cache: where the plan is kept.
-        names: of the arrays that the caller gave, in the order of their addresses.
+        call: the call, after it ran.
+        cache: the plan cache that holds its plan.
+        names: the names of the arrays that the caller passed, in the order of their addresses.
 
     Attributes:
-        used: the number of its latest use.
+        plan: the plan.
+        used: the number of the latest use.
     """
 
     __slots__ = (
-        "_cache", "_closed", "_device", "_made", "_names", "_numbers", "_pause", "_places", "_plain", "_recordings", "_seen",
-        "_workspace", "plan", "used",
+        "_cache", "_closed", "_counts", "_created", "_device", "_graphs", "_names", "_pause", "_plan_only", "_positions",
+        "_scalars", "_workspace", "plan", "used",
     )  # fmt: skip
 
-    def __init__(self, call: Call, plan: Plan, cache: PlanCache, names: Sequence[str]) -> None:
+    def __init__(self, call: Call, cache: PlanCache, names: Sequence[str]) -> None:
         assert call.launched
-        self.plan, self._cache, self._closed = plan, cache, False
+        self.plan, self._cache, self._closed = call.launched.plan, cache, False
         self._device = call.arrays["q"].data.device_id
-        self._recordings: dict[tuple[int, ...], Recording] = {}
-        #: How often addresses have come that there is no recording for.
-        self._seen: dict[tuple[int, ...], int] = {}
-        #: How many calls are left before it may be recorded.
+        self._graphs: dict[tuple[int, ...], Recording] = {}
+        #: How often addresses without a graph came.
+        self._counts: dict[tuple[int, ...], int] = {}
+        #: How many calls must run before the next capture.
         self._pause = 0
-        #: Bytes of workspace to allocate in every call; a small one is part of each recording.
-        self._workspace = plan.info.workspace if plan.info.workspace > SMALL else 0
+        #: Bytes of workspace to allocate in every call; a small workspace is part of each graph.
+        self._workspace = self.plan.info.workspace if self.plan.info.workspace > SMALL_BYTES else 0
         self.used = _next_use()
         results = [spec.name for spec in call.problem.results]
-        #: Where each result is: its place among the addresses, or -1 where it is made.
-        self._places = [names.index(name) if name in names else -1 for name in results]
-        made = [name for name in results if name not in names]
-        self._made = [(x.shape, x.dtype, x.nbytes) for x in (call.arrays[name] for name in made)]
-        #: Whether all there is to do is to run the plan, on what the caller gave and what is made.
+        #: The position of each result among the caller's arrays, or -1 if the call creates it.
+        self._positions = [names.index(name) if name in names else -1 for name in results]
+        created = [name for name in results if name not in names]
+        self._created = [(x.shape, x.dtype, x.nbytes) for x in (call.arrays[name] for name in created)]
+        #: Whether the call does nothing but execute the plan, on the caller's arrays and the results that it creates.
         aligned = all(spec.alignment >= 16 for spec in call.problem.tensors)
-        self._plain = call.launched.plain and aligned and call.arrays.keys() <= {*names, *made}
-        self._names, self._numbers = [*names, *made], dict(call.scalars)
-        plan.dependents.add(self)
+        self._plan_only = call.launched.plan_only and aligned and call.arrays.keys() <= {*names, *created}
+        self._names, self._scalars = [*names, *created], dict(call.scalars)
+        self.plan.dependents.add(self)
 
-    def run(self, here: _Here, arrays: Sequence[Any], addresses: Sequence[int]) -> list[Any] | None:
-        """The results; None where the call is to be read.
+    def run(self, runtime: _Runtime, arrays: Sequence[Any], addresses: Sequence[int]) -> list[Any] | None:
+        """Launch the graph for these addresses, or execute the plan.
 
         Args:
-            here: what is needed of CuPy.
-            arrays: those that the caller gave, in the order of the names.
-            addresses: theirs.
+            runtime: the functions of CuPy.
+            arrays: the caller's arrays, in the order of the names.
+            addresses: their addresses.
+
+        Returns:
+            The results; None if the call has to be read.
         """
-        stream = here.current_stream().ptr
-        if stream and here.is_capturing(stream):
+        stream = runtime.current_stream().ptr
+        if stream and runtime.is_capturing(stream):
             return None
-        made = [here.ndarray(shape, dtype, here.alloc(size), None, "F") for shape, dtype, size in self._made]
-        pointers = (stream, *addresses, *[array.data.ptr for array in made])
+        created = [runtime.ndarray(shape, dtype, runtime.alloc(size), None, "F") for shape, dtype, size in self._created]
+        pointers = (stream, *addresses, *[array.data.ptr for array in created])
         workspace = None
         if self._workspace:
             try:
-                workspace = here.alloc(self._workspace)
+                workspace = runtime.alloc(self._workspace)
             except Exception:
-                return None  # where it is allocated again, the error has a note on the workspace
+                return None  # reading the call allocates it again, and the error has a note on the workspace
             pointers = (*pointers, workspace.ptr)
         with self._cache.lock:
-            recording = self._recordings.get(pointers)
-            if recording is None:
-                if not self._executed(here, arrays, pointers, workspace):
+            graph = self._graphs.get(pointers)
+            if graph is None:
+                if not self._execute(runtime, arrays, pointers, workspace):
                     return None
             else:
                 try:
-                    recording.launch(of_many=len(self._recordings) > FEW)
+                    graph.launch(of_many=len(self._graphs) > FEW_GRAPHS)
                 except Exception as error:
-                    self._give_up(recording, error)
+                    self._discard_graph(graph, error)
                     return None
-                self._cache.recorded.use(recording)
+                self._cache.recorded.use(graph)
             self.plan.used = True
             self._cache.hits += 1
             self.used = _next_use()
-        if not made:
-            return [arrays[place] for place in self._places]
-        new = iter(made)
-        return [next(new) if place < 0 else arrays[place] for place in self._places]
+        if not created:
+            return [arrays[position] for position in self._positions]
+        new = iter(created)
+        return [next(new) if position < 0 else arrays[position] for position in self._positions]
 
-    def _executed(self, here: _Here, arrays: Sequence[Any], pointers: tuple[int, ...], workspace: Any) -> bool:
-        """Execute the plan on addresses without a recording; False where the call is to be checked, or recorded, first."""
-        seen = self._seen.get(pointers, 0) + 1
-        if self._closed or not self._plain or (seen >= SIGHTS and self._may_record()):
+    def _execute(self, runtime: _Runtime, arrays: Sequence[Any], pointers: tuple[int, ...], workspace: Any) -> bool:
+        """Execute the plan on addresses without a graph; False if the call has to be read, to check or to capture it."""
+        count = self._counts.get(pointers, 0) + 1
+        if self._closed or not self._plan_only or (count >= CAPTURE_AFTER and self._may_capture()):
             return False
-        if seen == 1 and max(self._places) >= 0:
-            return False  # whether a result overlaps another array is to be read
+        if count == 1 and max(self._positions) >= 0:
+            return False  # a result at a new address may overlap another array
         stream, *addresses = pointers
         if any(address & 15 for address in addresses) or any(array.data.device_id != self._device for array in arrays):
             return False
         if workspace is None and self.plan.info.workspace:
             try:
-                workspace = here.alloc(self.plan.info.workspace)
+                workspace = runtime.alloc(self.plan.info.workspace)
             except Exception:
                 return False  # as in run()
-        self._saw(pointers, seen)
+        self._count(pointers, count)
         self.plan.set_stream(stream)
-        named = dict(zip(self._names, addresses, strict=False))  # a workspace may come after them
-        self.plan.execute(named, self._numbers, workspace.ptr if workspace else 0)
+        named = dict(zip(self._names, addresses, strict=False))  # pointers may end with that of the workspace
+        self.plan.execute(named, self._scalars, workspace.ptr if workspace else 0)
         return True
 
-    def _may_record(self) -> bool:
+    def _may_capture(self) -> bool:
         return not self._pause and self._cache.recorded.limit > 0
 
-    def _saw(self, pointers: tuple[int, ...], times: int) -> None:
-        """Note that addresses without a recording have come so often."""
+    def _count(self, pointers: tuple[int, ...], count: int) -> None:
+        """Store how often addresses without a graph came."""
         self._pause = max(self._pause - 1, 0)
-        self._seen.pop(pointers, None)  # so that they become the most recent
-        self._seen[pointers] = times
-        if len(self._seen) > SEEN:
-            del self._seen[next(iter(self._seen))]
+        self._counts.pop(pointers, None)  # so that they become the most recent
+        self._counts[pointers] = count
+        if len(self._counts) > MAX_ADDRESS_SETS:
+            del self._counts[next(iter(self._counts))]
 
-    def learn(self, call: Call, addresses: Sequence[int], own: list[Any]) -> None:
-        """Note the addresses that a call ran on; record it where they have come often.
+    def count_or_capture(self, call: Call, addresses: Sequence[int], own: list[Any]) -> None:
+        """Count the addresses that a call ran on; capture the call if they came often enough.
 
         Args:
-            call: after it ran.
-            addresses: of the arrays that the caller gave.
-            own: the inputs that were made for the call.
+            call: the call, after it ran.
+            addresses: the addresses of the caller's arrays.
+            own: the inputs that were created for the call.
         """
         assert call.launched
-        stream, made = cupy_runtime.stream(), self._names[len(addresses) :]
-        pointers = (stream, *addresses, *[call.arrays[name].data.ptr for name in made])
+        stream, created = cupy_runtime.stream(), self._names[len(addresses) :]
+        pointers = (stream, *addresses, *[call.arrays[name].data.ptr for name in created])
         if self._workspace:
             pointers = (*pointers, call.launched.workspace)
         with self._cache.lock:
-            if self._closed or pointers in self._recordings:
+            if self._closed or pointers in self._graphs:
                 return
-            seen = self._seen.get(pointers, 0) + 1
-            if seen < SIGHTS or not self._may_record():
-                self._saw(pointers, seen)
+            count = self._counts.get(pointers, 0) + 1
+            if count < CAPTURE_AFTER or not self._may_capture():
+                self._count(pointers, count)
                 return
-            self._seen.pop(pointers, None)
-            self._pause = PAUSE  # unless the recording is made, and kept
-            self._cache.recorded.add(self._recorded(call, stream, own), self._recordings, pointers)
-            if pointers in self._recordings:
+            self._counts.pop(pointers, None)
+            self._pause = RETRY_AFTER  # unless the capture succeeds and fits the limit
+            self._cache.recorded.add(self._capture(call, stream, own), self._graphs, pointers)
+            if pointers in self._graphs:
                 self._pause = 0
 
-    def _recorded(self, call: Call, stream: int, own: list[Any]) -> Recording:
+    def _capture(self, call: Call, stream: int, own: list[Any]) -> Recording:
         assert call.launched
         if not self._workspace and self.plan.info.workspace:
             workspace = cupy_runtime.empty((self.plan.info.workspace,), np.uint8)
@@ -215,150 +221,147 @@ class CachedCall:
         try:
             return Recording(call.enqueue, own)
         finally:
-            self.plan.set_stream(stream)  # it was that of the recording
+            self.plan.set_stream(stream)  # it was the stream of the capture
 
-    def _give_up(self, recording: Recording, error: Exception) -> None:
-        """Destroy a recording that cannot be launched, and record nothing for a while."""
-        self._pause = PAUSE
+    def _discard_graph(self, graph: Recording, error: Exception) -> None:
+        """Destroy a graph that failed to launch, and capture none for the next calls."""
+        self._pause = RETRY_AFTER
         with contextlib.suppress(Exception):
-            self._cache.recorded.destroy(recording)
+            self._cache.recorded.destroy(graph)
         _warn(self._cache, error, stacklevel=6)
 
     def close(self) -> None:
-        """Destroy the recordings: the plan is about to be destroyed."""
+        """Destroy the graphs; called before the plan is destroyed."""
         self._closed = True
         with contextlib.ExitStack() as stack:  # all of them, whichever fails
-            for recording in self._recordings.values():
-                stack.callback(self._cache.recorded.destroy, recording)
+            for graph in self._graphs.values():
+                stack.callback(self._cache.recorded.destroy, graph)
 
-    def forget(self) -> None:
-        """Destroy the recordings: another call takes the place."""
+    def remove(self) -> None:
+        """Destroy the graphs, and detach from the plan, which stays."""
         with self._cache.lock:
             self.plan.dependents.discard(self)
             self.close()
 
 
-def repeated(how: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) -> list[Any] | None:
-    """Run a call that is known.
+def run_cached(kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) -> list[Any] | None:
+    """Run a call that is cached.
 
     Args:
-        how: what else tells the call from others, hashable.
-        arrays: those that the caller gave by position or as a result, None among them.
-        options: the others.
+        kind: what the key needs besides arrays and options, hashable.
+        arrays: the array arguments, which may be None.
+        options: the options.
 
     Returns:
-        The results; None where the call is to be read.
+        The results; None if the call has to be read.
     """
-    here = _here
-    if here is None or tunings.get() is not None:
+    runtime = _runtime
+    if runtime is None or active_tunings.get() is not None:
         return None
-    found = _key(here.ndarray, how, arrays, options)
-    if found is None:
+    parts = _key(runtime.ndarray, kind, arrays, options)
+    if parts is None:
         return None
-    key, given, addresses = found
-    status, context = here.context_id(0)
-    if status or (session := here.session(context)) is None:
+    key, passed, addresses = parts
+    status, context = runtime.context_id(0)
+    if status or (session := runtime.session(context)) is None:
         return None
-    known: CachedCall | None = session.known.get(key)
-    return None if known is None else known.run(here, given, addresses)
+    cached: CachedCall | None = session.known.get(key)
+    return None if cached is None else cached.run(runtime, passed, addresses)
 
 
-def learn(how: Any, names: Sequence[str], arrays: tuple[Any, ...], options: Mapping[str, Any], call: Call) -> None:
-    """Note a call that has run, so that it need not be read again; record it where it has come often.
-
-    Its results exist, so a failure is only a warning.
+def cache_call(kind: Any, names: Sequence[str], arrays: tuple[Any, ...], options: Mapping[str, Any], call: Call) -> None:
+    """Cache a call that has run; capture it if it came often with the same addresses. A failure is only a warning.
 
     Args:
-        how, arrays, options: as :func:`repeated` got them.
-        names: those of the arrays.
-        call: after it ran.
+        kind, arrays, options: the arguments of :func:`run_cached`.
+        names: the names of ``arrays``.
+        call: the call, after it ran.
     """
-    global _here
-    if call.launched is None or call.launched.made > SMALL or tunings.get() is not None:
+    global _runtime
+    if call.launched is None or call.launched.copied_bytes > SMALL_BYTES or active_tunings.get() is not None:
         return
     if call.problem.ds_reductions or call.gradients is not None:
-        return  # they are gathered by more than launches
-    here = _here = _here or _Here()
-    found = _key(here.ndarray, how, arrays, options)
-    session = here.session(cupy_runtime.context_id())
-    plan = call.launched.plan
-    if found is None or session is None or plan.target.handle is not session.handle:
-        return  # it ran on another device than the current one
-    key, given, addresses = found
-    there = [name for name, array in zip(names, arrays, strict=True) if array is not None]
-    there += [name for name, value in options.items() if type(value) is here.ndarray]
-    others = {id(array) for array in given} | {id(call.arrays[spec.name]) for spec in call.problem.results}
+        return  # gradients of bias and tensors need more than launches
+    runtime = _runtime = _runtime or _Runtime()
+    parts = _key(runtime.ndarray, kind, arrays, options)
+    session = runtime.session(driver.context_id())
+    if parts is None or session is None or call.launched.plan.target.handle is not session.handle:
+        return  # the last: it ran on another device than the current one
+    key, passed, addresses = parts
+    passed_names = [name for name, array in zip(names, arrays, strict=True) if array is not None]
+    passed_names += [name for name, value in options.items() if type(value) is runtime.ndarray]
+    others = {id(array) for array in passed} | {id(call.arrays[spec.name]) for spec in call.problem.results}
+    own = [array for array in call.arrays.values() if id(array) not in others]
     try:
-        known = _known(session, key, call, there)
-        known.learn(call, addresses, [array for array in call.arrays.values() if id(array) not in others])
+        _cached(session, key, call, passed_names).count_or_capture(call, addresses, own)
     except Exception as error:
         _warn(session.cache, error, stacklevel=4)
 
 
-def _known(session: Session, key: tuple[Any, ...], call: Call, names: Sequence[str]) -> CachedCall:
-    """The call that is known under a key, or this one from now on."""
+def _cached(session: Session, key: tuple[Any, ...], call: Call, names: Sequence[str]) -> CachedCall:
+    """The call that is cached under a key, or this one, which is then cached."""
     assert call.launched
-    plan = call.launched.plan
-    known: CachedCall | None = session.known.get(key)
-    if known is not None and known.plan is plan:
-        known.used = _next_use()
-        return known
-    if known is not None:  # of a plan that has been destroyed, or of arrays that are aligned otherwise
-        known.forget()
-    if len(session.known) >= CALLS:  # some more than needed, so that it is rarely looked for
-        for old, one in heapq.nsmallest(1 + CALLS // 8, session.known.items(), key=lambda item: item[1].used):
-            del session.known[old]
-            one.forget()
-    new = session.known[key] = CachedCall(call, plan, session.cache, names)
+    cached: CachedCall | None = session.known.get(key)
+    if cached is not None and cached.plan is call.launched.plan:
+        cached.used = _next_use()
+        return cached
+    if cached is not None:  # its plan was destroyed, or its arrays had another alignment
+        cached.remove()
+    if len(session.known) >= MAX_CALLS:  # remove more than one, so that this search is rare
+        oldest = heapq.nsmallest(1 + MAX_CALLS // 8, session.known.items(), key=lambda item: item[1].used)
+        for other, old in oldest:
+            del session.known[other]
+            old.remove()
+    new = session.known[key] = CachedCall(call, session.cache, names)
     return new
 
 
 def _warn(cache: PlanCache, error: Exception, stacklevel: int) -> None:
-    """Warn, once in a session, that a call cannot be recorded, or that its recording cannot be launched."""
+    """Warn, once in a session, that a call cannot be captured or its graph cannot be launched."""
     if not cache.recorded.warned:
         cache.recorded.warned = True
         warnings.warn(
-            f"a repeated call could not be recorded as a CUDA graph: {type(error).__name__}: {error}. Its results are right, "
-            f"but it takes more of the host's time. Recording is tried again after {PAUSE} calls, without another warning; "
-            "get_plan_cache().set_recording_limit(0) turns it off",
+            f"a repeated call could not be replayed from a CUDA graph: {type(error).__name__}: {error}. Its results are right, "
+            f"but it takes more of the host's time. It is captured again after {RETRY_AFTER} calls, without another warning; "
+            "get_plan_cache().set_recording_limit(0) turns CUDA graphs off",
             RuntimeWarning,
             stacklevel=stacklevel,
         )
 
 
 def _key(
-    ndarray: Any, how: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]
+    ndarray: Any, kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], list[Any], list[int]] | None:
-    """What tells a call from others, its arrays, and where these are; None for a call that is not to be repeated.
+    """The key of a call, its arrays and their addresses; None if the call must be read every time.
 
-    Neither device nor alignment is in it: both follow from the addresses, and are looked at where these are new.
+    Device and alignment are not in the key: both follow from the addresses, and are checked for new addresses.
     """
-    key: list[Any] = [how]
-    given: list[Any] = []
+    key: list[Any] = [kind]
+    passed: list[Any] = []
     addresses: list[int] = []
     for array in arrays:
         if type(array) is ndarray:
             key.append(array.dtype)
             key.append(array.shape)
             key.append(array.strides)
-            given.append(array)
+            passed.append(array)
             addresses.append(array.data.ptr)
         elif array is None:
             key.append(None)
         else:
             return None
     for name, value in options.items():
-        kind = type(value)
+        value_type = type(value)
         key.append(name)
-        if kind in _PLAIN:
-            key.append(kind)
+        if value_type in _KEY_TYPES:
+            key.append(value_type)
             key.append(value)
-        elif kind is ndarray:
+        elif value_type is ndarray:
             key += (value.dtype, value.shape, value.strides)
-            given.append(value)
+            passed.append(value)
             addresses.append(value.data.ptr)
-        elif kind is tuple:
+        elif value_type is tuple:
             key.append(repr(value))
         else:
             return None
-    return tuple(key), given, addresses
+    return tuple(key), passed, addresses

@@ -1,39 +1,45 @@
-"""The answer of :func:`cupy_sdpa.explain`: whether and how a call would run, as values that are safe to keep."""
+"""Explain a call: whether it can run, its graph and its plan, or every reason why it cannot."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .. import _html
+from ..device import cupy_runtime
 from ..errors import Unsupported
+from ..graph import graph_of
 from ..graph.nodes import Graph
 from ..problem.problem import Problem
+from ..problem.subproblems import subproblems
+from ..support.why_not import Reason, unverified, workarounds
+from .call import Call, unsupported_reasons, with_plan
 
 if TYPE_CHECKING:
     from ..plans.plan import PlanInfo
 
 
-#: The command that verifies what a GPU computes.
+#: The command that verifies results on the GPU of this machine.
 CHECK = "python -m cupy_sdpa check"
 
 
 @dataclass(frozen=True)
 class Report:
-    """Whether and how a call would run; true where it would.
+    """Whether and how a call would run; true if it would. It holds no array.
 
     Attributes:
         engine: ``cuDNN`` or ``numpy``.
-        problem: what was asked.
-        graph: the steps that the engine would run.
-        plan: cuDNN's plan; None on numpy, where none is needed, where there is a reason against it, and where none was made.
-        reasons: everything that speaks against it.
-        note: what else there is to say of the answer, such as that it was not planned; empty where there is nothing.
-        error: what the call would raise.
-        launches: the reports of all launches, this one first, where there are several.
-        workarounds: the known bugs of cuDNN that the call works around.
-        unverified: what of the call was never run on this GPU.
+        problem: the problem that the engine runs.
+        graph: its operation graph.
+        plan: cuDNN's plan; None on numpy, if the call cannot run, and if nothing was planned.
+        reasons: why the call cannot run; empty if it can.
+        note: how the report was made, such as "it was not planned"; may be empty.
+        error: the exception that the call would raise.
+        launches: the reports of all launches, this one first, if the call needs more than one.
+        workarounds: the known cuDNN bugs that the call works around.
+        unverified: the features of the call whose results were never verified on this GPU.
     """
 
     engine: str
@@ -49,14 +55,14 @@ class Report:
 
     @property
     def workspace(self) -> int | None:
-        """Bytes of the GPU's memory that the call would use beside its arrays; 0 on numpy, None where that is not known.
+        """Bytes of cuDNN's workspace; 0 on numpy, None if unknown.
 
-        The copies that a bucket, or lengths, are computed on come on top: they are as large as the arrays. So do sums of the
-        scores' gradient: as large as what they are the gradient of, and as the scores along queries and keys.
+        Copies for a bucket or for lengths are not included; they are as large as the arrays. Neither are buffers for the
+        gradients of bias and ``tensors``: ``(Skv, Sq)`` times the heads and batch entries of the array.
         """
         if self.engine == "numpy" or self.problem.trivial:
             return 0
-        plans = [launch.plan for launch in self.launches or (self,)]  # one after the other, so the largest
+        plans = [launch.plan for launch in self.launches or (self,)]  # they run in sequence and share it
         return max((plan.workspace for plan in plans if plan), default=None)
 
     def __bool__(self) -> bool:
@@ -77,7 +83,7 @@ class Report:
             yield from (f"  {name:<{width}}  {value}" for name, value in facts)
             yield from (f"  {reason}" for reason in self.plan.reasons())
         yield from (f"  works around {bug}" for bug in self.workarounds)
-        yield from (f"  not verified on this GPU ({CHECK} verifies it): {doubt}" for doubt in self.unverified)
+        yield from (f"  not verified on this GPU ({CHECK} verifies it): {what}" for what in self.unverified)
         for launch in self.launches[1:]:
             yield ""
             yield "and then"
@@ -87,9 +93,9 @@ class Report:
         if self.reasons:
             verdict = f"cannot run on {self.engine}"
         elif self.problem.trivial:
-            return "runs without a kernel: there is no key to see, or no result to give"
+            return "runs without a kernel: there is no query, no key or no value"
         elif self.engine == "numpy":
-            return "runs on the CPU: the arrays are numpy's"
+            return "runs on the CPU: the arrays are numpy arrays"
         else:
             verdict = f"runs on {self.engine}"
         return f"{verdict}{f' ({self.note})' if self.note else ''}{':' if self.plan or self.reasons else ''}"
@@ -115,10 +121,58 @@ class Report:
             body += _html.details("known bugs worked around", _html.table(("bug",), [(bug,) for bug in self.workarounds]))
         if self.unverified:
             title = f"not verified on this GPU ({CHECK} verifies it)"
-            body += _html.details(title, _html.table(("what",), [(doubt,) for doubt in self.unverified]))
+            body += _html.details(title, _html.table(("what",), [(what,) for what in self.unverified]))
         body += "".join(launch._repr_html_() for launch in self.launches[1:])
         return _html.with_title(str(self.problem), body)
 
 
 def _shape(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape))
+
+
+def explain_call(call: Call) -> Report:
+    """Whether and how :meth:`cupy_sdpa.calls.call.Call.run` would run; the plan is built and cached."""
+    if not call.on_gpu:
+        return explain_subproblems(call.engine_problem, lambda problem: Report("numpy", problem, graph_of(problem)))
+    with cupy_runtime.on_device_of(call.arrays["q"]) as device:
+        report = explain_subproblems(call.engine_problem, lambda problem: explain_on_device(problem, device))
+        if report.plan:  # the engine's problem may no longer have the bug of the caller's
+            bugs = workarounds(call.problem, report.plan.cudnn, cupy_runtime.capability(device))
+            return dataclasses.replace(report, workarounds=tuple(dict.fromkeys((*bugs, *report.workarounds))))
+        return report
+
+
+def explain_subproblems(problem: Problem, explain: Callable[[Problem], Report]) -> Report:
+    """The report of a problem: that of its first subproblem that cannot run, or that of the first one with all launches."""
+    first, *others = (explain(part) for part in subproblems(problem))
+    for report in others:
+        if report.reasons:
+            return report
+    return dataclasses.replace(first, launches=(first, *others)) if others else first
+
+
+def explain_on_device(problem: Problem, device: int) -> Report:
+    """Whether and how a problem would run on the current device; the plan is built and cached."""
+    graph = graph_of(problem)
+    if problem.trivial:
+        return Report("cuDNN", problem, graph)
+    if reasons := unsupported_reasons(problem, device):
+        return refusal_report(problem, reasons)
+    try:
+        info = with_plan(problem, device, lambda session, plan: plan.info)
+    except Unsupported as error:
+        return Report("cuDNN", problem, graph, reasons=tuple(str(error).splitlines()))
+    return plan_report(problem, info, cupy_runtime.capability(device))
+
+
+def plan_report(problem: Problem, info: PlanInfo, capability: int, note: str = "") -> Report:
+    """The report of a problem that has a plan."""
+    target = problem, info.cudnn, capability
+    bugs, doubts = workarounds(*target), unverified(*target)
+    return Report("cuDNN", problem, info.graph, info, note=note, workarounds=bugs, unverified=doubts)
+
+
+def refusal_report(problem: Problem, reasons: Sequence[Reason], note: str = "") -> Report:
+    """The report of a problem that the support table refuses."""
+    texts = tuple(map(str, reasons))
+    return Report("cuDNN", problem, graph_of(problem), reasons=texts, note=note, error=reasons[0].error)

@@ -1,6 +1,7 @@
-"""What an engine is given in place of the caller's arrays: padded, cleaned and converted copies, and what follows from them.
+"""Arrays of a call that the caller does not pass: results, filled inputs, and copies in the form that the engine needs.
 
-:func:`engine_problem` says it of a problem, before there is any array, so that plans can be made ahead; a :class:`Stage` does it.
+Copies are padded, masked and converted. :func:`engine_problem` computes from a problem alone which form the engine needs, so
+plans can be built before there are arrays; a :class:`Stage` makes the copies.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..device import cupy_runtime, kernels
+from ..device import cupy_runtime, kernels, memory
 from ..problem.bucket import Policy, padded_axes
 from ..problem.problem import (
     CU_SEQLENS,
@@ -28,81 +29,100 @@ from ..problem.problem import (
 )
 from ..problem.tensor_spec import TensorSpec, dense_spec, dtype_name, numpy_dtype
 from ..problem.varlen import ragged_offsets, round_up_totals
-from ..support.why_not import staging_guards
+from ..support.why_not import disabled_names, staging_guards
 
-#: What -inf is given beyond the lengths; all other results get 0.
+#: The row statistics that are -inf where there is nothing to compute; all other results are 0.
 _LOGARITHMS = ("stats", "max")
 
 
+class Fill(NamedTuple):
+    """A one-dimensional array of equal integers."""
+
+    dtype: str
+    size: int
+    value: int
+
+
+# Signatures: which form of the arrays the engine needs
+
+
 def engine_problem(problem: Problem, bucket: Policy | None, on_gpu: bool) -> Problem:
-    """What the engine is given: what was asked, with its lengths rounded up, or with copies in place of some arrays."""
+    """The problem that the engine runs: lengths rounded up to the bucket, and the layouts of the copies that it needs."""
     if problem.trivial:
         return problem
     return _engine_problem(bucket(problem) if bucket else problem, on_gpu)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=4096)  # calls with functions and with large copies are read every time: it saves them 30 to 45 us
 def _engine_problem(problem: Problem, on_gpu: bool) -> Problem:
     if problem.captured:
-        problem = replace(problem, captured=tuple(_read_as(problem, spec, on_gpu) for spec in problem.captured))
+        problem = replace(problem, captured=tuple(_captured_spec(problem, spec, on_gpu) for spec in problem.captured))
     if not on_gpu:
-        return _interned(problem)
+        return problem
     specs: dict[str, Any] = {}
-    for name in cleaned(problem):
+    for name in masked_inputs(problem):
         spec = getattr(problem, name)
         specs[name] = dense_spec(name, spec.dtype, spec.shape)
-    *_, sq, skv, _ = problem.sizes
-    for spec in (problem.bias, problem.mask):
-        if spec and (spec is problem.mask or spec.shape[:2] == (1, 1)):
-            # cuDNN dies of bytes in memory (support.deadly), and mistakes one number for another where both axes are 1
-            kind = "float16" if spec is problem.mask else spec.dtype
-            kind = "float32" if (sq, skv) == (1, 1) else kind  # as in _read_as
-            keys = skv if spec.shape[1] == 1 else spec.shape[0]
-            specs[spec.name] = dense_spec(spec.name, kind, (keys, *spec.shape[1:]))
+    specs |= _bias_and_mask_specs(problem)
+    specs |= _gradient_specs(problem)
     guards = staging_guards(problem)
-    if "finite-bias" in guards and problem.bias:
-        bias = specs.get("bias", problem.bias)
-        specs["bias"] = dense_spec("bias", "float32", bias.shape)
-    # sums are of q's dtype, and added up over heads and batch only; others are wrong or fault
-    sums = {spec.name: dense_spec(spec.name, problem.dtype, (skv, sq, *spec.shape[2:])) for spec in problem.ds_reductions}
-    if problem.dbias:
-        specs["dbias"] = sums.pop("dbias")
-    if problem.dcaptured:
-        specs["dcaptured"] = tuple(sums.values())
     if "dense-queries" in guards:
         specs["q"] = dense_spec("q", problem.q.dtype, problem.q.shape)
     if "two-rows" in guards:
-        exact = problem.backward and problem.deterministic  # as in validation: there are two queries
+        # As in validation: with two queries only the backward pass may be deterministic.
+        exact = problem.backward and problem.deterministic
         specs["settings"] = problem.settings._replace(max_seqlen_q=2, deterministic=exact)
         if dump := problem.rng_dump:
             specs["rng_dump"] = dense_spec("rng_dump", dump.dtype, (dump.shape[0], 2, *dump.shape[2:]))
     problem = replace(problem, **specs) if specs else problem
-    return _interned(round_up_totals(problem) if problem.packed else problem)
+    return round_up_totals(problem) if problem.packed else problem
 
 
-def _read_as(problem: Problem, spec: TensorSpec, on_gpu: bool) -> TensorSpec:
-    """How an array of a score function is read: on the GPU without bytes, and dense."""
-    kind = "float16" if on_gpu and spec.dtype == "bool" else spec.dtype
+def _captured_spec(problem: Problem, spec: TensorSpec, on_gpu: bool) -> TensorSpec:
+    """The form of a captured array: on the GPU dense, and float16 in place of bool."""
+    dtype = "float16" if on_gpu and spec.dtype == "bool" else spec.dtype
     keys, queries, _, batch = spec.shape
-    *_, sq, _, _ = problem.sizes
-    if on_gpu and sq == 1 and keys == 1 and kind in ("float16", "bfloat16"):
-        kind = "float32"  # the kernel for one query reads 4 bytes at a time (9.19 and 9.28: a misaligned address)
-    alone = (keys, queries) == (1, 1) and (batch > 1 or max(spec.shape) == 1)  # mistaken for one another, as a bias is
-    shape = (problem.sizes[5] if alone and on_gpu else keys, *spec.shape[1:])
-    same = (kind, shape) == (spec.dtype, spec.shape) and (not on_gpu or (spec.dense and spec.alignment >= 16))
-    return spec if same else dense_spec(spec.name, kind, shape)
+    *_, sq, skv, _ = problem.sizes
+    if on_gpu and sq == 1 and keys == 1 and dtype in ("float16", "bfloat16"):
+        dtype = "float32"  # the kernel for one query reads 4 bytes at a time (9.19 and 9.28: a misaligned address)
+    # Without a key or a query axis cuDNN confuses the elements of the other axes, as it does for a bias.
+    expanded = on_gpu and (keys, queries) == (1, 1) and (batch > 1 or max(spec.shape) == 1)
+    shape = (skv if expanded else keys, *spec.shape[1:])
+    same = (dtype, shape) == (spec.dtype, spec.shape) and (not on_gpu or (spec.dense and spec.alignment >= 16))
+    return spec if same else dense_spec(spec.name, dtype, shape)
 
 
-@functools.lru_cache(maxsize=4096)
-def _interned(problem: Problem) -> Problem:
-    """The first of equal problems: every length of a bucket finds its plan by identity."""
-    return problem
+def _bias_and_mask_specs(problem: Problem) -> dict[str, TensorSpec]:
+    specs = {}
+    *_, sq, skv, _ = problem.sizes
+    for spec in (problem.bias, problem.mask):
+        if spec and (spec is problem.mask or spec.shape[:2] == (1, 1)):
+            # cuDNN crashes if it reads bool arrays, and confuses the elements of an array without a key or a query axis.
+            dtype = "float16" if spec is problem.mask else spec.dtype
+            dtype = "float32" if (sq, skv) == (1, 1) else dtype  # as in _captured_spec
+            keys = skv if spec.shape[1] == 1 else spec.shape[0]
+            specs[spec.name] = dense_spec(spec.name, dtype, (keys, *spec.shape[1:]))
+    if problem.bias and "finite-bias" in staging_guards(problem):
+        specs["bias"] = dense_spec("bias", "float32", specs.get("bias", problem.bias).shape)
+    return specs
 
 
-def cleaned(problem: Problem) -> dict[str, str]:
-    """The arrays that are copied with zeros beyond the lengths, where lengths are given, and the array of their lengths.
+def _gradient_specs(problem: Problem) -> dict[str, Any]:
+    """The gradients of bias and captured arrays: of q's dtype and summed over heads and batch only, else cuDNN is wrong."""
+    *_, sq, skv, _ = problem.sizes
+    specs: dict[str, Any] = {}
+    reductions = {spec.name: dense_spec(spec.name, problem.dtype, (skv, sq, *spec.shape[2:])) for spec in problem.ds_reductions}
+    if problem.dbias:
+        specs["dbias"] = reductions.pop("dbias")
+    if problem.dcaptured:
+        specs["dcaptured"] = tuple(reductions.values())
+    return specs
 
-    cuDNN multiplies what it finds there by a probability of 0: values in the forward pass, all that is multiplied backward.
+
+def masked_inputs(problem: Problem) -> dict[str, str]:
+    """The inputs that are copied with zeros as padding, each with the array of its lengths.
+
+    cuDNN multiplies the padding by a probability of 0: the values in the forward pass, every operand in the backward pass.
     """
     if problem.seq_lens_q is None:
         return {}
@@ -111,224 +131,276 @@ def cleaned(problem: Problem) -> dict[str, str]:
     return {"q": "seq_lens_q", "dout": "seq_lens_q", "k": "seq_lens_kv", "v": "seq_lens_kv"}
 
 
-class Stage:
-    """The arrays of one call, and those that stand in for them.
+def _may_mask_rows(problem: Problem) -> bool:
+    """Whether the backward pass may have fully masked rows whose log-sum-exp no mask of the graph hides.
 
-    Args:
-        problem: what was asked.
-        given: what the engine is given, :func:`engine_problem`.
-        arrays: the caller's, by name, all results among them.
-        on_gpu: whether they are CuPy's.
-
-    Attributes:
-        arrays: the engine's, by name.
-        plain: whether they are the caller's, and nothing is done before or after.
-    """
-
-    def __init__(self, problem: Problem, given: Problem, arrays: Mapping[str, Any], on_gpu: bool) -> None:
-        self.problem, self.on_gpu, self._given = problem, on_gpu, given
-        self._own = arrays
-        self.arrays: dict[str, Any] = dict(arrays)
-        self._clears_last = False
-        same = (given is problem or given == problem) and not problem.ragged and not _may_see_nothing(problem)
-        self.plain = same and problem.max is None  # which is nearly always
-        if same:
-            return
-        self._results = {spec.name for spec in problem.results}
-        for spec in given.tensors:
-            self.arrays[spec.name] = self._staged(spec)
-        for spec in problem.ds_reductions:
-            clear(self.arrays[spec.name], 0.0, on_gpu)  # it is added up
-        # After the kernel, because kernels for a single query write rows that are beyond the length.
-        self._clears_last = on_gpu and problem.ragged and "clear-last" in staging_guards(given)
-        if problem.ragged and not self._clears_last:
-            self._clear_rows()
-        if has_ragged_alibi(given):
-            *_, sq, skv, _ = given.sizes
-            self.arrays["diagonal"] = _diagonal(sq, skv, *(self.arrays[name] for name in LENGTHS), on_gpu=on_gpu)
-
-    @property
-    def bytes_made(self) -> int:
-        """Bytes of the arrays that stand in for others."""
-        return sum(array.nbytes for name, array in self.arrays.items() if array is not self._own.get(name))
-
-    def finish(self) -> None:
-        """Clear rows beyond the lengths, copy results to the caller's arrays, and make the log-sum-exp of its parts."""
-        if self._clears_last:
-            self._clear_rows()
-        if self.problem.max:
-            rows = [self.arrays[name] for name in ("max", "sum_exp", "stats")]
-            (kernels.log_sum_exp if self.on_gpu else _log_sum_exp)(*rows)
-        for spec in self.problem.results:
-            target, source = self._own[spec.name], self.arrays[spec.name]
-            if target is source:
-                continue
-            if spec in self.problem.ds_reductions:
-                self._sum(target, source)
-            else:
-                self._resize(target, source, spec.name)
-
-    def _clear_rows(self) -> None:
-        """Clear the results that no batch entry has; of packed sequences also make lengths and offsets."""
-        rows = [(spec.name, self.arrays[spec.name]) for spec in self.problem.results if spec.name in QUERY_ARRAYS + KEY_ARRAYS]
-        self.arrays |= (_rows_on_gpu if self.on_gpu else _rows)(self.problem, self._given, self.arrays, rows)
-
-    def _staged(self, spec: TensorSpec) -> Any:
-        """What stands in for an array, or the array itself."""
-        name = spec.name
-        array = self._own.get(name)
-        if array is None:
-            like = self._own["q" if name == "seq_lens_q" else "k"]  # the lengths of a bucket
-            return filled("int32", like.shape[3], like.shape[2], like=like, on_gpu=self.on_gpu)
-        if name in self._results:
-            same = array.shape == spec.shape and dtype_name(array.dtype) == spec.dtype
-            return array if same or (self.problem.packed and not has_score_axes(name)) else self._empty(spec)
-        if name == "stats" and _may_see_nothing(self.problem):
-            array = self._unseen(array)
-        lengths = cleaned(self.problem).get(name)
-        if lengths and self.on_gpu:
-            array = kernels.cleaned(array, self._own[lengths])
-        elif lengths and name == "dout":  # of which whole rows are summed; the rest the interpreter cuts off itself
-            array = _cleaned(array, self._own[lengths])
-        finite = name == "bias" and self.on_gpu and "finite-bias" in staging_guards(self.problem)
-        if has_score_axes(name) and (finite or self._differs(array, spec)):
-            array = self._broadcast(array, spec)
-            if finite:
-                kernels.replace_infinite(array)
-        elif self.problem.packed and name == "q" and spec.dense and not self.problem.q.dense:
-            copy = cupy_runtime.empty(array.shape, array.dtype)
-            copy[...] = array
-            array = copy
-        elif not self.problem.packed and not _fits(array, spec):
-            copy = self._empty(spec)
-            self._resize(copy, array, name)
-            array = copy
-        return array
-
-    def _differs(self, array: Any, spec: TensorSpec) -> bool:
-        """Whether a bias, a mask or what a function reads is not as the engine is given it."""
-        if (dtype_name(array.dtype), array.shape) != (spec.dtype, spec.shape):
-            return True
-        return spec in self._given.captured and spec not in self.problem.captured
-
-    def _broadcast(self, array: Any, spec: TensorSpec) -> Any:
-        """A copy of a bias or a mask in the engine's dtype, along the keys where it is one number, longer in a bucket."""
-        made = self._empty(spec)
-        own = tuple(slice(None) if n in (1, full) else slice(n) for n, full in zip(array.shape, spec.shape, strict=True))
-        if any(part != slice(None) for part in own):
-            made.fill(0)
-        made[own] = array
-        return made
-
-    def _sum(self, target: Any, source: Any) -> None:
-        """A sum of the scores' gradient from the engine's: without a bucket's padding, along the axes that it lacks."""
-        *_, sq, skv, _ = self.problem.sizes
-        source = source[:skv, :sq]
-        axes = tuple(axis for axis in (0, 1) if target.shape[axis] == 1)
-        target[...] = source.sum(axis=axes, keepdims=True, dtype=np.float32) if axes else source
-
-    def _unseen(self, stats: Any) -> Any:
-        """The log-sum-exp with +inf for masked rows, which then get ``exp(S - L) = 0`` and ``exp(sink - L) = 0``."""
-        if self.on_gpu:
-            return kernels.seeing_nothing(stats)
-        return np.where(stats <= MASKED_SCORE, np.float32(np.inf), stats)
-
-    def _empty(self, spec: TensorSpec) -> Any:
-        make = cupy_runtime.empty if self.on_gpu else functools.partial(np.empty, order="F")
-        return make(spec.shape, numpy_dtype(spec.dtype))
-
-    def _resize(self, target: Any, source: Any, name: str) -> None:
-        """Copy an array into a longer one, with zeros behind it, or into a shorter one."""
-        axes = [axis for axis, _ in padded_axes(name) if target.shape[axis] != source.shape[axis]]
-        if self.on_gpu and len(axes) == 1:
-            cupy_runtime.resize(target, source, axes[0])
-        else:
-            cupy_runtime.fit(target, source, tuple(axes))
-
-
-def _fits(array: Any, spec: TensorSpec) -> bool:
-    """Whether an array has the shape and the strides of what stands for it."""
-    steps = zip(array.shape, array.strides, spec.strides, strict=False)
-    return bool(array.shape == spec.shape) and all(length == 1 or step == wanted for length, step, wanted in steps)
-
-
-def _log_sum_exp(top: Any, total: Any, stats: Any) -> None:
-    with np.errstate(divide="ignore"):
-        stats[...] = top + np.log(total)
-
-
-def _cleaned(array: Any, lengths: Any) -> Any:
-    beyond = np.arange(array.shape[2])[:, None] >= lengths
-    return np.where(beyond, np.zeros((), array.dtype), array)
-
-
-def _may_see_nothing(problem: Problem) -> bool:
-    """Whether gradients have rows whose -inf no mask hides.
-
-    Those beyond the lengths with sinks, and those whose scores are -inf by a bias or a function.
+    These are rows of the padding with sinks, and rows that a bias or a score function masks.
     """
     return problem.backward and (problem.bias is not None or problem.dsinks is not None or problem.has_score_mod)
 
 
-def filled(dtype: str, size: int, value: int, *, like: Any, on_gpu: bool) -> Any:
-    """A one-dimensional array of equal integers, on the device of another array."""
+# Arrays: every allocation of a call
+
+
+def create_inputs(fills: Mapping[str, Fill], like: Any, on_gpu: bool) -> dict[str, Any]:
+    """Arrays of equal integers, on the device of another array."""
+    return {name: _filled(fill, like, on_gpu) for name, fill in fills.items()}
+
+
+def _filled(fill: Fill, like: Any, on_gpu: bool) -> Any:
+    dtype, size, value = fill
     if not on_gpu:
         return np.full(size, value, dtype)
     with cupy_runtime.on_device_of(like):
         array = cupy_runtime.empty((size,), np.dtype(dtype))
         if dtype == "int32":
-            cupy_runtime.fill_int32(array, value)
+            memory.fill_int32(array, value)
         else:
             array.fill(value)
     return array
 
 
-def clear(array: Any, value: float, on_gpu: bool) -> None:
-    """Fill an array with zeros or -inf."""
+def allocate_results(problem: Problem, arrays: dict[str, Any], on_gpu: bool) -> None:
+    """Add the results that the caller did not pass to ``arrays``."""
+    for spec in problem.results:
+        if arrays.get(spec.name) is None:
+            empty = cupy_runtime.cupy().empty if on_gpu else np.empty
+            arrays[spec.name] = empty(spec.shape, numpy_dtype(spec.dtype), order="F")
+
+
+def fill_value(name: str) -> float:
+    """The value of a result where there is nothing to compute: -inf for stats and max, otherwise 0."""
+    return -math.inf if name in _LOGARITHMS else 0.0
+
+
+def fill_trivial_results(problem: Problem, arrays: Mapping[str, Any], on_gpu: bool) -> None:
+    """Fill the results of a problem without queries, keys or values; the log-sum-exp of a row with a sink is the sink."""
+    for spec in problem.results:
+        _clear(arrays[spec.name], fill_value(spec.name), on_gpu)
+    if problem.sinks and not problem.backward:
+        xp = cupy_runtime.cupy() if on_gpu else np
+        for spec in problem.results:
+            if spec.name in ROW_STATS:
+                sink = 1.0 if spec.name == "sum_exp" else arrays["sinks"][:, None]
+                arrays[spec.name][...] = xp.where(_rows_in_sequences(problem, arrays, xp), sink, fill_value(spec.name))
+
+
+def _rows_in_sequences(problem: Problem, arrays: Mapping[str, Any], xp: Any) -> Any:
+    """Which rows are not padding; broadcasts to the axes of the log-sum-exp."""
+    if problem.packed:
+        rows, starts = xp.arange(problem.q.shape[2]), arrays[CU_SEQLENS[0]]
+        start = xp.take(starts, xp.maximum(xp.searchsorted(starts, rows, side="right") - 1, 0))  # of the row's sequence
+        *_, longest, _, _ = problem.sizes  # rows of a sequence after max_seqlen_q count as padding
+        return (start <= rows) & (rows < starts[-1]) & (rows < start + longest)
+    if problem.ragged:
+        return xp.arange(problem.q.shape[2])[:, None, None] < arrays[LENGTHS[0]]
+    return xp.ones((), bool)
+
+
+class Stage:
+    """The arrays of one call in the form that the engine needs.
+
+    Args:
+        problem: the caller's problem.
+        engine_problem: the problem that the engine runs, see :func:`engine_problem`.
+        arrays: the caller's arrays and all results, by name.
+        on_gpu: whether they are CuPy's.
+
+    Attributes:
+        arrays: the engine's arrays, by name.
+        unchanged: whether they are those of ``arrays``, and nothing runs besides the engine.
+    """
+
+    def __init__(self, problem: Problem, engine_problem: Problem, arrays: Mapping[str, Any], on_gpu: bool) -> None:
+        self._problem, self._engine_problem, self._on_gpu = problem, engine_problem, on_gpu
+        self._originals = arrays
+        self.arrays: dict[str, Any] = dict(arrays)
+        self._results = {spec.name for spec in problem.results}
+        # Kernels for a single query write rows of the padding, so it is cleared after the kernel.
+        self._clears_last = on_gpu and problem.seq_lens_q is not None and "one-query-lengths" not in disabled_names()
+        same = (engine_problem is problem or engine_problem == problem) and not problem.ragged and not _may_mask_rows(problem)
+        self.unchanged = same and problem.max is None
+        if not same:
+            self._make_copies()
+
+    def _make_copies(self) -> None:
+        for spec in self._engine_problem.tensors:
+            self.arrays[spec.name] = self._engine_array(spec)
+        for spec in self._problem.ds_reductions:
+            _clear(self.arrays[spec.name], 0.0, self._on_gpu)  # the engine accumulates into it
+        if self._problem.ragged and not self._clears_last:
+            self._clear_padding()
+        if has_ragged_alibi(self._engine_problem):
+            *_, sq, skv, _ = self._engine_problem.sizes
+            self.arrays["diagonal"] = _diagonal(sq, skv, *(self.arrays[name] for name in LENGTHS), on_gpu=self._on_gpu)
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of the arrays that the stage created."""
+        return sum(array.nbytes for name, array in self.arrays.items() if array is not self._originals.get(name))
+
+    def finish(self) -> None:
+        """Clear padding rows, combine the row statistics, and copy results to the caller's arrays."""
+        if self._clears_last:
+            self._clear_padding()
+        if self._problem.max:
+            rows = [self.arrays[name] for name in ("max", "sum_exp", "stats")]
+            (kernels.log_sum_exp if self._on_gpu else _log_sum_exp)(*rows)
+        for spec in self._problem.results:
+            target, source = self._originals[spec.name], self.arrays[spec.name]
+            if target is source:
+                continue
+            if spec in self._problem.ds_reductions:
+                self._sum_into(target, source)
+            else:
+                self._resize(target, source, spec.name)
+
+    def _clear_padding(self) -> None:
+        """Clear the padding rows of the results; for packed sequences also compute lengths and offsets."""
+        rows = [(spec.name, self.arrays[spec.name]) for spec in self._problem.results if spec.name in QUERY_ARRAYS + KEY_ARRAYS]
+        clear = _clear_padding_on_gpu if self._on_gpu else _clear_padding_on_cpu
+        self.arrays |= clear(self._problem, self._engine_problem, self.arrays, rows)
+
+    def _engine_array(self, spec: TensorSpec) -> Any:
+        """The array that the engine uses for a tensor: the caller's, or a new one."""
+        array = self._originals.get(spec.name)
+        if array is None:  # the lengths of a bucket
+            like = self._originals["q" if spec.name == "seq_lens_q" else "k"]
+            return _filled(Fill("int32", like.shape[3], like.shape[2]), like, self._on_gpu)
+        if spec.name in self._results:
+            same = array.shape == spec.shape and dtype_name(array.dtype) == spec.dtype
+            return array if same or (self._problem.packed and not has_score_axes(spec.name)) else self._empty(spec)
+        return self._in_layout(self._masked(array, spec.name), spec)
+
+    def _masked(self, array: Any, name: str) -> Any:
+        """An input without the values of the padding and of fully masked rows that would make a result NaN."""
+        if name == "stats" and _may_mask_rows(self._problem):
+            # exp(S - L) and exp(sink - L) of a row are 0 if L is +inf
+            return kernels.backward_stats(array) if self._on_gpu else _masked_stats(array)
+        lengths = masked_inputs(self._problem).get(name)
+        if lengths and self._on_gpu:
+            return kernels.zero_padded(array, self._originals[lengths])
+        if lengths and name == "dout":  # whole rows of it are summed; the interpreter masks the other inputs itself
+            return _zero_padding(array, self._originals[lengths])
+        return array
+
+    def _in_layout(self, array: Any, spec: TensorSpec) -> Any:
+        """An input in the dtype, shape and layout that the engine needs."""
+        name = spec.name
+        finite_bias = name == "bias" and self._on_gpu and "finite-bias" in staging_guards(self._problem)
+        if has_score_axes(name) and (finite_bias or self._needs_broadcast(array, spec)):
+            array = self._broadcast(array, spec)
+            if finite_bias:
+                kernels.replace_infinite(array)
+        elif self._problem.packed and name == "q" and spec.dense and not self._problem.q.dense:
+            copy = cupy_runtime.empty(array.shape, array.dtype)
+            copy[...] = array
+            array = copy
+        elif not self._problem.packed and not _has_layout(array, spec):
+            copy = self._empty(spec)
+            self._resize(copy, array, name)
+            array = copy
+        return array
+
+    def _needs_broadcast(self, array: Any, spec: TensorSpec) -> bool:
+        """Whether a bias, a mask or a captured array is not in the engine's form."""
+        if (dtype_name(array.dtype), array.shape) != (spec.dtype, spec.shape):
+            return True
+        return spec in self._engine_problem.captured and spec not in self._problem.captured
+
+    def _broadcast(self, array: Any, spec: TensorSpec) -> Any:
+        """A copy of a bias, a mask or a captured array: converted, expanded along the keys, and padded to a bucket."""
+        copy = self._empty(spec)
+        own = tuple(slice(None) if n in (1, full) else slice(n) for n, full in zip(array.shape, spec.shape, strict=True))
+        if any(part != slice(None) for part in own):
+            copy.fill(0)
+        copy[own] = array
+        return copy
+
+    def _sum_into(self, target: Any, source: Any) -> None:
+        """Write the gradient of a bias or a captured array: without padding, summed over the axes that are broadcast."""
+        *_, sq, skv, _ = self._problem.sizes
+        source = source[:skv, :sq]
+        axes = tuple(axis for axis in (0, 1) if target.shape[axis] == 1)
+        target[...] = source.sum(axis=axes, keepdims=True, dtype=np.float32) if axes else source
+
+    def _empty(self, spec: TensorSpec) -> Any:
+        empty = cupy_runtime.empty if self._on_gpu else functools.partial(np.empty, order="F")
+        return empty(spec.shape, numpy_dtype(spec.dtype))
+
+    def _resize(self, target: Any, source: Any, name: str) -> None:
+        """Copy an array into a longer one, padded with zeros, or into a shorter one."""
+        axes = [axis for axis, _ in padded_axes(name) if target.shape[axis] != source.shape[axis]]
+        if self._on_gpu and len(axes) == 1:
+            memory.resize(target, source, axes[0])
+        else:
+            memory.fit(target, source, tuple(axes))
+
+
+def _has_layout(array: Any, spec: TensorSpec) -> bool:
+    """Whether an array has the shape and the strides of a spec."""
+    axes = zip(array.shape, array.strides, spec.strides, strict=False)
+    return bool(array.shape == spec.shape) and all(length == 1 or stride == expected for length, stride, expected in axes)
+
+
+def _clear(array: Any, value: float, on_gpu: bool) -> None:
     if on_gpu:
-        cupy_runtime.clear(array, value)
+        memory.clear(array, value)
     else:
         array.fill(value)
 
 
-def _diagonal(queries: int, keys: int, of_queries: Any, of_keys: Any, *, on_gpu: bool) -> Any:
-    """``p = i + Skv - Sq`` of every query and batch entry, ``(Sq, B)``; of a single query once for each key, ``(Skv, B)``."""
+def _log_sum_exp(maximum: Any, sum_exp: Any, stats: Any) -> None:
+    with np.errstate(divide="ignore"):
+        stats[...] = maximum + np.log(sum_exp)
+
+
+def _masked_stats(stats: Any) -> Any:
+    return np.where(stats <= MASKED_SCORE, np.float32(np.inf), stats)
+
+
+def _zero_padding(array: Any, lengths: Any) -> Any:
+    return np.where(np.arange(array.shape[2])[:, None] >= lengths, np.zeros((), array.dtype), array)
+
+
+def _diagonal(queries: int, keys: int, lengths_q: Any, lengths_kv: Any, *, on_gpu: bool) -> Any:
+    """``p = i + Skv - Sq`` of every query and batch entry, ``(Sq, B)``; for a single query it is repeated, ``(Skv, B)``."""
     rows, step = (keys, 0) if queries == 1 else (queries, 1)
     if on_gpu:
-        return kernels.diagonal(rows, step, of_queries, of_keys)
-    return np.asfortranarray(step * np.arange(rows, dtype=np.int32)[:, None] + (of_keys - of_queries))
+        return kernels.diagonal(rows, step, lengths_q, lengths_kv)
+    return np.asfortranarray(step * np.arange(rows, dtype=np.int32)[:, None] + (lengths_kv - lengths_q))
 
 
-def _rows(problem: Problem, given: Problem, arrays: Mapping[str, Any], rows: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """On the CPU: the lengths and offsets of packed sequences; results are cleared, for nothing is written beyond lengths."""
-    for name, array in rows:
+def _clear_padding_on_cpu(
+    problem: Problem, engine_problem: Problem, arrays: Mapping[str, Any], results: Sequence[tuple[str, Any]]
+) -> dict[str, Any]:
+    """Clear the results: the interpreter does not write to padding. Returns the lengths and offsets of packed sequences."""
+    for name, array in results:
         array.fill(fill_value(name))
     if not problem.packed:
         return {}
-    found = {name: np.diff(arrays[begins]).astype(np.int32) for name, begins in zip(LENGTHS, CU_SEQLENS, strict=True)}
-    return found | {name: arrays[begins].astype(np.int64) * factor for name, (begins, factor) in ragged_offsets(given).items()}
+    lengths = {name: np.diff(arrays[starts]).astype(np.int32) for name, starts in zip(LENGTHS, CU_SEQLENS, strict=True)}
+    return lengths | {
+        name: arrays[starts].astype(np.int64) * factor for name, (starts, factor) in ragged_offsets(engine_problem).items()
+    }
 
 
-def _rows_on_gpu(
-    problem: Problem, given: Problem, arrays: Mapping[str, Any], rows: Sequence[tuple[str, Any]]
+def _clear_padding_on_gpu(
+    problem: Problem, engine_problem: Problem, arrays: Mapping[str, Any], results: Sequence[tuple[str, Any]]
 ) -> dict[str, Any]:
-    *_, sq, skv, _ = (problem if problem.packed else given).sizes
+    """Clear the padding of the results, and return the lengths and offsets of packed sequences, in one kernel."""
+    *_, sq, skv, _ = (problem if problem.packed else engine_problem).sizes
     names = CU_SEQLENS if problem.packed else LENGTHS
-    of_queries = kernels.Side(arrays[names[0]], sq, problem.q.shape[2])
-    of_keys = kernels.Side(arrays[names[1]], skv, problem.k.shape[2])
-    named = (
-        {name: (begins == CU_SEQLENS[1], factor) for name, (begins, factor) in ragged_offsets(given).items()}
-        if problem.packed
-        else None
-    )
+    queries = kernels.Lengths(arrays[names[0]], sq, problem.q.shape[2])
+    keys = kernels.Lengths(arrays[names[1]], skv, problem.k.shape[2])
+    factors = None
+    if problem.packed:
+        factors = {name: (starts == CU_SEQLENS[1], factor) for name, (starts, factor) in ragged_offsets(engine_problem).items()}
     sinks = arrays.get("sinks")
-    results = [
-        kernels.Cleared(array, name in KEY_ARRAYS, name in ROW_STATS, fill_value(name), sinks if name in _LOGARITHMS else None)
-        for name, array in rows
+    cleared = [
+        kernels.ClearedResult(
+            array, name in KEY_ARRAYS, name in ROW_STATS, fill_value(name), sinks if name in _LOGARITHMS else None
+        )
+        for name, array in results
     ]
-    return kernels.prepare_rows(of_queries, of_keys, named, results)
-
-
-def fill_value(name: str) -> float:
-    """What a result is where there is nothing."""
-    return -math.inf if name in _LOGARITHMS else 0.0
+    return kernels.prepare_sequences(queries, keys, factors, cleared)

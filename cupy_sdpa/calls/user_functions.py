@@ -1,4 +1,4 @@
-"""A call's own functions: read, called, and turned into what a problem is made of."""
+"""Score and mask functions of a call: validate, trace, and turn the arrays that they read into captured arrays."""
 
 from __future__ import annotations
 
@@ -15,56 +15,56 @@ from ..problem.subproblems import score_derivatives
 from ..score_fn.expression import AXES
 from ..score_fn.tracer import Access, trace
 
-#: The axes of the scores, as arrays of their shape have them.
+#: The axes of arrays with the shape of the scores.
 _ORDER = ("kv_idx", "q_idx", "h", "b")
 
 
 class Functions(NamedTuple):
-    """What a call's functions come to.
+    """The traced functions of a call.
 
     Attributes:
-        settings: with the program, and with the band that a mask function makes.
-        arrays: what they read, by the names in the program, ``(Skv, Sq, Hq, B)``, every axis may be 1; nothing is copied.
-        numbers: those that are handed over with the call.
-        lines: where each operation was written.
-        captured: how arrays are read, by the names in the program.
+        settings: the settings with the program of the functions, and with the band of the mask function.
+        arrays: the captured arrays as views ``(Skv, Sq, Hq, B)``, every axis may be 1, by the names in the program.
+        scalars: the by-value scalars of the program.
+        source_lines: the source line of each operation.
+        captured: how each captured array is indexed, by the names in the program.
     """
 
     settings: Settings
     arrays: dict[str, Any]
-    numbers: dict[str, float]
-    lines: dict[str, str]
+    scalars: dict[str, float]
+    source_lines: dict[str, str]
     captured: dict[str, Access]
 
 
-def given(options: Mapping[str, Any]) -> bool:
-    """Whether a call has functions."""
+def has_functions(options: Mapping[str, Any]) -> bool:
+    """Whether a call has a score function or a mask function."""
     return options.get("score_mod") is not None or options.get("mask_mod") is not None
 
 
 def check_tensors(options: Mapping[str, Any]) -> None:
-    """Refuse arrays for functions that are no mapping, or that no function is there to read.
+    """Check that ``tensors`` is a mapping with string keys, and that there is a function that can read it.
 
     Raises:
-        TypeError, ValueError: with what is given.
+        TypeError, ValueError: with the value.
     """
     tensors = options.get("tensors")
     if tensors is not None and not isinstance(tensors, Mapping):
         raise TypeError(f"tensors is a {type(tensors).__name__}; it must be a mapping of names to arrays")
     for name in tensors or ():
         if not isinstance(name, str):
-            raise TypeError(f"tensors has the name {name!r}; functions read arrays by names, which are strings")
-    if tensors and not given(options):
-        raise ValueError(f"tensors has {', '.join(tensors)}, and neither score_mod nor mask_mod is given: they read it")
+            raise TypeError(f"tensors has the key {name!r}; keys are the names of the functions' arguments, so strings")
+    if tensors and not has_functions(options):
+        raise ValueError(f"tensors has {', '.join(tensors)}, but neither score_mod nor mask_mod is given to read it")
 
 
-def check_numbers(numbers: Mapping[str, Any]) -> None:
-    """Refuse integers that functions cannot compute with on the GPU.
+def check_scalars(scalars: Mapping[str, Any]) -> None:
+    """Check that the integers of a program have at most 32 bits, as on the GPU.
 
     Raises:
-        OverflowError: with the number.
+        OverflowError: with the integer.
     """
-    for number in numbers.values():
+    for number in scalars.values():
         if isinstance(number, int) and not -(2**31) <= number < 2**31:
             raise OverflowError(
                 f"a function computes with the integer {number}; on the GPU integers have 32 bits, from {-(2**31)} to "
@@ -72,92 +72,97 @@ def check_numbers(numbers: Mapping[str, Any]) -> None:
             )
 
 
-def read(options: Mapping[str, Any], asked: Problem) -> Functions:
-    """Call the functions of a call, with traced values.
+def trace_functions(options: Mapping[str, Any], problem: Problem) -> Functions:
+    """Call the functions of a call with traced values.
 
     Args:
-        options: of the call; :func:`given` says that there are functions.
-        asked: the problem without them.
+        options: the options of the call, with at least one function.
+        problem: the problem without the functions.
 
     Raises:
-        Exception: what the functions raise, among it what cannot be traced.
+        Exception: whatever the functions raise, and errors for operations that cannot be traced.
     """
-    _, _, hq, _, sq, skv, b = asked.sizes
+    _, _, hq, _, sq, skv, b = problem.sizes
     tensors = dict(options.get("tensors") or {})
     for name, array in tensors.items():
         if str(array.dtype) not in CAPTURED_DTYPES:
-            kinds = ", ".join(CAPTURED_DTYPES)
-            raise TypeError(f"tensors[{name!r}] is {array.dtype}; functions read {kinds}: convert with .astype(...)")
+            allowed = ", ".join(CAPTURED_DTYPES)
+            raise TypeError(f"tensors[{name!r}] is {array.dtype}; functions read {allowed}: convert with .astype(...)")
         if str(array.dtype) == "int64" and cupy_runtime.is_array(array):
             raise TypeError(
-                f"tensors[{name!r}] is int64; functions compute with integers of 32 bits on the GPU: convert with "
-                ".astype('int32')"
+                f"tensors[{name!r}] is int64; on the GPU functions compute with 32-bit integers: convert with .astype('int32')"
             )
-    settings = asked.settings
-    apart = settings.band is not None and settings.band.bottom_right  # on another diagonal
+    settings = problem.settings
+    other_diagonal = settings.band is not None and settings.band.bottom_right
     sizes = dict(zip(AXES, (b, hq, sq, skv), strict=True))
-    done = trace(options.get("score_mod"), options.get("mask_mod"), tensors, sizes, bands=not apart)
-    settings = settings._replace(program=done.program, band=_both(settings.band, done.band and Band(*done.band)))
-    arrays = {name: _turned(tensors[access.name], access) for name, access in done.captured.items()}
-    return Functions(settings, arrays, done.numbers, done.lines, done.captured)
+    traced = trace(options.get("score_mod"), options.get("mask_mod"), tensors, sizes, bands=not other_diagonal)
+    band = _intersect(settings.band, traced.band and Band(*traced.band))
+    arrays = {name: _with_score_axes(tensors[access.name], access) for name, access in traced.captured.items()}
+    settings = settings._replace(program=traced.program, band=band)
+    return Functions(settings, arrays, traced.numbers, traced.lines, traced.captured)
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """The gradients of ``tensors`` that a call is asked for.
+    """The requested gradients of ``tensors``.
 
     Attributes:
-        arrays: what they are the gradients of, by the callers' names.
-        captured: how these are read, by the names in the program.
+        arrays: the arrays to differentiate with respect to, by the caller's names.
+        captured: how each captured array is indexed, by the names in the program.
     """
 
     arrays: dict[str, Any]
     captured: dict[str, Access]
 
-    def wanted(self, asked: Problem) -> tuple[str, ...]:
-        """What the functions read of them, and the score depends on."""
-        known = score_derivatives(asked)
-        return tuple(name for name, access in self.captured.items() if access.name in self.arrays and name in known)
+    def names_in(self, problem: Problem) -> tuple[str, ...]:
+        """The captured arrays that are views of them and that the score depends on."""
+        differentiable = score_derivatives(problem)
+        return tuple(name for name, access in self.captured.items() if access.name in self.arrays and name in differentiable)
 
-    def gathered(self, sums: Mapping[str, Any]) -> dict[str, Any]:
-        """The gradient of each array, of its shape and dtype, from the sums over every way in which it is read."""
-        found = {}
+    def collect(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """The gradient of each array, of its shape and dtype: the sum over all captured arrays that are views of it."""
+        gradients = {}
         for name, array in self.arrays.items():
             zeros = cupy_runtime.cupy().zeros if cupy_runtime.is_array(array) else np.zeros
             total = zeros(array.shape, "float64" if array.dtype == "float64" else "float32", order="F")
-            for read, access in self.captured.items():
-                if access.name == name and (part := sums.get(f"d{read}")) is not None:
-                    view = _turned(total, access)
+            for captured, access in self.captured.items():
+                if access.name == name and (part := arrays.get(f"d{captured}")) is not None:
+                    view = _with_score_axes(total, access)
                     view += part
-            found[name] = total.astype(array.dtype, copy=False)
-        return found
+            gradients[name] = total.astype(array.dtype, copy=False)
+        return gradients
 
 
-def gradients_of(wanted: Any, tensors: Mapping[str, Any] | None, own: Functions | None) -> Gradients | None:
-    """What ``return_dtensors`` asks for; None where it asks for nothing.
+def requested_gradients(
+    return_dtensors: Any, tensors: Mapping[str, Any] | None, functions: Functions | None
+) -> Gradients | None:
+    """The gradients that ``return_dtensors`` requests; None for no gradients.
 
     Raises:
-        TypeError, ValueError: it names no array, or one that has no gradient.
+        TypeError, ValueError: it names an array that does not exist or has no gradient.
     """
-    if wanted is None or wanted is False:
+    if return_dtensors is None or return_dtensors is False:
         return None
-    if wanted is not True and not isinstance(wanted, (str, list, tuple, set, frozenset)):
-        raise TypeError(f"return_dtensors is {wanted!r}; it must be True, False, a name of tensors, or several")
-    there = dict(tensors or {})
-    floating = [name for name, array in there.items() if "float" in str(array.dtype)]
-    names = floating if wanted is True else [wanted] if isinstance(wanted, str) else list(wanted)
+    if return_dtensors is not True and not isinstance(return_dtensors, (str, list, tuple, set, frozenset)):
+        raise TypeError(f"return_dtensors is {return_dtensors!r}; it must be True, False, a name in tensors, or several")
+    arrays = dict(tensors or {})
+    floating = [name for name, array in arrays.items() if "float" in str(array.dtype)]
+    if return_dtensors is True:
+        names = floating
+    else:
+        names = [return_dtensors] if isinstance(return_dtensors, str) else list(return_dtensors)
     for name in names:
-        if name not in there:
-            raise ValueError(f"return_dtensors names {name!r}; tensors has {', '.join(there) or 'none'}")
+        if name not in arrays:
+            raise ValueError(f"return_dtensors names {name!r}; tensors has {', '.join(arrays) or 'none'}")
         if name not in floating:
             raise TypeError(
-                f"return_dtensors names {name!r}, which is {there[name].dtype}: only floating-point arrays have gradients"
+                f"return_dtensors names {name!r}, which is {arrays[name].dtype}: only floating-point arrays have gradients"
             )
-    return Gradients({name: there[name] for name in names}, own.captured if own else {})
+    return Gradients({name: arrays[name] for name in names}, functions.captured if functions else {})
 
 
-def _both(one: Band | None, other: Band | None) -> Band | None:
-    """What both bands show, on one diagonal."""
+def _intersect(one: Band | None, other: Band | None) -> Band | None:
+    """The band of the keys that are in both bands, which have the same diagonal."""
     if one is None or other is None:
         return one or other
     sides = zip(one[:2], other[:2], strict=True)
@@ -165,10 +170,9 @@ def _both(one: Band | None, other: Band | None) -> Band | None:
     return Band(left, right)
 
 
-def _turned(array: Any, access: Access) -> Any:
-    """An array with the axes of the scores, those that it has not of length 1."""
+def _with_score_axes(array: Any, access: Access) -> Any:
+    """A view of an array with the axes of the scores; missing axes have length 1."""
     part = array[(*(slice(None) if isinstance(axis, str) else axis for axis in access.axes), ...)]
     names = [axis for axis in access.axes if isinstance(axis, str)]
-    there = [name for name in _ORDER if name in names]
-    turned = part.transpose([names.index(name) for name in there])
-    return turned[tuple(slice(None) if name in names else None for name in _ORDER)]
+    ordered = part.transpose([names.index(name) for name in _ORDER if name in names])
+    return ordered[tuple(slice(None) if name in names else None for name in _ORDER)]

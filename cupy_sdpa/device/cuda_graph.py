@@ -1,11 +1,12 @@
-"""What a call enqueues, recorded: a CUDA graph, which costs the host least, and its kernels, for many graphs cost the device.
+"""Captured CUDA graphs, launched whole or kernel by kernel.
 
-A graph costs the host 2 us whatever is in it, and a kernel or a fill 2 to 3 each. But many different graphs in turn cost the
-device: of 64, each with a kernel of 8 us, an endless row takes 32 us a launch, and kernel by kernel 8 (H200, driver 580,
-``benchmarks/graphs.py``). A few take no more than their kernels. So one of many is launched as a graph only if the device
-waits for the host, which takes less than 1 us to find out.
+A graph launch costs the host 2 us whatever the graph contains; a kernel launch or a memset costs 2 to 3 us each. But
+alternating between many CUDA graphs slows the device: in an endless sequence of launches of 64 graphs in turn, each with a
+kernel of 8 us, a launch takes 32 us, and 8 us kernel by kernel (H200, driver 580, ``benchmarks/graphs.py``). A few graphs in
+turn take no longer than their kernels. So one of many graphs is launched whole only if the device is idle, which takes less
+than 1 us to check.
 
-A node of a graph keeps a copy of its kernel's arguments, and this is where they are launched from.
+A kernel node owns a copy of its kernel's arguments, with which the kernel can be launched.
 """
 
 from __future__ import annotations
@@ -16,50 +17,50 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from . import cupy_runtime
+from . import cupy_runtime, driver
 
-#: Bytes of the device's memory, outside CuPy's pool, that a CUDA graph takes (400 recordings of a call: 48 MiB, on an H100).
+#: Bytes of device memory outside CuPy's pool that a CUDA graph takes (400 captured calls: 48 MiB on an H100).
 GRAPH_BYTES = 128 << 10
 
-#: A function of the driver that enqueues a node's work, and its arguments.
-Step = tuple[Callable[..., Any], tuple[Any, ...]]
+#: A function of the driver API that enqueues the work of a node, and its arguments.
+DriverCall = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class Recording:
-    """What ``run`` enqueues on the current stream, to be launched again on that stream; nothing runs.
+    """A captured CUDA graph of what ``run`` enqueues on the current stream, to be launched again on this stream.
 
-    What it allocates, and ``own``, belongs to the recording alone: no other recording, on whatever stream, uses that memory. It
-    is memory of the current stream, on which alone it is launched, so after :meth:`close` it can go back to CuPy's pool, which
-    reuses memory in the order of its stream.
+    Nothing runs during the capture. The memory that ``run`` allocates and the arrays in ``own`` belong to this graph alone: no
+    other graph, on any stream, uses them. They are memory of the current stream, and the graph is launched on that stream only.
+    So :meth:`close` can return them to CuPy's pool, which reuses memory in stream order.
 
     Args:
-        run: enqueues it.
-        own: arrays that it reads or writes, which are nobody else's: kept until :meth:`close`.
+        run: enqueues the work.
+        own: arrays that the work reads or writes and that nothing else uses; kept alive until :meth:`close`.
 
     Attributes:
-        size: bytes of the device's memory that it takes, with the arrays that it keeps.
+        size: bytes of device memory, including the arrays that are kept alive.
     """
 
-    __slots__ = ("_executable", "_graph", "_kept", "_launch", "_steps", "_stream", "size")
+    __slots__ = ("_arrays", "_driver_calls", "_executable", "_graph", "_launch", "_stream", "size")
 
     def __init__(self, run: Callable[[], None], own: Sequence[Any] = ()) -> None:
         runtime = cupy_runtime.cupy().cuda.runtime
         self._stream, self._launch = cupy_runtime.stream(), runtime.graphLaunch
-        self._graph, held = cupy_runtime.captured(run)
-        self._kept = [*own, *held]
-        self.size = GRAPH_BYTES + sum(array.nbytes for array in self._kept)
+        self._graph, allocated = capture(run)
+        self._arrays = [*own, *allocated]
+        self.size = GRAPH_BYTES + sum(array.nbytes for array in self._arrays)
         try:
-            self._steps: Sequence[Step] = steps(self._graph, self._stream)
+            self._driver_calls: Sequence[DriverCall] = driver_calls(self._graph, self._stream)
             self._executable = runtime.graphInstantiate(self._graph)
         except BaseException:
             runtime.graphDestroy(self._graph)
             raise
 
     def launch(self, *, of_many: bool) -> None:
-        """Enqueue it all once more.
+        """Enqueue the work again.
 
         Args:
-            of_many: whether it is one of many that are launched in turn.
+            of_many: whether this is one of many graphs that are launched in turn.
         """
         if of_many and is_busy(self._stream):
             self.launch_one_by_one()
@@ -67,59 +68,77 @@ class Recording:
             self._launch(self._executable, self._stream)
 
     def launch_one_by_one(self) -> None:
-        """Enqueue its kernels, as they come without a graph; as a graph where they are not one row."""
-        for function, arguments in self._steps:
-            cupy_runtime.check(function(*arguments))
-        if not self._steps:
+        """Enqueue the kernels and memsets one by one; or the graph, if it is not a sequence of kernels and memsets."""
+        for function, arguments in self._driver_calls:
+            driver.check(function(*arguments))
+        if not self._driver_calls:
             self._launch(self._executable, self._stream)
 
     def close(self) -> None:
-        """Destroy it; what is running runs to its end."""
+        """Destroy the graph; work that is already enqueued still completes."""
         runtime = cupy_runtime.cupy().cuda.runtime
-        self._steps = ()
-        with contextlib.ExitStack() as stack:  # all of it, whichever fails
-            stack.callback(self._kept.clear)
+        self._driver_calls = ()
+        with contextlib.ExitStack() as stack:  # runs every callback, even if one fails
+            stack.callback(self._arrays.clear)
             stack.callback(runtime.graphDestroy, self._graph)
             stack.callback(runtime.graphExecDestroy, self._executable)
 
 
-class _Asking:
-    """What it takes to ask whether a stream has work: found once, for it is asked in the hot path."""
+def capture(run: Callable[[], None]) -> tuple[int, list[Any]]:
+    """Capture what ``run`` enqueues into a CUDA graph; nothing runs.
 
-    def __init__(self) -> None:
-        cuda = cupy_runtime.driver()
-        self.query, self.exchange = cupy_runtime.cupy().cuda.runtime.streamQuery, cuda.cuThreadExchangeStreamCaptureMode
-        self.relaxed = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    Returns:
+        The graph, which the caller destroys; and the arrays that ``run`` allocated, which the caller keeps alive as long as the
+        graph is launched. They are memory of the stream that is current outside the capture.
+
+    Raises:
+        Exception: any error of ``run`` or of the capture. The capture has ended then, and the current stream is restored.
+    """
+    runtime = cupy_runtime.cupy().cuda.runtime
+    with cupy_runtime.retained_allocations() as arrays, cupy_runtime.cupy().cuda.Stream(non_blocking=True) as stream:
+        try:
+            runtime.streamBeginCapture(stream.ptr, runtime.streamCaptureModeRelaxed)  # independent of other threads' work
+            run()
+        except BaseException:
+            with contextlib.suppress(Exception):  # also raised if the capture is invalid; it has ended in any case
+                runtime.graphDestroy(runtime.streamEndCapture(stream.ptr))
+            raise
+        return int(runtime.streamEndCapture(stream.ptr)), arrays
 
 
-_asking = functools.cache(_Asking)
+@functools.cache  # saves 0.6 us of attribute look-ups in each repeated call
+def _busy_functions() -> tuple[Callable[..., Any], Callable[..., Any], Any]:
+    """The functions and the constant that :func:`is_busy` needs."""
+    cuda = driver.bindings()
+    relaxed = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    return cupy_runtime.cupy().cuda.runtime.streamQuery, cuda.cuThreadExchangeStreamCaptureMode, relaxed
 
 
 def is_busy(stream: int) -> bool:
-    """Whether a stream has work that is not done. To ask does no harm to what other threads capture, in any mode."""
-    asking = _asking()
-    _, before = asking.exchange(asking.relaxed)
+    """Whether a stream has unfinished work. Safe while another thread captures, in any capture mode."""
+    query, exchange_mode, relaxed = _busy_functions()
+    _, mode = exchange_mode(relaxed)
     try:
-        return bool(asking.query(stream))  # cudaSuccess is 0
+        return bool(query(stream))  # cudaSuccess is 0
     finally:
-        asking.exchange(before)
+        exchange_mode(mode)
 
 
-def steps(graph: int, stream: int) -> list[Step]:
-    """A graph's nodes as calls of the driver, in their order; none where they are anything but a row of kernels and fills."""
-    cuda = cupy_runtime.driver()
-    nodes = _asked(cuda.cuGraphGetNodes, graph)[0]
+def driver_calls(graph: int, stream: int) -> list[DriverCall]:
+    """The nodes of a graph as driver calls, in order; an empty list if the graph is not a sequence of kernels and memsets."""
+    cuda = driver.bindings()
+    nodes = _lists_of(cuda.cuGraphGetNodes, graph)[0]
     count = len(nodes)
-    edges = _asked(cuda.cuGraphGetEdges, graph)
-    row = [(int(a), int(b)) for a, b in itertools.pairwise(nodes)]
-    if [(int(a), int(b)) for a, b in zip(*edges[:2], strict=True)] != row:
+    begins, ends, *_ = _lists_of(cuda.cuGraphGetEdges, graph)
+    sequence = [(int(a), int(b)) for a, b in itertools.pairwise(nodes)]
+    if [(int(a), int(b)) for a, b in zip(begins, ends, strict=True)] != sequence:
         return []
-    found = [step for node in nodes for step in _step(node, stream)]
-    return found if len(found) == count else []
+    calls = [call for node in nodes for call in _driver_call(node, stream)]
+    return calls if len(calls) == count else []
 
 
-def _asked(function: Any, graph: int) -> list[Any]:
-    """The lists that a function of the driver gives, which is to be told their length; empty ones where it cannot give them."""
+def _lists_of(function: Any, graph: int) -> list[Any]:
+    """The lists that a driver function returns for a graph, read in two calls: length, content. Empty lists if it fails."""
     status, *_, count = function(graph)
     if status or not count:
         return [[], []]
@@ -127,42 +146,42 @@ def _asked(function: Any, graph: int) -> list[Any]:
     return [[], []] if status else lists
 
 
-def _step(node: Any, stream: int) -> Iterator[Step]:
-    """A kernel or a fill; nothing for another kind of node."""
-    cuda = cupy_runtime.driver()
+def _driver_call(node: Any, stream: int) -> Iterator[DriverCall]:
+    """The driver call of a kernel node or of a memset node of one row; nothing for other nodes."""
+    cuda = driver.bindings()
     kinds = cuda.CUgraphNodeType
-    kind = cupy_runtime.unwrap(cuda.cuGraphNodeGetType(node))
+    kind = driver.unwrap(cuda.cuGraphNodeGetType(node))
     if kind == kinds.CU_GRAPH_NODE_TYPE_KERNEL:
-        yield _kernel(node, cupy_runtime.unwrap(cuda.cuGraphKernelNodeGetParams(node)), stream)
+        yield _kernel_launch(node, driver.unwrap(cuda.cuGraphKernelNodeGetParams(node)), stream)
     elif kind == kinds.CU_GRAPH_NODE_TYPE_MEMSET:
-        fill = cupy_runtime.unwrap(cuda.cuGraphMemsetNodeGetParams(node))
-        if fill.height == 1:
+        params = driver.unwrap(cuda.cuGraphMemsetNodeGetParams(node))
+        if params.height == 1:
             functions = {1: cuda.cuMemsetD8Async, 2: cuda.cuMemsetD16Async, 4: cuda.cuMemsetD32Async}
-            where = cuda.CUdeviceptr(int(fill.dst))  # fill's own is a view of fill
-            yield functions[fill.elementSize], (where, fill.value, fill.width, cuda.CUstream(stream))
+            address = cuda.CUdeviceptr(int(params.dst))  # params.dst is a view of params
+            yield functions[params.elementSize], (address, params.value, params.width, cuda.CUstream(stream))
 
 
-def _kernel(node: Any, kernel: Any, stream: int) -> Step:
-    cuda = cupy_runtime.driver()
+def _kernel_launch(node: Any, params: Any, stream: int) -> DriverCall:
+    cuda = driver.bindings()
     config = cuda.CUlaunchConfig()
     for name in ("gridDimX", "gridDimY", "gridDimZ", "blockDimX", "blockDimY", "blockDimZ", "sharedMemBytes"):
-        setattr(config, name, getattr(kernel, name))
+        setattr(config, name, getattr(params, name))
     config.hStream = cuda.CUstream(stream)
-    config.attrs = attributes = list(_attributes(node))
+    config.attrs = attributes = list(_launch_attributes(node))
     config.numAttrs = len(attributes)
-    function = cuda.CUfunction(int(kernel.func) or int(kernel.kern))  # the driver takes either
-    return cuda.cuLaunchKernelEx, (config, function, int(kernel.kernelParams), 0)
+    function = cuda.CUfunction(int(params.func) or int(params.kern))  # the driver accepts either
+    return cuda.cuLaunchKernelEx, (config, function, int(params.kernelParams), 0)
 
 
-def _attributes(node: Any) -> Iterator[Any]:
-    """What of a kernel's launch its results depend on: clusters, and whether all its blocks run at once."""
-    cuda = cupy_runtime.driver()
-    cluster, together = (
+def _launch_attributes(node: Any) -> Iterator[Any]:
+    """The launch attributes on which a kernel's results depend: cluster dimensions and cooperative launch."""
+    cuda = driver.bindings()
+    cluster, cooperative = (
         cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
         cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE,
     )
-    for name in (cluster, together):
-        value = cupy_runtime.unwrap(cuda.cuGraphKernelNodeGetAttribute(node, name))
+    for name in (cluster, cooperative):
+        value = driver.unwrap(cuda.cuGraphKernelNodeGetAttribute(node, name))
         if value.clusterDim.x if name == cluster else value.cooperative:
             attribute = cuda.CUlaunchAttribute()
             attribute.id, attribute.value = name, value

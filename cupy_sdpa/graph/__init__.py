@@ -1,1 +1,15 @@
-"""Attention as a graph of operations, as plain data, and the interpreter that evaluates it on numpy arrays."""
+"""Attention as an operation graph, and its evaluation on numpy arrays."""
+
+from __future__ import annotations
+
+from ..problem.problem import Problem, writes_dq_directly
+from .attention_backward import backward
+from .attention_forward import forward
+from .nodes import Graph
+
+
+def graph_of(problem: Problem) -> Graph:
+    """The graph of a problem: the one that the interpreter evaluates, and the first that cuDNN plans."""
+    if not problem.backward:
+        return forward(problem)
+    return backward(problem, direct=writes_dq_directly(problem))

@@ -1,8 +1,8 @@
-"""The steps of a score function as steps of a graph, spelled as cuDNN's fused kernels take them.
+"""The steps of a score function as pointwise steps of a graph, in the form that cuDNN's fused kernels support.
 
-What they want (measured with 9.19 and 9.28): the first operand of a step, and what is chosen from, must exist inside the
-kernel only; arrays and numbers come second. So operands are exchanged, comparisons turned round, ``c - x`` becomes
-``-x + c``, and an array that stands alone is added to zeros. Conditions are joined by arithmetic on ones and zeros.
+The first operand of a step, and the value that a ``where`` selects, must be a virtual tensor; inputs and scalars must be second
+operands (measured with 9.19 and 9.28). So operands are exchanged, comparisons are flipped, ``c - x`` becomes ``-x + c``, and an
+input without a virtual operand is added to zeros. Conditions are combined by arithmetic on 1 and 0.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ..score_fn.autodiff import gradients
-from ..score_fn.expression import AXES, COMMUTES, FLIPPED, OPPOSITE, Kind, Step, Writer
+from ..score_fn.expression import AXES, COMMUTES, FLIPPED, LEAVES, OPPOSITE, Step, Writer
 from .nodes import Builder, Tensor
 
-#: Beyond this float32 has no finite numbers to speak of.
+#: A factor of at least this size counts as infinite; the largest float32 is 3.4e38.
 _LARGEST = 3e38
-#: What may be infinite, or give what is.
+#: Modes whose result may be infinite for finite operands, and the score, which may be infinite.
 _UNBOUNDED = frozenset(
     {"score", "div", "reciprocal", "log", "sqrt", "rsqrt", "pow", "exp", "tan", "mod", "log1p", "expm1", "hypot"}
 )
-#: Conditions are numbers, 1 and 0.
-_JOINED = {"logical_and": "mul", "logical_or": "max"}
-_SIGNS = {
+#: Logical modes as arithmetic on conditions, which are 1 or 0.
+_LOGICAL = {"logical_and": "mul", "logical_or": "max"}
+_FORMULAS = {
     "add": "{} + {}", "sub": "{} − {}", "mul": "{} · {}", "div": "{} / {}", "max": "max({}, {})", "min": "min({}, {})",
     "pow": "{} ^ {}", "mod": "{} mod {}", "neg": "−{}", "exp": "exp({})", "log": "log({})", "sqrt": "√{}", "rsqrt": "1 / √{}",
     "reciprocal": "1 / {}",
@@ -32,12 +32,13 @@ _SIGNS = {
 
 
 def _log1p(w: Writer, x: int) -> int:
-    # log u + (x - (u - 1)) / u with u = 1 + x: what u has lost of x is added (as in GSL's gsl_log1p)
+    # log u + (x - (u - 1)) / u with u = 1 + x: the second term restores what rounding u loses of x (as in GSL's gsl_log1p)
     one = w.constant(1.0)
     u = w.add("add", x, one)
-    kept, log = w.add("sub", u, one), w.add("log", u)
-    lost = w.add("div", w.add("sub", x, kept), u)
-    return w.add("binary_select", w.add("add", log, lost), log, w.add("cmp_neq", x, kept))  # log alone of -1 and infinity
+    rounded, log = w.add("sub", u, one), w.add("log", u)
+    correction = w.add("div", w.add("sub", x, rounded), u)
+    # log u alone where x = u - 1, which includes x = -1 and infinity
+    return w.add("binary_select", w.add("add", log, correction), log, w.add("cmp_neq", x, rounded))
 
 
 def _expm1(w: Writer, x: int) -> int:
@@ -47,14 +48,15 @@ def _expm1(w: Writer, x: int) -> int:
 
 
 def _hypot(w: Writer, x: int, b: int) -> int:
-    # m sqrt(1 + r^2), m the greater absolute value and r the ratio of the two
+    # m sqrt(1 + r^2) with m = max(|x|, |b|) and r = min(|x|, |b|) / m
     sides = w.add("abs", x), w.add("abs", b)
-    most, zero = w.add("max", *sides), w.constant(0.0)
-    ratio = w.add("binary_select", w.add("div", w.add("min", *sides), most), zero, w.add("cmp_gt", most, zero))
-    return w.add("mul", most, w.add("sqrt", w.add("add", w.add("mul", ratio, ratio), w.constant(1.0))))
+    longest, zero = w.add("max", *sides), w.constant(0.0)
+    ratio = w.add("binary_select", w.add("div", w.add("min", *sides), longest), zero, w.add("cmp_gt", longest, zero))
+    return w.add("mul", longest, w.add("sqrt", w.add("add", w.add("mul", ratio, ratio), w.constant(1.0))))
 
 
-#: Steps that cuDNN has not, each as steps that it has. They do not lose small values, and overflow only where the result does.
+#: Modes that cuDNN does not have, composed of modes that it has. They are accurate for small operands, and overflow only if
+#: the result does.
 COMPOSED: dict[str, Callable[..., int]] = {"log1p": _log1p, "expm1": _expm1, "hypot": _hypot}
 
 
@@ -62,174 +64,187 @@ def _negative(w: Writer, x: int) -> int:
     return w.add("sub", w.constant(0, "int"), x)
 
 
-#: The same of integers. cuDNN computes these modes in float32, which has 24 bits; its ADD, SUB, MUL, comparisons and
-#: BINARY_SELECT of INT32 are exact (measured with 9.19 on an H200).
+#: Modes of integers, composed of exact ones. cuDNN computes these modes in float32, whose integers are exact up to 2**24; its
+#: ADD, SUB, MUL, comparisons and BINARY_SELECT of INT32 are exact (measured with 9.19 on an H200).
 INTEGER_COMPOSED: dict[str, Callable[..., int]] = {
     "neg": _negative,
     "abs": lambda w, x: w.add("binary_select", x, _negative(w, x), w.add("cmp_ge", x, w.constant(0, "int"))),
     "max": lambda w, x, b: w.add("binary_select", x, b, w.add("cmp_ge", x, b)),
     "min": lambda w, x, b: w.add("binary_select", x, b, w.add("cmp_le", x, b)),
 }
-#: Steps whose integers stay below 2**24 where they are made of nothing else: sums and differences of positions.
-_SMALL = frozenset({"index", "constant", "add", "sub", *INTEGER_COMPOSED, "binary_select", *OPPOSITE, *_JOINED})
+#: Integers that are computed with these modes only, such as sums of indices, are below 2**24.
+_SMALL = frozenset({"index", "constant", "add", "sub", *INTEGER_COMPOSED, "binary_select", *OPPOSITE, *_LOGICAL})
 
 
 class Emitter:
-    """Spells steps; what has been spelled is not spelled again.
+    """Emits the steps of a score function; a step is emitted once.
 
     Args:
-        g: writes the graph.
+        g: the builder of the graph.
         writer: the steps.
-        score: the score, which the function begins with.
-        leaves: the arrays and numbers that are handed over, by their names in the program.
-        prefix: of the names of the steps in the graph.
+        scores: the value of the leaf ``score``.
+        inputs: the arrays that the steps read, by the names of their leaves. An index that is among them is read from memory.
+        prefix: of the names of the emitted tensors.
     """
 
-    def __init__(
-        self, g: Builder, writer: Writer, score: Tensor, leaves: Mapping[str, Callable[[Kind], Tensor]], prefix: str = "f"
-    ) -> None:
-        self.g, self.writer, self.score, self.leaves, self.prefix = g, writer, score, leaves, prefix
+    def __init__(self, g: Builder, writer: Writer, scores: Tensor, inputs: Mapping[str, Tensor], prefix: str = "f") -> None:
+        self.g, self.writer, self.scores, self.inputs, self.prefix = g, writer, scores, inputs, prefix
         self.tensors: dict[int, Tensor] = {}
+        self._zeros: Tensor | None = None
         self._count = 0
 
     def __call__(self, root: int) -> Tensor:
-        """A step, spelled, as a tensor inside the kernel."""
+        """Emit a step and return its virtual tensor."""
         for number in self.writer.reachable(root, known=self.tensors):
-            self.tensors[number] = self._spelled(self.writer.steps[number])
-        return self._inside(root)
+            self.tensors[number] = self._emit(self.writer.steps[number])
+        return self._virtual(root)
 
-    def on(self, score: Tensor, prefix: str) -> Emitter:
-        """One that spells the same steps anew, with places taken from the scores as they are by now: cuDNN wants a chain."""
-        return Emitter(self.g, self.writer, score, self.leaves, prefix)
+    def on(self, scores: Tensor, prefix: str) -> Emitter:
+        """An emitter of the same steps with the indices taken from other scores: cuDNN recognizes masks only as a chain."""
+        return Emitter(self.g, self.writer, scores, self.inputs, prefix)
 
-    def slope(self, root: int, of: str = "") -> int:
-        """The step that is the derivative of another with respect to the score, or to an array that is read."""
+    def derivative(self, root: int, of: str = "") -> int:
+        """The step that is the derivative of ``root`` with respect to the score, or to the array named ``of``."""
         (number,) = gradients(self.writer, root, [self.writer.leaf("captured", of) if of else self.writer.leaf("score")])
         return self.writer.constant(0.0) if number is None else number
 
-    def times(self, slope: int, ds: Tensor, *, finite: bool) -> Tensor:
-        """A gradient times a derivative.
+    def times(self, derivative: int, ds: Tensor, *, finite: bool) -> Tensor:
+        """``dS * derivative``.
 
         Args:
-            slope: the step that is the derivative.
+            derivative: a step.
             ds: the gradient.
-            finite: have a derivative that is infinite, or no number, count as 0. It may be so where nothing is seen, and the
-                gradient is 0; and where nothing is, in the tiles of a kernel, the score itself is infinite.
+            finite: replace an infinite or NaN derivative by 0. It occurs where a score is masked and the gradient is 0, and
+                beyond the last key or query in the tiles of a kernel, where the score itself is infinite.
         """
-        if self.writer.value(slope) == 1:
+        if self.writer.value(derivative) == 1:
             return ds
-        factor = self.tensors[slope] if self._number(slope) else self(slope)
-        if finite and _inside(factor) and self._unbounded(slope):
-            zero, most = (self.g.scalar(f"{value:g}", self.g.compute_dtype, value=value) for value in (0.0, _LARGEST))
-            known = self._pointwise("cmp_lt", None, self._pointwise("abs", None, factor), most)
-            factor = self._pointwise("binary_select", None, factor, zero, known)
-        return self._pointwise("mul", None, ds, factor)
+        factor = self.tensors[derivative] if self._is_scalar(derivative) else self(derivative)
+        if finite and _is_virtual(factor) and self._unbounded(derivative):
+            zero, largest = (self.g.scalar(f"{value:g}", self.g.compute_dtype, value=value) for value in (0.0, _LARGEST))
+            # factor <- factor where |factor| < largest, else 0
+            bounded = self._pointwise("cmp_lt", self._pointwise("abs", factor), largest)
+            factor = self._pointwise("binary_select", factor, zero, bounded)
+        return self._pointwise("mul", ds, factor)
+
+    def _emit(self, step: Step) -> Tensor:
+        """Emit one step; its arguments have been emitted."""
+        mode = step.mode
+        if mode in LEAVES:
+            return self._leaf(step)
+        if mode in COMPOSED:
+            return self(COMPOSED[mode](self.writer, *step.args))
+        if mode == "binary_select":
+            return self._select(step)
+        if step.kind == "int" and mode in ("div", *INTEGER_COMPOSED):
+            for arg in step.args:  # load an array once: kernels support few arrays with one element per query
+                if self.writer.steps[arg].mode == "captured":
+                    self.tensors[arg] = self._virtual(arg)
+        if mode in INTEGER_COMPOSED and step.kind == "int" and not self._fits_float32(step.args):
+            return self(INTEGER_COMPOSED[mode](self.writer, *step.args))
+        if mode in _LOGICAL:
+            return self._pointwise(_LOGICAL[mode], *(self.tensors[arg] for arg in step.args))
+        if len(step.args) == 1:
+            return self._pointwise(mode, self._virtual(step.args[0]), dtype=_dtype(step))
+        return self._binary(step)
+
+    def _leaf(self, step: Step) -> Tensor:
+        dtype = "int32" if step.kind == "int" else self.g.compute_dtype
+        match step.mode:
+            case "score":
+                return self.scores
+            case "index" if step.name not in self.inputs:
+                return self._index(step.name)
+            case "index" | "captured":
+                return self.inputs[step.name]
+            case "number":
+                return self.g.scalar(step.name, dtype)
+            case _:
+                return self.g.scalar(f"{step.value:g} {dtype}", dtype, value=step.value)
+
+    def _select(self, step: Step) -> Tensor:
+        """``x where condition, else b``."""
+        x, b, condition = step.args
+        chosen, other = self._virtual(x), self.tensors[b] if self._is_scalar(b) else self._virtual(b)
+        if step.kind != "int":
+            chosen, other = self._to_float(chosen), self._to_float(other)
+        return self._pointwise("binary_select", chosen, other, self.tensors[condition], dtype=_dtype(step))
+
+    def _binary(self, step: Step) -> Tensor:
+        """``mode(x, b)`` with a virtual x."""
+        mode, (x, b) = step.mode, (self.tensors[arg] for arg in step.args)
+        if not _is_virtual(x) and _is_virtual(b):
+            mode, x, b = self._exchanged(step, x, b)
+        x = self._load(x)
+        if mode in OPPOSITE and _is_integer(x) != _is_integer(b):  # comparisons need one type
+            x, b = self._to_float(x), self._to_float(self._load(b)) if _is_integer(b) else b
+        return self._pointwise(mode, x, b, dtype=_dtype(step))
+
+    def _exchanged(self, step: Step, x: Tensor, b: Tensor) -> tuple[str, Tensor, Tensor]:
+        """``mode(x, b)`` as a mode, a first and a second operand, the first made of b; unchanged if there is no such form."""
+        mode = step.mode
+        if mode in COMMUTES or mode in FLIPPED:
+            return FLIPPED.get(mode, mode), b, x
+        if mode == "sub" and step.kind != "int":  # x - b = -b + x
+            return "add", self._pointwise("neg", b), x
+        if mode == "div" and step.kind != "int":  # x / b = 1 / b * x
+            return "mul", self._pointwise("reciprocal", b), x
+        return mode, x, b
 
     def _unbounded(self, root: int) -> bool:
-        """Whether what a step gives may be infinite where arrays are not."""
+        """Whether a step may be infinite although the arrays are finite."""
         return any(self.writer.steps[number].mode in _UNBOUNDED for number in self.writer.reachable(root))
 
-    def _number(self, number: int) -> bool:
+    def _fits_float32(self, numbers: tuple[int, ...]) -> bool:
+        """Whether integers are sums and differences of indices, below 2**24."""
+        return all(self.writer.steps[number].mode in _SMALL for number in self.writer.reachable(*numbers))
+
+    def _is_scalar(self, number: int) -> bool:
+        """Whether a step is a scalar, which is then emitted."""
         step = self.writer.steps[number]
         if step.mode not in ("number", "constant"):
             return False
-        self.tensors.setdefault(number, self._spelled(step))
+        self.tensors.setdefault(number, self._leaf(step))
         return True
 
-    def _spelled(self, step: Step) -> Tensor:
-        mode, args = step.mode, step.args
-        match mode:
-            case "score":
-                return self.score
-            case "index" if step.name in self.leaves:  # read from memory
-                return self.leaves[step.name](step.kind)
-            case "index":
-                return self._pointwise("gen_index", step.name, self.score, dtype="int32", axis=AXES.index(step.name))
-            case "constant":
-                kind = "int32" if step.kind == "int" else self.g.compute_dtype
-                return self.g.scalar(f"{step.value:g} {kind}", kind, value=step.value)
-            case "number" | "captured":
-                return self.leaves[step.name](step.kind)
-            case "binary_select":
-                x, b, condition = args
-                one, other = self._inside(x), self.tensors[b] if self._number(b) else self._inside(b)
-                if step.kind != "int":
-                    one, other = self._real(one), self._real(other)
-                return self._pointwise(mode, None, one, other, self.tensors[condition], dtype=_dtype(step))
-        if mode in COMPOSED:
-            return self(COMPOSED[mode](self.writer, *args))
-        if step.kind == "int" and mode in ("div", *INTEGER_COMPOSED):
-            for arg in args:  # read once: kernels take few arrays of one number a query
-                if self.writer.steps[arg].mode == "captured":
-                    self.tensors[arg] = self._inside(arg)
-        if mode in INTEGER_COMPOSED and step.kind == "int" and not self._small(args):
-            return self(INTEGER_COMPOSED[mode](self.writer, *args))
-        if mode in _JOINED:
-            return self._pointwise(_JOINED[mode], None, *(self.tensors[arg] for arg in args))
-        if len(args) == 1:
-            return self._pointwise(mode, None, self._inside(args[0]), dtype=_dtype(step))
-        return self._binary(step, *args)
+    def _virtual(self, number: int) -> Tensor:
+        """The virtual tensor of a step."""
+        return self._load(self.tensors[number])
 
-    def _binary(self, step: Step, one: int, other: int) -> Tensor:
-        mode = step.mode
-        x, b = self.tensors[one], self.tensors[other]
-        dtype = _dtype(step)
-        if not _inside(x) and _inside(b):
-            if mode in COMMUTES or mode in FLIPPED:
-                x, b, mode = b, x, FLIPPED.get(mode, mode)
-            elif mode == "sub" and not dtype:  # c - x = -x + c
-                x, b, mode = self._pointwise("neg", None, b), x, "add"
-            elif mode == "div" and not dtype:  # c / x = 1 / x * c
-                x, b, mode = self._pointwise("reciprocal", None, b), x, "mul"
-        if not _inside(x):
-            x = self._moved(x)
-        if mode in OPPOSITE and _whole(x) != _whole(b):  # one kind of numbers
-            x = self._real(x)
-            b = self._real(self._moved(b)) if _whole(b) else b
-        return self._pointwise(mode, None, x, b, dtype=dtype)
-
-    def _small(self, numbers: tuple[int, ...]) -> bool:
-        """Whether integers are sums and differences of positions."""
-        return all(self.writer.steps[number].mode in _SMALL for number in self.writer.reachable(*numbers))
-
-    def _inside(self, number: int) -> Tensor:
-        """A step as a tensor inside the kernel."""
-        return self._moved(self.tensors[number])
-
-    def _moved(self, tensor: Tensor) -> Tensor:
-        """``0 + x``: what comes from outside, inside."""
-        if _inside(tensor):
+    def _load(self, tensor: Tensor) -> Tensor:
+        """``0 + x``, a virtual tensor of an array or a scalar."""
+        if _is_virtual(tensor):
             return tensor
-        return self._pointwise("add", None, self._zeros(), tensor, dtype="int32" if _whole(tensor) else None)
+        if self._zeros is None:
+            row = self._index("q_idx")
+            self._zeros = self._pointwise("sub", row, row, dtype="int32")
+        return self._pointwise("add", self._zeros, tensor, dtype="int32" if _is_integer(tensor) else None)
 
-    def _zeros(self) -> Tensor:
-        if -1 not in self.tensors:
-            row = self._pointwise("gen_index", "q_idx", self.score, dtype="int32", axis=2)
-            self.tensors[-1] = self._pointwise("sub", None, row, row, dtype="int32")
-        return self.tensors[-1]
-
-    def _real(self, tensor: Tensor) -> Tensor:
-        """A whole number as one of the accumulator's dtype."""
-        if not _whole(tensor) or not _inside(tensor):
+    def _to_float(self, tensor: Tensor) -> Tensor:
+        """``x + 0.0``, a virtual tensor of integers in the compute dtype; any other tensor unchanged."""
+        if not _is_integer(tensor) or not _is_virtual(tensor):
             return tensor
-        return self._pointwise("add", None, tensor, self.g.scalar(f"0 {self.g.compute_dtype}", self.g.compute_dtype, value=0.0))
+        dtype = self.g.compute_dtype
+        return self._pointwise("add", tensor, self.g.scalar(f"0 {dtype}", dtype, value=0.0))
 
-    def _pointwise(
-        self, mode: str, formula: str | None, *operands: Tensor, dtype: str | None = None, axis: int | None = None
-    ) -> Tensor:
+    def _index(self, axis: str) -> Tensor:
+        """The index of every element of the scores along an axis, int32."""
+        return self._pointwise("gen_index", self.scores, dtype="int32", axis=AXES.index(axis))
+
+    def _pointwise(self, mode: str, *operands: Tensor, dtype: str | None = None, axis: int | None = None) -> Tensor:
         self._count += 1
         name = f"{self.prefix}{self._count}"
-        text = formula or _SIGNS[mode].format(*(tensor.name for tensor in operands))
-        return self.g.pointwise(f"{name} = {text}", mode, *operands, out=name, dtype=dtype, axis=axis)
+        formula = _FORMULAS[mode].format(*operands) if axis is None else AXES[axis]
+        return self.g.pointwise(f"{name} = {formula}", mode, *operands, out=name, dtype=dtype, axis=axis)
 
 
 def _dtype(step: Step) -> str | None:
     return "int32" if step.kind == "int" else None
 
 
-def _whole(tensor: Tensor) -> bool:
+def _is_integer(tensor: Tensor) -> bool:
     return tensor.dtype in ("int32", "int64")
 
 
-def _inside(tensor: Tensor) -> bool:
+def _is_virtual(tensor: Tensor) -> bool:
     return tensor.role == "virtual"

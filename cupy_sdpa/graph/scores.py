@@ -1,248 +1,242 @@
-"""What is done to the scores before the softmax, one formula a step: the scale, what is added, and what is masked.
+"""The steps between ``S = Q Kᵀ`` and the softmax, one formula per step: the scale, score modifications and masks.
 
-Both passes of :mod:`cupy_sdpa.graph.patterns` write these steps; the derivative of a step stands beside it.
+:mod:`cupy_sdpa.graph.attention_forward` and :mod:`cupy_sdpa.graph.attention_backward` both emit these steps.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 
 from .. import zoo
 from ..problem.band import Band
-from ..problem.problem import MASKED_SCORE
-from ..score_fn.expression import AXES, EMPTY_PROGRAM, Kind, Program
+from ..problem.problem import MASKED_SCORE, Problem
+from ..score_fn.expression import AXES, EMPTY_PROGRAM
 from ..score_fn.proxy import Value
 from ..score_fn.tracer import Tracer
 from .emit import Emitter
 from .nodes import Builder, Tensor
+from .operands import Operands
 
 
 @dataclass(frozen=True)
-class Scores:
-    """What takes part in the scores beside q and k; None for what does not.
+class ScoreFunction:
+    """The modified scores as a function of the scaled scores.
 
     Attributes:
-        scale: a number.
-        positive_scale: whether it is positive.
-        softcap: a number.
-        slopes: ``(1, Hq, 1, 1)``.
-        bias: ``(B, Hq, Sq, Skv)``, every dimension may be 1.
-        mask: of the same shape, 0 where nothing is seen.
-        queries, keys: ``(B, 1, 1, 1)`` int32, how many there are in every batch entry.
-        diagonal: ``(B, 1, Sq, 1)`` int32, the key on the diagonal of every query, where slopes need that of every entry.
-        band: which keys are seen by their distance from the diagonal.
-        program: what the caller's own functions do.
-        captured: the arrays that they read, ``(B, Hq, Sq, Skv)``, every dimension may be 1.
-        gradient_of: the array in whose gradient the backward pass takes that of the scores; empty for the scores.
-        key_positions, head_positions: ``(1, 1, 1, Skv)`` and ``(1, Hq, 1, Skv)`` int32, the index of every key and of its head,
-            where they are read from memory.
-        floor: whether scores at or below :data:`~cupy_sdpa.problem.MASKED_SCORE` count as masked.
-    """
-
-    scale: Tensor
-    positive_scale: bool = True
-    softcap: Tensor | None = None
-    slopes: Tensor | None = None
-    bias: Tensor | None = None
-    mask: Tensor | None = None
-    queries: Tensor | None = None
-    keys: Tensor | None = None
-    diagonal: Tensor | None = None
-    band: Band | None = None
-    program: Program = EMPTY_PROGRAM
-    captured: Mapping[str, Tensor] = field(default_factory=dict)
-    gradient_of: str = ""
-    key_positions: Tensor | None = None
-    head_positions: Tensor | None = None
-    floor: bool = False
-
-    def modified(self, g: Builder, s: Tensor) -> tuple[Tensor, Changes]:
-        """The scores with all that changes their values; and what that was."""
-        s = self._scaled(g, s)
-        changes = self._changes(g, s)
-        s = changes.emitter(changes.root)
-        if self.floor:
-            lowest = g.scalar("lowest", g.compute_dtype, value=MASKED_SCORE)
-            # The condition as a number: with a boolean the H200's forward kernel is 5 to 10 % slower (9.19 and 9.28).
-            above = g.pointwise(f"above = {s} > {MASKED_SCORE:g}", "cmp_gt", s, lowest, out="above")
-            s = hidden(g, s, above)
-        return s, changes
-
-    def derivative(self, g: Builder, ds: Tensor, changes: Changes) -> Tensor:
-        """The gradient of the scaled scores, or of what ``gradient_of`` names, from that of the modified scores."""
-        return changes.emitter.times(
-            changes.emitter.slope(changes.root, self.gradient_of), ds, finite=self.program.score is not None
-        )
-
-    def within(self, g: Builder, s: Tensor) -> Tensor:
-        """``S <- S where i < seq_lens_q and j < seq_lens_kv, else -inf``, where there are lengths."""
-        return hidden(g, s, within(g, s, self.queries, self.keys)) if self.queries and self.keys else s
-
-    def masked(self, g: Builder, s: Tensor, changes: Changes) -> Tensor:
-        """``S <- S where the query sees the key, else -inf``, of those that exist."""
-        for condition in self._conditions(changes):
-            s = hidden(g, s, condition(g, s))
-        return s
-
-    def _conditions(self, changes: Changes) -> Iterator[Callable[[Builder, Tensor], Tensor]]:
-        """What must hold for a query to see a key, from the scores as they are by then: cuDNN wants a chain."""
-        if self.band and self.band.right is not None:
-            yield partial(self._visible, band=self.band, right=self.band.right)
-        if self.band and self.band.left is not None:
-            yield partial(self._near, band=self.band, left=self.band.left)
-        if mask := self.mask:
-            yield lambda g, s: _seen(g, s, mask)
-        if (root := self.program.mask) is not None:
-            yield lambda g, s: self._unlike_a_band(g, changes.emitter.on(s, "m")(root))
-
-    def _unlike_a_band(self, g: Builder, condition: Tensor) -> Tensor:
-        """A condition in a form that cuDNN does not take for a band: of two bands it applies one (measured with 9.19)."""
-        if self.band is None:
-            return condition
-        zero = g.scalar("no", g.compute_dtype, value=0.0)
-        return g.pointwise(f"{condition} ≠ 0", "cmp_neq", condition, zero, out=f"{condition} ≠ 0", dtype="bool")
-
-    def _scaled(self, g: Builder, s: Tensor) -> Tensor:
-        """``S <- scale S``."""
-        s = g.pointwise("S₁ = scale · S", "mul", s, self.scale, out="S₁")
-        if not self.positive_scale:
-            # cuDNN's Hopper kernels fold a scale that comes last into their exponent and mask, and take the maximum, before
-            # it, which is right for a positive scale only: 0 and below gave NaN (measured with 9.19). One more step keeps
-            # them apart.
-            s = g.pointwise("S₁′ = 1 · S₁", "mul", s, g.scalar("unit", g.compute_dtype, value=1.0), out="S₁′")
-        return s
-
-    def _changes(self, g: Builder, s: Tensor) -> Changes:
-        """The caller's function, then softcap, slopes and bias, as one function of the scaled scores."""
-        tracer = Tracer({}, {}, self.program.steps)
-        leaf = tracer.writer.leaf
-        score = Value(tracer, leaf("score") if self.program.score is None else self.program.score)
-        b, h, row, column = (Value(tracer, leaf("index", axis, "int")) for axis in AXES)
-        given = dict(self.captured)
-        if self.softcap:
-            score = zoo.softcap(Value(tracer, leaf("number", "softcap")))(score, b, h, row, column)
-        if self.slopes:
-            given["alibi_slopes"] = self.slopes
-            slope = Value(tracer, leaf("captured", "alibi_slopes"))
-            band = self.band or Band()
-            if self.diagonal:
-                given["diagonal"] = self.diagonal
-                row = Value(tracer, leaf("captured", "diagonal", "int"))
-            elif band.bottom_right:
-                row = row + Value(tracer, tracer.writer.constant(s.shape[3] - s.shape[2], "int"))
-            # otherwise no key behind the diagonal is seen, and the distance is never negative
-            score = zoo.add_linear_bias(score, slope, row - column if band.right == 0 else abs(row - column))
-        if self.bias:
-            given["bias"] = self.bias
-            score = score + Value(tracer, leaf("captured", "bias"))
-        given |= {axis: tensor for axis, tensor in (("kv_idx", self.key_positions), ("h", self.head_positions)) if tensor}
-        numbers = {step.name: partial(_number, g, step.name) for step in tracer.writer.steps if step.mode == "number"}
-        arrays = {name: partial(_given, tensor) for name, tensor in given.items()}
-        return Changes(Emitter(g, tracer.writer, s, numbers | arrays), score.step)
-
-    def _diagonal(self, g: Builder, s: Tensor, name: str, band: Band) -> Tensor:
-        """``p = i``, or from the bottom right ``p = i + Skv - Sq``, with every entry's own lengths where they are given."""
-        row = positions(g, s, name, axis=2)
-        if band.bottom_right:
-            row = moved(g, f"{row} + Skv", "add", row, self.keys or g.scalar("Skv", "int32", value=s.shape[3]))
-            row = moved(g, f"{row} − Sq", "sub", row, self.queries or g.scalar("Sq", "int32", value=s.shape[2]))
-        return row
-
-    def _visible(self, g: Builder, s: Tensor, band: Band, right: int) -> Tensor:
-        """``j <= p + right``."""
-        row = self._diagonal(g, s, "i", band)
-        if right:
-            row = moved(g, f"{row} + {right}", "add", row, g.scalar("right", "int32", value=right))
-        column = positions(g, s, "j", axis=3)
-        return g.pointwise(f"visible = {row} ≥ j", "cmp_ge", row, column, out="visible", dtype="bool")
-
-    def _near(self, g: Builder, s: Tensor, band: Band, left: int) -> Tensor:
-        """``j + left + 1 > p``."""
-        row = positions(g, s, "i‴", axis=2)
-        column = positions(g, s, "j‴", axis=3)
-        bound = left + 1
-        if band.bottom_right and self.queries and self.keys:
-            column = moved(g, f"j‴ + {bound}", "add", column, g.scalar("left", "int32", value=bound))
-            column = moved(g, f"{column} − Skv", "sub", column, self.keys)
-            column = moved(g, f"{column} + Sq", "add", column, self.queries)
-        else:
-            bound -= s.shape[3] - s.shape[2] if band.bottom_right else 0
-            number = g.scalar("left", "float32", value=float(bound))
-            column = g.pointwise(f"j‴ + {bound}", "add", column, number, out=f"j‴ + {bound}", dtype="float32")
-        return g.pointwise(f"near = {column} > i‴", "cmp_gt", column, row, out="near", dtype="bool")
-
-
-def _seen(g: Builder, s: Tensor, mask: Tensor) -> Tensor:
-    """``mask != 0``."""
-    matrix = g.pointwise("M = 0 + mask", "add", zeros(g, s, "iₘ"), mask, out="M")
-    return g.pointwise(
-        "seen = M ≠ 0", "cmp_neq", matrix, g.scalar("none", g.compute_dtype, value=0.0), out="seen", dtype="bool"
-    )
-
-
-@dataclass
-class Changes:
-    """What was done to the scores.
-
-    Attributes:
-        speller: spells it, and its derivative.
-        root: the step that gives the changed score.
+        emitter: emits the function and its derivative.
+        root: the step that is the modified score.
     """
 
     emitter: Emitter
     root: int
 
 
-def _number(g: Builder, name: str, kind: Kind) -> Tensor:
-    return g.scalar(name, "int32" if kind == "int" else g.compute_dtype)
+class Scores:
+    """Emits the steps of the scores.
+
+    Args:
+        g: the builder of the graph.
+        operands: the tensors of the problem.
+
+    Attributes:
+        scale: a scalar.
+        queries, keys: ``(B, 1, 1, 1)`` int32, the lengths of each batch entry; None if all have the same.
+    """
+
+    def __init__(self, g: Builder, operands: Operands) -> None:
+        self.g, self.operands, self.problem = g, operands, operands.problem
+        self.settings, self.band = self.problem.settings, self.problem.band
+        self.program = self.settings.program or EMPTY_PROGRAM
+        self.scale = g.scalar("scale", g.compute_dtype)
+        self.queries, self.keys = operands.lengths()
+        self.mask = operands.score_input("mask")
+        self.diagonal = operands.diagonal()
+
+    def modify(self, s: Tensor) -> tuple[Tensor, ScoreFunction]:
+        """``S <- f(scale S)`` with the score function, softcap, ALiBi slopes and bias in f; and f itself."""
+        s = self._scaled(s)
+        function = self._function(s)
+        s = function.emitter(function.root)
+        return self._mask_by_value(s), function
+
+    def derivative(self, ds: Tensor, function: ScoreFunction) -> Tensor:
+        """``dS <- dS * dS/dx`` with the scaled score x, or the array ``gradient_of`` of the settings."""
+        derivative = function.emitter.derivative(function.root, self.settings.gradient_of)
+        return function.emitter.times(derivative, ds, finite=self.program.score is not None)
+
+    def mask_lengths(self, s: Tensor) -> Tensor:
+        """``S <- S where i < seq_lens_q and j < seq_lens_kv, else -inf``, if there are lengths."""
+        if self.queries is None or self.keys is None:
+            return s
+        row, column = self._index(s, "i″", axis=2), self._index(s, "j″", axis=3)
+        is_query = self.g.pointwise("i″ < seq_lens_q", "cmp_lt", row, self.queries, out="is query", dtype="bool")
+        is_key = self.g.pointwise("j″ < seq_lens_kv", "cmp_lt", column, self.keys, out="is key", dtype="bool")
+        exists = self.g.pointwise("exists = is query and is key", "logical_and", is_query, is_key, out="exists", dtype="bool")
+        return self._where(s, exists)
+
+    def mask_positions(self, s: Tensor, function: ScoreFunction) -> Tensor:
+        """``S <- S where the query attends to the key, else -inf``: the band, the mask and the mask function.
+
+        cuDNN recognizes masks only as a chain: each condition takes its indices from the result of the mask before it.
+        """
+        band, mask, root = self.band, self.mask, self.program.mask
+        if band and band.right is not None:
+            s = self._where(s, self._within_right(s, band, band.right))
+        if band and band.left is not None:
+            s = self._where(s, self._within_left(s, band, band.left))
+        if mask:
+            s = self._where(s, self._nonzero(s, mask))
+        if root is not None:
+            s = self._where(s, self._unlike_a_band(function.emitter.on(s, "m")(root)))
+        return s
+
+    def mask_tail(self, s: Tensor, name: str, axis: int) -> Tensor:
+        """``S <- S where j < Skv, else -inf`` (or i and Sq), which holds for every element of the tensor."""
+        name = f"{name}′"
+        length = self.g.scalar(f"{name} length", "int32", value=s.shape[axis])
+        index = self._index(s, name, axis)
+        exists = self.g.pointwise(f"{name} < {s.shape[axis]}", "cmp_lt", index, length, out=f"{name} exists", dtype="bool")
+        return self._where(s, exists)
+
+    def _scaled(self, s: Tensor) -> Tensor:
+        """``S <- scale S``."""
+        s = self.g.pointwise("S₁ = scale · S", "mul", s, self.scale, out="S₁")
+        if not self.settings.positive_scale:
+            # If the scale is the last step, cuDNN's Hopper kernels fold it into the exponent, and mask and take the maximum
+            # before it. This is right for a positive scale only: 0 and negative scales gave NaN (measured with 9.19). One
+            # more step prevents this.
+            s = self.g.pointwise("S₁′ = 1 · S₁", "mul", s, self.g.scalar("unit", self.g.compute_dtype, value=1.0), out="S₁′")
+        return s
+
+    def _function(self, s: Tensor) -> ScoreFunction:
+        """Compose the score function, softcap, slopes and bias into one function of the scaled scores."""
+        tracer = Tracer({}, {}, self.program.steps)
+        leaf = tracer.writer.leaf
+        score = Value(tracer, leaf("score") if self.program.score is None else self.program.score)
+        indices = [Value(tracer, leaf("index", axis, "int")) for axis in AXES]
+        if self.settings.softcap:
+            score = zoo.softcap(Value(tracer, leaf("number", "softcap")))(score, *indices)
+        if self.problem.alibi_slopes:
+            slope, (_, _, row, column) = Value(tracer, leaf("captured", "alibi_slopes")), indices
+            score = zoo.add_linear_bias(score, slope, self._distance(tracer, s, row, column))
+        if self.problem.bias:
+            score = score + Value(tracer, leaf("captured", "bias"))
+        return ScoreFunction(Emitter(self.g, tracer.writer, s, self._inputs()), score.step)
+
+    def _distance(self, tracer: Tracer, s: Tensor, row: Value, column: Value) -> Value:
+        """``|p - j|``, the distance of a key from the diagonal p."""
+        band = self.band or Band()
+        if self.diagonal:
+            row = Value(tracer, tracer.writer.leaf("captured", "diagonal", "int"))
+        elif band.bottom_right:
+            row = row + Value(tracer, tracer.writer.constant(s.shape[3] - s.shape[2], "int"))
+        # a causal mask hides the keys after the diagonal: p - j is not negative
+        distance: Value = row - column
+        return distance if band.right == 0 else abs(distance)
+
+    def _inputs(self) -> dict[str, Tensor]:
+        """The arrays that the function of the scores reads, by the names of its leaves."""
+        operands = self.operands
+        inputs = {
+            "alibi_slopes": operands.head_input("alibi_slopes"),
+            "diagonal": self.diagonal,
+            "bias": operands.score_input("bias"),
+            "kv_idx": operands.index_input("key positions", 1, (0, 0, 0, 1)),
+            "h": operands.index_input("head positions", self.problem.sizes[2], (0, 1, 0, 0)),
+            **{spec.name: operands.score_input(spec.name) for spec in self.problem.captured},
+        }
+        return {name: tensor for name, tensor in inputs.items() if tensor is not None}
+
+    def _mask_by_value(self, s: Tensor) -> Tensor:
+        """``S <- S where S > MASKED_SCORE, else -inf``, in a forward pass that may need it."""
+        if self.problem.backward or not _may_mask_by_value(self.problem):
+            return s
+        lowest = self.g.scalar("lowest", self.g.compute_dtype, value=MASKED_SCORE)
+        # The condition is a float: with a boolean the H200's forward kernel is 5 to 10 % slower (9.19 and 9.28).
+        above = self.g.pointwise(f"above = {s} > {MASKED_SCORE:g}", "cmp_gt", s, lowest, out="above")
+        return self._where(s, above)
+
+    def _within_right(self, s: Tensor, band: Band, right: int) -> Tensor:
+        """``j <= p + right`` with the diagonal ``p = i``, or from the bottom right ``p = i + Skv - Sq``."""
+        row = self._index(s, "i", axis=2)
+        if band.bottom_right:
+            row = self._offset(f"{row} + Skv", "add", row, self.keys or self.g.scalar("Skv", "int32", value=s.shape[3]))
+            row = self._offset(f"{row} − Sq", "sub", row, self.queries or self.g.scalar("Sq", "int32", value=s.shape[2]))
+        if right:
+            row = self._offset(f"{row} + {right}", "add", row, self.g.scalar("right", "int32", value=right))
+        column = self._index(s, "j", axis=3)
+        return self.g.pointwise(f"visible = {row} ≥ j", "cmp_ge", row, column, out="visible", dtype="bool")
+
+    def _within_left(self, s: Tensor, band: Band, left: int) -> Tensor:
+        """``j + left + 1 > p``."""
+        row = self._index(s, "i‴", axis=2)
+        column = self._index(s, "j‴", axis=3)
+        bound = left + 1
+        if band.bottom_right and self.queries and self.keys:
+            column = self._offset(f"j‴ + {bound}", "add", column, self.g.scalar("left", "int32", value=bound))
+            column = self._offset(f"{column} − Skv", "sub", column, self.keys)
+            column = self._offset(f"{column} + Sq", "add", column, self.queries)
+        else:
+            bound -= s.shape[3] - s.shape[2] if band.bottom_right else 0
+            number = self.g.scalar("left", "float32", value=float(bound))
+            column = self.g.pointwise(f"j‴ + {bound}", "add", column, number, out=f"j‴ + {bound}", dtype="float32")
+        return self.g.pointwise(f"in window = {column} > i‴", "cmp_gt", column, row, out="in window", dtype="bool")
+
+    def _nonzero(self, s: Tensor, mask: Tensor) -> Tensor:
+        """``0 + mask != 0``: cuDNN takes no input as the first operand of a step."""
+        row = self._index(s, "iₘ", axis=2)
+        zeros = self._offset("0 = iₘ − iₘ", "sub", row, row)
+        matrix = self.g.pointwise("M = 0 + mask", "add", zeros, mask, out="M")
+        zero = self.g.scalar("zero", self.g.compute_dtype, value=0.0)
+        return self.g.pointwise("attends = M ≠ 0", "cmp_neq", matrix, zero, out="attends", dtype="bool")
+
+    def _unlike_a_band(self, condition: Tensor) -> Tensor:
+        """``condition != 0`` beside a band: cuDNN recognizes both as bands otherwise, and applies one (measured with 9.19)."""
+        if self.band is None:
+            return condition
+        zero = self.g.scalar("zero′", self.g.compute_dtype, value=0.0)
+        return self.g.pointwise(f"{condition} ≠ 0", "cmp_neq", condition, zero, out=f"{condition} ≠ 0", dtype="bool")
+
+    def _where(self, s: Tensor, condition: Tensor) -> Tensor:
+        """``S <- S where condition, else -inf``."""
+        minus_infinity = self.g.scalar("-inf", self.g.compute_dtype, value=-math.inf)
+        formula, name = f"{s} where {condition}, else −∞", f"{s} where {condition}"
+        return self.g.pointwise(formula, "binary_select", s, minus_infinity, condition, out=name)
+
+    def _offset(self, formula: str, mode: str, index: Tensor, number: Tensor) -> Tensor:
+        """Indices plus or minus a number, int32."""
+        return self.g.pointwise(formula, mode, index, number, out=formula, dtype="int32")
+
+    def _index(self, like: Tensor, name: str, axis: int) -> Tensor:
+        """The index of every element of ``like`` along an axis, int32."""
+        kind = {2: "query", 3: "key"}[axis]
+        return self.g.pointwise(f"{name} = position of the {kind}", "gen_index", like, out=name, dtype="int32", axis=axis)
 
 
-def _given(tensor: Tensor, kind: Kind) -> Tensor:
-    return tensor
+def partial_tiles(problem: Problem) -> frozenset[str]:
+    """The axes, keys and queries, on which a score function may need a mask beyond the last element.
+
+    The tiles of cuDNN's kernels extend beyond it. cuDNN masks there before the score function, and -s turns -inf into inf
+    (measured with 9.19: NaN). Lengths that are a multiple of 128 have whole tiles only.
+    """
+    *_, sq, skv, _ = problem.sizes
+    # the backward pass with a mask function is affected too: exp(S + inf) in a fully masked row
+    affected = problem.has_score_mod or (problem.backward and problem.settings.program is not None)
+    if not affected or problem.ragged:
+        return frozenset()
+    return frozenset(name for name, length in (("keys", skv), ("queries", sq)) if length % 128)
 
 
-def below(g: Builder, s: Tensor, name: str, axis: int) -> Tensor:
-    """``S <- S where j < Skv, else -inf`` (or i and Sq): true of every element that exists."""
-    return hidden(g, s, _exists(g, s, f"{name}′", axis))
+def _may_mask_by_value(problem: Problem) -> bool:
+    """Whether a bias or a score function may mask by finite numbers: scores at or below ``MASKED_SCORE``.
 
-
-def _exists(g: Builder, s: Tensor, name: str, axis: int) -> Tensor:
-    """``j < Skv`` (or i and Sq)."""
-    length = g.scalar(f"{name} length", "int32", value=s.shape[axis])
-    index = positions(g, s, name, axis)
-    return g.pointwise(f"{name} < {s.shape[axis]}", "cmp_lt", index, length, out=f"{name} exists", dtype="bool")
-
-
-def within(g: Builder, s: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-    """``i < seq_lens_q and j < seq_lens_kv``: what lies behind a sequence does not exist."""
-    row = positions(g, s, "i″", axis=2)
-    column = positions(g, s, "j″", axis=3)
-    is_query = g.pointwise("i″ < seq_lens_q", "cmp_lt", row, queries, out="is query", dtype="bool")
-    is_key = g.pointwise("j″ < seq_lens_kv", "cmp_lt", column, keys, out="is key", dtype="bool")
-    return g.pointwise("exists = both", "logical_and", is_query, is_key, out="exists", dtype="bool")
-
-
-def hidden(g: Builder, s: Tensor, seen: Tensor) -> Tensor:
-    """``S <- S where seen, else -inf``."""
-    nothing = g.scalar("-inf", g.compute_dtype, value=-math.inf)
-    return g.pointwise(f"{s} where {seen}, else −∞", "binary_select", s, nothing, seen, out=f"{s} where {seen}")
-
-
-def moved(g: Builder, formula: str, mode: str, x: Tensor, b: Tensor) -> Tensor:
-    """Positions moved by a number, int32."""
-    return g.pointwise(formula, mode, x, b, out=formula, dtype="int32")
-
-
-def zeros(g: Builder, like: Tensor, name: str) -> Tensor:
-    """A matrix of zeros, to add an array to: cuDNN takes none as the first operand of a step."""
-    row = positions(g, like, name, axis=2)
-    return moved(g, f"0 = {name} − {name}", "sub", row, row)
-
-
-def positions(g: Builder, like: Tensor, name: str, axis: int) -> Tensor:
-    """The index of every element of ``like`` along an axis, int32."""
-    what = {2: "query", 3: "key"}[axis]
-    return g.pointwise(f"{name} = position of the {what}", "gen_index", like, out=name, dtype="int32", axis=axis)
+    float16 has no such numbers. The backward pass does not need the step: fully masked rows have L = -inf, and in other rows
+    such scores have the weight 0.
+    """
+    wide = [spec for spec in (problem.bias, *problem.captured) if spec and spec.dtype in ("bfloat16", "float32", "float64")]
+    if not problem.has_score_mod:
+        return problem.bias in wide
+    program = problem.settings.program
+    selects = program is not None and any(step.mode == "binary_select" for step in program.steps)
+    return bool(wide) or selects

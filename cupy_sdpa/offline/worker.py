@@ -14,11 +14,11 @@ import sys
 import traceback
 from typing import Any
 
-from .._cudnn.driver import use_some_driver
+from .._cudnn.deviceless import use_some_driver
 from .._cudnn.library import library
 from ..errors import CudnnError, Unsupported
 from ..plans.disk_cache import DiskCache
-from ..plans.plan import plan_for
+from ..plans.planner import plan_for
 
 
 @functools.cache

@@ -1,13 +1,13 @@
-"""Serialized plans, kept: in memory for the threads and GPUs of this process, in a folder for other processes.
+"""The disk cache of serialized plans: in memory for the threads and GPUs of this process, in a folder for other processes.
 
-An entry is bytes under a key; neither means anything here. What is kept is executed on the GPU, so folder and file must
-belong to this user or to root, and nobody else may write to them. A file that is damaged, truncated or renamed is never
-returned: it costs a warning and a rebuild.
+An entry is bytes under a key; this module does not interpret either. Entries are executed on the GPU, so the folder and its
+files must belong to this user or to root, and no other user may write to them. A damaged, truncated or renamed file is never
+returned: it is reported by a warning, and the plan is built again.
 
-The folder may hold files of others. An entry is named by its key, 64 hexadecimal digits and ``.plan``, and begins with
-``cupy_sdpa plan``; a file that is being written is named ``.cupy_sdpa-`` and 32 digits and ``.part``. No other file is read,
-counted, replaced or deleted, and no symbolic link is followed. Where the system has no user ids (Windows), owner and mode are
-not checked.
+The folder may contain other files. The name of an entry is its key, 64 hexadecimal digits, and ``.plan``; its first bytes are
+``cupy_sdpa plan``. The name of a file that is being written is ``.cupy_sdpa-``, 32 digits and ``.part``. No other file is read,
+counted, replaced or deleted, and symbolic links are not followed. On systems without user ids (Windows), owner and mode are not
+checked.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from pathlib import Path
 
 from ..errors import DiskCacheWarning
 
-#: Names the folder; ``0`` turns it off. Default: ``cupy_sdpa`` in the user's cache folder.
+#: The environment variable with the folder; ``0`` turns it off. Default: ``cupy_sdpa`` in the user's cache folder.
 DIRECTORY = "CUPY_SDPA_CACHE_DIR"
-#: Bytes that a folder may hold, and that are kept in memory. A plan takes 70 to 250 kB.
+#: The most bytes in a folder, and in memory. A plan takes 70 to 250 kB.
 DISK_LIMIT, MEMORY_LIMIT = 512 << 20, 64 << 20
-#: Bytes that one entry may take: a larger file is not read.
+#: The most bytes of an entry; larger files are not read.
 ENTRY_LIMIT = 16 << 20
-#: The first bytes of every entry; the version of its format follows.
+#: The first bytes of every entry, followed by the version of the format.
 _MAGIC = b"cupy_sdpa plan "
 _FORMAT = _MAGIC + b"1\n"
 _SUFFIX = ".plan"
 _ENTRY, _PART = re.compile(r"[0-9a-f]{64}\.plan"), re.compile(r"\.cupy_sdpa-[0-9a-f]{32}\.part")
-#: Seconds after which a file that is being written counts as abandoned.
+#: Seconds after which an unfinished file counts as abandoned.
 _ABANDONED = 3600
-#: How a file is opened: no link is followed, and a pipe does not block.
+#: Flags to open a file: follow no link, and do not block on a pipe.
 _SAFE = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 class DiskCache:
-    """Entries in a folder, the least recently used deleted first; without a folder only in memory.
+    """Serialized plans in a folder; the least recently used are deleted first. Without a folder, in memory only.
 
     Args:
-        folder: where; made at the first entry, for its owner alone. None keeps nothing beyond the process.
-        limit: bytes that the folder may hold.
+        folder: the folder; created with the first entry, accessible to its owner only. None stores nothing on disk.
+        limit: the most bytes in the folder.
 
     Attributes:
-        hits: entries that were found.
-        misses: entries that were not.
+        hits: number of look-ups that found an entry.
+        misses: number of look-ups that did not.
     """
 
     def __init__(self, folder: Path | None, limit: int = DISK_LIMIT) -> None:
@@ -60,17 +60,17 @@ class DiskCache:
         self.hits = self.misses = 0
         self._memory: OrderedDict[str, bytes] = OrderedDict()
         self._lock = threading.Lock()
-        self._building = [threading.Lock() for _ in range(32)]
+        self._build_locks = [threading.Lock() for _ in range(32)]
         self._warned = False
 
     @contextlib.contextmanager
     def building(self, key: str) -> Iterator[None]:
-        """Held while a plan is looked for and built, so that of many threads one builds it and the others find it."""
-        with self._building[int(key[:8], 16) % len(self._building)]:
+        """Hold the lock of a key while its plan is looked up and built: one thread builds it, the others find it."""
+        with self._build_locks[int(key[:8], 16) % len(self._build_locks)]:
             yield
 
     def get(self, key: str) -> bytes | None:
-        """The entry under a key; None where there is none that can be trusted."""
+        """The entry of a key; None if there is none, or none that can be trusted."""
         with self._lock:
             content = self._memory.get(key)
             if content is not None:
@@ -78,46 +78,47 @@ class DiskCache:
         if content is None:
             content = self._read(key)
             if content is not None:
-                self._remember(key, content)
+                self._put_in_memory(key, content)
         with self._lock:
             self.hits += content is not None
             self.misses += content is None
         return content
 
-    def check(self) -> None:
-        """Make the folder, where there is to be one, and raise where no entry could be kept in it.
-
-        Raises:
-            OSError: it is no folder, cannot be made or written to, or others may write to it.
-        """
-        if self.folder is None:
-            return
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if mistrust := _mistrust(self.folder.stat()):
-            raise PermissionError(f"plans cannot be kept in {self.folder}: {mistrust}")
-        descriptor, path = _new_part(self.folder)
-        os.close(descriptor)
-        path.unlink()
-
     def put(self, key: str, content: bytes) -> None:
-        """Keep an entry, in place of what was there."""
-        self._remember(key, content)
+        """Store an entry, in place of the key's previous one."""
+        self._put_in_memory(key, content)
         if self.folder is None:
             return
         try:
             self._write(self.folder, key, content)
             self._prune(self.folder)
         except OSError as error:
-            self._warn(f"plans cannot be kept in {self.folder}: {error}")
+            self._warn(f"plans cannot be stored in {self.folder}: {error}")
 
-    def reject(self, key: str, why: str) -> None:
-        """Forget an entry that turned out to be of no use."""
+    def reject(self, key: str, reason: str) -> None:
+        """Delete an entry that cannot be used."""
         with self._lock:
             self._memory.pop(key, None)
-        self._discard(key, why)
+        self._discard(key, reason)
+
+    def check(self) -> None:
+        """Create the folder, and raise an error if entries cannot be stored in it.
+
+        Raises:
+            OSError: it is not a folder, cannot be created or written to, or other users may write to it.
+        """
+        if self.folder is None:
+            return
+        try:
+            _make_folder(self.folder)
+        except PermissionError as error:
+            raise PermissionError(f"plans cannot be stored in {self.folder}: {error}") from None
+        descriptor, path = _new_part(self.folder)
+        os.close(descriptor)
+        path.unlink()
 
     def clear(self) -> None:
-        """Forget and delete every entry."""
+        """Delete every entry and reset the counts."""
         with self._lock:
             self._memory.clear()
             self.hits = self.misses = 0
@@ -125,26 +126,26 @@ class DiskCache:
             path.unlink(missing_ok=True)
 
     def paths(self) -> list[Path]:
-        """The files of the entries in the folder; no others."""
+        """The files of the entries in the folder."""
         return [path for path, _ in self._entries()]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the files of the entries in the folder."""
+        """Bytes of the entries in the folder."""
         return sum(info.st_size for _, info in self._entries())
 
     def __str__(self) -> str:
-        where = f"in {self.folder}" if self.folder else f"in memory only ({DIRECTORY}=0)"
+        place = f"in {self.folder}" if self.folder else f"in memory only ({DIRECTORY}=0)"
         sizes = [info.st_size for _, info in self._entries()]
         return (
-            f"plans {where}: {len(sizes)} files, {sum(sizes) / 1e6:.1f} of at most {self.limit / 1e6:.0f} MB, "
+            f"plans {place}: {len(sizes)} files, {sum(sizes) / 1e6:.1f} of at most {self.limit / 1e6:.0f} MB, "
             f"{self.hits} hits, {self.misses} misses"
         )
 
     def _entries(self) -> list[tuple[Path, os.stat_result]]:
-        return [] if self.folder is None else [(path, info) for path, info in _named(self.folder, _ENTRY) if _is_entry(path)]
+        return [] if self.folder is None else [(path, info) for path, info in _files(self.folder, _ENTRY) if _is_entry(path)]
 
-    def _remember(self, key: str, content: bytes) -> None:
+    def _put_in_memory(self, key: str, content: bytes) -> None:
         with self._lock:
             self._memory[key] = content
             self._memory.move_to_end(key)
@@ -156,58 +157,29 @@ class DiskCache:
             return None
         path = self.folder / f"{key}{_SUFFIX}"
         try:
-            descriptor = os.open(path, os.O_RDONLY | _SAFE)
-            try:
-                raw = self._read_trusted(descriptor, path, self.folder)
-            finally:
-                os.close(descriptor)
+            raw = _read_trusted(self.folder, path)
         except FileNotFoundError:
             return None
         except OSError as error:
-            self._warn(f"plans in {self.folder} cannot be read: {error}")
+            self._warn(f"plans in {self.folder} are not used: {error}")
             return None
-        if raw is None:
-            return None
-        head = _head(key, raw[len(_head(key, b"")) :])
-        if not raw.startswith(head):
+        head_size = len(_head(key, b""))
+        content = raw[head_size:]
+        if raw[:head_size] != _head(key, content):
             self._discard(key, "it is damaged, truncated, renamed or too large")
             return None
-        with contextlib.suppress(OSError):  # a folder that is only read keeps no order of use
+        with contextlib.suppress(OSError):  # a read-only folder has no order of use
             os.utime(path)
-        return raw[len(head) :]
-
-    def _read_trusted(self, descriptor: int, path: Path, folder: Path) -> bytes | None:
-        """The bytes of an open file; None, and a warning, where it is not an entry or somebody else may have written it."""
-        if mistrust := _mistrust(folder.stat()):
-            self._warn(f"plans in {folder} are not used: {mistrust}")
-            return None
-        info = os.fstat(descriptor)
-        if not stat.S_ISREG(info.st_mode):
-            self._warn(f"{path} is not used: it is not a regular file")
-            return None
-        if mistrust := _mistrust(info):
-            self._warn(f"{path} is not used: {mistrust}")
-            return None
-        with os.fdopen(descriptor, "rb", closefd=False) as file:
-            start = file.read(len(_MAGIC))
-            if not _MAGIC.startswith(start):
-                self._warn(f"{path} is not used: this package did not write it. Move it to another folder")
-                return None
-            return start + file.read(ENTRY_LIMIT - len(start)) if info.st_size <= ENTRY_LIMIT else b""
+        return content
 
     def _write(self, folder: Path, key: str, content: bytes) -> None:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if mistrust := _mistrust(folder.stat()):
-            self._warn(f"plans cannot be kept in {folder}: {mistrust}")
-            return
+        _make_folder(folder)
         target, raw = folder / f"{key}{_SUFFIX}", _head(key, content) + content
         if len(raw) > ENTRY_LIMIT:
-            self._warn(f"a plan of {len(raw)} bytes is not kept in {folder}: the limit is {ENTRY_LIMIT} bytes")
-            return
+            raise OSError(f"a plan has {len(raw)} bytes, the limit is {ENTRY_LIMIT} bytes")
         if os.path.lexists(target) and not _is_entry(target):
-            self._warn(f"{target} is not replaced: this package did not write it. Move it to another folder")
-            return
-        # Written to another file, then renamed: a reader finds the old entry or the whole new one.
+            raise OSError(f"{target} was not written by this package. Move it to another folder")
+        # Write another file and rename it: readers find the old entry or the complete new one.
         descriptor, part = _new_part(folder)
         try:
             with os.fdopen(descriptor, "wb") as file:
@@ -218,64 +190,95 @@ class DiskCache:
             raise
 
     def _prune(self, folder: Path) -> None:
-        for path, info in _named(folder, _PART):  # left by a process that was killed while it wrote
+        for path, info in _files(folder, _PART):  # of a process that was killed while it wrote
             if time.time() - info.st_mtime > _ABANDONED:
                 path.unlink(missing_ok=True)
-        if sum(info.st_size for _, info in _named(folder, _ENTRY)) <= self.limit:
-            return  # no file is opened where the names alone show that there is room
-        found = self._entries()
-        total = sum(info.st_size for _, info in found)
-        for path, info in sorted(found, key=lambda entry: entry[1].st_mtime):
+        if sum(info.st_size for _, info in _files(folder, _ENTRY)) <= self.limit:
+            return  # without opening every file
+        entries = self._entries()
+        total = sum(info.st_size for _, info in entries)
+        for path, info in sorted(entries, key=lambda entry: entry[1].st_mtime):
             if total <= self.limit:
                 return
             path.unlink(missing_ok=True)
             total -= info.st_size
 
-    def _discard(self, key: str, why: str) -> None:
+    def _discard(self, key: str, reason: str) -> None:
         place = "memory" if self.folder is None else str(self.folder)
-        warnings.warn(f"the plan {key}{_SUFFIX} in {place} is built anew: {why}", DiskCacheWarning, stacklevel=2)
+        warnings.warn(f"the plan {key}{_SUFFIX} in {place} is built again: {reason}", DiskCacheWarning, stacklevel=2)
         path = None if self.folder is None else self.folder / f"{key}{_SUFFIX}"
         if path is not None and _is_entry(path):
-            with contextlib.suppress(OSError):  # in a folder that is only read it stays
+            with contextlib.suppress(OSError):  # a read-only folder
                 path.unlink(missing_ok=True)
 
     def _warn(self, text: str) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(f"{text}. Set {DIRECTORY} to another folder, or to 0 to keep none", DiskCacheWarning, stacklevel=2)
+            remedy = f"Set {DIRECTORY} to another folder, or to 0 to store no plans"
+            warnings.warn(f"{text}. {remedy}", DiskCacheWarning, stacklevel=2)
 
 
 def _head(key: str, content: bytes) -> bytes:
-    """What stands before the content: the form, the key, and a checksum of both."""
+    """The bytes before the content: the format, the key, and a checksum of key and content. Their number is constant."""
     return _FORMAT + key.encode() + b"\n" + hashlib.sha256(key.encode() + content).hexdigest().encode() + b"\n"
 
 
-def _mistrust(info: os.stat_result) -> str | None:
-    """Why somebody else may have written a file, or a file in a folder; None where nobody else can."""
+def _check_trust(info: os.stat_result) -> None:
+    """Raise PermissionError if another user may have written a file, or a file in a folder."""
     if not hasattr(os, "getuid"):
-        return None
+        return
     if info.st_uid not in (os.getuid(), 0):
-        return f"it belongs to user {info.st_uid}, this process to user {os.getuid()}"
+        raise PermissionError(f"it belongs to user {info.st_uid}, this process to user {os.getuid()}")
     if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"others may write to it (mode {stat.S_IMODE(info.st_mode):o}): chmod go-w forbids that"
-    return None
+        raise PermissionError(f"other users may write to it (mode {stat.S_IMODE(info.st_mode):o}); chmod go-w forbids that")
 
 
-def _named(folder: Path, pattern: re.Pattern[str]) -> list[tuple[Path, os.stat_result]]:
-    """The regular files of a folder whose names fit a pattern, sorted by name."""
-    found = []
-    with contextlib.suppress(OSError), os.scandir(folder) as files:
-        for file in files:
-            if pattern.fullmatch(file.name):
+def _make_folder(folder: Path) -> None:
+    """Create a folder for its owner only. Raises OSError if this fails, or other users may write to the folder."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_trust(folder.stat())
+
+
+def _read_trusted(folder: Path, path: Path) -> bytes:
+    """The bytes of an entry; none if it is too large.
+
+    Raises:
+        OSError: the file cannot be read, is not an entry, or another user may have written it.
+    """
+    descriptor = os.open(path, os.O_RDONLY | _SAFE)
+    try:
+        _check_trust(folder.stat())
+        info = os.fstat(descriptor)
+        if not stat.S_ISREG(info.st_mode):
+            raise OSError(f"{path} is not a regular file")
+        try:
+            _check_trust(info)
+        except PermissionError as error:
+            raise PermissionError(f"{path}: {error}") from None
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            start = file.read(len(_MAGIC))
+            if not _MAGIC.startswith(start):
+                raise OSError(f"{path} was not written by this package. Move it to another folder")
+            return start + file.read(ENTRY_LIMIT - len(start)) if info.st_size <= ENTRY_LIMIT else b""
+    finally:
+        os.close(descriptor)
+
+
+def _files(folder: Path, pattern: re.Pattern[str]) -> list[tuple[Path, os.stat_result]]:
+    """The regular files of a folder whose names match a pattern, sorted by name."""
+    files = []
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if pattern.fullmatch(entry.name):
                 with contextlib.suppress(FileNotFoundError):  # another process has just deleted it
-                    info = file.stat(follow_symlinks=False)
+                    info = entry.stat(follow_symlinks=False)
                     if stat.S_ISREG(info.st_mode):
-                        found.append((folder / file.name, info))
-    return sorted(found)
+                        files.append((folder / entry.name, info))
+    return sorted(files)
 
 
 def _is_entry(path: Path) -> bool:
-    """Whether a file is an entry by its name and its first bytes; one cut short within those, or empty, is one too."""
+    """Whether a file is an entry by its name and first bytes. A file truncated within these bytes is one too."""
     if not _ENTRY.fullmatch(path.name):
         return False
     try:
@@ -289,21 +292,21 @@ def _is_entry(path: Path) -> bool:
 
 
 def _new_part(folder: Path) -> tuple[int, Path]:
-    """A new file for writing, for its owner alone: its descriptor and its path."""
+    """Create a file for writing, accessible to its owner only: its descriptor and its path."""
     path = folder / f".cupy_sdpa-{os.urandom(16).hex()}.part"
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE, 0o600), path
 
 
 def folder() -> Path | None:
-    """The folder that the environment names, or the default one; None where it is turned off."""
-    named = os.environ.get(DIRECTORY)
-    if named == "0":
+    """The folder set by the environment, or else the default one; None if it is turned off."""
+    directory = os.environ.get(DIRECTORY)
+    if directory == "0":
         return None
     try:
-        if named:
-            return Path(named).expanduser()
+        if directory:
+            return Path(directory).expanduser()
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "cupy_sdpa"
-    except RuntimeError:  # a user without a home
+    except RuntimeError:  # the user has no home folder
         return None
 
 
@@ -312,21 +315,21 @@ _lock = threading.Lock()
 
 
 def current() -> DiskCache:
-    """The process's shelf; a new one where the environment names another folder than before."""
+    """The disk cache of this process; a new one if the environment names another folder than before."""
     global _current
-    wanted = folder()
+    directory = folder()
     with _lock:
-        if _current is None or _current.folder != wanted:
-            _current = DiskCache(wanted)
+        if _current is None or _current.folder != directory:
+            _current = DiskCache(directory)
         return _current
 
 
-def _forget() -> None:
-    """In a forked child: locks that other threads of the parent hold would never be released."""
+def _reset_after_fork() -> None:
+    """Replace the lock and the disk cache in a forked child: other threads of the parent may hold their locks forever."""
     global _current, _lock
     _lock = threading.Lock()
     _current = None
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
-    os.register_at_fork(after_in_child=_forget)
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_reset_after_fork)

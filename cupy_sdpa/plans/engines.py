@@ -1,4 +1,4 @@
-"""The engines that could run an operation graph: those that heuristics propose, and settings made by hand."""
+"""cuDNN's engines: search for an engine config that supports an operation graph."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .._cudnn.library import library
 from ..errors import CudnnError, Unsupported
 from ..version import version_text
 
-#: Settings of an engine: pairs of a knob's name, as cuDNN's headers have it, and its value.
+#: Settings of an engine: pairs of a knob's name, as in cuDNN's headers, and its value.
 Knobs = tuple[tuple[str, int], ...]
 
 _KNOB = "CUDNN_KNOB_TYPE_"
@@ -22,7 +22,7 @@ _KNOB = "CUDNN_KNOB_TYPE_"
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """An engine and its knobs, set by hand where heuristics do not offer them."""
+    """An engine and its knobs, for a config that heuristics do not propose."""
 
     engine: int
     knobs: Knobs
@@ -33,14 +33,14 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A finalized plan, for whoever takes it to close, and what is known of it.
+    """A finalized plan and its properties. Whoever receives it closes it.
 
     Attributes:
         descriptor: the plan.
-        text: the plan as cuDNN serializes it, kernels and all.
-        engine, knobs: what it runs on.
+        text: the plan as cuDNN serializes it, kernels included.
+        engine, knobs: the engine config.
         notes: cuDNN's numerical notes on the engine.
-        need: bytes of workspace that cuDNN wants.
+        workspace_bytes: bytes of workspace that cuDNN needs.
         build_ms: milliseconds that finalization took.
     """
 
@@ -49,7 +49,7 @@ class Candidate:
     engine: int
     knobs: Knobs
     notes: tuple[str, ...]
-    need: int
+    workspace_bytes: int
     build_ms: float
 
     def close(self) -> None:
@@ -58,50 +58,50 @@ class Candidate:
 
 
 @dataclass
-class Search:
-    """A search for engine configs of one graph that finalize and keep within a limit; what is refused on the way is kept.
+class EngineSearch:
+    """A search for engine configs of a graph that can be finalized and do not exceed the workspace limit.
 
     Args:
         graph: the finalized operation graph.
-        handle: the cuDNN handle that plans will belong to; None where they are for a described GPU.
-        device: that GPU's description, finalized.
-        limit: bytes of workspace allowed, None for no limit.
-        size: cuDNN's bytes of workspace -> all bytes that an execution needs.
-        refused: reasons so far.
-        no_split: pass over the kernel that splits the keys, see :func:`splits_keys`.
+        handle: the cuDNN handle that plans will belong to; None for a described GPU.
+        device: the device properties of the described GPU, finalized.
+        limit: the most bytes of workspace; None for no limit.
+        total_bytes: a function from cuDNN's bytes of workspace to all bytes that an execution needs.
+        refused: reasons of the configs refused so far; the search appends to it.
+        no_split: refuse the split-K kernel, see :func:`splits_keys`.
     """
 
     graph: Descriptor
     handle: int | None
     device: Descriptor | None
     limit: int | None
-    size: Callable[[int], int]
+    total_bytes: Callable[[int], int]
     refused: list[str]
     no_split: bool = False
 
-    def first(self, wanted: EngineConfig | None = None) -> Candidate:
-        """The config wanted, or else the first of the heuristics' that will do.
+    def first(self, config: EngineConfig | None = None) -> Candidate:
+        """The plan of ``config``; by default that of the first proposed config that is supported.
 
         Raises:
-            Unsupported: none will; the message holds every reason.
+            Unsupported: there is none; the message contains every reason.
         """
-        for candidate in self.by_hand([wanted]) if wanted else self.proposed():
+        for candidate in self.from_configs([config]) if config else self.proposed():
             return candidate
         reasons = "\n".join(f"  {reason}" for reason in self.refused)
         raise Unsupported(f"cuDNN {version_text(library().version)} has no engine for this graph:\n{reasons}")
 
     def proposed(self) -> Iterator[Candidate]:
-        """Every config that heuristics propose and that will do, in their order."""
+        """The plans of all supported configs that heuristics propose, in their order."""
         for mode in (HeurMode.A, HeurMode.FALLBACK):
-            library().last_error()  # forget what was said before
+            library().last_error()  # clear the error text
             try:
-                configs = self._configs(mode)
+                configs = self._heuristic_configs(mode)
             except Unsupported as error:
                 self.refused.append(f"heuristics {mode.name}: {error}")
                 continue
-            if not configs and not self.refused:  # no failure, but cuDNN says in its error text why it proposes nothing
-                said = library().last_error() or ["no reason given"]
-                self.refused += [f"heuristics {mode.name} proposed none: {cause}" for cause in said]
+            if not configs and not self.refused:  # no failure, but the error text contains the reason
+                causes = library().last_error() or ["no reason given"]
+                self.refused += [f"heuristics {mode.name} proposed none: {cause}" for cause in causes]
             try:
                 while configs:
                     with configs.pop(0) as config:
@@ -112,32 +112,18 @@ class Search:
                 for config in configs:
                     config.close()
 
-    def by_hand(self, settings: Sequence[EngineConfig]) -> Iterator[Candidate]:
-        """Those of some configs, set by hand, that will do."""
-        for wanted in settings:
+    def from_configs(self, configs: Sequence[EngineConfig]) -> Iterator[Candidate]:
+        """The plans of the supported ones of some configs, in their order."""
+        for config in configs:
             with contextlib.ExitStack() as stack:
                 try:
-                    config = stack.enter_context(self._configured(wanted, stack))
+                    descriptor = stack.enter_context(self._engine_config(config, stack))
                 except (Unsupported, CudnnError) as error:
-                    self.refused.append(f"{wanted}: {error}")
+                    self.refused.append(f"{config}: {error}")
                     continue
-                candidate = self._try(config)
+                candidate = self._try(descriptor)
             if candidate:
                 yield candidate
-
-    def knobs(self, engine: int) -> dict[str, range]:
-        """The knobs of an engine, and the values that it says they can have; most of their combinations it refuses."""
-        found = {}
-        with self._engine(engine) as descriptor, contextlib.ExitStack() as stack:
-            count = descriptor.count("KNOB_INFO", AttributeType.BACKEND_DESCRIPTOR)
-            infos = [stack.enter_context(Descriptor("KNOB_INFO")) for _ in range(count)]
-            for info in infos[: descriptor.fill("KNOB_INFO", infos)] if infos else ():
-                number = info.get("TYPE", AttributeType.KNOB_TYPE)[0]
-                low, high, step = (
-                    info.get(name, AttributeType.INT64)[0] for name in ("MINIMUM_VALUE", "MAXIMUM_VALUE", "STRIDE")
-                )
-                found[name_of(KnobType, number) or str(number)] = range(low, high + 1, step or 1)
-        return found
 
     def _engine(self, number: int) -> Descriptor:
         engine = Descriptor("ENGINE")
@@ -146,35 +132,36 @@ class Search:
             engine.set("GLOBAL_INDEX", number)
             if self.device is not None:
                 engine.set("DEVICEPROP", self.device)
-            engine.finalize(f"take engine {number}")
+            engine.finalize(f"finalize engine {number}")
         except BaseException:
             engine.close()
             raise
         return engine
 
-    def _configured(self, wanted: EngineConfig, stack: contextlib.ExitStack) -> Descriptor:
-        engine = stack.enter_context(self._engine(wanted.engine))
+    def _engine_config(self, config: EngineConfig, stack: contextlib.ExitStack) -> Descriptor:
+        """The descriptor of a config, for the caller to close; ``stack`` closes what it is made of."""
+        engine = stack.enter_context(self._engine(config.engine))
         choices = []
-        for name, value in wanted.knobs:
+        for name, value in config.knobs:
             choice = stack.enter_context(Descriptor("KNOB_CHOICE"))
             choice.set("KNOB_TYPE", KnobType[name])
             choice.set("KNOB_VALUE", value)
             choice.finalize(f"set knob {name}")
             choices.append(choice)
-        config = stack.enter_context(Descriptor("ENGINECFG"))
-        config.set("ENGINE", engine)
-        config.set("KNOB_CHOICES", choices)
-        config.finalize(f"configure {wanted}")
-        return config
+        descriptor = stack.enter_context(Descriptor("ENGINECFG"))
+        descriptor.set("ENGINE", engine)
+        descriptor.set("KNOB_CHOICES", choices)
+        descriptor.finalize(f"configure {config}")
+        return descriptor
 
-    def _configs(self, mode: HeurMode) -> list[Descriptor]:
-        """The engine configs that heuristics propose, the most promising first; the caller closes them."""
+    def _heuristic_configs(self, mode: HeurMode) -> list[Descriptor]:
+        """The configs that heuristics propose, most promising first; the caller closes them."""
         with Descriptor("ENGINEHEUR") as heuristics:
             heuristics.set("OPERATION_GRAPH", self.graph)
             heuristics.set("MODE", mode)
             if self.device is not None:
                 heuristics.set("DEVICEPROP", self.device)
-            heuristics.finalize("ask the heuristics for engines")
+            heuristics.finalize("query heuristics")
             count = heuristics.count("RESULTS", AttributeType.BACKEND_DESCRIPTOR)
             configs: list[Descriptor] = []
             try:
@@ -185,15 +172,15 @@ class Search:
                 for config in configs:
                     config.close()
                 raise
-        for config in configs[filled:]:  # before anything long runs
+        for config in configs[filled:]:
             config.close()
         return configs[:filled]
 
     def _try(self, config: Descriptor) -> Candidate | None:
-        """Finalize a plan; None, and the reason kept, where it cannot be or needs too much.
+        """Finalize a config's plan; None, with the reason appended to ``refused``, if it is not supported or exceeds the limit.
 
         Raises:
-            CudnnError: there is no memory to finalize it with.
+            CudnnError: there is not enough memory to finalize it.
         """
         engine, notes = _number_and_notes(config)
         plan = Descriptor("EXECUTION_PLAN")
@@ -205,28 +192,29 @@ class Search:
             if self.device is not None:
                 plan.set("DEVICEPROP", self.device)
             plan.finalize(f"finalize a plan with engine {engine}")
-            need: int = plan.get("WORKSPACE_SIZE", AttributeType.INT64)[0]
-            if self.limit is not None and (total := self.size(need)) > self.limit:
+            workspace_bytes: int = plan.get("WORKSPACE_SIZE", AttributeType.INT64)[0]
+            total = self.total_bytes(workspace_bytes)
+            if self.limit is not None and total > self.limit:
                 raise Unsupported(f"it needs a workspace of {total} bytes, {self.limit} are allowed")
             build_ms = (time.perf_counter() - started) * 1e3
             text = plan.get_text("JSON_REPRESENTATION")
             knobs = knobs_of(text)
             if self.no_split and splits_keys(engine, dict(knobs)):
                 raise Unsupported(f"its kernel, which splits the keys, is not used for this problem ({knobs_text(knobs)})")
-            return Candidate(plan, text, engine, knobs, notes, need, build_ms)
+            return Candidate(plan, text, engine, knobs, notes, workspace_bytes, build_ms)
         except BaseException as error:
             plan.close()
-            # A kernel that does not compile (4001) is one engine's failure: the next may do. A lack of memory may pass.
-            if not isinstance(error, (Unsupported, CudnnError)) or no_memory(error):
+            # A kernel that does not compile (4001) is a failure of one engine only. A lack of memory is temporary.
+            if not isinstance(error, (Unsupported, CudnnError)) or is_out_of_memory(error):
                 raise
             self.refused.append(f"engine {engine}: {error}")
             return None
 
 
 def splits_keys(engine: int, knobs: Mapping[str, int]) -> bool:
-    """Whether a plan runs the kernel that splits the keys of a single query over many blocks.
+    """Whether an engine config runs the split-K kernel, which distributes the keys of a single query over many blocks.
 
-    That is engine 1 with KERNEL_CFG 33 to 35 up to cuDNN 9.22, and with STREAM_K 1 from 9.23 on.
+    This is engine 1 with KERNEL_CFG 33 to 35 up to cuDNN 9.22, and with STREAM_K 1 from 9.23 on.
 
     >>> splits_keys(1, {"KERNEL_CFG": 35}), splits_keys(1, {"KERNEL_CFG": 2, "STREAM_K": 1}), splits_keys(2, {"KERNEL_CFG": 7})
     (True, True, False)
@@ -236,14 +224,14 @@ def splits_keys(engine: int, knobs: Mapping[str, int]) -> bool:
     return knobs["STREAM_K"] == 1 if "STREAM_K" in knobs else knobs.get("KERNEL_CFG") in (33, 34, 35)
 
 
-def no_memory(error: Exception) -> bool:
-    """Whether cuDNN failed because it could not allocate memory: no reason to take another engine, or to keep a refusal."""
-    failed = (Status.INTERNAL_ERROR_HOST_ALLOCATION_FAILED, Status.INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED)
-    return isinstance(error, CudnnError) and error.status in failed
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether cuDNN could not allocate memory. This is no reason to choose another engine or to cache a refusal."""
+    statuses = (Status.INTERNAL_ERROR_HOST_ALLOCATION_FAILED, Status.INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED)
+    return isinstance(error, CudnnError) and error.status in statuses
 
 
 def knobs_text(knobs: Knobs) -> str:
-    """Knobs for people.
+    """Knobs as text.
 
     >>> knobs_text((("TILE_M", 3), ("TILE_N", 2)))
     'TILE_M=3 TILE_N=2'
@@ -252,7 +240,7 @@ def knobs_text(knobs: Knobs) -> str:
 
 
 def knobs_of(text: str) -> Knobs:
-    """The knobs of a serialized plan; -1 stands for the engine's own choice.
+    """The knobs of a serialized plan; -1 lets the engine choose.
 
     >>> knobs_of('{"engine": {"engineId": 2, "knobChoices": {"CUDNN_KNOB_TYPE_TILE_M": 3}}}')
     (('TILE_M', 3),)
@@ -262,7 +250,7 @@ def knobs_of(text: str) -> Knobs:
 
 
 def _number_and_notes(config: Descriptor) -> tuple[int, tuple[str, ...]]:
-    """The number of an engine config's engine, and its numerical notes."""
+    """The number of a config's engine, and the engine's numerical notes."""
     with Descriptor("ENGINE") as engine:
         config.fill("ENGINE", [engine])
         notes = engine.get("NUMERICAL_NOTE", AttributeType.NUMERICAL_NOTE, count=16)

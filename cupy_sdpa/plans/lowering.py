@@ -1,7 +1,7 @@
-"""Graph -> a finalized cuDNN operation graph; one rule a node.
+"""Lower a graph to a cuDNN operation graph, with one rule for each node type.
 
-Every descriptor made here is destroyed here, in the order opposite to its creation, as soon as the plan that needed it is
-finalized: the :class:`OperationGraph` is used in a ``with`` block.
+An :class:`OperationGraph` owns all descriptors that it creates. It is used in a ``with`` block, which destroys them in reverse
+order as soon as the plan is finalized.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from .._cudnn.constants import DataType, PointwiseMode, ReduceTensorOp, RngDistr
 from .._cudnn.descriptor import Descriptor
 from ..errors import Unsupported
 from ..graph.nodes import Bernoulli, Graph, Matmul, Node, Pointwise, Reduction, Softmax, Tensor, Transpose, row_major
-from ..support.why_not import deadly
 
-#: numpy's names of dtypes as cuDNN's.
+#: cuDNN's data types by the names of numpy's dtypes.
 DATA_TYPES = {
     "float16": DataType.HALF,
     "bfloat16": DataType.BFLOAT16,
@@ -29,34 +28,33 @@ DATA_TYPES = {
     "int8": DataType.INT8,
 }
 
-#: Comparisons with integers compute in the type of the mask, and steps that give integers in INT32; everything else computes
+#: Comparisons of integers compute in the type of the mask, and operations with an integer result in INT32. All others compute
 #: in the accumulator's type.
 _COMPARISONS = frozenset({"cmp_eq", "cmp_neq", "cmp_ge", "cmp_gt", "cmp_le", "cmp_lt"})
 
-
-#: Whole numbers are read one by one; everything else 16 bytes at a time.
-_WHOLE = {"int32": 4, "int64": 8}
+#: Alignment of a tensor in bytes, by its dtype. Integers are read one at a time, all others 16 bytes at a time.
+_ALIGNMENT = {"int32": 4, "int64": 8}
 
 
 class OperationGraph:
-    """A finalized operation graph of cuDNN's, and how its tensors are named to it.
+    """A finalized cuDNN operation graph.
 
     Attributes:
         descriptor: the operation graph.
-        uids: cuDNN's number of every tensor that an execution hands over, by name.
+        uids: cuDNN's id of every tensor that an execution binds, by name.
 
     Args:
-        graph: what to compute.
-        handle: the cuDNN handle that the plan will belong to; None plans for a described device.
-        guarded: refuse first what would kill the process inside cuDNN. Only the test of that guard turns it off.
+        graph: the graph.
+        handle: the cuDNN handle that the plan will belong to; None for a described GPU.
+        guarded: refuse graphs that crash cuDNN. Only the test of :func:`crashing_patterns` turns it off.
 
     Raises:
-        Unsupported: cuDNN has no such graph, or the graph would crash it.
+        Unsupported: cuDNN does not support the graph, or the graph would crash it.
         CudnnError: cuDNN failed.
     """
 
     def __init__(self, graph: Graph, handle: int | None = None, *, guarded: bool = True) -> None:
-        if guarded and (reasons := deadly(graph)):
+        if guarded and (reasons := crashing_patterns(graph)):
             raise Unsupported("this graph would crash cuDNN: " + "; ".join(reasons))
         self.uids: dict[str, int] = {}
         self._tensors: dict[str, Descriptor] = {}
@@ -66,7 +64,7 @@ class OperationGraph:
             for node in graph.nodes:
                 RULES[type(node)](node, self)
             self.descriptor = self.make("OPERATIONGRAPH", {"OPS": self._operations}, "finalize the graph", handle=handle)
-            self._stack = stack.pop_all()  # all went well: from here on close() is our owner's duty
+            self._stack = stack.pop_all()  # success: __exit__ closes it
 
     def __enter__(self) -> OperationGraph:
         return self
@@ -75,7 +73,7 @@ class OperationGraph:
         self._stack.close()
 
     def make(self, kind: str, attributes: dict[str, Any], doing: str, handle: int | None = None) -> Descriptor:
-        """Create, set and finalize a descriptor that lives as long as the graph; attributes that are None are left out."""
+        """Create and finalize a descriptor that is destroyed with the graph; attributes that are None are not set."""
         descriptor = self._stack.enter_context(Descriptor(kind))
         if handle is not None:
             descriptor.set_handle(handle)
@@ -86,12 +84,12 @@ class OperationGraph:
         return descriptor
 
     def operation(self, kind: str, attributes: dict[str, Any], doing: str) -> None:
-        """Add an operation; tensors among the attributes become their descriptors."""
+        """Add an operation. A tensor as an attribute is replaced by its descriptor."""
         attributes = {name: self.tensor(v) if isinstance(v, Tensor) else v for name, v in attributes.items()}
-        self._operations.append(self.make(f"OPERATION_{kind}", attributes, f"accept the step {doing}"))
+        self._operations.append(self.make(f"OPERATION_{kind}", attributes, f"finalize the operation {doing}"))
 
     def tensor(self, tensor: Tensor) -> Descriptor:
-        """The descriptor of a tensor, made at its first use."""
+        """The descriptor of a tensor, created on first use."""
         if tensor.name not in self._tensors:
             ragged = None if tensor.ragged is None else self.tensor(tensor.ragged)
             uid = len(self._tensors) + 1
@@ -102,16 +100,37 @@ class OperationGraph:
                     "DATA_TYPE": DATA_TYPES[tensor.dtype],
                     "DIMENSIONS": list(tensor.shape),
                     "STRIDES": list(tensor.strides),
-                    "BYTE_ALIGNMENT": _WHOLE.get(tensor.dtype, 16),
+                    "BYTE_ALIGNMENT": _ALIGNMENT.get(tensor.dtype, 16),
                     "IS_VIRTUAL": tensor.role == "virtual",
                     "IS_BY_VALUE": True if tensor.role == "scalar" else None,
                     "RAGGED_OFFSET_DESC": ragged,
                 },
-                f"accept the tensor {tensor.name} {tensor.shape} {tensor.dtype}",
+                f"finalize the tensor {tensor.name} {tensor.shape} {tensor.dtype}",
             )
             if tensor.role != "virtual":
                 self.uids[tensor.name] = uid
         return self._tensors[tensor.name]
+
+
+def crashing_patterns(graph: Graph) -> list[str]:
+    """The parts of a graph that crash the process inside cuDNN (measured with 9.19 and 9.28), as text.
+
+    Such a graph must never be passed to cuDNN. :func:`cupy_sdpa.support.why_not.why_not` refuses the problems that lead to one
+    before, in the caller's terms.
+    """
+    reasons = []
+    for node in graph.nodes:
+        for tensor in (*node.inputs, *node.outputs):
+            if tensor.role in ("input", "output") and tensor.dtype in ("bool", "int8", "uint8"):
+                reasons.append(f"{tensor} is {tensor.dtype} in memory (a floating-point exception or an abort)")
+        if isinstance(node, Matmul):
+            for tensor in (node.a, node.b, node.out):
+                head_dim = tensor.axes.index(0) if tensor.axes else None  # the caller's axis 0
+                if head_dim is not None and (stride := tensor.strides[head_dim]) != 1:
+                    reasons.append(f"{tensor} has stride {stride} along head_dim, not 1 (a segmentation fault)")
+        if isinstance(node, Pointwise) and node.mode == "binary_select" and node.x.role == "scalar":
+            reasons.append(f"{node.formula} selects from a by-value scalar (a segmentation fault with 9.19)")
+    return list(dict.fromkeys(reasons))
 
 
 def _matmul(node: Matmul, lowered: OperationGraph) -> None:
@@ -122,9 +141,12 @@ def _matmul(node: Matmul, lowered: OperationGraph) -> None:
 
 
 def _pointwise(node: Pointwise, lowered: OperationGraph) -> None:
-    whole = node.mode in _COMPARISONS and node.b is not None and node.b.dtype == "int32"
-    counts = node.mode != "gen_index" and node.out.dtype == "int32"
-    precision = DataType.BOOLEAN if whole or node.mode == "logical_and" else DataType.INT32 if counts else DataType.FLOAT
+    if node.mode == "logical_and" or (node.mode in _COMPARISONS and node.b is not None and node.b.dtype == "int32"):
+        precision = DataType.BOOLEAN
+    elif node.mode != "gen_index" and node.out.dtype == "int32":
+        precision = DataType.INT32
+    else:
+        precision = DataType.FLOAT
     attributes = {"MODE": PointwiseMode[node.mode.upper()], "MATH_PREC": precision, "AXIS": node.axis}
     kind = lowered.make("POINTWISE", attributes, f"describe {node.formula}")
     tensors = {"XDESC": node.x, "BDESC": node.b, "TDESC": node.t, "YDESC": node.out}
@@ -137,8 +159,8 @@ def _reduce(lowered: OperationGraph, operator: ReduceTensorOp, x: Tensor, y: Ten
 
 
 def _reduction(node: Reduction, lowered: OperationGraph) -> None:
-    # A negative sum is the gradient of the sinks, and nothing else: cuDNN knows its steps, wants a plain sum as the last, and
-    # changes the sign itself (measured with 9.19 and 9.28).
+    # Only the gradient of the sinks is a negative sum. cuDNN recognizes its operations, requires a plain sum as the last one,
+    # and negates the result itself (measured with 9.19 and 9.28).
     _reduce(lowered, ReduceTensorOp.ADD, node.x, node.out, node.formula)
 
 
@@ -154,16 +176,16 @@ def _transpose(node: Transpose, lowered: OperationGraph) -> None:
 
 
 def _softmax(node: Softmax, lowered: OperationGraph) -> None:
-    # As primitive operations: every cuDNN 9 recognizes this chain, its own softmax operation came with 9.21.
-    # The log-sum-exp must be in the graph also where nobody asked for it (then it is virtual); but not beside m and l, which
-    # are not written then (measured with 9.19 and 9.28).
+    # Primitive operations: every cuDNN 9 recognizes this chain, while its softmax operation requires 9.21.
+    # The log-sum-exp must be in the graph even if it is not returned (then it is virtual); but not together with m and l, which
+    # cuDNN does not write then (measured with 9.19 and 9.28).
     def virtual(name: str, like: Tensor) -> Tensor:
         return Tensor(f"{node.out.name}.{name}", like.shape, "float32", "virtual", row_major(like.shape))
 
-    x, row, sink = node.x, node.stats or node.top, node.sink
+    x, row, sink = node.x, node.stats or node.max, node.sink
     assert row
-    top, shifted, e = node.top or virtual("m", row), virtual("x-m", x), virtual("e", x)
-    total = node.total or virtual("l", row)
+    top, shifted, e = node.max or virtual("m", row), virtual("x-m", x), virtual("e", x)
+    total = node.sum_exp or virtual("l", row)
     # m = max x                      (B, Hq, Sq, 1)
     highest = virtual("max x", row) if sink else top
     _reduce(lowered, ReduceTensorOp.MAX, x, highest, "m = max S")
@@ -190,7 +212,7 @@ def _softmax(node: Softmax, lowered: OperationGraph) -> None:
     _pointwise(Pointwise("P = e / l", node.out, "div", e, total), lowered)
 
 
-#: How every node is said to cuDNN.
+#: The rule of each node type.
 RULES: dict[type[Node], Callable[[Any, OperationGraph], None]] = {
     Bernoulli: _bernoulli,
     Matmul: _matmul,

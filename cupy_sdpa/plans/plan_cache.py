@@ -1,13 +1,7 @@
-"""Finalized plans, kept: a bounded LRU for every (thread, CUDA context).
-
-A plan belongs to the cuDNN handle that it was finalized for, and a handle to one thread at a time, so a thread owns a
-handle and a cache in every CUDA context that it uses: a :class:`Session`. When a thread ends, its sessions are left for
-the next new thread to take over, plans and all. Nothing is destroyed then, nor at interpreter exit, nor in a forked child.
-"""
+"""The plan cache: execution plans, refusals and captured CUDA graphs, each in a bounded LRU cache."""
 
 from __future__ import annotations
 
-import os
 import threading
 import warnings
 from collections import OrderedDict
@@ -16,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from .. import _html
-from .._cudnn.launch import Handle
 from ..errors import Unsupported
 from ..problem.problem import Problem
 from .engines import knobs_text
@@ -24,85 +17,87 @@ from .plan import Closable, Plan
 
 T = TypeVar("T")
 
-#: Plans that a cache keeps unless told otherwise.
+#: The default number of plans in a cache.
 LIMIT = 256
-#: Bytes of recorded CUDA graphs, with the arrays that they keep, that a cache keeps unless told otherwise.
+#: The default bytes of captured CUDA graphs in a cache, including the arrays that they keep alive.
 RECORDING_LIMIT = 64 << 20
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """That a problem cannot be planned, as text: a kept exception would keep its frames, and the arrays in them, alive."""
+    """The reason why a problem has no plan, as text: a cached exception would keep its frames and their arrays alive."""
 
     text: str
 
 
 class Recorded(Closable, Protocol):
-    """A recorded call, see :mod:`cupy_sdpa.device.cuda_graph`."""
+    """A captured CUDA graph, see :class:`cupy_sdpa.device.cuda_graph.Recording`."""
 
     size: int
 
 
 class Recordings:
-    """The recorded calls of one thread in one CUDA context, bounded in bytes; the least recently used are destroyed first.
+    """The captured CUDA graphs of a thread in a CUDA context, limited in bytes; the least recently used are destroyed first.
 
     Attributes:
-        limit: bytes that they may take.
-        bytes: bytes that they take.
-        warned: whether a failure to record has been reported.
+        limit: the most bytes that they may take.
+        bytes: the bytes that they take.
+        warned: whether the warning about a failed capture was issued.
+        use: marks a graph as the most recently used.
     """
 
     def __init__(self) -> None:
         self.limit, self.bytes, self.warned = RECORDING_LIMIT, 0, False
-        self._places: OrderedDict[Recorded, tuple[dict[Any, Any], Any]] = OrderedDict()
-        self.use: Callable[[Recorded], None] = self._places.move_to_end
+        #: The dictionary and the key that each graph is stored under.
+        self._owners: OrderedDict[Recorded, tuple[dict[Any, Any], Any]] = OrderedDict()
+        self.use: Callable[[Recorded], None] = self._owners.move_to_end
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._owners)
 
-    def add(self, recording: Recorded, home: dict[Any, Any], key: Any) -> None:
-        """Keep a recording as ``home[key]``, from where it is removed when it is destroyed.
+    def add(self, recording: Recorded, owner: dict[Any, Any], key: Any) -> None:
+        """Store a graph as ``owner[key]``, which is deleted when the graph is destroyed.
 
-        One that alone takes more than the limit is destroyed at once.
+        A graph that exceeds the limit on its own is destroyed at once.
         """
-        home[key] = recording
-        self._places[recording] = home, key
+        owner[key] = recording
+        self._owners[recording] = owner, key
         self.bytes += recording.size
         self.shrink()
 
     def shrink(self) -> None:
-        """Destroy the least recently used, until the rest keep within the limit."""
+        """Destroy the least recently used graphs until the others do not exceed the limit."""
         while self.bytes > self.limit:
-            self.destroy(next(iter(self._places)))
+            self.destroy(next(iter(self._owners)))
 
     def destroy(self, recording: Recorded) -> None:
-        """Destroy a recording; what it has enqueued still runs."""
-        home, key = self._places.pop(recording)
-        del home[key]
+        """Destroy a graph; work that it has enqueued still completes."""
+        owner, key = self._owners.pop(recording)
+        del owner[key]
         self.bytes -= recording.size
         recording.close()
 
 
 class PlanCache:
-    """The plans of one thread in one CUDA context; :func:`cupy_sdpa.get_plan_cache` gives the current one.
+    """The plans of a thread in a CUDA context; :func:`cupy_sdpa.get_plan_cache` returns the current one.
 
-    Calls that come again on the same arrays are recorded as CUDA graphs (docs/design.md). The cache bounds their memory, too:
-    a recording takes 0.12 MiB of the device's memory outside CuPy's pool, and what it keeps of arrays and workspace.
+    Repeated calls on the same arrays are captured as CUDA graphs (docs/design.md), whose memory the cache limits too: a graph
+    takes 0.12 MiB of device memory outside CuPy's pool, and the arrays and the workspace that it keeps alive.
 
     Attributes:
-        hits: look-ups that found a plan or a refusal.
-        misses: look-ups that did not.
-        limit: how many plans and refusals are kept; the least recently used go first.
-        recorded: the recordings of the plans.
+        hits: number of look-ups that found a plan or a refusal.
+        misses: number of look-ups that did not.
+        limit: the most plans and refusals; the least recently used are evicted first.
+        recorded: the captured CUDA graphs of the plans.
     """
 
-    _COLUMNS = ("problem", "engine", "knobs", "workspace", "size", "got in")
+    _COLUMNS = ("problem", "engine", "knobs", "workspace", "size", "time")
 
     def __init__(self, limit: int = LIMIT) -> None:
         self.hits = self.misses = 0
         self.limit = limit
         self.recorded = Recordings()
-        # Held during look-ups and executions, so that a plan is never destroyed while it runs; not while plans are built.
+        # Held during look-ups and executions, so that no plan is destroyed while it runs; not held while plans are built.
         self.lock = threading.RLock()
         self._entries: OrderedDict[Problem, Plan | Refusal] = OrderedDict()
 
@@ -111,115 +106,115 @@ class PlanCache:
 
     @property
     def size(self) -> int:
-        """How many plans and refusals are kept."""
+        """The number of plans and refusals."""
         return len(self._entries)
 
     @property
     def bytes(self) -> int:
-        """Bytes of the kept plans in their serialized form, kernels among them."""
+        """Bytes of the plans in serialized form, kernels included."""
         with self.lock:
             return sum(entry.info.size for entry in self._entries.values() if isinstance(entry, Plan))
 
     @property
     def recordings(self) -> int:
-        """How many calls are recorded as CUDA graphs."""
+        """The number of captured CUDA graphs."""
         return len(self.recorded)
 
     @property
     def recording_bytes(self) -> int:
-        """Bytes of the GPU's memory that the recordings take, with the arrays and workspaces that they keep."""
+        """Bytes of device memory of the captured CUDA graphs, with the arrays and workspaces that they keep alive."""
         return self.recorded.bytes
 
     @property
     def recording_limit(self) -> int:
-        """Bytes that the recordings may take; the least recently used go first."""
+        """The most bytes of captured CUDA graphs; the least recently used are destroyed first."""
         return self.recorded.limit
 
     def get(self, problem: Problem) -> Plan | Refusal | None:
-        """What is kept of a problem; no look-up is counted."""
+        """The entry of a problem, or None; not counted as a look-up."""
         with self.lock:
             return self._entries.get(problem)
 
     def put(self, problem: Problem, plan: Plan) -> None:
-        """Keep a plan in place of what is kept of its problem, which is destroyed."""
+        """Store a plan, in place of the problem's previous entry, which is destroyed."""
         with self.lock:
-            before = self._entries.pop(problem, None)
-            self._keep(problem, plan)
-            if isinstance(before, Plan):
-                _destroy(before)
+            previous = self._entries.pop(problem, None)
+            self._insert(problem, plan)
+            if isinstance(previous, Plan):
+                _destroy(previous)
 
     def use(self, problem: Problem, build: Callable[[], Plan], run: Callable[[Plan], T]) -> T:
-        """``run`` the plan of a problem, building it first where it is not kept.
+        """Call ``run`` with the plan of a problem; if there is none, ``build`` it first.
 
-        The lock is held while ``run`` runs, not while ``build`` does: two threads may build the same plan, the first one
-        stored stays.
+        The lock is held during ``run`` but not during ``build``. If another thread stores a plan in the meantime, its plan is
+        used.
 
         Raises:
-            Unsupported: ``build`` did so, now or earlier.
+            Unsupported: ``build`` raised it, now or before.
         """
         with self.lock:
             entry = self._entries.get(problem)
             if entry is not None:
                 self.hits += 1
                 self._entries.move_to_end(problem)
-                return run(_usable(entry))
+                return run(_plan_of(entry))
             self.misses += 1
         try:
             entry = build()
         except Unsupported as error:
             entry = Refusal(str(error))
         with self.lock:
-            kept = self._entries.get(problem)
-            if kept is None:
-                self._keep(problem, kept := entry)
+            stored = self._entries.get(problem)
+            if stored is None:
+                self._insert(problem, stored := entry)
             elif isinstance(entry, Plan):
                 _destroy(entry)
             self._entries.move_to_end(problem)
-            return run(_usable(kept))
+            return run(_plan_of(stored))
 
     def clear(self) -> None:
-        """Destroy every plan and its recordings, and forget every refusal; counts begin anew."""
+        """Destroy every plan and its CUDA graphs, delete every refusal, and reset the counts."""
         with self.lock:
             self._evict(0)
             self.hits = self.misses = 0
 
     def set_limit(self, limit: int) -> None:
-        """Keep at most ``limit`` plans and refusals from now on.
+        """Limit the number of plans and refusals.
 
         Raises:
-            ValueError: a limit below 1.
+            ValueError: the limit is below 1.
         """
         if limit < 1:
-            raise ValueError(f"the limit is {limit}; a cache keeps at least 1 plan. To empty it: clear()")
+            raise ValueError(f"the limit is {limit}; it must be at least 1. clear() empties the cache")
         with self.lock:
             self.limit = limit
             self._evict(limit)
 
     def set_recording_limit(self, limit: int) -> None:
-        """Let recorded CUDA graphs take at most ``limit`` bytes of the GPU's memory from now on; 0 records nothing.
+        """Limit the bytes of device memory of captured CUDA graphs; 0 turns capturing off.
 
         Raises:
-            ValueError: a limit below 0.
+            ValueError: the limit is below 0.
         """
         if limit < 0:
-            raise ValueError(f"the limit is {limit} bytes; it must be at least 0, which records nothing")
+            raise ValueError(f"the limit is {limit} bytes; it must be at least 0; 0 turns capturing off")
         with self.lock:
             self.recorded.limit = limit
             self.recorded.shrink()
 
-    def _keep(self, problem: Problem, entry: Plan | Refusal) -> None:
-        """Make room for an entry and keep it, also where making room fails."""
+    def _insert(self, problem: Problem, entry: Plan | Refusal) -> None:
+        """Evict entries until there is space for a new one, and store it, even if an eviction fails."""
         try:
-            self._evict(self.limit - 1)  # before, so that the new entry is never the one to go
+            self._evict(self.limit - 1)  # first, so that the new entry is never evicted
         finally:
             self._entries[problem] = entry
 
     def _evict(self, limit: int) -> None:
-        """Destroy the least recently used, until no more than so many are left."""
+        """Evict the least recently used entries until at most ``limit`` are left."""
         while len(self._entries) > limit:
             problem, entry = self._entries.popitem(last=False)
             if isinstance(entry, Plan):
-                if entry.used:  # since it was last looked up: once more to the end of the queue
+                if entry.used:  # it ran without a look-up, so it is not the least recently used one
                     entry.used = False
                     self._entries[problem] = entry
                 else:
@@ -231,17 +226,17 @@ class PlanCache:
         rows: list[tuple[str, ...]] = []
         for problem, entry in reversed(entries):
             if isinstance(entry, Plan):
-                i = entry.info
-                got = f"{i.build_ms:.1f} ms, {'loaded' if i.loaded else 'built'}"
-                engine = f"{i.engine}{' tuned' * i.tuned}"
-                rows.append((str(problem), engine, knobs_text(i.knobs), f"{i.workspace} B", f"{i.size} B", got))
+                info = entry.info
+                time = f"{info.build_ms:.1f} ms, {'loaded' if info.loaded else 'built'}"
+                engine = f"{info.engine}{' tuned' * info.tuned}"
+                rows.append((str(problem), engine, knobs_text(info.knobs), f"{info.workspace} B", f"{info.size} B", time))
             else:
                 rows.append((str(problem), "refused", "", "", "", ""))
         return rows
 
     def _title(self) -> str:
         plans = f"{self.size} of at most {self.limit}, {self.bytes} bytes, {self.hits} hits, {self.misses} misses"
-        return f"plan cache: {plans}; {self.recordings} recordings, {self.recording_bytes} bytes"
+        return f"plan cache: {plans}; {self.recordings} captured CUDA graphs, {self.recording_bytes} bytes"
 
     def __str__(self) -> str:
         lines = [self._title()]
@@ -257,80 +252,15 @@ class PlanCache:
         return _html.with_title(self._title(), _html.table(self._COLUMNS, self._rows()))
 
 
-def _usable(entry: Plan | Refusal) -> Plan:
+def _plan_of(entry: Plan | Refusal) -> Plan:
     if isinstance(entry, Refusal):
         raise Unsupported(entry.text)
     return entry
 
 
 def _destroy(plan: Plan) -> None:
-    """Destroy a plan that nobody uses any more; a failure is a warning, for the caller's own plan has not failed."""
+    """Destroy an evicted plan. A failure is a warning, because the caller's own plan has not failed."""
     try:
         plan.close()
     except Exception as error:
         warnings.warn(f"a plan could not be destroyed: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=2)
-
-
-class Session:
-    """What a thread has in a CUDA context: a cuDNN handle, the plans finalized for it, and the calls that come again."""
-
-    def __init__(self) -> None:
-        self.handle = Handle()
-        self.cache = PlanCache()
-        self.known: dict[Any, Any] = {}  # of cupy_sdpa.calls.replay_cache
-
-
-class _Lease:
-    """The sessions of a thread, by context; left for other threads when the thread ends."""
-
-    def __init__(self) -> None:
-        self.sessions: dict[int, Session] = {}
-        self._idle = _idle  # held here: at interpreter exit the module's own names are gone before this object is
-
-    def __del__(self) -> None:
-        # Runs in the ending thread. Only moves Python objects about: no cuDNN call is ever made from here.
-        for context, session in self.sessions.items():
-            self._idle.setdefault(context, []).append(session)
-
-
-_idle: dict[int, list[Session]] = {}
-_thread = threading.local()
-
-
-def existing_session(context: int) -> Session | None:
-    """The session that :func:`session` would give, if this thread has it already."""
-    lease: _Lease | None = getattr(_thread, "lease", None)
-    return None if lease is None else lease.sessions.get(context)
-
-
-def session(context: int) -> Session:
-    """The current thread's session in the current CUDA context.
-
-    Args:
-        context: an id of the context that is never used again, not its address.
-    """
-    lease: _Lease | None = getattr(_thread, "lease", None)
-    if lease is None:
-        lease = _thread.lease = _Lease()
-    found = lease.sessions.get(context)
-    if found is None:
-        try:
-            found = _idle[context].pop()
-        except (KeyError, IndexError):
-            found = Session()
-        lease.sessions[context] = found
-    return found
-
-
-def _forget() -> None:
-    """In a forked child: handles and plans are the parent's, and CUDA does not survive a fork."""
-    global _thread
-    lease: _Lease | None = getattr(_thread, "lease", None)
-    if lease is not None:
-        lease.sessions = {}
-    _idle.clear()
-    _thread = threading.local()
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
-    os.register_at_fork(after_in_child=_forget)

@@ -151,7 +151,8 @@ _SINGLE_KEY_DIFFERENCE = Bug(
 )
 
 #: Every known bug of the supported versions. The ranges of the backward bugs were measured: plans with every release from 9.19
-#: to 9.28, runs on an H200 with 9.19.0 and 9.28.0. The guards avoid the bugs there with both; they cost time elsewhere.
+#: to 9.28, runs on an H200 with 9.19.0 and 9.28.0. The guards avoid the bugs with both. They cost time, so that
+#: they apply to affected problems only.
 BUGS: tuple[Bug, ...] = (
     _DECODE_BLACKWELL,
     replace(_DECODE_BLACKWELL, first=92402, last=92500),

@@ -82,7 +82,7 @@ def _contiguous(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     for spec in _large_arrays(problem):
         if spec.strides[0] != ITEMSIZE[spec.dtype]:
             yield (
-                f"{spec.name} has a stride of {spec.strides[0]} bytes along head_dim, its elements have {ITEMSIZE[spec.dtype]}: "
+                f"{spec.name} has a stride of {spec.strides[0]} bytes along head_dim; an element has {ITEMSIZE[spec.dtype]}: "
                 f"axis 0 must be contiguous. Copy it with cupy.asfortranarray({spec.name}); "
                 "pass an array in C order (batch, seq, heads, head_dim) as x.T"
             )

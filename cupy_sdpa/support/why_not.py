@@ -2,7 +2,7 @@
 
 :func:`why_not` checks a problem against every rule (:mod:`.rules`) and every bug without a guard (:mod:`.known_bugs`). An empty
 result means that no problem is known; cuDNN may still refuse to plan it. :func:`guards` and :func:`staging_guards` return the
-guards that a problem needs. :func:`deadly` finds graphs that crash the process inside cuDNN.
+guards that a problem needs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 from typing import NamedTuple
 
 from ..errors import Unsupported
-from ..graph.nodes import Graph, Matmul, Pointwise
 from ..problem.problem import Problem
 from ..version import RELEASES, version_text
 from .known_bugs import BUGS, GUARDS, STAGING_GUARDS, Bug
@@ -142,24 +141,3 @@ def unverified(problem: Problem, cudnn: int, capability: int) -> tuple[str, ...]
     if capability not in VERIFIED:
         messages.append(f"this package was not run on compute capability {capability / 10}")
     return tuple(messages)
-
-
-def deadly(graph: Graph) -> list[str]:
-    """What in a graph kills the process inside cuDNN (measured with 9.19 and 9.28): none of it may reach the library.
-
-    Users never see these: :func:`why_not` refuses their arrays first, in their own terms.
-    """
-    reasons = []
-    for node in graph.nodes:
-        for tensor in (*node.inputs, *node.outputs):
-            if tensor.role in ("input", "output") and tensor.dtype in ("bool", "int8", "uint8"):
-                reasons.append(f"{tensor} is {tensor.dtype} in memory (a floating-point exception or an abort)")
-        if isinstance(node, Matmul):
-            for tensor in (node.a, node.b, node.out):
-                head_dim = tensor.axes.index(0) if tensor.axes else None  # the caller's axis 0
-                if head_dim is not None and tensor.strides[head_dim] != 1:
-                    step = tensor.strides[head_dim]
-                    reasons.append(f"{tensor} has stride {step} along head_dim, not 1 (a segmentation fault)")
-        if isinstance(node, Pointwise) and node.mode == "binary_select" and node.x.role == "scalar":
-            reasons.append(f"{node.formula} selects from a number (a segmentation fault with 9.19)")
-    return list(dict.fromkeys(reasons))

@@ -26,7 +26,7 @@ __all__ = ["COMPILERS", "DEVICE", "FakeLibrary", "compiler", "driver", "installe
 #: Modules that the stand-ins replace while :func:`installed` is in force.
 _REPLACED = ("cupy", "cuda.bindings", "cuda.bindings.driver")
 #: Parts of the package that no call enters.
-_TOOLS = {"_cli", "bench", "check", "generate", "__main__"}
+_TOOLS = {"_cli", "check", "generate", "__main__"}
 
 
 @contextlib.contextmanager

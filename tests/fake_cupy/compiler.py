@@ -5,8 +5,11 @@ Enough of CUDA for kernels whose threads do not wait for one another: no ``__syn
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import hashlib
+import os
 import shutil
 import subprocess
 import tempfile
@@ -16,6 +19,8 @@ from typing import Any
 import numpy as np
 
 COMPILERS = ("c++", "g++", "clang++")
+#: The environment variable that names the folder of compiled libraries.
+FOLDER = "FAKE_CUPY_FOLDER"
 
 _CUDA = """
 #include <cmath>
@@ -79,16 +84,23 @@ def compiler() -> str | None:
 
 @functools.cache
 def compiled(source: str) -> ctypes.CDLL:
-    """A library of C++ source; warnings are errors that a CUDA compiler would give, too."""
+    """A library of C++ source; warnings are errors that a CUDA compiler would give, too.
+
+    Where the environment names a folder for it, the library is kept there, for other processes of the same test run.
+    """
     program = compiler()
     assert program, "no C++ compiler: the fixture skips"
-    with tempfile.TemporaryDirectory() as folder:  # once loaded, the file is no longer needed
-        code, target = Path(folder, "kernel.cpp"), Path(folder, "kernel.so")
-        code.write_text(source)
-        command = [program, "-std=c++17", "-O1", "-w", "-fno-strict-aliasing", "-shared", "-fPIC", "-o", str(target), str(code)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, f"{done.stderr}\n{source}"
-        return ctypes.CDLL(str(target))
+    with contextlib.ExitStack() as stack:
+        folder = Path(os.environ.get(FOLDER) or stack.enter_context(tempfile.TemporaryDirectory()))
+        kept = folder / f"{hashlib.sha256(source.encode()).hexdigest()}.so"
+        if not kept.exists():
+            code, target = (kept.with_suffix(f".{os.getpid()}.{kind}") for kind in ("cpp", "so"))
+            code.write_text(source)
+            options = ["-std=c++17", "-O1", "-w", "-fno-strict-aliasing", "-shared", "-fPIC"]
+            done = subprocess.run([program, *options, "-o", target, code], capture_output=True, text=True, check=False)
+            assert done.returncode == 0, f"{done.stderr}\n{source}"
+            target.replace(kept)
+        return ctypes.CDLL(str(kept))
 
 
 class Launch:

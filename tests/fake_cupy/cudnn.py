@@ -93,7 +93,7 @@ class FakeLibrary(Library):
 
     def __init__(self, device: Device) -> None:
         self.version, self.cudart_version = 91900, 12090
-        self.path = self.found = "a stand-in for cuDNN"
+        self.path = self.found_via = "a stand-in for cuDNN"
         self.build = f"{self.path} in process {os.getpid()}"  # no other process may take its plans for its own
         self.executions: list[Execution] = []
         self.finalized: dict[str, int]

@@ -1,0 +1,61 @@
+"""``python -m benchmarks COMMAND``: run a benchmark, from the repository's root."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from cupy_sdpa._cli.helpers.console import CommandError
+from cupy_sdpa._cli.main import exit_status
+
+#: The module and the description of each command. A module has ``main(words) -> int``.
+COMMANDS = {
+    "compare": ("compare.command", "named problems against PyTorch, cudnn-frontend, FlexAttention and JAX; CPU engine"),
+    "functions": ("functions", "score and mask functions against FlexAttention"),
+    "packed": ("packed.run", "packed (varlen) sequences against PyTorch and cudnn-frontend"),
+    "host": ("host", "host time of a call and of its steps, against PyTorch"),
+    "graphs": ("graphs", "captured CUDA graphs: launched as graphs or kernel by kernel"),
+    "plans": ("plans", "plans: first calls, disk cache, buckets of lengths, autotuning"),
+    "deterministic": ("deterministic", "time and workspace of deterministic gradients"),
+    "one_query": ("one_query", "all engine configs for a single query"),
+    "variants": ("checks.variants", "accuracy of every pair of options"),
+    "memcheck": ("checks.memcheck", "every kind of call under compute-sanitizer"),
+    "shape_override": ("checks.shape_override", "whether one plan can run several shapes"),
+    "tables": ("tables", "the tables of the documentation, from benchmarks/results"),
+}
+
+
+def usage() -> str:
+    """The commands and their descriptions."""
+    lines = [f"  {name:16}{description}" for name, (_, description) in COMMANDS.items()]
+    return "\n".join(
+        ["usage: python -m benchmarks COMMAND [options]", "", "commands:", *lines, "", "COMMAND --help lists its options."]
+    )
+
+
+def run(command: str, words: Sequence[str]) -> int:
+    """Import the module of a command and run it.
+
+    Raises:
+        CommandError: a library that it needs is not installed.
+    """
+    name, _ = COMMANDS[command]
+    try:
+        module = importlib.import_module(f"{__package__}.{name}")
+    except ModuleNotFoundError as error:
+        raise CommandError(f"{command} needs {error.name}, which is not installed") from error
+    return int(module.main(words))
+
+
+def main(words: Sequence[str]) -> int:
+    """Run a command; returns the exit status."""
+    if words and words[0] in COMMANDS:
+        return exit_status(lambda: run(words[0], words[1:]), "benchmarks")
+    requested = bool(words) and words[0] in ("-h", "--help")
+    print(usage(), file=sys.stdout if requested else sys.stderr)
+    return 0 if requested else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Checks on the GPU: accuracy of all pairs of options, memory accesses, and cuDNN's shape override."""

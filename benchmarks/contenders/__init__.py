@@ -1,0 +1,1 @@
+"""The implementations that are timed: this package, PyTorch, FlexAttention, cudnn-frontend and JAX; one module each."""

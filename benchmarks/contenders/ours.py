@@ -1,0 +1,118 @@
+"""This package on CuPy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from cupy_sdpa.attention import attention, attention_backward
+from cupy_sdpa.device import cupy_runtime
+from cupy_sdpa.explain import explain
+from cupy_sdpa.prepare import prepare
+
+from ..presets import Preset
+from .contender import Call, Contender, Inputs
+
+if TYPE_CHECKING:
+    from cupy_sdpa.plans.plan import PlanInfo
+
+
+class Ours(Contender):
+    """cupy_sdpa on CuPy arrays."""
+
+    name, title = "ours", "cupy_sdpa"
+
+    def __init__(self, preset: Preset, direction: str) -> None:
+        super().__init__(preset, direction)
+        self._options, self._untuned_engine = preset.options, ""
+
+    def call(self, inputs: Inputs) -> Call:
+        """The plain call, which allocates its results."""
+        qkv, options = (inputs.q, inputs.k, inputs.v), self._options
+        if self.direction == "forward":
+            return lambda: (attention(*qkv, **options),)
+        if self.direction == "backward":
+            arguments = (inputs.dout, *qkv, *attention(*qkv, return_stats=True, **options))
+            return lambda: attention_backward(*arguments, **options)
+
+        def both() -> tuple[Any, ...]:
+            out, stats = attention(*qkv, return_stats=True, **options)
+            return (out, *attention_backward(inputs.dout, *qkv, out, stats, **options))
+
+        return both
+
+    def host_variants(self, inputs: Inputs) -> Iterator[tuple[str, Call]]:
+        """The call into preallocated results, and the prepared call."""
+        cupy, qkv, options = cupy_runtime.cupy(), (inputs.q, inputs.k, inputs.v), self._options
+        if self.direction == "forward":
+            out, prepared = cupy.empty_like(inputs.dout), prepare(*qkv, **options)
+            yield "host_out_us", lambda: (attention(*qkv, **options, out=out),)
+            yield "host_prepared_us", lambda: (prepared(*qkv),)
+        elif self.direction == "backward":
+            arguments = [inputs.dout, *qkv, *attention(*qkv, return_stats=True, **options)]
+            into = {**options, **{f"d{name}": cupy.empty_like(array) for name, array in zip("qkv", qkv, strict=True)}}
+            backward = prepare(*qkv, **options, backward=True)
+            yield "host_out_us", lambda: attention_backward(*arguments, **into)
+            yield "host_prepared_us", lambda: backward(*arguments)
+
+    def facts(self) -> dict[str, Any]:
+        """The engines of the plans, those before tuning, the workspace, and the time to get the plans."""
+        plans = self._plans()
+        return {
+            "engine": _engines(plans),
+            "untuned_engine": self._untuned_engine,
+            "workspace_bytes": max(plan.workspace for plan in plans),
+            "plan_ms": sum(plan.build_ms for plan in plans),
+        }
+
+    def peak_bytes(self, call: Call) -> int | None:
+        """The peak of CuPy's memory pool."""
+        return peak_allocation(call)
+
+    def tune(self, inputs: Inputs) -> None:
+        """Measure all engine configs that the heuristics propose, and use the fastest one."""
+        self._untuned_engine = _engines(self._plans())
+        for problem in self.preset.problems(self.direction):
+            stats = problem.stats is not None and not problem.backward
+            qkv, options = (inputs.q, inputs.k, inputs.v), self._options
+            prepare(*qkv, **options, return_stats=stats, backward=problem.backward, autotune=True)
+
+    def _plans(self) -> list[PlanInfo]:
+        plans = []
+        for problem in self.preset.problems(self.direction):
+            report = explain(problem)
+            if report.plan is None:
+                raise report.error("; ".join(report.reasons))
+            plans.append(report.plan)
+        return plans
+
+
+def _engines(plans: Sequence[PlanInfo]) -> str:
+    return " + ".join(f"{plan.engine}{' tuned' * plan.tuned}" for plan in plans)
+
+
+def peak_allocation(call: Callable[[], Any]) -> int:
+    """The peak of the bytes that CuPy's memory pool hands out during a call."""
+    hook = cupy_runtime.cupy().cuda.MemoryHook
+    current, peak = 0, 0
+
+    class Count(hook):  # type: ignore[misc, valid-type]  # CuPy has no types
+        """Tracks the bytes in use and their maximum."""
+
+        name = "count"
+
+        def malloc_postprocess(self, *, mem_size: int, **_: Any) -> None:
+            """Count an allocation."""
+            nonlocal current, peak
+            current += mem_size
+            peak = max(peak, current)
+
+        def free_postprocess(self, *, mem_size: int, **_: Any) -> None:
+            """Count a deallocation."""
+            nonlocal current
+            current -= mem_size
+
+    with Count():
+        results = call()
+        del results
+    return peak

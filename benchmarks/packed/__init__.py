@@ -1,0 +1,1 @@
+"""``python -m benchmarks packed``: packed (varlen) sequences against PyTorch and cudnn-frontend."""

@@ -1,0 +1,146 @@
+"""Output of the commands: labeled lines that fit the terminal, progress bars, and errors of one line."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+#: The maximum width of a line, and the width of the labels at the start of lines.
+WIDTH, LABEL = 100, 10
+#: The width of a progress bar.
+BAR = 30
+
+
+#: The lines printed so far, if they are printed as JSON at the end; else None.
+_recorded: ContextVar[list[dict[str, str]] | None] = ContextVar("recorded", default=None)
+
+
+class Help(argparse.RawDescriptionHelpFormatter):
+    """A help formatter that wraps texts of one line and keeps texts of several lines, such as examples."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return super()._fill_text(text, width, indent) if "\n" in text else textwrap.fill(text, width)
+
+
+class CommandError(Exception):
+    """A command cannot run; the message is printed as one line."""
+
+
+def width() -> int:
+    """The width of the terminal (or of ``COLUMNS``), at most ``WIDTH``."""
+    return min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
+
+
+def positive(value: str) -> int:
+    """Parse an option whose value is a positive integer."""
+    try:
+        number = int(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{value!r} is not an integer") from None
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not positive")
+    return number
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add ``--json`` to a command that prints by :func:`print_labeled`."""
+    parser.add_argument("--json", action="store_true", dest="json_lines", help="print the lines as a JSON list")
+
+
+@contextlib.contextmanager
+def output_of(arguments: argparse.Namespace) -> Iterator[None]:
+    """Print the labeled lines of the block at once, or with ``--json`` as one JSON list at the end."""
+    if not getattr(arguments, "json_lines", False):
+        yield
+        return
+    lines: list[dict[str, str]] = []
+    token = _recorded.set(lines)
+    try:
+        yield
+    finally:
+        _recorded.reset(token)
+    if lines:
+        print(json.dumps(lines, indent=1, ensure_ascii=False))
+
+
+def record(**facts: str) -> bool:
+    """Add an entry to the JSON list if there is one; returns whether there is."""
+    lines = _recorded.get()
+    if lines is not None:
+        lines.append(facts)
+    return lines is not None
+
+
+def print_labeled(label: str, text: str) -> None:
+    """Print a label and a text; long texts continue in the text's column."""
+    if record(what=label, text=text):
+        return
+    begin = f"{label:<{LABEL}}"
+    print(textwrap.fill(text, width(), initial_indent=begin, subsequent_indent=" " * LABEL, break_on_hyphens=False))
+
+
+def print_wrapped(text: str) -> None:
+    """Print lines; long lines are wrapped and continue two columns to the right of their indentation."""
+    for line in text.splitlines():
+        indent = line[: len(line) - len(line.lstrip())] + "  "
+        # only long lines are wrapped, which keeps aligned columns
+        print(line if len(line) <= width() else textwrap.fill(line, width(), subsequent_indent=indent, break_on_hyphens=False))
+
+
+def file_error(error: OSError) -> str:
+    """The file and the reason, without the error number."""
+    return f"{error.filename}: {error.strerror}" if error.filename else str(error)
+
+
+def one_line(text: str) -> str:
+    """The lines of a text joined by semicolons, with unprintable characters escaped.
+
+    >>> one_line("no engine:\\n  engine 8 failed\\n  engine 6 failed")
+    'no engine: engine 8 failed; engine 6 failed'
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    joined = ""
+    for line in lines:
+        joined += line if not joined else f" {line}" if joined.endswith(":") else f"; {line}"
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in joined)
+
+
+def milliseconds(seconds: float) -> str:
+    """A time in milliseconds with three significant digits.
+
+    >>> milliseconds(0.0000234), milliseconds(0.0423), milliseconds(12.3)
+    ('0.0234 ms', '42.3 ms', '12300 ms')
+    """
+    value = seconds * 1e3
+    return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
+
+
+class Progress:
+    """A progress bar on stderr if that is a terminal; called with the number of finished steps and their total.
+
+    Args:
+        title: the text before the bar.
+    """
+
+    def __init__(self, title: str) -> None:
+        self._title, self._visible = title, sys.stderr.isatty()
+
+    def __call__(self, done: int, total: int) -> None:
+        """Draw the bar."""
+        if self._visible:
+            filled = BAR * done // max(total, 1)
+            bar = "#" * filled + "." * (BAR - filled)
+            print(f"\r{self._title} [{bar}] {done} of {total}", end="", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._visible:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)

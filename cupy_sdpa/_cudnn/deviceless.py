@@ -1,0 +1,67 @@
+"""Planning without a GPU: the description of a GPU, and a stub of the CUDA driver.
+
+cuDNN can plan for a GPU that is described to it, but requires a ``libcuda.so.1``. On a machine without an NVIDIA driver this is
+a stub, which is compiled when it is needed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from ..errors import CudnnError
+from .constants import AttributeType
+from .descriptor import Descriptor
+from .launch import Handle
+
+COMPILERS = ("cc", "gcc", "clang")
+_SOURCE = Path(__file__).with_name("stub_libcuda.c")
+
+
+def read_description() -> str:
+    """The description of the current GPU, as JSON; creates a CUDA context if there is none.
+
+    Raises:
+        CudnnError: there is no GPU.
+    """
+    handle = Handle()
+    with Descriptor("DEVICEPROP") as device:
+        device.set("HANDLE", handle.pointer, AttributeType.HANDLE)
+        device.finalize("describe the GPU")
+        return device.get_text("JSON_REPRESENTATION")
+
+
+def use_some_driver() -> None:
+    """Load NVIDIA's driver if it has a GPU, otherwise the stub; for a process that does not use a GPU.
+
+    Raises:
+        CudnnError: the stub cannot be built, because there is no C compiler.
+    """
+    try:
+        has_gpu = ctypes.CDLL("libcuda.so.1").cuInit(0) == 0
+    except OSError:
+        has_gpu = False
+    if not has_gpu:
+        use_stub()
+
+
+def use_stub() -> None:
+    """Build the stub and load it as the driver; for a process that never uses a GPU.
+
+    Raises:
+        CudnnError: there is no C compiler.
+    """
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise CudnnError(
+            "planning for a GPU on a machine without NVIDIA's driver requires a C compiler to build a stub of libcuda.so.1: "
+            f"none of {', '.join(COMPILERS)} was found; install one, for example with apt install gcc"
+        )
+    with tempfile.TemporaryDirectory() as folder:  # the file is not needed once it is loaded
+        target = f"{folder}/libcuda.so.1"
+        flags = ["-shared", "-fPIC", "-w", "-Wl,-soname,libcuda.so.1"]
+        subprocess.run([compiler, *flags, "-o", target, str(_SOURCE)], check=True)
+        ctypes.CDLL(target, mode=ctypes.RTLD_GLOBAL)

@@ -1,0 +1,39 @@
+"""Types in public signatures."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeVar
+
+
+class Array(Protocol):
+    """A numpy or CuPy array: what both have in common, as far as calls use it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The length of each dimension."""
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+
+    @property
+    def dtype(self) -> Any:
+        """The numpy dtype."""
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """The bytes from one element to the next in each dimension."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all elements."""
+
+    @property
+    def T(self) -> Any:  # noqa: N802
+        """The array with its dimensions in reverse order."""
+
+    def __getitem__(self, key: Any, /) -> Any: ...
+
+
+#: The type of an array that a result of the same type, shape and dtype follows from.
+ArrayT = TypeVar("ArrayT", bound=Array)

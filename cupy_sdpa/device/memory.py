@@ -1,0 +1,109 @@
+"""Copies and fills of device memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import driver
+from .cupy_runtime import cupy, stream
+
+
+class Rows(NamedTuple):
+    """The memory of an array as evenly spaced rows; in bytes."""
+
+    address: int
+    pitch: int
+    width: int
+    number: int
+
+
+def rows_of(array: Any, axis: int) -> Rows | None:
+    """The rows of an array; None if it has none.
+
+    A row spans the axes up to ``axis``, along which the array must be dense. The rows must be evenly spaced.
+    """
+    width = array.dtype.itemsize
+    for length, stride in zip(array.shape[: axis + 1], array.strides[: axis + 1], strict=True):
+        if length > 1 and stride != width:
+            return None
+        width *= length
+    pitch, count = max(width, 1), 1
+    for length, stride in zip(array.shape[axis + 1 :], array.strides[axis + 1 :], strict=True):
+        if length > 1:
+            pitch = stride if count == 1 else pitch
+            if stride != pitch * count or pitch < width:
+                return None
+            count *= length
+    return Rows(array.data.ptr, pitch, width, count)
+
+
+def fit(target: Any, source: Any, axes: Sequence[int]) -> None:
+    """Copy ``source`` into ``target``, cropped or padded with zeros along ``axes``; for numpy and CuPy arrays."""
+    common = tuple(slice(min(to, of)) for to, of in zip(target.shape, source.shape, strict=True))
+    for axis in axes:
+        target[(*common[:axis], slice(common[axis].stop, None))] = 0
+    target[common] = source[common]
+
+
+def resize(target: Any, source: Any, axis: int) -> None:
+    """:func:`fit` for CuPy arrays along one axis.
+
+    Where both arrays consist of as many rows (see :func:`rows_of`), as arrays in Fortran order do, these are two driver calls
+    at memory speed. Otherwise CuPy's element-wise kernels copy, which are 20 times slower on 4-dimensional arrays.
+    """
+    to, of = rows_of(target, axis), rows_of(source, axis)
+    if to is None or of is None or to.number != of.number:
+        fit(target, source, (axis,))
+        return
+    width = min(to.width, of.width)
+    runtime = cupy().cuda.runtime
+    if width:
+        kind = runtime.memcpyDeviceToDevice
+        runtime.memcpy2DAsync(to.address, to.pitch, of.address, of.pitch, width, to.number, kind, stream())
+    if width < to.width:
+        padding = to.width - width
+        driver.check(driver.bindings().cuMemsetD2D8Async(to.address + width, to.pitch, 0, padding, to.number, stream()))
+
+
+def clear(array: Any, value: float) -> None:
+    """Fill an array with 0, or a float32 array with any value. A dense array takes one memset, at memory speed."""
+    if not array.flags.f_contiguous and not array.flags.c_contiguous:
+        array.fill(value)
+    elif array.size:
+        if value == 0:
+            driver.check(driver.bindings().cuMemsetD8Async(array.data.ptr, 0, array.nbytes, stream()))
+        else:
+            bits = int(np.float32(value).view(np.uint32))
+            driver.check(driver.bindings().cuMemsetD32Async(array.data.ptr, bits, array.size, stream()))
+
+
+def fill_int32(array: Any, value: int) -> None:
+    """Fill a dense int32 array with a value."""
+    driver.check(driver.bindings().cuMemsetD32Async(array.data.ptr, value, array.size, stream()))
+
+
+#: The array of :func:`positions` in each CUDA context, by the context's id.
+_positions: dict[int, Any] = {}
+#: Every array that :func:`positions` has created. Together they take at most twice the memory of the longest.
+_all_positions: list[Any] = []
+
+
+def positions(length: int) -> Any:
+    """An int32 array that begins with 0, 1, ..., ``length - 1``. It is never freed, so plans may store its address.
+
+    There is one such array in each context; a longer one is at least twice as long. The array is filled when this function
+    returns, so work on any stream may read it.
+    """
+    context = driver.context_id()
+    array = _positions.get(context)
+    if array is None or array.size < length:
+        size = max(1 << 16, 1 << (length - 1).bit_length())
+        with cupy().cuda.Stream(non_blocking=True) as new_stream:
+            array = cupy().arange(size, dtype=np.int32)
+            new_stream.synchronize()
+        _all_positions.append(array)
+        _positions[context] = array
+    return array

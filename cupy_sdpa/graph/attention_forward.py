@@ -1,0 +1,89 @@
+"""The operation graph of the forward pass, one formula per step, for both engines.
+
+cuDNN recognizes the steps in this order as flash attention: no matrix of size Sq x Skv is stored in memory. Sources: Vaswani
+et al. 2017, "Attention Is All You Need", equation 1; Dao 2023, "FlashAttention-2", section 3.1, for the log-sum-exp.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from ..problem.problem import SEEDS, Problem
+from .nodes import Builder, Graph, Shape, Tensor
+from .operands import BATCH_AXES, HEAD_AXES, SCORE_AXES, TRANSPOSED_AXES, Operands, operand
+from .scores import Scores, partial_tiles
+
+
+@functools.lru_cache(maxsize=1024)
+def forward(problem: Problem, guards: frozenset[str] = frozenset()) -> Graph:
+    """``O = softmax(S) V`` with the modified and masked scores S; ``stats`` is the log-sum-exp of each row of S.
+
+    Args:
+        problem: a problem of the forward pass.
+        guards: workarounds for bugs of some cuDNN kernels (:mod:`cupy_sdpa.support.why_not`). ``positions`` reads the indices
+            of keys and heads from memory, and broadcasts all other inputs of the scores along the keys; the result is the
+            same. ``no-split`` excludes the kernel that splits the keys.
+    """
+    g, operands = Builder(compute_dtype(problem)), Operands(problem, full_keys="positions" in guards)
+    q, kt, v, out = operands("q"), operands("k", TRANSPOSED_AXES), operands("v"), operands("out")
+    scores = Scores(g, operands)
+    # S = Q Kᵀ                              (B, Hq, Sq, Skv)
+    s = g.matmul("S = Q Kᵀ", q, kt, "S", m=scores.queries, n=scores.keys)
+    # S <- f(scale S)
+    s, function = scores.modify(s)
+    # S <- S where the query attends to the key, else -inf
+    s = scores.mask_positions(scores.mask_lengths(s), function)
+    if "keys" in partial_tiles(problem):
+        s = scores.mask_tail(s, "j", axis=3)
+    # P = exp(S − L), L = logsumexp(S)      rounded to the dtype of v for the tensor cores
+    probability = problem.settings.dropout
+    p = g.softmax(
+        "P = exp(S − L), L = logsumexp(S)", s, "P", g.compute_dtype if probability else problem.dtype,
+        None if problem.max else operands.row_stats("stats"),
+        sink=operands.optional("sinks", HEAD_AXES), max=operands.row_stats("max"), sum_exp=operands.row_stats("sum_exp"),
+        rows=scores.queries,
+    )  # fmt: skip
+    if probability:
+        # P <- P ∘ R / (1 − p)              Srivastava et al. 2014, "Dropout"; the expectation stays the same
+        dropout = Dropout(g, operands, p.shape)
+        p = dropout.rescale(dropout.drop(p, "P"), "P ∘ R", dtype=problem.dtype)
+    # O = P V                               (B, Hq, Sq, Dv)
+    g.matmul("O = P V", p, v, out, m=scores.queries, k=scores.keys)
+    return g.graph(no_split="no-split" in guards)
+
+
+class Dropout:
+    """Dropout of the softmax weights with probability p.
+
+    Args:
+        g: the builder of the graph.
+        operands: the tensors of the problem.
+        shape: ``(B, Hq, Sq, Skv)``.
+    """
+
+    def __init__(self, g: Builder, operands: Operands, shape: Shape) -> None:
+        probability = operands.problem.settings.dropout
+        self.g = g
+        self.scale = g.scalar("1/(1−p)", g.compute_dtype, value=1 / (1 - probability))
+        self.keep = operands.optional("dropout_mask", SCORE_AXES) or self._random(operands, shape, 1 - probability)
+
+    def drop(self, x: Tensor, name: str) -> Tensor:
+        """``x ∘ R`` with ``R_ij = 1`` where a weight is kept, else 0."""
+        return self.g.pointwise(f"{name} ∘ R", "mul", x, self.keep, out=f"{name}∘R")
+
+    def rescale(self, x: Tensor, name: str, dtype: str | None = None) -> Tensor:
+        """``x / (1 − p)``."""
+        formula = f"{name} / (1 − p)"
+        return self.g.pointwise(formula, "mul", x, self.scale, out=formula.replace(" ", ""), dtype=dtype)
+
+    def _random(self, operands: Operands, shape: Shape, probability: float) -> Tensor:
+        """R by random numbers; stored if the problem returns it."""
+        seed, offset = (operand(operands.specs[name], BATCH_AXES, "input") for name in SEEDS)
+        stored = operands.problem.rng_dump
+        keep = operand(stored, SCORE_AXES, "output") if stored else self.g.virtual("R", shape)
+        return self.g.bernoulli("R = 1 with probability 1 − p", keep, seed, offset, probability)
+
+
+def compute_dtype(problem: Problem) -> str:
+    """The dtype of intermediate results."""
+    return "float64" if problem.dtype == "float64" else "float32"

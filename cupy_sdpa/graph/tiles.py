@@ -1,0 +1,231 @@
+"""Tiles: the work of the CPU engine, one head of one batch entry and a block of its rows at a time.
+
+So attention of 4096 queries and 4096 keys needs tens of megabytes, not gigabytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..problem.tensor_spec import numpy_dtype
+from .nodes import Graph, Matmul, Node, Reduction, Tensor
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray  # slow to import
+
+    Array = NDArray[Any]
+#: Elements of one tile of scores: 4 MiB in float32, so that a tile and its copies fit into the caches of a laptop.
+TILE_ELEMENTS = 1 << 20
+
+
+class Evaluation:
+    """One evaluation of a graph: what all tiles share. The arguments are those of :func:`evaluate`.
+
+    Attributes:
+        views: the caller's arrays with the axes of their tensors, by name.
+        scalars: the values of scalars, by name.
+        dtype: the dtype of intermediate results.
+        exact: whether intermediate results are not rounded.
+        right_operands: the names of the right operands of matmuls, of which every tile reads all rows.
+        steps: every node with the names of the tensors that no later node reads.
+        totals: sums over tiles, by the name of the result.
+        group_sums: unfinished sums over a group of heads, by the name of the result.
+        heads: the number of query heads.
+    """
+
+    def __init__(self, graph: Graph, arrays: Mapping[str, Array], scalars: Mapping[str, float], exact: bool) -> None:
+        self.graph, self.exact = graph, exact
+        self.views = {t.name: _view(arrays[t.name], t) for t in graph.by_role("input", "output")}
+        self.views |= {t.name: _constant(t) for t in graph.by_role("constant")}
+        self.scalars = {t.name: scalars[t.name] if t.value is None else t.value for t in graph.by_role("scalar")}
+        self.dtype = np.dtype("float64" if exact else graph.compute_dtype)
+        self.right_operands = {node.b.name for node in graph.nodes if isinstance(node, Matmul)}
+        self.steps = _last_reads(graph)
+        self.totals = {node.out.name: np.zeros(node.out.shape, self.dtype) for node in graph.nodes if _sums_over_tiles(node)}
+        self.group_sums: dict[str, Array] = {}
+        self._shape: tuple[int, ...] = tuple(map(max, zip(*(node.inputs[0].shape for node in graph.nodes), strict=True)))
+        self.heads = self._shape[1]
+
+    def tiles(self) -> Iterator[Tile]:
+        """All tiles, in the order of batch entries, heads and rows."""
+        batch, heads, rows, max_columns = self._shape
+        lengths, columns = _packed_lengths(self.graph), None
+        separable = _is_separable(self.graph, self.right_operands)
+        for b in range(batch):
+            if lengths:
+                rows, columns = (int(self.views[tensor.name][b, 0, 0, 0]) for tensor in lengths)
+            width = max(1, max_columns if columns is None else columns)
+            step = max(1, min(rows, TILE_ELEMENTS // width) if separable else rows)
+            for h in range(heads):
+                cache: dict[str, Array] = {}  # the keys and values of this head: the same for every block of queries
+                for start in range(0, max(1, rows), step):
+                    yield Tile(self, b, h, start, min(rows, start + step), columns, cache)
+
+
+@dataclass
+class Tile:
+    """A block of rows of one head of one batch entry, and the values of the tensors there, as matrices.
+
+    Attributes:
+        run: the evaluation.
+        batch, head: the batch entry and the query head.
+        start, stop: the rows.
+        columns: the number of keys of this batch entry; None if it is that of the tensors.
+        cache: the values of the tensors ``run.right_operands``, the same for all tiles of a head.
+        values: the tensors computed or read so far, in ``run.dtype``.
+        last_reads: the tensors that no later node reads; their memory may be reused.
+    """
+
+    run: Evaluation
+    batch: int
+    head: int
+    start: int
+    stop: int
+    columns: int | None
+    cache: dict[str, Array]
+    values: dict[str, Array] = field(default_factory=dict)
+    last_reads: frozenset[str] = frozenset()
+
+    def __getitem__(self, tensor: Tensor) -> Any:
+        """The value of a tensor: a matrix, or a number if it is a scalar."""
+        name = tensor.name
+        if tensor.role == "scalar":
+            return self.run.scalars[name]
+        for values in (self.values, self.cache):
+            if name in values:
+                return values[name]
+        value = self._slice(tensor)
+        if value.dtype.kind != "b":
+            value = value.astype(np.int64 if value.dtype.kind == "i" else self.run.dtype)
+        (self.cache if name in self.run.right_operands else self.values)[name] = value
+        return value
+
+    def __setitem__(self, tensor: Tensor, value: Array) -> None:
+        """Store a result, rounded to its dtype, and write it to the caller's array if it is an output."""
+        if tensor.role == "output" and tensor.ragged is None:
+            self._slice(tensor)[...] = value
+        elif tensor.role == "output":
+            part = self._sequence(tensor)[self.start : self.start + len(value)]
+            part[...] = value[: len(part)]
+        dtype = self.run.dtype
+        if not self.run.exact and value.dtype == dtype and tensor.dtype != dtype.name:
+            value = value.astype(numpy_dtype(tensor.dtype)).astype(dtype)
+        self.values[tensor.name] = value
+
+    def add_to_group(self, tensor: Tensor, value: Array) -> None:
+        """Add to a sum over a group of heads; the last head of the group stores the sum."""
+        sums, group = self.run.group_sums, self.run.heads // tensor.shape[1]
+        if self.head % group == 0:
+            sums[tensor.name] = np.zeros_like(value)
+        sums[tensor.name] += value
+        if self.head % group == group - 1:
+            self[tensor] = sums.pop(tensor.name)
+
+    def add_to_total(self, tensor: Tensor, value: Array) -> None:
+        """Add to a sum over tiles: over the batch, the heads or the rows."""
+        b, h, rows, columns = tensor.shape
+        part = self.run.totals[tensor.name][self.batch if b > 1 else 0, self.head if h > 1 else 0]
+        if rows == 1:
+            value = value.sum(axis=0, keepdims=True)
+        else:
+            part = part[self.start : self.stop]
+        if columns > 1:
+            part = part[:, : self.columns]
+        part += value if columns > 1 else value.sum(axis=1, keepdims=True)
+
+    def reusable(self, tensor: Tensor, other: Tensor | None = None) -> Array | None:
+        """The memory of a tensor, to store the result of a step; None if a later step reads it or it is cached.
+
+        Also None if the other operand of the step is larger, and so is the result.
+        """
+        value = self.values.get(tensor.name)
+        if tensor.name not in self.last_reads or value is None or value.dtype != self.run.dtype:
+            return None
+        fits = other is None or other.role == "scalar" or np.broadcast_shapes(value.shape, self[other].shape) == value.shape
+        return value if fits else None
+
+    def _slice(self, tensor: Tensor) -> Array:
+        rows = slice(None) if tensor.name in self.run.right_operands or tensor.shape[2] == 1 else slice(self.start, self.stop)
+        if tensor.ragged is not None:
+            matrix = self._sequence(tensor)
+            if self.columns is None:
+                matrix = np.pad(matrix, [(0, full - n) for full, n in zip(tensor.shape[2:], matrix.shape, strict=True)])
+            return matrix[rows]
+        view = self.run.views[tensor.name]
+        if view.shape[2] == 1:  # a single row, broadcast
+            rows = slice(None)
+        b = self.batch if view.shape[0] > 1 else 0
+        return view[b, self._head_of(view)][rows, : self.columns if tensor.shape[3] > 1 else None]  # type: ignore[no-any-return]
+
+    def _sequence(self, tensor: Tensor) -> Array:
+        """The part of a packed tensor that is the sequence of this batch entry."""
+        assert tensor.ragged
+        view = self.run.views[tensor.name]
+        matrix = view[0, self._head_of(view)]
+        axis = 1 if tensor.axes[3] == 2 else 0
+        offsets = self.run.views[tensor.ragged.name][:, 0, 0, 0] // tensor.strides[2 + axis]
+        tokens = slice(int(offsets[self.batch]), int(offsets[self.batch + 1]))
+        return matrix[:, tokens] if axis else matrix[tokens]  # type: ignore[no-any-return]
+
+    def _head_of(self, view: Array) -> int:
+        """The head of a tensor with fewer heads, each of which serves a group of consecutive query heads."""
+        return self.head * int(view.shape[1]) // self.run.heads
+
+
+def _constant(tensor: Tensor) -> Array:
+    """The integers from 0 on, with the strides of the tensor."""
+    numbers = np.arange(tensor.span, dtype=np.int32)
+    return np.lib.stride_tricks.as_strided(numbers, tensor.shape, [4 * step for step in tensor.strides], writeable=False)
+
+
+def _view(array: Array, tensor: Tensor) -> Array:
+    """The caller's array with the axes of the tensor."""
+    view = array.transpose([axis for axis in tensor.axes if axis >= 0])
+    return np.expand_dims(view, [position for position, axis in enumerate(tensor.axes) if axis < 0])
+
+
+def _packed_lengths(graph: Graph) -> tuple[Tensor, Tensor] | None:
+    """The lengths of each batch entry, if only these queries and keys need to be computed.
+
+    This is the case for packed sequences, unless a result has elements for all queries and keys of the longest sequence.
+    """
+    first = next((node for node in graph.nodes if isinstance(node, Matmul)), None)
+    if first is None or first.a.ragged is None or first.m is None or first.n is None:
+        return None
+    sums = {node.out.name for node in graph.nodes if _sums_over_tiles(node)}
+    if any(tensor.ragged is None and tensor.name not in sums for tensor in graph.by_role("output")):
+        return None
+    return first.m, first.n
+
+
+def _sums_over_tiles(node: Node) -> bool:
+    """Whether a node sums over tiles, so that its result is complete only after the last tile."""
+    if not isinstance(node, Reduction) or node.out.role != "output":
+        return False
+    (b, h, m, n), (_, out_heads, _, _) = node.x.shape, node.out.shape
+    return node.out.shape not in ((b, h, m, 1), (b, out_heads, m, n))
+
+
+def _is_separable(graph: Graph, right_operands: set[str]) -> bool:
+    """Whether a block of rows can be computed without the other rows.
+
+    A matmul mixes the rows of its right operand only. So every right operand must be an input, and no step may read it by rows.
+    """
+    by_rows = {t.name for node in graph.nodes for t in node.inputs if not (isinstance(node, Matmul) and t is node.b)}
+    results = {t.name for node in graph.nodes for t in node.outputs}
+    return not right_operands & (by_rows | results)
+
+
+def _last_reads(graph: Graph) -> list[tuple[Node, frozenset[str]]]:
+    """Every node with the names of its tensors that no later node reads."""
+    read: set[str] = set()
+    steps: list[tuple[Node, frozenset[str]]] = []
+    for node in reversed(graph.nodes):
+        names = {t.name for t in (*node.inputs, *node.outputs)}
+        steps.append((node, frozenset(names - read)))
+        read |= names
+    return steps[::-1]

@@ -1,0 +1,85 @@
+"""The types of public signatures, as a type checker sees them. mypy runs on a snippet; it is skipped where mypy is not installed."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+#: Code, and the type that mypy reveals or the error that it reports on each line.
+LINES = (
+    ("reveal_type(cupy_sdpa.attention(q, k, v))", r'"numpy\.ndarray\[.*_32Bit.*\]"'),
+    ("reveal_type(cupy_sdpa.attention(q, k, v, causal=True, out=out))", r'"numpy\.ndarray\[.*_32Bit.*\]"'),
+    ("reveal_type(cupy_sdpa.attention(q, k, v, return_stats=True))", r'"tuple\[numpy\.ndarray\[.*_32Bit.*\], Any\]"'),
+    ("reveal_type(cupy_sdpa.attention(q, k, v, stats=q))", r'"tuple\[numpy\.ndarray\[.*_32Bit.*\], Any\]"'),
+    ("reveal_type(cupy_sdpa.attention(q, k, v, return_stats='max_sumexp'))", r'"tuple\[numpy\.ndarray\[.*\], Any, Any, Any\]"'),
+    ("reveal_type(cupy_sdpa.attention(q, k, v, return_stats=flag))", '"Any"'),
+    ("reveal_type(cupy_sdpa.attention(untyped, untyped, untyped, return_stats=True))", r'"tuple\[Any, Any\]"'),
+    ("reveal_type(cupy_sdpa.attention_backward(q, q, k, v, q, stats))", r'"tuple\[Any, Any, Any\]"'),
+    ("reveal_type(cupy_sdpa.attention_backward(q, q, k, v, q, stats, bias=q, return_dbias=True))", r'"tuple\[Any, \.\.\.\]"'),
+    ("reveal_type(cupy_sdpa.attention_vjp(q, k, v)[0])", r'"numpy\.ndarray\[.*_32Bit.*\]"'),
+    ("reveal_type(cupy_sdpa.prepare(q, k, v)(q, k, v))", r'"numpy\.ndarray\[.*_32Bit.*\]"'),
+    ("reveal_type(cupy_sdpa.prepare(q, k, v, return_stats=True)(q, k, v))", r'"tuple\[numpy\.ndarray\[.*_32Bit.*\], Any\]"'),
+    (
+        "reveal_type(cupy_sdpa.problem((64, 8, 10, 1), (64, 8, 10, 1), (64, 8, 10, 1), dtype='f2'))",
+        '"cupy_sdpa.problem.problem.Problem"',
+    ),
+    ("reveal_type(cupy_sdpa.zoo)", "Module"),
+    (
+        "cupy_sdpa.attention(q, k, v, causal='bottom_right', window=(3, None), tensors={'x': q}, seed=1, bucket='power_of_two')",
+        None,
+    ),
+    ("cupy_sdpa.explain(q, k, v, causal=True, gpu='H200')", None),
+    ("cupy_sdpa.attention(q, k, v, causal='botom_right')", "call-overload"),
+    ("cupy_sdpa.attention(q, k, v, is_causal=True)", "call-overload"),
+    ("cupy_sdpa.attention(q, k, v, return_stats='max')", "call-overload"),
+    ("cupy_sdpa.attention(q, k, [1.0])", "call-overload"),
+    ("cupy_sdpa.attention_vjp(q, k, v, causal='botom_right')", "typeddict-item|arg-type"),
+    ("cupy_sdpa.prepare(q, k, v, causal='botom_right')", "call-overload"),
+    ("cupy_sdpa.prepare(q, k, v, autotune='knobs')", "call-overload"),
+    ("cupy_sdpa.explain(q, k, v, scale='1')", "arg-type"),
+    ("a, b, c = cupy_sdpa.attention(q, k, v, return_stats=True)", "misc"),
+    ("cupy_sdpa.attention(q, k, v) + 'x'", "operator"),
+)
+HEAD = """\
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import cupy_sdpa
+
+
+def snippet(q: npt.NDArray[np.float32], k: npt.NDArray[np.float32], v: npt.NDArray[np.float32], flag: bool, untyped: Any) -> None:
+    out, stats = cupy_sdpa.attention(q, k, v, return_stats=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def messages(tmp_path_factory):
+    """What mypy reports on each line of the snippet."""
+    api = pytest.importorskip("mypy.api")
+    path = tmp_path_factory.mktemp("typing") / "snippet.py"
+    path.write_text(HEAD + "".join(f"    {code}\n" for code, _ in LINES), encoding="utf-8")
+    config = path.with_name("mypy.ini")
+    config.write_text(f"[mypy]\nstrict = True\nmypy_path = {ROOT}\nignore_missing_imports = True\n")
+    cache = ROOT / ".mypy_cache" / "snippets"
+    reported, failure, _ = api.run(["--config-file", str(config), "--cache-dir", str(cache), str(path)])
+    assert not failure
+    lines = {}
+    for number, message in re.findall(r"snippet\.py:(\d+): (.*)", reported):
+        lines.setdefault(int(number) - HEAD.count("\n") - 1, []).append(message)
+    assert min(lines) >= 0, reported
+    return lines
+
+
+@pytest.mark.parametrize("index", range(len(LINES)), ids=[code for code, _ in LINES])
+def test_mypy_knows_the_types(index, messages):
+    """Results have the types of the options, and invalid options and arrays are errors."""
+    _, expected = LINES[index]
+    got = "\n".join(messages.get(index, []))
+    if expected is None:
+        assert not got
+    else:
+        assert re.search(expected, got), got or "no message"
