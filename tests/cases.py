@@ -93,7 +93,7 @@ class Case:
         return tuple(sizes[axis] if axis in full else 1 for axis in "kqhb")
 
     def options(self, xp=np, dropout_mask=None):
-        """The options of a call, with arrays for numpy or CuPy; a mask of dropout takes the place of its seed."""
+        """The options of a call with numpy or CuPy arrays; a dropout mask replaces the seed."""
         options = {"scale": self.scale, "causal": self.causal, "window": self.window, "softcap": self.softcap}
         arrays = {}
         lengths = {"q": self.seq_lens_q, "kv": self.seq_lens_kv}
@@ -121,7 +121,7 @@ class Case:
         return options | {name: xp.asarray(array) for name, array in arrays.items()}
 
     def added(self, options):
-        """The size of what is added to the scores, one way or another."""
+        """The largest magnitude of what is added to the scores."""
         bias, slopes = (np.abs(options[name]).max() if name in options else 0.0 for name in ("bias", "alibi_slopes"))
         # a tanh computed with hardware exponentials is a few units off
         return float(bias) + 32 * (self.softcap or 0.0) + slopes * max(self.longest)
