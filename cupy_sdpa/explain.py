@@ -60,8 +60,8 @@ def problem(
 
     >>> import cupy_sdpa
     >>> print(cupy_sdpa.problem((128, 32, 4096, 1), (128, 8, 4096, 1), (128, 8, 4096, 1), dtype="bfloat16", causal=True))
-    forward attention, bfloat16: batch 1, 32 query and 8 key/value heads (GQA, 4 query heads a key head), 4096 queries, \
-4096 keys, head dim 128, causal from the top left
+    forward attention, bfloat16: batch 1, 32 query and 8 key/value heads (GQA, 4 query heads per key/value head), 4096 \
+queries, 4096 keys, head dim 128, causal from the top left
     """
     return read_shapes(
         q, k, v, options, dtype=dtype, seq_lens=seq_lens, return_stats=return_stats, backward=backward,

@@ -25,7 +25,7 @@ REQUIRES = {"": (), "cudnn": ("cudnn",), "gpu": ("gpu",), "multi_gpu": ("gpu", "
 #: Whether there are hours for it.
 NIGHTLY = os.environ.get("CUPY_SDPA_NIGHTLY", "0") != "0"
 #: Compiling a kernel takes a second. The sweep compiles those of one in so many tests, every night those of all.
-SHARE = 4
+SHARE = 6
 #: The tests of these files share what takes long to make.
 TOGETHER = ("test_training",)
 #: The tests that take longest are started first, so that no worker process waits for another at the end.

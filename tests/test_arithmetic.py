@@ -70,8 +70,8 @@ def test_integers_of_more_than_32_bits_raise_on_the_gpu():
     assert ".astype('int32')" in reason.text
     for number in (2**31, -(2**31) - 1):
         with pytest.raises(OverflowError, match=f"the integer {number}; on the GPU integers have 32 bits"):
-            user_functions.check_numbers({"n0": number})
-    user_functions.check_numbers({"n0": 2**31 - 1, "n1": -(2**31), "n2": 1e30})
+            user_functions.check_scalars({"n0": number})
+    user_functions.check_scalars({"n0": 2**31 - 1, "n1": -(2**31), "n2": 1e30})
 
 
 @pytest.mark.parametrize("divisor", [0, 0.0])

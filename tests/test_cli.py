@@ -196,12 +196,12 @@ def test_plan_fills_a_store(folder, capsys):
     [
         (["missing.toml", "--gpu", "h200"], "No such file"),
         (["shapes.toml", "--gpu", "h201"], "no GPU named 'h201'"),
-        (["bad.toml", "--gpu", "h200"], "bad.toml is no TOML file"),
+        (["bad.toml", "--gpu", "h200"], "bad.toml is not a TOML file"),
         (["shapes.toml", "--gpu", "bad.toml"], "bad.toml does not describe a GPU"),
-        (["bytes", "--gpu", "h200"], "bytes is no TOML file"),
+        (["bytes", "--gpu", "h200"], "bytes is not a TOML file"),
         (["shapes.toml", "--gpu", "bytes"], "bytes does not describe a GPU"),
         (["shapes.toml", "--gpu", "h200", "--cudnn", "./missing.so.9"], "--cudnn ./missing.so.9: there is no such file"),
-        (["shapes.toml", "--gpu", "h200", "--cudnn", "8.9"], "'8.9' is another cuDNN than this package speaks to"),
+        (["shapes.toml", "--gpu", "h200", "--cudnn", "8.9"], "'8.9' is not supported: this package needs cuDNN 9"),
     ],
     ids=["no_file", "no_gpu", "no_toml", "no_description", "bytes", "bytes_for_a_gpu", "no_library", "old_cudnn"],
 )
@@ -227,7 +227,7 @@ def test_support_prints_the_table(capsys):
     assert main(["support", "--markdown", "--cudnn", "9.25.1"]) == 0
     assert "cuDNN 9.25.1:" in "\n".join(lines(capsys))
     assert main(["support", "--cudnn", "new"]) == 2
-    assert "'new' is no cuDNN version" in complaint(capsys)
+    assert "'new' is not a cuDNN version" in complaint(capsys)
 
 
 def test_describing_needs_a_gpu(capsys):
@@ -254,7 +254,8 @@ def test_a_description_read_off_the_card_plans(folder, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("shapes.toml", "shapes.toml: File exists"), ("open", "open: others may write to it"), ("no/x", "no: ")]
+    ("name", "said"),
+    [("shapes.toml", "shapes.toml: File exists"), ("open", "open: other users may write to it"), ("no/x", "no: ")],
 )
 def test_plan_refuses_a_folder_that_cannot_keep_plans(name, said, folder, capsys, monkeypatch):
     """The error comes before planning, and no file is changed."""

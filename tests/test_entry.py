@@ -49,7 +49,7 @@ class LoadedPlan:
         return [256]
 
     def close(self):
-        """Count the call."""
+        """Mark as closed."""
         self.closed = True
 
 

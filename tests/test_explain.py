@@ -306,7 +306,7 @@ except cupy_sdpa.CudnnError as error:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=child_environment(PATH=str(tmp_path))
     )
-    assert "needs a C compiler" in done.stdout
+    assert "requires a C compiler" in done.stdout
     assert CudnnError.__name__ not in done.stderr
 
 

@@ -12,8 +12,9 @@ from cases import Case, as_float, inputs
 from cupy_sdpa import attention, attention_backward, autotune, explain, get_plan_cache, prepare
 from cupy_sdpa._cudnn.library import library
 from cupy_sdpa.calls import replay_cache
-from cupy_sdpa.device import cuda_graph, cupy_runtime
-from cupy_sdpa.plans.plan_cache import RECORDING_LIMIT, existing_session
+from cupy_sdpa.device import cuda_graph, driver
+from cupy_sdpa.plans.plan_cache import RECORDING_LIMIT
+from cupy_sdpa.plans.sessions import existing_session
 from cupy_sdpa.problem.problem import Problem
 
 pytestmark = pytest.mark.gpu
@@ -24,7 +25,7 @@ CASE = Case("repeated", sq=100, dtype="bfloat16")
 @pytest.fixture
 def session(plans):
     """A session without cached calls."""
-    session = existing_session(cupy_runtime.context_id())
+    session = existing_session(driver.context_id())
     session.known.clear()
     session.cache.recorded.warned = False
     yield session
@@ -204,7 +205,7 @@ def test_large_copies_are_not_kept(arrays, cupy, monkeypatch):
     monkeypatch.setattr(replay_cache, "SMALL_BYTES", 0)
     for _ in range(4):
         attention(q, k, v, out=out, **options)
-    assert not existing_session(cupy_runtime.context_id()).known
+    assert not existing_session(driver.context_id()).known
     before = bits(out)
     options["seq_lens_kv"][...] = cupy.array([1, 80])
     attention(q, k, v, out=out, **options)
@@ -476,7 +477,7 @@ def test_old_addresses_are_evicted(arrays, cupy, monkeypatch):
     for _ in range(3):
         for scale in (0.1, 0.2, 0.3, 0.4):
             np.testing.assert_array_equal(bits(attention(q, k, v, scale=scale)), bits(attention(q, k, v, scale=scale)))
-    known = existing_session(cupy_runtime.context_id()).known
+    known = existing_session(driver.context_id()).known
     assert len(known) == 2
     assert cache.recording_bytes <= cache.recording_limit
     assert cache.recordings == sum(len(call._graphs) for call in known.values())
@@ -553,6 +554,6 @@ def test_two_gpus_have_their_own_captured_graphs(cupy, monkeypatch):
             check(device)
             with reading_forbidden(monkeypatch):
                 check(device)
-            known = existing_session(cupy_runtime.context_id()).known.values()
+            known = existing_session(driver.context_id()).known.values()
             assert sum(bool(call._graphs) for call in known) == 2
             get_plan_cache().clear()

@@ -81,7 +81,7 @@ class Fixture:
             session=lambda context: self.session,
         )  # fmt: skip
         monkeypatch.setattr(replay_cache, "_runtime", self.here)
-        monkeypatch.setattr(replay_cache.cupy_runtime, "context_id", lambda: 1)
+        monkeypatch.setattr(replay_cache.driver, "context_id", lambda: 1)
         monkeypatch.setattr(replay_cache.cupy_runtime, "stream", lambda: self.stream)
         monkeypatch.setattr(replay_cache.cupy_runtime, "empty", Array)
         monkeypatch.setattr(replay_cache, "Recording", functools.partial(Recording, self))

@@ -42,7 +42,7 @@ def candidates_of(problem):
 
 @pytest.mark.cudnn
 def test_every_config_is_tried_once(planner):
-    """The existing plan is not tried again."""
+    """The configs are distinct, and the existing plan is not among them."""
     own, configs = planner.call(candidates_of, ASKED)
     assert configs
     assert own not in configs

@@ -132,10 +132,7 @@ def masked_inputs(problem: Problem) -> dict[str, str]:
 
 
 def _may_mask_rows(problem: Problem) -> bool:
-    """Whether the backward pass may have fully masked rows whose log-sum-exp no mask of the graph hides.
-
-    These are rows of the padding with sinks, and rows that a bias or a score function masks.
-    """
+    """Whether the backward pass may have rows that are masked by a bias, a score function, or as padding with sinks."""
     return problem.backward and (problem.bias is not None or problem.dsinks is not None or problem.has_score_mod)
 
 
@@ -153,10 +150,7 @@ def _filled(fill: Fill, like: Any, on_gpu: bool) -> Any:
         return np.full(size, value, dtype)
     with cupy_runtime.on_device_of(like):
         array = cupy_runtime.empty((size,), np.dtype(dtype))
-        if dtype == "int32":
-            memory.fill_int32(array, value)
-        else:
-            array.fill(value)
+        memory.fill_int32(array, value) if dtype == "int32" else array.fill(value)
     return array
 
 

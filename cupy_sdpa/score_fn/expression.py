@@ -143,7 +143,7 @@ class Writer:
 
         Args:
             roots: steps; None is skipped.
-            known: steps to leave out, together with the steps that only they depend on.
+            known: steps to leave out, together with their operands unless other steps need these.
         """
         visited: set[int] = set()
         stack = [root for root in roots if root is not None]

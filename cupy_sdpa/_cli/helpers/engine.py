@@ -12,7 +12,7 @@ import numpy as np
 from ..._cudnn.library import library
 from ...device import cupy_runtime
 from ...explain import explain
-from ...problem.tensor_spec import ITEMSIZE
+from ...problem.tensor_spec import FLOAT_DTYPES
 from ...version import version_text
 from . import machine
 from .console import CommandError, one_line
@@ -48,7 +48,7 @@ def add_options(parser: argparse.ArgumentParser, default_dtype: str | None) -> N
     """Add ``--engine`` and ``--dtype`` to a command."""
     default = default_dtype or "the file's"
     parser.add_argument(
-        "--dtype", choices=tuple(ITEMSIZE), default=default_dtype, help=f"dtype of the computation (default: {default})"
+        "--dtype", choices=FLOAT_DTYPES, default=default_dtype, help=f"dtype of the computation (default: {default})"
     )
     parser.add_argument(
         "--engine",
