@@ -1,12 +1,9 @@
-"""The tiers: unmarked tests need numpy only, ``cudnn`` the library and a C compiler, ``gpu`` a GPU, ``multi_gpu`` two.
+"""The test tiers: unmarked tests need numpy only, ``cudnn`` the library and a C compiler, ``gpu`` a GPU, ``multi_gpu`` two.
 
 Tests with the fixture ``fake`` also need a C++ compiler.
 
-One command runs what the machine has and says what it left out. ``CUPY_SDPA_REQUIRE=gpu`` (or ``cudnn``) turns the skips
-of that tier, and of those that it stands on, into failures.
-
-With ``-n auto --dist loadgroup`` (pytest-xdist) tests run in several processes. Tests that use a GPU are one group: they
-measure its memory, so they run one after another in one process.
+One command runs the tiers that the machine supports and lists the others. ``CUPY_SDPA_REQUIRE=gpu`` (or ``cudnn``) turns skips
+of that tier, and of the tiers that it needs, into failures.
 """
 
 import functools

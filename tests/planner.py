@@ -1,8 +1,7 @@
-"""Plan with the real cuDNN for a GPU that is described to it, in a child process that has a stub for a driver.
+"""Plan with the real cuDNN for a described GPU, in a child process with a stub driver.
 
-cuDNN on a machine without a GPU builds complete execution plans, kernels compiled and all, if it finds a libcuda.so.1 and
-is told of the GPU. The stub must never be seen by a process that may use a GPU, and some graphs kill the process inside
-cuDNN, so all of this happens in children.
+On a machine without a GPU cuDNN builds complete execution plans, with compiled kernels, if it finds a libcuda.so.1 that
+describes a GPU. A process that may use a GPU must not load the stub, and some graphs crash cuDNN, so planning runs in children.
 """
 
 import contextlib

@@ -281,7 +281,7 @@ def test_the_public_names_are_these():
 def test_dir_lists_public_names_only():
     """The names of __all__ and the public modules, in a new process and after other modules were imported."""
     public = sorted([*cupy_sdpa.__all__, "layout", "nnlib", "reference", "store", "zoo"])
-    for code in ("import cupy_sdpa", "import cupy_sdpa, cupy_sdpa.bench, cupy_sdpa.plans.plan_cache"):
+    for code in ("import cupy_sdpa", "import cupy_sdpa, cupy_sdpa.check, cupy_sdpa.plans.plan_cache"):
         done = subprocess.run(
             [sys.executable, "-c", f"{code}; print(*dir(cupy_sdpa))"], capture_output=True, text=True, check=True
         )

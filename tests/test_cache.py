@@ -149,7 +149,7 @@ def test_a_failure_to_close_a_replaced_plan_warns(loser):
 
 
 class FakeRecording:
-    """A recording of some bytes, kept under its name in ``home``; it may fail to close."""
+    """A captured graph of some bytes, stored under its name in ``home``; its close() may fail."""
 
     home: ClassVar[dict] = {}
 
@@ -157,7 +157,7 @@ class FakeRecording:
         self.name, self.size, self.fail, self.closed = name, size, fail, 0
 
     def close(self):
-        assert self.name not in self.home  # nothing launches it any more
+        assert self.name not in self.home  # no call launches it any more
         self.closed += 1
         if self.fail:
             raise self.fail
@@ -165,7 +165,7 @@ class FakeRecording:
 
 @pytest.fixture
 def recordings(monkeypatch):
-    """The recordings of a cache with room for 350 bytes."""
+    """The captured graphs of a cache with a limit of 350 bytes."""
     monkeypatch.setattr(FakeRecording, "home", {})
     kept = PlanCache()
     kept.set_recording_limit(350)
@@ -179,8 +179,8 @@ def record(recordings, *names, **more):
     return made
 
 
-def test_the_least_recently_used_recording_goes_first(recordings):
-    """Beyond the bytes allowed the one that was not launched for longest is taken out of its call and destroyed, once."""
+def test_the_least_recently_launched_graph_is_evicted(recordings):
+    """Beyond the limit it is removed from its call and destroyed, once."""
     a, b, c = record(recordings, "a", "b", "c")
     recordings.use(a)
     (d,) = record(recordings, "d")
@@ -191,23 +191,25 @@ def test_the_least_recently_used_recording_goes_first(recordings):
     assert (len(recordings), recordings.bytes) == (2, 340)
 
 
-def test_a_recording_larger_than_the_limit_is_not_kept(recordings):
-    """It is destroyed at once, after all others."""
+def test_a_graph_larger_than_the_limit_is_destroyed(recordings):
+    """At once, after all others."""
     made = record(recordings, "a", "b") + record(recordings, "c", size=351)
     assert [x.closed for x in made] == [1, 1, 1]
     assert (len(recordings), recordings.bytes, FakeRecording.home) == (0, 0, {})
 
 
-def test_a_recording_that_cannot_be_destroyed_is_forgotten(recordings):
-    """Its error comes out; the one that was added stays, and the count of bytes is right."""
+def test_a_graph_that_cannot_be_destroyed_is_removed(recordings):
+    """Its error is raised; the new one stays, and the count of bytes is right."""
     record(recordings, "a", size=300, fail=RuntimeError("destroy"))
     with pytest.raises(RuntimeError, match="destroy"):
         record(recordings, "b")
     assert (len(recordings), recordings.bytes, set(FakeRecording.home)) == (1, 100, {"b"})
 
 
-def test_the_bytes_of_recordings_can_be_limited():
-    """set_recording_limit() holds at once, 0 keeps none; a negative limit is refused. Counts show in the attributes and the title."""
+def test_the_bytes_of_captured_graphs_can_be_limited():
+    """set_recording_limit() takes effect at once, 0 disables captures; a negative limit raises. Attributes and title have the
+    counts.
+    """
     kept = PlanCache()
     assert kept.recording_limit == 64 << 20
     made = record(kept.recorded, "a", "b", "c")

@@ -403,8 +403,8 @@ def test_bad_files_raise(text, words, tmp_path):
     ],
     ids=["gradients_of_forward", "rows_of_backward", "slopes"],
 )
-def test_a_problem_is_what_its_arrays_would_pose(options):
-    """Options of the other pass are ignored in both."""
+def test_options_of_the_other_pass_are_ignored(options):
+    """In both passes."""
     x = np.zeros((64, 2, 128, 1), np.float16, order="F")
     asked = cupy_sdpa.problem(x, x, x, **options)
     assert asked == cupy_sdpa.explain(x, x, x, **options, gpu="H200", cudnn="9.19").problem

@@ -244,7 +244,7 @@ def test_threads_on_their_own_streams(cupy):
     assert not wrong
 
 
-def test_beside_pytorch(cupy):
+def test_with_pytorch(cupy):
     """A process that has loaded PyTorch's cuDNN uses that one; PyTorch tensors are exchanged by DLPack."""
     pytest.importorskip("torch")
     code = """

@@ -39,7 +39,7 @@ def same_bits(a, b):
     return bool((a.view(bits) == b.view(bits)).all())
 
 
-def test_a_problem_is_explained_with_the_plan_that_its_call_uses(on_gpu, plans):
+def test_shapes_and_arrays_share_a_plan(on_gpu, plans):
     """Shapes give the plan that arrays of these shapes use; no plan is built twice."""
     q, k, v, _ = on_gpu
     asked = cupy_sdpa.problem(q.shape, k.shape, v.shape, dtype="bfloat16", causal=True)

@@ -236,8 +236,8 @@ def test_on_another_stream_and_in_a_capture(arrays, cupy):
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-def test_both_ways_of_a_recording(backward, arrays, session, cupy, monkeypatch):
-    """A captured graph is launched as one if the device is idle, and kernel by kernel if it is busy; with the same bits."""
+def test_both_ways_to_launch_a_captured_graph(backward, arrays, session, cupy, monkeypatch):
+    """It is launched as one if the device is idle, and kernel by kernel if it is busy; with the same bits."""
     monkeypatch.setattr(replay_cache, "FEW_GRAPHS", 0)
     q, k, v, dout = arrays
     out, stats = attention(q, k, v, return_stats=True)
@@ -269,7 +269,7 @@ def test_both_ways_of_a_recording(backward, arrays, session, cupy, monkeypatch):
         np.testing.assert_array_equal(x, y)
 
 
-def test_a_recording_that_fails_leaves_nothing(arrays, cupy):
+def test_a_failed_capture_leaves_nothing(arrays, cupy):
     """The exception during the capture is raised; the stream and later captures are unaffected."""
     q, k, v, _ = arrays
     out = cupy.empty_like(q)
@@ -335,7 +335,7 @@ def test_no_memory_for_a_workspace(session, cupy):
         np.testing.assert_array_equal(bits(a), b)
 
 
-def test_the_bytes_of_recordings_are_what_the_device_gives(arrays, cupy):
+def test_recording_bytes_match_the_device_memory(arrays, cupy):
     """recording_bytes is at least half of the decrease of the device's free memory outside CuPy's pool."""
     q, k, v, _ = arrays
     cache, free = get_plan_cache(), lambda: cupy.cuda.runtime.memGetInfo()[0]

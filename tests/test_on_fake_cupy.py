@@ -280,7 +280,7 @@ def test_buckets(case, cupy, monkeypatch):
 
 
 def test_buckets_of_strided_arrays_that_need_no_rounding(cupy, monkeypatch):
-    """Arrays with rounded lengths are not copied, whatever their layout."""
+    """Strided arrays whose lengths are rounded already are not copied."""
     options = Case.options
 
     def with_bucket(self, xp=np, **more):

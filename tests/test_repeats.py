@@ -38,7 +38,9 @@ CAPTURE = 99
 
 
 class Recording:
-    """Of what is not run: its number, and what it keeps; while it is made the plan's stream is the one that is captured."""
+    """A fake captured graph: its number, and the objects that it keeps alive; during the capture the plan has the captured
+    stream.
+    """
 
     numbers = itertools.count(1)
 
@@ -66,7 +68,7 @@ class Fixture:
     def __init__(self, monkeypatch, workspace=256):
         self.streams: list[int] = []
         self.done, self.alive, self.stream, self.capturing, self.free = [], set(), 7, False, [1 << 40]
-        #: Raised when a call is recorded, a recording is launched, or so many bytes are allocated; and the size of a recording.
+        #: The exceptions of captures, launches and allocations of some bytes; and the size of a captured graph.
         self.failure, self.launch_failure, self.too_much, self.size = None, None, None, 100
 
         def memory(size):
@@ -130,7 +132,7 @@ def test_validated_executed_captured_launched(fixture):
 
 
 def test_one_of_many(fixture, monkeypatch):
-    """A recording is told whether its call has many."""
+    """A captured graph gets a flag whether its call has several."""
     monkeypatch.setattr(replay_cache, "FEW_GRAPHS", 2)
     q, k, v = Array(), Array(), Array()
     told = []

@@ -1,4 +1,4 @@
-"""Recording: what is captured and kept, and which CUDA graphs can be launched kernel by kernel; CuPy and the driver are stand-ins."""
+"""Captured CUDA graphs: what they keep, and which can be launched kernel by kernel; CuPy and the driver are fakes."""
 
 from types import SimpleNamespace
 
@@ -116,9 +116,9 @@ CALLERS, CAPTURED, GRAPH, EXECUTABLE = 7, 99, 5, 6
 
 
 class Cupy:
-    """What recording asks of CuPy: streams, capture and graphs; ``done`` has what was done, ``fail`` what is raised, by function.
+    """A fake CuPy with streams, capture and graphs; ``done`` lists the calls, ``fail`` the exceptions by function.
 
-    ``current`` is the address of the current stream, ``memory`` the stream that each array was allocated on.
+    ``current`` is the address of the current stream, ``memory`` the stream of each allocation.
     """
 
     def __init__(self):

@@ -325,7 +325,7 @@ def test_entries_are_complete():
             assert (bug.first, bug.last, bug.capabilities) == (MINIMUM_CUDNN, NOT_FIXED, range(80, 130))
 
 
-def test_guards_of_arrays_are_known_without_a_gpu():
+def test_guards_of_arrays_do_not_need_a_gpu():
     """Only affected problems have them: with lengths, results are cleared after the kernel for a single query."""
     assert staging_guards(one_query(seq_lens=True)) == {"clear-last"}
     assert staging_guards(one_packed_query()) == {"two-rows"}
@@ -487,7 +487,7 @@ class Accepting:
 
 @pytest.mark.cudnn
 def test_the_table_is_what_cudnn_accepts(planner, monkeypatch):
-    """Every problem for every described GPU, queried from the real cuDNN: the table says the same."""
+    """The real cuDNN accepts a problem for a described GPU exactly if the table does."""
     monkeypatch.setattr(survey, "Planner", lambda workers, cudnn: Accepting(planner))
     _, findings = survey.measure(PROBES)
     assert len(findings) == len(PROBES) * len(NAMES)

@@ -1,4 +1,4 @@
-"""Tuning: which configs are tried, and how what was found is kept and shown. On a GPU: tests/test_gpu_plans.py."""
+"""Autotuning: which configs are tried, and how the result is stored and printed. On a GPU: tests/test_gpu_plans.py."""
 
 import contextlib
 from types import SimpleNamespace
