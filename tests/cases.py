@@ -1,4 +1,4 @@
-"""The named problems of the test suite, one list for all three corners."""
+"""The named problems of the test suite, shared by all three kinds of tests."""
 
 import itertools
 from dataclasses import dataclass, replace
@@ -19,10 +19,10 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Case:
-    """One problem; shapes in the legend's letters.
+    """One problem; the sizes have the names of the legend.
 
-    ``mask`` and ``bias`` name the axes that are full, of ``kqhb``; "-" for none of them. ``packed`` puts the sequences of
-    ``seq_lens_q`` and ``seq_lens_kv`` behind one another, and ``tail`` positions behind the last, which belong to none.
+    ``mask`` and ``bias`` are the axes of ``kqhb`` that are not of length 1; "-" for none. ``packed`` concatenates the sequences
+    of ``seq_lens_q`` and ``seq_lens_kv``; ``tail`` is the number of positions after the last sequence.
     """
 
     name: str
@@ -55,19 +55,19 @@ class Case:
         return self.name
 
     def with_dtype(self, dtype):
-        """The same in another dtype."""
+        """A copy with another dtype."""
         return replace(self, dtype=dtype)
 
     @property
     def totals(self):
-        """How many positions q and k have, of packed sequences together."""
+        """The total lengths of packed q and k."""
         if self.packed:
             return sum(self.seq_lens_q) + self.tail, sum(self.seq_lens_kv) + self.tail
         return self.sq, self.skv or self.sq
 
     @property
     def shapes(self):
-        """Of q, k and v."""
+        """The shapes of q, k and v."""
         (tq, tkv), dv = self.totals, self.dv or self.d
         batch = () if self.packed else (self.b,)
         return (self.d, self.hq, tq, *batch), (self.d, self.hkv, tkv, *batch), (dv, self.hkv, tkv, *batch)
@@ -79,21 +79,21 @@ class Case:
 
     @property
     def longest(self):
-        """The lengths of the scores' axes."""
+        """The lengths of the axes of the scores."""
         return (max(self.seq_lens_q), max(self.seq_lens_kv)) if self.packed else (self.sq, self.skv or self.sq)
 
     def rng(self, seed):
-        """Random numbers of this case's own."""
+        """A random number generator that depends on the name of the case."""
         return np.random.default_rng([seed, *self.name.encode()])
 
     def axes(self, full):
-        """The shape of an array of which only some of the axes ``kqhb`` are full."""
+        """The shape of an array that has full length along some of the axes ``kqhb``, and length 1 along the others."""
         sq, skv = self.longest
         sizes = {"k": skv, "q": sq, "h": self.hq, "b": self.b}
         return tuple(sizes[axis] if axis in full else 1 for axis in "kqhb")
 
     def options(self, xp=np, dropout_mask=None):
-        """The options of a call, with arrays for numpy or CuPy; a mask of dropout takes the place of its seed."""
+        """The options of a call with numpy or CuPy arrays; a dropout mask replaces the seed."""
         options = {"scale": self.scale, "causal": self.causal, "window": self.window, "softcap": self.softcap}
         arrays = {}
         lengths = {"q": self.seq_lens_q, "kv": self.seq_lens_kv}
@@ -121,28 +121,28 @@ class Case:
         return options | {name: xp.asarray(array) for name, array in arrays.items()}
 
     def added(self, options):
-        """The size of what is added to the scores, one way or another."""
+        """The largest magnitude of what is added to the scores."""
         bias, slopes = (np.abs(options[name]).max() if name in options else 0.0 for name in ("bias", "alibi_slopes"))
-        # a tanh made of hardware's exponentials is some units off
+        # a tanh computed with hardware exponentials is a few units off
         return float(bias) + 32 * (self.softcap or 0.0) + slopes * max(self.longest)
 
     def kept(self):
-        """A random mask of dropout."""
+        """A random dropout mask."""
         sq, skv = self.longest
         return np.asfortranarray(self.rng(5).random((skv, sq, self.hq, self.b)) >= self.dropout) if self.dropout else None
 
     @property
     def gradients(self):
-        """The options that ask for every gradient that there is."""
+        """The options that request every gradient."""
         return {"return_dbias": bool(self.bias), "return_dsinks": self.sinks}
 
     def problem(self, **options):
-        """The problem of arrays in dense Fortran order, as cuDNN gets it."""
+        """The problem of dense arrays in Fortran order."""
         options = self.options() | options
         return arguments.read_shapes(*self.shapes, options, dtype=self.dtype, return_stats=self.stats)
 
     def gradient_problem(self, deterministic=False, **options):
-        """The problem of the gradients, of arrays in dense Fortran order, as cuDNN gets it."""
+        """The problem of the gradients of dense arrays in Fortran order."""
         options = self.options() | options
         more = {"backward": True, "deterministic": deterministic, **self.gradients}
         return arguments.read_shapes(*self.shapes, options, dtype=self.dtype, **more)
@@ -158,21 +158,21 @@ class Case:
         return tuple(np.asfortranarray(rng.standard_normal(shape).astype(DTYPES[self.dtype])) for shape in self.shapes)
 
     def laid_out(self, arrays):
-        """The same values as the case's layout has them in memory; works on numpy and CuPy arrays."""
+        """Copy numpy or CuPy arrays to the memory layout of the case."""
         return tuple(LAYOUTS[self.layout](array) for array in arrays)
 
 
 class HiddenRows(Case):
-    """A case in which the bias is -inf for every third query."""
+    """A case whose bias is -inf for every third query."""
 
     def options(self, xp=np, dropout_mask=None):
-        """As of the case."""
+        """The options of the case, with the bias."""
         options = super().options(dropout_mask=dropout_mask)
         options["bias"][:, ::3] = -np.inf
         return {name: xp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
 
     def added(self, options):
-        """As of the case, for the other queries."""
+        """As in the case, for the queries that are not masked."""
         return super().added(options | {"bias": np.nan_to_num(options["bias"].astype("f4"), neginf=0)})
 
 
@@ -198,7 +198,7 @@ def _sliced(array):  # every second position of a longer sequence
     return longer[:, :, ::2]
 
 
-def _packed(array):  # one of three interleaved in memory, as a fused projection gives q, k and v
+def _packed(array):  # interleaved in memory, as a fused projection returns q, k and v
     xp = _module(array)
     d, h, s, b = array.shape
     three = xp.zeros((d, h, 3, s, b), array.dtype, order="F")
@@ -210,13 +210,13 @@ LAYOUTS = {"fortran": lambda array: array, "bshd": _bshd, "bhsd": _bhsd, "sliced
 
 PACKED = {"packed": True, "seq_lens_q": (100, 0, 37, 128), "seq_lens_kv": (64, 20, 0, 150), "b": 4, "hq": 4, "hkv": 2}
 
-#: A row that sees nothing but its sink has a finite log-sum-exp: gradients are 0 by the bias alone.
+#: A row that attends only to its sink has a finite log-sum-exp: its gradients are 0 because of the bias alone.
 HIDDEN_ROWS = [
     HiddenRows(f"{kind}_{axes}_{skv}", d=16, sq=20, skv=skv, hkv=2, bias=axes, bias_dtype=kind, sinks=True)
     for kind, axes, skv in itertools.product(("float16", "bfloat16", "float32"), ("qhb", "q", "h", "kq"), (1, 24))
 ] + [HiddenRows("packed", d=16, bias="qb", sinks=True, **PACKED)]
 
-#: What changes the scores or the weights, each alone and some together.
+#: Options that change the scores or the weights, alone and in combination.
 VARIANTS = [
     Case("softcap", softcap=2.0),
     Case("softcap_causal_gqa_fp16", d=128, hkv=2, sq=150, skv=190, softcap=1.5, causal="bottom_right", dtype="float16"),
@@ -352,17 +352,17 @@ FORWARD = [
 
 
 def options_of_reference(options):
-    """The options of a call as the reference takes them: it needs no bound of packed lengths."""
+    """The options of a call without the maximum lengths, which the reference does not accept."""
     return {name: value for name, value in options.items() if name not in ("max_seqlen_q", "max_seqlen_kv")}
 
 
 def inputs(xp, case):
-    """q, k, v and dout of a case in the engine's memory."""
+    """q, k, v and dout of a case, as numpy or CuPy arrays."""
     case = case.with_dtype("float32") if xp is np else case
     return [xp.asarray(x) for x in (*case.arrays(), case.dout())]
 
 
 def as_float(x):
-    """An array on the CPU in float32."""
+    """A float32 copy on the host."""
     x = x if isinstance(x, np.ndarray) else x.get()
     return x.astype(np.float32)

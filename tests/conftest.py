@@ -1,12 +1,9 @@
-"""The tiers: unmarked tests need numpy only, ``cudnn`` the library and a C compiler, ``gpu`` a GPU, ``multi_gpu`` two.
+"""The test tiers: unmarked tests need numpy only, ``cudnn`` the library and a C compiler, ``gpu`` a GPU, ``multi_gpu`` two.
 
 Tests with the fixture ``fake`` also need a C++ compiler.
 
-One command runs what the machine has and says what it left out. ``CUPY_SDPA_REQUIRE=gpu`` (or ``cudnn``) turns the skips
-of that tier, and of those that it stands on, into failures.
-
-With ``-n auto --dist loadgroup`` (pytest-xdist) tests run in several processes. Tests that use a GPU are one group: they
-measure its memory, so they run one after another in one process.
+One command runs the tiers that the machine supports and lists the others. ``CUPY_SDPA_REQUIRE=gpu`` (or ``cudnn``) turns skips
+of that tier, and of the tiers that it needs, into failures.
 """
 
 import functools
@@ -33,7 +30,7 @@ LONG = ("test_training", "test_tuning", "test_combinations", "test_random_functi
 
 
 def pytest_report_header(config):
-    """Which library and which GPU the run is about."""
+    """The versions of cuDNN and the GPU."""
     return [f"{tier} tier: {missing(tier) or 'runs'}" for tier in TIERS]
 
 
@@ -91,7 +88,7 @@ def is_compiled(item):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Say what was left out, and what this machine would need to run it."""
+    """Report which tiers were skipped, and what this machine needs to run them."""
     reasons = {str(report.longrepr) for kind in ("skipped", "error") for report in terminalreporter.stats.get(kind, ())}
     for tier in TIERS:
         if any(f"Skipped: {tier} tier:" in reason or f"asks for the {tier} tier" in reason for reason in reasons):
@@ -100,14 +97,14 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture
 def required_tier_is_missing(request):
-    """Fails a test whose tier was required but is not here."""
+    """Fails a test whose tier is required but not available."""
     tier = next(tier for tier in TIERS if request.node.get_closest_marker(tier) and missing(tier))
     pytest.fail(f"CUPY_SDPA_REQUIRE asks for the {tier} tier, which cannot run: {missing(tier)}", pytrace=False)
 
 
 @pytest.fixture(scope="session")
 def planner():
-    """A child process that plans with the real cuDNN for GPUs that are not here."""
+    """A child process that plans with the real cuDNN for described GPUs."""
     from planner import Planner
 
     with Planner() as child:
@@ -124,7 +121,7 @@ def planned(request, planner):
 
 @pytest.fixture
 def plans(cupy):
-    """This thread's plan cache, empty; afterwards nothing is left of what the test has planned or tuned."""
+    """An empty plan cache of this thread, and no plan or autotuning result of the test afterwards."""
     from cupy_sdpa import get_plan_cache, store
 
     cache = get_plan_cache()
@@ -132,12 +129,12 @@ def plans(cupy):
     yield cache
     cache.set_limit(256)
     cache.clear()
-    store.kept().clear()  # a tuned plan would be found there
+    store.kept().clear()  # a tuned plan would be found in the disk cache
 
 
 @pytest.fixture
 def cupy():
-    """The cupy module; also gives the pools' memory back afterwards."""
+    """The cupy module; the memory pools are emptied afterwards."""
     import cupy as module
 
     yield module
@@ -158,7 +155,7 @@ def stand_ins():
 
 @pytest.fixture
 def fake(stand_ins):
-    """The stand-in for CuPy, in a CUDA context of its own; afterwards every plan, graph and descriptor must be gone."""
+    """The fake CuPy in a new CUDA context; afterwards every plan, graph and descriptor must be destroyed."""
     import fake_cupy
 
     from cupy_sdpa import get_plan_cache, store
@@ -174,7 +171,7 @@ def fake(stand_ins):
     device.wait_for_all()
     device.check_guards()
     if device.graphs or device.captures:
-        gc.collect()  # those of the test itself
+        gc.collect()  # the references of the test itself
     assert not device.captures, "a capture was not ended"
     assert not device.graphs, "a CUDA graph was not destroyed"
     assert not library().live, "descriptors were not destroyed"

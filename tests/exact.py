@@ -1,4 +1,4 @@
-"""Graphs evaluated exactly: in float64, with nothing rounded but the results."""
+"""Exact evaluation of graphs: in float64, only the results are rounded."""
 
 import itertools
 
@@ -10,9 +10,9 @@ from cupy_sdpa.problem.problem import CU_SEQLENS, KEY_ARRAYS, LENGTHS, QUERY_ARR
 
 
 def evaluated(call, graph_of):
-    """The results of a call with the graphs that a function makes of its launches, evaluated exactly.
+    """The results of a call, from the exact evaluation of the graphs of its subproblems.
 
-    Results are NaN before: what nobody writes shows.
+    The results are NaN before, so that missing writes show.
     """
     call.create_inputs()
     for launch in call.subcalls():
@@ -21,7 +21,7 @@ def evaluated(call, graph_of):
             launch.arrays[spec.name].fill(np.nan)
         stage = launch.stage()
         for spec in launch.problem.results:
-            if spec not in launch.problem.ds_reductions:  # a sum begins with the zeros that the stage has written
+            if spec not in launch.problem.ds_reductions:  # a sum starts from the zeros that staging has written
                 poison(launch.problem, stage.arrays, spec.name)
         evaluate(graph_of(launch.engine_problem), stage.arrays, call.scalars, exact=True)
         stage.finish()
@@ -30,17 +30,17 @@ def evaluated(call, graph_of):
 
 
 def poison(problem, arrays, name):
-    """NaN where the evaluation must write a result: everywhere, or within the sequences."""
+    """Write NaN where the evaluation must write a result: everywhere, or within the sequences."""
     array = arrays[name]
     if not problem.ragged or name not in QUERY_ARRAYS + KEY_ARRAYS:
         array.fill(np.nan)
         return
     side = name in KEY_ARRAYS
-    if problem.packed:  # (D, H, T), and (H, T) of a number per row
+    if problem.packed:  # (D, H, T); (H, T) for row statistics
         rows = np.moveaxis(array, -1, 0)
         for begin, end in itertools.pairwise(arrays[CU_SEQLENS[side]]):
             rows[begin:end] = np.nan
-    else:  # (D, H, S, B), and (S, H, B)
+    else:  # (D, H, S, B); (S, H, B) for row statistics
         rows = array if name in ROW_STATS else np.moveaxis(array, 2, 0)
         for entry, length in enumerate(arrays[LENGTHS[side]]):
             rows[:length, ..., entry] = np.nan

@@ -1,4 +1,4 @@
-"""The zoo as named problems: every function, with the arrays that it reads."""
+"""The functions of the zoo as named problems, with the arrays that they capture."""
 
 import math
 from dataclasses import dataclass, field
@@ -21,13 +21,13 @@ D, HQ, HKV, S, B = 32, 4, 2, 70, 2
 
 @dataclass(frozen=True)
 class Functions:
-    """A score function, a mask function, or both; ``tensors`` makes the arrays from (rng, Hq, Sq, Skv, B)."""
+    """A score function, a mask function, or both; ``tensors`` creates the captured arrays from (rng, Hq, Sq, Skv, B)."""
 
     name: str
     score_mod: object = None
     mask_mod: object = None
     tensors: object = field(default=lambda rng, h, q, kv, b: {})
-    slope: object = None  # its derivative, where differences are too coarse
+    slope: object = None  # its derivative, where finite differences are too inaccurate
 
     def __str__(self):
         return self.name
@@ -106,7 +106,7 @@ def _of(function):
 def _erf(score):
     if isinstance(score, np.ndarray):
         return np.vectorize(math.erf)(score)
-    return score.__array_ufunc__(_Named("erf"), "__call__", score)  # as SciPy's erf calls it
+    return score.__array_ufunc__(_Named("erf"), "__call__", score)  # calls it like SciPy's erf
 
 
 class _Named:
@@ -114,7 +114,7 @@ class _Named:
         self.__name__ = name
 
 
-#: Every operation of a score, with a derivative that is worth comparing.
+#: Every operation on a score whose derivative is compared.
 OPERATIONS = [
     Functions(name, _of(function))
     for name, function in {
@@ -134,13 +134,13 @@ OPERATIONS = [
     }.items()
 ]  # fmt: skip
 
-#: A function whose derivative is infinite at 0, which is what scores are where there is nothing.
+#: A function whose derivative is infinite at 0, the value of the scores in the padding.
 STEEP = Functions("steep", _of(lambda s: abs(s) ** 0.5), slope=lambda s: np.sign(s) / (2 * np.sqrt(np.abs(s))))
 OPERATIONS.append(STEEP)
 
 
 def _table(*axes):
-    """Makes the array ``x`` along some of the axes b, h, q, k."""
+    """Return a function that creates the array ``x`` with some of the axes b, h, q, k."""
 
     def tensors(rng, h, q, kv, b):
         sizes = {"b": b, "h": h, "q": q, "k": kv, "2": 2}
@@ -149,7 +149,7 @@ def _table(*axes):
     return tensors
 
 
-#: Functions with arrays whose gradients somebody wants; the zoo's, and more ways to read one.
+#: Functions with captured arrays whose gradients are compared: those of the zoo, and more ways to index an array.
 LEARNED = [
     functions
     for functions in ZOO
@@ -171,7 +171,7 @@ LEARNED += [
 
 
 def _whole(*axes):
-    """Makes int32 arrays: x and y along an axis, positive and negative, none of them 0, their products below 2**31."""
+    """Return a function that creates int32 arrays x and y along an axis: positive and negative, none 0, products below 2**31."""
 
     def tensors(rng, h, q, kv, b):
         sizes = {"b": b, "h": h, "q": q, "k": kv}
@@ -183,7 +183,7 @@ def _whole(*axes):
 
 
 def _large(rng, h, q, kv, b):
-    """Consecutive integers that float32 cannot tell apart."""
+    """Consecutive integers that float32 cannot distinguish."""
     return {"x": (2**30 + rng.permutation(q)).astype(np.int32), "y": (2**30 + rng.permutation(kv)).astype(np.int32)}
 
 
@@ -191,8 +191,8 @@ def _masks(**masks):
     return [Functions(name, None, mask) for name, mask in masks.items()]
 
 
-#: Integer arithmetic: numpy's int64 arithmetic on whole arrays says what it gives. No value exceeds 32 bits, for up to 200
-#: queries and keys; most exceed the 24 bits that float32 holds.
+#: Integer arithmetic; the expected values are numpy's int64 arithmetic on whole arrays. No value exceeds 32 bits, for up to 200
+#: queries and keys; most exceed the 24 bits that float32 represents.
 INTEGERS = [
     *_masks(
         remainder=lambda b, h, i, j: (i * 10_000_019 + j) % 3 == 0,
@@ -229,9 +229,9 @@ INTEGERS = [
 
 
 def drawn(pick, depth=3):
-    """A random score function; ``pick`` chooses one of a sequence, the first of which is the plainest.
+    """A random score function; ``pick`` chooses an element of a sequence, whose first element is the simplest.
 
-    What it computes is finite and moderate wherever the score is.
+    Its values are finite and moderate wherever the score is.
     """
     expression = _expression(pick, depth)
 
@@ -290,7 +290,7 @@ def _expression(pick, depth):
 
 
 def _value(places, part):
-    """What a part gives; a number alone, of which nothing is traced, plus 0 times the score."""
+    """The value of a part; a constant, which is not traced, plus 0 times the score."""
     x = part(places)
     return x + 0 * places["s"] if isinstance(x, (int, float)) else x
 
@@ -301,7 +301,7 @@ def places(h, q, kv, b):
 
 
 def dense_scores(q, k, scale, options):
-    """The scores in float64, modified and masked by calling the functions with whole arrays; and the scaled scores.
+    """The scores in float64, modified and masked by calling the functions with whole arrays.
 
     Args:
         q, k: (D, Hq, Sq, B), (D, Hkv, Skv, B).
@@ -309,7 +309,7 @@ def dense_scores(q, k, scale, options):
         options: score_mod, mask_mod and tensors.
 
     Returns:
-        (a function of the scaled scores (B, Hq, Sq, Skv) that gives the modified ones, what is seen, the scaled scores).
+        A function from scaled scores (B, Hq, Sq, Skv) to modified scores, the mask, and the scaled scores.
     """
     (_, h, sq, b), (_, hkv, skv, _) = q.shape, k.shape
     k = np.repeat(k, h // hkv, axis=1)
@@ -333,7 +333,7 @@ def dense_scores(q, k, scale, options):
 
 
 def dense_attention(q, k, v, scale, options):
-    """(out, stats) in float64 from the whole matrix of scores."""
+    """(out, stats) in float64, from the whole matrix of scores."""
     modified, seen, scaled = dense_scores(q, k, scale, options)
     s = np.where(seen, modified(scaled), -np.inf)
     p, stats = _softmax(s)
@@ -350,7 +350,7 @@ def _softmax(s):
 
 
 def dense_gradients(dout, q, k, v, scale, options, slope=None, step=1e-6):
-    """(dq, dk, dv) in float64; the derivative of the score function as given, or by central differences."""
+    """(dq, dk, dv) in float64, with the given derivative of the score function or central differences."""
     modified, seen, scaled = dense_scores(q, k, scale, options)
     with np.errstate(all="ignore"):
         slope = slope(scaled) if slope else (modified(scaled + step) - modified(scaled - step)) / (2 * step)
@@ -369,14 +369,14 @@ def dense_gradients(dout, q, k, v, scale, options, slope=None, step=1e-6):
 
 
 def arrays(dtype="float64", s=S, d=D, seed=3):
-    """q, k, v and dout."""
+    """Random q, k, v and dout."""
     rng = np.random.default_rng(seed)
     shapes = ((d, HQ, s, B), (d, HKV, s, B), (d, HKV, s, B), (d, HQ, s, B))
     return [np.asfortranarray(rng.standard_normal(shape).astype(DTYPES[dtype])) for shape in shapes]
 
 
 def agrees(functions, s=S):
-    """Assert that both passes of a function are what calling it with whole arrays, and differences, give."""
+    """Assert that both passes of a function equal those of dense arrays and finite differences."""
     q, k, v, dout = arrays(s=s)
     options = functions.options(q=s, kv=s)
     out, stats = attention(q, k, v, return_stats=True, **options)
@@ -389,13 +389,13 @@ def agrees(functions, s=S):
 
 
 def evaluated(function, *x, dtype="float64", derivative=False):
-    """What the steps of a function of one or two scores give, in a dtype; or their derivative with respect to the first.
+    """Evaluate the expression of a function of one or two scores, or its derivative with respect to the first.
 
     Args:
-        function: of one traced value, or of two; the second one is an array that is read.
+        function: of one or two traced values; the second one is a captured array.
         x: arrays of one length.
         dtype: of the arithmetic.
-        derivative: give that in place of the function.
+        derivative: evaluate the derivative.
     """
     shape = (1, 1, 1, len(x[0]))
     places = dict(zip(AXES, shape, strict=True))
@@ -420,18 +420,18 @@ def evaluated(function, *x, dtype="float64", derivative=False):
 
 
 def packed(x):
-    """Batch entries behind one another."""
+    """Concatenate the batch entries along the sequence."""
     return x.reshape(*x.shape[:2], -1, order="F")
 
 
 def right_on_the_gpu(cupy, dtype, known, there, laid=lambda x: x, **asked):
-    """Hold both passes, and what else is asked for, to numpy in float64 and in the dtype.
+    """Compare both passes, and additional gradients, with numpy in float64 and in the dtype.
 
     Args:
         dtype: of q, k and v.
-        known, there: the options with arrays for numpy and CuPy.
-        laid: how q, k, v and dout are laid out.
-        asked: such as ``return_dtensors=True``.
+        known, there: the options with numpy and CuPy arrays.
+        laid: the memory layouts of q, k, v and dout.
+        asked: additional gradients, such as ``return_dtensors=True``.
     """
     rounded = [laid(x) for x in arrays(dtype, 200, 64, seed=7)]
 
@@ -445,6 +445,6 @@ def right_on_the_gpu(cupy, dtype, known, there, laid=lambda x: x, **asked):
     with poisoning(cupy):
         got = computed(*map(cupy.asarray, rounded), there)
     for number, (a, truth, other) in enumerate(zip(got, exact, naive, strict=True)):
-        # dS is rounded before it is multiplied and added up
+        # dS is rounded before the products and sums
         floor = np.sqrt(200) * 2.0**-8 * np.abs(truth).max() * (0.1 if number < 4 else 1.0)
         assert_close(cupy.asnumpy(a), truth, other, floor)

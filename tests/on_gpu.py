@@ -1,4 +1,4 @@
-"""What the tests of the gpu tier share."""
+"""Helpers of the tests of the gpu tier."""
 
 import numpy as np
 from cases import options_of_reference
@@ -10,12 +10,12 @@ from cupy_sdpa.problem.problem import ROW_STATS
 
 
 def poisoned(cupy, shape, dtype):
-    """An array in which every element that is not written shows."""
+    """An array full of NaN, so that missing writes show."""
     return cupy.full(shape, np.nan, dtype=dtype, order="F")
 
 
 def poisoning(cupy, sizes=None):
-    """An allocator whose memory is full of NaN, so that what is read before it is written shows."""
+    """Allocate memory full of NaN, so that reads of uninitialized memory show."""
     pool = cupy.cuda.MemoryPool()
 
     def allocate(size):
@@ -29,7 +29,7 @@ def poisoning(cupy, sizes=None):
 
 
 def dropped(cupy, case):
-    """The mask of the dropout that cuDNN draws for a case, for numpy; None where nothing is dropped."""
+    """The dropout mask that cuDNN uses for a case, as a numpy array; None without dropout."""
     if not case.dropout:
         return None
     q, k, _ = (cupy.asarray(x) for x in case.arrays())
@@ -39,7 +39,7 @@ def dropped(cupy, case):
 
 
 def check_forward(cupy, case):
-    """Run a case on the GPU with poisoned outputs and hold it to the tolerance policy."""
+    """Run a case on the GPU with outputs full of NaN, and compare it within the tolerance policy."""
     q, k, v = case.arrays()
     options = case.options(dropout_mask=dropped(cupy, case))
     truth = reference.attention(q, k, v, **options_of_reference(options), max_sumexp=True)
@@ -56,13 +56,13 @@ def check_forward(cupy, case):
     assert_close(cupy.asnumpy(out), truth[0], naive[0])
     for name, array, wanted, other in zip(ROW_STATS, got[1:], truth[1:], naive[1:], strict=False):
         floor = accumulation_floor(q, k, case.tau, wanted, case.added(options))
-        if name == "sum_exp":  # an error of a score is one of its exponential, times it
+        if name == "sum_exp":  # an error of a score is a relative error of its exponential
             floor *= max(1.0, wanted.max(initial=0))
         assert_close(cupy.asnumpy(array), wanted, other, floor)
 
 
 def gradients_on_gpu(cupy, case, dout, q, k, v, **options):
-    """Every gradient by cuDNN, written over NaN, with a workspace full of NaN."""
+    """Every gradient from cuDNN, with results and workspace full of NaN before."""
     on_gpu = case.laid_out([cupy.asarray(x) for x in (q, k, v)])
     (on_gpu_dout,) = case.laid_out([cupy.asarray(dout)])
     known = case.options(cupy)
@@ -74,7 +74,7 @@ def gradients_on_gpu(cupy, case, dout, q, k, v, **options):
 
 
 def _rounded_parts(dout, q, k, v, options):
-    """What rounding the gradient of every score to the dtype of q may do to the sums along the axes that a bias has not."""
+    """The error of the sums along the axes that a bias lacks, from rounding each score gradient to the dtype of q."""
     bias = options["bias"]
     _, heads, queries, batch = q.shape
     full = (k.shape[2], queries, heads, batch)
@@ -85,7 +85,7 @@ def _rounded_parts(dout, q, k, v, options):
 
 
 def check_backward(cupy, case, q, k, v, **options):
-    """Hold the gradients of a case to the tolerance policy."""
+    """Compare the gradients of a case within the tolerance policy."""
     dout, known = case.dout(), case.options(dropout_mask=dropped(cupy, case))
     wanted_too = {name: options.pop(name, value) for name, value in case.gradients.items()}
     truth = reference.attention_backward(dout, q, k, v, **options_of_reference(known), **wanted_too)
@@ -97,7 +97,7 @@ def check_backward(cupy, case, q, k, v, **options):
     for name, a, wanted, other in zip(names, got, truth, naive, strict=True):
         try:
             floor = gradient_floor(dout, q, k, v, case.tau, wanted, other.dtype)
-            if name == "dbias":  # cuDNN rounds the parts, and they may cancel
+            if name == "dbias":  # cuDNN rounds the terms, which may cancel
                 floor += _rounded_parts(dout, q, k, v, known)
             if name == "dsinks":
                 right = reference.attention(q, k, v, **options_of_reference(known))

@@ -1,8 +1,7 @@
-"""Plan with the real cuDNN for a GPU that is described to it, in a child process that has a stub for a driver.
+"""Plan with the real cuDNN for a described GPU, in a child process with a stub driver.
 
-cuDNN on a machine without a GPU builds complete execution plans, kernels compiled and all, if it finds a libcuda.so.1 and
-is told of the GPU. The stub must never be seen by a process that may use a GPU, and some graphs kill the process inside
-cuDNN, so all of this happens in children.
+On a machine without a GPU cuDNN builds complete execution plans, with compiled kernels, if it finds a libcuda.so.1 that
+describes a GPU. A process that may use a GPU must not load the stub, and some graphs crash cuDNN, so planning runs in children.
 """
 
 import contextlib
@@ -20,14 +19,14 @@ def child_environment(**more):
 
 
 def ready() -> None:
-    """In a child: take the stub for the driver before cuDNN looks for one."""
+    """In a child: load the driver stub before cuDNN searches for a driver."""
     from cupy_sdpa._cudnn.deviceless import use_stub
 
     use_stub()
 
 
 def library_version() -> int | str:
-    """In a child: cuDNN's version, or why it cannot be loaded."""
+    """In a child: the version of cuDNN, or the reason why it cannot be loaded."""
     from cupy_sdpa import CudnnError
     from cupy_sdpa._cudnn.library import library
 
@@ -96,7 +95,7 @@ def plan_graph(graph, gpu: str, guarded: bool = True, config=None):
 
 
 def in_child(function, *arguments) -> int:
-    """Run a function in a child of its own; gives its exit code, negative for the signal that killed it."""
+    """Run a function in a new child; returns its exit code, negative for a signal."""
     context = multiprocessing.get_context("spawn")
     child = context.Process(target=_call, args=(function, arguments))
     child.start()
@@ -117,7 +116,7 @@ class Died(AssertionError):
 
 
 class Planner:
-    """A child that plans, started anew when a graph has killed it."""
+    """A child that plans, and is restarted after a crash."""
 
     def __init__(self):
         self._pool = None
@@ -145,7 +144,7 @@ class Planner:
         return self.call(accept, function, *arguments)
 
     def plan(self, graph, gpu="h200"):
-        """The PlanInfo of a graph on a described GPU, or the text of cuDNN's refusal."""
+        """The PlanInfo of a graph on a described GPU, or cuDNN's reason for a refusal."""
         return self.call(plan_graph, graph, gpu)
 
 
@@ -162,7 +161,7 @@ def compared(planner: Planner, function, *arguments):
 
 
 def probe() -> str | None:
-    """Why no plan can be made here, or None."""
+    """The reason why no plan can be built here, or None."""
     with Planner() as planner:
         version = planner.call(library_version)
     return version if isinstance(version, str) else None

@@ -1,4 +1,4 @@
-"""Stand-ins for cuDNN's descriptors, and a real Plan around one, for tests without the library."""
+"""Fakes of cuDNN's descriptors, and a real Plan with one, for tests without the library."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ CASE = Case("plan", dtype="float16", sq=16, stats=False)
 
 
 class Descriptor:
-    """A descriptor that counts how often it is closed, and raises ``fail`` then, and ``finalizing`` when it is finalized."""
+    """A descriptor that counts calls of close(), which raises ``fail``; finalize() raises ``finalizing``."""
 
     def __init__(self, kind="EXECUTION_PLAN", fail=None):
         self.kind, self.fail, self.closed, self.pointer = kind, fail, 0, 1
@@ -41,17 +41,17 @@ class Descriptor:
 
 
 def uids(graph):
-    """A number for every tensor."""
+    """A unique id for every tensor."""
     return {tensor.name: number for number, tensor in enumerate(graph.tensors)}
 
 
 def candidate(descriptor=None, engine=2, knobs=(), workspace_bytes=256):
-    """A config that was finalized."""
+    """A finalized config."""
     return Candidate(descriptor or Descriptor(), "", engine, knobs, (), workspace_bytes, 1.0)
 
 
 def fake_plan(descriptor=None, graph=None, **config):
-    """A plan; ``plan.library`` must be a stand-in, too."""
+    """A plan; ``plan.library`` must be a fake, too."""
     graph = graph or forward(CASE.problem())
     target = Target("h200", 90, SimpleNamespace(pointer=1, set_stream=lambda stream: None))
     return Plan(SerializedPlan(uids(graph), candidate(descriptor, **config)), graph, target, "key", 1.0)

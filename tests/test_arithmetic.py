@@ -1,4 +1,4 @@
-"""Arithmetic in score and mask functions: integers stay integers, floats are accurate, mistakes are named."""
+"""Arithmetic in score and mask functions: integers are exact, floats are accurate, mistakes are reported with their line."""
 
 import sys
 
@@ -22,8 +22,8 @@ NAMED = pytest.mark.parametrize("case", INTEGERS, ids=str)
 
 @NAMED
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_integers_are_exact_whatever_the_dtype_of_q_is(case, dtype):
-    """Masks and scores made of integers are those of numpy's int64 arithmetic."""
+def test_integers_are_exact_with_every_dtype(case, dtype):
+    """Masks and scores from integers equal those of numpy's int64 arithmetic."""
     q, k, v, _ = arrays(dtype, s=200)
     options = case.options(q=200, kv=200)
     out, stats = attention(q, k, v, return_stats=True, **options)
@@ -34,7 +34,7 @@ def test_integers_are_exact_whatever_the_dtype_of_q_is(case, dtype):
 
 
 def test_an_integer_mask_of_many_positions():
-    """``(i * 8192 + j) % 3`` is right for every query, also where the product exceeds 24 bits."""
+    """``(i * 8192 + j) % 3`` is exact for every query, also where the product exceeds 24 bits."""
     x = np.zeros((4, 1, 3000, 1), np.float32, order="F")
     _, stats = attention(x, x, x, mask_mod=lambda b, h, i, j: (i * 8192 + j) % 3 == 0, return_stats=True)
     i, j = np.ogrid[:3000, :3000]
@@ -42,7 +42,7 @@ def test_an_integer_mask_of_many_positions():
 
 
 def test_int64_arrays_have_64_bits_on_the_cpu():
-    """Document numbers that differ by multiples of 2**32 are different, and constants may exceed 32 bits."""
+    """Document ids that differ by multiples of 2**32 differ, and constants may exceed 32 bits."""
     q, k, v, _ = arrays("float32", s=50)
     ids = {"document_id": np.arange(50) // 5 * 2**32}
     short = {"document_id": (np.arange(50) // 5).astype(np.int32)}
@@ -53,15 +53,15 @@ def test_int64_arrays_have_64_bits_on_the_cpu():
 
 
 @pytest.mark.parametrize("number", [2**63, -(2**70)])
-def test_an_integer_of_more_than_64_bits_is_refused(number):
-    """In the line of the function."""
+def test_integers_of_more_than_64_bits_raise(number):
+    """The error is raised in the line of the function."""
     with pytest.raises(OverflowError, match=f"{number} does not fit into 64 bits") as caught:
         problem((32, 1, 9, 1), (32, 1, 9, 1), (32, 1, 9, 1), dtype="bfloat16", mask_mod=lambda b, h, i, j: i + number > j)
     assert any(entry.name == "<lambda>" for entry in caught.traceback)
 
 
-def test_integers_of_more_than_32_bits_are_refused_on_the_gpu():
-    """Arrays by their dtype, constants by their value; floats have no such limit."""
+def test_integers_of_more_than_32_bits_raise_on_the_gpu():
+    """For arrays by dtype, for constants by value; floats have no such limit."""
     shape = (64, 1, 9, 1)
     options = {"mask_mod": lambda b, h, i, j, x: x[i] == x[j], "tensors": {"x": np.arange(9)}}
     (reason,) = why_not(problem(shape, shape, shape, dtype="bfloat16", **options), 92800, 90)
@@ -76,8 +76,8 @@ def test_integers_of_more_than_32_bits_are_refused_on_the_gpu():
 
 @pytest.mark.parametrize("divisor", [0, 0.0])
 @pytest.mark.parametrize("operation", ["//", "%"])
-def test_a_division_by_the_constant_0_is_refused(divisor, operation):
-    """As Python does."""
+def test_division_by_the_constant_0_raises(divisor, operation):
+    """As in Python."""
     divide = {"//": lambda x: x // divisor, "%": lambda x: x % divisor}[operation]
     x = np.ones((4, 1, 5, 1))
     for function in (lambda s, b, h, i, j: s + divide(i), lambda s, b, h, i, j: divide(s)):
@@ -94,22 +94,22 @@ def test_a_division_by_the_constant_0_is_refused(divisor, operation):
     ],
     ids=["quotient", "remainder", "both"],
 )
-def test_what_is_never_negative_needs_no_correction(mask_mod, modes):
-    """Quotients of positions are one division, remainders three steps."""
+def test_floor_division_of_nonnegative_integers_is_short(mask_mod, modes):
+    """A quotient of positions is one division, a remainder three operations."""
     shape = (32, 1, 64, 1)
     program = problem(shape, shape, shape, dtype="bfloat16", mask_mod=mask_mod).settings.program
     assert [step.mode for step in program.steps if step.args and step.mode != "cmp_eq"] == modes
 
 
-def test_floats_take_no_integer_steps():
-    """The graph of a function of the score alone has no integers."""
+def test_floats_use_no_integer_operations():
+    """The graph of a function of the score alone contains no integers."""
     shape = (32, 1, 128, 1)
     asked = problem(shape, shape, shape, dtype="bfloat16", score_mod=zoo.softcap(20.0))
     assert not [tensor for tensor in graph_of(asked).tensors if tensor.dtype.startswith("int")]
 
 
 def test_a_product_of_distances_with_floats_does_not_wrap_around():
-    """The zoo's Gaussian multiplies by a float first: distances are below 2**31, their squares need not be."""
+    """The zoo's Gaussian multiplies by a float first: distances are below 2**31, but their squares may not be."""
     asked = problem((32, 1, 64, 1), (32, 1, 64, 1), (32, 1, 64, 1), dtype="bfloat16", score_mod=zoo.gaussian(3.0))
     assert {step.kind for step in asked.settings.program.steps if step.mode == "mul"} == {"float"}
 
@@ -118,14 +118,14 @@ def test_a_product_of_distances_with_floats_does_not_wrap_around():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @NAMED
 def test_integers_are_exact_on_the_gpu(case, dtype, cupy):
-    """Both passes, beside numpy."""
+    """Both passes, compared with numpy."""
     known, there = (case.options(xp, q=200, kv=200) for xp in (np, cupy))
     right_on_the_gpu(cupy, dtype, known, there)
 
 
 @pytest.mark.gpu
-def test_wide_integers_are_refused_on_the_gpu(cupy):
-    """Nothing is cut to 32 bits."""
+def test_wide_integers_raise_on_the_gpu(cupy):
+    """No integer is truncated to 32 bits."""
     q, k, v = (cupy.asarray(x) for x in arrays("bfloat16", s=64)[:3])
     with pytest.raises(TypeError, match=r"tensors\['x'\] is int64; .*\.astype\('int32'\)"):
         attention(q, k, v, mask_mod=lambda b, h, i, j, x: x[i] == x[j], tensors={"x": cupy.arange(64)})
@@ -136,7 +136,7 @@ def test_wide_integers_are_refused_on_the_gpu(cupy):
 @pytest.mark.cudnn
 @NAMED
 def test_integer_arithmetic_is_planned(case, planned):
-    """Gradients on the H200; the other GPUs take turns at some."""
+    """Gradients on the H200; a part of the functions on the other GPUs."""
     shapes = (64, HQ, 200, B), (64, HKV, 200, B), (64, HKV, 200, B)
     others = [name for name in gpus.NAMES if name != "h200"]
     number = INTEGERS.index(case)
@@ -158,8 +158,8 @@ VALUES = {
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_small_values_are_not_lost(name):
-    """Within a few units in the last place of numpy's function; the derivative too."""
+def test_small_values_are_accurate(name):
+    """The function and its derivative are within a few units in the last place of numpy's."""
     function, derivative, values = VALUES[name]
     with np.errstate(all="ignore"):
         np.testing.assert_allclose(evaluated(function, values), function(values), rtol=2e-15)
@@ -172,7 +172,7 @@ SIDES = np.array([(3, 4), (1e200, 1), (1, 1e200), (-1e200, 1e200), (1e-200, 1e-2
 
 
 def test_hypot_overflows_where_the_result_does():
-    """Squares of large or small sides are never formed; the derivative is x / hypot(x, y), and no number at 0."""
+    """No squares of large or small sides are computed; the derivative is x / hypot(x, y), and NaN at 0."""
     x, y = SIDES
     wanted = np.hypot(x, y)
     np.testing.assert_allclose(evaluated(np.hypot, x, y), wanted, rtol=1e-15)
@@ -185,8 +185,8 @@ NUMBERS = np.random.default_rng(0).standard_normal(5000) * 10.0 ** np.random.def
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("divisor", [0.1, -0.1, 1.5, 3.0, -7.0, None], ids=str)
-def test_floor_division_of_floats_is_numpys(divisor, dtype):
-    """``//`` and ``%`` give the bits that numpy gives; ``1.0 // 0.1`` is 9."""
+def test_floor_division_of_floats_matches_numpy(divisor, dtype):
+    """``//`` and ``%`` give the same bits as numpy; ``1.0 // 0.1`` is 9."""
     x = np.asarray([1.0, -1.0, 0.3, 6.0, -6.0, 1e-20, -1e-20, 0.0, *NUMBERS], dtype)
     if divisor is None:
         y = np.asarray(np.roll(x, 77) + 0.01, dtype)
@@ -199,7 +199,7 @@ def test_floor_division_of_floats_is_numpys(divisor, dtype):
 
 
 def test_the_derivative_of_a_remainder():
-    """1 with respect to the dividend, minus the floor of the quotient with respect to the divisor."""
+    """1 with respect to the dividend, minus the floored quotient with respect to the divisor."""
     x, y = np.array([7.3, -7.3, 7.3, -7.3]), np.array([2.0, 2.0, -2.0, -2.0])
     np.testing.assert_array_equal(evaluated(lambda s, y: s % y, x, y, derivative=True), 1.0)
     np.testing.assert_allclose(evaluated(lambda s, y: y % s, y, x, derivative=True), -(x // y))
@@ -212,7 +212,7 @@ def test_the_derivative_of_a_remainder():
     ids=["expm1", "log1p", "hypot", "remainder", "quotient"],
 )
 def test_composed_functions_are_right_on_the_gpu(function, cupy):
-    """The scores themselves, which the log-sum-exp of a single key shows, within the accuracy of float32."""
+    """The scores, which the log-sum-exp of a single key shows, within the accuracy of float32."""
     rng = np.random.default_rng(0)
     q = np.asfortranarray(rng.standard_normal((8, 1, 512, 1)) * 0.4).astype(np.float16)
     k = np.ones((8, 1, 1, 1), np.float16, order="F")
@@ -220,15 +220,15 @@ def test_composed_functions_are_right_on_the_gpu(function, cupy):
     _, stats = attention(cupy.asarray(q), cupy.asarray(k), cupy.asarray(k), **options)
     score = 0.5 * q.astype(np.float64).sum(axis=0)[0, :, 0]
     wanted = function(score)
-    steady = abs(score / 0.7 - np.round(score / 0.7)) > 1e-4  # a step may go either way
+    steady = abs(score / 0.7 - np.round(score / 0.7)) > 1e-4  # a step function may round either way
     np.testing.assert_allclose(cupy.asnumpy(stats)[:, 0, 0][steady], wanted[steady], atol=1e-3, rtol=1e-3)
 
 
-# Work
+# Amount of work
 
 
 def _work(function, *arguments):
-    """How many Python functions a call calls."""
+    """The number of Python function calls of a call."""
     count = 0
 
     def profile(frame, event, argument):
@@ -255,7 +255,7 @@ STEPS = {
 
 @pytest.mark.parametrize("name", STEPS)
 def test_the_derivative_of_a_chain_takes_linear_work(name):
-    """Twice as many steps take about twice as many calls, from tracing to both graphs."""
+    """Twice as many operations need about twice as many function calls, from tracing to both graphs."""
 
     def made(length):
         def score_mod(s, b, h, i, j):
@@ -271,7 +271,7 @@ def test_the_derivative_of_a_chain_takes_linear_work(name):
 
 
 def test_shared_conditions_take_linear_work():
-    """A condition that is used twice in the next, forty times over, is looked at once."""
+    """A chain of forty conditions, each used twice in the next one, is visited once."""
 
     def mask_mod(b, h, i, j):
         distance, seen = i - j, i >= j
@@ -285,7 +285,9 @@ def test_shared_conditions_take_linear_work():
 
 
 def test_the_gradient_through_many_maxima_does_not_vanish():
-    """Each has the factor 1 or 1/2; two thousand factors of one half would be 0 before the doubles are multiplied."""
+    """Each has the factor 1 or 1/2; the product of two thousand factors 1/2 would underflow before the factors of 2 are
+    applied.
+    """
 
     def score_mod(s, b, h, i, j):
         for n in range(2000):
@@ -299,7 +301,7 @@ def test_the_gradient_through_many_maxima_does_not_vanish():
         np.testing.assert_allclose(a, b, rtol=1e-12)
 
 
-# What is written
+# Syntax and mistakes
 
 
 def test_assignments_compute():
@@ -348,8 +350,8 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_named_in_the_line_of_the_function(name):
-    """With what to write instead."""
+def test_mistakes_are_reported_with_their_line(name):
+    """The message names what to write instead."""
     function, tensors, error, text = MISTAKES[name]
     x = np.ones((4, 1, 5, 1))
     with pytest.raises(error, match=text) as caught:
@@ -372,23 +374,23 @@ SIGNATURES = {
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_signatures_and_names_of_tensors_that_do_not_fit_are_named(name):
-    """With the signature, and what tensors has."""
+def test_signature_errors_name_the_tensors(name):
+    """The message contains the signature and the names in ``tensors``."""
     function, tensors, error, text = SIGNATURES[name]
     x = np.ones((4, 1, 5, 1))
     with pytest.raises(error, match=text):
         attention(x, x, x, score_mod=function, tensors=tensors)
 
 
-def test_an_error_of_the_function_is_left_as_it_is():
-    """A TypeError of the function's own is none of its signature."""
+def test_exceptions_of_the_function_are_unchanged():
+    """A TypeError raised inside the function is not reported as a signature error."""
     x = np.ones((4, 1, 5, 1))
     with pytest.raises(TypeError, match=r"^object of type 'int' has no len\(\)$"):
         attention(x, x, x, score_mod=lambda s, b, h, i, j: len(3))
 
 
-def test_values_without_columns_have_their_log_sum_exp():
-    """Dv = 0: the output has no elements, and the statistics are those of the scores, with every option that changes them."""
+def test_empty_values_have_a_log_sum_exp():
+    """Dv = 0: the output is empty, and the statistics are those of the scores, with every option that changes them."""
     q, k, v, _ = arrays(s=20)
     empty = np.empty((0, *v.shape[1:]), order="F")
     for options in ({}, {"causal": True}, {"sinks": np.ones(HQ, np.float32)}, {"seq_lens_kv": np.array([0, 7], np.int32)}):

@@ -1,4 +1,4 @@
-"""The public call on numpy arrays: results, outputs given, and every bad input with its remedy."""
+"""The public call on numpy arrays: results, preallocated outputs, and error messages."""
 
 import pydoc
 import re
@@ -16,14 +16,14 @@ from cupy_sdpa.calls import options as call_options
 
 
 def arrays(d=16, hq=4, hkv=2, sq=6, skv=7, b=2, dv=None, dtype="float32"):
-    """q, k and v, random, in Fortran order."""
+    """Random q, k and v in Fortran order."""
     rng = np.random.default_rng(0)
     shapes = (d, hq, sq, b), (d, hkv, skv, b), (dv or d, hkv, skv, b)
     return tuple(np.asfortranarray(rng.standard_normal(s).astype(DTYPES[dtype])) for s in shapes)
 
 
 def test_results_are_in_fortran_order_and_of_the_inputs_dtype():
-    """New arrays have Julia's layout; stats are float32 whatever the inputs are."""
+    """New arrays are in Fortran order; stats are float32 with every dtype."""
     for dtype in DTYPES:
         q, k, v = arrays(dtype=dtype, dv=24)
         out, stats = attention(q, k, v, return_stats=True)
@@ -41,14 +41,14 @@ def test_stats_are_the_natural_log_sum_exp():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_changes_nothing(layout):
-    """Views of any strides give bit for bit what dense arrays give."""
+    """Views with any strides give the same bits as dense arrays."""
     q, k, v = arrays(hkv=4, sq=7)
     turned = [LAYOUTS[layout](x) for x in (q, k, v)]
     np.testing.assert_array_equal(attention(*turned, causal=True), attention(q, k, v, causal=True))
 
 
-def test_given_outputs_are_written_and_returned():
-    """out= and stats= may have any strides; they come back as the very same objects."""
+def test_preallocated_outputs_are_written_and_returned():
+    """out= and stats= may have any strides; the same objects are returned."""
     q, k, v = arrays()
     wanted, wanted_stats = attention(q, k, v, return_stats=True)
     out = np.full((2, 6, 4, 16), np.nan, np.float32).T
@@ -60,8 +60,8 @@ def test_given_outputs_are_written_and_returned():
     np.testing.assert_array_equal(stats, wanted_stats)
 
 
-def test_inputs_are_left_as_they_were():
-    """Not a bit of q, k or v is changed, in any dtype."""
+def test_inputs_are_unchanged():
+    """No bit of q, k or v changes, in any dtype."""
     for dtype in DTYPES:
         inputs = arrays(dtype=dtype)
         before = [x.tobytes() for x in inputs]
@@ -74,15 +74,15 @@ def test_inputs_are_left_as_they_were():
     [({"scale": True}, "scale is a bool"), ({"softcap": np.True_}, "softcap is a bool")],
     ids=["scale", "softcap"],
 )
-def test_flags_are_no_numbers(options, words):
-    """True in the place of a number is a mistake, and is refused."""
+def test_booleans_are_not_numbers(options, words):
+    """True in place of a number raises."""
     with pytest.raises(TypeError, match=words):
         attention(*arrays(), **options)
 
 
 @pytest.mark.parametrize("name", ["deterministic", "return_dbias", "return_dsinks"])
-def test_only_flags_are_flags(name):
-    """A text is not taken for True."""
+def test_flags_must_be_booleans(name):
+    """A string is not accepted as True."""
     q, k, v = arrays()
     out, stats = attention(q, k, v, return_stats=True)
     with pytest.raises(TypeError, match=f"{name} is 'x'; it must be True or False"):
@@ -90,7 +90,7 @@ def test_only_flags_are_flags(name):
 
 
 def test_causal_means_top_left():
-    """True and "top_left" are one and the same: query i sees keys 0 to i, also where there are more queries than keys."""
+    """True and "top_left" are equivalent: query i attends to keys 0 to i, also with more queries than keys."""
     q, k, v = arrays(sq=9, skv=5)
     out = attention(q, k, v, causal=True)
     np.testing.assert_array_equal(out, attention(q, k, v, causal="top_left"))
@@ -100,7 +100,7 @@ def test_causal_means_top_left():
 
 @pytest.mark.parametrize("scale", [0.3, -2, 0, np.float32(0.25), np.float64(1)])
 def test_scale_may_be_any_real_number(scale):
-    """Python's and numpy's numbers; zero makes every key equal."""
+    """Python and numpy numbers; with 0 all keys have equal weight."""
     q, k, v = arrays(dtype="float64")
     np.testing.assert_allclose(attention(q, k, v, scale=scale), reference.attention(q, k, v, scale=float(scale))[0], atol=1e-12)
 
@@ -115,7 +115,7 @@ def test_scale_may_be_any_real_number(scale):
     ],
     ids=["no batch", "no queries", "no heads", "no query heads"],
 )
-def test_empty_in_empty_out(sizes, shape):
+def test_empty_inputs_give_empty_outputs(sizes, shape):
     """Empty arrays give empty arrays."""
     out, stats = attention(*arrays(**sizes), return_stats=True)
     assert out.shape == shape
@@ -123,23 +123,23 @@ def test_empty_in_empty_out(sizes, shape):
     assert explain(*arrays(**sizes))
 
 
-def test_an_empty_out_of_any_strides_is_taken():
-    """numpy gives empty arrays strides of 0: no element shares memory with another."""
+def test_an_empty_out_may_have_any_strides():
+    """numpy gives empty arrays strides of 0, although no elements share memory."""
     q, k, v = arrays(sq=0)
     out = np.empty((16, 4, 0, 2), np.float32)
     assert attention(q, k, v, out=out) is out
 
 
 def test_no_keys_give_zero():
-    """A query that sees no key gives 0 and -inf."""
+    """A query without keys gives output 0 and log-sum-exp -inf."""
     out, stats = attention(*arrays(skv=0), return_stats=True)
     assert (out == 0).all()
     assert out.shape == (16, 4, 6, 2)
     assert (stats == -np.inf).all()
 
 
-def test_infinite_scores_are_no_warning():
-    """Infinities and NaN in the inputs go where arithmetic sends them, in silence, and stay in their rows."""
+def test_infinite_scores_give_no_warning():
+    """Infinities and NaN in the inputs give no warning, and affect only their own rows."""
     q, k, v = arrays()
     q[:, 1, 2, 0] = np.nan
     q[:, 2, 3, 1] = np.inf
@@ -150,8 +150,8 @@ def test_infinite_scores_are_no_warning():
     assert np.isfinite(out[~bad]).all()
 
 
-def test_overflow_of_float16_is_left_to_the_accumulator():
-    """Scores beyond float16's range are fine: they are float32."""
+def test_scores_beyond_float16_are_finite():
+    """Scores are float32, so they may exceed the range of float16."""
     q, k, v = (100 * x for x in arrays(dtype="float16"))
     truth, _ = reference.attention(q, k, v)
     np.testing.assert_allclose(attention(q, k, v).astype(float), truth, atol=0.2)
@@ -197,15 +197,15 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_refused_with_both_values_and_the_remedy(name):
-    """Each mistake raises its class, and the message names what was given and what is needed."""
+def test_bad_arguments_raise(name):
+    """The message contains the value and the requirement."""
     call, error, words = BAD[name]
     with pytest.raises(error, match=words):
         call(*arrays())
 
 
-def test_out_between_the_inputs_is_no_overlap():
-    """An output interleaved in memory with the inputs, sharing no element, is accepted."""
+def test_interleaved_out_is_no_overlap():
+    """An output that is interleaved with the inputs, but shares no element, is accepted."""
     whole = np.asfortranarray(np.random.default_rng(0).standard_normal((16, 2, 4, 6, 2), np.float32))
     q, k, v, out = (whole[:, :, i] for i in range(4))
     wanted = attention(q.copy(), k.copy(), v.copy())
@@ -214,14 +214,14 @@ def test_out_between_the_inputs_is_no_overlap():
 
 
 def test_explain_raises_what_the_call_raises():
-    """What is no attention problem at all is no report, but the same error."""
+    """Arguments that are not a valid problem raise the same error in explain()."""
     q, k, v = arrays()
     with pytest.raises(ValueError, match="head dims"):
         explain(q, k[:8], v)
 
 
-def test_explain_tells_the_steps():
-    """Printed, a report shows the problem, every step with its formula, and who runs it."""
+def test_explain_lists_the_steps():
+    """A printed report shows the problem, every step with its formula, and the engine."""
     q, k, v = arrays(dtype="float16")
     report = explain(q, k, v, causal=True, return_stats=True)
     text = str(report)
@@ -239,7 +239,7 @@ def test_explain_tells_the_steps():
 
 
 class FakeArray:
-    """A stand-in for a CuPy array: just what is looked at before any GPU is."""
+    """A fake CuPy array with the attributes that are read before any GPU work."""
 
     def __init__(self, shape=(64, 4, 8, 2), device=0):
         self.dtype, self.shape, self.ndim = np.dtype("float16"), shape, 4
@@ -249,13 +249,13 @@ class FakeArray:
 
 @pytest.fixture
 def fake_cupy(monkeypatch):
-    """A process in which CuPy's arrays are FakeArrays."""
+    """A process whose CuPy arrays are FakeArrays."""
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(ndarray=FakeArray))
 
 
 @pytest.mark.usefixtures("fake_cupy")
-def test_mixed_numpy_and_cupy_is_refused():
-    """No array is moved on the caller's behalf; the message says which is which."""
+def test_mixed_numpy_and_cupy_raises():
+    """No array is transferred implicitly; the message names the type of each array."""
     with pytest.raises(TypeError, match=r"q is a CuPy array, k is a CuPy array, v is a numpy array.*cupy.asarray"):
         attention(FakeArray(), FakeArray(), np.empty((64, 4, 8, 2), np.float16))
     with pytest.raises(TypeError, match=r"out is a CuPy array"):
@@ -263,8 +263,8 @@ def test_mixed_numpy_and_cupy_is_refused():
 
 
 @pytest.mark.usefixtures("fake_cupy")
-def test_arrays_on_different_devices_are_refused():
-    """The message names each array's device."""
+def test_arrays_on_different_devices_raise():
+    """The message names the device of each array."""
     with pytest.raises(ValueError, match=r"q on device 0, k on device 1, v on device 0"):
         attention(FakeArray(), FakeArray(device=1), FakeArray())
 
@@ -281,7 +281,7 @@ def test_the_public_names_are_these():
 def test_dir_lists_public_names_only():
     """The names of __all__ and the public modules, in a new process and after other modules were imported."""
     public = sorted([*cupy_sdpa.__all__, "layout", "nnlib", "reference", "store", "zoo"])
-    for code in ("import cupy_sdpa", "import cupy_sdpa, cupy_sdpa.bench, cupy_sdpa.plans.plan_cache"):
+    for code in ("import cupy_sdpa", "import cupy_sdpa, cupy_sdpa.check, cupy_sdpa.plans.plan_cache"):
         done = subprocess.run(
             [sys.executable, "-c", f"{code}; print(*dir(cupy_sdpa))"], capture_output=True, text=True, check=True
         )
@@ -325,8 +325,8 @@ def test_help_shows_every_option():
 
 
 @pytest.mark.parametrize("name", ["out", "stats"])
-def test_a_result_that_cannot_be_written_to_is_refused(name):
-    """Before anything is written, and explain says so, too."""
+def test_a_read_only_result_raises(name):
+    """The call raises before anything is written; explain() raises, too."""
     x = np.ones((4, 1, 5, 1), np.float32, order="F")
     given = {"out": np.zeros_like(x), "stats": np.zeros((5, 1, 1), np.float32, order="F")}
     given[name].flags.writeable = False
@@ -340,7 +340,7 @@ def test_a_result_that_cannot_be_written_to_is_refused(name):
     ("extra", "name"), [({"backward": True}, "backward"), ({"causal": True}, "causal"), ({"k": np.ones(1)}, "k")]
 )
 def test_a_problem_is_explained_alone(extra, name):
-    """What else is given would be left out: it is refused."""
+    """Other arguments beside a problem would be ignored, so they raise."""
     shape = (64, 2, 128, 1)
     asked = cupy_sdpa.problem(shape, shape, shape, dtype="float16")
     with pytest.raises(TypeError, match=f"a problem is given, and {name}"):
@@ -348,14 +348,14 @@ def test_a_problem_is_explained_alone(extra, name):
 
 
 @pytest.mark.parametrize("options", [{"scale": -(10**400)}, {"softcap": 10**400}], ids=["scale", "softcap"])
-def test_numbers_beyond_every_float_are_refused(options):
-    """In our words, as infinity is."""
+def test_numbers_beyond_float64_raise(options):
+    """With the package's own message, as for infinity."""
     x = np.ones((4, 1, 5, 1))
     with pytest.raises(ValueError, match="finite in float32"):
         attention(x, x, x, **options)
 
 
-#: What an argument may be given by mistake, and what the complaint says.
+#: Wrong values of arguments, and the messages.
 MISTAKES = {
     "causal": (lambda x: attention(x, x, x, causal=np.ones(3, bool)), "causal is array"),
     "return_stats": (lambda x: attention(x, x, x, return_stats=np.ones(3)), "return_stats is array"),
@@ -375,8 +375,8 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_told_in_our_words(name):
-    """The argument and its value, whatever it is."""
+def test_wrong_types_raise_with_the_argument(name):
+    """The message contains the argument's name and value."""
     call, words = MISTAKES[name]
     with pytest.raises((TypeError, ValueError), match=words):
         call(np.ones((8, 2, 5, 2), np.float16, order="F"))
@@ -384,6 +384,6 @@ def test_a_mistake_is_told_in_our_words(name):
 
 @pytest.mark.parametrize("dtype", ["f2", "half", np.float16, np.dtype("float16")], ids=str)
 def test_a_dtype_has_many_names(dtype):
-    """numpy's are all taken for shapes, too."""
+    """Shapes accept every spelling of a dtype that numpy accepts."""
     shape = (64, 2, 128, 1)
     assert cupy_sdpa.problem(shape, shape, shape, dtype=dtype).dtype == "float16"

@@ -1,4 +1,4 @@
-"""The public backward calls on numpy arrays: results, outputs given, the pullback, and every bad input with its remedy."""
+"""The public backward calls on numpy arrays: results, preallocated outputs, the pullback, and error messages."""
 
 import gc
 import sys
@@ -23,7 +23,7 @@ def everything(case=CASE):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_have_the_shapes_and_dtypes_of_their_arrays(dtype):
-    """New gradients are in Fortran order, and as near to the truth as their dtype allows."""
+    """New gradients are in Fortran order, and as accurate as their dtype allows."""
     case = CASE.with_dtype(dtype)
     dout, q, k, v, out, stats = everything(case)
     gradients = attention_backward(dout, q, k, v, out, stats, causal=True)
@@ -36,7 +36,7 @@ def test_gradients_have_the_shapes_and_dtypes_of_their_arrays(dtype):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_changes_nothing(layout):
-    """Views of any strides give bit for bit what dense arrays give."""
+    """Views with any strides give the same bits as dense arrays."""
     case = Case("layouts", d=16, hkv=2, sq=6, skv=7, dtype="float32")
     dout, q, k, v, out, stats = everything(case)
     wanted = attention_backward(dout, q, k, v, out, stats)
@@ -45,8 +45,8 @@ def test_layout_changes_nothing(layout):
         np.testing.assert_array_equal(got, want)
 
 
-def test_given_gradients_are_written_and_returned():
-    """dq=, dk= and dv= come back as the very same objects, any of them."""
+def test_preallocated_gradients_are_written_and_returned():
+    """Any of dq=, dk= and dv= are returned as the same objects."""
     dout, q, k, v, out, stats = everything()
     wanted = attention_backward(dout, q, k, v, out, stats, causal=True)
     for names in (("dq",), ("dk", "dv"), ("dq", "dk", "dv")):
@@ -57,8 +57,8 @@ def test_given_gradients_are_written_and_returned():
             assert name not in given or got[name] is given[name]
 
 
-def test_inputs_are_left_as_they_were():
-    """Not a bit of the inputs is changed."""
+def test_inputs_are_unchanged():
+    """No bit of the inputs changes."""
     inputs = everything()
     before = [x.tobytes() for x in inputs]
     attention_backward(*inputs, causal=True)
@@ -73,8 +73,8 @@ def test_deterministic_changes_no_number_on_the_cpu():
         np.testing.assert_array_equal(a, b)
 
 
-def test_nothing_to_see_gives_no_gradient():
-    """Without keys, or without queries, every gradient is zero."""
+def test_gradients_without_keys_or_queries_are_0():
+    """Without keys, or without queries, every gradient is 0."""
     for sizes in ({"skv": 0}, {"sq": 0, "skv": 3}, {"b": 0}):
         q, k, v = (
             np.ones(s, np.float32)
@@ -87,7 +87,7 @@ def test_nothing_to_see_gives_no_gradient():
 
 
 def test_a_saturated_row_has_the_gradient_of_its_key_alone():
-    """Where one key takes all the weight, dv of that key is dout, and dq and dk vanish."""
+    """If one key has all the weight, dv of that key is dout, and dq and dk are 0."""
     q = np.zeros((8, 1, 1, 1))
     q[0] = 1000
     k = np.zeros((8, 1, 3, 1))
@@ -97,7 +97,7 @@ def test_a_saturated_row_has_the_gradient_of_its_key_alone():
     dq, dk, dv = attention_backward(dout, q, k, v, out, stats)
     np.testing.assert_allclose(
         dv[:, 0, :, 0], np.outer(np.arange(8.0), [0, 1, 0]), rtol=1e-4, atol=1e-6
-    )  # stats of 353 in float32
+    )  # stats near 353 in float32
     assert np.abs(dq).max() < 1e-6
     assert np.abs(dk).max() < 1e-3
 
@@ -123,15 +123,15 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_refused_with_both_values_and_the_remedy(name):
-    """Each mistake raises its class, and the message names what was given and what is needed."""
+def test_bad_arguments_raise(name):
+    """The message contains the value and the requirement."""
     call, error, words = BAD[name]
     with pytest.raises(error, match=words):
         call(everything())
 
 
-def test_the_pullback_gives_the_gradients_as_often_as_asked():
-    """It is linear in dout, and takes arrays to write into."""
+def test_the_pullback_can_be_called_repeatedly():
+    """It is linear in dout, and accepts preallocated gradients."""
     dout, q, k, v, out, stats = everything()
     got, pullback = attention_vjp(q, k, v, causal=True)
     np.testing.assert_array_equal(got, out)
@@ -144,8 +144,8 @@ def test_the_pullback_gives_the_gradients_as_often_as_asked():
     np.testing.assert_allclose(dq, 2 * wanted[0], rtol=1e-5, atol=1e-6)
 
 
-def test_the_pullback_says_what_it_keeps_and_lets_it_go():
-    """nbytes is q, k, v, out and stats, each once; with the pullback goes what it alone kept."""
+def test_the_pullback_counts_and_releases_its_memory():
+    """nbytes counts q, k, v, out and stats once each; they are released with the pullback."""
     _, q, k, v, out, stats = everything()
     got, pullback = attention_vjp(q, k, v)
     assert pullback.nbytes == sum(x.nbytes for x in (q, k, v, out, stats))
@@ -160,8 +160,8 @@ def test_the_pullback_says_what_it_keeps_and_lets_it_go():
     assert sys.getrefcount(q) < before
 
 
-def test_explain_tells_the_backward_steps():
-    """Asked about the backward pass, a report shows its steps; on numpy no workspace is needed."""
+def test_explain_lists_the_backward_steps():
+    """A backward report shows the steps of the backward pass; with numpy no workspace is needed."""
     _, q, k, v, *_ = everything()
     report = explain(q, k, v, causal=True, backward=True, deterministic=True)
     assert report
@@ -171,15 +171,15 @@ def test_explain_tells_the_backward_steps():
 
 
 @pytest.mark.parametrize("name", ["out", "stats", "return_stats"])
-def test_the_pullback_makes_its_own(name):
-    """What it keeps cannot be given: refused at the call, not at the pullback."""
+def test_the_vjp_rejects_preallocated_results(name):
+    """The error is raised by the call, not by the pullback."""
     x = np.ones((8, 2, 5, 2))
     with pytest.raises(TypeError, match=f"attention_vjp does not take {name}"):
         attention_vjp(x, x, x, **{name: np.empty_like(x)})
 
 
-def test_the_pullback_keeps_what_functions_read():
-    """It counts, and the caller's dict may change."""
+def test_the_pullback_keeps_captured_arrays():
+    """nbytes counts them, and the caller may change its dict."""
     x, w = np.ones((8, 2, 5, 2)), np.ones((2, 5, 5))
     tensors = {"w": w}
     _, plain = attention_vjp(x, x, x)

@@ -1,4 +1,4 @@
-"""Bands: their simplest form, and how those of options and of mask functions are joined."""
+"""Bands: their simplest form, and the intersection of the bands of options and mask functions."""
 
 import itertools
 
@@ -13,7 +13,7 @@ SIDES = (None, 0, 1, 2, 3, 4, 5, 6)
 
 
 def seen(band, queries, keys):
-    """Which keys each query sees, by the definition."""
+    """Which keys each query attends to, from the definition."""
     i, j = np.ogrid[:queries, :keys]
     diagonal = i + (keys - queries if band.bottom_right else 0)
     left = np.inf if band.left is None else band.left
@@ -24,19 +24,19 @@ def seen(band, queries, keys):
 @pytest.mark.parametrize("bottom_right", [False, True])
 @pytest.mark.parametrize("queries", range(1, 7))
 def test_the_simplest_form_shows_the_same_keys(queries, bottom_right):
-    """For all numbers of queries and keys up to 6 and all sides, with the exact lengths."""
+    """For all numbers of queries and keys up to 6 and all sides, with exact lengths."""
     for keys, left, right in itertools.product(range(1, 7), SIDES, SIDES):
         band = Band(left, right, bottom_right)
         simple = band.simplified(queries, keys, lengths=False)
         np.testing.assert_array_equal(seen(simple or Band(), queries, keys), seen(band, queries, keys), err_msg=str(band))
-        for side in ("left", "right"):  # one that hides nothing is left out
+        for side in ("left", "right"):  # a band that masks nothing is removed
             alone = Band()._replace(**{side: getattr(simple or Band(), side)}, bottom_right=bottom_right)
             assert alone[:2] == (None, None) or not seen(alone, queries, keys).all()
 
 
 @pytest.mark.parametrize("bottom_right", [False, True])
 def test_the_simplest_form_holds_for_shorter_entries(bottom_right):
-    """With lengths of their own the entries have any smaller numbers of queries and keys."""
+    """With sequence lengths, batch entries have any smaller numbers of queries and keys."""
     sizes = list(itertools.product(range(1, 5), range(1, 5)))
     for (queries, keys), left, right in itertools.product(sizes, SIDES[:6], SIDES[:6]):
         band = Band(left, right, bottom_right)
@@ -62,8 +62,8 @@ MASKS = {
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("option", BANDS)
-def test_an_options_band_and_a_functions_band_hold_together(option, mask):
-    """A query sees a key that both show, and no other."""
+def test_bands_of_options_and_functions_intersect(option, mask):
+    """A query attends to the keys that both bands contain, and to no others."""
     options, one = BANDS[option]
     mask_mod, other = MASKS[mask]
     both = seen(one, 12, 12) & seen(other, 12, 12)

@@ -1,4 +1,4 @@
-"""Lengths rounded up: the same results as with exact lengths, from few plans."""
+"""Rounded-up lengths: the same results as with exact lengths, from few plans."""
 
 import dataclasses
 import pickle
@@ -19,7 +19,7 @@ LENGTHS = [(1, 1), (1, 100), (5, 64), (63, 65), (64, 64), (100, 37), (128, 130)]
 @pytest.mark.parametrize("bucket", [1, 64, "power_of_two", lambda n: n + 3], ids=["1", "64", "power_of_two", "function"])
 @pytest.mark.parametrize(("sq", "skv"), LENGTHS, ids=str)
 def test_results_are_those_of_exact_lengths(sq, skv, bucket, causal):
-    """Output, log-sum-exp and gradients in float64, grouped heads, whatever the policy."""
+    """Output, log-sum-exp and gradients in float64, with grouped-query attention and every policy."""
     case = Case("bucket", d=16, hq=4, hkv=2, sq=sq, skv=skv, dtype="float64", causal=causal)
     q, k, v = case.arrays()
     dout = np.asfortranarray(np.random.default_rng(0).standard_normal(q.shape))
@@ -35,8 +35,8 @@ def test_results_are_those_of_exact_lengths(sq, skv, bucket, causal):
         assert mine.shape == right.shape
 
 
-def test_strided_arrays_and_given_results():
-    """Views come in, and results go into the caller's arrays, strided ones too."""
+def test_strided_arrays_and_preallocated_results():
+    """Inputs and preallocated results may be strided views."""
     case = Case("strided", d=16, sq=50, skv=70, dtype="float32")
     q, k, v = case.arrays()
     wide = np.zeros((16, 4, 100, 2), np.float32, order="F")
@@ -46,8 +46,8 @@ def test_strided_arrays_and_given_results():
     assert not wide[:, :, 1::2].any()
 
 
-def test_what_lies_behind_the_arrays_is_not_read():
-    """NaN in the memory behind a view changes nothing."""
+def test_memory_after_the_arrays_is_not_read():
+    """NaN in the memory after a view has no effect."""
     case = Case("view", d=16, sq=50, skv=70, dtype="float32")
     q, k, v = case.arrays()
     longer = [np.full((*x.shape[:2], 128, x.shape[3]), np.nan, x.dtype, order="F") for x in (k, v)]
@@ -57,8 +57,8 @@ def test_what_lies_behind_the_arrays_is_not_read():
     np.testing.assert_allclose(got, attention(q, k, v), atol=1e-6)
 
 
-def test_lengths_of_a_bucket_pose_one_problem():
-    """What a plan is looked up by is the same for every length of the bucket, and another for the next bucket."""
+def test_lengths_of_a_bucket_give_one_problem():
+    """The key of the plan is the same for every length of a bucket, and differs for the next bucket."""
 
     def engine_problem(sq, skv):
         q, k, v = Case("p", sq=sq, skv=skv, dtype="float32").arrays()
@@ -72,13 +72,13 @@ def test_lengths_of_a_bucket_pose_one_problem():
 
 
 def test_a_single_query_stays_single():
-    """Decoding has kernels of its own: only the keys are rounded up."""
+    """Decoding has its own kernels, so only the keys are rounded up."""
     shape = (64, 4, 1, 2)
     asked = cupy_sdpa.problem(shape, (64, 4, 1000, 2), (64, 4, 1000, 2), dtype="bfloat16", bucket=256)
     assert (asked.q.shape[2], asked.k.shape[2]) == (1, 1024)
 
 
-def test_the_vjp_and_nothing_to_see():
+def test_the_vjp_and_empty_keys():
     """The pullback keeps the bucket; without keys there is nothing to round."""
     q, k, v = Case("vjp", d=16, sq=20, skv=30, dtype="float64").arrays()
     out, pullback = attention_vjp(q, k, v, bucket=16)
@@ -102,22 +102,22 @@ def test_the_vjp_and_nothing_to_see():
     ],
     ids=["zero", "negative", "fraction", "bool", "word", "function_down", "function_fraction"],
 )
-def test_bad_buckets_are_refused(bucket, error, words):
-    """With the value and what would do."""
+def test_bad_buckets_raise(bucket, error, words):
+    """The message contains the value and the valid ones."""
     x = np.ones((8, 1, 10, 1), np.float32)
     with pytest.raises(error, match=words):
         attention(x, x, x, bucket=bucket)
 
 
 def test_policies():
-    """None is none; a number rounds to its multiples; powers of two begin at 64."""
+    """None rounds nothing; a number rounds to its multiples; powers of two start at 64."""
     assert check_bucket(None) is None
     assert [Policy("power_of_two").length(n) for n in (1, 64, 65, 1024, 1025)] == [64, 64, 128, 1024, 2048]
     assert [check_bucket(np.int64(100)).length(n) for n in (1, 100, 101)] == [100, 100, 200]
 
 
-def test_a_problem_travels_between_processes():
-    """Pickled and back it is equal, and hashed anew: the kept hash belongs to the process."""
+def test_a_problem_can_be_pickled():
+    """It is equal afterwards, and its hash is computed again, because hashes differ between processes."""
     asked = cupy_sdpa.problem((64, 4, 10, 2), (64, 4, 10, 2), (64, 4, 10, 2), dtype="bfloat16", bucket=64)
     data = pickle.dumps(asked)
     assert str(asked._hash).encode() not in data
@@ -129,7 +129,7 @@ def test_a_problem_travels_between_processes():
 
 @pytest.mark.parametrize("case", [c for c in VARIANTS if not (c.packed and c.bias)], ids=str)
 def test_every_option_in_a_bucket(case):
-    """Biases, masks and their gradients are padded and cut too; of packed sequences only the longest grows."""
+    """Biases, masks and their gradients are padded and cropped; of packed sequences only the maximum lengths are rounded."""
     case = case.with_dtype("float32")
     arrays, options = case.arrays(), case.options(dropout_mask=None if case.packed else case.kept())
     if case.packed and case.dropout:

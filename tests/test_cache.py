@@ -18,7 +18,7 @@ PROBLEMS = [Case(f"p{n}", sq=n + 1).problem() for n in range(40)]
 
 
 class FakePlan(Plan):
-    """A plan that only knows whether it was closed; it may fail then."""
+    """A plan that counts calls of close(), which may fail."""
 
     def __init__(self, fail=None):
         self.fail = fail
@@ -41,7 +41,7 @@ def refuse(text="engine 2: no"):
 
 
 def test_a_plan_is_built_once():
-    """The second look-up of a problem finds the plan of the first."""
+    """The second look-up of a problem returns the plan of the first."""
     kept = PlanCache()
     first = kept.use(PROBLEMS[0], FakePlan, itself)
     again = kept.use(Case("another name, the same problem", sq=1).problem(), FakePlan, itself)
@@ -49,8 +49,8 @@ def test_a_plan_is_built_once():
     assert (kept.hits, kept.misses, len(kept)) == (1, 1, 1)
 
 
-def test_the_least_recently_used_plan_goes_first_and_is_destroyed_at_once():
-    """Beyond the limit the one unused for longest is closed, exactly once, before the call returns."""
+def test_the_least_recently_used_plan_is_evicted_and_closed():
+    """Beyond the limit it is closed once, before the call returns."""
     kept = PlanCache(limit=2)
     one, two = (kept.use(p, FakePlan, itself) for p in PROBLEMS[:2])
     kept.use(PROBLEMS[0], FakePlan, itself)
@@ -59,8 +59,8 @@ def test_the_least_recently_used_plan_goes_first_and_is_destroyed_at_once():
     assert kept.use(PROBLEMS[0], FakePlan, itself) is one
 
 
-def test_refusals_are_kept_as_text():
-    """A refusal is not asked for again, and no exception, hence no array in its frames, is kept alive."""
+def test_refusals_are_cached_as_text():
+    """A refusal is not planned again; no exception is cached, because its frames keep arrays alive."""
     kept = PlanCache()
     asked, text = [], "engine 2: no, asked for the first time"
     for _ in range(3):
@@ -71,8 +71,8 @@ def test_refusals_are_kept_as_text():
     assert not any(isinstance(o, Unsupported) and str(o) == text for o in gc.get_objects())
 
 
-def test_other_errors_are_not_kept():
-    """What may pass, such as memory that ran out, is tried anew."""
+def test_other_errors_are_not_cached():
+    """An error that may be temporary, such as a lack of memory, is not cached."""
     kept = PlanCache()
 
     def fail():
@@ -83,8 +83,8 @@ def test_other_errors_are_not_kept():
     assert isinstance(kept.use(PROBLEMS[0], FakePlan, itself), FakePlan)
 
 
-def test_a_plan_that_runs_without_look_ups_stays():
-    """It counts as used once; a plan that was just built is never the one to go, whatever else was used."""
+def test_a_plan_that_runs_without_look_ups_is_not_evicted():
+    """A run counts as a use; a plan that was just built is never evicted."""
     kept = PlanCache(limit=2)
     used, idle = (kept.use(problem, FakePlan, itself) for problem in PROBLEMS[:2])
     used.used = True
@@ -97,8 +97,8 @@ def test_a_plan_that_runs_without_look_ups_stays():
     assert (last.closed, new.closed, len(kept)) == (1, 0, 1)
 
 
-def test_a_plan_that_cannot_be_destroyed_costs_a_warning():
-    """The new plan is kept and runs although the evicted one fails to close; the evicted one is forgotten."""
+def test_a_failure_to_close_an_evicted_plan_warns():
+    """The new plan is cached and runs; the evicted one is removed."""
     kept = PlanCache(limit=1)
     old = kept.use(PROBLEMS[0], lambda: FakePlan(CudnnError("failed to destroy")), itself)
     with pytest.warns(RuntimeWarning, match="failed to destroy"):
@@ -108,7 +108,7 @@ def test_a_plan_that_cannot_be_destroyed_costs_a_warning():
 
 
 def test_a_new_plan_is_kept_even_if_eviction_is_interrupted():
-    """An exception that comes out of the eviction loses no plan: the next look-up finds the new one."""
+    """An exception during the eviction does not lose the new plan: the next look-up returns it."""
     kept = PlanCache(limit=1)
     kept.use(PROBLEMS[0], lambda: FakePlan(KeyboardInterrupt()), itself)
     built = []
@@ -120,7 +120,7 @@ def test_a_new_plan_is_kept_even_if_eviction_is_interrupted():
 
 @pytest.mark.parametrize("how", [PlanCache.clear, lambda kept: kept.set_limit(1)], ids=["clear", "set_limit"])
 def test_one_failure_does_not_stop_an_eviction(how):
-    """Every plan that is to go is closed, whichever fails; each failure is a warning."""
+    """Every evicted plan is closed although some fail; each failure is a warning."""
     kept = PlanCache()
     plans = [
         kept.use(p, lambda n=n: FakePlan(CudnnError(f"{n}") if n < 2 else None), itself) for n, p in enumerate(PROBLEMS[:5])
@@ -133,8 +133,8 @@ def test_one_failure_does_not_stop_an_eviction(how):
 
 
 @pytest.mark.parametrize("loser", ["replaced", "built_twice"])
-def test_a_plan_takes_its_place_although_the_other_one_fails_to_close(loser):
-    """Whichever of two plans of one problem is given up, a failure to destroy it is a warning."""
+def test_a_failure_to_close_a_replaced_plan_warns(loser):
+    """For either of two plans of one problem."""
     kept, bad = PlanCache(), FakePlan(CudnnError("failed to destroy"))
     if loser == "replaced":
         kept.use(PROBLEMS[0], lambda: bad, itself)
@@ -149,7 +149,7 @@ def test_a_plan_takes_its_place_although_the_other_one_fails_to_close(loser):
 
 
 class FakeRecording:
-    """A recording of some bytes, kept under its name in ``home``; it may fail to close."""
+    """A captured graph of some bytes, stored under its name in ``home``; its close() may fail."""
 
     home: ClassVar[dict] = {}
 
@@ -157,7 +157,7 @@ class FakeRecording:
         self.name, self.size, self.fail, self.closed = name, size, fail, 0
 
     def close(self):
-        assert self.name not in self.home  # nothing launches it any more
+        assert self.name not in self.home  # no call launches it any more
         self.closed += 1
         if self.fail:
             raise self.fail
@@ -165,7 +165,7 @@ class FakeRecording:
 
 @pytest.fixture
 def recordings(monkeypatch):
-    """The recordings of a cache with room for 350 bytes."""
+    """The captured graphs of a cache with a limit of 350 bytes."""
     monkeypatch.setattr(FakeRecording, "home", {})
     kept = PlanCache()
     kept.set_recording_limit(350)
@@ -179,8 +179,8 @@ def record(recordings, *names, **more):
     return made
 
 
-def test_the_least_recently_used_recording_goes_first(recordings):
-    """Beyond the bytes allowed the one that was not launched for longest is taken out of its call and destroyed, once."""
+def test_the_least_recently_launched_graph_is_evicted(recordings):
+    """Beyond the limit it is removed from its call and destroyed, once."""
     a, b, c = record(recordings, "a", "b", "c")
     recordings.use(a)
     (d,) = record(recordings, "d")
@@ -191,23 +191,25 @@ def test_the_least_recently_used_recording_goes_first(recordings):
     assert (len(recordings), recordings.bytes) == (2, 340)
 
 
-def test_a_recording_larger_than_the_limit_is_not_kept(recordings):
-    """It is destroyed at once, after all the others."""
+def test_a_graph_larger_than_the_limit_is_destroyed(recordings):
+    """At once, after all others."""
     made = record(recordings, "a", "b") + record(recordings, "c", size=351)
     assert [x.closed for x in made] == [1, 1, 1]
     assert (len(recordings), recordings.bytes, FakeRecording.home) == (0, 0, {})
 
 
-def test_a_recording_that_cannot_be_destroyed_is_forgotten(recordings):
-    """Its error comes out; the one that was added stays, and the count of bytes is right."""
+def test_a_graph_that_cannot_be_destroyed_is_removed(recordings):
+    """Its error is raised; the new one stays, and the count of bytes is right."""
     record(recordings, "a", size=300, fail=RuntimeError("destroy"))
     with pytest.raises(RuntimeError, match="destroy"):
         record(recordings, "b")
     assert (len(recordings), recordings.bytes, set(FakeRecording.home)) == (1, 100, {"b"})
 
 
-def test_the_bytes_of_recordings_can_be_limited():
-    """set_recording_limit() holds at once, 0 keeps none; a negative limit is refused. Counts show in the attributes and the title."""
+def test_the_bytes_of_captured_graphs_can_be_limited():
+    """set_recording_limit() takes effect at once, 0 disables captures; a negative limit raises. Attributes and title have the
+    counts.
+    """
     kept = PlanCache()
     assert kept.recording_limit == 64 << 20
     made = record(kept.recorded, "a", "b", "c")
@@ -223,7 +225,7 @@ def test_the_bytes_of_recordings_can_be_limited():
 
 
 def test_clear_destroys_everything():
-    """After clear() nothing is kept, every plan is closed, and counts begin anew; the limit stays."""
+    """After clear() the cache is empty, every plan is closed, and counts restart; the limit is unchanged."""
     kept = PlanCache(limit=5)
     plans = [kept.use(p, FakePlan, itself) for p in PROBLEMS[:5]]
     kept.clear()
@@ -231,8 +233,8 @@ def test_clear_destroys_everything():
     assert (len(kept), kept.hits, kept.misses, kept.limit) == (0, 0, 0, 5)
 
 
-def test_a_lower_limit_holds_at_once():
-    """set_limit() evicts; a limit below one is refused."""
+def test_a_lower_limit_evicts_at_once():
+    """set_limit() evicts; a limit below one raises."""
     kept = PlanCache(limit=5)
     plans = [kept.use(p, FakePlan, itself) for p in PROBLEMS[:5]]
     kept.set_limit(2)
@@ -241,8 +243,8 @@ def test_a_lower_limit_holds_at_once():
         kept.set_limit(0)
 
 
-def test_printed_it_is_a_table():
-    """One line a plan, the newest first, with the problem in words."""
+def test_the_repr_is_a_table():
+    """One row per plan, the newest first, with a description of the problem."""
     kept = PlanCache()
     kept.use(PROBLEMS[0], FakePlan, itself)
     with pytest.raises(Unsupported):
@@ -254,13 +256,13 @@ def test_printed_it_is_a_table():
 
 
 def test_of_two_plans_built_at_once_the_first_stored_stays():
-    """While one thread builds, another may: the loser's plan is closed, and both run the winner's."""
+    """Two threads may build a plan of one problem; the second plan is closed, and both threads use the first."""
     kept = PlanCache()
     entered, go = threading.Barrier(2), threading.Event()
     built, ran = [], []
 
     def build():
-        entered.wait(10)  # both are inside build: the lock is not held there
+        entered.wait(10)  # both are in build, which does not hold the lock
         go.wait(10)
         built.append(FakePlan())
         return built[-1]
@@ -278,7 +280,7 @@ def test_of_two_plans_built_at_once_the_first_stored_stays():
 
 
 def test_a_plan_is_not_destroyed_while_it_runs():
-    """clear() from another thread waits for the execution that is under way."""
+    """clear() in another thread waits for the running execution."""
     kept = PlanCache()
     running, done = threading.Event(), []
 
@@ -296,7 +298,7 @@ def test_a_plan_is_not_destroyed_while_it_runs():
 
 
 class FakeSession:
-    """A session with no handle."""
+    """A session without a handle."""
 
     def __init__(self):
         self.cache = PlanCache()
@@ -312,7 +314,7 @@ def session(monkeypatch):
 
 
 def in_thread(function):
-    """What a function gives in a thread of its own, which then ends."""
+    """The result of a function in a new thread, which then ends."""
     got = []
     thread = threading.Thread(target=lambda: got.append(function()))
     thread.start()
@@ -327,7 +329,7 @@ def test_each_context_has_its_own_session(session):
 
 
 def test_live_threads_never_share_a_session(session):
-    """Sixteen threads at once have sixteen sessions."""
+    """Sixteen concurrent threads have sixteen sessions."""
     barrier = threading.Barrier(16)
     got = []
 
@@ -343,16 +345,16 @@ def test_live_threads_never_share_a_session(session):
     assert len(set(map(id, got))) == 16
 
 
-def test_a_new_thread_takes_over_what_an_ended_one_left(session):
-    """Short-lived threads do not pile up handles: there are as many sessions as threads that lived at once."""
+def test_a_new_thread_reuses_the_session_of_an_ended_one(session):
+    """There are as many sessions as concurrent threads, so short-lived threads do not accumulate handles."""
     kept = [in_thread(lambda: session(1)) for _ in range(20)]
     assert len(set(map(id, kept))) == 1
     assert kept[0] is not session(2)
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_a_forked_child_starts_anew(session):
-    """After a fork nothing of the parent's is used or destroyed."""
+def test_a_forked_child_has_new_sessions(session):
+    """After a fork the child neither uses nor destroys objects of the parent."""
     mine = session(1)
     mine.cache.use(PROBLEMS[0], FakePlan, itself)
     reader, writer = os.pipe()
@@ -366,8 +368,8 @@ def test_a_forked_child_starts_anew(session):
     assert session(1) is mine
 
 
-def test_what_is_kept_can_be_counted_replaced_and_shown():
-    """size, bytes, and what a better plan does to the one that was there; refusals take no bytes."""
+def test_counts_and_replacement_of_cached_plans():
+    """size and bytes are correct, also after a plan is replaced; refusals take no bytes."""
     kept = PlanCache()
     first = kept.use(PROBLEMS[0], FakePlan, itself)
     with pytest.raises(Unsupported):
@@ -387,7 +389,7 @@ def test_what_is_kept_can_be_counted_replaced_and_shown():
 
 
 def test_two_devices_share_no_plan(session):
-    """The same problem on two devices, each with its context: two plans, of two handles, in two caches."""
+    """The same problem on two devices: two plans with two handles in two caches."""
     caches = [sessions.session(context).cache for context in (1, 2)]
     plans = [kept.use(PROBLEMS[0], FakePlan, itself) for kept in caches]
     assert caches[0] is not caches[1]

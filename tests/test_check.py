@@ -1,4 +1,4 @@
-"""The self-test: what it draws, that its reference is right and independent, and that it finds what is planted."""
+"""The self-test: which cases it draws, that its reference is correct and independent, and that it detects injected faults."""
 
 import ast
 import itertools
@@ -23,28 +23,37 @@ from cupy_sdpa.check.cases.memory import Memory
 from cupy_sdpa.check.pool import Pool
 from cupy_sdpa.check.shrink import candidates, shrink
 from cupy_sdpa.check.verify.execute import execute, expected
-from cupy_sdpa.check.verify.oracle import MASKED, Problem, evaluate
+from cupy_sdpa.check.verify.inputs import Inputs
+from cupy_sdpa.check.verify.oracle import MASKED, evaluate
 from cupy_sdpa.check.verify.outcome import Outcome
 
 FOLDER = Path(check.__file__).parent
-#: Modules that must not use what they judge.
-INDEPENDENT = ("cases.case", "cases.data", "cases.functions", "cases.memory", "verify.oracle", "verify.tolerance")
+#: The modules that compute the expected results. They must not import the code under test.
+INDEPENDENT = (
+    "cases.case",
+    "cases.data",
+    "cases.functions",
+    "cases.memory",
+    "verify.inputs",
+    "verify.oracle",
+    "verify.tolerance",
+)
 
 
-# What is drawn
+# Drawn cases
 
 
 @pytest.mark.parametrize("engine", ["cpu", "gpu", "plan"])
 def test_every_pair_of_options_is_drawn(engine):
-    """Every pair of options that a call may have comes in 1.5 times as many cases as there are pairs."""
+    """Every valid pair of options occurs within 1.5 times as many cases as there are pairs."""
     cases = [draw(3, number, engine) for number in range(3 * len(PAIRS) // 2 + 2)]
     drawn = {pair for case in cases for pair in itertools.combinations(case.options, 2)}
     assert set(PAIRS) <= drawn
     assert set(OPTIONS) <= {name for case in cases for name in case.options}
 
 
-def test_a_case_follows_from_seed_and_number():
-    """The same seed and number give the same case; other numbers, seeds and engines give others."""
+def test_a_case_depends_on_seed_and_number():
+    """The same seed and number give the same case; another number, seed or engine gives another."""
     case = draw(5, 17, "cpu")
     assert case == draw(5, 17, "cpu")
     assert case not in (draw(5, 18, "cpu"), draw(6, 17, "cpu"), draw(5, 17, "gpu"))
@@ -64,25 +73,25 @@ def test_sizes_cover_the_input_space():
 
 
 @pytest.mark.parametrize("engine", ["cpu", "gpu", "plan"])
-def test_a_case_prints_as_python(engine):
-    """The text of a case gives the case back."""
+def test_parse_inverts_repr(engine):
+    """``parse`` of the ``repr`` of a case returns the case."""
     for number in range(200):
         case = draw(1, number, engine)
         assert parse(repr(case)) == case
 
 
 @pytest.mark.parametrize("text", ["1", "Case(1)", "Case(sq=len)", "Case(size=1)", "Case(engine='tpu')", "f(sq=1)", "Case("])
-def test_what_is_no_case_is_refused(text):
-    """Nothing but literals of known names is taken for a case."""
+def test_parse_rejects_other_text(text):
+    """``parse`` accepts only literals of existing fields."""
     with pytest.raises(ValueError, match=r"Case|case|engine"):
         parse(text)
 
 
 def test_a_slice_is_surrounded_by_nan():
-    """Every layout gives a view of the asked shape and values, and what surrounds it is NaN."""
+    """Every layout gives a view with the requested shape and values, surrounded by NaN."""
     for layout in ("dhsb", "dshb+s*b", "bshd-d", "dhsb+d+h", "sdbh*s"):
         memory = Memory(np)
-        view = memory.make("q", (8, 2, 3, 4), np.float16, layout)
+        view = memory.allocate("q", (8, 2, 3, 4), np.float16, layout)
         values = np.arange(192, dtype=np.float16).reshape(8, 2, 3, 4)
         memory.load({"q": values})
         assert np.array_equal(view, values)
@@ -97,8 +106,8 @@ def test_a_slice_is_surrounded_by_nan():
 
 
 @pytest.mark.parametrize("name", INDEPENDENT)
-def test_the_reference_uses_nothing_that_it_judges(name):
-    """The modules that make data and judge results import numpy, ml_dtypes and one another only."""
+def test_the_reference_is_independent(name):
+    """The modules that generate data and check results import numpy, ml_dtypes and one another only."""
     folder, module = name.split(".")
     for node in ast.walk(ast.parse((FOLDER / folder / f"{module}.py").read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.level:
@@ -109,12 +118,12 @@ def test_the_reference_uses_nothing_that_it_judges(name):
 
 def _known_to_the_reference(case):
     names = ("score_mod", "mask_mod", "bucket", "max_workspace")
-    finite = "min" not in case.options.get("bias", ("", "", ""))[2]  # the reference does not count these as masked
+    finite = "min" not in case.options.get("bias", ("", "", ""))[2]  # the reference does not treat these as masked
     return finite and not any(name in case.options for name in names) and 0 not in (case.hkv, case.dv)
 
 
 def test_the_oracle_agrees_with_the_reference():
-    """Where there are no functions, results and gradients are those of ``cupy_sdpa.reference``."""
+    """Without functions, results and gradients equal those of ``cupy_sdpa.reference``."""
     compared = 0
     for case in filter(_known_to_the_reference, (draw(11, number, "cpu").with_(dtype="float64") for number in range(170))):
         if case.b * case.hq * case.sq * case.skv > 60_000:
@@ -128,7 +137,7 @@ def test_the_oracle_agrees_with_the_reference():
         if "dropout" in case.options:
             options["dropout_mask"] = data.keep
         arrays = [data.arrays[name] for name in ("q", "k", "v")]
-        found = evaluate(Problem(data)).values
+        found = evaluate(Inputs(data)).values
         wanted = dict(
             zip(("out", "stats", "max", "sum_exp"), reference.attention(*arrays, **options, max_sumexp=True), strict=True)
         )
@@ -144,13 +153,13 @@ def test_the_oracle_agrees_with_the_reference():
 
 @pytest.mark.parametrize("name", ["tanh", "square", "gain_h", "slope_h", "bias_kq", "two", "place", "number", "bias_all"])
 def test_the_oracles_gradients_are_differences(name):
-    """With score functions, gradients are the differences of the output along a direction."""
+    """With score functions, gradients equal finite differences of the output along random directions."""
     case = Case(
         dtype="float64", d=4, dv=3, hq=4, hkv=2, sq=5, skv=6, b=2, backward=True, seed=4,
         options={"score_mod": (name, "float64"), "softcap": 5.0, "causal": "bottom_right", "return_dtensors": True},
     )  # fmt: skip
     data = build(case, 0)
-    found = evaluate(Problem(data)).values
+    found = evaluate(Inputs(data)).values
     rng = np.random.default_rng(0)
     dout = data.arrays["dout"]
     places = {"q": data.arrays, "k": data.arrays, "v": data.arrays} | dict.fromkeys(data.tensors, data.tensors)
@@ -159,14 +168,14 @@ def test_the_oracles_gradients_are_differences(name):
         sums = []
         for step in (1e-5, -1e-5):
             place[key] = start + step * direction
-            sums.append((evaluate(Problem(data)).values["out"] * dout).sum())
+            sums.append((evaluate(Inputs(data)).values["out"] * dout).sum())
         place[key] = start
         gradient = found[f"d{key}" if key in ("q", "k", "v") else f"tensors[{key!r}]"]
         assert (gradient * direction).sum() == pytest.approx((sums[0] - sums[1]) / 2e-5, rel=1e-6, abs=1e-7)
 
 
-def test_a_row_that_is_masked_by_finite_values_attends_to_nothing():
-    """A bias at or below the threshold masks a key; a row of nothing else gives 0, -inf and no gradient."""
+def test_rows_masked_by_finite_values():
+    """A bias at or below the threshold masks a key; a row of such keys gives output 0, log-sum-exp -inf and gradient 0."""
     case = Case(dtype="float64", sq=3, skv=4, backward=True, options={"bias": ("kq11", "float32", "normal")})
     data = build(case, 0)
     data.arrays["bias"][:, 1] = 2 * MASKED
@@ -177,7 +186,7 @@ def test_a_row_that_is_masked_by_finite_values_attends_to_nothing():
     assert not wanted.truth.values["dq"][:, :, 1].any()
 
 
-# Planted errors
+# Injected faults
 
 
 def _without(name):
@@ -197,7 +206,7 @@ def _wrong_positions(options):
     return options | {"score_mod": lambda s, b, h, q, k: near(s, b, h, q, k % 256)}
 
 
-#: Altered options of the forward pass.
+#: Faults in the options of the forward pass.
 LOST = {
     "mask": (_shifted("mask"), {"mask": ("kq11", "random")}, {}),
     "bias": (_shifted("bias"), {"bias": ("k1h1", "float32", "normal")}, {}),
@@ -215,7 +224,7 @@ LOST = {
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("name", LOST)
 def test_a_lost_option_is_found(name, dtype, monkeypatch):
-    """A call that ignores or misreads an option is wrong, and one that does not is right."""
+    """A call that ignores or misreads an option is a finding; a correct call is not."""
     alter, options, sizes = LOST[name]
     case = Case(**({"dtype": dtype, "d": 16, "dv": 16, "hq": 4, "hkv": 2, "sq": 20, "skv": 30, "options": options} | sizes))
     assert execute(case).kind == "passed"
@@ -223,7 +232,7 @@ def test_a_lost_option_is_found(name, dtype, monkeypatch):
     monkeypatch.setattr(cupy_sdpa, "attention", lambda *arrays, **options: real(*arrays, **alter(options)))
     outcome = execute(case)
     assert outcome.kind == "wrong"
-    assert outcome.what.startswith("out")
+    assert outcome.cause.startswith("out")
 
 
 def _put(index, value):
@@ -252,7 +261,7 @@ def _stale(results, arrays, options, kept=[]):  # noqa: B006 (kept from call to 
             result[...] = old
 
 
-#: Altered results, (what is done, what is found to be wrong).
+#: Faults in the results: (the fault, the cause of the finding).
 SPOILED = {
     "a NaN": (_put((0, 0, 0, 0), np.nan), "out"),
     "an infinity": (_put((3, 1, 2, 0), np.inf), "out"),
@@ -265,8 +274,8 @@ SPOILED = {
 
 
 @pytest.mark.parametrize("name", SPOILED)
-def test_a_spoiled_result_is_found(name, monkeypatch):
-    """One bad element, a write in the wrong place and stale results are found."""
+def test_a_wrong_result_is_found(name, monkeypatch):
+    """One wrong element, a write to the wrong place and stale results are findings."""
     spoil, what = SPOILED[name]
     case = Case(d=8, dv=8, hq=2, hkv=2, sq=5, skv=7, layouts={"out": "dhsb+s"}, options={"preallocated": True})
     assert execute(case).kind == "passed"
@@ -280,11 +289,11 @@ def test_a_spoiled_result_is_found(name, monkeypatch):
 
     monkeypatch.setattr(cupy_sdpa, "attention", spoiled)
     outcome = execute(case)
-    assert (outcome.kind, outcome.what.split(", ")[0]) == ("wrong", what)
+    assert (outcome.kind, outcome.cause.split(", ")[0]) == ("wrong", what)
 
 
-def test_a_row_of_nothing_must_be_exactly_0(monkeypatch):
-    """Where a query attends to nothing even the smallest number is wrong."""
+def test_fully_masked_rows_must_be_exactly_0(monkeypatch):
+    """In a fully masked row even 1e-30 is a finding."""
     case = Case(sq=3, options={"mask_mod": ("nothing", "")})
     assert execute(case).kind == "passed"
     real = cupy_sdpa.attention
@@ -295,7 +304,7 @@ def test_a_row_of_nothing_must_be_exactly_0(monkeypatch):
 @pytest.mark.parametrize("index", range(3), ids=["dq", "dk", "dv"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_a_wrong_gradient_is_found(index, dtype, monkeypatch):
-    """A gradient that is 3 % too large is wrong in every dtype."""
+    """A gradient that is 3 % too large is a finding in every dtype."""
     case = Case(dtype=dtype, d=16, dv=16, hq=4, hkv=2, sq=20, skv=30, backward=True)
     assert execute(case).kind == "passed"
     real = cupy_sdpa.attention_backward
@@ -307,11 +316,11 @@ def test_a_wrong_gradient_is_found(index, dtype, monkeypatch):
 
     monkeypatch.setattr(cupy_sdpa, "attention_backward", spoiled)
     outcome = execute(case)
-    assert (outcome.kind, outcome.what) == ("wrong", f"d{'qkv'[index]}")
+    assert (outcome.kind, outcome.cause) == ("wrong", f"d{'qkv'[index]}")
 
 
-def test_other_bits_of_deterministic_gradients_are_found(monkeypatch):
-    """With deterministic=True one bit that differs between calls on equal data is wrong."""
+def test_gradients_that_are_not_deterministic_are_found(monkeypatch):
+    """With deterministic=True one different bit between calls on equal data is a finding."""
     case = Case(sq=5, skv=7, backward=True, options={"deterministic": True})
     assert execute(case).kind == "passed"
     real, calls = cupy_sdpa.attention_backward, itertools.count()
@@ -327,8 +336,8 @@ def test_other_bits_of_deterministic_gradients_are_found(monkeypatch):
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "both passes"])
 @pytest.mark.parametrize(("index", "name"), list(enumerate(["out", "stats", "max", "sum_exp"])))
-def test_other_bits_of_a_deterministic_forward_pass_are_found(index, name, backward, monkeypatch):
-    """They are wrong with a single query, too; and every forward pass is called with deterministic=True."""
+def test_a_forward_pass_that_is_not_deterministic_is_found(index, name, backward, monkeypatch):
+    """The same holds for a single query; and every forward pass is called with deterministic=True."""
     case = Case(sq=1, skv=7, backward=backward, options={"stats": "max_sumexp", "deterministic": True})
     assert execute(case).kind == "passed"
     real, calls, flags = cupy_sdpa.attention, itertools.count(), []
@@ -344,7 +353,7 @@ def test_other_bits_of_a_deterministic_forward_pass_are_found(index, name, backw
     assert all(flags)
 
 
-def test_an_exception_is_found_and_a_refusal_is_none(monkeypatch):
+def test_exceptions_are_findings_and_refusals_are_not(monkeypatch):
     """An exception is a finding with its type; Unsupported is a refusal."""
     for error, kind in ((ValueError("no"), "exception"), (cupy_sdpa.Unsupported("not here"), "refused")):
 
@@ -360,8 +369,8 @@ def test_an_exception_is_found_and_a_refusal_is_none(monkeypatch):
 # Shrinking
 
 
-def test_a_finding_is_shrunk_to_what_it_takes():
-    """Options, sizes, layouts and gradients that a failure does not need are taken away."""
+def test_shrinking_removes_what_a_failure_does_not_need():
+    """Options, sizes, layouts and gradients that the failure does not need are removed."""
 
     def ask(case):
         wrong = "alibi_slopes" in case.options and case.skv > 256 and case.sq == 1
@@ -377,7 +386,7 @@ def test_a_finding_is_shrunk_to_what_it_takes():
 
 
 def test_shrinking_keeps_the_kind_of_failure():
-    """A smaller case that fails in another way is not taken."""
+    """A smaller case that fails in another way is not accepted."""
 
     def ask(case):
         return Outcome("crash") if case.skv == 100 else Outcome("wrong", "", "out")
@@ -387,7 +396,7 @@ def test_shrinking_keeps_the_kind_of_failure():
 
 
 def test_every_candidate_is_smaller():
-    """Candidates differ from the case, and never have an option without what it needs."""
+    """Candidates differ from the case, and never have an option without the one that it requires."""
     for number in range(100):
         case = draw(2, number, "gpu")
         for smaller in candidates(case):
@@ -421,69 +430,69 @@ cupy_sdpa.attention = attention
 
 @pytest.fixture
 def planted(tmp_path, monkeypatch):
-    """A module that plants errors in the processes that import it; its name."""
+    """The name of a module that injects faults into the processes that import it."""
     (tmp_path / "planted_errors.py").write_text(PLANTED)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(run, "SHRINKING", 3.0)
+    monkeypatch.setattr(run, "SHRINK_SECONDS", 3.0)
     return "planted_errors"
 
 
-def test_a_process_that_dies_is_a_finding_and_the_run_goes_on(planted):
-    """Killed and wrong cases are reported with a line that reproduces them; all other cases run."""
+def test_a_crash_is_a_finding_and_the_run_continues(planted):
+    """Crashes and wrong results are reported with a line that reproduces them; all other cases run."""
     cases = [
         Case(), Case(options={"softcap": 2.0, "scale": 1.0}), Case(seed=1), Case(sq=5, b=2, options={"causal": "top_left"}),
         Case(seed=2),
     ]  # fmt: skip
-    summary, findings, _ = run.run(iter(cases), 2, None, None, modules=(planted,))
+    summary, findings, _ = run.run(iter(cases), 2, modules=(planted,))
     assert summary.problems == 5
-    assert summary.counted("passed") == 3
+    assert summary.count("passed") == 3
     found = {finding.outcome.kind: finding for finding in findings}
     assert found.keys() == {"crash", "wrong"}
     assert "SIGKILL" in found["crash"].outcome.message
     assert found["crash"].case.options == {"softcap": 2.0}
     assert found["wrong"].case == Case(d=1, dv=1, sq=1, skv=1, options={"causal": "top_left"})
-    assert found["wrong"].line.count("\n") == 0
-    assert parse(found["wrong"].line.split("reproduce(")[1].removesuffix(')"')) == found["wrong"].case
+    assert found["wrong"].command.count("\n") == 0
+    assert parse(found["wrong"].command.split("reproduce(")[1].removesuffix(')"')) == found["wrong"].case
 
 
 def test_a_process_that_hangs_is_a_finding(planted):
-    """A case without an answer in time is a finding, and its process is replaced."""
+    """A case that exceeds the time limit is a finding, and its process is replaced."""
     with Pool(1, (planted,)) as workers:
-        assert workers.ask(Case()).kind == "passed"
-        outcome = workers.ask(Case(options={"window": (1, 1)}), limit=1.0)
+        assert workers.run(Case()).kind == "passed"
+        outcome = workers.run(Case(options={"window": (1, 1)}), limit=1.0)
         assert outcome.kind == "hang"
-        assert workers.ask(Case()).kind == "passed"
+        assert workers.run(Case()).kind == "passed"
 
 
 def test_a_process_that_is_killed_from_outside_is_a_finding():
-    """The end of a process is noticed, and says by which signal."""
+    """The outcome names the signal."""
     worker = pool.Worker()
-    assert worker.ask(Case()).kind == "passed"
+    assert worker.run(Case()).kind == "passed"
     os.kill(worker.pid, signal.SIGTERM)
-    outcome = worker.ask(Case())
+    outcome = worker.run(Case())
     worker.close()
     assert outcome.kind == "crash"
     assert "SIGTERM" in outcome.message
 
 
-def test_an_interrupted_run_reports_what_it_has(planted):
-    """Ctrl-C ends the processes at once, also those that are in the middle of a case; the report is of what was run."""
+def test_an_interrupted_run_reports_the_finished_cases(planted):
+    """Ctrl-C ends all processes at once, also those that are running a case; the report contains the finished cases."""
 
-    def progress(summary, seconds, doing):
+    def progress(summary, seconds, activity):
         if summary.problems == 2:
             raise KeyboardInterrupt
 
-    cases = [Case(), Case(seed=1), Case(options={"window": (1, 1)})]  # the last one would take long
-    summary, findings, seconds = run.run(iter(cases), 2, None, None, progress, (planted,))
+    cases = [Case(), Case(seed=1), Case(options={"window": (1, 1)})]  # the last one would hang
+    summary, findings, seconds = run.run(iter(cases), 2, progress=progress, modules=(planted,))
     assert (summary.problems, findings) == (2, [])
-    assert seconds < pool.LIMIT / 2
+    assert seconds < pool.TIME_LIMIT / 2
 
 
 def test_findings_of_one_kind_are_reported_once(planted, monkeypatch):
-    """Cases that fail in the same way are counted with the shrunk one."""
+    """Cases that fail in the same way are listed with the shrunk one."""
     cases = [Case(b=b, seed=b, options={"causal": "top_left"} | more) for b in (1, 2) for more in ({}, {"sinks": "high"})]
-    _, (finding,), _ = run.run(iter(cases), 1, None, None, modules=(planted,))
-    assert len(finding.also) == 3
+    _, (finding,), _ = run.run(iter(cases), 1, modules=(planted,))
+    assert len(finding.duplicates) == 3
     assert "4 times" in finding.text()
 
 
@@ -491,7 +500,7 @@ def test_findings_of_one_kind_are_reported_once(planted, monkeypatch):
 
 
 def test_the_command_writes_a_report(tmp_path, capsys):
-    """A clean run exits with 0 and writes versions, seed, counts and no finding."""
+    """A run without findings exits with 0; the report contains versions, seed and counts."""
     file = tmp_path / "report.json"
     words = ["check", "--engine", "cpu", "--case", "Case(options={'causal': 'top_left', 'sinks': 'normal'})"]
     assert main([*words, "--json", str(file)]) == 0
@@ -506,8 +515,8 @@ def test_the_command_writes_a_report(tmp_path, capsys):
     assert all(len(line) <= 100 for line in printed.out.splitlines())
 
 
-def test_the_command_exits_with_1_where_something_was_found(planted, tmp_path, capsys, monkeypatch):
-    """A finding is printed, is in the report, and sets the status."""
+def test_the_command_exits_with_1_if_there_are_findings(planted, tmp_path, capsys, monkeypatch):
+    """A finding is printed, is in the report, and sets the exit status."""
     monkeypatch.setattr(run, "Pool", lambda jobs, modules: Pool(jobs, (planted,)))
     file = tmp_path / "report.json"
     assert main(["check", "--case", "Case(options={'causal': 'top_left'})", "--json", str(file)]) == 1
@@ -517,7 +526,9 @@ def test_the_command_exits_with_1_where_something_was_found(planted, tmp_path, c
 
 
 def test_findings_are_printed_and_reported_before_they_are_shrunk(planted, tmp_path, capsys, monkeypatch):
-    """A run that is killed while it shrinks has printed its findings and written its report; the end writes it anew."""
+    """A run that is killed while it shrinks has printed its findings and written its report; the report is written again at the
+    end.
+    """
     monkeypatch.setattr(run, "Pool", lambda jobs, modules: Pool(jobs, (planted,)))
     file, literal, seen = tmp_path / "report.json", "Case(sq=5, options={'causal': 'top_left'})", []
 
@@ -525,8 +536,8 @@ def test_findings_are_printed_and_reported_before_they_are_shrunk(planted, tmp_p
         seen.append((json.loads(file.read_text()), capsys.readouterr().err))
         shrink_some(*arguments)
 
-    shrink_some = run._shrink_some
-    monkeypatch.setattr(run, "_shrink_some", shrinking)
+    shrink_some = run._shrink_findings
+    monkeypatch.setattr(run, "_shrink_findings", shrinking)
     assert main(["check", "--case", literal, "--json", str(file)]) == 1
     ((report, printed),) = seen
     assert (report["problems"], report["final"]) == (1, False)
@@ -538,7 +549,7 @@ def test_findings_are_printed_and_reported_before_they_are_shrunk(planted, tmp_p
 
 
 def test_a_report_that_cannot_be_written_loses_no_finding(planted, tmp_path, capsys, monkeypatch):
-    """The run goes on, prints what it has found, and fails at the end."""
+    """The run continues, prints its findings, and fails at the end."""
     monkeypatch.setattr(run, "Pool", lambda jobs, modules: Pool(jobs, (planted,)))
     assert main(["check", "--case", "Case(options={'causal': 'top_left'})", "--json", str(tmp_path)]) == 2
     printed = capsys.readouterr()
@@ -547,7 +558,7 @@ def test_a_report_that_cannot_be_written_loses_no_finding(planted, tmp_path, cap
 
 
 def test_the_command_runs_drawn_problems(capsys):
-    """Problems are drawn and run by worker processes, and counted per option in 80 columns."""
+    """Worker processes run drawn problems; the table of options fits 80 columns."""
     assert main(["check", "--engine", "cpu", "--problems", "6", "--seed", "5", "--jobs", "2"]) == 0
     out = capsys.readouterr().out
     assert "6 problems" in out
@@ -567,13 +578,13 @@ def test_the_command_runs_drawn_problems(capsys):
     ids=lambda x: x[0] if isinstance(x, list) else "",
 )
 def test_bad_arguments_are_one_line(words, complaint, capsys):
-    """What cannot be done exits with 2 and names the option."""
+    """A bad argument exits with 2 and names the option."""
     assert main(["check", *words]) == 2
     assert complaint in capsys.readouterr().err
 
 
-def test_without_a_gpu_the_command_says_what_is_left_out(monkeypatch, capsys):
-    """Where there is no GPU and nothing to plan with, the output says both, and the CPU engine is tested."""
+def test_the_command_without_a_gpu(monkeypatch, capsys):
+    """Without a GPU and a C compiler the output names both, and the CPU engine is tested."""
     from cupy_sdpa._cli import check as command
     from cupy_sdpa._cli.helpers import machine
 
@@ -587,13 +598,13 @@ def test_without_a_gpu_the_command_says_what_is_left_out(monkeypatch, capsys):
 
 
 def test_reproduce_runs_a_case(capsys):
-    """The line that a finding prints runs the case and prints what it comes to."""
+    """The printed command runs the case and prints its outcome."""
     check.reproduce(Case(sq=3, options={"causal": "bottom_right"}))
     assert capsys.readouterr().out.splitlines()[-1] == "passed: 4 calls"
 
 
 def test_import_does_not_load_the_check():
-    """``import cupy_sdpa`` leaves the self-test out."""
+    """``import cupy_sdpa`` does not import the self-test."""
     code = "import sys, cupy_sdpa; sys.exit(any(name.startswith('cupy_sdpa.check') for name in sys.modules))"
     environment = {**os.environ, "PYTHONPATH": str(FOLDER.parents[1])}
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
@@ -601,16 +612,16 @@ def test_import_does_not_load_the_check():
 
 @pytest.mark.cudnn
 def test_planning_is_tested_for_described_gpus():
-    """A case is planned by the real cuDNN; one that the table refuses is refused."""
+    """The real cuDNN plans a case; a case that the support table refuses is refused."""
     with Pool(1) as workers:
-        planned = workers.ask(Case("plan", "float16", d=64, dv=64, sq=128, skv=128, gpu="h200", options={"causal": "top_left"}))
-        refused = workers.ask(Case("plan", "float16", d=12, dv=12, sq=128, skv=128, gpu="h200"))
+        planned = workers.run(Case("plan", "float16", d=64, dv=64, sq=128, skv=128, gpu="h200", options={"causal": "top_left"}))
+        refused = workers.run(Case("plan", "float16", d=12, dv=12, sq=128, skv=128, gpu="h200"))
     assert (planned.kind, planned.calls) == ("passed", 1)
-    assert (refused.kind, refused.what) == ("refused", "head-dim")
+    assert (refused.kind, refused.cause) == ("refused", "head-dim")
 
 
 @pytest.mark.gpu
 def test_a_minute_on_the_gpu_finds_nothing(capsys):
-    """A minute of random problems on this GPU and cuDNN, none of them wrong."""
+    """One minute of random problems on this GPU and cuDNN without a finding."""
     status = main(["check", "--minutes", "1", "--seed", "1", "--engine", "gpu"])
     assert status == 0, capsys.readouterr().out

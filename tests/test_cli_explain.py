@@ -1,4 +1,4 @@
-"""The command ``explain``, and the JSON output of all commands."""
+"""``python -m cupy_sdpa explain``: a report from shapes; and the JSON output of all commands."""
 
 import json
 
@@ -16,8 +16,8 @@ def said(capsys, *words):
 
 
 @pytest.mark.cudnn
-def test_a_plan_for_a_gpu_that_is_not_here(capsys):
-    """The output has the problem, the steps, the verdict and the plan."""
+def test_a_plan_for_a_described_gpu(capsys):
+    """The report has the problem, the steps, the verdict and the plan."""
     status, out = said(capsys, *SHAPES, "--gpu", "h200", "--causal", "--dtype", "float16")
     assert status == 0
     assert out.out.startswith("forward attention, float16: batch 2, 8 query and 4 key/value heads")
@@ -73,7 +73,7 @@ def test_invalid_numbers(words, capsys):
 
 
 def test_without_a_gpu(capsys, monkeypatch):
-    """The error names --gpu."""
+    """The GPU must be named."""
     monkeypatch.setattr("cupy_sdpa.device.cupy_runtime.current_device", lambda: None)
     status, out = said(capsys, *SHAPES)
     assert status == 2

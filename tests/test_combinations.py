@@ -1,4 +1,4 @@
-"""All options together: drawn cases, evaluated exactly against the reference, and planned by the real cuDNN."""
+"""All options in combination: random cases, evaluated exactly and compared with the reference, and planned by the real cuDNN."""
 
 import os
 from dataclasses import replace
@@ -23,22 +23,22 @@ from cupy_sdpa.problem.subproblems import subproblems
 from cupy_sdpa.support import gpus
 from cupy_sdpa.support.why_not import why_not
 
-#: The same cases in every run, and none kept on disk.
+#: The same cases in every run; no database of examples.
 EVERY = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-#: Whether there is an hour for it: two thousand plans.
+#: Whether to run the tests of about an hour, with two thousand plans.
 NIGHTLY = os.environ.get("CUPY_SDPA_NIGHTLY", "0") != "0"
-#: Where smaller cases would take minutes to find.
+#: Without shrinking, where it would take minutes.
 AS_DRAWN = settings(EVERY, phases=[Phase.explicit, Phase.generate])
 
 
 @st.composite
 def cases(draw, **choices):
-    """Any combination of options; sizes that numpy is quick with."""
+    """Random combinations of options, with sizes that numpy computes quickly."""
     return combination(lambda options: draw(st.sampled_from(options)), **choices)
 
 
 class Asked(NamedTuple):
-    """What cuDNN is asked to plan."""
+    """A problem to plan with cuDNN."""
 
     case: Case
     gpu: str
@@ -48,7 +48,7 @@ class Asked(NamedTuple):
     dsinks: bool
 
     def problem(self):
-        """What a call with arrays on this GPU would be planned as."""
+        """The problem of a call with arrays on this GPU."""
         case, options = self.case, self.case.options()
         arrays = case.laid_out(case.arrays())
         if not self.backward:
@@ -61,7 +61,7 @@ class Asked(NamedTuple):
 
 @st.composite
 def asked(draw):
-    """A case that cuDNN may take, a pass, and a GPU."""
+    """A case that cuDNN may support, a pass, and a GPU."""
     case, backward = draw(cases(head_dims=HEAD_DIMS, lengths=LONGER)), draw(st.booleans())
     return Asked(
         case,
@@ -73,11 +73,11 @@ def asked(draw):
     )
 
 
-# Exactly: the graph on numpy against the reference
+# Exact evaluation: the graph on numpy, compared with the reference
 
 
 def forward_agrees(case, altered=lambda options: options):
-    """Assert that the results are the reference's; ``altered`` options are those that the graph gets, to plant a mistake."""
+    """Assert that the results equal the reference's; ``altered`` options are passed to the graph only, to inject a fault."""
     case = case.with_dtype("float64")
     arrays, options = case.laid_out(case.arrays()), case.options(dropout_mask=case.kept())
     parts = case.stats == "max_sumexp"
@@ -88,7 +88,7 @@ def forward_agrees(case, altered=lambda options: options):
     for name, wanted in zip(names, truth, strict=True):
         if name == "out":
             accuracy = {"rtol": 0, "atol": 1e-12 * max(1, np.abs(arrays[2]).max(), np.abs(wanted).max())}
-        else:  # float32; made of its float32 parts, a log-sum-exp near 0 is the difference of larger numbers
+        else:  # float32; computed from float32 parts, a log-sum-exp near 0 is the difference of larger numbers
             largest = np.abs(np.where(np.isfinite(truth[2]), truth[2], 0)).max() if parts else 0
             accuracy = {"rtol": 1e-6, "atol": 1e-6 * largest + 1e-12}
         if name in got:
@@ -97,7 +97,7 @@ def forward_agrees(case, altered=lambda options: options):
 
 
 def backward_agrees(case, direct=False, guards=(), altered=lambda options: options):
-    """Assert that every gradient is the reference's; arguments as for :func:`forward_agrees` and the graph."""
+    """Assert that every gradient equals the reference's; arguments as for :func:`forward_agrees` and the graph."""
     case = replace(case.with_dtype("float64"), bias_dtype=None)
     arrays, options = case.laid_out(case.arrays()), case.options(dropout_mask=case.kept())
     (dout,) = case.laid_out([case.dout()])
@@ -105,7 +105,7 @@ def backward_agrees(case, direct=False, guards=(), altered=lambda options: optio
     out, stats = reference.attention(*arrays, **known)
     exact = 1e-10
     given_stats = stats
-    if case.bias or case.sinks or case.seq_lens_q or case.seq_lens_kv:  # it is staged, in float32
+    if case.bias or case.sinks or case.seq_lens_q or case.seq_lens_kv:  # it is converted to float32
         exact, given_stats = 2e-5, np.asfortranarray(stats.astype(np.float32))
     call = arguments.read_backward(*arrays, altered(options), dout=dout, out=out, **case.gradients)
     call.arrays["stats"] = given_stats
@@ -116,28 +116,28 @@ def backward_agrees(case, direct=False, guards=(), altered=lambda options: optio
         np.testing.assert_allclose(gradient, wanted, rtol=1e-6 if name == "dsinks" else 0, atol=size, err_msg=name)
 
 
-#: The ways to compute gradients, and the guards: any of them means the same.
+#: The methods to compute gradients, and the guards: all give the same results.
 WAYS = (st.booleans(), st.sampled_from([(), ("keys", "queries"), ("keys",), ("queries",)]))
 
 
 @settings(EVERY, max_examples=150)
 @given(cases())
-def test_any_combination_means_what_the_papers_say(case):
-    """Whatever is combined: evaluated exactly, the graph is the reference."""
+def test_any_combination_matches_the_reference(case):
+    """Exact evaluation of the graph, for any combination of options."""
     forward_agrees(case)
 
 
 @settings(EVERY, max_examples=150)
 @given(cases(), *WAYS)
-def test_any_combinations_gradients_mean_what_the_papers_say(case, direct, guards):
-    """The gradients too, every way to compute them, whatever is guarded."""
+def test_gradients_of_any_combination_match_the_reference(case, direct, guards):
+    """Every method to compute them, with any guards."""
     backward_agrees(case, direct, guards)
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("part", range(4))
-def test_many_combinations_mean_what_the_papers_say(part):
-    """Both passes, of many more."""
+def test_many_combinations_match_the_reference(part):
+    """Both passes of many more combinations."""
 
     @seed(part)
     @settings(EVERY, max_examples=500)
@@ -149,7 +149,7 @@ def test_many_combinations_mean_what_the_papers_say(part):
     agree()
 
 
-#: Options whose loss must show, and what takes their place; arrays whose gradient is asked for stay there, full of zeros.
+#: Options whose absence must be detected, and their replacements; arrays with a gradient are replaced by zeros.
 LOSSES = {
     "softcap": {"softcap": None},
     "scale": {"scale": None},
@@ -168,8 +168,8 @@ LOSSES = {
 
 @pytest.mark.parametrize("agrees", [forward_agrees, backward_agrees], ids=["forward", "backward"])
 @pytest.mark.parametrize("name", LOSSES)
-def test_an_option_that_were_lost_would_be_found(name, agrees):
-    """A graph that lacks an option differs from the reference in some drawn case: the comparison bites."""
+def test_a_lost_option_is_detected(name, agrees):
+    """A graph that ignores an option differs from the reference in some random case."""
 
     def altered(options):
         lost = {key: value(options[key]) if callable(value) else value for key, value in LOSSES[name].items() if key in options}
@@ -185,17 +185,17 @@ def test_an_option_that_were_lost_would_be_found(name, agrees):
     find(cases(), shows, settings=settings(AS_DRAWN, max_examples=150))
 
 
-# Really: planned by cuDNN for GPUs that are not here
+# Planned by the real cuDNN for described GPUs
 
 
-#: What cuDNN 9.28 refuses beyond our table, for constructed descriptions: names, and which problems on which GPUs.
+#: Refusals of cuDNN 9.28 that are not in our table, for constructed descriptions: names, problems and GPUs.
 ALLOWED = {
     "256-blackwell": lambda p, capability: p.backward and p.sizes[0] == p.sizes[1] == 256 and 100 <= capability < 120,
 }
 
 
 def check_plan(question, call):
-    """Plan, by ``call`` in a child, what the table lets through; nothing dies, and nothing is refused that is not known to be."""
+    """Plan a problem that the table allows; no crash, and no refusal that is not listed."""
     problem, capability = question.problem(), gpus.capability(question.gpu)
     assert not problem.trivial
     version = call(library_version)
@@ -223,14 +223,14 @@ def check_plans(number, first, call):
 
 @pytest.mark.cudnn
 @pytest.mark.parametrize("part", range(8))
-def test_any_combination_that_the_table_lets_through_is_planned(part, planned):
-    """A question that our table has nothing against has a plan, on every described GPU."""
+def test_any_combination_that_the_table_allows_is_planned(part, planned):
+    """On every described GPU."""
     check_plans(20, part, planned)
 
 
 @pytest.mark.cudnn
 @pytest.mark.sweep
 @pytest.mark.parametrize("part", range(8))
-def test_many_combinations_that_the_table_lets_through_are_planned(part, planner):
-    """Many more; every night kernels are compiled, too."""
+def test_many_combinations_that_the_table_allows_are_planned(part, planner):
+    """Many more; every night their kernels are compiled, too."""
     check_plans(250 if NIGHTLY else 100, 100 + part, planner.call if NIGHTLY else planner.accept)

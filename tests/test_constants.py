@@ -1,4 +1,4 @@
-"""The table of cuDNN's constants is complete, and the command that makes it makes it again."""
+"""The table of cuDNN's constants is complete, and its script reproduces it."""
 
 import importlib.util
 from pathlib import Path
@@ -24,8 +24,10 @@ typedef enum {
 """
 
 
-def test_a_header_is_read_as_c_reads_it():
-    """Values given, counted on, negative and aliased; versions from a constant's comment, else from its enum's."""
+def test_a_header_is_parsed_like_c():
+    """Explicit, implicit, negative and aliased values; the version of a constant is that of its comment, else that of its
+    enum's.
+    """
     assert [tuple(entry) for entry in parse(HEADER)["cudnnBackendThingName_t"]] == [
         ("CUDNN_THING_ONE", 1, 90000),
         ("CUDNN_THING_TWO", 2, 90401),
@@ -37,25 +39,25 @@ def test_a_header_is_read_as_c_reads_it():
     assert "class ThingName(Constant)" in render(parse(HEADER), 90401)
 
 
-def test_a_header_without_versions_is_refused():
-    """Older headers do not say when a constant came: the command says which header to use."""
+def test_a_header_without_versions_raises():
+    """Older headers have no versions of constants; the message names the header to use."""
     with pytest.raises(SystemExit, match=r"9\.27"):
         render(parse("typedef enum { CUDNN_A_B = 1 } cudnnA_t;"), 90000)
 
 
 @pytest.mark.parametrize("name", [*sorted(POINTWISE), "sub", "exp", "log", "add", "div"])
 def test_every_pointwise_mode_is_one_of_cudnns(name):
-    """The graph's names of modes are cuDNN's, in lower case."""
+    """The names of the graph's pointwise modes are cuDNN's in lower case."""
     assert name.upper() in constants.PointwiseMode.__members__
 
 
 def test_every_dtype_has_its_constant():
-    """No two of our dtypes share one of cuDNN's."""
+    """No two dtypes have the same constant."""
     assert len(set(DATA_TYPES.values())) == len(DATA_TYPES)
 
 
 def test_versions_are_versions():
-    """Every constant came with a cuDNN between 9.0 and the header that the table was made from."""
+    """The version of every constant is between 9.0 and that of the header."""
     enums = [e for e in vars(constants).values() if isinstance(e, type) and issubclass(e, constants.Constant)]
     members = [m for e in enums for m in e]
     assert len(members) > 600
@@ -64,7 +66,7 @@ def test_versions_are_versions():
 
 @pytest.mark.cudnn
 def test_the_table_agrees_with_the_installed_header():
-    """Every constant of the installed cuDNN's header is in the table with its value; none of ours is missing there."""
+    """The table and the installed header have the same constants with the same values."""
     spec = importlib.util.find_spec("nvidia.cudnn")
     include = Path(next(iter(spec.submodule_search_locations))) / "include"
     version = header_version((include / "cudnn_version.h").read_text())

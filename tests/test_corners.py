@@ -1,4 +1,4 @@
-"""The first of the three corners: graph and reference agree to rounding in float64; both are written independently."""
+"""Graph and reference, which are written independently, agree in float64 up to rounding."""
 
 from dataclasses import replace
 
@@ -15,8 +15,8 @@ from cupy_sdpa.graph.attention_forward import forward
 from cupy_sdpa.problem.problem import ROW_STATS
 
 
-def test_what_nobody_clears_shows(monkeypatch):
-    """Where packed results after the last sequence are not cleared, an exact evaluation has NaN there, and only there."""
+def test_missing_clears_show(monkeypatch):
+    """If packed results after the last sequence are not cleared, exact evaluation has NaN there, and only there."""
     clear = staging._clear_padding_on_cpu
     monkeypatch.setattr(
         staging, "_clear_padding_on_cpu", lambda problem, given, arrays, results: clear(problem, given, arrays, [])
@@ -32,8 +32,8 @@ def test_what_nobody_clears_shows(monkeypatch):
 
 
 @pytest.mark.parametrize("case", FORWARD, ids=str)
-def test_the_graph_means_what_the_papers_say(case):
-    """Evaluated exactly, the graph of every case is the reference to 1e-12."""
+def test_forward_graphs_match_the_reference(case):
+    """Exact evaluation of every case, to 1e-12."""
     case = replace(case.with_dtype("float64"), bias_dtype=None)
     arrays, options = case.laid_out(case.arrays()), case.options(dropout_mask=case.kept())
     call = arguments.read_forward(*arrays, options, return_stats=case.stats)
@@ -41,7 +41,7 @@ def test_the_graph_means_what_the_papers_say(case):
     truth = reference.attention(*arrays, **options_of_reference(options), max_sumexp=case.stats == "max_sumexp")
     names = ("out", *(ROW_STATS if case.stats == "max_sumexp" else ("stats",)))
     for name, wanted in zip(names, truth, strict=True):
-        if name in got:  # the rows' numbers are float32
+        if name in got:  # row statistics are float32
             np.testing.assert_allclose(got[name], wanted, rtol=0 if name == "out" else 1e-6, atol=1e-12, err_msg=name)
     assert len(got) == 1 + {False: 0, True: 1, "max_sumexp": 3}[case.stats]
 
@@ -49,16 +49,14 @@ def test_the_graph_means_what_the_papers_say(case):
 @pytest.mark.parametrize("guards", [(), ("keys", "queries")], ids=["plain", "guarded"])
 @pytest.mark.parametrize("direct", [False, True], ids=["summed", "direct"])
 @pytest.mark.parametrize("case", FORWARD, ids=str)
-def test_the_backward_graph_means_what_the_papers_say(case, direct, guards):
-    """Evaluated exactly, every way to compute the gradients gives the reference's; guards change nothing."""
+def test_backward_graphs_match_the_reference(case, direct, guards):
+    """Exact evaluation of every case and method to compute gradients; guards change nothing."""
     case = replace(case.with_dtype("float64"), bias_dtype=None)
     arrays, options = case.laid_out(case.arrays()), case.options(dropout_mask=case.kept())
     (dout,) = case.laid_out([case.dout()])
     known = options_of_reference(options)
     out, stats = reference.attention(*arrays, **known)
-    if not (
-        case.bias or case.sinks or case.seq_lens_q or case.seq_lens_kv
-    ):  # to the last digit: nothing is staged, it may be float64
+    if not (case.bias or case.sinks or case.seq_lens_q or case.seq_lens_kv):  # no copy is converted, so it may be float64
         call = arguments.read_backward(*arrays, options, dout=dout, out=out, **case.gradients)
         call.arrays["stats"] = stats
         exact = 1e-10
@@ -85,7 +83,7 @@ def test_the_backward_graph_means_what_the_papers_say(case, direct, guards):
     ids=str,
 )
 def test_the_references_gradients_are_finite_differences(case):
-    """Moving an element of q, k or v moves the loss by what the gradient says."""
+    """A change of an element of q, k or v changes the loss as its gradient predicts."""
     case = case.with_dtype("float64")
     arrays, dout = list(case.arrays()), case.dout()
     options = options_of_reference(case.options())
@@ -104,8 +102,8 @@ def test_the_references_gradients_are_finite_differences(case):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("case", [c for c in FORWARD if c.dtype == "bfloat16"], ids=str)
-def test_every_dtype_is_as_near_as_it_can_be(case, dtype):
-    """The CPU engine's error against float64 is of the size of its dtype's rounding."""
+def test_errors_are_of_the_size_of_rounding(case, dtype):
+    """The CPU engine's error against float64 is of the size of the dtype's rounding."""
     case = case.with_dtype(dtype)
     q, k, v = case.laid_out(case.arrays())
     options = case.options(dropout_mask=case.kept())
@@ -116,7 +114,7 @@ def test_every_dtype_is_as_near_as_it_can_be(case, dtype):
 
 
 def test_integers_come_out_exactly():
-    """With a saturated softmax every output is a row of V, bit for bit: masks, layouts and groups leave no doubt."""
+    """With a saturated softmax every output is a row of V, bit for bit: this checks masks, layouts and grouped-query attention."""
     case = Case("integers", d=16, hq=4, hkv=2, sq=7, skv=7, b=2, dtype="float16")
     rng = np.random.default_rng(1)
     keys = np.zeros((16, 2, 7, 2))
@@ -153,7 +151,7 @@ def test_the_reference_agrees_with_published_numbers():
 
 
 def test_the_naive_computation_is_close_to_itself():
-    """The tolerance policy accepts the naive computation, so that a failure of another engine is that engine's."""
+    """The tolerance policy accepts the naive computation, so a failure of another engine is caused by that engine."""
     q, k, v = FORWARD[0].arrays()
     naive = attention(q, k, v)
     assert_close(naive, reference.attention(q, k, v)[0], naive)

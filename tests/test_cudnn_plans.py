@@ -1,4 +1,4 @@
-"""The second corner: the real cuDNN accepts and plans what we ask, for GPUs that are not here."""
+"""The real cuDNN accepts and plans the graphs of the package for described GPUs."""
 
 import re
 from dataclasses import replace
@@ -26,14 +26,14 @@ from cupy_sdpa.version import version_text
 
 pytestmark = pytest.mark.cudnn
 
-#: On GPUs other than the H200 these stand for the rest.
+#: The cases for GPUs other than the H200.
 SOME = [
     c
     for c in FORWARD
     if c.name in {"causal", "d128_gqa_causal_fp16", "mla_192_128", "d256", "odd_lengths", "decode", "bhsd", "negative_scale"}
 ]
 
-#: Backward plans that cuDNN 9.28 refuses for constructed descriptions, beyond what the table says.
+#: Backward plans that cuDNN 9.28 refuses for constructed descriptions, and that the table does not exclude.
 REFUSED = {("b200", "d256")}
 
 
@@ -43,10 +43,10 @@ def _problem(case):
 
 @pytest.mark.parametrize("case", FORWARD, ids=str)
 def test_every_forward_case_is_planned_for_the_h200(case, planned):
-    """cuDNN plans every named case; nothing in our table speaks against it."""
+    """cuDNN finalizes a plan with a compiled kernel for every named case, and the table excludes none."""
     asked = _problem(case)
     if refused := {reason.rule for reason in why_not(asked, planned(library_version), gpus.capability("h200"))}:
-        assert refused == {"max-sumexp"}  # which cuDNN plans and does not compute
+        assert refused == {"max-sumexp"}  # which cuDNN plans but does not compute
         return
     plan = planned(plan_graph, forward(asked), "h200")
     assert isinstance(plan, PlanInfo), plan
@@ -56,7 +56,7 @@ def test_every_forward_case_is_planned_for_the_h200(case, planned):
 @pytest.mark.parametrize("gpu", [name for name in gpus.NAMES if name != "h200"])
 @pytest.mark.parametrize("case", SOME, ids=str)
 def test_other_gpus_are_planned_for_too(case, gpu, planned):
-    """The same graphs are planned for Ampere, Ada and Blackwell; where our table refuses, it says why."""
+    """The same graphs are planned for Ampere, Ada and Blackwell; where the table refuses one, it has a reason."""
     asked = _problem(case)
     plan = planned(plan_graph, forward(asked), gpu)
     assert isinstance(plan, PlanInfo), plan
@@ -85,21 +85,21 @@ def test_without_kernels_the_choice_is_the_same(planner):
 
 
 def limited(asked, size):
-    """The problem with a limit of its workspace."""
+    """A copy of the problem with a limit of its workspace."""
     return replace(asked, settings=asked.settings._replace(max_workspace=size))
 
 
 @pytest.mark.parametrize("way", ["summed", "direct", "ordered"])
 @pytest.mark.parametrize("case", FORWARD, ids=str)
 def test_every_backward_case_is_planned_for_the_h200(case, way, planned):
-    """Every way to compute gradients is planned for every named case, with the guards that the case needs."""
+    """Every method to compute gradients, for every named case, with the guards that the case needs."""
     asked = case.gradient_problem()
     version = planned(library_version)
     if reasons := {reason.rule for reason in why_not(asked, version, 90)}:
         assert reasons <= {"backward-one-row", "bias-gradient", "dropout-sinks-gradient", "packed-sinks-gradient"}
         return
     if asked.dbias and way == "ordered":
-        return  # nobody asks for it: the gradient of a bias is written directly
+        return  # never requested: the gradient of a bias is written directly
     config = ORDERED if way == "ordered" else None
     for part in subproblems(asked):
         graph = backward(part, way == "direct", guards(part, version, 90))
@@ -114,7 +114,7 @@ def test_every_backward_case_is_planned_for_the_h200(case, way, planned):
 @pytest.mark.parametrize("gpu", [name for name in gpus.NAMES if name != "h200"])
 @pytest.mark.parametrize("case", SOME, ids=str)
 def test_gradients_are_planned_for_other_gpus(case, gpu, planned):
-    """On Ampere, Ada and Blackwell too; what our table refuses cuDNN refuses as well."""
+    """Ampere, Ada and Blackwell; cuDNN refuses what the table refuses."""
     asked = case.gradient_problem()
     plan = planned(plan_graph, backward(asked), gpu)
     reasons = why_not(asked, planned(library_version), gpus.capability(gpu))
@@ -125,8 +125,8 @@ def test_gradients_are_planned_for_other_gpus(case, gpu, planned):
 
 
 @pytest.mark.parametrize(("sq", "skv"), [(16, 1), (1, 1), (16, 2)])
-def test_a_number_less_kills_cudnns_planning(sq, skv, planner):
-    """Gradients of a single key whose score an array of one element is taken away from; the remedy of the refusal lives."""
+def test_subtracting_a_one_element_array_crashes_cudnn(sq, skv, planner):
+    """Gradients of a single key whose score function subtracts an array of one element; the remedy of the refusal is planned."""
     q, kv = (64, 2, sq, 2), (64, 2, skv, 2)
     version = planner.call(library_version)
     for function in (lambda s, b, h, i, j, t: s - t, lambda s, b, h, i, j, t: s + (-t)):
@@ -137,8 +137,8 @@ def test_a_number_less_kills_cudnns_planning(sq, skv, planner):
     assert not refused
 
 
-def test_one_row_kills_cudnns_planning(planner):
-    """Gradients of one query, head and batch entry: refused by us, and cuDNN would have died; one query more, and it lives."""
+def test_one_row_crashes_cudnn(planner):
+    """Gradients of one query, head and batch entry are refused, and crash cuDNN; with two queries they are planned."""
     row = Case("row", d=128, hq=1, hkv=1, sq=1, skv=64, b=1)
     version = planner.call(library_version)
     refused = [reason.rule for reason in why_not(row.gradient_problem(), version, 90)]
@@ -149,7 +149,7 @@ def test_one_row_kills_cudnns_planning(planner):
 
 
 def test_deterministic_gradients_keep_within_the_memory(planner):
-    """The quadratic plan within max_workspace, the ordered engine beyond it, and a refusal with every number where none fits."""
+    """The quadratic plan within max_workspace, the ordered engine beyond it, and a refusal with all sizes if neither fits."""
     case = Case("deterministic", d=128, hq=8, hkv=8, sq=2048, b=1)
     quadratic = planner.call(plan_problem, case.gradient_problem(deterministic=True), "h200")
     assert quadratic.workspace > 2 * 8 * 2048 * 2048
@@ -165,8 +165,8 @@ def test_deterministic_gradients_keep_within_the_memory(planner):
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
-def test_every_way_has_the_guards_that_it_needs(deterministic, planner):
-    """The plan for gradients of one query masks what lies beyond it, whichever way is chosen, also the ordered one."""
+def test_every_backward_method_has_its_guards(deterministic, planner):
+    """The plan for gradients of one query masks the padding with every method, including the ordered one."""
     case = Case("one_query", d=128, hq=8, hkv=8, sq=1, skv=4096, b=1)
     asked = case.gradient_problem(deterministic=deterministic)
     plan = planner.call(plan_problem, asked, "h200")
@@ -180,8 +180,8 @@ def test_every_way_has_the_guards_that_it_needs(deterministic, planner):
         assert "i′ < 1" in str(way.graph)
 
 
-def test_a_workspace_limit_is_kept(planner):
-    """max_workspace refuses the plans that need more, forward and backward, and tells what they need."""
+def test_max_workspace_refuses_larger_plans(planner):
+    """Forward and backward; the message contains the workspace that they need."""
     decode = Case("decode", d=128, hq=8, hkv=2, sq=1, skv=8192)
     free = planner.call(plan_problem, decode.problem(), "h200")
     less = planner.call(plan_problem, limited(decode.problem(), free.workspace - 1), "h200")
@@ -193,7 +193,7 @@ def test_a_workspace_limit_is_kept(planner):
 
 
 def test_the_fast_engine_is_the_first_choice(planner):
-    """Large problems on the H200 get the Hopper kernel (engine 2) at once, with a workspace of at most a kilobyte."""
+    """Large problems on the H200 get the Hopper kernel (engine 2), with a workspace of at most 1 KiB."""
     plan = planner.plan(forward(Case("large", d=128, hq=64, hkv=8, sq=8192, b=1, causal=True).problem()))
     assert plan.engine == 2
     assert plan.workspace <= 1024
@@ -202,13 +202,13 @@ def test_the_fast_engine_is_the_first_choice(planner):
 
 
 def test_decoding_splits_the_keys(planner):
-    """One query over many keys gets the kernel that splits them, which shows in its workspace."""
+    """One query and many keys get the kernel that splits the keys, as its workspace shows."""
     plan = planner.plan(forward(Case("decode", d=128, hq=8, hkv=2, sq=1, skv=8192).problem()))
     assert plan.workspace > 100_000
 
 
 def test_a_refusal_keeps_every_reason(planner):
-    """A head dim that is no multiple of 8 is refused by every engine, and each engine's words are kept."""
+    """Every engine refuses a head dim that is no multiple of 8; the reason of each is kept."""
     text = planner.plan(forward(Case("d12", d=12, sq=64).problem()))
     assert isinstance(text, str)
     assert "multiple of 8" in text
@@ -216,13 +216,13 @@ def test_a_refusal_keeps_every_reason(planner):
     assert len(text.splitlines()) == len(set(text.splitlines()))
 
 
-def test_values_baked_into_a_graph_are_none_but_the_mask(planner):
-    """The scale is handed over by value: graphs of different scales are one and the same."""
+def test_the_scale_is_not_part_of_the_graph(planner):
+    """The scale is a by-value scalar, so graphs with different scales are equal."""
     one, other = (forward(Case("scaled", scale=scale).problem()) for scale in (0.1, 0.2))
     assert one is other
 
 
-# What kills the process inside cuDNN (facts measured with 9.19 and 9.28): we refuse first, and cuDNN would really have died.
+# Graphs that crash cuDNN (measured with 9.19 and 9.28): they are refused, and cuDNN would crash.
 
 
 def _head_dim_strided():
@@ -235,7 +235,7 @@ def _head_dim_strided():
 
 
 def _captured(dtype, mode):
-    """Scores with a tensor from memory worked in: a mask, or 8-bit numbers."""
+    """Scores combined with a tensor from memory: a mask, or 8-bit numbers."""
     asked = Case("captured", sq=128).problem()
     g = Builder()
     shape = (asked.sizes[-1], 4, 128, 128)
@@ -262,8 +262,8 @@ DEADLY = {
 
 
 @pytest.mark.parametrize("name", DEADLY)
-def test_what_would_kill_cudnn_is_refused_first(name, planner):
-    """The guard names the tensor and what would have happened, and the process lives."""
+def test_crashing_graphs_are_refused(name, planner):
+    """The message names the tensor and the crash, and the process continues."""
     build, words = DEADLY[name]
     graph = build()
     assert crashing_patterns(graph)
@@ -273,19 +273,19 @@ def test_what_would_kill_cudnn_is_refused_first(name, planner):
 
 
 @pytest.mark.parametrize("name", DEADLY)
-def test_without_the_guard_cudnn_would_have_died(name, planner):
-    """The same graph, let through, ends the child by a signal; if this fails, cuDNN has mended it and the guard may go."""
+def test_crashing_graphs_crash_cudnn_without_the_guard(name, planner):
+    """The child is ended by a signal. If this test fails, cuDNN has fixed the bug and the guard can be removed."""
     graph = DEADLY[name][0]()
     code = in_child(plan_graph, graph, "h200", False)
     assert code < 0, f"the child ended with {code}"
 
 
-def test_a_live_child_says_that_the_guard_is_not_always_on(planner):
-    """A harmless graph let through without the guard is planned: the deaths above are the graphs' doing."""
+def test_harmless_graphs_are_planned_without_the_guard(planner):
+    """So the crashes above are caused by the graphs."""
     assert in_child(plan_graph, forward(Case("harmless").problem()), "h200", False) == 0
 
 
-def test_the_children_use_the_cudnn_that_was_asked_for(planner):
-    """The version that planned is a version that this package takes."""
+def test_the_children_use_a_supported_cudnn(planner):
+    """The version of the planning cuDNN is supported by the package."""
     plan = planner.plan(forward(FORWARD[0].problem()))
     assert plan.cudnn >= 91900, version_text(plan.cudnn)

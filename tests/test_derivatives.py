@@ -1,4 +1,4 @@
-"""The derivatives of score functions: rule by rule, of functions that nobody wrote, and with respect to the arrays they read."""
+"""The derivatives of score functions: each rule, random functions, and gradients of captured arrays."""
 
 import contextlib
 
@@ -19,14 +19,14 @@ from cupy_sdpa.score_fn.autodiff import RULES
 from cupy_sdpa.support import gpus
 from cupy_sdpa.support.why_not import why_not
 
-#: The modes whose result has a derivative; identity, which no function writes, among them.
+#: The modes whose result is differentiable; including identity, which functions do not contain.
 SMOOTH = sorted(
     set(RULES) - {"floor", "ceil", "gen_index", "logical_and", "logical_or"} - {m for m in RULES if m[:4] == "cmp_"}
 )
 
 
 def test_every_operation_has_its_derivative():
-    """A mode without a rule would be found out by a person."""
+    """Every differentiable mode has a rule."""
     assert set(RULES) == set(POINTWISE) | set(COMPOSED)
 
 
@@ -36,7 +36,7 @@ def _operands(mode):
 
 @pytest.mark.parametrize(("mode", "operand"), [(m, n) for m in SMOOTH if m != "identity" for n in _operands(m)])
 def test_a_mistake_in_any_rule_is_caught(mode, operand, monkeypatch):
-    """A derivative with respect to either operand that is a tenth too large shows in some function."""
+    """A derivative with respect to either operand that is 10 % too large is detected by some function."""
     right = RULES[mode]
 
     def wrong(*arguments):
@@ -63,7 +63,7 @@ def test_a_mistake_in_any_rule_is_caught(mode, operand, monkeypatch):
 
 
 def by_seed(seed):
-    """The function of a number."""
+    """The random function with a seed."""
     rng = np.random.default_rng(seed)
     return drawn(lambda options: options[rng.integers(len(options))])
 
@@ -72,18 +72,18 @@ def by_seed(seed):
 @pytest.mark.sweep
 @pytest.mark.parametrize("seed", range(80))
 def test_random_functions_are_right_on_the_gpu(seed, cupy):
-    """Both passes, beside the same function in float64."""
+    """Both passes, compared with the same function in float64."""
     functions = by_seed(seed)
     known, there = (functions.options(xp, q=200, kv=200) for xp in (np, cupy))
     right_on_the_gpu(cupy, "bfloat16", known, there)
 
 
-# Gradients of the arrays that a function reads
+# Gradients of captured arrays
 
 
 @pytest.mark.parametrize("functions", LEARNED, ids=str)
-def test_gradients_of_arrays_are_what_differences_show(functions):
-    """Along random directions, the output changes as the gradients say."""
+def test_gradients_of_arrays_match_finite_differences(functions):
+    """Along random directions."""
     q, k, v, dout = arrays(s=30)
     options = functions.options(q=30, kv=30)
     options["tensors"] = {name: x.astype(np.float64) for name, x in options["tensors"].items()}
@@ -106,7 +106,7 @@ def test_gradients_of_arrays_are_what_differences_show(functions):
     ("name", "launched"), [("bias", 1), ("added_before", 1), ("added_behind", 2), ("kerple", 3), ("pairs", 3)]
 )
 def test_arrays_share_a_launch_where_they_can(name, launched):
-    """What the scores depend on as on q's and k's product shares its launch; anything else has one of its own."""
+    """An array whose derivative equals that of the product of q and k shares its subproblem; any other has its own."""
     (functions,) = (functions for functions in LEARNED if functions.name == name)
     q, k, v, _ = arrays(s=30)
     report = explain(q, k, v, backward=True, return_dtensors=True, **functions.options(q=30, kv=30))
@@ -119,7 +119,7 @@ def test_arrays_share_a_launch_where_they_can(name, launched):
 
 @pytest.mark.parametrize("functions", LEARNED, ids=str)
 def test_further_launches_leave_the_gradients_of_q_k_and_v(functions):
-    """They are those of the first launch, whatever else is asked for, and lie where the caller wants them."""
+    """They are those of the first subproblem, whichever gradients are requested, and are written to the preallocated arrays."""
     q, k, v, dout = arrays(s=30)
     options = functions.options(q=30, kv=30)
     out, stats = attention(q, k, v, return_stats=True, **options)
@@ -132,7 +132,7 @@ def test_further_launches_leave_the_gradients_of_q_k_and_v(functions):
 
 
 def test_every_launch_is_planned_before_the_first_runs(monkeypatch):
-    """What the second launch refuses is refused before the first has written anything."""
+    """If the second subproblem is refused, nothing has been written."""
     (functions,) = (functions for functions in LEARNED if functions.name == "kerple")
     q, k, v, dout = arrays(s=30)
     options = functions.options(q=30, kv=30)
@@ -154,8 +154,8 @@ def test_every_launch_is_planned_before_the_first_runs(monkeypatch):
     assert (asked, ran) == (["", "t0"], [])
 
 
-def test_only_what_is_asked_for_is_given():
-    """Names choose; an array that only a mask reads, or that no score depends on, has the gradient 0."""
+def test_only_requested_gradients_are_returned():
+    """Names select them; an array that only a mask function reads, or that no score depends on, has the gradient 0."""
     q, k, v, dout = arrays(s=30)
     options = next(f for f in LEARNED if f.name == "kerple").options(q=30, kv=30)
     _, pullback = attention_vjp(q, k, v, return_dtensors=["r2"], **options)
@@ -170,8 +170,8 @@ def test_only_what_is_asked_for_is_given():
     [("y", ValueError, "names 'y'; tensors has x, n"), (["n"], TypeError, "'n', which is int32: only floating-point")],
     ids=["unknown", "whole"],
 )
-def test_what_has_no_gradient_is_refused(wanted, error, text):
-    """An array that is not there, and one of whole numbers."""
+def test_gradients_of_missing_or_integer_arrays_raise(wanted, error, text):
+    """An array that does not exist, and an integer array."""
     q, k, v, dout = arrays(s=30)
     tensors = {"x": np.ones(HQ), "n": np.ones(HQ, np.int32)}
     _, pullback = attention_vjp(
@@ -182,8 +182,8 @@ def test_what_has_no_gradient_is_refused(wanted, error, text):
 
 
 @pytest.mark.parametrize("option", [{"softcap": 2.0}, {"score_mod": zoo.quadratic(0.3)}], ids=["softcap", "score_mod"])
-def test_the_biass_gradient_behind_a_function_is_that_of_the_bias(option):
-    """The bias is added last, so its gradient is that of the same bias before the function was there, in a launch of its own."""
+def test_the_gradient_of_a_bias_with_a_score_function(option):
+    """The bias is added after the score function, so its gradient is the same as without one, in its own subproblem."""
     q, k, v, dout = arrays(s=30)
     bias = np.asfortranarray(np.random.default_rng(1).standard_normal((30, 30, HQ, 1)))
     out, stats = attention(q, k, v, bias=bias, return_stats=True, **option)
@@ -197,7 +197,7 @@ def test_the_biass_gradient_behind_a_function_is_that_of_the_bias(option):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("functions", LEARNED, ids=str)
 def test_gradients_of_arrays_are_right_on_the_gpu(functions, dtype, cupy):
-    """Every launch, with memory poisoned."""
+    """Every subproblem, with memory full of NaN."""
     known, there = (functions.options(xp, q=200, kv=200) for xp in (np, cupy))
     right_on_the_gpu(cupy, dtype, known, there, return_dtensors=True)
 
@@ -205,7 +205,7 @@ def test_gradients_of_arrays_are_right_on_the_gpu(functions, dtype, cupy):
 @pytest.mark.cudnn
 @pytest.mark.parametrize("functions", LEARNED, ids=str)
 def test_gradients_of_arrays_are_planned(functions, planned):
-    """Every launch that gives the gradient of an array has a plan, but those that the table refuses."""
+    """Every subproblem has a plan, except those that the table refuses."""
     shapes = (64, HQ, 200, B), (64, HKV, 200, B), (64, HKV, 200, B)
     asked = problem(*shapes, dtype="bfloat16", backward=True, return_dtensors=True, **functions.options(q=200, kv=200))
     others = [name for name in gpus.NAMES if name != "h200"]

@@ -1,4 +1,4 @@
-"""Plans from the store: under which key they are, and that nothing that an entry holds does harm."""
+"""Plans from the disk cache: their keys, and the validation of their contents."""
 
 import json
 import warnings
@@ -25,7 +25,7 @@ FACTS = {
 
 
 class LoadedPlan:
-    """Stands for cuDNN's descriptor of a plan that needs a workspace of 256 bytes."""
+    """A fake descriptor of a plan with a workspace of 256 bytes."""
 
     made = ()
 
@@ -35,21 +35,21 @@ class LoadedPlan:
         LoadedPlan.made += (self,)
 
     def set_handle(self, pointer):
-        """Take it."""
+        """Accept the handle."""
 
     def set(self, name, value):
-        """Take it."""
+        """Accept the attribute."""
 
     def finalize(self, doing):
-        """Take it."""
+        """Accept the plan."""
 
     def get(self, name, kind):
-        """The workspace."""
+        """The size of the workspace."""
         assert name == "WORKSPACE_SIZE"
         return [256]
 
     def close(self):
-        """Destroyed."""
+        """Mark as closed."""
         self.closed = True
 
 
@@ -71,12 +71,12 @@ def cudnn(monkeypatch):
 
 
 def content(text='{"cudnnVersion":92800}', **facts):
-    """An entry with some facts in place of the right ones."""
+    """An entry with some facts replaced."""
     return json.dumps(FACTS | facts).encode() + b"\n" + text.encode()
 
 
-def test_a_right_entry_is_loaded(cudnn):
-    """What was written down of the plan is read again, and written again the same."""
+def test_a_valid_entry_is_loaded(cudnn):
+    """The facts of the plan are read from the entry, and written back unchanged."""
     loaded = planner.load(content(), GRAPH, TARGET, KEY)
     assert (loaded.info.engine, loaded.info.knobs, loaded.info.workspace) == (2, (("TILE_M", 3),), 256)
     assert (loaded.info.notes, loaded.info.refused, loaded.info.loaded) == (("TENSOR_CORE",), ("engine 8: no",), True)
@@ -123,7 +123,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_an_entry_with_wrong_facts_is_rejected(name, cudnn):
-    """A right checksum over facts that cannot be: one warning, the entry is forgotten, its plan destroyed, a new one built."""
+    """A valid checksum with impossible facts: one warning, the entry is removed, its plan is destroyed, a new one is built."""
     disk_cache = DiskCache(None)
     key = planner.disk_cache_key(GRAPH, TARGET, None, None)
     disk_cache.put(key, WRONG[name])
@@ -137,8 +137,8 @@ def test_an_entry_with_wrong_facts_is_rejected(name, cudnn):
     assert all(made.closed for made in cudnn.made)
 
 
-def test_another_workspace_than_was_written_down_is_named(cudnn):
-    """The limit on the workspace was checked when the plan was built: a loaded plan must need what was written down."""
+def test_a_different_workspace_is_rejected(cudnn):
+    """The workspace limit was checked when the plan was built, so a loaded plan must need the recorded workspace."""
     with pytest.raises(ValueError, match="its workspace is 256 bytes, the entry has 512"):
         planner.load(content(need=512), GRAPH, TARGET, KEY)
     assert [made.closed for made in cudnn.made] == [True]
@@ -165,8 +165,8 @@ ARGUMENTS = {
 
 
 @pytest.mark.usefixtures("cudnn")
-def test_a_key_holds_all_that_a_plan_depends_on(monkeypatch):
-    """Each of cuDNN, NVRTC, the GPU's model, graph, layouts, engine config and workspace limit has a key of its own."""
+def test_the_key_depends_on_everything_that_a_plan_depends_on(monkeypatch):
+    """Each cuDNN, NVRTC, GPU model, graph, layout, engine config and workspace limit has its own key."""
     usual = {"graph": GRAPH, "target": TARGET, "config": None, "limit": None}
     keys = {
         "usual": planner.disk_cache_key(**usual),

@@ -1,4 +1,4 @@
-"""Questions from shapes alone: answered by the table, by the real cuDNN for a GPU that is not here, and shown."""
+"""explain() with shapes: answered by the table and by the real cuDNN for a described GPU, and printed."""
 
 import os
 import pickle
@@ -27,7 +27,7 @@ SINKS = np.zeros(2, np.float32)
 
 
 def asked(q=Q, k=KV, v=KV, **options):
-    """A problem from shapes."""
+    """The problem of shapes."""
     return cupy_sdpa.problem(q, k, v, **{"dtype": "bfloat16", **options})
 
 
@@ -37,7 +37,7 @@ def asked(q=Q, k=KV, v=KV, **options):
     ids=lambda o: next(iter(o), "plain"),
 )
 def test_shapes_pose_the_problem_of_arrays(options):
-    """What shapes ask is what arrays of these shapes ask: the same key of the same plan."""
+    """Shapes give the problem of arrays with these shapes, and so the key of the same plan."""
     q, k, v = (np.zeros(shape, np.float32, order="F") for shape in (Q, KV, KV))
     assert asked(dtype="float32", **options) == explain(q, k, v, **options).problem
     assert asked(q, k, v, dtype=None, **options) == explain(q, k, v, **options).problem
@@ -45,7 +45,7 @@ def test_shapes_pose_the_problem_of_arrays(options):
 
 @pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"bucket": 128}], ids=["plain", "deterministic", "bucket"])
 def test_shapes_pose_the_problem_of_gradients(options):
-    """Backward too."""
+    """The same for the backward pass."""
     q, k, v = (np.zeros(shape, np.float32, order="F") for shape in (Q, KV, KV))
     assert asked(dtype="float32", backward=True, **options) == explain(q, k, v, backward=True, **options).problem
 
@@ -68,14 +68,14 @@ def test_shapes_pose_the_problem_of_gradients(options):
     ],
     ids=["no_dtype", "word", "fraction", "negative", "int8", "head_dims", "causal"],
 )
-def test_bad_shapes_are_refused(arguments, options, error, words):
-    """With the argument's name and its value."""
+def test_bad_shapes_raise(arguments, options, error, words):
+    """With the name of the argument and its value."""
     with pytest.raises(error, match=words):
         cupy_sdpa.problem(*arguments, **options)
 
 
-def test_a_problem_needs_a_gpu_to_ask_about():
-    """Without one here, and none named, the remedy is said; so for a version without a GPU, and for unknown names."""
+def test_explain_needs_a_gpu():
+    """Without a GPU and the name of one, with a version but no GPU, and with an unknown name, the message contains the remedy."""
     if cupy_sdpa.device.cupy_runtime.current_device() is None:
         with pytest.raises(ValueError, match="gpu='H200'"):
             explain(asked())
@@ -100,8 +100,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_refusal_says_what_would_lift_it(name):
-    """The rule with its values, the cuDNN and the GPUs where it does not hold; true of those."""
+def test_a_refusal_names_where_the_rule_does_not_apply(name):
+    """The rule with its values, and the versions of cuDNN and GPUs without it, which are correct."""
     problem, gpu, version, words, lift = REFUSED[name]
     report = explain(problem, gpu=gpu, cudnn=version)
     assert not report
@@ -114,8 +114,8 @@ def test_a_refusal_says_what_would_lift_it(name):
         assert not any(reason.startswith(report.reasons[0][:30]) for reason in lifted.reasons)
 
 
-def test_a_version_that_is_not_here_is_answered_by_the_table():
-    """Nothing known speaks against it, and the report says that nobody has tried."""
+def test_another_version_is_answered_by_the_table():
+    """The report states that the problem was not tried."""
     report = explain(asked(), gpu="H200", cudnn="9.20.5")
     assert report
     assert report.plan is None
@@ -124,7 +124,7 @@ def test_a_version_that_is_not_here_is_answered_by_the_table():
 
 
 class Balanced(HTMLParser):
-    """Checks that every tag that opens is closed, in its order; and keeps the text."""
+    """Check that every HTML tag is closed in order, and collect the text."""
 
     def __init__(self):
         super().__init__()
@@ -150,7 +150,7 @@ def read(html):
 
 
 def test_reports_show_in_notebooks():
-    """Accepted, refused, on numpy: well-formed, escaped, with what the printed form says."""
+    """For accepted, refused and numpy problems the HTML is well-formed, escaped, and has the content of the text."""
     x = np.ones((8, 1, 4, 1), np.float32)
     assert "runs on the CPU" in read(explain(x, x, x)._repr_html_())
     refused = explain(*REFUSED["decode_b200"][:1], gpu="B200", cudnn="9.19")
@@ -161,14 +161,14 @@ def test_reports_show_in_notebooks():
 
 
 def test_reports_are_values():
-    """A report can be kept and sent elsewhere."""
+    """A report can be pickled."""
     report = explain(asked(), gpu="H200", cudnn="9.20.5")
     assert pickle.loads(pickle.dumps(report)) == report
 
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
-    """A folder for plans, where explain() keeps and finds them."""
+    """A disk cache folder for explain()."""
     folder = tmp_path_factory.mktemp("kept") / "plans"
     before = os.environ["CUPY_SDPA_CACHE_DIR"]
     os.environ["CUPY_SDPA_CACHE_DIR"] = str(folder)
@@ -177,8 +177,8 @@ def kept(tmp_path_factory):
 
 
 @pytest.mark.cudnn
-def test_planned_for_a_gpu_that_is_not_here(kept):
-    """The real cuDNN plans; the plan is kept, and the next question loads it; the report has everything."""
+def test_a_problem_is_planned_for_a_described_gpu(kept):
+    """The real cuDNN plans; the plan is stored, and loaded by the next call; the report is complete."""
     first = explain(asked(causal=True), gpu="H200")
     assert first
     assert not first.plan.loaded
@@ -205,7 +205,7 @@ def test_planned_for_a_gpu_that_is_not_here(kept):
 
 @pytest.mark.cudnn
 def test_arrays_are_explained_for_another_gpu_too(kept):
-    """numpy arrays run on the CPU here; for a GPU their shapes and layouts count."""
+    """numpy arrays run on the CPU here; for a GPU their shapes and layouts are used."""
     q, k, v = Case("elsewhere", sq=64).arrays()
     assert explain(q, k, v).engine == "numpy"
     assert explain(q, k, v, gpu="A100").plan.engine == 1
@@ -213,8 +213,10 @@ def test_arrays_are_explained_for_another_gpu_too(kept):
 
 
 @pytest.mark.cudnn
-def test_cudnns_own_words_for_every_config(kept, monkeypatch):
-    """Where the table is silent and cuDNN refuses, each engine's reason is there. (The row for head dims is turned off.)"""
+def test_the_messages_of_cudnn_for_every_config(kept, monkeypatch):
+    """If the table has no reason and cuDNN refuses, the reason of each engine is reported. (The rule for head dims is turned
+    off.)
+    """
     monkeypatch.setenv("CUPY_SDPA_GUARDS_OFF", "head-dim")
     code = """
 import cupy_sdpa
@@ -228,7 +230,9 @@ print(cupy_sdpa.explain(cupy_sdpa.problem(x, x, x, dtype="bfloat16"), gpu="H200"
 
 @pytest.mark.cudnn
 def test_a_store_is_built_once(tmp_path):
-    """Forward and backward for two GPUs: four plans; built again, they are there already; refusals are told; progress counts."""
+    """Forward and backward for two GPUs give four plans; the second build finds them; refusals are reported; progress is
+    counted.
+    """
     problems = [asked(return_stats=True), asked(backward=True), asked(k=(128, 8, 0, 1), v=(128, 8, 0, 1))]
     steps = []
     built = store.build(problems, ["h200", "L40S"], tmp_path / "plans", progress=lambda *step: steps.append(step))
@@ -243,8 +247,8 @@ def test_a_store_is_built_once(tmp_path):
 
 
 @pytest.mark.cudnn
-def test_a_kept_plan_that_cudnn_does_not_take(kept, planner):
-    """An entry with a right checksum and a text that is no plan: rejected with a warning, built anew."""
+def test_a_stored_plan_that_cudnn_rejects(kept, planner):
+    """An entry with a valid checksum that is no plan: rejected with a warning, and built again."""
     for text in (b"", b"{}", b"not json", b'{"cudnnVersion":1}'):
         said, engine = planner.call(plan_over_garbage, asked(q=(128, 8, 64, 1), k=(128, 8, 64, 1), v=(128, 8, 64, 1)), text)
         assert engine == 2
@@ -253,7 +257,7 @@ def test_a_kept_plan_that_cudnn_does_not_take(kept, planner):
 
 
 def plan_over_garbage(problem, text):
-    """In a child: put a text where the plan of a problem would be, then plan; gives the warnings, and the engine."""
+    """In a child: replace the entry of a problem by garbage, then plan; returns the warnings and the engine."""
     import warnings
 
     from cupy_sdpa.graph.attention_forward import forward
@@ -274,8 +278,8 @@ def plan_over_garbage(problem, text):
 
 
 @pytest.mark.cudnn
-def test_a_crash_inside_cudnn_is_an_answer():
-    """What kills the process that plans is said as a reason, and the next question is answered."""
+def test_a_crash_inside_cudnn_is_a_reason():
+    """A crash of the planning process is reported as a reason, and the next problem is planned."""
     from cupy_sdpa.offline.planner import Planner, load_target
 
     row = asked((128, 1, 1, 1), (128, 1, 64, 1), (128, 1, 64, 1), backward=True)
@@ -287,8 +291,8 @@ def test_a_crash_inside_cudnn_is_an_answer():
 
 
 @pytest.mark.cudnn
-def test_without_a_compiler_the_lack_is_said(tmp_path):
-    """On a machine with neither driver nor compiler: what to install."""
+def test_without_driver_and_compiler(tmp_path):
+    """The message names what to install."""
     if Path("/proc/driver/nvidia/version").exists():
         pytest.skip("there is a driver here: no stub is needed")
     code = """
@@ -307,7 +311,7 @@ except cupy_sdpa.CudnnError as error:
 
 
 def test_prepared_calls_on_numpy():
-    """Planned once, run often, into the caller's arrays; arrays of another problem are refused with both layouts."""
+    """Planned once, run many times, with preallocated results; arrays of another problem raise with both layouts."""
     q, k, v = Case("prepared", d=16, sq=20, dtype="float32").arrays()
     call = prepare(q, k, v, causal=True, return_stats=True, autotune=True)
     out, stats = call(q, k, v)
@@ -347,7 +351,7 @@ bucket = 512
 
 
 def test_shapes_from_a_file(tmp_path):
-    """Passes and lengths multiply; what is asked is what calls ask."""
+    """Passes and lengths are combined; the problems are those of calls."""
     path = tmp_path / "shapes.toml"
     path.write_text(TOML)
     found = store.read_problems(path)
@@ -382,7 +386,7 @@ def test_shapes_from_a_file(tmp_path):
         *("one_pass", "nested_passes", "a_number", "unknown", "lengths"),
     ],
 )
-def test_bad_files_are_refused(text, words, tmp_path):
+def test_bad_files_raise(text, words, tmp_path):
     """With the file, the table and the value."""
     path = tmp_path / "shapes.toml"
     path.write_text(text)
@@ -399,23 +403,23 @@ def test_bad_files_are_refused(text, words, tmp_path):
     ],
     ids=["gradients_of_forward", "rows_of_backward", "slopes"],
 )
-def test_a_problem_is_what_its_arrays_would_pose(options):
-    """What belongs to the other pass is left out of both."""
+def test_options_of_the_other_pass_are_ignored(options):
+    """In both passes."""
     x = np.zeros((64, 2, 128, 1), np.float16, order="F")
     asked = cupy_sdpa.problem(x, x, x, **options)
     assert asked == cupy_sdpa.explain(x, x, x, **options, gpu="H200", cudnn="9.19").problem
 
 
 @pytest.mark.parametrize(("sinks", "words"), [(np.zeros(7, "f4"), r"\(7,\)"), (np.zeros(2), "float64"), ((3,), r"\(3,\)")])
-def test_a_problem_looks_at_its_sinks(sinks, words):
-    """Their number and dtype are those of the call, where they are not just said to be there."""
+def test_a_problem_with_sinks_has_their_shape_and_dtype(sinks, words):
+    """As in the call, unless only their presence is given."""
     shape = (64, 2, 128, 1)
     with pytest.raises((TypeError, ValueError), match=f"sinks .*{words}"):
         cupy_sdpa.problem(shape, shape, shape, dtype="float16", sinks=sinks)
 
 
-def test_what_a_prepared_call_was_not_prepared_for():
-    """Other options, other arrays, results of the other pass: each is named."""
+def test_a_prepared_call_rejects_other_arguments():
+    """Other options, other arrays, results of the other pass: the message names each."""
     x = np.ones((8, 2, 5, 2), np.float32, order="F")
     forward, backward = prepare(x, x, x, causal=True), prepare(x, x, x, backward=True)
     with pytest.raises(ValueError, match=r"causal from the top left\. Passed: .*no mask\. Prepare"):

@@ -1,4 +1,4 @@
-"""A caller's own score and mask functions: against dense arrays, planned, on the GPU, and what they are keyed by."""
+"""Score and mask functions: compared with dense arrays, planned, on the GPU, and their keys."""
 
 import contextlib
 import gc
@@ -35,8 +35,8 @@ from cupy_sdpa.support.why_not import why_not
 
 
 @pytest.mark.parametrize("functions", [*ZOO, *OPERATIONS], ids=str)
-def test_a_function_is_what_it_says(functions):
-    """Its graph gives what calling it with whole arrays gives; its gradients, what differences give."""
+def test_functions_match_dense_arrays(functions):
+    """The graph equals a call of the function with whole arrays; the gradients equal finite differences."""
     agrees(functions)
 
 
@@ -44,7 +44,7 @@ def test_a_function_is_what_it_says(functions):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("functions", [*ZOO, *OPERATIONS], ids=str)
 def test_a_function_is_right_on_the_gpu(functions, dtype, cupy):
-    """Both passes, within the tolerance policy, every element written."""
+    """Both passes within the tolerance policy, with results full of NaN before."""
     q, k, v, dout = arrays(dtype, 200, 64)
     known, on_gpu = (functions.options(xp, q=200, kv=200) for xp in (np, cupy))
     truth, of_rows = dense_attention(q, k, v, 1 / 8, known)
@@ -65,12 +65,12 @@ def test_a_function_is_right_on_the_gpu(functions, dtype, cupy):
 
 
 def asked(**functions):
-    """The problem with some functions."""
+    """The problem of some functions."""
     return problem((32, 4, 70, 2), (32, 2, 70, 2), (32, 2, 70, 2), dtype="bfloat16", **functions)
 
 
 def test_a_problem_is_keyed_by_structure():
-    """Functions that do the same pose the same problem, whatever their numbers; others do not."""
+    """Functions with the same operations give the same problem, whatever their constants; others do not."""
     assert asked(score_mod=zoo.softcap(2.0)) is asked(score_mod=lambda s, b, h, i, j: 30.0 * np.tanh(s / 30.0))
     assert asked(score_mod=zoo.softcap(2.0)) != asked(score_mod=lambda s, b, h, i, j: 30.0 * np.tanh(s / 20.0))
     one, other = (asked(score_mod=zoo.temperature, tensors={"temperature": np.ones(4, np.float32) * n}) for n in (1, 2))
@@ -90,7 +90,7 @@ def test_a_problem_is_keyed_by_structure():
     ids=["causal", "sliding", "nearby", "strict", "dilated", "without_itself"],
 )
 def test_bands_are_recognized(mask_mod, band):
-    """A condition on the distance becomes the band that the options make; one that a band is not stays a function."""
+    """A condition on the distance becomes the band of the options; other conditions stay functions."""
     found = asked(mask_mod=mask_mod)
     assert found.band == band
     assert (found.settings.program is None) == (mask_mod in (zoo.causal,) or (band is not None and band != Band(30, 0)))
@@ -107,8 +107,8 @@ def test_bands_are_recognized(mask_mod, band):
     ],
     ids=["if", "math", "closure", "unknown", "condition"],
 )
-def test_what_cannot_be_traced_says_what_to_write(score_mod, error, text):
-    """It raises in the person's own line."""
+def test_untraceable_functions_raise_with_a_remedy(score_mod, error, text):
+    """The error is raised in the user's line."""
     with pytest.raises(error, match=text) as caught:
         asked(score_mod=score_mod)
     assert any(entry.name == "<lambda>" for entry in caught.traceback) or text == "mask_mod"
@@ -122,8 +122,8 @@ def test_what_cannot_be_traced_says_what_to_write(score_mod, error, text):
     ],
     ids=["list", "unread"],
 )
-def test_tensors_that_nobody_could_read_are_refused(options, error, text):
-    """By calls, and by questions about shapes."""
+def test_bad_tensors_raise(options, error, text):
+    """In calls, and in explain() with shapes."""
     q, k, v, _ = arrays(s=40)
     with pytest.raises(error, match=text):
         attention(q, k, v, **options)
@@ -131,8 +131,8 @@ def test_tensors_that_nobody_could_read_are_refused(options, error, text):
         asked(**options)
 
 
-def test_nothing_of_the_callers_is_kept():
-    """A function, what it closes over, and its arrays are let go after the call."""
+def test_functions_and_arrays_are_released():
+    """A function, its closure and its arrays are released after the call."""
 
     class Cap:
         value = 3.0
@@ -153,8 +153,8 @@ def test_nothing_of_the_callers_is_kept():
     assert [x() for x in watched] == [None] * 3
 
 
-def test_the_line_of_an_operation_is_the_persons():
-    """Of operators, which numpy's own code stands between, of its functions, and of an array of conditions that is read."""
+def test_operations_have_the_users_line():
+    """For operators, numpy functions, and indexing with conditions."""
 
     def function(score, b, h, q_idx, kv_idx, seen):
         return np.where(seen[kv_idx], score * 2.5, np.exp(score))
@@ -166,7 +166,7 @@ def test_the_line_of_an_operation_is_the_persons():
 
 
 def test_a_refusal_names_the_operations_and_their_lines(monkeypatch):
-    """What cuDNN refuses comes with the lines in which its operations were written."""
+    """A refusal of cuDNN lists the lines of the operations."""
     q, k, v, _ = arrays(s=40)
     call = read_forward(q, k, v, {"score_mod": lambda s, b, h, i, j: np.tanh(s) * 2.0})
 
@@ -184,7 +184,7 @@ def test_a_refusal_names_the_operations_and_their_lines(monkeypatch):
     assert abs(int(note.split("tanh_fwd at ")[1].split(",")[0].rsplit(":", 1)[1]) - line) < 20
 
 
-# Together with the other options
+# In combination with other options
 
 
 def _lengths(xp, n):
@@ -200,10 +200,10 @@ def _random(xp, *shape):
     return xp.asarray(np.asfortranarray(np.random.default_rng(6).standard_normal(shape).astype(np.float32)))
 
 
-#: Whether there is an hour for it: eight hundred plans.
+#: Whether to run the tests of about an hour, with eight hundred plans.
 NIGHTLY = os.environ.get("CUPY_SDPA_NIGHTLY", "0") != "0"
 
-#: Options, made from (a module of arrays, a length), that functions must get along with.
+#: Options, created from (array module, length), that functions are combined with.
 OTHERS = {
     "lengths": _lengths,
     "packed": _starts,
@@ -223,7 +223,7 @@ OTHERS = {
 
 
 def _both(one, other):
-    """Options that say the same: by a function, and by the options that functions are not needed for."""
+    """Equivalent options: with a function, and with the options that replace it."""
     return lambda xp, n, others: (one(xp, n), other(xp, n, others))
 
 
@@ -246,7 +246,7 @@ def _own_mask(xp, n, others):
     return {"mask": same & others["mask"] if "mask" in others else same}
 
 
-#: A function, and the options that say the same.
+#: A function, and equivalent options.
 EQUAL = {
     "softcap": _both(lambda xp, n: {"score_mod": zoo.softcap(2.0)}, lambda xp, n, others: {"softcap": 2.0}),
     "key_bias": _both(lambda xp, n: {"score_mod": zoo.key_bias, "tensors": {"weight": xp.asarray(_numbers(n))}}, _own_bias),
@@ -256,7 +256,7 @@ EQUAL = {
 }
 
 
-#: Both together; but a function comes before the options, and what is added to its result after them, too.
+#: The function together with the options; the function is applied first, and its result is changed by the options.
 PAIRS = [(name, other) for name in EQUAL for other in OTHERS if other not in ("softcap", "alibi") or name == "document"]
 
 
@@ -265,8 +265,8 @@ def _laid(other):
 
 
 @pytest.mark.parametrize(("name", "other"), PAIRS)
-def test_a_function_beside_other_options_is_the_option_of_its_name(name, other):
-    """Whatever else is asked for, both passes give what the option gives, whose meaning the reference knows."""
+def test_functions_with_other_options_match_equivalent_options(name, other):
+    """Both passes equal those of the equivalent option, which the reference supports."""
     q, k, v, dout = (_laid(other)(x) for x in arrays(s=90))
     others = OTHERS[other](np, 90)
     if "seed" in others:
@@ -292,8 +292,8 @@ OTHER_GPUS = [gpu for gpu in gpus.NAMES if gpu != "h200"]
 
 @pytest.mark.cudnn
 @pytest.mark.parametrize(("name", "other"), PAIRS)
-def test_a_function_beside_other_options_is_planned(name, other, planned):
-    """Gradients for the H200, and for other GPUs in turn the forward pass of some; but what the table refuses of the options."""
+def test_functions_with_other_options_are_planned(name, other, planned):
+    """Gradients for the H200, a part of the forward passes for other GPUs; except what the table refuses."""
     known = OTHERS[other](np, 200)
     q, k, v, _ = map(_laid(other), arrays("bfloat16", 200, 64))
     number = PAIRS.index((name, other))
@@ -305,7 +305,7 @@ def test_a_function_beside_other_options_is_planned(name, other, planned):
 @pytest.mark.cudnn
 @pytest.mark.parametrize("functions", ZOO, ids=str)
 def test_a_function_is_planned(functions, planned):
-    """Gradients for the H200; the other GPUs, and the passes, take turns at some."""
+    """Gradients for the H200; other GPUs and passes in turn."""
     asked_on(planned, functions, "h200", True)
     number = ZOO.index(functions)
     if number % 2:
@@ -323,7 +323,7 @@ def test_every_function_is_planned_for_every_gpu(functions, gpu, planned):
 
 
 def asked_on(call, functions, gpu, backward):
-    """Assert that a pass of a function is planned, or refused by a number a query."""
+    """Assert that a pass of a function is planned, or refused because of an array with one element per query."""
     shapes = (64, HQ, 200, B), (64, HQ // 2, 200, B), (64, HQ // 2, 200, B)
     asked = problem(*shapes, dtype="bfloat16", backward=backward, **functions.options(q=200, kv=200))
     has_plan(call, asked, gpu, {"query-numbers"})
@@ -331,8 +331,8 @@ def asked_on(call, functions, gpu, backward):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "other"), PAIRS)
-def test_a_function_beside_other_options_is_right_on_the_gpu(name, other, cupy):
-    """Both passes, beside numpy."""
+def test_functions_with_other_options_are_right_on_the_gpu(name, other, cupy):
+    """Both passes, compared with numpy."""
     known, there = (OTHERS[other](xp, 200) for xp in (np, cupy))
     function, there = EQUAL[name](np, 200, known)[0], there | EQUAL[name](cupy, 200, there)[0]
     if "seed" in known:
@@ -342,8 +342,8 @@ def test_a_function_beside_other_options_is_right_on_the_gpu(name, other, cupy):
 
 
 @pytest.mark.gpu
-def test_a_prepared_function_takes_other_arrays_and_numbers(cupy):
-    """Whatever arrays and numbers a prepared call is given, they are used; recorded in a CUDA graph, the arrays are read anew."""
+def test_a_prepared_function_accepts_other_arrays_and_constants(cupy):
+    """A prepared call uses the arrays and constants that are passed; a captured CUDA graph reads the arrays again."""
     q, k, v, _ = map(cupy.asarray, arrays("bfloat16", 200, 64))
     slopes = cupy.ones(HQ, np.float32)
     call = prepare(q, k, v, score_mod=zoo.temperature, tensors={"temperature": slopes})
@@ -363,16 +363,16 @@ def test_a_prepared_function_takes_other_arrays_and_numbers(cupy):
 
 
 @pytest.mark.parametrize("bound", [math.inf, math.nan], ids=str)
-def test_a_bound_need_not_be_finite(bound):
-    """A mask function may see everything, or, with NaN, nothing."""
+def test_infinite_and_nan_bounds_of_mask_functions(bound):
+    """A mask function may mask nothing, or, with NaN, everything."""
     x = np.asfortranarray(np.random.default_rng(0).random((4, 2, 6, 2)))
     got = attention(x, x, x, mask_mod=lambda b, h, i, j: abs(i - j) <= bound)
     np.testing.assert_allclose(got, attention(x, x, x) if bound == math.inf else np.zeros_like(x))
 
 
 @pytest.mark.parametrize("wanted", [1, 0, 2.5], ids=str)
-def test_gradients_of_what_are_named(wanted):
-    """Neither a number nor a truth of another kind."""
+def test_return_dtensors_rejects_numbers(wanted):
+    """Neither a number nor a flag of another type is accepted."""
     x = np.ones((4, 1, 5, 1))
     with pytest.raises(TypeError, match=f"return_dtensors is {wanted}; it must be True, False"):
         attention_vjp(x, x, x, score_mod=lambda s, b, h, i, j, w: s * w, tensors={"w": np.ones(())}, return_dtensors=wanted)[1](

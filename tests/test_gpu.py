@@ -1,4 +1,4 @@
-"""The third corner, on a GPU: cuDNN's results are as near to the truth as their precision allows; and how a call behaves."""
+"""cuDNN's results on a GPU are as accurate as their precision allows; and the behavior of calls."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("case", FORWARD, ids=str)
 def test_every_forward_case(case, cupy):
-    """Every named case: output and row numbers within twice the naive computation's error, or refused by the table."""
+    """Output and row statistics within twice the naive computation's error, or refused by the table."""
     if why_not(case.problem(), library().version, 90):
         with pytest.raises(Unsupported):
             check_forward(cupy, case)
@@ -30,12 +30,12 @@ def test_every_forward_case(case, cupy):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_long_sequences(dtype, causal, cupy):
-    """Many tiles in both directions: 2000 queries over 3000 keys."""
+    """Many tiles in both directions: 2000 queries and 3000 keys."""
     check_forward(cupy, Case("long", d=128, hq=2, hkv=1, sq=2000, skv=3000, b=1, dtype=dtype, causal=causal))
 
 
-def test_new_arrays_and_given_ones_get_the_same_bits(cupy):
-    """With out= and without, with stats and without: the output is the same, in Fortran order, on the inputs' device."""
+def test_new_and_preallocated_results_are_the_same(cupy):
+    """With and without out= and stats the output has the same bits, in Fortran order, on the device of the inputs."""
     q, k, v = (cupy.asarray(x) for x in FORWARD[0].arrays())
     plain = attention(q, k, v)
     out, stats = attention(q, k, v, return_stats=True)
@@ -61,8 +61,8 @@ def test_integers_come_out_exactly(cupy):
         np.testing.assert_array_equal(out[:, h, i, n], v[:, h // 2, wanted[h, i, n], n])
 
 
-def test_keys_shared_by_stride_zero(cupy):
-    """Keys and values broadcast over the batch, with stride 0, are read where they are."""
+def test_keys_broadcast_with_stride_0(cupy):
+    """Keys and values that are broadcast over the batch are not copied."""
     q, k, v = (cupy.asarray(x) for x in Case("shared", sq=100).arrays())
     wide = [cupy.broadcast_to(x[..., :1], x.shape) for x in (k, v)]
     assert wide[0].strides[3] == 0
@@ -71,7 +71,7 @@ def test_keys_shared_by_stride_zero(cupy):
 
 
 def test_empty_and_keyless(cupy):
-    """Empty in, empty out; no key to see gives 0 and -inf."""
+    """Empty inputs give empty outputs; without keys the output is 0 and the log-sum-exp -inf."""
     x = cupy.ones((64, 4, 8, 2), np.float16, order="F")
     assert attention(x[..., :0], x[..., :0], x[..., :0]).shape == (64, 4, 8, 0)
     out, stats = attention(x, x[:, :, :0], x[:, :, :0], return_stats=True)
@@ -112,8 +112,8 @@ def _unaligned_stride(cp, x):
         ),
     ],
 )
-def test_bad_input_is_refused_before_anything_is_launched(change, error, words, cupy):
-    """The call raises with values and remedy, the output stays untouched, and explain says the same without raising."""
+def test_bad_arguments_raise_before_any_launch(change, error, words, cupy):
+    """The call raises with values and remedy, the output is unchanged, and explain has the same reasons."""
     x = change(cupy, cupy.ones((64, 4, 8, 2), np.float16, order="F"))
     out = poisoned(cupy, x.shape, x.dtype)
     with pytest.raises(error, match=words):
@@ -125,7 +125,7 @@ def test_bad_input_is_refused_before_anything_is_launched(change, error, words, 
 
 
 def test_out_must_not_overlap_an_input(cupy):
-    """Overlap is told from mere interleaving, on the GPU too."""
+    """Overlap is distinguished from interleaving, on the GPU too."""
     whole = cupy.asarray(np.asfortranarray(np.random.default_rng(0).standard_normal((64, 2, 4, 16, 2)).astype(np.float16)))
     q, k, v, out = (whole[:, :, i] for i in range(4))
     with pytest.raises(ValueError, match="out overlaps q"):
@@ -135,8 +135,8 @@ def test_out_must_not_overlap_an_input(cupy):
     assert (out == wanted).all()
 
 
-def test_explain_builds_the_very_plan_that_the_call_uses(cupy, plans):
-    """One miss for the report, then only hits; the report tells engine, workspace and time, and can be kept."""
+def test_explain_and_the_call_share_a_plan(cupy, plans):
+    """One miss for the report, then only hits; the report has engine, workspace and time, and can be pickled."""
     q, k, v = (cupy.asarray(x) for x in Case("explained", sq=77).arrays())
     report = explain(q, k, v, causal=True)
     assert report
@@ -150,7 +150,7 @@ def test_explain_builds_the_very_plan_that_the_call_uses(cupy, plans):
 
 
 def test_scale_needs_no_new_plan(cupy, plans):
-    """The scale is handed over by value at every call: one plan, right results, also when calls follow without waiting."""
+    """The scale is a by-value scalar: one plan and right results, also in calls without synchronization."""
     q, k, v = (cupy.asarray(x) for x in Case("scaled").arrays())
     scales = [0.05 * (n + 1) for n in range(20)]
     outs = [attention(q, k, v, scale=scale) for scale in scales]
@@ -162,7 +162,7 @@ def test_scale_needs_no_new_plan(cupy, plans):
 
 
 def test_eviction_while_kernels_run(cupy, plans):
-    """With room for one plan every call destroys the plan of the call before, whose kernel may still run: results stay right."""
+    """With a limit of one plan every call destroys the previous plan, whose kernel may still run: results are right."""
     plans.set_limit(1)
     cases = [Case(f"evicted_{sq}", d=128, sq=sq, b=1, causal=True) for sq in (512, 640, 768)]
     inputs = [[cupy.asarray(x) for x in case.arrays()] for case in cases]
@@ -175,14 +175,14 @@ def test_eviction_while_kernels_run(cupy, plans):
 
 
 def test_work_runs_on_the_current_stream(cupy):
-    """On a stream of its own a call waits for what that stream did before, and for nothing else."""
+    """On another stream a call waits for the previous work of that stream, and for nothing else."""
     case = Case("streamed", d=128, sq=500, b=1)
     q, k, v = (cupy.asarray(x) for x in case.arrays())
     wanted = attention(q, k, v)
     stream = cupy.cuda.Stream(non_blocking=True)
     busy = cupy.ones((8192, 8192), np.float32)
     late = [cupy.zeros_like(x) for x in (q, k, v)]
-    for rounds in (1, 20):  # once for CuPy to compile its kernels, then in earnest
+    for rounds in (1, 20):  # once to compile CuPy's kernels, then the test
         for x in late:
             x.fill(0)
         cupy.cuda.Device().synchronize()
@@ -199,7 +199,7 @@ def test_work_runs_on_the_current_stream(cupy):
 
 
 def test_memory_comes_from_cupys_allocator(cupy, plans):
-    """Outputs and workspace go through the allocator that the user has set, and nothing is kept after the call."""
+    """Outputs and workspace are allocated with the user's allocator, and released after the call."""
     q, k, v = (cupy.asarray(x) for x in Case("decoding", d=128, hq=8, hkv=2, sq=1, skv=8192).arrays())
     need = explain(q, k, v).plan.workspace
     assert need > 100_000
@@ -218,7 +218,7 @@ def test_memory_comes_from_cupys_allocator(cupy, plans):
 
 
 def test_threads_on_their_own_streams(cupy):
-    """Eight threads, each with its own stream, call mixed shapes 100 times each: every result is right."""
+    """Eight threads with a stream each run 100 calls of mixed shapes: every result is right."""
     cases = [Case(f"threaded_{n}", d=64, sq=64 + 32 * n, causal=bool(n % 2)) for n in range(6)]
     inputs = [[cupy.asarray(x) for x in case.arrays()] for case in cases]
     wanted = [attention(*x, causal=case.causal) for x, case in zip(inputs, cases, strict=True)]
@@ -244,8 +244,8 @@ def test_threads_on_their_own_streams(cupy):
     assert not wrong
 
 
-def test_beside_pytorch(cupy):
-    """A process that has loaded PyTorch's cuDNN uses that one, and PyTorch's tensors come in and go out by DLPack."""
+def test_with_pytorch(cupy):
+    """A process that has loaded PyTorch's cuDNN uses that one; PyTorch tensors are exchanged by DLPack."""
     pytest.importorskip("torch")
     code = """
 import torch, cupy, numpy as np
@@ -267,7 +267,7 @@ print(library().found_via)
 
 @pytest.mark.multi_gpu
 def test_two_gpus_share_nothing(cupy):
-    """A call runs on its arrays' device, whichever is current, with a plan of that device's context; mixing is refused."""
+    """A call runs on the device of its arrays, whichever is current, with a plan of that device's context; mixed devices raise."""
     case = Case("two_gpus", sq=200)
     arrays = case.arrays()
     outs, caches = [], []
@@ -284,7 +284,7 @@ def test_two_gpus_share_nothing(cupy):
         assert outs[-1].device.id == device
     assert caches[0] is not caches[1]
     assert all(len(kept) > 0 for kept in caches)
-    assert caches[1].get(explain(*inputs).problem).info.loaded  # of the serialized form, not compiled again
+    assert caches[1].get(explain(*inputs).problem).info.loaded  # loaded from the serialized form, not compiled again
     np.testing.assert_array_equal(cupy.asnumpy(outs[0]).view("u2"), cupy.asnumpy(outs[1]).view("u2"))
     with pytest.raises(ValueError, match="different devices: q on device 0"):
         attention(outs[0], outs[1], outs[1])

@@ -1,4 +1,4 @@
-"""The backward pass on a GPU: gradients as near to the truth as their precision allows, and how the calls behave."""
+"""The backward pass on a GPU: gradients are as accurate as their precision allows, and the behavior of the calls."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ def test_every_case(case, options, cupy):
     """Every named case: gradients within twice the naive computation's error, or refused by the table."""
     q, k, v = case.arrays()
     if why_not(case.problem(), library().version, 90):
-        case = replace(case, stats=True)  # what only the forward pass cannot give
+        case = replace(case, stats=True)  # options that only the forward pass has
     reasons = {reason.rule for reason in why_not(case.gradient_problem(**options), library().version, 90)}
     if reasons:
         with pytest.raises(Unsupported):
@@ -37,7 +37,7 @@ def test_every_case(case, options, cupy):
 
 
 @pytest.mark.parametrize("case", HIDDEN_ROWS, ids=str)
-def test_a_bias_that_hides_all_but_the_sink(case, cupy):
+def test_rows_that_attend_only_to_the_sink(case, cupy):
     """Rows that a bias of -inf masks, with sinks, have gradients of 0."""
     reasons = {reason.rule for reason in why_not(case.gradient_problem(), library().version, 90)}
     less = {"packed-sinks-gradient": "return_dsinks", "bias-gradient": "return_dbias"}
@@ -45,7 +45,7 @@ def test_a_bias_that_hides_all_but_the_sink(case, cupy):
 
 
 def scored(case, score):
-    """Inputs of a case whose scores all lie near a number, and so does the log-sum-exp."""
+    """Inputs of a case whose scores, and so the log-sum-exp, are near a number."""
     rng = np.random.default_rng(5)
     size = np.sqrt(abs(score) / np.sqrt(case.d))
     shapes = case.shapes
@@ -61,14 +61,14 @@ LENGTHS = [(1, 64), (1, 128), (1, 320), (64, 192), (100, 64), (128, 448), (256, 
 @pytest.mark.parametrize("score", [-110, -100, 100])
 @pytest.mark.parametrize(("sq", "skv"), LENGTHS)
 def test_extreme_log_sum_exps(sq, skv, score, causal, cupy):
-    """A log-sum-exp near -100 or +100 gives no NaN and no wrong number, whatever the lengths (known Hopper bugs, guarded)."""
+    """A log-sum-exp near -100 or +100 gives no NaN and no wrong gradient, with any lengths (known Hopper bugs, guarded)."""
     case = Case(f"extreme_{sq}_{skv}", d=128, hq=4, hkv=2, sq=sq, skv=skv, b=1, causal=causal)
     check_backward(cupy, case, *scored(case, score))
 
 
 @pytest.mark.parametrize(("sq", "skv"), LENGTHS[:6])
 def test_the_known_bugs_are_where_the_table_has_them(sq, skv, cupy, monkeypatch):
-    """Without the guards there is NaN exactly where the table says that this cuDNN has a bug: the guards are needed, and do it."""
+    """Without the guards there is NaN exactly where the table lists a bug of this cuDNN."""
     case = Case(f"bug_{sq}_{skv}", d=128, hq=4, hkv=2, sq=sq, skv=skv, b=1)
     q, k, v = scored(case, -110)
     version = library().version
@@ -78,7 +78,7 @@ def test_the_known_bugs_are_where_the_table_has_them(sq, skv, cupy, monkeypatch)
     dq, dk, dv = gradients_on_gpu(cupy, case, case.dout(), q, k, v)
     get_plan_cache().clear()
     assert np.isnan(dq.astype(np.float32)).any() == ("backward-key-tail" in met)
-    if version <= 92501 or skv % 128 == 0:  # since 9.26 only multiples of 128 have it; the guard stands for all
+    if version <= 92501 or skv % 128 == 0:  # since 9.26 only multiples of 128 have the bug; the guard covers all
         assert np.isnan(dk.astype(np.float32)).any() == np.isnan(dv.astype(np.float32)).any() == ("backward-query-tail" in met)
 
 
@@ -92,12 +92,12 @@ def random_inputs(cupy, case):
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("way", ["quadratic", "second_engine", "ordered"])
 def test_deterministic_gradients_are_the_same_bits(way, causal, cupy):
-    """Every deterministic way gives one and the same result in eight runs; the limit chooses between them."""
+    """Every deterministic method gives the same bits in eight runs; the workspace limit selects the method."""
     case = Case("deterministic", d=128, hq=16, hkv=4, sq=2048, b=1, causal=causal)
     q, k, v, dout, out, stats = random_inputs(cupy, case)
     options = {"causal": causal, "deterministic": True, "max_workspace": 100 << 20 if way == "ordered" else None}
     report = explain(q, k, v, backward=True, **options)
-    if way == "second_engine":  # a little less than the first wants
+    if way == "second_engine":  # slightly less than the first method needs
         options["max_workspace"] = report.workspace - 1
         report = explain(q, k, v, backward=True, **options)
         assert report.plan.engine == 7
@@ -116,7 +116,7 @@ def test_deterministic_gradients_are_the_same_bits(way, causal, cupy):
 
 
 def test_dk_and_dv_are_the_same_bits_in_every_run(cupy):
-    """Only dq is added up in any order by default."""
+    """By default only dq is accumulated in any order."""
     q, k, v, dout, out, stats = random_inputs(cupy, Case("default_order", d=128, hq=8, hkv=2, sq=1024, b=1))
     runs = [attention_backward(dout, q, k, v, out, stats) for _ in range(5)]
     for run in runs[1:]:
@@ -125,10 +125,10 @@ def test_dk_and_dv_are_the_same_bits_in_every_run(cupy):
 
 
 def test_one_allocation_holds_workspace_and_scratch(cupy):
-    """Beside the gradients one block is taken from CuPy's allocator, of the size foretold, and given back."""
+    """Besides the gradients one block is allocated from CuPy's allocator, of the predicted size, and released."""
     q, k, v, dout, out, stats = random_inputs(cupy, Case("allocated", d=128, hq=8, hkv=2, sq=512, b=1))
     need = explain(q, k, v, backward=True).workspace
-    assert need >= q.size * 4  # dq is added up in float32
+    assert need >= q.size * 4  # dq is accumulated in float32
     sizes = []
     with poisoning(cupy, sizes):
         gradients = attention_backward(dout, q, k, v, out, stats)
@@ -136,7 +136,7 @@ def test_one_allocation_holds_workspace_and_scratch(cupy):
     assert not any(cupy.isnan(x).any() for x in gradients)
 
 
-def test_explain_builds_the_very_plan_that_the_call_uses(cupy):
+def test_explain_and_the_call_share_a_plan(cupy):
     """One miss for the report, then only hits, and the same workspace."""
     q, k, v, dout, out, stats = random_inputs(cupy, Case("explained", sq=99, hkv=2))
     kept = get_plan_cache()
@@ -149,7 +149,7 @@ def test_explain_builds_the_very_plan_that_the_call_uses(cupy):
 
 
 def test_a_workspace_limit_refuses_before_anything_runs(cupy):
-    """A limit that no engine keeps raises with both numbers; the gradients given stay untouched."""
+    """A limit below the need of every engine raises with both sizes; preallocated gradients are unchanged."""
     q, k, v, dout, out, stats = random_inputs(cupy, Case("limited", hkv=2))
     dq = cupy.full(q.shape, np.nan, q.dtype, order="F")
     with pytest.raises(Unsupported, match=r"needs a workspace of \d+ bytes, 1000 are allowed"):
@@ -184,8 +184,8 @@ def test_a_workspace_limit_refuses_before_anything_runs(cupy):
         pytest.param(lambda cp, a: {"out": cp.asnumpy(a["out"])}, TypeError, r"out is a numpy array", id="numpy_out"),
     ],
 )
-def test_bad_input_is_refused(change, error, words, cupy):
-    """Each mistake raises its class with what was given, what is needed and the remedy."""
+def test_bad_arguments_raise(change, error, words, cupy):
+    """The message contains the value, the requirement and the remedy."""
     q, k, v, dout, out, stats = random_inputs(cupy, Case("mistaken"))
     arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "stats": stats}
     changed = change(cupy, arrays | {"dk": cupy.empty_like(k)})
@@ -194,7 +194,7 @@ def test_bad_input_is_refused(change, error, words, cupy):
 
 
 def test_the_pullback(cupy):
-    """attention_vjp gives the forward result, and gradients as often as asked."""
+    """attention_vjp returns the forward result; the pullback can be called repeatedly."""
     case = Case("pulled", d=64, hq=8, hkv=2, sq=200, causal=True)
     q, k, v, dout, out, stats = random_inputs(cupy, case)
     got, pullback = attention_vjp(q, k, v, causal=True, deterministic=True)

@@ -1,4 +1,4 @@
-"""Plans on a GPU: explained, kept on disk, made ahead of time, shared by lengths, tuned, and recorded in CUDA graphs."""
+"""Plans on a GPU: explained, stored on disk, built ahead of time, shared by lengths, autotuned, and captured in CUDA graphs."""
 
 import gc
 import json
@@ -26,7 +26,7 @@ CASE = Case("plans", d=64, hq=4, hkv=2, sq=192, b=2, causal=True)
 
 @pytest.fixture
 def on_gpu(cupy):
-    """q, k, v and a gradient of the output, on the GPU."""
+    """Random q, k, v and dout on the GPU."""
     rng = np.random.default_rng(5)
     q, k, v = CASE.arrays()
     dout = np.asfortranarray(rng.standard_normal(q.shape).astype(q.dtype))
@@ -34,13 +34,13 @@ def on_gpu(cupy):
 
 
 def same_bits(a, b):
-    """Whether two arrays are equal, NaN or not."""
+    """Whether two arrays are equal, with NaN equal to NaN."""
     bits = f"u{a.dtype.itemsize}"
     return bool((a.view(bits) == b.view(bits)).all())
 
 
-def test_a_problem_is_explained_with_the_plan_that_its_call_uses(on_gpu, plans):
-    """Shapes alone find the very plan that arrays of these shapes then run with; nothing is built twice."""
+def test_shapes_and_arrays_share_a_plan(on_gpu, plans):
+    """Shapes give the plan that arrays of these shapes use; no plan is built twice."""
     q, k, v, _ = on_gpu
     asked = cupy_sdpa.problem(q.shape, k.shape, v.shape, dtype="bfloat16", causal=True)
     report = explain(asked)
@@ -73,7 +73,7 @@ print(json.dumps({
 
 
 def in_process(folder, code=PROGRAM, **environment):
-    """Run a program with a cache folder; gives what it printed as JSON, and its warnings."""
+    """Run a program with a cache folder; returns its JSON output and its warnings."""
     environment = child_environment(CUPY_SDPA_CACHE_DIR=str(folder), **environment)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
@@ -81,7 +81,7 @@ def in_process(folder, code=PROGRAM, **environment):
 
 
 def test_another_process_finds_the_plans(cupy, tmp_path):
-    """A second process builds nothing and computes the same bits; without the folder it builds."""
+    """A second process builds no plan and computes the same bits; without the folder it builds."""
     first, _ = in_process(tmp_path / "kept")
     assert first["loaded"] == [False, False]
     assert first["files"] == 2
@@ -91,8 +91,8 @@ def test_another_process_finds_the_plans(cupy, tmp_path):
     assert in_process("0")[0] == {**first, "files": 0}
 
 
-def test_a_damaged_plan_costs_a_warning(cupy, tmp_path):
-    """What was damaged is built anew, with the same result."""
+def test_a_damaged_plan_is_built_again(cupy, tmp_path):
+    """With a warning and the same result."""
     first, _ = in_process(tmp_path)
     for path in tmp_path.glob("*.plan"):
         path.write_bytes(path.read_bytes()[:-100] + b"x" * 100)
@@ -102,8 +102,8 @@ def test_a_damaged_plan_costs_a_warning(cupy, tmp_path):
     assert in_process(tmp_path)[0]["loaded"] == [True, True]
 
 
-def test_plans_made_ahead_are_loaded(cupy, on_gpu, plans, tmp_path, monkeypatch):
-    """Plans made for the described GPU, in other processes, are found by calls on the GPU, and give the bits of plans built here."""
+def test_plans_built_ahead_of_time_are_loaded(cupy, on_gpu, plans, tmp_path, monkeypatch):
+    """Plans that other processes built for the described GPU are loaded by calls on the GPU, and give the same bits."""
     q, k, v, dout = on_gpu
     name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode().removeprefix("NVIDIA ").lower()
     if name not in gpus.NAMES:
@@ -111,7 +111,7 @@ def test_plans_made_ahead_are_loaded(cupy, on_gpu, plans, tmp_path, monkeypatch)
 
     def compute():
         out, pullback = attention_vjp(q, k, v, causal=True)
-        return [out, *pullback(dout)[1:]]  # the order in which dq is added up is free
+        return [out, *pullback(dout)[1:]]  # the order of the sums of dq varies
 
     here = compute()
     assert not any(plan.info.loaded for plan in plans._entries.values())
@@ -130,9 +130,9 @@ LENGTHS = [65, 100, 127, 128, 129, 200, 256]
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_lengths_in_buckets_share_a_plan(causal, cupy, plans):
-    """Seven lengths, two plans each way; output and gradients as right as with exact lengths, whatever was in the memory."""
+    """Seven lengths, two plans per pass; results are as accurate as with exact lengths, whatever the memory contained."""
     poison = cupy.full(1 << 22, np.nan, np.float32)
-    del poison  # back in the pool, for the padded arrays to be made of
+    del poison  # released to the pool, from which the padded arrays are allocated
     for length in LENGTHS:
         case = Case("bucket", d=64, hq=4, hkv=2, sq=length, skv=length + 10, b=2, causal=causal)
         q, k, v = case.arrays()
@@ -153,7 +153,7 @@ def test_lengths_in_buckets_share_a_plan(causal, cupy, plans):
 
 
 def test_tuning_keeps_the_fastest(on_gpu, plans, tmp_path, monkeypatch, cupy):
-    """Every config is measured, the results stay right, the choice is kept, and another process finds it."""
+    """Every config is measured, results stay right, the choice is stored, and another process loads it."""
     monkeypatch.setenv("CUPY_SDPA_CACHE_DIR", str(tmp_path))
     q, k, v, _ = on_gpu
     want = attention(q, k, v, causal=True)
@@ -170,7 +170,7 @@ def test_tuning_keeps_the_fastest(on_gpu, plans, tmp_path, monkeypatch, cupy):
 
 
 def test_tuning_of_gradients(on_gpu, plans):
-    """The backward pass is tuned too, inside the context manager, and only once."""
+    """The backward pass is autotuned too, inside the context manager, and only once."""
     q, k, v, dout = on_gpu
     with cupy_sdpa.autotune() as found:
         out, pullback = attention_vjp(q, k, v)
@@ -185,10 +185,10 @@ def test_tuning_of_gradients(on_gpu, plans):
 
 @pytest.mark.parametrize("options", [{}, {"bucket": 256}], ids=["exact", "bucket"])
 def test_captured_calls_replay(options, on_gpu, plans, cupy):
-    """Forward and backward in a CUDA graph: replayed on new data in the same arrays, with other work between the replays."""
+    """Forward and backward in a CUDA graph: replayed with new data in the same arrays, with other work between the replays."""
     q, k, v, dout = on_gpu
     out, stats = attention(q, k, v, return_stats=True, **options)
-    gradients = attention_backward(dout, q, k, v, out, stats, **options)  # now everything is planned and compiled
+    gradients = attention_backward(dout, q, k, v, out, stats, **options)  # everything is planned and compiled now
     with cupy.cuda.Stream(non_blocking=True) as stream:
         stream.begin_capture()
         attention(q, k, v, out=out, stats=stats, **options)
@@ -199,7 +199,7 @@ def test_captured_calls_replay(options, on_gpu, plans, cupy):
             graph.launch(stream)
             junk = [
                 cupy.full(1 << 20, np.nan, np.float32) for _ in range(8)
-            ]  # whoever takes memory now must not get the graph's
+            ]  # new allocations must not overlap the memory of the graph
             stream.synchronize()
             del junk
             want, want_stats = attention(q, k, v, return_stats=True, **options)
@@ -210,7 +210,7 @@ def test_captured_calls_replay(options, on_gpu, plans, cupy):
 
 
 def test_a_graph_outlives_the_plan_cache(on_gpu, plans, cupy):
-    """What a graph has recorded is replayed rightly after the cache was emptied and other plans have come."""
+    """A captured graph is replayed correctly after the cache was emptied and other plans were built."""
     q, k, v, _ = on_gpu
     out = attention(q, k, v, causal=True)
     want = out.copy(order="F")
@@ -229,8 +229,8 @@ def test_a_graph_outlives_the_plan_cache(on_gpu, plans, cupy):
     assert same_bits(out, want)
 
 
-def test_what_is_not_planned_is_not_captured(on_gpu, plans, cupy):
-    """Without a plan a captured call is refused before anything is recorded, and the capture goes on."""
+def test_a_capture_without_a_plan_raises(on_gpu, plans, cupy):
+    """Before anything is captured; the capture continues."""
     q, k, v, _ = on_gpu
     out = cupy.empty_like(q, order="F")
     with cupy.cuda.Stream(non_blocking=True) as stream:
@@ -293,13 +293,13 @@ print(json.dumps({"wrong": wrong, "largest": max(largest), "threads": len(larges
 
 
 def test_sixteen_threads_ten_thousand_calls(cupy, tmp_path):
-    """Mixed calls on sixteen streams with caches too small for them: right results, no growth, no descriptor left alive."""
+    """Mixed calls on sixteen streams with caches that are too small: right results, no growth, no descriptor left alive."""
     done, _ = in_process(tmp_path, STRESS, CUPY_SDPA_DEBUG="1")
     assert done == {"wrong": [], "largest": 16, "threads": 16, "errors": [], "live": {}}
 
 
-def test_threads_share_what_is_built(on_gpu, plans, cupy):
-    """Of eight threads that want the same new plan one builds it; the others load what it made."""
+def test_threads_share_a_plan(on_gpu, plans, cupy):
+    """Of eight threads that need the same new plan one builds it, and the others load it."""
     q, k, v = (x[:, :, :150] for x in on_gpu[:3])
     loaded = []
     ready = threading.Barrier(8)
@@ -316,8 +316,8 @@ def test_threads_share_what_is_built(on_gpu, plans, cupy):
     assert sorted(loaded) == [False] + [True] * 7
 
 
-def test_a_plan_of_another_build_is_not_taken(on_gpu, plans, tmp_path, monkeypatch):
-    """A text that cuDNN does not take for a plan is rejected with its words, and the plan built anew."""
+def test_a_plan_that_cudnn_rejects_is_built_again(on_gpu, plans, tmp_path, monkeypatch):
+    """The warning contains cuDNN's message."""
     monkeypatch.setenv("CUPY_SDPA_CACHE_DIR", str(tmp_path))
     q, k, v, _ = on_gpu
     want = attention(q, k, v)
@@ -355,7 +355,7 @@ RESIZED = {
 
 @pytest.mark.parametrize("name", RESIZED)
 def test_arrays_are_copied_into_longer_ones(name, cupy):
-    """By the driver's rows or element by element: what fits is there, what is left is 0, nothing else is touched."""
+    """By the driver's 2D copies or element by element: the rest is 0, and the memory around is unchanged."""
     target, source, axis = RESIZED[name](cupy)
     around = target.base if target.base is not None else target
     before = cupy.asnumpy(around).copy()

@@ -1,4 +1,4 @@
-"""Calls that come again: they read nothing anew, run from CUDA graphs, and are right all the same."""
+"""Repeated calls: they skip validation, run from CUDA graphs, and give right results."""
 
 import itertools
 import sys
@@ -24,7 +24,7 @@ CASE = Case("repeated", sq=100, dtype="bfloat16")
 
 @pytest.fixture
 def session(plans):
-    """One that knows nothing yet."""
+    """A session without cached calls."""
     session = existing_session(driver.context_id())
     session.known.clear()
     session.cache.recorded.warned = False
@@ -34,13 +34,13 @@ def session(plans):
 
 @pytest.fixture
 def arrays(cupy, session):
-    """q, k, v and dout."""
+    """Random q, k, v and dout."""
     return inputs(cupy, CASE)
 
 
 @contextmanager
 def reading_forbidden(monkeypatch):
-    """Neither a call is read, nor cuDNN called, nor a problem made."""
+    """Make validation, calls of cuDNN and new problems an error."""
 
     def refuse(*_, **__):
         raise AssertionError("the call was not repeated")
@@ -63,15 +63,15 @@ def bits(x):
     [{}, {"causal": True}, {"window": (5, 0)}, {"scale": 0.3, "softcap": 2.0}, {"return_stats": True}],
     ids=["plain", "causal", "window", "scale_and_softcap", "stats"],
 )
-def test_a_call_that_comes_often_is_a_launch(options, arrays, cupy, monkeypatch):
-    """A look-up, an allocation and a launch, with the same bits, on the contents of now."""
+def test_a_repeated_call_is_one_launch(options, arrays, cupy, monkeypatch):
+    """A look-up, an allocation and a launch, with the same bits, of the present contents."""
     q, k, v, _ = arrays
 
     def call(q=q):
         got = attention(q, k, v, **options)
         return [as_float(x) for x in (got if isinstance(got, tuple) else [got])]
 
-    want, *_ = (call() for _ in range(6))  # until CuPy's pool gives the same memory
+    want, *_ = (call() for _ in range(6))  # until CuPy's pool returns the same memory
     with reading_forbidden(monkeypatch):
         same = call()
         cupy.multiply(q, 2, out=q)
@@ -81,7 +81,7 @@ def test_a_call_that_comes_often_is_a_launch(options, arrays, cupy, monkeypatch)
 
 
 def test_other_arrays_of_the_same_kind(arrays, cupy, monkeypatch):
-    """A known call on addresses that are new is not read either: its plan is executed, on the arrays of this call."""
+    """A cached call at new addresses skips validation: its plan is executed on the new arrays."""
     q, k, v, dout = arrays
     out, stats = attention(q, k, v, causal=True, return_stats=True)
     attention_backward(dout, q, k, v, out, stats, causal=True)
@@ -99,8 +99,8 @@ def test_other_arrays_of_the_same_kind(arrays, cupy, monkeypatch):
         np.testing.assert_allclose(as_float(a), as_float(b), atol=2e-2)
 
 
-def test_both_passes_into_given_arrays(arrays, cupy, monkeypatch):
-    """With out=, stats=, dq=, dk= and dv=: the results are the very arrays."""
+def test_both_passes_with_preallocated_results(arrays, cupy, monkeypatch):
+    """out=, stats=, dq=, dk= and dv= are returned as the same objects."""
     q, k, v, dout = arrays
     out, stats = attention(q, k, v, return_stats=True)
     into = {f"d{n}": cupy.empty_like(x) for n, x in zip("qkv", (q, k, v), strict=True)}
@@ -120,8 +120,8 @@ def test_both_passes_into_given_arrays(arrays, cupy, monkeypatch):
         np.testing.assert_array_equal(as_float(a), b)
 
 
-def test_what_makes_another_call(arrays, cupy):
-    """Another scale, mask, output, layout, or a view elsewhere: nothing of an earlier call is taken for it."""
+def test_what_changes_the_key_of_a_call(arrays, cupy):
+    """Another scale, mask, output, layout or address of a view does not use an earlier call."""
     q, k, v, _ = arrays
     out = cupy.empty_like(q)
     for _ in range(4):
@@ -141,8 +141,8 @@ def test_what_makes_another_call(arrays, cupy):
         attention(q, k, v, out=out, casual=True)
 
 
-def test_arrays_of_options_are_read_anew(arrays, cupy, monkeypatch):
-    """Sinks and slopes at the same address with other contents, and at other addresses."""
+def test_arrays_of_options_are_read_again(arrays, cupy, monkeypatch):
+    """Sinks and slopes with other contents at the same address, and at other addresses."""
     case = Case("sinks", sinks=True, alibi=True, hq=4, hkv=4)
     q, k, v, _ = inputs(cupy, case)
     options, out = case.options(cupy), cupy.empty_like(q)
@@ -167,9 +167,11 @@ PREPARED = [
 
 
 @pytest.mark.parametrize("case", PREPARED, ids=str)
-def test_what_is_prepared_is_recorded_too(case, arrays, cupy, monkeypatch):
-    """Offsets, lengths, copies and cleared rows: a repeated call makes them anew, of the contents of now."""
-    monkeypatch.setattr(replay_cache, "SMALL_BYTES", 1 << 24)  # a large workspace is from the pool, and where it is moves
+def test_staging_is_part_of_the_captured_graph(case, arrays, cupy, monkeypatch):
+    """Offsets, lengths, copies and cleared rows: a repeated call computes them from the present contents."""
+    monkeypatch.setattr(
+        replay_cache, "SMALL_BYTES", 1 << 24
+    )  # a large workspace is allocated from the pool, at varying addresses
     q, k, v, dout = inputs(cupy, case)
     options = case.options(cupy)
     out, stats = attention(q, k, v, return_stats=True, **options)
@@ -180,7 +182,7 @@ def test_what_is_prepared_is_recorded_too(case, arrays, cupy, monkeypatch):
         attention_backward(dout, q, k, v, out, stats, deterministic=True, **into, **options)
         return [as_float(x) for x in (out, stats, *into.values())]
 
-    for _ in range(2 * replay_cache.CAPTURE_AFTER):  # what is kept with the first graph moves what the pool gives the next one
+    for _ in range(2 * replay_cache.CAPTURE_AFTER):  # memory kept by the first graph changes the next addresses of the pool
         both(**into)
     for name in options.keys() & {"seq_lens_kv", "mask"}:
         options[name][...] = options[name][::-1].copy()
@@ -196,7 +198,7 @@ def test_what_is_prepared_is_recorded_too(case, arrays, cupy, monkeypatch):
 
 
 def test_large_copies_are_not_kept(arrays, cupy, monkeypatch):
-    """A call that copies more than a graph may keep is read every time, and right."""
+    """A call with larger copies than a graph may keep is validated every time, and right."""
     case = Case("lengths", seq_lens_q=(20, 50), seq_lens_kv=(70, 3), sq=64, skv=80)
     q, k, v, _ = inputs(cupy, case)
     options, out = case.options(cupy), cupy.empty_like(q)
@@ -211,7 +213,7 @@ def test_large_copies_are_not_kept(arrays, cupy, monkeypatch):
 
 
 def test_on_another_stream_and_in_a_capture(arrays, cupy):
-    """A repeated call goes to the current stream; one that is captured is recorded, as before."""
+    """A repeated call runs on the current stream; during a capture it is captured."""
     q, k, v, _ = arrays
     out = cupy.empty_like(q)
     for _ in range(3):
@@ -234,8 +236,8 @@ def test_on_another_stream_and_in_a_capture(arrays, cupy):
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-def test_both_ways_of_a_recording(backward, arrays, session, cupy, monkeypatch):
-    """What is recorded is one launch when the device waits, and follows kernel by kernel while it has other work; same bits."""
+def test_both_ways_to_launch_a_captured_graph(backward, arrays, session, cupy, monkeypatch):
+    """It is launched as one if the device is idle, and kernel by kernel if it is busy; with the same bits."""
     monkeypatch.setattr(replay_cache, "FEW_GRAPHS", 0)
     q, k, v, dout = arrays
     out, stats = attention(q, k, v, return_stats=True)
@@ -249,7 +251,7 @@ def test_both_ways_of_a_recording(backward, arrays, session, cupy, monkeypatch):
         call()
     _ = large @ large
     cupy.cuda.Device().synchronize()
-    want = [bits(into[name]) for name in into if name != "dq"]  # which is added up in any order
+    want = [bits(into[name]) for name in into if name != "dq"]  # which is accumulated in any order
     (recording,) = next(known for known in session.known.values() if known._graphs)._graphs.values()
     steps, launch = recording._driver_calls, recording._launch
     recording._launch = lambda *given: graphs.append(1) or launch(*given)
@@ -267,8 +269,8 @@ def test_both_ways_of_a_recording(backward, arrays, session, cupy, monkeypatch):
         np.testing.assert_array_equal(x, y)
 
 
-def test_a_recording_that_fails_leaves_nothing(arrays, cupy):
-    """What is raised while it is recorded comes out; neither the stream nor later recordings mind."""
+def test_a_failed_capture_leaves_nothing(arrays, cupy):
+    """The exception during the capture is raised; the stream and later captures are unaffected."""
     q, k, v, _ = arrays
     out = cupy.empty_like(q)
     want = bits(attention(q, k, v))
@@ -287,8 +289,8 @@ def test_a_recording_that_fails_leaves_nothing(arrays, cupy):
 
 
 @pytest.mark.parametrize("name", ["graphInstantiate", "graphLaunch", "streamBeginCapture"])
-def test_a_failure_to_record_or_launch_costs_a_warning(name, arrays, cupy, monkeypatch):
-    """Whatever of CUDA graphs fails, every call is right; there is one warning, and the stream works on."""
+def test_a_failure_to_capture_or_launch_warns(name, arrays, cupy, monkeypatch):
+    """Whichever function of CUDA graphs fails, every call is right, there is one warning, and the stream works."""
     q, k, v, _ = arrays
     out = cupy.empty_like(q)
     want = bits(attention(q, k, v))
@@ -309,12 +311,12 @@ def test_a_failure_to_record_or_launch_costs_a_warning(name, arrays, cupy, monke
 
 
 def test_no_memory_for_a_workspace(session, cupy):
-    """CuPy's error has a note on the workspace; once there is memory the same plan runs, with the bits of before."""
+    """CuPy's error has a note on the workspace; with enough memory the same plan runs, with the same bits."""
     q, k, v, dout = inputs(cupy, Case("large_workspace", sq=2048))  # 67 MB
     out, stats = attention(q, k, v, return_stats=True)
     want = [bits(x) for x in attention_backward(dout, q, k, v, out, stats, deterministic=True)]
     into = {f"d{n}": cupy.empty_like(x) for n, x in zip("qkv", (q, k, v), strict=True)}
-    attention_backward(dout, q, k, v, out, stats, deterministic=True, **into)  # known from now on
+    attention_backward(dout, q, k, v, out, stats, deterministic=True, **into)  # cached from here on
     report = explain(q, k, v, backward=True, deterministic=True)
     cache, pool = get_plan_cache(), cupy.get_default_memory_pool()
     misses, used = cache.misses, pool.used_bytes()
@@ -333,8 +335,8 @@ def test_no_memory_for_a_workspace(session, cupy):
         np.testing.assert_array_equal(bits(a), b)
 
 
-def test_the_bytes_of_recordings_are_what_the_device_gives(arrays, cupy):
-    """recording_bytes is not less than half of what the device's free memory falls by, outside CuPy's pool."""
+def test_recording_bytes_match_the_device_memory(arrays, cupy):
+    """recording_bytes is at least half of the decrease of the device's free memory outside CuPy's pool."""
     q, k, v, _ = arrays
     cache, free = get_plan_cache(), lambda: cupy.cuda.runtime.memGetInfo()[0]
     outputs = [cupy.empty_like(q) for _ in range(101)]
@@ -358,7 +360,7 @@ def test_the_bytes_of_recordings_are_what_the_device_gives(arrays, cupy):
 
 @pytest.mark.parametrize("mode", ["Global", "ThreadLocal", "Relaxed"])
 def test_a_call_breaks_no_capture_of_another_thread(mode, arrays, cupy, monkeypatch):
-    """Whether the device is behind may be asked while another thread captures."""
+    """Querying whether the device is busy is safe while another thread captures."""
     monkeypatch.setattr(replay_cache, "FEW_GRAPHS", 0)
     q, k, v, _ = arrays
     out, stream = cupy.empty_like(q), cupy.cuda.Stream(non_blocking=True)
@@ -389,8 +391,8 @@ def test_a_call_breaks_no_capture_of_another_thread(mode, arrays, cupy, monkeypa
     assert (bits(out) == want).all()
 
 
-def test_a_graph_can_be_made_while_another_thread_captures(arrays, cupy):
-    """Writing and making a graph breaks no capture, and is not broken by one."""
+def test_a_graph_can_be_captured_while_another_thread_captures(arrays, cupy):
+    """Neither capture is invalidated."""
     q, k, v, _ = arrays
     want, failed = bits(attention(q, k, v)), []
     stream = cupy.cuda.Stream(non_blocking=True)
@@ -400,7 +402,7 @@ def test_a_graph_can_be_made_while_another_thread_captures(arrays, cupy):
         try:
             for _ in range(4):
                 attention(q, k, v, causal=True)
-        except Exception as error:  # told in the test's own thread
+        except Exception as error:  # raised in the test's own thread
             failed.append(error)
 
     with stream:
@@ -421,8 +423,8 @@ def test_a_graph_can_be_made_while_another_thread_captures(arrays, cupy):
     assert (bits(held) == want).all()
 
 
-def test_recordings_go_before_their_plan(arrays, cupy, monkeypatch):
-    """clear(), the cache's limit and tuning let go of the plan's recordings first; later calls are right, and counted."""
+def test_captured_graphs_are_destroyed_before_their_plan(arrays, cupy, monkeypatch):
+    """By clear(), the cache's limit and autotuning; later calls are right, and counted."""
     q, k, v, _ = arrays
     living = set()
 
@@ -458,8 +460,8 @@ def test_recordings_go_before_their_plan(arrays, cupy, monkeypatch):
     assert not living
 
 
-def test_old_addresses_give_way(arrays, cupy, monkeypatch):
-    """No more bytes of recordings and no more calls than the limits; each result is its own."""
+def test_old_addresses_are_evicted(arrays, cupy, monkeypatch):
+    """The bytes of captured graphs and the number of calls stay within the limits; each result is right."""
     q, k, v, _ = arrays
     monkeypatch.setattr(replay_cache, "MAX_CALLS", 2)
     cache = get_plan_cache()
@@ -482,7 +484,7 @@ def test_old_addresses_give_way(arrays, cupy, monkeypatch):
 
 
 def test_a_prepared_call_is_repeated(arrays, cupy, monkeypatch):
-    """As any other; and arrays that pose another problem are still refused."""
+    """Like any other; arrays of another problem still raise."""
     q, k, v, _ = arrays
     call, out = prepare(q, k, v, causal=True), cupy.empty_like(q)
     want = bits(attention(q, k, v, causal=True))
@@ -497,7 +499,7 @@ def test_a_prepared_call_is_repeated(arrays, cupy, monkeypatch):
 
 
 def test_threads_repeat_on_their_own(arrays, cupy):
-    """Each thread knows its own calls; all get the same bits while plans come and go."""
+    """Each thread has its own cached calls; all get the same bits while plans are evicted."""
     q, k, v, _ = arrays
     want, wrong = bits(attention(q, k, v)), []
 
@@ -520,15 +522,17 @@ def test_threads_repeat_on_their_own(arrays, cupy):
 
 
 @pytest.mark.multi_gpu
-def test_two_gpus_have_recordings_of_their_own(cupy, monkeypatch):
-    """The same call on both, whichever is current: it runs on its arrays' device, recorded in that context where it is current."""
+def test_two_gpus_have_their_own_captured_graphs(cupy, monkeypatch):
+    """The same call on both, whichever is current: it runs on the device of its arrays, captured in that context if it is
+    current.
+    """
     devices = [cupy.cuda.Device(number) for number in (0, 1)]
     given, wanted = [], []
     for device in devices:
         with device:
             get_plan_cache().clear()
             q, k, v, dout = inputs(cupy, CASE)
-            q *= 1 + device.id  # each with numbers of its own
+            q *= 1 + device.id  # each with its own values
             out, stats = attention(q, k, v, return_stats=True)
             given.append((q, k, v, dout, out, stats))
             wanted.append([bits(x) for x in (out, *attention_backward(dout, q, k, v, out, stats)[1:])])
@@ -536,7 +540,7 @@ def test_two_gpus_have_recordings_of_their_own(cupy, monkeypatch):
     def check(device):
         q, k, v, dout, out, stats = given[device.id]
         again, _ = attention(q, k, v, return_stats=True)
-        _, dk, dv = attention_backward(dout, q, k, v, out, stats)  # dq is added up in any order
+        _, dk, dv = attention_backward(dout, q, k, v, out, stats)  # dq is accumulated in any order
         for x, want in zip((again, dk, dv), wanted[device.id], strict=True):
             assert x.device == device
             np.testing.assert_array_equal(bits(x), want)

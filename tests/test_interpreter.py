@@ -1,4 +1,4 @@
-"""The CPU engine itself: its rules are complete, its tiles are invisible, its memory is bounded."""
+"""The CPU engine: its rules are complete, tiles have no effect on results, memory is bounded."""
 
 import tracemalloc
 
@@ -14,8 +14,8 @@ from cupy_sdpa.graph.nodes import POINTWISE, Builder, Node, Tensor, row_major
 from cupy_sdpa.plans import lowering
 
 
-def test_every_node_has_its_rule_in_both_engines():
-    """The set of node classes is the interpreter's and the lowering's, and every pointwise mode has a meaning."""
+def test_every_node_has_a_rule_in_both_engines():
+    """Interpreter and lowering support all node classes, and every pointwise mode is defined."""
     every = {c for c in vars(nodes).values() if isinstance(c, type) and issubclass(c, Node) and c is not Node}
     assert every == set(RULES) == set(lowering.RULES)
     assert set(POINTWISE) == set(MODES)
@@ -23,8 +23,8 @@ def test_every_node_has_its_rule_in_both_engines():
 
 @pytest.mark.parametrize("elements", [1, 100, 1000, 10**9])
 @pytest.mark.parametrize("case", [Case("full", sq=33, skv=47, hkv=2), Case("causal", sq=47, skv=33, causal=True)], ids=str)
-def test_tiles_are_invisible(case, elements, monkeypatch):
-    """Blocks of one row, of some rows, and of all give the same numbers."""
+def test_tiles_do_not_change_results(case, elements, monkeypatch):
+    """Tiles of one row, of some rows and of all rows give the same numbers."""
     q, k, v = case.with_dtype("float64").arrays()
     wanted = attention(q, k, v, causal=case.causal, return_stats=True)
     monkeypatch.setattr(tiles, "TILE_ELEMENTS", elements)
@@ -34,7 +34,7 @@ def test_tiles_are_invisible(case, elements, monkeypatch):
 
 
 def test_long_attention_fits_a_laptop():
-    """4096 queries over 4096 keys, eight heads: well under 1 GiB beside the arrays."""
+    """4096 queries, 4096 keys, eight heads: well below 1 GiB besides the arrays."""
     rng = np.random.default_rng(0)
     q, k, v = (np.asfortranarray(rng.standard_normal((64, 8, 4096, 1), np.float32)) for _ in range(3))
     tracemalloc.start()
@@ -47,7 +47,7 @@ def test_long_attention_fits_a_laptop():
 
 
 def test_packed_sequences_cost_their_own_lengths():
-    """Ten positions with a bound of 4000 take no memory for 4000 keys in either pass."""
+    """Ten positions with a maximum length of 4000 need no memory for 4000 keys in either pass."""
     x = np.asfortranarray(np.random.default_rng(0).standard_normal((8, 1, 10), np.float32))
     starts = np.array([0, 4, 4, 10], np.int32)
     options = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts, "max_seqlen_q": 4000, "max_seqlen_kv": 4000}
@@ -62,8 +62,8 @@ def test_packed_sequences_cost_their_own_lengths():
 
 
 @pytest.mark.parametrize("elements", [7, 1 << 20])
-def test_the_bound_of_packed_sequences_changes_nothing(elements, monkeypatch):
-    """Every result is the same with a larger bound; sequences of no query or no key are among them."""
+def test_a_larger_max_seqlen_changes_nothing(elements, monkeypatch):
+    """Every result is the same; some sequences have no query or no key."""
     monkeypatch.setattr(tiles, "TILE_ELEMENTS", elements)
     rng = np.random.default_rng(0)
     q, dout = (np.asfortranarray(rng.standard_normal((8, 4, 14))) for _ in range(2))
@@ -89,7 +89,7 @@ def test_the_bound_of_packed_sequences_changes_nothing(elements, monkeypatch):
 
 
 def test_dropout_differs_between_heads_and_batch_entries():
-    """Each draws its own numbers, about the share of equal ones that chance gives."""
+    """The share of equal weights is that of independent draws."""
     x = np.zeros((8, 3, 100, 2), np.float32, order="F")
     kept = dropout_mask(x, x, dropout_p=0.5, seed=1)
     parts = [kept[:, :, head, entry] for head in range(3) for entry in range(2)]
@@ -98,8 +98,8 @@ def test_dropout_differs_between_heads_and_batch_entries():
             assert 0.45 < float((one == other).mean()) < 0.55
 
 
-def test_declared_precision_rounds_what_the_graph_says():
-    """P is rounded to bfloat16 before P V, as on the tensor cores; exact evaluation rounds nothing."""
+def test_declared_dtypes_are_rounded_to():
+    """P is rounded to bfloat16 before P V, as on tensor cores; exact evaluation rounds nothing."""
     case = Case("rounding", d=8, hq=1, hkv=1, sq=1, skv=3, b=1)
     q, k, v = case.arrays()
     out, exact = (np.empty(case.problem().out.shape, np.float64, order="F") for _ in range(2))
@@ -117,7 +117,7 @@ def test_declared_precision_rounds_what_the_graph_says():
 
 
 def test_a_row_of_minus_infinity_gives_zero():
-    """The rule of the softmax node: nothing to attend to is 0 and -inf, not NaN."""
+    """The rule of the softmax node: a fully masked row gives 0 and -inf, not NaN."""
     shape = (1, 1, 2, 3)
     x = Tensor("x", shape, "float64", "input", row_major(shape), (0, 1, 2, 3))
     v = Tensor("v", (1, 1, 3, 1), "float64", "input", row_major((1, 1, 3, 1)), (0, 1, 2, 3))
@@ -149,8 +149,8 @@ def test_positions_are_those_in_the_whole_tensor(axis, monkeypatch):
     np.testing.assert_array_equal(got, np.where(np.indices(shape)[axis] >= 1, values, 0))
 
 
-def test_a_step_that_does_not_fit_is_refused_when_it_is_written_down():
-    """The builder knows the shape rules: it names the step and both shapes."""
+def test_mismatched_shapes_raise_in_the_builder():
+    """The message names the operation and both shapes."""
     g = Builder()
     a = Tensor("a", (1, 2, 3, 4), "float32", "input", row_major((1, 2, 3, 4)), (0, 1, 2, 3))
     b = Tensor("b", (1, 2, 5, 6), "float32", "input", row_major((1, 2, 5, 6)), (0, 1, 2, 3))
@@ -165,8 +165,8 @@ def test_a_step_that_does_not_fit_is_refused_when_it_is_written_down():
         g.pointwise("a a", "mul", a, a, out="c")
 
 
-def test_lengths_of_a_matmul_hide_what_lies_beyond(monkeypatch):
-    """Rows beyond m, columns beyond n and products beyond k count for nothing, be they NaN; in tiles too."""
+def test_lengths_of_a_matmul_mask_the_padding(monkeypatch):
+    """Rows beyond m, columns beyond n and products beyond k are ignored, even NaN; in tiles too."""
     lengths = {"m": [3, 5], "n": [2, 4], "k": [6, 1]}
     rng = np.random.default_rng(0)
     a, b = rng.standard_normal((2, 1, 5, 6)), rng.standard_normal((2, 1, 6, 4))

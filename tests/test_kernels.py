@@ -1,4 +1,4 @@
-"""Each CUDA kernel of :mod:`cupy_sdpa.device.kernels`, compiled by the C++ compiler, against numpy on random inputs."""
+"""Each CUDA kernel of :mod:`cupy_sdpa.device.kernels`, compiled by the C++ compiler, compared with numpy on random inputs."""
 
 import inspect
 
@@ -11,12 +11,12 @@ SEEDS = range(5)
 
 
 def lengths_of(rng, batch, most):
-    """Random lengths, among them 0 and all."""
+    """Random lengths, including 0 and the maximum."""
     return rng.choice([0, most, *rng.integers(0, most + 1, 3)], batch)
 
 
 def as_given(fake, starts, dtype, strided):
-    """An array on the device; ``strided`` takes every second element of a longer one."""
+    """An array on the device; ``strided`` gives every second element of a longer one."""
     if not strided:
         return fake.asarray(starts.astype(dtype))
     longer = np.full(2 * len(starts), 1 << 20, dtype)
@@ -25,10 +25,10 @@ def as_given(fake, starts, dtype, strided):
 
 
 def result(fake, rng, shape, name, value, of_keys):
-    """A result full of random numbers, as a slice of a longer array; and those numbers."""
+    """A result full of random numbers, as a slice of a longer array; and these numbers."""
     longer = (*shape[:-1], shape[-1] + 2)
     if name != "per_row":
-        longer = (longer[0], longer[1] + 1, *longer[2:])  # a step between heads and positions
+        longer = (longer[0], longer[1] + 1, *longer[2:])  # a gap between heads and positions
     host = np.asfortranarray(rng.standard_normal(longer).astype("float16" if name != "per_row" else "float32"))
     whole = fake.asarray(host)
     part = tuple(slice(n) for n in shape)
@@ -41,7 +41,7 @@ RESULTS = {"queries": ("large", 0.0, False), "keys": ("large", 0.0, True), "stat
 @pytest.mark.parametrize("name", RESULTS)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_rows_of_dense_arrays(seed, name, fake):
-    """Positions beyond a length, and those of an entry whose other side is empty, are cleared; all others stay."""
+    """Positions in the padding, and those of an entry without queries or keys, are cleared; all others are unchanged."""
     rng = np.random.default_rng(seed)
     kind, value, of_keys = RESULTS[name]
     batch, heads, queries, keys = (int(n) for n in rng.integers(1, 6, 4) * (1, 1, 7, 9))
@@ -58,7 +58,7 @@ def test_rows_of_dense_arrays(seed, name, fake):
     np.testing.assert_array_equal(whole.get(), want)
 
 
-#: Packed sequences: the most positions before the first, and by how many the longest may exceed the maximum length.
+#: Packed sequences: the maximum of positions before the first, and by how much sequences may exceed the maximum length.
 PLACES = {"from_zero": (0, 0), "first_offset": (4, 0), "beyond_maximum": (0, 3), "both": (4, 3)}
 
 
@@ -68,7 +68,8 @@ PLACES = {"from_zero": (0, 0), "first_offset": (4, 0), "beyond_maximum": (0, 3),
 @pytest.mark.parametrize("place", PLACES)
 def test_rows_of_packed_arrays(place, seed, name, starts_as, fake):
     """Lengths, offsets, and cleared positions: before the first sequence, after the last, beyond the maximum length, and of
-    sequences whose other side is empty; all others stay."""
+    sequences without queries or keys; all others are unchanged.
+    """
     rng = np.random.default_rng(100 + seed)
     before, excess = PLACES[place]
     kind, value, of_keys = RESULTS[name]
@@ -99,8 +100,8 @@ def test_rows_of_packed_arrays(place, seed, name, starts_as, fake):
     np.testing.assert_array_equal(whole.get(), want)
 
 
-def test_starts_that_no_array_has_are_cut(fake):
-    """Starts beyond the total or below 0 lead to no write outside of the arrays."""
+def test_offsets_out_of_range_are_clipped(fake):
+    """Offsets beyond the total or below 0 cause no write outside of the arrays."""
     starts = fake.asarray(np.array([-5, 4, 90, 60], np.int32))
     side = kernels.Lengths(starts, 8, 10)
     out = fake.ones((8, 2, 10), np.float16, order="F")
@@ -110,7 +111,7 @@ def test_starts_that_no_array_has_are_cut(fake):
 
 
 def test_several_results_in_one_launch(fake):
-    """Results of both sides, each cleared by its own side's lengths."""
+    """Results of queries and keys, each cleared by its own lengths."""
     rng = np.random.default_rng(3)
     lengths = [np.array([3, 0, 5], np.int32), np.array([2, 4, 0], np.int32)]
     sides = [kernels.Lengths(fake.asarray(x), most, 0) for x, most in zip(lengths, (5, 6), strict=True)]
@@ -141,7 +142,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_cleaned_copies(layout, dtype, fake):
-    """A dense copy with zeros beyond each length, also where NaN lies there; the original stays."""
+    """A dense copy with zeros in the padding, even where it is NaN; the original is unchanged."""
     rng = np.random.default_rng(7)
     x = np.asfortranarray(rng.standard_normal((24, 3, 37, 4)).astype(dtype))
     lengths = np.array([37, 0, 5, 36], np.int32)
@@ -154,8 +155,8 @@ def test_cleaned_copies(layout, dtype, fake):
     np.testing.assert_array_equal(given.get(), x)
 
 
-def test_rows_that_see_nothing(fake):
-    """-inf becomes +inf in a copy; everything else stays, NaN and +inf among it."""
+def test_fully_masked_rows(fake):
+    """-inf becomes +inf in a copy; all other values are unchanged, including NaN and +inf."""
     x = np.array([[-np.inf, 1.5, np.nan], [np.inf, -3000.0, -0.0]], np.float32, order="F")
     given = fake.asarray(x)
     want = np.where(np.isneginf(x), np.inf, x)
@@ -164,7 +165,7 @@ def test_rows_that_see_nothing(fake):
 
 
 def test_log_sum_exp_of_its_parts(fake):
-    """``m + log l``; a row that sees nothing has l = 0 and gets -inf."""
+    """``m + log l``; a fully masked row has l = 0 and gets -inf."""
     rng = np.random.default_rng(2)
     top = np.asfortranarray(rng.standard_normal((7, 3, 2)).astype("f4"))
     total = np.asfortranarray(rng.uniform(1, 50, top.shape).astype("f4"))
@@ -176,7 +177,7 @@ def test_log_sum_exp_of_its_parts(fake):
 
 
 def test_the_diagonal_of_every_entry(fake):
-    """``i + keys - queries``, of query i in each batch entry."""
+    """``i + keys - queries`` for query i of each batch entry."""
     queries, keys = np.array([5, 0, 7], np.int32), np.array([2, 9, 7], np.int32)
     with_step = "step" in inspect.signature(kernels.diagonal).parameters
     made = kernels.diagonal(*((7, 1) if with_step else (7,)), fake.asarray(queries), fake.asarray(keys))
@@ -195,7 +196,7 @@ CLEARED = {
 @pytest.mark.parametrize("value", [0.0, -np.inf], ids=["zero", "minus_infinity"])
 @pytest.mark.parametrize("name", CLEARED)
 def test_clearing(name, value, fake):
-    """Every element of the array, and no other."""
+    """Every element of the array, and no other memory."""
     host = np.asfortranarray(np.ones((3, 5, 2), np.float32))
     whole = fake.asarray(host)
     memory.clear(CLEARED[name](whole), value)
@@ -227,7 +228,7 @@ RESIZED = {
 
 @pytest.mark.parametrize("name", RESIZED)
 def test_resizing(name, fake):
-    """What fits is copied, the rest of the target is 0, and nothing around it is written."""
+    """The common part is copied, the rest of the target is 0, and the memory around it is unchanged."""
     to, of, axis = RESIZED[name](fake)
     around = to.base if to.base is not None else to
     before = around.get()

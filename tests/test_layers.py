@@ -1,4 +1,4 @@
-"""What imports what: folders from the highest layer to the lowest, read from the code."""
+"""The layers of the package: folders import only from lower layers, as parsed from the code."""
 
 import ast
 import functools
@@ -28,7 +28,7 @@ LAYERS = (
     ("score_fn", "_cudnn", "layout"),
     ("version", "errors", "reference", "zoo", "_html", "_typing"),
 )  # fmt: skip
-#: The most modules of a folder, and the most lines of a module.
+#: The most modules per folder, and the most lines per module.
 MODULES_PER_FOLDER, LINES = 8, 400
 
 
@@ -70,7 +70,7 @@ def imports_of(path):
 
 @functools.cache
 def dependencies():
-    """What each unit imports from, except itself."""
+    """The units that each unit imports from, except itself."""
     found = {name: set() for name in UNITS}
     for path in MODULES:
         for names in imports_of(path):
@@ -79,7 +79,7 @@ def dependencies():
 
 
 def is_function(names):
-    """Whether an import from the root means the public function and not the module or folder of the same name."""
+    """Whether an import from the root is the public function, not the module or folder with the same name."""
     return len(names) == 1 and names[0] in ("attention", "explain", "prepare", "problem")
 
 

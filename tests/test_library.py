@@ -1,4 +1,4 @@
-"""Finding cuDNN, telling its failures apart, and the life of a descriptor."""
+"""Finding cuDNN, classification of its failures, and the lifetime of descriptors."""
 
 import ctypes
 import gc
@@ -22,7 +22,7 @@ from cupy_sdpa.plans.sessions import Session
 
 
 def python(code, **environment):
-    """Run code in a process of its own; gives its last line of output."""
+    """Run code in a new process; returns the last line of its output."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, env=os.environ | environment, check=False
     )
@@ -47,7 +47,7 @@ def not_installed(monkeypatch):
 
 @pytest.mark.usefixtures("not_installed")
 def test_a_failure_lists_every_place():
-    """If no cuDNN is found, the message lists the places searched with their outcomes, and how to install cuDNN."""
+    """If no cuDNN is found, the message lists the places that were searched, the results, and how to install one."""
     with pytest.raises(CudnnError) as failure:
         library._load()
     text = str(failure.value)
@@ -78,7 +78,7 @@ def test_an_override_that_is_not_cudnn_is_named(path, monkeypatch):
 
 @pytest.mark.usefixtures("not_installed")
 def test_an_override_is_the_only_place(monkeypatch, tmp_path):
-    """CUPY_SDPA_CUDNN names one file: if it cannot be loaded nothing else is tried."""
+    """CUPY_SDPA_CUDNN names one file; if it cannot be loaded, no other is tried."""
     monkeypatch.setenv(OVERRIDE, str(tmp_path / "mine.so"))
     with pytest.raises(CudnnError) as failure:
         library._load()
@@ -87,8 +87,8 @@ def test_an_override_is_the_only_place(monkeypatch, tmp_path):
 
 
 @pytest.mark.cudnn
-def test_the_librarys_own_path_is_told():
-    """A fresh process finds cuDNN and says by which route and in which file."""
+def test_the_path_of_the_library_is_reported():
+    """A new process finds cuDNN and reports how and in which file."""
     found, path, version = python(LOAD).split(" | ")
     assert found != "already loaded in this process"
     assert os.path.basename(path).startswith("libcudnn.so")
@@ -96,16 +96,16 @@ def test_the_librarys_own_path_is_told():
 
 
 @pytest.mark.cudnn
-def test_one_already_loaded_comes_first():
-    """Whatever loaded cuDNN before us, we use that very library."""
+def test_a_loaded_library_is_used():
+    """A cuDNN that was loaded before is used."""
     path = python(LOAD).split(" | ")[1]
     code = f"import ctypes; ctypes.CDLL({path!r}); import cupy_sdpa; {LOAD}"
     assert python(code).split(" | ")[:2] == ["already loaded in this process", path]
 
 
 @pytest.mark.cudnn
-def test_an_override_beside_another_copy_is_refused(tmp_path):
-    """Two copies of cuDNN in a process would mix: asking for another than the loaded one names both."""
+def test_an_override_with_another_loaded_copy_raises(tmp_path):
+    """Two copies of cuDNN in one process would interfere; the message names both."""
     path = python(LOAD).split(" | ")[1]
     code = (
         f"import ctypes; ctypes.CDLL({path!r})\n"
@@ -121,7 +121,7 @@ def test_an_override_beside_another_copy_is_refused(tmp_path):
 
 
 class FakeLibrary(Library):
-    """A cuDNN that answers what the test wants, and remembers what was set."""
+    """A cuDNN with configurable results, which stores the attributes that are set."""
 
     def __init__(self, said=""):
         self.version, self.said, self.sets, self.live = 91900, said, [], 0
@@ -158,7 +158,7 @@ class FakeLibrary(Library):
     ],
 )  # fmt: skip
 def test_only_3000_to_3999_means_unsupported(status, error, name):
-    """Every other failure is a failure; each carries its name, cuDNN's words, its version, and what was being done."""
+    """Every other status is a failure; each error has the status name, cuDNN's message, its version, and the operation."""
     with pytest.raises(error) as failure:
         FakeLibrary("because").check(status, "do a thing")
     for words in (name, str(status), "because", "9.19.0", "do a thing"):
@@ -166,14 +166,14 @@ def test_only_3000_to_3999_means_unsupported(status, error, name):
     assert getattr(failure.value, "status", status) == status
 
 
-def test_success_is_silent():
+def test_success_raises_nothing():
     """Status 0 raises nothing."""
     FakeLibrary().check(0, "do a thing")
 
 
 @pytest.fixture
 def fake(monkeypatch):
-    """Descriptors of a cuDNN that is not there."""
+    """Descriptors of a fake cuDNN."""
     made = FakeLibrary("no")
     monkeypatch.setattr(descriptor, "library", lambda: made)
     return made
@@ -190,8 +190,8 @@ def fake(monkeypatch):
     ],
     ids=lambda x: str(x)[:20],
 )
-def test_a_value_is_sent_as_what_it_is(fake, kind, name, value, sent):
-    """The attribute's type follows from the value."""
+def test_the_attribute_type_follows_from_the_value(fake, kind, name, value, sent):
+    """For numbers, enums, descriptors and lists."""
     with Descriptor(kind) as made:
         made.set(name, value)
     ((attribute, *got),) = fake.sets
@@ -200,14 +200,14 @@ def test_a_value_is_sent_as_what_it_is(fake, kind, name, value, sent):
 
 
 def test_a_handle_is_sent_as_a_handle(fake):
-    """HANDLE is type number 0: a type given is taken, also that one."""
+    """HANDLE is type number 0, which must not be treated as missing."""
     with Descriptor("OPERATIONGRAPH") as made:
         made.set_handle(0x1234)
     assert fake.sets == [("OPERATIONGRAPH_HANDLE", AttributeType.HANDLE, [0x1234])]
 
 
-def test_an_unknown_attribute_lists_the_known_ones(fake):
-    """A slip of the pen is told from a limit of cuDNN's."""
+def test_an_unknown_attribute_lists_the_valid_ones(fake):
+    """A misspelled name is distinguished from a limit of cuDNN."""
     with (
         Descriptor("MATMUL") as made,
         pytest.raises(AttributeError, match=r"MATMUL descriptor has no attribute COMPTYPE; .*COMP_TYPE"),
@@ -216,7 +216,7 @@ def test_an_unknown_attribute_lists_the_known_ones(fake):
 
 
 def test_a_descriptor_is_destroyed_at_once_and_once(fake):
-    """Leaving the block destroys, whatever happened in it; closing again does nothing."""
+    """Leaving the block destroys it, also after an exception; a second close() does nothing."""
     with Descriptor("MATMUL") as made:
         assert fake.live == 1
     assert fake.live == 0
@@ -236,7 +236,7 @@ def test_a_forked_child_destroys_nothing(fake, monkeypatch):
 
 
 def test_living_descriptors_are_counted(fake, monkeypatch):
-    """In debug builds: one of each kind while it lives, none afterwards."""
+    """In debug builds: one of each kind while it exists, none afterwards."""
     monkeypatch.setattr(descriptor, "DEBUG", True)
     before = live()
     with Descriptor("MATMUL"), Descriptor("POINTWISE"):
@@ -245,9 +245,9 @@ def test_living_descriptors_are_counted(fake, monkeypatch):
 
 
 def test_garbage_collection_never_calls_cudnn(fake):
-    """A descriptor, and whatever holds one, may be forgotten at any moment: only close() destroys."""
+    """A descriptor, or an object that holds one, may be garbage collected at any time: only close() destroys."""
     held = [Descriptor("EXECUTION_PLAN")]
-    held.append(held)  # a cycle, for the collector
+    held.append(held)  # a reference cycle
     del held
     gc.collect()
     assert fake.live == 1
@@ -255,7 +255,7 @@ def test_garbage_collection_never_calls_cudnn(fake):
 
 
 def balance(graph, gpu, path):
-    """In a child: plan, and write down how many descriptors were made and are left, while the plan lives and after."""
+    """In a child: plan, and report how many descriptors were created and exist, while the plan exists and after."""
     from cupy_sdpa._cudnn.library import library
     from cupy_sdpa.offline.planner import load_target
     from cupy_sdpa.plans.disk_cache import DiskCache
@@ -267,7 +267,7 @@ def balance(graph, gpu, path):
     lib.cudnnBackendDestroyDescriptor = lambda *a: (gone.append(1), destroy(*a))[1]
     alive = 0
     disk_cache = DiskCache(None)
-    for _ in range(2):  # built, then loaded
+    for _ in range(2):  # built first, then
         try:
             plan = load_or_build(graph, load_target(gpu), disk_cache=disk_cache)
             alive = max(alive, len(made) - len(gone))
@@ -282,8 +282,8 @@ def balance(graph, gpu, path):
 @pytest.mark.parametrize(
     ("case", "alive"), [(Case("planned", causal=True), 1), (Case("refused", d=12), 0)], ids=["planned", "refused"]
 )
-def test_nothing_outlives_its_use(case, alive, planner, tmp_path):
-    """With a plan in hand only the plan is alive; once it is closed, or was refused, nothing is."""
+def test_no_descriptor_outlives_its_use(case, alive, planner, tmp_path):
+    """While a plan exists only its descriptor exists; after it is closed or refused, none."""
     path = tmp_path / "balance"
     planner.call(balance, forward(case.problem()), "h200", str(path))
     made, with_plan, after = map(int, path.read_text().split())
@@ -292,5 +292,5 @@ def test_nothing_outlives_its_use(case, alive, planner, tmp_path):
 
 
 def test_the_soname_is_cudnn_9():
-    """Version 9 is the one whose graph API this is."""
+    """The package uses the graph API of version 9."""
     assert SONAME == "libcudnn.so.9"

@@ -1,4 +1,4 @@
-"""Diagonals, windows and lengths: what the options mean, what they refuse, and what lies beyond a length."""
+"""Diagonals, windows and lengths: what the options mean, which values raise, and the padding."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ SQUARE, WIDE, TALL = (6, 6), (4, 7), (7, 4)
 
 
 def seen_by(sq, skv, **options):
-    """Which keys each query sees: queries of zeros give the mean of the values that they see."""
+    """Which keys each query attends to: queries of zeros give the mean of the values that they attend to."""
     q, k = np.zeros((8, 1, sq, 1)), np.zeros((8, 1, skv, 1))
     v = np.eye(skv)[:, None, :, None]
     return attention(q, k, np.asfortranarray(v), **options)[:, 0, :, 0].T > 0
@@ -38,8 +38,8 @@ PICTURES = {
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_the_options_mean_this(name):
-    """Query by query and key by key."""
+def test_the_options_match_their_definition(name):
+    """For each query and key."""
     (sq, skv), options, rule = PICTURES[name]
     want = np.array([[rule(i, j) for j in range(skv)] for i in range(sq)])
     np.testing.assert_array_equal(seen_by(sq, skv, **options), want)
@@ -57,8 +57,8 @@ SAME = {
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_masks_that_are_equal_pose_one_problem(name):
-    """And share a plan: the simplest form is what is asked."""
+def test_equal_masks_give_one_problem(name):
+    """They share a plan, because the problem holds the simplest form."""
     one, other = (
         cupy_sdpa.problem((64, 4, sq, 2), (64, 4, skv, 2), (64, 4, skv, 2), dtype="bfloat16", **options)
         for (sq, skv), options in SAME[name]
@@ -67,7 +67,7 @@ def test_masks_that_are_equal_pose_one_problem(name):
 
 
 def test_lengths_of_a_batch_of_one_are_dense():
-    """Whatever stride the array of one length has: nothing speaks against it."""
+    """Whatever the stride of the array of one length."""
     for array in (np.array([3], np.int32), np.array([3, 4, 5], np.int32)[::2][:1]):
         q = np.zeros((64, 4, 16, 1), np.float32, order="F")
         asked = explain(q, q, q, seq_lens_q=array).problem
@@ -75,8 +75,8 @@ def test_lengths_of_a_batch_of_one_are_dense():
         assert "contiguous-head-dim" not in {reason.rule for reason in why_not(asked, 91900, 90)}
 
 
-def test_problems_say_their_mask():
-    """In words."""
+def test_problems_describe_their_mask():
+    """In the text of the problem."""
     assert str(Band(right=0)) == "causal from the top left"
     assert str(Band(5, None, bottom_right=True)) == "window of 5 keys before and all after the diagonal from the bottom right"
     q = np.zeros((8, 1, 4, 2), np.float32)
@@ -101,8 +101,8 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_masks_are_refused(name):
-    """With the value and what would do."""
+def test_bad_masks_raise(name):
+    """The message contains the value and the valid ones."""
     options, error, words = BAD[name]
     x = np.zeros((8, 1, 4, 2), np.float32)
     with pytest.raises(error, match=words):
@@ -113,7 +113,7 @@ LENGTHS = Case("beyond", d=64, hq=4, hkv=2, sq=150, skv=200, b=3, seq_lens_q=(15
 
 
 def beyond(case, what):
-    """q, k, v and dout of a case, with something in the memory behind the lengths."""
+    """q, k, v and dout of a case, with a value in the padding."""
     q, k, v, dout = (x.copy(order="F") for x in (*case.arrays(), case.dout()))
     for entry in range(case.b):
         for array, lengths in ((q, case.seq_lens_q), (dout, case.seq_lens_q), (k, case.seq_lens_kv), (v, case.seq_lens_kv)):
@@ -131,8 +131,8 @@ def everything(xp, case, arrays):
 
 
 @pytest.mark.parametrize("engine", ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
-def test_what_lies_beyond_a_length_reaches_no_sum(engine):
-    """The gradients of a bias and of sinks are sums over everything: NaN beyond the lengths is not in them."""
+def test_sums_exclude_the_padding(engine):
+    """NaN in the padding does not affect the gradients of a bias and of sinks, which are sums over all positions."""
     xp = np if engine == "numpy" else pytest.importorskip("cupy")
     case = replace(LENGTHS, name="sums", bias="kq", sinks=True, dtype="float32" if xp is np else "bfloat16")
     clean, dirty = (everything(xp, case, beyond(case, what)) for what in (0, np.nan))
@@ -144,8 +144,8 @@ def test_what_lies_beyond_a_length_reaches_no_sum(engine):
 @pytest.mark.parametrize("what", [np.nan, np.inf, -np.inf, 1e30], ids=str)
 @pytest.mark.parametrize("causal", [False, True, "bottom_right"], ids=str)
 @pytest.mark.parametrize("engine", ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
-def test_what_lies_beyond_a_length_is_never_read(engine, causal, what):
-    """NaN, infinities and huge numbers there change nothing; results there are 0, and -inf for the log-sum-exp."""
+def test_the_padding_is_not_read(engine, causal, what):
+    """NaN, infinities and huge numbers in the padding have no effect; results there are 0, and -inf for the log-sum-exp."""
     xp = np if engine == "numpy" else pytest.importorskip("cupy")
     case = Case(**{**vars(LENGTHS), "causal": causal, "dtype": "float32" if xp is np else "bfloat16"})
     clean = everything(xp, case, beyond(case, 0))

@@ -1,4 +1,4 @@
-"""NNlib.jl's attention: its own tests with its published numbers, masks, alpha, and errors; and layouts."""
+"""NNlib.jl's attention: its own tests with its published numbers, masks, alpha, errors; and layouts."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from cupy_sdpa.nnlib import (
 
 @pytest.fixture(params=["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
 def xp(request):
-    """numpy, and CuPy where there is a GPU."""
+    """numpy, and CuPy if there is a GPU."""
     return np if request.param == "numpy" else pytest.importorskip("cupy")
 
 
@@ -28,7 +28,7 @@ def rand(xp, *shape, seed=0, dtype="float32"):
 
 
 def call(xp, *arrays, **keywords):
-    """y and alpha; on a GPU computed in float16, y is float32 again."""
+    """y and alpha; on a GPU computed in float16, with y converted to float32."""
     return dot_product_attention(*arrays, alpha=True, **keywords, **({} if xp is np else {"compute_dtype": "float16"}))
 
 
@@ -36,13 +36,13 @@ def tolerance(xp, exact):
     return exact if xp is np else 2e-2
 
 
-# NNlib's own
+# NNlib's own tests
 
 
 @pytest.mark.parametrize("batch", [(), (1,), (2,), (2, 1, 3)], ids=lambda batch: "x".join(map(str, batch)) or "none")
 @pytest.mark.parametrize("nheads", [1, 3, 5])
 def test_different_batch_sizes(batch, nheads, xp):
-    """Any number of batch dimensions; shapes, dtype, and weights that add up to 1. On a GPU head dims are multiples of 8."""
+    """Any number of batch dimensions; shapes, dtype, and weights with sum 1. On a GPU head dims are multiples of 8."""
     n = 15 if xp is np else 8 * 15
     q, k, v = rand(xp, n, 3, *batch), rand(xp, n, 4, *batch, seed=1), rand(xp, n, 4, *batch, seed=2)
     y, alpha = call(xp, q, k, v, nheads=nheads)
@@ -54,7 +54,7 @@ def test_different_batch_sizes(batch, nheads, xp):
 
 
 def test_scores_are_the_weights_of_attention(xp):
-    """Of arrays whose heads are split already."""
+    """Of arrays with split heads."""
     q = xp.asarray((np.arange(1, 25) / 24).reshape(4, 2, 3, 1, order="F"))
     joined = join_heads(q)
     _, alpha = call(xp, joined, joined, joined, nheads=2) if xp is np else (None, dot_product_attention_scores(q, q))
@@ -67,14 +67,14 @@ ALPHA = """.313896 .332948 .353157 .264431 .328206 .407362 .219215 .31838 .46240
 
 
 def test_specific_results():
-    """The numbers that NNlib publishes."""
+    """The numbers in NNlib's tests."""
     x = (np.arange(1, 13) / 12).reshape(4, 3, 1, order="F")
     y, alpha = dot_product_attention(x, x, x, nheads=2, alpha=True)
     np.testing.assert_allclose(y.ravel(order="F"), [float(n) for n in Y.split()], atol=1e-5)
     np.testing.assert_allclose(alpha.ravel(order="F"), [float(n) for n in ALPHA.split()], atol=1e-5)
 
 
-def test_a_mask_shows_where_it_is_true(xp):
+def test_keys_are_attended_where_the_mask_is_true(xp):
     """The weights are above 0 there and only there; a causal mask counts dimensions from 1."""
     q, k = rand(xp, 4, 2, 3, 1), rand(xp, 4, 2, 5, 1, seed=1)
     mask = np.random.default_rng(3).random((5, 3)) < 0.7
@@ -90,7 +90,7 @@ def test_a_mask_shows_where_it_is_true(xp):
 
 
 def test_dropout(xp):
-    """A function of alpha is applied to the whole of it; y and alpha are of the same draw."""
+    """A function of alpha is applied to the whole of it; y and alpha use the same dropout mask."""
     x = rand(xp, 10, 10, 10)
 
     def fdrop(alpha):
@@ -115,8 +115,8 @@ def test_a_bias(xp):
     assert abs(as_float(y) - as_float(plain)).max() > 1e-3
 
 
-def test_gradients_are_the_slopes():
-    """Of q, k, v and the bias, against five-point differences in float64."""
+def test_gradients_match_finite_differences():
+    """Of q, k, v and the bias, with five-point differences in float64."""
     q, k, v = rand(np, 4, 5, 2, dtype="f8"), rand(np, 4, 3, 2, seed=1, dtype="f8"), rand(np, 6, 3, 2, seed=2, dtype="f8")
     arrays = [q, k, v, rand(np, 3, 5, seed=3, dtype="f8")]
     y, pullback = dot_product_attention_vjp(*arrays, nheads=2)
@@ -130,11 +130,11 @@ def test_gradients_are_the_slopes():
         np.testing.assert_allclose(got, want, atol=1e-6, rtol=1e-6)
 
 
-# Here
+# Tests of this package
 
 
 def test_alpha_is_computed_only_on_request(monkeypatch):
-    """Without alpha=True nothing of the size of the scores is made, and alpha is None."""
+    """Without alpha=True no array of the size of the scores is allocated, and alpha is None."""
     x = rand(np, 8, 5, 2)
     y, alpha = dot_product_attention(x, x, x, nheads=2, alpha=True)
     assert alpha.shape == (5, 5, 2, 2)
@@ -160,8 +160,8 @@ MASKS = {
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_own_masks_become_flags(name, monkeypatch):
-    """No array of bools reaches the fused call, and the result is that of the array."""
+def test_causal_masks_become_options(name, monkeypatch):
+    """No boolean array is passed to the fused call, and the result is that of the array."""
     x = rand(np, 8, 5, 2)
     make, flags = MASKS[name]
     seen = []
@@ -176,7 +176,7 @@ def test_own_masks_become_flags(name, monkeypatch):
 
 
 def test_a_mask_and_an_array_is_an_array():
-    """Broadcast as Julia does, from the first axis on."""
+    """Broadcast as in Julia, from the first axis on."""
     some = np.random.default_rng(0).random((5, 5)) < 0.5
     both = make_padding_mask(np.array([2, 5, 1]), 5) & some
     want = some[:, :, None, None] & (np.arange(5)[:, None, None, None] < np.array([2, 5, 1]))
@@ -188,7 +188,7 @@ def test_a_mask_and_an_array_is_an_array():
         _ = make_padding_mask(np.array([2, 5, 1]), 4) & make_causal_mask(some)
 
 
-def test_a_query_that_sees_nothing(xp):
+def test_a_fully_masked_query(xp):
     """0 in y and in alpha, where NNlib.jl has NaN."""
     x = rand(xp, 16, 5, 1)
     mask = np.ones((5, 5), bool)
@@ -199,8 +199,8 @@ def test_a_query_that_sees_nothing(xp):
     assert not xp.isnan(y).any()
 
 
-def test_beside_the_reference(xp):
-    """Heads, bias and mask together, against float64."""
+def test_it_matches_the_reference(xp):
+    """Heads, bias and mask together, in float64."""
     q, k, v = rand(xp, 32, 7, 3), rand(xp, 32, 9, 3, seed=1), rand(xp, 16, 9, 3, seed=2)
     bias, mask = rand(xp, 9, 7, 2, seed=3), xp.asarray(np.random.default_rng(4).random((9, 1, 1, 3)) < 0.8)
     y, _ = call(xp, q, k, v, bias, nheads=2, mask=mask)
@@ -211,7 +211,7 @@ def test_beside_the_reference(xp):
 
 
 def test_computed_in_another_dtype():
-    """y has the dtype of q again; gradients that of their arrays."""
+    """y has the dtype of q; gradients have the dtypes of their arrays."""
     x = rand(np, 16, 6, 2)
     y, _ = dot_product_attention(x, x, x, compute_dtype="bfloat16")
     exact, _ = dot_product_attention(x, x, x)
@@ -222,8 +222,8 @@ def test_computed_in_another_dtype():
 
 
 @pytest.mark.gpu
-def test_float32_on_a_gpu_wants_a_word(cupy):
-    """It is refused, with what to write; scores are computed in float32."""
+def test_float32_on_a_gpu_raises(cupy):
+    """The message contains what to write; scores are computed in float32."""
     x = cupy.zeros((16, 5, 1), np.float32, order="F")
     with pytest.raises(TypeError, match="compute_dtype='bfloat16'"):
         dot_product_attention(x, x, x)
@@ -241,7 +241,7 @@ def test_heads_are_views():
 
 
 def test_no_keys():
-    """Nothing to see: y is 0, alpha is empty."""
+    """Without keys y is 0 and alpha is empty."""
     y, alpha = dot_product_attention(rand(np, 4, 3, 2), rand(np, 4, 0, 2), rand(np, 4, 0, 2), alpha=True)
     assert (y == 0).all()
     assert alpha.shape == (0, 3, 1, 2)
@@ -282,8 +282,8 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_does_not_fit_is_refused(name):
-    """With all values."""
+def test_mismatched_shapes_raise(name):
+    """The message contains all values."""
     make, words = BAD[name]
     with pytest.raises(ValueError, match=words):
         make(rand(np, 4, 3, 2))
@@ -324,7 +324,7 @@ NO_ARRAYS = {
 
 
 @pytest.mark.parametrize("name", NO_ARRAYS)
-def test_what_is_not_an_array_is_refused(name):
+def test_other_types_raise(name):
     """A TypeError names the argument, its type and the remedy."""
     words, make = NO_ARRAYS[name]
     with pytest.raises(TypeError, match=f"{words}.*(give an array|convert with)"):
@@ -336,7 +336,7 @@ def test_what_is_not_an_array_is_refused(name):
 
 @pytest.mark.parametrize("name", layout.LAYOUTS)
 def test_layouts_are_views(name, xp):
-    """There and back is the same memory; ours is found at the same indices."""
+    """Both conversions return views; elements are found at the same indices."""
     sizes = {"b": 2, "s": 5, "h": 3, "d": 8, "t": 7}
     x = rand(xp, *(sizes[letter] for letter in name))
     ours = layout.to_julia(x, name)
@@ -351,8 +351,8 @@ def test_layouts_are_views(name, xp):
     assert ours[tuple(at[letter] for letter in ("dht" if "t" in name else "dhsb"))] == x[one]
 
 
-def test_how_an_array_lies_in_memory():
-    """As text and as a table: the axes from the smallest stride, gaps, and errors."""
+def test_memory_layouts_are_described():
+    """As text and as a table: the axes by increasing stride, gaps, and errors."""
     x = np.zeros((2, 100, 8, 64), np.float16)
     assert str(layout.Layout(x.T)) == str(layout.Layout(x, "bshd"))
     assert "with gaps" in str(layout.Layout(x[:, ::2], "bshd"))
@@ -365,7 +365,7 @@ def test_how_an_array_lies_in_memory():
         layout.Layout(x, "bsh")
 
 
-def test_what_is_no_layout():
+def test_invalid_layouts_raise():
     """Unknown letters, and arrays of another rank."""
     with pytest.raises(ValueError, match="the layout is 'bshx'; it must have the letters"):
         layout.to_julia(np.zeros((1, 1, 1, 1)), "bshx")
@@ -374,15 +374,15 @@ def test_what_is_no_layout():
 
 
 def test_masks_in_place():
-    """``&=`` gives a mask that the kernel knows, and leaves the one that others hold."""
+    """``&=`` gives a mask that the kernel supports, and does not change other references to the mask."""
     first = mask = make_causal_mask(rand(np, 8, 5, 2))
     mask &= make_padding_mask(np.array([5, 3]), 5)
     assert (mask.causal, mask.lengths.tolist(), first.lengths) == (True, [5, 3], None)
 
 
 @pytest.mark.parametrize("lengths", [[3], [9, 4], [-1, 2], [2**32 + 1, 1]], ids=str)
-def test_lengths_mean_what_the_mask_shows(lengths):
-    """One for all, longer than there are keys, below 0 or beyond 32 bits: the same as the array of bools."""
+def test_length_masks_match_boolean_masks(lengths):
+    """One length for all, longer than the keys, below 0 or beyond 32 bits."""
     x = rand(np, 8, 5, 2)
     mask = make_padding_mask(np.array(lengths), 5)
     seen = np.arange(5)[:, None] < np.array(lengths)
@@ -393,7 +393,7 @@ def test_lengths_mean_what_the_mask_shows(lengths):
 
 
 def test_the_gradient_of_a_bias_keeps_its_dtype():
-    """A float32 bias of float16 arrays has a gradient that float16 could not hold."""
+    """A float32 bias of float16 arrays has a gradient that float16 cannot represent."""
     q, k, v = (rand(np, 8, n, 2, seed=n).astype("f2") for n in (4, 6, 6))
     bias = rand(np, 6, 4)
     y, pullback = dot_product_attention_vjp(q, k, v, bias)

@@ -1,4 +1,4 @@
-"""What the notebooks share runs on CuPy's arrays too: what it hands over can be read by cuDNN."""
+"""The helpers of the notebooks run on CuPy arrays, too: cuDNN can read the arrays that they pass."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ FOLDER = Path(__file__).parents[1] / "notebooks"
 
 
 class LikeCupys(np.ndarray):
-    """Indexed with an array it is in C order, as CuPy's are; numpy puts the axis of the index first."""
+    """Integer indexing gives C order, as in CuPy; numpy puts the axis of the index first."""
 
     def __getitem__(self, index):
         found = super().__getitem__(index)
@@ -21,7 +21,7 @@ class LikeCupys(np.ndarray):
 
 @pytest.fixture
 def recall(monkeypatch):
-    """The model of the notebooks, in 16 bits, on such arrays."""
+    """The model of the notebooks in 16 bits, on such arrays."""
     monkeypatch.syspath_prepend(str(FOLDER))
     for name in ("here", "recall"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -36,7 +36,7 @@ def recall(monkeypatch):
 
 
 def readable(*arrays, **options):
-    """Plain arrays of the same memory, which cuDNN can read."""
+    """Plain arrays of the same memory, in a layout that cuDNN can read."""
     plain = [x.view(np.ndarray) for x in arrays]
     report = cupy_sdpa.explain(*plain[:3], gpu="h200", cudnn="9.19", **options)
     assert report, report.reasons
@@ -45,8 +45,8 @@ def readable(*arrays, **options):
     return plain
 
 
-def test_what_the_model_hands_over_can_be_read(recall, monkeypatch):
-    """q, k, v and the gradient of the output; the weights that are drawn, too."""
+def test_the_arrays_of_the_model_can_be_read(recall, monkeypatch):
+    """q, k, v and the gradient of the output, and the weights that are drawn."""
 
     def vjp(*arrays):
         out, pullback = cupy_sdpa.attention_vjp(*readable(*arrays))

@@ -1,4 +1,4 @@
-"""NVRTC, which cuDNN compiles with: the one that cuDNN will load is the one that is found."""
+"""NVRTC, which cuDNN uses to compile: the package finds the library that cuDNN will load."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ from cupy_sdpa._cudnn.deviceless import COMPILERS
 COMPILER = next(filter(None, map(shutil.which, COMPILERS)), None)
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason=f"no C compiler ({', '.join(COMPILERS)}) to build a library with")
 
-#: A process that takes a stand-in of cuDNN for CUDA 99 in the folder given.
+#: A process with a fake cuDNN for CUDA 99 in a folder.
 CODE = """
 import ctypes, sys, types
 from cupy_sdpa._cudnn import nvrtc
@@ -32,7 +32,7 @@ except OSError:
 
 
 def found(cudnn, *loaded, **environment):
-    """What a new process finds, with cuDNN in a folder: the version, the path, the length of the build id."""
+    """What a new process finds, with cuDNN in a folder: version, path, length of the build id."""
     root = str(Path(__file__).parents[1])
     done = subprocess.run(
         [sys.executable, "-c", CODE, cudnn, *loaded], capture_output=True, text=True,
@@ -44,7 +44,7 @@ def found(cudnn, *loaded, **environment):
 
 
 def build(folder, minor, *flags):
-    """A library that says it is NVRTC 99."""
+    """Build a library that reports NVRTC 99."""
     folder.mkdir(parents=True, exist_ok=True)
     source = folder / "nvrtc.c"
     source.write_text(f"int nvrtcVersion(int *major, int *minor) {{ *major = 99; *minor = {minor}; return 0; }}")
@@ -56,8 +56,8 @@ def build(folder, minor, *flags):
 
 @needs_compiler
 @pytest.mark.parametrize("place", ["cudnn/lib", "cuda_nvrtc/lib", "cu13/lib"])
-def test_it_is_found_where_cudnn_looks(place, tmp_path):
-    """Beside cuDNN, or in the folder of the wheel."""
+def test_it_is_found_where_cudnn_searches(place, tmp_path):
+    """In the folder of cuDNN, or of the wheel."""
     (tmp_path / "cudnn/lib").mkdir(parents=True)
     assert found(tmp_path / "cudnn/lib") == ("none", "-", 0)
     path = build(tmp_path / place, 4)
@@ -65,8 +65,8 @@ def test_it_is_found_where_cudnn_looks(place, tmp_path):
 
 
 @needs_compiler
-def test_what_is_loaded_comes_first_then_the_search_path(tmp_path):
-    """As for the loader: a loaded library of the name, LD_LIBRARY_PATH, then cuDNN's own search path."""
+def test_the_search_order_is_that_of_the_loader(tmp_path):
+    """A loaded library of the name, LD_LIBRARY_PATH, then cuDNN's own search path."""
     build(tmp_path / "cuda_nvrtc/lib", 1)
     by_path, by_someone = build(tmp_path / "named", 2), build(tmp_path / "else", 3)
     cudnn = tmp_path / "cudnn/lib"
@@ -75,15 +75,15 @@ def test_what_is_loaded_comes_first_then_the_search_path(tmp_path):
     assert found(cudnn, by_someone, LD_LIBRARY_PATH=str(tmp_path / "named"))[:2] == ("99.3", by_someone)
 
 
-def test_a_file_that_is_not_nvrtc_is_passed_over(tmp_path):
-    """Then there is none, which is a version too."""
+def test_a_file_that_is_not_nvrtc_is_ignored(tmp_path):
+    """Then there is none, which is a valid version."""
     (tmp_path / "libnvrtc.so.99").write_bytes(b"not a library")
     assert found(tmp_path) == ("none", "-", 0)
 
 
 @needs_compiler
-def test_two_builds_of_a_version_are_told_apart(tmp_path):
-    """The version counts no patch releases; the build id does."""
+def test_two_builds_of_a_version_differ(tmp_path):
+    """The version has no patch level, but the build id differs."""
     texts = []
     for flags in ([], ["-DPATCH"], ["-Wl,--build-id=0x0123456789abcdef"]):
         path = Path(build(tmp_path / "lib", 1, *flags))
@@ -94,14 +94,14 @@ def test_two_builds_of_a_version_are_told_apart(tmp_path):
 
 @pytest.mark.cudnn
 def test_cudnn_compiles_with_what_was_found(planner):
-    """The process that has planned uses one NVRTC, and it is that one."""
+    """The planning process uses one NVRTC, the one that was found."""
     version, path, in_use = planner.call(planned_with)
     assert in_use == [path]
     assert int(version.split(".")[0]) >= 12
 
 
 def planned_with():
-    """In a child: plan something, then look at what is loaded."""
+    """In a child: plan, then list the loaded libraries."""
     from planner import plan_problem
 
     from cupy_sdpa import problem

@@ -1,4 +1,4 @@
-"""The processes that plan: one that ends is replaced, none outlives what went wrong, and Ctrl-C is one line."""
+"""Planning processes: a crashed one is replaced, all end after an error, and Ctrl-C prints one line."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from cupy_sdpa.offline.planner import Planner, load_target
 
 SHAPE = (64, 2, 64, 1)
 ASKED = problem(SHAPE, SHAPE, SHAPE, dtype="float16")
-#: A process that answers as a planner does: the version first, then as the folder that it was given says.
+#: A fake planner: it prints the version, then behaves as the files in its folder specify.
 FAKE = """
 import os, pathlib, pickle, sys, time
 folder = pathlib.Path({folder!r})
@@ -45,7 +45,7 @@ while True:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Where files say what planning processes do; they do not load cuDNN."""
+    """A folder whose files specify the behavior of the planning processes, which do not load cuDNN."""
     monkeypatch.setattr(planner, "_COMMAND", [sys.executable, "-c", FAKE.format(folder=str(tmp_path))])
     return tmp_path
 
@@ -60,7 +60,7 @@ def alive(process):
 
 
 def first_busy(folder, parent=None):
-    """The first process that is planning, once there is one."""
+    """The first process that is planning."""
     while not (busy := [name for name in os.listdir(folder) if name.isdigit()]):
         assert parent is None or parent.poll() is None, parent.communicate()
         time.sleep(0.01)
@@ -69,15 +69,15 @@ def first_busy(folder, parent=None):
 
 @pytest.mark.parametrize(("how", "code"), [("die", 7), ("die within", 8)])
 def test_a_process_that_ends_is_replaced(how, code, folder):
-    """Its end is the answer, with its exit status; the next request is answered by a new process."""
+    """The answer contains its exit status; the next request is answered by a new process."""
     with Planner() as planner:
         (folder / how).touch()
         assert planner.plan(ASKED, load_target("h200")) == f"planning ended the process inside cuDNN (exit status {code})"
         assert planner.plan(ASKED, load_target("h200")) == "no engine"
 
 
-def test_a_process_that_cannot_be_replaced_is_not_asked_again(folder, monkeypatch):
-    """Each request then says that none can be started; when one can be again, it answers."""
+def test_a_process_that_cannot_be_replaced(folder, monkeypatch):
+    """Each request then reports that no process can be started; later requests start one again."""
     with Planner() as workers:
         (folder / "die").touch()
         command = planner._COMMAND
@@ -90,8 +90,8 @@ def test_a_process_that_cannot_be_replaced_is_not_asked_again(folder, monkeypatc
         assert workers.plan(ASKED, load_target("h200")) == "no engine"
 
 
-def test_a_failure_outside_cudnn_is_not_taken_for_its_end(folder):
-    """It is raised, and the process goes on."""
+def test_a_failure_outside_cudnn_is_raised(folder):
+    """The process continues."""
     with Planner() as planner:
         (folder / "fail").touch()
         with pytest.raises(RuntimeError, match="planning failed"):
@@ -100,8 +100,8 @@ def test_a_failure_outside_cudnn_is_not_taken_for_its_end(folder):
         assert planner.plan(ASKED, load_target("h200")) == "no engine"
 
 
-def test_an_answer_to_anything(monkeypatch):
-    """In the process that plans, an unexpected exception becomes an answer that has its traceback."""
+def test_unexpected_exceptions_become_answers(monkeypatch):
+    """The answer of the planning process contains the traceback."""
     monkeypatch.setattr(worker, "_load_cudnn", lambda: 92800)
 
     def fail(*_):
@@ -114,7 +114,7 @@ def test_an_answer_to_anything(monkeypatch):
 
 
 def test_no_process_outlives_an_exception(folder):
-    """What is being planned is ended, not waited for."""
+    """Running processes are killed."""
     (folder / "wait").touch()
     busy = []
 
@@ -133,12 +133,12 @@ def test_no_process_outlives_an_exception(folder):
     "command", [["plan", "shapes.toml", "--gpu", "h200", "-o", "plans"], ["support", "--measure"]], ids=lambda w: w[0]
 )
 def test_an_interrupt_is_one_line(command, folder):
-    """Ctrl-C on a terminal reaches its whole process group: exit status 130, one line, and no process is left."""
+    """Ctrl-C in a terminal reaches the whole process group: exit status 130, one line, and no process is left."""
     (folder / "wait").touch()
     (folder / "shapes.toml").write_text(
         '[[attention]]\nq = [64, 2, 64, 1]\nk = [64, 2, 64, 1]\nv = [64, 2, 64, 1]\ndtype = "float16"\nlengths = [64, 128, 192]'
     )
-    # a shell starts background jobs with SIGINT ignored, and their children inherit that
+    # a shell starts background jobs with SIGINT ignored, which children inherit
     code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     code += f"from cupy_sdpa.offline import planner; planner._COMMAND = {planner._COMMAND!r}\n"
     code += f"from cupy_sdpa.__main__ import main; sys.exit(main({command!r}))"
@@ -148,6 +148,6 @@ def test_an_interrupt_is_one_line(command, folder):
     )  # fmt: skip
     busy = first_busy(folder, running)
     os.killpg(running.pid, signal.SIGINT)
-    out, err = running.communicate(timeout=300)  # a planning process that is not ended sleeps longer
+    out, err = running.communicate(timeout=300)  # a planning process that is not killed would sleep longer
     assert (running.returncode, out, err) == (130, "", "cupy_sdpa: interrupted\n")
     assert not alive(busy)

@@ -1,7 +1,7 @@
-"""Calls with CuPy arrays, computed on host memory: staging, kernels, graphs as cuDNN is told them, and what is left cleared.
+"""Calls with CuPy arrays on host memory: staging, kernels, the graphs that are passed to cuDNN, and cleared padding.
 
-The stand-in for cuDNN writes what 9.19 writes and nothing else, and lets NaN beyond the lengths spread as 9.19 does, see
-:mod:`fake_cupy`. Outputs, workspaces and unused memory are full of NaN. On a real GPU: tests/test_gpu.py and its neighbours.
+The fake cuDNN writes what 9.19 writes and nothing else, and lets NaN in the padding spread as 9.19 does, see :mod:`fake_cupy`.
+Outputs, workspaces and free memory are full of NaN. On a real GPU: tests/test_gpu*.py.
 """
 
 import itertools
@@ -26,12 +26,12 @@ VERSION, CAPABILITY = 91900, 90
 
 @pytest.fixture
 def cupy(fake):
-    """The stand-in takes CuPy's place."""
+    """Install the fake CuPy."""
     return fake
 
 
 def runs(case):
-    """Whether the support table lets a case run."""
+    """Whether the support table allows a case."""
     return not why_not(case.problem(), VERSION, CAPABILITY)
 
 
@@ -58,12 +58,12 @@ CASES = [case for case in SMALL if any(name in case.name for name in NAMES)]
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_forward(case, cupy):
-    """Output and log-sum-exp of every kind of array and layout."""
+    """Output and log-sum-exp with every kind of array and layout."""
     check_forward(cupy, case)
 
 
 def backward_checked(cupy, case, **options):
-    """Check every gradient that this cuDNN gives."""
+    """Check every gradient that this cuDNN supports."""
     less = {
         "deterministic-sinks": "return_dsinks", "packed-sinks-gradient": "return_dsinks",
         "dropout-sinks-gradient": "return_dsinks", "bias-gradient": "return_dbias",
@@ -75,13 +75,13 @@ def backward_checked(cupy, case, **options):
 
 @pytest.mark.parametrize("case", [case for case in CASES if case in VARIANTS or "lengths" in case.name], ids=str)
 def test_backward(case, cupy):
-    """Gradients of every kind of array."""
+    """Gradients with every kind of array."""
     backward_checked(cupy, case)
 
 
 @pytest.mark.parametrize("case", HIDDEN_ROWS, ids=str)
-def test_a_bias_that_hides_all_but_the_sink(case, cupy):
-    """Rows that a bias of -inf masks, with sinks: 0, the sink for the log-sum-exp, and gradients of 0."""
+def test_rows_that_attend_only_to_the_sink(case, cupy):
+    """Rows that a bias of -inf masks: output 0, the sink as log-sum-exp, and gradients of 0."""
     check_forward(cupy, case)
     backward_checked(cupy, case)
 
@@ -101,7 +101,7 @@ SUBSETS = ["".join(axes) or "-" for n in range(5) for axes in itertools.combinat
 @pytest.mark.parametrize("axes", SUBSETS)
 @pytest.mark.parametrize("name", ["bias", "mask"])
 def test_broadcast_axes(name, axes, cupy):
-    """A bias and a mask of every broadcast shape, both passes, and the gradient of the bias."""
+    """A bias and a mask of every broadcast shape, in both passes, and the gradient of the bias."""
     case = Case(f"{name}_{axes}", d=16, sq=20, skv=24, hkv=2, b=3, **{name: axes})
     check_forward(cupy, case)
     check_backward(cupy, case, *case.arrays())
@@ -109,15 +109,15 @@ def test_broadcast_axes(name, axes, cupy):
 
 @pytest.mark.parametrize("axes", ["b", "hb"])
 def test_a_bias_of_the_batch_and_one_key(axes, cupy):
-    """One number for each batch entry, with a single key: each entry gets its own, see ``program._is_mistaken``."""
+    """One element per batch entry, with a single key: each entry uses its own, see ``program._is_mistaken``."""
     check_forward(cupy, Case(f"one_key_{axes}", d=16, sq=20, skv=1, b=3, bias=axes))
 
 
-# What must not be read, and what must be cleared
+# Padding that must not be read, and results that must be cleared
 
 
 def nan_beyond(x, lengths):
-    """A copy with NaN beyond the length of every batch entry."""
+    """A copy with NaN in the padding of every batch entry."""
     beyond = np.arange(x.shape[2])[:, None] >= np.asarray(lengths)
     return np.asfortranarray(np.where(beyond, np.array(np.nan, x.dtype), x))
 
@@ -136,7 +136,7 @@ PADDED = [
 @pytest.mark.parametrize("bucket", [None, 32], ids=["exact", "bucket"])
 @pytest.mark.parametrize("case", PADDED, ids=str)
 def test_padding_full_of_nan(case, bucket, cupy):
-    """NaN in q, k, v and dout beyond the lengths reaches no result, and results there are 0 and -inf."""
+    """NaN in the padding of q, k, v and dout does not affect the results, which are 0 and -inf in the padding."""
     q, k, v, dout = *case.arrays(), case.dout()
     known, there = case.options(), case.options(cupy) | {"bucket": bucket}
     lengths = case.seq_lens_q, case.seq_lens_kv, case.seq_lens_kv, case.seq_lens_q
@@ -158,7 +158,7 @@ def test_padding_full_of_nan(case, bucket, cupy):
 
 
 class Places(NamedTuple):
-    """Where packed sequences lie: where each begins and the last ends, how many positions there are, and options."""
+    """The positions of packed sequences: where each begins and the last ends, the total, and options."""
 
     q: list
     kv: list
@@ -167,7 +167,7 @@ class Places(NamedTuple):
     options: dict = {}  # noqa: RUF012
 
     def sequences(self):
-        """The positions of queries and of keys that take part, of every sequence."""
+        """The positions of the queries and keys of every sequence."""
         for begins in zip(self.q[:-1], self.q[1:], self.kv[:-1], self.kv[1:], strict=True):
             most = self.options.get("max_seqlen_q", 1 << 30), self.options.get("max_seqlen_kv", 1 << 30)
             q, kv = (slice(a, min(b, a + n)) for a, b, n in zip(begins[::2], begins[1::2], most, strict=True))
@@ -199,7 +199,7 @@ SIDE = {"q": "q", "out": "q", "stats": "q", "dout": "q", "dq": "q", "k": "kv", "
 
 
 def one_by_one(compute, places, arrays, results):
-    """The named results of a function of each sequence alone; 0, or -inf for stats, at positions of none."""
+    """The named results of a function applied to each sequence alone; 0, or -inf for stats, at other positions."""
     total = {"q": places.total_q, "kv": places.total_kv}
     made = {name: np.full((*shape, total[SIDE[name]]), -np.inf if name == "stats" else 0.0) for name, shape in results.items()}
     for part in places.sequences():
@@ -212,7 +212,7 @@ def one_by_one(compute, places, arrays, results):
 @pytest.mark.parametrize("causal", [False, "bottom_right"], ids=["full", "bottom_right"])
 @pytest.mark.parametrize("name", PLACES)
 def test_packed_sequences(name, causal, cupy):
-    """Both passes give what each sequence alone gives, and 0 and -inf elsewhere; NaN outside of the sequences is not read."""
+    """Both passes give the results of each sequence alone, and 0 and -inf elsewhere; NaN between the sequences is not read."""
     places, d, hq, hkv = PLACES[name], 16, 4, 2
     rng = np.random.default_rng(4)
     shapes = {"q": (d, hq), "k": (d, hkv), "v": (d, hkv), "dout": (d, hq)}
@@ -250,7 +250,7 @@ def test_packed_sequences(name, causal, cupy):
         assert_close(got.get(), truth[x], naive[x].astype("f2"), floor)
 
 
-# Buckets, score functions, and what is not planned at all
+# Buckets, score functions, and problems that need no plan
 
 
 @pytest.mark.parametrize("case", [
@@ -265,7 +265,7 @@ def test_packed_sequences(name, causal, cupy):
     Case("sliced", d=16, sq=37, skv=50, layout="sliced"),
 ], ids=str)  # fmt: skip
 def test_buckets(case, cupy, monkeypatch):
-    """Results in given arrays are those of exact lengths, whatever lies in the padding, and lengths share a plan."""
+    """Preallocated results equal those of exact lengths, whatever the padding contains, and lengths share a plan."""
     options = Case.options
 
     def with_bucket(self, xp=np, **more):
@@ -280,7 +280,7 @@ def test_buckets(case, cupy, monkeypatch):
 
 
 def test_buckets_of_strided_arrays_that_need_no_rounding(cupy, monkeypatch):
-    """Lengths that are round already leave the arrays as they are, wherever their elements lie."""
+    """Strided arrays whose lengths are rounded already are not copied."""
     options = Case.options
 
     def with_bucket(self, xp=np, **more):
@@ -294,7 +294,7 @@ def test_buckets_of_strided_arrays_that_need_no_rounding(cupy, monkeypatch):
 
 @pytest.mark.parametrize("sq", [1, 5])
 def test_a_sink_of_an_entry_without_keys(sq, cupy):
-    """Its queries attend to the sink alone: 0, and the sink for the log-sum-exp; those beyond the length to nothing."""
+    """Its queries attend only to the sink: output 0, the sink as log-sum-exp; the padding is 0 and -inf."""
     rng = np.random.default_rng(sq)
     q, k, v = (np.asfortranarray(rng.standard_normal((16, 2, n, 3)).astype("f2")) for n in (sq, 7, 7))
     options = {
@@ -337,7 +337,7 @@ def test_functions(name, cupy):
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_no_key_but_a_sink(packed, cupy):
-    """Without any key nothing is launched: a row of a sequence sees its sink, and all other results are 0 and -inf."""
+    """Without any key no kernel of cuDNN runs: rows attend to their sink, and all other results are 0 and -inf."""
     q = cupy.ones((16, 4, 10) if packed else (16, 4, 10, 2), np.float16, order="F")
     k = cupy.empty((16, 4, 0) if packed else (16, 4, 0, 2), np.float16, order="F")
     sinks = np.arange(4, dtype=np.float32)
@@ -357,7 +357,7 @@ def test_no_key_but_a_sink(packed, cupy):
 
 @pytest.mark.parametrize("keys", [0, 6], ids=["no key", "keys"])
 def test_sinks_of_packed_rows_of_no_sequence(keys, cupy):
-    """The log-sum-exp is -inf before the first sequence, after the last, and beyond ``max_seqlen_q``; no key changes that."""
+    """The log-sum-exp is -inf before the first sequence, after the last, and beyond ``max_seqlen_q``, also without keys."""
     q = cupy.ones((16, 2, 14), np.float16, order="F")
     k = cupy.ones((16, 2, keys), np.float16, order="F")
     sinks, starts = np.array([0.5, 2.0], np.float32), np.array([2, 2, 7, 11], np.int32)
@@ -370,13 +370,15 @@ def test_sinks_of_packed_rows_of_no_sequence(keys, cupy):
     there[[2, 3, 4, 7, 8, 9]] = True
     np.testing.assert_array_equal(stats.get(), np.where(there, sinks[:, None], -np.inf))
     assert not out.get().any()
-    options = packed | {"return_dsinks": True} if keys == 0 else packed  # 9.19 refuses that gradient of packed sequences
+    options = (
+        packed | {"return_dsinks": True} if keys == 0 else packed
+    )  # 9.19 does not support that gradient of packed sequences
     for gradient in attention_backward(q, q, k, k, out, stats, **options, **lengths):
         assert not gradient.get().any()
 
 
-def test_dropout_follows_seed_and_offset(cupy):
-    """Integers and arrays of the same number drop the same weights; another seed or offset drops others."""
+def test_dropout_depends_on_seed_and_offset(cupy):
+    """Integers and arrays with the same value drop the same weights; other seeds and offsets drop others."""
     case = Case("dropped", d=16, sq=30, skv=40)
     q, k, v = map(cupy.asarray, case.arrays())
     kept = {
@@ -391,7 +393,7 @@ def test_dropout_follows_seed_and_offset(cupy):
     np.testing.assert_allclose(got.astype("f4"), want.astype("f4"), atol=0.02)
 
 
-# How a call behaves
+# Behavior of calls
 
 
 @pytest.mark.parametrize("case", [case for case in PADDED if case.b == 2] + [
@@ -400,7 +402,7 @@ def test_dropout_follows_seed_and_offset(cupy):
     Case("max_sumexp", d=16, sq=20, stats="max_sumexp"),
 ], ids=str)  # fmt: skip
 def test_a_call_waits_for_nothing_and_leaves_nothing(case, cupy):
-    """Neither pass waits for the device, all work is on the current stream, and memory beside the results goes back."""
+    """Neither pass synchronizes, all work is on the current stream, and all memory except the results is released."""
     q, k, v, dout = (cupy.asarray(x) for x in (*case.arrays(), case.dout()))
     options, pool = case.options(cupy), cupy.cuda.MemoryPool()
     cupy.cuda.Device().synchronize()
@@ -417,7 +419,7 @@ def test_a_call_waits_for_nothing_and_leaves_nothing(case, cupy):
 
 
 def test_deterministic_calls_have_plans_of_their_own_where_it_matters(cupy):
-    """With one query a repeated call does not use the plan of the other kind; with two there is one plan."""
+    """With one query a deterministic call has its own plan; with two there is one plan."""
     for queries, plans in ((1, 2), (2, 1)):
         q, k = cupy.ones((16, 2, queries, 1), np.float16, order="F"), cupy.ones((16, 2, 300, 1), np.float16, order="F")
         before = get_plan_cache().misses
@@ -428,17 +430,17 @@ def test_deterministic_calls_have_plans_of_their_own_where_it_matters(cupy):
 
 
 def test_refused_calls_launch_nothing(cupy):
-    """What the support table refuses writes nothing, not even the results' clearing."""
+    """A call that the support table refuses writes nothing, and does not clear the results."""
     x = cupy.ones((12, 4, 8, 2), np.float16, order="F")
     launches = len(DEVICE.launches)
     with pytest.raises(Unsupported, match="multiples of 8"):
         attention(x, x, x, seq_lens_q=cupy.ones(2, np.int32))
-    assert len(DEVICE.launches) - launches <= 2  # the lengths of this test, and those of the other side
+    assert len(DEVICE.launches) - launches <= 2  # the lengths of this test, and of the other side
     assert not explain(x, x, x)
 
 
 def test_wrong_programs_are_noticed(cupy):
-    """The stand-in itself: work on another stream is late, freed memory is NaN, and writes outside of an array raise."""
+    """Tests of the fake: work on another stream is late, freed memory is NaN, and writes out of bounds raise."""
     x = cupy.zeros((4, 4), np.float32)
     assert not np.isnan(x.get()).any()
     with cupy.cuda.Stream(non_blocking=True) as stream:
@@ -463,7 +465,7 @@ def test_wrong_programs_are_noticed(cupy):
 
 @pytest.mark.parametrize("heads", [slice(None), slice(0, 4, 2)], ids=["dense", "every second head"])
 def test_packed_gradients_of_strided_queries(heads, cupy):
-    """Queries that are not dense are copied for the backward pass, and the gradients are right."""
+    """Strided queries are copied for the backward pass, and the gradients are right."""
     rng = np.random.default_rng(0)
     q, k, v, dout = (np.asfortranarray(rng.standard_normal((16, n, 12)).astype("f2")) for n in (4, 2, 2, 2))
     starts = np.array([0, 5, 12], np.int32)
@@ -481,7 +483,7 @@ def test_packed_gradients_of_strided_queries(heads, cupy):
 
 
 def test_gradients_of_an_array_leave_strided_results_alone(cupy):
-    """The launch that adds up an array's own gradient has a dQ, dK and dV of its own; those of the caller have gaps."""
+    """The subproblem that computes the gradient of a captured array has its own dQ, dK and dV, because the caller's have gaps."""
     rng = np.random.default_rng(0)
     q, dout = (np.asfortranarray(rng.standard_normal((16, 4, 5, 1)).astype("f2")) for _ in range(2))
     k, v = (np.asfortranarray(rng.standard_normal((16, 2, 70, 1)).astype("f2")) for _ in range(2))

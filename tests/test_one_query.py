@@ -1,4 +1,4 @@
-"""A single query, the shape of every generation loop: cuDNN's kernel that splits the keys, and what works around its bugs."""
+"""A single query, as in generation: cuDNN's kernel that splits the keys, and the workarounds for its bugs."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ ROWS = np.arange(KEYS)
 SLOPES = np.linspace(0.01, 0.1, HEADS).astype(np.float32)
 LENGTHS = np.array([0, 120], np.int32)
 
-#: Options by name, and what they make of the scores ``(B, Hq, Sq, Skv)`` with the indices of the axes.
+#: Options by name, and their effect on the scores ``(B, Hq, Sq, Skv)``, as a function of the indices of the axes.
 CASES = {
     "alibi": ({"alibi_slopes": SLOPES}, lambda s, b, h, i, j: s - SLOPES[h] * abs(i - j)),
     "alibi, bottom right, lengths": (
@@ -40,14 +40,14 @@ CASES = {
 
 
 def arrays(dtype=np.float64):
-    """q, k and v of a single query."""
+    """Random q, k and v of a single query."""
     rng = np.random.default_rng(0)
     shapes = ((16, HEADS, 1, BATCH), (16, 2, KEYS, BATCH), (16, 2, KEYS, BATCH))
     return [np.asfortranarray(rng.standard_normal(shape).astype(dtype)) for shape in shapes]
 
 
 def expected(q, k, v, modify):
-    """The output, by numpy."""
+    """The output of numpy."""
     k, v = (np.repeat(x, 2, axis=1) for x in (k, v))
     s = np.einsum("dhqb,dhkb->bhqk", q, k) / 4
     s = modify(s, *np.ogrid[:BATCH, :HEADS, :1, :KEYS])
@@ -58,7 +58,7 @@ def expected(q, k, v, modify):
 @pytest.mark.parametrize("guards", [(), ("positions",)], ids=["plain", "positions from memory"])
 @pytest.mark.parametrize("name", CASES)
 def test_positions_from_memory_mean_the_same(name, guards):
-    """The graph that reads the positions of keys from memory is the graph that computes them."""
+    """A graph that reads key positions from memory equals one that computes them."""
     options, modify = CASES[name]
     q, k, v = arrays()
     got = evaluated(read_forward(q, k, v, options), lambda given: forward(given, frozenset(guards)))
@@ -81,8 +81,8 @@ def problem(d=64, heads=(32, 8), keys=4096, batch=8, **options):
     ],
     ids=["plain", "alibi", "alibi with lengths", "positions", "mask of positions", "one number a head", "bias"],
 )  # fmt: skip
-def test_the_fast_kernel_is_kept(options, planner):
-    """The kernel that splits the keys, the fast one for a single query, computes what it can compute correctly."""
+def test_the_fast_kernel_is_used_where_it_is_correct(options, planner):
+    """The kernel that splits the keys is used for the options that it computes correctly."""
     plan = planner.call(plan_problem, problem(**options), "h200")
     assert isinstance(plan, PlanInfo), plan
     assert splits_keys(plan.engine, dict(plan.knobs))
@@ -100,7 +100,7 @@ def test_the_fast_kernel_is_kept(options, planner):
 )  # fmt: skip
 @pytest.mark.parametrize("gpu", ["h200", "a100"])
 def test_the_split_kernel_is_avoided_where_it_is_wrong(options, gpu, planner):
-    """It is wrong with dropout and sinks, and adds up in any order: another kernel is used, and the reason is kept."""
+    """It is wrong with dropout and sinks, and accumulates in any order: another kernel is used, and the reason is kept."""
     asked = cupy_sdpa.problem((64, 18, 1, 8), (64, 3, 163, 8), (64, 3, 163, 8), dtype="bfloat16", **options)
     plan = planner.call(plan_problem, asked, gpu)
     assert isinstance(plan, PlanInfo), plan
@@ -110,7 +110,7 @@ def test_the_split_kernel_is_avoided_where_it_is_wrong(options, gpu, planner):
 
 @pytest.mark.cudnn
 def test_explain_names_the_bug_that_is_worked_around():
-    """The report has the row of the table, what happens, and what is done."""
+    """The report has the entry of the table, the effect, and the workaround."""
     text = str(cupy_sdpa.explain(problem(alibi_slopes=True), gpu="h200"))
     assert "works around one-query-positions" in text
     assert "constant key positions" in text
@@ -119,7 +119,7 @@ def test_explain_names_the_bug_that_is_worked_around():
 
 @pytest.mark.cudnn
 def test_explain_names_the_kernel_that_deterministic_excludes():
-    """The report has the row of the table, and what deterministic=True changes."""
+    """The report has the entry of the table, and the effect of deterministic=True."""
     text = str(cupy_sdpa.explain(problem(deterministic=True), gpu="h200"))
     assert "deterministic forward attention" in text
     assert "works around one-query-deterministic" in text
@@ -127,7 +127,7 @@ def test_explain_names_the_kernel_that_deterministic_excludes():
 
 
 def test_deterministic_is_part_of_the_problem_where_it_matters():
-    """Only the forward pass of one query has a kernel that adds up in any order: other problems, and plans, stay the same."""
+    """Only the forward pass of one query has a kernel that accumulates in any order: other problems and plans are unchanged."""
     assert problem(deterministic=True) != problem()
     assert problem(deterministic=True).deterministic
     q, kv = (64, 4, 2, 2), (64, 4, 300, 2)
@@ -140,8 +140,8 @@ def test_deterministic_is_part_of_the_problem_where_it_matters():
     assert not forward(problem(), guards(problem(), 92800, 90)).no_split
 
 
-def test_every_call_takes_deterministic():
-    """The plain call, a prepared one, the report and the forward pass of the pullback; a flag that is none is refused."""
+def test_every_call_accepts_deterministic():
+    """The plain call, prepare(), explain() and attention_vjp(); a value that is not a flag raises."""
     q, k, v = arrays()
     out = cupy_sdpa.attention(q, k, v)
     np.testing.assert_array_equal(cupy_sdpa.attention(q, k, v, deterministic=True), out)
@@ -153,7 +153,7 @@ def test_every_call_takes_deterministic():
 
 
 def test_packed_sequences_of_one_query_are_planned_for_two():
-    """cuDNN writes and reads the log-sum-exp of single packed queries at wrong places: they are planned for two."""
+    """cuDNN writes and reads the log-sum-exp of single packed queries at wrong addresses, so they are planned for two."""
     starts = {"cu_seqlens_q": (3,), "cu_seqlens_kv": (3,), "max_seqlen_kv": 16}
     kv = (64, 2, 32)
     for longest, planned in ((1, 2), (2, 2), (3, 3)):
@@ -163,7 +163,7 @@ def test_packed_sequences_of_one_query_are_planned_for_two():
 
 
 def test_small_arrays_of_sixteen_bits_are_read_as_float32():
-    """The split kernel reads 4 bytes at a time: 16-bit arrays without an axis of keys are converted."""
+    """The split kernel reads 4 bytes at a time, so 16-bit arrays without an axis of keys are converted."""
     t = np.ones(4, np.float16)
     q, k, v = (np.ones((64, 4, n, 2), np.float16, order="F") for n in (1, 300, 300))
     options = {"score_mod": lambda s, b, h, i, j, t: s * t[h], "tensors": {"t": t}}
@@ -177,7 +177,7 @@ def test_small_arrays_of_sixteen_bits_are_read_as_float32():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_positions_are_right_on_the_gpu(name, cupy):
-    """With more than 256 keys ALiBi and functions of positions give what numpy gives."""
+    """With more than 256 keys ALiBi and functions of positions match numpy."""
     options, modify = CASES[name]
     q, k, v = arrays(np.float16)
 
@@ -191,7 +191,7 @@ def test_positions_are_right_on_the_gpu(name, cupy):
         )
 
     options = up({n: {m: y.astype(np.float32) for m, y in x.items()} if n == "tensors" else x for n, x in options.items()})
-    for _ in range(4):  # a repeated call is recorded
+    for _ in range(4):  # a repeated call is captured
         out = cupy_sdpa.attention(*map(up, (q, k, v)), **options)
         np.testing.assert_allclose(out.get().astype(float), expected(*(x.astype(float) for x in (q, k, v)), modify), atol=6e-3)
 
@@ -200,7 +200,7 @@ def test_positions_are_right_on_the_gpu(name, cupy):
 @pytest.mark.parametrize("heads", [1, 8])
 @pytest.mark.parametrize("keys", [1024, 20000])
 def test_deterministic_results_have_the_same_bits(heads, keys, cupy):
-    """In every call and every recorded graph, for arrays at other addresses, too."""
+    """In every call and captured graph, also for arrays at other addresses."""
     rng = np.random.default_rng(keys)
     arrays = [rng.standard_normal((16, heads, n, 2)).astype(np.float16) for n in (1, keys, keys)]
     found = set()
@@ -214,8 +214,8 @@ def test_deterministic_results_have_the_same_bits(heads, keys, cupy):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("keys", [1, 50, 300, 5000])
-def test_queries_of_length_zero_give_nothing(keys, cupy):
-    """A query that does not exist gives 0 and -inf, even if its memory holds NaN; the others are right."""
+def test_queries_of_length_0(keys, cupy):
+    """Output 0 and log-sum-exp -inf, even if the memory contains NaN; other batch entries are right."""
     q, k, v = (np.random.default_rng(keys).standard_normal((64, 4, n, 3)).astype(np.float16) for n in (1, keys, keys))
     lengths = np.array([0, 1, 1], np.int32)
     truth, log_sums = reference.attention(q, k, v, seq_lens_q=lengths)
@@ -230,7 +230,7 @@ def test_queries_of_length_zero_give_nothing(keys, cupy):
 @pytest.mark.gpu
 @pytest.mark.parametrize("d", [40, 48, 64])
 def test_dropout_leaves_the_context_alive(d, cupy):
-    """Dropout of a single query for many heads, which was an illegal memory access, gives what its mask says."""
+    """Dropout of a single query with many heads, which caused an illegal memory access, matches its mask."""
     shapes = (d, 18, 1, 8), (d, 3, 163, 8), (d, 3, 163, 8)
     q, k, v = (np.random.default_rng(d).standard_normal(shape).astype(np.float16) for shape in shapes)
     given, dropout = [cupy.asarray(x, order="F") for x in (q, k, v)], {"dropout_p": 0.1, "seed": 3}

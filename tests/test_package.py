@@ -1,4 +1,4 @@
-"""The package as a whole: what imports what, what is loaded when, and that its texts run."""
+"""The package as a whole: imports, loaded modules, and the code in the documentation."""
 
 import ast
 import os
@@ -19,7 +19,7 @@ MODULES = [(path, path.relative_to(PACKAGE).parts[0]) for path in sorted(PACKAGE
 
 @pytest.mark.parametrize(("path", "name"), MODULES, ids=lambda x: x.stem if isinstance(x, Path) else "")
 def test_only_cudnns_subpackage_imports_ctypes(path, name):
-    """ctypes is imported in _cudnn/ and nowhere else."""
+    """No other folder imports it."""
     names = {
         alias.name
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
@@ -30,7 +30,7 @@ def test_only_cudnns_subpackage_imports_ctypes(path, name):
 
 
 def test_the_reference_stands_alone():
-    """The judge imports numpy and the standard library only."""
+    """The reference imports only numpy and the standard library."""
     found = set()
     for node in ast.walk(ast.parse((PACKAGE / "reference.py").read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -42,7 +42,7 @@ def test_the_reference_stands_alone():
 
 
 def loaded_by(code):
-    """The modules that a fresh process has after running some code."""
+    """The modules that a new process has imported after running some code."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", f"{code}\nimport sys; print(*sys.modules)"],
         capture_output=True, text=True, check=True, cwd=ROOT,
@@ -63,7 +63,7 @@ HEAVY = {
 
 
 def test_import_loads_neither_cupy_nor_cudnn():
-    """import cupy_sdpa touches no GPU library, and nothing slow; neither does a call on numpy arrays."""
+    """import cupy_sdpa loads no GPU library and no slow module; the same holds for a call on numpy arrays."""
     assert not HEAVY & loaded_by("import cupy_sdpa")
     assert not {"difflib", "hashlib", "html", "tempfile"} & (loaded_by("import cupy_sdpa") - loaded_by("import numpy"))
     call = (
@@ -72,7 +72,7 @@ def test_import_loads_neither_cupy_nor_cudnn():
     assert not HEAVY & loaded_by(call)
 
 
-#: What Python lacks on Windows, of what is used here.
+#: Functions of os that are used here and do not exist on Windows.
 NOT_ON_WINDOWS = ("register_at_fork", "fork", "getuid", "geteuid", "O_NOFOLLOW", "O_NONBLOCK")
 
 
@@ -88,8 +88,8 @@ NOT_ON_WINDOWS = ("register_at_fork", "fork", "getuid", "geteuid", "O_NOFOLLOW",
     ],
     ids=["store", "plans", "plan_cache", "info"],
 )
-def test_without_what_windows_lacks(code, tmp_path):
-    """The package, the plan store, the plan cache and the commands can be imported and used where os has no fork or user ids."""
+def test_without_functions_that_windows_lacks(code, tmp_path):
+    """The package, the disk cache, the plan cache and the commands work where os has no fork and no user ids."""
     without = f"import os\nfor name in {NOT_ON_WINDOWS}:\n    delattr(os, name)\n"
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", without + code], capture_output=True, text=True, cwd=tmp_path,
@@ -98,8 +98,8 @@ def test_without_what_windows_lacks(code, tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_no_library_is_loaded_already_where_the_loader_cannot_say(monkeypatch):
-    """Windows has no RTLD_NOLOAD: the search for cuDNN goes on."""
+def test_loaded_libraries_without_rtld_noload(monkeypatch):
+    """Windows has no RTLD_NOLOAD: the search for cuDNN continues."""
     from cupy_sdpa._cudnn import library
 
     monkeypatch.delattr(os, "RTLD_NOLOAD")
@@ -107,7 +107,7 @@ def test_no_library_is_loaded_already_where_the_loader_cannot_say(monkeypatch):
 
 
 def test_the_plan_cache_without_a_gpu(monkeypatch):
-    """A RuntimeError says what is missing: the GPU, or CuPy and how to install it."""
+    """A RuntimeError names what is missing: the GPU, or CuPy and how to install it."""
     import cupy_sdpa
     from cupy_sdpa.device import cupy_runtime
 
@@ -122,22 +122,22 @@ def test_the_plan_cache_without_a_gpu(monkeypatch):
 
 
 def test_the_check_of_imports_can_fail():
-    """What is imported on purpose is seen."""
+    """Tests of this file: a real import is detected."""
     assert "ml_dtypes" in loaded_by("import cupy_sdpa, ml_dtypes")
 
 
 def code_blocks(path):
-    """The Python code of a Markdown file, block by block."""
+    """The Python code blocks of a Markdown file."""
     return re.findall(r"^```python\n(.*?)^```$", path.read_text(encoding="utf-8"), re.S | re.M)
 
 
 def needs(library, code):
-    """Whether code is for PyTorch or JAX on a GPU; nothing stands in for that."""
+    """Whether code needs PyTorch or JAX on a GPU."""
     return re.search(rf"^import {library}$", code, re.M) is not None
 
 
 def run_block(code):
-    """Run code written for CuPy; where there is no GPU, numpy stands in for it."""
+    """Run code for CuPy; numpy replaces CuPy if there is no GPU."""
     from tiers import missing
 
     if missing("gpu"):
@@ -146,14 +146,14 @@ def run_block(code):
 
 
 def test_the_readmes_code_runs():
-    """Every block of Python in the README runs as it stands."""
+    """Every Python block of the README runs."""
     blocks = code_blocks(ROOT / "README.md")
     assert blocks
     for code in blocks:
         run_block(code)
 
 
-#: The pages with code that runs without PyTorch and JAX.
+#: The pages with code that needs neither PyTorch nor JAX.
 WITH_CODE = [
     path.relative_to(ROOT)
     for path in sorted((ROOT / "docs").glob("*.md"))
@@ -163,14 +163,14 @@ WITH_CODE = [
 
 @pytest.mark.parametrize("path", WITH_CODE, ids=str)
 def test_the_docs_code_runs(path):
-    """Every block of Python in the docs runs as it stands."""
+    """Every Python block of the docs runs."""
     for code in code_blocks(ROOT / path):
         if not needs("(torch|jax)", code):
             run_block(code)
 
 
 def test_no_code_of_the_docs_is_overlooked():
-    """Every block of the README and the docs that is marked as Python is among those that are run."""
+    """Every block of the README and the docs that is marked as Python is run by a test."""
     paths = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     assert WITH_CODE
     for path in paths:
@@ -181,7 +181,7 @@ def test_no_code_of_the_docs_is_overlooked():
 @pytest.mark.gpu
 @pytest.mark.parametrize("library", ["torch", "jax"])
 def test_the_docs_code_for_other_libraries_runs(library, cupy, monkeypatch):
-    """Blocks that import PyTorch or JAX, as they stand."""
+    """Blocks that import PyTorch or JAX."""
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     pytest.importorskip(library)
     blocks = [code for path in (ROOT / "docs").glob("*.md") for code in code_blocks(path) if needs(library, code)]
@@ -192,7 +192,7 @@ def test_the_docs_code_for_other_libraries_runs(library, cupy, monkeypatch):
 
 @pytest.mark.parametrize("name", ["plans", "functions", "speed", "host", "graphs"])
 def test_the_tables_of_the_docs_are_made_of_the_results(name):
-    """Each is what its script writes from the files of results."""
+    """Each equals the output of its script for the result files."""
     command = [sys.executable, "-m", "benchmarks", "tables", name]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     assert (ROOT / "docs" / f"{name}_table.md").read_text(encoding="utf-8") == done.stdout, (
@@ -201,7 +201,7 @@ def test_the_tables_of_the_docs_are_made_of_the_results(name):
 
 
 def test_the_pictures_of_the_options_are_the_engines():
-    """Each is what the script draws of the weights."""
+    """Each equals the output of its script."""
     found = runpy.run_path(str(ROOT / "docs" / "pictures.py"))
     pictures = found["drawn"]()
     assert {path.stem for path in found["FOLDER"].glob("*.svg")} == set(pictures)
@@ -209,15 +209,15 @@ def test_the_pictures_of_the_options_are_the_engines():
         assert (found["FOLDER"] / f"{name}.svg").read_text(encoding="utf-8") == text, "draw it anew: python3 docs/pictures.py"
 
 
-def test_the_project_speaks_of_itself_alone():
-    """No path of anybody's machine is in the package or the docs."""
+def test_no_machine_paths():
+    """No path of a machine is in the package or the docs."""
     home = os.path.expanduser("~")
     for path in [*PACKAGE.rglob("*.py"), *ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
         assert f"{home}/" not in path.read_text(encoding="utf-8")
 
 
 def test_gpu_descriptions_have_names():
-    """Every description of a GPU can be read, and an unknown name lists the known ones."""
+    """Every description of a GPU can be parsed, and an unknown name lists the valid ones."""
     from cupy_sdpa.support import gpus
 
     assert {p.stem for p in (PACKAGE / "support" / "gpus").glob("*.json")} == set(gpus.NAMES)
@@ -229,8 +229,8 @@ def test_gpu_descriptions_have_names():
 @pytest.mark.parametrize(
     "text", ["", "5", "[]", "{}", "[" * 100_000, '{"deviceName": 1e400}'], ids=lambda text: text[:20] or "empty"
 )
-def test_a_file_that_describes_no_gpu_is_refused(text, tmp_path):
-    """Whatever the file holds, a ValueError names it."""
+def test_a_bad_gpu_description_raises(text, tmp_path):
+    """Whatever the file contains, a ValueError names it."""
     from cupy_sdpa.support import gpus
 
     path = tmp_path / "card.json"

@@ -1,4 +1,4 @@
-"""Choosing, running and destroying plans; cuDNN, its descriptors and CuPy are stand-ins."""
+"""Selecting, running and destroying plans; cuDNN, its descriptors and CuPy are fakes."""
 
 import contextlib
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ DETERMINISTIC = CASE.gradient_problem(deterministic=True)
 
 @pytest.fixture
 def cudnn(monkeypatch):
-    """The library: its version, and nothing that can be called."""
+    """A library with a version and no functions."""
     library = SimpleNamespace(version=ORDERED_SINCE, build="test", last_error=list)
     for module in (plan, planner, engines):
         monkeypatch.setattr(module, "library", lambda: library)
@@ -46,8 +46,8 @@ class Made:
 @pytest.mark.parametrize(
     ("limit", "engine"), [(None, [None]), (1000, [None]), (999, [None, ORDERED])], ids=["no_limit", "within", "beyond"]
 )
-def test_max_workspace_alone_chooses_between_deterministic_engines(limit, engine, cudnn, monkeypatch):
-    """Without a limit, or within it, dQ is written directly; beyond it the ordered engine is asked for, with the reason kept."""
+def test_max_workspace_selects_the_deterministic_engine(limit, engine, cudnn, monkeypatch):
+    """Within the limit, or without one, dQ is written directly; beyond it the ordered engine is used, and the reason is kept."""
     monkeypatch.setattr(planner, "load_or_build", made := Made(1000))
     chosen = plan_for(CASE.gradient_problem(deterministic=True, max_workspace=limit), Target("h200", 90))
     assert made.asked == engine
@@ -61,7 +61,7 @@ def test_max_workspace_alone_chooses_between_deterministic_engines(limit, engine
     [(ORDERED_SINCE - 1, 90), (ORDERED_SINCE, 80), (ORDERED_SINCE, 89), (92800, 100), (92800, 103), (92800, 120)],
 )
 def test_the_ordered_engine_is_for_hopper_only(version, capability, cudnn, monkeypatch):
-    """On other GPUs, and with an older cuDNN, gradients beyond max_workspace are refused; the ordered engine is not tried."""
+    """On other GPUs, and with an older cuDNN, gradients beyond max_workspace are refused without trying the ordered engine."""
     cudnn.version = version
     monkeypatch.setattr(planner, "load_or_build", made := Made(1000))
     with pytest.raises(Unsupported, match=r"a Hopper GPU; .*compute capability") as refused:
@@ -70,8 +70,10 @@ def test_the_ordered_engine_is_for_hopper_only(version, capability, cudnn, monke
     assert made.asked == [None]
 
 
-def test_sums_of_the_scores_gradient_never_take_the_ordered_engine(cudnn, monkeypatch):
-    """cuDNN writes the gradients of bias and tensors only where dQ is written directly: beyond max_workspace they are refused."""
+def test_sums_of_score_gradients_never_use_the_ordered_engine(cudnn, monkeypatch):
+    """cuDNN writes the gradients of bias and captured arrays only where dQ is written directly; beyond max_workspace they are
+    refused.
+    """
     monkeypatch.setattr(planner, "load_or_build", made := Made(1000))
     shape = (64, 2, 16, 1)
     asked = cupy_sdpa.problem(
@@ -85,7 +87,7 @@ def test_sums_of_the_scores_gradient_never_take_the_ordered_engine(cudnn, monkey
 
 
 class Handle:
-    """A handle that notes the streams that it was set to."""
+    """A handle that stores the streams that were set."""
 
     def __init__(self):
         self.streams = []
@@ -96,7 +98,7 @@ class Handle:
 
 @pytest.fixture
 def device(monkeypatch):
-    """A GPU whose free memory must not be read, and a session on it: ``handle``, ``cache``, and the current ``stream``."""
+    """A GPU whose free memory must not be queried, and a session on it: ``handle``, ``cache``, and the current ``stream``."""
 
     def read(*_):
         raise AssertionError("the free memory was read")
@@ -115,7 +117,7 @@ def device(monkeypatch):
 
 
 def test_a_deterministic_plan_does_not_depend_on_free_memory(device, monkeypatch):
-    """Planning never reads how much memory is free: the same problem always gets the same engine."""
+    """Planning never queries the free memory, so the same problem always gets the same engine."""
     targets = []
     monkeypatch.setattr(planner, "plan_for", lambda problem, target: targets.append(target) or fake_plan())
     for _ in range(2):
@@ -124,7 +126,7 @@ def test_a_deterministic_plan_does_not_depend_on_free_memory(device, monkeypatch
 
 
 def test_every_run_is_on_the_current_stream(device, monkeypatch):
-    """The handle is set to the stream that is current now, not to the one on which the plan was built."""
+    """The handle gets the stream that is current at the run, not that at the build of the plan."""
     monkeypatch.setattr(planner, "plan_for", lambda problem, target: fake_plan())
     seen = []
     for device.stream in (7, 9, 7):
@@ -133,7 +135,7 @@ def test_every_run_is_on_the_current_stream(device, monkeypatch):
 
 
 def test_a_plan_is_built_on_the_current_stream(device, monkeypatch):
-    """While cuDNN builds, its handle does not hold a stream that may have been destroyed."""
+    """During the build the handle has no stream that may have been destroyed."""
     seen = []
     monkeypatch.setattr(planner, "plan_for", lambda problem, target: seen.append(list(device.handle.streams)) or fake_plan())
     with_plan(CASE.problem(), 0, lambda session, found: None)
@@ -141,7 +143,7 @@ def test_a_plan_is_built_on_the_current_stream(device, monkeypatch):
 
 
 class Memory:
-    """Stands in for :func:`cupy_sdpa.device.cupy_runtime.allocate`: raises ``error`` where one is set."""
+    """A fake of :func:`cupy_sdpa.device.memory.allocate`, which raises ``error`` if it is set."""
 
     def __init__(self, error=None):
         self.error = error
@@ -153,7 +155,7 @@ class Memory:
 
 
 def a_call(ran):
-    """A call with all its arrays, and a plan of 12345 bytes of workspace."""
+    """A call with all its arrays, and a plan with a workspace of 12345 bytes."""
     problem = CASE.problem()
     arrays = {spec.name: SimpleNamespace(data=SimpleNamespace(ptr=16), nbytes=0) for spec in problem.tensors}
     made = SimpleNamespace(
@@ -165,7 +167,7 @@ def a_call(ran):
 
 @pytest.mark.parametrize("error", [MemoryError("pool"), RuntimeError("another allocator's")], ids=lambda e: type(e).__name__)
 def test_no_memory_for_the_workspace_is_an_error_of_this_call_only(error, device, monkeypatch):
-    """The allocator's own error comes out, with a note on the workspace and its remedy; the next call uses the same plan."""
+    """The allocator's error is raised, with a note on the workspace and the remedy; the next call uses the same plan."""
     ran = []
     asked, made = a_call(ran)
     monkeypatch.setattr(cupy_runtime, "allocate", memory := Memory(error))
@@ -178,8 +180,8 @@ def test_no_memory_for_the_workspace_is_an_error_of_this_call_only(error, device
     assert ran == [1 << 40]
 
 
-def test_what_is_enqueued_again_goes_to_the_current_stream(device, monkeypatch):
-    """A recording enqueues on the stream that is captured, in the workspace of the call."""
+def test_enqueue_uses_the_captured_stream(device, monkeypatch):
+    """A capture enqueues on the captured stream, with the workspace of the call."""
     ran = []
     asked, made = a_call(ran)
     monkeypatch.setattr(cupy_runtime, "allocate", Memory())
@@ -189,8 +191,8 @@ def test_what_is_enqueued_again_goes_to_the_current_stream(device, monkeypatch):
     assert ran == [1 << 40, ("stream", 11), 1 << 40]
 
 
-def test_a_plan_that_a_capture_has_recorded_is_kept(device, monkeypatch):
-    """The caller's own CUDA graph holds the plan's kernels, so the plan is never destroyed, and the call is not repeated."""
+def test_a_plan_in_a_users_capture_is_never_destroyed(device, monkeypatch):
+    """The user's CUDA graph contains the plan's kernels, so the plan is kept and the call is not cached."""
     ran = []
     asked, made = a_call(ran)
     monkeypatch.setattr(cupy_runtime, "allocate", Memory())
@@ -201,7 +203,7 @@ def test_a_plan_that_a_capture_has_recorded_is_kept(device, monkeypatch):
 
 
 class Dependent:
-    """What is made of a plan."""
+    """An object that depends on a plan."""
 
     def __init__(self, log, fail=None):
         self.log, self.fail = log, fail
@@ -212,8 +214,8 @@ class Dependent:
             raise self.fail
 
 
-def test_a_plan_closes_what_is_made_of_it_first(cudnn):
-    """Every dependent is closed once, and then the plan; a second close does nothing to them."""
+def test_a_plan_closes_its_dependents_first(cudnn):
+    """Every dependent is closed once, then the plan; a second close() does not close them again."""
     descriptor, log = Descriptor(), []
     made = fake_plan(descriptor)
     made.dependents |= {Dependent(log) for _ in range(3)}
@@ -228,7 +230,7 @@ def test_a_plan_closes_what_is_made_of_it_first(cudnn):
 
 @pytest.mark.parametrize("failing", ["dependent", "descriptor", "both"])
 def test_one_failure_does_not_stop_the_rest_of_a_close(failing, cudnn):
-    """Every dependent and the descriptor are closed, whichever of them fails; then the failure is raised."""
+    """Every dependent and the descriptor are closed although some fail; then the failure is raised."""
     descriptor, log = Descriptor(fail=RuntimeError("destroy") if failing != "dependent" else None), []
     made = fake_plan(descriptor)
     fail = RuntimeError("dependent") if failing != "descriptor" else None
@@ -241,7 +243,7 @@ def test_one_failure_does_not_stop_the_rest_of_a_close(failing, cudnn):
 
 
 def test_a_kept_plan_is_never_destroyed(cudnn):
-    """After keep() only what is made of the plan is closed: a CUDA graph of the caller's may still launch its kernels."""
+    """After keep() only the dependents are closed: a user's CUDA graph may still launch the plan's kernels."""
     descriptor, log = Descriptor(), []
     made = fake_plan(descriptor)
     made.dependents.add(Dependent(log))
@@ -263,9 +265,9 @@ REJECTED = {
 
 @pytest.mark.parametrize("name", REJECTED)
 def test_a_rejected_plan_is_destroyed(name, cudnn, monkeypatch):
-    """A plan that cuDNN refuses, or that needs too much, is closed at once; its reason is kept.
+    """A plan that cuDNN refuses, or that needs too much workspace, is closed at once; the reason is kept.
 
-    A lack of memory is an error: it may pass, and another engine would give other bits.
+    A lack of memory is an error: it may be temporary, and another engine would give other bits.
     """
     prepare, limit, raised = REJECTED[name]
     made = Descriptor()
@@ -280,7 +282,7 @@ def test_a_rejected_plan_is_destroyed(name, cudnn, monkeypatch):
 
 
 def test_a_plan_within_the_limit_is_the_callers_to_close(cudnn, monkeypatch):
-    """A config that will do comes with its plan open."""
+    """The plan of an accepted config is open."""
     made = Descriptor()
     monkeypatch.setattr(engines, "Descriptor", lambda kind: made)
     monkeypatch.setattr(engines, "_number_and_notes", lambda config: (2, ()))
@@ -289,7 +291,7 @@ def test_a_plan_within_the_limit_is_the_callers_to_close(cudnn, monkeypatch):
 
 
 def test_a_plan_that_cannot_be_stored_is_destroyed(cudnn, monkeypatch):
-    """Where the shelf fails between building and handing over, the plan is closed: nobody else would."""
+    """If the disk cache fails, the plan is closed, because it is not returned."""
     made = Descriptor()
 
     @contextlib.contextmanager
@@ -312,12 +314,12 @@ def test_a_plan_that_cannot_be_stored_is_destroyed(cudnn, monkeypatch):
 
 
 def stored(workspace_bytes):
-    """An entry of the plan store, of a plan with so many bytes of workspace."""
+    """An entry of the disk cache, for a plan with a workspace of some bytes."""
     return plan_file.Facts({}, 1, (), (), workspace_bytes, 1.0, (), False).content("{}")
 
 
 def test_a_stored_plan_survives_a_lack_of_memory(cudnn, monkeypatch):
-    """Where there is no memory to load it, the error comes out, the entry stays, and nothing is built in its place."""
+    """If there is no memory to load it, the error is raised, the entry stays, and no other plan is built."""
     made, rejected = Descriptor(), []
     made.finalizing = CudnnError("no memory", 4004)
     disk_cache = SimpleNamespace(
@@ -338,9 +340,9 @@ def test_a_stored_plan_survives_a_lack_of_memory(cudnn, monkeypatch):
     ids=["other_workspace", "facts_missing", "damaged"],
 )
 def test_a_plan_that_cannot_be_loaded_is_destroyed(content, closed, cudnn, monkeypatch):
-    """An entry of the shelf that does not fit leaves no descriptor behind."""
+    """A bad entry of the disk cache leaves no descriptor."""
     made = Descriptor()
     monkeypatch.setattr(planner, "Descriptor", lambda kind: made)
     with pytest.raises((ValueError, LookupError)):
         planner.load(content, forward(CASE.problem()), Target("h200", 90, SimpleNamespace(pointer=1)), "key")
-    assert made.closed == closed  # facts are validated before a descriptor is made
+    assert made.closed == closed  # facts are validated before a descriptor is created

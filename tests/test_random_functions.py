@@ -1,4 +1,4 @@
-"""Score functions that nobody wrote, drawn: evaluated, pulled back, and planned by the real cuDNN."""
+"""Random score functions: evaluated, differentiated, and planned by the real cuDNN."""
 
 import pytest
 from functions import HKV, HQ, B, agrees, drawn
@@ -9,26 +9,26 @@ from planner import plan_problem
 from cupy_sdpa import problem
 from cupy_sdpa.plans.plan import PlanInfo
 
-#: The same functions in every run, and none kept on disk.
+#: The same functions in every run; no database of examples.
 EVERY = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
 
 @st.composite
 def random_functions(draw):
-    """Any score function."""
+    """Random score functions."""
     return drawn(lambda options: draw(st.sampled_from(options)))
 
 
 @settings(EVERY, max_examples=150)
 @given(random_functions())
-def test_any_function_has_the_derivative_that_differences_show(functions):
-    """Written by nobody: evaluated, and pulled back."""
+def test_derivatives_of_random_functions(functions):
+    """Values and gradients match dense arrays and finite differences."""
     agrees(functions, s=20)
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("part", range(4))
-def test_many_functions_have_the_derivatives_that_differences_show(part):
+def test_derivatives_of_many_random_functions(part):
     """Some more."""
 
     @seed(part)
@@ -43,8 +43,8 @@ def test_many_functions_have_the_derivatives_that_differences_show(part):
 @pytest.mark.cudnn
 @settings(EVERY, max_examples=15)
 @given(functions=random_functions(), backward=st.booleans(), gpu=st.sampled_from(["h200", "b200", "a100", "rtx5090"]))
-def test_any_function_is_planned(functions, backward, gpu, planned):
-    """On every generation of GPUs, both passes."""
+def test_random_functions_are_planned(functions, backward, gpu, planned):
+    """For every generation of GPUs, both passes."""
     shapes = (64, HQ, 200, B), (64, HKV, 200, B), (64, HKV, 200, B)
     asked = problem(*shapes, dtype="bfloat16", backward=backward, **functions.options(q=200, kv=200))
     plan = planned(plan_problem, asked, gpu)

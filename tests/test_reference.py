@@ -1,4 +1,4 @@
-"""The judge is judged: its results against scalars in plain Python, its gradients against finite differences."""
+"""The reference is tested: its results against scalars in plain Python, its gradients against finite differences."""
 
 import math
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from cupy_sdpa import reference
 
 @dataclass
 class Given:
-    """A problem: the arrays that have gradients, by name, and the rest of what the reference is called with."""
+    """A problem: the arrays with gradients, by name, and the other arguments of the reference."""
 
     arrays: dict[str, np.ndarray]
     dout: np.ndarray
@@ -29,7 +29,7 @@ class Given:
         return dict(zip(self.arrays, found, strict=True))
 
     def differences(self, name):
-        """The gradient of an array by central differences of the loss sum(out * dout), element by element."""
+        """The gradient of an array by central differences of the loss sum(out * dout), per element."""
         found = np.zeros(self.arrays[name].shape)
         for place in np.ndindex(found.shape):
             losses = []
@@ -44,7 +44,7 @@ class Given:
 def given(
     shape=(3, 2, 2, 1, 3, 4, 2), *, alibi=False, bias=None, mask=None, sinks=False, dropout=None, dropout_axes=None, **options
 ):
-    """A random problem of shape ``(D, Dv, Hq, Hkv, Sq, Skv, B)``; a bias or mask as the axes that it has, of ``"kqhb"``."""
+    """A random problem of shape ``(D, Dv, Hq, Hkv, Sq, Skv, B)``; a bias or mask is given by its axes, of ``"kqhb"``."""
     d, dv, hq, hkv, sq, skv, b = shape
     rng = np.random.default_rng([11, *repr((shape, bias, mask, options)).encode()])
     axes = dict(zip("kqhb", (skv, sq, hq, b), strict=True))
@@ -55,7 +55,7 @@ def given(
     for name in ("seq_lens_q", "seq_lens_kv", "cu_seqlens_q", "cu_seqlens_kv"):
         if name in options:
             options[name] = np.array(options[name], np.int32)
-    if "cu_seqlens_q" in options:  # one position more than there is of the sequences
+    if "cu_seqlens_q" in options:  # one position more than the sequences have
         total_q, total_kv = int(options["cu_seqlens_q"][-1]) + 1, int(options["cu_seqlens_kv"][-1]) + 1
         shapes = {"q": (d, hq, total_q), "k": (d, hkv, total_kv), "v": (dv, hkv, total_kv)}
     else:
@@ -150,7 +150,7 @@ CASES = DENSE | PACKED
 
 
 def by_hand(problem, i, h, b):
-    """out, stats, max and sum_exp of one query, in Python's own numbers, from the words of the options."""
+    """out, stats, max and sum_exp of one query in Python scalars, from the definitions of the options."""
     q, k, v = (problem.arrays[name] for name in "qkv")
     (d, hq, sq, _), (dv, hkv, skv, _) = q.shape, v.shape
     g, options = h * hkv // hq, problem.options
@@ -192,8 +192,8 @@ def by_hand(problem, i, h, b):
 
 
 @pytest.mark.parametrize("name", DENSE)
-def test_every_query_is_what_it_is_by_hand(name):
-    """Output, log-sum-exp, maximum and sum, in the order in which the options are written."""
+def test_every_query_matches_scalar_code(name):
+    """Output, log-sum-exp, maximum and sum; options are applied in the documented order."""
     problem = given(**DENSE[name])
     out, *rows = problem.forward()
     assert out.dtype == np.float64
@@ -206,7 +206,7 @@ def test_every_query_is_what_it_is_by_hand(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_gradients_are_finite_differences(name):
-    """Moving any element of any array moves the loss by what its gradient says."""
+    """A change of any element of any array changes the loss as its gradient predicts."""
     problem = given(**CASES[name])
     for which, gradient in problem.gradients().items():
         assert gradient.dtype == np.float64
@@ -214,8 +214,8 @@ def test_the_gradients_are_finite_differences(name):
         np.testing.assert_allclose(gradient, problem.differences(which), rtol=1e-7, atol=1e-8, err_msg=which)
 
 
-def test_finite_differences_notice_an_error():
-    """Of a ten-thousandth of one element, in any gradient; and of a factor that is left out."""
+def test_finite_differences_detect_an_error():
+    """An error of 1e-4 in one element of any gradient, and a missing factor."""
     problem = given(**DENSE["everything_lengths"])
     uncapped = Given(problem.arrays, problem.dout, problem.options | {"softcap": 1e9})
     for which, gradient in problem.gradients().items():
@@ -228,7 +228,7 @@ def test_finite_differences_notice_an_error():
 
 
 def padded(problem):
-    """The packed problem as a dense one with lengths, and a function that packs its arrays again."""
+    """The packed problem as a dense one with lengths, and a function that packs its arrays."""
     options = dict(problem.options)
     cu_q, cu_kv = options.pop("cu_seqlens_q"), options.pop("cu_seqlens_kv")
     options |= {"seq_lens_q": np.diff(cu_q), "seq_lens_kv": np.diff(cu_kv)}
@@ -248,8 +248,8 @@ def padded(problem):
 
 
 @pytest.mark.parametrize("name", PACKED)
-def test_packed_sequences_are_those_of_a_padded_batch(name):
-    """Forward and backward; the position behind the last sequence gives 0, and -inf where nothing is summed."""
+def test_packed_sequences_match_a_padded_batch(name):
+    """Forward and backward; the position after the last sequence gives 0, and -inf for the log-sum-exp."""
     problem = given(**PACKED[name])
     dense, pack = padded(problem)
     out, *rows = dense.forward()
@@ -263,8 +263,8 @@ def test_packed_sequences_are_those_of_a_padded_batch(name):
         np.testing.assert_allclose(gradient, want, rtol=0, atol=1e-14, err_msg=which)
 
 
-def test_a_packed_sequence_is_attention_of_its_own():
-    """Also where its bias is that of the first keys and queries."""
+def test_packed_sequences_are_independent():
+    """Also with a bias, of which each uses the first keys and queries."""
     problem = given(**PACKED["packed_bias_of_all"])
     q, k, v, bias = problem.arrays.values()
     out, stats = reference.attention(q, k, v, bias=bias, **problem.options)
@@ -274,8 +274,8 @@ def test_a_packed_sequence_is_attention_of_its_own():
 
 
 @pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
-def test_rows_that_see_nothing(sinks):
-    """A query without keys has its sink alone; beyond its length it has not even that."""
+def test_fully_masked_rows(sinks):
+    """A query without keys attends to its sink; in the padding it does not."""
     mask = np.ones((1, 3, 1, 1), bool)
     mask[0, 1] = False
     problem = given((3, 2, 2, 1, 3, 4, 1), sinks=sinks, seq_lens_q=(2,))
@@ -291,7 +291,7 @@ def test_rows_that_see_nothing(sinks):
 
 
 def test_a_sink_is_a_key_whose_value_is_zero():
-    """Forward and backward: a key with that score, and no value."""
+    """Forward and backward: a key with that score and value 0."""
     problem = given((3, 2, 1, 1, 3, 4, 1), sinks=True)
     q, k, v, sinks = problem.arrays.values()
     longer = [np.concatenate([x, np.zeros((len(x), 1, 1, 1))], axis=2) for x in (k, v)]
@@ -325,7 +325,7 @@ SAME = {
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_options_that_say_the_same_give_the_same(name):
+def test_equivalent_options_give_equal_results(name):
     """Forward and backward."""
     one, other = SAME[name]
     problem = given()
@@ -342,7 +342,7 @@ def test_options_that_say_the_same_give_the_same(name):
 
 
 def test_dropout_that_keeps_everything_scales():
-    """By 1 / (1 - p) the output and the gradients; dropout that keeps nothing leaves 0, and the statistics as they are."""
+    """Output and gradients are scaled by 1 / (1 - p); dropout of everything gives 0; statistics are unchanged."""
     problem = given()
     out, *rows = problem.forward()
     for kept, factor in ((True, 4.0), (False, 0.0)):
@@ -355,8 +355,8 @@ def test_dropout_that_keeps_everything_scales():
 
 
 @pytest.mark.parametrize("what", [np.nan, np.inf, -np.inf], ids=str)
-def test_what_no_query_sees_is_not_read(what):
-    """Beyond the lengths, and keys that the mask hides from all: the arrays, and the bias."""
+def test_masked_elements_are_not_read(what):
+    """The padding, and keys that the mask hides from all queries: of the arrays and the bias."""
     clean = given(bias="kqhb", sinks=True, dropout=0.3, seq_lens_q=(3, 2), seq_lens_kv=(2, 4))
     clean.options["mask"] = KEY != 1
     arrays = {name: x.copy() for name, x in clean.arrays.items()}

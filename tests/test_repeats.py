@@ -1,4 +1,4 @@
-"""Calls that come again: what is taken for a known call, and what is done with it; CuPy, cuDNN and the plan are stand-ins."""
+"""Repeated calls: which calls use a cached call, and how it runs; CuPy, cuDNN and the plan are fakes."""
 
 import contextlib
 import functools
@@ -20,7 +20,7 @@ SHAPE = CASE.arrays()[0].shape
 
 
 class Array:
-    """What is asked of a CuPy array."""
+    """A fake CuPy array with the attributes that are used."""
 
     addresses = itertools.count(1 << 20, 1 << 20)
 
@@ -38,7 +38,9 @@ CAPTURE = 99
 
 
 class Recording:
-    """Of what is not run: its number, and what it keeps; while it is made the plan's stream is the one that is captured."""
+    """A fake captured graph: its number, and the objects that it keeps alive; during the capture the plan has the captured
+    stream.
+    """
 
     numbers = itertools.count(1)
 
@@ -66,7 +68,7 @@ class Fixture:
     def __init__(self, monkeypatch, workspace=256):
         self.streams: list[int] = []
         self.done, self.alive, self.stream, self.capturing, self.free = [], set(), 7, False, [1 << 40]
-        #: Raised when a call is recorded, a recording is launched, or so many bytes are allocated; and the size of a recording.
+        #: The exceptions of captures, launches and allocations of some bytes; and the size of a captured graph.
         self.failure, self.launch_failure, self.too_much, self.size = None, None, None, 100
 
         def memory(size):
@@ -119,8 +121,8 @@ def fixture(monkeypatch):
     return Fixture(monkeypatch)
 
 
-def test_read_executed_recorded_launched(fixture):
-    """Once read, then executed; at the third sight of the same addresses read and recorded; then launched."""
+def test_validated_executed_captured_launched(fixture):
+    """Validated once, then executed; at the third use of the same addresses captured; then launched."""
     q, k, v = Array(), Array(), Array()
     did = [fixture.call(q, k, v) for _ in range(5)]
     kinds = [x if isinstance(x, str) else x[0] for x in did]
@@ -130,7 +132,7 @@ def test_read_executed_recorded_launched(fixture):
 
 
 def test_one_of_many(fixture, monkeypatch):
-    """A recording is told whether its call has many."""
+    """A captured graph gets a flag whether its call has several."""
     monkeypatch.setattr(replay_cache, "FEW_GRAPHS", 2)
     q, k, v = Array(), Array(), Array()
     told = []
@@ -141,7 +143,7 @@ def test_one_of_many(fixture, monkeypatch):
 
 
 def test_each_call_runs_on_its_own_arrays(fixture):
-    """A call that was learned with one array for q, k and v says nothing of which is which."""
+    """A call that was cached with one array for q, k and v does not identify them afterwards."""
     x = Array()
     fixture.call(x, x, x)
     q, k, v = Array(), Array(), Array()
@@ -151,8 +153,8 @@ def test_each_call_runs_on_its_own_arrays(fixture):
     assert numbers == {"scale": 0.25}
 
 
-def test_where_the_result_is_makes_another_set(fixture):
-    """Memory from the pool is part of the addresses: nothing is launched for a result elsewhere."""
+def test_the_address_of_the_result_is_part_of_the_addresses(fixture):
+    """A graph is not launched for a result at another address."""
     q, k, v = Array(), Array(), Array()
     for _ in range(4):
         fixture.call(q, k, v)
@@ -177,8 +179,8 @@ OTHER = {
 
 
 @pytest.mark.parametrize("name", OTHER)
-def test_other_arrays_are_read(name, fixture):
-    """What poses another problem, or might, is not taken for the known call."""
+def test_other_arrays_are_validated(name, fixture):
+    """A call with another problem, or with arrays that may need one, is not the cached call."""
     q, k, v = Array(), Array(), Array()
     fixture.call(q, k, v)
     assert replay_cache.run_cached("forward", (q, OTHER[name](), v, None, None), {}) is None
@@ -188,8 +190,8 @@ def test_other_arrays_are_read(name, fixture):
     "options", [{"causal": True}, {"scale": 0.5}, {"window": (1, 0)}, {"score_mod": len}, {"tensors": {}}, {"sinks": Array((4,), "f4")}],
     ids=lambda options: next(iter(options)),
 )  # fmt: skip
-def test_other_options_are_read(options, fixture):
-    """Options are part of the call; functions and mappings are never known."""
+def test_other_options_are_validated(options, fixture):
+    """Options are part of the key; calls with functions and mappings are never cached."""
     q, k, v = Array(), Array(), Array()
     fixture.call(q, k, v)
     assert replay_cache.run_cached("forward", (q, k, v, None, None), options) is None
@@ -197,15 +199,15 @@ def test_other_options_are_read(options, fixture):
 
 
 def test_numbers_that_are_equal_are_not_the_same(fixture):
-    """A window of floats, which is refused, is not that of the equal integers."""
+    """A window of floats, which raises, is not that of the equal integers."""
     q, k, v = Array(), Array(), Array()
     fixture.call(q, k, v, window=(1, 0))
     assert replay_cache.run_cached("forward", (q, k, v, None, None), {"window": (1.0, 0)}) is None
     assert replay_cache.run_cached("forward", (q, k, v, None, None), {"window": (1, 0)})
 
 
-def test_a_result_at_a_new_place_is_read_first(fixture):
-    """It may overlap another array: only addresses that were checked are written to."""
+def test_a_result_at_a_new_address_is_validated(fixture):
+    """It may overlap another array, so only validated addresses are written to."""
     q, k, v = Array(), Array(), Array()
     fixture.call(q, k, v, Array())
     out = Array()
@@ -214,8 +216,8 @@ def test_a_result_at_a_new_place_is_read_first(fixture):
     assert fixture.call(q, k, v, q) == "read"
 
 
-def test_what_needs_copies_is_only_ever_recorded(fixture):
-    """Arrays that stand in for others are made by reading; many bytes of them are not kept at all."""
+def test_calls_with_copies_are_validated_or_captured(fixture):
+    """Copies of arrays are created during validation; calls with large copies are not captured."""
     q, k, v = Array(), Array(), Array()
     kinds = [fixture.call(q, k, v, plain=False, made=100) for _ in range(4)]
     assert kinds[:3] == ["read", "read", "read, and recorded"]
@@ -225,7 +227,7 @@ def test_what_needs_copies_is_only_ever_recorded(fixture):
 
 
 def test_not_while_capturing_nor_tuning(fixture, monkeypatch):
-    """A captured stream records the call itself; what is tuned is measured."""
+    """A captured stream captures the call itself; autotuned calls are measured."""
     q, k, v = Array(), Array(), Array()
     for _ in range(4):
         fixture.call(q, k, v)
@@ -240,7 +242,7 @@ def test_not_while_capturing_nor_tuning(fixture, monkeypatch):
 
 
 def test_a_large_workspace_is_allocated_every_time(monkeypatch):
-    """And its address is one of those that a recording is for."""
+    """Its address is one of those of the captured graph."""
     fixture = Fixture(monkeypatch, workspace=replay_cache.SMALL_BYTES + 1)
     q, k, v, out = Array(), Array(), Array(), Array()
     for _ in range(4):
@@ -250,8 +252,8 @@ def test_a_large_workspace_is_allocated_every_time(monkeypatch):
     assert fixture.call(q, k, v, out) == "read"
 
 
-def test_recordings_go_before_their_plan(fixture):
-    """Then the call is learned anew, with the next plan."""
+def test_captured_graphs_are_destroyed_before_their_plan(fixture):
+    """Then the call is cached again, with the next plan."""
     q, k, v = Array(), Array(), Array()
     for _ in range(4):
         fixture.call(q, k, v)
@@ -274,8 +276,8 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("name", FAILURES)
-def test_a_failed_recording_costs_one_warning(name, fixture, monkeypatch):
-    """The call has run: its results stay. One warning, no further attempt for PAUSE calls, then it is recorded after all."""
+def test_a_failed_capture_warns_once(name, fixture, monkeypatch):
+    """The results stay. One warning, no further attempt for PAUSE calls, then the call is captured."""
     monkeypatch.setattr(replay_cache, "RETRY_AFTER", 5)
     fixture.failure = FAILURES[name]
     q, k, v = Array(), Array(), Array()
@@ -286,15 +288,15 @@ def test_a_failed_recording_costs_one_warning(name, fixture, monkeypatch):
     ):
         assert fixture.call(q, k, v) == "read"
     assert [fixture.call(q, k, v)[0] for _ in range(5)] == ["execute"] * 5
-    assert fixture.call(q, k, v) == "read"  # recorded in vain once more, and no other warning
+    assert fixture.call(q, k, v) == "read"  # another failed capture, without another warning
     assert [fixture.call(q, k, v)[0] for _ in range(5)] == ["execute"] * 5
     fixture.failure = None
     assert fixture.call(q, k, v) == "read, and recorded"
     assert fixture.call(q, k, v)[0] == "launch"
 
 
-def test_another_call_fails_to_be_recorded_without_a_warning(fixture):
-    """One warning in a session, whichever calls cannot be recorded."""
+def test_a_session_warns_once_about_failed_captures(fixture):
+    """Whichever calls cannot be captured."""
     fixture.failure = MemoryError()
     q, k, v = Array(), Array(), Array()
     with pytest.warns(RuntimeWarning) as said:
@@ -304,7 +306,7 @@ def test_another_call_fails_to_be_recorded_without_a_warning(fixture):
 
 
 def test_a_failure_does_not_pause_other_calls(fixture):
-    """A call that can be recorded is, while another one cannot."""
+    """A call is captured although another one cannot be."""
     q, k, v = Array(), Array(), Array()
     fixture.failure = MemoryError()
     with pytest.warns(RuntimeWarning):
@@ -315,8 +317,8 @@ def test_a_failure_does_not_pause_other_calls(fixture):
 
 
 @pytest.mark.parametrize("failure", [None, MemoryError(), KeyboardInterrupt()], ids=lambda e: type(e).__name__)
-def test_the_stream_is_restored_after_a_recording(failure, fixture):
-    """The plan's stream is the caller's again, and not the one that was captured, also where recording failed."""
+def test_the_stream_is_restored_after_a_capture(failure, fixture):
+    """The plan has the caller's stream again, not the captured one, also after a failure."""
     q, k, v = Array(), Array(), Array()
     for _ in range(2):
         fixture.call(q, k, v)
@@ -327,8 +329,8 @@ def test_the_stream_is_restored_after_a_recording(failure, fixture):
     assert fixture.streams[-2:] == [CAPTURE, fixture.stream]
 
 
-def test_an_interrupted_recording_leaves_nothing(fixture):
-    """KeyboardInterrupt comes out; the session works, and the call is not recorded for a while."""
+def test_an_interrupted_capture_leaves_nothing(fixture):
+    """KeyboardInterrupt is raised; the session works, and the call is not captured for a while."""
     q, k, v = Array(), Array(), Array()
     fixture.failure = KeyboardInterrupt()
     for _ in range(2):
@@ -340,8 +342,8 @@ def test_an_interrupted_recording_leaves_nothing(fixture):
     assert (fixture.session.cache.recordings, fixture.session.cache.recording_bytes, fixture.alive) == (0, 0, set())
 
 
-def test_a_recording_that_cannot_be_launched_is_destroyed(fixture, monkeypatch):
-    """The call is read instead, with a warning; it is recorded again after PAUSE calls."""
+def test_a_graph_that_cannot_be_launched_is_destroyed(fixture, monkeypatch):
+    """The call is validated instead, with a warning; it is captured again after PAUSE calls."""
     monkeypatch.setattr(replay_cache, "RETRY_AFTER", 2)
     q, k, v = Array(), Array(), Array()
     for _ in range(4):
@@ -363,7 +365,7 @@ def test_a_recording_that_cannot_be_launched_is_destroyed(fixture, monkeypatch):
 
 @pytest.mark.parametrize("workspace", [256, replay_cache.SMALL_BYTES + 1], ids=["small", "large"])
 def test_no_memory_for_the_workspace_of_a_repeated_call(workspace, monkeypatch):
-    """The call is read, where its allocation raises the error with a note; nothing of it is counted or launched."""
+    """The call is validated, where the allocation raises the error with a note; nothing is counted or launched."""
     fixture = Fixture(monkeypatch, workspace)
     q, k, v = Array(), Array(), Array()
     fixture.call(q, k, v)
@@ -372,8 +374,8 @@ def test_no_memory_for_the_workspace_of_a_repeated_call(workspace, monkeypatch):
     assert (fixture.done, fixture.session.cache.hits) == ([], 0)
 
 
-def test_recordings_share_no_memory(fixture):
-    """Each has a workspace of its own, so that two of them, on whatever streams, never write to the same memory."""
+def test_captured_graphs_share_no_memory(fixture):
+    """Each has its own workspace, so two of them never write to the same memory, on any streams."""
     q, k, v = Array(), Array(), Array()
     for out in [Array() for _ in range(3)]:
         for _ in range(3):
@@ -384,8 +386,8 @@ def test_recordings_share_no_memory(fixture):
     assert len({array.data.ptr for array in workspaces}) == 3
 
 
-def test_a_recording_is_for_its_stream_and_its_results(fixture):
-    """A stream at the address of a destroyed one launches a recording only where it writes to the same results."""
+def test_a_captured_graph_is_for_its_stream_and_results(fixture):
+    """A stream with the address of a destroyed one launches a graph only if it writes to the same results."""
     q, k, v, out = Array(), Array(), Array(), Array()
     for _ in range(3):
         fixture.call(q, k, v, out)
@@ -397,8 +399,8 @@ def test_a_recording_is_for_its_stream_and_its_results(fixture):
     assert replay_cache.run_cached("forward", (q, k, v, out, None), {}) is None
 
 
-def test_recordings_of_all_calls_share_one_limit(fixture):
-    """The least recently launched goes first, whichever call it is of; then the addresses are counted anew."""
+def test_captured_graphs_of_all_calls_share_one_limit(fixture):
+    """The least recently launched is evicted, of whichever call; then the uses of its addresses are counted again."""
     q, k, v = Array(), Array(), Array()
     cache = fixture.session.cache
     cache.set_recording_limit(250)
@@ -415,8 +417,8 @@ def test_recordings_of_all_calls_share_one_limit(fixture):
     assert fixture.call(q, k, v, scale=0.3)[0] == "launch"
 
 
-def test_a_recording_that_is_too_large_is_not_made_again_and_again(fixture):
-    """One that alone takes more than the limit is destroyed, and the call is executed for a while."""
+def test_a_graph_that_is_too_large_is_not_captured_repeatedly(fixture):
+    """A graph that exceeds the limit alone is destroyed, and the call is executed for a while."""
     q, k, v = Array(), Array(), Array()
     fixture.size = 65 << 20
     kinds = [fixture.call(q, k, v) for _ in range(10)]
@@ -425,8 +427,8 @@ def test_a_recording_that_is_too_large_is_not_made_again_and_again(fixture):
     assert not fixture.alive
 
 
-def test_without_memory_for_recordings_nothing_is_recorded(fixture):
-    """A limit of 0 turns recording off; calls that come again are executed."""
+def test_a_limit_of_0_disables_captures(fixture):
+    """Repeated calls are executed."""
     q, k, v = Array(), Array(), Array()
     fixture.session.cache.set_recording_limit(0)
     kinds = [fixture.call(q, k, v) for _ in range(10)]
@@ -439,8 +441,8 @@ OPTION_ARRAYS = {
 
 
 @pytest.mark.parametrize("name", OPTION_ARRAYS)
-def test_arrays_of_options_are_told_apart(name, fixture):
-    """An option's array of another dtype, shape or layout is another call, even at the same address."""
+def test_arrays_of_options_are_part_of_the_key(name, fixture):
+    """An option's array with another dtype, shape or layout is another call, even at the same address."""
     q, k, v, bias = Array(), Array(), Array(), Array((8, 4), "f4")
     for _ in range(4):
         fixture.call(q, k, v, bias=bias)
@@ -449,18 +451,18 @@ def test_arrays_of_options_are_told_apart(name, fixture):
     assert replay_cache.run_cached("forward", (q, k, v, None, None), {"bias": bias})
 
 
-def test_the_least_recently_used_call_is_forgotten_first(fixture, monkeypatch):
-    """A call that was repeated since outlives one that was not."""
+def test_the_least_recently_used_call_is_evicted(fixture, monkeypatch):
+    """A call that was repeated since stays."""
     monkeypatch.setattr(replay_cache, "MAX_CALLS", 2)
     q, k, v = Array(), Array(), Array()
     for scale in (0.1, 0.2, 0.1, 0.3):
         fixture.call(q, k, v, scale=scale)
-    assert fixture.call(q, k, v, scale=0.1) == "read, and recorded"  # for the third time; if it were forgotten, "read"
+    assert fixture.call(q, k, v, scale=0.1) == "read, and recorded"  # for the third time; "read" if it were evicted
     assert replay_cache.run_cached("forward", (q, k, v, None, None), {"scale": 0.2}) is None
 
 
-def test_old_sightings_are_forgotten(fixture, monkeypatch):
-    """Addresses that never come again are not remembered: the least recent of more than SEEN go."""
+def test_old_addresses_are_forgotten(fixture, monkeypatch):
+    """The least recent of more than SEEN addresses are removed."""
     monkeypatch.setattr(replay_cache, "MAX_ADDRESS_SETS", 3)
     q, k, v = Array(), Array(), Array()
     outputs = [Array() for _ in range(5)]
@@ -470,8 +472,8 @@ def test_old_sightings_are_forgotten(fixture, monkeypatch):
     assert [pointers[4] for pointers in known._counts] == [outputs[n].data.ptr for n in (3, 4, 2)]
 
 
-def test_forgotten_calls_leave_no_recording(fixture, monkeypatch):
-    """Beyond the limit of calls their recordings are destroyed with them."""
+def test_evicted_calls_leave_no_captured_graph(fixture, monkeypatch):
+    """Their captured graphs are destroyed with them."""
     monkeypatch.setattr(replay_cache, "MAX_CALLS", 2)
     q, k, v = Array(), Array(), Array()
     for scale in (0.1, 0.2, 0.3):
@@ -481,8 +483,8 @@ def test_forgotten_calls_leave_no_recording(fixture, monkeypatch):
     assert fixture.session.cache.recordings == len(fixture.alive) == 2
 
 
-def test_what_was_made_for_the_call_is_kept_with_the_recording(fixture):
-    """An input that is not the caller's is read by every launch."""
+def test_arrays_of_the_call_are_kept_with_the_graph(fixture):
+    """Every launch reads the inputs that were allocated for the call."""
     q, k, v, out, seed = Array(), Array(), Array(), Array(), Array((1,), "i8")
     launched = LaunchRecord(fixture.plan, 1 << 41, True, 0)
     for _ in range(3):

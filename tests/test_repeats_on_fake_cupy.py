@@ -1,6 +1,6 @@
-"""Repeated, captured, prepared and tuned calls on host memory: which addresses and streams they use, see :mod:`fake_cupy`.
+"""Repeated, captured, prepared and autotuned calls on host memory: their addresses and streams, see :mod:`fake_cupy`.
 
-Streams run late and freed memory is NaN, so a stale address or stream gives a wrong result. On a real GPU:
+Streams are lazy and freed memory is NaN, so a stale address or stream gives a wrong result. On a real GPU:
 tests/test_gpu_repeats.py and tests/test_gpu_plans.py.
 """
 
@@ -19,19 +19,19 @@ from cupy_sdpa import attention, attention_backward, attention_vjp, explain, get
 from cupy_sdpa._cudnn.library import library
 from cupy_sdpa.calls import replay_cache
 
-#: Calls on the same addresses after which they are replayed from a CUDA graph.
+#: Calls with the same addresses after which a CUDA graph is replayed.
 OFTEN = replay_cache.CAPTURE_AFTER + 1
 
 
 @pytest.fixture
 def cupy(fake):
-    """The stand-in takes CuPy's place."""
+    """Install the fake CuPy."""
     return fake
 
 
 @contextlib.contextmanager
 def replayed():
-    """Assert that cuDNN is not called: what runs is a CUDA graph."""
+    """Assert that cuDNN is not called, because a CUDA graph runs."""
     before = len(library().executions)
     yield
     assert len(library().executions) == before, "the call was not replayed"
@@ -50,7 +50,7 @@ CASES = [
 
 
 class Problem:
-    """The arrays and options of a case, results full of NaN, and both passes into given results."""
+    """The arrays and options of a case, results full of NaN, and both passes with preallocated results."""
 
     def __init__(self, cupy, case, **options):
         self.cupy, self.case = cupy, case
@@ -68,19 +68,19 @@ class Problem:
             x.fill(np.nan)
 
     def run(self):
-        """Both passes, in given arrays; gives their contents after the current stream is done."""
+        """Run both passes with preallocated results; returns their contents after the current stream is done."""
         self.launch()
         return [as_float(x) for x in self.results]
 
     def launch(self):
-        """Both passes, without waiting."""
+        """Run both passes without synchronization."""
         q, k, v, dout = self.inputs
         out, stats, dq, dk, dv = self.results
         attention(q, k, v, out=out, stats=stats, **self.options)
         attention_backward(dout, q, k, v, out, stats, dq=dq, dk=dk, dv=dv, **self.options)
 
     def fresh(self):
-        """The same contents at other addresses, which no call has seen."""
+        """A copy at other addresses, which no call has used."""
         other = object.__new__(Problem)
         other.__dict__ |= self.__dict__
         arrays = {name: x.copy("K") for name, x in self.options.items() if isinstance(x, self.cupy.ndarray)}
@@ -98,20 +98,20 @@ class Problem:
 
 
 def equal(got, want):
-    """Assert that results are the same, none of them NaN."""
+    """Assert that results are equal and contain no NaN."""
     for a, b in zip(got, want, strict=True):
         assert not np.isnan(a).any()
         np.testing.assert_array_equal(a, b)
 
 
 def kinds():
-    """The kinds of all nodes of all CUDA graphs that are ready."""
+    """The kinds of all nodes of all instantiated CUDA graphs."""
     return {work.kind for works in DEVICE.executables.values() for work in works}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_replays_read_what_is_there_now(case, cupy):
-    """A call that came often is replayed: right on changed contents, and its memory is nobody else's."""
+def test_replays_read_the_present_contents(case, cupy):
+    """A replayed call is right after its inputs changed, and its memory is not allocated to others."""
     problem = Problem(cupy, case)
     for _ in range(2 * OFTEN):
         want = problem.run()
@@ -119,7 +119,7 @@ def test_replays_read_what_is_there_now(case, cupy):
     with replayed():
         equal(problem.run(), want)
     sizes = [1 << n for n in range(8, 17)] + [x.nbytes for x in problem.results]
-    others = [cupy.full(size, 7, np.uint8) for size in sizes for _ in range(8)]  # all that is free and might be used
+    others = [cupy.full(size, 7, np.uint8) for size in sizes for _ in range(8)]  # all free memory that might be reused
     problem.change()
     problem.poison()
     with replayed():
@@ -129,7 +129,7 @@ def test_replays_read_what_is_there_now(case, cupy):
 
 
 def test_addresses_of_results_and_inputs_change(cupy):
-    """Results that the call makes, and inputs elsewhere: each call computes on its own arrays."""
+    """New results and inputs at other addresses: each call uses its own arrays."""
     case = Case("moving", d=16, sq=20, skv=24)
     q, k, v = map(cupy.asarray, case.arrays())
     want = as_float(attention(q, k, v))
@@ -145,7 +145,7 @@ def test_addresses_of_results_and_inputs_change(cupy):
 
 @pytest.mark.parametrize("case", CASES[:2], ids=str)
 def test_the_current_stream_is_used(case, cupy):
-    """Every launch of first, repeated and replayed calls goes to the stream that is current, whatever was before."""
+    """Every launch of first, repeated and replayed calls is on the current stream."""
     problem = Problem(cupy, case)
     want = problem.run()
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
@@ -165,7 +165,7 @@ def test_the_current_stream_is_used(case, cupy):
 
 
 @pytest.mark.parametrize("case", CASES[:3], ids=str)
-def test_a_stream_at_the_address_of_one_that_is_gone(case, cupy):
+def test_a_stream_at_the_address_of_a_destroyed_one(case, cupy):
     """CUDA reuses addresses of streams: results on the new stream are right, and on that stream only."""
     problem = Problem(cupy, case)
     want = problem.run()
@@ -183,8 +183,8 @@ def test_a_stream_at_the_address_of_one_that_is_gone(case, cupy):
 
 
 @pytest.mark.parametrize("case", CASES[:2], ids=str)
-def test_recordings_and_their_memory_are_of_the_callers_stream(case, cupy):
-    """While and after calls are recorded, memory comes from the pool of the caller's stream; the handle is left on it."""
+def test_captures_allocate_from_the_callers_stream(case, cupy):
+    """During and after captures, memory comes from the pool of the caller's stream, and the handle has that stream."""
     problem, streams = Problem(cupy, case), set()
     cupy.cuda.Device().synchronize()
 
@@ -202,8 +202,8 @@ def test_recordings_and_their_memory_are_of_the_callers_stream(case, cupy):
 
 
 @pytest.mark.parametrize("error", [RuntimeError(2), MemoryError("another allocator's"), RuntimeError(999)], ids=str)
-def test_a_recording_that_fails_costs_nothing_but_time(error, cupy, monkeypatch):
-    """The results of the call stand, later calls are right, and nothing is left of the recording."""
+def test_a_failed_capture_has_no_effect_on_results(error, cupy, monkeypatch):
+    """The results of the call stay, later calls are right, and nothing of the capture is left."""
     if isinstance(error, RuntimeError):
         error = cupy.cuda.runtime.CUDARuntimeError(error.args[0])
     problem = Problem(cupy, CASES[1])
@@ -225,7 +225,7 @@ def test_a_recording_that_fails_costs_nothing_but_time(error, cupy, monkeypatch)
 
 
 def test_kernels_are_launched_one_by_one(cupy, monkeypatch):
-    """One of many recordings, on a stream that has work, follows kernel by kernel with the same results."""
+    """On a busy stream one of several captured graphs is launched kernel by kernel, with the same results."""
     monkeypatch.setattr(replay_cache, "FEW_GRAPHS", 0)
     problem = Problem(cupy, CASES[0])
     want = [problem.run() for _ in range(2 * OFTEN)][-1]
@@ -238,7 +238,7 @@ def test_kernels_are_launched_one_by_one(cupy, monkeypatch):
 
 
 def test_threads(cupy):
-    """Four threads with a stream each and a plan cache of one: all results are right."""
+    """Four threads with a stream each, and a plan cache of one: all results are right."""
     problems = [Problem(cupy, case) for case in CASES[:3]]
     wanted = [problem.run() for problem in problems]
     cupy.cuda.Device().synchronize()
@@ -267,7 +267,7 @@ def test_threads(cupy):
 
 
 def test_one_plan_at_a_time(cupy):
-    """With room for one plan each call destroys the one before, whose work may still be queued: results are right."""
+    """With a limit of one plan each call destroys the previous one, whose work may be queued: results are right."""
     get_plan_cache().set_limit(1)
     problems = [Problem(cupy, case) for case in CASES[:3]]
     wanted = [problem.run() for problem in problems]
@@ -281,13 +281,13 @@ def test_one_plan_at_a_time(cupy):
     get_plan_cache().set_limit(256)
 
 
-# Captured by the caller
+# Captured by the user
 
 
 @pytest.mark.parametrize("options", [{}, {"bucket": 64}], ids=["exact", "bucket"])
 @pytest.mark.parametrize("case", [case for case in CASES if case.name != "max_sumexp"], ids=str)
 def test_captured_calls(case, options, cupy):
-    """Both passes in a CUDA graph: replayed on changed contents, after the plan cache was emptied, with other work between."""
+    """Both passes in a CUDA graph: replayed with changed contents, after the plan cache was emptied, with other work between."""
     if options and case.packed:
         options = {"bucket": 32}
     problem = Problem(cupy, case, **options)
@@ -313,8 +313,8 @@ def test_captured_calls(case, options, cupy):
     assert library().forget_plans() == 2, "the plans that were captured are kept, and no other"
 
 
-def test_what_is_not_planned_is_not_captured(cupy):
-    """Without a plan a captured call, prepare() and tuning are refused, and the capture goes on."""
+def test_a_capture_without_a_plan_raises(cupy):
+    """A call, prepare() and autotuning without a plan raise, and the capture continues."""
     problem = Problem(cupy, CASES[0])
     q, k, v, _ = problem.inputs
     with cupy.cuda.Stream(non_blocking=True) as stream:
@@ -340,11 +340,11 @@ def test_what_is_not_planned_is_not_captured(cupy):
     assert library().forget_plans() == 1
 
 
-# Prepared and tuned
+# Prepared and autotuned calls
 
 
 def test_prepared_calls(cupy):
-    """A prepared call is replayed; other contents, other lengths and other addresses are computed, other problems refused."""
+    """A prepared call is replayed; other contents, lengths and addresses are computed; other problems raise."""
     case = CASES[1]
     q, k, v = (cupy.asarray(x) for x in case.arrays())
     options, out = case.options(cupy), cupy.empty_like(q)
@@ -378,7 +378,7 @@ def right(q, k, v, out):
 
 
 def test_tuning_takes_the_fastest_that_is_right(cupy):
-    """Of the engine configs one is faster and wrong, two do not run; the right one that is faster is kept."""
+    """One engine config is faster and wrong, two cannot run; the faster one that is right is used."""
     fastest = CONFIGS[4]
     assert {fastest.fails, fastest.wrong, fastest.us} == {"", False, 400.0}
     q, k, v = (cupy.asarray(x) for x in CASES[0].arrays())
@@ -399,7 +399,7 @@ def test_tuning_takes_the_fastest_that_is_right(cupy):
 
 
 def test_tuning_of_both_passes_on_a_stream(cupy):
-    """Inside the context manager each pass is tuned once, on the stream of the call, and the results are right."""
+    """In the context manager each pass is autotuned once, on the stream of the call, and the results are right."""
     problem = Problem(cupy, CASES[0])
     q, k, v, dout = problem.inputs
     cupy.cuda.Device().synchronize()

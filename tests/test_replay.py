@@ -1,4 +1,4 @@
-"""Recording: what is captured and kept, and which CUDA graphs can be launched kernel by kernel; CuPy and the driver are stand-ins."""
+"""Captured CUDA graphs: what they keep, and which can be launched kernel by kernel; CuPy and the driver are fakes."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ SIZES = {"gridDimX": 4, "gridDimY": 2, "gridDimZ": 3, "blockDimX": 384, "blockDi
 
 
 class Driver:
-    """What is asked of the driver about a graph: its nodes, by kind, and its edges, by the places of their nodes."""
+    """A fake driver with a graph: its nodes by kind, and its edges as pairs of node indices."""
 
     CUgraphNodeType = SimpleNamespace(CU_GRAPH_NODE_TYPE_KERNEL=KERNEL, CU_GRAPH_NODE_TYPE_MEMSET=FILL)
     CUlaunchAttributeID = SimpleNamespace(
@@ -65,8 +65,8 @@ def driver_calls(monkeypatch, *given, **more):
     return cuda_graph.driver_calls(graph=1, stream=9)
 
 
-def test_a_row_of_fills_and_kernels(monkeypatch):
-    """Each node is a call with what the graph knows of it, on the recording's stream, in their order."""
+def test_a_sequence_of_fills_and_kernels(monkeypatch):
+    """Each node is launched with its parameters, on the stream of the graph, in order."""
     fill, first, second = driver_calls(monkeypatch, [FILL, KERNEL, KERNEL], [(0, 1), (1, 2)])
     assert fill == ("fill 4", (("address", 1 << 40), 5, 3, ("stream", 9)))
     for node, (function, arguments) in enumerate((first, second), 1):
@@ -81,8 +81,8 @@ def test_a_row_of_fills_and_kernels(monkeypatch):
 @pytest.mark.parametrize(
     ("more", "names"), [({"cluster": 2}, ["cluster"]), ({"cluster": 2, "together": 1}, ["cluster", "together"])]
 )
-def test_what_a_kernel_needs_of_its_launch(more, names, monkeypatch):
-    """Clusters and a cooperative launch are asked for again."""
+def test_launch_attributes_of_kernels(more, names, monkeypatch):
+    """Clusters and cooperative launches are kept."""
     ((_, (config, *_)),) = driver_calls(monkeypatch, [KERNEL], [], **more)
     assert [attribute.id for attribute in config.attrs] == names
     assert config.numAttrs == len(names)
@@ -98,14 +98,14 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_graphs_are_only_launched_whole(name, monkeypatch):
-    """Nothing is left out or put in a row that is none."""
+def test_other_graphs_are_launched_as_a_whole(name, monkeypatch):
+    """No node is omitted, and parallel nodes are not serialized."""
     kinds, edges, more = OTHERS[name]
     assert driver_calls(monkeypatch, kinds, edges, **more) == []
 
 
-def test_a_driver_that_fails_is_told(monkeypatch):
-    """What the driver refuses to say of a node is no reason to leave the node out."""
+def test_a_failure_of_the_driver_raises(monkeypatch):
+    """A node is not omitted because the driver cannot report its parameters."""
     refused = SimpleNamespace(name="CUDA_ERROR_INVALID_VALUE")
     monkeypatch.setattr(Driver, "cuGraphNodeGetType", lambda *_: (refused, None))
     with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_VALUE"):
@@ -116,9 +116,9 @@ CALLERS, CAPTURED, GRAPH, EXECUTABLE = 7, 99, 5, 6
 
 
 class Cupy:
-    """What recording asks of CuPy: streams, capture and graphs; ``done`` has what was done, ``fail`` what is raised, by function.
+    """A fake CuPy with streams, capture and graphs; ``done`` lists the calls, ``fail`` the exceptions by function.
 
-    ``current`` is the address of the current stream, ``memory`` the stream that each array was allocated on.
+    ``current`` is the address of the current stream, ``memory`` the stream of each allocation.
     """
 
     def __init__(self):
@@ -188,8 +188,8 @@ def cupy(monkeypatch):
     return cupy
 
 
-def test_a_recording_owns_its_memory(cupy):
-    """What is allocated while it is recorded is of the caller's stream, and counted and kept with the arrays given, until close()."""
+def test_a_captured_graph_owns_its_memory(cupy):
+    """Allocations during the capture are of the caller's stream; they are counted and kept with the given arrays until close()."""
     own = SimpleNamespace(nbytes=1000)
     recording = cuda_graph.Recording(lambda: [cupy_runtime.allocate(size) for size in (300, 40)], [own])
     assert cupy.memory == [CALLERS, CALLERS]
@@ -207,8 +207,8 @@ def test_a_recording_owns_its_memory(cupy):
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("refused"), KeyboardInterrupt()], ids=lambda e: type(e).__name__)
 @pytest.mark.parametrize("where", ["begin", "run", "empty", "end", "driver_calls", "instantiate"])
 @pytest.mark.parametrize("broken", [False, True], ids=["", "and_the_capture_is_broken"])
-def test_whatever_is_raised_nothing_is_left_of_a_recording(where, broken, error, cupy):
-    """The error comes out, the capture is ended, its graph destroyed, the current stream and the allocator are as before."""
+def test_a_failed_capture_leaves_nothing(where, broken, error, cupy):
+    """The error is raised, the capture is ended, its graph destroyed, the current stream and the allocator are restored."""
     if broken:
         cupy.fail["end"] = RuntimeError("CUDA_ERROR_STREAM_CAPTURE_INVALIDATED")
     cupy.fail[where] = error
@@ -229,8 +229,8 @@ def test_whatever_is_raised_nothing_is_left_of_a_recording(where, broken, error,
     assert cupy.done[-1] == ("alloc",)
 
 
-def test_a_recording_that_fails_to_close_is_closed_all_the_same(cupy):
-    """Graph, executable and memory are all let go, whichever fails."""
+def test_close_releases_everything_after_a_failure(cupy):
+    """Graph, executable and memory are released, whichever fails."""
     recording = cuda_graph.Recording(lambda: None, [SimpleNamespace(nbytes=1)])
     cupy.fail["destroy"] = RuntimeError("sticky")
     with pytest.raises(RuntimeError, match="sticky"):

@@ -1,4 +1,4 @@
-"""Serialized plans on disk: found again by whoever may, and never handed out damaged."""
+"""Serialized plans in the disk cache: found by any process of the user, never returned if damaged."""
 
 import os
 import stat
@@ -22,7 +22,7 @@ CONTENT = b'{"engine": 2}\n' + bytes(range(256)) * 40
 
 @pytest.fixture
 def folder(tmp_path):
-    """Where a shelf would make its folder."""
+    """The folder that a disk cache would create."""
     return tmp_path / "kept"
 
 
@@ -30,8 +30,8 @@ def file_of(folder, key=KEY):
     return folder / f"{key}.plan"
 
 
-def test_what_is_put_is_found_by_another(folder):
-    """By the same shelf, by another one of the same folder, as another process would; not under another key."""
+def test_entries_are_found_by_other_caches(folder):
+    """By the same cache and by another one of the same folder, as in another process; not under another key."""
     DiskCache(folder).put(KEY, CONTENT)
     other = DiskCache(folder)
     assert other.get(KEY) == CONTENT
@@ -41,8 +41,8 @@ def test_what_is_put_is_found_by_another(folder):
     assert str(other).startswith(f"plans in {folder}: 1 files")
 
 
-def test_without_a_folder_the_process_shares():
-    """In memory only: one shelf finds what it kept, another does not."""
+def test_without_a_folder_entries_are_in_memory():
+    """One cache finds its entries, another does not."""
     first = DiskCache(None)
     first.put(KEY, CONTENT)
     assert first.get(KEY) == CONTENT
@@ -53,8 +53,8 @@ def test_without_a_folder_the_process_shares():
     assert "in memory only" in str(first)
 
 
-def test_what_is_kept_is_private(folder):
-    """Folder and files are for their owner alone, and nothing half written is left lying about."""
+def test_folder_and_files_are_private(folder):
+    """Only the owner has access, and no temporary file is left."""
     DiskCache(folder).put(KEY, CONTENT)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert stat.S_IMODE(file_of(folder).stat().st_mode) == 0o600
@@ -77,8 +77,8 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_damage_costs_one_warning(name, folder):
-    """Whatever is wrong with a file: it is not handed out, it is deleted, and a new one takes its place."""
+def test_a_damaged_entry_is_deleted_with_a_warning(name, folder):
+    """Whatever the damage: the entry is not returned, it is deleted, and can be stored again."""
     DiskCache(folder).put(KEY, CONTENT)
     path = file_of(folder)
     raw = path.read_bytes()
@@ -102,7 +102,7 @@ FOREIGN = {
 
 @pytest.mark.parametrize("name", FOREIGN)
 def test_a_foreign_file_with_the_name_of_an_entry_is_left_alone(name, folder, recwarn):
-    """A file that does not begin as an entry does is neither used, replaced, counted nor deleted; one warning names it."""
+    """A file without the header of an entry is neither used, replaced, counted nor deleted; one warning names it."""
     DiskCache(folder).put(KEY, CONTENT)
     path = file_of(folder)
     path.write_bytes(FOREIGN[name](path.read_bytes()))
@@ -121,8 +121,8 @@ def test_a_foreign_file_with_the_name_of_an_entry_is_left_alone(name, folder, re
 
 
 @pytest.mark.parametrize("position", range(16, 400, 7))
-def test_no_bit_may_be_wrong(position, folder):
-    """A wrong bit anywhere in head or content is noticed."""
+def test_every_flipped_bit_is_detected(position, folder):
+    """In the header and in the content."""
     DiskCache(folder).put(KEY, CONTENT)
     path = file_of(folder)
     raw = bytearray(path.read_bytes())
@@ -132,8 +132,8 @@ def test_no_bit_may_be_wrong(position, folder):
         assert DiskCache(folder).get(KEY) is None
 
 
-def test_a_file_under_another_name_is_noticed(folder):
-    """A whole and right entry, copied to where another belongs, is not taken for that one."""
+def test_a_file_under_another_name_is_not_used(folder):
+    """A valid entry that was copied to the name of another."""
     DiskCache(folder).put(OTHER, CONTENT)
     file_of(folder, OTHER).rename(file_of(folder, KEY))
     with pytest.warns(DiskCacheWarning, match="renamed"):
@@ -172,8 +172,8 @@ OBSTACLES = [read_only, full, a_file, of_somebody_else, open_to_all]
 
 
 @pytest.mark.parametrize("obstacle", OBSTACLES, ids=lambda f: f.__name__)
-def test_a_folder_of_no_use_costs_one_warning(obstacle, folder, monkeypatch, recwarn):
-    """Where nothing can be kept, or should not be, the process goes on with its memory; it is told once."""
+def test_an_unusable_folder_warns_once(obstacle, folder, monkeypatch, recwarn):
+    """If entries cannot or should not be stored, the process uses memory only."""
     obstacle(folder, monkeypatch)
     kept = DiskCache(folder)
     kept.put(KEY, CONTENT)
@@ -185,8 +185,8 @@ def test_a_folder_of_no_use_costs_one_warning(obstacle, folder, monkeypatch, rec
 
 
 @pytest.mark.parametrize("obstacle", [of_somebody_else, open_to_all], ids=lambda f: f.__name__)
-def test_what_others_may_have_written_is_not_read(obstacle, folder, monkeypatch, tmp_path):
-    """A right entry in a folder that others may write to is not executed."""
+def test_a_folder_that_others_can_write_to_is_not_read(obstacle, folder, monkeypatch, tmp_path):
+    """A valid entry in it is not used."""
     DiskCache(tmp_path / "private").put(KEY, CONTENT)
     obstacle(folder, monkeypatch)
     file_of(folder).write_bytes(file_of(tmp_path / "private").read_bytes())
@@ -195,7 +195,7 @@ def test_what_others_may_have_written_is_not_read(obstacle, folder, monkeypatch,
 
 
 def test_a_folder_in_the_place_of_an_entry(folder, recwarn):
-    """It cannot be read, nor replaced: told once, and the memory serves."""
+    """It cannot be read or replaced: one warning, and memory is used."""
     file_of(folder).mkdir(parents=True)
     folder.chmod(0o700)
     kept = DiskCache(folder)
@@ -207,19 +207,19 @@ def test_a_folder_in_the_place_of_an_entry(folder, recwarn):
 
 
 def test_the_folder_is_bounded(folder):
-    """Beyond the limit what was not used for the longest time goes."""
+    """Beyond the limit the least recently used entry is deleted."""
     kept = DiskCache(folder, limit=3 * (len(CONTENT) + 300))
     keys = [f"{n:064x}" for n in range(4)]
     for n, key in enumerate(keys[:3]):
         kept.put(key, CONTENT)
         os.utime(file_of(folder, key), (n, n))
-    assert DiskCache(folder).get(keys[0]) == CONTENT  # used now
+    assert DiskCache(folder).get(keys[0]) == CONTENT  # most recently used
     kept.put(keys[3], CONTENT)
     assert [path.stem for path in kept.paths()] == [keys[0], keys[2], keys[3]]
 
 
-def test_what_a_killed_process_left_is_removed(folder):
-    """Half-written files go when they are old; those of a process that is writing now stay."""
+def test_temporary_files_of_killed_processes_are_removed(folder):
+    """Old temporary files are deleted; those of a process that is writing are not."""
     kept = DiskCache(folder)
     kept.put(KEY, CONTENT)
     old, new = folder / f".cupy_sdpa-{1:032x}.part", folder / f".cupy_sdpa-{2:032x}.part"
@@ -235,7 +235,7 @@ def test_what_a_killed_process_left_is_removed(folder):
 
 
 def in_use(folder):
-    """A folder with files of others, whose names are like those of entries; gives the names."""
+    """A folder with other files whose names are similar to those of entries; returns the names."""
     folder.mkdir(mode=0o700)
     entry = b"cupy_sdpa plan 1\n" + b"x" * 1000
     others = {
@@ -252,7 +252,7 @@ def in_use(folder):
 
 
 def test_a_store_in_a_folder_in_use_touches_its_own_files_only(folder):
-    """Whatever a store does, files that this package did not write stay, and are not counted."""
+    """Files that this package did not write are kept and not counted."""
     others = in_use(folder)
     contents = {name: (folder / name).read_bytes() for name in others if (folder / name).is_file()}
     kept = DiskCache(folder, limit=1)
@@ -298,7 +298,7 @@ def writable_by_all(path, entry, monkeypatch):
 
 @pytest.mark.parametrize("how", [linked, a_pipe, another_users, writable_by_a_group, writable_by_all], ids=lambda f: f.__name__)
 def test_a_file_that_others_may_have_written_is_not_read(how, folder, tmp_path, monkeypatch):
-    """In a private folder too, an entry must be a regular file of this user's or root's that only its owner can write to."""
+    """In a private folder, too, an entry must be a regular file of this user or root that only its owner can write to."""
     DiskCache(tmp_path / "private").put(KEY, CONTENT)
     folder.mkdir(mode=0o700)
     how(file_of(folder), file_of(tmp_path / "private"), monkeypatch)
@@ -307,8 +307,8 @@ def test_a_file_that_others_may_have_written_is_not_read(how, folder, tmp_path, 
     assert os.path.lexists(file_of(folder))
 
 
-def test_a_larger_file_than_an_entry_can_be_is_not_read(folder):
-    """A sparse file of 3 GB that begins as an entry does costs a warning, not memory."""
+def test_a_file_beyond_the_size_limit_is_not_read(folder):
+    """A sparse file of 3 GB with the header of an entry gives a warning, and is not read into memory."""
     folder.mkdir(mode=0o700)
     path = file_of(folder)
     with path.open("wb") as file:
@@ -324,8 +324,8 @@ def test_a_larger_file_than_an_entry_can_be_is_not_read(folder):
     assert not path.exists()
 
 
-def test_a_larger_plan_than_an_entry_can_be_is_kept_in_memory_only(folder, monkeypatch):
-    """It would not be read again, so it is not written; one warning says so."""
+def test_a_plan_beyond_the_size_limit_is_kept_in_memory(folder, monkeypatch):
+    """It could not be read, so it is not written; one warning."""
     monkeypatch.setattr(disk_cache, "ENTRY_LIMIT", 1000)
     kept = DiskCache(folder)
     with pytest.warns(DiskCacheWarning, match="the limit is 1000 bytes"):
@@ -335,7 +335,7 @@ def test_a_larger_plan_than_an_entry_can_be_is_kept_in_memory_only(folder, monke
 
 
 def test_without_user_ids_the_store_works(folder, monkeypatch):
-    """Where the system has neither users nor O_NOFOLLOW (Windows), entries are kept and found."""
+    """On systems without user ids and O_NOFOLLOW (Windows) entries are stored and found."""
     monkeypatch.delattr(disk_cache.os, "getuid")
     monkeypatch.setattr(disk_cache, "_SAFE", 0)
     DiskCache(folder).put(KEY, CONTENT)
@@ -343,7 +343,7 @@ def test_without_user_ids_the_store_works(folder, monkeypatch):
 
 
 def test_processes_write_at_once(folder):
-    """Four processes write and read the same entries over and over: whatever is found is whole."""
+    """Four processes write and read the same entries repeatedly: every entry that is found is complete."""
     code = f"""
 import sys, warnings
 warnings.simplefilter("error")
@@ -362,7 +362,7 @@ for n in range(100):
 
 
 def test_of_many_threads_one_builds():
-    """Who waits for a plan that another thread is building finds it."""
+    """A thread that waits for a plan of another thread finds it."""
     kept, built = DiskCache(None), []
 
     def want():
@@ -391,19 +391,19 @@ def test_of_many_threads_one_builds():
     ],
     ids=["off", "named", "xdg", "home", "tilde"],
 )
-def test_the_environment_says_where(environment, wanted, monkeypatch):
-    """The variable, else the user's cache folder; a change is followed."""
+def test_the_environment_sets_the_folder(environment, wanted, monkeypatch):
+    """The variable, else the user's cache folder; a change takes effect."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert store.kept().folder == wanted
 
 
 def test_a_forked_child_has_locks_of_its_own(folder, monkeypatch):
-    """A thread of the parent holds every lock while it forks: the child can still keep and find plans."""
+    """A thread of the parent holds every lock during the fork: the child can still store and find plans."""
     monkeypatch.setenv("CUPY_SDPA_CACHE_DIR", str(folder))
     parent = store.kept()
     with parent.building(KEY), parent._lock, disk_cache._lock, warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forking while there are threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking with several threads
         child = os.fork()
         if child == 0:
             mine = store.kept()
@@ -414,7 +414,7 @@ def test_a_forked_child_has_locks_of_its_own(folder, monkeypatch):
 
 
 def test_whether_a_folder_can_keep_entries(folder):
-    """It is made where it is not there; what is no folder, or open to others, is refused."""
+    """It is created if it does not exist; a file, or a folder that others can write to, raises."""
     folder.mkdir()
     DiskCache(folder / "new").check()
     assert (folder / "new").stat().st_mode & 0o777 == 0o700

@@ -1,4 +1,4 @@
-"""The support table: every rule has a case on each side of it, and its message says what to do."""
+"""The support table: every rule has a case on each side, and its message contains the remedy."""
 
 import re
 import subprocess
@@ -28,7 +28,7 @@ from cupy_sdpa.version import MINIMUM_CUDNN, RELEASES, version_text
 
 
 def asked(d=64, dv=None, hq=4, hkv=4, sq=16, skv=16, b=2, dtype="bfloat16", itemsize=2, strides=None, alignment=16, **outputs):
-    """A problem of dense arrays, but for q's strides and alignment where given."""
+    """A problem of dense arrays, except for the given strides and alignment of q."""
     shapes = (d, hq, sq, b), (d, hkv, skv, b), (dv or d, hkv, skv, b)
     q, k, v = ((dtype, shape, dense_strides(shape, itemsize), 16) for shape in shapes)
     q = (dtype, q[1], strides or q[2], alignment)
@@ -60,7 +60,7 @@ def packed(queries=16, hkv=2, d=64, q=None, dtype="bfloat16", **options):
 
 
 def one_packed_query(hkv=2, **options):
-    """The problem of packed sequences of one query, as it is before the workaround."""
+    """The problem of packed sequences of one query, before the workaround."""
     engine_problem = packed(queries=1, hkv=hkv, **options)
     return replace(engine_problem, settings=engine_problem.settings._replace(max_seqlen_q=1))
 
@@ -83,7 +83,8 @@ def less_a_number(skv=1, sq=16, backward=True, score_mod=lambda s, b, h, i, j, t
     return cupy_sdpa.problem(q, kv, kv, dtype="bfloat16", backward=backward, score_mod=score_mod, tensors={"t": ()})
 
 
-#: rule: (a problem that breaks it, cuDNN version, capability, what the message says), (one that just keeps it, version, capability)
+#: rule: (a problem that violates it, cuDNN version, capability, part of the message), (one that just satisfies it, version,
+#: capability)
 SIDES = {
     "cudnn-version": ((asked(), 91801, 90, r"cuDNN is 9\.18\.1; 9\.19\.0 .*pip install"), (asked(), 91900, 90)),
     "gpu-generation": ((asked(), 91900, 75, r"7\.5; 8\.0 \(Ampere\)"), (asked(), 91900, 80)),
@@ -151,7 +152,7 @@ SIDES = {
     ),
 }  # fmt: skip
 
-#: The same of rules that refuse nothing.
+#: The same for rules that do not refuse.
 DOUBTS = {
     "packed-gradients": ((packed(backward=True), 91900, 80, r"packed .* compute capability 8\.0"), (packed(backward=True), 91900, 90)),
     "positive-scale-elsewhere": (
@@ -164,14 +165,14 @@ DOUBTS = {
 
 
 def test_every_rule_has_both_sides():
-    """A rule without a case here is a rule that nobody would miss."""
+    """Every rule has a case here."""
     assert set(SIDES) == {rule.name for rule in RULES if rule.refuses}
     assert set(DOUBTS) == {rule.name for rule in RULES if not rule.refuses}
 
 
 @pytest.mark.parametrize("rule", DOUBTS)
 def test_what_was_never_run_is_unverified_and_not_refused(rule):
-    """Such a problem is not refused; its doubt names the GPU. Just on the other side there is none."""
+    """Such a problem is not refused, and the report names the GPU. Just on the other side it is verified."""
     problem, cudnn, capability, words = DOUBTS[rule][0]
     assert why_not(problem, cudnn, capability) == []
     (text,) = [text for name, text in unverified_rules(problem, cudnn, capability) if name == rule]
@@ -181,14 +182,14 @@ def test_what_was_never_run_is_unverified_and_not_refused(rule):
 
 
 def test_gpus_on_which_nothing_was_run_are_unverified():
-    """Of a plain problem nothing is doubted on Hopper; on other GPUs it is unverified."""
+    """A plain problem is verified on Hopper, and unverified on other GPUs."""
     assert unverified(asked(), 92800, 90) == ()
     assert unverified(asked(), 92800, 80) == ("this package was not run on compute capability 8.0",)
 
 
 @pytest.mark.parametrize("rule", SIDES)
-def test_a_rule_refuses_what_breaks_it(rule):
-    """The rule is the one that speaks, with the values and the remedy."""
+def test_a_rule_refuses_violations(rule):
+    """The reason is that rule's, with the values and the remedy."""
     problem, cudnn, capability, words = SIDES[rule][0]
     reasons = [reason for reason in why_not(problem, cudnn, capability) if reason.rule == rule]
     assert reasons
@@ -197,12 +198,12 @@ def test_a_rule_refuses_what_breaks_it(rule):
 
 
 @pytest.mark.parametrize("rule", SIDES)
-def test_nothing_speaks_against_what_keeps_it(rule):
-    """Just on the other side of the gate the problem passes every rule."""
+def test_a_problem_that_satisfies_a_rule_passes(rule):
+    """Just on the other side of the limit the problem passes every rule."""
     assert why_not(*SIDES[rule][1]) == []
 
 
-#: bug: (a problem that meets it), [versions and GPUs that have it], [versions and GPUs that do not], [problems that do not]
+#: bug: (an affected problem), [affected versions and GPUs], [unaffected versions and GPUs], [unaffected problems]
 AFFECTED = {
     "decode-blackwell": (
         asked(sq=1),
@@ -316,7 +317,7 @@ AFFECTED = {
 
 
 def test_entries_are_complete():
-    """A bug has either guards that exist or a remedy; guards of arrays do not depend on version and GPU."""
+    """A bug has existing guards or a remedy; guards of arrays do not depend on version and GPU."""
     for bug in BUGS:
         assert bug.guards <= GUARDS.keys()
         assert bool(bug.guards) != bool(bug.remedy), bug.name
@@ -324,8 +325,8 @@ def test_entries_are_complete():
             assert (bug.first, bug.last, bug.capabilities) == (MINIMUM_CUDNN, NOT_FIXED, range(80, 130))
 
 
-def test_guards_of_arrays_are_known_without_a_gpu():
-    """Only affected problems have them: results are cleared after the kernel for a single query with lengths."""
+def test_guards_of_arrays_do_not_need_a_gpu():
+    """Only affected problems have them: with lengths, results are cleared after the kernel for a single query."""
     assert staging_guards(one_query(seq_lens=True)) == {"clear-last"}
     assert staging_guards(one_packed_query()) == {"two-rows"}
     for problem in (one_query(), one_query(seq_lens=True, backward=True), variant(seq_lens=True), packed(), backward(skv=192)):
@@ -333,7 +334,7 @@ def test_guards_of_arrays_are_known_without_a_gpu():
 
 
 def test_workarounds_are_described():
-    """Name, condition, effect and what is done, for the bugs with guards only."""
+    """Name, condition, effect and workaround, for the bugs with guards only."""
     (line,) = workarounds(backward(skv=192), 91900, 90)
     assert line.startswith("backward-key-tail (gradients without a mask, ")
     assert line.endswith(": dq is NaN): scores of padded keys are masked explicitly")
@@ -341,14 +342,14 @@ def test_workarounds_are_described():
 
 
 def test_strided_queries_of_packed_gradients_are_planned_dense():
-    """cuDNN writes dq by the offsets of q: with queries that are not dense a dense copy is planned."""
+    """cuDNN writes dq with the offsets of q, so strided queries are copied."""
     q = np.empty((64, 8, 32), np.float16, order="F")[:, :4]
     assert packed(q=q, dtype=np.float16, backward=True).q.dense
     assert not packed(q=q, dtype=np.float16).q.dense
 
 
 def effects(bug, problem, cudnn, capability):
-    """Whether the table acts on a bug: the refusal's rule or the guard is there."""
+    """Whether the table handles a bug, by a refusal or a guard."""
     named = {reason.rule for reason in why_not(problem, cudnn, capability)}
     for known in BUGS:
         if known.guards and known.affects(problem, cudnn, capability):
@@ -358,13 +359,13 @@ def effects(bug, problem, cudnn, capability):
 
 
 def test_every_bug_has_both_sides():
-    """A known bug without a case here is one whose gate nobody would miss."""
+    """Every bug has a case here."""
     assert set(AFFECTED) == {bug.name for bug in BUGS} - {"packed-strided-queries"}  # tested above
 
 
 @pytest.mark.parametrize("bug", AFFECTED)
-def test_a_bug_is_acted_on_where_it_is_and_nowhere_else(bug):
-    """Exactly the versions, GPUs and problems that have a bug are refused or guarded."""
+def test_bugs_are_handled_exactly_where_they_occur(bug):
+    """Exactly the affected versions, GPUs and problems are refused or guarded."""
     meets, with_it, without, others = AFFECTED[bug]
     assert all(effects(bug, meets, *where) for where in with_it)
     assert not any(effects(bug, meets, *where) for where in without)
@@ -372,7 +373,7 @@ def test_a_bug_is_acted_on_where_it_is_and_nowhere_else(bug):
 
 
 def test_a_refusal_for_a_bug_says_what_and_where():
-    """The message names the condition, the effect, the version, the remedy and the report."""
+    """The message contains the condition, the effect, the version, the remedy and the report."""
     (reason,) = why_not(backward(hq=1, hkv=1, sq=1, b=1), 92800, 90)
     for words in (
         "one query, one head and one batch entry",
@@ -392,15 +393,15 @@ def test_a_refusal_for_a_bug_says_what_and_where():
         (256, 256, 92200, 100, True), (256, 256, 92300, 100, False), (136, 136, 92800, 120, True),
     ],
 )  # fmt: skip
-def test_head_dims_of_gradients_are_gated_by_generation(d, dv, cudnn, capability, refused):
-    """Each GPU generation has its own largest head dim; the forward pass is not touched."""
+def test_head_dims_of_gradients_are_limited_by_generation(d, dv, cudnn, capability, refused):
+    """Each GPU generation has its own largest head dim; the forward pass is not affected."""
     reasons = why_not(backward(d=d, dv=dv), cudnn, capability)
     assert (reasons != []) is refused
     assert not why_not(asked(d=d, dv=dv), cudnn, capability)
 
 
-def test_axes_of_length_one_have_no_stride():
-    """What numpy, CuPy and DLPack put as the stride of an axis of length 1 makes no difference: one problem, one plan."""
+def test_strides_of_axes_of_length_1_are_ignored():
+    """Whatever numpy, CuPy and DLPack use as the stride of such an axis: one problem, one plan."""
     odd = asked(b=1, strides=(2, 128, 512, 7))
     assert odd is not None
     assert odd == asked(b=1)
@@ -411,14 +412,14 @@ def test_axes_of_length_one_have_no_stride():
     assert why_not(whole, MINIMUM_CUDNN, 90) == []
 
 
-def test_every_reason_is_told_at_once():
-    """A problem that breaks several rules hears of all of them."""
+def test_all_reasons_are_reported():
+    """A problem that violates several rules has a reason for each."""
     reasons = why_not(asked(d=60, dtype="float32", itemsize=4, alignment=4), 91801, 75)
     assert {"cudnn-version", "gpu-generation", "dtype", "head-dim", "memory-alignment"} <= {reason.rule for reason in reasons}
 
 
-def test_single_rows_can_be_turned_off():
-    """The environment names a bug or a limit, and the row is as if it were not there; what keeps memory safe stays."""
+def test_single_rules_can_be_turned_off():
+    """The environment names a bug or a limit, which is then ignored; rules that protect memory stay."""
     code = """
 import cupy_sdpa
 from cupy_sdpa.support.why_not import guards, why_not
@@ -442,8 +443,8 @@ print(sorted(guards(odd, 91900, 90)))
 
 
 @pytest.mark.parametrize("bug", [bug for bug in BUGS if not bug.guards], ids=lambda bug: f"{bug.name}-{bug.first}")
-def test_a_refused_bug_says_where_it_is_not(bug):
-    """What would lift it is true: there the row does not speak."""
+def test_a_refusal_for_a_bug_names_where_it_does_not_occur(bug):
+    """With that version or GPU the problem is not refused."""
     asked_ = next(p for p in (PROBES | pairs()).values() if bug.affects(p, bug.first, bug.capabilities.start))
     (reason,) = [r for r in why_not(asked_, bug.first, bug.capabilities.start) if r.rule == bug.name]
     assert reason.lift
@@ -457,7 +458,7 @@ def test_a_refused_bug_says_where_it_is_not(bug):
 
 
 def test_the_page_is_the_table():
-    """docs/support.md is what the command writes."""
+    """docs/support.md is the output of the command."""
     text = (Path(__file__).parents[1] / "docs" / "support.md").read_text(encoding="utf-8")
     assert text == "\n".join(page(RELEASES[-1])) + "\n", "run python -m cupy_sdpa support --markdown > docs/support.md"
     for name in (*(rule.name for rule in RULES), *(bug.name for bug in BUGS)):
@@ -486,7 +487,7 @@ class Accepting:
 
 @pytest.mark.cudnn
 def test_the_table_is_what_cudnn_accepts(planner, monkeypatch):
-    """Every problem for every described GPU, queried from the real cuDNN: the table says the same."""
+    """The real cuDNN accepts a problem for a described GPU exactly if the table does."""
     monkeypatch.setattr(survey, "Planner", lambda workers, cudnn: Accepting(planner))
     _, findings = survey.measure(PROBES)
     assert len(findings) == len(PROBES) * len(NAMES)
@@ -499,8 +500,8 @@ def test_the_table_is_what_cudnn_accepts(planner, monkeypatch):
 @pytest.mark.parametrize(
     ("gpu", "engines"), [("a100", "17"), ("b200", "1357"), ("h200", "126"), ("l40s", "17"), ("rtx5090", "17")]
 )
-def test_the_table_is_what_cudnn_does(gpu, engines, monkeypatch):
-    """Every problem for every described GPU, planned by the real cuDNN, kernels compiled: the table says the same."""
+def test_the_table_matches_cudnn(gpu, engines, monkeypatch):
+    """Every problem for every described GPU, planned by the real cuDNN, is supported or refused as in the table."""
     monkeypatch.setattr(gpus, "NAMES", (gpu,))
     _, findings = survey.measure(PROBES)
     assert len(findings) == len(PROBES)
@@ -510,13 +511,13 @@ def test_the_table_is_what_cudnn_does(gpu, engines, monkeypatch):
 
 def test_every_gpu_is_measured():
     """No described GPU is missing above."""
-    (parameters,) = (mark.args[1] for mark in test_the_table_is_what_cudnn_does.pytestmark if mark.name == "parametrize")
+    (parameters,) = (mark.args[1] for mark in test_the_table_matches_cudnn.pytestmark if mark.name == "parametrize")
     assert {gpu for gpu, _ in parameters} == set(NAMES)
 
 
 @pytest.mark.cudnn
-def test_a_wrong_table_is_noticed(monkeypatch):
-    """With a row too few and a row too many the survey differs from cuDNN."""
+def test_a_wrong_table_is_detected(monkeypatch):
+    """With a missing and an additional rule the survey differs from cuDNN."""
     title = "gradients, head dim 256"
     probes = {title: PROBES[title]}
     monkeypatch.setattr(survey, "why_not", lambda *_: [])

@@ -1,4 +1,4 @@
-"""Problems that nobody thought of, drawn; and long sweeps, left out unless asked for with ``-m sweep``."""
+"""Random problems, and long sweeps, which run only with ``-m sweep``."""
 
 import itertools
 from dataclasses import replace
@@ -18,21 +18,21 @@ from cupy_sdpa.support.why_not import why_not
 
 pytestmark = pytest.mark.sweep
 
-#: Head dims that cuDNN takes, and more of those that most people have.
+#: Head dims that cuDNN supports; common ones are more likely.
 HEAD_DIMS = (*range(8, 129, 8), *(64, 128) * 6, 192, 256)
-#: Short lengths, and more of those where something begins or ends.
+#: Short lengths; those at the limits of tiles are more likely.
 LENGTHS = (*range(1, 71), *(1, 63, 64, 65) * 8)
 LONGER = (*LENGTHS, 127, 128, 129, 300)
-#: Which axes of a mask or a bias are full: every subset of them.
+#: The axes of a mask or bias with full length: every subset.
 AXES = ("-", *("".join(axes) for n in range(1, 5) for axes in itertools.combinations("kqhb", n)))
-#: How a diagonal is named beside each kind of causal mask, so that both mean the same.
+#: The alignments of a window with each kind of causal mask, so that both are equal.
 CORNERS = {False: ((), ("top_left",), ("bottom_right",)), True: ((), ("top_left",)), "bottom_right": ((), ("bottom_right",))}
 
 
 def combination(pick, head_dims=range(1, 25), lengths=LENGTHS):
-    """A case with any combination of all options; ``pick`` chooses one of a sequence, the first of which is the plainest.
+    """A case with a random combination of all options; ``pick`` selects from a sequence, whose first element is the simplest.
 
-    The name, which random arrays follow from, is one of a hundred, so that a smaller case has the same numbers.
+    The name, which determines the random arrays, is one of a hundred, so that a smaller case has the same numbers.
     """
 
     def sometimes(values, otherwise):
@@ -77,7 +77,7 @@ def combination(pick, head_dims=range(1, 25), lengths=LENGTHS):
 
 
 def random_case(seed):
-    """The case of a number, of those that cuDNN takes."""
+    """The case of a seed, with sizes that cuDNN supports."""
     rng = np.random.default_rng(seed)
     return combination(lambda options: options[rng.integers(len(options))], HEAD_DIMS, LONGER)
 
@@ -86,7 +86,7 @@ def random_case(seed):
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("d", range(8, 257, 8))
 def test_every_head_dim_is_planned_for_the_h200(d, causal, planned):
-    """Every multiple of 8 up to 256 has a plan, and it is the Hopper kernel's."""
+    """Every multiple of 8 up to 256 has a plan with the Hopper kernel."""
     plan = planned(plan_graph, forward(Case(f"d{d}", d=d, sq=256, hq=4, hkv=2, causal=causal).problem()), "h200")
     assert isinstance(plan, PlanInfo), plan
     assert plan.engine == 2
@@ -95,7 +95,7 @@ def test_every_head_dim_is_planned_for_the_h200(d, causal, planned):
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(150))
 def test_random_combinations_are_right_on_the_gpu(seed, cupy):
-    """Whatever the options: within the tolerance policy, every element written; or refused with the table's sentence."""
+    """Within the tolerance policy, with results full of NaN before; or refused with the reason of the table."""
     case = random_case(seed)
     arrays = case.laid_out([cupy.asarray(x) for x in case.arrays()])
     if reasons := _objections(case.problem()):

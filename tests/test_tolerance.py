@@ -1,4 +1,4 @@
-"""The oracle bites: results that are wrong in the ways in which attention goes wrong are refused."""
+"""The tolerance policy rejects wrong results of the kinds that attention code produces."""
 
 import numpy as np
 import pytest
@@ -11,12 +11,12 @@ CASE = Case("oracle", d=64, hq=4, hkv=2, sq=96, causal=True)
 
 
 def right(q, k, v):
-    """No mistake."""
+    """The correct result."""
     return attention(q, k, v, causal=True)
 
 
 def late_mask(q, k, v):
-    """The diagonal one off: query i misses key i."""
+    """The diagonal is off by one: query i does not attend to key i."""
     out = right(q, k, v).copy()
     shifted = attention(q[:, :, 1:], k[:, :, :-1], v[:, :, :-1], causal=True)
     out[:, :, 1:] = shifted
@@ -24,7 +24,7 @@ def late_mask(q, k, v):
 
 
 def early_mask(q, k, v):
-    """The diagonal one off: query i sees key i + 1."""
+    """The diagonal is off by one: query i attends to key i + 1."""
     pad = np.zeros_like(q[:, :, :1])
     return attention(np.concatenate([pad, q], axis=2), k, v, causal=True)[:, :, 1:]
 
@@ -35,31 +35,31 @@ def lost_scale(q, k, v):
 
 
 def swapped_heads(q, k, v):
-    """Query heads given to the wrong key heads."""
+    """Query heads use the wrong key heads."""
     return attention(q, k[:, ::-1], v[:, ::-1], causal=True)
 
 
 def no_mask(q, k, v):
-    """The mask forgotten."""
+    """The mask is missing."""
     return attention(q, k, v)
 
 
 def one_wrong_tile(q, k, v):
-    """Sixteen rows of one head of one batch entry from elsewhere."""
+    """Sixteen rows of one head of one batch entry are those of others."""
     out = right(q, k, v).copy()
     out[:, 3, 32:48, 1] = out[:, 3, 48:64, 1]
     return out
 
 
 def one_nan(q, k, v):
-    """One element that is no number."""
+    """One element is NaN."""
     out = right(q, k, v).copy()
     out[5, 0, 7, 0] = np.nan
     return out
 
 
 def zeros(q, k, v):
-    """Nothing written."""
+    """Nothing is written."""
     return np.zeros_like(right(q, k, v))
 
 
@@ -69,8 +69,8 @@ def zeros(q, k, v):
     [late_mask, early_mask, lost_scale, swapped_heads, no_mask, one_wrong_tile, one_nan, zeros],
     ids=lambda f: f.__name__,
 )
-def test_wrong_results_are_refused(wrong, dtype):
-    """Each classic mistake is far outside the tolerance."""
+def test_wrong_results_are_rejected(wrong, dtype):
+    """Each mistake is far outside the tolerance."""
     q, k, v = CASE.with_dtype(dtype).arrays()
     truth, _ = reference.attention(q, k, v, causal=True)
     naive = right(q, k, v)
@@ -84,7 +84,7 @@ def test_wrong_results_are_refused(wrong, dtype):
     [lambda stats: stats / np.log(2), lambda stats: stats + 1e-4, lambda stats: stats[:, ::-1], np.zeros_like],
     ids=["base_2", "one_key_too_many", "swapped_heads", "zeros"],
 )
-def test_wrong_log_sum_exps_are_refused(wrong):
+def test_wrong_log_sum_exps_are_rejected(wrong):
     """The floor of float32 accumulation is far below any mistake."""
     q, k, v = CASE.arrays()
     _, truth = reference.attention(q, k, v, causal=True)
@@ -101,8 +101,8 @@ def test_wrong_log_sum_exps_are_refused(wrong):
     ids=["sign", "a_tenth_too_small", "swapped_heads", "zeros"],
 )
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_wrong_gradients_of_sinks_are_refused(wrong, dtype):
-    """What rounding the output may do is far below any mistake."""
+def test_wrong_gradients_of_sinks_are_rejected(wrong, dtype):
+    """The effect of rounding the output is far below any mistake."""
     q, k, v = CASE.with_dtype(dtype).arrays()
     dout, known = CASE.with_dtype(dtype).dout(), {"causal": True, "sinks": np.linspace(-1, 2, 4)}
     out, stats = reference.attention(q, k, v, **known)
@@ -116,8 +116,8 @@ def test_wrong_gradients_of_sinks_are_refused(wrong, dtype):
         assert_close(wrong(naive), truth, naive, floor)
 
 
-def test_the_floor_of_sinks_is_the_same_of_packed_arrays():
-    """The same numbers, padded to one length and packed."""
+def test_the_floor_of_sinks_is_the_same_for_packed_arrays():
+    """The same values, padded and packed."""
     rng = np.random.default_rng(0)
     dout, out = (rng.standard_normal((8, 4, 20, 3)).astype(np.float16) for _ in range(2))
     stats, sinks = rng.standard_normal((20, 4, 3)), rng.standard_normal(4)
@@ -127,7 +127,7 @@ def test_the_floor_of_sinks_is_the_same_of_packed_arrays():
 
 
 def test_the_floor_is_of_the_size_of_rounding():
-    """The floor that is added to the naive error is a few units in the last place, no more."""
+    """The floor is a few units in the last place."""
     from tolerance import rounding_floor
 
     values = np.linspace(-1, 1, 1001)
@@ -135,8 +135,8 @@ def test_the_floor_is_of_the_size_of_rounding():
         assert 0 < rounding_floor(values, DTYPES[name]) <= 4 * unit
 
 
-def test_worst_treats_infinities_and_nan_as_told():
-    """Equal infinities agree; NaN agrees with nothing."""
+def test_worst_of_infinities_and_nan():
+    """Equal infinities differ by 0; NaN differs from everything by inf."""
     assert worst([-np.inf, 1], [-np.inf, 1]) == 0
     assert worst([np.nan], [0]) == np.inf
     assert worst([np.nan], [np.nan]) == np.inf

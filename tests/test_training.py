@@ -1,4 +1,4 @@
-"""What the gradients are for: a small language model trains with them, and every engine gives the same loss curve."""
+"""A small language model trains with the gradients, and every engine gives the same loss curve."""
 
 from collections import Counter
 
@@ -32,7 +32,7 @@ def trained(words):
 
 
 def surprise(words, seen):
-    """The least mean loss of anything that tells a word from so many words before it: their conditional entropy, in nats."""
+    """The conditional entropy of a word given some words before it, in nats: the lowest loss of a model that uses only these."""
 
     def entropy(length):
         pieces = Counter(tuple(words[i : i + length]) for i in range(len(words) - seen))
@@ -43,7 +43,7 @@ def surprise(words, seen):
 
 
 def test_every_gradient_against_finite_differences():
-    """In float64 the gradient of every single weight is the difference quotient of the loss, to 1e-6 of the largest."""
+    """In float64 the gradient of every weight equals the difference quotient of the loss, to 1e-6 of the largest."""
     known, seq, batch, heads, head_dim = 5, 4, 2, 2, 3
     weights = initial_weights(known, heads * head_dim, hidden=7, seq=seq, seed=0)
     weights = {name: weight.astype(np.float64) for name, weight in weights.items()}
@@ -72,14 +72,14 @@ def test_every_gradient_against_finite_differences():
 
 
 def test_the_loss_falls_below_what_a_model_without_attention_could_reach(trained, words):
-    """From knowing nothing, log C, the loss falls to less than half of what telling each word from the one before it costs."""
+    """From log C the loss falls below half of the lowest loss of a model that uses only the previous word."""
     losses, _ = trained
     assert abs(losses[0] - np.log(len(set(words)))) < 0.05  # 5.72
     assert losses[-10:].mean() < surprise(words, seen=1) / 2  # 0.15; half of 1.45
 
 
 def test_the_trained_model_recites_the_text(trained, words):
-    """Given four words from any part of the text it goes on with at least half of the right ones, up to the trained length."""
+    """Given four words of any part of the text it continues with at least half of the right words, up to the trained length."""
     _, weights = trained
     right = []
     for start in range(0, len(words) - 32, 40):
@@ -89,22 +89,22 @@ def test_the_trained_model_recites_the_text(trained, words):
     assert np.mean(right) > 0.5
 
 
-def test_a_seed_decides_everything(words):
-    """Two runs with one seed give the same loss curve, bit for bit; another seed gives another."""
+def test_training_is_reproducible(words):
+    """Two runs with one seed give the same bits; another seed gives another loss curve."""
     one, again, other = (train(words, steps=10, seed=seed)[0] for seed in (0, 0, 1))
     assert one == again
     assert one != other
 
 
 def test_attention_in_bfloat16_gives_the_same_loss_curve(trained, words):
-    """With q, k, v and their gradients rounded to bfloat16 at every step the loss stays within the tolerance at every step."""
+    """With q, k, v and their gradients rounded to bfloat16 in every step the loss stays within the tolerance."""
     losses, _ = train(words, dtype=BFLOAT16)
     assert abs(losses - trained[0]).max() < TOLERANCE
 
 
 @pytest.mark.gpu
 def test_cudnn_gives_the_same_loss_curve(trained, words, cupy):
-    """Trained on the GPU, with cuDNN's attention in bfloat16, the loss is within the tolerance of numpy's in float32."""
+    """On the GPU, with cuDNN's attention in bfloat16, the loss is within the tolerance of numpy's in float32."""
     losses, weights = train(words, xp=cupy, dtype=BFLOAT16)
     assert all(isinstance(weight, cupy.ndarray) for weight in weights.values())
     assert abs(losses - trained[0]).max() < TOLERANCE
@@ -112,10 +112,10 @@ def test_cudnn_gives_the_same_loss_curve(trained, words, cupy):
 
 @pytest.mark.gpu
 def test_deterministic_training_gives_the_same_bits(words, cupy):
-    """With deterministic gradients two runs on one GPU give the same losses and the same weights, bit for bit.
+    """With deterministic gradients two runs on one GPU give the same losses and weights, bit for bit.
 
-    That needs more than attention: CuPy's matrix products and sums must repeat too, and on one stream they do. Sequences are
-    long here, so that several blocks of keys add to each dq.
+    CuPy's matrix products and sums must be deterministic, too, which they are on one stream. Sequences are long here, so that
+    several blocks of keys contribute to each dq.
     """
     if int(cupy.cuda.Device().compute_capability) >= 120:
         pytest.skip("this GPU has no deterministic gradients")

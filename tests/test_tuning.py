@@ -1,4 +1,4 @@
-"""Tuning: which configs are tried, and how what was found is kept and shown. On a GPU: tests/test_gpu_plans.py."""
+"""Autotuning: which configs are tried, and how the result is stored and printed. On a GPU: tests/test_gpu_plans.py."""
 
 import contextlib
 from types import SimpleNamespace
@@ -42,7 +42,7 @@ def candidates_of(problem):
 
 @pytest.mark.cudnn
 def test_every_config_is_tried_once(planner):
-    """Each proposed config except the plan's own, none twice."""
+    """The configs are distinct, and the existing plan is not among them."""
     own, configs = planner.call(candidates_of, ASKED)
     assert configs
     assert own not in configs
@@ -58,8 +58,8 @@ def test_settings_of_knobs_are_no_option():
         pass
 
 
-def test_printed_it_is_a_table():
-    """The fastest first, wrong results named, the gain in the title; the same in a notebook."""
+def test_the_repr_is_a_table():
+    """The fastest first, wrong results marked, the speedup in the title; the same in a notebook."""
     trials = (
         Trial(1, (("KERNEL_CFG", 3),), 0, 5.0),
         Trial(2, (("KERNEL_CFG", 7),), 256, 6.0),
@@ -75,14 +75,14 @@ def test_printed_it_is_a_table():
 
 
 class OutOfMemoryError(MemoryError):
-    """CuPy's."""
+    """A fake of CuPy's error."""
 
 
 def nearly(array):
     array[...] = 1.001
 
 
-#: What a config computes, in a result that is full of NaN; 1 is right.
+#: The results of configs, written to an array full of NaN; 1 is right.
 COMPUTES = {
     "right": lambda array: array.fill(1),
     "rounded": nearly,
@@ -144,7 +144,7 @@ class Gpu:
 
 @pytest.mark.parametrize("name", COMPUTES)
 def test_only_right_results_are_accepted(name, monkeypatch):
-    """A faster config takes the plan's place only if its results are right but for rounding; else it is closed and named."""
+    """A faster config replaces the plan only if its results are equal up to rounding; else it is closed and listed."""
     gpu = Gpu(monkeypatch, ASKED, forward(ASKED), [COMPUTES[name]])
     right = name in ("right", "rounded")
     assert gpu.closed() == {0: 0, 1: 0 if right else 1}
@@ -156,7 +156,7 @@ def test_only_right_results_are_accepted(name, monkeypatch):
 
 
 def test_a_right_config_wins_over_wrong_ones(monkeypatch):
-    """Of a wrong, a right and a failing config the right one is kept, although it is not the fastest."""
+    """Of a wrong, a right and a failing config the right one is used, although it is not the fastest."""
     computes = [COMPUTES["wrong"], COMPUTES["right"], COMPUTES["no_memory"]]
     gpu = Gpu(monkeypatch, ASKED, forward(ASKED), computes, us=(8.0, 1.0, 2.0, 1.0))
     assert gpu.kept.info.engine == 2
@@ -164,7 +164,7 @@ def test_a_right_config_wins_over_wrong_ones(monkeypatch):
 
 
 def test_a_gain_within_the_noise_changes_nothing(monkeypatch):
-    """A config that is 1 % faster is closed; the plan that was there stays, marked as tuned."""
+    """A config that is 1 % faster is closed; the existing plan stays, marked as autotuned."""
     gpu = Gpu(monkeypatch, ASKED, forward(ASKED), [COMPUTES["right"]], us=(1.01, 1.0))
     assert gpu.kept is None
     assert gpu.closed() == {0: 0, 1: 1}
@@ -173,7 +173,7 @@ def test_a_gain_within_the_noise_changes_nothing(monkeypatch):
 
 @pytest.mark.parametrize("limit", [None, 1 << 20])
 def test_tuning_keeps_within_max_workspace(limit, monkeypatch):
-    """The limit of the problem is that of the search; how much memory is free is not read."""
+    """The limit of the problem applies; the free memory is not queried."""
     problem = Case("limited", d=64, sq=64).gradient_problem(max_workspace=limit)
     gpu = Gpu(monkeypatch, problem, backward(problem), [COMPUTES["right"]])
     assert gpu.asked[0] == limit
@@ -181,7 +181,7 @@ def test_tuning_keeps_within_max_workspace(limit, monkeypatch):
 
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "ordered"])
 def test_tuning_keeps_deterministic_gradients_deterministic(direct, monkeypatch):
-    """Only what heuristics propose for the direct graph is tried; the ordered engine is the only one of its graph."""
+    """Only the heuristics' configs of the direct graph are tried; the ordered engine is the only one of its graph."""
     problem = Case("deterministic", d=64, sq=64).gradient_problem(deterministic=True)
     gpu = Gpu(monkeypatch, problem, backward(problem, direct), [COMPUTES["right"]])
     assert bool(gpu.asked) is direct
@@ -190,8 +190,8 @@ def test_tuning_keeps_deterministic_gradients_deterministic(direct, monkeypatch)
 
 
 @pytest.mark.cudnn
-def test_the_ordered_engine_adds_up_in_scratch_memory(planner):
-    """This is how tuning tells it from the engine that writes dQ directly."""
+def test_the_ordered_engine_accumulates_in_scratch_memory(planner):
+    """This distinguishes it from the engine that writes dQ directly."""
     case = Case("deterministic", d=128, hq=8, hkv=8, sq=512, b=1)
     direct, ordered = (
         planner.call(plan_problem, case.gradient_problem(deterministic=True, max_workspace=limit), "h200")
@@ -204,8 +204,8 @@ def test_the_ordered_engine_adds_up_in_scratch_memory(planner):
 
 
 @pytest.mark.parametrize("fail", [None, MemoryError()], ids=["recorded", "failed"])
-def test_the_stream_is_restored_after_a_plan_was_recorded(fail, monkeypatch):
-    """A plan is recorded for its times on the stream that is captured; afterwards the handle has the caller's again."""
+def test_the_stream_is_restored_after_a_plan_was_captured(fail, monkeypatch):
+    """A plan is captured to measure its time; afterwards the handle has the caller's stream again."""
     streams, current = [], [7]
     handle = SimpleNamespace(set_stream=streams.append)
 

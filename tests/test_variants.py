@@ -1,4 +1,4 @@
-"""Packed sequences, biases, masks, slopes, caps, sinks and dropout: what the options mean, what they refuse, how they behave."""
+"""Packed sequences, biases, masks, ALiBi slopes, softcap, sinks and dropout: definitions, errors, behavior."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ ENGINES = ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)]
 
 @pytest.fixture(params=ENGINES)
 def xp(request):
-    """numpy, and CuPy where there is a GPU."""
+    """numpy, and CuPy if there is a GPU."""
     return np if request.param == "numpy" else pytest.importorskip("cupy")
 
 
@@ -24,8 +24,8 @@ PACKED = Case(
 )
 
 
-def test_packed_sequences_are_sequences_of_their_own(xp):
-    """Each gives what it gives alone, also one without keys, and gradients too."""
+def test_packed_sequences_are_independent(xp):
+    """Each gives the results of the sequence alone, also without keys, and in the gradients."""
     q, k, v, dout = inputs(xp, PACKED)
     options = PACKED.options(xp)
     out, stats = attention(q, k, v, return_stats=True, **options)
@@ -43,8 +43,8 @@ def test_packed_sequences_are_sequences_of_their_own(xp):
 
 
 @pytest.mark.parametrize("kind", ["int32", "int64"])
-def test_the_starts_of_sequences_may_lie_anywhere(kind, xp):
-    """Whichever dtype they have, and with a stride."""
+def test_cu_seqlens_of_any_dtype_and_stride(kind, xp):
+    """int32 and int64, strided too."""
     q, k, v, _ = inputs(xp, PACKED)
     options = PACKED.options(xp)
     plain = attention(q, k, v, **options)
@@ -56,7 +56,7 @@ def test_the_starts_of_sequences_may_lie_anywhere(kind, xp):
 
 
 def test_packed_arrays_may_be_interleaved(xp):
-    """q, k and v as a fused projection gives them, each with a step of all three from position to position."""
+    """q, k and v as a fused projection returns them, with a common stride between positions."""
     case = Case("interleaved", packed=True, seq_lens_q=(60, 33), seq_lens_kv=(60, 33), b=2, hkv=4)
     q, k, v, dout = inputs(xp, case)
     options = case.options(xp)
@@ -73,8 +73,8 @@ def test_packed_arrays_may_be_interleaved(xp):
 
 @pytest.mark.parametrize("causal", [False, True], ids=str)
 @pytest.mark.parametrize("what", [np.nan, np.inf], ids=str)
-def test_what_lies_behind_the_last_sequence_is_never_read(what, causal, xp):
-    """Nor written: it is 0, and -inf for the log-sum-exp, in every result."""
+def test_positions_after_the_last_sequence_are_not_read(what, causal, xp):
+    """Their results are 0, and -inf for the log-sum-exp."""
     case = Case("tail", packed=True, seq_lens_q=(100, 37), seq_lens_kv=(64, 90), b=2, hkv=2, tail=40, causal=causal)
     q, k, v, dout = inputs(xp, case)
     options = case.options(xp)
@@ -91,8 +91,8 @@ def test_what_lies_behind_the_last_sequence_is_never_read(what, causal, xp):
     assert (stats[:, 137:] == -np.inf).all()
 
 
-def test_a_row_of_nothing_but_minus_infinity_sees_nothing(xp):
-    """By a bias as by a mask: 0, -inf, and gradients of 0, no NaN anywhere."""
+def test_rows_masked_by_a_bias_of_minus_infinity(xp):
+    """As with a mask: output 0, log-sum-exp -inf, gradients 0, no NaN."""
     case = Case("hidden", sq=70, skv=90)
     q, k, v, dout = inputs(xp, case)
     seen = xp.ones((90, 70, 1, 1), bool, order="F")
@@ -110,8 +110,8 @@ def test_a_row_of_nothing_but_minus_infinity_sees_nothing(xp):
         np.testing.assert_allclose(as_float(a), as_float(b), atol=2e-2)
 
 
-def test_a_mask_of_keys_is_lengths(xp):
-    """A mask of shape (Skv, 1, 1, B) does what lengths do, and costs as many bytes as twice its elements."""
+def test_a_key_padding_mask_matches_lengths(xp):
+    """A mask of shape (Skv, 1, 1, B) equals lengths, and needs twice its number of elements in bytes."""
     case = Case("of_keys", sq=70, skv=90)
     q, k, v, _ = inputs(xp, case)
     lengths = np.array([50, 90], np.int32)
@@ -121,7 +121,7 @@ def test_a_mask_of_keys_is_lengths(xp):
 
 
 def test_the_gradient_of_a_bias_has_its_shape_and_dtype(xp):
-    """Summed over the axes along which it is broadcast; a constant along the keys changes nothing, and gets next to 0."""
+    """It is summed over the broadcast axes; a bias that is constant along the keys has a gradient near 0."""
     case = Case("gradient_of_bias", sq=70, skv=90)
     q, k, v, dout = inputs(xp, case)
     for shape in ((90, 70, 4, 2), (90, 70, 1, 1), (90, 1, 1, 2), (1, 1, 4, 1)):
@@ -133,7 +133,7 @@ def test_the_gradient_of_a_bias_has_its_shape_and_dtype(xp):
 
 
 def test_sinks_take_weight_and_have_no_value(xp):
-    """A sink of -inf is none; one far above all scores leaves next to nothing."""
+    """A sink of -inf has no effect; one far above all scores gives an output near 0."""
     case = Case("sinks")
     q, k, v, _ = inputs(xp, case)
     plain, stats = attention(q, k, v, return_stats=True)
@@ -146,7 +146,7 @@ def test_sinks_take_weight_and_have_no_value(xp):
 
 
 def test_caps_and_scales_share_a_plan():
-    """The value of a cap is handed over with the call, whether there is one is baked in."""
+    """The values of softcap and scale are by-value scalars; only the presence of a softcap is part of the plan."""
     q = np.zeros((8, 2, 16, 1), np.float32, order="F")
     one, other, none = (explain(q, q, q, softcap=cap).problem for cap in (2.0, 30.0, None))
     assert one is other
@@ -154,7 +154,7 @@ def test_caps_and_scales_share_a_plan():
 
 
 def test_totals_share_a_plan():
-    """Neither the total of packed sequences nor where they begin is baked in."""
+    """Neither the total length of packed sequences nor their offsets are part of the plan."""
     problems = []
     for total in (1000, 1010, 1024):
         x = (64, 4, total)
@@ -164,18 +164,18 @@ def test_totals_share_a_plan():
 
 
 class TestDropout:
-    """Which weights are dropped follows from seed and offset alone, and the backward pass drops the same."""
+    """The dropped weights depend only on seed and offset, and are the same in the backward pass."""
 
-    def test_the_rate_is_what_was_asked_for(self, xp):
-        """No rate is rounded."""
+    def test_the_share_of_dropped_weights(self, xp):
+        """The probability is not rounded."""
         q = xp.ones((64, 4, 512, 2), np.float16, order="F")
         for p in (0.01, 0.1, 0.3, 0.5, 0.9):
             kept = [dropout_mask(q, q, dropout_p=p, seed=seed) for seed in range(8)]
             dropped = 1 - np.mean([float(mask.mean()) for mask in kept])
             assert abs(dropped - p) < 0.02 * p
 
-    def test_seeds_and_offsets_choose(self, xp):
-        """The same ones the same weights, others others; numbers and arrays alike."""
+    def test_seeds_and_offsets_determine_the_mask(self, xp):
+        """Equal ones give the same mask, others another; integers and arrays alike."""
         q = xp.ones((64, 2, 128, 2), np.float16, order="F")
         kept = dropout_mask(q, q, dropout_p=0.5, seed=3)
         assert (kept == dropout_mask(q, q, dropout_p=0.5, seed=3, offset=0)).all()
@@ -185,7 +185,7 @@ class TestDropout:
             assert 0.45 < same < 0.55
 
     def test_the_same_weights_are_dropped_by_the_call(self, xp):
-        """With values that are unit vectors the output shows the weights: those that the mask names are 0."""
+        """With unit vectors as values the output is the weights: they are 0 where the mask is."""
         s, p = 64, 0.25
         q = xp.zeros((64, 2, s, 1), np.float16, order="F")
         v = xp.asfortranarray(xp.broadcast_to(xp.eye(s, dtype=np.float16)[:, None, :, None], (s, 2, s, 1)))
@@ -193,8 +193,8 @@ class TestDropout:
         kept = dropout_mask(q, q, dropout_p=p, seed=11)
         np.testing.assert_allclose(as_float(out[..., 0]), as_float(kept[..., 0].transpose(0, 2, 1)) / (s * (1 - p)), rtol=2e-3)
 
-    def test_a_mask_takes_the_place_of_the_numbers(self):
-        """On the CPU, given back: the same bits, forward and backward."""
+    def test_dropout_mask_replaces_the_seed(self):
+        """On the CPU a given mask gives the same bits, forward and backward."""
         case = Case("given_back", sq=60, skv=70).with_dtype("float32")
         q, k, v = case.arrays()
         drawn = {"dropout_p": 0.3, "seed": 5, "offset": 2}
@@ -206,8 +206,8 @@ class TestDropout:
         for a, b in zip(*results, strict=True):
             np.testing.assert_array_equal(a, b)
 
-    def test_tiles_do_not_change_what_is_drawn(self, monkeypatch):
-        """A tile of the CPU engine draws what the whole would."""
+    def test_dropout_does_not_depend_on_tiles(self, monkeypatch):
+        """A tile of the CPU engine uses the mask of the whole."""
         q = np.ones((8, 2, 50, 2), np.float32, order="F")
         whole = attention(q, q, q, dropout_p=0.5, seed=1)
         monkeypatch.setattr("cupy_sdpa.graph.tiles.TILE_ELEMENTS", 150)
@@ -215,8 +215,8 @@ class TestDropout:
 
 
 @pytest.mark.gpu
-def test_a_captured_graph_draws_anew(cupy):
-    """Seed and offset in arrays: who advances the offset between replays gets other weights, and the reference's result."""
+def test_a_captured_graph_reads_seed_and_offset(cupy):
+    """With arrays that change between replays, the masks change, and the result matches the reference."""
     case = Case("captured")
     q, k, v, _ = inputs(cupy, case)
     seed, offset = cupy.array([7]), cupy.array([0])
@@ -246,8 +246,8 @@ def test_a_captured_graph_draws_anew(cupy):
     ],
     ids=str,
 )
-def test_what_is_prepared_for_cudnn_is_captured_too(case, cupy):
-    """Offsets, lengths, copies and sums are part of the graph: a replay gives what a call gives, on other contents."""
+def test_staging_is_captured(case, cupy):
+    """Offsets, lengths, copies and sums are part of the graph: a replay with other contents equals a call."""
     q, k, v, dout = inputs(cupy, case)
     options = case.options(cupy)
     more = {"deterministic": True}
@@ -304,8 +304,8 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_options_are_refused(name):
-    """With the value and what would do."""
+def test_bad_options_raise(name):
+    """The message contains the value and the valid ones."""
     options, error, words = BAD[name]
     x = np.zeros((8, 1, 4, 2), np.float32)
     with pytest.raises(error, match=words):
@@ -331,15 +331,15 @@ BAD_PACKED = {
 
 
 @pytest.mark.parametrize("name", BAD_PACKED)
-def test_bad_packed_sequences_are_refused(name):
-    """With the value and what would do."""
+def test_bad_packed_sequences_raise(name):
+    """The message contains the value and the valid ones."""
     options, error, words = BAD_PACKED[name]
     x = np.zeros((8, 1, 10), np.float32)
     with pytest.raises(error, match=words):
         attention(x, x, x, **{**STARTS, **options})
 
 
-def test_gradients_of_what_is_not_there_are_refused():
+def test_gradients_of_missing_arrays_raise():
     """return_dbias without a bias, return_dsinks without sinks."""
     x = np.zeros((8, 1, 4, 1), np.float32, order="F")
     out, stats = attention(x, x, x, return_stats=True)
@@ -349,7 +349,7 @@ def test_gradients_of_what_is_not_there_are_refused():
 
 
 def test_help_shows_every_option():
-    """The signatures name them, with their defaults."""
+    """The signatures contain them with their defaults."""
     import inspect
 
     for call in (attention, attention_backward, attention_vjp, explain, cupy_sdpa.prepare, cupy_sdpa.problem):
@@ -361,16 +361,16 @@ def test_help_shows_every_option():
             assert name in call.__doc__ or call.__name__ != "attention"
 
 
-def test_slopes_are_the_papers():
-    """For 8 heads those of section 3; for other numbers those of its code; alone they are positive and fall."""
+def test_alibi_slopes_match_the_paper():
+    """For 8 heads those of section 3; for other numbers those of its code; in general positive and decreasing."""
     assert alibi_slopes(16)[:2].tolist() == pytest.approx([2**-0.5, 2**-1])
     assert alibi_slopes(12).tolist()[8:] == pytest.approx([2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5])
     with pytest.raises(ValueError, match="heads is 0"):
         alibi_slopes(0)
 
 
-def test_variants_are_refused_where_cudnn_cannot():
-    """Each with the rule's name, and what would do."""
+def test_unsupported_variants_are_refused():
+    """With the name of the rule and the remedy."""
     shape = (64, 8, 100, 2)
     for options, version, capability, rule in (
         ({"bias": np.zeros((100, 100, 1, 1), order="F")}, 91900, 90, "bias-dtype"),
@@ -389,15 +389,15 @@ def test_variants_are_refused_where_cudnn_cannot():
 
 
 @pytest.mark.gpu
-def test_a_given_mask_of_dropout_is_refused_on_the_gpu(cupy):
-    """It draws its own."""
+def test_a_dropout_mask_is_refused_on_the_gpu(cupy):
+    """cuDNN generates the mask itself."""
     q = cupy.zeros((64, 2, 32, 1), np.float16, order="F")
     with pytest.raises(Unsupported, match="pass seed and offset"):
         attention(q, q, q, dropout_p=0.5, dropout_mask=cupy.ones((32, 32, 2, 1), bool, order="F"))
 
 
-def test_the_reference_sees_what_the_options_name():
-    """The judge and the engine agree on every option at once, in float64."""
+def test_all_options_match_the_reference():
+    """The reference and the engine agree with all options at once, in float64."""
     case = Case(
         "everything", sq=50, skv=60, hkv=2, softcap=2.0, alibi=True, bias="kqhb", mask="kq", sinks=True, dropout=0.25,
         window=(30, 10, "bottom_right"), seq_lens_q=(40, 50), seq_lens_kv=(60, 33), dtype="float64",
@@ -423,8 +423,8 @@ def test_everything_is_kept_without_dropout(packed, xp):
 
 
 @pytest.mark.parametrize("kind", ["dense", "lengths", "packed"])
-def test_a_row_without_keys_sees_its_sink(kind, xp):
-    """With no key at all: the log-sum-exp is the sink's score, and nothing beyond the lengths."""
+def test_a_row_without_keys_attends_to_its_sink(kind, xp):
+    """Without any key the log-sum-exp is the score of the sink, and the padding is 0 and -inf."""
     dtype, sinks = np.float32 if xp is np else np.float16, xp.asarray(np.array([0.5, -2], "f4"))
     rows, keys = ((2, 5), (2, 0)) if kind == "packed" else ((2, 5, 2), (2, 0, 2))
     q, k = xp.zeros((8, *rows), dtype, order="F"), xp.zeros((8, *keys), dtype, order="F")

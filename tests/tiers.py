@@ -1,4 +1,4 @@
-"""What this machine lacks for a tier of tests, found out once; only what means "absent" counts as absent."""
+"""What this machine lacks for a tier of tests, determined once; only errors that mean "absent" count."""
 
 import functools
 import importlib.util
@@ -7,7 +7,7 @@ import shutil
 
 @functools.cache
 def missing(tier: str) -> str | None:
-    """Why a tier cannot run here, or None."""
+    """The reason why a tier cannot run here, or None."""
     return {"cudnn": _cudnn, "gpu": _gpu, "multi_gpu": _multi_gpu}[tier]()
 
 

@@ -1,18 +1,18 @@
-"""The one tolerance policy: no tolerance is set by hand.
+"""The tolerance policy: no tolerance is set by hand.
 
-The fused result may be at most :data:`FACTOR` times as far from the truth as the naive computation in the same precision,
-plus what rounding alone can do; the truth is float64. The rule is flash-attention's (tests/test_flash_attn.py there). The
-naive computation is this package's interpreter in the declared precision.
+The error of a result, with float64 as the truth, may be at most :data:`FACTOR` times that of the naive computation in the same
+precision, plus a floor for rounding. The rule is flash-attention's (its tests/test_flash_attn.py). The naive computation is
+this package's interpreter in the declared precision.
 """
 
 import numpy as np
 
-#: How many times the naive computation's error is accepted.
+#: The factor of the naive computation's error.
 FACTOR = 2
 
 
 def worst(a, b) -> float:
-    """The largest difference; equal infinities differ by nothing, and a NaN is infinitely far from everything."""
+    """The largest absolute difference; 0 for equal infinities, inf if either is NaN."""
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     with np.errstate(invalid="ignore"):
         gap = np.where(a == b, 0.0, np.abs(a - b))
@@ -20,7 +20,7 @@ def worst(a, b) -> float:
 
 
 def rounding_floor(truth, dtype) -> float:
-    """What arithmetic in a dtype does to the truth by merely adding and taking away a number."""
+    """The error of adding and subtracting a number in a dtype."""
     finite = np.where(np.isfinite(truth), truth, 0.0)
     rounded = finite.astype(dtype)
     moved = (rounded + dtype.type(0.3)).astype(dtype) - dtype.type(0.3)
@@ -28,10 +28,10 @@ def rounding_floor(truth, dtype) -> float:
 
 
 def accumulation_floor(q, k, tau, truth, added=0.0) -> float:
-    """What accumulating in float32 may do to a score, and so to the log-sum-exp, whatever the order and the rounding.
+    """The error of accumulating a score in float32, and so of the log-sum-exp, in any order and with any rounding.
 
-    An epsilon of the sum of magnitudes (by Cauchy and Schwarz at most |q| |k|, and what is ``added``) and of the result. numpy adds in pairs and
-    rounds to nearest; tensor cores truncate, so their error is not bounded by a multiple of numpy's.
+    An epsilon of the sum of magnitudes (by Cauchy-Schwarz at most |q| |k|, plus ``added``) and of the result. numpy adds in
+    pairs and rounds to nearest; tensor cores truncate, so their error is not bounded by a multiple of numpy's.
     """
     q, k = (np.linalg.norm(x.astype(np.float64), axis=0).max() for x in (q, k))
     finite = np.abs(truth[np.isfinite(truth)])
@@ -39,10 +39,10 @@ def accumulation_floor(q, k, tau, truth, added=0.0) -> float:
 
 
 def gradient_floor(dout, q, k, v, tau, truth, dtype) -> float:
-    """What rounding alone may do to a gradient: to the result, and to the difference dP - D that it is made from.
+    """The rounding error of a gradient: of the result, and of the difference dP - D.
 
-    dP and D are sums of products of dout and v, in float32; where they cancel, as with a single key, only their rounding is
-    left, times a row of q or k.
+    dP and D are sums of products of dout and v in float32. Where they cancel, as with a single key, only their rounding errors
+    remain, times a row of q or k.
     """
     dout, q, k, v = (float(np.linalg.norm(x.astype(np.float64), axis=0).max(initial=0)) for x in (dout, q, k, v))
     cancelled = FACTOR * float(np.finfo(np.float32).eps) * dout * v * abs(tau) * max(q, k)
@@ -50,11 +50,11 @@ def gradient_floor(dout, q, k, v, tau, truth, dtype) -> float:
 
 
 def sinks_floor(dout, out, stats, sinks) -> float:
-    """What rounding the output does to the gradient of a sink, ``-sum exp(sink - L) dout * out``.
+    """The effect of rounding the output on the gradient of a sink, ``-sum exp(sink - L) dout * out``.
 
-    A head has one such number, so the naive computation may be right by luck. Roundings are independent: their sum is of the
-    size of the root of the sum of squares (Higham and Mary 2019, "A new approach to probabilistic rounding error analysis").
-    ``out`` and ``stats`` are the true ones; all are of padded arrays, or all of packed ones.
+    There is one element per head, so the naive computation may be right by chance. Roundings are independent: their sum is of
+    the size of the root of the sum of squares (Higham and Mary 2019, "A new approach to probabilistic rounding error
+    analysis"). ``out`` and ``stats`` are the true ones; all arrays are padded, or all are packed.
     """
     left = np.where(np.isfinite(stats), stats, np.inf)
     left = left.swapaxes(0, 1) if left.ndim == 3 else left  # (Hq, Sq, B) or (Hq, Tq)
@@ -65,13 +65,13 @@ def sinks_floor(dout, out, stats, sinks) -> float:
 
 
 def assert_close(actual, truth, naive, floor=None) -> None:
-    """Fail unless ``actual`` is as near to the truth as its precision allows.
+    """Assert that ``actual`` is as near to the truth as its precision allows.
 
     Args:
-        actual: the result in question.
-        truth: float64.
-        naive: the plain computation in the precision of ``actual``.
-        floor: what rounding alone can do; by default what it does to the truth.
+        actual: the result.
+        truth: the result in float64.
+        naive: the naive computation in the precision of ``actual``.
+        floor: the error of rounding alone; by default :func:`rounding_floor`.
     """
     actual, naive = np.asarray(actual), np.asarray(naive)
     if floor is None:

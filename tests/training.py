@@ -1,13 +1,13 @@
-"""A causal transformer of one layer learns a text by heart: the same code on numpy and on CuPy arrays.
+"""A causal transformer of one layer memorizes a text: the same code on numpy and CuPy arrays.
 
-CuPy has no automatic differentiation. So every step is written down with its pullback, the function that takes the
-gradient of the step's result back to its inputs; attention brings its own, :func:`cupy_sdpa.attention_vjp`.
+CuPy has no automatic differentiation. So every step is written with its pullback, the function that maps the gradient of the
+step's result to those of its inputs; that of attention is from :func:`cupy_sdpa.attention_vjp`.
 
-The legend of every shape: C words that are known, S places (the length of a sequence), B sequences in a batch, N = S*B
-columns, one for every word of the batch; D head dim, H heads, F = D*H features, M hidden units.
+The legend of shapes: C words in the vocabulary, S positions (the length of a sequence), B sequences in a batch, N = S*B
+columns, one per word of the batch; D head dim, H heads, F = D*H features, M hidden units.
 
-Numbers are kept as columns in Fortran order, so that the (F, N) features are attention's (D, H, S, B) without a copy.
-Weights and all that is not attention are float32. numpy's functions run on CuPy arrays where these are.
+Values are columns in Fortran order, so that the (F, N) features are attention's (D, H, S, B) without a copy. Weights and
+everything except attention are float32. numpy's functions also run on CuPy arrays.
 
 Sources: Vaswani et al. 2017, "Attention Is All You Need" (the layer); Kingma and Ba 2015, "Adam", algorithm 1.
 """
@@ -21,7 +21,9 @@ HEADS, HEAD_DIM, HIDDEN = 4, 16, 128
 
 
 def initial_weights(known, features, hidden, seq, seed):
-    """Random weights by name, float32; those of ``read`` are small, so that at first all words are about equally likely."""
+    """Random weights by name, float32; those of ``read`` are small, so that initially all words have about the same
+    probability.
+    """
     rng = np.random.default_rng(seed)
 
     def normal(rows, columns, size):
@@ -29,8 +31,8 @@ def initial_weights(known, features, hidden, seq, seed):
 
     square = {name: normal(features, features, features**-0.5) for name in ("q", "k", "v", "mix")}
     return square | {
-        "word": normal(features, known, 0.5),  # a vector for every word
-        "place": normal(features, seq, 0.5),  # and for every place
+        "word": normal(features, known, 0.5),  # an embedding per word
+        "place": normal(features, seq, 0.5),  # and per position
         "up": normal(hidden, features, features**-0.5),
         "down": normal(features, hidden, hidden**-0.5),
         "read": normal(known, features, 0.1 * features**-0.5),
@@ -43,18 +45,17 @@ def times(weight, x):
 
 
 def language_model(weights, words, heads, dtype, **options):
-    """What the model expects as the next word, at every place; it sees the words up to and with that place.
+    """The logits of the next word at every position, from the words up to that position.
 
     Args:
         weights: by name, as from :func:`initial_weights`.
-        words: (C, S, B), a 1 in every column.
+        words: (C, S, B), one-hot columns.
         heads: H.
         dtype: of q, k and v, and of their gradients.
         options: for :func:`cupy_sdpa.attention_vjp`.
 
     Returns:
-        ``(scores, pullback)``: scores (C, N), the logarithms of likelihoods up to a constant in every column; pullback
-        makes of their gradient those of the weights, by name.
+        ``(scores, pullback)``: logits (C, N); the pullback maps their gradient to those of the weights, by name.
     """
     (known, seq, batch), features = words.shape, weights["word"].shape[0]
     columns, by_place = (features, seq * batch), (features, seq, batch)
@@ -100,13 +101,13 @@ def language_model(weights, words, heads, dtype, **options):
 
 
 def cross_entropy(scores, wanted):
-    """The mean of -log(likelihood) of the wanted words, and its gradient.
+    """The mean of -log(probability) of the target words, and its gradient.
 
     Args:
-        scores, wanted: (C, N); wanted has a 1 in every column.
+        scores, wanted: logits and one-hot targets, (C, N).
 
     Returns:
-        ``(loss, dscores)``; the loss of a model that finds all words equally likely is log C.
+        ``(loss, dscores)``; the loss of uniform probabilities is log C.
     """
     scores = scores - scores.max(axis=0)
     logs = scores - np.log(np.exp(scores).sum(axis=0))
@@ -115,7 +116,7 @@ def cross_entropy(scores, wanted):
 
 
 class Adam:
-    """Moves weights against the running mean of their gradients, over the root of that of their squares."""
+    """The Adam optimizer."""
 
     def __init__(self, weights, rate=3e-3):
         self.rate, self.steps = rate, 0
@@ -123,18 +124,18 @@ class Adam:
         self.square = {name: np.zeros_like(weight) for name, weight in weights.items()}
 
     def step(self, weights, gradients):
-        """Change the weights in place."""
+        """Update the weights in place."""
         self.steps += 1
         for name, g in gradients.items():
             self.mean[name] += 0.1 * (g - self.mean[name])
             self.square[name] += 0.01 * (g * g - self.square[name])
-            mean = self.mean[name] / (1 - 0.9**self.steps)  # both began at 0
+            mean = self.mean[name] / (1 - 0.9**self.steps)  # bias correction: both start at 0
             square = self.square[name] / (1 - 0.99**self.steps)
             weights[name] -= self.rate * mean / (np.sqrt(square) + 1e-8)
 
 
 def batches(numbers, known, seq, batch, steps, seed):
-    """Random pieces of a text and, for every place, the word that follows: both (C, S, B), a 1 in every column."""
+    """Random sequences of a text and the next word at every position: both (C, S, B), one-hot columns."""
     rng = np.random.default_rng(seed)
     one_hot = np.eye(known, dtype=np.float32)
     for _ in range(steps):
@@ -144,18 +145,18 @@ def batches(numbers, known, seq, batch, steps, seed):
 
 
 def train(text, *, seq=32, batch=16, steps=300, seed=0, xp=np, dtype=np.float32, **options):
-    """Learn to say the next word of a text.
+    """Train the model on a text.
 
     Args:
         text: list of words.
-        seq, batch, steps: S, B, and how often the weights change.
-        seed: of the first weights and of the choice of batches, which numpy draws for every engine.
+        seq, batch, steps: S, B, and the number of updates.
+        seed: of the initial weights and of the batches, drawn by numpy for every engine.
         xp: numpy or cupy.
-        dtype: of q, k and v: bfloat16 on a GPU.
+        dtype: of q, k and v; bfloat16 on a GPU.
         options: for :func:`cupy_sdpa.attention_vjp`.
 
     Returns:
-        ``(losses, weights)``: the loss before every step as numbers, the trained weights by name.
+        ``(losses, weights)``: the loss before every update, the trained weights by name.
     """
     vocabulary, numbers = np.unique(text, return_inverse=True)
     known = len(vocabulary)
@@ -172,7 +173,7 @@ def train(text, *, seq=32, batch=16, steps=300, seed=0, xp=np, dtype=np.float32,
 
 
 def continued(weights, start, text):
-    """The start of a text and the words that numpy's engine finds likeliest after it, up to the length that was trained."""
+    """A continuation of the start of a text with the most likely words of numpy's engine, up to the trained length."""
     vocabulary = np.unique(text)
     one_hot = np.eye(len(vocabulary), dtype=np.float32)
     numbers = [int(np.searchsorted(vocabulary, word)) for word in start]

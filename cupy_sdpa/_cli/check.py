@@ -10,6 +10,7 @@ import secrets
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ from .helpers import machine
 from .helpers.console import CommandError, Help, one_line, positive, print_labeled
 
 if TYPE_CHECKING:
+    from ..check.cases.case import Case
+    from ..check.run import Limits
     from ..check.summary import Finding, Summary
 
 _EPILOG = """\
@@ -35,8 +38,8 @@ examples:
 exit status: 0 no findings; 1 findings; 2 no problem could run.
 To report a finding, attach the file that --json writes.
 """
-#: Seconds between progress lines if stderr is not a terminal.
-_INTERVAL = 10.0
+#: Seconds between progress lines if stderr is not a terminal, and if it is.
+_INTERVAL, _TERMINAL_INTERVAL = 10.0, 0.2
 #: The most findings to print; the report contains all.
 _MAX_PRINTED = 12
 
@@ -54,7 +57,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument(
         "--minutes",
         type=float,
-        help="duration of the run (default: 1); reducing findings takes up to 2 minutes more, 4 if a problem hangs",
+        help="how long to draw problems (default: 1); shrinking the findings takes up to 2 minutes more, 4 if problems hang",
     )
     parser.add_argument("--problems", type=positive, metavar="N", help="number of problems instead of a duration")
     parser.add_argument("--seed", type=int, help="seed of the problems (default: random)")
@@ -74,7 +77,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "--json",
         metavar="FILE",
         type=Path,
-        help="write a report for a bug report, before findings are reduced and again at the end",
+        help="write a report for a bug report: before the findings are shrunk, and again at the end",
     )
     parser.add_argument("--case", metavar="LITERAL", help="run the case of a finding")
     parser.set_defaults(command=command)
@@ -89,59 +92,91 @@ def _lengths(text: str) -> tuple[int, int]:
 
 def command(arguments: argparse.Namespace) -> int:
     """Run ``check``; returns 1 if there are findings."""
-    from ..check.cases.case import parse
     from ..check.run import cases, run
 
-    seed = secrets.randbelow(10**6) if arguments.seed is None else arguments.seed
-    if seed < 0:
-        raise CommandError(f"--seed {seed}: use an integer, 0 or larger")
-    minutes = 1.0 if arguments.minutes is None and arguments.problems is None else arguments.minutes
-    if minutes is not None and not minutes > 0:
-        raise CommandError(f"--minutes {minutes}: use a positive number")
+    seed, limits, case = _seed(arguments), _limits(arguments), _case(arguments)
     if arguments.json and not arguments.json.absolute().parent.is_dir():
         raise CommandError(f"--json {arguments.json}: there is no such folder")
-    try:
-        one = parse(arguments.case) if arguments.case else None
-    except ValueError as error:
-        raise CommandError(f"--case: {error}") from None
-    engines = _engines([one.engine] if one else arguments.engine)
-    jobs = 1 if one else arguments.jobs or _jobs(engines)
-    bound = "1 problem" if one else f"{minutes:g} min" if minutes else f"{arguments.problems} problems"
-    print_labeled("seed", f"{seed}; {bound}, {jobs} worker process{'es' * (jobs > 1)}")
-    with _Progress(None if minutes is None else 60 * minutes, arguments.problems) as progress:
-        drawn = iter([one]) if one else cases(seed, engines, arguments.lengths)
-        bounds = None if minutes is None else 60 * minutes, arguments.problems
+    engines = _engines([case.engine] if case else arguments.engine)
+    jobs = 1 if case else arguments.jobs or _jobs(engines)
+    amount = f"{limits.seconds / 60:g} min" if limits.seconds else f"{limits.problems} problems"
+    print_labeled("seed", f"{seed}; {'1 problem' if case else amount}, {jobs} worker process{'es' * (jobs > 1)}")
+    report = _Report(arguments.json, seed, engines)
 
-        def report(summary: Summary, findings: Sequence[Finding], seconds: float, *, final: bool) -> None:
-            if arguments.json:
-                facts = {"seed": seed, "engines": list(engines), "seconds": round(seconds, 1), "final": final}
-                _write(arguments.json, facts | summary.as_dict() | {"findings": [finding.as_dict() for finding in findings]})
+    def before_shrinking(summary: Summary, seconds: float) -> None:
+        with contextlib.suppress(CommandError):  # raised again by the final report
+            report.write(summary, summary.findings, seconds, final=False)
 
-        def before_shrinking(summary: Summary, seconds: float) -> None:
-            with contextlib.suppress(CommandError):  # the end of the run raises it
-                report(summary, summary.findings, seconds, final=False)
-
-        summary, findings, seconds = run(drawn, jobs, *bounds, progress, before_shrinking=before_shrinking)
+    with _Progress(limits) as progress:
+        drawn = iter([case]) if case else cases(seed, engines, arguments.lengths)
+        summary, findings, seconds = run(drawn, jobs, limits, progress=progress, before_shrinking=before_shrinking)
     _print(summary, findings, seconds)
-    report(summary, findings, seconds, final=True)
-    if arguments.json:
-        print_labeled("report", str(arguments.json))
+    report.write(summary, findings, seconds, final=True)
+    if report.path:
+        print_labeled("report", str(report.path))
     if not summary.problems:
         raise CommandError("no problem was run: increase --minutes")
     return 1 if findings else 0
 
 
-def _write(path: Path, report: dict[str, Any]) -> None:
-    """Write a report.
+def _seed(arguments: argparse.Namespace) -> int:
+    """The seed of the run; random by default."""
+    seed = secrets.randbelow(10**6) if arguments.seed is None else int(arguments.seed)
+    if seed < 0:
+        raise CommandError(f"--seed {seed}: use an integer, 0 or larger")
+    return seed
 
-    Raises:
-        CommandError: the file cannot be written.
-    """
-    text = json.dumps({"versions": versions()} | report, indent=1, ensure_ascii=False) + "\n"
+
+def _limits(arguments: argparse.Namespace) -> Limits:
+    """The duration and the number of problems; one minute by default."""
+    from ..check.run import Limits
+
+    minutes = 1.0 if arguments.minutes is None and arguments.problems is None else arguments.minutes
+    if minutes is not None and not minutes > 0:
+        raise CommandError(f"--minutes {minutes}: use a positive number")
+    return Limits(None if minutes is None else 60 * minutes, arguments.problems)
+
+
+def _case(arguments: argparse.Namespace) -> Case | None:
+    """The case of ``--case``."""
+    from ..check.cases.case import parse
+
     try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"--json {path}: {error.strerror}") from error
+        return parse(arguments.case) if arguments.case else None
+    except ValueError as error:
+        raise CommandError(f"--case: {error}") from None
+
+
+@dataclass(frozen=True)
+class _Report:
+    """The JSON report of a run.
+
+    Attributes:
+        path: the file; None for no report.
+        seed: of the run.
+        engines: the tested engines.
+    """
+
+    path: Path | None
+    seed: int
+    engines: Sequence[str]
+
+    def write(self, summary: Summary, findings: Sequence[Finding], seconds: float, *, final: bool) -> None:
+        """Write the report.
+
+        Raises:
+            CommandError: the file cannot be written.
+        """
+        if self.path is None:
+            return
+        report = {
+            "versions": versions(), "seed": self.seed, "engines": list(self.engines), "seconds": round(seconds, 1),
+            "final": final, **summary.as_dict(), "findings": [finding.as_dict() for finding in findings],
+        }  # fmt: skip
+        try:
+            self.path.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise CommandError(f"--json {self.path}: {error.strerror}") from error
 
 
 def _engines(requested: Sequence[str] | None) -> tuple[str, ...]:
@@ -211,34 +246,37 @@ def versions() -> dict[str, Any]:
 
 
 class _Progress:
-    """Progress on stderr: a line that is overwritten on a terminal, else a new line every ten seconds; and each new finding.
+    """Progress on stderr: one line that is overwritten on a terminal, else a new line every ten seconds; and each new finding.
 
     Args:
-        seconds, problems: the limits of the run.
+        limits: of the run.
     """
 
-    def __init__(self, seconds: float | None, problems: int | None) -> None:
-        self._seconds, self._problems = seconds, problems
-        self._terminal, self._last, self._printed = sys.stderr.isatty(), 0.0, 0
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._terminal, self._last, self._findings = sys.stderr.isatty(), 0.0, 0
 
-    def __call__(self, summary: Summary, seconds: float, doing: str) -> None:
-        """Print new findings and the progress."""
-        for finding in summary.findings[self._printed :]:
-            print("\r\033[K" * self._terminal + f"found: {finding.line}", file=sys.stderr, flush=True)
-        self._printed = len(summary.findings)
-        if time.monotonic() - self._last < (0.2 if self._terminal else _INTERVAL):
+    def __call__(self, summary: Summary, seconds: float, activity: str) -> None:
+        """Print new findings, and the progress if the interval has passed."""
+        for finding in summary.findings[self._findings :]:
+            print("\r\033[K" * self._terminal + f"found: {finding.command}", file=sys.stderr, flush=True)
+        self._findings = len(summary.findings)
+        if time.monotonic() - self._last < (_TERMINAL_INTERVAL if self._terminal else _INTERVAL):
             return
-        if not self._terminal and not self._last:
-            self._last = time.monotonic()
+        is_first, self._last = not self._last, time.monotonic()
+        if is_first and not self._terminal:
             return
-        self._last = time.monotonic()
-        of_time = f" of {self._seconds:.0f} s" if self._seconds else " s"
-        of_problems = f" of {self._problems}" if self._problems else ""
-        refused, findings = summary.counted("refused"), len(summary.findings)
-        text = (
-            f"{doing}: {summary.problems}{of_problems} problems, {refused} refused, {findings} findings, {seconds:.0f}{of_time}"
-        )
+        text = self._text(summary, seconds, activity)
         print(f"\r\033[K{text}" if self._terminal else text, end="" if self._terminal else "\n", file=sys.stderr, flush=True)
+
+    def _text(self, summary: Summary, seconds: float, activity: str) -> str:
+        """The progress line."""
+        duration = f"{seconds:.0f} of {self._limits.seconds:.0f} s" if self._limits.seconds else f"{seconds:.0f} s"
+        of_problems = f" of {self._limits.problems}" if self._limits.problems else ""
+        return (
+            f"{activity}: {summary.problems}{of_problems} problems, {summary.count('refused')} refused, "
+            f"{len(summary.findings)} findings, {duration}"
+        )
 
     def __enter__(self) -> _Progress:
         return self
@@ -249,6 +287,7 @@ class _Progress:
 
 
 def _print(summary: Summary, findings: Sequence[Finding], seconds: float) -> None:
+    """Print the table, the findings and the totals."""
     print()
     for line in summary.table():
         print(line)

@@ -1,4 +1,4 @@
-"""Processes that run cases: one that dies or hangs is a finding, and is replaced."""
+"""Worker processes that run cases. A process that crashes or hangs is a finding, and is replaced."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from queue import SimpleQueue
 from .cases.case import Case
 from .verify.outcome import Outcome
 
-#: Seconds after which a case counts as hanging; the first case of a process also loads the libraries.
-LIMIT = 120.0
+#: Seconds after which a case counts as a hang. The first case of a process also loads the libraries.
+TIME_LIMIT = 120.0
 #: Cases after which a process is replaced.
-RECYCLE = 200
-#: The most characters that are kept of what a process wrote to stderr.
-TAIL = 600
+CASES_PER_PROCESS = 200
+#: The last bytes of stderr that are part of the message of a crash.
+STDERR_BYTES = 600
 
 
 class Worker:
-    """One process, in a group of its own, so that it can be ended with its children.
+    """One worker process, in its own process group, so that it can be killed with its children.
 
     Args:
-        threads: how many threads numpy may use in it.
-        modules: what it imports before it answers.
+        threads: the number of threads of numpy.
+        modules: modules that it imports first.
     """
 
     def __init__(self, threads: int = 1, modules: tuple[str, ...] = ()) -> None:
@@ -37,64 +37,73 @@ class Worker:
             **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUPY_SDPA_CACHE_DIR": "0",
             "OMP_NUM_THREADS": count, "OPENBLAS_NUM_THREADS": count, "MKL_NUM_THREADS": count,
         }  # fmt: skip
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "cupy_sdpa.check.worker", *modules],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, env=environment, start_new_session=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, env=environment, start_new_session=True,
         )  # fmt: skip
         self.cases = 0
         self._pending = b""
 
     @property
     def pid(self) -> int:
-        """The number of the process."""
+        """The process id."""
         return self._process.pid
 
-    def ask(self, case: Case, limit: float = LIMIT) -> Outcome:
-        """What a case comes to; a process that ends or does not answer is an outcome too."""
+    def run(self, case: Case, limit: float = TIME_LIMIT) -> Outcome:
+        """Run a case.
+
+        Args:
+            case: the case.
+            limit: seconds after which it is a hang.
+
+        Returns:
+            The outcome; a crash if the process ended, a hang if it did not answer.
+        """
         self.cases += 1
         assert self._process.stdin
         try:
             self._process.stdin.write(f"{case!r}\n".encode())
             self._process.stdin.flush()
         except BrokenPipeError:
-            return self._died()
-        line = self._line(limit)
+            return self._crash()
+        line = self._read_line(limit)
         if line is None:
             self.kill()
             self.close()
             return Outcome("hang", f"no answer within {limit:g} s", "hang", fatal=True)
-        return Outcome(**json.loads(line)) if line else self._died()
+        return Outcome(**json.loads(line)) if line else self._crash()
 
-    def _line(self, limit: float) -> bytes | None:
-        """The next line that the process writes; empty where it has ended, None where the time is up."""
+    def _read_line(self, limit: float) -> bytes | None:
+        """Read the next line of the process; empty if it has ended, None after the time limit."""
         assert self._process.stdout
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             while b"\n" not in self._pending:
                 if not selector.select(limit):
                     return None
-                part = os.read(self._process.stdout.fileno(), 1 << 16)
-                if not part:
+                chunk = os.read(self._process.stdout.fileno(), 1 << 16)
+                if not chunk:
                     return b""
-                self._pending += part
+                self._pending += chunk
         line, _, self._pending = self._pending.partition(b"\n")
         return line
 
-    def _died(self) -> Outcome:
+    def _crash(self) -> Outcome:
+        """The outcome of a case that ended the process."""
         status = self._process.wait()
-        self._errors.seek(0)
-        tail = " ".join(self._errors.read().decode(errors="replace")[-TAIL:].split())
-        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-        return Outcome("crash", f"the process ended with {how}{': ' * bool(tail)}{tail}", how, fatal=True)
+        self._stderr.seek(0)
+        tail = " ".join(self._stderr.read().decode(errors="replace")[-STDERR_BYTES:].split())
+        cause = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        return Outcome("crash", f"the process ended with {cause}{': ' * bool(tail)}{tail}", cause, fatal=True)
 
     def kill(self) -> None:
-        """End the process and its children now."""
+        """Kill the process and its children."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Let the process end, and wait for that."""
+        """Let the process end, and wait for it."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe:
                 with contextlib.suppress(BrokenPipeError):
@@ -104,51 +113,55 @@ class Worker:
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        self._errors.close()
+        self._stderr.close()
 
 
 class Pool:
-    """Several workers. :meth:`ask` may be called from as many threads.
+    """A pool of workers. :meth:`run` may be called from as many threads as there are workers.
 
     Args:
-        jobs: how many workers.
-        modules: what each imports first.
+        jobs: the number of workers.
+        modules: modules that each imports first.
+
+    Attributes:
+        jobs: the number of workers.
     """
 
     def __init__(self, jobs: int, modules: tuple[str, ...] = ()) -> None:
+        self.jobs = jobs
         self._threads = max(1, (os.cpu_count() or 1) // jobs)
         self._modules = modules
-        self._free: SimpleQueue[Worker | None] = SimpleQueue()
+        self._idle: SimpleQueue[Worker | None] = SimpleQueue()
         for _ in range(jobs):
-            self._free.put(None)  # started when it is needed
-        self._every, self._closed = set[Worker](), False
+            self._idle.put(None)  # started on first use
+        self._workers, self._closed = set[Worker](), False
 
-    def ask(self, case: Case, limit: float = LIMIT) -> Outcome:
-        """What a case comes to, in the next worker that is free.
+    def run(self, case: Case, limit: float = TIME_LIMIT) -> Outcome:
+        """Run a case in the next idle worker.
 
         Raises:
             RuntimeError: the pool has been closed.
         """
-        worker = self._free.get()
+        worker = self._idle.get()
         try:
             if self._closed:
                 raise RuntimeError("the pool is closed")
             if worker is None:
                 worker = Worker(self._threads, self._modules)
-                self._every.add(worker)
-            outcome = worker.ask(case, limit)
-            if outcome.fatal or worker.cases >= RECYCLE:
-                self._every.discard(worker)
-                done, worker = worker, None
-                done.close()
+                self._workers.add(worker)
+            outcome = worker.run(case, limit)
+            if outcome.fatal or worker.cases >= CASES_PER_PROCESS:
+                self._workers.discard(worker)
+                replaced, worker = worker, None
+                replaced.close()
             return outcome
         finally:
-            self._free.put(worker)
+            self._idle.put(worker)
 
     def kill(self) -> None:
-        """End all processes now; who waits for one gets an answer, and nothing can be asked any more."""
+        """Kill all processes. Calls in progress return a crash; later calls raise."""
         self._closed = True
-        for worker in list(self._every):
+        for worker in list(self._workers):
             worker.kill()
 
     def __enter__(self) -> Pool:
@@ -156,5 +169,5 @@ class Pool:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
-        for worker in self._every:
+        for worker in self._workers:
             worker.close()

@@ -1,4 +1,4 @@
-"""A run of the self-test: draws cases, hands them to the workers, shrinks what they find."""
+"""A run of the self-test: draw cases, run them in worker processes, and shrink the findings."""
 
 from __future__ import annotations
 
@@ -6,130 +6,180 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import NamedTuple
 
 from .cases.case import Case
 from .cases.draw import draw
 from .pool import Pool
-from .shrink import alike, shrink
+from .shrink import same_failure, shrink
 from .summary import Finding, Summary
 from .verify.outcome import Outcome
 
-#: Seconds to shrink a finding (all of them: twice that), how many findings are shrunk, and how many at a time.
-SHRINKING, SHRUNK, BATCH = 60.0, 9, 3
+#: Seconds to shrink one finding; all of them together have twice that.
+SHRINK_SECONDS = 60.0
+#: The most findings that are shrunk, and how many at the same time.
+MAX_SHRUNK, BATCH = 9, 3
 #: The sizes of a case.
 SIZES = ("d", "dv", "hq", "hkv", "sq", "skv", "b")
+#: A run plans a case in one of this many rounds of the engines, because planning is slow.
+PLAN_INTERVAL = 4
 
-#: Called with (the summary, the seconds since the beginning, what is being done).
+#: Called with (the summary, the seconds since the start, the current activity).
 Progress = Callable[[Summary, float, str], None]
+#: Called with (the summary, the seconds since the start).
+BeforeShrinking = Callable[[Summary, float], None]
+
+
+class Limits(NamedTuple):
+    """When a run stops to draw cases; None for no limit.
+
+    Attributes:
+        seconds: the duration.
+        problems: the number of cases.
+    """
+
+    seconds: float | None = None
+    problems: int | None = None
+
+
+class RunResult(NamedTuple):
+    """The result of a run.
+
+    Attributes:
+        summary: the counts.
+        findings: the findings without duplicates.
+        seconds: the duration.
+    """
+
+    summary: Summary
+    findings: list[Finding]
+    seconds: float
 
 
 def cases(seed: int, engines: Sequence[str], lengths: tuple[int, int] | None = None) -> Iterator[Case]:
-    """All cases of a seed: the engines take turns, each with its own numbers; planning, which takes long, every fourth time."""
+    """Generate the cases of a seed. The engines alternate, each with its own numbers."""
     for number in itertools.count():
         for engine in engines:
             if engine != "plan" or engines == ("plan",):
                 yield draw(seed, number, engine, lengths)
-            elif number % 4 == 0:
-                yield draw(seed, number // 4, engine, lengths)
+            elif number % PLAN_INTERVAL == 0:
+                yield draw(seed, number // PLAN_INTERVAL, engine, lengths)
 
 
 def run(
     drawn: Iterator[Case],
     jobs: int,
-    seconds: float | None,
-    problems: int | None,
-    progress: Progress = lambda summary, seconds, doing: None,
+    limits: Limits = Limits(),  # noqa: B008 (a tuple)
+    *,
+    progress: Progress = lambda summary, seconds, activity: None,
+    before_shrinking: BeforeShrinking = lambda summary, seconds: None,
     modules: tuple[str, ...] = (),
-    before_shrinking: Callable[[Summary, float], None] = lambda summary, seconds: None,
-) -> tuple[Summary, list[Finding], float]:
-    """Run cases until the time or their number is up; an interruption ends the run, not its report.
+) -> RunResult:
+    """Run cases until a limit is reached. A KeyboardInterrupt ends the run; the result is that of the finished cases.
 
     Args:
         drawn: the cases.
-        jobs: how many processes.
-        seconds, problems: when to stop drawing; None for no bound.
+        jobs: the number of worker processes.
+        limits: when to stop.
         progress: called after each case.
-        modules: what each process imports first.
-        before_shrinking: called with the summary, its findings as they were drawn, and the seconds since the beginning, if
-            there are findings.
-
-    Returns:
-        The counts, the findings (those of one kind once), and the seconds that it took.
+        before_shrinking: called before findings are shrunk, if there are any.
+        modules: modules that each worker process imports first.
     """
     summary, start = Summary(), time.monotonic()
 
-    def report(doing: str) -> None:
-        progress(summary, time.monotonic() - start, doing)
+    def report(activity: str) -> None:
+        progress(summary, time.monotonic() - start, activity)
+
+    def count(case: Case, outcome: Outcome) -> None:
+        summary.add(case, outcome)
+        report("running")
 
     with Pool(jobs, modules) as pool, ThreadPoolExecutor(jobs) as threads:
         try:
-            waiting: dict[Future[Outcome], Case] = {}
-            drawn = itertools.islice(drawn, problems)
-            while True:
-                while len(waiting) < jobs and (seconds is None or time.monotonic() - start < seconds):
-                    if (case := next(drawn, None)) is None:
-                        break
-                    waiting[threads.submit(pool.ask, case)] = case
-                if not waiting:
-                    break
-                for done in wait(waiting, return_when=FIRST_COMPLETED).done:
-                    summary.add(waiting.pop(done), done.result())
-                    report("running")
+            end = None if limits.seconds is None else start + limits.seconds
+            _run_cases(itertools.islice(drawn, limits.problems), end, pool, threads, count)
             if summary.findings:
                 before_shrinking(summary, time.monotonic() - start)
-            _shrink_some(summary.findings, pool, threads, lambda: report("shrinking findings"))
+            _shrink_findings(summary.findings, pool, threads, lambda: report("shrinking findings"))
         except KeyboardInterrupt:
             pool.kill()
-    return summary, merged(summary.findings), time.monotonic() - start
+    return RunResult(summary, merge(summary.findings), time.monotonic() - start)
 
 
-def _shrink_some(findings: Sequence[Finding], pool: Pool, threads: ThreadPoolExecutor, report: Callable[[], None]) -> None:
-    """Make the most different findings smaller, a few at a time: one that a smaller one explains is left as it is."""
-    end, simple = time.monotonic() + 2 * SHRINKING, sorted(findings, key=lambda finding: len(finding.case.features))
+def _run_cases(
+    drawn: Iterator[Case],
+    end: float | None,
+    pool: Pool,
+    threads: ThreadPoolExecutor,
+    count: Callable[[Case, Outcome], None],
+) -> None:
+    """Run cases until there are no more or the time is up, and call ``count`` with each case and its outcome."""
+    pending: dict[Future[Outcome], Case] = {}
+    while True:
+        while len(pending) < pool.jobs and (end is None or time.monotonic() < end):
+            if (case := next(drawn, None)) is None:
+                break
+            pending[threads.submit(pool.run, case)] = case
+        if not pending:
+            return
+        for future in wait(pending, return_when=FIRST_COMPLETED).done:
+            count(pending.pop(future), future.result())
+
+
+def _shrink_findings(findings: Sequence[Finding], pool: Pool, threads: ThreadPoolExecutor, report: Callable[[], None]) -> None:
+    """Shrink the findings in batches, except those that a shrunk one probably explains."""
+    end, simplest_first = (
+        time.monotonic() + 2 * SHRINK_SECONDS,
+        sorted(findings, key=lambda finding: len(finding.case.features)),
+    )
     shrunk: list[Finding] = []
 
-    def smaller(finding: Finding) -> None:
-        seconds = min(SHRINKING, end - time.monotonic())
-        finding.case, finding.outcome = shrink(finding.case, finding.outcome, pool.ask, seconds)
+    def shrink_finding(finding: Finding) -> None:
+        seconds = min(SHRINK_SECONDS, end - time.monotonic())
+        finding.case, finding.outcome = shrink(finding.case, finding.outcome, pool.run, seconds)
         finding.shrunk = True
 
-    while len(shrunk) < SHRUNK and time.monotonic() < end:
+    while len(shrunk) < MAX_SHRUNK and time.monotonic() < end:
         batch: list[Finding] = []
-        for finding in simple:
-            if not finding.shrunk and len(batch) < BATCH and not any(_alike(one, finding) for one in [*shrunk, *batch]):
-                batch.append(finding)
+        for finding in simplest_first:
+            if finding.shrunk or any(_explains(other, finding) for other in [*shrunk, *batch]):
+                continue
+            batch.append(finding)
+            if len(batch) == BATCH:
+                break
         if not batch:
             return
-        waiting = {threads.submit(smaller, finding) for finding in batch}
-        while waiting:
+        pending = {threads.submit(shrink_finding, finding) for finding in batch}
+        while pending:
             report()
-            done, waiting = wait(waiting, timeout=1)
+            done, pending = wait(pending, timeout=1)
             for future in done:
                 future.result()
         shrunk += batch
 
 
-def _alike(one: Finding, other: Finding) -> bool:
-    """Whether a finding is probably of the same cause as one with no more options and no larger sizes."""
-    same = one.case.engine == other.case.engine and alike(one.outcome, other.outcome)
-    if one.outcome.kind == "exception" and "CUDARuntimeError" not in one.outcome.what:  # whose place says nothing
-        return same
-    sizes = all(
-        0 < getattr(one.case, n) <= getattr(other.case, n) or getattr(one.case, n) == getattr(other.case, n) for n in SIZES
-    )
-    return same and sizes and set(one.case.options) <= set(other.case.options)
+def _explains(simple: Finding, other: Finding) -> bool:
+    """Whether another finding probably has the same cause: the same failure, and no fewer options and no smaller sizes."""
+    if simple.case.engine != other.case.engine or not same_failure(simple.outcome, other.outcome):
+        return False
+    # The line of an exception identifies the bug, except for errors of CUDA, which are raised by any later call.
+    if simple.outcome.kind == "exception" and "CUDARuntimeError" not in simple.outcome.cause:
+        return True
+    sizes = ((getattr(simple.case, name), getattr(other.case, name)) for name in SIZES)
+    return all(0 < a <= b or a == b for a, b in sizes) and set(simple.case.options) <= set(other.case.options)
 
 
-def merged(findings: Sequence[Finding]) -> list[Finding]:
-    """Shrunk findings that came to the same once; others are counted with the shrunk one that is most like them."""
-    kept: list[Finding] = []
+def merge(findings: Sequence[Finding]) -> list[Finding]:
+    """Merge duplicates: each is listed with the most similar shrunk finding."""
+    merged: list[Finding] = []
     for finding in sorted(findings, key=lambda finding: not finding.shrunk):
-        alike_ones = [
-            one for one in kept if one.signature == finding.signature or (not finding.shrunk and _alike(one, finding))
+        similar = [
+            other
+            for other in merged
+            if other.signature == finding.signature or (not finding.shrunk and _explains(other, finding))
         ]
-        if alike_ones:
-            most = max(alike_ones, key=lambda one: len(one.case.options))
-            most.also.append(finding.original)
+        if similar:
+            max(similar, key=lambda other: len(other.case.options)).duplicates.append(finding.original)
         else:
-            kept.append(finding)
-    return kept
+            merged.append(finding)
+    return merged

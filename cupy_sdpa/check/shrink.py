@@ -1,102 +1,101 @@
-"""Make a finding as small as it goes while it fails in the same way."""
+"""Shrink a failing case: look for the smallest case that fails in the same way."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 
-from .cases.case import Case
+from .cases.case import REQUIRES, Case
 from .verify.outcome import Outcome
 
-#: Asks what a case comes to.
-Ask = Callable[[Case], Outcome]
+#: Runs a case.
+RunCase = Callable[[Case], Outcome]
 
 
-def alike(one: Outcome, other: Outcome) -> bool:
+def same_failure(a: Outcome, b: Outcome) -> bool:
     """Whether two findings are of one kind: wrong results, a crash, a hang, or the same exception."""
-    return one.kind == other.kind and (one.kind != "exception" or one.what == other.what)
+    return a.kind == b.kind and (a.kind != "exception" or a.cause == b.cause)
 
 
-def shrink(case: Case, outcome: Outcome, ask: Ask, seconds: float = 60.0) -> tuple[Case, Outcome]:
-    """The smallest case that was found to fail in the same way, and what it comes to.
+def shrink(case: Case, outcome: Outcome, run_case: RunCase, seconds: float = 60.0) -> tuple[Case, Outcome]:
+    """Shrink a case, and return the smallest case that fails in the same way and its outcome.
 
     Args:
         case, outcome: the finding.
-        ask: runs a case in a process of its own.
-        seconds: after which the smallest so far is given.
+        run_case: runs a case in a worker process.
+        seconds: the time limit, after which the smallest case so far is returned.
     """
     end, tried = time.monotonic() + seconds, {repr(case)}
     progress = True
     while progress:
         progress = False
-        for smaller in candidates(case):
+        for candidate in candidates(case):
             if time.monotonic() > end:
                 return case, outcome
-            if repr(smaller) in tried:
+            if repr(candidate) in tried:
                 continue
-            tried.add(repr(smaller))
-            found = ask(smaller)
-            if found.found and alike(found, outcome):
-                case, outcome, progress = smaller, found, True
+            tried.add(repr(candidate))
+            result = run_case(candidate)
+            if result.is_finding and same_failure(result, outcome):
+                case, outcome, progress = candidate, result, True
                 break
     return case, outcome
 
 
 def candidates(case: Case) -> Iterator[Case]:
-    """Simpler cases, those that take most away first."""
+    """Generate simpler cases, the simplest first."""
     if case.layouts:
         yield case.with_(layouts={})
     if len(case.options) > 1:
-        for name in case.options:  # one option alone, with what it needs
-            others = [other for other in case.options if other != name]
-            alone = case.without(*others)
-            if alone.options:
-                yield alone
+        for name in case.options:
+            single = case.without(*(other for other in case.options if other != name))
+            if single.options:
+                yield single
     for name in case.options:
         yield case.without(name)
-    gradients = ("return_dbias", "return_dsinks", "return_dtensors")
-    if case.backward and not any(name in case.options for name in gradients):
+    if case.backward and not any(name in case.options for name in REQUIRES):
         yield case.with_(backward=False)
     for name in case.layouts:
         yield case.with_(layouts={other: layout for other, layout in case.layouts.items() if other != name})
     yield from _smaller_sizes(case)
-    yield from _plainer_options(case)
-    plain = "float32" if case.engine == "cpu" else "float16"
-    if case.dtype != plain:
-        yield case.with_(dtype=plain)
+    yield from _simpler_options(case)
+    dtype = "float32" if case.engine == "cpu" else "float16"
+    if case.dtype != dtype:
+        yield case.with_(dtype=dtype)
 
 
 def _smaller_sizes(case: Case) -> Iterator[Case]:
+    """Generate cases with one smaller size, or with two equal sizes that are both smaller."""
     unit = 1 if case.engine == "cpu" else 8
     if case.d != case.dv and case.dv:
         yield case.with_(dv=case.d)
-    for n in _less(case.b, 1):
+    for n in _smaller_numbers(case.b, 1):
         yield case.with_(b=n)
-    for n in _less(case.hkv, 1):
+    for n in _smaller_numbers(case.hkv, 1):
         yield case.with_(hkv=n, hq=case.hq // case.hkv * n)
     if case.hkv:
-        for n in _less(case.hq // case.hkv, 1):
+        for n in _smaller_numbers(case.hq // case.hkv, 1):
             yield case.with_(hq=case.hkv * n)
     if case.sq == case.skv:
-        for n in _less(case.sq, 1):
+        for n in _smaller_numbers(case.sq, 1):
             yield case.with_(sq=n, skv=n)
-    for n in _less(case.sq, 1):
+    for n in _smaller_numbers(case.sq, 1):
         yield case.with_(sq=n)
-    for n in _less(case.skv, 1):
+    for n in _smaller_numbers(case.skv, 1):
         yield case.with_(skv=n)
     if case.d == case.dv:
-        for n in _less(case.d, unit):
+        for n in _smaller_numbers(case.d, unit):
             yield case.with_(d=n, dv=n)
-    for n in _less(case.d, unit):
+    for n in _smaller_numbers(case.d, unit):
         yield case.with_(d=n)
-    for n in _less(case.dv, unit):
+    for n in _smaller_numbers(case.dv, unit):
         yield case.with_(dv=n)
 
 
-def _less(n: int, unit: int) -> list[int]:
-    """Numbers below n to try, the smallest first.
+def _smaller_numbers(n: int, unit: int) -> list[int]:
+    """Multiples of a unit below n to try, the smallest first.
 
-    >>> _less(100, 1), _less(64, 8), _less(1, 1)
+    >>> _smaller_numbers(100, 1), _smaller_numbers(64, 8), _smaller_numbers(1, 1)
     ([1, 2, 50, 64, 99], [8, 16, 32, 56], [])
     """
     steps = {unit, 2 * unit, n // 2 // unit * unit, n - unit}
@@ -104,11 +103,11 @@ def _less(n: int, unit: int) -> list[int]:
     return sorted(m for m in {*steps, power // unit * unit} if unit <= m < n)
 
 
-def _plainer_options(case: Case) -> Iterator[Case]:
-    """Options with simpler values."""
-    for name, plainer in _PLAINER.items():
-        if name in case.options and case.options[name] != plainer:
-            yield case.with_(options=case.options | {name: plainer})
+def _simpler_options(case: Case) -> Iterator[Case]:
+    """Generate cases with a simpler value of one option."""
+    for name, value in _SIMPLEST.items():
+        if name in case.options and case.options[name] != value:
+            yield case.with_(options=case.options | {name: value})
     for name in ("mask", "bias"):
         if name in case.options:
             axes, *rest = case.options[name]
@@ -119,7 +118,8 @@ def _plainer_options(case: Case) -> Iterator[Case]:
                 yield case.with_(options=case.options | {name: (axes, "float32", *rest[1:])})
 
 
-_PLAINER = {
+#: The simplest value of each option.
+_SIMPLEST = {
     "scale": 1.0,
     "causal": "top_left",
     "window": (0, 0, "top_left"),

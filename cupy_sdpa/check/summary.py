@@ -1,4 +1,4 @@
-"""What a run has come to: counts per option and pair, findings, and the report that can be attached to an issue."""
+"""The summary of a run: counts per option and pair of options, findings, and the report for an issue."""
 
 from __future__ import annotations
 
@@ -12,52 +12,54 @@ from .cases.case import Case
 from .cases.draw import OPTIONS
 from .verify.outcome import Outcome
 
-#: Columns of the table.
+#: Columns of the printed text.
 WIDTH = 80
+#: The columns of the table.
+COLUMNS = ("run", "refused", "wrong")
 
 
 @dataclass
 class Finding:
-    """One way in which something failed.
+    """A case that failed.
 
     Attributes:
-        case, outcome: the smallest case known.
+        case, outcome: the smallest case that fails in this way, and its outcome.
         original: the case that was drawn.
-        shrunk: whether it was made smaller.
-        also: other drawn cases that failed in the same way, probably of the same cause.
+        shrunk: whether the case was shrunk.
+        duplicates: other drawn cases that failed in the same way, probably because of the same bug.
     """
 
     case: Case
     outcome: Outcome
     original: Case
     shrunk: bool = False
-    also: list[Case] = field(default_factory=list)
+    duplicates: list[Case] = field(default_factory=list)
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """What findings have in common that are reported once."""
-        return self.case.engine, self.outcome.kind, self.outcome.what, self.case.features, self.case.backward
+        """Findings with equal signatures are reported once."""
+        return self.case.engine, self.outcome.kind, self.outcome.cause, self.case.features, self.case.backward
 
     @property
-    def line(self) -> str:
-        """One line that reproduces it."""
+    def command(self) -> str:
+        """The shell command that reproduces the finding."""
         return f'python -c "from cupy_sdpa.check import Case, reproduce; reproduce({self.case!r})"'
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON takes it."""
+        """The finding as JSON values."""
         return {
             "kind": self.outcome.kind, "message": self.outcome.message, "case": repr(self.case),
-            "sentence": self.case.sentence(),
-            "original": repr(self.original), "reproduce": self.line, "shrunk": self.shrunk,
-            "also": [repr(case) for case in self.also],
+            "sentence": self.case.describe(),
+            "original": repr(self.original), "reproduce": self.command, "shrunk": self.shrunk,
+            "also": [repr(case) for case in self.duplicates],
         }  # fmt: skip
 
     def text(self) -> str:
-        """For people."""
-        times = f" ({len(self.also) + 1} times)" if self.also else ""
-        head = f"{self.outcome.kind}{times}: {self.case.sentence()}"
-        said = [head, self.outcome.message]
-        return "\n".join([*(textwrap.fill(part, WIDTH, subsequent_indent="  ") for part in said), f"  {self.line}"])
+        """The finding as text: kind and case, error message, and the command that reproduces it."""
+        times = f" ({len(self.duplicates) + 1} times)" if self.duplicates else ""
+        head = f"{self.outcome.kind}{times}: {self.case.describe()}"
+        parts = [head, self.outcome.message]
+        return "\n".join([*(textwrap.fill(part, WIDTH, subsequent_indent="  ") for part in parts), f"  {self.command}"])
 
 
 @dataclass
@@ -65,10 +67,12 @@ class Summary:
     """Counts of a run.
 
     Attributes:
-        kinds: outcomes by engine and kind.
-        options, pairs: outcomes by option and kind: ``"run"``, ``"refused"``, ``"wrong"``.
-        reasons: why cases were refused.
-        findings: the cases that failed, as they were drawn.
+        kinds: the number of outcomes, by engine and kind.
+        options, pairs: the number of outcomes, by option or pair of options, and column of :data:`COLUMNS`.
+        reasons: the number of refusals, by reason.
+        findings: the cases that failed, as drawn.
+        problems: the number of cases.
+        calls: the number of calls.
     """
 
     kinds: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -80,11 +84,11 @@ class Summary:
     calls: int = 0
 
     def add(self, case: Case, outcome: Outcome) -> None:
-        """Count what a case has come to."""
+        """Count the outcome of a case."""
         self.problems += 1
         self.calls += outcome.calls
         self.kinds[case.engine, outcome.kind] += 1
-        column = "refused" if outcome.kind == "refused" else "wrong" if outcome.found else "run"
+        column = "refused" if outcome.kind == "refused" else "wrong" if outcome.is_finding else "run"
         features = case.features or ("no option",)
         for name in (*features, "gradients" if case.backward else "forward only"):
             self.options[name, column] += 1
@@ -92,15 +96,15 @@ class Summary:
             self.pairs[" + ".join(pair), column] += 1
         if outcome.kind == "refused":
             self.reasons[outcome.message] += 1
-        if outcome.found:
+        if outcome.is_finding:
             self.findings.append(Finding(case, outcome, case))
 
-    def counted(self, *kinds: str) -> int:
-        """How many cases came to one of some kinds."""
-        return sum(count for (_, kind), count in self.kinds.items() if kind in kinds)
+    def count(self, *kinds: str) -> int:
+        """The number of outcomes of some kinds."""
+        return sum(number for (_, kind), number in self.kinds.items() if kind in kinds)
 
     def table(self) -> list[str]:
-        """A line for each option: how often it ran right, was refused, was wrong."""
+        """The lines of a table of options: the number of cases that were run, refused and wrong."""
         names = ["forward only", "gradients", "no option", *OPTIONS, "layouts"]
         half = -(-len(names) // 2)
         rows = [f"{name:<16}" + "".join(f"{self.options[name, column]:>7}" for column in COLUMNS) for name in names]
@@ -110,7 +114,7 @@ class Summary:
         return [f"{left}   {right}".rstrip() for left, right in pairs]
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON takes it."""
+        """The counts as JSON values."""
 
         def by_column(counts: Counter[tuple[str, str]]) -> dict[str, dict[str, int]]:
             names = sorted({name for name, _ in counts})
@@ -122,7 +126,3 @@ class Summary:
             "options": by_column(self.options), "pairs": by_column(self.pairs),
             "refusals": dict(self.reasons.most_common()),
         }  # fmt: skip
-
-
-#: What an option is counted under.
-COLUMNS = ("run", "refused", "wrong")

@@ -1,6 +1,6 @@
-"""A process that runs cases: it reads them from stdin, one a line, and writes outcomes to stdout as JSON.
+"""A worker process: it reads cases from stdin, one per line, and writes their outcomes to stdout as JSON.
 
-``python -m cupy_sdpa.check.worker [MODULE]``; MODULE is imported first. Tests of the self-test use it to plant errors.
+``python -m cupy_sdpa.check.worker [MODULE ...]`` imports the modules first. Tests of the self-test use them to inject faults.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from .verify.execute import execute
 from .verify.outcome import Outcome
 
 
-def prepared(case: Case) -> Outcome:
-    """Run a case; on the GPU with an allocator whose memory is full of NaN."""
+def run_case(case: Case) -> Outcome:
+    """Run a case; on the GPU with memory that is full of NaN when it is allocated."""
     if case.engine != "gpu":
         return execute(case)
-    pool = _poisoned_memory()
+    pool = _poisoned_pool()
     try:
         return execute(case)
     finally:
-        pool.free_all_blocks()  # other workers need it
+        pool.free_all_blocks()  # for the other workers
 
 
 @functools.cache
-def _poisoned_memory() -> Any:
-    """Let all memory of CuPy's, workspaces too, hold NaN (every byte 255) when it is allocated; gives the pool."""
+def _poisoned_pool() -> Any:
+    """Make CuPy fill all memory that it allocates, workspaces too, with NaN (every byte 255); returns the memory pool."""
     import cupy  # type: ignore[import-untyped,unused-ignore]
 
     pool = cupy.cuda.MemoryPool()
@@ -46,14 +46,14 @@ def _poisoned_memory() -> Any:
 
 
 def serve() -> None:
-    """Answer until there are no more cases, or the process is no longer fit for use."""
+    """Run cases until stdin ends or an outcome is fatal."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print must not be taken for an answer
+    os.dup2(2, 1)  # keeps the output of libraries out of the answers
     warnings.simplefilter("ignore")
     for module in sys.argv[1:]:
         importlib.import_module(module)
     for line in sys.stdin:
-        outcome = prepared(parse(line))
+        outcome = run_case(parse(line))
         answers.write(json.dumps(outcome.as_dict()) + "\n")
         answers.flush()
         if outcome.fatal:

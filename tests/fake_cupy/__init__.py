@@ -1,9 +1,9 @@
-"""A GPU without a GPU: CuPy, the CUDA driver and cuDNN as far as the package uses them, on host memory.
+"""A fake GPU: CuPy, the CUDA driver and cuDNN, as far as the package uses them, in host memory.
 
-Streams run late: work is queued and runs when something waits for its stream. Freed memory is filled with NaN in the
-order of its stream. Captured work is recorded and replayed on the addresses that it was recorded with. Our CUDA kernels
-are compiled by the C++ compiler. cuDNN's C functions are replaced by Python functions that evaluate the operation graph
-as cuDNN was told it, see :mod:`fake_cupy.cudnn`. So staging, kernels, plans, allocation and recordings run unchanged.
+Streams are lazy: work is queued and runs when something waits for its stream. Freed memory is filled with NaN in stream order.
+A captured graph is replayed on the addresses of the capture. The package's CUDA kernels are compiled by the C++ compiler.
+cuDNN's C functions are replaced by Python functions that evaluate the operation graph, see :mod:`fake_cupy.cudnn`. Staging,
+kernels, plans, allocation and CUDA graphs therefore run unchanged.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from .device import DEVICE
 
 __all__ = ["COMPILERS", "DEVICE", "FakeLibrary", "compiler", "driver", "installed"]
 
-#: Modules that the stand-ins replace while :func:`installed` is in force.
+#: Modules that :func:`installed` replaces.
 _REPLACED = ("cupy", "cuda.bindings", "cuda.bindings.driver")
-#: Parts of the package that no call enters.
+#: Folders and modules that no call uses.
 _TOOLS = {"_cli", "check", "generate", "__main__"}
 
 
 @contextlib.contextmanager
 def installed() -> Iterator[ModuleType]:
-    """Replace CuPy, the driver's bindings and cuDNN; yields the stand-in for CuPy. Everything is restored at the end."""
+    """Replace CuPy, the driver's bindings and cuDNN, and restore them at the end; yields the fake CuPy."""
     package = _package()
     library = importlib.import_module("cupy_sdpa._cudnn.library")
     before = {name: sys.modules.get(name) for name in _REPLACED}
@@ -55,14 +55,14 @@ def installed() -> Iterator[ModuleType]:
 
 
 def _package() -> list[ModuleType]:
-    """The modules that a call may enter."""
+    """The modules that a call may use."""
     root = importlib.import_module("cupy_sdpa")
     names = [info.name for info in pkgutil.walk_packages(root.__path__, "cupy_sdpa.")]
     return [root, *(importlib.import_module(name) for name in names if not _TOOLS & set(name.split(".")))]
 
 
 def _clear_caches(package: list[ModuleType]) -> None:
-    """Empty every ``functools.cache``: some of them hold what belongs to one CuPy."""
+    """Empty every ``functools.cache``: some of them hold objects of one CuPy."""
     for module in package:
         for value in list(vars(module).values()):
             clear: Any = getattr(value, "cache_clear", None)

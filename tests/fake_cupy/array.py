@@ -1,4 +1,4 @@
-"""CuPy's arrays: numpy arrays on device memory, whose contents are computed when their stream runs."""
+"""CuPy's arrays: numpy arrays in fake device memory, whose contents are computed when their stream runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .device import DEVICE, Work
 
 
 class ndarray:  # noqa: N801
-    """An array on the device; as in CuPy the constructor takes memory."""
+    """An array on the device. As in CuPy, the constructor takes memory."""
 
     __array_priority__ = 100
     __slots__ = ("__weakref__", "base", "data", "view_")
@@ -32,7 +32,7 @@ class ndarray:  # noqa: N801
             offset = self.data.ptr - self.data.mem.block.address
             self.view_ = np.ndarray(shape, dtype, whole, offset, strides, order)
 
-    # What arrays are, of which the device knows nothing
+    # Attributes and views, which need no work of the device
 
     shape = property(lambda self: self.view_.shape)
     strides = property(lambda self: self.view_.strides)
@@ -46,7 +46,7 @@ class ndarray:  # noqa: N801
 
     @property
     def device(self) -> Any:
-        """The device that it is on."""
+        """The device of the array."""
         from .cupy import Device
 
         return Device(0)
@@ -65,28 +65,28 @@ class ndarray:  # noqa: N801
         return made
 
     def transpose(self, *axes: Any) -> ndarray:
-        """A view with its axes exchanged."""
+        """A view with permuted axes."""
         return self._same_memory(self.view_.transpose(*axes))
 
     def __getitem__(self, key: Any) -> ndarray:
         return self._same_memory(self.view_[_with_dots(key)])
 
     def view(self, dtype: Any = None) -> ndarray:
-        """A view of another dtype."""
+        """A view with another dtype."""
         return self._same_memory(self.view_.view() if dtype is None else self.view_.view(dtype))
 
     def reshape(self, *shape: Any, order: str = "C") -> ndarray:
-        """A view where there can be one, else a copy."""
+        """A view if possible, else a copy."""
         made = self.view_.reshape(*shape, order=order)
         if np.may_share_memory(made, self.view_) or not made.size:
             return self._same_memory(made)
         return compute(lambda x: x.reshape(*shape, order=order), self)
 
     def ravel(self, order: str = "C") -> ndarray:
-        """In one dimension."""
+        """The array in one dimension."""
         return self.reshape(-1, order=order)
 
-    # What reads or writes contents, in the order of the current stream
+    # Reads and writes of contents, in the order of the current stream
 
     def __setitem__(self, key: Any, value: Any) -> None:
         target = self.view_[_with_dots(key)]
@@ -100,11 +100,11 @@ class ndarray:  # noqa: N801
             DEVICE.submit(memory.current_stream(), Work(run))
 
     def fill(self, value: Any) -> None:
-        """Write one number into every element."""
+        """Set every element to a number."""
         self[...] = value
 
     def astype(self, dtype: Any, order: str = "K", copy: bool = True) -> ndarray:
-        """A copy of another dtype."""
+        """A copy with another dtype."""
         if not copy and self.dtype == np.dtype(dtype):
             return self
         return compute(lambda x: x.astype(dtype, order=order), self)
@@ -163,15 +163,15 @@ ndarray.__module__ = "cupy"
 
 
 def _with_dots(key: Any) -> Any:
-    """A key that gives a view, and never a scalar, of a numpy array."""
+    """An index that gives a view, never a scalar, of a numpy array."""
     key = key if isinstance(key, tuple) else (key,)
     return key if any(part is Ellipsis for part in key) else (*key, ...)
 
 
 def compute(function: Callable[..., Any], *operands: Any, out: ndarray | None = None) -> ndarray:
-    """``function`` of numpy arrays, on the current stream.
+    """Compute ``function`` of numpy arrays on the current stream.
 
-    Shape and dtype of the result are those that the function gives for the contents of now, whatever these are.
+    The result has the shape and dtype that the function returns for the present contents.
     """
     given = [x.view_ if isinstance(x, ndarray) else x for x in operands]
     with np.errstate(all="ignore"):

@@ -1,6 +1,6 @@
-"""CUDA kernels, compiled by the C++ compiler: threads run one after another.
+"""CUDA kernels compiled by the C++ compiler. The threads run one after another.
 
-Enough of CUDA for kernels whose threads do not wait for one another: no ``__syncthreads``, no shared memory, no 16-bit floats.
+This supports kernels whose threads are independent: no ``__syncthreads``, no shared memory, no 16-bit floats.
 """
 
 from __future__ import annotations
@@ -78,16 +78,13 @@ extern "C" long long fake_sizes(long long* out) { return sizes(KERNEL, out); }
 
 
 def compiler() -> str | None:
-    """The C++ compiler; None where there is none."""
+    """The C++ compiler, or None."""
     return next(filter(None, map(shutil.which, COMPILERS)), None)
 
 
 @functools.cache
 def compiled(source: str) -> ctypes.CDLL:
-    """A library of C++ source; warnings are errors that a CUDA compiler would give, too.
-
-    Where the environment names a folder for it, the library is kept there, for other processes of the same test run.
-    """
+    """Compile C++ source to a shared library; warnings that a CUDA compiler gives as errors are errors."""
     program = compiler()
     assert program, "no C++ compiler: the fixture skips"
     with contextlib.ExitStack() as stack:
@@ -104,10 +101,10 @@ def compiled(source: str) -> ctypes.CDLL:
 
 
 class Launch:
-    """A CUDA kernel, compiled; ``name`` may be a template's instance.
+    """A compiled CUDA kernel; ``name`` may be an instance of a template.
 
     Raises:
-        TypeError: at a launch, an argument has another size than its parameter.
+        TypeError: at a launch, the size of an argument differs from that of its parameter.
     """
 
     def __init__(self, source: str, name: str) -> None:
@@ -116,7 +113,7 @@ class Launch:
         self._sizes = list(sizes[: self._library.fake_sizes(sizes)])
 
     def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], arguments: list[Any]) -> None:
-        """Run every thread; arguments are numpy scalars or 0-dimensional arrays, passed by value."""
+        """Run all threads; arguments are numpy scalars or 0-dimensional arrays, passed by value."""
         held = [np.ascontiguousarray(x).copy() for x in arguments]
         if [x.nbytes for x in held] != self._sizes:
             raise TypeError(f"arguments of {[x.nbytes for x in held]} bytes, the kernel takes {self._sizes}")

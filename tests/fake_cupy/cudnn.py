@@ -1,7 +1,7 @@
-"""cuDNN's C functions, as Python functions on host memory.
+"""cuDNN's C functions as Python functions on host memory.
 
-Descriptors keep what they are given. A finalized plan keeps a :class:`fake_cupy.program.Program`, the operation graph as
-cuDNN was told it, which an execution evaluates on the stream of its handle. Heuristics propose :data:`CONFIGS`.
+Descriptors store their attributes. A finalized plan holds a :class:`fake_cupy.program.Program`, the operation graph that was
+passed to cuDNN; an execution evaluates it on the stream of its handle. Heuristics propose :data:`CONFIGS`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from cupy_sdpa._cudnn.library import Library
 from .device import ILLEGAL_ADDRESS, POISON, CUDARuntimeError, Device, Work
 from .program import Program, Read
 
-#: Statuses of cuDNN.
+#: cuDNN's status codes.
 BAD_PARAM, NOT_SUPPORTED, EXECUTION_FAILED = 2000, 3000, 5000
-#: Bytes of workspace that a plan needs; an execution fills them with garbage first.
+#: Bytes of a plan's workspace, which an execution first fills with garbage.
 WORKSPACE = 4096
 
 _KIND = {int(kind): kind.name.removesuffix("_DESCRIPTOR") for kind in DescriptorType}
@@ -29,12 +29,12 @@ _ATTRIBUTE = {int(attribute): attribute.name for attribute in AttributeName}
 
 @dataclass(frozen=True)
 class Config:
-    """An engine with its knobs, and how it behaves.
+    """An engine config, and its behavior.
 
     Attributes:
         us: microseconds of an execution.
-        fails: with which status: ``finalize`` or ``execute``; empty where it runs.
-        wrong: whether its results are half as large again.
+        fails: the step that fails, ``finalize`` or ``execute``; empty if none does.
+        wrong: whether its results are 1.5 times the right ones.
     """
 
     engine: int
@@ -44,7 +44,7 @@ class Config:
     wrong: bool = False
 
 
-#: What heuristics propose: the first is right but slow, the fastest is wrong, the next one cannot run.
+#: The configs of the heuristics: the first is right but slow, the fastest is wrong, the next cannot run.
 CONFIGS = (
     Config(2, (("KERNEL_CFG", 3),)),
     Config(1, (("KERNEL_CFG", 25),), us=100.0, wrong=True),
@@ -66,7 +66,7 @@ class Record:
         return self.values[f"{self.kind}_{name}"]
 
     def get(self, name: str, other: Any = None) -> Any:
-        """An attribute; ``other`` where it was not set."""
+        """An attribute, or ``other`` if it is not set."""
         return self.values.get(f"{self.kind}_{name}", other)
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -75,7 +75,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Execution:
-    """An execution that was enqueued: its handle, its stream, and its plan's engine config."""
+    """An enqueued execution: its handle, stream and engine config."""
 
     handle: int
     stream: int
@@ -83,18 +83,18 @@ class Execution:
 
 
 class FakeLibrary(Library):
-    """What :func:`cupy_sdpa._cudnn.library.library` gives in place of a loaded cuDNN, an imitation of 9.19.
+    """A replacement of the loaded cuDNN that imitates version 9.19.
 
     Attributes:
-        executions: what was enqueued, in order.
-        finalized: how many plans were built, and how many were loaded.
-        configs: what heuristics propose.
+        executions: the enqueued executions, in order.
+        finalized: the numbers of plans that were built and loaded.
+        configs: the configs of the heuristics.
     """
 
     def __init__(self, device: Device) -> None:
         self.version, self.cudart_version = 91900, 12090
         self.path = self.found_via = "a stand-in for cuDNN"
-        self.build = f"{self.path} in process {os.getpid()}"  # no other process may take its plans for its own
+        self.build = f"{self.path} in process {os.getpid()}"  # prevents other processes from using its plans
         self.executions: list[Execution] = []
         self.finalized: dict[str, int]
         self.configs: tuple[Config, ...]
@@ -105,14 +105,14 @@ class FakeLibrary(Library):
         self._programs: list[tuple[Program, Config]] = []
 
     def forget_plans(self) -> int:
-        """Destroy the plans that are left, which captured graphs have kept alive; how many they were."""
+        """Destroy the plans that captured graphs have kept alive; returns their number."""
         left = [number for number, record in self._records.items() if record.kind == "EXECUTION_PLAN"]
         for number in left:
             del self._records[number]
         return len(left)
 
     def reset(self) -> None:
-        """Forget what was done, with what a failed test has left, and propose the usual configs."""
+        """Remove the state of earlier tests, failed ones included, and restore the default configs."""
         self._records: dict[int, Record] = {}
         self.executions.clear()
         self.finalized = {"built": 0, "loaded": 0}
@@ -120,7 +120,7 @@ class FakeLibrary(Library):
 
     @property
     def live(self) -> dict[str, int]:
-        """How many descriptors of each kind exist."""
+        """The number of existing descriptors of each kind."""
         kinds = [record.kind for record in self._records.values()]
         return {kind: kinds.count(kind) for kind in set(kinds)}
 
@@ -209,7 +209,7 @@ class FakeLibrary(Library):
         device.submit(stream, Work(run, us=config.us))
         return 0
 
-    # What they do
+    # Implementation
 
     def _fail(self, status: int, text: str) -> int:
         self._error = text
@@ -234,7 +234,7 @@ class FakeLibrary(Library):
 
     def _program(self, record: Record) -> Program:
         def resolved(pointer: int) -> Any:
-            """A descriptor's attributes, with those of the descriptors that it points to."""
+            """The attributes of a descriptor, including those of the descriptors that it points to."""
             of = self._records[pointer]
             found = {}
             for name, value in of.values.items():
@@ -253,7 +253,7 @@ class FakeLibrary(Library):
         chosen = self._records[record["ENGINE_CONFIG"][0]]
         if "config" in chosen.values:
             program, config = chosen.values["program"], chosen.values["config"]
-        else:  # by hand: any engine will do
+        else:  # a config without heuristics: accept any engine
             engine = self._records[chosen["ENGINE"][0]]
             choices = [self._records[pointer] for pointer in chosen.get("KNOB_CHOICES", [])]
             knobs = tuple((KnobType(c["KNOB_TYPE"][0]).name, c["KNOB_VALUE"][0]) for c in choices)
@@ -269,7 +269,7 @@ class FakeLibrary(Library):
         return 0
 
 
-#: Attributes that point to descriptors, and whose names do not end in DESC.
+#: Attributes that are pointers to descriptors although their names do not end in DESC.
 _POINTERS = ("PW_DESCRIPTOR", "SEED")
 
 

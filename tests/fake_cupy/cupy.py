@@ -1,4 +1,4 @@
-"""The module that stands in for ``cupy``."""
+"""The fake ``cupy`` module."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .device import DEVICE, NOT_READY, CUDARuntimeError, OutOfMemoryError, Work
 
 
 def _from_host(array: Any, order: str | None = None) -> ndarray:
-    """A copy on the device, in the order of the memory that it has on the host."""
+    """Copy to the device, keeping the memory order of the host array."""
     array = np.asarray(array)
     if order is None:
         order = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
@@ -26,89 +26,89 @@ def _from_host(array: Any, order: str | None = None) -> ndarray:
 
 
 def asarray(x: Any, dtype: Any = None, order: str | None = None) -> ndarray:
-    """An array on the device, itself where it is one."""
+    """Convert to an array on the device; an array on the device is returned unchanged."""
     if isinstance(x, ndarray):
         return x if dtype is None or x.dtype == np.dtype(dtype) else x.astype(dtype)
     return _from_host(np.asarray(x, dtype), order)
 
 
 def array(x: Any, dtype: Any = None, order: str | None = None) -> ndarray:
-    """A new array on the device."""
+    """Copy to a new array on the device."""
     return x.copy(order or "K") if isinstance(x, ndarray) else asarray(x, dtype, order)
 
 
 def asnumpy(x: Any) -> Any:
-    """A copy on the host."""
+    """Copy to the host."""
     return x.get() if isinstance(x, ndarray) else np.asarray(x)
 
 
 def empty(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:
-    """Nothing is written."""
+    """A new array without initialization."""
     return ndarray(shape, dtype, order=order)
 
 
 def full(shape: Any, value: Any, dtype: Any = None, order: str = "C") -> ndarray:
-    """Of one number."""
+    """A new array filled with a number."""
     made = ndarray(shape, np.asarray(value).dtype if dtype is None else dtype, order=order)
     made.fill(value)
     return made
 
 
 def zeros(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:
-    """Of 0."""
+    """A new array of zeros."""
     return full(shape, 0, dtype, order)
 
 
 def ones(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:
-    """Of 1."""
+    """A new array of ones."""
     return full(shape, 1, dtype, order)
 
 
 def empty_like(x: ndarray, dtype: Any = None, order: str = "K") -> ndarray:
-    """Of the same shape, and in the same order."""
+    """A new array with the same shape and memory order."""
     fortran = order == "F" or (order == "K" and x.flags.f_contiguous and not x.flags.c_contiguous)
     return ndarray(x.shape, x.dtype if dtype is None else dtype, order="F" if fortran else "C")
 
 
 def zeros_like(x: ndarray) -> ndarray:
-    """Of 0, and of the same shape."""
+    """A new array of zeros with the same shape."""
     made = empty_like(x)
     made.fill(0)
     return made
 
 
 def arange(*given: Any, dtype: Any = None) -> ndarray:
-    """Numbers in a row."""
+    """Evenly spaced numbers."""
     return _from_host(np.arange(*given, dtype=dtype))
 
 
 def asfortranarray(x: ndarray) -> ndarray:
-    """In Fortran order."""
+    """Convert to Fortran order."""
     return x if x.flags.f_contiguous else x.copy("F")
 
 
 def ascontiguousarray(x: ndarray) -> ndarray:
-    """In C order."""
+    """Convert to C order."""
     return x if x.flags.c_contiguous else x.copy("C")
 
 
 def broadcast_to(x: ndarray, shape: tuple[int, ...]) -> ndarray:
-    """A view in which axes have stride 0."""
+    """A broadcast view, with strides of 0."""
     return x._same_memory(np.lib.stride_tricks.as_strided(x.view_, shape, np.broadcast_to(x.view_, shape).strides))
 
 
 def concatenate(arrays: list[ndarray], axis: int = 0) -> ndarray:
-    """One after the other."""
+    """Concatenate arrays."""
     return compute(lambda *given: np.concatenate(given, axis=axis), *arrays)
 
 
 def searchsorted(x: ndarray, values: ndarray, side: str = "left") -> ndarray:
-    """Where values belong in an array that rises."""
+    """Indices at which values are inserted into a sorted array."""
     return compute(lambda *given: np.searchsorted(*given, side=side), x, values)
 
 
 def take(x: ndarray, indices: ndarray) -> ndarray:
-    """Elements by their indices."""
+    """Take elements by index."""
     return compute(lambda *given: np.take(*given, mode="clip"), x, indices)
 
 
@@ -148,13 +148,13 @@ class Device:
 
 
 class Graph:
-    """A CUDA graph that was captured, ready to launch."""
+    """An instantiated CUDA graph."""
 
     def __init__(self, graph: int) -> None:
         self.graph, self.graphExec = graph, DEVICE.instantiate(graph)
 
     def launch(self, stream: Any = None) -> None:
-        """Run it on a stream."""
+        """Launch the graph on a stream."""
         DEVICE.launch(self.graphExec, memory.current_stream() if stream is None else stream.ptr)
 
     def __del__(self) -> None:
@@ -163,7 +163,7 @@ class Graph:
 
 
 class Stream:
-    """A stream; without arguments one that waits for the default stream, as in CuPy."""
+    """A stream; by default a blocking one, as in CuPy."""
 
     null: Stream
 
@@ -189,7 +189,7 @@ class Stream:
 
     @property
     def done(self) -> bool:
-        """Whether it has no work."""
+        """Whether all work of the stream is complete."""
         return not DEVICE.busy(self.ptr)
 
     def synchronize(self) -> None:
@@ -197,15 +197,15 @@ class Stream:
         DEVICE.wait(self.ptr)
 
     def begin_capture(self, mode: int | None = None) -> None:
-        """Record what is submitted from now on."""
+        """Begin to capture work."""
         DEVICE.begin_capture(self.ptr)
 
     def end_capture(self) -> Graph:
-        """What was recorded."""
+        """End the capture; returns the graph."""
         return Graph(DEVICE.end_capture(self.ptr))
 
     def is_capturing(self) -> bool:
-        """Whether work is recorded."""
+        """Whether the stream is being captured."""
         return self.ptr in DEVICE.captures
 
 
@@ -213,13 +213,13 @@ Stream.null = Stream(null=True)
 
 
 class Event:
-    """A moment on a stream's clock."""
+    """An event with the time of a stream's clock."""
 
     def __init__(self) -> None:
         self.time, self._stream = math.nan, 0
 
     def record(self, stream: Stream | None = None) -> None:
-        """Note the time when the stream comes to it."""
+        """Record the time in stream order."""
         self._stream = memory.current_stream() if stream is None else stream.ptr
 
         def run() -> None:
@@ -237,7 +237,7 @@ def _get_current_stream() -> Any:
     return streams[-1] if streams else Stream.null
 
 
-# The runtime
+# The CUDA runtime
 
 
 def _get_device() -> int:
@@ -288,7 +288,7 @@ cuda = SimpleNamespace(
 
 
 def get_default_memory_pool() -> memory.MemoryPool:
-    """CuPy's own pool."""
+    """CuPy's default memory pool."""
     return memory.POOL
 
 
@@ -296,7 +296,7 @@ def get_default_memory_pool() -> memory.MemoryPool:
 
 
 class RawKernel:
-    """A kernel of CUDA C++; arguments are arrays, which stand for their addresses, numpy scalars, and Python's numbers."""
+    """A CUDA C++ kernel. Arguments are arrays (passed as addresses), numpy scalars and Python numbers."""
 
     def __init__(self, code: str, name: str, options: tuple[str, ...] = (), **_: Any) -> None:
         self._launch = compiler.Launch(code, name)
@@ -311,7 +311,7 @@ class RawKernel:
 
 
 class ElementwiseKernel:
-    """An element-wise kernel with named dtypes; outputs may be given, else they are made."""
+    """An element-wise kernel with named dtypes; outputs are allocated unless they are passed."""
 
     def __init__(self, in_params: str, out_params: str, operation: str, name: str = "kernel", **_: Any) -> None:
         self._inputs, self._outputs = ([compiler.Parameter(t) for t in text.split(",")] for text in (in_params, out_params))

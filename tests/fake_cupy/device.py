@@ -1,7 +1,7 @@
-"""The device: memory, streams that run late, and CUDA graphs.
+"""The device: memory, lazy streams and CUDA graphs.
 
-Work is a :class:`Work`: a function that runs on the host, and what the driver reports of it. :meth:`Device.submit` queues it
-on a stream, or records it if the stream is being captured. A queue runs when something waits for the stream.
+A :class:`Work` is a function that runs on the host, with the attributes that the driver reports. :meth:`Device.submit` queues
+it on a stream, or adds it to the graph if the stream is being captured. A queue runs when something waits for the stream.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-#: The content of memory that nobody has written: NaN in every floating-point dtype.
+#: The content of uninitialized memory: NaN in every floating-point dtype.
 POISON = 0xFF
-#: Bytes before and after each block, and their content: a write beyond a block shows when the block is freed.
+#: The number and the content of the guard bytes on both sides of a block, which are checked when it is freed.
 GUARD, GUARD_BYTE = 256, 0xC5
-#: The runtime's error codes that are raised here.
+#: Error codes of the CUDA runtime.
 INVALID_HANDLE, NOT_READY, ILLEGAL_ADDRESS, CAPTURE_UNSUPPORTED, CAPTURE_IMPLICIT = 400, 600, 700, 900, 906
 
 
@@ -33,17 +33,17 @@ class CUDARuntimeError(RuntimeError):
 
 
 class OutOfMemoryError(MemoryError):
-    """CuPy's: the device has no memory left."""
+    """CuPy's error for a lack of device memory."""
 
 
 class Work(NamedTuple):
     """A unit of work on a stream.
 
     Attributes:
-        run: what it does.
-        kind: ``kernel``, ``memset``, ``memcpy`` or ``alloc``, as the kind of a graph's node.
-        us: microseconds that it takes on the device's own clock.
-        memset: of a memset: address, value, bytes of an element, width, height.
+        run: the function.
+        kind: ``kernel``, ``memset``, ``memcpy`` or ``alloc``, the kind of the graph node.
+        us: its duration in microseconds on the device's clock.
+        memset: for a memset: address, value, bytes per element, width, height.
     """
 
     run: Callable[[], None]
@@ -53,7 +53,7 @@ class Work(NamedTuple):
 
 
 class Block:
-    """Memory on the device, with guards on both sides."""
+    """A block of device memory with guard bytes on both sides."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -66,25 +66,25 @@ class Block:
         self.give(capacity)
 
     def give(self, size: int) -> None:
-        """Prepare the block for an owner who asked for ``size`` bytes."""
+        """Prepare the block for an allocation of ``size`` bytes."""
         self._guarded[:] = GUARD_BYTE
         self.memory = self._guarded[GUARD : GUARD + size]
         self.memory[:] = POISON
 
     def check(self) -> None:
-        """Raise if something wrote beyond the block."""
+        """Raise if the guard bytes were overwritten."""
         outside = np.concatenate([self._guarded[:GUARD], self._guarded[GUARD + self.memory.size :]])
         if (outside != GUARD_BYTE).any():
             raise CUDARuntimeError(ILLEGAL_ADDRESS, f"a write outside of the {self.memory.size} bytes at {self.address:#x}")
 
     def die(self) -> None:
-        """End the block's life, in the order of its stream."""
+        """Free the block in stream order."""
         self.check()
         self.live = False
         self.memory[:] = POISON
 
     def revive(self, size: int) -> None:
-        """Begin a new life with ``size`` bytes, in the order of its stream."""
+        """Allocate ``size`` bytes of the block in stream order."""
         self.give(size)
         self.live = True
 
@@ -94,7 +94,7 @@ class Device:
 
     Attributes:
         waits: how often the host waited for work or read memory.
-        launches: the streams that work was submitted to, in order; the work of a replayed graph counts once.
+        launches: the streams to which work was submitted, in order; the replay of a graph counts once.
         clock: microseconds of work that each stream has run.
     """
 
@@ -114,7 +114,7 @@ class Device:
         self._blocks: dict[int, Block] = {}
 
     def reset(self) -> None:
-        """Forget work, graphs and captures that a failed test has left."""
+        """Remove work, graphs and captures of a failed test."""
         with self.lock:
             for queue in self.queues.values():
                 while queue:
@@ -128,7 +128,7 @@ class Device:
     # Streams
 
     def create_stream(self, non_blocking: bool) -> int:
-        """A new stream; like CUDA, it may reuse the address of a stream that was destroyed."""
+        """Create a stream; as in CUDA, it may have the address of a destroyed one."""
         with self.lock:
             stream = self._unused_streams.pop() if self._unused_streams else next(self._numbers)
             self.queues[stream], self.clock[stream] = deque(), 0.0
@@ -137,7 +137,7 @@ class Device:
             return stream
 
     def destroy_stream(self, stream: int) -> None:
-        """Run what is queued, and forget the stream."""
+        """Run the queued work, and destroy the stream."""
         with self.lock:
             self.run(stream)
             self.captures.pop(stream, None)
@@ -146,7 +146,7 @@ class Device:
             self._unused_streams.append(stream)
 
     def submit(self, stream: int, work: Work) -> None:
-        """Queue work on a stream, or record it if the stream is being captured."""
+        """Queue work on a stream, or add it to the graph if the stream is being captured."""
         with self.lock:
             self._check(stream)
             if stream in self.captures:
@@ -157,7 +157,7 @@ class Device:
             self.queues[stream].append(work)
 
     def submit_uncaptured(self, stream: int, work: Work) -> None:
-        """Queue what CuPy's pool does to its own memory: in the order of the stream, but never part of a capture."""
+        """Queue work of CuPy's memory pool: in stream order, but not part of a capture."""
         with self.lock:
             if stream in self.queues:
                 self.queues[stream].append(work)
@@ -165,7 +165,7 @@ class Device:
                 work.run()
 
     def run(self, stream: int) -> None:
-        """Run what is queued on a stream."""
+        """Run the queued work of a stream."""
         queue = self.queues[stream]
         while queue:
             work = queue.popleft()
@@ -174,7 +174,7 @@ class Device:
             self.clock[stream] += work.us
 
     def wait(self, stream: int) -> None:
-        """Have the host wait for a stream."""
+        """Wait for a stream."""
         with self.lock:
             self._check(stream)
             if stream in self.captures:
@@ -184,14 +184,14 @@ class Device:
             self.run(stream)
 
     def wait_for_all(self) -> None:
-        """Have the host wait for every stream."""
+        """Wait for all streams."""
         with self.lock:
             self.waits += 1
             for stream in list(self.queues):
                 self.run(stream)
 
     def busy(self, stream: int) -> bool:
-        """Whether a stream has work that did not run yet."""
+        """Whether a stream has pending work."""
         with self.lock:
             self._check(stream)
             return bool(self.queues[stream])
@@ -201,7 +201,7 @@ class Device:
             raise CUDARuntimeError(INVALID_HANDLE, f"there is no stream {stream:#x}")
 
     def _wait_for_others(self, stream: int) -> None:
-        """Run the work of other streams that this one waits for implicitly."""
+        """Run the work of the streams for which this one waits implicitly."""
         if stream == 0:
             blocking = [other for other in self.queues if other and other not in self._non_blocking]
             if any(other in self.captures for other in blocking):
@@ -214,7 +214,7 @@ class Device:
     # Graphs
 
     def begin_capture(self, stream: int) -> None:
-        """Record what is submitted to a stream from now on."""
+        """Begin to capture the work that is submitted to a stream."""
         with self.lock:
             self._check(stream)
             if stream == 0 or stream in self.captures:
@@ -222,7 +222,7 @@ class Device:
             self.captures[stream] = []
 
     def end_capture(self, stream: int) -> int:
-        """The number of the graph of what was recorded."""
+        """End a capture; returns the number of the graph."""
         with self.lock:
             if stream not in self.captures:
                 raise CUDARuntimeError(INVALID_HANDLE, f"stream {stream:#x} is not being captured")
@@ -231,14 +231,14 @@ class Device:
             return graph
 
     def instantiate(self, graph: int) -> int:
-        """An executable copy of a graph."""
+        """Instantiate a graph."""
         with self.lock:
             executable = next(self._numbers)
             self.executables[executable] = list(self.graphs[graph])
             return executable
 
     def launch(self, executable: int, stream: int) -> None:
-        """Run a graph on a stream, as one unit of work."""
+        """Launch a graph on a stream, as one unit of work."""
         works = self.executables[executable]
 
         def replay() -> None:
@@ -250,7 +250,7 @@ class Device:
     # Memory
 
     def new_block(self, size: int) -> Block:
-        """Memory that nobody owned before."""
+        """Allocate a new block."""
         block = Block(size)
         with self.lock:
             bisect.insort(self._addresses, block.address)
@@ -258,13 +258,13 @@ class Device:
         return block
 
     def drop(self, block: Block) -> None:
-        """Give a block back to the host."""
+        """Return a block to the host."""
         with self.lock:
             self._addresses.remove(block.address)
             del self._blocks[block.address]
 
     def view(self, address: int, shape: Sequence[int], strides: Sequence[int], dtype: Any) -> Any:
-        """A numpy array on device memory; raises where any of it is not in one live block. Strides are in bytes."""
+        """A numpy array on device memory, which must be within one live block. Strides are in bytes."""
         with self.lock:
             place = bisect.bisect_right(self._addresses, address) - 1
             block = self._blocks[self._addresses[place]] if place >= 0 else None
@@ -279,7 +279,7 @@ class Device:
             raise CUDARuntimeError(ILLEGAL_ADDRESS, text) from error
 
     def check_guards(self) -> None:
-        """Raise if anything was written outside of a block."""
+        """Raise if any guard bytes were overwritten."""
         with self.lock:
             for block in self._blocks.values():
                 block.check()

@@ -1,4 +1,4 @@
-"""The CUDA driver's bindings, ``cuda.bindings.driver``, as far as the package calls them. Functions return a status first."""
+"""The CUDA driver's bindings, ``cuda.bindings.driver``, as far as the package uses them. Functions return a status first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CUlaunchConfig = CUlaunchAttribute = SimpleNamespace
 
 
 class CUresult(enum.IntEnum):
-    """Statuses."""
+    """Status codes."""
 
     CUDA_SUCCESS = 0
     CUDA_ERROR_OUT_OF_MEMORY = 2
@@ -24,7 +24,7 @@ class CUresult(enum.IntEnum):
 
 
 class CUgraphNodeType(enum.IntEnum):
-    """Kinds of nodes."""
+    """Kinds of graph nodes."""
 
     CU_GRAPH_NODE_TYPE_KERNEL = 0
     CU_GRAPH_NODE_TYPE_MEMCPY = 1
@@ -34,14 +34,14 @@ class CUgraphNodeType(enum.IntEnum):
 
 
 class CUlaunchAttributeID(enum.IntEnum):
-    """Attributes of launches."""
+    """Launch attributes."""
 
     CU_LAUNCH_ATTRIBUTE_COOPERATIVE = 2
     CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION = 4
 
 
 class CUstreamCaptureMode(enum.IntEnum):
-    """What a capture forbids other threads."""
+    """The calls that a capture forbids in other threads."""
 
     CU_STREAM_CAPTURE_MODE_GLOBAL = 0
     CU_STREAM_CAPTURE_MODE_THREAD_LOCAL = 1
@@ -60,25 +60,25 @@ _thread = threading.local()
 
 
 def new_context() -> None:
-    """Have a new context in place of the current one: no session of an earlier one is ever found again."""
+    """Replace the current context by a new one, so that no session of an earlier one is used."""
     global _context
     _context = next(_contexts)
 
 
 def make_current() -> None:
-    """Make the context the current thread's, as the runtime does on first use."""
+    """Make the context current in this thread, as the runtime does on first use."""
     _thread.context = _context
 
 
 def cuCtxGetId(context: int) -> tuple[CUresult, int]:
-    """The id of the current context; an error in a thread that has made no context current."""
+    """The id of the current context; an error in a thread without one."""
     if getattr(_thread, "context", None) != _context:
         return CUresult.CUDA_ERROR_INVALID_CONTEXT, 0
     return CUresult.CUDA_SUCCESS, _context
 
 
 def cuThreadExchangeStreamCaptureMode(mode: CUstreamCaptureMode) -> tuple[CUresult, CUstreamCaptureMode]:
-    """The mode before."""
+    """Exchange the capture mode; returns the previous one."""
     before = getattr(_thread, "mode", CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL)
     _thread.mode = mode
     return CUresult.CUDA_SUCCESS, before
@@ -118,13 +118,13 @@ def _works(graph: int) -> list[Work]:
 
 
 class _Node(int):
-    """A node: its place in its graph, and the graph."""
+    """A graph node: the graph, and the index in it."""
 
     graph: int
 
     @property
     def work(self) -> Work:
-        """What it does; fails once the graph is destroyed."""
+        """The work of the node; an error after the graph is destroyed."""
         return _works(self.graph)[self]
 
 
@@ -135,13 +135,13 @@ def _node(graph: int, place: int) -> _Node:
 
 
 def cuGraphGetNodes(graph: int, count: int = 0) -> tuple[CUresult, list[_Node], int]:
-    """The nodes, of which there are as many as works."""
+    """The nodes of a graph, one per unit of work."""
     works = _works(graph)
     return CUresult.CUDA_SUCCESS, [_node(graph, place) for place in range(len(works))][:count], len(works)
 
 
 def cuGraphGetEdges(graph: int, count: int = 0) -> tuple[CUresult, list[_Node], list[_Node], list[None], int]:
-    """The edges: work of one stream is a chain."""
+    """The edges of a graph: the work of one stream is a chain."""
     number = max(0, len(_works(graph)) - 1)
     begins, ends = ([_node(graph, place + shift) for place in range(number)][:count] for shift in (0, 1))
     return CUresult.CUDA_SUCCESS, begins, ends, [None] * len(begins), number
@@ -153,7 +153,7 @@ def cuGraphNodeGetType(node: _Node) -> tuple[CUresult, CUgraphNodeType]:
 
 
 def cuGraphKernelNodeGetParams(node: _Node) -> tuple[CUresult, SimpleNamespace]:
-    """What a kernel is launched with; its function and its parameters both stand for the work."""
+    """The launch parameters of a kernel node; its function and parameters both refer to the work."""
     names = ("gridDimX", "gridDimY", "gridDimZ", "blockDimX", "blockDimY", "blockDimZ")
     number = _register(node)
     return CUresult.CUDA_SUCCESS, SimpleNamespace(
@@ -162,14 +162,14 @@ def cuGraphKernelNodeGetParams(node: _Node) -> tuple[CUresult, SimpleNamespace]:
 
 
 def cuGraphMemsetNodeGetParams(node: _Node) -> tuple[CUresult, SimpleNamespace]:
-    """What a memset fills."""
+    """The parameters of a memset node."""
     assert node.work.memset
     address, value, itemsize, width, height = node.work.memset
     return CUresult.CUDA_SUCCESS, SimpleNamespace(dst=address, value=value, width=width, height=height, elementSize=itemsize)
 
 
 def cuGraphKernelNodeGetAttribute(node: _Node, name: Any) -> tuple[CUresult, SimpleNamespace]:
-    """No kernel has clusters or is cooperative."""
+    """An attribute of a kernel node: no kernel is cooperative or has clusters."""
     return CUresult.CUDA_SUCCESS, SimpleNamespace(clusterDim=SimpleNamespace(x=0), cooperative=0)
 
 
@@ -184,7 +184,7 @@ def _register(node: _Node) -> int:
 
 
 def cuLaunchKernelEx(config: SimpleNamespace, function: int, parameters: int, extra: int) -> tuple[CUresult]:
-    """Launch a graph's kernel by itself; its parameters belong to the graph, which must still exist."""
+    """Launch the kernel of a graph node; the graph must still exist, because it owns the parameters."""
     assert function == parameters
     node = _registered[function]
     if node.graph not in DEVICE.graphs:

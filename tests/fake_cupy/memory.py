@@ -10,27 +10,27 @@ from typing import Any
 
 from .device import DEVICE, Block, OutOfMemoryError, Work
 
-#: Sizes are rounded up to multiples of so many bytes, as CuPy does: so addresses come again.
+#: Sizes are rounded up to multiples of this number of bytes, as in CuPy, so that addresses are reused.
 UNIT = 512
 
 _thread = threading.local()
 
 
 def current_stream() -> int:
-    """The address of the thread's current stream."""
+    """The address of the current stream of this thread."""
     streams = getattr(_thread, "streams", None)
     return streams[-1].ptr if streams else 0
 
 
 def streams_of_thread() -> list[Any]:
-    """The thread's streams, the current one last."""
+    """The stack of streams of this thread, the current one last."""
     if not hasattr(_thread, "streams"):
         _thread.streams = []
     return _thread.streams
 
 
 class Memory:
-    """A block with an owner; ``give_back`` is called when nobody refers to it any more."""
+    """An allocated block; ``give_back`` is called when the object is destroyed."""
 
     def __init__(self, block: Block, size: int, give_back: Callable[[Block], None]) -> None:
         self.block, self._give_back = block, give_back
@@ -41,13 +41,13 @@ class Memory:
 
 
 class MemoryPointer:
-    """A place in memory, which it keeps."""
+    """An address in memory, which it keeps alive."""
 
     def __init__(self, mem: Any, ptr: int, size: int = 0) -> None:
         self.mem, self.ptr, self.device_id, self.size = mem, ptr, 0, size
 
     def memset_async(self, value: int, size: int, stream: Any = None) -> None:
-        """Fill bytes, on a stream."""
+        """Set bytes on a stream."""
         target = current_stream() if stream is None else stream.ptr
 
         def run() -> None:
@@ -60,7 +60,7 @@ class MemoryPointer:
 
 
 class MemoryPool:
-    """Memory that is reused in the order of its stream; the last block given back goes first, as in CuPy."""
+    """Memory that is reused in stream order, the block that was freed last first, as in CuPy."""
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
@@ -68,10 +68,10 @@ class MemoryPool:
         self._total = self._used = 0
 
     def malloc(self, size: int) -> MemoryPointer:
-        """Memory for work of the current stream.
+        """Allocate memory for the current stream.
 
         Raises:
-            OutOfMemoryError: the pool would grow beyond its limit.
+            OutOfMemoryError: the pool would exceed its limit.
         """
         if size == 0:
             return MemoryPointer(None, 0)
@@ -100,19 +100,19 @@ class MemoryPool:
         return self._used
 
     def free_bytes(self) -> int:
-        """Bytes kept for reuse."""
+        """Bytes that are free for reuse."""
         return self._total - self._used
 
     def total_bytes(self) -> int:
-        """Bytes in use or kept."""
+        """Bytes in use and free for reuse."""
         return self._total
 
     def set_limit(self, size: int | None = None) -> None:
-        """The most bytes; None or 0 for no limit."""
+        """Set the limit in bytes; None or 0 for no limit."""
         self.limit = size or None
 
     def free_all_blocks(self) -> None:
-        """Give what is kept for reuse back to the device."""
+        """Return all free blocks to the device."""
         DEVICE.wait_for_all()
         with DEVICE.lock:
             for blocks in self._idle.values():
@@ -122,25 +122,25 @@ class MemoryPool:
             self._idle.clear()
 
 
-#: CuPy's default pool, and the allocators of threads.
+#: CuPy's default memory pool, and the allocator of each thread.
 POOL = MemoryPool()
 _allocator: ContextVar[Callable[[int], MemoryPointer]] = ContextVar("allocator")
 _default: list[Callable[[int], MemoryPointer]] = [POOL.malloc]
 
 
 def alloc(size: int) -> MemoryPointer:
-    """Memory from the current allocator."""
+    """Allocate with the current allocator."""
     return _allocator.get(_default[0])(size)
 
 
 def set_allocator(allocator: Callable[[int], MemoryPointer] | None = None) -> None:
-    """Have every thread allocate by another function."""
+    """Set the allocator of all threads."""
     _default[0] = allocator or POOL.malloc
 
 
 @contextlib.contextmanager
 def using_allocator(allocator: Callable[[int], MemoryPointer] | None = None) -> Iterator[None]:
-    """Have this thread allocate by another function for a while."""
+    """Use another allocator in this thread within the context."""
     token = _allocator.set(allocator or POOL.malloc)
     try:
         yield
@@ -149,7 +149,7 @@ def using_allocator(allocator: Callable[[int], MemoryPointer] | None = None) -> 
 
 
 def malloc_async(size: int) -> MemoryPointer:
-    """Memory in the order of the current stream; while that is captured, memory of the graph, allocated in every replay."""
+    """Allocate in stream order; during a capture the memory belongs to the graph, which allocates it in every replay."""
     stream = current_stream()
     with DEVICE.lock:
         block = DEVICE.new_block(size)

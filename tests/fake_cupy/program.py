@@ -1,10 +1,10 @@
-"""An operation graph as cuDNN was told it, evaluated with numpy: what cuDNN 9.19 computes, writes, and leaves alone.
+"""An operation graph evaluated with numpy as cuDNN 9.19 does: what it computes, what it writes, and what it does not write.
 
-One bug is 9.28's: the backward pass takes -inf in an array of one number a query for 0.
+One bug is that of 9.28: the backward pass treats -inf in an array with one element per query as 0.
 
-Everything is computed as if there were no lengths, so what lies beyond them is multiplied by 0 and its NaN spreads; packed
-arrays are read within their sequences. Rows beyond a length are not written, nor is anything of a batch entry that has no
-query, or no key and no sink. The sum of the scores' gradient is added to what is there.
+Everything is computed as if there were no lengths, so the padding is multiplied by 0 and its NaN spreads. Packed arrays are
+read within their sequences. Rows in the padding are not written, and nothing is written for a batch entry without queries, or
+without keys and sinks. The sum of the score gradients is added to the existing values.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ class Tensor:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The name in messages."""
         return f"tensor {self.uid} {self.dims} {self.dtype}"
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The strides in bytes."""
+        """Strides in bytes."""
         return tuple(step * self.dtype.itemsize for step in self.strides)
 
     @property
     def sequence(self) -> int:
-        """Of a ragged tensor, the axis of its positions: rows, or columns where these are further apart."""
+        """The axis of the positions of a ragged tensor: rows, or columns if their stride is larger."""
         return 3 if self.strides[3] > self.strides[2] else 2
 
 
 class Value(NamedTuple):
-    """What a tensor holds: float32, whole numbers or bool, and of every batch entry how many rows and columns there are.
+    """The value of a tensor: a float32, integer or boolean array, and the rows and columns of each batch entry.
 
     Attributes:
         top: whether it is the maximum of each row.
@@ -77,14 +77,14 @@ class Value(NamedTuple):
 
 
 class Read(NamedTuple):
-    """The memory of an execution."""
+    """Reads the arguments of an execution."""
 
     device: Device
     pointers: dict[int, int]
     numbers: dict[int, float]
 
     def __call__(self, t: Tensor) -> Any:
-        """The contents of a tensor; of a ragged one 0 beyond each sequence."""
+        """The contents of a tensor; the padding of a ragged one is 0."""
         if t.by_value:
             return np.full((1, 1, 1, 1), self.numbers[t.uid], t.dtype)
         if t.ragged is None:
@@ -104,12 +104,12 @@ class Read(NamedTuple):
 
     @staticmethod
     def within(t: Tensor, entry: Any, length: int) -> Any:
-        """The positions of an entry that are there."""
+        """The positions of an entry that are within the array."""
         return entry[:, :length] if t.sequence == 2 else entry[:, :, :length]
 
 
 class Operation(NamedTuple):
-    """A step: its kind, its tensors by role, and its settings."""
+    """An operation: its kind, its tensors by role, and its settings."""
 
     kind: str
     tensors: dict[str, Tensor]
@@ -118,13 +118,13 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """The steps of a graph."""
+    """The operations of a graph."""
 
     operations: tuple[Operation, ...]
 
     @classmethod
     def of(cls, operations: list[Any]) -> Program:
-        """From descriptors: (kind, pointer, attributes), as deep as they go."""
+        """Create a program from descriptors: nested (kind, pointer, attributes)."""
         tensors: dict[int, Tensor] = {}
 
         def tensor(pointer: int, given: dict[str, Any]) -> Tensor:
@@ -153,23 +153,23 @@ class Program:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Those that an execution hands over."""
+        """The tensors that an execution passes."""
         every = {t for operation in self.operations for t in operation.tensors.values()}
         every |= {t.ragged for t in every if t.ragged is not None}
         return sorted((t for t in every if not t.virtual), key=lambda t: t.uid)
 
     def numbers(self, pointers: dict[int, int]) -> dict[int, float]:
-        """The numbers that are handed over by value: read from the host before the execution is enqueued."""
+        """The by-value scalars, read from the host before the execution is enqueued."""
         given = (t for t in self.tensors if t.by_value)
         return {t.uid: _NUMBERS[t.dtype.name].from_address(pointers[t.uid]).value for t in given}
 
     def run(self, read: Read, factor: float, scribble: Callable[[], None]) -> None:
-        """Evaluate on the memory of an execution.
+        """Evaluate the program.
 
         Args:
-            read: the memory.
-            factor: by which the results are too large.
-            scribble: writes garbage into cuDNN's own part of the workspace.
+            read: reads the arguments.
+            factor: multiplies the results.
+            scribble: fills cuDNN's part of the workspace with garbage.
         """
         values: dict[int, Value] = {}
         nobody = self._nobody(read)
@@ -192,7 +192,7 @@ class Program:
                 _write(read, t, wrong, values[t.uid], nobody, added)
 
     def _nobody(self, read: Read) -> Any:
-        """Of every batch entry whether nothing is written of it: it has no query, or neither a key nor a sink; if there are lengths."""
+        """For each batch entry whether nothing is written: with lengths, it has no query, or neither a key nor a sink."""
         for operation in self.operations:
             t = operation.tensors
             if {"GEMM_M_OVERRIDE_DESC", "GEMM_N_OVERRIDE_DESC"} <= t.keys():
@@ -202,13 +202,13 @@ class Program:
 
     @property
     def _has_sinks(self) -> bool:
-        """Whether the softmax has a sink: then rows without a key see that."""
+        """Whether the softmax has a sink, to which rows without a key attend."""
         maxima = (o for o in self.operations if o.kind == "POINTWISE" and o.settings["MODE"] == PointwiseMode.MAX)
         return any(not o.tensors["BDESC"].virtual and o.tensors["BDESC"].dims[2:] == (1, 1) for o in maxima)
 
 
 def _write(read: Read, t: Tensor, array: Any, value: Value, nobody: Any, added: bool) -> None:
-    """Write a result: of each batch entry the rows that are there."""
+    """Write the valid rows of a result."""
     if value.rows is None and t.ragged is None:
         view = read.device.view(read.pointers[t.uid], t.dims, t.steps, t.dtype)
         view[...] = view + array if added else array
@@ -248,19 +248,19 @@ def _reduction(operation: Operation, given: dict[str, Value]) -> Value:
     x, dims = given["XDESC"], operation.tensors["YDESC"].dims
     array = np.broadcast_to(x.array, operation.tensors["XDESC"].dims)
     b, h, m, n = array.shape
-    if x.product:  # over the heads of a group
+    if x.product:  # sum over the heads of a group
         return x._replace(array=array.reshape(b, dims[1], h // dims[1], m, n).sum(axis=2))
     axes = tuple(axis for axis in range(4) if dims[axis] == 1)
     if ReduceTensorOp(operation.settings["OPERATOR"]) == ReduceTensorOp.MAX:
         return Value(array.max(axis=axes, keepdims=True), x.rows, top=True)
     total = array.sum(axis=axes, keepdims=True, dtype=np.float32)
     if not operation.tensors["YDESC"].virtual and (dims[0], *dims[2:], n) == (1, 1, 1, 1):
-        total = -total  # the gradient of the sinks: cuDNN changes its sign
+        total = -total  # the gradient of the sinks: cuDNN negates it
     return Value(total, x.rows if dims[2:] == (m, 1) else None, total=True)
 
 
 def _rng(operation: Operation, given: dict[str, Value]) -> Value:
-    """Numbers that follow from seed, offset and the place of the element."""
+    """Random numbers that depend on the seed, the offset and the index of the element."""
     seed, offset = (int(given[name].array.ravel()[0]) for name in ("SEED", "OFFSET_DESC"))
     b, h, i, j = np.ogrid[tuple(slice(n) for n in operation.tensors["YDESC"].dims)]
     with np.errstate(over="ignore"):
@@ -280,12 +280,12 @@ def _reshape(operation: Operation, given: dict[str, Value]) -> Value:
 
 
 def _subtract(x: Value, b: Value) -> Any:
-    """A row that sees nothing has the maximum -inf, and so are its scores: cuDNN takes 0 away."""
+    """In a fully masked row the maximum and the scores are -inf; cuDNN subtracts 0."""
     return x.array - (np.where(np.isneginf(b.array), 0, b.array) if b.top else b.array)
 
 
 def _divide(x: Value, b: Value) -> Any:
-    """A row that sees nothing has the sum 0: cuDNN gives 0."""
+    """In a fully masked row the sum is 0; cuDNN gives 0."""
     return x.array / (np.where(b.array == 0, 1, b.array) if b.total else b.array)
 
 
@@ -309,13 +309,13 @@ _MODES: dict[str, Callable[..., Any]] = {
 
 
 def _is_mistaken(b: Tensor, x: Tensor, mode: str) -> bool:
-    """Whether cuDNN takes the number of one batch entry for another's: of an array of one number for each."""
+    """Whether cuDNN reads the element of another batch entry, from an array with one element per entry."""
     given = not b.virtual and not b.by_value and b.dtype.kind not in "ib"
     return given and b.dims[0] > 1 and b.dims[2:] == (1, 1) and (x.dims[2] > 1 or mode == "ADD")
 
 
 def _is_of_queries(t: Tensor) -> bool:
-    """Whether an array of the scores has one number a query."""
+    """Whether an array that broadcasts to the scores has one element per query."""
     return not t.virtual and not t.by_value and t.dtype.kind not in "ib" and t.dims[3] == 1
 
 

@@ -1,1 +1,1 @@
-"""Random problems as plain literals, and the data and memory of their arrays."""
+"""Random problems as literals, and the values and memory layouts of their arrays."""

@@ -1,27 +1,62 @@
-"""A problem of the self-test as plain literals: it prints as Python, and is parsed without evaluating anything."""
+"""A problem of the self-test as literals. Its ``repr`` is Python code, which :func:`parse` reads without evaluating it."""
 
 from __future__ import annotations
 
 import ast
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-#: The engines that a case can run on: CuPy arrays through cuDNN, numpy arrays, and planning only.
+#: What a case can run on: CuPy arrays through cuDNN, numpy arrays on the CPU engine, or planning without execution.
 ENGINES = ("gpu", "cpu", "plan")
+#: The options that return another gradient, and the option that each requires.
+REQUIRES = {"return_dbias": "bias", "return_dsinks": "sinks", "return_dtensors": "score_mod"}
+
+
+class Packed(NamedTuple):
+    """The value of the option ``packed``: varlen (packed) sequences.
+
+    Attributes:
+        kind_q, kind_kv: the kind of lengths of the queries and of the keys; ``"same"`` for equal lengths.
+        before, after: positions before the first and after the last sequence.
+        excess: positions by which sequences may exceed ``max_seqlen``.
+        dtype: the dtype of ``cu_seqlens``.
+    """
+
+    kind_q: str
+    kind_kv: str
+    before: int
+    after: int
+    excess: int
+    dtype: str
+
+
+class Dropout(NamedTuple):
+    """The value of the option ``dropout``.
+
+    Attributes:
+        p: the probability to drop a weight.
+        source: ``"seed"`` for seed and offset as integers, ``"array"`` for arrays, ``"mask"`` for a ``dropout_mask``.
+        seed, offset: of the random numbers.
+    """
+
+    p: float
+    source: str
+    seed: int
+    offset: int
 
 
 @dataclass(frozen=True)
 class Case:
-    """One problem: sizes, memory layouts, options and the seed of its data.
+    """One problem: sizes, memory layouts, options and the seed of its values.
 
     Attributes:
         engine: ``"gpu"``, ``"cpu"`` or ``"plan"``.
         dtype: of q, k and v.
-        d, dv, hq, hkv, sq, skv, b: the sizes; of packed sequences sq and skv are the maximum lengths.
-        backward: whether the gradients are computed too.
-        layouts: the memory layout of arrays, by name, in the notation of :mod:`.memory`; dense in Fortran order by default.
-        options: the options of the call as literals; :mod:`.draw` documents each.
-        seed: of the data.
+        d, dv, hq, hkv, sq, skv, b: the sizes; with packed sequences sq and skv are the maximum lengths.
+        backward: whether gradients are computed.
+        layouts: memory layouts by array name, in the notation of :mod:`.memory`; dense Fortran order by default.
+        options: the options of the call as literals; see :mod:`.draw`.
+        seed: of the values.
         gpu: the name of the described GPU, for planning.
 
     >>> Case(sq=1, options={"causal": "bottom_right"})
@@ -48,45 +83,52 @@ class Case:
         return f"Case({', '.join(f'{name}={getattr(self, name)!r}' for name in changed)})"
 
     def with_(self, **changes: Any) -> Case:
-        """The case with other values."""
+        """A copy with other values."""
         return replace(self, **changes)
 
     def without(self, *names: str) -> Case:
-        """The case without some options, and without what needs them."""
+        """A copy without some options, and without the options that require them."""
         options = {name: value for name, value in self.options.items() if name not in names}
-        for name, needed in REQUIRES.items():
-            if needed not in options and needed in names:
+        for name, required in REQUIRES.items():
+            if required not in options and required in names:
                 options.pop(name, None)
         return replace(self, options=options)
 
     @property
+    def packed(self) -> Packed | None:
+        """The option ``packed``, or None."""
+        return Packed(*self.options["packed"]) if "packed" in self.options else None
+
+    @property
+    def dropout(self) -> Dropout | None:
+        """The option ``dropout``, or None."""
+        return Dropout(*self.options["dropout"]) if "dropout" in self.options else None
+
+    @property
     def features(self) -> tuple[str, ...]:
-        """What the case is counted under in the summary: its options, and other than default layouts."""
+        """The names under which the summary counts the case: its options, and ``"layouts"`` if one is not the default."""
         return (*sorted(self.options), *(["layouts"] if self.layouts else []))
 
-    def sentence(self) -> str:
-        """The case in words."""
-        kind = "forward and backward" if self.backward else "forward"
-        where = {"gpu": "on the GPU", "cpu": "on the CPU engine", "plan": f"planned for {self.gpu}"}[self.engine]
+    def describe(self) -> str:
+        """One sentence with the passes, engine, dtype, sizes, options and layouts."""
+        passes = "forward and backward" if self.backward else "forward"
+        engine = {"gpu": "on the GPU", "cpu": "on the CPU engine", "plan": f"planned for {self.gpu}"}[self.engine]
         dims = f"head dim {self.d}" if self.d == self.dv else f"head dim {self.d} (values {self.dv})"
         heads = f"{self.hq} heads" if self.hq == self.hkv else f"{self.hq}/{self.hkv} heads"
         options = ", ".join(f"{name}={value!r}" for name, value in self.options.items()) or "no option"
         layouts = "".join(f", {name} in layout {layout}" for name, layout in self.layouts.items())
         sizes = f"batch {self.b}, {heads}, {self.sq} queries, {self.skv} keys, {dims}"
-        return f"{kind} {where}, {self.dtype}: {sizes}; {options}{layouts}"
+        return f"{passes} {engine}, {self.dtype}: {sizes}; {options}{layouts}"
 
 
 _DEFAULT = Case()
 
-#: Options of the gradients, and the option that each of them needs.
-REQUIRES = {"return_dbias": "bias", "return_dsinks": "sinks", "return_dtensors": "score_mod"}
-
 
 def parse(text: str) -> Case:
-    """The case that a text describes; literals only, nothing is evaluated.
+    """Parse the ``repr`` of a case. Values are literals; no code is evaluated.
 
     Raises:
-        ValueError: it is not the ``repr`` of a case.
+        ValueError: the text is not the ``repr`` of a case.
 
     >>> parse("Case(sq=1, options={'causal': 'top_left'})").sq
     1
@@ -95,12 +137,12 @@ def parse(text: str) -> Case:
         call = ast.parse(text.strip(), mode="eval").body
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.func.id != "Case" or call.args:
             raise ValueError("it must have the form Case(name=value, ...)")
-        values = {word.arg or "": ast.literal_eval(word.value) for word in call.keywords}
+        values = {keyword.arg or "": ast.literal_eval(keyword.value) for keyword in call.keywords}
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"{text!r} is not a case: {error}") from None
-    known = {f.name for f in fields(Case)}
-    if unknown := values.keys() - known:
-        raise ValueError(f"a case has no {', '.join(sorted(unknown))}; it has {', '.join(sorted(known))}")
+    names = {f.name for f in fields(Case)}
+    if unknown := values.keys() - names:
+        raise ValueError(f"a case has no {', '.join(sorted(unknown))}; use {', '.join(sorted(names))}")
     case = Case(**values)
     if case.engine not in ENGINES:
         raise ValueError(f"engine is {case.engine!r}; it must be one of {', '.join(ENGINES)}")

@@ -1,24 +1,24 @@
-"""Random cases: case number k of a run follows from the seed and k alone.
+"""Random cases: case ``number`` of a run depends only on the seed and the number.
 
 The options of a case are literals. Their values:
 
 ==================  ================================================================================================
 ``scale``           a number
 ``causal``          ``"top_left"`` or ``"bottom_right"``
-``window``          as for the call
-``mask``            (axes, kind): axes is a string such as ``"k1h1"`` for the shape (Skv, 1, Hq, 1)
+``window``          as in the call
+``mask``            (axes, kind); axes is a string such as ``"k1h1"`` for the shape (Skv, 1, Hq, 1)
 ``bias``            (axes, dtype, kind)
-``seq_lens_q``      kind of lengths: ``"random"``, ``"zero"``, ``"some_zero"``, ``"full"``; the same for ``seq_lens_kv``
-``packed``          (kind of lengths of the queries, of the keys, positions before the first sequence, after the last one,
-                    positions by which sequences may exceed ``max_seqlen``, dtype of ``cu_seqlens``)
+``seq_lens_q``      kind of lengths: ``"random"``, ``"zero"``, ``"some_zero"``, ``"full"`` or ``"one"``; the same for
+                    ``seq_lens_kv``
+``packed``          the fields of :class:`~.case.Packed`
 ``alibi_slopes``    ``"usual"`` or ``"random"``
 ``softcap``         a number
 ``sinks``           ``"normal"`` or ``"high"``
-``dropout``         (p, ``"seed"`` or ``"array"`` or ``"mask"``, seed, offset)
-``score_mod``       (name, dtype of its arrays), of :mod:`.functions`; the same for ``mask_mod``
+``dropout``         the fields of :class:`~.case.Dropout`
+``score_mod``       (name, dtype of the captured arrays), a function of :mod:`.functions`; the same for ``mask_mod``
 ``stats``           True or ``"max_sumexp"``
-``preallocated``    True: results are written into given arrays
-``bucket``          as for the call; the same for ``max_workspace``, ``deterministic``, ``return_dbias``,
+``preallocated``    True: results are written to preallocated arrays
+``bucket``          as in the call; the same for ``max_workspace``, ``deterministic``, ``return_dbias``,
                     ``return_dsinks`` and ``return_dtensors``
 ==================  ================================================================================================
 """
@@ -27,54 +27,72 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from .case import REQUIRES, Case
+from .case import REQUIRES, Case, Dropout, Packed
 from .functions import DTYPES, MASKS, SCORES
 
-#: The most scores (B Hq Sq Skv) and elements of an array (B H S D) of a case, by engine: they bound the reference's time.
-MOST = {"gpu": (1_500_000, 5_000_000), "cpu": (200_000, 1_000_000), "plan": (2_000_000_000, 50_000_000)}
-#: Numbers of keys for a single query; a third of those cases have one of these.
+
+class Limits(NamedTuple):
+    """The largest sizes of a case, which bound the time of the reference.
+
+    Attributes:
+        scores: elements of the scores, B Hq Sq Skv.
+        elements: elements of an array, B H S D.
+    """
+
+    scores: int
+    elements: int
+
+
+#: The size limits of each engine.
+LIMITS = {
+    "gpu": Limits(1_500_000, 5_000_000),
+    "cpu": Limits(200_000, 1_000_000),
+    "plan": Limits(2_000_000_000, 50_000_000),
+}
+#: Numbers of keys with a single query; 40 % of those cases have one of these.
 DECODE_KEYS = (1, 2, 64, 127, 128, 129, 163, 255, 256, 257, 276, 384, 1023, 1024, 1025, 4096)
-#: The described GPUs that problems are planned for, the one that was read off a card more often.
+#: The described GPUs that problems are planned for. The H200, whose description was read from a real GPU, is drawn more often.
 GPUS = ("h200", "h200", "a100", "b200", "l40s", "rtx5090")
 
 
-class Draw:
+class Sampler:
     """Draws the parts of one case.
 
     Args:
-        rng: the source of its randomness.
+        rng: the random number generator.
         engine: of the case.
-        fixed: Sq and Skv; None to draw them.
+        fixed_lengths: Sq and Skv; None to draw them.
     """
 
-    def __init__(self, rng: np.random.Generator, engine: str, fixed: tuple[int, int] | None = None) -> None:
-        self.rng, self.engine, self.fixed = rng, engine, fixed
+    def __init__(self, rng: np.random.Generator, engine: str, fixed_lengths: tuple[int, int] | None = None) -> None:
+        self.rng, self.engine, self.fixed_lengths = rng, engine, fixed_lengths
         self.sizes: dict[str, int] = {}
         self.options: dict[str, Any] = {}
         self.backward = False
 
     def pick(self, *choices: Any) -> Any:
-        """One of some."""
+        """Pick one of the choices, with equal probability."""
         return choices[int(self.rng.integers(len(choices)))]
 
     def chance(self, p: float) -> bool:
-        """True with a probability."""
+        """True with probability p."""
         return bool(self.rng.random() < p)
 
-    def below(self, n: int) -> int:
-        """A whole number from 0 to n, inclusive."""
-        return int(self.rng.integers(n + 1))
+    def integer(self, maximum: int) -> int:
+        """A random integer from 0 to the maximum, inclusive."""
+        return int(self.rng.integers(maximum + 1))
 
-    def log_uniform(self, least: int, most: int) -> int:
-        """A whole number, small ones as likely as large ones."""
-        return min(most, max(least, round(float(np.exp(self.rng.uniform(np.log(least), np.log(most + 0.5)))))))
+    def log_uniform(self, minimum: int, maximum: int) -> int:
+        """A random integer, uniform in its logarithm."""
+        value = np.exp(self.rng.uniform(np.log(minimum), np.log(maximum + 0.5)))
+        return min(maximum, max(minimum, round(float(value))))
 
     def length(self) -> int:
-        """A length of a sequence: tiny, near a multiple of the kernels' tiles, or any."""
+        """A sequence length: tiny, near a multiple of the tile sizes of kernels, or any."""
         return int(
             self.pick(
                 self.pick(1, 2, 3, 7, 8, 17),
@@ -85,9 +103,9 @@ class Draw:
         )
 
     def lengths(self) -> tuple[int, int]:
-        """Sq and Skv."""
-        if self.fixed:
-            return self.fixed
+        """Draw Sq and Skv."""
+        if self.fixed_lengths:
+            return self.fixed_lengths
         kind = self.rng.random()
         if kind < 0.3:  # decoding
             skv = self.pick(*DECODE_KEYS) if self.chance(0.4) else self.log_uniform(1, 70000 if self.chance(0.3) else 2000)
@@ -101,14 +119,14 @@ class Draw:
         return sq, sq if self.chance(0.4) else self.length()
 
     def head_dim(self) -> int:
-        """A head dim: a multiple of 8 up to the limit; on the CPU any."""
+        """A head dim: a multiple of 8 up to 256; on the CPU engine up to 128, and also other numbers."""
         if self.engine == "cpu" and self.chance(0.5):
             return int(self.pick(1, 2, 3, 5, 12, 33))
-        most = self.pick(64, 128, 128, 128, 256) if self.engine != "cpu" else self.pick(32, 64, 128)
-        return 8 * (1 + self.below(most // 8 - 1))
+        maximum = self.pick(64, 128, 128, 128, 256) if self.engine != "cpu" else self.pick(32, 64, 128)
+        return 8 * (1 + self.integer(maximum // 8 - 1))
 
     def draw_sizes(self) -> None:
-        """All sizes, within :data:`MOST`."""
+        """Draw all sizes, and halve them until they are within :data:`LIMITS`."""
         sq, skv = self.lengths()
         d = self.head_dim()
         dv = d if self.chance(0.6) else self.head_dim()
@@ -116,10 +134,9 @@ class Draw:
         b = self.pick(1, 1, 2, 3, 5, 8)
         if self.chance(0.02):
             b, hkv, dv = self.pick((0, hkv, dv), (b, 0, dv), (b, hkv, 0))
-        scores, elements = MOST[self.engine]
-        while b * hkv * group * sq * skv > scores or max(sq * hkv * group, skv * hkv) * b * max(d, dv) > elements:
-            if max(b, hkv, group) > 1:
-                largest = max(b, hkv, group)
+        limits = LIMITS[self.engine]
+        while b * hkv * group * sq * skv > limits.scores or max(sq * hkv * group, skv * hkv) * b * max(d, dv) > limits.elements:
+            if (largest := max(b, hkv, group)) > 1:
                 if b == largest:
                     b = (b + 1) // 2
                 elif group == largest:
@@ -135,15 +152,15 @@ class Draw:
         self.sizes = {"d": d, "dv": dv, "hq": hkv * group, "hkv": hkv, "sq": sq, "skv": skv, "b": b}
 
     def axes(self) -> str:
-        """The axes that a mask or a bias has, of keys, queries, heads and batch."""
+        """The axes of a mask or bias: keys, queries, heads, batch; each present or of length 1."""
         return "".join(letter if self.chance(0.5) else "1" for letter in "kqhb")
 
     def float_dtype(self) -> str:
-        """A dtype of an array of floating-point numbers."""
+        """The dtype of a floating-point array."""
         return str(self.pick("float16", "bfloat16", "float32", *(["float64"] if self.engine == "cpu" else [])))
 
     def function(self, option: str) -> tuple[str, str]:
-        """A function's name and the dtype of its arrays."""
+        """The name of a score or mask function, and the dtype of its captured arrays."""
         table = SCORES if option == "score_mod" else MASKS
         names = list(table)
         if option == "score_mod" and "return_dtensors" in self.options:
@@ -159,17 +176,17 @@ class Draw:
         return name, str(self.pick(*kinds))
 
     def window(self) -> tuple[Any, ...]:
-        """A window; its corner is that of ``causal`` where both are given."""
-        sides = [self.pick(None, 0, 1, self.below(20), self.below(300)) for _ in range(2)]
-        corner = self.options.get("causal") or self.pick("top_left", "bottom_right")
-        return (*sides, corner)
+        """A window; with ``causal`` it has the same alignment."""
+        sides = [self.pick(None, 0, 1, self.integer(20), self.integer(300)) for _ in range(2)]
+        alignment = self.options.get("causal") or self.pick("top_left", "bottom_right")
+        return (*sides, alignment)
 
     def layout(self, name: str) -> str:
-        """A memory layout, see :mod:`.memory`."""
-        packed, stats = "packed" in self.options, name == "stats"
+        """A memory layout in the notation of :mod:`.memory`."""
+        packed = "packed" in self.options
         letters = "hs" if packed else "hsb"
         order = "".join(self.rng.permutation(list(letters)))
-        if stats:
+        if name == "stats":
             return "hs" if packed else "shb"
         text = f"d{order}"
         if self.engine == "cpu" and self.chance(0.2):
@@ -185,79 +202,84 @@ class Draw:
         return text
 
     def layouts(self) -> dict[str, str]:
-        """The layouts of some arrays."""
-        alike = self.sizes["sq"] == self.sizes["skv"] and self.sizes["d"] == self.sizes["dv"]
-        if alike and "packed" not in self.options and self.chance(0.15):
+        """Layouts of some of the arrays."""
+        same_sizes = self.sizes["sq"] == self.sizes["skv"] and self.sizes["d"] == self.sizes["dv"]
+        if same_sizes and "packed" not in self.options and self.chance(0.15):
             return dict.fromkeys("qkv", "qkv")
         names = ["q", "k", "v"] + ["dout"] * self.backward + (self.results() if "preallocated" in self.options else [])
-        chosen = {name: self.layout(name) for name in names if self.chance(0.5)}
-        return chosen or {"q": self.layout("q")}
+        layouts = {name: self.layout(name) for name in names if self.chance(0.5)}
+        return layouts or {"q": self.layout("q")}
 
     def results(self) -> list[str]:
-        """The results that may be preallocated."""
+        """The results that may have a layout if they are preallocated."""
         return ["out", *(["dq", "dk", "dv"] if self.backward else [])]
 
 
-def _mask(draw: Draw) -> Any:
-    return draw.axes(), draw.pick("random", "random", "rows", "keys", "none", "all")
+def _mask(sampler: Sampler) -> Any:
+    return sampler.axes(), sampler.pick("random", "random", "rows", "keys", "none", "all")
 
 
-def _bias(draw: Draw) -> Any:
-    return draw.axes(), draw.float_dtype(), draw.pick("normal", "normal", "normal", "inf", "inf_rows", "min", "min_rows")
+def _bias(sampler: Sampler) -> Any:
+    return (
+        sampler.axes(),
+        sampler.float_dtype(),
+        sampler.pick("normal", "normal", "normal", "inf", "inf_rows", "min", "min_rows"),
+    )
 
 
-def _lengths(draw: Draw) -> Any:
-    return draw.pick("random", "random", "random", "some_zero", "some_zero", "zero", "full", "one")
+def _lengths(sampler: Sampler) -> Any:
+    return sampler.pick("random", "random", "random", "some_zero", "some_zero", "zero", "full", "one")
 
 
-def _packed(draw: Draw) -> Any:
-    same = draw.sizes["sq"] == draw.sizes["skv"] and draw.chance(0.5)
-    kind = _lengths(draw)
-    over = draw.pick(0, 0, 0, 3) if draw.engine == "gpu" else 0
-    ends = draw.pick((0, 0), (0, 0), (0, 5), (7, 0), (16, 100))
-    return kind, "same" if same else _lengths(draw), *ends, over, draw.pick("int32", "int64")
+def _packed(sampler: Sampler) -> Any:
+    same = sampler.sizes["sq"] == sampler.sizes["skv"] and sampler.chance(0.5)
+    kind_q = _lengths(sampler)
+    excess = sampler.pick(0, 0, 0, 3) if sampler.engine == "gpu" else 0
+    before, after = sampler.pick((0, 0), (0, 0), (0, 5), (7, 0), (16, 100))
+    kind_kv = "same" if same else _lengths(sampler)
+    return tuple(Packed(kind_q, kind_kv, before, after, excess, sampler.pick("int32", "int64")))
 
 
-def _dropout(draw: Draw) -> Any:
-    how = draw.pick("seed", "array", *(["mask"] if draw.engine == "cpu" else []))
-    return draw.pick(0.1, 0.3, 0.5, 0.9), how, draw.below(2**31), draw.pick(0, 0, 4, 1000)
+def _dropout(sampler: Sampler) -> Any:
+    source = sampler.pick("seed", "array", *(["mask"] if sampler.engine == "cpu" else []))
+    return tuple(Dropout(sampler.pick(0.1, 0.3, 0.5, 0.9), source, sampler.integer(2**31), sampler.pick(0, 0, 4, 1000)))
 
 
 #: How each option is drawn.
-OPTIONS: dict[str, Callable[[Draw], Any]] = {
-    "scale": lambda d: d.pick(0.0, 0.05, 0.3, 1.0, -0.1, -0.3),
-    "causal": lambda d: d.pick("top_left", "bottom_right"),
-    "window": Draw.window,
+OPTIONS: dict[str, Callable[[Sampler], Any]] = {
+    "scale": lambda sampler: sampler.pick(0.0, 0.05, 0.3, 1.0, -0.1, -0.3),
+    "causal": lambda sampler: sampler.pick("top_left", "bottom_right"),
+    "window": Sampler.window,
     "mask": _mask,
     "bias": _bias,
     "seq_lens_q": _lengths,
     "seq_lens_kv": _lengths,
     "packed": _packed,
-    "alibi_slopes": lambda d: d.pick("usual", "random"),
-    "softcap": lambda d: d.pick(0.5, 2.0, 15.0, 50.0),
-    "sinks": lambda d: d.pick("normal", "high"),
+    "alibi_slopes": lambda sampler: sampler.pick("usual", "random"),
+    "softcap": lambda sampler: sampler.pick(0.5, 2.0, 15.0, 50.0),
+    "sinks": lambda sampler: sampler.pick("normal", "high"),
     "dropout": _dropout,
-    "score_mod": lambda d: d.function("score_mod"),
-    "mask_mod": lambda d: d.function("mask_mod"),
-    "stats": lambda d: d.pick(True, "max_sumexp"),
-    "deterministic": lambda d: True,
-    "return_dbias": lambda d: True,
-    "return_dsinks": lambda d: True,
-    "return_dtensors": lambda d: True,
-    "preallocated": lambda d: True,
-    "bucket": lambda d: d.pick(16, 128, "power_of_two"),
-    "max_workspace": lambda d: d.pick(1 << 24, 1 << 30),
+    "score_mod": lambda sampler: sampler.function("score_mod"),
+    "mask_mod": lambda sampler: sampler.function("mask_mod"),
+    "stats": lambda sampler: sampler.pick(True, "max_sumexp"),
+    "deterministic": lambda sampler: True,
+    "return_dbias": lambda sampler: True,
+    "return_dsinks": lambda sampler: True,
+    "return_dtensors": lambda sampler: True,
+    "preallocated": lambda sampler: True,
+    "bucket": lambda sampler: sampler.pick(16, 128, "power_of_two"),
+    "max_workspace": lambda sampler: sampler.pick(1 << 24, 1 << 30),
 }
-#: Pairs of options that no call may have.
+#: Pairs of options that cannot be combined.
 CONFLICTS = {frozenset(pair) for pair in (("packed", "seq_lens_q"), ("packed", "seq_lens_kv"))}
-#: With bucket and packed sequences the arrays of these would have to be as long as the rounded lengths.
+#: Options that cannot be combined with bucket and packed sequences: their arrays would need the rounded lengths.
 NOT_IN_PACKED_BUCKETS = ("mask", "bias", "dropout", "score_mod", "mask_mod")
 
 
-def possible(names: set[str]) -> bool:
-    """Whether a call may have these options together, as far as the interface goes.
+def is_valid(names: set[str]) -> bool:
+    """Whether the interface accepts a combination of options.
 
-    >>> possible({"packed", "seq_lens_q"}), possible({"causal", "window"})
+    >>> is_valid({"packed", "seq_lens_q"}), is_valid({"causal", "window"})
     (False, True)
     """
     if {"packed", "bucket"} <= names and names & {*NOT_IN_PACKED_BUCKETS, *REQUIRES}:
@@ -265,62 +287,66 @@ def possible(names: set[str]) -> bool:
     return not any(pair <= names for pair in CONFLICTS)
 
 
-#: Every pair of options that a call may have.
-PAIRS = tuple(pair for pair in itertools.combinations(OPTIONS, 2) if possible({*pair, *(REQUIRES.get(n, n) for n in pair)}))
+def _with_required(names: set[str]) -> set[str]:
+    """Options and the options that they require."""
+    return names | {REQUIRES[name] for name in names if name in REQUIRES}
+
+
+#: Every pair of options that can be combined.
+PAIRS = tuple(pair for pair in itertools.combinations(OPTIONS, 2) if is_valid(_with_required({*pair})))
 
 
 def draw(seed: int, number: int, engine: str, lengths: tuple[int, int] | None = None) -> Case:
-    """Case ``number`` of the run with a seed; every pair of options comes once in ``1.5 len(PAIRS)`` cases.
+    """Draw case ``number`` of the run with a seed; ``1.5 len(PAIRS)`` consecutive cases contain every pair of options.
 
     Args:
-        seed, number: of the case.
-        engine: that it is for.
+        seed: of the run.
+        number: of the case.
+        engine: of the case.
         lengths: Sq and Skv; None to draw them.
 
     >>> draw(1, 2, "cpu") == draw(1, 2, "cpu")
     True
     """
-    rng = np.random.default_rng([seed, number, *engine.encode()])
-    it = Draw(rng, engine, lengths)
-    it.draw_sizes()
-    return _with_options(it, _names(it, seed, number), number)
+    sampler = Sampler(np.random.default_rng([seed, number, *engine.encode()]), engine, lengths)
+    sampler.draw_sizes()
+    return _draw_case(sampler, _option_names(sampler, seed, number), number)
 
 
 def draw_options(names: set[str], number: int, engine: str, lengths: tuple[int, int] | None = None) -> Case:
-    """A case with some options, and with those that they need."""
-    it = Draw(np.random.default_rng([number, *engine.encode()]), engine, lengths)
-    it.draw_sizes()
-    return _with_options(it, names, number)
+    """Draw a case with certain options, and the options that they require."""
+    sampler = Sampler(np.random.default_rng([number, *engine.encode()]), engine, lengths)
+    sampler.draw_sizes()
+    return _draw_case(sampler, names, number)
 
 
-def _with_options(it: Draw, names: set[str], number: int) -> Case:
-    for name in [*(REQUIRES[name] for name in REQUIRES if name in names), *names]:
-        if name in REQUIRES:
-            it.options[name] = True  # what the functions are chosen by
-    for name in [name for name in OPTIONS if name in names or name in {REQUIRES.get(other) for other in names}]:
-        it.options[name] = OPTIONS[name](it)
-    it.options = {name: it.options[name] for name in OPTIONS if name in it.options}
-    it.backward = any(name in it.options for name in (*REQUIRES, "deterministic")) or it.chance(0.45)
-    layouts = it.layouts() if it.chance(0.4) else {}
-    dtypes = ("float16", "bfloat16", "float32", "float64") if it.engine == "cpu" else ("float16", "bfloat16")
-    gpu = GPUS[number % len(GPUS)] if it.engine == "plan" else ""
+def _draw_case(sampler: Sampler, names: set[str], number: int) -> Case:
+    """Draw the values of the options, the passes, layouts and dtype; the sizes are drawn already."""
+    for name in names & REQUIRES.keys():
+        sampler.options[name] = True  # the choice of a function depends on these
+    required = _with_required(names)
+    for name in OPTIONS:
+        if name in required:
+            sampler.options[name] = OPTIONS[name](sampler)
+    options = {name: sampler.options[name] for name in OPTIONS if name in required}
+    sampler.backward = any(name in options for name in (*REQUIRES, "deterministic")) or sampler.chance(0.45)
+    layouts = sampler.layouts() if sampler.chance(0.4) else {}
+    dtypes = ("float16", "bfloat16", "float32", "float64") if sampler.engine == "cpu" else ("float16", "bfloat16")
+    gpu = GPUS[number % len(GPUS)] if sampler.engine == "plan" else ""
     return Case(
-        it.engine, it.pick(*dtypes), **it.sizes, backward=it.backward, layouts=layouts, options=it.options,
-        seed=number, gpu=gpu,
+        sampler.engine, sampler.pick(*dtypes), **sampler.sizes, backward=sampler.backward, layouts=layouts,
+        options=options, seed=number, gpu=gpu,
     )  # fmt: skip
 
 
-def _names(it: Draw, seed: int, number: int) -> set[str]:
-    """The names of a case's options: in two of three cases the next pair in the seed's order, and perhaps one more."""
+def _option_names(sampler: Sampler, seed: int, number: int) -> set[str]:
+    """The options of a case: in two of three cases the next pair in the order of the seed, and sometimes one more."""
     if number % 3 == 0:
-        names = {name for name in OPTIONS if it.chance(0.04)}
+        names = {name for name in OPTIONS if sampler.chance(0.04)}
     else:
         order = np.random.default_rng([seed, 1]).permutation(len(PAIRS))
-        names = set(PAIRS[order[(number - number // 3 - 1) % len(PAIRS)]])
-        if it.chance(0.3):
-            names.add(it.pick(*OPTIONS))
-            if not possible(names | {REQUIRES.get(name, name) for name in names}):
-                names = set(PAIRS[order[(number - number // 3 - 1) % len(PAIRS)]])
-    if not possible(names | {REQUIRES.get(name, name) for name in names}):
-        return set()
-    return names
+        pair = set(PAIRS[order[(number - number // 3 - 1) % len(PAIRS)]])
+        names = pair | ({sampler.pick(*OPTIONS)} if sampler.chance(0.3) else set())
+        if not is_valid(_with_required(names)):
+            names = pair
+    return names if is_valid(_with_required(names)) else set()

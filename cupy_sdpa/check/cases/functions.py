@@ -1,7 +1,7 @@
-"""The score and mask functions that the self-test draws: ordinary Python functions that also run on plain numpy arrays.
+"""The score and mask functions that the self-test draws: plain Python functions that also accept numpy arrays.
 
-The package traces them; the reference calls them with numpy arrays that broadcast to ``(B, Hq, Sq, Skv)``. Each tensor is read
-in one way, so that its gradient is a sum of the scores' gradient times an elementwise derivative.
+The package traces them. The reference calls them with numpy arrays that broadcast to ``(B, Hq, Sq, Skv)``. Each captured array
+is read with one index expression, so its gradient is a sum of the gradient of the scores times an elementwise derivative.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import numpy as np
 
 
 class Function(NamedTuple):
-    """A score or mask function and the arrays that it reads.
+    """A score or mask function and the arrays that it captures.
 
     Attributes:
-        call: in FlexAttention's signature.
-        tensors: for each array, the axes that it has: letters of ``bhqk``, a digit for an axis of that length, which is read
-            at its last place.
+        call: the function, with FlexAttention's signature.
+        tensors: the axes of each captured array: letters of ``bhqk``, or a digit for an axis of that length, which is read at
+            its last index.
         kind: of the arrays' values: ``"float"``, ``"int"``, ``"bool"``, or ``"number"`` (float or int).
     """
 
@@ -27,7 +27,7 @@ class Function(NamedTuple):
     kind: str = "float"
 
 
-#: The dtypes of each kind of values; float64 arrays are read on the CPU only.
+#: The dtypes of each kind of values; float64 and int64 are drawn on the CPU engine only.
 DTYPES = {
     "float": ("float16", "bfloat16", "float32", "float64"),
     "int": ("int32", "int64"),
@@ -35,7 +35,7 @@ DTYPES = {
     "number": ("float16", "bfloat16", "float32", "int32", "int64"),
 }
 
-#: Score functions. Their derivatives are finite; kinks are recognized by the reference.
+#: Score functions. Their derivatives are finite; the reference detects points where one is not differentiable.
 SCORES: dict[str, Function] = {
     "tanh": Function(lambda s, b, h, q, k: 3 * np.tanh(s / 3)),
     "double": Function(lambda s, b, h, q, k: 2 * s),
@@ -76,7 +76,7 @@ SCORES: dict[str, Function] = {
     "positions": Function(lambda s, b, h, q, k, x, y: s - 0.05 * abs(x[q] - y[k]), {"x": "q", "y": "k"}, "int"),
 }
 
-#: Mask functions. Their arrays have other names, for a call may have both.
+#: Mask functions. Their arrays have other names, because a call may have a score function too.
 MASKS: dict[str, Function] = {
     "causal": Function(lambda b, h, q, k: q >= k),
     "window": Function(lambda b, h, q, k: (q - k <= 5) & (k - q <= 3)),
@@ -99,20 +99,20 @@ MASKS: dict[str, Function] = {
     "positive": Function(lambda b, h, q, k, u: u[k] > 0.75, {"u": "k"}, "float"),
 }
 
-# Not drawn until whole numbers above 2^24 stay exact in score functions; then move these into the tables above.
+# Not drawn until integers above 2^24 are exact in score functions; then move these into the tables above.
 PENDING_SCORES = {"large_product": Function(lambda s, b, h, q, k: s + 0.5 * ((k * 8192 + q) % 3))}
 PENDING_MASKS = {"large_product": Function(lambda b, h, q, k: (k * 8192 + q) % 3 > 0)}
 
 
 def function_of(option: str, name: str) -> Function:
-    """A function of the tables by the option that takes it, ``score_mod`` or ``mask_mod``, and its name."""
+    """Look up a function by its option, ``score_mod`` or ``mask_mod``, and its name."""
     return {**SCORES, **PENDING_SCORES}[name] if option == "score_mod" else {**MASKS, **PENDING_MASKS}[name]
 
 
-def axes_lengths(axes: str, b: int, h: int, q: int, k: int) -> tuple[int, ...]:
-    """The shape of an array with such axes.
+def tensor_shape(axes: str, b: int, h: int, q: int, k: int) -> tuple[int, ...]:
+    """The shape of a captured array with such axes.
 
-    >>> axes_lengths("hk2", 1, 4, 5, 6)
+    >>> tensor_shape("hk2", 1, 4, 5, 6)
     (4, 6, 2)
     """
     sizes = {"b": b, "h": h, "q": q, "k": k}

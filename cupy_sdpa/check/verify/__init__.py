@@ -1,1 +1,1 @@
-"""Run one problem and compare its results with a float64 reference."""
+"""Run one case and compare its results with a float64 reference."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,60 +14,74 @@ import cupy_sdpa
 from ..cases.case import Case
 from ..cases.data import Data, build, call_options, dropout_options, dtype_of
 from ..cases.memory import Memory, memory_of
-from .oracle import Problem, Results, evaluate
+from .inputs import Inputs
+from .oracle import Results, evaluate
 from .outcome import Outcome
 from .planning import plan
-from .tolerance import compare, exact_places, floors
+from .tolerance import compare, exact_elements, rounding_floors
 
-#: Which set of values each call in the same memory has. On the GPU the third call on the same addresses is recorded as a CUDA
+#: The set of values of each call on the same memory. On the GPU the third call with the same addresses is captured as a CUDA
 #: graph, and later ones replay it.
 SEQUENCE = {"gpu": (0, 1, 0, 1, 0, 1), "cpu": (0, 1, 0)}
+#: The results that may be preallocated.
+RESULTS = ("out", "stats", "dq", "dk", "dv")
+#: The results that do not depend on the derivative of the score function.
+WITHOUT_SCORE_DERIVATIVE = ("out", "stats", "max", "sum_exp", "dv")
+#: The options that select additional gradients.
+GRADIENT_OPTIONS = ("return_dbias", "return_dsinks", "return_dtensors")
 
 
 @dataclass
 class Expected:
-    """What the results of one set of values must be near to."""
+    """The expected results of one set of values.
 
-    problem: Problem
+    Attributes:
+        inputs: the values.
+        truth: the results in float64.
+        naive: the results of a naive computation in the precision of the arrays.
+        floors: the error that rounding may cause, by result.
+        exact: which elements must equal the truth, by result.
+    """
+
+    inputs: Inputs
     truth: Results
     naive: Results
     floors: dict[str, float]
-    exact: dict[str, Any] = field(default_factory=dict)
+    exact: dict[str, Any]
 
 
 def expected(data: Data) -> Expected:
-    """The truth, the naive computation, and the tolerances of one set of values."""
-    problem = Problem(data)
-    truth = evaluate(problem)
-    naive = evaluate(problem, data.case.dtype, exact=truth)
-    return Expected(problem, truth, naive, floors(problem, truth), exact_places(problem, truth))
+    """Compute the expected results of one set of values."""
+    inputs = Inputs(data)
+    truth = evaluate(inputs)
+    naive = evaluate(inputs, data.case.dtype, truth=truth)
+    return Expected(inputs, truth, naive, rounding_floors(inputs, truth), exact_elements(inputs, truth))
 
 
-def wrong(wanted: Expected, results: dict[str, Any]) -> dict[str, str]:
-    """What is wrong with results, by name."""
-    case, found = wanted.problem.case, {}
+def find_errors(wanted: Expected, results: dict[str, Any]) -> dict[str, str]:
+    """The error messages of wrong results, by name."""
+    case, errors = wanted.inputs.case, {}
     for name, actual in results.items():
-        if wanted.truth.kinked and name not in ("out", "stats", "max", "sum_exp", "dv"):
-            continue  # the derivative of the score function has no value here
+        if wanted.truth.nondifferentiable and name not in WITHOUT_SCORE_DERIVATIVE:
+            continue
         if name not in wanted.truth.values:  # the gradient of an array that only a mask function reads
             if np.any(np.asarray(actual) != 0):
-                found[name] = f"{name} is not 0, and the scores do not depend on it"
+                errors[name] = f"{name} is not 0, but the scores do not depend on it"
             continue
         truth, naive = wanted.truth.values[name], wanted.naive.values[name]
         exact = None if "tensors" in name else wanted.exact.get(name)
         if message := compare(name, np.asarray(actual), truth, naive, wanted.floors[name], exact):
-            found[name] = message
-        kind = actual.dtype
-        if name in ("out", "dq", "dk", "dv") and kind != dtype_of(case.dtype):
-            found[name] = f"{name} is {kind}, expected {case.dtype}"
-    return found
+            errors[name] = message
+        if name in ("out", "dq", "dk", "dv") and actual.dtype != dtype_of(case.dtype):
+            errors[name] = f"{name} is {actual.dtype}, expected {case.dtype}"
+    return errors
 
 
-class Run:
-    """The calls of one case on numpy or CuPy arrays.
+class CaseRunner:
+    """Makes the calls of one case on numpy or CuPy arrays.
 
     Args:
-        case: what to run.
+        case: the case to run.
     """
 
     def __init__(self, case: Case) -> None:
@@ -75,200 +89,203 @@ class Run:
         self.xp = importlib.import_module("cupy") if case.engine == "gpu" else np
         self.data = (build(case, 0), build(case, 1))
         self.expected: dict[int, Expected] = {}
-        #: With deterministic=True, the results of the first call on each set of values.
-        self.first: dict[int, dict[str, Any]] = {}
+        #: With deterministic=True: the results of the first call, by set of values.
+        self.first_results: dict[int, dict[str, Any]] = {}
 
     def run(self) -> Outcome:
-        """Make all calls; gives what they came to."""
-        memory, sequence = self.memory(), SEQUENCE[self.case.engine]
-        for number, which in enumerate(sequence):
-            self.load(memory, which)
-            inputs = {name: memory.on_host(name) for name in memory.views} if number == len(sequence) - 1 else {}
-            results = self.call(memory, which)
-            if not self.holds(results, which, f"call {number + 1}"):
+        """Make all calls, until one is wrong."""
+        memory, sequence = self.allocate(), SEQUENCE[self.case.engine]
+        for number, index in enumerate(sequence, 1):
+            self.load(memory, index)
+            inputs = {name: memory.host_bits(name) for name in memory.views} if number == len(sequence) else {}
+            results = self.call(memory, index)
+            if not self.check_results(results, index, f"call {number}") or not self.check_memory(memory, inputs):
                 return self.outcome
-            for name, before in inputs.items():
-                if name not in RESULTS and not np.array_equal(before, memory.on_host(name)):
-                    return self.found("wrong", f"the call changed its input {name}", name)
-            for name in set(memory.views) & set(RESULTS):
-                if memory.surroundings_changed(name):
-                    return self.found("wrong", f"the call wrote beside {name}", name)
-            results.clear()  # so that the next call's results may have the same addresses
-        memory = self.memory()
+            results.clear()  # allows the next call's results to have the same addresses
+        memory = self.allocate()
         self.load(memory, 1)
-        self.holds(self.other_call(memory), 1, "the call at other addresses")
+        self.check_results(self.call_alternative(memory), 1, "the call at other addresses")
         return self.outcome
 
-    def memory(self) -> Memory:
-        """The arrays of the case, full of NaN."""
+    def allocate(self) -> Memory:
+        """Allocate the arrays of the case, full of NaN."""
         case = self.case
         names = ["q", "k", "v", *(["dout"] if case.backward else [])]
         if "preallocated" in case.options:
             names += RESULTS if case.backward else ("out", *(["stats"] if "stats" in case.options else []))
         return memory_of(case, self.xp, names)
 
-    def load(self, memory: Memory, which: int) -> None:
-        """Copy a set of values into the arrays; results become NaN."""
-        data = self.data[which]
+    def load(self, memory: Memory, index: int) -> None:
+        """Copy a set of values into the arrays, and fill preallocated results with NaN."""
+        data = self.data[index]
         arrays = {name: x for name, x in data.arrays.items() if name != "dout" or self.case.backward}
         memory.load(arrays | {f"tensors/{name}": x for name, x in data.tensors.items()})
         for name in set(memory.views) & set(RESULTS):
-            memory.poison(name)
+            memory.fill_nan(name)
 
-    def options(self, memory: Memory, which: int) -> dict[str, Any]:
+    def options(self, memory: Memory, index: int) -> dict[str, Any]:
         """The options of the forward call."""
-        tensors = {name[8:]: x for name, x in memory.views.items() if name.startswith("tensors/")}
-        return call_options(self.case, memory.views, tensors, which)
+        tensors = {name.removeprefix("tensors/"): x for name, x in memory.views.items() if name.startswith("tensors/")}
+        return call_options(self.case, memory.views, tensors, index)
 
-    def call(self, memory: Memory, which: int) -> dict[str, Any]:
-        """Both passes, by the plain functions."""
-        views, options = memory.views, self.options(memory, which)
-        into = {name: views[name] for name in ("out", "stats") if name in views}
-        results = self.forward(cupy_sdpa.attention, memory, options | into)
+    def call(self, memory: Memory, index: int) -> dict[str, Any]:
+        """Call :func:`cupy_sdpa.attention`, and :func:`cupy_sdpa.attention_backward` if the case has gradients."""
+        views, options = memory.views, self.options(memory, index)
+        preallocated = {name: views[name] for name in ("out", "stats") if name in views}
+        results = self.forward(cupy_sdpa.attention, memory, options | preallocated)
         if not self.case.backward:
             return results
-        options |= {name: views[name] for name in ("dq", "dk", "dv") if name in views} | self.gradients
+        options |= {name: views[name] for name in ("dq", "dk", "dv") if name in views} | self.backward_options
         self.outcome.calls += 1
         q, k, v = (views[name] for name in "qkv")
-        got = cupy_sdpa.attention_backward(views["dout"], q, k, v, results["out"], results["stats"], **options)
-        return results | self.named(got)
+        gradients = cupy_sdpa.attention_backward(views["dout"], q, k, v, results["out"], results["stats"], **options)
+        return results | self.gradients_by_name(gradients)
 
-    def other_call(self, memory: Memory) -> dict[str, Any]:
-        """The same by :func:`cupy_sdpa.attention_vjp` or :func:`cupy_sdpa.prepare`."""
+    def call_alternative(self, memory: Memory) -> dict[str, Any]:
+        """Call :func:`cupy_sdpa.attention_vjp`, or :func:`cupy_sdpa.prepare` if the case has no gradients."""
         views, options = memory.views, self.options(memory, 1)
         q, k, v = (views[name] for name in "qkv")
         if self.case.backward:
             self.outcome.calls += 2
-            out, pullback = cupy_sdpa.attention_vjp(q, k, v, **options, **self.gradients)
-            return {"out": out} | self.named(pullback(views["dout"]))
+            out, pullback = cupy_sdpa.attention_vjp(q, k, v, **options, **self.backward_options)
+            return {"out": out} | self.gradients_by_name(pullback(views["dout"]))
 
-        def prepared(*arrays: Any, out: Any = None, **options: Any) -> Any:
+        def prepare_and_call(*arrays: Any, out: Any = None, **options: Any) -> Any:
             return cupy_sdpa.prepare(*arrays, **options)(*arrays, out=out)
 
-        # Prepared calls are for one layout of the result, the dense one.
-        into = {"out": views["out"]} if "out" in views and "out" not in self.case.layouts else {}
-        return self.forward(prepared, memory, options | into)
+        # A prepared call accepts only a dense preallocated output.
+        preallocated = {"out": views["out"]} if "out" in views and "out" not in self.case.layouts else {}
+        return self.forward(prepare_and_call, memory, options | preallocated)
 
     def forward(self, function: Any, memory: Memory, options: dict[str, Any]) -> dict[str, Any]:
-        """The forward pass; the gradients need the log-sum-exp."""
+        """Call a forward function; with gradients it returns the log-sum-exp, too."""
         q, k, v = (memory.views[name] for name in "qkv")
         stats: Any = self.case.options.get("stats", self.case.backward)
         self.outcome.calls += 1
-        asked = self.exact | ({"return_stats": stats} if stats else {})
-        got = function(q, k, v, **asked, **options)
-        return dict(zip(("out", "stats", "max", "sum_exp"), got if isinstance(got, tuple) else (got,), strict=False))
+        returned = function(q, k, v, **self.deterministic, **({"return_stats": stats} if stats else {}), **options)
+        results = returned if isinstance(returned, tuple) else (returned,)
+        return dict(zip(("out", "stats", "max", "sum_exp"), results, strict=False))
 
     @property
-    def exact(self) -> dict[str, Any]:
+    def deterministic(self) -> dict[str, Any]:
         """The option ``deterministic``, of both passes."""
         return {"deterministic": True} if "deterministic" in self.case.options else {}
 
     @property
-    def gradients(self) -> dict[str, Any]:
-        """The options of the backward pass that the forward pass does not have, and ``deterministic``."""
-        names = ("return_dbias", "return_dsinks", "return_dtensors")
-        return self.exact | {name: True for name in names if name in self.case.options}
+    def backward_options(self) -> dict[str, Any]:
+        """The options of the backward pass that are not in :meth:`options`."""
+        return self.deterministic | {name: True for name in GRADIENT_OPTIONS if name in self.case.options}
 
-    def named(self, got: tuple[Any, ...]) -> dict[str, Any]:
-        """The gradients by name."""
-        more = [name for name in ("dbias", "dsinks") if f"return_{name}" in self.case.options]
-        results = dict(zip(("dq", "dk", "dv", *more), got, strict=False))
+    def gradients_by_name(self, gradients: tuple[Any, ...]) -> dict[str, Any]:
+        """The results of a backward call by name."""
+        optional = [name for name in ("dbias", "dsinks") if f"return_{name}" in self.case.options]
+        results = dict(zip(("dq", "dk", "dv", *optional), gradients, strict=False))
         if "return_dtensors" in self.case.options:
-            results |= {f"tensors[{name!r}]": array for name, array in got[-1].items()}
+            results |= {f"tensors[{name!r}]": array for name, array in gradients[-1].items()}
         return results
 
-    def holds(self, results: dict[str, Any], which: int, when: str) -> bool:
-        """Whether results are right; what is not goes into the outcome."""
-        # Copying to the host waits for the GPU, so errors of kernels appear here.
-        host = {name: x if isinstance(x, np.ndarray) else x.get() for name, x in results.items()}
-        messages = wrong(self.expectation(which), host)
+    def check_results(self, results: dict[str, Any], index: int, call: str) -> bool:
+        """Compare results with the expected ones; a difference is written to the outcome."""
+        # Copying to the host waits for the GPU, so errors of kernels are raised here.
+        on_host = {name: x if isinstance(x, np.ndarray) else x.get() for name, x in results.items()}
+        messages = find_errors(self.expected_results(index), on_host)
         if "deterministic" in self.case.options:
-            first = self.first.setdefault(which, {name: x.copy() for name, x in host.items()})
-            for name, x in host.items():
+            first = self.first_results.setdefault(index, {name: x.copy() for name, x in on_host.items()})
+            for name, x in on_host.items():
                 if x.tobytes() != first[name].tobytes() and name not in messages:
                     messages[name] = f"deterministic=True, and the bits of {name} differ from those of an earlier call"
         if messages:
-            self.found("wrong", f"{when}: {'; '.join(messages.values())}", ", ".join(messages))
+            self.outcome.set("wrong", f"{call}: {'; '.join(messages.values())}", ", ".join(messages))
         return not messages
 
-    def found(self, kind: str, message: str, what: str) -> Outcome:
-        """Note a finding."""
-        self.outcome.kind, self.outcome.message, self.outcome.what = kind, message, what
-        return self.outcome
+    def check_memory(self, memory: Memory, inputs: dict[str, Any]) -> bool:
+        """Check that a call changed no input and nothing around the results; a change is written to the outcome.
 
-    def expectation(self, which: int) -> Expected:
-        """What results must be near to; dropout's mask is asked of the engine."""
-        if which not in self.expected:
-            data, dropout = self.data[which], self.case.options.get("dropout")
-            if dropout and dropout[1] != "mask":
-                data.keep = self.dropout_mask(which)
-            self.expected[which] = expected(data)
-        return self.expected[which]
+        Args:
+            memory: the arrays.
+            inputs: the bits of the arrays before the call.
+        """
+        for name, before in inputs.items():
+            if name not in RESULTS and not np.array_equal(before, memory.host_bits(name)):
+                self.outcome.set("wrong", f"the call changed its input {name}", name)
+                return False
+        for name in set(memory.views) & set(RESULTS):
+            if memory.surroundings_changed(name):
+                self.outcome.set("wrong", f"the call wrote outside {name}", name)
+                return False
+        return True
 
-    def dropout_mask(self, which: int) -> Any:
-        """Which weights the engine keeps."""
-        memory = self.memory()
-        self.load(memory, which)
+    def expected_results(self, index: int) -> Expected:
+        """The expected results of a set of values; the dropout mask is read from the engine."""
+        if index not in self.expected:
+            data, dropout = self.data[index], self.case.dropout
+            if dropout and dropout.source != "mask":
+                data.keep = self.dropout_mask(index)
+            self.expected[index] = expected(data)
+        return self.expected[index]
+
+    def dropout_mask(self, index: int) -> Any:
+        """The weights that the engine keeps, ``(Skv, Sq, Hq, B)``."""
+        memory = self.allocate()
+        self.load(memory, index)
         views = memory.views
         names = ("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
-        options = {name: x for name, x in self.options(memory, which).items() if name in names}
-        options |= dropout_options(self.case, views, which)
+        options = {name: x for name, x in self.options(memory, index).items() if name in names}
+        options |= dropout_options(self.case, views, index)
         self.outcome.calls += 1
         q, k = (self.bucketed(name, views[name]) for name in "qk")
-        kept = cupy_sdpa.dropout_mask(q, k, **options)
-        return (kept if isinstance(kept, np.ndarray) else kept.get())[: self.case.skv, : self.case.sq]
+        keep = cupy_sdpa.dropout_mask(q, k, **options)
+        return (keep if isinstance(keep, np.ndarray) else keep.get())[: self.case.skv, : self.case.sq]
 
     def bucketed(self, name: str, array: Any) -> Any:
-        """An array as long as ``bucket`` makes it: the random numbers of dropout follow from the padded lengths."""
+        """Zeros of the padded length that ``bucket`` gives; the random numbers of dropout depend on the padded lengths."""
         bucket = self.case.options.get("bucket")
         d, heads, length, *batch = array.shape
-        if bucket is None or not batch or (name == "q" and length == 1):  # of packed sequences only the bounds are rounded
+        if bucket is None or not batch or (name == "q" and length == 1):  # packed: only the maximum lengths are rounded
             return array
-        wide = max(64, 1 << (length - 1).bit_length()) if bucket == "power_of_two" else -(-length // bucket) * bucket
-        return self.xp.zeros((d, heads, wide, *batch), array.dtype, order="F")
+        padded = max(64, 1 << (length - 1).bit_length()) if bucket == "power_of_two" else -(-length // bucket) * bucket
+        return self.xp.zeros((d, heads, padded, *batch), array.dtype, order="F")
 
-    def refusal(self) -> list[str]:
-        """The documented reasons against the case, as ``explain`` gives them; empty where it has none."""
-        memory = self.memory()
+    def documented_reasons(self) -> list[str]:
+        """The reasons of ``explain`` why the case is not supported; empty if it is supported."""
+        memory = self.allocate()
         self.load(memory, 0)
         options, views = self.options(memory, 0), memory.views
         stats = self.case.options.get("stats", self.case.backward)
         q, k, v = (views[name] for name in "qkv")
-        into: dict[str, Any] = {name: views[name] for name in ("out", "stats") if name in views}
-        reports = [cupy_sdpa.explain(q, k, v, return_stats=stats, **options, **into, **self.exact)]
+        preallocated: dict[str, Any] = {name: views[name] for name in ("out", "stats") if name in views}
+        reports = [cupy_sdpa.explain(q, k, v, return_stats=stats, **options, **preallocated, **self.deterministic)]
         if self.case.backward:
-            options |= {name: views[name] for name in ("dout", *RESULTS) if name in views} | self.gradients
+            options |= {name: views[name] for name in ("dout", *RESULTS) if name in views} | self.backward_options
             reports.append(cupy_sdpa.explain(q, k, v, backward=True, **options))
         return [str(reason) for report in reports for reason in report.reasons]
 
 
-#: The results that may be given.
-RESULTS = ("out", "stats", "dq", "dk", "dv")
-
-
 def execute(case: Case) -> Outcome:
-    """Run a case in this process; a death of the process is for the caller to see."""
-    this = Run(case)
+    """Run a case in this process. A crash ends the process, so the caller must detect it."""
+    runner = CaseRunner(case)
+    outcome = runner.outcome
     try:
-        return plan(case, this.outcome) if case.engine == "plan" else this.run()
+        return plan(case, outcome) if case.engine == "plan" else runner.run()
     except cupy_sdpa.Unsupported as error:
-        return this.found("refused", str(error).splitlines()[0], "Unsupported")
-    except Exception as error:  # every other one is a finding
-        if isinstance(error, (TypeError, ValueError)) and case.engine == "gpu" and (reasons := _reasons(this)):
-            return this.found("refused", reasons[0], type(error).__name__)
-        this.outcome.fatal = case.engine == "gpu" and not isinstance(error, (TypeError, ValueError))
-        return this.found("exception", *_described(error))
+        return outcome.set("refused", str(error).splitlines()[0], "Unsupported")
+    except Exception as error:  # every other exception is a finding
+        is_argument_error = isinstance(error, (TypeError, ValueError))
+        if is_argument_error and case.engine == "gpu" and (reasons := _documented_reasons(runner)):
+            return outcome.set("refused", reasons[0], type(error).__name__)
+        outcome.fatal = case.engine == "gpu" and not is_argument_error
+        return outcome.set("exception", *_describe(error))
 
 
-def _reasons(this: Run) -> list[str]:
+def _documented_reasons(runner: CaseRunner) -> list[str]:
     try:
-        return this.refusal()
-    except Exception:  # the arguments are refused as such, which draws are not meant to be
+        return runner.documented_reasons()
+    except Exception:  # the arguments themselves are rejected: a valid case has no such arguments
         return []
 
 
-def _described(error: Exception) -> tuple[str, str]:
-    """An exception on one line, and its type and where it was raised."""
+def _describe(error: Exception) -> tuple[str, str]:
+    """The message of an exception on one line, and its type and line."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    what = f"{type(error).__name__} at {frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}"
-    return f"{what}: {' '.join(str(error).split())[:400]}", what
+    cause = f"{type(error).__name__} at {frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}"
+    return f"{cause}: {' '.join(str(error).split())[:400]}", cause

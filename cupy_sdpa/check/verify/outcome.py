@@ -1,37 +1,43 @@
-"""What a case comes to."""
+"""The outcome of a case."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import Any
 
-#: What one case may come to, the worst last.
+#: The kinds of outcomes, the worst last.
 KINDS = ("passed", "refused", "wrong", "exception", "crash", "hang")
 
 
 @dataclass
 class Outcome:
-    """What a case came to.
+    """The outcome of a case.
 
     Attributes:
-        kind: of :data:`KINDS`.
-        message: what is wrong, or why it was refused.
-        what: the results that are wrong, or the type and place of the exception; findings of one kind and ``what`` are alike.
-        calls: how many calls were made.
-        fatal: whether the process must not be used any more.
+        kind: one of :data:`KINDS`.
+        message: the error, or the reason of the refusal.
+        cause: the names of the wrong results, the type and line of the exception, the signal, or the rule of the refusal.
+            Findings of one kind and cause are probably the same bug.
+        calls: the number of calls.
+        fatal: whether the process must be replaced.
     """
 
     kind: str = "passed"
     message: str = ""
-    what: str = ""
+    cause: str = ""
     calls: int = 0
     fatal: bool = False
 
     @property
-    def found(self) -> bool:
-        """Whether it is a finding."""
+    def is_finding(self) -> bool:
+        """Whether the case failed."""
         return self.kind not in ("passed", "refused")
 
+    def set(self, kind: str, message: str, cause: str) -> Outcome:
+        """Set the kind, message and cause."""
+        self.kind, self.message, self.cause = kind, message, cause
+        return self
+
     def as_dict(self) -> dict[str, Any]:
-        """As JSON takes it."""
+        """The fields as JSON values."""
         return asdict(self)
