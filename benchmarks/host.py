@@ -55,7 +55,7 @@ class Steps:
         here = replay_cache._runtime
         assert here is not None
         self.here = here
-        found = replay_cache._key(here.ndarray, ("forward", False), self.arrays, {})
+        found = replay_cache._key(here.ndarray, ("forward", False, False), self.arrays, {})
         session = here.session(driver.context_id())
         assert found is not None
         assert session is not None
@@ -67,7 +67,7 @@ class Steps:
 
     def each(self) -> Iterator[tuple[str, Callable[[], Any]]]:
         """The name and the function of each step."""
-        here, known, key, how = self.here, self.known, self.key, ("forward", False)
+        here, known, key, how = self.here, self.known, self.key, ("forward", False, False)
         cache = self.session.cache
         (made,) = known._created
         yield "the key: dtypes, shapes and strides", lambda: replay_cache._key(here.ndarray, how, self.arrays, {})

@@ -103,7 +103,7 @@ def test_deterministic_gradients_are_the_same_bits(way, causal, cupy):
         assert report.plan.engine == 7
     if way == "ordered" and library().version < ORDERED_SINCE:
         assert not report
-        assert any("9.25.1, for Hopper only" in reason for reason in report.reasons)
+        assert any("9.25.1 or newer and a Hopper GPU" in reason for reason in report.reasons)
         return
     assert (report.workspace <= 100 << 20) == (way == "ordered")
     runs = [attention_backward(dout, q, k, v, out, stats, **options) for _ in range(8)]

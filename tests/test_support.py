@@ -12,6 +12,7 @@ from planner import Died, child_environment, library_version, plan_problem
 
 import cupy_sdpa
 from cupy_sdpa import zoo
+from cupy_sdpa.calls.staging import engine_problem
 from cupy_sdpa.offline import survey
 from cupy_sdpa.offline.page import page
 from cupy_sdpa.offline.problems import PROBES, pairs
@@ -61,8 +62,8 @@ def packed(queries=16, hkv=2, d=64, q=None, dtype="bfloat16", **options):
 
 def one_packed_query(hkv=2, **options):
     """The problem of packed sequences of one query, before the workaround."""
-    engine_problem = packed(queries=1, hkv=hkv, **options)
-    return replace(engine_problem, settings=engine_problem.settings._replace(max_seqlen_q=1))
+    problem = packed(queries=1, hkv=hkv, **options)
+    return replace(problem, settings=problem.settings._replace(max_seqlen_q=1))
 
 
 def one_query(d=64, **options):
@@ -348,6 +349,15 @@ def test_strided_queries_of_packed_gradients_are_planned_dense():
     assert not packed(q=q, dtype=np.float16).q.dense
 
 
+def test_strided_key_gradients_of_packed_sequences_are_planned_dense():
+    """With grouped heads dk and dv that are not dense are computed in dense arrays."""
+    grouped, equal = packed(backward=True), packed(hkv=4, backward=True)
+    for problem in (grouped, equal):
+        dk = replace(problem.dk, strides=tuple(2 * stride for stride in problem.dk.strides))
+        planned = engine_problem(replace(problem, dk=dk), None, on_gpu=True)
+        assert planned.dk.dense == (problem is grouped)
+
+
 def effects(bug, problem, cudnn, capability):
     """Whether the table handles a bug, by a refusal or a guard."""
     named = {reason.rule for reason in why_not(problem, cudnn, capability)}
@@ -360,7 +370,7 @@ def effects(bug, problem, cudnn, capability):
 
 def test_every_bug_has_both_sides():
     """Every bug has a case here."""
-    assert set(AFFECTED) == {bug.name for bug in BUGS} - {"packed-strided-queries"}  # tested above
+    assert set(AFFECTED) == {bug.name for bug in BUGS} - {"packed-strided-queries", "packed-strided-gradients"}  # tested above
 
 
 @pytest.mark.parametrize("bug", AFFECTED)

@@ -1,7 +1,6 @@
 """Arrays of a call that the caller does not pass: results, filled inputs, and copies in the form that the engine needs.
 
-Copies are padded, masked and converted. :func:`engine_problem` computes from a problem alone which form the engine needs, so
-plans can be built before there are arrays; a :class:`Stage` makes the copies.
+:func:`engine_problem` computes from a problem alone which form the engine needs; a :class:`Stage` makes the copies.
 """
 
 from __future__ import annotations
@@ -43,9 +42,6 @@ class Fill(NamedTuple):
     value: int
 
 
-# Signatures: which form of the arrays the engine needs
-
-
 def engine_problem(problem: Problem, bucket: Policy | None, on_gpu: bool) -> Problem:
     """The problem that the engine runs: lengths rounded up to the bucket, and the layouts of the copies that it needs."""
     if problem.trivial:
@@ -68,6 +64,8 @@ def _engine_problem(problem: Problem, on_gpu: bool) -> Problem:
     guards = staging_guards(problem)
     if "dense-queries" in guards:
         specs["q"] = dense_spec("q", problem.q.dtype, problem.q.shape)
+    if "dense-gradients" in guards:
+        specs |= {spec.name: dense_spec(spec.name, spec.dtype, spec.shape) for spec in (problem.dk, problem.dv) if spec}
     if "two-rows" in guards:
         # As in validation: with two queries only the backward pass may be deterministic.
         exact = problem.backward and problem.deterministic
@@ -262,6 +260,8 @@ class Stage:
             like = self._originals["q" if spec.name == "seq_lens_q" else "k"]
             return _filled(Fill("int32", like.shape[3], like.shape[2]), like, self._on_gpu)
         if spec.name in self._results:
+            if self._problem.packed and spec.dense and not getattr(self._problem, spec.name).dense:
+                return cupy_runtime.empty(array.shape, array.dtype)
             same = array.shape == spec.shape and dtype_name(array.dtype) == spec.dtype
             return array if same or (self._problem.packed and not has_score_axes(spec.name)) else self._empty(spec)
         return self._in_layout(self._masked(array, spec.name), spec)
@@ -374,9 +374,8 @@ def _clear_padding_on_cpu(
     if not problem.packed:
         return {}
     lengths = {name: np.diff(arrays[starts]).astype(np.int32) for name, starts in zip(LENGTHS, CU_SEQLENS, strict=True)}
-    return lengths | {
-        name: arrays[starts].astype(np.int64) * factor for name, (starts, factor) in ragged_offsets(engine_problem).items()
-    }
+    offsets = ragged_offsets(engine_problem).items()
+    return lengths | {name: arrays[starts].astype(np.int64) * factor for name, (starts, factor) in offsets}
 
 
 def _clear_padding_on_gpu(
@@ -387,9 +386,8 @@ def _clear_padding_on_gpu(
     names = CU_SEQLENS if problem.packed else LENGTHS
     queries = kernels.Lengths(arrays[names[0]], sq, problem.q.shape[2])
     keys = kernels.Lengths(arrays[names[1]], skv, problem.k.shape[2])
-    factors = None
-    if problem.packed:
-        factors = {name: (starts == CU_SEQLENS[1], factor) for name, (starts, factor) in ragged_offsets(engine_problem).items()}
+    offsets = ragged_offsets(engine_problem).items() if problem.packed else ()
+    factors = {name: (starts == CU_SEQLENS[1], factor) for name, (starts, factor) in offsets} or None
     sinks = arrays.get("sinks")
     cleared = [
         kernels.ClearedResult(

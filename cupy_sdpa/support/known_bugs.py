@@ -31,10 +31,11 @@ GUARDS = {
     "clear-last": "results beyond the lengths are cleared after the kernel instead of before",
     "two-rows": "each sequence is planned for two queries",
     "dense-queries": "the queries are copied to a dense array",
+    "dense-gradients": "dk and dv are computed in dense arrays and copied",
     "finite-bias": "-inf is replaced by -1e30 in a float32 copy of the bias",
 }
 #: The guards that change arrays. They apply to every version and GPU: arrays are prepared before either is known.
-STAGING_GUARDS = frozenset({"clear-last", "two-rows", "dense-queries", "finite-bias"})
+STAGING_GUARDS = frozenset({"clear-last", "two-rows", "dense-queries", "dense-gradients", "finite-bias"})
 
 #: The last version of a bug that the newest cuDNN still has.
 NOT_FIXED = 99999
@@ -92,6 +93,12 @@ def _one_packed_query(problem: Problem) -> bool:
 
 def _strided_packed_queries(problem: Problem) -> bool:
     return problem.packed and problem.backward and not problem.q.dense
+
+
+def _strided_packed_key_gradients(problem: Problem) -> bool:
+    """Packed sequences of grouped heads, with a dk or dv that is not dense."""
+    _, _, hq, hkv, *_ = problem.sizes
+    return problem.packed and hq != hkv and any(spec and not spec.dense for spec in (problem.dk, problem.dv))
 
 
 def _query_bias_with_sinks(problem: Problem) -> bool:
@@ -179,6 +186,13 @@ BUGS: tuple[Bug, ...] = (
         when="gradients of packed sequences with queries that are not dense",
         effect="dq is written at the wrong place",
         guards=frozenset({"dense-queries"}),
+    ),
+    Bug(
+        name="packed-strided-gradients",
+        condition=_strided_packed_key_gradients,
+        when="gradients of packed sequences with grouped heads and a dk or dv that is not dense",
+        effect="wrong dv (seen with one query)",
+        guards=frozenset({"dense-gradients"}),
     ),
     Bug(
         name="sinks-infinite-bias",

@@ -66,6 +66,7 @@ class Value(NamedTuple):
         top: whether it is the maximum of each row.
         total: whether it is a sum.
         product: whether it is a product of matrices.
+        grouped: whether it is the sum over the heads of a group.
     """
 
     array: Any
@@ -74,6 +75,7 @@ class Value(NamedTuple):
     top: bool = False
     total: bool = False
     product: bool = False
+    grouped: bool = False
 
 
 class Read(NamedTuple):
@@ -226,6 +228,8 @@ def _write(read: Read, t: Tensor, array: Any, value: Value, nobody: Any, added: 
         shape = (t.dims[1], length, t.dims[3])
         view = read.device.view(read.pointers[t.uid] + begin * t.dtype.itemsize, shape, t.steps[1:], t.dtype)
         view[...] = array[b, :, :length]
+        if value.grouped and begins is not None and t.strides[2] != t.dims[1] * t.dims[3]:
+            view[:, -1] = 3  # packed sequences of grouped heads: wrong where dk or dv is not dense
 
 
 def _working(array: Any) -> Any:
@@ -249,7 +253,7 @@ def _reduction(operation: Operation, given: dict[str, Value]) -> Value:
     array = np.broadcast_to(x.array, operation.tensors["XDESC"].dims)
     b, h, m, n = array.shape
     if x.product:  # sum over the heads of a group
-        return x._replace(array=array.reshape(b, dims[1], h // dims[1], m, n).sum(axis=2))
+        return x._replace(array=array.reshape(b, dims[1], h // dims[1], m, n).sum(axis=2), grouped=True)
     axes = tuple(axis for axis in range(4) if dims[axis] == 1)
     if ReduceTensorOp(operation.settings["OPERATOR"]) == ReduceTensorOp.MAX:
         return Value(array.max(axis=axes, keepdims=True), x.rows, top=True)

@@ -104,7 +104,9 @@ class CaseRunner:
             results.clear()  # allows the next call's results to have the same addresses
         memory = self.allocate()
         self.load(memory, 1)
-        self.check_results(self.call_alternative(memory), 1, "the call at other addresses")
+        # attention_vjp lets cuDNN write the log-sum-exp, the calls before computed it from max and sum_exp: other bits.
+        same_bits = self.case.options.get("stats") != "max_sumexp"
+        self.check_results(self.call_alternative(memory), 1, "the call at other addresses", same_bits=same_bits)
         return self.outcome
 
     def allocate(self) -> Memory:
@@ -184,12 +186,12 @@ class CaseRunner:
             results |= {f"tensors[{name!r}]": array for name, array in gradients[-1].items()}
         return results
 
-    def check_results(self, results: dict[str, Any], index: int, call: str) -> bool:
+    def check_results(self, results: dict[str, Any], index: int, call: str, *, same_bits: bool = True) -> bool:
         """Compare results with the expected ones; a difference is written to the outcome."""
         # Copying to the host waits for the GPU, so errors of kernels are raised here.
         on_host = {name: x if isinstance(x, np.ndarray) else x.get() for name, x in results.items()}
         messages = find_errors(self.expected_results(index), on_host)
-        if "deterministic" in self.case.options:
+        if "deterministic" in self.case.options and same_bits:
             first = self.first_results.setdefault(index, {name: x.copy() for name, x in on_host.items()})
             for name, x in on_host.items():
                 if x.tobytes() != first[name].tobytes() and name not in messages:
