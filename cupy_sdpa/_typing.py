@@ -35,5 +35,5 @@ class Array(Protocol):
     def __getitem__(self, key: Any, /) -> Any: ...
 
 
-#: The type of an array whose type, shape and dtype the result also has.
+#: The type of an array; a result has the same type, shape and dtype.
 ArrayT = TypeVar("ArrayT", bound=Array)

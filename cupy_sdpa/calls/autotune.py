@@ -36,7 +36,7 @@ GAIN = 1.02
 #: The norm of the difference from the first config's results, relative to their norm, above which a config is wrong: a few
 #: roundings to bfloat16 (0.4 % each).
 TOLERANCE = 0.02
-#: The number of configs that are measured again in turn, the number of rounds, and the target milliseconds of a round.
+#: The number of configs measured again in turn, the number of rounds, and the target milliseconds of a round of a config.
 _FINALISTS, _ROUNDS, _ROUND_MS = 4, 7, 1.0
 
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
     from ..plans.plan_cache import PlanCache
     from ..plans.sessions import Session
 
-#: The most calls that a session caches, and sets of addresses that each call counts; removes the least recently used first.
+#: The maximum number of calls in a session, and of address sets counted per call; the least recently used are removed first.
 MAX_CALLS, MAX_ADDRESS_SETS = 1024, 128
 #: Up to this number of graphs of a call, launched in turn, take no more device time than their kernels.
 FEW_GRAPHS = 4

@@ -52,7 +52,7 @@ class Operands:
         self.results = {spec.name for spec in problem.results}
 
     def __call__(self, name: str, axes: tuple[int, ...] = QKV_AXES) -> Tensor:
-        """An array that every problem of this kind has: q, k, v, out, the row statistics, or one of their gradients."""
+        """An array of the problem: q, k, v, out, the row statistics, or one of their gradients."""
         spec = self.specs[name]
         if self.problem.packed:
             axes = PACKED_STATS_AXES if name in ROW_STATS else tuple(axis if axis < 3 else -1 for axis in axes)

@@ -20,7 +20,7 @@ LARGEST["float64"] = float(np.finfo(np.float64).max)
 LITERAL_OPTIONS = ("scale", "causal", "window", "softcap", "bucket", "max_workspace")
 #: Options of the call that are arrays.
 ARRAY_OPTIONS = ("mask", "bias", "alibi_slopes", "sinks", "seq_lens_q", "seq_lens_kv", "cu_seqlens_q", "cu_seqlens_kv")
-#: Added to the seed to separate the random numbers of the sequence lengths from those of the arrays.
+#: Part of the seed, to separate the random numbers of the sequence lengths from those of the arrays.
 _LENGTHS_STREAM = 77
 
 
