@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeVar
 
 
 class Array(Protocol):
-    """A numpy or CuPy array: what both have in common, as far as calls use it."""
+    """A numpy or CuPy array: the attributes of both that calls use."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -35,5 +35,5 @@ class Array(Protocol):
     def __getitem__(self, key: Any, /) -> Any: ...
 
 
-#: The type of an array that a result of the same type, shape and dtype follows from.
+#: The type of an array whose type, shape and dtype the result also has.
 ArrayT = TypeVar("ArrayT", bound=Array)

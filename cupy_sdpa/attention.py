@@ -1,4 +1,4 @@
-"""Attention and its gradients. numpy arrays run on the CPU, CuPy arrays on cuDNN; neither replaces the other silently."""
+"""Attention and its gradients. numpy arrays run on the CPU, CuPy arrays on cuDNN; there is no silent fallback."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ def attention(
         return_stats: also return the log-sum-exp L, float32; ``"max_sumexp"``: also return the maximum m of the scores of each
             row and the sum of :math:`e^{S_{ij} - m_i}`. Default False.
         deterministic: return the same bits in every run. With a single query the GPU's default kernel splits the keys and adds
-            their parts in an arbitrary order; then another kernel is used, which is slower with few heads and many keys. With
+            the partial results in an arbitrary order; True selects another kernel, slower with few heads and many keys. With
             more queries this option changes nothing. Default False.
         out: array ``(Dv, Hq, Sq, B)`` to write the output into, of q's dtype; it must not overlap an input.
         stats: float32 array ``(Sq, Hq, B)`` to write L into; implies ``return_stats``.
-        scale: :math:`\tau`; default ``1/sqrt(D)``. A new value needs no new plan.
+        scale: :math:`\tau`; default ``1/sqrt(D)``. A new value does not need a new plan.
         causal: True or ``"top_left"``: query i attends to keys 0 to i. ``"bottom_right"``: the last query attends to all keys,
             the query before it to one key less. Default False: every query attends to every key.
         window: ``(left, right)``: query i attends to keys i - left to i + right, inclusive; None for no bound. With ``causal``
@@ -81,7 +81,7 @@ def attention(
         mask: bool ``(Skv, Sq, Hq, B)``, True where the query attends to the key; every axis may be 1. On the GPU it is copied
             as float16, 2 bytes for each element. Default None.
         bias: ``(Skv, Sq, Hq, B)``, added to the scores; every axis may be 1. float16, bfloat16 or float32 (on the CPU also
-            float64), whatever q's dtype. Scores of -1e6 and less, as from ``finfo.min``, are masked. Default None.
+            float64), for every dtype of q. Scores of -1e6 and less, such as from ``finfo.min``, are masked. Default None.
         seq_lens_q, seq_lens_kv: int32 ``(B,)``, the number of queries and keys of each batch entry. The rest is padding: it is
             never read, its output is 0 and its L is -inf. A bottom-right diagonal follows the lengths of each batch entry.
             Default None: the full length.
@@ -95,11 +95,11 @@ def attention(
             output is 0.
         alibi_slopes: float32 ``(Hq,)``; subtracts ``slope |p - j|`` from the score of key j, where p is the position of the
             query on the diagonal (that of ``causal`` or ``window``; default top left). See :func:`cupy_sdpa.alibi_slopes`.
-        softcap: c > 0 replaces the scores by :math:`c \tanh(S / c)`. A new value needs no new plan. Default None.
+        softcap: c > 0 replaces the scores by :math:`c \tanh(S / c)`. A new value does not need a new plan. Default None.
         score_mod: ``f(score, b, h, q_idx, kv_idx, **tensors) -> score``, the signature of FlexAttention: a new score for query
             q_idx and key kv_idx from the scaled score. Every call calls it once with traced values; arithmetic, comparisons and
-            numpy functions of them run inside the fused kernel, and the backward pass is derived. Constants in it, except 0, 1
-            and -1, may change without a new plan. Common ones are in :mod:`cupy_sdpa.zoo`. Default None.
+            numpy functions of these values run inside the fused kernel, and the backward pass is derived. Constants, except 0,
+            1 and -1, may change without a new plan. Common ones are in :mod:`cupy_sdpa.zoo`. Default None.
         mask_mod: ``f(b, h, q_idx, kv_idx, **tensors) -> condition``, whether the query attends to the key. Causal masks and
             windows are recognized. Default None.
         tensors: a mapping of names to arrays that the functions read; they are indexed by b, h, q_idx, kv_idx and constant
@@ -207,11 +207,11 @@ def attention_backward(
         q, k, v: the inputs of :func:`attention`.
         out: its output, ``(Dv, Hq, Sq, B)``.
         stats: its log-sum-exp, from ``return_stats=True``, ``(Sq, Hq, B)`` float32, in Fortran order.
-        deterministic: return the same bits in every run. By default dQ is accumulated in any order on the GPU (dK and dV are
-            always deterministic). It needs a workspace of 2 x Hq x Sq x Skv x B bytes; if that exceeds ``max_workspace``, a
-            slower engine with a small workspace is used, on Hopper with cuDNN 9.25.1 or newer. The choice does not depend on
+        deterministic: return the same bits in every run. By default dQ is accumulated in arbitrary order on the GPU (dK and dV
+            are always deterministic). True needs a workspace of 2 x Hq x Sq x Skv x B bytes; if that exceeds ``max_workspace``,
+            a slower engine with a small workspace is used, on Hopper with cuDNN 9.25.1 or newer. The choice does not depend on
             the free memory; :func:`cupy_sdpa.explain` shows the workspace. Default False.
-        return_dbias: also return the gradient of the bias, of its shape and dtype, summed over the axes along which it is
+        return_dbias: also return the gradient of the bias, in its shape and dtype, summed over the axes along which it is
             broadcast. On the GPU it is accumulated in 16 bits, even for a float32 bias. Default False.
         return_dsinks: also return the gradient of the sinks, ``(Hq,)`` float32. Default False.
         return_dtensors: also return the gradients of the floating-point arrays in ``tensors``: True for all, or some names. An
@@ -273,7 +273,7 @@ def attention_vjp(
     return_dtensors: DTensors = False,
     **options: Unpack[Options],
 ) -> tuple[ArrayT, Pullback]:
-    """Attention, and a function that computes the gradients (the vector-Jacobian product).
+    """Compute attention, and return a function that computes the gradients (the vector-Jacobian product).
 
     Args:
         q, k, v, options: as for :func:`attention`.
@@ -295,7 +295,7 @@ def attention_vjp(
     """
     if extra := [name for name in ("out", "stats", "return_stats") if name in options]:
         raise TypeError(
-            f"attention_vjp does not take {extra[0]}: it creates out and stats itself, and keeps them for the pullback"
+            f"attention_vjp does not take {extra[0]}: it creates out and stats itself and keeps them for the pullback"
         )
     out, stats = attention(q, k, v, return_stats=True, deterministic=deterministic, **options)
     if tensors := options.get("tensors"):
@@ -325,7 +325,7 @@ class Pullback:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays that it keeps; an array that is used twice, as q = k, counts once."""
+        """Bytes of the arrays that the pullback keeps; an array that is used twice, as with q = k, counts once."""
         tensors = self._options.get("tensors") or {}
         kept = (*self._arrays, *tensors.values(), *(value for value in self._options.values() if hasattr(value, "nbytes")))
         return sum({id(array): int(array.nbytes) for array in kept}.values())

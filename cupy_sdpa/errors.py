@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Unsupported(NotImplementedError):
-    """The arguments are valid, but this cuDNN version or GPU does not support them; the message has the reason and a remedy."""
+    """The arguments are valid, but this cuDNN version or GPU does not support them; the message states reason and remedy."""
 
 
 class CudnnError(RuntimeError):

@@ -105,8 +105,8 @@ def explain(
         dout, out, stats, dq, dk, dv: as for the call; missing arrays are assumed to be dense, in Fortran order.
         gpu: the name of a described GPU, such as ``"H200"``, or the path of a description. Default None: the device of the
             arrays, or the current one.
-        cudnn: a version, such as ``"9.19"``. If it is not the installed one, the report is based on the support table alone,
-            and notes it. Default None: the installed version.
+        cudnn: a version, such as ``"9.19"``. If it is not the installed version, the report is based on the support table alone
+            and says so. Default None: the installed version.
 
     Returns:
         A report, which is true if the call would run. It prints the problem, the graph, and the plan or every reason why it
@@ -114,7 +114,7 @@ def explain(
 
     Raises:
         TypeError, ValueError: the arguments are invalid, as for the call; or the GPU or the version is unknown.
-        CudnnError: ``gpu`` is given, and this machine cannot plan for it; the message names what is missing.
+        CudnnError: this machine cannot plan for ``gpu``; the message names what is missing.
 
     >>> import numpy as np, cupy_sdpa
     >>> x = np.ones((8, 1, 4, 1), np.float32)
@@ -178,12 +178,12 @@ def _explain_for(problem: Problem, gpu: str | None, cudnn: str | None) -> Report
         cause = error.summary.splitlines()[0]
     assert version is not None
     newest = f" (which ends with {version_text(RELEASES[-1])})" if version > RELEASES[-1] else ""
-    note = f"{_target_text(target.model, version)}; from the support table{newest} alone, it was not planned: {cause}"
+    note = f"{_target_text(target.model, version)}; from the support table{newest} alone, not planned: {cause}"
     return Report("cuDNN", problem, graph, note=note, unverified=unverified(problem, version, target.capability))
 
 
 def _planned_report(planner: Planner, problem: Problem, target: Target) -> Report:
-    """The report of a problem that the installed cuDNN plans for a described GPU."""
+    """The report on a problem that the installed cuDNN plans for a described GPU."""
     note = _target_text(target.model, planner.version)
     if reasons := why_not(problem, planner.version, target.capability):
         return refusal_report(problem, reasons, note)
@@ -210,9 +210,9 @@ def get_plan_cache() -> PlanCache:
         CudnnError: cuDNN is not found.
     """
     if cupy_runtime.current_device() is None:
-        cupy_runtime.cupy()  # raises if CuPy is what is missing
+        cupy_runtime.cupy()  # raises if CuPy is missing
         raise RuntimeError(
-            "there is no GPU here, hence no plan cache: CuPy finds no CUDA device. "
+            "there is no GPU here, and therefore no plan cache: CuPy finds no CUDA device. "
             "`python -m cupy_sdpa info` lists what is missing"
         )
     from .plans.sessions import session

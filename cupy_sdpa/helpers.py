@@ -21,7 +21,7 @@ def alibi_slopes(heads: int) -> NDArray[np.float32]:
 
     .. math:: m_h = 2^{-8 h / H}, \quad h = 1 \dots H
 
-    if H is a power of two; otherwise those of the next lower power of two, followed by every second one of the next higher.
+    if H is a power of two; otherwise the slopes of the next lower power of two, then every second slope of the next higher.
 
     Args:
         heads: H, the number of query heads.
@@ -62,7 +62,7 @@ def dropout_mask(
 ) -> Any:
     """The weights that :func:`cupy_sdpa.attention` keeps with these arguments, on the engine of the arrays.
 
-    It takes memory of size Hq x Sq x Skv x B: for tests and comparisons, not for training.
+    The call takes memory of size Hq x Sq x Skv x B: for tests and comparisons, not for training.
 
     Args:
         q, k: as for the call; the elements do not matter.
@@ -71,7 +71,7 @@ def dropout_mask(
 
     Returns:
         bool ``(Skv, Sq, Hq, B)``, True where a weight is kept; for packed sequences Sq and Skv are the maximum lengths. On the
-        CPU, ``attention(..., dropout_p=..., dropout_mask=...)`` reproduces the dropout of the GPU with it.
+        CPU, ``attention(..., dropout_p=..., dropout_mask=...)`` reproduces the dropout of the GPU with this mask.
 
     Raises:
         TypeError, ValueError, Unsupported, CudnnError: as :func:`cupy_sdpa.attention`.

@@ -1,7 +1,7 @@
 """Convert between array layouts without copies: axes are named by letters, results are views.
 
 The letters are ``b`` batch, ``s`` sequence, ``h`` heads, ``d`` head dim, and ``t`` all positions of packed sequences. This
-package uses ``dhsb`` (packed: ``dht``); in Fortran order that is the memory of ``bshd`` (packed: ``thd``) in C order.
+package uses ``dhsb`` (packed: ``dht``); in Fortran order this is the memory layout of ``bshd`` (packed: ``thd``) in C order.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _transpose(array: Any, source: str, target: str) -> Any:
 
 
 class Layout:
-    """The memory layout of an array; ``print`` and notebooks show it.
+    """The memory layout of an array, shown by ``print`` and in notebooks.
 
     Args:
         array: a numpy or CuPy array.

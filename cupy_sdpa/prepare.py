@@ -143,7 +143,7 @@ class Prepared(Generic[ResultT]):
             options: options that differ from those of :func:`prepare`, such as other lengths.
 
         Raises:
-            ValueError: the arguments define another problem than the prepared one.
+            ValueError: the arguments define a problem that differs from the prepared one.
         """
         merged = {**self._options, **options} if options else self._options
         passed = (*arrays, out, stats) if dq is dk is dv is None else (*arrays, out, stats, dq, dk, dv)
@@ -176,12 +176,12 @@ class Prepared(Generic[ResultT]):
 
 
 def _difference(prepared: Problem, passed: Problem) -> str:
-    """How two problems differ: in their arrays, or else in words."""
+    """A message that describes how two problems differ."""
     one, other = (", ".join(map(str, problem.tensors)) for problem in (prepared, passed))
     if one == other:
         one, other = str(prepared), str(passed)
     values = f"Prepared: {one}. Passed: {other}." if one != other else "Their functions or options differ."
-    return f"the arguments define another problem than the prepared one. {values} Prepare a call for each problem"
+    return f"the arguments define a problem that differs from the prepared one. {values} Prepare a call for each problem"
 
 
 def _with_forward_results(call: Call) -> Call:
@@ -200,7 +200,7 @@ def _with_forward_results(call: Call) -> Call:
 
 @contextmanager
 def autotune() -> Iterator[list[Tuning]]:
-    """A context manager that tunes every call inside that was not tuned before; yields the list of the measurements.
+    """A context manager that tunes every call in its block that was not tuned before; yields the list of measurements.
 
     The first call of each problem takes about a second and synchronizes; later ones, also in later processes, use the
     result. On the CPU it has no effect.

@@ -52,7 +52,7 @@ def attention(
 
     Returns:
         out ``(Dv, Hq, Sq, B)`` and stats ``(Sq, Hq, B)``, float64; with ``max_sumexp`` also max and sum_exp, in the shape of
-        stats. The output of a query without a key and a sink, or beyond its length, is 0; its stats and max are -inf, its
+        stats. The output of a query without key and sink, or beyond the length, is 0; its stats and max are -inf, its
         sum_exp is 0. For packed sequences out is ``(Dv, Hq, total)``, and the others are ``(Hq, total)``.
 
     >>> q = np.ones((8, 1, 2, 1)); v = np.arange(2.0).reshape(1, 1, 2, 1)
@@ -293,12 +293,12 @@ def _length(length: int, b: int, lengths: NDArray[Any] | None) -> int:
 
 
 def _attending(q: NDArray[Any], attends: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """The queries ``(D, Sq)`` in float64, with 0 in place of fully masked ones, which may be NaN."""
+    """The queries ``(D, Sq)`` in float64; fully masked queries, which may be NaN, are replaced by 0."""
     return np.where(attends.any(axis=1), q.astype(np.float64), 0.0)
 
 
 def _attended(k: NDArray[Any], attends: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """The keys or values ``(D, Skv)`` in float64, with 0 in place of those that no query attends to, which may be NaN."""
+    """The keys or values ``(D, Skv)`` in float64; those that no query attends to, which may be NaN, are replaced by 0."""
     return np.where(attends.any(axis=0), k.astype(np.float64), 0.0)
 
 

@@ -39,8 +39,8 @@ class Built:
     Attributes:
         problem: the problem.
         gpu: the GPU model.
-        plan: the properties of the plan; None if there is none.
-        reason: why there is no plan; empty if there is one.
+        plan: the properties of the plan; None if planning failed.
+        reason: why there is no plan; empty otherwise.
     """
 
     problem: Problem
@@ -74,18 +74,18 @@ def build(
     Args:
         problems: from :func:`cupy_sdpa.problem`.
         gpu: the name of a described GPU, such as ``"h200"``, or the path of a description; or several of them.
-        folder: where to store the plans; created for its owner only, if it does not exist.
+        folder: where to store the plans; if it does not exist, it is created, accessible only to its owner.
         cudnn: the required version of cuDNN, such as ``"9.19"``; or the path of the libcudnn.so.9 to plan with. Default None:
             the library that this process would load.
         workers: number of planning processes. Default None: the number of processors.
-        progress: called with (plans done, all plans). Default None.
+        progress: called with (number of finished plans, number of all plans). Default None.
 
     Returns:
         The result for every problem on every GPU.
 
     Raises:
         CudnnError: this machine cannot plan; the message lists what is missing.
-        ValueError: an unknown GPU, or another version of cuDNN than required.
+        ValueError: the GPU is unknown, or the version of cuDNN is not the required one.
         OSError: plans cannot be stored in the folder.
     """
     from .offline.planner import Planner, load_target
@@ -125,7 +125,7 @@ def _built(problem: Problem, target: Any, result: PlanInfo | str) -> Built:
 def read_problems(path: str | Path) -> list[Problem]:
     """Read problems from a TOML file: one table ``[[attention]]`` each, with the arguments of :func:`cupy_sdpa.problem`.
 
-    Two more keys make several problems of a table. ``passes = ["forward", "backward"]`` makes both; the forward pass then
+    Two more keys define several problems in one table. ``passes = ["forward", "backward"]`` defines both; the forward pass then
     returns the log-sum-exp, which the backward pass needs. ``lengths = [1024, 2048]`` replaces the sequence lengths in the
     shapes of q, k and v by each of the lengths.
 
@@ -178,7 +178,7 @@ def _passes(passes: Any) -> list[str]:
 
 
 def _lengths(lengths: Any) -> list[int | None]:
-    """The lengths that replace those of the shapes; None keeps them."""
+    """The lengths that replace those in the shapes; None leaves the shapes unchanged."""
     if lengths is None:
         return [None]
     if not isinstance(lengths, list) or not lengths or not all(type(length) is int and length >= 0 for length in lengths):

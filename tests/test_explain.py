@@ -120,7 +120,7 @@ def test_another_version_is_answered_by_the_table():
     assert report
     assert report.plan is None
     assert report.workspace is None
-    assert "cuDNN 9.20.5; from the support table alone, it was not planned" in str(report)
+    assert "cuDNN 9.20.5; from the support table alone, not planned" in str(report)
 
 
 class Balanced(HTMLParser):

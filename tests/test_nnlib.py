@@ -289,7 +289,7 @@ def test_mismatched_shapes_raise(name):
         make(rand(np, 4, 3, 2))
     with pytest.raises(TypeError, match="float32 and k is float64"):
         dot_product_attention_scores(np.zeros((4, 1, 3, 1), "f4"), np.zeros((4, 1, 3, 1)))
-    with pytest.raises(TypeError, match="k is a list; give an array"):
+    with pytest.raises(TypeError, match="k is a list; pass an array"):
         dot_product_attention(np.zeros((4, 3)), [[0.0]], np.zeros((4, 3)))
     with pytest.raises(TypeError, match=r"nheads is 2\.0; it must be an integer"):
         dot_product_attention(*[np.zeros((4, 3))] * 3, nheads=2.0)
@@ -327,7 +327,7 @@ NO_ARRAYS = {
 def test_other_types_raise(name):
     """A TypeError names the argument, its type and the remedy."""
     words, make = NO_ARRAYS[name]
-    with pytest.raises(TypeError, match=f"{words}.*(give an array|convert with)"):
+    with pytest.raises(TypeError, match=f"{words}.*(pass an array|convert with)"):
         make(rand(np, 4, 3, 2), rand(np, 4, 1, 3, 2))
 
 

@@ -284,7 +284,7 @@ BAD = {
     "mask_dtype": ({"mask": np.zeros((4, 4, 1, 1), np.float32)}, TypeError, "mask is float32; it must be bool"),
     "slopes": ({"alibi_slopes": np.zeros(3, np.float32)}, ValueError, r"alibi_slopes has shape \(3,\); it must be \(1,\)"),
     "sinks": ({"sinks": np.zeros(1)}, TypeError, "sinks is float64; it must be float32"),
-    "dropout_one": ({"dropout_p": 1.0, "seed": 0}, ValueError, "dropout_p is 1.0; it must be 0 or more, and below 1"),
+    "dropout_one": ({"dropout_p": 1.0, "seed": 0}, ValueError, "dropout_p is 1.0; it must be at least 0 and below 1"),
     "dropout_seed": ({"dropout_p": 0.5}, ValueError, "seed is None: pass a seed"),
     "dropout_mask": ({"dropout_mask": np.ones((4, 4, 1, 2), bool)}, ValueError, "dropout_p is 0"),
     "dropout_both": (

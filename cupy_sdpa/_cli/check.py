@@ -38,9 +38,9 @@ examples:
 exit status: 0 no findings; 1 findings; 2 no problem could run.
 To report a finding, attach the file that --json writes.
 """
-#: Seconds between progress lines if stderr is not a terminal, and if it is.
+#: Seconds between progress lines if stderr is not a terminal, and if it is a terminal.
 _INTERVAL, _TERMINAL_INTERVAL = 10.0, 0.2
-#: The most findings to print; the report contains all.
+#: The maximum number of findings to print; the report contains all.
 _MAX_PRINTED = 12
 
 
@@ -57,7 +57,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument(
         "--minutes",
         type=float,
-        help="how long to draw problems (default: 1); shrinking the findings takes up to 2 minutes more, 4 if problems hang",
+        help="minutes for drawing problems (default: 1); shrinking the findings takes up to 2 minutes more, 4 if problems hang",
     )
     parser.add_argument("--problems", type=positive, metavar="N", help="number of problems instead of a duration")
     parser.add_argument("--seed", type=int, help="seed of the problems (default: random)")
@@ -153,7 +153,7 @@ class _Report:
 
     Attributes:
         path: the file; None for no report.
-        seed: of the run.
+        seed: the seed of the run.
         engines: the tested engines.
     """
 
@@ -180,7 +180,7 @@ class _Report:
 
 
 def _engines(requested: Sequence[str] | None) -> tuple[str, ...]:
-    """The engines that can be tested here; prints them and those that cannot.
+    """Return the engines that can be tested here; print these, and the others with the reasons.
 
     Raises:
         CommandError: a requested engine cannot run.
@@ -220,7 +220,7 @@ def _jobs(engines: Sequence[str]) -> int:
 
 
 def _planner() -> int | str:
-    """The version of the planning cuDNN, or the reason why there is none."""
+    """The version of the cuDNN that plans, or the reason why planning is not possible."""
     from ..offline.planner import Planner
 
     try:
@@ -246,10 +246,10 @@ def versions() -> dict[str, Any]:
 
 
 class _Progress:
-    """Progress on stderr: one line that is overwritten on a terminal, else a new line every ten seconds; and each new finding.
+    """Progress on stderr: a line that is overwritten on a terminal, else a new line every ten seconds; and each new finding.
 
     Args:
-        limits: of the run.
+        limits: the limits of the run.
     """
 
     def __init__(self, limits: Limits) -> None:

@@ -1,4 +1,4 @@
-"""``demo``: attention over a text: computed, timed, compared with the reference, printed and plotted."""
+"""``demo``: compute attention over a text, time it, compare it with the reference, and print and plot the result."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from .helpers.engine import Placed, add_options, check_memory, place
 
 Array = NDArray[Any]
 
-#: The multiplications and the rows of the comparison with the reference; either takes about a second.
+#: The maximum multiplications and rows in the comparison with the reference; either limit takes about a second.
 CHECK, ROWS = 1 << 32, 1 << 15
-#: The number of timed calls on the CPU, and the most seconds for timing, also on the GPU.
+#: The number of timed calls on the CPU, and the maximum seconds for timing, also on the GPU.
 CALLS, SECONDS = 5, 1.0
-#: On the GPU: the number of batches, and the most calls in a batch.
+#: On the GPU: the number of batches, and the maximum number of calls in a batch.
 BATCHES, BATCH = 7, 20
 
 _EPILOG = """\
@@ -53,7 +53,10 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument("--seq", type=positive, metavar="N", help="tokens (default: the whole text; a longer N repeats it)")
     parser.add_argument("--heads", type=positive, metavar="N", default=8, help="query heads (default 8)")
     parser.add_argument(
-        "--kv-heads", type=positive, metavar="N", help="key and value heads (default: a quarter of the query heads, or as many)"
+        "--kv-heads",
+        type=positive,
+        metavar="N",
+        help="key and value heads (default: a quarter of the query heads, or the same)",
     )
     parser.add_argument("--head-dim", type=positive, metavar="N", default=64, help="head dim (default 64)")
     add_options(parser, "bfloat16")
@@ -68,7 +71,7 @@ def command(arguments: argparse.Namespace) -> int:
     """Run ``demo``; returns 1 if the result is wrong.
 
     Raises:
-        CommandError: it cannot run.
+        CommandError: the command cannot run.
     """
     causal = arguments.causal
     words, (q, k, v) = _input(arguments)
@@ -110,7 +113,7 @@ def _print_setup(words: list[str], q: Array, k: Array, causal: bool, placed: Pla
     attended = "itself and earlier words" if causal else "all words"
     print_labeled("cupy_sdpa", f"{__version__}, self-attention over a text: every word attends to {attended}")
     print_labeled("text", f"{text.title()}: {len(words)} tokens, {len(set(words))} different")
-    print_labeled("", "q, k and v are computed from which words are near each other; nothing is trained")
+    print_labeled("", "q, k and v are computed from the co-occurrence of words; nothing is trained")
     print_labeled("engine", str(placed))
     print_labeled("shapes", f"q {q.shape}, k and v {k.shape}: (head_dim, heads, seq, batch), {q.dtype}")
     print_labeled("call", f"cupy_sdpa.attention(q, k, v{', causal=True' if causal else ''})")
@@ -172,7 +175,7 @@ def _time_gpu(call: Callable[[], Any], out: Any, started: float) -> _Timing:
 
 
 def _check(out: Array, q: Array, k: Array, v: Array, causal: bool, placed: Placed) -> bool:
-    """Compare the result with the float64 reference, in some rows if all would take long; print and return the outcome."""
+    """Compare the result with the float64 reference, in some rows if all would take too long; print and return the outcome."""
     head_dim, heads, count, _ = q.shape
     rows = _rows(count, min(CHECK // (2 * head_dim * heads * count), ROWS // heads), causal)
     exact = _for_rows(lambda *a, **o: reference.attention(*a, **o)[0], q, k, v, rows, causal)
@@ -193,8 +196,8 @@ def _check(out: Array, q: Array, k: Array, v: Array, causal: bool, placed: Place
 def rounding(q: Array, k: Array, v: Array) -> float:
     """The error that rounding explains.
 
-    The weights and the result are each rounded to the dtype: half an epsilon of at most the largest value. The scores are
-    rounded to the accumulator's dtype; the exponential turns that absolute error into a relative one.
+    The weights and the result are each rounded to the dtype: at most half an epsilon times the largest value. The scores
+    are rounded to the accumulator's dtype; the exponential turns that absolute error into a relative one.
     """
     accumulator = np.float64 if q.dtype == np.float64 else np.float32
     longest_q, longest_k = (float(np.linalg.norm(x.astype(np.float64), axis=0).max()) for x in (q, k))
@@ -207,7 +210,7 @@ def _rows(count: int, affordable: int, causal: bool) -> NDArray[np.intp]:
     """The queries to check: all, or evenly spaced ones that include the first and the last."""
     if affordable >= count:
         return np.arange(count)
-    if causal:  # one call per query, which costs more
+    if causal:  # one call per query, which takes longer
         affordable //= 16
     return np.unique(np.linspace(0, count - 1, max(2, affordable)).astype(np.intp))
 

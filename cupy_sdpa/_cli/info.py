@@ -35,7 +35,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         formatter_class=Help,
     )
     parser.add_argument(
-        "--describe", action="store_true", help="print only the description of the current GPU, as cuDNN reads it"
+        "--describe", action="store_true", help="print only the description of the current GPU, in cuDNN's format"
     )
     add_json(parser)
     parser.set_defaults(command=command)
@@ -80,7 +80,7 @@ def command(arguments: argparse.Namespace) -> int:
 
 
 def _gpus() -> list[str]:
-    """A line for each GPU, or the reason why there is none."""
+    """A line for each GPU, or the reason why no GPU is available."""
     if reason := machine.no_gpu():
         return [reason.replace("no GPU", "none")]
     if isinstance(machine.imported("cupy"), ModuleType):

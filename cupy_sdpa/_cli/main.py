@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        argv: the arguments after ``python -m cupy_sdpa``; None for those of the process.
+        argv: the arguments after ``python -m cupy_sdpa``; None for the arguments of the process.
 
     Returns:
         The exit status: see :func:`exit_status`.
@@ -60,14 +60,14 @@ def exit_status(command: Callable[[], int], program: str) -> int:
 
     Args:
         command: returns 0 for success, 1 for a negative result (a wrong result, a problem that cannot run).
-        program: the name before the line.
+        program: the name printed before the line.
 
     Returns:
         The command's own status; 2 if it failed, 130 if it was interrupted, 141 if its output was closed.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # for terminals without the characters of formulas
+            stream.reconfigure(errors="replace")  # for terminals that cannot print the characters of formulas
     try:
         status = command()
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""``plan``: build plans ahead of time, for a GPU that this machine need not have."""
+"""``plan``: build plans ahead of time, for a GPU that need not be in this machine."""
 
 from __future__ import annotations
 

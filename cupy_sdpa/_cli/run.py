@@ -1,4 +1,4 @@
-"""``run``: attention of the arrays in an npz file; the result goes to another npz file."""
+"""``run``: attention of the arrays in an npz file; the result is written to another npz file."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def command(arguments: argparse.Namespace) -> int:
     """Run ``run``.
 
     Raises:
-        CommandError: it cannot run; an existing output file is then unchanged.
+        CommandError: the command cannot run; an existing output file is then unchanged.
     """
     if os.path.realpath(arguments.output) == os.path.realpath(arguments.input):
         raise CommandError(f"-o {arguments.output} is the input file and would be overwritten; use another file")
@@ -86,7 +86,7 @@ def command(arguments: argparse.Namespace) -> int:
         except _REFUSALS as error:
             raise _refusal(arguments.layout, error) from error
         out, stats = result if arguments.stats else (result, None)
-        if placed.on_gpu:  # the copies synchronize, so the time includes the GPU's
+        if placed.on_gpu:  # the copies synchronize, so the time includes the work on the GPU
             out = cupy_runtime.cupy().asnumpy(out, order="F")
             stats = None if stats is None else cupy_runtime.cupy().asnumpy(stats, order="F")
         seconds = time.perf_counter() - started
@@ -118,7 +118,7 @@ def _problem(arguments: argparse.Namespace, headers: Sequence[npz.Header], optio
             )
         shapes.append([header.shape[axis] for axis in layout.order(arguments.layout, "dhsb")])
     elements = [np.zeros((), dtype or header.dtype) for header in headers]
-    try:  # arrays of one element, broadcast, need no memory
+    try:  # broadcast arrays of one element, which need no memory
         return explain(*map(np.broadcast_to, elements, shapes), **options).problem
     except _REFUSALS as error:
         raise _refusal(arguments.layout, error) from error

@@ -96,10 +96,10 @@ def _bug(bug: Bug) -> str:
 
 
 def _exceptions(title: str, named: Mapping[str, Problem], version: int) -> Iterator[str]:
-    """The problems that some GPU cannot run, or only unverified."""
+    """The problems that some GPU cannot run, or for which it is unverified."""
     verdicts = {name: _verdict(problem, version) for name, problem in named.items()}
     exceptions = {name: verdict for name, verdict in verdicts.items() if verdict != "yes"}
-    yield f"\n{title}: {len(verdicts) - len(exceptions)} of {len(verdicts)} run on all GPUs, the others are:"
+    yield f"\n{title}: {len(verdicts) - len(exceptions)} of {len(verdicts)} run on all GPUs; the others are:"
     for name, verdict in exceptions.items():
         yield f"  {name}: {verdict}".replace("`", "")
 

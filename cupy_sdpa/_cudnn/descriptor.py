@@ -119,7 +119,7 @@ class Descriptor:
         """The constant of an attribute.
 
         Raises:
-            AttributeError: the kind has no such attribute; the message lists those that it has.
+            AttributeError: the kind has no such attribute; the message lists the attributes of the kind.
         """
         try:
             return AttributeName[f"{self.kind}_{name}"]
@@ -129,7 +129,7 @@ class Descriptor:
             raise AttributeError(f"a {self.kind} descriptor has no attribute {name}; it has {names}") from None
 
     def set(self, name: str, value: Any, kind: AttributeType | None = None) -> None:
-        """Set an attribute to a value or to a list of values; ``kind`` is required if their type does not determine it."""
+        """Set an attribute to a value or to a list of values; ``kind`` is required if the type of the values is ambiguous."""
         values: Sequence[Any] = value if isinstance(value, (list, tuple)) else [value]
         if isinstance(value, bytes):
             kind, array = AttributeType.CHAR, ctypes.create_string_buffer(value, len(value))
@@ -144,11 +144,11 @@ class Descriptor:
             lib.check(status, f"set {name} of a {self.kind} descriptor to {_short(values)}")
 
     def set_handle(self, handle: int) -> None:
-        """Bind to a cuDNN handle."""
+        """Bind the descriptor to a cuDNN handle."""
         self.set("HANDLE", handle, AttributeType.HANDLE)
 
     def finalize(self, doing: str | None = None) -> None:
-        """Finalize the descriptor; ``doing`` describes this in the error message."""
+        """Finalize the descriptor; ``doing`` describes the step in the error message."""
         lib = library()
         status = lib.cudnnBackendFinalize(self.pointer)
         if status:
@@ -165,14 +165,14 @@ class Descriptor:
         return self._read(name, kind, 0, None)
 
     def get_text(self, name: str) -> str:
-        """A CHAR attribute, without the NUL at its end."""
+        """A CHAR attribute, without its terminating NUL."""
         size = self.count(name, AttributeType.CHAR)
         array = (c_char * size)()
         self._read(name, AttributeType.CHAR, size, array)
         return array.raw.rstrip(b"\0").decode()
 
     def fill(self, name: str, targets: Sequence[Descriptor]) -> int:
-        """Let cuDNN fill existing descriptors from an attribute; returns how many of them, from the first on."""
+        """Let cuDNN fill existing descriptors from an attribute; returns how many were filled, starting with the first."""
         array = (c_void_p * len(targets))(*[t.pointer for t in targets])
         return self._read(name, AttributeType.BACKEND_DESCRIPTOR, len(targets), array)
 

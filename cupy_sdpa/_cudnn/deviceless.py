@@ -1,7 +1,7 @@
 """Planning without a GPU: the description of a GPU, and a stub of the CUDA driver.
 
-cuDNN can plan for a GPU that is described to it, but requires a ``libcuda.so.1``. On a machine without an NVIDIA driver this is
-a stub, which is compiled when it is needed.
+cuDNN can plan for a GPU from a description, but requires a ``libcuda.so.1``. On a machine without an NVIDIA driver this is a
+stub, which is compiled when it is needed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SOURCE = Path(__file__).with_name("stub_libcuda.c")
 
 
 def read_description() -> str:
-    """The description of the current GPU, as JSON; creates a CUDA context if there is none.
+    """The description of the current GPU, as JSON; creates a CUDA context if none exists.
 
     Raises:
         CudnnError: there is no GPU.

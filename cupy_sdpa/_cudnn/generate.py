@@ -1,6 +1,6 @@
 """Generate ``constants.py`` from NVIDIA's header: ``python -m cupy_sdpa._cudnn.generate path/to/cudnn_graph.h``.
 
-The header of cuDNN 9.27 and newer states in a comment for every constant which version introduced it (``@since``). The cuDNN
+In the header of cuDNN 9.27 and newer a comment on every constant states the version that introduced it (``@since``). The cuDNN
 wheels contain the header, in ``nvidia/cudnn/include``.
 """
 

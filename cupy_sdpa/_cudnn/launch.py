@@ -15,7 +15,7 @@ _SCALAR_TYPES: dict[str, Any] = {"float32": c_float, "float64": c_double, "int32
 
 
 class Handle:
-    """A cuDNN handle of the current CUDA context. One thread at a time may use it.
+    """A cuDNN handle of the current CUDA context. Only one thread at a time may use it.
 
     A handle is never destroyed. When a thread ends, another one takes over its handles (:mod:`cupy_sdpa.plans.sessions`).
 
@@ -42,12 +42,12 @@ class Handle:
 
 
 class Launcher:
-    """Launches a finalized plan. One thread at a time may use it: it reuses the ctypes arrays that hold the pointers.
+    """Launches a finalized plan. Only one thread at a time may use it: launches reuse the ctypes arrays of the pointers.
 
     Args:
         plan: the finalized execution plan.
-        uids: cuDNN's ids of the arrays, in the order of the addresses given to :meth:`launch`.
-        scalars: the by-value scalars: (id, dtype, value), with None for a value that is given to :meth:`launch`.
+        uids: cuDNN's ids of the arrays, in the order of the addresses passed to :meth:`launch`.
+        scalars: the by-value scalars: (id, dtype, value), with None for a value that is passed to :meth:`launch`.
     """
 
     __slots__ = ("_addresses", "_buffers", "_count", "_open", "_plan", "_uids", "_workspace")
@@ -69,7 +69,7 @@ class Launcher:
         Args:
             handle: the handle that the plan was finalized for.
             addresses: the addresses of the arrays, in the order of ``uids``.
-            scalars: the values of the scalars without a fixed value, in their order.
+            scalars: the values of the scalars without a fixed value, in the order of the scalars.
             workspace: the address of the workspace; 0 if none is needed.
         """
         lib = library()

@@ -91,7 +91,7 @@ class Library:
 
         Args:
             status: the status that a cuDNN function returned.
-            doing: what the function was called for; the message is "cuDNN failed to <doing>".
+            doing: the purpose of the function call; the message is "cuDNN failed to <doing>".
 
         Raises:
             Unsupported: a status from 3000 to 3999, the only range that means "not supported by this cuDNN or GPU".
@@ -115,7 +115,7 @@ _REASON = re.compile(r"\w+: CUDNN_STATUS_\w+; Reason: (.*?)\s*(?=\w+: CUDNN_STAT
 def causes_in(text: str) -> list[str]:
     """The causes in cuDNN's error text, which contains a stack of inner calls for every engine tried.
 
-    The first reason of a stack is the cause. The others name the functions that returned it.
+    The first reason in a stack is the cause. The others name the functions that propagated it.
 
     >>> causes_in('{"engineId":2,"knobChoices":{}} Warning: CUDNN_STATUS_NOT_SUPPORTED_SHAPE; Reason: d is 12 at: d % 8 != 0 '
     ...        'Warning: CUDNN_STATUS_NOT_SUPPORTED; Reason: finalize_internal()')
@@ -142,7 +142,7 @@ def path_of(function: Any) -> str:
     return os.path.realpath(info.dli_fname.decode()) if succeeded and info.dli_fname else "unknown"
 
 
-#: The libraries that choose an engine and generate its kernel; in the folder of libcudnn.
+#: The libraries that choose an engine and generate its kernel, in the folder of libcudnn.
 _PLANNING_LIBRARIES = ("libcudnn_graph.so.9", "libcudnn_engines_runtime_compiled.so.9")
 
 
@@ -219,11 +219,11 @@ def library() -> Library:
     """The cuDNN of this process, loaded on first use.
 
     If ``CUPY_SDPA_CUDNN`` is set, this file is loaded and no other place is searched. Otherwise a libcudnn that the process has
-    already loaded is used, and else the one that ``cuda.pathfinder`` finds: in NVIDIA's wheels, in a conda environment, on the
+    already loaded is used, or else the one that ``cuda.pathfinder`` finds: in NVIDIA's wheels, in a conda environment, on the
     loader's path, or in ``CUDNN_PATH`` or ``CUDA_PATH``.
 
     Raises:
-        CudnnError: there is none; the message lists every place searched.
+        CudnnError: cuDNN is not found; the message lists every place searched.
     """
     global _library
     if _library is None:

@@ -1,4 +1,4 @@
-"""NVRTC, CUDA's run-time compiler, with which cuDNN compiles the kernels of plans."""
+"""NVRTC, CUDA's run-time compiler, which cuDNN uses to compile the kernels of plans."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _FOLDERS = (".", "../../cuda_nvrtc/lib", "../../cu13/lib")
 
 
 class Nvrtc(NamedTuple):
-    """The NVRTC that cuDNN compiles with.
+    """The NVRTC that cuDNN uses.
 
     Attributes:
-        version: such as "12.9"; "none" if there is no NVRTC.
+        version: the version, such as "12.9"; "none" if there is no NVRTC.
         path: the path of the loaded file.
         build: the build id of the file; patch releases of one version have different ones.
     """
@@ -35,14 +35,14 @@ class Nvrtc(NamedTuple):
 
 @functools.cache
 def nvrtc() -> Nvrtc:
-    """The NVRTC that cuDNN compiles with in this process; loaded on the first call.
+    """The NVRTC that cuDNN uses in this process; loaded on the first call.
 
     cuDNN opens ``libnvrtc.so.N``, where N is the major CUDA version that it was built with. The loader returns the library of
     this name that the process has already loaded (by CuPy, PyTorch or cuda.pathfinder). Otherwise it searches
     ``LD_LIBRARY_PATH``, cuDNN's own search path and the system's folders. This function searches the same places in the same
     order and loads the library, so cuDNN gets the same one.
 
-    If there is none, the version is "none". cuDNN cannot compile then, but it loads serialized plans without NVRTC.
+    If there is no NVRTC, the version is "none". cuDNN then cannot compile, but still loads serialized plans.
     """
     for name, mode in _candidates(f"libnvrtc.so.{library().cudart_version // 1000}"):
         try:

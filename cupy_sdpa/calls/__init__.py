@@ -1,1 +1,1 @@
-"""Calls: read their arguments, run, repeat, tune and explain them."""
+"""Calls: parse their arguments, and run, repeat, tune and explain them."""

@@ -1,4 +1,4 @@
-"""Read and validate the arguments of a call: arrays become signatures, signatures and options become a problem."""
+"""Parse and validate the arguments of a call: arrays become signatures, signatures and options become a problem."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Argument(NamedTuple):
         name: the name of the argument.
         array: the array.
         signature: dtype, shape, strides and alignment.
-        address: of the first element in the GPU's memory; 0 for numpy arrays.
+        address: the address of the first element in the GPU's memory; 0 for numpy arrays.
         device: the device of a CuPy array; None for numpy arrays.
     """
 
@@ -127,7 +127,7 @@ def _argument(name: str, array: Any) -> Argument:
     """The record of an array.
 
     Raises:
-        TypeError: it is neither a numpy nor a CuPy array.
+        TypeError: the argument is neither a numpy nor a CuPy array.
     """
     if type(array) in (np.ndarray, np.memmap):  # the elements of a subclass, such as a masked array, may mean something else
         return Argument(name, array, _signature(array, 0), 0, None)
@@ -149,7 +149,7 @@ def _on_gpu(arguments: Iterable[Argument]) -> bool:
     """Whether the arrays are CuPy's, all on one device.
 
     Raises:
-        TypeError, ValueError: numpy and CuPy arrays, or several devices.
+        TypeError, ValueError: numpy and CuPy arrays are mixed, or arrays are on several devices.
     """
     devices = {argument.name: argument.device for argument in arguments}
     different = set(devices.values())
@@ -178,7 +178,7 @@ def _scale(options: Mapping[str, Any], q: Signature) -> float:
 
 
 def _read_seeds(arguments: dict[str, Argument], seeds: Mapping[str, Any], *, drawn: bool) -> dict[str, Fill]:
-    """The seed and offset to create, if random numbers are drawn; arrays of one element are reshaped, unused ones removed."""
+    """The seed and offset to create, if random numbers are drawn; reshapes arrays of one element and removes unused ones."""
     fills = {}
     for name in SEEDS:
         if not drawn:
@@ -191,7 +191,7 @@ def _read_seeds(arguments: dict[str, Argument], seeds: Mapping[str, Any], *, dra
 
 
 def _missing_lengths(signatures: Mapping[str, Signature]) -> dict[str, Fill]:
-    """The lengths of q or k if only those of the other are passed: the full length for every batch entry."""
+    """The missing lengths if only those of q or only those of k are passed: the full length for every batch entry."""
     passed = [name for name in LENGTHS if name in signatures]
     (_, q, *_), (_, k, *_) = signatures["q"], signatures["k"]
     if len(passed) != 1 or any(name in signatures for name in CU_SEQLENS) or not len(q) == len(k) == 4:
@@ -247,7 +247,7 @@ def _check_lengths(problem: Problem, arrays: Mapping[str, Any]) -> None:
 
 
 def _check_overlap(problem: Problem, arguments: Mapping[str, Argument]) -> None:
-    """Check that results can be written, and share no element with another array; no element is read."""
+    """Check that results are writable and share no element with another array; no element is read."""
     for spec in problem.results:
         result = arguments.get(spec.name)
         if result is None:
@@ -272,7 +272,7 @@ def _overlap(problem: Problem, a: Argument, b: Argument) -> bool:
 
 
 class _Layout:
-    """The memory layout of an array on the GPU, for numpy to compare; the elements of the numpy array must not be accessed."""
+    """A numpy array with the memory layout of an array on the GPU, to compare layouts; its elements must not be accessed."""
 
     def __init__(self, argument: Argument) -> None:
         array = argument.array
@@ -320,7 +320,7 @@ def read_shapes(
 
 
 def _shape_options(options: Mapping[str, Any], q: Signature, seq_lens: bool) -> dict[str, Signature]:
-    """The signatures of the options' arrays, where shapes are passed or just True."""
+    """The signatures of the options' arrays, for which shapes or True are passed."""
     dtype, shape, *_ = q
     _, heads, *_ = *shape, 1, 1  # too few dimensions are refused later
     dtypes = {"mask": "bool", "bias": dtype, "dropout_mask": "bool", "alibi_slopes": "float32", "sinks": "float32"}
@@ -336,7 +336,7 @@ def _shape_options(options: Mapping[str, Any], q: Signature, seq_lens: bool) -> 
                 signatures[name] = dense_signature("int64", (1,))
         elif value is not None:
             signatures[name] = _shape_signature(name, value, dtypes[name])
-    if (seq_lens or any(name in signatures for name in LENGTHS)) and len(shape) == 4:  # of both q and k, as in a call
+    if (seq_lens or any(name in signatures for name in LENGTHS)) and len(shape) == 4:  # for both q and k, as in a call
         return dict.fromkeys(LENGTHS, dense_signature("int32", shape[3:])) | signatures
     return signatures
 

@@ -2,9 +2,9 @@
 
 A config is accepted only if its results agree with those of the first one. Deterministic gradients stay deterministic: the
 graph of the ordered engine, which accumulates dQ in scratch memory, is not tuned, because its other configs accumulate in
-any order.
+arbitrary order.
 
-Only proposed configs are measured. Settings of the knobs that the heuristics do not propose gained 3 % on one of ten
+Only proposed configs are measured. Knob settings that the heuristics do not propose gained 3 % on one of ten
 problems on an H200 and nothing on the others, took up to 21 s to measure, and up to 18 of 28 of them computed wrong results
 (``benchmarks/results/h200_cudnn928_plans.csv``).
 """
@@ -36,7 +36,7 @@ GAIN = 1.02
 #: The norm of the difference from the first config's results, relative to their norm, above which a config is wrong: a few
 #: roundings to bfloat16 (0.4 % each).
 TOLERANCE = 0.02
-#: How many configs are measured again in turns, in how many rounds, and the target milliseconds of one round of a config.
+#: The number of configs that are measured again in turn, the number of rounds, and the target milliseconds of a round.
 _FINALISTS, _ROUNDS, _ROUND_MS = 4, 7, 1.0
 
 
@@ -100,14 +100,14 @@ class Tuning:
 def tune(
     problem: Problem, plan: Plan, cache: PlanCache, execute: Callable[[Plan, int], None], results: Sequence[Any]
 ) -> Tuning:
-    """Measure the engine configs of a problem; the fastest plan goes to the plan cache and to the disk cache.
+    """Measure the engine configs of a problem; the fastest plan is stored in the plan cache and the disk cache.
 
     Args:
         problem: the problem of the plan.
         plan: the current plan.
-        cache: the plan cache that holds it.
+        cache: the plan cache that contains the plan.
         execute: runs a plan with the workspace at an address.
-        results: the arrays that it writes.
+        results: the arrays that the plan writes.
     """
     bench = _Bench(plan.target.handle, execute, results)
     first = fastest = _Entry(plan, bench.time(plan, rounds=3))
@@ -147,12 +147,12 @@ class _Entry:
 
 
 def _is_ordered(problem: Problem, plan: Plan) -> bool:
-    """Whether a plan is the ordered engine's: other configs of its graph accumulate dQ in scratch memory in any order."""
+    """Whether a plan uses the ordered engine; other configs of its graph accumulate dQ in scratch memory in arbitrary order."""
     return problem.deterministic and bool(plan.info.graph.by_role("scratch"))
 
 
 def _measure_candidates(bench: _Bench, problem: Problem, plan: Plan, finalists: list[_Entry]) -> list[Trial]:
-    """Measure every other config once; the fastest are left in ``finalists``, the trials of all others are returned."""
+    """Measure every other config once; store the fastest in ``finalists``, and return the trials of all others."""
     dropped: list[Trial] = []
     expected = bench.results_of(plan)
     with engine_search(plan.info.graph, plan.target, problem.settings.max_workspace) as (search, uids):
@@ -200,10 +200,10 @@ class _Bench:
         return [array.copy() for array in self._results]
 
     def agrees(self, plan: Plan, expected: list[Any]) -> bool:
-        """Whether a plan runs and its results are the expected ones except for rounding."""
+        """Whether a plan runs and its results equal the expected ones except for rounding."""
         try:
             results = self.results_of(plan)
-        except Exception:  # also if its workspace cannot be allocated, whichever allocator is in use
+        except Exception:  # also if its workspace cannot be allocated, with any allocator
             return False
         return all(self._is_close(a, b) for a, b in zip(expected, results, strict=True))
 
@@ -215,7 +215,7 @@ class _Bench:
         return bool(xp.linalg.norm(difference.ravel()) <= TOLERANCE * xp.linalg.norm(finite.ravel()))  # False for NaN
 
     def time(self, plan: Plan, rounds: int) -> float:
-        """Microseconds of one of many consecutive executions, the median of some rounds."""
+        """Microseconds per execution: the median over rounds of many consecutive executions."""
         recording = self._recorded(plan, cupy_runtime.empty((plan.info.workspace,), np.uint8))
         try:
             self._launch_ms(recording, 1)
@@ -238,7 +238,7 @@ class _Bench:
             self._handle.set_stream(before)
 
     def _launch_ms(self, recording: Recording, count: int) -> float:
-        """Milliseconds of one of ``count`` launches; as many before them keep the device busy while the host enqueues."""
+        """Milliseconds per launch of ``count`` launches; as many launches before keep the device busy during enqueueing."""
         begin, end = self._cupy.cuda.Event(), self._cupy.cuda.Event()
         for event in (begin, end):
             for _ in range(count):

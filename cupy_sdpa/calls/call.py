@@ -54,14 +54,14 @@ class Call:
 
     Attributes:
         problem: the problem that the arguments define.
-        arrays: the caller's arrays by name, then also those that were created for the call.
+        arrays: the caller's arrays by name; later also the arrays that were created for the call.
         scalars: the by-value scalars by name.
         on_gpu: whether the arrays are CuPy's.
         bucket: how lengths are rounded up.
         source_lines: the source line of each operation of the score and mask functions.
         gradients: which gradients of ``tensors`` are requested.
         fills: inputs that the caller did not pass, by name; they are created when the call runs.
-        launched: how the call ran on the GPU; None before, and while a stream is captured.
+        launched: how the call ran on the GPU; None before the call has run, and while a stream is captured.
     """
 
     problem: Problem
@@ -123,7 +123,7 @@ class Call:
         ]
 
     def stage(self) -> Stage:
-        """Allocate the missing results, and copy the arrays that the engine needs in another form."""
+        """Allocate the missing results, and copy the arrays that the engine needs in a different form."""
         allocate_results(self.problem, self.arrays, self.on_gpu)
         return Stage(self.problem, self.engine_problem, self.arrays, self.on_gpu)
 
@@ -159,7 +159,7 @@ class Call:
             with_plan(self.engine_problem, device, lambda session, plan: self._launch(plan))
 
     def _launch(self, plan: Plan) -> None:
-        """Run a plan; after this :meth:`enqueue` can repeat it, unless the caller captures the stream."""
+        """Run a plan; :meth:`enqueue` can then repeat it, unless the caller captures the stream."""
         if capturing := cupy_runtime.capturing():
             plan.keep()
         allocate_results(self.problem, self.arrays, on_gpu=True)
@@ -198,7 +198,7 @@ class Call:
 
 
 def unsupported_reasons(problem: Problem, device: int) -> list[Reason]:
-    """Why the loaded cuDNN cannot run a problem on a device, by the support table; empty if nothing is known against it."""
+    """Why the loaded cuDNN cannot run a problem on a device, from the support table; empty if no reason is known."""
     from .._cudnn.library import library
 
     return why_not(problem, library().version, cupy_runtime.capability(device))
@@ -254,7 +254,7 @@ def _check_not_capturing(problem: Problem) -> None:
 
 @contextlib.contextmanager
 def tuning_enabled() -> Iterator[list[Tuning]]:
-    """Tune the calls inside; yields the list that the results are appended to."""
+    """Tune the calls in the block; yields the list to which the results are appended."""
     tunings: list[Tuning] = []
     token = active_tunings.set(tunings)
     try:

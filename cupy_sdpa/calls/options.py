@@ -15,7 +15,7 @@ from ..problem.band import Band
 from ..problem.problem import CU_SEQLENS, LENGTHS, SCORE_INPUTS, SEEDS, Settings
 from ..score_fn.tracer import MaskMod, ScoreMod
 
-#: Which gradients of ``tensors`` are requested: all, none, or those of some names.
+#: Which gradients of ``tensors`` are requested: all, none, or those of the given names.
 DTensors = bool | str | Sequence[str]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -93,7 +93,7 @@ def check_names(options: Mapping[str, Any]) -> None:
     """Check that every option exists.
 
     Raises:
-        TypeError: an option does not exist; with the option to use instead, or the nearest name.
+        TypeError: an option does not exist; the message names the option to use instead, or the nearest name.
     """
     for name in options.keys() - Options.__annotations__.keys():
         if name in OTHER_NAMES:
@@ -111,7 +111,7 @@ def read_settings(options: Mapping[str, Any], tau: float, *, deterministic: bool
     Args:
         options: the options of the call.
         tau: the scale.
-        deterministic: of the backward pass.
+        deterministic: the argument of the backward pass.
 
     Raises:
         TypeError, ValueError: an option has an invalid value.
@@ -214,7 +214,7 @@ def read_dropout(options: Mapping[str, Any]) -> float:
             f"dropout_p is a {type(p).__name__}; it must be a number, the probability with which a weight is dropped"
         )
     if not 0 <= float(p) < 1:
-        raise ValueError(f"dropout_p is {p}; it must be 0 or more, and below 1")
+        raise ValueError(f"dropout_p is {p}; it must be at least 0 and below 1")
     passed = [name for name in ("dropout_mask", *SEEDS) if options.get(name) is not None]
     if not p and "dropout_mask" in passed:
         raise ValueError("dropout_mask is given and dropout_p is 0: kept weights are divided by 1 - dropout_p, so pass it, too")

@@ -1,23 +1,23 @@
-"""Repeated calls: skip validation, and replay the launches from a captured CUDA graph.
+"""Repeated calls: they skip validation and replay the launches from a captured CUDA graph.
 
-Reading a call's arguments takes about 30 us of Python, preparing cuDNN's arguments up to 200 us, and
-``cudnnBackendExecute`` 7 to 20 us; launching the same kernels as a CUDA graph takes 3 us (docs/speed.md). So calls are
-cached by a key made of their arguments' dtypes, shapes, strides and options. What a repeated call costs depends on the
-addresses of its arrays:
+Parsing a call's arguments takes about 30 us of Python, preparing cuDNN's arguments up to 200 us, and
+``cudnnBackendExecute`` 7 to 20 us; launching the same kernels as a CUDA graph takes 3 us (docs/speed.md). Calls are
+therefore cached by a key of their arguments' dtypes, shapes, strides and options. The cost of a repeated call depends on
+the addresses of its arrays:
 
-- Addresses that came :data:`CAPTURE_AFTER` times: everything that the call enqueues has been captured. The call is a
-  look-up, the allocation of its results, and a graph launch.
+- Addresses that occurred :data:`CAPTURE_AFTER` times: everything that the call enqueues has been captured. The call
+  consists of a look-up, the allocation of its results, and a graph launch.
 - Other addresses: the plan is executed, if the call consists of nothing else.
-- Calls with functions, and calls that copy large arrays, are read every time.
+- Calls with functions, and calls that copy large arrays, are parsed every time.
 
-The cache belongs to a thread's session in a CUDA context, and each graph to the plan whose kernels it holds: it is
-destroyed before the plan. A graph holds the addresses of the caller's arrays; it does not keep them alive. Replay is an
-optimization: if a graph cannot be captured or launched, there is a warning, and the call runs without it.
+The cache belongs to a thread's session in a CUDA context, and each graph to the plan whose kernels it contains: it is
+destroyed before the plan. A graph contains the addresses of the caller's arrays; it does not keep the arrays alive. Replay is
+an optimization: if a graph cannot be captured or launched, a warning is issued and the call runs without a graph.
 
-A stream is identified by its address, which a later stream can have, too: a new one after the first was destroyed, or the
-default stream of another thread that took the session over. This is safe. A graph is launched only if the results have the
-addresses that it writes to, and all other memory that it writes to is its own. So launches of two graphs never share
-memory, and two launches of one graph that the caller does not order would race for the results without graphs, too.
+A stream is identified by its address. A later stream can have the same address: a new stream after the first was destroyed,
+or the default stream of another thread that took over the session. This is safe. A graph is launched only if the results have
+the addresses that it writes to, and it owns all other memory that it writes to. Launches of two graphs therefore never
+write to the same memory. Two unordered launches of one graph would also race for the results without graphs.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
     from ..plans.plan_cache import PlanCache
     from ..plans.sessions import Session
 
-#: Calls that a session caches, and sets of addresses that each of them counts; the least recently used are removed first.
+#: The most calls that a session caches, and sets of addresses that each call counts; removes the least recently used first.
 MAX_CALLS, MAX_ADDRESS_SETS = 1024, 128
-#: Up to so many graphs of a call, launched in turn, take no more of the device's time than their kernels.
+#: Up to this number of graphs of a call, launched in turn, take no more device time than their kernels.
 FEW_GRAPHS = 4
-#: A call is captured when it comes with the same addresses for this time; a capture takes as long as ten launches.
+#: A call is captured when the same addresses occur this many times; a capture takes as long as ten launches.
 CAPTURE_AFTER = 3
-#: After a failed capture or launch, a call runs so often before it is captured again.
+#: The number of runs after a failed capture or launch before a call is captured again.
 RETRY_AFTER = 1000
 #: A graph keeps its own workspace, and its own copies of arrays, up to this number of bytes.
 SMALL_BYTES = 1 << 16
@@ -53,10 +53,10 @@ SMALL_BYTES = 1 << 16
 #: Options of these types are part of the key as they are. Tuples are keyed by their repr: (1, 0) and (1.0, 0) differ.
 _KEY_TYPES = frozenset({bool, int, float, str, type(None), np.bool_, np.int64, np.float32, np.float64})
 
-#: Numbers the uses of calls, to find the least recent.
+#: Numbers the uses of calls, to find the least recently used.
 _next_use = itertools.count().__next__
 
-#: The functions of CuPy that a repeated call needs, once a call was cached: attribute look-ups in modules take time.
+#: The functions of CuPy that a repeated call needs, set when a call is cached: attribute look-ups in modules take time.
 _runtime: _Runtime | None = None
 
 
@@ -71,7 +71,7 @@ class _Runtime:
 
 
 class CachedCall:
-    """A call that was read: calls with the same key differ from it only in the addresses of their arrays.
+    """A call that was parsed: calls with the same key differ from it only in the addresses of their arrays.
 
     Args:
         call: the call, after it ran.
@@ -93,7 +93,7 @@ class CachedCall:
         self.plan, self._cache, self._closed = call.launched.plan, cache, False
         self._device = call.arrays["q"].data.device_id
         self._graphs: dict[tuple[int, ...], Recording] = {}
-        #: How often addresses without a graph came.
+        #: How often addresses without a graph occurred.
         self._counts: dict[tuple[int, ...], int] = {}
         #: How many calls must run before the next capture.
         self._pause = 0
@@ -120,7 +120,7 @@ class CachedCall:
             addresses: their addresses.
 
         Returns:
-            The results; None if the call has to be read.
+            The results; None if the call must be parsed.
         """
         stream = runtime.current_stream().ptr
         if stream and runtime.is_capturing(stream):
@@ -132,7 +132,7 @@ class CachedCall:
             try:
                 workspace = runtime.alloc(self._workspace)
             except Exception:
-                return None  # reading the call allocates it again, and the error has a note on the workspace
+                return None  # parsing the call allocates it again, and the error then has a note on the workspace
             pointers = (*pointers, workspace.ptr)
         with self._cache.lock:
             graph = self._graphs.get(pointers)
@@ -155,7 +155,7 @@ class CachedCall:
         return [next(new) if position < 0 else arrays[position] for position in self._positions]
 
     def _execute(self, runtime: _Runtime, arrays: Sequence[Any], pointers: tuple[int, ...], workspace: Any) -> bool:
-        """Execute the plan on addresses without a graph; False if the call has to be read, to check or to capture it."""
+        """Execute the plan on addresses without a graph; False if the call must be parsed, to check or to capture it."""
         count = self._counts.get(pointers, 0) + 1
         if self._closed or not self._plan_only or (count >= CAPTURE_AFTER and self._may_capture()):
             return False
@@ -179,7 +179,7 @@ class CachedCall:
         return not self._pause and self._cache.recorded.limit > 0
 
     def _count(self, pointers: tuple[int, ...], count: int) -> None:
-        """Store how often addresses without a graph came."""
+        """Store how often addresses without a graph occurred."""
         self._pause = max(self._pause - 1, 0)
         self._counts.pop(pointers, None)  # so that they become the most recent
         self._counts[pointers] = count
@@ -187,7 +187,7 @@ class CachedCall:
             del self._counts[next(iter(self._counts))]
 
     def count_or_capture(self, call: Call, addresses: Sequence[int], own: list[Any]) -> None:
-        """Count the addresses that a call ran on; capture the call if they came often enough.
+        """Count the addresses that a call ran on; capture the call if they occurred often enough.
 
         Args:
             call: the call, after it ran.
@@ -224,7 +224,7 @@ class CachedCall:
             self.plan.set_stream(stream)  # it was the stream of the capture
 
     def _discard_graph(self, graph: Recording, error: Exception) -> None:
-        """Destroy a graph that failed to launch, and capture none for the next calls."""
+        """Destroy a graph that failed to launch, and capture no graph for the next calls."""
         self._pause = RETRY_AFTER
         with contextlib.suppress(Exception):
             self._cache.recorded.destroy(graph)
@@ -233,12 +233,12 @@ class CachedCall:
     def close(self) -> None:
         """Destroy the graphs; called before the plan is destroyed."""
         self._closed = True
-        with contextlib.ExitStack() as stack:  # all of them, whichever fails
+        with contextlib.ExitStack() as stack:  # all of them, even if one fails
             for graph in self._graphs.values():
                 stack.callback(self._cache.recorded.destroy, graph)
 
     def remove(self) -> None:
-        """Destroy the graphs, and detach from the plan, which stays."""
+        """Destroy the graphs, and detach from the plan, which is not destroyed."""
         with self._cache.lock:
             self.plan.dependents.discard(self)
             self.close()
@@ -248,7 +248,7 @@ def run_cached(kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) -
     """Run a call that is cached.
 
     Args:
-        kind: what the key needs besides arrays and options, hashable.
+        kind: the part of the key besides arrays and options, hashable.
         arrays: the array arguments, which may be None.
         options: the options.
 
@@ -270,7 +270,7 @@ def run_cached(kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) -
 
 
 def cache_call(kind: Any, names: Sequence[str], arrays: tuple[Any, ...], options: Mapping[str, Any], call: Call) -> None:
-    """Cache a call that has run; capture it if it came often with the same addresses. A failure is only a warning.
+    """Cache a call that has run; capture it if the same addresses occurred often. A failure is only a warning.
 
     Args:
         kind, arrays, options: the arguments of :func:`run_cached`.
@@ -286,7 +286,7 @@ def cache_call(kind: Any, names: Sequence[str], arrays: tuple[Any, ...], options
     parts = _key(runtime.ndarray, kind, arrays, options)
     session = runtime.session(driver.context_id())
     if parts is None or session is None or call.launched.plan.target.handle is not session.handle:
-        return  # the last: it ran on another device than the current one
+        return  # the last: the call ran on a device that is not the current one
     key, passed, addresses = parts
     passed_names = [name for name, array in zip(names, arrays, strict=True) if array is not None]
     passed_names += [name for name, value in options.items() if type(value) is runtime.ndarray]
@@ -322,7 +322,7 @@ def _warn(cache: PlanCache, error: Exception, stacklevel: int) -> None:
         cache.recorded.warned = True
         warnings.warn(
             f"a repeated call could not be replayed from a CUDA graph: {type(error).__name__}: {error}. Its results are right, "
-            f"but it takes more of the host's time. It is captured again after {RETRY_AFTER} calls, without another warning; "
+            f"but it takes more host time. It is captured again after {RETRY_AFTER} calls, without another warning; "
             "get_plan_cache().set_recording_limit(0) turns CUDA graphs off",
             RuntimeWarning,
             stacklevel=stacklevel,
@@ -332,7 +332,7 @@ def _warn(cache: PlanCache, error: Exception, stacklevel: int) -> None:
 def _key(
     ndarray: Any, kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], list[Any], list[int]] | None:
-    """The key of a call, its arrays and their addresses; None if the call must be read every time.
+    """The key of a call, its arrays and their addresses; None if the call must be parsed every time.
 
     Device and alignment are not in the key: both follow from the addresses, and are checked for new addresses.
     """

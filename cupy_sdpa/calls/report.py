@@ -35,7 +35,7 @@ class Report:
         graph: its operation graph.
         plan: cuDNN's plan; None on numpy, if the call cannot run, and if nothing was planned.
         reasons: why the call cannot run; empty if it can.
-        note: how the report was made, such as "it was not planned"; may be empty.
+        note: how the report was made, such as "from the support table alone"; may be empty.
         error: the exception that the call would raise.
         launches: the reports of all launches, this one first, if the call needs more than one.
         workarounds: the known cuDNN bugs that the call works around.
@@ -57,8 +57,9 @@ class Report:
     def workspace(self) -> int | None:
         """Bytes of cuDNN's workspace; 0 on numpy, None if unknown.
 
-        Copies for a bucket or for lengths are not included; they are as large as the arrays. Neither are buffers for the
-        gradients of bias and ``tensors``: ``(Skv, Sq)`` times the heads and batch entries of the array.
+        Copies for a bucket or for lengths are not included; they are as large as the arrays. Also not
+        included are buffers for the gradients of bias and ``tensors``: ``(Skv, Sq)`` times the heads and batch entries of the
+        array.
         """
         if self.engine == "numpy" or self.problem.trivial:
             return 0
@@ -143,7 +144,7 @@ def explain_call(call: Call) -> Report:
 
 
 def explain_subproblems(problem: Problem, explain: Callable[[Problem], Report]) -> Report:
-    """The report of a problem: that of its first subproblem that cannot run, or that of the first one with all launches."""
+    """The report on a problem: that of the first subproblem that cannot run, or of the first one with all launches."""
     first, *others = (explain(part) for part in subproblems(problem))
     for report in others:
         if report.reasons:
@@ -166,13 +167,13 @@ def explain_on_device(problem: Problem, device: int) -> Report:
 
 
 def plan_report(problem: Problem, info: PlanInfo, capability: int, note: str = "") -> Report:
-    """The report of a problem that has a plan."""
+    """The report on a problem that has a plan."""
     target = problem, info.cudnn, capability
     bugs, doubts = workarounds(*target), unverified(*target)
     return Report("cuDNN", problem, info.graph, info, note=note, workarounds=bugs, unverified=doubts)
 
 
 def refusal_report(problem: Problem, reasons: Sequence[Reason], note: str = "") -> Report:
-    """The report of a problem that the support table refuses."""
+    """The report on a problem that the support table refuses."""
     texts = tuple(map(str, reasons))
     return Report("cuDNN", problem, graph_of(problem), reasons=texts, note=note, error=reasons[0].error)

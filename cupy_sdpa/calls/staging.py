@@ -49,7 +49,7 @@ def engine_problem(problem: Problem, bucket: Policy | None, on_gpu: bool) -> Pro
     return _engine_problem(bucket(problem) if bucket else problem, on_gpu)
 
 
-@functools.lru_cache(maxsize=4096)  # calls with functions and with large copies are read every time: it saves them 30 to 45 us
+@functools.lru_cache(maxsize=4096)  # calls with functions or large copies are parsed every time; saves 30 to 45 us
 def _engine_problem(problem: Problem, on_gpu: bool) -> Problem:
     if problem.captured:
         problem = replace(problem, captured=tuple(_captured_spec(problem, spec, on_gpu) for spec in problem.captured))
@@ -77,7 +77,7 @@ def _engine_problem(problem: Problem, on_gpu: bool) -> Problem:
 
 
 def _captured_spec(problem: Problem, spec: TensorSpec, on_gpu: bool) -> TensorSpec:
-    """The form of a captured array: on the GPU dense, and float16 in place of bool."""
+    """The form of a captured array: on the GPU it is dense, and float16 instead of bool."""
     dtype = "float16" if on_gpu and spec.dtype == "bool" else spec.dtype
     keys, queries, _, batch = spec.shape
     *_, sq, skv, _ = problem.sizes
@@ -106,7 +106,7 @@ def _bias_and_mask_specs(problem: Problem) -> dict[str, TensorSpec]:
 
 
 def _gradient_specs(problem: Problem) -> dict[str, Any]:
-    """The gradients of bias and captured arrays: of q's dtype and summed over heads and batch only, else cuDNN is wrong."""
+    """The gradients of bias and captured arrays: of q's dtype, summed over heads and batch only; else cuDNN is wrong."""
     *_, sq, skv, _ = problem.sizes
     specs: dict[str, Any] = {}
     reductions = {spec.name: dense_spec(spec.name, problem.dtype, (skv, sq, *spec.shape[2:])) for spec in problem.ds_reductions}
@@ -196,11 +196,11 @@ class Stage:
         problem: the caller's problem.
         engine_problem: the problem that the engine runs, see :func:`engine_problem`.
         arrays: the caller's arrays and all results, by name.
-        on_gpu: whether they are CuPy's.
+        on_gpu: whether the arrays are CuPy's.
 
     Attributes:
         arrays: the engine's arrays, by name.
-        unchanged: whether they are those of ``arrays``, and nothing runs besides the engine.
+        unchanged: whether the engine's arrays are the caller's, and nothing runs besides the engine.
     """
 
     def __init__(self, problem: Problem, engine_problem: Problem, arrays: Mapping[str, Any], on_gpu: bool) -> None:
@@ -267,14 +267,14 @@ class Stage:
         return self._in_layout(self._masked(array, spec.name), spec)
 
     def _masked(self, array: Any, name: str) -> Any:
-        """An input without the values of the padding and of fully masked rows that would make a result NaN."""
+        """An input in which values of the padding and of fully masked rows that would make a result NaN are replaced."""
         if name == "stats" and _may_mask_rows(self._problem):
             # exp(S - L) and exp(sink - L) of a row are 0 if L is +inf
             return kernels.backward_stats(array) if self._on_gpu else _masked_stats(array)
         lengths = masked_inputs(self._problem).get(name)
         if lengths and self._on_gpu:
             return kernels.zero_padded(array, self._originals[lengths])
-        if lengths and name == "dout":  # whole rows of it are summed; the interpreter masks the other inputs itself
+        if lengths and name == "dout":  # whole rows of this input are summed; the interpreter masks the other inputs itself
             return _zero_padding(array, self._originals[lengths])
         return array
 

@@ -24,7 +24,7 @@ class Functions(NamedTuple):
 
     Attributes:
         settings: the settings with the program of the functions, and with the band of the mask function.
-        arrays: the captured arrays as views ``(Skv, Sq, Hq, B)``, every axis may be 1, by the names in the program.
+        arrays: the captured arrays as views ``(Skv, Sq, Hq, B)``, by the names in the program; every axis may be 1.
         scalars: the by-value scalars of the program.
         source_lines: the source line of each operation.
         captured: how each captured array is indexed, by the names in the program.
@@ -46,23 +46,23 @@ def check_tensors(options: Mapping[str, Any]) -> None:
     """Check that ``tensors`` is a mapping with string keys, and that there is a function that can read it.
 
     Raises:
-        TypeError, ValueError: with the value.
+        TypeError, ValueError: the message contains the value.
     """
     tensors = options.get("tensors")
     if tensors is not None and not isinstance(tensors, Mapping):
         raise TypeError(f"tensors is a {type(tensors).__name__}; it must be a mapping of names to arrays")
     for name in tensors or ():
         if not isinstance(name, str):
-            raise TypeError(f"tensors has the key {name!r}; keys are the names of the functions' arguments, so strings")
+            raise TypeError(f"tensors has the key {name!r}; keys must be strings, the names of the functions' arguments")
     if tensors and not has_functions(options):
-        raise ValueError(f"tensors has {', '.join(tensors)}, but neither score_mod nor mask_mod is given to read it")
+        raise ValueError(f"tensors has {', '.join(tensors)}, but neither score_mod nor mask_mod is passed to read it")
 
 
 def check_scalars(scalars: Mapping[str, Any]) -> None:
     """Check that the integers of a program have at most 32 bits, as on the GPU.
 
     Raises:
-        OverflowError: with the integer.
+        OverflowError: the message contains the integer.
     """
     for number in scalars.values():
         if isinstance(number, int) and not -(2**31) <= number < 2**31:
@@ -80,7 +80,7 @@ def trace_functions(options: Mapping[str, Any], problem: Problem) -> Functions:
         problem: the problem without the functions.
 
     Raises:
-        Exception: whatever the functions raise, and errors for operations that cannot be traced.
+        Exception: any exception that the functions raise, and errors for operations that cannot be traced.
     """
     _, _, hq, _, sq, skv, b = problem.sizes
     tensors = dict(options.get("tensors") or {})
@@ -115,7 +115,7 @@ class Gradients:
     captured: dict[str, Access]
 
     def names_in(self, problem: Problem) -> tuple[str, ...]:
-        """The captured arrays that are views of them and that the score depends on."""
+        """The captured arrays that are views of these arrays and that the score depends on."""
         differentiable = score_derivatives(problem)
         return tuple(name for name, access in self.captured.items() if access.name in self.arrays and name in differentiable)
 
@@ -139,7 +139,7 @@ def requested_gradients(
     """The gradients that ``return_dtensors`` requests; None for no gradients.
 
     Raises:
-        TypeError, ValueError: it names an array that does not exist or has no gradient.
+        TypeError, ValueError: ``return_dtensors`` names an array that does not exist or has no gradient.
     """
     if return_dtensors is None or return_dtensors is False:
         return None
@@ -162,7 +162,7 @@ def requested_gradients(
 
 
 def _intersect(one: Band | None, other: Band | None) -> Band | None:
-    """The band of the keys that are in both bands, which have the same diagonal."""
+    """The intersection of two bands with the same diagonal."""
     if one is None or other is None:
         return one or other
     sides = zip(one[:2], other[:2], strict=True)

@@ -15,7 +15,7 @@ def reproduce(case: Case) -> None:
     """Run a case in this process and print its outcome.
 
     Args:
-        case: as printed with a finding.
+        case: the case, as printed with a finding.
 
     >>> reproduce(Case(options={"causal": "top_left"}))
     forward on the CPU engine, float32: batch 1, 1 heads, 2 queries, 2 keys, head dim 8; causal='top_left'

@@ -19,7 +19,7 @@ from .verify.outcome import Outcome
 TIME_LIMIT = 120.0
 #: Cases after which a process is replaced.
 CASES_PER_PROCESS = 200
-#: The last bytes of stderr that are part of the message of a crash.
+#: The number of last bytes of stderr that are part of the message of a crash.
 STDERR_BYTES = 600
 
 
@@ -28,7 +28,7 @@ class Worker:
 
     Args:
         threads: the number of threads of numpy.
-        modules: modules that it imports first.
+        modules: the modules that the process imports first.
     """
 
     def __init__(self, threads: int = 1, modules: tuple[str, ...] = ()) -> None:
@@ -55,7 +55,7 @@ class Worker:
 
         Args:
             case: the case.
-            limit: seconds after which it is a hang.
+            limit: seconds after which the case counts as a hang.
 
         Returns:
             The outcome; a crash if the process ended, a hang if it did not answer.
@@ -121,7 +121,7 @@ class Pool:
 
     Args:
         jobs: the number of workers.
-        modules: modules that each imports first.
+        modules: the modules that each worker imports first.
 
     Attributes:
         jobs: the number of workers.
@@ -159,7 +159,7 @@ class Pool:
             self._idle.put(worker)
 
     def kill(self) -> None:
-        """Kill all processes. Calls in progress return a crash; later calls raise."""
+        """Kill all processes. Calls in progress return a crash; later calls raise RuntimeError."""
         self._closed = True
         for worker in list(self._workers):
             worker.kill()

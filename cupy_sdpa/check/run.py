@@ -15,9 +15,9 @@ from .shrink import same_failure, shrink
 from .summary import Finding, Summary
 from .verify.outcome import Outcome
 
-#: Seconds to shrink one finding; all of them together have twice that.
+#: The time limit in seconds for shrinking one finding; the limit for all findings together is twice that.
 SHRINK_SECONDS = 60.0
-#: The most findings that are shrunk, and how many at the same time.
+#: The maximum number of findings that are shrunk, and how many at the same time.
 MAX_SHRUNK, BATCH = 9, 3
 #: The sizes of a case.
 SIZES = ("d", "dv", "hq", "hkv", "sq", "skv", "b")
@@ -31,7 +31,7 @@ BeforeShrinking = Callable[[Summary, float], None]
 
 
 class Limits(NamedTuple):
-    """When a run stops to draw cases; None for no limit.
+    """When a run stops drawing cases; None for no limit.
 
     Attributes:
         seconds: the duration.
@@ -113,7 +113,7 @@ def _run_cases(
     threads: ThreadPoolExecutor,
     count: Callable[[Case, Outcome], None],
 ) -> None:
-    """Run cases until there are no more or the time is up, and call ``count`` with each case and its outcome."""
+    """Run cases until none are left or the time limit is reached, and call ``count`` with each case and its outcome."""
     pending: dict[Future[Outcome], Case] = {}
     while True:
         while len(pending) < pool.jobs and (end is None or time.monotonic() < end):

@@ -13,7 +13,7 @@ RunCase = Callable[[Case], Outcome]
 
 
 def same_failure(a: Outcome, b: Outcome) -> bool:
-    """Whether two findings are of one kind: wrong results, a crash, a hang, or the same exception."""
+    """Whether two findings are of the same kind: wrong results, a crash, a hang, or the same exception."""
     return a.kind == b.kind and (a.kind != "exception" or a.cause == b.cause)
 
 

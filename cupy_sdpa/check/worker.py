@@ -31,7 +31,7 @@ def run_case(case: Case) -> Outcome:
 
 @functools.cache
 def _poisoned_pool() -> Any:
-    """Make CuPy fill all memory that it allocates, workspaces too, with NaN (every byte 255); returns the memory pool."""
+    """Make CuPy fill all memory that it allocates, including workspaces, with NaN (bytes of 255); returns the memory pool."""
     import cupy  # type: ignore[import-untyped,unused-ignore]
 
     pool = cupy.cuda.MemoryPool()
@@ -48,7 +48,7 @@ def _poisoned_pool() -> Any:
 def serve() -> None:
     """Run cases until stdin ends or an outcome is fatal."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # keeps the output of libraries out of the answers
+    os.dup2(2, 1)  # separates the output of libraries from the outcomes
     warnings.simplefilter("ignore")
     for module in sys.argv[1:]:
         importlib.import_module(module)

@@ -1,12 +1,12 @@
 """Captured CUDA graphs, launched whole or kernel by kernel.
 
-A graph launch costs the host 2 us whatever the graph contains; a kernel launch or a memset costs 2 to 3 us each. But
-alternating between many CUDA graphs slows the device: in an endless sequence of launches of 64 graphs in turn, each with a
-kernel of 8 us, a launch takes 32 us, and 8 us kernel by kernel (H200, driver 580, ``benchmarks/graphs.py``). A few graphs in
-turn take no longer than their kernels. So one of many graphs is launched whole only if the device is idle, which takes less
-than 1 us to check.
+A graph launch takes 2 us of host time for any graph; each kernel launch or memset takes 2 to 3 us. However, alternating
+between many CUDA graphs slows the device: in a continuous sequence of launches of 64 graphs in turn, each with a kernel of
+8 us, a launch takes 32 us, compared with 8 us kernel by kernel (H200, driver 580, ``benchmarks/graphs.py``). A few graphs in
+turn take no longer than their kernels. One of many graphs is therefore launched whole only if the device is idle; this check
+takes less than 1 us.
 
-A kernel node owns a copy of its kernel's arguments, with which the kernel can be launched.
+A kernel node owns a copy of its kernel's arguments; the kernel can be launched with this copy.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ DriverCall = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class Recording:
-    """A captured CUDA graph of what ``run`` enqueues on the current stream, to be launched again on this stream.
+    """A captured CUDA graph of the work that ``run`` enqueues on the current stream, to be launched again on this stream.
 
     Nothing runs during the capture. The memory that ``run`` allocates and the arrays in ``own`` belong to this graph alone: no
     other graph, on any stream, uses them. They are memory of the current stream, and the graph is launched on that stream only.
-    So :meth:`close` can return them to CuPy's pool, which reuses memory in stream order.
+    :meth:`close` can therefore return them to CuPy's pool, which reuses memory in stream order.
 
     Args:
         run: enqueues the work.
@@ -60,7 +60,7 @@ class Recording:
         """Enqueue the work again.
 
         Args:
-            of_many: whether this is one of many graphs that are launched in turn.
+            of_many: whether this graph is one of many that are launched in turn.
         """
         if of_many and is_busy(self._stream):
             self.launch_one_by_one()
@@ -85,14 +85,14 @@ class Recording:
 
 
 def capture(run: Callable[[], None]) -> tuple[int, list[Any]]:
-    """Capture what ``run`` enqueues into a CUDA graph; nothing runs.
+    """Capture the work that ``run`` enqueues into a CUDA graph; nothing runs.
 
     Returns:
         The graph, which the caller destroys; and the arrays that ``run`` allocated, which the caller keeps alive as long as the
         graph is launched. They are memory of the stream that is current outside the capture.
 
     Raises:
-        Exception: any error of ``run`` or of the capture. The capture has ended then, and the current stream is restored.
+        Exception: any error of ``run`` or of the capture. The capture is then ended, and the current stream is restored.
     """
     runtime = cupy_runtime.cupy().cuda.runtime
     with cupy_runtime.retained_allocations() as arrays, cupy_runtime.cupy().cuda.Stream(non_blocking=True) as stream:
@@ -100,7 +100,7 @@ def capture(run: Callable[[], None]) -> tuple[int, list[Any]]:
             runtime.streamBeginCapture(stream.ptr, runtime.streamCaptureModeRelaxed)  # independent of other threads' work
             run()
         except BaseException:
-            with contextlib.suppress(Exception):  # also raised if the capture is invalid; it has ended in any case
+            with contextlib.suppress(Exception):  # also raised if the capture is invalid; the capture has ended in any case
                 runtime.graphDestroy(runtime.streamEndCapture(stream.ptr))
             raise
         return int(runtime.streamEndCapture(stream.ptr)), arrays

@@ -106,7 +106,7 @@ def retained_allocations() -> Iterator[list[Any]]:
 
 
 def allocate(size: int) -> Any:
-    """Allocate ``size`` bytes for work on the current stream; returns a pointer of CuPy's.
+    """Allocate ``size`` bytes for work on the current stream; returns a CuPy memory pointer.
 
     The memory is from CuPy's allocator and returns to its pool when the pointer is deleted. While the current stream is being
     captured, the memory belongs to the CUDA graph: each replay allocates it before the work and frees it afterwards.

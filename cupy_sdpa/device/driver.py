@@ -23,7 +23,7 @@ def bindings() -> Any:
 
 
 def context_id() -> int:
-    """The id of the current CUDA context, which is never reused; creates the device's primary context if there is none.
+    """The id of the current CUDA context, which is never reused; creates the device's primary context if no context is current.
 
     Raises:
         RuntimeError: there is no GPU, or cuda-python is not installed.

@@ -1,4 +1,4 @@
-"""CUDA kernels around cuDNN's: they compute lengths and offsets, clear padding, and convert row statistics."""
+"""CUDA kernels that run before and after cuDNN's: they compute offsets, clear padding, and convert row statistics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from . import cupy_runtime, memory
 #: A finite replacement for -inf in a bias. It masks a key as well as -inf, and remains finite when multiplied by log2(e).
 LOWEST = -1e30
 
-#: A finite number for -inf: it hides a key from a query as surely, and stays finite times log2(e).
+#: A finite replacement for -inf: it masks a key as well as -inf, and remains finite when multiplied by log2(e).
 LOWEST = -1e30
 
 
@@ -42,7 +42,7 @@ class ClearedResult(NamedTuple):
         of_keys: whether its positions are those of keys.
         per_row: whether it is a row statistic.
         fill_value: 0, or -inf in float32.
-        sinks: float32 ``(Hq,)``, written instead of ``fill_value`` to the rows of batch entries without keys. None for none.
+        sinks: float32 ``(Hq,)``, written instead of ``fill_value`` to the rows of batch entries without keys; or None.
     """
 
     array: Any
@@ -62,8 +62,8 @@ def prepare_sequences(
     last sequence. It writes to no other position. A packed sequence is truncated at ``max_length`` and at the end of the array.
 
     Args:
-        queries, keys: their lengths.
-        offsets: for each array of offsets of packed sequences whether it is of keys, and the elements of a position. None for
+        queries, keys: the lengths of the queries and of the keys.
+        offsets: for each array of offsets of packed sequences, whether it is of keys, and the elements per position. None for
             dense arrays.
         results: the results whose padding is cleared.
 
@@ -127,7 +127,7 @@ class _Result(NamedTuple):
     sinks: int
 
 
-#: The most offsets and results of a launch.
+#: The maximum number of offsets and of results in a launch.
 _MAX_OFFSETS, _MAX_RESULTS = 14, 4
 
 
@@ -246,7 +246,7 @@ def _prepare_sequences_kernel(packed: bool) -> Any:
 
 
 def zero_padded(array: Any, lengths: Any) -> Any:
-    """A dense copy of an array ``(D, H, S, B)`` with zeros beyond the length of every batch entry, even if there is NaN.
+    """A dense copy of an array ``(D, H, S, B)`` with zeros beyond the length of every batch entry, even if these are NaN.
 
     D is a multiple of 8 elements of 2 bytes, so a position of a sequence is a multiple of 16 bytes.
     """

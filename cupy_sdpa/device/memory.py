@@ -21,7 +21,7 @@ class Rows(NamedTuple):
 
 
 def rows_of(array: Any, axis: int) -> Rows | None:
-    """The rows of an array; None if it has none.
+    """The rows of an array; None if its memory is not evenly spaced rows.
 
     A row spans the axes up to ``axis``, along which the array must be dense. The rows must be evenly spaced.
     """
@@ -51,8 +51,8 @@ def fit(target: Any, source: Any, axes: Sequence[int]) -> None:
 def resize(target: Any, source: Any, axis: int) -> None:
     """:func:`fit` for CuPy arrays along one axis.
 
-    Where both arrays consist of as many rows (see :func:`rows_of`), as arrays in Fortran order do, these are two driver calls
-    at memory speed. Otherwise CuPy's element-wise kernels copy, which are 20 times slower on 4-dimensional arrays.
+    If both arrays consist of the same number of rows (see :func:`rows_of`), as in Fortran order, two driver calls copy at
+    memory speed. Otherwise CuPy's element-wise kernels copy, which are 20 times slower on 4-dimensional arrays.
     """
     to, of = rows_of(target, axis), rows_of(source, axis)
     if to is None or of is None or to.number != of.number:
@@ -87,7 +87,7 @@ def fill_int32(array: Any, value: int) -> None:
 
 #: The array of :func:`positions` in each CUDA context, by the context's id.
 _positions: dict[int, Any] = {}
-#: Every array that :func:`positions` has created. Together they take at most twice the memory of the longest.
+#: Every array that :func:`positions` has created. Together they take at most twice the memory of the longest one.
 _all_positions: list[Any] = []
 
 

@@ -23,8 +23,8 @@ def backward(problem: Problem, direct: bool = False, guards: frozenset[str] = fr
 
     Args:
         problem: a problem of the backward pass that needs a single launch.
-        direct: write dQ as the result of the matmul. Otherwise it is accumulated in float32 scratch memory, in any order; this
-            needs no memory of size Sq x Skv.
+        direct: write dQ as the result of the matmul. Otherwise dQ is accumulated in float32 scratch memory, in arbitrary order;
+            this needs no memory of size Sq x Skv.
         guards: workarounds for bugs of some cuDNN kernels (:mod:`cupy_sdpa.support.why_not`). ``keys`` and ``queries`` mask
             the elements after the last key or query, where these kernels compute values that must not be used; the result is
             the same.
@@ -73,7 +73,7 @@ class _Backward:
         self.dout, self.stats = self.operands("dout"), self.operands("stats", STATS_AXES)
 
     def row_dot(self) -> Tensor:
-        """``D = (1 − p) rowsum(dO ∘ O)``: the matrix that D is subtracted from lacks the factor 1 / (1 − p) of dropout."""
+        """``D = (1 − p) rowsum(dO ∘ O)``: the matrix from which D is subtracted lacks the factor 1 / (1 − p) of dropout."""
         g, shape = self.g, self.stats.shape
         product = g.pointwise("dO ∘ O", "mul", self.dout, self.operands("out"), out="dO∘O")
         rows = g.reduction("Σ dO ∘ O", product, g.virtual("Σ", shape))
@@ -156,7 +156,8 @@ class _Backward:
     def _group_matmul(self, formula: str, a: Tensor, b: Tensor, out: Tensor) -> None:
         """``out = a b``, summed in the compute dtype over the query heads that share a key/value head.
 
-        The products are rounded to the dtype of ``out`` before the sum: cuDNN plans float32 products too, but the result is
+            The products are rounded to the dtype of ``out`` before the sum: cuDNN also plans float32 products, but the result
+            is
         wrong (measured with 9.19 and 9.28: it writes half of the memory that it reads).
         """
         g, m, k = self.g, self.scores.keys, self.scores.queries
@@ -172,8 +173,8 @@ class _Backward:
 def _mask_lengths_first(problem: Problem) -> bool:
     """Whether to mask beyond the lengths before L is subtracted, which is 2 % faster for packed sequences (H200, 9.19).
 
-    ``-inf − -inf`` must not remain as NaN. With only a causal mask it does not: a row without a key in its sequence has none
-    beyond it either, and the causal mask follows.
+    The NaN of ``-inf − -inf`` must not remain. With only a causal mask it does not remain: a row without a key in its sequence
+    has no key beyond it either, and the causal mask is applied later.
     """
     band, settings = problem.band, problem.settings
     causal = band is not None and band.right is not None and band.left is None

@@ -77,7 +77,7 @@ class Dropout:
         return self.g.pointwise(formula, "mul", x, self.scale, out=formula.replace(" ", ""), dtype=dtype)
 
     def _random(self, operands: Operands, shape: Shape, probability: float) -> Tensor:
-        """R by random numbers; stored if the problem returns it."""
+        """R from random numbers; stored if the problem returns it."""
         seed, offset = (operand(operands.specs[name], BATCH_AXES, "input") for name in SEEDS)
         stored = operands.problem.rng_dump
         keep = operand(stored, SCORE_AXES, "output") if stored else self.g.virtual("R", shape)

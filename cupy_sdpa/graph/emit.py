@@ -1,8 +1,8 @@
 """The steps of a score function as pointwise steps of a graph, in the form that cuDNN's fused kernels support.
 
 The first operand of a step, and the value that a ``where`` selects, must be a virtual tensor; inputs and scalars must be second
-operands (measured with 9.19 and 9.28). So operands are exchanged, comparisons are flipped, ``c - x`` becomes ``-x + c``, and an
-input without a virtual operand is added to zeros. Conditions are combined by arithmetic on 1 and 0.
+operands (measured with 9.19 and 9.28). Operands are therefore exchanged, comparisons are flipped, ``c - x`` becomes
+``-x + c``, and an input without a virtual operand is added to zeros. Conditions are combined by arithmetic on 1 and 0.
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ _SMALL = frozenset({"index", "constant", "add", "sub", *INTEGER_COMPOSED, "binar
 
 
 class Emitter:
-    """Emits the steps of a score function; a step is emitted once.
+    """Emits the steps of a score function; each step is emitted only once.
 
     Args:
         g: the builder of the graph.
         writer: the steps.
         scores: the value of the leaf ``score``.
-        inputs: the arrays that the steps read, by the names of their leaves. An index that is among them is read from memory.
-        prefix: of the names of the emitted tensors.
+        inputs: the arrays that the steps read, by the names of their leaves. An index among these names is read from memory.
+        prefix: the prefix of the names of the emitted tensors.
     """
 
     def __init__(self, g: Builder, writer: Writer, scores: Tensor, inputs: Mapping[str, Tensor], prefix: str = "f") -> None:
@@ -114,8 +114,8 @@ class Emitter:
         Args:
             derivative: a step.
             ds: the gradient.
-            finite: replace an infinite or NaN derivative by 0. It occurs where a score is masked and the gradient is 0, and
-                beyond the last key or query in the tiles of a kernel, where the score itself is infinite.
+            finite: replace an infinite or NaN derivative by 0. Such values occur where a score is masked and the gradient is 0,
+                and beyond the last key or query in the tiles of a kernel, where the score itself is infinite.
         """
         if self.writer.value(derivative) == 1:
             return ds
@@ -181,7 +181,7 @@ class Emitter:
         return self._pointwise(mode, x, b, dtype=_dtype(step))
 
     def _exchanged(self, step: Step, x: Tensor, b: Tensor) -> tuple[str, Tensor, Tensor]:
-        """``mode(x, b)`` as a mode, a first and a second operand, the first made of b; unchanged if there is no such form."""
+        """``mode(x, b)`` as a mode and two operands, the first of them computed from b; unchanged if there is no such form."""
         mode = step.mode
         if mode in COMMUTES or mode in FLIPPED:
             return FLIPPED.get(mode, mode), b, x
@@ -200,7 +200,7 @@ class Emitter:
         return all(self.writer.steps[number].mode in _SMALL for number in self.writer.reachable(*numbers))
 
     def _is_scalar(self, number: int) -> bool:
-        """Whether a step is a scalar, which is then emitted."""
+        """Whether a step is a scalar; if so, the scalar is emitted."""
         step = self.writer.steps[number]
         if step.mode not in ("number", "constant"):
             return False

@@ -1,7 +1,7 @@
-"""The CPU engine: evaluates a graph on numpy arrays. It defines the meaning of every node.
+"""The CPU engine: it evaluates a graph on numpy arrays and defines the meaning of every node.
 
-There are two precisions. *Declared*: every tensor is rounded to the dtype that the graph states, and arithmetic uses the
-compute dtype. This is the engine for numpy arrays, and the naive computation that cuDNN's error is compared with. *Exact*:
+There are two precisions. *Declared*: every tensor is rounded to its dtype in the graph, and arithmetic uses the compute
+dtype. This is the engine for numpy arrays, and the naive computation to which cuDNN's error is compared. *Exact*:
 float64 without rounding, the exact value of the graph.
 """
 
@@ -87,10 +87,10 @@ def _softmax(node: Softmax, tile: Tile) -> None:
 def _bernoulli(node: Bernoulli, tile: Tile) -> None:
     """Philox (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3"): 32 random bits per element.
 
-    The numbers are not those of cuDNN. Like them they depend only on the seed, the offset and the indices of the element.
+    The numbers differ from those of cuDNN. Like those, they depend only on the seed, the offset and the indices of the element.
     """
     *_, rows, columns = node.out.shape
-    words = -(-columns // 8) * 4  # of 64 bits per row, a multiple of Philox's block of four
+    words = -(-columns // 8) * 4  # the number of 64-bit words per row, a multiple of Philox's block of four
     seed, offset = (int(tile.run.views[t.name][0, 0, 0, 0]) % 2**64 for t in (node.seed, node.offset))
     source = np.random.Philox(key=[seed, offset], counter=[0, 0, tile.head, tile.batch])
     source.advance(tile.start * words // 4)
@@ -161,7 +161,7 @@ def _comparison(function: np.ufunc) -> Callable[[Pointwise, Tile], Array]:
     return lambda node, tile: function(*_operands(node, tile))
 
 
-#: numpy does not have it.
+#: The error function, which numpy does not have.
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 
 _ARITHMETIC: dict[str, np.ufunc] = {

@@ -54,7 +54,7 @@ class Tensor:
 
     @property
     def span(self) -> int:
-        """The number of elements of memory from the first to the last element, inclusive."""
+        """The number of elements in memory from the first to the last element, inclusive."""
         return 1 + sum(step * (length - 1) for step, length in zip(self.strides, self.shape, strict=True))
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ POINTWISE: dict[str, int] = {
     "add": 2,  # x + b
     "sub": 2,  # x - b
     "div": 2,  # x / b; truncated if out is an integer
-    "mod": 2,  # the remainder of truncated division, with the sign of x
+    "mod": 2,  # remainder of truncated division, with the sign of x
     "max": 2,  # max(x, b)
     "min": 2,  # min(x, b)
     "pow": 2,  # x ** b
@@ -121,7 +121,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Matmul(Node):
-    """``out = a b`` for each batch entry and head. If ``b`` has fewer heads, each serves a group of consecutive heads of ``a``.
+    """``out = a b`` for each batch entry and head. Each head of a ``b`` with fewer heads serves a group of heads of ``a``.
 
     ``m``, ``n`` and ``k`` ``(B, 1, 1, 1)`` are the numbers of rows of ``a``, of columns of ``b`` and of products per sum of
     each batch entry; None for all. Elements beyond them are not read, and the result there is 0.
@@ -151,9 +151,9 @@ class Pointwise(Node):
 class Softmax(Node):
     """``out = exp(x - m) / l`` with ``m = max(x)`` and ``l = sum(exp(x - m))`` over the columns; ``stats = m + log(l)``.
 
-    ``sink`` ``(1, H, 1, 1)`` is one more column, which m and l include and ``out`` does not. A row of -inf gives 0 and stats
-    -inf. ``stats`` is virtual if the problem does not return it; ``max``, which is m, and ``sum_exp``, which is l, replace
-    it. ``rows`` ``(B, 1, 1, 1)`` is the number of rows of each batch entry; the rows beyond have no sink.
+    ``sink`` ``(1, H, 1, 1)`` is an additional column, included in m and l but not in ``out``. For a row of -inf, out is 0 and
+    stats is -inf. ``stats`` is virtual if the problem does not return it; ``max`` (m) and ``sum_exp`` (l) replace
+    it. ``rows`` ``(B, 1, 1, 1)`` is the number of rows of each batch entry; rows beyond that have no sink.
     """
 
     x: Tensor

@@ -52,7 +52,7 @@ class Operands:
         self.results = {spec.name for spec in problem.results}
 
     def __call__(self, name: str, axes: tuple[int, ...] = QKV_AXES) -> Tensor:
-        """An array that the problem has: q, k, v, out, the row statistics, or one of their gradients."""
+        """An array that every problem of this kind has: q, k, v, out, the row statistics, or one of their gradients."""
         spec = self.specs[name]
         if self.problem.packed:
             axes = PACKED_STATS_AXES if name in ROW_STATS else tuple(axis if axis < 3 else -1 for axis in axes)
@@ -75,9 +75,9 @@ class Operands:
     def score_input(self, name: str) -> Tensor | None:
         """An input with the axes of the scores; None if the problem does not have it.
 
-        An array with a single row is broadcast along the queries by stride 0, unless it has a single column too. cuDNN reads
+        An array with a single row is broadcast along the queries by stride 0, unless it also has a single column. cuDNN reads
         a single row wrongly in the backward pass (measured with 9.19: wrong gradients, an illegal instruction). If there is
-        only one key, a single element is broadcast too: cuDNN reads the elements of another batch entry (9.19 and 9.28).
+        only one key, a single element is broadcast, too: cuDNN reads the elements of another batch entry (9.19 and 9.28).
         """
         tensor = self.optional(name, SCORE_AXES)
         if tensor is None:
@@ -92,7 +92,7 @@ class Operands:
         return Tensor(name, (1, heads, 1, self.skv), "int32", "constant", strides) if self.full_keys else None
 
     def lengths(self) -> tuple[Tensor | None, Tensor | None]:
-        """The numbers of queries and keys of each batch entry, ``(B, 1, 1, 1)``; None if all have the same."""
+        """The numbers of queries and keys of each batch entry, ``(B, 1, 1, 1)``; None if they are equal for all entries."""
         if not self.problem.ragged:
             return None, None
         shape = (self.batch, 1, 1, 1)

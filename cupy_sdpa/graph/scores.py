@@ -41,7 +41,7 @@ class Scores:
 
     Attributes:
         scale: a scalar.
-        queries, keys: ``(B, 1, 1, 1)`` int32, the lengths of each batch entry; None if all have the same.
+        queries, keys: ``(B, 1, 1, 1)`` int32, the lengths of each batch entry; None if they are equal for all entries.
     """
 
     def __init__(self, g: Builder, operands: Operands) -> None:
@@ -104,8 +104,8 @@ class Scores:
         s = self.g.pointwise("S₁ = scale · S", "mul", s, self.scale, out="S₁")
         if not self.settings.positive_scale:
             # If the scale is the last step, cuDNN's Hopper kernels fold it into the exponent, and mask and take the maximum
-            # before it. This is right for a positive scale only: 0 and negative scales gave NaN (measured with 9.19). One
-            # more step prevents this.
+            # before it. This is correct for a positive scale only: 0 and negative scales gave NaN (measured with 9.19).
+            # An additional step prevents this.
             s = self.g.pointwise("S₁′ = 1 · S₁", "mul", s, self.g.scalar("unit", self.g.compute_dtype, value=1.0), out="S₁′")
         return s
 
@@ -184,7 +184,7 @@ class Scores:
         return self.g.pointwise(f"in window = {column} > i‴", "cmp_gt", column, row, out="in window", dtype="bool")
 
     def _nonzero(self, s: Tensor, mask: Tensor) -> Tensor:
-        """``0 + mask != 0``: cuDNN takes no input as the first operand of a step."""
+        """``0 + mask != 0``: cuDNN does not accept an input as the first operand of a step."""
         row = self._index(s, "iₘ", axis=2)
         zeros = self._offset("0 = iₘ − iₘ", "sub", row, row)
         matrix = self.g.pointwise("M = 0 + mask", "add", zeros, mask, out="M")
@@ -192,7 +192,7 @@ class Scores:
         return self.g.pointwise("attends = M ≠ 0", "cmp_neq", matrix, zero, out="attends", dtype="bool")
 
     def _unlike_a_band(self, condition: Tensor) -> Tensor:
-        """``condition != 0`` beside a band: cuDNN recognizes both as bands otherwise, and applies one (measured with 9.19)."""
+        """``condition != 0`` beside a band: otherwise cuDNN recognizes two bands and applies only one (measured with 9.19)."""
         if self.band is None:
             return condition
         zero = self.g.scalar("zero′", self.g.compute_dtype, value=0.0)
@@ -218,10 +218,10 @@ def partial_tiles(problem: Problem) -> frozenset[str]:
     """The axes, keys and queries, on which a score function may need a mask beyond the last element.
 
     The tiles of cuDNN's kernels extend beyond it. cuDNN masks there before the score function, and -s turns -inf into inf
-    (measured with 9.19: NaN). Lengths that are a multiple of 128 have whole tiles only.
+    (measured with 9.19: NaN). Lengths that are a multiple of 128 consist of whole tiles.
     """
     *_, sq, skv, _ = problem.sizes
-    # the backward pass with a mask function is affected too: exp(S + inf) in a fully masked row
+    # the backward pass with a mask function is also affected: exp(S + inf) in a fully masked row
     affected = problem.has_score_mod or (problem.backward and problem.settings.program is not None)
     if not affected or problem.ragged:
         return frozenset()

@@ -1,6 +1,6 @@
-"""Tiles: the work of the CPU engine, one head of one batch entry and a block of its rows at a time.
+"""Tiles: the CPU engine computes one head of one batch entry and a block of its rows at a time.
 
-So attention of 4096 queries and 4096 keys needs tens of megabytes, not gigabytes.
+Attention of 4096 queries and 4096 keys therefore needs tens of megabytes, not gigabytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TILE_ELEMENTS = 1 << 20
 
 
 class Evaluation:
-    """One evaluation of a graph: what all tiles share. The arguments are those of :func:`evaluate`.
+    """One evaluation of a graph: the state that all tiles share. The arguments are those of :func:`evaluate`.
 
     Attributes:
         views: the caller's arrays with the axes of their tensors, by name.
@@ -74,7 +74,7 @@ class Tile:
         run: the evaluation.
         batch, head: the batch entry and the query head.
         start, stop: the rows.
-        columns: the number of keys of this batch entry; None if it is that of the tensors.
+        columns: the number of keys of this batch entry; None if it equals that of the tensors.
         cache: the values of the tensors ``run.right_operands``, the same for all tiles of a head.
         values: the tensors computed or read so far, in ``run.dtype``.
         last_reads: the tensors that no later node reads; their memory may be reused.
@@ -140,7 +140,7 @@ class Tile:
     def reusable(self, tensor: Tensor, other: Tensor | None = None) -> Array | None:
         """The memory of a tensor, to store the result of a step; None if a later step reads it or it is cached.
 
-        Also None if the other operand of the step is larger, and so is the result.
+        Also None if the other operand of the step, and therefore the result, is larger.
         """
         value = self.values.get(tensor.name)
         if tensor.name not in self.last_reads or value is None or value.dtype != self.run.dtype:
@@ -213,7 +213,7 @@ def _sums_over_tiles(node: Node) -> bool:
 def _is_separable(graph: Graph, right_operands: set[str]) -> bool:
     """Whether a block of rows can be computed without the other rows.
 
-    A matmul mixes the rows of its right operand only. So every right operand must be an input, and no step may read it by rows.
+    A matmul mixes only the rows of its right operand. So every right operand must be an input that no step reads by rows.
     """
     by_rows = {t.name for node in graph.nodes for t in node.inputs if not (isinstance(node, Matmul) and t is node.b)}
     results = {t.name for node in graph.nodes for t in node.outputs}

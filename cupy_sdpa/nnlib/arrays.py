@@ -61,7 +61,7 @@ def to_four_axes(array: Any) -> Any:
 def check_array(name: str, x: Any) -> None:
     """Raise TypeError if an argument is not an array."""
     if not hasattr(x, "ndim"):
-        raise TypeError(f"{name} is a {type(x).__name__}; give an array: numpy.asarray(...) or cupy.asarray(...) makes one")
+        raise TypeError(f"{name} is a {type(x).__name__}; pass an array: convert with numpy.asarray(...) or cupy.asarray(...)")
 
 
 def array_module(array: Any) -> Any:

@@ -41,7 +41,7 @@ def dot_product_attention(
             product of the batch dimensions. Default None.
         fdrop: a function of alpha, such as a dropout. It takes and returns the whole array, so the fused kernel is not used.
             Default None.
-        mask: bools, True where the query attends to the key; broadcasts as the bias does. The fused kernel applies masks of
+        mask: bool, True where the query attends to the key; broadcasts like the bias. The fused kernel applies masks of
             :func:`make_causal_mask` and :func:`make_padding_mask`, and ``&`` of them, without an array. Default None.
         nheads: number of heads; divides the first dimension of q, k and v. Default 1.
         alpha: return the attention weights. They are computed separately, without the fused kernel; on an H200 that takes
@@ -52,8 +52,8 @@ def dot_product_attention(
         ``(y, alpha)``: ``(v_dim, q_len, batch...)``, and ``(kv_len, q_len, nheads, batch...)`` or None.
 
     Raises:
-        ValueError: dimensions that do not match.
-        TypeError: an unsupported dtype, such as float32 on a GPU without ``compute_dtype``.
+        ValueError: dimensions do not match.
+        TypeError: a dtype is not supported, such as float32 on a GPU without ``compute_dtype``.
 
     >>> import numpy as np
     >>> x = np.asfortranarray(np.random.default_rng(0).random((8, 5, 2)))
@@ -90,8 +90,8 @@ def dot_product_attention_vjp(
         q, k, v, bias, mask, nheads, compute_dtype: as for :func:`dot_product_attention`.
 
     Returns:
-        ``(y, pullback)``; ``dq, dk, dv, dbias = pullback(dy)``, each of the shape and dtype of its array; dbias is None without
-        a bias.
+        ``(y, pullback)``; ``dq, dk, dv, dbias = pullback(dy)``, each with the shape and dtype of its array; dbias is None
+        without a bias.
 
     >>> import numpy as np
     >>> x = np.asfortranarray(np.random.default_rng(0).random((8, 5, 2)))
@@ -107,7 +107,7 @@ def dot_product_attention_vjp(
     def pullback(dy: Any) -> tuple[Any, ...]:
         check_array("dy", dy)
         if dy.shape != shape:
-            raise ValueError(f"dy is {dy.shape}; it must be {shape}, as y is")
+            raise ValueError(f"dy is {dy.shape}; it must be {shape}, the shape of y")
         dq, dk, dv, *dbias = vjp(fold(dy, nheads).astype(out.dtype, copy=False))
         gradients = [unfold(g.astype(q.dtype, copy=False), batch) for g in (dq, dk, dv)]
         return (*gradients, dbias[0].astype(bias.dtype, copy=False).reshape(bias.shape) if dbias else None)
@@ -162,7 +162,7 @@ def _mask_options(q: Any, k: Any, bias: Any, mask: Any) -> dict[str, Any]:
 
 
 def _flags(mask: Mask, *, keys: int, queries: int, batch: int) -> dict[str, Any]:
-    """A mask as options that need no array of bools."""
+    """A mask as options that do not need a Boolean array."""
     if mask.shape[0] != keys or mask.shape[1] not in (1, queries):
         raise ValueError(
             f"the mask has {mask.shape[0]} keys and {mask.shape[1]} queries; there are {keys} keys and {queries} queries"
@@ -172,5 +172,5 @@ def _flags(mask: Mask, *, keys: int, queries: int, batch: int) -> dict[str, Any]
     count = mask.lengths.shape[0]
     if count not in (1, batch):
         raise ValueError(f"the mask has {count} lengths; there are {batch} batch entries: pass one length for each, or one")
-    # the array of the mask itself, because repeated calls are recognised by its address
+    # the array of the mask itself, because repeated calls are recognized by its address
     return {"causal": mask.causal, "seq_lens_kv": mask.lengths if count == batch else mask.lengths.repeat(batch)}

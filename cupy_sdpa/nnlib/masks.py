@@ -11,7 +11,7 @@ from .arrays import array_module, check_array, to_four_axes
 
 
 class Mask:
-    """A mask given by a causal flag and key lengths. The array of bools is computed when it is used.
+    """A mask defined by a causal flag and key lengths. The Boolean array is computed when it is used.
 
     ``mask & other`` is a :class:`Mask` if ``other`` is one, otherwise an array, broadcast from the first axis on. ``~mask`` and
     ``numpy.asarray(mask)`` are arrays; use :attr:`array` for everything else.
@@ -19,8 +19,8 @@ class Mask:
     Args:
         xp: the module of the array, numpy or cupy.
         keys, queries: lengths of the first two axes.
-        causal: hide the keys after each query. Default False.
-        lengths: number of visible keys of each batch entry, ``(B,)`` int32. Default None: all.
+        causal: mask the keys after each query. Default False.
+        lengths: number of visible keys of each batch entry, ``(B,)`` int32. Default None: all keys.
 
     Attributes:
         shape: ``(keys, queries)``, or ``(keys, queries, 1, B)`` with lengths.
@@ -34,7 +34,7 @@ class Mask:
 
     @functools.cached_property
     def array(self) -> Any:
-        """The mask as an array of bools, True where the query attends to the key."""
+        """The mask as a Boolean array, True where the query attends to the key."""
         xp, (keys, queries) = self._xp, self.shape[:2]
         index = xp.arange(keys)[:, None]
         visible = index <= xp.arange(queries) if self.causal else xp.ones((keys, queries), bool)
@@ -62,7 +62,7 @@ class Mask:
         shortest = self._xp.minimum(*lengths) if len(lengths) == 2 else lengths[0] if lengths else None
         return Mask(self._xp, keys, max(queries, other_queries), causal=self.causal or other.causal, lengths=shortest)
 
-    __rand__ = __and__  # ``&=`` also makes a new mask: the old one may have other references
+    __rand__ = __and__  # ``&=`` also creates a new mask, because the old one may have other references
 
     def __invert__(self) -> Any:
         return ~self.array

@@ -1,4 +1,4 @@
-"""The attention weights as an array, computed with matrix products and not by the fused kernel."""
+"""The attention weights as an array, computed with matrix products instead of the fused kernel."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def dot_product_attention_scores(
         ``(kv_len, q_len, nheads, B)`` of q's dtype; 16-bit arrays are computed in float32. Fully masked queries give 0.
 
     Raises:
-        ValueError, TypeError: unsupported shapes or dtypes.
+        ValueError, TypeError: shapes or dtypes are not supported.
 
     >>> import numpy as np
     >>> x = np.zeros((4, 2, 3, 1), order="F")

@@ -1,4 +1,4 @@
-"""The page docs/support.md, written from the support table."""
+"""The page docs/support.md, generated from the support table."""
 
 from __future__ import annotations
 

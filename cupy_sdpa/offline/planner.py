@@ -53,7 +53,7 @@ class Planner:
 
     Args:
         workers: number of processes.
-        cudnn: path of the libcudnn.so.9 to use. Default None: the one that this process would load.
+        cudnn: path of the libcudnn.so.9 to use. Default None: the library that this process would load.
 
     Attributes:
         version: the version of cuDNN in the workers.
@@ -86,7 +86,7 @@ class Planner:
             disk_cache: folder to store the plan in. Default None: not stored.
 
         Returns:
-            The properties of the plan, or why there is none: cuDNN's refusal, or that the process crashed.
+            The properties of the plan, or the reason why there is no plan: cuDNN's refusal, or a crash of the process.
 
         Raises:
             CudnnError: cuDNN failed, or a worker cannot be started.
@@ -178,7 +178,7 @@ class _Worker:
             self._process.stdin.write(pickle.dumps(request))
             self._process.stdin.flush()
             return pickle.load(self._process.stdout)
-        except (BrokenPipeError, pickle.UnpicklingError):  # it ended before or while it wrote the result
+        except (BrokenPipeError, pickle.UnpicklingError):  # the process ended before or while it wrote the result
             raise EOFError from None
 
     def kill(self) -> None:

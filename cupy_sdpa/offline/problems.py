@@ -98,7 +98,7 @@ PROBES: dict[str, Problem] = {
 
 
 _SQ, _SKV = 333, 777
-#: The options of which every pair is a problem, forward and backward, by title. Arrays are given as shapes.
+#: The options of which every pair is a problem, forward and backward, by title. Arrays are written as shapes.
 OPTIONS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "bottom right": {"causal": "bottom_right"},

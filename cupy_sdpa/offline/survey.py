@@ -13,10 +13,10 @@ from ..support.rules import RULES
 from ..support.why_not import why_not
 from .planner import Planner, load_target
 
-#: Rules and bugs whose problems cuDNN plans all the same: their results are wrong, or not deterministic.
+#: Rules and bugs whose problems cuDNN plans nevertheless: their results are wrong or not deterministic.
 _PLANNED = {rule.name for rule in RULES if rule.planned} | {bug.name for bug in BUGS if bug.planned and not bug.guards}
-#: What cuDNN does not plan for a described GPU although the table allows it: 9.28 fails to compile the kernel (NVRTC) for the
-#: constructed description of the B200. According to NVIDIA's frontend it runs since 9.23; it was not tried on the card.
+#: Problems that cuDNN does not plan for a described GPU although the table allows them: 9.28 cannot compile the kernel
+#: (NVRTC) for the constructed description of the B200. According to NVIDIA's frontend it runs since 9.23; not tried on a B200.
 EXCEPTIONS = {("gradients, head dim 256", "b200")}
 
 
@@ -46,8 +46,8 @@ def measure(
 
     Args:
         probes: the problems by title, for example :data:`.problems.PROBES`.
-        cudnn: path of a libcudnn.so.9. Default None: the one that this process would load.
-        progress: called with (problems done, all problems). Default None.
+        cudnn: path of a libcudnn.so.9. Default None: the library that this process would load.
+        progress: called with (number of finished problems, number of all problems). Default None.
 
     Returns:
         The version of cuDNN, and the findings.

@@ -1,7 +1,7 @@
 """The worker process of the planner: ``python -m cupy_sdpa.offline.worker``.
 
 It reads pickled requests from stdin and writes pickled results to stdout. A request is ``(problem, target, folder)``, where the
-folder of the disk cache may be None, or None for the version of cuDNN. A result is a
+folder of the disk cache may be None; or None, which requests the version of cuDNN. A result is a
 :class:`~cupy_sdpa.plans.plan.PlanInfo`, the text of a refusal, a version number, or an exception that the parent raises.
 """
 

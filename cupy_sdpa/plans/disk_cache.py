@@ -1,8 +1,8 @@
 """The disk cache of serialized plans: in memory for the threads and GPUs of this process, in a folder for other processes.
 
-An entry is bytes under a key; this module does not interpret either. Entries are executed on the GPU, so the folder and its
-files must belong to this user or to root, and no other user may write to them. A damaged, truncated or renamed file is never
-returned: it is reported by a warning, and the plan is built again.
+An entry is bytes stored under a key; this module interprets neither. Entries are executed on the GPU, so the folder and its
+files must belong to this user or to root, and no other user may write to them. A damaged, truncated or renamed file is
+never returned: a warning is issued, and the plan is built again.
 
 The folder may contain other files. The name of an entry is its key, 64 hexadecimal digits, and ``.plan``; its first bytes are
 ``cupy_sdpa plan``. The name of a file that is being written is ``.cupy_sdpa-``, 32 digits and ``.part``. No other file is read,
@@ -28,9 +28,9 @@ from ..errors import DiskCacheWarning
 
 #: The environment variable with the folder; ``0`` turns it off. Default: ``cupy_sdpa`` in the user's cache folder.
 DIRECTORY = "CUPY_SDPA_CACHE_DIR"
-#: The most bytes in a folder, and in memory. A plan takes 70 to 250 kB.
+#: The maximum number of bytes in a folder, and in memory. A plan takes 70 to 250 kB.
 DISK_LIMIT, MEMORY_LIMIT = 512 << 20, 64 << 20
-#: The most bytes of an entry; larger files are not read.
+#: The maximum size of an entry in bytes; larger files are not read.
 ENTRY_LIMIT = 16 << 20
 #: The first bytes of every entry, followed by the version of the format.
 _MAGIC = b"cupy_sdpa plan "
@@ -48,7 +48,7 @@ class DiskCache:
 
     Args:
         folder: the folder; created with the first entry, accessible to its owner only. None stores nothing on disk.
-        limit: the most bytes in the folder.
+        limit: the maximum number of bytes in the folder.
 
     Attributes:
         hits: number of look-ups that found an entry.
@@ -65,12 +65,12 @@ class DiskCache:
 
     @contextlib.contextmanager
     def building(self, key: str) -> Iterator[None]:
-        """Hold the lock of a key while its plan is looked up and built: one thread builds it, the others find it."""
+        """Hold the lock of a key while its plan is looked up and built: one thread builds the plan, the others find it."""
         with self._build_locks[int(key[:8], 16) % len(self._build_locks)]:
             yield
 
     def get(self, key: str) -> bytes | None:
-        """The entry of a key; None if there is none, or none that can be trusted."""
+        """The entry of a key; None if there is no entry, or if it cannot be trusted."""
         with self._lock:
             content = self._memory.get(key)
             if content is not None:
@@ -85,7 +85,7 @@ class DiskCache:
         return content
 
     def put(self, key: str, content: bytes) -> None:
-        """Store an entry, in place of the key's previous one."""
+        """Store an entry, which replaces the previous one of the key."""
         self._put_in_memory(key, content)
         if self.folder is None:
             return
@@ -105,7 +105,7 @@ class DiskCache:
         """Create the folder, and raise an error if entries cannot be stored in it.
 
         Raises:
-            OSError: it is not a folder, cannot be created or written to, or other users may write to it.
+            OSError: the path is not a folder, cannot be created or written to, or other users may write to it.
         """
         if self.folder is None:
             return
@@ -168,7 +168,7 @@ class DiskCache:
         if raw[:head_size] != _head(key, content):
             self._discard(key, "it is damaged, truncated, renamed or too large")
             return None
-        with contextlib.suppress(OSError):  # a read-only folder has no order of use
+        with contextlib.suppress(OSError):  # in a read-only folder the order of use cannot be updated
             os.utime(path)
         return content
 
@@ -190,7 +190,7 @@ class DiskCache:
             raise
 
     def _prune(self, folder: Path) -> None:
-        for path, info in _files(folder, _PART):  # of a process that was killed while it wrote
+        for path, info in _files(folder, _PART):  # left by a process that was killed while it wrote
             if time.time() - info.st_mtime > _ABANDONED:
                 path.unlink(missing_ok=True)
         if sum(info.st_size for _, info in _files(folder, _ENTRY)) <= self.limit:
@@ -228,7 +228,7 @@ def _check_trust(info: os.stat_result) -> None:
     if not hasattr(os, "getuid"):
         return
     if info.st_uid not in (os.getuid(), 0):
-        raise PermissionError(f"it belongs to user {info.st_uid}, this process to user {os.getuid()}")
+        raise PermissionError(f"it belongs to user {info.st_uid}, and this process to user {os.getuid()}")
     if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(f"other users may write to it (mode {stat.S_IMODE(info.st_mode):o}); chmod go-w forbids that")
 
@@ -240,7 +240,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _read_trusted(folder: Path, path: Path) -> bytes:
-    """The bytes of an entry; none if it is too large.
+    """The bytes of an entry; no bytes if it is too large.
 
     Raises:
         OSError: the file cannot be read, is not an entry, or another user may have written it.
@@ -278,7 +278,7 @@ def _files(folder: Path, pattern: re.Pattern[str]) -> list[tuple[Path, os.stat_r
 
 
 def _is_entry(path: Path) -> bool:
-    """Whether a file is an entry by its name and first bytes. A file truncated within these bytes is one too."""
+    """Whether a file is an entry by its name and first bytes. A file truncated within these bytes also counts as an entry."""
     if not _ENTRY.fullmatch(path.name):
         return False
     try:
@@ -292,13 +292,13 @@ def _is_entry(path: Path) -> bool:
 
 
 def _new_part(folder: Path) -> tuple[int, Path]:
-    """Create a file for writing, accessible to its owner only: its descriptor and its path."""
+    """Create a file for writing, accessible to its owner only; return its descriptor and its path."""
     path = folder / f".cupy_sdpa-{os.urandom(16).hex()}.part"
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE, 0o600), path
 
 
 def folder() -> Path | None:
-    """The folder set by the environment, or else the default one; None if it is turned off."""
+    """The folder set by the environment variable, or else the default one; None if the disk cache is turned off."""
     directory = os.environ.get(DIRECTORY)
     if directory == "0":
         return None
@@ -315,7 +315,7 @@ _lock = threading.Lock()
 
 
 def current() -> DiskCache:
-    """The disk cache of this process; a new one if the environment names another folder than before."""
+    """The disk cache of this process; a new one if the environment variable names a different folder than before."""
     global _current
     directory = folder()
     with _lock:

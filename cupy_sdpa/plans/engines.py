@@ -33,7 +33,7 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A finalized plan and its properties. Whoever receives it closes it.
+    """A finalized plan and its properties. The receiver must close it.
 
     Attributes:
         descriptor: the plan.
@@ -65,8 +65,8 @@ class EngineSearch:
         graph: the finalized operation graph.
         handle: the cuDNN handle that plans will belong to; None for a described GPU.
         device: the device properties of the described GPU, finalized.
-        limit: the most bytes of workspace; None for no limit.
-        total_bytes: a function from cuDNN's bytes of workspace to all bytes that an execution needs.
+        limit: the maximum workspace in bytes; None for no limit.
+        total_bytes: a function from the bytes of cuDNN's workspace to the total bytes that an execution needs.
         refused: reasons of the configs refused so far; the search appends to it.
         no_split: refuse the split-K kernel, see :func:`splits_keys`.
     """
@@ -83,7 +83,7 @@ class EngineSearch:
         """The plan of ``config``; by default that of the first proposed config that is supported.
 
         Raises:
-            Unsupported: there is none; the message contains every reason.
+            Unsupported: no config is supported; the message contains every reason.
         """
         for candidate in self.from_configs([config]) if config else self.proposed():
             return candidate
@@ -91,7 +91,7 @@ class EngineSearch:
         raise Unsupported(f"cuDNN {version_text(library().version)} has no engine for this graph:\n{reasons}")
 
     def proposed(self) -> Iterator[Candidate]:
-        """The plans of all supported configs that heuristics propose, in their order."""
+        """The plans of all supported configs that the heuristics propose, in order."""
         for mode in (HeurMode.A, HeurMode.FALLBACK):
             library().last_error()  # clear the error text
             try:
@@ -113,7 +113,7 @@ class EngineSearch:
                     config.close()
 
     def from_configs(self, configs: Sequence[EngineConfig]) -> Iterator[Candidate]:
-        """The plans of the supported ones of some configs, in their order."""
+        """The plans of those configs that are supported, in order."""
         for config in configs:
             with contextlib.ExitStack() as stack:
                 try:
@@ -139,7 +139,7 @@ class EngineSearch:
         return engine
 
     def _engine_config(self, config: EngineConfig, stack: contextlib.ExitStack) -> Descriptor:
-        """The descriptor of a config, for the caller to close; ``stack`` closes what it is made of."""
+        """The descriptor of a config, which the caller closes; ``stack`` closes the descriptors that it is made of."""
         engine = stack.enter_context(self._engine(config.engine))
         choices = []
         for name, value in config.knobs:
@@ -204,7 +204,7 @@ class EngineSearch:
             return Candidate(plan, text, engine, knobs, notes, workspace_bytes, build_ms)
         except BaseException as error:
             plan.close()
-            # A kernel that does not compile (4001) is a failure of one engine only. A lack of memory is temporary.
+            # A kernel that does not compile (4001) is a failure of one engine only. Out of memory is temporary.
             if not isinstance(error, (Unsupported, CudnnError)) or is_out_of_memory(error):
                 raise
             self.refused.append(f"engine {engine}: {error}")
@@ -225,7 +225,7 @@ def splits_keys(engine: int, knobs: Mapping[str, int]) -> bool:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether cuDNN could not allocate memory. This is no reason to choose another engine or to cache a refusal."""
+    """Whether cuDNN could not allocate memory. In that case no other engine is chosen, and no refusal is cached."""
     statuses = (Status.INTERNAL_ERROR_HOST_ALLOCATION_FAILED, Status.INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED)
     return isinstance(error, CudnnError) and error.status in statuses
 

@@ -28,7 +28,7 @@ DATA_TYPES = {
     "int8": DataType.INT8,
 }
 
-#: Comparisons of integers compute in the type of the mask, and operations with an integer result in INT32. All others compute
+#: Comparisons of integers compute in the type of the mask, operations with an integer result in INT32. All others compute
 #: in the accumulator's type.
 _COMPARISONS = frozenset({"cmp_eq", "cmp_neq", "cmp_ge", "cmp_gt", "cmp_le", "cmp_lt"})
 
@@ -115,8 +115,8 @@ class OperationGraph:
 def crashing_patterns(graph: Graph) -> list[str]:
     """The parts of a graph that crash the process inside cuDNN (measured with 9.19 and 9.28), as text.
 
-    Such a graph must never be passed to cuDNN. :func:`cupy_sdpa.support.why_not.why_not` refuses the problems that lead to one
-    before, in the caller's terms.
+    Such a graph must never be passed to cuDNN. :func:`cupy_sdpa.support.why_not.why_not` already refuses the problems that lead
+    to such graphs, in the caller's terms.
     """
     reasons = []
     for node in graph.nodes:

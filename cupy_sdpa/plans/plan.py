@@ -1,4 +1,4 @@
-"""Execution plans: their properties, and how they run."""
+"""Execution plans: their properties and their execution."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ class PlanInfo:
         workspace: bytes of workspace that an execution needs, scratch tensors included.
         notes: numerical notes, such as ``TENSOR_CORE`` and ``NONDETERMINISTIC``.
         build_ms: milliseconds that it took to build the plan or to load it from the disk cache.
-        loaded: whether it was loaded.
+        loaded: whether it was loaded from the disk cache.
         tuned: whether it was chosen by measurement (:func:`cupy_sdpa.prepare`).
         size: bytes of the serialized plan, its kernel included.
-        refused: for every engine config tried before this one, the engine and cuDNN's reason to refuse it.
+        refused: for every engine config tried before this one, the engine and cuDNN's reason for refusing it.
         cudnn: the cuDNN version that built it.
         graph: the operation graph.
     """
@@ -112,7 +112,7 @@ class SerializedPlan:
 
 
 class Scratch:
-    """The places of a graph's scratch tensors in the workspace: after cuDNN's own part."""
+    """The offsets of a graph's scratch tensors in the workspace, after cuDNN's own part."""
 
     def __init__(self, graph: Graph) -> None:
         self._sizes = {t.name: _align(t.size * ITEMSIZE[t.dtype]) for t in graph.by_role("scratch")}
@@ -158,7 +158,7 @@ class Plan:
         self.dependents: set[Closable] = set()
         self._captured = False
         self._descriptor = candidate.descriptor
-        self._serialized = replace(serialized, candidate=replace(candidate, text=""))  # cuDNN has the text, see content()
+        self._serialized = replace(serialized, candidate=replace(candidate, text=""))  # cuDNN holds the text, see content()
         self.info = PlanInfo(
             engine=candidate.engine,
             knobs=candidate.knobs,

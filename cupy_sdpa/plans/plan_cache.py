@@ -40,7 +40,7 @@ class Recordings:
     """The captured CUDA graphs of a thread in a CUDA context, limited in bytes; the least recently used are destroyed first.
 
     Attributes:
-        limit: the most bytes that they may take.
+        limit: the maximum number of bytes that they may take.
         bytes: the bytes that they take.
         warned: whether the warning about a failed capture was issued.
         use: marks a graph as the most recently used.
@@ -81,13 +81,13 @@ class Recordings:
 class PlanCache:
     """The plans of a thread in a CUDA context; :func:`cupy_sdpa.get_plan_cache` returns the current one.
 
-    Repeated calls on the same arrays are captured as CUDA graphs (docs/design.md), whose memory the cache limits too: a graph
-    takes 0.12 MiB of device memory outside CuPy's pool, and the arrays and the workspace that it keeps alive.
+    Repeated calls on the same arrays are captured as CUDA graphs (docs/design.md), whose memory the cache also limits: a graph
+    takes 0.12 MiB of device memory outside CuPy's pool, plus the arrays and the workspace that it keeps alive.
 
     Attributes:
         hits: number of look-ups that found a plan or a refusal.
         misses: number of look-ups that did not.
-        limit: the most plans and refusals; the least recently used are evicted first.
+        limit: the maximum number of plans and refusals; the least recently used are evicted first.
         recorded: the captured CUDA graphs of the plans.
     """
 
@@ -127,7 +127,7 @@ class PlanCache:
 
     @property
     def recording_limit(self) -> int:
-        """The most bytes of captured CUDA graphs; the least recently used are destroyed first."""
+        """The maximum number of bytes of captured CUDA graphs; the least recently used are destroyed first."""
         return self.recorded.limit
 
     def get(self, problem: Problem) -> Plan | Refusal | None:
@@ -136,7 +136,7 @@ class PlanCache:
             return self._entries.get(problem)
 
     def put(self, problem: Problem, plan: Plan) -> None:
-        """Store a plan, in place of the problem's previous entry, which is destroyed."""
+        """Store a plan; the problem's previous entry is destroyed."""
         with self.lock:
             previous = self._entries.pop(problem, None)
             self._insert(problem, plan)
@@ -150,7 +150,7 @@ class PlanCache:
         used.
 
         Raises:
-            Unsupported: ``build`` raised it, now or before.
+            Unsupported: ``build`` raised it, in this call or an earlier one.
         """
         with self.lock:
             entry = self._entries.get(problem)
@@ -214,7 +214,7 @@ class PlanCache:
         while len(self._entries) > limit:
             problem, entry = self._entries.popitem(last=False)
             if isinstance(entry, Plan):
-                if entry.used:  # it ran without a look-up, so it is not the least recently used one
+                if entry.used:  # it ran without a look-up, so it is not the least recently used
                     entry.used = False
                     self._entries[problem] = entry
                 else:

@@ -1,4 +1,4 @@
-"""The content of an entry in the disk cache: a line of JSON with facts about a plan, then the plan as cuDNN serializes it."""
+"""The content of an entry in the disk cache: a line of JSON with properties of a plan, then the plan as cuDNN serializes it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts that are stored with a plan. The names are the keys in the file.
+    """The properties (facts) that are stored with a plan. The names are the keys in the file.
 
     Attributes:
         uids: cuDNN's ids of the tensors, by name.

@@ -36,7 +36,7 @@ def plan_for(problem: Problem, target: Target, disk_cache: DiskCache | None = No
     """Load or build the plan of a problem.
 
     There are two algorithms for deterministic gradients. The first one writes dQ directly; cuDNN then stores dS, of size
-    Hq x Sq x Skv x B. If that exceeds ``max_workspace``, Hopper's ordered engine is used, which is slower and needs little
+    Hq x Sq x Skv x B. If that exceeds ``max_workspace``, Hopper's ordered engine is used, which is slower but needs little
     memory. The choice depends on the problem, the GPU model and the version of cuDNN only, never on the amount of free memory:
     two runs give the same bits.
 
@@ -149,8 +149,8 @@ def load(content: bytes, graph: Graph, target: Target, key: str) -> Plan:
 def disk_cache_key(graph: Graph, target: Target, config: EngineConfig | None, limit: int | None) -> str:
     """The key of a plan in the disk cache: a digest of everything that the plan depends on.
 
-    The graph is part of it by its structure and layouts. So are the version and the build of NVRTC, which compiles the plan's
-    kernel and is updated independently of cuDNN; or the fact that there is no NVRTC.
+    The digest covers the structure and the layouts of the graph. It also covers the version and the build of NVRTC, which
+    compiles the plan's kernel and is updated independently of cuDNN, or the fact that NVRTC is missing.
     """
     parts = (library().build, str(nvrtc()), target.model, repr(graph), repr(config), repr(limit))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()

@@ -1,8 +1,8 @@
 """Sessions: the cuDNN handle and the plan cache of each thread in each CUDA context.
 
-A plan belongs to the cuDNN handle that it was finalized for, and one thread at a time may use a handle. So every thread owns a
-handle and a plan cache in every CUDA context that it uses. When a thread ends, the next new thread takes over its sessions,
-plans included. Nothing is destroyed at the end of a thread, at interpreter exit or in a forked child.
+A plan belongs to the cuDNN handle that it was finalized for, and only one thread at a time may use a handle. Every thread
+therefore owns a handle and a plan cache in every CUDA context that it uses. When a thread ends, the next new thread takes over
+its sessions, plans included. Nothing is destroyed at the end of a thread, at interpreter exit or in a forked child.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Session:
 
 
 class _ThreadSessions:
-    """The sessions of a thread, by context id. They become idle when the thread ends, and other threads can take them."""
+    """The sessions of a thread, by context id. They become idle when the thread ends, and other threads can take them over."""
 
     def __init__(self) -> None:
         self.by_context: dict[int, Session] = {}
-        self._idle = _idle  # a reference of its own: at interpreter exit the module's names are deleted before this object
+        self._idle = _idle  # a separate reference: at interpreter exit the module's names are deleted before this object
 
     def __del__(self) -> None:
         # Runs in the ending thread. It only moves Python objects: cuDNN must never be called from here.
@@ -49,7 +49,7 @@ _thread = threading.local()
 
 
 def existing_session(context: int) -> Session | None:
-    """The session that :func:`session` returns; None if the current thread has none yet."""
+    """The session that :func:`session` returns; None if the current thread has no session yet."""
     sessions: _ThreadSessions | None = getattr(_thread, "sessions", None)
     return None if sessions is None else sessions.by_context.get(context)
 
@@ -74,7 +74,7 @@ def session(context: int) -> Session:
 
 
 def _reset_after_fork() -> None:
-    """Forget every session in a forked child: handles and plans are the parent's, and CUDA does not survive a fork."""
+    """Drop every session in a forked child: handles and plans belong to the parent, and CUDA does not survive a fork."""
     global _thread
     sessions: _ThreadSessions | None = getattr(_thread, "sessions", None)
     if sessions is not None:

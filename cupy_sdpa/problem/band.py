@@ -27,8 +27,8 @@ class Band(NamedTuple):
 
         Args:
             queries, keys: the lengths.
-            lengths: whether batch entries have their own lengths.
-            needs_diagonal: whether the diagonal is used otherwise, as by ALiBi.
+            lengths: whether batch entries have individual lengths.
+            needs_diagonal: whether the diagonal is also used elsewhere, as by ALiBi.
 
         >>> Band(right=0, bottom_right=True).simplified(1, 100, lengths=False)  # one query, which attends to every key
         >>> Band(left=5, right=500, bottom_right=True).simplified(100, 100, lengths=False)

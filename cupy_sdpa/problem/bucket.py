@@ -1,7 +1,7 @@
 """Bucketing: lengths are rounded up, arrays are padded and the padding is masked, so that many lengths share few plans.
 
-A plan is for exact lengths: a service in which every call has a new length would build a plan for every call. With a bucket it
-builds one plan for each rounded length, at the cost of copies of the arrays and of work on the padding.
+A plan is compiled for exact lengths: a service in which every call has a new length would build a plan for every call. With a
+bucket it builds one plan for each rounded length, at the cost of copies of the arrays and of work on the padding.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Policy:
     def __call__(self, problem: Problem) -> Problem:
         """The problem with rounded lengths and dense arrays; seq_lens_q and seq_lens_kv hold the true lengths."""
         *_, sq, skv, _ = problem.sizes
-        # A single query stays single: decoding has special kernels.
+        # A single query is not padded: decoding has special kernels.
         return _rounded(problem, sq if sq == 1 else self.length(sq), self.length(skv))
 
     def length(self, length: int) -> int:
         """Round a length up.
 
         Raises:
-            ValueError: the function returned a smaller number, or no integer.
+            ValueError: the function returned a smaller number, or a value that is not an integer.
 
         >>> Policy(512).length(1000), Policy("power_of_two").length(1000), Policy("power_of_two").length(3)
         (1024, 1024, 64)
@@ -86,7 +86,7 @@ def _rounded(problem: Problem, queries: int, keys: int) -> Problem:
         for axis, side in padded_axes(spec.name):
             if shape[axis] == (sq if side == "q" else skv):  # axes of length 1 are broadcast
                 shape[axis] = queries if side == "q" else keys
-        unpadded = tuple(shape) == spec.shape  # the array is used as it is, whatever its strides
+        unpadded = tuple(shape) == spec.shape  # the array is used unchanged, with any strides
         specs[spec.name] = spec if unpadded else dense_spec(spec.name, spec.dtype, tuple(shape))
     captured, dcaptured = (tuple(specs.pop(spec.name) for spec in group) for group in (problem.captured, problem.dcaptured))
     for name in LENGTHS:

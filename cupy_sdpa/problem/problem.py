@@ -1,8 +1,8 @@
 """The problem: the shapes, layouts and options of one attention call, immutable and hashable.
 
 A problem does not depend on a device and contains no pointer. It contains everything that determines a plan, and nothing else,
-so it is the key of the plan cache. Equal calls get the same object, because
-:func:`cupy_sdpa.problem.validation.make_problem` is cached, so the lookup compares by identity.
+and is the key of the plan cache. Because :func:`cupy_sdpa.problem.validation.make_problem` is cached, equal calls get the
+same object, and the look-up compares by identity.
 
 Shapes are written with these letters: D head dim of q and k, Dv head dim of v, Hq query heads, Hkv key/value heads (Hq is a
 multiple of Hkv), Sq, Skv lengths, B batch; Tq, Tkv total lengths of packed sequences.
@@ -35,7 +35,7 @@ SCORE_ARRAYS = (*SCORE_INPUTS, "dbias", "rng_dump")
 #: The dtypes of captured arrays.
 CAPTURED_DTYPES = ("bool", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 #: Scores at or below this value count as masked if a bias or a score function produced them, so that masks of finite values,
-#: such as finfo.min, mask whole rows, too. float32 values of this magnitude are 0.06 apart: differences between such scores,
+#: such as finfo.min, also mask whole rows. float32 values of this magnitude are 0.06 apart: differences between such scores,
 #: and the logarithm of the number of keys in the log-sum-exp, would be lost.
 MASKED_SCORE = -1e6
 #: The row statistics: float32 results with one value per query and head.
@@ -140,7 +140,7 @@ class Problem:
         return self._hash
 
     def __reduce__(self) -> tuple[type[Problem], tuple[object, ...]]:
-        # Constructed again in another process: string hashes differ between processes.
+        # The object is constructed again in another process, because string hashes differ between processes.
         return Problem, tuple(getattr(self, f.name) for f in dataclasses.fields(self) if f.init)
 
     @functools.cached_property

@@ -20,7 +20,7 @@ from .tensor_spec import TensorSpec, dense_spec
 
 @functools.lru_cache(maxsize=1024)
 def subproblems(problem: Problem) -> tuple[Problem, ...]:
-    """The launches of a problem: the first computes everything but some reductions of dS, each of the others one of these."""
+    """The launches of a problem: the first computes everything except some reductions of dS, each other one a reduction."""
     if problem.trivial or not problem.ds_reductions or problem.settings.gradient_of:
         return (problem,)
     shared = next((spec for spec in problem.ds_reductions if _shares_launch(problem, spec)), None)
@@ -46,7 +46,7 @@ def score_derivatives(problem: Problem) -> dict[str, int]:
 
 
 def _shares_launch(problem: Problem, spec: TensorSpec) -> bool:
-    """Whether a reduction sums the same gradient of the scores as dq and dk use."""
+    """Whether a reduction sums the gradient of the scores that dq and dk also use."""
     if spec is problem.dbias:  # the bias is added last
         return not problem.settings.softcap and not problem.has_score_mod
     derivatives = score_derivatives(problem)

@@ -12,7 +12,7 @@ import numpy as np
 FloatDtype = Literal["float16", "bfloat16", "float32", "float64"]
 FLOAT_DTYPES: tuple[FloatDtype, ...] = get_args(FloatDtype)
 
-#: Bytes per element of every dtype that an array may have.
+#: The bytes per element of every dtype that an array may have.
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8, "bool": 1}
 
 #: The metadata of an array that a problem depends on: (dtype name, shape, strides in bytes, alignment in bytes).
@@ -31,7 +31,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The numpy dtype of a name; bfloat16 is that of ml_dtypes."""
+    """The numpy dtype of a name; bfloat16 is the dtype of ml_dtypes."""
     if name == "bfloat16":
         import ml_dtypes  # takes 45 ms to import
 
@@ -93,6 +93,6 @@ def make_spec(name: str, signature: Signature) -> TensorSpec:
         return dense_spec(name, dtype, shape)
     normalized = list(strides)
     for axis, length in enumerate(shape):
-        if length == 1:  # the stride has no meaning: numpy, CuPy and DLPack return arbitrary values, also 0
+        if length == 1:  # the stride has no meaning: numpy, CuPy and DLPack return arbitrary values, including 0
             normalized[axis] = normalized[axis - 1] * max(shape[axis - 1], 1) if axis else ITEMSIZE.get(dtype, 1)
     return TensorSpec(name, dtype, shape, tuple(normalized), alignment)

@@ -1,4 +1,4 @@
-"""Validation: make a problem of array signatures and settings, and check shapes and dtypes.
+"""Validation: construct a problem from array signatures and settings, and check shapes and dtypes.
 
 Every error message names the value, the limit and a remedy.
 """
@@ -24,7 +24,7 @@ _PACKED = (
 
 
 class RequestedOutputs(NamedTuple):
-    """The results that a call requests, beside the output or the gradients of q, k and v.
+    """The results that a call requests in addition to the output or the gradients of q, k and v.
 
     Attributes:
         stats: the log-sum-exp.
@@ -70,7 +70,7 @@ def make_problem(
     settings: Settings = DEFAULT_SETTINGS,
     requested: RequestedOutputs = OUTPUT_ONLY,
 ) -> Problem:
-    """Make the problem of some arrays and settings.
+    """Construct the problem of the given arrays and settings.
 
     Args:
         signatures: the name and the signature of every array.
@@ -78,8 +78,8 @@ def make_problem(
         requested: the results. Results that are not among the arrays are dense, and so are dout, out and stats for gradients.
 
     Raises:
-        TypeError: an unsupported dtype, or dtypes that differ.
-        ValueError: shapes that do not match.
+        TypeError: a dtype is not supported, or dtypes differ.
+        ValueError: shapes do not match.
     """
     arrays = {name: make_spec(name, signature) for name, signature in signatures}
     problem = _inputs(arrays, settings)
@@ -110,7 +110,7 @@ def check_spec(spec: TensorSpec, expected: Expected) -> None:
     """Check the dtype, the shape and, for results, the strides of an array.
 
     Raises:
-        TypeError, ValueError: with both values.
+        TypeError, ValueError: the array is not as expected; the message contains both values.
     """
     if spec.dtype != expected.dtype:
         raise TypeError(
@@ -271,7 +271,7 @@ def _forward_arrays(problem: Problem, requested: RequestedOutputs, arrays: Mappi
 
 
 def _backward_arrays(problem: Problem, requested: RequestedOutputs) -> Iterator[Expected]:
-    """The further inputs and the results of a backward pass."""
+    """The additional inputs and the results of a backward pass."""
     yield _out(problem, "out", writable=False)
     yield _row_stats(problem, "stats", writable=False)
     yield _out(problem, "dout", writable=False)

@@ -1,6 +1,6 @@
 """Packed (varlen) sequences: arrays ``(head_dim, heads, total)`` that hold several sequences in a row, without padding.
 
-``cu_seqlens`` ``(B+1,)`` holds the position at which each sequence starts, and the end of the last one. Engines need ragged
+``cu_seqlens`` ``(B+1,)`` contains the start position of each sequence, and the end of the last one. Engines need ragged
 offsets, in elements of each array: ``cu_seqlens`` times the stride from one position to the next. Arrays with equal strides
 share their offsets.
 """
@@ -19,7 +19,7 @@ def ragged_offset_name(name: str, stride: int) -> str:
 
     Args:
         name: the array.
-        stride: the elements from one position to the next.
+        stride: the number of elements from one position to the next.
 
     >>> ragged_offset_name("dv", 1024)
     'cu_seqlens_kv × 1024'
@@ -28,7 +28,7 @@ def ragged_offset_name(name: str, stride: int) -> str:
 
 
 def token_stride(spec: TensorSpec) -> int:
-    """The elements from one position of a packed array to the next."""
+    """The number of elements from one position of a packed array to the next."""
     return spec.strides[-1] // ITEMSIZE[spec.dtype]
 
 

@@ -50,7 +50,7 @@ class AdjointArithmetic:
         self.writer = writer
 
     def step(self, g: Adjoint) -> int:
-        """A gradient as a single step: its scalar factors are multiplied out."""
+        """A gradient as a single step, with its scalar factors multiplied into it."""
         step = g.value
         for mode, sign in (("mul", 1), ("div", -1)):
             for scalar, exponent in g.powers:
@@ -93,7 +93,7 @@ class AdjointArithmetic:
         return g._replace(value=self.writer.add("binary_select", g.value, self.writer.constant(0.0), condition))
 
     def where_selected(self, g: Adjoint, strict: str, x: int, b: int) -> Adjoint:
-        """The gradient of ``max(x, b)`` or ``min(x, b)`` for x: all of it where x is selected, half where x equals b, else 0.
+        """The gradient of ``max(x, b)`` or ``min(x, b)`` for x: all where x is selected, half where x equals b, else 0.
 
         A condition is a number, 1 or 0: ``(x > b) + (x >= b)`` is twice the share. On an H200 (16 heads, 4096, head dim 128,
         batch 2) a backward pass through ``clip`` took 4.7 ms with ``binary_select`` and 1.7 ms with this sum.
@@ -101,7 +101,7 @@ class AdjointArithmetic:
         Args:
             strict: the comparison that holds where x is selected, ``cmp_gt`` for max.
         """
-        if abs(g.factor) < 2**-16:  # a product of many halves may underflow before the doubles are multiplied: multiply it out
+        if abs(g.factor) < 2**-16:  # a product of many factors 1/2 may underflow: multiply out
             g = Adjoint(self.step(g))
         twice = self.writer.add("add", self.writer.add(strict, x, b), self.writer.add(_NOT_STRICT[strict], x, b))
         return self.multiply(g, twice).scaled(0.5)

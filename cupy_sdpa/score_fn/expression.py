@@ -17,7 +17,7 @@ Kind = Literal["float", "int", "bool"]
 #: Steps without operands: the score, the index along an axis, a by-value scalar, a constant of the program, an element of a
 #: captured array.
 LEAVES = ("score", "index", "number", "constant", "captured")
-#: The axes of the scores: batch, head, query and key, as score functions name them.
+#: The axes of the scores: batch, head, query and key, by their names in score functions.
 AXES = ("b", "h", "q_idx", "kv_idx")
 #: For every comparison, the same comparison with swapped operands, and its negation.
 FLIPPED = {
@@ -142,7 +142,7 @@ class Writer:
         """The steps that the roots depend on, the roots included, operands first.
 
         Args:
-            roots: steps; None is skipped.
+            roots: steps; entries that are None are skipped.
             known: steps to leave out, together with their operands unless other steps need these.
         """
         visited: set[int] = set()
@@ -175,7 +175,7 @@ class Writer:
         return "int" if mode in _INTEGER and all(self.steps[arg].kind == "int" for arg in operands) else "float"
 
     def _simplified(self, mode: str, args: tuple[int, ...], kind: Kind) -> int | None:
-        """An earlier step or a constant of the same value and kind, or None."""
+        """An earlier step or constant of the same value and kind; None if there is no such step."""
         values = [self.value(arg) for arg in args]
         if mode in _FOLDED and None not in values:
             return self.constant(_FOLDED[mode](*values), kind)
@@ -205,7 +205,7 @@ class Writer:
 
 
 class NormalizedProgram(NamedTuple):
-    """A program in normal form, and the traced names of what it reads.
+    """A program in normal form, and the traced names of its scalars and arrays.
 
     Attributes:
         program: the steps, in normal form.
@@ -219,7 +219,7 @@ class NormalizedProgram(NamedTuple):
 
 
 def normalized(writer: Writer, score: int | None, mask: int | None) -> NormalizedProgram:
-    """The program of a score and a mask: without unused steps, in an order and with names that depend on its structure only.
+    """The program of a score and a mask: without unused steps; order and names depend on its structure only.
 
     Args:
         writer: contains the steps.

@@ -73,7 +73,7 @@ class LinearForms:
 def split_score(writer: Writer, score: int) -> tuple[int, list[int]]:
     """Split a score into the score where it is not ``-inf`` and the conditions under which it is not.
 
-    ``where(c, s, -inf)`` becomes ``s`` and ``[c]``; nested selections give several conditions, which must all hold.
+    ``where(c, s, -inf)`` becomes ``s`` and ``[c]``; nested selections result in several conditions, which must all hold.
     """
     conditions = []
     while writer.steps[score].mode == "binary_select":
@@ -136,10 +136,10 @@ def _conjuncts(writer: Writer, conditions: Sequence[int]) -> Iterator[int]:
 
 
 def _bounds(forms: LinearForms, condition: int) -> Bounds | None:
-    """The band that a condition describes, or None if it describes none.
+    """The band that a condition describes, or None if it does not describe a band.
 
-    These are ``q_idx - kv_idx <= n``, ``kv_idx - q_idx <= n`` and ``|q_idx - kv_idx| <= n``, with any comparison but ``==`` and
-    ``!=``, and with the terms in any order.
+    The conditions are ``q_idx - kv_idx <= n``, ``kv_idx - q_idx <= n`` and ``|q_idx - kv_idx| <= n``, with any comparison
+    except ``==`` and ``!=``, and with the terms in any order.
     """
     steps = forms.writer.steps
     mode, args, *_ = steps[condition]
@@ -157,7 +157,7 @@ def _bounds(forms: LinearForms, condition: int) -> Bounds | None:
     difference = lesser.plus(greater, -1)  # <= 0
     if (difference.query, difference.key) not in ((1, -1), (-1, 1)):
         return None
-    if not float(difference.constant).is_integer():  # neither are infinity and NaN
+    if not float(difference.constant).is_integer():  # infinity and NaN are not bounds either
         return None
     most = -difference.constant - (mode == "cmp_lt")  # +-(q_idx - kv_idx) <= most
     if absolute:

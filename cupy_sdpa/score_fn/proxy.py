@@ -1,7 +1,7 @@
 """Proxies of numbers and arrays, with which a score function is traced.
 
-Python's operators and the numpy functions in :mod:`cupy_sdpa.score_fn.ufuncs` work on a proxy. Everything else raises in the
-line of the function that uses it; the message names a replacement.
+Python's operators and the numpy functions in :mod:`cupy_sdpa.score_fn.ufuncs` work on a proxy. Everything else raises an
+exception in the line of the function that uses it; the message names a replacement.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class Array:
         return element != 0.0 if self.dtype.kind == "b" else element
 
     def _index(self, axis: int, part: Any) -> str | int:
-        """One index, checked: the name of an axis of the scores, or an integer."""
+        """Check one index and return it: the name of an axis of the scores, or an integer."""
         length = self.shape[axis]
         if isinstance(part, numbers.Integral):
             if not -length <= int(part) < length:
@@ -204,7 +204,7 @@ def as_value(tracer: Tracer, x: Any, kind: Kind = "float") -> Value:
         kind: ``int`` records an integer as an integer; otherwise numbers are recorded as floats.
 
     Raises:
-        TypeError: it is neither, or it was traced in another call.
+        TypeError: ``x`` is neither a traced value nor a number, or was traced in another call.
     """
     if isinstance(x, Value):
         if x.tracer is not tracer:

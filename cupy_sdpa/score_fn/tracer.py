@@ -1,7 +1,7 @@
 """Trace score and mask functions: call them once with traced values and record their operations as a program.
 
 Arithmetic, comparisons and numpy functions on traced values become steps (:mod:`cupy_sdpa.score_fn.expression`). An operation
-that cannot be traced raises in the line of the function that uses it; the message names a replacement.
+that cannot be traced raises an exception in the line of the function that uses it; the message names a replacement.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Access(NamedTuple):
 
     Attributes:
         name: the name of the array in ``tensors=``.
-        axes: for every axis of the array its index: the name of an axis of the scores, or an integer.
+        axes: the index along every axis of the array: the name of an axis of the scores, or an integer.
     """
 
     name: str
@@ -44,11 +44,11 @@ class Traced(NamedTuple):
     """The result of tracing a score function and a mask function.
 
     Attributes:
-        program: their steps, or None if no step remains.
+        program: the steps, or None if no step remains.
         numbers: the values of the by-value scalars, by their names in the program.
         captured: how captured arrays are indexed, by their names in the program.
         band: the number of keys before and after the diagonal that a query attends to, or None if no band was recognized.
-        lines: the source line in which each mode was used first, for messages.
+        lines: the source line in which each mode was first used, for messages.
     """
 
     program: Program | None
@@ -112,12 +112,12 @@ class Tracer:
             return as_value(self, function(*positional, **tensors))
         except TypeError as error:
             if error.__traceback__ is None or error.__traceback__.tb_next is not None:
-                raise  # from the function itself, not from a call with the wrong arguments
+                raise  # the error was raised inside the function, not by a call with wrong arguments
             names = ", ".join(self.arrays) or "no arrays"
             raise TypeError(f"{option} must be a function {_SIGNATURES[option]}; tensors has {names}: {error}") from None
 
     def _tensors(self, function: Callable[..., Any], option: str, positional: int) -> dict[str, Any]:
-        """The arrays that a function takes; the others may belong to the other function."""
+        """The arrays that a function takes; the remaining ones may belong to the other function."""
         if not self.arrays:
             return {}  # reading a signature takes 15 us
         try:
@@ -178,7 +178,7 @@ def trace(
         bands: whether to separate conditions on ``q_idx - kv_idx`` as a band.
 
     Raises:
-        TypeError, ValueError, IndexError: an operation cannot be traced, in the line that uses it.
+        TypeError, ValueError, IndexError: an operation cannot be traced; raised in the line that uses it.
     """
     tracer = Tracer(sizes, arrays)
     writer = tracer.writer

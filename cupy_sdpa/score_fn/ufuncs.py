@@ -1,6 +1,6 @@
 """Numpy functions of traced values, as steps that every engine supports (:data:`FUNCTIONS`).
 
-Python's operators use them, too: ``x + y`` is ``np.add(x, y)``.
+Python's operators also use them: ``x + y`` is ``np.add(x, y)``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _tracer_of(*operands: Any) -> Tracer:
 
 
 def _is_integer(x: Any) -> bool:
-    """Whether an operand is an integer or a condition, which is 1 or 0."""
+    """Whether an operand is an integer or a condition (1 or 0)."""
     if isinstance(x, Value):
         return x.kind != "float"
     return isinstance(x[()] if isinstance(x, np.ndarray) and not x.ndim else x, (numbers.Integral, np.bool_))

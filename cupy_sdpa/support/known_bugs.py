@@ -2,12 +2,12 @@
 
 To add a bug:
 
-1. Add a :class:`Bug` to :data:`BUGS`. ``condition`` is a function of the :class:`~cupy_sdpa.problem.problem.Problem`; write one
+1. Add a :class:`Bug` to :data:`BUGS`. ``condition`` is a function of the :class:`~cupy_sdpa.problem.problem.Problem`; define it
    above the table, or use a lambda.
 2. If a guard of :data:`GUARDS` avoids the bug, name it in ``guards``. Otherwise leave ``guards`` empty and write a ``remedy``:
    affected calls then raise :class:`cupy_sdpa.Unsupported`.
 3. Add a case to ``AFFECTED`` in tests/test_support.py: problems, versions and GPUs that are affected, and some that are not.
-4. Write docs/support.md again: ``python -m cupy_sdpa support --markdown > docs/support.md``.
+4. Regenerate docs/support.md: ``python -m cupy_sdpa support --markdown > docs/support.md``.
 
 Everything else (refusals, guards, ``explain()``, the documentation) reads this table. A new guard also needs an implementation:
 those of :data:`STAGING_GUARDS` change the arrays (calls/staging.py), the others change the graph (graph/patterns.py).
@@ -34,10 +34,10 @@ GUARDS = {
     "dense-gradients": "dk and dv are computed in dense arrays and copied",
     "finite-bias": "-inf is replaced by -1e30 in a float32 copy of the bias",
 }
-#: The guards that change arrays. They apply to every version and GPU: arrays are prepared before either is known.
+#: The guards that change arrays. They apply to every version and GPU, because arrays are prepared before these are known.
 STAGING_GUARDS = frozenset({"clear-last", "two-rows", "dense-queries", "dense-gradients", "finite-bias"})
 
-#: The last version of a bug that the newest cuDNN still has.
+#: The value of ``last`` for a bug that the newest cuDNN still has.
 NOT_FIXED = 99999
 #: Compute capabilities.
 _ALL_GPUS, _HOPPER, _BLACKWELL = range(80, 130), range(90, 100), range(100, 120)
@@ -48,14 +48,14 @@ class Bug:
     """A known bug of cuDNN that affects this package.
 
     Attributes:
-        name: short and stable; the value that ``CUPY_SDPA_GUARDS_OFF`` takes.
+        name: a short, stable name; the value that ``CUPY_SDPA_GUARDS_OFF`` takes.
         first, last: the first and the last affected version of cuDNN; 9.19.0 is 91900. Default of ``last``: :data:`NOT_FIXED`.
         capabilities: the affected compute capabilities; 9.0 is 90. Default: all.
         condition: whether a problem is affected.
         when: the condition in words.
-        effect: what happens.
-        guards: keys of :data:`GUARDS` that avoid the bug. Default: none, affected problems are refused.
-        remedy: what the user can do about a refusal.
+        effect: the effect in words.
+        guards: keys of :data:`GUARDS` that avoid the bug. Default: no guards; affected problems are refused.
+        remedy: how the user can avoid a refusal.
         link: the report, or ``docs/cudnn.md`` for a bug that is described there.
         planned: whether cuDNN plans affected problems, so that ``support --measure`` cannot confirm the bug. Default True.
     """
@@ -87,7 +87,7 @@ def _one_query_forward(problem: Problem) -> bool:
 
 
 def _one_packed_query(problem: Problem) -> bool:
-    """Packed sequences of at most one query each."""
+    """Packed sequences with at most one query each."""
     return problem.packed and _one_query(problem)
 
 
@@ -107,7 +107,7 @@ def _query_bias_with_sinks(problem: Problem) -> bool:
 
 
 def _direct_with_narrow_values(problem: Problem) -> bool:
-    """dQ is written directly, with head dims (D, Dv) that were measured wrong or were not measured."""
+    """dQ is written directly, with head dims (D, Dv) for which results were wrong or were not measured."""
     d, dv, *_ = problem.sizes
     return problem.backward and writes_dq_directly(problem) and d > 128 and d != dv and (d, dv) != (192, 128)
 
@@ -158,7 +158,7 @@ _SINGLE_KEY_DIFFERENCE = Bug(
 )
 
 #: Every known bug of the supported versions. The ranges of the backward bugs were measured: plans with every release from 9.19
-#: to 9.28, runs on an H200 with 9.19.0 and 9.28.0. The guards avoid the bugs with both. They cost time, so that
+#: to 9.28, runs on an H200 with 9.19.0 and 9.28.0. The guards avoid the bugs with both versions. They cost time, so
 #: they apply to affected problems only.
 BUGS: tuple[Bug, ...] = (
     _DECODE_BLACKWELL,

@@ -5,7 +5,7 @@ the value, the limit and the remedy, in terms of the caller's arguments. Wrong r
 bugs (:mod:`.known_bugs`), not rules.
 
 To add a rule, write both, add a case for each side of the limit to ``SIDES`` in tests/test_support.py (to ``DOUBTS`` if the
-rule does not refuse), and write docs/support.md again: ``python -m cupy_sdpa support --markdown > docs/support.md``.
+rule does not refuse), and regenerate docs/support.md: ``python -m cupy_sdpa support --markdown > docs/support.md``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Rule:
     """A limit of cuDNN or of a GPU.
 
     Attributes:
-        name: short and stable; the value that ``CUPY_SDPA_GUARDS_OFF`` takes.
+        name: a short, stable name; the value that ``CUPY_SDPA_GUARDS_OFF`` takes.
         summary: one sentence for the documentation.
         error: the exception that a call raises.
         violations: function of (problem, cuDNN version, compute capability) that yields a message for every violation.

@@ -1,7 +1,7 @@
 """Queries on the tables: why a problem cannot run, which bugs are avoided, and what is unverified on a GPU.
 
 :func:`why_not` checks a problem against every rule (:mod:`.rules`) and every bug without a guard (:mod:`.known_bugs`). An empty
-result means that no problem is known; cuDNN may still refuse to plan it. :func:`guards` and :func:`staging_guards` return the
+result means that no reason is known; cuDNN may still refuse to plan it. :func:`guards` and :func:`staging_guards` return the
 guards that a problem needs.
 """
 
@@ -90,7 +90,7 @@ def disabled_names() -> frozenset[str]:
     """Return the rules and bugs that :data:`GUARDS_OFF` disables; the variable is read once.
 
     Raises:
-        ValueError: an unknown name, or a rule that protects memory.
+        ValueError: a name is unknown, or names a rule that protects memory.
     """
     names = frozenset(filter(None, os.environ.get(GUARDS_OFF, "").replace(" ", "").split(",")))
     allowed = {bug.name for bug in BUGS} | {rule.name for rule in RULES if rule.error is Unsupported}
@@ -130,13 +130,13 @@ def workarounds(problem: Problem, cudnn: int, capability: int) -> tuple[str, ...
 
 
 def unverified_rules(problem: Problem, cudnn: int, capability: int) -> list[tuple[str, str]]:
-    """Return name and message of every rule that a problem violates and that does not refuse it."""
+    """Return the name and message of every violated rule that does not refuse the problem."""
     rules = [rule for rule in RULES if not rule.refuses and rule.name not in disabled_names()]
     return [(rule.name, text) for rule in rules for text in rule.violations(problem, cudnn, capability)]
 
 
 def unverified(problem: Problem, cudnn: int, capability: int) -> tuple[str, ...]:
-    """Return what of a problem was never run on such a GPU. A call runs there if cuDNN can plan it."""
+    """Return the features of a problem that were never run on such a GPU. A call runs there if cuDNN can plan it."""
     messages = [text for _, text in unverified_rules(problem, cudnn, capability)]
     if capability not in VERIFIED:
         messages.append(f"this package was not run on compute capability {capability / 10}")

@@ -17,12 +17,12 @@ WIDTH, LABEL = 100, 10
 BAR = 30
 
 
-#: The lines printed so far, if they are printed as JSON at the end; else None.
+#: The lines collected so far if they are printed as JSON at the end; else None.
 _recorded: ContextVar[list[dict[str, str]] | None] = ContextVar("recorded", default=None)
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
-    """A help formatter that wraps texts of one line and keeps texts of several lines, such as examples."""
+    """A help formatter that wraps single-line texts and does not change multi-line texts, such as examples."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return super()._fill_text(text, width, indent) if "\n" in text else textwrap.fill(text, width)
@@ -70,7 +70,7 @@ def output_of(arguments: argparse.Namespace) -> Iterator[None]:
 
 
 def record(**facts: str) -> bool:
-    """Add an entry to the JSON list if there is one; returns whether there is."""
+    """Add an entry to the JSON list if the output is JSON; returns whether it is."""
     lines = _recorded.get()
     if lines is not None:
         lines.append(facts)

@@ -113,7 +113,7 @@ def check_memory(needed: int, what: str) -> None:
 
     Args:
         needed: bytes.
-        what: the start of the message.
+        what: the subject of the message.
 
     Raises:
         CommandError: the system has less memory available.

@@ -1,4 +1,4 @@
-"""What this machine has for the GPU engine, and what is missing, with the command that installs it."""
+"""The libraries and GPUs of this machine, and the missing parts with the command that installs them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ...version import MINIMUM_CUDNN, version_text
 from .console import CommandError, one_line
 
 #: Exceptions that the import of a broken installation raises: a linked library is missing, CuPy cannot write its cache folder,
-#: the module was built for another numpy, the versions of its parts do not match.
+#: the module was built for a different numpy version, the versions of its parts do not match.
 _BROKEN = (ImportError, OSError, ValueError, RuntimeError)
 #: The file with the version of the NVIDIA kernel driver, and its devices, on Linux and under Windows (WSL).
 _DRIVER = Path("/proc/driver/nvidia/version")
 _DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
-#: The first driver for CUDA 13.
+#: The first driver version for CUDA 13.
 _DRIVER_OF_CUDA13 = 580
 
 
@@ -57,7 +57,7 @@ def pip() -> str:
 
 
 def no_gpu() -> str | None:
-    """Why no GPU can be used; None if there is one, or if CuPy, which could count them, is not installed."""
+    """Why no GPU can be used; None if a GPU is found, or if CuPy, which counts the GPUs, is not installed."""
     cupy = imported("cupy")
     if not isinstance(cupy, ModuleType):
         return None if driver() else "no GPU: no NVIDIA driver is loaded"
@@ -69,7 +69,7 @@ def no_gpu() -> str | None:
         if not has:  # the CUDA error would be "insufficient driver"
             return "no GPU: no NVIDIA driver is loaded"
         return f"no GPU: {error} (the driver is for CUDA {cuda_text(has)}, CuPy for {cuda_text(runtime.runtimeGetVersion())})"
-    return None if count else "no GPU: the driver finds none"
+    return None if count else "no GPU: the driver finds no GPU"
 
 
 def gpus() -> list[str]:
@@ -84,7 +84,7 @@ def gpus() -> list[str]:
 
 
 def obstacles() -> list[str]:
-    """Why the cuDNN engine cannot run here, the most important reason first; empty if it can."""
+    """Why the cuDNN engine cannot run here, the most important reason first; empty if it can run."""
     reasons = [reason] if (reason := no_gpu()) else []
     cupy = imported("cupy")
     for title, module in (("CuPy", cupy), ("cuda-python", imported("cuda.bindings.driver"))):
@@ -118,7 +118,7 @@ def check_library(cudnn: str | None) -> None:
         CommandError: there is no such file.
     """
     if cudnn is not None and not Path(cudnn).is_file():
-        raise CommandError(f"--cudnn {cudnn}: there is no such file; give the path of a libcudnn.so.9")
+        raise CommandError(f"--cudnn {cudnn}: there is no such file; pass the path of a libcudnn.so.9")
 
 
 def cuda_text(version: int) -> str:

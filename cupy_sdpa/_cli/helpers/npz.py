@@ -1,4 +1,4 @@
-"""npz files: read headers before data, never unpickle, report damage in one sentence, and write files atomically."""
+"""npz files: headers are read before data, nothing is unpickled, damage is reported in one line, and writes are atomic."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def headers(path: Path, names: Sequence[str]) -> list[Header]:
     """Read the headers of arrays in an npz file, without their data.
 
     Raises:
-        CommandError: the file or an array is missing or damaged, or an array holds Python objects.
+        CommandError: the file or an array is missing or damaged, or an array contains Python objects.
     """
     result = []
     with _opened(path) as archive:
@@ -85,7 +85,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     Raises:
         CommandError: the file cannot be written.
     """
-    target = Path(os.path.realpath(path))  # keeps a symbolic link
+    target = Path(os.path.realpath(path))  # preserves a symbolic link
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         if target.exists() and not target.is_file():
@@ -102,7 +102,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     except OSError as error:  # for example, the disk is full
         raise CommandError(f"cannot write {path}: {error.strerror}") from error
     finally:
-        temporary.unlink(missing_ok=True)  # missing after a successful rename
+        temporary.unlink(missing_ok=True)  # the temporary file does not exist after a successful rename
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ def importable() -> bool:
 
 
 def window(count: int, position: int) -> NDArray[np.intp]:
-    """The positions of the passage around a position, in a text of ``count`` tokens."""
+    """The positions of the passage around a given position, in a text of ``count`` tokens."""
     start = max(0, min(position - WINDOW // 2, count - WINDOW))
     return np.arange(start, min(start + WINDOW, count))
 

@@ -1,4 +1,4 @@
-"""Input for the demo: the tokens of a text, vectors with meaning for them, and q, k and v made of these vectors.
+"""Input for the demo: the tokens of a text, a word vector for each token, and q, k and v computed from these vectors.
 
 Nothing is trained. The vector of a word depends on the words near it: the singular vectors (Levy and Goldberg 2014) of
 positive pointwise mutual information (Church and Hanks 1990). Positions are encoded by the sinusoids of Vaswani et al. 2017,
@@ -19,13 +19,13 @@ Array = NDArray[Any]
 
 #: Words to print first, if the text contains them.
 INTERESTING = ("marmalade", "watch", "garden", "curiosity", "rabbit", "pictures")
-#: ASCII replacements for the text's other characters, which not every terminal can print.
+#: ASCII replacements for the text's non-ASCII characters, which some terminals cannot print.
 _ASCII = str.maketrans({"’": "'", "‘": "'", "—": "-"})
-#: The most dimensions of a word vector. With more, unrelated words get nearly orthogonal vectors, and few words are similar.
+#: The maximum dimension of a word vector. With more, unrelated words get nearly orthogonal vectors, and few words are similar.
 WORD_DIMENSIONS = 48
 #: Words at most this many positions apart count as neighbors.
 NEIGHBORS = 4
-#: The score of a word with itself, in the sharpest and in the bluntest head of a group.
+#: The score of a word with itself, in the sharpest and in the least sharp head of a group.
 SHARPEST, BLUNTEST = 10.0, 5.0
 #: The share of the position in a key, in the first and in the last key head; the rest is the word.
 FIRST_POSITION_SHARE, LAST_POSITION_SHARE = 0.1, 0.8
@@ -50,7 +50,7 @@ def word_vectors(words: list[str], dimensions: int) -> Array:
 
     Args:
         words: the tokens.
-        dimensions: the most dimensions of a vector.
+        dimensions: the maximum number of dimensions of a vector.
 
     Returns:
         ``(len(words), at most dimensions)``.
@@ -103,7 +103,11 @@ def heads(words: list[str], count: int, query_heads: int, key_heads: int, head_d
 
     mix = np.random.default_rng(1865).standard_normal((key_heads, head_dim, head_dim), np.float32)
     v = np.einsum("shd,hde->she", k, mix, optimize=True)
-    return q[None].T, k[None].T, v[None].T  # (batch, seq, heads, head_dim) in C order is our layout in Fortran order
+    return (
+        q[None].T,
+        k[None].T,
+        v[None].T,
+    )  # (batch, seq, heads, head_dim) in C order is our layout in Fortran order
 
 
 def weights(q: Array, k: Array, head: int, rows: Array, causal: bool) -> Array:
@@ -136,7 +140,7 @@ def interesting(words: list[str], count: int) -> list[int]:
 
 
 def strongest(weight: Array, words: list[str], position: int, count: int) -> list[tuple[str, float]]:
-    """The words that a query attends to most, except its own, with their weights summed over all positions."""
+    """The words that a query attends to most, except the query's own, with their weights summed over all positions."""
     total: dict[str, float] = {}
     for word, share in zip(words, weight.tolist(), strict=True):
         if word != words[position] and word[0].isalnum():

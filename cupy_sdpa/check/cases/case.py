@@ -6,7 +6,7 @@ import ast
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
-#: What a case can run on: CuPy arrays through cuDNN, numpy arrays on the CPU engine, or planning without execution.
+#: The engines of a case: CuPy arrays through cuDNN, numpy arrays on the CPU engine, or planning without execution.
 ENGINES = ("gpu", "cpu", "plan")
 #: The options that return another gradient, and the option that each requires.
 REQUIRES = {"return_dbias": "bias", "return_dsinks": "sinks", "return_dtensors": "score_mod"}
@@ -34,9 +34,9 @@ class Dropout(NamedTuple):
     """The value of the option ``dropout``.
 
     Attributes:
-        p: the probability to drop a weight.
+        p: the probability of dropping a weight.
         source: ``"seed"`` for seed and offset as integers, ``"array"`` for arrays, ``"mask"`` for a ``dropout_mask``.
-        seed, offset: of the random numbers.
+        seed, offset: the seed and offset of the random numbers.
     """
 
     p: float
@@ -51,12 +51,12 @@ class Case:
 
     Attributes:
         engine: ``"gpu"``, ``"cpu"`` or ``"plan"``.
-        dtype: of q, k and v.
+        dtype: the dtype of q, k and v.
         d, dv, hq, hkv, sq, skv, b: the sizes; with packed sequences sq and skv are the maximum lengths.
         backward: whether gradients are computed.
         layouts: memory layouts by array name, in the notation of :mod:`.memory`; dense Fortran order by default.
         options: the options of the call as literals; see :mod:`.draw`.
-        seed: of the values.
+        seed: the seed of the values.
         gpu: the name of the described GPU, for planning.
 
     >>> Case(sq=1, options={"causal": "bottom_right"})

@@ -20,7 +20,7 @@ LARGEST["float64"] = float(np.finfo(np.float64).max)
 LITERAL_OPTIONS = ("scale", "causal", "window", "softcap", "bucket", "max_workspace")
 #: Options of the call that are arrays.
 ARRAY_OPTIONS = ("mask", "bias", "alibi_slopes", "sinks", "seq_lens_q", "seq_lens_kv", "cu_seqlens_q", "cu_seqlens_kv")
-#: Separates the random numbers of the sequence lengths from those of the arrays.
+#: Added to the seed to separate the random numbers of the sequence lengths from those of the arrays.
 _LENGTHS_STREAM = 77
 
 
@@ -41,7 +41,7 @@ class Data:
         case: the case that the values belong to.
         arrays: q, k, v, dout in logical shape and the array options, by argument name; NaN where nothing may be read.
         tensors: the arrays that the score and mask functions capture, by name.
-        lengths: of the queries and the keys of each batch entry, limited to the maximum lengths; None where all are full.
+        lengths: the lengths of queries and keys of each batch entry, at most the maximum lengths; None where all are full.
         starts: ``cu_seqlens_q`` and ``cu_seqlens_kv``; None if the sequences are not packed.
         keep: the weights that dropout keeps, ``(Skv, Sq, Hq, B)``; set later if the engine generates them.
     """
@@ -58,7 +58,7 @@ def build(case: Case, index: int) -> Data:
     """Generate a set of values.
 
     Args:
-        case: what the values are for.
+        case: the case that the values are for.
         index: 0 or 1, the set.
     """
     data = Data(case)
@@ -80,7 +80,7 @@ def build(case: Case, index: int) -> Data:
 
 
 def _lengths(rng: np.random.Generator, kind: str, maximum: int, batch: int, excess: int = 0) -> Any:
-    """Sequence lengths ``(B,)`` of a kind; full ones exceed the maximum by ``excess``."""
+    """Sequence lengths ``(B,)`` of a kind; full lengths exceed the maximum by ``excess``."""
     random = rng.integers(0, maximum + 1, batch)
     random = np.where(rng.random(batch) < 0.2, maximum + excess, random)
     by_kind: dict[str, Callable[[], Any]] = {

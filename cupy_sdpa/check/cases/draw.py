@@ -55,7 +55,7 @@ LIMITS = {
 }
 #: Numbers of keys with a single query; 40 % of those cases have one of these.
 DECODE_KEYS = (1, 2, 64, 127, 128, 129, 163, 255, 256, 257, 276, 384, 1023, 1024, 1025, 4096)
-#: The described GPUs that problems are planned for. The H200, whose description was read from a real GPU, is drawn more often.
+#: The described GPUs that problems are planned for. The H200, whose description was read from a real GPU, is more frequent.
 GPUS = ("h200", "h200", "a100", "b200", "l40s", "rtx5090")
 
 
@@ -64,7 +64,7 @@ class Sampler:
 
     Args:
         rng: the random number generator.
-        engine: of the case.
+        engine: the engine of the case.
         fixed_lengths: Sq and Skv; None to draw them.
     """
 
@@ -92,7 +92,7 @@ class Sampler:
         return min(maximum, max(minimum, round(float(value))))
 
     def length(self) -> int:
-        """A sequence length: tiny, near a multiple of the tile sizes of kernels, or any."""
+        """A sequence length: very small, near a multiple of the tile sizes of kernels, or arbitrary."""
         return int(
             self.pick(
                 self.pick(1, 2, 3, 7, 8, 17),
@@ -152,7 +152,7 @@ class Sampler:
         self.sizes = {"d": d, "dv": dv, "hq": hkv * group, "hkv": hkv, "sq": sq, "skv": skv, "b": b}
 
     def axes(self) -> str:
-        """The axes of a mask or bias: keys, queries, heads, batch; each present or of length 1."""
+        """The axes of a mask or bias: keys, queries, heads, batch; each of full length or length 1."""
         return "".join(letter if self.chance(0.5) else "1" for letter in "kqhb")
 
     def float_dtype(self) -> str:
@@ -288,7 +288,7 @@ def is_valid(names: set[str]) -> bool:
 
 
 def _with_required(names: set[str]) -> set[str]:
-    """Options and the options that they require."""
+    """The given options and the options that they require."""
     return names | {REQUIRES[name] for name in names if name in REQUIRES}
 
 
@@ -300,9 +300,9 @@ def draw(seed: int, number: int, engine: str, lengths: tuple[int, int] | None = 
     """Draw case ``number`` of the run with a seed; ``1.5 len(PAIRS)`` consecutive cases contain every pair of options.
 
     Args:
-        seed: of the run.
-        number: of the case.
-        engine: of the case.
+        seed: the seed of the run.
+        number: the number of the case.
+        engine: the engine of the case.
         lengths: Sq and Skv; None to draw them.
 
     >>> draw(1, 2, "cpu") == draw(1, 2, "cpu")

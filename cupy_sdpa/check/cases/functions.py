@@ -19,7 +19,7 @@ class Function(NamedTuple):
         call: the function, with FlexAttention's signature.
         tensors: the axes of each captured array: letters of ``bhqk``, or a digit for an axis of that length, which is read at
             its last index.
-        kind: of the arrays' values: ``"float"``, ``"int"``, ``"bool"``, or ``"number"`` (float or int).
+        kind: the kind of the arrays' values: ``"float"``, ``"int"``, ``"bool"``, or ``"number"`` (float or int).
     """
 
     call: Callable[..., Any]
@@ -76,7 +76,7 @@ SCORES: dict[str, Function] = {
     "positions": Function(lambda s, b, h, q, k, x, y: s - 0.05 * abs(x[q] - y[k]), {"x": "q", "y": "k"}, "int"),
 }
 
-#: Mask functions. Their arrays have other names, because a call may have a score function too.
+#: Mask functions. Their arrays have other names, because a call may also have a score function.
 MASKS: dict[str, Function] = {
     "causal": Function(lambda b, h, q, k: q >= k),
     "window": Function(lambda b, h, q, k: (q - k <= 5) & (k - q <= 3)),
@@ -110,7 +110,7 @@ def function_of(option: str, name: str) -> Function:
 
 
 def tensor_shape(axes: str, b: int, h: int, q: int, k: int) -> tuple[int, ...]:
-    """The shape of a captured array with such axes.
+    """The shape of a captured array with the given axes.
 
     >>> tensor_shape("hk2", 1, 4, 5, 6)
     (4, 6, 2)

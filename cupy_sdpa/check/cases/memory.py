@@ -1,4 +1,4 @@
-"""Arrays in every memory layout, each inside a larger array of NaN: a read outside the array shows in the results.
+"""Arrays in every memory layout, each inside a larger array of NaN: a read outside the array is visible in the results.
 
 A layout is the letters of the axes, fastest first: ``d`` head dim, ``h`` heads, ``s`` sequence, ``b`` batch. Suffixes follow:
 ``+x`` for a slice of a longer axis x, ``*x`` for every second element along x, ``-x`` for reverse order along x. In the layout
@@ -63,9 +63,9 @@ class Memory:
         """Allocate an array full of NaN, or of 0 for integers.
 
         Args:
-            name: of the array.
-            shape: in logical axis order, ``dhsb`` (``dhs`` if packed) if it has a layout.
-            dtype: of the array.
+            name: the name of the array.
+            shape: the shape in logical axis order, ``dhsb`` (``dhs`` if packed) if it has a layout.
+            dtype: the dtype of the array.
             layout: the memory layout; empty for Fortran order.
         """
         axes = DENSE[: len(shape)] if layout else ""
@@ -129,7 +129,7 @@ def memory_of(case: Case, xp: Any, names: Iterable[str]) -> Memory:
     Args:
         case: the case.
         xp: numpy or CuPy.
-        names: of q, k, v, dout and the results.
+        names: the names of q, k, v, dout and the results.
     """
     memory, dtype = Memory(xp), dtype_of(case.dtype)
     if case.layouts.get("q") == "qkv" and "packed" not in case.options:

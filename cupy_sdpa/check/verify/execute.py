@@ -104,7 +104,7 @@ class CaseRunner:
             results.clear()  # allows the next call's results to have the same addresses
         memory = self.allocate()
         self.load(memory, 1)
-        # attention_vjp lets cuDNN write the log-sum-exp, the calls before computed it from max and sum_exp: other bits.
+        # with attention_vjp cuDNN writes the log-sum-exp; the calls before computed it from max and sum_exp: other bits
         same_bits = self.case.options.get("stats") != "max_sumexp"
         self.check_results(self.call_alternative(memory), 1, "the call at other addresses", same_bits=same_bits)
         return self.outcome
@@ -160,7 +160,7 @@ class CaseRunner:
         return self.forward(prepare_and_call, memory, options | preallocated)
 
     def forward(self, function: Any, memory: Memory, options: dict[str, Any]) -> dict[str, Any]:
-        """Call a forward function; with gradients it returns the log-sum-exp, too."""
+        """Call a forward function; with gradients it also returns the log-sum-exp."""
         q, k, v = (memory.views[name] for name in "qkv")
         stats: Any = self.case.options.get("stats", self.case.backward)
         self.outcome.calls += 1
@@ -240,7 +240,7 @@ class CaseRunner:
         return (keep if isinstance(keep, np.ndarray) else keep.get())[: self.case.skv, : self.case.sq]
 
     def bucketed(self, name: str, array: Any) -> Any:
-        """Zeros of the padded length that ``bucket`` gives; the random numbers of dropout depend on the padded lengths."""
+        """Zeros of the length to which ``bucket`` pads; the random numbers of dropout depend on the padded lengths."""
         bucket = self.case.options.get("bucket")
         d, heads, length, *batch = array.shape
         if bucket is None or not batch or (name == "q" and length == 1):  # packed: only the maximum lengths are rounded
@@ -249,7 +249,7 @@ class CaseRunner:
         return self.xp.zeros((d, heads, padded, *batch), array.dtype, order="F")
 
     def documented_reasons(self) -> list[str]:
-        """The reasons of ``explain`` why the case is not supported; empty if it is supported."""
+        """The reasons from ``explain`` why the case is not supported; empty if it is supported."""
         memory = self.allocate()
         self.load(memory, 0)
         options, views = self.options(memory, 0), memory.views

@@ -25,8 +25,8 @@ class Inputs:
     Attributes:
         q, dout: ``(B, Hkv, G, Sq, D)`` and ``(B, Hkv, G, Sq, Dv)`` in float64.
         k, v: ``(B, Hkv, 1, Skv, D)`` and ``(B, Hkv, 1, Skv, Dv)`` in float64.
-        lengths: of the queries and of the keys, ``(B,)`` each.
-        group: query heads per key head.
+        lengths: the lengths of the queries and of the keys, ``(B,)`` each.
+        group: the number of query heads per key head.
         scale: the factor of q k^T.
         keep: the factors of dropout, 0 or 1 / (1 - p), in the shape of the scores; 1.0 without dropout.
     """
@@ -99,7 +99,7 @@ class Inputs:
         return np.broadcast_to(i, (1, 1, 1, self.case.sq, 1))
 
     def visible(self) -> Array:
-        """Whether each query attends to each key, as far as the lengths and the mask options decide it."""
+        """Whether each query attends to each key, according to the lengths and the mask options."""
         case, options = self.case, self.case.options
         j, i, diagonal = np.arange(case.skv), np.arange(case.sq)[:, None], self.diagonal()
         lengths_q, lengths_kv = (lengths[:, None, None, None, None] for lengths in self.lengths)
@@ -135,7 +135,7 @@ class Inputs:
         return np.broadcast_to(np.asarray(result), self.merged_shape).reshape(self.shape)
 
     def to_call_shape(self, array: Array, side: int, fill_value: float = 0.0) -> Array:
-        """Convert a result ``(B, H, S, ...)`` to the shape of the call's.
+        """Convert a result ``(B, H, S, ...)`` to the shape of the call's result.
 
         Args:
             array: the result.

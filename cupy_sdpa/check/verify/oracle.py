@@ -1,7 +1,7 @@
 r"""Dense attention and its gradients in numpy, from the papers: the reference of the self-test.
 
 It uses no code of the package outside the self-test. All matrices are ``(B, Hkv, G, Sq, Skv)``, G query heads per key head.
-In float64 it gives the truth. In float32, with the roundings of a fused kernel (P, dS and the results to the dtype of the
+In float64 the result is the truth. In float32, with the roundings of a fused kernel (P, dS and the results to the dtype of the
 arrays, L to float32), it is the naive computation of flash-attention's tolerance rule.
 
 Vaswani et al. 2017, equation 1; Dao 2023, "FlashAttention-2", sections 2.2 and 3.1. The derivatives of score functions are
@@ -24,7 +24,7 @@ from .inputs import Array, Inputs
 MASKED = -1e6
 #: The step of the central differences.
 STEP = 1e-6
-#: A score function is not differentiable if its derivative changes by more than this within a step, at weights above the next.
+#: A score function is not differentiable if its derivative changes by more than this in a step, at weights above the second.
 MAX_BEND, MIN_WEIGHT = 1e-3, 1e-12
 
 
@@ -40,7 +40,7 @@ class Results:
         values: the results by name, in the shapes of the call's.
         p: the weights, softmax of the scores.
         attended: which weights are not masked.
-        scores: after the mask, -inf where masked.
+        scores: the scores after the mask, -inf where masked.
         ds: the gradient of the scores before the softmax.
         score_derivative: the derivative of the scores by the scaled product of q and k.
         stats: the log-sum-exp, ``(B, Hkv, G, Sq)``.
@@ -62,13 +62,13 @@ class Results:
 
 
 class Forward(NamedTuple):
-    """What the backward pass needs of the forward pass.
+    """The values of the forward pass that the backward pass needs.
 
     Attributes:
         q, k, v, out: in the working precision.
         product: the scaled product of q and k.
         softcap_input: the scores before the softcap.
-        scores: after the mask.
+        scores: the scores after the mask.
         sink: the score of the sink, ``(B, Hkv, G, Sq, 1)``.
     """
 
@@ -86,7 +86,7 @@ class Precision:
     """The roundings of a computation.
 
     Args:
-        dtype: of the arrays; None for the truth.
+        dtype: the dtype of the arrays; None for the truth.
     """
 
     def __init__(self, dtype: str | None) -> None:
@@ -116,7 +116,7 @@ def evaluate(inputs: Inputs, dtype: str | None = None, *, truth: Results | None 
     q, k, v = (x.astype(work) for x in (inputs.q, inputs.k, inputs.v))
     product = np.broadcast_to(work.type(inputs.scale) * (q @ k.swapaxes(-1, -2)), inputs.shape)
     scores, softcap_input = _scores(inputs, product, work)
-    # A score function that returns -inf masks, although the softcap and the bias may make the score finite.
+    # A score of -inf from a score function is masked, even if the softcap or the bias makes it finite.
     attended = inputs.visible() & (scores > MASKED) & ~np.isneginf(softcap_input)
     scores = np.where(attended, scores, -np.inf).astype(work)
     sink = _sink(inputs, work)
@@ -140,7 +140,7 @@ def evaluate(inputs: Inputs, dtype: str | None = None, *, truth: Results | None 
 
 
 def _sink(inputs: Inputs, work: np.dtype[Any]) -> Array:
-    """The scores of the sinks, ``(B, Hkv, G, Sq, 1)``; -inf where there is none."""
+    """The scores of the sinks, ``(B, Hkv, G, Sq, 1)``; -inf where there is no sink."""
     sink = np.full((*inputs.shape[:-1], 1), -np.inf, work)
     if "sinks" not in inputs.case.options:
         return sink

@@ -18,7 +18,7 @@ from ..cases.data import build, call_options
 from ..cases.memory import memory_of
 from .outcome import Outcome
 
-#: Part of the planner's answer if a problem ended its process.
+#: Part of the planner's result if a problem ended the process.
 _CRASHED = "ended the process inside cuDNN"
 
 

@@ -3,7 +3,7 @@ r"""The tolerance of a result: flash-attention's rule plus the propagated roundi
 The allowed error is :data:`FACTOR` times the error of the naive computation in the same precision, plus a floor. The naive
 error of a few elements may be small by chance, so the floor is the effect of independent roundings to first order: weights and
 dS are rounded to the dtype of the arrays, scores and L to float32 (Higham and Mary 2019, "A new approach to probabilistic
-rounding error analysis"). Results that must be exact (0 or -inf where a query attends to nothing, and in the padding) have no
+rounding error analysis"). Results that must be exact (0 or -inf in fully masked rows and in the padding) have no
 tolerance.
 """
 
@@ -20,7 +20,7 @@ from .oracle import Results
 
 #: The factor of the naive computation's error.
 FACTOR = 2.0
-#: Standard deviations of the propagated error in the floor.
+#: The number of standard deviations of the propagated error in the floor.
 DEVIATIONS = 4.0
 #: The relative spacing of float32.
 SINGLE = float(np.finfo(np.float32).eps)
@@ -195,7 +195,7 @@ def compare(name: str, actual: Array, truth: Array, naive: Array, floor: float, 
     """Compare a result with the truth.
 
     Args:
-        name: of the result.
+        name: the name of the result.
         actual: the result.
         truth: the result in float64.
         naive: the result of the naive computation.

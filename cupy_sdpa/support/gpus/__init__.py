@@ -1,11 +1,11 @@
 """Descriptions of GPUs in cuDNN's JSON format, used to plan for GPUs that are not present.
 
-``h200.json`` was read off the card with cuDNN 9.28; 9.19 accepts the same text. ``a100``, ``b200``, ``l40s`` and ``rtx5090``
-were constructed from published figures, not read off a device.
+``h200.json`` was written on an H200 with cuDNN 9.28; 9.19 accepts the same text. ``a100``, ``b200``, ``l40s`` and ``rtx5090``
+were constructed from published figures, not written on a device.
 
 To add a GPU, run ``python -m cupy_sdpa info --describe > NAME.json`` on a machine that has it, with a name in lower case, and
-put the file into this folder. There is no list to edit. docs/support.md then has one more column: write it again with
-``python -m cupy_sdpa support --markdown > docs/support.md``. A description outside this folder is used by its path.
+put the file into this folder. There is no list to edit. docs/support.md then has one more column: regenerate it with
+``python -m cupy_sdpa support --markdown > docs/support.md``. A description outside this folder is selected by its path.
 """
 
 from __future__ import annotations
