@@ -61,7 +61,7 @@ class Steps:
         assert session is not None
         self.key, *_ = found
         self.session = session
-        self.known = session.known[self.key]
+        self.known = session.cached_calls[self.key]
         self.pointers, self.recording = next(iter(self.known._graphs.items()))
         self.plan = self.known.plan
 
@@ -72,7 +72,7 @@ class Steps:
         (made,) = known._created
         yield "the key: dtypes, shapes and strides", lambda: replay_cache._key(here.ndarray, how, self.arrays, {})
         yield "the context and its session", lambda: here.session(here.context_id(0)[1])
-        yield "look up the call", lambda: self.session.known.get(key)
+        yield "look up the call", lambda: self.session.cached_calls.get(key)
         yield "the current stream", lambda: here.current_stream().ptr
         yield "allocate the output", lambda: here.ndarray(made[0], made[1], here.alloc(made[2]), None, "F")
         yield "look up the addresses", lambda: known._graphs.get(self.pointers)

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import dataclass, replace
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -208,7 +209,14 @@ def _packed(array):  # interleaved in memory, as a fused projection returns q, k
 
 LAYOUTS = {"fortran": lambda array: array, "bshd": _bshd, "bhsd": _bhsd, "sliced": _sliced, "packed": _packed}
 
-PACKED = {"packed": True, "seq_lens_q": (100, 0, 37, 128), "seq_lens_kv": (64, 20, 0, 150), "b": 4, "hq": 4, "hkv": 2}
+PACKED: dict[str, Any] = {
+    "packed": True,
+    "seq_lens_q": (100, 0, 37, 128),
+    "seq_lens_kv": (64, 20, 0, 150),
+    "b": 4,
+    "hq": 4,
+    "hkv": 2,
+}
 
 #: A row that attends only to its sink has a finite log-sum-exp: its gradients are 0 because of the bias alone.
 HIDDEN_ROWS = [

@@ -94,7 +94,7 @@ def plan_graph(graph, gpu: str, guarded: bool = True, config=None):
     return plan.info
 
 
-def in_child(function, *arguments) -> int:
+def in_child(function, *arguments) -> int | None:
     """Run a function in a new child; returns its exit code, negative for a signal."""
     context = multiprocessing.get_context("spawn")
     child = context.Process(target=_call, args=(function, arguments))

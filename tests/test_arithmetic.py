@@ -1,6 +1,7 @@
 """Arithmetic in score and mask functions: integers are exact, floats are accurate, mistakes are reported with their line."""
 
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -340,7 +341,7 @@ def test_clip_takes_a_number_between_traced_bounds():
     np.testing.assert_array_equal(evaluated(lambda s: np.clip(0.5, s, s + 1), values), np.clip(0.5, values, values + 1))
 
 
-MISTAKES = {
+MISTAKES: dict[str, Any] = {
     "method": (lambda s, b, h, i, j: s.sigmoid(), {}, AttributeError, r"'sigmoid': write scipy\.special\.expit\(x\)"),
     "method_of_numpy": (lambda s, b, h, i, j: s.tanh(), {}, AttributeError, r"write np\.tanh\(x\) in place of x\.tanh\(\)"),
     "attribute": (lambda s, b, h, i, j: s.shape, {}, AttributeError, "no attribute 'shape'"),

@@ -1,3 +1,5 @@
+# mypy: disable-error-code="arg-type, call-overload, dict-item"
+# The tables of mistakes pass wrong types on purpose.
 """The public call on numpy arrays: results, preallocated outputs, and error messages."""
 
 import pydoc

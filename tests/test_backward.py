@@ -1,3 +1,5 @@
+# mypy: disable-error-code="arg-type, call-overload, dict-item"
+# The tables of mistakes pass wrong types on purpose.
 """The public backward calls on numpy arrays: results, preallocated outputs, the pullback, and error messages."""
 
 import gc

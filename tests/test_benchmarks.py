@@ -181,7 +181,7 @@ def test_a_correct_contender_is_timed():
         ({"call": lambda self, inputs: 1 / 0}, "ZeroDivisionError: division by zero"),
         ({"call": lambda self, inputs: lambda: [][0]}, "IndexError: list index out of range"),
         ({"requires": ("no_such_module",)}, "no_such_module cannot be imported: No module named 'no_such_module'"),
-        ({"facts": lambda self: {}["x"]}, "KeyError: 'x'"),
+        ({"facts": lambda self: dict[str, str]()["x"]}, "KeyError: 'x'"),
     ],
     ids=["wrong", "nan", "no_call", "failing_call", "not_installed", "no_facts"],
 )

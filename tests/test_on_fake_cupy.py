@@ -137,7 +137,7 @@ PADDED = [
 @pytest.mark.parametrize("case", PADDED, ids=str)
 def test_padding_full_of_nan(case, bucket, cupy):
     """NaN in the padding of q, k, v and dout does not affect the results, which are 0 and -inf in the padding."""
-    q, k, v, dout = *case.arrays(), case.dout()
+    (q, k, v), dout = case.arrays(), case.dout()
     known, there = case.options(), case.options(cupy) | {"bucket": bucket}
     lengths = case.seq_lens_q, case.seq_lens_kv, case.seq_lens_kv, case.seq_lens_q
     given = [cupy.asarray(nan_beyond(x, of)) for x, of in zip((q, k, v, dout), lengths, strict=True)]

@@ -455,7 +455,9 @@ print(sorted(guards(odd, 91900, 90)))
 @pytest.mark.parametrize("bug", [bug for bug in BUGS if not bug.guards], ids=lambda bug: f"{bug.name}-{bug.first}")
 def test_a_refusal_for_a_bug_names_where_it_does_not_occur(bug):
     """With that version or GPU the problem is not refused."""
-    asked_ = next(p for p in (PROBES | pairs()).values() if bug.affects(p, bug.first, bug.capabilities.start))
+    affected = (p for p in (PROBES | pairs()).values() if bug.affects(p, bug.first, bug.capabilities.start))
+    asked_ = next(affected, None)
+    assert asked_, "no problem in offline/problems.py is affected by this bug"
     (reason,) = [r for r in why_not(asked_, bug.first, bug.capabilities.start) if r.rule == bug.name]
     assert reason.lift
     for version in RELEASES:

@@ -265,7 +265,7 @@ def run_cached(kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) -
     status, context = runtime.context_id(0)
     if status or (session := runtime.session(context)) is None:
         return None
-    cached: CachedCall | None = session.known.get(key)
+    cached: CachedCall | None = session.cached_calls.get(key)
     return None if cached is None else cached.run(runtime, passed, addresses)
 
 
@@ -301,18 +301,18 @@ def cache_call(kind: Any, names: Sequence[str], arrays: tuple[Any, ...], options
 def _cached(session: Session, key: tuple[Any, ...], call: Call, names: Sequence[str]) -> CachedCall:
     """The call that is cached under a key, or this one, which is then cached."""
     assert call.launched
-    cached: CachedCall | None = session.known.get(key)
+    cached: CachedCall | None = session.cached_calls.get(key)
     if cached is not None and cached.plan is call.launched.plan:
         cached.used = _next_use()
         return cached
     if cached is not None:  # its plan was destroyed, or its arrays had another alignment
         cached.remove()
-    if len(session.known) >= MAX_CALLS:  # remove more than one, so that this search is rare
-        oldest = heapq.nsmallest(1 + MAX_CALLS // 8, session.known.items(), key=lambda item: item[1].used)
+    if len(session.cached_calls) >= MAX_CALLS:  # remove more than one, so that this search is rare
+        oldest = heapq.nsmallest(1 + MAX_CALLS // 8, session.cached_calls.items(), key=lambda item: item[1].used)
         for other, old in oldest:
-            del session.known[other]
+            del session.cached_calls[other]
             old.remove()
-    new = session.known[key] = CachedCall(call, session.cache, names)
+    new = session.cached_calls[key] = CachedCall(call, session.cache, names)
     return new
 
 

@@ -21,13 +21,13 @@ class Session:
     Attributes:
         handle: the cuDNN handle.
         cache: the plans that were finalized for the handle.
-        known: the cached calls, see :mod:`cupy_sdpa.calls.replay_cache`.
+        cached_calls: the cached calls, see :mod:`cupy_sdpa.calls.replay_cache`.
     """
 
     def __init__(self) -> None:
         self.handle = Handle()
         self.cache = PlanCache()
-        self.known: dict[Any, Any] = {}
+        self.cached_calls: dict[Any, Any] = {}
 
 
 class _ThreadSessions:

@@ -1,6 +1,10 @@
 """Numpy functions of traced values, as steps that every engine supports (:data:`FUNCTIONS`).
 
 Python's operators also use them: ``x + y`` is ``np.add(x, y)``.
+
+To add a function, compose it of existing modes in :data:`FUNCTIONS`. A new mode also needs a derivative (:mod:`.autodiff`), and
+entries in graph/nodes.py, graph/interpreter.py and graph/emit.py; or, if cuDNN does not have it, only in ``COMPOSED`` of
+graph/emit.py.
 """
 
 from __future__ import annotations

@@ -7,10 +7,12 @@ To add a bug:
 2. If a guard of :data:`GUARDS` avoids the bug, name it in ``guards``. Otherwise leave ``guards`` empty and write a ``remedy``:
    affected calls then raise :class:`cupy_sdpa.Unsupported`.
 3. Add a case to ``AFFECTED`` in tests/test_support.py: problems, versions and GPUs that are affected, and some that are not.
-4. Regenerate docs/support.md: ``python -m cupy_sdpa support --markdown > docs/support.md``.
+4. If the bug is refused, a problem of ``PROBES`` or a pair of ``OPTIONS`` in offline/problems.py must be affected; add one.
+5. Regenerate docs/support.md: ``python -m cupy_sdpa support --markdown > docs/support.md``.
 
 Everything else (refusals, guards, ``explain()``, the documentation) reads this table. A new guard also needs an implementation:
-those of :data:`STAGING_GUARDS` change the arrays (calls/staging.py), the others change the graph (graph/patterns.py).
+those of :data:`STAGING_GUARDS` change the arrays (calls/staging.py), the others change the graph (graph/attention_forward.py,
+graph/attention_backward.py).
 """
 
 from __future__ import annotations

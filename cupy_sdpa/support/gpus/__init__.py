@@ -4,8 +4,10 @@
 were constructed from published figures, not written on a device.
 
 To add a GPU, run ``python -m cupy_sdpa info --describe > NAME.json`` on a machine that has it, with a name in lower case, and
-put the file into this folder. There is no list to edit. docs/support.md then has one more column: regenerate it with
-``python -m cupy_sdpa support --markdown > docs/support.md``. A description outside this folder is selected by its path.
+move the file into this folder. Add it to the parameters of test_the_table_matches_cudnn in tests/test_support.py, with the
+engines that ``python -m cupy_sdpa support --measure`` reports, and to ``GPUS`` in check/cases/draw.py. docs/support.md then has
+one more column: regenerate it with ``python -m cupy_sdpa support --markdown > docs/support.md``. A new generation also needs an
+entry in ``GENERATIONS`` of support/why_not.py. A description outside this folder is selected by its path.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class Fixture:
                 raise MemoryError
             return SimpleNamespace(ptr=self.free[0], device_id=0)
 
-        self.session = SimpleNamespace(known={}, handle=object(), cache=PlanCache())
+        self.session = SimpleNamespace(cached_calls={}, handle=object(), cache=PlanCache())
         self.here = SimpleNamespace(
             ndarray=Array, alloc=memory, is_capturing=lambda stream: self.capturing,
             current_stream=lambda: SimpleNamespace(ptr=self.stream), context_id=lambda flags: (0, 1),
@@ -222,7 +222,7 @@ def test_calls_with_copies_are_validated_or_captured(fixture):
     kinds = [fixture.call(q, k, v, plain=False, made=100) for _ in range(4)]
     assert kinds[:3] == ["read", "read", "read, and recorded"]
     assert kinds[3][0] == "launch"
-    fixture.session.known.clear()
+    fixture.session.cached_calls.clear()
     assert {fixture.call(q, k, v, plain=False, made=replay_cache.SMALL_BYTES + 1) for _ in range(5)} == {"read"}
 
 
@@ -380,7 +380,7 @@ def test_captured_graphs_share_no_memory(fixture):
     for out in [Array() for _ in range(3)]:
         for _ in range(3):
             fixture.call(q, k, v, out)
-    (known,) = fixture.session.known.values()
+    (known,) = fixture.session.cached_calls.values()
     workspaces = [array for recording in known._graphs.values() for array in recording.own]
     assert [array.nbytes for array in workspaces] == [256] * 3
     assert len({array.data.ptr for array in workspaces}) == 3
@@ -468,7 +468,7 @@ def test_old_addresses_are_forgotten(fixture, monkeypatch):
     outputs = [Array() for _ in range(5)]
     for out in (*outputs, outputs[2]):
         fixture.call(q, k, v, out)
-    (known,) = fixture.session.known.values()
+    (known,) = fixture.session.cached_calls.values()
     assert [pointers[4] for pointers in known._counts] == [outputs[n].data.ptr for n in (3, 4, 2)]
 
 
@@ -479,7 +479,7 @@ def test_evicted_calls_leave_no_captured_graph(fixture, monkeypatch):
     for scale in (0.1, 0.2, 0.3):
         for _ in range(4):
             fixture.call(q, k, v, scale=scale)
-    assert len(fixture.session.known) == 2
+    assert len(fixture.session.cached_calls) == 2
     assert fixture.session.cache.recordings == len(fixture.alive) == 2
 
 
@@ -494,7 +494,7 @@ def test_arrays_of_the_call_are_kept_with_the_graph(fixture):
         )
         assert replay_cache.run_cached("forward", (q, k, v, out, None), {"seed": 5}) is None
         replay_cache.cache_call("forward", FORWARD, (q, k, v, out, None), {"seed": 5}, call)
-    (known,) = fixture.session.known.values()
+    (known,) = fixture.session.cached_calls.values()
     ((kept, workspace),) = [recording.own for recording in known._graphs.values()]
     assert kept is seed
     assert workspace.nbytes == 256

@@ -26,7 +26,7 @@ CASE = Case("repeated", sq=100, dtype="bfloat16")
 def session(plans):
     """A session without cached calls."""
     session = existing_session(driver.context_id())
-    session.known.clear()
+    session.cached_calls.clear()
     session.cache.recorded.warned = False
     yield session
     session.cache.set_recording_limit(RECORDING_LIMIT)
@@ -205,7 +205,7 @@ def test_large_copies_are_not_kept(arrays, cupy, monkeypatch):
     monkeypatch.setattr(replay_cache, "SMALL_BYTES", 0)
     for _ in range(4):
         attention(q, k, v, out=out, **options)
-    assert not existing_session(driver.context_id()).known
+    assert not existing_session(driver.context_id()).cached_calls
     before = bits(out)
     options["seq_lens_kv"][...] = cupy.array([1, 80])
     attention(q, k, v, out=out, **options)
@@ -252,7 +252,7 @@ def test_both_ways_to_launch_a_captured_graph(backward, arrays, session, cupy, m
     _ = large @ large
     cupy.cuda.Device().synchronize()
     want = [bits(into[name]) for name in into if name != "dq"]  # which is accumulated in any order
-    (recording,) = next(known for known in session.known.values() if known._graphs)._graphs.values()
+    (recording,) = next(known for known in session.cached_calls.values() if known._graphs)._graphs.values()
     steps, launch = recording._driver_calls, recording._launch
     recording._launch = lambda *given: graphs.append(1) or launch(*given)
     recording._driver_calls = [(lambda *given, run=run: kernels.append(1) or run(*given), given) for run, given in steps]
@@ -477,7 +477,7 @@ def test_old_addresses_are_evicted(arrays, cupy, monkeypatch):
     for _ in range(3):
         for scale in (0.1, 0.2, 0.3, 0.4):
             np.testing.assert_array_equal(bits(attention(q, k, v, scale=scale)), bits(attention(q, k, v, scale=scale)))
-    known = existing_session(driver.context_id()).known
+    known = existing_session(driver.context_id()).cached_calls
     assert len(known) == 2
     assert cache.recording_bytes <= cache.recording_limit
     assert cache.recordings == sum(len(call._graphs) for call in known.values())
@@ -554,6 +554,6 @@ def test_two_gpus_have_their_own_captured_graphs(cupy, monkeypatch):
             check(device)
             with reading_forbidden(monkeypatch):
                 check(device)
-            known = existing_session(driver.context_id()).known.values()
+            known = existing_session(driver.context_id()).cached_calls.values()
             assert sum(bool(call._graphs) for call in known) == 2
             get_plan_cache().clear()

@@ -1,7 +1,7 @@
 """Repeated, captured, prepared and autotuned calls on host memory: their addresses and streams, see :mod:`fake_cupy`.
 
 Streams are lazy and freed memory is NaN, so a stale address or stream gives a wrong result. On a real GPU:
-tests/test_gpu_repeats.py and tests/test_gpu_plans.py.
+tests/test_gpu_replay.py and tests/test_gpu_plans.py.
 """
 
 import contextlib

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="arg-type, operator"
 """Plans from the disk cache: their keys, and the validation of their contents."""
 
 import json
