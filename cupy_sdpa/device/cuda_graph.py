@@ -1,9 +1,9 @@
 """Captured CUDA graphs, launched whole or kernel by kernel.
 
-A graph launch takes 2 us of host time for any graph; each kernel launch or memset takes 2 to 3 us. However, alternating
-between many CUDA graphs slows the device: in a continuous sequence of launches of 64 graphs in turn, each with a kernel of
-8 us, a launch takes 32 us, compared with 8 us kernel by kernel (H200, driver 580, ``python -m benchmarks graphs``). A few
-graphs in turn take no longer than their kernels. One of many graphs is therefore launched whole only if the device is idle; this check
+A graph launch takes 2 us of host time for any graph; each kernel launch or memset takes 2 to 3 us. However, alternating between
+many CUDA graphs slows the device: in a continuous sequence of launches of 64 graphs in turn, each with a kernel of 8 us, a
+launch takes 32 us, compared with 8 us kernel by kernel (H200, driver 580, ``python -m benchmarks graphs``). A few graphs in
+turn take no longer than their kernels. One of many graphs is therefore launched whole only if the device is idle; this check
 takes less than 1 us.
 
 A kernel node owns a copy of its kernel's arguments; the kernel can be launched with this copy.
