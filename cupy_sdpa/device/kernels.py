@@ -15,9 +15,6 @@ from . import cupy_runtime, memory
 #: A finite replacement for -inf in a bias. It masks a key as well as -inf, and remains finite when multiplied by log2(e).
 LOWEST = -1e30
 
-#: A finite replacement for -inf: it masks a key as well as -inf, and remains finite when multiplied by log2(e).
-LOWEST = -1e30
-
 
 class Lengths(NamedTuple):
     """The lengths of the sequences of queries, or of keys.
