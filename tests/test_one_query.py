@@ -123,7 +123,7 @@ def test_explain_names_the_kernel_that_deterministic_excludes():
     text = str(cupy_sdpa.explain(problem(deterministic=True), gpu="h200"))
     assert "deterministic forward attention" in text
     assert "works around one-query-deterministic" in text
-    assert "another kernel is used" in text
+    assert "the kernel that splits the keys is not used" in text
 
 
 def test_deterministic_is_part_of_the_problem_where_it_matters():
