@@ -19,6 +19,8 @@ from tiers import missing
 
 TIERS = ("cudnn", "gpu", "multi_gpu")
 REQUIRES = {"": (), "cudnn": ("cudnn",), "gpu": ("gpu",), "multi_gpu": ("gpu", "multi_gpu"), "all": TIERS}
+#: Why a test fails: its tier is required but not available.
+REQUIRED = pytest.StashKey[str]()
 #: Whether there are hours for it.
 NIGHTLY = os.environ.get("CUPY_SDPA_NIGHTLY", "0") != "0"
 #: Compiling a kernel takes a second. The sweep compiles those of one in so many tests, every night those of all.
@@ -75,11 +77,18 @@ def pytest_collection_modifyitems(config, items):
         for tier in TIERS:
             if item.get_closest_marker(tier) and (reason := missing(tier)):
                 if tier in REQUIRES[wanted]:
-                    item.add_marker(pytest.mark.usefixtures("required_tier_is_missing"))
+                    item.stash[REQUIRED] = f"CUPY_SDPA_REQUIRE asks for the {tier} tier, which cannot run: {reason}"
                 else:
                     item.add_marker(pytest.mark.skip(reason=f"{tier} tier: {reason}"))
                 break
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+
+
+@pytest.hookimpl(tryfirst=True)  # before any fixture
+def pytest_runtest_setup(item):
+    """Fail a test whose tier is required but not available."""
+    if REQUIRED in item.stash:
+        pytest.fail(item.stash[REQUIRED], pytrace=False)
 
 
 def is_compiled(item):
@@ -93,13 +102,6 @@ def pytest_terminal_summary(terminalreporter):
     for tier in TIERS:
         if any(f"Skipped: {tier} tier:" in reason or f"asks for the {tier} tier" in reason for reason in reasons):
             terminalreporter.write_line(f"left out: the {tier} tier: {missing(tier)}", yellow=True)
-
-
-@pytest.fixture
-def required_tier_is_missing(request):
-    """Fails a test whose tier is required but not available."""
-    tier = next(tier for tier in TIERS if request.node.get_closest_marker(tier) and missing(tier))
-    pytest.fail(f"CUPY_SDPA_REQUIRE asks for the {tier} tier, which cannot run: {missing(tier)}", pytrace=False)
 
 
 @pytest.fixture(scope="session")
