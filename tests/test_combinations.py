@@ -191,6 +191,10 @@ def test_a_lost_option_is_detected(name, agrees):
 #: Refusals of cuDNN 9.28 that are not in our table, for constructed descriptions: names, problems and GPUs.
 ALLOWED = {
     "256-blackwell": lambda p, capability: p.backward and p.sizes[0] == p.sizes[1] == 256 and 100 <= capability < 120,
+    "deterministic-packed": lambda p, capability: p.backward and p.packed and p.deterministic and not 90 <= capability < 120,
+    "two-head-dims-packed": lambda p, capability: (
+        p.backward and p.packed and p.sizes[0] != p.sizes[1] and not 90 <= capability < 120
+    ),
 }
 
 

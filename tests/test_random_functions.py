@@ -2,7 +2,7 @@
 
 import pytest
 from functions import HKV, HQ, B, agrees, drawn
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from planner import plan_problem
 
@@ -27,17 +27,11 @@ def test_derivatives_of_random_functions(functions):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("part", range(4))
-def test_derivatives_of_many_random_functions(part):
+@settings(EVERY, max_examples=2000)
+@given(random_functions())
+def test_derivatives_of_many_random_functions(functions):
     """Some more."""
-
-    @seed(part)
-    @settings(EVERY, max_examples=500)
-    @given(random_functions())
-    def agree(functions):
-        agrees(functions, s=20)
-
-    agree()
+    agrees(functions, s=20)
 
 
 @pytest.mark.cudnn
