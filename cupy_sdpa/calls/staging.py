@@ -260,12 +260,8 @@ class Stage:
             like = self._originals["q" if spec.name == "seq_lens_q" else "k"]
             return _filled(Fill("int32", like.shape[3], like.shape[2]), like, self._on_gpu)
         if spec.name in self._results:
-            if (
-                spec.name in ("dk", "dv")
-                and self._problem.packed
-                and spec.dense
-                and not getattr(self._problem, spec.name).dense
-            ):
+            original = getattr(self._problem, spec.name, None)  # None for the gradient of a captured array
+            if self._problem.packed and spec.dense and original and not original.dense:
                 return cupy_runtime.empty(array.shape, array.dtype)
             same = array.shape == spec.shape and dtype_name(array.dtype) == spec.dtype
             return array if same or (self._problem.packed and not has_score_axes(spec.name)) else self._empty(spec)
