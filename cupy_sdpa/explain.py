@@ -9,11 +9,11 @@ from ._typing import Array
 from .calls.arguments import read_backward, read_forward, read_shapes
 from .calls.options import DTensors, Options, takes_options
 from .calls.report import Report, explain_call, explain_on_device, explain_subproblems, plan_report, refusal_report
-from .calls.staging import engine_problem
 from .device import cupy_runtime, driver
 from .errors import CudnnError
 from .graph import graph_of
 from .problem.problem import Problem
+from .support.engine_problem import engine_problem
 from .support.why_not import unverified, why_not
 from .version import RELEASES, version_number, version_text
 

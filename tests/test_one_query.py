@@ -8,10 +8,10 @@ from planner import plan_problem
 import cupy_sdpa
 from cupy_sdpa import reference
 from cupy_sdpa.calls.arguments import read_forward
-from cupy_sdpa.calls.staging import engine_problem
 from cupy_sdpa.graph.attention_forward import forward
 from cupy_sdpa.plans.engines import splits_keys
 from cupy_sdpa.plans.plan import PlanInfo
+from cupy_sdpa.support.engine_problem import engine_problem
 from cupy_sdpa.support.why_not import guards
 
 KEYS, HEADS, BATCH = 300, 4, 2

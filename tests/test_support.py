@@ -12,7 +12,6 @@ from planner import Died, child_environment, library_version, plan_problem
 
 import cupy_sdpa
 from cupy_sdpa import zoo
-from cupy_sdpa.calls.staging import engine_problem
 from cupy_sdpa.offline import survey
 from cupy_sdpa.offline.page import page
 from cupy_sdpa.offline.problems import PROBES, pairs
@@ -21,6 +20,7 @@ from cupy_sdpa.problem.problem import Settings
 from cupy_sdpa.problem.tensor_spec import dense_strides
 from cupy_sdpa.problem.validation import RequestedOutputs, make_problem
 from cupy_sdpa.support import gpus
+from cupy_sdpa.support.engine_problem import engine_problem
 from cupy_sdpa.support.gpus import NAMES
 from cupy_sdpa.support.known_bugs import BUGS, GUARDS, NOT_FIXED, STAGING_GUARDS
 from cupy_sdpa.support.rules import RULES

@@ -13,10 +13,11 @@ from ..problem.bucket import Policy, check_bucket
 from ..problem.problem import CU_SEQLENS, LENGTHS, SEEDS, Problem, Settings, has_score_axes
 from ..problem.tensor_spec import Signature, dense_signature, dtype_name
 from ..problem.validation import OUTPUT_ONLY, RequestedOutputs, make_problem, with_captured_gradients
+from ..support.engine_problem import engine_problem
 from . import user_functions
 from .call import Call
 from .options import ARRAYS, check_names, is_one_of, read_flag, read_scale, read_settings
-from .staging import Fill, engine_problem
+from .staging import Fill
 
 
 class Argument(NamedTuple):
@@ -50,10 +51,8 @@ def read_forward(
     stats: Any = None,
 ) -> Call:
     """Validate the arguments of the forward pass; nothing is allocated. For errors see :func:`cupy_sdpa.attention`."""
-    outputs, deterministic = (
-        _row_statistics(return_stats)._replace(rng_dump=return_kept),
-        read_flag("deterministic", deterministic),
-    )
+    outputs = _row_statistics(return_stats)._replace(rng_dump=return_kept)
+    deterministic = read_flag("deterministic", deterministic)
     return _read({"q": q, "k": k, "v": v, "out": out, "stats": stats}, options, outputs, deterministic=deterministic)
 
 

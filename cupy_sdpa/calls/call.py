@@ -17,8 +17,9 @@ from ..graph.interpreter import evaluate
 from ..problem.bucket import Policy
 from ..problem.problem import Problem
 from ..problem.subproblems import subproblems
+from ..support.engine_problem import engine_problem
 from ..support.why_not import Reason, why_not
-from .staging import Fill, Stage, allocate_results, create_inputs, engine_problem, fill_trivial_results
+from .staging import Fill, Stage, allocate_results, create_inputs, fill_trivial_results
 
 if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
     from ..plans.plan import Plan
@@ -76,7 +77,7 @@ class Call:
 
     @functools.cached_property
     def engine_problem(self) -> Problem:
-        """The problem that the engine runs, see :mod:`cupy_sdpa.calls.staging`."""
+        """The problem that the engine runs, see :mod:`cupy_sdpa.support.engine_problem`."""
         return engine_problem(self.problem, self.bucket, self.on_gpu)
 
     def run(self) -> list[Any]:

@@ -1,6 +1,7 @@
 """Arrays of a call that the caller does not pass: results, filled inputs, and copies in the form that the engine needs.
 
-:func:`engine_problem` computes from a problem alone which form the engine needs; a :class:`Stage` makes the copies.
+:mod:`cupy_sdpa.support.engine_problem` computes from a problem alone which form the engine needs; a :class:`Stage` makes the
+copies.
 """
 
 from __future__ import annotations
@@ -8,13 +9,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..device import cupy_runtime, kernels, memory
-from ..problem.bucket import Policy, padded_axes
+from ..problem.bucket import padded_axes
 from ..problem.problem import (
     CU_SEQLENS,
     KEY_ARRAYS,
@@ -26,8 +26,9 @@ from ..problem.problem import (
     has_ragged_alibi,
     has_score_axes,
 )
-from ..problem.tensor_spec import TensorSpec, dense_spec, dtype_name, numpy_dtype
-from ..problem.varlen import ragged_offsets, round_up_totals
+from ..problem.tensor_spec import TensorSpec, dtype_name, numpy_dtype
+from ..problem.varlen import ragged_offsets
+from ..support.engine_problem import masked_inputs
 from ..support.why_not import disabled_names, staging_guards
 
 #: The row statistics that are -inf where there is nothing to compute; all other results are 0.
@@ -40,93 +41,6 @@ class Fill(NamedTuple):
     dtype: str
     size: int
     value: int
-
-
-def engine_problem(problem: Problem, bucket: Policy | None, on_gpu: bool) -> Problem:
-    """The problem that the engine runs: lengths rounded up to the bucket, and the layouts of the copies that it needs."""
-    if problem.trivial:
-        return problem
-    return _engine_problem(bucket(problem) if bucket else problem, on_gpu)
-
-
-@functools.lru_cache(maxsize=4096)  # calls with functions or large copies are parsed every time; saves 30 to 45 us
-def _engine_problem(problem: Problem, on_gpu: bool) -> Problem:
-    if problem.captured:
-        problem = replace(problem, captured=tuple(_captured_spec(problem, spec, on_gpu) for spec in problem.captured))
-    if not on_gpu:
-        return problem
-    specs: dict[str, Any] = {}
-    for name in masked_inputs(problem):
-        spec = getattr(problem, name)
-        specs[name] = dense_spec(name, spec.dtype, spec.shape)
-    specs |= _bias_and_mask_specs(problem)
-    specs |= _gradient_specs(problem)
-    guards = staging_guards(problem)
-    if "dense-queries" in guards:
-        specs["q"] = dense_spec("q", problem.q.dtype, problem.q.shape)
-    if "dense-gradients" in guards:
-        specs |= {spec.name: dense_spec(spec.name, spec.dtype, spec.shape) for spec in (problem.dk, problem.dv) if spec}
-    if "two-rows" in guards:
-        # As in validation: with two queries only the backward pass may be deterministic.
-        exact = problem.backward and problem.deterministic
-        specs["settings"] = problem.settings._replace(max_seqlen_q=2, deterministic=exact)
-        if dump := problem.rng_dump:
-            specs["rng_dump"] = dense_spec("rng_dump", dump.dtype, (dump.shape[0], 2, *dump.shape[2:]))
-    problem = replace(problem, **specs) if specs else problem
-    return round_up_totals(problem) if problem.packed else problem
-
-
-def _captured_spec(problem: Problem, spec: TensorSpec, on_gpu: bool) -> TensorSpec:
-    """The form of a captured array: on the GPU it is dense, and float16 instead of bool."""
-    dtype = "float16" if on_gpu and spec.dtype == "bool" else spec.dtype
-    keys, queries, _, batch = spec.shape
-    *_, sq, skv, _ = problem.sizes
-    if on_gpu and sq == 1 and keys == 1 and dtype in ("float16", "bfloat16"):
-        dtype = "float32"  # the kernel for one query reads 4 bytes at a time (9.19 and 9.28: a misaligned address)
-    # Without a key or a query axis cuDNN confuses the elements of the other axes, as it does for a bias.
-    expanded = on_gpu and (keys, queries) == (1, 1) and (batch > 1 or max(spec.shape) == 1)
-    shape = (skv if expanded else keys, *spec.shape[1:])
-    same = (dtype, shape) == (spec.dtype, spec.shape) and (not on_gpu or (spec.dense and spec.alignment >= 16))
-    return spec if same else dense_spec(spec.name, dtype, shape)
-
-
-def _bias_and_mask_specs(problem: Problem) -> dict[str, TensorSpec]:
-    specs = {}
-    *_, sq, skv, _ = problem.sizes
-    for spec in (problem.bias, problem.mask):
-        if spec and (spec is problem.mask or spec.shape[:2] == (1, 1)):
-            # cuDNN crashes if it reads bool arrays, and confuses the elements of an array without a key or a query axis.
-            dtype = "float16" if spec is problem.mask else spec.dtype
-            dtype = "float32" if (sq, skv) == (1, 1) else dtype  # as in _captured_spec
-            keys = skv if spec.shape[1] == 1 else spec.shape[0]
-            specs[spec.name] = dense_spec(spec.name, dtype, (keys, *spec.shape[1:]))
-    if problem.bias and "finite-bias" in staging_guards(problem):
-        specs["bias"] = dense_spec("bias", "float32", specs.get("bias", problem.bias).shape)
-    return specs
-
-
-def _gradient_specs(problem: Problem) -> dict[str, Any]:
-    """The gradients of bias and captured arrays: of q's dtype, summed over heads and batch only; else cuDNN is wrong."""
-    *_, sq, skv, _ = problem.sizes
-    specs: dict[str, Any] = {}
-    reductions = {spec.name: dense_spec(spec.name, problem.dtype, (skv, sq, *spec.shape[2:])) for spec in problem.ds_reductions}
-    if problem.dbias:
-        specs["dbias"] = reductions.pop("dbias")
-    if problem.dcaptured:
-        specs["dcaptured"] = tuple(reductions.values())
-    return specs
-
-
-def masked_inputs(problem: Problem) -> dict[str, str]:
-    """The inputs that are copied with zeros as padding, each with the array of its lengths.
-
-    cuDNN multiplies the padding by a probability of 0: the values in the forward pass, every operand in the backward pass.
-    """
-    if problem.seq_lens_q is None:
-        return {}
-    if not problem.backward:
-        return {"v": "seq_lens_kv"}
-    return {"q": "seq_lens_q", "dout": "seq_lens_q", "k": "seq_lens_kv", "v": "seq_lens_kv"}
 
 
 def _may_mask_rows(problem: Problem) -> bool:
@@ -148,7 +62,10 @@ def _filled(fill: Fill, like: Any, on_gpu: bool) -> Any:
         return np.full(size, value, dtype)
     with cupy_runtime.on_device_of(like):
         array = cupy_runtime.empty((size,), np.dtype(dtype))
-        memory.fill_int32(array, value) if dtype == "int32" else array.fill(value)
+        if dtype == "int32":
+            memory.fill_int32(array, value)
+        else:
+            array.fill(value)
     return array
 
 
@@ -194,7 +111,7 @@ class Stage:
 
     Args:
         problem: the caller's problem.
-        engine_problem: the problem that the engine runs, see :func:`engine_problem`.
+        engine_problem: the problem that the engine runs, see :func:`~cupy_sdpa.support.engine_problem.engine_problem`.
         arrays: the caller's arrays and all results, by name.
         on_gpu: whether the arrays are CuPy's.
 
@@ -260,8 +177,7 @@ class Stage:
             like = self._originals["q" if spec.name == "seq_lens_q" else "k"]
             return _filled(Fill("int32", like.shape[3], like.shape[2]), like, self._on_gpu)
         if spec.name in self._results:
-            original = getattr(self._problem, spec.name, None)  # None for the gradient of a captured array
-            if self._problem.packed and spec.dense and original and not original.dense:
+            if self._is_packed_copy(spec):
                 return cupy_runtime.empty(array.shape, array.dtype)
             same = array.shape == spec.shape and dtype_name(array.dtype) == spec.dtype
             return array if same or (self._problem.packed and not has_score_axes(spec.name)) else self._empty(spec)
@@ -287,7 +203,7 @@ class Stage:
             array = self._broadcast(array, spec)
             if finite_bias:
                 kernels.replace_infinite(array)
-        elif self._problem.packed and name == "q" and spec.dense and not self._problem.q.dense:
+        elif self._is_packed_copy(spec):
             copy = cupy_runtime.empty(array.shape, array.dtype)
             copy[...] = array
             array = copy
@@ -296,6 +212,11 @@ class Stage:
             self._resize(copy, array, name)
             array = copy
         return array
+
+    def _is_packed_copy(self, spec: TensorSpec) -> bool:
+        """Whether a packed array is not dense, and the engine needs a dense one."""
+        original = getattr(self._problem, spec.name, None)  # captured arrays and their gradients are no fields
+        return self._problem.packed and spec.dense and original is not None and not original.dense
 
     def _needs_broadcast(self, array: Any, spec: TensorSpec) -> bool:
         """Whether a bias, a mask or a captured array is not in the engine's form."""
