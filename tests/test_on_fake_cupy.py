@@ -507,21 +507,21 @@ def test_gradients_of_an_array_leave_strided_results_alone(cupy):
 
 
 @pytest.mark.parametrize("heads", [4, 2], ids=["grouped", "equal"])
-@pytest.mark.parametrize("name", ["dk", "dv"])
+@pytest.mark.parametrize("name", ["dq", "dk", "dv"])
 def test_packed_gradients_in_strided_arrays(name, heads, cupy):
-    """A preallocated dk or dv with gaps between its heads gets the same gradients, and its gaps are not written."""
+    """A preallocated dq, dk or dv with gaps between its heads gets the same gradients, and its gaps are not written."""
     rng = np.random.default_rng(0)
     q, dout, k, v = (np.asfortranarray(rng.standard_normal((16, n, 12)).astype("f2")) for n in (heads, heads, 2, 2))
     starts = np.array([0, 1, 5, 12], np.int32)
     options = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts, "max_seqlen_q": 7, "max_seqlen_kv": 7}
     on_gpu = {key: cupy.asarray(x) if isinstance(x, np.ndarray) else x for key, x in options.items()}
     arrays = [cupy.asarray(x) for x in (q, k, v)]
-    wide = cupy.full((16, 5, 12), np.nan, np.float16, order="F")
+    wide, written = cupy.full((16, 6, 12), np.nan, np.float16, order="F"), slice(1, 1 + (heads if name == "dq" else 2))
     out, stats = attention(*arrays, return_stats=True, **on_gpu)
-    got = attention_backward(cupy.asarray(dout), *arrays, out, stats, **on_gpu, **{name: wide[:, 1:3]})
+    got = attention_backward(cupy.asarray(dout), *arrays, out, stats, **on_gpu, **{name: wide[:, written]})
     expected = reference.attention_backward(dout, q, k, v, cu_seqlens_q=starts, cu_seqlens_kv=starts)
     for one, other in zip(got, expected, strict=True):
         np.testing.assert_allclose(one.get().astype(float), other, atol=1e-2)
     around = wide.get()
-    around[:, 1:3] = np.nan
+    around[:, written] = np.nan
     assert np.isnan(around).all()

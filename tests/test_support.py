@@ -53,11 +53,11 @@ def variant(**options):
     return cupy_sdpa.problem(shape, shape, shape, dtype="bfloat16", **options)
 
 
-def packed(queries=16, hkv=2, d=64, q=None, dtype="bfloat16", **options):
+def packed(queries=16, hkv=2, d=64, dv=None, q=None, dtype="bfloat16", **options):
     """The problem of packed sequences; q may be an array."""
     starts = {"cu_seqlens_q": (3,), "cu_seqlens_kv": (3,), "max_seqlen_q": queries, "max_seqlen_kv": 16}
-    kv = (d, hkv, 32)
-    return cupy_sdpa.problem((d, 4, 2 * queries) if q is None else q, kv, kv, dtype=dtype, **starts, **options)
+    k, v = (d, hkv, 32), (dv or d, hkv, 32)
+    return cupy_sdpa.problem((d, 4, 2 * queries) if q is None else q, k, v, dtype=dtype, **starts, **options)
 
 
 def one_packed_query(hkv=2, **options):
@@ -231,7 +231,10 @@ AFFECTED = {
         one_query(alibi_slopes=True),
         [(91900, 90), (92800, 80), (92800, 120)],
         [],
-        [one_query(), one_query(bias=(300, 1, 4, 1)), variant(alibi_slopes=True), one_query(alibi_slopes=True, backward=True)],
+        [
+            one_query(), one_query(bias=(300, 1, 4, 1)), variant(alibi_slopes=True), one_query(alibi_slopes=True, backward=True),
+            one_query(alibi_slopes=True, sinks=True),
+        ],
     ),
     "one-query-dropout": (
         one_query(dropout_p=0.5, seed=1),
@@ -256,6 +259,15 @@ AFFECTED = {
         [(91900, 90), (92700, 80)],
         [(92800, 90)],
         [variant(sinks=True, dropout_p=0.5, seed=1, backward=True), variant(sinks=True, backward=True, return_dsinks=True)],
+    ),
+    "packed-narrow-values": (
+        packed(d=256, dv=72, backward=True),
+        [(91900, 90), (92800, 90)],
+        [(92800, 100)],
+        [
+            packed(d=256, backward=True), packed(d=192, dv=128, backward=True), packed(d=256, dv=136, backward=True),
+            packed(d=128, dv=64, backward=True), packed(d=256, dv=72), backward(d=256, dv=72),
+        ],
     ),
     "packed-narrow-gradient": (
         packed(d=72, backward=True),
@@ -347,6 +359,19 @@ def test_strided_queries_of_packed_gradients_are_planned_dense():
     q = np.empty((64, 8, 32), np.float16, order="F")[:, :4]
     assert packed(q=q, dtype=np.float16, backward=True).q.dense
     assert not packed(q=q, dtype=np.float16).q.dense
+
+
+def test_a_deterministic_query_reads_positions_from_memory():
+    """Without the kernel that splits the keys, another kernel for one query computes positions wrongly."""
+    problem = one_query(mask_mod=lambda b, h, i, j: (h + j) % 2 == 0, deterministic=True)
+    assert guards(problem, 91900, 90) >= {"positions", "no-split"}
+
+
+def test_strided_query_gradients_of_packed_sequences_are_planned_dense():
+    """cuDNN writes dq with the offsets of q, so a strided dq is computed in a dense array."""
+    problem = packed(hkv=4, backward=True)
+    dq = replace(problem.dq, strides=tuple(2 * stride for stride in problem.dq.strides))
+    assert engine_problem(replace(problem, dq=dq), None, on_gpu=True).dq.dense
 
 
 def test_strided_key_gradients_of_packed_sequences_are_planned_dense():

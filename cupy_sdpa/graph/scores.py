@@ -221,8 +221,11 @@ def partial_tiles(problem: Problem) -> frozenset[str]:
     (measured with 9.19: NaN). Lengths that are a multiple of 128 consist of whole tiles.
     """
     *_, sq, skv, _ = problem.sizes
-    # the backward pass with a mask function is also affected: exp(S + inf) in a fully masked row
-    affected = problem.has_score_mod or (problem.backward and problem.settings.program is not None)
+    # The backward pass is also affected by a mask function, exp(S + inf) in a fully masked row, and by a softcap: the score
+    # there becomes -softcap, and exp(S - L) overflows if a bias makes L much lower.
+    settings, added = problem.settings, problem.bias is not None or problem.alibi_slopes is not None
+    in_backward = settings.program is not None or (settings.softcap and added)
+    affected = problem.has_score_mod or (problem.backward and in_backward)
     if not affected or problem.ragged:
         return frozenset()
     return frozenset(name for name, length in (("keys", skv), ("queries", sq)) if length % 128)

@@ -30,9 +30,9 @@ def _problem(
     return _read((d, hq, sq, b), (d, hkv, skv, b), (dv or d, hkv, skv, b), dtype, options)
 
 
-def _packed(queries: int = 512, d: int = 128, **options: Any) -> Problem:
+def _packed(queries: int = 512, d: int = 128, dv: int | None = None, **options: Any) -> Problem:
     starts = {"cu_seqlens_q": (5,), "cu_seqlens_kv": (5,), "max_seqlen_q": queries, "max_seqlen_kv": 512}
-    return _read((d, 8, 4 * queries), (d, 2, 2048), (d, 2, 2048), "bfloat16", starts | options)
+    return _read((d, 8, 4 * queries), (d, 2, 2048), (dv or d, 2, 2048), "bfloat16", starts | options)
 
 
 def _read(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], dtype: str, options: dict[str, Any]) -> Problem:
@@ -78,6 +78,7 @@ PROBES: dict[str, Problem] = {
     "gradients, deterministic": _problem(backward=True, deterministic=True),
     "gradients, packed sequences, GQA": _packed(backward=True),
     "gradients, packed sequences, head dim 72": _packed(d=72, backward=True),
+    "gradients, packed sequences, head dim 256, 64 for v": _packed(d=256, dv=64, backward=True),
     "gradients, bias and its gradient": _problem(bias=(512, 512, 8, 1), backward=True, return_dbias=True),
     "gradients, key padding mask": _problem(mask=(512, 1, 1, 2), backward=True),
     "gradients, ALiBi, softcap, dropout": _problem(

@@ -39,7 +39,9 @@ def _engine_problem(problem: Problem, on_gpu: bool) -> Problem:
     if "dense-queries" in guards:
         specs["q"] = dense_spec("q", problem.q.dtype, problem.q.shape)
     if "dense-gradients" in guards:
-        specs |= {spec.name: dense_spec(spec.name, spec.dtype, spec.shape) for spec in (problem.dk, problem.dv) if spec}
+        specs |= {
+            spec.name: dense_spec(spec.name, spec.dtype, spec.shape) for spec in (problem.dq, problem.dk, problem.dv) if spec
+        }
     if "two-rows" in guards:
         # As in validation: with two queries only the backward pass may be deterministic.
         exact = problem.backward and problem.deterministic

@@ -33,7 +33,7 @@ GUARDS = {
     "clear-last": "results beyond the lengths are cleared after the kernel instead of before",
     "two-rows": "each sequence is planned for two queries",
     "dense-queries": "the queries are copied to a dense array",
-    "dense-gradients": "dk and dv are computed in dense arrays and copied",
+    "dense-gradients": "dq, dk and dv are computed in dense arrays and copied",
     "finite-bias": "-inf is replaced by -1e30 in a float32 copy of the bias",
 }
 #: The guards that change arrays. They apply to every version and GPU, because arrays are prepared before these are known.
@@ -97,10 +97,11 @@ def _strided_packed_queries(problem: Problem) -> bool:
     return problem.packed and problem.backward and not problem.q.dense
 
 
-def _strided_packed_key_gradients(problem: Problem) -> bool:
-    """Packed sequences of grouped heads, with a dk or dv that is not dense."""
+def _strided_packed_gradients(problem: Problem) -> bool:
+    """Packed sequences with a dq that is not dense, or grouped heads with such a dk or dv."""
     _, _, hq, hkv, *_ = problem.sizes
-    return problem.packed and hq != hkv and any(spec and not spec.dense for spec in (problem.dk, problem.dv))
+    affected = (problem.dq, *((problem.dk, problem.dv) if hq != hkv else ()))
+    return problem.packed and any(spec and not spec.dense for spec in affected)
 
 
 def _query_bias_with_sinks(problem: Problem) -> bool:
@@ -112,6 +113,12 @@ def _direct_with_narrow_values(problem: Problem) -> bool:
     """dQ is written directly, with head dims (D, Dv) for which results were wrong or were not measured."""
     d, dv, *_ = problem.sizes
     return problem.backward and writes_dq_directly(problem) and d > 128 and d != dv and (d, dv) != (192, 128)
+
+
+def _packed_with_narrow_values(problem: Problem) -> bool:
+    """Gradients of packed sequences with head dims (D, Dv) whose kernel may not write all of dk."""
+    d, dv, *_ = problem.sizes
+    return problem.packed and problem.backward and d > 128 >= dv and (d, dv) != (192, 128)
 
 
 def _without_mask(problem: Problem) -> bool:
@@ -134,7 +141,7 @@ def _reads_positions(problem: Problem) -> bool:
     program = problem.settings.program
     in_function = program is not None and any(step.mode in ("index", "captured") for step in program.steps)
     reads = in_function or problem.alibi_slopes is not None
-    other_kernel = problem.settings.dropout or problem.sinks is not None or problem.deterministic
+    other_kernel = problem.settings.dropout or problem.sinks is not None
     return _one_query_forward(problem) and reads and not other_kernel
 
 
@@ -183,6 +190,14 @@ BUGS: tuple[Bug, ...] = (
         remedy="pad v with zeros to the head dim of q",
     ),
     Bug(
+        name="packed-narrow-values",
+        capabilities=_HOPPER,
+        condition=_packed_with_narrow_values,
+        when="gradients of packed sequences with a head dim of q and k above 128 and of v up to 128, except 192 and 128",
+        effect="dk beyond its first 128 head dims is not written (seen with 256 and 72, 9.19)",
+        remedy="pad v with zeros to the head dim of q",
+    ),
+    Bug(
         name="packed-strided-queries",
         condition=_strided_packed_queries,
         when="gradients of packed sequences with queries that are not dense",
@@ -191,9 +206,9 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         name="packed-strided-gradients",
-        condition=_strided_packed_key_gradients,
-        when="gradients of packed sequences with grouped heads and a dk or dv that is not dense",
-        effect="wrong dv (seen with one query)",
+        condition=_strided_packed_gradients,
+        when="gradients of packed sequences with a dq that is not dense, or grouped heads with a dk or dv that is not dense",
+        effect="dq is written at the wrong place; wrong dv",
         guards=frozenset({"dense-gradients"}),
     ),
     Bug(
