@@ -20,6 +20,7 @@ LAYERS = (
     ("attention", "explain", "prepare", "helpers"),
     ("offline",),
     ("calls",),
+    ("staging",),
     ("plans",),
     ("support",),
     ("graph",),

@@ -17,7 +17,7 @@ from ..support.engine_problem import engine_problem
 from . import user_functions
 from .call import Call
 from .options import ARRAYS, check_names, is_one_of, read_flag, read_scale, read_settings
-from .staging import Fill
+from ..staging.stage import Fill
 
 
 class Argument(NamedTuple):
@@ -195,6 +195,8 @@ def _missing_lengths(signatures: Mapping[str, Signature]) -> dict[str, Fill]:
     (_, q, *_), (_, k, *_) = signatures["q"], signatures["k"]
     if len(passed) != 1 or any(name in signatures for name in CU_SEQLENS) or not len(q) == len(k) == 4:
         return {}  # other shapes are refused later
+    if "page_table" in signatures and "seq_lens_kv" not in signatures:
+        return {}
     (missing,) = set(LENGTHS) - set(passed)
     *_, length, batch = q if missing == "seq_lens_q" else k
     return {missing: Fill("int32", batch, length)}
@@ -221,6 +223,8 @@ def _pose(
 
 def _policy(bucket: Any, problem: Problem) -> Policy | None:
     policy = check_bucket(bucket)
+    if policy and problem.paged:
+        raise ValueError("bucket is given with page_table: a wider table is a bucket of its own; pad q and pass seq_lens_q")
     if policy and problem.packed and any(has_score_axes(spec.name) for spec in problem.tensors):
         raise ValueError(
             "bucket is given with packed sequences and a bias, a mask or tensors: round max_seqlen_q and max_seqlen_kv up, "
@@ -236,6 +240,8 @@ def _check_lengths(problem: Problem, arrays: Mapping[str, Any]) -> None:
         lengths = arrays.get(name)
         if lengths is not None and lengths.size and not 0 <= lengths.min() <= lengths.max() <= most:
             raise ValueError(f"{name} has lengths from {lengths.min()} to {lengths.max()}; they must be from 0 to {most}")
+    if problem.paged:
+        _check_page_table(problem, arrays["page_table"], arrays["seq_lens_kv"])
     for name, most, total in zip(CU_SEQLENS, (sq, skv), (problem.q.shape[2], problem.k.shape[2]), strict=True):
         if (starts := arrays.get(name)) is not None:
             lengths = np.diff(starts)
@@ -243,6 +249,15 @@ def _check_lengths(problem: Problem, arrays: Mapping[str, Any]) -> None:
                 raise ValueError(f"{name} is {starts.tolist()}; it must rise from 0 or more to at most {total}, the total")
             if lengths.size and lengths.max() > most:
                 raise ValueError(f"{name} has a sequence of {lengths.max()}; max_seqlen_{name[11:]} is {most}")
+
+
+def _check_page_table(problem: Problem, table: Any, lengths: Any) -> None:
+    """Check the entries of a page table before the lengths, on the CPU only."""
+    page, pages = problem.k.shape[2:]
+    for b, length in enumerate(lengths):
+        used = table[: -(-int(length) // max(page, 1)), b]
+        if used.size and not 0 <= used.min() <= used.max() < pages:
+            raise ValueError(f"page_table has entries from {used.min()} to {used.max()} in sequence {b}; there are {pages} pages")
 
 
 def _check_overlap(problem: Problem, arguments: Mapping[str, Argument]) -> None:
@@ -323,7 +338,7 @@ def _shape_options(options: Mapping[str, Any], q: Signature, seq_lens: bool) -> 
     dtype, shape, *_ = q
     _, heads, *_ = *shape, 1, 1  # too few dimensions are refused later
     dtypes = {"mask": "bool", "bias": dtype, "dropout_mask": "bool", "alibi_slopes": "float32", "sinks": "float32"}
-    dtypes |= dict.fromkeys((*LENGTHS, *CU_SEQLENS), "int32")
+    dtypes |= dict.fromkeys((*LENGTHS, "page_table", *CU_SEQLENS), "int32")
     signatures: dict[str, Signature] = {}
     for name in ARRAYS:
         value = options.get(name)
@@ -335,6 +350,9 @@ def _shape_options(options: Mapping[str, Any], q: Signature, seq_lens: bool) -> 
                 signatures[name] = dense_signature("int64", (1,))
         elif value is not None:
             signatures[name] = _shape_signature(name, value, dtypes[name])
+    if "page_table" in signatures:  # it requires lengths
+        _, table, *_ = signatures["page_table"]
+        signatures = {"seq_lens_kv": dense_signature("int32", table[1:])} | signatures
     if (seq_lens or any(name in signatures for name in LENGTHS)) and len(shape) == 4:  # for both q and k, as in a call
         return dict.fromkeys(LENGTHS, dense_signature("int32", shape[3:])) | signatures
     return signatures

@@ -19,7 +19,8 @@ from ..problem.problem import Problem
 from ..problem.subproblems import subproblems
 from ..support.engine_problem import engine_problem
 from ..support.why_not import Reason, why_not
-from .staging import Fill, Stage, allocate_results, create_inputs, fill_trivial_results
+from ..staging.split_stage import SplitStage
+from ..staging.stage import Fill, Stage, allocate_results, create_inputs, fill_trivial_results
 
 if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
     from ..plans.plan import Plan
@@ -123,9 +124,11 @@ class Call:
             *(dataclasses.replace(self, problem=part, arrays=dict(inputs)) for part in others),
         ]
 
-    def stage(self) -> Stage:
+    def stage(self) -> Stage | SplitStage:
         """Allocate the missing results, and copy the arrays that the engine needs in a different form."""
         allocate_results(self.problem, self.arrays, self.on_gpu)
+        if self.engine_problem.settings.split:
+            return SplitStage(self.problem, self.engine_problem, self.arrays)
         return Stage(self.problem, self.engine_problem, self.arrays, self.on_gpu)
 
     def _on_device(self, work: Callable[[int | None], T]) -> T:
@@ -169,13 +172,13 @@ class Call:
         if not capturing:
             self.launched = LaunchRecord(plan, workspace.ptr, stage.unchanged, stage.copied_bytes)
 
-    def _execute(self, plan: Plan, workspace: int) -> Stage:
+    def _execute(self, plan: Plan, workspace: int) -> Stage | SplitStage:
         stage = self.stage()
         self._execute_staged(stage, plan, workspace)
         stage.finish()
         return stage
 
-    def _execute_staged(self, stage: Stage, plan: Plan, workspace: int) -> None:
+    def _execute_staged(self, stage: Stage | SplitStage, plan: Plan, workspace: int) -> None:
         plan.execute({name: array.data.ptr for name, array in stage.arrays.items()}, self.scalars, workspace)
 
     def _tune(self, device: int) -> None:

@@ -31,6 +31,7 @@ class Options(TypedDict, total=False):
     bias: Array | None
     seq_lens_q: Array | None
     seq_lens_kv: Array | None
+    page_table: Array | None
     cu_seqlens_q: Array | None
     cu_seqlens_kv: Array | None
     max_seqlen_q: int | None
@@ -45,6 +46,7 @@ class Options(TypedDict, total=False):
     seed: int | Array | None
     offset: int | Array | None
     dropout_mask: Array | None
+    num_splits: int | None
     max_workspace: int | None
     bucket: int | Literal["power_of_two"] | Callable[[int], int] | None
 
@@ -52,9 +54,12 @@ class Options(TypedDict, total=False):
 #: The options whose default is not None.
 DEFAULTS: dict[str, Any] = {"causal": False, "dropout_p": 0.0}
 #: The options that are arrays.
-ARRAYS = (*SCORE_INPUTS, *LENGTHS, *CU_SEQLENS, "alibi_slopes", "sinks", *SEEDS)
+ARRAYS = (*SCORE_INPUTS, *LENGTHS, "page_table", *CU_SEQLENS, "alibi_slopes", "sinks", *SEEDS)
 #: What to write in place of an option of another library.
 OTHER_NAMES = {
+    "block_table": "pass page_table=, (pages per sequence, B)",
+    "block_tables": "pass page_table=, (pages per sequence, B): the transpose of a (B, pages per sequence) array",
+    "cache_seqlens": "pass seq_lens_kv=",
     "attn_bias": "pass bias=, (Skv, Sq, Hq, B): attn_bias.T of a (B, Hq, Sq, Skv) array",
     "attn_mask": "pass mask= (bool, True attends) or bias= (added to the scores), (Skv, Sq, Hq, B): attn_mask.T of PyTorch's",
     "cu_seqlens_k": "pass cu_seqlens_kv=",
@@ -126,6 +131,7 @@ def read_settings(options: Mapping[str, Any], tau: float, *, deterministic: bool
         _count(options, "max_seqlen_kv", "the length of the longest sequence"),
         deterministic,
         _count(options, "max_workspace", "a number of bytes"),
+        num_splits=_count(options, "num_splits", "a number of chunks", least=1),
     )
     for name in ("max_seqlen_q", "max_seqlen_kv"):
         if options.get(name) is not None and options.get("cu_seqlens_q") is None:
@@ -225,10 +231,10 @@ def read_dropout(options: Mapping[str, Any]) -> float:
     return float(p)
 
 
-def _count(options: Mapping[str, Any], name: str, what: str) -> int | None:
+def _count(options: Mapping[str, Any], name: str, what: str, least: int = 0) -> int | None:
     value = options.get(name)
     if value is None:
         return None
-    if not isinstance(value, numbers.Integral) or value < 0:
-        raise ValueError(f"{name} is {value!r}; it must be {what}, 0 or more, or None")
+    if not isinstance(value, numbers.Integral) or value < least:
+        raise ValueError(f"{name} is {value!r}; it must be {what}, {least} or more, or None")
     return int(value)

@@ -24,11 +24,13 @@ class Lengths(NamedTuple):
             ``(B+1,)``.
         max_length: the largest length; longer sequences are truncated.
         total: the number of positions of a packed array; unused for dense arrays.
+        packed: whether the sequences are packed.
     """
 
     array: Any
     max_length: int
     total: int
+    packed: bool = False
 
 
 class ClearedResult(NamedTuple):
@@ -65,28 +67,27 @@ def prepare_sequences(
         results: the results whose padding is cleared.
 
     Returns:
-        For packed sequences ``seq_lens_q`` and ``seq_lens_kv``, int32 ``(B,)``, and the offsets, int64 ``(B+1,)``.
+        Of packed sequences ``seq_lens_q`` and ``seq_lens_kv``, int32 ``(B,)``, and the offsets, int64 ``(B+1,)``.
     """
-    packed = offsets is not None
-    batch = queries.array.size - packed
-    made: dict[str, Any] = {}
-    if offsets is not None:
-        made = {name: cupy_runtime.empty((batch,), np.int32) for name in ("seq_lens_q", "seq_lens_kv")}
-        made |= {name: cupy_runtime.empty((batch + 1,), np.int64) for name in offsets}
+    batch = queries.array.size - queries.packed
+    sides = {"seq_lens_q": queries, "seq_lens_kv": keys}
+    made = {name: cupy_runtime.empty((batch,), np.int32) for name, lengths in sides.items() if lengths.packed}
+    made |= {name: cupy_runtime.empty((batch + 1,), np.int64) for name in offsets or ()}
     sequences = [
         _Sequences(
             array=lengths.array.data.ptr,
             stride=lengths.array.strides[0] // lengths.array.itemsize,
             itemsize=lengths.array.itemsize,
-            lengths=made[name].data.ptr if packed else 0,
+            lengths=made[name].data.ptr if lengths.packed else 0,
             max_length=lengths.max_length,
             total=lengths.total,
         )
-        for lengths, name in ((queries, "seq_lens_q"), (keys, "seq_lens_kv"))
+        for name, lengths in sides.items()
     ]
     offset_arrays = [_Offsets(made[name].data.ptr, of_keys, factor) for name, (of_keys, factor) in (offsets or {}).items()]
     blocks = max(1, min(64, 256 // max(batch, 1)))
-    arguments = _arguments(batch, sequences, offset_arrays, [_result(result, packed) for result in results])
+    packed = queries.packed, keys.packed
+    arguments = _arguments(batch, sequences, offset_arrays, [_result(result, packed[result.of_keys]) for result in results])
     _prepare_sequences_kernel(packed)((blocks, max(batch, 1)), (256,), (arguments,))
     return made
 
@@ -178,7 +179,7 @@ def _declaration(name: str, fields: type[_Sequences | _Offsets | _Result]) -> st
 
 
 @functools.cache
-def _prepare_sequences_kernel(packed: bool) -> Any:
+def _prepare_sequences_kernel(packed: tuple[bool, bool]) -> Any:
     """The kernel of :func:`prepare_sequences`; blocks with one ``blockIdx.y`` work on one batch entry."""
     return cupy_runtime.cupy().RawKernel(
         f"""{_declaration("Sequences", _Sequences)}
@@ -196,11 +197,11 @@ def _prepare_sequences_kernel(packed: bool) -> Any:
         }}
         extern "C" __global__ void cupy_sdpa_prepare_sequences(const Arguments arguments) {{
             const long long batch = arguments.batch, b = blockIdx.y;
-            const bool packed = {int(packed)};
+            const bool packed[2] = {{{int(packed[0])}, {int(packed[1])}}};
             long long begin[2], length[2], end[2];
             for (int side = 0; side < 2; ++side) {{
                 const Sequences& s = arguments.sequences[side];
-                if (packed) {{
+                if (packed[side]) {{
                     begin[side] = clamped(at(s, b), s.total);
                     end[side] = clamped(at(s, b + 1), s.total);
                     length[side] = clamped(end[side] - begin[side], s.max_length);
@@ -222,8 +223,8 @@ def _prepare_sequences_kernel(packed: bool) -> Any:
                 const int side = result.of_keys;
                 // the padding of this entry, and in packed results what is before the first and after the last sequence
                 const long long from[3] = {{length[1 - side] ? begin[side] + length[side] : begin[side], 0, end[side]}};
-                const long long to[3] = {{end[side], packed && b == 0 ? begin[side] : 0,
-                                          packed && b + 1 == batch ? arguments.sequences[side].total : 0}};
+                const long long to[3] = {{end[side], packed[side] && b == 0 ? begin[side] : 0,
+                                          packed[side] && b + 1 == batch ? arguments.sequences[side].total : 0}};
                 const long long words = result.columns * result.heads;
                 for (int part = 0; part < 3; ++part) {{
                     const long long count = (to[part] - from[part]) * words;

@@ -25,8 +25,8 @@ def forward(problem: Problem, guards: frozenset[str] = frozenset()) -> Graph:
             same. ``no-split`` excludes the kernel that splits the keys.
     """
     g, operands = Builder(compute_dtype(problem)), Operands(problem, full_keys="positions" in guards)
-    q, kt, v, out = operands("q"), operands("k", TRANSPOSED_AXES), operands("v"), operands("out")
-    scores = Scores(g, operands)
+    q, out, scores = operands("q"), operands("out"), Scores(g, operands)
+    kt, v = _keys_and_values(g, operands, scores.keys)
     # S = Q Kᵀ                              (B, Hq, Sq, Skv)
     s = g.matmul("S = Q Kᵀ", q, kt, "S", m=scores.queries, n=scores.keys)
     # S <- f(scale S)
@@ -50,6 +50,16 @@ def forward(problem: Problem, guards: frozenset[str] = frozenset()) -> Graph:
     # O = P V                               (B, Hq, Sq, Dv)
     g.matmul("O = P V", p, v, out, m=scores.queries, k=scores.keys)
     return g.graph(no_split="no-split" in guards)
+
+
+def _keys_and_values(g: Builder, operands: Operands, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``Kᵀ`` and ``V``: the arrays, or their rows in the pages of each sequence."""
+    table = operands.page_table()
+    if table is None:
+        return operands("k", TRANSPOSED_AXES), operands("v")
+    assert lengths
+    kt = g.paged_load("Kᵀ = pages of k", operands("k"), table, lengths, "Kᵀ", transposed=True)
+    return kt, g.paged_load("V = pages of v", operands("v"), table, lengths, "V")
 
 
 class Dropout:

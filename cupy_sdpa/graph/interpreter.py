@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .nodes import Bernoulli, Graph, Matmul, Node, Pointwise, Reduction, Softmax, Transpose
+from .nodes import Bernoulli, Graph, Matmul, Node, PagedLoad, Pointwise, Reduction, Softmax, Transpose
 from .tiles import Evaluation, Tile
 
 if TYPE_CHECKING:
@@ -54,6 +54,20 @@ def _matmul(node: Matmul, tile: Tile) -> None:
     if node.n is not None:
         out[:, int(tile[node.n][0, 0]) :] = 0
     tile[node.out] = out
+
+
+def _paged_load(node: PagedLoad, tile: Tile) -> None:
+    """Gather the pages that hold rows before the length; later rows are 0. All tiles of a head share the result."""
+    if node.out.name in tile.cache:
+        return
+    views, length = tile.run.views, int(tile[node.lengths][0, 0])
+    pages = views[node.pages.name]
+    (_, _, page, columns), head = pages.shape, tile.head_of(pages)
+    count = page * node.table.shape[2] if tile.columns is None else tile.columns
+    rows = np.zeros((count, columns), tile.run.dtype)
+    used = views[node.table.name][tile.batch, 0, : -(-length // page), 0]
+    rows[:length] = pages[used, head].reshape(-1, columns)[:length]
+    tile.cache[node.out.name] = rows.T if node.out.strides[2] == 1 else rows
 
 
 def _softmax(node: Softmax, tile: Tile) -> None:
@@ -190,6 +204,7 @@ MODES: dict[str, Callable[[Pointwise, Tile], Array]] = {
 RULES: dict[type[Node], Callable[[Any, Tile], None]] = {
     Bernoulli: _bernoulli,
     Matmul: _matmul,
+    PagedLoad: _paged_load,
     Pointwise: _pointwise,
     Reduction: _reduction,
     Softmax: _softmax,

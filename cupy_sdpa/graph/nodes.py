@@ -200,6 +200,20 @@ class Transpose(Node):
     operands: ClassVar[tuple[str, ...]] = ("x",)
 
 
+@dataclass(frozen=True, slots=True)
+class PagedLoad(Node):
+    """The keys or values of every batch entry, gathered from pages: row ``j`` is row ``j % n`` of page ``table[j // n]``.
+
+    ``pages`` is ``(pages, H, n, D)`` with n rows per page, ``table`` is ``(B, 1, P, 1)`` and ``lengths`` ``(B, 1, 1, 1)``.
+    ``out`` is ``(B, H, n P, D)``, or its transpose ``(B, H, D, n P)``. Table entries of pages after the length are not read.
+    """
+
+    pages: Tensor
+    table: Tensor
+    lengths: Tensor
+    operands: ClassVar[tuple[str, ...]] = ("pages", "table", "lengths")
+
+
 @dataclass(frozen=True)
 class Graph:
     """An operation graph: nodes in the order of computation.
@@ -357,6 +371,19 @@ class Builder:
         strides = (b_stride, h_stride, n_stride, m_stride)
         view = Tensor(out, (b, h, n, m), dtype or x.dtype, "virtual", strides, ragged=x.ragged)
         return self._add(Transpose(formula, view, x))
+
+    def paged_load(
+        self, formula: str, pages: Tensor, table: Tensor, lengths: Tensor, out: str, *, transposed: bool = False
+    ) -> Tensor:
+        """The rows of pages ``(pages, H, n, D)`` that a table ``(B, 1, P, 1)`` lists; see :class:`PagedLoad`."""
+        (_, h, n, d), (b, _, width, _) = pages.shape, table.shape
+        if lengths.shape != (b, 1, 1, 1):
+            raise ValueError(f"paged load {formula}: {lengths} has shape {lengths.shape}; it must be {(b, 1, 1, 1)}")
+        rows = Tensor(out, (b, h, n * width, d), pages.dtype, "virtual", row_major((b, h, n * width, d)))
+        if transposed:
+            b_stride, h_stride, row_stride, _ = rows.strides
+            rows = Tensor(out, (b, h, d, n * width), pages.dtype, "virtual", (b_stride, h_stride, 1, row_stride))
+        return self._add(PagedLoad(formula, rows, pages, table, lengths))
 
     def _out(self, out: Tensor | str, shape: Shape, dtype: str | None = None) -> Tensor:
         if isinstance(out, str):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..problem.problem import ROW_STATS, Problem, has_ragged_alibi
+from ..problem.problem import KEY_ARRAYS, ROW_STATS, Problem, has_ragged_alibi
 from ..problem.tensor_spec import ITEMSIZE, TensorSpec
 from ..problem.varlen import ragged_offset_name, token_stride
 from .nodes import Role, Shape, Tensor, row_major
@@ -22,6 +22,8 @@ STATS_AXES = (2, 1, 0, -1)
 PACKED_STATS_AXES = (-1, 0, 1, -1)
 #: ``(batch,)`` to ``(batch, 1, 1, 1)``.
 BATCH_AXES = (0, -1, -1, -1)
+#: ``(pages per sequence, batch)`` to ``(batch, 1, pages per sequence, 1)``.
+TABLE_AXES = (1, -1, 0, -1)
 #: ``(heads,)`` to ``(1, heads, 1, 1)``.
 HEAD_AXES = (-1, 0, -1, -1)
 #: ``(keys, queries, heads, batch)`` to ``(batch, heads, queries, keys)``.
@@ -52,12 +54,13 @@ class Operands:
         self.results = {spec.name for spec in problem.results}
 
     def __call__(self, name: str, axes: tuple[int, ...] = QKV_AXES) -> Tensor:
-        """An array of the problem: q, k, v, out, the row statistics, or one of their gradients."""
+        """An array of the problem: q, k, v, out, the row statistics, or one of their gradients; or the pages of k or v."""
         spec = self.specs[name]
-        if self.problem.packed:
+        packed = self.problem.packed and not (self.problem.paged and name in KEY_ARRAYS)
+        if packed:
             axes = PACKED_STATS_AXES if name in ROW_STATS else tuple(axis if axis < 3 else -1 for axis in axes)
         tensor = operand(spec, axes, "output" if name in self.results else "input")
-        return self._ragged(tensor, token_stride(spec)) if self.problem.packed else tensor
+        return self._ragged(tensor, token_stride(spec)) if packed else tensor
 
     def optional(self, name: str, axes: tuple[int, ...]) -> Tensor | None:
         """The input of an option; None if the problem does not have it."""
@@ -100,6 +103,10 @@ class Operands:
             Tensor(name, shape, "int32", "input", (1, 1, 1, 1), BATCH_AXES) for name in ("seq_lens_q", "seq_lens_kv")
         )
         return queries, keys
+
+    def page_table(self) -> Tensor | None:
+        """The pages of each batch entry, ``(B, 1, P, 1)``; None if the keys are not paged."""
+        return operand(self.specs["page_table"], TABLE_AXES, "input") if self.problem.paged else None
 
     def diagonal(self) -> Tensor | None:
         """The key on the diagonal of every query; None unless ALiBi needs it and it differs between batch entries."""

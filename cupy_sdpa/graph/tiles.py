@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..problem.tensor_spec import numpy_dtype
-from .nodes import Graph, Matmul, Node, Reduction, Tensor
+from .nodes import Graph, Matmul, Node, PagedLoad, Reduction, Tensor
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray  # slow to import
@@ -47,7 +47,8 @@ class Evaluation:
         self.steps = _last_reads(graph)
         self.totals = {node.out.name: np.zeros(node.out.shape, self.dtype) for node in graph.nodes if _sums_over_tiles(node)}
         self.group_sums: dict[str, Array] = {}
-        self._shape: tuple[int, ...] = tuple(map(max, zip(*(node.inputs[0].shape for node in graph.nodes), strict=True)))
+        shapes = (node.inputs[0].shape for node in graph.nodes if not isinstance(node, PagedLoad))
+        self._shape: tuple[int, ...] = tuple(map(max, zip(*shapes, strict=True)))
         self.heads = self._shape[1]
 
     def tiles(self) -> Iterator[Tile]:
@@ -159,19 +160,19 @@ class Tile:
         if view.shape[2] == 1:  # a single row, broadcast
             rows = slice(None)
         b = self.batch if view.shape[0] > 1 else 0
-        return view[b, self._head_of(view)][rows, : self.columns if tensor.shape[3] > 1 else None]  # type: ignore[no-any-return]
+        return view[b, self.head_of(view)][rows, : self.columns if tensor.shape[3] > 1 else None]  # type: ignore[no-any-return]
 
     def _sequence(self, tensor: Tensor) -> Array:
         """The part of a packed tensor that is the sequence of this batch entry."""
         assert tensor.ragged
         view = self.run.views[tensor.name]
-        matrix = view[0, self._head_of(view)]
+        matrix = view[0, self.head_of(view)]
         axis = 1 if tensor.axes[3] == 2 else 0
         offsets = self.run.views[tensor.ragged.name][:, 0, 0, 0] // tensor.strides[2 + axis]
         tokens = slice(int(offsets[self.batch]), int(offsets[self.batch + 1]))
         return matrix[:, tokens] if axis else matrix[tokens]  # type: ignore[no-any-return]
 
-    def _head_of(self, view: Array) -> int:
+    def head_of(self, view: Array) -> int:
         """The head of a tensor with fewer heads, each of which serves a group of consecutive query heads."""
         return self.head * int(view.shape[1]) // self.run.heads
 
@@ -213,10 +214,11 @@ def _sums_over_tiles(node: Node) -> bool:
 def _is_separable(graph: Graph, right_operands: set[str]) -> bool:
     """Whether a block of rows can be computed without the other rows.
 
-    A matmul mixes only the rows of its right operand. So every right operand must be an input that no step reads by rows.
+    A matmul mixes only the rows of its right operand. So every right operand must be an input, or rows of pages, that no step
+    reads by rows.
     """
     by_rows = {t.name for node in graph.nodes for t in node.inputs if not (isinstance(node, Matmul) and t is node.b)}
-    results = {t.name for node in graph.nodes for t in node.outputs}
+    results = {t.name for node in graph.nodes if not isinstance(node, PagedLoad) for t in node.outputs}
     return not right_operands & (by_rows | results)
 
 

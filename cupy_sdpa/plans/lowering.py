@@ -13,7 +13,7 @@ from typing import Any
 from .._cudnn.constants import DataType, PointwiseMode, ReduceTensorOp, RngDistribution
 from .._cudnn.descriptor import Descriptor
 from ..errors import Unsupported
-from ..graph.nodes import Bernoulli, Graph, Matmul, Node, Pointwise, Reduction, Softmax, Tensor, Transpose, row_major
+from ..graph.nodes import Bernoulli, Graph, Matmul, Node, PagedLoad, Pointwise, Reduction, Softmax, Tensor, Transpose, row_major
 
 #: cuDNN's data types by the names of numpy's dtypes.
 DATA_TYPES = {
@@ -140,6 +140,11 @@ def _matmul(node: Matmul, lowered: OperationGraph) -> None:
     lowered.operation("MATMUL", {"DESC": kind, "ADESC": node.a, "BDESC": node.b, "CDESC": node.out, **lengths}, node.formula)
 
 
+def _paged_load(node: PagedLoad, lowered: OperationGraph) -> None:
+    tensors = {"CONTAINER_DESC": node.pages, "YDESC": node.out, "SEQUENCE_DESC": node.lengths, "PAGE_TABLE_DESC": node.table}
+    lowered.operation("PAGED_CACHE_LOAD", tensors, node.formula)
+
+
 def _pointwise(node: Pointwise, lowered: OperationGraph) -> None:
     if node.mode == "logical_and" or (node.mode in _COMPARISONS and node.b is not None and node.b.dtype == "int32"):
         precision = DataType.BOOLEAN
@@ -216,6 +221,7 @@ def _softmax(node: Softmax, lowered: OperationGraph) -> None:
 RULES: dict[type[Node], Callable[[Any, OperationGraph], None]] = {
     Bernoulli: _bernoulli,
     Matmul: _matmul,
+    PagedLoad: _paged_load,
     Pointwise: _pointwise,
     Reduction: _reduction,
     Softmax: _softmax,

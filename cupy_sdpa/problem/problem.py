@@ -5,7 +5,7 @@ and is the key of the plan cache. Because :func:`cupy_sdpa.problem.validation.ma
 same object, and the look-up compares by identity.
 
 Shapes are written with these letters: D head dim of q and k, Dv head dim of v, Hq query heads, Hkv key/value heads (Hq is a
-multiple of Hkv), Sq, Skv lengths, B batch; Tq, Tkv total lengths of packed sequences.
+multiple of Hkv), Sq, Skv lengths, B batch; Tq, Tkv total lengths of packed sequences; P pages per sequence.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import NamedTuple
 from .. import _html
 from ..score_fn.expression import Program
 from .band import Band
+from .split import Split
 from .tensor_spec import ITEMSIZE, TensorSpec
 
 #: The names of the sequence lengths, and of the cumulative lengths of packed sequences.
@@ -56,6 +57,8 @@ class Settings(NamedTuple):
         deterministic: whether results must be bitwise reproducible; in the forward pass only set for a single query.
         max_workspace: the limit of cuDNN's workspace in bytes, or None.
         program: the traced score and mask functions, or None.
+        num_splits: the number of chunks into which paged keys are split; None for the default.
+        split: how the keys of this problem were split, if it is a split problem (:mod:`.split`).
         gradient_of: the captured array with respect to which a subproblem differentiates the scores; empty for the scores.
     """
 
@@ -69,6 +72,8 @@ class Settings(NamedTuple):
     max_workspace: int | None = None
     program: Program | None = None
     gradient_of: str = ""
+    num_splits: int | None = None
+    split: Split | None = None
 
 
 #: The settings of a call without options.
@@ -94,7 +99,10 @@ class Problem:
         dbias, dsinks: the gradients of bias and sinks, with their shapes; None if they were not requested.
         rng_dump: ``(Skv, Sq, Hq, B)`` float32, the dropout mask as an output of the forward pass; None if it was not requested.
         seq_lens_q, seq_lens_kv: ``(B,)`` int32, the lengths of each batch entry; None for full lengths.
-        cu_seqlens_q, cu_seqlens_kv: ``(B+1,)``, the cumulative lengths of packed sequences; None for dense arrays.
+        page_table: ``(P, B)`` int32, the pages of each sequence in order. k and v are then ``(D, Hkv, page size, pages)`` and
+            ``(Dv, Hkv, page size, pages)``, and Skv is P times the page size. None if the keys are not paged.
+        cu_seqlens_q, cu_seqlens_kv: ``(B+1,)``, the cumulative lengths of packed sequences; None for dense arrays. With a page
+            table only the queries are packed.
         bias, mask: ``(Skv, Sq, Hq, B)``, broadcast along axes of length 1: added to the scores; True where a query attends.
         alibi_slopes, sinks: ``(Hq,)`` float32.
         seed, offset: ``(1,)`` int64, the state of dropout's random number generator.
@@ -120,6 +128,7 @@ class Problem:
     rng_dump: TensorSpec | None = None
     seq_lens_q: TensorSpec | None = None
     seq_lens_kv: TensorSpec | None = None
+    page_table: TensorSpec | None = None
     cu_seqlens_q: TensorSpec | None = None
     cu_seqlens_kv: TensorSpec | None = None
     bias: TensorSpec | None = None
@@ -153,10 +162,14 @@ class Problem:
     def sizes(self) -> tuple[int, int, int, int, int, int, int]:
         """``(D, Dv, Hq, Hkv, Sq, Skv, B)``; for packed sequences the maximum lengths and the number of sequences."""
         (d, hq, *queries), (dv, hkv, *keys) = self.q.shape, self.v.shape
-        sq, skv = self.settings.max_seqlen_q, self.settings.max_seqlen_kv
-        if self.cu_seqlens_q and sq is not None and skv is not None:
-            return d, dv, hq, hkv, sq, skv, max(self.cu_seqlens_q.shape[0] - 1, 0)
-        return d, dv, hq, hkv, queries[0], keys[0], queries[1]
+        if self.cu_seqlens_q:
+            queries = [self.settings.max_seqlen_q or 0, max(self.cu_seqlens_q.shape[0] - 1, 0)]
+        skv = keys[0]
+        if self.page_table:
+            skv *= self.page_table.shape[0]
+        elif self.cu_seqlens_q:
+            skv = self.settings.max_seqlen_kv or 0
+        return d, dv, hq, hkv, queries[0], skv, queries[1]
 
     @property
     def dtype(self) -> str:
@@ -182,6 +195,11 @@ class Problem:
     def packed(self) -> bool:
         """Whether the sequences are packed (varlen)."""
         return self.cu_seqlens_q is not None
+
+    @property
+    def paged(self) -> bool:
+        """Whether the keys and values are pages that a page table lists."""
+        return self.page_table is not None
 
     @property
     def ragged(self) -> bool:
@@ -222,7 +240,7 @@ class Problem:
         """Whether nothing is computed: no queries, no keys, or a head dim of v of 0 and no result but out or gradients."""
         _, dv, *_, sq, skv, b = self.sizes
         only_values = self.backward or self.results == (self.out,)
-        return 0 in (*self.out.shape[1:], sq, self.k.shape[2], skv, b) or (dv == 0 and only_values)
+        return 0 in (*self.out.shape[1:], sq, *self.k.shape[2:], skv, b) or (dv == 0 and only_values)
 
     def __str__(self) -> str:
         d, dv, hq, hkv, sq, skv, b = self.sizes
@@ -246,6 +264,10 @@ class Problem:
         yield str(self.band or ("a mask" if self.mask else "no mask"))
         if self.band and self.mask:
             yield "a mask"
+        if self.page_table:
+            yield f"pages of {self.k.shape[2]} keys"
+        if split := self.settings.split:
+            yield f"keys split into {split.chunks} chunks, query heads of a group and queries as rows"
         program = self.settings.program
         descriptions = {
             "a mask function": program and program.mask is not None, "a score function": self.has_score_mod,

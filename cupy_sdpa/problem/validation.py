@@ -10,14 +10,20 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
+from ..errors import Unsupported
 from ..score_fn.expression import EMPTY_PROGRAM
 from .problem import CU_SEQLENS, DEFAULT_SETTINGS, LENGTHS, SCORE_INPUTS, SEEDS, Problem, Settings
+from .split import obstacle
 from .tensor_spec import FLOAT_DTYPES, ITEMSIZE, Signature, TensorSpec, dense_spec, make_spec
 
 #: The type of ``return_stats=``.
 ReturnStats = bool | Literal["max_sumexp"]
 
 _DENSE = "shapes are (head_dim, heads, seq, batch). Arrays in C order (batch, seq, heads, head_dim) are passed as x.T"
+_PAGED = (
+    "with a page table the shapes of k and v are (head_dim, heads, page size, pages); pages in the memory order "
+    "(head_dim, page size, heads, pages) are passed as pages.transpose(0, 2, 1, 3)"
+)
 _PACKED = (
     "shapes of packed sequences are (head_dim, heads, total). Arrays in C order (total, heads, head_dim) are passed as x.T"
 )
@@ -80,12 +86,20 @@ def make_problem(
     Raises:
         TypeError: a dtype is not supported, or dtypes differ.
         ValueError: shapes do not match.
+        Unsupported: gradients of paged keys are requested.
     """
     arrays = {name: make_spec(name, signature) for name, signature in signatures}
     problem = _inputs(arrays, settings)
+    if requested.backward and problem.paged:
+        raise Unsupported(
+            "gradients are not supported with page_table, because cuDNN reads pages in the forward pass only: gather the pages "
+            "into dense k and v"
+        )
     sq = problem.sizes[4]
     if not requested.backward and sq != 1 and problem.deterministic:  # only kernels for one query are not reproducible
         problem = dataclasses.replace(problem, settings=problem.settings._replace(deterministic=False))
+    if settings.num_splits is not None and (other := obstacle(problem)):
+        raise ValueError(f"num_splits is {settings.num_splits}, which is not supported with {other}: omit num_splits")
     outputs = _backward_arrays(problem, requested) if requested.backward else _forward_arrays(problem, requested, arrays)
     specs: dict[str, TensorSpec] = {}
     for expected in outputs:
@@ -125,42 +139,49 @@ def check_spec(spec: TensorSpec, expected: Expected) -> None:
 def _inputs(arrays: Mapping[str, TensorSpec], settings: Settings) -> Problem:
     """The problem of the inputs of the forward pass, with q as a placeholder for out."""
     q, k, v = (arrays[name] for name in "qkv")
-    packed = any(name in arrays for name in CU_SEQLENS)
-    _check_qkv(q, k, v, packed)
+    packed, paged = any(name in arrays for name in CU_SEQLENS), "page_table" in arrays
+    _check_qkv(q, k, v, packed, paged)
     if packed:
-        _check_packed(arrays, settings)
-    problem = Problem(q, k, v, q, settings, cu_seqlens_q=arrays.get("cu_seqlens_q"))
+        _check_packed(arrays, settings, paged)
+    if paged:
+        _check_paged(arrays, q)
+    problem = Problem(q, k, v, q, settings, cu_seqlens_q=arrays.get("cu_seqlens_q"), page_table=arrays.get("page_table"))
     _check_options(arrays, problem)
     *_, sq, skv, _ = problem.sizes
     if band := settings.band:
-        ragged = packed or "seq_lens_q" in arrays
+        ragged = packed or paged or "seq_lens_q" in arrays
         band = band.simplified(sq, skv, lengths=ragged, needs_diagonal="alibi_slopes" in arrays)
-    names = (*LENGTHS, *CU_SEQLENS, "alibi_slopes", "sinks", *SEEDS, *SCORE_INPUTS)
+    names = (*LENGTHS, "page_table", *CU_SEQLENS, "alibi_slopes", "sinks", *SEEDS, *SCORE_INPUTS)
     options: dict[str, Any] = {name: arrays[name] for name in names if name in arrays}
     captured = tuple(arrays[step.name] for step in (settings.program or EMPTY_PROGRAM).captured)
     return Problem(q, k, v, q, settings._replace(band=band), captured=captured, **options)
 
 
-def _check_qkv(q: TensorSpec, k: TensorSpec, v: TensorSpec, packed: bool) -> None:
+def _check_qkv(q: TensorSpec, k: TensorSpec, v: TensorSpec, packed: bool, paged: bool) -> None:
     """Check that the dtypes and shapes of q, k and v match."""
-    rank, legend = (3, _PACKED) if packed else (4, _DENSE)
+    legend = _PAGED if paged else _PACKED if packed else _DENSE
     for spec in (q, k, v):
+        rank = 3 if packed and not (paged and spec is not q) else 4
         if len(spec.shape) != rank:
-            raise ValueError(
-                f"{spec.name} has {len(spec.shape)} dimensions {spec.shape}; it needs {rank}: "
-                + ("(head_dim, heads, total), because cu_seqlens_q and cu_seqlens_kv are passed" if packed else
-                   f"(head_dim, heads, seq, batch). For a single sequence add a batch axis: {spec.name}[..., None]")
-            )  # fmt: skip
+            if paged and spec is not q:
+                expected = "(head_dim, heads, page size, pages), because page_table is passed"
+            elif packed:
+                expected = f"(head_dim, heads, total), because {' and '.join(CU_SEQLENS[: 1 if paged else 2])} are passed"
+            else:
+                expected = f"(head_dim, heads, seq, batch). For a single sequence add a batch axis: {spec.name}[..., None]"
+            raise ValueError(f"{spec.name} has {len(spec.shape)} dimensions {spec.shape}; it needs {rank}: {expected}")
         if spec.dtype not in FLOAT_DTYPES:
             raise TypeError(f"{spec.name} is {spec.dtype}; attention takes {', '.join(FLOAT_DTYPES)}: convert with .astype")
         if spec.dtype != q.dtype:
             raise TypeError(f"{spec.name} is {spec.dtype} and q is {q.dtype}; the dtypes must be equal: convert one of them")
     _check_equal("head dims (axis 0)", q, k, 0, legend)
-    if not packed:
+    if paged:
+        _check_equal("numbers of pages (axis 3)", k, v, 3, legend)
+    elif not packed:
         _check_equal("batch sizes (axis 3)", q, k, 3, legend)
         _check_equal("batch sizes (axis 3)", q, v, 3, legend)
     _check_equal("numbers of heads (axis 1)", k, v, 1, legend)
-    _check_equal("lengths (axis 2)", k, v, 2, legend)
+    _check_equal("page sizes (axis 2)" if paged else "lengths (axis 2)", k, v, 2, legend)
     (d, hq, *_), (_, hkv, *_) = q.shape, v.shape
     if d == 0:
         raise ValueError(f"q {q.shape} has head dim 0; the first axis is head_dim, and must not be empty")
@@ -171,8 +192,23 @@ def _check_qkv(q: TensorSpec, k: TensorSpec, v: TensorSpec, packed: bool) -> Non
         )
 
 
-def _check_packed(arrays: Mapping[str, TensorSpec], settings: Settings) -> None:
-    """Check the arrays and numbers that describe packed sequences."""
+def _check_paged(arrays: Mapping[str, TensorSpec], q: TensorSpec) -> None:
+    """Check the page table and the lengths of paged keys."""
+    table, legend = arrays["page_table"], "(pages per sequence, B)"
+    batch = arrays["cu_seqlens_q"].shape[0] - 1 if "cu_seqlens_q" in arrays else q.shape[3]
+    if table.dtype != "int32":
+        raise TypeError(f"page_table is {table.dtype}; it must be int32: convert with .astype")
+    if len(table.shape) != 2 or table.shape[1] != batch:
+        raise ValueError(f"page_table has shape {table.shape}; it must be {legend} with {batch} sequences")
+    if "seq_lens_kv" not in arrays:
+        raise ValueError("page_table is passed and seq_lens_kv is None: pass the number of keys of each sequence, int32 (B,)")
+
+
+def _check_packed(arrays: Mapping[str, TensorSpec], settings: Settings, paged: bool) -> None:
+    """Check the arrays and numbers that describe packed sequences; with a page table only the queries are packed."""
+    if paged:
+        _check_packed_queries(arrays, settings)
+        return
     for name in CU_SEQLENS:
         if name not in arrays:
             raise ValueError(f"{name} is None; packed sequences need both cu_seqlens_q and cu_seqlens_kv")
@@ -181,8 +217,7 @@ def _check_packed(arrays: Mapping[str, TensorSpec], settings: Settings) -> None:
             raise ValueError(f"{name} and cu_seqlens_* are both passed; cu_seqlens_* define the lengths of packed sequences")
     cu_seqlens_q, cu_seqlens_kv = (arrays[name] for name in CU_SEQLENS)
     for spec in (cu_seqlens_q, cu_seqlens_kv):
-        if spec.dtype not in ("int32", "int64"):
-            raise TypeError(f"{spec.name} is {spec.dtype}; it must be int32 or int64: convert with .astype")
+        _check_integers(spec)
         if len(spec.shape) != 1 or spec.shape[0] < 1 or spec.shape != cu_seqlens_q.shape:
             raise ValueError(
                 f"cu_seqlens_q has shape {cu_seqlens_q.shape} and cu_seqlens_kv {cu_seqlens_kv.shape}; both must be (B + 1,)"
@@ -190,6 +225,26 @@ def _check_packed(arrays: Mapping[str, TensorSpec], settings: Settings) -> None:
     for name, maximum in (("max_seqlen_q", settings.max_seqlen_q), ("max_seqlen_kv", settings.max_seqlen_kv)):
         if maximum is None:
             raise ValueError(f"{name} is None; packed sequences need the maximum length, or an upper bound")
+
+
+def _check_packed_queries(arrays: Mapping[str, TensorSpec], settings: Settings) -> None:
+    """Check the arrays and numbers that describe packed queries of paged keys."""
+    for name in ("seq_lens_q", "cu_seqlens_kv"):
+        if name in arrays:
+            raise ValueError(f"{name} is passed with page_table and cu_seqlens_q: pass cu_seqlens_q and seq_lens_kv only")
+    starts = arrays["cu_seqlens_q"]
+    _check_integers(starts)
+    if len(starts.shape) != 1 or starts.shape[0] < 1:
+        raise ValueError(f"cu_seqlens_q has shape {starts.shape}; it must be (B + 1,)")
+    if settings.max_seqlen_q is None:
+        raise ValueError("max_seqlen_q is None; packed queries need the maximum length, or an upper bound")
+    if settings.max_seqlen_kv is not None:
+        raise ValueError(f"max_seqlen_kv is {settings.max_seqlen_kv} and page_table is passed: it bounds the lengths; omit max_seqlen_kv")
+
+
+def _check_integers(spec: TensorSpec) -> None:
+    if spec.dtype not in ("int32", "int64"):
+        raise TypeError(f"{spec.name} is {spec.dtype}; it must be int32 or int64: convert with .astype")
 
 
 def _check_options(arrays: Mapping[str, TensorSpec], problem: Problem) -> None:

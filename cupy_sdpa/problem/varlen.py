@@ -36,7 +36,8 @@ def token_stride(spec: TensorSpec) -> int:
 def ragged_offsets(problem: Problem) -> dict[str, tuple[str, int]]:
     """The ragged offsets that a problem's graph reads: name -> (the cu_seqlens array, its factor)."""
     d, dv, hq, *_ = problem.sizes
-    strides = {(spec.name, token_stride(spec)) for spec in problem.tensors if spec.name in QUERY_ARRAYS + KEY_ARRAYS}
+    packed = QUERY_ARRAYS if problem.paged else QUERY_ARRAYS + KEY_ARRAYS
+    strides = {(spec.name, token_stride(spec)) for spec in problem.tensors if spec.name in packed}
     if problem.backward:  # scratch memory, which is dense
         strides |= {("q", hq * d), ("q", hq), ("k", hq * d), ("k", hq * dv)}
     return {ragged_offset_name(name, stride): (CU_SEQLENS[name in KEY_ARRAYS], stride) for name, stride in sorted(strides)}
@@ -51,7 +52,7 @@ def round_up_totals(problem: Problem) -> Problem:
     totals = {"q": round_up(problem.q.shape[2]), "k": round_up(problem.k.shape[2])}
     specs = {}
     for spec in problem.tensors:
-        if spec.name in QUERY_ARRAYS + KEY_ARRAYS:
+        if spec.name in QUERY_ARRAYS or (spec.name in KEY_ARRAYS and not problem.paged):
             shape = (*spec.shape[:-1], totals["k" if spec.name in KEY_ARRAYS else "q"])
             rounded = dense_spec(spec.name, spec.dtype, shape) if spec.dense else dataclasses.replace(spec, shape=shape)
             specs[spec.name] = rounded

@@ -1,6 +1,6 @@
 """The problem that the engine runs for a caller's problem: lengths, dtypes and layouts in the form that the engine supports.
 
-It depends on the problem alone, so plans can be built before there are arrays. calls/staging.py makes the copies.
+It depends on the problem alone, so plans can be built before there are arrays. staging/stage.py makes the copies.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 from ..problem.bucket import Policy
 from ..problem.problem import Problem
+from ..problem.split import split_of, split_problem, table_spec
 from ..problem.tensor_spec import TensorSpec, dense_spec
 from ..problem.varlen import round_up_totals
 from .why_not import staging_guards
@@ -20,6 +21,8 @@ def engine_problem(problem: Problem, bucket: Policy | None, on_gpu: bool) -> Pro
     """The problem that the engine runs: lengths rounded up to the bucket, and the layouts of the copies that it needs."""
     if problem.trivial:
         return problem
+    if on_gpu and (split := split_of(problem)):
+        problem = split_problem(problem, split)
     return _engine_problem(bucket(problem) if bucket else problem, on_gpu)
 
 
@@ -36,6 +39,8 @@ def _engine_problem(problem: Problem, on_gpu: bool) -> Problem:
     guards = staging_guards(problem)
     specs |= _bias_and_mask_specs(problem, guards)
     specs |= _gradient_specs(problem)
+    if problem.page_table and problem.sizes[4] > 1 and not problem.settings.split:
+        specs["page_table"] = table_spec(*problem.page_table.shape, problem.k.shape[2])
     if "dense-queries" in guards:
         specs["q"] = dense_spec("q", problem.q.dtype, problem.q.shape)
     if "dense-gradients" in guards:
@@ -98,7 +103,7 @@ def masked_inputs(problem: Problem) -> dict[str, str]:
 
     cuDNN multiplies the padding by a probability of 0: the values in the forward pass, every operand in the backward pass.
     """
-    if problem.seq_lens_q is None:
+    if problem.seq_lens_q is None or problem.paged:
         return {}
     if not problem.backward:
         return {"v": "seq_lens_kv"}

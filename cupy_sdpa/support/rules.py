@@ -118,7 +118,7 @@ def _aligned_memory(problem: Problem, cudnn: int, capability: int) -> Iterator[s
 
 
 def _dense_stats(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
-    large = {*QUERY_ARRAYS, *KEY_ARRAYS, *CU_SEQLENS} - set(ROW_STATS)
+    large = {*QUERY_ARRAYS, *KEY_ARRAYS, *CU_SEQLENS, "page_table"} - set(ROW_STATS)
     for spec in problem.tensors:
         if spec.name not in large and not spec.dense:
             dense = dense_strides(spec.shape, ITEMSIZE[spec.dtype])

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..device import cupy_runtime, kernels, memory
+from ..device import cupy_runtime, kernels, memory, paged
 from ..problem.bucket import padded_axes
 from ..problem.problem import (
     CU_SEQLENS,
@@ -173,6 +173,8 @@ class Stage:
     def _engine_array(self, spec: TensorSpec) -> Any:
         """The array that the engine uses for a tensor: the caller's, or a new one."""
         array = self._originals.get(spec.name)
+        if spec.name == "page_table" and spec != self._problem.page_table:
+            return paged.padded_table(array, self._originals["seq_lens_kv"], self._problem.k.shape[2], spec)
         if array is None:  # the lengths of a bucket
             like = self._originals["q" if spec.name == "seq_lens_q" else "k"]
             return _filled(Fill("int32", like.shape[3], like.shape[2]), like, self._on_gpu)
@@ -295,7 +297,8 @@ def _clear_padding_on_cpu(
         array.fill(fill_value(name))
     if not problem.packed:
         return {}
-    lengths = {name: np.diff(arrays[starts]).astype(np.int32) for name, starts in zip(LENGTHS, CU_SEQLENS, strict=True)}
+    sides = list(zip(LENGTHS, CU_SEQLENS, strict=True))[: 1 if problem.paged else 2]
+    lengths = {name: np.diff(arrays[starts]).astype(np.int32) for name, starts in sides}
     offsets = ragged_offsets(engine_problem).items()
     return lengths | {name: arrays[starts].astype(np.int64) * factor for name, (starts, factor) in offsets}
 
@@ -305,9 +308,9 @@ def _clear_padding_on_gpu(
 ) -> dict[str, Any]:
     """Clear the padding of the results, and return the lengths and offsets of packed sequences, in one kernel."""
     *_, sq, skv, _ = (problem if problem.packed else engine_problem).sizes
-    names = CU_SEQLENS if problem.packed else LENGTHS
-    queries = kernels.Lengths(arrays[names[0]], sq, problem.q.shape[2])
-    keys = kernels.Lengths(arrays[names[1]], skv, problem.k.shape[2])
+    packed_keys = problem.packed and not problem.paged
+    queries = kernels.Lengths(arrays[(CU_SEQLENS if problem.packed else LENGTHS)[0]], sq, problem.q.shape[2], problem.packed)
+    keys = kernels.Lengths(arrays[(CU_SEQLENS if packed_keys else LENGTHS)[1]], skv, problem.k.shape[2], packed_keys)
     offsets = ragged_offsets(engine_problem).items() if problem.packed else ()
     factors = {name: (starts == CU_SEQLENS[1], factor) for name, (starts, factor) in offsets} or None
     sinks = arrays.get("sinks")

@@ -1,0 +1,1 @@
+"""Arrays of a call in the form that the engine needs."""
