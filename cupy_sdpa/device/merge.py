@@ -72,7 +72,7 @@ def _merge_on_cpu(groups: Sequence[Parts], out: Any, stats: Any, sinks: Any) -> 
 class _Group(NamedTuple):
     """:class:`Parts` as the kernel reads them: addresses, and strides in bytes."""
 
-    count: int
+    parts: int
     out: int
     out_d: int
     out_h: int
@@ -134,7 +134,7 @@ def _merge_on_gpu(groups: Sequence[Parts], out: Any, stats: Any, sinks: Any) -> 
         *((0,) * 4 if stats is None else (stats.data.ptr, *stats.strides)),
         *((0,) * 2 if sinks is None else (sinks.data.ptr, *sinks.strides)),
     )  # fmt: skip
-    given = [_Group(g.stats.shape[3], g.out.data.ptr, *g.out.strides, g.stats.data.ptr, *g.stats.strides) for g in groups]
+    given = [(out.shape[4], out.data.ptr, *out.strides, stats.data.ptr, *stats.strides) for out, stats in groups]
     padded = [*given, *[(0,) * len(_Group._fields)] * (MAX_GROUPS - len(given))]
     arguments = np.array((target, padded), _ARGUMENTS)
     _merge_kernel(dtype.name, out.dtype.name, vector)(grid, (columns, block_rows, slots), (arguments,))
@@ -208,7 +208,7 @@ def _merge_kernel(dtype: str, out_dtype: str, vector: int) -> Any:
                         while (part >= end) {{
                             const Group& group = arguments.groups[++g];
                             begin = end;
-                            end += group.count;
+                            end += group.parts;
                             out = group.out + column * group.out_d + h * group.out_h + s * group.out_s + b * group.out_b;
                             stats = group.stats + h * group.stats_h + s * group.stats_s + b * group.stats_b;
                         }}
