@@ -7,7 +7,7 @@ from .attention import Pullback, attention, attention_backward, attention_vjp
 from .calls.report import Report
 from .errors import CudnnError, DiskCacheWarning, Unsupported
 from .explain import explain, get_plan_cache, problem
-from .helpers import alibi_slopes, dropout_mask
+from .helpers import alibi_slopes, dropout_mask, merge
 from .prepare import Prepared, autotune, prepare
 from .problem.problem import Problem
 from .version import __version__
@@ -29,6 +29,7 @@ __all__ = [
     "dropout_mask",
     "explain",
     "get_plan_cache",
+    "merge",
     "prepare",
     "problem",
 ]

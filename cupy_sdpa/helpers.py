@@ -1,16 +1,20 @@
-"""Helpers for options: the usual ALiBi slopes, and the dropout mask of a call."""
+"""Helpers of calls: the usual ALiBi slopes, the dropout mask of a call, and merging results over disjoint sets of keys."""
 
 from __future__ import annotations
 
 import math
 import numbers
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
-from ._typing import Array
-from .calls.arguments import read_forward
+from ._typing import Array, ArrayT
+from .calls.arguments import arrays_on_gpu, read_array, read_forward, share_elements
+from .calls.options import read_flag
 from .device import cupy_runtime
+from .device.merge import MAX_GROUPS, Parts
+from .device.merge import merge as merge_groups
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray  # slow to import
@@ -89,3 +93,145 @@ def dropout_mask(
     if not dropout_p:  # the graph draws no random numbers
         return (cupy_runtime.cupy() if call.on_gpu else np).ones(call.problem.results[-1].shape, bool, order="F")
     return call.run()[-1] > 0
+
+
+# fmt: off
+@overload
+def merge(
+    outs: Sequence[ArrayT], stats: Sequence[Array], *, sinks: Array | None = None, out: Array | None = None,
+    return_stats: Literal[False] = False,
+) -> ArrayT: ...
+@overload
+def merge(
+    outs: Sequence[ArrayT], stats: Sequence[Array], *, sinks: Array | None = None, out: Array | None = None,
+    return_stats: Literal[True],
+) -> tuple[ArrayT, Any]: ...
+@overload
+def merge(
+    outs: Sequence[ArrayT], stats: Sequence[Array], *, sinks: Array | None = None, out: Array | None = None,
+    return_stats: bool,
+) -> Any: ...
+# fmt: on
+def merge(
+    outs: Sequence[Array],
+    stats: Sequence[Array],
+    *,
+    sinks: Array | None = None,
+    out: Array | None = None,
+    return_stats: bool = False,
+) -> Any:
+    r"""Merge the results of attention over disjoint sets of keys into the result over all keys.
+
+    .. math:: O = \sum_i e^{L_i - L}\, O_i, \qquad L = \log \sum_i e^{L_i}
+
+    The sums are computed in float32; on the CPU those of float64 outputs in float64, with weights from float32 statistics. On
+    the GPU up to eight parts take one kernel launch on CuPy's current stream, without synchronization.
+
+    Args:
+        outs: n outputs ``(Dv, Hq, Sq, B)`` of one dtype, or packed ``(Dv, Hq, Tq)``; n is 1 or more. float16, bfloat16 or
+            float32; also float64 on the CPU. Any strides.
+        stats: their log-sum-exps, n float32 arrays ``(Sq, Hq, B)``, or packed ``(Hq, Tq)``:
+            ``attention(..., return_stats=True)`` returns both. Where it is -inf, the output of that part is not used.
+        sinks: float32 ``(Hq,)``, for each head the score of an additional key without a value. Pass sinks here, and not to the
+            calls of the parts, so that they count once. Default None.
+        out: array of the shape and dtype of one output to write the result into; it must not overlap an input.
+        return_stats: also return L, float32. Default False.
+
+    Returns:
+        ``out`` or ``(out, stats)``. New arrays are in Fortran order. A row that no part attends to has output 0 and L -inf, or
+        its sink.
+
+    Raises:
+        TypeError: numpy and CuPy arrays are mixed, or an array has a type or dtype that is not supported.
+        ValueError: numbers of arrays or shapes do not match, or ``out`` is read-only or overlaps an input.
+
+    Sources: Dao et al. 2023, "Flash-Decoding for long-context inference"; Milakov and Gimelshein 2018, "Online normalizer
+    calculation for softmax".
+
+    >>> import cupy_sdpa
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = (np.asfortranarray(rng.standard_normal((16, 2, n, 1))) for n in (3, 100, 100))
+    >>> halves = [slice(60), slice(60, None)]
+    >>> parts = [cupy_sdpa.attention(q, k[:, :, half], v[:, :, half], return_stats=True) for half in halves]
+    >>> out, stats = merge(*zip(*parts), return_stats=True)
+    >>> whole, whole_stats = cupy_sdpa.attention(q, k, v, return_stats=True)
+    >>> bool(np.allclose(out, whole, atol=1e-6)), bool(np.allclose(stats, whole_stats, atol=1e-6))
+    (True, True)
+    """
+    return_stats = read_flag("return_stats", return_stats)
+    on_gpu = _check_parts(outs, stats, sinks, out)
+    packed = outs[0].ndim == 3
+    groups = [Parts(x[..., None, None], y.T[..., None, None]) if packed else Parts(x[..., None], y[..., None])
+              for x, y in zip(outs, stats, strict=True)]  # fmt: skip
+    if not on_gpu:
+        return _merged(groups, outs[0], stats[0], sinks, out, return_stats)
+    with cupy_runtime.on_device_of(outs[0]):
+        return _merged(groups, outs[0], stats[0], sinks, out, return_stats)
+
+
+def _merged(groups: list[Parts], like: Any, like_stats: Any, sinks: Any, out: Any, return_stats: bool) -> Any:
+    """Merge groups of one part; more than :data:`MAX_GROUPS` are first merged into fewer, in float32 (or float64)."""
+    while len(groups) > MAX_GROUPS:
+        several = [groups[i : i + MAX_GROUPS] for i in range(0, len(groups), MAX_GROUPS)]
+        dtype = np.result_type(np.float32, like.dtype)
+        *shape, _ = groups[0].out.shape
+        *stats_shape, _ = groups[0].stats.shape
+        made = Parts(_empty(like, (*shape, len(several)), dtype), _empty(like, (*stats_shape, len(several)), np.float32))
+        for i, some in enumerate(several):
+            merge_groups(some, made.out[..., i], made.stats[..., i])
+        groups = [made]
+    out = _empty(like, like.shape, like.dtype) if out is None else out
+    stats = _empty(like, like_stats.shape, np.float32) if return_stats else None
+    if like.ndim == 3:
+        merge_groups(groups, out[..., None], None if stats is None else stats.T[..., None], sinks)
+    else:
+        merge_groups(groups, out, stats, sinks)
+    return (out, stats) if return_stats else out
+
+
+def _empty(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """A new array in Fortran order on the engine of ``like``."""
+    return cupy_runtime.empty(shape, dtype) if cupy_runtime.is_array(like) else np.empty(shape, dtype, order="F")
+
+
+def _check_parts(outs: Sequence[Any], stats: Sequence[Any], sinks: Any, out: Any) -> bool:
+    """Check the arguments of :func:`merge`; returns whether the arrays are on the GPU."""
+    for name, given in (("outs", outs), ("stats", stats)):
+        if not isinstance(given, (list, tuple)):
+            raise TypeError(f"{name} is a {type(given).__qualname__}; pass a list or a tuple of arrays")
+    if len(outs) != len(stats) or not outs:
+        raise ValueError(
+            f"there are {len(outs)} outs and {len(stats)} stats; pass one or more parts, and stats for each of them"
+        )
+    parts = [read_array(f"outs[{i}]", x) for i, x in enumerate(outs)]
+    rows = [read_array(f"stats[{i}]", x) for i, x in enumerate(stats)]
+    others = [read_array(name, x) for name, x in (("sinks", sinks), ("out", out)) if x is not None]
+    on_gpu = arrays_on_gpu([*parts, *rows, *others])
+    dtype, shape = outs[0].dtype, outs[0].shape
+    allowed = ("float16", "bfloat16", "float32", *(() if on_gpu else ("float64",)))
+    if dtype.name not in allowed:
+        raise TypeError(f"outs[0] has dtype {dtype}; it must be {', '.join(allowed)}: convert with .astype(...)")
+    if len(shape) not in (3, 4):
+        raise ValueError(f"outs[0] has shape {shape}; it must be (Dv, Hq, Sq, B), or (Dv, Hq, Tq) of packed sequences")
+    row_shape = shape[1:] if len(shape) == 3 else (shape[2], shape[1], shape[3])
+    wanted = [(part, shape, dtype) for part in parts] + [(row, row_shape, np.dtype(np.float32)) for row in rows]
+    for other in others:
+        wanted.append((other, shape, dtype) if other.name == "out" else (other, shape[1:2], np.dtype(np.float32)))
+    for argument, right_shape, right_dtype in wanted:
+        if argument.array.shape != right_shape:
+            raise ValueError(
+                f"{argument.name} has shape {argument.array.shape}; with outs[0] of shape {shape} it must be {right_shape}"
+            )
+        if argument.array.dtype != right_dtype:
+            raise TypeError(
+                f"{argument.name} has dtype {argument.array.dtype}, and outs[0] has dtype {dtype}; it must be {right_dtype}: "
+                f"convert with .astype({right_dtype.name!r})"
+            )
+    if out is not None:
+        result = others.pop()
+        if not on_gpu and not out.flags.writeable:
+            raise ValueError("out is read-only, but the result is written to it: pass a writable array")
+        for other in (*parts, *rows, *others):
+            if share_elements(result, other):
+                raise ValueError(f"out overlaps {other.name} in memory: the result would overwrite it; pass a separate array")
+    return on_gpu

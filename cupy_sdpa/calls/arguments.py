@@ -99,9 +99,11 @@ def _read(
     user_functions.check_tensors(options)
     seeds = {name: value for name in SEEDS if _is_integer(value := options.get(name))}
     passed = {**arrays, **{name: options.get(name) for name in ARRAYS if name not in seeds}}
-    arguments = {name: _argument(name, array) for name, array in passed.items() if array is not None or name in ("q", "k", "v")}
-    tensors = [_argument(f"tensors[{name!r}]", array) for name, array in (options.get("tensors") or {}).items()]
-    on_gpu = _on_gpu([*arguments.values(), *tensors])
+    arguments = {
+        name: read_array(name, array) for name, array in passed.items() if array is not None or name in ("q", "k", "v")
+    }
+    tensors = [read_array(f"tensors[{name!r}]", array) for name, array in (options.get("tensors") or {}).items()]
+    on_gpu = arrays_on_gpu([*arguments.values(), *tensors])
     settings, scalars = read_settings(options, _scale(options, arguments["q"].signature), deterministic=deterministic)
     fills = _read_seeds(arguments, seeds, drawn=bool(settings.dropout and "dropout_mask" not in arguments))
     signatures = {name: argument.signature for name, argument in arguments.items()}
@@ -112,7 +114,7 @@ def _read(
     if functions:
         if on_gpu:
             user_functions.check_scalars(functions.scalars)
-        arguments |= {name: _argument(name, array) for name, array in functions.arrays.items()}
+        arguments |= {name: read_array(name, array) for name, array in functions.arrays.items()}
         scalars, source_lines = scalars | functions.scalars, functions.source_lines
     found = {name: argument.array for name, argument in arguments.items()}
     if not on_gpu:
@@ -122,7 +124,7 @@ def _read(
     return Call(problem, found, scalars, on_gpu, policy, source_lines, gradients, fills)
 
 
-def _argument(name: str, array: Any) -> Argument:
+def read_array(name: str, array: Any) -> Argument:
     """The record of an array.
 
     Raises:
@@ -144,7 +146,7 @@ def _signature(array: Any, address: int) -> Signature:
     return dtype_name(array.dtype), array.shape, array.strides, alignment
 
 
-def _on_gpu(arguments: Iterable[Argument]) -> bool:
+def arrays_on_gpu(arguments: Iterable[Argument]) -> bool:
     """Whether the arrays are CuPy's, all on one device.
 
     Raises:
@@ -185,7 +187,7 @@ def _read_seeds(arguments: dict[str, Argument], seeds: Mapping[str, Any], *, dra
         elif name not in arguments:
             fills[name] = Fill("int64", 1, seeds.get(name, 0))
         elif arguments[name].array.shape == ():
-            arguments[name] = _argument(name, arguments[name].array.reshape(1))
+            arguments[name] = read_array(name, arguments[name].array.reshape(1))
     return fills
 
 
@@ -213,7 +215,7 @@ def _pose(
     problem, functions = make_problem(tuple(signatures.items()), settings, outputs), None
     if user_functions.has_functions(options):
         functions = user_functions.trace_functions(options, problem)
-        captured = {name: _argument(name, array).signature for name, array in functions.arrays.items()}
+        captured = {name: read_array(name, array).signature for name, array in functions.arrays.items()}
         problem = make_problem(tuple({**signatures, **captured}.items()), functions.settings, outputs)
     gradients = user_functions.requested_gradients(return_dtensors, options.get("tensors"), functions)
     if gradients:
@@ -277,12 +279,20 @@ def _check_overlap(problem: Problem, arguments: Mapping[str, Argument]) -> None:
 
 def _overlap(problem: Problem, a: Argument, b: Argument) -> bool:
     if a.device is None:
-        return bool(np.shares_memory(a.array, b.array))
+        return share_elements(a, b)
     (a_from, a_to), (b_from, b_to) = problem.byte_bounds[a.name], problem.byte_bounds[b.name]
     distance = b.address - a.address
     if a_to <= distance + b_from or distance + b_to <= a_from:
         return False
-    return bool(np.shares_memory(np.asarray(_Layout(a)), np.asarray(_Layout(b))))
+    return share_elements(a, b)
+
+
+def share_elements(a: Argument, b: Argument) -> bool:
+    """Whether two arrays of one engine have an element in common."""
+    if not a.array.size or not b.array.size:
+        return False
+    layouts = (a.array, b.array) if a.device is None else (np.asarray(_Layout(a)), np.asarray(_Layout(b)))
+    return bool(np.shares_memory(*layouts))
 
 
 class _Layout:

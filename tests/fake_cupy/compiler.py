@@ -1,6 +1,7 @@
 """CUDA kernels compiled by the C++ compiler. The threads run one after another.
 
-This supports kernels whose threads are independent: no ``__syncthreads``, no shared memory, no 16-bit floats.
+In kernels with ``__syncthreads`` each thread of a block is a coroutine: it runs until the barrier, then the next thread runs.
+The 16-bit floats are in ``include/``. Warp shuffles and dynamic shared memory are not supported.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import math
 import os
 import shutil
 import subprocess
@@ -21,6 +23,10 @@ import numpy as np
 COMPILERS = ("c++", "g++", "clang++")
 #: The environment variable that names the folder of compiled libraries.
 FOLDER = "FAKE_CUPY_FOLDER"
+#: The headers of 16-bit floats.
+_INCLUDE = Path(__file__).parent / "include"
+#: The limits of grids and blocks along x, y and z.
+_MOST = (2**31 - 1, 65535, 65535, 1024, 1024, 64)
 
 _CUDA = """
 #include <cmath>
@@ -32,6 +38,7 @@ _CUDA = """
 #define __global__
 #define __device__
 #define __host__
+#define __shared__ static thread_local
 #define __forceinline__ inline
 #define __restrict__ __restrict
 #define __launch_bounds__(...)
@@ -56,6 +63,54 @@ template <class T> static inline T atomicAdd(T* p, T x) { T before = *p; *p += x
 template <class T> static inline T atomicMax(T* p, T x) { T before = *p; *p = x > before ? x : before; return before; }
 """
 
+#: Runs the threads of a block one after another.
+_IN_TURN = """
+template <class F> static void run_block(F thread) {
+    for (threadIdx.z = 0; threadIdx.z < blockDim.z; ++threadIdx.z) for (threadIdx.y = 0; threadIdx.y < blockDim.y; ++threadIdx.y)
+    for (threadIdx.x = 0; threadIdx.x < blockDim.x; ++threadIdx.x) thread();
+}
+"""
+
+#: Runs the threads of a block as coroutines: each runs until the next barrier, then the next one runs.
+_WITH_BARRIERS = """
+#include <functional>
+#include <vector>
+#include <ucontext.h>
+struct Coroutine { ucontext_t context; dim3 index; bool done; std::vector<char> stack; };
+static thread_local std::vector<Coroutine> coroutines;
+static thread_local Coroutine* running;
+static thread_local ucontext_t block;
+static thread_local std::function<void()> body;
+static void __syncthreads() { swapcontext(&running->context, &block); }
+static void run_thread() { body(); running->done = true; }
+template <class F> static void run_block(F thread) {
+    const unsigned count = blockDim.x * blockDim.y * blockDim.z;
+    if (coroutines.size() < count) coroutines.resize(count);
+    body = thread;
+    for (unsigned n = 0; n < count; ++n) {
+        Coroutine& c = coroutines[n];
+        c.index = {n % blockDim.x, n / blockDim.x % blockDim.y, n / blockDim.x / blockDim.y};
+        c.done = false;
+        c.stack.resize(1 << 16);
+        getcontext(&c.context);
+        c.context.uc_stack.ss_sp = c.stack.data();
+        c.context.uc_stack.ss_size = c.stack.size();
+        c.context.uc_link = &block;
+        makecontext(&c.context, run_thread, 0);
+    }
+    for (bool waiting = true; waiting;) {
+        waiting = false;
+        for (unsigned n = 0; n < count; ++n) {
+            if (coroutines[n].done) continue;
+            running = &coroutines[n];
+            threadIdx = running->index;
+            swapcontext(&block, &running->context);
+            waiting |= !running->done;
+        }
+    }
+}
+"""
+
 _LAUNCH = """
 template <class... A, std::size_t... I> static void call(void (*f)(A...), void** a, std::index_sequence<I...>) {
     f(*(std::remove_cv_t<std::remove_reference_t<A>>*)a[I]...);
@@ -63,9 +118,8 @@ template <class... A, std::size_t... I> static void call(void (*f)(A...), void**
 template <class... A> static void launch(void (*f)(A...), const unsigned* n, void** arguments) {
     gridDim = {n[0], n[1], n[2]}; blockDim = {n[3], n[4], n[5]};
     for (blockIdx.z = 0; blockIdx.z < n[2]; ++blockIdx.z) for (blockIdx.y = 0; blockIdx.y < n[1]; ++blockIdx.y)
-    for (blockIdx.x = 0; blockIdx.x < n[0]; ++blockIdx.x) for (threadIdx.z = 0; threadIdx.z < n[5]; ++threadIdx.z)
-    for (threadIdx.y = 0; threadIdx.y < n[4]; ++threadIdx.y) for (threadIdx.x = 0; threadIdx.x < n[3]; ++threadIdx.x)
-        call(f, arguments, std::index_sequence_for<A...>{});
+    for (blockIdx.x = 0; blockIdx.x < n[0]; ++blockIdx.x)
+        run_block([=] { call(f, arguments, std::index_sequence_for<A...>{}); });
 }
 template <class... A> static long long sizes(void (*)(A...), long long* out) {
     const long long every[] = {(long long)sizeof(A)..., 0};
@@ -93,7 +147,7 @@ def compiled(source: str) -> ctypes.CDLL:
         if not kept.exists():
             code, target = (kept.with_suffix(f".{os.getpid()}.{kind}") for kind in ("cpp", "so"))
             code.write_text(source)
-            options = ["-std=c++17", "-O1", "-w", "-fno-strict-aliasing", "-shared", "-fPIC"]
+            options = ["-std=c++17", "-O1", "-w", "-fno-strict-aliasing", f"-I{_INCLUDE}", "-shared", "-fPIC"]
             done = subprocess.run([program, *options, "-o", target, code], capture_output=True, text=True, check=False)
             assert done.returncode == 0, f"{done.stderr}\n{source}"
             target.replace(kept)
@@ -105,10 +159,12 @@ class Launch:
 
     Raises:
         TypeError: at a launch, the size of an argument differs from that of its parameter.
+        ValueError: at a launch, the grid or the block is outside of CUDA's limits.
     """
 
     def __init__(self, source: str, name: str) -> None:
-        self._library = compiled(f"{_CUDA}\n{source}\n#define KERNEL {name}\n{_LAUNCH}")
+        threads = _WITH_BARRIERS if "__syncthreads" in source else _IN_TURN
+        self._library = compiled(f"{_CUDA}\n{threads}\n{source}\n#define KERNEL {name}\n{_LAUNCH}")
         sizes = (ctypes.c_longlong * 64)()
         self._sizes = list(sizes[: self._library.fake_sizes(sizes)])
 
@@ -118,6 +174,8 @@ class Launch:
         if [x.nbytes for x in held] != self._sizes:
             raise TypeError(f"arguments of {[x.nbytes for x in held]} bytes, the kernel takes {self._sizes}")
         numbers = (ctypes.c_uint * 6)(*(*grid, 1, 1)[:3], *(*block, 1, 1)[:3])
+        if not all(1 <= n <= most for n, most in zip(numbers, _MOST, strict=True)) or math.prod(numbers[3:]) > 1024:
+            raise ValueError(f"grid {grid} and block {block} are outside of CUDA's limits")
         self._library.fake_launch(numbers, (ctypes.c_void_p * len(held))(*(x.ctypes.data for x in held)))
 
 

@@ -1,0 +1,265 @@
+"""Merge attention results over disjoint sets of keys: a CUDA kernel, and the same computation on numpy arrays."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import cupy_runtime
+
+#: The maximum number of groups in a launch.
+MAX_GROUPS = 8
+#: The parts that a thread loads at once, and the maximum number of threads that share the parts of a row.
+_UNROLL, _MAX_SLOTS = 8, 8
+#: The maximum number of threads along Dv, and the number of threads that a block is filled up to with rows.
+_MAX_COLUMNS, _THREADS = 32, 128
+
+
+class Parts(NamedTuple):
+    """Partial results with equal strides; any strides are allowed.
+
+    Attributes:
+        out: float16, bfloat16 or float32 (numpy: also float64), ``(Dv, H, S, B, C)``: C parts.
+        stats: float32 ``(S, H, B, C)``, the log-sum-exp of each row of each part.
+    """
+
+    out: Any
+    stats: Any
+
+
+def merge(groups: Sequence[Parts], out: Any, stats: Any = None, sinks: Any = None) -> None:
+    """Merge parts in float32: one launch, no synchronization. float64 numpy arrays are merged in float64.
+
+    A row of a part with log-sum-exp -inf has weight 0, and its output is not used. A row without other parts gets output 0 and
+    log-sum-exp -inf, or its sink.
+
+    Args:
+        groups: 1 to :data:`MAX_GROUPS` groups of one dtype.
+        out: ``(Dv, H, S, B)``, written; any strides and float dtype.
+        stats: float32 ``(S, H, B)``, written; or None.
+        sinks: float32 ``(H,)``, a part without a value for each head; or None.
+    """
+    (_merge_on_gpu if cupy_runtime.is_array(out) else _merge_on_cpu)(groups, out, stats, sinks)
+
+
+def _merge_on_cpu(groups: Sequence[Parts], out: Any, stats: Any, sinks: Any) -> None:
+    dtype = np.result_type(np.float32, groups[0].out.dtype)
+    scores = np.concatenate([group.stats for group in groups], axis=3, dtype=dtype)
+    top = scores.max(axis=3, initial=-np.inf)
+    if sinks is not None:
+        top = np.maximum(top, sinks[:, None])
+    base = np.where(np.isneginf(top), 0, top)
+    with np.errstate(divide="ignore", invalid="ignore"):  # log 0, and inf - inf
+        weights = np.exp(scores - base[..., None])
+        total = weights.sum(axis=3)
+        if sinks is not None:
+            total += np.exp(sinks[:, None] - base)
+        merged = np.zeros(out.shape, dtype)
+        ends = itertools.accumulate(group.stats.shape[3] for group in groups)
+        for group, end in zip(groups, ends, strict=True):
+            own = (..., slice(end - group.stats.shape[3], end))
+            used = ~np.isneginf(scores[own].swapaxes(0, 1))
+            merged += (np.where(used, group.out.astype(dtype), 0) * weights[own].swapaxes(0, 1)).sum(axis=4)
+        out[...] = merged / np.where(total == 0, 1, total).swapaxes(0, 1)
+        if stats is not None:
+            stats[...] = base + np.log(total)
+
+
+class _Group(NamedTuple):
+    """:class:`Parts` as the kernel reads them: addresses, and strides in bytes."""
+
+    parts: int
+    out: int
+    out_d: int
+    out_h: int
+    out_s: int
+    out_b: int
+    out_c: int
+    stats: int
+    stats_s: int
+    stats_h: int
+    stats_b: int
+    stats_c: int
+
+
+class _Target(NamedTuple):
+    """The results as the kernel writes them, the sinks, and the sizes; addresses and strides in bytes."""
+
+    parts: int
+    width: int
+    heads: int
+    queries: int
+    rows: int
+    out: int
+    out_d: int
+    out_h: int
+    out_s: int
+    out_b: int
+    stats: int
+    stats_s: int
+    stats_h: int
+    stats_b: int
+    sinks: int
+    sinks_h: int
+
+
+#: The argument of the kernel, passed by value; all fields are int64.
+_ARGUMENTS = np.dtype(
+    [
+        ("target", [(name, np.int64) for name in _Target._fields]),
+        ("groups", [(name, np.int64) for name in _Group._fields], MAX_GROUPS),
+    ]
+)
+
+
+def _merge_on_gpu(groups: Sequence[Parts], out: Any, stats: Any, sinks: Any) -> None:
+    width, heads, queries, batch = out.shape
+    rows, parts = heads * queries * batch, sum(group.stats.shape[3] for group in groups)
+    if not rows:
+        return
+    (dtype,) = {group.out.dtype for group in groups}
+    vector = 16 // dtype.itemsize
+    if not all(_is_aligned(array, vector) for array in (out, *(group.out for group in groups))):
+        vector = 1
+    columns = min(max(-(-width // vector), 1), _MAX_COLUMNS)
+    slots = min(max(-(-parts // _UNROLL), 1), _MAX_SLOTS)
+    block_rows = max(_THREADS // (columns * slots), 1)
+    grid = (-(-rows // block_rows), max(-(-width // (columns * vector)), 1))
+    target = _Target(
+        parts, width, heads, queries, rows, out.data.ptr, *out.strides,
+        *((0,) * 4 if stats is None else (stats.data.ptr, *stats.strides)),
+        *((0,) * 2 if sinks is None else (sinks.data.ptr, *sinks.strides)),
+    )  # fmt: skip
+    given = [(out.shape[4], out.data.ptr, *out.strides, stats.data.ptr, *stats.strides) for out, stats in groups]
+    padded = [*given, *[(0,) * len(_Group._fields)] * (MAX_GROUPS - len(given))]
+    arguments = np.array((target, padded), _ARGUMENTS)
+    _merge_kernel(dtype.name, out.dtype.name, vector)(grid, (columns, block_rows, slots), (arguments,))
+
+
+def _is_aligned(array: Any, vector: int) -> bool:
+    """Whether a thread can access ``vector`` consecutive elements along Dv at once, up to 16 bytes in one instruction."""
+    width, *lengths = array.shape
+    unit, *strides = array.strides
+    size = min(vector * array.itemsize, 16)
+    places = [array.data.ptr, *(stride for length, stride in zip(lengths, strides, strict=True) if length > 1)]
+    return width % vector == 0 and unit == array.itemsize and all(place % size == 0 for place in places)
+
+
+class _Type(NamedTuple):
+    """A dtype in CUDA: its name, its size in bytes, and the line that includes its header."""
+
+    name: str
+    itemsize: int
+    header: str = ""
+
+
+_TYPES = {
+    "float16": _Type("__half", 2, "#include <cuda_fp16.h>\n"),
+    "bfloat16": _Type("__nv_bfloat16", 2, "#include <cuda_bf16.h>\n"),
+    "float32": _Type("float", 4),
+}
+
+
+@functools.cache
+def _merge_kernel(dtype: str, out_dtype: str, vector: int) -> Any:
+    """The kernel of :func:`merge`. ``threadIdx`` is (column, row, slot): a column is a vector of elements along Dv, and the
+    slots of a row share its parts.
+
+    Each thread keeps the highest log-sum-exp of its parts, and the sums relative to it. The first slot then adds the sums of
+    the other slots. All values of a step are loaded before the first is used, so their loads overlap.
+    """
+    types = {"In": _TYPES[dtype], "Out": _TYPES[out_dtype]}
+    vectors = (
+        f"struct alignas({min(vector * of.itemsize, 16)}) {name} {{ {of.name} x[{vector}]; }};" for name, of in types.items()
+    )
+    return cupy_runtime.cupy().RawKernel(
+        f"""{"".join(sorted({of.header for of in types.values()}))}{" ".join(vectors)}
+        struct Group {{ long long {", ".join(_Group._fields)}; }};
+        struct Target {{ long long {", ".join(_Target._fields)}; }};
+        struct Arguments {{ Target target; Group groups[{MAX_GROUPS}]; }};
+        #define NONE __int_as_float(0xff800000)  // -inf
+        // a finite number to subtract from log-sum-exps
+        __device__ float base_of(float top) {{ return top == NONE ? 0.0f : top; }}
+        extern "C" __global__ void __launch_bounds__({_MAX_COLUMNS * _MAX_SLOTS}) cupy_sdpa_merge(const Arguments arguments) {{
+            const Target& t = arguments.target;
+            const unsigned row = blockIdx.x * blockDim.y + threadIdx.y, heads = t.heads, queries = t.queries;
+            const long long h = row % heads, s = row / heads % queries, b = row / heads / queries;
+            const long long column = ((long long)blockIdx.y * blockDim.x + threadIdx.x) * {vector};
+            const bool has_value = column < t.width, is_used = row < t.rows && (has_value || column == 0);
+            float top = NONE, total = 0, sum[{vector}] = {{}};
+            if (t.sinks && threadIdx.z == 0 && is_used) {{
+                top = *(const float*)(t.sinks + h * t.sinks_h);
+                total = top == NONE ? 0 : 1;
+            }}
+            int g = -1;
+            long long begin = 0, end = 0, out = 0, stats = 0;
+            for (long long first = threadIdx.z; is_used && first < t.parts; first += {_UNROLL} * blockDim.z) {{
+                float score[{_UNROLL}];
+                In value[{_UNROLL}];
+                #pragma unroll
+                for (int i = 0; i < {_UNROLL}; ++i) {{
+                    const long long part = first + i * blockDim.z;
+                    score[i] = NONE;
+                    if (part < t.parts) {{
+                        while (part >= end) {{
+                            const Group& group = arguments.groups[++g];
+                            begin = end;
+                            end += group.parts;
+                            out = group.out + column * group.out_d + h * group.out_h + s * group.out_s + b * group.out_b;
+                            stats = group.stats + h * group.stats_h + s * group.stats_s + b * group.stats_b;
+                        }}
+                        score[i] = *(const float*)(stats + (part - begin) * arguments.groups[g].stats_c);
+                        if (has_value) value[i] = *(const In*)(out + (part - begin) * arguments.groups[g].out_c);
+                    }}
+                }}
+                float highest = top;
+                #pragma unroll
+                for (int i = 0; i < {_UNROLL}; ++i) highest = fmaxf(highest, score[i]);
+                const float base = base_of(highest), scale = expf(top - base);
+                top = highest;
+                total *= scale;
+                #pragma unroll
+                for (int j = 0; j < {vector}; ++j) sum[j] *= scale;
+                #pragma unroll
+                for (int i = 0; i < {_UNROLL}; ++i) {{
+                    if (score[i] == NONE) continue;
+                    const float weight = expf(score[i] - base);
+                    total += weight;
+                    #pragma unroll
+                    for (int j = 0; j < {vector}; ++j) sum[j] += weight * float(value[i].x[j]);
+                }}
+            }}
+            if (blockDim.z > 1) {{
+                __shared__ float shared[{vector} + 2][{_MAX_COLUMNS * _MAX_SLOTS}];
+                const int thread = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x;
+                const int step = blockDim.y * blockDim.x;
+                shared[0][thread] = top;
+                shared[1][thread] = total;
+                for (int j = 0; j < {vector}; ++j) shared[j + 2][thread] = sum[j];
+                __syncthreads();
+                if (threadIdx.z) return;
+                for (int i = 1; i < blockDim.z; ++i) top = fmaxf(top, shared[0][thread + i * step]);
+                const float scale = expf(shared[0][thread] - base_of(top));
+                total *= scale;
+                for (int j = 0; j < {vector}; ++j) sum[j] *= scale;
+                for (int i = 1; i < blockDim.z; ++i) {{
+                    const int other = thread + i * step;
+                    const float weight = expf(shared[0][other] - base_of(top));
+                    total += weight * shared[1][other];
+                    for (int j = 0; j < {vector}; ++j) sum[j] += weight * shared[j + 2][other];
+                }}
+            }}
+            if (!is_used) return;
+            const float factor = total == 0 ? 0.0f : 1 / total;
+            Out merged;
+            for (int j = 0; j < {vector}; ++j) merged.x[j] = {types["Out"].name}(sum[j] * factor);
+            if (has_value) *(Out*)(t.out + column * t.out_d + h * t.out_h + s * t.out_s + b * t.out_b) = merged;
+            if (t.stats && column == 0)
+                *(float*)(t.stats + h * t.stats_h + s * t.stats_s + b * t.stats_b) = base_of(top) + logf(total);
+        }}""",
+        "cupy_sdpa_merge",
+    )
