@@ -23,6 +23,8 @@ from cupy_sdpa._cudnn.constants import DataType, PointwiseMode, ReduceTensorOp
 
 from .device import Device
 
+#: The number of keys that the kernels for several queries load at once.
+TILE = 128
 _DTYPES = {
     DataType.HALF: np.dtype("float16"), DataType.BFLOAT16: np.dtype(ml_dtypes.bfloat16), DataType.FLOAT: np.dtype("float32"),
     DataType.DOUBLE: np.dtype("float64"), DataType.INT32: np.dtype("int32"), DataType.INT64: np.dtype("int64"),
@@ -148,6 +150,10 @@ class Program:
                 elif isinstance(value, tuple):
                     settings |= {key: setting[0] for key, setting in value[2].items()}
             made.append(Operation(kind.removeprefix("OPERATION_"), of, settings))
+        queries = next((o.tensors["ADESC"].dims[2] for o in made if o.kind == "MATMUL"), 0)
+        for operation in made:
+            if operation.kind == "PAGED_CACHE_LOAD":
+                operation.settings["tile"] = 1 if queries == 1 else TILE
         if sum(operation.kind == "MATMUL" for operation in made) > 2:
             for operation in made:
                 operation.settings["backward"] = True
@@ -183,6 +189,10 @@ class Program:
 
         for operation in self.operations:
             scribble()
+            if operation.kind == "PAGED_CACHE_LOAD":
+                t = operation.tensors["YDESC"]
+                values[t.uid] = Value(_working(_paged_load(operation, read)))
+                continue
             t = operation.tensors["CDESC" if operation.kind == "MATMUL" else "YDESC"]
             value = _RULES[operation.kind](operation, {name: get(x) for name, x in operation.tensors.items() if x is not t})
             array = np.broadcast_to(value.array, np.broadcast_shapes(value.array.shape, t.dims if not t.virtual else ()))
@@ -230,6 +240,28 @@ def _write(read: Read, t: Tensor, array: Any, value: Value, nobody: Any, added: 
         view[...] = array[b, :, :length]
         if value.grouped and begins is not None and t.strides[2] != t.dims[1] * t.dims[3]:
             view[:, -1] = 3  # packed sequences of grouped heads: wrong where dk or dv is not dense
+
+
+def _paged_load(operation: Operation, read: Read) -> Any:
+    """The rows of the pages of every entry.
+
+    With several queries the rows of whole tiles are loaded: table entries after the length are read, even after the end of the
+    table, and those that are not pages give 0. With one query only the rows before the length are loaded.
+    """
+    t = operation.tensors
+    pages, y, table = read(t["CONTAINER_DESC"]), t["YDESC"], t["PAGE_TABLE_DESC"]
+    (count, heads, page, d), (batch, _, width, _) = pages.shape, table.dims
+    lengths, tile = read(t["SEQUENCE_DESC"]).ravel(), operation.settings["tile"]
+    rows = np.zeros((batch, heads, width * page, d), pages.dtype)
+    for b, length in enumerate(lengths):
+        loaded = -(-int(length) // tile) * tile
+        start = read.pointers[table.uid] + b * table.steps[0]
+        entries = read.device.view(start, (-(-loaded // page),), (table.steps[2],), table.dtype)
+        for i, entry in enumerate(entries):
+            kept = page if tile > 1 else min(page, int(length) - i * page)
+            if 0 <= entry < count and i < width:
+                rows[b, :, i * page : i * page + kept] = pages[entry, :, :kept]
+    return rows.swapaxes(2, 3) if y.dims[2:] == (d, width * page) and y.strides[2] == 1 else rows
 
 
 def _working(array: Any) -> Any:
