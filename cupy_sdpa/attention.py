@@ -93,6 +93,16 @@ def attention(
         max_seqlen_q, max_seqlen_kv: upper bounds of the lengths of packed sequences. Plans depend on them, but not on Tq, Tkv
             and the offsets. The GPU does not check them: positions of a sequence after the bound are ignored, and their
             output is 0.
+        page_table: int32 ``(P, B)``: paged keys and values, as in :class:`cupy_sdpa.KVCache`. k and v are then pools of pages,
+            ``(D, Hkv, page size, pages)`` and ``(Dv, Hkv, page size, pages)`` in any memory order: pages in the order
+            ``(D, page size, Hkv, pages)`` are passed as ``pages.transpose(0, 2, 1, 3)``. Key j of sequence b is row
+            ``j % page size`` of page ``page_table[j // page size, b]``. ``seq_lens_kv`` is required, and Skv is P times the
+            page size. Table entries and pages after the length are not used, but on the GPU rows of the last page after the
+            length must be finite. The queries may be packed: ``cu_seqlens_q`` and ``max_seqlen_q`` without ``cu_seqlens_kv``.
+            Forward pass only. On the GPU the page size is a power of two. Default None.
+        num_splits: the number of chunks into which the pages of each sequence are split on the GPU, for few queries: at most
+            128 rows, which are queries times Hq/Hkv. A result then depends only on its own sequence, ``num_splits`` and P, not
+            on the rest of the batch, and has the same bits in every run. Default None: chosen from B, Hkv and P.
         alibi_slopes: float32 ``(Hq,)``; subtracts ``slope |p - j|`` from the score of key j, where p is the position of the
             query on the diagonal (that of ``causal`` or ``window``; default top left). See :func:`cupy_sdpa.alibi_slopes`.
         softcap: c > 0 replaces the scores by :math:`c \tanh(S / c)`. A new value does not need a new plan. Default None.

@@ -202,7 +202,7 @@ def test_large_copies_are_not_kept(arrays, cupy, monkeypatch):
     case = Case("lengths", seq_lens_q=(20, 50), seq_lens_kv=(70, 3), sq=64, skv=80)
     q, k, v, _ = inputs(cupy, case)
     options, out = case.options(cupy), cupy.empty_like(q)
-    monkeypatch.setattr(replay_cache, "SMALL_BYTES", 0)
+    monkeypatch.setattr(replay_cache, "COPIED_BYTES", 0)
     for _ in range(4):
         attention(q, k, v, out=out, **options)
     assert not existing_session(driver.context_id()).cached_calls

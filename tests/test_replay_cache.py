@@ -223,7 +223,7 @@ def test_calls_with_copies_are_validated_or_captured(fixture):
     assert kinds[:3] == ["read", "read", "read, and recorded"]
     assert kinds[3][0] == "launch"
     fixture.session.cached_calls.clear()
-    assert {fixture.call(q, k, v, plain=False, made=replay_cache.SMALL_BYTES + 1) for _ in range(5)} == {"read"}
+    assert {fixture.call(q, k, v, plain=False, made=replay_cache.COPIED_BYTES + 1) for _ in range(5)} == {"read"}
 
 
 def test_not_while_capturing_nor_tuning(fixture, monkeypatch):

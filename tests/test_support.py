@@ -78,6 +78,12 @@ def one_key(dtype, skv=1):
     return cupy_sdpa.problem(*shapes, dtype="bfloat16", **options)
 
 
+def paged(page=16, sq=1, **options):
+    """The problem of paged keys."""
+    pages = (64, 4, page, 9)
+    return cupy_sdpa.problem((64, 4, sq, 2), pages, pages, dtype="bfloat16", page_table=(4, 2), **options)
+
+
 def less_a_number(skv=1, sq=16, backward=True, score_mod=lambda s, b, h, i, j, t: s - t):
     """The problem of few keys and a function that reads an array of one element."""
     q, kv = (64, 4, sq, 2), (64, 4, skv, 2)
@@ -146,6 +152,11 @@ SIDES = {
     "max-sumexp": (
         (variant(return_stats="max_sumexp", sinks=True), 92800, 90, r"use return_stats=True"),
         (variant(return_stats="max_sumexp"), 91900, 90),
+    ),
+    "page-size": ((paged(48), 92800, 90, r"48; .* pages of 64 keys"), (paged(64), 91900, 90)),
+    "paged-dropout": (
+        (paged(dropout_p=0.5, seed=1), 92800, 90, r"omit dropout_p, or pass the query twice"),
+        (paged(dropout_p=0.5, seed=1, sq=2), 92800, 90),
     ),
     "deterministic-sinks": (
         (variant(sinks=True, deterministic=True, backward=True, return_dsinks=True), 91900, 90, r"omit deterministic=True or"),

@@ -13,11 +13,11 @@ from ..problem.bucket import Policy, check_bucket
 from ..problem.problem import CU_SEQLENS, LENGTHS, SEEDS, Problem, Settings, has_score_axes
 from ..problem.tensor_spec import Signature, dense_signature, dtype_name
 from ..problem.validation import OUTPUT_ONLY, RequestedOutputs, make_problem, with_captured_gradients
+from ..staging.stage import Fill
 from ..support.engine_problem import engine_problem
 from . import user_functions
 from .call import Call
 from .options import ARRAYS, check_names, is_one_of, read_flag, read_scale, read_settings
-from ..staging.stage import Fill
 
 
 class Argument(NamedTuple):
@@ -259,7 +259,9 @@ def _check_page_table(problem: Problem, table: Any, lengths: Any) -> None:
     for b, length in enumerate(lengths):
         used = table[: -(-int(length) // max(page, 1)), b]
         if used.size and not 0 <= used.min() <= used.max() < pages:
-            raise ValueError(f"page_table has entries from {used.min()} to {used.max()} in sequence {b}; there are {pages} pages")
+            raise ValueError(
+                f"page_table has entries from {used.min()} to {used.max()} in sequence {b}; there are {pages} pages"
+            )
 
 
 def _check_overlap(problem: Problem, arguments: Mapping[str, Argument]) -> None:

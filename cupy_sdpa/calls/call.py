@@ -17,10 +17,10 @@ from ..graph.interpreter import evaluate
 from ..problem.bucket import Policy
 from ..problem.problem import Problem
 from ..problem.subproblems import subproblems
-from ..support.engine_problem import engine_problem
-from ..support.why_not import Reason, why_not
 from ..staging.split_stage import SplitStage
 from ..staging.stage import Fill, Stage, allocate_results, create_inputs, fill_trivial_results
+from ..support.engine_problem import engine_problem
+from ..support.why_not import Reason, why_not
 
 if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
     from ..plans.plan import Plan

@@ -47,8 +47,10 @@ FEW_GRAPHS = 4
 CAPTURE_AFTER = 3
 #: The number of runs after a failed capture or launch before a call is captured again.
 RETRY_AFTER = 1000
-#: A graph keeps its own workspace, and its own copies of arrays, up to this number of bytes.
+#: A graph keeps its own workspace up to this number of bytes.
 SMALL_BYTES = 1 << 16
+#: A graph keeps its own copies of arrays up to this number of bytes. The rows and partial results of split decoding fit.
+COPIED_BYTES = 1 << 22
 
 #: Options of these types are part of the key as they are. Tuples are keyed by their repr: (1, 0) and (1.0, 0) differ.
 _KEY_TYPES = frozenset({bool, int, float, str, type(None), np.bool_, np.int64, np.float32, np.float64})
@@ -278,7 +280,7 @@ def cache_call(kind: Any, names: Sequence[str], arrays: tuple[Any, ...], options
         call: the call, after it ran.
     """
     global _runtime
-    if call.launched is None or call.launched.copied_bytes > SMALL_BYTES or active_tunings.get() is not None:
+    if call.launched is None or call.launched.copied_bytes > COPIED_BYTES or active_tunings.get() is not None:
         return
     if call.problem.ds_reductions or call.gradients is not None:
         return  # gradients of bias and tensors need more than launches

@@ -41,12 +41,11 @@ class Chunks(NamedTuple):
 def empty_table(spec: TensorSpec) -> Any:
     """An array for a page table of :func:`~cupy_sdpa.problem.split.table_spec`, with its room after each column."""
     pages, entries = spec.shape
-    room = spec.strides[1] // 4 if entries > 1 else max(pages, spec.strides[1] // 4)
-    return cupy_runtime.empty((room, entries), np.dtype(np.int32))[:pages]
+    return cupy_runtime.empty((spec.strides[1] // 4, entries), np.dtype(np.int32))[:pages]
 
 
 class _Table(NamedTuple):
-    """The arguments of :func:`padded_table` as the kernel reads them; pitches in elements."""
+    """The arguments of :func:`padded_table` as the kernels read them; strides and pitches in elements."""
 
     table: int
     entry_stride: int
@@ -61,14 +60,23 @@ class _Table(NamedTuple):
 def padded_table(table: Any, lengths: Any, page: int, spec: TensorSpec) -> Any:
     """A copy of a page table ``(P, B)`` in which entries after the length name the first page of the sequence."""
     out = empty_table(spec)
-    pages, batch = table.shape
-    pitch = out.strides[1] // 4 if batch > 1 else spec.strides[1] // 4
-    given = _Table(
-        table.data.ptr, table.strides[0] // 4, table.strides[1] // 4, pages, lengths.data.ptr, page, out.data.ptr, pitch
-    )
-    blocks = max(1, min(64, -(-pitch // 256)))
-    _padded_table_kernel()((blocks, batch), (256,), (np.array(tuple(given), _struct(_Table)),))
+    given = _table(table, lengths, page, out)
+    blocks = max(1, min(64, -(-given.out_pitch // 256)))
+    _padded_table_kernel()((blocks, table.shape[1]), (256,), (np.array(tuple(given), _struct(_Table)),))
     return out
+
+
+def _table(table: Any, lengths: Any, page: int, out: Any) -> _Table:
+    return _Table(
+        table=table.data.ptr,
+        entry_stride=table.strides[0] // 4,
+        pitch=table.strides[1] // 4,
+        pages=table.shape[0],
+        lengths=lengths.data.ptr,
+        page=page,
+        out=out.data.ptr,
+        out_pitch=out.strides[1] // 4,
+    )
 
 
 class _Split(NamedTuple):
@@ -122,20 +130,31 @@ def split(
     """
     d, heads, queries, batch = q.shape
     unit = 16 if all(x % 16 == 0 for x in (q.data.ptr, d * q.itemsize, *_used_strides(q))) else q.itemsize
-    bounds = [array.data.ptr for array in chunks.bounds]
     left, right, bottom_right = band or Band()
-    pitch = chunks.table.strides[1] // 4
+    end, first = (*(array.data.ptr for array in chunks.bounds), 0, 0)[:2]
     given = _Split(
-        q.data.ptr, q.strides[1] // unit, q.strides[2] // unit, q.strides[3] // unit, d * q.itemsize // unit, queries, heads,
-        row_count, lengths_q.data.ptr,
-        _Table(
-            table.data.ptr, table.strides[0] // 4, table.strides[1] // 4, table.shape[0], lengths_kv.data.ptr, page,
-            chunks.table.data.ptr, pitch,
-        ),
-        split.chunks, split.pages, -1 if left is None else left, -1 if right is None else right, bottom_right,
-        chunks.rows.data.ptr, chunks.row_counts.data.ptr, chunks.lengths.data.ptr, *bounds, *[0] * (2 - len(bounds)),
-        chunks.stats.data.ptr,
-    )  # fmt: skip
+        q=q.data.ptr,
+        q_head=q.strides[1] // unit,
+        q_query=q.strides[2] // unit,
+        q_batch=q.strides[3] // unit,
+        units=d * q.itemsize // unit,
+        queries=queries,
+        heads=heads,
+        rows=row_count,
+        lengths_q=lengths_q.data.ptr,
+        table=_table(table, lengths_kv, page, chunks.table),
+        chunks=split.chunks,
+        chunk_pages=split.pages,
+        left=-1 if left is None else left,
+        right=-1 if right is None else right,
+        bottom_right=bottom_right,
+        out_rows=chunks.rows.data.ptr,
+        row_counts=chunks.row_counts.data.ptr,
+        chunk_lengths=chunks.lengths.data.ptr,
+        end=end,
+        first=first,
+        stats=chunks.stats.data.ptr,
+    )
     blocks = max(1, min(16, -(-given.units * queries * heads // 1024)))
     arguments = np.array(tuple(given), _SPLIT)
     _split_kernel(unit)((blocks, batch * split.chunks), (256,), (arguments,))
@@ -197,7 +216,8 @@ def _split_kernel(unit: int) -> Any:
             keys = keys < 0 || queries == 0 ? 0 : keys < size ? keys : size;
             if (x.right >= 0 && queries - 1 + shift + x.right < 0) keys = 0;
             if (x.left >= 0 && shift - x.left >= keys) keys = 0;
-            const long long thread = (long long)blockIdx.x * blockDim.x + threadIdx.x, threads = (long long)gridDim.x * blockDim.x;
+            const long long thread = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+            const long long threads = (long long)gridDim.x * blockDim.x;
             if (thread == 0) {{
                 ((int*)x.row_counts)[e] = x.rows;
                 ((int*)x.chunk_lengths)[e] = keys;

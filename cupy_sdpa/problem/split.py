@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -71,12 +71,14 @@ def obstacle(problem: Problem) -> str:
 def split_of(problem: Problem) -> Split | None:
     """How to split a problem on the GPU; None if cuDNN runs it as it is.
 
-    The number of chunks depends on the batch size, the heads and the width of the page table; the lengths are on the device. For
-    a single query, cuDNN's own kernel that splits the keys is as fast.
+    The number of chunks depends on the batch size, the heads and the width of the page table; the lengths are on the device.
+    For a single query, cuDNN's own kernel that splits the keys is as fast.
     """
     _, _, _, hkv, sq, skv, b = problem.sizes
     settings = problem.settings
-    requested = settings.num_splits is not None or problem.deterministic or problem.sinks is not None or problem.band is not None
+    requested = (
+        settings.num_splits is not None or problem.deterministic or problem.sinks is not None or problem.band is not None
+    )
     if problem.trivial or obstacle(problem) or not (sq > 1 or requested):
         return None
     assert problem.page_table
@@ -90,7 +92,7 @@ def split_problem(problem: Problem, split: Split) -> Problem:
     """The problem of the chunks: ``(D, Hkv, R, B C)``, with the log-sum-exp, without sinks."""
     d, dv, hq, hkv, sq, _, b = problem.sizes
     rows, entries, dtype = hq // hkv * sq, b * split.chunks, problem.dtype
-    specs = {
+    specs: dict[str, Any] = {
         "q": _rows_spec("q", dtype, (d, rows, hkv, entries)),
         "out": _rows_spec("out", dtype, (dv, rows, hkv, entries)),
         "stats": dense_spec("stats", "float32", (rows, hkv, entries)),

@@ -239,7 +239,9 @@ def _check_packed_queries(arrays: Mapping[str, TensorSpec], settings: Settings) 
     if settings.max_seqlen_q is None:
         raise ValueError("max_seqlen_q is None; packed queries need the maximum length, or an upper bound")
     if settings.max_seqlen_kv is not None:
-        raise ValueError(f"max_seqlen_kv is {settings.max_seqlen_kv} and page_table is passed: it bounds the lengths; omit max_seqlen_kv")
+        raise ValueError(
+            f"max_seqlen_kv is {settings.max_seqlen_kv} and page_table is passed: it bounds the lengths; omit max_seqlen_kv"
+        )
 
 
 def _check_integers(spec: TensorSpec) -> None:

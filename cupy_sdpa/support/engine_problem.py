@@ -40,7 +40,8 @@ def _engine_problem(problem: Problem, on_gpu: bool) -> Problem:
     specs |= _bias_and_mask_specs(problem, guards)
     specs |= _gradient_specs(problem)
     if problem.page_table and problem.sizes[4] > 1 and not problem.settings.split:
-        specs["page_table"] = table_spec(*problem.page_table.shape, problem.k.shape[2])
+        pages, batch = problem.page_table.shape
+        specs["page_table"] = table_spec(pages, batch, problem.k.shape[2])
     if "dense-queries" in guards:
         specs["q"] = dense_spec("q", problem.q.dtype, problem.q.shape)
     if "dense-gradients" in guards:

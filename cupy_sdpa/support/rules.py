@@ -290,6 +290,18 @@ def _packed_gradients(problem: Problem, cudnn: int, capability: int) -> Iterator
         yield f"gradients of packed sequences were not run on compute capability {capability / 10}"
 
 
+def _page_size(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    page = problem.k.shape[2]
+    if problem.paged and page & (page - 1):
+        yield f"the page size is {page}; cuDNN supports powers of two: use pages of {1 << (page - 1).bit_length()} keys"
+
+
+def _paged_dropout(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    *_, sq, _, _ = problem.sizes
+    if problem.paged and problem.settings.dropout and sq == 1 and capability < 100:
+        yield "dropout with page_table and a single query is not supported: omit dropout_p, or pass the query twice"
+
+
 def _large_arrays(problem: Problem) -> tuple[TensorSpec, ...]:
     """q, k, v, out and their gradients, which tensor cores read and write in blocks."""
     return tuple(spec for spec in problem.tensors if spec.name in QUERY_ARRAYS + KEY_ARRAYS and spec.name not in ROW_STATS)
@@ -331,6 +343,8 @@ RULES: tuple[Rule, ...] = (
     Rule("dropout-mask", "Dropout with random numbers only.", Unsupported, _dropout_mask),
     Rule("max-sumexp", "return_stats='max_sumexp': not with sinks, not with sequence lengths.", Unsupported, _max_sumexp,
          planned=True),
+    Rule("page-size", "Pages of a power of two of keys.", Unsupported, _page_size),
+    Rule("paged-dropout", "Paged keys and a single query: no dropout up to SM 9.x.", Unsupported, _paged_dropout),
     Rule("deterministic-sinks", "No deterministic gradient of sinks.", Unsupported, _deterministic_sinks, planned=True),
     Rule("one-key-integers", "No int32 tensors with one query and one key.", Unsupported, _integers_of_one_key),
     Rule("packed-gradients", "Gradients of packed sequences: run on Hopper only.", Unsupported, _packed_gradients, FRONTEND,
