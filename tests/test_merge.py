@@ -254,6 +254,37 @@ def test_infinite_and_nan_statistics_spread(engine, fake):
     assert (out[:, 2] == 1).all()
 
 
+@pytest.mark.parametrize("engine", ["cpu", "gpu"])
+def test_sinks_alone(engine, fake):
+    """A row without parts has output 0, and its sink as log-sum-exp, also if that is -inf."""
+    xp = fake if engine == "gpu" else OnCpu
+    outs, stats = [np.full((8, 2, 1, 1), np.nan, np.float32)], [np.full((1, 2, 1), -np.inf, np.float32)]
+    sinks = np.array([-np.inf, 3], np.float32)
+    given = [xp.asarray(x) for x in outs], [xp.asarray(x) for x in stats]
+    out, rows = (xp.asnumpy(x) for x in cupy_sdpa.merge(*given, sinks=xp.asarray(sinks), return_stats=True))
+    assert (out == 0).all()
+    np.testing.assert_array_equal(rows[0, :, 0], sinks)
+
+
+ALIGNED = {
+    "dense": (lambda x: x, True),
+    "offset": (lambda x: x[1:17], False),
+    "offset_of_a_vector": (lambda x: x[8:24], True),
+    "odd_width": (lambda x: x[:12], False),
+    "every_second": (lambda x: x[::2], False),
+    "backwards": (lambda x: x[:, ::-1], True),
+    "odd_stride": (lambda x: x.reshape(-1, order="F")[: 27 * 8].reshape((27, 2, 4, 1), order="F")[:24], False),
+    "odd_stride_of_one": (lambda x: x.reshape(-1, order="F")[: 27 * 8].reshape((27, 1, 1, 8), order="F")[:24, :, :, :1], True),
+}
+
+
+@pytest.mark.parametrize("name", ALIGNED)
+def test_vectors_are_aligned(name, fake):
+    """A thread loads eight elements at once only where all addresses are multiples of 16 bytes."""
+    view, wanted = ALIGNED[name]
+    assert merging._is_aligned(view(fake.zeros((32, 2, 4, 1), np.float16, order="F")), 8) is wanted
+
+
 def test_parts_of_attention_on_the_fake_gpu(fake):
     """Attention over three sets of keys, merged with the sinks, equals attention with sinks over all keys."""
     rng = np.random.default_rng(1)
@@ -311,7 +342,7 @@ def test_errors(name):
         cupy_sdpa.merge(*args, **options)
 
 
-GPU_ERRORS = {
+GPU_ERRORS: dict[str, tuple] = {
     "mixed": (lambda cp: ([cp.asarray(X)], [Y]), {}, TypeError, r"arrays are mixed: outs\[0\] is a CuPy array, stats\[0\] is a numpy"),
     "float64": (lambda cp: ([cp.asarray(X.astype("f8"))], [cp.asarray(Y)]), {}, TypeError, "float64; it must be float16, bfloat16, float32:"),
 }  # fmt: skip
