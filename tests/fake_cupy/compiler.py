@@ -1,6 +1,7 @@
 """CUDA kernels compiled by the C++ compiler. The threads run one after another.
 
-This supports kernels whose threads are independent: no ``__syncthreads``, no shared memory, no 16-bit floats.
+This supports kernels whose threads are independent: no shared memory, no 16-bit floats. ``__syncthreads`` has no effect, so only
+the last thread of a block may depend on it.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ static inline float __int_as_float(int x) { return bits<float>(x); }
 static inline float __uint_as_float(unsigned x) { return bits<float>(x); }
 static inline int __float_as_int(float x) { return bits<int>(x); }
 static inline unsigned __float_as_uint(float x) { return bits<unsigned>(x); }
+static inline void __syncthreads() {}
+static inline void __threadfence() {}
 template <class T> static inline T __ldg(const T* p) { return *p; }
 template <class T> static inline T atomicAdd(T* p, T x) { T before = *p; *p += x; return before; }
 template <class T> static inline T atomicMax(T* p, T x) { T before = *p; *p = x > before ? x : before; return before; }
