@@ -152,7 +152,7 @@ def append(k: Any, v: Any, keys: Any, values: Any, state: State, *, advance: boo
         advance: whether the lengths are those before the step and become those after it; otherwise they are those after it.
     """
     batch, page_size, tokens = state.lengths.size, keys.shape[2], k.shape[2]
-    sides = _side(k, keys), _side(v, values)
+    sides = [_side(k, keys), _side(v, values)]
     lanes = min(32, 1 << (max(side.row for side in sides) - 1).bit_length())  # threads that copy one row
     rows_per_block = 256 // lanes
     blocks = -(-(tokens + page_size) * k.shape[1] // (4 * rows_per_block))
