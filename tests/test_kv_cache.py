@@ -182,7 +182,7 @@ SHAPES = {
 
 def random_counts(rng, model):
     """Counts of 0, 1 and 2 as often as large ones."""
-    most = 3 * model.cache.page_size
+    most = 2 * model.cache.page_size
     kind, batch = rng.integers(4), model.cache.batch
     if kind == 0:
         return [int(rng.integers(3))] * batch
@@ -196,14 +196,15 @@ def random_counts(rng, model):
 def operate(model, rng):
     """One random operation, allowed or refused."""
     cache = model.cache
-    kind = rng.choice(["step", "step", "step", "fork", "truncate", "release"])
+    kind = rng.choice(["step", "step", "step", "fork", "fork", "truncate", "release"])
     b = int(rng.integers(cache.batch))
     if kind == "step":
         form = rng.choice(["dense", "packed"])
         extra = int(rng.integers(3)) if form == "dense" else 0
         model.step(random_counts(rng, model), form, announce=bool(rng.integers(2)), extra=extra)
     elif kind == "fork":
-        source = int(rng.integers(cache.batch))
+        source = int(rng.choice([i for i, x in enumerate(model.tokens) if x] or [b]))
+        b = int(rng.choice([i for i, x in enumerate(model.tokens) if not x] or [b]))
         if model.tokens[b]:
             model.unchanged(ValueError, f"sequence {b}, has {len(model.tokens[b])} tokens", cache.fork, source, b)
         else:
@@ -234,7 +235,7 @@ def test_random_operations(name, seed, engine):
     """After every operation the cache is what the model says; free pages are full of NaN before every step."""
     rng = np.random.default_rng(seed)
     model = model_of(engine, rng, name)
-    for _ in range(40):
+    for _ in range(100):
         operate(model, rng)
         model.check()
 
@@ -496,7 +497,7 @@ def test_random_operations_on_a_gpu(name, seed, cupy):
     engine = SimpleNamespace(options={}, put=cupy.asarray, get=lambda x: x.get())
     rng = np.random.default_rng(seed)
     model = model_of(engine, rng, name)
-    for _ in range(40):
+    for _ in range(100):
         operate(model, rng)
         model.check()
 
