@@ -106,7 +106,7 @@ def _copy_pages_kernel(unit: str) -> Any:
 
 
 class _Side(NamedTuple):
-    """The keys or the values of :func:`append`: addresses; a row and the strides of the new tokens in units; bytes per unit."""
+    """The keys or the values of :func:`append`: addresses, bytes per unit, units per row, and strides in bytes."""
 
     tokens: int
     pages: int
@@ -169,15 +169,23 @@ def append(k: Any, v: Any, keys: Any, values: Any, state: State, *, advance: boo
         advance=advance,
     )
     grid = (max(1, min(blocks, 2048 // batch)), batch, 2)
-    _append_kernel()(grid, (lanes, rows_per_block), (np.array((*arguments, sides), _STRUCT),))
+    _append_kernel()(
+        grid, (lanes, rows_per_block), (np.array([*arguments, *sides[0], *sides[1]], np.int64).view(_STRUCT).reshape(()),)
+    )
 
 
 def _side(x: Any, pages: Any) -> _Side:
-    row = x.shape[0] * x.itemsize
-    strides = [stride if length > 1 else 0 for length, stride in zip(x.shape[1:], x.strides[1:], strict=True)]
-    unit = math.gcd(16, row, x.data.ptr, *strides)
-    head, token, entry = (stride // unit for stride in (*strides, 0)[:3])
-    return _Side(x.data.ptr, pages.data.ptr, unit, row // unit, head, token, entry)
+    address = x.data.ptr
+    return _Side(address, pages.data.ptr, *_layout(x.shape, x.strides, x.itemsize, address % 16))
+
+
+@functools.lru_cache(maxsize=256)
+def _layout(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, alignment: int) -> tuple[int, ...]:
+    """The fields of :class:`_Side` after the addresses; the strides of axes of length 1 have no meaning."""
+    steps = [stride if length > 1 else 0 for length, stride in zip(shape[1:], strides[1:], strict=True)]
+    row = shape[0] * itemsize
+    unit = math.gcd(16, row, alignment, *steps)
+    return unit, row // unit, *(*steps, 0)[:3]
 
 
 @functools.cache
@@ -203,7 +211,7 @@ def _append_kernel() -> Any:
                 const long long page = ((const int*)a.table)[b * a.width + position / size];
                 Unit* const to = (Unit*)s.pages + ((page * heads + head) * size + position % size) * s.row;
                 const Unit* const from =
-                    (const Unit*)s.tokens + b * s.batch_stride + token * s.token_stride + head * s.head_stride;
+                    (const Unit*)(s.tokens + b * s.batch_stride + token * s.token_stride + head * s.head_stride);
                 const bool given = row < count && token < a.tokens;
                 for (int c = threadIdx.x; c < s.row; c += blockDim.x) to[c] = given ? from[c] : Unit{{}};
             }}

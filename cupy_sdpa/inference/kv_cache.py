@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import numbers
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -105,7 +106,8 @@ class KVCache:
         )
         self._pages = Pages(self.pages, self.page_size, self.batch, self.max_length)
         self._create_state(min(-(-self.max_length // self.page_size), self.pages))
-        self._counts: NDArray[np.int64] = np.zeros(self.batch, np.int64)  # as in the state
+        self._counts = _uniform(0, self.batch)  # as in the state
+        self._needed = 0, 0
         self._begun = self._announced = self._captured = False
         self._load()
 
@@ -175,9 +177,11 @@ class KVCache:
         if copies:
             with self._device():
                 self._engine.copy_pages(self._storage, copies)
-        changed = np.flatnonzero(given != self._counts).tolist()
-        self._counts = given
-        self._update(entries, [(self._first_count + b, int(given[b])) for b in changed])
+        updates = []
+        if given is not self._counts:
+            updates = [(self._first_count + b, int(given[b])) for b in np.flatnonzero(given != self._counts).tolist()]
+            self._counts, self._needed = given, _tokens(given)
+        self._update(entries, updates)
         self._begun = self._announced = True
 
     def append(self, k: Array, v: Array, layer: int = 0, *, counts: int | Sequence[int] | NDArray[Any] | None = None) -> None:
@@ -320,6 +324,8 @@ class KVCache:
     def _read_counts(self, counts: int | Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
         if cupy_runtime.is_array(counts):
             raise TypeError("counts is a CuPy array; pass host numbers, for example counts.get()")
+        if isinstance(counts, int) and 0 <= counts <= self.max_length:
+            return _uniform(counts, self.batch)
         array = np.asarray(counts)
         if array.dtype.kind not in "iu":
             raise TypeError(f"counts is {counts!r}; it must be integers")
@@ -364,12 +370,25 @@ class KVCache:
     def _check_tokens(self, k: Array, counts: NDArray[np.int64], capturing: bool) -> None:
         """Check that the new keys have the counted tokens. Packed arrays of a capture may have more, for later launches."""
         given, packed = k.shape[2], k.ndim == 3
-        needed = int(counts.sum() if packed else counts.max())
+        needed = (self._needed if counts is self._counts else _tokens(counts))[packed]
         if given < needed or (packed and given > needed and not capturing):
             names = ("T", "the sum") if packed else ("S", "the maximum")
             raise ValueError(
                 f"k has {names[0]} = {given} tokens, but {names[1]} of counts is {needed}; counts are {counts.tolist()}"
             )
+
+
+@functools.lru_cache(maxsize=64)
+def _uniform(count: int, batch: int) -> NDArray[np.int64]:
+    """The same count for every sequence; the same array for the same numbers."""
+    counts = np.full(batch, count, np.int64)
+    counts.flags.writeable = False
+    return counts
+
+
+def _tokens(counts: NDArray[np.int64]) -> tuple[int, int]:
+    """The tokens that dense and packed arrays need for the counts: their maximum and their sum."""
+    return int(counts.max()), int(counts.sum())
 
 
 def _positive(number: int, name: str) -> int:

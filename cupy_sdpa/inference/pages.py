@@ -63,8 +63,9 @@ class Pages:
         """
         copies: list[tuple[int, int]] = []
         entries: list[Entry] = []
-        growing = np.flatnonzero(counts > self._room - self.lengths).tolist()
-        if growing:
+        beyond = counts > self._room - self.lengths
+        if beyond.any():
+            growing = np.flatnonzero(beyond).tolist()
             copied, new = self._needs(growing, counts)
             for b in copied:
                 shared, own = self.of[b][-1], self._take()
