@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING
 
 from .attention import Pullback, attention, attention_backward, attention_vjp
 from .calls.report import Report
-from .errors import CudnnError, DiskCacheWarning, Unsupported
+from .errors import CudnnError, DiskCacheWarning, OutOfPages, Unsupported
 from .explain import explain, get_plan_cache, problem
 from .helpers import alibi_slopes, dropout_mask, merge
+from .inference.kv_cache import KVCache
 from .prepare import Prepared, autotune, prepare
 from .problem.problem import Problem
 from .version import __version__
@@ -15,6 +16,8 @@ from .version import __version__
 __all__ = [
     "CudnnError",
     "DiskCacheWarning",
+    "KVCache",
+    "OutOfPages",
     "Prepared",
     "Problem",
     "Pullback",

@@ -24,5 +24,9 @@ class CudnnError(RuntimeError):
         return str(self).partition(" Searched:")[0]
 
 
+class OutOfPages(MemoryError):
+    """A key/value cache has fewer free pages than a step needs. The cache is unchanged; the message states the remedy."""
+
+
 class DiskCacheWarning(UserWarning):
     """The disk cache, or an entry of it, cannot be used; plans are compiled instead."""

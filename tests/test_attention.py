@@ -274,9 +274,9 @@ def test_arrays_on_different_devices_raise():
 def test_the_public_names_are_these():
     """A new public name is a decision."""
     assert sorted(cupy_sdpa.__all__) == [
-        "CudnnError", "DiskCacheWarning", "Prepared", "Problem", "Pullback", "Report", "Unsupported", "__version__", "alibi_slopes",
-        "attention", "attention_backward", "attention_vjp", "autotune", "dropout_mask", "explain", "get_plan_cache", "merge",
-        "prepare", "problem",
+        "CudnnError", "DiskCacheWarning", "KVCache", "OutOfPages", "Prepared", "Problem", "Pullback", "Report", "Unsupported",
+        "__version__", "alibi_slopes", "attention", "attention_backward", "attention_vjp", "autotune", "dropout_mask", "explain",
+        "get_plan_cache", "merge", "prepare", "problem",
     ]  # fmt: skip
     assert all(hasattr(cupy_sdpa, name) for name in cupy_sdpa.__all__)
 
@@ -304,6 +304,7 @@ OTHER_NAMES = {
     "enable_gqa": "k and v may have fewer heads than q", "is_causal": "causal=True", "attn_mask": r"mask= .*attn_mask\.T",
     "attn_bias": "bias=", "dropout": "dropout_p=", "window_size": "window=", "key_padding_mask": "seq_lens_kv=.*mask=",
     "softmax_scale": "scale=", "sm_scale": "scale=", "cu_seqlens_k": "cu_seqlens_kv=", "max_seqlen_k": "max_seqlen_kv=",
+    "block_table": "page_table=", "block_tables": "page_table=.*transpose", "cache_seqlens": "seq_lens_kv=",
 }  # fmt: skip
 
 

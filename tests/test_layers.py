@@ -16,7 +16,7 @@ LAYERS = (
     ("_cli",),
     ("check",),
     ("__init__",),
-    ("nnlib", "store"),
+    ("nnlib", "store", "inference"),
     ("attention", "explain", "prepare", "helpers"),
     ("offline",),
     ("calls",),

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..problem.band import Band
-from ..problem.split import Split
+from ..problem.problem import Split
 from ..problem.tensor_spec import TensorSpec
 from . import cupy_runtime
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 Shape = tuple[int, int, int, int]
@@ -379,10 +379,9 @@ class Builder:
         (_, h, n, d), (b, _, width, _) = pages.shape, table.shape
         if lengths.shape != (b, 1, 1, 1):
             raise ValueError(f"paged load {formula}: {lengths} has shape {lengths.shape}; it must be {(b, 1, 1, 1)}")
-        rows = Tensor(out, (b, h, n * width, d), pages.dtype, "virtual", row_major((b, h, n * width, d)))
+        rows = self.virtual(out, (b, h, n * width, d), pages.dtype)
         if transposed:
-            b_stride, h_stride, row_stride, _ = rows.strides
-            rows = Tensor(out, (b, h, d, n * width), pages.dtype, "virtual", (b_stride, h_stride, 1, row_stride))
+            rows = replace(rows, shape=(b, h, d, n * width), strides=(*rows.strides[:2], 1, d))
         return self._add(PagedLoad(formula, rows, pages, table, lengths))
 
     def _out(self, out: Tensor | str, shape: Shape, dtype: str | None = None) -> Tensor:

@@ -19,7 +19,6 @@ from typing import NamedTuple
 from .. import _html
 from ..score_fn.expression import Program
 from .band import Band
-from .split import Split
 from .tensor_spec import ITEMSIZE, TensorSpec
 
 #: The names of the sequence lengths, and of the cumulative lengths of packed sequences.
@@ -41,6 +40,18 @@ CAPTURED_DTYPES = ("bool", "int32", "int64", "float16", "bfloat16", "float32", "
 MASKED_SCORE = -1e6
 #: The row statistics: float32 results with one value per query and head.
 ROW_STATS = ("stats", "max", "sum_exp")
+
+
+class Split(NamedTuple):
+    """How the keys of every sequence are split (:mod:`.split`).
+
+    Attributes:
+        chunks: the number of chunks.
+        pages: the number of pages per chunk.
+    """
+
+    chunks: int
+    pages: int
 
 
 class Settings(NamedTuple):

@@ -13,16 +13,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..score_fn.expression import AXES, Program
 from ..score_fn.tracer import MaskMod, trace
+from .problem import Problem, Split
 from .tensor_spec import TensorSpec, dense_spec
-
-if TYPE_CHECKING:
-    from .problem import Problem
 
 #: The largest number of rows: those of one tile of cuDNN's kernels.
 MAX_ROWS = 128
@@ -32,18 +30,6 @@ BLOCKS = 128
 MIN_KEYS = 256
 #: The rows of keys that cuDNN's kernels may load at once: table entries are read up to a multiple of it.
 TILE = 256
-
-
-class Split(NamedTuple):
-    """How the keys of every sequence are split.
-
-    Attributes:
-        chunks: the number of chunks.
-        pages: the number of pages per chunk.
-    """
-
-    chunks: int
-    pages: int
 
 
 def obstacle(problem: Problem) -> str:

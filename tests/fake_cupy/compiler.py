@@ -58,6 +58,7 @@ static inline float __int_as_float(int x) { return bits<float>(x); }
 static inline float __uint_as_float(unsigned x) { return bits<float>(x); }
 static inline int __float_as_int(float x) { return bits<int>(x); }
 static inline unsigned __float_as_uint(float x) { return bits<unsigned>(x); }
+static inline void __threadfence() {}
 template <class T> static inline T __ldg(const T* p) { return *p; }
 template <class T> static inline T atomicAdd(T* p, T x) { T before = *p; *p += x; return before; }
 template <class T> static inline T atomicMax(T* p, T x) { T before = *p; *p = x > before ? x : before; return before; }

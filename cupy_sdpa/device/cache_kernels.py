@@ -1,0 +1,240 @@
+"""CUDA kernels of the paged key/value cache: they append tokens, copy pages, and store numbers in the page table."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import cupy_runtime, memory
+
+
+class State(NamedTuple):
+    """What the kernel reads to find the place of a token; int32.
+
+    Attributes:
+        table: ``(width, B)`` in Fortran order, the pages of each sequence.
+        lengths: ``(B,)``, the tokens in the cache.
+        counts: ``(B,)``, the new tokens of the present step.
+        finished: ``(B,)``, zeros; used within the kernel.
+    """
+
+    table: Any
+    lengths: Any
+    counts: Any
+    finished: Any
+
+
+def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Create an array of zeros in Fortran order."""
+    array = cupy_runtime.empty(shape, dtype)
+    memory.clear(array, 0)
+    return array
+
+
+#: The maximum number of pairs in a launch. They are passed by value: kernels take arguments of at most 4 KiB in total.
+_MAX_PAIRS = 500
+_PAIRS = np.dtype([("count", np.int32), ("first", np.int32, _MAX_PAIRS), ("second", np.int32, _MAX_PAIRS)])
+_PAIRS_DECLARATION = f"struct Pairs {{ int count, first[{_MAX_PAIRS}], second[{_MAX_PAIRS}]; }};"
+
+
+def _batches(pairs: Sequence[tuple[int, int]]) -> Iterator[Any]:
+    """The pairs as arguments of kernels."""
+    for start in range(0, len(pairs), _MAX_PAIRS):
+        part = pairs[start : start + _MAX_PAIRS]
+        batch = np.zeros((), _PAIRS)
+        batch["count"] = len(part)
+        batch["first"][: len(part)], batch["second"][: len(part)] = zip(*part, strict=True)
+        yield batch
+
+
+def store(array: Any, pairs: Sequence[tuple[int, int]]) -> None:
+    """Store values in an int32 array ``(n,)``; pairs of index and value."""
+    for batch in _batches(pairs):
+        _store_kernel()((-(-int(batch["count"]) // 128),), (128,), (array, batch))
+
+
+@functools.cache
+def _store_kernel() -> Any:
+    return cupy_runtime.cupy().RawKernel(
+        f"""{_PAIRS_DECLARATION}
+        extern "C" __global__ void cupy_sdpa_store(int* array, const Pairs pairs) {{
+            const int i = blockIdx.x * blockDim.x + threadIdx.x;
+            if (i < pairs.count) array[pairs.first[i]] = pairs.second[i];
+        }}""",
+        "cupy_sdpa_store",
+    )
+
+
+#: The C type of a unit of so many bytes, in which kernels copy.
+_UNITS = {16: "uint4", 8: "uint2", 4: "unsigned", 2: "unsigned short"}
+
+
+def copy_pages(storages: Sequence[Any], pairs: Sequence[tuple[int, int]]) -> None:
+    """Copy pages in all layers; pairs of pages (from, to).
+
+    Args:
+        storages: arrays ``(D, page_size, Hkv, pages, layers)`` in Fortran order.
+        pairs: the pages; none occurs both as a source and as a target.
+    """
+    for storage, batch in itertools.product(storages, _batches(pairs)):
+        page = storage.strides[3]
+        unit = math.gcd(page, 16)
+        units = page // unit
+        grid = (min(64, -(-units // 256)), int(batch["count"]), storage.shape[4])
+        arguments = (storage, batch, np.int64(units), np.int64(storage.strides[4] // unit))
+        _copy_pages_kernel(_UNITS[unit])(grid, (256,), arguments)
+
+
+@functools.cache
+def _copy_pages_kernel(unit: str) -> Any:
+    """The kernel of :func:`copy_pages`; ``blockIdx.y`` is the pair and ``blockIdx.z`` the layer."""
+    return cupy_runtime.cupy().RawKernel(
+        f"""{_PAIRS_DECLARATION}
+        extern "C" __global__ void cupy_sdpa_copy_pages({unit}* storage, const Pairs pairs, long long units, long long layer) {{
+            {unit}* const pages = storage + blockIdx.z * layer;
+            const {unit}* const from = pages + pairs.first[blockIdx.y] * units;
+            {unit}* const to = pages + pairs.second[blockIdx.y] * units;
+            for (long long i = blockIdx.x * blockDim.x + threadIdx.x; i < units; i += gridDim.x * blockDim.x) to[i] = from[i];
+        }}""",
+        "cupy_sdpa_copy_pages",
+    )
+
+
+class _Side(NamedTuple):
+    """The keys or the values of :func:`append`: addresses, bytes per unit, units per row, and strides in bytes."""
+
+    tokens: int
+    pages: int
+    unit: int
+    row: int
+    head_stride: int
+    token_stride: int
+    batch_stride: int
+
+
+class _Arguments(NamedTuple):
+    """The other arguments of the kernel of :func:`append`: addresses and numbers."""
+
+    table: int
+    lengths: int
+    counts: int
+    finished: int
+    width: int
+    page_size: int
+    heads: int
+    tokens: int
+    packed: int
+    advance: int
+
+
+#: The argument of the kernel, passed by value; all fields are int64.
+_STRUCT = np.dtype(
+    [(name, np.int64) for name in _Arguments._fields] + [("sides", [(name, np.int64) for name in _Side._fields], 2)]
+)
+
+
+def append(k: Any, v: Any, keys: Any, values: Any, state: State, *, advance: bool) -> None:
+    """Write the new tokens of one layer to their pages; one launch.
+
+    The other rows of a page that the new tokens begin become 0: cuDNN multiplies them by 0, and NaN would spread.
+
+    Args:
+        k, v: ``(D, Hkv, S, B)`` and ``(Dv, Hkv, S, B)``, or packed ``(D, Hkv, T)`` and ``(Dv, Hkv, T)``, with unit stride along
+            the first axis. Tokens beyond S or T are stored as 0.
+        keys, values: the pages, ``(D, Hkv, page_size, pages)`` and ``(Dv, Hkv, page_size, pages)``; dense in the order
+            (D, page_size, Hkv, pages).
+        state: the arrays that give the place of each token.
+        advance: whether the lengths are those before the step and become those after it; otherwise they are those after it.
+    """
+    batch, page_size, tokens = state.lengths.size, keys.shape[2], k.shape[2]
+    sides = [_side(k, keys), _side(v, values)]
+    lanes = min(32, 1 << (max(side.row for side in sides) - 1).bit_length())  # threads that copy one row
+    rows_per_block = 256 // lanes
+    blocks = -(-(tokens + page_size) * k.shape[1] // (4 * rows_per_block))
+    arguments = _Arguments(
+        table=state.table.data.ptr,
+        lengths=state.lengths.data.ptr,
+        counts=state.counts.data.ptr,
+        finished=state.finished.data.ptr,
+        width=state.table.shape[0],
+        page_size=page_size,
+        heads=k.shape[1],
+        tokens=tokens,
+        packed=k.ndim == 3,
+        advance=advance,
+    )
+    grid = (max(1, min(blocks, 2048 // batch)), batch, 2)
+    _append_kernel()(
+        grid, (lanes, rows_per_block), (np.array([*arguments, *sides[0], *sides[1]], np.int64).view(_STRUCT).reshape(()),)
+    )
+
+
+def _side(x: Any, pages: Any) -> _Side:
+    address = x.data.ptr
+    return _Side(address, pages.data.ptr, *_layout(x.shape, x.strides, x.itemsize, address % 16))
+
+
+@functools.lru_cache(maxsize=256)
+def _layout(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, alignment: int) -> tuple[int, ...]:
+    """The fields of :class:`_Side` after the addresses; the strides of axes of length 1 have no meaning."""
+    steps = [stride if length > 1 else 0 for length, stride in zip(shape[1:], strides[1:], strict=True)]
+    row = shape[0] * itemsize
+    unit = math.gcd(16, row, alignment, *steps)
+    return unit, row // unit, *(*steps, 0)[:3]
+
+
+@functools.cache
+def _append_kernel() -> Any:
+    """The kernel of :func:`append`.
+
+    ``blockIdx.y`` is the sequence, and ``blockIdx.z`` selects keys or values. ``threadIdx.y`` and ``blockIdx.x`` count the rows
+    of all heads, ``threadIdx.x`` the units of a row. The last block of a sequence advances its length: every block has read it
+    then.
+    """
+    cases = " ".join(f"case {size}: write_rows<{unit}>(a, s, begin, count, first); break;" for size, unit in _UNITS.items())
+    return cupy_runtime.cupy().RawKernel(
+        f"""struct Side {{ long long {", ".join(_Side._fields)}; }};
+        struct Arguments {{ long long {", ".join(_Arguments._fields)}; Side sides[2]; }};
+        template <class Unit>
+        __device__ void write_rows(const Arguments& a, const Side& s, int begin, int count, int first) {{
+            const int size = a.page_size, b = blockIdx.y, end = begin + count, last = (end - 1) / size * size;
+            // the rest of the last page, if its first row is new
+            const unsigned heads = a.heads, rows = (count == 0 || last < begin ? end : last + size) - begin;
+            for (unsigned i = blockIdx.x * blockDim.y + threadIdx.y; i < rows * heads; i += gridDim.x * blockDim.y) {{
+                const int row = i / heads, head = i % heads, position = begin + row, token = first + row;
+                if (position / size >= a.width) break;
+                const long long page = ((const int*)a.table)[b * a.width + position / size];
+                Unit* const to = (Unit*)s.pages + ((page * heads + head) * size + position % size) * s.row;
+                const Unit* const from =
+                    (const Unit*)(s.tokens + b * s.batch_stride + token * s.token_stride + head * s.head_stride);
+                const bool given = row < count && token < a.tokens;
+                for (int c = threadIdx.x; c < s.row; c += blockDim.x) to[c] = given ? from[c] : Unit{{}};
+            }}
+        }}
+        extern "C" __global__ void cupy_sdpa_append(const Arguments a) {{
+            const int b = blockIdx.y;
+            const int* const counts = (const int*)a.counts;
+            int* const length = (int*)a.lengths + b;
+            const int count = counts[b], begin = max(0, *length - (a.advance ? 0 : count));
+            int first = 0;  // of the sequence in a packed array
+            if (a.packed) for (int i = 0; i < b; ++i) first += counts[i];
+            const Side& s = a.sides[blockIdx.z];
+            switch (s.unit) {{ {cases} }}
+            if (!a.advance) return;
+            __syncthreads();
+            if (threadIdx.x == blockDim.x - 1 && threadIdx.y == blockDim.y - 1) {{
+                __threadfence();
+                int* const finished = (int*)a.finished + b;
+                if (atomicAdd(finished, 1) == gridDim.x * gridDim.z - 1) {{
+                    *finished = 0;
+                    *length = begin + count;
+                }}
+            }}
+        }}""",
+        "cupy_sdpa_append",
+    )

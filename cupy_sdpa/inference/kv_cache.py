@@ -1,0 +1,399 @@
+"""A paged key/value cache: its arrays and its page table, on the device or in numpy arrays."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import numbers
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .._typing import Array
+from ..device import cache_kernels, cupy_runtime
+from ..problem.tensor_spec import FLOAT_DTYPES, FloatDtype, dtype_name, numpy_dtype
+from . import on_numpy
+from .pages import Pages
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray  # slow to import
+
+#: The parts of the state array begin at multiples of so many elements of 4 bytes.
+_UNIT = 64
+
+
+class KVCache:
+    """Keys and values of a batch of sequences in pages, for attention with a page table.
+
+    Every sequence is a list of pages. Sequences may share pages (:meth:`fork`); a page is copied before one of several owners
+    writes to it. One step adds new tokens to every sequence: :meth:`begin_step` takes pages, and :meth:`append` writes the keys
+    and values of one layer, layer 0 first. Without :meth:`begin_step`, the append of layer 0 calls it.
+
+    In a captured CUDA graph :meth:`append` reads the numbers of new tokens, the page table and the lengths from arrays with
+    constant addresses. Call ``begin_step`` before the capture and before every launch of the graph. An append outside of the
+    graph then also needs its own ``begin_step``.
+
+    All work is enqueued on CuPy's current stream. Use a cache from one thread and one stream at a time.
+
+    Args:
+        head_dim: D, the head dim of keys.
+        heads_kv: Hkv, the number of key/value heads.
+        pages: the number of pages.
+        batch: B, the number of sequences.
+        page_size: tokens per page.
+        head_dim_v: Dv, the head dim of values; by default D.
+        dtype: float16, bfloat16, float32 or float64.
+        layers: the number of layers, which share the page table.
+        max_length: the maximum number of tokens of one sequence; by default ``pages * page_size``.
+        numpy: whether the cache consists of numpy arrays; otherwise of arrays on CuPy's current device.
+
+    Attributes:
+        full_table: the page table for the maximum length, int32 ``(ceil(max_length / page_size), B)``, at a constant address.
+            Column b contains the pages of sequence b in order, then zeros.
+        table: the first rows of ``full_table``: as many as the longest sequence has pages, rounded up to a power of two.
+        lengths: the length of each sequence, int32 ``(B,)``, at a constant address. The append of layer 0 advances it.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, or is not positive.
+        RuntimeError: CuPy is not installed.
+
+    >>> cache = KVCache(8, 2, pages=4, batch=2, page_size=16, dtype="float32", numpy=True)
+    >>> tokens = np.ones((8, 2, 20, 2), np.float32, order="F")
+    >>> cache.append(tokens, tokens, counts=[20, 5])
+    >>> cache
+    <KVCache: 2 of 2 sequences, 25 tokens, 3 of 4 pages, 1 layer>
+    >>> cache.lengths
+    array([20,  5], dtype=int32)
+    >>> cache.table
+    array([[3, 1],
+           [2, 0]], dtype=int32)
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        heads_kv: int,
+        *,
+        pages: int,
+        batch: int,
+        page_size: int = 64,
+        head_dim_v: int | None = None,
+        dtype: FloatDtype | Any = "bfloat16",
+        layers: int = 1,
+        max_length: int | None = None,
+        numpy: bool = False,
+    ) -> None:
+        self.head_dim, self.heads_kv = _positive(head_dim, "head_dim"), _positive(heads_kv, "heads_kv")
+        self.head_dim_v = self.head_dim if head_dim_v is None else _positive(head_dim_v, "head_dim_v")
+        self.pages, self.batch = _positive(pages, "pages"), _positive(batch, "batch")
+        self.page_size, self.layers = _positive(page_size, "page_size"), _positive(layers, "layers")
+        tokens = self.pages * self.page_size
+        self.max_length = tokens if max_length is None else _positive(max_length, "max_length")
+        if min(tokens, self.max_length + self.page_size) * self.heads_kv >= 1 << 31:
+            raise ValueError(f"max_length is {self.max_length} with {self.heads_kv} heads; their product must be below 2**31")
+        name = dtype if isinstance(dtype, str) else dtype_name(np.dtype(dtype))
+        if name not in FLOAT_DTYPES:
+            raise TypeError(f"dtype is {name}; it must be one of {', '.join(FLOAT_DTYPES)}")
+        self.dtype = numpy_dtype(name)
+        self._numpy, self._engine = numpy, on_numpy if numpy else cache_kernels
+        self._storage = [
+            self._engine.zeros((dim, self.page_size, self.heads_kv, self.pages, self.layers), self.dtype)
+            for dim in (self.head_dim, self.head_dim_v)
+        ]
+        self._keys, self._values = (
+            [storage[..., layer].transpose(0, 2, 1, 3) for layer in range(self.layers)] for storage in self._storage
+        )
+        self._pages = Pages(self.pages, self.page_size, self.batch, self.max_length)
+        self._create_state(min(-(-self.max_length // self.page_size), self.pages))
+        self._counts = _uniform(0, self.batch)  # as in the state
+        self._needed = 0, 0
+        self._begun = self._announced = self._captured = False
+        self._load()
+
+    def _create_state(self, width: int) -> None:
+        """Create the table, the lengths and the counts as parts of one array, which one kernel updates."""
+        starts = np.cumsum([0, *(-(-size // _UNIT) * _UNIT for size in (width * self.batch, *[self.batch] * 3))]).tolist()
+        self._state = self._engine.zeros((starts[-1],), np.int32)
+        self.full_table = self._state[: width * self.batch].reshape((width, self.batch), order="F")
+        self.lengths, counts, finished = (self._state[start : start + self.batch] for start in starts[1:-1])
+        self._parts = cache_kernels.State(self.full_table, self.lengths, counts, finished)
+        self._first_length, self._first_count = starts[1:3]
+        self.table = self.full_table[:1]
+
+    def _load(self) -> None:
+        """Append nothing, so that the kernel is compiled before a capture, during which it cannot be."""
+        nothing = (
+            self._engine.zeros((dim, self.heads_kv, 0, self.batch), self.dtype) for dim in (self.head_dim, self.head_dim_v)
+        )
+        self._engine.append(*nothing, self._keys[0], self._values[0], self._parts, advance=True)
+
+    def __repr__(self) -> str:
+        lengths, used = self._pages.lengths, self.pages - self.free_pages
+        return (
+            f"<KVCache: {np.count_nonzero(lengths)} of {self.batch} sequences, {lengths.sum()} tokens, "
+            f"{used} of {self.pages} pages, {self.layers} layer{'s' * (self.layers > 1)}>"
+        )
+
+    @property
+    def free_pages(self) -> int:
+        """The number of free pages."""
+        return len(self._pages.free)
+
+    @property
+    def host_lengths(self) -> NDArray[np.int64]:
+        """The length of each sequence after the step that began last, as a numpy array ``(B,)``; a copy."""
+        return self._pages.lengths.copy()
+
+    def keys(self, layer: int = 0) -> Any:
+        """The keys of a layer, ``(D, Hkv, page_size, pages)``; a view of the order (D, page_size, Hkv, pages)."""
+        return self._keys[self._index(layer, self.layers, "layer")]
+
+    def values(self, layer: int = 0) -> Any:
+        """The values of a layer, ``(Dv, Hkv, page_size, pages)``; a view of the order (Dv, page_size, Hkv, pages)."""
+        return self._values[self._index(layer, self.layers, "layer")]
+
+    def begin_step(self, counts: int | Sequence[int] | NDArray[Any] = 1) -> None:
+        """Announce a step: take the pages of the new tokens, and copy shared pages that will be written.
+
+        If the counts are those of the previous step and no page is taken, nothing is enqueued.
+
+        Args:
+            counts: the number of new tokens of each sequence, B numbers on the host; or one number for all sequences.
+
+        Raises:
+            TypeError, ValueError: counts are not B integers of 0 or more, or a sequence would exceed ``max_length``.
+            OutOfPages: not enough pages are free. The cache is unchanged after any of these errors.
+            RuntimeError: the stream is being captured, or the previous step was not appended.
+
+        >>> cache = KVCache(8, 2, pages=4, batch=2, page_size=16, dtype="float32", numpy=True)
+        >>> cache.begin_step([1, 30])
+        >>> cache.host_lengths.tolist(), cache.free_pages
+        ([1, 30], 1)
+        """
+        self._check_no_step("begin_step()")
+        given = self._read_counts(counts)
+        copies, entries = self._pages.extend(given)
+        if copies:
+            with self._device():
+                self._engine.copy_pages(self._storage, copies)
+        updates = []
+        if given is not self._counts:
+            updates = [(self._first_count + b, int(given[b])) for b in np.flatnonzero(given != self._counts).tolist()]
+            self._counts, self._needed = given, _tokens(given)
+        self._update(entries, updates)
+        self._begun = self._announced = True
+
+    def append(self, k: Array, v: Array, layer: int = 0, *, counts: int | Sequence[int] | NDArray[Any] | None = None) -> None:
+        """Write the new keys and values of one layer; one kernel. The append of layer 0 is the first of a step.
+
+        Args:
+            k: ``(D, Hkv, S, B)``, of which the first ``counts[b]`` of the S tokens of each sequence are written; or packed
+                ``(D, Hkv, T)``, with the new tokens of all sequences in order; T is their number. The stride along D is one
+                element.
+            v: ``(Dv, Hkv, S, B)`` or packed ``(Dv, Hkv, T)``.
+            layer: the layer.
+            counts: as for :meth:`begin_step`, which is called with them if no step is announced. The default is then S for
+                every sequence; packed arrays need counts.
+
+        Raises:
+            TypeError, ValueError: arrays do not match the cache, each other, or the counts; and as :meth:`begin_step`.
+            OutOfPages: not enough pages are free. The cache is unchanged after any of these errors.
+            RuntimeError: another layer is appended before layer 0, or the stream is being captured and no step is announced.
+
+        >>> cache = KVCache(8, 2, pages=4, batch=2, page_size=16, dtype="float32", layers=2, numpy=True)
+        >>> packed = np.ones((8, 2, 5), np.float32, order="F")
+        >>> cache.append(packed, packed, counts=[2, 3])
+        >>> cache.append(packed, packed, layer=1)
+        >>> cache.lengths
+        array([2, 3], dtype=int32)
+        """
+        layer = self._index(layer, self.layers, "layer")
+        self._check_arrays(k, v)
+        capturing = self._capturing()
+        if capturing and not (self._begun if layer else self._announced):
+            raise RuntimeError(
+                "the stream is being captured and no step is announced; call begin_step() before the capture begins"
+            )
+        if layer and not capturing and (not self._begun or (self._announced and not self._captured)):
+            raise RuntimeError(f"layer {layer} is appended, but layer 0 of this step is not; append layer 0 first")
+        begun = bool(layer) or self._announced
+        if counts is None and not begun and k.ndim == 3:
+            raise ValueError("packed arrays need the number of new tokens of each sequence; pass counts=, or call begin_step()")
+        given = (self._counts if begun else self._read_counts(k.shape[2])) if counts is None else self._read_counts(counts)
+        if begun and given is not self._counts and (given != self._counts).any():
+            raise ValueError(
+                f"counts are {given.tolist()}, but the step was announced with {self._counts.tolist()}; leave counts out"
+            )
+        self._check_tokens(k, given, capturing)
+        if not begun:
+            self.begin_step(given)
+        with self._device():
+            self._engine.append(k, v, self._keys[layer], self._values[layer], self._parts, advance=not layer)
+        self._captured |= capturing
+        if not layer and not capturing:
+            self._announced = False
+
+    def fork(self, source: int, target: int) -> None:
+        """Make an empty sequence a copy of another. They share pages; no keys or values are copied before one of them grows.
+
+        Raises:
+            ValueError: a sequence is not in the batch, or the target is not empty.
+            RuntimeError: a step is announced and not appended, or the stream is being captured.
+
+        >>> cache = KVCache(8, 2, pages=4, batch=2, page_size=16, dtype="float32", numpy=True)
+        >>> tokens = np.ones((8, 2, 20), np.float32, order="F")
+        >>> cache.append(tokens, tokens, counts=[20, 0])
+        >>> cache.fork(0, 1)
+        >>> cache.free_pages, cache.shared_prefix()
+        (2, 16)
+        """
+        source, target = (self._index(b, self.batch, "sequence") for b in (source, target))
+        self._check_no_step("fork()")
+        if length := int(self._pages.lengths[target]):
+            raise ValueError(f"the target, sequence {target}, has {length} tokens; call release({target}) first")
+        self._update(self._pages.fork(source, target), [self._length_of(target)])
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Shorten a sequence and free the pages beyond its new length.
+
+        Raises:
+            TypeError, ValueError: the sequence is not in the batch, or the length is negative or more than the present one.
+            RuntimeError: a step is announced and not appended, or the stream is being captured.
+        """
+        sequence = self._index(sequence, self.batch, "sequence")
+        present = int(self._pages.lengths[sequence])
+        if not isinstance(length, numbers.Integral):
+            raise TypeError(f"length is {length!r}; it must be an integer")
+        if not 0 <= length <= present:
+            raise ValueError(
+                f"length is {length}, but sequence {sequence} has {present} tokens; it must be from 0 to {present}"
+            )
+        self._check_no_step("truncate()")
+        self._update(self._pages.truncate(sequence, int(length)), [self._length_of(sequence)])
+
+    def release(self, sequence: int) -> None:
+        """Remove all tokens of a sequence and free its pages; :meth:`truncate` to 0."""
+        self.truncate(sequence, 0)
+
+    def shared_prefix(self) -> int:
+        """The number of tokens at the start that all sequences with tokens share through the same full pages."""
+        return self._pages.shared_prefix()
+
+    # Updates of the state
+
+    def _length_of(self, sequence: int) -> tuple[int, int]:
+        """The update that sets the length of a sequence."""
+        return self._first_length + sequence, int(self._pages.lengths[sequence])
+
+    def _update(self, entries: list[Any], updates: list[tuple[int, int]]) -> None:
+        """Store new entries of the table, and other updates, in the state."""
+        width = self.full_table.shape[0]
+        updates += [(entry.sequence * width + entry.place, entry.page) for entry in entries]
+        if updates:
+            with self._device():
+                self._engine.store(self._state, updates)
+        if entries:
+            longest = max(1, *map(len, self._pages.of))
+            needed = min(1 << (longest - 1).bit_length(), width)
+            if needed != self.table.shape[0]:
+                self.table = self.full_table[:needed]
+
+    def _device(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self._numpy else cupy_runtime.on_device_of(self._state)
+
+    def _capturing(self) -> bool:
+        return not self._numpy and cupy_runtime.capturing()
+
+    # Checks of arguments
+
+    def _check_no_step(self, name: str) -> None:
+        """Check that a call is between two steps. After a capture it is unknown whether the step was launched."""
+        if self._capturing():
+            raise RuntimeError(f"the stream is being captured; call {name} before the capture begins")
+        if self._announced and not self._captured:
+            raise RuntimeError(f"a step is announced and not appended; append its layer 0 before {name}")
+
+    def _index(self, index: int, count: int, name: str) -> int:
+        if not isinstance(index, numbers.Integral):
+            raise TypeError(f"{name} is {index!r}; it must be an integer")
+        if not 0 <= index < count:
+            raise ValueError(f"{name} is {index}; the cache has {count}, from 0 to {count - 1}")
+        return int(index)
+
+    def _read_counts(self, counts: int | Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
+        if cupy_runtime.is_array(counts):
+            raise TypeError("counts is a CuPy array; pass host numbers, for example counts.get()")
+        if isinstance(counts, int) and 0 <= counts <= self.max_length:
+            return _uniform(counts, self.batch)
+        array = np.asarray(counts)
+        if array.dtype.kind not in "iu":
+            raise TypeError(f"counts is {counts!r}; it must be integers")
+        if array.shape not in ((), (self.batch,)):
+            raise ValueError(
+                f"counts has shape {array.shape}; pass one number, or {self.batch} numbers for the {self.batch} sequences"
+            )
+        array = np.full(self.batch, array, np.int64) if array.ndim == 0 else array.astype(np.int64)
+        if (array < 0).any():
+            raise ValueError(f"counts is {counts!r}; it must not be negative, use truncate() to shorten a sequence")
+        return array
+
+    def _check_arrays(self, k: Array, v: Array) -> None:
+        """Check the type, device, dtype and shape of new keys and values."""
+        arrays: Any = (("k", k, self.head_dim), ("v", v, self.head_dim_v))
+        for name, x, dim in arrays:
+            if not (isinstance(x, np.ndarray) if self._numpy else cupy_runtime.is_array(x)):
+                kind = "numpy" if self._numpy else "CuPy"
+                raise TypeError(f"{name} is {type(x).__module__}.{type(x).__name__}, but the cache consists of {kind} arrays")
+            if not self._numpy and (device := x.data.device_id) != self._state.data.device_id:
+                raise ValueError(
+                    f"{name} is on device {device}, the cache on device {self._state.data.device_id}; copy the array"
+                )
+            if x.dtype != self.dtype:
+                raise TypeError(
+                    f"{name} is {x.dtype}, but the cache is {self.dtype}; use {name}.astype(), or dtype= of the cache"
+                )
+            dense = x.ndim == 4 and x.shape[3] == self.batch
+            if not (dense or x.ndim == 3) or x.shape[:2] != (dim, self.heads_kv):
+                raise ValueError(
+                    f"{name} has shape {x.shape}; the cache takes ({dim}, {self.heads_kv}, S, {self.batch}), "
+                    f"or packed ({dim}, {self.heads_kv}, T)"
+                )
+            if dim > 1 and x.strides[0] != x.dtype.itemsize and 0 not in x.shape:
+                raise ValueError(
+                    f"{name} has a stride of {x.strides[0]} bytes along its first axis; it must be {x.dtype.itemsize}, "
+                    f"copy it with asfortranarray()"
+                )
+        if k.shape[2:] != v.shape[2:]:
+            raise ValueError(f"k has shape {k.shape}, v {v.shape}; they must have the same tokens")
+
+    def _check_tokens(self, k: Array, counts: NDArray[np.int64], capturing: bool) -> None:
+        """Check that the new keys have the counted tokens. Packed arrays of a capture may have more, for later launches."""
+        given, packed = k.shape[2], k.ndim == 3
+        needed = (self._needed if counts is self._counts else _tokens(counts))[packed]
+        if given < needed or (packed and given > needed and not capturing):
+            names = ("T", "the sum") if packed else ("S", "the maximum")
+            raise ValueError(
+                f"k has {names[0]} = {given} tokens, but {names[1]} of counts is {needed}; counts are {counts.tolist()}"
+            )
+
+
+@functools.lru_cache(maxsize=64)
+def _uniform(count: int, batch: int) -> NDArray[np.int64]:
+    """The same count for every sequence; the same array for the same numbers."""
+    counts = np.full(batch, count, np.int64)
+    counts.flags.writeable = False
+    return counts
+
+
+def _tokens(counts: NDArray[np.int64]) -> tuple[int, int]:
+    """The tokens that dense and packed arrays need for the counts: their maximum and their sum."""
+    return int(counts.max()), int(counts.sum())
+
+
+def _positive(number: int, name: str) -> int:
+    if not isinstance(number, numbers.Integral):
+        raise TypeError(f"{name} is {number!r}; it must be an integer")
+    if number < 1:
+        raise ValueError(f"{name} is {number}; it must be 1 or more")
+    return int(number)
