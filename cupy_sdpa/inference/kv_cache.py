@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import numbers
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from .._typing import Array
 from ..device import cache_kernels, cupy_runtime
 from ..problem.tensor_spec import FLOAT_DTYPES, FloatDtype, dtype_name, numpy_dtype
 from . import on_numpy
+from .arguments import check_arrays, check_tokens, index, positive, read_counts, tokens_of, uniform
 from .pages import Pages
 
 if TYPE_CHECKING:
@@ -31,8 +31,9 @@ class KVCache:
     and values of one layer, layer 0 first. Without :meth:`begin_step`, the append of layer 0 calls it.
 
     In a captured CUDA graph :meth:`append` reads the numbers of new tokens, the page table and the lengths from arrays with
-    constant addresses. Call ``begin_step`` before the capture and before every launch of the graph. An append outside of the
-    graph then also needs its own ``begin_step``.
+    constant addresses. Call ``begin_step`` before the capture and before every launch of the graph; counts may differ, up to
+    S, or up to a sum of T. An append outside of the graph then also needs its own ``begin_step``. Attention in the graph reads
+    the rows of the table that it was captured with: capture ``full_table``, or capture again when ``table`` has grown.
 
     All work is enqueued on CuPy's current stream. Use a cache from one thread and one stream at a time.
 
@@ -84,12 +85,12 @@ class KVCache:
         max_length: int | None = None,
         numpy: bool = False,
     ) -> None:
-        self.head_dim, self.heads_kv = _positive(head_dim, "head_dim"), _positive(heads_kv, "heads_kv")
-        self.head_dim_v = self.head_dim if head_dim_v is None else _positive(head_dim_v, "head_dim_v")
-        self.pages, self.batch = _positive(pages, "pages"), _positive(batch, "batch")
-        self.page_size, self.layers = _positive(page_size, "page_size"), _positive(layers, "layers")
+        self.head_dim, self.heads_kv = positive(head_dim, "head_dim"), positive(heads_kv, "heads_kv")
+        self.head_dim_v = self.head_dim if head_dim_v is None else positive(head_dim_v, "head_dim_v")
+        self.pages, self.batch = positive(pages, "pages"), positive(batch, "batch")
+        self.page_size, self.layers = positive(page_size, "page_size"), positive(layers, "layers")
         tokens = self.pages * self.page_size
-        self.max_length = tokens if max_length is None else _positive(max_length, "max_length")
+        self.max_length = tokens if max_length is None else positive(max_length, "max_length")
         if min(tokens, self.max_length + self.page_size) * self.heads_kv >= 1 << 31:
             raise ValueError(f"max_length is {self.max_length} with {self.heads_kv} heads; their product must be below 2**31")
         name = dtype if isinstance(dtype, str) else dtype_name(np.dtype(dtype))
@@ -106,7 +107,7 @@ class KVCache:
         )
         self._pages = Pages(self.pages, self.page_size, self.batch, self.max_length)
         self._create_state(min(-(-self.max_length // self.page_size), self.pages))
-        self._counts = _uniform(0, self.batch)  # as in the state
+        self._counts = uniform(0, self.batch)  # as in the state
         self._needed = 0, 0
         self._begun = self._announced = self._captured = False
         self._load()
@@ -119,6 +120,7 @@ class KVCache:
         self.lengths, counts, finished = (self._state[start : start + self.batch] for start in starts[1:-1])
         self._parts = cache_kernels.State(self.full_table, self.lengths, counts, finished)
         self._first_length, self._first_count = starts[1:3]
+        self._device_id = None if self._numpy else self._state.data.device_id
         self.table = self.full_table[:1]
 
     def _load(self) -> None:
@@ -147,11 +149,11 @@ class KVCache:
 
     def keys(self, layer: int = 0) -> Any:
         """The keys of a layer, ``(D, Hkv, page_size, pages)``; a view of the order (D, page_size, Hkv, pages)."""
-        return self._keys[self._index(layer, self.layers, "layer")]
+        return self._keys[index(layer, self.layers, "layer")]
 
     def values(self, layer: int = 0) -> Any:
         """The values of a layer, ``(Dv, Hkv, page_size, pages)``; a view of the order (Dv, page_size, Hkv, pages)."""
-        return self._values[self._index(layer, self.layers, "layer")]
+        return self._values[index(layer, self.layers, "layer")]
 
     def begin_step(self, counts: int | Sequence[int] | NDArray[Any] = 1) -> None:
         """Announce a step: take the pages of the new tokens, and copy shared pages that will be written.
@@ -172,7 +174,7 @@ class KVCache:
         ([1, 30], 1)
         """
         self._check_no_step("begin_step()")
-        given = self._read_counts(counts)
+        given = read_counts(counts, self.batch)
         copies, entries = self._pages.extend(given)
         if copies:
             with self._device():
@@ -180,7 +182,7 @@ class KVCache:
         updates = []
         if given is not self._counts:
             updates = [(self._first_count + b, int(given[b])) for b in np.flatnonzero(given != self._counts).tolist()]
-            self._counts, self._needed = given, _tokens(given)
+            self._counts, self._needed = given, tokens_of(given)
         self._update(entries, updates)
         self._begun = self._announced = True
 
@@ -208,8 +210,8 @@ class KVCache:
         >>> cache.lengths
         array([2, 3], dtype=int32)
         """
-        layer = self._index(layer, self.layers, "layer")
-        self._check_arrays(k, v)
+        layer = index(layer, self.layers, "layer")
+        check_arrays(k, v, (self.head_dim, self.head_dim_v), self.heads_kv, self.batch, self.dtype, self._device_id)
         capturing = self._capturing()
         if capturing and not (self._begun if layer else self._announced):
             raise RuntimeError(
@@ -218,14 +220,19 @@ class KVCache:
         if layer and not capturing and (not self._begun or (self._announced and not self._captured)):
             raise RuntimeError(f"layer {layer} is appended, but layer 0 of this step is not; append layer 0 first")
         begun = bool(layer) or self._announced
-        if counts is None and not begun and k.ndim == 3:
+        if counts is not None:
+            given = read_counts(counts, self.batch)
+        elif begun:
+            given = self._counts
+        elif k.ndim == 4:
+            given = read_counts(k.shape[2], self.batch)
+        else:
             raise ValueError("packed arrays need the number of new tokens of each sequence; pass counts=, or call begin_step()")
-        given = (self._counts if begun else self._read_counts(k.shape[2])) if counts is None else self._read_counts(counts)
         if begun and given is not self._counts and (given != self._counts).any():
             raise ValueError(
                 f"counts are {given.tolist()}, but the step was announced with {self._counts.tolist()}; leave counts out"
             )
-        self._check_tokens(k, given, capturing)
+        check_tokens(k, given, self._needed if begun else tokens_of(given), capturing)
         if not begun:
             self.begin_step(given)
         with self._device():
@@ -248,7 +255,7 @@ class KVCache:
         >>> cache.free_pages, cache.shared_prefix()
         (2, 16)
         """
-        source, target = (self._index(b, self.batch, "sequence") for b in (source, target))
+        source, target = (index(b, self.batch, "sequence") for b in (source, target))
         self._check_no_step("fork()")
         if length := int(self._pages.lengths[target]):
             raise ValueError(f"the target, sequence {target}, has {length} tokens; call release({target}) first")
@@ -261,7 +268,7 @@ class KVCache:
             TypeError, ValueError: the sequence is not in the batch, or the length is negative or more than the present one.
             RuntimeError: a step is announced and not appended, or the stream is being captured.
         """
-        sequence = self._index(sequence, self.batch, "sequence")
+        sequence = index(sequence, self.batch, "sequence")
         present = int(self._pages.lengths[sequence])
         if not isinstance(length, numbers.Integral):
             raise TypeError(f"length is {length!r}; it must be an integer")
@@ -305,95 +312,9 @@ class KVCache:
     def _capturing(self) -> bool:
         return not self._numpy and cupy_runtime.capturing()
 
-    # Checks of arguments
-
     def _check_no_step(self, name: str) -> None:
         """Check that a call is between two steps. After a capture it is unknown whether the step was launched."""
         if self._capturing():
             raise RuntimeError(f"the stream is being captured; call {name} before the capture begins")
         if self._announced and not self._captured:
             raise RuntimeError(f"a step is announced and not appended; append its layer 0 before {name}")
-
-    def _index(self, index: int, count: int, name: str) -> int:
-        if not isinstance(index, numbers.Integral):
-            raise TypeError(f"{name} is {index!r}; it must be an integer")
-        if not 0 <= index < count:
-            raise ValueError(f"{name} is {index}; the cache has {count}, from 0 to {count - 1}")
-        return int(index)
-
-    def _read_counts(self, counts: int | Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
-        if cupy_runtime.is_array(counts):
-            raise TypeError("counts is a CuPy array; pass host numbers, for example counts.get()")
-        if isinstance(counts, int) and 0 <= counts <= self.max_length:
-            return _uniform(counts, self.batch)
-        array = np.asarray(counts)
-        if array.dtype.kind not in "iu":
-            raise TypeError(f"counts is {counts!r}; it must be integers")
-        if array.shape not in ((), (self.batch,)):
-            raise ValueError(
-                f"counts has shape {array.shape}; pass one number, or {self.batch} numbers for the {self.batch} sequences"
-            )
-        array = np.full(self.batch, array, np.int64) if array.ndim == 0 else array.astype(np.int64)
-        if (array < 0).any():
-            raise ValueError(f"counts is {counts!r}; it must not be negative, use truncate() to shorten a sequence")
-        return array
-
-    def _check_arrays(self, k: Array, v: Array) -> None:
-        """Check the type, device, dtype and shape of new keys and values."""
-        arrays: Any = (("k", k, self.head_dim), ("v", v, self.head_dim_v))
-        for name, x, dim in arrays:
-            if not (isinstance(x, np.ndarray) if self._numpy else cupy_runtime.is_array(x)):
-                kind = "numpy" if self._numpy else "CuPy"
-                raise TypeError(f"{name} is {type(x).__module__}.{type(x).__name__}, but the cache consists of {kind} arrays")
-            if not self._numpy and (device := x.data.device_id) != self._state.data.device_id:
-                raise ValueError(
-                    f"{name} is on device {device}, the cache on device {self._state.data.device_id}; copy the array"
-                )
-            if x.dtype != self.dtype:
-                raise TypeError(
-                    f"{name} is {x.dtype}, but the cache is {self.dtype}; use {name}.astype(), or dtype= of the cache"
-                )
-            dense = x.ndim == 4 and x.shape[3] == self.batch
-            if not (dense or x.ndim == 3) or x.shape[:2] != (dim, self.heads_kv):
-                raise ValueError(
-                    f"{name} has shape {x.shape}; the cache takes ({dim}, {self.heads_kv}, S, {self.batch}), "
-                    f"or packed ({dim}, {self.heads_kv}, T)"
-                )
-            if dim > 1 and x.strides[0] != x.dtype.itemsize and 0 not in x.shape:
-                raise ValueError(
-                    f"{name} has a stride of {x.strides[0]} bytes along its first axis; it must be {x.dtype.itemsize}, "
-                    f"copy it with asfortranarray()"
-                )
-        if k.shape[2:] != v.shape[2:]:
-            raise ValueError(f"k has shape {k.shape}, v {v.shape}; they must have the same tokens")
-
-    def _check_tokens(self, k: Array, counts: NDArray[np.int64], capturing: bool) -> None:
-        """Check that the new keys have the counted tokens. Packed arrays of a capture may have more, for later launches."""
-        given, packed = k.shape[2], k.ndim == 3
-        needed = (self._needed if counts is self._counts else _tokens(counts))[packed]
-        if given < needed or (packed and given > needed and not capturing):
-            names = ("T", "the sum") if packed else ("S", "the maximum")
-            raise ValueError(
-                f"k has {names[0]} = {given} tokens, but {names[1]} of counts is {needed}; counts are {counts.tolist()}"
-            )
-
-
-@functools.lru_cache(maxsize=64)
-def _uniform(count: int, batch: int) -> NDArray[np.int64]:
-    """The same count for every sequence; the same array for the same numbers."""
-    counts = np.full(batch, count, np.int64)
-    counts.flags.writeable = False
-    return counts
-
-
-def _tokens(counts: NDArray[np.int64]) -> tuple[int, int]:
-    """The tokens that dense and packed arrays need for the counts: their maximum and their sum."""
-    return int(counts.max()), int(counts.sum())
-
-
-def _positive(number: int, name: str) -> int:
-    if not isinstance(number, numbers.Integral):
-        raise TypeError(f"{name} is {number!r}; it must be an integer")
-    if number < 1:
-        raise ValueError(f"{name} is {number}; it must be 1 or more")
-    return int(number)
