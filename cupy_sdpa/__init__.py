@@ -9,6 +9,7 @@ from .errors import CudnnError, DiskCacheWarning, OutOfPages, Unsupported
 from .explain import explain, get_plan_cache, problem
 from .helpers import alibi_slopes, dropout_mask, merge
 from .inference.kv_cache import KVCache
+from .inference.shared_prefix import shared_prefix_attention
 from .prepare import Prepared, autotune, prepare
 from .problem.problem import Problem
 from .version import __version__
@@ -35,6 +36,7 @@ __all__ = [
     "merge",
     "prepare",
     "problem",
+    "shared_prefix_attention",
 ]
 
 #: Public modules, imported on first use.

@@ -128,7 +128,7 @@ class Call:
         """Allocate the missing results, and copy the arrays that the engine needs in a different form."""
         allocate_results(self.problem, self.arrays, self.on_gpu)
         if self.engine_problem.settings.split:
-            return SplitStage(self.problem, self.engine_problem, self.arrays)
+            return SplitStage(self.problem, self.engine_problem, self.arrays, self.scalars)
         return Stage(self.problem, self.engine_problem, self.arrays, self.on_gpu)
 
     def _on_device(self, work: Callable[[int | None], T]) -> T:

@@ -31,7 +31,7 @@ class Parts(NamedTuple):
     stats: Any
 
 
-def merge(groups: Sequence[Parts], out: Any, stats: Any = None, sinks: Any = None) -> None:
+def merge(groups: Sequence[Parts], out: Any, stats: Any = None, sinks: Any = None, lengths: Any = None) -> None:
     """Merge parts in float32: one launch, no synchronization. float64 numpy arrays are merged in float64.
 
     A row of a part with log-sum-exp -inf has weight 0, and its output is not used. A row without other parts gets output 0 and
@@ -42,8 +42,12 @@ def merge(groups: Sequence[Parts], out: Any, stats: Any = None, sinks: Any = Non
         out: ``(Dv, H, S, B)``, written; any strides and float dtype.
         stats: float32 ``(S, H, B)``, written; or None.
         sinks: float32 ``(H,)``, a part without a value for each head; or None.
+        lengths: int32 ``(B,)`` of the GPU, the number of queries; rows after it have no part and no sink. None for all.
     """
-    (_merge_on_gpu if cupy_runtime.is_array(out) else _merge_on_cpu)(groups, out, stats, sinks)
+    if not cupy_runtime.is_array(out):
+        _merge_on_cpu(groups, out, stats, sinks)
+    else:
+        _merge_on_gpu(groups, out, stats, sinks, lengths)
 
 
 def _merge_on_cpu(groups: Sequence[Parts], out: Any, stats: Any, sinks: Any) -> None:
@@ -105,6 +109,7 @@ class _Target(NamedTuple):
     stats_b: int
     sinks: int
     sinks_h: int
+    lengths: int
 
 
 #: The argument of the kernel, passed by value; all fields are int64.
@@ -116,7 +121,7 @@ _ARGUMENTS = np.dtype(
 )
 
 
-def _merge_on_gpu(groups: Sequence[Parts], out: Any, stats: Any, sinks: Any) -> None:
+def _merge_on_gpu(groups: Sequence[Parts], out: Any, stats: Any, sinks: Any, lengths: Any) -> None:
     width, heads, queries, batch = out.shape
     rows, parts = heads * queries * batch, sum(group.stats.shape[3] for group in groups)
     if not rows:
@@ -129,14 +134,16 @@ def _merge_on_gpu(groups: Sequence[Parts], out: Any, stats: Any, sinks: Any) -> 
     slots = min(max(-(-parts // _UNROLL), 1), _MAX_SLOTS)
     block_rows = max(_THREADS // (columns * slots), 1)
     grid = (-(-rows // block_rows), max(-(-width // (columns * vector)), 1))
-    target = _Target(
+    no_stats, no_sinks = (0,) * 4, (0,) * 2
+    target = [
         parts, width, heads, queries, rows, out.data.ptr, *out.strides,
-        *((0,) * 4 if stats is None else (stats.data.ptr, *stats.strides)),
-        *((0,) * 2 if sinks is None else (sinks.data.ptr, *sinks.strides)),
-    )  # fmt: skip
+        *(no_stats if stats is None else (stats.data.ptr, *stats.strides)),
+        *(no_sinks if sinks is None else (sinks.data.ptr, *sinks.strides)),
+        0 if lengths is None else lengths.data.ptr,
+    ]  # fmt: skip
     given = [(out.shape[4], out.data.ptr, *out.strides, stats.data.ptr, *stats.strides) for out, stats in groups]
     padded = [*given, *[(0,) * len(_Group._fields)] * (MAX_GROUPS - len(given))]
-    arguments = np.array((target, padded), _ARGUMENTS)
+    arguments = np.array((_Target(*target), padded), _ARGUMENTS)
     _merge_kernel(dtype.name, out.dtype.name, vector)(grid, (columns, block_rows, slots), (arguments,))
 
 
@@ -157,7 +164,8 @@ class _Type(NamedTuple):
     header: str = ""
 
 
-_TYPES = {
+#: The CUDA types of the dtypes of parts.
+TYPES = {
     "float16": _Type("__half", 2, "#include <cuda_fp16.h>\n"),
     "bfloat16": _Type("__nv_bfloat16", 2, "#include <cuda_bf16.h>\n"),
     "float32": _Type("float", 4),
@@ -172,7 +180,7 @@ def _merge_kernel(dtype: str, out_dtype: str, vector: int) -> Any:
     Each thread keeps the highest log-sum-exp of its parts, and the sums relative to it. The first slot then adds the sums of
     the other slots. All values of a step are loaded before the first is used, so their loads overlap.
     """
-    types = {"In": _TYPES[dtype], "Out": _TYPES[out_dtype]}
+    types = {"In": TYPES[dtype], "Out": TYPES[out_dtype]}
     vectors = (
         f"struct alignas({min(vector * of.itemsize, 16)}) {name} {{ {of.name} x[{vector}]; }};" for name, of in types.items()
     )
@@ -191,13 +199,14 @@ def _merge_kernel(dtype: str, out_dtype: str, vector: int) -> Any:
             const long long column = ((long long)blockIdx.y * blockDim.x + threadIdx.x) * {vector};
             const bool has_value = column < t.width, is_used = row < t.rows && (has_value || column == 0);
             float top = NONE, total = 0, sum[{vector}] = {{}};
-            if (t.sinks && threadIdx.z == 0 && is_used) {{
+            const bool exists = is_used && (!t.lengths || s < ((const int*)t.lengths)[b]);
+            if (t.sinks && threadIdx.z == 0 && exists) {{
                 top = *(const float*)(t.sinks + h * t.sinks_h);
                 total = top == NONE ? 0 : 1;
             }}
             int g = -1;
             long long begin = 0, end = 0, out = 0, stats = 0;
-            for (long long first = threadIdx.z; is_used && first < t.parts; first += {_UNROLL} * blockDim.z) {{
+            for (long long first = threadIdx.z; exists && first < t.parts; first += {_UNROLL} * blockDim.z) {{
                 float score[{_UNROLL}];
                 In value[{_UNROLL}];
                 #pragma unroll

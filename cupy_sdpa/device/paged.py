@@ -1,8 +1,8 @@
-"""CUDA kernels that run before attention with paged keys: they prepare page tables, and split keys into chunks.
+"""CUDA kernels beside attention with paged keys: they prepare page tables, split keys into chunks, and compute the fringe.
 
-cuDNN's kernels for several queries load a whole tile of keys. They read the entries of the page table for all of it, and
-multiply the values after the length by 0. So every entry after the length must name a page without NaN: here the first page of
-the sequence.
+cuDNN's kernels for several queries load a whole tile of keys: the pages of all its table entries, and page 0 after the end of
+the table. They multiply the values after the length by 0. So the table must consist of whole tiles, and every entry after the
+length must name a page without NaN: here the first page of the sequence.
 """
 
 from __future__ import annotations
@@ -14,8 +14,26 @@ import numpy as np
 
 from ..problem.band import Band
 from ..problem.problem import Split
-from ..problem.tensor_spec import TensorSpec
 from . import cupy_runtime
+from .merge import TYPES
+
+
+class Keys(NamedTuple):
+    """Paged keys and values, and the queries that attend to them.
+
+    Attributes:
+        k, v: pages ``(D, Hkv, page size, pages)`` and ``(Dv, Hkv, page size, pages)``.
+        table: int32 ``(P, B)``.
+        lengths_q, lengths: int32 ``(B,)``, the numbers of queries and keys.
+        band: the band of keys that a query attends to, or None.
+    """
+
+    k: Any
+    v: Any
+    table: Any
+    lengths_q: Any
+    lengths: Any
+    band: Band | None
 
 
 class Chunks(NamedTuple):
@@ -23,10 +41,9 @@ class Chunks(NamedTuple):
 
     Attributes:
         rows: ``(D, Sq, Hq, E)``, the queries, repeated for every chunk.
-        table: int32 ``(pages per chunk, E)``, see :func:`empty_table`.
+        table: int32 ``(pages per chunk, E)``.
         row_counts: int32 ``(E,)``, R for every entry.
         lengths: int32 ``(E,)``, the number of keys of every chunk.
-        bounds: int32 ``(R, E)`` each: no array, the end of the keys of each row, or the end and the first key.
         stats: float32 ``(Sq, Hq, E)``; -inf is written for chunks without keys.
     """
 
@@ -34,212 +51,273 @@ class Chunks(NamedTuple):
     table: Any
     row_counts: Any
     lengths: Any
-    bounds: list[Any]
     stats: Any
 
 
-def empty_table(spec: TensorSpec) -> Any:
-    """An array for a page table of :func:`~cupy_sdpa.problem.split.table_spec`, with its room after each column."""
-    pages, entries = spec.shape
-    return cupy_runtime.empty((spec.strides[1] // 4, entries), np.dtype(np.int32))[:pages]
-
-
 class _Table(NamedTuple):
-    """The arguments of :func:`padded_table` as the kernels read them; strides and pitches in elements."""
+    """A page table as the kernels read it; strides in elements."""
 
     table: int
     entry_stride: int
     pitch: int
     pages: int
-    lengths: int
     page: int
-    out: int
-    out_pitch: int
+    lengths: int
 
 
-def padded_table(table: Any, lengths: Any, page: int, spec: TensorSpec) -> Any:
-    """A copy of a page table ``(P, B)`` in which entries after the length name the first page of the sequence."""
-    out = empty_table(spec)
-    given = _table(table, lengths, page, out)
-    blocks = max(1, min(64, -(-given.out_pitch // 256)))
-    _padded_table_kernel()((blocks, table.shape[1]), (256,), (np.array(tuple(given), _struct(_Table)),))
-    return out
-
-
-def _table(table: Any, lengths: Any, page: int, out: Any) -> _Table:
-    return _Table(
-        table=table.data.ptr,
-        entry_stride=table.strides[0] // 4,
-        pitch=table.strides[1] // 4,
-        pages=table.shape[0],
-        lengths=lengths.data.ptr,
-        page=page,
-        out=out.data.ptr,
-        out_pitch=out.strides[1] // 4,
-    )
-
-
-class _Split(NamedTuple):
-    """The arguments of :func:`split` as the kernel reads them: addresses, elements, and strides of q in units of copies."""
+class _Queries(NamedTuple):
+    """The queries as the kernels read them: strides in bytes, and the band; -1 is no bound."""
 
     q: int
     q_head: int
     q_query: int
     q_batch: int
-    units: int
     queries: int
     heads: int
-    rows: int
-    lengths_q: int
-    table: _Table
-    chunks: int
-    chunk_pages: int
+    lengths: int
     left: int
     right: int
     bottom_right: int
-    out_rows: int
-    row_counts: int
-    chunk_lengths: int
-    end: int
-    first: int
-    stats: int
 
 
-def split(
-    q: Any,
-    table: Any,
-    lengths_q: Any,
-    lengths_kv: Any,
-    page: int,
-    band: Band | None,
-    split: Split,
-    row_count: int,
-    chunks: Chunks,
-) -> None:
-    """Write the arrays of a split problem; one launch.
+def _table(table: Any, lengths: Any, page: int) -> _Table:
+    return _Table(table.data.ptr, table.strides[0] // 4, table.strides[1] // 4, table.shape[0], page, lengths.data.ptr)
 
-    Args:
-        q: ``(D, Hq, Sq, B)``.
-        table: int32 ``(P, B)``.
-        lengths_q, lengths_kv: int32 ``(B,)``.
-        page: the number of keys per page.
-        band: the band of keys that a query attends to, or None.
-        split: the chunks.
-        row_count: R.
-        chunks: the arrays, written.
-    """
-    d, heads, queries, batch = q.shape
-    unit = 16 if all(x % 16 == 0 for x in (q.data.ptr, d * q.itemsize, *_used_strides(q))) else q.itemsize
-    left, right, bottom_right = band or Band()
-    end, first = (*(array.data.ptr for array in chunks.bounds), 0, 0)[:2]
-    given = _Split(
+
+def _queries(q: Any, keys: Keys) -> _Queries:
+    _, heads, queries, _ = q.shape
+    left, right, bottom_right = keys.band or Band()
+    return _Queries(
         q=q.data.ptr,
-        q_head=q.strides[1] // unit,
-        q_query=q.strides[2] // unit,
-        q_batch=q.strides[3] // unit,
-        units=d * q.itemsize // unit,
+        q_head=q.strides[1],
+        q_query=q.strides[2],
+        q_batch=q.strides[3],
         queries=queries,
         heads=heads,
-        rows=row_count,
-        lengths_q=lengths_q.data.ptr,
-        table=_table(table, lengths_kv, page, chunks.table),
-        chunks=split.chunks,
-        chunk_pages=split.pages,
+        lengths=keys.lengths_q.data.ptr,
         left=-1 if left is None else left,
         right=-1 if right is None else right,
         bottom_right=bottom_right,
-        out_rows=chunks.rows.data.ptr,
-        row_counts=chunks.row_counts.data.ptr,
-        chunk_lengths=chunks.lengths.data.ptr,
-        end=end,
-        first=first,
-        stats=chunks.stats.data.ptr,
     )
-    blocks = max(1, min(16, -(-given.units * queries * heads // 1024)))
-    arguments = np.array(tuple(given), _SPLIT)
-    _split_kernel(unit)((blocks, batch * split.chunks), (256,), (arguments,))
 
 
-def _used_strides(array: Any) -> list[int]:
-    return [stride for length, stride in zip(array.shape[1:], array.strides[1:], strict=True) if length > 1]
+def _struct(*parts: tuple[str, type[_Table | _Queries]] | str) -> np.dtype[Any]:
+    """The dtype of an argument of a kernel: records, and other fields; all are int64."""
+    fields: list[Any] = []
+    for part in parts:
+        name, record = (part, None) if isinstance(part, str) else part
+        fields.append((name, np.int64 if record is None else [(field, np.int64) for field in record._fields]))
+    return np.dtype(fields)
 
 
-def _struct(fields: type[_Table | _Split]) -> np.dtype[Any]:
-    return np.dtype([(name, np.int64) for name in fields._fields])
+def _declaration(name: str, dtype: np.dtype[Any]) -> str:
+    """The C struct of such a dtype."""
+    types = {"table": "Table", "queries": "Queries"}
+    fields = " ".join(f"{types.get(field, 'long long')} {field};" for field in dtype.names or ())
+    return f"struct {name} {{ {fields} }};"
 
 
-_SPLIT = np.dtype([(name, _struct(_Table) if name == "table" else np.int64) for name in _Split._fields])
-
-#: The C struct of the page table, and the entry of a page of a sequence: its own, or that of its first page after the length.
-_TABLE = f"""
+#: The C structs; the entry of a page of a sequence, which is that of its first page after the length; and the keys of queries.
+_DEVICE_CODE = f"""
     struct Table {{ long long {", ".join(_Table._fields)}; }};
-    __device__ int entry(const Table& t, long long b, long long first, long long i, long long length) {{
-        const long long own = i * t.page < length ? first + i : first;
-        return length > 0 ? ((const int*)t.table)[own * t.entry_stride + b * t.pitch] : 0;
-    }}"""
+    struct Queries {{ long long {", ".join(_Queries._fields)}; }};
+    __device__ long long least(long long a, long long b) {{ return a < b ? a : b; }}
+    __device__ long long most(long long a, long long b) {{ return a > b ? a : b; }}
+    __device__ long long length_of(const Table& t, long long b) {{
+        return least(((const int*)t.lengths)[b], t.pages * t.page);
+    }}
+    __device__ int entry(const Table& t, long long b, long long i) {{
+        return ((const int*)t.table)[i * t.entry_stride + b * t.pitch];
+    }}
+    __device__ int padded_entry(const Table& t, long long b, long long first, long long i, long long length) {{
+        return length > 0 ? entry(t, b, i * t.page < length ? first + i : first) : 0;
+    }}
+    // the keys of each query, from first to end, and the core: whole pages to which every query attends
+    struct Visible {{
+        long long length, queries, shift, left, right, core_begin, core_end;
+        __device__ Visible(const Table& t, const Queries& q, long long b) : left(q.left), right(q.right) {{
+            length = length_of(t, b);
+            queries = least(((const int*)q.lengths)[b], q.queries);
+            shift = q.bottom_right ? length - queries : 0;
+            core_end = queries > 0 ? end(0) : 0;
+            core_begin = least((first(queries - 1) + t.page - 1) / t.page * t.page, core_end);
+        }}
+        __device__ long long first(long long s) const {{ return left < 0 ? 0 : most(s + shift - left, 0); }}
+        __device__ long long end(long long s) const {{
+            return right < 0 ? length : most(least(s + shift + right + 1, length), 0);
+        }}
+    }};"""
+
+_PADDED = _struct(("table", _Table), "out", "width")
+
+
+def padded_table(table: Any, lengths: Any, page: int, width: int) -> Any:
+    """A copy ``(width, B)`` of a page table ``(P, B)``; entries after the length name the first page of the sequence."""
+    batch = table.shape[1]
+    out = cupy_runtime.empty((width, batch), np.dtype(np.int32))
+    arguments = np.array((tuple(_table(table, lengths, page)), out.data.ptr, width), _PADDED)
+    _padded_table_kernel()((max(1, min(64, -(-width // 256))), batch), (256,), (arguments,))
+    return out
 
 
 @functools.cache
 def _padded_table_kernel() -> Any:
     """The kernel of :func:`padded_table`."""
     return cupy_runtime.cupy().RawKernel(
-        f"""{_TABLE}
-        extern "C" __global__ void cupy_sdpa_padded_table(const Table t) {{
-            const long long b = blockIdx.y;
-            long long length = ((const int*)t.lengths)[b];
-            if (length > t.pages * t.page) length = t.pages * t.page;
-            for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < t.out_pitch;
-                 i += (long long)gridDim.x * blockDim.x)
-                ((int*)t.out)[b * t.out_pitch + i] = entry(t, b, 0, i, length);
+        f"""{_DEVICE_CODE}
+        {_declaration("Padded", _PADDED)}
+        extern "C" __global__ void cupy_sdpa_padded_table(const Padded x) {{
+            const long long b = blockIdx.y, length = length_of(x.table, b), step = (long long)gridDim.x * blockDim.x;
+            for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < x.width; i += step)
+                ((int*)x.out)[b * x.width + i] = padded_entry(x.table, b, 0, i, length);
         }}""",
         "cupy_sdpa_padded_table",
     )
+
+
+_SPLIT = _struct(
+    ("table", _Table), ("queries", _Queries), "row_bytes", "row_count", "chunks", "chunk_pages", "rows", "chunk_table",
+    "row_counts", "chunk_lengths", "stats",
+)  # fmt: skip
+
+
+def split(q: Any, keys: Keys, split: Split, row_count: int, chunks: Chunks) -> None:
+    """Write the arrays of a split problem; one launch.
+
+    Args:
+        q: ``(D, Hq, Sq, B)``.
+        keys: the keys.
+        split: the chunks.
+        row_count: R.
+        chunks: the arrays, written.
+    """
+    d, heads, queries, batch = q.shape
+    row = d * q.itemsize
+    used = (stride for length, stride in zip(q.shape[1:], q.strides[1:], strict=True) if length > 1)
+    unit = 16 if all(x % 16 == 0 for x in (q.data.ptr, row, *used)) else q.itemsize
+    table = _table(keys.table, keys.lengths, keys.k.shape[2])
+    arrays = chunks.rows, chunks.table, chunks.row_counts, chunks.lengths, chunks.stats
+    addresses = [array.data.ptr for array in arrays]
+    given = (tuple(table), tuple(_queries(q, keys)), row, row_count, split.chunks, split.pages, *addresses)
+    blocks = max(1, min(16, -(-row * queries * heads // (unit * 1024))))
+    _split_kernel(unit)((blocks, batch * split.chunks), (256,), (np.array(given, _SPLIT),))
 
 
 @functools.cache
 def _split_kernel(unit: int) -> Any:
     """The kernel of :func:`split`; blocks with one ``blockIdx.y`` work on one chunk, and copy queries in units of bytes."""
     kind = {16: "uint4", 2: "unsigned short", 4: "unsigned", 8: "uint2"}[unit]
-    before, after = (_Split._fields[: _Split._fields.index("table")], _Split._fields[_Split._fields.index("table") + 1 :])
     return cupy_runtime.cupy().RawKernel(
-        f"""{_TABLE}
-        struct Split {{ long long {", ".join(before)}; Table table; long long {", ".join(after)}; }};
+        f"""{_DEVICE_CODE}
+        {_declaration("Split", _SPLIT)}
         extern "C" __global__ void cupy_sdpa_split(const Split x) {{
             const long long e = blockIdx.y, b = e / x.chunks, c = e % x.chunks;
-            const Table& t = x.table;
-            const long long size = x.chunk_pages * t.page, start = c * size;
-            long long length = ((const int*)t.lengths)[b], queries = ((const int*)x.lengths_q)[b];
-            if (length > t.pages * t.page) length = t.pages * t.page;
-            if (queries > x.queries) queries = x.queries;
-            const long long shift = (x.bottom_right ? length - queries : 0) - start;  // of the diagonal, in this chunk
-            long long keys = length - start;
-            keys = keys < 0 || queries == 0 ? 0 : keys < size ? keys : size;
-            if (x.right >= 0 && queries - 1 + shift + x.right < 0) keys = 0;
-            if (x.left >= 0 && shift - x.left >= keys) keys = 0;
             const long long thread = (long long)blockIdx.x * blockDim.x + threadIdx.x;
             const long long threads = (long long)gridDim.x * blockDim.x;
+            const Queries& q = x.queries;
+            const Visible visible(x.table, q, b);
+            const long long size = x.chunk_pages * x.table.page, start = visible.core_begin + c * size;
+            const long long keys = most(least(visible.core_end - start, size), 0);
             if (thread == 0) {{
-                ((int*)x.row_counts)[e] = x.rows;
+                ((int*)x.row_counts)[e] = x.row_count;
                 ((int*)x.chunk_lengths)[e] = keys;
             }}
-            for (long long i = thread; i < t.out_pitch; i += threads)
-                ((int*)t.out)[e * t.out_pitch + i] = entry(t, b, c * x.chunk_pages, i, keys);
-            for (long long r = thread; x.end && r < x.rows; r += threads) {{
-                const long long s = r % x.queries, p = s + shift;
-                long long end = x.right < 0 ? keys : p + x.right + 1, first = x.left < 0 ? 0 : p - x.left;
-                if (s >= queries) end = 0;
-                ((int*)x.end)[e * x.rows + r] = end < 0 ? 0 : end < keys ? end : keys;
-                if (x.first) ((int*)x.first)[e * x.rows + r] = first < 0 ? 0 : first;
-            }}
-            const long long results = x.queries * x.heads;
+            for (long long i = thread; i < x.chunk_pages; i += threads)
+                ((int*)x.chunk_table)[e * x.chunk_pages + i] = padded_entry(x.table, b, start / x.table.page, i, keys);
+            const long long results = q.queries * q.heads, units = x.row_bytes / {unit};
             for (long long i = thread; keys == 0 && i < results; i += threads)
                 ((unsigned*)x.stats)[e * results + i] = 0xff800000u;  // -inf
-            const long long units = results * x.units;
-            for (long long i = thread; i < units; i += threads) {{
-                const long long row = i / x.units, s = row % x.queries, h = row / x.queries;
-                (({kind}*)x.out_rows)[e * units + i] =
-                    ((const {kind}*)x.q)[b * x.q_batch + s * x.q_query + h * x.q_head + i % x.units];
+            for (long long i = thread; i < results * units; i += threads) {{
+                const long long row = i / units, s = row % q.queries, h = row / q.queries;
+                const long long from = q.q + b * q.q_batch + s * q.q_query + h * q.q_head;
+                (({kind}*)x.rows)[e * results * units + i] = ((const {kind}*)from)[i % units];
             }}
         }}""",
         "cupy_sdpa_split",
+    )
+
+
+_FRINGE = _struct(
+    ("table", _Table), ("queries", _Queries), "group", "k", "k_head", "k_row", "k_page", "v", "v_head", "v_row", "v_page",
+    "out", "stats",
+)  # fmt: skip
+
+
+def fringe(q: Any, keys: Keys, scale: float, softcap: float | None, out: Any, stats: Any) -> None:
+    """Attention of every query to the keys of its band outside the core, in float32; one launch.
+
+    Args:
+        q: ``(D, Hq, Sq, B)``.
+        keys: the keys, with a band.
+        scale, softcap: as for :func:`cupy_sdpa.attention`.
+        out: ``(Dv, Sq, Hq, B)``, dense, written where there are keys.
+        stats: float32 ``(Sq, Hq, B)``, dense, the log-sum-exp, written.
+    """
+    d, heads, queries, batch = q.shape
+    pages = [x for array in (keys.k, keys.v) for x in (array.data.ptr, *array.strides[1:])]
+    table = _table(keys.table, keys.lengths, keys.k.shape[2])
+    given = (tuple(table), tuple(_queries(q, keys)), heads // keys.k.shape[1], *pages, out.data.ptr, stats.data.ptr)
+    arguments = np.array(given, _FRINGE), np.float32(scale), np.float32(softcap or 0)
+    _fringe_kernel(q.dtype.name, d, out.shape[0])((heads * queries, batch), (_FRINGE_THREADS,), arguments)
+
+
+#: The threads of a block, each of which computes the score of one key and then some columns of the output.
+_FRINGE_THREADS = 128
+
+
+@functools.cache
+def _fringe_kernel(dtype: str, d: int, dv: int) -> Any:
+    """The kernel of :func:`fringe`; a block computes one query of one head."""
+    kind, columns = TYPES[dtype], -(-dv // _FRINGE_THREADS)
+    return cupy_runtime.cupy().RawKernel(
+        f"""{kind.header}{_DEVICE_CODE}
+        {_declaration("Fringe", _FRINGE)}
+        #define THREADS {_FRINGE_THREADS}
+        extern "C" __global__ void __launch_bounds__(THREADS) cupy_sdpa_fringe(
+            const Fringe x, const float scale, const float softcap) {{
+            const Queries& q = x.queries;
+            const long long h = blockIdx.x / q.queries, s = blockIdx.x % q.queries, b = blockIdx.y, head = h / x.group;
+            const Visible visible(x.table, q, b);
+            const long long first = visible.first(s), end = visible.end(s), page = x.table.page;
+            const long long before = most(least(visible.core_begin, end) - first, 0), after = most(visible.core_end, first);
+            const long long count = s < visible.queries ? before + most(end - after, 0) : 0;
+            __shared__ float query[{d}], scores[THREADS];
+            const {kind.name}* const given = (const {kind.name}*)(q.q + b * q.q_batch + s * q.q_query + h * q.q_head);
+            for (int i = threadIdx.x; i < {d}; i += THREADS) query[i] = float(given[i]);
+            float top = __int_as_float(0xff800000), total = 0, sum[{columns}] = {{}};
+            for (long long start = 0; start < count; start += THREADS) {{
+                __syncthreads();
+                const int keys = least(count - start, THREADS);
+                if (threadIdx.x < keys) {{
+                    const long long i = start + threadIdx.x, j = i < before ? first + i : after + (i - before);
+                    const {kind.name}* const key = (const {kind.name}*)(
+                        x.k + entry(x.table, b, j / page) * x.k_page + j % page * x.k_row + head * x.k_head);
+                    float score = 0;
+                    for (int i = 0; i < {d}; ++i) score += query[i] * float(key[i]);
+                    score *= scale;
+                    scores[threadIdx.x] = softcap > 0 ? softcap * tanhf(score / softcap) : score;
+                }}
+                __syncthreads();
+                const float before_top = top;
+                for (int i = 0; i < keys; ++i) top = fmaxf(top, scores[i]);
+                const float factor = expf(before_top - top);
+                total *= factor;
+                for (int c = 0; c < {columns}; ++c) sum[c] *= factor;
+                for (int i = 0; i < keys; ++i) {{
+                    const long long n = start + i, j = n < before ? first + n : after + (n - before);
+                    const {kind.name}* const value = (const {kind.name}*)(
+                        x.v + entry(x.table, b, j / page) * x.v_page + j % page * x.v_row + head * x.v_head);
+                    const float weight = expf(scores[i] - top);
+                    total += weight;
+                    for (int c = 0, column = threadIdx.x; column < {dv}; ++c, column += THREADS)
+                        sum[c] += weight * float(value[column]);
+                }}
+            }}
+            const long long row = (b * q.heads + h) * q.queries + s;
+            {kind.name}* const out = ({kind.name}*)x.out + row * {dv};
+            for (int c = 0, column = threadIdx.x; count && column < {dv}; ++c, column += THREADS)
+                out[column] = {kind.name}(sum[c] / total);
+            if (threadIdx.x == 0) ((float*)x.stats)[row] = count ? top + logf(total) : __int_as_float(0xff800000);
+        }}""",
+        "cupy_sdpa_fringe",
     )

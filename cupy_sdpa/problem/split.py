@@ -5,6 +5,9 @@ if there are few sequences. A split problem avoids both. The G query heads of a 
 ``R = G Sq`` rows of one head, and the pages of each sequence are split into C chunks. Each chunk is a batch entry, whose row of
 the page table is a part of the sequence's row. The results of the chunks are merged (device/merge.py).
 
+The chunks have no mask, which would take a fifth of the time: they cover the core, whole pages to which every query attends. A
+small kernel computes the fringe, the few other keys of each query (device/paged.py).
+
 Row ``r = g Sq + s`` is query s of head g of the group, so the rows of all heads in memory are an array ``(D, Sq, Hq, B C)``.
 Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
 """
@@ -13,23 +16,20 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-
-from ..score_fn.expression import AXES, Program
-from ..score_fn.tracer import MaskMod, trace
 from .problem import Problem, Split
 from .tensor_spec import TensorSpec, dense_spec
 
-#: The largest number of rows: those of one tile of cuDNN's kernels.
-MAX_ROWS = 128
-#: Chunks are added until there are this many pairs of a chunk and a key/value head. An H100 or H200 has 132 multiprocessors.
+#: The largest number of rows, and the number in a tile of cuDNN's kernels.
+MAX_ROWS, TILE_ROWS = 512, 128
+#: Chunks are added up to this number of blocks: tiles of the rows of a key/value head in a chunk. An H200 has 132
+#: multiprocessors.
 BLOCKS = 128
 #: The smallest number of keys per chunk.
 MIN_KEYS = 256
-#: The rows of keys that cuDNN's kernels may load at once: table entries are read up to a multiple of it.
-TILE = 256
+#: The keys that cuDNN's kernels load at once: they use all table entries of a tile.
+TILE_KEYS = 128
 
 
 def obstacle(problem: Problem) -> str:
@@ -48,7 +48,6 @@ def obstacle(problem: Problem) -> str:
         "mask_mod": program,
         "return_stats='max_sumexp'": problem.max,
         f"{rows} rows of a key/value head (at most {MAX_ROWS})": rows > MAX_ROWS,
-        "a window and one query of one head": rows == 1 and problem.band,
     }
     return next((name for name, applies in options.items() if applies), "")
 
@@ -57,10 +56,11 @@ def obstacle(problem: Problem) -> str:
 def split_of(problem: Problem) -> Split | None:
     """How to split a problem on the GPU; None if cuDNN runs it as it is.
 
-    The number of chunks depends on the batch size, the heads and the width of the page table; the lengths are on the device.
+    The number of chunks depends on the batch size, the heads, and the width of the page table or of the window; the lengths are
+    on the device.
     For a single query, cuDNN's own kernel that splits the keys is as fast.
     """
-    _, _, _, hkv, sq, skv, b = problem.sizes
+    _, _, hq, hkv, sq, _, b = problem.sizes
     settings = problem.settings
     requested = (
         settings.num_splits is not None or problem.deterministic or problem.sinks is not None or problem.band is not None
@@ -68,9 +68,11 @@ def split_of(problem: Problem) -> Split | None:
     if problem.trivial or obstacle(problem) or not (sq > 1 or requested):
         return None
     assert problem.page_table
-    pages = problem.page_table.shape[0]
-    chunks = settings.num_splits or max(1, min(BLOCKS // (b * hkv), skv // MIN_KEYS))
-    per_chunk = -(-pages // min(chunks, pages))
+    (pages, _), page, tiles = problem.page_table.shape, problem.k.shape[2], -(-(hq // hkv * sq) // TILE_ROWS)
+    if problem.band and None not in (reach := problem.band[:2]):
+        pages = min(pages, (sum(filter(None, reach)) + 1) // page + 2)
+    chunks = settings.num_splits or max(1, min(BLOCKS // (b * hkv * tiles), pages * page // MIN_KEYS))
+    per_chunk = padded_pages(-(-pages // min(chunks, pages)), page)
     return Split(-(-pages // per_chunk), per_chunk)
 
 
@@ -82,16 +84,12 @@ def split_problem(problem: Problem, split: Split) -> Problem:
         "q": _rows_spec("q", dtype, (d, rows, hkv, entries)),
         "out": _rows_spec("out", dtype, (dv, rows, hkv, entries)),
         "stats": dense_spec("stats", "float32", (rows, hkv, entries)),
-        "page_table": table_spec(split.pages, entries, problem.k.shape[2]),
+        "page_table": dense_spec("page_table", "int32", (split.pages, entries)),
         "seq_lens_q": dense_spec("seq_lens_q", "int32", (entries,)),
         "seq_lens_kv": dense_spec("seq_lens_kv", "int32", (entries,)),
     }
-    bounds = bounds_of(problem)
-    captured = tuple(dense_spec(name, "int32", (1, rows, 1, entries)) for name in bounds.names)
-    settings = problem.settings._replace(
-        num_splits=None, band=None, split=split, program=bounds.program, deterministic=rows == 1
-    )
-    return replace(problem, settings=settings, captured=captured, sinks=None, **specs)
+    settings = problem.settings._replace(num_splits=None, band=None, split=split, deterministic=rows == 1)
+    return replace(problem, settings=settings, sinks=None, **specs)
 
 
 def _rows_spec(name: str, dtype: str, shape: tuple[int, int, int, int]) -> TensorSpec:
@@ -102,39 +100,30 @@ def _rows_spec(name: str, dtype: str, shape: tuple[int, int, int, int]) -> Tenso
     return replace(memory, shape=(d, heads, rows, entries), strides=(column, head, row, entry))
 
 
-def table_spec(pages: int, entries: int, page: int) -> TensorSpec:
-    """A page table ``(pages, entries)`` with room after each column for the pages of a whole tile of keys."""
-    room = -(-pages * page // TILE) * TILE // page if page < TILE else pages
-    return replace(dense_spec("page_table", "int32", (pages, entries)), strides=(4, 4 * max(room, pages)))
+def padded_pages(pages: int, page: int) -> int:
+    """The number of pages rounded up to whole tiles of keys: cuDNN loads page 0 for the rest of a tile.
 
-
-class Bounds(NamedTuple):
-    """The mask of a split problem: which keys of a chunk every row attends to.
-
-    Attributes:
-        program: the mask function, or None if no mask is needed.
-        names: the captured arrays of the program, int32 ``(1, R, 1, B C)``: ``end``, and ``first`` if there is a left bound.
+    >>> padded_pages(3, 16), padded_pages(3, 64), padded_pages(3, 128)
+    (8, 4, 3)
     """
-
-    program: Program | None
-    names: tuple[str, ...]
-
-
-def bounds_of(problem: Problem) -> Bounds:
-    """The mask of a split problem. A single query without a window attends to every key of each chunk."""
-    *_, sq, _, _ = problem.sizes
-    if sq == 1 and problem.band is None:
-        return Bounds(None, ())
-    return _traced_bounds(problem.band is not None and problem.band.left is not None)
+    unit = max(1, TILE_KEYS // page)
+    return -(-pages // unit) * unit
 
 
-@functools.cache
-def _traced_bounds(left: bool) -> Bounds:
-    mask: dict[bool, MaskMod] = {
-        False: lambda b, h, q_idx, kv_idx, end: kv_idx < end[b, q_idx],
-        True: lambda b, h, q_idx, kv_idx, end, first: (kv_idx < end[b, q_idx]) & (kv_idx >= first[b, q_idx]),
-    }
-    arrays = {name: np.zeros((2, 2), np.int32) for name in (("end", "first") if left else ("end",))}
-    traced = trace(None, mask[left], arrays, dict.fromkeys(AXES, 2), bands=False)
-    names = {access.name: name for name, access in traced.captured.items()}
-    return Bounds(traced.program, tuple(names[name] for name in arrays))
+def with_whole_tiles(problem: Problem) -> Problem:
+    """The problem with a page table of whole tiles of keys, if cuDNN loads tiles; arrays of the scores get as many keys."""
+    *_, sq, skv, _ = problem.sizes
+    table, page = problem.page_table, problem.k.shape[2]
+    if table is None or (sq == 1 and not problem.packed):
+        return problem
+    pages = padded_pages(table.shape[0], page)
+
+    def longer(spec: TensorSpec) -> TensorSpec:
+        keys, *others = spec.shape
+        return spec if keys == 1 != skv else dense_spec(spec.name, spec.dtype, (pages * page, *others))
+
+    specs: dict[str, Any] = {"page_table": dense_spec("page_table", "int32", (pages, table.shape[1]))}
+    if pages > table.shape[0]:
+        specs |= {spec.name: longer(spec) for spec in (problem.bias, problem.mask, problem.rng_dump) if spec}
+        specs["captured"] = tuple(map(longer, problem.captured))
+    return replace(problem, **specs)

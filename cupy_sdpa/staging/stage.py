@@ -174,7 +174,7 @@ class Stage:
         """The array that the engine uses for a tensor: the caller's, or a new one."""
         array = self._originals.get(spec.name)
         if spec.name == "page_table" and spec != self._problem.page_table:
-            return paged.padded_table(array, self._originals["seq_lens_kv"], self._problem.k.shape[2], spec)
+            return paged.padded_table(array, self._originals["seq_lens_kv"], self._problem.k.shape[2], spec.shape[0])
         if array is None:  # the lengths of a bucket
             like = self._originals["q" if spec.name == "seq_lens_q" else "k"]
             return _filled(Fill("int32", like.shape[3], like.shape[2]), like, self._on_gpu)

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..problem.bucket import Policy
 from ..problem.problem import Problem
-from ..problem.split import split_of, split_problem, table_spec
+from ..problem.split import split_of, split_problem, with_whole_tiles
 from ..problem.tensor_spec import TensorSpec, dense_spec
 from ..problem.varlen import round_up_totals
 from .why_not import staging_guards
@@ -21,8 +21,9 @@ def engine_problem(problem: Problem, bucket: Policy | None, on_gpu: bool) -> Pro
     """The problem that the engine runs: lengths rounded up to the bucket, and the layouts of the copies that it needs."""
     if problem.trivial:
         return problem
-    if on_gpu and (split := split_of(problem)):
-        problem = split_problem(problem, split)
+    if on_gpu and problem.paged:
+        split = split_of(problem)
+        problem = split_problem(problem, split) if split else with_whole_tiles(problem)
     return _engine_problem(bucket(problem) if bucket else problem, on_gpu)
 
 
@@ -39,9 +40,6 @@ def _engine_problem(problem: Problem, on_gpu: bool) -> Problem:
     guards = staging_guards(problem)
     specs |= _bias_and_mask_specs(problem, guards)
     specs |= _gradient_specs(problem)
-    if problem.page_table and problem.sizes[4] > 1 and not problem.settings.split:
-        pages, batch = problem.page_table.shape
-        specs["page_table"] = table_spec(pages, batch, problem.k.shape[2])
     if "dense-queries" in guards:
         specs["q"] = dense_spec("q", problem.q.dtype, problem.q.shape)
     if "dense-gradients" in guards:

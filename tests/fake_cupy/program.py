@@ -245,22 +245,26 @@ def _write(read: Read, t: Tensor, array: Any, value: Value, nobody: Any, added: 
 def _paged_load(operation: Operation, read: Read) -> Any:
     """The rows of the pages of every entry.
 
-    With several queries the rows of whole tiles are loaded: table entries after the length are read, even after the end of the
-    table, and those that are not pages give 0. With one query only the rows before the length are loaded.
+    With several queries the rows of whole tiles are loaded: table entries after the length are read, those that are not pages
+    give 0, and page 0 is loaded after the end of the table. With one query only the rows before the length are loaded.
     """
     t = operation.tensors
     pages, y, table = read(t["CONTAINER_DESC"]), t["YDESC"], t["PAGE_TABLE_DESC"]
     (count, heads, page, d), (batch, _, width, _) = pages.shape, table.dims
     lengths, tile = read(t["SEQUENCE_DESC"]).ravel(), operation.settings["tile"]
-    rows = np.zeros((batch, heads, width * page, d), pages.dtype)
+    longest = max(width * page, -(-width * page // tile) * tile)
+    rows = np.zeros((batch, heads, longest, d), pages.dtype)
     for b, length in enumerate(lengths):
         loaded = -(-int(length) // tile) * tile
         start = read.pointers[table.uid] + b * table.steps[0]
-        entries = read.device.view(start, (-(-loaded // page),), (table.steps[2],), table.dtype)
-        for i, entry in enumerate(entries):
-            kept = page if tile > 1 else min(page, int(length) - i * page)
-            if 0 <= entry < count and i < width:
+        entries = read.device.view(start, (min(-(-loaded // page), width),), (table.steps[2],), table.dtype)
+        for i in range(-(-loaded // page)):
+            entry, kept = entries[i] if i < width else 0, page if tile > 1 else min(page, int(length) - i * page)
+            if 0 <= entry < count:
                 rows[b, :, i * page : i * page + kept] = pages[entry, :, :kept]
+        if np.isnan(rows[b, :, width * page :]).any():  # the values are multiplied by 0, and added
+            rows[b] = np.nan
+    rows = rows[:, :, : width * page]
     return rows.swapaxes(2, 3) if y.dims[2:] == (d, width * page) and y.strides[2] == 1 else rows
 
 

@@ -1,0 +1,111 @@
+"""Attention of a batch whose sequences begin with the same pages: the shared pages are read once."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any, Unpack
+
+import numpy as np
+
+from .._typing import Array
+from ..attention import attention
+from ..calls.options import Options, takes_options
+from ..device import cupy_runtime
+from ..helpers import merge
+
+#: The options that the parts do not take: queries see the whole prefix, so only masks after it are supported.
+_EXCLUDED = ("window", "cu_seqlens_q", "bias", "mask", "alibi_slopes", "score_mod", "mask_mod", "dropout_p", "seq_lens_q")
+
+
+@takes_options
+def shared_prefix_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    shared_prefix: int,
+    *,
+    return_stats: bool = False,
+    out: Array | None = None,
+    **options: Unpack[Options],
+) -> Any:
+    """:func:`cupy_sdpa.attention` with a page table, for sequences whose first keys are the same pages.
+
+    The queries of all sequences attend to the shared pages as one batch entry, which is read once. Each sequence attends to its
+    other pages. The two results are merged (:func:`cupy_sdpa.merge`).
+
+    Args:
+        q: queries ``(D, Hq, Sq, B)``. All of them come after the prefix.
+        k, v: pages, as for :func:`cupy_sdpa.attention`.
+        shared_prefix: the number of keys that all sequences share, a multiple of the page size: the first entries of all
+            columns of ``page_table`` are the same. :meth:`cupy_sdpa.KVCache.shared_prefix` returns it. Every sequence has these
+            keys.
+        return_stats: also return the log-sum-exp, float32 ``(Sq, Hq, B)``. Default False.
+        out: array ``(Dv, Hq, Sq, B)`` to write the output into. Default None: a new array.
+        options: ``page_table`` and ``seq_lens_kv``, which includes the prefix; ``scale``, ``softcap``, ``sinks``,
+            ``num_splits``, ``max_workspace``, and ``causal="bottom_right"``.
+
+    Returns:
+        The output ``(Dv, Hq, Sq, B)``, or ``(out, stats)``.
+
+    Raises:
+        TypeError, ValueError, Unsupported, CudnnError: as :func:`cupy_sdpa.attention`; and for other options.
+
+    Source: Juravsky et al. 2024, "Hydragen: High-Throughput LLM Inference with Shared Prefixes", section 3.
+
+    >>> import numpy as np, cupy_sdpa
+    >>> rng = np.random.default_rng(0)
+    >>> cache = cupy_sdpa.KVCache(8, 2, pages=8, batch=2, page_size=4, dtype="float32", numpy=True)
+    >>> k, v = (np.asfortranarray(rng.standard_normal((8, 2, 6), np.float32)) for _ in range(2))
+    >>> cache.append(k, v, counts=[6, 0])
+    >>> cache.fork(0, 1)
+    >>> cache.append(k[:, :, :2], v[:, :, :2], counts=[1, 1])
+    >>> q = np.asfortranarray(rng.standard_normal((8, 4, 1, 2), np.float32))
+    >>> pages = {"page_table": cache.table, "seq_lens_kv": cache.lengths}
+    >>> out = cupy_sdpa.shared_prefix_attention(q, cache.keys(), cache.values(), cache.shared_prefix(), **pages)
+    >>> cache.shared_prefix(), bool(np.allclose(out, cupy_sdpa.attention(q, cache.keys(), cache.values(), **pages), atol=1e-6))
+    (4, True)
+    """
+    table, lengths, sinks = options.get("page_table"), options.get("seq_lens_kv"), options.get("sinks")
+    parts: dict[str, Any] = {
+        name: value for name, value in options.items() if name not in ("page_table", "seq_lens_kv", "sinks")
+    }
+    _check(k, shared_prefix, options)
+    pages = shared_prefix // k.shape[2]
+    if not pages or not q.shape[3]:
+        return attention(q, k, v, return_stats=return_stats, out=out, **options)
+    assert table is not None
+    assert lengths is not None
+    d, hq, sq, b = q.shape
+    xp = cupy_runtime.cupy() if cupy_runtime.is_array(q) else np
+    rows = xp.asfortranarray(q).reshape((d, hq, sq * b, 1), order="F")
+    whole = xp.full((1,), shared_prefix, "int32")
+    common = {name: value for name, value in parts.items() if name != "causal"}
+    prefix, prefix_stats = attention(rows, k, v, page_table=table[:pages, :1], seq_lens_kv=whole, return_stats=True, **common)
+    rest = xp.maximum(lengths - xp.int32(shared_prefix), 0).astype("int32")
+    own, own_stats = attention(q, k, v, page_table=table[pages:], seq_lens_kv=rest, return_stats=True, **parts)
+    by_sequence = prefix_stats.reshape((sq, b, hq), order="F").transpose(0, 2, 1)
+    outs = [prefix.reshape((v.shape[0], hq, sq, b), order="F"), own]
+    return merge(outs, [by_sequence, own_stats], sinks=sinks, out=out, return_stats=return_stats)
+
+
+def _check(k: Array, shared_prefix: int, options: Options) -> None:
+    """Check the prefix and the options.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid.
+    """
+    if options.get("page_table") is None or options.get("seq_lens_kv") is None:
+        raise ValueError("shared_prefix_attention needs page_table and seq_lens_kv; dense arrays have no shared pages")
+    if not isinstance(shared_prefix, numbers.Integral) or isinstance(shared_prefix, bool):
+        raise TypeError(f"shared_prefix is {shared_prefix!r}; it must be a number of keys")
+    page, width = k.shape[2], options["page_table"].shape[0]
+    if not 0 <= shared_prefix <= page * width or (page and shared_prefix % page):
+        raise ValueError(
+            f"shared_prefix is {shared_prefix}; it must be a multiple of the page size {page} from 0 to {page * width}, the "
+            "keys of the page table"
+        )
+    for name in _EXCLUDED:
+        if options.get(name) not in (None, 0, 0.0):
+            raise ValueError(f"{name} is passed, which shared_prefix_attention does not support: use cupy_sdpa.attention")
+    if options.get("causal") not in (None, False, "bottom_right"):
+        raise ValueError(f"causal is {options.get('causal')!r}; with a shared prefix it must be 'bottom_right' or False")
