@@ -24,9 +24,9 @@ from cupy_sdpa.plans.plan import Plan, SerializedPlan, Target
 from cupy_sdpa.plans.planner import engine_search
 from cupy_sdpa.plans.sessions import session
 
-from .common.device import random_normal
-from .common.machine import versions
-from .common.script import csv_path, write_csv
+from ..common.device import random_normal
+from ..common.machine import versions
+from ..common.script import csv_path, write_csv
 
 #: (batch, query heads, key/value heads, head dim, keys)
 PROBLEMS = ((1, 32, 8, 128, 32768), (8, 32, 8, 128, 8192), (32, 32, 8, 128, 4096), (4, 32, 32, 64, 4096), (8, 18, 3, 64, 163))
