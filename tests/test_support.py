@@ -277,7 +277,7 @@ AFFECTED = {
         [(92800, 100)],
         [
             packed(d=256, backward=True), packed(d=192, dv=128, backward=True), packed(d=256, dv=136, backward=True),
-            packed(d=128, dv=64, backward=True), packed(d=256, dv=72), backward(d=256, dv=72),
+            packed(d=256, dv=64, backward=True), packed(d=256, dv=72), backward(d=256, dv=72),
         ],
     ),
     "packed-narrow-gradient": (

@@ -175,21 +175,42 @@ def _padded_table_kernel() -> Any:
     )
 
 
+class Fringe(NamedTuple):
+    """The results of :func:`split` for the keys of a band outside the core, and what their scores need.
+
+    Attributes:
+        out: ``(Dv, Sq, Hq, B)``, dense, written where there are keys.
+        stats: float32 ``(Sq, Hq, B)``, dense, the log-sum-exp, written.
+        scale, softcap: as for :func:`cupy_sdpa.attention`.
+    """
+
+    out: Any
+    stats: Any
+    scale: float
+    softcap: float | None
+
+
+#: The threads of a block.
+_THREADS = 128
 _SPLIT = _struct(
     ("table", _Table), ("queries", _Queries), "row_bytes", "row_count", "chunks", "chunk_pages", "rows", "chunk_table",
-    "row_counts", "chunk_lengths", "stats",
+    "row_counts", "chunk_lengths", "stats", "blocks_per_chunk", "split_blocks",
+)  # fmt: skip
+_FRINGE = _struct(
+    "group", "k", "k_head", "k_row", "k_page", "v", "v_head", "v_row", "v_page", "out", "stats",
 )  # fmt: skip
 
 
-def split(q: Any, keys: Keys, split: Split, row_count: int, chunks: Chunks) -> None:
-    """Write the arrays of a split problem; one launch.
+def split(q: Any, keys: Keys, split: Split, row_count: int, chunks: Chunks, fringe: Fringe | None) -> None:
+    """Write the arrays of a split problem, and compute the fringe in float32; one launch.
 
     Args:
         q: ``(D, Hq, Sq, B)``.
-        keys: the keys.
+        keys: the keys. Their pages are aligned to 16 bytes.
         split: the chunks.
         row_count: R.
         chunks: the arrays, written.
+        fringe: the fringe; None if the keys have no band.
     """
     d, heads, queries, batch = q.shape
     row = d * q.itemsize
@@ -197,23 +218,42 @@ def split(q: Any, keys: Keys, split: Split, row_count: int, chunks: Chunks) -> N
     unit = 16 if all(x % 16 == 0 for x in (q.data.ptr, row, *used)) else q.itemsize
     table = _table(keys.table, keys.lengths, keys.k.shape[2])
     arrays = chunks.rows, chunks.table, chunks.row_counts, chunks.lengths, chunks.stats
+    per_chunk = max(1, min(16, -(-row * queries * heads // (unit * 8 * _THREADS))))
+    blocks = per_chunk * batch * split.chunks
     addresses = [array.data.ptr for array in arrays]
-    given = (tuple(table), tuple(_queries(q, keys)), row, row_count, split.chunks, split.pages, *addresses)
-    blocks = max(1, min(16, -(-row * queries * heads // (unit * 1024))))
-    _split_kernel(unit)((blocks, batch * split.chunks), (256,), (np.array(given, _SPLIT),))
+    given = (
+        tuple(table), tuple(_queries(q, keys)), row, row_count, split.chunks, split.pages, *addresses, per_chunk, blocks,
+    )  # fmt: skip
+    arguments: list[Any] = [np.array(given, _SPLIT)]
+    if fringe:
+        pages = [x for array in (keys.k, keys.v) for x in (array.data.ptr, *array.strides[1:])]
+        given = (heads // keys.k.shape[1], *pages, fringe.out.data.ptr, fringe.stats.data.ptr)
+        arguments += [np.array(given, _FRINGE), np.float32(fringe.scale), np.float32(fringe.softcap or 0)]
+        blocks += heads * queries * batch
+    kernel = _split_kernel(unit, q.dtype.name, d, fringe.out.shape[0] if fringe else 0)
+    kernel((blocks,), (_THREADS,), tuple(arguments))
 
 
 @functools.cache
-def _split_kernel(unit: int) -> Any:
-    """The kernel of :func:`split`; blocks with one ``blockIdx.y`` work on one chunk, and copy queries in units of bytes."""
+def _split_kernel(unit: int, dtype: str, d: int, dv: int) -> Any:
+    """The kernel of :func:`split`. The first blocks write the chunks, and copy in units of bytes. Each other block computes the
+    fringe of one query of one head, if there is a fringe (``dv`` is not 0).
+    """
     kind = {16: "uint4", 2: "unsigned short", 4: "unsigned", 8: "uint2"}[unit]
+    fringe = """if (blockIdx.x >= x.split_blocks) {
+                compute_fringe(x, fringe, scale, softcap, blockIdx.x - x.split_blocks);
+                return;
+            }"""
     return cupy_runtime.cupy().RawKernel(
-        f"""{_DEVICE_CODE}
+        f"""{TYPES[dtype].header}{_DEVICE_CODE}
         {_declaration("Split", _SPLIT)}
-        extern "C" __global__ void cupy_sdpa_split(const Split x) {{
-            const long long e = blockIdx.y, b = e / x.chunks, c = e % x.chunks;
-            const long long thread = (long long)blockIdx.x * blockDim.x + threadIdx.x;
-            const long long threads = (long long)gridDim.x * blockDim.x;
+        {_fringe_code(dtype, d, dv) if dv else ""}
+        extern "C" __global__ void __launch_bounds__({_THREADS}) cupy_sdpa_split(
+            const Split x{", const Fringe fringe, const float scale, const float softcap" if dv else ""}) {{
+            {fringe if dv else ""}
+            const long long e = blockIdx.x / x.blocks_per_chunk, b = e / x.chunks, c = e % x.chunks;
+            const long long thread = blockIdx.x % x.blocks_per_chunk * blockDim.x + threadIdx.x;
+            const long long threads = x.blocks_per_chunk * blockDim.x;
             const Queries& q = x.queries;
             const Visible visible(x.table, q, b);
             const long long size = x.chunk_pages * x.table.page, start = visible.core_begin + c * size;
@@ -237,87 +277,63 @@ def _split_kernel(unit: int) -> Any:
     )
 
 
-_FRINGE = _struct(
-    ("table", _Table), ("queries", _Queries), "group", "k", "k_head", "k_row", "k_page", "v", "v_head", "v_row", "v_page",
-    "out", "stats",
-)  # fmt: skip
-
-
-def fringe(q: Any, keys: Keys, scale: float, softcap: float | None, out: Any, stats: Any) -> None:
-    """Attention of every query to the keys of its band outside the core, in float32; one launch.
-
-    Args:
-        q: ``(D, Hq, Sq, B)``.
-        keys: the keys, with a band.
-        scale, softcap: as for :func:`cupy_sdpa.attention`.
-        out: ``(Dv, Sq, Hq, B)``, dense, written where there are keys.
-        stats: float32 ``(Sq, Hq, B)``, dense, the log-sum-exp, written.
+def _fringe_code(dtype: str, d: int, dv: int) -> str:
+    """The device function that computes the fringe of one query of one head: a thread computes the score of one key at a time,
+    and then some columns of the output.
     """
-    d, heads, queries, batch = q.shape
-    pages = [x for array in (keys.k, keys.v) for x in (array.data.ptr, *array.strides[1:])]
-    table = _table(keys.table, keys.lengths, keys.k.shape[2])
-    given = (tuple(table), tuple(_queries(q, keys)), heads // keys.k.shape[1], *pages, out.data.ptr, stats.data.ptr)
-    arguments = np.array(given, _FRINGE), np.float32(scale), np.float32(softcap or 0)
-    _fringe_kernel(q.dtype.name, d, out.shape[0])((heads * queries, batch), (_FRINGE_THREADS,), arguments)
-
-
-#: The threads of a block, each of which computes the score of one key and then some columns of the output.
-_FRINGE_THREADS = 128
-
-
-@functools.cache
-def _fringe_kernel(dtype: str, d: int, dv: int) -> Any:
-    """The kernel of :func:`fringe`; a block computes one query of one head."""
-    kind, columns = TYPES[dtype], -(-dv // _FRINGE_THREADS)
-    return cupy_runtime.cupy().RawKernel(
-        f"""{kind.header}{_DEVICE_CODE}
-        {_declaration("Fringe", _FRINGE)}
-        #define THREADS {_FRINGE_THREADS}
-        extern "C" __global__ void __launch_bounds__(THREADS) cupy_sdpa_fringe(
-            const Fringe x, const float scale, const float softcap) {{
+    kind, columns = TYPES[dtype], -(-dv // _THREADS)
+    vector = 16 // kind.itemsize
+    return f"""{_declaration("Fringe", _FRINGE)}
+        struct alignas(16) Vector {{ {kind.name} x[{vector}]; }};
+        __device__ void compute_fringe(
+            const Split& x, const Fringe& fringe, const float scale, const float softcap, const long long block) {{
             const Queries& q = x.queries;
-            const long long h = blockIdx.x / q.queries, s = blockIdx.x % q.queries, b = blockIdx.y, head = h / x.group;
+            const long long s = block % q.queries, h = block / q.queries % q.heads, b = block / q.queries / q.heads;
+            const long long head = h / fringe.group, page = x.table.page;
             const Visible visible(x.table, q, b);
-            const long long first = visible.first(s), end = visible.end(s), page = x.table.page;
-            const long long before = most(least(visible.core_begin, end) - first, 0), after = most(visible.core_end, first);
+            const long long first = visible.first(s), end = visible.end(s), after = most(visible.core_end, first);
+            const long long before = most(least(visible.core_begin, end) - first, 0);
             const long long count = s < visible.queries ? before + most(end - after, 0) : 0;
-            __shared__ float query[{d}], scores[THREADS];
+            __shared__ float query[{d}], scores[{_THREADS}];
             const {kind.name}* const given = (const {kind.name}*)(q.q + b * q.q_batch + s * q.q_query + h * q.q_head);
-            for (int i = threadIdx.x; i < {d}; i += THREADS) query[i] = float(given[i]);
+            for (int i = threadIdx.x; count && i < {d}; i += {_THREADS}) query[i] = float(given[i]);
             float top = __int_as_float(0xff800000), total = 0, sum[{columns}] = {{}};
-            for (long long start = 0; start < count; start += THREADS) {{
+            for (long long start = 0; start < count; start += {_THREADS}) {{
                 __syncthreads();
-                const int keys = least(count - start, THREADS);
+                const int keys = least(count - start, {_THREADS});
                 if (threadIdx.x < keys) {{
                     const long long i = start + threadIdx.x, j = i < before ? first + i : after + (i - before);
-                    const {kind.name}* const key = (const {kind.name}*)(
-                        x.k + entry(x.table, b, j / page) * x.k_page + j % page * x.k_row + head * x.k_head);
+                    const Vector* const key = (const Vector*)(
+                        fringe.k + entry(x.table, b, j / page) * fringe.k_page + j % page * fringe.k_row + head * fringe.k_head);
                     float score = 0;
-                    for (int i = 0; i < {d}; ++i) score += query[i] * float(key[i]);
+                    #pragma unroll
+                    for (int v = 0; v < {d // vector}; ++v) {{
+                        const Vector part = key[v];
+                        for (int i = 0; i < {vector}; ++i) score += query[v * {vector} + i] * float(part.x[i]);
+                    }}
                     score *= scale;
                     scores[threadIdx.x] = softcap > 0 ? softcap * tanhf(score / softcap) : score;
                 }}
                 __syncthreads();
-                const float before_top = top;
+                const float previous = top;
                 for (int i = 0; i < keys; ++i) top = fmaxf(top, scores[i]);
-                const float factor = expf(before_top - top);
+                const float factor = expf(previous - top);
                 total *= factor;
                 for (int c = 0; c < {columns}; ++c) sum[c] *= factor;
+                #pragma unroll 4
                 for (int i = 0; i < keys; ++i) {{
                     const long long n = start + i, j = n < before ? first + n : after + (n - before);
                     const {kind.name}* const value = (const {kind.name}*)(
-                        x.v + entry(x.table, b, j / page) * x.v_page + j % page * x.v_row + head * x.v_head);
+                        fringe.v + entry(x.table, b, j / page) * fringe.v_page + j % page * fringe.v_row + head * fringe.v_head);
                     const float weight = expf(scores[i] - top);
                     total += weight;
-                    for (int c = 0, column = threadIdx.x; column < {dv}; ++c, column += THREADS)
+                    for (int c = 0, column = threadIdx.x; column < {dv}; ++c, column += {_THREADS})
                         sum[c] += weight * float(value[column]);
                 }}
             }}
             const long long row = (b * q.heads + h) * q.queries + s;
-            {kind.name}* const out = ({kind.name}*)x.out + row * {dv};
-            for (int c = 0, column = threadIdx.x; count && column < {dv}; ++c, column += THREADS)
+            {kind.name}* const out = ({kind.name}*)fringe.out + row * {dv};
+            for (int c = 0, column = threadIdx.x; count && column < {dv}; ++c, column += {_THREADS})
                 out[column] = {kind.name}(sum[c] / total);
-            if (threadIdx.x == 0) ((float*)x.stats)[row] = count ? top + logf(total) : __int_as_float(0xff800000);
-        }}""",
-        "cupy_sdpa_fringe",
-    )
+            if (threadIdx.x == 0) ((float*)fringe.stats)[row] = count ? top + logf(total) : __int_as_float(0xff800000);
+        }}"""

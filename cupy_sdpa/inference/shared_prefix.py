@@ -65,7 +65,8 @@ def shared_prefix_attention(
     >>> cache.shared_prefix(), bool(np.allclose(out, cupy_sdpa.attention(q, cache.keys(), cache.values(), **pages), atol=1e-6))
     (4, True)
     """
-    table, lengths, sinks = options.get("page_table"), options.get("seq_lens_kv"), options.get("sinks")
+    table: Any = options.get("page_table")
+    lengths: Any = options.get("seq_lens_kv")
     parts: dict[str, Any] = {
         name: value for name, value in options.items() if name not in ("page_table", "seq_lens_kv", "sinks")
     }
@@ -73,19 +74,17 @@ def shared_prefix_attention(
     pages = shared_prefix // k.shape[2]
     if not pages or not q.shape[3]:
         return attention(q, k, v, return_stats=return_stats, out=out, **options)
-    assert table is not None
-    assert lengths is not None
     d, hq, sq, b = q.shape
     xp = cupy_runtime.cupy() if cupy_runtime.is_array(q) else np
     rows = xp.asfortranarray(q).reshape((d, hq, sq * b, 1), order="F")
-    whole = xp.full((1,), shared_prefix, "int32")
+    whole = xp.full((1,), int(shared_prefix), "int32")
     common = {name: value for name, value in parts.items() if name != "causal"}
     prefix, prefix_stats = attention(rows, k, v, page_table=table[:pages, :1], seq_lens_kv=whole, return_stats=True, **common)
-    rest = xp.maximum(lengths - xp.int32(shared_prefix), 0).astype("int32")
+    rest = xp.maximum(lengths - int(shared_prefix), 0)  # a numpy scalar would be copied from the host, also in a CUDA graph
     own, own_stats = attention(q, k, v, page_table=table[pages:], seq_lens_kv=rest, return_stats=True, **parts)
     by_sequence = prefix_stats.reshape((sq, b, hq), order="F").transpose(0, 2, 1)
     outs = [prefix.reshape((v.shape[0], hq, sq, b), order="F"), own]
-    return merge(outs, [by_sequence, own_stats], sinks=sinks, out=out, return_stats=return_stats)
+    return merge(outs, [by_sequence, own_stats], sinks=options.get("sinks"), out=out, return_stats=return_stats)
 
 
 def _check(k: Array, shared_prefix: int, options: Options) -> None:

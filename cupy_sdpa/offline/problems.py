@@ -78,7 +78,7 @@ PROBES: dict[str, Problem] = {
     "gradients, deterministic": _problem(backward=True, deterministic=True),
     "gradients, packed sequences, GQA": _packed(backward=True),
     "gradients, packed sequences, head dim 72": _packed(d=72, backward=True),
-    "gradients, packed sequences, head dim 256, 64 for v": _packed(d=256, dv=64, backward=True),
+    "gradients, packed sequences, head dim 256, 128 for v": _packed(d=256, dv=128, backward=True),
     "gradients, bias and its gradient": _problem(bias=(512, 512, 8, 1), backward=True, return_dbias=True),
     "gradients, key padding mask": _problem(mask=(512, 1, 1, 2), backward=True),
     "gradients, ALiBi, softcap, dropout": _problem(

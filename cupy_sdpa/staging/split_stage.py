@@ -42,17 +42,17 @@ class SplitStage:
             lengths=empty((entries,), np.dtype(np.int32)),
             stats=empty((sq, hq, entries), np.dtype(np.float32)),
         )
-        paged.split(q, keys, split, rows, chunks)
-        out, stats = empty((dv, sq, hq, entries), dtype), chunks.stats
-        self._parts = [_parts(out, stats, split.chunks)]
+        out, fringe = empty((dv, sq, hq, entries), dtype), None
+        self._parts = [_parts(out, chunks.stats, split.chunks)]
         if problem.band:
-            fringe = empty((dv, sq, hq, b), dtype), empty((sq, hq, b), np.dtype(np.float32))
-            paged.fringe(q, keys, scalars["scale"], scalars.get("softcap"), *fringe)
-            self._parts.append(_parts(*fringe, 1))
+            results = empty((dv, sq, hq, b), dtype), empty((sq, hq, b), np.dtype(np.float32))
+            fringe = paged.Fringe(*results, scalars["scale"], scalars.get("softcap"))
+            self._parts.append(_parts(*results, 1))
+        paged.split(q, keys, split, rows, chunks, fringe)
         #: The rows of a key/value head are the heads of its group and the queries.
         self.arrays: dict[str, Any] = {
             "q": _by_rows(chunks.rows, rows), "k": k, "v": v, "out": _by_rows(out, rows),
-            "stats": stats.reshape((rows, hkv, entries), order="F"), "page_table": chunks.table,
+            "stats": chunks.stats.reshape((rows, hkv, entries), order="F"), "page_table": chunks.table,
             "seq_lens_q": chunks.row_counts, "seq_lens_kv": chunks.lengths,
         }  # fmt: skip
 
