@@ -289,7 +289,8 @@ def _fringe_code(dtype: str, d: int, dv: int) -> str:
             const Split& x, const Fringe& fringe, const float scale, const float softcap, const long long block) {{
             const Queries& q = x.queries;
             const long long s = block % q.queries, h = block / q.queries % q.heads, b = block / q.queries / q.heads;
-            const long long head = h / fringe.group, page = x.table.page;
+            const long long page = x.table.page, k = fringe.k + h / fringe.group * fringe.k_head;
+            const long long v = fringe.v + h / fringe.group * fringe.v_head;
             const Visible visible(x.table, q, b);
             const long long first = visible.first(s), end = visible.end(s), after = most(visible.core_end, first);
             const long long before = most(least(visible.core_begin, end) - first, 0);
@@ -304,12 +305,12 @@ def _fringe_code(dtype: str, d: int, dv: int) -> str:
                 if (threadIdx.x < keys) {{
                     const long long i = start + threadIdx.x, j = i < before ? first + i : after + (i - before);
                     const Vector* const key = (const Vector*)(
-                        fringe.k + entry(x.table, b, j / page) * fringe.k_page + j % page * fringe.k_row + head * fringe.k_head);
+                        k + entry(x.table, b, j / page) * fringe.k_page + j % page * fringe.k_row);
                     float score = 0;
                     #pragma unroll
-                    for (int v = 0; v < {d // vector}; ++v) {{
-                        const Vector part = key[v];
-                        for (int i = 0; i < {vector}; ++i) score += query[v * {vector} + i] * float(part.x[i]);
+                    for (int p = 0; p < {d // vector}; ++p) {{
+                        const Vector part = key[p];
+                        for (int i = 0; i < {vector}; ++i) score += query[p * {vector} + i] * float(part.x[i]);
                     }}
                     score *= scale;
                     scores[threadIdx.x] = softcap > 0 ? softcap * tanhf(score / softcap) : score;
@@ -324,7 +325,7 @@ def _fringe_code(dtype: str, d: int, dv: int) -> str:
                 for (int i = 0; i < keys; ++i) {{
                     const long long n = start + i, j = n < before ? first + n : after + (n - before);
                     const {kind.name}* const value = (const {kind.name}*)(
-                        fringe.v + entry(x.table, b, j / page) * fringe.v_page + j % page * fringe.v_row + head * fringe.v_head);
+                        v + entry(x.table, b, j / page) * fringe.v_page + j % page * fringe.v_row);
                     const float weight = expf(scores[i] - top);
                     total += weight;
                     for (int c = 0, column = threadIdx.x; column < {dv}; ++c, column += {_THREADS})
