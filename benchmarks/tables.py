@@ -215,7 +215,70 @@ def graphs() -> Iterator[str]:
         yield f"| {direction}, {count} | {' | '.join(cells)} |"
 
 
-TABLES = {"plans": plans, "functions": functions, "speed": speed, "host": host, "graphs": graphs}
+def decode() -> Iterator[str]:
+    """The lines of the table of ``decode``."""
+    rows = read("h200_cudnn919_decode.csv")
+    yield (
+        f"Microseconds on an {rows[0]['gpu']} with cuDNN {rows[0]['cudnn']}, by `python -m benchmarks decode`: bfloat16, 32 "
+        "query and 8 key/value heads, head dim 128, pages of 64 keys. The rate is the bytes of the keys and values by the time, "
+        "relative to the rate of a copy. The calls are nodes of a CUDA graph, and their keys are not in the L2 cache. PyTorch "
+        "reads dense arrays without a mask.\n"
+    )
+    names = list(dict.fromkeys(row["contender"] for row in rows if row["problem"] == "decode"))
+    heads = ["batch, keys, queries", "ours", "rate", "of one query", *(name for name in names if name != "ours")]
+    yield f"| {' | '.join(heads)} |"
+    yield "|---" * len(heads) + "|"
+    found: dict[tuple[str, ...], dict[str, dict[str, str]]] = {}
+    for row in rows:
+        if row["problem"] == "decode" and not row["option"]:
+            found.setdefault((row["batch"], row["keys"], row["queries"]), {})[row["contender"]] = row
+    for problem, by_name in found.items():
+        ours = by_name["ours"]
+        cells = [", ".join(problem), ours["us"], ours["of_copy"], ours["of_one_query"]]
+        cells += [f"{by_name[name]['us']} ({by_name[name]['of_ours']}x)" if name in by_name else "" for name in names[1:]]
+        yield f"| {' | '.join(cells)} |"
+    prefix = {row["option"]: row["us"] for row in rows if row["problem"] == "prefix"}
+    if prefix:
+        row = next(row for row in rows if row["problem"] == "prefix")
+        yield (
+            f"\n{row['batch']} sequences of {row['keys']} keys that share all but the last 1024, one query each: "
+            f"{prefix['shared prefix']} us with `shared_prefix_attention`, {prefix['not shared']} us without; one sequence "
+            f"with the prefix alone {prefix['one sequence, the prefix']} us, the other keys {prefix['the other keys']} us."
+        )
+    host = {row["option"]: row["us"] for row in rows if row["problem"] == "host"}
+    if host:
+        yield "\nThe host's time of a repeated call: " + ", ".join(f"{name} {us} us" for name, us in host.items()) + "."
+
+
+def draw_decode(path: Path) -> None:
+    """Draw the time of every contender relative to ours, for one and four queries."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    rows = read("h200_cudnn919_decode.csv")
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    chosen = [row for row in rows if row["problem"] == "decode" and not row["option"]]
+    problems = list(dict.fromkeys((int(row["batch"]), int(row["keys"])) for row in chosen))
+    names = list(dict.fromkeys(row["contender"] for row in chosen))
+    for axes, queries in zip(figure.subplots(1, 2), (1, 4), strict=True):
+        for name in names:
+            times = {
+                (int(row["batch"]), int(row["keys"])): float(row["of_ours"])
+                for row in chosen
+                if row["contender"] == name and int(row["queries"]) == queries
+            }
+            points = [(place, times[problem]) for place, problem in enumerate(problems) if problem in times]
+            axes.plot(*zip(*points, strict=True), "o-", label=name)
+        axes.set_xticks(range(len(problems)), [f"{b} x {keys // 1024}k" for b, keys in problems], rotation=45)
+        axes.set_yscale("log")
+        axes.set_title(f"{queries} quer{'y' if queries == 1 else 'ies'}: time, of ours")
+        axes.grid(alpha=0.4, which="both")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(names), fontsize="small")
+    with matplotlib.rc_context({"svg.hashsalt": "cupy_sdpa"}):
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+TABLES = {"plans": plans, "decode": decode, "functions": functions, "speed": speed, "host": host, "graphs": graphs}
 
 
 def main(words: Sequence[str]) -> int:
@@ -223,6 +286,9 @@ def main(words: Sequence[str]) -> int:
     options = parser("tables", __doc__)
     options.add_argument("table", choices=TABLES)
     options.add_argument("csv", nargs="*", metavar="FILE", help="for speed: CSV files of compare (default: the committed ones)")
+    options.add_argument("--plot", type=Path, metavar="FILE", help="for decode: also draw the times relative to ours")
     arguments = options.parse_args(words)
+    if arguments.plot:
+        draw_decode(arguments.plot)
     print("\n".join(TABLES[arguments.table](*arguments.csv)).rstrip())
     return 0
