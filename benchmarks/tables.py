@@ -221,8 +221,8 @@ def decode() -> Iterator[str]:
     yield (
         f"Microseconds on an {rows[0]['gpu']} with cuDNN {rows[0]['cudnn']}, by `python -m benchmarks decode`: bfloat16, 32 "
         "query and 8 key/value heads, head dim 128, pages of 64 keys. The rate is the bytes of the keys and values by the "
-        "time, relative to the rate of a copy. The calls are nodes of a CUDA graph, and their keys are not in the L2 cache. PyTorch "
-        "reads dense arrays without a mask.\n"
+        "time, relative to the rate of a copy. The calls are nodes of a CUDA graph, and their keys are not in the L2 cache. "
+        "PyTorch reads dense arrays without a mask.\n"
     )
     names = list(dict.fromkeys(row["contender"] for row in rows if row["problem"] == "decode"))
     heads = ["batch, keys, queries", "ours", "rate", "of one query", *(name for name in names if name != "ours")]
