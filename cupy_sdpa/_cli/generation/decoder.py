@@ -160,6 +160,7 @@ class Step:
     def __init__(self, decoder: Decoder, count: int) -> None:
         xp, batch = decoder.model.xp, decoder.batch
         self._decoder, self._graph = decoder, None
+        self._memory: list[Any] = []
         self.tokens = xp.zeros((count, batch), np.int32)
         self.chosen = xp.zeros((count, batch), np.int32)
         self.noise = xp.zeros((len(decoder.model.vocabulary), count, batch), np.float32)
@@ -181,16 +182,17 @@ class Step:
             self.tokens[...] = self.chosen
 
     def _capture(self, xp: Any) -> None:
-        """Capture the step.
+        """Capture the step. The graph writes to all memory that the step allocates; it is kept from any other use."""
+        cache, stream, pool = self._decoder.cache, xp.cuda.get_current_stream(), xp.get_default_memory_pool()
+        cache.begin_step(0)
+        self._compute()  # builds the plans and compiles the kernels; appends nothing
+        cache.begin_step(0)
 
-        The graph writes to all memory that the step allocates. So this memory comes from a pool that nothing else uses.
-        """
-        self._pool = xp.cuda.MemoryPool()
-        cache, stream = self._decoder.cache, xp.cuda.get_current_stream()
-        with xp.cuda.using_allocator(self._pool.malloc):
-            cache.begin_step(0)
-            self._compute()  # builds the plans and compiles the kernels; appends nothing
-            cache.begin_step(0)
+        def allocate(size: int) -> Any:
+            self._memory.append(pool.malloc(size))
+            return self._memory[-1]
+
+        with xp.cuda.using_allocator(allocate):
             stream.begin_capture()
             try:
                 self._compute()

@@ -44,7 +44,13 @@ class NGrams:
 
 
 def speculate(
-    decoder: Decoder, prompts: Sequence[Any], first: Sequence[int], count: int, draft: NGrams, proposals: int = 4, noise: Any = None
+    decoder: Decoder,
+    prompts: Sequence[Any],
+    first: Sequence[int],
+    count: int,
+    draft: NGrams,
+    proposals: int = 4,
+    noise: Any = None,
 ) -> tuple[list[list[int]], int, int]:
     """Decode with draft tokens; the result is that of :meth:`Decoder.decode`.
 
