@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 from command_line import complaint, lines
 
-from cupy_sdpa import attention, attention_vjp
+from cupy_sdpa import attention, attention_vjp, get_plan_cache
 from cupy_sdpa.__main__ import main
 from cupy_sdpa._cli.generation.decoder import CHUNK, Decoder
 from cupy_sdpa._cli.generation.gpt import GPT, Sizes, Training, cast, cross_entropy, initial, split, train
 from cupy_sdpa._cli.generation.serve import Request, gumbel, serve
 from cupy_sdpa._cli.generation.speculate import NGrams, speculate
 from cupy_sdpa._cli.helpers import text
+from cupy_sdpa._cudnn.library import library
 
 SMALL = Sizes(layers=2, heads=2, head_dim=16, hidden=64, context=64)
 #: Prompts of different lengths; the first one takes two chunks.
@@ -195,6 +196,8 @@ def test_captured_steps_on_the_fake_cupy(fake, model, words):
     decoder = Decoder(model, len(STARTS))
     assert list(decoder.prefill(prompts_of(words)).values()) == first
     assert decoder.decode(first, 20).tolist() == greedy == speculated
+    get_plan_cache().clear()
+    assert library().forget_plans() == 2, "the plans of the steps of one and of five tokens, which were captured"
 
 
 def test_continuous_batching_on_the_fake_cupy(fake, model, words):
@@ -206,6 +209,8 @@ def test_continuous_batching_on_the_fake_cupy(fake, model, words):
         serve(Decoder(made, 2), requests)
         texts.append([request.tokens for request in requests])
     assert texts[0] == texts[1]
+    get_plan_cache().clear()
+    assert library().forget_plans() == 1
 
 
 @pytest.mark.gpu
