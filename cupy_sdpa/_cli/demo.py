@@ -1,4 +1,7 @@
-"""``demo``: compute attention over a text, time it, compare it with the reference, and print and plot the result."""
+"""``demo``: compute attention over a text, time it, compare it with the reference, and print and plot the result.
+
+``demo --generate`` trains a small GPT on the text and generates with a key/value cache.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from ..attention import attention
 from ..device import cupy_runtime
 from ..problem.tensor_spec import numpy_dtype
 from ..version import __version__
+from .generation import command as generation
 from .helpers import picture, text
 from .helpers.console import CommandError, Help, add_json, milliseconds, positive, print_labeled
 from .helpers.engine import Placed, add_options, check_memory, place
@@ -32,11 +36,17 @@ CALLS, SECONDS = 5, 1.0
 #: On the GPU: the number of batches, and the maximum number of calls in a batch.
 BATCHES, BATCH = 7, 20
 
+#: The defaults of the options that only one of the two forms of the command takes.
+ATTENTION = {"causal": False, "seq": None, "heads": 8, "kv_heads": None, "head_dim": 64, "plot": None, "no_plot": False}
+GENERATION = {"prompt": generation.PROMPT, "tokens": 60, "temperature": 1.2, "batch": 4, "draft": 4, "steps": 250}
+
 _EPILOG = """\
 examples:
   python -m cupy_sdpa demo
   python -m cupy_sdpa demo --causal --dtype float16 --plot causal.png
   python -m cupy_sdpa demo --seq 16384 --heads 32 --kv-heads 8   (on a GPU)
+  python -m cupy_sdpa demo --generate
+  python -m cupy_sdpa demo --generate --tokens 30 --temperature 1.2 --batch 2
 """
 
 
@@ -44,27 +54,63 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     """Add the command to the parser."""
     parser = commands.add_parser(
         "demo",
-        help="attention over a text: result, error, time and plot",
-        description="Self-attention over the opening of Alice's Adventures in Wonderland: which words attend to which.",
+        help="attention over a text: result, error, time and plot; or a small GPT",
+        description="Self-attention over the opening of Alice's Adventures in Wonderland: which words attend to which. "
+        "With --generate, a small GPT learns the text and continues it.",
         epilog=_EPILOG,
         formatter_class=Help,
     )
-    parser.add_argument("--causal", action="store_true", help="each word attends only to itself and earlier words")
-    parser.add_argument("--seq", type=positive, metavar="N", help="tokens (default: the whole text; a longer N repeats it)")
-    parser.add_argument("--heads", type=positive, metavar="N", default=8, help="query heads (default 8)")
-    parser.add_argument(
+    _add_attention(parser.add_argument_group("attention"))
+    _add_generation(parser.add_argument_group("generation"))
+    add_options(parser, "bfloat16")
+    add_json(parser)
+    parser.set_defaults(command=command, dtype=None)
+
+
+def _add_attention(group: argparse._ArgumentGroup) -> None:
+    """Add the options of attention over the text; without a value they are None."""
+    group.add_argument("--causal", action="store_true", default=None, help="each word attends only to itself and earlier words")
+    group.add_argument("--seq", type=positive, metavar="N", help="tokens (default: the whole text; a longer N repeats it)")
+    group.add_argument("--heads", type=positive, metavar="N", help="query heads (default 8)")
+    group.add_argument(
         "--kv-heads",
         type=positive,
         metavar="N",
         help="key and value heads (default: a quarter of the query heads, or the same)",
     )
-    parser.add_argument("--head-dim", type=positive, metavar="N", default=64, help="head dim (default 64)")
-    add_options(parser, "bfloat16")
-    plot = parser.add_mutually_exclusive_group()
+    group.add_argument("--head-dim", type=positive, metavar="N", help="head dim (default 64)")
+    plot = group.add_mutually_exclusive_group()
     plot.add_argument("--plot", type=Path, metavar="FILE", help="the plot (default: attention.png; needs matplotlib)")
-    plot.add_argument("--no-plot", action="store_true", help="no plot")
-    add_json(parser)
-    parser.set_defaults(command=command)
+    plot.add_argument("--no-plot", action="store_true", default=None, help="no plot")
+
+
+def _add_generation(group: argparse._ArgumentGroup) -> None:
+    """Add ``--generate`` and its options; without a value they are None."""
+    group.add_argument(
+        "--generate",
+        action="store_true",
+        help="train a small GPT on the text and generate with a key/value cache: greedy and sampled text, a batch whose "
+        "sequences finish and join, and speculative decoding; in float32 on the CPU",
+    )
+    group.add_argument(
+        "--prompt", metavar="TEXT", help=f"text to continue, in words of the text (default {generation.PROMPT!r})"
+    )
+    group.add_argument("--tokens", type=positive, metavar="N", help="maximum of new tokens (default 60)")
+    group.add_argument("--temperature", type=_temperature, metavar="T", help="of the sampled text (default 1.2)")
+    group.add_argument("--batch", type=positive, metavar="B", help="sequences at a time in the batch (default 4)")
+    group.add_argument("--draft", type=positive, metavar="N", help="draft tokens per step of speculation (default 4)")
+    group.add_argument("--steps", type=positive, metavar="N", help="training steps (default 250)")
+
+
+def _temperature(value: str) -> float:
+    """Parse a temperature."""
+    try:
+        number = float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{value!r} is not a number") from None
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{value} is negative or not finite")
+    return number
 
 
 def command(arguments: argparse.Namespace) -> int:
@@ -73,6 +119,17 @@ def command(arguments: argparse.Namespace) -> int:
     Raises:
         CommandError: the command cannot run.
     """
+    generate = arguments.generate
+    own, others = (GENERATION, ATTENTION) if generate else (ATTENTION, GENERATION)
+    for name in others:
+        if getattr(arguments, name) is not None:
+            raise CommandError(f"--{name.replace('_', '-')} has no effect {'with' if generate else 'without'} --generate")
+    for name, default in own.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, default)
+    if generate:
+        return generation.command(arguments)
+    arguments.dtype = arguments.dtype or "bfloat16"
     causal = arguments.causal
     words, (q, k, v) = _input(arguments)
     placed = place(arguments.engine, (q, k, v), causal=causal)

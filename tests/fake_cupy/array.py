@@ -135,7 +135,7 @@ class ndarray:  # noqa: N801
     def _method(name: str) -> Any:  # noqa: N805
         return lambda self, *given, **more: compute(lambda x: np.asarray(getattr(x, name)(*given, **more)), self)
 
-    sum, max, min, all, any, mean = map(_method, ("sum", "max", "min", "all", "any", "mean"))
+    sum, max, min, all, any, mean, argmax = map(_method, ("sum", "max", "min", "all", "any", "mean", "argmax"))
 
     def _operator(function: Any, turned: bool = False) -> Any:  # noqa: N805
         if turned:
@@ -146,6 +146,7 @@ class ndarray:  # noqa: N801
     __sub__, __rsub__ = _operator(np.subtract), _operator(np.subtract, turned=True)
     __mul__, __rmul__ = _operator(np.multiply), _operator(np.multiply, turned=True)
     __truediv__, __rtruediv__ = _operator(np.divide), _operator(np.divide, turned=True)
+    __matmul__, __rmatmul__ = _operator(np.matmul), _operator(np.matmul, turned=True)
     __lt__, __le__, __gt__, __ge__ = map(_operator, (np.less, np.less_equal, np.greater, np.greater_equal))
     __eq__, __ne__ = map(_operator, (np.equal, np.not_equal))
     __and__, __or__ = map(_operator, (np.logical_and, np.logical_or))

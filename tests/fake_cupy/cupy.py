@@ -107,9 +107,9 @@ def searchsorted(x: ndarray, values: ndarray, side: str = "left") -> ndarray:
     return compute(lambda *given: np.searchsorted(*given, side=side), x, values)
 
 
-def take(x: ndarray, indices: ndarray) -> ndarray:
+def take(x: ndarray, indices: ndarray, axis: int | None = None) -> ndarray:
     """Take elements by index."""
-    return compute(lambda *given: np.take(*given, mode="clip"), x, indices)
+    return compute(lambda *given: np.take(*given, axis=axis, mode="clip"), x, indices)
 
 
 def _ufunc(function: Any) -> Any:
@@ -117,7 +117,8 @@ def _ufunc(function: Any) -> Any:
 
 
 where, isnan, isfinite, isinf, logical_and = map(_ufunc, (np.where, np.isnan, np.isfinite, np.isinf, np.logical_and))
-add, subtract, multiply, abs, maximum, sqrt = map(_ufunc, (np.add, np.subtract, np.multiply, np.absolute, np.maximum, np.sqrt))
+add, subtract, multiply, abs, sqrt = map(_ufunc, (np.add, np.subtract, np.multiply, np.absolute, np.sqrt))
+maximum, minimum = map(_ufunc, (np.maximum, np.minimum))
 linalg = SimpleNamespace(norm=_ufunc(np.linalg.norm))
 
 
