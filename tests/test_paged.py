@@ -178,3 +178,15 @@ def check_on(xp, seed, pages=(1, 2, 8, 16, 64)):
             arguments["out"].fill(np.nan)
             got = attention(q, k, v, return_stats=True, **arguments)
             compare([x.get() for x in got], problem.truth(), 1e-2)
+
+
+@pytest.mark.parametrize(("d", "dv"), [(1, 1), (1, 5), (5, 1)])
+@pytest.mark.parametrize("page", [1, 3])
+def test_head_dim_1(page, d, dv):
+    """Keys are transposed and values are not, also where the strides of both are equal."""
+    rng = np.random.default_rng(0)
+    made = lambda *shape: np.asfortranarray(rng.standard_normal(shape))  # noqa: E731
+    q, k, v = made(d, 2, 3, 1), made(d, 1, page, 4), made(dv, 1, page, 4)
+    table, lengths = np.array([[2], [0]], np.int32), np.array([2 * page], np.int32)
+    problem = Paged(q, k, v, table, lengths, {}, "float64", "heads")
+    compare(attention(q, k, v, page_table=table, seq_lens_kv=lengths, return_stats=True), problem.truth(), 1e-6)
