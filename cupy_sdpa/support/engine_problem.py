@@ -39,7 +39,8 @@ def _engine_problem(problem: Problem, on_gpu: bool) -> Problem:
     guards = staging_guards(problem)
     specs |= _bias_and_mask_specs(problem, guards)
     specs |= _gradient_specs(problem)
-    if problem.page_table and problem.sizes[4] > 1 and not problem.settings.split:
+    several_queries = problem.sizes[4] > 1 or "two-rows" in guards
+    if problem.page_table and several_queries and not problem.settings.split:
         pages, batch = problem.page_table.shape
         specs["page_table"] = table_spec(pages, batch, problem.k.shape[2])
     if "dense-queries" in guards:
