@@ -386,4 +386,7 @@ def _option_names(sampler: Sampler, seed: int, number: int) -> set[str]:
         names = pair | ({sampler.pick(*OPTIONS)} if sampler.chance(0.3) else set())
         if not is_valid(_with_required(names)):
             names = pair
+    if "paged" in names and sampler.chance(0.5):  # as in decoding; the keys can be split
+        more = names | {sampler.pick("causal", "window"), *(["seq_lens_q"] if sampler.chance(0.5) else [])}
+        names = more if is_valid(_with_required(more)) else names
     return names if is_valid(_with_required(names)) else set()
