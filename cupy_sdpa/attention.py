@@ -8,6 +8,8 @@ from ._typing import Array, ArrayT
 from .calls.arguments import read_backward, read_forward
 from .calls.options import DTensors, Options, read_flag, takes_options
 from .calls.replay_cache import cache_call, run_cached
+from .errors import Unsupported
+from .problem.validation import NO_PAGED_GRADIENTS
 
 
 # fmt: off
@@ -307,6 +309,8 @@ def attention_vjp(
         raise TypeError(
             f"attention_vjp does not take {extra[0]}: it creates out and stats itself and keeps them for the pullback"
         )
+    if options.get("page_table") is not None:
+        raise Unsupported(NO_PAGED_GRADIENTS)
     out, stats = attention(q, k, v, return_stats=True, deterministic=deterministic, **options)
     if tensors := options.get("tensors"):
         options["tensors"] = dict(tensors)  # the caller's mapping may change before the pullback is called

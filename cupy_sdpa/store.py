@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .errors import Unsupported
 from .explain import problem as problem_of_shapes
 from .plans.disk_cache import DIRECTORY, DiskCache, current
 from .problem.problem import Problem
@@ -146,7 +147,7 @@ def read_problems(path: str | Path) -> list[Problem]:
             if not isinstance(table, dict):
                 raise ValueError(f"{table!r} is not a table")
             problems += _problems(dict(table))
-        except (TypeError, ValueError, LookupError) as error:
+        except (TypeError, ValueError, LookupError, Unsupported) as error:
             raise ValueError(f"{path}, table {number} of [[attention]]: {error}") from None
     return problems
 
@@ -156,6 +157,8 @@ def _problems(table: dict[str, Any]) -> Iterator[Problem]:
     passes, lengths = _passes(table.pop("passes", ["forward"])), _lengths(table.pop("lengths", None))
     if missing := [name for name in ("q", "k", "v", "dtype") if name not in table]:
         raise ValueError(f"{', '.join(missing)} is missing")
+    if "page_table" in table and lengths != [None]:
+        raise ValueError(f"lengths is {lengths} and page_table is passed: axis 2 of k is the page size; omit lengths")
     shapes = {name: table.pop(name) for name in ("q", "k", "v")}
     deterministic = table.pop("deterministic", False)
     if "backward" in passes:

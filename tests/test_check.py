@@ -16,10 +16,10 @@ import cupy_sdpa
 from cupy_sdpa import check, reference
 from cupy_sdpa.__main__ import main
 from cupy_sdpa.check import Case, pool, run
-from cupy_sdpa.check.cases.case import REQUIRES, parse
+from cupy_sdpa.check.cases.case import REQUIRES, Paged, parse
 from cupy_sdpa.check.cases.data import build, call_options
-from cupy_sdpa.check.cases.draw import OPTIONS, PAIRS, draw
-from cupy_sdpa.check.cases.memory import Memory
+from cupy_sdpa.check.cases.draw import OPTIONS, PAIRS, draw, draw_options
+from cupy_sdpa.check.cases.memory import Memory, memory_of
 from cupy_sdpa.check.pool import Pool
 from cupy_sdpa.check.shrink import candidates, shrink
 from cupy_sdpa.check.verify.execute import execute, expected
@@ -34,6 +34,7 @@ INDEPENDENT = (
     "cases.data",
     "cases.functions",
     "cases.memory",
+    "cases.pages",
     "verify.inputs",
     "verify.oracle",
     "verify.tolerance",
@@ -102,6 +103,106 @@ def test_a_slice_is_surrounded_by_nan():
             assert memory.surroundings_changed("q")
 
 
+# Paged keys
+
+
+def paged(page=2, order="pages", lengths="random", num_splits=0, rest="mixed", *, shared=False, moved=False):
+    """The option ``paged``."""
+    return tuple(Paged(page, order, lengths, num_splits, rest, shared, moved))
+
+
+def test_paged_cases_cover_the_options():
+    """Page sizes, few queries, packed queries, splits, and every kind of table entry are drawn; every case is consistent."""
+    for engine, pages in (("gpu", {2**n for n in range(8)}), ("cpu", {1, 3, 16, 48, 128})):
+        cases = [draw_options({"paged"}, number, engine) for number in range(400)]
+        drawn = [case.paged for case in cases]
+        assert pages <= {value.page for value in drawn}
+        assert sum(1 <= case.sq <= 8 for case in cases) > 250
+        assert all(case.skv % case.paged.page == 0 and not case.backward for case in cases)
+        assert {value.num_splits for value in drawn} >= {0, 1, 2, 3, 7}
+        assert {value.rest for value in drawn} == {"large", "negative", "unowned", "mixed"}
+        assert {(value.shared, value.moved) for value in drawn} == set(itertools.product((False, True), repeat=2))
+    partners = {name for pair in PAIRS if "paged" in pair for name in pair}
+    assert set(OPTIONS) - partners == {"seq_lens_kv", "bucket", *REQUIRES}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("rest", ["large", "negative", "unowned", "mixed"])
+def test_the_arrays_of_paged_cases(rest, shared):
+    """The gathered pages are the dense keys; other pages are NaN, rows after the length are finite and large."""
+    case = Case(dtype="float16", skv=12, b=3, options={"paged": paged(3, rest=rest, shared=shared)}, seed=3)
+    data = build(case, 0)
+    table, lengths = data.arrays["page_table"], data.lengths[1]
+    assert 0 < lengths.min() < lengths.max()
+    used = [table[: -(-n // 3), b] for b, n in enumerate(lengths)]
+    for name in "kv":
+        pool = data.arrays[name]
+        for b, n in enumerate(lengths):
+            rows = pool[..., used[b]].transpose(0, 1, 3, 2).reshape(*pool.shape[:2], -1)
+            np.testing.assert_array_equal(rows[:, :, :n], data.dense[name][:, :, :n, b])
+            assert np.isfinite(rows).all()
+            if n % 3 and not shared:
+                assert abs(rows[:, :, n:]).max() > 100
+        unused = np.setdiff1d(np.arange(pool.shape[3]), np.concatenate(used))
+        assert len(unused) >= 3
+        assert np.isnan(pool[..., unused]).all()
+    after = np.concatenate([table[-(-n // 3) :, b] for b, n in enumerate(lengths)])
+    allowed = {"large": {2**30}, "negative": {-1}, "unowned": set(unused.tolist())}
+    assert set(after.tolist()) <= allowed.get(rest, set().union(*allowed.values()))
+    memory = memory_of(case, np, "qkv")
+    memory.load(data.arrays)
+    assert memory.views["page_table"].base.shape == (7, 4)
+    np.testing.assert_array_equal(memory.views["page_table"], table)
+
+
+def test_moved_pages_have_the_same_contents():
+    """With ``moved`` both sets of values are equal for dense attention, and their page tables differ."""
+    case = Case(skv=12, b=2, options={"paged": paged(3, lengths="full", moved=True)})
+    one, other = build(case, 0), build(case, 1)
+    assert (one.arrays["page_table"] != other.arrays["page_table"]).any()
+    for name in "kv":
+        np.testing.assert_array_equal(one.dense[name], other.dense[name])
+
+
+@pytest.mark.parametrize("option", ["deterministic", "num_splits"])
+def test_moved_pages_must_give_the_same_bits(option, monkeypatch):
+    """A result that depends on the places of the pages is a finding if the call is reproducible."""
+    options = {"paged": paged(num_splits=3 if option == "num_splits" else 0, moved=True)}
+    case = Case(skv=8, options=options | ({"deterministic": True} if option == "deterministic" else {}))
+    assert execute(case).kind == "passed"
+    real = cupy_sdpa.attention
+
+    def spoiled(*arrays, **options):
+        out = real(*arrays, **options)
+        out.view(np.uint32)[0, 0, 0, 0] ^= options["page_table"][0, 0] & 1
+        return out
+
+    monkeypatch.setattr(cupy_sdpa, "attention", spoiled)
+    seeds = [seed for seed in range(20) if execute(case.with_(seed=seed)).kind == "wrong"]
+    assert seeds
+    assert option in execute(case.with_(seed=seeds[0])).message
+
+
+def test_shrinking_keeps_whole_pages():
+    """Skv stays a multiple of the page size; the page and every field of the option become simpler."""
+
+    def ask(case):
+        return Outcome("wrong", "", "out") if case.paged and case.paged.shared and case.skv > 20 else Outcome()
+
+    case = Case(
+        "gpu",
+        "float16",
+        sq=4,
+        skv=96,
+        b=3,
+        options={"sinks": "high", "paged": paged(16, num_splits=3, shared=True, moved=True)},
+    )
+    small, _ = shrink(case, ask(case), ask)
+    assert small == Case(
+        "gpu", "float16", sq=1, skv=21, options={"paged": paged(1, lengths="full", rest="unowned", shared=True)}
+    )
+
+
 # The reference of the self-test
 
 
@@ -119,7 +220,8 @@ def test_the_reference_is_independent(name):
 def _known_to_the_reference(case):
     names = ("score_mod", "mask_mod", "bucket", "max_workspace")
     finite = "min" not in case.options.get("bias", ("", "", ""))[2]  # the reference does not treat these as masked
-    return finite and not any(name in case.options for name in names) and 0 not in (case.hkv, case.dv)
+    known = not {"packed", "paged"} <= set(case.options)
+    return finite and known and not any(name in case.options for name in names) and 0 not in (case.hkv, case.dv)
 
 
 def test_the_oracle_agrees_with_the_reference():
@@ -132,11 +234,13 @@ def test_the_oracle_agrees_with_the_reference():
         if "dropout" in case.options and data.keep is None:
             data.keep = np.random.default_rng(0).random((case.skv, case.sq, case.hq, case.b)) < 0.5
         options = call_options(case, data.arrays, {}, 0)
-        for name in ("seed", "offset", "max_seqlen_q", "max_seqlen_kv"):
+        for name in ("seed", "offset", "max_seqlen_q", "max_seqlen_kv", "page_table", "num_splits"):
             options.pop(name, None)
+        if case.paged:
+            options["seq_lens_kv"] = data.lengths[1]
         if "dropout" in case.options:
             options["dropout_mask"] = data.keep
-        arrays = [data.arrays[name] for name in ("q", "k", "v")]
+        arrays = [{**data.arrays, **data.dense}[name] for name in ("q", "k", "v")]
         found = evaluate(Inputs(data)).values
         wanted = dict(
             zip(("out", "stats", "max", "sum_exp"), reference.attention(*arrays, **options, max_sumexp=True), strict=True)
@@ -233,6 +337,39 @@ def test_a_lost_option_is_found(name, dtype, monkeypatch):
     outcome = execute(case)
     assert outcome.kind == "wrong"
     assert outcome.cause.startswith("out")
+
+
+def _next_page(options):
+    return options | {"page_table": np.roll(options["page_table"], 1, axis=1)}
+
+
+def _one_key_more(options):
+    return options | {"seq_lens_kv": options["seq_lens_kv"] + 1}
+
+
+def _exchanged(options):
+    return options | {"page_table": options["page_table"][::-1]}
+
+
+@pytest.mark.parametrize(
+    ("alter", "lengths"),
+    [
+        (_next_page, "full"),
+        (_exchanged, "full"),
+        (_one_key_more, "one"),
+        (_shorter, "one"),
+    ],
+    ids=["table of another sequence", "order of pages", "a row after the length", "a key less"],
+)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_wrong_pages_are_found(alter, lengths, dtype, monkeypatch):
+    """A call that reads other pages or rows is a finding; a correct call is not."""
+    options = {"paged": paged(3, lengths=lengths), "causal": "bottom_right"}
+    case = Case(dtype=dtype, d=16, dv=16, hq=2, hkv=1, sq=3, skv=12, b=3, options=options)
+    assert execute(case).kind == "passed"
+    real = cupy_sdpa.attention
+    monkeypatch.setattr(cupy_sdpa, "attention", lambda *arrays, **options: real(*arrays, **alter(options)))
+    assert execute(case).kind == "wrong"
 
 
 def _put(index, value):
@@ -402,6 +539,7 @@ def test_every_candidate_is_smaller():
         for smaller in candidates(case):
             assert smaller != case
             assert len(smaller.options) <= len(case.options)
+            assert not smaller.paged or smaller.skv % smaller.paged.page == 0
             for name, needed in REQUIRES.items():
                 assert name not in smaller.options or needed in smaller.options
 

@@ -178,3 +178,61 @@ def check_on(xp, seed, pages=(1, 2, 8, 16, 64)):
             arguments["out"].fill(np.nan)
             got = attention(q, k, v, return_stats=True, **arguments)
             compare([x.get() for x in got], problem.truth(), 1e-2)
+
+
+@pytest.mark.parametrize(("d", "dv"), [(1, 1), (1, 5), (5, 1)])
+@pytest.mark.parametrize("page", [1, 3])
+def test_head_dim_1(page, d, dv):
+    """Keys are transposed and values are not, also where the strides of both are equal."""
+    rng = np.random.default_rng(0)
+    made = lambda *shape: np.asfortranarray(rng.standard_normal(shape))  # noqa: E731
+    q, k, v = made(d, 2, 3, 1), made(d, 1, page, 4), made(dv, 1, page, 4)
+    table, lengths = np.array([[2], [0]], np.int32), np.array([2 * page], np.int32)
+    problem = Paged(q, k, v, table, lengths, {}, "float64", "heads")
+    compare(attention(q, k, v, page_table=table, seq_lens_kv=lengths, return_stats=True), problem.truth(), 1e-6)
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+@pytest.mark.parametrize("form", ["dense", "packed", "packed queries of length 1"])
+@pytest.mark.parametrize("page", [1, 64, 256])
+def test_entries_after_the_length_are_not_used(page, form, rows, fake):
+    """Also if the table has whole tiles and is dense, and for packed sequences of one query: pages after the length are NaN."""
+    check_entries_after_the_length(fake, page, form, rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [0, 3])
+@pytest.mark.parametrize("form", ["dense", "packed", "packed queries of length 1"])
+@pytest.mark.parametrize("page", [1, 64, 128])
+def test_entries_after_the_length_are_not_used_on_the_gpu(page, form, rows, cupy):
+    """As on the fake CuPy."""
+    check_entries_after_the_length(cupy, page, form, rows)
+
+
+def check_entries_after_the_length(xp, page, form, rows):
+    """A table ``(512 / page, 2)``, or the first rows of a longer one; a mask function prevents a split."""
+    rng = np.random.default_rng(1)
+    made = lambda *shape: np.asfortranarray(rng.standard_normal(shape).astype(np.float16).astype(float))  # noqa: E731
+    width, lengths = 512 // page, np.array([5, 300], np.int32)
+    used = -(-lengths // page)
+    count = int(used.sum()) + 1
+    table = np.full((width + rows, 2), count - 1, np.int32, order="F")
+    pages = iter(rng.permutation(count - 1))
+    for b, number in enumerate(used):
+        table[:number, b] = [next(pages) for _ in range(number)]
+    options = {"mask_mod": lambda b, h, i, j: (i + j) % 3 != 1}
+    sq = 1 if form.endswith("1") else 3
+    q = made(8, 2, sq, 2)
+    if form != "dense":
+        starts = np.array([0, 1, 1 + sq], np.int32)
+        q, options = made(8, 2, int(starts[-1])), options | {"cu_seqlens_q": starts, "max_seqlen_q": sq}
+    problem = Paged(q, made(8, 1, page, count), made(8, 1, page, count), table[:width], lengths, options, "float16", "heads")
+    arguments = {name: xp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    arrays = [x.astype(np.float16, order="F") for x in (q, problem.k, problem.v)]
+    for x in arrays[1:]:
+        x[..., count - 1] = np.nan
+    q, k, v = map(xp.asarray, arrays)
+    got = attention(
+        q, k, v, page_table=xp.asarray(table)[:width], seq_lens_kv=xp.asarray(lengths), return_stats=True, **arguments
+    )
+    compare([x.get() for x in got], problem.truth(), 1e-2)

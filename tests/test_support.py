@@ -155,7 +155,7 @@ SIDES = {
     ),
     "page-size": ((paged(48), 92800, 90, r"48; .* pages of 64 keys"), (paged(64), 91900, 90)),
     "paged-dropout": (
-        (paged(dropout_p=0.5, seed=1), 92800, 90, r"omit dropout_p, or pass the query twice"),
+        (paged(dropout_p=0.5, seed=1), 92800, 120, r"omit dropout_p, or pass the query twice"),
         (paged(dropout_p=0.5, seed=1, sq=2), 92800, 90),
     ),
     "deterministic-sinks": (

@@ -226,7 +226,9 @@ def _pose(
 def _policy(bucket: Any, problem: Problem) -> Policy | None:
     policy = check_bucket(bucket)
     if policy and problem.paged:
-        raise ValueError("bucket is given with page_table: a wider table is a bucket of its own; pad q and pass seq_lens_q")
+        raise ValueError(
+            f"bucket is {bucket!r} and page_table is passed: omit bucket; pass a wider table, and longer q with seq_lens_q"
+        )
     if policy and problem.packed and any(has_score_axes(spec.name) for spec in problem.tensors):
         raise ValueError(
             "bucket is given with packed sequences and a bias, a mask or tensors: round max_seqlen_q and max_seqlen_kv up, "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-from .cases.case import REQUIRES, Case
+from .cases.case import REQUIRES, Case, Paged
 from .verify.outcome import Outcome
 
 #: Runs a case.
@@ -44,6 +44,13 @@ def shrink(case: Case, outcome: Outcome, run_case: RunCase, seconds: float = 60.
 
 def candidates(case: Case) -> Iterator[Case]:
     """Generate simpler cases, the simplest first."""
+    for candidate in _all_candidates(case):
+        if not candidate.paged or candidate.skv % candidate.paged.page == 0:
+            yield candidate
+
+
+def _all_candidates(case: Case) -> Iterator[Case]:
+    """Generate simpler cases; with pages, Skv may not be a multiple of the page size."""
     if case.layouts:
         yield case.with_(layouts={})
     if len(case.options) > 1:
@@ -81,7 +88,7 @@ def _smaller_sizes(case: Case) -> Iterator[Case]:
             yield case.with_(sq=n, skv=n)
     for n in _smaller_numbers(case.sq, 1):
         yield case.with_(sq=n)
-    for n in _smaller_numbers(case.skv, 1):
+    for n in _smaller_numbers(case.skv, case.paged.page if case.paged else 1):
         yield case.with_(skv=n)
     if case.d == case.dv:
         for n in _smaller_numbers(case.d, unit):
@@ -108,6 +115,12 @@ def _simpler_options(case: Case) -> Iterator[Case]:
     for name, value in _SIMPLEST.items():
         if name in case.options and case.options[name] != value:
             yield case.with_(options=case.options | {name: value})
+    if paged := case.paged:
+        simplest = Paged(paged.page, "pages", "full", 0, "unowned", shared=False, moved=False)
+        simpler = [simplest, *(paged._replace(**{name: getattr(simplest, name)}) for name in Paged._fields)]
+        sizes = (page for page in _smaller_numbers(paged.page, 1) if case.engine == "cpu" or page & (page - 1) == 0)
+        simpler += [paged._replace(page=page) for page in sizes]
+        yield from (case.with_(options=case.options | {"paged": tuple(value)}) for value in simpler if value != paged)
     for name in ("mask", "bias"):
         if name in case.options:
             axes, *rest = case.options[name]

@@ -35,6 +35,16 @@ def _packed(queries: int = 512, d: int = 128, dv: int | None = None, **options: 
     return _read((d, 8, 4 * queries), (d, 2, 2048), (dv or d, 2, 2048), "bfloat16", starts | options)
 
 
+def _paged(sq: int = 1, page: int = 16, **options: Any) -> Problem:
+    pages = (128, 2, page, 600)
+    return _read((128, 8, sq, 2), pages, pages, "bfloat16", {"page_table": (4096 // page, 2), **options})
+
+
+def _paged_with_packed_queries(queries: int, page: int = 16, **options: Any) -> Problem:
+    pages, packed = (128, 2, page, 600), {"cu_seqlens_q": (3,), "max_seqlen_q": queries}
+    return _read((128, 8, 2 * queries), pages, pages, "bfloat16", {"page_table": (4096 // page, 2), **packed, **options})
+
+
 def _read(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], dtype: str, options: dict[str, Any]) -> Problem:
     """The problem of shapes, as :func:`cupy_sdpa.problem` reads them."""
     outputs = {name: options[name] for name in _OUTPUTS if name in options}
@@ -66,6 +76,14 @@ PROBES: dict[str, Problem] = {
     "forward, sinks, window": _problem(sinks=True, window=(100, 0)),
     "forward, dropout": _problem(dropout_p=0.1, seed=0),
     "forward, maximum and sum of exponentials": _problem(return_stats="max_sumexp"),
+    "forward, pages of 16 keys, one query": _paged(),
+    "forward, pages of 64 keys, one query, sinks": _paged(page=64, sinks=True),
+    "forward, pages of 16 keys, 4 queries, causal bottom-right": _paged(4, causal="bottom_right"),
+    "forward, pages of 64 keys, 70 queries, causal bottom-right": _paged(70, 64, causal="bottom_right"),
+    "forward, pages of 16 keys, packed queries, causal bottom-right": _paged_with_packed_queries(70, causal="bottom_right"),
+    "forward, pages of 64 keys, packed sequences of one query": _paged_with_packed_queries(1, 64),
+    "forward, pages of 48 keys": _paged(70, 48),
+    "forward, pages of 16 keys, one query, dropout": _paged(dropout_p=0.1, seed=0),
     "gradients, head dim 64": _problem(64, backward=True),
     "gradients, head dim 128": _problem(backward=True),
     "gradients, head dim 128, GQA, causal": _problem(hkv=2, causal=True, backward=True),

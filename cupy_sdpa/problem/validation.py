@@ -29,6 +29,13 @@ _PACKED = (
 )
 
 
+#: The refusal of gradients of paged keys.
+NO_PAGED_GRADIENTS = (
+    "gradients are not supported with page_table, because cuDNN reads pages in the forward pass only: gather the pages into "
+    "dense k and v"
+)
+
+
 class RequestedOutputs(NamedTuple):
     """The results that a call requests in addition to the output or the gradients of q, k and v.
 
@@ -91,10 +98,7 @@ def make_problem(
     arrays = {name: make_spec(name, signature) for name, signature in signatures}
     problem = _inputs(arrays, settings)
     if requested.backward and problem.paged:
-        raise Unsupported(
-            "gradients are not supported with page_table, because cuDNN reads pages in the forward pass only: gather the pages "
-            "into dense k and v"
-        )
+        raise Unsupported(NO_PAGED_GRADIENTS)
     sq = problem.sizes[4]
     if not requested.backward and sq != 1 and problem.deterministic:  # only kernels for one query are not reproducible
         problem = dataclasses.replace(problem, settings=problem.settings._replace(deterministic=False))
@@ -140,6 +144,11 @@ def _inputs(arrays: Mapping[str, TensorSpec], settings: Settings) -> Problem:
     """The problem of the inputs of the forward pass, with q as a placeholder for out."""
     q, k, v = (arrays[name] for name in "qkv")
     packed, paged = any(name in arrays for name in CU_SEQLENS), "page_table" in arrays
+    if paged and "cu_seqlens_kv" in arrays:
+        raise ValueError(
+            f"cu_seqlens_kv {arrays['cu_seqlens_kv'].shape} and page_table {arrays['page_table'].shape} are both passed: with "
+            f"pages only the queries can be packed; omit cu_seqlens_kv, and pass seq_lens_kv"
+        )
     _check_qkv(q, k, v, packed, paged)
     if packed:
         _check_packed(arrays, settings, paged)
@@ -166,7 +175,8 @@ def _check_qkv(q: TensorSpec, k: TensorSpec, v: TensorSpec, packed: bool, paged:
             if paged and spec is not q:
                 expected = "(head_dim, heads, page size, pages), because page_table is passed"
             elif packed:
-                expected = f"(head_dim, heads, total), because {' and '.join(CU_SEQLENS[: 1 if paged else 2])} are passed"
+                passed = "cu_seqlens_q is" if paged else "cu_seqlens_q and cu_seqlens_kv are"
+                expected = f"(head_dim, heads, total), because {passed} passed"
             else:
                 expected = f"(head_dim, heads, seq, batch). For a single sequence add a batch axis: {spec.name}[..., None]"
             raise ValueError(f"{spec.name} has {len(spec.shape)} dimensions {spec.shape}; it needs {rank}: {expected}")
@@ -195,11 +205,14 @@ def _check_qkv(q: TensorSpec, k: TensorSpec, v: TensorSpec, packed: bool, paged:
 def _check_paged(arrays: Mapping[str, TensorSpec], q: TensorSpec) -> None:
     """Check the page table and the lengths of paged keys."""
     table, legend = arrays["page_table"], "(pages per sequence, B)"
-    batch = arrays["cu_seqlens_q"].shape[0] - 1 if "cu_seqlens_q" in arrays else q.shape[3]
+    starts = arrays.get("cu_seqlens_q")
+    batch, source = (starts.shape[0] - 1, starts) if starts else (q.shape[3], q)
     if table.dtype != "int32":
         raise TypeError(f"page_table is {table.dtype}; it must be int32: convert with .astype")
     if len(table.shape) != 2 or table.shape[1] != batch:
-        raise ValueError(f"page_table has shape {table.shape}; it must be {legend} with {batch} sequences")
+        raise ValueError(
+            f"page_table has shape {table.shape}; it must be {legend} with {batch} sequences, as {source.name} {source.shape}"
+        )
     if "seq_lens_kv" not in arrays:
         raise ValueError("page_table is passed and seq_lens_kv is None: pass the number of keys of each sequence, int32 (B,)")
 
@@ -229,9 +242,8 @@ def _check_packed(arrays: Mapping[str, TensorSpec], settings: Settings, paged: b
 
 def _check_packed_queries(arrays: Mapping[str, TensorSpec], settings: Settings) -> None:
     """Check the arrays and numbers that describe packed queries of paged keys."""
-    for name in ("seq_lens_q", "cu_seqlens_kv"):
-        if name in arrays:
-            raise ValueError(f"{name} is passed with page_table and cu_seqlens_q: pass cu_seqlens_q and seq_lens_kv only")
+    if "seq_lens_q" in arrays:
+        raise ValueError("seq_lens_q and cu_seqlens_q are both passed; cu_seqlens_q defines the lengths of packed queries")
     starts = arrays["cu_seqlens_q"]
     _check_integers(starts)
     if len(starts.shape) != 1 or starts.shape[0] < 1:

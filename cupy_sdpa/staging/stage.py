@@ -173,7 +173,7 @@ class Stage:
     def _engine_array(self, spec: TensorSpec) -> Any:
         """The array that the engine uses for a tensor: the caller's, or a new one."""
         array = self._originals.get(spec.name)
-        if spec.name == "page_table" and spec != self._problem.page_table:
+        if spec.name == "page_table" and self._on_gpu and self._engine_problem.sizes[4] > 1:
             return paged.padded_table(array, self._originals["seq_lens_kv"], self._problem.k.shape[2], spec.shape[0])
         if array is None:  # the lengths of a bucket
             like = self._originals["q" if spec.name == "seq_lens_q" else "k"]

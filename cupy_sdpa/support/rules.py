@@ -298,7 +298,7 @@ def _page_size(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
 
 def _paged_dropout(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     *_, sq, _, _ = problem.sizes
-    if problem.paged and problem.settings.dropout and sq == 1 and capability < 100:
+    if problem.paged and problem.settings.dropout and sq == 1:
         yield "dropout with page_table and a single query is not supported: omit dropout_p, or pass the query twice"
 
 
@@ -344,7 +344,7 @@ RULES: tuple[Rule, ...] = (
     Rule("max-sumexp", "return_stats='max_sumexp': not with sinks, not with sequence lengths.", Unsupported, _max_sumexp,
          planned=True),
     Rule("page-size", "Pages of a power of two of keys.", Unsupported, _page_size),
-    Rule("paged-dropout", "Paged keys and a single query: no dropout up to SM 9.x.", Unsupported, _paged_dropout),
+    Rule("paged-dropout", "Paged keys and a single query: no dropout.", Unsupported, _paged_dropout),
     Rule("deterministic-sinks", "No deterministic gradient of sinks.", Unsupported, _deterministic_sinks, planned=True),
     Rule("one-key-integers", "No int32 tensors with one query and one key.", Unsupported, _integers_of_one_key),
     Rule("packed-gradients", "Gradients of packed sequences: run on Hopper only.", Unsupported, _packed_gradients, FRONTEND,

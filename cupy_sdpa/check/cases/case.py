@@ -13,7 +13,7 @@ REQUIRES = {"return_dbias": "bias", "return_dsinks": "sinks", "return_dtensors":
 
 
 class Packed(NamedTuple):
-    """The value of the option ``packed``: varlen (packed) sequences.
+    """The value of the option ``packed``: varlen (packed) sequences. With ``paged`` only the queries are packed.
 
     Attributes:
         kind_q, kind_kv: the kind of lengths of the queries and of the keys; ``"same"`` for equal lengths.
@@ -28,6 +28,30 @@ class Packed(NamedTuple):
     after: int
     excess: int
     dtype: str
+
+
+class Paged(NamedTuple):
+    """The value of the option ``paged``: keys and values in pages, with a page table.
+
+    Attributes:
+        page: the page size; Skv is a multiple of it.
+        order: the memory order of the pages: ``"pages"`` for (D, page size, Hkv, pages), ``"heads"`` for (D, Hkv, page size,
+            pages).
+        lengths: the kind of lengths of the keys.
+        num_splits: the option ``num_splits``; 0 for None.
+        rest: the table entries after the lengths: ``"large"`` for 2**30, ``"negative"`` for -1, ``"unowned"`` for pages of NaN,
+            ``"mixed"`` for all of these.
+        shared: whether sequences share their first pages.
+        moved: whether the two sets of values differ in the places of the pages only.
+    """
+
+    page: int
+    order: str
+    lengths: str
+    num_splits: int
+    rest: str
+    shared: bool
+    moved: bool
 
 
 class Dropout(NamedTuple):
@@ -98,6 +122,11 @@ class Case:
     def packed(self) -> Packed | None:
         """The option ``packed``, or None."""
         return Packed(*self.options["packed"]) if "packed" in self.options else None
+
+    @property
+    def paged(self) -> Paged | None:
+        """The option ``paged``, or None."""
+        return Paged(*self.options["paged"]) if "paged" in self.options else None
 
     @property
     def dropout(self) -> Dropout | None:

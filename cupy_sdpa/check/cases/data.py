@@ -12,6 +12,7 @@ import numpy as np
 
 from .case import Case, Packed
 from .functions import function_of, tensor_shape
+from .pages import build_pages, pool_shape
 
 #: The largest finite number of each dtype.
 LARGEST = {"float16": 65504.0, "bfloat16": 2.0**128 * (1 - 2.0**-8), "float32": 2.0**128 * (1 - 2.0**-24)}
@@ -19,7 +20,10 @@ LARGEST["float64"] = float(np.finfo(np.float64).max)
 #: Options whose literals are passed to the call unchanged.
 LITERAL_OPTIONS = ("scale", "causal", "window", "softcap", "bucket", "max_workspace")
 #: Options of the call that are arrays.
-ARRAY_OPTIONS = ("mask", "bias", "alibi_slopes", "sinks", "seq_lens_q", "seq_lens_kv", "cu_seqlens_q", "cu_seqlens_kv")
+ARRAY_OPTIONS = (
+    "mask", "bias", "alibi_slopes", "sinks", "seq_lens_q", "seq_lens_kv", "cu_seqlens_q", "cu_seqlens_kv",
+    "page_table",
+)  # fmt: skip
 #: Part of the seed, to separate the random numbers of the sequence lengths from those of the arrays.
 _LENGTHS_STREAM = 77
 
@@ -42,7 +46,8 @@ class Data:
         arrays: q, k, v, dout in logical shape and the array options, by argument name; NaN where nothing may be read.
         tensors: the arrays that the score and mask functions capture, by name.
         lengths: the lengths of queries and keys of each batch entry, at most the maximum lengths; None where all are full.
-        starts: ``cu_seqlens_q`` and ``cu_seqlens_kv``; None if the sequences are not packed.
+        starts: ``cu_seqlens_q`` and ``cu_seqlens_kv``; None where the sequences are not packed.
+        dense: k and v in the shape of dense arrays, if the arrays of the call are pages.
         keep: the weights that dropout keeps, ``(Skv, Sq, Hq, B)``; set later if the engine generates them.
     """
 
@@ -50,7 +55,8 @@ class Data:
     arrays: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, Any] = field(default_factory=dict)
     lengths: tuple[Any, Any] = (None, None)
-    starts: tuple[Any, Any] | None = None
+    starts: tuple[Any, Any] = (None, None)
+    dense: dict[str, Any] = field(default_factory=dict)
     keep: Any = None
 
 
@@ -61,10 +67,15 @@ def build(case: Case, index: int) -> Data:
         case: the case that the values are for.
         index: 0 or 1, the set.
     """
-    data = Data(case)
+    data, seeded = Data(case), index
+    if case.paged and case.paged.moved:
+        index = 0
     rng = np.random.default_rng([case.seed, index])
     _add_lengths(data, index)
     data.arrays |= {name: _position_array(data, rng, name) for name in ("q", "k", "v", "dout")}
+    if case.paged:
+        data.dense = {name: data.arrays[name] for name in "kv"}
+        data.arrays |= build_pages(case, seeded, data.dense, data.lengths[1])
     for name, make in _OPTION_ARRAYS.items():
         if name in case.options:
             data.arrays[name] = make(case, np.random.default_rng([case.seed, index, len(name)]), case.options[name])
@@ -72,7 +83,7 @@ def build(case: Case, index: int) -> Data:
         if dropout.source == "mask":
             data.keep = data.arrays["dropout_mask"] = _random_mask(rng, case, "kqhb", 0.7)
         elif dropout.source == "array":
-            data.arrays |= {"seed": np.array([dropout.seed + index]), "offset": np.array([dropout.offset])}
+            data.arrays |= {"seed": np.array([dropout.seed + seeded]), "offset": np.array([dropout.offset])}
     for option in ("score_mod", "mask_mod"):
         if option in case.options:
             data.tensors |= _tensors(case, rng, option)
@@ -106,7 +117,7 @@ def _packed_lengths(seed: int, index: int, packed: Packed, sizes: tuple[int, int
 def _add_lengths(data: Data, index: int) -> None:
     """Add ``seq_lens`` or ``cu_seqlens``."""
     case, sides = data.case, ("q", "kv")
-    if packed := case.packed:
+    if (packed := case.packed) and not case.paged:
         packed_lengths = _packed_lengths(case.seed, index, packed, (case.sq, case.skv, case.b))
         starts = [np.concatenate([[packed.before], packed.before + np.cumsum(n)]).astype(packed.dtype) for n in packed_lengths]
         data.starts = (starts[0], starts[1])
@@ -116,11 +127,16 @@ def _add_lengths(data: Data, index: int) -> None:
     rng = np.random.default_rng([case.seed, index, _LENGTHS_STREAM])
     both: list[Any] = []
     for side, maximum in zip(sides, (case.sq, case.skv), strict=True):
-        kind = case.options.get(f"seq_lens_{side}")
+        kind = case.paged.lengths if case.paged and side == "kv" else case.options.get(f"seq_lens_{side}")
         lengths = None if kind is None else _lengths(rng, kind, maximum, case.b)
         if lengths is not None:
             data.arrays[f"seq_lens_{side}"] = lengths
         both.append(lengths)
+    if packed:  # the queries of paged keys
+        queries, _ = _packed_lengths(case.seed, index, packed, (case.sq, case.skv, case.b))
+        starts_q = np.concatenate([[packed.before], packed.before + np.cumsum(queries)]).astype(packed.dtype)
+        data.starts, data.arrays["cu_seqlens_q"] = (starts_q, None), starts_q
+        both[0] = np.minimum(queries, case.sq)
     data.lengths = (both[0], both[1])
 
 
@@ -133,10 +149,15 @@ def packed_total(case: Case, side: int) -> int:
 
 def shape_of(case: Case, name: str) -> tuple[int, ...]:
     """The shape of q, k, v, out, stats or a gradient of one of them."""
+    return pool_shape(case, name) if case.paged and name in ("k", "v") else dense_shape(case, name)
+
+
+def dense_shape(case: Case, name: str) -> tuple[int, ...]:
+    """As :func:`shape_of`, but k and v are not pages."""
     is_key_array = name in ("k", "v", "dk", "dv")
     heads, length = (case.hkv, case.skv) if is_key_array else (case.hq, case.sq)
     dim = case.dv if name in ("v", "dv", "out", "dout") else case.d
-    if "packed" in case.options:
+    if "packed" in case.options and not (is_key_array and case.paged):
         length = packed_total(case, int(is_key_array))
         return (heads, length) if name == "stats" else (dim, heads, length)
     return (length, heads, case.b) if name == "stats" else (dim, heads, length, case.b)
@@ -145,10 +166,9 @@ def shape_of(case: Case, name: str) -> tuple[int, ...]:
 def _position_array(data: Data, rng: np.random.Generator, name: str) -> Any:
     """q, k, v or dout: random inside the sequences, NaN in the padding."""
     case, side = data.case, int(name in "kv")
-    array = rng.standard_normal(shape_of(case, name), np.float32)
-    lengths = data.lengths[side]
-    if data.starts is not None:
-        starts = data.starts[side]
+    array = rng.standard_normal(dense_shape(case, name), np.float32)
+    lengths, starts = data.lengths[side], data.starts[side]
+    if starts is not None:
         positions = np.arange(array.shape[2])
         inside = (positions[:, None] >= starts[:-1]) & (positions[:, None] < starts[:-1] + lengths)
         array = np.where(inside.any(axis=1), array, np.nan)
@@ -239,7 +259,9 @@ def call_options(case: Case, arrays: dict[str, Any], tensors: dict[str, Any], in
     options = {name: case.options[name] for name in LITERAL_OPTIONS if name in case.options}
     options |= {name: arrays[name] for name in ARRAY_OPTIONS if name in arrays}
     if "packed" in case.options:
-        options |= {"max_seqlen_q": case.sq, "max_seqlen_kv": case.skv}
+        options |= {"max_seqlen_q": case.sq} | ({} if case.paged else {"max_seqlen_kv": case.skv})
+    if case.paged and case.paged.num_splits:
+        options["num_splits"] = case.paged.num_splits
     options |= dropout_options(case, arrays, index)
     for option in ("score_mod", "mask_mod"):
         if option in case.options:

@@ -10,6 +10,7 @@ The options of a case are literals. Their values:
 ``bias``            (axes, dtype, kind)
 ``seq_lens_q``      kind of lengths: ``"random"``, ``"zero"``, ``"some_zero"``, ``"full"`` or ``"one"``; the same for
                     ``seq_lens_kv``
+``paged``           the fields of :class:`~.case.Paged`
 ``packed``          the fields of :class:`~.case.Packed`
 ``alibi_slopes``    ``"usual"`` or ``"random"``
 ``softcap``         a number
@@ -31,7 +32,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .case import REQUIRES, Case, Dropout, Packed
+from .case import REQUIRES, Case, Dropout, Packed, Paged
 from .functions import DTYPES, MASKS, SCORES
 
 
@@ -72,6 +73,7 @@ class Sampler:
         self.rng, self.engine, self.fixed_lengths = rng, engine, fixed_lengths
         self.sizes: dict[str, int] = {}
         self.options: dict[str, Any] = {}
+        self.names: set[str] = set()
         self.backward = False
 
     def pick(self, *choices: Any) -> Any:
@@ -204,9 +206,13 @@ class Sampler:
     def layouts(self) -> dict[str, str]:
         """Layouts of some of the arrays."""
         same_sizes = self.sizes["sq"] == self.sizes["skv"] and self.sizes["d"] == self.sizes["dv"]
-        if same_sizes and "packed" not in self.options and self.chance(0.15):
+        if same_sizes and not {"packed", "paged"} & self.names and self.chance(0.15):
             return dict.fromkeys("qkv", "qkv")
-        names = ["q", "k", "v"] + ["dout"] * self.backward + (self.results() if "preallocated" in self.options else [])
+        names = (
+            ["q", *([] if "paged" in self.names else ["k", "v"])]
+            + ["dout"] * self.backward
+            + (self.results() if "preallocated" in self.options else [])
+        )
         layouts = {name: self.layout(name) for name in names if self.chance(0.5)}
         return layouts or {"q": self.layout("q")}
 
@@ -229,6 +235,31 @@ def _bias(sampler: Sampler) -> Any:
 
 def _lengths(sampler: Sampler) -> Any:
     return sampler.pick("random", "random", "random", "some_zero", "some_zero", "zero", "full", "one")
+
+
+def _paged(sampler: Sampler) -> Any:
+    """Draw pages; Sq is often small, and Skv becomes a multiple of the page size."""
+    sizes, names = sampler.sizes, sampler.names
+    pages = [2**n for n in range(8)] if sampler.engine != "cpu" else [1, 2, 3, 5, 8, 16, 48, 64, 100, 128]
+    if sampler.fixed_lengths:
+        page = sampler.pick(*(page for page in pages if sizes["skv"] % page == 0))
+    else:
+        page = sampler.pick(*(page for page in pages if page <= max(16, 2 * sizes["skv"])))
+        sizes["skv"] = -(-sizes["skv"] // page) * page
+        if sizes["sq"] and sampler.chance(0.75):
+            sizes["sq"] = sampler.pick(1, 2, 3, 4, 5, 8)
+        while sizes["b"] * sizes["hq"] * sizes["sq"] * sizes["skv"] > LIMITS[sampler.engine].scores and sizes["sq"] > 1:
+            sizes["sq"] //= 2
+    rows = sizes["hq"] // max(sizes["hkv"], 1) * sizes["sq"]
+    split = rows <= 128 and not names & NOT_SPLIT and not (rows == 1 and names & {"causal", "window"})
+    num_splits = sampler.pick(0, 1, 2, 3, 7, 40) if split else 0
+    order, rest = sampler.pick("pages", "heads"), sampler.pick("large", "negative", "unowned", "mixed")
+    return tuple(Paged(page, order, _lengths(sampler), num_splits, rest, sampler.chance(0.3), sampler.chance(0.3)))
+
+
+def _stats(sampler: Sampler) -> Any:
+    paged = sampler.options.get("paged")
+    return True if paged and Paged(*paged).num_splits else sampler.pick(True, "max_sumexp")
 
 
 def _packed(sampler: Sampler) -> Any:
@@ -254,6 +285,7 @@ OPTIONS: dict[str, Callable[[Sampler], Any]] = {
     "bias": _bias,
     "seq_lens_q": _lengths,
     "seq_lens_kv": _lengths,
+    "paged": _paged,
     "packed": _packed,
     "alibi_slopes": lambda sampler: sampler.pick("usual", "random"),
     "softcap": lambda sampler: sampler.pick(0.5, 2.0, 15.0, 50.0),
@@ -261,7 +293,7 @@ OPTIONS: dict[str, Callable[[Sampler], Any]] = {
     "dropout": _dropout,
     "score_mod": lambda sampler: sampler.function("score_mod"),
     "mask_mod": lambda sampler: sampler.function("mask_mod"),
-    "stats": lambda sampler: sampler.pick(True, "max_sumexp"),
+    "stats": _stats,
     "deterministic": lambda sampler: True,
     "return_dbias": lambda sampler: True,
     "return_dsinks": lambda sampler: True,
@@ -272,6 +304,9 @@ OPTIONS: dict[str, Callable[[Sampler], Any]] = {
 }
 #: Pairs of options that cannot be combined.
 CONFLICTS = {frozenset(pair) for pair in (("packed", "seq_lens_q"), ("packed", "seq_lens_kv"))}
+CONFLICTS |= {frozenset(("paged", name)) for name in ("seq_lens_kv", "bucket", *REQUIRES)}
+#: Options that cannot be combined with ``num_splits``.
+NOT_SPLIT = {"packed", "bias", "mask", "alibi_slopes", "dropout", "score_mod", "mask_mod"}
 #: Options that cannot be combined with bucket and packed sequences: their arrays would need the rounded lengths.
 NOT_IN_PACKED_BUCKETS = ("mask", "bias", "dropout", "score_mod", "mask_mod")
 
@@ -324,12 +359,14 @@ def _draw_case(sampler: Sampler, names: set[str], number: int) -> Case:
     """Draw the values of the options, the passes, layouts and dtype; the sizes are drawn already."""
     for name in names & REQUIRES.keys():
         sampler.options[name] = True  # the choice of a function depends on these
-    required = _with_required(names)
+    required = sampler.names = _with_required(names)
     for name in OPTIONS:
         if name in required:
             sampler.options[name] = OPTIONS[name](sampler)
     options = {name: sampler.options[name] for name in OPTIONS if name in required}
-    sampler.backward = any(name in options for name in (*REQUIRES, "deterministic")) or sampler.chance(0.45)
+    sampler.backward = "paged" not in options and (
+        any(name in options for name in (*REQUIRES, "deterministic")) or sampler.chance(0.45)
+    )
     layouts = sampler.layouts() if sampler.chance(0.4) else {}
     dtypes = ("float16", "bfloat16", "float32", "float64") if sampler.engine == "cpu" else ("float16", "bfloat16")
     gpu = GPUS[number % len(GPUS)] if sampler.engine == "plan" else ""
@@ -349,4 +386,7 @@ def _option_names(sampler: Sampler, seed: int, number: int) -> set[str]:
         names = pair | ({sampler.pick(*OPTIONS)} if sampler.chance(0.3) else set())
         if not is_valid(_with_required(names)):
             names = pair
+    if "paged" in names and sampler.chance(0.5):  # as in decoding; the keys can be split
+        more = names | {sampler.pick("causal", "window"), *(["seq_lens_q"] if sampler.chance(0.5) else [])}
+        names = more if is_valid(_with_required(more)) else names
     return names if is_valid(_with_required(names)) else set()

@@ -15,6 +15,7 @@ import numpy as np
 
 from .case import Case
 from .data import dtype_of, shape_of
+from .pages import LARGE_ENTRY, pool_layout
 
 #: The default layout.
 DENSE = "dhsb"
@@ -93,6 +94,12 @@ class Memory:
         for name, end, count in zip(shapes, ends, heads, strict=True):
             self.parents[name], self.views[name] = parent, parent[:, end - count : end]
 
+    def allocate_table(self, name: str, shape: tuple[int, ...]) -> None:
+        """Allocate a page table as a part of a longer and wider one."""
+        pages, batch = shape
+        parent = self.parents[name] = self.xp.full((pages + 3, batch + 1), LARGE_ENTRY, np.int32, order="F")
+        self.views[name] = parent[:pages, 1:]
+
     def _filled(self, shape: tuple[int, ...], dtype: Any) -> Any:
         array = self.xp.zeros(shape, dtype=dtype, order="F")
         return array if np.dtype(dtype).kind in "biu" else fill_nan(array)
@@ -132,12 +139,16 @@ def memory_of(case: Case, xp: Any, names: Iterable[str]) -> Memory:
         names: the names of q, k, v, dout and the results.
     """
     memory, dtype = Memory(xp), dtype_of(case.dtype)
-    if case.layouts.get("q") == "qkv" and "packed" not in case.options:
+    if case.paged:
+        memory.allocate_table("page_table", (case.skv // case.paged.page, case.b))
+    elif case.layouts.get("q") == "qkv" and "packed" not in case.options:
         memory.allocate_interleaved({name: shape_of(case, name) for name in "qkv"}, dtype)
     for name in names:
         if name == "stats":
             memory.allocate(name, shape_of(case, name), np.dtype(np.float32))
         elif name not in memory.views:
             shape, layout = shape_of(case, name), case.layouts.get(name, "qkv")
+            if case.paged and name in ("k", "v"):
+                layout = pool_layout(case)
             memory.allocate(name, shape, dtype, DENSE[: len(shape)] if layout == "qkv" else layout)
     return memory

@@ -89,7 +89,7 @@ class CaseRunner:
         self.xp = importlib.import_module("cupy") if case.engine == "gpu" else np
         self.data = (build(case, 0), build(case, 1))
         self.expected: dict[int, Expected] = {}
-        #: With deterministic=True: the results of the first call, by set of values.
+        #: With deterministic=True or num_splits: the results of the first call, by set of values.
         self.first_results: dict[int, dict[str, Any]] = {}
 
     def run(self) -> Outcome:
@@ -174,6 +174,13 @@ class CaseRunner:
         return {"deterministic": True} if "deterministic" in self.case.options else {}
 
     @property
+    def reproducible(self) -> str:
+        """The option that requires the same bits in all calls with equal inputs; empty if there is none."""
+        paged = self.case.paged
+        splits = f"num_splits={paged.num_splits}" if paged and paged.num_splits else ""
+        return "deterministic=True" if "deterministic" in self.case.options else splits
+
+    @property
     def backward_options(self) -> dict[str, Any]:
         """The options of the backward pass that are not in :meth:`options`."""
         return self.deterministic | {name: True for name in GRADIENT_OPTIONS if name in self.case.options}
@@ -191,11 +198,13 @@ class CaseRunner:
         # Copying to the host waits for the GPU, so errors of kernels are raised here.
         on_host = {name: x if isinstance(x, np.ndarray) else x.get() for name, x in results.items()}
         messages = find_errors(self.expected_results(index), on_host)
-        if "deterministic" in self.case.options and same_bits:
-            first = self.first_results.setdefault(index, {name: x.copy() for name, x in on_host.items()})
+        if self.reproducible and same_bits:
+            paged = self.case.paged
+            same_values = paged and paged.moved and not self.case.dropout  # dropout has another seed for each set
+            first = self.first_results.setdefault(0 if same_values else index, {name: x.copy() for name, x in on_host.items()})
             for name, x in on_host.items():
                 if x.tobytes() != first[name].tobytes() and name not in messages:
-                    messages[name] = f"deterministic=True, and the bits of {name} differ from those of an earlier call"
+                    messages[name] = f"{self.reproducible}, and the bits of {name} differ from those of an earlier call"
         if messages:
             self.outcome.set("wrong", f"{call}: {'; '.join(messages.values())}", ", ".join(messages))
         return not messages
@@ -233,9 +242,11 @@ class CaseRunner:
         views = memory.views
         names = ("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
         options = {name: x for name, x in self.options(memory, index).items() if name in names}
+        if self.case.paged:  # the random numbers are those of dense arrays
+            options = {}
         options |= dropout_options(self.case, views, index)
         self.outcome.calls += 1
-        q, k = (self.bucketed(name, views[name]) for name in "qk")
+        q, k = (self.dense_zeros(name) if self.case.paged else self.bucketed(name, views[name]) for name in "qk")
         keep = cupy_sdpa.dropout_mask(q, k, **options)
         return (keep if isinstance(keep, np.ndarray) else keep.get())[: self.case.skv, : self.case.sq]
 
@@ -247,6 +258,12 @@ class CaseRunner:
             return array
         padded = max(64, 1 << (length - 1).bit_length()) if bucket == "power_of_two" else -(-length // bucket) * bucket
         return self.xp.zeros((d, heads, padded, *batch), array.dtype, order="F")
+
+    def dense_zeros(self, name: str) -> Any:
+        """Zeros in the shape of dense q or k."""
+        case = self.case
+        heads, length = (case.hkv, case.skv) if name == "k" else (case.hq, case.sq)
+        return self.xp.zeros((case.d, heads, length, case.b), dtype_of(case.dtype), order="F")
 
     def documented_reasons(self) -> list[str]:
         """The reasons from ``explain`` why the case is not supported; empty if it is supported."""

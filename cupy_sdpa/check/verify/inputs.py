@@ -47,14 +47,14 @@ class Inputs:
 
     def _padded(self, name: str) -> Array:
         """An array as ``(B, H, S, D)`` in float64, 0 beyond the lengths."""
-        array, side = self.data.arrays[name], int(name in "kv")
-        lengths, maximum = self.lengths[side], (self.case.sq, self.case.skv)[side]
-        if self.data.starts is None:
+        array, side = self.data.dense.get(name, self.data.arrays[name]), int(name in "kv")
+        lengths, maximum, starts = self.lengths[side], (self.case.sq, self.case.skv)[side], self.data.starts[side]
+        if starts is None:
             transposed = array.transpose(3, 1, 2, 0)
             inside = (np.arange(maximum) < lengths[:, None])[:, None, :, None]
             return np.where(inside, transposed, 0).astype(np.float64)
         padded = np.zeros((len(lengths), array.shape[1], maximum, array.shape[0]))
-        for b, (start, length) in enumerate(zip(self.data.starts[side], lengths, strict=False)):
+        for b, (start, length) in enumerate(zip(starts, lengths, strict=False)):
             padded[b, :, :length] = array[:, :, start : start + length].transpose(1, 2, 0)
         return padded
 
@@ -145,11 +145,11 @@ class Inputs:
         lengths = self.lengths[side]
         inside = (np.arange(array.shape[2]) < lengths[:, None])[:, None, :]
         array = np.where(inside.reshape(*inside.shape, *(1,) * (array.ndim - 3)), array, fill_value)
-        if self.data.starts is None:
+        if (starts := self.data.starts[side]) is None:
             return array.transpose(3, 1, 2, 0) if array.ndim == 4 else array.transpose(2, 1, 0)
         total = self.data.arrays["k" if side else "q"].shape[2]
         packed = np.full((array.shape[1], total, *array.shape[3:]), fill_value)
-        for b, (start, length) in enumerate(zip(self.data.starts[side], lengths, strict=False)):
+        for b, (start, length) in enumerate(zip(starts, lengths, strict=False)):
             packed[:, start : start + length] = array[b, :, :length]
         return packed.transpose(2, 0, 1) if packed.ndim == 3 else packed
 

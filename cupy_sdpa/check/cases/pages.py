@@ -1,0 +1,95 @@
+"""Paged keys and values: pools of pages and a page table for the dense keys and values of every sequence.
+
+Pages that no sequence uses are NaN. Rows of a last page after the length are finite, up to 1e4.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .case import Case
+
+#: The number of pages that no table lists before the lengths.
+UNUSED = 3
+#: Part of the seed of the page table.
+_TABLE_STREAM = 78
+#: The largest magnitude of the rows after the lengths.
+_GARBAGE = 1e4
+#: An entry of the page table that is not a page.
+LARGE_ENTRY = 2**30
+
+
+def pool_shape(case: Case, name: str) -> tuple[int, ...]:
+    """The shape of the pages of k or v."""
+    assert case.paged
+    pages = case.skv // case.paged.page * case.b + UNUSED
+    return (case.dv if name == "v" else case.d, case.hkv, case.paged.page, pages)
+
+
+def pool_layout(case: Case) -> str:
+    """The memory layout of the pages, in the notation of :mod:`.memory`."""
+    assert case.paged
+    return {"pages": "dshb", "heads": "dhsb"}[case.paged.order]
+
+
+def build_pages(case: Case, index: int, dense: dict[str, Any], lengths: Any) -> dict[str, Any]:
+    """Distribute the keys and values of every sequence over pages.
+
+    Args:
+        case: the case.
+        index: the set of values, which determines the pages of every sequence.
+        dense: k and v as dense arrays; keys of shared pages are changed.
+        lengths: the lengths of the keys, ``(B,)``.
+
+    Returns:
+        The arrays ``k``, ``v`` and ``page_table``.
+    """
+    assert case.paged
+    rng = np.random.default_rng([case.seed, index, _TABLE_STREAM])
+    page, batch = case.paged.page, case.b
+    width = case.skv // page
+    pages = rng.permutation(width * batch + UNUSED)[: width * batch].reshape(width, batch).astype(np.int32)
+    if case.paged.shared:
+        _share(case, pages, dense, lengths)
+    table = _entries_after_length(case, rng, pages)
+    arrays: dict[str, Any] = {name: _empty_pool(rng, case, name, dense[name].dtype) for name in "kv"}
+    used = [-(-int(length) // page) for length in lengths]
+    unused = np.ones(width * batch + UNUSED, bool)
+    for b, count in enumerate(used):
+        table[:count, b] = pages[:count, b]
+        unused[pages[:count, b]] = False
+    for name in "kv":
+        for b, length in enumerate(lengths):
+            j = np.arange(int(length))
+            arrays[name][:, :, j % page, pages[j // page, b]] = dense[name][:, :, j, b]
+        arrays[name][..., unused] = np.nan
+    return arrays | {"page_table": table}
+
+
+def _share(case: Case, pages: Any, dense: dict[str, Any], lengths: Any) -> None:
+    """Give every sequence the first full pages of sequence 0."""
+    assert case.paged
+    page = case.paged.page
+    for b in range(1, case.b):
+        count = (int(min(lengths[0], lengths[b])) // page + 1) // 2
+        pages[:count, b] = pages[:count, 0]
+        for name in "kv":
+            dense[name][:, :, : count * page, b] = dense[name][:, :, : count * page, 0]
+
+
+def _entries_after_length(case: Case, rng: np.random.Generator, pages: Any) -> Any:
+    """A page table of the entries that no length includes."""
+    assert case.paged
+    unowned = np.setdiff1d(np.arange(pages.size + UNUSED), pages)
+    choices: dict[str, Any] = {
+        "large": [LARGE_ENTRY], "negative": [-1], "unowned": unowned, "mixed": [LARGE_ENTRY, -1, *unowned],
+    }  # fmt: skip
+    return np.asfortranarray(rng.choice(choices[case.paged.rest], pages.shape).astype(np.int32))
+
+
+def _empty_pool(rng: np.random.Generator, case: Case, name: str, dtype: Any) -> Any:
+    """Pages of large finite numbers."""
+    shape = pool_shape(case, name)
+    return np.asfortranarray((_GARBAGE * (2 * rng.random(shape, np.float32) - 1)).astype(dtype))

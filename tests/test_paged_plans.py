@@ -1,0 +1,235 @@
+"""Plans of paged problems without a GPU: described GPUs, reports, plans ahead of time, and prepared calls."""
+
+import re
+
+import numpy as np
+import pytest
+from planner import library_version, plan_problem
+
+import cupy_sdpa
+from cupy_sdpa import attention, explain, prepare, store
+from cupy_sdpa.__main__ import main
+from cupy_sdpa.plans.plan import PlanInfo
+from cupy_sdpa.support import gpus
+from cupy_sdpa.support.why_not import why_not
+
+
+def asked(sq=1, page=16, *, hq=8, keys=4096, batch=2, packed=False, **options):
+    """The problem of shapes, with two key/value heads."""
+    pages = (64, 2, page, 600)
+    q = (64, hq, 2 * sq) if packed else (64, hq, sq, batch)
+    more = {"cu_seqlens_q": (batch + 1,), "max_seqlen_q": sq} if packed else {}
+    return cupy_sdpa.problem(q, pages, pages, dtype="bfloat16", page_table=(keys // page, batch), **more, **options)
+
+
+#: Options of the planned problems.
+OPTIONS = {
+    "plain": {},
+    "causal": {"causal": "bottom_right"},
+    "packed": {"packed": True, "causal": "bottom_right"},
+    "sinks": {"sinks": True, "causal": "bottom_right", "return_stats": True},
+    "window": {"window": (100, 0, "bottom_right")},
+    "score function": {"score_mod": lambda s, b, h, i, j: s - 0.01 * j},
+}
+
+
+@pytest.mark.cudnn
+@pytest.mark.parametrize("gpu", gpus.NAMES)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_paged_problems_are_planned(name, gpu, planner):
+    """The real cuDNN accepts what the support table allows, for every described GPU."""
+    version = planner.call(library_version)
+    for sq in (1, 4, 70):
+        for page in (16, 64):
+            problem = asked(sq, page, **OPTIONS[name])
+            assert not why_not(problem, version, gpus.capability(gpu))
+            plan = planner.accept(plan_problem, problem, gpu)
+            assert isinstance(plan, PlanInfo), f"{problem}: {plan}"
+
+
+# Reports
+
+
+#: Problems, and the number of chunks in their report; 0 if the keys are not split.
+SPLITS = {
+    "one query": (asked(), 0),
+    "one query, deterministic": (asked(deterministic=True), 16),
+    "one query, num_splits": (asked(num_splits=5), 5),
+    "one query, sinks": (asked(sinks=True), 16),
+    "4 queries": (asked(4, causal="bottom_right"), 16),
+    "4 queries, one chunk": (asked(4, num_splits=1), 1),
+    "few keys": (asked(4, keys=256), 1),
+    "large batch": (asked(4, batch=64), 1),
+    "more chunks than pages": (asked(4, page=64, keys=128, num_splits=9), 2),
+    "128 rows": (asked(32), 16),
+    "132 rows": (asked(33), 0),
+    "70 queries": (asked(70), 0),
+    "packed queries": (asked(4, packed=True), 0),
+    "a score function": (asked(4, score_mod=lambda s, b, h, i, j: 2 * s), 0),
+}
+
+
+@pytest.mark.parametrize("name", SPLITS)
+@pytest.mark.parametrize("gpu", ["h200", "b200"])
+def test_a_report_says_whether_keys_are_split(name, gpu):
+    """With the number of chunks; and the page size."""
+    problem, chunks = SPLITS[name]
+    text = str(explain(problem, gpu=gpu, cudnn="9.27.1"))
+    assert "from the support table alone" in text
+    assert f"pages of {problem.k.shape[2]} keys" in text
+    assert text.count("keys split into") == bool(chunks)
+    if chunks:
+        assert f"keys split into {chunks} chunks, query heads of a group and queries as rows" in text
+
+
+#: Refused problems, and a part of the reason.
+REFUSED = {
+    "page size": (asked(70, 48, keys=96 * 48), "the page size is 48; cuDNN supports powers of two: use pages of 64 keys"),
+    "page size of a split problem": (asked(4, 48, keys=96 * 48), "the page size is 48; .* use pages of 64 keys"),
+    "dropout": (
+        asked(dropout_p=0.5, seed=1),
+        "dropout with page_table and a single query .*: omit dropout_p, or pass the query",
+    ),
+}
+
+
+@pytest.mark.parametrize("gpu", gpus.NAMES)
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refusal_gives_its_reason(name, gpu):
+    """With the value and the remedy, for every described GPU."""
+    problem, words = REFUSED[name]
+    report = explain(problem, gpu=gpu, cudnn="9.27.1")
+    assert not report
+    assert any(re.search(words, reason) for reason in report.reasons)
+    assert "cannot run on cuDNN" in str(report)
+
+
+@pytest.mark.cudnn
+def test_a_split_problem_is_explained_for_a_described_gpu():
+    """The real cuDNN plans the problem of the chunks; the report names the engine."""
+    report = explain(asked(4, causal="bottom_right"), gpu="H200")
+    assert report
+    assert report.plan.engine in (1, 2)
+    assert "keys split into 16 chunks" in str(report)
+
+
+# Plans ahead of time
+
+
+TOML = """
+[[attention]]
+q = [64, 8, 1, 2]
+k = [64, 2, 64, 100]
+v = [64, 2, 64, 100]
+dtype = "bfloat16"
+page_table = [16, 2]
+
+[[attention]]
+q = [64, 8, 4, 2]
+k = [64, 2, 64, 100]
+v = [64, 2, 64, 100]
+dtype = "bfloat16"
+page_table = [16, 2]
+causal = "bottom_right"
+num_splits = 3
+
+[[attention]]
+q = [64, 8, 140]
+k = [64, 2, 64, 100]
+v = [64, 2, 64, 100]
+dtype = "bfloat16"
+page_table = [16, 2]
+cu_seqlens_q = [3]
+max_seqlen_q = 70
+"""
+
+
+def test_paged_problems_from_a_file(tmp_path):
+    """The problems are those of :func:`cupy_sdpa.problem` and of calls with arrays."""
+    path = tmp_path / "shapes.toml"
+    path.write_text(TOML)
+    one, split, packed = store.read_problems(path)
+    pages = (64, 2, 64, 100)
+    options = {"dtype": "bfloat16", "page_table": (16, 2)}
+    assert one == cupy_sdpa.problem((64, 8, 1, 2), pages, pages, **options)
+    assert split == cupy_sdpa.problem((64, 8, 4, 2), pages, pages, causal="bottom_right", num_splits=3, **options)
+    assert split.settings.split.chunks == 3
+    assert packed == cupy_sdpa.problem((64, 8, 140), pages, pages, cu_seqlens_q=(3,), max_seqlen_q=70, **options)
+    q, pool = np.zeros((64, 8, 4, 2), np.float16, order="F"), np.zeros(pages, np.float16, order="F")
+    table, lengths = np.zeros((16, 2), np.int32, order="F"), np.zeros(2, np.int32)
+    given = cupy_sdpa.problem(q, pool, pool, page_table=table, seq_lens_kv=lengths, causal="bottom_right", num_splits=3)
+    shapes = ((64, 8, 4, 2), pages, pages)
+    assert given == cupy_sdpa.problem(*shapes, dtype="float16", page_table=(16, 2), causal="bottom_right", num_splits=3)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            TOML.replace("page_table = [16, 2]", "page_table = [16, 3]"),
+            r"table 1 .*page_table has shape \(16, 3\).*2 sequences",
+        ),
+        (TOML.replace("num_splits = 3", "num_splits = 0"), r"table 2 .*num_splits is 0; it must be"),
+        (TOML.replace("page_table = [16, 2]", 'passes = ["backward"]\npage_table = [16, 2]', 1), "table 1 .*gradients are not"),
+        (TOML.replace("page_table = [16, 2]", "lengths = [1, 2]\npage_table = [16, 2]", 1), r"lengths is \[1, 2\] .*page size"),
+    ],
+    ids=["batch", "num_splits", "gradients", "lengths"],
+)
+def test_bad_files_of_paged_problems(text, words, tmp_path):
+    """One error with the number of the table and the value."""
+    path = tmp_path / "shapes.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=words):
+        store.read_problems(path)
+
+
+@pytest.mark.cudnn
+def test_paged_plans_are_stored(tmp_path, capsys):
+    """The command plans every problem of the file; a second run finds the plans."""
+    path = tmp_path / "shapes.toml"
+    path.write_text(TOML)
+    words = ["plan", "--gpu", "h200", str(path), "-o", str(tmp_path / "plans")]
+    assert main(words) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("planned ") == 3
+    assert "keys split into 3 chunks" in said
+    assert main(words) == 0
+    assert " ".join(capsys.readouterr().out.split()).count("already stored") == 3
+
+
+# Prepared calls
+
+
+@pytest.fixture(params=["numpy", "fake"])
+def engine(request):
+    """numpy or the fake CuPy, and a function that copies results to the host."""
+    if request.param == "numpy":
+        return np, np.asarray
+    fake = request.getfixturevalue("fake")
+    return fake, lambda x: x.get()
+
+
+@pytest.mark.parametrize("sq", [1, 4, 70])
+@pytest.mark.parametrize("options", [{}, {"causal": "bottom_right", "num_splits": 2}], ids=["plain", "split"])
+def test_prepared_calls_with_pages(sq, options, engine):
+    """The results are those of attention(), also when table and lengths change in place, and with another table of the shape."""
+    if sq == 70:
+        options = {name: value for name, value in options.items() if name != "num_splits"}
+    xp, get = engine
+    rng = np.random.default_rng(0)
+    made = lambda *shape: xp.asarray(np.asfortranarray(rng.standard_normal(shape).astype(np.float16)))  # noqa: E731
+    q, k, v = made(8, 4, sq, 2), made(8, 2, 16, 20), made(8, 2, 16, 20)
+    tables = [xp.asarray(np.asfortranarray(rng.permutation(20)[:16].reshape(8, 2).astype(np.int32))) for _ in range(3)]
+    lengths = [xp.asarray(np.array(n, np.int32)) for n in ([100, 128], [3, 0], [128, 17])]
+    table, length = tables[0].copy(order="F"), lengths[0].copy()
+    call = prepare(q, k, v, page_table=table, seq_lens_kv=length, return_stats=True, **options)
+    for turn in range(6):
+        table[...], length[...] = tables[turn % 3], lengths[turn % 3]
+        want = attention(q, k, v, page_table=tables[turn % 3], seq_lens_kv=lengths[turn % 3], return_stats=True, **options)
+        for got in (call(q, k, v), call(q, k, v, page_table=tables[turn % 3], seq_lens_kv=lengths[turn % 3])):
+            for one, other in zip(got, want, strict=True):
+                np.testing.assert_array_equal(get(one), get(other))
+    with pytest.raises(ValueError, match=r"Prepared: .*page_table \(8, 2\).* Passed: .*page_table \(4, 2\)"):
+        call(q, k, v, page_table=table[:4].copy(order="F"), seq_lens_kv=lengths[0] * 0)
+    with pytest.raises(ValueError, match=r"page_table has shape \(8, 1\); it must be .* with 2 sequences"):
+        call(q, k, v, page_table=table[:, :1])
