@@ -42,7 +42,6 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="how their names begin (default: all)")
     parser.add_argument("--check", action="store_true", help="write nothing")
     arguments = parser.parse_args()
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the matrices are small; threads wait for each other on a busy machine
     # A kernel finds the package as this process does.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
     paths = [p for p in sorted(HERE.glob("*.ipynb")) if not arguments.names or p.name.startswith(tuple(arguments.names))]

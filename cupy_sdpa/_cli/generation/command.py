@@ -17,7 +17,7 @@ from ..helpers import text
 from ..helpers.console import CommandError, print_labeled
 from ..helpers.engine import choose
 from .decoder import PAGE, Decoder
-from .gpt import GPT, Training, train
+from .gpt import GPT, Training, one_blas_thread, train
 from .serve import Request, gumbel, serve
 from .speculate import NGrams, speculate
 
@@ -27,6 +27,7 @@ PROMPT = "Alice was beginning to get very tired"
 PROMPTS, WORDS = 10, 6
 
 
+@one_blas_thread()
 def command(arguments: argparse.Namespace) -> int:
     """Run ``demo --generate``.
 
