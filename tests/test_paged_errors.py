@@ -84,11 +84,8 @@ INVALID = {
     ),
     "splits_of_packed_queries": (packed(num_splits=2), ValueError, r"num_splits is 2, .* with cu_seqlens_q: omit"),
     "splits_of_many_rows": (
-        {"num_splits": 2, "q": zeros(8, 2, 65, 2)}, ValueError,
-        r"num_splits is 2, which is not supported with 130 rows of a key/value head \(at most 128\): omit num_splits",
-    ),
-    "splits_of_one_row_with_a_window": (
-        {"num_splits": 2, "q": zeros(8, 1, 1, 2), "window": (3, 0, "bottom_right")}, ValueError, r"with a window and one query",
+        {"num_splits": 2, "q": zeros(8, 2, 257, 2)}, ValueError,
+        r"num_splits is 2, which is not supported with 514 rows of a key/value head \(at most 512\): omit num_splits",
     ),
     "no_splits": ({"num_splits": 0}, ValueError, r"num_splits is 0; it must be a number of chunks, 1 or more, or None"),
     "half_a_split": ({"num_splits": 1.5}, ValueError, r"num_splits is 1.5; it must be a number of chunks"),
