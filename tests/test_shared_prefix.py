@@ -1,0 +1,110 @@
+"""Shared prefixes: the same result as attention to all pages; and the number of plans of a long generation."""
+
+import numpy as np
+import pytest
+
+import cupy_sdpa
+from cupy_sdpa import KVCache, attention, shared_prefix_attention
+from cupy_sdpa.calls.arguments import read_forward
+
+
+def draw(seed, xp, dtype):
+    """A random call of sequences that share their first pages, with NaN in pages that no sequence owns."""
+    rng = np.random.default_rng(seed)
+    pick = lambda *choices: choices[int(rng.integers(len(choices)))]  # noqa: E731
+    d, dv, hkv, group, sq, b = pick(8, 16), pick(8, 16), pick(1, 2), pick(1, 3), pick(1, 2, 5), pick(1, 2, 7)
+    page, prefix_pages, own_pages = pick(1, 2, 16), pick(0, 1, 9), pick(1, 2, 4)
+    prefix, count = prefix_pages * page, prefix_pages + own_pages * b + 1
+    order = rng.permutation(count).astype(np.int32)
+    table = np.empty((prefix_pages + own_pages, b), np.int32, order="F")
+    table[:prefix_pages] = order[:prefix_pages, None]
+    table[prefix_pages:] = order[prefix_pages:-1].reshape((own_pages, b))
+    lengths = prefix + rng.integers(min(sq, own_pages * page), own_pages * page + 1, b).astype(np.int32)
+    k, v = (np.asfortranarray(rng.standard_normal((n, hkv, page, count)).astype(dtype)) for n in (d, dv))
+    for pages in (k, v):
+        pages[..., order[-1]] = np.nan
+    q = np.asfortranarray(rng.standard_normal((d, hkv * group, sq, b)).astype(dtype))
+    options = [{}, {"causal": "bottom_right"}, {"softcap": 2.0}, {"sinks": rng.standard_normal(hkv * group).astype("f4")}]
+    chosen = dict(pick(*options))
+    if own_pages * page < sq:
+        chosen.pop("causal", None)  # a query before the end of the prefix would not see all of it
+    arrays = {name: xp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in chosen.items()}
+    pages = {"page_table": xp.asarray(table), "seq_lens_kv": xp.asarray(lengths), **arrays}
+    return [xp.asarray(x) for x in (q, k, v)], prefix, pages
+
+
+def check(seed, xp, dtype, tolerance):
+    """Compare with attention to all pages, on numpy in float64."""
+    (q, k, v), prefix, options = draw(seed, xp, dtype)
+    given, _, wide = draw(seed, np, dtype)
+    want, stats = attention(*(x.astype(np.float64, order="F") for x in given), **wide, return_stats=True)
+    out = xp.asarray(np.full(want.shape, np.nan, dtype, order="F"))
+    got = shared_prefix_attention(q, k, v, prefix, **options, out=out, return_stats=True)
+    assert got[0] is out
+    for one, other in zip(got, (want, stats), strict=True):
+        np.testing.assert_allclose(one.get() if hasattr(one, "get") else one, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_on_numpy(seed):
+    """On the CPU engine."""
+    check(seed, np, "float32", 1e-5)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_on_the_fake_cupy(seed, fake):
+    """With staging and kernels."""
+    check(seed, fake, "float16", 1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(60))
+def test_on_the_gpu(seed, cupy):
+    """With cuDNN."""
+    check(seed, cupy, "float16", 1e-2)
+
+
+def zeros(*shape, dtype=np.float32):
+    """Zeros in Fortran order."""
+    return np.zeros(shape, dtype, order="F")
+
+
+TABLE = {"page_table": zeros(4, 2, dtype=np.int32), "seq_lens_kv": np.full(2, 9, np.int32)}
+#: Changes of a valid call, the error, and words of the message.
+INVALID = {
+    "no_table": ({"page_table": None}, ValueError, "needs page_table and seq_lens_kv"),
+    "part_of_a_page": ({"shared_prefix": 3}, ValueError, "shared_prefix is 3; .*multiple of the page size 4 from 0 to 16"),
+    "too_long": ({"shared_prefix": 20}, ValueError, "from 0 to 16"),
+    "not_a_number": ({"shared_prefix": 4.0}, TypeError, "shared_prefix is 4.0"),
+    "window": ({"window": (3, 0)}, ValueError, "window is passed"),
+    "top_left": ({"causal": True}, ValueError, "causal is True; .*'bottom_right'"),
+}
+
+
+@pytest.mark.parametrize("name", INVALID)
+def test_invalid_arguments(name):
+    """They name the value and the remedy."""
+    changes, error, words = INVALID[name]
+    arguments = {"shared_prefix": 4, **TABLE, **changes}
+    with pytest.raises(error, match=words):
+        shared_prefix_attention(zeros(8, 2, 1, 2), zeros(8, 1, 4, 9), zeros(8, 1, 4, 9), **arguments)
+
+
+@pytest.mark.parametrize("queries", [1, 4])
+def test_a_long_generation_needs_few_plans(queries):
+    """10 000 tokens: one problem for each power of two of pages."""
+    cache = KVCache(8, 1, pages=160, batch=1, dtype="float16", numpy=True)
+    tokens, q, problems = zeros(8, 1, 4, 1, dtype=np.float16), zeros(8, 2, queries, 1, dtype=np.float16), set()
+    for _ in range(2500):
+        cache.append(tokens, tokens)
+        options = {"page_table": cache.table, "seq_lens_kv": cache.lengths, "causal": "bottom_right"}
+        call = read_forward(q, cache.keys(), cache.values(), options)
+        call.on_gpu = True
+        problems.add(call.engine_problem)
+    assert cache.host_lengths == [10_000]
+    assert len(problems) <= 9
+
+
+def test_the_public_name():
+    """It is a function of the package."""
+    assert cupy_sdpa.shared_prefix_attention is shared_prefix_attention
