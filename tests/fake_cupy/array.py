@@ -146,7 +146,12 @@ class ndarray:  # noqa: N801
     __sub__, __rsub__ = _operator(np.subtract), _operator(np.subtract, turned=True)
     __mul__, __rmul__ = _operator(np.multiply), _operator(np.multiply, turned=True)
     __truediv__, __rtruediv__ = _operator(np.divide), _operator(np.divide, turned=True)
-    __matmul__, __rmatmul__ = _operator(np.matmul), _operator(np.matmul, turned=True)
+
+    def __matmul__(self, other: Any) -> Any:
+        if memory.current_stream() in DEVICE.captures:
+            raise NotImplementedError("calling cuBLAS API during stream capture is currently unsupported")
+        return compute(np.matmul, self, other)
+
     __lt__, __le__, __gt__, __ge__ = map(_operator, (np.less, np.less_equal, np.greater, np.greater_equal))
     __eq__, __ne__ = map(_operator, (np.equal, np.not_equal))
     __and__, __or__ = map(_operator, (np.logical_and, np.logical_or))

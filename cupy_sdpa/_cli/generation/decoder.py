@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from ...attention import attention
 from ...inference.kv_cache import KVCache
-from .gpt import GPT
+from .gpt import GPT, Product, sum_of_products
 
 #: Tokens per page.
 PAGE = 16
@@ -74,10 +75,11 @@ class Decoder:
                 self._steps[tokens] = Step(self, tokens)
         return self._steps[tokens]
 
-    def compute(self, tokens: Any, **options: Any) -> Any:
+    def compute(self, tokens: Any, product: Product = operator.matmul, **options: Any) -> Any:
         """Append tokens ``(S, B)`` to the cache; returns the logits of the next ones, ``(C, S, B)``.
 
-        ``cache.begin_step`` announces how many of the S tokens of each sequence are appended.
+        ``cache.begin_step`` announces how many of the S tokens of each sequence are appended. ``product`` is that of
+        :meth:`.gpt.GPT.forward`, options are those of :func:`cupy_sdpa.attention`.
         """
         cache, xp = self.cache, self.model.xp
 
@@ -88,7 +90,7 @@ class Decoder:
             return attention(q, cache.keys(layer), cache.values(layer), **paged, **options), None
 
         positions = cache.lengths + xp.arange(tokens.shape[0], dtype=np.int32)[:, None]  # before the append
-        return self.model.forward(tokens, positions, attend)[0]
+        return self.model.forward(tokens, positions, attend, product)[0]
 
     def prefill(self, prompts: Mapping[int, Any], noise: Mapping[int, Any] | None = None) -> dict[int, int]:
         """Append prompts, in chunks.
@@ -176,7 +178,7 @@ class Step:
             self._graph.launch()
 
     def _compute(self) -> None:
-        logits = self._decoder.compute(self.tokens)
+        logits = self._decoder.compute(self.tokens, sum_of_products if self._decoder.graphs else operator.matmul)
         self.chosen[...] = (logits + self.noise).argmax(axis=0)
         if len(self.tokens) == 1:
             self.tokens[...] = self.chosen

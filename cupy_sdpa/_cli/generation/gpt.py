@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import importlib
 import math
+import operator
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -30,6 +31,8 @@ from ..helpers import text
 Arrays = dict[str, Any]
 #: Attention of a layer: from the layer's number, q, k and v to the output and the pullback.
 Attend = Callable[[int, Any, Any, Any], tuple[Any, Callable[[Any], tuple[Any, Any, Any]]]]
+#: A matrix product.
+Product = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -90,13 +93,16 @@ class GPT:
         """The text of tokens on the host."""
         return "".join(self.vocabulary[int(token)] for token in tokens)
 
-    def forward(self, tokens: Any, positions: Any, attend: Attend) -> tuple[Any, Callable[[Any], Arrays]]:
+    def forward(
+        self, tokens: Any, positions: Any, attend: Attend, product: Product = operator.matmul
+    ) -> tuple[Any, Callable[[Any], Arrays]]:
         """Logits of the next word at every position.
 
         Args:
             tokens: int32 ``(S, B)``.
             positions: int32, the position of each token; of a shape that can be broadcast to ``(S, B)``.
             attend: computes attention; it may read the keys of a cache.
+            product: the matrix product, or :func:`sum_of_products`.
 
         Returns:
             ``(logits, pullback)``: logits ``(C, S, B)``; the pullback maps their gradient to those of the weights.
@@ -107,11 +113,11 @@ class GPT:
         pullbacks = []
         for layer in range(self.sizes.layers):
             for part in (self._attention, self._perceptron):
-                change, pullback = part(layer, x, shape, attend)
+                change, pullback = part(layer, x, shape, attend, product)
                 x = x + change
                 pullbacks.append(pullback)
         y, dnorm = normalized(x, xp)
-        logits, dread = times(w["read"], y)
+        logits, dread = times(w["read"], y, product)
 
         def pullback_of_all(dlogits: Any) -> Arrays:
             dread_weight, dy = dread(dlogits.reshape((-1, dlogits.shape[1] * dlogits.shape[2]), order="F"))
@@ -135,16 +141,16 @@ class GPT:
         inside = self.xp.broadcast_to(inside, shape).ravel(order="F")
         return self.xp.take(self.weights["place"].T, inside, axis=0).T
 
-    def _attention(self, layer: int, x: Any, shape: tuple[int, ...], attend: Attend) -> tuple[Any, Any]:
+    def _attention(self, layer: int, x: Any, shape: tuple[int, ...], attend: Attend, product: Product) -> tuple[Any, Any]:
         """The change of x by attention, ``(F, N)``; and the pullback to x and the weights."""
         sizes, w, xp = self.sizes, self.weights, self.xp
         heads = (sizes.head_dim, sizes.heads)
         y, dnorm = normalized(x, xp)
-        qkv, dqkv_product = times(w[f"{layer}.qkv"], y)
+        qkv, dqkv_product = times(w[f"{layer}.qkv"], y, product)
         qkv = qkv.astype(self.dtype, copy=False).reshape((*heads, 3, *shape), order="F")  # the same memory, split
         out, dattend = attend(layer, *(qkv[:, :, i] for i in range(3)))
         found = out.astype(x.dtype, copy=False).reshape((sizes.features, -1), order="F")
-        change, dmix = times(w[f"{layer}.mix"], found)
+        change, dmix = times(w[f"{layer}.mix"], found, product)
 
         def pullback(dchange: Any) -> tuple[Any, Arrays]:
             dmix_weight, dfound = dmix(dchange)
@@ -157,12 +163,12 @@ class GPT:
 
         return change, pullback
 
-    def _perceptron(self, layer: int, x: Any, shape: tuple[int, ...], attend: Attend) -> tuple[Any, Any]:
+    def _perceptron(self, layer: int, x: Any, shape: tuple[int, ...], attend: Attend, product: Product) -> tuple[Any, Any]:
         """The change of x by the hidden units; and the pullback to x and the weights."""
         y, dnorm = normalized(x, self.xp)
-        hidden, dup = times(self.weights[f"{layer}.up"], y)
+        hidden, dup = times(self.weights[f"{layer}.up"], y, product)
         active = self.xp.maximum(hidden, 0)
-        change, ddown = times(self.weights[f"{layer}.down"], active)
+        change, ddown = times(self.weights[f"{layer}.down"], active, product)
 
         def pullback(dchange: Any) -> tuple[Any, Arrays]:
             ddown_weight, dactive = ddown(dchange)
@@ -181,9 +187,14 @@ def split(passage: str) -> list[str]:
     return re.findall(r"\n| ?\w+(?:['-]\w+)*| ?[^\w\s]", passage)
 
 
-def times(weight: Any, x: Any) -> tuple[Any, Callable[[Any], tuple[Any, Any]]]:
+def times(weight: Any, x: Any, product: Product = operator.matmul) -> tuple[Any, Callable[[Any], tuple[Any, Any]]]:
     """``weight @ x`` in Fortran order, and its pullback."""
-    return (x.T @ weight.T).T, lambda d: (d @ x.T, (d.T @ weight).T)
+    return product(x.T, weight.T).T, lambda d: (d @ x.T, (d.T @ weight).T)
+
+
+def sum_of_products(a: Any, b: Any) -> Any:
+    """``a @ b`` without cuBLAS, which CuPy does not call while it captures a stream; for small arrays."""
+    return (a[:, :, None] * b[None]).sum(axis=1)
 
 
 def normalized(x: Any, xp: Any) -> tuple[Any, Callable[[Any], Any]]:
