@@ -235,6 +235,6 @@ def _count(options: Mapping[str, Any], name: str, what: str, least: int = 0) -> 
     value = options.get(name)
     if value is None:
         return None
-    if not isinstance(value, numbers.Integral) or value < least:
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name} is {value!r}; it must be {what}, {least} or more, or None")
     return int(value)
