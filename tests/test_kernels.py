@@ -83,7 +83,9 @@ def test_rows_of_packed_arrays(place, seed, name, starts_as, fake):
     total = totals[of_keys] = max(1, totals[of_keys])
     shape = (heads, total) if kind == "per_row" else (8, heads, total)
     whole, part, cleared, want = result(fake, rng, shape, kind, value, of_keys)
-    sides = [kernels.Lengths(as_given(fake, s, *starts_as), m, t) for s, m, t in zip(starts, most, totals, strict=True)]
+    sides = [
+        kernels.Lengths(as_given(fake, s, *starts_as), m, t, packed=True) for s, m, t in zip(starts, most, totals, strict=True)
+    ]
     offsets = {"q × 24": (False, 24), "k × 8": (True, 8), "v × 1": (True, 1)}
     made = {key: x.get() for key, x in kernels.prepare_sequences(*sides, offsets, [cleared]).items()}
     own = [np.minimum(np.diff(s), m) for s, m in zip(starts, most, strict=True)]
@@ -103,7 +105,7 @@ def test_rows_of_packed_arrays(place, seed, name, starts_as, fake):
 def test_offsets_out_of_range_are_clipped(fake):
     """Offsets beyond the total or below 0 cause no write outside of the arrays."""
     starts = fake.asarray(np.array([-5, 4, 90, 60], np.int32))
-    side = kernels.Lengths(starts, 8, 10)
+    side = kernels.Lengths(starts, 8, 10, packed=True)
     out = fake.ones((8, 2, 10), np.float16, order="F")
     made = kernels.prepare_sequences(side, side, {"q": (False, 16)}, [kernels.ClearedResult(out, False, False, 0.0)])
     np.testing.assert_array_equal(made["seq_lens_q"].get(), [4, 6, 0])
