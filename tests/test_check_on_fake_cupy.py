@@ -23,7 +23,7 @@ def names_of(number):
     return names
 
 
-@pytest.mark.parametrize("number", range(60))
+@pytest.mark.parametrize("number", range(40))
 def test_paged_problems_of_the_gpu(number, fake, monkeypatch):
     """Problems as they are drawn for a GPU, with smaller sizes; none fails."""
     monkeypatch.setitem(drawing.LIMITS, "gpu", Limits(20_000, 60_000))

@@ -9,17 +9,18 @@ from exact import evaluated
 from tolerance import assert_close
 
 from cupy_sdpa import attention, reference
-from cupy_sdpa.calls import arguments, staging
+from cupy_sdpa.calls import arguments
 from cupy_sdpa.graph.attention_backward import backward
 from cupy_sdpa.graph.attention_forward import forward
 from cupy_sdpa.problem.problem import ROW_STATS
+from cupy_sdpa.staging import stage
 
 
 def test_missing_clears_show(monkeypatch):
     """If packed results after the last sequence are not cleared, exact evaluation has NaN there, and only there."""
-    clear = staging._clear_padding_on_cpu
+    clear = stage._clear_padding_on_cpu
     monkeypatch.setattr(
-        staging, "_clear_padding_on_cpu", lambda problem, given, arrays, results: clear(problem, given, arrays, [])
+        stage, "_clear_padding_on_cpu", lambda problem, given, arrays, results: clear(problem, given, arrays, [])
     )
     (case,) = (replace(case.with_dtype("float64"), stats=False) for case in FORWARD if case.name == "packed_window_tail")
     arrays, options = case.arrays(), case.options()
