@@ -229,7 +229,7 @@ def model_of(engine, rng, name):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", SHAPES)
 def test_random_operations(name, seed, engine):
     """After every operation the cache is what the model says; free pages are full of NaN before every step."""

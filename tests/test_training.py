@@ -96,6 +96,7 @@ def test_training_is_reproducible(words):
     assert one != other
 
 
+@pytest.mark.sweep
 def test_attention_in_bfloat16_gives_the_same_loss_curve(trained, words):
     """With q, k, v and their gradients rounded to bfloat16 in every step the loss stays within the tolerance."""
     losses, _ = train(words, dtype=BFLOAT16)
