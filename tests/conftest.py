@@ -24,7 +24,7 @@ REQUIRED = pytest.StashKey[str]()
 #: Whether there are hours for it.
 NIGHTLY = os.environ.get("CUPY_SDPA_NIGHTLY", "0") != "0"
 #: Compiling a kernel takes a second. The sweep compiles those of one in so many tests, every night those of all.
-SHARE = 6
+SHARE = 9
 #: The tests of these files share what takes long to make.
 TOGETHER = ("test_training", "test_generation")
 #: The tests that take longest are started first, so that no worker process waits for another at the end.
