@@ -77,6 +77,8 @@ INVALID = {
     "too_long": ({"shared_prefix": 20}, ValueError, "from 0 to 16"),
     "not_a_number": ({"shared_prefix": 4.0}, TypeError, "shared_prefix is 4.0"),
     "window": ({"window": (3, 0)}, ValueError, "window is passed"),
+    "bias": ({"bias": zeros(16, 1, 1, 1)}, ValueError, "bias is passed"),
+    "lengths": ({"seq_lens_q": np.ones(2, np.int32)}, ValueError, "seq_lens_q is passed"),
     "top_left": ({"causal": True}, ValueError, "causal is True; .*'bottom_right'"),
 }
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from .._typing import Array
 from ..attention import attention
-from ..calls.options import Options, takes_options
+from ..calls.options import Options, is_one_of, takes_options
 from ..device import cupy_runtime
 from ..helpers import merge
 
@@ -80,7 +80,7 @@ def shared_prefix_attention(
     whole = xp.full((1,), int(shared_prefix), "int32")
     common = {name: value for name, value in parts.items() if name != "causal"}
     prefix, prefix_stats = attention(rows, k, v, page_table=table[:pages, :1], seq_lens_kv=whole, return_stats=True, **common)
-    rest = xp.maximum(lengths - int(shared_prefix), 0)  # a numpy scalar would be copied from the host, also in a CUDA graph
+    rest = xp.maximum(lengths - int(shared_prefix), 0)
     own, own_stats = attention(q, k, v, page_table=table[pages:], seq_lens_kv=rest, return_stats=True, **parts)
     by_sequence = prefix_stats.reshape((sq, b, hq), order="F").transpose(0, 2, 1)
     outs = [prefix.reshape((v.shape[0], hq, sq, b), order="F"), own]
@@ -104,7 +104,7 @@ def _check(k: Array, shared_prefix: int, options: Options) -> None:
             "keys of the page table"
         )
     for name in _EXCLUDED:
-        if options.get(name) not in (None, 0, 0.0):
+        if not is_one_of(options.get(name), (None, 0)):
             raise ValueError(f"{name} is passed, which shared_prefix_attention does not support: use cupy_sdpa.attention")
-    if options.get("causal") not in (None, False, "bottom_right"):
+    if not is_one_of(options.get("causal"), (None, False, "bottom_right")):
         raise ValueError(f"causal is {options.get('causal')!r}; with a shared prefix it must be 'bottom_right' or False")
