@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import cupy_runtime, memory
+from .kernels import declaration, struct
+from .memory import UNITS
 
 
 class State(NamedTuple):
@@ -70,10 +72,6 @@ def _store_kernel() -> Any:
     )
 
 
-#: The C type of a unit of so many bytes, in which kernels copy.
-_UNITS = {16: "uint4", 8: "uint2", 4: "unsigned", 2: "unsigned short"}
-
-
 def copy_pages(storages: Sequence[Any], pairs: Sequence[tuple[int, int]]) -> None:
     """Copy pages in all layers; pairs of pages (from, to).
 
@@ -87,7 +85,7 @@ def copy_pages(storages: Sequence[Any], pairs: Sequence[tuple[int, int]]) -> Non
         units = page // unit
         grid = (min(64, -(-units // 256)), int(batch["count"]), storage.shape[4])
         arguments = (storage, batch, np.int64(units), np.int64(storage.strides[4] // unit))
-        _copy_pages_kernel(_UNITS[unit])(grid, (256,), arguments)
+        _copy_pages_kernel(UNITS[unit])(grid, (256,), arguments)
 
 
 @functools.cache
@@ -133,9 +131,7 @@ class _Arguments(NamedTuple):
 
 
 #: The argument of the kernel, passed by value; all fields are int64.
-_STRUCT = np.dtype(
-    [(name, np.int64) for name in _Arguments._fields] + [("sides", [(name, np.int64) for name in _Side._fields], 2)]
-)
+_STRUCT = np.dtype([(name, np.int64) for name in _Arguments._fields] + [("sides", struct(_Side), 2)])
 
 
 def append(k: Any, v: Any, keys: Any, values: Any, state: State, *, advance: bool) -> None:
@@ -196,9 +192,9 @@ def _append_kernel() -> Any:
     of all heads, ``threadIdx.x`` the units of a row. The last block of a sequence advances its length: every block has read it
     then.
     """
-    cases = " ".join(f"case {size}: write_rows<{unit}>(a, s, begin, count, first); break;" for size, unit in _UNITS.items())
+    cases = " ".join(f"case {size}: write_rows<{unit}>(a, s, begin, count, first); break;" for size, unit in UNITS.items())
     return cupy_runtime.cupy().RawKernel(
-        f"""struct Side {{ long long {", ".join(_Side._fields)}; }};
+        f"""{declaration("Side", _Side)}
         struct Arguments {{ long long {", ".join(_Arguments._fields)}; Side sides[2]; }};
         template <class Unit>
         __device__ void write_rows(const Arguments& a, const Side& s, int begin, int count, int first) {{

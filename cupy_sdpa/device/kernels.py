@@ -129,7 +129,8 @@ class _Result(NamedTuple):
 _MAX_OFFSETS, _MAX_RESULTS = 14, 4
 
 
-def _struct(fields: type[_Sequences | _Offsets | _Result]) -> np.dtype[Any]:
+def struct(fields: type[Any]) -> np.dtype[Any]:
+    """The dtype of a record whose fields are int64, as an argument of a kernel."""
     return np.dtype([(name, np.int64) for name in fields._fields])
 
 
@@ -139,9 +140,9 @@ _ARGUMENTS = np.dtype(
         ("batch", np.int64),
         ("offset_count", np.int64),
         ("result_count", np.int64),
-        ("sequences", _struct(_Sequences), 2),
-        ("offsets", _struct(_Offsets), _MAX_OFFSETS),
-        ("results", _struct(_Result), _MAX_RESULTS),
+        ("sequences", struct(_Sequences), 2),
+        ("offsets", struct(_Offsets), _MAX_OFFSETS),
+        ("results", struct(_Result), _MAX_RESULTS),
     ]
 )
 
@@ -173,8 +174,8 @@ def _result(result: ClearedResult, packed: bool) -> _Result:
     )
 
 
-def _declaration(name: str, fields: type[_Sequences | _Offsets | _Result]) -> str:
-    """The C struct of a record."""
+def declaration(name: str, fields: type[Any]) -> str:
+    """The C struct of a record whose fields are int64."""
     return f"struct {name} {{ long long {', '.join(fields._fields)}; }};"
 
 
@@ -182,9 +183,9 @@ def _declaration(name: str, fields: type[_Sequences | _Offsets | _Result]) -> st
 def _prepare_sequences_kernel(packed: tuple[bool, bool]) -> Any:
     """The kernel of :func:`prepare_sequences`; blocks with one ``blockIdx.y`` work on one batch entry."""
     return cupy_runtime.cupy().RawKernel(
-        f"""{_declaration("Sequences", _Sequences)}
-        {_declaration("Offsets", _Offsets)}
-        {_declaration("Result", _Result)}
+        f"""{declaration("Sequences", _Sequences)}
+        {declaration("Offsets", _Offsets)}
+        {declaration("Result", _Result)}
         struct Arguments {{
             long long batch, offset_count, result_count;
             Sequences sequences[2];

@@ -10,6 +10,9 @@ import numpy as np
 from . import driver
 from .cupy_runtime import cupy, stream
 
+#: The C type of a unit of so many bytes, in which kernels copy.
+UNITS = {16: "uint4", 8: "uint2", 4: "unsigned", 2: "unsigned short"}
+
 
 class Rows(NamedTuple):
     """The memory of an array as evenly spaced rows; in bytes."""

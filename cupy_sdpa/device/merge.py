@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import cupy_runtime
+from .kernels import declaration, struct
 
 #: The maximum number of groups in a launch.
 MAX_GROUPS = 8
@@ -115,8 +116,8 @@ class _Target(NamedTuple):
 #: The argument of the kernel, passed by value; all fields are int64.
 _ARGUMENTS = np.dtype(
     [
-        ("target", [(name, np.int64) for name in _Target._fields]),
-        ("groups", [(name, np.int64) for name in _Group._fields], MAX_GROUPS),
+        ("target", struct(_Target)),
+        ("groups", struct(_Group), MAX_GROUPS),
     ]
 )
 
@@ -186,8 +187,8 @@ def _merge_kernel(dtype: str, out_dtype: str, vector: int) -> Any:
     )
     return cupy_runtime.cupy().RawKernel(
         f"""{"".join(sorted({of.header for of in types.values()}))}{" ".join(vectors)}
-        struct Group {{ long long {", ".join(_Group._fields)}; }};
-        struct Target {{ long long {", ".join(_Target._fields)}; }};
+        {declaration("Group", _Group)}
+        {declaration("Target", _Target)}
         struct Arguments {{ Target target; Group groups[{MAX_GROUPS}]; }};
         #define NONE __int_as_float(0xff800000)  // -inf
         // a finite number to subtract from log-sum-exps

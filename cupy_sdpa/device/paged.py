@@ -15,6 +15,8 @@ import numpy as np
 from ..problem.band import Band
 from ..problem.problem import Split
 from . import cupy_runtime
+from .kernels import declaration, struct
+from .memory import UNITS
 from .merge import TYPES
 
 
@@ -106,7 +108,7 @@ def _struct(*parts: tuple[str, type[_Table | _Queries]] | str) -> np.dtype[Any]:
     fields: list[Any] = []
     for part in parts:
         name, record = (part, None) if isinstance(part, str) else part
-        fields.append((name, np.int64 if record is None else [(field, np.int64) for field in record._fields]))
+        fields.append((name, np.int64 if record is None else struct(record)))
     return np.dtype(fields)
 
 
@@ -119,8 +121,8 @@ def _declaration(name: str, dtype: np.dtype[Any]) -> str:
 
 #: The C structs; the entry of a page of a sequence, which is that of its first page after the length; and the keys of queries.
 _DEVICE_CODE = f"""
-    struct Table {{ long long {", ".join(_Table._fields)}; }};
-    struct Queries {{ long long {", ".join(_Queries._fields)}; }};
+    {declaration("Table", _Table)}
+    {declaration("Queries", _Queries)}
     __device__ long long least(long long a, long long b) {{ return a < b ? a : b; }}
     __device__ long long most(long long a, long long b) {{ return a > b ? a : b; }}
     __device__ long long length_of(const Table& t, long long b) {{
@@ -239,7 +241,7 @@ def _split_kernel(unit: int, dtype: str, d: int, dv: int) -> Any:
     """The kernel of :func:`split`. The first blocks write the chunks, and copy in units of bytes. Each other block computes the
     fringe of one query of one head, if there is a fringe (``dv`` is not 0).
     """
-    kind = {16: "uint4", 2: "unsigned short", 4: "unsigned", 8: "uint2"}[unit]
+    kind = UNITS[unit]
     fringe = """if (blockIdx.x >= x.split_blocks) {
                 compute_fringe(x, fringe, scale, softcap, blockIdx.x - x.split_blocks);
                 return;
