@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from ._typing import Array, ArrayT
 from .calls.arguments import arrays_on_gpu, read_array, read_forward, share_elements
-from .calls.options import read_flag
+from .calls.options import read_flag, read_positive
 from .device import cupy_runtime
 from .device.merge import MAX_GROUPS, Parts
 from .device.merge import merge as merge_groups
@@ -43,10 +42,7 @@ def alibi_slopes(heads: int) -> NDArray[np.float32]:
     >>> alibi_slopes(3).tolist()
     [0.0625, 0.00390625, 0.25]
     """
-    if not isinstance(heads, numbers.Integral):
-        raise TypeError(f"heads is {heads!r}; it must be an integer")
-    if heads < 1:
-        raise ValueError(f"heads is {heads}; it must be 1 or more")
+    heads = read_positive("heads", heads)
     lower = 1 << int(math.log2(heads))
     lower_slopes, higher_slopes = (2.0 ** (-8 * np.arange(1, n + 1) / n) for n in (lower, 2 * lower))
     return np.concatenate([lower_slopes, higher_slopes[::2]])[:heads].astype(np.float32)
@@ -176,22 +172,18 @@ def _merged(groups: list[Parts], like: Any, like_stats: Any, sinks: Any, out: An
         dtype = np.result_type(np.float32, like.dtype)
         *shape, _ = groups[0].out.shape
         *stats_shape, _ = groups[0].stats.shape
-        made = Parts(_empty(like, (*shape, len(several)), dtype), _empty(like, (*stats_shape, len(several)), np.float32))
+        shapes = ((*shape, len(several)), dtype), ((*stats_shape, len(several)), np.float32)
+        made = Parts(*(cupy_runtime.temporary(like, *part) for part in shapes))
         for i, some in enumerate(several):
             merge_groups(some, made.out[..., i], made.stats[..., i])
         groups = [made]
-    out = _empty(like, like.shape, like.dtype) if out is None else out
-    stats = _empty(like, like_stats.shape, np.float32) if return_stats else None
+    out = cupy_runtime.new_result(like, like.shape, like.dtype) if out is None else out
+    stats = cupy_runtime.new_result(like, like_stats.shape, np.float32) if return_stats else None
     if like.ndim == 3:
         merge_groups(groups, out[..., None], None if stats is None else stats.T[..., None], sinks)
     else:
         merge_groups(groups, out, stats, sinks)
     return (out, stats) if return_stats else out
-
-
-def _empty(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-    """A new array in Fortran order on the engine of ``like``."""
-    return cupy_runtime.empty(shape, dtype) if cupy_runtime.is_array(like) else np.empty(shape, dtype, order="F")
 
 
 def _check_parts(outs: Sequence[Any], stats: Sequence[Any], sinks: Any, out: Any) -> bool:

@@ -5,6 +5,7 @@ import pytest
 
 import cupy_sdpa
 from cupy_sdpa import KVCache, attention, shared_prefix_attention
+from cupy_sdpa._cudnn.library import library
 from cupy_sdpa.calls.arguments import read_forward
 
 
@@ -62,6 +63,50 @@ def test_on_the_fake_cupy(seed, fake):
 def test_on_the_gpu(seed, cupy):
     """With cuDNN."""
     check(seed, cupy, "float16", 1e-2)
+
+
+def captured(fake, call):
+    """The results of a call in a CUDA graph that is launched twice, with other work before the second launch."""
+    call()
+    fake.cuda.Device().synchronize()
+    with fake.cuda.Stream(non_blocking=True) as stream:
+        call()
+        stream.begin_capture()
+        results = call()
+        graph = stream.end_capture()
+        graph.launch(stream)
+        first = [x.get() for x in results]
+        junk = [fake.full(size, np.nan, np.float32) for size in (32, 128, 256, 512, 1024) for _ in range(8)]
+        for x in results:
+            x[...] = np.nan
+        graph.launch(stream)
+        for one, again in zip(first, (x.get() for x in results), strict=True):
+            np.testing.assert_array_equal(one, again)
+        assert all(np.isnan(x.get()).all() for x in junk)
+    return first
+
+
+def check_captured(seed, cupy):
+    """Compare a captured call with an eager one."""
+    (q, k, v), prefix, options = draw(seed, cupy, "float16")
+    call = lambda: shared_prefix_attention(q, k, v, prefix, **options, return_stats=True)  # noqa: E731
+    want = [x.get() for x in call()]
+    for one, other in zip(captured(cupy, call), want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_captured_on_the_fake_cupy(seed, fake):
+    """A graph owns the memory of the parts, and can be launched again."""
+    check_captured(seed, fake)
+    assert library().forget_plans() > 0, "the plans of the graph are kept"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(8))
+def test_captured_on_the_gpu(seed, cupy):
+    """With cuDNN."""
+    check_captured(seed, cupy)
 
 
 def zeros(*shape, dtype=np.float32):

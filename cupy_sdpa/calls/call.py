@@ -62,7 +62,8 @@ class Call:
         bucket: how lengths are rounded up.
         source_lines: the source line of each operation of the score and mask functions.
         gradients: which gradients of ``tensors`` are requested.
-        fills: inputs that the caller did not pass, by name; they are created when the call runs.
+        fills: inputs that the caller did not pass, by name; they are created when the call runs. With ``seq_lens_q`` every
+            batch entry has all queries.
         launched: how the call ran on the GPU; None before the call has run, and while a stream is captured.
     """
 
@@ -107,9 +108,9 @@ class Call:
 
     def create_inputs(self) -> None:
         """Create the inputs that the caller did not pass."""
-        if self.fills:
-            self.arrays |= create_inputs(self.fills, self.arrays["q"], self.on_gpu)
-            self.fills = {}
+        missing = {name: fill for name, fill in self.fills.items() if name not in self.arrays}
+        if missing:
+            self.arrays |= create_inputs(missing, self.arrays["q"], self.on_gpu)
 
     def subcalls(self) -> list[Call]:
         """One call for each subproblem: usually this call alone; the first one computes most of the results."""
@@ -129,7 +130,8 @@ class Call:
         allocate_results(self.problem, self.arrays, self.on_gpu)
         if self.engine_problem.settings.split:
             return SplitStage(self.problem, self.engine_problem, self.arrays, self.scalars)
-        return Stage(self.problem, self.engine_problem, self.arrays, self.on_gpu)
+        full = "seq_lens_q" in self.fills
+        return Stage(self.problem, self.engine_problem, self.arrays, self.on_gpu, full_queries=full)
 
     def _on_device(self, work: Callable[[int | None], T]) -> T:
         """Call ``work`` with the device of the arrays as the current one; errors get a note that describes the call."""

@@ -155,6 +155,19 @@ def read_flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
+def read_positive(name: str, value: Any) -> int:
+    """A positive integer.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
+    if not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} is {value!r}; it must be an integer")
+    if value < 1:
+        raise ValueError(f"{name} is {value}; it must be 1 or more")
+    return int(value)
+
+
 def read_band(causal: Any, window: Any) -> Band | None:
     """The band of keys that a query attends to: the right bound of ``causal`` and the bounds of ``window``."""
     if not is_one_of(causal, (False, True, "top_left", "bottom_right")):

@@ -122,6 +122,19 @@ def allocate(size: int) -> Any:
 
 
 def empty(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Create an uninitialized array in Fortran order, in memory from :func:`allocate`."""
+    """Create an uninitialized array in Fortran order, in memory from :func:`allocate`.
+
+    It must be deleted before the call returns: a captured graph that does not free its memory can be launched only once.
+    """
     size = math.prod(shape) * np.dtype(dtype).itemsize
     return cupy().ndarray(shape, dtype, allocate(max(size, 1)), order="F")
+
+
+def temporary(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """Create an uninitialized array in Fortran order that is used within a call only, on the engine of ``like``."""
+    return empty(shape, dtype) if is_array(like) else np.empty(shape, dtype, order="F")
+
+
+def new_result(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """Create an uninitialized array in Fortran order to return to the caller, on the engine of ``like``."""
+    return (cupy().empty if is_array(like) else np.empty)(shape, dtype, order="F")

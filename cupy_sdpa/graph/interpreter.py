@@ -67,9 +67,7 @@ def _paged_load(node: PagedLoad, tile: Tile) -> None:
     rows = np.zeros((count, columns), tile.run.dtype)
     used = views[node.table.name][tile.batch, 0, : -(-length // page), 0]
     rows[:length] = pages[used, head].reshape(-1, columns)[:length]
-    *_, first, _ = node.out.shape
-    transposed = first == columns and node.out.strides[2] == 1  # with one column the strides of both are 1
-    tile.cache[node.out.name] = rows.T if transposed else rows
+    tile.cache[node.out.name] = rows.T if node.transposed else rows
 
 
 def _softmax(node: Softmax, tile: Tile) -> None:

@@ -205,12 +205,13 @@ class PagedLoad(Node):
     """The keys or values of every batch entry, gathered from pages: row ``j`` is row ``j % n`` of page ``table[j // n]``.
 
     ``pages`` is ``(pages, H, n, D)`` with n rows per page, ``table`` is ``(B, 1, P, 1)`` and ``lengths`` ``(B, 1, 1, 1)``.
-    ``out`` is ``(B, H, n P, D)``, or its transpose ``(B, H, D, n P)``. Table entries of pages after the length are not read.
+    ``out`` is ``(B, H, n P, D)``, and ``(B, H, D, n P)`` if ``transposed``. Table entries after the length are not read.
     """
 
     pages: Tensor
     table: Tensor
     lengths: Tensor
+    transposed: bool = False
     operands: ClassVar[tuple[str, ...]] = ("pages", "table", "lengths")
 
 
@@ -375,14 +376,13 @@ class Builder:
     def paged_load(
         self, formula: str, pages: Tensor, table: Tensor, lengths: Tensor, out: str, *, transposed: bool = False
     ) -> Tensor:
-        """The rows of pages ``(pages, H, n, D)`` that a table ``(B, 1, P, 1)`` lists; see :class:`PagedLoad`."""
+        """The rows of the pages that a table lists; see :class:`PagedLoad`."""
         (_, h, n, d), (b, _, width, _) = pages.shape, table.shape
         if lengths.shape != (b, 1, 1, 1):
             raise ValueError(f"paged load {formula}: {lengths} has shape {lengths.shape}; it must be {(b, 1, 1, 1)}")
         rows = self.virtual(out, (b, h, n * width, d), pages.dtype)
-        if transposed:
-            rows = replace(rows, shape=(b, h, d, n * width), strides=(*rows.strides[:2], 1, d))
-        return self._add(PagedLoad(formula, rows, pages, table, lengths))
+        rows = replace(rows, shape=(b, h, d, n * width), strides=(*rows.strides[:2], 1, d)) if transposed else rows
+        return self._add(PagedLoad(formula, rows, pages, table, lengths, transposed))
 
     def _out(self, out: Tensor | str, shape: Shape, dtype: str | None = None) -> Tensor:
         if isinstance(out, str):

@@ -15,15 +15,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray  # slow to import
 
 
-def positive(number: int, name: str) -> int:
-    """A positive integer."""
-    if not isinstance(number, numbers.Integral):
-        raise TypeError(f"{name} is {number!r}; it must be an integer")
-    if number < 1:
-        raise ValueError(f"{name} is {number}; it must be 1 or more")
-    return int(number)
-
-
 def index(given: int, count: int, name: str) -> int:
     """The index of one of the cache's sequences or layers."""
     if not isinstance(given, numbers.Integral):

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .._typing import Array
+from ..calls.options import read_positive
 from ..device import cache_kernels, cupy_runtime
 from ..problem.tensor_spec import FLOAT_DTYPES, FloatDtype, dtype_name, numpy_dtype
 from . import on_numpy
-from .arguments import check_arrays, check_tokens, index, positive, read_counts, tokens_of, uniform
+from .arguments import check_arrays, check_tokens, index, read_counts, tokens_of, uniform
 from .pages import Pages
 
 if TYPE_CHECKING:
@@ -85,12 +86,12 @@ class KVCache:
         max_length: int | None = None,
         numpy: bool = False,
     ) -> None:
-        self.head_dim, self.heads_kv = positive(head_dim, "head_dim"), positive(heads_kv, "heads_kv")
-        self.head_dim_v = self.head_dim if head_dim_v is None else positive(head_dim_v, "head_dim_v")
-        self.pages, self.batch = positive(pages, "pages"), positive(batch, "batch")
-        self.page_size, self.layers = positive(page_size, "page_size"), positive(layers, "layers")
+        self.head_dim, self.heads_kv = read_positive("head_dim", head_dim), read_positive("heads_kv", heads_kv)
+        self.head_dim_v = self.head_dim if head_dim_v is None else read_positive("head_dim_v", head_dim_v)
+        self.pages, self.batch = read_positive("pages", pages), read_positive("batch", batch)
+        self.page_size, self.layers = read_positive("page_size", page_size), read_positive("layers", layers)
         tokens = self.pages * self.page_size
-        self.max_length = tokens if max_length is None else positive(max_length, "max_length")
+        self.max_length = tokens if max_length is None else read_positive("max_length", max_length)
         if min(tokens, self.max_length + self.page_size) * self.heads_kv >= 1 << 31:
             raise ValueError(f"max_length is {self.max_length} with {self.heads_kv} heads; their product must be below 2**31")
         name = dtype if isinstance(dtype, str) else dtype_name(np.dtype(dtype))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import numbers
 from typing import Any, Unpack
 
@@ -74,17 +75,27 @@ def shared_prefix_attention(
     pages = shared_prefix // k.shape[2]
     if not pages or not q.shape[3]:
         return attention(q, k, v, return_stats=return_stats, out=out, **options)
-    d, hq, sq, b = q.shape
+    (d, hq, sq, b), dv = q.shape, v.shape[0]
     xp = cupy_runtime.cupy() if cupy_runtime.is_array(q) else np
-    rows = xp.asfortranarray(q).reshape((d, hq, sq * b, 1), order="F")
-    whole = xp.full((1,), int(shared_prefix), "int32")
-    common = {name: value for name, value in parts.items() if name != "causal"}
-    prefix, prefix_stats = attention(rows, k, v, page_table=table[:pages, :1], seq_lens_kv=whole, return_stats=True, **common)
-    rest = xp.maximum(lengths - int(shared_prefix), 0)
-    own, own_stats = attention(q, k, v, page_table=table[pages:], seq_lens_kv=rest, return_stats=True, **parts)
-    by_sequence = prefix_stats.reshape((sq, b, hq), order="F").transpose(0, 2, 1)
-    outs = [prefix.reshape((v.shape[0], hq, sq, b), order="F"), own]
-    return merge(outs, [by_sequence, own_stats], sinks=options.get("sinks"), out=out, return_stats=return_stats)
+    new = functools.partial(cupy_runtime.temporary, q)
+    rows, whole, rest = q, new((1,), np.int32), new((b,), np.int32)
+    if not q.flags.f_contiguous:
+        rows = new(q.shape, q.dtype)
+        rows[...] = q
+    whole.fill(shared_prefix)
+    xp.subtract(lengths, int(shared_prefix), out=rest)
+    xp.maximum(rest, 0, out=rest)
+    prefix, prefix_stats = new((dv, hq, sq, b), q.dtype), new((sq, b, hq), np.float32)
+    own, own_stats = new((dv, hq, sq, b), q.dtype), new((sq, hq, b), np.float32)
+    shared = {"page_table": table[:pages, :1], "seq_lens_kv": whole, **parts, "causal": False}
+    attention(
+        rows.reshape((d, hq, sq * b, 1), order="F"), k, v, **shared,
+        out=prefix.reshape((dv, hq, sq * b, 1), order="F"), stats=prefix_stats.reshape((sq * b, hq, 1), order="F"),
+        return_stats=True,
+    )  # fmt: skip
+    attention(q, k, v, page_table=table[pages:], seq_lens_kv=rest, out=own, stats=own_stats, return_stats=True, **parts)
+    stats = [prefix_stats.transpose(0, 2, 1), own_stats]
+    return merge([prefix, own], stats, sinks=options.get("sinks"), out=out, return_stats=return_stats)
 
 
 def _check(k: Array, shared_prefix: int, options: Options) -> None:

@@ -14,7 +14,6 @@ Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from typing import Any
 
@@ -52,13 +51,11 @@ def obstacle(problem: Problem) -> str:
     return next((name for name, applies in options.items() if applies), "")
 
 
-@functools.lru_cache(maxsize=4096)
 def split_of(problem: Problem) -> Split | None:
     """How to split a problem on the GPU; None if cuDNN runs it as it is.
 
     The number of chunks depends on the batch size, the heads, and the width of the page table or of the window; the lengths are
-    on the device.
-    For a single query, cuDNN's own kernel that splits the keys is as fast.
+    on the device. For a single query, cuDNN's own kernel that splits the keys is as fast.
     """
     _, _, hq, hkv, sq, _, b = problem.sizes
     settings = problem.settings
@@ -69,8 +66,8 @@ def split_of(problem: Problem) -> Split | None:
         return None
     assert problem.page_table
     (pages, _), page, tiles = problem.page_table.shape, problem.k.shape[2], -(-(hq // hkv * sq) // TILE_ROWS)
-    if problem.band and None not in (reach := problem.band[:2]):
-        pages = min(pages, (sum(filter(None, reach)) + 1) // page + 2)
+    if (band := problem.band) and band.left is not None and band.right is not None:
+        pages = min(pages, (band.left + band.right + 1) // page + 2)
     chunks = settings.num_splits or max(1, min(BLOCKS // (b * hkv * tiles), pages * page // MIN_KEYS))
     per_chunk = padded_pages(-(-pages // min(chunks, pages)), page)
     return Split(-(-pages // per_chunk), per_chunk)

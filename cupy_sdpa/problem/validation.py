@@ -151,7 +151,7 @@ def _inputs(arrays: Mapping[str, TensorSpec], settings: Settings) -> Problem:
         )
     _check_qkv(q, k, v, packed, paged)
     if packed:
-        _check_packed(arrays, settings, paged)
+        (_check_packed_queries if paged else _check_packed)(arrays, settings)
     if paged:
         _check_paged(arrays, q)
     problem = Problem(q, k, v, q, settings, cu_seqlens_q=arrays.get("cu_seqlens_q"), page_table=arrays.get("page_table"))
@@ -217,11 +217,8 @@ def _check_paged(arrays: Mapping[str, TensorSpec], q: TensorSpec) -> None:
         raise ValueError("page_table is passed and seq_lens_kv is None: pass the number of keys of each sequence, int32 (B,)")
 
 
-def _check_packed(arrays: Mapping[str, TensorSpec], settings: Settings, paged: bool) -> None:
-    """Check the arrays and numbers that describe packed sequences; with a page table only the queries are packed."""
-    if paged:
-        _check_packed_queries(arrays, settings)
-        return
+def _check_packed(arrays: Mapping[str, TensorSpec], settings: Settings) -> None:
+    """Check the arrays and numbers that describe packed sequences."""
     for name in CU_SEQLENS:
         if name not in arrays:
             raise ValueError(f"{name} is None; packed sequences need both cu_seqlens_q and cu_seqlens_kv")

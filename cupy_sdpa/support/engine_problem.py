@@ -21,14 +21,14 @@ def engine_problem(problem: Problem, bucket: Policy | None, on_gpu: bool) -> Pro
     """The problem that the engine runs: lengths rounded up to the bucket, and the layouts of the copies that it needs."""
     if problem.trivial:
         return problem
-    if on_gpu and problem.paged:
-        split = split_of(problem)
-        problem = split_problem(problem, split) if split else with_whole_tiles(problem)
     return _engine_problem(bucket(problem) if bucket else problem, on_gpu)
 
 
 @functools.lru_cache(maxsize=4096)  # calls with functions or large copies are parsed every time; saves 30 to 45 us
 def _engine_problem(problem: Problem, on_gpu: bool) -> Problem:
+    if on_gpu and problem.paged:
+        split = split_of(problem)
+        problem = split_problem(problem, split) if split else with_whole_tiles(problem)
     if problem.captured:
         problem = replace(problem, captured=tuple(_captured_spec(problem, spec, on_gpu) for spec in problem.captured))
     if not on_gpu:

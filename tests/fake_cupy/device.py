@@ -21,7 +21,7 @@ POISON = 0xFF
 #: The number and the content of the guard bytes on both sides of a block, which are checked when it is freed.
 GUARD, GUARD_BYTE = 256, 0xC5
 #: Error codes of the CUDA runtime.
-INVALID_HANDLE, NOT_READY, ILLEGAL_ADDRESS, CAPTURE_UNSUPPORTED, CAPTURE_IMPLICIT = 400, 600, 700, 900, 906
+INVALID_VALUE, INVALID_HANDLE, NOT_READY, ILLEGAL_ADDRESS, CAPTURE_UNSUPPORTED, CAPTURE_IMPLICIT = 1, 400, 600, 700, 900, 906
 
 
 class CUDARuntimeError(RuntimeError):
@@ -41,7 +41,7 @@ class Work(NamedTuple):
 
     Attributes:
         run: the function.
-        kind: ``kernel``, ``memset``, ``memcpy`` or ``alloc``, the kind of the graph node.
+        kind: ``kernel``, ``memset``, ``memcpy``, ``alloc`` or ``free``, the kind of the graph node.
         us: its duration in microseconds on the device's clock.
         memset: for a memset: address, value, bytes per element, width, height.
     """
@@ -107,6 +107,7 @@ class Device:
         self.launches: list[int] = []
         self.graphs: dict[int, list[Work]] = {}
         self.executables: dict[int, list[Work]] = {}
+        self._unfreed: set[int] = set()
         self._non_blocking: set[int] = set()
         self._unused_streams: list[int] = []
         self._numbers = itertools.count(0x1000, 0x10)
@@ -238,8 +239,13 @@ class Device:
             return executable
 
     def launch(self, executable: int, stream: int) -> None:
-        """Launch a graph on a stream, as one unit of work."""
+        """Launch a graph on a stream, as one unit of work; only once if it does not free all memory that it allocates."""
         works = self.executables[executable]
+        kinds = [work.kind for work in works]
+        if kinds.count("alloc") > kinds.count("free"):
+            if executable in self._unfreed:
+                raise CUDARuntimeError(INVALID_VALUE, "the memory that the graph allocated was not freed since its last launch")
+            self._unfreed.add(executable)
 
         def replay() -> None:
             for work in works:

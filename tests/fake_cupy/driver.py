@@ -31,6 +31,7 @@ class CUgraphNodeType(enum.IntEnum):
     CU_GRAPH_NODE_TYPE_MEMSET = 2
     CU_GRAPH_NODE_TYPE_GRAPH = 4
     CU_GRAPH_NODE_TYPE_MEM_ALLOC = 10
+    CU_GRAPH_NODE_TYPE_MEM_FREE = 11
 
 
 class CUlaunchAttributeID(enum.IntEnum):
@@ -51,7 +52,7 @@ class CUstreamCaptureMode(enum.IntEnum):
 _KINDS = {
     "kernel": CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL, "memcpy": CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMCPY,
     "memset": CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMSET, "graph": CUgraphNodeType.CU_GRAPH_NODE_TYPE_GRAPH,
-    "alloc": CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEM_ALLOC,
+    "alloc": CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEM_ALLOC, "free": CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEM_FREE,
 }  # fmt: skip
 
 _contexts = itertools.count(1 << 40)

@@ -158,7 +158,7 @@ def malloc_async(size: int) -> MemoryPointer:
 
     def free(block: Block) -> None:
         with DEVICE.lock:
-            work = Work(block.die, "alloc")
+            work = Work(block.die, "free")
             if capture is None:
                 DEVICE.submit_uncaptured(stream, work)
             elif DEVICE.captures.get(stream) is capture:

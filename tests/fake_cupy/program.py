@@ -4,7 +4,8 @@ One bug is that of 9.28: the backward pass treats -inf in an array with one elem
 
 Everything is computed as if there were no lengths, so the padding is multiplied by 0 and its NaN spreads. Packed arrays are
 read within their sequences. Rows in the padding are not written, and nothing is written for a batch entry without queries, or
-without keys and sinks. The sum of the score gradients is added to the existing values.
+without keys and sinks; but a single query with paged keys is written. The sum of the score gradients is added to the existing
+values.
 """
 
 from __future__ import annotations
@@ -205,11 +206,12 @@ class Program:
 
     def _nobody(self, read: Read) -> Any:
         """For each batch entry whether nothing is written: with lengths, it has no query, or neither a key nor a sink."""
+        one_paged_query = any(operation.settings.get("tile") == 1 for operation in self.operations)
         for operation in self.operations:
             t = operation.tensors
             if {"GEMM_M_OVERRIDE_DESC", "GEMM_N_OVERRIDE_DESC"} <= t.keys():
                 queries, keys = (read(t[f"GEMM_{name}_OVERRIDE_DESC"]).ravel() for name in "MN")
-                return (queries == 0) | ((keys == 0) & (not self._has_sinks))
+                return (queries == 0) | ((keys == 0) & (not self._has_sinks) & (not one_paged_query))
         return None
 
     @property
