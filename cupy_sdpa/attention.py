@@ -252,8 +252,8 @@ def attention_backward(
     """
     for name, value in (("deterministic", deterministic), ("return_dbias", return_dbias), ("return_dsinks", return_dsinks)):
         read_flag(name, value)
-    with_dtensors = return_dtensors is not None and return_dtensors is not False
-    kind = ("backward", bool(deterministic), bool(return_dbias), bool(return_dsinks), with_dtensors)
+    dtensors = return_dtensors if type(return_dtensors) is bool else repr(return_dtensors)
+    kind = ("backward", bool(deterministic), bool(return_dbias), bool(return_dsinks), dtensors)
     arrays = (dout, q, k, v, out, stats, dq, dk, dv)
     results = run_cached(kind, arrays, options)
     if results is not None:

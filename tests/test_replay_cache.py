@@ -11,8 +11,9 @@ from cases import Case
 
 from cupy_sdpa import CudnnError
 from cupy_sdpa.calls import replay_cache
-from cupy_sdpa.calls.call import LaunchRecord
+from cupy_sdpa.calls.call import Call, LaunchRecord
 from cupy_sdpa.plans.plan_cache import PlanCache
+from cupy_sdpa.staging.stage import Fill
 
 FORWARD = ("q", "k", "v", "out", "stats")
 CASE = Case("repeated", dtype="float16", sq=16, stats=False)
@@ -62,6 +63,15 @@ class Recording:
         self.fixture.alive.remove(self.number)
 
 
+class ParsedCall(Call):
+    """A call that only records that it ran again, and on which arrays."""
+
+    def run(self):
+        """Append ``("run", addresses)``."""
+        self.done.append(("run", {name: array.data.ptr for name, array in self.arrays.items()}))
+        return [self.arrays[spec.name] for spec in self.problem.results if spec.name in self.arrays] or [None]
+
+
 class Fixture:
     """A thread's session with one plan, and what was done: ``("execute", addresses)``, ``("record",)``, ``("launch", number, of_many)``."""
 
@@ -109,9 +119,8 @@ class Fixture:
         made_out = Array(memory=self.here.alloc(0)) if out is None else out
         named = {"q": q, "k": k, "v": v, "out": made_out}
         launched = LaunchRecord(self.plan, self.here.alloc(0).ptr, plain, made)
-        call = SimpleNamespace(
-            problem=CASE.problem(), arrays=named, scalars={"scale": 0.25}, launched=launched, gradients=None, enqueue=None
-        )
+        call = ParsedCall(CASE.problem(), named, {"scale": 0.25}, on_gpu=True, launched=launched)
+        call.done = self.done
         replay_cache.cache_call("forward", FORWARD, arrays, options, call)
         return "read, and recorded" if ("record",) in self.done[before:] else "read"
 
@@ -191,7 +200,7 @@ def test_other_arrays_are_validated(name, fixture):
     ids=lambda options: next(iter(options)),
 )  # fmt: skip
 def test_other_options_are_validated(options, fixture):
-    """Options are part of the key; calls with functions and mappings are never cached."""
+    """Options, functions among them, are part of the key."""
     q, k, v = Array(), Array(), Array()
     fixture.call(q, k, v)
     assert replay_cache.run_cached("forward", (q, k, v, None, None), options) is None
@@ -216,14 +225,18 @@ def test_a_result_at_a_new_address_is_validated(fixture):
     assert fixture.call(q, k, v, q) == "read"
 
 
-def test_calls_with_copies_are_validated_or_captured(fixture):
-    """Copies of arrays are created during validation; calls with large copies are not captured."""
+def test_calls_with_copies_run_again(fixture):
+    """The parsed call runs on the new arrays, and is captured unless its copies are large."""
     q, k, v = Array(), Array(), Array()
     kinds = [fixture.call(q, k, v, plain=False, made=100) for _ in range(4)]
-    assert kinds[:3] == ["read", "read", "read, and recorded"]
+    addresses = {"q": q.data.ptr, "k": k.data.ptr, "v": v.data.ptr, "out": fixture.free[0]}
+    assert kinds[:3] == ["read", ("run", addresses), "read, and recorded"]
     assert kinds[3][0] == "launch"
     fixture.session.cached_calls.clear()
-    assert {fixture.call(q, k, v, plain=False, made=replay_cache.COPIED_BYTES + 1) for _ in range(5)} == {"read"}
+    others = [Array() for _ in range(5)]
+    kinds = [fixture.call(other, k, v, plain=False, made=replay_cache.COPIED_BYTES + 1) for other in others]
+    del addresses["out"]
+    assert kinds == ["read", *(("run", addresses | {"q": other.data.ptr}) for other in others[1:])]
 
 
 def test_not_while_capturing_nor_tuning(fixture, monkeypatch):
@@ -488,12 +501,13 @@ def test_arrays_of_the_call_are_kept_with_the_graph(fixture):
     q, k, v, out, seed = Array(), Array(), Array(), Array(), Array((1,), "i8")
     launched = LaunchRecord(fixture.plan, 1 << 41, True, 0)
     for _ in range(3):
-        named = {"q": q, "k": k, "v": v, "out": out, "seed": seed}
-        call = SimpleNamespace(
-            problem=CASE.problem(), arrays=named, scalars={}, launched=launched, gradients=None, enqueue=None
-        )
-        assert replay_cache.run_cached("forward", (q, k, v, out, None), {"seed": 5}) is None
-        replay_cache.cache_call("forward", FORWARD, (q, k, v, out, None), {"seed": 5}, call)
+        named, fills = {"q": q, "k": k, "v": v, "out": out, "seed": seed}, {"seed": Fill("int64", 1, 5)}
+        call = ParsedCall(CASE.problem(), named, {}, on_gpu=True, fills=fills, launched=launched)
+        call.done = fixture.done
+        if replay_cache.run_cached("forward", (q, k, v, out, None), {"seed": 5}) is None:
+            replay_cache.cache_call("forward", FORWARD, (q, k, v, out, None), {"seed": 5}, call)
+    ((kind, addresses), _) = fixture.done
+    assert (kind, addresses.keys()) == ("run", {"q", "k", "v", "out"}), "the call creates the seed when it runs"
     (known,) = fixture.session.cached_calls.values()
     ((kept, workspace),) = [recording.own for recording in known._graphs.values()]
     assert kept is seed

@@ -121,7 +121,10 @@ def _read(
         _check_lengths(problem, found)
     _check_overlap(problem, arguments)
     policy = _policy(options.get("bucket"), problem)
-    return Call(problem, found, scalars, on_gpu, policy, source_lines, gradients, fills)
+    call = Call(problem, found, scalars, on_gpu, policy, source_lines, gradients, fills)
+    if functions:
+        call.captured, call.identities = functions.captured, functions.identities
+    return call
 
 
 def read_array(name: str, array: Any) -> Argument:

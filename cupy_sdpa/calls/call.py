@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -17,6 +18,7 @@ from ..graph.interpreter import evaluate
 from ..problem.bucket import Policy
 from ..problem.problem import Problem
 from ..problem.subproblems import subproblems
+from ..score_fn.tracer import Access
 from ..staging.split_stage import SplitStage
 from ..staging.stage import Fill, Stage, allocate_results, create_inputs, fill_trivial_results
 from ..support.engine_problem import engine_problem
@@ -64,6 +66,8 @@ class Call:
         gradients: which gradients of ``tensors`` are requested.
         fills: inputs that the caller did not pass, by name; they are created when the call runs. With ``seq_lens_q`` every
             batch entry has all queries.
+        captured: how each captured array is indexed, by its name in ``arrays``.
+        identities: the identities of the score and mask functions when they were traced.
         launched: how the call ran on the GPU; None before the call has run, and while a stream is captured.
     """
 
@@ -75,6 +79,8 @@ class Call:
     source_lines: Mapping[str, str] = dataclasses.field(default_factory=dict)
     gradients: Gradients | None = None
     fills: dict[str, Fill] = dataclasses.field(default_factory=dict)
+    captured: Mapping[str, Access] = dataclasses.field(default_factory=dict)
+    identities: tuple[Hashable | None, ...] = ()
     launched: LaunchRecord | None = None
 
     @functools.cached_property
@@ -96,8 +102,14 @@ class Call:
         results = [self.arrays[spec.name] for spec in self.problem.results if spec not in self.problem.dcaptured]
         if self.gradients:
             collect = self.gradients.collect
-            results.append(self._on_device(lambda device: collect(self.arrays)))
+            results.append(self._on_device(lambda device: collect(self.arrays, self.on_gpu)))
         return results
+
+    def on(self, arrays: dict[str, Any]) -> Call:
+        """The same call on other arrays of the same dtypes, shapes, strides and alignments; nothing is validated."""
+        call = copy.copy(self)
+        call.arrays, call.launched = arrays, None
+        return call
 
     def enqueue(self) -> None:
         """Enqueue the work of :meth:`run` again, on the same arrays and workspace; the stream may be captured."""

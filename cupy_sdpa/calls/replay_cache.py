@@ -2,13 +2,15 @@
 
 Parsing a call's arguments takes about 30 us of Python, preparing cuDNN's arguments up to 200 us, and
 ``cudnnBackendExecute`` 7 to 20 us; launching the same kernels as a CUDA graph takes 3 us (docs/speed.md). Calls are
-therefore cached by a key of their arguments' dtypes, shapes, strides and options. The cost of a repeated call depends on
-the addresses of its arrays:
+therefore cached by a key of their arguments' dtypes, shapes, strides and options (:mod:`.call_key`). The cost of a repeated
+call depends on the addresses of its arrays:
 
 - Addresses that occurred :data:`CAPTURE_AFTER` times: everything that the call enqueues has been captured. The call
   consists of a look-up, the allocation of its results, and a graph launch.
-- Other addresses: the plan is executed, if the call consists of nothing else.
-- Calls with functions, and calls that copy large arrays, are parsed every time.
+- Other addresses: the plan is executed. If the call also copies or clears arrays, the parsed call runs on the new arrays.
+- Calls that copy large arrays, and gradients of a bias and of ``tensors``, are not captured: they run in the second way.
+
+Calls without a key are parsed every time: those whose functions have no identity (:mod:`cupy_sdpa.score_fn.identity`).
 
 The cache belongs to a thread's session in a CUDA context, and each graph to the plan whose kernels it contains: it is
 destroyed before the plan. A graph contains the addresses of the caller's arrays; it does not keep the arrays alive. Replay is
@@ -34,8 +36,11 @@ import numpy as np
 from ..device import cupy_runtime, driver
 from ..device.cuda_graph import Recording
 from .call import Call, active_tunings
+from .call_key import Arguments, Template, array_names, read_key
+from .user_functions import function_identities
 
 if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
+    from ..plans.plan import Plan
     from ..plans.plan_cache import PlanCache
     from ..plans.sessions import Session
 
@@ -51,9 +56,6 @@ RETRY_AFTER = 1000
 SMALL_BYTES = 1 << 16
 #: A graph keeps its own copies of arrays up to this number of bytes. The rows and partial results of split decoding fit.
 COPIED_BYTES = 1 << 22
-
-#: Options of these types are part of the key as they are. Tuples are keyed by their repr: (1, 0) and (1.0, 0) differ.
-_KEY_TYPES = frozenset({bool, int, float, str, type(None), np.bool_, np.int64, np.float32, np.float64})
 
 #: Numbers the uses of calls, to find the least recently used.
 _next_use = itertools.count().__next__
@@ -78,43 +80,47 @@ class CachedCall:
     Args:
         call: the call, after it ran.
         cache: the plan cache that holds its plan.
-        names: the names of the arrays that the caller passed, in the order of their addresses.
+        names: the names of the arrays that the caller passed.
+        arrays: these arrays.
 
     Attributes:
-        plan: the plan.
+        plan: the plan; None for a call that is not captured.
+        problem: the problem.
         used: the number of the latest use.
     """
 
     __slots__ = (
-        "_cache", "_closed", "_counts", "_created", "_device", "_graphs", "_names", "_pause", "_plan_only", "_positions",
-        "_scalars", "_workspace", "plan", "used",
+        "_cache", "_closed", "_counts", "_created", "_graphs", "_names", "_pause", "_plan_only", "_positions", "_scalars",
+        "_template", "_workspace", "plan", "problem", "used",
     )  # fmt: skip
 
-    def __init__(self, call: Call, cache: PlanCache, names: Sequence[str]) -> None:
-        assert call.launched
-        self.plan, self._cache, self._closed = call.launched.plan, cache, False
-        self._device = call.arrays["q"].data.device_id
+    def __init__(self, call: Call, cache: PlanCache, names: Sequence[str], arrays: Sequence[Any]) -> None:
+        self.plan, self.problem, self._cache, self._closed = _captured_plan(call), call.problem, cache, False
         self._graphs: dict[tuple[int, ...], Recording] = {}
         #: How often addresses without a graph occurred.
         self._counts: dict[tuple[int, ...], int] = {}
         #: How many calls must run before the next capture.
         self._pause = 0
-        #: Bytes of workspace to allocate in every call; a small workspace is part of each graph.
-        self._workspace = self.plan.info.workspace if self.plan.info.workspace > SMALL_BYTES else 0
         self.used = _next_use()
         results = [spec.name for spec in call.problem.results]
         #: The position of each result among the caller's arrays, or -1 if the call creates it.
         self._positions = [names.index(name) if name in names else -1 for name in results]
-        created = [name for name in results if name not in names]
+        created = [name for name in results if name not in names] if self.plan else []
         self._created = [(x.shape, x.dtype, x.nbytes) for x in (call.arrays[name] for name in created)]
-        #: Whether the call does nothing but execute the plan, on the caller's arrays and the results that it creates.
-        aligned = all(spec.alignment >= 16 for spec in call.problem.tensors)
-        self._plan_only = call.launched.plan_only and aligned and call.arrays.keys() <= {*names, *created}
+        self._template = Template(call, names, arrays, created)
         self._names, self._scalars = [*names, *created], dict(call.scalars)
-        self.plan.dependents.add(self)
+        #: Whether the call does nothing but execute the plan, on the caller's arrays and the results that it creates.
+        self._plan_only = False
+        #: Bytes of workspace to allocate in every call; a small workspace is part of each graph.
+        self._workspace = 0
+        if self.plan:
+            assert call.launched
+            self._plan_only = call.launched.plan_only and not call.fills
+            self._workspace = self.plan.info.workspace if self.plan.info.workspace > SMALL_BYTES else 0
+            self.plan.dependents.add(self)
 
     def run(self, runtime: _Runtime, arrays: Sequence[Any], addresses: Sequence[int]) -> list[Any] | None:
-        """Launch the graph for these addresses, or execute the plan.
+        """Launch the graph for these addresses, execute the plan, or run the parsed call on these arrays.
 
         Args:
             runtime: the functions of CuPy.
@@ -138,43 +144,53 @@ class CachedCall:
             pointers = (*pointers, workspace.ptr)
         with self._cache.lock:
             graph = self._graphs.get(pointers)
-            if graph is None:
-                if not self._execute(runtime, arrays, pointers, workspace):
-                    return None
-            else:
+            if graph is not None:
                 try:
                     graph.launch(of_many=len(self._graphs) > FEW_GRAPHS)
                 except Exception as error:
                     self._discard_graph(graph, error)
                     return None
                 self._cache.recorded.use(graph)
-            self.plan.used = True
-            self._cache.hits += 1
+            elif not self._accepts(arrays, pointers) or not self._execute(runtime, pointers, workspace):
+                return None
             self.used = _next_use()
+            if self.plan:
+                self.plan.used = True
+            if done := graph is not None or self._plan_only:
+                self._cache.hits += 1
+        if not done:
+            del workspace  # the call allocates it after its results, at the same address
+            return self._template.run(runtime.ndarray, arrays, created)
         if not created:
             return [arrays[position] for position in self._positions]
         new = iter(created)
         return [next(new) if position < 0 else arrays[position] for position in self._positions]
 
-    def _execute(self, runtime: _Runtime, arrays: Sequence[Any], pointers: tuple[int, ...], workspace: Any) -> bool:
-        """Execute the plan on addresses without a graph; False if the call must be parsed, to check or to capture it."""
+    def _accepts(self, arrays: Sequence[Any], pointers: tuple[int, ...]) -> bool:
+        """Whether the call may run on addresses without a graph; False if it must be parsed, to check or to capture it."""
         count = self._counts.get(pointers, 0) + 1
-        if self._closed or not self._plan_only or (count >= CAPTURE_AFTER and self._may_capture()):
+        if self._closed or (self.plan and count >= CAPTURE_AFTER and self._may_capture()):
             return False
         if count == 1 and max(self._positions) >= 0:
             return False  # a result at a new address may overlap another array
-        stream, *addresses = pointers
-        if any(address & 15 for address in addresses) or any(array.data.device_id != self._device for array in arrays):
+        if not self._template.accepts(arrays, pointers[1:]):
             return False
+        self._count(pointers, count)
+        return True
+
+    def _execute(self, runtime: _Runtime, pointers: tuple[int, ...], workspace: Any) -> bool:
+        """Execute the plan on addresses without a graph, if the call does nothing else; False if there is no memory."""
+        if not self._plan_only:
+            return True
+        assert self.plan
         if workspace is None and self.plan.info.workspace:
             try:
                 workspace = runtime.alloc(self.plan.info.workspace)
             except Exception:
                 return False  # as in run()
-        self._count(pointers, count)
+        stream, *addresses = pointers
         self.plan.set_stream(stream)
-        named = dict(zip(self._names, addresses, strict=False))  # pointers may end with that of the workspace
-        self.plan.execute(named, self._scalars, workspace.ptr if workspace else 0)
+        self.plan.execute(self._template.named(addresses), self._scalars, workspace.ptr if workspace else 0)
         return True
 
     def _may_capture(self) -> bool:
@@ -196,16 +212,15 @@ class CachedCall:
             addresses: the addresses of the caller's arrays.
             own: the inputs that were created for the call.
         """
-        assert call.launched
         stream, created = cupy_runtime.stream(), self._names[len(addresses) :]
         pointers = (stream, *addresses, *[call.arrays[name].data.ptr for name in created])
-        if self._workspace:
+        if self._workspace and call.launched:
             pointers = (*pointers, call.launched.workspace)
         with self._cache.lock:
             if self._closed or pointers in self._graphs:
                 return
             count = self._counts.get(pointers, 0) + 1
-            if count < CAPTURE_AFTER or not self._may_capture():
+            if not self.plan or count < CAPTURE_AFTER or not self._may_capture():
                 self._count(pointers, count)
                 return
             self._counts.pop(pointers, None)
@@ -215,6 +230,7 @@ class CachedCall:
                 self._pause = 0
 
     def _capture(self, call: Call, stream: int, own: list[Any]) -> Recording:
+        assert self.plan
         assert call.launched
         if not self._workspace and self.plan.info.workspace:
             workspace = cupy_runtime.empty((self.plan.info.workspace,), np.uint8)
@@ -242,7 +258,8 @@ class CachedCall:
     def remove(self) -> None:
         """Destroy the graphs, and detach from the plan, which is not destroyed."""
         with self._cache.lock:
-            self.plan.dependents.discard(self)
+            if self.plan:
+                self.plan.dependents.discard(self)
             self.close()
 
 
@@ -260,10 +277,10 @@ def run_cached(kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) -
     runtime = _runtime
     if runtime is None or active_tunings.get() is not None:
         return None
-    parts = _key(runtime.ndarray, kind, arrays, options)
-    if parts is None:
+    arguments = read_key(runtime.ndarray, kind, arrays, options)
+    if arguments is None:
         return None
-    key, passed, addresses = parts
+    key, passed, addresses = arguments
     status, context = runtime.context_id(0)
     if status or (session := runtime.session(context)) is None:
         return None
@@ -280,31 +297,45 @@ def cache_call(kind: Any, names: Sequence[str], arrays: tuple[Any, ...], options
         call: the call, after it ran.
     """
     global _runtime
-    if call.launched is None or call.launched.copied_bytes > COPIED_BYTES or active_tunings.get() is not None:
+    if not call.on_gpu or call.problem.trivial or active_tunings.get() is not None:
         return
-    if call.problem.ds_reductions or call.gradients is not None:
-        return  # gradients of bias and tensors need more than launches
+    if call.launched is None and not _has_reductions(call):
+        return  # the stream is being captured
     runtime = _runtime = _runtime or _Runtime()
-    parts = _key(runtime.ndarray, kind, arrays, options)
+    arguments = read_key(runtime.ndarray, kind, arrays, options)
     session = runtime.session(driver.context_id())
-    if parts is None or session is None or call.launched.plan.target.handle is not session.handle:
-        return  # the last: the call ran on a device that is not the current one
-    key, passed, addresses = parts
-    passed_names = [name for name, array in zip(names, arrays, strict=True) if array is not None]
-    passed_names += [name for name, value in options.items() if type(value) is runtime.ndarray]
-    others = {id(array) for array in passed} | {id(call.arrays[spec.name]) for spec in call.problem.results}
-    own = [array for array in call.arrays.values() if id(array) not in others]
+    if arguments is None or session is None:
+        return
+    if call.launched and call.launched.plan.target.handle is not session.handle:
+        return  # the call ran on a device that is not the current one
+    if call.identities and call.identities != function_identities(options):
+        return  # a function changed while the call ran
+    passed_names = array_names(runtime.ndarray, names, arrays, options)
+    own = [call.arrays[name] for name in call.fills]
     try:
-        _cached(session, key, call, passed_names).count_or_capture(call, addresses, own)
+        _cached(session, arguments, call, passed_names).count_or_capture(call, arguments.addresses, own)
     except Exception as error:
         _warn(session.cache, error, stacklevel=4)
 
 
-def _cached(session: Session, key: tuple[Any, ...], call: Call, names: Sequence[str]) -> CachedCall:
+def _has_reductions(call: Call) -> bool:
+    """Whether a call sums gradients of a bias or of ``tensors``, in memory that a graph would have to own."""
+    return bool(call.problem.ds_reductions) or call.gradients is not None
+
+
+def _captured_plan(call: Call) -> Plan | None:
+    """The plan of a call that may be captured; None for calls with large copies and with reductions."""
+    if call.launched is None or call.launched.copied_bytes > COPIED_BYTES or _has_reductions(call):
+        return None
+    return call.launched.plan
+
+
+def _cached(session: Session, arguments: Arguments, call: Call, names: Sequence[str]) -> CachedCall:
     """The call that is cached under a key, or this one, which is then cached."""
-    assert call.launched
+    key, arrays, _ = arguments
     cached: CachedCall | None = session.cached_calls.get(key)
-    if cached is not None and cached.plan is call.launched.plan:
+    plan = _captured_plan(call)
+    if cached is not None and cached.plan is plan and (plan or cached.problem == call.problem):
         cached.used = _next_use()
         return cached
     if cached is not None:  # its plan was destroyed, or its arrays had another alignment
@@ -314,7 +345,7 @@ def _cached(session: Session, key: tuple[Any, ...], call: Call, names: Sequence[
         for other, old in oldest:
             del session.cached_calls[other]
             old.remove()
-    new = session.cached_calls[key] = CachedCall(call, session.cache, names)
+    new = session.cached_calls[key] = CachedCall(call, session.cache, names, arrays)
     return new
 
 
@@ -329,41 +360,3 @@ def _warn(cache: PlanCache, error: Exception, stacklevel: int) -> None:
             RuntimeWarning,
             stacklevel=stacklevel,
         )
-
-
-def _key(
-    ndarray: Any, kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], list[Any], list[int]] | None:
-    """The key of a call, its arrays and their addresses; None if the call must be parsed every time.
-
-    Device and alignment are not in the key: both follow from the addresses, and are checked for new addresses.
-    """
-    key: list[Any] = [kind]
-    passed: list[Any] = []
-    addresses: list[int] = []
-    for array in arrays:
-        if type(array) is ndarray:
-            key.append(array.dtype)
-            key.append(array.shape)
-            key.append(array.strides)
-            passed.append(array)
-            addresses.append(array.data.ptr)
-        elif array is None:
-            key.append(None)
-        else:
-            return None
-    for name, value in options.items():
-        value_type = type(value)
-        key.append(name)
-        if value_type in _KEY_TYPES:
-            key.append(value_type)
-            key.append(value)
-        elif value_type is ndarray:
-            key += (value.dtype, value.shape, value.strides)
-            passed.append(value)
-            addresses.append(value.data.ptr)
-        elif value_type is tuple:
-            key.append(repr(value))
-        else:
-            return None
-    return tuple(key), passed, addresses

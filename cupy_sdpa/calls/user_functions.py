@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,8 +13,11 @@ from ..problem.band import Band
 from ..problem.problem import CAPTURED_DTYPES, Problem, Settings
 from ..problem.subproblems import score_derivatives
 from ..score_fn.expression import AXES
+from ..score_fn.identity import identity
 from ..score_fn.tracer import Access, trace
 
+#: The options that are functions.
+FUNCTIONS = ("score_mod", "mask_mod")
 #: The axes of arrays with the shape of the scores.
 _ORDER = ("kv_idx", "q_idx", "h", "b")
 
@@ -28,6 +31,7 @@ class Functions(NamedTuple):
         scalars: the by-value scalars of the program.
         source_lines: the source line of each operation.
         captured: how each captured array is indexed, by the names in the program.
+        identities: the identities of the functions, from before they were called.
     """
 
     settings: Settings
@@ -35,11 +39,17 @@ class Functions(NamedTuple):
     scalars: dict[str, float]
     source_lines: dict[str, str]
     captured: dict[str, Access]
+    identities: tuple[Hashable | None, ...]
 
 
 def has_functions(options: Mapping[str, Any]) -> bool:
     """Whether a call has a score function or a mask function."""
     return options.get("score_mod") is not None or options.get("mask_mod") is not None
+
+
+def function_identities(options: Mapping[str, Any]) -> tuple[Hashable | None, ...]:
+    """The identities of the functions of a call, see :mod:`cupy_sdpa.score_fn.identity`."""
+    return tuple(identity(options.get(name)) for name in FUNCTIONS)
 
 
 def check_tensors(options: Mapping[str, Any]) -> None:
@@ -95,11 +105,12 @@ def trace_functions(options: Mapping[str, Any], problem: Problem) -> Functions:
     settings = problem.settings
     other_diagonal = settings.band is not None and settings.band.bottom_right
     sizes = dict(zip(AXES, (b, hq, sq, skv), strict=True))
+    identities = function_identities(options)
     traced = trace(options.get("score_mod"), options.get("mask_mod"), tensors, sizes, bands=not other_diagonal)
     band = _intersect(settings.band, traced.band and Band(*traced.band))
     arrays = {name: _with_score_axes(tensors[access.name], access) for name, access in traced.captured.items()}
     settings = settings._replace(program=traced.program, band=band)
-    return Functions(settings, arrays, traced.numbers, traced.lines, traced.captured)
+    return Functions(settings, arrays, traced.numbers, traced.lines, traced.captured, identities)
 
 
 @dataclass(frozen=True)
@@ -107,29 +118,28 @@ class Gradients:
     """The requested gradients of ``tensors``.
 
     Attributes:
-        arrays: the arrays to differentiate with respect to, by the caller's names.
+        specs: shape and dtype of the arrays to differentiate with respect to, by the caller's names.
         captured: how each captured array is indexed, by the names in the program.
     """
 
-    arrays: dict[str, Any]
+    specs: dict[str, tuple[tuple[int, ...], Any]]
     captured: dict[str, Access]
 
     def names_in(self, problem: Problem) -> tuple[str, ...]:
         """The captured arrays that are views of these arrays and that the score depends on."""
         differentiable = score_derivatives(problem)
-        return tuple(name for name, access in self.captured.items() if access.name in self.arrays and name in differentiable)
+        return tuple(name for name, access in self.captured.items() if access.name in self.specs and name in differentiable)
 
-    def collect(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    def collect(self, arrays: Mapping[str, Any], on_gpu: bool) -> dict[str, Any]:
         """The gradient of each array, of its shape and dtype: the sum over all captured arrays that are views of it."""
-        gradients = {}
-        for name, array in self.arrays.items():
-            zeros = cupy_runtime.cupy().zeros if cupy_runtime.is_array(array) else np.zeros
-            total = zeros(array.shape, "float64" if array.dtype == "float64" else "float32", order="F")
+        gradients, zeros = {}, cupy_runtime.cupy().zeros if on_gpu else np.zeros
+        for name, (shape, dtype) in self.specs.items():
+            total = zeros(shape, "float64" if dtype == "float64" else "float32", order="F")
             for captured, access in self.captured.items():
                 if access.name == name and (part := arrays.get(f"d{captured}")) is not None:
                     view = _with_score_axes(total, access)
                     view += part
-            gradients[name] = total.astype(array.dtype, copy=False)
+            gradients[name] = total.astype(dtype, copy=False)
         return gradients
 
 
@@ -158,7 +168,8 @@ def requested_gradients(
             raise TypeError(
                 f"return_dtensors names {name!r}, which is {arrays[name].dtype}: only floating-point arrays have gradients"
             )
-    return Gradients({name: arrays[name] for name in names}, functions.captured if functions else {})
+    specs = {name: (arrays[name].shape, arrays[name].dtype) for name in names}
+    return Gradients(specs, functions.captured if functions else {})
 
 
 def _intersect(one: Band | None, other: Band | None) -> Band | None:

@@ -46,6 +46,9 @@ class MemoryPointer:
     def __init__(self, mem: Any, ptr: int, size: int = 0) -> None:
         self.mem, self.ptr, self.device_id, self.size = mem, ptr, 0, size
 
+    def __add__(self, offset: int) -> MemoryPointer:
+        return MemoryPointer(self.mem, self.ptr + offset, self.size - offset)
+
     def memset_async(self, value: int, size: int, stream: Any = None) -> None:
         """Set bytes on a stream."""
         target = current_stream() if stream is None else stream.ptr

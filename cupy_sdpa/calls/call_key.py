@@ -1,0 +1,164 @@
+"""What a repeated call has in common with the first one: the key that identifies it, and the parsed call without its arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..score_fn.identity import identity
+from .call import Call
+from .user_functions import FUNCTIONS
+
+#: Options of these types are part of the key as they are. Tuples are keyed by their repr: (1, 0) and (1.0, 0) differ.
+_KEY_TYPES = frozenset({bool, int, float, str, type(None), np.bool_, np.int64, np.float32, np.float64})
+
+
+class Arguments(NamedTuple):
+    """The arguments of a call.
+
+    Attributes:
+        key: what the call depends on, except the addresses of its arrays.
+        arrays: the arrays that the caller passed.
+        addresses: their addresses.
+    """
+
+    key: tuple[Any, ...]
+    arrays: list[Any]
+    addresses: list[int]
+
+
+def read_key(ndarray: Any, kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) -> Arguments | None:
+    """The key of a call, its arrays and their addresses; None if the call must be parsed every time.
+
+    Device and alignment are not in the key: both follow from the addresses, and are checked for new addresses.
+
+    Args:
+        ndarray: CuPy's array type; other arrays have no key.
+        kind: the part of the key besides arrays and options, hashable.
+        arrays: the array arguments, which may be None.
+        options: the options.
+    """
+    key: list[Any] = [kind]
+    passed: list[Any] = []
+    addresses: list[int] = []
+    for array in arrays:
+        if type(array) is ndarray:
+            key.append(array.dtype)
+            key.append(array.shape)
+            key.append(array.strides)
+            passed.append(array)
+            addresses.append(array.data.ptr)
+        elif array is None:
+            key.append(None)
+        else:
+            return None
+    for name, value in options.items():
+        value_type = type(value)
+        key.append(name)
+        if value_type in _KEY_TYPES:
+            key.append(value_type)
+            key.append(value)
+        elif value_type is ndarray:
+            key += (value.dtype, value.shape, value.strides)
+            passed.append(value)
+            addresses.append(value.data.ptr)
+        elif value_type is tuple:
+            key.append(repr(value))
+        elif name in FUNCTIONS:
+            function = identity(value)
+            if function is None:
+                return None
+            key.append(function)
+        elif name == "tensors" and value_type is dict:
+            key.append(len(value))
+            for tensor, array in value.items():
+                if type(tensor) is not str or type(array) is not ndarray:
+                    return None
+                key += (tensor, array.dtype, array.shape, array.strides)
+                passed.append(array)
+                addresses.append(array.data.ptr)
+        else:
+            return None
+    return Arguments(tuple(key), passed, addresses)
+
+
+class Template:
+    """A parsed call without its arrays; it runs on other arrays with the same key, without parsing.
+
+    Args:
+        call: the call, after it ran.
+        names: the names of the arrays that the caller passed.
+        arrays: these arrays.
+        created: the names of the results that are allocated before :meth:`run`.
+    """
+
+    __slots__ = ("_alignments", "_call", "_device", "_direct", "_names", "_views")
+
+    def __init__(self, call: Call, names: Sequence[str], arrays: Sequence[Any], created: Sequence[str]) -> None:
+        self._call, self._names = call.on({}), [*names, *created]
+        self._device = call.arrays["q"].data.device_id
+        #: The position of each array of the call that the caller passed.
+        self._direct: list[tuple[str, int]] = []
+        #: For views of these arrays: name, position, offset of the first element in bytes, shape, dtype and strides.
+        self._views: list[tuple[str, int, int, tuple[int, ...], Any, tuple[int, ...]]] = []
+        where = {name: (len(names) + i, 0) for i, name in enumerate(created)}
+        for name, array in call.arrays.items():
+            source = tensor_name(call.captured[name].name) if name in call.captured else name
+            if source not in names:
+                continue
+            position = names.index(source)
+            passed = arrays[position]
+            where[name] = position, array.data.ptr - passed.data.ptr
+            if array is passed:
+                self._direct.append((name, position))
+            else:
+                self._views.append((name, *where[name], array.shape, array.dtype, array.strides))
+        #: Position, offset, bits and their value: the alignment of each array. Any alignment will do for integers.
+        self._alignments = [
+            (*where[spec.name], *((15, 0) if spec.alignment >= 16 else (2 * spec.alignment - 1, spec.alignment)))
+            for spec in call.problem.tensors
+            if spec.name in where and not spec.dtype.startswith("int")
+        ]
+
+    def accepts(self, arrays: Sequence[Any], addresses: Sequence[int]) -> bool:
+        """Whether arrays are on the device of the call and have the alignments of its problem."""
+        if any(array.data.device_id != self._device for array in arrays):
+            return False
+        return not any((addresses[at] + offset) & bits != value for at, offset, bits, value in self._alignments)
+
+    def named(self, addresses: Sequence[int]) -> dict[str, int]:
+        """The addresses of the call's arrays by name, given those of the caller's arrays and of the created results."""
+        named = dict(zip(self._names, addresses, strict=False))
+        for name, position, offset, *_ in self._views:
+            named[name] = addresses[position] + offset
+        return named
+
+    def run(self, ndarray: Any, arrays: Sequence[Any], created: Sequence[Any]) -> list[Any]:
+        """Run the call on the caller's arrays and the created results, and return the results."""
+        found = {name: arrays[position] for name, position in self._direct}
+        found |= zip(self._names[len(arrays) :], created, strict=True)
+        for name, position, offset, shape, dtype, strides in self._views:
+            found[name] = ndarray(shape, dtype, arrays[position].data + offset, strides)
+        return self._call.on(found).run()
+
+
+def array_names(ndarray: Any, names: Sequence[str], arrays: tuple[Any, ...], options: Mapping[str, Any]) -> list[str]:
+    """The names of the arrays that the caller passed, in the order of :func:`read_key`; ``names`` are those of ``arrays``."""
+    passed = [name for name, array in zip(names, arrays, strict=True) if array is not None]
+    for name, value in options.items():
+        if type(value) is ndarray:
+            passed.append(name)
+        elif name == "tensors" and value:
+            passed += map(tensor_name, value)
+    return passed
+
+
+def tensor_name(name: str) -> str:
+    """The name of an array in ``tensors=`` among the arrays of a call.
+
+    >>> tensor_name("bias")
+    "tensors['bias']"
+    """
+    return f"tensors[{name!r}]"
