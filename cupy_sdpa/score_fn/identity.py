@@ -106,6 +106,8 @@ def _identify(value: Any, parts: list[Any], functions: tuple[Any, ...]) -> None:
     Raises:
         _UnknownError: the value has no identity.
     """
+    if len(parts) > MAX_PARTS:
+        raise _UnknownError
     kind = type(value)
     if kind is _FUNCTION:
         _identify_function(value, parts, functions)
@@ -133,8 +135,6 @@ def _identify(value: Any, parts: list[Any], functions: tuple[Any, ...]) -> None:
             _identify(part, parts, functions)
     else:
         raise _UnknownError
-    if len(parts) > MAX_PARTS:
-        raise _UnknownError
 
 
 def _is_pure(value: Any) -> bool:
@@ -155,7 +155,7 @@ def _identify_function(function: Any, parts: list[Any], functions: tuple[Any, ..
         parts.append(functions.index(function))
         return
     reads = _analyzed.get(id(function.__code__)) or _analyze(function.__code__)
-    if reads.unknown or len(parts) > MAX_PARTS:
+    if reads.unknown:
         raise _UnknownError
     parts.append(reads)
     functions = (*functions, function)
