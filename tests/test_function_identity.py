@@ -85,6 +85,7 @@ def closure_variable_by_nonlocal():
     ("one", "other"),
     [
         (1, 1.0), (1, True), (0.0, -0.0), (1.0, np.float64(1.0)), (np.float32(1), np.float64(1)), (np.int32(1), np.int64(1)),
+        (np.int32(0), np.float32(0)),
         (math.nan, 0.0), (np.float32(0.0), np.float32(-0.0)), ("a", "b"), (None, 0), ((1, 2), (1, 2.0)), ([1], (1,)), ([1, [2]], [1, [3]]),
         ({"a": 1}, {"a": 2}), ({"a": 1, "b": 1}, {"b": 1, "a": 1}), ({1}, frozenset({1})), ((), ((),)), (((1,), 2), ((1, 2),)),
         (np.tanh, np.sinh), (abs, max), (math.sin, math.cos), (scaled(1.0), scaled(2.0)), (float, int), (np.float32, np.float16),
@@ -504,14 +505,24 @@ def attribute_of_an_element():
     return (lambda x: x * configs[0].alpha), lambda: setattr(configs[0], "alpha", 3.0)
 
 
+OTHER_FRAME = types.SimpleNamespace(gi_frame=types.SimpleNamespace(f_globals={"alpha": 5.0}))
+
+
 @change
-def attribute_after_very_many_names():
-    """Operands above 255 need an additional instruction, which may be the target of a jump."""
-    names = {f"v{n}": 0.0 for n in range(300)}
-    one, other = types.SimpleNamespace(alpha=2.0), types.SimpleNamespace(alpha=5.0)
-    code = f"def f(x): return ({' + '.join(names)}) + (one if x > 0 else other).alpha"
-    function, _ = defined(code, one=one, other=other, **names)
-    return function, lambda: setattr(one, "alpha", 3.0)
+def frame_of_either_object():
+    """The attribute may belong to a generator, although it follows the load of another object."""
+    code = "def f(x): return x * ((y for y in ()) if x > 0 else other).gi_frame.f_globals['alpha']"
+    function, names = defined(code, other=OTHER_FRAME, alpha=2.0)
+    return function, lambda: names.update(alpha=3.0)
+
+
+@change
+def frame_after_very_many_names():
+    """Operands above 255 need an additional instruction, which is then the target of the jump."""
+    names = "; ".join(f"x.v{n}" for n in range(300))
+    code = f"def f(x):\n  if x is None: {names}\n  return x * ((y for y in ()) if x > 0 else other).gi_frame.f_globals['alpha']"
+    function, names = defined(code, other=OTHER_FRAME, alpha=2.0)
+    return function, lambda: names.update(alpha=3.0)
 
 
 @change

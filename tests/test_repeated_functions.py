@@ -317,6 +317,32 @@ def test_another_layout_of_an_array_is_another_call(name, cupy):
                 np.testing.assert_allclose(a, b, atol=0.02)
 
 
+def test_another_dtype_of_an_array_is_another_call(cupy):
+    """Of the same size, shape and strides."""
+    q, k, v, _ = Arrays(cupy, functions.ZOO[0]).arrays
+    values = np.random.default_rng(0).integers(1, 9, (4, 40))
+    for _ in range(OFTEN):
+        for dtype in ("i4", "f4"):
+            got = attention(q, k, v, score_mod=quarters, tensors={"x": cupy.asarray(values.astype(dtype))})
+            want = attention(*(x.get() for x in (q, k, v)), score_mod=quarters, tensors={"x": values.astype(dtype)})
+            np.testing.assert_allclose(as_float(got), as_float(want), atol=4e-3)
+
+
+def quarters(s, b, h, i, j, x):
+    """A bias that reads integers or floats."""
+    return s + x[h, j] * 0.25
+
+
+def test_another_alignment_is_not_parsed_every_time(cupy):
+    """The latest alignment is cached, also for calls that are not captured."""
+    problem = Arrays(cupy, next(f for f in functions.LEARNED if f.name == "bias"))
+    for make in (lambda xp: {"bias": xp.asarray(table())}, OTHER_TENSORS["misaligned"]):
+        problem.options["tensors"] = make(cupy)
+        want = problem.run()
+        with not_parsed():
+            equal(problem.run(), want)
+
+
 def test_constant_indices_are_offsets(cupy):
     """A view of the caller's array at an offset, for arrays at other addresses, and with another index."""
     q, k, v, _ = Arrays(cupy, functions.ZOO[0]).arrays

@@ -334,8 +334,7 @@ def _cached(session: Session, arguments: Arguments, call: Call, names: Sequence[
     """The call that is cached under a key, or this one, which is then cached."""
     key, arrays, _ = arguments
     cached: CachedCall | None = session.cached_calls.get(key)
-    plan = _captured_plan(call)
-    if cached is not None and cached.plan is plan and (plan or cached.problem == call.problem):
+    if cached is not None and cached.plan is _captured_plan(call) and cached.problem == call.problem:
         cached.used = _next_use()
         return cached
     if cached is not None:  # its plan was destroyed, or its arrays had another alignment
