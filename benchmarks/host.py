@@ -14,6 +14,7 @@ import functools
 import statistics
 import time
 import timeit
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,10 +24,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import cupy_sdpa
+from cupy_sdpa import zoo
 from cupy_sdpa._cudnn.constants import AttributeType
 from cupy_sdpa._cudnn.descriptor import Descriptor
 from cupy_sdpa._cudnn.library import library
-from cupy_sdpa.calls import replay_cache
+from cupy_sdpa.calls import call_key, replay_cache
 from cupy_sdpa.device import cuda_graph, driver
 
 from .common.device import as_torch, busy_matrix, random_normal
@@ -55,7 +57,7 @@ class Steps:
         here = replay_cache._runtime
         assert here is not None
         self.here = here
-        found = replay_cache._key(here.ndarray, ("forward", False, False), self.arrays, {})
+        found = call_key.read_key(here.ndarray, ("forward", False, False), self.arrays, {})
         session = here.session(driver.context_id())
         assert found is not None
         assert session is not None
@@ -70,7 +72,7 @@ class Steps:
         here, known, key, how = self.here, self.known, self.key, ("forward", False, False)
         cache = self.session.cache
         (made,) = known._created
-        yield "the key: dtypes, shapes and strides", lambda: replay_cache._key(here.ndarray, how, self.arrays, {})
+        yield "the key: dtypes, shapes and strides", lambda: call_key.read_key(here.ndarray, how, self.arrays, {})
         yield "the context and its session", lambda: here.session(here.context_id(0)[1])
         yield "look up the call", lambda: self.session.cached_calls.get(key)
         yield "the current stream", lambda: here.current_stream().ptr
@@ -115,6 +117,7 @@ def calls() -> tuple[dict[str, Callable[[], Any]], Steps]:
     y, stats = cupy_sdpa.attention(q, k, v, return_stats=True)
     dout = random_normal(*SHAPE)
     into = {f"d{name}": cupy.empty_like(q) for name in "qkv"}
+    slopes = cupy.asarray(cupy_sdpa.alibi_slopes(q.shape[1]))
     x = [as_torch(a) for a in (q, k, v)]
     leaves = [t.detach().requires_grad_() for t in x]
     with torch.enable_grad(), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
@@ -138,6 +141,12 @@ def calls() -> tuple[dict[str, Callable[[], Any]], Steps]:
         "attention": ours(lambda: cupy_sdpa.attention(q, k, v)),
         "attention, causal": ours(lambda: cupy_sdpa.attention(q, k, v, causal=True)),
         "attention, out=": ours(lambda: cupy_sdpa.attention(q, k, v, out=out)),
+        "attention, score_mod=zoo.softcap(30.0), out=": ours(
+            lambda: cupy_sdpa.attention(q, k, v, score_mod=zoo.softcap(30.0), out=out)
+        ),
+        "attention, score_mod=zoo.alibi, out=": ours(
+            lambda: cupy_sdpa.attention(q, k, v, score_mod=zoo.alibi, tensors={"slopes": slopes}, out=out)
+        ),
         "prepared, out=": ours(lambda: prepared(q, k, v, out=out)),
         "cudnnBackendExecute": ours(steps.execute()),
         "cuGraphLaunch": ours(lambda: steps.recording.launch(of_many=False)),
@@ -227,8 +236,8 @@ def new_addresses(q: Any, k: Any, v: Any) -> float:
 
 
 def not_cached(q: Any, k: Any, v: Any) -> float:
-    """A call whose arguments are parsed every time: calls with captured arrays are never in the replay cache."""
-    return host_us(lambda: cupy_sdpa.attention(q, k, v, tensors={}), CALLS)
+    """A call whose arguments are parsed every time: only dictionaries of arrays are part of a key."""
+    return host_us(lambda: cupy_sdpa.attention(q, k, v, tensors=types.MappingProxyType({})), CALLS)
 
 
 def peer(name: str) -> str:

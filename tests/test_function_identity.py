@@ -28,7 +28,7 @@ from cupy_sdpa import zoo
 from cupy_sdpa.score_fn import identity as module
 from cupy_sdpa.score_fn.identity import identity
 
-CHANGES = {}
+CHANGES: dict = {}
 
 
 def change(case):

@@ -103,7 +103,7 @@ class Template:
         self._direct: list[tuple[str, int]] = []
         #: For views of these arrays: name, position, offset of the first element in bytes, shape, dtype and strides.
         self._views: list[tuple[str, int, int, tuple[int, ...], Any, tuple[int, ...]]] = []
-        where = {name: (len(names) + i, 0) for i, name in enumerate(created)}
+        where: dict[str, tuple[int, int]] = {}
         for name, array in call.arrays.items():
             source = tensor_name(call.captured[name].name) if name in call.captured else name
             if source not in names:
@@ -115,7 +115,7 @@ class Template:
                 self._direct.append((name, position))
             else:
                 self._views.append((name, *where[name], array.shape, array.dtype, array.strides))
-        #: Position, offset, bits and their value: the alignment of each array. Any alignment will do for integers.
+        #: Position, offset, bits and their value: the alignments. Integers may have any.
         self._alignments = [
             (*where[spec.name], *((15, 0) if spec.alignment >= 16 else (2 * spec.alignment - 1, spec.alignment)))
             for spec in call.problem.tensors

@@ -85,17 +85,17 @@ class CachedCall:
 
     Attributes:
         plan: the plan; None for a call that is not captured.
-        problem: the problem.
+        accepts: whether arrays at some addresses have the device and the alignments of the call.
         used: the number of the latest use.
     """
 
     __slots__ = (
         "_cache", "_closed", "_counts", "_created", "_graphs", "_names", "_pause", "_plan_only", "_positions", "_scalars",
-        "_template", "_workspace", "plan", "problem", "used",
+        "_template", "_workspace", "accepts", "plan", "used",
     )  # fmt: skip
 
     def __init__(self, call: Call, cache: PlanCache, names: Sequence[str], arrays: Sequence[Any]) -> None:
-        self.plan, self.problem, self._cache, self._closed = _captured_plan(call), call.problem, cache, False
+        self.plan, self._cache, self._closed = _captured_plan(call), cache, False
         self._graphs: dict[tuple[int, ...], Recording] = {}
         #: How often addresses without a graph occurred.
         self._counts: dict[tuple[int, ...], int] = {}
@@ -108,6 +108,7 @@ class CachedCall:
         created = [name for name in results if name not in names] if self.plan else []
         self._created = [(x.shape, x.dtype, x.nbytes) for x in (call.arrays[name] for name in created)]
         self._template = Template(call, names, arrays, created)
+        self.accepts = self._template.accepts
         self._names, self._scalars = [*names, *created], dict(call.scalars)
         #: Whether the call does nothing but execute the plan, on the caller's arrays and the results that it creates.
         self._plan_only = False
@@ -151,7 +152,7 @@ class CachedCall:
                     self._discard_graph(graph, error)
                     return None
                 self._cache.recorded.use(graph)
-            elif not self._accepts(arrays, pointers) or not self._execute(runtime, pointers, workspace):
+            elif not self._may_run(arrays, pointers) or not self._execute(runtime, pointers, workspace):
                 return None
             self.used = _next_use()
             if self.plan:
@@ -166,14 +167,14 @@ class CachedCall:
         new = iter(created)
         return [next(new) if position < 0 else arrays[position] for position in self._positions]
 
-    def _accepts(self, arrays: Sequence[Any], pointers: tuple[int, ...]) -> bool:
+    def _may_run(self, arrays: Sequence[Any], pointers: tuple[int, ...]) -> bool:
         """Whether the call may run on addresses without a graph; False if it must be parsed, to check or to capture it."""
         count = self._counts.get(pointers, 0) + 1
         if self._closed or (self.plan and count >= CAPTURE_AFTER and self._may_capture()):
             return False
         if count == 1 and max(self._positions) >= 0:
             return False  # a result at a new address may overlap another array
-        if not self._template.accepts(arrays, pointers[1:]):
+        if not self.accepts(arrays, pointers[1:]):
             return False
         self._count(pointers, count)
         return True
@@ -332,12 +333,12 @@ def _captured_plan(call: Call) -> Plan | None:
 
 def _cached(session: Session, arguments: Arguments, call: Call, names: Sequence[str]) -> CachedCall:
     """The call that is cached under a key, or this one, which is then cached."""
-    key, arrays, _ = arguments
+    key, arrays, addresses = arguments
     cached: CachedCall | None = session.cached_calls.get(key)
-    if cached is not None and cached.plan is _captured_plan(call) and cached.problem == call.problem:
+    if cached is not None and cached.plan is _captured_plan(call) and cached.accepts(arrays, addresses):
         cached.used = _next_use()
         return cached
-    if cached is not None:  # its plan was destroyed, or its arrays had another alignment
+    if cached is not None:  # its plan was destroyed, or its arrays had another alignment or device
         cached.remove()
     if len(session.cached_calls) >= MAX_CALLS:  # remove more than one, so that this search is rare
         oldest = heapq.nsmallest(1 + MAX_CALLS // 8, session.cached_calls.items(), key=lambda item: item[1].used)
