@@ -109,9 +109,10 @@ def attention(
             query on the diagonal (that of ``causal`` or ``window``; default top left). See :func:`cupy_sdpa.alibi_slopes`.
         softcap: c > 0 replaces the scores by :math:`c \tanh(S / c)`. A new value does not need a new plan. Default None.
         score_mod: ``f(score, b, h, q_idx, kv_idx, **tensors) -> score``, the signature of FlexAttention: a new score for query
-            q_idx and key kv_idx from the scaled score. Every call calls it once with traced values; arithmetic, comparisons and
-            numpy functions of these values run inside the fused kernel, and the backward pass is derived. Constants, except 0,
-            1 and -1, may change without a new plan. Common ones are in :mod:`cupy_sdpa.zoo`. Default None.
+            q_idx and key kv_idx from the scaled score. It is called once with traced values, and again if it has changed;
+            arithmetic, comparisons and numpy functions of these values run inside the fused kernel, and the backward pass is
+            derived. Constants, except 0, 1 and -1, may change without a new plan. Common ones are in :mod:`cupy_sdpa.zoo`.
+            Default None.
         mask_mod: ``f(b, h, q_idx, kv_idx, **tensors) -> condition``, whether the query attends to the key. Causal masks and
             windows are recognized. Default None.
         tensors: a mapping of names to arrays that the functions read; they are indexed by b, h, q_idx, kv_idx and constant

@@ -66,7 +66,7 @@ class _UnknownError(Exception):
 
 # The values that a function can reach
 
-_MISSING = object()
+_MISSING, _RECURSIVE = object(), object()
 #: Types whose values are compared by ``==``, together with the type.
 _EXACT = frozenset({bool, int, str, bytes, type(None), type(...)})
 _NUMPY_SCALARS = frozenset({np.bool_, *(np.dtype(code).type for code in "bhilqBHILQefd")})
@@ -96,7 +96,9 @@ _IDENTIFIED = _EXACT | _NUMPY_SCALARS | _CONTAINERS | {float, _FUNCTION, _PARTIA
 
 
 def _identify(value: Any, parts: list[Any], functions: tuple[Any, ...]) -> None:
-    """Append the parts of a value, which begin with its type or with an object that determines their number.
+    """Append the parts of a value: first its type or another object without an equal, then numbers, texts and further values.
+
+    The parts of a value are never the beginning of those of another one, so different sequences of values have different parts.
 
     Args:
         value: the value.
@@ -151,10 +153,11 @@ def _is_pure(value: Any) -> bool:
 def _identify_function(function: Any, parts: list[Any], functions: tuple[Any, ...]) -> None:
     """Append the parts of a Python function, see :func:`_identify`."""
     if function in functions:
-        parts.append("recursive")
+        parts.append(_RECURSIVE)
         parts.append(functions.index(function))
         return
-    reads = _analyzed.get(id(function.__code__)) or _analyze(function.__code__)
+    code = function.__code__
+    reads = _analyzed.get(id(code)) or _analyze(code)
     if reads.unknown:
         raise _UnknownError
     parts.append(reads)
