@@ -474,3 +474,60 @@ def test_the_results_are_right(cupy):
     gradients = attention_backward(dout, q, k, v, out, stats, return_dtensors=True, **options)
     for one, other in zip([*got[:5], got[5]["x"]], [out, stats, *gradients[:3], gradients[3]["x"]], strict=True):
         np.testing.assert_allclose(as_float(one), other, atol=0.03)
+
+
+class Parameters:
+    """Parameters of the functions below, which are changed at random."""
+
+    alpha = 1.0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_sequences_of_calls(seed, cupy):
+    """Functions, their parameters, arrays, layouts, results and contents change at random; no result is stale."""
+    rng = np.random.default_rng(seed)
+    problem = Arrays(cupy, functions.ZOO[0], size=16)
+    q, k, v, dout = problem.arrays
+    config, weights = Parameters(), [1.0, 2.0]
+
+    def by_object(s, b, h, i, j, x):
+        return s * config.alpha + x[h, j] * weights[1]
+
+    def by_class(s, b, h, i, j, x):
+        return by_object(s, b, h, i, j, x) - Parameters.alpha * x[0, i]
+
+    def by_condition(s, b, h, i, j, x):
+        return s + x[h, j] if config.alpha > 1 else s * x[h, i]
+
+    memory = [cupy.asarray(rng.standard_normal((16, 16)).astype("f4")) for _ in range(3)]
+    views = [lambda m: m[:4], lambda m: m[4:8], lambda m: m.T[:4], lambda m: m[1:9:2], lambda m: m[:, :4].T]
+    outputs = [None, cupy.empty_like(q), cupy.empty_like(q)]
+    for _ in range(80):
+        parameter, value = rng.integers(5), float(rng.choice([0.5, 1.0, 1.5]))
+        if parameter == 0:
+            config.alpha = value
+        elif parameter == 1:
+            weights[1] = value
+        elif parameter == 2:
+            Parameters.alpha = value
+        elif parameter == 3:
+            memory[rng.integers(3)][...] = cupy.asarray(rng.standard_normal((16, 16)).astype("f4"))
+        function = [by_object, by_class, by_condition][rng.integers(3)]
+        given = {"score_mod": function, "tensors": {"x": views[rng.integers(5)](memory[rng.integers(3)])}}
+        if rng.random() < 0.3:
+            given["mask_mod"] = zoo.sliding_window(int(rng.integers(3, 5)))
+        for _ in range(rng.integers(1, 4)):
+            out = outputs[rng.integers(3)]
+            got, stats = attention(q, k, v, return_stats=True, out=out, **given)
+            gradients = attention_backward(dout, q, k, v, got, stats, return_dtensors=bool(parameter % 2), **given)
+            results = [as_float(x).copy() for x in (got, stats, *gradients[:3])] + [
+                as_float(x) for x in gradients[3:] and gradients[3].values()
+            ]
+            with parsed():
+                want, stats = attention(q, k, v, return_stats=True, **given)
+                gradients = attention_backward(dout, q, k, v, want, stats, return_dtensors=bool(parameter % 2), **given)
+            want = [as_float(x) for x in (want, stats, *gradients[:3])] + [
+                as_float(x) for x in gradients[3:] and gradients[3].values()
+            ]
+            for a, b in zip(results, want, strict=True):
+                np.testing.assert_array_equal(a, b)
