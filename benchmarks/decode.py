@@ -34,7 +34,7 @@ HEADS, KEY_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 64
 #: (batch, keys)
 PROBLEMS = ((1, 8192), (1, 32768), (1, 131072), (8, 8192), (8, 32768), (32, 4096), (32, 8192), (32, 32768))
 #: (batch, keys of the shared prefix, other keys)
-PREFIXES = ((32, 32768, 1024),)
+PREFIXES = ((32, 32768, 64), (32, 32768, 1024))
 ROUNDS = 11
 #: The calls in a graph.
 CALLS = 8
