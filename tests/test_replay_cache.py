@@ -110,7 +110,13 @@ class Fixture:
         named = {"q": q, "k": k, "v": v, "out": made_out}
         launched = LaunchRecord(self.plan, self.here.alloc(0).ptr, plain, made)
         call = SimpleNamespace(
-            problem=CASE.problem(), arrays=named, scalars={"scale": 0.25}, launched=launched, gradients=None, enqueue=None
+            problem=CASE.problem(),
+            arrays=named,
+            scalars={"scale": 0.25},
+            launched=launched,
+            gradients=None,
+            enqueue=None,
+            fills={},
         )
         replay_cache.cache_call("forward", FORWARD, arrays, options, call)
         return "read, and recorded" if ("record",) in self.done[before:] else "read"
@@ -490,7 +496,7 @@ def test_arrays_of_the_call_are_kept_with_the_graph(fixture):
     for _ in range(3):
         named = {"q": q, "k": k, "v": v, "out": out, "seed": seed}
         call = SimpleNamespace(
-            problem=CASE.problem(), arrays=named, scalars={}, launched=launched, gradients=None, enqueue=None
+            problem=CASE.problem(), arrays=named, scalars={}, launched=launched, gradients=None, enqueue=None, fills={}
         )
         assert replay_cache.run_cached("forward", (q, k, v, out, None), {"seed": 5}) is None
         replay_cache.cache_call("forward", FORWARD, (q, k, v, out, None), {"seed": 5}, call)

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..device import cupy_runtime, driver
+from ..device import cupy_runtime, driver, memory
 from ..device.cuda_graph import Recording
 from .call import Call, active_tunings
 
@@ -86,8 +86,8 @@ class CachedCall:
     """
 
     __slots__ = (
-        "_cache", "_closed", "_counts", "_created", "_device", "_graphs", "_names", "_pause", "_plan_only", "_positions",
-        "_scalars", "_workspace", "plan", "used",
+        "_cache", "_closed", "_constants", "_counts", "_created", "_device", "_graphs", "_names", "_pause", "_plan_only",
+        "_positions", "_scalars", "_workspace", "plan", "used",
     )  # fmt: skip
 
     def __init__(self, call: Call, cache: PlanCache, names: Sequence[str]) -> None:
@@ -109,7 +109,8 @@ class CachedCall:
         self._created = [(x.shape, x.dtype, x.nbytes) for x in (call.arrays[name] for name in created)]
         #: Whether the call does nothing but execute the plan, on the caller's arrays and the results that it creates.
         aligned = all(spec.alignment >= 16 for spec in call.problem.tensors)
-        self._plan_only = call.launched.plan_only and aligned and call.arrays.keys() <= {*names, *created}
+        self._constants = {name: call.arrays[name].data.ptr for name in call.fills if memory.is_constant(call.arrays[name])}
+        self._plan_only = call.launched.plan_only and aligned and call.arrays.keys() <= {*names, *created, *self._constants}
         self._names, self._scalars = [*names, *created], dict(call.scalars)
         self.plan.dependents.add(self)
 
@@ -173,7 +174,7 @@ class CachedCall:
                 return False  # as in run()
         self._count(pointers, count)
         self.plan.set_stream(stream)
-        named = dict(zip(self._names, addresses, strict=False))  # pointers may end with that of the workspace
+        named = dict(zip(self._names, addresses, strict=False)) | self._constants  # pointers may end with that of the workspace
         self.plan.execute(named, self._scalars, workspace.ptr if workspace else 0)
         return True
 
