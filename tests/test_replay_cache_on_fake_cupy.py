@@ -5,6 +5,7 @@ tests/test_gpu_replay.py and tests/test_gpu_plans.py.
 """
 
 import contextlib
+import sys
 import threading
 
 import numpy as np
@@ -429,7 +430,7 @@ def test_a_paged_query_needs_no_other_launch(cupy, monkeypatch):
         launches = len(DEVICE.launches) - before
         assert (out.get()[0, 0, 0] == (n.get() > 0)).all()
         assert (np.isneginf(stats.get()[0, 0]) == (n.get() == 0)).all()
-        monkeypatch.setattr("cupy_sdpa.attention.read_forward", None)
+        monkeypatch.setattr(sys.modules["cupy_sdpa.attention"], "read_forward", None)
     assert launches == 1
 
 
