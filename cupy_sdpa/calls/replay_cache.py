@@ -222,7 +222,7 @@ class CachedCall:
             own = [*own, workspace]
             call.launched = call.launched._replace(workspace=workspace.data.ptr)
         try:
-            return Recording(call.enqueue, own)
+            return Recording(call.enqueue, own, executable=len(self._graphs) < FEW_GRAPHS)
         finally:
             self.plan.set_stream(stream)  # it was the stream of the capture
 
