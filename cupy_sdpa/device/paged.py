@@ -137,9 +137,10 @@ _DEVICE_CODE = f"""
     // the keys of each query, from first to end, and the core: whole pages to which every query attends
     struct Visible {{
         long long length, queries, shift, left, right, core_begin, core_end;
-        __device__ Visible(const Table& t, const Queries& q, long long b) : left(q.left), right(q.right) {{
-            length = length_of(t, b);
-            queries = least(((const int*)q.lengths)[b], q.queries);
+        __device__ Visible(const Table& t, const Queries& q, int keys_of_sequence, int queries_of_sequence)
+            : left(q.left), right(q.right) {{
+            length = least(keys_of_sequence, t.pages * t.page);
+            queries = least(queries_of_sequence, q.queries);
             shift = q.bottom_right ? length - queries : 0;
             core_end = queries > 0 ? end(0) : 0;
             const unsigned page = t.page, pages = (unsigned(first(queries - 1)) + page - 1) / page;
@@ -195,6 +196,8 @@ class Fringe(NamedTuple):
 
 #: The threads and the warps of a block.
 _THREADS, _WARPS = 128, 4
+#: The number of values that a warp loads before it has the scores of their keys.
+_EARLY = 4
 _SPLIT = _struct(
     ("table", _Table), ("queries", _Queries), "row_count", "chunks", "chunk_pages", "rows", "chunk_table",
     "row_counts", "chunk_lengths", "stats", "blocks_per_chunk", "split_blocks",
@@ -258,13 +261,14 @@ def _split_kernel(unit: int, dtype: str, d: int, dv: int) -> Any:
             const unsigned e = blockIdx.x / per_chunk, b = e / chunks, c = e % chunks;
             const unsigned thread = blockIdx.x % per_chunk * blockDim.x + threadIdx.x, threads = per_chunk * blockDim.x;
             const Queries& q = x.queries;
+            const int keys_of_sequence = ((const int*)x.table.lengths)[b], queries_of_sequence = ((const int*)q.lengths)[b];
             const unsigned queries = q.queries, results = queries * q.heads;
             for (unsigned i = thread; i < results * {units}; i += threads) {{
                 const unsigned row = i / {units}, s = row % queries, h = row / queries;
                 const long long from = q.q + b * q.q_batch + s * q.q_query + h * q.q_head;
                 (({kind}*)x.rows)[(long long)e * results * {units} + i] = ((const {kind}*)from)[i % {units}];
             }}
-            const Visible visible(x.table, q, b);
+            const Visible visible(x.table, q, keys_of_sequence, queries_of_sequence);
             const long long size = x.chunk_pages * page, start = visible.core_begin + c * size;
             const long long keys = most(least(visible.core_end - start, size), 0);
             if (thread == 0) {{
@@ -305,8 +309,12 @@ def _fringe_code(dtype: str, d: int, dv: int) -> str:
             float* const scores = every_score[warp];
             long long* const values = every_value[warp];
             const {kind.name}* const given = (const {kind.name}*)(q.q + b * q.q_batch + s * q.q_query + h * q.q_head);
-            for (int i = lane; i < {d}; i += 32) query[i] = float(given[i]);
-            const Visible visible(x.table, q, b);
+            // Loads are issued before the first one is used, so that they overlap.
+            const int keys_of_sequence = ((const int*)x.table.lengths)[b], queries_of_sequence = ((const int*)q.lengths)[b];
+            {kind.name} loaded[{-(-d // 32)}];
+            for (int c = 0, i = lane; i < {d}; ++c, i += 32) loaded[c] = given[i];
+            const Visible visible(x.table, q, keys_of_sequence, queries_of_sequence);
+            for (int c = 0, i = lane; i < {d}; ++c, i += 32) query[i] = float(loaded[c]);
             const long long first = visible.first(s), end = visible.end(s), after = most(visible.core_end, first);
             const long long before = most(least(visible.core_begin, end) - first, 0);
             const long long count = s < visible.queries ? before + most(end - after, 0) : 0;
@@ -314,19 +322,27 @@ def _fringe_code(dtype: str, d: int, dv: int) -> str:
             for (long long start = 0; start < count; start += 32) {{
                 __syncwarp();
                 const int keys = least(count - start, 32);
-                float score = top;
+                float score = 0;
+                Vector key[{d // vector}];
                 if (lane < keys) {{
                     const long long i = start + lane;
                     const unsigned j = i < before ? first + i : after + (i - before), n = j / page;
                     const long long place = entry(x.table, b, n);
-                    const Vector* const key = (const Vector*)(k + place * fringe.k_page + (j - n * page) * fringe.k_row);
+                    const Vector* const row = (const Vector*)(k + place * fringe.k_page + (j - n * page) * fringe.k_row);
                     values[lane] = v + place * fringe.v_page + (j - n * page) * fringe.v_row;
-                    score = 0;
                     #pragma unroll
-                    for (int p = 0; p < {d // vector}; ++p) {{
-                        const Vector part = key[p];
-                        for (int i = 0; i < {vector}; ++i) score += query[p * {vector} + i] * float(part.x[i]);
-                    }}
+                    for (int p = 0; p < {d // vector}; ++p) key[p] = row[p];
+                }}
+                __syncwarp();
+                {kind.name} early[{_EARLY}][{columns}];
+                #pragma unroll
+                for (int i = 0; i < {_EARLY}; ++i)
+                    for (int c = 0, column = lane; i < keys && column < {dv}; ++c, column += 32)
+                        early[i][c] = ((const {kind.name}*)values[i])[column];
+                if (lane < keys) {{
+                    #pragma unroll
+                    for (int p = 0; p < {d // vector}; ++p)
+                        for (int i = 0; i < {vector}; ++i) score += query[p * {vector} + i] * float(key[p].x[i]);
                     score *= scale;
                     score = softcap > 0 ? softcap * tanhf(score / softcap) : score;
                     scores[lane] = score;
@@ -340,8 +356,14 @@ def _fringe_code(dtype: str, d: int, dv: int) -> str:
                 const float factor = expf(previous - top);
                 total *= factor;
                 for (int c = 0; c < {columns}; ++c) sum[c] *= factor;
+                #pragma unroll
+                for (int i = 0; i < {_EARLY}; ++i) {{
+                    if (i >= keys) break;
+                    total += scores[i];
+                    for (int c = 0, column = lane; column < {dv}; ++c, column += 32) sum[c] += scores[i] * float(early[i][c]);
+                }}
                 #pragma unroll 4
-                for (int i = 0; i < keys; ++i) {{
+                for (int i = {_EARLY}; i < keys; ++i) {{
                     const {kind.name}* const value = (const {kind.name}*)values[i];
                     total += scores[i];
                     for (int c = 0, column = lane; column < {dv}; ++c, column += 32) sum[c] += scores[i] * float(value[column]);
