@@ -15,6 +15,7 @@ COMMANDS = {
     "functions": ("functions", "score and mask functions against FlexAttention"),
     "packed": ("packed.run", "packed (varlen) sequences against PyTorch and cudnn-frontend"),
     "host": ("host", "host time of a call and of its steps, against PyTorch"),
+    "host_options": ("host_options.run", "host time of every option, alone and in a mix, against PyTorch"),
     "graphs": ("graphs", "captured CUDA graphs: launched as graphs or kernel by kernel"),
     "plans": ("plans", "plans: first calls, disk cache, buckets of lengths, autotuning"),
     "deterministic": ("deterministic", "time and workspace of deterministic gradients"),

@@ -5,7 +5,7 @@
 Median microseconds until a call returns, on an idle device, our calls and PyTorch's interleaved. The steps are timed in
 separate loops, so their sum is a little less than a call. ``cudnnBackendExecute`` runs the plan of the same call with a
 finished variant pack. A sequence of calls is many calls without synchronization, on the given number of array sets; its time
-is the mean of host and device together. Needs PyTorch besides CuPy.
+is the mean of host and device together. ``host_options`` measures every option. Needs PyTorch besides CuPy.
 """
 
 from __future__ import annotations

@@ -204,6 +204,24 @@ def test_a_captured_graph_owns_its_memory(cupy):
     assert recording._arrays == []
 
 
+def test_a_graph_that_is_not_executable(cupy, monkeypatch):
+    """It takes no device memory, and is launched kernel by kernel; one that is no sequence of kernels is made executable."""
+    done = []
+    kernels = [(lambda *given: [done.append(given)], (1, 2)), (lambda *given: [done.append(given)], (3,))]
+    monkeypatch.setattr(cuda_graph, "driver_calls", lambda graph, stream: kernels)
+    recording = cuda_graph.Recording(lambda: None, [SimpleNamespace(nbytes=1000)], executable=False)
+    assert recording.size == cuda_graph.HOST_BYTES + 1000
+    recording.launch(of_many=False)
+    assert done == [(1, 2), (3,)]
+    recording.close()
+    assert [name for name, *_ in cupy.done] == ["begin", "end", "destroy"]
+    monkeypatch.setattr(cuda_graph, "driver_calls", lambda graph, stream: [])
+    recording = cuda_graph.Recording(lambda: None, executable=False)
+    recording.launch(of_many=False)
+    assert cupy.done[-1] == ("launch", EXECUTABLE, CALLERS)
+    assert recording.size == cuda_graph.GRAPH_BYTES
+
+
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("refused"), KeyboardInterrupt()], ids=lambda e: type(e).__name__)
 @pytest.mark.parametrize("where", ["begin", "run", "empty", "end", "driver_calls", "instantiate"])
 @pytest.mark.parametrize("broken", [False, True], ids=["", "and_the_capture_is_broken"])

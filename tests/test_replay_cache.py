@@ -45,7 +45,7 @@ class Recording:
 
     numbers = itertools.count(1)
 
-    def __init__(self, fixture, run, own):
+    def __init__(self, fixture, run, own, *, executable):
         fixture.plan.set_stream(CAPTURE)
         if fixture.failure:
             raise fixture.failure

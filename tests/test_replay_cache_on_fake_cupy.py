@@ -5,6 +5,7 @@ tests/test_gpu_replay.py and tests/test_gpu_plans.py.
 """
 
 import contextlib
+import sys
 import threading
 
 import numpy as np
@@ -18,6 +19,7 @@ import cupy_sdpa
 from cupy_sdpa import attention, attention_backward, attention_vjp, explain, get_plan_cache, prepare, reference
 from cupy_sdpa._cudnn.library import library
 from cupy_sdpa.calls import replay_cache
+from cupy_sdpa.device import memory
 
 #: Calls with the same addresses after which a CUDA graph is replayed.
 OFTEN = replay_cache.CAPTURE_AFTER + 1
@@ -414,3 +416,41 @@ def test_tuning_of_both_passes_on_a_stream(cupy):
     equal(first, second)
     want = Problem(cupy, CASES[0]).run()
     equal(first, want[2:])
+
+
+def test_a_paged_query_needs_no_other_launch(cupy, monkeypatch):
+    """One query of every sequence: cuDNN is the only launch, and other addresses are not parsed again."""
+    made = lambda *shape: cupy.asarray(np.ones(shape, np.float16, order="F"))  # noqa: E731
+    pages = {"page_table": cupy.asarray(np.asfortranarray([[0, 1, 2]], np.int32))}
+    keys = [(made(8, 1, 4, 3), made(8, 1, 4, 3)) for _ in range(3)]
+    lengths = [cupy.asarray(np.array(x, np.int32)) for x in ([3, 0, 4], [0, 1, 2], [4, 4, 0])]
+    for (k, v), n in zip(keys, lengths, strict=True):
+        q, before = made(8, 2, 1, 3), len(DEVICE.launches)
+        out, stats = attention(q, k, v, seq_lens_kv=n, return_stats=True, **pages)
+        launches = len(DEVICE.launches) - before
+        assert (out.get()[0, 0, 0] == (n.get() > 0)).all()
+        assert (np.isneginf(stats.get()[0, 0]) == (n.get() == 0)).all()
+        monkeypatch.setattr(sys.modules["cupy_sdpa.attention"], "read_forward", None)
+    assert launches == 1
+
+
+def test_equal_integers(cupy, monkeypatch):
+    """A constant array has one address for one value; too many values and captures get new arrays."""
+    monkeypatch.setattr(memory, "_constants", {})
+    three = memory.equal_integers(3, 5)
+    assert three.get().tolist() == [3] * 5
+    assert memory.equal_integers(3, 700).data.ptr == three.data.ptr
+    assert memory.is_constant(three)
+    longer = memory.equal_integers(3, 5000)
+    assert longer.get().tolist() == [3] * 5000
+    assert three.get().tolist() == [3] * 5, "plans may store the address of the shorter one"
+    for value in range(memory.MAX_CONSTANTS + 5):
+        assert memory.equal_integers(value, 2).get().tolist() == [value] * 2
+    last = memory.equal_integers(value, 2)
+    assert not memory.is_constant(last)
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        inside = memory.equal_integers(10**6, 4)
+        assert not memory.is_constant(inside)
+        del inside
+        stream.end_capture()

@@ -118,6 +118,7 @@ TABLE = {"page_table": zeros(4, 2, dtype=np.int32), "seq_lens_kv": np.full(2, 9,
 #: Changes of a valid call, the error, and words of the message.
 INVALID = {
     "no_table": ({"page_table": None}, ValueError, "needs page_table and seq_lens_kv"),
+    "int64": ({"seq_lens_kv": np.full(2, 9)}, TypeError, "seq_lens_kv is int64; it must be int32"),
     "part_of_a_page": ({"shared_prefix": 3}, ValueError, "shared_prefix is 3; .*multiple of the page size 4 from 0 to 16"),
     "too_long": ({"shared_prefix": 20}, ValueError, "from 0 to 16"),
     "not_a_number": ({"shared_prefix": 4.0}, TypeError, "shared_prefix is 4.0"),

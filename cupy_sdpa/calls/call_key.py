@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..device import memory
 from ..score_fn.identity import identity
 from .call import Call
 from .user_functions import FUNCTIONS
@@ -92,13 +93,18 @@ class Template:
         names: the names of the arrays that the caller passed.
         arrays: these arrays.
         created: the names of the results that are allocated before :meth:`run`.
+
+    Attributes:
+        constants: the addresses of the inputs that were created for the call and never change, by name.
     """
 
-    __slots__ = ("_alignments", "_call", "_device", "_direct", "_names", "_views")
+    __slots__ = ("_alignments", "_call", "_device", "_direct", "_names", "_views", "constants")
 
     def __init__(self, call: Call, names: Sequence[str], arrays: Sequence[Any], created: Sequence[str]) -> None:
         self._call, self._names = call.on({}), [*names, *created]
         self._device = call.arrays["q"].data.device_id
+        inputs = {name: call.arrays[name] for name in call.fills}
+        self.constants = {name: array.data.ptr for name, array in inputs.items() if memory.is_constant(array)}
         #: The position of each array of the call that the caller passed.
         self._direct: list[tuple[str, int]] = []
         #: For views of these arrays: name, position, offset of the first element in bytes, shape, dtype and strides.
@@ -130,7 +136,7 @@ class Template:
 
     def named(self, addresses: Sequence[int]) -> dict[str, int]:
         """The addresses of the call's arrays by name, given those of the caller's arrays and of the created results."""
-        named = dict(zip(self._names, addresses, strict=False))
+        named = dict(zip(self._names, addresses, strict=False)) | self.constants
         for name, position, offset, *_ in self._views:
             named[name] = addresses[position] + offset
         return named

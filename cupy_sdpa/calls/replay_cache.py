@@ -116,7 +116,7 @@ class CachedCall:
         self._workspace = 0
         if self.plan:
             assert call.launched
-            self._plan_only = call.launched.plan_only and not call.fills
+            self._plan_only = call.launched.plan_only and call.fills.keys() <= self._template.constants.keys()
             self._workspace = self.plan.info.workspace if self.plan.info.workspace > SMALL_BYTES else 0
             self.plan.dependents.add(self)
 
@@ -238,7 +238,7 @@ class CachedCall:
             own = [*own, workspace]
             call.launched = call.launched._replace(workspace=workspace.data.ptr)
         try:
-            return Recording(call.enqueue, own)
+            return Recording(call.enqueue, own, executable=len(self._graphs) < FEW_GRAPHS)
         finally:
             self.plan.set_stream(stream)  # it was the stream of the capture
 

@@ -1,10 +1,10 @@
 """Captured CUDA graphs, launched whole or kernel by kernel.
 
-A graph launch takes 2 us of host time for any graph; each kernel launch or memset takes 2 to 3 us. However, alternating between
-many CUDA graphs slows the device: in a continuous sequence of launches of 64 graphs in turn, each with a kernel of 8 us, a
-launch takes 32 us, compared with 8 us kernel by kernel (H200, driver 580, ``python -m benchmarks graphs``). A few graphs in
-turn take no longer than their kernels. One of many graphs is therefore launched whole only if the device is idle; this check
-takes less than 1 us.
+A launch of one graph takes 2.6 us of host time; each kernel launch or memset takes 3 to 5 us. But alternating between many CUDA
+graphs is slow: in a continuous sequence of launches of 64 graphs in turn, each with a kernel of 8 us, a launch takes 39 us, and
+8 us kernel by kernel; even the host time of both is the same (H200, ``python -m benchmarks graphs``). An executable graph also
+takes 0.12 MiB of device memory. Therefore only a few graphs of a call are made executable; the others are launched kernel by
+kernel. An executable graph that is one of many is launched whole only if the device is idle; this check takes 1 us.
 
 A kernel node owns a copy of its kernel's arguments; the kernel can be launched with this copy.
 """
@@ -19,8 +19,10 @@ from typing import Any
 
 from . import cupy_runtime, driver
 
-#: Bytes of device memory outside CuPy's pool that a CUDA graph takes (400 captured calls: 48 MiB on an H100).
+#: Bytes of device memory outside CuPy's pool that an executable graph takes (400 captured calls: 48 MiB on an H100).
 GRAPH_BYTES = 128 << 10
+#: Bytes that limit the number of graphs that are not executable; they take host memory only.
+HOST_BYTES = 8 << 10
 
 #: A function of the driver API that enqueues the work of a node, and its arguments.
 DriverCall = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -36,6 +38,8 @@ class Recording:
     Args:
         run: enqueues the work.
         own: arrays that the work reads or writes and that nothing else uses; kept alive until :meth:`close`.
+        executable: whether to make the graph executable, so that it can be launched whole. Otherwise it is launched kernel by
+            kernel, if it is a sequence of kernels and memsets. Default True.
 
     Attributes:
         size: bytes of device memory, including the arrays that are kept alive.
@@ -43,18 +47,20 @@ class Recording:
 
     __slots__ = ("_arrays", "_driver_calls", "_executable", "_graph", "_launch", "_stream", "size")
 
-    def __init__(self, run: Callable[[], None], own: Sequence[Any] = ()) -> None:
+    def __init__(self, run: Callable[[], None], own: Sequence[Any] = (), *, executable: bool = True) -> None:
         runtime = cupy_runtime.cupy().cuda.runtime
         self._stream, self._launch = cupy_runtime.stream(), runtime.graphLaunch
         self._graph, allocated = capture(run)
         self._arrays = [*own, *allocated]
-        self.size = GRAPH_BYTES + sum(array.nbytes for array in self._arrays)
+        self._executable = 0
         try:
             self._driver_calls: Sequence[DriverCall] = driver_calls(self._graph, self._stream)
-            self._executable = runtime.graphInstantiate(self._graph)
+            if executable or not self._driver_calls:
+                self._executable = runtime.graphInstantiate(self._graph)
         except BaseException:
             runtime.graphDestroy(self._graph)
             raise
+        self.size = (GRAPH_BYTES if self._executable else HOST_BYTES) + sum(array.nbytes for array in self._arrays)
 
     def launch(self, *, of_many: bool) -> None:
         """Enqueue the work again.
@@ -62,7 +68,7 @@ class Recording:
         Args:
             of_many: whether this graph is one of many that are launched in turn.
         """
-        if of_many and is_busy(self._stream):
+        if not self._executable or (of_many and is_busy(self._stream)):
             self.launch_one_by_one()
         else:
             self._launch(self._executable, self._stream)
@@ -81,7 +87,8 @@ class Recording:
         with contextlib.ExitStack() as stack:  # runs every callback, even if one fails
             stack.callback(self._arrays.clear)
             stack.callback(runtime.graphDestroy, self._graph)
-            stack.callback(runtime.graphExecDestroy, self._executable)
+            if self._executable:
+                stack.callback(runtime.graphExecDestroy, self._executable)
 
 
 def capture(run: Callable[[], None]) -> tuple[int, list[Any]]:

@@ -303,6 +303,12 @@ def diagonal(rows: int, step: int, lengths_q: Any, lengths_kv: Any) -> Any:
     return made
 
 
+def lengths_after(lengths: Any, prefix: int) -> Any:
+    """``max(lengths - prefix, 0)``, int32 ``(B,)``."""
+    made = cupy_runtime.empty(lengths.shape, np.int32)
+    return _elementwise("int32 n, int32 p", "int32 y", "y = max(n - p, 0)", "lengths_after")(lengths, prefix, made)
+
+
 @functools.cache
 def _elementwise(inputs: str, outputs: str, operation: str, name: str) -> Any:
     return cupy_runtime.cupy().ElementwiseKernel(inputs, outputs, operation, f"cupy_sdpa_{name}")

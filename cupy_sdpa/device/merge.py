@@ -200,14 +200,14 @@ def _merge_kernel(dtype: str, out_dtype: str, vector: int) -> Any:
             const long long column = ((long long)blockIdx.y * blockDim.x + threadIdx.x) * {vector};
             const bool has_value = column < t.width, is_used = row < t.rows && (has_value || column == 0);
             float top = NONE, total = 0, sum[{vector}] = {{}};
-            const bool exists = is_used && (!t.lengths || s < ((const int*)t.lengths)[b]);
-            if (t.sinks && threadIdx.z == 0 && exists) {{
+            const int length = is_used && t.lengths ? ((const int*)t.lengths)[b] : t.queries;  // not used before the end
+            if (t.sinks && threadIdx.z == 0 && is_used) {{
                 top = *(const float*)(t.sinks + h * t.sinks_h);
                 total = top == NONE ? 0 : 1;
             }}
             int g = -1;
             long long begin = 0, end = 0, out = 0, stats = 0;
-            for (long long first = threadIdx.z; exists && first < t.parts; first += {_UNROLL} * blockDim.z) {{
+            for (long long first = threadIdx.z; is_used && first < t.parts; first += {_UNROLL} * blockDim.z) {{
                 float score[{_UNROLL}];
                 In value[{_UNROLL}];
                 #pragma unroll
@@ -264,12 +264,13 @@ def _merge_kernel(dtype: str, out_dtype: str, vector: int) -> Any:
                 }}
             }}
             if (!is_used) return;
+            const bool exists = s < length;
             const float factor = total == 0 ? 0.0f : 1 / total;
             Out merged;
-            for (int j = 0; j < {vector}; ++j) merged.x[j] = {types["Out"].name}(sum[j] * factor);
+            for (int j = 0; j < {vector}; ++j) merged.x[j] = {types["Out"].name}(exists ? sum[j] * factor : 0.0f);
             if (has_value) *(Out*)(t.out + column * t.out_d + h * t.out_h + s * t.out_s + b * t.out_b) = merged;
             if (t.stats && column == 0)
-                *(float*)(t.stats + h * t.stats_h + s * t.stats_s + b * t.stats_b) = base_of(top) + logf(total);
+                *(float*)(t.stats + h * t.stats_h + s * t.stats_s + b * t.stats_b) = exists ? base_of(top) + logf(total) : NONE;
         }}""",
         "cupy_sdpa_merge",
     )

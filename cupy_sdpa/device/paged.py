@@ -137,12 +137,14 @@ _DEVICE_CODE = f"""
     // the keys of each query, from first to end, and the core: whole pages to which every query attends
     struct Visible {{
         long long length, queries, shift, left, right, core_begin, core_end;
-        __device__ Visible(const Table& t, const Queries& q, long long b) : left(q.left), right(q.right) {{
-            length = length_of(t, b);
-            queries = least(((const int*)q.lengths)[b], q.queries);
+        __device__ Visible(const Table& t, const Queries& q, int keys_of_sequence, int queries_of_sequence)
+            : left(q.left), right(q.right) {{
+            length = least(keys_of_sequence, t.pages * t.page);
+            queries = least(queries_of_sequence, q.queries);
             shift = q.bottom_right ? length - queries : 0;
             core_end = queries > 0 ? end(0) : 0;
-            core_begin = least((first(queries - 1) + t.page - 1) / t.page * t.page, core_end);
+            const unsigned page = t.page, pages = (unsigned(first(queries - 1)) + page - 1) / page;
+            core_begin = least((long long)pages * page, core_end);
         }}
         __device__ long long first(long long s) const {{ return left < 0 ? 0 : most(s + shift - left, 0); }}
         __device__ long long end(long long s) const {{
@@ -192,14 +194,16 @@ class Fringe(NamedTuple):
     softcap: float | None
 
 
-#: The threads of a block.
-_THREADS = 128
+#: The threads and the warps of a block.
+_THREADS, _WARPS = 128, 4
+#: The number of values that a warp loads before it has the scores of their keys.
+_EARLY = 4
 _SPLIT = _struct(
-    ("table", _Table), ("queries", _Queries), "row_bytes", "row_count", "chunks", "chunk_pages", "rows", "chunk_table",
+    ("table", _Table), ("queries", _Queries), "row_count", "chunks", "chunk_pages", "rows", "chunk_table",
     "row_counts", "chunk_lengths", "stats", "blocks_per_chunk", "split_blocks",
 )  # fmt: skip
 _FRINGE = _struct(
-    "group", "k", "k_head", "k_row", "k_page", "v", "v_head", "v_row", "v_page", "out", "stats",
+    "batch", "group", "k", "k_head", "k_row", "k_page", "v", "v_head", "v_row", "v_page", "out", "stats",
 )  # fmt: skip
 
 
@@ -220,28 +224,28 @@ def split(q: Any, keys: Keys, split: Split, row_count: int, chunks: Chunks, frin
     unit = 16 if all(x % 16 == 0 for x in (q.data.ptr, row, *used)) else q.itemsize
     table = _table(keys.table, keys.lengths, keys.k.shape[2])
     arrays = chunks.rows, chunks.table, chunks.row_counts, chunks.lengths, chunks.stats
-    per_chunk = max(1, min(16, -(-row * queries * heads // (unit * 8 * _THREADS))))
+    per_chunk = max(1, min(128, -(-row * queries * heads // (unit * _THREADS))))  # a thread copies a unit: loads overlap
     blocks = per_chunk * batch * split.chunks
     addresses = [array.data.ptr for array in arrays]
     given = (
-        tuple(table), tuple(_queries(q, keys)), row, row_count, split.chunks, split.pages, *addresses, per_chunk, blocks,
+        tuple(table), tuple(_queries(q, keys)), row_count, split.chunks, split.pages, *addresses, per_chunk, blocks,
     )  # fmt: skip
     arguments: list[Any] = [np.array(given, _SPLIT)]
     if fringe:
         pages = [x for array in (keys.k, keys.v) for x in (array.data.ptr, *array.strides[1:])]
-        given = (heads // keys.k.shape[1], *pages, fringe.out.data.ptr, fringe.stats.data.ptr)
+        given = (batch, heads // keys.k.shape[1], *pages, fringe.out.data.ptr, fringe.stats.data.ptr)
         arguments += [np.array(given, _FRINGE), np.float32(fringe.scale), np.float32(fringe.softcap or 0)]
-        blocks += heads * queries * batch
+        blocks += -(-heads * queries * batch // _WARPS)
     kernel = _split_kernel(unit, q.dtype.name, d, fringe.out.shape[0] if fringe else 0)
     kernel((blocks,), (_THREADS,), tuple(arguments))
 
 
 @functools.cache
 def _split_kernel(unit: int, dtype: str, d: int, dv: int) -> Any:
-    """The kernel of :func:`split`. The first blocks write the chunks, and copy in units of bytes. Each other block computes the
-    fringe of one query of one head, if there is a fringe (``dv`` is not 0).
+    """The kernel of :func:`split`. The first blocks write the chunks, and copy in units of bytes. Each warp of the other blocks
+    computes the fringe of one query of one head, if there is a fringe (``dv`` is not 0).
     """
-    kind = UNITS[unit]
+    kind, units = UNITS[unit], d * TYPES[dtype].itemsize // unit
     fringe = """if (blockIdx.x >= x.split_blocks) {
                 compute_fringe(x, fringe, scale, softcap, blockIdx.x - x.split_blocks);
                 return;
@@ -253,90 +257,120 @@ def _split_kernel(unit: int, dtype: str, d: int, dv: int) -> Any:
         extern "C" __global__ void __launch_bounds__({_THREADS}) cupy_sdpa_split(
             const Split x{", const Fringe fringe, const float scale, const float softcap" if dv else ""}) {{
             {fringe if dv else ""}
-            const long long e = blockIdx.x / x.blocks_per_chunk, b = e / x.chunks, c = e % x.chunks;
-            const long long thread = blockIdx.x % x.blocks_per_chunk * blockDim.x + threadIdx.x;
-            const long long threads = x.blocks_per_chunk * blockDim.x;
+            const unsigned per_chunk = x.blocks_per_chunk, chunks = x.chunks, page = x.table.page;
+            const unsigned e = blockIdx.x / per_chunk, b = e / chunks, c = e % chunks;
+            const unsigned thread = blockIdx.x % per_chunk * blockDim.x + threadIdx.x, threads = per_chunk * blockDim.x;
             const Queries& q = x.queries;
-            const Visible visible(x.table, q, b);
-            const long long size = x.chunk_pages * x.table.page, start = visible.core_begin + c * size;
+            const int keys_of_sequence = ((const int*)x.table.lengths)[b], queries_of_sequence = ((const int*)q.lengths)[b];
+            const unsigned queries = q.queries, results = queries * q.heads;
+            for (unsigned i = thread; i < results * {units}; i += threads) {{
+                const unsigned row = i / {units}, s = row % queries, h = row / queries;
+                const long long from = q.q + b * q.q_batch + s * q.q_query + h * q.q_head;
+                (({kind}*)x.rows)[(long long)e * results * {units} + i] = ((const {kind}*)from)[i % {units}];
+            }}
+            const Visible visible(x.table, q, keys_of_sequence, queries_of_sequence);
+            const long long size = x.chunk_pages * page, start = visible.core_begin + c * size;
             const long long keys = most(least(visible.core_end - start, size), 0);
             if (thread == 0) {{
                 ((int*)x.row_counts)[e] = x.row_count;
                 ((int*)x.chunk_lengths)[e] = keys;
             }}
+            const unsigned first = keys ? unsigned(start) / page : 0;
             for (long long i = thread; i < x.chunk_pages; i += threads)
-                ((int*)x.chunk_table)[e * x.chunk_pages + i] = padded_entry(x.table, b, start / x.table.page, i, keys);
-            const long long results = q.queries * q.heads, units = x.row_bytes / {unit};
-            for (long long i = thread; keys == 0 && i < results; i += threads)
-                ((unsigned*)x.stats)[e * results + i] = 0xff800000u;  // -inf
-            for (long long i = thread; i < results * units; i += threads) {{
-                const long long row = i / units, s = row % q.queries, h = row / q.queries;
-                const long long from = q.q + b * q.q_batch + s * q.q_query + h * q.q_head;
-                (({kind}*)x.rows)[e * results * units + i] = ((const {kind}*)from)[i % units];
-            }}
+                ((int*)x.chunk_table)[e * x.chunk_pages + i] = padded_entry(x.table, b, first, i, keys);
+            for (unsigned i = thread; keys == 0 && i < results; i += threads)
+                ((unsigned*)x.stats)[(long long)e * results + i] = 0xff800000u;  // -inf
         }}""",
         "cupy_sdpa_split",
     )
 
 
 def _fringe_code(dtype: str, d: int, dv: int) -> str:
-    """The device function that computes the fringe of one query of one head: a thread computes the score of one key at a time,
-    and then some columns of the output.
+    """The device function that computes the fringe of one query of one head with a warp: a thread computes the score of one key
+    at a time, and then some columns of the output.
     """
-    kind, columns = TYPES[dtype], -(-dv // _THREADS)
+    kind, columns = TYPES[dtype], -(-dv // 32)
     vector = 16 // kind.itemsize
     return f"""{_declaration("Fringe", _FRINGE)}
         struct alignas(16) Vector {{ {kind.name} x[{vector}]; }};
         __device__ void compute_fringe(
-            const Split& x, const Fringe& fringe, const float scale, const float softcap, const long long block) {{
+            const Split& x, const Fringe& fringe, const float scale, const float softcap, const unsigned block) {{
             const Queries& q = x.queries;
-            const long long s = block % q.queries, h = block / q.queries % q.heads, b = block / q.queries / q.heads;
-            const long long page = x.table.page, k = fringe.k + h / fringe.group * fringe.k_head;
-            const long long v = fringe.v + h / fringe.group * fringe.v_head;
-            const Visible visible(x.table, q, b);
+            const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+            const unsigned index = block * {_WARPS} + warp, queries = q.queries, heads = q.heads, page = x.table.page;
+            const unsigned s = index % queries, h = index / queries % heads;
+            const long long b = index / queries / heads;
+            if (b >= fringe.batch) return;
+            const unsigned head = h / unsigned(fringe.group);
+            const long long k = fringe.k + head * fringe.k_head, v = fringe.v + head * fringe.v_head;
+            __shared__ float every_query[{_WARPS}][{d}], every_score[{_WARPS}][32];
+            __shared__ long long every_value[{_WARPS}][32];
+            float* const query = every_query[warp];
+            float* const scores = every_score[warp];
+            long long* const values = every_value[warp];
+            const {kind.name}* const given = (const {kind.name}*)(q.q + b * q.q_batch + s * q.q_query + h * q.q_head);
+            // Loads are issued before the first one is used, so that they overlap.
+            const int keys_of_sequence = ((const int*)x.table.lengths)[b], queries_of_sequence = ((const int*)q.lengths)[b];
+            {kind.name} loaded[{-(-d // 32)}];
+            for (int c = 0, i = lane; i < {d}; ++c, i += 32) loaded[c] = given[i];
+            const Visible visible(x.table, q, keys_of_sequence, queries_of_sequence);
+            for (int c = 0, i = lane; i < {d}; ++c, i += 32) query[i] = float(loaded[c]);
             const long long first = visible.first(s), end = visible.end(s), after = most(visible.core_end, first);
             const long long before = most(least(visible.core_begin, end) - first, 0);
             const long long count = s < visible.queries ? before + most(end - after, 0) : 0;
-            __shared__ float query[{d}], scores[{_THREADS}];
-            const {kind.name}* const given = (const {kind.name}*)(q.q + b * q.q_batch + s * q.q_query + h * q.q_head);
-            for (int i = threadIdx.x; count && i < {d}; i += {_THREADS}) query[i] = float(given[i]);
             float top = __int_as_float(0xff800000), total = 0, sum[{columns}] = {{}};
-            for (long long start = 0; start < count; start += {_THREADS}) {{
-                __syncthreads();
-                const int keys = least(count - start, {_THREADS});
-                if (threadIdx.x < keys) {{
-                    const long long i = start + threadIdx.x, j = i < before ? first + i : after + (i - before);
-                    const Vector* const key = (const Vector*)(
-                        k + entry(x.table, b, j / page) * fringe.k_page + j % page * fringe.k_row);
-                    float score = 0;
+            for (long long start = 0; start < count; start += 32) {{
+                __syncwarp();
+                const int keys = least(count - start, 32);
+                float score = 0;
+                Vector key[{d // vector}];
+                if (lane < keys) {{
+                    const long long i = start + lane;
+                    const unsigned j = i < before ? first + i : after + (i - before), n = j / page;
+                    const long long place = entry(x.table, b, n);
+                    const Vector* const row = (const Vector*)(k + place * fringe.k_page + (j - n * page) * fringe.k_row);
+                    values[lane] = v + place * fringe.v_page + (j - n * page) * fringe.v_row;
                     #pragma unroll
-                    for (int p = 0; p < {d // vector}; ++p) {{
-                        const Vector part = key[p];
-                        for (int i = 0; i < {vector}; ++i) score += query[p * {vector} + i] * float(part.x[i]);
-                    }}
-                    score *= scale;
-                    scores[threadIdx.x] = softcap > 0 ? softcap * tanhf(score / softcap) : score;
+                    for (int p = 0; p < {d // vector}; ++p) key[p] = row[p];
                 }}
-                __syncthreads();
+                __syncwarp();
+                {kind.name} early[{_EARLY}][{columns}];
+                #pragma unroll
+                for (int i = 0; i < {_EARLY}; ++i)
+                    for (int c = 0, column = lane; i < keys && column < {dv}; ++c, column += 32)
+                        early[i][c] = ((const {kind.name}*)values[i])[column];
+                if (lane < keys) {{
+                    #pragma unroll
+                    for (int p = 0; p < {d // vector}; ++p)
+                        for (int i = 0; i < {vector}; ++i) score += query[p * {vector} + i] * float(key[p].x[i]);
+                    score *= scale;
+                    score = softcap > 0 ? softcap * tanhf(score / softcap) : score;
+                    scores[lane] = score;
+                }}
+                __syncwarp();
                 const float previous = top;
                 for (int i = 0; i < keys; ++i) top = fmaxf(top, scores[i]);
+                __syncwarp();
+                if (lane < keys) scores[lane] = expf(score - top);
+                __syncwarp();
                 const float factor = expf(previous - top);
                 total *= factor;
                 for (int c = 0; c < {columns}; ++c) sum[c] *= factor;
+                #pragma unroll
+                for (int i = 0; i < {_EARLY}; ++i) {{
+                    if (i >= keys) break;
+                    total += scores[i];
+                    for (int c = 0, column = lane; column < {dv}; ++c, column += 32) sum[c] += scores[i] * float(early[i][c]);
+                }}
                 #pragma unroll 4
-                for (int i = 0; i < keys; ++i) {{
-                    const long long n = start + i, j = n < before ? first + n : after + (n - before);
-                    const {kind.name}* const value = (const {kind.name}*)(
-                        v + entry(x.table, b, j / page) * fringe.v_page + j % page * fringe.v_row);
-                    const float weight = expf(scores[i] - top);
-                    total += weight;
-                    for (int c = 0, column = threadIdx.x; column < {dv}; ++c, column += {_THREADS})
-                        sum[c] += weight * float(value[column]);
+                for (int i = {_EARLY}; i < keys; ++i) {{
+                    const {kind.name}* const value = (const {kind.name}*)values[i];
+                    total += scores[i];
+                    for (int c = 0, column = lane; column < {dv}; ++c, column += 32) sum[c] += scores[i] * float(value[column]);
                 }}
             }}
-            const long long row = (b * q.heads + h) * q.queries + s;
+            const long long row = (b * heads + h) * queries + s;
             {kind.name}* const out = ({kind.name}*)fringe.out + row * {dv};
-            for (int c = 0, column = threadIdx.x; count && column < {dv}; ++c, column += {_THREADS})
-                out[column] = {kind.name}(sum[c] / total);
-            if (threadIdx.x == 0) ((float*)fringe.stats)[row] = count ? top + logf(total) : __int_as_float(0xff800000);
+            for (int c = 0, column = lane; count && column < {dv}; ++c, column += 32) out[column] = {kind.name}(sum[c] / total);
+            if (lane == 0) ((float*)fringe.stats)[row] = count ? top + logf(total) : __int_as_float(0xff800000);
         }}"""

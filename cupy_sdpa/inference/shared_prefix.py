@@ -11,7 +11,7 @@ import numpy as np
 from .._typing import Array
 from ..attention import attention
 from ..calls.options import Options, is_one_of, takes_options
-from ..device import cupy_runtime
+from ..device import cupy_runtime, kernels, memory
 from ..helpers import merge
 
 #: The options that the parts do not take: queries see the whole prefix, so only masks after it are supported.
@@ -76,15 +76,12 @@ def shared_prefix_attention(
     if not pages or not q.shape[3]:
         return attention(q, k, v, return_stats=return_stats, out=out, **options)
     (d, hq, sq, b), dv = q.shape, v.shape[0]
-    xp = cupy_runtime.cupy() if cupy_runtime.is_array(q) else np
+    whole, rest = _split_lengths(lengths, int(shared_prefix))
     new = functools.partial(cupy_runtime.temporary, q)
-    rows, whole, rest = q, new((1,), np.int32), new((b,), np.int32)
-    if not q.flags.f_contiguous:
+    rows: Any = q
+    if not rows.flags.f_contiguous:
         rows = new(q.shape, q.dtype)
         rows[...] = q
-    whole.fill(shared_prefix)
-    xp.subtract(lengths, int(shared_prefix), out=rest)
-    xp.maximum(rest, 0, out=rest)
     prefix, prefix_stats = new((dv, hq, sq, b), q.dtype), new((sq, b, hq), np.float32)
     own, own_stats = new((dv, hq, sq, b), q.dtype), new((sq, hq, b), np.float32)
     shared = {"page_table": table[:pages, :1], "seq_lens_kv": whole, **parts, "causal": False}
@@ -98,6 +95,14 @@ def shared_prefix_attention(
     return merge([prefix, own], stats, sinks=options.get("sinks"), out=out, return_stats=return_stats)
 
 
+def _split_lengths(lengths: Any, prefix: int) -> tuple[Any, Any]:
+    """The length of the prefix as an array, and the lengths of the sequences after it."""
+    if not cupy_runtime.is_array(lengths):
+        return np.full(1, prefix, np.int32), np.maximum(lengths - np.int32(prefix), 0)
+    with cupy_runtime.on_device_of(lengths):
+        return memory.equal_integers(prefix, 1), kernels.lengths_after(lengths, prefix)
+
+
 def _check(k: Array, shared_prefix: int, options: Options) -> None:
     """Check the prefix and the options.
 
@@ -108,6 +113,8 @@ def _check(k: Array, shared_prefix: int, options: Options) -> None:
         raise ValueError("shared_prefix_attention needs page_table and seq_lens_kv; dense arrays have no shared pages")
     if not isinstance(shared_prefix, numbers.Integral) or isinstance(shared_prefix, bool):
         raise TypeError(f"shared_prefix is {shared_prefix!r}; it must be a number of keys")
+    if (lengths := options["seq_lens_kv"]).dtype != np.dtype("int32"):
+        raise TypeError(f"seq_lens_kv is {lengths.dtype}; it must be int32: convert with .astype('int32')")
     page, width = k.shape[2], options["page_table"].shape[0]
     if not 0 <= shared_prefix <= page * width or (page and shared_prefix % page):
         raise ValueError(

@@ -76,11 +76,10 @@ def _filled(fill: Fill, like: Any, on_gpu: bool) -> Any:
     if not on_gpu:
         return np.full(size, value, dtype)
     with cupy_runtime.on_device_of(like):
-        array = cupy_runtime.empty((size,), np.dtype(dtype))
         if dtype == "int32":
-            memory.fill_int32(array, value)
-        else:
-            array.fill(value)
+            return memory.equal_integers(value, size)
+        array = cupy_runtime.empty((size,), np.dtype(dtype))
+        array.fill(value)
     return array
 
 
@@ -153,7 +152,7 @@ class Stage:
         # Kernels for a single query write rows of the padding, so it is cleared after the kernel.
         self._clears_last = clears and on_gpu and problem.seq_lens_q is not None and "one-query-lengths" not in disabled_names()
         self._clears_first = clears and not self._clears_last
-        same = (engine_problem is problem or engine_problem == problem) and not problem.ragged and not _may_mask_rows(problem)
+        same = (engine_problem is problem or engine_problem == problem) and not clears and not _may_mask_rows(problem)
         self.unchanged = same and problem.max is None
         if not same:
             self._make_copies()

@@ -1,6 +1,6 @@
 """CUDA kernels compiled by the C++ compiler. The threads run one after another.
 
-In kernels with ``__syncthreads`` each thread of a block is a coroutine: it runs until the barrier, then the next thread runs.
+In kernels with ``__syncthreads`` or ``__syncwarp`` each thread of a block is a coroutine: it runs until the barrier, then the next thread runs.
 The 16-bit floats are in ``include/``. Warp shuffles and dynamic shared memory are not supported.
 """
 
@@ -83,6 +83,7 @@ static thread_local Coroutine* running;
 static thread_local ucontext_t block;
 static thread_local std::function<void()> body;
 static void __syncthreads() { swapcontext(&running->context, &block); }
+static void __syncwarp() { __syncthreads(); }  // the threads of a warp meet the same barriers
 static void run_thread() { body(); running->done = true; }
 template <class F> static void run_block(F thread) {
     const unsigned count = blockDim.x * blockDim.y * blockDim.z;
@@ -164,7 +165,7 @@ class Launch:
     """
 
     def __init__(self, source: str, name: str) -> None:
-        threads = _WITH_BARRIERS if "__syncthreads" in source else _IN_TURN
+        threads = _WITH_BARRIERS if "__sync" in source else _IN_TURN
         self._library = compiled(f"{_CUDA}\n{threads}\n{source}\n#define KERNEL {name}\n{_LAUNCH}")
         sizes = (ctypes.c_longlong * 64)()
         self._sizes = list(sizes[: self._library.fake_sizes(sizes)])

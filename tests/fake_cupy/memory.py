@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -36,8 +37,9 @@ class Memory:
         self.block, self._give_back = block, give_back
         self.ptr, self.size, self.device_id = block.address, size, 0
 
-    def __del__(self) -> None:
-        self._give_back(self.block)
+    def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:  # at exit the module's names are None
+        if not finalizing():
+            self._give_back(self.block)
 
 
 class MemoryPointer:
