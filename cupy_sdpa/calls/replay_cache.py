@@ -45,7 +45,7 @@ if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
     from ..plans.sessions import Session
 
 #: The maximum number of calls in a session, and of address sets counted per call; the least recently used are removed first.
-MAX_CALLS, MAX_ADDRESS_SETS = 1024, 128
+MAX_CALLS, MAX_ADDRESS_SETS = 1024, 1024
 #: Up to this number of graphs of a call, launched in turn, take no more device time than their kernels.
 FEW_GRAPHS = 4
 #: A call is captured when the same addresses occur this many times; a capture takes as long as ten launches.
