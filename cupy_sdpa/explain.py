@@ -8,9 +8,17 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 from ._typing import Array
 from .calls.arguments import read_backward, read_forward, read_shapes
 from .calls.options import DTensors, Options, takes_options
-from .calls.report import Report, explain_call, explain_on_device, explain_subproblems, plan_report, refusal_report
+from .calls.report import (
+    Report,
+    explain_call,
+    explain_on_device,
+    explain_subproblems,
+    no_gradients_report,
+    plan_report,
+    refusal_report,
+)
 from .device import cupy_runtime, driver
-from .errors import CudnnError
+from .errors import CudnnError, Unsupported
 from .graph import graph_of
 from .problem.problem import Problem
 from .support.engine_problem import engine_problem
@@ -140,7 +148,11 @@ def explain(
         return explain_subproblems(q, _explain_on_current_device)
     if backward:
         arrays: dict[str, Any] = {"dout": dout, "out": out, "stats": stats, **gradients}
-        call = read_backward(q, k, v, options, deterministic=deterministic, **outputs, **arrays)
+        try:
+            call = read_backward(q, k, v, options, deterministic=deterministic, **outputs, **arrays)
+        except Unsupported as error:  # gradients of paged keys: there is no graph for them
+            forward = read_forward(q, k, v, options)
+            return no_gradients_report(forward, forward.on_gpu or bool(gpu or cudnn), str(error))
     else:
         call = read_forward(q, k, v, options, return_stats=return_stats, deterministic=deterministic, out=out, stats=stats)
     if not gpu and not cudnn:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from exact import evaluated
-from planner import plan_problem
+from planner import library_version, plan_problem
 
 import cupy_sdpa
 from cupy_sdpa import reference
@@ -11,8 +11,9 @@ from cupy_sdpa.calls.arguments import read_forward
 from cupy_sdpa.graph.attention_forward import forward
 from cupy_sdpa.plans.engines import splits_keys
 from cupy_sdpa.plans.plan import PlanInfo
+from cupy_sdpa.support import gpus
 from cupy_sdpa.support.engine_problem import engine_problem
-from cupy_sdpa.support.why_not import guards
+from cupy_sdpa.support.why_not import guards, why_not
 
 KEYS, HEADS, BATCH = 300, 4, 2
 ROWS = np.arange(KEYS)
@@ -31,6 +32,15 @@ CASES = {
     "one number a head": (
         {"score_mod": lambda s, b, h, i, j, t: s * t[h] + j, "tensors": {"t": SLOPES}},
         lambda s, b, h, i, j: s * SLOPES[h] + j,
+    ),
+    "a number added to each head": (
+        {"score_mod": lambda s, b, h, i, j, t: s + t[h], "tensors": {"t": 10 * SLOPES}},
+        lambda s, b, h, i, j: s + 10 * SLOPES[h],
+    ),
+    "the head": ({"score_mod": lambda s, b, h, i, j: s + 0.01 * j * (h % 3)}, lambda s, b, h, i, j: s + 0.01 * j * (h % 3)),
+    "a mask of heads": (
+        {"mask_mod": lambda b, h, i, j, t: (t[h] > 0.05) | ((j + h) % 3 == 0), "tensors": {"t": SLOPES}},
+        lambda s, b, h, i, j: np.where((SLOPES[h] > 0.05) | ((j + h) % 3 == 0), s, -np.inf),
     ),
     "one number a batch entry": (
         {"score_mod": lambda s, b, h, i, j, t: s + t[b, h], "tensors": {"t": np.outer([1.0, 2.0], SLOPES)}},
@@ -87,6 +97,46 @@ def test_the_fast_kernel_is_used_where_it_is_correct(options, planner):
     assert isinstance(plan, PlanInfo), plan
     assert splits_keys(plan.engine, dict(plan.knobs))
     assert plan.workspace > 0  # the keys are split
+
+
+#: Functions that read the head or an array without a key axis, as options.
+OF_THE_HEAD = {
+    "head": {"score_mod": lambda s, b, h, i, j: s + h},
+    "array": {"score_mod": lambda s, b, h, i, j, t: s + t[h], "tensors": {"t": (HEADS,)}},
+    "array of batch entries": {"score_mod": lambda s, b, h, i, j, t: s + t[b, h], "tensors": {"t": (BATCH, HEADS)}},
+    "one element": {"score_mod": lambda s, b, h, i, j, t: s + t, "tensors": {"t": ()}},
+    "integers": {"score_mod": lambda s, b, h, i, j, t: s + t[h] % 3, "tensors": {"t": np.arange(HEADS, dtype=np.int32)}},
+    "with other indices": {"score_mod": lambda s, b, h, i, j: s * 0.5 + 0.01 * j - 0.02 * i + 0.1 * h},
+    "mask of the head": {"mask_mod": lambda b, h, i, j: (j + h) % 3 != 0},
+    "mask of an array": {"mask_mod": lambda b, h, i, j, t: t[h] > 0, "tensors": {"t": (HEADS,)}},
+}  # fmt: skip
+
+
+@pytest.mark.cudnn
+@pytest.mark.parametrize("gpu", gpus.NAMES)
+@pytest.mark.parametrize("name", OF_THE_HEAD)
+def test_functions_of_the_head_are_planned(name, gpu, planner):
+    """Since 9.26 cuDNN refuses to add an array with stride 0 along the keys; the product of such an array and ones is planned."""
+    q, options = (64, HEADS, 1, BATCH), OF_THE_HEAD[name]
+    version = planner.call(library_version)
+    for keys in (1, KEYS, "pages"):
+        kv = (64, 2, 16, 100) if keys == "pages" else (64, 2, keys, BATCH)
+        table = {"page_table": (32, BATCH)} if keys == "pages" else {}
+        for more in ({}, {"return_stats": True}, {"deterministic": True}):
+            asked = cupy_sdpa.problem(q, kv, kv, dtype="bfloat16", **options, **table, **more)
+            if not why_not(asked, version, gpus.capability(gpu)):
+                plan = planner.accept(plan_problem, asked, gpu)
+                assert isinstance(plan, PlanInfo), f"{asked}: {plan}"
+
+
+@pytest.mark.cudnn
+@pytest.mark.parametrize("mask", [(1, 1, 1, 1), (1, 1, HEADS, BATCH)])
+def test_a_mask_of_a_single_key_is_planned_beside_a_function(mask, planner):
+    """The key axis of the mask has one element, and stride 0."""
+    shape = (64, HEADS, 1, BATCH)
+    asked = cupy_sdpa.problem(shape, shape, shape, dtype="bfloat16", mask=mask, **OF_THE_HEAD["head"])
+    plan = planner.accept(plan_problem, asked, "h200")
+    assert isinstance(plan, PlanInfo), plan
 
 
 @pytest.mark.cudnn

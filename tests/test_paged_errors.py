@@ -144,6 +144,37 @@ def test_gradients_are_refused():
         call(cupy_sdpa.prepare, given | {"backward": True})
 
 
+@pytest.mark.parametrize("changed", [{}, packed(), {"num_splits": 2}], ids=["dense", "packed", "split"])
+@pytest.mark.parametrize("engine", ["numpy", "fake CuPy", "described GPU"])
+def test_a_report_gives_the_reason_against_gradients(engine, changed, request):
+    """explain() does not raise: the reason is that of the error, and the steps are those of the forward pass."""
+    given, more = arguments(**changed), {}
+    if engine == "fake CuPy":
+        fake = request.getfixturevalue("fake")
+        half = {
+            name: x.astype("float16", order="F") if getattr(x, "dtype", "") == "float32" else x for name, x in given.items()
+        }
+        given = {name: fake.asarray(x) if isinstance(x, np.ndarray) else x for name, x in half.items()}
+    elif engine == "described GPU":
+        more = {"gpu": "H200", "cudnn": "9.19"}
+    for gradients in ({}, {"deterministic": True}, {"return_dtensors": True}):
+        report = call(cupy_sdpa.explain, given | {"backward": True} | gradients | more)
+        assert not report
+        assert report.error is Unsupported
+        assert report.engine == ("numpy" if engine == "numpy" else "cuDNN")
+        (reason,) = report.reasons
+        assert re.search(r"gradients are not supported with page_table.*: gather the pages into dense k and v", reason)
+        assert f"cannot run on {report.engine} (the steps are those of the forward pass):" in str(report)
+        assert reason in report._repr_html_()
+
+
+def test_a_report_on_gradients_checks_the_arguments():
+    """Invalid arguments raise, as for the call."""
+    for name, changed in (("page_table", ints(3, 2, dtype="int64")), ("seq_lens_kv", ints(3)), ("bucket", 16)):
+        with pytest.raises((TypeError, ValueError), match=name):
+            call(cupy_sdpa.explain, arguments(**{name: changed}) | {"backward": True})
+
+
 @pytest.mark.parametrize("name", ["q", "k", "v", "page_table", "seq_lens_kv"])
 def test_mixed_arrays(name, fake):
     """One CuPy array among numpy arrays, and one numpy array among CuPy arrays: the message lists all."""

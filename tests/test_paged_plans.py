@@ -30,6 +30,8 @@ OPTIONS = {
     "sinks": {"sinks": True, "causal": "bottom_right", "return_stats": True},
     "window": {"window": (100, 0, "bottom_right")},
     "score function": {"score_mod": lambda s, b, h, i, j: s - 0.01 * j},
+    "score function of the head": {"score_mod": lambda s, b, h, i, j: s * 0.5 + 0.01 * j - 0.02 * i + 0.1 * h},
+    "mask function of the head": {"mask_mod": lambda b, h, i, j: (i + j + h) % 3 != 0},
 }
 
 

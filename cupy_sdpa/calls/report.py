@@ -14,6 +14,7 @@ from ..graph import graph_of
 from ..graph.nodes import Graph
 from ..problem.problem import Problem
 from ..problem.subproblems import subproblems
+from ..support.engine_problem import engine_problem
 from ..support.why_not import Reason, unverified, workarounds
 from .call import Call, unsupported_reasons, with_plan
 
@@ -177,3 +178,16 @@ def refusal_report(problem: Problem, reasons: Sequence[Reason], note: str = "") 
     """The report on a problem that the support table refuses."""
     texts = tuple(map(str, reasons))
     return Report("cuDNN", problem, graph_of(problem), reasons=texts, note=note, error=reasons[0].error)
+
+
+def no_gradients_report(call: Call, on_gpu: bool, reason: str) -> Report:
+    """The report on gradients that no engine computes.
+
+    Args:
+        call: the forward pass of the same arguments, whose problem and steps are reported.
+        on_gpu: whether the report is for a GPU.
+        reason: why there are no gradients.
+    """
+    problem = engine_problem(call.problem, call.bucket, on_gpu)
+    note = "the steps are those of the forward pass"
+    return Report("cuDNN" if on_gpu else "numpy", problem, graph_of(problem), reasons=(reason,), note=note)

@@ -1,4 +1,4 @@
-"""CUDA kernels beside attention with paged keys: they prepare page tables, split keys into chunks, and compute the fringe.
+"""CUDA kernels beside attention with paged keys: page tables, chunks of the keys, and attention over the boundary keys.
 
 cuDNN's kernels for several queries load a whole tile of keys: the pages of all its table entries, and page 0 after the end of
 the table. They multiply the values after the length by 0. So the table must consist of whole tiles, and every entry after the
@@ -134,17 +134,17 @@ _DEVICE_CODE = f"""
     __device__ int padded_entry(const Table& t, long long b, long long first, long long i, long long length) {{
         return length > 0 ? entry(t, b, i * t.page < length ? first + i : first) : 0;
     }}
-    // the keys of each query, from first to end, and the core: whole pages to which every query attends
+    // the keys of each query, from first to end, and the common keys: whole pages to which every query attends
     struct Visible {{
-        long long length, queries, shift, left, right, core_begin, core_end;
+        long long length, queries, shift, left, right, common_begin, common_end;
         __device__ Visible(const Table& t, const Queries& q, int keys_of_sequence, int queries_of_sequence)
             : left(q.left), right(q.right) {{
             length = least(keys_of_sequence, t.pages * t.page);
             queries = least(queries_of_sequence, q.queries);
             shift = q.bottom_right ? length - queries : 0;
-            core_end = queries > 0 ? end(0) : 0;
+            common_end = queries > 0 ? end(0) : 0;
             const unsigned page = t.page, pages = (unsigned(first(queries - 1)) + page - 1) / page;
-            core_begin = least((long long)pages * page, core_end);
+            common_begin = least((long long)pages * page, common_end);
         }}
         __device__ long long first(long long s) const {{ return left < 0 ? 0 : most(s + shift - left, 0); }}
         __device__ long long end(long long s) const {{
@@ -179,13 +179,13 @@ def _padded_table_kernel() -> Any:
     )
 
 
-class Fringe(NamedTuple):
-    """The results of :func:`split` for the keys of a band outside the core, and what their scores need.
+class BoundaryKeys(NamedTuple):
+    """The results of :func:`split` for the boundary keys, which are the keys of a band outside the common keys.
 
     Attributes:
         out: ``(Dv, Sq, Hq, B)``, dense, written where there are keys.
         stats: float32 ``(Sq, Hq, B)``, dense, the log-sum-exp, written.
-        scale, softcap: as for :func:`cupy_sdpa.attention`.
+        scale, softcap: of their scores, as for :func:`cupy_sdpa.attention`.
     """
 
     out: Any
@@ -202,13 +202,13 @@ _SPLIT = _struct(
     ("table", _Table), ("queries", _Queries), "row_count", "chunks", "chunk_pages", "rows", "chunk_table",
     "row_counts", "chunk_lengths", "stats", "blocks_per_chunk", "split_blocks",
 )  # fmt: skip
-_FRINGE = _struct(
+_BOUNDARY_KEYS = _struct(
     "batch", "group", "k", "k_head", "k_row", "k_page", "v", "v_head", "v_row", "v_page", "out", "stats",
 )  # fmt: skip
 
 
-def split(q: Any, keys: Keys, split: Split, row_count: int, chunks: Chunks, fringe: Fringe | None) -> None:
-    """Write the arrays of a split problem, and compute the fringe in float32; one launch.
+def split(q: Any, keys: Keys, split: Split, row_count: int, chunks: Chunks, boundary: BoundaryKeys | None) -> None:
+    """Write the arrays of a split problem, and compute attention over the boundary keys in float32; one launch.
 
     Args:
         q: ``(D, Hq, Sq, B)``.
@@ -216,7 +216,7 @@ def split(q: Any, keys: Keys, split: Split, row_count: int, chunks: Chunks, frin
         split: the chunks.
         row_count: R.
         chunks: the arrays, written.
-        fringe: the fringe; None if the keys have no band.
+        boundary: the boundary keys; None if the keys have no band.
     """
     d, heads, queries, batch = q.shape
     row = d * q.itemsize
@@ -231,32 +231,32 @@ def split(q: Any, keys: Keys, split: Split, row_count: int, chunks: Chunks, frin
         tuple(table), tuple(_queries(q, keys)), row_count, split.chunks, split.pages, *addresses, per_chunk, blocks,
     )  # fmt: skip
     arguments: list[Any] = [np.array(given, _SPLIT)]
-    if fringe:
+    if boundary:
         pages = [x for array in (keys.k, keys.v) for x in (array.data.ptr, *array.strides[1:])]
-        given = (batch, heads // keys.k.shape[1], *pages, fringe.out.data.ptr, fringe.stats.data.ptr)
-        arguments += [np.array(given, _FRINGE), np.float32(fringe.scale), np.float32(fringe.softcap or 0)]
+        given = (batch, heads // keys.k.shape[1], *pages, boundary.out.data.ptr, boundary.stats.data.ptr)
+        arguments += [np.array(given, _BOUNDARY_KEYS), np.float32(boundary.scale), np.float32(boundary.softcap or 0)]
         blocks += -(-heads * queries * batch // _WARPS)
-    kernel = _split_kernel(unit, q.dtype.name, d, fringe.out.shape[0] if fringe else 0)
+    kernel = _split_kernel(unit, q.dtype.name, d, boundary.out.shape[0] if boundary else 0)
     kernel((blocks,), (_THREADS,), tuple(arguments))
 
 
 @functools.cache
 def _split_kernel(unit: int, dtype: str, d: int, dv: int) -> Any:
     """The kernel of :func:`split`. The first blocks write the chunks, and copy in units of bytes. Each warp of the other blocks
-    computes the fringe of one query of one head, if there is a fringe (``dv`` is not 0).
+    computes attention over the boundary keys of one query of one head, if the keys have a band (``dv`` is not 0).
     """
     kind, units = UNITS[unit], d * TYPES[dtype].itemsize // unit
-    fringe = """if (blockIdx.x >= x.split_blocks) {
-                compute_fringe(x, fringe, scale, softcap, blockIdx.x - x.split_blocks);
+    boundary = """if (blockIdx.x >= x.split_blocks) {
+                attend_to_boundary_keys(x, boundary, scale, softcap, blockIdx.x - x.split_blocks);
                 return;
             }"""
     return cupy_runtime.cupy().RawKernel(
         f"""{TYPES[dtype].header}{_DEVICE_CODE}
         {_declaration("Split", _SPLIT)}
-        {_fringe_code(dtype, d, dv) if dv else ""}
+        {_boundary_keys_code(dtype, d, dv) if dv else ""}
         extern "C" __global__ void __launch_bounds__({_THREADS}) cupy_sdpa_split(
-            const Split x{", const Fringe fringe, const float scale, const float softcap" if dv else ""}) {{
-            {fringe if dv else ""}
+            const Split x{", const BoundaryKeys boundary, const float scale, const float softcap" if dv else ""}) {{
+            {boundary if dv else ""}
             const unsigned per_chunk = x.blocks_per_chunk, chunks = x.chunks, page = x.table.page;
             const unsigned e = blockIdx.x / per_chunk, b = e / chunks, c = e % chunks;
             const unsigned thread = blockIdx.x % per_chunk * blockDim.x + threadIdx.x, threads = per_chunk * blockDim.x;
@@ -269,8 +269,8 @@ def _split_kernel(unit: int, dtype: str, d: int, dv: int) -> Any:
                 (({kind}*)x.rows)[(long long)e * results * {units} + i] = ((const {kind}*)from)[i % {units}];
             }}
             const Visible visible(x.table, q, keys_of_sequence, queries_of_sequence);
-            const long long size = x.chunk_pages * page, start = visible.core_begin + c * size;
-            const long long keys = most(least(visible.core_end - start, size), 0);
+            const long long size = x.chunk_pages * page, start = visible.common_begin + c * size;
+            const long long keys = most(least(visible.common_end - start, size), 0);
             if (thread == 0) {{
                 ((int*)x.row_counts)[e] = x.row_count;
                 ((int*)x.chunk_lengths)[e] = keys;
@@ -285,24 +285,24 @@ def _split_kernel(unit: int, dtype: str, d: int, dv: int) -> Any:
     )
 
 
-def _fringe_code(dtype: str, d: int, dv: int) -> str:
-    """The device function that computes the fringe of one query of one head with a warp: a thread computes the score of one key
-    at a time, and then some columns of the output.
+def _boundary_keys_code(dtype: str, d: int, dv: int) -> str:
+    """The device function that computes attention over the boundary keys of one query of one head with a warp: a thread
+    computes the score of one key at a time, and then some columns of the output.
     """
     kind, columns = TYPES[dtype], -(-dv // 32)
     vector = 16 // kind.itemsize
-    return f"""{_declaration("Fringe", _FRINGE)}
+    return f"""{_declaration("BoundaryKeys", _BOUNDARY_KEYS)}
         struct alignas(16) Vector {{ {kind.name} x[{vector}]; }};
-        __device__ void compute_fringe(
-            const Split& x, const Fringe& fringe, const float scale, const float softcap, const unsigned block) {{
+        __device__ void attend_to_boundary_keys(
+            const Split& x, const BoundaryKeys& boundary, const float scale, const float softcap, const unsigned block) {{
             const Queries& q = x.queries;
             const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
             const unsigned index = block * {_WARPS} + warp, queries = q.queries, heads = q.heads, page = x.table.page;
             const unsigned s = index % queries, h = index / queries % heads;
             const long long b = index / queries / heads;
-            if (b >= fringe.batch) return;
-            const unsigned head = h / unsigned(fringe.group);
-            const long long k = fringe.k + head * fringe.k_head, v = fringe.v + head * fringe.v_head;
+            if (b >= boundary.batch) return;
+            const unsigned head = h / unsigned(boundary.group);
+            const long long k = boundary.k + head * boundary.k_head, v = boundary.v + head * boundary.v_head;
             __shared__ float every_query[{_WARPS}][{d}], every_score[{_WARPS}][32];
             __shared__ long long every_value[{_WARPS}][32];
             float* const query = every_query[warp];
@@ -315,8 +315,8 @@ def _fringe_code(dtype: str, d: int, dv: int) -> str:
             for (int c = 0, i = lane; i < {d}; ++c, i += 32) loaded[c] = given[i];
             const Visible visible(x.table, q, keys_of_sequence, queries_of_sequence);
             for (int c = 0, i = lane; i < {d}; ++c, i += 32) query[i] = float(loaded[c]);
-            const long long first = visible.first(s), end = visible.end(s), after = most(visible.core_end, first);
-            const long long before = most(least(visible.core_begin, end) - first, 0);
+            const long long first = visible.first(s), end = visible.end(s), after = most(visible.common_end, first);
+            const long long before = most(least(visible.common_begin, end) - first, 0);
             const long long count = s < visible.queries ? before + most(end - after, 0) : 0;
             float top = __int_as_float(0xff800000), total = 0, sum[{columns}] = {{}};
             for (long long start = 0; start < count; start += 32) {{
@@ -328,8 +328,8 @@ def _fringe_code(dtype: str, d: int, dv: int) -> str:
                     const long long i = start + lane;
                     const unsigned j = i < before ? first + i : after + (i - before), n = j / page;
                     const long long place = entry(x.table, b, n);
-                    const Vector* const row = (const Vector*)(k + place * fringe.k_page + (j - n * page) * fringe.k_row);
-                    values[lane] = v + place * fringe.v_page + (j - n * page) * fringe.v_row;
+                    const Vector* const row = (const Vector*)(k + place * boundary.k_page + (j - n * page) * boundary.k_row);
+                    values[lane] = v + place * boundary.v_page + (j - n * page) * boundary.v_row;
                     #pragma unroll
                     for (int p = 0; p < {d // vector}; ++p) key[p] = row[p];
                 }}
@@ -370,7 +370,7 @@ def _fringe_code(dtype: str, d: int, dv: int) -> str:
                 }}
             }}
             const long long row = (b * heads + h) * queries + s;
-            {kind.name}* const out = ({kind.name}*)fringe.out + row * {dv};
+            {kind.name}* const out = ({kind.name}*)boundary.out + row * {dv};
             for (int c = 0, column = lane; count && column < {dv}; ++c, column += 32) out[column] = {kind.name}(sum[c] / total);
-            if (lane == 0) ((float*)fringe.stats)[row] = count ? top + logf(total) : __int_as_float(0xff800000);
+            if (lane == 0) ((float*)boundary.stats)[row] = count ? top + logf(total) : __int_as_float(0xff800000);
         }}"""

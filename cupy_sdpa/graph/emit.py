@@ -2,7 +2,9 @@
 
 The first operand of a step, and the value that a ``where`` selects, must be a virtual tensor; inputs and scalars must be second
 operands (measured with 9.19 and 9.28). Operands are therefore exchanged, comparisons are flipped, ``c - x`` becomes
-``-x + c``, and an input without a virtual operand is added to zeros. Conditions are combined by arithmetic on 1 and 0.
+``-x + c``, and an input without a virtual operand is added to zeros. Since 9.26 an input that is repeated along the keys by
+stride 0 cannot be added, but it can be a factor: it is multiplied by ones first. Conditions are combined by arithmetic on 1
+and 0.
 """
 
 from __future__ import annotations
@@ -91,6 +93,7 @@ class Emitter:
         self.g, self.writer, self.scores, self.inputs, self.prefix = g, writer, scores, inputs, prefix
         self.tensors: dict[int, Tensor] = {}
         self._zeros: Tensor | None = None
+        self._ones: dict[str, Tensor] = {}
         self._count = 0
 
     def __call__(self, root: int) -> Tensor:
@@ -176,6 +179,8 @@ class Emitter:
         if not _is_virtual(x) and _is_virtual(b):
             mode, x, b = self._exchanged(step, x, b)
         x = self._load(x)
+        if mode == "add" and is_repeated(b):
+            b = self._load(b)
         if mode in OPPOSITE and _is_integer(x) != _is_integer(b):  # comparisons need one type
             x, b = self._to_float(x), self._to_float(self._load(b)) if _is_integer(b) else b
         return self._pointwise(mode, x, b, dtype=_dtype(step))
@@ -212,13 +217,18 @@ class Emitter:
         return self._load(self.tensors[number])
 
     def _load(self, tensor: Tensor) -> Tensor:
-        """``0 + x``, a virtual tensor of an array or a scalar."""
+        """``0 + x``, a virtual tensor of an array or a scalar; ``1 · x`` of an array that is repeated along the keys."""
         if _is_virtual(tensor):
             return tensor
         if self._zeros is None:
             row = self._index("q_idx")
             self._zeros = self._pointwise("sub", row, row, dtype="int32")
-        return self._pointwise("add", self._zeros, tensor, dtype="int32" if _is_integer(tensor) else None)
+        dtype = "int32" if _is_integer(tensor) else self.g.compute_dtype
+        if not is_repeated(tensor):
+            return self._pointwise("add", self._zeros, tensor, dtype=dtype)
+        if dtype not in self._ones:
+            self._ones[dtype] = self._pointwise("add", self._zeros, self.g.scalar(f"1 {dtype}", dtype, value=1), dtype=dtype)
+        return self._pointwise("mul", self._ones[dtype], tensor, dtype=dtype)
 
     def _to_float(self, tensor: Tensor) -> Tensor:
         """``x + 0.0``, a virtual tensor of integers in the compute dtype; any other tensor unchanged."""
@@ -248,3 +258,8 @@ def _is_integer(tensor: Tensor) -> bool:
 
 def _is_virtual(tensor: Tensor) -> bool:
     return tensor.role == "virtual"
+
+
+def is_repeated(tensor: Tensor) -> bool:
+    """Whether an array is repeated along the keys by stride 0; cuDNN refuses to add such an array (9.26 to 9.28)."""
+    return tensor.role in ("input", "constant") and tensor.strides[3] == 0

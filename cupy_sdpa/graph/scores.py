@@ -14,7 +14,7 @@ from ..problem.problem import MASKED_SCORE, Problem
 from ..score_fn.expression import AXES, EMPTY_PROGRAM
 from ..score_fn.proxy import Value
 from ..score_fn.tracer import Tracer
-from .emit import Emitter
+from .emit import Emitter, is_repeated
 from .nodes import Builder, Tensor
 from .operands import Operands
 
@@ -184,10 +184,14 @@ class Scores:
         return self.g.pointwise(f"in window = {column} > i‴", "cmp_gt", column, row, out="in window", dtype="bool")
 
     def _nonzero(self, s: Tensor, mask: Tensor) -> Tensor:
-        """``0 + mask != 0``: cuDNN does not accept an input as the first operand of a step."""
+        """``0 + mask != 0``, or ``1 · mask != 0``: cuDNN does not accept an input as the first operand of a step."""
         row = self._index(s, "iₘ", axis=2)
         zeros = self._offset("0 = iₘ − iₘ", "sub", row, row)
-        matrix = self.g.pointwise("M = 0 + mask", "add", zeros, mask, out="M")
+        if is_repeated(mask):  # a mask of a single key
+            ones = self.g.pointwise("1 = 0 + 1", "add", zeros, self.g.scalar("one", self.g.compute_dtype, value=1.0), out="1")
+            matrix = self.g.pointwise("M = 1 · mask", "mul", ones, mask, out="M")
+        else:
+            matrix = self.g.pointwise("M = 0 + mask", "add", zeros, mask, out="M")
         zero = self.g.scalar("zero", self.g.compute_dtype, value=0.0)
         return self.g.pointwise("attends = M ≠ 0", "cmp_neq", matrix, zero, out="attends", dtype="bool")
 

@@ -69,6 +69,9 @@ PROBES: dict[str, Problem] = {
     "forward, sequence lengths, window bottom-right": _problem(seq_lens=True, window=(100, 50, "bottom_right")),
     "forward, bucketed lengths, causal": _problem(sq=333, skv=777, causal=True, bucket=256),
     "forward, one query": _problem(hkv=2, sq=1, skv=4096),
+    "forward, one query, score function of the head": _problem(
+        hkv=2, sq=1, skv=4096, score_mod=lambda s, b, h, i, j: s + 0.1 * h
+    ),
     "forward, packed sequences, causal": _packed(causal=True),
     "forward, packed sequences of one query, log-sum-exp": _packed(queries=1, return_stats=True),
     "forward, bias, ALiBi, softcap": _problem(bias=(512, 512, 8, 1), alibi_slopes=True, softcap=30.0, causal=True),

@@ -5,8 +5,8 @@ if there are few sequences. A split problem avoids both. The G query heads of a 
 ``R = G Sq`` rows of one head, and the pages of each sequence are split into C chunks. Each chunk is a batch entry, whose row of
 the page table is a part of the sequence's row. The results of the chunks are merged (device/merge.py).
 
-The chunks have no mask, which would take a fifth of the time: they cover the core, whole pages to which every query attends. A
-small kernel computes the fringe, the few other keys of each query (device/paged.py).
+The chunks have no mask, which would take a fifth of the time: they cover the common keys, whole pages to which every query
+attends. A small kernel computes attention over the boundary keys, the few other keys of each query (device/paged.py).
 
 Row ``r = g Sq + s`` is query s of head g of the group, so the rows of all heads in memory are an array ``(D, Sq, Hq, B C)``.
 Source: Dao et al. 2023, "Flash-Decoding for long-context inference".

@@ -42,13 +42,13 @@ class SplitStage:
             lengths=empty((entries,), np.dtype(np.int32)),
             stats=empty((sq, hq, entries), np.dtype(np.float32)),
         )
-        out, fringe = empty((dv, sq, hq, entries), dtype), None
+        out, boundary = empty((dv, sq, hq, entries), dtype), None
         self._parts = [_parts(out, chunks.stats, split.chunks)]
         if problem.band:
             results = empty((dv, sq, hq, b), dtype), empty((sq, hq, b), np.dtype(np.float32))
-            fringe = paged.Fringe(*results, scalars["scale"], scalars.get("softcap"))
+            boundary = paged.BoundaryKeys(*results, scalars["scale"], scalars.get("softcap"))
             self._parts.append(_parts(*results, 1))
-        paged.split(q, keys, split, rows, chunks, fringe)
+        paged.split(q, keys, split, rows, chunks, boundary)
         #: The rows of a key/value head are the heads of its group and the queries.
         self.arrays: dict[str, Any] = {
             "q": _by_rows(chunks.rows, rows), "k": k, "v": v, "out": _by_rows(out, rows),
@@ -59,11 +59,11 @@ class SplitStage:
     @property
     def copied_bytes(self) -> int:
         """Bytes of the arrays that the stage created."""
-        fringe = sum(part.out.nbytes + part.stats.nbytes for part in self._parts[1:])
-        return int(fringe + sum(array.nbytes for name, array in self.arrays.items() if name not in ("k", "v")))
+        boundary = sum(part.out.nbytes + part.stats.nbytes for part in self._parts[1:])
+        return int(boundary + sum(array.nbytes for name, array in self.arrays.items() if name not in ("k", "v")))
 
     def finish(self) -> None:
-        """Merge the results of the chunks and of the fringe."""
+        """Merge the results of the chunks and of the boundary keys."""
         arrays = self._originals
         merge.merge(self._parts, arrays["out"], arrays.get("stats"), arrays.get("sinks"), arrays["seq_lens_q"])
 

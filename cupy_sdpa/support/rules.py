@@ -346,7 +346,7 @@ RULES: tuple[Rule, ...] = (
     Rule("page-size", "Pages of a power of two of keys.", Unsupported, _page_size),
     Rule("paged-dropout", "Paged keys and a single query: no dropout.", Unsupported, _paged_dropout),
     Rule("deterministic-sinks", "No deterministic gradient of sinks.", Unsupported, _deterministic_sinks, planned=True),
-    Rule("one-key-integers", "No int32 tensors with one query and one key.", Unsupported, _integers_of_one_key),
+    Rule("one-key-integers", "No int32 tensors with one query and one key.", Unsupported, _integers_of_one_key, planned=True),
     Rule("packed-gradients", "Gradients of packed sequences: run on Hopper only.", Unsupported, _packed_gradients, FRONTEND,
          refuses=False),
     Rule("positive-scale-elsewhere", "Gradients of bias and tensors, and gradients with softcap or score_mod, with a scale of "
