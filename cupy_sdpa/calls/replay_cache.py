@@ -52,6 +52,9 @@ FEW_GRAPHS = 4
 CAPTURE_AFTER = 3
 #: The number of runs after a failed capture or launch before a call is captured again.
 RETRY_AFTER = 1000
+#: The number of runs of a call between two captures that destroy other graphs. If all graphs that are used in turn exceed the
+#: limit, every capture would destroy a graph that is used soon, and every call would be captured in vain.
+EVICT_EVERY = 64
 #: A graph keeps its own workspace up to this number of bytes.
 SMALL_BYTES = 1 << 16
 #: A graph keeps its own copies of arrays up to this number of bytes. The rows and partial results of split decoding fit.
@@ -226,9 +229,9 @@ class CachedCall:
                 return
             self._counts.pop(pointers, None)
             self._pause = RETRY_AFTER  # unless the capture succeeds and fits the limit
-            self._cache.recorded.add(self._capture(call, stream, own), self._graphs, pointers)
+            exceeded = self._cache.recorded.add(self._capture(call, stream, own), self._graphs, pointers)
             if pointers in self._graphs:
-                self._pause = 0
+                self._pause = EVICT_EVERY if exceeded else 0
 
     def _capture(self, call: Call, stream: int, own: list[Any]) -> Recording:
         assert self.plan

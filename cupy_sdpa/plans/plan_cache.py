@@ -55,15 +55,17 @@ class Recordings:
     def __len__(self) -> int:
         return len(self._owners)
 
-    def add(self, recording: Recorded, owner: dict[Any, Any], key: Any) -> None:
-        """Store a graph as ``owner[key]``, which is deleted when the graph is destroyed.
+    def add(self, recording: Recorded, owner: dict[Any, Any], key: Any) -> bool:
+        """Store a graph as ``owner[key]``, which is deleted when the graph is destroyed; returns whether the limit was exceeded.
 
         A graph that exceeds the limit on its own is destroyed at once.
         """
         owner[key] = recording
         self._owners[recording] = owner, key
         self.bytes += recording.size
+        exceeded = self.bytes > self.limit
         self.shrink()
+        return exceeded
 
     def shrink(self) -> None:
         """Destroy the least recently used graphs until the others do not exceed the limit."""
