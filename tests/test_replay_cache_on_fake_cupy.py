@@ -188,6 +188,7 @@ def test_a_stream_at_the_address_of_a_destroyed_one(case, cupy):
 def test_captures_allocate_from_the_callers_stream(case, cupy):
     """During and after captures, memory comes from the pool of the caller's stream, and the handle has that stream."""
     problem, streams = Problem(cupy, case), set()
+    problem.launch()  # creates the constants of the plan on a stream of their own
     cupy.cuda.Device().synchronize()
 
     def allocate(size):
@@ -436,7 +437,7 @@ def test_a_paged_query_needs_no_other_launch(cupy, monkeypatch):
 
 def test_equal_integers(cupy, monkeypatch):
     """A constant array has one address for one value; too many values and captures get new arrays."""
-    monkeypatch.setattr(memory, "_constants", {})
+    monkeypatch.setattr(memory, "_equal", {})
     three = memory.equal_integers(3, 5)
     assert three.get().tolist() == [3] * 5
     assert memory.equal_integers(3, 700).data.ptr == three.data.ptr
@@ -444,7 +445,7 @@ def test_equal_integers(cupy, monkeypatch):
     longer = memory.equal_integers(3, 5000)
     assert longer.get().tolist() == [3] * 5000
     assert three.get().tolist() == [3] * 5, "plans may store the address of the shorter one"
-    for value in range(memory.MAX_CONSTANTS + 5):
+    for value in range(memory.MAX_EQUAL + 5):
         assert memory.equal_integers(value, 2).get().tolist() == [value] * 2
     last = memory.equal_integers(value, 2)
     assert not memory.is_constant(last)

@@ -15,6 +15,7 @@ from ..graph.nodes import Graph
 from ..problem.problem import Problem
 from ..problem.subproblems import subproblems
 from ..support.engine_problem import engine_problem
+from ..support.padding import description as padding_of
 from ..support.why_not import Reason, unverified, workarounds
 from .call import Call, unsupported_reasons, with_plan
 
@@ -80,7 +81,7 @@ class Report:
         yield self._verdict()
         yield from (f"  {reason}" for reason in self.reasons)
         if self.plan:
-            facts = list(self.plan.facts())
+            facts = list(self._facts(self.plan))
             width = max(len(name) for name, _ in facts)
             yield from (f"  {name:<{width}}  {value}" for name, value in facts)
             yield from (f"  {reason}" for reason in self.plan.reasons())
@@ -90,6 +91,12 @@ class Report:
             yield ""
             yield "and then"
             yield from launch._lines()
+
+    def _facts(self, plan: PlanInfo) -> Iterator[tuple[str, str]]:
+        """The properties of the plan, and what becomes of the padding."""
+        yield from plan.facts()
+        if padding := padding_of(self.problem):
+            yield "padding", padding
 
     def _verdict(self) -> str:
         if self.reasons:
@@ -114,7 +121,7 @@ class Report:
         if self.reasons:
             body += _html.table((verdict,), [(reason,) for reason in self.reasons])
         elif self.plan:
-            body += _html.table((verdict, ""), self.plan.facts())
+            body += _html.table((verdict, ""), self._facts(self.plan))
             if self.plan.refused:
                 body += _html.details("refused before", _html.table(("reason",), [(reason,) for reason in self.plan.refused]))
         else:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from . import driver
 from .cupy_runtime import capturing, cupy, empty, stream
 
+Key = TypeVar("Key")
 #: The C type of a unit of so many bytes, in which kernels copy.
 UNITS = {16: "uint4", 8: "uint2", 4: "unsigned", 2: "unsigned short"}
 
@@ -88,48 +89,51 @@ def fill_int32(array: Any, value: int) -> None:
     driver.check(driver.bindings().cuMemsetD32Async(array.data.ptr, value, array.size, stream()))
 
 
-#: The constant arrays in each CUDA context, by the context's id and their content.
-_constants: dict[tuple[int, str], Any] = {}
+#: The constant arrays of equal integers in each CUDA context, by the context's id and the integer.
+_equal: dict[tuple[int, int], Any] = {}
+#: The constant arrays of multiples in each CUDA context, by the context's id, the step and the dtype.
+_multiples: dict[tuple[int, int, str], Any] = {}
 #: Every constant array that was created. Those of one content together take at most twice the memory of the longest one.
 _all_constants: list[Any] = []
-#: The maximum number of contents; further arrays of equal integers are created anew in every call.
-MAX_CONSTANTS = 64
+#: The maximum number of arrays of equal integers in a context; further ones are created anew in every call.
+MAX_EQUAL = 64
 
 
-def positions(length: int) -> Any:
-    """An int32 array that begins with 0, 1, ..., ``length - 1``; see :func:`_constant`."""
-    return _constant("positions", max(length, 1 << 16), lambda size: cupy().arange(size, dtype=np.int32))
+def multiples(step: int, length: int, dtype: str) -> Any:
+    """An array that begins with ``0, step, 2 step, ...`` and has at least ``length`` elements; see :func:`_constant`."""
+    shortest = 1 << 16 if step == 1 else 64
+    return _constant(
+        _multiples, (driver.context_id(), step, dtype), max(length, shortest), lambda size: step * np.arange(size, dtype=dtype)
+    )
 
 
 def equal_integers(value: int, length: int) -> Any:
     """An int32 array of equal integers that no one else writes to; mostly constant, see :func:`_constant`."""
-    content = f"all {value}"
-    key = driver.context_id(), content
-    found = _constants.get(key)
-    if (found is None or found.size < length) and (len(_constants) >= MAX_CONSTANTS or capturing()):
+    key = context, _ = driver.context_id(), value
+    found = _equal.get(key)
+    if (found is None or found.size < length) and (sum(of == context for of, _ in _equal) >= MAX_EQUAL or capturing()):
         array = empty((length,), np.dtype(np.int32))
         fill_int32(array, value)
         return array
-    return _constant(content, max(length, 1 << 10), lambda size: cupy().full(size, value, np.int32))[:length]
+    return _constant(_equal, key, max(length, 1 << 10), lambda size: np.full(size, value, np.int32))[:length]
 
 
 def is_constant(array: Any) -> bool:
-    """Whether an array is the beginning of a constant array."""
-    return any(array.data.ptr == constant.data.ptr for constant in _constants.values())
+    """Whether an array is the beginning of a constant array of equal integers."""
+    return any(array.data.ptr == constant.data.ptr for constant in _equal.values())
 
 
-def _constant(content: str, length: int, make: Callable[[int], Any]) -> Any:
-    """An int32 array of at least ``length`` elements that is never written to and never freed: plans may store its address.
+def _constant(constants: dict[Key, Any], key: Key, length: int, make: Callable[[int], Any]) -> Any:
+    """An array of at least ``length`` elements that is never written to and never freed: plans may store its address.
 
     There is one such array for each content in each context; a longer one is at least twice as long. The array is filled when
     this function returns, so work on any stream may read it.
     """
-    key = driver.context_id(), content
-    array = _constants.get(key)
+    array = constants.get(key)
     if array is None or array.size < length:
         with cupy().cuda.Stream(non_blocking=True) as new_stream:
-            array = make(1 << (length - 1).bit_length())
+            array = cupy().asarray(make(1 << (length - 1).bit_length()))
             new_stream.synchronize()
         _all_constants.append(array)
-        _constants[key] = array
+        constants[key] = array
     return array

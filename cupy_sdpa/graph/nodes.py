@@ -2,7 +2,6 @@
 
 A graph contains no pointer, device or plan. :mod:`cupy_sdpa.graph.interpreter` evaluates every node on numpy arrays;
 :mod:`cupy_sdpa.plans.lowering` translates it for cuDNN. ``print(graph)`` shows every step with its formula, shape and dtype.
-
 Every tensor has four dimensions, ``(batch, heads, rows, columns)``: queries are ``(B, Hq, Sq, D)``, scores
 ``(B, Hq, Sq, Skv)``.
 """
@@ -26,15 +25,15 @@ class Tensor:
         name: unique in its graph; arrays are passed to an engine by this name.
         shape: ``(batch, heads, rows, columns)``.
         dtype: the name of a numpy dtype, or ``bfloat16``.
-        role: ``input`` and ``output`` are the caller's arrays. ``scalar`` is a by-value scalar. ``constant`` is an int32 array
-            of the integers from 0 on with the tensor's strides; the engine provides it. ``scratch`` is memory that the engine
-            provides for one call. ``virtual`` is an intermediate result inside the kernel.
+        role: ``input`` and ``output`` are the caller's arrays. ``scalar`` is a by-value scalar. ``constant`` is an array of
+            the integers ``0, step, 2 step, ...``, which the engine provides. ``scratch`` is memory that the engine provides
+            for one call. ``virtual`` is an intermediate result inside the kernel.
         strides: in elements, in the order of ``shape``.
         axes: the axes of the caller's array, ``array.transpose(axes)``; -1 is a new axis of length 1.
         value: the value of a scalar that is the same in every call; None if it is an argument of the call.
-        ragged: ``(B+1, 1, 1, 1)``, the offset of each batch entry of packed sequences, in elements; ``shape`` has the length
-            of the longest. None for a dense tensor.
+        ragged: ``(B+1, 1, 1, 1)``, the offset of each sequence, in elements; ``shape`` is that of the longest. Default None.
         elements: the number of elements of ragged scratch memory. It is not part of a plan.
+        step: the difference between consecutive integers of a constant.
     """
 
     name: str
@@ -46,6 +45,7 @@ class Tensor:
     value: float | None = None
     ragged: Tensor | None = None
     elements: int = field(default=0, repr=False)
+    step: int = field(default=1, repr=False)
 
     @property
     def size(self) -> int:

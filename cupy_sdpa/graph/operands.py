@@ -60,7 +60,9 @@ class Operands:
         if packed:
             axes = PACKED_STATS_AXES if name in ROW_STATS else tuple(axis if axis < 3 else -1 for axis in axes)
         tensor = operand(spec, axes, "output" if name in self.results else "input")
-        return self._ragged(tensor, token_stride(spec)) if packed else tensor
+        if packed:
+            return self._ragged(tensor, token_stride(spec))
+        return self._padded(tensor) if self.problem.settings.padded and name not in ROW_STATS else tensor
 
     def optional(self, name: str, axes: tuple[int, ...]) -> Tensor | None:
         """The input of an option; None if the problem does not have it."""
@@ -138,6 +140,12 @@ class Operands:
         rows, row_stride = (self.sq, 0) if queries else (rows, row_stride)
         columns, column_stride = (self.skv, 0) if keys else (columns, column_stride)
         return replace(tensor, shape=(b, h, rows, columns), strides=(b_stride, h_stride, row_stride, column_stride))
+
+    def _padded(self, tensor: Tensor) -> Tensor:
+        """A tensor of a padded batch: a dense one with the offset of every batch entry."""
+        step = tensor.strides[0]
+        offsets = Tensor(f"b × {step}", (self.batch + 1, 1, 1, 1), "int64", "constant", (1, 1, 1, 1), step=step)
+        return replace(tensor, ragged=offsets)
 
     def _ragged(self, tensor: Tensor, stride: int, like: str = "", elements: int = 0) -> Tensor:
         """A tensor of packed sequences: its shape is that of the longest sequence."""

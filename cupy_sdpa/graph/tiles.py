@@ -107,7 +107,7 @@ class Tile:
 
     def __setitem__(self, tensor: Tensor, value: Array) -> None:
         """Store a result, rounded to its dtype, and write it to the caller's array if it is an output."""
-        if tensor.role == "output" and tensor.ragged is None:
+        if tensor.role == "output" and not _is_packed(tensor):
             self._slice(tensor)[...] = value
         elif tensor.role == "output":
             part = self._sequence(tensor)[self.start : self.start + len(value)]
@@ -151,7 +151,7 @@ class Tile:
 
     def _slice(self, tensor: Tensor) -> Array:
         rows = slice(None) if tensor.name in self.run.right_operands or tensor.shape[2] == 1 else slice(self.start, self.stop)
-        if tensor.ragged is not None:
+        if _is_packed(tensor):
             matrix = self._sequence(tensor)
             if self.columns is None:
                 matrix = np.pad(matrix, [(0, full - n) for full, n in zip(tensor.shape[2:], matrix.shape, strict=True)])
@@ -177,10 +177,16 @@ class Tile:
         return self.head * int(view.shape[1]) // self.run.heads
 
 
+def _is_packed(tensor: Tensor) -> bool:
+    """Whether a tensor holds packed sequences; that of a padded batch has constant offsets, and is read as a dense one."""
+    return tensor.ragged is not None and tensor.ragged.role == "input"
+
+
 def _constant(tensor: Tensor) -> Array:
-    """The integers from 0 on, with the strides of the tensor."""
-    numbers = np.arange(tensor.span, dtype=np.int32)
-    return np.lib.stride_tricks.as_strided(numbers, tensor.shape, [4 * step for step in tensor.strides], writeable=False)
+    """The integers ``0, step, 2 step, ...`` with the strides of the tensor."""
+    numbers = tensor.step * np.arange(tensor.span, dtype=tensor.dtype)
+    strides = [numbers.itemsize * stride for stride in tensor.strides]
+    return np.lib.stride_tricks.as_strided(numbers, tensor.shape, strides, writeable=False)
 
 
 def _view(array: Array, tensor: Tensor) -> Array:
@@ -195,10 +201,10 @@ def _packed_lengths(graph: Graph) -> tuple[Tensor, Tensor] | None:
     This is the case for packed sequences, unless a result has elements for all queries and keys of the longest sequence.
     """
     first = next((node for node in graph.nodes if isinstance(node, Matmul)), None)
-    if first is None or first.a.ragged is None or first.m is None or first.n is None:
+    if first is None or not _is_packed(first.a) or first.m is None or first.n is None:
         return None
     sums = {node.out.name for node in graph.nodes if _sums_over_tiles(node)}
-    if any(tensor.ragged is None and tensor.name not in sums for tensor in graph.by_role("output")):
+    if any(not _is_packed(tensor) and tensor.name not in sums for tensor in graph.by_role("output")):
         return None
     return first.m, first.n
 

@@ -174,7 +174,8 @@ class Plan:
         )
         self._scratch_offsets = scratch.offsets(candidate.workspace_bytes)
         runnable = target.handle is not None
-        self._constants = {t.name: memory.positions(t.span).data.ptr if runnable else 0 for t in graph.by_role("constant")}
+        constants = graph.by_role("constant")
+        self._constants = {t.name: memory.multiples(t.step, t.span, t.dtype).data.ptr if runnable else 0 for t in constants}
         self._arrays = [t.name for t in graph.by_role("input", "output", "constant", "scratch")]
         scalars = graph.by_role("scalar")
         self._scalars = [t.name for t in scalars if t.value is None]

@@ -71,6 +71,8 @@ class Settings(NamedTuple):
         num_splits: the number of chunks into which paged keys are split; None for the default.
         split: how the keys of this problem were split, if it is a split problem (:mod:`.split`).
         gradient_of: the captured array with respect to which a subproblem differentiates the scores; empty for the scores.
+        padded: whether the arrays of a batch with lengths are passed to cuDNN as sequences at constant ragged offsets. It does
+            not read their padding then (:mod:`cupy_sdpa.support.padding`).
     """
 
     band: Band | None = None
@@ -85,6 +87,7 @@ class Settings(NamedTuple):
     gradient_of: str = ""
     num_splits: int | None = None
     split: Split | None = None
+    padded: bool = False
 
 
 #: The settings of a call without options.

@@ -28,7 +28,7 @@ from ..problem.problem import (
 )
 from ..problem.tensor_spec import TensorSpec, dtype_name, numpy_dtype
 from ..problem.varlen import ragged_offsets
-from ..support.engine_problem import masked_inputs
+from ..support.padding import masked_inputs
 from ..support.why_not import disabled_names, staging_guards
 
 #: The row statistics that are -inf where there is nothing to compute; all other results are 0.
@@ -215,7 +215,7 @@ class Stage:
         if name == "stats" and _may_mask_rows(self._problem):
             # exp(S - L) and exp(sink - L) of a row are 0 if L is +inf
             return kernels.backward_stats(array) if self._on_gpu else _masked_stats(array)
-        lengths = masked_inputs(self._problem).get(name)
+        lengths = None if self._engine_problem.settings.padded else masked_inputs(self._problem).get(name)
         if lengths and self._on_gpu:
             return kernels.zero_padded(array, self._originals[lengths])
         if lengths and name == "dout":  # whole rows of this input are summed; the interpreter masks the other inputs itself

@@ -2,8 +2,8 @@
 
 One bug is that of 9.28: the backward pass treats -inf in an array with one element per query as 0.
 
-Everything is computed as if there were no lengths, so the padding is multiplied by 0 and its NaN spreads. Packed arrays are
-read within their sequences. Rows in the padding are not written, and nothing is written for a batch entry without queries, or
+Everything is computed as if there were no lengths, so the padding is multiplied by 0 and its NaN spreads. Arrays with ragged
+offsets are read within their sequences: up to the next offset, and up to the length if the graph has lengths. Rows in the padding are not written, and nothing is written for a batch entry without queries, or
 without keys and sinks; but a single query with paged keys is written. The sum of the score gradients is added to the existing
 values.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -82,11 +82,19 @@ class Value(NamedTuple):
 
 
 class Read(NamedTuple):
-    """Reads the arguments of an execution."""
+    """Reads the arguments of an execution.
+
+    Attributes:
+        device: the memory.
+        pointers: the address of every tensor in memory.
+        numbers: the by-value scalars.
+        lengths: the lengths of the sequences of ragged tensors.
+    """
 
     device: Device
     pointers: dict[int, int]
     numbers: dict[int, float]
+    lengths: Mapping[int, Any] = {}
 
     def __call__(self, t: Tensor) -> Any:
         """The contents of a tensor; the padding of a ragged one is 0."""
@@ -98,6 +106,8 @@ class Read(NamedTuple):
         begins = self(t.ragged).ravel().tolist()
         for b, (begin, end) in enumerate(itertools.pairwise(begins)):
             length = min((end - begin) // t.strides[t.sequence], t.dims[t.sequence])
+            if t.uid in self.lengths:
+                length = min(length, int(self.lengths[t.uid][b]))
             self.within(t, found[b], length)[...] = self.entry(t, begin, length)
         return found
 
@@ -182,6 +192,7 @@ class Program:
         """
         values: dict[int, Value] = {}
         nobody = self._nobody(read)
+        read = read._replace(lengths=self._sequence_lengths(read))
 
         def get(t: Tensor) -> Value:
             if t.virtual:
@@ -203,6 +214,22 @@ class Program:
                 added = operation.kind == "REDUCTION" and not value.product and t.dims[3] > 1
                 wrong = (array * factor).astype(t.dtype) if factor != 1 and t.dtype.kind not in "ib" else rounded
                 _write(read, t, wrong, values[t.uid], nobody, added)
+
+    def _sequence_lengths(self, read: Read) -> dict[int, Any]:
+        """The lengths of the sequences of every ragged tensor that a matmul with lengths reads, or that is multiplied by one."""
+        lengths: dict[int, Any] = {}
+        for operation in self.operations:
+            for name, sides in {"ADESC": "MK", "BDESC": "KN"}.items():
+                t = operation.tensors.get(name)
+                if operation.kind == "MATMUL" and t is not None and t.ragged is not None:
+                    given = operation.tensors.get(f"GEMM_{sides[t.sequence - 2]}_OVERRIDE_DESC")
+                    lengths |= {} if given is None else {t.uid: read(given).ravel()}
+        for operation in self.operations:
+            ragged = [t.uid for t in operation.tensors.values() if t.ragged is not None]
+            if operation.kind == "POINTWISE":
+                found = [lengths[uid] for uid in ragged if uid in lengths]
+                lengths |= {uid: found[0] for uid in ragged if found and uid not in lengths}
+        return lengths
 
     def _nobody(self, read: Read) -> Any:
         """For each batch entry whether nothing is written: with lengths, it has no query, or neither a key nor a sink."""

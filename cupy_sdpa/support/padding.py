@@ -1,0 +1,64 @@
+"""The padding of a batch with lengths: either cuDNN does not read it, or arrays are copied with zeros in its place.
+
+cuDNN's kernels for dense arrays multiply the padding by a probability of 0, so NaN there would spread. Its kernels for packed
+sequences read each sequence up to its length only. A padded batch is a packed one whose sequences begin at multiples of the
+batch stride: with these constants as ragged offsets nothing is copied (``Settings.padded``). Where packed sequences are
+refused, wrong or slower, inputs are copied. The form does not depend on the version or the GPU, because arrays are prepared,
+and plans are stored, before these are known.
+"""
+
+from __future__ import annotations
+
+from ..problem.problem import Problem
+
+
+def has_padding(problem: Problem) -> bool:
+    """Whether the problem is a batch of dense arrays with lengths."""
+    return problem.seq_lens_q is not None and not problem.paged and not problem.packed
+
+
+def obstacle(problem: Problem) -> str:
+    """What prevents that the arrays of a batch with lengths are passed without copies; empty if nothing does."""
+    d, dv, _, _, sq, _, _ = problem.sizes
+    settings, backward = problem.settings, problem.backward
+    large = (problem.q, problem.k, problem.v, problem.out, problem.dout, problem.dq, problem.dk, problem.dv)
+    options = {
+        # the kernel for one query splits the keys; packed sequences are planned for two queries
+        "one query": sq == 1,
+        # all entries would have the same offset, which was not measured
+        "an array that is broadcast along the batch": any(spec and spec.strides[3] == 0 for spec in large),
+        # both passes need the same random numbers, and the other pass may need copies
+        "dropout_p": settings.dropout,
+        "deterministic=True": backward and problem.deterministic,
+        "return_dbias=True or return_dtensors": problem.ds_reductions,
+        "return_dsinks=True": problem.dsinks,
+        # a known bug; not planned for Ampere, Ada and SM 12.x, where 192 and 128 are not supported at all
+        "gradients with a head dim that is not a multiple of 16": backward and d % 16,
+        "gradients with different head dims, except 192 and 128": backward and d != dv and (d, dv) != (192, 128),
+        # dq is written at the offsets and with the strides of q
+        "gradients of arrays that are not dense": backward
+        and not all(spec.dense for spec in (problem.q, problem.dq, problem.dk, problem.dv) if spec),
+    }
+    return next((name for name, applies in options.items() if applies), "")
+
+
+def masked_inputs(problem: Problem) -> dict[str, str]:
+    """The inputs that are copied with zeros as padding, each with the array of its lengths.
+
+    The values are multiplied by a probability of 0 in the forward pass, every operand in the backward pass.
+    """
+    if not has_padding(problem) or problem.settings.padded:
+        return {}
+    if not problem.backward:
+        return {"v": "seq_lens_kv"}
+    return {"q": "seq_lens_q", "dout": "seq_lens_q", "k": "seq_lens_kv", "v": "seq_lens_kv"}
+
+
+def description(problem: Problem) -> str:
+    """How the padding of a problem that the engine runs is kept from spreading; empty without padding."""
+    if not has_padding(problem):
+        return ""
+    if problem.settings.padded:
+        return "not read"
+    reason = obstacle(problem)
+    return f"zeros in a copy of {', '.join(masked_inputs(problem))}{f' ({reason})' if reason else ''}"
