@@ -56,9 +56,12 @@ class Recordings:
         return len(self._owners)
 
     def add(self, recording: Recorded, owner: dict[Any, Any], key: Any) -> bool:
-        """Store a graph as ``owner[key]``, which is deleted when the graph is destroyed; returns whether the limit was exceeded.
+        """Store a graph as ``owner[key]``, which is deleted when the graph is destroyed.
 
         A graph that exceeds the limit on its own is destroyed at once.
+
+        Returns:
+            Whether the limit was exceeded, so that graphs were destroyed.
         """
         owner[key] = recording
         self._owners[recording] = owner, key
