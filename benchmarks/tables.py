@@ -237,13 +237,15 @@ def decode() -> Iterator[str]:
         cells = [", ".join(problem), ours["us"], ours["of_copy"], ours["of_one_query"]]
         cells += [f"{by_name[name]['us']} ({by_name[name]['of_ours']}x)" if name in by_name else "" for name in names[1:]]
         yield f"| {' | '.join(cells)} |"
-    prefix = {row["option"]: row["us"] for row in rows if row["problem"] == "prefix"}
-    if prefix:
-        row = next(row for row in rows if row["problem"] == "prefix")
+    prefixes: dict[tuple[str, str], dict[str, str]] = {}
+    for row in rows:
+        if row["problem"] == "prefix":
+            prefixes.setdefault((row["batch"], row["keys"]), {})[row["option"]] = row["us"]
+    for (batch, keys), us in prefixes.items():
         yield (
-            f"\n{row['batch']} sequences of {row['keys']} keys that share all but the last 1024, one query each: "
-            f"{prefix['shared prefix']} us with `shared_prefix_attention`, {prefix['not shared']} us without; one sequence "
-            f"with the prefix alone {prefix['one sequence, the prefix']} us, the other keys {prefix['the other keys']} us."
+            f"\n{batch} sequences of {keys} keys that share the first 32768, one query each: {us['shared prefix']} us with "
+            f"`shared_prefix_attention`, {us['not shared']} us without; one sequence with the prefix alone "
+            f"{us['one sequence, the prefix']} us, the other keys {us['the other keys']} us."
         )
     host = {row["option"]: row["us"] for row in rows if row["problem"] == "host"}
     if host:

@@ -241,7 +241,9 @@ class CachedCall:
             own = [*own, workspace]
             call.launched = call.launched._replace(workspace=workspace.data.ptr)
         try:
-            return Recording(call.enqueue, own, executable=len(self._graphs) < FEW_GRAPHS)
+            recorded = self._cache.recorded
+            executable = len(self._graphs) < FEW_GRAPHS or recorded.bytes < recorded.limit // 2
+            return Recording(call.enqueue, own, executable=executable)
         finally:
             self.plan.set_stream(stream)  # it was the stream of the capture
 
