@@ -10,6 +10,7 @@ and plans are stored, before these are known.
 from __future__ import annotations
 
 from ..problem.problem import Problem
+from ..problem.tensor_spec import TensorSpec
 
 
 def has_padding(problem: Problem) -> bool:
@@ -25,8 +26,8 @@ def obstacle(problem: Problem) -> str:
     options = {
         # the kernel for one query splits the keys; packed sequences are planned for two queries
         "one query": sq == 1,
-        # all entries would have the same offset, which was not measured
-        "an array that is broadcast along the batch": any(spec and spec.strides[3] == 0 for spec in large),
+        # the distance of two offsets would be less than the extent of a sequence, which was not measured
+        "batch entries that are interleaved in memory": any(spec and _is_interleaved(spec) for spec in large),
         # both passes need the same random numbers, and the other pass may need copies
         "dropout_p": settings.dropout,
         "deterministic=True": backward and problem.deterministic,
@@ -40,6 +41,13 @@ def obstacle(problem: Problem) -> str:
         and not all(spec.dense for spec in (problem.q, problem.dq, problem.dk, problem.dv) if spec),
     }
     return next((name for name, applies in options.items() if applies), "")
+
+
+def _is_interleaved(spec: TensorSpec) -> bool:
+    """Whether a batch entry of an array begins before the end of the one before; also if it is broadcast along the batch."""
+    *shape, batch = spec.shape
+    extent = sum(stride * (length - 1) for stride, length in zip(spec.strides, shape, strict=False))
+    return batch > 1 and spec.strides[3] <= extent
 
 
 def masked_inputs(problem: Problem) -> dict[str, str]:
