@@ -73,7 +73,7 @@ WITH_COPIES = {
     "gradients, dropout": (asked(backward=True, dropout_p=0.1), "dropout_p"),
     "broadcast": (asked(arrays={"k": np.broadcast_to(np.empty((64, 2, 48, 1), np.float16, order="F"), (64, 2, 48, 3))}),
                   "batch entries that are interleaved in memory"),
-    "interleaved": (asked(arrays={"v": np.empty((64, 2, 3, 48), np.float16, order="F").swapaxes(2, 3)}),
+    "interleaved": (asked(arrays={"q": np.empty((64, 4, 3, 40), np.float16, order="F").swapaxes(2, 3)}),
                     "batch entries that are interleaved in memory"),
     "deterministic": (asked(backward=True, deterministic=True), "deterministic=True"),
     "bias gradient": (asked(backward=True, bias=(48, 40, 1, 3), return_dbias=True), "return_dbias=True or return_dtensors"),

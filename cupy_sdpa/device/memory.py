@@ -95,7 +95,7 @@ _equal: dict[tuple[int, int], Any] = {}
 _multiples: dict[tuple[int, int, str], Any] = {}
 #: Every constant array that was created. Those of one content together take at most twice the memory of the longest one.
 _all_constants: list[Any] = []
-#: The maximum number of arrays of equal integers; further ones are created anew in every call.
+#: The maximum number of arrays of equal integers in each context; further ones are created anew in every call.
 MAX_EQUAL = 64
 
 
@@ -111,7 +111,7 @@ def equal_integers(value: int, length: int) -> Any:
     """An int32 array of equal integers that no one else writes to; mostly constant, see :func:`_constant`."""
     key = driver.context_id(), value
     found = _equal.get(key)
-    if (found is None or found.size < length) and (len(_equal) >= MAX_EQUAL or capturing()):
+    if (found is None or found.size < length) and (sum(context == key[0] for context, _ in _equal) >= MAX_EQUAL or capturing()):
         array = empty((length,), np.dtype(np.int32))
         fill_int32(array, value)
         return array
