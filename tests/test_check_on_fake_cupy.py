@@ -1,4 +1,4 @@
-"""Random paged problems of the self-test on the fake CuPy: staging, split keys, our kernels and replay with real graphs."""
+"""Random problems of the self-test, paged and with lengths, on the fake CuPy: staging, our kernels and replay with real graphs."""
 
 import numpy as np
 import pytest
@@ -28,5 +28,18 @@ def test_paged_problems_of_the_gpu(number, fake, monkeypatch):
     """Problems as they are drawn for a GPU, with smaller sizes; none fails."""
     monkeypatch.setitem(drawing.LIMITS, "gpu", Limits(20_000, 60_000))
     case = draw_options(names_of(number), number, "gpu")
+    outcome = execute(case)
+    assert outcome.kind in ("passed", "refused"), f"{outcome.message}\n{case!r}"
+
+
+@pytest.mark.parametrize("number", range(60))
+def test_problems_with_lengths_of_the_gpu(number, fake, monkeypatch):
+    """The same with lengths and up to three other options: with and without copies, the padding is NaN."""
+    monkeypatch.setitem(drawing.LIMITS, "gpu", Limits(20_000, 60_000))
+    rng, names = np.random.default_rng([number, 6]), {"seq_lens_q", "seq_lens_kv"}
+    for _ in range(int(rng.integers(0, 4))):
+        more = names | {str(rng.choice([name for name in OPTIONS if name != "paged"]))}
+        names = more if is_valid(_with_required(more)) else names
+    case = draw_options(names, number, "gpu")
     outcome = execute(case)
     assert outcome.kind in ("passed", "refused"), f"{outcome.message}\n{case!r}"

@@ -8,7 +8,8 @@ To add a bug:
    affected calls then raise :class:`cupy_sdpa.Unsupported`.
 3. Add a case to ``AFFECTED`` in tests/test_support.py: problems, versions and GPUs that are affected, and some that are not.
 4. If the bug is refused, a problem of ``PROBES`` or a pair of ``OPTIONS`` in offline/problems.py must be affected; add one.
-5. Regenerate docs/support.md: ``python -m cupy_sdpa support --markdown > docs/support.md``.
+5. If it affects packed sequences, exclude affected batches with lengths in :func:`.padding.obstacle`.
+6. Regenerate docs/support.md: ``python -m cupy_sdpa support --markdown > docs/support.md``.
 
 Everything else (refusals, guards, ``explain()``, the documentation) reads this table. A new guard also needs an implementation:
 those of :data:`STAGING_GUARDS` change the arrays (support/engine_problem.py, staging/stage.py), the others change the graph

@@ -10,6 +10,7 @@ and plans are stored, before these are known.
 from __future__ import annotations
 
 from ..problem.problem import Problem
+from ..problem.tensor_spec import TensorSpec
 
 
 def has_padding(problem: Problem) -> bool:
@@ -22,11 +23,14 @@ def obstacle(problem: Problem) -> str:
     d, dv, _, _, sq, _, _ = problem.sizes
     settings, backward = problem.settings, problem.backward
     large = (problem.q, problem.k, problem.v, problem.out, problem.dout, problem.dq, problem.dk, problem.dv)
+    scores = (
+        settings.softcap, settings.program, problem.bias, problem.mask, problem.alibi_slopes, problem.sinks
+    )  # fmt: skip
     options = {
         # the kernel for one query splits the keys; packed sequences are planned for two queries
         "one query": sq == 1,
-        # all entries would have the same offset, which was not measured
-        "an array that is broadcast along the batch": any(spec and spec.strides[3] == 0 for spec in large),
+        # the distance of two offsets would be less than the extent of a sequence, which was not measured
+        "batch entries that are interleaved in memory": any(spec and _is_interleaved(spec) for spec in large),
         # both passes need the same random numbers, and the other pass may need copies
         "dropout_p": settings.dropout,
         "deterministic=True": backward and problem.deterministic,
@@ -38,8 +42,17 @@ def obstacle(problem: Problem) -> str:
         # dq is written at the offsets and with the strides of q
         "gradients of arrays that are not dense": backward
         and not all(spec.dense for spec in (problem.q, problem.dq, problem.dk, problem.dv) if spec),
+        # a softcap without a mask was a misaligned address on an H200 with 9.19; the others were not all measured
+        "an option that changes scores": any(scores),
     }
     return next((name for name, applies in options.items() if applies), "")
+
+
+def _is_interleaved(spec: TensorSpec) -> bool:
+    """Whether a batch entry of an array begins before the end of the one before; also if it is broadcast along the batch."""
+    *shape, batch = spec.shape
+    extent = sum(stride * (length - 1) for stride, length in zip(spec.strides, shape, strict=False))
+    return batch > 1 and spec.strides[3] <= extent
 
 
 def masked_inputs(problem: Problem) -> dict[str, str]:
