@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import numbers
 from typing import Any, Unpack
@@ -75,32 +76,32 @@ def shared_prefix_attention(
     pages = shared_prefix // k.shape[2]
     if not pages or not q.shape[3]:
         return attention(q, k, v, return_stats=return_stats, out=out, **options)
-    (d, hq, sq, b), dv = q.shape, v.shape[0]
-    whole, rest = _split_lengths(lengths, int(shared_prefix))
-    new = functools.partial(cupy_runtime.temporary, q)
-    rows: Any = q
-    if not rows.flags.f_contiguous:
-        rows = new(q.shape, q.dtype)
-        rows[...] = q
-    prefix, prefix_stats = new((dv, hq, sq, b), q.dtype), new((sq, b, hq), np.float32)
-    own, own_stats = new((dv, hq, sq, b), q.dtype), new((sq, hq, b), np.float32)
-    shared = {"page_table": table[:pages, :1], "seq_lens_kv": whole, **parts, "causal": False}
-    attention(
-        rows.reshape((d, hq, sq * b, 1), order="F"), k, v, **shared,
-        out=prefix.reshape((dv, hq, sq * b, 1), order="F"), stats=prefix_stats.reshape((sq * b, hq, 1), order="F"),
-        return_stats=True,
-    )  # fmt: skip
-    attention(q, k, v, page_table=table[pages:], seq_lens_kv=rest, out=own, stats=own_stats, return_stats=True, **parts)
-    stats = [prefix_stats.transpose(0, 2, 1), own_stats]
-    return merge([prefix, own], stats, sinks=options.get("sinks"), out=out, return_stats=return_stats)
+    with cupy_runtime.on_device_of(q) if cupy_runtime.is_array(q) else contextlib.nullcontext():
+        (d, hq, sq, b), dv = q.shape, v.shape[0]
+        whole, rest = _split_lengths(lengths, int(shared_prefix))
+        new = functools.partial(cupy_runtime.temporary, q)
+        rows: Any = q
+        if not rows.flags.f_contiguous:
+            rows = new(q.shape, q.dtype)
+            rows[...] = q
+        prefix, prefix_stats = new((dv, hq, sq, b), q.dtype), new((sq, b, hq), np.float32)
+        own, own_stats = new((dv, hq, sq, b), q.dtype), new((sq, hq, b), np.float32)
+        shared = {"page_table": table[:pages, :1], "seq_lens_kv": whole, **parts, "causal": False}
+        attention(
+            rows.reshape((d, hq, sq * b, 1), order="F"), k, v, **shared,
+            out=prefix.reshape((dv, hq, sq * b, 1), order="F"), stats=prefix_stats.reshape((sq * b, hq, 1), order="F"),
+            return_stats=True,
+        )  # fmt: skip
+        attention(q, k, v, page_table=table[pages:], seq_lens_kv=rest, out=own, stats=own_stats, return_stats=True, **parts)
+        stats = [prefix_stats.transpose(0, 2, 1), own_stats]
+        return merge([prefix, own], stats, sinks=options.get("sinks"), out=out, return_stats=return_stats)
 
 
 def _split_lengths(lengths: Any, prefix: int) -> tuple[Any, Any]:
     """The length of the prefix as an array, and the lengths of the sequences after it."""
     if not cupy_runtime.is_array(lengths):
         return np.full(1, prefix, np.int32), np.maximum(lengths - np.int32(prefix), 0)
-    with cupy_runtime.on_device_of(lengths):
-        return memory.equal_integers(prefix, 1), kernels.lengths_after(lengths, prefix)
+    return memory.equal_integers(prefix, 1), kernels.lengths_after(lengths, prefix)
 
 
 def _check(k: Array, shared_prefix: int, options: Options) -> None:
