@@ -36,8 +36,9 @@ def obstacle(problem: Problem) -> str:
         "deterministic=True": backward and problem.deterministic,
         "return_dbias=True or return_dtensors": problem.ds_reductions,
         "return_dsinks=True": problem.dsinks,
-        # a known bug; not planned for Ampere, Ada and SM 12.x, where 192 and 128 are not supported at all
+        # packed-narrow-gradient in the table of known bugs
         "gradients with a head dim that is not a multiple of 16": backward and d % 16,
+        # not planned for Ampere, Ada and SM 12.x, which do not support 192 and 128 in any form; packed-narrow-values
         "gradients with different head dims, except 192 and 128": backward and d != dv and (d, dv) != (192, 128),
         # dq is written at the offsets and with the strides of q
         "gradients of arrays that are not dense": backward
