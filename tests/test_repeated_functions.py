@@ -12,14 +12,13 @@ import functions
 import numpy as np
 import pytest
 from cases import as_float
+from not_parsed import not_parsed
 
 from cupy_sdpa import attention, attention_backward, attention_vjp, get_plan_cache, prepare, zoo
 from cupy_sdpa._cudnn.library import library
-from cupy_sdpa.calls import arguments, replay_cache, user_functions
+from cupy_sdpa.calls import replay_cache
 from cupy_sdpa.device import driver
 from cupy_sdpa.plans.sessions import session
-from cupy_sdpa.problem import validation
-from cupy_sdpa.problem.problem import Problem
 from cupy_sdpa.score_fn import identity as identity_module
 
 #: Calls with the same addresses after which a CUDA graph is replayed.
@@ -31,22 +30,6 @@ def cupy(fake):
     """Install the fake CuPy; afterwards all work is done."""
     yield fake
     fake.cuda.Device().synchronize()
-
-
-@contextlib.contextmanager
-def not_parsed():
-    """Assert that no function is traced, no option is read, and no problem is created."""
-
-    def fail(*_, **__):
-        pytest.fail("the call was parsed")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(user_functions, "trace", fail)
-        patch.setattr(arguments, "read_settings", fail)
-        patch.setattr(arguments, "make_problem", fail)
-        patch.setattr(validation, "make_spec", fail)
-        patch.setattr(Problem, "__post_init__", fail)
-        yield
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import pytest
 from cases import Case, as_float
 from fake_cupy import DEVICE
 from fake_cupy.cudnn import CONFIGS
+from not_parsed import not_parsed
 from tolerance import assert_close
 
 import cupy_sdpa
@@ -104,6 +105,20 @@ def equal(got, want):
     for a, b in zip(got, want, strict=True):
         assert not np.isnan(a).any()
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_repeated_calls_are_not_parsed(case, cupy):
+    """With every option and in both passes, on new addresses from the second call on, and whether a graph is replayed or not."""
+    problem = Problem(cupy, case)
+    out, stats = attention(*problem.inputs[:3], return_stats=True, **problem.options)
+    first = attention_backward(problem.inputs[3], *problem.inputs[:3], out, stats, **problem.options)
+    others = [problem.fresh() for _ in range(3)]
+    with not_parsed():
+        for other in others:
+            again, rows = attention(*other.inputs[:3], return_stats=True, **other.options)
+            gradients = attention_backward(other.inputs[3], *other.inputs[:3], again, rows, **other.options)
+            equal([as_float(x) for x in (again, rows, *gradients)], [as_float(x) for x in (out, stats, *first)])
 
 
 def kinds():

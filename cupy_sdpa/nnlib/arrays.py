@@ -22,9 +22,13 @@ def split_heads(x: Any, nheads: int) -> Any:
     """
     check_array("x", x)
     n, *rest = x.shape
+    return x.reshape((_head_dim(n, nheads), nheads, *rest), order="F")
+
+
+def _head_dim(n: int, nheads: int) -> int:
     if nheads < 1 or n % nheads:
         raise ValueError(f"the first dimension is {n}; it must be a multiple of nheads, which is {nheads}")
-    return x.reshape((n // nheads, nheads, *rest), order="F")
+    return n // nheads
 
 
 def join_heads(x: Any) -> Any:
@@ -42,13 +46,13 @@ def join_heads(x: Any) -> Any:
 def fold(x: Any, nheads: int) -> Any:
     """Reshape ``(n, len, batch...)`` to ``(d, nheads, len, B)``; B is the product of the batch dimensions."""
     n, length, *batch = x.shape
-    return split_heads(x.reshape((n, length, math.prod(batch)), order="F"), nheads)
+    return x.reshape((_head_dim(n, nheads), nheads, length, math.prod(batch)), order="F")  # a reshape takes 4 us in CuPy
 
 
 def unfold(y: Any, batch: tuple[int, ...]) -> Any:
     """Reshape ``(d, nheads, len, B)`` to ``(d nheads, len, batch...)``: the inverse of :func:`fold`."""
-    joined = join_heads(y)
-    return joined.reshape((*joined.shape[:2], *batch), order="F")
+    d, nheads, length, _ = y.shape
+    return y.reshape((d * nheads, length, *batch), order="F")
 
 
 def to_four_axes(array: Any) -> Any:
