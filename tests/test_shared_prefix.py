@@ -25,7 +25,13 @@ def draw(seed, xp, dtype):
     for pages in (k, v):
         pages[..., order[-1]] = np.nan
     q = np.asfortranarray(rng.standard_normal((d, hkv * group, sq, b)).astype(dtype))
-    options = [{}, {"causal": "bottom_right"}, {"softcap": 2.0}, {"sinks": rng.standard_normal(hkv * group).astype("f4")}]
+    options = [
+        {},
+        {"num_splits": 3},
+        {"causal": "bottom_right"},
+        {"softcap": 2.0},
+        {"sinks": rng.standard_normal(hkv * group).astype("f4")},
+    ]
     chosen = dict(pick(*options))
     if own_pages * page < sq:
         chosen.pop("causal", None)  # a query before the end of the prefix would not see all of it
@@ -42,7 +48,13 @@ def check(seed, xp, dtype, tolerance):
     out = xp.asarray(np.full(want.shape, np.nan, dtype, order="F"))
     got = shared_prefix_attention(q, k, v, prefix, **options, out=out, return_stats=True)
     assert got[0] is out
-    for one, other in zip(got, (want, stats), strict=True):
+    # without the log-sum-exp there is one merge for a single query; repeated, with NaN in the output
+    merged = [shared_prefix_attention(q, k, v, prefix, **options)]
+    for _ in range(4):
+        out = xp.asarray(np.full(want.shape, np.nan, dtype, order="F"))
+        assert shared_prefix_attention(q, k, v, prefix, **options, out=out) is out
+        merged.append(out)
+    for one, other in [*zip(got, (want, stats), strict=True), *((x, want) for x in merged)]:
         np.testing.assert_allclose(one.get() if hasattr(one, "get") else one, other, rtol=tolerance, atol=tolerance)
 
 
@@ -89,10 +101,14 @@ def captured(fake, call):
 def check_captured(seed, cupy):
     """Compare a captured call with an eager one."""
     (q, k, v), prefix, options = draw(seed, cupy, "float16")
-    call = lambda: shared_prefix_attention(q, k, v, prefix, **options, return_stats=True)  # noqa: E731
-    want = [x.get() for x in call()]
-    for one, other in zip(captured(cupy, call), want, strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-3, atol=2e-3)
+    calls = [
+        lambda: shared_prefix_attention(q, k, v, prefix, **options, return_stats=True),
+        lambda: [shared_prefix_attention(q, k, v, prefix, **options)],
+    ]
+    for call in calls:
+        want = [x.get() for x in call()]
+        for one, other in zip(captured(cupy, call), want, strict=True):
+            np.testing.assert_allclose(one, other, rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -49,11 +49,12 @@ def read_forward(
     return_kept: bool = False,
     out: Any = None,
     stats: Any = None,
+    **others: Any,
 ) -> Call:
     """Validate the arguments of the forward pass; nothing is allocated. For errors see :func:`cupy_sdpa.attention`."""
     outputs = _row_statistics(return_stats)._replace(rng_dump=return_kept)
     deterministic = read_flag("deterministic", deterministic)
-    return _read({"q": q, "k": k, "v": v, "out": out, "stats": stats}, options, outputs, deterministic=deterministic)
+    return _read({"q": q, "k": k, "v": v, "out": out, "stats": stats, **others}, options, outputs, deterministic=deterministic)
 
 
 def read_backward(

@@ -5,15 +5,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import numbers
+from collections.abc import Mapping
 from typing import Any, Unpack
 
 import numpy as np
 
 from .._typing import Array
 from ..attention import attention
+from ..calls.arguments import read_forward
 from ..calls.options import Options, is_one_of, takes_options
+from ..calls.replay_cache import cache_call, run_cached
 from ..device import cupy_runtime, kernels, memory
 from ..helpers import merge
+from ..problem.problem import OTHER_RESULTS
+from ..problem.split import MAX_ROWS
 
 #: The options that the parts do not take: queries see the whole prefix, so only masks after it are supported.
 _EXCLUDED = ("window", "cu_seqlens_q", "bias", "mask", "alibi_slopes", "score_mod", "mask_mod", "dropout_p", "seq_lens_q")
@@ -80,21 +85,41 @@ def shared_prefix_attention(
         (d, hq, sq, b), dv = q.shape, v.shape[0]
         whole, rest = _split_lengths(lengths, int(shared_prefix))
         new = functools.partial(cupy_runtime.temporary, q)
+        own, own_stats = new((dv, hq, sq, b), q.dtype), new((sq, hq, b), np.float32)
+        attention(q, k, v, page_table=table[pages:], seq_lens_kv=rest, out=own, stats=own_stats, return_stats=True, **parts)
+        shared = {"page_table": table[:pages, :1], "seq_lens_kv": whole, **parts, "causal": False}
+        if sq == 1 and not return_stats and cupy_runtime.is_array(q) and hq // k.shape[1] * b <= MAX_ROWS:
+            out = cupy_runtime.new_result(q, own.shape, q.dtype) if out is None else out
+            sinks = {name: value for name, value in options.items() if name == "sinks"}
+            others = _queries_of_all(own), own_stats.transpose(2, 1, 0)
+            _attend_and_merge(_queries_of_all(q), k, v, _queries_of_all(out), others, shared | sinks)
+            return out
         rows: Any = q
         if not rows.flags.f_contiguous:
             rows = new(q.shape, q.dtype)
             rows[...] = q
         prefix, prefix_stats = new((dv, hq, sq, b), q.dtype), new((sq, b, hq), np.float32)
-        own, own_stats = new((dv, hq, sq, b), q.dtype), new((sq, hq, b), np.float32)
-        shared = {"page_table": table[:pages, :1], "seq_lens_kv": whole, **parts, "causal": False}
         attention(
             rows.reshape((d, hq, sq * b, 1), order="F"), k, v, **shared,
             out=prefix.reshape((dv, hq, sq * b, 1), order="F"), stats=prefix_stats.reshape((sq * b, hq, 1), order="F"),
             return_stats=True,
         )  # fmt: skip
-        attention(q, k, v, page_table=table[pages:], seq_lens_kv=rest, out=own, stats=own_stats, return_stats=True, **parts)
         stats = [prefix_stats.transpose(0, 2, 1), own_stats]
         return merge([prefix, own], stats, sinks=options.get("sinks"), out=out, return_stats=return_stats)
+
+
+def _queries_of_all(array: Any) -> Any:
+    """An array ``(D, Hq, 1, B)`` of one query per sequence as one batch entry of B queries, ``(D, Hq, B, 1)``."""
+    return array.transpose(0, 1, 3, 2)
+
+
+def _attend_and_merge(q: Any, k: Any, v: Any, out: Any, others: tuple[Any, Any], options: Mapping[str, Any]) -> None:
+    """Attend to the prefix in chunks, and merge the results of the chunks with those over other keys, in one kernel."""
+    kind, arrays = "shared prefix", (q, k, v, out, *others)
+    if run_cached(kind, arrays, options) is None:
+        call = read_forward(q, k, v, options, out=out, **dict(zip(OTHER_RESULTS, others, strict=True)))
+        call.run()
+        cache_call(kind, ("q", "k", "v", "out", *OTHER_RESULTS), arrays, options, call)
 
 
 def _split_lengths(lengths: Any, prefix: int) -> tuple[Any, Any]:

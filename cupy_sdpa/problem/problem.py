@@ -26,6 +26,8 @@ LENGTHS = ("seq_lens_q", "seq_lens_kv")
 CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_kv")
 #: The names of the state of dropout's random number generator.
 SEEDS = ("seed", "offset")
+#: The results over other keys, which are merged.
+OTHER_RESULTS = ("other_out", "other_stats")
 #: The arrays with one row per query, and those with one row per key.
 QUERY_ARRAYS = ("q", "out", "stats", "max", "sum_exp", "dout", "dq")
 KEY_ARRAYS = ("k", "v", "dk", "dv")
@@ -121,6 +123,8 @@ class Problem:
         alibi_slopes, sinks: ``(Hq,)`` float32.
         seed, offset: ``(1,)`` int64, the state of dropout's random number generator.
         dropout_mask: ``(Skv, Sq, Hq, B)``, the weights to keep, as an input.
+        other_out, other_stats: the output and the log-sum-exp of the same queries over other keys, which are merged with those
+            over the split keys.
         captured: ``(Skv, Sq, Hq, B)``, broadcast along axes of length 1: the arrays that score and mask functions read.
         dcaptured: the gradients of some captured arrays, with their shapes.
     """
@@ -152,6 +156,8 @@ class Problem:
     seed: TensorSpec | None = None
     offset: TensorSpec | None = None
     dropout_mask: TensorSpec | None = None
+    other_out: TensorSpec | None = None
+    other_stats: TensorSpec | None = None
     captured: tuple[TensorSpec, ...] = ()
     dcaptured: tuple[TensorSpec, ...] = ()
     _hash: int = field(init=False, repr=False, compare=False)

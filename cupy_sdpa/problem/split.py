@@ -59,9 +59,8 @@ def split_of(problem: Problem) -> Split | None:
     """
     _, _, hq, hkv, sq, _, b = problem.sizes
     settings = problem.settings
-    requested = (
-        settings.num_splits is not None or problem.deterministic or problem.sinks is not None or problem.band is not None
-    )
+    others = (settings.num_splits, problem.sinks, problem.band, problem.other_out)
+    requested = problem.deterministic or any(option is not None for option in others)
     if problem.trivial or obstacle(problem) or not (sq > 1 or requested):
         return None
     assert problem.page_table
@@ -86,7 +85,7 @@ def split_problem(problem: Problem, split: Split) -> Problem:
         "seq_lens_kv": dense_spec("seq_lens_kv", "int32", (entries,)),
     }
     settings = problem.settings._replace(num_splits=None, band=None, split=split, deterministic=rows == 1)
-    return replace(problem, settings=settings, sinks=None, **specs)
+    return replace(problem, settings=settings, sinks=None, other_out=None, other_stats=None, **specs)
 
 
 def _rows_spec(name: str, dtype: str, shape: tuple[int, int, int, int]) -> TensorSpec:

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from ..errors import Unsupported
 from ..score_fn.expression import EMPTY_PROGRAM
-from .problem import CU_SEQLENS, DEFAULT_SETTINGS, LENGTHS, SCORE_INPUTS, SEEDS, Problem, Settings
+from .problem import CU_SEQLENS, DEFAULT_SETTINGS, LENGTHS, OTHER_RESULTS, SCORE_INPUTS, SEEDS, Problem, Settings
 from .split import obstacle
 from .tensor_spec import FLOAT_DTYPES, ITEMSIZE, Signature, TensorSpec, dense_spec, make_spec
 
@@ -160,7 +160,7 @@ def _inputs(arrays: Mapping[str, TensorSpec], settings: Settings) -> Problem:
     if band := settings.band:
         ragged = packed or paged or "seq_lens_q" in arrays
         band = band.simplified(sq, skv, lengths=ragged, needs_diagonal="alibi_slopes" in arrays)
-    names = (*LENGTHS, "page_table", *CU_SEQLENS, "alibi_slopes", "sinks", *SEEDS, *SCORE_INPUTS)
+    names = (*LENGTHS, "page_table", *CU_SEQLENS, "alibi_slopes", "sinks", *SEEDS, *SCORE_INPUTS, *OTHER_RESULTS)
     options: dict[str, Any] = {name: arrays[name] for name in names if name in arrays}
     captured = tuple(arrays[step.name] for step in (settings.program or EMPTY_PROGRAM).captured)
     return Problem(q, k, v, q, settings._replace(band=band), captured=captured, **options)

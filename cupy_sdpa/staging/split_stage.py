@@ -63,9 +63,11 @@ class SplitStage:
         return int(boundary + sum(array.nbytes for name, array in self.arrays.items() if name not in ("k", "v")))
 
     def finish(self) -> None:
-        """Merge the results of the chunks and of the boundary keys."""
-        arrays = self._originals
-        merge.merge(self._parts, arrays["out"], arrays.get("stats"), arrays.get("sinks"), arrays["seq_lens_q"])
+        """Merge the results of the chunks, of the boundary keys, and of other keys."""
+        arrays, parts = self._originals, self._parts
+        if "other_out" in arrays:
+            parts = [*parts, merge.Parts(arrays["other_out"][..., None], arrays["other_stats"][..., None])]
+        merge.merge(parts, arrays["out"], arrays.get("stats"), arrays.get("sinks"), arrays["seq_lens_q"])
 
 
 def _by_rows(array: Any, rows: int) -> Any:
