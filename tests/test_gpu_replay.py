@@ -199,10 +199,11 @@ def test_staging_is_part_of_the_captured_graph(case, arrays, cupy, monkeypatch):
 
 def test_large_copies_are_not_kept(arrays, cupy, monkeypatch):
     """A call with larger copies than a graph may keep is not captured, and right."""
-    case = Case("lengths", seq_lens_q=(20, 50), seq_lens_kv=(70, 3), sq=64, skv=80)
+    case = Case("lengths", seq_lens_q=(20, 50), seq_lens_kv=(70, 3), sq=64, skv=80, softcap=3.0)
     q, k, v, _ = inputs(cupy, case)
     options, out = case.options(cupy), cupy.empty_like(q)
     monkeypatch.setattr(replay_cache, "COPIED_BYTES", 0)
+    assert "zeros in a copy of v" in str(explain(q, k, v, **options))
     for _ in range(4):
         attention(q, k, v, out=out, **options)
     assert not any(call._graphs for call in existing_session(driver.context_id()).cached_calls.values())
