@@ -450,6 +450,19 @@ def test_a_paged_query_needs_no_other_launch(cupy, monkeypatch):
     assert launches == 1
 
 
+def test_a_paged_query_with_a_softcap_is_cleared(cupy):
+    """It was not measured that cuDNN's kernel writes sequences without keys if an option changes the scores."""
+    made = lambda *shape: cupy.asarray(np.ones(shape, np.float16, order="F"))  # noqa: E731
+    pages = {"page_table": cupy.asarray(np.zeros((1, 2), np.int32, order="F")), "seq_lens_kv": cupy.asarray(np.int32([3, 0]))}
+    launches = []
+    for options in ({}, {"softcap": 2.0}):
+        attention(made(8, 2, 1, 2), made(8, 1, 4, 1), made(8, 1, 4, 1), **pages, **options)
+        before = len(DEVICE.launches)
+        attention(made(8, 2, 1, 2), made(8, 1, 4, 1), made(8, 1, 4, 1), **pages, **options)
+        launches.append(len(DEVICE.launches) - before)
+    assert launches[1] == launches[0] + 1
+
+
 def test_equal_integers(cupy, monkeypatch):
     """A constant array has one address for one value; too many values and captures get new arrays."""
     monkeypatch.setattr(memory, "_equal", {})

@@ -256,6 +256,13 @@ class Problem:
         return self.settings.program is not None and self.settings.program.score is not None
 
     @property
+    def changes_scores(self) -> bool:
+        """Whether an option other than ``causal`` and ``window`` changes the scores."""
+        settings = self.settings
+        options = (settings.softcap, settings.program, self.bias, self.mask, self.alibi_slopes, self.sinks)
+        return any(option is not None and option is not False for option in options)
+
+    @property
     def trivial(self) -> bool:
         """Whether nothing is computed: no queries, no keys, or a head dim of v of 0 and no result but out or gradients."""
         _, dv, *_, sq, skv, b = self.sizes

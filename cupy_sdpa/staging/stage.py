@@ -55,12 +55,8 @@ def _writes_empty_sequences(problem: Problem) -> bool:
     select another kernel, or that the measurement did not cover, are excluded.
     """
     *_, sq, _, _ = problem.sizes
-    settings = problem.settings
-    excluded = (
-        problem.packed, problem.band, problem.bias, problem.mask, problem.alibi_slopes, problem.sinks, problem.max,
-        settings.dropout, settings.program,
-    )  # fmt: skip
-    return problem.paged and sq == 1 and not any(excluded)
+    excluded = problem.packed or problem.band or problem.changes_scores or problem.settings.dropout or problem.max
+    return problem.paged and sq == 1 and not excluded
 
 
 # Arrays: every allocation of a call

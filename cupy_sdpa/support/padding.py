@@ -3,8 +3,8 @@
 cuDNN's kernels for dense arrays multiply the padding by a probability of 0, so NaN there would spread. Its kernels for packed
 sequences read each sequence up to its length only. A padded batch is a packed one whose sequences begin at multiples of the
 batch stride: with these constants as ragged offsets nothing is copied (``Settings.padded``). Where packed sequences are
-refused, wrong or slower, inputs are copied. The form does not depend on the version or the GPU, because arrays are prepared,
-and plans are stored, before these are known.
+refused, wrong or not measured, inputs are copied. The form does not depend on the version or the GPU, because arrays are
+prepared, and plans are stored, before these are known.
 """
 
 from __future__ import annotations
@@ -19,13 +19,10 @@ def has_padding(problem: Problem) -> bool:
 
 
 def obstacle(problem: Problem) -> str:
-    """What prevents that the arrays of a batch with lengths are passed without copies; empty if nothing does."""
+    """Why arrays of a batch with lengths are copied; empty if they are not."""
     d, dv, _, _, sq, _, _ = problem.sizes
     settings, backward = problem.settings, problem.backward
     large = (problem.q, problem.k, problem.v, problem.out, problem.dout, problem.dq, problem.dk, problem.dv)
-    scores = (
-        settings.softcap, settings.program, problem.bias, problem.mask, problem.alibi_slopes, problem.sinks
-    )  # fmt: skip
     options = {
         # the kernel for one query splits the keys; packed sequences are planned for two queries
         "one query": sq == 1,
@@ -43,8 +40,8 @@ def obstacle(problem: Problem) -> str:
         # dq is written at the offsets and with the strides of q
         "gradients of arrays that are not dense": backward
         and not all(spec.dense for spec in (problem.q, problem.dq, problem.dk, problem.dv) if spec),
-        # a softcap without a mask was a misaligned address on an H200 with 9.19; the others were not all measured
-        "an option that changes scores": any(scores),
+        # a softcap function without a mask ended in a misaligned address (H200, 9.19); not every option was measured
+        "an option that changes scores": problem.changes_scores,
     }
     return next((name for name, applies in options.items() if applies), "")
 
