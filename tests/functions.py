@@ -12,6 +12,7 @@ from cupy_sdpa import alibi_slopes, attention, attention_backward, zoo
 from cupy_sdpa.graph.emit import Emitter
 from cupy_sdpa.graph.interpreter import evaluate
 from cupy_sdpa.graph.nodes import Builder, Tensor, row_major
+from cupy_sdpa.score_fn import identity
 from cupy_sdpa.score_fn.expression import AXES, Writer
 from cupy_sdpa.score_fn.tracer import trace
 
@@ -448,3 +449,15 @@ def right_on_the_gpu(cupy, dtype, known, there, laid=lambda x: x, **asked):
         # dS is rounded before the products and sums
         floor = np.sqrt(200) * 2.0**-8 * np.abs(truth).max() * (0.1 if number < 4 else 1.0)
         assert_close(cupy.asnumpy(a), truth, other, floor)
+
+
+def without_closure_values(monkeypatch):
+    """Plant a bug: identities of functions do not contain the values of closure variables."""
+    original = identity._Reads.__init__
+
+    def without_cells(self, code):
+        original(self, code)
+        self.cells = ()
+
+    monkeypatch.setattr(identity._Reads, "__init__", without_cells)
+    monkeypatch.setattr(identity, "_analyzed", {})

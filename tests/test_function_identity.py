@@ -769,14 +769,7 @@ def test_common_functions_have_an_identity(name):
 
 def test_the_oracle_bites(monkeypatch):
     """An identity without the values of closure variables is found out by the cases above."""
-    original = module._Reads.__init__
-
-    def without_cells(self, code):
-        original(self, code)
-        self.cells = ()
-
-    monkeypatch.setattr(module._Reads, "__init__", without_cells)
-    monkeypatch.setattr(module, "_analyzed", {})
+    functions.without_closure_values(monkeypatch)
     for name in ("closure_variable", "closure_list_element", "attribute_of_an_object", "array_of_one_element"):
         with pytest.raises(AssertionError):
             test_a_change_of_what_a_function_computes(name)

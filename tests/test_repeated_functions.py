@@ -19,7 +19,6 @@ from cupy_sdpa._cudnn.library import library
 from cupy_sdpa.calls import replay_cache
 from cupy_sdpa.device import driver
 from cupy_sdpa.plans.sessions import session
-from cupy_sdpa.score_fn import identity as identity_module
 
 #: Calls with the same addresses after which a CUDA graph is replayed.
 OFTEN = replay_cache.CAPTURE_AFTER + 1
@@ -169,14 +168,7 @@ def test_a_number_that_changes_in_every_call(cupy, monkeypatch):
 
 def test_the_oracle_bites(cupy, monkeypatch):
     """If numbers in closures were not part of the identity, results would be wrong, and the test above would fail."""
-    original = identity_module._Reads.__init__
-
-    def without_cells(self, code):
-        original(self, code)
-        self.cells = ()
-
-    monkeypatch.setattr(identity_module._Reads, "__init__", without_cells)
-    monkeypatch.setattr(identity_module, "_analyzed", {})
+    functions.without_closure_values(monkeypatch)
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         changed_numbers(cupy, monkeypatch)
 

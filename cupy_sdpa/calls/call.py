@@ -64,8 +64,8 @@ class Call:
         bucket: how lengths are rounded up.
         source_lines: the source line of each operation of the score and mask functions.
         gradients: which gradients of ``tensors`` are requested.
-        fills: inputs that the caller did not pass, by name; they are created when the call runs. With ``seq_lens_q`` every
-            batch entry has all queries.
+        fills: inputs that the caller did not pass, by name; they are created when the call runs. If ``seq_lens_q`` is one of
+            them, no query is padding.
         captured: how each captured array is indexed, by its name in ``arrays``.
         identities: the identities of the score and mask functions when they were traced.
         launched: how the call ran on the GPU; None before the call has run, and while a stream is captured.

@@ -108,7 +108,7 @@ def multiples(step: int, length: int, dtype: str) -> Any:
 
 
 def equal_integers(value: int, length: int) -> Any:
-    """An int32 array of equal integers that no one else writes to; mostly constant, see :func:`_constant`."""
+    """An int32 array whose elements are all ``value``. It is usually constant (:func:`_constant`): do not write to it."""
     key = context, _ = driver.context_id(), value
     found = _equal.get(key)
     if (found is None or found.size < length) and (sum(of == context for of, _ in _equal) >= MAX_EQUAL or capturing()):

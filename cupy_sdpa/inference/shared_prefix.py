@@ -91,8 +91,8 @@ def shared_prefix_attention(
         if sq == 1 and not return_stats and cupy_runtime.is_array(q) and hq // k.shape[1] * b <= MAX_ROWS:
             out = cupy_runtime.new_result(q, own.shape, q.dtype) if out is None else out
             sinks = {name: value for name, value in options.items() if name == "sinks"}
-            others = _queries_of_all(own), own_stats.transpose(2, 1, 0)
-            _attend_and_merge(_queries_of_all(q), k, v, _queries_of_all(out), others, shared | sinks)
+            others = _as_one_entry(own), own_stats.transpose(2, 1, 0)
+            _attend_and_merge(_as_one_entry(q), k, v, _as_one_entry(out), others, shared | sinks)
             return out
         rows: Any = q
         if not rows.flags.f_contiguous:
@@ -108,7 +108,7 @@ def shared_prefix_attention(
         return merge([prefix, own], stats, sinks=options.get("sinks"), out=out, return_stats=return_stats)
 
 
-def _queries_of_all(array: Any) -> Any:
+def _as_one_entry(array: Any) -> Any:
     """An array ``(D, Hq, 1, B)`` of one query per sequence as one batch entry of B queries, ``(D, Hq, B, 1)``."""
     return array.transpose(0, 1, 3, 2)
 
