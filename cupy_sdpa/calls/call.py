@@ -69,6 +69,7 @@ class Call:
         captured: how each captured array is indexed, by its name in ``arrays``.
         identities: the identities of the score and mask functions when they were traced.
         launched: how the call ran on the GPU; None before the call has run, and while a stream is captured.
+        before_finish: called after the plan was executed and before its results are used; None for nothing.
     """
 
     problem: Problem
@@ -82,6 +83,7 @@ class Call:
     captured: Mapping[str, Access] = dataclasses.field(default_factory=dict)
     identities: tuple[Hashable | None, ...] = ()
     launched: LaunchRecord | None = None
+    before_finish: Callable[[], None] | None = None
 
     @functools.cached_property
     def engine_problem(self) -> Problem:
@@ -189,6 +191,8 @@ class Call:
     def _execute(self, plan: Plan, workspace: int) -> Stage | SplitStage:
         stage = self.stage()
         self._execute_staged(stage, plan, workspace)
+        if self.before_finish:
+            self.before_finish()
         stage.finish()
         return stage
 

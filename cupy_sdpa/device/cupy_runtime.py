@@ -10,7 +10,8 @@ import functools
 import importlib.util
 import math
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -84,6 +85,40 @@ def capturing() -> bool:
     """Whether CuPy's current stream is being captured into a CUDA graph."""
     pointer = stream()
     return bool(pointer) and bool(cupy().cuda.runtime.streamIsCapturing(pointer))  # the default stream cannot be captured
+
+
+#: The streams of parallel branches by thread and device; never destroyed, because a stream may be part of a capture.
+_branch_streams: dict[tuple[int, int], Any] = {}
+
+
+@contextlib.contextmanager
+def parallel_branch() -> Iterator[Callable[[], None]]:
+    """Enqueue the work of a ``with`` block on another stream: in a captured graph it is a branch, parallel to later work.
+
+    Memory that the block allocates must be deleted within the block.
+
+    Yields:
+        A function to call after the block: the current stream waits for the work of the block.
+    """
+    cuda = cupy().cuda
+    main, key = cuda.get_current_stream(), (threading.get_ident(), cuda.runtime.getDevice())
+    if key not in _branch_streams:
+        _branch_streams[key] = cuda.Stream(non_blocking=True)
+    branch, begin, end = _branch_streams[key], cuda.Event(disable_timing=True), cuda.Event(disable_timing=True)
+    begin.record(main)
+    branch.wait_event(begin)
+
+    def join() -> None:
+        main.wait_event(end)
+
+    try:
+        with branch:
+            yield join
+    except BaseException:
+        end.record(branch)
+        join()  # a capture with a branch that is not joined could not be ended
+        raise
+    end.record(branch)
 
 
 #: Within :func:`retained_allocations`: the stream whose memory :func:`allocate` returns, and the list that it appends to.
