@@ -303,10 +303,9 @@ def diagonal(rows: int, step: int, lengths_q: Any, lengths_kv: Any) -> Any:
     return made
 
 
-def lengths_after(lengths: Any, prefix: int) -> Any:
-    """``max(lengths - prefix, 0)``, int32 ``(B,)``."""
-    made = cupy_runtime.empty(lengths.shape, np.int32)
-    return _elementwise("int32 n, int32 p", "int32 y", "y = max(n - p, 0)", "lengths_after")(lengths, prefix, made)
+def lengths_after(lengths: Any, prefix: int, out: Any) -> None:
+    """Write ``max(lengths - prefix, 0)``, int32 ``(B,)``."""
+    _elementwise("int32 n, int32 p", "int32 y", "y = max(n - p, 0)", "lengths_after")(lengths, prefix, out)
 
 
 @functools.cache

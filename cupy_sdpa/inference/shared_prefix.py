@@ -85,15 +85,14 @@ def shared_prefix_attention(
     with cupy_runtime.on_device_of(q) if cupy_runtime.is_array(q) else contextlib.nullcontext():
         (d, hq, sq, b), dv = q.shape, v.shape[0]
         new = functools.partial(cupy_runtime.temporary, q)
-        own, own_stats = new((dv, hq, sq, b), q.dtype), new((sq, hq, b), np.float32)
+        own, own_stats, rest = new((dv, hq, sq, b), q.dtype), new((sq, hq, b), np.float32), new((b,), np.int32)
         whole = _prefix_length(lengths, int(shared_prefix))
         shared = {"page_table": table[:pages, :1], "seq_lens_kv": whole, **parts, "causal": False}
         merges_once = sq == 1 and not return_stats and cupy_runtime.is_array(q) and hq // k.shape[1] * b <= MAX_ROWS
         in_parallel = merges_once and cupy_runtime.capturing()
         with cupy_runtime.parallel_branch() if in_parallel else contextlib.nullcontext() as join:
-            rest = {"page_table": table[pages:], "seq_lens_kv": _lengths_after(lengths, int(shared_prefix)), **parts}
-            attention(q, k, v, **rest, out=own, stats=own_stats, return_stats=True)
-            del rest
+            _write_lengths_after(lengths, int(shared_prefix), rest)
+            attention(q, k, v, page_table=table[pages:], seq_lens_kv=rest, out=own, stats=own_stats, return_stats=True, **parts)
         if merges_once:
             out = cupy_runtime.new_result(q, own.shape, q.dtype) if out is None else out
             sinks = {name: value for name, value in options.items() if name == "sinks"}
@@ -148,11 +147,12 @@ def _prefix_length(lengths: Any, prefix: int) -> Any:
     return memory.equal_integers(prefix, 1) if cupy_runtime.is_array(lengths) else np.full(1, prefix, np.int32)
 
 
-def _lengths_after(lengths: Any, prefix: int) -> Any:
-    """The lengths of the sequences after the prefix."""
+def _write_lengths_after(lengths: Any, prefix: int, rest: Any) -> None:
+    """Write the lengths of the sequences after the prefix."""
     if cupy_runtime.is_array(lengths):
-        return kernels.lengths_after(lengths, prefix)
-    return np.maximum(lengths - np.int32(prefix), 0)
+        kernels.lengths_after(lengths, prefix, rest)
+    else:
+        np.maximum(lengths - np.int32(prefix), 0, out=rest)
 
 
 def _check(k: Array, shared_prefix: int, options: Options) -> None:
