@@ -242,13 +242,14 @@ class Device:
         with self.lock:
             if stream not in self.captures:
                 raise CUDARuntimeError(INVALID_HANDLE, f"stream {stream:#x} is not being captured")
-            graph = next(self._numbers)
-            works = self.graphs[graph] = self.captures.pop(stream)
+            works = self.captures.pop(stream)
             branches = [other for other, own in self.captures.items() if own is works]
             for other in branches:
                 del self.captures[other]
             if any(self._joined.get(other, 0) != self.submitted.get(other, 0) for other in branches):
                 raise CUDARuntimeError(CAPTURE_UNJOINED, "the capture has a branch for which its first stream did not wait")
+            graph = next(self._numbers)
+            self.graphs[graph] = works
             return graph
 
     def instantiate(self, graph: int) -> int:
