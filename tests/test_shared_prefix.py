@@ -153,6 +153,7 @@ def test_the_parts_are_branches_of_the_graph(fake, monkeypatch):
             q.fill(0)
         with pytest.raises(fake.cuda.runtime.CUDARuntimeError, match="branch"):
             stream.end_capture()
+    assert library().forget_plans() > 0, "the plans of the graph are kept"
 
 
 @pytest.mark.gpu
