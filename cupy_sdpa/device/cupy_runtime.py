@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -121,39 +121,76 @@ def parallel_branch() -> Iterator[Callable[[], None]]:
     end.record(branch)
 
 
-#: Within :func:`retained_allocations`: the stream whose memory :func:`allocate` returns, and the list that it appends to.
-_retained: ContextVar[tuple[Any, list[Any]] | None] = ContextVar("retained", default=None)
+#: The alignment of the parts of an arena, in bytes.
+ALIGNMENT = 256
+
+
+class Memory(NamedTuple):
+    """A block of device memory: a CuPy memory pointer, and the size in bytes."""
+
+    pointer: Any
+    size: int
+
+
+class Arena:
+    """The memory of :func:`allocate` within :func:`arena`.
+
+    Attributes:
+        needed: the bytes that were allocated so far, including the gaps for alignment.
+        others: arrays that did not fit into the memory of a capture.
+    """
+
+    def __init__(self, memory: Memory | None, stream: Any) -> None:
+        self._memory, self._stream = memory, stream
+        self.needed = 0
+        self.others: list[Any] = []
+
+    def allocate(self, size: int) -> Any:
+        """The next ``size`` bytes; memory from CuPy's allocator if they do not fit."""
+        begin = self.needed
+        self.needed += -(-size // ALIGNMENT) * ALIGNMENT
+        if self._memory and self.needed <= self._memory.size:
+            return self._memory.pointer + begin
+        if self._stream is None:
+            return _allocate(size)
+        with self._stream:
+            self.others.append(cupy().empty(size, np.uint8))
+        return self.others[-1].data
+
+
+_arena: ContextVar[Arena | None] = ContextVar("arena", default=None)
 
 
 @contextlib.contextmanager
-def retained_allocations() -> Iterator[list[Any]]:
-    """Within a ``with`` block, let :func:`allocate` return memory of the stream that was current before the block.
+def arena(memory: Memory | None = None, stream: Any = None) -> Iterator[Arena]:
+    """Within a ``with`` block, let :func:`allocate` return parts of a block of memory, one after the other.
 
-    Yields:
-        A list of the allocated arrays, which keeps them alive.
+    Args:
+        memory: the block. Default None: memory is only counted.
+        stream: the stream whose memory is used, and kept alive with the arena, for what does not fit; for captures. Default
+            None: the current stream, and nothing is kept alive.
     """
-    arrays: list[Any] = []
-    token = _retained.set((cupy().cuda.get_current_stream(), arrays))
+    made = Arena(memory, stream)
+    token = _arena.set(made)
     try:
-        yield arrays
+        yield made
     finally:
-        _retained.reset(token)
+        _arena.reset(token)
 
 
 def allocate(size: int) -> Any:
     """Allocate ``size`` bytes for work on the current stream; returns a CuPy memory pointer.
 
     The memory is from CuPy's allocator and returns to its pool when the pointer is deleted. While the current stream is being
-    captured, the memory belongs to the CUDA graph: each replay allocates it before the work and frees it afterwards.
+    captured, the memory belongs to the CUDA graph: each replay allocates it before the work and frees it afterwards. Within
+    :func:`arena` it is part of the arena.
     """
-    if retained := _retained.get():
-        stream, arrays = retained
-        with stream:
-            arrays.append(cupy().empty(size, np.uint8))
-        return arrays[-1].data
-    if capturing():
-        return cupy().cuda.malloc_async(size)
-    return cupy().cuda.alloc(size)
+    found = _arena.get()
+    return found.allocate(size) if found else _allocate(size)
+
+
+def _allocate(size: int) -> Any:
+    return cupy().cuda.malloc_async(size) if capturing() else cupy().cuda.alloc(size)
 
 
 def empty(shape: tuple[int, ...], dtype: Any) -> Any:

@@ -16,6 +16,22 @@ from . import cupy_runtime, memory
 LOWEST = -1e30
 
 
+class CudaType(NamedTuple):
+    """A dtype in CUDA: its name, its size in bytes, and the line that includes its header."""
+
+    name: str
+    itemsize: int
+    header: str = ""
+
+
+#: The CUDA types of floating-point dtypes.
+TYPES = {
+    "float16": CudaType("__half", 2, "#include <cuda_fp16.h>\n"),
+    "bfloat16": CudaType("__nv_bfloat16", 2, "#include <cuda_bf16.h>\n"),
+    "float32": CudaType("float", 4),
+}
+
+
 class Lengths(NamedTuple):
     """The lengths of the sequences of queries, or of keys.
 
@@ -301,6 +317,62 @@ def diagonal(rows: int, step: int, lengths_q: Any, lengths_kv: Any) -> Any:
     kernel = _elementwise("raw int32 q, raw int32 k, int64 n, int64 step", "int32 p", operation, "diagonal")
     kernel(lengths_q, lengths_kv, rows, step, made.T)  # the elements of made.T are in memory order
     return made
+
+
+class _Sum(NamedTuple):
+    """The arguments of :func:`sum_over_scores`: addresses, sizes, and strides in bytes."""
+
+    source: int
+    keys: int
+    queries: int
+    source_key: int
+    source_query: int
+    source_head: int
+    source_batch: int
+    target: int
+    target_keys: int
+    target_queries: int
+    target_key: int
+    target_query: int
+    target_head: int
+    target_batch: int
+
+
+def sum_over_scores(source: Any, target: Any) -> None:
+    """Write the sum of ``source``, ``(Skv, Sq, H, B)``, over its first two axes where ``target`` has length 1; in float32."""
+    keys, queries, heads, batch = source.shape
+    of, to = (source.data.ptr, keys, queries, *source.strides), (target.data.ptr, *target.shape[:2], *target.strides)
+    arguments = np.array(tuple(_Sum(*of, *to)), struct(_Sum))
+    blocks = -(-target.shape[0] // 32) * target.shape[1]
+    _sum_kernel(source.dtype.name, target.dtype.name)((blocks, heads, batch), (32,), (arguments,))
+
+
+@functools.cache
+def _sum_kernel(dtype: str, out_dtype: str) -> Any:
+    """The kernel of :func:`sum_over_scores`. A warp computes 32 sums of different keys, or one sum over all keys."""
+    source, target = TYPES[dtype], TYPES[out_dtype]
+    return cupy_runtime.cupy().RawKernel(
+        f"""{"".join(sorted({source.header, target.header}))}
+        {declaration("Sum", _Sum)}
+        extern "C" __global__ void cupy_sdpa_sum(const Sum x) {{
+            const bool over_keys = x.keys != x.target_keys;
+            const long long lane = threadIdx.x, h = blockIdx.y, b = blockIdx.z;
+            const long long query = blockIdx.x % x.target_queries, column = blockIdx.x / x.target_queries * 32 + lane;
+            const long long from = x.source + h * x.source_head + b * x.source_batch;
+            __shared__ float sums[32];
+            float total = 0;
+            for (long long q = query; q < x.queries; q += x.target_queries)
+                for (long long key = over_keys ? lane : column; key < x.keys; key += over_keys ? 32 : x.keys)
+                    total += float(*(const {source.name}*)(from + key * x.source_key + q * x.source_query));
+            sums[lane] = total;
+            __syncwarp();
+            if (over_keys && lane == 0) for (int i = 1; i < 32; ++i) total += sums[i];
+            if (over_keys ? lane == 0 : column < x.target_keys)
+                *({target.name}*)(x.target + (over_keys ? 0 : column) * x.target_key + query * x.target_query
+                    + h * x.target_head + b * x.target_batch) = {target.name}(total);
+        }}""",
+        "cupy_sdpa_sum",
+    )
 
 
 def lengths_after(lengths: Any, prefix: int, out: Any) -> None:
