@@ -14,6 +14,7 @@ COMMANDS = {
     "compare": ("compare.command", "named problems against PyTorch, cudnn-frontend, FlexAttention and JAX; CPU engine"),
     "functions": ("functions", "score and mask functions against FlexAttention"),
     "packed": ("packed.run", "packed (varlen) sequences against PyTorch and cudnn-frontend"),
+    "padded": ("packed.padded", "padded batches with lengths against packed sequences"),
     "host": ("host", "host time of a call and of its steps, against PyTorch"),
     "host_options": ("host_options.run", "host time of every option, alone and in a mix, against PyTorch"),
     "graphs": ("graphs", "captured CUDA graphs: launched as graphs or kernel by kernel"),

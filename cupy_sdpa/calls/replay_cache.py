@@ -53,7 +53,8 @@ FEW_GRAPHS = 4
 #: One of many graphs is made executable from this number of kernels and memsets on. To launch two takes 6.2 us one by one; to
 #: launch the graph takes 6.5 us with the check whether the device is idle (H200).
 LEAST_NODES = 3
-#: A call is captured when the same addresses occur this many times; a capture takes as long as ten launches.
+#: A call is captured when the same addresses occur this many times; a capture takes as long as ten launches. A parsed call is
+#: counted only if the call allocates no memory, because the address of the memory is one of them.
 CAPTURE_AFTER = 3
 #: The number of runs after a failed capture or launch before a call is captured again.
 RETRY_AFTER = 1000
