@@ -105,6 +105,15 @@ class Call:
             results.append(self._on_device(lambda device: collect(self.arrays, self.on_gpu)))
         return results
 
+    def plan(self) -> None:
+        """Build the plans of :meth:`run`, if they are not in the plan cache; nothing is allocated or launched.
+
+        Raises:
+            Unsupported, CudnnError: the call cannot run.
+        """
+        for call in self.subcalls():
+            call._on_device(call._plan)
+
     def on(self, arrays: dict[str, Any]) -> Call:
         """The same call on other arrays of the same dtypes, shapes, strides and alignments; nothing is validated."""
         call = copy.copy(self)
