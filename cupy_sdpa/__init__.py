@@ -8,6 +8,7 @@ from .calls.report import Report
 from .errors import CudnnError, DiskCacheWarning, OutOfPages, Unsupported
 from .explain import explain, get_plan_cache, problem
 from .forward_mode.jvp import attention_jvp
+from .forward_mode.problems import jvp_problems
 from .forward_mode.widened import widen
 from .helpers import alibi_slopes, dropout_mask, merge
 from .inference.kv_cache import KVCache
@@ -36,6 +37,7 @@ __all__ = [
     "dropout_mask",
     "explain",
     "get_plan_cache",
+    "jvp_problems",
     "merge",
     "prepare",
     "problem",
