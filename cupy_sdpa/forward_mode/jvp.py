@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from typing import Any, Unpack
 
+import numpy as np
+
 from .._typing import Array, ArrayT
 from ..calls.arguments import read_backward, read_forward
 from ..calls.call import Call
@@ -117,6 +119,8 @@ class _Derivative:
         """Compute the output, its derivative and the log-sum-exp."""
         form, shape = self.form, (self.form.value_dim, *self.q.shape[1:])
         self.with_stats = return_stats or stats is not None or form.scores
+        if self.capturing and stats is None and form.scores and not return_stats:
+            stats = self.temporary(row_shape(self.q), np.float32)
         output, stats = self.output(None if form.values else out, stats)
         scores, means = self.scores(stats) if form.scores and form.value_dim else (None, None)
         dout = cupy_runtime.new_result(self.q, shape, self.q.dtype) if dout is None else dout
@@ -156,9 +160,9 @@ class _Derivative:
         gradient, *_ = self.call(name, _BACKWARD, (dout, q, k, v, out, stats, *gradients), options)
         return gradient
 
-    def temporary(self, shape: tuple[int, ...]) -> Any:
-        """An array of q's dtype that is used within the call only."""
-        return cupy_runtime.temporary(self.q, shape, self.q.dtype)
+    def temporary(self, shape: tuple[int, ...], dtype: Any = None) -> Any:
+        """An array that is used within the call only, by default of q's dtype."""
+        return cupy_runtime.temporary(self.q, shape, dtype or self.q.dtype)
 
     def call(self, name: str, names: tuple[str, ...], arrays: tuple[Any, ...], options: Any) -> list[Any]:
         """Run a pass; it is not parsed if an equal one was cached."""
@@ -199,6 +203,12 @@ def refusal(form: Form, name: str, reason: str) -> str:
     else:
         passes = f"gradients with head dims {form.score_width} and {form.product_width}"
     return f"attention_jvp with head dims {form.head_dim} and {form.value_dim} needs {passes}: {reason}. {form.remedy}"
+
+
+def row_shape(q: Any) -> tuple[int, ...]:
+    """The shape of the log-sum-exp: ``(Sq, Hq, B)``, or packed ``(Hq, Tq)``."""
+    _, heads, length, *batch = q.shape
+    return (length, heads, *batch) if batch else (heads, length)
 
 
 def clear(array: Any) -> None:

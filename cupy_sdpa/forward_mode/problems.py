@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Unpack
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from .._typing import Array
 from ..calls.arguments import read_shapes
-from ..calls.options import Options, read_scale, takes_options
+from ..calls.options import read_scale, takes_options
 from ..errors import Unsupported
 from ..problem.problem import Problem
 from ..problem.tensor_spec import dtype_name
@@ -56,37 +56,37 @@ def jvp_problems(
         raise ValueError(f"tangents contains {unknown[0]!r}; it can contain {', '.join(TANGENTS)}")
     if not tangents:
         raise ValueError("tangents is empty; pass at least one of dq, dk, dv")
+    common = {"dtype": dtype, "seq_lens": seq_lens, "deterministic": deterministic}
+    return problems_of(q, k, v, tangents, options, return_stats=return_stats, **common)
+
+
+def problems_of(
+    q: Any, k: Any, v: Any, tangents: Sequence[str], options: Mapping[str, Any], *, return_stats: bool = False, **common: Any
+) -> tuple[Problem, ...]:
+    """:func:`jvp_problems` for valid names of tangents, and for either engine (``on_gpu``)."""
     if options.get("page_table") is not None:
         raise Unsupported(NO_PAGED_DERIVATIVES)
     shapes = [tuple(x.shape if hasattr(x, "shape") else x) for x in (q, k, v)]
     if not all(shapes):
         raise ValueError(f"q, k and v have shapes {shapes}; a shape is (head_dim, heads, seq, batch)")
     (d, *queries), (_, *keys), (dv, *_) = shapes
-    dtype = dtype_name(q.dtype) if hasattr(q, "dtype") else dtype
-    given = ("dq" in tangents, "dk" in tangents, "dv" in tangents)
-    form = form_of(d, dv, given, options, deterministic=deterministic)
+    form = form_of(d, dv, given_by(tangents), options, deterministic=bool(common.get("deterministic")))
     options = {**options, "scale": read_scale(options.get("scale"), d)}
-    common: dict[str, Any] = {"dtype": dtype, "seq_lens": seq_lens, "deterministic": deterministic}
-
-    def shape(width: int, rest: Sequence[int]) -> Any:
-        return (width, *rest)
-
+    if hasattr(q, "dtype"):  # of the shapes of the wider arrays
+        common["dtype"] = dtype_name(q.dtype)
     passes = bool(form.scores and dv)
-    values = shape(2 * dv, keys) if form.values else v
+    values = (2 * dv, *keys) if form.values else v
     problems = [read_shapes(q, k, values, options, return_stats=bool(return_stats) or form.scores, **common)]
     if passes and form.centered:
-        problems.append(read_shapes(q, k, shape(form.product_width, keys), options, **common))
+        problems.append(read_shapes(q, k, (form.product_width, *keys), options, **common))
     if passes:
-        wide = shape(form.score_width, queries), shape(form.score_width, keys), shape(form.product_width, keys)
+        wide = (form.score_width, *queries), (form.score_width, *keys), (form.product_width, *keys)
         problems.append(read_shapes(*wide, options, backward=True, **common))
         if not form.centered and not form.joint:
             problems.append(read_shapes(*wide, without_dropout(options), backward=True, **common))
     return tuple(problems)
 
 
-def problems_of_call(
-    q: Any, k: Any, v: Any, tangents: tuple[Any, Any, Any], options: Options, **flags: Any
-) -> tuple[Problem, ...]:
-    """The problems of a call with these tangents; with all of them if all are None."""
-    given = [name for name, x in zip(TANGENTS, tangents, strict=True) if x is not None] or TANGENTS
-    return jvp_problems(q, k, v, tangents=given, **options, **flags)
+def given_by(tangents: Sequence[str]) -> tuple[bool, bool, bool]:
+    """Whether dq, dk and dv are among some names."""
+    return "dq" in tangents, "dk" in tangents, "dv" in tangents
