@@ -5,9 +5,13 @@ head_dim, the second part of the gradient of Q2 is the derivative of the output 
 mean of the derivatives of the scores. It does so if O2, the output for Q2, K2 and V2, is passed to it. This form is called
 *centered*.
 
+The mean is also a result of the backward pass: a row of K2 is 1, if D + Dv + 1 head dims need no larger kernel than D + Dv. In
+the centered form this is the error of the mean that was subtracted, and is subtracted, too; not with sinks, where the derivatives
+of the scores of the keys do not add up to 0.
+
 The backward pass subtracts the mean before it multiplies by the derivative of a softcap or of a score function, and it drops
 weights before the mean. With these options O2 is 0, nothing is subtracted, and the mean times the output is subtracted
-afterwards. The mean is also a result of the backward pass: a column of K2 is 1.
+afterwards.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ class Form(NamedTuple):
         head_dim, value_dim: D and Dv.
         queries, keys, values: whether dq, dk and dv are given.
         centered: whether the backward pass subtracts the mean.
-        joint: whether one backward pass computes the mean, too; only if it is not centered.
+        joint: whether a row of K2 is 1, so that the backward pass computes the mean that it did not subtract.
         score_width: the head dim of Q2 and K2.
         product_width: the head dim of V2 and dO2.
     """
@@ -112,15 +116,16 @@ def form_of(
     dropout = bool(options.get("dropout_p"))
     centered = not dropout and options.get("softcap") is None and options.get("score_mod") is None
     equal = deterministic or options.get("cu_seqlens_q") is not None
-    return _form(head_dim, value_dim, given, centered, dropout, equal)
+    exact_mean = not (dropout or (centered and options.get("sinks") is not None))
+    return _form(head_dim, value_dim, given, centered, exact_mean, equal)
 
 
 @functools.lru_cache(maxsize=256)
-def _form(head_dim: int, value_dim: int, given: tuple[bool, bool, bool], centered: bool, dropout: bool, equal: bool) -> Form:
+def _form(head_dim: int, value_dim: int, given: tuple[bool, bool, bool], centered: bool, exact_mean: bool, equal: bool) -> Form:
     queries, keys, values = given
     score_width, product_width = head_dim + value_dim, head_dim * (queries + keys)
     with_mean = -(-(score_width + 1) // MULTIPLE) * MULTIPLE
-    joint = not centered and not dropout and with_mean <= _tile(score_width)
+    joint = exact_mean and (queries or keys) and with_mean <= _tile(score_width)
     if joint:
         score_width = with_mean
     if equal:

@@ -146,7 +146,8 @@ class _Derivative:
         products = self.temporary(inside) if self.capturing or not form.centered else None
         if form.centered:
             (products,) = self.call("products", _FORWARD, (self.q, self.k, widened.v, products, None), self.options)
-            return self.gradient("scores", widened.k, products, stats, self.options), None
+            scores = self.gradient("scores", widened.k, products, stats, self.options)
+            return scores, scores if form.joint else None
         clear(products)
         scores = self.gradient("scores", widened.k, products, stats, self.options)
         if form.joint:
