@@ -6,8 +6,8 @@ mean of the derivatives of the scores. It does so if O2, the output for Q2, K2 a
 *centered*.
 
 The mean is also a result of the backward pass: a row of K2 is 1, if D + Dv + 1 head dims need no larger kernel than D + Dv. In
-the centered form this is the error of the mean that was subtracted, and is subtracted, too; not with sinks, where the derivatives
-of the scores of the keys do not add up to 0.
+the centered form this is the error of the mean that was subtracted, and is subtracted, too. With sinks it is not: the
+derivatives of the scores of the keys do not add up to 0.
 
 The backward pass subtracts the mean before it multiplies by the derivative of a softcap or of a score function, and it drops
 weights before the mean. With these options O2 is 0, nothing is subtracted, and the mean times the output is subtracted

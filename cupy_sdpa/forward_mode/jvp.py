@@ -49,7 +49,8 @@ def attention_jvp(
     Nothing of size Sq x Skv is stored: the derivative is computed by the kernels of :func:`cupy_sdpa.attention` and
     :func:`cupy_sdpa.attention_backward` on arrays that are concatenated along head_dim. With dq or dk these are two forward
     passes and a backward pass; with dv alone one forward pass. With ``softcap``, ``score_mod`` or dropout a second backward
-    pass replaces the second forward pass, or none if D + Dv + 1 head dims need no larger kernel than D + Dv.
+    pass may replace the second forward pass. Keys or values with a mean far above their variation cost precision in 16 bits;
+    docs/derivatives.md gives the error and the remedy.
 
     Args:
         q, k, v: as for :func:`cupy_sdpa.attention`.
@@ -73,7 +74,7 @@ def attention_jvp(
     Raises:
         TypeError, ValueError, CudnnError: as :func:`cupy_sdpa.attention`; or a tangent does not match its array.
         Unsupported: this cuDNN or GPU cannot run it. The gradients of arrays with head dims D + Dv and 2 D must be supported:
-            D = Dv is at most 128 on Hopper, 120 with ``softcap`` or ``score_mod`` and without dropout... and 64 on other GPUs.
+            D and Dv are at most 128 on Hopper, and 64 on other GPUs.
 
     Source: docs/derivatives.md, which derives the formulas; Dao 2023, "FlashAttention-2", algorithm 2, for the backward pass.
 
