@@ -394,6 +394,27 @@ def test_concatenation_kernel(seed, unit, fake):
     np.testing.assert_array_equal(target.get(), np.concatenate([host[0], ones, host[1]]))
 
 
+def test_the_tangent_of_a_bias_of_keys():
+    """A bias per key is a head dim: q has 1, and k the bias, in an additional row; its tangent is that of the row."""
+    rng = np.random.default_rng(0)
+    q, k, v = (np.asfortranarray(rng.standard_normal((8, h, s, 2))) for h, s in ((4, 10), (2, 12), (2, 12)))
+    bias, dbias = rng.standard_normal((2, 12, 1, 1, 2))
+    tau = 8**-0.5
+
+    def rows(of_q, of_k):
+        more_q = np.concatenate([q, np.full((1, *q.shape[1:]), of_q), np.zeros((7, *q.shape[1:]))])
+        more_k = np.broadcast_to(of_k[:, 0].transpose(1, 0, 2)[None] / tau, (1, *k.shape[1:]))
+        return np.asfortranarray(more_q), np.asfortranarray(np.concatenate([k, more_k, np.zeros((7, *k.shape[1:]))]))
+
+    wide_q, wide_k = rows(1.0, bias)
+    dk = np.zeros_like(wide_k)
+    dk[8] = dbias[:, 0].transpose(1, 0, 2)[0] / tau
+    out, dout = attention_jvp(wide_q, wide_k, v, dk=dk, scale=tau)
+    np.testing.assert_allclose(out, attention(q, k, v, bias=bias), atol=1e-6)
+    plus, minus = (attention(q, k, v, bias=bias + t * dbias) for t in (1e-4, -1e-4))
+    np.testing.assert_allclose(dout, (plus - minus) / 2e-4, atol=1e-6)
+
+
 # Widened arrays
 
 
@@ -524,6 +545,7 @@ INVALID = {
     "list": ({"dv": [1.0]}, TypeError, "dv is a builtins.list; attention takes numpy and CuPy arrays"),
     "k": ({"k": zeros(4, 2, 6, 1)}, ValueError, "the head dims .axis 0. of q and k differ, 8 and 4"),
     "paged": ({"page_table": zeros(1, 1, dtype=np.int32)}, Unsupported, "gather the pages into dense k and v"),
+    "dbias": ({"dbias": zeros(6, 1, 1, 1)}, Unsupported, "has no dbias: .*can be appended to the head dims"),
     "unknown": ({"scal": 1.0}, TypeError, "there is no option scal; did you mean scale?"),
     "splits": ({"num_splits": 2}, ValueError, "num_splits is 2"),
     "out": ({"out": zeros(8, 2, 5, 1)}, ValueError, r"out has shape \(8, 2, 5, 1\).*must be \(8, 2, 6, 1\)"),

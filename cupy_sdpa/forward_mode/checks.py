@@ -19,6 +19,13 @@ NO_PAGED_DERIVATIVES = (
     "attention_jvp is not supported with page_table, because cuDNN reads pages in the forward pass only: gather the pages into "
     "dense k and v"
 )
+#: The refusal of tangents of the options.
+NO_TANGENTS_OF_OPTIONS = (
+    "attention_jvp has no {name}: the derivative of the scores would be a matrix of size Sq x Skv, not a product of arrays with "
+    "head_dim rows, from which the gradient kernels compute. A bias that is a product, such as one element per key, can be "
+    "appended to the head dims of q and k with its tangent (docs/derivatives.md); otherwise use central differences of "
+    "attention(...)"
+)
 
 
 def read_form(
@@ -29,6 +36,9 @@ def read_form(
     Raises:
         TypeError, ValueError, Unsupported: the arguments are invalid.
     """
+    for name in ("dbias", "dsinks", "dtensors"):
+        if options.get(name) is not None:
+            raise Unsupported(NO_TANGENTS_OF_OPTIONS.format(name=name))
     if options.get("page_table") is not None:
         raise Unsupported(NO_PAGED_DERIVATIVES)
     if not _may_copy(q, k, v):
