@@ -21,7 +21,7 @@ NO_PAGED_DERIVATIVES = (
 )
 #: The refusal of tangents of the options.
 NO_TANGENTS_OF_OPTIONS = (
-    "attention_jvp has no {name}: the derivative of the scores would be a matrix of size Sq x Skv, not a product of arrays with "
+    "attention_jvp has no {name}: the derivative of the scores would be a matrix of size Sq x Skv, no product of arrays with "
     "head_dim rows, from which the gradient kernels compute. A bias that is a product, such as one element per key, can be "
     "appended to the head dims of q and k with its tangent (docs/derivatives.md); otherwise use central differences of "
     "attention(...)"

@@ -24,8 +24,9 @@ from typing import Any, NamedTuple
 _DROPOUT = ("dropout_p", "seed", "offset", "dropout_mask")
 #: cuDNN's kernels for gradients take head dims up to 128 or up to 256, depending on the GPU.
 TILES = (128, 256)
-#: Packed sequences and deterministic gradients need this multiple and equal head dims, see support/known_bugs.py.
-MULTIPLE = 16
+#: Head dims are multiples of this number. Packed sequences need twice that; they and deterministic gradients need equal head
+#: dims, see support/known_bugs.py.
+MULTIPLE = 8
 
 
 class Form(NamedTuple):
@@ -124,13 +125,17 @@ def form_of(
 def _form(head_dim: int, value_dim: int, given: tuple[bool, bool, bool], centered: bool, exact_mean: bool, equal: bool) -> Form:
     queries, keys, values = given
     score_width, product_width = head_dim + value_dim, head_dim * (queries + keys)
-    with_mean = -(-(score_width + 1) // MULTIPLE) * MULTIPLE
+    with_mean = _rounded(score_width + 1, MULTIPLE)
     joint = exact_mean and (queries or keys) and with_mean <= _tile(score_width)
     if joint:
         score_width = with_mean
     if equal:
-        score_width = product_width = -(-max(score_width, product_width) // MULTIPLE) * MULTIPLE
+        score_width = product_width = _rounded(max(score_width, product_width), 2 * MULTIPLE)
     return Form(head_dim, value_dim, queries, keys, values, centered, joint, score_width, product_width)
+
+
+def _rounded(width: int, multiple: int) -> int:
+    return -(-width // multiple) * multiple
 
 
 def without_dropout(options: Mapping[str, Any]) -> Any:

@@ -50,7 +50,7 @@ def widen(
     >>> q, k, v, dq, dk, dv = (np.asfortranarray(rng.standard_normal((8, 2, 5, 1))) for _ in range(6))
     >>> arrays = cupy_sdpa.widen(q, k, v, dq, dk, dv)
     >>> arrays
-    <widened: q (16, 2, 5, 1), k (16, 2, 5, 1), v (16, 2, 5, 1), dout (16, 2, 5, 1), values (16, 2, 5, 1)>
+    <widened: q (24, 2, 5, 1), k (24, 2, 5, 1), v (16, 2, 5, 1), dout (16, 2, 5, 1), values (16, 2, 5, 1)>
     >>> out, dout = cupy_sdpa.attention_jvp(q, k, v, widened=arrays, causal=True)
     >>> bool((dout == cupy_sdpa.attention_jvp(q, k, v, dq, dk, dv, causal=True)[1]).all())
     True
