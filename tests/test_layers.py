@@ -19,6 +19,7 @@ LAYERS = (
     ("nnlib", "store", "inference"),
     ("attention", "explain", "prepare", "helpers"),
     ("offline",),
+    ("forward_mode",),
     ("calls",),
     ("staging",),
     ("plans",),

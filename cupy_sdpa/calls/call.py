@@ -114,6 +114,15 @@ class Call:
         names = [spec.name for spec in self.problem.results if spec not in self.problem.dcaptured]
         return [*names, *self.gradients.results] if self.gradients else names
 
+    def plan(self) -> None:
+        """Build the plans of :meth:`run`, if they are not in the plan cache; nothing is allocated or launched.
+
+        Raises:
+            Unsupported, CudnnError: the call cannot run.
+        """
+        for call in self.subcalls():
+            call._on_device(call._plan)
+
     def on(self, arrays: dict[str, Any]) -> Call:
         """The same call on other arrays of the same dtypes, shapes, strides and alignments; nothing is validated."""
         call = copy.copy(self)

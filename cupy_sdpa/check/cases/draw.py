@@ -18,6 +18,7 @@ The options of a case are literals. Their values:
 ``dropout``         the fields of :class:`~.case.Dropout`
 ``score_mod``       (name, dtype of the captured arrays), a function of :mod:`.functions`; the same for ``mask_mod``
 ``stats``           True or ``"max_sumexp"``
+``jvp``             the letters of the arrays with tangents, such as ``"qk"``: the call is ``attention_jvp``
 ``preallocated``    True: results are written to preallocated arrays
 ``bucket``          as in the call; the same for ``max_workspace``, ``deterministic``, ``return_dbias``,
                     ``return_dsinks`` and ``return_dtensors``
@@ -211,6 +212,7 @@ class Sampler:
         names = (
             ["q", *([] if "paged" in self.names else ["k", "v"])]
             + ["dout"] * self.backward
+            + [f"t{letter}" for letter in self.options.get("jvp", "")]
             + (self.results() if "preallocated" in self.options else [])
         )
         layouts = {name: self.layout(name) for name in names if self.chance(0.5)}
@@ -218,7 +220,7 @@ class Sampler:
 
     def results(self) -> list[str]:
         """The results that may have a layout if they are preallocated."""
-        return ["out", *(["dq", "dk", "dv"] if self.backward else [])]
+        return ["out", *(["dq", "dk", "dv"] if self.backward else []), *(["jvp"] if "jvp" in self.names else [])]
 
 
 def _mask(sampler: Sampler) -> Any:
@@ -259,7 +261,7 @@ def _paged(sampler: Sampler) -> Any:
 
 def _stats(sampler: Sampler) -> Any:
     paged = sampler.options.get("paged")
-    return True if paged and Paged(*paged).num_splits else sampler.pick(True, "max_sumexp")
+    return True if "jvp" in sampler.names or (paged and Paged(*paged).num_splits) else sampler.pick(True, "max_sumexp")
 
 
 def _packed(sampler: Sampler) -> Any:
@@ -298,13 +300,15 @@ OPTIONS: dict[str, Callable[[Sampler], Any]] = {
     "return_dbias": lambda sampler: True,
     "return_dsinks": lambda sampler: True,
     "return_dtensors": lambda sampler: True,
+    "jvp": lambda sampler: sampler.pick("qkv", "qkv", "qkv", "q", "k", "v", "qk", "kv"),
     "preallocated": lambda sampler: True,
     "bucket": lambda sampler: sampler.pick(16, 128, "power_of_two"),
     "max_workspace": lambda sampler: sampler.pick(1 << 24, 1 << 30),
 }
 #: Pairs of options that cannot be combined.
 CONFLICTS = {frozenset(pair) for pair in (("packed", "seq_lens_q"), ("packed", "seq_lens_kv"))}
-CONFLICTS |= {frozenset(("paged", name)) for name in ("seq_lens_kv", "bucket", *REQUIRES)}
+CONFLICTS |= {frozenset(("paged", name)) for name in ("seq_lens_kv", "bucket", "jvp", *REQUIRES)}
+CONFLICTS |= {frozenset(("jvp", name)) for name in REQUIRES}
 #: Options that cannot be combined with ``num_splits``.
 NOT_SPLIT = {"packed", "bias", "mask", "alibi_slopes", "dropout", "score_mod", "mask_mod"}
 #: Options that cannot be combined with bucket and packed sequences: their arrays would need the rounded lengths.
@@ -364,7 +368,7 @@ def _draw_case(sampler: Sampler, names: set[str], number: int) -> Case:
         if name in required:
             sampler.options[name] = OPTIONS[name](sampler)
     options = {name: sampler.options[name] for name in OPTIONS if name in required}
-    sampler.backward = "paged" not in options and (
+    sampler.backward = not {"paged", "jvp"} & options.keys() and (
         any(name in options for name in (*REQUIRES, "deterministic")) or sampler.chance(0.45)
     )
     layouts = sampler.layouts() if sampler.chance(0.4) else {}
