@@ -96,10 +96,8 @@ class Call:
                 Default None: it is allocated.
         """
         self.create_inputs()
-        parts = self.subcalls()
-        if len(parts) > 1:  # raise before anything is written
-            for part in parts:
-                part._on_device(part._check_plan)
+        if len(subproblems(self.problem)) > 1:  # raise before anything is written
+            self.plan()
         self._on_device(lambda device: self._run(device, memory))
         return self.results()
 
@@ -121,7 +119,7 @@ class Call:
             Unsupported, CudnnError: the call cannot run.
         """
         for call in self.subcalls():
-            call._on_device(call._plan)
+            call._on_device(call._build_plan)
 
     def on(self, arrays: dict[str, Any]) -> Call:
         """The same call on other arrays of the same dtypes, shapes, strides and alignments; nothing is validated."""
@@ -183,8 +181,7 @@ class Call:
                     error.add_note(f"operations of its score and mask functions: {lines}")
                 raise
 
-    def _check_plan(self, device: int | None) -> None:
-        """Build the plan if there is none; an error is raised."""
+    def _build_plan(self, device: int | None) -> None:
         if device is not None and not self.problem.trivial:
             with_plan(self.engine_problem, device, lambda session, plan: None)
 

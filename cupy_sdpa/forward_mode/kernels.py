@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..device import cupy_runtime
-from ..device.kernels import declaration, struct
-from ..device.merge import TYPES
+from ..device.kernels import TYPES, declaration, struct
 
 #: A part of an array: an array, or a number of zeros, or of a 1 and zeros.
 Source = Any
