@@ -28,7 +28,7 @@ def as_given(fake, starts, dtype, strided):
 def result(fake, rng, shape, name, value, of_keys):
     """A result full of random numbers, as a slice of a longer array; and these numbers."""
     longer = (*shape[:-1], shape[-1] + 2)
-    if name != "per_row":
+    if name == "large":
         longer = (longer[0], longer[1] + 1, *longer[2:])  # a gap between heads and positions
     host = np.asfortranarray(rng.standard_normal(longer).astype("float16" if name != "per_row" else "float32"))
     whole = fake.asarray(host)
@@ -36,7 +36,12 @@ def result(fake, rng, shape, name, value, of_keys):
     return whole, part, kernels.ClearedResult(whole[part], of_keys, name == "per_row", value), host.copy(order="F")
 
 
-RESULTS = {"queries": ("large", 0.0, False), "keys": ("large", 0.0, True), "stats": ("per_row", -np.inf, False)}
+RESULTS = {
+    "queries": ("large", 0.0, False),
+    "dense": ("dense", 0.0, False),
+    "keys": ("large", 0.0, True),
+    "stats": ("per_row", -np.inf, False),
+}
 
 
 @pytest.mark.parametrize("name", RESULTS)

@@ -77,10 +77,9 @@ def calls(batch: Batch, form: str, given: Mapping[str, Any]) -> dict[str, tuple[
     out, stats = attention(q, k, v, return_stats=True, **every)
     results = [cupy.empty_like(x) for x in (q, k, v)]
     into = dict(zip(("dq", "dk", "dv"), results, strict=True))
-    extra = {"return_dsinks": True} if "sinks" in given else {}
     return {
         "forward": (functools.partial(attention, q, k, v, out=out, **every), [out]),
-        "backward": (functools.partial(attention_backward, dout, q, k, v, out, stats, **into, **every, **extra), results),
+        "backward": (functools.partial(attention_backward, dout, q, k, v, out, stats, **into, **every), results),
     }
 
 

@@ -245,8 +245,16 @@ def _prepare_sequences_kernel(packed: tuple[bool, bool]) -> Any:
                 const long long words = result.columns * result.heads;
                 for (int part = 0; part < 3; ++part) {{
                     const long long count = (to[part] - from[part]) * words;
-                    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < count;
-                         i += (long long)gridDim.x * blockDim.x) {{
+                    const long long first = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+                    const long long step = (long long)gridDim.x * blockDim.x;
+                    const long long start = result.out + 4 * (b * result.batch_stride + from[part] * result.position_stride);
+                    const bool dense = result.position_stride == words && result.head_stride == result.columns;
+                    if (dense && !result.sinks && start % 16 == 0 && count % 4 == 0) {{
+                        const unsigned x = result.bits;
+                        for (long long i = first; i < count / 4; i += step) ((uint4*)start)[i] = make_uint4(x, x, x, x);
+                        continue;
+                    }}
+                    for (long long i = first; i < count; i += step) {{
                         const long long position = from[part] + i / words, head = i % words / result.columns;
                         const bool sink = result.sinks && part == 0 && position < begin[side] + length[side];
                         ((unsigned*)result.out)[b * result.batch_stride + position * result.position_stride
