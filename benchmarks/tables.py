@@ -259,9 +259,9 @@ def jvp() -> Iterator[str]:
         problems.setdefault(row["name"], {})[row["contender"]] = row
     head = next(iter(next(iter(problems.values())).values()))
     yield (
-        f"Milliseconds and MiB beyond the inputs on an {head['gpu']} with cuDNN {head['cudnn']}, by `python -m benchmarks jvp`: "
-        "bfloat16. The ratios are those of PyTorch's time and memory to ours, for `torch.func.jvp` on its math backend; both passes "
-        "are the forward and the backward pass of the same arrays.\n"
+        f"Milliseconds and MiB beyond the inputs on an {head['gpu']}, cuDNN {head['cudnn']}, by `python -m benchmarks jvp`: "
+        "bfloat16. The ratios are those of PyTorch's time and memory to ours, for `torch.func.jvp` on its math backend; both "
+        "passes are the forward and the backward pass of the same arrays.\n"
     )
     yield "| problem | batch, heads, length, head dim | jvp | memory | both passes | PyTorch's time | PyTorch's memory |"
     yield "|---|---|---|---|---|---|---|"
