@@ -25,7 +25,7 @@ class Parts(NamedTuple):
 
     Attributes:
         out: float16, bfloat16 or float32 (numpy: also float64), ``(Dv, H, S, B, C)``: C parts.
-        stats: float32 ``(S, H, B, C)``, the log-sum-exp of each row of each part.
+        stats: float32 (numpy: also float64) ``(S, H, B, C)``, the log-sum-exp of each row of each part.
     """
 
     out: Any
@@ -41,7 +41,7 @@ def merge(groups: Sequence[Parts], out: Any, stats: Any = None, sinks: Any = Non
     Args:
         groups: 1 to :data:`MAX_GROUPS` groups of one dtype.
         out: ``(Dv, H, S, B)``, written; any strides and float dtype.
-        stats: float32 ``(S, H, B)``, written; or None.
+        stats: ``(S, H, B)``, of the dtype of the groups' statistics, written; or None.
         sinks: float32 ``(H,)``, a part without a value for each head; or None.
         lengths: int32 ``(B,)`` of the GPU, the number of queries; rows after it have no part and no sink. None for all.
     """
