@@ -309,6 +309,17 @@ def lengths_after(lengths: Any, prefix: int) -> Any:
     return _elementwise("int32 n, int32 p", "int32 y", "y = max(n - p, 0)", "lengths_after")(lengths, prefix, made)
 
 
+def accumulate(total: Any, x: Any) -> None:
+    """``total += x``, where total is a float32 array, and x float16, bfloat16 or float32; for numpy and CuPy arrays."""
+    if not cupy_runtime.is_array(total):
+        total += x
+    elif x.dtype.name == "bfloat16":
+        operation = "y += __uint_as_float((unsigned)x << 16)"
+        _elementwise("uint16 x", "float32 y", operation, "accumulate_bfloat16")(x.view(np.uint16), total)
+    else:
+        _elementwise(f"{x.dtype.name} x", "float32 y", "y += (float)x", "accumulate")(x, total)
+
+
 @functools.cache
 def _elementwise(inputs: str, outputs: str, operation: str, name: str) -> Any:
     return cupy_runtime.cupy().ElementwiseKernel(inputs, outputs, operation, f"cupy_sdpa_{name}")
