@@ -131,7 +131,8 @@ def add_option(rng, problem, name):
     elif name == "mask function":
         ids = np.sort(rng.integers(0, 3, shape[1] if shape[1] == shape[0] else 0)).astype(np.int32)
         if ids.size and not problem.packed:
-            problem.options |= {"mask_mod": document, "tensors": {"ids_q": ids, "ids_kv": ids}}
+            tensors = problem.options.get("tensors", {})
+            problem.options |= {"mask_mod": document, "tensors": {**tensors, "ids_q": ids, "ids_kv": ids}}
             problem.reference["mask"] = np.asfortranarray((ids[:, None] == ids)[:, :, None, None])
         else:
             problem.options["mask_mod"] = every_third

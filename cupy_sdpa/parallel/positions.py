@@ -80,9 +80,9 @@ def options_at(options: Mapping[str, Any], known: Sequence[Access], window: Wind
         functions["score_mod"] = _with_alibi(functions.get("score_mod"), made.pop("softcap", None), window.diagonal)
         tensors[_SLOPES] = slopes
         known.append(Access(_SLOPES, ("h",)))
-    if not any(window.first) and not set(tensors) - set(options.get("tensors") or {}):
-        return made | functions | ({"tensors": tensors} if tensors else {})
     ranges = dict(zip(AXES, zip(window.first, window.count, strict=True), strict=True))
+    if not any(window.first) and all(_is_whole(tensors[access.name], access, ranges) for access in known):
+        return made | functions | ({"tensors": tensors} if tensors else {})
     local, views = {}, {}
     for number, access in enumerate(dict.fromkeys(known)):
         axes = [ranges[axis] if isinstance(axis, str) else None for axis in access.axes]
@@ -97,6 +97,12 @@ def options_at(options: Mapping[str, Any], known: Sequence[Access], window: Wind
 
 #: The name of the slopes among the arrays of a function.
 _SLOPES = "alibi_slopes "
+
+
+def _is_whole(array: Any, access: Access, ranges: Mapping[str, tuple[int, int]]) -> bool:
+    """Whether a call reads an array along its whole axes, by the caller's name."""
+    axes = zip(array.shape, access.axes, strict=True)
+    return access.name != _SLOPES and all(not isinstance(axis, str) or n == ranges[axis][1] for n, axis in axes)
 
 
 def _sliced(array: Any, ranges: Sequence[tuple[int, int]]) -> Any:
