@@ -36,6 +36,10 @@ class Problem:
         """The output, log-sum-exp and gradients, and the gradient of sinks if there are any."""
         drop = ("score_mod", "mask_mod", "tensors", "seed", "offset", "max_seqlen_q", "max_seqlen_kv")
         options = {name: value for name, value in self.options.items() if name not in drop} | self.reference
+        if "bias" in self.options and "bias" in self.reference:
+            options["bias"] = self.options["bias"] + self.reference["bias"]
+        if "mask" in self.options and "mask" in self.reference:
+            options["mask"] = self.options["mask"] & self.reference["mask"]
         out, stats = reference.attention(self.q, self.k, self.v, **options)
         sinks = {"return_dsinks": True} if options.get("sinks") is not None else {}
         return out, stats, *reference.attention_backward(self.dout, self.q, self.k, self.v, **options, **sinks)
@@ -69,8 +73,7 @@ def packed(rng, size, *, equal=None, heads=None, longest=12):
     tq, tkv = int(lens_q.sum()), int(lens_kv.sum())
     shapes = (d, hkv * group, tq), (d, hkv, tkv), (dv, hkv, tkv), (dv, hkv * group, tq)
     starts = {f"cu_seqlens_{side}": np.cumsum([0, *of], dtype=np.int32) for side, of in (("q", lens_q), ("kv", lens_kv))}
-    problem = Problem(*(normal(rng, *shape) for shape in shapes), dict(starts), packed=True)
-    return problem
+    return Problem(*(normal(rng, *shape) for shape in shapes), dict(starts), packed=True)
 
 
 def add_band(rng, problem, kind):
@@ -109,7 +112,8 @@ def add_option(rng, problem, name):
     elif name == "alibi":
         problem.options["alibi_slopes"] = cupy_sdpa.alibi_slopes(heads)
     elif name == "softcap":
-        problem.options["softcap"] = 1.5
+        if "score_mod" not in problem.options:  # the reference adds the function after the softcap, the call before
+            problem.options["softcap"] = 1.5
     elif name == "scale":
         problem.options["scale"] = 0.3
     elif name == "bias":
@@ -123,6 +127,7 @@ def add_option(rng, problem, name):
     elif name == "score function":
         table = normal(rng, *shape[1::-1])  # by query and key
         per_head = normal(rng, shape[2], shape[3])
+        problem.options.pop("softcap", None)
         problem.options |= {"score_mod": table_mod, "tensors": {"table": table, "per_head": per_head}}
         # np.minimum(q_idx, 3 kv_idx) / 8 + table[q_idx, kv_idx] + per_head[h, b]
         i, j = np.arange(shape[1])[None, :], np.arange(shape[0])[:, None]
@@ -175,7 +180,11 @@ def run(problem, size, method, *, repeats=1, max_delay=0.0, seed=0, loopback=Loo
         rows, columns = {"cu_seqlens": starts["q"]}, {"cu_seqlens": starts["kv"]}
         if not problem.packed:
             rows, columns = {"seqlen": problem.q.shape[2]}, {"seqlen": problem.k.shape[2]}
-        whole = [cp.unshard(out, **rows), cp.unshard(stats, axis=1 if problem.packed else 0, **rows), cp.unshard(got[0], **rows)]
+        whole = [
+            cp.unshard(out, **rows),
+            cp.unshard(stats, axis=1 if problem.packed else 0, **rows),
+            cp.unshard(got[0], **rows),
+        ]
         return *whole, *(cp.unshard(x, **columns) for x in got[1:3]), *got[3:]
 
     return run_threads(group.members, member), group

@@ -16,20 +16,20 @@ from ..calls.options import is_one_of, read_flag
 from ..device import cupy_runtime
 from ..errors import Unsupported
 from ..problem.problem import CU_SEQLENS
-from .configuration import METHODS, Configuration, configure, key_of
+from .agreement import REFUSED, compare
 from .groups.channel import Channel, Message, copy
 from .groups.group import as_exchanger
 from .heads import heads_backward, heads_forward
-from .layout import Layout
-from .report import ParallelReport, choose, report
-from .ring import gather_backward, gather_forward, ring_backward, ring_forward
+from .planning.arguments import configure, key_of
+from .planning.configuration import METHODS, Configuration
+from .planning.layout import Layout
+from .planning.report import ParallelReport, choose, report
+from .ring import gather_backward, gather_forward, ring_backward, ring_forward, sink_gradients
 
 _FORWARD = {"ring": ring_forward, "all_gather": gather_forward, "all_to_all": heads_forward}
 _BACKWARD = {"ring": ring_backward, "all_gather": gather_backward, "all_to_all": heads_backward}
 #: The maximum number of configurations that are kept.
 _MAX_CONFIGURATIONS = 256
-#: The bytes of the text of shapes and options that members exchange.
-_TEXT_BYTES = 4096
 
 
 def context_parallel(group: Any = None, *, method: str | None = None, check: bool = True) -> ContextParallel:
@@ -38,7 +38,8 @@ def context_parallel(group: Any = None, *, method: str | None = None, check: boo
     Args:
         group: the group; see :class:`ContextParallel`. None for a single member.
         method: ``"ring"``, ``"all_gather"`` or ``"all_to_all"``. Default None: chosen for each call.
-        check: whether members compare their shapes and options once for every new configuration, which synchronizes. Default True.
+        check: whether members compare their shapes and options once for every new configuration, which synchronizes. Default
+            True.
 
     Returns:
         An object with ``attention``, ``attention_backward`` and ``attention_vjp``.
@@ -64,10 +65,10 @@ def context_parallel(group: Any = None, *, method: str | None = None, check: boo
 class ContextParallel:
     """Attention over the members of a group; created by :func:`context_parallel`.
 
-    Member r of P holds the chunks r and 2 P - 1 - r of every sequence, which is cut into 2 P chunks (:meth:`shard`). Every call is
-    collective: all members make it, in the same order, with the same options. Options are those of the call on one GPU: arrays such
-    as ``bias``, ``alibi_slopes`` or ``tensors`` are for whole sequences and all heads, and functions see the positions in the whole
-    sequence. ``cu_seqlens_q`` and ``cu_seqlens_kv`` are numpy arrays for the whole sequences.
+    Member r of P holds the chunks r and 2 P - 1 - r of every sequence, which is cut into 2 P chunks (:meth:`shard`). Every call
+    is collective: all members make it, in the same order, with the same options. Options are those of the call on one GPU:
+    arrays such as ``bias``, ``alibi_slopes`` or ``tensors`` are for whole sequences and all heads, and functions see the
+    positions in the whole sequence. ``cu_seqlens_q`` and ``cu_seqlens_kv`` are numpy arrays for the whole sequences.
 
     Args:
         group: ``cupy.cuda.nccl.NcclCommunicator``, ``cupyx.distributed.NCCLBackend``, a communicator of nccl4py or mpi4py, a
@@ -104,13 +105,13 @@ class ContextParallel:
         Args:
             q, k, v: the member's parts, ``(D, Hq, Sq_r, B)``, ``(D, Hkv, Skv_r, B)`` and ``(Dv, Hkv, Skv_r, B)``; packed
                 ``(D, Hq, Tq_r)``, ``(D, Hkv, Tkv_r)`` and ``(Dv, Hkv, Tkv_r)``. :meth:`shard` cuts them.
-            return_stats: also return the log-sum-exp of the member's queries, ``(Sq_r, Hq, B)`` or ``(Hq, Tq_r)``, float32 (float64
-                for float64 arrays), which the backward pass needs. Default False.
+            return_stats: also return the log-sum-exp of the member's queries, ``(Sq_r, Hq, B)`` or ``(Hq, Tq_r)``, float32
+                (float64 for float64 arrays), which the backward pass needs. Default False.
             method: ``"ring"``, ``"all_gather"`` or ``"all_to_all"``. Default None: that of the context, or chosen.
-            seqlen_q, seqlen_kv: the lengths of whole sequences, Sq and Skv, of dense arrays. Default None: the local length times P,
-                which must be right for all members: pass them if 2 P does not divide the length.
-            options: the options of :func:`cupy_sdpa.attention` except ``page_table``, ``num_splits`` and ``bucket``; ``dropout_p``
-                on the CPU only.
+            seqlen_q, seqlen_kv: the lengths of whole sequences, Sq and Skv, of dense arrays. Default None: the local length
+                times P, which must be right for all members: pass them if 2 P does not divide the length.
+            options: the options of :func:`cupy_sdpa.attention` except ``page_table``, ``num_splits`` and ``bucket``;
+                ``dropout_p`` on the CPU only.
 
         Returns:
             The output of the member's queries, ``(Dv, Hq, Sq_r, B)``, or ``(out, stats)``.
@@ -150,8 +151,8 @@ class ContextParallel:
             dout: the gradient of the member's output, ``(Dv, Hq, Sq_r, B)``.
             q, k, v, method, seqlen_q, seqlen_kv, options: as for :meth:`attention`.
             out, stats: the results of :meth:`attention`.
-            deterministic: as for :func:`cupy_sdpa.attention_backward`. The gradients of keys and values of the members are added in
-                one order in any case. Default False.
+            deterministic: as for :func:`cupy_sdpa.attention_backward`. The gradients of keys and values of the members are
+                added in one order in any case. Default False.
             return_dsinks: also return the gradient of the sinks, ``(Hq,)`` float32, the same for all members. Default False.
 
         Returns:
@@ -163,24 +164,23 @@ class ContextParallel:
         deterministic, return_dsinks = read_flag("deterministic", deterministic), read_flag("return_dsinks", return_dsinks)
         if unsupported := [name for name in ("return_dbias", "return_dtensors") if options.pop(name, False)]:
             raise Unsupported(
-                f"{unsupported[0]} is True, which a group does not support: gradients of arrays with the axes of the scores need "
-                "memory of the size of the scores"
+                f"{unsupported[0]} is True, which a group does not support: these gradients have the axes of the scores, and "
+                "every member has a part of them: compute them on one GPU"
             )
         if return_dsinks and options.get("sinks") is None:
             raise ValueError("return_dsinks is True and sinks is None: pass sinks=, or remove return_dsinks")
         arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "stats": stats}
         config, chosen = self._configuration(arrays, options, method, (seqlen_q, seqlen_kv), "backward")
+        gradients: tuple[Any, ...]
         with _device_of(q):
-            known = {name: value for name, value in options.items() if name != "sinks" or chosen == "all_to_all"}
             if self.size == 1:
                 call = functools.partial(attention_backward, dout)
                 gradients = _on_one(config, call, q, k, v, options, out, stats, deterministic=deterministic)
             else:
-                known = dict(config.with_dropout_mask(known))
-                given = (dout, q, k, v, out, stats, known)
+                given = (dout, q, k, v, out, stats, config.with_dropout_mask(options))
                 gradients = _BACKWARD[chosen](config, self._channel, *given, deterministic=deterministic)
             if return_dsinks:
-                gradients = (*gradients, self._sink_gradients(config, dout, out, stats, options["sinks"]))
+                gradients = (*gradients, sink_gradients(config, self._channel, dout, out, stats, options["sinks"]))
         return gradients
 
     def attention_vjp(self, q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, Any]:
@@ -223,7 +223,8 @@ class ContextParallel:
 
         Args:
             x: the array, with whole sequences along ``axis``.
-            axis: the axis of the positions. Default 2, as in q ``(D, Hq, Sq, B)``; 0 for tokens or the log-sum-exp ``(S, ...)``.
+            axis: the axis of the positions. Default 2, as in q ``(D, Hq, Sq, B)``; 0 for tokens or the log-sum-exp ``(S,
+                ...)``.
             cu_seqlens: the offsets of packed sequences. Default None: one sequence.
 
         Returns:
@@ -281,28 +282,8 @@ class ContextParallel:
         return self._layout(0 if seqlen is None else seqlen, cu_seqlens).positions(self.rank)
 
     def check(self) -> None:
-        """Raise GroupError if a member failed. With CuPy arrays, results are valid only if this is true after synchronization."""
+        """Raise GroupError if a member failed. CuPy arrays are valid only if this does not raise after synchronization."""
         self._group.check()
-
-    def _sink_gradients(self, config: Configuration, dout: Any, out: Any, stats: Any, sinks: Any) -> Any:
-        """The gradient of the sinks, summed over the queries of all members in the order of the ranks.
-
-        A sink has no value, so its gradient is minus its weight times the dot product of dout and out.
-        """
-        wide = config.sums
-        products = (dout.astype(wide) * out.astype(wide)).sum(axis=0)  # (Hq, Sq, B) or (Hq, Tq)
-        rows = stats if config.packed else stats.transpose(1, 0, 2)
-        xp = cupy_runtime.cupy() if cupy_runtime.is_array(stats) else np
-        heads = (slice(None), *(None,) * (rows.ndim - 1))
-        exists = rows > -np.inf
-        weights = xp.exp(xp.where(exists, sinks.astype(wide)[heads] - xp.where(exists, rows, 0), -np.inf))
-        own = -(weights * products).sum(axis=tuple(range(1, rows.ndim)))
-        if self.size > 1:
-            messages = self._channel.gather(Message.of([own]), [[(own.shape, own.dtype)]] * self.size, "gradients of sinks")
-            own = messages[0].arrays[0].copy()
-            for message in messages[1:]:
-                own += message.arrays[0]
-        return own.astype(np.float32)
 
     def _layout(self, length: Any, cu_seqlens: Any) -> Layout:
         if cu_seqlens is not None:
@@ -328,15 +309,17 @@ class ContextParallel:
         if key is not None and (found := self._known.get(key)) is not None:
             self._known.move_to_end(key)
             return found
+        q = arrays["q"]
         error: Exception | None = None
         try:
             config = configure(self.rank, self.size, arrays, options, seqlens)
             chosen = choose(config, self._requested(method)).method
             text = f"{direction}, method {chosen}\n{config.text}"
         except Exception as failure:  # the other members must not wait for this one
-            error, text = failure, f"refused by member {self.rank}: {type(failure).__name__}: {failure}"
+            error, text = failure, f"{REFUSED}{type(failure).__name__}: {failure}"
         if self._check and self.size > 1:
-            self._compare(text, next(iter(arrays.values())), error)
+            with _device_of(q), contextlib.suppress(*([ValueError] if error else [])):  # its own error is raised below
+                compare(self._channel, text, q)
         if error is not None:
             raise error
         if key is not None:
@@ -344,36 +327,6 @@ class ContextParallel:
             while len(self._known) > _MAX_CONFIGURATIONS:
                 self._known.popitem(last=False)
         return config, chosen
-
-    def _compare(self, text: str, like: Any, error: Exception | None) -> None:
-        """Exchange the texts of all members, and raise on every member if they differ."""
-        on_gpu = cupy_runtime.is_array(like)
-        own = np.zeros(_TEXT_BYTES, np.uint8)
-        encoded = np.frombuffer(text.encode()[:_TEXT_BYTES], np.uint8)
-        own[: len(encoded)] = encoded
-        with _device_of(like):
-            message = Message.of([cupy_runtime.cupy().asarray(own) if on_gpu else own])
-            specs = [[((_TEXT_BYTES,), np.dtype(np.uint8))]] * self.size
-            messages = self._channel.gather(message, specs, "shapes and options of a new configuration")
-            arrays = [found.arrays[0].get() if on_gpu else found.arrays[0] for found in messages]
-        self._group.check()
-        texts = [bytes(array).rstrip(b"\0").decode(errors="replace") for array in arrays]
-        if error is not None:
-            raise error
-        for peer, other in enumerate(texts):
-            if other != texts[self.rank]:
-                raise ValueError(_difference(self.rank, texts[self.rank], peer, other))
-
-
-def _difference(rank: int, own: str, peer: int, other: str) -> str:
-    """The first difference between the configurations of two members."""
-    if other.startswith("refused"):
-        return f"member {peer} refused the call: {other.partition(': ')[2]}"
-    mine, theirs = own.splitlines(), other.splitlines()
-    for one, two in zip([*mine, "nothing more"], [*theirs, "nothing more"], strict=False):
-        if one != two:
-            return f"members call with different shapes or options: member {rank} has {one!r}, member {peer} has {two!r}"
-    return f"members {rank} and {peer} call with different shapes or options"
 
 
 def _read_method(method: Any) -> str | None:
@@ -395,7 +348,9 @@ def _empty_stats(config: Configuration, q: Any) -> Any:
     return cupy_runtime.new_result(q, shape, config.stats)
 
 
-def _on_one(config: Configuration, call: Any, q: Any, k: Any, v: Any, options: Mapping[str, Any], *arrays: Any, **others: Any) -> Any:
+def _on_one(
+    config: Configuration, call: Any, q: Any, k: Any, v: Any, options: Mapping[str, Any], *arrays: Any, **others: Any
+) -> Any:
     """The call of a single member, with the offsets of packed sequences where the arrays are."""
     packing = config.everything.packing(q)
     known = {name: value for name, value in options.items() if name not in CU_SEQLENS and not name.startswith("max_seqlen")}

@@ -1,4 +1,5 @@
-"""The method that moves heads: an all-to-all exchange gives every member all positions of some heads, and another one returns them.
+"""The method that moves heads: an all-to-all exchange gives every member all positions of some heads, and another one returns
+them.
 
 Each member then makes the call of one GPU with fewer heads, so every option works as there.
 
@@ -13,9 +14,9 @@ from typing import Any
 
 from ..attention import attention, attention_backward
 from ..device import cupy_runtime
-from .configuration import Configuration
 from .groups.channel import Channel, Message, copy
-from .layout import Layout
+from .planning.configuration import Configuration
+from .planning.layout import Layout
 from .ring import _rounded, _zeros
 
 Options = Mapping[str, Any]
@@ -27,7 +28,7 @@ def heads_forward(config: Configuration, channel: Channel, q: Any, k: Any, v: An
     stats = cupy_runtime.temporary(q, _stats_shape(config, whole[0].shape), config.stats)
     out, stats = attention(*whole, stats=stats, **_options(config, q, options))
     del whole
-    return _to_positions(config, channel, [out, stats], [], "all-to-all: out and log-sum-exp")  # type: ignore[return-value]
+    return _to_positions(config, channel, [out, stats], [], "all-to-all: out and log-sum-exp")
 
 
 def heads_backward(
@@ -40,7 +41,7 @@ def heads_backward(
     given = _options(config, q, options)
     dq, dk, dv = attention_backward(dout, q, k, v, out, stats, **given, **outputs)
     del dout, q, k, v, out, stats
-    return _to_positions(config, channel, [dq], [dk, dv], "all-to-all: gradients")  # type: ignore[return-value]
+    return _to_positions(config, channel, [dq], [dk, dv], "all-to-all: gradients")
 
 
 def _options(config: Configuration, like: Any, options: Options) -> dict[str, Any]:

@@ -1,11 +1,12 @@
 """The methods that move keys and values: the ring and the all-gather.
 
-Every member keeps its queries. In the ring it passes the keys and values on from member to member, and computes attention to those
-that it has while the next ones arrive. With the all-gather it first receives all keys and values. The partial results are merged by
-their log-sum-exps. Gradients are computed from the final output and log-sum-exp, so that those of different keys only need to be added.
+Every member keeps its queries. In the ring it passes the keys and values on from member to member, and computes attention to
+those that it has while the next ones arrive. With the all-gather it first receives all keys and values. The partial results are
+merged by their log-sum-exps. Gradients are computed from the final output and log-sum-exp, so that those of different keys only
+need to be added.
 
-Sources: Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context", section 3 (ring); Grattafiori et
-al. 2024, "The Llama 3 Herd of Models", section 3.3.2 (all-gather); Dao 2023, "FlashAttention-2", algorithm 2 (gradients).
+Sources: Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context", section 3 (ring); Grattafiori
+et al. 2024, "The Llama 3 Herd of Models", section 3.3.2 (all-gather); Dao 2023, "FlashAttention-2", algorithm 2 (gradients).
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from ..device import cupy_runtime
-from .configuration import Configuration
 from .groups.channel import Channel, Message, Pending, copy
 from .groups.group import Transfer
-from .parts import Partials, gradients
+from .planning.configuration import Configuration
+from .planning.parts import Partials, gradients
 
 Options = Mapping[str, Any]
 
@@ -32,7 +35,7 @@ def ring_forward(config: Configuration, channel: Channel, q: Any, k: Any, v: Any
         for part in own:
             results.compute(part, q, keys, values, config.part_options(part, q, options))
         travelling.finish()
-    return results.merged(options.get("sinks"))
+    return _without_padding(config, *results.merged(options.get("sinks")), options)
 
 
 def ring_backward(
@@ -41,7 +44,8 @@ def ring_backward(
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """The gradients of the member's queries, keys and values.
 
-    The sums of the gradients of keys and values travel one step behind the keys and values, and arrive at their member at the end.
+    The sums of the gradients of keys and values travel one step behind the keys and values, and arrive at their member at the
+    end.
     """
     steps, _ = config.steps
     dq = _zeros(q, q.shape, config.sums)
@@ -113,14 +117,14 @@ def gather_forward(config: Configuration, channel: Channel, q: Any, k: Any, v: A
     keys, values = _gathered(config, channel, k, v)
     for part in made:
         results.compute(part, q, keys, values, config.part_options(part, q, options))
-    return results.merged(options.get("sinks"))
+    return _without_padding(config, *results.merged(options.get("sinks")), options)
 
 
 def gather_backward(
     config: Configuration, channel: Channel, dout: Any, q: Any, k: Any, v: Any, out: Any, stats: Any, options: Options,
     **outputs: Any,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
-    """:func:`ring_backward` with an all-gather; every member receives the gradients of its keys from all others, and adds them."""
+    """:func:`ring_backward` with an all-gather; members add the gradients of their keys from all others."""
     keys, values = _gathered(config, channel, k, v)
     dq = _zeros(q, q.shape, config.sums)
     totals = [_zeros(q, x.shape, config.sums) for x in (keys, values)]
@@ -158,6 +162,37 @@ def _gathered(config: Configuration, channel: Channel, k: Any, v: Any) -> list[A
                 copy(whole[:, :, positions], message.arrays[index][:, :, local])
         arrays.append(whole)
     return arrays
+
+
+def sink_gradients(config: Configuration, channel: Channel, dout: Any, out: Any, stats: Any, sinks: Any) -> Any:
+    """The gradient of the sinks, summed over the queries of all members in the order of the ranks.
+
+    A sink has no value, so its gradient is minus its weight times the dot product of dout and out.
+    """
+    wide = config.sums
+    products = (dout.astype(wide) * out.astype(wide)).sum(axis=0)  # (Hq, Sq, B) or (Hq, Tq)
+    rows = stats if config.packed else stats.transpose(1, 0, 2)
+    xp = cupy_runtime.cupy() if cupy_runtime.is_array(stats) else np
+    heads = (slice(None), *(None,) * (rows.ndim - 1))
+    exists = rows > -np.inf
+    weights = xp.exp(xp.where(exists, sinks.astype(wide)[heads] - xp.where(exists, rows, 0), -np.inf))
+    own = -(weights * products).sum(axis=tuple(range(1, rows.ndim)))
+    if config.size > 1:
+        messages = channel.gather(Message.of([own]), [[(own.shape, own.dtype)]] * config.size, "gradients of sinks")
+        own = messages[0].arrays[0].copy()
+        for message in messages[1:]:
+            own += message.arrays[0]
+    return own.astype(np.float32)
+
+
+def _without_padding(config: Configuration, out: Any, stats: Any, options: Options) -> tuple[Any, Any]:
+    """Clear the rows after the length of a batch entry, which merging gives their sink."""
+    if options.get("sinks") is not None and (lengths := options.get("seq_lens_q")) is not None:
+        xp = cupy_runtime.cupy() if cupy_runtime.is_array(out) else np
+        exists = xp.asarray(config.queries.positions(config.rank))[:, None] < lengths  # (Sq, B)
+        out[...] = xp.where(exists, out, xp.zeros((), out.dtype))
+        stats[...] = xp.where(exists[:, None], stats, -np.inf)
+    return out, stats
 
 
 def _zeros(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:

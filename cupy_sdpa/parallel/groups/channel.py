@@ -60,7 +60,8 @@ def message_bytes(specs: Sequence[Spec]) -> int:
 
 
 def _padded_bytes(shape: tuple[int, ...], dtype: Any) -> int:
-    return -(-math.prod(shape) * np.dtype(dtype).itemsize // _ALIGNMENT) * _ALIGNMENT
+    size: int = math.prod(shape) * np.dtype(dtype).itemsize
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def _view(flat: Any, shape: tuple[int, ...], dtype: Any, offset: int) -> Any:

@@ -78,8 +78,8 @@ class Loopback:
             while not self._failure and not self._messages[source, target]:
                 if (left := deadline - time.monotonic()) <= 0:
                     self._failure = (
-                        f"member {target} waited {self.timeout:g} s for {label!r} from member {source}, which did not send it: it "
-                        "ended, failed, or called with other shapes or options"
+                        f"member {target} waited {self.timeout:g} s for {label!r} from member {source}, which did not send it: "
+                        "it ended, failed, or called with other shapes or options"
                     )
                     self._changed.notify_all()
                     break
@@ -134,8 +134,8 @@ class LoopbackMember:
         expected = self._received[peer]
         if (message.label, message.number) != (label, expected):
             raise GroupError(
-                f"member {self.rank} expects {label!r} as message {expected} of member {peer}, and received {message.label!r} as "
-                f"message {message.number}: messages are out of order, or the members call in different orders"
+                f"member {self.rank} expects {label!r} as message {expected} of member {peer}, and received {message.label!r} "
+                f"as message {message.number}: messages are out of order, or the members call in different orders"
             )
         if message.array.nbytes != array.nbytes:
             raise GroupError(

@@ -1,8 +1,8 @@
 """Rectangles of queries and keys as calls: which part of each is visible, and the band of that part.
 
 Member r holds one or two intervals of queries, and computes attention to the keys of the intervals of every member. A mask is a
-band around a diagonal of the whole sequences; in the coordinates of a rectangle it is a band with other bounds. Queries and keys
-that the band excludes are cropped, so that the bounds are never negative.
+band around a diagonal of the whole sequences; in the coordinates of a rectangle it is a band with other bounds. Queries and
+keys that the band excludes are cropped, so that the bounds are never negative.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..problem.band import Band
+from ...problem.band import Band
 from .layout import Interval
 
 

@@ -67,9 +67,11 @@ class Layout:
     @functools.cache  # noqa: B019 (layouts are few and live in the cache of configurations)
     def intervals(self, rank: int) -> tuple[tuple[Interval, ...], ...]:
         """For every sequence the one or two intervals that a member holds, without empty ones."""
-        found, local = [], 0
+        found: list[tuple[Interval, ...]] = []
+        local = 0
         for length in self.lengths:
-            cuts, own = boundaries(length, self.size), []
+            cuts = boundaries(length, self.size)
+            own: list[Interval] = []
             for chunk in (rank, 2 * self.size - 1 - rank):
                 start, stop = cuts[chunk], cuts[chunk + 1]
                 if own and start == own[-1].stop:

@@ -1,7 +1,7 @@
 """The options of a part: score and mask functions, biases and masks at the positions of the part in its sequence.
 
-Options are those of a call on one GPU, for whole sequences and all heads. A part gets the slice of every array with the axes of the
-scores, and functions that see the positions in the whole sequence.
+Options are those of a call on one GPU, for whole sequences and all heads. A part gets the slice of every array with the axes of
+the scores, and functions that see the positions in the whole sequence.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..calls.user_functions import FUNCTIONS
-from ..problem.problem import LENGTHS, SCORE_INPUTS
-from ..score_fn.expression import AXES
-from ..score_fn.proxy import Value
-from ..score_fn.tracer import Access, trace
+from ...calls.user_functions import FUNCTIONS
+from ...problem.problem import LENGTHS, SCORE_INPUTS
+from ...score_fn.expression import AXES
+from ...score_fn.proxy import Value
+from ...score_fn.tracer import Access, trace
 
 #: The options that are the same for every part.
 SAME = ("scale", "softcap", "max_workspace")
@@ -27,13 +27,13 @@ class Window(NamedTuple):
 
     Attributes:
         first: the first batch entry, query head, query and key.
-        count: the numbers of them.
+        counts: the numbers of them.
         diagonal: the key on the diagonal of query 0 of the sequence.
         own_diagonal: the key on the diagonal of the first query of the call, as the call itself determines it.
     """
 
     first: tuple[int, int, int, int]
-    count: tuple[int, int, int, int]
+    counts: tuple[int, int, int, int]
     diagonal: int
     own_diagonal: int
 
@@ -51,7 +51,7 @@ def accesses(options: Mapping[str, Any], sizes: Sequence[int]) -> tuple[Access, 
     if all(options.get(name) is None for name in FUNCTIONS):
         return ()
     lengths = dict(zip(AXES, sizes, strict=True))
-    traced = trace(*(options.get(name) for name in FUNCTIONS), dict(options.get("tensors") or {}), lengths)
+    traced = trace(options.get("score_mod"), options.get("mask_mod"), dict(options.get("tensors") or {}), lengths)
     return tuple(traced.captured.values())
 
 
@@ -64,7 +64,7 @@ def options_at(options: Mapping[str, Any], known: Sequence[Access], window: Wind
         window: the positions.
     """
     made = {name: options[name] for name in SAME if options.get(name) is not None}
-    (b, h, i, j), (entries, heads, queries, keys) = window.first, window.count
+    (b, h, i, j), (entries, heads, queries, keys) = window.first, window.counts
     for name in SCORE_INPUTS:
         if (array := options.get(name)) is not None:
             made[name] = _sliced(array, ((j, keys), (i, queries), (h, heads), (b, entries)))
@@ -80,7 +80,7 @@ def options_at(options: Mapping[str, Any], known: Sequence[Access], window: Wind
         functions["score_mod"] = _with_alibi(functions.get("score_mod"), made.pop("softcap", None), window.diagonal)
         tensors[_SLOPES] = slopes
         known.append(Access(_SLOPES, ("h",)))
-    ranges = dict(zip(AXES, zip(window.first, window.count, strict=True), strict=True))
+    ranges = dict(zip(AXES, zip(window.first, window.counts, strict=True), strict=True))
     if not any(window.first) and all(_is_whole(tensors[access.name], access, ranges) for access in known):
         return made | functions | ({"tensors": tensors} if tensors else {})
     local, views = {}, {}
@@ -107,7 +107,9 @@ def _is_whole(array: Any, access: Access, ranges: Mapping[str, tuple[int, int]])
 
 def _sliced(array: Any, ranges: Sequence[tuple[int, int]]) -> Any:
     """The part of an array along axes that are not of length 1."""
-    parts = [slice(None) if n == 1 else slice(first, first + count) for n, (first, count) in zip(array.shape, ranges, strict=True)]
+    parts = [
+        slice(None) if n == 1 else slice(first, first + count) for n, (first, count) in zip(array.shape, ranges, strict=True)
+    ]
     return array[tuple(parts)]
 
 
@@ -155,7 +157,9 @@ def _shifted(
         local = dict(zip(AXES, (b, h, q_idx, kv_idx), strict=True))
         whole = {axis: x + start if start else x for (axis, x), start in zip(local.items(), first, strict=True)}
         arrays = {
-            name: _Array(name, shapes[name], {axes: tensors[own] for (of, axes), own in views.items() if of == name}, local, whole)
+            name: _Array(
+                name, shapes[name], {axes: tensors[own] for (of, axes), own in views.items() if of == name}, local, whole
+            )
             for name in taken
         }
         return function(*score, *whole.values(), **{name: array.as_parameter() for name, array in arrays.items()})

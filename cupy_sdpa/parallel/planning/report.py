@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..errors import Unsupported
+from ...errors import Unsupported
+from ..groups.channel import message_bytes
 from .configuration import METHODS, Configuration
-from .groups.channel import message_bytes
 from .parts import Part
 
 
@@ -92,8 +92,8 @@ class ParallelReport(NamedTuple):
             lines.append(f"  and {len(self.parts) - 12} more")
         for name, cost in (("forward", self.forward), ("backward", self.backward)):
             lines.append(
-                f"{name}: sends {_bytes(cost.sent)}, needs {_bytes(cost.memory)} besides arguments and results; estimate for H200 "
-                f"GPUs with NVLink: {cost.seconds * 1e3:.3g} ms, of which {cost.exposed * 1e3:.3g} ms are transfers without calls"
+                f"{name}: sends {_bytes(cost.sent)}, needs {_bytes(cost.memory)} besides arguments and results; estimate for "
+                f"H200 GPUs with NVLink: {cost.seconds * 1e3:.3g} ms, transfers without calls {cost.exposed * 1e3:.3g} ms"
             )
         return "\n".join(lines)
 
@@ -135,13 +135,13 @@ def choose(config: Configuration, requested: str | None) -> Choice:
 def report(config: Configuration, requested: str | None) -> ParallelReport:
     """What a call would do."""
     choice = choose(config, requested)
-    costs = [cost(config, choice.method, backward) for backward in (False, True)]
+    forward, backward = (cost(config, choice.method, backward) for backward in (False, True))
     made = tuple(_described(config, part) for part in _parts(config, choice.method))
     if choice.method == "all_to_all":
         rows, _ = config.heads(config.rank)
         made = (f"heads {rows.start} to {rows.stop - 1} of whole sequences",)
     text = f"member {config.rank} of {config.size}: {config.problem}"
-    return ParallelReport(choice.method, choice.reason, config.refusals, *costs, made, text)
+    return ParallelReport(choice.method, choice.reason, config.refusals, forward, backward, made, text)
 
 
 def _parts(config: Configuration, method: str) -> Sequence[Part]:
@@ -196,7 +196,7 @@ def _ring(config: Configuration, backward: bool, machine: Machine) -> Cost:
         time = moved / machine.link + machine.latency if moved else 0.0
         last = sums[step] / machine.link + machine.latency if backward and step + 1 == size > 1 else 0.0
         compute, transfer = compute + busy, transfer + time
-        exposed += max(0.0, time - busy) if not last else last
+        exposed += last if last else max(0.0, time - busy)
     sent = sum(keys[:-1]) + (sum(sums) if backward and size > 1 else 0)
     memory = 2 * max(keys) if size > 1 else 0
     if backward:
@@ -229,7 +229,7 @@ def _gather(config: Configuration, backward: bool, machine: Machine) -> Cost:
 def _heads(config: Configuration, backward: bool, machine: Machine) -> Cost:
     size = config.size
     q, out, stats = _sizes(config, config.rank)
-    _, _, hq, hkv, *_ = config.problem.sizes
+    hkv = config.problem.sizes[3]
     item = np.dtype(config.dtype).itemsize
     keys = sum(math.prod(shape) for shape, _ in config.key_specs(config.rank)) * item
     repeated = max(1.0, size / hkv) if hkv else 1.0  # key/value heads that several members need

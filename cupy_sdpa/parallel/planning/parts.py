@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from ..attention import attention, attention_backward
-from ..device import cupy_runtime, kernels
-from ..helpers import merge
-from ..problem.band import Band
-from .groups.channel import copy
+from ...attention import attention, attention_backward
+from ...device import cupy_runtime, kernels
+from ...helpers import merge
+from ...problem.band import Band
+from ..groups.channel import copy
 from .layout import Interval, Layout
 from .tiles import Tile, tiles
 
@@ -169,14 +169,15 @@ def share_buffers(made: Sequence[Part]) -> int:
     """Give every part the index of a partial result; those of disjoint queries share one. Returns the number of results."""
     covered: list[list[tuple[int, int]]] = []
     for part in made:
-        for index, ranges in enumerate(covered):
-            if all(a >= stop or e <= start for a, e in part.rows.ranges for start, stop in ranges):
-                break
-        else:
-            index = len(covered)
+        free = (
+            index
+            for index, ranges in enumerate(covered)
+            if all(a >= stop or e <= start for a, e in part.rows.ranges for start, stop in ranges)
+        )
+        part.buffer = next(free, len(covered))
+        if part.buffer == len(covered):
             covered.append([])
-        covered[index] += part.rows.ranges
-        part.buffer = index
+        covered[part.buffer] += part.rows.ranges
     return max(len(covered), 1)
 
 
@@ -225,7 +226,7 @@ class Partials:
         if len(results) == 1 and sinks is None:
             return results[0]
         outs, stats = zip(*results, strict=True)
-        return merge(list(outs), list(stats), sinks=sinks, return_stats=True)  # type: ignore[no-any-return]
+        return merge(list(outs), list(stats), sinks=sinks, return_stats=True)
 
 
 def stats_dtype(dtype: Any) -> Any:
