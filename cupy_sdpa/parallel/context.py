@@ -18,7 +18,7 @@ from ..errors import Unsupported
 from ..problem.problem import CU_SEQLENS
 from .agreement import REFUSED, compare
 from .groups.channel import Channel, Message, copy
-from .groups.group import as_exchanger
+from .groups.convert import as_exchanger
 from .heads import heads_backward, heads_forward
 from .planning.arguments import configure, key_of
 from .planning.configuration import METHODS, Configuration

@@ -17,6 +17,7 @@ from ..device import cupy_runtime
 from .groups.channel import Channel, Message, copy
 from .planning.configuration import Configuration
 from .planning.layout import Layout
+from .planning.positions import aligned
 from .ring import _rounded, _zeros
 
 Options = Mapping[str, Any]
@@ -48,7 +49,7 @@ def _options(config: Configuration, like: Any, options: Options) -> dict[str, An
     """The options of the member's heads."""
     made = config.head_options(like, options)
     if (sinks := options.get("sinks")) is not None:
-        made["sinks"] = sinks[config.heads(config.rank)[0]]
+        made["sinks"] = aligned(sinks[config.heads(config.rank)[0]])
     return made
 
 

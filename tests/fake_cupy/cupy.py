@@ -117,7 +117,7 @@ def _ufunc(function: Any) -> Any:
 
 
 where, isnan, isfinite, isinf, logical_and = map(_ufunc, (np.where, np.isnan, np.isfinite, np.isinf, np.logical_and))
-add, subtract, multiply, abs, sqrt = map(_ufunc, (np.add, np.subtract, np.multiply, np.absolute, np.sqrt))
+add, subtract, multiply, abs, sqrt, exp = map(_ufunc, (np.add, np.subtract, np.multiply, np.absolute, np.sqrt, np.exp))
 maximum, minimum = map(_ufunc, (np.maximum, np.minimum))
 linalg = SimpleNamespace(norm=_ufunc(np.linalg.norm))
 
@@ -209,6 +209,16 @@ class Stream:
         """Whether the stream is being captured."""
         return self.ptr in DEVICE.captures
 
+    def record(self, event: Event | None = None) -> Event:
+        """Record an event."""
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        """Let later work of this stream wait for an event."""
+        DEVICE.submit(self.ptr, Work(event.complete, us=0.0))
+
 
 Stream.null = Stream(null=True)
 
@@ -216,17 +226,24 @@ Stream.null = Stream(null=True)
 class Event:
     """An event with the time of a stream's clock."""
 
-    def __init__(self) -> None:
-        self.time, self._stream = math.nan, 0
+    def __init__(self, disable_timing: bool = False) -> None:
+        self.time, self._stream, self.done = math.nan, 0, True
 
     def record(self, stream: Stream | None = None) -> None:
         """Record the time in stream order."""
         self._stream = memory.current_stream() if stream is None else stream.ptr
+        self.done = False
 
         def run() -> None:
-            self.time = DEVICE.clock[self._stream]
+            self.time, self.done = DEVICE.clock[self._stream], True
 
         DEVICE.submit(self._stream, Work(run, us=0.0))
+
+    def complete(self) -> None:
+        """Run the work before the event."""
+        with DEVICE.lock:
+            while not self.done:
+                DEVICE.run_next(self._stream)
 
     def synchronize(self) -> None:
         """Wait for it."""

@@ -167,12 +167,15 @@ class Device:
 
     def run(self, stream: int) -> None:
         """Run the queued work of a stream."""
-        queue = self.queues[stream]
-        while queue:
-            work = queue.popleft()
-            with np.errstate(all="ignore"):
-                work.run()
-            self.clock[stream] += work.us
+        while self.queues[stream]:
+            self.run_next(stream)
+
+    def run_next(self, stream: int) -> None:
+        """Run the first of the queued work of a stream."""
+        work = self.queues[stream].popleft()
+        with np.errstate(all="ignore"):
+            work.run()
+        self.clock[stream] += work.us
 
     def wait(self, stream: int) -> None:
         """Wait for a stream."""

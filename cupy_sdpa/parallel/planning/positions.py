@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...calls.user_functions import FUNCTIONS
+from ...device import cupy_runtime
 from ...problem.problem import LENGTHS, SCORE_INPUTS
 from ...score_fn.expression import AXES
 from ...score_fn.proxy import Value
@@ -75,7 +76,7 @@ def options_at(options: Mapping[str, Any], known: Sequence[Access], window: Wind
     functions = {name: options[name] for name in FUNCTIONS if options.get(name) is not None}
     tensors, known = dict(options.get("tensors") or {}), list(known)
     if slopes is not None and window.own_diagonal == i - j + window.diagonal:
-        made["alibi_slopes"] = slopes[h : h + heads]
+        made["alibi_slopes"] = slopes if heads == slopes.shape[0] else aligned(slopes[h : h + heads])
     elif slopes is not None:  # the call's own diagonal is another one
         functions["score_mod"] = _with_alibi(functions.get("score_mod"), made.pop("softcap", None), window.diagonal)
         tensors[_SLOPES] = slopes
@@ -87,7 +88,7 @@ def options_at(options: Mapping[str, Any], known: Sequence[Access], window: Wind
     for number, access in enumerate(dict.fromkeys(known)):
         axes = [ranges[axis] if isinstance(axis, str) else None for axis in access.axes]
         array = tensors[access.name]
-        local[f"t{number}"] = array[tuple(slice(None) if part is None else slice(part[0], sum(part)) for part in axes)]
+        local[f"t{number}"] = aligned(array[tuple(slice(None) if x is None else slice(x[0], sum(x)) for x in axes)])
         views[access.name, access.axes] = f"t{number}"
     shapes = {name: (tuple(array.shape), array.dtype) for name, array in tensors.items()}
     for name, function in functions.items():
@@ -110,7 +111,12 @@ def _sliced(array: Any, ranges: Sequence[tuple[int, int]]) -> Any:
     parts = [
         slice(None) if n == 1 else slice(first, first + count) for n, (first, count) in zip(array.shape, ranges, strict=True)
     ]
-    return array[tuple(parts)]
+    return aligned(array[tuple(parts)])
+
+
+def aligned(array: Any) -> Any:
+    """A dense copy of a part of a CuPy array, whose address cuDNN can read; numpy arrays are not copied."""
+    return array.copy(order="F") if cupy_runtime.is_array(array) else array
 
 
 def _with_alibi(score_mod: Callable[..., Any] | None, cap: float | None, diagonal: int) -> Callable[..., Any]:

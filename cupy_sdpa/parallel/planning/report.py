@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -126,7 +127,8 @@ def choose(config: Configuration, requested: str | None) -> Choice:
         return Choice("all_gather", "a window takes one call for each chunk of queries with all keys")
     if config.positional:
         return Choice("all_gather", "an option depends on positions, and each chunk of queries takes one call with all keys")
-    times = {name: sum(cost(config, name, backward).seconds for backward in (False, True)) for name in possible}
+    first = dataclasses.replace(config, rank=0)  # every member must choose the same method
+    times = {name: sum(cost(first, name, backward).seconds for backward in (False, True)) for name in possible}
     method = min(times, key=lambda name: times[name])
     listed = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in times.items())
     return Choice(method, f"least estimated time of both passes: {listed}")
