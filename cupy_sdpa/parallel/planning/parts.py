@@ -40,14 +40,14 @@ class Selection:
         if len(self.ranges) <= 1:
             start, stop = self.ranges[0] if self.ranges else (0, 0)
             return x if stop - start == x.shape[axis] else x[(*(slice(None),) * axis, slice(start, stop))]
-        return x.T[self._index(x)].T
+        return _bits(x).T[self._index(x)].T.view(x.dtype)
 
     def write(self, target: Any, x: Any, axis: int) -> None:
         """Write elements into an array along an axis."""
         if len(self.ranges) <= 1:
             copy(self.of(target, axis), x)
         else:
-            target.T[self._index(target)] = x.T
+            _bits(target).T[self._index(target)] = _bits(x).T
 
     def add(self, total: Any, x: Any, axis: int) -> None:
         """Add elements to a float32 or float64 array along an axis."""
@@ -63,6 +63,11 @@ class Selection:
             index = np.concatenate([np.arange(*pair) for pair in self.ranges])
             self._indices[device] = index if device is None else cupy_runtime.cupy().asarray(index)
         return self._indices[device]
+
+
+def _bits(x: Any) -> Any:
+    """An array of 2 bytes per element as integers: CuPy's indexing does not know bfloat16."""
+    return x.view(np.uint16) if x.dtype.itemsize == 2 else x
 
 
 @dataclass
