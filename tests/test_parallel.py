@@ -1,5 +1,10 @@
 """Groups of threads on numpy arrays: every method, mask and option, both passes, compared with the reference in float64."""
 
+import csv
+import re
+import runpy
+from pathlib import Path
+
 import numpy as np
 import pytest
 from parallel_cases import METHODS, Problem, add_band, add_option, assert_equal, dense, normal, packed, run
@@ -8,9 +13,11 @@ import cupy_sdpa
 from cupy_sdpa import Unsupported
 from cupy_sdpa.parallel import Loopback, context_parallel, run_threads
 from cupy_sdpa.parallel.planning.layout import Interval, Layout
+from cupy_sdpa.parallel.planning.report import Machine
 from cupy_sdpa.parallel.planning.tiles import tiles
 from cupy_sdpa.problem.band import Band
 
+ROOT = Path(__file__).parents[1]
 SIZES = (1, 2, 3, 4, 8)
 BANDS = ("full", "causal", "window", "causal window")
 #: Options that are drawn together; each is used with probability 1/2.
@@ -335,3 +342,49 @@ def test_pullback():
     for found in run_threads(Loopback(2).members, member):
         for got, wanted in zip(found, (out, *own_pullback(dout)), strict=True):
             np.testing.assert_allclose(got, wanted, atol=1e-6)
+
+
+def test_the_example_runs(monkeypatch, capsys):
+    """The example runs with threads and numpy arrays, and its results are those of one device."""
+    monkeypatch.setattr("sys.argv", ["context_parallel.py", "--cpu", "3", "--length", "50"])
+    runpy.run_path(str(ROOT / "examples" / "context_parallel.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert "method: " in printed
+    assert all(f"member {rank} of 3" in printed for rank in range(3))
+    assert float(re.search(r"error (\S+)", printed)[1]) < 1e-4
+
+
+def test_the_pictures_of_groups_are_those_of_the_layouts():
+    """Each equals the output of its script."""
+    found = runpy.run_path(str(ROOT / "docs" / "parallel_pictures.py"))
+    pictures = found["drawn"]()
+    assert {path.stem for path in found["FOLDER"].glob("*.svg")} == set(pictures)
+    for name, text in pictures.items():
+        assert (found["FOLDER"] / f"{name}.svg").read_text(encoding="utf-8") == text, "python docs/parallel_pictures.py"
+
+
+def test_the_benchmark_measures_a_small_group(monkeypatch, capsys, tmp_path):
+    """The rows of the benchmark have the columns, and the results of the group are those of one device."""
+    from benchmarks.__main__ import main
+    from benchmarks.parallel import measure
+
+    monkeypatch.setattr(measure, "CALLS", 1)
+    monkeypatch.setattr(measure, "ROUNDS", 1)
+    monkeypatch.setattr(measure, "WARM_UP", 1)
+    path = tmp_path / "x.csv"
+    assert main(["parallel", str(path), "--cpu", "--members", "2", "--only", "causal"]) == 0
+    rows = list(csv.DictReader(path.read_text().splitlines()))
+    assert [(row["method"], row["pass"]) for row in rows] == [(m, p) for m in METHODS for p in ("forward", "backward")]
+    assert all(float(row["error"]) < 1e-5 and 0 <= float(row["hidden"]) <= 1 for row in rows)
+    assert main(["parallel", "--model", "--only", "causal, 8k", "--link", "350"]) == 0
+    assert "members 8" in capsys.readouterr().out
+
+
+def test_the_model_reaches_the_ideal_without_transfers():
+    """With an infinite link and no latencies, all predictions of a causal problem are the ideal time."""
+    from benchmarks.parallel import model
+
+    machine = Machine(600e12, 480e12, link=1e30, latency=0.0, launch=0.0)
+    for row in model.rows(model.PROBLEMS[0], machine):
+        assert row["forward_of_ideal"] == pytest.approx(1, abs=0.01)
+        assert row["both_of_ideal"] == pytest.approx(1, abs=0.01)

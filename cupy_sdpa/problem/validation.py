@@ -338,9 +338,7 @@ def _forward_arrays(problem: Problem, requested: RequestedOutputs, arrays: Mappi
         yield Expected("rng_dump", (skv, sq, hq, b), "float32", "(Skv, Sq, Hq, B)", True)
 
 
-def _backward_arrays(
-    problem: Problem, requested: RequestedOutputs, arrays: Mapping[str, TensorSpec]
-) -> Iterator[Expected]:
+def _backward_arrays(problem: Problem, requested: RequestedOutputs, arrays: Mapping[str, TensorSpec]) -> Iterator[Expected]:
     """The additional inputs and the results of a backward pass."""
     yield _out(problem, "out", writable=False)
     yield _row_stats(problem, "stats", arrays, writable=False)
