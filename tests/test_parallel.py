@@ -269,6 +269,26 @@ def test_the_choice_of_the_method_is_explained(size, shape, keys, options, metho
     assert "sends" in str(report)
 
 
+@pytest.mark.parametrize("method", [None, *METHODS])
+def test_all_members_choose_the_same_method(method):
+    """The choice does not depend on the rank, though the estimates do."""
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        size, length = int(rng.choice(SIZES)), int(rng.integers(1, 5000))
+        heads = int(rng.choice([1, 2, 4, 8, 6]))
+        options = [{}, {"causal": True}, {"window": (100, 0)}, {"softcap": 1.0}][rng.integers(4)]
+        chosen = set()
+        for own in Loopback(size).members:
+            cp = context_parallel(own)
+            x = cp.shard(np.zeros((8, heads, length, 1), np.float16))
+            lengths = {"seqlen_q": length, "seqlen_kv": length}
+            try:
+                chosen.add(cp.explain(x, x, x, method=method, **lengths, **options).method)
+            except Unsupported:
+                chosen.add("refused")
+        assert len(chosen) == 1
+
+
 def test_heads_that_cannot_be_shared_out_are_refused():
     """A method that cannot run is refused with the reason and another method."""
     with pytest.raises(Unsupported, match=r"6 query heads cannot be shared out equally among 4 members; use method='ring'"):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from parallel_cases import METHODS, add_option, assert_equal, dense, run
+from parallel_on_gpu import PACKED, assert_as_exact_as_one_gpu, exact, problem_of, results_of, results_of_one_gpu
 
 from cupy_sdpa import Unsupported, get_plan_cache
 from cupy_sdpa.parallel import GroupError, Loopback, MpiGroup, NcclGroup, context_parallel, environment, run_threads
@@ -508,6 +509,31 @@ def test_cupy_arrays_with_sinks(fake, method):
     sinks = np.random.default_rng(2).standard_normal(4).astype(np.float32)
     with small_call(fake, 2, method, {"sinks": sinks}) as (problem, member):
         assert_close(run_threads(Loopback(2, timeout=60).members, member), problem.expected())
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["window", "ALiBi", "score function", *PACKED])
+def test_options_of_cupy_arrays(fake, name, method):
+    """Masks, functions and packed sequences with CuPy arrays: slices and gathered rows are in the form that cuDNN needs."""
+    problem = problem_of(name, "bfloat16" if method == "ring" else "float16", small=True)
+    results = run_threads(Loopback(2, timeout=60).members, results_of(fake, problem, method))
+    assert_as_exact_as_one_gpu(results, results_of_one_gpu(fake, problem), exact(problem))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_cudnn_refuses_is_refused_before_anything_is_sent(fake, method):
+    """Gradients with a head dim that the GPU does not support raise on every member, and nothing but the comparison is sent."""
+    group = Loopback(2, timeout=60)
+
+    def member(own):
+        x = fake.zeros((512, 2, 16, 1), np.float16, order="F")
+        stats = fake.zeros((16, 2, 1), np.float32, order="F")
+        cp = context_parallel(own, method=method)
+        with pytest.raises(Unsupported, match="head dims 512 and 512 are not supported"):
+            cp.attention_backward(x, x, x, x, x, stats, causal=True)
+
+    run_threads(group.members, member)
+    assert max(group.bytes_sent) == 4096
 
 
 def test_a_missing_wait_is_detected(fake, monkeypatch):

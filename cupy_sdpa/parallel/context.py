@@ -24,6 +24,7 @@ from .planning.arguments import configure, key_of
 from .planning.configuration import METHODS, Configuration
 from .planning.layout import Layout
 from .planning.report import ParallelReport, choose, report
+from .planning.support import refusal
 from .ring import gather_backward, gather_forward, ring_backward, ring_forward, sink_gradients
 
 _FORWARD = {"ring": ring_forward, "all_gather": gather_forward, "all_to_all": heads_forward}
@@ -121,7 +122,7 @@ class ContextParallel:
             GroupError: a member failed, or did not call in time.
         """
         return_stats = read_flag("return_stats", return_stats)
-        config, chosen = self._configuration({"q": q, "k": k, "v": v}, options, method, (seqlen_q, seqlen_kv), "forward")
+        config, chosen = self._configuration({"q": q, "k": k, "v": v}, options, method, (seqlen_q, seqlen_kv))
         with _device_of(q):
             if self.size == 1:
                 out, stats = _on_one(config, attention, q, k, v, options, stats=_empty_stats(config, q))
@@ -170,7 +171,9 @@ class ContextParallel:
         if return_dsinks and options.get("sinks") is None:
             raise ValueError("return_dsinks is True and sinks is None: pass sinks=, or remove return_dsinks")
         arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "stats": stats}
-        config, chosen = self._configuration(arrays, options, method, (seqlen_q, seqlen_kv), "backward")
+        config, chosen = self._configuration(
+            arrays, options, method, (seqlen_q, seqlen_kv), backward=True, deterministic=deterministic
+        )
         gradients: tuple[Any, ...]
         with _device_of(q):
             if self.size == 1:
@@ -301,11 +304,11 @@ class ContextParallel:
         options: Mapping[str, Any],
         method: str | None,
         seqlens: tuple[int | None, int | None],
-        direction: str,
+        **outputs: bool,
     ) -> tuple[Configuration, str]:
         """The configuration of a call and its method. Members compare new ones before any of them is used."""
         self._group.check()
-        key = key_of(arrays, options, method, seqlens, direction)
+        key = key_of(arrays, options, method, seqlens, *outputs.items())
         if key is not None and (found := self._known.get(key)) is not None:
             self._known.move_to_end(key)
             return found
@@ -314,7 +317,10 @@ class ContextParallel:
         try:
             config = configure(self.rank, self.size, arrays, options, seqlens)
             chosen = choose(config, self._requested(method)).method
-            text = f"{direction}, method {chosen}\n{config.text}"
+            with _device_of(q):
+                if self.size > 1 and (reason := refusal(config, chosen, q, options, **outputs)):
+                    raise Unsupported(reason)
+            text = f"{'backward' if outputs else 'forward'}, method {chosen}\n{config.text}\n{dict(outputs)}"
         except Exception as failure:  # the other members must not wait for this one
             error, text = failure, f"{REFUSED}{type(failure).__name__}: {failure}"
         if self._check and self.size > 1:

@@ -61,8 +61,16 @@ class Selection:
         device = x.data.device_id if cupy_runtime.is_array(x) else None
         if device not in self._indices:
             index = np.concatenate([np.arange(*pair) for pair in self.ranges])
-            self._indices[device] = index if device is None else cupy_runtime.cupy().asarray(index)
+            self._indices[device] = index if device is None else _constant(index)
         return self._indices[device]
+
+
+def _constant(x: Any) -> Any:
+    """A copy of a numpy array on the current GPU that is complete when this returns: work on any stream may read it."""
+    with cupy_runtime.cupy().cuda.Stream(non_blocking=True) as stream:
+        array = cupy_runtime.cupy().asarray(x)
+        stream.synchronize()
+    return array
 
 
 def _bits(x: Any) -> Any:
@@ -106,7 +114,7 @@ class Part:
             made: dict[str, Any] = {f"max_seqlen_{side}": max(of, default=0) for side, of in sides.items()}
             for side, of in sides.items():
                 starts = np.cumsum([0, *of], dtype=np.int32)
-                made[f"cu_seqlens_{side}"] = starts if device is None else cupy_runtime.cupy().asarray(starts)
+                made[f"cu_seqlens_{side}"] = starts if device is None else _constant(starts)
             self._offsets[device] = made
         return self._offsets[device]
 
