@@ -61,13 +61,36 @@ class Watched:
         self._group = as_exchanger(group)
         self.rank, self.size = self._group.rank, self._group.size
         self.silent = False
+        self.events: list[tuple[str, Any, Any]] | None = None
         self.exchanges: list[tuple[list[tuple[int, int]], list[tuple[int, int]]]] = []
 
     def exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer], label: str) -> None:
         """Record an exchange, and make it unless the group is silent."""
         self.exchanges.append(([(x.array.nbytes, x.peer) for x in sends], [(x.array.nbytes, x.peer) for x in receives]))
-        if not self.silent:
+        if self.silent:
+            return
+        if self.events is None or not cupy_runtime.is_array((*sends, *receives)[0].array):
             self._group.exchange(sends, receives, label)
+            return
+        stream = cupy_runtime.cupy().cuda.get_current_stream()
+        begin = stream.record()
+        self._group.exchange(sends, receives, label)
+        self.events.append((label, begin, stream.record()))
+
+    def timeline(self, call: Callable[[], Any]) -> str:
+        """When the exchanges of a call begin and end on the GPU, and when the call ends, in milliseconds."""
+        self.events = []
+        cupy = cupy_runtime.cupy()
+        begin = cupy.cuda.get_current_stream().record()
+        call()
+        end = cupy.cuda.get_current_stream().record()
+        end.synchronize()
+        moments = [
+            f"{label} {cupy.cuda.get_elapsed_time(begin, a):.3f} to {cupy.cuda.get_elapsed_time(begin, b):.3f}"
+            for label, a, b in self.events
+        ]
+        self.events = None
+        return "; ".join([*moments, f"end of the call {cupy.cuda.get_elapsed_time(begin, end):.3f}"])
 
     def check(self) -> None:
         """As the group."""
@@ -82,12 +105,14 @@ class Timing(NamedTuple):
         calls: of the pass without transfers.
         transfers: of its transfers alone.
         sent: the bytes that the member sends.
+        timeline: when its transfers begin and end on the GPU.
     """
 
     total: float
     calls: float
     transfers: float
     sent: int
+    timeline: str
 
     @property
     def hidden(self) -> float:
@@ -164,7 +189,8 @@ def measure(engine: Engine, problem: Problem, method: str) -> Iterator[tuple[str
             exchanges = list(group.exchanges)
             transfers = timed(engine, barrier, functools.partial(_replay, engine, group, exchanges))
             sent = sum(size for sends, _ in exchanges for size, _ in sends)
-            found[name] = Timing(total, calls, transfers, sent), memory
+            timeline = group.timeline(call) if engine.gpus else ""
+            found[name] = Timing(total, calls, transfers, sent, timeline), memory
         return found
 
     members = engine.run(member)

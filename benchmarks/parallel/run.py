@@ -4,8 +4,9 @@
 
 With fewer GPUs than members, the members are threads on one GPU, and transfers are copies on it. The ideal time is that of one
 GPU for the whole problem, divided by the number of GPUs. ``calls_ms`` is the time without transfers, ``transfers_ms`` that of
-the same transfers alone; the hidden fraction is 1 - (total - calls) / transfers. Predictions use the measured rates of one GPU
-and of a link. ``--model`` prints predictions for 2, 4 and 8 GPUs alone, from the rates that are given or assumed.
+the same transfers alone; the hidden fraction is 1 - (total - calls) / transfers. ``timeline`` lists when the transfers of the
+first member begin and end on the GPU, from events. Predictions use the measured rates of one GPU and of a link. ``--model``
+prints predictions for 2, 4 and 8 GPUs alone, from the rates that are given or assumed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .model import CPU_PROBLEMS, PROBLEMS, Problem, configuration, operations, p
 COLUMNS = (
     "kind", "problem", "members", "gpus", "method", "pass", "one_gpu_ms", "ideal_ms", "total_ms", "of_ideal", "calls_ms",
     "transfers_ms", "hidden", "predicted_ms", "sent_mib", "memory_mib", "predicted_memory_mib", "error", "forward_ms",
-    "forward_of_ideal", "both_ms", "both_of_ideal", "forward_sent_mib", "backward_sent_mib", "link_gbs",
+    "forward_of_ideal", "both_ms", "both_of_ideal", "forward_sent_mib", "backward_sent_mib", "link_gbs", "timeline",
 )  # fmt: skip
 
 
@@ -64,7 +65,7 @@ def measured_rows(engine: Engine, problem: Problem, methods: Sequence[str], link
                 "predicted_ms": round((expected.compute * share + expected.exposed) * 1e3, 3),
                 "sent_mib": round(timings[0].sent / 2**20, 2), "memory_mib": round(memory / 2**20, 1),
                 "predicted_memory_mib": round(expected.memory / 2**20, 1), "error": f"{error:.2e}",
-                "link_gbs": round(link / 1e9, 1),
+                "link_gbs": round(link / 1e9, 1), "timeline": timings[0].timeline,
             }  # fmt: skip
     if engine.gpus:
         yield from ({**row, "link_gbs": round(machine.link / 1e9, 1)} for row in model.rows(problem, machine))

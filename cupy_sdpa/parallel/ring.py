@@ -20,7 +20,7 @@ from ..device import cupy_runtime
 from .groups.channel import Channel, Message, Pending, copy
 from .groups.group import Transfer
 from .planning.configuration import Configuration
-from .planning.parts import Partials, gradients
+from .planning.parts import Partials, as_bits, gradients
 
 Options = Mapping[str, Any]
 
@@ -190,7 +190,8 @@ def _without_padding(config: Configuration, out: Any, stats: Any, options: Optio
     if options.get("sinks") is not None and (lengths := options.get("seq_lens_q")) is not None:
         xp = cupy_runtime.cupy() if cupy_runtime.is_array(out) else np
         exists = xp.asarray(config.queries.positions(config.rank))[:, None] < lengths  # (Sq, B)
-        out[...] = xp.where(exists, out, xp.zeros((), out.dtype))
+        bits = as_bits(out)
+        bits[...] = xp.where(exists, bits, bits.dtype.type(0))
         stats[...] = xp.where(exists[:, None], stats, -np.inf)
     return out, stats
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -117,10 +118,10 @@ def _lengths(name: str, options: Mapping[str, Any], size: int) -> tuple[int, ...
 def _dense_layouts(queries: int, keys: int, size: int, seqlens: tuple[int | None, int | None]) -> tuple[Layout, Layout]:
     """The layouts of dense arrays from the lengths of the member's arrays."""
     seqlen_q, seqlen_kv = seqlens
-    whole_q = queries * size if seqlen_q is None else int(seqlen_q)
+    whole_q = queries * size if seqlen_q is None else operator.index(seqlen_q)
     if seqlen_kv is None:
         seqlen_kv = whole_q if queries == keys else keys * size
-    return Layout((whole_q,), size), Layout((int(seqlen_kv),), size)
+    return Layout((whole_q,), size), Layout((operator.index(seqlen_kv),), size)
 
 
 def _raise_share(name: str, shape: tuple[int, ...], layout: Layout, rank: int, packed: bool) -> None:

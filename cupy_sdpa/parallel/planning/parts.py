@@ -40,14 +40,14 @@ class Selection:
         if len(self.ranges) <= 1:
             start, stop = self.ranges[0] if self.ranges else (0, 0)
             return x if stop - start == x.shape[axis] else x[(*(slice(None),) * axis, slice(start, stop))]
-        return _bits(x).T[self._index(x)].T.view(x.dtype)
+        return as_bits(x).T[self._index(x)].T.view(x.dtype)
 
     def write(self, target: Any, x: Any, axis: int) -> None:
         """Write elements into an array along an axis."""
         if len(self.ranges) <= 1:
             copy(self.of(target, axis), x)
         else:
-            _bits(target).T[self._index(target)] = _bits(x).T
+            as_bits(target).T[self._index(target)] = as_bits(x).T
 
     def add(self, total: Any, x: Any, axis: int) -> None:
         """Add elements to a float32 or float64 array along an axis."""
@@ -73,8 +73,8 @@ def _constant(x: Any) -> Any:
     return array
 
 
-def _bits(x: Any) -> Any:
-    """An array of 2 bytes per element as integers: CuPy's indexing does not know bfloat16."""
+def as_bits(x: Any) -> Any:
+    """A view of an array of 2 bytes per element as integers: not all of CuPy's functions know bfloat16."""
     return x.view(np.uint16) if x.dtype.itemsize == 2 else x
 
 
