@@ -20,7 +20,7 @@ COMMANDS = {
     "plans": ("plans", "plans: first calls, disk cache, buckets of lengths, autotuning"),
     "deterministic": ("deterministic", "time and workspace of deterministic gradients"),
     "decode": ("decode", "decoding with paged keys and values against PyTorch and FlashInfer"),
-    "parallel": ("parallel.run", "attention over several GPUs, or threads on one: time against ideal, hidden communication"),
+    "parallel": ("parallel.run", "attention over several GPUs: time against ideal, hidden transfers"),
     "one_query": ("checks.one_query", "all engine configs for a single query"),
     "variants": ("checks.variants", "accuracy of every pair of options"),
     "memcheck": ("checks.memcheck", "every kind of call under compute-sanitizer"),

@@ -1,4 +1,4 @@
-"""Context parallelism on several GPUs, or as threads on one: time against ideal, hidden communication, memory and exactness.
+"""Attention over several GPUs: time, hidden transfers, memory, exactness.
 
     python -m benchmarks parallel [results.csv] [--members N] [--cpu] [--only NAME ...] [--methods METHOD ...] [--model]
 
@@ -78,7 +78,9 @@ def main(words: Sequence[str]) -> int:
     arguments.add_argument("--members", type=int, metavar="N", help="number of members; by default that of GPUs, at least 2")
     arguments.add_argument("--cpu", action="store_true", help="small problems with numpy arrays, to test the benchmark")
     arguments.add_argument("--only", nargs="+", metavar="NAME", help="only problems whose name contains one of these texts")
-    arguments.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, help="only these methods")
+    arguments.add_argument(
+        "--methods", nargs="+", choices=METHODS, default=METHODS, metavar="METHOD", help="only these methods"
+    )
     arguments.add_argument("--model", action="store_true", help="only predictions for H200 GPUs with NVLink; measures nothing")
     arguments.add_argument("--link", type=float, metavar="GB/S", help="with --model: the bandwidth of a link, per direction")
     arguments.add_argument("--rates", type=float, nargs=2, metavar="TFLOP/S", help="with --model: rates of both passes")
