@@ -88,7 +88,7 @@ def options_at(options: Mapping[str, Any], known: Sequence[Access], window: Wind
     for number, access in enumerate(dict.fromkeys(known)):
         axes = [ranges[axis] if isinstance(axis, str) else None for axis in access.axes]
         array = tensors[access.name]
-        local[f"t{number}"] = aligned(array[tuple(slice(None) if x is None else slice(x[0], sum(x)) for x in axes)])
+        local[f"t{number}"] = _taken_from(array, tuple(slice(None) if x is None else slice(x[0], sum(x)) for x in axes))
         views[access.name, access.axes] = f"t{number}"
     shapes = {name: (tuple(array.shape), array.dtype) for name, array in tensors.items()}
     for name, function in functions.items():
@@ -111,7 +111,13 @@ def _sliced(array: Any, ranges: Sequence[tuple[int, int]]) -> Any:
     parts = [
         slice(None) if n == 1 else slice(first, first + count) for n, (first, count) in zip(array.shape, ranges, strict=True)
     ]
-    return aligned(array[tuple(parts)])
+    return _taken_from(array, tuple(parts))
+
+
+def _taken_from(array: Any, index: tuple[slice, ...]) -> Any:
+    """A part of an array; the array itself if it is the whole."""
+    part = array[index]
+    return array if part.shape == array.shape else aligned(part)
 
 
 def aligned(array: Any) -> Any:

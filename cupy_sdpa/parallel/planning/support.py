@@ -24,14 +24,14 @@ def refusal(config: Configuration, method: str, like: Any, options: Mapping[str,
     """
     if not config.on_gpu:
         return ""
-    for problem in _problems(config, method, like, options, outputs):
+    for problem in problems(config, method, like, options, outputs):
         for part in subproblems(problem):
             if not part.trivial and (reasons := unsupported_reasons(part, like.data.device_id)):
                 return str(reasons[0])
     return ""
 
 
-def _problems(
+def problems(
     config: Configuration, method: str, like: Any, options: Mapping[str, Any], outputs: Mapping[str, Any]
 ) -> Iterator[Problem]:
     """The problems of the calls of this member, each once."""
