@@ -46,11 +46,12 @@ __all__ = [
 ]
 
 #: Public modules, imported on first use.
-_MODULES = ("layout", "nnlib", "reference", "store", "zoo")
+_MODULES = ("layout", "nnlib", "parallel", "reference", "store", "zoo")
 
 if TYPE_CHECKING:
     from . import layout as layout
     from . import nnlib as nnlib
+    from . import parallel as parallel
     from . import reference as reference
     from . import store as store
     from . import zoo as zoo

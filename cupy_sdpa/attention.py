@@ -73,7 +73,7 @@ def attention(
             the partial results in an arbitrary order; True selects another kernel, slower with few heads and many keys. With
             more queries this option changes nothing. Default False.
         out: array ``(Dv, Hq, Sq, B)`` to write the output into, of q's dtype; it must not overlap an input.
-        stats: float32 array ``(Sq, Hq, B)`` to write L into; implies ``return_stats``.
+        stats: float32 array ``(Sq, Hq, B)`` to write L into; implies ``return_stats``. With float64 inputs it may be float64.
         scale: :math:`\tau`; default ``1/sqrt(D)``. A new value does not need a new plan.
         causal: True or ``"top_left"``: query i attends to keys 0 to i. ``"bottom_right"``: the last query attends to all keys,
             the query before it to one key less. Default False: every query attends to every key.
@@ -212,14 +212,15 @@ def attention_backward(
     .. math:: dV = P^\top dO, \qquad dS = P \circ (dO\, V^\top - \operatorname{rowsum}(dO \circ O)), \qquad
               dQ = \tau\, dS\, K, \qquad dK = \tau\, dS^\top Q
 
-    P is recomputed from q, k and the log-sum-exp, so nothing of size Sq x Skv is stored between the passes. The log-sum-exp is
-    float32, so gradients of float64 arrays have a relative accuracy of about 1e-7.
+    P is recomputed from q, k and the log-sum-exp, so nothing of size Sq x Skv is stored between the passes. With a float32
+    log-sum-exp, gradients of float64 arrays have a relative accuracy of about 1e-7; with a float64 one they are exact.
 
     Args:
         dout: the gradient of the output, ``(Dv, Hq, Sq, B)``, of q's dtype.
         q, k, v: the inputs of :func:`attention`.
         out: its output, ``(Dv, Hq, Sq, B)``.
-        stats: its log-sum-exp, from ``return_stats=True``, ``(Sq, Hq, B)`` float32, in Fortran order.
+        stats: its log-sum-exp, from ``return_stats=True``, ``(Sq, Hq, B)`` float32, in Fortran order. With float64 inputs it
+            may be float64, from ``attention(..., stats=)``.
         deterministic: return the same bits in every run. By default dQ is accumulated in arbitrary order on the GPU (dK and dV
             are always deterministic). True needs a workspace of 2 x Hq x Sq x Skv x B bytes; if that exceeds ``max_workspace``,
             a slower engine with a small workspace is used, on Hopper with cuDNN 9.25.1 or newer. The choice does not depend on

@@ -120,18 +120,19 @@ def merge(
 
     .. math:: O = \sum_i e^{L_i - L}\, O_i, \qquad L = \log \sum_i e^{L_i}
 
-    The sums are computed in float32; on the CPU those of float64 outputs in float64, with weights from float32 statistics. On
-    the GPU up to eight parts take one kernel launch on CuPy's current stream, without synchronization.
+    The sums are computed in float32; on the CPU those of float64 outputs in float64. On the GPU up to eight parts take one
+    kernel launch on CuPy's current stream, without synchronization.
 
     Args:
         outs: n outputs ``(Dv, Hq, Sq, B)`` of one dtype, or packed ``(Dv, Hq, Tq)``; n is 1 or more. float16, bfloat16 or
             float32; also float64 on the CPU. Any strides.
         stats: their log-sum-exps, n float32 arrays ``(Sq, Hq, B)``, or packed ``(Hq, Tq)``:
-            ``attention(..., return_stats=True)`` returns both. Where it is -inf, the output of that part is not used.
+            ``attention(..., return_stats=True)`` returns both. Where it is -inf, the output of that part is not used. With
+            float64 outputs they may be float64: ``attention(..., stats=)`` writes them.
         sinks: float32 ``(Hq,)``, for each head the score of an additional key without a value. Pass sinks here, and not to the
             calls of the parts, so that they count once. Default None.
         out: array of the shape and dtype of one output to write the result into; it must not overlap an input.
-        return_stats: also return L, float32. Default False.
+        return_stats: also return L, of the dtype of the statistics. Default False.
 
     Returns:
         ``out`` or ``(out, stats)``. New arrays are in Fortran order. A row that no part attends to has output 0 and L -inf, or
@@ -172,13 +173,13 @@ def _merged(groups: list[Parts], like: Any, like_stats: Any, sinks: Any, out: An
         dtype = np.result_type(np.float32, like.dtype)
         *shape, _ = groups[0].out.shape
         *stats_shape, _ = groups[0].stats.shape
-        shapes = ((*shape, len(several)), dtype), ((*stats_shape, len(several)), np.float32)
+        shapes = ((*shape, len(several)), dtype), ((*stats_shape, len(several)), like_stats.dtype)
         made = Parts(*(cupy_runtime.temporary(like, *part) for part in shapes))
         for i, some in enumerate(several):
             merge_groups(some, made.out[..., i], made.stats[..., i])
         groups = [made]
     out = cupy_runtime.new_result(like, like.shape, like.dtype) if out is None else out
-    stats = cupy_runtime.new_result(like, like_stats.shape, np.float32) if return_stats else None
+    stats = cupy_runtime.new_result(like, like_stats.shape, like_stats.dtype) if return_stats else None
     if like.ndim == 3:
         merge_groups(groups, out[..., None], None if stats is None else stats.T[..., None], sinks)
     else:
@@ -206,7 +207,8 @@ def _check_parts(outs: Sequence[Any], stats: Sequence[Any], sinks: Any, out: Any
     if len(shape) not in (3, 4):
         raise ValueError(f"outs[0] has shape {shape}; it must be (Dv, Hq, Sq, B), or (Dv, Hq, Tq) of packed sequences")
     row_shape = shape[1:] if len(shape) == 3 else (shape[2], shape[1], shape[3])
-    wanted = [(part, shape, dtype) for part in parts] + [(row, row_shape, np.dtype(np.float32)) for row in rows]
+    row_dtype = dtype if stats[0].dtype == dtype == np.float64 else np.dtype(np.float32)
+    wanted = [(part, shape, dtype) for part in parts] + [(row, row_shape, row_dtype) for row in rows]
     for other in others:
         wanted.append((other, shape, dtype) if other.name == "out" else (other, shape[1:2], np.dtype(np.float32)))
     for argument, right_shape, right_dtype in wanted:

@@ -16,7 +16,7 @@ LAYERS = (
     ("_cli",),
     ("check",),
     ("__init__",),
-    ("nnlib", "store", "inference"),
+    ("nnlib", "store", "inference", "parallel"),
     ("attention", "explain", "prepare", "helpers"),
     ("offline",),
     ("forward_mode",),

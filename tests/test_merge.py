@@ -363,3 +363,30 @@ def test_an_output_that_overlaps_on_the_gpu(fake):
     with pytest.raises(ValueError, match=r"out overlaps outs\[0\]"):
         cupy_sdpa.merge([whole[:, :, :3]], stats, out=whole[:, :, 2:5])
     cupy_sdpa.merge([whole[:, :, ::2]], stats, out=whole[:, :, 1::2])
+
+
+def test_float64_statistics_merge_exactly():
+    """Float64 parts with float64 statistics are merged, and differentiated, with the accuracy of float64."""
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (np.asfortranarray(rng.standard_normal((8, 2, n, 1))) for n in (5, 40, 40, 5))
+    parts = []
+    for part in (slice(15), slice(15, 40)):
+        stats = np.full((5, 2, 1), np.nan, order="F")
+        parts.append(cupy_sdpa.attention(q, k[:, :, part], v[:, :, part], stats=stats))
+    out, stats = cupy_sdpa.merge(*zip(*parts, strict=True), return_stats=True)
+    assert stats.dtype == np.float64
+    truth = cupy_sdpa.reference.attention(q, k, v)
+    for got, wanted in zip((out, stats), truth, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-13, atol=1e-13)
+    found = cupy_sdpa.attention_backward(dout, q, k, v, out, stats)
+    for got, wanted in zip(found, cupy_sdpa.reference.attention_backward(dout, q, k, v), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-12, atol=1e-13)
+
+
+def test_float64_statistics_need_float64_arrays():
+    """Statistics of float32 arrays are float32."""
+    x = np.ones((8, 1, 4, 1), np.float32, order="F")
+    with pytest.raises(TypeError, match="stats is float64; it must be float32"):
+        cupy_sdpa.attention(x, x, x, stats=np.zeros((4, 1, 1), order="F"))
+    with pytest.raises(TypeError, match=r"stats\[0\] has dtype float64"):
+        cupy_sdpa.merge([x], [np.zeros((4, 1, 1))])

@@ -303,26 +303,26 @@ def _zero_padded_kernel() -> Any:
 def backward_stats(stats: Any) -> Any:
     """A copy of the log-sum-exp for the backward pass: +inf in fully masked rows, so that exp(S - L) is 0 there."""
     copy = cupy_runtime.empty(stats.shape, stats.dtype)
-    kernel = _elementwise("float32 x, float32 lowest, float32 top", "float32 y", "y = x <= lowest ? top : x", "backward_stats")
+    kernel = elementwise("float32 x, float32 lowest, float32 top", "float32 y", "y = x <= lowest ? top : x", "backward_stats")
     return kernel(stats, MASKED_SCORE, math.inf, copy)
 
 
 def replace_infinite(bias: Any) -> None:
     """Replace -inf in a float32 array by :data:`LOWEST`."""
     operation = "y = x < lowest ? lowest : x"
-    _elementwise("float32 x, float32 lowest", "float32 y", operation, "replace_infinite")(bias, LOWEST, bias)
+    elementwise("float32 x, float32 lowest", "float32 y", operation, "replace_infinite")(bias, LOWEST, bias)
 
 
 def log_sum_exp(top: Any, total: Any, stats: Any) -> None:
     """``stats = top + log(total)``."""
-    _elementwise("float32 m, float32 l", "float32 y", "y = m + logf(l)", "log_sum_exp")(top, total, stats)
+    elementwise("float32 m, float32 l", "float32 y", "y = m + logf(l)", "log_sum_exp")(top, total, stats)
 
 
 def diagonal(rows: int, step: int, lengths_q: Any, lengths_kv: Any) -> Any:
     """``step i + lengths_kv - lengths_q`` for every row i and batch entry, int32 ``(rows, B)``."""
     made = cupy_runtime.empty((rows, lengths_q.size), np.int32)
     operation = "p = i % n * step + k[i / n] - q[i / n]"
-    kernel = _elementwise("raw int32 q, raw int32 k, int64 n, int64 step", "int32 p", operation, "diagonal")
+    kernel = elementwise("raw int32 q, raw int32 k, int64 n, int64 step", "int32 p", operation, "diagonal")
     kernel(lengths_q, lengths_kv, rows, step, made.T)  # the elements of made.T are in memory order
     return made
 
@@ -385,9 +385,10 @@ def _sum_kernel(dtype: str, out_dtype: str) -> Any:
 
 def lengths_after(lengths: Any, prefix: int, out: Any) -> None:
     """Write ``max(lengths - prefix, 0)``, int32 ``(B,)``."""
-    _elementwise("int32 n, int32 p", "int32 y", "y = max(n - p, 0)", "lengths_after")(lengths, prefix, out)
+    elementwise("int32 n, int32 p", "int32 y", "y = max(n - p, 0)", "lengths_after")(lengths, prefix, out)
 
 
 @functools.cache
-def _elementwise(inputs: str, outputs: str, operation: str, name: str) -> Any:
+def elementwise(inputs: str, outputs: str, operation: str, name: str) -> Any:
+    """An element-wise kernel of CuPy."""
     return cupy_runtime.cupy().ElementwiseKernel(inputs, outputs, operation, f"cupy_sdpa_{name}")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import cupy_runtime
-from .kernels import TYPES, declaration, struct
+from .kernels import TYPES, declaration, elementwise, struct
 
 #: The maximum number of groups in a launch.
 MAX_GROUPS = 8
@@ -25,7 +25,7 @@ class Parts(NamedTuple):
 
     Attributes:
         out: float16, bfloat16 or float32 (numpy: also float64), ``(Dv, H, S, B, C)``: C parts.
-        stats: float32 ``(S, H, B, C)``, the log-sum-exp of each row of each part.
+        stats: float32 (numpy: also float64) ``(S, H, B, C)``, the log-sum-exp of each row of each part.
     """
 
     out: Any
@@ -41,7 +41,7 @@ def merge(groups: Sequence[Parts], out: Any, stats: Any = None, sinks: Any = Non
     Args:
         groups: 1 to :data:`MAX_GROUPS` groups of one dtype.
         out: ``(Dv, H, S, B)``, written; any strides and float dtype.
-        stats: float32 ``(S, H, B)``, written; or None.
+        stats: ``(S, H, B)``, of the dtype of the groups' statistics, written; or None.
         sinks: float32 ``(H,)``, a part without a value for each head; or None.
         lengths: int32 ``(B,)`` of the GPU, the number of queries; rows after it have no part and no sink. None for all.
     """
@@ -72,6 +72,17 @@ def _merge_on_cpu(groups: Sequence[Parts], out: Any, stats: Any, sinks: Any) -> 
         out[...] = merged / np.where(total == 0, 1, total).swapaxes(0, 1)
         if stats is not None:
             stats[...] = base + np.log(total)
+
+
+def accumulate(total: Any, x: Any) -> None:
+    """``total += x``, where total is a float32 array, and x float16, bfloat16 or float32; for numpy and CuPy arrays."""
+    if not cupy_runtime.is_array(total):
+        total += x
+    elif x.dtype.name == "bfloat16":
+        operation = "y += __uint_as_float((unsigned)x << 16)"
+        elementwise("uint16 x", "float32 y", operation, "accumulate_bfloat16")(x.view(np.uint16), total)
+    else:
+        elementwise(f"{x.dtype.name} x", "float32 y", "y += (float)x", "accumulate")(x, total)
 
 
 class _Group(NamedTuple):

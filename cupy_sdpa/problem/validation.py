@@ -104,7 +104,8 @@ def make_problem(
         problem = dataclasses.replace(problem, settings=problem.settings._replace(deterministic=False))
     if settings.num_splits is not None and (other := obstacle(problem)):
         raise ValueError(f"num_splits is {settings.num_splits}, which is not supported with {other}: omit num_splits")
-    outputs = _backward_arrays(problem, requested) if requested.backward else _forward_arrays(problem, requested, arrays)
+    passes = _backward_arrays if requested.backward else _forward_arrays
+    outputs = passes(problem, requested, arrays)
     specs: dict[str, TensorSpec] = {}
     for expected in outputs:
         spec = arrays.get(expected.name) or dense_spec(expected.name, expected.dtype, expected.shape)
@@ -316,30 +317,31 @@ def _out(problem: Problem, name: str, *, writable: bool) -> Expected:
     return Expected(name, shape, problem.dtype, f"{legend}, the dtype of q", writable)
 
 
-def _row_stats(problem: Problem, name: str, *, writable: bool) -> Expected:
-    """The shape and dtype of the row statistics."""
+def _row_stats(problem: Problem, name: str, arrays: Mapping[str, TensorSpec], *, writable: bool) -> Expected:
+    """The shape and dtype of the row statistics: float32; also float64 if q is float64 and such an array is passed."""
     _, _, hq, _, sq, _, b = problem.sizes
     shape, legend = ((hq, problem.q.shape[2]), "(Hq, Tq)") if problem.packed else ((sq, hq, b), "(Sq, Hq, B)")
-    return Expected(name, shape, "float32", legend, writable)
+    is_double = problem.dtype == "float64" and name in arrays and arrays[name].dtype == "float64"
+    return Expected(name, shape, "float64" if is_double else "float32", legend, writable)
 
 
 def _forward_arrays(problem: Problem, requested: RequestedOutputs, arrays: Mapping[str, TensorSpec]) -> Iterator[Expected]:
     """The results of a forward pass."""
     yield _out(problem, "out", writable=True)
     if requested.stats or "stats" in arrays:
-        yield _row_stats(problem, "stats", writable=True)
+        yield _row_stats(problem, "stats", arrays, writable=True)
     if requested.max_sumexp:
-        yield _row_stats(problem, "max", writable=True)
-        yield _row_stats(problem, "sum_exp", writable=True)
+        yield _row_stats(problem, "max", arrays, writable=True)
+        yield _row_stats(problem, "sum_exp", arrays, writable=True)
     if requested.rng_dump:
         _, _, hq, _, sq, skv, b = problem.sizes
         yield Expected("rng_dump", (skv, sq, hq, b), "float32", "(Skv, Sq, Hq, B)", True)
 
 
-def _backward_arrays(problem: Problem, requested: RequestedOutputs) -> Iterator[Expected]:
+def _backward_arrays(problem: Problem, requested: RequestedOutputs, arrays: Mapping[str, TensorSpec]) -> Iterator[Expected]:
     """The additional inputs and the results of a backward pass."""
     yield _out(problem, "out", writable=False)
-    yield _row_stats(problem, "stats", writable=False)
+    yield _row_stats(problem, "stats", arrays, writable=False)
     yield _out(problem, "dout", writable=False)
     for x in (problem.q, problem.k, problem.v):
         yield Expected(f"d{x.name}", x.shape, x.dtype, f"the shape and dtype of {x.name}", True)

@@ -69,6 +69,8 @@ class ndarray:  # noqa: N801
         return self._same_memory(self.view_.transpose(*axes))
 
     def __getitem__(self, key: Any) -> ndarray:
+        if isinstance(key, ndarray):  # indices: a copy
+            return compute(lambda x, indices: x[indices], self, key)
         return self._same_memory(self.view_[_with_dots(key)])
 
     def view(self, dtype: Any = None) -> ndarray:
@@ -89,6 +91,9 @@ class ndarray:  # noqa: N801
     # Reads and writes of contents, in the order of the current stream
 
     def __setitem__(self, key: Any, value: Any) -> None:
+        if isinstance(key, ndarray):
+            self._set_rows(key, value)
+            return
         target = self.view_[_with_dots(key)]
         source = value.view_ if isinstance(value, ndarray) else np.array(value)
         np.broadcast_shapes(target.shape, source.shape)
@@ -98,6 +103,18 @@ class ndarray:  # noqa: N801
 
         if target.size:
             DEVICE.submit(memory.current_stream(), Work(run))
+
+    def _set_rows(self, indices: ndarray, value: ndarray) -> None:
+        """Write rows at indices."""
+
+        def run() -> None:
+            self.view_[indices.view_] = value.view_
+
+        DEVICE.submit(memory.current_stream(), Work(run))
+
+    def clip(self, low: int, high: int) -> ndarray:
+        """Limit the elements."""
+        return compute(lambda x: np.clip(x, low, high), self)
 
     def fill(self, value: Any) -> None:
         """Set every element to a number."""

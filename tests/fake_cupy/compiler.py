@@ -15,6 +15,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,7 @@ def compiled(source: str) -> ctypes.CDLL:
         folder = Path(os.environ.get(FOLDER) or stack.enter_context(tempfile.TemporaryDirectory()))
         kept = folder / f"{hashlib.sha256(source.encode()).hexdigest()}.so"
         if not kept.exists():
-            code, target = (kept.with_suffix(f".{os.getpid()}.{kind}") for kind in ("cpp", "so"))
+            code, target = (kept.with_suffix(f".{os.getpid()}.{threading.get_ident()}.{kind}") for kind in ("cpp", "so"))
             code.write_text(source)
             options = ["-std=c++17", "-O1", "-w", "-fno-strict-aliasing", f"-I{_INCLUDE}", "-shared", "-fPIC"]
             done = subprocess.run([program, *options, "-o", target, code], capture_output=True, text=True, check=False)
@@ -183,6 +184,7 @@ class Launch:
 
 _C_TYPES = {
     "float32": "float", "float64": "double", "int32": "int", "int64": "long long", "uint32": "unsigned", "uint8": "unsigned char",
+    "uint16": "unsigned short", "float16": "_Float16",
 }  # fmt: skip
 
 

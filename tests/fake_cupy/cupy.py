@@ -117,7 +117,7 @@ def _ufunc(function: Any) -> Any:
 
 
 where, isnan, isfinite, isinf, logical_and = map(_ufunc, (np.where, np.isnan, np.isfinite, np.isinf, np.logical_and))
-add, subtract, multiply, abs, sqrt = map(_ufunc, (np.add, np.subtract, np.multiply, np.absolute, np.sqrt))
+add, subtract, multiply, abs, sqrt, exp = map(_ufunc, (np.add, np.subtract, np.multiply, np.absolute, np.sqrt, np.exp))
 maximum, minimum = map(_ufunc, (np.maximum, np.minimum))
 linalg = SimpleNamespace(norm=_ufunc(np.linalg.norm))
 
@@ -209,9 +209,18 @@ class Stream:
         """Whether the stream is being captured."""
         return self.ptr in DEVICE.captures
 
+    def record(self, event: Event | None = None) -> Event:
+        """Record an event."""
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
     def wait_event(self, event: Event) -> None:
-        """Let later work wait for an event; the stream becomes part of the event's capture."""
-        DEVICE.wait_event(self.ptr, event.stream, event.submitted)
+        """Let later work of this stream wait for an event; the stream becomes part of the event's capture."""
+        if event.captured:
+            DEVICE.join_capture(self.ptr, event.stream, event.submitted)
+        else:
+            DEVICE.submit(self.ptr, Work(event.complete, us=0.0))
 
 
 Stream.null = Stream(null=True)
@@ -221,18 +230,27 @@ class Event:
     """An event with the time of a stream's clock."""
 
     def __init__(self, disable_timing: bool = False) -> None:
-        self.time, self.stream, self.submitted, self._timing = math.nan, 0, 0, not disable_timing
+        self.time, self.stream, self.done, self._timing = math.nan, 0, True, not disable_timing
+        self.captured, self.submitted = False, 0
 
     def record(self, stream: Stream | None = None) -> None:
         """Record the time in stream order."""
         self.stream = memory.current_stream() if stream is None else stream.ptr
+        self.captured = self.stream in DEVICE.captures
+        self.done = self.captured
 
         def run() -> None:
-            self.time = DEVICE.clock[self.stream]
+            self.time, self.done = DEVICE.clock[self.stream], True
 
-        if self._timing:
+        if self._timing or not self.captured:
             DEVICE.submit(self.stream, Work(run, us=0.0))
         self.submitted = DEVICE.submitted.get(self.stream, 0)
+
+    def complete(self) -> None:
+        """Run the work before the event."""
+        with DEVICE.lock:
+            while not self.done:
+                DEVICE.run_next(self.stream)
 
     def synchronize(self) -> None:
         """Wait for it."""

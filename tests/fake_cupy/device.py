@@ -172,12 +172,15 @@ class Device:
 
     def run(self, stream: int) -> None:
         """Run the queued work of a stream."""
-        queue = self.queues[stream]
-        while queue:
-            work = queue.popleft()
-            with np.errstate(all="ignore"):
-                work.run()
-            self.clock[stream] += work.us
+        while self.queues[stream]:
+            self.run_next(stream)
+
+    def run_next(self, stream: int) -> None:
+        """Run the first of the queued work of a stream."""
+        work = self.queues[stream].popleft()
+        with np.errstate(all="ignore"):
+            work.run()
+        self.clock[stream] += work.us
 
     def wait(self, stream: int) -> None:
         """Wait for a stream."""
@@ -227,15 +230,12 @@ class Device:
                 raise CUDARuntimeError(CAPTURE_UNSUPPORTED, f"stream {stream:#x} cannot be captured now")
             self.captures[stream] = []
 
-    def wait_event(self, stream: int, other: int, submitted: int) -> None:
-        """Let a stream wait for an event of another one, which had submitted so many units of work to a capture."""
+    def join_capture(self, stream: int, other: int, submitted: int) -> None:
+        """Let a captured stream wait for another one of its capture, which had submitted so many units of work; or add it."""
         with self.lock:
-            if other not in self.captures:
-                self.run(other)
-            elif self.captures.setdefault(stream, self.captures[other]) is not self.captures[other]:
+            if self.captures.setdefault(stream, self.captures[other]) is not self.captures[other]:
                 raise CUDARuntimeError(CAPTURE_UNSUPPORTED, f"streams {stream:#x} and {other:#x} are parts of two captures")
-            else:
-                self._joined[other] = submitted
+            self._joined[other] = submitted
 
     def end_capture(self, stream: int) -> int:
         """End a capture; returns the number of the graph."""

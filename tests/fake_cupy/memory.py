@@ -63,6 +63,15 @@ class MemoryPointer:
 
     memset = memset_async
 
+    def copy_from_device_async(self, source: MemoryPointer, size: int, stream: Any = None) -> None:
+        """Copy bytes on a stream."""
+
+        def run() -> None:
+            DEVICE.view(self.ptr, (size,), (1,), "u1")[...] = DEVICE.view(source.ptr, (size,), (1,), "u1")
+
+        if size:
+            DEVICE.submit(current_stream() if stream is None else stream.ptr, Work(run, "memcpy"))
+
 
 class MemoryPool:
     """Memory that is reused in stream order, the block that was freed last first, as in CuPy."""

@@ -1,0 +1,363 @@
+"""Attention of a group: every member passes its part of q, k and v, and gets its part of the results."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..attention import attention, attention_backward
+from ..calls.options import is_one_of, read_flag
+from ..device import cupy_runtime
+from ..errors import Unsupported
+from ..problem.problem import CU_SEQLENS
+from .agreement import REFUSED, compare
+from .groups.channel import Channel, Message, copy
+from .groups.convert import as_exchanger
+from .heads import heads_backward, heads_forward
+from .planning.arguments import configure, key_of
+from .planning.configuration import METHODS, Configuration
+from .planning.layout import Layout
+from .planning.report import ParallelReport, choose, report
+from .planning.support import refusal
+from .ring import gather_backward, gather_forward, ring_backward, ring_forward, sink_gradients
+
+_FORWARD = {"ring": ring_forward, "all_gather": gather_forward, "all_to_all": heads_forward}
+_BACKWARD = {"ring": ring_backward, "all_gather": gather_backward, "all_to_all": heads_backward}
+#: The maximum number of configurations that are kept.
+_MAX_CONFIGURATIONS = 256
+
+
+def context_parallel(group: Any = None, *, method: str | None = None, check: bool = True) -> ContextParallel:
+    """Attention over the members of a group, one GPU for each, which share out every sequence.
+
+    Args:
+        group: the group; see :class:`ContextParallel`. None for a single member.
+        method: ``"ring"``, ``"all_gather"`` or ``"all_to_all"``. Default None: chosen for each call.
+        check: whether members compare their shapes and options once for every new configuration, which synchronizes. Default
+            True.
+
+    Returns:
+        An object with ``attention``, ``attention_backward`` and ``attention_vjp``.
+
+    Raises:
+        TypeError, ValueError: the group or the method is not supported.
+
+    >>> import numpy as np, cupy_sdpa
+    >>> from cupy_sdpa.parallel import Loopback, context_parallel, run_threads
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = (np.asfortranarray(rng.standard_normal((16, 2, 100, 1))) for _ in range(3))
+    >>> def member(group):
+    ...     cp = context_parallel(group)
+    ...     out = cp.attention(*(cp.shard(x) for x in (q, k, v)), causal=True, seqlen_q=100)
+    ...     return cp.unshard(out, seqlen=100)
+    >>> outs = run_threads(Loopback(4).members, member)
+    >>> bool(np.allclose(outs[0], cupy_sdpa.attention(q, k, v, causal=True)))
+    True
+    """
+    return ContextParallel(group, method=method, check=check)
+
+
+class ContextParallel:
+    """Attention over the members of a group; created by :func:`context_parallel`.
+
+    Member r of P holds the chunks r and 2 P - 1 - r of every sequence, which is cut into 2 P chunks (:meth:`shard`). Every call
+    is collective: all members make it, in the same order, with the same options. Options are those of the call on one GPU:
+    arrays such as ``bias``, ``alibi_slopes`` or ``tensors`` are for whole sequences and all heads, and functions see the
+    positions in the whole sequence. ``cu_seqlens_q`` and ``cu_seqlens_kv`` are numpy arrays for the whole sequences.
+
+    Args:
+        group: ``cupy.cuda.nccl.NcclCommunicator``, ``cupyx.distributed.NCCLBackend``, a communicator of nccl4py or mpi4py, a
+            member of a :class:`Loopback` group, or any object with ``rank``, ``size``, ``send(array, peer)`` and
+            ``receive(array, peer)``. None for a single member.
+        method, check: see :func:`context_parallel`.
+
+    Attributes:
+        rank: this member.
+        size: P, the number of members.
+    """
+
+    def __init__(self, group: Any = None, *, method: str | None = None, check: bool = True) -> None:
+        self._group = as_exchanger(group)
+        self._channel = Channel(self._group)
+        self.rank, self.size = self._group.rank, self._group.size
+        self._method, self._check = _read_method(method), read_flag("check", check)
+        self._known: collections.OrderedDict[Any, tuple[Configuration, str]] = collections.OrderedDict()
+
+    def attention(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        return_stats: bool = False,
+        method: str | None = None,
+        seqlen_q: int | None = None,
+        seqlen_kv: int | None = None,
+        **options: Any,
+    ) -> Any:
+        """:func:`cupy_sdpa.attention` of sequences that the members share out.
+
+        Args:
+            q, k, v: the member's parts, ``(D, Hq, Sq_r, B)``, ``(D, Hkv, Skv_r, B)`` and ``(Dv, Hkv, Skv_r, B)``; packed
+                ``(D, Hq, Tq_r)``, ``(D, Hkv, Tkv_r)`` and ``(Dv, Hkv, Tkv_r)``. :meth:`shard` cuts them.
+            return_stats: also return the log-sum-exp of the member's queries, ``(Sq_r, Hq, B)`` or ``(Hq, Tq_r)``, float32
+                (float64 for float64 arrays), which the backward pass needs. Default False.
+            method: ``"ring"``, ``"all_gather"`` or ``"all_to_all"``. Default None: that of the context, or chosen.
+            seqlen_q, seqlen_kv: the lengths of whole sequences, Sq and Skv, of dense arrays. Default None: the local length
+                times P, which must be right for all members: pass them if 2 P does not divide the length.
+            options: the options of :func:`cupy_sdpa.attention` except ``page_table``, ``num_splits`` and ``bucket``;
+                ``dropout_p`` on the CPU only.
+
+        Returns:
+            The output of the member's queries, ``(Dv, Hq, Sq_r, B)``, or ``(out, stats)``.
+
+        Raises:
+            TypeError, ValueError, Unsupported, CudnnError: as :func:`cupy_sdpa.attention`; and if members disagree.
+            GroupError: a member failed, or did not call in time.
+        """
+        return_stats = read_flag("return_stats", return_stats)
+        config, chosen = self._configuration({"q": q, "k": k, "v": v}, options, method, (seqlen_q, seqlen_kv))
+        with _device_of(q):
+            if self.size == 1:
+                out, stats = _on_one(config, attention, q, k, v, options, stats=_empty_stats(config, q))
+            else:
+                out, stats = _FORWARD[chosen](config, self._channel, q, k, v, config.with_dropout_mask(options))
+        return (out, stats) if return_stats else out
+
+    def attention_backward(
+        self,
+        dout: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        out: Any,
+        stats: Any,
+        *,
+        method: str | None = None,
+        seqlen_q: int | None = None,
+        seqlen_kv: int | None = None,
+        deterministic: bool = False,
+        return_dsinks: bool = False,
+        **options: Any,
+    ) -> tuple[Any, ...]:
+        """:func:`cupy_sdpa.attention_backward` of sequences that the members share out.
+
+        Args:
+            dout: the gradient of the member's output, ``(Dv, Hq, Sq_r, B)``.
+            q, k, v, method, seqlen_q, seqlen_kv, options: as for :meth:`attention`.
+            out, stats: the results of :meth:`attention`.
+            deterministic: as for :func:`cupy_sdpa.attention_backward`. The gradients of keys and values of the members are
+                added in one order in any case. Default False.
+            return_dsinks: also return the gradient of the sinks, ``(Hq,)`` float32, the same for all members. Default False.
+
+        Returns:
+            ``(dq, dk, dv)`` of the member's positions, and the gradient of the sinks if requested.
+
+        Raises:
+            TypeError, ValueError, Unsupported, CudnnError, GroupError: as :meth:`attention`.
+        """
+        deterministic, return_dsinks = read_flag("deterministic", deterministic), read_flag("return_dsinks", return_dsinks)
+        if unsupported := [name for name in ("return_dbias", "return_dtensors") if options.pop(name, False)]:
+            raise Unsupported(
+                f"{unsupported[0]} is True, which a group does not support: these gradients have the axes of the scores, and "
+                "every member has a part of them: compute them on one GPU"
+            )
+        if return_dsinks and options.get("sinks") is None:
+            raise ValueError("return_dsinks is True and sinks is None: pass sinks=, or remove return_dsinks")
+        arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "stats": stats}
+        config, chosen = self._configuration(
+            arrays, options, method, (seqlen_q, seqlen_kv), backward=True, deterministic=deterministic
+        )
+        gradients: tuple[Any, ...]
+        with _device_of(q):
+            if self.size == 1:
+                call = functools.partial(attention_backward, dout)
+                gradients = _on_one(config, call, q, k, v, options, out, stats, deterministic=deterministic)
+            else:
+                given = (dout, q, k, v, out, stats, config.with_dropout_mask(options))
+                gradients = _BACKWARD[chosen](config, self._channel, *given, deterministic=deterministic)
+            if return_dsinks:
+                gradients = (*gradients, sink_gradients(config, self._channel, dout, out, stats, options["sinks"]))
+        return gradients
+
+    def attention_vjp(self, q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, Any]:
+        """Compute attention, and return a function that computes the gradients.
+
+        Args:
+            q, k, v, options: as for :meth:`attention` and :meth:`attention_backward`.
+
+        Returns:
+            ``(out, pullback)``; ``dq, dk, dv = pullback(dout)``. Both are collective.
+        """
+        backward = {name: options.pop(name) for name in ("deterministic", "return_dsinks") if name in options}
+        out, stats = self.attention(q, k, v, return_stats=True, **options)
+
+        def pullback(dout: Any) -> tuple[Any, ...]:
+            return self.attention_backward(dout, q, k, v, out, stats, **options, **backward)
+
+        return out, pullback
+
+    def explain(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        method: str | None = None,
+        seqlen_q: int | None = None,
+        seqlen_kv: int | None = None,
+        **options: Any,
+    ) -> ParallelReport:
+        """Which method :meth:`attention` would use and why, the calls of this member, its memory, and the bytes that it sends.
+
+        Nothing is computed or exchanged. Arguments are those of :meth:`attention`.
+        """
+        config = configure(self.rank, self.size, {"q": q, "k": k, "v": v}, options, (seqlen_q, seqlen_kv))
+        return report(config, self._requested(method))
+
+    def shard(self, x: Any, *, axis: int = 2, cu_seqlens: Any = None) -> Any:
+        """This member's part of an array that every member has.
+
+        Args:
+            x: the array, with whole sequences along ``axis``.
+            axis: the axis of the positions. Default 2, as in q ``(D, Hq, Sq, B)``; 0 for tokens or the log-sum-exp ``(S,
+                ...)``.
+            cu_seqlens: the offsets of packed sequences. Default None: one sequence.
+
+        Returns:
+            A copy in Fortran order.
+        """
+        layout = self._layout(x.shape[axis], cu_seqlens)
+        shape = (*x.shape[:axis], layout.share(self.rank), *x.shape[axis + 1 :])
+        own = cupy_runtime.new_result(x, shape, x.dtype)
+        for local, positions in layout.slices(self.rank):
+            copy(own[_along(axis, local)], x[_along(axis, positions)])
+        return own
+
+    def unshard(self, x: Any, *, axis: int = 2, seqlen: int | None = None, cu_seqlens: Any = None) -> Any:
+        """The whole array from the parts of all members; collective.
+
+        Args:
+            x: this member's part.
+            axis, cu_seqlens: as for :meth:`shard`.
+            seqlen: the length of whole sequences. Default None: the local length times P.
+
+        Returns:
+            The array, in Fortran order, on every member.
+        """
+        layout = self._layout(x.shape[axis] * self.size if seqlen is None else seqlen, cu_seqlens)
+        if x.shape[axis] != layout.share(self.rank):
+            raise ValueError(
+                f"x has shape {x.shape}; of {layout.total} positions member {self.rank} of {self.size} holds "
+                f"{layout.share(self.rank)}: pass seqlen= or cu_seqlens="
+            )
+        with _device_of(x):
+            specs = [[((*x.shape[:axis], layout.share(r), *x.shape[axis + 1 :]), x.dtype)] for r in range(self.size)]
+            messages = self._channel.gather(Message.of([x]), specs, "unshard")
+            whole = cupy_runtime.new_result(x, (*x.shape[:axis], layout.total, *x.shape[axis + 1 :]), x.dtype)
+            for peer, message in enumerate(messages):
+                for local, positions in layout.slices(peer):
+                    copy(whole[_along(axis, positions)], message.arrays[0][_along(axis, local)])
+        return whole
+
+    def position_ids(self, seqlen: int | None = None, *, cu_seqlens: Any = None) -> Any:
+        """The positions of this member's elements within their sequences, for rotary embeddings and position embeddings.
+
+        Args:
+            seqlen: the length of the sequence.
+            cu_seqlens: the offsets of packed sequences, in place of ``seqlen``.
+
+        Returns:
+            numpy array, int64.
+
+        >>> from cupy_sdpa.parallel import Loopback, ContextParallel
+        >>> [ContextParallel(member).position_ids(8).tolist() for member in Loopback(2).members]
+        [[0, 1, 6, 7], [2, 3, 4, 5]]
+        """
+        if (seqlen is None) == (cu_seqlens is None):
+            raise ValueError(f"seqlen is {seqlen} and cu_seqlens is {cu_seqlens}: pass one of them")
+        return self._layout(0 if seqlen is None else seqlen, cu_seqlens).positions(self.rank)
+
+    def check(self) -> None:
+        """Raise GroupError if a member failed. CuPy arrays are valid only if this does not raise after synchronization."""
+        self._group.check()
+
+    def _layout(self, length: Any, cu_seqlens: Any) -> Layout:
+        if cu_seqlens is not None:
+            return Layout(tuple(np.diff(np.asarray(cu_seqlens)).tolist()), self.size, packed=True)
+        if not isinstance(length, numbers.Integral) or length < 0:
+            raise ValueError(f"seqlen is {length!r}; it must be an integer, 0 or more")
+        return Layout((int(length),), self.size)
+
+    def _requested(self, method: str | None) -> str | None:
+        return self._method if method is None else _read_method(method)
+
+    def _configuration(
+        self,
+        arrays: Mapping[str, Any],
+        options: Mapping[str, Any],
+        method: str | None,
+        seqlens: tuple[int | None, int | None],
+        **outputs: bool,
+    ) -> tuple[Configuration, str]:
+        """The configuration of a call and its method. Members compare new ones before any of them is used."""
+        self._group.check()
+        key = key_of(arrays, options, method, seqlens, *outputs.items())
+        if key is not None and (found := self._known.get(key)) is not None:
+            self._known.move_to_end(key)
+            return found
+        q = arrays["q"]
+        error: Exception | None = None
+        try:
+            config = configure(self.rank, self.size, arrays, options, seqlens)
+            chosen = choose(config, self._requested(method)).method
+            with _device_of(q):
+                if self.size > 1 and (reason := refusal(config, chosen, q, options, **outputs)):
+                    raise Unsupported(reason)
+            text = f"{'backward' if outputs else 'forward'}, method {chosen}\n{config.text}\n{dict(outputs)}"
+        except Exception as failure:  # the other members must not wait for this one
+            error, text = failure, f"{REFUSED}{type(failure).__name__}: {failure}"
+        if self._check and self.size > 1:
+            with _device_of(q), contextlib.suppress(*([ValueError] if error else [])):  # its own error is raised below
+                compare(self._channel, text, q)
+        if error is not None:
+            raise error
+        if key is not None:
+            self._known[key] = config, chosen
+            while len(self._known) > _MAX_CONFIGURATIONS:
+                self._known.popitem(last=False)
+        return config, chosen
+
+
+def _read_method(method: Any) -> str | None:
+    if not is_one_of(method, (None, *METHODS)):
+        raise ValueError(f"method is {method!r}; it must be {', '.join(map(repr, METHODS))} or None")
+    return method  # type: ignore[no-any-return]
+
+
+def _device_of(array: Any) -> Any:
+    return cupy_runtime.on_device_of(array) if cupy_runtime.is_array(array) else contextlib.nullcontext()
+
+
+def _along(axis: int, part: slice) -> tuple[slice, ...]:
+    return (*(slice(None),) * axis, part)
+
+
+def _empty_stats(config: Configuration, q: Any) -> Any:
+    shape = q.shape[1:] if config.packed else (q.shape[2], q.shape[1], q.shape[3])
+    return cupy_runtime.new_result(q, shape, config.stats)
+
+
+def _on_one(
+    config: Configuration, call: Any, q: Any, k: Any, v: Any, options: Mapping[str, Any], *arrays: Any, **others: Any
+) -> Any:
+    """The call of a single member, with the offsets of packed sequences where the arrays are."""
+    packing = config.everything.packing(q)
+    known = {name: value for name, value in options.items() if name not in CU_SEQLENS and not name.startswith("max_seqlen")}
+    return call(q, k, v, *arrays, **known, **packing, **others)

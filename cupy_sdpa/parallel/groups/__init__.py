@@ -1,0 +1,1 @@
+"""Groups: the members that share out a sequence, and how they exchange arrays."""
