@@ -252,6 +252,21 @@ def decode() -> Iterator[str]:
         yield "\nThe host's time of a repeated call: " + ", ".join(f"{name} {us} us" for name, us in host.items()) + "."
 
 
+def host_options() -> Iterator[str]:
+    """The lines of the table of ``host_options``."""
+    rows = read("h200_cudnn919_host_options.csv")
+    yield (
+        f"Microseconds of the host per call on an {rows[0]['gpu']}, cuDNN {rows[0]['cudnn']}, by "
+        "`python -m benchmarks host_options`: a repeated call on an idle device, and in a mix of calls of all kinds on 64 sets of "
+        "arrays in turn. The ratios are those of our time to that of PyTorch's closest call in the same run.\n"
+    )
+    yield "| call | alone | ratio | in the mix | ratio | PyTorch's call |"
+    yield "|---|---|---|---|---|---|"
+    for row in rows:
+        cells = (row[name] for name in ("kind", "us", "ratio", "mix_us", "mix_ratio", "peer"))
+        yield f"| {' | '.join(cells)} |"
+
+
 def jvp() -> Iterator[str]:
     """The lines of the table of ``jvp``."""
     problems: dict[str, dict[str, dict[str, str]]] = {}
@@ -303,7 +318,19 @@ def draw_decode(path: Path) -> None:
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-TABLES = {"plans": plans, "decode": decode, "functions": functions, "speed": speed, "host": host, "graphs": graphs, "jvp": jvp}
+TABLES = {
+    "plans": plans, "decode": decode, "functions": functions, "speed": speed, "host": host, "host_options": host_options,
+    "graphs": graphs, "jvp": jvp,
+}  # fmt: skip
+    "plans": plans,
+    "decode": decode,
+    "functions": functions,
+    "speed": speed,
+    "host": host,
+    "host_options": host_options,
+    "graphs": graphs,
+    "jvp": jvp,
+}
 
 
 def main(words: Sequence[str]) -> int:
