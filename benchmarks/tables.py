@@ -257,8 +257,8 @@ def host_options() -> Iterator[str]:
     rows = read("h200_cudnn919_host_options.csv")
     yield (
         f"Microseconds of the host per call on an {rows[0]['gpu']}, cuDNN {rows[0]['cudnn']}, by "
-        "`python -m benchmarks host_options`: a repeated call on an idle device, and in a mix of calls of all kinds on 64 sets of "
-        "arrays in turn. The ratios are those of our time to that of PyTorch's closest call in the same run.\n"
+        "`python -m benchmarks host_options`: a repeated call on an idle device, and in a mix of calls of all kinds on 64 sets "
+        "of arrays in turn. The ratios are those of our time to that of PyTorch's closest call in the same run.\n"
     )
     yield "| call | alone | ratio | in the mix | ratio | PyTorch's call |"
     yield "|---|---|---|---|---|---|"
@@ -322,15 +322,6 @@ TABLES = {
     "plans": plans, "decode": decode, "functions": functions, "speed": speed, "host": host, "host_options": host_options,
     "graphs": graphs, "jvp": jvp,
 }  # fmt: skip
-    "plans": plans,
-    "decode": decode,
-    "functions": functions,
-    "speed": speed,
-    "host": host,
-    "host_options": host_options,
-    "graphs": graphs,
-    "jvp": jvp,
-}
 
 
 def main(words: Sequence[str]) -> int:
