@@ -12,9 +12,11 @@ from .inference.kv_cache import KVCache
 from .inference.shared_prefix import shared_prefix_attention
 from .prepare import Prepared, autotune, prepare
 from .problem.problem import Problem
+from .sparse.block_mask import BlockMask, block_mask
 from .version import __version__
 
 __all__ = [
+    "BlockMask",
     "CudnnError",
     "DiskCacheWarning",
     "KVCache",
@@ -30,6 +32,7 @@ __all__ = [
     "attention_backward",
     "attention_vjp",
     "autotune",
+    "block_mask",
     "dropout_mask",
     "explain",
     "get_plan_cache",

@@ -10,6 +10,7 @@ from .calls.options import DTensors, Options, read_flag, takes_options
 from .calls.replay_cache import cache_call, run_cached
 from .errors import Unsupported
 from .problem.validation import NO_PAGED_GRADIENTS
+from .sparse.forward import attention_with_block_mask
 
 
 # fmt: off
@@ -164,6 +165,8 @@ def attention(
     >>> cupy_sdpa.attention(q, k, v, causal=True, **packed).shape
     (64, 8, 100)
     """
+    if "block_mask" in options and (mask := options.pop("block_mask")) is not None:
+        return attention_with_block_mask(q, k, v, mask, options, return_stats=return_stats, out=out, stats=stats)
     deterministic = deterministic is not False and read_flag("deterministic", deterministic)
     kind = ("forward", return_stats if type(return_stats) is bool else str(return_stats), deterministic)
     arrays = (q, k, v, out, stats)

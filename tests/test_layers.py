@@ -18,6 +18,7 @@ LAYERS = (
     ("__init__",),
     ("nnlib", "store", "inference"),
     ("attention", "explain", "prepare", "helpers"),
+    ("sparse",),
     ("offline",),
     ("calls",),
     ("staging",),

@@ -1,0 +1,191 @@
+"""How a call computes a block mask: one packed call, calls on slices, or batch entries of blocks; and the arrays for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..device import cupy_runtime
+from ..problem.band import Band
+from . import segments
+from .block_mask import BlockMask
+from .evaluate import BLOCK, FULL, PARTIAL
+from .tables import MASKED_COST, MERGE_COST, Entries, Sizes, attends, make_tables
+
+
+class Plan(NamedTuple):
+    """How calls of some sizes compute a mask; exactly one of the first three is not None.
+
+    Attributes:
+        packed: the sequences of one packed call.
+        slices: calls on slices of the arrays.
+        blocks: batch entries of blocks.
+        cost: the number of blocks that cuDNN computes, about; a block with a mask counts as several.
+    """
+
+    packed: segments.Packed | None
+    slices: list[segments.Slice] | None
+    blocks: Any
+    cost: float
+
+    @property
+    def method(self) -> str:
+        """The name of the method."""
+        return "packed" if self.packed else "slices" if self.slices is not None else "blocks"
+
+
+def block_cost(mask: BlockMask) -> float:
+    """The cost of the mask as batch entries of blocks: with a mask in partial blocks, and merged results."""
+    full, partial = ((mask.kinds == kind).sum(axis=0) for kind in (FULL, PARTIAL))
+    together = MASKED_COST * (full + partial)
+    separate = full + MASKED_COST * partial + MERGE_COST
+    return float(np.where(partial == 0, full, np.minimum(together, separate)).sum())
+
+
+def choose(mask: BlockMask, sizes: Sizes) -> Plan:
+    """The plan with the least cost: segments need no mask, but as many tiles as their rows and keys overlap."""
+    repeats = sizes.batch // mask.batch
+    blocks = block_cost(mask)
+    if mask.segments is not None:
+        entries = list(mask.segments) * repeats
+        cost = sum(segments.cost(entry) for entry in mask.segments)
+        if cost <= blocks:
+            if mask.batch == 1 and (slices := segments.slices(mask.segments[0])) is not None and len(slices) < 2:
+                return Plan(None, slices, None, cost)
+            if (packed := segments.packed(entries, mask.sq, mask.skv)) is not None:
+                return Plan(packed, None, None, cost)
+            if mask.batch == 1 and (slices := segments.slices(mask.segments[0])) is not None:
+                return Plan(None, slices, None, cost)
+    return Plan(None, None, make_tables(mask, sizes), blocks)
+
+
+def plan_of(mask: BlockMask, sizes: Sizes) -> Plan:
+    """The plan of a mask for calls of some sizes; it is chosen once."""
+    plan = mask.tables.get(sizes)
+    if plan is None:
+        plan = mask.tables[sizes] = choose(mask, sizes)
+    return plan  # type: ignore[no-any-return]
+
+
+class EntryArrays(NamedTuple):
+    """The arrays of :class:`Entries` on the engine of a call.
+
+    Attributes:
+        items: int32 ``(E, 3)``.
+        options: the options of the call: the page table, lengths, and the mask.
+    """
+
+    items: Any
+    options: dict[str, Any]
+
+
+class Upload:
+    """Creates arrays on the engine of a call.
+
+    Args:
+        like: an array of the engine.
+
+    Raises:
+        RuntimeError: the stream is being captured.
+    """
+
+    def __init__(self, like: Any) -> None:
+        self.on_gpu = cupy_runtime.is_array(like)
+        if self.on_gpu and cupy_runtime.capturing():
+            raise RuntimeError(
+                "the stream is being captured into a CUDA graph, and the tables of this block mask are not on the GPU yet: run "
+                "the call once before the capture begins"
+            )
+
+    def __call__(self, array: Any) -> Any:
+        """The array on the engine, in Fortran order."""
+        return cupy_runtime.cupy().asarray(array, order="F") if self.on_gpu else np.asfortranarray(array)
+
+
+def upload_entries(mask: BlockMask, entries: Entries, upload: Upload) -> EntryArrays:
+    """The arrays of batch entries on the engine of a call."""
+    options: dict[str, Any] = {"page_table": upload(entries.table), "seq_lens_kv": upload(entries.lengths)}
+    if entries.partial is not None:
+        options |= {"mask_mod": is_attended, "tensors": {"attends": upload(attends(mask, entries.partial))}}
+    return EntryArrays(upload_items(entries.items, upload), options)
+
+
+def upload_items(items: Any, upload: Upload) -> Any:
+    """Items ``(n, 3)`` on the engine; each item is contiguous."""
+    return cupy_runtime.cupy().asarray(items, order="C") if upload.on_gpu else items
+
+
+def is_attended(b: Any, h: Any, q_idx: Any, kv_idx: Any, attends: Any) -> Any:
+    """The mask of batch entries of blocks."""
+    return attends[kv_idx, q_idx, b] != 0
+
+
+def band_options(band: Band | None) -> dict[str, Any]:
+    """The options of a call with a band."""
+    return {} if band is None else {"window": (band.left, band.right, "bottom_right" if band.bottom_right else "top_left")}
+
+
+def device_of(array: Any) -> int | None:
+    """The device of an array; None for numpy arrays."""
+    return array.data.device_id if cupy_runtime.is_array(array) else None
+
+
+def strided(array: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+    """A view of an array with another shape and strides in bytes."""
+    if cupy_runtime.is_array(array):
+        return cupy_runtime.cupy().ndarray(shape, array.dtype, array.data, strides)
+    return np.lib.stride_tricks.as_strided(array, shape, strides)
+
+
+def flattened(array: Any) -> Any | None:
+    """An array ``(D, H, S, B)`` as ``(D, H, S B)``, a view; None if the batch entries do not follow one another."""
+    d, h, s, b = array.shape
+    unit, head, row, batch = array.strides
+    return strided(array, (d, h, s * b), (unit, head, row)) if b == 1 or batch == s * row else None
+
+
+def as_pages(array: Any) -> Any | None:
+    """An array ``(D, H, S, B)`` as pages ``(D, H, BLOCK, pages)``, a view; None if S is no multiple of BLOCK."""
+    flat = flattened(array)
+    if flat is None or array.shape[2] % BLOCK:
+        return None
+    d, h, total = flat.shape
+    return strided(array, (d, h, BLOCK, total // BLOCK), (*flat.strides, BLOCK * flat.strides[2]))
+
+
+#: The options that calls with a block mask take besides it.
+SUPPORTED = ("scale", "softcap", "sinks", "max_workspace")
+
+
+def check(q: Any, k: Any, v: Any, mask: Any, options: Mapping[str, Any]) -> Sizes:
+    """Check the arguments of a call with a block mask; returns its sizes.
+
+    Raises:
+        TypeError, ValueError: the mask does not fit the arrays, or another option is passed.
+    """
+    if not isinstance(mask, BlockMask):
+        raise TypeError(
+            f"block_mask is a {type(mask).__module__}.{type(mask).__qualname__}; it must be a cupy_sdpa.BlockMask: create it with "
+            "cupy_sdpa.block_mask, or from FlexAttention's fields with BlockMask.from_kv_blocks"
+        )
+    for name, value in options.items():
+        if name not in SUPPORTED and value is not None and value is not False and not (name == "dropout_p" and value == 0):
+            raise ValueError(
+                f"{name} and block_mask are both passed; with a block mask calls take {', '.join(SUPPORTED)}: put other masks "
+                "into the mask function of block_mask"
+            )
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        if getattr(array, "ndim", 0) != 4:
+            raise ValueError(f"{name} has shape {getattr(array, 'shape', None)}; with a block mask it must be (D, H, S, B)")
+    (_, hq, sq, batch), (_, hkv, skv, _) = q.shape, k.shape
+    if (mask.sq, mask.skv) != (sq, skv):
+        raise ValueError(f"block_mask is for {mask.sq} queries and {mask.skv} keys; q has {sq} queries and k {skv} keys")
+    if mask.heads not in (1, hq) or mask.batch not in (1, batch):
+        raise ValueError(
+            f"block_mask has {mask.heads} heads and {mask.batch} batch entries; q has {hq} and {batch}: both must be equal or 1"
+        )
+    if hkv and hq % hkv:
+        raise ValueError(f"q has {hq} heads and k {hkv}; {hq} must be a multiple of {hkv}")
+    return Sizes(hq, hkv, batch)
