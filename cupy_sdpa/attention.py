@@ -10,6 +10,7 @@ from .calls.options import DTensors, Options, read_flag, takes_options
 from .calls.replay_cache import cache_call, run_cached
 from .errors import Unsupported
 from .problem.validation import NO_PAGED_GRADIENTS
+from .sparse.backward import gradients_with_block_mask
 from .sparse.forward import attention_with_block_mask
 
 
@@ -256,6 +257,10 @@ def attention_backward(
     """
     for name, value in (("deterministic", deterministic), ("return_dbias", return_dbias), ("return_dsinks", return_dsinks)):
         read_flag(name, value)
+    if "block_mask" in options and (mask := options.pop("block_mask")) is not None:
+        others = {"return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dtensors": return_dtensors}
+        given = (dout, q, k, v, out, stats, dq, dk, dv)
+        return gradients_with_block_mask(given, mask, options, deterministic=bool(deterministic), others=others)
     dtensors = return_dtensors if type(return_dtensors) is bool else repr(return_dtensors)
     kind = ("backward", bool(deterministic), bool(return_dbias), bool(return_dsinks), dtensors)
     arrays = (dout, q, k, v, out, stats, dq, dk, dv)

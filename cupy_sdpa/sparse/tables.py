@@ -83,12 +83,10 @@ class _Lists:
 
     def split(self) -> _Lists:
         """Lists of which the long ones are split, so that lists of equal length need at most twice the memory."""
-        most, total = max(map(len, self.keys), default=0), self.blocks
-        while most > 1 and sum(-(-len(keys) // most) for keys in self.keys) * most > _PADDING * total:
-            most -= 1
+        most = split_length(list(map(len, self.keys)))
         found = _Lists()
         for item, keys, partial in zip(self.items, self.keys, self.partial, strict=True):
-            for begin in range(0, len(keys), max(most, 1)):
+            for begin in range(0, len(keys), most):
                 found.add(item, keys[begin : begin + most], partial[begin : begin + most])
         return found
 
@@ -108,6 +106,15 @@ class _Lists:
                 lengths[e] = BLOCK * (len(keys) - 1) + min(BLOCK, mask.skv - BLOCK * int(keys[-1]))
         items = np.array(self.items, np.int32).reshape(-1, 3)
         return Entries(items, np.asfortranarray(table), lengths, np.asfortranarray(partial) if masked else None)
+
+
+def split_length(lengths: list[int]) -> int:
+    """The length to which lists are split, so that lists of this length need at most twice the memory of the listed blocks."""
+    counts = np.array(lengths)
+    most = max(lengths, default=1)
+    while most > 1 and (-(-counts // most)).sum() * most > _PADDING * counts.sum():
+        most -= 1
+    return max(most, 1)
 
 
 def page(sizes: Sizes, mask: BlockMask, group: int, entry: int) -> int:
@@ -161,9 +168,13 @@ def _sources(mask: BlockMask, sizes: Sizes, copied: Any) -> tuple[NDArray[np.int
     """The copied entries of every target, as offsets and numbers."""
     _, query_blocks, groups, _ = mask.kinds.shape
     items = np.concatenate([np.zeros((0, 3), np.int32), *(entries.items for entries in copied)])
-    targets = items[:, 0] + query_blocks * (items[:, 1] + groups * items[:, 2])
-    counts = np.bincount(targets, minlength=query_blocks * groups * sizes.batch)
-    offsets = np.concatenate([[0], np.cumsum(counts)])
+    return sources(items, query_blocks, groups, sizes.batch)
+
+
+def sources(items: NDArray[np.int32], blocks: int, groups: int, batch: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """The copies of every block, as offsets and numbers: those of ``(block, group, batch entry)``, the first fastest."""
+    targets = items[:, 0] + blocks * (items[:, 1] + groups * items[:, 2])
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(targets, minlength=blocks * groups * batch))])
     return offsets.astype(np.int32), np.argsort(targets, kind="stable").astype(np.int32)
 
 

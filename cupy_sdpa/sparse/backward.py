@@ -1,0 +1,249 @@
+"""The gradients of calls with a block mask."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..calls.arguments import read_backward
+from ..calls.replay_cache import cache_call, run_cached
+from ..device import cupy_runtime
+from . import plan as plans
+from . import rectangles
+from .block_mask import BlockMask
+from .evaluate import BLOCK
+from .forward import in_order, packed_arrays
+from .kernels import Sources, copy_blocks, copy_stats, sum_blocks
+from .plan import Plan
+from .tables import Sizes, sources
+
+#: The bytes of copies of blocks at a time; heads that need more are computed one part after the other.
+MAX_COPIES = 1 << 31
+
+_NAMES = ("dout", "q", "k", "v", "out", "stats", "dq", "dk", "dv")
+
+
+class Arrays(NamedTuple):
+    """The arrays of a backward pass, as for :func:`cupy_sdpa.attention_backward`."""
+
+    dout: Any
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    stats: Any
+    dq: Any
+    dk: Any
+    dv: Any
+
+
+def gradients_with_block_mask(
+    arrays: tuple[Any, ...], mask: BlockMask, options: Mapping[str, Any], *, deterministic: bool, others: Mapping[str, Any]
+) -> tuple[Any, Any, Any]:
+    """:func:`cupy_sdpa.attention_backward` with a block mask.
+
+    Args:
+        arrays: dout, q, k, v, out, stats, dq, dk and dv; the last three may be None.
+        mask: the block mask.
+        options: the other options.
+        deterministic: whether to return the same bits in every run.
+        others: the other requested gradients, which are refused.
+    """
+    dout, q, k, v, out, stats, dq, dk, dv = arrays
+    sizes = plans.check(q, k, v, mask, options)
+    for name, value in others.items():
+        if value is not False and value is not None:
+            raise ValueError(f"{name} is {value!r} and block_mask is passed; only dq, dk and dv are computed with a block mask")
+    shape = (v.shape[0], *q.shape[1:])
+    for name, array, wanted in (("dout", dout, shape), ("out", out, shape), ("stats", stats, (q.shape[2], q.shape[1], q.shape[3])),
+                                ("dq", dq, q.shape), ("dk", dk, k.shape), ("dv", dv, v.shape)):  # fmt: skip
+        if array is not None and array.shape != wanted:
+            raise ValueError(f"{name} has shape {array.shape}; it must be {wanted}")
+    given = {name: value for name, value in options.items() if value is not None and name != "sinks"}  # stats contain the sinks
+    with cupy_runtime.on_device_of(q) if cupy_runtime.is_array(q) else contextlib.nullcontext():
+        dq, dk, dv = (
+            cupy_runtime.new_result(q, x.shape, x.dtype) if dx is None else dx for x, dx in ((q, dq), (k, dk), (v, dv))
+        )
+        plan = plans.plan_of(mask, sizes)
+        whole = Arrays(dout, q, k, v, out, stats, dq, dk, dv)
+        if plan.packed:
+            _packed(whole, mask, sizes, plan, given, deterministic)
+        elif plan.slices is not None:
+            _slices(whole, plan, given, deterministic)
+        else:
+            _blocks(whole, mask, sizes, given, deterministic)
+    return dq, dk, dv
+
+
+def call(arrays: Arrays, options: Mapping[str, Any], deterministic: bool) -> None:
+    """:func:`cupy_sdpa.attention_backward` of a part, which writes into dq, dk and dv."""
+    kind = ("backward", deterministic, False, False, False)
+    if run_cached(kind, tuple(arrays), options) is None:
+        dout, q, k, v, *others = arrays
+        names = dict(zip(_NAMES[4:], others, strict=True))
+        parsed = read_backward(q, k, v, options, dout=dout, deterministic=deterministic, **names)
+        parsed.run()
+        cache_call(kind, _NAMES, tuple(arrays), options, parsed)
+
+
+def _packed(arrays: Arrays, mask: BlockMask, sizes: Sizes, plan: Plan, options: dict[str, Any], deterministic: bool) -> None:
+    """All segments as the sequences of one packed call."""
+    s, h, b = arrays.stats.shape
+    rows = cupy_runtime.temporary(arrays.q, (h, s, b), np.dtype(np.float32))
+    rows[...] = arrays.stats.transpose(1, 0, 2)
+    inputs = [arrays.dout, arrays.q, arrays.k, arrays.v, arrays.out]
+    flat = [plans.flattened(x) if plans.flattened(x) is not None else plans.flattened(in_order(x)) for x in inputs]
+    results, moved = [], []
+    for result in arrays[6:]:
+        own = result
+        if plans.flattened(result) is None:
+            own = cupy_runtime.temporary(arrays.q, result.shape, result.dtype)
+            moved.append((result, own))
+        results.append(plans.flattened(own))
+    given = {**options, **packed_arrays(mask, sizes, plan, arrays.q)}
+    call(Arrays(*flat, rows.reshape((h, s * b), order="F"), *results), given, deterministic)
+    for result, own in moved:
+        result[...] = own
+
+
+def _slices(arrays: Arrays, plan: Plan, options: dict[str, Any], deterministic: bool) -> None:
+    """Every segment as a call on slices of the arrays; dk and dv of the first call are written, those of others are added."""
+    assert plan.slices is not None
+    ordered = sorted(plan.slices, key=lambda part: part.k0 - part.k1)  # the one with most keys first
+    if not ordered:
+        for result in arrays[6:]:
+            result[...] = 0
+        return
+    for number, (q0, q1, k0, k1, band) in enumerate(ordered):
+        of_q, of_kv = (slice(None), slice(None), slice(q0, q1)), (slice(None), slice(None), slice(k0, k1))
+        stats = arrays.stats
+        if q1 - q0 < stats.shape[0] or not stats.flags.f_contiguous:
+            stats = cupy_runtime.temporary(arrays.q, (q1 - q0, *stats.shape[1:]), stats.dtype)
+            stats[...] = arrays.stats[q0:q1]
+        dk, dv = arrays.dk[of_kv], arrays.dv[of_kv]
+        if number:
+            dk, dv = (cupy_runtime.temporary(arrays.q, x.shape, x.dtype) for x in (dk, dv))
+        part = Arrays(
+            arrays.dout[of_q], arrays.q[of_q], arrays.k[of_kv], arrays.v[of_kv], arrays.out[of_q], stats, arrays.dq[of_q], dk, dv
+        )
+        call(part, {**options, **plans.band_options(band)}, deterministic)
+        for result, own in ((arrays.dk, dk), (arrays.dv, dv)):
+            if number:
+                result[of_kv] += own
+            elif (k0, k1) != (0, result.shape[2]):
+                result[:, :, :k0] = 0
+                result[:, :, k1:] = 0
+    begin = 0
+    for q0, q1, *_ in plan.slices:
+        if begin < q0:
+            arrays.dq[:, :, begin:q0] = 0
+        begin = q1
+    if begin < arrays.q.shape[2]:
+        arrays.dq[:, :, begin:] = 0
+
+
+class Copied(NamedTuple):
+    """The rectangles of a mask on the engine of a call.
+
+    Attributes:
+        queries, keys: int32 ``(n, 3)``: the copied blocks.
+        sources_q, sources_kv: the copies of every block.
+        calls: for each call the ends of its copies of queries and of keys, and its options.
+    """
+
+    queries: Any
+    keys: Any
+    sources_q: Sources
+    sources_kv: Sources
+    calls: list[tuple[int, int, dict[str, Any]]]
+
+
+def _blocks(arrays: Arrays, mask: BlockMask, sizes: Sizes, options: dict[str, Any], deterministic: bool) -> None:
+    """Copies of the blocks of rectangles as packed sequences, and sums of their gradients."""
+    copied = copied_blocks(mask, sizes, arrays.q)
+    if not copied.calls:
+        for result in arrays[6:]:
+            result[...] = 0
+        return
+    if mask.heads > 1:
+        _sum_of_copies(arrays, copied, 1, 1, options, deterministic)
+        return
+    size = arrays.q.itemsize * BLOCK * (arrays.q.shape[0] + arrays.v.shape[0]) * 2
+    parts = -(-size * (len(copied.queries) * sizes.hq + len(copied.keys) * sizes.hkv) // MAX_COPIES)
+    step = -(-sizes.hkv // max(1, min(parts, sizes.hkv)))
+    repeat = sizes.hq // sizes.hkv
+    for begin in range(0, sizes.hkv, step):
+        of_kv = slice(begin, min(begin + step, sizes.hkv))
+        of_q = slice(of_kv.start * repeat, of_kv.stop * repeat)
+        part = Arrays(*(array[:, of_kv if name in ("k", "v", "dk", "dv") else of_q] for name, array in zip(_NAMES, arrays, strict=True)))
+        _sum_of_copies(part, copied, of_q.stop - of_q.start, of_kv.stop - of_kv.start, options, deterministic)
+
+
+def _sum_of_copies(
+    arrays: Arrays, copied: Copied, hq: int, hkv: int, options: dict[str, Any], deterministic: bool
+) -> None:
+    """The gradients of all copies, and their sums; hq and hkv are the heads of a copy."""
+    queries, keys = copied.queries, copied.keys
+    dout, q, out = (_packed_copies(copy_blocks(x, queries, hq)) for x in (arrays.dout, arrays.q, arrays.out))
+    k, v = (_packed_copies(copy_blocks(x, keys, hkv)) for x in (arrays.k, arrays.v))
+    stats = copy_stats(arrays.stats, queries, hq, rows_first=False)
+    dq, dk, dv = (cupy_runtime.temporary(q, x.shape, x.dtype) for x in (q, k, v))
+    from_q = from_kv = 0
+    for end_q, end_kv, given in copied.calls:
+        of_q, of_kv = (..., slice(from_q, end_q)), (..., slice(from_kv, end_kv))
+        part = Arrays(dout[of_q], q[of_q], k[of_kv], v[of_kv], out[of_q], stats[of_q], dq[of_q], dk[of_kv], dv[of_kv])
+        call(part, {**options, **given}, deterministic)
+        from_q, from_kv = end_q, end_kv
+    sum_blocks(copied.sources_q, _as_blocks(dq), arrays.dq)
+    sum_blocks(copied.sources_kv, _as_blocks(dk), arrays.dk)
+    sum_blocks(copied.sources_kv, _as_blocks(dv), arrays.dv)
+
+
+def _packed_copies(copies: Any) -> Any:
+    """Copies ``(D, H, BLOCK, n)`` as packed sequences ``(D, H, BLOCK n)``."""
+    d, heads, _, count = copies.shape
+    return copies.reshape((d, heads, BLOCK * count), order="F")
+
+
+def _as_blocks(array: Any) -> Any:
+    d, heads, total = array.shape
+    return array.reshape((d, heads, BLOCK, total // BLOCK), order="F")
+
+
+def copied_blocks(mask: BlockMask, sizes: Sizes, like: Any) -> Copied:
+    """The rectangles of a mask for calls of some sizes, on the engine of a call; they are computed once."""
+    key = (plans.device_of(like), sizes, "rectangles")
+    if (found := mask.tables.get(key)) is not None:
+        return found  # type: ignore[no-any-return]
+    upload = plans.Upload(like)
+    made = [rectangles.sequences(rectangles.full_rectangles(mask, sizes.batch), mask, sizes),
+            rectangles.sequences(rectangles.partial_rectangles(mask, sizes.batch), mask, sizes)]  # fmt: skip
+    parts = [part for part in made if part is not None]
+    calls, end_q, end_kv = [], 0, 0
+    for part in parts:
+        end_q, end_kv = end_q + BLOCK * len(part.queries), end_kv + BLOCK * len(part.keys)
+        given: dict[str, Any] = {
+            "cu_seqlens_q": upload(part.starts_q), "cu_seqlens_kv": upload(part.starts_kv), "max_seqlen_q": part.longest_q,
+            "max_seqlen_kv": part.longest_kv,
+        }  # fmt: skip
+        if part.partial is not None:
+            given |= {"mask_mod": plans.is_attended, "tensors": {"attends": upload(rectangles.attends(mask, part.partial))}}
+        calls.append((end_q, end_kv, given))
+    empty = np.zeros((0, 3), np.int32)
+    queries = np.concatenate([empty, *(part.queries for part in parts)])
+    keys = np.concatenate([empty, *(part.keys for part in parts)])
+    key_blocks, query_blocks, groups, _ = mask.kinds.shape
+    kv_groups = 1 if groups == 1 else sizes.hkv
+    of_q = sources(queries, query_blocks, groups, sizes.batch)
+    of_kv = sources(keys, key_blocks, kv_groups, sizes.batch)
+    found = mask.tables[key] = Copied(
+        plans.upload_items(queries, upload),
+        plans.upload_items(keys, upload),
+        Sources(*map(upload, of_q), groups),
+        Sources(*map(upload, of_kv), kv_groups),
+        calls,
+    )
+    return found
