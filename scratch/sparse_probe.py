@@ -51,6 +51,12 @@ for S in (8192,):
             print(f"--- {S} {name}: {mask} {method}; created in {t1-t0:.2f} s; max difference out {err:.4f} stats {errs:.5f}", flush=True)
             timed(f"{S} {name} block_mask", lambda: attention(q,k,v,block_mask=mask,out=out))
             timed(f"{S} {name} mask_mod", lambda: attention(q,k,v,out=out,**plain),3)
+            do=random_normal(D,H,S,1); G=[cupy.full(x.shape,np.nan,dtype=x.dtype,order="F") for x in (q,k,v)]
+            g1=attention_backward(do,q,k,v,a,sa,block_mask=mask,dq=G[0],dk=G[1],dv=G[2]); g2=attention_backward(do,q,k,v,b,sb,**plain)
+            print("   gradients, relative to the largest", [round(float(abs(x.astype("f4")-y.astype("f4")).max()/abs(y.astype("f4")).max()),5) for x,y in zip(g1,g2)])
+            timed(f"{S} {name} block_mask backward", lambda: attention_backward(do,q,k,v,a,sa,block_mask=mask,dq=G[0],dk=G[1],dv=G[2]))
+            timed(f"{S} {name} block_mask backward det", lambda: attention_backward(do,q,k,v,a,sa,block_mask=mask,dq=G[0],dk=G[1],dv=G[2],deterministic=True),3)
+            timed(f"{S} {name} mask_mod backward", lambda: attention_backward(do,q,k,v,b,sb,**plain),3)
             print("   host us", round(host_us(lambda: attention(q,k,v,block_mask=mask,out=out),50),1))
         except Exception:
             traceback.print_exc(limit=4)
@@ -68,6 +74,8 @@ for (hq,hkv,sq,skv,b,per_head,per_entry) in ((8,2,1000,1300,2,True,True),(8,2,10
             a,sa=attention(q,k,v,block_mask=mask,return_stats=True)
         bb,sb=attention(q,k,v,mask=dd,return_stats=True)
         fin=np.isfinite(cupy.asnumpy(sb)); ok=(np.isfinite(cupy.asnumpy(sa))==fin).all()
+        do=random_normal(*q.shape); g1=attention_backward(do,q,k,v,a,sa,block_mask=mask); g2=attention_backward(do,q,k,v,bb,sb,mask=dd)
+        print("gradients",[round(float(abs(x.astype("f4")-y.astype("f4")).max()/abs(y.astype("f4")).max()),5) for x,y in zip(g1,g2)])
         print(mask, "same fully masked rows", ok, "out", float(abs(a.astype("f4")-bb.astype("f4")).max()), "stats", abs(cupy.asnumpy(sa)-cupy.asnumpy(sb))[fin].max())
     except Exception: traceback.print_exc(limit=4)
 # building blocks, 8192, 8 blocks of 64 per query block
