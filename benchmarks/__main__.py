@@ -13,6 +13,7 @@ from cupy_sdpa._cli.main import exit_status
 COMMANDS = {
     "compare": ("compare.command", "named problems against PyTorch, cudnn-frontend, FlexAttention and JAX; CPU engine"),
     "functions": ("functions", "score and mask functions against FlexAttention"),
+    "sparse": ("sparse.run", "block masks against FlexAttention"),
     "packed": ("packed.run", "packed (varlen) sequences against PyTorch and cudnn-frontend"),
     "host": ("host", "host time of a call and of its steps, against PyTorch"),
     "host_options": ("host_options.run", "host time of every option, alone and in a mix, against PyTorch"),

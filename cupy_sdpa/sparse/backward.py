@@ -127,7 +127,15 @@ def _slices(arrays: Arrays, plan: Plan, options: dict[str, Any], deterministic: 
         if number:
             dk, dv = (cupy_runtime.temporary(arrays.q, x.shape, x.dtype) for x in (dk, dv))
         part = Arrays(
-            arrays.dout[of_q], arrays.q[of_q], arrays.k[of_kv], arrays.v[of_kv], arrays.out[of_q], stats, arrays.dq[of_q], dk, dv
+            arrays.dout[of_q],
+            arrays.q[of_q],
+            arrays.k[of_kv],
+            arrays.v[of_kv],
+            arrays.out[of_q],
+            stats,
+            arrays.dq[of_q],
+            dk,
+            dv,
         )
         call(part, {**options, **plans.band_options(band)}, deterministic)
         for result, own in ((arrays.dk, dk), (arrays.dv, dv)):
@@ -178,13 +186,13 @@ def _blocks(arrays: Arrays, mask: BlockMask, sizes: Sizes, options: dict[str, An
     for begin in range(0, sizes.hkv, step):
         of_kv = slice(begin, min(begin + step, sizes.hkv))
         of_q = slice(of_kv.start * repeat, of_kv.stop * repeat)
-        part = Arrays(*(array[:, of_kv if name in ("k", "v", "dk", "dv") else of_q] for name, array in zip(_NAMES, arrays, strict=True)))
+        part = Arrays(
+            *(array[:, of_kv if name in ("k", "v", "dk", "dv") else of_q] for name, array in zip(_NAMES, arrays, strict=True))
+        )
         _sum_of_copies(part, copied, of_q.stop - of_q.start, of_kv.stop - of_kv.start, options, deterministic)
 
 
-def _sum_of_copies(
-    arrays: Arrays, copied: Copied, hq: int, hkv: int, options: dict[str, Any], deterministic: bool
-) -> None:
+def _sum_of_copies(arrays: Arrays, copied: Copied, hq: int, hkv: int, options: dict[str, Any], deterministic: bool) -> None:
     """The gradients of all copies, and their sums; hq and hkv are the heads of a copy."""
     queries, keys = copied.queries, copied.keys
     dout, q, out = (_packed_copies(copy_blocks(x, queries, hq)) for x in (arrays.dout, arrays.q, arrays.out))

@@ -56,9 +56,7 @@ def copy_blocks(array: Any, items: Any, heads: int) -> Any:
     copies = cupy_runtime.empty(shape, array.dtype)
     if copies.size:
         size = array.itemsize
-        unit = next(
-            u for u in UNITS if all(x % u == 0 for x in (d * size, array.data.ptr, *array.strides[1:]))
-        )
+        unit = next(u for u in UNITS if all(x % u == 0 for x in (d * size, array.data.ptr, *array.strides[1:])))
         arguments = np.array((_blocks(array), tuple(_copies(copies, items))), _COPY)
         threads = (max(1, min(d * size // unit, 32)), 1)
         threads = (threads[0], _THREADS // threads[0])
@@ -243,12 +241,14 @@ def merge_blocks(sources: Sources, copies: Any, copied_stats: Any, out: Any, sta
     del no_stats
     columns = max(1, min(width // unit, 32))
     kernel = _merge_kernel(out.dtype.name, unit)
-    kernel((blocks * sources.groups * batch, per_group), (columns, _THREADS // columns), (np.array((_blocks(out), record), _MERGE),))
+    kernel(
+        (blocks * sources.groups * batch, per_group),
+        (columns, _THREADS // columns),
+        (np.array((_blocks(out), record), _MERGE),),
+    )
 
 
-def _merge_on_cpu(
-    sources: Sources, copies: Any, copied_stats: Any, out: Any, stats: Any, base: Any, sinks: Any
-) -> None:
+def _merge_on_cpu(sources: Sources, copies: Any, copied_stats: Any, out: Any, stats: Any, base: Any, sinks: Any) -> None:
     _, heads, rows, batch = out.shape
     blocks, per_group = -(-rows // BLOCK), heads // sources.groups
     dtype = np.result_type(np.float32, out.dtype)
@@ -387,7 +387,9 @@ def sum_blocks(sources: Sources, copies: Any, out: Any) -> None:
     record = (sources.offsets.data.ptr, sources.parts.data.ptr, sources.groups, per_group, blocks, width, copies.data.ptr)
     columns = max(1, min(width // unit, 32))
     kernel = _sum_kernel(out.dtype.name, unit)
-    kernel((blocks * sources.groups * batch, per_group), (columns, _THREADS // columns), (np.array((_blocks(out), record), _SUM),))
+    kernel(
+        (blocks * sources.groups * batch, per_group), (columns, _THREADS // columns), (np.array((_blocks(out), record), _SUM),)
+    )
 
 
 @functools.cache

@@ -146,4 +146,3 @@ def attends(mask: BlockMask, partial: NDArray[np.int32]) -> NDArray[np.float16]:
     for e in range(count):
         found[e] = np.unpackbits(known[partial[e]], axis=1).reshape(most * BLOCK, BLOCK)
     return found.T
-

@@ -181,7 +181,9 @@ def sources(items: NDArray[np.int32], blocks: int, groups: int, batch: int) -> t
 def attends(mask: BlockMask, partial: NDArray[np.int32]) -> NDArray[np.float16]:
     """The mask of entries as a captured array ``(keys, queries, E)`` in Fortran order: 1 where a query attends, otherwise 0."""
     pages, count = partial.shape
-    known = np.concatenate([mask.bits, np.zeros((1, BLOCK * BLOCK // 8), np.uint8), np.full((1, BLOCK * BLOCK // 8), 255, np.uint8)])
+    known = np.concatenate(
+        [mask.bits, np.zeros((1, BLOCK * BLOCK // 8), np.uint8), np.full((1, BLOCK * BLOCK // 8), 255, np.uint8)]
+    )
     found = np.empty((count, BLOCK, pages, BLOCK), np.float16)
     for e in range(count):  # one at a time: the bits of all would need twice the memory
         blocks = np.unpackbits(known[partial[:, e]], axis=1).reshape(pages, BLOCK, BLOCK)  # ALL is the last one, NONE before it
