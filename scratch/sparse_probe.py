@@ -108,7 +108,8 @@ timed("dense queries, 8 pages, positions function", lambda: attention(q4,kp,vp,o
 fb=lambda b,h,q_idx,kv_idx: q_idx>=kv_idx
 timed("dense queries, 8 pages, causal bottom right", lambda: attention(q4,kp,vp,out=o4,causal="bottom_right",**pg))
 # copies
-from cupy_sdpa.sparse.kernels import copy_blocks, merge_blocks, sum_blocks, Sources
+from cupy_sdpa.device.blocks.copies import copy_blocks
+from cupy_sdpa.device.blocks.results import merge_blocks, sum_blocks, Sources
 items=cupy.asarray(np.array([(i,0,0) for i in range(E)],np.int32))
 timed("copy 64 query blocks", lambda: copy_blocks(q,items,H))
 items8=cupy.asarray(np.array([(i%E,0,0) for i in range(8*E)],np.int32))

@@ -2,10 +2,10 @@
 
     python -m benchmarks sparse [results.csv] [--only NAME ...] [--lengths N ...] [--compile]
 
-bfloat16, batch 1, 16 heads, head dim 128. Both have their block mask before the measurement; FlexAttention is compiled. Times are
-by CUDA events, as in ``compare``. An error is the largest difference from PyTorch in float64 with the whole score matrix, of two
-heads and at most 8192 positions, divided by the largest magnitude. Some patterns at a time take less than 100 seconds. Needs
-PyTorch and Triton besides CuPy.
+bfloat16, batch 1, 16 heads, head dim 128. Both have their block mask before the measurement; FlexAttention is compiled. Times
+are by CUDA events, as in ``compare``. An error is the largest difference from PyTorch in float64 with the whole score matrix,
+of two heads and at most 8192 positions, divided by the largest magnitude. Some patterns at a time take less than 100 seconds.
+Needs PyTorch and Triton besides CuPy.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def in_torch(pattern: Pattern, arrays: dict[str, Any]) -> Callable[..., Any]:
     return lambda b, h, q_idx, kv_idx: pattern.mask_mod(b, h, q_idx, kv_idx, **tensors)
 
 
-def exact(mask_mod: Callable[..., Any], q: Any, k: Any, v: Any, dout: Any) -> list[Any]:
+def exact(mask_mod: Callable[..., Any], inputs: Sequence[Any], dout: Any) -> list[Any]:
     """The output and the gradients in float64, from the whole score matrix of some heads."""
-    leaves = [x[:, :EXACT_HEADS].detach().double().requires_grad_() for x in (q, k, v)]
-    rows = torch.arange(q.shape[2], device="cuda")
+    leaves = [x[:, :EXACT_HEADS].detach().double().requires_grad_() for x in inputs]
+    rows = torch.arange(dout.shape[2], device="cuda")
     zero = torch.zeros((), dtype=torch.long, device="cuda")
     attends = mask_mod(zero, zero, rows[:, None], rows[None, :])
     scores = (leaves[0] @ leaves[1].mT / math.sqrt(D)).masked_fill(~attends, -math.inf)
@@ -98,8 +98,8 @@ def measure(pattern: Pattern, length: int, only_compile: bool) -> dict[str, Any]
     begin = time.perf_counter()
     mask = cupy_sdpa.block_mask(pattern.mask_mod, length, length, tensors=arrays)
     row: dict[str, Any] = {
-        "name": pattern.name, "length": length, "sparsity": round(mask.sparsity, 3), "partial": mask.partial, "blocks": mask.blocks,
-        "create_s": round(time.perf_counter() - begin, 3),
+        "name": pattern.name, "length": length, "sparsity": round(mask.sparsity, 3), "partial": mask.partial,
+        "blocks": mask.blocks, "create_s": round(time.perf_counter() - begin, 3),
     }  # fmt: skip
     timers: dict[str, dict[str, list[Callable[[], Any]]]] = {
         direction: {"ours": [], "flex": []} for direction in ("forward", "both")
@@ -114,7 +114,7 @@ def measure(pattern: Pattern, length: int, only_compile: bool) -> dict[str, Any]
             return row
         own = ours_both(mask, q, k, v, dout)
         if number == 0 and length <= EXACT_LENGTH:
-            expected = exact(mask_mod, *leaves, gradient)
+            expected = exact(mask_mod, leaves, gradient)
             row["error"] = f"{error([bhsd(x) for x in own], expected):.1e}"
             row["flex_error"] = f"{error(results, expected):.1e}"
             del expected

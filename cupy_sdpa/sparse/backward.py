@@ -11,14 +11,14 @@ import numpy as np
 from ..calls.arguments import read_backward
 from ..calls.replay_cache import cache_call, run_cached
 from ..device import cupy_runtime
+from ..device.blocks import BLOCK
+from ..device.blocks.copies import copy_blocks, copy_stats
+from ..device.blocks.results import Sources, sum_blocks
 from . import plan as plans
-from . import rectangles
 from .block_mask import BlockMask
-from .evaluate import BLOCK
-from .forward import in_order, packed_arrays
-from .kernels import Sources, copy_blocks, copy_stats, sum_blocks
-from .plan import Plan
-from .tables import Sizes, sources
+from .entries import Sizes, attends, full_rectangles, packed_copies, partial_rectangles, sources
+from .forward import packed_options, packed_view
+from .plan import Plan, Upload
 
 #: The bytes of copies of blocks at a time; heads that need more are computed one part after the other.
 MAX_COPIES = 1 << 31
@@ -58,8 +58,9 @@ def gradients_with_block_mask(
         if value is not False and value is not None:
             raise ValueError(f"{name} is {value!r} and block_mask is passed; only dq, dk and dv are computed with a block mask")
     shape = (v.shape[0], *q.shape[1:])
-    for name, array, wanted in (("dout", dout, shape), ("out", out, shape), ("stats", stats, (q.shape[2], q.shape[1], q.shape[3])),
-                                ("dq", dq, q.shape), ("dk", dk, k.shape), ("dv", dv, v.shape)):  # fmt: skip
+    rows = (q.shape[2], q.shape[1], q.shape[3])
+    expected = {"dout": shape, "out": shape, "stats": rows, "dq": q.shape, "dk": k.shape, "dv": v.shape}
+    for (name, wanted), array in zip(expected.items(), (dout, out, stats, dq, dk, dv), strict=True):
         if array is not None and array.shape != wanted:
             raise ValueError(f"{name} has shape {array.shape}; it must be {wanted}")
     given = {name: value for name, value in options.items() if value is not None and name != "sinks"}  # stats contain the sinks
@@ -91,20 +92,22 @@ def call(arrays: Arrays, options: Mapping[str, Any], deterministic: bool) -> Non
 
 def _packed(arrays: Arrays, mask: BlockMask, sizes: Sizes, plan: Plan, options: dict[str, Any], deterministic: bool) -> None:
     """All segments as the sequences of one packed call."""
+    assert plan.packed
     s, h, b = arrays.stats.shape
     rows = cupy_runtime.temporary(arrays.q, (h, s, b), np.dtype(np.float32))
     rows[...] = arrays.stats.transpose(1, 0, 2)
-    inputs = [arrays.dout, arrays.q, arrays.k, arrays.v, arrays.out]
-    flat = [plans.flattened(x) if plans.flattened(x) is not None else plans.flattened(in_order(x)) for x in inputs]
+    inputs = [packed_view(x) for x in (arrays.dout, arrays.q, arrays.k, arrays.v, arrays.out)]
     results, moved = [], []
     for result in arrays[6:]:
         own = result
         if plans.flattened(result) is None:
             own = cupy_runtime.temporary(arrays.q, result.shape, result.dtype)
             moved.append((result, own))
-        results.append(plans.flattened(own))
-    given = {**options, **packed_arrays(mask, sizes, plan, arrays.q)}
-    call(Arrays(*flat, rows.reshape((h, s * b), order="F"), *results), given, deterministic)
+        results.append(packed_view(own))
+    given = {**options, **packed_options(mask, sizes, plan.packed, arrays.q)}
+    dout, q, k, v, out = inputs
+    dq, dk, dv = results
+    call(Arrays(dout, q, k, v, out, rows.reshape((h, s * b), order="F"), dq, dk, dv), given, deterministic)
     for result, own in moved:
         result[...] = own
 
@@ -197,7 +200,7 @@ def _sum_of_copies(arrays: Arrays, copied: Copied, hq: int, hkv: int, options: d
     queries, keys = copied.queries, copied.keys
     dout, q, out = (_packed_copies(copy_blocks(x, queries, hq)) for x in (arrays.dout, arrays.q, arrays.out))
     k, v = (_packed_copies(copy_blocks(x, keys, hkv)) for x in (arrays.k, arrays.v))
-    stats = copy_stats(arrays.stats, queries, hq, rows_first=False)
+    stats = copy_stats(arrays.stats, queries, hq)
     dq, dk, dv = (cupy_runtime.temporary(q, x.shape, x.dtype) for x in (q, k, v))
     from_q = from_kv = 0
     for end_q, end_kv, given in copied.calls:
@@ -222,36 +225,35 @@ def _as_blocks(array: Any) -> Any:
 
 
 def copied_blocks(mask: BlockMask, sizes: Sizes, like: Any) -> Copied:
-    """The rectangles of a mask for calls of some sizes, on the engine of a call; they are computed once."""
-    key = (plans.device_of(like), sizes, "rectangles")
-    if (found := mask.tables.get(key)) is not None:
-        return found  # type: ignore[no-any-return]
-    upload = plans.Upload(like)
-    made = [rectangles.sequences(rectangles.full_rectangles(mask, sizes.batch), mask, sizes),
-            rectangles.sequences(rectangles.partial_rectangles(mask, sizes.batch), mask, sizes)]  # fmt: skip
-    parts = [part for part in made if part is not None]
-    calls, end_q, end_kv = [], 0, 0
-    for part in parts:
-        end_q, end_kv = end_q + BLOCK * len(part.queries), end_kv + BLOCK * len(part.keys)
-        given: dict[str, Any] = {
-            "cu_seqlens_q": upload(part.starts_q), "cu_seqlens_kv": upload(part.starts_kv), "max_seqlen_q": part.longest_q,
-            "max_seqlen_kv": part.longest_kv,
-        }  # fmt: skip
-        if part.partial is not None:
-            given |= {"mask_mod": plans.is_attended, "tensors": {"attends": upload(rectangles.attends(mask, part.partial))}}
-        calls.append((end_q, end_kv, given))
-    empty = np.zeros((0, 3), np.int32)
-    queries = np.concatenate([empty, *(part.queries for part in parts)])
-    keys = np.concatenate([empty, *(part.keys for part in parts)])
-    key_blocks, query_blocks, groups, _ = mask.kinds.shape
-    kv_groups = 1 if groups == 1 else sizes.hkv
-    of_q = sources(queries, query_blocks, groups, sizes.batch)
-    of_kv = sources(keys, key_blocks, kv_groups, sizes.batch)
-    found = mask.tables[key] = Copied(
-        plans.upload_items(queries, upload),
-        plans.upload_items(keys, upload),
-        Sources(*map(upload, of_q), groups),
-        Sources(*map(upload, of_kv), kv_groups),
-        calls,
-    )
-    return found
+    """The rectangles of a mask for calls of some sizes, on the engine of a call."""
+
+    def make(upload: Upload) -> Copied:
+        kinds = full_rectangles(mask, sizes.batch), partial_rectangles(mask, sizes.batch)
+        parts = [part for part in (packed_copies(rectangles, mask, sizes) for rectangles in kinds) if part is not None]
+        calls, end_q, end_kv = [], 0, 0
+        for part in parts:
+            end_q, end_kv = end_q + BLOCK * len(part.queries), end_kv + BLOCK * len(part.keys)
+            given: dict[str, Any] = {
+                "cu_seqlens_q": upload(part.starts_q), "cu_seqlens_kv": upload(part.starts_kv), "max_seqlen_q": part.longest_q,
+                "max_seqlen_kv": part.longest_kv,
+            }  # fmt: skip
+            if part.partial is not None:
+                pairs = upload(attends(mask, part.partial, keys_first=False))
+                given |= {"mask_mod": plans.is_attended, "tensors": {"attends": pairs}}
+            calls.append((end_q, end_kv, given))
+        empty = np.zeros((0, 3), np.int32)
+        queries = np.concatenate([empty, *(part.queries for part in parts)])
+        keys = np.concatenate([empty, *(part.keys for part in parts)])
+        key_blocks, query_blocks, groups, _ = mask.kinds.shape
+        kv_groups = 1 if groups == 1 else sizes.hkv
+        of_q = sources(queries, query_blocks, groups, sizes.batch)
+        of_kv = sources(keys, key_blocks, kv_groups, sizes.batch)
+        return Copied(
+            upload.items(queries),
+            upload.items(keys),
+            Sources(upload(of_q[0]), upload(of_q[1]), groups),
+            Sources(upload(of_kv[0]), upload(of_kv[1]), kv_groups),
+            calls,
+        )
+
+    return plans.on_engine(mask, like, (sizes, "rectangles"), make)

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from .. import _html
 from .._typing import Array
 from ..device import cupy_runtime
+from ..device.blocks import BLOCK
 from . import segments
-from .evaluate import BLOCK, EMPTY, FULL, PARTIAL, Function, Rows, evaluate, evaluate_blocks
+from .evaluate import EMPTY, FULL, PARTIAL, Function, Rows, evaluate, evaluate_blocks
 
 #: Numbers block masks, so that calls with one of them can be cached.
 _next_number = itertools.count().__next__
@@ -34,7 +35,7 @@ def block_mask(
 ) -> BlockMask:
     r"""The blocks of 128 queries and 128 keys in which a query attends to a key, for ``attention(..., block_mask=)``.
 
-    .. math:: M_{ij} = f(b, h, i, j), \qquad \text{block } (I, J) \text{ is computed if } M_{ij} \text{ for some } i \in I, j \in J
+    .. math:: M_{ij} = f(b, h, i, j), \qquad \text{computed: } \{(I, J) : M_{ij} \text{ for some } i \in I, j \in J\}
 
     The function is evaluated once for every query and key, on some rows of blocks at a time: the memory is proportional to the
     number of blocks and to Skv. It runs on the engine of ``tensors``; without arrays on the GPU if there is one. This
@@ -155,7 +156,7 @@ class BlockMask:
             function = Function(mask_mod, tensors, per_head=kinds.shape[2] > 1, per_entry=kinds.shape[3] > 1)
             bits = evaluate_blocks(function, _listed(kinds, PARTIAL), *lengths)
         rows = {group: _rows_of_blocks(kinds[:, :, *group], *lengths) for group in np.ndindex(*kinds.shape[2:])}
-        return cls(*lengths, kinds, bits, None if (kinds == PARTIAL).any() else _segments(rows, kinds))
+        return cls(lengths[0], lengths[1], kinds, bits, None if (kinds == PARTIAL).any() else _segments(rows, kinds))
 
     @classmethod
     def from_kv_blocks(
@@ -308,7 +309,7 @@ def _from_lists(prefix: str, numbers_of_blocks: Any, indices: Any) -> NDArray[np
 
 def _listed(kinds: NDArray[np.uint8], kind: int) -> NDArray[np.int32]:
     """The blocks of a kind, int32 ``(n, 4)``, the first axis of ``kinds`` fastest."""
-    return np.argwhere(kinds.T == kind)[:, ::-1].astype(np.int32)
+    return np.argwhere(kind == kinds.T)[:, ::-1].astype(np.int32)
 
 
 def _rows_of_blocks(kinds: NDArray[np.uint8], sq: int, skv: int) -> Rows:

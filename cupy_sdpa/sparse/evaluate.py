@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..device import cupy_runtime
+from ..device.blocks import BLOCK
 
-#: The number of queries and of keys in a block.
-BLOCK = 128
 #: The kinds of blocks: no query attends to a key, some do, every query attends to every key.
 EMPTY, PARTIAL, FULL = 0, 1, 2
 #: The number of elements that are evaluated at once, if they are at least one row of tiles.
@@ -25,12 +24,12 @@ class Rows(NamedTuple):
     Attributes:
         first: the first key.
         end: the last key plus 1.
-        count: the number of keys. They are contiguous if it is ``end - first``.
+        number: the number of keys. They are contiguous if it is ``end - first``.
     """
 
     first: NDArray[np.int64]
     end: NDArray[np.int64]
-    count: NDArray[np.int64]
+    number: NDArray[np.int64]
 
 
 class Function:

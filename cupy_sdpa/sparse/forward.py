@@ -5,19 +5,21 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..calls.arguments import read_forward
 from ..calls.replay_cache import cache_call, run_cached
 from ..device import cupy_runtime
+from ..device.blocks import BLOCK
+from ..device.blocks.copies import copy_blocks
+from ..device.blocks.results import Sources, merge_blocks
 from . import plan as plans
 from .block_mask import BlockMask
-from .evaluate import BLOCK
-from .kernels import Sources, copy_blocks, merge_blocks
-from .plan import EntryArrays, Plan
-from .tables import Sizes
+from .entries import Sizes, Tables
+from .plan import EntryArrays, Plan, Upload
+from .segments import Packed
 
 
 def attention_with_block_mask(
@@ -65,40 +67,43 @@ def call(q: Any, k: Any, v: Any, options: Mapping[str, Any], out: Any, stats: An
         cache_call(kind, ("q", "k", "v", "out", "stats"), arrays, options, parsed)
 
 
-def in_order(array: Any) -> Any:
-    """A copy of an array in Fortran order."""
-    copy = cupy_runtime.temporary(array, array.shape, array.dtype)
-    copy[...] = array
-    return copy
+def packed_view(array: Any) -> Any:
+    """An array ``(D, H, S, B)`` as ``(D, H, S B)``; a copy if its batch entries do not follow one another."""
+    flat = plans.flattened(array)
+    if flat is None:
+        copy = cupy_runtime.temporary(array, array.shape, array.dtype)
+        copy[...] = array
+        flat = plans.flattened(copy)
+    return flat
 
 
-def packed_arrays(mask: BlockMask, sizes: Sizes, plan: Plan, like: Any) -> dict[str, Any]:
+def packed_options(mask: BlockMask, sizes: Sizes, packed: Packed, like: Any) -> dict[str, Any]:
     """The options of a packed call."""
-    key = (plans.device_of(like), sizes, "packed")
-    if (found := mask.tables.get(key)) is None:
-        assert plan.packed
-        upload = plans.Upload(like)
-        starts_q, starts_kv, longest_q, longest_kv, band = plan.packed
-        found = mask.tables[key] = {
+
+    def make(upload: Upload) -> dict[str, Any]:
+        starts_q, starts_kv, longest_q, longest_kv, band = packed
+        return {
             "cu_seqlens_q": upload(starts_q), "cu_seqlens_kv": upload(starts_kv), "max_seqlen_q": longest_q,
             "max_seqlen_kv": longest_kv, **plans.band_options(band),
         }  # fmt: skip
-    return found  # type: ignore[no-any-return]
+
+    return plans.on_engine(mask, like, (sizes, "packed"), make)
 
 
 def _packed(
     q: Any, k: Any, v: Any, mask: BlockMask, sizes: Sizes, plan: Plan, options: dict[str, Any], out: Any, stats: Any
 ) -> None:
     """All segments as the sequences of one packed call."""
-    flat = [plans.flattened(x) if plans.flattened(x) is not None else plans.flattened(in_order(x)) for x in (q, k, v)]
+    assert plan.packed
     target = plans.flattened(out)
     own = target if target is not None else cupy_runtime.temporary(q, (*out.shape[:2], math.prod(out.shape[2:])), out.dtype)
     _, heads, total = own.shape
     rows = None if stats is None else cupy_runtime.temporary(q, (heads, total), np.dtype(np.float32))
-    call(*flat, {**options, **packed_arrays(mask, sizes, plan, q)}, own, rows)
+    given = {**options, **packed_options(mask, sizes, plan.packed, q)}
+    call(packed_view(q), packed_view(k), packed_view(v), given, own, rows)
     if target is None:
         out[...] = own.reshape(out.shape, order="F")
-    if stats is not None:
+    if stats is not None and rows is not None:
         stats[...] = rows.reshape((heads, *stats.shape[::2]), order="F").transpose(1, 0, 2)
 
 
@@ -133,21 +138,20 @@ def _blocks(
     q: Any, k: Any, v: Any, mask: BlockMask, sizes: Sizes, plan: Plan, options: dict[str, Any], out: Any, stats: Any
 ) -> None:
     """Blocks of queries as batch entries, whose pages are the blocks of keys that they attend to."""
-    arrays = block_arrays(mask, sizes, plan, q)
+    arrays = block_arrays(mask, sizes, plan.blocks, q)
     groups, sinks = plan.blocks.groups, options.pop("sinks", None)
-    (d, hq, sq, batch), dv = q.shape, v.shape[0]
-    pages = [pages_of(x, arrays["pages"], sizes.hkv if groups == 1 else 1, groups == 1) for x in (k, v)]
+    (_, hq, sq, batch), dv = q.shape, v.shape[0]
+    pages = [pages_of(x, arrays.pages, sizes.hkv if groups == 1 else 1, groups == 1) for x in (k, v)]
     new = cupy_runtime.temporary
     float32 = np.dtype(np.float32)
-    direct, copied = arrays["direct"], arrays["copied"]
+    direct, copied = arrays.direct, arrays.copied
     target, base = out, None
     if direct:
-        flat = plans.flattened(q) if plans.flattened(q) is not None else plans.flattened(in_order(q))
         if plans.flattened(out) is None:
             target = new(q, out.shape, out.dtype)
         merges = bool(copied) or sinks is not None
         rows = new(q, (hq, sq * batch), float32) if merges or stats is not None else None
-        call(flat, *pages, {**options, **direct.options}, plans.flattened(target), rows)
+        call(packed_view(q), pages[0], pages[1], {**options, **direct.options}, packed_view(target), rows)
         base = None if rows is None else rows.reshape((hq, sq, batch), order="F").transpose(1, 0, 2)
         if not merges:
             if stats is not None:
@@ -156,42 +160,53 @@ def _blocks(
                 out[...] = target
             return
     heads, count = hq // groups, sum(len(entries.items) for entries in copied)
-    results = new(q, (dv, heads, BLOCK, count), q.dtype) if count else None
-    results_stats = new(q, (BLOCK, heads, count), float32) if count else None
+    results, results_stats = new(q, (dv, heads, BLOCK, count), q.dtype), new(q, (BLOCK, heads, count), float32)
     begin = 0
     for entries in copied:
         own = slice(begin, begin + len(entries.items))
         queries = copy_blocks(q, entries.items, heads)
-        call(queries, *pages, {**options, **entries.options}, results[..., own], results_stats[..., own])
+        call(queries, pages[0], pages[1], {**options, **entries.options}, results[..., own], results_stats[..., own])
         begin = own.stop
-    merge_blocks(arrays["sources"], results, results_stats, target, stats, base, sinks)
+    merge_blocks(arrays.sources, results, results_stats, target, stats, base, sinks)
     if target is not out:
         out[...] = target
 
 
-def block_arrays(mask: BlockMask, sizes: Sizes, plan: Plan, like: Any) -> dict[str, Any]:
+class Blocks(NamedTuple):
+    """The tables of a plan on the engine of a call.
+
+    Attributes:
+        pages: int32 ``(n, 3)``: the blocks of keys, as items of :func:`.copy_blocks`.
+        direct, copied: as in :class:`.Tables`.
+        sources: the copied entries of every block of queries.
+    """
+
+    pages: Any
+    direct: EntryArrays | None
+    copied: list[EntryArrays]
+    sources: Sources
+
+
+def block_arrays(mask: BlockMask, sizes: Sizes, tables: Tables, like: Any) -> Blocks:
     """The tables of a plan on the engine of a call."""
-    key = (plans.device_of(like), sizes, "blocks")
-    if (found := mask.tables.get(key)) is not None:
-        return found  # type: ignore[no-any-return]
-    upload, tables = plans.Upload(like), plan.blocks
-    key_blocks = mask.kinds.shape[0]
-    rows = sizes.batch * (1 if tables.groups == 1 else sizes.hkv)
-    every = np.array([(j, r % (rows // sizes.batch), r // (rows // sizes.batch)) for r in range(rows) for j in range(key_blocks)],
-                     np.int32).reshape(-1, 3)  # fmt: skip
-    direct: EntryArrays | None = None
-    if tables.direct:
-        direct = plans.upload_entries(mask, tables.direct, upload)
-        starts = [min(i * BLOCK, mask.sq) + b * mask.sq for i, _, b in tables.direct.items.tolist()]
-        starts.append(mask.sq * sizes.batch)
-        direct.options.update(cu_seqlens_q=upload(np.array(starts, np.int32)), max_seqlen_q=BLOCK)
-    found = mask.tables[key] = {
-        "pages": plans.upload_items(every, upload),
-        "direct": direct,
-        "copied": [plans.upload_entries(mask, entries, upload) for entries in tables.copied],
-        "sources": Sources(upload(tables.offsets), upload(tables.parts), tables.groups),
-    }
-    return found
+
+    def make(upload: Upload) -> Blocks:
+        groups = 1 if tables.groups == 1 else sizes.hkv
+        every = [(j, g, b) for b, g, j in np.ndindex(sizes.batch, groups, mask.kinds.shape[0])]
+        direct: EntryArrays | None = None
+        if tables.direct:
+            direct = plans.upload_entries(mask, tables.direct, upload)
+            starts = [i * BLOCK + b * mask.sq for i, _, b in tables.direct.items.tolist()]
+            starts.append(mask.sq * sizes.batch)
+            direct.options.update(cu_seqlens_q=upload(np.array(starts, np.int32)), max_seqlen_q=BLOCK)
+        return Blocks(
+            upload.items(np.array(every, np.int32).reshape(-1, 3)),
+            direct,
+            [plans.upload_entries(mask, entries, upload) for entries in tables.copied],
+            Sources(upload(tables.offsets), upload(tables.parts), tables.groups),
+        )
+
+    return plans.on_engine(mask, like, (sizes, "blocks"), make)
 
 
 def pages_of(array: Any, items: Any, heads: int, shared: bool) -> Any:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from ..device import cupy_runtime
+from ..device import cupy_runtime, driver
+from ..device.blocks import BLOCK
 from ..problem.band import Band
 from . import segments
 from .block_mask import BlockMask
-from .evaluate import BLOCK, FULL, PARTIAL
-from .tables import MASKED_COST, MERGE_COST, Entries, Sizes, attends, make_tables
+from .entries import MASKED_COST, MERGE_COST, Entries, Sizes, attends, make_tables
+from .evaluate import FULL, PARTIAL
+
+T = TypeVar("T")
 
 
 class Plan(NamedTuple):
@@ -66,7 +69,7 @@ def plan_of(mask: BlockMask, sizes: Sizes) -> Plan:
     plan = mask.tables.get(sizes)
     if plan is None:
         plan = mask.tables[sizes] = choose(mask, sizes)
-    return plan  # type: ignore[no-any-return]
+    return plan
 
 
 class EntryArrays(NamedTuple):
@@ -103,18 +106,37 @@ class Upload:
         """The array on the engine, in Fortran order."""
         return cupy_runtime.cupy().asarray(array, order="F") if self.on_gpu else np.asfortranarray(array)
 
+    def items(self, items: Any) -> Any:
+        """Items ``(n, 3)`` on the engine; each item is contiguous."""
+        return cupy_runtime.cupy().asarray(items, order="C") if self.on_gpu else items
+
+
+def on_engine(mask: BlockMask, like: Any, key: tuple[Any, ...], make: Callable[[Upload], T]) -> T:
+    """What calls of a mask need on their engine; it is made by the first call, which synchronizes.
+
+    Args:
+        mask: the block mask, which stores it.
+        like: an array of the engine.
+        key: identifies it among those of the mask.
+        make: makes it.
+    """
+    where = (driver.context_id() if cupy_runtime.is_array(like) else None, *key)
+    found: T | None = mask.tables.get(where)
+    if found is None:
+        upload = Upload(like)
+        found = make(upload)
+        if upload.on_gpu:  # other streams may use it next
+            cupy_runtime.cupy().cuda.get_current_stream().synchronize()
+        mask.tables[where] = found
+    return found
+
 
 def upload_entries(mask: BlockMask, entries: Entries, upload: Upload) -> EntryArrays:
     """The arrays of batch entries on the engine of a call."""
     options: dict[str, Any] = {"page_table": upload(entries.table), "seq_lens_kv": upload(entries.lengths)}
     if entries.partial is not None:
-        options |= {"mask_mod": is_attended, "tensors": {"attends": upload(attends(mask, entries.partial))}}
-    return EntryArrays(upload_items(entries.items, upload), options)
-
-
-def upload_items(items: Any, upload: Upload) -> Any:
-    """Items ``(n, 3)`` on the engine; each item is contiguous."""
-    return cupy_runtime.cupy().asarray(items, order="C") if upload.on_gpu else items
+        options |= {"mask_mod": is_attended, "tensors": {"attends": upload(attends(mask, entries.partial, keys_first=True))}}
+    return EntryArrays(upload.items(entries.items), options)
 
 
 def is_attended(b: Any, h: Any, q_idx: Any, kv_idx: Any, attends: Any) -> Any:
@@ -125,11 +147,6 @@ def is_attended(b: Any, h: Any, q_idx: Any, kv_idx: Any, attends: Any) -> Any:
 def band_options(band: Band | None) -> dict[str, Any]:
     """The options of a call with a band."""
     return {} if band is None else {"window": (band.left, band.right, "bottom_right" if band.bottom_right else "top_left")}
-
-
-def device_of(array: Any) -> int | None:
-    """The device of an array; None for numpy arrays."""
-    return array.data.device_id if cupy_runtime.is_array(array) else None
 
 
 def strided(array: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
@@ -167,8 +184,8 @@ def check(q: Any, k: Any, v: Any, mask: Any, options: Mapping[str, Any]) -> Size
     """
     if not isinstance(mask, BlockMask):
         raise TypeError(
-            f"block_mask is a {type(mask).__module__}.{type(mask).__qualname__}; it must be a cupy_sdpa.BlockMask: create it with "
-            "cupy_sdpa.block_mask, or from FlexAttention's fields with BlockMask.from_kv_blocks"
+            f"block_mask is a {type(mask).__module__}.{type(mask).__qualname__}; it must be a cupy_sdpa.BlockMask: create it "
+            "with cupy_sdpa.block_mask, or from FlexAttention's fields with BlockMask.from_kv_blocks"
         )
     for name, value in options.items():
         if name not in SUPPORTED and value is not None and value is not False and not (name == "dropout_p" and value == 0):

@@ -13,8 +13,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..device.blocks import BLOCK
 from ..problem.band import Band
-from .evaluate import BLOCK, Rows
+from .evaluate import Rows
 
 #: The largest number of calls on slices.
 MAX_SLICES = 4
@@ -69,21 +70,19 @@ def find_segments(rows: Rows, most: int) -> Segments | None:
     lows = first.tolist(), None if left is None else (index - left).tolist()
     highs = (-end).tolist(), None if right is None else (-(index + right + 1)).tolist()
     found: list[Segment] = []
-    begin, state = 0, None
+    begin, low, high = 0, None, None
     for i, exists in enumerate([*used.tolist(), False]):
-        sides = None
-        if exists:
-            before = state or (None, None)
-            sides = _extended(before[0], i, *lows), _extended(before[1], i, *highs)
-        if state is not None and (sides is None or None in sides):
-            found.append(Segment(begin, i, state[0], state[1]._replace(key=-state[1].key)))
+        next_low, next_high = (_extended(low, i, *lows), _extended(high, i, *highs)) if exists else (None, None)
+        if low is not None and high is not None and (next_low is None or next_high is None):
+            first_key, end_key = Bound(low.key, low.fixed, low.moves), Bound(-high.key, high.fixed, high.moves)
+            found.append(Segment(begin, i, first_key, end_key))
             if len(found) > most:
                 return None
-            sides = (_extended(None, i, *lows), _extended(None, i, *highs)) if exists else None
-            state = None
-        if sides is not None and state is None:
+            low = high = None
+            next_low, next_high = (_extended(None, i, *lows), _extended(None, i, *highs)) if exists else (None, None)
+        if low is None:
             begin = i
-        state = None if sides is None else (sides[0], sides[1])  # type: ignore[assignment]
+        low, high = next_low, next_high
     return Segments(tuple(found), left, right)
 
 
@@ -125,7 +124,7 @@ def _extended(side: _Side | None, i: int, bounds: list[int], band: list[int] | N
 def bands(entry: Segments, group: Iterable[Segment]) -> list[tuple[int | None, int | None]]:
     """The bounds ``(left, right)`` that every segment of a group has; empty if there are none."""
     group = list(group)
-    sides = []
+    sides: list[int | None] = []
     for name, bound in (("first", entry.left), ("end", entry.right)):
         of_group = [getattr(segment, name) for segment in group]
         if all(side.fixed for side in of_group):

@@ -1,14 +1,26 @@
-"""The batch entries of a block mask: blocks of queries, the pages that they attend to, and where their results are merged."""
+"""A block mask as batch entries: lists of pages for the forward pass, and rectangles of blocks for the backward pass.
+
+Forward, a block of queries is a batch entry of a call with paged keys: its pages are the blocks that it attends to. Blocks with
+and without a mask are separate calls, whose results are merged, unless that takes longer than computing all with a mask.
+
+Backward, cuDNN reads no pages. Copies of the blocks of a rectangle, which are query blocks that attend to the same key blocks,
+are a packed sequence, and the gradients of all copies of a block are summed. The cost besides cuDNN's kernels is
+proportional to the number of copies, so blocks are grouped in the way that needs fewer: key blocks with equal sets of query
+blocks, or query blocks with equal sets of key blocks. With equal numbers the first is used: cuDNN's kernels keep a tile of keys
+and loop over queries.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..device.blocks import BLOCK
 from .block_mask import BlockMask
-from .evaluate import BLOCK, FULL, PARTIAL
+from .evaluate import FULL, PARTIAL
 
 #: The time of a block with a mask, and of copying and merging a block of queries, relative to that of a block without a mask.
 #: A query block with few full blocks is therefore computed by one masked call.
@@ -51,8 +63,8 @@ class Tables(NamedTuple):
         groups: the number of groups of heads, which are computed separately: 1, or Hq if the mask differs between heads.
         direct: the entries that read q and write out in place: all query blocks in order; or None.
         copied: the entries that read copies of query blocks, in up to two calls: without and with a mask.
-        offsets, parts: the results of target t, which is (query block, group, batch entry) with the first fastest, are the copied
-            entries ``parts[offsets[t] : offsets[t + 1]]``, and those of ``direct``.
+        offsets, parts: the results of target t, which is (query block, group, batch entry) with the first fastest, are those of
+            the copied entries ``parts[offsets[t] : offsets[t + 1]]`` and of ``direct``.
     """
 
     groups: int
@@ -164,7 +176,7 @@ def _without_empty(lists: _Lists) -> _Lists:
     return found
 
 
-def _sources(mask: BlockMask, sizes: Sizes, copied: Any) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+def _sources(mask: BlockMask, sizes: Sizes, copied: Sequence[Entries]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """The copied entries of every target, as offsets and numbers."""
     _, query_blocks, groups, _ = mask.kinds.shape
     items = np.concatenate([np.zeros((0, 3), np.int32), *(entries.items for entries in copied)])
@@ -178,14 +190,131 @@ def sources(items: NDArray[np.int32], blocks: int, groups: int, batch: int) -> t
     return offsets.astype(np.int32), np.argsort(targets, kind="stable").astype(np.int32)
 
 
-def attends(mask: BlockMask, partial: NDArray[np.int32]) -> NDArray[np.float16]:
-    """The mask of entries as a captured array ``(keys, queries, E)`` in Fortran order: 1 where a query attends, otherwise 0."""
-    pages, count = partial.shape
-    known = np.concatenate(
-        [mask.bits, np.zeros((1, BLOCK * BLOCK // 8), np.uint8), np.full((1, BLOCK * BLOCK // 8), 255, np.uint8)]
+class Rectangle(NamedTuple):
+    """Query blocks that attend to key blocks.
+
+    Attributes:
+        group, entry: the group of heads and the batch entry.
+        queries, keys: the blocks, in order.
+        partial: the numbers of the partial blocks ``(query blocks,)`` of a single key block; None if all blocks are full.
+    """
+
+    group: int
+    entry: int
+    queries: NDArray[np.int64]
+    keys: NDArray[np.int64]
+    partial: NDArray[np.int64] | None = None
+
+
+class PackedCopies(NamedTuple):
+    """Rectangles as packed sequences of copies of blocks.
+
+    Attributes:
+        queries, keys: int32 ``(n, 3)``: block, group of heads and batch entry of each copy. Keys have the head of their group.
+        starts_q, starts_kv: int32, the cumulative lengths.
+        longest_q, longest_kv: the maximum lengths.
+        partial: int32 ``(P, E)``: the numbers of the partial blocks of each sequence, :data:`NONE` after the last one; or None.
+    """
+
+    queries: NDArray[np.int32]
+    keys: NDArray[np.int32]
+    starts_q: NDArray[np.int32]
+    starts_kv: NDArray[np.int32]
+    longest_q: int
+    longest_kv: int
+    partial: NDArray[np.int32] | None
+
+
+def full_rectangles(mask: BlockMask, batch: int) -> list[Rectangle]:
+    """The full blocks of a mask as rectangles."""
+    found = []
+    for b in range(batch):
+        for g in range(mask.heads):
+            blocks = mask.kinds[:, :, g, b % mask.batch] == FULL
+            by_keys = [Rectangle(g, b, queries, keys) for keys, queries in _equal_rows(blocks)]
+            by_queries = [Rectangle(g, b, queries, keys) for queries, keys in _equal_rows(blocks.T)]
+            found += by_keys if _copies(by_keys) <= _copies(by_queries) else by_queries
+    return found
+
+
+def _copies(rectangles: list[Rectangle]) -> int:
+    """The number of copies of blocks."""
+    return sum(len(rectangle.queries) + len(rectangle.keys) for rectangle in rectangles)
+
+
+def _equal_rows(blocks: NDArray[np.bool_]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """The rows with equal contents and the columns that are set, for every content that is not empty."""
+    rows: dict[bytes, list[int]] = {}
+    for number, row in enumerate(blocks):
+        if row.any():
+            rows.setdefault(row.tobytes(), []).append(number)
+    for numbers in rows.values():
+        yield np.array(numbers), np.flatnonzero(blocks[numbers[0]])
+
+
+def partial_rectangles(mask: BlockMask, batch: int) -> list[Rectangle]:
+    """The partial blocks of a mask as rectangles of one key block; the mask of longer ones is split."""
+    numbers = np.zeros(mask.kinds.shape, np.int64)
+    numbers.T[mask.kinds.T == PARTIAL] = np.arange(mask.partial)
+    lists = []
+    for b in range(batch):
+        for g in range(mask.heads):
+            for j, row in enumerate(mask.kinds[:, :, g, b % mask.batch] == PARTIAL):
+                if row.any():
+                    queries = np.flatnonzero(row)
+                    lists.append((g, b, j, queries, numbers[j, queries, g, b % mask.batch]))
+    most = split_length([len(queries) for *_, queries, _ in lists])
+    return [
+        Rectangle(g, b, queries[i : i + most], np.array([j]), partial[i : i + most])
+        for g, b, j, queries, partial in lists
+        for i in range(0, len(queries), most)
+    ]
+
+
+def packed_copies(rectangles: list[Rectangle], mask: BlockMask, sizes: Sizes) -> PackedCopies | None:
+    """Rectangles as packed sequences; None without rectangles.
+
+    The part of a last block of keys after Skv is a sequence without queries.
+    """
+    if not rectangles:
+        return None
+    queries, keys, starts, partial = [], [], [(0, 0)], []
+    most = max(len(rectangle.queries) for rectangle in rectangles)
+    for group, entry, of_q, of_k, numbers in rectangles:
+        queries += [(i, group, entry) for i in of_q.tolist()]
+        head = group // (sizes.hq // sizes.hkv) if mask.heads > 1 else 0
+        keys += [(j, head, entry) for j in of_k.tolist()]
+        missing = max(0, (int(of_k[-1]) + 1) * BLOCK - mask.skv)
+        q, kv = starts[-1][0] + BLOCK * len(of_q), starts[-1][1] + BLOCK * len(of_k)
+        starts += [(q, kv - missing), (q, kv)][: 1 + (missing > 0)]
+        if numbers is not None:
+            column = np.full((most, 1 + (missing > 0)), NONE, np.int32)
+            column[: len(numbers), 0] = numbers
+            partial.append(column)
+    return PackedCopies(
+        queries=np.array(queries, np.int32),
+        keys=np.array(keys, np.int32),
+        starts_q=np.array([q for q, _ in starts], np.int32),
+        starts_kv=np.array([kv for _, kv in starts], np.int32),
+        longest_q=BLOCK * most,
+        longest_kv=BLOCK * max(len(rectangle.keys) for rectangle in rectangles),
+        partial=np.concatenate(partial, axis=1) if partial else None,
     )
-    found = np.empty((count, BLOCK, pages, BLOCK), np.float16)
+
+
+def attends(mask: BlockMask, partial: NDArray[np.int32], *, keys_first: bool) -> NDArray[np.float16]:
+    """The mask of batch entries as a captured array ``(keys, queries, E)`` in Fortran order: 1 where a query attends, else 0.
+
+    Args:
+        mask: the block mask.
+        partial: int32 ``(P, E)``: the number of a partial block, :data:`ALL` or :data:`NONE`.
+        keys_first: whether the P blocks of an entry are blocks of keys; otherwise they are blocks of queries.
+    """
+    most, count = partial.shape
+    size = BLOCK * BLOCK // 8
+    known = np.concatenate([mask.bits, np.zeros((1, size), np.uint8), np.full((1, size), 255, np.uint8)])  # NONE and ALL last
+    found = np.empty((count, BLOCK, most, BLOCK) if keys_first else (count, most, BLOCK, BLOCK), np.float16)
     for e in range(count):  # one at a time: the bits of all would need twice the memory
-        blocks = np.unpackbits(known[partial[:, e]], axis=1).reshape(pages, BLOCK, BLOCK)  # ALL is the last one, NONE before it
-        found[e] = blocks.transpose(1, 0, 2)
-    return found.reshape(count, BLOCK, pages * BLOCK).T
+        blocks = np.unpackbits(known[partial[:, e]], axis=1).reshape(most, BLOCK, BLOCK)
+        found[e] = blocks.transpose(1, 0, 2) if keys_first else blocks
+    return found.reshape(count, -1, (most if keys_first else 1) * BLOCK).T

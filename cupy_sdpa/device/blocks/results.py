@@ -1,4 +1,4 @@
-"""Kernels for blocks: copy blocks to batch entries, merge their results, and sum gradients; also on numpy arrays."""
+"""The results of copies of blocks: merged by their log-sum-exp, or summed."""
 
 from __future__ import annotations
 
@@ -7,164 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..device import cupy_runtime
-from ..device.kernels import declaration, struct
-from ..device.memory import UNITS
-from ..device.merge import TYPES
-from .evaluate import BLOCK
-
-#: The threads of a block of a kernel.
-_THREADS = 128
-
-
-class _Blocks(NamedTuple):
-    """An array ``(D, H, S, B)`` as blocks of rows; addresses and strides in bytes."""
-
-    data: int
-    head: int
-    row: int
-    batch: int
-    rows: int
-
-
-class _Copies(NamedTuple):
-    """Dense blocks ``(D, H', BLOCK, n)``: address, width of a row of a head, and H'."""
-
-    data: int
-    width: int
-    heads: int
-    items: int
-    count: int
-
-
-def copy_blocks(array: Any, items: Any, heads: int) -> Any:
-    """Copies of blocks ``(D, H', BLOCK, n)`` of an array ``(D, H, S, B)``; rows after S are 0. One launch.
-
-    Args:
-        array: the array; its first axis is contiguous.
-        items: int32 ``(n, 3)``: block, group of heads and batch entry of each copy.
-        heads: H', the number of heads in a group.
-    """
-    d, _, rows, _ = array.shape
-    shape = (d, heads, BLOCK, len(items))
-    if not cupy_runtime.is_array(array):
-        copies = np.zeros(shape, array.dtype, order="F")
-        for n, (i, g, b) in enumerate(items):
-            block = array[:, g * heads : (g + 1) * heads, i * BLOCK : min((i + 1) * BLOCK, rows), b]
-            copies[:, :, : block.shape[2], n] = block
-        return copies
-    copies = cupy_runtime.empty(shape, array.dtype)
-    if copies.size:
-        size = array.itemsize
-        unit = next(u for u in UNITS if all(x % u == 0 for x in (d * size, array.data.ptr, *array.strides[1:])))
-        arguments = np.array((_blocks(array), tuple(_copies(copies, items))), _COPY)
-        threads = (max(1, min(d * size // unit, 32)), 1)
-        threads = (threads[0], _THREADS // threads[0])
-        _copy_kernel(unit)((len(items), heads), threads, (arguments,))
-    return copies
-
-
-def copy_stats(stats: Any, items: Any, heads: int, *, rows_first: bool) -> Any:
-    """Copies of the log-sum-exp of query blocks for the backward pass, in which rows without keys get inf.
-
-    Args:
-        stats: float32 ``(S, H, B)``.
-        items, heads: as for :func:`copy_blocks`.
-        rows_first: the copies are ``(BLOCK, H', n)``; otherwise ``(H', BLOCK n)``, packed.
-    """
-    count, rows = len(items), stats.shape[0]
-    shape = (BLOCK, heads, count) if rows_first else (heads, BLOCK * count)
-    if not cupy_runtime.is_array(stats):
-        copies = np.full((BLOCK, heads, count), np.inf, np.float32)
-        for n, (i, g, b) in enumerate(items):
-            block = stats[i * BLOCK : min((i + 1) * BLOCK, rows), g * heads : (g + 1) * heads, b]
-            copies[: len(block), :, n] = np.where(np.isneginf(block), np.float32(np.inf), block)
-        copies = copies if rows_first else copies.transpose(1, 0, 2).reshape(shape, order="F")
-        return np.asfortranarray(copies)
-    copies = cupy_runtime.empty(shape, np.dtype(np.float32))
-    if copies.size:
-        s, h, b = stats.strides
-        to = (4, 4 * BLOCK) if rows_first else (4 * heads, 4)
-        arguments = np.array(((stats.data.ptr, h, s, b, rows), (copies.data.ptr, *to, heads, items.data.ptr)), _COPY_STATS)
-        _copy_stats_kernel()((count,), (_THREADS,), (arguments,))
-    return copies
-
-
-def _blocks(array: Any) -> tuple[int, ...]:
-    _, head, row, batch = array.strides
-    return tuple(_Blocks(array.data.ptr, head, row, batch, array.shape[2]))
-
-
-def _copies(copies: Any, items: Any) -> _Copies:
-    d, heads, _, count = copies.shape
-    return _Copies(copies.data.ptr, d * copies.itemsize, heads, items.data.ptr, count)
-
-
-_COPY = np.dtype([("of", struct(_Blocks)), ("to", struct(_Copies))])
-
-
-class _Stats(NamedTuple):
-    """Copied row statistics: address, strides in bytes, heads, and items."""
-
-    data: int
-    row: int
-    head: int
-    heads: int
-    items: int
-
-
-_COPY_STATS = np.dtype([("of", struct(_Blocks)), ("to", struct(_Stats))])
-
-
-@functools.cache
-def _copy_kernel(unit: int) -> Any:
-    """The kernel of :func:`copy_blocks`: ``blockIdx`` is (item, head), ``threadIdx`` is (unit of a row, row)."""
-    kind = UNITS[unit]
-    zero = {16: "make_uint4(0, 0, 0, 0)", 8: "make_uint2(0, 0)", 4: "0u", 2: "(unsigned short)0"}[unit]
-    return cupy_runtime.cupy().RawKernel(
-        f"""{declaration("Blocks", _Blocks)}
-        {declaration("Copies", _Copies)}
-        struct Arguments {{ Blocks of; Copies to; }};
-        extern "C" __global__ void cupy_sdpa_copy_blocks(const Arguments x) {{
-            const long long n = blockIdx.x, h = blockIdx.y;
-            const int* const item = (const int*)x.to.items + 3 * n;
-            const long long first = (long long)item[0] * {BLOCK};
-            const char* const of = (const char*)x.of.data + (item[1] * x.to.heads + h) * x.of.head + item[2] * x.of.batch;
-            char* const to = (char*)x.to.data + (n * {BLOCK} * x.to.heads + h) * x.to.width;
-            #pragma unroll 4
-            for (int row = threadIdx.y; row < {BLOCK}; row += blockDim.y)
-                for (int i = threadIdx.x; i < x.to.width / {unit}; i += blockDim.x) {{
-                    {kind} value = {zero};
-                    if (first + row < x.of.rows) value = ((const {kind}*)(of + (first + row) * x.of.row))[i];
-                    (({kind}*)(to + row * x.to.heads * x.to.width))[i] = value;
-                }}
-        }}""",
-        "cupy_sdpa_copy_blocks",
-    )
-
-
-@functools.cache
-def _copy_stats_kernel() -> Any:
-    """The kernel of :func:`copy_stats`: ``blockIdx`` is the item."""
-    return cupy_runtime.cupy().RawKernel(
-        f"""{declaration("Blocks", _Blocks)}
-        {declaration("Stats", _Stats)}
-        struct Arguments {{ Blocks of; Stats to; }};
-        extern "C" __global__ void cupy_sdpa_copy_stats(const Arguments x) {{
-            const long long n = blockIdx.x;
-            const int* const item = (const int*)x.to.items + 3 * n;
-            for (int i = threadIdx.x; i < {BLOCK} * x.to.heads; i += blockDim.x) {{
-                const long long row = i % {BLOCK}, h = i / {BLOCK}, s = (long long)item[0] * {BLOCK} + row;
-                float value = __int_as_float(0x7f800000);
-                if (s < x.of.rows)
-                    value = *(const float*)(x.of.data + (item[1] * x.to.heads + h) * x.of.head + s * x.of.row
-                                            + item[2] * x.of.batch);
-                if (value == __int_as_float(0xff800000)) value = -value;
-                ((float*)x.to.data)[n * {BLOCK} * x.to.heads + (row * x.to.row + h * x.to.head) / 4] = value;
-            }}
-        }}""",
-        "cupy_sdpa_copy_stats",
-    )
+from .. import cupy_runtime
+from ..kernels import declaration, struct
+from ..merge import TYPES
+from . import BLOCK, THREADS, BlockRows, is_vector, record_of
 
 
 class Sources(NamedTuple):
@@ -203,7 +49,7 @@ class _Merge(NamedTuple):
     sinks: int
 
 
-_MERGE = np.dtype([("out", struct(_Blocks)), ("x", struct(_Merge))])
+_MERGE = np.dtype([("out", struct(BlockRows)), ("x", struct(_Merge))])
 
 
 def merge_blocks(sources: Sources, copies: Any, copied_stats: Any, out: Any, stats: Any, base: Any, sinks: Any) -> None:
@@ -226,25 +72,23 @@ def merge_blocks(sources: Sources, copies: Any, copied_stats: Any, out: Any, sta
     if not out.size:
         return
     unit = 16 // out.itemsize
-    if width % unit or any(x % 16 for x in (out.data.ptr, *out.strides[1:])):
+    if not is_vector(out, 16):
         unit = 1
-    no_stats = (0,) * 4
     given = [
         (0, 0, 0, 0) if array is None else (array.data.ptr, array.strides[1], array.strides[0], array.strides[2])
         for array in (stats, base)
     ]
     record = (
         sources.offsets.data.ptr, sources.parts.data.ptr, sources.groups, per_group, blocks, width,
-        0 if copies is None else copies.data.ptr, 0 if copied_stats is None else copied_stats.data.ptr, *given[0], *given[1],
+        copies.data.ptr, copied_stats.data.ptr, *given[0], *given[1],
         0 if sinks is None else sinks.data.ptr,
     )  # fmt: skip
-    del no_stats
     columns = max(1, min(width // unit, 32))
     kernel = _merge_kernel(out.dtype.name, unit)
     kernel(
         (blocks * sources.groups * batch, per_group),
-        (columns, _THREADS // columns),
-        (np.array((_blocks(out), record), _MERGE),),
+        (columns, THREADS // columns),
+        (np.array((record_of(out), record), _MERGE),),
     )
 
 
@@ -284,7 +128,7 @@ def _merge_kernel(dtype: str, unit: int) -> Any:
     kind = TYPES[dtype]
     return cupy_runtime.cupy().RawKernel(
         f"""{kind.header}struct alignas({unit * kind.itemsize}) Vector {{ {kind.name} x[{unit}]; }};
-        {declaration("Blocks", _Blocks)}
+        {declaration("Blocks", BlockRows)}
         {declaration("Merge", _Merge)}
         struct Arguments {{ Blocks out; Merge x; }};
         #define NONE __int_as_float(0xff800000)  // -inf
@@ -357,7 +201,7 @@ class _Sum(NamedTuple):
     copies: int
 
 
-_SUM = np.dtype([("out", struct(_Blocks)), ("x", struct(_Sum))])
+_SUM = np.dtype([("out", struct(BlockRows)), ("x", struct(_Sum))])
 
 
 def sum_blocks(sources: Sources, copies: Any, out: Any) -> None:
@@ -382,13 +226,13 @@ def sum_blocks(sources: Sources, copies: Any, out: Any) -> None:
             out[:, g * per_group : (g + 1) * per_group, own, b] = total
         return
     unit = 16 // out.itemsize
-    if width % unit or any(x % 16 for x in (out.data.ptr, *out.strides[1:])):
+    if not is_vector(out, 16):
         unit = 1
     record = (sources.offsets.data.ptr, sources.parts.data.ptr, sources.groups, per_group, blocks, width, copies.data.ptr)
     columns = max(1, min(width // unit, 32))
     kernel = _sum_kernel(out.dtype.name, unit)
     kernel(
-        (blocks * sources.groups * batch, per_group), (columns, _THREADS // columns), (np.array((_blocks(out), record), _SUM),)
+        (blocks * sources.groups * batch, per_group), (columns, THREADS // columns), (np.array((record_of(out), record), _SUM),)
     )
 
 
@@ -398,7 +242,7 @@ def _sum_kernel(dtype: str, unit: int) -> Any:
     kind = TYPES[dtype]
     return cupy_runtime.cupy().RawKernel(
         f"""{kind.header}struct alignas({unit * kind.itemsize}) Vector {{ {kind.name} x[{unit}]; }};
-        {declaration("Blocks", _Blocks)}
+        {declaration("Blocks", BlockRows)}
         {declaration("Sum", _Sum)}
         struct Arguments {{ Blocks out; Sum x; }};
         extern "C" __global__ void cupy_sdpa_sum_blocks(const Arguments arguments) {{
