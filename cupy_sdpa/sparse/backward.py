@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -16,9 +17,10 @@ from ..device.blocks.copies import copy_blocks, copy_stats
 from ..device.blocks.results import Sources, sum_blocks
 from . import plan as plans
 from .block_mask import BlockMask
-from .entries import Sizes, attends, full_rectangles, packed_copies, partial_rectangles, sources
-from .forward import packed_options, packed_view
+from .entries import PackedCopies, Sizes, attends, full_rectangles, packed_copies, partial_rectangles, sources
+from .forward import options_of_parts, packed_options, packed_view, with_scores
 from .plan import Plan, Upload
+from .positions import ScoreFunction, of_copies, of_packed, of_slice, separate_function
 
 #: The bytes of copies of blocks at a time; heads that need more are computed one part after the other.
 MAX_COPIES = 1 << 31
@@ -63,7 +65,8 @@ def gradients_with_block_mask(
     for (name, wanted), array in zip(expected.items(), (dout, out, stats, dq, dk, dv), strict=True):
         if array is not None and array.shape != wanted:
             raise ValueError(f"{name} has shape {array.shape}; it must be {wanted}")
-    given = {name: value for name, value in options.items() if value is not None and name != "sinks"}  # stats contain the sinks
+    given, scores = options_of_parts(q, k, options)
+    given.pop("sinks", None)  # the log-sum-exp contains them
     with cupy_runtime.on_device_of(q) if cupy_runtime.is_array(q) else contextlib.nullcontext():
         dq, dk, dv = (
             cupy_runtime.new_result(q, x.shape, x.dtype) if dx is None else dx for x, dx in ((q, dq), (k, dk), (v, dv))
@@ -71,26 +74,37 @@ def gradients_with_block_mask(
         plan = plans.plan_of(mask, sizes)
         whole = Arrays(dout, q, k, v, out, stats, dq, dk, dv)
         if plan.packed:
-            _packed(whole, mask, sizes, plan, given, deterministic)
+            _packed(whole, mask, sizes, plan, given, scores, deterministic)
         elif plan.slices is not None:
-            _slices(whole, plan, given, deterministic)
+            _slices(whole, mask, sizes, plan, given, scores, deterministic)
         else:
-            _blocks(whole, mask, sizes, given, deterministic)
+            _blocks(whole, mask, sizes, given, scores, deterministic)
     return dq, dk, dv
 
 
 def call(arrays: Arrays, options: Mapping[str, Any], deterministic: bool) -> None:
     """:func:`cupy_sdpa.attention_backward` of a part, which writes into dq, dk and dv."""
-    kind = ("backward", deterministic, False, False, False)
-    if run_cached(kind, tuple(arrays), options) is None:
+    kind, rest = separate_function(("backward", deterministic, False, False, False), options)
+    if kind is None or run_cached(kind, tuple(arrays), rest) is None:
         dout, q, k, v, *others = arrays
         names = dict(zip(_NAMES[4:], others, strict=True))
         parsed = read_backward(q, k, v, options, dout=dout, deterministic=deterministic, **names)
         parsed.run()
-        cache_call(kind, _NAMES, tuple(arrays), options, parsed)
+        if rest is not options:
+            parsed.identities = ()  # the kind contains them
+        if kind is not None:
+            cache_call(kind, _NAMES, tuple(arrays), rest, parsed)
 
 
-def _packed(arrays: Arrays, mask: BlockMask, sizes: Sizes, plan: Plan, options: dict[str, Any], deterministic: bool) -> None:
+def _packed(
+    arrays: Arrays,
+    mask: BlockMask,
+    sizes: Sizes,
+    plan: Plan,
+    options: dict[str, Any],
+    scores: ScoreFunction | None,
+    deterministic: bool,
+) -> None:
     """All segments as the sequences of one packed call."""
     assert plan.packed
     s, h, b = arrays.stats.shape
@@ -104,7 +118,14 @@ def _packed(arrays: Arrays, mask: BlockMask, sizes: Sizes, plan: Plan, options: 
             own = cupy_runtime.temporary(arrays.q, result.shape, result.dtype)
             moved.append((result, own))
         results.append(packed_view(own))
-    given = {**options, **packed_options(mask, sizes, plan.packed, arrays.q)}
+    given = with_scores(
+        {**options, **packed_options(mask, sizes, plan.packed, arrays.q)},
+        scores,
+        mask,
+        (sizes, "packed"),
+        arrays.q,
+        functools.partial(of_packed, plan.packed, mask, sizes),
+    )
     dout, q, k, v, out = inputs
     dq, dk, dv = results
     call(Arrays(dout, q, k, v, out, rows.reshape((h, s * b), order="F"), dq, dk, dv), given, deterministic)
@@ -112,7 +133,15 @@ def _packed(arrays: Arrays, mask: BlockMask, sizes: Sizes, plan: Plan, options: 
         result[...] = own
 
 
-def _slices(arrays: Arrays, plan: Plan, options: dict[str, Any], deterministic: bool) -> None:
+def _slices(
+    arrays: Arrays,
+    mask: BlockMask,
+    sizes: Sizes,
+    plan: Plan,
+    options: dict[str, Any],
+    scores: ScoreFunction | None,
+    deterministic: bool,
+) -> None:
     """Every segment as a call on slices of the arrays; dk and dv of the first call are written, those of others are added."""
     assert plan.slices is not None
     ordered = sorted(plan.slices, key=lambda part: part.k0 - part.k1)  # the one with most keys first
@@ -120,7 +149,8 @@ def _slices(arrays: Arrays, plan: Plan, options: dict[str, Any], deterministic: 
         for result in arrays[6:]:
             result[...] = 0
         return
-    for number, (q0, q1, k0, k1, band) in enumerate(ordered):
+    for number, bounds in enumerate(ordered):
+        q0, q1, k0, k1, band = bounds
         of_q, of_kv = (slice(None), slice(None), slice(q0, q1)), (slice(None), slice(None), slice(k0, k1))
         stats = arrays.stats
         if q1 - q0 < stats.shape[0] or not stats.flags.f_contiguous:
@@ -140,7 +170,16 @@ def _slices(arrays: Arrays, plan: Plan, options: dict[str, Any], deterministic: 
             dk,
             dv,
         )
-        call(part, {**options, **plans.band_options(band)}, deterministic)
+        key = sizes, "slice", plan.slices.index(bounds)
+        given = with_scores(
+            {**options, **plans.band_options(band)},
+            scores,
+            mask,
+            key,
+            arrays.q,
+            functools.partial(of_slice, bounds, mask, sizes),
+        )
+        call(part, given, deterministic)
         for result, own in ((arrays.dk, dk), (arrays.dv, dv)):
             if number:
                 result[of_kv] += own
@@ -162,25 +201,39 @@ class Copied(NamedTuple):
     Attributes:
         queries, keys: int32 ``(n, 3)``: the copied blocks.
         sources_q, sources_kv: the copies of every block.
-        calls: for each call the ends of its copies of queries and of keys, and its options.
+        calls: for each call the ends of its copies of queries and of keys, its options, and its sequences.
     """
 
     queries: Any
     keys: Any
     sources_q: Sources
     sources_kv: Sources
-    calls: list[tuple[int, int, dict[str, Any]]]
+    calls: list[tuple[int, int, dict[str, Any], PackedCopies]]
 
 
-def _blocks(arrays: Arrays, mask: BlockMask, sizes: Sizes, options: dict[str, Any], deterministic: bool) -> None:
+def _blocks(
+    arrays: Arrays, mask: BlockMask, sizes: Sizes, options: dict[str, Any], scores: ScoreFunction | None, deterministic: bool
+) -> None:
     """Copies of the blocks of rectangles as packed sequences, and sums of their gradients."""
     copied = copied_blocks(mask, sizes, arrays.q)
     if not copied.calls:
         for result in arrays[6:]:
             result[...] = 0
         return
-    if mask.heads > 1:
-        _sum_of_copies(arrays, copied, 1, 1, options, deterministic)
+    every = [
+        with_scores(
+            {**options, **given},
+            scores,
+            mask,
+            (sizes, "rectangles", number),
+            arrays.q,
+            functools.partial(of_copies, part, mask),
+        )
+        for number, (_, _, given, part) in enumerate(copied.calls)
+    ]
+    if mask.heads > 1 or scores is not None:
+        heads = (1, 1) if mask.heads > 1 else (sizes.hq, sizes.hkv)
+        _sum_of_copies(arrays, copied, heads[0], heads[1], every, deterministic)
         return
     size = arrays.q.itemsize * BLOCK * (arrays.q.shape[0] + arrays.v.shape[0]) * 2
     parts = -(-size * (len(copied.queries) * sizes.hq + len(copied.keys) * sizes.hkv) // MAX_COPIES)
@@ -192,10 +245,12 @@ def _blocks(arrays: Arrays, mask: BlockMask, sizes: Sizes, options: dict[str, An
         part = Arrays(
             *(array[:, of_kv if name in ("k", "v", "dk", "dv") else of_q] for name, array in zip(_NAMES, arrays, strict=True))
         )
-        _sum_of_copies(part, copied, of_q.stop - of_q.start, of_kv.stop - of_kv.start, options, deterministic)
+        _sum_of_copies(part, copied, of_q.stop - of_q.start, of_kv.stop - of_kv.start, every, deterministic)
 
 
-def _sum_of_copies(arrays: Arrays, copied: Copied, hq: int, hkv: int, options: dict[str, Any], deterministic: bool) -> None:
+def _sum_of_copies(
+    arrays: Arrays, copied: Copied, hq: int, hkv: int, options: list[dict[str, Any]], deterministic: bool
+) -> None:
     """The gradients of all copies, and their sums; hq and hkv are the heads of a copy."""
     queries, keys = copied.queries, copied.keys
     dout, q, out = (_packed_copies(copy_blocks(x, queries, hq)) for x in (arrays.dout, arrays.q, arrays.out))
@@ -203,10 +258,10 @@ def _sum_of_copies(arrays: Arrays, copied: Copied, hq: int, hkv: int, options: d
     stats = copy_stats(arrays.stats, queries, hq)
     dq, dk, dv = (cupy_runtime.temporary(q, x.shape, x.dtype) for x in (q, k, v))
     from_q = from_kv = 0
-    for end_q, end_kv, given in copied.calls:
+    for (end_q, end_kv, _, _), given in zip(copied.calls, options, strict=True):
         of_q, of_kv = (..., slice(from_q, end_q)), (..., slice(from_kv, end_kv))
         part = Arrays(dout[of_q], q[of_q], k[of_kv], v[of_kv], out[of_q], stats[of_q], dq[of_q], dk[of_kv], dv[of_kv])
-        call(part, {**options, **given}, deterministic)
+        call(part, given, deterministic)
         from_q, from_kv = end_q, end_kv
     sum_blocks(copied.sources_q, _as_blocks(dq), arrays.dq)
     sum_blocks(copied.sources_kv, _as_blocks(dk), arrays.dk)
@@ -240,7 +295,7 @@ def copied_blocks(mask: BlockMask, sizes: Sizes, like: Any) -> Copied:
             if part.partial is not None:
                 pairs = upload(attends(mask, part.partial, keys_first=False))
                 given |= {"mask_mod": plans.is_attended, "tensors": {"attends": pairs}}
-            calls.append((end_q, end_kv, given))
+            calls.append((end_q, end_kv, given, part))
         empty = np.zeros((0, 3), np.int32)
         queries = np.concatenate([empty, *(part.queries for part in parts)])
         keys = np.concatenate([empty, *(part.keys for part in parts)])

@@ -56,7 +56,7 @@ class Function:
             raise TypeError("tensors has numpy and CuPy arrays; move them to one side with cupy.asarray or cupy.asnumpy")
         if any(on_gpu.values()) or (not arrays and cupy_runtime.current_device() is not None):
             self.xp = cupy_runtime.cupy()
-        self._call, self._arrays = mask_mod, {name: arrays[name] for name in _taken(mask_mod, arrays)}
+        self._call, self._arrays = mask_mod, {name: arrays[name] for name in taken(mask_mod, arrays)}
         self._per_head, self._per_entry = per_head, per_entry
 
     def __call__(self, b: Any, h: Any, queries: Any, keys: Any) -> Any:
@@ -86,8 +86,12 @@ class _Unknown:
     __rfloordiv__ = __mod__ = __rmod__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __and__ = __or__ = _use
 
 
-def _taken(function: Callable[..., Any], arrays: Mapping[str, Any]) -> list[str]:
+def taken(function: Callable[..., Any], arrays: Mapping[str, Any]) -> list[str]:
     """The names of the arrays that a function takes.
+
+    Args:
+        function: a mask function or a score function.
+        arrays: the arrays, by name.
 
     Raises:
         ValueError: there are others.
@@ -100,7 +104,8 @@ def _taken(function: Callable[..., Any], arrays: Mapping[str, Any]) -> list[str]
     accepted = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
     if unused := arrays.keys() - accepted:
         raise ValueError(
-            f"tensors has {', '.join(sorted(unused))}, which mask_mod does not take: add a parameter of that name, or remove it"
+            f"tensors has {', '.join(sorted(unused))}, which the function does not take: add a parameter of that name, or "
+            "remove it"
         )
     return list(arrays)
 

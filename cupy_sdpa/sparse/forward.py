@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,10 +16,12 @@ from ..device import cupy_runtime
 from ..device.blocks import BLOCK
 from ..device.blocks.copies import copy_blocks
 from ..device.blocks.results import Sources, merge_blocks
+from ..score_fn.expression import AXES
 from . import plan as plans
 from .block_mask import BlockMask
 from .entries import Sizes, Tables
 from .plan import EntryArrays, Plan, Upload
+from .positions import Positions, ScoreFunction, of_entries, of_packed, of_slice, separate_function
 from .segments import Packed
 
 
@@ -35,7 +38,7 @@ def attention_with_block_mask(
     sizes = plans.check(q, k, v, mask, options)
     if return_stats not in (False, True):
         raise ValueError(f"return_stats is {return_stats!r} and block_mask is passed; it must be False or True")
-    given = {name: value for name, value in options.items() if value is not None}
+    given, scores = options_of_parts(q, k, options)
     with cupy_runtime.on_device_of(q) if cupy_runtime.is_array(q) else contextlib.nullcontext():
         shape = (v.shape[0], *q.shape[1:])
         _check_result("out", out, shape, q.dtype)
@@ -45,11 +48,11 @@ def attention_with_block_mask(
             stats = cupy_runtime.new_result(q, (q.shape[2], q.shape[1], q.shape[3]), np.dtype(np.float32))
         plan = plans.plan_of(mask, sizes)
         if plan.packed:
-            _packed(q, k, v, mask, sizes, plan, given, out, stats)
+            _packed(q, k, v, mask, sizes, plan, given, scores, out, stats)
         elif plan.slices is not None:
-            _slices(q, k, v, plan, given, out, stats)
+            _slices(q, k, v, mask, sizes, plan, given, scores, out, stats)
         else:
-            _blocks(q, k, v, mask, sizes, plan, given, out, stats)
+            _blocks(q, k, v, mask, sizes, plan, given, scores, out, stats)
     return out if stats is None else (out, stats)
 
 
@@ -60,11 +63,48 @@ def _check_result(name: str, array: Any, shape: tuple[int, ...], dtype: Any) -> 
 
 def call(q: Any, k: Any, v: Any, options: Mapping[str, Any], out: Any, stats: Any) -> None:
     """:func:`cupy_sdpa.attention` of a part, which writes into ``out`` and ``stats``, if that is not None."""
-    kind, arrays = ("forward", stats is not None, False), (q, k, v, out, stats)
-    if run_cached(kind, arrays, options) is None:
+    arrays = (q, k, v, out, stats)
+    kind, rest = separate_function(("forward", stats is not None, False), options)
+    if kind is None or run_cached(kind, arrays, rest) is None:
         parsed = read_forward(q, k, v, options, return_stats=stats is not None, out=out, stats=stats)
         parsed.run()
-        cache_call(kind, ("q", "k", "v", "out", "stats"), arrays, options, parsed)
+        if rest is not options:
+            parsed.identities = ()  # the kind contains them
+        if kind is not None:
+            cache_call(kind, ("q", "k", "v", "out", "stats"), arrays, rest, parsed)
+
+
+def options_of_parts(q: Any, k: Any, options: Mapping[str, Any]) -> tuple[dict[str, Any], ScoreFunction | None]:
+    """The options of every part of a call, and its score function."""
+    given = {name: value for name, value in options.items() if value is not None}
+    score_mod, tensors = given.pop("score_mod", None), given.pop("tensors", {})
+    if score_mod is None:
+        if tensors:
+            raise ValueError(f"tensors has {', '.join(tensors)}, but score_mod is not passed to read it")
+        return given, None
+    (_, hq, sq, batch), skv = q.shape, k.shape[2]
+    return given, ScoreFunction(score_mod, tensors, dict(zip(AXES, (batch, hq, sq, skv), strict=True)))
+
+
+def with_scores(
+    options: Mapping[str, Any],
+    scores: ScoreFunction | None,
+    mask: BlockMask,
+    key: tuple[Any, ...],
+    like: Any,
+    positions: Callable[[], Positions],
+) -> dict[str, Any]:
+    """Options with the score function, if there is one.
+
+    Args:
+        options: the options of a part.
+        scores: the score function.
+        mask, key, like, positions: as for :meth:`.ScoreFunction.located`.
+    """
+    if scores is None:
+        return dict(options)
+    located = scores.located(mask, key, like, positions)
+    return {**options, **located, "tensors": {**options.get("tensors", {}), **located["tensors"]}}
 
 
 def packed_view(array: Any) -> Any:
@@ -91,7 +131,16 @@ def packed_options(mask: BlockMask, sizes: Sizes, packed: Packed, like: Any) -> 
 
 
 def _packed(
-    q: Any, k: Any, v: Any, mask: BlockMask, sizes: Sizes, plan: Plan, options: dict[str, Any], out: Any, stats: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: BlockMask,
+    sizes: Sizes,
+    plan: Plan,
+    options: dict[str, Any],
+    scores: ScoreFunction | None,
+    out: Any,
+    stats: Any,
 ) -> None:
     """All segments as the sequences of one packed call."""
     assert plan.packed
@@ -99,7 +148,14 @@ def _packed(
     own = target if target is not None else cupy_runtime.temporary(q, (*out.shape[:2], math.prod(out.shape[2:])), out.dtype)
     _, heads, total = own.shape
     rows = None if stats is None else cupy_runtime.temporary(q, (heads, total), np.dtype(np.float32))
-    given = {**options, **packed_options(mask, sizes, plan.packed, q)}
+    given = with_scores(
+        {**options, **packed_options(mask, sizes, plan.packed, q)},
+        scores,
+        mask,
+        (sizes, "packed"),
+        q,
+        functools.partial(of_packed, plan.packed, mask, sizes),
+    )
     call(packed_view(q), packed_view(k), packed_view(v), given, own, rows)
     if target is None:
         out[...] = own.reshape(out.shape, order="F")
@@ -107,18 +163,37 @@ def _packed(
         stats[...] = rows.reshape((heads, *stats.shape[::2]), order="F").transpose(1, 0, 2)
 
 
-def _slices(q: Any, k: Any, v: Any, plan: Plan, options: dict[str, Any], out: Any, stats: Any) -> None:
+def _slices(
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: BlockMask,
+    sizes: Sizes,
+    plan: Plan,
+    options: dict[str, Any],
+    scores: ScoreFunction | None,
+    out: Any,
+    stats: Any,
+) -> None:
     """Every segment as a call on slices of the arrays."""
     assert plan.slices is not None
     begin = 0
-    for q0, q1, k0, k1, band in plan.slices:
+    for number, part in enumerate(plan.slices):
+        q0, q1, k0, k1, band = part
         _fill_rows(out, stats, begin, q0, options.get("sinks"))
         whole = (q0, q1) == (0, q.shape[2])
         rows = stats
         if stats is not None and not (whole and stats.flags.f_contiguous):
             rows = cupy_runtime.temporary(q, (q1 - q0, *stats.shape[1:]), np.dtype(np.float32))
         of_q, of_kv = slice(q0, q1), slice(k0, k1)
-        given = {**options, **plans.band_options(band)}
+        given = with_scores(
+            {**options, **plans.band_options(band)},
+            scores,
+            mask,
+            (sizes, "slice", number),
+            q,
+            functools.partial(of_slice, part, mask, sizes),
+        )
         call(q[:, :, of_q], k[:, :, of_kv], v[:, :, of_kv], given, out[:, :, of_q], rows)
         if rows is not stats:
             stats[of_q] = rows
@@ -135,7 +210,16 @@ def _fill_rows(out: Any, stats: Any, begin: int, end: int, sinks: Any) -> None:
 
 
 def _blocks(
-    q: Any, k: Any, v: Any, mask: BlockMask, sizes: Sizes, plan: Plan, options: dict[str, Any], out: Any, stats: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: BlockMask,
+    sizes: Sizes,
+    plan: Plan,
+    options: dict[str, Any],
+    scores: ScoreFunction | None,
+    out: Any,
+    stats: Any,
 ) -> None:
     """Blocks of queries as batch entries, whose pages are the blocks of keys that they attend to."""
     arrays = block_arrays(mask, sizes, plan.blocks, q)
@@ -151,7 +235,15 @@ def _blocks(
             target = new(q, out.shape, out.dtype)
         merges = bool(copied) or sinks is not None
         rows = new(q, (hq, sq * batch), float32) if merges or stats is not None else None
-        call(packed_view(q), pages[0], pages[1], {**options, **direct.options}, packed_view(target), rows)
+        given = with_scores(
+            {**options, **direct.options},
+            scores,
+            mask,
+            (sizes, "direct"),
+            q,
+            functools.partial(of_entries, plan.blocks.direct, mask, sizes),
+        )
+        call(packed_view(q), pages[0], pages[1], given, packed_view(target), rows)
         base = None if rows is None else rows.reshape((hq, sq, batch), order="F").transpose(1, 0, 2)
         if not merges:
             if stats is not None:
@@ -162,10 +254,18 @@ def _blocks(
     heads, count = hq // groups, sum(len(entries.items) for entries in copied)
     results, results_stats = new(q, (dv, heads, BLOCK, count), q.dtype), new(q, (BLOCK, heads, count), float32)
     begin = 0
-    for entries in copied:
+    for number, entries in enumerate(copied):
         own = slice(begin, begin + len(entries.items))
         queries = copy_blocks(q, entries.items, heads)
-        call(queries, pages[0], pages[1], {**options, **entries.options}, results[..., own], results_stats[..., own])
+        given = with_scores(
+            {**options, **entries.options},
+            scores,
+            mask,
+            (sizes, "copied", number),
+            q,
+            functools.partial(of_entries, plan.blocks.copied[number], mask, sizes),
+        )
+        call(queries, pages[0], pages[1], given, results[..., own], results_stats[..., own])
         begin = own.stop
     merge_blocks(arrays.sources, results, results_stats, target, stats, base, sinks)
     if target is not out:

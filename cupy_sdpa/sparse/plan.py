@@ -173,7 +173,7 @@ def as_pages(array: Any) -> Any | None:
 
 
 #: The options that calls with a block mask take besides it.
-SUPPORTED = ("scale", "softcap", "sinks", "max_workspace")
+SUPPORTED = ("scale", "softcap", "score_mod", "tensors", "sinks", "max_workspace")
 
 
 def check(q: Any, k: Any, v: Any, mask: Any, options: Mapping[str, Any]) -> Sizes:

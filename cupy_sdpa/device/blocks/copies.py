@@ -143,3 +143,36 @@ def _copy_stats_kernel() -> Any:
         }}""",
         "cupy_sdpa_copy_stats",
     )
+
+
+def copy_elements(array: Any, index: Any) -> Any:
+    """The elements of an array at offsets: an array of the shape of ``index``, in Fortran order. One launch.
+
+    Args:
+        array: the array.
+        index: int64, in Fortran order, the offset of each element from the first one, in elements.
+    """
+    if not cupy_runtime.is_array(array):
+        last = sum((length - 1) * stride // array.itemsize for length, stride in zip(array.shape, array.strides, strict=True))
+        flat = np.lib.stride_tricks.as_strided(array, (last + 1,), (array.itemsize,))
+        return np.asfortranarray(flat[index])
+    copies = cupy_runtime.empty(index.shape, array.dtype)
+    if copies.size:
+        addresses = np.int64(array.data.ptr), np.int64(index.data.ptr), np.int64(copies.data.ptr), np.int64(copies.size)
+        _element_kernel(array.itemsize)((-(-copies.size // THREADS),), (THREADS,), addresses)
+    return copies
+
+
+@functools.cache
+def _element_kernel(size: int) -> Any:
+    """The kernel of :func:`copy_elements`."""
+    kind = {1: "unsigned char", 2: "unsigned short", 4: "unsigned", 8: "uint2"}[size]
+    return cupy_runtime.cupy().RawKernel(
+        f"""extern "C" __global__ void cupy_sdpa_copy_elements(
+            long long array, long long index, long long copies, long long size
+        ) {{
+            const long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+            if (i < size) ((({kind}*)copies))[i] = ((const {kind}*)array)[((const long long*)index)[i]];
+        }}""",
+        "cupy_sdpa_copy_elements",
+    )
