@@ -17,7 +17,7 @@ from ..device.blocks.copies import copy_blocks, copy_stats
 from ..device.blocks.results import Sources, sum_blocks
 from . import plan as plans
 from .block_mask import BlockMask
-from .entries import PackedCopies, Sizes, attends, full_rectangles, packed_copies, partial_rectangles, sources
+from .entries import PackedCopies, Sizes, attends, packed_copies, rectangles, sources
 from .forward import options_of_parts, packed_options, packed_view, with_scores
 from .plan import Plan, Upload
 from .positions import ScoreFunction, of_copies, of_packed, of_slice, separate_function
@@ -283,8 +283,8 @@ def copied_blocks(mask: BlockMask, sizes: Sizes, like: Any) -> Copied:
     """The rectangles of a mask for calls of some sizes, on the engine of a call."""
 
     def make(upload: Upload) -> Copied:
-        kinds = full_rectangles(mask, sizes.batch), partial_rectangles(mask, sizes.batch)
-        parts = [part for part in (packed_copies(rectangles, mask, sizes) for rectangles in kinds) if part is not None]
+        found = (packed_copies(kind, mask, sizes) for kind in rectangles(mask, sizes.batch))
+        parts = [part for part in found if part is not None]
         calls, end_q, end_kv = [], 0, 0
         for part in parts:
             end_q, end_kv = end_q + BLOCK * len(part.queries), end_kv + BLOCK * len(part.keys)
@@ -293,7 +293,7 @@ def copied_blocks(mask: BlockMask, sizes: Sizes, like: Any) -> Copied:
                 "max_seqlen_kv": part.longest_kv,
             }  # fmt: skip
             if part.partial is not None:
-                pairs = upload(attends(mask, part.partial, keys_first=False))
+                pairs = upload(attends(mask, part.partial))
                 given |= {"mask_mod": plans.is_attended, "tensors": {"attends": pairs}}
             calls.append((end_q, end_kv, given, part))
         empty = np.zeros((0, 3), np.int32)

@@ -4,10 +4,9 @@ Forward, a block of queries is a batch entry of a call with paged keys: its page
 and without a mask are separate calls, whose results are merged, unless that takes longer than computing all with a mask.
 
 Backward, cuDNN reads no pages. Copies of the blocks of a rectangle, which are query blocks that attend to the same key blocks,
-are a packed sequence, and the gradients of all copies of a block are summed. The cost besides cuDNN's kernels is
-proportional to the number of copies, so blocks are grouped in the way that needs fewer: key blocks with equal sets of query
-blocks, or query blocks with equal sets of key blocks. With equal numbers the first is used: cuDNN's kernels keep a tile of keys
-and loop over queries.
+are a packed sequence, and the gradients of all copies of a block are summed. Each copy costs as much time as several blocks, so
+blocks are grouped in the cheapest of some ways: query blocks with equal sets of key blocks, or the converse; and for partial
+blocks consecutive query blocks with all of their key blocks.
 """
 
 from __future__ import annotations
@@ -22,9 +21,16 @@ from ..device.blocks import BLOCK
 from .block_mask import BlockMask
 from .evaluate import FULL, PARTIAL
 
-#: The time of a block with a mask, and of copying and merging a block of queries, relative to that of a block without a mask.
-#: A query block with few full blocks is therefore computed by one masked call.
-MASKED_COST, MERGE_COST = 2.0, 3.0
+#: The time of a block with a mask, and of copying and merging a block of queries, relative to that of a block without a mask,
+#: in the forward pass. A query block with few full blocks is therefore computed by one masked call. H200, 16 heads, head dim
+#: 128: 8 blocks of 64 take 167 us without a mask and 240 us with one; copying and merging 64 blocks takes 65 us.
+MASKED_COST, MERGE_COST = 1.45, 3.0
+#: In the backward pass: the time of a block with a mask, and of each copy of a block of queries and of keys. They follow from
+#: the times of 512 blocks as 64 sequences of 128 queries and 1024 keys (731 us), 64 of 1024 and 128 (1112 us) and 8 of 1024 and
+#: 1024 (440 us), of copies (87 us for 512 blocks of an array) and sums (87 us), and of a mask (291 us).
+MASKED_GRADIENT_COST, QUERY_COPY_COST, KEY_COPY_COST = 2.0, 3.7, 2.25
+#: The numbers of consecutive query blocks that are tried as rectangles with a mask.
+_STEPS = (1, 2, 4, 8, 16)
 #: Memory of padded lists, relative to the listed blocks: longer lists are split.
 _PADDING = 2
 #: What a block of a list attends to, in place of the number of a partial block.
@@ -196,7 +202,8 @@ class Rectangle(NamedTuple):
     Attributes:
         group, entry: the group of heads and the batch entry.
         queries, keys: the blocks, in order.
-        partial: the numbers of the partial blocks ``(query blocks,)`` of a single key block; None if all blocks are full.
+        partial: the numbers of the partial blocks ``(key blocks, query blocks)``, or :data:`ALL` or :data:`NONE`; None if all
+            blocks are full.
     """
 
     group: int
@@ -205,41 +212,44 @@ class Rectangle(NamedTuple):
     keys: NDArray[np.int64]
     partial: NDArray[np.int64] | None = None
 
+    @property
+    def cost(self) -> float:
+        """The time of the backward pass relative to that of a block without a mask."""
+        block = 1.0 if self.partial is None else MASKED_GRADIENT_COST
+        return block * len(self.queries) * len(self.keys) + QUERY_COPY_COST * len(self.queries) + KEY_COPY_COST * len(self.keys)
 
-class PackedCopies(NamedTuple):
-    """Rectangles as packed sequences of copies of blocks.
 
-    Attributes:
-        queries, keys: int32 ``(n, 3)``: block, group of heads and batch entry of each copy. Keys have the head of their group.
-        starts_q, starts_kv: int32, the cumulative lengths.
-        longest_q, longest_kv: the maximum lengths.
-        partial: int32 ``(P, E)``: the numbers of the partial blocks of each sequence, :data:`NONE` after the last one; or None.
+def rectangles(mask: BlockMask, batch: int) -> tuple[list[Rectangle], list[Rectangle]]:
+    """The blocks of a mask as rectangles: those of full blocks, and those with a mask.
+
+    For each group of heads and batch entry the cheapest of these is taken: full blocks without a mask and partial blocks with
+    one; or all blocks with one.
     """
-
-    queries: NDArray[np.int32]
-    keys: NDArray[np.int32]
-    starts_q: NDArray[np.int32]
-    starts_kv: NDArray[np.int32]
-    longest_q: int
-    longest_kv: int
-    partial: NDArray[np.int32] | None
-
-
-def full_rectangles(mask: BlockMask, batch: int) -> list[Rectangle]:
-    """The full blocks of a mask as rectangles."""
-    found = []
+    numbers = np.where(mask.kinds == FULL, ALL, NONE).astype(np.int64)
+    numbers.T[mask.kinds.T == PARTIAL] = np.arange(mask.partial)
+    full, masked = [], []
     for b in range(batch):
         for g in range(mask.heads):
-            blocks = mask.kinds[:, :, g, b % mask.batch] == FULL
-            by_keys = [Rectangle(g, b, queries, keys) for keys, queries in _equal_rows(blocks)]
-            by_queries = [Rectangle(g, b, queries, keys) for queries, keys in _equal_rows(blocks.T)]
-            found += by_keys if _copies(by_keys) <= _copies(by_queries) else by_queries
-    return found
+            kinds, own = mask.kinds[:, :, g, b % mask.batch], numbers[:, :, g, b % mask.batch]
+            without = _without_mask(kinds == FULL, g, b)
+            apart = _with_mask(np.where(kinds == PARTIAL, own, NONE), g, b)
+            together = _with_mask(own, g, b)
+            if _cost(without) + _cost(apart) > _cost(together):
+                without, apart = [], together
+            full += without
+            masked += apart
+    return full, _split(masked)
 
 
-def _copies(rectangles: list[Rectangle]) -> int:
-    """The number of copies of blocks."""
-    return sum(len(rectangle.queries) + len(rectangle.keys) for rectangle in rectangles)
+def _cost(found: Sequence[Rectangle]) -> float:
+    return sum(rectangle.cost for rectangle in found)
+
+
+def _without_mask(blocks: NDArray[np.bool_], group: int, entry: int) -> list[Rectangle]:
+    """Rectangles of full blocks: query blocks with equal sets of key blocks, or key blocks with equal sets of query blocks."""
+    by_queries = [Rectangle(group, entry, queries, keys) for queries, keys in _equal_rows(blocks.T)]
+    by_keys = [Rectangle(group, entry, queries, keys) for keys, queries in _equal_rows(blocks)]
+    return min((by_queries, by_keys), key=_cost)
 
 
 def _equal_rows(blocks: NDArray[np.bool_]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
@@ -252,35 +262,60 @@ def _equal_rows(blocks: NDArray[np.bool_]) -> Iterator[tuple[NDArray[np.int64], 
         yield np.array(numbers), np.flatnonzero(blocks[numbers[0]])
 
 
-def partial_rectangles(mask: BlockMask, batch: int) -> list[Rectangle]:
-    """The partial blocks of a mask as rectangles of one key block; the mask of longer ones is split."""
-    numbers = np.zeros(mask.kinds.shape, np.int64)
-    numbers.T[mask.kinds.T == PARTIAL] = np.arange(mask.partial)
-    lists = []
-    for b in range(batch):
-        for g in range(mask.heads):
-            for j, row in enumerate(mask.kinds[:, :, g, b % mask.batch] == PARTIAL):
-                if row.any():
-                    queries = np.flatnonzero(row)
-                    lists.append((g, b, j, queries, numbers[j, queries, g, b % mask.batch]))
-    most = split_length([len(queries) for *_, queries, _ in lists])
+def _with_mask(numbers: NDArray[np.int64], group: int, entry: int) -> list[Rectangle]:
+    """Rectangles with a mask: consecutive query blocks and all key blocks to which one of them attends."""
+    options = []
+    for step in _STEPS:
+        found = []
+        for begin in range(0, numbers.shape[1], step):
+            listed = numbers[:, begin : begin + step] != NONE
+            queries, keys = begin + np.flatnonzero(listed.any(axis=0)), np.flatnonzero(listed.any(axis=1))
+            if len(keys):
+                found.append(Rectangle(group, entry, queries, keys, numbers[np.ix_(keys, queries)]))
+        options.append(found)
+    return min(options, key=_cost)
+
+
+def _split(found: list[Rectangle]) -> list[Rectangle]:
+    """Rectangles of which those with many keys are split, so that a mask of equal sizes needs at most twice the memory."""
+    most = split_length([len(rectangle.keys) for rectangle in found])
     return [
-        Rectangle(g, b, queries[i : i + most], np.array([j]), partial[i : i + most])
-        for g, b, j, queries, partial in lists
-        for i in range(0, len(queries), most)
+        rectangle._replace(keys=rectangle.keys[i : i + most], partial=rectangle.partial[i : i + most])
+        for rectangle in found
+        if rectangle.partial is not None
+        for i in range(0, len(rectangle.keys), most)
     ]
 
 
-def packed_copies(rectangles: list[Rectangle], mask: BlockMask, sizes: Sizes) -> PackedCopies | None:
+class PackedCopies(NamedTuple):
+    """Rectangles as packed sequences of copies of blocks.
+
+    Attributes:
+        queries, keys: int32 ``(n, 3)``: block, group of heads and batch entry of each copy. Keys have the head of their group.
+        starts_q, starts_kv: int32, the cumulative lengths.
+        longest_q, longest_kv: the maximum lengths.
+        partial: int32 ``(key blocks, query blocks, E)``: the numbers of the partial blocks of each sequence; or None.
+    """
+
+    queries: NDArray[np.int32]
+    keys: NDArray[np.int32]
+    starts_q: NDArray[np.int32]
+    starts_kv: NDArray[np.int32]
+    longest_q: int
+    longest_kv: int
+    partial: NDArray[np.int32] | None
+
+
+def packed_copies(found: list[Rectangle], mask: BlockMask, sizes: Sizes) -> PackedCopies | None:
     """Rectangles as packed sequences; None without rectangles.
 
     The part of a last block of keys after Skv is a sequence without queries.
     """
-    if not rectangles:
+    if not found:
         return None
     queries, keys, starts, partial = [], [], [(0, 0)], []
-    most = max(len(rectangle.queries) for rectangle in rectangles)
-    for group, entry, of_q, of_k, numbers in rectangles:
+    most_q, most_kv = max(len(r.queries) for r in found), max(len(r.keys) for r in found)
+    for group, entry, of_q, of_k, numbers in found:
         queries += [(i, group, entry) for i in of_q.tolist()]
         head = group // (sizes.hq // sizes.hkv) if mask.heads > 1 else 0
         keys += [(j, head, entry) for j in of_k.tolist()]
@@ -288,33 +323,32 @@ def packed_copies(rectangles: list[Rectangle], mask: BlockMask, sizes: Sizes) ->
         q, kv = starts[-1][0] + BLOCK * len(of_q), starts[-1][1] + BLOCK * len(of_k)
         starts += [(q, kv - missing), (q, kv)][: 1 + (missing > 0)]
         if numbers is not None:
-            column = np.full((most, 1 + (missing > 0)), NONE, np.int32)
-            column[: len(numbers), 0] = numbers
-            partial.append(column)
+            own = np.full((most_kv, most_q, 1 + (missing > 0)), NONE, np.int32)
+            own[: len(of_k), : len(of_q), 0] = numbers
+            partial.append(own)
     return PackedCopies(
         queries=np.array(queries, np.int32),
         keys=np.array(keys, np.int32),
         starts_q=np.array([q for q, _ in starts], np.int32),
         starts_kv=np.array([kv for _, kv in starts], np.int32),
-        longest_q=BLOCK * most,
-        longest_kv=BLOCK * max(len(rectangle.keys) for rectangle in rectangles),
-        partial=np.concatenate(partial, axis=1) if partial else None,
+        longest_q=BLOCK * most_q,
+        longest_kv=BLOCK * most_kv,
+        partial=np.concatenate(partial, axis=2) if partial else None,
     )
 
 
-def attends(mask: BlockMask, partial: NDArray[np.int32], *, keys_first: bool) -> NDArray[np.float16]:
+def attends(mask: BlockMask, partial: NDArray[np.int32]) -> NDArray[np.float16]:
     """The mask of batch entries as a captured array ``(keys, queries, E)`` in Fortran order: 1 where a query attends, else 0.
 
     Args:
         mask: the block mask.
-        partial: int32 ``(P, E)``: the number of a partial block, :data:`ALL` or :data:`NONE`.
-        keys_first: whether the P blocks of an entry are blocks of keys; otherwise they are blocks of queries.
+        partial: int32 ``(key blocks, query blocks, E)``: the number of a partial block, :data:`ALL` or :data:`NONE`.
     """
-    most, count = partial.shape
+    keys, queries, count = partial.shape
     size = BLOCK * BLOCK // 8
     known = np.concatenate([mask.bits, np.zeros((1, size), np.uint8), np.full((1, size), 255, np.uint8)])  # NONE and ALL last
-    found = np.empty((count, BLOCK, most, BLOCK) if keys_first else (count, most, BLOCK, BLOCK), np.float16)
+    found = np.empty((count, queries, BLOCK, keys, BLOCK), np.float16)
     for e in range(count):  # one at a time: the bits of all would need twice the memory
-        blocks = np.unpackbits(known[partial[:, e]], axis=1).reshape(most, BLOCK, BLOCK)
-        found[e] = blocks.transpose(1, 0, 2) if keys_first else blocks
-    return found.reshape(count, -1, (most if keys_first else 1) * BLOCK).T
+        blocks = np.unpackbits(known[partial[..., e]], axis=2).reshape(keys, queries, BLOCK, BLOCK)
+        found[e] = blocks.transpose(1, 2, 0, 3)
+    return found.reshape(count, queries * BLOCK, keys * BLOCK).T

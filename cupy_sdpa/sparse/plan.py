@@ -135,7 +135,7 @@ def upload_entries(mask: BlockMask, entries: Entries, upload: Upload) -> EntryAr
     """The arrays of batch entries on the engine of a call."""
     options: dict[str, Any] = {"page_table": upload(entries.table), "seq_lens_kv": upload(entries.lengths)}
     if entries.partial is not None:
-        options |= {"mask_mod": is_attended, "tensors": {"attends": upload(attends(mask, entries.partial, keys_first=True))}}
+        options |= {"mask_mod": is_attended, "tensors": {"attends": upload(attends(mask, entries.partial[:, None]))}}
     return EntryArrays(upload.items(entries.items), options)
 
 
