@@ -68,6 +68,7 @@ class Call:
             them, no query is padding.
         captured: how each captured array is indexed, by its name in ``arrays``.
         identities: the identities of the score and mask functions when they were traced.
+        own_results: whether the results are memory that was allocated for this call, so that they overlap no other array.
         launched: how the call ran on the GPU; None before the call has run, and while a stream is captured.
     """
 
@@ -81,6 +82,7 @@ class Call:
     fills: dict[str, Fill] = dataclasses.field(default_factory=dict)
     captured: Mapping[str, Access] = dataclasses.field(default_factory=dict)
     identities: tuple[Hashable | None, ...] = ()
+    own_results: bool = False
     launched: LaunchRecord | None = None
 
     @functools.cached_property

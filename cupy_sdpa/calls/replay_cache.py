@@ -93,8 +93,8 @@ class CachedCall:
     """
 
     __slots__ = (
-        "_cache", "_closed", "_counts", "_created", "_graphs", "_names", "_pause", "_plan_only", "_positions", "_scalars",
-        "_template", "_workspace", "accepts", "plan", "used",
+        "_cache", "_closed", "_counts", "_created", "_graphs", "_may_overlap", "_names", "_pause", "_plan_only", "_positions",
+        "_scalars", "_template", "_workspace", "accepts", "plan", "used",
     )  # fmt: skip
 
     def __init__(self, call: Call, cache: PlanCache, names: Sequence[str], arrays: Sequence[Any]) -> None:
@@ -108,6 +108,8 @@ class CachedCall:
         results = [spec.name for spec in call.problem.results]
         #: The position of each result among the caller's arrays, or -1 if the call creates it.
         self._positions = [names.index(name) if name in names else -1 for name in results]
+        #: Whether a result at a new address may overlap another array.
+        self._may_overlap = max(self._positions) >= 0 and not call.own_results
         created = [name for name in results if name not in names] if self.plan else []
         self._created = [(x.shape, x.dtype, x.nbytes) for x in (call.arrays[name] for name in created)]
         self._template = Template(call, names, arrays, created)
@@ -175,8 +177,8 @@ class CachedCall:
         count = self._counts.get(pointers, 0) + 1
         if self._closed or (self.plan and count >= CAPTURE_AFTER and self._may_capture()):
             return False
-        if count == 1 and max(self._positions) >= 0:
-            return False  # a result at a new address may overlap another array
+        if count == 1 and self._may_overlap:
+            return False
         if not self.accepts(arrays, pointers[1:]):
             return False
         self._count(pointers, count)

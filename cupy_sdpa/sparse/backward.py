@@ -18,9 +18,10 @@ from ..device.blocks.results import Sources, sum_blocks
 from . import plan as plans
 from .block_mask import BlockMask
 from .entries import PackedCopies, Sizes, attends, packed_copies, rectangles, sources
-from .forward import options_of_parts, packed_options, packed_view, with_scores
+from .forward import as_blocks, as_sequences, options_of_parts, packed_options, packed_view, with_scores
 from .plan import Plan, Upload
 from .positions import ScoreFunction, of_copies, of_packed, of_slice, separate_function
+from .segments import gradient_slices
 
 #: The bytes of copies of blocks at a time; heads that need more are computed one part after the other.
 MAX_COPIES = 1 << 31
@@ -61,10 +62,12 @@ def gradients_with_block_mask(
             raise ValueError(f"{name} is {value!r} and block_mask is passed; only dq, dk and dv are computed with a block mask")
     shape = (v.shape[0], *q.shape[1:])
     rows = (q.shape[2], q.shape[1], q.shape[3])
-    expected = {"dout": shape, "out": shape, "stats": rows, "dq": q.shape, "dk": k.shape, "dv": v.shape}
-    for (name, wanted), array in zip(expected.items(), (dout, out, stats, dq, dk, dv), strict=True):
-        if array is not None and array.shape != wanted:
-            raise ValueError(f"{name} has shape {array.shape}; it must be {wanted}")
+    for name, array, wanted in (("dout", dout, shape), ("out", out, shape), ("stats", stats, rows)):
+        if getattr(array, "shape", None) != wanted:
+            raise ValueError(f"{name} has shape {getattr(array, 'shape', None)}; it must be {wanted}")
+    if any(array is not None for array in (dq, dk, dv)):
+        results = {f"d{name}": (dx, x.shape, x.dtype) for name, dx, x in (("q", dq, q), ("k", dk, k), ("v", dv, v))}
+        plans.check_results(results, {"dout": dout, "q": q, "k": k, "v": v, "out": out, "stats": stats})
     given, scores = options_of_parts(q, k, options)
     given.pop("sinks", None)  # the log-sum-exp contains them
     with cupy_runtime.on_device_of(q) if cupy_runtime.is_array(q) else contextlib.nullcontext():
@@ -73,7 +76,11 @@ def gradients_with_block_mask(
         )
         plan = plans.plan_of(mask, sizes)
         whole = Arrays(dout, q, k, v, out, stats, dq, dk, dv)
-        if plan.packed:
+        if plan.blocks is not None and not deterministic and (function := plans.gradient_function(mask, sizes)):
+            # without the sinks, which the log-sum-exp contains; deterministic gradients would need memory for all pairs
+            rest = {name: value for name, value in options.items() if value is not None and name != "sinks"}
+            call(whole, {**rest, "mask_mod": function}, deterministic)
+        elif plan.packed:
             _packed(whole, mask, sizes, plan, given, scores, deterministic)
         elif plan.slices is not None:
             _slices(whole, mask, sizes, plan, given, scores, deterministic)
@@ -90,6 +97,7 @@ def call(arrays: Arrays, options: Mapping[str, Any], deterministic: bool) -> Non
         names = dict(zip(_NAMES[4:], others, strict=True))
         parsed = read_backward(q, k, v, options, dout=dout, deterministic=deterministic, **names)
         parsed.run()
+        parsed.own_results = True  # or checked by check_results
         if rest is not options:
             parsed.identities = ()  # the kind contains them
         if kind is not None:
@@ -142,57 +150,77 @@ def _slices(
     scores: ScoreFunction | None,
     deterministic: bool,
 ) -> None:
-    """Every segment as a call on slices of the arrays; dk and dv of the first call are written, those of others are added."""
+    """Every segment as a call on slices of the arrays, the one with most keys first."""
     assert plan.slices is not None
-    ordered = sorted(plan.slices, key=lambda part: part.k0 - part.k1)  # the one with most keys first
-    if not ordered:
-        for result in arrays[6:]:
-            result[...] = 0
-        return
-    for number, bounds in enumerate(ordered):
-        q0, q1, k0, k1, band = bounds
+    results = [_Sum(array) for array in arrays[6:]]
+    for part in sorted(gradient_slices(plan.slices), key=lambda part: part.k0 - part.k1):
+        q0, q1, k0, k1, band = part
         of_q, of_kv = (slice(None), slice(None), slice(q0, q1)), (slice(None), slice(None), slice(k0, k1))
         stats = arrays.stats
         if q1 - q0 < stats.shape[0] or not stats.flags.f_contiguous:
             stats = cupy_runtime.temporary(arrays.q, (q1 - q0, *stats.shape[1:]), stats.dtype)
             stats[...] = arrays.stats[q0:q1]
-        dk, dv = arrays.dk[of_kv], arrays.dv[of_kv]
-        if number:
-            dk, dv = (cupy_runtime.temporary(arrays.q, x.shape, x.dtype) for x in (dk, dv))
-        part = Arrays(
-            arrays.dout[of_q],
-            arrays.q[of_q],
-            arrays.k[of_kv],
-            arrays.v[of_kv],
-            arrays.out[of_q],
-            stats,
-            arrays.dq[of_q],
-            dk,
-            dv,
-        )
-        key = sizes, "slice", plan.slices.index(bounds)
+        targets = [result.target(*bounds) for result, bounds in zip(results, ((q0, q1), (k0, k1), (k0, k1)), strict=True)]
         given = with_scores(
             {**options, **plans.band_options(band)},
             scores,
             mask,
-            key,
+            (sizes, part),
             arrays.q,
-            functools.partial(of_slice, bounds, mask, sizes),
+            functools.partial(of_slice, part, mask, sizes),
         )
-        call(part, given, deterministic)
-        for result, own in ((arrays.dk, dk), (arrays.dv, dv)):
-            if number:
-                result[of_kv] += own
-            elif (k0, k1) != (0, result.shape[2]):
-                result[:, :, :k0] = 0
-                result[:, :, k1:] = 0
-    begin = 0
-    for q0, q1, *_ in plan.slices:
-        if begin < q0:
-            arrays.dq[:, :, begin:q0] = 0
-        begin = q1
-    if begin < arrays.q.shape[2]:
-        arrays.dq[:, :, begin:] = 0
+        inputs = arrays.dout[of_q], arrays.q[of_q], arrays.k[of_kv], arrays.v[of_kv], arrays.out[of_q], stats
+        call(Arrays(*inputs, *targets), given, deterministic)
+        for result in results:
+            result.add()
+    for result in results:
+        result.clear_rest()
+
+
+class _Sum:
+    """A gradient as the sum of gradients of slices: the first one of a position is written, the others are added.
+
+    Args:
+        array: the gradient ``(D, H, S, B)``.
+    """
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+        self._written: list[tuple[int, int]] = []
+        self._part: tuple[Any, Any] | None = None
+
+    def target(self, begin: int, end: int) -> Any:
+        """An array for the gradient of a slice: the slice, or a new one that is added to it by :meth:`add`."""
+        part = self._array[:, :, begin:end]
+        gaps = self._gaps(begin, end)
+        self._written.append((begin, end))
+        if gaps == [(begin, end)]:
+            return part
+        for gap in gaps:
+            self._array[:, :, slice(*gap)] = 0
+        self._part = part, cupy_runtime.temporary(part, part.shape, part.dtype)
+        return self._part[1]
+
+    def add(self) -> None:
+        """Add the gradient of the last slice, if it is not in place."""
+        if self._part:
+            part, added = self._part
+            part += added
+            self._part = None
+
+    def clear_rest(self) -> None:
+        """Write 0 to positions that are in no slice."""
+        for gap in self._gaps(0, self._array.shape[2]):
+            self._array[:, :, slice(*gap)] = 0
+
+    def _gaps(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """The parts of a range that no slice has written."""
+        gaps = []
+        for first, last in sorted(self._written):
+            if begin < min(first, end):
+                gaps.append((begin, min(first, end)))
+            begin = max(begin, last)
+        return [*gaps, (begin, end)] if begin < end else gaps
 
 
 class Copied(NamedTuple):
@@ -253,8 +281,8 @@ def _sum_of_copies(
 ) -> None:
     """The gradients of all copies, and their sums; hq and hkv are the heads of a copy."""
     queries, keys = copied.queries, copied.keys
-    dout, q, out = (_packed_copies(copy_blocks(x, queries, hq)) for x in (arrays.dout, arrays.q, arrays.out))
-    k, v = (_packed_copies(copy_blocks(x, keys, hkv)) for x in (arrays.k, arrays.v))
+    dout, q, out = (as_sequences(copy_blocks(x, queries, hq)) for x in (arrays.dout, arrays.q, arrays.out))
+    k, v = (as_sequences(copy_blocks(x, keys, hkv)) for x in (arrays.k, arrays.v))
     stats = copy_stats(arrays.stats, queries, hq)
     dq, dk, dv = (cupy_runtime.temporary(q, x.shape, x.dtype) for x in (q, k, v))
     from_q = from_kv = 0
@@ -263,20 +291,9 @@ def _sum_of_copies(
         part = Arrays(dout[of_q], q[of_q], k[of_kv], v[of_kv], out[of_q], stats[of_q], dq[of_q], dk[of_kv], dv[of_kv])
         call(part, given, deterministic)
         from_q, from_kv = end_q, end_kv
-    sum_blocks(copied.sources_q, _as_blocks(dq), arrays.dq)
-    sum_blocks(copied.sources_kv, _as_blocks(dk), arrays.dk)
-    sum_blocks(copied.sources_kv, _as_blocks(dv), arrays.dv)
-
-
-def _packed_copies(copies: Any) -> Any:
-    """Copies ``(D, H, BLOCK, n)`` as packed sequences ``(D, H, BLOCK n)``."""
-    d, heads, _, count = copies.shape
-    return copies.reshape((d, heads, BLOCK * count), order="F")
-
-
-def _as_blocks(array: Any) -> Any:
-    d, heads, total = array.shape
-    return array.reshape((d, heads, BLOCK, total // BLOCK), order="F")
+    sum_blocks(copied.sources_q, as_blocks(dq), arrays.dq)
+    sum_blocks(copied.sources_kv, as_blocks(dk), arrays.dk)
+    sum_blocks(copied.sources_kv, as_blocks(dv), arrays.dv)
 
 
 def copied_blocks(mask: BlockMask, sizes: Sizes, like: Any) -> Copied:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import numbers
 from collections.abc import Callable, Mapping
@@ -15,11 +14,10 @@ from .. import _html
 from .._typing import Array
 from ..device import cupy_runtime
 from ..device.blocks import BLOCK
+from ..score_fn.identity import identity
 from . import segments
 from .evaluate import EMPTY, FULL, PARTIAL, Function, Rows, evaluate, evaluate_blocks
 
-#: Numbers block masks, so that calls with one of them can be cached.
-_next_number = itertools.count().__next__
 #: The fill colors of the picture: an empty, a partial and a full block.
 _COLORS = ("#eeeeee", "#f2a65a", "#2f6690")
 
@@ -50,7 +48,7 @@ def block_mask(
         tensors: the arrays that the function reads. They are read now: a later change has no effect. Default None.
 
     Returns:
-        The block mask. It contains no reference to the function and its arrays.
+        The block mask. It contains no reference to the arrays.
 
     Raises:
         TypeError, ValueError: an argument is invalid.
@@ -72,7 +70,8 @@ def block_mask(
     for h, b in np.ndindex(*groups):
         kinds[:, :, h, b], rows[h, b] = evaluate(function, b, h, lengths[0], lengths[1])
     bits = evaluate_blocks(function, _listed(kinds, PARTIAL), lengths[0], lengths[1])
-    return BlockMask(lengths[0], lengths[1], kinds, bits, _segments(rows, kinds))
+    constant = None if tensors or identity(mask_mod) is None else mask_mod
+    return BlockMask(lengths[0], lengths[1], kinds, bits, _segments(rows, kinds), constant)
 
 
 class BlockMask:
@@ -88,7 +87,8 @@ class BlockMask:
         bits: uint8 ``(partial blocks, 2048)``: the pairs of the partial blocks, query by query, the first key in the highest
             bit; in the order of ``kinds``, the first axis fastest.
         segments: the segments of each batch entry if all rows are intervals; None otherwise.
-        number: identifies the mask.
+        function: the mask function, if it reads no arrays and has an identity (:mod:`cupy_sdpa.score_fn.identity`), so that
+            it computes the same later; None otherwise.
         tables: what calls store, by device and shapes.
     """
 
@@ -99,10 +99,10 @@ class BlockMask:
         kinds: NDArray[np.uint8],
         bits: NDArray[np.uint8],
         found: list[segments.Segments] | None = None,
+        function: Callable[..., Any] | None = None,
     ) -> None:
-        self.sq, self.skv, self.kinds, self.bits, self.segments = sq, skv, kinds, bits, found
+        self.sq, self.skv, self.kinds, self.bits, self.segments, self.function = sq, skv, kinds, bits, found, function
         *_, self.heads, self.batch = kinds.shape
-        self.number = _next_number()
         self.tables: dict[Any, Any] = {}
 
     @classmethod

@@ -40,12 +40,13 @@ def attention_with_block_mask(
         raise ValueError(f"return_stats is {return_stats!r} and block_mask is passed; it must be False or True")
     given, scores = options_of_parts(q, k, options)
     with cupy_runtime.on_device_of(q) if cupy_runtime.is_array(q) else contextlib.nullcontext():
-        shape = (v.shape[0], *q.shape[1:])
-        _check_result("out", out, shape, q.dtype)
-        _check_result("stats", stats, (q.shape[2], q.shape[1], q.shape[3]), np.dtype(np.float32))
+        shape, rows = (v.shape[0], *q.shape[1:]), (q.shape[2], q.shape[1], q.shape[3])
+        if out is not None or stats is not None:
+            results = {"out": (out, shape, q.dtype), "stats": (stats, rows, np.dtype(np.float32))}
+            plans.check_results(results, {"q": q, "k": k, "v": v})
         out = cupy_runtime.new_result(q, shape, q.dtype) if out is None else out
         if stats is None and return_stats:
-            stats = cupy_runtime.new_result(q, (q.shape[2], q.shape[1], q.shape[3]), np.dtype(np.float32))
+            stats = cupy_runtime.new_result(q, rows, np.dtype(np.float32))
         plan = plans.plan_of(mask, sizes)
         if plan.packed:
             _packed(q, k, v, mask, sizes, plan, given, scores, out, stats)
@@ -56,11 +57,6 @@ def attention_with_block_mask(
     return out if stats is None else (out, stats)
 
 
-def _check_result(name: str, array: Any, shape: tuple[int, ...], dtype: Any) -> None:
-    if array is not None and (array.shape != shape or array.dtype != dtype):
-        raise ValueError(f"{name} is {array.dtype} {array.shape}; it must be {dtype} {shape}")
-
-
 def call(q: Any, k: Any, v: Any, options: Mapping[str, Any], out: Any, stats: Any) -> None:
     """:func:`cupy_sdpa.attention` of a part, which writes into ``out`` and ``stats``, if that is not None."""
     arrays = (q, k, v, out, stats)
@@ -68,6 +64,7 @@ def call(q: Any, k: Any, v: Any, options: Mapping[str, Any], out: Any, stats: An
     if kind is None or run_cached(kind, arrays, rest) is None:
         parsed = read_forward(q, k, v, options, return_stats=stats is not None, out=out, stats=stats)
         parsed.run()
+        parsed.own_results = True  # or checked by check_results
         if rest is not options:
             parsed.identities = ()  # the kind contains them
         if kind is not None:
@@ -178,7 +175,7 @@ def _slices(
     """Every segment as a call on slices of the arrays."""
     assert plan.slices is not None
     begin = 0
-    for number, part in enumerate(plan.slices):
+    for part in plan.slices:
         q0, q1, k0, k1, band = part
         _fill_rows(out, stats, begin, q0, options.get("sinks"))
         whole = (q0, q1) == (0, q.shape[2])
@@ -190,7 +187,7 @@ def _slices(
             {**options, **plans.band_options(band)},
             scores,
             mask,
-            (sizes, "slice", number),
+            (sizes, part),
             q,
             functools.partial(of_slice, part, mask, sizes),
         )
@@ -252,11 +249,11 @@ def _blocks(
                 out[...] = target
             return
     heads, count = hq // groups, sum(len(entries.items) for entries in copied)
-    results, results_stats = new(q, (dv, heads, BLOCK, count), q.dtype), new(q, (BLOCK, heads, count), float32)
+    results, results_stats = new(q, (dv, heads, BLOCK * count), q.dtype), new(q, (heads, BLOCK * count), float32)
     begin = 0
     for number, entries in enumerate(copied):
-        own = slice(begin, begin + len(entries.items))
-        queries = copy_blocks(q, entries.items, heads)
+        own = slice(begin, begin + BLOCK * len(entries.items))
+        queries = as_sequences(copy_blocks(q, entries.items, heads))
         given = with_scores(
             {**options, **entries.options},
             scores,
@@ -267,7 +264,9 @@ def _blocks(
         )
         call(queries, pages[0], pages[1], given, results[..., own], results_stats[..., own])
         begin = own.stop
-    merge_blocks(arrays.sources, results, results_stats, target, stats, base, sinks)
+    merge_blocks(
+        arrays.sources, as_blocks(results), results_stats.reshape((heads, BLOCK, count), order="F"), target, stats, base, sinks
+    )
     if target is not out:
         out[...] = target
 
@@ -295,18 +294,31 @@ def block_arrays(mask: BlockMask, sizes: Sizes, tables: Tables, like: Any) -> Bl
         every = [(j, g, b) for b, g, j in np.ndindex(sizes.batch, groups, mask.kinds.shape[0])]
         direct: EntryArrays | None = None
         if tables.direct:
-            direct = plans.upload_entries(mask, tables.direct, upload)
             starts = [i * BLOCK + b * mask.sq for i, _, b in tables.direct.items.tolist()]
-            starts.append(mask.sq * sizes.batch)
-            direct.options.update(cu_seqlens_q=upload(np.array(starts, np.int32)), max_seqlen_q=BLOCK)
+            direct = plans.upload_entries(mask, tables.direct, [*starts, mask.sq * sizes.batch], upload)
+        copied = [
+            plans.upload_entries(mask, entries, BLOCK * np.arange(len(entries.items) + 1), upload) for entries in tables.copied
+        ]
         return Blocks(
             upload.items(np.array(every, np.int32).reshape(-1, 3)),
             direct,
-            [plans.upload_entries(mask, entries, upload) for entries in tables.copied],
+            copied,
             Sources(upload(tables.offsets), upload(tables.parts), tables.groups),
         )
 
     return plans.on_engine(mask, like, (sizes, "blocks"), make)
+
+
+def as_sequences(copies: Any) -> Any:
+    """Copies of blocks ``(D, H, BLOCK, n)`` as packed sequences ``(D, H, BLOCK n)``."""
+    d, heads, _, count = copies.shape
+    return copies.reshape((d, heads, BLOCK * count), order="F")
+
+
+def as_blocks(array: Any) -> Any:
+    """Packed sequences ``(D, H, BLOCK n)`` as blocks ``(D, H, BLOCK, n)``."""
+    d, heads, total = array.shape
+    return array.reshape((d, heads, BLOCK, total // BLOCK), order="F")
 
 
 def pages_of(array: Any, items: Any, heads: int, shared: bool) -> Any:

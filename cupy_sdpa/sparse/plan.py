@@ -7,12 +7,15 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from ..calls.arguments import read_array, share_elements
 from ..device import cupy_runtime, driver
 from ..device.blocks import BLOCK
 from ..problem.band import Band
+from ..score_fn.expression import AXES
+from ..score_fn.tracer import trace
 from . import segments
 from .block_mask import BlockMask
-from .entries import MASKED_COST, MERGE_COST, Entries, Sizes, attends, make_tables
+from .entries import MASKED_COST, MASKED_GRADIENT_COST, MERGE_COST, Entries, Sizes, attends, make_tables, rectangles
 from .evaluate import FULL, PARTIAL
 
 T = TypeVar("T")
@@ -70,6 +73,33 @@ def plan_of(mask: BlockMask, sizes: Sizes) -> Plan:
     if plan is None:
         plan = mask.tables[sizes] = choose(mask, sizes)
     return plan
+
+
+def gradient_function(mask: BlockMask, sizes: Sizes) -> Callable[..., Any] | None:
+    """The mask function if the backward pass is faster as a call with it than on copies of blocks; None otherwise.
+
+    cuDNN computes all blocks within a band that ends at the diagonal, and all blocks without such a band.
+    """
+
+    def find() -> Callable[..., Any] | None:
+        if mask.function is None:
+            return None
+        band = trace(None, mask.function, {}, dict(zip(AXES, (sizes.batch, sizes.hq, mask.sq, mask.skv), strict=True))).band
+        key_blocks, query_blocks, *_ = mask.kinds.shape
+        left, right = band or (None, None)
+        offsets = np.arange(query_blocks)[None, :] - np.arange(key_blocks)[:, None]  # of query blocks from key blocks
+        computed = np.ones((key_blocks, query_blocks), bool)
+        if right == 0:
+            computed = (offsets >= 0) & (True if left is None else offsets * BLOCK < left + BLOCK)
+        cost = MASKED_GRADIENT_COST * computed.sum() * sizes.batch * mask.heads
+        of_copies = sum(rectangle.cost for kind in rectangles(mask, sizes.batch) for rectangle in kind)
+        return mask.function if cost < of_copies else None
+
+    key = (sizes, "function")
+    if key not in mask.tables:
+        mask.tables[key] = find()
+    found: Callable[..., Any] | None = mask.tables[key]
+    return found
 
 
 class EntryArrays(NamedTuple):
@@ -131,9 +161,19 @@ def on_engine(mask: BlockMask, like: Any, key: tuple[Any, ...], make: Callable[[
     return found
 
 
-def upload_entries(mask: BlockMask, entries: Entries, upload: Upload) -> EntryArrays:
-    """The arrays of batch entries on the engine of a call."""
-    options: dict[str, Any] = {"page_table": upload(entries.table), "seq_lens_kv": upload(entries.lengths)}
+def upload_entries(mask: BlockMask, entries: Entries, starts: Any, upload: Upload) -> EntryArrays:
+    """The arrays of batch entries on the engine of a call.
+
+    Args:
+        mask: the block mask.
+        entries: the batch entries.
+        starts: the cumulative lengths of their queries.
+        upload: creates arrays on the engine.
+    """
+    options: dict[str, Any] = {
+        "page_table": upload(entries.table), "seq_lens_kv": upload(entries.lengths),
+        "cu_seqlens_q": upload(np.array(starts, np.int32)), "max_seqlen_q": BLOCK,
+    }  # fmt: skip
     if entries.partial is not None:
         options |= {"mask_mod": is_attended, "tensors": {"attends": upload(attends(mask, entries.partial[:, None]))}}
     return EntryArrays(upload.items(entries.items), options)
@@ -206,3 +246,27 @@ def check(q: Any, k: Any, v: Any, mask: Any, options: Mapping[str, Any]) -> Size
     if hkv and hq % hkv:
         raise ValueError(f"q has {hq} heads and k {hkv}; {hq} must be a multiple of {hkv}")
     return Sizes(hq, hkv, batch)
+
+
+def check_results(results: Mapping[str, tuple[Any, tuple[int, ...], Any]], inputs: Mapping[str, Any]) -> None:
+    """Check arrays that the caller passed for results.
+
+    Args:
+        results: for each result the array or None, its shape and its dtype.
+        inputs: the other arrays.
+
+    Raises:
+        TypeError, ValueError: a result has another shape or dtype, is read-only, or overlaps another array.
+    """
+    passed = {name: array for name, (array, _, _) in results.items() if array is not None}
+    for name, result in passed.items():
+        _, shape, dtype = results[name]
+        if result.shape != shape:
+            raise ValueError(f"{name} has shape {result.shape}; it must be {shape}")
+        if result.dtype != dtype:
+            raise TypeError(f"{name} is {result.dtype}; it must be {dtype}: allocate it with that dtype")
+        if isinstance(result, np.ndarray) and not result.flags.writeable:
+            raise ValueError(f"{name} is read-only, but results are written to it: pass a writable array")
+        for other_name, other in {**inputs, **passed}.items():
+            if other is not result and share_elements(read_array(name, result), read_array(other_name, other)):
+                raise ValueError(f"{name} overlaps {other_name} in memory: results would overwrite it; pass a separate array")

@@ -254,3 +254,28 @@ def slices(entry: Segments) -> list[Slice] | None:
         else:
             return None
     return found
+
+
+def gradient_slices(parts: Sequence[Slice]) -> list[Slice]:
+    """The slices of the backward pass, in which no slice has a diagonal from the bottom right where a top left one is possible.
+
+    cuDNN's backward kernels compute all tiles of a mask from the bottom right. The first keys of such a slice, to which all
+    its queries attend, and the other keys are separate slices; the log-sum-exp is that of all keys, so nothing is merged.
+    Slices of consecutive queries with the same keys become one.
+    """
+    found: list[Slice] = []
+    for part in parts:
+        q0, q1, k0, k1, band = part
+        common = (k1 - k0) - (q1 - q0)
+        pieces = [part]
+        if band is not None and band.bottom_right and band.left is None and band.right is not None and common >= 0:
+            split = k0 + common
+            pieces = [Slice(q0, q1, k0, split, None)] * (common > 0)
+            pieces.append(Slice(q0, q1, split, k1, Band(None, band.right)))
+        for piece in pieces:
+            before = next((x for x in found if x[1:] == (piece.q0, piece.k0, piece.k1, None) and piece.band is None), None)
+            if before is None:
+                found.append(piece)
+            else:
+                found[found.index(before)] = before._replace(q1=piece.q1)
+    return found

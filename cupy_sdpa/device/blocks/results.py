@@ -58,7 +58,7 @@ def merge_blocks(sources: Sources, copies: Any, copied_stats: Any, out: Any, sta
     Args:
         sources: the copies of every block of queries.
         copies: ``(Dv, H', BLOCK, n)``, dense.
-        copied_stats: float32 ``(BLOCK, H', n)``, dense, their log-sum-exp; where it is -inf, the copy is not used.
+        copied_stats: float32 ``(H', BLOCK, n)``, dense, their log-sum-exp; where it is -inf, the copy is not used.
         out: ``(Dv, H, S, B)``: the results in place, if there is ``base``; written.
         stats: float32 ``(S, H, B)``, written; or None.
         base: float32 ``(S, H, B)``, the log-sum-exp of the results in place; or None.
@@ -101,7 +101,7 @@ def _merge_on_cpu(sources: Sources, copies: Any, copied_stats: Any, out: Any, st
         of = slice(g * per_group, (g + 1) * per_group)
         count = own.stop - own.start
         numbers = sources.parts[sources.offsets[t] : sources.offsets[t + 1]]
-        scores = [copied_stats[:count, :, n].astype(dtype) for n in numbers]
+        scores = [copied_stats[:, :count, n].T.astype(dtype) for n in numbers]
         values = [copies[:, :, :count, n].astype(dtype) for n in numbers]
         if base is not None:
             scores.append(base[own, of, b].astype(dtype))
@@ -146,13 +146,13 @@ def _merge_kernel(dtype: str, unit: int) -> Any:
                 float top = fmaxf(own, sink);
                 for (int n = first; n < end; ++n) {{
                     const long long copy = ((const int*)x.parts)[n];
-                    top = fmaxf(top, ((const float*)x.copied_stats)[(copy * x.heads + blockIdx.y) * {BLOCK} + row]);
+                    top = fmaxf(top, ((const float*)x.copied_stats)[(copy * {BLOCK} + row) * x.heads + blockIdx.y]);
                 }}
                 const float lowest = top == NONE ? 0.0f : top;
                 float total = 0;
                 for (int n = first; n < end; ++n) {{
                     const long long copy = ((const int*)x.parts)[n];
-                    total += expf(((const float*)x.copied_stats)[(copy * x.heads + blockIdx.y) * {BLOCK} + row] - lowest);
+                    total += expf(((const float*)x.copied_stats)[(copy * {BLOCK} + row) * x.heads + blockIdx.y] - lowest);
                 }}
                 if (own != NONE) total += expf(own - lowest);
                 if (sink != NONE) total += expf(sink - lowest);
@@ -172,7 +172,7 @@ def _merge_kernel(dtype: str, unit: int) -> Any:
                     }}
                     for (int n = first; n < end; ++n) {{
                         const long long copy = ((const int*)x.parts)[n];
-                        const float score = ((const float*)x.copied_stats)[(copy * x.heads + blockIdx.y) * {BLOCK} + row];
+                        const float score = ((const float*)x.copied_stats)[(copy * {BLOCK} + row) * x.heads + blockIdx.y];
                         if (score == NONE) continue;
                         const float weight = expf(score - lowest) * factor;
                         const long long at = ((copy * {BLOCK} + row) * x.heads + blockIdx.y) * x.width;
