@@ -18,9 +18,9 @@ from ..device.blocks.results import Sources, sum_blocks
 from . import plan as plans
 from .block_mask import BlockMask
 from .entries import PackedCopies, Sizes, attends, packed_copies, rectangles, sources
-from .forward import as_blocks, as_sequences, options_of_parts, packed_options, packed_view, with_scores
+from .forward import as_blocks, as_sequences, options_of_parts, packed_options, packed_view
 from .plan import Plan, Upload
-from .positions import ScoreFunction, of_copies, of_packed, of_slice, separate_function
+from .positions import ScoreFunction, of_copies, of_packed, of_slice, separate_function, with_scores
 from .segments import gradient_slices
 
 #: The bytes of copies of blocks at a time; heads that need more are computed one part after the other.
@@ -165,7 +165,7 @@ def _slices(
             {**options, **plans.band_options(band)},
             scores,
             mask,
-            (sizes, part),
+            (sizes, part[:4]),
             arrays.q,
             functools.partial(of_slice, part, mask, sizes),
         )

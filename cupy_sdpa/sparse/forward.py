@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ from . import plan as plans
 from .block_mask import BlockMask
 from .entries import Sizes, Tables
 from .plan import EntryArrays, Plan, Upload
-from .positions import Positions, ScoreFunction, of_entries, of_packed, of_slice, separate_function
+from .positions import ScoreFunction, of_entries, of_packed, of_slice, separate_function, with_scores
 from .segments import Packed
 
 
@@ -81,27 +81,6 @@ def options_of_parts(q: Any, k: Any, options: Mapping[str, Any]) -> tuple[dict[s
         return given, None
     (_, hq, sq, batch), skv = q.shape, k.shape[2]
     return given, ScoreFunction(score_mod, tensors, dict(zip(AXES, (batch, hq, sq, skv), strict=True)))
-
-
-def with_scores(
-    options: Mapping[str, Any],
-    scores: ScoreFunction | None,
-    mask: BlockMask,
-    key: tuple[Any, ...],
-    like: Any,
-    positions: Callable[[], Positions],
-) -> dict[str, Any]:
-    """Options with the score function, if there is one.
-
-    Args:
-        options: the options of a part.
-        scores: the score function.
-        mask, key, like, positions: as for :meth:`.ScoreFunction.located`.
-    """
-    if scores is None:
-        return dict(options)
-    located = scores.located(mask, key, like, positions)
-    return {**options, **located, "tensors": {**options.get("tensors", {}), **located["tensors"]}}
 
 
 def packed_view(array: Any) -> Any:
@@ -187,7 +166,7 @@ def _slices(
             {**options, **plans.band_options(band)},
             scores,
             mask,
-            (sizes, part),
+            (sizes, part[:4]),
             q,
             functools.partial(of_slice, part, mask, sizes),
         )

@@ -43,6 +43,29 @@ class Positions(NamedTuple):
     heads: NDArray[np.int32] | None
 
 
+def with_scores(
+    options: Mapping[str, Any],
+    scores: ScoreFunction | None,
+    mask: BlockMask,
+    key: tuple[Any, ...],
+    like: Any,
+    positions: Callable[[], Positions],
+) -> dict[str, Any]:
+    """Options with the score function, if there is one.
+
+    Args:
+        options: the options of a part.
+        scores: the score function.
+        mask, key, like, positions: as for :meth:`ScoreFunction.located`.
+    """
+    if scores is None:
+        return dict(options)
+    if key[1] == (0, mask.sq, 0, mask.skv):
+        return {**options, **scores.options}
+    located = scores.located(mask, key, like, positions)
+    return {**options, **located, "tensors": {**options.get("tensors", {}), **located["tensors"]}}
+
+
 def of_packed(packed: Packed, mask: BlockMask, sizes: Sizes) -> Positions:
     """The positions of segments as packed sequences of flattened batch entries."""
     starts, count = (packed.starts_q[:-1], packed.starts_kv[:-1]), mask.sq * sizes.batch - 1
@@ -121,6 +144,8 @@ class ScoreFunction:
         traced = trace(score_mod, None, self._tensors, sizes)
         if traced.band or (traced.program and traced.program.mask is not None):
             raise ValueError("score_mod masks keys and block_mask is passed: put the condition into the mask function")
+        #: The options of a call in which all queries and keys are at their positions.
+        self.options = {"score_mod": score_mod, **({"tensors": self._tensors} if self._tensors else {})}
         self.accesses = tuple(dict.fromkeys(traced.captured.values()))
         self.identity: Hashable | None = before if before == identity(score_mod) else None
 
