@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
@@ -21,6 +22,8 @@ from .device import cupy_runtime, driver
 from .errors import CudnnError, Unsupported
 from .graph import graph_of
 from .problem.problem import Problem
+from .sparse.entries import Sizes
+from .sparse.plan import description, part_problems
 from .support.engine_problem import engine_problem
 from .support.why_not import unverified, why_not
 from .version import RELEASES, version_number, version_text
@@ -146,6 +149,11 @@ def explain(
         if gpu or cudnn:
             return explain_subproblems(q, lambda part: _explain_for(part, gpu, cudnn))
         return explain_subproblems(q, _explain_on_current_device)
+    if (mask := options.pop("block_mask", None)) is not None:
+        given = {"backward": backward, "return_stats": bool(return_stats), "deterministic": deterministic}
+        problems = part_problems((q, k, v), mask, options, **given)
+        sizes = Sizes(q.shape[1], k.shape[1], q.shape[3])
+        return _explain_parts(problems, q, description(mask, sizes), gpu, cudnn)
     if backward:
         arrays: dict[str, Any] = {"dout": dout, "out": out, "stats": stats, **gradients}
         try:
@@ -158,6 +166,22 @@ def explain(
     if not gpu and not cudnn:
         return explain_call(call)
     return explain_subproblems(engine_problem(call.problem, call.bucket, True), lambda part: _explain_for(part, gpu, cudnn))
+
+
+def _explain_parts(problems: Sequence[Problem], q: Any, blocks: str, gpu: str | None, cudnn: str | None) -> Report:
+    """The report on the calls that compute a block mask: that of the first one that cannot run, or of all of them."""
+    if gpu or cudnn:
+        reports = [_explain_for(part, gpu, cudnn) for part in problems]
+    elif cupy_runtime.is_array(q):
+        with cupy_runtime.on_device_of(q) as device:
+            reports = [explain_on_device(part, device) for part in problems]
+    else:
+        reports = [Report("numpy", part, graph_of(part)) for part in problems]
+    if not reports:
+        raise ValueError("block_mask lists no block: nothing is computed, the output is 0")
+    first = next((report for report in reports if report.reasons), reports[0])
+    launches = () if len(reports) == 1 or first.reasons else tuple(reports)
+    return dataclasses.replace(first, launches=launches, blocks=blocks)
 
 
 def _explain_on_current_device(problem: Problem) -> Report:
