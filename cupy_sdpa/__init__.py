@@ -12,7 +12,7 @@ from .inference.kv_cache import KVCache
 from .inference.shared_prefix import shared_prefix_attention
 from .prepare import Prepared, autotune, prepare
 from .problem.problem import Problem
-from .sparse.block_mask import BlockMask, block_mask
+from .sparse.masks.block_mask import BlockMask, block_mask
 from .version import __version__
 
 __all__ = [

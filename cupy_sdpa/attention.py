@@ -10,6 +10,7 @@ from .calls.options import DTensors, Options, read_flag, takes_options
 from .calls.replay_cache import cache_call, run_cached
 from .errors import Unsupported
 from .problem.validation import NO_PAGED_GRADIENTS
+from .sparse.automatic import automatic_mask
 from .sparse.backward import gradients_with_block_mask
 from .sparse.forward import attention_with_block_mask
 
@@ -168,6 +169,9 @@ def attention(
     """
     if "block_mask" in options and (mask := options.pop("block_mask")) is not None:
         return attention_with_block_mask(q, k, v, mask, options, return_stats=return_stats, out=out, stats=stats)
+    if "mask_mod" in options and return_stats != "max_sumexp" and (mask := automatic_mask(q, k, options)) is not None:
+        rest = {name: value for name, value in options.items() if name != "mask_mod"}
+        return attention_with_block_mask(q, k, v, mask, rest, return_stats=return_stats, out=out, stats=stats)
     deterministic = deterministic is not False and read_flag("deterministic", deterministic)
     kind = ("forward", return_stats if type(return_stats) is bool else str(return_stats), deterministic)
     arrays = (q, k, v, out, stats)
@@ -261,6 +265,10 @@ def attention_backward(
         others = {"return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dtensors": return_dtensors}
         given = (dout, q, k, v, out, stats, dq, dk, dv)
         return gradients_with_block_mask(given, mask, options, deterministic=bool(deterministic), others=others)
+    requested = return_dbias or return_dsinks or (return_dtensors is not None and return_dtensors is not False)
+    if "mask_mod" in options and not requested and (mask := automatic_mask(q, k, options)) is not None:
+        given, rest = (dout, q, k, v, out, stats, dq, dk, dv), {n: x for n, x in options.items() if n != "mask_mod"}
+        return gradients_with_block_mask(given, mask, rest, deterministic=bool(deterministic), others={})
     dtensors = return_dtensors if type(return_dtensors) is bool else repr(return_dtensors)
     kind = ("backward", bool(deterministic), bool(return_dbias), bool(return_dsinks), dtensors)
     arrays = (dout, q, k, v, out, stats, dq, dk, dv)

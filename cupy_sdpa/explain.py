@@ -22,6 +22,7 @@ from .device import cupy_runtime, driver
 from .errors import CudnnError, Unsupported
 from .graph import graph_of
 from .problem.problem import Problem
+from .sparse.automatic import decide
 from .sparse.entries import Sizes
 from .sparse.plan import description, part_problems
 from .support.engine_problem import engine_problem
@@ -152,8 +153,16 @@ def explain(
     if (mask := options.pop("block_mask", None)) is not None:
         given = {"backward": backward, "return_stats": bool(return_stats), "deterministic": deterministic}
         problems = part_problems((q, k, v), mask, options, **given)
-        sizes = Sizes(q.shape[1], k.shape[1], q.shape[3])
+        sizes = Sizes(q.shape[1], v.shape[1] if v is not None else 0, q.shape[3])
         return _explain_parts(problems, q, description(mask, sizes), gpu, cudnn)
+    decision = None
+    if options.get("mask_mod") is not None and (gpu or cudnn or cupy_runtime.is_array(q)) and hasattr(k, "shape"):
+        decision = decide(q.shape, k.shape, options)  # type: ignore[union-attr]
+        if decision.mask is not None and return_stats != "max_sumexp" and not any(outputs.values()):
+            rest = {name: value for name, value in options.items() if name != "mask_mod"}
+            given = {"backward": backward, "return_stats": bool(return_stats), "deterministic": deterministic}
+            problems = part_problems((q, k, v), decision.mask, rest, **given)
+            return _explain_parts(problems, q, f"used, {decision.reason}", gpu, cudnn)
     if backward:
         arrays: dict[str, Any] = {"dout": dout, "out": out, "stats": stats, **gradients}
         try:
@@ -164,8 +173,11 @@ def explain(
     else:
         call = read_forward(q, k, v, options, return_stats=return_stats, deterministic=deterministic, out=out, stats=stats)
     if not gpu and not cudnn:
-        return explain_call(call)
-    return explain_subproblems(engine_problem(call.problem, call.bucket, True), lambda part: _explain_for(part, gpu, cudnn))
+        report = explain_call(call)
+    else:
+        problem = engine_problem(call.problem, call.bucket, True)
+        report = explain_subproblems(problem, lambda part: _explain_for(part, gpu, cudnn))
+    return dataclasses.replace(report, blocks=f"not used: {decision.reason}") if decision else report
 
 
 def _explain_parts(problems: Sequence[Problem], q: Any, blocks: str, gpu: str | None, cudnn: str | None) -> Report:

@@ -7,8 +7,8 @@ import pytest
 
 from cupy_sdpa import BlockMask, block_mask, zoo
 from cupy_sdpa.sparse.entries import Sizes, make_tables, rectangles
-from cupy_sdpa.sparse.evaluate import EMPTY, FULL, PARTIAL, Function, evaluate
-from cupy_sdpa.sparse.segments import bands, find_segments, packed
+from cupy_sdpa.sparse.masks.evaluate import EMPTY, FULL, PARTIAL, Function, evaluate
+from cupy_sdpa.sparse.masks.segments import bands, find_segments, packed
 
 
 def dense_of(mask_mod, sq, skv, **tensors):

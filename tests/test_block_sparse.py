@@ -275,3 +275,66 @@ def test_other_calls_refuse_the_option(name):
             cupy_sdpa.prepare(x, x, x, block_mask=mask)
     else:
         assert cupy_sdpa.explain(x, x, x, block_mask=mask)
+
+
+def halves(b, h, q_idx, kv_idx):
+    """Two documents."""
+    return q_idx // 1024 == kv_idx // 1024
+
+
+@pytest.mark.parametrize(
+    ("name", "mask_mod", "used"),
+    [
+        ("documents", halves, True),
+        ("causal documents", lambda b, h, i, j: (i >= j) & (i // 256 == j // 256), True),
+        ("causal", lambda b, h, i, j: i >= j, False),
+        ("of heads", lambda b, h, i, j: i // 256 == j // 256 + 0 * h, False),
+        ("nearly all pairs", lambda b, h, i, j: (i + j) % 7 > 0, False),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_plain_mask_functions_use_blocks_where_it_pays(name, mask_mod, used, fake, monkeypatch):
+    """The result is the same, and the report names the reason; small problems and functions with arrays use all blocks."""
+    from cupy_sdpa.sparse import automatic
+
+    monkeypatch.setattr(automatic, "_evaluated", on_host(automatic._evaluated))
+    monkeypatch.setattr(automatic, "_decisions", type(automatic._decisions)())
+    shape = (16, 1, 2048, 1)
+    decision = automatic.decide(shape, shape, {"mask_mod": mask_mod})
+    assert (decision.mask is not None) == used, decision.reason
+    assert automatic.decide(shape, shape, {"mask_mod": mask_mod}) is decision
+    assert automatic.decide((16, 1, 512, 1), shape, {"mask_mod": mask_mod}).mask is None
+    for options in ({"tensors": {"x": np.ones(1)}}, {"causal": True}, {"bias": np.ones(1)}, {"dropout_p": 0.1}):
+        assert automatic.decide(shape, shape, {"mask_mod": mask_mod, **options}).mask is None
+    x = np.empty(shape, np.float16, order="F")
+    report = cupy_sdpa.explain(x, x, x, mask_mod=mask_mod, gpu="h200", cudnn="9.19")
+    assert ("block mask: used" if used else "block mask: not used") in str(report)
+
+
+def on_host(evaluated):
+    """Evaluate mask functions on numpy arrays: the fake CuPy lacks integer division."""
+
+    def evaluate(function, sizes, sq, skv):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("cupy_sdpa.sparse.masks.evaluate.cupy_runtime.current_device", lambda: None)
+            return evaluated(function, sizes, sq, skv)
+
+    return evaluate
+
+
+def test_a_plain_mask_function_is_computed_by_blocks(fake, monkeypatch):
+    """attention and its gradients with mask_mod are those with the block mask of the function."""
+    from cupy_sdpa.sparse import automatic
+
+    monkeypatch.setattr(automatic, "_evaluated", on_host(automatic._evaluated))
+    monkeypatch.setattr(automatic, "_decisions", type(automatic._decisions)())
+    rng = np.random.default_rng(0)
+    arrays = [fake.asarray(np.asfortranarray(rng.standard_normal((16, 1, 2048, 1)).astype("f2"))) for _ in range(4)]
+    mask = BlockMask.from_blocks(np.kron(np.eye(2, dtype=bool), np.ones((8, 8), bool)))
+    results = []
+    for options in ({"mask_mod": halves}, {"block_mask": mask}):
+        out, pullback = attention_vjp(*arrays[:3], **options)
+        results.append([x.get() for x in (out, *pullback(arrays[3]))])
+    assert len(automatic._decisions) == 1
+    for x, y in zip(*results, strict=True):
+        np.testing.assert_array_equal(x, y)

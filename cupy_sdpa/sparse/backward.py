@@ -16,12 +16,12 @@ from ..device.blocks import BLOCK
 from ..device.blocks.copies import copy_blocks, copy_stats
 from ..device.blocks.results import Sources, sum_blocks
 from . import plan as plans
-from .block_mask import BlockMask
 from .entries import PackedCopies, Sizes, attends, packed_copies, rectangles, sources
 from .forward import as_blocks, as_sequences, options_of_parts, packed_options, packed_view
+from .masks.block_mask import BlockMask
+from .masks.segments import gradient_slices
 from .plan import Plan, Upload
 from .positions import ScoreFunction, of_copies, of_packed, of_slice, separate_function, with_scores
-from .segments import gradient_slices
 
 #: The bytes of copies of blocks at a time; heads that need more are computed one part after the other.
 MAX_COPIES = 1 << 31

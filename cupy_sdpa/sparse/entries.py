@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..device.blocks import BLOCK
-from .block_mask import BlockMask
-from .evaluate import FULL, PARTIAL
+from .masks.block_mask import BlockMask
+from .masks.evaluate import FULL, PARTIAL
 
 #: The time of a block with a mask, and of copying and merging a block of queries, relative to that of a block without a mask,
 #: in the forward pass. A query block with few full blocks is therefore computed by one masked call. H200, 16 heads, head dim

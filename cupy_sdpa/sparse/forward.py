@@ -18,11 +18,11 @@ from ..device.blocks.copies import copy_blocks
 from ..device.blocks.results import Sources, merge_blocks
 from ..score_fn.expression import AXES
 from . import plan as plans
-from .block_mask import BlockMask
 from .entries import Sizes, Tables
+from .masks.block_mask import BlockMask
+from .masks.segments import Packed
 from .plan import EntryArrays, Plan, Upload
 from .positions import ScoreFunction, of_entries, of_packed, of_slice, separate_function, with_scores
-from .segments import Packed
 
 
 def attention_with_block_mask(

@@ -15,8 +15,6 @@ from ..problem.problem import Problem
 from ..problem.tensor_spec import dtype_name
 from ..score_fn.expression import AXES
 from ..score_fn.tracer import trace
-from . import segments
-from .block_mask import BlockMask
 from .entries import (
     MASKED_COST,
     MASKED_GRADIENT_COST,
@@ -29,7 +27,9 @@ from .entries import (
     packed_copies,
     rectangles,
 )
-from .evaluate import FULL, PARTIAL
+from .masks import segments
+from .masks.block_mask import BlockMask
+from .masks.evaluate import FULL, PARTIAL
 
 T = TypeVar("T")
 

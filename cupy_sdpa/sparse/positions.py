@@ -18,11 +18,11 @@ from ..device.blocks.copies import copy_elements
 from ..score_fn.expression import AXES
 from ..score_fn.identity import identity
 from ..score_fn.tracer import Access, trace
-from .block_mask import BlockMask
 from .entries import Entries, PackedCopies, Sizes
-from .evaluate import taken
+from .masks.block_mask import BlockMask
+from .masks.evaluate import taken
+from .masks.segments import Packed, Slice
 from .plan import Upload, on_engine
-from .segments import Packed, Slice
 
 #: The names of the arrays of original positions, for the axes of the scores.
 _POSITIONS = dict(zip(AXES, ("entry of b", "head of b", "position of q_idx", "position of kv_idx"), strict=True))

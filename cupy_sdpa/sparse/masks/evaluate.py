@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..device import cupy_runtime
-from ..device.blocks import BLOCK
+from ...device import cupy_runtime
+from ...device.blocks import BLOCK
 
 #: The kinds of blocks: no query attends to a key, some do, every query attends to every key.
 EMPTY, PARTIAL, FULL = 0, 1, 2

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..device.blocks import BLOCK
-from ..problem.band import Band
+from ...device.blocks import BLOCK
+from ...problem.band import Band
 from .evaluate import Rows
 
 #: The largest number of calls on slices.

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import _html
-from .._typing import Array
-from ..device import cupy_runtime
-from ..device.blocks import BLOCK
-from ..score_fn.identity import identity
+from ... import _html
+from ..._typing import Array
+from ...device import cupy_runtime
+from ...device.blocks import BLOCK
+from ...score_fn.identity import identity
 from . import segments
 from .evaluate import EMPTY, FULL, PARTIAL, Function, Rows, evaluate, evaluate_blocks
 
