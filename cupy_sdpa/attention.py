@@ -117,12 +117,12 @@ def attention(
             derived. Constants, except 0, 1 and -1, may change without a new plan. Common ones are in :mod:`cupy_sdpa.zoo`.
             Default None.
         mask_mod: ``f(b, h, q_idx, kv_idx, **tensors) -> condition``, whether the query attends to the key. Causal masks and
-            windows are recognized. On the GPU a function without ``tensors`` is evaluated once, and only its blocks are computed
-            where that pays (:func:`cupy_sdpa.explain` shows it). Default None.
+            windows are recognized. On the GPU a function without ``tensors`` is evaluated once, and only its blocks are
+            computed where that pays (:func:`cupy_sdpa.explain` shows it). Default None.
         tensors: a mapping of names to arrays that the functions read; they are indexed by b, h, q_idx, kv_idx and constant
             integers, such as ``bias[h, q_idx, kv_idx]``. On the GPU integers have 32 bits, and int64 arrays raise TypeError.
             Default None.
-        block_mask: a :class:`cupy_sdpa.BlockMask`, the whole mask: only its blocks are computed, forward and backward. It is
+        block_mask: a :class:`cupy_sdpa.BlockMask`, the whole mask: only its blocks are computed, in both passes. It is
             taken with ``scale``, ``softcap``, ``score_mod``, ``sinks`` and ``max_workspace``. Default None.
         sinks: float32 ``(Hq,)``, for each head the score of an additional key without a value, to which every query attends.
             It is part of L, of m and of the sum. Default None.

@@ -249,7 +249,17 @@ def check(q: Any, k: Any, v: Any, mask: Any, options: Mapping[str, Any]) -> Size
     for name, array in (("q", q), ("k", k), ("v", v)):
         if getattr(array, "ndim", 0) != 4:
             raise ValueError(f"{name} has shape {getattr(array, 'shape', None)}; with a block mask it must be (D, H, S, B)")
+        if cupy_runtime.is_array(array) and array.strides[0] != array.itemsize and array.size:
+            raise ValueError(
+                f"{name} has a stride of {array.strides[0]} bytes along head_dim; an element has {array.itemsize}: axis 0 must "
+                f"be contiguous. Copy it with cupy.asfortranarray({name})"
+            )
     (_, hq, sq, batch), (_, hkv, skv, _) = q.shape, k.shape
+    if k.shape[1:] != v.shape[1:] or k.shape[3] != batch or q.shape[0] != k.shape[0] or not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            f"q {q.dtype} {q.shape}, k {k.dtype} {k.shape} and v {v.dtype} {v.shape} do not match: shapes are (D, Hq, Sq, B), "
+            "(D, Hkv, Skv, B) and (Dv, Hkv, Skv, B), of one dtype"
+        )
     if (mask.sq, mask.skv) != (sq, skv):
         raise ValueError(f"block_mask is for {mask.sq} queries and {mask.skv} keys; q has {sq} queries and k {skv} keys")
     if mask.heads not in (1, hq) or mask.batch not in (1, batch):

@@ -17,6 +17,7 @@ The options of a case are literals. Their values:
 ``sinks``           ``"normal"`` or ``"high"``
 ``dropout``         the fields of :class:`~.case.Dropout`
 ``score_mod``       (name, dtype of the captured arrays), a function of :mod:`.functions`; the same for ``mask_mod``
+``block_mask``      (kind, axes): ``"blocks"``, ``"pairs"``, ``"documents"`` or ``"prefix"``; axes as for ``mask``
 ``stats``           True or ``"max_sumexp"``
 ``preallocated``    True: results are written to preallocated arrays
 ``bucket``          as in the call; the same for ``max_workspace``, ``deterministic``, ``return_dbias``,
@@ -259,7 +260,7 @@ def _paged(sampler: Sampler) -> Any:
 
 def _stats(sampler: Sampler) -> Any:
     paged = sampler.options.get("paged")
-    return True if paged and Paged(*paged).num_splits else sampler.pick(True, "max_sumexp")
+    return True if (paged and Paged(*paged).num_splits) or "block_mask" in sampler.names else sampler.pick(True, "max_sumexp")
 
 
 def _packed(sampler: Sampler) -> Any:
@@ -293,6 +294,7 @@ OPTIONS: dict[str, Callable[[Sampler], Any]] = {
     "dropout": _dropout,
     "score_mod": lambda sampler: sampler.function("score_mod"),
     "mask_mod": lambda sampler: sampler.function("mask_mod"),
+    "block_mask": lambda s: (s.pick("blocks", "pairs", "documents", "prefix"), f"kq{s.pick(*'h11')}{s.pick(*'b11')}"),
     "stats": _stats,
     "deterministic": lambda sampler: True,
     "return_dbias": lambda sampler: True,
@@ -305,6 +307,9 @@ OPTIONS: dict[str, Callable[[Sampler], Any]] = {
 #: Pairs of options that cannot be combined.
 CONFLICTS = {frozenset(pair) for pair in (("packed", "seq_lens_q"), ("packed", "seq_lens_kv"))}
 CONFLICTS |= {frozenset(("paged", name)) for name in ("seq_lens_kv", "bucket", *REQUIRES)}
+#: The options that can be combined with a block mask.
+WITH_BLOCK_MASK = {"scale", "softcap", "sinks", "stats", "deterministic", "preallocated", "max_workspace"}
+CONFLICTS |= {frozenset(("block_mask", name)) for name in OPTIONS.keys() - WITH_BLOCK_MASK - {"block_mask"}}
 #: Options that cannot be combined with ``num_splits``.
 NOT_SPLIT = {"packed", "bias", "mask", "alibi_slopes", "dropout", "score_mod", "mask_mod"}
 #: Options that cannot be combined with bucket and packed sequences: their arrays would need the rounded lengths.
@@ -368,7 +373,8 @@ def _draw_case(sampler: Sampler, names: set[str], number: int) -> Case:
         any(name in options for name in (*REQUIRES, "deterministic")) or sampler.chance(0.45)
     )
     layouts = sampler.layouts() if sampler.chance(0.4) else {}
-    dtypes = ("float16", "bfloat16", "float32", "float64") if sampler.engine == "cpu" else ("float16", "bfloat16")
+    wide = ("float32", "float64")[: 1 if "block_mask" in options else 2]  # its parts are merged by float32 statistics
+    dtypes = ("float16", "bfloat16", *(wide if sampler.engine == "cpu" else ()))
     gpu = GPUS[number % len(GPUS)] if sampler.engine == "plan" else ""
     return Case(
         sampler.engine, sampler.pick(*dtypes), **sampler.sizes, backward=sampler.backward, layouts=layouts,
@@ -386,6 +392,8 @@ def _option_names(sampler: Sampler, seed: int, number: int) -> set[str]:
         names = pair | ({sampler.pick(*OPTIONS)} if sampler.chance(0.3) else set())
         if not is_valid(_with_required(names)):
             names = pair
+    if sampler.engine == "plan":  # a block mask has several problems
+        names -= {"block_mask"}
     if "paged" in names and sampler.chance(0.5):  # as in decoding; the keys can be split
         more = names | {sampler.pick("causal", "window"), *(["seq_lens_q"] if sampler.chance(0.5) else [])}
         names = more if is_valid(_with_required(more)) else names

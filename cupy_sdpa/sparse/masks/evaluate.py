@@ -117,6 +117,9 @@ def evaluate(function: Function, b: int, h: int, sq: int, skv: int) -> tuple[NDA
     """
     xp = function.xp
     query_blocks, key_blocks = -(-sq // BLOCK), -(-skv // BLOCK)
+    if not skv:
+        none = np.zeros(sq, np.int64)
+        return np.zeros((0, query_blocks), np.uint8), Rows(none, none, none)
     keys = xp.arange(skv, dtype=np.int32)[None, :]
     step = BLOCK * max(1, _ELEMENTS // (BLOCK * max(skv, 1)))
     kinds, rows = np.zeros((key_blocks, query_blocks), np.uint8), []
