@@ -5,6 +5,7 @@ import pytest
 
 import cupy_sdpa
 from cupy_sdpa import BlockMask, attention, attention_backward, attention_vjp, block_mask
+from cupy_sdpa._cudnn.library import library
 from cupy_sdpa.sparse.entries import Sizes
 from cupy_sdpa.sparse.plan import plan_of
 
@@ -338,3 +339,65 @@ def test_a_plain_mask_function_is_computed_by_blocks(fake, monkeypatch):
     assert len(automatic._decisions) == 1
     for x, y in zip(*results, strict=True):
         np.testing.assert_array_equal(x, y)
+
+
+def check_captured(xp, method):
+    """Both passes in a CUDA graph of the caller, launched twice on changed inputs, against eager calls."""
+    rng = np.random.default_rng(0)
+    table = rng.random((3, 3)) < 0.6
+    table[0] = [True, False, True]
+    functions = {
+        "packed": lambda b, h, i, j, table: i // 100 == j // 100,
+        "slices": lambda b, h, i, j, table: (i >= j) | (j < 70),
+        "blocks": lambda b, h, i, j, table: table[i // 128, j // 128] & ((i + j) % 3 > 0),
+    }
+    mask = block_mask(functions[method], 300, 300, tensors={"table": table})
+    q, k, v, dout = (xp.asarray(np.asfortranarray(rng.standard_normal((32, h, 300, 1)).astype("f2"))) for h in (2, 1, 1, 2))
+
+    def call():
+        out, stats = attention(q, k, v, block_mask=mask, return_stats=True)
+        return [out, stats, *attention_backward(dout, q, k, v, out, stats, block_mask=mask)]
+
+    call()
+    xp.cuda.Device().synchronize()
+    with xp.cuda.Stream(non_blocking=True) as stream:
+        call()
+        stream.begin_capture()
+        results = call()
+        graph = stream.end_capture()
+        for _ in range(2):
+            for x in (q, k, v, dout):
+                x *= 0.5
+            for x in results:
+                x[...] = np.nan
+            graph.launch(stream)
+            captured = [x.get() for x in results]
+            for one, other in zip(captured, call(), strict=True):
+                np.testing.assert_allclose(one, other.get(), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("method", ["packed", "slices", "blocks"])
+def test_captured_on_the_fake_cupy(method, fake):
+    """A graph owns the memory of the parts, and can be launched again."""
+    check_captured(fake, method)
+    assert library().forget_plans() > 0, "the plans of the graph are kept"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["packed", "slices", "blocks"])
+def test_captured_on_the_gpu(method, cupy):
+    """With cuDNN."""
+    check_captured(cupy, method)
+
+
+def test_the_tables_are_not_created_in_a_capture(fake):
+    """The first call with a mask copies its tables to the GPU, so it is refused while the stream is captured."""
+    x = fake.asarray(np.ones((16, 1, 256, 1), np.float16, order="F"))
+    mask = BlockMask.from_blocks(np.array([[True, False], [True, True]]).T)
+    with fake.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        try:
+            with pytest.raises(RuntimeError, match="the stream is being captured"):
+                attention(x, x, x, block_mask=mask)
+        finally:
+            stream.end_capture()

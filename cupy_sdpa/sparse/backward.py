@@ -197,21 +197,21 @@ class _Sum:
         if gaps == [(begin, end)]:
             return part
         for gap in gaps:
-            self._array[:, :, slice(*gap)] = 0
+            self._array.T[:, slice(*gap)] = 0
         self._part = part, cupy_runtime.temporary(part, part.shape, part.dtype)
         return self._part[1]
 
     def add(self) -> None:
         """Add the gradient of the last slice, if it is not in place."""
         if self._part:
-            part, added = self._part
+            part, added = (x.T for x in self._part)  # CuPy adds arrays in C order at memory speed, others much slower
             part += added
             self._part = None
 
     def clear_rest(self) -> None:
         """Write 0 to positions that are in no slice."""
         for gap in self._gaps(0, self._array.shape[2]):
-            self._array[:, :, slice(*gap)] = 0
+            self._array.T[:, slice(*gap)] = 0
 
     def _gaps(self, begin: int, end: int) -> list[tuple[int, int]]:
         """The parts of a range that no slice has written."""

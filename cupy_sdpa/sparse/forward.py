@@ -88,7 +88,7 @@ def packed_view(array: Any) -> Any:
     flat = plans.flattened(array)
     if flat is None:
         copy = cupy_runtime.temporary(array, array.shape, array.dtype)
-        copy[...] = array
+        copy.T[...] = array.T
         flat = plans.flattened(copy)
     return flat
 
