@@ -65,7 +65,7 @@ class Steps:
         self.session = session
         self.known = session.cached_calls[self.key]
         self.pointers, self.recording = next(iter(self.known._graphs.items()))
-        self.plan = self.known.plan
+        (self.plan,) = self.known.plans
 
     def each(self) -> Iterator[tuple[str, Callable[[], Any]]]:
         """The name and the function of each step."""

@@ -252,6 +252,29 @@ def decode() -> Iterator[str]:
         yield "\nThe host's time of a repeated call: " + ", ".join(f"{name} {us} us" for name, us in host.items()) + "."
 
 
+def jvp() -> Iterator[str]:
+    """The lines of the table of ``jvp``."""
+    problems: dict[str, dict[str, dict[str, str]]] = {}
+    for row in read("h200_cudnn919_jvp.csv"):
+        problems.setdefault(row["name"], {})[row["contender"]] = row
+    head = next(iter(next(iter(problems.values())).values()))
+    yield (
+        f"Milliseconds and MiB beyond the inputs on an {head['gpu']}, cuDNN {head['cudnn']}, by `python -m benchmarks jvp`: "
+        "bfloat16. The ratios are those of PyTorch's time and memory to ours, for `torch.func.jvp` on its math backend; both "
+        "passes are the forward and the backward pass of the same arrays.\n"
+    )
+    yield "| problem | batch, heads, length, head dim | jvp | memory | both passes | PyTorch's time | PyTorch's memory |"
+    yield "|---|---|---|---|---|---|---|"
+    for name, rows in problems.items():
+        ours, peer = rows["attention_jvp"], rows.get("torch.func.jvp, math")
+        heads = ours["hq"] if ours["hq"] == ours["hkv"] else f"{ours['hq']}/{ours['hkv']}"
+        ratios = f"{peer['of_jvp']}x | {peer['memory_of_jvp']}x" if peer else " | "
+        yield (
+            f"| {name} | {ours['b']}, {heads}, {ours['s']}, {ours['d']} | {ours['ms']} | {ours['peak_mib']} | "
+            f"{rows['forward and backward']['ms']} | {ratios} |"
+        )
+
+
 def draw_decode(path: Path) -> None:
     """Draw the time of every contender relative to ours, for one and four queries."""
     import matplotlib
@@ -280,7 +303,7 @@ def draw_decode(path: Path) -> None:
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-TABLES = {"plans": plans, "decode": decode, "functions": functions, "speed": speed, "host": host, "graphs": graphs}
+TABLES = {"plans": plans, "decode": decode, "functions": functions, "speed": speed, "host": host, "graphs": graphs, "jvp": jvp}
 
 
 def main(words: Sequence[str]) -> int:

@@ -7,6 +7,9 @@ from .attention import Pullback, attention, attention_backward, attention_vjp
 from .calls.report import Report
 from .errors import CudnnError, DiskCacheWarning, OutOfPages, Unsupported
 from .explain import explain, get_plan_cache, problem
+from .forward_mode.jvp import attention_jvp
+from .forward_mode.problems import jvp_problems
+from .forward_mode.widened import widen
 from .helpers import alibi_slopes, dropout_mask, merge
 from .inference.kv_cache import KVCache
 from .inference.shared_prefix import shared_prefix_attention
@@ -30,16 +33,19 @@ __all__ = [
     "alibi_slopes",
     "attention",
     "attention_backward",
+    "attention_jvp",
     "attention_vjp",
     "autotune",
     "block_mask",
     "dropout_mask",
     "explain",
     "get_plan_cache",
+    "jvp_problems",
     "merge",
     "prepare",
     "problem",
     "shared_prefix_attention",
+    "widen",
 ]
 
 #: Public modules, imported on first use.

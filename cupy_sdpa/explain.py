@@ -14,12 +14,15 @@ from .calls.report import (
     explain_call,
     explain_on_device,
     explain_subproblems,
+    joined,
     no_gradients_report,
     plan_report,
     refusal_report,
 )
 from .device import cupy_runtime, driver
 from .errors import CudnnError, Unsupported
+from .forward_mode.form import form_of
+from .forward_mode.problems import given_by, problems_of
 from .graph import graph_of
 from .problem.problem import Problem
 from .sparse.automatic import decide
@@ -89,6 +92,7 @@ def explain(
     *,
     return_stats: bool | Literal["max_sumexp"] = False,
     backward: bool = False,
+    jvp: bool = False,
     deterministic: bool = False,
     return_dbias: bool = False,
     return_dsinks: bool = False,
@@ -103,7 +107,7 @@ def explain(
     cudnn: str | None = None,
     **options: Unpack[Options],
 ) -> Report:
-    """Whether and how :func:`cupy_sdpa.attention` or :func:`cupy_sdpa.attention_backward` would run with these arguments.
+    """Whether and how :func:`cupy_sdpa.attention`, its gradients or its derivative would run with these arguments.
 
     Nothing is executed. On a GPU of this machine, the plan is built and cached, and the call uses it. ``gpu`` selects a GPU
     that need not be in this machine: cuDNN plans for its description in a separate process, and the plan is stored in the
@@ -114,6 +118,8 @@ def explain(
             and cudnn.
         return_stats, deterministic, return_dbias, return_dsinks, return_dtensors, options: as for the call.
         backward: explain the backward pass. Default False.
+        jvp: explain :func:`cupy_sdpa.attention_jvp` with the tangents dq, dk and dv that are passed, or with all of them if
+            none is; the report has all passes. Default False.
         dout, out, stats, dq, dk, dv: as for the call; missing arrays are assumed to be dense, in Fortran order.
         gpu: the name of a described GPU, such as ``"H200"``, or the path of a description. Default None: the device of the
             arrays, or the current one.
@@ -142,14 +148,20 @@ def explain(
     gradients = {"dq": dq, "dk": dk, "dv": dv}
     if isinstance(q, Problem):
         others = {
-            "k": k, "v": v, "return_stats": return_stats, "backward": backward, "deterministic": deterministic, **outputs,
-            "dout": dout, "out": out, "stats": stats, **gradients, **options,
+            "k": k, "v": v, "return_stats": return_stats, "backward": backward, "jvp": jvp, "deterministic": deterministic,
+            **outputs, "dout": dout, "out": out, "stats": stats, **gradients, **options,
         }  # fmt: skip
         if extra := [name for name, value in others.items() if value is not None and value is not False]:
             raise TypeError(f"a problem is given, and {extra[0]}: pass {extra[0]} to cupy_sdpa.problem(...)")
         if gpu or cudnn:
             return explain_subproblems(q, lambda part: _explain_for(part, gpu, cudnn))
         return explain_subproblems(q, _explain_on_current_device)
+    if jvp:
+        if backward:
+            raise ValueError("backward and jvp are True: pass one of them")
+        tangents = [name for name, array in gradients.items() if array is not None] or list(gradients)
+        flags: dict[str, Any] = {"return_stats": bool(return_stats), "deterministic": deterministic}
+        return _explain_derivative((q, k, v), tangents, options, flags, gpu, cudnn)
     if (mask := options.pop("block_mask", None)) is not None:
         given = {"backward": backward, "return_stats": bool(return_stats), "deterministic": deterministic}
         problems = part_problems((q, k, v), mask, options, **given)
@@ -194,6 +206,24 @@ def _explain_parts(problems: Sequence[Problem], q: Any, blocks: str, gpu: str | 
     first = next((report for report in reports if report.reasons), reports[0])
     launches = () if len(reports) == 1 or first.reasons else tuple(reports)
     return dataclasses.replace(first, launches=launches, blocks=blocks)
+
+
+def _explain_derivative(
+    arrays: tuple[Any, Any, Any], tangents: list[str], options: Any, flags: dict[str, Any], gpu: str | None, cudnn: str | None
+) -> Report:
+    """The report on a derivative: all passes; a refusal ends with the remedy in terms of the caller's arrays."""
+    q, k, v = arrays
+    on_gpu = cupy_runtime.is_array(q)
+    form = form_of(q.shape[0], v.shape[0], given_by(tangents), options, deterministic=flags["deterministic"])
+    problems = problems_of(q, k, v, tangents, options, on_gpu=on_gpu or bool(gpu or cudnn), **flags)
+    if gpu or cudnn:
+        report = joined([_explain_for(problem, gpu, cudnn) for problem in problems])
+    elif on_gpu:
+        with cupy_runtime.on_device_of(q) as device:
+            report = joined([explain_on_device(problem, device) for problem in problems])
+    else:
+        report = joined([Report("numpy", problem, graph_of(problem)) for problem in problems])
+    return dataclasses.replace(report, reasons=(*report.reasons, form.remedy)) if report.reasons else report
 
 
 def _explain_on_current_device(problem: Problem) -> Report:

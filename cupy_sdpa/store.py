@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import Unsupported
 from .explain import problem as problem_of_shapes
+from .forward_mode.problems import jvp_problems
 from .plans.disk_cache import DIRECTORY, DiskCache, current
 from .problem.problem import Problem
 from .problem.subproblems import subproblems
@@ -73,7 +74,7 @@ def build(
     folder. Trivial problems, which need no plan, are skipped. Plans that are in the folder already are not built again.
 
     Args:
-        problems: from :func:`cupy_sdpa.problem`.
+        problems: from :func:`cupy_sdpa.problem` and :func:`cupy_sdpa.jvp_problems`.
         gpu: the name of a described GPU, such as ``"h200"``, or the path of a description; or several of them.
         folder: where to store the plans; if it does not exist, it is created, accessible only to its owner.
         cudnn: the required version of cuDNN, such as ``"9.19"``; or the path of the libcudnn.so.9 to plan with. Default None:
@@ -127,7 +128,8 @@ def read_problems(path: str | Path) -> list[Problem]:
     """Read problems from a TOML file: one table ``[[attention]]`` each, with the arguments of :func:`cupy_sdpa.problem`.
 
     Two more keys define several problems in one table. ``passes = ["forward", "backward"]`` defines both; the forward pass then
-    returns the log-sum-exp, which the backward pass needs. ``lengths = [1024, 2048]`` replaces the sequence lengths in the
+    returns the log-sum-exp, which the backward pass needs. ``"jvp"`` defines those of :func:`cupy_sdpa.jvp_problems`, with
+    ``tangents`` such as ``["dq"]``; default: all. ``lengths = [1024, 2048]`` replaces the sequence lengths in the
     shapes of q, k and v by each of the lengths.
 
     Raises:
@@ -160,7 +162,9 @@ def _problems(table: dict[str, Any]) -> Iterator[Problem]:
     if "page_table" in table and lengths != [None]:
         raise ValueError(f"lengths is {lengths} and page_table is passed: axis 2 of k is the page size; omit lengths")
     shapes = {name: table.pop(name) for name in ("q", "k", "v")}
-    deterministic = table.pop("deterministic", False)
+    deterministic, tangents = table.pop("deterministic", False), table.pop("tangents", None)
+    if tangents is not None and "jvp" not in passes:
+        raise ValueError(f"tangents is {tangents!r} and passes is {passes}: tangents are for jvp; omit them, or add jvp")
     if "backward" in passes:
         table.setdefault("return_stats", True)
     for length in lengths:
@@ -169,14 +173,17 @@ def _problems(table: dict[str, Any]) -> Iterator[Problem]:
             yield problem_of_shapes(**arrays, **table, deterministic=deterministic)
         if "backward" in passes:
             yield problem_of_shapes(**arrays, **table, backward=True, deterministic=deterministic)
+        if "jvp" in passes:
+            given = {} if tangents is None else {"tangents": tangents}
+            yield from jvp_problems(**arrays, **table, **given, deterministic=deterministic)
 
 
 def _passes(passes: Any) -> list[str]:
     passes = [passes] if isinstance(passes, str) else passes
     if not isinstance(passes, list) or not passes:
         raise ValueError(f'passes is {passes!r}; it must be a list, such as ["forward", "backward"]')
-    if unknown := [name for name in passes if name not in ("forward", "backward")]:
-        raise ValueError(f"passes contains {', '.join(map(str, unknown))}; it can contain forward and backward")
+    if unknown := [name for name in passes if name not in ("forward", "backward", "jvp")]:
+        raise ValueError(f"passes contains {', '.join(map(str, unknown))}; it can contain forward, backward and jvp")
     return passes
 
 

@@ -16,7 +16,7 @@ def evaluated(call, graph_of):
     """
     call.create_inputs()
     for launch in call.subcalls():
-        allocate_results(launch.problem, launch.arrays, on_gpu=False)
+        allocate_results(launch.problem, launch.arrays)
         for spec in launch.problem.results:
             launch.arrays[spec.name].fill(np.nan)
         stage = launch.stage()

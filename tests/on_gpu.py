@@ -20,7 +20,7 @@ def poisoning(cupy, sizes=None):
 
     def allocate(size):
         memory = pool.malloc(size)
-        memory.memset(255, size)
+        memory.memset_async(255, size, cupy.cuda.get_current_stream())  # in order with the work that writes to it
         if sizes is not None:
             sizes.append(size)
         return memory

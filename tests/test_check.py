@@ -123,7 +123,7 @@ def test_paged_cases_cover_the_options():
         assert {value.rest for value in drawn} == {"large", "negative", "unowned", "mixed"}
         assert {(value.shared, value.moved) for value in drawn} == set(itertools.product((False, True), repeat=2))
     partners = {name for pair in PAIRS if "paged" in pair for name in pair}
-    assert set(OPTIONS) - partners == {"seq_lens_kv", "bucket", *REQUIRES}
+    assert set(OPTIONS) - partners == {"seq_lens_kv", "bucket", "jvp", *REQUIRES}
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -454,6 +454,24 @@ def test_a_wrong_gradient_is_found(index, dtype, monkeypatch):
     monkeypatch.setattr(cupy_sdpa, "attention_backward", spoiled)
     outcome = execute(case)
     assert (outcome.kind, outcome.cause) == ("wrong", f"d{'qkv'[index]}")
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"packed": ("full", "full", 0, 0, 0, "int32")}], ids=str)
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_a_wrong_derivative_is_found(dtype, options, monkeypatch):
+    """A derivative that is 3 % too large is a finding."""
+    case = Case(dtype=dtype, d=16, dv=16, hq=4, hkv=2, sq=20, skv=30, options={"jvp": "qkv", **options})
+    assert execute(case).kind == "passed"
+    real = cupy_sdpa.attention_jvp
+
+    def spoiled(*arrays, **options):
+        results = real(*arrays, **options)
+        results[1][...] = (results[1].astype(np.float64) * 1.03).astype(results[1].dtype)
+        return results
+
+    monkeypatch.setattr(cupy_sdpa, "attention_jvp", spoiled)
+    outcome = execute(case)
+    assert (outcome.kind, outcome.cause) == ("wrong", "jvp")
 
 
 def test_gradients_that_are_not_deterministic_are_found(monkeypatch):

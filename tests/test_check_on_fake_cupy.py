@@ -32,6 +32,19 @@ def test_paged_problems_of_the_gpu(number, fake, monkeypatch):
     assert outcome.kind in ("passed", "refused"), f"{outcome.message}\n{case!r}"
 
 
+@pytest.mark.parametrize("number", range(40))
+def test_problems_with_tangents_of_the_gpu(number, fake, monkeypatch):
+    """Derivatives with up to three other options; none fails."""
+    monkeypatch.setitem(drawing.LIMITS, "gpu", Limits(20_000, 60_000))
+    rng, names = np.random.default_rng([number, 7]), {"jvp"}
+    for _ in range(int(rng.integers(0, 4))):
+        more = names | {str(rng.choice(list(OPTIONS)))}
+        names = more if is_valid(_with_required(more)) else names
+    case = draw_options(names, number, "gpu")
+    outcome = execute(case)
+    assert outcome.kind in ("passed", "refused"), f"{outcome.message}\n{case!r}"
+
+
 @pytest.mark.parametrize("number", range(60))
 def test_problems_with_lengths_of_the_gpu(number, fake, monkeypatch):
     """The same with lengths and up to three other options: with and without copies, the padding is NaN."""

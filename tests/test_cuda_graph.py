@@ -204,19 +204,35 @@ def test_a_captured_graph_owns_its_memory(cupy):
     assert recording._arrays == []
 
 
+def test_an_arena(cupy):
+    """It hands out parts of its memory in order; what does not fit is allocated, and kept alive during a capture."""
+    memory = cupy_runtime.Memory(100000, 1100)
+    with cupy_runtime.arena(memory) as arena:
+        assert [cupy_runtime.allocate(size) - memory.pointer for size in (300, 1, 100)] == [0, 512, 768]
+        assert cupy.done == []
+        cupy_runtime.allocate(1)
+        assert cupy.done[-1] == ("alloc",)
+        assert (arena.needed, arena.others) == (1280, [])
+    with cupy_runtime.arena() as arena:
+        cupy_runtime.allocate(300)
+    assert (arena.needed, cupy.done) == (512, [("alloc",), ("alloc",)])
+    recording = cuda_graph.Recording(lambda: [cupy_runtime.allocate(size) for size in (600, 300)], memory=memory)
+    assert [kept.nbytes for kept in recording._arrays] == [300]
+
+
 def test_a_graph_that_is_not_executable(cupy, monkeypatch):
     """It takes no device memory, and is launched kernel by kernel; one that is no sequence of kernels is made executable."""
     done = []
     kernels = [(lambda *given: [done.append(given)], (1, 2)), (lambda *given: [done.append(given)], (3,))]
     monkeypatch.setattr(cuda_graph, "driver_calls", lambda graph, stream: kernels)
-    recording = cuda_graph.Recording(lambda: None, [SimpleNamespace(nbytes=1000)], executable=False)
+    recording = cuda_graph.Recording(lambda: None, [SimpleNamespace(nbytes=1000)], least_nodes=3)
     assert recording.size == cuda_graph.HOST_BYTES + 1000
     recording.launch(of_many=False)
     assert done == [(1, 2), (3,)]
     recording.close()
     assert [name for name, *_ in cupy.done] == ["begin", "end", "destroy"]
     monkeypatch.setattr(cuda_graph, "driver_calls", lambda graph, stream: [])
-    recording = cuda_graph.Recording(lambda: None, executable=False)
+    recording = cuda_graph.Recording(lambda: None, least_nodes=3)
     recording.launch(of_many=False)
     assert cupy.done[-1] == ("launch", EXECUTABLE, CALLERS)
     assert recording.size == cuda_graph.GRAPH_BYTES

@@ -148,7 +148,7 @@ def test_every_launch_is_planned_before_the_first_runs(monkeypatch):
     monkeypatch.setattr(call, "on_gpu", True)
     monkeypatch.setattr("cupy_sdpa.calls.call.with_plan", with_plan)
     monkeypatch.setattr("cupy_sdpa.device.cupy_runtime.on_device_of", lambda array: contextlib.nullcontext(0))
-    monkeypatch.setattr(Call, "_compute", lambda self, device: ran.append(self.problem))
+    monkeypatch.setattr(Call, "_run", lambda self, device, memory: ran.append(self.problem))
     with pytest.raises(Unsupported, match="no engine"):
         call.run()
     assert (asked, ran) == (["", "t0"], [])

@@ -170,11 +170,11 @@ def test_a_refusal_names_the_operations_and_their_lines(monkeypatch):
     q, k, v, _ = arrays(s=40)
     call = read_forward(q, k, v, {"score_mod": lambda s, b, h, i, j: np.tanh(s) * 2.0})
 
-    def refuse(device):
+    def refuse(device, memory):
         raise Unsupported("no engine")
 
     monkeypatch.setattr(call, "on_gpu", True)
-    monkeypatch.setattr(call, "_compute", refuse)
+    monkeypatch.setattr(call, "_run", refuse)
     monkeypatch.setattr("cupy_sdpa.device.cupy_runtime.on_device_of", lambda array: contextlib.nullcontext(0))
     with pytest.raises(Unsupported) as caught:
         call.run()

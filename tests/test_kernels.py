@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from cupy_sdpa.device import kernels, memory
+from cupy_sdpa.problem.tensor_spec import numpy_dtype
 
 SEEDS = range(5)
 
@@ -27,7 +28,7 @@ def as_given(fake, starts, dtype, strided):
 def result(fake, rng, shape, name, value, of_keys):
     """A result full of random numbers, as a slice of a longer array; and these numbers."""
     longer = (*shape[:-1], shape[-1] + 2)
-    if name != "per_row":
+    if name == "large":
         longer = (longer[0], longer[1] + 1, *longer[2:])  # a gap between heads and positions
     host = np.asfortranarray(rng.standard_normal(longer).astype("float16" if name != "per_row" else "float32"))
     whole = fake.asarray(host)
@@ -35,7 +36,12 @@ def result(fake, rng, shape, name, value, of_keys):
     return whole, part, kernels.ClearedResult(whole[part], of_keys, name == "per_row", value), host.copy(order="F")
 
 
-RESULTS = {"queries": ("large", 0.0, False), "keys": ("large", 0.0, True), "stats": ("per_row", -np.inf, False)}
+RESULTS = {
+    "queries": ("large", 0.0, False),
+    "dense": ("dense", 0.0, False),
+    "keys": ("large", 0.0, True),
+    "stats": ("per_row", -np.inf, False),
+}
 
 
 @pytest.mark.parametrize("name", RESULTS)
@@ -176,6 +182,24 @@ def test_log_sum_exp_of_its_parts(fake):
     kernels.log_sum_exp(fake.asarray(top), fake.asarray(total), stats)
     with np.errstate(divide="ignore"):
         np.testing.assert_allclose(stats.get(), top + np.log(total), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("axes", [(0,), (1,), (0, 1)], ids=str)
+@pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float16", "float16"), ("float32", "bfloat16")], ids="-".join)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_sums_over_scores(seed, dtypes, axes, fake):
+    """Sums over keys, queries or both, of a part of an array, into a strided result; nothing else is written."""
+    rng = np.random.default_rng(seed)
+    keys, queries, heads, batch = (int(n) for n in rng.choice([1, 2, 3, 31, 33, 70], 4) % (71, 71, 4, 4) + (0, 0, 1, 1))
+    source, target = (np.dtype(numpy_dtype(name)) for name in dtypes)
+    whole = np.asfortranarray(rng.integers(-8, 9, (keys + 2, queries + 1, heads, batch)).astype(source))
+    part = whole[:keys, :queries]
+    shape = [1 if axis in axes else n for axis, n in enumerate(part.shape)]
+    longer = fake.asarray(np.full((shape[0] + 1, *shape[1:]), 99, target, order="F"))
+    kernels.sum_over_scores(fake.asarray(whole)[:keys, :queries], longer[: shape[0]])
+    want = part.astype(np.float32).sum(axis=axes, keepdims=True).astype(target)
+    np.testing.assert_array_equal(longer.get()[: shape[0]].astype(np.float32), want.astype(np.float32))
+    assert (longer.get()[shape[0] :].astype(np.float32) == 99).all()
 
 
 def test_the_diagonal_of_every_entry(fake):

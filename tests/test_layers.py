@@ -20,6 +20,7 @@ LAYERS = (
     ("attention", "explain", "prepare", "helpers"),
     ("sparse",),
     ("offline",),
+    ("forward_mode",),
     ("calls",),
     ("staging",),
     ("plans",),

@@ -17,7 +17,7 @@ from not_parsed import not_parsed
 from cupy_sdpa import attention, attention_backward, attention_vjp, get_plan_cache, prepare, zoo
 from cupy_sdpa._cudnn.library import library
 from cupy_sdpa.calls import replay_cache
-from cupy_sdpa.device import driver
+from cupy_sdpa.device import cuda_graph, driver
 from cupy_sdpa.plans.sessions import session
 
 #: Calls with the same addresses after which a CUDA graph is replayed.
@@ -364,6 +364,28 @@ def test_gradients_of_arrays_are_not_parsed(options, cupy):
     )
 
 
+@pytest.mark.parametrize("name", ["bias", "kerple", "pairs", "added_before"])
+@pytest.mark.parametrize("small", [True, False], ids=["small", "large"])
+def test_gradients_of_arrays_are_replayed(name, small, cupy, monkeypatch):
+    """All launches and the sums are in one graph, which reads the present contents; the caller keeps earlier gradients."""
+    if not small:
+        monkeypatch.setattr(replay_cache, "SMALL_BYTES", 0)
+    problem = Arrays(cupy, next(f for f in functions.LEARNED if f.name == name))
+    for _ in range(2 * OFTEN):
+        first = problem.run()
+        del first  # the results and the memory get the same addresses in the next call
+    before = len(library().executions)
+    first = problem.run()
+    assert len(library().executions) == before, "the call was not replayed"
+    kept = {name: x.get().copy() for name, x in first[5].items()}
+    for x in problem.options["tensors"].values():
+        x *= 2
+    second = problem.run()
+    equal([first[5][name] for name in kept], kept.values())
+    with parsed():
+        equal(second, problem.run())
+
+
 def test_the_requested_gradients_are_part_of_the_key(cupy):
     """Calls that differ in nothing else."""
     problem = Arrays(cupy, functions.ZOO[0])
@@ -377,9 +399,9 @@ def test_the_requested_gradients_are_part_of_the_key(cupy):
 
 
 @pytest.mark.parametrize("options", ["mask", "valid_keys", "seq_lens_kv"])
-def test_calls_with_large_copies_are_not_parsed(options, cupy, monkeypatch):
-    """They run again instead of being captured."""
-    monkeypatch.setattr(replay_cache, "COPIED_BYTES", 0)
+def test_calls_with_large_copies_are_replayed(options, cupy, monkeypatch):
+    """Their graphs own no memory: it is allocated in every call. New arrays are not parsed."""
+    monkeypatch.setattr(replay_cache, "SMALL_BYTES", 0)
     problem = Arrays(cupy, functions.ZOO[0])
     rng = np.random.default_rng(0)
 
@@ -398,7 +420,12 @@ def test_calls_with_large_copies_are_not_parsed(options, cupy, monkeypatch):
             got = problem.run()
         with parsed():
             equal(got, problem.run())
-    assert get_plan_cache().recordings == 0
+    for _ in range(2 * OFTEN):
+        with not_parsed():
+            equal(problem.run(), got)
+    plans = get_plan_cache()
+    assert plans.recordings > 0
+    assert plans.recording_bytes <= plans.recordings * (cuda_graph.GRAPH_BYTES + 1024)
 
 
 def test_results_at_new_addresses_are_checked(cupy):

@@ -45,11 +45,12 @@ class Recording:
 
     numbers = itertools.count(1)
 
-    def __init__(self, fixture, run, own, *, executable):
+    def __init__(self, fixture, run, own, *, memory, least_nodes):
         fixture.plan.set_stream(CAPTURE)
         if fixture.failure:
             raise fixture.failure
         self.fixture, self.number, self.own, self.size = fixture, next(self.numbers), own, fixture.size
+        self.memory, self.least_nodes = memory, least_nodes
         fixture.done.append(("record",))
         fixture.alive.add(self.number)
 
@@ -66,9 +67,11 @@ class Recording:
 class ParsedCall(Call):
     """A call that only records that it ran again, and on which arrays."""
 
-    def run(self):
+    def run(self, memory=None):
         """Append ``("run", addresses)``."""
         self.done.append(("run", {name: array.data.ptr for name, array in self.arrays.items()}))
+        self.arrays |= self.created
+        self.launched = self.record
         return [self.arrays[spec.name] for spec in self.problem.results if spec.name in self.arrays] or [None]
 
 
@@ -111,18 +114,17 @@ class Fixture:
     def call(self, q, k, v, out=None, *, plain=True, made=0, **options):
         """As attention() does; gives what ran: the last thing done, or "read"."""
         arrays = (q, k, v, out, None)
-        before = len(self.done)
         results = replay_cache.run_cached("forward", arrays, options)
         if results is not None:
             assert out is None or results[0] is out
             return self.done[-1]
         made_out = Array(memory=self.here.alloc(0)) if out is None else out
         named = {"q": q, "k": k, "v": v, "out": made_out}
-        launched = LaunchRecord(self.plan, self.here.alloc(0).ptr, plain, made)
+        launched = LaunchRecord((self.plan,), self.plan.info.workspace + made, plain)
         call = ParsedCall(CASE.problem(), named, {"scale": 0.25}, on_gpu=True, launched=launched)
-        call.done = self.done
+        call.done, call.record, call.created = self.done, launched, {}
         replay_cache.cache_call("forward", FORWARD, arrays, options, call)
-        return "read, and recorded" if ("record",) in self.done[before:] else "read"
+        return "read"
 
 
 @pytest.fixture
@@ -135,7 +137,7 @@ def test_validated_executed_captured_launched(fixture):
     q, k, v = Array(), Array(), Array()
     did = [fixture.call(q, k, v) for _ in range(5)]
     kinds = [x if isinstance(x, str) else x[0] for x in did]
-    assert kinds == ["read", "execute", "read, and recorded", "launch", "launch"]
+    assert kinds == ["read", "execute", "record", "launch", "launch"]
     assert fixture.session.cache.hits == 3
     assert fixture.plan.used
 
@@ -226,17 +228,21 @@ def test_a_result_at_a_new_address_is_validated(fixture):
 
 
 def test_calls_with_copies_run_again(fixture):
-    """The parsed call runs on the new arrays, and is captured unless its copies are large."""
-    q, k, v = Array(), Array(), Array()
-    kinds = [fixture.call(q, k, v, plain=False, made=100) for _ in range(4)]
-    addresses = {"q": q.data.ptr, "k": k.data.ptr, "v": v.data.ptr, "out": fixture.free[0]}
-    assert kinds[:3] == ["read", ("run", addresses), "read, and recorded"]
-    assert kinds[3][0] == "launch"
-    fixture.session.cached_calls.clear()
-    others = [Array() for _ in range(5)]
-    kinds = [fixture.call(other, k, v, plain=False, made=replay_cache.COPIED_BYTES + 1) for other in others]
-    del addresses["out"]
-    assert kinds == ["read", *(("run", addresses | {"q": other.data.ptr}) for other in others[1:])]
+    """The parsed call runs on the new arrays, and is captured with memory for the copies: its own, or that of every call."""
+    for made in (100, replay_cache.SMALL_BYTES + 1):
+        fixture.session.cached_calls.clear()
+        q, k, v = Array(), Array(), Array()
+        kinds = [fixture.call(q, k, v, plain=False, made=made) for _ in range(5)]
+        addresses = {"q": q.data.ptr, "k": k.data.ptr, "v": v.data.ptr, "out": fixture.free[0]}
+        assert kinds[:2] == ["read", ("run", addresses)]
+        assert kinds[4][0] == "launch"
+        (known,) = fixture.session.cached_calls.values()
+        (graph,) = known._graphs.values()
+        assert graph.memory.size == 256 + made
+        assert [array.nbytes for array in graph.own] == ([256 + made] if made == 100 else [])
+        others = [Array() for _ in range(4)]
+        kinds = [fixture.call(other, k, v, plain=False, made=made) for other in others]
+        assert kinds == [("run", addresses | {"q": other.data.ptr}) for other in others]
 
 
 def test_not_while_capturing_nor_tuning(fixture, monkeypatch):
@@ -262,7 +268,7 @@ def test_a_large_workspace_is_allocated_every_time(monkeypatch):
         fixture.call(q, k, v, out)
     assert fixture.call(q, k, v, out)[0] == "launch"
     fixture.free[0] += 4096
-    assert fixture.call(q, k, v, out) == "read"
+    assert fixture.call(q, k, v, out)[0] == "execute"
 
 
 def test_captured_graphs_are_destroyed_before_their_plan(fixture):
@@ -299,12 +305,12 @@ def test_a_failed_capture_warns_once(name, fixture, monkeypatch):
     with pytest.warns(
         RuntimeWarning, match=f"could not be replayed.*{type(fixture.failure).__name__}.*captured again after 5 calls"
     ):
-        assert fixture.call(q, k, v) == "read"
+        assert fixture.call(q, k, v)[0] == "run"
     assert [fixture.call(q, k, v)[0] for _ in range(5)] == ["execute"] * 5
-    assert fixture.call(q, k, v) == "read"  # another failed capture, without another warning
+    assert fixture.call(q, k, v)[0] == "run"  # another failed capture, without another warning
     assert [fixture.call(q, k, v)[0] for _ in range(5)] == ["execute"] * 5
     fixture.failure = None
-    assert fixture.call(q, k, v) == "read, and recorded"
+    assert fixture.call(q, k, v) == ("record",)
     assert fixture.call(q, k, v)[0] == "launch"
 
 
@@ -315,7 +321,7 @@ def test_a_session_warns_once_about_failed_captures(fixture):
     with pytest.warns(RuntimeWarning) as said:
         kinds = [fixture.call(q, k, v, scale=scale) for scale in (0.1, 0.2) for _ in range(5)]
     assert len(said) == 1
-    assert kinds[2] == kinds[7] == "read"
+    assert kinds[2][0] == kinds[7][0] == "run"
 
 
 def test_a_failure_does_not_pause_other_calls(fixture):
@@ -325,7 +331,7 @@ def test_a_failure_does_not_pause_other_calls(fixture):
     with pytest.warns(RuntimeWarning):
         _ = [fixture.call(q, k, v, scale=0.1) for _ in range(3)]
     fixture.failure = None
-    assert [fixture.call(q, k, v, scale=0.2) for _ in range(3)][-1] == "read, and recorded"
+    assert [fixture.call(q, k, v, scale=0.2) for _ in range(3)][-1] == ("record",)
     assert fixture.call(q, k, v, scale=0.1)[0] == "execute"
 
 
@@ -370,7 +376,7 @@ def test_a_graph_that_cannot_be_launched_is_destroyed(fixture, monkeypatch):
     kinds = [fixture.call(q, k, v) for _ in range(4)]
     assert [kind if isinstance(kind, str) else kind[0] for kind in kinds] == [
         "execute",
-        "read, and recorded",
+        "record",
         "launch",
         "launch",
     ]
@@ -406,10 +412,11 @@ def test_a_captured_graph_is_for_its_stream_and_results(fixture):
         fixture.call(q, k, v, out)
     assert fixture.call(q, k, v, out)[0] == "launch"
     other = Array()
-    fixture.call(q, k, v, other)
+    assert fixture.call(q, k, v, other) == "read"
     assert fixture.call(q, k, v, other)[0] == "execute"
     fixture.stream = 9
-    assert replay_cache.run_cached("forward", (q, k, v, out, None), {}) is None
+    assert fixture.call(q, k, v, out)[0] == "execute"
+    assert fixture.streams[-1] == 9
 
 
 def test_captured_graphs_of_all_calls_share_one_limit(fixture):
@@ -435,7 +442,7 @@ def test_a_graph_that_is_too_large_is_not_captured_repeatedly(fixture):
     q, k, v = Array(), Array(), Array()
     fixture.size = 65 << 20
     kinds = [fixture.call(q, k, v) for _ in range(10)]
-    assert kinds[2] == "read, and recorded"
+    assert kinds[2] == ("record",)
     assert [kind[0] for kind in kinds[3:]] == ["execute"] * 7
     assert not fixture.alive
 
@@ -470,7 +477,7 @@ def test_the_least_recently_used_call_is_evicted(fixture, monkeypatch):
     q, k, v = Array(), Array(), Array()
     for scale in (0.1, 0.2, 0.1, 0.3):
         fixture.call(q, k, v, scale=scale)
-    assert fixture.call(q, k, v, scale=0.1) == "read, and recorded"  # for the third time; "read" if it were evicted
+    assert fixture.call(q, k, v, scale=0.1) == ("record",)  # for the third time; "read" if it were evicted
     assert replay_cache.run_cached("forward", (q, k, v, None, None), {"scale": 0.2}) is None
 
 
@@ -499,14 +506,14 @@ def test_evicted_calls_leave_no_captured_graph(fixture, monkeypatch):
 def test_arrays_of_the_call_are_kept_with_the_graph(fixture):
     """Every launch reads the inputs that were allocated for the call."""
     q, k, v, out, seed = Array(), Array(), Array(), Array(), Array((1,), "i8")
-    launched = LaunchRecord(fixture.plan, 1 << 41, True, 0)
+    launched = LaunchRecord((fixture.plan,), 256, True)
     for _ in range(3):
         named, fills = {"q": q, "k": k, "v": v, "out": out, "seed": seed}, {"seed": Fill("int64", 1, 5)}
         call = ParsedCall(CASE.problem(), named, {}, on_gpu=True, fills=fills, launched=launched)
-        call.done = fixture.done
+        call.done, call.record, call.created = fixture.done, launched, {"seed": seed}
         if replay_cache.run_cached("forward", (q, k, v, out, None), {"seed": 5}) is None:
             replay_cache.cache_call("forward", FORWARD, (q, k, v, out, None), {"seed": 5}, call)
-    ((kind, addresses), _) = fixture.done
+    ((kind, addresses), *_) = fixture.done
     assert (kind, addresses.keys()) == ("run", {"q", "k", "v", "out"}), "the call creates the seed when it runs"
     (known,) = fixture.session.cached_calls.values()
     ((kept, workspace),) = [recording.own for recording in known._graphs.values()]

@@ -1,5 +1,7 @@
 """Shared prefixes: the same result as attention to all pages; and the number of plans of a long generation."""
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ import cupy_sdpa
 from cupy_sdpa import KVCache, attention, shared_prefix_attention
 from cupy_sdpa._cudnn.library import library
 from cupy_sdpa.calls.arguments import read_forward
+from cupy_sdpa.device import cupy_runtime
 
 
 def draw(seed, xp, dtype):
@@ -115,6 +118,41 @@ def check_captured(seed, cupy):
 def test_captured_on_the_fake_cupy(seed, fake):
     """A graph owns the memory of the parts, and can be launched again."""
     check_captured(seed, fake)
+    assert library().forget_plans() > 0, "the plans of the graph are kept"
+
+
+def test_the_parts_are_branches_of_the_graph(fake, monkeypatch):
+    """While a stream is captured, the other keys are a branch; an error in the branch leaves the capture valid."""
+    (q, k, v), prefix, options = draw(3, fake, "float16")
+    used = []
+    whole = shared_prefix_attention(q, k, v, prefix, **options)
+    module = sys.modules["cupy_sdpa.inference.shared_prefix"]
+    attend = module.attention
+
+    def attend_on(*arguments, **options):
+        used.append(fake.cuda.get_current_stream())
+        return attend(*arguments, **options)
+
+    monkeypatch.setattr(module, "attention", attend_on)
+    fake.cuda.Device().synchronize()
+    with fake.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        out = shared_prefix_attention(q, k, v, prefix, **options)
+        graph = stream.end_capture()
+        graph.launch(stream)
+        np.testing.assert_array_equal(out.get(), whole.get())
+        assert used[-1] is not stream
+        monkeypatch.setattr(module, "attention", lambda *_, **options: options["out"].fill(1) or 1 / 0)
+        stream.begin_capture()
+        with pytest.raises(ZeroDivisionError):
+            shared_prefix_attention(q, k, v, prefix, **options)
+        stream.end_capture()
+    with fake.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        with cupy_runtime.parallel_branch():
+            q.fill(0)
+        with pytest.raises(fake.cuda.runtime.CUDARuntimeError, match="branch"):
+            stream.end_capture()
     assert library().forget_plans() > 0, "the plans of the graph are kept"
 
 

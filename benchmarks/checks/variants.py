@@ -96,7 +96,7 @@ def poisoning() -> Any:
 
     def allocate(size: int) -> Any:
         memory = pool.malloc(size)
-        memory.memset(255, size)
+        memory.memset_async(255, size, cupy.cuda.get_current_stream())
         return memory
 
     return cupy.cuda.using_allocator(allocate)

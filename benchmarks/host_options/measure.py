@@ -14,8 +14,9 @@ from cupy_sdpa.calls.replay_cache import CAPTURE_AFTER
 
 from ..common.timing import affordable_calls, host_us, interleaved
 
-#: The sets of arrays of a mix, and the most calls without synchronization: fewer than fill the launch queue.
-SETS, PIECE = 64, 160
+#: The sets of arrays of a mix, and the most calls without synchronization. The launch queue holds 1024 launches, and the
+#: gradients of arrays take up to 20: a host that waits for the queue would measure the device.
+SETS, PIECE = 64, 48
 #: Rounds that count; a contender that has used this many seconds gets fewer. The most calls of a round on an idle device.
 ROUNDS, SECONDS, CALLS = 11, 4.0, 50
 #: Repetitions before a measurement: until a CUDA graph is captured, and more.

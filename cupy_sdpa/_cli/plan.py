@@ -24,7 +24,7 @@ shapes.toml has a table for each attention problem:
   v = [128, 8, 4096, 1]
   dtype = "bfloat16"
   causal = true                     # and other options of cupy_sdpa.problem()
-  passes = ["forward", "backward"]  # default: forward
+  passes = ["forward", "backward"]  # default: forward; "jvp": attention_jvp
   lengths = [1024, 2048, 4096]      # replace the lengths in the shapes
 """
 

@@ -245,8 +245,7 @@ def _check_lengths(problem: Problem, arrays: Mapping[str, Any]) -> None:
     """Check the values of lengths and offsets, on the CPU only: reading them from the GPU would synchronize."""
     *_, sq, skv, _ = problem.sizes
     for name, most in zip(LENGTHS, (sq, skv), strict=True):
-        lengths = arrays.get(name)
-        if lengths is not None and lengths.size and not 0 <= lengths.min() <= lengths.max() <= most:
+        if (lengths := arrays.get(name)) is not None and lengths.size and not 0 <= lengths.min() <= lengths.max() <= most:
             raise ValueError(f"{name} has lengths from {lengths.min()} to {lengths.max()}; they must be from 0 to {most}")
     if problem.paged:
         _check_page_table(problem, arrays["page_table"], arrays["seq_lens_kv"])
@@ -334,8 +333,9 @@ def read_shapes(
     return_dsinks: bool = False,
     return_dtensors: Any = False,
     deterministic: bool = False,
+    on_gpu: bool = True,
 ) -> Problem:
-    """The problem that cuDNN runs for arrays, or for shapes of dense arrays in Fortran order; no element is read."""
+    """The problem that an engine runs for arrays, or for shapes of dense arrays in Fortran order; no element is read."""
     check_names(options)
     user_functions.check_tensors(options)
     signatures = {name: _shape_signature(name, x, dtype) for name, x in (("q", q), ("k", k), ("v", v))}
@@ -348,7 +348,7 @@ def read_shapes(
         outputs = OUTPUT_ONLY._replace(backward=True, dbias=bool(return_dbias), dsinks=bool(return_dsinks))
     tensors = {name: _placeholder(name, x) for name, x in (options.get("tensors") or {}).items()}
     problem, *_ = _pose(signatures, {**options, "tensors": tensors}, settings, outputs, return_dtensors if backward else False)
-    return engine_problem(problem, _policy(options.get("bucket"), problem), on_gpu=True)
+    return engine_problem(problem, _policy(options.get("bucket"), problem), on_gpu)
 
 
 def _shape_options(options: Mapping[str, Any], q: Signature, seq_lens: bool) -> dict[str, Signature]:

@@ -40,16 +40,14 @@ class LaunchRecord(NamedTuple):
     """How a call ran on the GPU.
 
     Attributes:
-        plan: the plan.
-        workspace: the address of the workspace.
-        plan_only: whether nothing ran besides the plan.
-        copied_bytes: bytes of the copies that replaced the caller's arrays.
+        plans: the plans of its subproblems.
+        memory_bytes: the memory that it needed besides its arrays, its results and the inputs that were created.
+        plan_only: whether nothing ran besides one plan, whose workspace is this memory.
     """
 
-    plan: Plan
-    workspace: int
+    plans: tuple[Plan, ...]
+    memory_bytes: int
     plan_only: bool
-    copied_bytes: int
 
 
 @dataclass
@@ -70,6 +68,7 @@ class Call:
         identities: the identities of the score and mask functions when they were traced.
         own_results: whether the results are memory that was allocated for this call, so that they overlap no other array.
         launched: how the call ran on the GPU; None before the call has run, and while a stream is captured.
+        before_finish: called after the plan was executed and before its results are used; None for nothing.
     """
 
     problem: Problem
@@ -84,28 +83,45 @@ class Call:
     identities: tuple[Hashable | None, ...] = ()
     own_results: bool = False
     launched: LaunchRecord | None = None
+    before_finish: Callable[[], None] | None = None
 
     @functools.cached_property
     def engine_problem(self) -> Problem:
         """The problem that the engine runs, see :mod:`cupy_sdpa.support.engine_problem`."""
         return engine_problem(self.problem, self.bucket, self.on_gpu)
 
-    def run(self) -> list[Any]:
-        """Compute and return the results."""
+    def run(self, memory: cupy_runtime.Memory | None = None) -> list[Any]:
+        """Compute and return the results.
+
+        Args:
+            memory: memory for everything that is allocated besides the results and the inputs that the caller did not pass.
+                Default None: it is allocated.
+        """
         self.create_inputs()
-        calls = self.subcalls()
-        if len(calls) > 1:  # raise before anything is written
-            for call in calls:
-                call._on_device(call._plan)
-        for call in calls:
-            call._on_device(call._compute)
-            if call.arrays is not self.arrays:
-                self.arrays |= {spec.name: call.arrays[spec.name] for spec in call.problem.ds_reductions}
-        results = [self.arrays[spec.name] for spec in self.problem.results if spec not in self.problem.dcaptured]
-        if self.gradients:
-            collect = self.gradients.collect
-            results.append(self._on_device(lambda device: collect(self.arrays, self.on_gpu)))
-        return results
+        if len(subproblems(self.problem)) > 1:  # raise before anything is written
+            self.plan()
+        self._on_device(lambda device: self._run(device, memory))
+        return self.results()
+
+    def results(self) -> list[Any]:
+        """The results, in the order of :attr:`result_names`; gradients of ``tensors`` are one dictionary."""
+        results = [self.arrays[name] for name in self.result_names]
+        return self.gradients.as_last(results) if self.gradients else results
+
+    @functools.cached_property
+    def result_names(self) -> list[str]:
+        """The names of the results among the arrays."""
+        names = [spec.name for spec in self.problem.results if spec not in self.problem.dcaptured]
+        return [*names, *self.gradients.results] if self.gradients else names
+
+    def plan(self) -> None:
+        """Build the plans of :meth:`run`, if they are not in the plan cache; nothing is allocated or launched.
+
+        Raises:
+            Unsupported, CudnnError: the call cannot run.
+        """
+        for call in self.subcalls():
+            call._on_device(call._build_plan)
 
     def on(self, arrays: dict[str, Any]) -> Call:
         """The same call on other arrays of the same dtypes, shapes, strides and alignments; nothing is validated."""
@@ -114,11 +130,13 @@ class Call:
         return call
 
     def enqueue(self) -> None:
-        """Enqueue the work of :meth:`run` again, on the same arrays and workspace; the stream may be captured."""
+        """Enqueue the work of :meth:`run` again, on the same arrays; the stream may be captured."""
         assert self.launched
-        plan, workspace, *_ = self.launched
-        plan.set_stream(cupy_runtime.stream())
-        self._execute(plan, workspace)
+        self._allocate_temporary_results()
+        for part, plan in zip(self.subcalls(), self.launched.plans, strict=True):
+            plan.set_stream(cupy_runtime.stream())
+            part._execute(plan)
+        self._collect_gradients()
 
     def create_inputs(self) -> None:
         """Create the inputs that the caller did not pass."""
@@ -136,12 +154,16 @@ class Call:
         first, *others = parts
         return [
             dataclasses.replace(self, problem=first),
-            *(dataclasses.replace(self, problem=part, arrays=dict(inputs)) for part in others),
+            *(dataclasses.replace(self, problem=part, arrays=inputs | self._reductions(part)) for part in others),
         ]
+
+    def _reductions(self, part: Problem) -> dict[str, Any]:
+        """The arrays of the reductions of a subproblem, if they are allocated."""
+        return {spec.name: self.arrays[spec.name] for spec in part.ds_reductions if spec.name in self.arrays}
 
     def stage(self) -> Stage | SplitStage:
         """Allocate the missing results, and copy the arrays that the engine needs in a different form."""
-        allocate_results(self.problem, self.arrays, self.on_gpu)
+        allocate_results(self.problem, self.arrays, discarded=bool(self.problem.settings.gradient_of))
         if self.engine_problem.settings.split:
             return SplitStage(self.problem, self.engine_problem, self.arrays, self.scalars)
         full = "seq_lens_q" in self.fills
@@ -161,36 +183,61 @@ class Call:
                     error.add_note(f"operations of its score and mask functions: {lines}")
                 raise
 
-    def _plan(self, device: int | None) -> None:
+    def _build_plan(self, device: int | None) -> None:
         if device is not None and not self.problem.trivial:
             with_plan(self.engine_problem, device, lambda session, plan: None)
 
-    def _compute(self, device: int | None) -> None:
+    def _run(self, device: int | None, memory: cupy_runtime.Memory | None) -> None:
+        """Run the subproblems."""
+        with cupy_runtime.arena(memory) if self.on_gpu else contextlib.nullcontext() as arena:
+            self._allocate_temporary_results()
+            parts = self.subcalls()
+            launched = [part._run_part(device) for part in parts]
+            self._collect_gradients()
+        if arena and all(launched) and not cupy_runtime.capturing():
+            plans, stages = zip(*launched, strict=True)
+            plan_only = len(parts) == 1 and stages[0].unchanged and not self.gradients
+            self.launched = LaunchRecord(plans, arena.needed, plan_only)
+
+    def _allocate_temporary_results(self) -> None:
+        """Allocate the results; those that are not returned are allocated again."""
+        for spec in self.problem.dcaptured:
+            self.arrays.pop(spec.name, None)
+        allocate_results(self.problem, self.arrays)
+        if self.gradients:
+            self.gradients.allocate(self.arrays, self.on_gpu)
+
+    def _collect_gradients(self) -> None:
+        if self.gradients:
+            self.gradients.collect(self.arrays, self.on_gpu)
+
+    def _run_part(self, device: int | None) -> tuple[Plan, Stage | SplitStage] | None:
+        """Run a subproblem; returns the plan and the arrays if they were used."""
         if self.problem.trivial:
-            allocate_results(self.problem, self.arrays, self.on_gpu)
+            allocate_results(self.problem, self.arrays)
             fill_trivial_results(self.problem, self.arrays, self.on_gpu)
-        elif device is None:
+            return None
+        if device is None:
             stage = self.stage()
             evaluate(graph_of(self.engine_problem), stage.arrays, self.scalars)
             stage.finish()
-        else:
-            if active_tunings.get() is not None:
-                self._tune(device)
-            with_plan(self.engine_problem, device, lambda session, plan: self._launch(plan))
+            return None
+        if active_tunings.get() is not None:
+            self._tune(device)
+        return with_plan(self.engine_problem, device, lambda session, plan: self._launch(plan))
 
-    def _launch(self, plan: Plan) -> None:
-        """Run a plan; :meth:`enqueue` can then repeat it, unless the caller captures the stream."""
-        if capturing := cupy_runtime.capturing():
+    def _launch(self, plan: Plan) -> tuple[Plan, Stage | SplitStage]:
+        """Execute a plan; it is kept if the caller captures the stream."""
+        if cupy_runtime.capturing():
             plan.keep()
-        allocate_results(self.problem, self.arrays, on_gpu=True)
-        workspace = _workspace(plan)  # after the results, as in a repeated call, so that it gets the same address
-        stage = self._execute(plan, workspace.ptr)
-        if not capturing:
-            self.launched = LaunchRecord(plan, workspace.ptr, stage.unchanged, stage.copied_bytes)
+        return plan, self._execute(plan)
 
-    def _execute(self, plan: Plan, workspace: int) -> Stage | SplitStage:
+    def _execute(self, plan: Plan) -> Stage | SplitStage:
+        workspace = _workspace(plan)
         stage = self.stage()
-        self._execute_staged(stage, plan, workspace)
+        self._execute_staged(stage, plan, workspace.ptr)
+        if self.before_finish:
+            self.before_finish()
         stage.finish()
         return stage
 

@@ -86,13 +86,13 @@ def read_key(ndarray: Any, kind: Any, arrays: tuple[Any, ...], options: Mapping[
 
 
 class Template:
-    """A parsed call without its arrays; it runs on other arrays with the same key, without parsing.
+    """A parsed call without its arrays; it can run on other arrays with the same key, without parsing.
 
     Args:
         call: the call, after it ran.
         names: the names of the arrays that the caller passed.
         arrays: these arrays.
-        created: the names of the results that are allocated before :meth:`run`.
+        created: the names of the results that the call creates.
 
     Attributes:
         constants: the addresses of the inputs that were created for the call and never change, by name.
@@ -141,13 +141,13 @@ class Template:
             named[name] = addresses[position] + offset
         return named
 
-    def run(self, ndarray: Any, arrays: Sequence[Any], created: Sequence[Any]) -> list[Any]:
-        """Run the call on the caller's arrays and the created results, and return the results."""
+    def on(self, ndarray: Any, arrays: Sequence[Any], created: Sequence[Any]) -> Call:
+        """The call on the caller's arrays and the created results."""
         found = {name: arrays[position] for name, position in self._direct}
         found |= zip(self._names[len(arrays) :], created, strict=True)
         for name, position, offset, shape, dtype, strides in self._views:
             found[name] = ndarray(shape, dtype, arrays[position].data + offset, strides)
-        return self._call.on(found).run()
+        return self._call.on(found)
 
 
 def array_names(ndarray: Any, names: Sequence[str], arrays: tuple[Any, ...], options: Mapping[str, Any]) -> list[str]:

@@ -6,11 +6,13 @@ therefore cached by a key of their arguments' dtypes, shapes, strides and option
 call depends on the addresses of its arrays:
 
 - Addresses that occurred :data:`CAPTURE_AFTER` times: everything that the call enqueues has been captured. The call
-  consists of a look-up, the allocation of its results, and a graph launch.
+  consists of a look-up, the allocation of its results and its memory, and a graph launch.
 - Other addresses: the plan is executed. If the call also copies or clears arrays, the parsed call runs on the new arrays.
-- Calls that copy large arrays, and gradients of a bias and of ``tensors``, are not captured: they run in the second way.
 
 Calls without a key are parsed every time: those whose functions have no identity (:mod:`cupy_sdpa.score_fn.identity`).
+
+Everything that a call allocates besides its results, the workspace and copies of arrays, is one block of memory. A graph is
+launched only if the block has the address of the capture, so graphs own no large memory.
 
 The cache belongs to a thread's session in a CUDA context, and each graph to the plan whose kernels it contains: it is
 destroyed before the plan. A graph contains the addresses of the caller's arrays; it does not keep the arrays alive. Replay is
@@ -27,6 +29,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -40,7 +43,6 @@ from .call_key import Arguments, Template, array_names, read_key
 from .user_functions import function_identities
 
 if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
-    from ..plans.plan import Plan
     from ..plans.plan_cache import PlanCache
     from ..plans.sessions import Session
 
@@ -48,17 +50,19 @@ if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
 MAX_CALLS, MAX_ADDRESS_SETS = 1024, 1024
 #: Up to this number of graphs of a call, launched in turn, take no more device time than their kernels.
 FEW_GRAPHS = 4
-#: A call is captured when the same addresses occur this many times; a capture takes as long as ten launches.
+#: One of many graphs is made executable from this number of kernels and memsets on. To launch two takes 6.2 us one by one; to
+#: launch the graph takes 6.5 us with the check whether the device is idle (H200).
+LEAST_NODES = 3
+#: A call is captured when the same addresses occur this many times; a capture takes as long as ten launches. A parsed call is
+#: counted only if the call allocates no memory, because the address of the memory is one of them.
 CAPTURE_AFTER = 3
 #: The number of runs after a failed capture or launch before a call is captured again.
 RETRY_AFTER = 1000
 #: The number of runs of a call between two captures that destroy other graphs. If all graphs that are used in turn exceed the
 #: limit, every capture would destroy a graph that is used soon, and every call would be captured in vain.
 EVICT_EVERY = 64
-#: A graph keeps its own workspace up to this number of bytes.
-SMALL_BYTES = 1 << 16
-#: A graph keeps its own copies of arrays up to this number of bytes. The rows and partial results of split decoding fit.
-COPIED_BYTES = 1 << 22
+#: A graph owns its memory up to this number of bytes; an allocation in every call takes 1.5 us.
+SMALL_BYTES = 1 << 14
 
 #: Numbers the uses of calls, to find the least recently used.
 _next_use = itertools.count().__next__
@@ -82,48 +86,46 @@ class CachedCall:
 
     Args:
         call: the call, after it ran.
-        cache: the plan cache that holds its plan.
+        cache: the plan cache that holds its plans.
         names: the names of the arrays that the caller passed.
         arrays: these arrays.
 
     Attributes:
-        plan: the plan; None for a call that is not captured.
+        plans: the plans of its subproblems.
         accepts: whether arrays at some addresses have the device and the alignments of the call.
         used: the number of the latest use.
     """
 
     __slots__ = (
-        "_cache", "_closed", "_counts", "_created", "_graphs", "_may_overlap", "_names", "_pause", "_plan_only", "_positions",
-        "_scalars", "_template", "_workspace", "accepts", "plan", "used",
+        "_cache", "_closed", "_counts", "_created", "_gradients", "_graphs", "_may_overlap", "_memory_bytes", "_names",
+        "_pause", "_plan_only", "_positions", "_scalars", "_template", "_validated", "accepts", "plans", "used",
     )  # fmt: skip
 
     def __init__(self, call: Call, cache: PlanCache, names: Sequence[str], arrays: Sequence[Any]) -> None:
-        self.plan, self._cache, self._closed = _captured_plan(call), cache, False
+        assert call.launched
+        self.plans, self._cache, self._closed = call.launched.plans, cache, False
         self._graphs: dict[tuple[int, ...], Recording] = {}
         #: How often addresses without a graph occurred.
         self._counts: dict[tuple[int, ...], int] = {}
+        #: The addresses of the caller's arrays for which it is known that no result overlaps another array.
+        self._validated: dict[tuple[int, ...], None] = {}
         #: How many calls must run before the next capture.
         self._pause = 0
         self.used = _next_use()
-        results = [spec.name for spec in call.problem.results]
         #: The position of each result among the caller's arrays, or -1 if the call creates it.
-        self._positions = [names.index(name) if name in names else -1 for name in results]
+        self._positions = [names.index(name) if name in names else -1 for name in call.result_names]
         #: Whether a result at a new address may overlap another array.
         self._may_overlap = max(self._positions) >= 0 and not call.own_results
-        created = [name for name in results if name not in names] if self.plan else []
+        created = [name for name in call.result_names if name not in names]
         self._created = [(x.shape, x.dtype, x.nbytes) for x in (call.arrays[name] for name in created)]
         self._template = Template(call, names, arrays, created)
         self.accepts = self._template.accepts
-        self._names, self._scalars = [*names, *created], dict(call.scalars)
+        self._names, self._scalars, self._gradients = [*names, *created], dict(call.scalars), call.gradients
         #: Whether the call does nothing but execute the plan, on the caller's arrays and the results that it creates.
-        self._plan_only = False
-        #: Bytes of workspace to allocate in every call; a small workspace is part of each graph.
-        self._workspace = 0
-        if self.plan:
-            assert call.launched
-            self._plan_only = call.launched.plan_only and call.fills.keys() <= self._template.constants.keys()
-            self._workspace = self.plan.info.workspace if self.plan.info.workspace > SMALL_BYTES else 0
-            self.plan.dependents.add(self)
+        self._plan_only = call.launched.plan_only and call.fills.keys() <= self._template.constants.keys()
+        self._memory_bytes = call.launched.memory_bytes
+        for plan in self.plans:
+            plan.dependents.add(self)
 
     def run(self, runtime: _Runtime, arrays: Sequence[Any], addresses: Sequence[int]) -> list[Any] | None:
         """Launch the graph for these addresses, execute the plan, or run the parsed call on these arrays.
@@ -141,13 +143,13 @@ class CachedCall:
             return None
         created = [runtime.ndarray(shape, dtype, runtime.alloc(size), None, "F") for shape, dtype, size in self._created]
         pointers = (stream, *addresses, *[array.data.ptr for array in created])
-        workspace = None
-        if self._workspace:
+        memory = None
+        if self._memory_bytes > SMALL_BYTES:
             try:
-                workspace = runtime.alloc(self._workspace)
+                memory = cupy_runtime.Memory(runtime.alloc(self._memory_bytes), self._memory_bytes)
             except Exception:
                 return None  # parsing the call allocates it again, and the error then has a note on the workspace
-            pointers = (*pointers, workspace.ptr)
+            pointers = (*pointers, memory.pointer.ptr)
         with self._cache.lock:
             graph = self._graphs.get(pointers)
             if graph is not None:
@@ -157,97 +159,115 @@ class CachedCall:
                     self._discard_graph(graph, error)
                     return None
                 self._cache.recorded.use(graph)
-            elif not self._may_run(arrays, pointers) or not self._execute(runtime, pointers, workspace):
+                self._cache.hits += 1
+            elif not self._may_run(arrays, addresses, pointers):
                 return None
             self.used = _next_use()
-            if self.plan:
-                self.plan.used = True
-            if done := graph is not None or self._plan_only:
-                self._cache.hits += 1
-        if not done:
-            del workspace  # the call allocates it after its results, at the same address
-            return self._template.run(runtime.ndarray, arrays, created)
+            for plan in self.plans:
+                plan.used = True
+        if graph is None and not self._run_without_graph(runtime, arrays, created, pointers, memory):
+            return None
         if not created:
             return [arrays[position] for position in self._positions]
         new = iter(created)
-        return [next(new) if position < 0 else arrays[position] for position in self._positions]
+        results = [next(new) if position < 0 else arrays[position] for position in self._positions]
+        return self._gradients.as_last(results) if self._gradients else results
 
-    def _may_run(self, arrays: Sequence[Any], pointers: tuple[int, ...]) -> bool:
-        """Whether the call may run on addresses without a graph; False if it must be parsed, to check or to capture it."""
-        count = self._counts.get(pointers, 0) + 1
-        if self._closed or (self.plan and count >= CAPTURE_AFTER and self._may_capture()):
+    def _may_run(self, arrays: Sequence[Any], addresses: Sequence[int], pointers: tuple[int, ...]) -> bool:
+        """Whether the call may run on addresses without a graph; False if it must be parsed, which checks them."""
+        if self._closed or (self._may_overlap and tuple(addresses) not in self._validated):
             return False
-        if count == 1 and self._may_overlap:
-            return False
-        if not self.accepts(arrays, pointers[1:]):
-            return False
-        self._count(pointers, count)
+        return pointers in self._counts or self.accepts(arrays, pointers[1:])
+
+    def _run_without_graph(
+        self,
+        runtime: _Runtime,
+        arrays: Sequence[Any],
+        created: Sequence[Any],
+        pointers: tuple[int, ...],
+        memory: cupy_runtime.Memory | None,
+    ) -> bool:
+        """Execute the plan if the call does nothing else; otherwise run the parsed call. If the addresses have occurred often
+        enough, capture the call.
+
+        Returns:
+            Whether it ran; it did not if there is no memory for the workspace.
+        """
+        captures = self._counts.get(pointers, 0) + 1 >= CAPTURE_AFTER and not self._pause and self._cache.recorded.limit > 0
+        if self._plan_only and not captures:
+            with self._cache.lock:
+                if self._closed or not self._execute(runtime, pointers, memory):
+                    return False
+                self._count(pointers)
+                self._cache.hits += 1
+            return True
+        call = self._template.on(runtime.ndarray, arrays, created)
+        call.run(memory)
+        with self._cache.lock:
+            if captures and call.launched and call.launched.plans == self.plans and not self._closed:
+                try:
+                    self._capture(call, pointers, memory)
+                except Exception as error:
+                    _warn(self._cache, error, stacklevel=6)
+            else:
+                self._count(pointers)
         return True
 
-    def _execute(self, runtime: _Runtime, pointers: tuple[int, ...], workspace: Any) -> bool:
-        """Execute the plan on addresses without a graph, if the call does nothing else; False if there is no memory."""
-        if not self._plan_only:
-            return True
-        assert self.plan
-        if workspace is None and self.plan.info.workspace:
+    def _execute(self, runtime: _Runtime, pointers: tuple[int, ...], memory: cupy_runtime.Memory | None) -> bool:
+        """Execute the plan; False if there is no memory for its workspace."""
+        (plan,) = self.plans
+        workspace = memory.pointer if memory else None
+        if workspace is None and self._memory_bytes:
             try:
-                workspace = runtime.alloc(self.plan.info.workspace)
+                workspace = runtime.alloc(self._memory_bytes)
             except Exception:
                 return False  # as in run()
         stream, *addresses = pointers
-        self.plan.set_stream(stream)
-        self.plan.execute(self._template.named(addresses), self._scalars, workspace.ptr if workspace else 0)
+        plan.set_stream(stream)
+        plan.execute(self._template.named(addresses), self._scalars, workspace.ptr if workspace else 0)
         return True
 
-    def _may_capture(self) -> bool:
-        return not self._pause and self._cache.recorded.limit > 0
-
-    def _count(self, pointers: tuple[int, ...], count: int) -> None:
-        """Store how often addresses without a graph occurred."""
+    def _count(self, pointers: tuple[int, ...]) -> None:
+        """Count addresses without a graph."""
         self._pause = max(self._pause - 1, 0)
-        self._counts.pop(pointers, None)  # so that they become the most recent
-        self._counts[pointers] = count
+        self._counts[pointers] = self._counts.pop(pointers, 0) + 1  # they become the most recent
         if len(self._counts) > MAX_ADDRESS_SETS:
             del self._counts[next(iter(self._counts))]
 
-    def count_or_capture(self, call: Call, addresses: Sequence[int], own: list[Any]) -> None:
-        """Count the addresses that a call ran on; capture the call if they occurred often enough.
+    def validated(self, call: Call, addresses: Sequence[int]) -> None:
+        """Note that a call was parsed and ran.
 
         Args:
             call: the call, after it ran.
             addresses: the addresses of the caller's arrays.
-            own: the inputs that were created for the call.
         """
-        stream, created = cupy_runtime.stream(), self._names[len(addresses) :]
-        pointers = (stream, *addresses, *[call.arrays[name].data.ptr for name in created])
-        if self._workspace and call.launched:
-            pointers = (*pointers, call.launched.workspace)
         with self._cache.lock:
-            if self._closed or pointers in self._graphs:
-                return
-            count = self._counts.get(pointers, 0) + 1
-            if not self.plan or count < CAPTURE_AFTER or not self._may_capture():
-                self._count(pointers, count)
-                return
-            self._counts.pop(pointers, None)
-            self._pause = RETRY_AFTER  # unless the capture succeeds and fits the limit
-            exceeded = self._cache.recorded.add(self._capture(call, stream, own), self._graphs, pointers)
-            if pointers in self._graphs:
-                self._pause = EVICT_EVERY if exceeded else 0
+            self._validated[tuple(addresses)] = None
+            if len(self._validated) > MAX_ADDRESS_SETS:
+                del self._validated[next(iter(self._validated))]
+            if self._memory_bytes <= SMALL_BYTES:
+                created = [call.arrays[name].data.ptr for name in self._names[len(addresses) :]]
+                self._count((cupy_runtime.stream(), *addresses, *created))
 
-    def _capture(self, call: Call, stream: int, own: list[Any]) -> Recording:
-        assert self.plan
-        assert call.launched
-        if not self._workspace and self.plan.info.workspace:
-            workspace = cupy_runtime.empty((self.plan.info.workspace,), np.uint8)
-            own = [*own, workspace]
-            call.launched = call.launched._replace(workspace=workspace.data.ptr)
+    def _capture(self, call: Call, pointers: tuple[int, ...], memory: cupy_runtime.Memory | None) -> None:
+        """Capture a call that has run."""
+        self._counts.pop(pointers, None)
+        self._pause = RETRY_AFTER  # unless the capture succeeds and fits the limit
+        own = [call.arrays[name] for name in call.fills]
+        if memory is None and self._memory_bytes:
+            own.append(cupy_runtime.empty((self._memory_bytes,), np.dtype(np.uint8)))
+            memory = cupy_runtime.Memory(own[-1].data, self._memory_bytes)
+        recorded = self._cache.recorded
+        few = len(self._graphs) < FEW_GRAPHS
+        least = 0 if few else LEAST_NODES if recorded.bytes < recorded.limit // 2 else sys.maxsize
         try:
-            recorded = self._cache.recorded
-            executable = len(self._graphs) < FEW_GRAPHS or recorded.bytes < recorded.limit // 2
-            return Recording(call.enqueue, own, executable=executable)
+            graph = Recording(call.enqueue, own, memory=memory, least_nodes=least)
         finally:
-            self.plan.set_stream(stream)  # it was the stream of the capture
+            for plan in self.plans:
+                plan.set_stream(pointers[0])  # it was the stream of the capture
+        exceeded = recorded.add(graph, self._graphs, pointers)
+        if pointers in self._graphs:
+            self._pause = EVICT_EVERY if exceeded else 0
 
     def _discard_graph(self, graph: Recording, error: Exception) -> None:
         """Destroy a graph that failed to launch, and capture no graph for the next calls."""
@@ -257,17 +277,17 @@ class CachedCall:
         _warn(self._cache, error, stacklevel=6)
 
     def close(self) -> None:
-        """Destroy the graphs; called before the plan is destroyed."""
+        """Destroy the graphs; called before a plan is destroyed."""
         self._closed = True
         with contextlib.ExitStack() as stack:  # all of them, even if one fails
             for graph in self._graphs.values():
                 stack.callback(self._cache.recorded.destroy, graph)
 
     def remove(self) -> None:
-        """Destroy the graphs, and detach from the plan, which is not destroyed."""
+        """Destroy the graphs, and detach from the plans, which are not destroyed."""
         with self._cache.lock:
-            if self.plan:
-                self.plan.dependents.discard(self)
+            for plan in self.plans:
+                plan.dependents.discard(self)
             self.close()
 
 
@@ -307,45 +327,33 @@ def cache_call(kind: Any, names: Sequence[str], arrays: tuple[Any, ...], options
     global _runtime
     if not call.on_gpu or call.problem.trivial or active_tunings.get() is not None:
         return
-    if call.launched is None and not _has_reductions(call):
+    if call.launched is None:
         return  # the stream is being captured
     runtime = _runtime = _runtime or _Runtime()
     arguments = read_key(runtime.ndarray, kind, arrays, options)
     session = runtime.session(driver.context_id())
     if arguments is None or session is None:
         return
-    if call.launched and call.launched.plan.target.handle is not session.handle:
+    if any(plan.target.handle is not session.handle for plan in call.launched.plans):
         return  # the call ran on a device that is not the current one
     if call.identities and call.identities != function_identities(options):
         return  # a function changed while the call ran
     passed_names = array_names(runtime.ndarray, names, arrays, options)
-    own = [call.arrays[name] for name in call.fills]
     try:
-        _cached(session, arguments, call, passed_names).count_or_capture(call, arguments.addresses, own)
+        _cached(session, arguments, call, passed_names).validated(call, arguments.addresses)
     except Exception as error:
         _warn(session.cache, error, stacklevel=4)
-
-
-def _has_reductions(call: Call) -> bool:
-    """Whether a call sums gradients of a bias or of ``tensors``, in memory that a graph would have to own."""
-    return bool(call.problem.ds_reductions) or call.gradients is not None
-
-
-def _captured_plan(call: Call) -> Plan | None:
-    """The plan of a call that may be captured; None for calls with large copies and with reductions."""
-    if call.launched is None or call.launched.copied_bytes > COPIED_BYTES or _has_reductions(call):
-        return None
-    return call.launched.plan
 
 
 def _cached(session: Session, arguments: Arguments, call: Call, names: Sequence[str]) -> CachedCall:
     """The call that is cached under a key, or this one, which is then cached."""
     key, arrays, addresses = arguments
+    assert call.launched
     cached: CachedCall | None = session.cached_calls.get(key)
-    if cached is not None and cached.plan is _captured_plan(call) and cached.accepts(arrays, addresses):
+    if cached is not None and cached.plans == call.launched.plans and cached.accepts(arrays, addresses):
         cached.used = _next_use()
         return cached
-    if cached is not None:  # its plan was destroyed, or its arrays had another alignment or device
+    if cached is not None:  # a plan was destroyed, or its arrays had another alignment or device
         cached.remove()
     if len(session.cached_calls) >= MAX_CALLS:  # remove more than one, so that this search is rare
         oldest = heapq.nsmallest(1 + MAX_CALLS // 8, session.cached_calls.items(), key=lambda item: item[1].used)

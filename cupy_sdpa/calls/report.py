@@ -157,8 +157,13 @@ def explain_call(call: Call) -> Report:
 
 def explain_subproblems(problem: Problem, explain: Callable[[Problem], Report]) -> Report:
     """The report on a problem: that of the first subproblem that cannot run, or of the first one with all launches."""
-    first, *others = (explain(part) for part in subproblems(problem))
-    for report in others:
+    return joined([explain(part) for part in subproblems(problem)])
+
+
+def joined(reports: Sequence[Report]) -> Report:
+    """The report on several launches: that of the first one that cannot run, or of the first one with all launches."""
+    first, *others = reports
+    for report in reports:
         if report.reasons:
             return report
     return dataclasses.replace(first, launches=(first, *others)) if others else first

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..device import cupy_runtime
+from ..device import cupy_runtime, memory
 from ..problem.band import Band
 from ..problem.problem import CAPTURED_DTYPES, Problem, Settings
 from ..problem.subproblems import score_derivatives
@@ -130,17 +130,48 @@ class Gradients:
         differentiable = score_derivatives(problem)
         return tuple(name for name, access in self.captured.items() if access.name in self.specs and name in differentiable)
 
-    def collect(self, arrays: Mapping[str, Any], on_gpu: bool) -> dict[str, Any]:
-        """The gradient of each array, of its shape and dtype: the sum over all captured arrays that are views of it."""
-        gradients, zeros = {}, cupy_runtime.cupy().zeros if on_gpu else np.zeros
+    @property
+    def results(self) -> list[str]:
+        """The names of the gradients among the arrays of the call."""
+        return [gradient_name(name) for name in self.specs]
+
+    def as_last(self, results: list[Any]) -> list[Any]:
+        """A call's results, of which the last are the gradients, with the gradients as a dictionary."""
+        count = len(results) - len(self.specs)
+        return [*results[:count], dict(zip(self.specs, results[count:], strict=True))]
+
+    def allocate(self, arrays: dict[str, Any], on_gpu: bool) -> None:
+        """Add the gradients that are missing to ``arrays``."""
+        empty = cupy_runtime.cupy().empty if on_gpu else np.empty
         for name, (shape, dtype) in self.specs.items():
-            total = zeros(shape, "float64" if dtype == "float64" else "float32", order="F")
+            if gradient_name(name) not in arrays:
+                arrays[gradient_name(name)] = empty(shape, dtype, order="F")
+
+    def collect(self, arrays: Mapping[str, Any], on_gpu: bool) -> None:
+        """Write the gradient of each array: the sum over all captured arrays that are views of it, in float32 or float64."""
+        for name, (shape, dtype) in self.specs.items():
+            gradient = arrays[gradient_name(name)]
+            accumulates = str(dtype) in ("float32", "float64")
+            total = gradient if accumulates else cupy_runtime.temporary(gradient, shape, np.dtype(np.float32))
+            if on_gpu:
+                memory.clear(total, 0)
+            else:
+                total.fill(0)
             for captured, access in self.captured.items():
                 if access.name == name and (part := arrays.get(f"d{captured}")) is not None:
                     view = _with_score_axes(total, access)
                     view += part
-            gradients[name] = total.astype(dtype, copy=False)
-        return gradients
+            if total is not gradient:
+                gradient[...] = total
+
+
+def gradient_name(name: str) -> str:
+    """The name of the gradient of an array in ``tensors=`` among the arrays of a call.
+
+    >>> gradient_name("bias")
+    "dtensors['bias']"
+    """
+    return f"dtensors[{name!r}]"
 
 
 def requested_gradients(

@@ -144,5 +144,6 @@ _SIMPLEST = {
     "score_mod": ("near_key_100", ""),
     "mask_mod": ("key_100", ""),
     "stats": True,
+    "jvp": "q",
     "bucket": 128,
 }

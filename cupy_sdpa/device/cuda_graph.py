@@ -31,15 +31,17 @@ DriverCall = tuple[Callable[..., Any], tuple[Any, ...]]
 class Recording:
     """A captured CUDA graph of the work that ``run`` enqueues on the current stream, to be launched again on this stream.
 
-    Nothing runs during the capture. The memory that ``run`` allocates and the arrays in ``own`` belong to this graph alone: no
-    other graph, on any stream, uses them. They are memory of the current stream, and the graph is launched on that stream only.
-    :meth:`close` can therefore return them to CuPy's pool, which reuses memory in stream order.
+    Nothing runs during the capture. The arrays in ``own`` belong to this graph alone: no other graph, on any stream, uses them.
+    They are memory of the current stream, and the graph is launched on that stream only. :meth:`close` can therefore return
+    them to CuPy's pool, which reuses memory in stream order.
 
     Args:
         run: enqueues the work.
         own: arrays that the work reads or writes and that nothing else uses; kept alive until :meth:`close`.
-        executable: whether to make the graph executable, so that it can be launched whole. Otherwise it is launched kernel by
-            kernel, if it is a sequence of kernels and memsets. Default True.
+        memory: the memory that ``run`` allocates. It may be part of ``own``; otherwise the graph may be launched only while
+            the caller has allocated this memory. What does not fit into it becomes part of ``own``. Default None.
+        least_nodes: the smallest number of kernels and memsets for which the graph is made executable, so that it can be
+            launched whole. Other sequences of kernels and memsets are launched one by one. Default 0: always.
 
     Attributes:
         size: bytes of device memory, including the arrays that are kept alive.
@@ -47,15 +49,22 @@ class Recording:
 
     __slots__ = ("_arrays", "_driver_calls", "_executable", "_graph", "_launch", "_stream", "size")
 
-    def __init__(self, run: Callable[[], None], own: Sequence[Any] = (), *, executable: bool = True) -> None:
+    def __init__(
+        self,
+        run: Callable[[], None],
+        own: Sequence[Any] = (),
+        *,
+        memory: cupy_runtime.Memory | None = None,
+        least_nodes: int = 0,
+    ) -> None:
         runtime = cupy_runtime.cupy().cuda.runtime
         self._stream, self._launch = cupy_runtime.stream(), runtime.graphLaunch
-        self._graph, allocated = capture(run)
+        self._graph, allocated = capture(run, memory)
         self._arrays = [*own, *allocated]
         self._executable = 0
         try:
             self._driver_calls: Sequence[DriverCall] = driver_calls(self._graph, self._stream)
-            if executable or not self._driver_calls:
+            if not self._driver_calls or len(self._driver_calls) >= least_nodes:
                 self._executable = runtime.graphInstantiate(self._graph)
         except BaseException:
             runtime.graphDestroy(self._graph)
@@ -91,26 +100,30 @@ class Recording:
                 stack.callback(runtime.graphExecDestroy, self._executable)
 
 
-def capture(run: Callable[[], None]) -> tuple[int, list[Any]]:
+def capture(run: Callable[[], None], memory: cupy_runtime.Memory | None = None) -> tuple[int, list[Any]]:
     """Capture the work that ``run`` enqueues into a CUDA graph; nothing runs.
 
+    Args:
+        run: enqueues the work.
+        memory: the memory that ``run`` allocates.
+
     Returns:
-        The graph, which the caller destroys; and the arrays that ``run`` allocated, which the caller keeps alive as long as the
-        graph is launched. They are memory of the stream that is current outside the capture.
+        The graph, which the caller destroys; and arrays that ``run`` allocated and that did not fit into the memory, which the
+        caller keeps alive as long as the graph is launched. They are memory of the stream that is current outside the capture.
 
     Raises:
         Exception: any error of ``run`` or of the capture. The capture is then ended, and the current stream is restored.
     """
-    runtime = cupy_runtime.cupy().cuda.runtime
-    with cupy_runtime.retained_allocations() as arrays, cupy_runtime.cupy().cuda.Stream(non_blocking=True) as stream:
+    cuda = cupy_runtime.cupy().cuda
+    with cupy_runtime.arena(memory, cuda.get_current_stream()) as arena, cuda.Stream(non_blocking=True) as stream:
         try:
-            runtime.streamBeginCapture(stream.ptr, runtime.streamCaptureModeRelaxed)  # independent of other threads' work
+            cuda.runtime.streamBeginCapture(stream.ptr, cuda.runtime.streamCaptureModeRelaxed)  # independent of other threads
             run()
         except BaseException:
             with contextlib.suppress(Exception):  # also raised if the capture is invalid; the capture has ended in any case
-                runtime.graphDestroy(runtime.streamEndCapture(stream.ptr))
+                cuda.runtime.graphDestroy(cuda.runtime.streamEndCapture(stream.ptr))
             raise
-        return int(runtime.streamEndCapture(stream.ptr)), arrays
+        return int(cuda.runtime.streamEndCapture(stream.ptr)), arena.others
 
 
 @functools.cache  # saves 0.6 us of attribute look-ups in each repeated call

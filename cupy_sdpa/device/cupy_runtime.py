@@ -10,9 +10,10 @@ import functools
 import importlib.util
 import math
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -86,39 +87,110 @@ def capturing() -> bool:
     return bool(pointer) and bool(cupy().cuda.runtime.streamIsCapturing(pointer))  # the default stream cannot be captured
 
 
-#: Within :func:`retained_allocations`: the stream whose memory :func:`allocate` returns, and the list that it appends to.
-_retained: ContextVar[tuple[Any, list[Any]] | None] = ContextVar("retained", default=None)
+#: The streams of parallel branches by thread and device; never destroyed, because a stream may be part of a capture.
+_branch_streams: dict[tuple[int, int], Any] = {}
 
 
 @contextlib.contextmanager
-def retained_allocations() -> Iterator[list[Any]]:
-    """Within a ``with`` block, let :func:`allocate` return memory of the stream that was current before the block.
+def parallel_branch() -> Iterator[Callable[[], None]]:
+    """Enqueue the work of a ``with`` block on another stream: in a captured graph it is a branch, parallel to later work.
+
+    Memory that the block allocates must be deleted within the block.
 
     Yields:
-        A list of the allocated arrays, which keeps them alive.
+        A function to call after the block: the current stream waits for the work of the block.
     """
-    arrays: list[Any] = []
-    token = _retained.set((cupy().cuda.get_current_stream(), arrays))
+    cuda = cupy().cuda
+    main, key = cuda.get_current_stream(), (threading.get_ident(), cuda.runtime.getDevice())
+    if key not in _branch_streams:
+        _branch_streams[key] = cuda.Stream(non_blocking=True)
+    branch, begin, end = _branch_streams[key], cuda.Event(disable_timing=True), cuda.Event(disable_timing=True)
+    begin.record(main)
+    branch.wait_event(begin)
+
+    def join() -> None:
+        main.wait_event(end)
+
     try:
-        yield arrays
+        with branch:
+            yield join
+    except BaseException:
+        end.record(branch)
+        join()  # a capture with a branch that is not joined could not be ended
+        raise
+    end.record(branch)
+
+
+#: The alignment of the parts of an arena, in bytes.
+ALIGNMENT = 256
+
+
+class Memory(NamedTuple):
+    """A block of device memory: a CuPy memory pointer, and the size in bytes."""
+
+    pointer: Any
+    size: int
+
+
+class Arena:
+    """The memory of :func:`allocate` within :func:`arena`.
+
+    Attributes:
+        needed: the bytes that were allocated so far, including the gaps for alignment.
+        others: arrays that did not fit into the memory of a capture.
+    """
+
+    def __init__(self, memory: Memory | None, stream: Any) -> None:
+        self._memory, self._stream = memory, stream
+        self.needed = 0
+        self.others: list[Any] = []
+
+    def allocate(self, size: int) -> Any:
+        """The next ``size`` bytes; memory from CuPy's allocator if they do not fit."""
+        begin = self.needed
+        self.needed += -(-size // ALIGNMENT) * ALIGNMENT
+        if self._memory and self.needed <= self._memory.size:
+            return self._memory.pointer + begin
+        if self._stream is None:
+            return _allocate(size)
+        with self._stream:
+            self.others.append(cupy().empty(size, np.uint8))
+        return self.others[-1].data
+
+
+_arena: ContextVar[Arena | None] = ContextVar("arena", default=None)
+
+
+@contextlib.contextmanager
+def arena(memory: Memory | None = None, stream: Any = None) -> Iterator[Arena]:
+    """Within a ``with`` block, let :func:`allocate` return parts of a block of memory, one after the other.
+
+    Args:
+        memory: the block. Default None: memory is only counted.
+        stream: the stream whose memory is used, and kept alive with the arena, for what does not fit; for captures. Default
+            None: the current stream, and nothing is kept alive.
+    """
+    made = Arena(memory, stream)
+    token = _arena.set(made)
+    try:
+        yield made
     finally:
-        _retained.reset(token)
+        _arena.reset(token)
 
 
 def allocate(size: int) -> Any:
     """Allocate ``size`` bytes for work on the current stream; returns a CuPy memory pointer.
 
     The memory is from CuPy's allocator and returns to its pool when the pointer is deleted. While the current stream is being
-    captured, the memory belongs to the CUDA graph: each replay allocates it before the work and frees it afterwards.
+    captured, the memory belongs to the CUDA graph: each replay allocates it before the work and frees it afterwards. Within
+    :func:`arena` it is part of the arena.
     """
-    if retained := _retained.get():
-        stream, arrays = retained
-        with stream:
-            arrays.append(cupy().empty(size, np.uint8))
-        return arrays[-1].data
-    if capturing():
-        return cupy().cuda.malloc_async(size)
-    return cupy().cuda.alloc(size)
+    found = _arena.get()
+    return found.allocate(size) if found else _allocate(size)
+
+
+def _allocate(size: int) -> Any:
+    return cupy().cuda.malloc_async(size) if capturing() else cupy().cuda.alloc(size)
 
 
 def empty(shape: tuple[int, ...], dtype: Any) -> Any:

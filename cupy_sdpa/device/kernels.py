@@ -16,6 +16,22 @@ from . import cupy_runtime, memory
 LOWEST = -1e30
 
 
+class CudaType(NamedTuple):
+    """A dtype in CUDA: its name, its size in bytes, and the line that includes its header."""
+
+    name: str
+    itemsize: int
+    header: str = ""
+
+
+#: The CUDA types of floating-point dtypes.
+TYPES = {
+    "float16": CudaType("__half", 2, "#include <cuda_fp16.h>\n"),
+    "bfloat16": CudaType("__nv_bfloat16", 2, "#include <cuda_bf16.h>\n"),
+    "float32": CudaType("float", 4),
+}
+
+
 class Lengths(NamedTuple):
     """The lengths of the sequences of queries, or of keys.
 
@@ -229,8 +245,16 @@ def _prepare_sequences_kernel(packed: tuple[bool, bool]) -> Any:
                 const long long words = result.columns * result.heads;
                 for (int part = 0; part < 3; ++part) {{
                     const long long count = (to[part] - from[part]) * words;
-                    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < count;
-                         i += (long long)gridDim.x * blockDim.x) {{
+                    const long long first = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+                    const long long step = (long long)gridDim.x * blockDim.x;
+                    const long long start = result.out + 4 * (b * result.batch_stride + from[part] * result.position_stride);
+                    const bool dense = result.position_stride == words && result.head_stride == result.columns;
+                    if (dense && !result.sinks && start % 16 == 0 && count % 4 == 0) {{
+                        const unsigned x = result.bits;
+                        for (long long i = first; i < count / 4; i += step) ((uint4*)start)[i] = make_uint4(x, x, x, x);
+                        continue;
+                    }}
+                    for (long long i = first; i < count; i += step) {{
                         const long long position = from[part] + i / words, head = i % words / result.columns;
                         const bool sink = result.sinks && part == 0 && position < begin[side] + length[side];
                         ((unsigned*)result.out)[b * result.batch_stride + position * result.position_stride
@@ -303,10 +327,65 @@ def diagonal(rows: int, step: int, lengths_q: Any, lengths_kv: Any) -> Any:
     return made
 
 
-def lengths_after(lengths: Any, prefix: int) -> Any:
-    """``max(lengths - prefix, 0)``, int32 ``(B,)``."""
-    made = cupy_runtime.empty(lengths.shape, np.int32)
-    return _elementwise("int32 n, int32 p", "int32 y", "y = max(n - p, 0)", "lengths_after")(lengths, prefix, made)
+class _Sum(NamedTuple):
+    """The arguments of :func:`sum_over_scores`: addresses, sizes, and strides in bytes."""
+
+    source: int
+    keys: int
+    queries: int
+    source_key: int
+    source_query: int
+    source_head: int
+    source_batch: int
+    target: int
+    target_keys: int
+    target_queries: int
+    target_key: int
+    target_query: int
+    target_head: int
+    target_batch: int
+
+
+def sum_over_scores(source: Any, target: Any) -> None:
+    """Write the sum of ``source``, ``(Skv, Sq, H, B)``, over its first two axes where ``target`` has length 1; in float32."""
+    keys, queries, heads, batch = source.shape
+    of, to = (source.data.ptr, keys, queries, *source.strides), (target.data.ptr, *target.shape[:2], *target.strides)
+    arguments = np.array(tuple(_Sum(*of, *to)), struct(_Sum))
+    blocks = -(-target.shape[0] // 32) * target.shape[1]
+    _sum_kernel(source.dtype.name, target.dtype.name)((blocks, heads, batch), (32,), (arguments,))
+
+
+@functools.cache
+def _sum_kernel(dtype: str, out_dtype: str) -> Any:
+    """The kernel of :func:`sum_over_scores`. A warp computes 32 sums of different keys, or one sum over all keys."""
+    source, target = TYPES[dtype], TYPES[out_dtype]
+    return cupy_runtime.cupy().RawKernel(
+        f"""{"".join(sorted({source.header, target.header}))}
+        {declaration("Sum", _Sum)}
+        extern "C" __global__ void cupy_sdpa_sum(const Sum x) {{
+            const bool over_keys = x.keys != x.target_keys;
+            const long long lane = threadIdx.x, h = blockIdx.y, b = blockIdx.z;
+            const long long query = blockIdx.x % x.target_queries, column = blockIdx.x / x.target_queries * 32 + lane;
+            const long long from = x.source + h * x.source_head + b * x.source_batch;
+            __shared__ float sums[32];
+            float total = 0;
+            for (long long q = query; q < x.queries; q += x.target_queries)
+                for (long long key = over_keys ? lane : column; key < x.keys; key += over_keys ? 32 : x.keys)
+                    total += float(*(const {source.name}*)(from + key * x.source_key + q * x.source_query));
+            sums[lane] = total;
+            __syncwarp();
+            if (over_keys && lane == 0) for (int i = 1; i < 32; ++i) total += sums[i];
+            if (over_keys ? lane == 0 : column < x.target_keys)
+                *({target.name}*)(x.target + (over_keys ? 0 : column) * x.target_key + query * x.target_query
+                    + h * x.target_head + b * x.target_batch) = {target.name}(total);
+        }}""",
+        "cupy_sdpa_sum",
+    )
+
+
+def lengths_after(lengths: Any, prefix: int, out: Any) -> None:
+    """Write ``max(lengths - prefix, 0)``, int32 ``(B,)``."""
+    _elementwise("int32 n, int32 p", "int32 y", "y = max(n - p, 0)", "lengths_after")(lengths, prefix, out)
 
 
 @functools.cache

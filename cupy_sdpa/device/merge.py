@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import cupy_runtime
-from .kernels import declaration, struct
+from .kernels import TYPES, declaration, struct
 
 #: The maximum number of groups in a launch.
 MAX_GROUPS = 8
@@ -155,22 +155,6 @@ def _is_aligned(array: Any, vector: int) -> bool:
     size = min(vector * array.itemsize, 16)
     places = [array.data.ptr, *(stride for length, stride in zip(lengths, strides, strict=True) if length > 1)]
     return width % vector == 0 and unit == array.itemsize and all(place % size == 0 for place in places)
-
-
-class _Type(NamedTuple):
-    """A dtype in CUDA: its name, its size in bytes, and the line that includes its header."""
-
-    name: str
-    itemsize: int
-    header: str = ""
-
-
-#: The CUDA types of the dtypes of parts.
-TYPES = {
-    "float16": _Type("__half", 2, "#include <cuda_fp16.h>\n"),
-    "bfloat16": _Type("__nv_bfloat16", 2, "#include <cuda_bf16.h>\n"),
-    "float32": _Type("float", 4),
-}
 
 
 @functools.cache

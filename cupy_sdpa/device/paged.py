@@ -15,9 +15,8 @@ import numpy as np
 from ..problem.band import Band
 from ..problem.problem import Split
 from . import cupy_runtime
-from .kernels import declaration, struct
+from .kernels import TYPES, declaration, struct
 from .memory import UNITS
-from .merge import TYPES
 
 
 class Keys(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import numbers
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Unpack
 
 import numpy as np
@@ -38,7 +38,8 @@ def shared_prefix_attention(
     """:func:`cupy_sdpa.attention` with a page table, for sequences whose first keys are the same pages.
 
     The queries of all sequences attend to the shared pages as one batch entry, which is read once. Each sequence attends to its
-    other pages. The two results are merged (:func:`cupy_sdpa.merge`).
+    other pages. The two results are merged (:func:`cupy_sdpa.merge`). In a captured CUDA graph the two parts run in parallel if
+    there is one query per sequence.
 
     Args:
         q: queries ``(D, Hq, Sq, B)``. All of them come after the prefix.
@@ -83,16 +84,20 @@ def shared_prefix_attention(
         return attention(q, k, v, return_stats=return_stats, out=out, **options)
     with cupy_runtime.on_device_of(q) if cupy_runtime.is_array(q) else contextlib.nullcontext():
         (d, hq, sq, b), dv = q.shape, v.shape[0]
-        whole, rest = _split_lengths(lengths, int(shared_prefix))
         new = functools.partial(cupy_runtime.temporary, q)
-        own, own_stats = new((dv, hq, sq, b), q.dtype), new((sq, hq, b), np.float32)
-        attention(q, k, v, page_table=table[pages:], seq_lens_kv=rest, out=own, stats=own_stats, return_stats=True, **parts)
+        own, own_stats, rest = new((dv, hq, sq, b), q.dtype), new((sq, hq, b), np.float32), new((b,), np.int32)
+        whole = _prefix_length(lengths, int(shared_prefix))
         shared = {"page_table": table[:pages, :1], "seq_lens_kv": whole, **parts, "causal": False}
-        if sq == 1 and not return_stats and cupy_runtime.is_array(q) and hq // k.shape[1] * b <= MAX_ROWS:
+        merges_once = sq == 1 and not return_stats and cupy_runtime.is_array(q) and hq // k.shape[1] * b <= MAX_ROWS
+        in_parallel = merges_once and cupy_runtime.capturing()
+        with cupy_runtime.parallel_branch() if in_parallel else contextlib.nullcontext() as join:
+            _write_lengths_after(lengths, int(shared_prefix), rest)
+            attention(q, k, v, page_table=table[pages:], seq_lens_kv=rest, out=own, stats=own_stats, return_stats=True, **parts)
+        if merges_once:
             out = cupy_runtime.new_result(q, own.shape, q.dtype) if out is None else out
             sinks = {name: value for name, value in options.items() if name == "sinks"}
             others = _as_one_entry(own), own_stats.transpose(2, 1, 0)
-            _attend_and_merge(_as_one_entry(q), k, v, _as_one_entry(out), others, shared | sinks)
+            _attend_and_merge(_as_one_entry(q), k, v, _as_one_entry(out), others, shared | sinks, join)
             return out
         rows: Any = q
         if not rows.flags.f_contiguous:
@@ -113,20 +118,41 @@ def _as_one_entry(array: Any) -> Any:
     return array.transpose(0, 1, 3, 2)
 
 
-def _attend_and_merge(q: Any, k: Any, v: Any, out: Any, others: tuple[Any, Any], options: Mapping[str, Any]) -> None:
-    """Attend to the prefix in chunks, and merge the results of the chunks with those over other keys, in one kernel."""
+def _attend_and_merge(
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    others: tuple[Any, Any],
+    options: Mapping[str, Any],
+    join: Callable[[], None] | None,
+) -> None:
+    """Attend to the prefix in chunks, and merge the results of the chunks with those over other keys, in one kernel.
+
+    Args:
+        q, k, v, out, options: of the call.
+        others: the output and the log-sum-exp over other keys.
+        join: waits for these results; None if they are in stream order.
+    """
     kind, arrays = "shared prefix", (q, k, v, out, *others)
-    if run_cached(kind, arrays, options) is None:
+    if join or run_cached(kind, arrays, options) is None:
         call = read_forward(q, k, v, options, out=out, **dict(zip(OTHER_RESULTS, others, strict=True)))
+        call.before_finish = join
         call.run()
         cache_call(kind, ("q", "k", "v", "out", *OTHER_RESULTS), arrays, options, call)
 
 
-def _split_lengths(lengths: Any, prefix: int) -> tuple[Any, Any]:
-    """The length of the prefix as an array, and the lengths of the sequences after it."""
-    if not cupy_runtime.is_array(lengths):
-        return np.full(1, prefix, np.int32), np.maximum(lengths - np.int32(prefix), 0)
-    return memory.equal_integers(prefix, 1), kernels.lengths_after(lengths, prefix)
+def _prefix_length(lengths: Any, prefix: int) -> Any:
+    """The length of the prefix as an array."""
+    return memory.equal_integers(prefix, 1) if cupy_runtime.is_array(lengths) else np.full(1, prefix, np.int32)
+
+
+def _write_lengths_after(lengths: Any, prefix: int, rest: Any) -> None:
+    """Write the lengths of the sequences after the prefix."""
+    if cupy_runtime.is_array(lengths):
+        kernels.lengths_after(lengths, prefix, rest)
+    else:
+        np.maximum(lengths - np.int32(prefix), 0, out=rest)
 
 
 def _check(k: Array, shared_prefix: int, options: Options) -> None:

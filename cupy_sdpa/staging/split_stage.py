@@ -56,12 +56,6 @@ class SplitStage:
             "seq_lens_q": chunks.row_counts, "seq_lens_kv": chunks.lengths,
         }  # fmt: skip
 
-    @property
-    def copied_bytes(self) -> int:
-        """Bytes of the arrays that the stage created."""
-        boundary = sum(part.out.nbytes + part.stats.nbytes for part in self._parts[1:])
-        return int(boundary + sum(array.nbytes for name, array in self.arrays.items() if name not in ("k", "v")))
-
     def finish(self) -> None:
         """Merge the results of the chunks, of the boundary keys, and of other keys."""
         arrays, parts = self._originals, self._parts

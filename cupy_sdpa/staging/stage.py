@@ -79,12 +79,18 @@ def _filled(fill: Fill, like: Any, on_gpu: bool) -> Any:
     return array
 
 
-def allocate_results(problem: Problem, arrays: dict[str, Any], on_gpu: bool) -> None:
-    """Add the results that the caller did not pass to ``arrays``."""
+def allocate_results(problem: Problem, arrays: dict[str, Any], *, discarded: bool = False) -> None:
+    """Add the results that the caller did not pass to ``arrays``.
+
+    Args:
+        problem, arrays: of the call.
+        discarded: whether no result is returned, so that all of them are temporary. Default False: those for the gradients of
+            captured arrays.
+    """
     for spec in problem.results:
         if arrays.get(spec.name) is None:
-            empty = cupy_runtime.cupy().empty if on_gpu else np.empty
-            arrays[spec.name] = empty(spec.shape, numpy_dtype(spec.dtype), order="F")
+            make = cupy_runtime.temporary if discarded or spec in problem.dcaptured else cupy_runtime.new_result
+            arrays[spec.name] = make(arrays["q"], spec.shape, numpy_dtype(spec.dtype))
 
 
 def fill_value(name: str) -> float:
@@ -163,11 +169,6 @@ class Stage:
         if has_ragged_alibi(self._engine_problem):
             *_, sq, skv, _ = self._engine_problem.sizes
             self.arrays["diagonal"] = _diagonal(sq, skv, *(self.arrays[name] for name in LENGTHS), on_gpu=self._on_gpu)
-
-    @property
-    def copied_bytes(self) -> int:
-        """Bytes of the arrays that the stage created."""
-        return sum(array.nbytes for name, array in self.arrays.items() if array is not self._originals.get(name))
 
     def finish(self) -> None:
         """Clear padding rows, combine the row statistics, and copy results to the caller's arrays."""
@@ -260,8 +261,13 @@ class Stage:
         """Write the gradient of a bias or a captured array: without padding, summed over the axes that are broadcast."""
         *_, sq, skv, _ = self._problem.sizes
         source = source[:skv, :sq]
-        axes = tuple(axis for axis in (0, 1) if target.shape[axis] == 1)
-        target[...] = source.sum(axis=axes, keepdims=True, dtype=np.float32) if axes else source
+        axes = tuple(axis for axis in (0, 1) if target.shape[axis] < source.shape[axis])
+        if not axes:
+            target[...] = source
+        elif self._on_gpu:
+            kernels.sum_over_scores(source, target)
+        else:
+            target[...] = source.sum(axis=axes, keepdims=True, dtype=np.float32)
 
     def _empty(self, spec: TensorSpec) -> Any:
         empty = cupy_runtime.empty if self._on_gpu else functools.partial(np.empty, order="F")

@@ -40,8 +40,6 @@ def obstacle(problem: Problem) -> str:
         # dq is written at the offsets and with the strides of q
         "gradients of arrays that are not dense": backward
         and not all(spec.dense for spec in (problem.q, problem.dq, problem.dk, problem.dv) if spec),
-        # a softcap function without a mask ended in a misaligned address (H200, 9.19); not every option was measured
-        "an option that changes scores": problem.changes_scores,
     }
     return next((name for name, applies in options.items() if applies), "")
 

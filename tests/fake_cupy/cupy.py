@@ -209,6 +209,10 @@ class Stream:
         """Whether the stream is being captured."""
         return self.ptr in DEVICE.captures
 
+    def wait_event(self, event: Event) -> None:
+        """Let later work wait for an event; the stream becomes part of the event's capture."""
+        DEVICE.wait_event(self.ptr, event.stream, event.submitted)
+
 
 Stream.null = Stream(null=True)
 
@@ -216,21 +220,23 @@ Stream.null = Stream(null=True)
 class Event:
     """An event with the time of a stream's clock."""
 
-    def __init__(self) -> None:
-        self.time, self._stream = math.nan, 0
+    def __init__(self, disable_timing: bool = False) -> None:
+        self.time, self.stream, self.submitted, self._timing = math.nan, 0, 0, not disable_timing
 
     def record(self, stream: Stream | None = None) -> None:
         """Record the time in stream order."""
-        self._stream = memory.current_stream() if stream is None else stream.ptr
+        self.stream = memory.current_stream() if stream is None else stream.ptr
 
         def run() -> None:
-            self.time = DEVICE.clock[self._stream]
+            self.time = DEVICE.clock[self.stream]
 
-        DEVICE.submit(self._stream, Work(run, us=0.0))
+        if self._timing:
+            DEVICE.submit(self.stream, Work(run, us=0.0))
+        self.submitted = DEVICE.submitted.get(self.stream, 0)
 
     def synchronize(self) -> None:
         """Wait for it."""
-        DEVICE.wait(self._stream)
+        DEVICE.wait(self.stream)
 
 
 def _get_current_stream() -> Any:

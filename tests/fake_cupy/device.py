@@ -21,7 +21,8 @@ POISON = 0xFF
 #: The number and the content of the guard bytes on both sides of a block, which are checked when it is freed.
 GUARD, GUARD_BYTE = 256, 0xC5
 #: Error codes of the CUDA runtime.
-INVALID_VALUE, INVALID_HANDLE, NOT_READY, ILLEGAL_ADDRESS, CAPTURE_UNSUPPORTED, CAPTURE_IMPLICIT = 1, 400, 600, 700, 900, 906
+INVALID_VALUE, INVALID_HANDLE, NOT_READY, ILLEGAL_ADDRESS = 1, 400, 600, 700
+CAPTURE_UNSUPPORTED, CAPTURE_UNJOINED, CAPTURE_IMPLICIT = 900, 904, 906
 
 
 class CUDARuntimeError(RuntimeError):
@@ -96,6 +97,7 @@ class Device:
         waits: how often the host waited for work or read memory.
         launches: the streams to which work was submitted, in order; the replay of a graph counts once.
         clock: microseconds of work that each stream has run.
+        submitted: the number of units of work that each stream added to a capture. Streams of one capture share its list.
     """
 
     def __init__(self) -> None:
@@ -103,6 +105,8 @@ class Device:
         self.queues: dict[int, deque[Work]] = {0: deque()}
         self.clock: dict[int, float] = {0: 0.0}
         self.captures: dict[int, list[Work]] = {}
+        self.submitted: dict[int, int] = {}
+        self._joined: dict[int, int] = {}
         self.waits = 0
         self.launches: list[int] = []
         self.graphs: dict[int, list[Work]] = {}
@@ -152,6 +156,7 @@ class Device:
             self._check(stream)
             if stream in self.captures:
                 self.captures[stream].append(work)
+                self.submitted[stream] = self.submitted.get(stream, 0) + 1
                 return
             self._wait_for_others(stream)
             self.launches.append(stream)
@@ -222,13 +227,29 @@ class Device:
                 raise CUDARuntimeError(CAPTURE_UNSUPPORTED, f"stream {stream:#x} cannot be captured now")
             self.captures[stream] = []
 
+    def wait_event(self, stream: int, other: int, submitted: int) -> None:
+        """Let a stream wait for an event of another one, which had submitted so many units of work to a capture."""
+        with self.lock:
+            if other not in self.captures:
+                self.run(other)
+            elif self.captures.setdefault(stream, self.captures[other]) is not self.captures[other]:
+                raise CUDARuntimeError(CAPTURE_UNSUPPORTED, f"streams {stream:#x} and {other:#x} are parts of two captures")
+            else:
+                self._joined[other] = submitted
+
     def end_capture(self, stream: int) -> int:
         """End a capture; returns the number of the graph."""
         with self.lock:
             if stream not in self.captures:
                 raise CUDARuntimeError(INVALID_HANDLE, f"stream {stream:#x} is not being captured")
+            works = self.captures.pop(stream)
+            branches = [other for other, own in self.captures.items() if own is works]
+            for other in branches:
+                del self.captures[other]
+            if any(self._joined.get(other, 0) != self.submitted.get(other, 0) for other in branches):
+                raise CUDARuntimeError(CAPTURE_UNJOINED, "the capture has a branch for which its first stream did not wait")
             graph = next(self._numbers)
-            self.graphs[graph] = self.captures.pop(stream)
+            self.graphs[graph] = works
             return graph
 
     def instantiate(self, graph: int) -> int:

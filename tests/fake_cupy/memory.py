@@ -167,6 +167,6 @@ def malloc_async(size: int) -> MemoryPointer:
             if capture is None:
                 DEVICE.submit_uncaptured(stream, work)
             elif DEVICE.captures.get(stream) is capture:
-                capture.append(work)
+                DEVICE.submit(stream, work)
 
     return MemoryPointer(Memory(block, size, free), block.address, size)

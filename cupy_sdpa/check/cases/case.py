@@ -134,13 +134,18 @@ class Case:
         return Dropout(*self.options["dropout"]) if "dropout" in self.options else None
 
     @property
+    def tangents(self) -> dict[str, str]:
+        """The names of the arguments of ``attention_jvp`` that are given, and of their arrays in the case."""
+        return {f"d{letter}": f"t{letter}" for letter in self.options.get("jvp", "")}
+
+    @property
     def features(self) -> tuple[str, ...]:
         """The names under which the summary counts the case: its options, and ``"layouts"`` if one is not the default."""
         return (*sorted(self.options), *(["layouts"] if self.layouts else []))
 
     def describe(self) -> str:
         """One sentence with the passes, engine, dtype, sizes, options and layouts."""
-        passes = "forward and backward" if self.backward else "forward"
+        passes = "forward and backward" if self.backward else "derivative" if self.tangents else "forward"
         engine = {"gpu": "on the GPU", "cpu": "on the CPU engine", "plan": f"planned for {self.gpu}"}[self.engine]
         dims = f"head dim {self.d}" if self.d == self.dv else f"head dim {self.d} (values {self.dv})"
         heads = f"{self.hq} heads" if self.hq == self.hkv else f"{self.hq}/{self.hkv} heads"

@@ -27,6 +27,8 @@ ARRAY_OPTIONS = (
 )  # fmt: skip
 #: Part of the seed, to separate the random numbers of the sequence lengths from those of the arrays.
 _LENGTHS_STREAM = 77
+#: The same for the tangents.
+_TANGENTS_STREAM = 78
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
@@ -44,7 +46,8 @@ class Data:
 
     Attributes:
         case: the case that the values belong to.
-        arrays: q, k, v, dout in logical shape and the array options, by argument name; NaN where nothing may be read.
+        arrays: q, k, v, dout and the tangents ``tq``, ``tk`` and ``tv`` in logical shape and the array options, by name; NaN
+            where nothing may be read.
         tensors: the arrays that the score and mask functions capture, by name.
         lengths: the lengths of queries and keys of each batch entry, at most the maximum lengths; None where all are full.
         starts: ``cu_seqlens_q`` and ``cu_seqlens_kv``; None where the sequences are not packed.
@@ -79,6 +82,8 @@ def build(case: Case, index: int) -> Data:
     if case.paged:
         data.dense = {name: data.arrays[name] for name in "kv"}
         data.arrays |= build_pages(case, seeded, data.dense, data.lengths[1])
+    of_tangents = np.random.default_rng([case.seed, index, _TANGENTS_STREAM])
+    data.arrays |= {f"t{name}": _position_array(data, of_tangents, f"t{name}") for name in case.options.get("jvp", "")}
     for name, make in _OPTION_ARRAYS.items():
         if name in case.options:
             data.arrays[name] = make(case, np.random.default_rng([case.seed, index, len(name)]), case.options[name])
@@ -159,9 +164,9 @@ def shape_of(case: Case, name: str) -> tuple[int, ...]:
 
 def dense_shape(case: Case, name: str) -> tuple[int, ...]:
     """As :func:`shape_of`, but k and v are not pages."""
-    is_key_array = name in ("k", "v", "dk", "dv")
+    is_key_array = name in ("k", "v", "dk", "dv", "tk", "tv")
     heads, length = (case.hkv, case.skv) if is_key_array else (case.hq, case.sq)
-    dim = case.dv if name in ("v", "dv", "out", "dout") else case.d
+    dim = case.dv if name in ("v", "dv", "tv", "out", "dout", "jvp") else case.d
     if "packed" in case.options and not (is_key_array and case.paged):
         length = packed_total(case, int(is_key_array))
         return (heads, length) if name == "stats" else (dim, heads, length)
@@ -169,8 +174,8 @@ def dense_shape(case: Case, name: str) -> tuple[int, ...]:
 
 
 def _position_array(data: Data, rng: np.random.Generator, name: str) -> Any:
-    """q, k, v or dout: random inside the sequences, NaN in the padding."""
-    case, side = data.case, int(name in "kv")
+    """q, k, v, dout or a tangent: random inside the sequences, NaN in the padding."""
+    case, side = data.case, int(name[-1] in "kv")
     array = rng.standard_normal(dense_shape(case, name), np.float32)
     lengths, starts = data.lengths[side], data.starts[side]
     if starts is not None:

@@ -19,6 +19,7 @@ The options of a case are literals. Their values:
 ``score_mod``       (name, dtype of the captured arrays), a function of :mod:`.functions`; the same for ``mask_mod``
 ``block_mask``      (kind, axes): ``"blocks"``, ``"pairs"``, ``"documents"`` or ``"prefix"``; axes as for ``mask``
 ``stats``           True or ``"max_sumexp"``
+``jvp``             the letters of the arrays with tangents, such as ``"qk"``: the call is ``attention_jvp``
 ``preallocated``    True: results are written to preallocated arrays
 ``bucket``          as in the call; the same for ``max_workspace``, ``deterministic``, ``return_dbias``,
                     ``return_dsinks`` and ``return_dtensors``
@@ -212,6 +213,7 @@ class Sampler:
         names = (
             ["q", *([] if "paged" in self.names else ["k", "v"])]
             + ["dout"] * self.backward
+            + [f"t{letter}" for letter in self.options.get("jvp", "")]
             + (self.results() if "preallocated" in self.options else [])
         )
         layouts = {name: self.layout(name) for name in names if self.chance(0.5)}
@@ -219,7 +221,7 @@ class Sampler:
 
     def results(self) -> list[str]:
         """The results that may have a layout if they are preallocated."""
-        return ["out", *(["dq", "dk", "dv"] if self.backward else [])]
+        return ["out", *(["dq", "dk", "dv"] if self.backward else []), *(["jvp"] if "jvp" in self.names else [])]
 
 
 def _mask(sampler: Sampler) -> Any:
@@ -259,8 +261,8 @@ def _paged(sampler: Sampler) -> Any:
 
 
 def _stats(sampler: Sampler) -> Any:
-    paged = sampler.options.get("paged")
-    return True if (paged and Paged(*paged).num_splits) or "block_mask" in sampler.names else sampler.pick(True, "max_sumexp")
+    p = sampler.options.get("paged")
+    return True if sampler.names & {"block_mask", "jvp"} or (p and Paged(*p).num_splits) else sampler.pick(True, "max_sumexp")
 
 
 def _packed(sampler: Sampler) -> Any:
@@ -300,16 +302,16 @@ OPTIONS: dict[str, Callable[[Sampler], Any]] = {
     "return_dbias": lambda sampler: True,
     "return_dsinks": lambda sampler: True,
     "return_dtensors": lambda sampler: True,
+    "jvp": lambda sampler: sampler.pick("qkv", "qkv", "qkv", "q", "k", "v", "qk", "kv"),
     "preallocated": lambda sampler: True,
     "bucket": lambda sampler: sampler.pick(16, 128, "power_of_two"),
     "max_workspace": lambda sampler: sampler.pick(1 << 24, 1 << 30),
 }
-#: Pairs of options that cannot be combined.
-CONFLICTS = {frozenset(pair) for pair in (("packed", "seq_lens_q"), ("packed", "seq_lens_kv"))}
-CONFLICTS |= {frozenset(("paged", name)) for name in ("seq_lens_kv", "bucket", *REQUIRES)}
-#: The options that can be combined with a block mask.
-WITH_BLOCK_MASK = {"scale", "softcap", "sinks", "stats", "deterministic", "preallocated", "max_workspace"}
-CONFLICTS |= {frozenset(("block_mask", name)) for name in OPTIONS.keys() - WITH_BLOCK_MASK - {"block_mask"}}
+#: The options that can be combined with a block mask, and pairs of options that cannot be combined.
+WITH_BLOCK_MASK = {"block_mask", "scale", "softcap", "sinks", "stats", "deterministic", "preallocated", "max_workspace"}
+_EXCLUDED = {"packed": ("seq_lens_q", "seq_lens_kv"), "paged": ("seq_lens_kv", "bucket", "jvp", *REQUIRES), "jvp": REQUIRES}
+_EXCLUDED["block_mask"] = tuple(OPTIONS.keys() - WITH_BLOCK_MASK)
+CONFLICTS = {frozenset((name, other)) for name, others in _EXCLUDED.items() for other in others}
 #: Options that cannot be combined with ``num_splits``.
 NOT_SPLIT = {"packed", "bias", "mask", "alibi_slopes", "dropout", "score_mod", "mask_mod"}
 #: Options that cannot be combined with bucket and packed sequences: their arrays would need the rounded lengths.
@@ -364,16 +366,16 @@ def _draw_case(sampler: Sampler, names: set[str], number: int) -> Case:
     """Draw the values of the options, the passes, layouts and dtype; the sizes are drawn already."""
     for name in names & REQUIRES.keys():
         sampler.options[name] = True  # the choice of a function depends on these
-    required = sampler.names = _with_required(names)
+    required = sampler.names = _with_required(names - {"block_mask"} if sampler.engine == "plan" else names)
     for name in OPTIONS:
         if name in required:
             sampler.options[name] = OPTIONS[name](sampler)
     options = {name: sampler.options[name] for name in OPTIONS if name in required}
-    sampler.backward = "paged" not in options and (
+    sampler.backward = not {"paged", "jvp"} & options.keys() and (
         any(name in options for name in (*REQUIRES, "deterministic")) or sampler.chance(0.45)
     )
     layouts = sampler.layouts() if sampler.chance(0.4) else {}
-    wide = ("float32", "float64")[: 1 if "block_mask" in options else 2]  # its parts are merged by float32 statistics
+    wide = ("float32", "float64")[: 2 - ("block_mask" in options)]  # its parts are merged by float32 statistics
     dtypes = ("float16", "bfloat16", *(wide if sampler.engine == "cpu" else ()))
     gpu = GPUS[number % len(GPUS)] if sampler.engine == "plan" else ""
     return Case(
@@ -392,8 +394,6 @@ def _option_names(sampler: Sampler, seed: int, number: int) -> set[str]:
         names = pair | ({sampler.pick(*OPTIONS)} if sampler.chance(0.3) else set())
         if not is_valid(_with_required(names)):
             names = pair
-    if sampler.engine == "plan":  # a block mask has several problems
-        names -= {"block_mask"}
     if "paged" in names and sampler.chance(0.5):  # as in decoding; the keys can be split
         more = names | {sampler.pick("causal", "window"), *(["seq_lens_q"] if sampler.chance(0.5) else [])}
         names = more if is_valid(_with_required(more)) else names

@@ -24,7 +24,7 @@ from .tolerance import compare, exact_elements, rounding_floors
 #: graph, and later ones replay it.
 SEQUENCE = {"gpu": (0, 1, 0, 1, 0, 1), "cpu": (0, 1, 0)}
 #: The results that may be preallocated.
-RESULTS = ("out", "stats", "dq", "dk", "dv")
+RESULTS = ("out", "stats", "dq", "dk", "dv", "jvp")
 #: The results that do not depend on the derivative of the score function.
 WITHOUT_SCORE_DERIVATIVE = ("out", "stats", "max", "sum_exp", "dv")
 #: The options that select additional gradients.
@@ -72,7 +72,7 @@ def find_errors(wanted: Expected, results: dict[str, Any]) -> dict[str, str]:
         exact = None if "tensors" in name else wanted.exact.get(name)
         if message := compare(name, np.asarray(actual), truth, naive, wanted.floors[name], exact):
             errors[name] = message
-        if name in ("out", "dq", "dk", "dv") and actual.dtype != dtype_of(case.dtype):
+        if name in ("out", "dq", "dk", "dv", "jvp") and actual.dtype != dtype_of(case.dtype):
             errors[name] = f"{name} is {actual.dtype}, expected {case.dtype}"
     return errors
 
@@ -112,9 +112,10 @@ class CaseRunner:
     def allocate(self) -> Memory:
         """Allocate the arrays of the case, full of NaN."""
         case = self.case
-        names = ["q", "k", "v", *(["dout"] if case.backward else [])]
+        names = ["q", "k", "v", *(["dout"] if case.backward else []), *case.tangents.values()]
         if "preallocated" in case.options:
-            names += RESULTS if case.backward else ("out", *(["stats"] if "stats" in case.options else []))
+            results = RESULTS[:-1] if case.backward else ("out", *(["stats"] if "stats" in case.options else []))
+            names += [*results, *(["jvp"] if case.tangents else [])]
         return memory_of(case, self.xp, names)
 
     def load(self, memory: Memory, index: int) -> None:
@@ -134,6 +135,8 @@ class CaseRunner:
         """Call :func:`cupy_sdpa.attention`, and :func:`cupy_sdpa.attention_backward` if the case has gradients."""
         views, options = memory.views, self.options(memory, index)
         preallocated = {name: views[name] for name in ("out", "stats") if name in views}
+        if self.case.tangents:
+            return self.derivative(memory, options | preallocated)
         results = self.forward(cupy_sdpa.attention, memory, options | preallocated)
         if not self.case.backward:
             return results
@@ -147,6 +150,8 @@ class CaseRunner:
         """Call :func:`cupy_sdpa.attention_vjp`, or :func:`cupy_sdpa.prepare` if the case has no gradients."""
         views, options = memory.views, self.options(memory, 1)
         q, k, v = (views[name] for name in "qkv")
+        if self.case.tangents:
+            return self.derivative(memory, options, widen=True)
         if self.case.backward:
             self.outcome.calls += 2
             out, pullback = cupy_sdpa.attention_vjp(q, k, v, **options, **self.backward_options)
@@ -160,6 +165,17 @@ class CaseRunner:
         if "block_mask" in options:  # it cannot be prepared
             return self.forward(cupy_sdpa.attention, memory, options | preallocated)
         return self.forward(prepare_and_call, memory, options | preallocated)
+
+    def derivative(self, memory: Memory, options: dict[str, Any], *, widen: bool = False) -> dict[str, Any]:
+        """Call :func:`cupy_sdpa.attention_jvp`, or :func:`cupy_sdpa.widen` before it."""
+        views, stats = memory.views, "stats" in self.case.options
+        q, k, v = (views[name] for name in "qkv")
+        given: dict[str, Any] = {name: views[other] for name, other in self.case.tangents.items()} | self.deterministic
+        self.outcome.calls += 1
+        if widen:
+            given = {"widened": cupy_sdpa.widen(q, k, v, **given, **options)} | self.deterministic
+        results = cupy_sdpa.attention_jvp(q, k, v, dout=views.get("jvp"), return_stats=stats, **given, **options)
+        return dict(zip(("out", "jvp", "stats"), results, strict=False))
 
     def forward(self, function: Any, memory: Memory, options: dict[str, Any]) -> dict[str, Any]:
         """Call a forward function; with gradients it also returns the log-sum-exp."""
@@ -275,6 +291,10 @@ class CaseRunner:
         stats = self.case.options.get("stats", self.case.backward)
         q, k, v = (views[name] for name in "qkv")
         preallocated: dict[str, Any] = {name: views[name] for name in ("out", "stats") if name in views}
+        if self.case.tangents:
+            tangents = {name: views[other] for name, other in self.case.tangents.items()}
+            report = cupy_sdpa.explain(q, k, v, jvp=True, return_stats=stats, **tangents, **options, **self.deterministic)
+            return list(report.reasons)
         reports = [cupy_sdpa.explain(q, k, v, return_stats=stats, **options, **preallocated, **self.deterministic)]
         if self.case.backward:
             options |= {name: views[name] for name in ("dout", *RESULTS) if name in views} | self.backward_options

@@ -45,9 +45,16 @@ class Inputs:
         p = case.dropout.p if case.dropout else 0.0
         self.keep: Any = 1.0 if data.keep is None else self.expand_scores(data.keep) / (1 - p)
 
+    def tangent(self, name: str) -> Array:
+        """The tangent of q, k or v in the shape of the array; 0 if it is not given."""
+        if name not in self.case.options["jvp"]:
+            return np.zeros_like(getattr(self, name))
+        padded = self._padded(f"t{name}")
+        return self._split_heads(padded) if name == "q" else padded[:, :, None]
+
     def _padded(self, name: str) -> Array:
         """An array as ``(B, H, S, D)`` in float64, 0 beyond the lengths."""
-        array, side = self.data.dense.get(name, self.data.arrays[name]), int(name in "kv")
+        array, side = self.data.dense.get(name, self.data.arrays[name]), int(name[-1] in "kv")
         lengths, maximum, starts = self.lengths[side], (self.case.sq, self.case.skv)[side], self.data.starts[side]
         if starts is None:
             transposed = array.transpose(3, 1, 2, 0)

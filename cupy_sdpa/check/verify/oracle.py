@@ -42,6 +42,8 @@ class Results:
         attended: which weights are not masked.
         scores: the scores after the mask, -inf where masked.
         ds: the gradient of the scores before the softmax.
+        dscores: the derivative of the scores in the direction of the tangents.
+        mean: its mean of each row, with the weights p.
         score_derivative: the derivative of the scores by the scaled product of q and k.
         stats: the log-sum-exp, ``(B, Hkv, G, Sq)``.
         sink_weight: the weight of the sink.
@@ -55,6 +57,8 @@ class Results:
     scores: Array = field(default_factory=_empty)
     ds: Array = field(default_factory=_empty)
     score_derivative: Any = 1.0
+    dscores: Array = field(default_factory=_empty)
+    mean: Array = field(default_factory=_empty)
     stats: Array = field(default_factory=_empty)
     sink_weight: Array = field(default_factory=_empty)
     nondifferentiable: bool = False
@@ -134,8 +138,13 @@ def evaluate(inputs: Inputs, dtype: str | None = None, *, truth: Results | None 
         results.values[name] = inputs.to_call_shape(inputs.merge_heads(rows[..., 0]), 0, fill_value)
     results.p, results.attended, results.scores, results.stats = p, attended, scores, stats[..., 0]
     results.sink_weight = sink_exponential / divisor
+    forward = Forward(q, k, v, out, product, softcap_input, scores, sink)
+    if truth is None and (case.backward or "jvp" in case.options):
+        _add_score_derivatives(inputs, forward, results)
     if case.backward:
-        _add_gradients(inputs, precision, results, Forward(q, k, v, out, product, softcap_input, scores, sink), truth)
+        _add_gradients(inputs, precision, results, forward, truth or results)
+    if "jvp" in case.options:
+        _add_derivative(inputs, precision, results, forward, truth or results)
     return results
 
 
@@ -195,12 +204,22 @@ def _score_tensors(inputs: Inputs) -> Mapping[str, str]:
     return function_of("score_mod", inputs.case.options["score_mod"][0]).tensors
 
 
-def _add_gradients(inputs: Inputs, precision: Precision, results: Results, forward: Forward, truth: Results | None) -> None:
+def _add_derivative(inputs: Inputs, precision: Precision, results: Results, forward: Forward, truth: Results) -> None:
+    """Add the derivative in the direction of the tangents: ``dO = (P ∘ (dS - Σ P ∘ dS) ∘ R) V + (P ∘ R) dV``."""
+    work, p = precision.work, results.p
+    dq, dk, dv = (inputs.tangent(name).astype(work) for name in "qkv")
+    dproduct = work.type(inputs.scale) * (dq @ forward.k.swapaxes(-1, -2) + forward.q @ dk.swapaxes(-1, -2))
+    ds = results.dscores = dproduct * np.asarray(truth.score_derivative, work)
+    mean = results.mean = (p * ds).sum(axis=-1, keepdims=True)
+    keep = np.asarray(inputs.keep, work)
+    of_scores = precision.round(precision.round(p * (ds - mean) * keep) @ forward.v)
+    derivative = precision.round(of_scores + precision.round(precision.round(p * keep) @ dv))
+    results.values["jvp"] = inputs.to_call_shape(inputs.merge_heads(derivative), 0)
+
+
+def _add_gradients(inputs: Inputs, precision: Precision, results: Results, forward: Forward, truth: Results) -> None:
     """Add the gradients to the results; the derivatives of the score function are those of the truth."""
     q, k, v, work = forward.q, forward.k, forward.v, precision.work
-    if truth is None:
-        _add_score_derivatives(inputs, forward, results)
-        truth = results
     dout = inputs.dout.astype(work)
     stats = results.stats[..., None]
     stats = np.where(np.isneginf(stats), np.inf, stats)

@@ -46,13 +46,15 @@ def plan(case: Case, outcome: Outcome) -> Outcome:
 
 
 def problems(case: Case) -> list[Any]:
-    """The problems of the forward and backward calls of a case."""
+    """The problems of the passes of a case."""
     data, memory = build(case, 0), memory_of(case, np, "qkv")
     options = call_options(case, data.arrays, data.tensors, 0)
     q, k, v = (memory.views[name] for name in "qkv")
     stats = case.options.get("stats", case.backward)
     if "deterministic" in case.options:
         options["deterministic"] = True
+    if case.tangents:
+        return list(cupy_sdpa.jvp_problems(q, k, v, tangents=list(case.tangents), return_stats=stats, **options))
     both = [cupy_sdpa.problem(q, k, v, return_stats=stats, **options)]
     if case.backward:
         names = ("return_dbias", "return_dsinks", "return_dtensors")

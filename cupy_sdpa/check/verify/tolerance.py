@@ -81,7 +81,7 @@ class _Floors:
         scores = np.where(p > 0, np.abs(truth.scores), 0)
         is_approximate = "softcap" in case.options or case.options.get("score_mod", ("",))[0] in APPROXIMATE_FUNCTIONS
         self.approximate = APPROXIMATE * (case.engine == "gpu" and is_approximate)
-        amplification = np.maximum(1, np.abs(truth.score_derivative)) if case.backward else 1.0
+        amplification = np.maximum(1, np.abs(truth.score_derivative)) if case.backward or "jvp" in case.options else 1.0
         self.of_scores = 4 * work * abs(inputs.scale) * norms * amplification + 4 * work * scores
         self.of_scores += self.approximate * np.minimum(scores, _MAX_APPROXIMATE_SCORE)
         self.of_stats = SINGLE * np.where(np.isfinite(truth.stats), np.abs(truth.stats), 0)[..., None]
@@ -101,7 +101,9 @@ class _Floors:
         }
         if self.inputs.case.backward:
             floors |= self._gradients(of_out)
-        for name in ("out", "dq", "dk", "dv"):
+        if "jvp" in self.inputs.case.options:
+            floors["jvp"] = self._derivative()
+        for name in ("out", "dq", "dk", "dv", "jvp"):
             if name in floors:
                 floors[name] += 2 * self.half * _max_abs(values[name])
         return floors
@@ -133,6 +135,30 @@ class _Floors:
             floors[name] += 2 * drift * _max_abs(self.truth.values[name])
         of_terms = 2 * (of_element + p * of_delta) + 2 * self.half * ds  # may be accumulated in 16 bits
         return floors | self._sums(of_terms, of_delta)
+
+    def _derivative(self) -> float:
+        """The floor of the derivative in the direction of the tangents.
+
+        The means are products of rounded arrays, or rounded themselves; they are multiplied by the output.
+        """
+        inputs, truth, p, keep = self.inputs, self.truth, self.p, self.keep
+        dq, dk, dv = (inputs.tangent(name) for name in "qkv")
+        out, ds, mean = np.abs((p * keep) @ inputs.v), np.abs(truth.dscores), np.abs(truth.mean)
+        of_p = self.rounding + self.approximate + 2 * self.of_scores + 2 * self.of_stats  # relative
+        norms = _norms(dq) * _norms(inputs.k).swapaxes(-1, -2) + _norms(inputs.q) * _norms(dk).swapaxes(-1, -2)
+        of_ds = 4 * self.work * abs(inputs.scale) * norms * np.abs(np.asarray(truth.score_derivative))
+        squares = sum(
+            (x**2 * (self.rounding**2 * (p @ y) ** 2 + (p * of_p) ** 2 @ y**2)).sum(axis=-1, keepdims=True)
+            for x, y in ((dq, inputs.k), (inputs.q, dk))
+        )
+        of_mean = abs(inputs.scale) * np.sqrt(squares) + np.sqrt(((p * (ds * of_p + of_ds)) ** 2).sum(axis=-1, keepdims=True))
+        of_mean = of_mean + (self.rounding + 2 * self.of_stats) * mean
+        of_element = keep * (p * ((ds + mean) * of_p + of_ds) + self.subnormal * (p > 0))
+        of_weight = keep * (p * of_p + self.subnormal * (p > 0))
+        of_terms = np.sqrt(of_element**2 @ inputs.v**2 + of_weight**2 @ dv**2) + of_mean * out
+        drift = _max_abs(self.of_stats + self.of_scores * (p > 0))
+        terms = _max_abs(mean * out) + _max_abs((p * keep) @ dv)
+        return DEVIATIONS * _finite_max(of_terms) + (2 * self.half + 2 * drift) * terms
 
     def _sums(self, of_terms: Array, of_delta: Array) -> dict[str, float]:
         """The floors of the gradients that are sums of dS: of the bias, of sinks and of captured arrays.
@@ -185,7 +211,13 @@ def exact_elements(inputs: Inputs, truth: Results) -> dict[str, Array]:
     wide_columns = np.broadcast_to(columns, (*columns.shape[:-1], dim))
     queries = np.asarray(inputs.to_call_shape(inputs.merge_heads(wide_rows), 0, 1.0) > 0)
     keys = np.asarray(inputs.to_call_shape(wide_columns, 1, 1.0) > 0)
-    exact = {"out": queries[: case.dv], "dq": queries[: case.d], "dk": keys[: case.d], "dv": keys[: case.dv]}
+    exact = {
+        "out": queries[: case.dv],
+        "jvp": queries[: case.dv],
+        "dq": queries[: case.d],
+        "dk": keys[: case.d],
+        "dv": keys[: case.dv],
+    }
     if "sinks" not in case.options:
         exact |= dict.fromkeys(("stats", "max", "sum_exp"), inputs.to_call_shape(inputs.merge_heads(rows[..., 0]), 0, 1.0) > 0)
     return exact

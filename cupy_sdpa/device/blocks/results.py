@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import cupy_runtime
-from ..kernels import declaration, struct
-from ..merge import TYPES
+from ..kernels import TYPES, declaration, struct
 from . import BLOCK, THREADS, BlockRows, is_vector, record_of
 
 

@@ -1,0 +1,1 @@
+"""Directional derivatives (JVP): time, peak memory and accuracy."""

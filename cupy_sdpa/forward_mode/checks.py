@@ -1,0 +1,130 @@
+"""Checks of the arguments of a directional derivative."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from ..calls.arguments import arrays_on_gpu, read_array, read_forward, share_elements
+from ..device import cupy_runtime
+from ..errors import Unsupported
+from ..problem.tensor_spec import make_spec
+from ..problem.validation import Expected, check_spec
+from .form import Form, Widened, form_of
+
+#: The refusal of derivatives of paged keys.
+NO_PAGED_DERIVATIVES = (
+    "attention_jvp is not supported with page_table, because cuDNN reads pages in the forward pass only: gather the pages into "
+    "dense k and v"
+)
+#: The refusal of tangents of the options.
+NO_TANGENTS_OF_OPTIONS = (
+    "attention_jvp has no {name}: the derivative of the scores would be a matrix of size Sq x Skv, no product of arrays with "
+    "head_dim rows, from which the gradient kernels compute. A bias that is a product, such as one element per key, can be "
+    "appended to the head dims of q and k with its tangent (docs/derivatives.md); otherwise use central differences of "
+    "attention(...)"
+)
+
+
+def read_form(
+    q: Any, k: Any, v: Any, tangents: tuple[Any, Any, Any], widened: Widened | None, options: Any, *, deterministic: bool
+) -> Form:
+    """Check the arrays, as far as copying them requires, and return the form of the derivative.
+
+    Raises:
+        TypeError, ValueError, Unsupported: the arguments are invalid.
+    """
+    for name in ("dbias", "dsinks", "dtensors"):
+        if options.get(name) is not None:
+            raise Unsupported(NO_TANGENTS_OF_OPTIONS.format(name=name))
+    if options.get("page_table") is not None:
+        raise Unsupported(NO_PAGED_DERIVATIVES)
+    if not _may_copy(q, k, v):
+        read_forward(q, k, v, options).plan()  # raises, with the remedy
+    given = (tangents[0] is not None, tangents[1] is not None, tangents[2] is not None)
+    if widened is not None:
+        if any(given):
+            raise TypeError("widened is passed, and dq, dk or dv: widened contains the tangents; omit one of them")
+        return _checked_form(widened, q, k, v, options, deterministic)
+    if not any(given):
+        raise ValueError("dq, dk and dv are None; pass at least one of them: the derivative in no direction is 0")
+    for name, tangent, array in zip(("dq", "dk", "dv"), tangents, (q, k, v), strict=True):
+        if tangent is not None:
+            check_like(name, tangent, name[1:], array, array.shape)
+    return form_of(q.shape[0], v.shape[0], given, options, deterministic=deterministic)
+
+
+def _checked_form(widened: Widened, q: Any, k: Any, v: Any, options: Any, deterministic: bool) -> Form:
+    """The form of arrays that were widened before; checks that they fit the arguments."""
+    if not isinstance(widened, Widened):
+        raise TypeError(f"widened is a {type(widened).__qualname__}; pass the result of cupy_sdpa.widen")
+    made = widened.form
+    form = form_of(q.shape[0], v.shape[0], (made.queries, made.keys, made.values), options, deterministic=deterministic)
+    if form != made:
+        raise ValueError(
+            f"widened is for {made}, and the call needs {form}: pass the same head dims, deterministic=, softcap=, score_mod=, "
+            "dropout_p= and cu_seqlens_q= to widen as to attention_jvp"
+        )
+    for name, array in widened.named().items():
+        like = q if name in ("q", "dout") else k
+        check_like(f"widened.{name}", array, "q" if like is q else "k", like, (array.shape[0], *like.shape[1:]))
+    return form
+
+
+def check_like(name: str, array: Any, of: str, like: Any, shape: tuple[int, ...]) -> None:
+    """Check that an array has the type, device and dtype of another one, and a shape.
+
+    Raises:
+        TypeError, ValueError: it has not; the message contains both values.
+    """
+    if type(array) is not type(like) or (cupy_runtime.is_array(array) and array.data.device_id != like.data.device_id):
+        arrays_on_gpu([read_array(of, like), read_array(name, array)])
+    if array.dtype != like.dtype:
+        raise TypeError(f"{name} is {array.dtype} and {of} is {like.dtype}; the dtypes must be equal: convert with .astype")
+    if array.shape != shape:
+        raise ValueError(f"{name} has shape {array.shape}; with {of} of shape {like.shape} it must be {shape}")
+
+
+def check_results(out: Any, dout: Any, q: Any, v: Any, inputs: Iterable[Any]) -> None:
+    """Check the arrays that the output and its derivative are written to.
+
+    Raises:
+        TypeError, ValueError: the type, dtype or shape is wrong, or the array is read-only or overlaps another one.
+    """
+    others = [array for array in inputs if hasattr(array, "strides")]
+    for name, array in (("out", out), ("dout", dout)):
+        if array is None:
+            continue
+        shape = v.shape[0], *q.shape[1:]
+        check_like(name, array, "q", q, shape)
+        if isinstance(array, np.ndarray) and not array.flags.writeable:
+            raise ValueError(f"{name} is read-only, but results are written to it: pass a writable array")
+        result = read_array(name, array)
+        spec = make_spec(name, result.signature)
+        check_spec(spec, Expected(name, shape, spec.dtype, "(Dv, Hq, Sq, B)", writable=True))
+        start, end = _bounds(array)
+        for other in others:
+            low, high = _bounds(other)
+            if low < end and start < high and share_elements(result, read_array(name, other)):
+                raise ValueError(f"{name} overlaps another array in memory: results would overwrite it; pass a separate array")
+        others.append(array)
+
+
+def _bounds(array: Any) -> tuple[int, int]:
+    """The addresses of an array in memory: the first byte, and the byte after the last."""
+    start = array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.data.ptr
+    extents = [stride * (length - 1) for stride, length in zip(array.strides, array.shape, strict=True)]
+    return start + sum(x for x in extents if x < 0), start + sum(x for x in extents if x > 0) + array.itemsize
+
+
+def _may_copy(q: Any, k: Any, v: Any) -> bool:
+    """Whether the shapes and dtypes of q, k and v match, so that they can be copied."""
+    if not (type(q) is type(k) is type(v) and hasattr(q, "strides")):
+        return False
+    if not (q.dtype == k.dtype == v.dtype and q.ndim == k.ndim == v.ndim and q.ndim in (3, 4)):
+        return False
+    if cupy_runtime.is_array(q) and (q.itemsize != 2 or not q.data.device_id == k.data.device_id == v.data.device_id):
+        return False
+    return bool(k.shape[0] == q.shape[0] and v.shape[1:] == k.shape[1:] and (q.ndim == 3 or q.shape[3] == k.shape[3]))

@@ -1,0 +1,148 @@
+"""How a directional derivative is computed: which passes run, and the head dims of their arrays.
+
+docs/derivatives.md derives the formulas. With ``K2 = [k; v]``, ``V2 = [k; k']``, ``Q2 = [q; 0]`` and ``dO2 = [q'; q]`` along
+head_dim, the second part of the gradient of Q2 is the derivative of the output by q and k, if the backward pass subtracts the
+mean of the derivatives of the scores. It does so if O2, the output for Q2, K2 and V2, is passed to it. This form is called
+*centered*.
+
+The mean is also a result of the backward pass: a row of K2 is 1, if D + Dv + 1 head dims need no larger kernel than D + Dv. In
+the centered form this is the error of the mean that was subtracted, and is subtracted, too. With sinks it is not: the
+derivatives of the scores of the keys do not add up to 0.
+
+The backward pass subtracts the mean before it multiplies by the derivative of a softcap or of a score function, and it drops
+weights before the mean. With these options O2 is 0, nothing is subtracted, and the mean times the output is subtracted
+afterwards.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+#: The options of dropout.
+_DROPOUT = ("dropout_p", "seed", "offset", "dropout_mask")
+#: cuDNN's kernels for gradients take head dims up to 128 or up to 256, depending on the GPU.
+TILES = (128, 256)
+#: Head dims are multiples of this number. Packed sequences need twice that; they and deterministic gradients need equal head
+#: dims, see support/known_bugs.py.
+MULTIPLE = 8
+
+
+class Form(NamedTuple):
+    """How a derivative is computed.
+
+    Attributes:
+        head_dim, value_dim: D and Dv.
+        queries, keys, values: whether dq, dk and dv are given.
+        centered: whether the backward pass subtracts the mean.
+        joint: whether a row of K2 is 1, so that the backward pass computes the mean that it did not subtract.
+        score_width: the head dim of Q2 and K2.
+        product_width: the head dim of V2 and dO2.
+    """
+
+    head_dim: int
+    value_dim: int
+    queries: bool
+    keys: bool
+    values: bool
+    centered: bool
+    joint: bool
+    score_width: int
+    product_width: int
+
+    @property
+    def scores(self) -> bool:
+        """Whether the scores change: a backward pass is needed."""
+        return self.queries or self.keys
+
+    @property
+    def mean_index(self) -> int:
+        """The row of the gradient of Q2 with the mean of the derivatives of the scores."""
+        return self.head_dim + (self.value_dim if self.joint else 0)
+
+    @property
+    def remedy(self) -> str:
+        """What to do if the head dims are too large for a GPU."""
+        widths = "D + Dv, 2 D and 2 Dv" if self.queries and self.keys else "D + Dv and 2 Dv"
+        if not self.scores:
+            return "Without dq and dk, attention(q, k, v) and attention(q, k, dv) compute both results for larger head dims"
+        return (
+            f"Use head dims with {widths} up to 256 on Hopper and 128 on other GPUs, or pass numpy arrays to compute on the CPU"
+        )
+
+
+class Widened(NamedTuple):
+    """The arrays from which :func:`cupy_sdpa.attention_jvp` computes; returned by :func:`cupy_sdpa.widen`.
+
+    W is the head dim of q and k, and X that of v and dout. New tangents may be written into these arrays in place.
+
+    Attributes:
+        q: ``(W, Hq, Sq, B)``: q in the first D rows, then 0.
+        k: ``(W, Hkv, Skv, B)``: k, then v in rows D to D + Dv; then, if ``form.joint``, one row of 1; then 0.
+        v: ``(X, Hkv, Skv, B)``: k if dq is given, then dk if it is given; then 0.
+        dout: ``(X, Hq, Sq, B)``: dq if it is given, then q if dk is given; then 0.
+        values: ``(2 Dv, Hkv, Skv, B)``: v, then dv; None without dv.
+        ones: ``(W, Hkv, Skv, B)``: k, then one row of 1, then 0; None unless a second backward pass is needed.
+        form: which tangents are given, and how the derivative is computed.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    values: Any
+    ones: Any
+    form: Form
+
+    def named(self) -> dict[str, Any]:
+        """The arrays by name, without those that are None."""
+        return {name: array for name, array in self._asdict().items() if name != "form" and array is not None}
+
+    def __repr__(self) -> str:
+        return f"<widened: {', '.join(f'{name} {array.shape}' for name, array in self.named().items())}>"
+
+
+def form_of(
+    head_dim: int, value_dim: int, given: tuple[bool, bool, bool], options: Mapping[str, Any], *, deterministic: bool = False
+) -> Form:
+    """The form of a derivative.
+
+    Args:
+        head_dim, value_dim: D and Dv.
+        given: whether dq, dk and dv are given.
+        options: the options of the call.
+        deterministic: whether the bits must be reproducible.
+    """
+    dropout = bool(options.get("dropout_p"))
+    centered = not dropout and options.get("softcap") is None and options.get("score_mod") is None
+    equal = deterministic or options.get("cu_seqlens_q") is not None
+    exact_mean = not (dropout or (centered and options.get("sinks") is not None))
+    return _form(head_dim, value_dim, given, centered, exact_mean, equal)
+
+
+@functools.lru_cache(maxsize=256)
+def _form(head_dim: int, value_dim: int, given: tuple[bool, bool, bool], centered: bool, exact_mean: bool, equal: bool) -> Form:
+    queries, keys, values = given
+    score_width, product_width = head_dim + value_dim, head_dim * (queries + keys)
+    with_mean = _rounded(score_width + 1, MULTIPLE)
+    joint = exact_mean and (queries or keys) and with_mean <= _tile(score_width)
+    if joint:
+        score_width = with_mean
+    if equal:
+        score_width = product_width = _rounded(max(score_width, product_width), 2 * MULTIPLE)
+    return Form(head_dim, value_dim, queries, keys, values, centered, joint, score_width, product_width)
+
+
+def _rounded(width: int, multiple: int) -> int:
+    return -(-width // multiple) * multiple
+
+
+def without_dropout(options: Mapping[str, Any]) -> Any:
+    """The options without those of dropout."""
+    return {name: value for name, value in options.items() if name not in _DROPOUT}
+
+
+def _tile(width: int) -> int:
+    """The largest head dim that the kernels for a head dim support; beyond all kernels, any."""
+    return next((tile for tile in TILES if width <= tile), 2 * width)

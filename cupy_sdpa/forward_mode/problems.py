@@ -1,0 +1,92 @@
+"""The problems of a directional derivative, from shapes: to plan ahead of time, and to explain."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .._typing import Array
+from ..calls.arguments import read_shapes
+from ..calls.options import read_scale, takes_options
+from ..errors import Unsupported
+from ..problem.problem import Problem
+from ..problem.tensor_spec import dtype_name
+from .checks import NO_PAGED_DERIVATIVES
+from .form import form_of, without_dropout
+
+#: The tangents.
+TANGENTS = ("dq", "dk", "dv")
+
+
+@takes_options
+def jvp_problems(
+    q: Array | Sequence[int],
+    k: Array | Sequence[int],
+    v: Array | Sequence[int],
+    *,
+    dtype: Any = None,
+    tangents: Sequence[str] = TANGENTS,
+    seq_lens: bool = False,
+    return_stats: bool = False,
+    deterministic: bool = False,
+    **options: Any,
+) -> tuple[Problem, ...]:
+    """The problems of the passes of :func:`cupy_sdpa.attention_jvp`, for :func:`cupy_sdpa.explain` and ``store.build``.
+
+    Args:
+        q, k, v, dtype, seq_lens, options: as for :func:`cupy_sdpa.problem`.
+        tangents: which of ``"dq"``, ``"dk"`` and ``"dv"`` are given. Default: all.
+        return_stats, deterministic: as for the call.
+
+    Returns:
+        The problems of all passes in the order in which they run.
+
+    Raises:
+        TypeError, ValueError, Unsupported: the arguments are invalid.
+
+    >>> import cupy_sdpa
+    >>> shape = (64, 8, 1024, 2)
+    >>> for problem in cupy_sdpa.jvp_problems(shape, shape, shape, dtype="bfloat16"):
+    ...     print("gradients" if problem.backward else "forward", problem.q.shape[0], problem.v.shape[0])
+    forward 64 128
+    forward 64 128
+    gradients 128 128
+    """
+    if unknown := [name for name in tangents if name not in TANGENTS]:
+        raise ValueError(f"tangents contains {unknown[0]!r}; it can contain {', '.join(TANGENTS)}")
+    if not tangents:
+        raise ValueError("tangents is empty; pass at least one of dq, dk, dv")
+    common = {"dtype": dtype, "seq_lens": seq_lens, "deterministic": deterministic}
+    return problems_of(q, k, v, tangents, options, return_stats=return_stats, **common)
+
+
+def problems_of(
+    q: Any, k: Any, v: Any, tangents: Sequence[str], options: Mapping[str, Any], *, return_stats: bool = False, **common: Any
+) -> tuple[Problem, ...]:
+    """:func:`jvp_problems` for valid names of tangents, and for either engine (``on_gpu``)."""
+    if options.get("page_table") is not None:
+        raise Unsupported(NO_PAGED_DERIVATIVES)
+    shapes = [tuple(x.shape if hasattr(x, "shape") else x) for x in (q, k, v)]
+    if not all(shapes):
+        raise ValueError(f"q, k and v have shapes {shapes}; a shape is (head_dim, heads, seq, batch)")
+    (d, *queries), (_, *keys), (dv, *_) = shapes
+    form = form_of(d, dv, given_by(tangents), options, deterministic=bool(common.get("deterministic")))
+    options = {**options, "scale": read_scale(options.get("scale"), d)}
+    if hasattr(q, "dtype"):  # of the shapes of the wider arrays
+        common["dtype"] = dtype_name(q.dtype)
+    passes = bool(form.scores and dv)
+    values = (2 * dv, *keys) if form.values else v
+    problems = [read_shapes(q, k, values, options, return_stats=bool(return_stats) or form.scores, **common)]
+    if passes and form.centered:
+        problems.append(read_shapes(q, k, (form.product_width, *keys), options, **common))
+    if passes:
+        wide = (form.score_width, *queries), (form.score_width, *keys), (form.product_width, *keys)
+        problems.append(read_shapes(*wide, options, backward=True, **common))
+        if not form.centered and not form.joint:
+            problems.append(read_shapes(*wide, without_dropout(options), backward=True, **common))
+    return tuple(problems)
+
+
+def given_by(tangents: Sequence[str]) -> tuple[bool, bool, bool]:
+    """Whether dq, dk and dv are among some names."""
+    return "dq" in tangents, "dk" in tangents, "dv" in tangents
