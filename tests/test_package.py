@@ -190,7 +190,7 @@ def test_the_docs_code_for_other_libraries_runs(library, cupy, monkeypatch):
         run_block(code)
 
 
-@pytest.mark.parametrize("name", ["plans", "functions", "speed", "host", "graphs"])
+@pytest.mark.parametrize("name", ["plans", "functions", "speed", "host", "graphs", "sparse"])
 def test_the_tables_of_the_docs_are_made_of_the_results(name):
     """Each equals the output of its script for the result files."""
     command = [sys.executable, "-m", "benchmarks", "tables", name]
