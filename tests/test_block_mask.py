@@ -62,7 +62,6 @@ def test_an_index_that_is_not_given_is_refused(index, option):
         (lambda b, h, i, j: i > j, {"tensors": {"x": np.ones(1)}}, ValueError, "tensors has x"),
         (3, {}, TypeError, "mask_mod is a int"),
     ],
-    ids=str,
 )
 def test_wrong_arguments_are_refused(function, options, error, message):
     """The message contains the value."""

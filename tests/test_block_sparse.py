@@ -240,7 +240,6 @@ def test_blocks_that_are_not_listed_are_not_read(per_head, fake):
         ({"out": np.ones((8, 1, 5, 1))}, ValueError, "out has shape"),
         ({"out": np.ones((8, 1, 300, 1), "f4")}, TypeError, "out is float32"),
     ],
-    ids=str,
 )
 def test_wrong_arguments_are_refused(change, error, message):
     """The message names the argument."""
