@@ -13,6 +13,7 @@ from cupy_sdpa._cli.main import exit_status
 COMMANDS = {
     "compare": ("compare.command", "named problems against PyTorch, cudnn-frontend, FlexAttention and JAX; CPU engine"),
     "functions": ("functions", "score and mask functions against FlexAttention"),
+    "sparse": ("sparse.run", "block masks against FlexAttention"),
     "packed": ("packed.run", "packed (varlen) sequences against PyTorch and cudnn-frontend"),
     "padded": ("packed.padded", "padded batches with lengths against packed sequences"),
     "host": ("host", "host time of a call and of its steps, against PyTorch"),

@@ -290,6 +290,28 @@ def jvp() -> Iterator[str]:
         )
 
 
+def sparse() -> Iterator[str]:
+    """The lines of the table of ``sparse``."""
+    rows = read("h200_cudnn919_sparse.csv")
+    yield (
+        f"Microseconds on an {rows[0]['gpu']} with cuDNN {rows[0]['cudnn']} and PyTorch {rows[0]['torch']}, by `python -m "
+        "benchmarks sparse`: bfloat16, batch 1, 16 heads, head dim 128. A ratio is our time divided by FlexAttention's in the "
+        "same run; an error is the largest of the output and the three gradients, relative to the largest magnitude.\n"
+    )
+    yield "| pattern | length | blocks skipped | forward | ratio | both passes | ratio | error | FlexAttention's |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for row in rows:
+        cells = [
+            row["name"].replace("_", " "),
+            row["length"],
+            f"{100 * float(row['sparsity']):.0f} %",
+            *(f"{float(row[f'{name}_us']):.0f} | {float(row[f'{name}_ratio']):.2f}" for name in ("forward", "both")),
+            row["error"] or "–",
+            row["flex_error"] or "–",
+        ]
+        yield f"| {' | '.join(cells)} |"
+
+
 def draw_decode(path: Path) -> None:
     """Draw the time of every contender relative to ours, for one and four queries."""
     import matplotlib
@@ -320,7 +342,7 @@ def draw_decode(path: Path) -> None:
 
 TABLES = {
     "plans": plans, "decode": decode, "functions": functions, "speed": speed, "host": host, "host_options": host_options,
-    "graphs": graphs, "jvp": jvp,
+    "graphs": graphs, "jvp": jvp, "sparse": sparse,
 }  # fmt: skip
 
 

@@ -15,9 +15,11 @@ from .inference.kv_cache import KVCache
 from .inference.shared_prefix import shared_prefix_attention
 from .prepare import Prepared, autotune, prepare
 from .problem.problem import Problem
+from .sparse.masks.block_mask import BlockMask, block_mask
 from .version import __version__
 
 __all__ = [
+    "BlockMask",
     "CudnnError",
     "DiskCacheWarning",
     "KVCache",
@@ -34,6 +36,7 @@ __all__ = [
     "attention_jvp",
     "attention_vjp",
     "autotune",
+    "block_mask",
     "dropout_mask",
     "explain",
     "get_plan_cache",

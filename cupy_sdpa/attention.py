@@ -10,6 +10,9 @@ from .calls.options import DTensors, Options, read_flag, takes_options
 from .calls.replay_cache import cache_call, run_cached
 from .errors import Unsupported
 from .problem.validation import NO_PAGED_GRADIENTS
+from .sparse.automatic import automatic_mask
+from .sparse.backward import gradients_with_block_mask
+from .sparse.forward import attention_with_block_mask
 
 
 # fmt: off
@@ -114,10 +117,13 @@ def attention(
             derived. Constants, except 0, 1 and -1, may change without a new plan. Common ones are in :mod:`cupy_sdpa.zoo`.
             Default None.
         mask_mod: ``f(b, h, q_idx, kv_idx, **tensors) -> condition``, whether the query attends to the key. Causal masks and
-            windows are recognized. Default None.
+            windows are recognized. On the GPU a function without ``tensors`` is evaluated once, and only its blocks are
+            computed where that pays (:func:`cupy_sdpa.explain` shows it). Default None.
         tensors: a mapping of names to arrays that the functions read; they are indexed by b, h, q_idx, kv_idx and constant
             integers, such as ``bias[h, q_idx, kv_idx]``. On the GPU integers have 32 bits, and int64 arrays raise TypeError.
             Default None.
+        block_mask: a :class:`cupy_sdpa.BlockMask`, the whole mask: only its blocks are computed, in both passes. It is
+            taken with ``scale``, ``softcap``, ``score_mod``, ``sinks`` and ``max_workspace``. Default None.
         sinks: float32 ``(Hq,)``, for each head the score of an additional key without a value, to which every query attends.
             It is part of L, of m and of the sum. Default None.
         dropout_p: the probability of dropping a weight; the other weights are divided by ``1 - dropout_p``. Each value needs
@@ -164,6 +170,11 @@ def attention(
     >>> cupy_sdpa.attention(q, k, v, causal=True, **packed).shape
     (64, 8, 100)
     """
+    if "block_mask" in options and (mask := options.pop("block_mask")) is not None:
+        return attention_with_block_mask(q, k, v, mask, options, return_stats=return_stats, out=out, stats=stats)
+    if "mask_mod" in options and return_stats != "max_sumexp" and (mask := automatic_mask(q, k, options)) is not None:
+        rest = {name: value for name, value in options.items() if name != "mask_mod"}
+        return attention_with_block_mask(q, k, v, mask, rest, return_stats=return_stats, out=out, stats=stats)
     deterministic = deterministic is not False and read_flag("deterministic", deterministic)
     kind = ("forward", return_stats if type(return_stats) is bool else str(return_stats), deterministic)
     arrays = (q, k, v, out, stats)
@@ -254,6 +265,14 @@ def attention_backward(
     """
     for name, value in (("deterministic", deterministic), ("return_dbias", return_dbias), ("return_dsinks", return_dsinks)):
         read_flag(name, value)
+    if "block_mask" in options and (mask := options.pop("block_mask")) is not None:
+        others = {"return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dtensors": return_dtensors}
+        given = (dout, q, k, v, out, stats, dq, dk, dv)
+        return gradients_with_block_mask(given, mask, options, deterministic=bool(deterministic), others=others)
+    requested = return_dbias or return_dsinks or (return_dtensors is not None and return_dtensors is not False)
+    if "mask_mod" in options and not requested and (mask := automatic_mask(q, k, options)) is not None:
+        given, rest = (dout, q, k, v, out, stats, dq, dk, dv), {n: x for n, x in options.items() if n != "mask_mod"}
+        return gradients_with_block_mask(given, mask, rest, deterministic=bool(deterministic), others={})
     dtensors = return_dtensors if type(return_dtensors) is bool else repr(return_dtensors)
     kind = ("backward", bool(deterministic), bool(return_dbias), bool(return_dsinks), dtensors)
     arrays = (dout, q, k, v, out, stats, dq, dk, dv)

@@ -25,6 +25,9 @@ from .forward_mode.form import form_of
 from .forward_mode.problems import given_by, problems_of
 from .graph import graph_of
 from .problem.problem import Problem
+from .sparse.automatic import decide
+from .sparse.entries import Sizes
+from .sparse.plan import description, part_problems
 from .support.engine_problem import engine_problem
 from .support.why_not import unverified, why_not
 from .version import RELEASES, version_number, version_text
@@ -159,6 +162,19 @@ def explain(
         tangents = [name for name, array in gradients.items() if array is not None] or list(gradients)
         flags: dict[str, Any] = {"return_stats": bool(return_stats), "deterministic": deterministic}
         return _explain_derivative((q, k, v), tangents, options, flags, gpu, cudnn)
+    if (mask := options.pop("block_mask", None)) is not None:
+        given = {"backward": backward, "return_stats": bool(return_stats), "deterministic": deterministic}
+        problems = part_problems((q, k, v), mask, options, **given)
+        sizes = Sizes(q.shape[1], v.shape[1] if v is not None else 0, q.shape[3])
+        return _explain_parts(problems, q, description(mask, sizes), gpu, cudnn)
+    decision = None
+    if options.get("mask_mod") is not None and (gpu or cudnn or cupy_runtime.is_array(q)) and hasattr(k, "shape"):
+        decision = decide(q.shape, k.shape, options)  # type: ignore[union-attr]
+        if decision.mask is not None and return_stats != "max_sumexp" and not any(outputs.values()):
+            rest = {name: value for name, value in options.items() if name != "mask_mod"}
+            given = {"backward": backward, "return_stats": bool(return_stats), "deterministic": deterministic}
+            problems = part_problems((q, k, v), decision.mask, rest, **given)
+            return _explain_parts(problems, q, f"used, {decision.reason}", gpu, cudnn)
     if backward:
         arrays: dict[str, Any] = {"dout": dout, "out": out, "stats": stats, **gradients}
         try:
@@ -169,8 +185,27 @@ def explain(
     else:
         call = read_forward(q, k, v, options, return_stats=return_stats, deterministic=deterministic, out=out, stats=stats)
     if not gpu and not cudnn:
-        return explain_call(call)
-    return explain_subproblems(engine_problem(call.problem, call.bucket, True), lambda part: _explain_for(part, gpu, cudnn))
+        report = explain_call(call)
+    else:
+        problem = engine_problem(call.problem, call.bucket, True)
+        report = explain_subproblems(problem, lambda part: _explain_for(part, gpu, cudnn))
+    return dataclasses.replace(report, blocks=f"not used: {decision.reason}") if decision else report
+
+
+def _explain_parts(problems: Sequence[Problem], q: Any, blocks: str, gpu: str | None, cudnn: str | None) -> Report:
+    """The report on the calls that compute a block mask: that of the first one that cannot run, or of all of them."""
+    if gpu or cudnn:
+        reports = [_explain_for(part, gpu, cudnn) for part in problems]
+    elif cupy_runtime.is_array(q):
+        with cupy_runtime.on_device_of(q) as device:
+            reports = [explain_on_device(part, device) for part in problems]
+    else:
+        reports = [Report("numpy", part, graph_of(part)) for part in problems]
+    if not reports:
+        raise ValueError("block_mask lists no block: nothing is computed, the output is 0")
+    first = next((report for report in reports if report.reasons), reports[0])
+    launches = () if len(reports) == 1 or first.reasons else tuple(reports)
+    return dataclasses.replace(first, launches=launches, blocks=blocks)
 
 
 def _explain_derivative(

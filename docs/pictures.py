@@ -1,4 +1,5 @@
-"""Draw what each option lets a query see: ``python docs/pictures.py`` writes ``docs/_static/options/*.svg``.
+"""Draw what each option lets a query see: ``python docs/pictures.py`` writes ``docs/_static/options/*.svg``, and pictures of
+block masks to ``docs/_static/sparsity``.
 
 The pictures are of the engine's own weights, on numpy arrays: with an identity for the values the output is the weights. A row
 is a query, a column a key; white is not seen, the darker the more weight.
@@ -68,7 +69,28 @@ def drawn() -> dict[str, str]:
     return {name: svg(weights(queries, keys, options)) for name, (queries, keys, options) in PICTURES.items()}
 
 
+#: The folder and the length of the pictures of block masks, and the masks.
+BLOCKS_FOLDER, LENGTH = FOLDER.parent / "sparsity", 2048
+DOCUMENTS = np.searchsorted([300, 512, 900, 1500], np.arange(LENGTH), side="right")
+LISTED = np.random.default_rng(1).random((16, 16)) < 1 / 8
+BLOCK_MASKS = {
+    "documents": lambda b, h, q_idx, kv_idx: DOCUMENTS[q_idx] == DOCUMENTS[kv_idx],
+    "causal_documents": lambda b, h, q_idx, kv_idx: (DOCUMENTS[q_idx] == DOCUMENTS[kv_idx]) & (q_idx >= kv_idx),
+    "prefix": lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) | (kv_idx < 450),
+    "dilated": cupy_sdpa.zoo.dilated(512, 2),
+    "neighbourhood": cupy_sdpa.zoo.natten(64, 4),
+    "random": lambda b, h, q_idx, kv_idx: LISTED[q_idx // 128, kv_idx // 128] | (q_idx // 128 == kv_idx // 128),
+}
+
+
+def drawn_masks() -> dict[str, str]:
+    """The pictures of block masks by their names."""
+    masks = {name: cupy_sdpa.block_mask(function, LENGTH, LENGTH) for name, function in BLOCK_MASKS.items()}
+    return {name: f"{mask.picture()}\n" for name, mask in masks.items()}
+
+
 if __name__ == "__main__":
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    for name, text in drawn().items():
-        (FOLDER / f"{name}.svg").write_text(text, encoding="utf-8")
+    for folder, pictures in ((FOLDER, drawn()), (BLOCKS_FOLDER, drawn_masks())):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in pictures.items():
+            (folder / f"{name}.svg").write_text(text, encoding="utf-8")

@@ -190,7 +190,10 @@ def test_the_docs_code_for_other_libraries_runs(library, cupy, monkeypatch):
         run_block(code)
 
 
-@pytest.mark.parametrize("name", ["plans", "functions", "speed", "host", "host_options", "graphs", "decode", "jvp"])
+TABLES = ["plans", "functions", "speed", "host", "host_options", "graphs", "decode", "jvp", "sparse"]
+
+
+@pytest.mark.parametrize("name", TABLES)
 def test_the_tables_of_the_docs_are_made_of_the_results(name):
     """Each equals the output of its script for the result files."""
     command = [sys.executable, "-m", "benchmarks", "tables", name]
@@ -203,10 +206,10 @@ def test_the_tables_of_the_docs_are_made_of_the_results(name):
 def test_the_pictures_of_the_options_are_the_engines():
     """Each equals the output of its script."""
     found = runpy.run_path(str(ROOT / "docs" / "pictures.py"))
-    pictures = found["drawn"]()
-    assert {path.stem for path in found["FOLDER"].glob("*.svg")} == set(pictures)
-    for name, text in pictures.items():
-        assert (found["FOLDER"] / f"{name}.svg").read_text(encoding="utf-8") == text, "draw it anew: python3 docs/pictures.py"
+    for folder, pictures in ((found["FOLDER"], found["drawn"]()), (found["BLOCKS_FOLDER"], found["drawn_masks"]())):
+        assert {path.stem for path in folder.glob("*.svg")} == set(pictures)
+        for name, text in pictures.items():
+            assert (folder / f"{name}.svg").read_text(encoding="utf-8") == text, "draw it anew: python3 docs/pictures.py"
 
 
 def test_no_machine_paths():

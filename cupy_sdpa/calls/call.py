@@ -66,6 +66,7 @@ class Call:
             them, no query is padding.
         captured: how each captured array is indexed, by its name in ``arrays``.
         identities: the identities of the score and mask functions when they were traced.
+        own_results: whether the results are memory that was allocated for this call, so that they overlap no other array.
         launched: how the call ran on the GPU; None before the call has run, and while a stream is captured.
         before_finish: called after the plan was executed and before its results are used; None for nothing.
     """
@@ -80,6 +81,7 @@ class Call:
     fills: dict[str, Fill] = dataclasses.field(default_factory=dict)
     captured: Mapping[str, Access] = dataclasses.field(default_factory=dict)
     identities: tuple[Hashable | None, ...] = ()
+    own_results: bool = False
     launched: LaunchRecord | None = None
     before_finish: Callable[[], None] | None = None
 

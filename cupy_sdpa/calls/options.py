@@ -41,6 +41,7 @@ class Options(TypedDict, total=False):
     score_mod: ScoreMod | None
     mask_mod: MaskMod | None
     tensors: Mapping[str, Array] | None
+    block_mask: Any
     sinks: Array | None
     dropout_p: float
     seed: int | Array | None
@@ -100,6 +101,8 @@ def check_names(options: Mapping[str, Any]) -> None:
     Raises:
         TypeError: an option does not exist; the message names the option to use instead, or the nearest name.
     """
+    if options.get("block_mask") is not None:
+        raise TypeError("this call does not take block_mask; cupy_sdpa.attention, attention_backward and attention_vjp do")
     for name in options.keys() - Options.__annotations__.keys():
         if name in OTHER_NAMES:
             raise TypeError(f"there is no option {name}: {OTHER_NAMES[name]}")

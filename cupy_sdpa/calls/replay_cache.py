@@ -97,8 +97,8 @@ class CachedCall:
     """
 
     __slots__ = (
-        "_cache", "_closed", "_counts", "_created", "_gradients", "_graphs", "_memory_bytes", "_names", "_pause", "_plan_only",
-        "_positions", "_scalars", "_template", "_validated", "accepts", "plans", "used",
+        "_cache", "_closed", "_counts", "_created", "_gradients", "_graphs", "_may_overlap", "_memory_bytes", "_names",
+        "_pause", "_plan_only", "_positions", "_scalars", "_template", "_validated", "accepts", "plans", "used",
     )  # fmt: skip
 
     def __init__(self, call: Call, cache: PlanCache, names: Sequence[str], arrays: Sequence[Any]) -> None:
@@ -114,6 +114,8 @@ class CachedCall:
         self.used = _next_use()
         #: The position of each result among the caller's arrays, or -1 if the call creates it.
         self._positions = [names.index(name) if name in names else -1 for name in call.result_names]
+        #: Whether a result at a new address may overlap another array.
+        self._may_overlap = max(self._positions) >= 0 and not call.own_results
         created = [name for name in call.result_names if name not in names]
         self._created = [(x.shape, x.dtype, x.nbytes) for x in (call.arrays[name] for name in created)]
         self._template = Template(call, names, arrays, created)
@@ -173,8 +175,8 @@ class CachedCall:
 
     def _may_run(self, arrays: Sequence[Any], addresses: Sequence[int], pointers: tuple[int, ...]) -> bool:
         """Whether the call may run on addresses without a graph; False if it must be parsed, which checks them."""
-        if self._closed or (max(self._positions) >= 0 and tuple(addresses) not in self._validated):
-            return False  # a result at a new address may overlap another array
+        if self._closed or (self._may_overlap and tuple(addresses) not in self._validated):
+            return False
         return pointers in self._counts or self.accepts(arrays, pointers[1:])
 
     def _run_without_graph(

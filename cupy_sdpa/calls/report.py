@@ -42,6 +42,7 @@ class Report:
         launches: the reports of all launches, this one first, if the call needs more than one.
         workarounds: the known cuDNN bugs that the call works around.
         unverified: the features of the call whose results were never verified on this GPU.
+        blocks: how a block mask is computed; empty without one.
     """
 
     engine: str
@@ -54,6 +55,7 @@ class Report:
     launches: tuple[Report, ...] = ()
     workarounds: tuple[str, ...] = ()
     unverified: tuple[str, ...] = ()
+    blocks: str = ""
 
     @property
     def workspace(self) -> int | None:
@@ -76,6 +78,8 @@ class Report:
 
     def _lines(self) -> Iterator[str]:
         yield str(self.problem)
+        if self.blocks:
+            yield f"block mask: {self.blocks}"
         yield "steps:"
         yield from self.graph.lines()
         yield self._verdict()

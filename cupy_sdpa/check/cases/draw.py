@@ -17,6 +17,7 @@ The options of a case are literals. Their values:
 ``sinks``           ``"normal"`` or ``"high"``
 ``dropout``         the fields of :class:`~.case.Dropout`
 ``score_mod``       (name, dtype of the captured arrays), a function of :mod:`.functions`; the same for ``mask_mod``
+``block_mask``      (kind, axes): ``"blocks"``, ``"pairs"``, ``"documents"`` or ``"prefix"``; axes as for ``mask``
 ``stats``           True or ``"max_sumexp"``
 ``jvp``             the letters of the arrays with tangents, such as ``"qk"``: the call is ``attention_jvp``
 ``preallocated``    True: results are written to preallocated arrays
@@ -260,8 +261,8 @@ def _paged(sampler: Sampler) -> Any:
 
 
 def _stats(sampler: Sampler) -> Any:
-    paged = sampler.options.get("paged")
-    return True if "jvp" in sampler.names or (paged and Paged(*paged).num_splits) else sampler.pick(True, "max_sumexp")
+    p = sampler.options.get("paged")
+    return True if sampler.names & {"block_mask", "jvp"} or (p and Paged(*p).num_splits) else sampler.pick(True, "max_sumexp")
 
 
 def _packed(sampler: Sampler) -> Any:
@@ -295,6 +296,7 @@ OPTIONS: dict[str, Callable[[Sampler], Any]] = {
     "dropout": _dropout,
     "score_mod": lambda sampler: sampler.function("score_mod"),
     "mask_mod": lambda sampler: sampler.function("mask_mod"),
+    "block_mask": lambda s: (s.pick("blocks", "pairs", "documents", "prefix"), f"kq{s.pick(*'h11')}{s.pick(*'b11')}"),
     "stats": _stats,
     "deterministic": lambda sampler: True,
     "return_dbias": lambda sampler: True,
@@ -305,10 +307,11 @@ OPTIONS: dict[str, Callable[[Sampler], Any]] = {
     "bucket": lambda sampler: sampler.pick(16, 128, "power_of_two"),
     "max_workspace": lambda sampler: sampler.pick(1 << 24, 1 << 30),
 }
-#: Pairs of options that cannot be combined.
-CONFLICTS = {frozenset(pair) for pair in (("packed", "seq_lens_q"), ("packed", "seq_lens_kv"))}
-CONFLICTS |= {frozenset(("paged", name)) for name in ("seq_lens_kv", "bucket", "jvp", *REQUIRES)}
-CONFLICTS |= {frozenset(("jvp", name)) for name in REQUIRES}
+#: The options that can be combined with a block mask, and pairs of options that cannot be combined.
+WITH_BLOCK_MASK = {"block_mask", "scale", "softcap", "sinks", "stats", "deterministic", "preallocated", "max_workspace"}
+_EXCLUDED = {"packed": ("seq_lens_q", "seq_lens_kv"), "paged": ("seq_lens_kv", "bucket", "jvp", *REQUIRES), "jvp": REQUIRES}
+_EXCLUDED["block_mask"] = tuple(OPTIONS.keys() - WITH_BLOCK_MASK)
+CONFLICTS = {frozenset((name, other)) for name, others in _EXCLUDED.items() for other in others}
 #: Options that cannot be combined with ``num_splits``.
 NOT_SPLIT = {"packed", "bias", "mask", "alibi_slopes", "dropout", "score_mod", "mask_mod"}
 #: Options that cannot be combined with bucket and packed sequences: their arrays would need the rounded lengths.
@@ -363,7 +366,7 @@ def _draw_case(sampler: Sampler, names: set[str], number: int) -> Case:
     """Draw the values of the options, the passes, layouts and dtype; the sizes are drawn already."""
     for name in names & REQUIRES.keys():
         sampler.options[name] = True  # the choice of a function depends on these
-    required = sampler.names = _with_required(names)
+    required = sampler.names = _with_required(names - {"block_mask"} if sampler.engine == "plan" else names)
     for name in OPTIONS:
         if name in required:
             sampler.options[name] = OPTIONS[name](sampler)
@@ -372,7 +375,8 @@ def _draw_case(sampler: Sampler, names: set[str], number: int) -> Case:
         any(name in options for name in (*REQUIRES, "deterministic")) or sampler.chance(0.45)
     )
     layouts = sampler.layouts() if sampler.chance(0.4) else {}
-    dtypes = ("float16", "bfloat16", "float32", "float64") if sampler.engine == "cpu" else ("float16", "bfloat16")
+    wide = ("float32", "float64")[: 2 - ("block_mask" in options)]  # its parts are merged by float32 statistics
+    dtypes = ("float16", "bfloat16", *(wide if sampler.engine == "cpu" else ()))
     gpu = GPUS[number % len(GPUS)] if sampler.engine == "plan" else ""
     return Case(
         sampler.engine, sampler.pick(*dtypes), **sampler.sizes, backward=sampler.backward, layouts=layouts,

@@ -162,6 +162,8 @@ class CaseRunner:
 
         # A prepared call accepts only a dense preallocated output.
         preallocated = {"out": views["out"]} if "out" in views and "out" not in self.case.layouts else {}
+        if "block_mask" in options:  # it cannot be prepared
+            return self.forward(cupy_sdpa.attention, memory, options | preallocated)
         return self.forward(prepare_and_call, memory, options | preallocated)
 
     def derivative(self, memory: Memory, options: dict[str, Any], *, widen: bool = False) -> dict[str, Any]:

@@ -120,6 +120,8 @@ class Inputs:
             visible &= j <= diagonal + right
         if "mask" in options:
             visible &= self.expand_scores(self.data.arrays["mask"])
+        if self.data.attends is not None:
+            visible &= self.expand_scores(self.data.attends)
         if "mask_mod" in options:
             visible &= self.call_function("mask_mod")
         return visible

@@ -1,0 +1,178 @@
+"""Copies of blocks of rows, and of the log-sum-exp of their rows."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import cupy_runtime
+from ..kernels import declaration, struct
+from ..memory import UNITS
+from . import BLOCK, THREADS, BlockRows, is_vector, record_of
+
+
+class _Copies(NamedTuple):
+    """Dense blocks ``(D, H', BLOCK, n)``: address, width of a row of a head, and H'."""
+
+    data: int
+    width: int
+    heads: int
+    items: int
+    number: int
+
+
+def copy_blocks(array: Any, items: Any, heads: int) -> Any:
+    """Copies of blocks ``(D, H', BLOCK, n)`` of an array ``(D, H, S, B)``; rows after S are 0. One launch.
+
+    Args:
+        array: the array; its first axis is contiguous.
+        items: int32 ``(n, 3)``: block, group of heads and batch entry of each copy.
+        heads: H', the number of heads in a group.
+    """
+    d, _, rows, _ = array.shape
+    shape = (d, heads, BLOCK, len(items))
+    if not cupy_runtime.is_array(array):
+        copies = np.zeros(shape, array.dtype, order="F")
+        for n, (i, g, b) in enumerate(items):
+            block = array[:, g * heads : (g + 1) * heads, i * BLOCK : min((i + 1) * BLOCK, rows), b]
+            copies[:, :, : block.shape[2], n] = block
+        return copies
+    copies = cupy_runtime.empty(shape, array.dtype)
+    if copies.size:
+        size = array.itemsize
+        unit = next(unit for unit in UNITS if is_vector(array, unit))
+        arguments = np.array((record_of(array), tuple(_copies(copies, items))), _COPY)
+        threads = (max(1, min(d * size // unit, 32)), 1)
+        threads = (threads[0], THREADS // threads[0])
+        _copy_kernel(unit)((len(items), heads), threads, (arguments,))
+    return copies
+
+
+def copy_stats(stats: Any, items: Any, heads: int) -> Any:
+    """Copies of the log-sum-exp of query blocks for the backward pass, in which rows without keys get inf.
+
+    Args:
+        stats: float32 ``(S, H, B)``.
+        items, heads: as for :func:`copy_blocks`.
+
+    Returns:
+        ``(H', BLOCK n)``, the form of packed sequences.
+    """
+    count, rows = len(items), stats.shape[0]
+    if not cupy_runtime.is_array(stats):
+        copies = np.full((BLOCK, heads, count), np.inf, np.float32)
+        for n, (i, g, b) in enumerate(items):
+            block = stats[i * BLOCK : min((i + 1) * BLOCK, rows), g * heads : (g + 1) * heads, b]
+            copies[: len(block), :, n] = np.where(np.isneginf(block), np.float32(np.inf), block)
+        return copies.transpose(1, 0, 2).reshape((heads, BLOCK * count), order="F")
+    copies = cupy_runtime.empty((heads, BLOCK * count), np.dtype(np.float32))
+    if copies.size:
+        s, h, b = stats.strides
+        arguments = np.array(((stats.data.ptr, h, s, b, rows), (copies.data.ptr, heads, items.data.ptr)), _COPY_STATS)
+        _copy_stats_kernel()((count,), (THREADS,), (arguments,))
+    return copies
+
+
+def _copies(copies: Any, items: Any) -> _Copies:
+    d, heads, _, count = copies.shape
+    return _Copies(copies.data.ptr, d * copies.itemsize, heads, items.data.ptr, count)
+
+
+_COPY = np.dtype([("of", struct(BlockRows)), ("to", struct(_Copies))])
+
+
+class _Stats(NamedTuple):
+    """Copied row statistics: address, H', and items."""
+
+    data: int
+    heads: int
+    items: int
+
+
+_COPY_STATS = np.dtype([("of", struct(BlockRows)), ("to", struct(_Stats))])
+
+
+@functools.cache
+def _copy_kernel(unit: int) -> Any:
+    """The kernel of :func:`copy_blocks`: ``blockIdx`` is (item, head), ``threadIdx`` is (unit of a row, row)."""
+    kind = UNITS[unit]
+    zero = {16: "make_uint4(0, 0, 0, 0)", 8: "make_uint2(0, 0)", 4: "0u", 2: "(unsigned short)0"}[unit]
+    return cupy_runtime.cupy().RawKernel(
+        f"""{declaration("Blocks", BlockRows)}
+        {declaration("Copies", _Copies)}
+        struct Arguments {{ Blocks of; Copies to; }};
+        extern "C" __global__ void cupy_sdpa_copy_blocks(const Arguments x) {{
+            const long long n = blockIdx.x, h = blockIdx.y;
+            const int* const item = (const int*)x.to.items + 3 * n;
+            const long long first = (long long)item[0] * {BLOCK};
+            const char* const of = (const char*)x.of.data + (item[1] * x.to.heads + h) * x.of.head + item[2] * x.of.batch;
+            char* const to = (char*)x.to.data + (n * {BLOCK} * x.to.heads + h) * x.to.width;
+            #pragma unroll 4
+            for (int row = threadIdx.y; row < {BLOCK}; row += blockDim.y)
+                for (int i = threadIdx.x; i < x.to.width / {unit}; i += blockDim.x) {{
+                    {kind} value = {zero};
+                    if (first + row < x.of.rows) value = ((const {kind}*)(of + (first + row) * x.of.row))[i];
+                    (({kind}*)(to + row * x.to.heads * x.to.width))[i] = value;
+                }}
+        }}""",
+        "cupy_sdpa_copy_blocks",
+    )
+
+
+@functools.cache
+def _copy_stats_kernel() -> Any:
+    """The kernel of :func:`copy_stats`: ``blockIdx`` is the item."""
+    return cupy_runtime.cupy().RawKernel(
+        f"""{declaration("Blocks", BlockRows)}
+        {declaration("Stats", _Stats)}
+        struct Arguments {{ Blocks of; Stats to; }};
+        extern "C" __global__ void cupy_sdpa_copy_stats(const Arguments x) {{
+            const long long n = blockIdx.x;
+            const int* const item = (const int*)x.to.items + 3 * n;
+            for (int i = threadIdx.x; i < {BLOCK} * x.to.heads; i += blockDim.x) {{
+                const long long row = i % {BLOCK}, h = i / {BLOCK}, s = (long long)item[0] * {BLOCK} + row;
+                float value = __int_as_float(0x7f800000);
+                if (s < x.of.rows)
+                    value = *(const float*)(x.of.data + (item[1] * x.to.heads + h) * x.of.head + s * x.of.row
+                                            + item[2] * x.of.batch);
+                if (value == __int_as_float(0xff800000)) value = -value;
+                ((float*)x.to.data)[(n * {BLOCK} + row) * x.to.heads + h] = value;
+            }}
+        }}""",
+        "cupy_sdpa_copy_stats",
+    )
+
+
+def copy_elements(array: Any, index: Any) -> Any:
+    """The elements of an array at offsets: an array of the shape of ``index``, in Fortran order. One launch.
+
+    Args:
+        array: the array.
+        index: int64, in Fortran order, the offset of each element from the first one, in elements.
+    """
+    if not cupy_runtime.is_array(array):
+        last = sum((length - 1) * stride // array.itemsize for length, stride in zip(array.shape, array.strides, strict=True))
+        flat = np.lib.stride_tricks.as_strided(array, (last + 1,), (array.itemsize,))
+        return np.asfortranarray(flat[index])
+    copies = cupy_runtime.empty(index.shape, array.dtype)
+    if copies.size:
+        addresses = np.int64(array.data.ptr), np.int64(index.data.ptr), np.int64(copies.data.ptr), np.int64(copies.size)
+        _element_kernel(array.itemsize)((-(-copies.size // THREADS),), (THREADS,), addresses)
+    return copies
+
+
+@functools.cache
+def _element_kernel(size: int) -> Any:
+    """The kernel of :func:`copy_elements`."""
+    kind = {1: "unsigned char", 2: "unsigned short", 4: "unsigned", 8: "uint2"}[size]
+    return cupy_runtime.cupy().RawKernel(
+        f"""extern "C" __global__ void cupy_sdpa_copy_elements(
+            long long array, long long index, long long copies, long long size
+        ) {{
+            const long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+            if (i < size) ((({kind}*)copies))[i] = ((const {kind}*)array)[((const long long*)index)[i]];
+        }}""",
+        "cupy_sdpa_copy_elements",
+    )

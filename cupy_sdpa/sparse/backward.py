@@ -1,0 +1,331 @@
+"""The gradients of calls with a block mask."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..calls.arguments import read_backward
+from ..calls.replay_cache import cache_call, run_cached
+from ..device import cupy_runtime
+from ..device.blocks import BLOCK
+from ..device.blocks.copies import copy_blocks, copy_stats
+from ..device.blocks.results import Sources, sum_blocks
+from . import plan as plans
+from .entries import PackedCopies, Sizes, attends, packed_copies, rectangles, sources
+from .forward import as_blocks, as_sequences, options_of_parts, packed_options, packed_view
+from .masks.block_mask import BlockMask
+from .masks.segments import gradient_slices
+from .plan import Plan, Upload
+from .positions import ScoreFunction, of_copies, of_packed, of_slice, separate_function, with_scores
+
+#: The bytes of copies of blocks at a time; heads that need more are computed one part after the other.
+MAX_COPIES = 1 << 31
+
+_NAMES = ("dout", "q", "k", "v", "out", "stats", "dq", "dk", "dv")
+
+
+class Arrays(NamedTuple):
+    """The arrays of a backward pass, as for :func:`cupy_sdpa.attention_backward`."""
+
+    dout: Any
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    stats: Any
+    dq: Any
+    dk: Any
+    dv: Any
+
+
+def gradients_with_block_mask(
+    arrays: tuple[Any, ...], mask: BlockMask, options: Mapping[str, Any], *, deterministic: bool, others: Mapping[str, Any]
+) -> tuple[Any, Any, Any]:
+    """:func:`cupy_sdpa.attention_backward` with a block mask.
+
+    Args:
+        arrays: dout, q, k, v, out, stats, dq, dk and dv; the last three may be None.
+        mask: the block mask.
+        options: the other options.
+        deterministic: whether to return the same bits in every run.
+        others: the other requested gradients, which are refused.
+    """
+    dout, q, k, v, out, stats, dq, dk, dv = arrays
+    sizes = plans.check(q, k, v, mask, options)
+    for name, value in others.items():
+        if value is not False and value is not None:
+            raise ValueError(f"{name} is {value!r} and block_mask is passed; only dq, dk and dv are computed with a block mask")
+    shape = (v.shape[0], *q.shape[1:])
+    rows = (q.shape[2], q.shape[1], q.shape[3])
+    for name, array, wanted in (("dout", dout, shape), ("out", out, shape), ("stats", stats, rows)):
+        if getattr(array, "shape", None) != wanted:
+            raise ValueError(f"{name} has shape {getattr(array, 'shape', None)}; it must be {wanted}")
+    if any(array is not None for array in (dq, dk, dv)):
+        results = {f"d{name}": (dx, x.shape, x.dtype) for name, dx, x in (("q", dq, q), ("k", dk, k), ("v", dv, v))}
+        plans.check_results(results, {"dout": dout, "q": q, "k": k, "v": v, "out": out, "stats": stats})
+    given, scores = options_of_parts(q, k, options)
+    given.pop("sinks", None)  # the log-sum-exp contains them
+    with cupy_runtime.on_device_of(q) if cupy_runtime.is_array(q) else contextlib.nullcontext():
+        dq, dk, dv = (
+            cupy_runtime.new_result(q, x.shape, x.dtype) if dx is None else dx for x, dx in ((q, dq), (k, dk), (v, dv))
+        )
+        plan = plans.plan_of(mask, sizes)
+        whole = Arrays(dout, q, k, v, out, stats, dq, dk, dv)
+        if plan.blocks is not None and not deterministic and (function := plans.gradient_function(mask, sizes)):
+            # without the sinks, which the log-sum-exp contains; deterministic gradients would need memory for all pairs
+            rest = {name: value for name, value in options.items() if value is not None and name != "sinks"}
+            call(whole, {**rest, "mask_mod": function}, deterministic)
+        elif plan.packed:
+            _packed(whole, mask, sizes, plan, given, scores, deterministic)
+        elif plan.slices is not None:
+            _slices(whole, mask, sizes, plan, given, scores, deterministic)
+        else:
+            _blocks(whole, mask, sizes, given, scores, deterministic)
+    return dq, dk, dv
+
+
+def call(arrays: Arrays, options: Mapping[str, Any], deterministic: bool) -> None:
+    """:func:`cupy_sdpa.attention_backward` of a part, which writes into dq, dk and dv."""
+    kind, rest = separate_function(("backward", deterministic, False, False, False), options)
+    if kind is None or run_cached(kind, tuple(arrays), rest) is None:
+        dout, q, k, v, *others = arrays
+        names = dict(zip(_NAMES[4:], others, strict=True))
+        parsed = read_backward(q, k, v, options, dout=dout, deterministic=deterministic, **names)
+        parsed.run()
+        parsed.own_results = True  # or checked by check_results
+        if rest is not options:
+            parsed.identities = ()  # the kind contains them
+        if kind is not None:
+            cache_call(kind, _NAMES, tuple(arrays), rest, parsed)
+
+
+def _packed(
+    arrays: Arrays,
+    mask: BlockMask,
+    sizes: Sizes,
+    plan: Plan,
+    options: dict[str, Any],
+    scores: ScoreFunction | None,
+    deterministic: bool,
+) -> None:
+    """All segments as the sequences of one packed call."""
+    assert plan.packed
+    s, h, b = arrays.stats.shape
+    rows = cupy_runtime.temporary(arrays.q, (h, s, b), np.dtype(np.float32))
+    rows[...] = arrays.stats.transpose(1, 0, 2)
+    inputs = [packed_view(x) for x in (arrays.dout, arrays.q, arrays.k, arrays.v, arrays.out)]
+    results, moved = [], []
+    for result in arrays[6:]:
+        own = result
+        if plans.flattened(result) is None:
+            own = cupy_runtime.temporary(arrays.q, result.shape, result.dtype)
+            moved.append((result, own))
+        results.append(packed_view(own))
+    given = with_scores(
+        {**options, **packed_options(mask, sizes, plan.packed, arrays.q)},
+        scores,
+        mask,
+        (sizes, "packed"),
+        arrays.q,
+        functools.partial(of_packed, plan.packed, mask, sizes),
+    )
+    dout, q, k, v, out = inputs
+    dq, dk, dv = results
+    call(Arrays(dout, q, k, v, out, rows.reshape((h, s * b), order="F"), dq, dk, dv), given, deterministic)
+    for result, own in moved:
+        result[...] = own
+
+
+def _slices(
+    arrays: Arrays,
+    mask: BlockMask,
+    sizes: Sizes,
+    plan: Plan,
+    options: dict[str, Any],
+    scores: ScoreFunction | None,
+    deterministic: bool,
+) -> None:
+    """Every segment as a call on slices of the arrays, the one with most keys first."""
+    assert plan.slices is not None
+    results = [_Sum(array) for array in arrays[6:]]
+    for part in sorted(gradient_slices(plan.slices), key=lambda part: part.k0 - part.k1):
+        q0, q1, k0, k1, band = part
+        of_q, of_kv = (slice(None), slice(None), slice(q0, q1)), (slice(None), slice(None), slice(k0, k1))
+        stats = arrays.stats
+        if q1 - q0 < stats.shape[0] or not stats.flags.f_contiguous:
+            stats = cupy_runtime.temporary(arrays.q, (q1 - q0, *stats.shape[1:]), stats.dtype)
+            stats[...] = arrays.stats[q0:q1]
+        targets = [result.target(*bounds) for result, bounds in zip(results, ((q0, q1), (k0, k1), (k0, k1)), strict=True)]
+        given = with_scores(
+            {**options, **plans.band_options(band)},
+            scores,
+            mask,
+            (sizes, part[:4]),
+            arrays.q,
+            functools.partial(of_slice, part, mask, sizes),
+        )
+        inputs = arrays.dout[of_q], arrays.q[of_q], arrays.k[of_kv], arrays.v[of_kv], arrays.out[of_q], stats
+        call(Arrays(*inputs, *targets), given, deterministic)
+        for result in results:
+            result.add()
+    for result in results:
+        result.clear_rest()
+
+
+class _Sum:
+    """A gradient as the sum of gradients of slices: the first one of a position is written, the others are added.
+
+    Args:
+        array: the gradient ``(D, H, S, B)``.
+    """
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+        self._written: list[tuple[int, int]] = []
+        self._part: tuple[Any, Any] | None = None
+
+    def target(self, begin: int, end: int) -> Any:
+        """An array for the gradient of a slice: the slice, or a new one that is added to it by :meth:`add`."""
+        part = self._array[:, :, begin:end]
+        gaps = self._gaps(begin, end)
+        self._written.append((begin, end))
+        if gaps == [(begin, end)]:
+            return part
+        for gap in gaps:
+            self._array.T[:, slice(*gap)] = 0
+        self._part = part, cupy_runtime.temporary(part, part.shape, part.dtype)
+        return self._part[1]
+
+    def add(self) -> None:
+        """Add the gradient of the last slice, if it is not in place."""
+        if self._part:
+            part, added = (x.T for x in self._part)  # CuPy adds arrays in C order at memory speed, others much slower
+            part += added
+            self._part = None
+
+    def clear_rest(self) -> None:
+        """Write 0 to positions that are in no slice."""
+        for gap in self._gaps(0, self._array.shape[2]):
+            self._array.T[:, slice(*gap)] = 0
+
+    def _gaps(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """The parts of a range that no slice has written."""
+        gaps = []
+        for first, last in sorted(self._written):
+            if begin < min(first, end):
+                gaps.append((begin, min(first, end)))
+            begin = max(begin, last)
+        return [*gaps, (begin, end)] if begin < end else gaps
+
+
+class Copied(NamedTuple):
+    """The rectangles of a mask on the engine of a call.
+
+    Attributes:
+        queries, keys: int32 ``(n, 3)``: the copied blocks.
+        sources_q, sources_kv: the copies of every block.
+        calls: for each call the ends of its copies of queries and of keys, its options, and its sequences.
+    """
+
+    queries: Any
+    keys: Any
+    sources_q: Sources
+    sources_kv: Sources
+    calls: list[tuple[int, int, dict[str, Any], PackedCopies]]
+
+
+def _blocks(
+    arrays: Arrays, mask: BlockMask, sizes: Sizes, options: dict[str, Any], scores: ScoreFunction | None, deterministic: bool
+) -> None:
+    """Copies of the blocks of rectangles as packed sequences, and sums of their gradients."""
+    copied = copied_blocks(mask, sizes, arrays.q)
+    if not copied.calls:
+        for result in arrays[6:]:
+            result[...] = 0
+        return
+    every = [
+        with_scores(
+            {**options, **given},
+            scores,
+            mask,
+            (sizes, "rectangles", number),
+            arrays.q,
+            functools.partial(of_copies, part, mask),
+        )
+        for number, (_, _, given, part) in enumerate(copied.calls)
+    ]
+    if mask.heads > 1 or scores is not None:
+        heads = (1, 1) if mask.heads > 1 else (sizes.hq, sizes.hkv)
+        _sum_of_copies(arrays, copied, heads[0], heads[1], every, deterministic)
+        return
+    size = arrays.q.itemsize * BLOCK * (arrays.q.shape[0] + arrays.v.shape[0]) * 2
+    parts = -(-size * (len(copied.queries) * sizes.hq + len(copied.keys) * sizes.hkv) // MAX_COPIES)
+    step = -(-sizes.hkv // max(1, min(parts, sizes.hkv)))
+    repeat = sizes.hq // sizes.hkv
+    for begin in range(0, sizes.hkv, step):
+        of_kv = slice(begin, min(begin + step, sizes.hkv))
+        of_q = slice(of_kv.start * repeat, of_kv.stop * repeat)
+        part = Arrays(
+            *(array[:, of_kv if name in ("k", "v", "dk", "dv") else of_q] for name, array in zip(_NAMES, arrays, strict=True))
+        )
+        _sum_of_copies(part, copied, of_q.stop - of_q.start, of_kv.stop - of_kv.start, every, deterministic)
+
+
+def _sum_of_copies(
+    arrays: Arrays, copied: Copied, hq: int, hkv: int, options: list[dict[str, Any]], deterministic: bool
+) -> None:
+    """The gradients of all copies, and their sums; hq and hkv are the heads of a copy."""
+    queries, keys = copied.queries, copied.keys
+    dout, q, out = (as_sequences(copy_blocks(x, queries, hq)) for x in (arrays.dout, arrays.q, arrays.out))
+    k, v = (as_sequences(copy_blocks(x, keys, hkv)) for x in (arrays.k, arrays.v))
+    stats = copy_stats(arrays.stats, queries, hq)
+    dq, dk, dv = (cupy_runtime.temporary(q, x.shape, x.dtype) for x in (q, k, v))
+    from_q = from_kv = 0
+    for (end_q, end_kv, _, _), given in zip(copied.calls, options, strict=True):
+        of_q, of_kv = (..., slice(from_q, end_q)), (..., slice(from_kv, end_kv))
+        part = Arrays(dout[of_q], q[of_q], k[of_kv], v[of_kv], out[of_q], stats[of_q], dq[of_q], dk[of_kv], dv[of_kv])
+        call(part, given, deterministic)
+        from_q, from_kv = end_q, end_kv
+    sum_blocks(copied.sources_q, as_blocks(dq), arrays.dq)
+    sum_blocks(copied.sources_kv, as_blocks(dk), arrays.dk)
+    sum_blocks(copied.sources_kv, as_blocks(dv), arrays.dv)
+
+
+def copied_blocks(mask: BlockMask, sizes: Sizes, like: Any) -> Copied:
+    """The rectangles of a mask for calls of some sizes, on the engine of a call."""
+
+    def make(upload: Upload) -> Copied:
+        found = (packed_copies(kind, mask, sizes) for kind in rectangles(mask, sizes.batch))
+        parts = [part for part in found if part is not None]
+        calls, end_q, end_kv = [], 0, 0
+        for part in parts:
+            end_q, end_kv = end_q + BLOCK * len(part.queries), end_kv + BLOCK * len(part.keys)
+            given: dict[str, Any] = {
+                "cu_seqlens_q": upload(part.starts_q), "cu_seqlens_kv": upload(part.starts_kv), "max_seqlen_q": part.longest_q,
+                "max_seqlen_kv": part.longest_kv,
+            }  # fmt: skip
+            if part.partial is not None:
+                pairs = upload(attends(mask, part.partial))
+                given |= {"mask_mod": plans.is_attended, "tensors": {"attends": pairs}}
+            calls.append((end_q, end_kv, given, part))
+        empty = np.zeros((0, 3), np.int32)
+        queries = np.concatenate([empty, *(part.queries for part in parts)])
+        keys = np.concatenate([empty, *(part.keys for part in parts)])
+        key_blocks, query_blocks, groups, _ = mask.kinds.shape
+        kv_groups = 1 if groups == 1 else sizes.hkv
+        of_q = sources(queries, query_blocks, groups, sizes.batch)
+        of_kv = sources(keys, key_blocks, kv_groups, sizes.batch)
+        return Copied(
+            upload.items(queries),
+            upload.items(keys),
+            Sources(upload(of_q[0]), upload(of_q[1]), groups),
+            Sources(upload(of_kv[0]), upload(of_kv[1]), kv_groups),
+            calls,
+        )
+
+    return plans.on_engine(mask, like, (sizes, "rectangles"), make)

@@ -1,0 +1,306 @@
+"""The forward pass with a block mask."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..calls.arguments import read_forward
+from ..calls.replay_cache import cache_call, run_cached
+from ..device import cupy_runtime
+from ..device.blocks import BLOCK
+from ..device.blocks.copies import copy_blocks
+from ..device.blocks.results import Sources, merge_blocks
+from ..score_fn.expression import AXES
+from . import plan as plans
+from .entries import Sizes, Tables
+from .masks.block_mask import BlockMask
+from .masks.segments import Packed
+from .plan import EntryArrays, Plan, Upload
+from .positions import ScoreFunction, of_entries, of_packed, of_slice, separate_function, with_scores
+
+
+def attention_with_block_mask(
+    q: Any, k: Any, v: Any, mask: BlockMask, options: Mapping[str, Any], *, return_stats: Any, out: Any, stats: Any
+) -> Any:
+    """:func:`cupy_sdpa.attention` with a block mask.
+
+    Args:
+        q, k, v, return_stats, out, stats: as for :func:`cupy_sdpa.attention`.
+        mask: the block mask.
+        options: the other options.
+    """
+    sizes = plans.check(q, k, v, mask, options)
+    if return_stats not in (False, True):
+        raise ValueError(f"return_stats is {return_stats!r} and block_mask is passed; it must be False or True")
+    given, scores = options_of_parts(q, k, options)
+    with cupy_runtime.on_device_of(q) if cupy_runtime.is_array(q) else contextlib.nullcontext():
+        shape, rows = (v.shape[0], *q.shape[1:]), (q.shape[2], q.shape[1], q.shape[3])
+        if out is not None or stats is not None:
+            results = {"out": (out, shape, q.dtype), "stats": (stats, rows, np.dtype(np.float32))}
+            plans.check_results(results, {"q": q, "k": k, "v": v})
+        out = cupy_runtime.new_result(q, shape, q.dtype) if out is None else out
+        if stats is None and return_stats:
+            stats = cupy_runtime.new_result(q, rows, np.dtype(np.float32))
+        plan = plans.plan_of(mask, sizes)
+        if plan.packed:
+            _packed(q, k, v, mask, sizes, plan, given, scores, out, stats)
+        elif plan.slices is not None:
+            _slices(q, k, v, mask, sizes, plan, given, scores, out, stats)
+        else:
+            _blocks(q, k, v, mask, sizes, plan, given, scores, out, stats)
+    return out if stats is None else (out, stats)
+
+
+def call(q: Any, k: Any, v: Any, options: Mapping[str, Any], out: Any, stats: Any) -> None:
+    """:func:`cupy_sdpa.attention` of a part, which writes into ``out`` and ``stats``, if that is not None."""
+    arrays = (q, k, v, out, stats)
+    kind, rest = separate_function(("forward", stats is not None, False), options)
+    if kind is None or run_cached(kind, arrays, rest) is None:
+        parsed = read_forward(q, k, v, options, return_stats=stats is not None, out=out, stats=stats)
+        parsed.run()
+        parsed.own_results = True  # or checked by check_results
+        if rest is not options:
+            parsed.identities = ()  # the kind contains them
+        if kind is not None:
+            cache_call(kind, ("q", "k", "v", "out", "stats"), arrays, rest, parsed)
+
+
+def options_of_parts(q: Any, k: Any, options: Mapping[str, Any]) -> tuple[dict[str, Any], ScoreFunction | None]:
+    """The options of every part of a call, and its score function."""
+    given = {name: value for name, value in options.items() if value is not None}
+    score_mod, tensors = given.pop("score_mod", None), given.pop("tensors", {})
+    if score_mod is None:
+        if tensors:
+            raise ValueError(f"tensors has {', '.join(tensors)}, but score_mod is not passed to read it")
+        return given, None
+    (_, hq, sq, batch), skv = q.shape, k.shape[2]
+    return given, ScoreFunction(score_mod, tensors, dict(zip(AXES, (batch, hq, sq, skv), strict=True)))
+
+
+def packed_view(array: Any) -> Any:
+    """An array ``(D, H, S, B)`` as ``(D, H, S B)``; a copy if its batch entries do not follow one another."""
+    flat = plans.flattened(array)
+    if flat is None:
+        copy = cupy_runtime.temporary(array, array.shape, array.dtype)
+        copy.T[...] = array.T
+        flat = plans.flattened(copy)
+    return flat
+
+
+def packed_options(mask: BlockMask, sizes: Sizes, packed: Packed, like: Any) -> dict[str, Any]:
+    """The options of a packed call."""
+
+    def make(upload: Upload) -> dict[str, Any]:
+        starts_q, starts_kv, longest_q, longest_kv, band = packed
+        return {
+            "cu_seqlens_q": upload(starts_q), "cu_seqlens_kv": upload(starts_kv), "max_seqlen_q": longest_q,
+            "max_seqlen_kv": longest_kv, **plans.band_options(band),
+        }  # fmt: skip
+
+    return plans.on_engine(mask, like, (sizes, "packed"), make)
+
+
+def _packed(
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: BlockMask,
+    sizes: Sizes,
+    plan: Plan,
+    options: dict[str, Any],
+    scores: ScoreFunction | None,
+    out: Any,
+    stats: Any,
+) -> None:
+    """All segments as the sequences of one packed call."""
+    assert plan.packed
+    target = plans.flattened(out)
+    own = target if target is not None else cupy_runtime.temporary(q, (*out.shape[:2], math.prod(out.shape[2:])), out.dtype)
+    _, heads, total = own.shape
+    rows = None if stats is None else cupy_runtime.temporary(q, (heads, total), np.dtype(np.float32))
+    given = with_scores(
+        {**options, **packed_options(mask, sizes, plan.packed, q)},
+        scores,
+        mask,
+        (sizes, "packed"),
+        q,
+        functools.partial(of_packed, plan.packed, mask, sizes),
+    )
+    call(packed_view(q), packed_view(k), packed_view(v), given, own, rows)
+    if target is None:
+        out[...] = own.reshape(out.shape, order="F")
+    if stats is not None and rows is not None:
+        stats[...] = rows.reshape((heads, *stats.shape[::2]), order="F").transpose(1, 0, 2)
+
+
+def _slices(
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: BlockMask,
+    sizes: Sizes,
+    plan: Plan,
+    options: dict[str, Any],
+    scores: ScoreFunction | None,
+    out: Any,
+    stats: Any,
+) -> None:
+    """Every segment as a call on slices of the arrays."""
+    assert plan.slices is not None
+    begin = 0
+    for part in plan.slices:
+        q0, q1, k0, k1, band = part
+        _fill_rows(out, stats, begin, q0, options.get("sinks"))
+        whole = (q0, q1) == (0, q.shape[2])
+        rows = stats
+        if stats is not None and not (whole and stats.flags.f_contiguous):
+            rows = cupy_runtime.temporary(q, (q1 - q0, *stats.shape[1:]), np.dtype(np.float32))
+        of_q, of_kv = slice(q0, q1), slice(k0, k1)
+        given = with_scores(
+            {**options, **plans.band_options(band)},
+            scores,
+            mask,
+            (sizes, part[:4]),
+            q,
+            functools.partial(of_slice, part, mask, sizes),
+        )
+        call(q[:, :, of_q], k[:, :, of_kv], v[:, :, of_kv], given, out[:, :, of_q], rows)
+        if rows is not stats:
+            stats[of_q] = rows
+        begin = q1
+    _fill_rows(out, stats, begin, q.shape[2], options.get("sinks"))
+
+
+def _fill_rows(out: Any, stats: Any, begin: int, end: int, sinks: Any) -> None:
+    """The results of queries that attend to no key."""
+    if begin < end:
+        out[:, :, begin:end] = 0
+        if stats is not None:
+            stats[begin:end] = -math.inf if sinks is None else sinks[None, :, None]
+
+
+def _blocks(
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: BlockMask,
+    sizes: Sizes,
+    plan: Plan,
+    options: dict[str, Any],
+    scores: ScoreFunction | None,
+    out: Any,
+    stats: Any,
+) -> None:
+    """Blocks of queries as batch entries, whose pages are the blocks of keys that they attend to."""
+    arrays = block_arrays(mask, sizes, plan.blocks, q)
+    groups, sinks = plan.blocks.groups, options.pop("sinks", None)
+    (_, hq, sq, batch), dv = q.shape, v.shape[0]
+    pages = [pages_of(x, arrays.pages, sizes.hkv if groups == 1 else 1, groups == 1) for x in (k, v)]
+    new = cupy_runtime.temporary
+    float32 = np.dtype(np.float32)
+    direct, copied = arrays.direct, arrays.copied
+    target, base = out, None
+    if direct:
+        if plans.flattened(out) is None:
+            target = new(q, out.shape, out.dtype)
+        merges = bool(copied) or sinks is not None
+        rows = new(q, (hq, sq * batch), float32) if merges or stats is not None else None
+        given = with_scores(
+            {**options, **direct.options},
+            scores,
+            mask,
+            (sizes, "direct"),
+            q,
+            functools.partial(of_entries, plan.blocks.direct, mask, sizes),
+        )
+        call(packed_view(q), pages[0], pages[1], given, packed_view(target), rows)
+        base = None if rows is None else rows.reshape((hq, sq, batch), order="F").transpose(1, 0, 2)
+        if not merges:
+            if stats is not None:
+                stats[...] = base
+            if target is not out:
+                out[...] = target
+            return
+    heads, count = hq // groups, sum(len(entries.items) for entries in copied)
+    results, results_stats = new(q, (dv, heads, BLOCK * count), q.dtype), new(q, (heads, BLOCK * count), float32)
+    begin = 0
+    for number, entries in enumerate(copied):
+        own = slice(begin, begin + BLOCK * len(entries.items))
+        queries = as_sequences(copy_blocks(q, entries.items, heads))
+        given = with_scores(
+            {**options, **entries.options},
+            scores,
+            mask,
+            (sizes, "copied", number),
+            q,
+            functools.partial(of_entries, plan.blocks.copied[number], mask, sizes),
+        )
+        call(queries, pages[0], pages[1], given, results[..., own], results_stats[..., own])
+        begin = own.stop
+    merge_blocks(
+        arrays.sources, as_blocks(results), results_stats.reshape((heads, BLOCK, count), order="F"), target, stats, base, sinks
+    )
+    if target is not out:
+        out[...] = target
+
+
+class Blocks(NamedTuple):
+    """The tables of a plan on the engine of a call.
+
+    Attributes:
+        pages: int32 ``(n, 3)``: the blocks of keys, as items of :func:`.copy_blocks`.
+        direct, copied: as in :class:`.Tables`.
+        sources: the copied entries of every block of queries.
+    """
+
+    pages: Any
+    direct: EntryArrays | None
+    copied: list[EntryArrays]
+    sources: Sources
+
+
+def block_arrays(mask: BlockMask, sizes: Sizes, tables: Tables, like: Any) -> Blocks:
+    """The tables of a plan on the engine of a call."""
+
+    def make(upload: Upload) -> Blocks:
+        groups = 1 if tables.groups == 1 else sizes.hkv
+        every = [(j, g, b) for b, g, j in np.ndindex(sizes.batch, groups, mask.kinds.shape[0])]
+        direct: EntryArrays | None = None
+        if tables.direct:
+            starts = [i * BLOCK + b * mask.sq for i, _, b in tables.direct.items.tolist()]
+            direct = plans.upload_entries(mask, tables.direct, [*starts, mask.sq * sizes.batch], upload)
+        copied = [
+            plans.upload_entries(mask, entries, BLOCK * np.arange(len(entries.items) + 1), upload) for entries in tables.copied
+        ]
+        return Blocks(
+            upload.items(np.array(every, np.int32).reshape(-1, 3)),
+            direct,
+            copied,
+            Sources(upload(tables.offsets), upload(tables.parts), tables.groups),
+        )
+
+    return plans.on_engine(mask, like, (sizes, "blocks"), make)
+
+
+def as_sequences(copies: Any) -> Any:
+    """Copies of blocks ``(D, H, BLOCK, n)`` as packed sequences ``(D, H, BLOCK n)``."""
+    d, heads, _, count = copies.shape
+    return copies.reshape((d, heads, BLOCK * count), order="F")
+
+
+def as_blocks(array: Any) -> Any:
+    """Packed sequences ``(D, H, BLOCK n)`` as blocks ``(D, H, BLOCK, n)``."""
+    d, heads, total = array.shape
+    return array.reshape((d, heads, BLOCK, total // BLOCK), order="F")
+
+
+def pages_of(array: Any, items: Any, heads: int, shared: bool) -> Any:
+    """Keys or values as pages ``(D, heads, BLOCK, pages)``: a view if possible, otherwise copies of blocks."""
+    pages = plans.as_pages(array) if shared else None
+    return copy_blocks(array, items, heads) if pages is None else pages

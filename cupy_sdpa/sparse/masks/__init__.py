@@ -1,0 +1,1 @@
+"""Block masks: their evaluation, their blocks, and the segments of masks whose rows are intervals."""

@@ -1,0 +1,340 @@
+"""The block mask: which blocks of keys each block of queries attends to."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ... import _html
+from ..._typing import Array
+from ...device import cupy_runtime
+from ...device.blocks import BLOCK
+from ...score_fn.identity import identity
+from . import segments
+from .evaluate import EMPTY, FULL, PARTIAL, Function, Rows, evaluate, evaluate_blocks
+
+#: The fill colors of the picture: an empty, a partial and a full block.
+_COLORS = ("#eeeeee", "#f2a65a", "#2f6690")
+
+
+def block_mask(
+    mask_mod: Callable[..., Any],
+    sq: int,
+    skv: int,
+    *,
+    heads: int | None = None,
+    batch: int | None = None,
+    tensors: Mapping[str, Array] | None = None,
+) -> BlockMask:
+    r"""The blocks of 128 queries and 128 keys in which a query attends to a key, for ``attention(..., block_mask=)``.
+
+    .. math:: M_{ij} = f(b, h, i, j), \qquad \text{computed: } \{(I, J) : M_{ij} \text{ for some } i \in I, j \in J\}
+
+    The function is evaluated once for every query and key, on some rows of blocks at a time: the memory is proportional to the
+    number of blocks and to Skv. It runs on the engine of ``tensors``; without arrays on the GPU if there is one. This
+    synchronizes; calls that use the mask do not.
+
+    Args:
+        mask_mod: ``f(b, h, q_idx, kv_idx, **tensors) -> condition``, the signature of FlexAttention, whether the query attends
+            to the key. It is called with integer arrays that broadcast.
+        sq, skv: the numbers of queries Sq and of keys Skv.
+        heads: Hq if the mask differs between heads. Default None: all heads have one mask, and the function must not use h.
+        batch: B if the mask differs between batch entries. Default None: all have one mask, and the function must not use b.
+        tensors: the arrays that the function reads. They are read now: a later change has no effect. Default None.
+
+    Returns:
+        The block mask. It contains no reference to the arrays.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid.
+
+    Source: Dong et al. 2024, "Flex Attention", section 3.2 (BlockMask).
+
+    >>> import numpy as np, cupy_sdpa
+    >>> document = np.repeat(np.arange(4), 256)
+    >>> def same_document(b, h, q_idx, kv_idx, document):
+    ...     return document[q_idx] == document[kv_idx]
+    >>> cupy_sdpa.block_mask(same_document, 1024, 1024, tensors={"document": document})
+    <BlockMask 1024 x 1024: 16 of 64 blocks, 0 of them partial; sparsity 75.0 %>
+    """
+    lengths = [_count(name, value) for name, value in (("sq", sq), ("skv", skv))]
+    groups = [1 if value is None else _count(name, value, 1) for name, value in (("heads", heads), ("batch", batch))]
+    function = Function(mask_mod, tensors, per_head=heads is not None, per_entry=batch is not None)
+    kinds = np.zeros((*(-(-n // BLOCK) for n in reversed(lengths)), *groups), np.uint8)
+    rows: dict[tuple[int, int], Rows] = {}
+    for h, b in np.ndindex(*groups):
+        kinds[:, :, h, b], rows[h, b] = evaluate(function, b, h, lengths[0], lengths[1])
+    bits = evaluate_blocks(function, _listed(kinds, PARTIAL), lengths[0], lengths[1])
+    constant = None if tensors or identity(mask_mod) is None else mask_mod
+    return BlockMask(lengths[0], lengths[1], kinds, bits, _segments(rows, kinds), constant)
+
+
+class BlockMask:
+    """Which blocks of 128 keys each block of 128 queries attends to: empty, partial or full.
+
+    :func:`block_mask` creates it from a mask function, :meth:`from_blocks` and :meth:`from_kv_blocks` from blocks. It is
+    immutable, and independent of the arrays of the calls. Tables on the GPU are created by the first call on a device.
+
+    Attributes:
+        sq, skv: the numbers of queries and of keys.
+        heads, batch: Hq and B, or 1 if all heads or batch entries have the same mask.
+        kinds: uint8 ``(key blocks, query blocks, heads, batch)``: 0 is an empty, 1 a partial, 2 a full block.
+        bits: uint8 ``(partial blocks, 2048)``: the pairs of the partial blocks, query by query, the first key in the highest
+            bit; in the order of ``kinds``, the first axis fastest.
+        segments: the segments of each batch entry if all rows are intervals; None otherwise.
+        function: the mask function, if it reads no arrays and has an identity (:mod:`cupy_sdpa.score_fn.identity`), so that
+            it computes the same later; None otherwise.
+        tables: what calls store, by device and shapes.
+    """
+
+    def __init__(
+        self,
+        sq: int,
+        skv: int,
+        kinds: NDArray[np.uint8],
+        bits: NDArray[np.uint8],
+        found: list[segments.Segments] | None = None,
+        function: Callable[..., Any] | None = None,
+    ) -> None:
+        self.sq, self.skv, self.kinds, self.bits, self.segments, self.function = sq, skv, kinds, bits, found, function
+        *_, self.heads, self.batch = kinds.shape
+        self.tables: dict[Any, Any] = {}
+
+    @classmethod
+    def from_blocks(
+        cls,
+        blocks: Array,
+        sq: int | None = None,
+        skv: int | None = None,
+        *,
+        full: Array | None = None,
+        mask_mod: Callable[..., Any] | None = None,
+        tensors: Mapping[str, Array] | None = None,
+    ) -> BlockMask:
+        """A block mask from an array of blocks.
+
+        Args:
+            blocks: bool ``(key blocks, query blocks)`` or ``(key blocks, query blocks, Hq, B)``, where the last two axes may be
+                1: True where queries attend to keys. A query block has 128 queries, a key block 128 keys.
+            sq, skv: the numbers of queries and keys. Default None: 128 times the number of blocks.
+            full: bool, of the shape of ``blocks``: in these blocks, every query attends to every key. Default None: all blocks
+                if there is no ``mask_mod``, otherwise none.
+            mask_mod, tensors: the mask within the other blocks, as for :func:`block_mask`. Default None.
+
+        Raises:
+            TypeError, ValueError: an argument is invalid.
+
+        >>> import numpy as np, cupy_sdpa
+        >>> mask = cupy_sdpa.BlockMask.from_blocks(np.tri(4, dtype=bool).T)
+        >>> mask
+        <BlockMask 512 x 512: 10 of 16 blocks, 0 of them partial; sparsity 37.5 %>
+        """
+        listed = _bool("blocks", blocks)
+        listed = listed[:, :, None, None] if listed.ndim == 2 else listed
+        if listed.ndim != 4:
+            raise ValueError(f"blocks has shape {blocks.shape}; it must be (key blocks, query blocks) or (..., Hq, B)")
+        lengths = []
+        for name, value, number in (("sq", sq, listed.shape[1]), ("skv", skv, listed.shape[0])):
+            length = number * BLOCK if value is None else _count(name, value)
+            if -(-length // BLOCK) != number:
+                raise ValueError(f"{name} is {length}, which are {-(-length // BLOCK)} blocks of {BLOCK}; blocks has {number}")
+            lengths.append(length)
+        if full is None:
+            whole = listed if mask_mod is None else np.zeros_like(listed)
+        else:
+            whole = _bool("full", full).reshape(listed.shape) & listed
+        if mask_mod is None and (whole != listed).any():
+            raise ValueError("full excludes blocks, and mask_mod is None: pass the mask function of these blocks")
+        kinds = np.where(whole, FULL, np.where(listed, PARTIAL, EMPTY)).astype(np.uint8)
+        bits = np.zeros((0, BLOCK * BLOCK // 8), np.uint8)
+        if mask_mod is not None:
+            function = Function(mask_mod, tensors, per_head=kinds.shape[2] > 1, per_entry=kinds.shape[3] > 1)
+            bits = evaluate_blocks(function, _listed(kinds, PARTIAL), *lengths)
+        rows = {group: _rows_of_blocks(kinds[:, :, *group], *lengths) for group in np.ndindex(*kinds.shape[2:])}
+        return cls(lengths[0], lengths[1], kinds, bits, None if (kinds == PARTIAL).any() else _segments(rows, kinds))
+
+    @classmethod
+    def from_kv_blocks(
+        cls,
+        kv_num_blocks: Array,
+        kv_indices: Array,
+        full_kv_num_blocks: Array | None = None,
+        full_kv_indices: Array | None = None,
+        *,
+        sq: int | None = None,
+        skv: int | None = None,
+        mask_mod: Callable[..., Any] | None = None,
+        tensors: Mapping[str, Array] | None = None,
+    ) -> BlockMask:
+        """A block mask from the fields of FlexAttention's, with blocks of 128 queries and 128 keys.
+
+        The axes have the order of FlexAttention. Query block i of head h and batch entry b attends to the key blocks
+        ``kv_indices[b, h, i, :kv_num_blocks[b, h, i]]`` within the mask function, and to the blocks of ``full_kv_indices``
+        without it.
+
+        Args:
+            kv_num_blocks: integers ``(B, Hq, query blocks)``; B and Hq may be 1.
+            kv_indices: integers ``(B, Hq, query blocks, key blocks)``.
+            full_kv_num_blocks, full_kv_indices: the same for full blocks. Default None: there are none.
+            sq, skv, mask_mod, tensors: as for :meth:`from_blocks`. Without a mask function all blocks are full.
+
+        Raises:
+            TypeError, ValueError: an argument is invalid.
+
+        >>> import numpy as np, cupy_sdpa
+        >>> cupy_sdpa.BlockMask.from_kv_blocks(np.array([[[1, 1]]]), np.array([[[[0, 0], [1, 0]]]]))
+        <BlockMask 256 x 256: 2 of 4 blocks, 0 of them partial; sparsity 50.0 %>
+        """
+        listed = _from_lists("kv_", kv_num_blocks, kv_indices)
+        full = None
+        if full_kv_num_blocks is not None and full_kv_indices is not None:
+            full = _from_lists("full_kv_", full_kv_num_blocks, full_kv_indices)
+            if full.shape != listed.shape:
+                raise ValueError(f"full_kv_indices gives {full.shape} blocks and kv_indices {listed.shape}; they must be equal")
+            listed = listed | full
+        full = full if mask_mod is not None else None
+        return cls.from_blocks(listed, sq, skv, full=full, mask_mod=mask_mod, tensors=tensors)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """``(Skv, Sq, heads, batch)``, the shape of :meth:`to_dense`."""
+        return self.skv, self.sq, self.heads, self.batch
+
+    @property
+    def blocks(self) -> int:
+        """The number of blocks that are computed, for all heads and batch entries of the mask."""
+        return int(np.count_nonzero(self.kinds))
+
+    @property
+    def partial(self) -> int:
+        """The number of partial blocks."""
+        return len(self.bits)
+
+    @property
+    def sparsity(self) -> float:
+        """The share of blocks that are skipped, from 0 to 1."""
+        return 1 - self.blocks / self.kinds.size if self.kinds.size else 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the mask in host memory."""
+        return self.kinds.nbytes + self.bits.nbytes
+
+    def to_dense(self) -> NDArray[np.bool_]:
+        """The mask as a bool array ``(Skv, Sq, heads, batch)``, the form of ``mask=``: for tests and small masks."""
+        dense = np.repeat(np.repeat(self.kinds == FULL, BLOCK, axis=0), BLOCK, axis=1)
+        for (j, i, h, b), bits in zip(_listed(self.kinds, PARTIAL), self.bits, strict=True):
+            block = np.unpackbits(bits).reshape(BLOCK, BLOCK).astype(bool)
+            dense[j * BLOCK : (j + 1) * BLOCK, i * BLOCK : (i + 1) * BLOCK, h, b] = block.T
+        return np.asfortranarray(dense[: self.skv, : self.sq])
+
+    def __repr__(self) -> str:
+        groups = "".join(f" x {n} {name}" for n, name in ((self.heads, "heads"), (self.batch, "entries")) if n > 1)
+        return (
+            f"<BlockMask {self.sq} x {self.skv}{groups}: {self.blocks} of {self.kinds.size} blocks, {self.partial} of them "
+            f"partial; sparsity {100 * self.sparsity:.1f} %>"
+        )
+
+    def _repr_html_(self) -> str:
+        return _html.with_title(repr(self)[1:-1], self.picture())
+
+    def picture(self, head: int = 0, entry: int = 0) -> str:
+        """An SVG picture of the blocks of one head and batch entry: queries from top to bottom, keys from left to right.
+
+        Full blocks are blue, partial blocks orange. Masks of more than 128 blocks are drawn coarser.
+
+        Args:
+            head, entry: the head and the batch entry. Default 0.
+        """
+        kinds = self.kinds[:, :, head, entry]
+        step = max(1, -(-max(kinds.shape, default=1) // 128))
+        cells = []
+        for j, i in np.ndindex(*(-(-n // step) for n in kinds.shape)):
+            cell = kinds[j * step : (j + 1) * step, i * step : (i + 1) * step]
+            kind = FULL if (cell == FULL).all() else PARTIAL if cell.any() else EMPTY
+            cells.append(f'<rect x="{j}" y="{i}" width="0.95" height="0.95" fill="{_COLORS[kind]}"/>')
+        width, height = (-(-n // step) for n in kinds.shape)
+        size = min(320, 16 * max(width, height, 1))
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{size}" '
+            f'height="{math.ceil(size * height / max(width, 1))}">{"".join(cells)}</svg>'
+        )
+
+
+def _count(name: str, value: Any, least: int = 0) -> int:
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; it must be an integer")
+    if value < least:
+        raise ValueError(f"{name} is {value}; it must be {least} or more")
+    return int(value)
+
+
+def _on_host(name: str, array: Any) -> NDArray[Any]:
+    if cupy_runtime.is_array(array):
+        return np.asarray(array.get())
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"{name} is a {type(array).__name__}; it must be a numpy or CuPy array")
+    return array
+
+
+def _bool(name: str, array: Any) -> NDArray[np.bool_]:
+    host = _on_host(name, array)
+    if host.dtype != bool:
+        raise TypeError(f"{name} is {host.dtype}; it must be bool: convert with .astype(bool)")
+    return host
+
+
+def _from_lists(prefix: str, numbers_of_blocks: Any, indices: Any) -> NDArray[np.bool_]:
+    """The listed blocks ``(key blocks, query blocks, Hq, B)`` of fields of FlexAttention."""
+    counts, listed = _on_host(f"{prefix}num_blocks", numbers_of_blocks), _on_host(f"{prefix}indices", indices)
+    if listed.ndim != 4 or counts.shape != listed.shape[:3] or "i" not in counts.dtype.kind + listed.dtype.kind:
+        raise ValueError(
+            f"{prefix}num_blocks has shape {counts.shape} and {prefix}indices {listed.shape}; they must be integers "
+            "(B, Hq, query blocks) and (B, Hq, query blocks, key blocks)"
+        )
+    key_blocks = listed.shape[3]
+    used = np.arange(key_blocks) < counts[..., None]
+    if (counts > key_blocks).any() or (used & ((listed < 0) | (listed >= key_blocks))).any():
+        raise ValueError(f"{prefix}indices has entries outside of 0 to {key_blocks - 1}, the key blocks")
+    blocks = np.zeros(listed.shape, bool)
+    at = np.nonzero(used)
+    blocks[(*at[:3], listed[at])] = True
+    return blocks.transpose(3, 2, 1, 0)
+
+
+def _listed(kinds: NDArray[np.uint8], kind: int) -> NDArray[np.int32]:
+    """The blocks of a kind, int32 ``(n, 4)``, the first axis of ``kinds`` fastest."""
+    return np.argwhere(kind == kinds.T)[:, ::-1].astype(np.int32)
+
+
+def _rows_of_blocks(kinds: NDArray[np.uint8], sq: int, skv: int) -> Rows:
+    """The keys of every query of a mask of full blocks."""
+    attends = kinds != EMPTY
+    key_blocks, _ = attends.shape
+    first = attends.argmax(axis=0) * BLOCK if key_blocks else np.zeros(attends.shape[1], np.int64)
+    end = np.minimum((key_blocks - attends[::-1].argmax(axis=0)) * BLOCK, skv) if key_blocks else first
+    lengths = np.minimum(BLOCK, skv - BLOCK * np.arange(key_blocks))
+    count = (attends * lengths[:, None]).sum(axis=0)
+    return Rows(*(np.repeat(x, BLOCK)[:sq].astype(np.int64) for x in (first, end, count)))
+
+
+def _segments(rows: Mapping[tuple[int, int], Rows], kinds: NDArray[np.uint8]) -> list[segments.Segments] | None:
+    """The segments of each batch entry; None if a row is not an interval, or for masks that differ between heads.
+
+    With more segments than two for each block of queries, tiles of cuDNN's kernels would be mostly empty.
+    """
+    _, query_blocks, heads, batch = kinds.shape
+    if heads > 1:
+        return None
+    found = []
+    for b in range(batch):
+        entry = segments.find_segments(rows[0, b], 2 * query_blocks + 2)
+        if entry is None:
+            return None
+        found.append(entry)
+    return found

@@ -1,0 +1,175 @@
+"""Evaluate a mask function on index arrays: one row of tiles at a time, and single blocks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...device import cupy_runtime
+from ...device.blocks import BLOCK
+
+#: The kinds of blocks: no query attends to a key, some do, every query attends to every key.
+EMPTY, PARTIAL, FULL = 0, 1, 2
+#: The number of elements that are evaluated at once, if they are at least one row of tiles.
+_ELEMENTS = 1 << 23
+
+
+class Rows(NamedTuple):
+    """The keys of every query of one head and batch entry, int64 ``(Sq,)``.
+
+    Attributes:
+        first: the first key.
+        end: the last key plus 1.
+        number: the number of keys. They are contiguous if it is ``end - first``.
+    """
+
+    first: NDArray[np.int64]
+    end: NDArray[np.int64]
+    number: NDArray[np.int64]
+
+
+class Function:
+    """A mask function with its arrays.
+
+    Args:
+        mask_mod: ``f(b, h, q_idx, kv_idx, **tensors) -> condition``.
+        tensors: the arrays that it reads, all numpy or all CuPy.
+        per_head, per_entry: whether the function may depend on h and b.
+
+    Attributes:
+        xp: the module of its arrays, numpy or CuPy.
+    """
+
+    def __init__(
+        self, mask_mod: Callable[..., Any], tensors: Mapping[str, Any] | None, *, per_head: bool, per_entry: bool
+    ) -> None:
+        if not callable(mask_mod):
+            raise TypeError(f"mask_mod is a {type(mask_mod).__name__}; it must be a function f(b, h, q_idx, kv_idx, **tensors)")
+        arrays = dict(tensors or {})
+        self.xp: Any = np
+        on_gpu = {name: cupy_runtime.is_array(array) for name, array in arrays.items()}
+        if len(set(on_gpu.values())) > 1:
+            raise TypeError("tensors has numpy and CuPy arrays; move them to one side with cupy.asarray or cupy.asnumpy")
+        if any(on_gpu.values()) or (not arrays and cupy_runtime.current_device() is not None):
+            self.xp = cupy_runtime.cupy()
+        self._call, self._arrays = mask_mod, {name: arrays[name] for name in taken(mask_mod, arrays)}
+        self._per_head, self._per_entry = per_head, per_entry
+
+    def __call__(self, b: Any, h: Any, queries: Any, keys: Any) -> Any:
+        """Whether queries attend to keys, bool, of the broadcast shape of the index arrays."""
+        head = h if self._per_head else _Unknown("h", "heads")
+        entry = b if self._per_entry else _Unknown("b", "batch")
+        result = self._call(entry, head, queries, keys, **self._arrays)
+        if getattr(getattr(result, "dtype", None), "kind", "b" if isinstance(result, (bool, np.bool_)) else "") != "b":
+            raise TypeError(f"mask_mod returned {type(result).__name__}; it must return a condition, such as q_idx >= kv_idx")
+        shape = np.broadcast_shapes(queries.shape, keys.shape, *(x.shape for x in (b, h) if hasattr(x, "shape")))
+        return self.xp.broadcast_to(self.xp.asarray(result), shape)
+
+
+class _Unknown:
+    """An index that the mask function must not use, because the mask is the same for all its values."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, name: str, option: str) -> None:
+        self._message = f"mask_mod uses {name}, and {option} is None: pass {option}= to block_mask, with the number of {option}"
+
+    def _use(self, *_: Any) -> Any:
+        raise TypeError(self._message)
+
+    __bool__ = __index__ = __int__ = __float__ = __array__ = __array_ufunc__ = __array_function__ = __neg__ = __abs__ = _use
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __floordiv__ = _use
+    __rfloordiv__ = __mod__ = __rmod__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __and__ = __or__ = _use
+
+
+def taken(function: Callable[..., Any], arrays: Mapping[str, Any]) -> list[str]:
+    """The names of the arrays that a function takes.
+
+    Args:
+        function: a mask function or a score function.
+        arrays: the arrays, by name.
+
+    Raises:
+        ValueError: there are others.
+    """
+    if not arrays:
+        return []
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return list(arrays)
+    accepted = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
+    if unused := arrays.keys() - accepted:
+        raise ValueError(
+            f"tensors has {', '.join(sorted(unused))}, which the function does not take: add a parameter of that name, or "
+            "remove it"
+        )
+    return list(arrays)
+
+
+def evaluate(function: Function, b: int, h: int, sq: int, skv: int) -> tuple[NDArray[np.uint8], Rows]:
+    """The kinds of all blocks of one head and batch entry, ``(key blocks, query blocks)``, and the keys of every query.
+
+    The function is evaluated on some rows of tiles at a time.
+    """
+    xp = function.xp
+    query_blocks, key_blocks = -(-sq // BLOCK), -(-skv // BLOCK)
+    if not skv:
+        none = np.zeros(sq, np.int64)
+        return np.zeros((0, query_blocks), np.uint8), Rows(none, none, none)
+    keys = xp.arange(skv, dtype=np.int32)[None, :]
+    step = BLOCK * max(1, _ELEMENTS // (BLOCK * max(skv, 1)))
+    kinds, rows = np.zeros((key_blocks, query_blocks), np.uint8), []
+    for begin in range(0, sq, step):
+        end = min(begin + step, sq)
+        attends = function(b, h, xp.arange(begin, end, dtype=np.int32)[:, None], keys)
+        sums, found = _reduced(attends, xp)
+        tile = slice(begin // BLOCK, -(-end // BLOCK))
+        lengths = _lengths(sq, query_blocks)[tile][None, :] * _lengths(skv, key_blocks)[:, None]
+        kinds[:, tile] = np.where(sums == lengths, FULL, np.where(sums > 0, PARTIAL, EMPTY))
+        rows.append(found)
+    first, last, count = np.concatenate(rows, axis=1) if rows else np.zeros((3, 0), np.int64)
+    return kinds, Rows(first, last, count)
+
+
+def _lengths(length: int, blocks: int) -> NDArray[np.int64]:
+    """The number of positions in each block."""
+    return np.minimum(BLOCK, length - BLOCK * np.arange(blocks))
+
+
+def _reduced(attends: Any, xp: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The number of pairs in each block ``(key blocks, query blocks)``; the first key, the end and the count of each row."""
+    queries, keys = attends.shape
+    blocks = -(-queries // BLOCK), -(-keys // BLOCK)
+    padded = attends
+    if queries % BLOCK or keys % BLOCK:
+        padded = xp.zeros((blocks[0] * BLOCK, blocks[1] * BLOCK), bool)
+        padded[:queries, :keys] = attends
+    sums = padded.reshape(blocks[0], BLOCK, blocks[1], BLOCK).sum(axis=3, dtype=np.int32).sum(axis=1).T
+    count = attends.sum(axis=1, dtype=np.int64)
+    found = xp.stack([attends.argmax(axis=1), keys - attends[:, ::-1].argmax(axis=1), count])
+    return (sums, found) if xp is np else (cupy_runtime.cupy().asnumpy(sums), cupy_runtime.cupy().asnumpy(found))
+
+
+def evaluate_blocks(function: Function, blocks: NDArray[np.int32], sq: int, skv: int) -> NDArray[np.uint8]:
+    """The bits of single blocks: uint8 ``(n, BLOCK BLOCK / 8)``, query by query, the first key in the highest bit.
+
+    Args:
+        function: the mask function.
+        blocks: int32 ``(n, 4)``: key block, query block, head and batch entry.
+        sq, skv: the lengths; pairs after them get the bit 0.
+    """
+    xp, found = function.xp, [np.zeros((0, BLOCK * BLOCK // 8), np.uint8)]
+    step = max(1, _ELEMENTS // BLOCK**2)
+    for begin in range(0, len(blocks), step):
+        part = xp.asarray(blocks[begin : begin + step])[:, :, None, None]
+        offsets = xp.arange(BLOCK, dtype=np.int32)
+        queries, keys = part[:, 1] * BLOCK + offsets[:, None], part[:, 0] * BLOCK + offsets
+        exists = (queries < sq) & (keys < skv)
+        attends = function(part[:, 3], part[:, 2], xp.minimum(queries, sq - 1), xp.minimum(keys, skv - 1)) & exists
+        bits = xp.packbits(xp.ascontiguousarray(attends).reshape(-1)).reshape(len(attends), -1)
+        found.append(bits if xp is np else cupy_runtime.cupy().asnumpy(bits))
+    return np.concatenate(found)

@@ -1,0 +1,383 @@
+"""How a call computes a block mask: one packed call, calls on slices, or batch entries of blocks; and the arrays for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from ..calls.arguments import read_array, read_shapes, share_elements
+from ..device import cupy_runtime, driver
+from ..device.blocks import BLOCK
+from ..problem.band import Band
+from ..problem.problem import Problem
+from ..problem.tensor_spec import dtype_name
+from ..score_fn.expression import AXES
+from ..score_fn.tracer import trace
+from .entries import (
+    MASKED_COST,
+    MASKED_GRADIENT_COST,
+    MERGE_COST,
+    Entries,
+    PackedCopies,
+    Sizes,
+    attends,
+    make_tables,
+    packed_copies,
+    rectangles,
+)
+from .masks import segments
+from .masks.block_mask import BlockMask
+from .masks.evaluate import FULL, PARTIAL
+
+T = TypeVar("T")
+
+
+class Plan(NamedTuple):
+    """How calls of some sizes compute a mask; exactly one of the first three is not None.
+
+    Attributes:
+        packed: the sequences of one packed call.
+        slices: calls on slices of the arrays.
+        blocks: batch entries of blocks.
+        cost: the number of blocks that cuDNN computes, about; a block with a mask counts as several.
+    """
+
+    packed: segments.Packed | None
+    slices: list[segments.Slice] | None
+    blocks: Any
+    cost: float
+
+    @property
+    def method(self) -> str:
+        """The name of the method."""
+        return "packed" if self.packed else "slices" if self.slices is not None else "blocks"
+
+
+def block_cost(mask: BlockMask) -> float:
+    """The cost of the mask as batch entries of blocks: with a mask in partial blocks, and merged results."""
+    full, partial = ((mask.kinds == kind).sum(axis=0) for kind in (FULL, PARTIAL))
+    together = MASKED_COST * (full + partial)
+    separate = full + MASKED_COST * partial + MERGE_COST
+    return float(np.where(partial == 0, full, np.minimum(together, separate)).sum())
+
+
+def choose(mask: BlockMask, sizes: Sizes) -> Plan:
+    """The plan with the least cost: segments need no mask, but as many tiles as their rows and keys overlap."""
+    repeats = sizes.batch // mask.batch
+    blocks = block_cost(mask)
+    if mask.segments is not None:
+        entries = list(mask.segments) * repeats
+        cost = sum(segments.cost(entry) for entry in mask.segments)
+        if cost <= blocks:
+            if mask.batch == 1 and (slices := segments.slices(mask.segments[0])) is not None and len(slices) < 2:
+                return Plan(None, slices, None, cost)
+            if (packed := segments.packed(entries, mask.sq, mask.skv)) is not None:
+                return Plan(packed, None, None, cost)
+            if mask.batch == 1 and (slices := segments.slices(mask.segments[0])) is not None:
+                return Plan(None, slices, None, cost)
+    return Plan(None, None, make_tables(mask, sizes), blocks)
+
+
+def plan_of(mask: BlockMask, sizes: Sizes) -> Plan:
+    """The plan of a mask for calls of some sizes; it is chosen once."""
+    plan = mask.tables.get(sizes)
+    if plan is None:
+        plan = mask.tables[sizes] = choose(mask, sizes)
+    return plan
+
+
+def gradient_function(mask: BlockMask, sizes: Sizes) -> Callable[..., Any] | None:
+    """The mask function if the backward pass is faster as a call with it than on copies of blocks; None otherwise.
+
+    cuDNN computes all blocks within a band that ends at the diagonal, and all blocks without such a band.
+    """
+
+    def find() -> Callable[..., Any] | None:
+        if mask.function is None:
+            return None
+        band = trace(None, mask.function, {}, dict(zip(AXES, (sizes.batch, sizes.hq, mask.sq, mask.skv), strict=True))).band
+        key_blocks, query_blocks, *_ = mask.kinds.shape
+        left, right = band or (None, None)
+        offsets = np.arange(query_blocks)[None, :] - np.arange(key_blocks)[:, None]  # of query blocks from key blocks
+        computed = np.ones((key_blocks, query_blocks), bool)
+        if right == 0:
+            computed = (offsets >= 0) & (True if left is None else offsets * BLOCK < left + BLOCK)
+        cost = MASKED_GRADIENT_COST * computed.sum() * sizes.batch * mask.heads
+        of_copies = sum(rectangle.cost for kind in rectangles(mask, sizes.batch) for rectangle in kind)
+        return mask.function if cost < of_copies else None
+
+    key = (sizes, "function")
+    if key not in mask.tables:
+        mask.tables[key] = find()
+    found: Callable[..., Any] | None = mask.tables[key]
+    return found
+
+
+class EntryArrays(NamedTuple):
+    """The arrays of :class:`Entries` on the engine of a call.
+
+    Attributes:
+        items: int32 ``(E, 3)``.
+        options: the options of the call: the page table, lengths, and the mask.
+    """
+
+    items: Any
+    options: dict[str, Any]
+
+
+class Upload:
+    """Creates arrays on the engine of a call.
+
+    Args:
+        like: an array of the engine.
+
+    Raises:
+        RuntimeError: the stream is being captured.
+    """
+
+    def __init__(self, like: Any) -> None:
+        self.on_gpu = cupy_runtime.is_array(like)
+        if self.on_gpu and cupy_runtime.capturing():
+            raise RuntimeError(
+                "the stream is being captured into a CUDA graph, and the tables of this block mask are not on the GPU yet: run "
+                "the call once before the capture begins"
+            )
+
+    def __call__(self, array: Any) -> Any:
+        """The array on the engine, in Fortran order."""
+        return cupy_runtime.cupy().asarray(array, order="F") if self.on_gpu else np.asfortranarray(array)
+
+    def items(self, items: Any) -> Any:
+        """Items ``(n, 3)`` on the engine; each item is contiguous."""
+        return cupy_runtime.cupy().asarray(items, order="C") if self.on_gpu else items
+
+
+def on_engine(mask: BlockMask, like: Any, key: tuple[Any, ...], make: Callable[[Upload], T]) -> T:
+    """What calls of a mask need on their engine; it is made by the first call, which synchronizes.
+
+    Args:
+        mask: the block mask, which stores it.
+        like: an array of the engine.
+        key: identifies it among those of the mask.
+        make: makes it.
+    """
+    where = (driver.context_id() if cupy_runtime.is_array(like) else None, *key)
+    found: T | None = mask.tables.get(where)
+    if found is None:
+        upload = Upload(like)
+        found = make(upload)
+        if upload.on_gpu:  # other streams may use it next
+            cupy_runtime.cupy().cuda.get_current_stream().synchronize()
+        mask.tables[where] = found
+    return found
+
+
+def upload_entries(mask: BlockMask, entries: Entries, starts: Any, upload: Upload) -> EntryArrays:
+    """The arrays of batch entries on the engine of a call.
+
+    Args:
+        mask: the block mask.
+        entries: the batch entries.
+        starts: the cumulative lengths of their queries.
+        upload: creates arrays on the engine.
+    """
+    options: dict[str, Any] = {
+        "page_table": upload(entries.table), "seq_lens_kv": upload(entries.lengths),
+        "cu_seqlens_q": upload(np.array(starts, np.int32)), "max_seqlen_q": BLOCK,
+    }  # fmt: skip
+    if entries.partial is not None:
+        options |= {"mask_mod": is_attended, "tensors": {"attends": upload(attends(mask, entries.partial[:, None]))}}
+    return EntryArrays(upload.items(entries.items), options)
+
+
+def is_attended(b: Any, h: Any, q_idx: Any, kv_idx: Any, attends: Any) -> Any:
+    """The mask of batch entries of blocks."""
+    return attends[kv_idx, q_idx, b] != 0
+
+
+def band_options(band: Band | None) -> dict[str, Any]:
+    """The options of a call with a band."""
+    return {} if band is None else {"window": (band.left, band.right, "bottom_right" if band.bottom_right else "top_left")}
+
+
+def strided(array: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+    """A view of an array with another shape and strides in bytes."""
+    if cupy_runtime.is_array(array):
+        return cupy_runtime.cupy().ndarray(shape, array.dtype, array.data, strides)
+    return np.lib.stride_tricks.as_strided(array, shape, strides)
+
+
+def flattened(array: Any) -> Any | None:
+    """An array ``(D, H, S, B)`` as ``(D, H, S B)``, a view; None if the batch entries do not follow one another."""
+    d, h, s, b = array.shape
+    unit, head, row, batch = array.strides
+    return strided(array, (d, h, s * b), (unit, head, row)) if b == 1 or batch == s * row else None
+
+
+def as_pages(array: Any) -> Any | None:
+    """An array ``(D, H, S, B)`` as pages ``(D, H, BLOCK, pages)``, a view; None if S is no multiple of BLOCK."""
+    flat = flattened(array)
+    if flat is None or array.shape[2] % BLOCK:
+        return None
+    d, h, total = flat.shape
+    return strided(array, (d, h, BLOCK, total // BLOCK), (*flat.strides, BLOCK * flat.strides[2]))
+
+
+#: The options that calls with a block mask take besides it.
+SUPPORTED = ("scale", "softcap", "score_mod", "tensors", "sinks", "max_workspace")
+
+
+def check(q: Any, k: Any, v: Any, mask: Any, options: Mapping[str, Any]) -> Sizes:
+    """Check the arguments of a call with a block mask; returns its sizes.
+
+    Raises:
+        TypeError, ValueError: the mask does not fit the arrays, or another option is passed.
+    """
+    if not isinstance(mask, BlockMask):
+        raise TypeError(
+            f"block_mask is a {type(mask).__module__}.{type(mask).__qualname__}; it must be a cupy_sdpa.BlockMask: create it "
+            "with cupy_sdpa.block_mask, or from FlexAttention's fields with BlockMask.from_kv_blocks"
+        )
+    for name, value in options.items():
+        if name not in SUPPORTED and value is not None and value is not False and not (name == "dropout_p" and value == 0):
+            raise ValueError(
+                f"{name} and block_mask are both passed; with a block mask calls take {', '.join(SUPPORTED)}: put other masks "
+                "into the mask function of block_mask"
+            )
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        if getattr(array, "ndim", 0) != 4:
+            raise ValueError(f"{name} has shape {getattr(array, 'shape', None)}; with a block mask it must be (D, H, S, B)")
+        if cupy_runtime.is_array(array) and array.strides[0] != array.itemsize and array.size:
+            raise ValueError(
+                f"{name} has a stride of {array.strides[0]} bytes along head_dim; an element has {array.itemsize}: axis 0 must "
+                f"be contiguous. Copy it with cupy.asfortranarray({name})"
+            )
+    (_, hq, sq, batch), (_, hkv, skv, _) = q.shape, k.shape
+    if k.shape[1:] != v.shape[1:] or k.shape[3] != batch or q.shape[0] != k.shape[0] or not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            f"q {q.dtype} {q.shape}, k {k.dtype} {k.shape} and v {v.dtype} {v.shape} do not match: shapes are (D, Hq, Sq, B), "
+            "(D, Hkv, Skv, B) and (Dv, Hkv, Skv, B), of one dtype"
+        )
+    if (mask.sq, mask.skv) != (sq, skv):
+        raise ValueError(f"block_mask is for {mask.sq} queries and {mask.skv} keys; q has {sq} queries and k {skv} keys")
+    if mask.heads not in (1, hq) or mask.batch not in (1, batch):
+        raise ValueError(
+            f"block_mask has {mask.heads} heads and {mask.batch} batch entries; q has {hq} and {batch}: both must be equal or 1"
+        )
+    if hkv and hq % hkv:
+        raise ValueError(f"q has {hq} heads and k {hkv}; {hq} must be a multiple of {hkv}")
+    return Sizes(hq, hkv, batch)
+
+
+def check_results(results: Mapping[str, tuple[Any, tuple[int, ...], Any]], inputs: Mapping[str, Any]) -> None:
+    """Check arrays that the caller passed for results.
+
+    Args:
+        results: for each result the array or None, its shape and its dtype.
+        inputs: the other arrays.
+
+    Raises:
+        TypeError, ValueError: a result has another shape or dtype, is read-only, or overlaps another array.
+    """
+    passed = {name: array for name, (array, _, _) in results.items() if array is not None}
+    for name, result in passed.items():
+        _, shape, dtype = results[name]
+        if result.shape != shape:
+            raise ValueError(f"{name} has shape {result.shape}; it must be {shape}")
+        if result.dtype != dtype:
+            raise TypeError(f"{name} is {result.dtype}; it must be {dtype}: allocate it with that dtype")
+        if isinstance(result, np.ndarray) and not result.flags.writeable:
+            raise ValueError(f"{name} is read-only, but results are written to it: pass a writable array")
+        for other_name, other in {**inputs, **passed}.items():
+            if other is not result and share_elements(read_array(name, result), read_array(other_name, other)):
+                raise ValueError(f"{name} overlaps {other_name} in memory: results would overwrite it; pass a separate array")
+
+
+def part_problems(
+    arrays: tuple[Any, Any, Any],
+    mask: BlockMask,
+    options: Mapping[str, Any],
+    *,
+    backward: bool = False,
+    return_stats: bool = False,
+    deterministic: bool = False,
+) -> list[Problem]:
+    """The problems of the calls of cuDNN that compute a call with a block mask; arrays are assumed to be dense.
+
+    Args:
+        arrays: q, k and v.
+        mask: the block mask.
+        options: the other options.
+        backward, return_stats, deterministic: as for :func:`cupy_sdpa.explain`.
+    """
+    q, k, v = arrays
+    sizes = check(q, k, v, mask, options)
+    plan, dtype = plan_of(mask, sizes), dtype_name(q.dtype)
+    common = {name: value for name, value in options.items() if value is not None and name != "sinks"}
+    if common.pop("score_mod", None) is not None:
+        raise ValueError("explain does not take score_mod with block_mask; omit score_mod")
+    (d, hq, sq, batch), (dv, hkv, skv, _) = q.shape, v.shape
+    outputs = {"dtype": dtype, "backward": backward, "return_stats": return_stats, "deterministic": deterministic}
+
+    def pose(queries: tuple[int, ...], keys: tuple[int, ...], given: Mapping[str, Any], **changes: Any) -> Problem:
+        shapes = (d, *queries), (d, *keys), (dv, *keys)
+        return read_shapes(*shapes, {**common, **given}, **{**outputs, **changes})
+
+    if backward and plan.blocks is not None and not deterministic and (function := gradient_function(mask, sizes)):
+        return [pose((hq, sq, batch), (hkv, skv, batch), {"mask_mod": function})]
+    if plan.packed:
+        given = {**lengths_of(plan.packed), **band_options(plan.packed.band)}
+        return [pose((hq, sq * batch), (hkv, skv * batch), given)]
+    if plan.slices is not None:
+        parts = segments.gradient_slices(plan.slices) if backward else plan.slices
+        return [pose((hq, x.q1 - x.q0, batch), (hkv, x.k1 - x.k0, batch), band_options(x.band)) for x in parts]
+    hq, hkv = (1, 1) if mask.heads > 1 else (hq, hkv)
+    found = []
+    if backward:
+        for kind in rectangles(mask, batch):
+            if (part := packed_copies(kind, mask, sizes)) is not None:
+                pairs = None if part.partial is None else (part.longest_kv, part.longest_q, len(part.starts_q) - 1)
+                given = {**lengths_of(part), **_pairs_options(pairs)}
+                found.append(pose((hq, BLOCK * len(part.queries)), (hkv, BLOCK * len(part.keys)), given))
+        return found
+    tables = plan.blocks
+    pages = (hkv, BLOCK, -(-skv // BLOCK) * batch * (1 if mask.heads == 1 else sizes.hkv))
+    for entries in (tables.direct, *tables.copied):
+        if entries is not None:
+            count = len(entries.items)
+            pairs = None if entries.partial is None else (BLOCK * len(entries.table), BLOCK, count)
+            given = {"page_table": entries.table.shape, "seq_lens_kv": (count,), "cu_seqlens_q": (count + 1,),
+                     "max_seqlen_q": BLOCK, **_pairs_options(pairs)}  # fmt: skip
+            total = sq * batch if entries is tables.direct else BLOCK * count
+            merged = bool(tables.copied) or options.get("sinks") is not None
+            found.append(pose((hq, total), pages, given, return_stats=return_stats or merged))
+    return found
+
+
+def lengths_of(part: segments.Packed | PackedCopies) -> dict[str, Any]:
+    """The options of packed sequences, with shapes in place of arrays."""
+    return {
+        "cu_seqlens_q": part.starts_q.shape, "cu_seqlens_kv": part.starts_kv.shape, "max_seqlen_q": part.longest_q,
+        "max_seqlen_kv": part.longest_kv,
+    }  # fmt: skip
+
+
+def _pairs_options(shape: tuple[int, int, int] | None) -> dict[str, Any]:
+    """The options of a call with the mask of its batch entries, with an array whose elements share memory."""
+    if shape is None:
+        return {}
+    keys, queries, _ = shape
+    pairs = np.lib.stride_tricks.as_strided(np.empty(1, np.float16), shape, (2, 2 * keys, 2 * keys * queries))
+    return {"mask_mod": is_attended, "tensors": {"attends": pairs}}
+
+
+def description(mask: BlockMask, sizes: Sizes) -> str:
+    """How calls of some sizes compute a mask, for :func:`cupy_sdpa.explain`."""
+    plan = plan_of(mask, sizes)
+    how = {
+        "packed": "as packed sequences", "slices": f"as {len(plan.slices or ())} calls on slices",
+        "blocks": "as batch entries of blocks",
+    }  # fmt: skip
+    return f"{repr(mask)[1:-1]}; computed {how[plan.method]}"

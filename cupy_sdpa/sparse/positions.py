@@ -1,0 +1,294 @@
+"""Score functions in calls whose queries and keys are at other positions: packed sequences, slices, and blocks.
+
+The function is called with the original positions, which are captured arrays of the call, and with proxies of its arrays. An
+array that it indexes by positions is copied: element by element, in the order of the call.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..device.blocks import BLOCK
+from ..device.blocks.copies import copy_elements
+from ..score_fn.expression import AXES
+from ..score_fn.identity import identity
+from ..score_fn.tracer import Access, trace
+from .entries import Entries, PackedCopies, Sizes
+from .masks.block_mask import BlockMask
+from .masks.evaluate import taken
+from .masks.segments import Packed, Slice
+from .plan import Upload, on_engine
+
+#: The names of the arrays of original positions, for the axes of the scores.
+_POSITIONS = dict(zip(AXES, ("entry of b", "head of b", "position of q_idx", "position of kv_idx"), strict=True))
+
+
+class Positions(NamedTuple):
+    """Where the queries and keys of a call come from, E batch entries.
+
+    Attributes:
+        queries, keys: int32 ``(Sq, E)`` and ``(Skv, E)``, the positions in the arrays of the caller.
+        entries: int32 ``(E,)``, the batch entries.
+        heads: int32 ``(E,)``, the head, if each entry has one head; None if the heads are those of the caller.
+    """
+
+    queries: NDArray[np.int32]
+    keys: NDArray[np.int32]
+    entries: NDArray[np.int32]
+    heads: NDArray[np.int32] | None
+
+
+def with_scores(
+    options: Mapping[str, Any],
+    scores: ScoreFunction | None,
+    mask: BlockMask,
+    key: tuple[Any, ...],
+    like: Any,
+    positions: Callable[[], Positions],
+) -> dict[str, Any]:
+    """Options with the score function, if there is one.
+
+    Args:
+        options: the options of a part.
+        scores: the score function.
+        mask, key, like, positions: as for :meth:`ScoreFunction.located`.
+    """
+    if scores is None:
+        return dict(options)
+    if key[1] == (0, mask.sq, 0, mask.skv):
+        return {**options, **scores.options}
+    located = scores.located(mask, key, like, positions)
+    return {**options, **located, "tensors": {**options.get("tensors", {}), **located["tensors"]}}
+
+
+def of_packed(packed: Packed, mask: BlockMask, sizes: Sizes) -> Positions:
+    """The positions of segments as packed sequences of flattened batch entries."""
+    starts, count = (packed.starts_q[:-1], packed.starts_kv[:-1]), mask.sq * sizes.batch - 1
+    entries = np.minimum(starts[0], max(count, 0)) // max(mask.sq, 1)
+    local = [start - entries * length for start, length in zip(starts, (mask.sq, mask.skv), strict=True)]
+    return _positions(packed.longest_q, local[0], packed.longest_kv, local[1], entries, None, mask)
+
+
+def of_slice(part: Slice, mask: BlockMask, sizes: Sizes) -> Positions:
+    """The positions of a slice of every batch entry."""
+    zeros = np.zeros(sizes.batch, np.int64)
+    return _positions(
+        part.q1 - part.q0, zeros + part.q0, part.k1 - part.k0, zeros + part.k0, np.arange(sizes.batch), None, mask
+    )
+
+
+def of_entries(entries: Entries, mask: BlockMask, sizes: Sizes) -> Positions:
+    """The positions of batch entries of blocks."""
+    blocks, groups, of_batch = entries.items.T.astype(np.int64)
+    keys = (entries.table % max(mask.kinds.shape[0], 1)).astype(np.int64)
+    return Positions(
+        _in_blocks(blocks[None, :], mask.sq),
+        _in_blocks(keys, mask.skv),
+        of_batch.astype(np.int32),
+        groups.astype(np.int32) if mask.heads > 1 else None,
+    )
+
+
+def of_copies(part: PackedCopies, mask: BlockMask) -> Positions:
+    """The positions of rectangles as packed sequences."""
+    found = []
+    for items, starts, longest, length in (
+        (part.queries, part.starts_q, part.longest_q, mask.sq),
+        (part.keys, part.starts_kv, part.longest_kv, mask.skv),
+    ):
+        tokens = _in_blocks(items[:, 0].astype(np.int64)[:, None], length, axis=1).reshape(-1)
+        index = np.minimum(starts[:-1] + np.arange(longest)[:, None], len(tokens) - 1)
+        found.append(np.asfortranarray(tokens[index]))
+    first = np.minimum(part.starts_q[:-1] // BLOCK, len(part.queries) - 1)
+    _, groups, entries = part.queries[first].T
+    return Positions(found[0], found[1], entries.copy(), groups.copy() if mask.heads > 1 else None)
+
+
+def _in_blocks(blocks: NDArray[np.int64], length: int, axis: int = 0) -> NDArray[np.int32]:
+    """The positions in blocks along an axis; at most the last one."""
+    offsets = np.arange(BLOCK)
+    found = blocks[:, None] * BLOCK + offsets[:, None] if axis == 0 else blocks * BLOCK + offsets
+    found = found.reshape(-1, blocks.shape[1]) if axis == 0 else found
+    return np.asfortranarray(np.minimum(found, max(length - 1, 0)).astype(np.int32))
+
+
+def _positions(queries: int, first_q: Any, keys: int, first_kv: Any, entries: Any, heads: Any, mask: BlockMask) -> Positions:
+    """Consecutive positions from the first query and key of each entry; at most the last ones."""
+    found = [
+        np.asfortranarray(np.clip(first + np.arange(count)[:, None], 0, max(length - 1, 0)).astype(np.int32))
+        for first, count, length in ((first_q, queries, mask.sq), (first_kv, keys, mask.skv))
+    ]
+    return Positions(found[0], found[1], np.asarray(entries, np.int32), heads)
+
+
+class ScoreFunction:
+    """A score function of the caller.
+
+    Args:
+        score_mod: the function.
+        tensors: the arrays that it reads.
+        sizes: the lengths of the axes of the scores.
+
+    Attributes:
+        identity: identifies the function, see :mod:`cupy_sdpa.score_fn.identity`; None if it has no identity.
+    """
+
+    def __init__(self, score_mod: Callable[..., Any], tensors: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
+        self._function, self._tensors = score_mod, dict(tensors)
+        before = identity(score_mod)
+        traced = trace(score_mod, None, self._tensors, sizes)
+        if traced.band or (traced.program and traced.program.mask is not None):
+            raise ValueError("score_mod masks keys and block_mask is passed: put the condition into the mask function")
+        #: The options of a call in which all queries and keys are at their positions.
+        self.options = {"score_mod": score_mod, **({"tensors": self._tensors} if self._tensors else {})}
+        self.accesses = tuple(dict.fromkeys(traced.captured.values()))
+        self.identity: Hashable | None = before if before == identity(score_mod) else None
+
+    def located(self, mask: BlockMask, key: tuple[Any, ...], like: Any, positions: Callable[[], Positions]) -> dict[str, Any]:
+        """The options of a call with the function: the located function and its arrays.
+
+        Args:
+            mask: the block mask, which stores the positions.
+            key: identifies the call among those of the mask.
+            like: an array of the engine.
+            positions: returns the positions of the call.
+        """
+
+        def make(upload: Upload) -> tuple[Positions, dict[str, Any]]:
+            found = positions()
+            arrays = {"b": found.entries, "q_idx": found.queries, "kv_idx": found.keys}
+            if found.heads is not None:
+                arrays["h"] = found.heads
+            return found, {_POSITIONS[axis]: upload(array) for axis, array in arrays.items()}
+
+        found, arrays = on_engine(mask, like, (*key, "positions"), make)
+        arrays = dict(arrays)
+        names = {}
+        for number, access in enumerate(self.accesses):
+            array = self._tensors[access.name]
+            names[access] = f"{access.name} at {number}"
+            if not any(isinstance(axis, str) for axis in access.axes):
+                arrays[names[access]] = array[access.axes] if access.axes else array
+                continue
+            layout = access.axes, array.shape, array.strides
+            make_index = functools.partial(_index, access, array, found)
+            arrays[names[access]] = copy_elements(array, on_engine(mask, like, (*key, "index", layout), make_index))
+        shapes = {name: tuple(array.shape) for name, array in self._tensors.items()}
+        located = Located(self._function, shapes, names, found.heads is not None, self.identity)
+        return {"score_mod": located, "tensors": arrays}
+
+
+def _index(access: Access, array: Any, positions: Positions, upload: Upload) -> Any:
+    """The offsets in elements of the elements that a call reads, ``(Skv, Sq, H, E)`` without the axes that it does not use."""
+    parts: dict[str, NDArray[Any]] = {
+        "b": positions.entries[None, None, None, :],
+        "q_idx": positions.queries[None, :, None, :],
+        "kv_idx": positions.keys[:, None, None, :],
+    }
+    if positions.heads is not None:
+        parts["h"] = positions.heads[None, None, None, :]
+    offsets: Any = np.zeros((1, 1, 1, 1), np.int64)
+    for axis, length, stride in zip(access.axes, array.shape, array.strides, strict=True):
+        step = stride // array.dtype.itemsize
+        if isinstance(axis, int):
+            offsets = offsets + axis * step
+        else:
+            part = parts[axis] if axis in parts else np.arange(length)[None, None, :, None]
+            offsets = offsets + part.astype(np.int64) * step
+    used = _axes_of(access, positions.heads is not None)
+    kept = tuple(slice(None) if axis in used else 0 for axis in ("kv_idx", "q_idx", "h", "b"))
+    return upload(offsets[kept])
+
+
+def _axes_of(access: Access, one_head: bool) -> tuple[str, ...]:
+    """The axes of the copy of an array, in order: keys, queries, heads, batch entries."""
+    used = {axis for axis in access.axes if isinstance(axis, str)}
+    if used & {"b", "q_idx", "kv_idx"} or (one_head and "h" in used):
+        used.add("b")
+    if one_head:
+        used.discard("h")
+    return tuple(axis for axis in ("kv_idx", "q_idx", "h", "b") if axis in used)
+
+
+class Located:
+    """A score function that is called with the original positions and arrays.
+
+    Args:
+        function: the score function.
+        shapes: the shapes of its arrays.
+        names: the name of the copied array of each access.
+        one_head: whether each batch entry has one head.
+
+    Attributes:
+        identity: identifies the function; None if it has no identity.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        shapes: Mapping[str, tuple[int, ...]],
+        names: Mapping[Access, str],
+        one_head: bool,
+        identity: Hashable | None,
+    ) -> None:
+        self._function, self._shapes, self._names, self._one_head = function, shapes, names, one_head
+        self.identity = identity
+
+    def __call__(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, **arrays: Any) -> Any:
+        """The score."""
+        moved = {
+            "b": arrays[_POSITIONS["b"]][b],
+            "h": arrays[_POSITIONS["h"]][b] if self._one_head else h,
+            "q_idx": arrays[_POSITIONS["q_idx"]][q_idx, b],
+            "kv_idx": arrays[_POSITIONS["kv_idx"]][kv_idx, b],
+        }
+        local = {"b": b, "h": h, "q_idx": q_idx, "kv_idx": kv_idx}
+        copies = {
+            access: arrays[name][tuple(local[axis] for axis in axes)]
+            if (axes := _axes_of(access, self._one_head))
+            else arrays[name]
+            for access, name in self._names.items()
+        }
+        tensors = {}
+        for name in taken(self._function, self._shapes):
+            element = _Elements(name, self._shapes[name], copies, moved)
+            tensors[name] = element if self._shapes[name] else element[()]
+        return self._function(score, *moved.values(), **tensors)
+
+
+class _Elements:
+    """An array of the caller, in a call with copies of its elements."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, name: str, shape: tuple[int, ...], copies: Mapping[Access, Any], moved: Mapping[str, Any]) -> None:
+        self._name, self.shape, self._copies, self._moved = name, shape, copies, moved
+
+    def __getitem__(self, index: Any) -> Any:
+        parts = index if isinstance(index, tuple) else (index,)
+        axes = tuple(
+            next((axis for axis, value in self._moved.items() if value is part), None) or part % length
+            for part, length in zip(parts, self.shape, strict=True)
+        )
+        found = self._copies.get(Access(self._name, axes))
+        return 0 * self._moved["q_idx"] if found is None else found  # an element that the result does not depend on
+
+
+def separate_function(kind: Any, options: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+    """The kind and the options under which a call is cached: the identity of a located function is a part of the kind.
+
+    Returns:
+        The arguments of :func:`.run_cached`; the kind is None if the call cannot be cached.
+    """
+    located = options.get("score_mod")
+    if not isinstance(located, Located):
+        return kind, options
+    if located.identity is None:
+        return None, options
+    rest = {name: value for name, value in options.items() if name not in ("score_mod", "mask_mod")}
+    return (kind, located.identity, "mask_mod" in options), rest

@@ -1,0 +1,188 @@
+"""Block masks: which blocks are listed, in what memory, and how they are shown."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from cupy_sdpa import BlockMask, block_mask, zoo
+from cupy_sdpa.sparse.entries import Sizes, make_tables, rectangles
+from cupy_sdpa.sparse.masks.evaluate import EMPTY, FULL, PARTIAL, Function, evaluate
+from cupy_sdpa.sparse.masks.segments import bands, find_segments, packed
+
+
+def dense_of(mask_mod, sq, skv, **tensors):
+    """The mask ``(Skv, Sq)``, evaluated at once."""
+    attends = mask_mod(0, 0, np.arange(sq), np.arange(skv)[:, None], **tensors)
+    return np.broadcast_to(attends, (skv, sq))
+
+
+@pytest.mark.parametrize("lengths", [(0, 5), (1, 1), (2, 300), (128, 128), (129, 127), (500, 300), (1000, 1)], ids=str)
+@pytest.mark.parametrize("mask_mod", [zoo.causal, zoo.sliding_window(40), zoo.natten(20, 3), zoo.chunked(100), zoo.checkered])
+def test_a_mask_is_that_of_its_function(mask_mod, lengths):
+    """Every pair; full blocks have no masked pair, and empty blocks no other one."""
+    mask = block_mask(mask_mod, *lengths)
+    dense = dense_of(mask_mod, *lengths)
+    np.testing.assert_array_equal(mask.to_dense()[..., 0, 0], dense)
+    assert mask.shape == (*reversed(lengths), 1, 1)
+    for (j, i), kind in np.ndenumerate(mask.kinds[..., 0, 0]):
+        block = dense[j * 128 : (j + 1) * 128, i * 128 : (i + 1) * 128]
+        assert kind == (FULL if block.all() else PARTIAL if block.any() else EMPTY)
+
+
+def test_masks_of_heads_and_batch_entries():
+    """The function gets h and b, with arrays that it indexes by them."""
+    size = np.array([10, 300], np.int32)
+    start = np.array([0, 150, 299], np.int32)
+
+    def mask_mod(b, h, q_idx, kv_idx, size, start):
+        return (abs(q_idx - kv_idx) <= size[h]) & (kv_idx >= start[b])
+
+    mask = block_mask(mask_mod, 200, 300, heads=2, batch=3, tensors={"size": size, "start": start})
+    for h, b in np.ndindex(2, 3):
+        expected = dense_of(lambda _b, _h, i, j: mask_mod(b, h, i, j, size, start), 200, 300)  # noqa: B023
+        np.testing.assert_array_equal(mask.to_dense()[..., h, b], expected)
+
+
+@pytest.mark.parametrize(("index", "option"), [("b", "batch"), ("h", "heads")])
+def test_an_index_that_is_not_given_is_refused(index, option):
+    """The message names the option."""
+    functions = {"b": lambda b, h, i, j: i + b > j, "h": lambda b, h, i, j: i > j * h}
+    with pytest.raises(TypeError, match=f"uses {index}, and {option} is None: pass {option}="):
+        block_mask(functions[index], 10, 10)
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "error", "message"),
+    [
+        (lambda b, h, i, j: i - j, {}, TypeError, "it must return a condition"),
+        (lambda b, h, i, j: i > j, {"sq": -1}, ValueError, "sq is -1"),
+        (lambda b, h, i, j: i > j, {"skv": 1.5}, TypeError, "skv is 1.5"),
+        (lambda b, h, i, j: i > j, {"heads": 0}, ValueError, "heads is 0"),
+        (lambda b, h, i, j: i > j, {"tensors": {"x": np.ones(1)}}, ValueError, "tensors has x"),
+        (3, {}, TypeError, "mask_mod is a int"),
+    ],
+)
+def test_wrong_arguments_are_refused(function, options, error, message):
+    """The message contains the value."""
+    with pytest.raises(error, match=message):
+        block_mask(function, **{"sq": 10, "skv": 10, **options})
+
+
+def test_the_mask_is_not_evaluated_at_once():
+    """The memory is that of some rows of blocks, not that of all pairs (67 MB of bool)."""
+    tracemalloc.start()
+    block_mask(lambda b, h, i, j: i // 500 == j // 500, 1 << 14, 1 << 12)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1.2 * (1 << 26)
+
+
+def test_from_blocks():
+    """Without a function all listed blocks are full; with one, those that are not listed as full have its pairs."""
+    rng = np.random.default_rng(0)
+    blocks = rng.random((3, 2, 2, 1)) < 0.5
+    mask = BlockMask.from_blocks(blocks, 200, 300)
+    assert (mask.blocks, mask.partial) == (blocks.sum(), 0)
+    np.testing.assert_array_equal(mask.to_dense(), np.repeat(np.repeat(blocks, 128, 0), 128, 1)[:300, :200])
+    full = blocks & (rng.random(blocks.shape) < 0.5)
+    mask = BlockMask.from_blocks(blocks, 200, 300, full=full, mask_mod=lambda b, h, i, j: i >= j + h)
+    i, j, h = np.arange(200)[:, None, None], np.arange(300)[:, None, None, None], np.arange(2)[:, None]
+    wide = [np.repeat(np.repeat(x, 128, 0), 128, 1)[:300, :200] for x in (blocks, full)]
+    np.testing.assert_array_equal(mask.to_dense(), wide[1] | (wide[0] & (i >= j + h)))
+
+
+def test_from_the_fields_of_flex_attention():
+    """The axes are those of FlexAttention; entries after the counts are not read."""
+    rng = np.random.default_rng(0)
+    partial = rng.random((2, 3, 4, 5)) < 0.4  # (B, H, query blocks, key blocks)
+    full = ~partial & (rng.random(partial.shape) < 0.4)
+
+    def fields(blocks):
+        order = np.argsort(~blocks, axis=3, kind="stable")
+        counts = blocks.sum(axis=3)
+        return counts, np.where(np.arange(5) < counts[..., None], order, 99)
+
+    mask = BlockMask.from_kv_blocks(*fields(partial), *fields(full), mask_mod=lambda b, h, i, j: i >= j)
+    assert mask.shape == (640, 512, 3, 2)
+    np.testing.assert_array_equal(mask.kinds != EMPTY, (partial | full).transpose(3, 2, 1, 0))
+    np.testing.assert_array_equal(mask.kinds == FULL, full.transpose(3, 2, 1, 0))
+    with pytest.raises(ValueError, match="kv_indices has entries outside of 0 to 4"):
+        BlockMask.from_kv_blocks(np.full((1, 1, 1), 2), np.full((1, 1, 1, 5), 7))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_segments_are_exactly_the_rows(seed):
+    """Random interval masks: the segments, and the packed sequences if there are any, have the same pairs."""
+    rng = np.random.default_rng(seed)
+    sq = int(rng.integers(1, 60))
+    skv = int(rng.integers(1, 60)) if seed % 3 == 0 else sq
+    document, n, ends = np.sort(rng.integers(0, 5, 60)), int(rng.integers(0, 10)), int(rng.integers(0, skv + 1))
+    mask_mod = [
+        lambda b, h, i, j: i >= j,
+        lambda b, h, i, j: document[i] == document[j],
+        lambda b, h, i, j: (document[i] == document[j]) & (i >= j) & (i - j <= n),
+        lambda b, h, i, j: (j < ends) | (i >= j),
+        lambda b, h, i, j: (abs(i - j) <= n) & (document[i] > 0),
+    ][seed % 5]
+    mask = block_mask(mask_mod, sq, skv)
+    dense = mask.to_dense()[..., 0, 0].T
+    function = Function(mask_mod, None, per_head=False, per_entry=False)
+    entry = find_segments(evaluate(function, 0, 0, sq, skv)[1], 1000)
+    found = np.zeros_like(dense)
+    for q0, q1, first, end in entry.segments:
+        ((left, right),) = bands(entry, [part for part in entry.segments if part.q0 == q0])
+        for i in range(q0, q1):
+            begin = first.key if left is None else max(first.key, i - left)
+            found[i, begin : end.key if right is None else min(end.key, i + right + 1)] = True
+    np.testing.assert_array_equal(found, dense)
+    if (sequences := packed([entry], sq, skv)) is not None:
+        found = np.zeros_like(dense)
+        for e in range(len(sequences.starts_q) - 1):
+            q, kv = (slice(*starts[e : e + 2]) for starts in (sequences.starts_q, sequences.starts_kv))
+            i, j = np.arange(q.stop - q.start)[:, None], np.arange(kv.stop - kv.start)
+            attends, band = np.ones((i.size, j.size), bool), sequences.band
+            if band:
+                shift = j.size - i.size if band.bottom_right else 0
+                attends &= j >= (-np.inf if band.left is None else i + shift - band.left)
+                attends &= j <= (np.inf if band.right is None else i + shift + band.right)
+            found[q, kv] = attends
+        np.testing.assert_array_equal(found, dense)
+
+
+def test_rows_that_are_not_intervals_have_no_segments():
+    """A gap in one row is enough."""
+    assert block_mask(lambda b, h, i, j: (i != 70) | (j != 30), 100, 100).segments is None
+    assert block_mask(lambda b, h, i, j: (i != 70) | (j != 0), 100, 100).segments is not None
+    empty = block_mask(lambda b, h, i, j: i < j - 1000, 100, 100).segments
+    assert empty is not None
+    assert not empty[0].segments
+
+
+def test_work_is_proportional_to_the_number_of_blocks():
+    """One long row among short ones: padded lists of the forward pass and of the backward pass have at most twice the blocks."""
+    kinds = np.eye(64, dtype=bool)
+    kinds[:, 5] = True
+    mask = BlockMask.from_blocks(kinds, mask_mod=lambda b, h, i, j: (i + j) % 2 == 0)
+    tables = make_tables(mask, Sizes(4, 2, 1))
+    lists = [entries for entries in (tables.direct, *tables.copied) if entries and entries.partial is not None]
+    assert sum(entries.partial.size for entries in lists) <= 2 * mask.blocks
+    full, masked = rectangles(mask, 1)
+    assert not full
+    assert max(len(part.keys) for part in masked) * len(masked) <= 2 * sum(len(part.keys) for part in masked)
+    listed = np.zeros((64, 64), int)
+    for part in masked:
+        listed[np.ix_(part.keys, part.queries)] += part.partial >= 0
+    np.testing.assert_array_equal(listed, mask.kinds[..., 0, 0] == PARTIAL)
+
+
+def test_display():
+    """The text is one line; the picture has one cell per block, and at most 128 in a row."""
+    mask = block_mask(zoo.causal, 512, 256)
+    assert repr(mask) == "<BlockMask 512 x 256: 7 of 8 blocks, 2 of them partial; sparsity 12.5 %>"
+    assert mask.sparsity == 0.125
+    html = mask._repr_html_()
+    assert html.count("<rect") == 8
+    assert "7 of 8 blocks" in html
+    large = BlockMask.from_blocks(np.ones((300, 300), bool))
+    assert large.picture().count("<rect") == 100**2
