@@ -6,6 +6,7 @@ import pytest
 import cupy_sdpa
 from cupy_sdpa import BlockMask, attention, attention_backward, attention_vjp, block_mask
 from cupy_sdpa._cudnn.library import library
+from cupy_sdpa.sparse import plan as plans
 from cupy_sdpa.sparse.entries import Sizes
 from cupy_sdpa.sparse.plan import plan_of
 
@@ -297,7 +298,6 @@ def test_plain_mask_functions_use_blocks_where_it_pays(name, mask_mod, used, fak
     """The result is the same, and the report names the reason; small problems and functions with arrays use all blocks."""
     from cupy_sdpa.sparse import automatic
 
-    monkeypatch.setattr(automatic, "_evaluated", on_host(automatic._evaluated))
     monkeypatch.setattr(automatic, "_decisions", type(automatic._decisions)())
     shape = (16, 1, 2048, 1)
     decision = automatic.decide(shape, shape, {"mask_mod": mask_mod})
@@ -311,22 +311,10 @@ def test_plain_mask_functions_use_blocks_where_it_pays(name, mask_mod, used, fak
     assert ("block mask: used" if used else "block mask: not used") in str(report)
 
 
-def on_host(evaluated):
-    """Evaluate mask functions on numpy arrays: the fake CuPy lacks integer division."""
-
-    def evaluate(function, sizes, sq, skv):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("cupy_sdpa.sparse.masks.evaluate.cupy_runtime.current_device", lambda: None)
-            return evaluated(function, sizes, sq, skv)
-
-    return evaluate
-
-
 def test_a_plain_mask_function_is_computed_by_blocks(fake, monkeypatch):
     """attention and its gradients with mask_mod are those with the block mask of the function."""
     from cupy_sdpa.sparse import automatic
 
-    monkeypatch.setattr(automatic, "_evaluated", on_host(automatic._evaluated))
     monkeypatch.setattr(automatic, "_decisions", type(automatic._decisions)())
     rng = np.random.default_rng(0)
     arrays = [fake.asarray(np.asfortranarray(rng.standard_normal((16, 1, 2048, 1)).astype("f2"))) for _ in range(4)]
@@ -400,3 +388,22 @@ def test_the_tables_are_not_created_in_a_capture(fake):
                 attention(x, x, x, block_mask=mask)
         finally:
             stream.end_capture()
+
+
+def test_a_function_that_changes_does_not_change_its_mask():
+    """The backward pass may use the mask function, but not after a value that it refers to has changed."""
+    state = {"step": 2}
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        return (q_idx >= kv_idx) & (q_idx - kv_idx <= 200) & ((q_idx - kv_idx) % state["step"] == 0)
+
+    mask = block_mask(mask_mod, 1024, 1024)
+    assert plans.gradient_function(mask, Sizes(1, 1, 1)) is mask_mod
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (np.asfortranarray(rng.standard_normal((8, 1, 1024, 1))) for _ in range(4))
+    _, pullback = attention_vjp(q, k, v, block_mask=mask)
+    before = pullback(dout)
+    state["step"] = 3
+    assert plans.gradient_function(mask, Sizes(1, 1, 1)) is None
+    for x, y in zip(before, pullback(dout), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
