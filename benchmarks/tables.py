@@ -349,7 +349,7 @@ TABLES = {
 def main(words: Sequence[str]) -> int:
     """Print a table."""
     options = parser("tables", __doc__)
-    options.add_argument("table", choices=TABLES)
+    options.add_argument("table", choices=TABLES, metavar="TABLE", help=f"of {', '.join(TABLES)}")
     options.add_argument("csv", nargs="*", metavar="FILE", help="for speed: CSV files of compare (default: the committed ones)")
     options.add_argument("--plot", type=Path, metavar="FILE", help="for decode: also draw the times relative to ours")
     arguments = options.parse_args(words)

@@ -186,3 +186,18 @@ def test_display():
     assert "7 of 8 blocks" in html
     large = BlockMask.from_blocks(np.ones((300, 300), bool))
     assert large.picture().count("<rect") == 100**2
+
+
+@pytest.mark.parametrize("mask_mod", [zoo.causal, zoo.sliding_window(40), zoo.natten(20, 3), zoo.chunked(100), zoo.checkered])
+def test_masks_are_evaluated_on_the_gpu(mask_mod, fake):
+    """Without arrays on the GPU, if there is one; with CuPy arrays there, too. The mask is the same as on numpy."""
+    pairs = np.random.default_rng(0).random((300, 200)) < 0.3
+
+    def with_array(b, h, q_idx, kv_idx, pairs):
+        return pairs[kv_idx, q_idx] & mask_mod(b, h, q_idx, kv_idx)
+
+    host, device = (block_mask(with_array, 200, 300, tensors={"pairs": x}) for x in (pairs, fake.asarray(pairs)))
+    plain = block_mask(mask_mod, 200, 300)
+    np.testing.assert_array_equal(host.kinds, device.kinds)
+    np.testing.assert_array_equal(host.to_dense(), device.to_dense())
+    np.testing.assert_array_equal(plain.to_dense()[..., 0, 0], dense_of(mask_mod, 200, 300))

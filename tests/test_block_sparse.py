@@ -6,6 +6,7 @@ import pytest
 import cupy_sdpa
 from cupy_sdpa import BlockMask, attention, attention_backward, attention_vjp, block_mask
 from cupy_sdpa._cudnn.library import library
+from cupy_sdpa.sparse import plan as plans
 from cupy_sdpa.sparse.entries import Sizes
 from cupy_sdpa.sparse.plan import plan_of
 
@@ -106,7 +107,7 @@ class Draw:
         return {"score_mod": score_mod, "tensors": {name: xp.asarray(x, order="F") for name, x in tensors.items()}}, added
 
 
-def check(draw, xp, tolerance, *, with_scores, repeats=1):
+def check(draw, xp, tolerance, *, with_scores, deterministic=True, repeats=1):
     """Compare all results, in new arrays and in arrays full of NaN."""
     options, added = draw.scores(xp) if with_scores else ({}, 0.0)
     options |= {"scale": draw.scale, "block_mask": draw.mask}
@@ -126,7 +127,8 @@ def check(draw, xp, tolerance, *, with_scores, repeats=1):
         else:
             got = attention(q, k, v, return_stats=True, out=out, **options)
             assert got[0] is out
-            got += attention_backward(dout, q, k, v, *got, **results, deterministic=number % 4 == 0, **options)
+            exact = number % 4 == 0 and deterministic
+            got += attention_backward(dout, q, k, v, *got, **results, deterministic=exact, **options)
         assert all(a is b for a, b in zip(got[2:], results.values(), strict=True)) == (number % 2 == 0)
         for name, x, y in zip(NAMES, got, expected, strict=True):
             x = x.get() if hasattr(x, "get") else x
@@ -175,9 +177,12 @@ def test_on_the_fake_cupy(seed, fake):
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(60))
 def test_on_the_gpu(seed, cupy):
-    """With cuDNN, repeated until the calls are captured."""
+    """With cuDNN, repeated until the calls are captured. cuDNN 9.19 refuses deterministic gradients with this score function: it
+    reads more than two arrays with an element for each query.
+    """
     draw = Draw(100 + seed, "float16", (64, 128))
-    check(draw, cupy, 2e-2, with_scores=seed % 3 == 2 and not draw.is_one_pair, repeats=6)
+    with_scores = seed % 3 == 2 and not draw.is_one_pair
+    check(draw, cupy, 2e-2, with_scores=with_scores, deterministic=not with_scores, repeats=6)
 
 
 @pytest.mark.parametrize("method", ["packed", "slices", "blocks"])
@@ -297,7 +302,6 @@ def test_plain_mask_functions_use_blocks_where_it_pays(name, mask_mod, used, fak
     """The result is the same, and the report names the reason; small problems and functions with arrays use all blocks."""
     from cupy_sdpa.sparse import automatic
 
-    monkeypatch.setattr(automatic, "_evaluated", on_host(automatic._evaluated))
     monkeypatch.setattr(automatic, "_decisions", type(automatic._decisions)())
     shape = (16, 1, 2048, 1)
     decision = automatic.decide(shape, shape, {"mask_mod": mask_mod})
@@ -311,22 +315,10 @@ def test_plain_mask_functions_use_blocks_where_it_pays(name, mask_mod, used, fak
     assert ("block mask: used" if used else "block mask: not used") in str(report)
 
 
-def on_host(evaluated):
-    """Evaluate mask functions on numpy arrays: the fake CuPy lacks integer division."""
-
-    def evaluate(function, sizes, sq, skv):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("cupy_sdpa.sparse.masks.evaluate.cupy_runtime.current_device", lambda: None)
-            return evaluated(function, sizes, sq, skv)
-
-    return evaluate
-
-
 def test_a_plain_mask_function_is_computed_by_blocks(fake, monkeypatch):
     """attention and its gradients with mask_mod are those with the block mask of the function."""
     from cupy_sdpa.sparse import automatic
 
-    monkeypatch.setattr(automatic, "_evaluated", on_host(automatic._evaluated))
     monkeypatch.setattr(automatic, "_decisions", type(automatic._decisions)())
     rng = np.random.default_rng(0)
     arrays = [fake.asarray(np.asfortranarray(rng.standard_normal((16, 1, 2048, 1)).astype("f2"))) for _ in range(4)]
@@ -400,3 +392,22 @@ def test_the_tables_are_not_created_in_a_capture(fake):
                 attention(x, x, x, block_mask=mask)
         finally:
             stream.end_capture()
+
+
+def test_a_function_that_changes_does_not_change_its_mask():
+    """The backward pass may use the mask function, but not after a value that it refers to has changed."""
+    state = {"step": 2}
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        return (q_idx >= kv_idx) & (q_idx - kv_idx <= 200) & ((q_idx - kv_idx) % state["step"] == 0)
+
+    mask = block_mask(mask_mod, 1024, 1024)
+    assert plans.gradient_function(mask, Sizes(1, 1, 1)) is mask_mod
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (np.asfortranarray(rng.standard_normal((8, 1, 1024, 1))) for _ in range(4))
+    _, pullback = attention_vjp(q, k, v, block_mask=mask)
+    before = pullback(dout)
+    state["step"] = 3
+    assert plans.gradient_function(mask, Sizes(1, 1, 1)) is None
+    for x, y in zip(before, pullback(dout), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)

@@ -14,6 +14,7 @@ from ..problem.band import Band
 from ..problem.problem import Problem
 from ..problem.tensor_spec import dtype_name
 from ..score_fn.expression import AXES
+from ..score_fn.identity import identity
 from ..score_fn.tracer import trace
 from .entries import (
     MASKED_COST,
@@ -112,7 +113,7 @@ def gradient_function(mask: BlockMask, sizes: Sizes) -> Callable[..., Any] | Non
     if key not in mask.tables:
         mask.tables[key] = find()
     found: Callable[..., Any] | None = mask.tables[key]
-    return found
+    return found if found is None or identity(found) == mask.identity else None  # it may have changed since
 
 
 class EntryArrays(NamedTuple):

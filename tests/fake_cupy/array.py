@@ -69,8 +69,17 @@ class ndarray:  # noqa: N801
         return self._same_memory(self.view_.transpose(*axes))
 
     def __getitem__(self, key: Any) -> ndarray:
-        if isinstance(key, ndarray):  # indices: a copy
-            return compute(lambda x, indices: x[indices], self, key)
+        parts = key if isinstance(key, tuple) else (key,)
+        if any(isinstance(part, ndarray) for part in parts):  # indices in arrays: a copy
+            places = [n for n, part in enumerate(parts) if isinstance(part, ndarray)]
+
+            def take(array: Any, *indices: Any) -> Any:
+                found = list(parts)
+                for place, index in zip(places, indices, strict=True):
+                    found[place] = index
+                return array[tuple(found)]
+
+            return compute(take, self, *(parts[place] for place in places))
         return self._same_memory(self.view_[_with_dots(key)])
 
     def view(self, dtype: Any = None) -> ndarray:
@@ -163,6 +172,7 @@ class ndarray:  # noqa: N801
     __sub__, __rsub__ = _operator(np.subtract), _operator(np.subtract, turned=True)
     __mul__, __rmul__ = _operator(np.multiply), _operator(np.multiply, turned=True)
     __truediv__, __rtruediv__ = _operator(np.divide), _operator(np.divide, turned=True)
+    __floordiv__, __mod__ = _operator(np.floor_divide), _operator(np.remainder)
 
     def __matmul__(self, other: Any) -> Any:
         if memory.current_stream() in DEVICE.captures:
@@ -173,6 +183,7 @@ class ndarray:  # noqa: N801
     __eq__, __ne__ = map(_operator, (np.equal, np.not_equal))
     __and__, __or__ = map(_operator, (np.logical_and, np.logical_or))
     __neg__ = lambda self: compute(np.negative, self)  # noqa: E731
+    __abs__ = lambda self: compute(np.absolute, self)  # noqa: E731
     __invert__ = lambda self: compute(np.logical_not, self)  # noqa: E731
     __hash__ = None
 

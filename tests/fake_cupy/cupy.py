@@ -102,6 +102,16 @@ def concatenate(arrays: list[ndarray], axis: int = 0) -> ndarray:
     return compute(lambda *given: np.concatenate(given, axis=axis), *arrays)
 
 
+def stack(arrays: list[ndarray]) -> ndarray:
+    """Join arrays along a new first axis."""
+    return compute(lambda *given: np.stack(given), *arrays)
+
+
+def packbits(x: ndarray) -> ndarray:
+    """Eight bits in each element."""
+    return compute(np.packbits, x)
+
+
 def searchsorted(x: ndarray, values: ndarray, side: str = "left") -> ndarray:
     """Indices at which values are inserted into a sorted array."""
     return compute(lambda *given: np.searchsorted(*given, side=side), x, values)

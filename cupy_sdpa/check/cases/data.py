@@ -10,7 +10,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ...sparse.masks.block_mask import BlockMask, block_mask
 from .case import Case, Packed
 from .functions import function_of, tensor_shape
 from .pages import build_pages, pool_shape
@@ -88,7 +87,7 @@ def build(case: Case, index: int) -> Data:
         if name in case.options:
             data.arrays[name] = make(case, np.random.default_rng([case.seed, index, len(name)]), case.options[name])
     if "block_mask" in case.options:
-        data.attends, _ = block_mask_of(case.seed, case.options["block_mask"], (case.sq, case.skv, case.hq, case.b))
+        data.attends = _attends(case.seed, case.options["block_mask"], (case.sq, case.skv, case.hq, case.b))
     if dropout := case.dropout:
         if dropout.source == "mask":
             data.keep = data.arrays["dropout_mask"] = _random_mask(rng, case, "kqhb", 0.7)
@@ -235,9 +234,8 @@ def _sinks(case: Case, rng: np.random.Generator, kind: str) -> Any:
     return (rng.standard_normal(case.hq) + 5 * (kind == "high")).astype(np.float32)
 
 
-@functools.lru_cache(maxsize=8)
-def block_mask_of(seed: int, option: tuple[str, str], sizes: tuple[int, int, int, int]) -> tuple[Any, BlockMask]:
-    """The pairs of a block mask, and the mask; ``sizes`` is (Sq, Skv, Hq, B)."""
+def _attends(seed: int, option: tuple[str, str], sizes: tuple[int, int, int, int]) -> Any:
+    """The pairs of the option ``block_mask``; ``sizes`` is (Sq, Skv, Hq, B)."""
     kind, axes = option
     sq, skv, hq, b = sizes
     rng = np.random.default_rng([seed, len(kind)])
@@ -245,20 +243,12 @@ def block_mask_of(seed: int, option: tuple[str, str], sizes: tuple[int, int, int
     i, j = np.arange(sq)[:, None, None], np.arange(skv)[:, None, None, None]
     if kind == "documents":
         document = np.sort(rng.integers(0, 4, max(sq, skv, 1)))
-        attends = np.broadcast_to((document[i] == document[j]) & ((i >= j) | (seed % 2 == 0)), shape)
-    elif kind == "prefix":
-        attends = np.broadcast_to((i >= j) | (j < rng.integers(0, skv + 1)), shape)
-    else:
-        kinds = rng.integers(0, 2 if kind == "blocks" else 3, (-(-skv // 128), -(-sq // 128), *shape[2:]))
-        kinds = np.repeat(np.repeat(kinds, 128, axis=0), 128, axis=1)[:skv, :sq]
-        attends = np.where(kinds == 2, rng.random(shape) < 0.5, kinds == 1)
-    heads, entries = shape[2] > 1, shape[3] > 1
-
-    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any, attends: Any) -> Any:
-        return attends[kv_idx, q_idx, h if heads else 0, b if entries else 0]
-
-    groups = {"heads": hq if heads else None, "batch": b if entries else None}
-    return attends, block_mask(mask_mod, sq, skv, tensors={"attends": attends}, **groups)
+        return np.broadcast_to((document[i] == document[j]) & ((i >= j) | (seed % 2 == 0)), shape)
+    if kind == "prefix":
+        return np.broadcast_to((i >= j) | (j < rng.integers(0, skv + 1)), shape)
+    kinds = rng.integers(0, 2 if kind == "blocks" else 3, (-(-skv // 128), -(-sq // 128), *shape[2:]))
+    kinds = np.repeat(np.repeat(kinds, 128, axis=0), 128, axis=1)[:skv, :sq]
+    return np.where(kinds == 2, rng.random(shape) < 0.5, kinds == 1)
 
 
 _OPTION_ARRAYS: dict[str, Callable[[Case, np.random.Generator, Any], Any]] = {
@@ -298,9 +288,6 @@ def call_options(case: Case, arrays: dict[str, Any], tensors: dict[str, Any], in
         options |= {"max_seqlen_q": case.sq} | ({} if case.paged else {"max_seqlen_kv": case.skv})
     if case.paged and case.paged.num_splits:
         options["num_splits"] = case.paged.num_splits
-    if "block_mask" in case.options:
-        sizes = case.sq, case.skv, case.hq, case.b
-        options["block_mask"] = block_mask_of(case.seed, case.options["block_mask"], sizes)[1]
     options |= dropout_options(case, arrays, index)
     for option in ("score_mod", "mask_mod"):
         if option in case.options:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import traceback
 from dataclasses import dataclass
@@ -129,7 +130,22 @@ class CaseRunner:
     def options(self, memory: Memory, index: int) -> dict[str, Any]:
         """The options of the forward call."""
         tensors = {name.removeprefix("tensors/"): x for name, x in memory.views.items() if name.startswith("tensors/")}
-        return call_options(self.case, memory.views, tensors, index)
+        options = call_options(self.case, memory.views, tensors, index)
+        return options | ({} if self.block_mask is None else {"block_mask": self.block_mask})
+
+    @functools.cached_property
+    def block_mask(self) -> Any:
+        """The block mask of the case; None without one."""
+        attends, case = self.data[0].attends, self.case
+        if attends is None:
+            return None
+        heads, entries = attends.shape[2] > 1, attends.shape[3] > 1
+
+        def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any, attends: Any) -> Any:
+            return attends[kv_idx, q_idx, h if heads else 0, b if entries else 0]
+
+        groups = {"heads": case.hq if heads else None, "batch": case.b if entries else None}
+        return cupy_sdpa.block_mask(mask_mod, case.sq, case.skv, tensors={"attends": attends}, **groups)
 
     def call(self, memory: Memory, index: int) -> dict[str, Any]:
         """Call :func:`cupy_sdpa.attention`, and :func:`cupy_sdpa.attention_backward` if the case has gradients."""

@@ -87,8 +87,9 @@ class BlockMask:
         bits: uint8 ``(partial blocks, 2048)``: the pairs of the partial blocks, query by query, the first key in the highest
             bit; in the order of ``kinds``, the first axis fastest.
         segments: the segments of each batch entry if all rows are intervals; None otherwise.
-        function: the mask function, if it reads no arrays and has an identity (:mod:`cupy_sdpa.score_fn.identity`), so that
-            it computes the same later; None otherwise.
+        function: the mask function, if it reads no arrays and has an identity; None otherwise.
+        identity: the identity of the function (:mod:`cupy_sdpa.score_fn.identity`): as long as it is equal, the function
+            computes the same.
         tables: what calls store, by device and shapes.
     """
 
@@ -102,6 +103,7 @@ class BlockMask:
         function: Callable[..., Any] | None = None,
     ) -> None:
         self.sq, self.skv, self.kinds, self.bits, self.segments, self.function = sq, skv, kinds, bits, found, function
+        self.identity = identity(function)
         *_, self.heads, self.batch = kinds.shape
         self.tables: dict[Any, Any] = {}
 
