@@ -5,6 +5,7 @@ The same problems run on numpy arrays, on the fake CuPy, and on a GPU; and the r
 
 import contextlib
 import itertools
+import os
 from dataclasses import replace
 
 import functions
@@ -28,6 +29,7 @@ from cupy_sdpa.problem.subproblems import subproblems
 from cupy_sdpa.support import gpus
 from cupy_sdpa.support.why_not import why_not
 
+NIGHTLY = os.environ.get("CUPY_SDPA_NIGHTLY", "0") != "0"
 #: Which of dq, dk and dv are given.
 GIVEN = [given for given in itertools.product((True, False), repeat=3) if any(given)]
 
@@ -68,7 +70,7 @@ def test_any_combination_of_options(part):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("part", range(20))
+@pytest.mark.parametrize("part", range(20 if NIGHTLY else 5))
 def test_many_combinations(part):
     """More of them."""
     for seed in range(1000 + 200 * part, 1200 + 200 * part):
