@@ -312,6 +312,33 @@ def sparse() -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
+def parallel() -> Iterator[str]:
+    """The lines of the tables of ``parallel``."""
+    rows = read("h200x2_cudnn919_parallel.csv")
+    head, methods = rows[0], ("ring", "all_gather", "all_to_all")
+    measured: dict[tuple[str, str], dict[str, str]] = {}
+    predicted: dict[tuple[str, str], dict[str, str]] = {}
+    for row in rows:
+        if row["kind"] == "measured":
+            measured.setdefault((row["problem"], row["pass"]), {})[row["method"]] = row["of_ideal"]
+        else:
+            cell = f"{float(row['forward_of_ideal']):.2f}, {float(row['both_of_ideal']):.2f}"
+            predicted.setdefault((row["problem"], row["members"]), {})[row["method"]] = cell
+    yield (
+        f"Measured on {head['gpus']} {head['gpu']}s with cuDNN {head['cudnn']} and {float(head['link_gbs']):.0f} GB/s between "
+        "them: the time of one GPU divided by the number of GPUs, relative to the time taken.\n"
+    )
+    yield f"| problem | pass | {' | '.join(methods)} |"
+    yield "|---|---|---|---|---|"
+    for (problem, direction), found in measured.items():
+        yield f"| {problem} | {direction} | {' | '.join(found.get(method, '') for method in methods)} |"
+    yield "\nPredicted by the model with these rates, forward and both passes:\n"
+    yield f"| problem | GPUs | {' | '.join(methods)} |"
+    yield "|---|---|---|---|---|"
+    for (problem, members), found in predicted.items():
+        yield f"| {problem} | {members} | {' | '.join(found.get(method, '') for method in methods)} |"
+
+
 def draw_decode(path: Path) -> None:
     """Draw the time of every contender relative to ours, for one and four queries."""
     import matplotlib
@@ -342,7 +369,7 @@ def draw_decode(path: Path) -> None:
 
 TABLES = {
     "plans": plans, "decode": decode, "functions": functions, "speed": speed, "host": host, "host_options": host_options,
-    "graphs": graphs, "jvp": jvp, "sparse": sparse,
+    "graphs": graphs, "jvp": jvp, "sparse": sparse, "parallel": parallel,
 }  # fmt: skip
 
 

@@ -190,7 +190,7 @@ def test_the_docs_code_for_other_libraries_runs(library, cupy, monkeypatch):
         run_block(code)
 
 
-TABLES = ["plans", "functions", "speed", "host", "host_options", "graphs", "decode", "jvp", "sparse"]
+TABLES = ["plans", "functions", "speed", "host", "host_options", "graphs", "decode", "jvp", "sparse", "parallel"]
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -75,14 +75,17 @@ def _merge_on_cpu(groups: Sequence[Parts], out: Any, stats: Any, sinks: Any) -> 
 
 
 def accumulate(total: Any, x: Any) -> None:
-    """``total += x``, where total is a float32 array, and x float16, bfloat16 or float32; for numpy and CuPy arrays."""
+    """``total += x``, where total is a float32 array, and x float16, bfloat16 or float32; for numpy and CuPy arrays.
+
+    CuPy's kernels access elements in C order, so that the arrays in Fortran order are transposed.
+    """
     if not cupy_runtime.is_array(total):
         total += x
     elif x.dtype.name == "bfloat16":
         operation = "y += __uint_as_float((unsigned)x << 16)"
-        elementwise("uint16 x", "float32 y", operation, "accumulate_bfloat16")(x.view(np.uint16), total)
+        elementwise("uint16 x", "float32 y", operation, "accumulate_bfloat16")(x.view(np.uint16).T, total.T)
     else:
-        elementwise(f"{x.dtype.name} x", "float32 y", "y += (float)x", "accumulate")(x, total)
+        elementwise(f"{x.dtype.name} x", "float32 y", "y += (float)x", "accumulate")(x.T, total.T)
 
 
 class _Group(NamedTuple):
