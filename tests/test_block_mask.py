@@ -8,7 +8,7 @@ import pytest
 from cupy_sdpa import BlockMask, block_mask, zoo
 from cupy_sdpa.sparse.entries import Sizes, make_tables, rectangles
 from cupy_sdpa.sparse.masks.evaluate import EMPTY, FULL, PARTIAL, Function, evaluate
-from cupy_sdpa.sparse.masks.segments import bands, find_segments, packed
+from cupy_sdpa.sparse.masks.segments import bands, find_segments, gradient_slices, packed, slices
 
 
 def dense_of(mask_mod, sq, skv, **tensors):
@@ -201,3 +201,20 @@ def test_masks_are_evaluated_on_the_gpu(mask_mod, fake):
     np.testing.assert_array_equal(host.kinds, device.kinds)
     np.testing.assert_array_equal(host.to_dense(), device.to_dense())
     np.testing.assert_array_equal(plain.to_dense()[..., 0, 0], dense_of(mask_mod, 200, 300))
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1), (2, 2), (3, 1), (3, 2), (5, 4), (1, 1), (40, 41)], ids=str)
+@pytest.mark.parametrize("ends", [0, 1, 2])
+def test_no_slice_has_one_query_and_one_key(shape, ends):
+    """cuDNN cannot read the positions of a score function there; such masks are computed in another way."""
+    functions = [
+        lambda b, h, i, j: (i >= j) | (j < ends),
+        lambda b, h, i, j: i + j == ends,
+        lambda b, h, i, j: (j <= i + ends) & (i - j <= 1),
+    ]
+    for function in functions:
+        mask = block_mask(function, *shape)
+        for entry in mask.segments or ():
+            found = slices(entry)
+            every = [*(found or ()), *gradient_slices(found or ())]
+            assert all((part.q1 - part.q0, part.k1 - part.k0) != (1, 1) for part in every)

@@ -238,11 +238,16 @@ class Slice(NamedTuple):
 
 
 def slices(entry: Segments) -> list[Slice] | None:
-    """The segments of a batch entry as calls on slices; None if there are too many, or a segment has no band."""
+    """The segments of a batch entry as calls on slices; None if there are too many, or a segment has no band.
+
+    None also for a segment of one query and one key: cuDNN cannot read the positions, which are integers, in such a call.
+    """
     found = []
     if len(entry.segments) > MAX_SLICES:
         return None
     for segment in entry.segments:
+        if segment.q1 - segment.q0 == segment.end.key - segment.first.key == 1:
+            return None
         bounds = bands(entry, [segment])[0]
         for bottom_right in (False, True):
             try:
@@ -268,7 +273,8 @@ def gradient_slices(parts: Sequence[Slice]) -> list[Slice]:
         q0, q1, k0, k1, band = part
         common = (k1 - k0) - (q1 - q0)
         pieces = [part]
-        if band is not None and band.bottom_right and band.left is None and band.right is not None and common >= 0:
+        several = q1 - q0 > 1  # the last keys of a single query would be one key
+        if several and band is not None and band.bottom_right and band.left is None and band.right is not None and common >= 0:
             split = k0 + common
             pieces = [Slice(q0, q1, k0, split, None)] * (common > 0)
             pieces.append(Slice(q0, q1, split, k1, Band(None, band.right)))
