@@ -183,7 +183,7 @@ class Stream:
         self.ptr = DEVICE.create_stream(non_blocking) if self._own else 0
 
     def __del__(self) -> None:
-        if self._own:
+        if self._own and DEVICE is not None:  # None at interpreter exit
             DEVICE.destroy_stream(self.ptr)
 
     def __enter__(self) -> Stream:
