@@ -479,7 +479,7 @@ def test_the_largest_head_dims(gpu, d, runs):
 def test_explained(gpu):
     """All passes are in the report; a refusal ends with the remedy."""
     if gpu and isinstance(library_version(), str):
-        pytest.skip("no cuDNN")
+        pytest.skip("the cudnn tier: cuDNN is not installed")
     case = Case("explained", d=64, sq=128, dtype="float16")
     options = {"gpu": gpu, "cudnn": "9.19"} if gpu else {}
     report = cupy_sdpa.explain(*case.arrays(), jvp=True, causal=True, **options)

@@ -209,7 +209,7 @@ class Call:
 
     def _collect_gradients(self) -> None:
         if self.gradients:
-            self.gradients.collect(self.arrays, self.on_gpu)
+            self.gradients.collect(self.arrays)
 
     def _run_part(self, device: int | None) -> tuple[Plan, Stage | SplitStage] | None:
         """Run a subproblem; returns the plan and the arrays if they were used."""

@@ -147,16 +147,13 @@ class Gradients:
             if gradient_name(name) not in arrays:
                 arrays[gradient_name(name)] = empty(shape, dtype, order="F")
 
-    def collect(self, arrays: Mapping[str, Any], on_gpu: bool) -> None:
+    def collect(self, arrays: Mapping[str, Any]) -> None:
         """Write the gradient of each array: the sum over all captured arrays that are views of it, in float32 or float64."""
         for name, (shape, dtype) in self.specs.items():
             gradient = arrays[gradient_name(name)]
             accumulates = str(dtype) in ("float32", "float64")
             total = gradient if accumulates else cupy_runtime.temporary(gradient, shape, np.dtype(np.float32))
-            if on_gpu:
-                memory.clear(total, 0)
-            else:
-                total.fill(0)
+            memory.clear(total, 0)
             for captured, access in self.captured.items():
                 if access.name == name and (part := arrays.get(f"d{captured}")) is not None:
                     view = _with_score_axes(total, access)

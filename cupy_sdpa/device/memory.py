@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from . import driver
-from .cupy_runtime import capturing, cupy, empty, stream
+from .cupy_runtime import capturing, cupy, empty, is_array, stream
 
 Key = TypeVar("Key")
 #: The C type of a unit of so many bytes, in which kernels copy.
@@ -73,8 +73,8 @@ def resize(target: Any, source: Any, axis: int) -> None:
 
 
 def clear(array: Any, value: float) -> None:
-    """Fill an array with 0, or a float32 array with any value. A dense array takes one memset, at memory speed."""
-    if not array.flags.f_contiguous and not array.flags.c_contiguous:
+    """Fill an array with 0, or a float32 array with any value. A dense array on the GPU takes one memset, at memory speed."""
+    if not is_array(array) or not (array.flags.f_contiguous or array.flags.c_contiguous):
         array.fill(value)
     elif array.size:
         if value == 0:

@@ -149,7 +149,7 @@ class _Derivative:
             (products,) = self.call("products", _FORWARD, (self.q, self.k, widened.v, products, None), self.options)
             scores = self.gradient("scores", widened.k, products, stats, self.options)
             return scores, scores if form.joint else None
-        clear(products)
+        memory.clear(products, 0.0)
         scores = self.gradient("scores", widened.k, products, stats, self.options)
         if form.joint:
             return scores, scores
@@ -211,11 +211,3 @@ def row_shape(q: Any) -> tuple[int, ...]:
     """The shape of the log-sum-exp: ``(Sq, Hq, B)``, or packed ``(Hq, Tq)``."""
     _, heads, length, *batch = q.shape
     return (length, heads, *batch) if batch else (heads, length)
-
-
-def clear(array: Any) -> None:
-    """Fill an array with 0."""
-    if cupy_runtime.is_array(array):
-        memory.clear(array, 0.0)
-    else:
-        array.fill(0)

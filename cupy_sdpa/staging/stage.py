@@ -101,7 +101,7 @@ def fill_value(name: str) -> float:
 def fill_trivial_results(problem: Problem, arrays: Mapping[str, Any], on_gpu: bool) -> None:
     """Fill the results of a problem without queries, keys or values; the log-sum-exp of a row with a sink is the sink."""
     for spec in problem.results:
-        _clear(arrays[spec.name], fill_value(spec.name), on_gpu)
+        memory.clear(arrays[spec.name], fill_value(spec.name))
     if problem.sinks and not problem.backward:
         xp = cupy_runtime.cupy() if on_gpu else np
         for spec in problem.results:
@@ -163,7 +163,7 @@ class Stage:
         for spec in self._engine_problem.tensors:
             self.arrays[spec.name] = self._engine_array(spec)
         for spec in self._problem.ds_reductions:
-            _clear(self.arrays[spec.name], 0.0, self._on_gpu)  # the engine accumulates into it
+            memory.clear(self.arrays[spec.name], 0.0)  # the engine accumulates into it
         if self._clears_first:
             self._clear_padding()
         if has_ragged_alibi(self._engine_problem):
@@ -286,13 +286,6 @@ def _has_layout(array: Any, spec: TensorSpec) -> bool:
     """Whether an array has the shape and the strides of a spec."""
     axes = zip(array.shape, array.strides, spec.strides, strict=False)
     return bool(array.shape == spec.shape) and all(length == 1 or stride == expected for length, stride, expected in axes)
-
-
-def _clear(array: Any, value: float, on_gpu: bool) -> None:
-    if on_gpu:
-        memory.clear(array, value)
-    else:
-        array.fill(value)
 
 
 def _log_sum_exp(maximum: Any, sum_exp: Any, stats: Any) -> None:

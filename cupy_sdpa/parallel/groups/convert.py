@@ -52,7 +52,7 @@ def as_exchanger(group: Any) -> Exchanger:
             ``receive(array, peer)``. None for a single member.
 
     Raises:
-        TypeError: the object is none of these.
+        TypeError: the type of the object is not supported.
     """
     if group is None:
         return SingleMember()
