@@ -17,11 +17,11 @@ from ..device.blocks.copies import copy_blocks, copy_stats
 from ..device.blocks.results import Sources, sum_blocks
 from . import plan as plans
 from .entries import PackedCopies, Sizes, attends, packed_copies, rectangles, sources
-from .forward import as_blocks, as_sequences, options_of_parts, packed_options, packed_view
+from .forward import as_blocks, as_sequences, packed_options, packed_view, parts_of
 from .masks.block_mask import BlockMask
 from .masks.segments import gradient_slices
 from .plan import Plan, Upload
-from .positions import ScoreFunction, of_copies, of_packed, of_slice, separate_function, with_scores
+from .positions import Parts, of_copies, of_packed, of_slice, separate_function
 
 #: The bytes of copies of blocks at a time; heads that need more are computed one part after the other.
 MAX_COPIES = 1 << 31
@@ -68,8 +68,8 @@ def gradients_with_block_mask(
     if any(array is not None for array in (dq, dk, dv)):
         results = {f"d{name}": (dx, x.shape, x.dtype) for name, dx, x in (("q", dq, q), ("k", dk, k), ("v", dv, v))}
         plans.check_results(results, {"dout": dout, "q": q, "k": k, "v": v, "out": out, "stats": stats})
-    given, scores = options_of_parts(q, k, options)
-    given.pop("sinks", None)  # the log-sum-exp contains them
+    parts = parts_of(q, k, mask, sizes, options)
+    parts.options.pop("sinks", None)  # the log-sum-exp contains them
     with cupy_runtime.on_device_of(q) if cupy_runtime.is_array(q) else contextlib.nullcontext():
         dq, dk, dv = (
             cupy_runtime.new_result(q, x.shape, x.dtype) if dx is None else dx for x, dx in ((q, dq), (k, dk), (v, dv))
@@ -81,11 +81,11 @@ def gradients_with_block_mask(
             rest = {name: value for name, value in options.items() if value is not None and name != "sinks"}
             call(whole, {**rest, "mask_mod": function}, deterministic)
         elif plan.packed:
-            _packed(whole, mask, sizes, plan, given, scores, deterministic)
+            _packed(whole, parts, plan, deterministic)
         elif plan.slices is not None:
-            _slices(whole, mask, sizes, plan, given, scores, deterministic)
+            _slices(whole, parts, plan, deterministic)
         else:
-            _blocks(whole, mask, sizes, given, scores, deterministic)
+            _blocks(whole, parts, deterministic)
     return dq, dk, dv
 
 
@@ -104,17 +104,10 @@ def call(arrays: Arrays, options: Mapping[str, Any], deterministic: bool) -> Non
             cache_call(kind, _NAMES, tuple(arrays), rest, parsed)
 
 
-def _packed(
-    arrays: Arrays,
-    mask: BlockMask,
-    sizes: Sizes,
-    plan: Plan,
-    options: dict[str, Any],
-    scores: ScoreFunction | None,
-    deterministic: bool,
-) -> None:
+def _packed(arrays: Arrays, parts: Parts, plan: Plan, deterministic: bool) -> None:
     """All segments as the sequences of one packed call."""
     assert plan.packed
+    mask, sizes = parts.mask, parts.sizes
     s, h, b = arrays.stats.shape
     rows = cupy_runtime.temporary(arrays.q, (h, s, b), np.dtype(np.float32))
     rows[...] = arrays.stats.transpose(1, 0, 2)
@@ -126,11 +119,9 @@ def _packed(
             own = cupy_runtime.temporary(arrays.q, result.shape, result.dtype)
             moved.append((result, own))
         results.append(packed_view(own))
-    given = with_scores(
-        {**options, **packed_options(mask, sizes, plan.packed, arrays.q)},
-        scores,
-        mask,
-        (sizes, "packed"),
+    given = parts.options_of(
+        packed_options(mask, sizes, plan.packed, arrays.q),
+        ("packed",),
         arrays.q,
         functools.partial(of_packed, plan.packed, mask, sizes),
     )
@@ -141,17 +132,10 @@ def _packed(
         result[...] = own
 
 
-def _slices(
-    arrays: Arrays,
-    mask: BlockMask,
-    sizes: Sizes,
-    plan: Plan,
-    options: dict[str, Any],
-    scores: ScoreFunction | None,
-    deterministic: bool,
-) -> None:
+def _slices(arrays: Arrays, parts: Parts, plan: Plan, deterministic: bool) -> None:
     """Every segment as a call on slices of the arrays, the one with most keys first."""
     assert plan.slices is not None
+    mask, sizes = parts.mask, parts.sizes
     results = [_Sum(array) for array in arrays[6:]]
     for part in sorted(gradient_slices(plan.slices), key=lambda part: part.k0 - part.k1):
         q0, q1, k0, k1, band = part
@@ -161,13 +145,8 @@ def _slices(
             stats = cupy_runtime.temporary(arrays.q, (q1 - q0, *stats.shape[1:]), stats.dtype)
             stats[...] = arrays.stats[q0:q1]
         targets = [result.target(*bounds) for result, bounds in zip(results, ((q0, q1), (k0, k1), (k0, k1)), strict=True)]
-        given = with_scores(
-            {**options, **plans.band_options(band)},
-            scores,
-            mask,
-            (sizes, part[:4]),
-            arrays.q,
-            functools.partial(of_slice, part, mask, sizes),
+        given = parts.options_of(
+            plans.band_options(band), (part[:4],), arrays.q, functools.partial(of_slice, part, mask, sizes)
         )
         inputs = arrays.dout[of_q], arrays.q[of_q], arrays.k[of_kv], arrays.v[of_kv], arrays.out[of_q], stats
         call(Arrays(*inputs, *targets), given, deterministic)
@@ -239,33 +218,25 @@ class Copied(NamedTuple):
     calls: list[tuple[int, int, dict[str, Any], PackedCopies]]
 
 
-def _blocks(
-    arrays: Arrays, mask: BlockMask, sizes: Sizes, options: dict[str, Any], scores: ScoreFunction | None, deterministic: bool
-) -> None:
+def _blocks(arrays: Arrays, parts: Parts, deterministic: bool) -> None:
     """Copies of the blocks of rectangles as packed sequences, and sums of their gradients."""
+    mask, sizes = parts.mask, parts.sizes
     copied = copied_blocks(mask, sizes, arrays.q)
     if not copied.calls:
         for result in arrays[6:]:
             result[...] = 0
         return
     every = [
-        with_scores(
-            {**options, **given},
-            scores,
-            mask,
-            (sizes, "rectangles", number),
-            arrays.q,
-            functools.partial(of_copies, part, mask),
-        )
+        parts.options_of(given, ("rectangles", number), arrays.q, functools.partial(of_copies, part, mask))
         for number, (_, _, given, part) in enumerate(copied.calls)
     ]
-    if mask.heads > 1 or scores is not None:
+    if mask.heads > 1 or parts.scores is not None:
         heads = (1, 1) if mask.heads > 1 else (sizes.hq, sizes.hkv)
         _sum_of_copies(arrays, copied, heads[0], heads[1], every, deterministic)
         return
     size = arrays.q.itemsize * BLOCK * (arrays.q.shape[0] + arrays.v.shape[0]) * 2
-    parts = -(-size * (len(copied.queries) * sizes.hq + len(copied.keys) * sizes.hkv) // MAX_COPIES)
-    step = -(-sizes.hkv // max(1, min(parts, sizes.hkv)))
+    turns = -(-size * (len(copied.queries) * sizes.hq + len(copied.keys) * sizes.hkv) // MAX_COPIES)
+    step = -(-sizes.hkv // max(1, min(turns, sizes.hkv)))
     repeat = sizes.hq // sizes.hkv
     for begin in range(0, sizes.hkv, step):
         of_kv = slice(begin, min(begin + step, sizes.hkv))

@@ -22,7 +22,7 @@ from .entries import Sizes, Tables
 from .masks.block_mask import BlockMask
 from .masks.segments import Packed
 from .plan import EntryArrays, Plan, Upload
-from .positions import ScoreFunction, of_entries, of_packed, of_slice, separate_function, with_scores
+from .positions import Parts, ScoreFunction, of_entries, of_packed, of_slice, separate_function
 
 
 def attention_with_block_mask(
@@ -38,7 +38,7 @@ def attention_with_block_mask(
     sizes = plans.check(q, k, v, mask, options)
     if return_stats not in (False, True):
         raise ValueError(f"return_stats is {return_stats!r} and block_mask is passed; it must be False or True")
-    given, scores = options_of_parts(q, k, options)
+    parts = parts_of(q, k, mask, sizes, options)
     with cupy_runtime.on_device_of(q) if cupy_runtime.is_array(q) else contextlib.nullcontext():
         shape, rows = (v.shape[0], *q.shape[1:]), (q.shape[2], q.shape[1], q.shape[3])
         if out is not None or stats is not None:
@@ -49,11 +49,11 @@ def attention_with_block_mask(
             stats = cupy_runtime.new_result(q, rows, np.dtype(np.float32))
         plan = plans.plan_of(mask, sizes)
         if plan.packed:
-            _packed(q, k, v, mask, sizes, plan, given, scores, out, stats)
+            _packed(q, k, v, parts, plan, out, stats)
         elif plan.slices is not None:
-            _slices(q, k, v, mask, sizes, plan, given, scores, out, stats)
+            _slices(q, k, v, parts, plan, out, stats)
         else:
-            _blocks(q, k, v, mask, sizes, plan, given, scores, out, stats)
+            _blocks(q, k, v, parts, plan, out, stats)
     return out if stats is None else (out, stats)
 
 
@@ -71,16 +71,17 @@ def call(q: Any, k: Any, v: Any, options: Mapping[str, Any], out: Any, stats: An
             cache_call(kind, ("q", "k", "v", "out", "stats"), arrays, rest, parsed)
 
 
-def options_of_parts(q: Any, k: Any, options: Mapping[str, Any]) -> tuple[dict[str, Any], ScoreFunction | None]:
-    """The options of every part of a call, and its score function."""
+def parts_of(q: Any, k: Any, mask: BlockMask, sizes: Sizes, options: Mapping[str, Any]) -> Parts:
+    """What the parts of a call have in common."""
     given = {name: value for name, value in options.items() if value is not None}
     score_mod, tensors = given.pop("score_mod", None), given.pop("tensors", {})
     if score_mod is None:
         if tensors:
             raise ValueError(f"tensors has {', '.join(tensors)}, but score_mod is not passed to read it")
-        return given, None
+        return Parts(mask, sizes, given, None)
     (_, hq, sq, batch), skv = q.shape, k.shape[2]
-    return given, ScoreFunction(score_mod, tensors, dict(zip(AXES, (batch, hq, sq, skv), strict=True)))
+    scores = ScoreFunction(score_mod, tensors, dict(zip(AXES, (batch, hq, sq, skv), strict=True)))
+    return Parts(mask, sizes, given, scores)
 
 
 def packed_view(array: Any) -> Any:
@@ -106,31 +107,16 @@ def packed_options(mask: BlockMask, sizes: Sizes, packed: Packed, like: Any) -> 
     return plans.on_engine(mask, like, (sizes, "packed"), make)
 
 
-def _packed(
-    q: Any,
-    k: Any,
-    v: Any,
-    mask: BlockMask,
-    sizes: Sizes,
-    plan: Plan,
-    options: dict[str, Any],
-    scores: ScoreFunction | None,
-    out: Any,
-    stats: Any,
-) -> None:
+def _packed(q: Any, k: Any, v: Any, parts: Parts, plan: Plan, out: Any, stats: Any) -> None:
     """All segments as the sequences of one packed call."""
     assert plan.packed
+    mask, sizes = parts.mask, parts.sizes
     target = plans.flattened(out)
     own = target if target is not None else cupy_runtime.temporary(q, (*out.shape[:2], math.prod(out.shape[2:])), out.dtype)
     _, heads, total = own.shape
     rows = None if stats is None else cupy_runtime.temporary(q, (heads, total), np.dtype(np.float32))
-    given = with_scores(
-        {**options, **packed_options(mask, sizes, plan.packed, q)},
-        scores,
-        mask,
-        (sizes, "packed"),
-        q,
-        functools.partial(of_packed, plan.packed, mask, sizes),
+    given = parts.options_of(
+        packed_options(mask, sizes, plan.packed, q), ("packed",), q, functools.partial(of_packed, plan.packed, mask, sizes)
     )
     call(packed_view(q), packed_view(k), packed_view(v), given, own, rows)
     if target is None:
@@ -139,42 +125,25 @@ def _packed(
         stats[...] = rows.reshape((heads, *stats.shape[::2]), order="F").transpose(1, 0, 2)
 
 
-def _slices(
-    q: Any,
-    k: Any,
-    v: Any,
-    mask: BlockMask,
-    sizes: Sizes,
-    plan: Plan,
-    options: dict[str, Any],
-    scores: ScoreFunction | None,
-    out: Any,
-    stats: Any,
-) -> None:
+def _slices(q: Any, k: Any, v: Any, parts: Parts, plan: Plan, out: Any, stats: Any) -> None:
     """Every segment as a call on slices of the arrays."""
     assert plan.slices is not None
+    mask, sizes, sinks = parts.mask, parts.sizes, parts.options.get("sinks")
     begin = 0
     for part in plan.slices:
         q0, q1, k0, k1, band = part
-        _fill_rows(out, stats, begin, q0, options.get("sinks"))
+        _fill_rows(out, stats, begin, q0, sinks)
         whole = (q0, q1) == (0, q.shape[2])
         rows = stats
         if stats is not None and not (whole and stats.flags.f_contiguous):
             rows = cupy_runtime.temporary(q, (q1 - q0, *stats.shape[1:]), np.dtype(np.float32))
         of_q, of_kv = slice(q0, q1), slice(k0, k1)
-        given = with_scores(
-            {**options, **plans.band_options(band)},
-            scores,
-            mask,
-            (sizes, part[:4]),
-            q,
-            functools.partial(of_slice, part, mask, sizes),
-        )
+        given = parts.options_of(plans.band_options(band), (part[:4],), q, functools.partial(of_slice, part, mask, sizes))
         call(q[:, :, of_q], k[:, :, of_kv], v[:, :, of_kv], given, out[:, :, of_q], rows)
         if rows is not stats:
             stats[of_q] = rows
         begin = q1
-    _fill_rows(out, stats, begin, q.shape[2], options.get("sinks"))
+    _fill_rows(out, stats, begin, q.shape[2], sinks)
 
 
 def _fill_rows(out: Any, stats: Any, begin: int, end: int, sinks: Any) -> None:
@@ -185,21 +154,11 @@ def _fill_rows(out: Any, stats: Any, begin: int, end: int, sinks: Any) -> None:
             stats[begin:end] = -math.inf if sinks is None else sinks[None, :, None]
 
 
-def _blocks(
-    q: Any,
-    k: Any,
-    v: Any,
-    mask: BlockMask,
-    sizes: Sizes,
-    plan: Plan,
-    options: dict[str, Any],
-    scores: ScoreFunction | None,
-    out: Any,
-    stats: Any,
-) -> None:
+def _blocks(q: Any, k: Any, v: Any, parts: Parts, plan: Plan, out: Any, stats: Any) -> None:
     """Blocks of queries as batch entries, whose pages are the blocks of keys that they attend to."""
+    mask, sizes = parts.mask, parts.sizes
     arrays = block_arrays(mask, sizes, plan.blocks, q)
-    groups, sinks = plan.blocks.groups, options.pop("sinks", None)
+    groups, sinks = plan.blocks.groups, parts.options.pop("sinks", None)
     (_, hq, sq, batch), dv = q.shape, v.shape[0]
     pages = [pages_of(x, arrays.pages, sizes.hkv if groups == 1 else 1, groups == 1) for x in (k, v)]
     new = cupy_runtime.temporary
@@ -211,14 +170,7 @@ def _blocks(
             target = new(q, out.shape, out.dtype)
         merges = bool(copied) or sinks is not None
         rows = new(q, (hq, sq * batch), float32) if merges or stats is not None else None
-        given = with_scores(
-            {**options, **direct.options},
-            scores,
-            mask,
-            (sizes, "direct"),
-            q,
-            functools.partial(of_entries, plan.blocks.direct, mask, sizes),
-        )
+        given = parts.options_of(direct.options, ("direct",), q, functools.partial(of_entries, plan.blocks.direct, mask, sizes))
         call(packed_view(q), pages[0], pages[1], given, packed_view(target), rows)
         base = None if rows is None else rows.reshape((hq, sq, batch), order="F").transpose(1, 0, 2)
         if not merges:
@@ -233,13 +185,8 @@ def _blocks(
     for number, entries in enumerate(copied):
         own = slice(begin, begin + BLOCK * len(entries.items))
         queries = as_sequences(copy_blocks(q, entries.items, heads))
-        given = with_scores(
-            {**options, **entries.options},
-            scores,
-            mask,
-            (sizes, "copied", number),
-            q,
-            functools.partial(of_entries, plan.blocks.copied[number], mask, sizes),
+        given = parts.options_of(
+            entries.options, ("copied", number), q, functools.partial(of_entries, plan.blocks.copied[number], mask, sizes)
         )
         call(queries, pages[0], pages[1], given, results[..., own], results_stats[..., own])
         begin = own.stop

@@ -43,27 +43,38 @@ class Positions(NamedTuple):
     heads: NDArray[np.int32] | None
 
 
-def with_scores(
-    options: Mapping[str, Any],
-    scores: ScoreFunction | None,
-    mask: BlockMask,
-    key: tuple[Any, ...],
-    like: Any,
-    positions: Callable[[], Positions],
-) -> dict[str, Any]:
-    """Options with the score function, if there is one.
+class Parts(NamedTuple):
+    """What the parts of a call with a block mask have in common.
 
-    Args:
-        options: the options of a part.
-        scores: the score function.
-        mask, key, like, positions: as for :meth:`ScoreFunction.located`.
+    Attributes:
+        mask: the block mask.
+        sizes: the sizes of the call.
+        options: the options of every part.
+        scores: the score function; None if there is none.
     """
-    if scores is None:
-        return dict(options)
-    if key[1] == (0, mask.sq, 0, mask.skv):
-        return {**options, **scores.options}
-    located = scores.located(mask, key, like, positions)
-    return {**options, **located, "tensors": {**options.get("tensors", {}), **located["tensors"]}}
+
+    mask: BlockMask
+    sizes: Sizes
+    options: dict[str, Any]
+    scores: ScoreFunction | None
+
+    def options_of(
+        self, part: Mapping[str, Any], key: tuple[Any, ...], like: Any, positions: Callable[[], Positions]
+    ) -> dict[str, Any]:
+        """The options of a part, with the score function at its positions.
+
+        Args:
+            part: the options of this part only.
+            key: identifies the part among those of the sizes.
+            like, positions: as for :meth:`ScoreFunction.located`.
+        """
+        options = {**self.options, **part}
+        if self.scores is None:
+            return options
+        if key[0] == (0, self.mask.sq, 0, self.mask.skv):
+            return {**options, **self.scores.options}
+        located = self.scores.located(self.mask, (self.sizes, *key), like, positions)
+        return {**options, **located, "tensors": {**options.get("tensors", {}), **located["tensors"]}}
 
 
 def of_packed(packed: Packed, mask: BlockMask, sizes: Sizes) -> Positions:
