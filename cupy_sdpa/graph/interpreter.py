@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .nodes import Bernoulli, Graph, Matmul, Node, PagedLoad, Pointwise, Reduction, Softmax, Transpose
+from ..problem.tensor_spec import rounded
+from .nodes import Amax, Bernoulli, Graph, Matmul, Node, PagedLoad, Pointwise, Reduction, Softmax, Transpose
 from .tiles import Evaluation, Tile
 
 if TYPE_CHECKING:
@@ -88,14 +89,22 @@ def _softmax(node: Softmax, tile: Tile) -> None:
     total = p.sum(axis=1, keepdims=True)
     if sink is not None:
         total += np.exp(sink - shift)
+    if node.scale is not None:
+        # p = round(scale p), in the units of FP8 from here on
+        p *= tile[node.scale]
+        p = p if tile.run.exact else rounded(p, node.out.dtype).astype(tile.run.dtype)
     # p = p / l
     p /= np.where(total == 0, 1, total)
     # stats = m + log(l)
     if node.stats is not None:
         tile[node.stats] = shift + np.log(total)  # log 0 = -inf is the result of a row of -inf
-    for out, value in ((node.max, top), (node.sum_exp, total), (node.out, p)):
+    for out, value in ((node.max, top), (node.sum_exp, total)):
         if out is not None:
             tile[out] = value
+    if node.scale is None:
+        tile[node.out] = p
+    else:
+        tile.values[node.out.name] = p  # rounded already
 
 
 def _bernoulli(node: Bernoulli, tile: Tile) -> None:
@@ -125,6 +134,12 @@ def _reduction(node: Reduction, tile: Tile) -> None:
         tile[node.out] = x.sum(axis=1, keepdims=True)
     else:
         tile.add_to_group(node.out, x)
+
+
+def _amax(node: Amax, tile: Tile) -> None:
+    run, name = tile.run, node.out.name
+    run.largest[name] = np.maximum(run.largest.get(name, 0.0), np.abs(tile[node.x]).max(initial=0))
+    run.views[name][...] = run.largest[name]
 
 
 def _transpose(node: Transpose, tile: Tile) -> None:
@@ -202,6 +217,7 @@ MODES: dict[str, Callable[[Pointwise, Tile], Array]] = {
 
 #: The meaning of every node.
 RULES: dict[type[Node], Callable[[Any, Tile], None]] = {
+    Amax: _amax,
     Bernoulli: _bernoulli,
     Matmul: _matmul,
     PagedLoad: _paged_load,

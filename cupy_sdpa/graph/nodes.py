@@ -154,6 +154,9 @@ class Softmax(Node):
     ``sink`` ``(1, H, 1, 1)`` is an additional column, included in m and l but not in ``out``. For a row of -inf, out is 0 and
     stats is -inf. ``stats`` is virtual if the problem does not return it; ``max`` (m) and ``sum_exp`` (l) replace
     it. ``rows`` ``(B, 1, 1, 1)`` is the number of rows of each batch entry; rows beyond that have no sink.
+
+    With ``scale``, a scalar, ``out`` is of FP8: ``out = round(scale * exp(x - m)) / l``. Kernels divide by l after the matmul
+    that reads ``out``, so the rounding error does not depend on the number of columns.
     """
 
     x: Tensor
@@ -162,7 +165,8 @@ class Softmax(Node):
     max: Tensor | None = None
     sum_exp: Tensor | None = None
     rows: Tensor | None = None
-    operands: ClassVar[tuple[str, ...]] = ("x", "sink", "rows")
+    scale: Tensor | None = None
+    operands: ClassVar[tuple[str, ...]] = ("x", "sink", "rows", "scale")
 
     @property
     def outputs(self) -> tuple[Tensor, ...]:
@@ -189,6 +193,14 @@ class Reduction(Node):
 
     x: Tensor
     negative: bool = False
+    operands: ClassVar[tuple[str, ...]] = ("x",)
+
+
+@dataclass(frozen=True, slots=True)
+class Amax(Node):
+    """``out = max |x|`` over all elements; 0 without elements."""
+
+    x: Tensor
     operands: ClassVar[tuple[str, ...]] = ("x",)
 
 
@@ -342,6 +354,7 @@ class Builder:
         max: Tensor | None = None,
         sum_exp: Tensor | None = None,
         rows: Tensor | None = None,
+        scale: Tensor | None = None,
     ) -> Tensor:
         """Over the columns; ``stats``, or ``max`` and ``sum_exp``, are ``(B, H, rows, 1)``; see :class:`Softmax`."""
         shape = (*x.shape[:3], 1)
@@ -351,7 +364,7 @@ class Builder:
                 raise ValueError(f"softmax {formula}: {tensor} has shape {tensor.shape}; it must be {shape}")
         if sink is not None and sink.shape != (1, x.shape[1], 1, 1):
             raise ValueError(f"softmax {formula}: {sink} has shape {sink.shape}; it must be {(1, x.shape[1], 1, 1)}")
-        return self._add(Softmax(formula, self.virtual(out, x.shape, dtype), x, stats, sink, max, sum_exp, rows))
+        return self._add(Softmax(formula, self.virtual(out, x.shape, dtype), x, stats, sink, max, sum_exp, rows, scale))
 
     def bernoulli(self, formula: str, out: Tensor, seed: Tensor, offset: Tensor, probability: float) -> Tensor:
         """``out = 1`` with a probability, else 0; see :class:`Bernoulli`."""
@@ -364,6 +377,10 @@ class Builder:
         if not group and any(n not in (1, full) for n, full in zip(out.shape, x.shape, strict=True)):
             raise ValueError(f"reduction {formula}: {x} {x.shape} cannot be reduced to {out} {out.shape}")
         return self._add(Reduction(formula, out, x, negative))
+
+    def amax(self, formula: str, x: Tensor, out: Tensor) -> Tensor:
+        """The largest magnitude of all elements, ``(1, 1, 1, 1)``."""
+        return self._add(Amax(formula, self._out(out, (1, 1, 1, 1)), x))
 
     def transpose(self, formula: str, x: Tensor, out: str, dtype: str | None = None) -> Tensor:
         """``(B, H, M, N)`` to ``(B, H, N, M)``; a view with exchanged strides."""

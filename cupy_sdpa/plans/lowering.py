@@ -13,7 +13,7 @@ from typing import Any
 from .._cudnn.constants import DataType, PointwiseMode, ReduceTensorOp, RngDistribution
 from .._cudnn.descriptor import Descriptor
 from ..errors import Unsupported
-from ..graph.nodes import Bernoulli, Graph, Matmul, Node, PagedLoad, Pointwise, Reduction, Softmax, Tensor, Transpose, row_major
+from ..graph.nodes import Amax, Bernoulli, Graph, Matmul, Node, PagedLoad, Pointwise, Reduction, Softmax, Tensor, Transpose, row_major
 
 #: cuDNN's data types by the names of numpy's dtypes.
 DATA_TYPES = {
@@ -26,6 +26,8 @@ DATA_TYPES = {
     "bool": DataType.BOOLEAN,
     "uint8": DataType.UINT8,
     "int8": DataType.INT8,
+    "float8_e4m3fn": DataType.FP8_E4M3,
+    "float8_e5m2": DataType.FP8_E5M2,
 }
 
 #: Comparisons of integers compute in the type of the mask, operations with an integer result in INT32. All others compute
@@ -171,6 +173,10 @@ def _reduction(node: Reduction, lowered: OperationGraph) -> None:
     _reduce(lowered, ReduceTensorOp.ADD, node.x, node.out, node.formula)
 
 
+def _amax(node: Amax, lowered: OperationGraph) -> None:
+    _reduce(lowered, ReduceTensorOp.AMAX, node.x, node.out, node.formula)
+
+
 def _bernoulli(node: Bernoulli, lowered: OperationGraph) -> None:
     attributes = {"DISTRIBUTION": RngDistribution.BERNOULLI, "BERNOULLI_DIST_PROBABILITY": node.probability}
     kind = lowered.make("RNG", attributes, f"describe {node.formula}")
@@ -216,11 +222,16 @@ def _softmax(node: Softmax, lowered: OperationGraph) -> None:
         _pointwise(Pointwise("log l", log, "log", total), lowered)
         _pointwise(Pointwise("L = m + log l", node.stats, "add", top, log), lowered)
     # P = e / l
-    _pointwise(Pointwise("P = e / l", node.out, "div", e, total), lowered)
+    weights = virtual("e/l", x) if node.scale else node.out
+    _pointwise(Pointwise("P = e / l", weights, "div", e, total), lowered)
+    if node.scale:
+        # P <- scale P, FP8
+        _pointwise(Pointwise("P = scale · e / l", node.out, "mul", weights, node.scale), lowered)
 
 
 #: The rule of each node type.
 RULES: dict[type[Node], Callable[[Any, OperationGraph], None]] = {
+    Amax: _amax,
     Bernoulli: _bernoulli,
     Matmul: _matmul,
     PagedLoad: _paged_load,

@@ -63,7 +63,7 @@ def _generation(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
 
 
 def _dtype(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
-    if problem.dtype not in ("float16", "bfloat16"):
+    if problem.dtype not in ("float16", "bfloat16") and not problem.fp8:
         yield (
             f"q, k and v are {problem.dtype}; cuDNN's attention supports float16 and bfloat16: convert with "
             "q.astype(ml_dtypes.bfloat16), or pass numpy arrays to compute on the CPU"
@@ -72,10 +72,10 @@ def _dtype(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
 
 def _head_dim(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     for name, spec in (("head_dim of q and k", problem.q), ("head_dim of v", problem.v)):
-        head_dim = spec.shape[0]
-        if head_dim % 8 or not (head_dim or problem.trivial):
-            missing = -head_dim % 8 or 8
-            yield f"the {name} is {head_dim}; cuDNN supports multiples of 8: pad axis 0 with {missing} zeros and pass scale="
+        head_dim, unit = spec.shape[0], 16 if problem.fp8 else 8
+        if head_dim % unit or not (head_dim or problem.trivial):
+            missing = -head_dim % unit or unit
+            yield f"the {name} is {head_dim}; cuDNN supports multiples of {unit}: pad axis 0 with {missing} zeros and pass scale="
 
 
 def _contiguous(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
@@ -101,7 +101,7 @@ def _aligned_strides(problem: Problem, cudnn: int, capability: int) -> Iterator[
     for spec in _large_arrays(problem):
         steps = zip(spec.strides[1:], spec.shape[1:], strict=True)
         unaligned = [step for step, length in steps if step % 16 and length > 1]
-        if unaligned and spec.shape[0] and spec.shape[0] % 8 == 0:
+        if unaligned and spec.shape[0] and spec.shape[0] % (16 // ITEMSIZE[spec.dtype]) == 0:
             yield (
                 f"{spec.name} has strides {spec.strides} bytes; {unaligned[0]} is not a multiple of 16, which cuDNN's kernels "
                 f"require and do not check: copy it with cupy.asfortranarray({spec.name})"
@@ -302,6 +302,60 @@ def _paged_dropout(problem: Problem, cudnn: int, capability: int) -> Iterator[st
         yield "dropout with page_table and a single query is not supported: omit dropout_p, or pass the query twice"
 
 
+def _fp8_gpu(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    if problem.fp8 and capability < 90:
+        yield (
+            f"q, k and v are {problem.dtype}; compute capability {capability / 10} does not support FP8, 9.0 (Hopper) and newer "
+            "do: pass float16 or bfloat16 arrays"
+        )
+
+
+def _fp8_head_dim(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    d, dv, *_ = problem.sizes
+    if problem.fp8 and max(d, dv) > (128 if capability >= 120 else 256):
+        yield (
+            f"the head dims are {d} and {dv}; FP8 supports head dims up to {128 if capability >= 120 else 256} on compute "
+            f"capability {capability / 10}: pass bfloat16 arrays"
+        )
+
+
+def _fp8_out(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    if problem.fp8 and problem.out.dtype != problem.dtype and not 100 <= capability < 120:
+        yield (
+            f"out_dtype is {problem.out.dtype}; compute capability {capability / 10} writes the output of FP8 arrays in FP8: omit "
+            "out_dtype, and convert the result with cupy_sdpa.fp8.dequantize"
+        )
+
+
+def _fp8_one_query(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    if problem.fp8 and problem.sizes[4] == 1 and not 100 <= capability < 120:
+        yield (
+            f"there is one query; on compute capability {capability / 10} FP8 needs two or more: pass the query twice, or pass "
+            "bfloat16 arrays"
+        )
+
+
+def _fp8_packed(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    if problem.fp8 and problem.packed and not 100 <= capability < 120:
+        yield (
+            "packed sequences of FP8 arrays end in an illegal instruction: pad the sequences and pass seq_lens_q and "
+            "seq_lens_kv, or pass bfloat16 arrays"
+        )
+
+
+def _fp8_scores(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    options = {
+        "sinks": problem.sinks, "bias": problem.bias, "mask": problem.mask, "score_mod or mask_mod": problem.settings.program,
+        "return_stats='max_sumexp'": problem.max, "dropout_p": problem.settings.dropout,
+    }  # fmt: skip
+    for name, value in options.items():
+        if problem.fp8 and value:
+            yield (
+                f"{name} is not supported with FP8 arrays, for which cuDNN does not compile the kernel, or results were not "
+                "verified: omit it, or pass bfloat16 arrays"
+            )
+
+
 def _large_arrays(problem: Problem) -> tuple[TensorSpec, ...]:
     """q, k, v, out and their gradients, which tensor cores read and write in blocks."""
     return tuple(spec for spec in problem.tensors if spec.name in QUERY_ARRAYS + KEY_ARRAYS and spec.name not in ROW_STATS)
@@ -314,9 +368,15 @@ PYTORCH = "https://github.com/pytorch/pytorch"
 RULES: tuple[Rule, ...] = (
     Rule("cudnn-version", "cuDNN 9.19 or newer.", Unsupported, _version),
     Rule("gpu-generation", "Compute capability 8.0 (Ampere) or newer.", Unsupported, _generation),
-    Rule("dtype", "float16 and bfloat16 only; with float32 a float16 kernel would read beyond the data.", TypeError, _dtype,
+    Rule("dtype", "float16, bfloat16 and FP8 only; with float32 a float16 kernel would read beyond the data.", TypeError, _dtype,
          f"{FRONTEND}/issues/424"),
-    Rule("head-dim", "Head dims that are multiples of 8.", Unsupported, _head_dim),
+    Rule("head-dim", "Head dims that are multiples of 8, and of 16 for FP8.", Unsupported, _head_dim),
+    Rule("fp8-gpu", "FP8: compute capability 9.0 (Hopper) or newer.", Unsupported, _fp8_gpu),
+    Rule("fp8-head-dim", "FP8: head dims up to 256, and up to 128 on SM 12.x.", Unsupported, _fp8_head_dim),
+    Rule("fp8-output", "FP8: an output of another dtype on SM 10.x only.", Unsupported, _fp8_out),
+    Rule("fp8-one-query", "FP8: two or more queries, except on SM 10.x.", Unsupported, _fp8_one_query),
+    Rule("fp8-packed", "FP8: packed sequences on SM 10.x only.", Unsupported, _fp8_packed, FRONTEND, planned=True),
+    Rule("fp8-scores", "FP8: no bias, mask, sinks, dropout, score function or maxima.", Unsupported, _fp8_scores, planned=True),
     Rule("contiguous-head-dim", "Axis 0 contiguous; otherwise cuDNN crashes with a segmentation fault.", ValueError,
          _contiguous),
     Rule("negative-stride", "No negative strides.", ValueError, _negative),
