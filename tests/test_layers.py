@@ -19,6 +19,7 @@ LAYERS = (
     ("nnlib", "store", "inference", "parallel"),
     ("attention", "explain", "prepare", "helpers"),
     ("sparse",),
+    ("fp8",),
     ("offline",),
     ("forward_mode",),
     ("calls",),

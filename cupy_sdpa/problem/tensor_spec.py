@@ -43,6 +43,11 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(name)
 
 
+def storage_dtype(name: str, on_gpu: bool) -> np.dtype[Any]:
+    """The dtype of the arrays of a dtype: on the GPU uint8 for FP8, which CuPy does not have."""
+    return np.dtype(np.uint8) if on_gpu and name in FP8_LARGEST else numpy_dtype(name)
+
+
 def rounded(values: Any, dtype: str) -> Any:
     """Round numbers to a dtype; to FP8 with saturation, as GPUs do: numbers beyond the largest one become the largest one.
 

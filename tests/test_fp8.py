@@ -1,0 +1,284 @@
+"""FP8 arrays: conversion with scales, rotation, delayed scaling, and the forward pass; on numpy, and with CuPy arrays on host memory."""
+
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+from fake_cupy import DEVICE
+
+import cupy_sdpa
+from cupy_sdpa import fp8
+from cupy_sdpa.fp8.array import rotate, rotation_of
+from cupy_sdpa.problem.tensor_spec import FP8_LARGEST, numpy_dtype, rounded
+
+DTYPES = tuple(FP8_LARGEST)
+
+
+def host(x):
+    """The elements of an FP8 array on the host."""
+    return x.data.get().view(numpy_dtype(x.dtype)) if hasattr(x.data, "get") else x.data
+
+
+def normal(shape, dtype="float32", seed=0):
+    """Normal numbers in Fortran order."""
+    return np.asfortranarray(np.random.default_rng(seed).standard_normal(shape).astype(numpy_dtype(dtype)))
+
+
+# Conversion
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("factor", [1.0, 1.7, 2.0**-9])
+def test_every_float16_number_is_converted_as_on_the_cpu(dtype, factor, fake):
+    """Rounded to nearest even, saturated, NaN kept: all float16 numbers, at a scale."""
+    x = np.arange(1 << 16, dtype=np.uint16).view(np.float16).reshape((128, 1, 512, 1), order="F")
+    amax = FP8_LARGEST[dtype] / factor
+    on_gpu, on_cpu = (
+        fp8.DelayedScaling(y, amax=amax, dtype=dtype).quantize(y) for y in (fake.asarray(x, order="F"), x.copy(order="F"))
+    )
+    assert on_gpu.scale.get() == on_cpu.scale
+    gpu, cpu = host(on_gpu), host(on_cpu)
+    assert np.array_equal(np.isnan(gpu), np.isnan(x)), "saturation gives no NaN"
+    np.testing.assert_array_equal(gpu.astype(np.float32), cpu.astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("target", ["float16", "bfloat16", "float32"])
+def test_every_fp8_number_is_dequantized_as_on_the_cpu(dtype, target, fake):
+    """All 256 elements, infinities and NaN included, times a factor."""
+    codes = np.arange(256, dtype=np.uint8).reshape((32, 2, 4, 1), order="F")
+    on_cpu = fp8.Fp8Array(codes.view(numpy_dtype(dtype)), 0.37)
+    on_gpu = fp8.Fp8Array(fake.asarray(codes, order="F"), 0.37, dtype=dtype)
+    found = on_gpu.dequantize(target).get()
+    assert found.dtype == numpy_dtype(target) and found.flags.f_contiguous
+    np.testing.assert_array_equal(found.astype(np.float32), on_cpu.dequantize(target).astype(np.float32))
+
+
+LAYOUTS = {
+    "dense": lambda x: x,
+    "C order (batch, seq, heads, head_dim)": lambda x: np.ascontiguousarray(x.T).T,
+    "a slice": lambda x: np.repeat(np.repeat(x, 2, axis=1), 3, axis=2)[:, ::2, ::3],
+    "head_dim, seq, heads, batch": lambda x: np.asfortranarray(x.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3),
+    "not aligned": lambda x: np.asfortranarray(np.concatenate([x, x[:1]]))[: len(x)],
+    "packed": lambda x: x[..., 0],
+}
+
+
+def on_device(fake, x, layout):
+    """An array on the device in a layout."""
+    made = LAYOUTS[layout](x)
+    if layout == "not aligned":
+        return fake.asarray(np.asfortranarray(np.concatenate([x, x[:1]])), order="F")[: len(x)], made
+    if layout == "a slice":
+        return fake.asarray(np.asfortranarray(np.repeat(np.repeat(x, 2, axis=1), 3, axis=2)), order="F")[:, ::2, ::3], made
+    if layout == "packed":
+        return fake.asarray(x, order="F")[..., 0], made
+    if layout == "dense":
+        return fake.asarray(x, order="F"), made
+    if layout.startswith("C order"):
+        return fake.asarray(np.ascontiguousarray(x.T)).T, made
+    return fake.asarray(np.asfortranarray(x.transpose(0, 2, 1, 3)), order="F").transpose(0, 2, 1, 3), made
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("source", ["float16", "bfloat16", "float32"])
+def test_quantize(source, layout, fake):
+    """Elements, scale and descale are those of numpy, bit for bit, in every layout."""
+    for seed, (d, heads, length, batch) in enumerate([(16, 1, 1, 1), (128, 3, 50, 2), (40, 2, 7, 3), (256, 1, 20, 1)]):
+        x = normal((d, heads, length, batch), source, seed)
+        given, same = on_device(fake, x, layout)
+        found, wanted = fp8.quantize(given), fp8.quantize(same)
+        assert (found.scale.get(), found.descale.get()) == (wanted.scale, wanted.descale)
+        assert np.abs(host(found).astype(np.float32)).max() == 448
+        np.testing.assert_array_equal(host(found), host(wanted))
+
+
+@pytest.mark.parametrize("d", [16, 64, 80, 128, 192, 256])
+@pytest.mark.parametrize("layout", ["dense", "a slice"])
+def test_rotation(d, layout, fake):
+    """The kernel multiplies by the matrix: at most the last bit of FP8 differs, and the inverse gives the values back."""
+    x = normal((d, 3, 11, 2), "float32", d)
+    given, same = on_device(fake, x, layout)
+    found, wanted = fp8.quantize(given, rotate=True), fp8.quantize(same, rotate=True)
+    assert found.rotated and wanted.rotated
+    np.testing.assert_allclose(found.scale.get(), wanted.scale, rtol=1e-6)
+    a, b = (host(y).astype(np.float32) for y in (found, wanted))
+    assert np.mean(a != b) < 0.01
+    np.testing.assert_allclose(a, b, rtol=0.13, atol=1e-2)
+    for back in (found.dequantize().get(), wanted.dequantize()):
+        assert np.linalg.norm(back - x) < 0.04 * np.linalg.norm(x)
+
+
+@pytest.mark.parametrize("d", [1, 16, 24, 128, 192])
+def test_rotations_are_orthogonal(d):
+    """Scores do not change, the matrix is its own inverse, and a single channel is spread over its part."""
+    part = rotation_of(d)
+    eye = np.eye(d, dtype=np.float32).reshape(d, 1, 1, d)
+    matrix = rotate(eye, part).reshape(d, d)
+    np.testing.assert_allclose(matrix @ matrix, np.eye(d), atol=1e-6)
+    np.testing.assert_allclose(matrix @ matrix.T, np.eye(d), atol=1e-6)
+    assert np.allclose(np.abs(matrix).max(axis=0), part**-0.5)
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+def test_padding_is_not_read(rotated, fake):
+    """NaN beyond the lengths changes nothing, and 0 is stored there."""
+    lengths = np.array([5, 0, 9], np.int32)
+    x = normal((32, 2, 9, 3), "float16")
+    clean = x.copy(order="F")
+    for b, length in enumerate(lengths):
+        x[:, :, length:, b], clean[:, :, length:, b] = np.nan, 0
+    wanted = fp8.quantize(clean, rotate=rotated)
+    for found in (
+        fp8.quantize(x, rotate=rotated, lengths=lengths),
+        fp8.quantize(fake.asarray(x, order="F"), rotate=rotated, lengths=fake.asarray(lengths)),
+        fp8.DelayedScaling(x, rotate=rotated, amax=FP8_LARGEST["float8_e4m3fn"] / wanted.scale[0]).quantize(x, lengths=lengths),
+    ):
+        elements = host(found).astype(np.float32)
+        np.testing.assert_allclose(elements, host(wanted).astype(np.float32), rtol=0.13, atol=1e-2)
+        assert not elements[:, :, :, 1].any() and not elements[:, :, 5:, 0].any()
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-38, np.inf, np.nan])
+def test_scales_of_special_numbers(value, fake):
+    """Arrays of 0 and of tiny numbers have the scale 1; NaN and infinity are not hidden."""
+    x = np.full((16, 1, 2, 1), value, np.float32, order="F")
+    for found in (fp8.quantize(x), fp8.quantize(fake.asarray(x, order="F"))):
+        values = host(found).astype(np.float32)
+        assert np.isnan(values).all() if not value < 1 else not values.any()
+
+
+# Delayed scaling
+
+
+@pytest.mark.parametrize("history", [1, 2, 5])
+@pytest.mark.parametrize("rotated", [False, True])
+def test_delayed_scaling(history, rotated, fake):
+    """The scale is that of the largest of the last arrays, on both engines; an array of many blocks counts as a whole."""
+    rng = np.random.default_rng(history)
+    amaxes: list[float] = []
+    scalings = [fp8.DelayedScaling(x, history, rotate=rotated) for x in (np.zeros(1), fake.zeros(1))]
+    for turn in range(12):
+        x = np.asfortranarray((10.0 ** rng.uniform(-3, 3) * rng.standard_normal((64, 2, 40 if turn % 2 else 400, 1))).astype("f4"))
+        scale = FP8_LARGEST["float8_e4m3fn"] / max(amaxes[-history:]) if amaxes else 1.0
+        for scaling, y in zip(scalings, (x, fake.asarray(x, order="F")), strict=True):
+            made = scaling.quantize(y)
+            np.testing.assert_allclose(np.asarray(made.scale.get() if hasattr(made.scale, "get") else made.scale), scale, rtol=1e-5)
+            wanted = rounded(rotate(x, 64 if rotated else 1) * np.float32(scale), "float8_e4m3fn").astype(np.float32)
+            np.testing.assert_allclose(host(made).astype(np.float32), wanted, rtol=0.13, atol=1e-2)
+        amaxes.append(float(np.abs(rotate(x, 64 if rotated else 1)).max()))
+
+
+def test_delayed_scaling_of_an_output(fake):
+    """``update`` adds the largest output to the history."""
+    for like in (np, fake):
+        scaling = fp8.DelayedScaling(like.zeros(1), 2)
+        for amax, wanted in ((2.0, 224), (4.0, 112), (1.0, 112), (1.0, 448)):
+            scaling.update(like.full(1, amax, np.float32))
+            assert float(scaling.scale[0]) == wanted
+
+
+def test_a_captured_conversion_advances_its_history(fake):
+    """The history is in the GPU's memory: replays of a CUDA graph use the scale of the replay before."""
+    scaling = fp8.DelayedScaling(fake.zeros(1), 1)
+    x = fake.asarray(np.ones((16, 1, 2, 1), np.float16), order="F")
+    scaling.quantize(x)  # compiles
+    with fake.cuda.Stream() as stream:
+        stream.begin_capture()
+        made = scaling.quantize(x)
+        graph = stream.end_capture()
+        for factor in (2.0, 8.0, 1.0):
+            x[...] = factor
+            graph.launch(stream)
+            stream.synchronize()
+            last = float(made.scale.get()[0])
+        assert last == 448 / 8
+    DEVICE.wait_for_all()
+
+
+# Attention
+
+
+def inputs(d=32, dv=None, hq=4, hkv=2, sq=20, skv=30, b=2, dtype="float8_e4m3fn", rotated=False, seed=0):
+    """FP8 arrays and their values in float64."""
+    shapes = (d, hq, sq, b), (d, hkv, skv, b), (dv or d, hkv, skv, b)
+    made = [
+        fp8.quantize(normal(shape, "float32", seed + i), dtype, rotate=rotated and i < 2) for i, shape in enumerate(shapes)
+    ]
+    return made, [np.asfortranarray(x.data.astype(np.float64) * float(x.descale[0])) for x in made]
+
+
+def moved(fake, x):
+    """An FP8 array on the device."""
+    factors = [fake.asarray(f) for f in (x.descale, x.scale)]
+    return fp8.Fp8Array(
+        fake.asarray(x.data.view(np.uint8), order="F"), factors[0], scale=factors[1], dtype=x.dtype, rotated=x.rotated
+    )
+
+
+def relative(a, b):
+    """The relative error in the norm."""
+    return float(np.linalg.norm(np.asarray(a, np.float64) - b) / max(np.linalg.norm(b), 1e-30))
+
+
+#: The error of FP8: three roundings (P, the output, and a second rounding where both meet) of half a unit in the last place.
+ERROR = {"float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3}
+CASES = {
+    "plain": {}, "causal": {"causal": True}, "bottom right": {"causal": "bottom_right"}, "window": {"window": (5, 2)},
+    "scale": {"scale": 0.5}, "softcap": {"softcap": 3.0}, "ALiBi": {"alibi_slopes": np.float32([0.1, 0.2, 0.3, 0.4])},
+    "lengths": {"seq_lens_q": np.int32([20, 3]), "seq_lens_kv": np.int32([7, 30])},
+    "lengths, causal": {"seq_lens_q": np.int32([20, 0]), "seq_lens_kv": np.int32([30, 9]), "causal": True},
+}  # fmt: skip
+SIZES = [(32, 32, 20, 30), (16, 48, 20, 30), (128, 64, 20, 30), (16, 16, 20, 30)]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_error_on_the_cpu_is_that_of_fp8(case, dtype):
+    """Against attention of the dequantized values in float64, the reference: output, log-sum-exp and largest output."""
+    options = CASES[case]
+    for d, dv, *_ in SIZES:
+        (q, k, v), values = inputs(d, dv, dtype=dtype)
+        out, stats, amax = fp8.attention(q, k, v, return_stats=True, return_amax=True, **options)
+        truth, true_stats = cupy_sdpa.attention(*values, return_stats=True, **options)
+        assert out.dtype == dtype and out.descale is v.descale
+        assert relative(out.dequantize(), truth) < ERROR[dtype]
+        np.testing.assert_allclose(stats, true_stats, atol=1e-4)
+        np.testing.assert_allclose(amax, np.abs(truth).max(), rtol=ERROR[dtype])
+        wide = fp8.attention(q, k, v, out_dtype="bfloat16", **options)
+        assert wide.dtype == numpy_dtype("bfloat16") and relative(wide, truth) < ERROR[dtype]
+        assert relative(wide, truth) < relative(out.dequantize(), truth), "the output is not rounded to FP8"
+
+
+def test_the_error_on_the_cpu_does_not_depend_on_the_number_of_keys():
+    """P is rounded before the division by its sum, so that small weights keep their bits."""
+    errors = []
+    for skv in (64, 512, 4096):
+        (q, k, v), values = inputs(16, hq=1, hkv=1, sq=8, skv=skv, b=1)
+        errors.append(relative(fp8.attention(q, k, v, out_dtype="bfloat16"), cupy_sdpa.attention(*values)))
+    assert max(errors) < 2 * min(errors)
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if name not in ("softcap", "ALiBi")])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("repeats", [1, 5])
+def test_the_gpu_is_as_accurate_as_the_cpu(case, dtype, repeats, fake):
+    """The same graph on both engines, repeated until it is replayed, with inputs changed in place and factors of other arrays."""
+    options = CASES[case]
+    on_device = {name: fake.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    for d, dv, sq, skv in SIZES:
+        arrays, values = inputs(d, dv, sq=sq, skv=skv, dtype=dtype)
+        gpu = [moved(fake, x) for x in arrays]
+        for turn in range(repeats):
+            if turn:
+                arrays, values = inputs(d, dv, sq=sq, skv=skv, dtype=dtype, seed=10 * turn)
+                for x, y in zip(gpu, arrays, strict=True):
+                    x.data[...] = fake.asarray(y.data.view(np.uint8), order="F")
+                    x.descale[...], x.scale[...] = fake.asarray(y.descale), fake.asarray(y.scale)
+            out, stats, amax = fp8.attention(*gpu, return_stats=True, return_amax=True, **on_device)
+            on_cpu = fp8.attention(*arrays, return_stats=True, return_amax=True, **options)
+            truth = cupy_sdpa.attention(*values, **options)
+            assert relative(out.dequantize().get(), truth) < 1.5 * relative(on_cpu[0].dequantize(), truth)
+            np.testing.assert_allclose(stats.get(), on_cpu[1], atol=1e-4)
+            np.testing.assert_allclose(amax.get(), on_cpu[2], rtol=ERROR[dtype])
