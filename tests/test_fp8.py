@@ -160,11 +160,15 @@ def test_delayed_scaling(history, rotated, fake):
     amaxes: list[float] = []
     scalings = [fp8.DelayedScaling(x, history, rotate=rotated) for x in (np.zeros(1), fake.zeros(1))]
     for turn in range(12):
-        x = np.asfortranarray((10.0 ** rng.uniform(-3, 3) * rng.standard_normal((64, 2, 40 if turn % 2 else 400, 1))).astype("f4"))
+        x = np.asfortranarray(
+            (10.0 ** rng.uniform(-3, 3) * rng.standard_normal((64, 2, 40 if turn % 2 else 400, 1))).astype("f4")
+        )
         scale = FP8_LARGEST["float8_e4m3fn"] / max(amaxes[-history:]) if amaxes else 1.0
         for scaling, y in zip(scalings, (x, fake.asarray(x, order="F")), strict=True):
             made = scaling.quantize(y)
-            np.testing.assert_allclose(np.asarray(made.scale.get() if hasattr(made.scale, "get") else made.scale), scale, rtol=1e-5)
+            np.testing.assert_allclose(
+                np.asarray(made.scale.get() if hasattr(made.scale, "get") else made.scale), scale, rtol=1e-5
+            )
             wanted = rounded(rotate(x, 64 if rotated else 1) * np.float32(scale), "float8_e4m3fn").astype(np.float32)
             np.testing.assert_allclose(host(made).astype(np.float32), wanted, rtol=0.13, atol=1e-2)
         amaxes.append(float(np.abs(rotate(x, 64 if rotated else 1)).max()))
@@ -203,9 +207,7 @@ def test_a_captured_conversion_advances_its_history(fake):
 def inputs(d=32, dv=None, hq=4, hkv=2, sq=20, skv=30, b=2, dtype="float8_e4m3fn", rotated=False, seed=0):
     """FP8 arrays and their values in float64."""
     shapes = (d, hq, sq, b), (d, hkv, skv, b), (dv or d, hkv, skv, b)
-    made = [
-        fp8.quantize(normal(shape, "float32", seed + i), dtype, rotate=rotated and i < 2) for i, shape in enumerate(shapes)
-    ]
+    made = [fp8.quantize(normal(shape, "float32", seed + i), dtype, rotate=rotated and i < 2) for i, shape in enumerate(shapes)]
     return made, [np.asfortranarray(x.data.astype(np.float64) * float(x.descale[0])) for x in made]
 
 

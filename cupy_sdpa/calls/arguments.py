@@ -47,7 +47,7 @@ def read_forward(
     return_stats: Any = False,
     deterministic: Any = False,
     return_kept: bool = False,
-    out_dtype: str = "",
+    out_dtype: Any = "",
     out: Any = None,
     stats: Any = None,
     **others: Any,

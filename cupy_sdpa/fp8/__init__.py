@@ -2,6 +2,6 @@
 
 from .array import Fp8Array
 from .forward import attention
-from .quantize import DelayedScaling, quantize
+from .quantize import DelayedScaling, quantize, quantize_qkv
 
-__all__ = ["DelayedScaling", "Fp8Array", "attention", "quantize"]
+__all__ = ["DelayedScaling", "Fp8Array", "attention", "quantize", "quantize_qkv"]

@@ -59,8 +59,8 @@ class Fp8Array:
         if descale is None and scale is None:
             raise TypeError("descale and scale are None: pass one of them, the factor of the elements or its inverse")
         self.data, self.dtype, self.rotated = data, dtype, rotated
-        self._descale = None if descale is None else factor("descale", descale, data)
-        self._scale = None if scale is None else factor("scale", scale, data)
+        self._descale: Any = None if descale is None else factor("descale", descale, data)
+        self._scale: Any = None if scale is None else factor("scale", scale, data)
 
     @property
     def descale(self) -> Any:
@@ -90,6 +90,17 @@ class Fp8Array:
     def nbytes(self) -> int:
         """Bytes of the elements."""
         return int(self.data.nbytes)
+
+    def __getitem__(self, index: Any) -> Fp8Array:
+        """A view of some elements with the same factor, such as ``k[:, :, :100]``; all of head_dim is needed for a rotated array.
+
+        Raises:
+            ValueError: a part of head_dim of a rotated array is requested.
+        """
+        data = self.data[index]
+        if self.rotated and data.shape[:1] != self.data.shape[:1]:
+            raise ValueError(f"the index {index!r} selects a part of head_dim, which was rotated: dequantize first")
+        return Fp8Array(data, self._descale, scale=self._scale, dtype=self.dtype, rotated=self.rotated)
 
     def dequantize(self, dtype: Any = "float32") -> Any:
         """The values as an array in Fortran order; a rotation is undone.

@@ -96,11 +96,15 @@ def _arguments(
     """The key of a call besides its arrays and options, and its arrays."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if type(x) is not Fp8Array:
-            raise TypeError(f"{name} is a {type(x).__name__}; q, k and v must all be FP8 arrays: convert with cupy_sdpa.fp8.quantize")
+            raise TypeError(
+                f"{name} is a {type(x).__name__}; q, k and v must all be FP8 arrays: convert with cupy_sdpa.fp8.quantize"
+            )
         if x.dtype != q.dtype:
             raise TypeError(f"{name} is {x.dtype} and q is {q.dtype}; the dtypes must be equal: quantize with one dtype")
     if q.rotated != k.rotated:
-        raise ValueError(f"q.rotated is {q.rotated} and k.rotated is {k.rotated}; scores need both or none: pass the same rotate")
+        raise ValueError(
+            f"q.rotated is {q.rotated} and k.rotated is {k.rotated}; scores need both or none: pass the same rotate"
+        )
     if v.rotated:
         raise ValueError("v.rotated is True; the rotation of v would remain in the output: quantize v without rotate")
     if out_dtype is not None and out_dtype not in _OUTPUTS[:2]:

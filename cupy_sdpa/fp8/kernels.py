@@ -306,7 +306,9 @@ def _format(dtype: str) -> str:
     """The functions of a format."""
     mantissa, bias, largest, infinite, instruction = _FORMATS[dtype]
     names = {"MANTISSA": mantissa, "BIAS": bias, "LARGEST": f"{largest}u", "INFINITE": infinite}
-    return "".join(f"#define {name} {value}\n" for name, value in names.items()) + _FUNCTIONS.replace("INSTRUCTION", instruction)
+    return "".join(f"#define {name} {value}\n" for name, value in names.items()) + _FUNCTIONS.replace(
+        "INSTRUCTION", instruction
+    )
 
 
 @functools.cache

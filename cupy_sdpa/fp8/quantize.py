@@ -57,9 +57,7 @@ def quantize(x: Array, dtype: str = "float8_e4m3fn", *, rotate: bool = False, le
     return result
 
 
-def quantize_all(
-    arrays: Sequence[Any], dtype: str, rotations: Sequence[bool], lengths: Sequence[Any]
-) -> list[Fp8Array]:
+def quantize_all(arrays: Sequence[Any], dtype: str, rotations: Sequence[bool], lengths: Sequence[Any]) -> list[Fp8Array]:
     """:func:`quantize` for up to three arrays, in the same two launches."""
     if dtype not in FP8_LARGEST:
         raise TypeError(f"dtype is {dtype!r}; it must be {' or '.join(FP8_LARGEST)}")
@@ -68,11 +66,53 @@ def quantize_all(
     parts = [rotation_of(x.shape[0]) if wanted else 1 for x, wanted in zip(arrays, rotations, strict=True)]
     if not cupy_runtime.is_array(arrays[0]):
         made = [_on_cpu(x, dtype, part, n) for x, part, n in zip(arrays, parts, lengths, strict=True)]
-        return [Fp8Array(data, descale, scale=scale, rotated=part > 1) for (data, scale, descale), part in zip(made, parts, strict=True)]
+        return [
+            Fp8Array(data, descale, scale=scale, rotated=part > 1)
+            for (data, scale, descale), part in zip(made, parts, strict=True)
+        ]
     with cupy_runtime.on_device_of(arrays[0]):
         conversions = [_conversion(x, part, n) for x, part, n in zip(arrays, parts, lengths, strict=True)]
         kernels.current(conversions, dtype)
     return [_result(conversion, dtype) for conversion in conversions]
+
+
+def quantize_qkv(
+    q: Array,
+    k: Array,
+    v: Array,
+    dtype: str = "float8_e4m3fn",
+    *,
+    rotate: bool = False,
+    seq_lens_q: Array | None = None,
+    seq_lens_kv: Array | None = None,
+) -> tuple[Fp8Array, Fp8Array, Fp8Array]:
+    """:func:`quantize` for q, k and v, on the GPU in the same launches.
+
+    Args:
+        q, k, v: ``(D, Hq, Sq, B)``, ``(D, Hkv, Skv, B)`` and ``(Dv, Hkv, Skv, B)``, of one dtype.
+        dtype: as for :func:`quantize`.
+        rotate: rotate q and k, but not v. Default False.
+        seq_lens_q, seq_lens_kv: int32 ``(B,)``, the lengths of each batch entry. Default None: full lengths.
+
+    Returns:
+        q, k and v in FP8.
+
+    Raises:
+        TypeError, ValueError: as :func:`quantize`; or the arrays have several dtypes, or are on several engines.
+
+    >>> import numpy as np
+    >>> from cupy_sdpa import fp8
+    >>> x = np.ones((16, 2, 5, 1), np.float32, order="F")
+    >>> fp8.quantize_qkv(x, x, x, rotate=True)
+    (<Fp8Array float8_e4m3fn (16, 2, 5, 1), rotated>, <Fp8Array float8_e4m3fn (16, 2, 5, 1), rotated>, \
+<Fp8Array float8_e4m3fn (16, 2, 5, 1)>)
+    """
+    for name, x in (("k", k), ("v", v)):
+        if type(x) is not type(q) or x.dtype != q.dtype:
+            kinds = [f"{type(y).__module__} {getattr(y, 'dtype', '')}" for y in (x, q)]
+            raise TypeError(f"{name} is {kinds[0]} and q is {kinds[1]}; q, k and v must be arrays of one kind and dtype")
+    made = quantize_all([q, k, v], dtype, [rotate, rotate, False], [seq_lens_q, seq_lens_kv, seq_lens_kv])
+    return made[0], made[1], made[2]
 
 
 class DelayedScaling:
@@ -160,7 +200,9 @@ class DelayedScaling:
     def _check_engine(self, x: Any) -> None:
         if cupy_runtime.is_array(x) != cupy_runtime.is_array(self._state):
             kinds = ["CuPy" if cupy_runtime.is_array(array) else "numpy" for array in (x, self._state)]
-            raise TypeError(f"the array is a {kinds[0]} array, and the history is in a {kinds[1]} array: make another DelayedScaling")
+            raise TypeError(
+                f"the array is a {kinds[0]} array, and the history is in a {kinds[1]} array: make another DelayedScaling"
+            )
 
     def _advance(self, amax: float) -> None:
         """What the kernel does at its end."""

@@ -13,7 +13,20 @@ from typing import Any
 from .._cudnn.constants import DataType, PointwiseMode, ReduceTensorOp, RngDistribution
 from .._cudnn.descriptor import Descriptor
 from ..errors import Unsupported
-from ..graph.nodes import Amax, Bernoulli, Graph, Matmul, Node, PagedLoad, Pointwise, Reduction, Softmax, Tensor, Transpose, row_major
+from ..graph.nodes import (
+    Amax,
+    Bernoulli,
+    Graph,
+    Matmul,
+    Node,
+    PagedLoad,
+    Pointwise,
+    Reduction,
+    Softmax,
+    Tensor,
+    Transpose,
+    row_major,
+)
 
 #: cuDNN's data types by the names of numpy's dtypes.
 DATA_TYPES = {
