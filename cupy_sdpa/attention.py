@@ -9,6 +9,8 @@ from .calls.arguments import read_backward, read_forward
 from .calls.options import DTensors, Options, read_flag, takes_options
 from .calls.replay_cache import cache_call, run_cached
 from .errors import Unsupported
+from .fp8.array import Fp8Array
+from .fp8.forward import attention_of_fp8
 from .problem.validation import NO_PAGED_GRADIENTS
 from .sparse.automatic import automatic_mask
 from .sparse.backward import gradients_with_block_mask
@@ -66,7 +68,8 @@ def attention(
     masked: lengths, ``causal``, ``window``, ``mask``, ``mask_mod``. All functions take the same options.
 
     Args:
-        q: queries ``(D, Hq, Sq, B)``. float16 or bfloat16 on the GPU; also float32 and float64 on the CPU.
+        q: queries ``(D, Hq, Sq, B)``. float16 or bfloat16 on the GPU; also float32 and float64 on the CPU. q, k and v may be
+            FP8 arrays (:func:`cupy_sdpa.fp8.attention`).
         k: keys ``(D, Hkv, Skv, B)``, of q's dtype. Hq must be a multiple of Hkv (grouped-query attention): each key/value head
             serves Hq/Hkv query heads.
         v: values ``(Dv, Hkv, Skv, B)``, of q's dtype.
@@ -170,6 +173,8 @@ def attention(
     >>> cupy_sdpa.attention(q, k, v, causal=True, **packed).shape
     (64, 8, 100)
     """
+    if isinstance(q, Fp8Array):
+        return attention_of_fp8(q, k, v, options, return_stats=return_stats, out=out, stats=stats)
     if "block_mask" in options and (mask := options.pop("block_mask")) is not None:
         return attention_with_block_mask(q, k, v, mask, options, return_stats=return_stats, out=out, stats=stats)
     if "mask_mod" in options and return_stats != "max_sumexp" and (mask := automatic_mask(q, k, options)) is not None:

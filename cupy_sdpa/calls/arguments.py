@@ -326,6 +326,7 @@ def read_shapes(
     options: Mapping[str, Any],
     *,
     dtype: Any = None,
+    out_dtype: str = "",
     seq_lens: bool = False,
     return_stats: Any = False,
     backward: bool = False,
@@ -343,7 +344,7 @@ def read_shapes(
     options = {**options, "seed": 0} if "seed" in signatures else options
     # Arguments of the other pass are ignored, so that one list of options can be used for both passes.
     settings, _ = read_settings(options, _scale(options, signatures["q"]), deterministic=bool(deterministic))
-    outputs = _row_statistics(return_stats)
+    outputs = _row_statistics(return_stats)._replace(out_dtype=out_dtype)
     if backward:
         outputs = OUTPUT_ONLY._replace(backward=True, dbias=bool(return_dbias), dsinks=bool(return_dsinks))
     tensors = {name: _placeholder(name, x) for name, x in (options.get("tensors") or {}).items()}

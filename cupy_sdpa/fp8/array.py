@@ -91,8 +91,24 @@ class Fp8Array:
         """Bytes of the elements."""
         return int(self.data.nbytes)
 
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """The bytes from one element to the next in each dimension."""
+        return tuple(self.data.strides)
+
+    @property
+    def T(self) -> Fp8Array:  # noqa: N802
+        """A view with the dimensions in reverse order, such as ``(batch, seq, heads, head_dim)`` of a result; not if rotated.
+
+        Raises:
+            ValueError: the array is rotated.
+        """
+        if self.rotated:
+            raise ValueError("rotated is True; the first dimension of a rotated array must remain head_dim: dequantize first")
+        return Fp8Array(self.data.T, self._descale, scale=self._scale, dtype=self.dtype)
+
     def __getitem__(self, index: Any) -> Fp8Array:
-        """A view of some elements with the same factor, such as ``k[:, :, :100]``; all of head_dim is needed for a rotated array.
+        """A view of some elements with the same factor, such as ``k[:, :, :100]``; a rotated array needs all of head_dim.
 
         Raises:
             ValueError: a part of head_dim of a rotated array is requested.

@@ -34,9 +34,9 @@ def attention(
     .. math:: S = \tau\, d_q d_k\, q^\top k, \qquad \hat P = \operatorname{round}(M\, e^{S - m}), \qquad
               O = \frac{d_v}{M}\, \frac{\hat P\, v}{\sum e^{S - m}}, \qquad \hat O = \operatorname{round}(s\, O)
 
-    with the elements q, k, v, their descales d, the maximum m of a row, and the largest number M of the dtype. Sums are computed
-    in float32 on the CPU; Hopper's tensor cores add FP8 products with fewer bits, so the error grows with the number of keys
-    (:doc:`/fp8`).
+    with the elements q, k, v, their descales d, the maximum m of a row, and the largest number M of the dtype. Sums are
+    computed in float32 on the CPU; Hopper's tensor cores add FP8 products with fewer bits, so the error grows with the number
+    of keys (:doc:`/fp8`).
 
     Args:
         q: queries ``(D, Hq, Sq, B)``.
@@ -71,6 +71,7 @@ def attention(
     >>> out, stats.shape
     (<Fp8Array float8_e4m3fn (64, 2, 100, 1)>, (100, 2, 1))
     """
+    return_amax = read_flag("return_amax", return_amax)
     kind, arrays = _arguments(q, k, v, return_stats, out_dtype, out_scale, stats)
     results = run_cached(kind, tuple(arrays.values()), options)
     if results is None:
@@ -80,8 +81,19 @@ def attention(
     *results, amax = results
     if out_dtype is None:
         results[0] = Fp8Array(results[0], v.descale if out_scale is None else None, scale=arrays["scale_out"], dtype=q.dtype)
-    results += [amax] if read_flag("return_amax", return_amax) else []
+    results += [amax] if return_amax else []
     return tuple(results) if len(results) > 1 else results[0]
+
+
+def attention_of_fp8(q: Any, k: Any, v: Any, options: Any, *, return_stats: Any, out: Any, stats: Any) -> Any:
+    """:func:`attention` with the arguments of :func:`cupy_sdpa.attention`.
+
+    Raises:
+        TypeError: ``out`` is passed.
+    """
+    if out is not None:
+        raise TypeError("out is passed, and q is an FP8 array: the result is a new FP8 array with its own scale; omit out")
+    return attention(q, k, v, return_stats=return_stats, stats=stats, **options)
 
 
 def read_call(q: Any, k: Any, v: Any, options: Any, *, return_stats: Any = False, out_dtype: Any = None) -> Call:

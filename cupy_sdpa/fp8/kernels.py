@@ -69,8 +69,8 @@ _ARRAYS = np.dtype([("arrays", struct(_Array), MAX_ARRAYS)])
 def current(conversions: Sequence[Conversion], dtype: str) -> None:
     """Convert arrays with the scale of their largest magnitude: two launches and a memset, without synchronization.
 
-    The first launch computes the largest magnitudes and the second one converts. One launch would need all blocks of the grid to
-    wait for each other.
+    The first launch computes the largest magnitudes and the second one converts. In one launch all blocks of the grid would
+    have to wait for each other.
     """
     amax = cupy_runtime.empty((MAX_ARRAYS,), np.uint32)
     memory.clear(amax, 0)
@@ -175,7 +175,7 @@ __device__ unsigned to_fp8(float value) {
 __device__ float from_fp8(unsigned x) {
     const unsigned magnitude = x & 0x7f;
     float value = __uint_as_float(magnitude << (23 - MANTISSA)) * __uint_as_float((254 - BIAS) << 23);
-    if (magnitude > LARGEST) value = INFINITE && magnitude == LARGEST + 1 ? __uint_as_float(0x7f800000) : __uint_as_float(0x7fc00000);
+    if (magnitude > LARGEST) value = __uint_as_float(INFINITE && magnitude == LARGEST + 1 ? 0x7f800000 : 0x7fc00000);
     return x & 0x80 ? -value : value;
 }
 """

@@ -121,8 +121,8 @@ class DelayedScaling:
     .. math:: s = \frac{M}{\max_i a_i}
 
     with the largest number M of the dtype and the largest magnitudes :math:`a_i` of the last arrays. Values beyond M / s are
-    stored as M / s. History and scale are in the memory of the arrays, and nothing is read by the host: calls can be captured in
-    a CUDA graph, whose replays advance the history.
+    stored as M / s. History and scale are in the memory of the arrays, and nothing is read by the host: calls can be captured
+    in a CUDA graph, whose replays advance the history.
 
     Args:
         like: an array on the engine to use, such as the first one to convert; its elements are not read.
@@ -188,7 +188,7 @@ class DelayedScaling:
         return _result(conversion, self.dtype)
 
     def update(self, amax: Array) -> None:
-        """Add a largest magnitude, float32 ``(1,)``, to the history; such as that of an output, for the scale of the next one."""
+        """Add a largest magnitude, float32 ``(1,)``, to the history, such as that of an output."""
         self._check_engine(amax)
         amax = factor("amax", amax, self._state)
         if not cupy_runtime.is_array(amax):
@@ -226,14 +226,15 @@ def _check(x: Any, lengths: Any) -> None:
         raise ValueError(f"x has shape {x.shape}; on the GPU head_dim must be a multiple of {kernels.UNIT}: pad it with zeros")
     if on_gpu and x.size and x.shape[0] > 1 and x.strides[0] != x.itemsize:
         raise ValueError(
-            f"x has strides {x.strides} bytes; head_dim must be contiguous, {x.itemsize} bytes: copy it with cupy.asfortranarray"
+            f"x has strides {x.strides} bytes; the first must be {x.itemsize}, so that head_dim is contiguous: copy it with "
+            "cupy.asfortranarray"
         )
     if lengths is None:
         return
     if len(x.shape) != 4 or lengths.shape != x.shape[3:] or dtype_name(lengths.dtype) != "int32":
         raise ValueError(
-            f"lengths is {dtype_name(lengths.dtype)} {lengths.shape} and x has shape {x.shape}; lengths must be int32 (B,), and x "
-            "(head_dim, heads, seq, B)"
+            f"lengths is {dtype_name(lengths.dtype)} {lengths.shape} and x has shape {x.shape}; lengths must be int32 (B,), "
+            "and x (head_dim, heads, seq, B)"
         )
     if cupy_runtime.is_array(lengths) != on_gpu:
         raise TypeError("x and lengths are not both numpy or both CuPy arrays: convert one of them")

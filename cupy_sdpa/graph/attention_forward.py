@@ -38,8 +38,9 @@ def forward(problem: Problem, guards: frozenset[str] = frozenset()) -> Graph:
         s = scores.mask_tail(s, "j", axis=3)
     # P = exp(S − L), L = logsumexp(S)      rounded to the dtype of v for the tensor cores
     probability = problem.settings.dropout
+    formula = f"P = round({FP8_LARGEST[problem.dtype]:g} exp(S − m)) / l" if problem.fp8 else "P = exp(S − L)"
     p = g.softmax(
-        "P = exp(S − L), L = logsumexp(S)", s, "P", g.compute_dtype if probability else problem.dtype,
+        f"{formula}, L = logsumexp(S)", s, "P", g.compute_dtype if probability else problem.dtype,
         None if problem.max else operands.row_stats("stats"),
         sink=operands.optional("sinks", HEAD_AXES), max=operands.row_stats("max"), sum_exp=operands.row_stats("sum_exp"),
         rows=scores.queries, scale=g.scalar("scale of P", value=FP8_LARGEST[problem.dtype]) if problem.fp8 else None,
@@ -66,7 +67,7 @@ def _store_fp8(g: Builder, operands: Operands, o: Tensor, out: Tensor) -> None:
     o = g.pointwise("O₃ = descale_v · O₂", "mul", o, operands.factor("descale_v"), out="O₃")
     scale = operands.factor("scale_out") if operands.problem.scale_out else g.scalar("1", value=1.0)
     g.pointwise(f"O = {scale} · O₃", "mul", o, scale, out=out)
-    g.amax("amax_out = max |O₃|", o, operands.factor("amax_out"))
+    g.reduction("amax_out = max |O₃|", o, operands.factor("amax_out"), amax=True)
 
 
 def _keys_and_values(g: Builder, operands: Operands, lengths: Tensor | None) -> tuple[Tensor, Tensor]:

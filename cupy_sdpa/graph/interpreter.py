@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..problem.tensor_spec import rounded
-from .nodes import Amax, Bernoulli, Graph, Matmul, Node, PagedLoad, Pointwise, Reduction, Softmax, Transpose
+from .nodes import Bernoulli, Graph, Matmul, Node, PagedLoad, Pointwise, Reduction, Softmax, Transpose
 from .tiles import Evaluation, Tile
 
 if TYPE_CHECKING:
@@ -128,18 +128,14 @@ def _pointwise(node: Pointwise, tile: Tile) -> None:
 
 def _reduction(node: Reduction, tile: Tile) -> None:
     x = -tile[node.x] if node.negative else tile[node.x]
-    if node.out.name in tile.run.totals:
+    if node.amax:
+        tile.add_to_largest(node.out, x)
+    elif node.out.name in tile.run.totals:
         tile.add_to_total(node.out, x)
     elif node.out.shape[3] == 1 and node.x.shape[3] > 1:
         tile[node.out] = x.sum(axis=1, keepdims=True)
     else:
         tile.add_to_group(node.out, x)
-
-
-def _amax(node: Amax, tile: Tile) -> None:
-    run, name = tile.run, node.out.name
-    run.largest[name] = np.maximum(run.largest.get(name, 0.0), np.abs(tile[node.x]).max(initial=0))
-    run.views[name][...] = run.largest[name]
 
 
 def _transpose(node: Transpose, tile: Tile) -> None:
@@ -217,7 +213,6 @@ MODES: dict[str, Callable[[Pointwise, Tile], Array]] = {
 
 #: The meaning of every node.
 RULES: dict[type[Node], Callable[[Any, Tile], None]] = {
-    Amax: _amax,
     Bernoulli: _bernoulli,
     Matmul: _matmul,
     PagedLoad: _paged_load,

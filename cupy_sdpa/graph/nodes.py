@@ -154,9 +154,7 @@ class Softmax(Node):
     ``sink`` ``(1, H, 1, 1)`` is an additional column, included in m and l but not in ``out``. For a row of -inf, out is 0 and
     stats is -inf. ``stats`` is virtual if the problem does not return it; ``max`` (m) and ``sum_exp`` (l) replace
     it. ``rows`` ``(B, 1, 1, 1)`` is the number of rows of each batch entry; rows beyond that have no sink.
-
-    With ``scale``, a scalar, ``out`` is of FP8: ``out = round(scale * exp(x - m)) / l``. Kernels divide by l after the matmul
-    that reads ``out``, so the rounding error does not depend on the number of columns.
+    With ``scale`` out is FP8, ``round(scale * exp(x - m)) / l``: kernels divide by l after the matmul that reads ``out``.
     """
 
     x: Tensor
@@ -188,19 +186,12 @@ class Bernoulli(Node):
 class Reduction(Node):
     """``out = sum(x)``, in the compute dtype, over each dimension where out has length 1, and over the heads of a group.
 
-    ``negative`` changes the sign of the sum.
+    ``negative`` changes the sign of the sum. ``amax`` is ``out = max |x|`` over all elements instead, 0 without elements.
     """
 
     x: Tensor
     negative: bool = False
-    operands: ClassVar[tuple[str, ...]] = ("x",)
-
-
-@dataclass(frozen=True, slots=True)
-class Amax(Node):
-    """``out = max |x|`` over all elements; 0 without elements."""
-
-    x: Tensor
+    amax: bool = False
     operands: ClassVar[tuple[str, ...]] = ("x",)
 
 
@@ -256,21 +247,17 @@ class Graph:
     def lines(self) -> Iterator[str]:
         """The printed form: one line per input, then one line per step."""
         width = max(len(node.formula) for node in self.nodes)
+        shapes = {t: f"{'x'.join(map(str, t.shape)):>20} {t.dtype}" for t in self.tensors}
         for t in self.by_role("input", "constant"):
-            yield f"  {t.role:8} {t.name:<{width}}  {_shape_and_dtype(t)}"
+            yield f"  {t.role:8} {t.name:<{width}}  {shapes[t]}"
         for number, node in enumerate(self.nodes, 1):
             mark = "".join(f"  {t.role} {t.name}" for t in node.outputs if t.role == "output")
-            yield f"  {number:4}.  {node.formula:<{width}}  {_shape_and_dtype(node.out)}{mark}"
-
-
-def _shape_and_dtype(tensor: Tensor) -> str:
-    return f"{'x'.join(map(str, tensor.shape)):>20} {tensor.dtype}"
+            yield f"  {number:4}.  {node.formula:<{width}}  {shapes[node.out]}{mark}"
 
 
 def row_major(shape: Shape) -> tuple[int, ...]:
     """The strides, in elements, of a dense tensor whose last dimension is contiguous."""
-    _, h, rows, columns = shape
-    return (h * rows * columns, rows * columns, columns, 1)
+    return (math.prod(shape[1:]), shape[2] * shape[3], shape[3], 1)
 
 
 @dataclass
@@ -370,23 +357,18 @@ class Builder:
         """``out = 1`` with a probability, else 0; see :class:`Bernoulli`."""
         return self._add(Bernoulli(formula, out, seed, offset, probability))
 
-    def reduction(self, formula: str, x: Tensor, out: Tensor, *, negative: bool = False) -> Tensor:
+    def reduction(self, formula: str, x: Tensor, out: Tensor, *, negative: bool = False, amax: bool = False) -> Tensor:
         """The sum over the dimensions where ``out`` has length 1, or over groups of heads if ``out`` is ``(B, Hb, M, N)``."""
         (b, h, m, n), (_, hb, _, _) = x.shape, out.shape
         group = out.shape == (b, hb, m, n) and hb and not h % hb
         if not group and any(n not in (1, full) for n, full in zip(out.shape, x.shape, strict=True)):
             raise ValueError(f"reduction {formula}: {x} {x.shape} cannot be reduced to {out} {out.shape}")
-        return self._add(Reduction(formula, out, x, negative))
-
-    def amax(self, formula: str, x: Tensor, out: Tensor) -> Tensor:
-        """The largest magnitude of all elements, ``(1, 1, 1, 1)``."""
-        return self._add(Amax(formula, self._out(out, (1, 1, 1, 1)), x))
+        return self._add(Reduction(formula, out, x, negative, amax))
 
     def transpose(self, formula: str, x: Tensor, out: str, dtype: str | None = None) -> Tensor:
         """``(B, H, M, N)`` to ``(B, H, N, M)``; a view with exchanged strides."""
         b, h, m, n = x.shape
-        b_stride, h_stride, m_stride, n_stride = x.strides
-        strides = (b_stride, h_stride, n_stride, m_stride)
+        strides = (*x.strides[:2], x.strides[3], x.strides[2])
         view = Tensor(out, (b, h, n, m), dtype or x.dtype, "virtual", strides, ragged=x.ragged)
         return self._add(Transpose(formula, view, x))
 

@@ -140,6 +140,12 @@ class Tile:
             part = part[:, : self.columns]
         part += value if columns > 1 else value.sum(axis=1, keepdims=True)
 
+    def add_to_largest(self, tensor: Tensor, value: Array) -> None:
+        """Take the largest magnitude of all tiles."""
+        largest, name = self.run.largest, tensor.name
+        largest[name] = np.maximum(largest.get(name, 0.0), np.abs(value).max(initial=0))
+        self.run.views[name][...] = largest[name]
+
     def reusable(self, tensor: Tensor, other: Tensor | None = None) -> Array | None:
         """The memory of a tensor, to store the result of a step; None if a later step reads it or it is cached.
 
@@ -213,7 +219,7 @@ def _packed_lengths(graph: Graph) -> tuple[Tensor, Tensor] | None:
 
 def _sums_over_tiles(node: Node) -> bool:
     """Whether a node sums over tiles, so that its result is complete only after the last tile."""
-    if not isinstance(node, Reduction) or node.out.role != "output":
+    if not isinstance(node, Reduction) or node.amax or node.out.role != "output":
         return False
     (b, h, m, n), (_, out_heads, _, _) = node.x.shape, node.out.shape
     return node.out.shape not in ((b, h, m, 1), (b, out_heads, m, n))

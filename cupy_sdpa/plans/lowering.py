@@ -14,7 +14,6 @@ from .._cudnn.constants import DataType, PointwiseMode, ReduceTensorOp, RngDistr
 from .._cudnn.descriptor import Descriptor
 from ..errors import Unsupported
 from ..graph.nodes import (
-    Amax,
     Bernoulli,
     Graph,
     Matmul,
@@ -183,11 +182,7 @@ def _reduce(lowered: OperationGraph, operator: ReduceTensorOp, x: Tensor, y: Ten
 def _reduction(node: Reduction, lowered: OperationGraph) -> None:
     # Only the gradient of the sinks is a negative sum. cuDNN recognizes its operations, requires a plain sum as the last one,
     # and negates the result itself (measured with 9.19 and 9.28).
-    _reduce(lowered, ReduceTensorOp.ADD, node.x, node.out, node.formula)
-
-
-def _amax(node: Amax, lowered: OperationGraph) -> None:
-    _reduce(lowered, ReduceTensorOp.AMAX, node.x, node.out, node.formula)
+    _reduce(lowered, ReduceTensorOp.AMAX if node.amax else ReduceTensorOp.ADD, node.x, node.out, node.formula)
 
 
 def _bernoulli(node: Bernoulli, lowered: OperationGraph) -> None:
@@ -244,7 +239,6 @@ def _softmax(node: Softmax, lowered: OperationGraph) -> None:
 
 #: The rule of each node type.
 RULES: dict[type[Node], Callable[[Any, OperationGraph], None]] = {
-    Amax: _amax,
     Bernoulli: _bernoulli,
     Matmul: _matmul,
     PagedLoad: _paged_load,

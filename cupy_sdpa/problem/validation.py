@@ -105,6 +105,10 @@ def make_problem(
     """
     arrays = {name: make_spec(name, signature) for name, signature in signatures}
     problem = _inputs(arrays, settings)
+    if requested.out_dtype and not problem.fp8:
+        raise ValueError(
+            f"out_dtype is {requested.out_dtype!r} and q is {problem.dtype}; only FP8 arrays have outputs of another dtype"
+        )
     if problem.fp8 and requested.backward:
         raise Unsupported(NO_FP8_GRADIENTS)
     if requested.backward and problem.paged:

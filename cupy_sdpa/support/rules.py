@@ -17,6 +17,7 @@ from ..errors import Unsupported
 from ..problem.problem import CU_SEQLENS, KEY_ARRAYS, QUERY_ARRAYS, ROW_STATS, Problem, has_ragged_alibi, writes_dq_directly
 from ..problem.tensor_spec import ITEMSIZE, TensorSpec, dense_strides
 from ..version import MINIMUM_CUDNN, version_text
+from . import fp8_rules
 
 #: The lowest compute capability with cuDNN's flash attention (Ampere); 8.0 is 80.
 MINIMUM_CAPABILITY = 80
@@ -75,7 +76,8 @@ def _head_dim(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
         head_dim, unit = spec.shape[0], 16 if problem.fp8 else 8
         if head_dim % unit or not (head_dim or problem.trivial):
             missing = -head_dim % unit or unit
-            yield f"the {name} is {head_dim}; cuDNN supports multiples of {unit}: pad axis 0 with {missing} zeros and pass scale="
+            advice = f"pad axis 0 with {missing} zeros and pass scale="
+            yield f"the {name} is {head_dim}; cuDNN supports multiples of {unit}: {advice}"
 
 
 def _contiguous(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
@@ -302,60 +304,6 @@ def _paged_dropout(problem: Problem, cudnn: int, capability: int) -> Iterator[st
         yield "dropout with page_table and a single query is not supported: omit dropout_p, or pass the query twice"
 
 
-def _fp8_gpu(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
-    if problem.fp8 and capability < 90:
-        yield (
-            f"q, k and v are {problem.dtype}; compute capability {capability / 10} does not support FP8, 9.0 (Hopper) and newer "
-            "do: pass float16 or bfloat16 arrays"
-        )
-
-
-def _fp8_head_dim(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
-    d, dv, *_ = problem.sizes
-    if problem.fp8 and max(d, dv) > (128 if capability >= 120 else 256):
-        yield (
-            f"the head dims are {d} and {dv}; FP8 supports head dims up to {128 if capability >= 120 else 256} on compute "
-            f"capability {capability / 10}: pass bfloat16 arrays"
-        )
-
-
-def _fp8_out(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
-    if problem.fp8 and problem.out.dtype != problem.dtype and not 100 <= capability < 120:
-        yield (
-            f"out_dtype is {problem.out.dtype}; compute capability {capability / 10} writes the output of FP8 arrays in FP8: omit "
-            "out_dtype, and convert the result with cupy_sdpa.fp8.dequantize"
-        )
-
-
-def _fp8_one_query(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
-    if problem.fp8 and problem.sizes[4] == 1 and not 100 <= capability < 120:
-        yield (
-            f"there is one query; on compute capability {capability / 10} FP8 needs two or more: pass the query twice, or pass "
-            "bfloat16 arrays"
-        )
-
-
-def _fp8_packed(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
-    if problem.fp8 and problem.packed and not 100 <= capability < 120:
-        yield (
-            "packed sequences of FP8 arrays end in an illegal instruction: pad the sequences and pass seq_lens_q and "
-            "seq_lens_kv, or pass bfloat16 arrays"
-        )
-
-
-def _fp8_scores(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
-    options = {
-        "sinks": problem.sinks, "bias": problem.bias, "mask": problem.mask, "score_mod or mask_mod": problem.settings.program,
-        "return_stats='max_sumexp'": problem.max, "dropout_p": problem.settings.dropout,
-    }  # fmt: skip
-    for name, value in options.items():
-        if problem.fp8 and value:
-            yield (
-                f"{name} is not supported with FP8 arrays, for which cuDNN does not compile the kernel, or results were not "
-                "verified: omit it, or pass bfloat16 arrays"
-            )
-
-
 def _large_arrays(problem: Problem) -> tuple[TensorSpec, ...]:
     """q, k, v, out and their gradients, which tensor cores read and write in blocks."""
     return tuple(spec for spec in problem.tensors if spec.name in QUERY_ARRAYS + KEY_ARRAYS and spec.name not in ROW_STATS)
@@ -368,15 +316,16 @@ PYTORCH = "https://github.com/pytorch/pytorch"
 RULES: tuple[Rule, ...] = (
     Rule("cudnn-version", "cuDNN 9.19 or newer.", Unsupported, _version),
     Rule("gpu-generation", "Compute capability 8.0 (Ampere) or newer.", Unsupported, _generation),
-    Rule("dtype", "float16, bfloat16 and FP8 only; with float32 a float16 kernel would read beyond the data.", TypeError, _dtype,
+    Rule("dtype", "float16, bfloat16 and FP8; with float32 a float16 kernel would read beyond the data.", TypeError, _dtype,
          f"{FRONTEND}/issues/424"),
     Rule("head-dim", "Head dims that are multiples of 8, and of 16 for FP8.", Unsupported, _head_dim),
-    Rule("fp8-gpu", "FP8: compute capability 9.0 (Hopper) or newer.", Unsupported, _fp8_gpu),
-    Rule("fp8-head-dim", "FP8: head dims up to 256, and up to 128 on SM 12.x.", Unsupported, _fp8_head_dim),
-    Rule("fp8-output", "FP8: an output of another dtype on SM 10.x only.", Unsupported, _fp8_out),
-    Rule("fp8-one-query", "FP8: two or more queries, except on SM 10.x.", Unsupported, _fp8_one_query),
-    Rule("fp8-packed", "FP8: packed sequences on SM 10.x only.", Unsupported, _fp8_packed, FRONTEND, planned=True),
-    Rule("fp8-scores", "FP8: no bias, mask, sinks, dropout, score function or maxima.", Unsupported, _fp8_scores, planned=True),
+    Rule("fp8-gpu", "FP8: compute capability 9.0 (Hopper) or newer.", Unsupported, fp8_rules.gpu),
+    Rule("fp8-head-dim", "FP8: head dims up to 256, and up to 128 on SM 12.x.", Unsupported, fp8_rules.head_dim),
+    Rule("fp8-output", "FP8: an output of another dtype on SM 10.x only.", Unsupported, fp8_rules.out),
+    Rule("fp8-one-query", "FP8: two or more queries, except on SM 10.x.", Unsupported, fp8_rules.one_query),
+    Rule("fp8-packed", "FP8: packed sequences on SM 10.x only.", Unsupported, fp8_rules.packed, FRONTEND, planned=True),
+    Rule("fp8-scores", "FP8: causal masks, windows and lengths only; softcap and ALiBi are wrong on Hopper.", Unsupported,
+         fp8_rules.scores, planned=True),
     Rule("contiguous-head-dim", "Axis 0 contiguous; otherwise cuDNN crashes with a segmentation fault.", ValueError,
          _contiguous),
     Rule("negative-stride", "No negative strides.", ValueError, _negative),
