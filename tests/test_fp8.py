@@ -287,3 +287,133 @@ def test_the_gpu_is_as_accurate_as_the_cpu(case, dtype, repeats, fake):
             assert relative(out.dequantize().get(), truth) < 1.5 * relative(on_cpu[0].dequantize(), truth)
             np.testing.assert_allclose(stats.get(), on_cpu[1], atol=1e-4)
             np.testing.assert_allclose(amax.get(), on_cpu[2], rtol=ERROR[dtype])
+
+
+# Gradients
+
+
+def gradients(arrays, dout, **options):
+    """The output and the gradients."""
+    out, pullback = cupy_sdpa.attention_vjp(*arrays, **options)
+    return [out, *pullback(dout)], pullback
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if name not in ("softcap", "ALiBi")])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("source", ["float16", "bfloat16"])
+def test_gradients_of_a_forward_pass_in_fp8(case, dtype, source, fake):
+    """Both engines, as near to float64 as FP8 permits; NaN in the padding of q, k and v is not read."""
+    options = CASES[case]
+    shapes = (32, 4, 20, 2), (32, 2, 30, 2), (16, 2, 30, 2), (16, 4, 20, 2)
+    q, k, v, dout = (normal(shape, source, seed) for seed, shape in enumerate(shapes))
+    wide = [x.astype(np.float64) for x in (q, k, v)]
+    truth, _ = gradients(wide, dout.astype(np.float64), **options)
+    for x, name in ((q, "seq_lens_q"), (k, "seq_lens_kv"), (v, "seq_lens_kv")):
+        for b, length in enumerate(options.get(name, ())):
+            x[:, :, length:, b] = np.nan
+    on_cpu, pullback = gradients((q, k, v), dout, compute_dtype=dtype, **options)
+    assert pullback.nbytes == sum(x.size for x in (q, k, v)) + 2 * dout.size + 4 * 4 * 20 * 2 + sum(
+        x.nbytes for x in options.values() if isinstance(x, np.ndarray)
+    )
+    moved_options = {name: fake.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    for _ in range(4):
+        on_gpu, _ = gradients(
+            [fake.asarray(x, order="F") for x in (q, k, v)], fake.asarray(dout, order="F"), compute_dtype=dtype, **moved_options
+        )
+    for found in (on_cpu, [x.get() for x in on_gpu]):
+        for x, y in zip(found, truth, strict=True):
+            assert x.dtype == numpy_dtype(source)
+            assert relative(x, y) < 3 * ERROR[dtype]
+
+
+def test_gradients_with_large_scores_are_finite():
+    """With outliers the scores in FP8 differ by more than 1 from the others: the gradients still have the right size."""
+    x = [normal((64, 2, 50, 1), "bfloat16", seed) for seed in range(4)]
+    for array in x[:2]:
+        array[::37] *= 20
+    found, _ = gradients(x[:3], x[3], compute_dtype="float8_e4m3fn")
+    truth, _ = gradients([y.astype(np.float64) for y in x[:3]], x[3].astype(np.float64))
+    assert all(relative(a, b) < 1 for a, b in zip(found, truth, strict=True))
+
+
+# Refusals
+
+
+def float8(shape=(16, 2, 4, 1)):
+    """Elements without a factor."""
+    return normal(shape).astype(numpy_dtype("float8_e4m3fn"))
+
+
+def small(**options):
+    """A small FP8 array."""
+    return fp8.quantize(normal((16, 2, 4, 1)), **options)
+
+
+ERRORS = {
+    "elements without factors": (lambda: cupy_sdpa.attention(*[float8()] * 3), TypeError, r"q is float8_e4m3fn, .*fp8\.quantize"),
+    "mixed": (lambda: fp8.attention(small(), normal((16, 2, 4, 1)), small()), TypeError, "k is a ndarray; .* all be FP8 arrays"),
+    "dtypes": (lambda: fp8.attention(small(), small(), small(dtype="float8_e5m2")), TypeError, "v is float8_e5m2 and q is float8_e4m3fn"),
+    "rotation": (lambda: fp8.attention(small(rotate=True), small(), small()), ValueError, "q.rotated is True and k.rotated is False"),
+    "rotated v": (lambda: fp8.attention(*[small(rotate=True)] * 3), ValueError, "v.rotated is True; .*quantize v without rotate"),
+    "out": (lambda: cupy_sdpa.attention(*[small()] * 3, out=float8()), TypeError, "out is passed, .*omit out"),
+    "out_dtype": (lambda: fp8.attention(*[small()] * 3, out_dtype="float32"), TypeError, "out_dtype is 'float32'; .*'bfloat16'"),
+    "two outputs": (lambda: fp8.attention(*[small()] * 3, out_dtype="float16", out_scale=2.0), ValueError, "omit one of them"),
+    "scale": (lambda: fp8.Fp8Array(float8(), 0.0), ValueError, "descale is 0.0; .* above 0"),
+    "factor": (lambda: fp8.Fp8Array(float8(), np.ones(2, np.float32)), TypeError, r"float32 \(2,\); .* numpy array float32 \(1,\)"),
+    "no factor": (lambda: fp8.Fp8Array(float8()), TypeError, "descale and scale are None: pass one"),
+    "data": (lambda: fp8.Fp8Array(normal((16, 2, 4, 1)), 1.0), TypeError, "data is float32 .*use fp8.quantize"),
+    "dtype": (lambda: fp8.quantize(normal((16, 2, 4, 1)), "float8_e3m4"), TypeError, "dtype is 'float8_e3m4'; .*float8_e5m2"),
+    "source": (lambda: fp8.quantize(np.ones((16, 2, 4, 1), int)), TypeError, r"x is int64; .*convert with \.astype"),
+    "axes": (lambda: fp8.quantize(normal((16, 4))), ValueError, r"x has shape \(16, 4\); .*\(head_dim, heads, seq, batch\)"),
+    "lengths": (lambda: fp8.quantize(normal((16, 2, 4, 1)), lengths=np.ones(2, np.int32)), ValueError, r"lengths is int32 \(2,\)"),
+    "history": (lambda: fp8.DelayedScaling(float8(), 0), ValueError, "history is 0; .*1 or more"),
+    "amax": (lambda: fp8.DelayedScaling(float8(), amax=-1.0), ValueError, "amax is -1.0; .* above 0"),
+    "a part of head_dim": (lambda: small(rotate=True)[:8], ValueError, "part of head_dim, which was rotated: dequantize first"),
+    "transposed": (lambda: small(rotate=True).T, ValueError, "rotated is True; .*dequantize first"),
+    "dequantized": (lambda: small().dequantize("float64"), TypeError, "dtype is float64; it must be one of float16"),
+    "gradients": (lambda: cupy_sdpa.attention_backward(*[float8()] * 5, np.ones((4, 2, 1), np.float32)), cupy_sdpa.Unsupported, "compute_dtype"),
+    "explained": (lambda: cupy_sdpa.explain(*[small()] * 3, backward=True), cupy_sdpa.Unsupported, "compute_dtype='float8_e4m3fn'"),
+    "compute_dtype": (lambda: cupy_sdpa.attention_vjp(*[normal((16, 2, 4, 1))] * 3, compute_dtype="int8"), TypeError, "compute_dtype is 'int8'"),
+    "float64": (
+        lambda: cupy_sdpa.attention_vjp(*[np.ones((16, 2, 4, 1))] * 3, compute_dtype="float8_e5m2"), TypeError, "q is float64; .*dtype of the gradients",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_name_the_values_and_the_remedy(name):
+    """Of every invalid argument."""
+    call, error, text = ERRORS[name]
+    with pytest.raises(error, match=text):
+        call()
+
+
+GPU_ERRORS = {
+    "one query": (lambda x: fp8.attention(x[:, :, :1], x, x), cupy_sdpa.Unsupported, "pass the query twice"),
+    "softcap": (lambda x: fp8.attention(x, x, x, softcap=2.0), cupy_sdpa.Unsupported, "softcap is not supported"),
+    "another dtype": (lambda x: fp8.attention(x, x, x, out_dtype="bfloat16"), cupy_sdpa.Unsupported, "omit out_dtype"),
+    "head dim": (lambda x: fp8.attention(x[:8], x[:8], x), cupy_sdpa.Unsupported, "multiples of 16"),
+    "a slice of head_dim": (lambda x: fp8.attention(x.T, x.T, x.T), ValueError, "axis 0 must be contiguous"),
+}
+
+
+@pytest.mark.parametrize("name", GPU_ERRORS)
+def test_what_hopper_cannot_run_is_refused(name, fake):
+    """Before anything is launched."""
+    call, error, text = GPU_ERRORS[name]
+    x = fp8.quantize(fake.asarray(normal((16, 16, 16, 16)), order="F"))
+    with pytest.raises(error, match=text):
+        call(x)
+
+
+def test_explain(fake):
+    """On numpy and on the GPU: the problem, the graph and the plan."""
+    x = small()
+    report = cupy_sdpa.explain(x, x, x, causal=True)
+    assert report
+    assert "round(448 exp(S − m)) / l" in str(report)
+    on_gpu = fp8.quantize(fake.asarray(normal((16, 2, 4, 1)), order="F"))
+    report = cupy_sdpa.explain(on_gpu, on_gpu, on_gpu, causal=True)
+    assert report
+    assert report.engine == "cuDNN"
+    assert not cupy_sdpa.explain(on_gpu, on_gpu, on_gpu, softcap=1.0)
