@@ -371,7 +371,10 @@ ERRORS = {
     "a part of head_dim": (lambda: small(rotate=True)[:8], ValueError, "part of head_dim, which was rotated: dequantize first"),
     "transposed": (lambda: small(rotate=True).T, ValueError, "rotated is True; .*dequantize first"),
     "dequantized": (lambda: small().dequantize("float64"), TypeError, "dtype is float64; it must be one of float16"),
-    "gradients": (lambda: cupy_sdpa.attention_backward(*[float8()] * 5, np.ones((4, 2, 1), np.float32)), cupy_sdpa.Unsupported, "compute_dtype"),
+    "gradients": (
+        lambda: cupy_sdpa.attention_backward(float8(), float8(), float8(), float8(), float8(), np.ones((4, 2, 1), np.float32)),
+        cupy_sdpa.Unsupported, "compute_dtype",
+    ),
     "explained": (lambda: cupy_sdpa.explain(*[small()] * 3, backward=True), cupy_sdpa.Unsupported, "compute_dtype='float8_e4m3fn'"),
     "compute_dtype": (lambda: cupy_sdpa.attention_vjp(*[normal((16, 2, 4, 1))] * 3, compute_dtype="int8"), TypeError, "compute_dtype is 'int8'"),
     "float64": (

@@ -24,6 +24,8 @@ ARRAY_OPTIONS = (
     "mask", "bias", "alibi_slopes", "sinks", "seq_lens_q", "seq_lens_kv", "cu_seqlens_q", "cu_seqlens_kv",
     "page_table",
 )  # fmt: skip
+#: The scale of FP8 arrays: a power of two, so that their values are exact in float16 and bfloat16.
+FP8_SCALE = 64.0
 #: Part of the seed, to separate the random numbers of the sequence lengths from those of the arrays.
 _LENGTHS_STREAM = 77
 #: The same for the tangents.
@@ -36,7 +38,14 @@ def dtype_of(name: str) -> np.dtype[Any]:
     >>> dtype_of("bfloat16").itemsize
     2
     """
-    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def round_fp8(array: Any, dtype: str, scale: float) -> Any:
+    """Numbers of FP8 divided by a scale: rounded to nearest, saturated."""
+    kind = dtype_of(dtype)
+    most = float(ml_dtypes.finfo(kind).max)
+    return np.clip(array * scale, -most, most).astype(kind).astype(array.dtype) / scale
 
 
 @dataclass
@@ -183,6 +192,8 @@ def _position_array(data: Data, rng: np.random.Generator, name: str) -> Any:
         array = np.where(inside.any(axis=1), array, np.nan)
     elif lengths is not None:
         array = np.where(np.arange(array.shape[2])[:, None] < lengths, array, np.nan)
+    if "fp8" in case.options:
+        array = round_fp8(array, case.options["fp8"], FP8_SCALE)
     return np.asfortranarray(array.astype(dtype_of(case.dtype)))
 
 
