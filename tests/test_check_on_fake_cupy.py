@@ -71,7 +71,7 @@ def test_problems_in_fp8(engine, number, fake, monkeypatch):
         names = more if is_valid(_with_required(more)) else names
     case = draw_options(names, number, engine)
     outcome = execute(case)
-    few = case.sq == 1 or case.options.get("stats") == "max_sumexp"
+    few = case.sq == 1 or case.options.get("stats") == "max_sumexp" or case.options.get("scale", 1) <= 0
     assert outcome.kind in (("passed", "refused") if engine == "gpu" and few else ("passed",)), f"{outcome.message}\n{case!r}"
 
 

@@ -228,7 +228,7 @@ def relative(a, b):
 ERROR = {"float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3}
 CASES = {
     "plain": {}, "causal": {"causal": True}, "bottom right": {"causal": "bottom_right"}, "window": {"window": (5, 2)},
-    "scale": {"scale": 0.5}, "softcap": {"softcap": 3.0}, "ALiBi": {"alibi_slopes": np.float32([0.1, 0.2, 0.3, 0.4])},
+    "scale": {"scale": 0.5}, "softcap": {"softcap": 3.0}, "ALiBi": {"alibi_slopes": np.array([0.1, 0.2, 0.3, 0.4], np.float32)},
     "lengths": {"seq_lens_q": np.array([20, 3], np.int32), "seq_lens_kv": np.array([7, 30], np.int32)},
     "lengths, causal": {
         "seq_lens_q": np.array([20, 0], np.int32), "seq_lens_kv": np.array([30, 9], np.int32), "causal": True,

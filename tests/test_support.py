@@ -110,6 +110,7 @@ SIDES = {
         (fp8_problem(out_dtype="bfloat16"), 91900, 100),
     ),
     "fp8-one-query": ((fp8_problem(sq=1), 91900, 90, r"one query; .*pass the query twice"), (fp8_problem(sq=1), 92800, 100)),
+    "fp8-scale": ((fp8_problem(scale=0.0), 91900, 90, r"a scale of 0 or below .*and -q"), (fp8_problem(scale=0.1), 91900, 90)),
     "fp8-packed": (
         (packed(dtype="float8_e4m3fn"), 91900, 90, r"illegal instruction: pad the sequences"),
         (packed(dtype="float8_e4m3fn"), 91900, 100),

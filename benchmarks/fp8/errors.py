@@ -91,9 +91,10 @@ def in_fp8_parts(arrays: Arrays) -> Any:
 
 def in_fp8_centered(arrays: Arrays) -> Any:
     """FP8, q and k rotated; the mean of v over the keys is subtracted before and added after."""
-    v = arrays.v.astype(np.float32)
+    q, k, v = (x.astype("float32") for x in arrays)
     center = v.mean(axis=2, keepdims=True)
-    q, k, v = fp8.quantize_qkv(arrays.q.astype("float32"), arrays.k.astype("float32"), v - center, rotate=True)
+    v -= center
+    q, k, v = fp8.quantize_qkv(q, k, v, rotate=True)
     return fp8.attention(q, k, v).dequantize() + center
 
 

@@ -146,6 +146,20 @@ class Fp8Array:
         return f"<Fp8Array {self.dtype} {self.shape}{', rotated' if self.rotated else ''}>"
 
 
+def made(data: Any, descale: Any, scale: Any, dtype: str, *, rotated: bool = False) -> Fp8Array:
+    """An FP8 array of parts that are known to be valid; one of the factors may be None."""
+    array = Fp8Array.__new__(Fp8Array)
+    array.data, array.dtype, array.rotated, array._descale, array._scale = data, dtype, rotated, descale, scale
+    return array
+
+
+def one_of(array: Any, place: int) -> Any:
+    """One element of an array as an array ``(1,)``; for CuPy arrays faster than indexing."""
+    if not cupy_runtime.is_array(array):
+        return array[place : place + 1]
+    return cupy_runtime.cupy().ndarray((1,), array.dtype, array.data + place * array.itemsize)
+
+
 def factor(name: str, value: Any, like: Array) -> Any:
     """A scale or a descale as a float32 array ``(1,)`` in the memory of an array.
 

@@ -10,7 +10,7 @@ from ..calls.call import Call
 from ..calls.options import Options, Typed, read_flag, takes_options
 from ..calls.replay_cache import cache_call, run_cached
 from ..problem.tensor_spec import FP8_LARGEST
-from .array import Fp8Array, factor
+from .array import Fp8Array, factor, made
 
 #: The dtypes of the output.
 _OUTPUTS = ("float16", "bfloat16", *FP8_LARGEST)
@@ -80,7 +80,7 @@ def attention(
         cache_call(kind, tuple(arrays), tuple(arrays.values()), options, call)
     *results, amax = results
     if out_dtype is None:
-        results[0] = Fp8Array(results[0], v.descale if out_scale is None else None, scale=arrays["scale_out"], dtype=q.dtype)
+        results[0] = made(results[0], v.descale if out_scale is None else None, arrays["scale_out"], q.dtype)
     results += [amax] if return_amax else []
     return tuple(results) if len(results) > 1 else results[0]
 

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..device import cupy_runtime, memory
+from ..device import cupy_runtime
 from ..device.kernels import TYPES, declaration, struct
 from ..problem.tensor_spec import FP8_LARGEST, dtype_name
 
-#: The elements that a thread converts, the threads of a block, and the largest number of blocks for an array.
+#: The elements that a thread converts, the threads of a block, and the largest number of blocks for an array. The kernels count
+#: units in 32 bits.
 UNIT, _THREADS, _MAX_BLOCKS = 8, 256, 1024
 #: The largest number of arrays in a launch: q, k and v.
 MAX_ARRAYS = 3
@@ -61,20 +62,20 @@ class _Array(NamedTuple):
     lengths: int
     factors: int
     rotation: int
+    dense: int
 
 
 _ARRAYS = np.dtype([("arrays", struct(_Array), MAX_ARRAYS)])
 
 
 def current(conversions: Sequence[Conversion], dtype: str) -> None:
-    """Convert arrays with the scale of their largest magnitude: two launches and a memset, without synchronization.
+    """Convert arrays with the scale of their largest magnitude: two launches, without synchronization.
 
     The first launch computes the largest magnitudes and the second one converts. In one launch all blocks of the grid would
     have to wait for each other.
     """
-    amax = cupy_runtime.empty((MAX_ARRAYS,), np.uint32)
-    memory.clear(amax, 0)
     grid, arguments, source = _launch(conversions)
+    amax = cupy_runtime.empty(grid, np.uint32)  # of each block of the first launch
     _kernels(source, dtype, "amax")(grid, (_THREADS,), (arguments, amax))
     _kernels(source, dtype, "convert")(grid, (_THREADS,), (arguments, amax))
 
@@ -110,8 +111,9 @@ def _launch(conversions: Sequence[Conversion]) -> tuple[tuple[int, int], Any, st
     """The grid, the arguments and the dtype of the sources."""
     arrays = [_array(conversion) for conversion in conversions]
     blocks = max(1, min(-(-max(array.units for array in arrays) // _THREADS), _MAX_BLOCKS))
-    padded = [*arrays, *[(0,) * len(_Array._fields)] * (MAX_ARRAYS - len(arrays))]
-    return (blocks, len(arrays)), np.array((padded,), _ARRAYS), dtype_name(conversions[0].source.dtype)
+    numbers = np.zeros(MAX_ARRAYS * len(_Array._fields), np.int64)
+    numbers[: len(arrays) * len(_Array._fields)] = [number for array in arrays for number in array]
+    return (blocks, len(arrays)), numbers.view(_ARRAYS).reshape(()), dtype_name(conversions[0].source.dtype)
 
 
 def _array(conversion: Conversion) -> _Array:
@@ -130,6 +132,7 @@ def _array(conversion: Conversion) -> _Array:
         lengths=0 if lengths is None else lengths.data.ptr,
         factors=factors.data.ptr,
         rotation=rotation,
+        dense=lengths is None and source.flags.f_contiguous,
     )
 
 
@@ -188,11 +191,17 @@ struct Arrays { Array arrays[ARRAYS]; };
 __device__ void read(const Array& a, long long u, float* x) {
     for (int i = 0; i < 8; ++i) x[i] = 0;
     if (u < a.units) {
-        const long long column = u % a.width, r = u / a.width, head = r % a.heads, row = r / a.heads % a.rows;
-        const long long b = r / a.heads / a.rows;
-        if (!a.lengths || row < ((const int*)a.lengths)[b]) {
+        const Source* unit = (const Source*)a.source + 8 * u;
+        bool given = true;
+        if (!a.dense) {  // divisions of 32 bits take a fraction of the time of those of 64 bits
+            const unsigned i = (unsigned)u, width = (unsigned)a.width, heads = (unsigned)a.heads, rows = (unsigned)a.rows;
+            const unsigned r = i / width, of_rows = r / heads, b = of_rows / rows;
+            const unsigned column = i - r * width, head = r - of_rows * heads, row = of_rows - b * rows;
             const char* const from = (const char*)a.source + b * a.batch_stride + row * a.row_stride + head * a.head_stride;
-            const Source* const unit = (const Source*)from + 8 * column;
+            unit = (const Source*)from + 8 * column;
+            given = !a.lengths || (int)row < ((const int*)a.lengths)[b];
+        }
+        if (given) {
             alignas(16) Source of[8];
             if ((unsigned long long)unit % 16 == 0) {
                 for (int i = 0; i < (int)sizeof(of) / 16; ++i) ((uint4*)of)[i] = ((const uint4*)unit)[i];
@@ -257,12 +266,14 @@ _BODIES = {
             largest = max(largest, magnitude(x));
         }
         largest = of_block(largest);
-        if (threadIdx.x == 0) atomicMax(amax + blockIdx.y, largest);
+        if (threadIdx.x == 0) amax[blockIdx.y * gridDim.x + blockIdx.x] = largest;
     }""",
     "convert": """(const Arrays arrays, const unsigned* amax) {
         const Array& a = arrays.arrays[blockIdx.y];
         float scale, descale, x[8];
-        factors_of(__uint_as_float(amax[blockIdx.y]), scale, descale);
+        unsigned largest = 0;
+        for (unsigned i = threadIdx.x; i < gridDim.x; i += THREADS) largest = max(largest, amax[blockIdx.y * gridDim.x + i]);
+        factors_of(__uint_as_float(of_block(largest)), scale, descale);
         if (blockIdx.x == 0 && threadIdx.x == 0) {
             ((float*)a.factors)[0] = scale;
             ((float*)a.factors)[STEP] = descale;

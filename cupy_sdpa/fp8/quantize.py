@@ -11,7 +11,7 @@ from .._typing import Array
 from ..device import cupy_runtime
 from ..problem.tensor_spec import FP8_LARGEST, dtype_name, rounded
 from . import kernels
-from .array import Fp8Array, factor, rotate, rotation_of
+from .array import Fp8Array, factor, made, one_of, rotate, rotation_of
 
 #: The dtypes of arrays that are converted; float64 on the CPU only.
 SOURCES = ("float16", "bfloat16", "float32")
@@ -65,10 +65,10 @@ def quantize_all(arrays: Sequence[Any], dtype: str, rotations: Sequence[bool], l
         _check(array, of_array)
     parts = [rotation_of(x.shape[0]) if wanted else 1 for x, wanted in zip(arrays, rotations, strict=True)]
     if not cupy_runtime.is_array(arrays[0]):
-        made = [_on_cpu(x, dtype, part, n) for x, part, n in zip(arrays, parts, lengths, strict=True)]
+        found = [_on_cpu(x, dtype, part, n) for x, part, n in zip(arrays, parts, lengths, strict=True)]
         return [
             Fp8Array(data, descale, scale=scale, rotated=part > 1)
-            for (data, scale, descale), part in zip(made, parts, strict=True)
+            for (data, scale, descale), part in zip(found, parts, strict=True)
         ]
     with cupy_runtime.on_device_of(arrays[0]):
         conversions = [_conversion(x, part, n) for x, part, n in zip(arrays, parts, lengths, strict=True)]
@@ -111,8 +111,8 @@ def quantize_qkv(
         if type(x) is not type(q) or x.dtype != q.dtype:
             kinds = [f"{type(y).__module__} {getattr(y, 'dtype', '')}" for y in (x, q)]
             raise TypeError(f"{name} is {kinds[0]} and q is {kinds[1]}; q, k and v must be arrays of one kind and dtype")
-    made = quantize_all([q, k, v], dtype, [rotate, rotate, False], [seq_lens_q, seq_lens_kv, seq_lens_kv])
-    return made[0], made[1], made[2]
+    results = quantize_all([q, k, v], dtype, [rotate, rotate, False], [seq_lens_q, seq_lens_kv, seq_lens_kv])
+    return results[0], results[1], results[2]
 
 
 class DelayedScaling:
@@ -224,6 +224,10 @@ def _check(x: Any, lengths: Any) -> None:
         raise ValueError(f"x has shape {x.shape}; it must be (head_dim, heads, seq, batch), or packed (head_dim, heads, total)")
     if on_gpu and x.shape[0] % kernels.UNIT:
         raise ValueError(f"x has shape {x.shape}; on the GPU head_dim must be a multiple of {kernels.UNIT}: pad it with zeros")
+    if on_gpu and x.size // kernels.UNIT >= 2**32:
+        raise ValueError(
+            f"x has shape {x.shape}, {x.size} elements; quantize converts at most {kernels.UNIT * 2**32 - 1}: split it"
+        )
     if on_gpu and x.size and x.shape[0] > 1 and x.strides[0] != x.itemsize:
         raise ValueError(
             f"x has strides {x.strides} bytes; the first must be {x.itemsize}, so that head_dim is contiguous: copy it with "
@@ -250,10 +254,8 @@ def _conversion(x: Any, rotation: int, lengths: Any) -> kernels.Conversion:
 
 
 def _result(conversion: kernels.Conversion, dtype: str) -> Fp8Array:
-    step, factors = kernels.FACTOR_STEP, conversion.factors
-    return Fp8Array(
-        conversion.target, factors[step : step + 1], scale=factors[:1], dtype=dtype, rotated=conversion.rotation > 1
-    )
+    scale, descale = (one_of(conversion.factors, place) for place in (0, kernels.FACTOR_STEP))
+    return made(conversion.target, descale, scale, dtype, rotated=conversion.rotation > 1)
 
 
 def _on_cpu(x: Any, dtype: str, rotation: int, lengths: Any) -> tuple[Any, Any, Any]:

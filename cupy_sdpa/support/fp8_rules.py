@@ -44,6 +44,12 @@ def one_query(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
         )
 
 
+def scale(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    """Scales of 0 and below."""
+    if problem.fp8 and not problem.settings.positive_scale:
+        yield "a scale of 0 or below is not supported with FP8 arrays: results are 0 or NaN; pass a positive scale and -q"
+
+
 def packed(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     """Packed sequences."""
     if problem.fp8 and problem.packed and not 100 <= capability < 120:

@@ -323,6 +323,7 @@ RULES: tuple[Rule, ...] = (
     Rule("fp8-head-dim", "FP8: head dims up to 256, and up to 128 on SM 12.x.", Unsupported, fp8_rules.head_dim),
     Rule("fp8-output", "FP8: an output of another dtype on SM 10.x only.", Unsupported, fp8_rules.out),
     Rule("fp8-one-query", "FP8: two or more queries, except on SM 10.x.", Unsupported, fp8_rules.one_query),
+    Rule("fp8-scale", "FP8: a positive scale; results are wrong on Hopper.", Unsupported, fp8_rules.scale, planned=True),
     Rule("fp8-packed", "FP8: packed sequences on SM 10.x only.", Unsupported, fp8_rules.packed, FRONTEND, planned=True),
     Rule("fp8-scores", "FP8: causal masks, windows and lengths only; softcap and ALiBi are wrong on Hopper.", Unsupported,
          fp8_rules.scores, planned=True),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -24,6 +24,17 @@ ARRAY_OPTIONS = (
     "mask", "bias", "alibi_slopes", "sinks", "seq_lens_q", "seq_lens_kv", "cu_seqlens_q", "cu_seqlens_kv",
     "page_table",
 )  # fmt: skip
+
+
+class Format(NamedTuple):
+    """A format of 8 bits: the largest number, the spacing at 1, and the smallest number above 0."""
+
+    largest: float
+    spacing: float
+    smallest: float
+
+
+FORMATS = {"float8_e4m3fn": Format(448.0, 2.0**-3, 2.0**-9), "float8_e5m2": Format(57344.0, 2.0**-2, 2.0**-16)}
 #: The scale of FP8 arrays: a power of two, so that their values are exact in float16 and bfloat16.
 FP8_SCALE = 64.0
 #: Part of the seed, to separate the random numbers of the sequence lengths from those of the arrays.
@@ -43,9 +54,8 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
 def round_fp8(array: Any, dtype: str, scale: float) -> Any:
     """Numbers of FP8 divided by a scale: rounded to nearest, saturated."""
-    kind = dtype_of(dtype)
-    most = float(ml_dtypes.finfo(kind).max)
-    return np.clip(array * scale, -most, most).astype(kind).astype(array.dtype) / scale
+    most = FORMATS[dtype].largest
+    return np.clip(array * scale, -most, most).astype(dtype_of(dtype)).astype(array.dtype) / scale
 
 
 @dataclass

@@ -8,14 +8,13 @@ import traceback
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 import cupy_sdpa
 from cupy_sdpa import fp8
 
 from ..cases.case import Case
-from ..cases.data import FP8_SCALE, Data, build, call_options, dropout_options, dtype_of
+from ..cases.data import FORMATS, FP8_SCALE, Data, build, call_options, dropout_options, dtype_of
 from ..cases.memory import Memory, memory_of
 from .inputs import Inputs
 from .oracle import Results, evaluate
@@ -198,7 +197,7 @@ class CaseRunner:
     def in_fp8(self, memory: Memory) -> list[Any]:
         """q, k and v in FP8: their values, exactly."""
         dtype, views = self.case.options["fp8"], memory.views
-        amax = float(ml_dtypes.finfo(dtype_of(dtype)).max) / FP8_SCALE
+        amax = FORMATS[dtype].largest / FP8_SCALE
         lengths = {"q": views.get("seq_lens_q")} | dict.fromkeys("kv", views.get("seq_lens_kv"))
         return [fp8.DelayedScaling(views[x], 1, dtype, amax=amax).quantize(views[x], lengths=lengths[x]) for x in "qkv"]
 

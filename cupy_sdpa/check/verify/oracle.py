@@ -14,10 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
-from ..cases.data import FP8_SCALE, dtype_of, round_fp8
+from ..cases.data import FORMATS, FP8_SCALE, dtype_of, round_fp8
 from ..cases.functions import function_of
 from .inputs import Array, Inputs
 
@@ -107,7 +106,7 @@ class Precision:
         """The rounded weights. In FP8 they are rounded before the division."""
         if self.dtype is None or not fp8:
             return self.round(exponentials / divisor * keep)
-        return round_fp8(exponentials, fp8, float(ml_dtypes.finfo(dtype_of(fp8)).max)) / divisor
+        return np.asarray(round_fp8(exponentials, fp8, FORMATS[fp8].largest) / divisor)
 
     def round_out(self, out: Array, fp8: str) -> Array:
         """The rounded output."""

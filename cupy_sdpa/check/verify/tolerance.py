@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
-from ..cases.data import FP8_SCALE, dtype_of
+from ..cases.data import FORMATS, FP8_SCALE, dtype_of
 from ..cases.functions import function_of
 from .inputs import Array, Inputs
 from .oracle import Results
@@ -71,12 +70,11 @@ class _Floors:
 
     def __init__(self, inputs: Inputs, truth: Results) -> None:
         self.inputs, self.truth, case = inputs, truth, inputs.case
-        fp8 = case.options.get("fp8")
-        dtype = dtype_of(fp8 or case.dtype)
+        dtype, fp8 = dtype_of(case.dtype), FORMATS.get(case.options.get("fp8", ""))
         work = self.work = spacing(np.float64) if case.dtype == "float64" else SINGLE
-        self.half = float(ml_dtypes.finfo(dtype).eps) / 2
+        self.half = (fp8.spacing if fp8 else spacing(dtype)) / 2
         self.rounding = self.half / 3**0.5 + work * max(case.sq, case.skv, 1) ** 0.5 / 4
-        self.subnormal = float(ml_dtypes.finfo(dtype).smallest_subnormal) / 2 / (FP8_SCALE if fp8 else 1)
+        self.subnormal = fp8.smallest / FP8_SCALE / 2 if fp8 else float(np.nextafter(dtype.type(0), dtype.type(1))) / 2
         self.keep = np.asarray(inputs.keep)
         norms = _norms(inputs.q) * _norms(inputs.k).swapaxes(-1, -2)
         p = self.p = truth.p
