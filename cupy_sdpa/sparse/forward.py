@@ -21,6 +21,7 @@ from . import plan as plans
 from .entries import Sizes, Tables
 from .masks.block_mask import BlockMask
 from .masks.segments import Packed
+from .native import bits_on_engine, is_supported, native_of
 from .plan import EntryArrays, Plan, Upload
 from .positions import Parts, ScoreFunction, of_entries, of_packed, of_slice, separate_function
 
@@ -52,23 +53,32 @@ def attention_with_block_mask(
             _packed(q, k, v, parts, plan, out, stats)
         elif plan.slices is not None:
             _slices(q, k, v, parts, plan, out, stats)
+        elif is_supported((q, k, v), mask, sizes, parts.whole_options, return_stats=stats is not None):
+            found = native_of(mask)
+            assert found
+            call(q, k, v, {**parts.whole_options, **found.options}, out, stats, bits_on_engine(mask, sizes, q))
         else:
             _blocks(q, k, v, parts, plan, out, stats)
     return out if stats is None else (out, stats)
 
 
-def call(q: Any, k: Any, v: Any, options: Mapping[str, Any], out: Any, stats: Any) -> None:
-    """:func:`cupy_sdpa.attention` of a part, which writes into ``out`` and ``stats``, if that is not None."""
-    arrays = (q, k, v, out, stats)
+def call(q: Any, k: Any, v: Any, options: Mapping[str, Any], out: Any, stats: Any, bits: Any = None) -> None:
+    """:func:`cupy_sdpa.attention` of a part, which writes into ``out`` and ``stats``, if that is not None.
+
+    Args:
+        q, k, v, options, out, stats: as for :func:`cupy_sdpa.attention`.
+        bits: the bits of the listed blocks, see :mod:`.native`. Default None: all blocks are computed.
+    """
+    arrays = (q, k, v, out, stats, bits)
     kind, rest = separate_function(("forward", stats is not None, False), options)
     if kind is None or run_cached(kind, arrays, rest) is None:
-        parsed = read_forward(q, k, v, options, return_stats=stats is not None, out=out, stats=stats)
+        parsed = read_forward(q, k, v, options, return_stats=stats is not None, out=out, stats=stats, block_bits=bits)
         parsed.run()
         parsed.own_results = True  # or checked by check_results
         if rest is not options:
             parsed.identities = ()  # the kind contains them
         if kind is not None:
-            cache_call(kind, ("q", "k", "v", "out", "stats"), arrays, rest, parsed)
+            cache_call(kind, ("q", "k", "v", "out", "stats", "block_bits"), arrays, rest, parsed)
 
 
 def parts_of(q: Any, k: Any, mask: BlockMask, sizes: Sizes, options: Mapping[str, Any]) -> Parts:

@@ -374,11 +374,11 @@ def _pairs_options(shape: tuple[int, int, int] | None) -> dict[str, Any]:
     return {"mask_mod": is_attended, "tensors": {"attends": pairs}}
 
 
-def description(mask: BlockMask, sizes: Sizes) -> str:
-    """How calls of some sizes compute a mask, for :func:`cupy_sdpa.explain`."""
+def description(mask: BlockMask, sizes: Sizes, *, native: bool = False) -> str:
+    """How calls of some sizes compute a mask, for :func:`cupy_sdpa.explain`; ``native`` if the kernel skips blocks itself."""
     plan = plan_of(mask, sizes)
     how = {
         "packed": "as packed sequences", "slices": f"as {len(plan.slices or ())} calls on slices",
         "blocks": "as batch entries of blocks",
     }  # fmt: skip
-    return f"{repr(mask)[1:-1]}; computed {how[plan.method]}"
+    return f"{repr(mask)[1:-1]}; computed {'by a kernel that skips blocks' if native else how[plan.method]}"

@@ -58,6 +58,11 @@ class Parts(NamedTuple):
     options: dict[str, Any]
     scores: ScoreFunction | None
 
+    @property
+    def whole_options(self) -> dict[str, Any]:
+        """The options of a call on whole arrays."""
+        return {**self.options, **self.scores.options} if self.scores else self.options
+
     def options_of(
         self, part: Mapping[str, Any], key: tuple[Any, ...], like: Any, positions: Callable[[], Positions]
     ) -> dict[str, Any]:
