@@ -54,7 +54,7 @@ def native_of(mask: BlockMask) -> Native | None:
 
 def _found(mask: BlockMask) -> Native | None:
     options: dict[str, Any] = {}
-    if mask.partial:
+    if len(mask.bits):
         if _is_causal(mask):
             options = {"causal": True}
         elif mask.function is not None:
