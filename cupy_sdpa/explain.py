@@ -29,7 +29,8 @@ from .sparse.automatic import decide
 from .sparse.entries import Sizes
 from .sparse.masks.block_mask import BlockMask
 from .sparse.native import native_problem
-from .sparse.plan import description, part_problems, plan_of
+from .sparse.plan import plan_of
+from .sparse.problems import description, part_problems
 from .support.engine_problem import engine_problem
 from .support.why_not import unverified, why_not
 from .version import RELEASES, version_number, version_text
