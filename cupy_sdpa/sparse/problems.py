@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from ..calls.arguments import read_shapes
+from ..calls.call import with_plan
+from ..device import cupy_runtime
 from ..device.blocks import BLOCK
 from ..problem.problem import Problem
 from ..problem.tensor_spec import dtype_name
@@ -90,6 +92,21 @@ def part_problems(
             total = sq * batch if entries is tables.direct else BLOCK * count
             found.append(pose((hq, total), pages, given, return_stats=return_stats or merged))
     return found
+
+
+def plan_parts(arrays: tuple[Any, Any, Any], mask: BlockMask, options: Mapping[str, Any], **outputs: bool) -> None:
+    """Build the plans of the calls on the device of the arrays, if they are not in the plan cache.
+
+    Args:
+        arrays, mask, options, outputs: as for :func:`part_problems`.
+
+    Raises:
+        Unsupported, CudnnError: a call cannot run.
+    """
+    with cupy_runtime.on_device_of(arrays[0]) as device:
+        for problem in part_problems(arrays, mask, options, **outputs):
+            if not problem.trivial:
+                with_plan(problem, device, lambda session, plan: None)
 
 
 def lengths_of(part: segments.Packed | PackedCopies) -> dict[str, Any]:
