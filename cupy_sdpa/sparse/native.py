@@ -16,7 +16,6 @@ from ..device.blocks import BLOCK
 from ..errors import Unsupported
 from ..problem.problem import Problem
 from ..problem.tensor_spec import dense_spec
-from ..score_fn.identity import identity
 from .entries import Sizes
 from .masks.block_mask import BlockMask
 from .masks.evaluate import EMPTY, FULL, PARTIAL
@@ -47,7 +46,7 @@ def native_of(mask: BlockMask) -> Native | None:
     if "native" not in mask.tables:
         mask.tables["native"] = _found(mask)
     found: Native | None = mask.tables["native"]
-    if found is not None and "mask_mod" in found.options and identity(mask.function) != mask.identity:
+    if found is not None and "mask_mod" in found.options and not mask.has_its_function:
         return None  # the function has changed since
     return found
 

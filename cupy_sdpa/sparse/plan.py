@@ -12,7 +12,6 @@ from ..device import cupy_runtime, driver
 from ..device.blocks import BLOCK
 from ..problem.band import Band
 from ..score_fn.expression import AXES
-from ..score_fn.identity import identity
 from ..score_fn.tracer import trace
 from .entries import (
     MASKED_COST,
@@ -111,7 +110,7 @@ def gradient_function(mask: BlockMask, sizes: Sizes) -> Callable[..., Any] | Non
     if key not in mask.tables:
         mask.tables[key] = find()
     found: Callable[..., Any] | None = mask.tables[key]
-    return found if found is None or identity(found) == mask.identity else None  # it may have changed since
+    return found if found is None or mask.has_its_function else None
 
 
 class EntryArrays(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import numbers
 from collections.abc import Callable, Mapping
@@ -20,6 +21,8 @@ from . import segments
 from .evaluate import EMPTY, FULL, PARTIAL, Function, Rows, evaluate, evaluate_blocks
 from .tiles import TILE, BlockSize, kinds_of_blocks, read_block, rows_of_blocks, tile_kinds, with_blocks
 
+#: Numbers the masks.
+_next_number = itertools.count().__next__
 #: The fill colors of the picture: an empty, a partial and a full block.
 _COLORS = ("#eeeeee", "#f2a65a", "#2f6690")
 
@@ -97,6 +100,7 @@ class BlockMask:
         function: the mask function, if it reads no arrays and has an identity; None otherwise.
         identity: the identity of the function (:mod:`cupy_sdpa.score_fn.identity`): as long as it is equal, the function
             computes the same.
+        number: the number of the mask in this process; no two masks have the same.
         tables: what calls store, by device and shapes.
     """
 
@@ -111,7 +115,7 @@ class BlockMask:
         block: BlockSize = TILE,
     ) -> None:
         self.sq, self.skv, self.kinds, self.bits, self.segments, self.function = sq, skv, kinds, bits, found, function
-        self.block = block
+        self.block, self.number = block, _next_number()
         self.identity = identity(function)
         *_, self.heads, self.batch = kinds.shape
         self.tables: dict[Any, Any] = {}
@@ -243,6 +247,11 @@ class BlockMask:
     def sparsity(self) -> float:
         """The share of blocks without such queries, from 0 to 1."""
         return 1 - self.blocks / self.block_kinds.size if self.block_kinds.size else 0.0
+
+    @property
+    def has_its_function(self) -> bool:
+        """Whether there is a mask function, and it has not changed since the mask was created."""
+        return self.function is not None and identity(self.function) == self.identity
 
     @functools.cached_property
     def block_kinds(self) -> NDArray[np.uint8]:
