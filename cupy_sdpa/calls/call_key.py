@@ -172,6 +172,7 @@ class ComposedCall:
         arrays: the caller's arrays and the results, by name; arrays of functions have the names of :func:`tensor_name`.
         result_names: the names of the results.
         identities: the identities of the functions when they were traced.
+        parsed: the parsed calls of other composed calls with the same key; new ones are appended.
     """
 
     problem, on_gpu, own_results, gradients = _NoProblem(), True, False, None
@@ -184,10 +185,11 @@ class ComposedCall:
         work: Callable[[dict[str, Any]], None],
         arrays: dict[str, Any],
         result_names: list[str],
-        identities: tuple[Hashable | None, ...] = (),
+        identities: tuple[Hashable | None, ...],
+        parsed: list[Template],
     ) -> None:
         self._work, self.arrays, self.result_names, self.identities = work, arrays, result_names, identities
-        self._parsed: list[Template] = []
+        self._parsed = parsed
         self.launched: LaunchRecord | None = None
 
     def on(self, arrays: dict[str, Any]) -> ComposedCall:

@@ -93,7 +93,7 @@ def gradients_with_block_mask(
         )
         whole = Arrays(dout, q, k, v, out, stats, dq, dk, dv)
         work = functools.partial(_compute, weakref.ref(mask), sizes, without_arrays(options), deterministic)
-        run_composed(kind, _NAMES, arrays, options, work, whole._asdict(), ["dq", "dk", "dv"], identities)
+        run_composed(mask, kind, _NAMES, arrays, options, work, whole._asdict(), ["dq", "dk", "dv"], identities)
     return dq, dk, dv
 
 

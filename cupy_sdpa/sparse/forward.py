@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..calls.arguments import read_forward
-from ..calls.call_key import ComposedCall, run_part, tensor_name
+from ..calls.call_key import ComposedCall, read_key, run_part, tensor_name
 from ..calls.replay_cache import cache_call, run_cached
 from ..calls.user_functions import function_identities
 from ..device import cupy_runtime
@@ -60,11 +60,12 @@ def attention_with_block_mask(
             stats = cupy_runtime.new_result(q, rows, np.dtype(np.float32))
         arrays = {name: array for name, array in zip(_NAMES, (q, k, v, out, stats), strict=True) if array is not None}
         work = functools.partial(_compute, weakref.ref(mask), sizes, without_arrays(options))
-        run_composed(kind, _NAMES, given, options, work, arrays, ["out", "stats"][: len(arrays) - 3], identities)
+        run_composed(mask, kind, _NAMES, given, options, work, arrays, ["out", "stats"][: len(arrays) - 3], identities)
     return out if stats is None else (out, stats)
 
 
 def run_composed(
+    mask: BlockMask,
     kind: Any,
     names: tuple[str, ...],
     given: tuple[Any, ...],
@@ -77,6 +78,7 @@ def run_composed(
     """Compute a call with a block mask, and cache it.
 
     Args:
+        mask: the block mask.
         kind, names, given, options: as for :func:`.cache_call`.
         work: computes the results from the arrays of the call and of the options, by name.
         arrays: the arrays of the call, including the results.
@@ -87,7 +89,9 @@ def run_composed(
     if not cupy_runtime.is_array(arrays["q"]):
         work(arrays)
         return
-    call = ComposedCall(work, arrays, results, identities)
+    key = read_key(cupy_runtime.cupy().ndarray, kind, given, options)
+    parsed = mask.tables.setdefault(("parsed", key.key), []) if key else []
+    call = ComposedCall(work, arrays, results, identities, parsed)
     call.run()
     cache_call(kind, names, given, options, call)
 

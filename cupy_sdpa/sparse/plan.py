@@ -289,5 +289,5 @@ def check_results(results: Mapping[str, tuple[Any, tuple[int, ...], Any]], input
         if isinstance(result, np.ndarray) and not result.flags.writeable:
             raise ValueError(f"{name} is read-only, but results are written to it: pass a writable array")
         for other_name, other in {**inputs, **passed}.items():
-            if other is not result and share_elements(read_array(name, result), read_array(other_name, other)):
+            if other_name != name and share_elements(read_array(name, result), read_array(other_name, other)):
                 raise ValueError(f"{name} overlaps {other_name} in memory: results would overwrite it; pass a separate array")
