@@ -77,6 +77,22 @@ def test_on_the_fake_cupy(name, fake):
             np.testing.assert_allclose(x.get(), y, atol=4e-2, rtol=2e-2)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("given", ["qkv", "q", "kv", "v"])
+@pytest.mark.parametrize("name", MASKS)
+def test_on_the_gpu(name, given, cupy):
+    """With cuDNN, against the dense mask in float64; repeated until the passes are captured."""
+    mask, arrays = MASKS[name](), drawn("float16", 64, 64)
+    wide = [x.astype("f8") for x in arrays]
+    pick = lambda values: {f"d{n}": x for n, x in zip("qkv", values, strict=True) if n in given}  # noqa: E731
+    expected = attention_jvp(*wide[:3], **pick(wide[3:]), mask=mask.to_dense())
+    on_gpu = [cupy.asarray(x) for x in arrays]
+    for _ in range(5):
+        got = attention_jvp(*on_gpu[:3], **pick(on_gpu[3:]), block_mask=mask)
+        for x, y in zip(got, expected, strict=True):
+            assert abs(x.get() - y).max() <= 2e-2 * max(1, abs(y).max())
+
+
 @pytest.mark.cudnn
 @pytest.mark.parametrize("name", MASKS)
 def test_every_pass_is_planned(name, planned, planner):
