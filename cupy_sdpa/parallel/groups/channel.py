@@ -50,7 +50,7 @@ class Message:
     def zeros(cls, like: Any, specs: Sequence[Spec]) -> Message:
         """A message of zeros."""
         message = cls(like, specs)
-        message.flat.fill(0)
+        memory.clear(message.flat, 0)
         return message
 
 

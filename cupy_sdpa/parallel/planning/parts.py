@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...attention import attention, attention_backward
-from ...device import cupy_runtime
+from ...device import cupy_runtime, memory
 from ...device.merge import accumulate
 from ...helpers import merge
 from ...problem.band import Band
@@ -210,6 +210,8 @@ class Partials:
         self.stats_shape = q.shape[1:] if packed else (q.shape[2], q.shape[1], q.shape[3])
         self.stats_dtype = stats_dtype(q.dtype)
         self._results: list[tuple[Any, Any] | None] = [None] * count
+        #: The number of rows of the first partial result that have been written; parts that share a result have different rows.
+        self._rows = 0
 
     def compute(self, part: Part, q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> None:
         """Compute a part."""
@@ -218,6 +220,8 @@ class Partials:
         shape = (heads, rows) if self._packed else (rows, heads, q.shape[3])
         stats = cupy_runtime.new_result(q, shape, self.stats_dtype)
         out, stats = attention(*inputs, stats=stats, **options)
+        if not part.buffer:
+            self._rows += rows
         if rows == q.shape[2] and self._results[part.buffer] is None:
             self._results[part.buffer] = out, stats
             return
@@ -227,17 +231,16 @@ class Partials:
         part.rows.write(known[1], stats, 1 if self._packed else 0)
 
     def _empty(self) -> tuple[Any, Any]:
-        """A partial result without keys."""
+        """A partial result without keys: merging does not read the outputs of rows whose log-sum-exp is -inf."""
         out = cupy_runtime.new_result(self._like, self.out_shape, self._like.dtype)
         stats = cupy_runtime.new_result(self._like, self.stats_shape, self.stats_dtype)
-        out.fill(0)
-        stats.fill(-np.inf)
+        memory.clear(stats, -np.inf)
         return out, stats
 
     def merged(self, sinks: Any) -> tuple[Any, Any]:
         """The output and the log-sum-exp over all keys."""
         results = [result or self._empty() for result in self._results]
-        if len(results) == 1 and sinks is None:
+        if len(results) == 1 and sinks is None and self._rows == self._like.shape[2]:
             return results[0]
         outs, stats = zip(*results, strict=True)
         return merge(list(outs), list(stats), sinks=sinks, return_stats=True)
