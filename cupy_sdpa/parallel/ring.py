@@ -129,7 +129,7 @@ def gather_backward(
     keys, values = _gathered(config, channel, k, v)
     dq = memory.zeros(q, q.shape, config.sums)
     totals = [memory.zeros(q, x.shape, config.sums) for x in (keys, values)]
-    for part in config.whole[0]:
+    for part in config.whole_backward:
         given = config.part_options(part, q, options)
         dq_part, *others = gradients(part, (dout, q, out, stats), keys, values, config.packed, given | outputs)
         part.rows.add(dq, dq_part, 2)

@@ -11,7 +11,7 @@ import numpy as np
 from ...attention import attention, attention_backward
 from ...device import cupy_runtime, memory
 from ...device.merge import accumulate
-from ...helpers import merge
+from ...helpers import merge_checked
 from ...problem.band import Band
 from ..groups.channel import copy
 from .layout import Interval, Layout
@@ -92,6 +92,7 @@ class Part:
         lengths: the numbers of queries and keys of every packed sequence of the call; None for dense arrays.
         buffer: the index of the partial result that the rows are written to; parts of different rows share one.
         work: about the number of pairs of a query and a key that attend, in all sequences.
+        known: the options of the call by device, if they do not depend on the caller's arrays.
     """
 
     rows: Selection
@@ -103,6 +104,7 @@ class Part:
     lengths: tuple[tuple[int, int], ...] | None
     buffer: int = 0
     work: float = 0.0
+    known: dict[int | None, dict[str, Any]] = field(default_factory=dict, repr=False)
     _offsets: dict[int | None, dict[str, Any]] = field(default_factory=dict, repr=False)
 
     def packing(self, like: Any) -> dict[str, Any]:
@@ -129,6 +131,7 @@ def parts(
     *,
     positional: bool,
     aligned: bool,
+    cut: bool = False,
 ) -> list[Part]:
     """The calls for a member's queries and some keys.
 
@@ -140,10 +143,11 @@ def parts(
         band: the mask.
         positional: whether an option depends on positions, so that each call must be one rectangle of one sequence.
         aligned: whether bands may be aligned to the bottom right.
+        cut: see :func:`~cupy_sdpa.parallel.planning.tiles.tiles`.
     """
     groups: dict[Any, list[tuple[int, Tile]]] = {}
     for b, (rows, own, diagonal) in enumerate(zip(queries.intervals(rank), keys, diagonals, strict=True)):
-        for tile in tiles(rows, own, diagonal, band, joined=not positional, aligned=aligned):
+        for tile in tiles(rows, own, diagonal, band, joined=not positional, aligned=aligned, cut=cut):
             key = tile.band if queries.packed and not positional else (b, tile.first)
             groups.setdefault(key, []).append((b, tile))
     made = []
@@ -243,7 +247,7 @@ class Partials:
         if len(results) == 1 and sinks is None and self._rows == self._like.shape[2]:
             return results[0]
         outs, stats = zip(*results, strict=True)
-        return merge(list(outs), list(stats), sinks=sinks, return_stats=True)
+        return merge_checked(outs, stats, sinks, None, return_stats=True)  # type: ignore[no-any-return]
 
 
 def stats_dtype(dtype: Any) -> Any:

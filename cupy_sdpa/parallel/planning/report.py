@@ -209,7 +209,7 @@ def _ring(config: Configuration, backward: bool, machine: Machine) -> Cost:
 
 
 def _gather(config: Configuration, backward: bool, machine: Machine) -> Cost:
-    made, buffers = config.whole
+    made, buffers = (config.whole_backward, 1) if backward else config.whole
     size, rank = config.size, config.rank
     own = message_bytes(config.key_specs(rank))
     everything = sum(message_bytes(config.key_specs(peer)) for peer in range(size))
