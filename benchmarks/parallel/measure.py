@@ -78,7 +78,7 @@ class Watched:
         self.exchanges.append(([(x.array.nbytes, x.peer) for x in sends], [(x.array.nbytes, x.peer) for x in receives]))
         if self.silent:
             return
-        if self.events is None or not cupy_runtime.is_array((*sends, *receives)[0].array):
+        if self.events is None or not (sends or receives) or not cupy_runtime.is_array((*sends, *receives)[0].array):
             self._group.exchange(sends, receives, label)
             return
         stream = cupy_runtime.cupy().cuda.get_current_stream()
