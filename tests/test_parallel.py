@@ -430,7 +430,7 @@ def test_the_model_reaches_the_ideal_without_transfers():
     """With an infinite link and no latencies, all predictions of a causal problem are the ideal time."""
     from benchmarks.parallel import model
 
-    machine = Machine(600e12, 480e12, link=1e30, latency=0.0, launch=0.0)
+    machine = Machine(600e12, 480e12, link=1e30, latency=0.0, launch=0.0, copy=1e30)
     for row in model.rows(model.PROBLEMS[0], machine):
         assert row["forward_of_ideal"] == pytest.approx(1, abs=0.01)
         assert row["both_of_ideal"] == pytest.approx(1, abs=0.01)

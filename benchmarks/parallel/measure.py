@@ -21,8 +21,10 @@ from cupy_sdpa.problem.tensor_spec import numpy_dtype
 from . import processes
 from .model import Problem
 
-#: The calls in a measurement, the measurements of which the median is taken, and the calls before them.
-CALLS, ROUNDS, WARM_UP = 4, 5, 4
+#: The most calls in a measurement, the measurements of which the median is taken, and the calls before them.
+CALLS, ROUNDS, WARM_UP = 16, 5, 4
+#: The length of a member up to which a measurement has the most calls; the time of a call grows with its square.
+CALLS_LENGTH = 16384
 #: The bytes of the transfers with which the bandwidth of a link is measured.
 LINK_BYTES = 1 << 28
 
@@ -143,7 +145,9 @@ def arrays(xp: Any, problem: Problem, length: int, seed: int = 0) -> list[Any]:
     return made
 
 
-def timed(engine: Engine, barrier: threading.Barrier | processes.Barrier, function: Callable[[], Any]) -> float:
+def timed(
+    engine: Engine, barrier: threading.Barrier | processes.Barrier, function: Callable[[], Any], calls: int = CALLS
+) -> float:
     """The median milliseconds of a function that all members call, after warming up."""
     for _ in range(WARM_UP):
         function()
@@ -152,12 +156,17 @@ def timed(engine: Engine, barrier: threading.Barrier | processes.Barrier, functi
         engine.wait()
         barrier.wait()
         begin = time.perf_counter()
-        for _ in range(CALLS):
+        for _ in range(calls):
             function()
         engine.wait()
         barrier.wait()
-        found.append((time.perf_counter() - begin) / CALLS * 1e3)
+        found.append((time.perf_counter() - begin) / calls * 1e3)
     return statistics.median(found)
+
+
+def calls_of(problem: Problem) -> int:
+    """The calls in a measurement of a problem."""
+    return max(1, min(CALLS, int(CALLS * (CALLS_LENGTH / problem.length) ** 2)))
 
 
 def measure(engine: Engine, problem: Problem, method: str) -> Iterator[tuple[str, list[Timing], float, int]]:
@@ -167,7 +176,7 @@ def measure(engine: Engine, problem: Problem, method: str) -> Iterator[tuple[str
         The pass, the timing of every member, the largest error of its results against one device relative to their largest
         element, and the bytes that were allocated on the first GPU.
     """
-    barrier, length = engine.barrier(), problem.length * engine.members
+    barrier, length, count = engine.barrier(), problem.length * engine.members, calls_of(problem)
 
     whole_results: dict[str, list[Any]] = {}  # of the first member
 
@@ -192,14 +201,14 @@ def measure(engine: Engine, problem: Problem, method: str) -> Iterator[tuple[str
         found: dict[str, Any] = {}
         for name, call in passes.items():
             before = _free(engine, barrier, own.rank)
-            total = timed(engine, barrier, call)
+            total = timed(engine, barrier, call, count)
             memory = _used(engine) - before
             group.silent = True
-            calls = timed(engine, barrier, call)
+            calls = timed(engine, barrier, call, count)
             group.silent, group.exchanges = False, []
             call()
             exchanges = list(group.exchanges)
-            transfers = timed(engine, barrier, functools.partial(_replay, engine, group, exchanges))
+            transfers = timed(engine, barrier, functools.partial(_replay, engine, group, exchanges), count)
             sent = sum(size for sends, _ in exchanges for size, _ in sends)
             timeline = group.timeline(call) if engine.gpus else ""
             found[name] = Timing(total, calls, transfers, sent, timeline), memory
@@ -229,10 +238,10 @@ def one_device_ms(engine: Engine, problem: Problem, length: int) -> dict[str, fl
     q, k, v, dout = arrays(engine.xp, problem, length)
     options: dict[str, Any] = dict(problem.options)
     out, stats = cupy_sdpa.attention(q, k, v, return_stats=True, **options)
-    alone = threading.Barrier(1)
+    alone, count = threading.Barrier(1), calls_of(problem)
     return {
-        "forward": timed(engine, alone, lambda: cupy_sdpa.attention(q, k, v, return_stats=True, **options)),
-        "backward": timed(engine, alone, lambda: cupy_sdpa.attention_backward(dout, q, k, v, out, stats, **options)),
+        "forward": timed(engine, alone, lambda: cupy_sdpa.attention(q, k, v, return_stats=True, **options), count),
+        "backward": timed(engine, alone, lambda: cupy_sdpa.attention_backward(dout, q, k, v, out, stats, **options), count),
     }
 
 
