@@ -28,6 +28,7 @@ LAYERS = (
     ("graph",),
     ("device",),
     ("problem",),
+    ("tracing",),
     ("score_fn", "_cudnn", "layout"),
     ("version", "errors", "reference", "zoo", "_html", "_typing"),
 )  # fmt: skip

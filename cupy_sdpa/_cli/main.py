@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from ..version import __version__
 from . import check, demo, explain, info, plan, run, support
+from .bench import command as bench
 from .helpers.console import CommandError, Help, one_line, output_of
 
 _EXAMPLES = """\
@@ -19,14 +20,11 @@ examples:
   python -m cupy_sdpa explain 128,32,4096,1 --causal --gpu h200
   python -m cupy_sdpa plan --gpu h200 shapes.toml -o plans/
   python -m cupy_sdpa check --minutes 10
+  python -m cupy_sdpa bench --trace problems.jsonl
 
 exit status: 0 success; 1 a wrong result, or a problem that cannot run; 2 the
 command failed and one line on stderr gives the reason.
-
-The benchmarks are in the repository: python -m benchmarks compare
 """
-#: The reply to the former command ``bench``.
-_BENCH = "the benchmarks are not part of the package: in a clone of the repository, run `python -m benchmarks compare`"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,9 +37,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: see :func:`exit_status`.
     """
     words = sys.argv[1:] if argv is None else list(argv)
-    if words[:1] == ["bench"]:
-        print(f"cupy_sdpa: {_BENCH}", file=sys.stderr)
-        return 2
     parser = _parser()
     arguments = parser.parse_args(words)
     if arguments.command is None:
@@ -94,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"cupy_sdpa {__version__}")
     parser.set_defaults(command=None)
-    commands = parser.add_subparsers(title="commands", metavar="{demo,run,info,explain,plan,support,check}")
-    for module in (demo, run, info, explain, plan, support, check):
+    commands = parser.add_subparsers(title="commands", metavar="{demo,run,info,explain,plan,support,check,bench}")
+    for module in (demo, run, info, explain, plan, support, check, bench):
         module.add_to(commands)
     return parser
