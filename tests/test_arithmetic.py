@@ -139,7 +139,7 @@ def test_wide_integers_raise_on_the_gpu(cupy):
 def test_integer_arithmetic_is_planned(case, planned):
     """Gradients on the H200; a part of the functions on the other GPUs."""
     shapes = (64, HQ, 200, B), (64, HKV, 200, B), (64, HKV, 200, B)
-    others = [name for name in gpus.NAMES if name != "h200"]
+    others = [name for name in gpus.REPRESENTATIVES if name != "h200"]
     number = INTEGERS.index(case)
     for gpu, backward in (("h200", True), (others[number // 3 % len(others)], False))[: 1 + (number % 3 == 0)]:
         asked = problem(*shapes, dtype="bfloat16", backward=backward, **case.options(q=200, kv=200))

@@ -95,11 +95,12 @@ def as_json(report: Report) -> dict[str, Any]:
         "reasons": list(report.reasons),
         "note": report.note,
         "inputs": [
-            {"name": t.name, "shape": list(t.shape[::-1]), "dtype": t.dtype} for t in report.graph.by_role("input", "constant")
+            {"name": t.name, "shape": list(report.shape_of(t)), "dtype": t.dtype}
+            for t in report.graph.by_role("input", "constant")
         ],
         "steps": [
             {
-                "formula": node.formula, "shape": list(node.out.shape[::-1]), "dtype": node.out.dtype,
+                "formula": node.formula, "shape": list(report.shape_of(node.out)), "dtype": node.out.dtype,
                 "outputs": [t.name for t in node.outputs if t.role == "output"],
             }
             for node in report.graph.nodes

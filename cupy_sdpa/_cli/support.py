@@ -82,10 +82,13 @@ def _facts(version: int) -> dict[str, Any]:
     named = {**problems.PROBES, **problems.pairs(), **problems.operations()}
     return {
         "cudnn": version_text(version), "minimum_cudnn": version_text(MINIMUM_CUDNN),
-        "gpus": [{"name": name, "compute_capability": gpus.capability(name) / 10} for name in gpus.NAMES],
-        "problems": {
-            name: {gpu: _support(problem, version, gpu)._asdict() for gpu in gpus.NAMES} for name, problem in named.items()
-        },
+        "gpus": [
+            {"name": name, "compute_capability": gpus.capability(name) / 10, "origin": gpus.origin(name)} for name in gpus.NAMES
+        ],
+        "problems": [
+            {"name": name, "gpus": {gpu: _support(problem, version, gpu)._asdict() for gpu in gpus.REPRESENTATIVES}}
+            for name, problem in named.items()
+        ],
         "rules": [{"name": rule.name, "summary": rule.summary, "refuses": rule.refuses} for rule in RULES],
         "bugs": [
             {"name": bug.name, "when": bug.when, "effect": bug.effect, "guards": sorted(bug.guards), "remedy": bug.remedy}
@@ -121,7 +124,8 @@ def _support(problem: Problem, version: int, gpu: str) -> _Support:
 def _lines(version: int) -> Iterator[str]:
     """The support table for a cuDNN version as text."""
     yield f"cuDNN {version_text(version)} ({version_text(MINIMUM_CUDNN)} or newer is required)"
-    yield f"GPUs: {', '.join(f'{name.upper()} ({gpus.capability(name) / 10})' for name in gpus.NAMES)}"
+    listed = (f"{name.upper()} ({gpus.capability(name) / 10}, {gpus.origin(name)})" for name in gpus.NAMES)
+    yield f"described GPUs: {', '.join(listed)}"
     yield "\nproblems:"
     for name, problem in problems.PROBES.items():
         yield f"  {name}: {_verdict(problem, version)}"
@@ -152,7 +156,7 @@ def _exceptions(title: str, named: Mapping[str, Problem], version: int) -> Itera
 def _verdict(problem: Problem, version: int) -> str:
     """``yes`` if all GPUs run a problem, else the GPUs by verdict, with the rules."""
     found: dict[str, list[str]] = {}
-    for gpu in gpus.NAMES:
+    for gpu in gpus.REPRESENTATIVES:
         found.setdefault(str(_support(problem, version, gpu)), []).append(gpu.upper())
     if len(found) == 1:
         return next(iter(found))

@@ -66,7 +66,7 @@ class _Array:
     def __getitem__(self, index: Any) -> _Operand:
         parts = index if isinstance(index, tuple) else (index,)
         parts = tuple(x % n if isinstance(x, int) else x for x, n in zip(parts, self.shape, strict=True))
-        self.lines.append(f"t{len(self.lines)} = {self.name}[{', '.join(map(_text, parts)) or '()'}]")
+        self.lines.append(f"t{len(self.lines)} = {self.name}[{', '.join(map(_text, parts))}]")
         return _Operand(self.lines, f"t{len(self.lines) - 1}")
 
 
@@ -120,11 +120,11 @@ def source_of(function: Callable[..., Any], option: str, tensors: Mapping[str, A
         parameters = inspect.signature(function).parameters
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         for name, array in tensors.items():
-            if not re.fullmatch(r"[A-Za-z]\w*", name):
+            if not re.fullmatch(r"(?!t\d+$|np$|special$)[A-Za-z]\w*", name):
                 raise NotRecordedError(f"tensors has the name {name!r}")
             if takes_all or name in parameters:
-                operand = _Array(lines, name, tuple(array.shape), array.dtype)
-                captured[name] = operand if operand.shape else operand[()]
+                shape = tuple(array.shape)
+                captured[name] = _Array(lines, name, shape, array.dtype) if shape else _Operand(lines, name)
         lines.append(f"return {_text(function(*arguments, **captured))}")
     except NotRecordedError:
         raise

@@ -133,7 +133,8 @@ _LETTERS = {"b": "b", "h": "h", "q_idx": "q", "kv_idx": "k"}
 _OPERAND = r"(?:[A-Za-z]\w*|-?(?:np\.inf|np\.nan|\d[\d.]*(?:e[+-]?\d+)?))"
 _OPERANDS = rf"{_OPERAND}(?:, {_OPERAND})*"
 _CALL = re.compile(rf"t\d+ = (np|special)\.([a-z]\w*)\({_OPERANDS}\)")
-_READ = re.compile(rf"t\d+ = ([A-Za-z]\w*)\[({_OPERANDS}|\(\))\]")
+_READ = re.compile(rf"t\d+ = ([A-Za-z]\w*)\[({_OPERANDS})\]")
+_NAME = re.compile(r"(?<![\w.])(?!t\d+\b|np\b|special\b|return\b|True\b|False\b)[A-Za-z]\w*")
 _RETURN = re.compile(rf"return {_OPERAND}")
 
 
@@ -159,6 +160,10 @@ def compiled(option: str, source: Sequence[str]) -> tuple[Callable[..., Any], di
             reads.setdefault(read[1], []).append(read[2])
         elif not _RETURN.fullmatch(line) and not ((call := _CALL.fullmatch(line)) and _is_elementwise(*call.groups())):
             raise ValueError(f"{line!r} is not a line of a recorded function")
+        else:  # an array without axes is an operand
+            for name in _NAME.findall(line.split(" = ")[-1]):
+                if name not in PARAMETERS[option]:
+                    reads.setdefault(name, []).append("")
     names: dict[str, Any] = {"np": np, "special": _Special()}
     code = f"def {option}({', '.join((*PARAMETERS[option], *reads))}):\n    " + "\n    ".join(source)
     exec(code, names)
@@ -189,7 +194,7 @@ def _of_source(option: str, source: str) -> Function:
     for name, indices in reads.items():
         if len(set(indices)) > 1:
             raise ValueError(f"it reads {name} at {' and at '.join(dict.fromkeys(indices))}; the self-test reads an array once")
-        parts = [] if indices[0] == "()" else indices[0].split(", ")
+        parts = indices[0].split(", ") if indices[0] else []
         if any(part not in _LETTERS and not (part.isdecimal() and int(part) < 9) for part in parts):
             raise ValueError(f"it reads {name}[{indices[0]}]; the self-test reads b, h, q_idx, kv_idx and indices up to 8")
         axes[name] = "".join(_LETTERS.get(part) or str(int(part) + 1) for part in parts)
