@@ -3,6 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING
 
+from . import _interrupt as _interrupt
 from .attention import Pullback, attention, attention_backward, attention_vjp
 from .calls.report import Report
 from .errors import CudnnError, DiskCacheWarning, OutOfPages, Unsupported

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from .._interrupt import restore
 from ..version import __version__
 from . import check, demo, explain, info, plan, run, support
 from .bench import command as bench
@@ -36,14 +37,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: see :func:`exit_status`.
     """
-    words = sys.argv[1:] if argv is None else list(argv)
-    parser = _parser()
-    arguments = parser.parse_args(words)
-    if arguments.command is None:
-        parser.print_help(sys.stderr)
-        return 2
 
     def command() -> int:
+        parser = _parser()
+        arguments = parser.parse_args(argv)
+        if arguments.command is None:
+            parser.print_help(sys.stderr)
+            return 2
         with output_of(arguments):
             return int(arguments.command(arguments))
 
@@ -60,6 +60,7 @@ def exit_status(command: Callable[[], int], program: str) -> int:
     Returns:
         The command's own status; 2 if it failed, 130 if it was interrupted, 141 if its output was closed.
     """
+    restore()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # for terminals that cannot print the characters of formulas
