@@ -211,6 +211,8 @@ def test_the_pictures_of_the_options_are_the_engines():
         assert {path.stem for path in folder.glob("*.svg")} == set(pictures)
         for name, text in pictures.items():
             assert (folder / f"{name}.svg").read_text(encoding="utf-8") == text, "draw it anew: python3 docs/pictures.py"
+    overview = found["FOLDER"].parent / "overview.svg"
+    assert overview.read_text(encoding="utf-8") == found["overview"](found["drawn"]())
 
 
 def test_no_machine_paths():

@@ -19,7 +19,7 @@ from . import segments
 from .evaluate import EMPTY, FULL, PARTIAL, Function, Rows, evaluate, evaluate_blocks
 
 #: The fill colors of the picture: an empty, a partial and a full block.
-_COLORS = ("#eeeeee", "#f2a65a", "#2f6690")
+_COLORS = ("#88888822", "#f2a65a", "#3a7fb5")
 
 
 def block_mask(
