@@ -275,14 +275,6 @@ def test_every_command_has_a_help_or_a_reason(name, monkeypatch, capsys):
         assert re.fullmatch(rf"benchmarks: {name} needs \w+, which is not installed\n", printed.err)
 
 
-def test_the_package_has_no_command_bench(capsys):
-    """One line names the new command."""
-    assert package_main(["bench", "--cpu"]) == 2
-    error = capsys.readouterr().err
-    assert "python -m benchmarks compare" in error
-    assert error.count("\n") == 1
-
-
 def test_wrong_results_are_one_line(monkeypatch, capsys):
     """Different results of the CPU engine and numpy are an error of one line."""
     measured = cpu.measure

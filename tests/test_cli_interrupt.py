@@ -35,8 +35,9 @@ def interrupted(folder, command, ready, wait):
     """The exit status and the output of a command that gets Ctrl-C some seconds after it is ready."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
-        command, cwd=folder, env=environment, text=True, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+        command, cwd=folder, env=environment, text=True, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background of a shell ignores it
+    )  # fmt: skip
     for _ in range(2000):
         if ready() or process.poll() is not None:
             break
