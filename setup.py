@@ -22,7 +22,9 @@ def absolute(text: str, repository: str) -> str:
         kind = "raw" if picture else "tree" if target.endswith("/") else "blob"
         return f"{picture}[{label}]({repository}/{kind}/main/{target})"
 
-    return re.sub(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)", replaced, text)
+    parts = re.split(r"(^```.*?^```$)", text, flags=re.DOTALL | re.MULTILINE)  # every second one is a block of code
+    parts[::2] = [re.sub(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)", replaced, part) for part in parts[::2]]
+    return "".join(parts)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from benchmarks.common import script
 from benchmarks.compare import cpu, plots, table
 from benchmarks.contenders import registry
 from benchmarks.presets import PRESETS
-from cupy_sdpa.__main__ import main as package_main
 from cupy_sdpa._cli.helpers import machine
 
 NAMES = [preset.name for preset in PRESETS]

@@ -58,6 +58,11 @@ class Parts(NamedTuple):
     options: dict[str, Any]
     scores: ScoreFunction | None
 
+    @property
+    def whole_options(self) -> dict[str, Any]:
+        """The options of a call on whole arrays."""
+        return {**self.options, **self.scores.options} if self.scores else self.options
+
     def options_of(
         self, part: Mapping[str, Any], key: tuple[Any, ...], like: Any, positions: Callable[[], Positions]
     ) -> dict[str, Any]:
@@ -288,18 +293,3 @@ class _Elements:
         )
         found = self._copies.get(Access(self._name, axes))
         return 0 * self._moved["q_idx"] if found is None else found  # an element that the result does not depend on
-
-
-def separate_function(kind: Any, options: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-    """The kind and the options under which a call is cached: the identity of a located function is a part of the kind.
-
-    Returns:
-        The arguments of :func:`.run_cached`; the kind is None if the call cannot be cached.
-    """
-    located = options.get("score_mod")
-    if not isinstance(located, Located):
-        return kind, options
-    if located.identity is None:
-        return None, options
-    rest = {name: value for name, value in options.items() if name not in ("score_mod", "mask_mod")}
-    return (kind, located.identity, "mask_mod" in options), rest
