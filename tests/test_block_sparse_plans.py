@@ -35,7 +35,7 @@ def masks():
 
 
 @pytest.mark.cudnn
-@pytest.mark.parametrize("gpu", gpus.NAMES)
+@pytest.mark.parametrize("gpu", gpus.REPRESENTATIVES)
 @pytest.mark.parametrize("name", masks())
 def test_every_call_is_planned(name, gpu, planned, planner):
     """The real cuDNN accepts the calls of both passes for every described GPU."""

@@ -561,7 +561,7 @@ def test_the_table_is_what_cudnn_accepts(planner, monkeypatch):
     """The real cuDNN accepts a problem for a described GPU exactly if the table does."""
     monkeypatch.setattr(survey, "Planner", lambda workers, cudnn: Accepting(planner))
     _, findings = survey.measure(PROBES)
-    assert len(findings) == len(PROBES) * len(NAMES)
+    assert len(findings) == len(PROBES) * len(gpus.REPRESENTATIVES)
     assert [finding for finding in findings if not finding.agree] == []
     assert {finding.measured for finding in findings} >= {"engine 1", "engine 2", "engine 6", "engine 7"}
 
@@ -569,11 +569,11 @@ def test_the_table_is_what_cudnn_accepts(planner, monkeypatch):
 @pytest.mark.cudnn
 @pytest.mark.sweep
 @pytest.mark.parametrize(
-    ("gpu", "engines"), [("a100", "17"), ("b200", "1357"), ("h200", "126"), ("l40s", "17"), ("rtx5090", "17")]
+    ("gpu", "engines"), [("a100", "17"), ("a10", "17"), ("b200", "1357"), ("h200", "126"), ("l40s", "17"), ("rtx5090", "17")]
 )
 def test_the_table_matches_cudnn(gpu, engines, monkeypatch):
     """Every problem for every described GPU, planned by the real cuDNN, is supported or refused as in the table."""
-    monkeypatch.setattr(gpus, "NAMES", (gpu,))
+    monkeypatch.setattr(gpus, "REPRESENTATIVES", (gpu,))
     _, findings = survey.measure(PROBES)
     assert len(findings) == len(PROBES)
     assert [finding for finding in findings if not finding.agree] == []
@@ -581,9 +581,22 @@ def test_the_table_matches_cudnn(gpu, engines, monkeypatch):
 
 
 def test_every_gpu_is_measured():
-    """No described GPU is missing above."""
+    """No compute capability is missing above, and each has one representative."""
     (parameters,) = (mark.args[1] for mark in test_the_table_matches_cudnn.pytestmark if mark.name == "parametrize")
-    assert {gpu for gpu, _ in parameters} == set(NAMES)
+    assert {gpu for gpu, _ in parameters} == set(gpus.REPRESENTATIVES)
+    assert [gpus.capability(name) for name in gpus.REPRESENTATIVES] == sorted({gpus.capability(name) for name in NAMES})
+
+
+@pytest.mark.cudnn
+def test_every_description_is_planned():
+    """cuDNN accepts the description of every GPU and plans both passes for it."""
+    q, kv = (64, 4, 256, 1), (64, 2, 256, 1)
+    for name in NAMES:
+        for backward in (False, True):
+            problem = cupy_sdpa.problem(q, kv, kv, dtype="float16", causal=True, backward=backward)
+            report = cupy_sdpa.explain(problem, gpu=name)
+            assert report, (name, report.reasons)
+            assert report.plan is not None
 
 
 @pytest.mark.cudnn

@@ -18,6 +18,7 @@ from ..sparse.backward import gradients_with_block_mask
 from ..sparse.forward import attention_with_block_mask
 from ..sparse.masks.block_mask import BlockMask
 from ..sparse.problems import plan_parts
+from ..tracing import recorder
 from .checks import check_results, read_form
 from .form import Form, Widened, without_dropout
 from .kernels import Terms, add_terms
@@ -90,6 +91,10 @@ def attention_jvp(
     >>> bool(np.allclose(dout, (plus - minus) / 2e-3, atol=1e-5))
     True
     """
+    if recorder.active:
+        given = {"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv, "out": out, "dout": dout, "stats": stats}
+        flags = {"return_stats": return_stats, "deterministic": deterministic, "widened": widened is not None}
+        recorder.record("attention_jvp", given, {**options, **flags})
     for name, value in (("return_stats", return_stats), ("deterministic", deterministic)):
         read_flag(name, value)
     form = read_form(q, k, v, (dq, dk, dv), widened, options, deterministic=deterministic)

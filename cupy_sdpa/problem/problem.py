@@ -272,6 +272,9 @@ class Problem:
         only_values = self.backward or self.results == (self.out,)
         return 0 in (*self.out.shape[1:], sq, *self.k.shape[2:], skv, b) or (dv == 0 and only_values)
 
+    def __repr__(self) -> str:
+        return f"<Problem: {self}>"
+
     def __str__(self) -> str:
         d, dv, hq, hkv, sq, skv, b = self.sizes
         group = "" if hq == hkv else f" ({'MQA' if hkv == 1 else 'GQA'}, {hq // hkv} query heads per key/value head)"

@@ -24,7 +24,7 @@ from .tiles import TILE, BlockSize, kinds_of_blocks, read_block, rows_of_blocks,
 #: Numbers the masks.
 _next_number = itertools.count().__next__
 #: The fill colors of the picture: an empty, a partial and a full block.
-_COLORS = ("#eeeeee", "#f2a65a", "#2f6690")
+_COLORS = ("#88888822", "#f2a65a", "#3a7fb5")
 
 
 def block_mask(
