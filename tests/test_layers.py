@@ -18,10 +18,10 @@ LAYERS = (
     ("__init__",),
     ("nnlib", "store", "inference", "parallel"),
     ("attention", "explain", "prepare", "helpers"),
-    ("sparse",),
     ("fp8",),
     ("offline",),
     ("forward_mode",),
+    ("sparse",),
     ("calls",),
     ("staging",),
     ("plans",),
@@ -29,8 +29,9 @@ LAYERS = (
     ("graph",),
     ("device",),
     ("problem",),
+    ("tracing",),
     ("score_fn", "_cudnn", "layout"),
-    ("version", "errors", "reference", "zoo", "_html", "_typing"),
+    ("version", "errors", "reference", "zoo", "_html", "_interrupt", "_typing"),
 )  # fmt: skip
 #: The most modules per folder, and the most lines per module.
 MODULES_PER_FOLDER, LINES = 8, 400

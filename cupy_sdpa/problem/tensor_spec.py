@@ -15,9 +15,8 @@ FLOAT_DTYPES: tuple[FloatDtype, ...] = get_args(FloatDtype)
 FP8_LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 
 #: The bytes per element of every dtype that an array may have.
-ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8, "bool": 1} | dict.fromkeys(
-    FP8_LARGEST, 1
-)
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8, "bool": 1, "uint8": 1}
+ITEMSIZE |= dict.fromkeys(FP8_LARGEST, 1)
 
 #: The metadata of an array that a problem depends on: (dtype name, shape, strides in bytes, alignment in bytes).
 Signature = tuple[str, tuple[int, ...], tuple[int, ...], int]
