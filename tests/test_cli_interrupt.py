@@ -44,7 +44,11 @@ def interrupted(folder, command, ready, wait):
         time.sleep(0.01)
     time.sleep(wait)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: also to the worker processes
-    out, err = process.communicate(timeout=120)
+    try:
+        out, err = process.communicate(timeout=120)
+    finally:
+        if process.poll() is None:
+            process.kill()
     return process.returncode, out, err
 
 
