@@ -364,7 +364,7 @@ ERRORS = {
     "rotation": (lambda: fp8.attention(small(rotate=True), small(), small()), ValueError, "q.rotated is True and k.rotated is False"),
     "rotated v": (lambda: fp8.attention(*[small(rotate=True)] * 3), ValueError, "v.rotated is True; .*quantize v without rotate"),
     "out": (lambda: cupy_sdpa.attention(*[small()] * 3, out=float8()), TypeError, "out is passed, .*omit out"),
-    "out_dtype": (lambda: fp8.attention(*[small()] * 3, out_dtype="float32"), TypeError, "out_dtype is 'float32'; .*'bfloat16'"),
+    "out_dtype": (lambda: fp8.attention(*[small()] * 3, out_dtype="float32"), TypeError, "out_dtype is 'float32'; .*'bfloat16'"),  # type: ignore[arg-type]
     "two outputs": (lambda: fp8.attention(*[small()] * 3, out_dtype="float16", out_scale=2.0), ValueError, "omit one of them"),
     "scale": (lambda: fp8.Fp8Array(float8(), 0.0), ValueError, "descale is 0.0; .* above 0"),
     "factor": (lambda: fp8.Fp8Array(float8(), np.ones(2, np.float32)), TypeError, r"float32 \(2,\); .* numpy array float32 \(1,\)"),
@@ -487,7 +487,8 @@ def test_the_benchmark_of_errors(tmp_path, capsys):
     """On the CPU engine: rows with the errors that the documentation states, and the picture of the stored rows."""
     path = tmp_path / "errors.csv"
     assert main(["fp8", "--errors", str(path), "--engine", "numpy", "--lengths", "256"]) == 0
-    found = {(row["inputs"], row["method"]): float(row["error"]) for row in csv.DictReader(path.open(newline=""))}
+    rows = csv.DictReader(path.read_text(encoding="utf-8").splitlines())
+    found = {(row["inputs"], row["method"]): float(row["error"]) for row in rows}
     assert len(found) == len(errors.INPUTS) * len(errors.METHODS) == len(capsys.readouterr().out.splitlines())
     assert found["normal", "bfloat16"] < 0.01 < found["normal", "FP8"] < 0.1
     assert found["outliers", "FP8, rotated"] < found["outliers", "FP8"] / 1.5
