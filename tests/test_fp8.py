@@ -1,13 +1,21 @@
 """FP8 arrays: conversion with scales, rotation, delayed scaling, and the forward pass; on numpy, and with CuPy arrays on host memory."""
 
+import csv
+
 import numpy as np
 import pytest
 from fake_cupy import DEVICE
+from planner import library_version, plan_problem
 
 import cupy_sdpa
+from benchmarks.__main__ import main
+from benchmarks.fp8 import errors, plot
 from cupy_sdpa import fp8
 from cupy_sdpa.fp8.array import rotate, rotation_of
+from cupy_sdpa.plans.plan import PlanInfo
 from cupy_sdpa.problem.tensor_spec import FP8_LARGEST, numpy_dtype, rounded
+from cupy_sdpa.support import gpus
+from cupy_sdpa.support.why_not import why_not
 
 DTYPES = tuple(FP8_LARGEST)
 
@@ -356,7 +364,7 @@ ERRORS = {
     "rotation": (lambda: fp8.attention(small(rotate=True), small(), small()), ValueError, "q.rotated is True and k.rotated is False"),
     "rotated v": (lambda: fp8.attention(*[small(rotate=True)] * 3), ValueError, "v.rotated is True; .*quantize v without rotate"),
     "out": (lambda: cupy_sdpa.attention(*[small()] * 3, out=float8()), TypeError, "out is passed, .*omit out"),
-    "out_dtype": (lambda: fp8.attention(*[small()] * 3, out_dtype="float32"), TypeError, "out_dtype is 'float32'; .*'bfloat16'"),
+    "out_dtype": (lambda: fp8.attention(*[small()] * 3, out_dtype="float32"), TypeError, "out_dtype is 'float32'; .*'bfloat16'"),  # type: ignore[arg-type]
     "two outputs": (lambda: fp8.attention(*[small()] * 3, out_dtype="float16", out_scale=2.0), ValueError, "omit one of them"),
     "scale": (lambda: fp8.Fp8Array(float8(), 0.0), ValueError, "descale is 0.0; .* above 0"),
     "factor": (lambda: fp8.Fp8Array(float8(), np.ones(2, np.float32)), TypeError, r"float32 \(2,\); .* numpy array float32 \(1,\)"),
@@ -420,3 +428,69 @@ def test_explain(fake):
     assert report
     assert report.engine == "cuDNN"
     assert not cupy_sdpa.explain(on_gpu, on_gpu, on_gpu, softcap=1.0)
+
+
+# Paged keys, plans, the benchmark
+
+
+@pytest.mark.parametrize("rows", [2, 5])
+def test_paged_keys(rows, fake):
+    """Keys and values in pages, several queries, on both engines."""
+    (q, k, v), values = inputs(d=32, sq=rows, skv=64)
+    rng, lengths = np.random.default_rng(0), np.array([64, 33], np.int32)
+    table = np.asfortranarray(rng.permutation(8).reshape(4, 2).astype(np.int32))
+    pools = []
+    for x in (k, v):
+        pool = np.zeros((32, 2, 16, 8), x.data.dtype, order="F")
+        for b, page in np.ndindex(2, 4):
+            pool[..., table[page, b]] = x.data[:, :, 16 * page : 16 * page + 16, b]
+        pools.append(fp8.Fp8Array(pool, x.descale, scale=x.scale))
+    truth = cupy_sdpa.attention(*values, seq_lens_kv=lengths, causal="bottom_right")
+    options = {"page_table": table, "seq_lens_kv": lengths}
+    on_cpu = fp8.attention(q, *pools, causal="bottom_right", **options)
+    moved_options = {name: fake.asarray(x, order="F") for name, x in options.items()}
+    on_gpu = fp8.attention(*(moved(fake, x) for x in (q, *pools)), causal="bottom_right", **moved_options)
+    for out in (on_cpu.dequantize(), on_gpu.dequantize().get()):
+        assert relative(out, truth) < ERROR["float8_e4m3fn"]
+
+
+PLANNED = {
+    "causal": {"causal": True, "return_stats": True}, "bottom right": {"causal": "bottom_right"}, "window": {"window": (100, 5)},
+    "lengths": {"seq_lens": True, "causal": True}, "pages": {"page_table": (8, 2)},
+}  # fmt: skip
+
+
+@pytest.mark.cudnn
+@pytest.mark.parametrize("gpu", ["h200", "b200", "rtx5090"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", PLANNED)
+def test_cudnn_plans_fp8(name, dtype, gpu, planned):
+    """The real cuDNN accepts what the support table allows, for GPUs that are described."""
+    for d, dv in ((128, 128), (64, 128), *(((192, 128), (256, 256)) if gpu != "rtx5090" else ())):
+        kv = [(d, 2, 64, 16), (dv, 2, 64, 16)] if name == "pages" else [(d, 2, 512, 2), (dv, 2, 512, 2)]
+        problem = cupy_sdpa.problem((d, 8, 256, 2), *kv, dtype=dtype, **PLANNED[name])
+        assert not why_not(problem, planned(library_version), gpus.capability(gpu))
+        plan = planned(plan_problem, problem, gpu)
+        assert isinstance(plan, PlanInfo), plan
+
+
+@pytest.mark.cudnn
+def test_cudnn_plans_bfloat16_outputs_for_blackwell(planned):
+    """Only for SM 10.x."""
+    shape = (128, 8, 256, 2)
+    problem = cupy_sdpa.problem(shape, shape, shape, dtype="float8_e4m3fn", out_dtype="bfloat16")
+    assert isinstance(planned(plan_problem, problem, "b200"), PlanInfo)
+    assert "only supported on Blackwell" in planned(plan_problem, problem, "h200")
+
+
+def test_the_benchmark_of_errors(tmp_path, capsys):
+    """On the CPU engine: rows with the errors that the documentation states, and the picture of the stored rows."""
+    path = tmp_path / "errors.csv"
+    assert main(["fp8", "--errors", str(path), "--engine", "numpy", "--lengths", "256"]) == 0
+    rows = csv.DictReader(path.read_text(encoding="utf-8").splitlines())
+    found = {(row["inputs"], row["method"]): float(row["error"]) for row in rows}
+    assert len(found) == len(errors.INPUTS) * len(errors.METHODS) == len(capsys.readouterr().out.splitlines())
+    assert found["normal", "bfloat16"] < 0.01 < found["normal", "FP8"] < 0.1
+    assert found["outliers", "FP8, rotated"] < found["outliers", "FP8"] / 1.5
+    assert found["mean", "FP8, rotated, centered"] < found["mean", "FP8"]
+    assert plot.TARGET.read_text(encoding="utf-8") == plot.drawn(), "draw it anew: python -m benchmarks.fp8.plot"

@@ -89,8 +89,8 @@ def main(words: Sequence[str]) -> int:
     rows: list[dict[str, Any]] = []
     if chosen.errors:
         on_gpu = cupy_runtime.current_device() is not None
-        used = versions() if on_gpu else {}
         engines = chosen.engine or ["numpy", *(["cuDNN"] if on_gpu else [])]
+        used = versions() if "cuDNN" in engines else {}
         for row in errors.rows(chosen.lengths or errors.LENGTHS, on_gpu="cuDNN" in engines, on_cpu="numpy" in engines):
             print(listed(row), flush=True)
             rows.append(row | {name: used.get(name, "") for name in ("gpu", "cudnn")})
