@@ -1,9 +1,10 @@
 """Scaled dot-product attention for CuPy arrays with cuDNN's fused kernels, and for numpy arrays on the CPU."""
 
+from . import _interrupt as _interrupt  # isort: skip  (before the imports that take time)
+
 import importlib
 from typing import TYPE_CHECKING
 
-from . import _interrupt as _interrupt
 from .attention import Pullback, attention, attention_backward, attention_vjp
 from .calls.report import Report
 from .errors import CudnnError, DiskCacheWarning, OutOfPages, Unsupported
