@@ -35,8 +35,7 @@ def attention(
               O = \frac{d_v}{M}\, \frac{\hat P\, v}{\sum e^{S - m}}, \qquad \hat O = \operatorname{round}(s\, O)
 
     with the elements q, k, v, their descales d, the maximum m of a row, and the largest number M of the dtype. Sums are
-    computed in float32 on the CPU; Hopper's tensor cores add FP8 products with fewer bits, so the error grows with the number
-    of keys (:doc:`/fp8`).
+    computed in float32 on the CPU; on Hopper they are less accurate, and the error grows with the number of keys (:doc:`/fp8`).
 
     Args:
         q: queries ``(D, Hq, Sq, B)``.
