@@ -53,9 +53,10 @@ __all__ = [
 ]
 
 #: Public modules, imported on first use.
-_MODULES = ("layout", "nnlib", "parallel", "reference", "store", "zoo")
+_MODULES = ("fp8", "layout", "nnlib", "parallel", "reference", "store", "zoo")
 
 if TYPE_CHECKING:
+    from . import fp8 as fp8
     from . import layout as layout
     from . import nnlib as nnlib
     from . import parallel as parallel

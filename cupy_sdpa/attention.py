@@ -9,6 +9,10 @@ from .calls.arguments import read_backward, read_forward
 from .calls.options import DTensors, Options, read_flag, takes_options
 from .calls.replay_cache import cache_call, run_cached
 from .errors import Unsupported
+from .fp8.array import Fp8Array
+from .fp8.forward import attention_of_fp8
+from .fp8.vjp import dequantized, forward_in_fp8
+from .problem.tensor_spec import FP8_LARGEST
 from .problem.validation import NO_PAGED_GRADIENTS
 from .sparse.automatic import automatic_mask
 from .sparse.backward import gradients_with_block_mask
@@ -67,7 +71,8 @@ def attention(
     masked: lengths, ``causal``, ``window``, ``mask``, ``mask_mod``. All functions take the same options.
 
     Args:
-        q: queries ``(D, Hq, Sq, B)``. float16 or bfloat16 on the GPU; also float32 and float64 on the CPU.
+        q: queries ``(D, Hq, Sq, B)``. float16 or bfloat16 on the GPU; also float32 and float64 on the CPU. q, k and v may be
+            FP8 arrays (:func:`cupy_sdpa.fp8.attention`).
         k: keys ``(D, Hkv, Skv, B)``, of q's dtype. Hq must be a multiple of Hkv (grouped-query attention): each key/value head
             serves Hq/Hkv query heads.
         v: values ``(Dv, Hkv, Skv, B)``, of q's dtype.
@@ -171,6 +176,8 @@ def attention(
     >>> cupy_sdpa.attention(q, k, v, causal=True, **packed).shape
     (64, 8, 100)
     """
+    if isinstance(q, Fp8Array):
+        return attention_of_fp8(q, k, v, options, return_stats=return_stats, out=out, stats=stats)
     if recorder.active:
         flags = {"return_stats": return_stats, "deterministic": deterministic}
         recorder.record("attention", {"q": q, "k": k, "v": v, "out": out, "stats": stats}, {**options, **flags})
@@ -312,6 +319,7 @@ def attention_vjp(
     return_dbias: bool = False,
     return_dsinks: bool = False,
     return_dtensors: DTensors = False,
+    compute_dtype: str | None = None,
     **options: Unpack[Options],
 ) -> tuple[ArrayT, Pullback]:
     """Compute attention, and return a function that computes the gradients (the vector-Jacobian product).
@@ -320,6 +328,9 @@ def attention_vjp(
         q, k, v, options: as for :func:`attention`.
         deterministic: as for :func:`attention` and :func:`attention_backward`, for both passes.
         return_dbias, return_dsinks, return_dtensors: as for :func:`attention_backward`.
+        compute_dtype: ``"float8_e4m3fn"`` or ``"float8_e5m2"`` computes the forward pass in FP8 (:doc:`/fp8`): q, k and v are
+            converted with one scale each, q and k after a rotation, and the FP8 arrays are kept in place of q, k and v. The
+            output and the gradients have the dtype of q, and are those at the converted values. Default None: the dtype of q.
 
     Returns:
         ``(out, pullback)``; ``dq, dk, dv = pullback(dout)``, which may be called several times.
@@ -340,14 +351,19 @@ def attention_vjp(
         )
     if options.get("page_table") is not None:
         raise Unsupported(NO_PAGED_GRADIENTS)
-    out, stats = attention(q, k, v, return_stats=True, deterministic=deterministic, **options)
+    if compute_dtype is None:
+        arrays: tuple[Any, ...] = (q, k, v, *attention(q, k, v, return_stats=True, deterministic=deterministic, **options))
+    elif compute_dtype in FP8_LARGEST:
+        arrays = forward_in_fp8(q, k, v, compute_dtype, options)
+    else:
+        raise TypeError(f"compute_dtype is {compute_dtype!r}; it must be None or {' or '.join(FP8_LARGEST)}")
     if tensors := options.get("tensors"):
         options["tensors"] = dict(tensors)  # the caller's mapping may change before the pullback is called
     outputs = {
         "deterministic": deterministic, "return_dbias": return_dbias, "return_dsinks": return_dsinks,
         "return_dtensors": return_dtensors,
     }  # fmt: skip
-    return out, Pullback((q, k, v, out, stats), {**options, **outputs})
+    return arrays[3], Pullback(arrays, {**options, **outputs})
 
 
 class Pullback:
@@ -364,7 +380,8 @@ class Pullback:
         self, dout: Array, *, dq: Array | None = None, dk: Array | None = None, dv: Array | None = None
     ) -> tuple[Any, ...]:
         """``(dq, dk, dv)`` and the other requested gradients; see :func:`attention_backward`."""
-        return attention_backward(dout, *self._arrays, **self._options, dq=dq, dk=dk, dv=dv)
+        q, k, v, out, stats = dequantized(self._arrays, dout.dtype)
+        return attention_backward(dout, q, k, v, out, stats, **self._options, dq=dq, dk=dk, dv=dv)
 
     @property
     def nbytes(self) -> int:

@@ -97,6 +97,18 @@ def test_the_problems_are_those_of_the_calls(name, backward, with_scores, monkey
     assert {described(problem) for problem in part_problems((q, k, k), mask, options, **outputs)} == expected
 
 
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("name", ["packed", "slices", "partial blocks", "apart"])
+def test_consecutive_positions_are_no_arrays_of_queries(name, backward):
+    """cuDNN's backward kernel takes two arrays with an element for each query besides its own; the function here reads one."""
+    q, k = (np.ones((16, heads, LENGTH, 1), np.float32, order="F") for heads in (4, 2))
+    every_second = np.tile(np.array([[True], [False]]) ^ (np.arange(8) % 2 == 0), (4, 1))
+    mask = BlockMask.from_blocks(every_second) if name == "apart" else masks()[name]
+    problems = part_problems((q, k, k), mask, scores(True), backward=backward)
+    counts = [sum(spec.shape[1] > 1 and spec.shape[0] == 1 for spec in problem.captured) for problem in problems]
+    assert max(counts) == (2 if name == "apart" and backward else 1)
+
+
 @pytest.mark.cudnn
 @pytest.mark.parametrize("shape", [(1, 1), (1, 300), (300, 200)], ids=str)
 def test_calls_of_all_pairs_with_a_score_function_are_planned(shape, planned, planner):

@@ -18,6 +18,7 @@ LAYERS = (
     ("__init__",),
     ("nnlib", "store", "inference", "parallel"),
     ("attention", "explain", "prepare", "helpers"),
+    ("fp8",),
     ("offline",),
     ("forward_mode",),
     ("sparse",),

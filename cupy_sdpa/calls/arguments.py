@@ -17,7 +17,7 @@ from ..staging.stage import Fill
 from ..support.engine_problem import engine_problem
 from . import user_functions
 from .call import Call
-from .options import ARRAYS, check_names, is_one_of, read_flag, read_scale, read_settings
+from .options import ARRAYS, Typed, check_factors, check_names, is_one_of, read_flag, read_scale, read_settings
 
 
 class Argument(NamedTuple):
@@ -47,12 +47,13 @@ def read_forward(
     return_stats: Any = False,
     deterministic: Any = False,
     return_kept: bool = False,
+    out_dtype: Any = "",
     out: Any = None,
     stats: Any = None,
     **others: Any,
 ) -> Call:
     """Validate the arguments of the forward pass; nothing is allocated. For errors see :func:`cupy_sdpa.attention`."""
-    outputs = _row_statistics(return_stats)._replace(rng_dump=return_kept)
+    outputs = _row_statistics(return_stats)._replace(rng_dump=return_kept, out_dtype=out_dtype)
     deterministic = read_flag("deterministic", deterministic)
     return _read({"q": q, "k": k, "v": v, "out": out, "stats": stats, **others}, options, outputs, deterministic=deterministic)
 
@@ -118,6 +119,7 @@ def _read(
         arguments |= {name: read_array(name, array) for name, array in functions.arrays.items()}
         scalars, source_lines = scalars | functions.scalars, functions.source_lines
     found = {name: argument.array for name, argument in arguments.items()}
+    check_factors(problem, found)
     if not on_gpu:
         _check_lengths(problem, found)
     _check_overlap(problem, arguments)
@@ -134,20 +136,21 @@ def read_array(name: str, array: Any) -> Argument:
     Raises:
         TypeError: the argument is neither a numpy nor a CuPy array.
     """
+    array, dtype = array if type(array) is Typed else (array, "")
     if type(array) in (np.ndarray, np.memmap):  # the elements of a subclass, such as a masked array, may mean something else
-        return Argument(name, array, _signature(array, 0), 0, None)
+        return Argument(name, array, _signature(array, 0, dtype), 0, None)
     if not cupy_runtime.is_array(array):
         raise TypeError(
             f"{name} is a {type(array).__module__}.{type(array).__qualname__}; attention takes numpy and CuPy arrays: "
             "convert with numpy.asarray, cupy.asarray or cupy.from_dlpack"
         )
-    return Argument(name, array, _signature(array, array.data.ptr), array.data.ptr, array.data.device_id)
+    return Argument(name, array, _signature(array, array.data.ptr, dtype), array.data.ptr, array.data.device_id)
 
 
-def _signature(array: Any, address: int) -> Signature:
+def _signature(array: Any, address: int, dtype: str = "") -> Signature:
     # Only cuDNN needs aligned arrays, and it reads integers one at a time.
     alignment = 16 if array.dtype.kind == "i" else address & -address & 15 or 16
-    return dtype_name(array.dtype), array.shape, array.strides, alignment
+    return dtype or dtype_name(array.dtype), array.shape, array.strides, alignment
 
 
 def arrays_on_gpu(arguments: Iterable[Argument]) -> bool:
@@ -316,9 +319,6 @@ class _Layout:
         }
 
 
-# Shapes in place of arrays
-
-
 def read_shapes(
     q: Any,
     k: Any,
@@ -326,6 +326,7 @@ def read_shapes(
     options: Mapping[str, Any],
     *,
     dtype: Any = None,
+    out_dtype: str = "",
     seq_lens: bool = False,
     return_stats: Any = False,
     backward: bool = False,
@@ -343,7 +344,7 @@ def read_shapes(
     options = {**options, "seed": 0} if "seed" in signatures else options
     # Arguments of the other pass are ignored, so that one list of options can be used for both passes.
     settings, _ = read_settings(options, _scale(options, signatures["q"]), deterministic=bool(deterministic))
-    outputs = _row_statistics(return_stats)
+    outputs = _row_statistics(return_stats)._replace(out_dtype=out_dtype)
     if backward:
         outputs = OUTPUT_ONLY._replace(backward=True, dbias=bool(return_dbias), dsinks=bool(return_dsinks))
     tensors = {name: _placeholder(name, x) for name, x in (options.get("tensors") or {}).items()}
@@ -377,10 +378,8 @@ def _shape_options(options: Mapping[str, Any], q: Signature, seq_lens: bool) -> 
 
 
 def _shape_signature(name: str, x: Any, dtype: Any) -> Signature:
-    if isinstance(x, np.ndarray):
-        return _signature(x, 0)
-    if cupy_runtime.is_array(x):
-        return _signature(x, x.data.ptr)
+    if isinstance(x, np.ndarray) or cupy_runtime.is_array(x):
+        return _signature(x, x.data.ptr if cupy_runtime.is_array(x) else 0)
     if not isinstance(x, (tuple, list)) or not all(isinstance(n, numbers.Integral) for n in x):
         raise TypeError(f"{name} is {x!r}; pass a shape, such as (128, 32, 4096, 1), or an array")
     if any(n < 0 for n in x):
