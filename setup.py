@@ -7,8 +7,6 @@ import re
 import tomllib
 from pathlib import Path
 
-from setuptools import setup
-
 HERE = Path(__file__).parent
 
 
@@ -28,6 +26,8 @@ def absolute(text: str, repository: str) -> str:
 
 
 if __name__ == "__main__":
+    from setuptools import setup
+
     project = tomllib.loads((HERE / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     readme = (HERE / "README.md").read_text(encoding="utf-8")
     setup(long_description=absolute(readme, project["urls"]["Repository"]), long_description_content_type="text/markdown")
