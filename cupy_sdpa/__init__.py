@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING
 
-from .attention import Pullback, attention, attention_backward, attention_vjp
+from .attention import attention, attention_backward
 from .calls.report import Report
 from .errors import CudnnError, DiskCacheWarning, OutOfPages, Unsupported
 from .explain import explain, get_plan_cache, problem
@@ -17,6 +17,7 @@ from .prepare import Prepared, autotune, prepare
 from .problem.problem import Problem
 from .sparse.masks.block_mask import BlockMask, block_mask
 from .version import __version__
+from .vjp import Pullback, attention_vjp
 
 __all__ = [
     "BlockMask",

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from ._typing import Array
+from .arrays.conversion import Conversion, needs_conversion
+from .arrays.layouts import other_layout
 from .calls.arguments import read_backward, read_forward, read_shapes
 from .calls.options import DTensors, Options, takes_options
 from .calls.report import (
@@ -156,6 +158,14 @@ def explain(
         if gpu or cudnn:
             return explain_subproblems(q, lambda part: _explain_for(part, gpu, cudnn))
         return explain_subproblems(q, _explain_on_current_device)
+    if needs_conversion(q, options) or (jvp and other_layout(options)):
+        conversion = Conversion(q, options)
+        given = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "stats": stats, **gradients}
+        flags = {"return_stats": return_stats, "backward": backward, "jvp": jvp, "deterministic": deterministic, **outputs}
+        with conversion.stream():
+            own = {name: conversion.into(name, array) for name, array in given.items()}
+            report = explain(**own, **conversion.options, **flags, gpu=gpu, cudnn=cudnn)
+        return dataclasses.replace(report, conversion=conversion.text)
     if jvp:
         if backward:
             raise ValueError("backward and jvp are True: pass one of them")

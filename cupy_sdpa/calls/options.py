@@ -11,6 +11,7 @@ from typing import Any, Literal, TypedDict, TypeVar
 import numpy as np
 
 from .._typing import Array
+from ..arrays.layouts import check_layout
 from ..problem.band import Band
 from ..problem.problem import CU_SEQLENS, LENGTHS, SCORE_INPUTS, SEEDS, Settings
 from ..score_fn.tracer import MaskMod, ScoreMod
@@ -50,6 +51,8 @@ class Options(TypedDict, total=False):
     num_splits: int | None
     max_workspace: int | None
     bucket: int | Literal["power_of_two"] | Callable[[int], int] | None
+    layout: Literal["dhsb", "dht", "bshd", "bhsd", "sbhd", "thd"] | None
+    compute_dtype: str | None
 
 
 #: The options whose default is not None.
@@ -103,6 +106,12 @@ def check_names(options: Mapping[str, Any]) -> None:
     """
     if options.get("block_mask") is not None:
         raise TypeError("this call does not take block_mask; cupy_sdpa.attention, attention_backward and attention_vjp do")
+    if options.get("compute_dtype") is not None:
+        raise TypeError(
+            "this call does not take compute_dtype; cupy_sdpa.attention, attention_backward, attention_vjp, attention_jvp and "
+            "explain do: convert q, k and v with .astype(...)"
+        )
+    check_layout(options.get("layout"))
     for name in options.keys() - Options.__annotations__.keys():
         if name in OTHER_NAMES:
             raise TypeError(f"there is no option {name}: {OTHER_NAMES[name]}")

@@ -8,6 +8,8 @@ from typing import Any, Unpack
 import numpy as np
 
 from .._typing import Array, ArrayT
+from ..arrays.conversion import convert, needs_conversion
+from ..arrays.layouts import other_layout
 from ..calls.arguments import read_backward, read_forward
 from ..calls.call import Call
 from ..calls.options import Options, read_flag, read_scale, takes_options
@@ -88,6 +90,11 @@ def attention_jvp(
     """
     for name, value in (("return_stats", return_stats), ("deterministic", deterministic)):
         read_flag(name, value)
+    if needs_conversion(q, options) or other_layout(options):
+        arrays = {"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv, "out": out, "dout": dout, "stats": stats}
+        flags = {"widened": widened, "return_stats": return_stats, "deterministic": deterministic}
+        converted: tuple[Any, ...] = convert(attention_jvp, arrays, options, ("out", "dout", "stats"), **flags)
+        return converted
     form = read_form(q, k, v, (dq, dk, dv), widened, options, deterministic=deterministic)
     check_results(out, dout, q, v, (q, k, v, dq, dk, dv, *(widened or ())))
     options["scale"] = read_scale(options.get("scale"), form.head_dim)

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.conversion import Conversion, convert, gradient_names, needs_conversion
+from ..arrays.layouts import other_layout
 from ..attention import attention, attention_backward
 from ..calls.options import is_one_of, read_flag
 from ..device import cupy_runtime
@@ -122,6 +124,9 @@ class ContextParallel:
             GroupError: a member failed, or did not call in time.
         """
         return_stats = read_flag("return_stats", return_stats)
+        if needs_conversion(q, options) or other_layout(options):
+            flags = {"return_stats": return_stats, "method": method, "seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv}
+            return convert(self.attention, {"q": q, "k": k, "v": v}, options, ("out", "stats"), **flags)
         config, chosen = self._configuration({"q": q, "k": k, "v": v}, options, method, (seqlen_q, seqlen_kv))
         with _device_of(q):
             if self.size == 1:
@@ -171,10 +176,15 @@ class ContextParallel:
         if return_dsinks and options.get("sinks") is None:
             raise ValueError("return_dsinks is True and sinks is None: pass sinks=, or remove return_dsinks")
         arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "stats": stats}
+        gradients: tuple[Any, ...]
+        if needs_conversion(q, options) or other_layout(options):
+            flags = {"method": method, "seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv, "deterministic": deterministic}
+            names = gradient_names(False, return_dsinks)
+            gradients = convert(self.attention_backward, arrays, options, names, return_dsinks=return_dsinks, **flags)
+            return gradients
         config, chosen = self._configuration(
             arrays, options, method, (seqlen_q, seqlen_kv), backward=True, deterministic=deterministic
         )
-        gradients: tuple[Any, ...]
         with _device_of(q):
             if self.size == 1:
                 call = functools.partial(attention_backward, dout)
@@ -218,6 +228,10 @@ class ContextParallel:
 
         Nothing is computed or exchanged. Arguments are those of :meth:`attention`.
         """
+        if needs_conversion(q, options) or other_layout(options):
+            conversion = Conversion(q, options)
+            q, k, v = (conversion.into(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+            options = conversion.options
         config = configure(self.rank, self.size, {"q": q, "k": k, "v": v}, options, (seqlen_q, seqlen_kv))
         return report(config, self._requested(method))
 

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from ..calls.arguments import read_array, read_shapes, share_elements
+from ..arrays.argument import read_array, share_elements
+from ..calls.arguments import read_shapes
 from ..device import cupy_runtime, driver
 from ..device.blocks import BLOCK
 from ..problem.band import Band
