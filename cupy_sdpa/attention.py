@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, Unpack, overload
 
 from ._typing import Array, ArrayT
-from .arrays.conversion import convert, gradient_names, needs_conversion
+from .arrays.conversion import OUTPUTS, convert, gradient_names, needs_conversion
 from .arrays.layouts import other_layout, results_in
 from .calls.arguments import read_backward, read_forward
 from .calls.options import DTensors, Options, read_flag, takes_options
@@ -172,8 +172,7 @@ def attention(
     """
     if needs_conversion(q, options):
         given = {"q": q, "k": k, "v": v, "out": out, "stats": stats}
-        names = ("out", "stats", "max", "sum_exp")
-        return convert(attention, given, options, names, return_stats=return_stats, deterministic=deterministic)
+        return convert(attention, given, options, OUTPUTS, return_stats=return_stats, deterministic=deterministic)
     if "block_mask" in options and (mask := options.pop("block_mask")) is not None:
         return attention_with_block_mask(q, k, v, mask, options, return_stats=return_stats, out=out, stats=stats)
     if "mask_mod" in options and return_stats != "max_sumexp" and (mask := automatic_mask(q, k, options)) is not None:
@@ -188,7 +187,7 @@ def attention(
         results = call.run()
         cache_call(kind, ("q", "k", "v", "out", "stats"), arrays, options, call)
     if layout := other_layout(options):
-        results = results_in(layout, ("out", "stats", "max", "sum_exp"), results, {"out": out, "stats": stats}, options)
+        results = results_in(layout, OUTPUTS, results, {"out": out, "stats": stats}, options)
     return tuple(results) if len(results) > 1 else results[0]
 
 

@@ -160,11 +160,13 @@ def explain(
         return explain_subproblems(q, _explain_on_current_device)
     if needs_conversion(q, options) or (jvp and other_layout(options)):
         conversion = Conversion(q, options)
-        given = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "stats": stats, **gradients}
-        flags = {"return_stats": return_stats, "backward": backward, "jvp": jvp, "deterministic": deterministic, **outputs}
+        passed = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "stats": stats, **gradients}
         with conversion.stream():
-            own = {name: conversion.into(name, array) for name, array in given.items()}
-            report = explain(**own, **conversion.options, **flags, gpu=gpu, cudnn=cudnn)
+            own: dict[str, Any] = {name: conversion.into(name, array) for name, array in passed.items()}
+            report = explain(
+                **own, **conversion.options, return_stats=return_stats, backward=backward, jvp=jvp, deterministic=deterministic,
+                **outputs, gpu=gpu, cudnn=cudnn,
+            )  # fmt: skip
         return dataclasses.replace(report, conversion=conversion.text)
     if jvp:
         if backward:

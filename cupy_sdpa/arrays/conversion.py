@@ -20,6 +20,8 @@ from .libraries import Library, current_stream, library_of, on_stream_of
 
 #: Types of arrays that are not converted: those of numpy and CuPy. Types are added when they occur.
 _OWN_TYPES: set[type] = {np.ndarray, np.memmap}
+#: The names of the results of the forward pass, in the order in which they are returned.
+OUTPUTS = ("out", "stats", "max", "sum_exp")
 #: Options that are computed by calls on parts of the arrays.
 _OF_PARTS = ("block_mask", "mask_mod")
 

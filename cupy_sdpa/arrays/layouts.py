@@ -122,12 +122,12 @@ def described(layout: str, arrays: Mapping[str, Any]) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        lines = [f"{name} {tuple(x.shape)}" for name, x in arrays.items() if name in ("q", "k", "v") and hasattr(x, "shape")]
+        given = ", ".join(f"{name} {tuple(x.shape)}" for name, x in arrays.items() if name in "qkv" and hasattr(x, "shape"))
         axes = ", ".join(AXES[letter] for letter in layout)
         text = (
-            f"{error} [layout is {layout!r}: {', '.join(lines)} were read as ({axes}), and this message lists the axes as "
-            f"({', '.join(AXES[letter] for letter in ('dht' if len(layout) == 3 else 'dhsb'))}); a mask or a bias is passed as "
-            "(B, Hq, Sq, Skv)]"
+            f"{error} [with layout={layout!r}, {given} were read as ({axes}); this message lists the axes of q, k, v, out and "
+            f"their gradients in the order ({', '.join(AXES[letter] for letter in _own(layout))}), and those of all other "
+            "arrays in reverse order]"
         )
         error.args = (text, *error.args[1:])
         raise
@@ -154,11 +154,16 @@ def _letters(name: str, layout: str, shape: tuple[int, ...]) -> str:
     return layout
 
 
+def _own(letters: str) -> str:
+    """The layout of this package with the same axes."""
+    return "dht" if len(letters) == 3 else "dhsb"
+
+
 @functools.cache
 def _to_own(letters: str) -> tuple[int, ...]:
-    return order(letters, "dht" if len(letters) == 3 else "dhsb")
+    return order(letters, _own(letters))
 
 
 @functools.cache
 def _from_own(letters: str) -> tuple[int, ...]:
-    return order("dht" if len(letters) == 3 else "dhsb", letters)
+    return order(_own(letters), letters)

@@ -101,8 +101,8 @@ def is_on_gpu(array: Any) -> bool:
     kind, _ = array.__dlpack_device__()
     if int(kind) not in (_CPU, _CUDA):
         raise TypeError(
-            f"a {type(array).__module__}.{type(array).__qualname__} is on a device of DLPack type {int(kind)}; arrays must be in "
-            "the memory of the CPU (1) or of a CUDA GPU (2): copy it there"
+            f"a {type(array).__module__}.{type(array).__qualname__} is on a device of DLPack type {int(kind)}; arrays must be "
+            "in the memory of the CPU (1) or of a CUDA GPU (2): copy it there"
         )
     return int(kind) == _CUDA
 

@@ -84,9 +84,9 @@ def _read(
     layout = layouts.other_layout(options)
     if layout is None:
         return _read_own(arrays, options, outputs, deterministic, return_dtensors)
+    own = {name: layouts.to_own(name, array, layout) for name, array in arrays.items()}
+    options = layouts.options_in_own(options, layout)
     with layouts.described(layout, arrays):
-        own = {name: layouts.to_own(name, array, layout) for name, array in arrays.items()}
-        options = layouts.options_in_own(options, layout)
         return _read_own(own, options, outputs, deterministic, return_dtensors)
 
 
