@@ -61,6 +61,8 @@ def attention(
 
     numpy arrays are computed on the CPU and return numpy arrays. CuPy arrays are computed by cuDNN's fused kernels and return
     CuPy arrays: the call enqueues them on CuPy's current stream without synchronization, and stores nothing of size Sq x Skv.
+    Arrays of PyTorch, JAX, Numba and other libraries with DLPack are shared without a copy, and results are arrays of the same
+    library (docs/array_libraries.md).
 
     Options change the scores in this order: ``scale``, ``score_mod``, ``softcap``, ``alibi_slopes``, ``bias``; then keys are
     masked: lengths, ``causal``, ``window``, ``mask``, ``mask_mod``. All functions take the same options.
@@ -138,6 +140,13 @@ def attention(
             or by a function of the length. Arrays are copied into longer ones, and the padding is masked; for packed sequences
             only ``max_seqlen`` is rounded, and nothing is copied. A single query is not padded. Default None: a plan for every
             length.
+        layout: the axes of q, k, v, out and their gradients: ``"bshd"``, ``"bhsd"``, ``"sbhd"``, or ``"thd"`` for packed
+            sequences; nothing is copied, and results have these axes. All other arrays then have their axes in reverse order:
+            ``mask`` and ``bias`` are ``(B, Hq, Sq, Skv)``, and missing first axes count as length 1; L is ``(B, Hq, Sq)``,
+            packed ``(Tq, Hq)``; ``page_table`` is ``(B, P)``, and pages are ``(pages, page size, Hkv, D)`` with ``"bshd"``.
+            Default None: ``"dhsb"``, packed ``"dht"``, the shapes above.
+        compute_dtype: ``"float16"`` or ``"bfloat16"``: float32 or float64 arrays are rounded to it, one kernel for each of q, k
+            and v, and the output and all gradients have the dtype of q. float16 overflows above 65504. Default None: q's dtype.
 
     Returns:
         ``out``, ``(out, stats)`` or ``(out, stats, max, sum_exp)``. New arrays are in Fortran order. A fully masked row has

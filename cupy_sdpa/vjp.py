@@ -61,7 +61,7 @@ def attention_vjp(
         return out, Pullback((q, k, v, out, stats), {**options, **outputs})
     conversion = Conversion(q, options)
     with conversion.stream():
-        own = [conversion.into(name, x) for name, x in (("q", q), ("k", k), ("v", v))]
+        own = [conversion.into(name, x, kept=True) for name, x in (("q", q), ("k", k), ("v", v))]
         out, stats = attention(*own, return_stats=True, deterministic=deterministic, **conversion.options)
         pullback = Pullback((*own, out, stats), {**conversion.options, **outputs}, conversion)
         return conversion.back("out", out), pullback
@@ -88,7 +88,9 @@ class Pullback:
             return attention_backward(dout, *self._arrays, **self._options, dq=dq, dk=dk, dv=dv)
 
         names = gradient_names(self._options["return_dbias"], self._options["return_dsinks"])
-        gradients: tuple[Any, ...] = self._conversion.run(call, {"dout": dout, "dq": dq, "dk": dk, "dv": dv}, names)
+        gradients: tuple[Any, ...] = self._conversion.run(
+            call, {"dout": dout, "dq": dq, "dk": dk, "dv": dv}, names, self._arrays[:3]
+        )
         return gradients
 
     @property

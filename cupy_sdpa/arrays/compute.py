@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -50,11 +51,22 @@ def is_converted(name: str) -> bool:
     return name in VECTORS
 
 
-def cast(array: Any, dtype: Any) -> Any:
-    """A copy with another dtype and the same shape, dense in Fortran order; one kernel on the GPU.
+def cast(array: Any, dtype: Any, new: Callable[[Any, tuple[int, ...], Any], Any]) -> Any:
+    """A copy with another dtype, dense in Fortran order; one kernel on the GPU.
 
     Values beyond the range of the dtype become infinite, as on the GPU.
+
+    Args:
+        array: the array.
+        dtype: the new dtype.
+        new: creates an array: ``cupy_runtime.temporary`` for one that is used within a call only, else ``new_result``.
     """
-    dtype = numpy_dtype(dtype) if isinstance(dtype, str) else dtype
+    copy = new(array, array.shape, numpy_dtype(dtype) if isinstance(dtype, str) else dtype)
+    write(copy, array)
+    return copy
+
+
+def write(target: Any, source: Any) -> None:
+    """Copy an array into one with another dtype."""
     with np.errstate(over="ignore", under="ignore"):
-        return array.T.astype(dtype, order="C").T  # CuPy converts arrays in C order at memory speed, others much slower
+        target.T[...] = source.T  # CuPy converts arrays in C order at memory speed, others much slower

@@ -71,13 +71,14 @@ class Conversion:
         """What is converted, for reports; empty if no array is copied."""
         return f"{self._own_dtype} to {self._dtype} before the call, and back after it" if self._dtype else ""
 
-    def into(self, name: str, array: Any, *, result: bool = False) -> Any:
+    def into(self, name: str, array: Any, *, result: bool = False, kept: bool = False) -> Any:
         """An argument in the form of this package.
 
         Args:
             name: the argument.
             array: the caller's array, or None.
             result: whether the call writes the array. If its dtype is converted, the call gets None.
+            kept: whether the array is used after the call, too.
         """
         if array is None:
             return None
@@ -92,7 +93,8 @@ class Conversion:
             raise TypeError(
                 f"{name} is {array.dtype} and q is {self._own_dtype}; the dtypes must be equal: convert one of them"
             )
-        return None if result else compute.cast(array, self._dtype)
+        new = cupy_runtime.new_result if kept else cupy_runtime.temporary
+        return None if result else compute.cast(array, self._dtype, new)
 
     def back(self, name: str, array: Any, target: Any = None) -> Any:
         """A result in the caller's form; if the caller passed an array for it, that array."""
@@ -102,10 +104,10 @@ class Conversion:
         if target is not None:
             if converted:
                 own = self._shared(name, target)
-                (own if self._layout is None else layouts.to_own(name, own, self._layout)).T[...] = array.T
+                compute.write(own if self._layout is None else layouts.to_own(name, own, self._layout), array)
             return target
         if converted:
-            array = compute.cast(array, self._own_dtype)
+            array = compute.cast(array, self._own_dtype, cupy_runtime.new_result)
         if self._layout is not None:
             array = layouts.from_own(name, array, self._layout, self._bias_axes if name == "dbias" else None)
         return self._returned(array)
@@ -119,12 +121,15 @@ class Conversion:
             with on_stream_of(self._library, self._device):
                 yield
 
-    def run(self, function: Callable[..., Any], arrays: Mapping[str, Any], results: Sequence[str]) -> Any:
+    def run(
+        self, function: Callable[..., Any], arrays: Mapping[str, Any], results: Sequence[str], inputs: Sequence[Any] = ()
+    ) -> Any:
         """Call a function on converted arrays.
 
         Args:
             function: takes the arrays by name.
             arrays: the caller's arrays by name; the results among them are written to.
+            inputs: q, k and v in the form of this package if they are not among the arrays.
             results: the names of the results, in order; the function may return fewer, and a single one not as a tuple.
 
         Returns:
@@ -132,11 +137,21 @@ class Conversion:
         """
         with self.stream():
             given = {name: self.into(name, array, result=name in results) for name, array in arrays.items()}
+            if self._dtype is not None and self._device is not None and cupy_runtime.capturing():
+                given |= self._temporary_results(given, results, inputs)
             found = function(**given)
             if not isinstance(found, tuple):
                 return self.back(results[0], found, arrays.get(results[0]))
             pairs = zip(results, found, strict=False)
             return tuple(self.back(name, array, arrays.get(name)) for name, array in pairs)
+
+    def _temporary_results(self, given: Mapping[str, Any], results: Sequence[str], inputs: Sequence[Any]) -> dict[str, Any]:
+        """Memory for the results that are converted, which belongs to the CUDA graph that is being captured."""
+        q, k, v = inputs or (given[name] for name in "qkv")
+        shape = (v.shape[0], *q.shape[1:])
+        shapes = {"out": shape, "dout": shape, "dq": q.shape, "dk": k.shape, "dv": v.shape}
+        missing = [name for name in results if name in shapes and name in given and given[name] is None]
+        return {name: cupy_runtime.temporary(q, shapes[name], q.dtype) for name in missing}
 
     def _option(self, name: str, value: Any) -> Any:
         if value is None:
