@@ -5,7 +5,8 @@ import pytest
 from cases import DTYPES
 
 import cupy_sdpa
-from cupy_sdpa import attention, attention_backward, attention_jvp, attention_vjp, explain
+from cupy_sdpa import attention, attention_backward, attention_jvp, attention_vjp, explain, get_plan_cache
+from cupy_sdpa._cudnn.library import library
 
 KINDS = ["float16", "bfloat16"]
 
@@ -171,3 +172,5 @@ def test_a_captured_call(fake):
             arrays[0] *= np.float32(0.5)
             host[0] *= np.float32(0.5)
         del others
+    get_plan_cache().clear()
+    assert library().forget_plans() == 2  # those of the captured graph
