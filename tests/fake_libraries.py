@@ -9,11 +9,16 @@ from __future__ import annotations
 import contextlib
 import sys
 from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+#: Modules that import a library, and are imported anew with its stand-in.
+_INTEGRATIONS = ("cupy_sdpa.integrations.torch", "cupy_sdpa.integrations.thinc")
 
 
 class Wrapped:
@@ -52,7 +57,7 @@ def module(name, **names):
     """A module; classes among its names get it as their module."""
     made = ModuleType(name)
     for key, value in names.items():
-        if isinstance(value, type) and issubclass(value, Wrapped):
+        if isinstance(value, type) and issubclass(value, Wrapped) and "jaxlib" not in value.__module__:
             value.__module__ = name
         setattr(made, key, value)
     return made
@@ -74,6 +79,13 @@ def make_torch():
         def data_ptr(self):
             return 1
 
+        def stride(self, axis=None):
+            steps = tuple(step // self.inside.itemsize for step in self.inside.strides)
+            return steps if axis is None else steps[axis]
+
+        def contiguous(self):
+            return Tensor(np.ascontiguousarray(self.inside))
+
         def detach(self):
             return Tensor(self.inside)
 
@@ -90,6 +102,32 @@ def make_torch():
                 raise BufferError("Can't export tensors that require gradient, use tensor.detach()")
             return super().__dlpack__(stream)
 
+    class Function:
+        """Keeps the context of the last call in ``last``."""
+
+        @classmethod
+        def apply(cls, *given):
+            context = SimpleNamespace(needs_input_grad=[getattr(x, "requires_grad", False) for x in given])
+            context.save_for_backward = lambda *saved: setattr(context, "saved_tensors", saved)
+            state.grad, before = False, state.grad
+            try:
+                out = cls.forward(context, *given)
+            finally:
+                state.grad = before
+
+            def backward(dout):
+                state.grad = False
+                try:
+                    return cls.backward(context, dout)
+                finally:
+                    state.grad = True
+
+            state.last = backward
+            return out
+
+    def empty(shape, dtype):
+        return Tensor(np.full(shape, np.nan, dtype))
+
     def from_numpy(array):
         if array.dtype == BFLOAT16:
             raise TypeError("can't convert np.ndarray of type bfloat16")
@@ -97,7 +135,8 @@ def make_torch():
 
     torch = module(
         "torch", Tensor=Tensor, bfloat16="torch.bfloat16", int16=np.int16, from_dlpack=Tensor, from_numpy=from_numpy,
-        is_grad_enabled=lambda: state.grad, state=state,
+        is_grad_enabled=lambda: state.grad, state=state, float64=np.dtype(np.float64), empty=empty,
+        autograd=SimpleNamespace(Function=Function, function=SimpleNamespace(once_differentiable=lambda f: f)),
         cuda=SimpleNamespace(current_stream=lambda device: SimpleNamespace(cuda_stream=state.stream)),
     )  # fmt: skip
     return torch
@@ -113,6 +152,7 @@ def make_jax():
     class DynamicJaxprTracer:
         __dlpack__ = property()
 
+    ArrayImpl.__module__ = "jaxlib._jax"
     DynamicJaxprTracer.__module__ = "jax._src.interpreters.partial_eval"
     return module(
         "jax", ArrayImpl=ArrayImpl, DynamicJaxprTracer=DynamicJaxprTracer, dlpack=SimpleNamespace(from_dlpack=ArrayImpl),
@@ -136,16 +176,46 @@ def make_another():
     return module("another", Array=type("Array", (Wrapped,), {}), from_dlpack=lambda x: sys.modules["another"].Array(x))
 
 
+def make_thinc():
+    """``thinc``: a model calls its function, and a Ragged has data and lengths."""
+
+    class Model:
+        def __init__(self, name, forward, *, attrs):
+            self.name, self._forward, self.attrs, self.ops = name, forward, attrs, SimpleNamespace(xp=np)
+
+        def __call__(self, given, is_train):
+            return self._forward(self, given, is_train)
+
+    class Ragged(NamedTuple):
+        data: Any
+        lengths: Any
+        dataXd = property(lambda self: self.data)  # noqa: N815
+
+    layers = {}
+
+    def register(name):
+        return lambda function: layers.setdefault(name, function)
+
+    api = module("thinc.api", Model=Model, registry=SimpleNamespace(layers=register, known=layers))
+    types = module("thinc.types", Ragged=Ragged)
+    return module("thinc", api=api, types=types), api, types
+
+
 @contextlib.contextmanager
 def installed():
     """Install all of them; yields ``torch``, the array types by library, and what they wrap."""
     from cupy_sdpa.arrays import libraries
 
     torch, (jax, jax_array), (numba, cuda), another = make_torch(), make_jax(), make_numba(), make_another()
-    jax_array.__module__ = "jaxlib._jax"
-    modules = {"torch": torch, "jax": jax, "numba": numba, "numba.cuda": cuda, "another": another}
+    thinc, api, types = make_thinc()
+    modules = {
+        "torch": torch, "jax": jax, "numba": numba, "numba.cuda": cuda, "another": another, "thinc": thinc, "thinc.api": api,
+        "thinc.types": types, **dict.fromkeys(_INTEGRATIONS),
+    }  # fmt: skip
     before = {name: sys.modules.get(name) for name in modules}
-    sys.modules.update(modules)
+    sys.modules.update({name: made for name, made in modules.items() if made})
+    for name in _INTEGRATIONS:
+        sys.modules.pop(name, None)
     Wrapped.streams.clear()
     try:
         yield SimpleNamespace(
@@ -155,6 +225,6 @@ def installed():
         libraries._libraries.clear()
         for name, found in before.items():
             if found is None:
-                del sys.modules[name]
+                sys.modules.pop(name, None)
             else:
                 sys.modules[name] = found

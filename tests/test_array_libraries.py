@@ -162,7 +162,7 @@ def test_errors(libraries):
     unknown = type("Unknown", (), {"__dlpack__": None, "shape": (1,), "__module__": "nothing"})()
     assert "nothing.Unknown" in raised(lambda: attention(unknown, unknown, unknown))
     assert "cupy.from_dlpack" in raised(lambda: attention(unknown, unknown, unknown))
-    assert "q is a torch.Tensor" in raised(lambda: cupy_sdpa.prepare(tensor, tensor, tensor))
+    assert "q is a torch." in raised(lambda: cupy_sdpa.prepare(tensor, tensor, tensor))
 
 
 # On a GPU

@@ -174,3 +174,38 @@ def test_a_captured_call(fake):
         del others
     get_plan_cache().clear()
     assert library().forget_plans() == 2  # those of the captured graph
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_on_a_gpu(dtype, kind, cupy):
+    """Both passes, repeatedly and in a captured CUDA graph; what is returned has the caller's dtype."""
+    rng = np.random.default_rng(0)
+    host = [rng.standard_normal((2, 4, 77, 64)).astype(dtype) for _ in range(4)]
+    options = {"layout": "bhsd", "causal": True}
+    arrays = [cupy.asarray(x) for x in host]
+
+    def check(found):
+        want, pullback = attention_vjp(*host[:3], **options)
+        for x, y in zip(found, (want, *pullback(host[3])), strict=True):
+            assert x.dtype == np.dtype(dtype)
+            np.testing.assert_allclose(x.get(), y, atol=0.03 * max(1, np.abs(y).max()))
+        for x, y in zip(arrays, host, strict=True):
+            x *= -0.75
+            y *= -0.75
+
+    for _ in range(6):
+        out, pullback = attention_vjp(*arrays[:3], compute_dtype=kind, **options)
+        check((out, *pullback(arrays[3])))
+    cupy.cuda.Device().synchronize()
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        out, pullback = attention_vjp(*arrays[:3], compute_dtype=kind, **options)
+        found = [out, *pullback(arrays[3])]
+        graph = stream.end_capture()
+        for _ in range(3):
+            junk = [cupy.full(1 << n, np.nan, np.float32) for n in range(8, 18) for _ in range(4)]
+            graph.launch(stream)
+            check(found)
+    del junk

@@ -16,7 +16,7 @@ LAYERS = (
     ("_cli",),
     ("check",),
     ("__init__",),
-    ("nnlib", "store", "inference", "parallel"),
+    ("nnlib", "store", "inference", "parallel", "integrations"),
     ("vjp",),
     ("attention", "explain", "prepare", "helpers"),
     ("sparse",),

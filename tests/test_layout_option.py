@@ -329,3 +329,39 @@ def test_a_call_permutes_new_results_only(fake, monkeypatch):
     assert not counted
     attention(x, x, x, layout="bshd")
     assert len(counted) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("letters", [*DENSE, "thd"])
+def test_on_a_gpu(letters, dtype, cupy):
+    """Both passes of arrays in C order, repeated on changing inputs, with results that are full of NaN before the call."""
+    from cases import DTYPES, as_float
+
+    rng = np.random.default_rng(0)
+    sizes = {"b": 2, "s": 77, "h": 4, "d": 64, "t": 150}
+    shape = tuple(sizes[x] for x in letters)
+    host = [rng.standard_normal(shape).astype(DTYPES[dtype]) for _ in range(4)]
+    options = {"layout": letters, "causal": True}
+    if letters == "thd":
+        starts = np.array([0, 50, 150], np.int32)
+        options |= {"cu_seqlens_q": starts, "cu_seqlens_kv": starts, "max_seqlen_q": 100, "max_seqlen_kv": 100}
+    else:
+        options["mask"] = rng.random((2, 1, 77, 77)) < 0.8
+    given = {name: cupy.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    arrays = [cupy.asarray(x) for x in host]
+    targets = [cupy.empty(shape, x.dtype) for x in arrays]
+    for turn in range(8):
+        for target in targets:
+            target.fill(np.nan)
+        out, stats = attention(*arrays[:3], return_stats=True, **given, out=targets[3])
+        assert out is targets[3]
+        named = dict(zip(("dq", "dk", "dv"), targets, strict=False)) if turn % 2 else {}
+        gradients = attention_backward(arrays[3], *arrays[:3], out, stats, **named, **given)
+        want, pullback = attention_vjp(*(x.astype(np.float64) for x in host[:3]), **options)
+        wanted = [want, *pullback(host[3].astype(np.float64))]
+        for x, y in zip((out, *gradients), wanted, strict=True):
+            np.testing.assert_allclose(as_float(x), y, atol=0.03 * max(1, np.abs(y).max()))
+        for x, y in zip(arrays, host, strict=True):  # in place
+            x *= DTYPES[dtype].type(-0.75)
+            y *= DTYPES[dtype].type(-0.75)

@@ -39,8 +39,8 @@ def read_array(name: str, array: Any) -> Argument:
         return Argument(name, array, signature_of(array, 0), 0, None)
     if not cupy_runtime.is_array(array):
         raise TypeError(
-            f"{name} is a {type(array).__module__}.{type(array).__qualname__}; attention takes numpy and CuPy arrays, or arrays of "
-            "one other library: convert with numpy.asarray, cupy.asarray or cupy.from_dlpack"
+            f"{name} is a {type(array).__module__}.{type(array).__qualname__}; attention takes numpy and CuPy arrays, or "
+            "arrays of one other library: convert with numpy.asarray, cupy.asarray or cupy.from_dlpack"
         )
     return Argument(name, array, signature_of(array, array.data.ptr), array.data.ptr, array.data.device_id)
 
