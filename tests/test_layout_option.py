@@ -4,6 +4,7 @@ import functools
 
 import numpy as np
 import pytest
+from plain import softmax_attention
 
 import cupy_sdpa
 from cupy_sdpa import attention, attention_backward, attention_jvp, attention_vjp, explain, layout, prepare, problem
@@ -11,29 +12,6 @@ from cupy_sdpa.arrays.layouts import LAYOUTS
 from cupy_sdpa.parallel import Loopback, context_parallel, run_threads
 
 DENSE = ["bshd", "bhsd", "sbhd"]
-
-
-def softmax_attention(q, k, v, allowed, bias, tau):
-    """Output and log-sum-exp of float64 arrays (B, H, S, D), by loops over the batch and the query heads.
-
-    Args:
-        q, k, v: (B, Hq, Sq, D), (B, Hkv, Skv, D), (B, Hkv, Skv, Dv).
-        allowed, bias: (B, Hq, Sq, Skv).
-        tau: the scale.
-    """
-    b, hq, sq, _ = q.shape
-    out, rows = np.zeros((b, hq, sq, v.shape[3])), np.full((b, hq, sq), -np.inf)
-    for n, h in np.ndindex(b, hq):
-        g = h // (hq // k.shape[1])
-        for i in range(sq):
-            scores = [tau * (q[n, h, i] @ key) + x for key, x in zip(k[n, g], bias[n, h, i], strict=True)]
-            kept = [j for j in range(k.shape[2]) if allowed[n, h, i, j]]
-            if kept:
-                top = max(scores[j] for j in kept)
-                weights = {j: np.exp(scores[j] - top) for j in kept}
-                out[n, h, i] = sum(w * v[n, g, j] for j, w in weights.items()) / sum(weights.values())
-                rows[n, h, i] = top + np.log(sum(weights.values()))
-    return out, rows
 
 
 def random_arrays(rng, letters):
