@@ -12,3 +12,4 @@ html_static_path = ["_static"]
 html_css_files = ["wide.css"]
 exclude_patterns = ["_build", "*_table.md"]  # pages include them
 autodoc_typehints = "none"
+autodoc_mock_imports = ["torch", "thinc"]  # of cupy_sdpa.integrations
