@@ -23,6 +23,7 @@ COMMANDS = {
     "deterministic": ("deterministic", "time and workspace of deterministic gradients"),
     "decode": ("decode", "decoding with paged keys and values against PyTorch and FlashInfer"),
     "jvp": ("derivatives.run", "directional derivatives against PyTorch's forward-mode differentiation"),
+    "small_gradients": ("derivatives.small", "gradients of short sequences against FlexAttention, kernel by kernel"),
     "parallel": ("parallel.run", "attention over several GPUs: time against ideal, hidden transfers"),
     "one_query": ("checks.one_query", "all engine configs for a single query"),
     "variants": ("checks.variants", "accuracy of every pair of options"),

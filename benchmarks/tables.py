@@ -14,6 +14,7 @@ from pathlib import Path
 
 from .common.script import parser
 from .compare import table
+from .compare.plots import THEME
 
 RESULTS = Path(__file__).parent / "results"
 PASSES = ("forward", "backward")
@@ -342,6 +343,12 @@ def parallel() -> Iterator[str]:
 def draw_decode(path: Path) -> None:
     """Draw the time of every contender relative to ours, for one and four queries."""
     import matplotlib
+
+    with matplotlib.rc_context(THEME):
+        _draw_decode(path)
+
+
+def _draw_decode(path: Path) -> None:
     from matplotlib.figure import Figure
 
     rows = read("h200_cudnn919_decode.csv")
@@ -363,8 +370,7 @@ def draw_decode(path: Path) -> None:
         axes.set_title(f"{queries} quer{'y' if queries == 1 else 'ies'}: time, of ours")
         axes.grid(alpha=0.4, which="both")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(names), fontsize="small")
-    with matplotlib.rc_context({"svg.hashsalt": "cupy_sdpa"}):
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 TABLES = {

@@ -3,6 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING
 
+from . import _interrupt as _interrupt
 from .attention import attention, attention_backward
 from .calls.report import Report
 from .errors import CudnnError, DiskCacheWarning, OutOfPages, Unsupported
@@ -16,6 +17,7 @@ from .inference.shared_prefix import shared_prefix_attention
 from .prepare import Prepared, autotune, prepare
 from .problem.problem import Problem
 from .sparse.masks.block_mask import BlockMask, block_mask
+from .tracing.recorder import trace, trace_process
 from .version import __version__
 from .vjp import Pullback, attention_vjp
 
@@ -46,6 +48,7 @@ __all__ = [
     "prepare",
     "problem",
     "shared_prefix_attention",
+    "trace",
     "widen",
 ]
 
@@ -70,3 +73,6 @@ else:
     def __dir__():
         """The public names."""
         return sorted([*__all__, *_MODULES])
+
+
+trace_process()

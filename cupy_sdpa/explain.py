@@ -29,7 +29,10 @@ from .graph import graph_of
 from .problem.problem import Problem
 from .sparse.automatic import decide
 from .sparse.entries import Sizes
-from .sparse.plan import description, part_problems
+from .sparse.masks.block_mask import BlockMask
+from .sparse.native import native_problem
+from .sparse.plan import plan_of
+from .sparse.problems import description, part_problems
 from .support.engine_problem import engine_problem
 from .support.why_not import unverified, why_not
 from .version import RELEASES, version_number, version_text
@@ -174,19 +177,15 @@ def explain(
         tangents = [name for name, array in gradients.items() if array is not None] or list(gradients)
         flags: dict[str, Any] = {"return_stats": bool(return_stats), "deterministic": deterministic}
         return _explain_derivative((q, k, v), tangents, options, flags, gpu, cudnn)
+    flags = {"backward": backward, "return_stats": bool(return_stats), "deterministic": deterministic}
     if (mask := options.pop("block_mask", None)) is not None:
-        given = {"backward": backward, "return_stats": bool(return_stats), "deterministic": deterministic}
-        problems = part_problems((q, k, v), mask, options, **given)
-        sizes = Sizes(q.shape[1], v.shape[1] if v is not None else 0, q.shape[3])
-        return _explain_parts(problems, q, description(mask, sizes), gpu, cudnn)
+        return _explain_blocks((q, k, v), mask, options, flags, None, gpu, cudnn)
     decision = None
     if options.get("mask_mod") is not None and (gpu or cudnn or cupy_runtime.is_array(q)) and hasattr(k, "shape"):
         decision = decide(q.shape, k.shape, options)  # type: ignore[union-attr]
         if decision.mask is not None and return_stats != "max_sumexp" and not any(outputs.values()):
             rest = {name: value for name, value in options.items() if name != "mask_mod"}
-            given = {"backward": backward, "return_stats": bool(return_stats), "deterministic": deterministic}
-            problems = part_problems((q, k, v), decision.mask, rest, **given)
-            return _explain_parts(problems, q, f"used, {decision.reason}", gpu, cudnn)
+            return _explain_blocks((q, k, v), decision.mask, rest, flags, f"used, {decision.reason}", gpu, cudnn)
     if backward:
         arrays: dict[str, Any] = {"dout": dout, "out": out, "stats": stats, **gradients}
         try:
@@ -202,6 +201,26 @@ def explain(
         problem = engine_problem(call.problem, call.bucket, True)
         report = explain_subproblems(problem, lambda part: _explain_for(part, gpu, cudnn))
     return dataclasses.replace(report, blocks=f"not used: {decision.reason}") if decision else report
+
+
+def _explain_blocks(
+    arrays: tuple[Any, Any, Any],
+    mask: BlockMask,
+    options: Any,
+    flags: dict[str, Any],
+    text: str | None,
+    gpu: str | None,
+    cudnn: str | None,
+) -> Report:
+    """The report on a call with a block mask; ``text`` describes the mask, by default its blocks."""
+    q, _, v = arrays
+    problems = part_problems(arrays, mask, options, **flags)
+    sizes = Sizes(q.shape[1], v.shape[1], q.shape[3])
+    if not flags["backward"] and plan_of(mask, sizes).blocks and (gpu or cudnn or cupy_runtime.is_array(q)):
+        problem = native_problem(arrays, mask, sizes, options, return_stats=flags["return_stats"])
+        if problem and (report := _explain_parts([problem], q, description(mask, sizes, native=True), gpu, cudnn)):
+            return report
+    return _explain_parts(problems, q, text or description(mask, sizes), gpu, cudnn)
 
 
 def _explain_parts(problems: Sequence[Problem], q: Any, blocks: str, gpu: str | None, cudnn: str | None) -> Report:

@@ -157,11 +157,16 @@ def merge(
     (True, True)
     """
     return_stats = read_flag("return_stats", return_stats)
-    on_gpu = _check_parts(outs, stats, sinks, out)
+    _check_parts(outs, stats, sinks, out)
+    return merge_checked(outs, stats, sinks, out, return_stats=return_stats)
+
+
+def merge_checked(outs: Sequence[Array], stats: Sequence[Array], sinks: Any, out: Any, *, return_stats: bool) -> Any:
+    """:func:`merge` without checks of its arguments."""
     packed = outs[0].ndim == 3
     groups = [Parts(x[..., None, None], y.T[..., None, None]) if packed else Parts(x[..., None], y[..., None])
               for x, y in zip(outs, stats, strict=True)]  # fmt: skip
-    if not on_gpu:
+    if not cupy_runtime.is_array(outs[0]):
         return _merged(groups, outs[0], stats[0], sinks, out, return_stats)
     with cupy_runtime.on_device_of(outs[0]):
         return _merged(groups, outs[0], stats[0], sinks, out, return_stats)
@@ -188,8 +193,8 @@ def _merged(groups: list[Parts], like: Any, like_stats: Any, sinks: Any, out: An
     return (out, stats) if return_stats else out
 
 
-def _check_parts(outs: Sequence[Any], stats: Sequence[Any], sinks: Any, out: Any) -> bool:
-    """Check the arguments of :func:`merge`; returns whether the arrays are on the GPU."""
+def _check_parts(outs: Sequence[Any], stats: Sequence[Any], sinks: Any, out: Any) -> None:
+    """Check the arguments of :func:`merge`."""
     for name, given in (("outs", outs), ("stats", stats)):
         if not isinstance(given, (list, tuple)):
             raise TypeError(f"{name} is a {type(given).__qualname__}; pass a list or a tuple of arrays")
@@ -229,4 +234,3 @@ def _check_parts(outs: Sequence[Any], stats: Sequence[Any], sinks: Any, out: Any
         for other in (*parts, *rows, *others):
             if share_elements(result, other):
                 raise ValueError(f"out overlaps {other.name} in memory: the result would overwrite it; pass a separate array")
-    return on_gpu

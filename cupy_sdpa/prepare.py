@@ -16,6 +16,7 @@ from .calls.options import DTensors, Options, read_flag, takes_options
 from .calls.replay_cache import cache_call, run_cached
 from .calls.report import Report, explain_call
 from .problem.problem import Problem
+from .tracing import recorder
 
 if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
     from .calls.autotune import Tuning
@@ -149,6 +150,10 @@ class Prepared(Generic[ResultT]):
         """
         merged = {**self._options, **options} if options else self._options
         passed = (*arrays, out, stats) if dq is dk is dv is None else (*arrays, out, stats, dq, dk, dv)
+        if recorder.active:
+            given = dict(zip((*self._inputs, "out", "stats", "dq", "dk", "dv"), passed, strict=False))
+            name = "attention_backward" if self.problem.backward else "attention"
+            recorder.record(name, given, {**merged, **self._outputs})
         kind = self._key, len(arrays)
         results = run_cached(kind, passed, merged)
         if results is None:

@@ -154,7 +154,7 @@ def squared_relu(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 
 
 def root(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    """``sqrt(1 + s^2)``, a smooth |s|."""
+    """``sqrt(1 + s^2)``, a smooth absolute value."""
     return np.sqrt(1 + score * score)
 
 

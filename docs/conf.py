@@ -1,15 +1,25 @@
 """Sphinx's settings: ``sphinx-build -W docs docs/_build``."""
 
+import sys
+from pathlib import Path
+
 import cupy_sdpa
+
+sys.path.append(str(Path(__file__).parent / "_ext"))
 
 project = "cupy_sdpa"
 author = "The cupy_sdpa developers"
 release = cupy_sdpa.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax"]
-myst_heading_anchors = 2
-html_theme = "furo"
-html_static_path = ["_static"]
-html_css_files = ["wide.css"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "mathml"]
 exclude_patterns = ["_build", "*_table.md"]  # pages include them
 autodoc_typehints = "none"
 autodoc_mock_imports = ["torch", "thinc"]  # of cupy_sdpa.integrations
+myst_heading_anchors = 2
+myst_enable_extensions = ["attrs_block", "colon_fence", "dollarmath"]
+nb_execution_mode = "off"  # docs/notebooks/run.py executes them, and CI checks that every cell runs
+nb_merge_streams = True
+html_math_renderer = "mathml"
+html_theme = "furo"
+html_title = "cupy_sdpa"
+html_static_path = ["_static"]
+html_css_files = ["style.css"]

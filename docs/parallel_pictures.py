@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parent / "_static" / "parallel"
 MEMBERS, LENGTH, CELL = 4, 16, 22
 #: The colors of the members.
 COLORS = ("#1b6ca8", "#d1603d", "#3a8f5c", "#8458a8")
-NOTHING = "#f4f4f4"
+NOTHING = "#88888822"
 
 
 class Picture:

@@ -15,6 +15,13 @@ import cupy_sdpa
 
 FOLDER = Path(__file__).parent / "_static" / "options"
 QUERIES, KEYS, CELL = 12, 12, 8
+#: Keys that are not seen: a translucent grey, which is visible on light and dark pages.
+EMPTY = 'fill="#888888" fill-opacity="0.13"'
+#: The picture of the README: names of pictures and their captions.
+OVERVIEW = {
+    "causal": "causal", "window_causal": "window", "packed_causal": "packed", "mask_mod": "mask function", "alibi": "ALiBi",
+    "score_mod": "score function",
+}  # fmt: skip
 STARTS = np.array([0, 5, 12], np.int32)
 PACKED = {"cu_seqlens_q": STARTS, "cu_seqlens_kv": STARTS, "max_seqlen_q": 7, "max_seqlen_kv": 7}
 
@@ -59,7 +66,7 @@ def svg(picture: np.ndarray) -> str:
     width, height = columns * CELL, rows * CELL
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">']
     for (i, j), value in np.ndenumerate(shade):
-        paint = f'fill="#1b6ca8" fill-opacity="{0.25 + 0.75 * value:.2f}"' if value > 0 else 'fill="#f4f4f4"'
+        paint = f'fill="#1b6ca8" fill-opacity="{0.25 + 0.75 * value:.2f}"' if value > 0 else EMPTY
         parts.append(f'<rect x="{j * CELL}" y="{i * CELL}" width="{CELL - 1}" height="{CELL - 1}" {paint}/>')
     return "\n".join([*parts, "</svg>\n"])
 
@@ -67,6 +74,21 @@ def svg(picture: np.ndarray) -> str:
 def drawn() -> dict[str, str]:
     """The pictures by their names."""
     return {name: svg(weights(queries, keys, options)) for name, (queries, keys, options) in PICTURES.items()}
+
+
+def overview(pictures: dict[str, str]) -> str:
+    """Some of the pictures in a row, with captions in a grey that is readable on light and dark pages."""
+    size, gap = KEYS * CELL, 26
+    width, height = len(OVERVIEW) * (size + gap) - gap, size + 22
+    style = 'font-family="sans-serif" font-size="13" fill="#777777" text-anchor="middle"'
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">']
+    for number, (name, caption) in enumerate(OVERVIEW.items()):
+        squares = "\n".join(pictures[name].splitlines()[1:-1])
+        x = number * (size + gap)
+        parts.append(
+            f'<g transform="translate({x})">\n{squares}\n<text x="{size // 2}" y="{size + 16}" {style}>{caption}</text></g>'
+        )
+    return "\n".join([*parts, "</svg>\n"])
 
 
 #: The folder and the length of the pictures of block masks, and the masks.
@@ -94,3 +116,4 @@ if __name__ == "__main__":
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in pictures.items():
             (folder / f"{name}.svg").write_text(text, encoding="utf-8")
+    (FOLDER.parent / "overview.svg").write_text(overview(drawn()), encoding="utf-8")

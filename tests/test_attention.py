@@ -277,7 +277,7 @@ def test_the_public_names_are_these():
         "BlockMask", "CudnnError", "DiskCacheWarning", "KVCache", "OutOfPages", "Prepared", "Problem", "Pullback", "Report",
         "Unsupported", "__version__", "alibi_slopes", "attention", "attention_backward", "attention_jvp", "attention_vjp",
         "autotune", "block_mask", "dropout_mask", "explain", "get_plan_cache", "jvp_problems", "merge", "prepare", "problem",
-        "shared_prefix_attention", "widen",
+        "shared_prefix_attention", "trace", "widen",
     ]  # fmt: skip
     assert all(hasattr(cupy_sdpa, name) for name in cupy_sdpa.__all__)
 

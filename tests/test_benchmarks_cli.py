@@ -14,7 +14,6 @@ from benchmarks.common import script
 from benchmarks.compare import cpu, plots, table
 from benchmarks.contenders import registry
 from benchmarks.presets import PRESETS
-from cupy_sdpa.__main__ import main as package_main
 from cupy_sdpa._cli.helpers import machine
 
 NAMES = [preset.name for preset in PRESETS]
@@ -273,14 +272,6 @@ def test_every_command_has_a_help_or_a_reason(name, monkeypatch, capsys):
     else:
         assert status == 2
         assert re.fullmatch(rf"benchmarks: {name} needs \w+, which is not installed\n", printed.err)
-
-
-def test_the_package_has_no_command_bench(capsys):
-    """One line names the new command."""
-    assert package_main(["bench", "--cpu"]) == 2
-    error = capsys.readouterr().err
-    assert "python -m benchmarks compare" in error
-    assert error.count("\n") == 1
 
 
 def test_wrong_results_are_one_line(monkeypatch, capsys):

@@ -5,10 +5,11 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from cupy_sdpa import BlockMask, block_mask, zoo
+from cupy_sdpa import BlockMask, attention, block_mask, zoo
 from cupy_sdpa.sparse.entries import Sizes, make_tables, rectangles
 from cupy_sdpa.sparse.masks.evaluate import EMPTY, FULL, PARTIAL, Function, evaluate
 from cupy_sdpa.sparse.masks.segments import bands, find_segments, gradient_slices, packed, slices
+from cupy_sdpa.sparse.plan import plan_of
 
 
 def dense_of(mask_mod, sq, skv, **tensors):
@@ -218,3 +219,102 @@ def test_no_slice_has_one_query_and_one_key(shape, ends):
             found = slices(entry)
             every = [*(found or ()), *gradient_slices(found or ())]
             assert all((part.q1 - part.q0, part.k1 - part.k0) != (1, 1) for part in every)
+
+
+BLOCK_SIZES = [64, 128, 256, 384, (128, 64), (32, 256), (256, 128), 1]
+
+
+def blocks_of(dense, size):
+    """The kinds of all blocks of a dense mask ``(Skv, Sq)``, written plainly."""
+    q, kv = size
+    kinds = np.zeros((-(-dense.shape[0] // kv), -(-dense.shape[1] // q)), np.uint8)
+    for (j, i), _ in np.ndenumerate(kinds):
+        block = dense[j * kv : (j + 1) * kv, i * q : (i + 1) * q]
+        kinds[j, i] = FULL if block.all() else PARTIAL if block.any() else EMPTY
+    return kinds
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (128, 300), (300, 200), (700, 257)], ids=str)
+@pytest.mark.parametrize("block", BLOCK_SIZES, ids=str)
+def test_blocks_of_other_sizes_are_reported(block, lengths):
+    """The mask is the same; blocks, sparsity and representation are those of the size."""
+    if block == 1 and lengths[0] > 300:
+        return
+    size = block if isinstance(block, tuple) else (block, block)
+    mask = block_mask(zoo.sliding_window(70), *lengths, block=block)
+    dense = dense_of(zoo.sliding_window(70), *lengths)
+    np.testing.assert_array_equal(mask.to_dense()[..., 0, 0], dense)
+    expected = blocks_of(dense, size)
+    np.testing.assert_array_equal(mask.block_kinds[..., 0, 0], expected)
+    assert (mask.blocks, mask.partial) == (np.count_nonzero(expected), np.count_nonzero(expected == PARTIAL))
+    assert mask.sparsity == pytest.approx(1 - mask.blocks / expected.size)
+    assert (f"blocks of {size[0]} x {size[1]}" in repr(mask)) == (block != 128)
+    assert mask.block == size
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_arrays_of_blocks_of_other_sizes(seed):
+    """Full blocks, and blocks within a function, of heads and batch entries, against their dense form."""
+    rng = np.random.default_rng(seed)
+    block = BLOCK_SIZES[seed % (len(BLOCK_SIZES) - 1)]
+    q, kv = block if isinstance(block, tuple) else (block, block)
+    sq, skv = (int(rng.integers(1, 600)) for _ in range(2))
+    shape = (-(-skv // kv), -(-sq // q), int(rng.integers(1, 3)), int(rng.integers(1, 3)))
+    listed, full = rng.random(shape) < 0.5, rng.random(shape) < 0.5
+    expand = lambda x: x.repeat(kv, axis=0).repeat(q, axis=1)[:skv, :sq]  # noqa: E731
+    function = (np.arange(skv)[:, None] + np.arange(sq)) % 3 > 0
+    options, expected = {}, expand(listed)
+    if seed % 3:
+        options, expected = {"mask_mod": lambda b, h, i, j: (i + j) % 3 > 0}, expected & function[:, :, None, None]
+        if seed % 3 == 2:
+            options, expected = {**options, "full": full}, expected | expand(listed & full)
+    mask = BlockMask.from_blocks(listed, sq, skv, block=block, **options)
+    np.testing.assert_array_equal(mask.to_dense(), expected)
+    for (j, i, h, b), kind in np.ndenumerate(mask.kinds):
+        tile = expected[j * 128 : (j + 1) * 128, i * 128 : (i + 1) * 128, h, b]
+        assert kind != EMPTY or not tile.any()
+        assert kind != FULL or tile.all()
+    attention_of(mask, expected)
+
+
+def attention_of(mask, attends):
+    """Attention with a block mask is that with the dense mask."""
+    skv, sq, heads, batch = attends.shape
+    rng = np.random.default_rng(0)
+    q, k, v = (np.asfortranarray(rng.standard_normal((8, heads, s, batch))) for s in (sq, skv, skv))
+    out = attention(q, k, v, block_mask=mask)
+    np.testing.assert_allclose(out, attention(q, k, v, mask=np.asfortranarray(attends)), atol=1e-6)
+
+
+def test_documents_of_small_blocks_are_packed():
+    """Rows of full blocks of 64 are intervals, so no block of 128 needs a mask."""
+    mask = BlockMask.from_blocks(np.kron(np.eye(3, dtype=bool), np.ones((3, 3), bool)), block=64)
+    assert plan_of(mask, Sizes(1, 1, 1)).method == "packed"
+    attention_of(mask, mask.to_dense())
+
+
+def test_fields_of_flex_attention_with_its_block_size():
+    """``BLOCK_SIZE`` of the fields is ``block``."""
+    counts, indices = np.array([[[1, 2]]]), np.array([[[[1, 0, 0], [0, 2, 0]]]])
+    mask = BlockMask.from_kv_blocks(counts, indices, block=(64, 256), skv=700)
+    expected = np.zeros((700, 128), bool)
+    expected[256:512, :64] = expected[:256, 64:] = expected[512:, 64:] = True
+    np.testing.assert_array_equal(mask.to_dense()[..., 0, 0], expected)
+    assert mask.blocks == 3
+
+
+@pytest.mark.parametrize(
+    ("block", "error", "message"),
+    [
+        (96, ValueError, "block is 96; sizes must be multiples of 128, or divide it: choose 128"),
+        ((128, 0), ValueError, r"block is \(128, 0\)"),
+        (64.0, TypeError, "block is 64.0; it must be a number"),
+        ((64, 64, 64), TypeError, "a pair"),
+    ],
+)
+def test_sizes_that_are_not_made_of_tiles_are_refused(block, error, message):
+    """The message has the value and the remedy."""
+    with pytest.raises(error, match=message):
+        block_mask(zoo.causal, 10, 10, block=block)
+    with pytest.raises(error, match=message):
+        BlockMask.from_blocks(np.ones((1, 1), bool), block=block)

@@ -65,7 +65,7 @@ def asked(draw):
     case, backward = draw(cases(head_dims=HEAD_DIMS, lengths=LONGER)), draw(st.booleans())
     return Asked(
         case,
-        draw(st.sampled_from(("h200", *gpus.NAMES))),
+        draw(st.sampled_from(("h200", *gpus.REPRESENTATIVES))),
         backward,
         backward and draw(st.sampled_from((False, False, True))),
         backward and bool(case.bias) and draw(st.booleans()),

@@ -216,6 +216,12 @@ def test_an_arena(cupy):
     with cupy_runtime.arena() as arena:
         cupy_runtime.allocate(300)
     assert (arena.needed, cupy.done) == (512, [("alloc",), ("alloc",)])
+    with cupy_runtime.arena(memory) as arena:
+        for _ in range(2):
+            with cupy_runtime.released():
+                assert [cupy_runtime.allocate(size) - memory.pointer for size in (300, 1)] == [0, 512]
+        assert cupy_runtime.allocate(1) == memory.pointer
+        assert arena.needed == 768
     recording = cuda_graph.Recording(lambda: [cupy_runtime.allocate(size) for size in (600, 300)], memory=memory)
     assert [kept.nbytes for kept in recording._arrays] == [300]
 

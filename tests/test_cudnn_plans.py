@@ -53,7 +53,7 @@ def test_every_forward_case_is_planned_for_the_h200(case, planned):
     assert plan.engine in (1, 2)
 
 
-@pytest.mark.parametrize("gpu", [name for name in gpus.NAMES if name != "h200"])
+@pytest.mark.parametrize("gpu", [name for name in gpus.REPRESENTATIVES if name != "h200"])
 @pytest.mark.parametrize("case", SOME, ids=str)
 def test_other_gpus_are_planned_for_too(case, gpu, planned):
     """The same graphs are planned for Ampere, Ada and Blackwell; where the table refuses one, it has a reason."""
@@ -64,7 +64,7 @@ def test_other_gpus_are_planned_for_too(case, gpu, planned):
     assert all(reason.rule == "decode-blackwell" for reason in reasons)
 
 
-@pytest.mark.parametrize("gpu", gpus.NAMES)
+@pytest.mark.parametrize("gpu", gpus.REPRESENTATIVES)
 @pytest.mark.parametrize("words", ["forward, bias, ALiBi, softcap", "gradients, ALiBi, softcap, dropout"])
 def test_kernels_are_compiled_for_every_gpu(words, gpu, planner):
     """A plan has its kernel: it is finalized, and its serialized form is as long as a kernel."""
@@ -111,7 +111,7 @@ def test_every_backward_case_is_planned_for_the_h200(case, way, planned):
             assert plan.engine == 6
 
 
-@pytest.mark.parametrize("gpu", [name for name in gpus.NAMES if name != "h200"])
+@pytest.mark.parametrize("gpu", [name for name in gpus.REPRESENTATIVES if name != "h200"])
 @pytest.mark.parametrize("case", SOME, ids=str)
 def test_gradients_are_planned_for_other_gpus(case, gpu, planned):
     """Ampere, Ada and Blackwell; cuDNN refuses what the table refuses."""

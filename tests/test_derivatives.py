@@ -208,7 +208,7 @@ def test_gradients_of_arrays_are_planned(functions, planned):
     """Every subproblem has a plan, except those that the table refuses."""
     shapes = (64, HQ, 200, B), (64, HKV, 200, B), (64, HKV, 200, B)
     asked = problem(*shapes, dtype="bfloat16", backward=True, return_dtensors=True, **functions.options(q=200, kv=200))
-    others = [name for name in gpus.NAMES if name != "h200"]
+    others = [name for name in gpus.REPRESENTATIVES if name != "h200"]
     for part in subproblems.subproblems(asked):
         for gpu in ("h200", others[LEARNED.index(functions) % len(others)]) if part.ds_reductions else ():
             plan = planned(plan_problem, part, gpu)

@@ -287,7 +287,7 @@ def has_plan(call, asked, gpu, allowed):
     assert isinstance(plan, PlanInfo) or reasons, plan
 
 
-OTHER_GPUS = [gpu for gpu in gpus.NAMES if gpu != "h200"]
+OTHER_GPUS = [gpu for gpu in gpus.REPRESENTATIVES if gpu != "h200"]
 
 
 @pytest.mark.cudnn
@@ -314,7 +314,7 @@ def test_a_function_is_planned(functions, planned):
 
 @pytest.mark.cudnn
 @pytest.mark.sweep
-@pytest.mark.parametrize("gpu", gpus.NAMES)
+@pytest.mark.parametrize("gpu", gpus.REPRESENTATIVES)
 @pytest.mark.parametrize("functions", [*ZOO, *OPERATIONS] if NIGHTLY else OPERATIONS[::5], ids=str)
 def test_every_function_is_planned_for_every_gpu(functions, gpu, planned):
     """Both passes."""

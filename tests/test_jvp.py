@@ -446,7 +446,7 @@ def test_widened_arrays(given, options):
 
 
 @pytest.mark.cudnn
-@pytest.mark.parametrize("gpu", gpus.NAMES)
+@pytest.mark.parametrize("gpu", gpus.REPRESENTATIVES)
 @pytest.mark.parametrize("part", range(2))
 def test_what_the_table_allows_is_planned(part, gpu, planned):
     """Random problems for every described GPU: each pass has a plan, or the table refuses it."""

@@ -19,9 +19,9 @@ LAYERS = (
     ("nnlib", "store", "inference", "parallel", "integrations"),
     ("vjp",),
     ("attention", "explain", "prepare", "helpers"),
-    ("sparse",),
     ("offline",),
     ("forward_mode",),
+    ("sparse",),
     ("calls",),
     ("arrays",),
     ("staging",),
@@ -30,8 +30,9 @@ LAYERS = (
     ("graph",),
     ("device",),
     ("problem",),
+    ("tracing",),
     ("score_fn", "_cudnn", "layout"),
-    ("version", "errors", "reference", "zoo", "_html", "_typing"),
+    ("version", "errors", "reference", "zoo", "_html", "_interrupt", "_typing"),
 )  # fmt: skip
 #: The most modules per folder, and the most lines per module.
 MODULES_PER_FOLDER, LINES = 8, 400

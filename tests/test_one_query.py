@@ -113,7 +113,7 @@ OF_THE_HEAD = {
 
 
 @pytest.mark.cudnn
-@pytest.mark.parametrize("gpu", gpus.NAMES)
+@pytest.mark.parametrize("gpu", gpus.REPRESENTATIVES)
 @pytest.mark.parametrize("name", OF_THE_HEAD)
 def test_functions_of_the_head_are_planned(name, gpu, planner):
     """Since 9.26 cuDNN refuses to add an array with stride 0 along the keys; the product of such an array and ones is planned."""

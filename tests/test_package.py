@@ -162,8 +162,9 @@ WITH_CODE = [
 
 
 @pytest.mark.parametrize("path", WITH_CODE, ids=str)
-def test_the_docs_code_runs(path):
+def test_the_docs_code_runs(path, tmp_path, monkeypatch):
     """Every Python block of the docs runs."""
+    monkeypatch.chdir(tmp_path)  # some write files
     for code in code_blocks(ROOT / path):
         if not needs("(torch|jax)", code):
             run_block(code)
@@ -210,6 +211,8 @@ def test_the_pictures_of_the_options_are_the_engines():
         assert {path.stem for path in folder.glob("*.svg")} == set(pictures)
         for name, text in pictures.items():
             assert (folder / f"{name}.svg").read_text(encoding="utf-8") == text, "draw it anew: python3 docs/pictures.py"
+    overview = found["FOLDER"].parent / "overview.svg"
+    assert overview.read_text(encoding="utf-8") == found["overview"](found["drawn"]())
 
 
 def test_no_machine_paths():
@@ -226,7 +229,7 @@ def test_gpu_descriptions_have_names():
     assert {p.stem for p in (PACKAGE / "support" / "gpus").glob("*.json")} == set(gpus.NAMES)
     assert np.all([gpus.capability(name) >= 80 for name in gpus.NAMES])
     with pytest.raises(ValueError, match="h200"):
-        gpus.describe("h20")
+        gpus.describe("h2000")
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_what_is_refused_for_packed_sequences_has_copies(name, backward):
     refused = {
         reason.rule
         for version in RELEASES
-        for gpu in gpus.NAMES
+        for gpu in gpus.REPRESENTATIVES
         for reason in why_not(packed, version, gpus.capability(gpu))
         if reason.rule not in {other.rule for other in why_not(padded, version, gpus.capability(gpu))}
     }
@@ -312,7 +312,7 @@ def test_multiples(cupy):
 
 
 @pytest.mark.cudnn
-@pytest.mark.parametrize("gpu", gpus.NAMES)
+@pytest.mark.parametrize("gpu", gpus.REPRESENTATIVES)
 @pytest.mark.parametrize("name", WITHOUT_COPIES)
 def test_cudnn_plans_problems_without_copies(name, gpu, planner):
     """Where the table allows them, and with as much workspace as the dense graph with lengths."""

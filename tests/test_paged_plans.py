@@ -36,7 +36,7 @@ OPTIONS = {
 
 
 @pytest.mark.cudnn
-@pytest.mark.parametrize("gpu", gpus.NAMES)
+@pytest.mark.parametrize("gpu", gpus.REPRESENTATIVES)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_paged_problems_are_planned(name, gpu, planner):
     """The real cuDNN accepts what the support table allows, for every described GPU."""
@@ -96,7 +96,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("gpu", gpus.NAMES)
+@pytest.mark.parametrize("gpu", gpus.REPRESENTATIVES)
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_refusal_gives_its_reason(name, gpu):
     """With the value and the remedy, for every described GPU."""

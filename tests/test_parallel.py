@@ -152,7 +152,8 @@ def test_layouts_are_partitions(length, size):
 
 @pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize("aligned", [False, True])
-def test_tiles_cover_the_mask(joined, aligned):
+@pytest.mark.parametrize("cut", [False, True])
+def test_tiles_cover_the_mask(joined, aligned, cut):
     """The tiles of all members and steps include every pair of the mask once, and no other pair, for random bands and lengths."""
     rng = np.random.default_rng(0)
     for _ in range(1500):
@@ -174,6 +175,7 @@ def test_tiles_cover_the_mask(joined, aligned):
                     Band(left, right),
                     joined=joined,
                     aligned=aligned,
+                    cut=cut,
                 )
                 for part in own:
                     at = np.ix_(rows.positions(rank)[slice(*part.rows)], keys.positions(source)[slice(*part.keys)])
@@ -181,6 +183,28 @@ def test_tiles_cover_the_mask(joined, aligned):
         lower = np.ones((sq, skv), bool) if left is None else j >= i - left
         upper = np.ones((sq, skv), bool) if right is None else j <= i + right
         assert (counts == (lower & upper)).all()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", [float, np.float32, np.float64])
+def test_a_changed_scale_is_used(method, kind):
+    """A repeated call with another scale, of Python or numpy, is not computed with the scale of the first call."""
+    q = normal(np.random.default_rng(0), 4, 2, 8, 1)
+
+    def member(own):
+        cp = context_parallel(own, method=method)
+        x = cp.shard(q)
+        return [cp.unshard(cp.attention(x, x, x, scale=kind(scale), causal=True)) for scale in (0.25, 1.0, 0.25)]
+
+    for results in run_threads(Loopback(2, timeout=60).members, member):
+        for scale, result in zip((0.25, 1.0, 0.25), results, strict=True):
+            assert np.abs(result - cupy_sdpa.attention(q, q, q, scale=scale, causal=True)).max() <= 1e-12
+
+
+def test_cut_tiles_leave_out_masked_keys():
+    """Causal queries in the middle of a sequence take a rectangle without a mask and a causal square."""
+    own = tiles((Interval(8, 16, 0),), (Interval(0, 24, 0),), 0, Band(right=0), joined=True, cut=True)
+    assert [(part.rows, part.keys, part.band) for part in own] == [((0, 8), (0, 8), None), ((0, 8), (8, 16), Band(None, 0))]
 
 
 def inside(band, n, m, aligned):
@@ -406,7 +430,7 @@ def test_the_model_reaches_the_ideal_without_transfers():
     """With an infinite link and no latencies, all predictions of a causal problem are the ideal time."""
     from benchmarks.parallel import model
 
-    machine = Machine(600e12, 480e12, link=1e30, latency=0.0, launch=0.0)
+    machine = Machine(600e12, 480e12, link=1e30, latency=0.0, launch=0.0, copy=1e30)
     for row in model.rows(model.PROBLEMS[0], machine):
         assert row["forward_of_ideal"] == pytest.approx(1, abs=0.01)
         assert row["both_of_ideal"] == pytest.approx(1, abs=0.01)

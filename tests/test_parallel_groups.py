@@ -3,6 +3,7 @@
 import queue
 import socket
 import threading
+import time
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from parallel_on_gpu import PACKED, assert_as_exact_as_one_gpu, exact, problem_o
 from cupy_sdpa import Unsupported, get_plan_cache
 from cupy_sdpa.parallel import GroupError, Loopback, MpiGroup, NcclGroup, context_parallel, environment, run_threads
 from cupy_sdpa.parallel.groups import launch, nccl
+from cupy_sdpa.parallel.groups.channel import Channel
 from cupy_sdpa.parallel.groups.convert import OrderedExchanges, SingleMember, as_exchanger
 from cupy_sdpa.parallel.groups.group import Transfer
 
@@ -336,6 +338,76 @@ def test_an_exchange_is_one_group_of_nccl(fake, nccl_calls):
     x = fake.zeros(32, np.uint8)
     group.exchange([Transfer(x, 2)], [Transfer(x[:16], 0)], "keys")
     assert nccl_calls == ["start", ("send", 32, 1, 2), ("recv", 16, 1, 0), "end"]
+
+
+class RecordingCommunicator:
+    """A communicator that notes when its transfers are enqueued."""
+
+    def __init__(self, rank, size, log):
+        self.rank, self.size, self._log = rank, size, log
+
+    @contextmanager
+    def grouped(self):
+        yield
+
+    def send(self, array, peer, stream):
+        self._log.append(("enqueue", self.rank))
+
+    receive = send
+
+    def error(self):
+        return ""
+
+    def abort(self):
+        self._log.append(("abort", self.rank))
+
+
+def threads_that_meet(log, timeout=20.0):
+    meeting = threading.Barrier(3)
+    return [NcclGroup(RecordingCommunicator(rank, 3, log), timeout, meeting) for rank in range(3)]
+
+
+@pytest.mark.parametrize("empty", [None, 0, 2])
+def test_threads_start_every_exchange_together(fake, nccl_calls, empty):
+    """No thread enqueues a transfer before all have called, or returns before all have enqueued theirs: between the two, none
+    of them can allocate memory, which would wait for the kernel of another GPU. One of them may have nothing to transfer."""
+    log = []
+
+    def member(group):
+        channel = Channel(group)
+        for step in range(3):
+            time.sleep(0.01 * ((group.rank + step) % 3))
+            log.append(("begin", group.rank))
+            x = fake.zeros(0 if group.rank == empty else 8, np.uint8)
+            channel.start([Transfer(x, (group.rank + 1) % 3)], [], f"step {step}")
+            log.append(("end", group.rank))
+
+    run_threads(threads_that_meet(log), member)
+    kinds = [kind for kind, _ in log]
+    enqueued = 3 if empty is None else 2
+    for step in range(3):
+        where = [[i for i, entry in enumerate(log) if entry == (kind, r)][step] for kind in ("begin", "end") for r in range(3)]
+        own = [i for i, kind in enumerate(kinds) if kind == "enqueue"][enqueued * step : enqueued * (step + 1)]
+        assert max(where[:3]) < min(own) <= max(own) < min(where[3:])
+
+
+def test_a_thread_that_fails_wakes_the_others(fake, nccl_calls):
+    """Threads that wait for a thread that failed, or that does not call in time, raise GroupError."""
+
+    def member(group):
+        if group.rank == 1:
+            raise ValueError("a wrong shape")
+        with pytest.raises(GroupError):
+            group.exchange([], [], "keys")
+        return "raised"
+
+    with pytest.raises(ValueError, match="a wrong shape"):
+        run_threads(threads_that_meet([]), member)
+    log = []
+    first, *_ = threads_that_meet(log, timeout=0.05)
+    with pytest.raises(GroupError, match=r"member 0 waited for 'keys'.*did not call within 0.05 s"):
+        first.exchange([], [], "keys")
+    assert log == [("abort", 0)]
 
 
 def test_a_backend_of_cupyx_is_converted(nccl_calls):

@@ -116,6 +116,7 @@ def device(monkeypatch):
     return session
 
 
+@pytest.mark.cudnn  # the key of a stored plan contains the build of the library
 def test_a_deterministic_plan_does_not_depend_on_free_memory(device, monkeypatch):
     """Planning never queries the free memory, so the same problem always gets the same engine."""
     targets = []
@@ -125,6 +126,7 @@ def test_a_deterministic_plan_does_not_depend_on_free_memory(device, monkeypatch
     assert targets == [Target("h200", 90, device.handle)]
 
 
+@pytest.mark.cudnn  # the key of a stored plan contains the build of the library
 def test_every_run_is_on_the_current_stream(device, monkeypatch):
     """The handle gets the stream that is current at the run, not that at the build of the plan."""
     monkeypatch.setattr(planner, "plan_for", lambda problem, target: fake_plan())
@@ -134,6 +136,7 @@ def test_every_run_is_on_the_current_stream(device, monkeypatch):
     assert seen == [7, 9, 7]
 
 
+@pytest.mark.cudnn  # the key of a stored plan contains the build of the library
 def test_a_plan_is_built_on_the_current_stream(device, monkeypatch):
     """During the build the handle has no stream that may have been destroyed."""
     seen = []
@@ -289,6 +292,7 @@ def test_a_plan_within_the_limit_is_the_callers_to_close(cudnn, monkeypatch):
     assert (found.descriptor, found.workspace_bytes, made.closed) == (made, 1000, 0)
 
 
+@pytest.mark.cudnn  # the key of a stored plan contains the build of the library
 def test_a_plan_that_cannot_be_stored_is_destroyed(cudnn, monkeypatch):
     """If the disk cache fails, the plan is closed, because it is not returned."""
     made = Descriptor()
@@ -317,6 +321,7 @@ def stored(workspace_bytes):
     return plan_file.Facts({}, 1, (), (), workspace_bytes, 1.0, (), False).content("{}")
 
 
+@pytest.mark.cudnn  # the key of a stored plan contains the build of the library
 def test_a_stored_plan_survives_a_lack_of_memory(cudnn, monkeypatch):
     """If there is no memory to load it, the error is raised, the entry stays, and no other plan is built."""
     made, rejected = Descriptor(), []

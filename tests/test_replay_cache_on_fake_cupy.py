@@ -483,3 +483,18 @@ def test_equal_integers(cupy, monkeypatch):
         assert not memory.is_constant(inside)
         del inside
         stream.end_capture()
+
+
+def test_repeated_calls_are_recorded_and_replayed(cupy, tmp_path):
+    """A call that was captured before the trace is written, and still replayed."""
+    x = cupy.asarray(np.ones((16, 2, 20, 1), np.float16, order="F"))
+    out = cupy.empty_like(x)
+    for _ in range(6):
+        attention(x, x, x, out=out)
+    hits = get_plan_cache().hits
+    with cupy_sdpa.trace(tmp_path / "problems.jsonl") as trace:
+        for _ in range(3):
+            attention(x, x, x, out=out)
+    cupy.cuda.get_current_stream().synchronize()
+    assert trace.problems == 1
+    assert get_plan_cache().hits == hits + 3

@@ -17,7 +17,7 @@ from cupy_sdpa.offline.page import page
 from cupy_sdpa.offline.problems import PROBES, pairs
 from cupy_sdpa.problem.band import Band
 from cupy_sdpa.problem.problem import Settings
-from cupy_sdpa.problem.tensor_spec import dense_strides
+from cupy_sdpa.problem.tensor_spec import dense_spec, dense_strides
 from cupy_sdpa.problem.validation import RequestedOutputs, make_problem
 from cupy_sdpa.support import gpus
 from cupy_sdpa.support.engine_problem import engine_problem
@@ -84,6 +84,11 @@ def paged(page=16, sq=1, **options):
     return cupy_sdpa.problem((64, 4, sq, 2), pages, pages, dtype="bfloat16", page_table=(4, 2), **options)
 
 
+def with_block_bits(sq=16, d=64, dv=None):
+    """A problem with a block mask in the kernel."""
+    return replace(asked(sq=sq, d=d, dv=dv), block_bits=dense_spec("block_bits", "uint8", (1, 1, 4, 2)))
+
+
 def less_a_number(skv=1, sq=16, backward=True, score_mod=lambda s, b, h, i, j, t: s - t):
     """The problem of few keys and a function that reads an array of one element."""
     q, kv = (64, 4, sq, 2), (64, 4, skv, 2)
@@ -111,6 +116,7 @@ SIDES = {
         (asked(stats=("float32", (16, 4, 2), (32, 8, 4), 16)), 91900, 90, r"stats has strides \(32, 8, 4\) bytes"),
         (asked(stats=("float32", (16, 4, 2), (4, 64, 256), 16)), 91900, 90),
     ),
+    "block-mask": ((with_block_bits(), 92800, 90, r"requires compute capability 10\.x and cuDNN 9\.26\.0; this is 9\.0 and cuDNN 9\.28"), (with_block_bits(), 92600, 103)),
     "grid": ((asked(b=65536, sq=1, skv=1), 91900, 90, r"batch size is 65536; .*65535"), (asked(b=65535, sq=1, skv=1), 91900, 90)),
     "backward-head-dim": ((backward(d=136), 91900, 80, r"head dims 136 and 136 .*up to 128"), (backward(d=136), 91900, 90)),
     "bias-dtype": (
@@ -172,6 +178,7 @@ DOUBTS = {
         (variant(softcap=2.0, scale=1.0, backward=True), 92800, 80),
     ),
     "backward-256": ((backward(d=256), 92800, 100, r"head dim 256 were not run on .* 10\.0"), (backward(d=128), 92800, 100)),
+    "block-mask-planned": ((with_block_bits(), 92800, 100, "planned, and not run"), (asked(), 92800, 100)),
     "deterministic": ((backward(deterministic=True), 91900, 120, r"not run on .* 12\.0"), (backward(), 91900, 120)),
 }  # fmt: skip
 
@@ -197,6 +204,22 @@ def test_gpus_on_which_nothing_was_run_are_unverified():
     """A plain problem is verified on Hopper, and unverified on other GPUs."""
     assert unverified(asked(), 92800, 90) == ()
     assert unverified(asked(), 92800, 80) == ("this package was not run on compute capability 8.0",)
+
+
+@pytest.mark.parametrize(
+    ("problem", "cudnn", "capability", "refused"),
+    [
+        (with_block_bits(), 92501, 100, True),
+        (with_block_bits(), 92800, 120, True),
+        (with_block_bits(sq=1), 92800, 100, True),
+        (with_block_bits(sq=2), 92800, 100, False),
+        (with_block_bits(d=136), 92800, 100, True),
+        (with_block_bits(d=192, dv=128), 92800, 100, False),
+    ],
+)
+def test_block_masks_in_the_kernel_are_limited(problem, cudnn, capability, refused):
+    """By version, GPU, number of queries and head dims."""
+    assert bool(why_not(problem, cudnn, capability)) == refused
 
 
 @pytest.mark.parametrize("rule", SIDES)
@@ -538,7 +561,7 @@ def test_the_table_is_what_cudnn_accepts(planner, monkeypatch):
     """The real cuDNN accepts a problem for a described GPU exactly if the table does."""
     monkeypatch.setattr(survey, "Planner", lambda workers, cudnn: Accepting(planner))
     _, findings = survey.measure(PROBES)
-    assert len(findings) == len(PROBES) * len(NAMES)
+    assert len(findings) == len(PROBES) * len(gpus.REPRESENTATIVES)
     assert [finding for finding in findings if not finding.agree] == []
     assert {finding.measured for finding in findings} >= {"engine 1", "engine 2", "engine 6", "engine 7"}
 
@@ -546,11 +569,11 @@ def test_the_table_is_what_cudnn_accepts(planner, monkeypatch):
 @pytest.mark.cudnn
 @pytest.mark.sweep
 @pytest.mark.parametrize(
-    ("gpu", "engines"), [("a100", "17"), ("b200", "1357"), ("h200", "126"), ("l40s", "17"), ("rtx5090", "17")]
+    ("gpu", "engines"), [("a100", "17"), ("a10", "17"), ("b200", "1357"), ("h200", "126"), ("l40s", "17"), ("rtx5090", "17")]
 )
 def test_the_table_matches_cudnn(gpu, engines, monkeypatch):
     """Every problem for every described GPU, planned by the real cuDNN, is supported or refused as in the table."""
-    monkeypatch.setattr(gpus, "NAMES", (gpu,))
+    monkeypatch.setattr(gpus, "REPRESENTATIVES", (gpu,))
     _, findings = survey.measure(PROBES)
     assert len(findings) == len(PROBES)
     assert [finding for finding in findings if not finding.agree] == []
@@ -558,9 +581,22 @@ def test_the_table_matches_cudnn(gpu, engines, monkeypatch):
 
 
 def test_every_gpu_is_measured():
-    """No described GPU is missing above."""
+    """No compute capability is missing above, and each has one representative."""
     (parameters,) = (mark.args[1] for mark in test_the_table_matches_cudnn.pytestmark if mark.name == "parametrize")
-    assert {gpu for gpu, _ in parameters} == set(NAMES)
+    assert {gpu for gpu, _ in parameters} == set(gpus.REPRESENTATIVES)
+    assert [gpus.capability(name) for name in gpus.REPRESENTATIVES] == sorted({gpus.capability(name) for name in NAMES})
+
+
+@pytest.mark.cudnn
+def test_every_description_is_planned():
+    """cuDNN accepts the description of every GPU and plans both passes for it."""
+    q, kv = (64, 4, 256, 1), (64, 2, 256, 1)
+    for name in NAMES:
+        for backward in (False, True):
+            problem = cupy_sdpa.problem(q, kv, kv, dtype="float16", causal=True, backward=backward)
+            report = cupy_sdpa.explain(problem, gpu=name)
+            assert report, (name, report.reasons)
+            assert report.plan is not None
 
 
 @pytest.mark.cudnn

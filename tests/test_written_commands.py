@@ -12,7 +12,7 @@ from cupy_sdpa._cli import main as cli
 ROOT = Path(__file__).parents[1]
 PATHS = [
     ROOT / "README.md", ROOT / "benchmarks" / "results" / "README.md", *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "cupy_sdpa" / "_cli").glob("*.py")), *sorted((ROOT / "benchmarks").rglob("*.py")),
+    *sorted((ROOT / "cupy_sdpa" / "_cli").rglob("*.py")), *sorted((ROOT / "benchmarks").rglob("*.py")),
 ]  # fmt: skip
 PACKAGE = r"python3? -m cupy_sdpa|(?<![\w-])cupy-sdpa"
 BENCHMARKS = "python3? -m benchmarks"
@@ -60,7 +60,16 @@ def test_commands_of_the_benchmarks(command):
 def test_the_commands_are_found():
     """The search finds all commands, with their options."""
     commands = written_commands(PACKAGE)
-    assert {command.split()[0] for command in commands} == {"demo", "run", "info", "explain", "plan", "support", "check"}
+    assert {command.split()[0] for command in commands} == {
+        "demo",
+        "run",
+        "info",
+        "explain",
+        "plan",
+        "support",
+        "check",
+        "bench",
+    }
     assert "plan --gpu h200 shapes.toml -o plans/" in commands
     assert "demo --causal --seq 3 --dtype bfloat16" in commands
     assert "compare --cpu --presets vit" in written_commands(BENCHMARKS)

@@ -11,9 +11,15 @@ from ..contenders.registry import CONTENDERS
 from ..presets import DIRECTIONS
 from .table import Row, by_case, contenders_of
 
+#: A transparent background, and a grey that is readable on light and dark pages.
+THEME: dict[str, Any] = {
+    "figure.facecolor": "none", "axes.facecolor": "none", "savefig.facecolor": "none", "legend.facecolor": "none",
+    "text.color": "#777777", "axes.labelcolor": "#777777", "axes.edgecolor": "#777777", "axes.titlecolor": "#777777",
+    "xtick.color": "#777777", "ytick.color": "#777777", "svg.hashsalt": "cupy_sdpa",
+}  # fmt: skip
 #: Inches: the width of a figure, the height of a preset's line, and the rest of the height.
 _WIDTH, _LINE, _MARGIN = 9.0, 0.2, 1.4
-_COLORS = ("#1b6ca8", "#7a7a7a", "#c9a227", "#6a994e", "#b56576", "#8e7dbe", "#444444")
+_COLORS = ("#3a86c8", "#8a8a8a", "#c9a227", "#6a994e", "#b56576", "#8e7dbe", "#2a9d8f")
 _MARKERS = ("o", "s", "v", "D", "^", "P", "X")
 
 
@@ -37,17 +43,23 @@ def draw(rows: Sequence[Row], folder: Path, suffix: str = "svg") -> list[Path]:
         selected = [row for row in rows if row["direction"] == direction and row["tflops"] is not None]
         if selected:
             title = f"{direction}: useful operations, TFLOP/s"
-            paths.append(_dots(selected, lambda row: row["tflops"], title, folder / f"bench_{direction}.{suffix}"))
+            paths.append(_in_theme(selected, lambda row: row["tflops"], title, folder / f"bench_{direction}.{suffix}"))
     selected = [row for row in rows if row["direction"] == "forward" and row["host_us"] is not None]
     if selected:
         title = "forward: time until a call returns, the device idle, microseconds"
-        paths.append(_dots(selected, lambda row: row["host_us"], title, folder / f"bench_host.{suffix}", log=True))
+        paths.append(_in_theme(selected, lambda row: row["host_us"], title, folder / f"bench_host.{suffix}", log=True))
     return paths
+
+
+def _in_theme(rows: Sequence[Row], value: Callable[[Row], float], title: str, path: Path, *, log: bool = False) -> Path:
+    import matplotlib
+
+    with matplotlib.rc_context(THEME):
+        return _dots(rows, value, title, path, log=log)
 
 
 def _dots(rows: Sequence[Row], value: Callable[[Row], float], title: str, path: Path, *, log: bool = False) -> Path:
     """Draw a line for each preset with a marker for each contender; ours are filled and on top."""
-    import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator
 
@@ -75,8 +87,7 @@ def _dots(rows: Sequence[Row], value: Callable[[Row], float], title: str, path: 
     axes.set_axisbelow(True)
     figure.legend(loc="outside lower center", ncols=3, fontsize="small")
     # without random ids and the date, so that equal rows give equal files
-    with matplotlib.rc_context({"svg.hashsalt": "cupy_sdpa"}):
-        figure.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else None)
+    figure.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else None)
     return path
 
 

@@ -18,10 +18,13 @@ from cupy_sdpa.parallel.groups.convert import as_exchanger
 from cupy_sdpa.parallel.groups.group import Transfer
 from cupy_sdpa.problem.tensor_spec import numpy_dtype
 
+from . import processes
 from .model import Problem
 
-#: The calls in a measurement, the measurements of which the median is taken, and the calls before them.
-CALLS, ROUNDS, WARM_UP = 4, 5, 4
+#: The most calls in a measurement, the measurements of which the median is taken, and the calls before them.
+CALLS, ROUNDS, WARM_UP = 16, 5, 4
+#: The length of a member up to which a measurement has the most calls; the time of a call grows with its square.
+CALLS_LENGTH = 16384
 #: The bytes of the transfers with which the bandwidth of a link is measured.
 LINK_BYTES = 1 << 28
 
@@ -32,10 +35,12 @@ class Engine(NamedTuple):
     Attributes:
         members: the number of members.
         gpus: the number of GPUs; 0 on the CPU. With fewer GPUs than members, the members are threads on one GPU.
+        group: the group of this process, if there is one process for each GPU; None for threads.
     """
 
     members: int
     gpus: int
+    group: Any = None
 
     @property
     def xp(self) -> Any:
@@ -43,10 +48,16 @@ class Engine(NamedTuple):
         return cupy_runtime.cupy() if self.gpus else np
 
     def run(self, function: Callable[[Any], Any]) -> list[Any]:
-        """Call a function with every member."""
+        """Call a function with every member; returns the results of all members."""
+        if self.group is not None:
+            return processes.gathered(self.group, function(self.group))
         if self.gpus == self.members:
             return run_on_gpus(function, self.gpus)
         return run_threads(Loopback(self.members, timeout=600).members, function)
+
+    def barrier(self) -> threading.Barrier | processes.Barrier:
+        """A barrier of all members."""
+        return threading.Barrier(self.members) if self.group is None else processes.Barrier(self.group)
 
     def wait(self) -> None:
         """Wait for the current GPU."""
@@ -69,7 +80,7 @@ class Watched:
         self.exchanges.append(([(x.array.nbytes, x.peer) for x in sends], [(x.array.nbytes, x.peer) for x in receives]))
         if self.silent:
             return
-        if self.events is None or not cupy_runtime.is_array((*sends, *receives)[0].array):
+        if self.events is None or not (sends or receives) or not cupy_runtime.is_array((*sends, *receives)[0].array):
             self._group.exchange(sends, receives, label)
             return
         stream = cupy_runtime.cupy().cuda.get_current_stream()
@@ -134,7 +145,9 @@ def arrays(xp: Any, problem: Problem, length: int, seed: int = 0) -> list[Any]:
     return made
 
 
-def timed(engine: Engine, barrier: threading.Barrier, function: Callable[[], Any]) -> float:
+def timed(
+    engine: Engine, barrier: threading.Barrier | processes.Barrier, function: Callable[[], Any], calls: int = CALLS
+) -> float:
     """The median milliseconds of a function that all members call, after warming up."""
     for _ in range(WARM_UP):
         function()
@@ -143,12 +156,17 @@ def timed(engine: Engine, barrier: threading.Barrier, function: Callable[[], Any
         engine.wait()
         barrier.wait()
         begin = time.perf_counter()
-        for _ in range(CALLS):
+        for _ in range(calls):
             function()
         engine.wait()
         barrier.wait()
-        found.append((time.perf_counter() - begin) / CALLS * 1e3)
+        found.append((time.perf_counter() - begin) / calls * 1e3)
     return statistics.median(found)
+
+
+def calls_of(problem: Problem) -> int:
+    """The calls in a measurement of a problem."""
+    return max(1, min(CALLS, int(CALLS * (CALLS_LENGTH / problem.length) ** 2)))
 
 
 def measure(engine: Engine, problem: Problem, method: str) -> Iterator[tuple[str, list[Timing], float, int]]:
@@ -158,7 +176,9 @@ def measure(engine: Engine, problem: Problem, method: str) -> Iterator[tuple[str
         The pass, the timing of every member, the largest error of its results against one device relative to their largest
         element, and the bytes that were allocated on the first GPU.
     """
-    barrier, length = threading.Barrier(engine.members), problem.length * engine.members
+    barrier, length, count = engine.barrier(), problem.length * engine.members, calls_of(problem)
+
+    whole_results: dict[str, list[Any]] = {}  # of the first member
 
     def member(own: Any) -> dict[str, Any]:
         group = Watched(own)
@@ -171,23 +191,24 @@ def measure(engine: Engine, problem: Problem, method: str) -> Iterator[tuple[str
         out, stats = cp.attention(q, k, v, return_stats=True, **options)
         gradients = cp.attention_backward(dout, q, k, v, out, stats, **options)
         results = {"forward": [cp.unshard(out)], "backward": [cp.unshard(x) for x in gradients]}
-        host = {name: [x.get() if engine.gpus else x for x in found] for name, found in results.items()} if not own.rank else {}
+        if not own.rank:
+            whole_results.update({name: [x.get() if engine.gpus else x for x in made] for name, made in results.items()})
         del results, gradients
         passes = {
             "forward": functools.partial(cp.attention, q, k, v, return_stats=True, **options),
             "backward": functools.partial(cp.attention_backward, dout, q, k, v, out, stats, **options),
         }
-        found: dict[str, Any] = {"results": host}
+        found: dict[str, Any] = {}
         for name, call in passes.items():
             before = _free(engine, barrier, own.rank)
-            total = timed(engine, barrier, call)
+            total = timed(engine, barrier, call, count)
             memory = _used(engine) - before
             group.silent = True
-            calls = timed(engine, barrier, call)
+            calls = timed(engine, barrier, call, count)
             group.silent, group.exchanges = False, []
             call()
             exchanges = list(group.exchanges)
-            transfers = timed(engine, barrier, functools.partial(_replay, engine, group, exchanges))
+            transfers = timed(engine, barrier, functools.partial(_replay, engine, group, exchanges), count)
             sent = sum(size for sends, _ in exchanges for size, _ in sends)
             timeline = group.timeline(call) if engine.gpus else ""
             found[name] = Timing(total, calls, transfers, sent, timeline), memory
@@ -196,8 +217,8 @@ def measure(engine: Engine, problem: Problem, method: str) -> Iterator[tuple[str
     members = engine.run(member)
     expected = one_device(engine, problem, length)
     for name in ("forward", "backward"):
-        pairs = zip(members[0]["results"][name], expected[name], strict=True)
-        error = max(float(np.abs(_wide(a) - _wide(b)).max() / np.abs(_wide(b)).max()) for a, b in pairs)
+        pairs = zip(whole_results[name], expected[name], strict=True) if whole_results else ()
+        error = max((float(np.abs(_wide(a) - _wide(b)).max() / np.abs(_wide(b)).max()) for a, b in pairs), default=0.0)
         yield name, [found[name][0] for found in members], error, members[0][name][1]
 
 
@@ -217,16 +238,16 @@ def one_device_ms(engine: Engine, problem: Problem, length: int) -> dict[str, fl
     q, k, v, dout = arrays(engine.xp, problem, length)
     options: dict[str, Any] = dict(problem.options)
     out, stats = cupy_sdpa.attention(q, k, v, return_stats=True, **options)
-    alone = threading.Barrier(1)
+    alone, count = threading.Barrier(1), calls_of(problem)
     return {
-        "forward": timed(engine, alone, lambda: cupy_sdpa.attention(q, k, v, return_stats=True, **options)),
-        "backward": timed(engine, alone, lambda: cupy_sdpa.attention_backward(dout, q, k, v, out, stats, **options)),
+        "forward": timed(engine, alone, lambda: cupy_sdpa.attention(q, k, v, return_stats=True, **options), count),
+        "backward": timed(engine, alone, lambda: cupy_sdpa.attention_backward(dout, q, k, v, out, stats, **options), count),
     }
 
 
 def link_bandwidth(engine: Engine) -> float:
     """The bytes per second that a member sends to the next one while it receives as many from the one before."""
-    barrier, size = threading.Barrier(engine.members), LINK_BYTES if engine.gpus else 1 << 20
+    barrier, size = engine.barrier(), LINK_BYTES if engine.gpus else 1 << 20
 
     def member(own: Any) -> float:
         group = Watched(own)
@@ -243,7 +264,7 @@ def _replay(engine: Engine, group: Watched, exchanges: Sequence[Any]) -> None:
         group.exchange(to, of, "replay")
 
 
-def _free(engine: Engine, barrier: threading.Barrier, rank: int) -> int:
+def _free(engine: Engine, barrier: threading.Barrier | processes.Barrier, rank: int) -> int:
     """Free unused memory of CuPy's pool; returns what is left."""
     engine.wait()
     barrier.wait()

@@ -41,12 +41,17 @@ class Problem(NamedTuple):
 
 #: Llama 3 8B's attention.
 _LLAMA: dict[str, Any] = {"heads": 32, "key_heads": 8, "head_dim": 128}
+#: Twice as many query heads, as in Llama 3 70B.
+_WIDE: dict[str, Any] = {"heads": 64, "key_heads": 8, "head_dim": 128}
 #: The problems on GPUs, with lengths per member.
 PROBLEMS = (
-    Problem("causal, 8k per GPU", 8192, **_LLAMA, options={"causal": True}),
-    Problem("causal, 16k per GPU", 16384, **_LLAMA, options={"causal": True}),
+    *(
+        Problem(f"{name}, {length}k per GPU{suffix}", length << 10, **heads, options=options)
+        for heads, suffix in ((_LLAMA, ""), (_WIDE, ", 64 heads"))
+        for name, options in (("causal", {"causal": True}), ("full", {}))
+        for length in (8, 16, 32)
+    ),
     Problem("causal, 64k per GPU", 65536, **_LLAMA, options={"causal": True}),
-    Problem("full, 8k per GPU", 8192, **_LLAMA, options={}),
     Problem("window of 4096, 16k per GPU", 16384, **_LLAMA, options={"causal": True, "window": (4096, 0)}),
     Problem("multi-head, causal, 8k per GPU", 8192, heads=32, key_heads=32, head_dim=128, options={"causal": True}),
 )

@@ -1,12 +1,14 @@
 """Attention over several GPUs: time, hidden transfers, memory, exactness.
 
-    python -m benchmarks parallel [results.csv] [--members N] [--cpu] [--only NAME ...] [--methods METHOD ...] [--model]
+    python -m benchmarks parallel [results.csv] [--members N] [--threads] [--cpu] [--only NAME ...] [--methods METHOD ...]
+                                  [--model]
 
-With fewer GPUs than members, the members are threads on one GPU, and transfers are copies on it. The ideal time is that of one
-GPU for the whole problem, divided by the number of GPUs. ``calls_ms`` is the time without transfers, ``transfers_ms`` that of
-the same transfers alone; the hidden fraction is 1 - (total - calls) / transfers. ``timeline`` lists when the transfers of the
-first member begin and end on the GPU, from events. Predictions use the measured rates of one GPU and of a link. ``--model``
-prints predictions for 2, 4 and 8 GPUs alone, from the rates that are given or assumed.
+Each GPU has its own process, which this command starts unless torchrun, mpirun or srun did. With ``--threads`` the members are
+threads of one process; with fewer GPUs than members, on one GPU, and transfers are then copies on it. The ideal time is that
+of one GPU for the whole problem, divided by the number of GPUs. ``calls_ms`` is the time without transfers, ``transfers_ms``
+that of the same transfers alone; the hidden fraction is 1 - (total - calls) / transfers. ``timeline`` lists when the transfers
+of the first member begin and end on the GPU, from events. Predictions use the measured rates of one GPU and of a link.
+``--model`` prints predictions for 2, 4 and 8 GPUs alone, from the rates that are given or assumed.
 """
 
 from __future__ import annotations
@@ -15,12 +17,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cupy_sdpa.device import cupy_runtime
+from cupy_sdpa.parallel import connect
+from cupy_sdpa.parallel.groups.launch import environment
 from cupy_sdpa.parallel.planning.configuration import METHODS
 from cupy_sdpa.parallel.planning.report import Machine
 
 from ..common.machine import versions
 from ..common.script import listed, parser, write_csv
-from . import model
+from . import model, processes
 from .measure import Engine, link_bandwidth, measure, one_device_ms
 from .model import CPU_PROBLEMS, PROBLEMS, Problem, configuration, operations, predicted
 
@@ -76,6 +80,7 @@ def main(words: Sequence[str]) -> int:
     arguments = parser("parallel", __doc__)
     arguments.add_argument("csv", nargs="?", metavar="FILE", help="write the rows to this CSV file")
     arguments.add_argument("--members", type=int, metavar="N", help="number of members; by default that of GPUs, at least 2")
+    arguments.add_argument("--threads", action="store_true", help="one process with a thread for each GPU")
     arguments.add_argument("--cpu", action="store_true", help="small problems with numpy arrays, to test the benchmark")
     arguments.add_argument("--only", nargs="+", metavar="NAME", help="only problems whose name contains one of these texts")
     arguments.add_argument(
@@ -88,8 +93,21 @@ def main(words: Sequence[str]) -> int:
     chosen = [
         x for x in (CPU_PROBLEMS if given.cpu else PROBLEMS) if not given.only or any(text in x.name for text in given.only)
     ]
+    if given.model:
+        engine = None
+    else:
+        count = 0 if given.cpu else int(cupy_runtime.cupy().cuda.runtime.getDeviceCount())
+        members = given.members or max(count, 2)
+        engine = Engine(members, members if count >= members else min(count, 1))
+        if engine.gpus == members and not given.threads:
+            if not _is_launched():
+                return processes.start(words, members)
+            group = connect()
+            engine = Engine(group.size, group.size, group)
     rows: list[dict[str, Any]] = []
-    for row in _rows(given, chosen):
+    for row in _rows(given, chosen, engine):
+        if engine and engine.group and engine.group.rank:
+            continue  # the first process prints and writes
         rows.append({name: row.get(name, "") for name in COLUMNS} | ({} if given.cpu or given.model else versions()))
         print(listed(row), flush=True)
         if given.csv:
@@ -97,16 +115,22 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-def _rows(given: Any, problems: Sequence[Problem]) -> Iterator[dict[str, Any]]:
-    if given.model:
+def _is_launched() -> bool:
+    """Whether a launcher started this process."""
+    try:
+        environment()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _rows(given: Any, problems: Sequence[Problem], engine: Engine | None) -> Iterator[dict[str, Any]]:
+    if engine is None:
         forward, backward = (x * 1e12 for x in given.rates or (Machine().forward / 1e12, Machine().backward / 1e12))
         machine = Machine(forward, backward, given.link * 1e9 if given.link else Machine().link)
         for problem in problems:
             yield from ({**row, "link_gbs": round(machine.link / 1e9, 1)} for row in model.rows(problem, machine))
         return
-    count = 0 if given.cpu else int(cupy_runtime.cupy().cuda.runtime.getDeviceCount())
-    members = given.members or max(count, 2)
-    engine = Engine(members, members if count >= members else min(count, 1))
     link = link_bandwidth(engine)
     for problem in problems:
         yield from measured_rows(engine, problem, given.methods, link)

@@ -22,7 +22,7 @@ from ..device import cupy_runtime
 from ..errors import CudnnError
 from ..version import __version__, version_text
 from .helpers import machine
-from .helpers.console import CommandError, Help, one_line, positive, print_labeled
+from .helpers.console import CommandError, Help, file_error, one_line, positive, print_labeled
 
 if TYPE_CHECKING:
     from ..check.cases.case import Case
@@ -34,6 +34,7 @@ examples:
   python -m cupy_sdpa check                     for one minute
   python -m cupy_sdpa check --minutes 20 --json report.json
   python -m cupy_sdpa check --engine cpu --seed 7 --problems 500
+  python -m cupy_sdpa check --trace problems.jsonl
 
 exit status: 0 no findings; 1 findings; 2 no problem could run.
 To report a finding, attach the file that --json writes.
@@ -79,6 +80,9 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         type=Path,
         help="write a report for a bug report: before the findings are shrunk, and again at the end",
     )
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="verify the problems of a file written by CUPY_SDPA_TRACE, not random ones"
+    )
     parser.add_argument("--case", metavar="LITERAL", help="run the case of a finding")
     parser.set_defaults(command=command)
 
@@ -95,12 +99,17 @@ def command(arguments: argparse.Namespace) -> int:
     from ..check.run import cases, run
 
     seed, limits, case = _seed(arguments), _limits(arguments), _case(arguments)
+    if arguments.trace and case:
+        raise CommandError("--trace and --case are given: pass one of them")
     if arguments.json and not arguments.json.absolute().parent.is_dir():
         raise CommandError(f"--json {arguments.json}: there is no such folder")
     engines = _engines([case.engine] if case else arguments.engine)
     jobs = 1 if case else arguments.jobs or _jobs(engines)
-    amount = f"{limits.seconds / 60:g} min" if limits.seconds else f"{limits.problems} problems"
-    print_labeled("seed", f"{seed}; {'1 problem' if case else amount}, {jobs} worker process{'es' * (jobs > 1)}")
+    traced = [case] if case else _traced(arguments.trace, engines) if arguments.trace else None
+    if traced is not None:
+        limits = limits._replace(seconds=None, problems=limits.problems or len(traced))
+    amount = f"{limits.seconds / 60:g} min" if limits.seconds else f"{limits.problems} problem{'s' * (limits.problems != 1)}"
+    print_labeled("seed", f"{seed}; {amount}, {jobs} worker process{'es' * (jobs > 1)}")
     report = _Report(arguments.json, seed, engines)
 
     def before_shrinking(summary: Summary, seconds: float) -> None:
@@ -108,7 +117,7 @@ def command(arguments: argparse.Namespace) -> int:
             report.write(summary, summary.findings, seconds, final=False)
 
     with _Progress(limits) as progress:
-        drawn = iter([case]) if case else cases(seed, engines, arguments.lengths)
+        drawn = cases(seed, engines, arguments.lengths) if traced is None else iter(traced)
         summary, findings, seconds = run(drawn, jobs, limits, progress=progress, before_shrinking=before_shrinking)
     _print(summary, findings, seconds)
     report.write(summary, findings, seconds, final=True)
@@ -145,6 +154,35 @@ def _case(arguments: argparse.Namespace) -> Case | None:
         return parse(arguments.case) if arguments.case else None
     except ValueError as error:
         raise CommandError(f"--case: {error}") from None
+
+
+def _traced(path: Path, engines: Sequence[str]) -> list[Case]:
+    """The cases of a trace; prints which problems are verified at smaller sizes, and which not at all."""
+    from ..check.traced.convert import case_of, reduced
+    from ..check.traced.entry import NotReplayableError, read_trace
+
+    if "plan" in engines and engines != ("cpu", "plan"):
+        raise CommandError("--engine plan has no effect with --trace: use plan --trace, which plans for described GPUs")
+    try:
+        entries = read_trace(path)
+    except OSError as error:
+        raise CommandError(file_error(error)) from error
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    found, smaller = [], 0
+    for entry in entries:
+        try:
+            full = [case_of(entry, engine) for engine in engines if engine != "plan"]
+        except NotReplayableError as error:
+            print_labeled("skipped", f"line {entry.number}: {error}")
+            continue
+        cases = [reduced(case) for case in full]
+        smaller += cases != full
+        found += cases
+    print_labeled("trace", f"{len(entries)} problems of {path}; {smaller} of them with smaller sizes, for the reference")
+    if not found:
+        raise CommandError(f"{path} has no problem that can be verified")
+    return found
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,8 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +19,16 @@ from ..attention import attention
 from ..device import cupy_runtime
 from ..problem.tensor_spec import numpy_dtype
 from ..version import __version__
+from .bench.timing import measure
 from .generation import command as generation
 from .helpers import picture, text
-from .helpers.console import CommandError, Help, add_json, milliseconds, positive, print_labeled
-from .helpers.engine import Placed, add_options, check_memory, place
+from .helpers.console import CommandError, Help, add_json, milliseconds, positive, print_labeled, result, working
+from .helpers.engine import Placed, add_options, check_memory, place, plan_facts
 
 Array = NDArray[Any]
 
 #: The maximum multiplications and rows in the comparison with the reference; either limit takes about a second.
 CHECK, ROWS = 1 << 32, 1 << 15
-#: The number of timed calls on the CPU, and the maximum seconds for timing, also on the GPU.
-CALLS, SECONDS = 5, 1.0
-#: On the GPU: the number of batches, and the maximum number of calls in a batch.
-BATCHES, BATCH = 7, 20
 
 #: The defaults of the options that only one of the two forms of the command takes.
 ATTENTION = {"causal": False, "seq": None, "heads": 8, "kv_heads": None, "head_dim": 64, "plot": None, "no_plot": False}
@@ -131,17 +125,27 @@ def command(arguments: argparse.Namespace) -> int:
         return generation.command(arguments)
     arguments.dtype = arguments.dtype or "bfloat16"
     causal = arguments.causal
-    words, (q, k, v) = _input(arguments)
-    placed = place(arguments.engine, (q, k, v), causal=causal)
+    with working("preparing the text"):
+        words, (q, k, v) = _input(arguments)
+    with working("planning"):
+        placed = place(arguments.engine, (q, k, v), causal=causal)
     _print_setup(words, q, k, causal, placed)
-    timing = _time(lambda: attention(*placed.arrays, causal=causal), placed.on_gpu)
+    with working("timing"):
+        timing = measure(lambda: attention(*placed.arrays, causal=causal), placed.on_gpu)
     times = f"{milliseconds(timing.median)} per call, the median of {timing.repeats}; first call {milliseconds(timing.first)}"
     print_labeled("time", times)
     print_labeled("plan", str(placed.plan).split("\n")[0] if placed.plan else "none: numpy evaluates the steps one by one")
-    correct = _check(timing.out, q, k, v, causal, placed)
+    result(
+        time_ms={"first": 1e3 * timing.first, "median": 1e3 * timing.median},
+        plan=None if placed.plan is None else plan_facts(placed.plan),
+    )
+    with working("comparing with the reference"):
+        out = cupy_runtime.cupy().asnumpy(timing.out) if placed.on_gpu else timing.out
+        correct = _check(out, q, k, v, causal, placed)
     positions = text.interesting(words, 3)
     _print_attention(words, q, k, positions, causal)
-    _plot(arguments, words, q, k, positions[0])
+    with working("drawing"):
+        _plot(arguments, words, q, k, positions[0])
     return 0 if correct else 1
 
 
@@ -173,62 +177,11 @@ def _print_setup(words: list[str], q: Array, k: Array, causal: bool, placed: Pla
     print_labeled("", "q, k and v are computed from the co-occurrence of words; nothing is trained")
     print_labeled("engine", str(placed))
     print_labeled("shapes", f"q {q.shape}, k and v {k.shape}: (head_dim, heads, seq, batch), {q.dtype}")
+    result(
+        text={"tokens": len(words), "different": len(set(words))}, engine=placed.facts(), causal=causal, dtype=str(q.dtype),
+        shapes={"q": list(q.shape), "k": list(k.shape), "v": list(k.shape)},
+    )  # fmt: skip
     print_labeled("call", f"cupy_sdpa.attention(q, k, v{', causal=True' if causal else ''})")
-
-
-@dataclass(frozen=True)
-class _Timing:
-    """The result and the times of a call.
-
-    Attributes:
-        out: the result, a numpy array.
-        first: seconds of the first call.
-        median: median seconds of the repeated calls.
-        repeats: the number of repeated calls, in words.
-    """
-
-    out: Array
-    first: float
-    median: float
-    repeats: str
-
-
-def _time(call: Callable[[], Any], on_gpu: bool) -> _Timing:
-    """Time a call."""
-    started = time.perf_counter()
-    out = call()
-    return _time_gpu(call, out, started) if on_gpu else _time_cpu(call, out, started)
-
-
-def _time_cpu(call: Callable[[], Any], out: Array, started: float) -> _Timing:
-    """Time repeated calls by the wall clock; the first call began at ``started`` and is one of them."""
-    times = [time.perf_counter() - started]
-    while len(times) < CALLS and sum(times) < SECONDS:
-        started = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - started)
-    return _Timing(out, times[0], float(np.median(times)), f"{len(times)} call{'s' * (len(times) > 1)}")
-
-
-def _time_gpu(call: Callable[[], Any], out: Any, started: float) -> _Timing:
-    """Time batches of calls by CUDA events; the first call began at ``started``."""
-    cuda = cupy_runtime.cupy().cuda
-    cuda.get_current_stream().synchronize()
-    first = time.perf_counter() - started
-    call()
-    cuda.get_current_stream().synchronize()
-    second = time.perf_counter() - started - first  # the first call also loads the kernel
-    calls = max(1, min(BATCH, int(SECONDS / BATCHES / second)))
-    events = [cuda.Event() for _ in range(BATCHES + 1)]
-    events[0].record()
-    for event in events[1:]:
-        for _ in range(calls):  # several calls, so that the launch overhead of the host is hidden
-            call()
-        event.record()
-    events[-1].synchronize()
-    batches = [cuda.get_elapsed_time(a, b) for a, b in itertools.pairwise(events)]  # milliseconds
-    median = float(np.median(batches)) / calls / 1e3
-    return _Timing(cupy_runtime.cupy().asnumpy(out), first, median, f"{BATCHES} batches of {calls}, by CUDA events")
 
 
 def _check(out: Array, q: Array, k: Array, v: Array, causal: bool, placed: Placed) -> bool:
@@ -245,6 +198,7 @@ def _check(out: Array, q: Array, k: Array, v: Array, causal: bool, placed: Place
         naive = _for_rows(attention, q, k, v, rows, causal)
         by_numpy = f"; the error of numpy in {q.dtype} is {np.abs(naive.astype(np.float64) - exact).max():.1e}"
     correct = error <= allowed
+    result(error={"maximum": error, "allowed": allowed, "correct": correct, "rows": heads * len(rows), "of": heads * count})
     bound = f"rounding to {q.dtype} explains up to {allowed:.1e} in values up to {np.abs(exact).max():.1f}"
     print_labeled("", f"{'correct' if correct else 'WRONG'}: {bound}{by_numpy}")
     return correct
@@ -285,6 +239,14 @@ def _for_rows(attend: Callable[..., Any], q: Array, k: Array, v: Array, rows: ND
 def _print_attention(words: list[str], q: Array, k: Array, positions: list[int], causal: bool) -> None:
     """Print the words that some words attend to most."""
     rows = text.weights(q, k, 0, np.array(positions), causal)
+    facts = [
+        {
+            "word": words[i], "position": int(i), "itself": float(weight[i]),
+            "others": [{"word": word, "weight": float(share)} for word, share in text.strongest(weight, words, i, 3)],
+        }
+        for i, weight in zip(positions, rows, strict=False)
+    ]  # fmt: skip
+    result(attention=facts, picture=None)
     for label, i, weight in zip(("attention", "(head 0)", ""), positions, rows, strict=False):
         others = ", ".join(f"{word} {share:.3f}" for word, share in text.strongest(weight, words, i, 3))
         print_labeled(label, f"{words[i]!r} attends to {f'{others}, ' if others else ''}itself {weight[i]:.3f}")
@@ -314,3 +276,4 @@ def _plot(arguments: argparse.Namespace, words: list[str], q: Array, k: Array, p
         print_labeled("picture", f"none: {error}")  # not requested, so not an error
     else:
         print_labeled("picture", str(path))
+        result(picture=str(path))

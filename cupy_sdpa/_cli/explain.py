@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 from .. import explain as explained
@@ -13,7 +12,8 @@ from ..device import cupy_runtime
 from ..errors import CudnnError
 from ..support import gpus
 from .helpers import machine
-from .helpers.console import CommandError, Help, print_wrapped
+from .helpers.console import CommandError, Help, add_json, print_wrapped, result, working
+from .helpers.engine import plan_facts
 
 _EPILOG = """\
 examples:
@@ -55,7 +55,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument("--deterministic", action="store_true", help="bitwise reproducible gradients")
     parser.add_argument("--gpu", metavar="NAME", help=f"{', '.join(gpus.NAMES)}, or a file (default: the current GPU)")
     parser.add_argument("--cudnn", metavar="VERSION", help="with --gpu: the cuDNN version (default: the installed one)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json(parser)
     parser.set_defaults(command=command)
 
 
@@ -70,32 +70,47 @@ def command(arguments: argparse.Namespace) -> int:
             window=arguments.window, softcap=arguments.softcap, backward=arguments.backward,
             deterministic=arguments.deterministic,
         )  # fmt: skip
-        report = explained(load_target, gpu=arguments.gpu, cudnn=arguments.cudnn)
+        with working("planning"):
+            report = explained(load_target, gpu=arguments.gpu, cudnn=arguments.cudnn)
     except CudnnError as error:
         hint = "" if arguments.cudnn else "; with --cudnn VERSION the support table is used, which needs no cuDNN"
         raise CommandError(machine.brief(error) + hint) from error
     except (OSError, RuntimeError, TypeError, ValueError) as error:
         raise CommandError(str(error)) from error
-    if arguments.json:
-        print(json.dumps(as_json(report), indent=1))
-    else:
-        print_wrapped(str(report))
+    result(**as_json(report))
+    print_wrapped(str(report))
     return 0 if report else 1
 
 
 def as_json(report: Report) -> dict[str, Any]:
     """A report as JSON values."""
-    plan = report.plan
+    d, dv, hq, hkv, sq, skv, b = report.problem.sizes
+    sizes = {"head_dim": d, "value_dim": dv, "q_heads": hq, "kv_heads": hkv, "queries": sq, "keys": skv, "batch": b}
     return {
         "problem": str(report.problem),
+        "sizes": sizes,
+        "dtype": report.problem.dtype,
+        "backward": report.problem.backward,
         "runs": bool(report),
         "reasons": list(report.reasons),
         "note": report.note,
-        "steps": list(report.graph.lines()),
-        "plan": None if plan is None else dict(plan.facts()),
+        "inputs": [
+            {"name": t.name, "shape": list(report.shape_of(t)), "dtype": t.dtype}
+            for t in report.graph.by_role("input", "constant")
+        ],
+        "steps": [
+            {
+                "formula": node.formula, "shape": list(report.shape_of(node.out)), "dtype": node.out.dtype,
+                "outputs": [t.name for t in node.outputs if t.role == "output"],
+            }
+            for node in report.graph.nodes
+        ],
+        "plan": None if report.plan is None else plan_facts(report.plan),
         "workspace_bytes": report.workspace,
+        "workarounds": list(report.workarounds),
+        "unverified": list(report.unverified),
         "launches": [as_json(launch) for launch in report.launches[1:]],
-    }
+    }  # fmt: skip
 
 
 def _shape(text: str) -> tuple[int, ...]:

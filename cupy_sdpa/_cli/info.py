@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from .._cudnn.deviceless import read_description
 from .._cudnn.library import library
@@ -15,7 +17,7 @@ from ..errors import CudnnError
 from ..plans import disk_cache
 from ..version import __version__, version_text
 from .helpers import machine
-from .helpers.console import CommandError, Help, add_json, one_line, record
+from .helpers.console import CommandError, Help, add_json, one_line, result, working
 
 _EPILOG = """\
 example:
@@ -23,6 +25,10 @@ example:
   python -m cupy_sdpa info --describe > card.json  the current GPU, for
                                                    plan --gpu card.json
 """
+
+
+#: Where each engine runs.
+_WHERE = {"numpy": "CPU", "cuDNN": "GPU"}
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -48,35 +54,69 @@ def command(arguments: argparse.Namespace) -> int:
             raise CommandError(f"there is no GPU to describe: {obstacles[0]}")
         print(read_description())
         return 0
-    _line("cupy_sdpa", __version__, str(Path(__file__).parents[1]))
-    _line("Python", platform.python_version(), sys.executable)
+    with working("looking for libraries"):
+        facts = _facts()
+    if not result(**facts):
+        _print(facts)
+    return 0
+
+
+def _facts() -> dict[str, Any]:
+    """What the command prints; docs/command_line.md lists the keys."""
+    here: dict[str, Any] = {"name": "cupy_sdpa", "version": __version__, "path": str(Path(__file__).parents[1])}
+    python = {"name": "Python", "version": platform.python_version(), "path": sys.executable}
+    packages = [here, python]
     for title, name in (("numpy", "numpy"), ("ml_dtypes", "ml_dtypes"), ("CuPy", "cupy"), ("cuda-python", "cuda.bindings")):
         module = machine.imported(name)
         if isinstance(module, str):
-            _line(title, "-", module)
-        else:
-            where = str(Path(module.__file__ or "").parent)
-            for_cuda = f" (for CUDA {machine.cuda_text(module.cuda.runtime.runtimeGetVersion())})" if name == "cupy" else ""
-            _line(title, module.__version__, where + for_cuda)
+            packages.append({"name": title, "version": None, "reason": module})
+            continue
+        packages.append({"name": title, "version": module.__version__, "path": str(Path(module.__file__ or "").parent)})
+        if name == "cupy":
+            packages[-1]["cuda"] = machine.cuda_text(module.cuda.runtime.runtimeGetVersion())
+    obstacles = machine.obstacles()
+    return {
+        "packages": packages, **_cudnn(), "gpus": _gpus(), "plans": str(disk_cache.current()).removeprefix("plans "),
+        "engines": [
+            {"name": "numpy", "runs": True, "dtypes": ["float16", "bfloat16", "float32", "float64"], "reasons": []},
+            {"name": "cuDNN", "runs": not obstacles, "dtypes": ["float16", "bfloat16"], "reasons": obstacles},
+        ],
+    }  # fmt: skip
+
+
+def _cudnn() -> dict[str, Any]:
+    """The libraries of cuDNN."""
     try:
         cudnn = library()
     except CudnnError as error:
-        _line("cuDNN", "-", one_line(str(error)))
-    else:
-        _line("cuDNN", version_text(cudnn.version), f"{cudnn.path} (for CUDA {machine.cuda_text(cudnn.cudart_version)})")
-        _line("", "", f"found by {cudnn.found_via}")
-        _line("NVRTC", nvrtc().version, nvrtc().path or "not found: cuDNN cannot compile kernels")
-    for gpu in _gpus():
+        return {"cudnn": {"name": "cuDNN", "version": None, "reason": one_line(str(error))}, "nvrtc": None}
+    return {
+        "cudnn": {
+            "name": "cuDNN", "version": version_text(cudnn.version), "path": str(cudnn.path),
+            "cuda": machine.cuda_text(cudnn.cudart_version), "found_by": cudnn.found_via,
+        },
+        "nvrtc": {"name": "NVRTC", "version": nvrtc().version, "path": nvrtc().path and str(nvrtc().path)},
+    }  # fmt: skip
+
+
+def _print(facts: Mapping[str, Any]) -> None:
+    """Print the facts as aligned lines."""
+    for found in (*facts["packages"], facts["cudnn"]):
+        cuda = f" (for CUDA {found['cuda']})" if "cuda" in found else ""
+        _line(found["name"], found["version"] or "-", found.get("reason") or f"{found['path']}{cuda}")
+    if (found := facts["nvrtc"]) is not None:
+        _line("", "", f"found by {facts['cudnn']['found_by']}")
+        _line("NVRTC", found["version"], found["path"] or "not found: cuDNN cannot compile kernels")
+    for gpu in facts["gpus"]:
         _line("GPU", "", gpu)
-    _line("plans", "", str(disk_cache.current()).removeprefix("plans "))
-    if not record(what="this machine can run"):
-        print("\nthis machine can run:")
-    _line("numpy", "yes", "float16, bfloat16, float32 and float64, on the CPU")
-    obstacles = machine.obstacles()
-    _line("cuDNN", "no" if obstacles else "yes", obstacles[0] if obstacles else "float16 and bfloat16, on the GPU")
-    for obstacle in obstacles[1:]:
-        _line("", "", obstacle)
-    return 0
+    _line("plans", "", facts["plans"])
+    print("\nthis machine can run:")
+    for engine in facts["engines"]:
+        *most, last = engine["dtypes"]
+        first, *others = engine["reasons"] or [f"{', '.join(most)} and {last}, on the {_WHERE[engine['name']]}"]
+        _line(engine["name"], "yes" if engine["runs"] else "no", first)
+        for other in others:
+            _line("", "", other)
 
 
 def _gpus() -> list[str]:
@@ -89,5 +129,4 @@ def _gpus() -> list[str]:
 
 
 def _line(title: str, version: str, text: str) -> None:
-    if not record(what=title, version=version, text=text):
-        print(f"  {title:<12}{version:<12}{text}".rstrip())
+    print(f"  {title:<12}{version:<12}{text}".rstrip())

@@ -8,8 +8,10 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from .._interrupt import restore
 from ..version import __version__
 from . import check, demo, explain, info, plan, run, support
+from .bench import command as bench
 from .helpers.console import CommandError, Help, one_line, output_of
 
 _EXAMPLES = """\
@@ -19,14 +21,11 @@ examples:
   python -m cupy_sdpa explain 128,32,4096,1 --causal --gpu h200
   python -m cupy_sdpa plan --gpu h200 shapes.toml -o plans/
   python -m cupy_sdpa check --minutes 10
+  python -m cupy_sdpa bench --trace problems.jsonl
 
 exit status: 0 success; 1 a wrong result, or a problem that cannot run; 2 the
 command failed and one line on stderr gives the reason.
-
-The benchmarks are in the repository: python -m benchmarks compare
 """
-#: The reply to the former command ``bench``.
-_BENCH = "the benchmarks are not part of the package: in a clone of the repository, run `python -m benchmarks compare`"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,17 +37,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: see :func:`exit_status`.
     """
-    words = sys.argv[1:] if argv is None else list(argv)
-    if words[:1] == ["bench"]:
-        print(f"cupy_sdpa: {_BENCH}", file=sys.stderr)
-        return 2
-    parser = _parser()
-    arguments = parser.parse_args(words)
-    if arguments.command is None:
-        parser.print_help(sys.stderr)
-        return 2
 
     def command() -> int:
+        parser = _parser()
+        arguments = parser.parse_args(argv)
+        if arguments.command is None:
+            parser.print_help(sys.stderr)
+            return 2
         with output_of(arguments):
             return int(arguments.command(arguments))
 
@@ -65,6 +60,7 @@ def exit_status(command: Callable[[], int], program: str) -> int:
     Returns:
         The command's own status; 2 if it failed, 130 if it was interrupted, 141 if its output was closed.
     """
+    restore()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # for terminals that cannot print the characters of formulas
@@ -94,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"cupy_sdpa {__version__}")
     parser.set_defaults(command=None)
-    commands = parser.add_subparsers(title="commands", metavar="{demo,run,info,explain,plan,support,check}")
-    for module in (demo, run, info, explain, plan, support, check):
+    commands = parser.add_subparsers(title="commands", metavar="{demo,run,info,explain,plan,support,check,bench}")
+    for module in (demo, run, info, explain, plan, support, check, bench):
         module.add_to(commands)
     return parser

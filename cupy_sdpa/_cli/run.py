@@ -20,7 +20,8 @@ from ..explain import explain
 from ..problem.problem import Problem
 from ..problem.tensor_spec import ITEMSIZE, numpy_dtype
 from .helpers import npz
-from .helpers.console import CommandError, Help, add_json, milliseconds, print_labeled
+from .helpers.console import CommandError, Help, add_json, milliseconds, print_labeled, working
+from .helpers.console import result as report
 from .helpers.engine import add_options, check_memory, place
 
 #: The arrays that the input must contain.
@@ -77,7 +78,7 @@ def command(arguments: argparse.Namespace) -> int:
     headers = npz.headers(arguments.input, NAMES)
     problem = _problem(arguments, headers, options)
     check_memory(_memory(problem, headers), str(arguments.input))
-    with npz.replacing(arguments.output) as file:
+    with npz.replacing(arguments.output) as file, working("computing"):
         arrays = [_load(arguments, name, numpy_dtype(problem.dtype)) for name in NAMES]
         try:
             placed = place(arguments.engine, arrays, **options)
@@ -96,10 +97,24 @@ def command(arguments: argparse.Namespace) -> int:
         if stats is not None:
             results["stats"] = stats.transpose(layout.order("shb", LAYOUTS[arguments.layout]))
         np.savez(file, **results)
+    report(
+        read={
+            "path": str(arguments.input), "layout": arguments.layout,
+            "axes": [layout.AXES[letter] for letter in arguments.layout],
+            "arrays": {name: _facts(header) for name, header in zip(NAMES, headers, strict=True)},
+        },
+        engine=placed.facts(), dtype=problem.dtype, time_ms=1e3 * seconds,
+        wrote={"path": str(arguments.output), "arrays": {name: _facts(array) for name, array in results.items()}},
+    )  # fmt: skip
     print_labeled("read", _interpretation(arguments.layout, headers))
     print_labeled("engine", f"{placed}, in {problem.dtype}: {milliseconds(seconds)}")
     print_labeled("wrote", f"{arguments.output}: {', '.join(f'{name} {a.shape} {a.dtype}' for name, a in results.items())}")
     return 0
+
+
+def _facts(array: Any) -> dict[str, Any]:
+    """Shape and dtype, for ``--json``."""
+    return {"shape": list(array.shape), "dtype": str(array.dtype)}
 
 
 def _problem(arguments: argparse.Namespace, headers: Sequence[npz.Header], options: Mapping[str, Any]) -> Problem:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from ..errors import CudnnError
 from ..offline import problems, survey
@@ -15,7 +16,7 @@ from ..support.rules import RULES
 from ..support.why_not import GUARDS_OFF, unverified_rules, why_not
 from ..version import MINIMUM_CUDNN, RELEASES, version_number, version_text
 from .helpers import machine
-from .helpers.console import CommandError, Help, Progress, one_line, print_labeled, print_wrapped
+from .helpers.console import CommandError, Help, Progress, add_json, one_line, print_labeled, print_wrapped, result
 
 _EPILOG = f"""\
 examples:
@@ -50,6 +51,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--pairs", action="store_true", help="with --measure: every pair of options")
     which.add_argument("--operations", action="store_true", help="with --measure: every operation of score functions")
+    add_json(parser)
     parser.set_defaults(command=command)
 
 
@@ -66,6 +68,8 @@ def command(arguments: argparse.Namespace) -> int:
         version = version_number(arguments.cudnn) if arguments.cudnn else RELEASES[-1]
     except ValueError as error:
         raise CommandError(str(error)) from error
+    if result(**_facts(version)):
+        return 0
     if arguments.markdown:
         print("\n".join(page(version)))
     else:
@@ -73,10 +77,55 @@ def command(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _facts(version: int) -> dict[str, Any]:
+    """The support table for a cuDNN version; docs/command_line.md lists the keys."""
+    named = {**problems.PROBES, **problems.pairs(), **problems.operations()}
+    return {
+        "cudnn": version_text(version), "minimum_cudnn": version_text(MINIMUM_CUDNN),
+        "gpus": [
+            {"name": name, "compute_capability": gpus.capability(name) / 10, "origin": gpus.origin(name)} for name in gpus.NAMES
+        ],
+        "problems": [
+            {"name": name, "gpus": {gpu: _support(problem, version, gpu)._asdict() for gpu in gpus.REPRESENTATIVES}}
+            for name, problem in named.items()
+        ],
+        "rules": [{"name": rule.name, "summary": rule.summary, "refuses": rule.refuses} for rule in RULES],
+        "bugs": [
+            {"name": bug.name, "when": bug.when, "effect": bug.effect, "guards": sorted(bug.guards), "remedy": bug.remedy}
+            for bug in BUGS
+        ],
+    }  # fmt: skip
+
+
+class _Support(NamedTuple):
+    """Whether a GPU runs a problem.
+
+    Attributes:
+        runs: whether no rule refuses it.
+        rules: the rules that refuse it, or those for which its results are unverified.
+    """
+
+    runs: bool
+    rules: tuple[str, ...]
+
+    def __str__(self) -> str:
+        if self.runs and not self.rules:
+            return "yes"
+        return f"{'unverified' if self.runs else 'no'} ({', '.join(self.rules)})"
+
+
+def _support(problem: Problem, version: int, gpu: str) -> _Support:
+    capability = gpus.capability(gpu)
+    if refusing := tuple(dict.fromkeys(reason.rule for reason in why_not(problem, version, capability))):
+        return _Support(False, refusing)
+    return _Support(True, tuple(dict.fromkeys(name for name, _ in unverified_rules(problem, version, capability))))
+
+
 def _lines(version: int) -> Iterator[str]:
     """The support table for a cuDNN version as text."""
     yield f"cuDNN {version_text(version)} ({version_text(MINIMUM_CUDNN)} or newer is required)"
-    yield f"GPUs: {', '.join(f'{name.upper()} ({gpus.capability(name) / 10})' for name in gpus.NAMES)}"
+    listed = (f"{name.upper()} ({gpus.capability(name) / 10}, {gpus.origin(name)})" for name in gpus.NAMES)
+    yield f"described GPUs: {', '.join(listed)}"
     yield "\nproblems:"
     for name, problem in problems.PROBES.items():
         yield f"  {name}: {_verdict(problem, version)}"
@@ -107,12 +156,8 @@ def _exceptions(title: str, named: Mapping[str, Problem], version: int) -> Itera
 def _verdict(problem: Problem, version: int) -> str:
     """``yes`` if all GPUs run a problem, else the GPUs by verdict, with the rules."""
     found: dict[str, list[str]] = {}
-    for gpu in gpus.NAMES:
-        capability = gpus.capability(gpu)
-        rules = dict.fromkeys(reason.rule for reason in why_not(problem, version, capability))
-        unverified = dict.fromkeys(name for name, _ in unverified_rules(problem, version, capability))
-        verdict = f"no ({', '.join(rules)})" if rules else f"unverified ({', '.join(unverified)})" if unverified else "yes"
-        found.setdefault(verdict, []).append(gpu.upper())
+    for gpu in gpus.REPRESENTATIVES:
+        found.setdefault(str(_support(problem, version, gpu)), []).append(gpu.upper())
     if len(found) == 1:
         return next(iter(found))
     return "; ".join(f"{', '.join(names)} {verdict}" for verdict, names in found.items())
@@ -129,6 +174,13 @@ def _measure(cudnn: str | None, probes: Mapping[str, Problem]) -> int:
         expected = ", ".join(finding.rules) or "it runs"
         text = f"{finding.probe} on {finding.gpu}: table: {expected}; cuDNN: {one_line(finding.measured)}"
         print_labeled("differs", text)
+    result(
+        cudnn=version_text(version), planned=len(findings),
+        differs=[
+            {"problem": finding.probe, "gpu": finding.gpu, "rules": list(finding.rules), "cudnn": finding.measured}
+            for finding in wrong
+        ],
+    )  # fmt: skip
     print_labeled(
         "measured", f"{len(findings)} problems with cuDNN {version_text(version)}: {len(wrong)} differ from the table"
     )

@@ -52,7 +52,7 @@ def use_stub() -> None:
     """Build the stub and load it as the driver; for a process that never uses a GPU.
 
     Raises:
-        CudnnError: there is no C compiler.
+        CudnnError: there is no C compiler, or it cannot build the stub.
     """
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
@@ -63,5 +63,10 @@ def use_stub() -> None:
     with tempfile.TemporaryDirectory() as folder:  # the file is not needed once it is loaded
         target = f"{folder}/libcuda.so.1"
         flags = ["-shared", "-fPIC", "-w", "-Wl,-soname,libcuda.so.1"]
-        subprocess.run([compiler, *flags, "-o", target, str(_SOURCE)], check=True)
-        ctypes.CDLL(target, mode=ctypes.RTLD_GLOBAL)
+        try:
+            subprocess.run([compiler, *flags, "-o", target, str(_SOURCE)], check=True, capture_output=True)
+            ctypes.CDLL(target, mode=ctypes.RTLD_GLOBAL)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise CudnnError(
+                f"planning for a GPU without NVIDIA's driver requires Linux: a stub of libcuda.so.1 cannot be used ({error})"
+            ) from error

@@ -60,7 +60,8 @@ def nvrtc() -> Nvrtc:
 
 def _candidates(soname: str) -> Iterator[tuple[str, int]]:
     """The arguments of dlopen, name and mode, for every place in the loader's order."""
-    yield soname, os.RTLD_NOLOAD
+    if hasattr(os, "RTLD_NOLOAD"):  # Windows has none
+        yield soname, os.RTLD_NOLOAD
     folders = [Path(folder) for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":")]
     cudnn = Path(library().path).parent
     for folder in [*folders, *(cudnn / folder for folder in _FOLDERS)]:

@@ -36,6 +36,26 @@ T = TypeVar("T")
 active_tunings: ContextVar[list[Tuning] | None] = ContextVar("active_tunings", default=None)
 
 
+class Composition:
+    """A run of a composed call (:class:`.call_key.ComposedCall`).
+
+    Args:
+        parsed: the calls of an earlier run, in order, without their arrays; new ones are appended.
+
+    Attributes:
+        plans: the plans of this run.
+        position: the number of calls that ran.
+    """
+
+    def __init__(self, parsed: list[Any]) -> None:
+        self.parsed, self.position = parsed, 0
+        self.plans: list[Plan] = []
+
+
+#: The composed call that is running.
+composition: ContextVar[Composition | None] = ContextVar("composition", default=None)
+
+
 class LaunchRecord(NamedTuple):
     """How a call ran on the GPU.
 
@@ -189,7 +209,13 @@ class Call:
 
     def _run(self, device: int | None, memory: cupy_runtime.Memory | None) -> None:
         """Run the subproblems."""
-        with cupy_runtime.arena(memory) if self.on_gpu else contextlib.nullcontext() as arena:
+        if not self.on_gpu:
+            block: Any = contextlib.nullcontext()
+        elif composition.get() is not None:  # its memory is a part of that of the composed call
+            block = cupy_runtime.released()
+        else:
+            block = cupy_runtime.arena(memory)
+        with block as arena:
             self._allocate_temporary_results()
             parts = self.subcalls()
             launched = [part._run_part(device) for part in parts]
@@ -228,7 +254,10 @@ class Call:
 
     def _launch(self, plan: Plan) -> tuple[Plan, Stage | SplitStage]:
         """Execute a plan; it is kept if the caller captures the stream."""
-        if cupy_runtime.capturing():
+        composed = composition.get()
+        if composed is not None:
+            composed.plans.append(plan)
+        elif cupy_runtime.capturing():
             plan.keep()
         return plan, self._execute(plan)
 

@@ -129,7 +129,10 @@ def check_names(options: Mapping[str, Any]) -> None:
         TypeError: an option does not exist; the message names the option to use instead, or the nearest name.
     """
     if options.get("block_mask") is not None:
-        raise TypeError("this call does not take block_mask; cupy_sdpa.attention, attention_backward and attention_vjp do")
+        raise TypeError(
+            "this call does not take block_mask; attention, attention_backward, attention_vjp, attention_jvp and explain do. "
+            "In place of prepare, run the call once: the mask keeps its tables, and later calls are not planned again"
+        )
     if options.get("compute_dtype") is not None:
         raise TypeError(
             "this call does not take compute_dtype; cupy_sdpa.attention, attention_backward, attention_vjp, attention_jvp and "

@@ -11,7 +11,7 @@ from .. import _html
 from ..device import cupy_runtime
 from ..errors import Unsupported
 from ..graph import graph_of
-from ..graph.nodes import Graph
+from ..graph.nodes import Graph, Node, Tensor
 from ..problem.problem import Problem
 from ..problem.subproblems import subproblems
 from ..support.engine_problem import engine_problem
@@ -78,14 +78,17 @@ class Report:
     def __str__(self) -> str:
         return "\n".join(self._lines())
 
+    def __repr__(self) -> str:
+        return f"<Report: {self._verdict().removesuffix(':')}; {self.problem}>"
+
     def _lines(self) -> Iterator[str]:
         yield str(self.problem)
         if self.blocks:
             yield f"block mask: {self.blocks}"
         if self.conversion:
             yield f"arrays are converted: {self.conversion}"
-        yield "steps:"
-        yield from self.graph.lines()
+        yield "steps, with the axes of the call (scores: keys, queries, heads, batch):"
+        yield from self._steps()
         yield self._verdict()
         yield from (f"  {reason}" for reason in self.reasons)
         if self.plan:
@@ -99,6 +102,22 @@ class Report:
             yield ""
             yield "and then"
             yield from launch._lines()
+
+    def _steps(self) -> Iterator[str]:
+        """One line per input, then one line per step; results that exist only inside the kernel are marked."""
+        width = max(len(node.formula) for node in self.graph.nodes)
+        for t in self.graph.by_role("input", "constant"):
+            yield f"  {t.role:8} {t.name:<{width}}  {_shape(self.shape_of(t), 'x'):>20} {t.dtype}"
+        for number, node in enumerate(self.graph.nodes, 1):
+            shape, storage = _shape(self.shape_of(node.out), "x"), "; ".join(_storage(node))
+            yield f"  {number:4}.  {node.formula:<{width}}  {shape:>20} {node.out.dtype:8}  {storage}"
+
+    def shape_of(self, tensor: Tensor) -> tuple[int, ...]:
+        """The shape of a tensor of the graph in the axis order of the call; scores are (Skv, Sq, Hq, B)."""
+        for spec in self.problem.tensors:
+            if spec.name == tensor.name:
+                return spec.shape
+        return tensor.shape[::-1]
 
     def _facts(self, plan: PlanInfo) -> Iterator[tuple[str, str]]:
         """The properties of the plan, and what becomes of the padding."""
@@ -118,10 +137,9 @@ class Report:
         return f"{verdict}{f' ({self.note})' if self.note else ''}{':' if self.plan or self.reasons else ''}"
 
     def _repr_html_(self) -> str:
-        tensors = [("", t.role, t.name, _shape(t.shape), t.dtype) for t in self.graph.by_role("input")]
+        tensors = [("", t.role, t.name, _shape(self.shape_of(t)), t.dtype) for t in self.graph.by_role("input")]
         steps = [
-            (str(number), ", ".join(t.name for t in node.outputs if t.role == "output"), node.formula, _shape(node.out.shape),
-             node.out.dtype)
+            (str(number), "; ".join(_storage(node)), node.formula, _shape(self.shape_of(node.out)), node.out.dtype)
             for number, node in enumerate(self.graph.nodes, 1)
         ]  # fmt: skip
         body = _html.details("steps", _html.table(("step", "array", "formula", "shape", "dtype"), [*tensors, *steps]))
@@ -143,8 +161,15 @@ class Report:
         return _html.with_title(str(self.problem), body)
 
 
-def _shape(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))
+def _storage(node: Node) -> Iterator[str]:
+    """Which results of a step are stored; the others exist only inside the kernel."""
+    if node.out.role == "virtual":
+        yield "never stored"
+    yield from (f"output {t.name}" for t in node.outputs if t.role == "output")
+
+
+def _shape(shape: tuple[int, ...], times: str = " x ") -> str:
+    return times.join(map(str, shape))
 
 
 def explain_call(call: Call) -> Report:

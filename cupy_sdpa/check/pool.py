@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import selectors
 import signal
 import subprocess
 import sys
 import tempfile
-from queue import SimpleQueue
+import threading
+from queue import Empty, SimpleQueue
+from typing import IO
 
 from .cases.case import Case
 from .verify.outcome import Outcome
@@ -43,7 +44,10 @@ class Worker:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, env=environment, start_new_session=True,
         )  # fmt: skip
         self.cases = 0
-        self._pending = b""
+        self._lines: SimpleQueue[bytes] = SimpleQueue()
+        # A thread, because Windows cannot wait for a pipe with a time limit.
+        self._reader = threading.Thread(target=self._read_lines, args=(self._process.stdout,), daemon=True)
+        self._reader.start()
 
     @property
     def pid(self) -> int:
@@ -65,7 +69,7 @@ class Worker:
         try:
             self._process.stdin.write(f"{case!r}\n".encode())
             self._process.stdin.flush()
-        except BrokenPipeError:
+        except OSError:  # the process has ended
             return self._crash()
         line = self._read_line(limit)
         if line is None:
@@ -75,19 +79,19 @@ class Worker:
         return Outcome(**json.loads(line)) if line else self._crash()
 
     def _read_line(self, limit: float) -> bytes | None:
-        """Read the next line of the process; empty if it has ended, None after the time limit."""
-        assert self._process.stdout
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._process.stdout, selectors.EVENT_READ)
-            while b"\n" not in self._pending:
-                if not selector.select(limit):
-                    return None
-                chunk = os.read(self._process.stdout.fileno(), 1 << 16)
-                if not chunk:
-                    return b""
-                self._pending += chunk
-        line, _, self._pending = self._pending.partition(b"\n")
-        return line
+        """The next line of the process; empty if it has ended, None after the time limit."""
+        try:
+            return self._lines.get(timeout=limit)
+        except Empty:
+            return None
+
+    def _read_lines(self, pipe: IO[bytes]) -> None:
+        """Read the lines of the process until it ends, and then an empty one."""
+        with contextlib.suppress(ValueError):  # the pipe was closed
+            for line in pipe:
+                if line.endswith(b"\n"):
+                    self._lines.put(line)
+        self._lines.put(b"")
 
     def _crash(self) -> Outcome:
         """The outcome of a case that ended the process."""
@@ -99,20 +103,25 @@ class Worker:
 
     def kill(self) -> None:
         """Kill the process and its children."""
+        if not hasattr(os, "killpg"):  # Windows
+            self._process.kill()
+            return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Let the process end, and wait for it."""
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
+        if self._process.stdin:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
         try:
             self._process.wait(timeout=20)
         except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            self.kill()
             self._process.wait()
+        self._reader.join(timeout=20)
+        if self._process.stdout and not self._reader.is_alive():
+            self._process.stdout.close()
         self._stderr.close()
 
 

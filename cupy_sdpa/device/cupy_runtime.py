@@ -136,20 +136,22 @@ class Arena:
     """The memory of :func:`allocate` within :func:`arena`.
 
     Attributes:
-        needed: the bytes that were allocated so far, including the gaps for alignment.
+        used: the bytes that are allocated now, including the gaps for alignment.
+        needed: the largest value of ``used`` so far.
         others: arrays that did not fit into the memory of a capture.
     """
 
     def __init__(self, memory: Memory | None, stream: Any) -> None:
         self._memory, self._stream = memory, stream
-        self.needed = 0
+        self.used = self.needed = 0
         self.others: list[Any] = []
 
     def allocate(self, size: int) -> Any:
         """The next ``size`` bytes; memory from CuPy's allocator if they do not fit."""
-        begin = self.needed
-        self.needed += -(-size // ALIGNMENT) * ALIGNMENT
-        if self._memory and self.needed <= self._memory.size:
+        begin = self.used
+        self.used += -(-size // ALIGNMENT) * ALIGNMENT
+        self.needed = max(self.needed, self.used)
+        if self._memory and self.used <= self._memory.size:
             return self._memory.pointer + begin
         if self._stream is None:
             return _allocate(size)
@@ -176,6 +178,16 @@ def arena(memory: Memory | None = None, stream: Any = None) -> Iterator[Arena]:
         yield made
     finally:
         _arena.reset(token)
+
+
+@contextlib.contextmanager
+def released() -> Iterator[None]:
+    """Use the memory that a ``with`` block allocated within :func:`arena` again after the block, in the order of the stream."""
+    found = _arena.get()
+    used = found.used if found else 0
+    yield
+    if found:
+        found.used = used
 
 
 def allocate(size: int) -> Any:

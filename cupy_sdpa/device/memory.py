@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from . import driver
-from .cupy_runtime import capturing, cupy, empty, is_array, stream
+from .cupy_runtime import capturing, cupy, empty, is_array, stream, temporary
 
 Key = TypeVar("Key")
 #: The C type of a unit of so many bytes, in which kernels copy.
@@ -82,6 +82,13 @@ def clear(array: Any, value: float) -> None:
         else:
             bits = int(np.float32(value).view(np.uint32))
             driver.check(driver.bindings().cuMemsetD32Async(array.data.ptr, bits, array.size, stream()))
+
+
+def zeros(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """Create an array of zeros in Fortran order that is used within a call only, on the engine of ``like``."""
+    array = temporary(like, shape, dtype)
+    clear(array, 0)
+    return array
 
 
 def fill_int32(array: Any, value: int) -> None:

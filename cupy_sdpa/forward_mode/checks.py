@@ -13,6 +13,7 @@ from ..device import cupy_runtime
 from ..errors import Unsupported
 from ..problem.tensor_spec import make_spec
 from ..problem.validation import Expected, check_spec
+from ..sparse.plan import check as check_mask
 from .form import Form, Widened, form_of
 
 #: The refusal of derivatives of paged keys.
@@ -43,7 +44,9 @@ def read_form(
     if options.get("page_table") is not None:
         raise Unsupported(NO_PAGED_DERIVATIVES)
     if not _may_copy(q, k, v):
-        read_forward(q, k, v, options).plan()  # raises, with the remedy
+        read_forward(q, k, v, {name: value for name, value in options.items() if name != "block_mask"}).plan()  # raises
+    if (mask := options.get("block_mask")) is not None:
+        check_mask(q, k, v, mask, {name: value for name, value in options.items() if name != "block_mask"})
     given = (tangents[0] is not None, tangents[1] is not None, tangents[2] is not None)
     if widened is not None:
         if any(given):
@@ -66,7 +69,7 @@ def _checked_form(widened: Widened, q: Any, k: Any, v: Any, options: Any, determ
     if form != made:
         raise ValueError(
             f"widened is for {made}, and the call needs {form}: pass the same head dims, deterministic=, softcap=, score_mod=, "
-            "dropout_p= and cu_seqlens_q= to widen as to attention_jvp"
+            "dropout_p=, cu_seqlens_q= and block_mask= to widen as to attention_jvp"
         )
     for name, array in widened.named().items():
         like = q if name in ("q", "dout") else k

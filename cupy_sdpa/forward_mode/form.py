@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 _DROPOUT = ("dropout_p", "seed", "offset", "dropout_mask")
 #: cuDNN's kernels for gradients take head dims up to 128 or up to 256, depending on the GPU.
 TILES = (128, 256)
-#: Head dims are multiples of this number. Packed sequences need twice that; they and deterministic gradients need equal head
-#: dims, see support/known_bugs.py.
+#: Head dims are multiples of this number. Packed sequences, to which calls with a block mask copy blocks, need twice that; they
+#: and deterministic gradients need equal head dims, see support/known_bugs.py.
 MULTIPLE = 8
 
 
@@ -116,7 +116,7 @@ def form_of(
     """
     dropout = bool(options.get("dropout_p"))
     centered = not dropout and options.get("softcap") is None and options.get("score_mod") is None
-    equal = deterministic or options.get("cu_seqlens_q") is not None
+    equal = deterministic or options.get("cu_seqlens_q") is not None or options.get("block_mask") is not None
     exact_mean = not (dropout or (centered and options.get("sinks") is not None))
     return _form(head_dim, value_dim, given, centered, exact_mean, equal)
 

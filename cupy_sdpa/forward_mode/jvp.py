@@ -14,8 +14,13 @@ from ..calls.arguments import read_backward, read_forward
 from ..calls.call import Call
 from ..calls.options import Options, read_flag, read_scale, takes_options
 from ..calls.replay_cache import cache_call, run_cached
-from ..device import cupy_runtime, memory
+from ..device import cupy_runtime, driver, memory
 from ..errors import Unsupported
+from ..sparse.backward import gradients_with_block_mask
+from ..sparse.forward import attention_with_block_mask
+from ..sparse.masks.block_mask import BlockMask
+from ..sparse.problems import plan_parts
+from ..tracing import recorder
 from .checks import check_results, read_form
 from .form import Form, Widened, without_dropout
 from .kernels import Terms, add_terms
@@ -65,9 +70,9 @@ def attention_jvp(
         out, dout: arrays ``(Dv, Hq, Sq, B)`` to write the output and its derivative into, of q's dtype; they must not overlap
             each other or an input.
         stats: float32 array ``(Sq, Hq, B)`` to write the log-sum-exp into; implies ``return_stats``.
-        options: as for :func:`cupy_sdpa.attention`, except ``page_table`` and ``num_splits``. The derivative is that at
-            constant options: their arrays, such as ``bias``, ``sinks`` and ``tensors``, have no tangents. Dropout drops the
-            same weights from the output and its derivative.
+        options: as for :func:`cupy_sdpa.attention`, except ``page_table`` and ``num_splits``. With ``block_mask`` all passes
+            compute its blocks only. The derivative is that at constant options: their arrays, such as ``bias``, ``sinks`` and
+            ``tensors``, have no tangents. Dropout drops the same weights from the output and its derivative.
 
     Returns:
         ``(out, dout)`` or ``(out, dout, stats)``. New arrays are in Fortran order. out and dout are 0 in fully masked rows
@@ -88,20 +93,27 @@ def attention_jvp(
     >>> bool(np.allclose(dout, (plus - minus) / 2e-3, atol=1e-5))
     True
     """
-    for name, value in (("return_stats", return_stats), ("deterministic", deterministic)):
-        read_flag(name, value)
     if needs_conversion(q, options) or other_layout(options):
         arrays = {"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv, "out": out, "dout": dout, "stats": stats}
-        flags = {"widened": widened, "return_stats": return_stats, "deterministic": deterministic}
-        converted: tuple[Any, ...] = convert(attention_jvp, arrays, options, ("out", "dout", "stats"), **flags)
+        converted: tuple[Any, ...] = convert(
+            attention_jvp, arrays, options, ("out", "dout", "stats"), widened=widened, return_stats=return_stats,
+            deterministic=deterministic,
+        )  # fmt: skip
         return converted
+    if recorder.active:
+        given = {"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv, "out": out, "dout": dout, "stats": stats}
+        flags = {"return_stats": return_stats, "deterministic": deterministic, "widened": widened is not None}
+        recorder.record("attention_jvp", given, {**options, **flags})
+    for name, value in (("return_stats", return_stats), ("deterministic", deterministic)):
+        read_flag(name, value)
     form = read_form(q, k, v, (dq, dk, dv), widened, options, deterministic=deterministic)
     check_results(out, dout, q, v, (q, k, v, dq, dk, dv, *(widened or ())))
     options["scale"] = read_scale(options.get("scale"), form.head_dim)
+    mask = options.pop("block_mask", None)
     with cupy_runtime.on_device_of(q) if cupy_runtime.is_array(q) else contextlib.nullcontext():
         if widened is None:
             widened = concatenated(form, (q, k, v), (dq, dk, dv), cupy_runtime.temporary)
-        results = _Derivative(q, k, v, widened, options, deterministic).run(out, dout, stats, return_stats)
+        results = _Derivative(q, k, v, widened, options, deterministic, mask).run(out, dout, stats, return_stats)
     return results if return_stats or stats is not None else results[:2]
 
 
@@ -113,9 +125,13 @@ class _Derivative:
         widened: the wider arrays.
         options: the options, with the scale.
         deterministic: whether the bits must be reproducible.
+        mask: the block mask, or None.
     """
 
-    def __init__(self, q: Any, k: Any, v: Any, widened: Widened, options: Options, deterministic: bool) -> None:
+    def __init__(
+        self, q: Any, k: Any, v: Any, widened: Widened, options: Options, deterministic: bool, mask: BlockMask | None
+    ) -> None:
+        self.mask = mask
         self.q, self.k, self.v, self.widened, self.form = q, k, v, widened, widened.form
         self.options, self.flags = options, {"deterministic": bool(deterministic)}
         #: While the stream is captured, results that the caller does not get belong to the graph.
@@ -127,6 +143,8 @@ class _Derivative:
         """Compute the output, its derivative and the log-sum-exp."""
         form, shape = self.form, (self.form.value_dim, *self.q.shape[1:])
         self.with_stats = return_stats or stats is not None or form.scores
+        if self.mask is not None and cupy_runtime.is_array(self.q):
+            self.plan_blocks(self.mask)
         if self.capturing and stats is None and form.scores and not return_stats:
             stats = self.temporary(row_shape(self.q), np.float32)
         output, stats = self.output(None if form.values else out, stats)
@@ -175,6 +193,8 @@ class _Derivative:
 
     def call(self, name: str, names: tuple[str, ...], arrays: tuple[Any, ...], options: Any) -> list[Any]:
         """Run a pass; it is not parsed if an equal one was cached."""
+        if self.mask is not None:
+            return self.call_with_blocks(self.mask, name, arrays, options)
         kind = "jvp", name, self.with_stats, *self.flags.values()
         results = run_cached(kind, arrays, options)
         if results is None:
@@ -202,6 +222,35 @@ class _Derivative:
             except Unsupported as error:
                 raise Unsupported(refusal(form, name, str(error))) from error
         return calls
+
+    def call_with_blocks(self, mask: BlockMask, name: str, arrays: tuple[Any, ...], options: Any) -> list[Any]:
+        """Run a pass with a block mask."""
+        if len(arrays) == len(_BACKWARD):
+            return list(gradients_with_block_mask(arrays, mask, options, **self.flags, others={}))
+        q, k, v, out, stats = arrays
+        with_stats = name == "output" and self.with_stats
+        results = attention_with_block_mask(q, k, v, mask, options, return_stats=with_stats, out=out, stats=stats)
+        return list(results) if with_stats else [results]
+
+    def plan_blocks(self, mask: BlockMask) -> None:
+        """Plan all passes with a block mask, once for each mask, so that nothing is written if one of them cannot run."""
+        form, w = self.form, self.widened
+        key = ("derivative", driver.context_id(), form, self.q.dtype, self.q.shape, self.k.shape, *sorted(self.options))
+        key = (*key, *self.flags.values())
+        if key in mask.tables:
+            return
+        passes = {"output": ((self.q, self.k, w.values if form.values else self.v), {"return_stats": self.with_stats})}
+        if form.scores and form.value_dim:
+            gradients = {"backward": True, **self.flags}
+            passes |= {"products": ((self.q, self.k, w.v), {})} if form.centered else {}
+            passes["scores"] = (w.q, w.k, w.v), gradients
+            passes |= {"means": ((w.q, w.ones, w.v), gradients)} if w.ones is not None else {}
+        for name, (arrays, flags) in passes.items():
+            try:
+                plan_parts(arrays, mask, self.options, **flags)
+            except Unsupported as error:
+                raise Unsupported(refusal(form, name, str(error))) from error
+        mask.tables[key] = True
 
 
 def refusal(form: Form, name: str, reason: str) -> str:

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from .._typing import Array
 from ..arrays.layouts import options_in_own, other_layout, to_own
 from ..calls.arguments import read_shapes
 from ..calls.options import read_scale, takes_options
 from ..errors import Unsupported
 from ..problem.problem import Problem
-from ..problem.tensor_spec import dtype_name
+from ..problem.tensor_spec import dtype_name, numpy_dtype
+from ..sparse.masks.block_mask import BlockMask
+from ..sparse.problems import part_problems
 from .checks import NO_PAGED_DERIVATIVES
-from .form import form_of, without_dropout
+from .form import Form, form_of, without_dropout
 
 #: The tangents.
 TANGENTS = ("dq", "dk", "dv")
@@ -79,6 +83,8 @@ def problems_of(
     if hasattr(q, "dtype"):  # of the shapes of the wider arrays
         common["dtype"] = dtype_name(q.dtype)
     passes = bool(form.scores and dv)
+    if (mask := options.pop("block_mask", None)) is not None:
+        return _of_blocks(form, shapes, mask, options, common, bool(return_stats))
     values = (2 * dv, *keys) if form.values else v
     problems = [read_shapes(q, k, values, options, return_stats=bool(return_stats) or form.scores, **common)]
     if passes and form.centered:
@@ -89,6 +95,38 @@ def problems_of(
         if not form.centered and not form.joint:
             problems.append(read_shapes(*wide, without_dropout(options), backward=True, **common))
     return tuple(problems)
+
+
+def _of_blocks(
+    form: Form,
+    shapes: Sequence[tuple[int, ...]],
+    mask: BlockMask,
+    options: Mapping[str, Any],
+    common: Mapping[str, Any],
+    return_stats: bool,
+) -> tuple[Problem, ...]:
+    """The problems of the passes with a block mask."""
+    (d, *queries), (_, *keys), (dv, *_) = shapes
+    dtype = numpy_dtype(str(common["dtype"]))
+    deterministic = bool(common.get("deterministic"))
+
+    def parts(q: int, k: int, v: int, **outputs: bool) -> list[Problem]:
+        arrays = [_placeholder((n, *others), dtype) for n, others in ((q, queries), (k, keys), (v, keys))]
+        return part_problems((arrays[0], arrays[1], arrays[2]), mask, options, **outputs)
+
+    problems = parts(d, d, 2 * dv if form.values else dv, return_stats=return_stats or form.scores)
+    if form.scores and dv:
+        problems += parts(d, d, form.product_width) if form.centered else []
+        wide = form.score_width, form.score_width, form.product_width
+        for _ in range(2 if not form.centered and not form.joint else 1):
+            problems += parts(*wide, backward=True, deterministic=deterministic)
+    return tuple(problems)
+
+
+def _placeholder(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    """An array of a shape whose elements share memory; its strides are those of a dense array."""
+    strides = np.cumprod([dtype.itemsize, *shape[:-1]]).tolist()
+    return np.lib.stride_tricks.as_strided(np.empty(1, dtype), shape, strides)
 
 
 def given_by(tangents: Sequence[str]) -> tuple[bool, bool, bool]:

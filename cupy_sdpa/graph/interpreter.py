@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .nodes import Bernoulli, Graph, Matmul, Node, PagedLoad, Pointwise, Reduction, Softmax, Transpose
+from ..device.blocks import BLOCK
+from .nodes import Bernoulli, BlockSelect, Graph, Matmul, Node, PagedLoad, Pointwise, Reduction, Softmax, Transpose
 from .tiles import Evaluation, Tile
 
 if TYPE_CHECKING:
@@ -68,6 +69,14 @@ def _paged_load(node: PagedLoad, tile: Tile) -> None:
     used = views[node.table.name][tile.batch, 0, : -(-length // page), 0]
     rows[:length] = pages[used, head].reshape(-1, columns)[:length]
     tile.cache[node.out.name] = rows.T if node.transposed else rows
+
+
+def _block_select(node: BlockSelect, tile: Tile) -> None:
+    x = tile[node.x]
+    rows = np.arange(tile.start, tile.start + len(x)) // BLOCK
+    blocks = np.unpackbits(tile.run.views[node.bits.name][tile.batch, tile.head], axis=1, bitorder="little")
+    listed = np.repeat(blocks, BLOCK, axis=1)[rows, : x.shape[1]]
+    tile[node.out] = np.where(listed, x, -np.inf).astype(x.dtype, copy=False)
 
 
 def _softmax(node: Softmax, tile: Tile) -> None:
@@ -203,6 +212,7 @@ MODES: dict[str, Callable[[Pointwise, Tile], Array]] = {
 #: The meaning of every node.
 RULES: dict[type[Node], Callable[[Any, Tile], None]] = {
     Bernoulli: _bernoulli,
+    BlockSelect: _block_select,
     Matmul: _matmul,
     PagedLoad: _paged_load,
     Pointwise: _pointwise,

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
+from ..device.blocks import BLOCK
+
 Shape = tuple[int, int, int, int]
 Role = Literal["input", "output", "scalar", "constant", "scratch", "virtual"]
 
@@ -71,29 +73,9 @@ POINTWISE: dict[str, int] = {
     "max": 2,  # max(x, b)
     "min": 2,  # min(x, b)
     "pow": 2,  # x ** b
-    "neg": 1,  # -x
-    "exp": 1,  # e ** x
-    "log": 1,  # the natural logarithm of x
-    "sqrt": 1,  # the square root of x
-    "rsqrt": 1,  # 1 / sqrt(x)
-    "reciprocal": 1,  # 1 / x
-    "tanh_fwd": 1,  # tanh x
-    "sin": 1,  # sin x
-    "cos": 1,  # cos x
-    "tan": 1,  # tan x
-    "erf": 1,  # the error function of x
-    "abs": 1,  # |x|
-    "floor": 1,  # x rounded down
-    "ceil": 1,  # x rounded up
-    "identity": 1,  # x
-    "cmp_eq": 2,  # x == b
-    "cmp_neq": 2,  # x != b
-    "cmp_ge": 2,  # x >= b
-    "cmp_gt": 2,  # x > b
-    "cmp_le": 2,  # x <= b
-    "cmp_lt": 2,  # x < b
-    "logical_and": 2,  # x and b
-    "logical_or": 2,  # x or b
+    **dict.fromkeys(("neg", "abs", "exp", "log", "sqrt", "rsqrt", "reciprocal"), 1),  # -x, |x|, e ** x, ln x, ..., 1 / x
+    **dict.fromkeys(("tanh_fwd", "sin", "cos", "tan", "erf", "floor", "ceil", "identity"), 1),
+    **dict.fromkeys(("cmp_eq", "cmp_neq", "cmp_ge", "cmp_gt", "cmp_le", "cmp_lt", "logical_and", "logical_or"), 2),
     "gen_index": 1,  # the index of each element of x along an axis
     "binary_select": 3,  # x where t, else b
 }
@@ -213,6 +195,18 @@ class PagedLoad(Node):
     lengths: Tensor
     transposed: bool = False
     operands: ClassVar[tuple[str, ...]] = ("pages", "table", "lengths")
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSelect(Node):
+    """``out = x`` in the listed blocks of 128 rows and 128 columns, else -inf; cuDNN's kernel computes only these blocks.
+
+    ``bits`` ``(B, H, row blocks, ceil(column blocks / 8))`` uint8: bit k of byte j is set if column block 8 j + k is listed.
+    """
+
+    x: Tensor
+    bits: Tensor
+    operands: ClassVar[tuple[str, ...]] = ("x", "bits")
 
 
 @dataclass(frozen=True)
@@ -359,7 +353,7 @@ class Builder:
 
     def reduction(self, formula: str, x: Tensor, out: Tensor, *, negative: bool = False) -> Tensor:
         """The sum over the dimensions where ``out`` has length 1, or over groups of heads if ``out`` is ``(B, Hb, M, N)``."""
-        (b, h, m, n), (_, hb, _, _) = x.shape, out.shape
+        (b, h, m, n), hb = x.shape, out.shape[1]
         group = out.shape == (b, hb, m, n) and hb and not h % hb
         if not group and any(n not in (1, full) for n, full in zip(out.shape, x.shape, strict=True)):
             raise ValueError(f"reduction {formula}: {x} {x.shape} cannot be reduced to {out} {out.shape}")
@@ -367,8 +361,7 @@ class Builder:
 
     def transpose(self, formula: str, x: Tensor, out: str, dtype: str | None = None) -> Tensor:
         """``(B, H, M, N)`` to ``(B, H, N, M)``; a view with exchanged strides."""
-        b, h, m, n = x.shape
-        b_stride, h_stride, m_stride, n_stride = x.strides
+        (b, h, m, n), (b_stride, h_stride, m_stride, n_stride) = x.shape, x.strides
         strides = (b_stride, h_stride, n_stride, m_stride)
         view = Tensor(out, (b, h, n, m), dtype or x.dtype, "virtual", strides, ragged=x.ragged)
         return self._add(Transpose(formula, view, x))
@@ -383,6 +376,13 @@ class Builder:
         rows = self.virtual(out, (b, h, n * width, d), pages.dtype)
         rows = replace(rows, shape=(b, h, d, n * width), strides=(*rows.strides[:2], 1, d)) if transposed else rows
         return self._add(PagedLoad(formula, rows, pages, table, lengths, transposed))
+
+    def block_select(self, formula: str, x: Tensor, bits: Tensor, out: str) -> Tensor:
+        """``x`` in the listed blocks, else -inf; see :class:`BlockSelect`."""
+        b, h, rows, columns = x.shape
+        if bits.shape != (shape := (b, h, -(-rows // BLOCK), -(-columns // (8 * BLOCK)))):
+            raise ValueError(f"block select {formula}: {bits} has shape {bits.shape}; it must be {shape}")
+        return self._add(BlockSelect(formula, self.virtual(out, x.shape), x, bits))
 
     def _out(self, out: Tensor | str, shape: Shape, dtype: str | None = None) -> Tensor:
         if isinstance(out, str):

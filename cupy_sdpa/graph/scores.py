@@ -16,7 +16,7 @@ from ..score_fn.proxy import Value
 from ..score_fn.tracer import Tracer
 from .emit import Emitter, is_repeated
 from .nodes import Builder, Tensor
-from .operands import Operands
+from .operands import SCORE_AXES, Operands
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,11 @@ class Scores:
         if root is not None:
             s = self._where(s, self._unlike_a_band(function.emitter.on(s, "m")(root)))
         return s
+
+    def select_blocks(self, s: Tensor) -> Tensor:
+        """``S <- S in the listed blocks, else -inf``, if there are bits of blocks."""
+        bits = self.operands.optional("block_bits", SCORE_AXES)
+        return s if bits is None else self.g.block_select("S where its block is listed, else −∞", s, bits, f"{s} in blocks")
 
     def mask_tail(self, s: Tensor, name: str, axis: int) -> Tensor:
         """``S <- S where j < Skv, else -inf`` (or i and Sq), which holds for every element of the tensor."""
@@ -173,7 +178,10 @@ class Scores:
         row = self._index(s, "i‴", axis=2)
         column = self._index(s, "j‴", axis=3)
         bound = left + 1
-        if band.bottom_right and self.queries and self.keys:
+        if self.problem.block_bits:  # cuDNN's single operation for attention takes integers only
+            bound -= s.shape[3] - s.shape[2] if band.bottom_right else 0
+            column = self._offset(f"j‴ + {bound}", "add", column, self.g.scalar("left", "int32", value=bound))
+        elif band.bottom_right and self.queries and self.keys:
             column = self._offset(f"j‴ + {bound}", "add", column, self.g.scalar("left", "int32", value=bound))
             column = self._offset(f"{column} − Skv", "sub", column, self.keys)
             column = self._offset(f"{column} + Sq", "add", column, self.queries)

@@ -20,7 +20,9 @@ def page(version: int) -> Iterator[str]:
         version: the version of cuDNN; the table of problems also shows the oldest supported version.
     """
     yield from _introduction()
-    yield "## Problems and GPUs\n"
+    yield "## GPUs\n"
+    yield from _gpus()
+    yield "\n## Problems and GPUs\n"
     for number in (version, MINIMUM_CUDNN):
         yield f"cuDNN {version_text(number)}:\n"
         yield from _problems(number)
@@ -61,6 +63,20 @@ def _introduction() -> Iterator[str]:
     )
 
 
+def _gpus() -> Iterator[str]:
+    yield (
+        "The tables depend on the compute capability alone. `plan`, `explain(gpu=)` and `store.build` plan for these GPUs by "
+        "name; *read* descriptions come from a device, *constructed* ones from published properties. `python -m cupy_sdpa info "
+        "--describe > card.json` describes another GPU, which is then named by the path of the file.\n"
+    )
+    yield "| compute capability | GPUs |"
+    yield "|---|---|"
+    for gpu in gpus.REPRESENTATIVES:
+        capability = gpus.capability(gpu)
+        same = [f"`{name}` ({gpus.origin(name)})" for name in gpus.NAMES if gpus.capability(name) == capability]
+        yield _row([f"{capability / 10}", ", ".join(same)])
+
+
 def _row(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
@@ -73,9 +89,9 @@ def _header(columns: Iterable[str]) -> Iterator[str]:
 
 
 def _problems(version: int) -> Iterator[str]:
-    yield from _header(f"{gpu.upper()} ({gpus.capability(gpu) / 10})" for gpu in gpus.NAMES)
+    yield from _header(f"{gpus.capability(gpu) / 10} {gpu.upper()}" for gpu in gpus.REPRESENTATIVES)
     for title, problem in PROBES.items():
-        yield _row([title, *(_support_on(problem, version, gpus.capability(gpu)) for gpu in gpus.NAMES)])
+        yield _row([title, *(_support_on(problem, version, gpus.capability(gpu)) for gpu in gpus.REPRESENTATIVES)])
 
 
 def _support_on(problem: Problem, version: int, capability: int) -> str:
@@ -105,8 +121,8 @@ def _gpus_of(problem: Problem | None, version: int) -> str:
     """The GPUs that run a problem: ``yes`` for all, ``no`` for none."""
     if problem is None:
         return ""
-    supported = [gpu.upper() for gpu in gpus.NAMES if not why_not(problem, version, gpus.capability(gpu))]
-    return "yes" if len(supported) == len(gpus.NAMES) else ", ".join(supported) or "no"
+    supported = [gpu.upper() for gpu in gpus.REPRESENTATIVES if not why_not(problem, version, gpus.capability(gpu))]
+    return "yes" if len(supported) == len(gpus.REPRESENTATIVES) else ", ".join(supported) or "no"
 
 
 def _rules() -> Iterator[str]:

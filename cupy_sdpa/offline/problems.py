@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from ..calls.arguments import read_shapes
 from ..problem.problem import Problem
+from ..problem.tensor_spec import dense_spec
 from ..score_fn.ufuncs import FUNCTIONS
 
 #: Arguments of :func:`cupy_sdpa.problem` that are not options of :func:`cupy_sdpa.attention`.
@@ -79,6 +81,9 @@ PROBES: dict[str, Problem] = {
     "forward, sinks, window": _problem(sinks=True, window=(100, 0)),
     "forward, dropout": _problem(dropout_p=0.1, seed=0),
     "forward, maximum and sum of exponentials": _problem(return_stats="max_sumexp"),
+    "forward, block mask in the kernel, causal": replace(
+        _problem(hkv=2, causal=True, return_stats=True), block_bits=dense_spec("block_bits", "uint8", (1, 4, 8, 2))
+    ),
     "forward, pages of 16 keys, one query": _paged(),
     "forward, pages of 64 keys, one query, sinks": _paged(page=64, sinks=True),
     "forward, pages of 16 keys, 4 queries, causal bottom-right": _paged(4, causal="bottom_right"),

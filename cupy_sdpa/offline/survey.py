@@ -1,4 +1,4 @@
-"""Compare the support table with the plans of the real cuDNN, for every described GPU."""
+"""Compare the support table with the plans of the real cuDNN, for a GPU of each compute capability."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Finding:
 def measure(
     probes: Mapping[str, Problem], cudnn: str | None = None, progress: Callable[[int, int], None] | None = None
 ) -> tuple[int, list[Finding]]:
-    """Plan problems for every described GPU and compare with the support table.
+    """Plan problems for a GPU of each compute capability and compare with the support table.
 
     Args:
         probes: the problems by title, for example :data:`.problems.PROBES`.
@@ -56,7 +56,7 @@ def measure(
         CudnnError: this machine cannot plan; the message lists what is missing.
     """
     subproblem = {title: subproblems(problem)[-1] for title, problem in probes.items()}  # the last is specific to the problem
-    pairs = [(title, gpu) for gpu in gpus.NAMES for title in probes]
+    pairs = [(title, gpu) for gpu in gpus.REPRESENTATIVES for title in probes]
     findings: dict[int, Finding] = {}
     with Planner(2, cudnn) as planner:
         jobs = [(subproblem[title], load_target(gpu)) for title, gpu in pairs]

@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..attention import attention, attention_backward
-from ..device import cupy_runtime
+from ..device import cupy_runtime, memory
 from .groups.channel import Channel, Message, copy
 from .planning.configuration import Configuration
 from .planning.layout import Layout
 from .planning.positions import aligned
-from .ring import _rounded, _zeros
+from .ring import rounded
 
 Options = Mapping[str, Any]
 
@@ -133,11 +133,11 @@ def _to_positions(
     for index, (x, side, layout, heads) in enumerate(arrays):
         shape = _replaced(x.shape, _axes(config, x), heads, layout.share(config.rank))
         if side and heads < config.size:  # several members have the same key/value head
-            total = _zeros(x, shape, config.sums)
+            total = memory.zeros(x, shape, config.sums)
             for peer, message in enumerate(messages):
                 part = _part(total, _axes(config, x), config.heads(peer)[side], slice(None))
                 part += message.arrays[index].astype(config.sums)
-            made.append(_rounded(total, x))
+            made.append(rounded(total, x))
             continue
         result = cupy_runtime.new_result(x, shape, x.dtype)
         for peer, message in enumerate(messages):

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from ..device import cupy_runtime
+from ..device import cupy_runtime, memory
+from ..device.merge import accumulate
 from .groups.channel import Channel, Message, Pending, copy
 from .groups.group import Transfer
 from .planning.configuration import Configuration
@@ -48,7 +49,7 @@ def ring_backward(
     end.
     """
     steps, _ = config.steps
-    dq = _zeros(q, q.shape, config.sums)
+    dq = memory.zeros(q, q.shape, config.sums)
     travelling = _Travelling(config, channel, q, k, v)
     previous, following = (config.rank - 1) % config.size, (config.rank + 1) % config.size
     sums = Message.zeros(q, config.key_specs(config.rank, config.sums))
@@ -70,7 +71,7 @@ def ring_backward(
             transfers = [Transfer(sums.flat, following)], [Transfer(received.flat, previous)]
             arriving, sums = channel.start(*transfers, f"ring, step {step}: gradients of keys and values"), received
     arriving.wait()
-    return _rounded(dq, q), *(_rounded(total, x) for total, x in zip(sums.arrays, (k, v), strict=True))
+    return rounded(dq, q), *(rounded(total, x) for total, x in zip(sums.arrays, (k, v), strict=True))
 
 
 class _Travelling:
@@ -126,9 +127,9 @@ def gather_backward(
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """:func:`ring_backward` with an all-gather; members add the gradients of their keys from all others."""
     keys, values = _gathered(config, channel, k, v)
-    dq = _zeros(q, q.shape, config.sums)
-    totals = [_zeros(q, x.shape, config.sums) for x in (keys, values)]
-    for part in config.whole[0]:
+    dq = memory.zeros(q, q.shape, config.sums)
+    totals = [memory.zeros(q, x.shape, config.sums) for x in (keys, values)]
+    for part in config.whole_backward:
         given = config.part_options(part, q, options)
         dq_part, *others = gradients(part, (dout, q, out, stats), keys, values, config.packed, given | outputs)
         part.rows.add(dq, dq_part, 2)
@@ -146,8 +147,8 @@ def gather_backward(
     first, *others = channel.all_to_all(messages, specs, "all-gather: gradients of keys and values")
     for message in others:
         for total, x in zip(first.arrays, message.arrays, strict=True):
-            total += x
-    return _rounded(dq, q), *(_rounded(total, x) for total, x in zip(first.arrays, (k, v), strict=True))
+            accumulate(total, x)
+    return rounded(dq, q), *(rounded(total, x) for total, x in zip(first.arrays, (k, v), strict=True))
 
 
 def _gathered(config: Configuration, channel: Channel, k: Any, v: Any) -> list[Any]:
@@ -196,14 +197,8 @@ def _without_padding(config: Configuration, out: Any, stats: Any, options: Optio
     return out, stats
 
 
-def _zeros(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-    array = cupy_runtime.temporary(like, shape, dtype)
-    array.fill(0)
-    return array
-
-
-def _rounded(total: Any, like: Any) -> Any:
+def rounded(total: Any, like: Any) -> Any:
     """A sum as a result in the dtype of an array."""
     result = cupy_runtime.new_result(like, total.shape, like.dtype)
-    result[...] = total
+    result.T[...] = total.T  # CuPy's kernels access elements in C order
     return result

@@ -134,6 +134,9 @@ class DiskCache:
         """Bytes of the entries in the folder."""
         return sum(info.st_size for _, info in self._entries())
 
+    def __repr__(self) -> str:
+        return f"<DiskCache: {self}>"
+
     def __str__(self) -> str:
         place = f"in {self.folder}" if self.folder else f"in memory only ({DIRECTORY}=0)"
         sizes = [info.st_size for _, info in self._entries()]

@@ -7,13 +7,27 @@ order as soon as the plan is finalized.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from .._cudnn.constants import DataType, PointwiseMode, ReduceTensorOp, RngDistribution
 from .._cudnn.descriptor import Descriptor
 from ..errors import Unsupported
-from ..graph.nodes import Bernoulli, Graph, Matmul, Node, PagedLoad, Pointwise, Reduction, Softmax, Tensor, Transpose, row_major
+from ..graph.nodes import (
+    Bernoulli,
+    BlockSelect,
+    Graph,
+    Matmul,
+    Node,
+    PagedLoad,
+    Pointwise,
+    Reduction,
+    Softmax,
+    Tensor,
+    Transpose,
+    row_major,
+)
 
 #: cuDNN's data types by the names of numpy's dtypes.
 DATA_TYPES = {
@@ -58,12 +72,15 @@ class OperationGraph:
             raise Unsupported("this graph would crash cuDNN: " + "; ".join(reasons))
         self.uids: dict[str, int] = {}
         self._tensors: dict[str, Descriptor] = {}
+        self._numbers: dict[str, int] = {}
         self._operations: list[Descriptor] = []
         with contextlib.ExitStack() as stack:
             self._stack = stack
-            for node in graph.nodes:
-                RULES[type(node)](node, self)
-            self.descriptor = self.make("OPERATIONGRAPH", {"OPS": self._operations}, "finalize the graph", handle=handle)
+            if any(isinstance(node, BlockSelect) for node in graph.nodes):
+                _attention(graph, self, handle)
+            else:
+                self.add(graph.nodes)
+            self.descriptor = self.close_graph("finalize the graph", handle)
             self._stack = stack.pop_all()  # success: __exit__ closes it
 
     def __enter__(self) -> OperationGraph:
@@ -83,16 +100,30 @@ class OperationGraph:
         descriptor.finalize(doing)
         return descriptor
 
+    def add(self, nodes: Sequence[Node]) -> None:
+        """Add the operations of nodes."""
+        for node in nodes:
+            RULES[type(node)](node, self)
+
+    def close_graph(self, doing: str, handle: int | None) -> Descriptor:
+        """A finalized operation graph of the operations that were added since the last one."""
+        operations, self._operations = self._operations, []
+        return self.make("OPERATIONGRAPH", {"OPS": operations}, doing, handle=handle)
+
     def operation(self, kind: str, attributes: dict[str, Any], doing: str) -> None:
         """Add an operation. A tensor as an attribute is replaced by its descriptor."""
+        self._operations.append(self.part(kind, attributes, doing))
+
+    def part(self, kind: str, attributes: dict[str, Any], doing: str) -> Descriptor:
+        """The descriptor of an operation that another one contains."""
         attributes = {name: self.tensor(v) if isinstance(v, Tensor) else v for name, v in attributes.items()}
-        self._operations.append(self.make(f"OPERATION_{kind}", attributes, f"finalize the operation {doing}"))
+        return self.make(f"OPERATION_{kind}", attributes, f"finalize the operation {doing}")
 
     def tensor(self, tensor: Tensor) -> Descriptor:
         """The descriptor of a tensor, created on first use."""
         if tensor.name not in self._tensors:
             ragged = None if tensor.ragged is None else self.tensor(tensor.ragged)
-            uid = len(self._tensors) + 1
+            uid = self._numbers[tensor.name] = len(self._tensors) + 1
             self._tensors[tensor.name] = self.make(
                 "TENSOR",
                 {
@@ -111,6 +142,11 @@ class OperationGraph:
                 self.uids[tensor.name] = uid
         return self._tensors[tensor.name]
 
+    def uid(self, tensor: Tensor) -> int:
+        """cuDNN's id of a tensor."""
+        self.tensor(tensor)
+        return self._numbers[tensor.name]
+
 
 def crashing_patterns(graph: Graph) -> list[str]:
     """The parts of a graph that crash the process inside cuDNN (measured with 9.19 and 9.28), as text.
@@ -121,7 +157,7 @@ def crashing_patterns(graph: Graph) -> list[str]:
     reasons = []
     for node in graph.nodes:
         for tensor in (*node.inputs, *node.outputs):
-            if tensor.role in ("input", "output") and tensor.dtype in ("bool", "int8", "uint8"):
+            if tensor.role in ("input", "output") and tensor.dtype in ("bool", "int8", "uint8") and not _is_bits(node, tensor):
                 reasons.append(f"{tensor} is {tensor.dtype} in memory (a floating-point exception or an abort)")
         if isinstance(node, Matmul):
             for tensor in (node.a, node.b, node.out):
@@ -131,6 +167,42 @@ def crashing_patterns(graph: Graph) -> list[str]:
         if isinstance(node, Pointwise) and node.mode == "binary_select" and node.x.role == "scalar":
             reasons.append(f"{node.formula} selects from a by-value scalar (a segmentation fault with 9.19)")
     return list(dict.fromkeys(reasons))
+
+
+def _is_bits(node: Node, tensor: Tensor) -> bool:
+    """Whether a tensor is the bits of a block mask, the only bytes that cuDNN's attention reads."""
+    return isinstance(node, BlockSelect) and tensor is node.bits
+
+
+def _attention(graph: Graph, lowered: OperationGraph, handle: int | None) -> None:
+    """A forward graph with a block mask as cuDNN's single operation for attention; other steps of the scores are a subgraph."""
+    first, scale, *steps, softmax, last = graph.nodes
+    assert isinstance(first, Matmul)
+    assert isinstance(scale, Pointwise)
+    assert isinstance(softmax, Softmax)
+    assert isinstance(last, Matmul)
+    (select,) = (node for node in steps if isinstance(node, BlockSelect))
+    steps.remove(select)
+    # K is passed as it is, not as its transpose.
+    (b, h, d, n), strides = first.b.shape, first.b.strides
+    keys = replace(first.b, shape=(b, h, n, d), strides=(*strides[:2], strides[3], strides[2]))
+    attributes: dict[str, Any] = {
+        "QDESC": first.a, "KDESC": keys, "VDESC": last.b, "ODESC": last.out, "SCALEDESC": scale.b,
+        "BLOCK_MASK_DESC": select.bits,
+    }  # fmt: skip
+    stats = softmax.stats if softmax.stats is not None and softmax.stats.role == "output" else None
+    if softmax.sink is None:
+        attributes["STATSDESC"] = stats
+    else:
+        rows = {"XDESC": softmax.x, "YDESC": softmax.out, "STATS_DESC": stats, "SINK_DESC": softmax.sink}
+        attributes["SOFTMAX_DESC"] = lowered.part("SOFTMAX", rows, softmax.formula)
+    if steps:  # from the scaled scores to those before the block mask
+        lowered.add(steps)
+        attributes["SUBGRAPH"] = lowered.close_graph("finalize the steps of the scores", handle)
+        attributes["SUBGRAPH_INPUT_UID"], attributes["SUBGRAPH_OUTPUT_UID"] = (
+            lowered.uid(tensor) for tensor in (scale.out, select.x)
+        )
+    lowered.operation("SDPA_FWD", attributes, "attention with a block mask")
 
 
 def _matmul(node: Matmul, lowered: OperationGraph) -> None:

@@ -120,6 +120,8 @@ class Problem:
         cu_seqlens_q, cu_seqlens_kv: ``(B+1,)``, the cumulative lengths of packed sequences; None for dense arrays. With a page
             table only the queries are packed.
         bias, mask: ``(Skv, Sq, Hq, B)``, broadcast along axes of length 1: added to the scores; True where a query attends.
+        block_bits: ``(ceil(key blocks / 8), query blocks, Hq, B)`` uint8, the blocks of 128 queries and 128 keys that are
+            computed: bit k of byte j is key block 8 j + k. None if all are.
         alibi_slopes, sinks: ``(Hq,)`` float32.
         seed, offset: ``(1,)`` int64, the state of dropout's random number generator.
         dropout_mask: ``(Skv, Sq, Hq, B)``, the weights to keep, as an input.
@@ -151,6 +153,7 @@ class Problem:
     cu_seqlens_kv: TensorSpec | None = None
     bias: TensorSpec | None = None
     mask: TensorSpec | None = None
+    block_bits: TensorSpec | None = None
     alibi_slopes: TensorSpec | None = None
     sinks: TensorSpec | None = None
     seed: TensorSpec | None = None
@@ -269,6 +272,9 @@ class Problem:
         only_values = self.backward or self.results == (self.out,)
         return 0 in (*self.out.shape[1:], sq, *self.k.shape[2:], skv, b) or (dv == 0 and only_values)
 
+    def __repr__(self) -> str:
+        return f"<Problem: {self}>"
+
     def __str__(self) -> str:
         d, dv, hq, hkv, sq, skv, b = self.sizes
         group = "" if hq == hkv else f" ({'MQA' if hkv == 1 else 'GQA'}, {hq // hkv} query heads per key/value head)"
@@ -291,6 +297,8 @@ class Problem:
         yield str(self.band or ("a mask" if self.mask else "no mask"))
         if self.band and self.mask:
             yield "a mask"
+        if self.block_bits:
+            yield "a block mask in the kernel"
         if self.page_table:
             yield f"pages of {self.k.shape[2]} keys"
         if split := self.settings.split:

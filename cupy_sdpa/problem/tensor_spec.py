@@ -13,7 +13,7 @@ FloatDtype = Literal["float16", "bfloat16", "float32", "float64"]
 FLOAT_DTYPES: tuple[FloatDtype, ...] = get_args(FloatDtype)
 
 #: The bytes per element of every dtype that an array may have.
-ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8, "bool": 1}
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8, "bool": 1, "uint8": 1}
 
 #: The metadata of an array that a problem depends on: (dtype name, shape, strides in bytes, alignment in bytes).
 Signature = tuple[str, tuple[int, ...], tuple[int, ...], int]

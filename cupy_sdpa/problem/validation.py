@@ -165,7 +165,7 @@ def _inputs(arrays: Mapping[str, TensorSpec], settings: Settings) -> Problem:
     if band := settings.band:
         ragged = packed or paged or "seq_lens_q" in arrays
         band = band.simplified(sq, skv, lengths=ragged, needs_diagonal="alibi_slopes" in arrays)
-    names = (*LENGTHS, "page_table", *CU_SEQLENS, "alibi_slopes", "sinks", *SEEDS, *SCORE_INPUTS, *OTHER_RESULTS)
+    names = (*LENGTHS, "page_table", *CU_SEQLENS, "alibi_slopes", "sinks", *SEEDS, *SCORE_INPUTS, "block_bits", *OTHER_RESULTS)
     options: dict[str, Any] = {name: arrays[name] for name in names if name in arrays}
     captured = tuple(arrays[step.name] for step in (settings.program or EMPTY_PROGRAM).captured)
     return Problem(q, k, v, q, settings._replace(band=band), captured=captured, **options)
@@ -270,6 +270,7 @@ def _check_options(arrays: Mapping[str, TensorSpec], problem: Problem) -> None:
     expected = [Expected(name, (b,), "int32", "(B,)") for name in LENGTHS]
     expected += [Expected(name, (hq,), "float32", "(Hq,)") for name in ("alibi_slopes", "sinks")]
     expected += [Expected(name, (1,), "int64", "one number") for name in SEEDS]
+    expected.append(Expected("block_bits", (-(-skv // 1024), -(-sq // 128), hq, b), "uint8", "8 blocks of 128 keys per byte"))
     for option in expected:
         if option.name in arrays:
             check_spec(arrays[option.name], option)

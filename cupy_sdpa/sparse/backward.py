@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..calls.arguments import read_backward
-from ..calls.replay_cache import cache_call, run_cached
+from ..calls.call_key import run_part
+from ..calls.replay_cache import run_cached
+from ..calls.user_functions import function_identities
 from ..device import cupy_runtime
 from ..device.blocks import BLOCK
 from ..device.blocks.copies import copy_blocks, copy_stats
 from ..device.blocks.results import Sources, sum_blocks
 from . import plan as plans
 from .entries import PackedCopies, Sizes, attends, packed_copies, rectangles, sources
-from .forward import as_blocks, as_sequences, packed_options, packed_view, parts_of
+from .forward import (
+    as_blocks,
+    as_sequences,
+    mask_of,
+    packed_options,
+    packed_view,
+    parts_of,
+    run_composed,
+    with_arrays,
+    without_arrays,
+)
 from .masks.block_mask import BlockMask
-from .masks.segments import gradient_slices
+from .masks.segments import Slice, gradient_slices
 from .plan import Plan, Upload
-from .positions import Parts, of_copies, of_packed, of_slice, separate_function
+from .positions import Parts, of_copies, of_packed, of_slice
 
 #: The bytes of copies of blocks at a time; heads that need more are computed one part after the other.
 MAX_COPIES = 1 << 31
@@ -56,6 +69,10 @@ def gradients_with_block_mask(
         others: the other requested gradients, which are refused.
     """
     dout, q, k, v, out, stats, dq, dk, dv = arrays
+    requested = any(value is not False and value is not None for value in others.values())
+    kind = ("gradients of blocks", mask.number, mask.has_its_function, deterministic) if isinstance(mask, BlockMask) else None
+    if kind and not requested and cupy_runtime.is_array(q) and (results := run_cached(kind, arrays, options)) is not None:
+        return tuple(results)
     sizes = plans.check(q, k, v, mask, options)
     for name, value in others.items():
         if value is not False and value is not None:
@@ -66,42 +83,44 @@ def gradients_with_block_mask(
         if getattr(array, "shape", None) != wanted:
             raise ValueError(f"{name} has shape {getattr(array, 'shape', None)}; it must be {wanted}")
     if any(array is not None for array in (dq, dk, dv)):
-        results = {f"d{name}": (dx, x.shape, x.dtype) for name, dx, x in (("q", dq, q), ("k", dk, k), ("v", dv, v))}
-        plans.check_results(results, {"dout": dout, "q": q, "k": k, "v": v, "out": out, "stats": stats})
-    parts = parts_of(q, k, mask, sizes, options)
-    parts.options.pop("sinks", None)  # the log-sum-exp contains them
+        passed = {f"d{name}": (dx, x.shape, x.dtype) for name, dx, x in (("q", dq, q), ("k", dk, k), ("v", dv, v))}
+        plans.check_results(passed, {"dout": dout, "q": q, "k": k, "v": v, "out": out, "stats": stats})
+    identities = function_identities(options)
     with cupy_runtime.on_device_of(q) if cupy_runtime.is_array(q) else contextlib.nullcontext():
+        parts_of(q, k, mask, sizes, options)  # checks the score function
         dq, dk, dv = (
             cupy_runtime.new_result(q, x.shape, x.dtype) if dx is None else dx for x, dx in ((q, dq), (k, dk), (v, dv))
         )
-        plan = plans.plan_of(mask, sizes)
         whole = Arrays(dout, q, k, v, out, stats, dq, dk, dv)
-        if plan.blocks is not None and not deterministic and (function := plans.gradient_function(mask, sizes)):
-            # without the sinks, which the log-sum-exp contains; deterministic gradients would need memory for all pairs
-            rest = {name: value for name, value in options.items() if value is not None and name != "sinks"}
-            call(whole, {**rest, "mask_mod": function}, deterministic)
-        elif plan.packed:
-            _packed(whole, parts, plan, deterministic)
-        elif plan.slices is not None:
-            _slices(whole, parts, plan, deterministic)
-        else:
-            _blocks(whole, parts, deterministic)
+        work = functools.partial(_compute, weakref.ref(mask), sizes, without_arrays(options), deterministic)
+        run_composed(mask, kind, _NAMES, arrays, options, work, whole._asdict(), ["dq", "dk", "dv"], identities)
     return dq, dk, dv
+
+
+def _compute(
+    reference: weakref.ref[BlockMask], sizes: Sizes, options: Mapping[str, Any], deterministic: bool, arrays: dict[str, Any]
+) -> None:
+    """Write the gradients; the arguments are those of the forward pass, and whether bits must be the same in every run."""
+    mask, whole = mask_of(reference), Arrays(*(arrays[name] for name in _NAMES))
+    parts, plan = parts_of(whole.q, whole.k, mask, sizes, with_arrays(options, arrays)), plans.plan_of(mask, sizes)
+    parts.options.pop("sinks", None)  # the log-sum-exp contains them
+    if plan.blocks is not None and not deterministic and (function := plans.gradient_function(mask, sizes)):
+        # deterministic gradients would need memory for all pairs
+        call(whole, {**parts.whole_options, "mask_mod": function}, deterministic)
+    elif plan.packed:
+        _packed(whole, parts, plan, deterministic)
+    elif plan.slices is not None:
+        _slices(whole, parts, plan, deterministic)
+    else:
+        _blocks(whole, parts, deterministic)
 
 
 def call(arrays: Arrays, options: Mapping[str, Any], deterministic: bool) -> None:
     """:func:`cupy_sdpa.attention_backward` of a part, which writes into dq, dk and dv."""
-    kind, rest = separate_function(("backward", deterministic, False, False, False), options)
-    if kind is None or run_cached(kind, tuple(arrays), rest) is None:
-        dout, q, k, v, *others = arrays
-        names = dict(zip(_NAMES[4:], others, strict=True))
-        parsed = read_backward(q, k, v, options, dout=dout, deterministic=deterministic, **names)
-        parsed.run()
-        parsed.own_results = True  # or checked by check_results
-        if rest is not options:
-            parsed.identities = ()  # the kind contains them
-        if kind is not None:
-            cache_call(kind, _NAMES, tuple(arrays), rest, parsed)
+    dout, q, k, v, *others = arrays
+    names = dict(zip(_NAMES[4:], others, strict=True))
+    read = functools.partial(read_backward, q, k, v, options, dout=dout, deterministic=deterministic, **names)
+    run_part(_NAMES, tuple(arrays), options, read)
 
 
 def _packed(arrays: Arrays, parts: Parts, plan: Plan, deterministic: bool) -> None:
@@ -135,25 +154,29 @@ def _packed(arrays: Arrays, parts: Parts, plan: Plan, deterministic: bool) -> No
 def _slices(arrays: Arrays, parts: Parts, plan: Plan, deterministic: bool) -> None:
     """Every segment as a call on slices of the arrays, the one with most keys first."""
     assert plan.slices is not None
-    mask, sizes = parts.mask, parts.sizes
     results = [_Sum(array) for array in arrays[6:]]
     for part in sorted(gradient_slices(plan.slices), key=lambda part: part.k0 - part.k1):
-        q0, q1, k0, k1, band = part
-        of_q, of_kv = (slice(None), slice(None), slice(q0, q1)), (slice(None), slice(None), slice(k0, k1))
-        stats = arrays.stats
-        if q1 - q0 < stats.shape[0] or not stats.flags.f_contiguous:
-            stats = cupy_runtime.temporary(arrays.q, (q1 - q0, *stats.shape[1:]), stats.dtype)
-            stats[...] = arrays.stats[q0:q1]
-        targets = [result.target(*bounds) for result, bounds in zip(results, ((q0, q1), (k0, k1), (k0, k1)), strict=True)]
-        given = parts.options_of(
-            plans.band_options(band), (part[:4],), arrays.q, functools.partial(of_slice, part, mask, sizes)
-        )
-        inputs = arrays.dout[of_q], arrays.q[of_q], arrays.k[of_kv], arrays.v[of_kv], arrays.out[of_q], stats
-        call(Arrays(*inputs, *targets), given, deterministic)
-        for result in results:
-            result.add()
+        with cupy_runtime.released():
+            _slice(arrays, parts, part, results, deterministic)
     for result in results:
         result.clear_rest()
+
+
+def _slice(arrays: Arrays, parts: Parts, part: Slice, results: list[_Sum], deterministic: bool) -> None:
+    """Add the gradients of a segment."""
+    mask, sizes = parts.mask, parts.sizes
+    q0, q1, k0, k1, band = part
+    of_q, of_kv = (slice(None), slice(None), slice(q0, q1)), (slice(None), slice(None), slice(k0, k1))
+    stats = arrays.stats
+    if q1 - q0 < stats.shape[0] or not stats.flags.f_contiguous:
+        stats = cupy_runtime.temporary(arrays.q, (q1 - q0, *stats.shape[1:]), stats.dtype)
+        stats[...] = arrays.stats[q0:q1]
+    targets = [result.target(*bounds) for result, bounds in zip(results, ((q0, q1), (k0, k1), (k0, k1)), strict=True)]
+    given = parts.options_of(plans.band_options(band), (part[:4],), arrays.q, functools.partial(of_slice, part, mask, sizes))
+    inputs = arrays.dout[of_q], arrays.q[of_q], arrays.k[of_kv], arrays.v[of_kv], arrays.out[of_q], stats
+    call(Arrays(*inputs, *targets), given, deterministic)
+    for result in results:
+        result.add()
 
 
 class _Sum:
@@ -244,7 +267,8 @@ def _blocks(arrays: Arrays, parts: Parts, deterministic: bool) -> None:
         part = Arrays(
             *(array[:, of_kv if name in ("k", "v", "dk", "dv") else of_q] for name, array in zip(_NAMES, arrays, strict=True))
         )
-        _sum_of_copies(part, copied, of_q.stop - of_q.start, of_kv.stop - of_kv.start, every, deterministic)
+        with cupy_runtime.released():
+            _sum_of_copies(part, copied, of_q.stop - of_q.start, of_kv.stop - of_kv.start, every, deterministic)
 
 
 def _sum_of_copies(

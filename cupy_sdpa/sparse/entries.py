@@ -144,7 +144,7 @@ def make_tables(mask: BlockMask, sizes: Sizes) -> Tables:
     """The batch entries of a mask for calls of some sizes."""
     _, query_blocks, groups, _ = mask.kinds.shape
     numbers = np.full(mask.kinds.shape, ALL, np.int64)
-    numbers.T[mask.kinds.T == PARTIAL] = np.arange(mask.partial)
+    numbers.T[mask.kinds.T == PARTIAL] = np.arange(len(mask.bits))
     without, masked = _Lists(), _Lists()
     for b in range(sizes.batch):
         for g in range(groups):
@@ -226,7 +226,7 @@ def rectangles(mask: BlockMask, batch: int) -> tuple[list[Rectangle], list[Recta
     one; or all blocks with one.
     """
     numbers = np.where(mask.kinds == FULL, ALL, NONE).astype(np.int64)
-    numbers.T[mask.kinds.T == PARTIAL] = np.arange(mask.partial)
+    numbers.T[mask.kinds.T == PARTIAL] = np.arange(len(mask.bits))
     full, masked = [], []
     for b in range(batch):
         for g in range(mask.heads):

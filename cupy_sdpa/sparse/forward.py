@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..calls.arguments import read_forward
+from ..calls.call_key import ComposedCall, read_key, run_part, tensor_name
 from ..calls.replay_cache import cache_call, run_cached
+from ..calls.user_functions import function_identities
 from ..device import cupy_runtime
 from ..device.blocks import BLOCK
 from ..device.blocks.copies import copy_blocks
@@ -21,8 +24,11 @@ from . import plan as plans
 from .entries import Sizes, Tables
 from .masks.block_mask import BlockMask
 from .masks.segments import Packed
+from .native import bits_on_engine, is_supported, native_of
 from .plan import EntryArrays, Plan, Upload
-from .positions import Parts, ScoreFunction, of_entries, of_packed, of_slice, separate_function
+from .positions import Parts, ScoreFunction, of_entries, of_packed, of_slice
+
+_NAMES = ("q", "k", "v", "out", "stats")
 
 
 def attention_with_block_mask(
@@ -35,40 +41,124 @@ def attention_with_block_mask(
         mask: the block mask.
         options: the other options.
     """
+    kind = ("blocks", mask.number, mask.has_its_function, bool(return_stats)) if isinstance(mask, BlockMask) else None
+    given = (q, k, v, out, stats)
+    if kind and cupy_runtime.is_array(q) and (results := run_cached(kind, given, options)) is not None:
+        return tuple(results) if len(results) > 1 else results[0]
     sizes = plans.check(q, k, v, mask, options)
     if return_stats not in (False, True):
         raise ValueError(f"return_stats is {return_stats!r} and block_mask is passed; it must be False or True")
-    parts = parts_of(q, k, mask, sizes, options)
+    identities = function_identities(options)
     with cupy_runtime.on_device_of(q) if cupy_runtime.is_array(q) else contextlib.nullcontext():
+        parts_of(q, k, mask, sizes, options)  # checks the score function
         shape, rows = (v.shape[0], *q.shape[1:]), (q.shape[2], q.shape[1], q.shape[3])
         if out is not None or stats is not None:
-            results = {"out": (out, shape, q.dtype), "stats": (stats, rows, np.dtype(np.float32))}
-            plans.check_results(results, {"q": q, "k": k, "v": v})
+            passed = {"out": (out, shape, q.dtype), "stats": (stats, rows, np.dtype(np.float32))}
+            plans.check_results(passed, {"q": q, "k": k, "v": v})
         out = cupy_runtime.new_result(q, shape, q.dtype) if out is None else out
         if stats is None and return_stats:
             stats = cupy_runtime.new_result(q, rows, np.dtype(np.float32))
-        plan = plans.plan_of(mask, sizes)
-        if plan.packed:
-            _packed(q, k, v, parts, plan, out, stats)
-        elif plan.slices is not None:
-            _slices(q, k, v, parts, plan, out, stats)
-        else:
-            _blocks(q, k, v, parts, plan, out, stats)
+        arrays = {name: array for name, array in zip(_NAMES, (q, k, v, out, stats), strict=True) if array is not None}
+        work = functools.partial(_compute, weakref.ref(mask), sizes, without_arrays(options))
+        run_composed(mask, kind, _NAMES, given, options, work, arrays, ["out", "stats"][: len(arrays) - 3], identities)
     return out if stats is None else (out, stats)
 
 
-def call(q: Any, k: Any, v: Any, options: Mapping[str, Any], out: Any, stats: Any) -> None:
-    """:func:`cupy_sdpa.attention` of a part, which writes into ``out`` and ``stats``, if that is not None."""
-    arrays = (q, k, v, out, stats)
-    kind, rest = separate_function(("forward", stats is not None, False), options)
-    if kind is None or run_cached(kind, arrays, rest) is None:
-        parsed = read_forward(q, k, v, options, return_stats=stats is not None, out=out, stats=stats)
-        parsed.run()
-        parsed.own_results = True  # or checked by check_results
-        if rest is not options:
-            parsed.identities = ()  # the kind contains them
-        if kind is not None:
-            cache_call(kind, ("q", "k", "v", "out", "stats"), arrays, rest, parsed)
+def run_composed(
+    mask: BlockMask,
+    kind: Any,
+    names: tuple[str, ...],
+    given: tuple[Any, ...],
+    options: Mapping[str, Any],
+    work: Callable[[dict[str, Any]], None],
+    arrays: dict[str, Any],
+    results: list[str],
+    identities: tuple[Hashable | None, ...],
+) -> None:
+    """Compute a call with a block mask, and cache it.
+
+    Args:
+        mask: the block mask.
+        kind, names, given, options: as for :func:`.cache_call`.
+        work: computes the results from the arrays of the call and of the options, by name.
+        arrays: the arrays of the call, including the results.
+        results: the names of the results.
+        identities: the identities of the functions when they were traced.
+    """
+    arrays = {**arrays, **arrays_of(options)}
+    if not cupy_runtime.is_array(arrays["q"]):
+        work(arrays)
+        return
+    key = read_key(cupy_runtime.cupy().ndarray, kind, given, options)
+    parsed = mask.tables.setdefault(("parsed", key.key), []) if key else []
+    call = ComposedCall(work, arrays, results, identities, parsed)
+    call.run()
+    cache_call(kind, names, given, options, call)
+
+
+def arrays_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays of the options by name, and those of functions by :func:`.tensor_name`."""
+    found = {"sinks": options["sinks"]} if options.get("sinks") is not None else {}
+    return found | {tensor_name(name): array for name, array in (options.get("tensors") or {}).items()}
+
+
+def without_arrays(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with None in place of every array, for :func:`with_arrays`."""
+    given = {name: value for name, value in options.items() if value is not None}
+    given |= {"sinks": None} if "sinks" in given else {}
+    return given | ({"tensors": dict.fromkeys(given["tensors"])} if "tensors" in given else {})
+
+
+def with_arrays(options: Mapping[str, Any], arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of :func:`without_arrays` with arrays by name."""
+    given = dict(options)
+    given |= {"sinks": arrays["sinks"]} if "sinks" in given else {}
+    tensors = {name: arrays[tensor_name(name)] for name in given.get("tensors", ())}
+    return given | ({"tensors": tensors} if "tensors" in given else {})
+
+
+def mask_of(reference: weakref.ref[BlockMask]) -> BlockMask:
+    """The mask of a running call, whose caller holds it."""
+    mask = reference()
+    assert mask is not None
+    return mask
+
+
+def _compute(reference: weakref.ref[BlockMask], sizes: Sizes, options: Mapping[str, Any], arrays: dict[str, Any]) -> None:
+    """Write the results of a call.
+
+    Args:
+        reference: the block mask.
+        sizes: the sizes of the call.
+        options: the other options, without their arrays.
+        arrays: q, k, v, out, stats if it is returned, and the arrays of the options, by name.
+    """
+    mask = mask_of(reference)
+    q, k, v, out, stats = (arrays.get(name) for name in _NAMES)
+    assert q is not None
+    parts, plan = parts_of(q, k, mask, sizes, with_arrays(options, arrays)), plans.plan_of(mask, sizes)
+    if plan.packed:
+        _packed(q, k, v, parts, plan, out, stats)
+    elif plan.slices is not None:
+        _slices(q, k, v, parts, plan, out, stats)
+    elif is_supported((q, k, v), mask, sizes, parts.whole_options, return_stats=stats is not None):
+        found = native_of(mask)
+        assert found
+        call(q, k, v, {**parts.whole_options, **found.options}, out, stats, bits_on_engine(mask, sizes, q))
+    else:
+        _blocks(q, k, v, parts, plan, out, stats)
+
+
+def call(q: Any, k: Any, v: Any, options: Mapping[str, Any], out: Any, stats: Any, bits: Any = None) -> None:
+    """:func:`cupy_sdpa.attention` of a part, which writes into ``out`` and ``stats``, if that is not None.
+
+    Args:
+        q, k, v, options, out, stats: as for :func:`cupy_sdpa.attention`.
+        bits: the bits of the listed blocks, see :mod:`.native`. Default None: all blocks are computed.
+    """
+    results = {"return_stats": stats is not None, "out": out, "stats": stats, "block_bits": bits}
+    read = functools.partial(read_forward, q, k, v, options, **results)
+    run_part((*_NAMES, "block_bits"), (q, k, v, out, stats, bits), options, read)
 
 
 def parts_of(q: Any, k: Any, mask: BlockMask, sizes: Sizes, options: Mapping[str, Any]) -> Parts:

@@ -8,25 +8,19 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from ..arrays.argument import read_array, share_elements
-from ..calls.arguments import read_shapes
 from ..device import cupy_runtime, driver
 from ..device.blocks import BLOCK
 from ..problem.band import Band
-from ..problem.problem import Problem
-from ..problem.tensor_spec import dtype_name
 from ..score_fn.expression import AXES
-from ..score_fn.identity import identity
 from ..score_fn.tracer import trace
 from .entries import (
     MASKED_COST,
     MASKED_GRADIENT_COST,
     MERGE_COST,
     Entries,
-    PackedCopies,
     Sizes,
     attends,
     make_tables,
-    packed_copies,
     rectangles,
 )
 from .masks import segments
@@ -69,6 +63,8 @@ def choose(mask: BlockMask, sizes: Sizes) -> Plan:
     """The plan with the least cost: segments need no mask, but as many tiles as their rows and keys overlap."""
     repeats = sizes.batch // mask.batch
     blocks = block_cost(mask)
+    if mask.sq * mask.skv > 1 and (mask.kinds == FULL).all():  # one call on the whole arrays, at their own positions
+        return Plan(None, [segments.Slice(0, mask.sq, 0, mask.skv, None)], None, blocks)
     if mask.segments is not None:
         entries = list(mask.segments) * repeats
         cost = sum(segments.cost(entry) for entry in mask.segments)
@@ -114,7 +110,7 @@ def gradient_function(mask: BlockMask, sizes: Sizes) -> Callable[..., Any] | Non
     if key not in mask.tables:
         mask.tables[key] = find()
     found: Callable[..., Any] | None = mask.tables[key]
-    return found if found is None or identity(found) == mask.identity else None  # it may have changed since
+    return found if found is None or mask.has_its_function else None
 
 
 class EntryArrays(NamedTuple):
@@ -293,93 +289,5 @@ def check_results(results: Mapping[str, tuple[Any, tuple[int, ...], Any]], input
         if isinstance(result, np.ndarray) and not result.flags.writeable:
             raise ValueError(f"{name} is read-only, but results are written to it: pass a writable array")
         for other_name, other in {**inputs, **passed}.items():
-            if other is not result and share_elements(read_array(name, result), read_array(other_name, other)):
+            if other_name != name and share_elements(read_array(name, result), read_array(other_name, other)):
                 raise ValueError(f"{name} overlaps {other_name} in memory: results would overwrite it; pass a separate array")
-
-
-def part_problems(
-    arrays: tuple[Any, Any, Any],
-    mask: BlockMask,
-    options: Mapping[str, Any],
-    *,
-    backward: bool = False,
-    return_stats: bool = False,
-    deterministic: bool = False,
-) -> list[Problem]:
-    """The problems of the calls of cuDNN that compute a call with a block mask; arrays are assumed to be dense.
-
-    Args:
-        arrays: q, k and v.
-        mask: the block mask.
-        options: the other options.
-        backward, return_stats, deterministic: as for :func:`cupy_sdpa.explain`.
-    """
-    q, k, v = arrays
-    sizes = check(q, k, v, mask, options)
-    plan, dtype = plan_of(mask, sizes), dtype_name(q.dtype)
-    common = {name: value for name, value in options.items() if value is not None and name != "sinks"}
-    if common.pop("score_mod", None) is not None:
-        raise ValueError("explain does not take score_mod with block_mask; omit score_mod")
-    (d, hq, sq, batch), (dv, hkv, skv, _) = q.shape, v.shape
-    outputs = {"dtype": dtype, "backward": backward, "return_stats": return_stats, "deterministic": deterministic}
-
-    def pose(queries: tuple[int, ...], keys: tuple[int, ...], given: Mapping[str, Any], **changes: Any) -> Problem:
-        shapes = (d, *queries), (d, *keys), (dv, *keys)
-        return read_shapes(*shapes, {**common, **given}, **{**outputs, **changes})
-
-    if backward and plan.blocks is not None and not deterministic and (function := gradient_function(mask, sizes)):
-        return [pose((hq, sq, batch), (hkv, skv, batch), {"mask_mod": function})]
-    if plan.packed:
-        given = {**lengths_of(plan.packed), **band_options(plan.packed.band)}
-        return [pose((hq, sq * batch), (hkv, skv * batch), given)]
-    if plan.slices is not None:
-        parts = segments.gradient_slices(plan.slices) if backward else plan.slices
-        return [pose((hq, x.q1 - x.q0, batch), (hkv, x.k1 - x.k0, batch), band_options(x.band)) for x in parts]
-    hq, hkv = (1, 1) if mask.heads > 1 else (hq, hkv)
-    found = []
-    if backward:
-        for kind in rectangles(mask, batch):
-            if (part := packed_copies(kind, mask, sizes)) is not None:
-                pairs = None if part.partial is None else (part.longest_kv, part.longest_q, len(part.starts_q) - 1)
-                given = {**lengths_of(part), **_pairs_options(pairs)}
-                found.append(pose((hq, BLOCK * len(part.queries)), (hkv, BLOCK * len(part.keys)), given))
-        return found
-    tables = plan.blocks
-    pages = (hkv, BLOCK, -(-skv // BLOCK) * batch * (1 if mask.heads == 1 else sizes.hkv))
-    for entries in (tables.direct, *tables.copied):
-        if entries is not None:
-            count = len(entries.items)
-            pairs = None if entries.partial is None else (BLOCK * len(entries.table), BLOCK, count)
-            given = {"page_table": entries.table.shape, "seq_lens_kv": (count,), "cu_seqlens_q": (count + 1,),
-                     "max_seqlen_q": BLOCK, **_pairs_options(pairs)}  # fmt: skip
-            total = sq * batch if entries is tables.direct else BLOCK * count
-            merged = bool(tables.copied) or options.get("sinks") is not None
-            found.append(pose((hq, total), pages, given, return_stats=return_stats or merged))
-    return found
-
-
-def lengths_of(part: segments.Packed | PackedCopies) -> dict[str, Any]:
-    """The options of packed sequences, with shapes in place of arrays."""
-    return {
-        "cu_seqlens_q": part.starts_q.shape, "cu_seqlens_kv": part.starts_kv.shape, "max_seqlen_q": part.longest_q,
-        "max_seqlen_kv": part.longest_kv,
-    }  # fmt: skip
-
-
-def _pairs_options(shape: tuple[int, int, int] | None) -> dict[str, Any]:
-    """The options of a call with the mask of its batch entries, with an array whose elements share memory."""
-    if shape is None:
-        return {}
-    keys, queries, _ = shape
-    pairs = np.lib.stride_tricks.as_strided(np.empty(1, np.float16), shape, (2, 2 * keys, 2 * keys * queries))
-    return {"mask_mod": is_attended, "tensors": {"attends": pairs}}
-
-
-def description(mask: BlockMask, sizes: Sizes) -> str:
-    """How calls of some sizes compute a mask, for :func:`cupy_sdpa.explain`."""
-    plan = plan_of(mask, sizes)
-    how = {
-        "packed": "as packed sequences", "slices": f"as {len(plan.slices or ())} calls on slices",
-        "blocks": "as batch entries of blocks",
-    }  # fmt: skip
-    return f"{repr(mask)[1:-1]}; computed {how[plan.method]}"

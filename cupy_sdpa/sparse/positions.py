@@ -7,7 +7,7 @@ array that it indexes by positions is copied: element by element, in the order o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from ..device.blocks import BLOCK
 from ..device.blocks.copies import copy_elements
 from ..score_fn.expression import AXES
-from ..score_fn.identity import identity
 from ..score_fn.tracer import Access, trace
 from .entries import Entries, PackedCopies, Sizes
 from .masks.block_mask import BlockMask
@@ -24,7 +23,7 @@ from .masks.evaluate import taken
 from .masks.segments import Packed, Slice
 from .plan import Upload, on_engine
 
-#: The names of the arrays of original positions, for the axes of the scores.
+#: The names of the arrays of original positions, for the axes of the scores; of consecutive ones there is the first one.
 _POSITIONS = dict(zip(AXES, ("entry of b", "head of b", "position of q_idx", "position of kv_idx"), strict=True))
 
 
@@ -57,6 +56,11 @@ class Parts(NamedTuple):
     sizes: Sizes
     options: dict[str, Any]
     scores: ScoreFunction | None
+
+    @property
+    def whole_options(self) -> dict[str, Any]:
+        """The options of a call on whole arrays."""
+        return {**self.options, **self.scores.options} if self.scores else self.options
 
     def options_of(
         self, part: Mapping[str, Any], key: tuple[Any, ...], like: Any, positions: Callable[[], Positions]
@@ -113,8 +117,10 @@ def of_copies(part: PackedCopies, mask: BlockMask) -> Positions:
         (part.keys, part.starts_kv, part.longest_kv, mask.skv),
     ):
         tokens = _in_blocks(items[:, 0].astype(np.int64)[:, None], length, axis=1).reshape(-1)
-        index = np.minimum(starts[:-1] + np.arange(longest)[:, None], len(tokens) - 1)
-        found.append(np.asfortranarray(tokens[index]))
+        offsets = np.arange(longest)[:, None]
+        index, first = np.minimum(starts[:-1] + offsets, len(tokens) - 1), np.minimum(starts[:-1], len(tokens) - 1)
+        following = np.minimum(tokens[first] + offsets, max(length - 1, 0))  # after the end of a sequence
+        found.append(np.asfortranarray(np.where(offsets < np.diff(starts), tokens[index], following).astype(np.int32)))
     first = np.minimum(part.starts_q[:-1] // BLOCK, len(part.queries) - 1)
     _, groups, entries = part.queries[first].T
     return Positions(found[0], found[1], entries.copy(), groups.copy() if mask.heads > 1 else None)
@@ -144,21 +150,16 @@ class ScoreFunction:
         score_mod: the function.
         tensors: the arrays that it reads.
         sizes: the lengths of the axes of the scores.
-
-    Attributes:
-        identity: identifies the function, see :mod:`cupy_sdpa.score_fn.identity`; None if it has no identity.
     """
 
     def __init__(self, score_mod: Callable[..., Any], tensors: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
         self._function, self._tensors = score_mod, dict(tensors)
-        before = identity(score_mod)
         traced = trace(score_mod, None, self._tensors, sizes)
         if traced.band or (traced.program and traced.program.mask is not None):
             raise ValueError("score_mod masks keys and block_mask is passed: put the condition into the mask function")
         #: The options of a call in which all queries and keys are at their positions.
         self.options = {"score_mod": score_mod, **({"tensors": self._tensors} if self._tensors else {})}
         self.accesses = tuple(dict.fromkeys(traced.captured.values()))
-        self.identity: Hashable | None = before if before == identity(score_mod) else None
 
     def located(self, mask: BlockMask, key: tuple[Any, ...], like: Any, positions: Callable[[], Positions]) -> dict[str, Any]:
         """The options of a call with the function: the located function and its arrays.
@@ -172,12 +173,13 @@ class ScoreFunction:
 
         def make(upload: Upload) -> tuple[Positions, dict[str, Any]]:
             found = positions()
-            arrays = {"b": found.entries, "q_idx": found.queries, "kv_idx": found.keys}
+            arrays = {"b": found.entries, "q_idx": _shortest(found.queries, mask.sq), "kv_idx": _shortest(found.keys, mask.skv)}
             if found.heads is not None:
                 arrays["h"] = found.heads
             return found, {_POSITIONS[axis]: upload(array) for axis, array in arrays.items()}
 
         found, arrays = on_engine(mask, like, (*key, "positions"), make)
+        consecutive = frozenset(axis for axis in ("q_idx", "kv_idx") if arrays[_POSITIONS[axis]].ndim == 1)
         arrays = dict(arrays)
         names = {}
         for number, access in enumerate(self.accesses):
@@ -190,8 +192,18 @@ class ScoreFunction:
             make_index = functools.partial(_index, access, array, found)
             arrays[names[access]] = copy_elements(array, on_engine(mask, like, (*key, "index", layout), make_index))
         shapes = {name: tuple(array.shape) for name, array in self._tensors.items()}
-        located = Located(self._function, shapes, names, found.heads is not None, self.identity)
+        located = Located(self._function, shapes, names, consecutive, found.heads is not None)
         return {"score_mod": located, "tensors": arrays}
+
+
+def _shortest(positions: NDArray[np.int32], length: int) -> NDArray[np.int32]:
+    """Positions ``(S, E)``; the first ones ``(E,)`` if all others follow them.
+
+    cuDNN's backward kernel takes four arrays with an element for each query, two of which are its own.
+    """
+    if not positions.size or (positions != np.minimum(positions[0] + np.arange(len(positions))[:, None], length - 1)).any():
+        return positions
+    return np.ascontiguousarray(positions[0])
 
 
 def _index(access: Access, array: Any, positions: Positions, upload: Upload) -> Any:
@@ -233,10 +245,8 @@ class Located:
         function: the score function.
         shapes: the shapes of its arrays.
         names: the name of the copied array of each access.
+        consecutive: the axes of which each batch entry has consecutive positions.
         one_head: whether each batch entry has one head.
-
-    Attributes:
-        identity: identifies the function; None if it has no identity.
     """
 
     def __init__(
@@ -244,20 +254,21 @@ class Located:
         function: Callable[..., Any],
         shapes: Mapping[str, tuple[int, ...]],
         names: Mapping[Access, str],
+        consecutive: frozenset[str],
         one_head: bool,
-        identity: Hashable | None,
     ) -> None:
         self._function, self._shapes, self._names, self._one_head = function, shapes, names, one_head
-        self.identity = identity
+        self._consecutive = consecutive
 
     def __call__(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, **arrays: Any) -> Any:
         """The score."""
         moved = {
             "b": arrays[_POSITIONS["b"]][b],
             "h": arrays[_POSITIONS["h"]][b] if self._one_head else h,
-            "q_idx": arrays[_POSITIONS["q_idx"]][q_idx, b],
-            "kv_idx": arrays[_POSITIONS["kv_idx"]][kv_idx, b],
         }
+        for axis, index in (("q_idx", q_idx), ("kv_idx", kv_idx)):
+            array = arrays[_POSITIONS[axis]]
+            moved[axis] = index + array[b] if axis in self._consecutive else array[index, b]
         local = {"b": b, "h": h, "q_idx": q_idx, "kv_idx": kv_idx}
         copies = {
             access: arrays[name][tuple(local[axis] for axis in axes)]
@@ -288,18 +299,3 @@ class _Elements:
         )
         found = self._copies.get(Access(self._name, axes))
         return 0 * self._moved["q_idx"] if found is None else found  # an element that the result does not depend on
-
-
-def separate_function(kind: Any, options: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-    """The kind and the options under which a call is cached: the identity of a located function is a part of the kind.
-
-    Returns:
-        The arguments of :func:`.run_cached`; the kind is None if the call cannot be cached.
-    """
-    located = options.get("score_mod")
-    if not isinstance(located, Located):
-        return kind, options
-    if located.identity is None:
-        return None, options
-    rest = {name: value for name, value in options.items() if name not in ("score_mod", "mask_mod")}
-    return (kind, located.identity, "mask_mod" in options), rest

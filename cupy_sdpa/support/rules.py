@@ -18,6 +18,8 @@ from ..problem.problem import CU_SEQLENS, KEY_ARRAYS, QUERY_ARRAYS, ROW_STATS, P
 from ..problem.tensor_spec import ITEMSIZE, TensorSpec, dense_strides
 from ..version import MINIMUM_CUDNN, version_text
 
+#: The first cuDNN whose block mask is right if the first key block of a query block is skipped.
+BLOCK_BITS_SINCE = 92600
 #: The lowest compute capability with cuDNN's flash attention (Ampere); 8.0 is 80.
 MINIMUM_CAPABILITY = 80
 
@@ -290,6 +292,27 @@ def _packed_gradients(problem: Problem, cudnn: int, capability: int) -> Iterator
         yield f"gradients of packed sequences were not run on compute capability {capability / 10}"
 
 
+def _block_bits(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    if problem.block_bits is None:
+        return
+    d, dv, _, _, sq, _, _ = problem.sizes
+    if not 100 <= capability < 110 or cudnn < BLOCK_BITS_SINCE:
+        yield (
+            f"a block mask in the kernel requires compute capability 10.x and cuDNN {version_text(BLOCK_BITS_SINCE)}; this is "
+            f"{capability / 10} and cuDNN {version_text(cudnn)}: attention(..., block_mask=) uses other calls here"
+        )
+    elif sq == 1 or (max(d, dv) > 128 and (d, dv) != (192, 128)):
+        yield (
+            f"a block mask in the kernel is not supported with {sq} queries and head dims {d} and {dv}: pass two queries or "
+            "more, and head dims up to 128, or 192 with 128 for v"
+        )
+
+
+def _block_bits_not_run(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    if problem.block_bits:
+        yield "a block mask in the kernel was planned, and not run"
+
+
 def _page_size(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     page = problem.k.shape[2]
     if problem.paged and page & (page - 1):
@@ -343,6 +366,8 @@ RULES: tuple[Rule, ...] = (
     Rule("dropout-mask", "Dropout with random numbers only.", Unsupported, _dropout_mask),
     Rule("max-sumexp", "return_stats='max_sumexp': not with sinks, not with sequence lengths.", Unsupported, _max_sumexp,
          planned=True),
+    Rule("block-mask", "Block masks in the kernel: on SM 10.x with cuDNN 9.26, two queries or more, and head dims up to 128, "
+         "or 192 with 128 for v. Elsewhere block masks are computed by other calls.", Unsupported, _block_bits, FRONTEND),
     Rule("page-size", "Pages of a power of two of keys.", Unsupported, _page_size),
     Rule("paged-dropout", "Paged keys and a single query: no dropout.", Unsupported, _paged_dropout),
     Rule("deterministic-sinks", "No deterministic gradient of sinks.", Unsupported, _deterministic_sinks, planned=True),
@@ -353,6 +378,8 @@ RULES: tuple[Rule, ...] = (
          "0 or below: run on Hopper only.", Unsupported, _scale_elsewhere, refuses=False),
     Rule("backward-256", "Gradients with head dim 256: not run on SM 10.x. cuDNN 9.28 does not compile the kernel for the "
          "description of the B200.", Unsupported, _backward_256, FRONTEND, refuses=False),
+    Rule("block-mask-planned", "Block masks in the kernel: planned, not run.", Unsupported, _block_bits_not_run, FRONTEND,
+         refuses=False),
     Rule("deterministic", "Deterministic gradients: not run on SM 12.x.", Unsupported, _deterministic,
          "https://github.com/NVIDIA/TransformerEngine", refuses=False),
 )  # fmt: skip

@@ -18,7 +18,7 @@ from .known_bugs import BUGS, GUARDS, STAGING_GUARDS, Bug
 from .rules import RULES
 
 #: One compute capability of each GPU generation, and the name of the generation.
-GENERATIONS = {80: "Ampere", 89: "Ada", 90: "Hopper", 100: "Blackwell", 120: "GeForce Blackwell"}
+GENERATIONS = {80: "Ampere", 86: "Ampere", 89: "Ada", 90: "Hopper", 100: "Blackwell", 120: "GeForce Blackwell"}
 #: The compute capabilities on which this package was run.
 VERIFIED = frozenset({90})
 #: The environment variable that disables rules and bugs: their names, separated by commas.
@@ -81,7 +81,7 @@ def _lift(reason: Reason, problem: Problem, cudnn: int, capability: int) -> str:
     newer = [v for v in RELEASES if v > cudnn and lifts(v, capability)]
     older = [v for v in RELEASES if v < cudnn and lifts(v, capability)]
     versions = [f"with cuDNN {version_text(v)}" for v in (newer[:1] or older[-1:])]
-    gpus = [name for gpu, name in GENERATIONS.items() if gpu != capability and lifts(cudnn, gpu)]
+    gpus = list(dict.fromkeys(name for gpu, name in GENERATIONS.items() if gpu != capability and lifts(cudnn, gpu)))
     return ", or ".join([*versions, *([f"on {', '.join(gpus)}"] if gpus else [])])
 
 

@@ -240,6 +240,8 @@ class FakeLibrary(Library):
             for name, value in of.values.items():
                 short = name.removeprefix(f"{of.kind}_")
                 found[short] = resolved(value[0]) if short.endswith("DESC") or short in _POINTERS else value
+                if short == "OPS":  # of the subgraph of an operation
+                    found[short] = [resolved(part) for part in value]
             return of.kind, pointer, found
 
         return Program.of([resolved(pointer) for pointer in record["OPS"]])
@@ -270,7 +272,7 @@ class FakeLibrary(Library):
 
 
 #: Attributes that are pointers to descriptors although their names do not end in DESC.
-_POINTERS = ("PW_DESCRIPTOR", "SEED")
+_POINTERS = ("PW_DESCRIPTOR", "SEED", "SUBGRAPH")
 
 
 def _number(descriptor: Any) -> int:

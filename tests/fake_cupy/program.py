@@ -29,7 +29,7 @@ TILE = 128
 _DTYPES = {
     DataType.HALF: np.dtype("float16"), DataType.BFLOAT16: np.dtype(ml_dtypes.bfloat16), DataType.FLOAT: np.dtype("float32"),
     DataType.DOUBLE: np.dtype("float64"), DataType.INT32: np.dtype("int32"), DataType.INT64: np.dtype("int64"),
-    DataType.BOOLEAN: np.dtype("bool"),
+    DataType.BOOLEAN: np.dtype("bool"), DataType.UINT8: np.dtype("uint8"),
 }  # fmt: skip
 _NUMBERS = {"float32": ctypes.c_float, "float64": ctypes.c_double, "int32": ctypes.c_int32}
 
@@ -124,11 +124,12 @@ class Read(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """An operation: its kind, its tensors by role, and its settings."""
+    """An operation: its kind, its tensors by role, its settings, and the operations of its subgraph."""
 
     kind: str
     tensors: dict[str, Tensor]
     settings: dict[str, Any]
+    parts: tuple[Operation, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -152,15 +153,22 @@ class Program:
                 )  # fmt: skip
             return tensors[pointer]
 
-        made = []
-        for kind, _, given in operations:
-            of, settings = {}, {}
+        def operation(kind: str, _: int, given: dict[str, Any]) -> Operation:
+            of, settings, parts = {}, {}, ()
             for name, value in given.items():
                 if isinstance(value, tuple) and value[0] == "TENSOR":
                     of[name] = tensor(*value[1:])
+                elif name == "SUBGRAPH":
+                    parts = tuple(operation(*part) for part in value[2]["OPS"])
+                elif name == "SOFTMAX_DESC":
+                    of |= operation(*value).tensors
                 elif isinstance(value, tuple):
                     settings |= {key: setting[0] for key, setting in value[2].items()}
-            made.append(Operation(kind.removeprefix("OPERATION_"), of, settings))
+                elif name.startswith("SUBGRAPH"):
+                    settings[name] = value[0]
+            return Operation(kind.removeprefix("OPERATION_"), of, settings, parts)
+
+        made = [operation(*given) for given in operations]
         queries = next((o.tensors["ADESC"].dims[2] for o in made if o.kind == "MATMUL"), 0)
         for operation in made:
             if operation.kind == "PAGED_CACHE_LOAD":
@@ -173,7 +181,8 @@ class Program:
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors that an execution passes."""
-        every = {t for operation in self.operations for t in operation.tensors.values()}
+        operations = [part for operation in self.operations for part in (operation, *operation.parts)]
+        every = {t for operation in operations for t in operation.tensors.values()}
         every |= {t.ragged for t in every if t.ragged is not None}
         return sorted((t for t in every if not t.virtual), key=lambda t: t.uid)
 
@@ -199,8 +208,20 @@ class Program:
                 return values[t.uid]
             return values.get(t.uid, Value(None))._replace(array=_working(read(t)))
 
-        for operation in self.operations:
+        operations = list(self.operations)
+        while operations:
+            operation = operations.pop(0)
             scribble()
+            if operation.kind == "SDPA_FWD":
+                t = operation.tensors
+                values[operation.settings.get("SUBGRAPH_INPUT_UID", 0)] = _scores(t, get)
+                operations += [*operation.parts, operation._replace(kind="the rest of SDPA_FWD")]
+                continue
+            if operation.kind == "the rest of SDPA_FWD":
+                t = operation.tensors
+                for name, array in _attention(t, values[operation.settings.get("SUBGRAPH_OUTPUT_UID", 0)], get).items():
+                    _write(read, t[name], (array * factor).astype(t[name].dtype), Value(None), None, False)
+                continue
             if operation.kind == "PAGED_CACHE_LOAD":
                 t = operation.tensors["YDESC"]
                 values[t.uid] = Value(_working(_paged_load(operation, read)))
@@ -299,6 +320,28 @@ def _paged_load(operation: Operation, read: Read) -> Any:
 
 def _working(array: Any) -> Any:
     return array if array.dtype.kind in "ib" else array.astype(np.float32)
+
+
+def _scores(t: Mapping[str, Tensor], get: Callable[[Tensor], Value]) -> Value:
+    """The scaled scores of the operation for attention."""
+    q, k = (get(t[name]).array for name in ("QDESC", "KDESC"))
+    k = np.repeat(k, q.shape[1] // k.shape[1], axis=1)
+    return Value(np.matmul(q, k.swapaxes(2, 3)) * get(t["SCALEDESC"]).array)
+
+
+def _attention(t: Mapping[str, Tensor], scores: Value, get: Callable[[Tensor], Value]) -> dict[str, Any]:
+    """The output and the log-sum-exp of the operation for attention, from the scores before the block mask."""
+    bits, v, s = get(t["BLOCK_MASK_DESC"]).array, get(t["VDESC"]).array, scores.array
+    listed = np.unpackbits(bits, axis=3, bitorder="little").repeat(TILE, axis=2).repeat(TILE, axis=3)
+    s = np.where(listed[:, :, : s.shape[2], : s.shape[3]], s, -np.inf)
+    sink = get(t["SINK_DESC"]).array if "SINK_DESC" in t else np.full((1, 1, 1, 1), -np.inf, np.float32)
+    top = np.maximum(s.max(axis=3, keepdims=True), sink)
+    e = np.exp(s - top)
+    total = e.sum(axis=3, keepdims=True) + np.exp(sink - top)
+    p = (e / total).astype(t["QDESC"].dtype).astype(np.float32)
+    found = {"ODESC": np.matmul(p, np.repeat(v, s.shape[1] // v.shape[1], axis=1))}
+    stats = next((name for name in ("STATSDESC", "STATS_DESC") if name in t), None)
+    return {**found, stats: top + np.log(total)} if stats else found
 
 
 def _matmul(operation: Operation, given: dict[str, Value]) -> Value:

@@ -14,7 +14,7 @@ from ...device import cupy_runtime
 from ...problem.tensor_spec import numpy_dtype
 from ...version import __version__
 from ..helpers import text
-from ..helpers.console import CommandError, print_labeled
+from ..helpers.console import CommandError, print_labeled, result, working
 from ..helpers.engine import choose
 from .decoder import PAGE, Decoder
 from .gpt import GPT, Training, one_blas_thread, train
@@ -40,25 +40,33 @@ def command(arguments: argparse.Namespace) -> int:
     if proposals > PAGE:
         raise CommandError(f"--draft {proposals} is more than {PAGE}")
     print_labeled("cupy_sdpa", f"{__version__}, a small GPT is trained on a text and continues it")
-    model = _train(arguments.steps, dtype, cupy_runtime.cupy() if on_gpu else np, f"{'cuDNN' if on_gpu else 'numpy'} ({why})")
+    engine = {"name": "cuDNN" if on_gpu else "numpy", "reason": why}
+    result(engine=engine, dtype=str(dtype), prompt=arguments.prompt, temperature=temperature)
+    with working("training"):
+        model = _train(arguments.steps, dtype, cupy_runtime.cupy() if on_gpu else np, f"{engine['name']} ({why})")
     prompt = _encode(model, arguments.prompt)
     if len(prompt) + count > model.sizes.context:
         length = f"--prompt and --tokens have {len(prompt)} + {count} tokens"
         raise CommandError(f"{length}; the model was trained on sequences of {model.sizes.context}")
 
     decoder, noise = Decoder(model, 1), gumbel(temperature, 0, 0, count, len(model.vocabulary))
-    decoder.step(1), decoder.step(proposals + 1)  # captured in CUDA graphs on a GPU
-    decoder.prefill({0: prompt})  # not timed: on a GPU the first call builds plans
-    greedy, prefill, decoding = _generate(decoder, prompt, count)
-    sampled, *_ = _generate(decoder, prompt, count, noise)
+    with working("generating"):
+        decoder.step(1), decoder.step(proposals + 1)  # captured in CUDA graphs on a GPU
+        decoder.prefill({0: prompt})  # not timed: on a GPU the first call builds plans
+        greedy, prefill, decoding = _generate(decoder, prompt, count)
+        sampled, *_ = _generate(decoder, prompt, count, noise)
+    result(greedy=model.decode(greedy), sampled=model.decode(sampled))
+    result(tokens_per_second={"prefill": len(prompt) / prefill, "decoding": (count - 1) / decoding})
     print_labeled("prompt", arguments.prompt)
     print_labeled("greedy", model.decode(greedy))
     print_labeled("sampled", f"(temperature {temperature:g}) {model.decode(sampled)}")
     print_labeled("prefill", f"{_rate(len(prompt), prefill)} (a prompt of {len(prompt)})")
     how = "each step is a replayed CUDA graph" if on_gpu else "token by token"
     print_labeled("decoding", f"{_rate(count - 1, decoding)}, {how}")
-    _speculate(decoder, prompt, greedy, proposals, decoding)
-    _serve(model, arguments.batch, count, temperature)
+    with working("decoding with draft tokens"):
+        _speculate(decoder, prompt, greedy, proposals, decoding)
+    with working("serving a batch"):
+        _serve(model, arguments.batch, count, temperature)
     return 0
 
 
@@ -75,6 +83,11 @@ def _train(steps: int, dtype: np.dtype[Any], xp: Any, engine: str) -> GPT:
     weights = sum(int(weight.size) for weight in model.weights.values())
     print_labeled("model", f"{heads}, {len(model.vocabulary)} words, {weights} weights; attention in {dtype}")
     tokens = steps * training.batch * sizes.context
+    result(model={
+        "layers": sizes.layers, "heads": sizes.heads, "head_dim": sizes.head_dim, "words": len(model.vocabulary),
+        "weights": weights,
+    })  # fmt: skip
+    result(training={"steps": steps, "seconds": seconds, "last_loss": float(np.mean(losses[-10:]))})
     print_labeled("training", f"loss (step): {', '.join(shown)}")
     print_labeled(
         "", f"{steps} steps in {seconds:.1f} s, {_rate(tokens, seconds)}; mean of the last: {np.mean(losses[-10:]):.2f}"
@@ -124,6 +137,10 @@ def _speculate(decoder: Decoder, prompt: Any, greedy: list[int], proposals: int,
     (found, accepted, proposed), seconds = _timed(lambda: speculate(decoder, [prompt], greedy[:1], count, draft, proposals))
     same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(found[0], greedy[1:], strict=True)))
     equal = "the greedy text" if same == count else f"the greedy text for {same} tokens, then another one (rounding)"
+    result(speculation={
+        "tokens_per_second": count / seconds, "draft_tokens": proposals, "accepted": int(accepted), "proposed": int(proposed),
+        "equal_tokens": same,
+    })  # fmt: skip
     share = f"{accepted} of {proposed} draft tokens accepted ({accepted / max(proposed, 1):.0%})"
     print_labeled("", f"{_rate(count, seconds)} with {proposals} draft tokens per step: {equal}; {share}")
 
@@ -141,5 +158,9 @@ def _serve(model: GPT, batch: int, count: int, temperature: float) -> None:
     print_labeled(
         "batch", f"{len(prompts)} prompts in {batch} sequences: {total} tokens in {len(history)} steps, {_rate(total, seconds)}"
     )
+    result(batch={
+        "prompts": len(prompts), "sequences": batch, "tokens": total, "steps": len(history),
+        "tokens_per_second": total / seconds,
+    })  # fmt: skip
     for prompt, request in list(zip(prompts, requests, strict=True))[:2]:
         print_labeled("", f"{prompt} ...{model.decode(request.tokens)}")

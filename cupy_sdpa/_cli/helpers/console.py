@@ -8,8 +8,11 @@ import json
 import shutil
 import sys
 import textwrap
+import threading
+import time
 from collections.abc import Iterator
 from contextvars import ContextVar
+from typing import Any
 
 #: The maximum width of a line, and the width of the labels at the start of lines.
 WIDTH, LABEL = 100, 10
@@ -17,8 +20,11 @@ WIDTH, LABEL = 100, 10
 BAR = 30
 
 
-#: The lines collected so far if they are printed as JSON at the end; else None.
-_recorded: ContextVar[list[dict[str, str]] | None] = ContextVar("recorded", default=None)
+#: The seconds after which a step that is still running is shown on a terminal, and between two updates.
+WAIT, UPDATE = 1.0, 0.5
+
+#: The result so far if it is printed as a JSON object at the end; else None.
+_result: ContextVar[dict[str, Any] | None] = ContextVar("result", default=None)
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
@@ -49,45 +55,44 @@ def positive(value: str) -> int:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add ``--json`` to a command that prints by :func:`print_labeled`."""
-    parser.add_argument("--json", action="store_true", dest="json_lines", help="print the lines as a JSON list")
+    """Add ``--json`` to a command that reports its result by :func:`result`."""
+    parser.add_argument("--json", action="store_true", dest="json_result", help="print one JSON object in place of text")
 
 
 @contextlib.contextmanager
 def output_of(arguments: argparse.Namespace) -> Iterator[None]:
-    """Print the labeled lines of the block at once, or with ``--json`` as one JSON list at the end."""
-    if not getattr(arguments, "json_lines", False):
+    """Print the text of the block at once; or with ``--json`` its result as one JSON object, unless the block fails."""
+    if not getattr(arguments, "json_result", False):
         yield
         return
-    lines: list[dict[str, str]] = []
-    token = _recorded.set(lines)
+    facts: dict[str, Any] = {}
+    token = _result.set(facts)
     try:
         yield
     finally:
-        _recorded.reset(token)
-    if lines:
-        print(json.dumps(lines, indent=1, ensure_ascii=False))
+        _result.reset(token)
+    print(json.dumps(facts, indent=1, ensure_ascii=False, allow_nan=False))
 
 
-def record(**facts: str) -> bool:
-    """Add an entry to the JSON list if the output is JSON; returns whether it is."""
-    lines = _recorded.get()
-    if lines is not None:
-        lines.append(facts)
-    return lines is not None
+def result(**facts: Any) -> bool:
+    """Add facts to the JSON object if the output is JSON; returns whether it is. docs/command_line.md lists them."""
+    if (found := _result.get()) is None:
+        return False
+    found |= facts
+    return True
 
 
 def print_labeled(label: str, text: str) -> None:
     """Print a label and a text; long texts continue in the text's column."""
-    if record(what=label, text=text):
+    if result():
         return
     begin = f"{label:<{LABEL}}"
     print(textwrap.fill(text, width(), initial_indent=begin, subsequent_indent=" " * LABEL, break_on_hyphens=False))
 
 
 def print_wrapped(text: str) -> None:
-    """Print lines; long lines are wrapped and continue two columns to the right of their indentation."""
-    for line in text.splitlines():
+    """Print lines, unless the output is JSON; long lines continue two columns to the right of their indentation."""
+    for line in [] if result() else text.splitlines():
         indent = line[: len(line) - len(line.lstrip())] + "  "
         # only long lines are wrapped, which keeps aligned columns
         print(line if len(line) <= width() else textwrap.fill(line, width(), subsequent_indent=indent, break_on_hyphens=False))
@@ -144,3 +149,32 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         if self._visible:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def working(title: str) -> Iterator[None]:
+    """Show on stderr, if that is a terminal, how long the block takes, from one second on.
+
+    Args:
+        title: what the block does, such as "planning".
+    """
+    if not sys.stderr.isatty():
+        yield
+        return
+    done, started = threading.Event(), time.monotonic()
+
+    def show() -> None:
+        wait, visible = WAIT, False
+        while not done.wait(wait):
+            wait, visible = UPDATE, True
+            print(f"\r\033[K{title}: {time.monotonic() - started:.0f} s", end="", file=sys.stderr, flush=True)
+        if visible:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=show, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

@@ -41,7 +41,25 @@ class Placed:
     plan: PlanInfo | None = None
 
     def __str__(self) -> str:
-        return f"{'cuDNN' if self.on_gpu else 'numpy'} ({self.why})"
+        return f"{self.engine} ({self.why})"
+
+    @property
+    def engine(self) -> str:
+        """``cuDNN`` or ``numpy``."""
+        return "cuDNN" if self.on_gpu else "numpy"
+
+    def facts(self) -> dict[str, str]:
+        """The engine and the reason, for ``--json``."""
+        return {"name": self.engine, "reason": self.why}
+
+
+def plan_facts(plan: PlanInfo) -> dict[str, Any]:
+    """The properties of a plan, for ``--json``."""
+    return {
+        "cudnn": version_text(plan.cudnn), "engine": plan.engine, "knobs": [list(knob) for knob in plan.knobs],
+        "notes": list(plan.notes), "workspace_bytes": plan.workspace, "build_ms": plan.build_ms, "loaded": plan.loaded,
+        "tuned": plan.tuned, "bytes": plan.size, "refused": list(plan.refused),
+    }  # fmt: skip
 
 
 def add_options(parser: argparse.ArgumentParser, default_dtype: str | None) -> None:

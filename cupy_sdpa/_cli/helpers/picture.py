@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from . import machine
+from . import machine, npz
 from .console import CommandError
 
 #: The number of tokens in the passage.
@@ -55,7 +55,8 @@ def draw(path: Path, words: Sequence[str], maps: Sequence[tuple[str, NDArray[Any
         axes.set_ylabel("query")
         figure.colorbar(image, ax=axes, shrink=0.7, extend="max", label="attention weight")
     try:
-        figure.savefig(path, dpi=110)
+        with npz.replacing(path) as file:
+            figure.savefig(file, dpi=110, format=path.suffix[1:] or "png")
     except (OSError, ValueError) as error:  # ValueError: unknown format
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise CommandError(f"cannot write {path}: {reason}") from error

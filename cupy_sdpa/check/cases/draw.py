@@ -59,7 +59,7 @@ LIMITS = {
 #: Numbers of keys with a single query; 40 % of those cases have one of these.
 DECODE_KEYS = (1, 2, 64, 127, 128, 129, 163, 255, 256, 257, 276, 384, 1023, 1024, 1025, 4096)
 #: The described GPUs that problems are planned for. The H200, whose description was read from a real GPU, is more frequent.
-GPUS = ("h200", "h200", "a100", "b200", "l40s", "rtx5090")
+GPUS = ("h200", "h200", "a100", "b200", "l40s", "rtx5090", "a10")
 
 
 class Sampler:

@@ -6,7 +6,9 @@ is read with one index expression, so its gradient is a sum of the gradient of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -105,7 +107,9 @@ PENDING_MASKS = {"large_product": Function(lambda b, h, q, k: (k * 8192 + q) % 3
 
 
 def function_of(option: str, name: str) -> Function:
-    """Look up a function by its option, ``score_mod`` or ``mask_mod``, and its name."""
+    """A function by its option, ``score_mod`` or ``mask_mod``, and its name; or by its source code, lines joined by ``; ``."""
+    if name.count("return "):
+        return _of_source(option, name)
     return {**SCORES, **PENDING_SCORES}[name] if option == "score_mod" else {**MASKS, **PENDING_MASKS}[name]
 
 
@@ -117,3 +121,81 @@ def tensor_shape(axes: str, b: int, h: int, q: int, k: int) -> tuple[int, ...]:
     """
     sizes = {"b": b, "h": h, "q": q, "k": k}
     return tuple(int(axis) if axis.isdigit() else sizes[axis] for axis in axes)
+
+
+# Functions of a trace
+
+#: The parameters of the functions before the arrays.
+PARAMETERS = {"score_mod": ("score", "b", "h", "q_idx", "kv_idx"), "mask_mod": ("b", "h", "q_idx", "kv_idx")}
+#: The axes of the scores, by the letters of :attr:`Function.tensors`.
+_LETTERS = {"b": "b", "h": "h", "q_idx": "q", "kv_idx": "k"}
+#: A line of a recorded function, and the read of a captured array.
+_OPERAND = r"(?:[A-Za-z]\w*|-?(?:np\.inf|np\.nan|\d[\d.]*(?:e[+-]?\d+)?))"
+_OPERANDS = rf"{_OPERAND}(?:, {_OPERAND})*"
+_CALL = re.compile(rf"t\d+ = (np|special)\.([a-z]\w*)\({_OPERANDS}\)")
+_READ = re.compile(rf"t\d+ = ([A-Za-z]\w*)\[({_OPERANDS})\]")
+_NAME = re.compile(r"(?<![\w.])(?!t\d+\b|np\b|special\b|return\b|True\b|False\b)[A-Za-z]\w*")
+_RETURN = re.compile(rf"return {_OPERAND}")
+
+
+def compiled(option: str, source: Sequence[str]) -> tuple[Callable[..., Any], dict[str, list[str]]]:
+    """The function that a trace recorded as source code, and how it indexes each captured array.
+
+    Every line is one call of a numpy function, one read of an array, or the return of a value; nothing else is executed.
+
+    Args:
+        option: ``score_mod`` or ``mask_mod``.
+        source: the lines.
+
+    Raises:
+        ValueError: a line has another form.
+
+    >>> function, reads = compiled("score_mod", ["t0 = x[h]", "t1 = np.multiply(score, t0)", "return t1"])
+    >>> function(2.0, 0, 1, 0, 0, x=[1.0, 3.0]), reads
+    (np.float64(6.0), {'x': ['h']})
+    """
+    reads: dict[str, list[str]] = {}
+    for line in source:
+        if read := _READ.fullmatch(line):
+            reads.setdefault(read[1], []).append(read[2])
+        elif not _RETURN.fullmatch(line) and not ((call := _CALL.fullmatch(line)) and _is_elementwise(*call.groups())):
+            raise ValueError(f"{line!r} is not a line of a recorded function")
+        else:  # an array without axes is an operand
+            for name in _NAME.findall(line.split(" = ")[-1]):
+                if name not in PARAMETERS[option]:
+                    reads.setdefault(name, []).append("")
+    names: dict[str, Any] = {"np": np, "special": _Special()}
+    code = f"def {option}({', '.join((*PARAMETERS[option], *reads))}):\n    " + "\n    ".join(source)
+    exec(code, names)
+    return names[option], reads
+
+
+def _is_elementwise(module: str, name: str) -> bool:
+    """Whether a function computes one element from one element of each operand."""
+    if module == "special":
+        return name in ("erf", "expit")
+    return name in ("where", "clip") or isinstance(getattr(np, name, None), np.ufunc)
+
+
+class _Special:
+    """The functions of scipy.special, imported when one is called."""
+
+    def __getattr__(self, name: str) -> Any:
+        import importlib
+
+        return getattr(importlib.import_module("scipy.special"), name)
+
+
+@functools.lru_cache(maxsize=64)
+def _of_source(option: str, source: str) -> Function:
+    """A recorded function. Its captured arrays are read with one index expression each."""
+    call, reads = compiled(option, source.split("; "))
+    axes = {}
+    for name, indices in reads.items():
+        if len(set(indices)) > 1:
+            raise ValueError(f"it reads {name} at {' and at '.join(dict.fromkeys(indices))}; the self-test reads an array once")
+        parts = indices[0].split(", ") if indices[0] else []
+        if any(part not in _LETTERS and not (part.isdecimal() and int(part) < 9) for part in parts):
+            raise ValueError(f"it reads {name}[{indices[0]}]; the self-test reads b, h, q_idx, kv_idx and indices up to 8")
+        axes[name] = "".join(_LETTERS.get(part) or str(int(part) + 1) for part in parts)
+    return Function(call, axes)

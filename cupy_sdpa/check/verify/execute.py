@@ -144,7 +144,7 @@ class CaseRunner:
         def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any, attends: Any) -> Any:
             return attends[kv_idx, q_idx, h if heads else 0, b if entries else 0]
 
-        groups = {"heads": case.hq if heads else None, "batch": case.b if entries else None}
+        groups: dict[str, Any] = {"heads": case.hq if heads else None, "batch": case.b if entries else None}
         return cupy_sdpa.block_mask(mask_mod, case.sq, case.skv, tensors={"attends": attends}, **groups)
 
     def call(self, memory: Memory, index: int) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class Message:
     def zeros(cls, like: Any, specs: Sequence[Spec]) -> Message:
         """A message of zeros."""
         message = cls(like, specs)
-        message.flat.fill(0)
+        memory.clear(message.flat, 0)
         return message
 
 
@@ -110,6 +110,7 @@ class Channel:
         sends, receives = [x for x in sends if x.array.size], [x for x in receives if x.array.size]
         arrays = [x.array for x in (*sends, *receives)]
         if not arrays:
+            self.exchanger.exchange([], [], label)  # members that are threads start every exchange together
             return Pending()
         if not cupy_runtime.is_array(arrays[0]):
             self.exchanger.exchange(sends, receives, label)

@@ -49,6 +49,8 @@ class Exchanger(Protocol):
     def exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer], label: str) -> None:
         """Send and receive arrays. All transfers proceed at once, so their order cannot cause a deadlock.
 
+        All members make every exchange, also those that have nothing to send or receive.
+
         Args:
             sends, receives: the arrays; they are in use until the work on the current stream is done.
             label: what is exchanged, for messages; the same for all members.

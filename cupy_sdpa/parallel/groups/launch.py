@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -201,7 +202,8 @@ def run_on_gpus(
 
     count = cupy.cuda.runtime.getDeviceCount() if devices is None else devices
     numbers = list(range(count)) if isinstance(count, int) else list(count)
-    members = [NcclGroup(CupyCommunicator(x), timeout) for x in nccl.NcclCommunicator.initAll(numbers)]
+    meeting = threading.Barrier(len(numbers))
+    members = [NcclGroup(CupyCommunicator(x), timeout, meeting) for x in nccl.NcclCommunicator.initAll(numbers)]
 
     def work(member: NcclGroup) -> Any:
         with cupy.cuda.Device(numbers[member.rank]):

@@ -128,18 +128,25 @@ class NcclGroup:
     error, such as a process that ended, it aborts the communicator. All work that waits for the exchange then proceeds with
     invalid results, and every later call raises GroupError, as :meth:`check` does.
 
+    If the members are threads of one process, they start every exchange together (``meeting``). CUDA functions that change the
+    memory map, such as an allocation, wait for the kernels of every GPU that can access the memory. A kernel of an exchange
+    that waits for a member would therefore never end if that member allocates memory before it starts the exchange.
+
     Args:
         communicator: the communicator.
         timeout: the limit in seconds. It must be longer than members may lag behind each other. Default 300.
+        meeting: a barrier of all members, if they are threads of one process. Default None.
 
     Attributes:
         rank: the rank of this member.
         size: the number of members.
     """
 
-    def __init__(self, communicator: Communicator, timeout: float = DEFAULT_TIMEOUT) -> None:
+    def __init__(
+        self, communicator: Communicator, timeout: float = DEFAULT_TIMEOUT, meeting: threading.Barrier | None = None
+    ) -> None:
         self.rank, self.size, self.timeout = communicator.rank, communicator.size, timeout
-        self._communicator = communicator
+        self._communicator, self._meeting = communicator, meeting
         self._failure = ""
         self._running: deque[_Exchange] = deque()
         self._began = 0.0
@@ -148,7 +155,25 @@ class NcclGroup:
 
     def exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer], label: str) -> None:
         """Enqueue transfers on CuPy's current stream; see :class:`~cupy_sdpa.parallel.groups.group.Exchanger`."""
+        self._meet(label)
+        if sends or receives:
+            self._enqueue(sends, receives, label)
+        self._meet(label)
+
+    def _meet(self, label: str) -> None:
+        """Wait in the host for the other members, if they are threads."""
         self.check()
+        if self._meeting:
+            try:
+                self._meeting.wait(self.timeout)
+            except threading.BrokenBarrierError as error:
+                self.abort(
+                    f"member {self.rank} waited for {label!r}, and another member ended, failed, or did not call within "
+                    f"{self.timeout:g} s"
+                )
+                raise GroupError(self._failure) from error
+
+    def _enqueue(self, sends: Sequence[Transfer], receives: Sequence[Transfer], label: str) -> None:
         cupy = cupy_runtime.cupy()
         stream, watched = cupy.cuda.get_current_stream(), not cupy_runtime.capturing()
         before = stream.record(cupy.cuda.Event(disable_timing=True)) if watched else None
@@ -175,6 +200,8 @@ class NcclGroup:
         if not self._failure:
             self._failure = reason
             self._stopped.set()
+            if self._meeting:
+                self._meeting.abort()
             self._communicator.abort()
 
     def _watch(self) -> None:

@@ -109,14 +109,20 @@ class Configuration:
     @functools.cached_property
     def whole(self) -> tuple[tuple[Part, ...], int]:
         """The calls on all keys in order, and the number of partial results."""
-        intervals = [
-            (Interval(0, length, start),) if length else ()
-            for length, start in zip(self.keys.lengths, self.keys.starts, strict=True)
-        ]
-        made = tuple(self._parts(intervals))
-        return made, share_buffers(made)
+        made = self._parts(self._all_keys)
+        return tuple(made), share_buffers(made)
 
-    def _parts(self, keys: Sequence[Sequence[Interval]]) -> list[Part]:
+    @functools.cached_property
+    def whole_backward(self) -> tuple[Part, ...]:
+        """The calls on all keys in the backward pass."""
+        return tuple(self._parts(self._all_keys, cut=True))
+
+    @property
+    def _all_keys(self) -> list[tuple[Interval, ...]]:
+        lengths_and_starts = zip(self.keys.lengths, self.keys.starts, strict=True)
+        return [(Interval(0, length, start),) if length else () for length, start in lengths_and_starts]
+
+    def _parts(self, keys: Sequence[Sequence[Interval]], cut: bool = False) -> list[Part]:
         has_lengths = any(getattr(self.problem, name) for name in LENGTHS)
         return parts(
             self.queries,
@@ -126,10 +132,19 @@ class Configuration:
             self.problem.band,
             positional=self.positional,
             aligned=not has_lengths,
+            cut=cut,
         )
 
     def part_options(self, part: Part, like: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The options of a part."""
+        """The options of a part. They are known in repeated calls, unless they contain arrays that the caller passes."""
+        if self.positional or options.get("dropout_p"):
+            return self._part_options(part, like, options)
+        device = like.data.device_id if self.on_gpu else None
+        if device not in part.known:
+            part.known[device] = self._part_options(part, like, options)
+        return part.known[device]
+
+    def _part_options(self, part: Part, like: Any, options: Mapping[str, Any]) -> dict[str, Any]:
         _, _, heads, _, sq, skv, entries = self.problem.sizes
         if self.packed and part.sequence is None:
             counts = (entries, heads, sq, skv)

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from ...attention import attention, attention_backward
-from ...device import cupy_runtime
+from ...device import cupy_runtime, memory
 from ...device.merge import accumulate
-from ...helpers import merge
+from ...helpers import merge_checked
 from ...problem.band import Band
 from ..groups.channel import copy
 from .layout import Interval, Layout
@@ -92,6 +92,7 @@ class Part:
         lengths: the numbers of queries and keys of every packed sequence of the call; None for dense arrays.
         buffer: the index of the partial result that the rows are written to; parts of different rows share one.
         work: about the number of pairs of a query and a key that attend, in all sequences.
+        known: the options of the call by device, if they do not depend on the caller's arrays.
     """
 
     rows: Selection
@@ -103,6 +104,7 @@ class Part:
     lengths: tuple[tuple[int, int], ...] | None
     buffer: int = 0
     work: float = 0.0
+    known: dict[int | None, dict[str, Any]] = field(default_factory=dict, repr=False)
     _offsets: dict[int | None, dict[str, Any]] = field(default_factory=dict, repr=False)
 
     def packing(self, like: Any) -> dict[str, Any]:
@@ -129,6 +131,7 @@ def parts(
     *,
     positional: bool,
     aligned: bool,
+    cut: bool = False,
 ) -> list[Part]:
     """The calls for a member's queries and some keys.
 
@@ -140,10 +143,11 @@ def parts(
         band: the mask.
         positional: whether an option depends on positions, so that each call must be one rectangle of one sequence.
         aligned: whether bands may be aligned to the bottom right.
+        cut: see :func:`~cupy_sdpa.parallel.planning.tiles.tiles`.
     """
     groups: dict[Any, list[tuple[int, Tile]]] = {}
     for b, (rows, own, diagonal) in enumerate(zip(queries.intervals(rank), keys, diagonals, strict=True)):
-        for tile in tiles(rows, own, diagonal, band, joined=not positional, aligned=aligned):
+        for tile in tiles(rows, own, diagonal, band, joined=not positional, aligned=aligned, cut=cut):
             key = tile.band if queries.packed and not positional else (b, tile.first)
             groups.setdefault(key, []).append((b, tile))
     made = []
@@ -210,6 +214,8 @@ class Partials:
         self.stats_shape = q.shape[1:] if packed else (q.shape[2], q.shape[1], q.shape[3])
         self.stats_dtype = stats_dtype(q.dtype)
         self._results: list[tuple[Any, Any] | None] = [None] * count
+        #: The number of rows of the first partial result that have been written; parts that share a result have different rows.
+        self._rows = 0
 
     def compute(self, part: Part, q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> None:
         """Compute a part."""
@@ -218,6 +224,8 @@ class Partials:
         shape = (heads, rows) if self._packed else (rows, heads, q.shape[3])
         stats = cupy_runtime.new_result(q, shape, self.stats_dtype)
         out, stats = attention(*inputs, stats=stats, **options)
+        if not part.buffer:
+            self._rows += rows
         if rows == q.shape[2] and self._results[part.buffer] is None:
             self._results[part.buffer] = out, stats
             return
@@ -227,20 +235,19 @@ class Partials:
         part.rows.write(known[1], stats, 1 if self._packed else 0)
 
     def _empty(self) -> tuple[Any, Any]:
-        """A partial result without keys."""
+        """A partial result without keys: merging does not read the outputs of rows whose log-sum-exp is -inf."""
         out = cupy_runtime.new_result(self._like, self.out_shape, self._like.dtype)
         stats = cupy_runtime.new_result(self._like, self.stats_shape, self.stats_dtype)
-        out.fill(0)
-        stats.fill(-np.inf)
+        memory.clear(stats, -np.inf)
         return out, stats
 
     def merged(self, sinks: Any) -> tuple[Any, Any]:
         """The output and the log-sum-exp over all keys."""
         results = [result or self._empty() for result in self._results]
-        if len(results) == 1 and sinks is None:
+        if len(results) == 1 and sinks is None and self._rows == self._like.shape[2]:
             return results[0]
         outs, stats = zip(*results, strict=True)
-        return merge(list(outs), list(stats), sinks=sinks, return_stats=True)
+        return merge_checked(outs, stats, sinks, None, return_stats=True)  # type: ignore[no-any-return]
 
 
 def stats_dtype(dtype: Any) -> Any:

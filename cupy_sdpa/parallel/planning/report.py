@@ -23,6 +23,7 @@ class Machine(NamedTuple):
         link: bytes per second that a GPU sends to another one, while it receives as many.
         latency: the seconds of an exchange without bytes.
         launch: the seconds of a call without queries.
+        copy: bytes per second that copies, merges and sums read and write in a GPU's memory.
     """
 
     forward: float = 600e12
@@ -30,13 +31,14 @@ class Machine(NamedTuple):
     link: float = 350e9
     latency: float = 15e-6
     launch: float = 10e-6
+    copy: float = 3e12
 
 
 class Cost(NamedTuple):
     """The estimated costs of a pass for one member.
 
     Attributes:
-        compute: the seconds of the calls on the GPU.
+        compute: the seconds of the calls on the GPU, and of copies, merges and sums.
         transfer: the seconds of the exchanges.
         exposed: the seconds of the exchanges during which no call runs.
         sent: the bytes that the member sends.
@@ -177,6 +179,18 @@ def _seconds(config: Configuration, work: float, calls: int, backward: bool, mac
     return 2.0 * work * products * hq * batch / (machine.backward if backward else machine.forward) + calls * machine.launch
 
 
+def _moved(config: Configuration, parts: Sequence[Part], buffers: int, backward: bool) -> float:
+    """The bytes that merges and sums read and write."""
+    q, out, stats = _sizes(config, config.rank)
+    rows, wide = config.queries.share(config.rank), np.dtype(config.sums).itemsize / np.dtype(config.dtype).itemsize
+    if not backward:
+        written = sum(2 * (out + stats) * part.rows.length / rows for part in parts if part.rows.length < rows)
+        return written + ((buffers + 1) * (out + stats) if buffers > 1 else 0)
+    keys, share = message_bytes(config.key_specs(config.rank)), config.keys.share(config.rank)
+    summed = sum(q * part.rows.length / rows + keys * part.keys.length / share for part in parts) if rows and share else 0
+    return float((1 + 2 * wide) * (summed + q + keys))  # sums, which begin as zeros and are rounded
+
+
 def _sizes(config: Configuration, rank: int) -> tuple[int, int, int]:
     """The bytes of the queries, of the outputs and of the log-sum-exp of a member."""
     d, dv, hq, *_, entries = config.problem.sizes
@@ -199,6 +213,8 @@ def _ring(config: Configuration, backward: bool, machine: Machine) -> Cost:
         last = sums[step] / machine.link + machine.latency if backward and step + 1 == size > 1 else 0.0
         compute, transfer = compute + busy, transfer + time
         exposed += last if last else max(0.0, time - busy)
+    every = [part for own in steps for part in own]
+    compute += (_moved(config, every, buffers, backward) + (2 * keys[0] if size > 1 else 0)) / machine.copy
     sent = sum(keys[:-1]) + (sum(sums) if backward and size > 1 else 0)
     memory = 2 * max(keys) if size > 1 else 0
     if backward:
@@ -209,7 +225,7 @@ def _ring(config: Configuration, backward: bool, machine: Machine) -> Cost:
 
 
 def _gather(config: Configuration, backward: bool, machine: Machine) -> Cost:
-    made, buffers = config.whole
+    made, buffers = (config.whole_backward, 1) if backward else config.whole
     size, rank = config.size, config.rank
     own = message_bytes(config.key_specs(rank))
     everything = sum(message_bytes(config.key_specs(peer)) for peer in range(size))
@@ -224,7 +240,9 @@ def _gather(config: Configuration, backward: bool, machine: Machine) -> Cost:
         memory += math.ceil(everything * (3 * wide + 1)) + math.ceil(q * (1 + wide))
     elif buffers > 1:
         memory += buffers * (out + stats)
+    copied = 2 * own + 2 * everything + (4 * others if backward else 0)
     compute = _seconds(config, sum(part.work for part in made), len(made), backward, machine)
+    compute += (_moved(config, made, buffers, backward) + copied) / machine.copy
     return Cost(compute, transfer, transfer, sent, memory, len(made))
 
 
@@ -242,6 +260,7 @@ def _heads(config: Configuration, backward: bool, machine: Machine) -> Cost:
     transfer = sent / machine.link + (2 * machine.latency if size > 1 else 0.0)
     work = sum(part.work for peer in [config.whole[0]] for part in peer) if size else 0.0
     compute = _seconds(config, work, 1, backward, machine)  # zigzag chunks of one member have the average work
+    compute += 4 * moved / machine.copy if size > 1 else 0.0  # into messages, and out of them
     return Cost(compute, transfer, transfer, sent, int(3 * moved), 1)
 
 

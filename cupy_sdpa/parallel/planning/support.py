@@ -43,7 +43,8 @@ def problems(
         given = config.head_options(like, options)
         calls[""] = (rows.stop - rows.start, keys.stop - keys.start, *lengths, given)
     else:
-        for part in config.whole[0] if method == "all_gather" else [part for step in config.steps[0] for part in step]:
+        whole = config.whole_backward if outputs.get("backward") else config.whole[0]
+        for part in whole if method == "all_gather" else [part for step in config.steps[0] for part in step]:
             key = part.rows.length, part.keys.length, part.band, part.lengths and len(part.lengths)
             if key not in calls:
                 calls[key] = (hq, hkv, *key[:2], config.part_options(part, like, options))

@@ -99,18 +99,25 @@ def tiles(
     *,
     joined: bool,
     aligned: bool = True,
+    cut: bool = False,
 ) -> list[Tile]:
     """The rectangles of a member's queries and some keys of one sequence.
 
     Args:
         rows, keys: the intervals, each adjacent to the next in its array.
-        diagonal, band, aligned: as for :func:`tile`.
+        diagonal, band: as for :func:`tile`.
         joined: whether adjacent rectangles may be one call, which is then not at one position of the sequence.
+        aligned: as for :func:`tile`.
+        cut: whether the keys before the diagonal, to which every query attends, are a rectangle of their own. cuDNN's backward
+            pass computes all blocks of a band that is aligned to the bottom right, also those that it excludes (9.19).
     """
     is_causal = band is not None and band[:2] == (None, 0)
     if joined and is_causal and not diagonal and [x[:2] for x in rows] == [x[:2] for x in keys] and rows:
         whole_rows, whole_keys = (Interval(0, sum(x.length for x in side), side[0].local) for side in (rows, keys))
         return [tile(whole_rows, whole_keys, 0, band)] if rows else []  # type: ignore[list-item]
+    if cut and band is not None and band.left is None and band.right is not None:
+        pairs = ((x, y) for x in rows for y in _cut(keys, x.start + diagonal + band.right))
+        return [part for x, y in pairs if (part := tile(x, y, diagonal, band, aligned=aligned))]
     found = [[tile(x, y, diagonal, band, aligned=aligned) for y in keys] for x in rows]
     if joined and len(rows) == 2:
         for column in range(len(keys)):  # both intervals of queries with one interval of keys
@@ -123,3 +130,16 @@ def tiles(
             if one and other and not one.band and not other.band and one.rows == other.rows and one.keys[1] == other.keys[0]:
                 row[:] = [one._replace(keys=(one.keys[0], other.keys[1])), None]
     return [part for row in found for part in row if part]
+
+
+def _cut(intervals: Sequence[Interval], position: int) -> list[Interval]:
+    """The intervals, of which the one that contains a position is cut there.
+
+    >>> _cut([Interval(0, 8, 0)], 6)
+    [Interval(start=0, stop=6, local=0), Interval(start=6, stop=8, local=6)]
+    """
+    found = []
+    for start, stop, local in intervals:
+        at = min(max(position, start), stop)
+        found += [Interval(start, at, local), Interval(at, stop, local + at - start)]
+    return [x for x in found if x.length]

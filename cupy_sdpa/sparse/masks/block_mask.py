@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import numbers
 from collections.abc import Callable, Mapping
@@ -17,9 +19,12 @@ from ...device.blocks import BLOCK
 from ...score_fn.identity import identity
 from . import segments
 from .evaluate import EMPTY, FULL, PARTIAL, Function, Rows, evaluate, evaluate_blocks
+from .tiles import TILE, BlockSize, kinds_of_blocks, read_block, rows_of_blocks, tile_kinds, with_blocks
 
+#: Numbers the masks.
+_next_number = itertools.count().__next__
 #: The fill colors of the picture: an empty, a partial and a full block.
-_COLORS = ("#eeeeee", "#f2a65a", "#2f6690")
+_COLORS = ("#88888822", "#f2a65a", "#3a7fb5")
 
 
 def block_mask(
@@ -29,9 +34,10 @@ def block_mask(
     *,
     heads: int | None = None,
     batch: int | None = None,
+    block: int | tuple[int, int] = BLOCK,
     tensors: Mapping[str, Array] | None = None,
 ) -> BlockMask:
-    r"""The blocks of 128 queries and 128 keys in which a query attends to a key, for ``attention(..., block_mask=)``.
+    r"""The blocks of queries and keys in which a query attends to a key, for ``attention(..., block_mask=)``.
 
     .. math:: M_{ij} = f(b, h, i, j), \qquad \text{computed: } \{(I, J) : M_{ij} \text{ for some } i \in I, j \in J\}
 
@@ -45,6 +51,8 @@ def block_mask(
         sq, skv: the numbers of queries Sq and of keys Skv.
         heads: Hq if the mask differs between heads. Default None: all heads have one mask, and the function must not use h.
         batch: B if the mask differs between batch entries. Default None: all have one mask, and the function must not use b.
+        block: the size of the blocks that the mask reports: a number, or (queries, keys); each a multiple of 128, or a divisor.
+            Calls compute tiles of 128 queries and 128 keys, so the size does not change the result or the time. Default 128.
         tensors: the arrays that the function reads. They are read now: a later change has no effect. Default None.
 
     Returns:
@@ -62,7 +70,7 @@ def block_mask(
     >>> cupy_sdpa.block_mask(same_document, 1024, 1024, tensors={"document": document})
     <BlockMask 1024 x 1024: 16 of 64 blocks, 0 of them partial; sparsity 75.0 %>
     """
-    lengths = [_count(name, value) for name, value in (("sq", sq), ("skv", skv))]
+    size, lengths = read_block(block), [_count(name, value) for name, value in (("sq", sq), ("skv", skv))]
     groups = [1 if value is None else _count(name, value, 1) for name, value in (("heads", heads), ("batch", batch))]
     function = Function(mask_mod, tensors, per_head=heads is not None, per_entry=batch is not None)
     kinds = np.zeros((*(-(-n // BLOCK) for n in reversed(lengths)), *groups), np.uint8)
@@ -71,11 +79,11 @@ def block_mask(
         kinds[:, :, h, b], rows[h, b] = evaluate(function, b, h, lengths[0], lengths[1])
     bits = evaluate_blocks(function, _listed(kinds, PARTIAL), lengths[0], lengths[1])
     constant = None if tensors or identity(mask_mod) is None else mask_mod
-    return BlockMask(lengths[0], lengths[1], kinds, bits, _segments(rows, kinds), constant)
+    return BlockMask(lengths[0], lengths[1], kinds, bits, _segments(rows, kinds), constant, size)
 
 
 class BlockMask:
-    """Which blocks of 128 keys each block of 128 queries attends to: empty, partial or full.
+    """Which blocks of keys each block of queries attends to: empty, partial or full.
 
     :func:`block_mask` creates it from a mask function, :meth:`from_blocks` and :meth:`from_kv_blocks` from blocks. It is
     immutable, and independent of the arrays of the calls. Tables on the GPU are created by the first call on a device.
@@ -83,13 +91,16 @@ class BlockMask:
     Attributes:
         sq, skv: the numbers of queries and of keys.
         heads, batch: Hq and B, or 1 if all heads or batch entries have the same mask.
-        kinds: uint8 ``(key blocks, query blocks, heads, batch)``: 0 is an empty, 1 a partial, 2 a full block.
-        bits: uint8 ``(partial blocks, 2048)``: the pairs of the partial blocks, query by query, the first key in the highest
+        block: the size of the blocks that :attr:`blocks`, :attr:`sparsity` and ``repr`` report, (queries, keys).
+        kinds: uint8 ``(key tiles, query tiles, heads, batch)``, the tiles of 128 queries and 128 keys that calls compute: 0 is
+            an empty tile, 1 a partial one, 2 a full one.
+        bits: uint8 ``(partial tiles, 2048)``: the pairs of the partial tiles, query by query, the first key in the highest
             bit; in the order of ``kinds``, the first axis fastest.
         segments: the segments of each batch entry if all rows are intervals; None otherwise.
         function: the mask function, if it reads no arrays and has an identity; None otherwise.
         identity: the identity of the function (:mod:`cupy_sdpa.score_fn.identity`): as long as it is equal, the function
             computes the same.
+        number: the number of the mask in this process; no two masks have the same.
         tables: what calls store, by device and shapes.
     """
 
@@ -101,8 +112,10 @@ class BlockMask:
         bits: NDArray[np.uint8],
         found: list[segments.Segments] | None = None,
         function: Callable[..., Any] | None = None,
+        block: BlockSize = TILE,
     ) -> None:
         self.sq, self.skv, self.kinds, self.bits, self.segments, self.function = sq, skv, kinds, bits, found, function
+        self.block, self.number = block, _next_number()
         self.identity = identity(function)
         *_, self.heads, self.batch = kinds.shape
         self.tables: dict[Any, Any] = {}
@@ -116,17 +129,20 @@ class BlockMask:
         *,
         full: Array | None = None,
         mask_mod: Callable[..., Any] | None = None,
+        block: int | tuple[int, int] = BLOCK,
         tensors: Mapping[str, Array] | None = None,
     ) -> BlockMask:
         """A block mask from an array of blocks.
 
         Args:
             blocks: bool ``(key blocks, query blocks)`` or ``(key blocks, query blocks, Hq, B)``, where the last two axes may be
-                1: True where queries attend to keys. A query block has 128 queries, a key block 128 keys.
-            sq, skv: the numbers of queries and keys. Default None: 128 times the number of blocks.
+                1: True where queries attend to keys.
+            sq, skv: the numbers of queries and keys. Default None: those of the blocks.
             full: bool, of the shape of ``blocks``: in these blocks, every query attends to every key. Default None: all blocks
                 if there is no ``mask_mod``, otherwise none.
             mask_mod, tensors: the mask within the other blocks, as for :func:`block_mask`. Default None.
+            block: the size of the blocks: a number, or (queries, keys); each a multiple of 128, or a divisor. Calls compute
+                tiles of 128 queries and 128 keys, with a mask where only some of their blocks are listed. Default 128.
 
         Raises:
             TypeError, ValueError: an argument is invalid.
@@ -140,25 +156,33 @@ class BlockMask:
         listed = listed[:, :, None, None] if listed.ndim == 2 else listed
         if listed.ndim != 4:
             raise ValueError(f"blocks has shape {blocks.shape}; it must be (key blocks, query blocks) or (..., Hq, B)")
+        size = read_block(block)
         lengths = []
-        for name, value, number in (("sq", sq, listed.shape[1]), ("skv", skv, listed.shape[0])):
-            length = number * BLOCK if value is None else _count(name, value)
-            if -(-length // BLOCK) != number:
-                raise ValueError(f"{name} is {length}, which are {-(-length // BLOCK)} blocks of {BLOCK}; blocks has {number}")
+        for name, value, number, n in (("sq", sq, listed.shape[1], size.queries), ("skv", skv, listed.shape[0], size.keys)):
+            length = number * n if value is None else _count(name, value)
+            if -(-length // n) != number:
+                raise ValueError(f"{name} is {length}, which are {-(-length // n)} blocks of {n}; blocks has {number}")
             lengths.append(length)
         if full is None:
             whole = listed if mask_mod is None else np.zeros_like(listed)
         else:
             whole = _bool("full", full).reshape(listed.shape) & listed
-        if mask_mod is None and (whole != listed).any():
+        only_full = bool((whole == listed).all())
+        if mask_mod is None and not only_full:
             raise ValueError("full excludes blocks, and mask_mod is None: pass the mask function of these blocks")
-        kinds = np.where(whole, FULL, np.where(listed, PARTIAL, EMPTY)).astype(np.uint8)
-        bits = np.zeros((0, BLOCK * BLOCK // 8), np.uint8)
+        kinds = tile_kinds(listed, whole, size, *lengths)
+        tiles = _listed(kinds, PARTIAL)
+        bits = np.zeros((len(tiles), BLOCK * BLOCK // 8), np.uint8)
         if mask_mod is not None:
             function = Function(mask_mod, tensors, per_head=kinds.shape[2] > 1, per_entry=kinds.shape[3] > 1)
-            bits = evaluate_blocks(function, _listed(kinds, PARTIAL), *lengths)
-        rows = {group: _rows_of_blocks(kinds[:, :, *group], *lengths) for group in np.ndindex(*kinds.shape[2:])}
-        return cls(lengths[0], lengths[1], kinds, bits, None if (kinds == PARTIAL).any() else _segments(rows, kinds))
+            bits = evaluate_blocks(function, tiles, *lengths)
+        if min(size) < BLOCK:
+            bits = with_blocks(bits, tiles, listed, whole, size, (lengths[0], lengths[1]))
+        found = None
+        if only_full:
+            rows = {group: rows_of_blocks(listed[:, :, *group], size, *lengths) for group in np.ndindex(*kinds.shape[2:])}
+            found = _segments(rows, kinds)
+        return cls(lengths[0], lengths[1], kinds, bits, found, None, size)
 
     @classmethod
     def from_kv_blocks(
@@ -171,9 +195,10 @@ class BlockMask:
         sq: int | None = None,
         skv: int | None = None,
         mask_mod: Callable[..., Any] | None = None,
+        block: int | tuple[int, int] = BLOCK,
         tensors: Mapping[str, Array] | None = None,
     ) -> BlockMask:
-        """A block mask from the fields of FlexAttention's, with blocks of 128 queries and 128 keys.
+        """A block mask from the fields of FlexAttention's.
 
         The axes have the order of FlexAttention. Query block i of head h and batch entry b attends to the key blocks
         ``kv_indices[b, h, i, :kv_num_blocks[b, h, i]]`` within the mask function, and to the blocks of ``full_kv_indices``
@@ -183,7 +208,8 @@ class BlockMask:
             kv_num_blocks: integers ``(B, Hq, query blocks)``; B and Hq may be 1.
             kv_indices: integers ``(B, Hq, query blocks, key blocks)``.
             full_kv_num_blocks, full_kv_indices: the same for full blocks. Default None: there are none.
-            sq, skv, mask_mod, tensors: as for :meth:`from_blocks`. Without a mask function all blocks are full.
+            sq, skv, mask_mod, block, tensors: as for :meth:`from_blocks`; ``block`` is FlexAttention's ``BLOCK_SIZE``. Without
+                a mask function all blocks are full.
 
         Raises:
             TypeError, ValueError: an argument is invalid.
@@ -200,7 +226,7 @@ class BlockMask:
                 raise ValueError(f"full_kv_indices gives {full.shape} blocks and kv_indices {listed.shape}; they must be equal")
             listed = listed | full
         full = full if mask_mod is not None else None
-        return cls.from_blocks(listed, sq, skv, full=full, mask_mod=mask_mod, tensors=tensors)
+        return cls.from_blocks(listed, sq, skv, full=full, mask_mod=mask_mod, block=block, tensors=tensors)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -209,18 +235,28 @@ class BlockMask:
 
     @property
     def blocks(self) -> int:
-        """The number of blocks that are computed, for all heads and batch entries of the mask."""
-        return int(np.count_nonzero(self.kinds))
+        """The number of blocks in which a query attends to a key, for all heads and batch entries of the mask."""
+        return int(np.count_nonzero(self.block_kinds))
 
     @property
     def partial(self) -> int:
         """The number of partial blocks."""
-        return len(self.bits)
+        return int(np.count_nonzero(self.block_kinds == PARTIAL))
 
     @property
     def sparsity(self) -> float:
-        """The share of blocks that are skipped, from 0 to 1."""
-        return 1 - self.blocks / self.kinds.size if self.kinds.size else 0.0
+        """The share of blocks without such queries, from 0 to 1."""
+        return 1 - self.blocks / self.block_kinds.size if self.block_kinds.size else 0.0
+
+    @property
+    def has_its_function(self) -> bool:
+        """Whether there is a mask function, and it has not changed since the mask was created."""
+        return self.function is not None and identity(self.function) == self.identity
+
+    @functools.cached_property
+    def block_kinds(self) -> NDArray[np.uint8]:
+        """The kinds of the blocks of size :attr:`block`, ``(key blocks, query blocks, heads, batch)``."""
+        return kinds_of_blocks(self.kinds, self.bits, self.block, self.sq, self.skv)
 
     @property
     def nbytes(self) -> int:
@@ -237,10 +273,9 @@ class BlockMask:
 
     def __repr__(self) -> str:
         groups = "".join(f" x {n} {name}" for n, name in ((self.heads, "heads"), (self.batch, "entries")) if n > 1)
-        return (
-            f"<BlockMask {self.sq} x {self.skv}{groups}: {self.blocks} of {self.kinds.size} blocks, {self.partial} of them "
-            f"partial; sparsity {100 * self.sparsity:.1f} %>"
-        )
+        size = "" if self.block == TILE else f" of {self.block.queries} x {self.block.keys}"
+        of = f"{self.blocks} of {self.block_kinds.size} blocks{size}, {self.partial} of them partial"
+        return f"<BlockMask {self.sq} x {self.skv}{groups}: {of}; sparsity {100 * self.sparsity:.1f} %>"
 
     def _repr_html_(self) -> str:
         return _html.with_title(repr(self)[1:-1], self.picture())
@@ -253,7 +288,7 @@ class BlockMask:
         Args:
             head, entry: the head and the batch entry. Default 0.
         """
-        kinds = self.kinds[:, :, head, entry]
+        kinds = self.block_kinds[:, :, head, entry]
         step = max(1, -(-max(kinds.shape, default=1) // 128))
         cells = []
         for j, i in np.ndindex(*(-(-n // step) for n in kinds.shape)):
@@ -312,17 +347,6 @@ def _from_lists(prefix: str, numbers_of_blocks: Any, indices: Any) -> NDArray[np
 def _listed(kinds: NDArray[np.uint8], kind: int) -> NDArray[np.int32]:
     """The blocks of a kind, int32 ``(n, 4)``, the first axis of ``kinds`` fastest."""
     return np.argwhere(kind == kinds.T)[:, ::-1].astype(np.int32)
-
-
-def _rows_of_blocks(kinds: NDArray[np.uint8], sq: int, skv: int) -> Rows:
-    """The keys of every query of a mask of full blocks."""
-    attends = kinds != EMPTY
-    key_blocks, _ = attends.shape
-    first = attends.argmax(axis=0) * BLOCK if key_blocks else np.zeros(attends.shape[1], np.int64)
-    end = np.minimum((key_blocks - attends[::-1].argmax(axis=0)) * BLOCK, skv) if key_blocks else first
-    lengths = np.minimum(BLOCK, skv - BLOCK * np.arange(key_blocks))
-    count = (attends * lengths[:, None]).sum(axis=0)
-    return Rows(*(np.repeat(x, BLOCK)[:sq].astype(np.int64) for x in (first, end, count)))
 
 
 def _segments(rows: Mapping[tuple[int, int], Rows], kinds: NDArray[np.uint8]) -> list[segments.Segments] | None:

@@ -1,13 +1,15 @@
 """Descriptions of GPUs in cuDNN's JSON format, used to plan for GPUs that are not present.
 
-``h200.json`` was written on an H200 with cuDNN 9.28; 9.19 accepts the same text. ``a100``, ``b200``, ``l40s`` and ``rtx5090``
-were constructed from published figures, not written on a device.
+``h200.json`` was read from an H200 with cuDNN 9.28; 9.19 accepts the same text. The others were constructed from published
+properties. cuDNN chooses its engine configs by these properties, so a plan for a constructed description may differ from the
+plan on the device; a stored plan is found on the device only if its name and its number of multiprocessors are the same.
 
-To add a GPU, run ``python -m cupy_sdpa info --describe > NAME.json`` on a machine that has it, with a name in lower case, and
-move the file into this folder. Add it to the parameters of test_the_table_matches_cudnn in tests/test_support.py, with the
-engines that ``python -m cupy_sdpa support --measure`` reports, and to ``GPUS`` in check/cases/draw.py. docs/support.md then has
-one more column: regenerate it with ``python -m cupy_sdpa support --markdown > docs/support.md``. A new generation also needs an
-entry in ``GENERATIONS`` of support/why_not.py. A description outside this folder is selected by its path.
+To add a GPU, run ``python -m cupy_sdpa info --describe > NAME.json`` on a machine that has it, with a name in lower case, move
+the file into this folder, and add the name to :data:`READ`. For a new compute capability also add it to
+:data:`REPRESENTATIVES`, to ``GENERATIONS`` of support/why_not.py, to the parameters of test_the_table_matches_cudnn in
+tests/test_support.py, with the engines that ``python -m cupy_sdpa support --measure`` reports, and to ``GPUS`` in
+check/cases/draw.py; docs/support.md then has one more column: ``python -m cupy_sdpa support --markdown > docs/support.md``. A
+description outside this folder is selected by its path.
 """
 
 from __future__ import annotations
@@ -18,6 +20,10 @@ from pathlib import Path
 
 #: The names of the GPUs described in this folder.
 NAMES = tuple(sorted(file.name.removesuffix(".json") for file in files(__package__).iterdir() if file.name.endswith(".json")))
+#: The GPUs whose description was read from a device; the others were constructed.
+READ = ("h200",)
+#: One GPU of each compute capability, in ascending order: the support table depends on the compute capability alone.
+REPRESENTATIVES = ("a100", "a10", "l40s", "h200", "b200", "rtx5090")
 #: The keys that this package reads. cuDNN requires more, and reports a missing one.
 _KEYS = ("deviceName", "deviceVer", "multiProcessorCount")
 
@@ -62,3 +68,12 @@ def capability(name: str) -> int:
     (90, 120)
     """
     return int(json.loads(describe(name))["deviceVer"]) // 10
+
+
+def origin(name: str) -> str:
+    """How a described GPU became known: ``read`` from a device, or ``constructed`` from its published properties.
+
+    >>> origin("H200"), origin("h100")
+    ('read', 'constructed')
+    """
+    return "constructed" if name.lower() in NAMES and name.lower() not in READ else "read"

@@ -1,4 +1,4 @@
-"""Execute the notebooks, on a GPU where there is one, else on numpy: ``python notebooks/run.py [--check] [NAME ...]``.
+"""Execute the notebooks, on a GPU where there is one, else on numpy: ``python docs/notebooks/run.py [--check] [NAME ...]``.
 
 Their outputs are written into them; with ``--check`` nothing is, and the exit status says whether every cell ran. Needs the
 extra ``notebooks``.
@@ -43,7 +43,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing")
     arguments = parser.parse_args()
     # A kernel finds the package as this process does.
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parents[1]), os.environ.get("PYTHONPATH")]))
     paths = [p for p in sorted(HERE.glob("*.ipynb")) if not arguments.names or p.name.startswith(tuple(arguments.names))]
     ran = [run(path, check=arguments.check) for path in paths]
     return 0 if all(ran) else 1

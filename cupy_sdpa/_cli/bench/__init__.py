@@ -1,0 +1,1 @@
+"""``bench``: time the problems of a trace."""

@@ -1,0 +1,345 @@
+"""The problems of a program in a file: what is written, and that planning, the self-test and timing make them again."""
+
+import json
+import subprocess
+import sys
+import threading
+
+import ml_dtypes
+import numpy as np
+import pytest
+from command_line import complaint
+
+import cupy_sdpa
+from cupy_sdpa import attention, zoo
+from cupy_sdpa.__main__ import main
+from cupy_sdpa.check.cases.draw import draw
+from cupy_sdpa.check.cases.functions import MASKS, SCORES, compiled
+from cupy_sdpa.check.traced.calls import replayed, visible_pairs
+from cupy_sdpa.check.traced.convert import case_of, layout_of, reduced
+from cupy_sdpa.check.traced.entry import NotReplayableError, read_trace
+from cupy_sdpa.check.verify.execute import CaseRunner, execute
+from cupy_sdpa.check.verify.planning import problems
+from cupy_sdpa.tracing import recorder
+from cupy_sdpa.tracing.source import NotRecordedError, source_of
+
+
+def arrays(*shape, count=3, dtype=np.float32):
+    rng = np.random.default_rng(0)
+    return [np.asfortranarray(rng.standard_normal(shape, np.float32).astype(dtype)) for _ in range(count)]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "problems.jsonl"
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+# What is written
+
+
+def test_a_problem_is_written_once(path):
+    """Equal calls, calls in other threads, and calls of a later trace of the same file add no line."""
+    q, k, v = arrays(8, 2, 5, 1)
+    for _ in range(2):
+        with cupy_sdpa.trace(path) as trace:
+            for _ in range(3):
+                attention(q, k, v, causal=True)
+                thread = threading.Thread(target=attention, args=(q, k, v))
+                thread.start()
+                thread.join()
+        assert trace.problems == 2
+    assert [line["options"] for line in lines(path)] == [{"causal": True}, {}]
+    assert recorder.active == ()
+
+
+def test_calls_after_the_block_are_not_written(path):
+    q, k, v = arrays(8, 2, 5, 1)
+    with pytest.raises(KeyError), cupy_sdpa.trace(path):
+        raise KeyError
+    attention(q, k, v)
+    assert lines(path) == []
+
+
+def test_invalid_calls_raise_their_own_error(path):
+    """A trace neither hides nor replaces an error of a call."""
+    (q,) = arrays(8, 2, 5, 1, count=1)
+    with cupy_sdpa.trace(path):
+        for wrong in ((q, q, None), (q, q, "v"), (q, q, q[0])):
+            with pytest.raises((TypeError, ValueError), match="v"):
+                attention(*wrong)
+        with pytest.raises(TypeError, match="no option causl"):
+            attention(q, q, q, causl=[q])
+
+
+def test_shapes_strides_and_dtypes(path):
+    """Strides are written unless the array is dense in Fortran order; lengths of 1 may have any stride."""
+    q, k, v = arrays(8, 2, 5, 1, dtype=ml_dtypes.bfloat16)
+    with cupy_sdpa.trace(path):
+        attention(np.ascontiguousarray(q.T).T, k[:, :, ::2], v[:, :, ::2], bias=np.ones((1, 5, 1, 1), np.float32))
+    (line,) = lines(path)
+    assert line["q"] == {"shape": [8, 2, 5, 1], "dtype": "bfloat16"}
+    assert line["k"] == {"shape": [8, 2, 3, 1], "dtype": "bfloat16", "strides": [2, 16, 64, 160]}
+    assert line["options"] == {"bias": {"shape": [1, 5, 1, 1], "dtype": "float32"}}
+
+
+def test_seeds_are_no_part_of_a_problem(path):
+    """Each step of a training has its own seed: the problem is written once."""
+    q, k, v = arrays(8, 2, 5, 1)
+    with cupy_sdpa.trace(path):
+        for seed in range(3):
+            attention(q, k, v, dropout_p=0.5, seed=seed)
+            attention(q, k, v, dropout_p=0.5, seed=np.array([seed]), offset=seed)
+    assert [line["options"] for line in lines(path)] == [
+        {"dropout_p": 0.5, "seed": 0}, {"dropout_p": 0.5, "seed": 0, "offset": 0},
+    ]  # fmt: skip
+
+
+def test_every_call_is_written(path):
+    """Both passes, derivatives and prepared calls."""
+    q, k, v = arrays(8, 2, 5, 1)
+    with cupy_sdpa.trace(path):
+        _, pullback = cupy_sdpa.attention_vjp(q, k, v)
+        pullback(q, dq=np.empty_like(q))
+        cupy_sdpa.attention_jvp(q, k, v, None, k, None, return_stats=True)
+        prepared = cupy_sdpa.prepare(q, k, v, softcap=2.0)
+        assert len(lines(path)) == 3, "preparing is not a call"
+        prepared(q, k, v)
+    found = [(line["call"], [name for name in line if line[name] and name not in ("call", "options")]) for line in lines(path)]
+    assert found == [
+        ("attention", ["q", "k", "v"]), ("attention_backward", ["dout", "q", "k", "v", "out", "stats", "dq"]),
+        ("attention_jvp", ["q", "k", "v", "dk"]), ("attention", ["q", "k", "v"]),
+    ]  # fmt: skip
+
+
+def test_the_environment_variable(tmp_path, path):
+    """CUPY_SDPA_TRACE writes the problems of a process; a file that cannot be written is an error."""
+    code = "import numpy as np, cupy_sdpa\nx = np.ones((8, 2, 5, 1), order='F')\ncupy_sdpa.attention(x, x, x)"
+
+    def run(where):
+        environment = {"CUPY_SDPA_TRACE": str(where), "PYTHONPATH": ":".join(sys.path)}
+        return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+
+    assert run(path).returncode == run(path).returncode == 0
+    assert len(lines(path)) == 1
+    assert f"CUPY_SDPA_TRACE is '{tmp_path}', and problems cannot be written there" in run(tmp_path).stderr
+
+
+def test_without_a_trace_a_call_does_nothing_more(monkeypatch):
+    """The recorder is not entered: a repeated call costs what it did."""
+    monkeypatch.setattr(recorder, "record", None)
+    q, k, v = arrays(8, 2, 5, 1)
+    out, pullback = cupy_sdpa.attention_vjp(q, k, v)
+    pullback(out)
+    cupy_sdpa.attention_jvp(q, k, v, q)
+    cupy_sdpa.prepare(q, k, v)(q, k, v)
+
+
+# Functions
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_score_functions_as_source(name):
+    """The recorded source computes the same as the function."""
+    compare("score_mod", SCORES[name], [np.linspace(-3, 3, 7)[:, None, None, None]])
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_mask_functions_as_source(name):
+    """The recorded source computes the same as the function."""
+    compare("mask_mod", MASKS[name], [])
+
+
+def compare(option, function, score):
+    sizes = dict(zip("bhqk", (3, 4, 5, 6), strict=True))
+    rng = np.random.default_rng(0)
+    tensors = {
+        name: rng.random([int(axis) if axis.isdigit() else sizes[axis] for axis in axes])
+        for name, axes in function.tensors.items()
+    }
+    if function.kind in ("int", "bool"):
+        tensors = {name: (3 * x).astype(function.kind) for name, x in tensors.items()}
+    again, reads = compiled(option, source_of(function.call, option, tensors))
+    assert reads.keys() == tensors.keys()
+    for indices in (np.array(x) for x in np.ndindex(*sizes.values())):
+        given = {name: x if x.ndim else x[()] for name, x in tensors.items()}
+        np.testing.assert_array_equal(again(*score, *indices, **tensors), function.call(*score, *indices, **given))
+
+
+def branches(s, b, h, q, k):
+    return s if q >= k else 0
+
+
+def reads_computed(s, b, h, q, k, x):
+    return s + x[q - k]
+
+
+def uses_global(s, b, h, q, k):
+    return s + np.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [(branches, "converts a traced value to a bool"), (uses_global, "computes with a ndarray"), (len, "ValueError|TypeError")],
+)
+def test_functions_that_cannot_be_written(function, reason):
+    with pytest.raises(NotRecordedError, match=reason):
+        source_of(function, "score_mod", {})
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import os", "t0 = np.load(score)", "t0 = np.tanh(score, out=b)", "t0 = __import__(b)", "t0 = np.tanh('x')",
+        "t0 = np.tanh(score); import os", "return score.__class__", "t0 = np.add.reduce(score)", "t0 = special.os(b)",
+        "t0 = x[[]]", "t0 = np.lib(score)", "return (1)",
+    ],
+)  # fmt: skip
+def test_other_code_is_not_executed(line):
+    with pytest.raises(ValueError, match="is not a line of a recorded function"):
+        compiled("score_mod", [line, "return score"])
+
+
+# Reading
+
+
+@pytest.mark.parametrize("number", range(0, 300, 3))
+def test_random_problems_are_made_again(number, path):
+    """The problems of a trace are those of the calls, and its cases have the same sizes, layouts and options."""
+    case = draw(11, number, "cpu")
+    if "block_mask" in case.options:
+        return
+    with cupy_sdpa.trace(path):
+        outcome = execute(case)
+    assert outcome.kind == "passed"
+    entries = read_trace(path)
+    backward = [entry for entry in entries if entry.call == "attention_backward"]
+    entry = (backward or entries)[0]
+    runner = CaseRunner(case)
+    memory = runner.allocate()
+    runner.load(memory, 0)
+    assert entry.problems() in [tuple(problems(case)), *((problem,) for problem in problems(case))]
+    again = case_of(entry, "cpu")
+    ignored = {"preallocated", "jvp", *({"stats"} if case.backward else {})}
+    assert {*again.options} - ignored == {*case.options} - ignored
+    for name in ("dtype", "d", "dv", "hq", "hkv", "sq", "skv", "b", "backward"):
+        assert getattr(again, name) == getattr(case, name), name
+    assert execute(reduced(again)).kind in ("passed", "refused")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "has no problem"),
+        ("nonsense", "line 1 is not a problem"),
+        ('{"call": "eval", "options": {}}', "call is 'eval'"),
+        ('{"call": "attention", "q": {"shape": [1]}, "options": {}}', "line 1 is not a problem"),
+    ],
+)
+def test_files_that_are_no_trace(path, text, message, capsys):
+    """Every command refuses the file with one line, which names the line of the file."""
+    path.write_text(text, encoding="utf-8")
+    for words in (["bench"], ["check", "--engine", "cpu"], ["plan", "--gpu", "h200", "-o", "plans"]):
+        assert main([*words, "--trace", str(path)]) == 2
+        captured = capsys.readouterr()
+        assert message in " ".join(captured.err.split())
+    assert main(["bench", "--trace", str(path) + "x"]) == 2
+    assert complaint(capsys).endswith("No such file or directory")
+
+
+def test_what_was_not_recorded_is_named(path):
+    """A block mask and functions that cannot be written are marked; the commands name the reason."""
+    q, k, v = arrays(8, 2, 5, 1)
+    mask = cupy_sdpa.block_mask(zoo.causal, 5, 5)
+    with cupy_sdpa.trace(path):
+        attention(q, k, v, block_mask=mask)
+        attention(q, k, v, bucket=lambda n: n + 3)
+        cupy_sdpa.attention_jvp(q, k, v, widened=cupy_sdpa.widen(q, k, v, q, None, None))
+    for entry, reason in zip(read_trace(path), ("block_mask", "bucket", "widened"), strict=True):
+        for make in (entry.problems, lambda entry=entry: case_of(entry, "cpu")):
+            with pytest.raises(NotReplayableError, match=reason):
+                make()
+
+
+@pytest.mark.parametrize("order", ["dhsb", "dshb", "dbsh", "shdb"])
+@pytest.mark.parametrize("slices", [(), (1,), (2,), (1, 3)])
+def test_layouts(order, slices):
+    """The layout of an array is that from which it was made."""
+    shape = {"d": 8, "h": 3, "s": 5, "b": 2}
+    parent = np.zeros([shape[axis] + (2 if place in slices else 0) for place, axis in enumerate(order)], order="F")
+    view = parent[tuple(slice(1, 1 + shape[axis]) if place in slices else slice(None) for place, axis in enumerate(order))]
+    array = view.transpose([order.index(axis) for axis in "dhsb"])
+    entry = recorder._array(array)
+    visible = [place for place in slices if place != 3]  # a slice of the slowest axis has the strides of a dense array
+    if order == "dhsb" and not visible:
+        assert layout_of(entry) is None
+    else:
+        assert layout_of(entry) == order + "".join(f"+{order[place]}" for place in visible)
+
+
+def test_large_problems_are_verified_at_smaller_sizes():
+    """Heads and batch entries go first; lengths of a page stay multiples of it."""
+    case = draw(1, 0, "cpu").with_(options={}, layouts={}, d=64, dv=64, hq=32, hkv=8, b=4, sq=4096, skv=4096)
+    small = reduced(case)
+    assert (small.b, small.hkv, small.hq, small.d) == (1, 1, 4, 64)
+    assert small.b * small.hq * small.sq * small.skv <= 4_000_000
+    assert reduced(small) == small
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": "top_left"}, {"causal": "bottom_right"}, {"window": (1, 2)},
+                                     {"window": (None, 0, "bottom_right")}, {"window": (3, None), "causal": "top_left"}])  # fmt: skip
+@pytest.mark.parametrize(("sq", "skv"), [(1, 5), (4, 4), (7, 3), (3, 9)])
+def test_the_number_of_pairs(options, sq, skv):
+    case = draw(1, 0, "cpu").with_(options=options, sq=sq, skv=skv)
+    left, right, *corner = options.get("window", (None, None))
+    shift = skv - sq if "bottom_right" in (options.get("causal"), *corner) else 0
+    pairs = [
+        (i, j) for i in range(sq) for j in range(skv)
+        if (left is None or j >= i + shift - left) and (right is None or j <= i + shift + right)
+        and ("causal" not in options or j <= i + shift)
+    ]  # fmt: skip
+    assert visible_pairs(case) == len(pairs)
+
+
+# Commands
+
+
+@pytest.fixture
+def traced(path):
+    """A trace of three problems, of which one is not replayable."""
+    q, k, v = arrays(16, 2, 20, 1, dtype=np.float16)
+    with cupy_sdpa.trace(path):
+        attention(q, k, v, causal=True, score_mod=zoo.softcap(5.0))
+        _, pullback = cupy_sdpa.attention_vjp(q, k, v, causal=True)
+        pullback(q)
+        attention(q, k, v, bucket=lambda n: n + 3)
+    return path
+
+
+def test_bench_times_every_problem(traced, capsys):
+    """One row per problem; the exit status is 1 because one of them is not timed."""
+    assert main(["bench", "--trace", str(traced), "--engine", "cpu", "--json"]) == 1
+    rows = json.loads(capsys.readouterr().out)["problems"]
+    assert [row["time_ms"] is None for row in rows] == [False, False, False, True]
+    assert all(row["time_ms"] > 0 and row["tflops"] > 0 for row in rows[:3])
+    assert "bucket" in rows[3]["reason"]
+    entry = read_trace(traced)[2]
+    assert replayed(entry, "cpu").operations == 2.5 * 2 * 2 * 210 * 32
+
+
+def test_check_verifies_every_problem(traced, tmp_path, capsys):
+    report = tmp_path / "report.json"
+    assert main(["check", "--trace", str(traced), "--engine", "cpu", "--json", str(report)]) == 0
+    out = capsys.readouterr().out
+    assert "skipped   line 4: bucket" in out
+    assert json.loads(report.read_text(encoding="utf-8"))["problems"] == 3
+
+
+@pytest.mark.cudnn
+def test_plan_plans_every_problem(traced, tmp_path, capsys):
+    assert main(["plan", "--trace", str(traced), "--gpu", "h200", "-o", str(tmp_path / "plans"), "--json", "-j", "1"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["planned"], facts["refused"], [skipped["line"] for skipped in facts["skipped"]]) == (3, 0, [4])
