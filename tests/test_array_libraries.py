@@ -266,7 +266,7 @@ def test_jax_bfloat16(cupy):
     out = attention(x, x, x, layout="bshd", causal=True)
     want = jax.nn.dot_product_attention(x, x, x, is_causal=True)
     assert out.dtype == x.dtype
-    np.testing.assert_allclose(to_host(out), to_host(want), atol=0.03)
+    np.testing.assert_allclose(to_host(out), to_host(want), atol=0.06)
 
 
 def test_the_libraries_of_the_gpu_tier_are_named():

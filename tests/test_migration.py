@@ -22,7 +22,7 @@ DOUT = RNG.standard_normal(Q.shape)
 MASK, SQUARE, BIAS = RNG.random((B, 1, SQ, SKV)) < 0.7, RNG.random((SQ, SKV)) < 0.7, RNG.standard_normal((B, HQ, SQ, SKV))
 LENGTHS_Q, LENGTHS = np.array([4, 5], np.int32), np.array([6, 7], np.int32)
 KEEP = np.arange(SKV) < LENGTHS[:, None]
-TABLE, SLOPES, SINKS = RNG.standard_normal((HQ, SQ, SKV)), cupy_sdpa.alibi_slopes(HQ), np.float32([0.5, -1, 2, 0])
+TABLE, SLOPES, SINKS = RNG.standard_normal((HQ, SQ, SKV)), cupy_sdpa.alibi_slopes(HQ), np.array([0.5, -1, 2, 0], np.float32)
 PAGES, PAGE_TABLE = RNG.standard_normal((2, 5, 4, HKV, D)), np.array([[3, 0], [1, 4]], np.int32)
 STARTS_Q, STARTS_K = np.array([0, 2, 5], np.int32), np.array([0, 3, 7], np.int32)
 
