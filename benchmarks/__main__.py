@@ -22,6 +22,7 @@ COMMANDS = {
     "plans": ("plans", "plans: first calls, disk cache, buckets of lengths, autotuning"),
     "deterministic": ("deterministic", "time and workspace of deterministic gradients"),
     "decode": ("decode", "decoding with paged keys and values against PyTorch and FlashInfer"),
+    "fp8": ("fp8.run", "FP8 against bfloat16 and PyTorch: times, and errors against the number of keys"),
     "jvp": ("derivatives.run", "directional derivatives against PyTorch's forward-mode differentiation"),
     "small_gradients": ("derivatives.small", "gradients of short sequences against FlexAttention, kernel by kernel"),
     "parallel": ("parallel.run", "attention over several GPUs: time against ideal, hidden transfers"),

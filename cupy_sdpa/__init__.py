@@ -1,9 +1,10 @@
 """Scaled dot-product attention for CuPy arrays with cuDNN's fused kernels, and for numpy arrays on the CPU."""
 
+from . import _interrupt as _interrupt  # isort: skip  (before the imports that take time)
+
 import importlib
 from typing import TYPE_CHECKING
 
-from . import _interrupt as _interrupt
 from .attention import attention, attention_backward
 from .calls.report import Report
 from .errors import CudnnError, DiskCacheWarning, OutOfPages, Unsupported
@@ -53,9 +54,10 @@ __all__ = [
 ]
 
 #: Public modules, imported on first use.
-_MODULES = ("layout", "nnlib", "parallel", "reference", "store", "zoo")
+_MODULES = ("fp8", "layout", "nnlib", "parallel", "reference", "store", "zoo")
 
 if TYPE_CHECKING:
+    from . import fp8 as fp8
     from . import layout as layout
     from . import nnlib as nnlib
     from . import parallel as parallel

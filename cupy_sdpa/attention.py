@@ -10,6 +10,8 @@ from .arrays.layouts import other_layout, results_in
 from .calls.arguments import read_backward, read_forward
 from .calls.options import DTensors, Options, read_flag, takes_options
 from .calls.replay_cache import cache_call, run_cached
+from .fp8.array import Fp8Array
+from .fp8.forward import attention_of_fp8
 from .sparse.automatic import automatic_mask
 from .sparse.backward import gradients_with_block_mask
 from .sparse.forward import attention_with_block_mask
@@ -69,7 +71,8 @@ def attention(
     masked: lengths, ``causal``, ``window``, ``mask``, ``mask_mod``. All functions take the same options.
 
     Args:
-        q: queries ``(D, Hq, Sq, B)``. float16 or bfloat16 on the GPU; also float32 and float64 on the CPU.
+        q: queries ``(D, Hq, Sq, B)``. float16 or bfloat16 on the GPU; also float32 and float64 on the CPU. q, k and v may be
+            FP8 arrays (:func:`cupy_sdpa.fp8.attention`).
         k: keys ``(D, Hkv, Skv, B)``, of q's dtype. Hq must be a multiple of Hkv (grouped-query attention): each key/value head
             serves Hq/Hkv query heads.
         v: values ``(Dv, Hkv, Skv, B)``, of q's dtype.
@@ -180,6 +183,8 @@ def attention(
     >>> cupy_sdpa.attention(q, k, v, causal=True, **packed).shape
     (64, 8, 100)
     """
+    if isinstance(q, Fp8Array):
+        return attention_of_fp8(q, k, v, options, return_stats=return_stats, out=out, stats=stats)
     if needs_conversion(q, options):
         given = {"q": q, "k": k, "v": v, "out": out, "stats": stats}
         return convert(attention, given, options, OUTPUTS, return_stats=return_stats, deterministic=deterministic)

@@ -25,8 +25,11 @@ from .device import cupy_runtime, driver
 from .errors import CudnnError, Unsupported
 from .forward_mode.form import form_of
 from .forward_mode.problems import given_by, problems_of
+from .fp8.array import Fp8Array
+from .fp8.forward import read_call
 from .graph import graph_of
 from .problem.problem import Problem
+from .problem.validation import NO_FP8_GRADIENTS
 from .sparse.automatic import decide
 from .sparse.entries import Sizes
 from .sparse.masks.block_mask import BlockMask
@@ -50,6 +53,7 @@ def problem(
     v: Array | Sequence[int],
     *,
     dtype: Any = None,
+    out_dtype: str = "",
     seq_lens: bool = False,
     return_stats: bool | Literal["max_sumexp"] = False,
     backward: bool = False,
@@ -64,7 +68,8 @@ def problem(
     Args:
         q, k, v: shapes ``(D, Hq, Sq, B)``, ``(D, Hkv, Skv, B)`` and ``(Dv, Hkv, Skv, B)`` of dense arrays in Fortran order; or
             arrays, of which only shape, strides and dtype are read.
-        dtype: the dtype of q, k and v if they are shapes.
+        dtype: the dtype of q, k and v if they are shapes; ``"float8_e4m3fn"`` and ``"float8_e5m2"`` for FP8.
+        out_dtype: the dtype of the output of FP8 arrays, as for :func:`cupy_sdpa.fp8.attention`. Default: that of q.
         seq_lens: whether lengths are passed. Default False.
         return_stats, options: as for :func:`cupy_sdpa.attention`; every array may be passed as its shape (a bias then has q's
             dtype), ``alibi_slopes`` and ``sinks`` as True. Only the sign of the scale matters.
@@ -84,7 +89,7 @@ def problem(
 queries, 4096 keys, head dim 128, causal from the top left
     """
     return read_shapes(
-        q, k, v, options, dtype=dtype, seq_lens=seq_lens, return_stats=return_stats, backward=backward,
+        q, k, v, options, dtype=dtype, out_dtype=out_dtype, seq_lens=seq_lens, return_stats=return_stats, backward=backward,
         return_dbias=return_dbias, return_dsinks=return_dsinks, return_dtensors=return_dtensors, deterministic=deterministic,
     )  # fmt: skip
 
@@ -186,7 +191,11 @@ def explain(
         if decision.mask is not None and return_stats != "max_sumexp" and not any(outputs.values()):
             rest = {name: value for name, value in options.items() if name != "mask_mod"}
             return _explain_blocks((q, k, v), decision.mask, rest, flags, f"used, {decision.reason}", gpu, cudnn)
-    if backward:
+    if isinstance(q, Fp8Array):
+        if backward:
+            raise Unsupported(NO_FP8_GRADIENTS)
+        call = read_call(q, k, v, options, return_stats=return_stats)
+    elif backward:
         arrays: dict[str, Any] = {"dout": dout, "out": out, "stats": stats, **gradients}
         try:
             call = read_backward(q, k, v, options, deterministic=deterministic, **outputs, **arrays)

@@ -9,6 +9,8 @@ from .arrays.conversion import Conversion, gradient_names, needs_conversion
 from .attention import attention, attention_backward
 from .calls.options import DTensors, Options, takes_options
 from .errors import Unsupported
+from .fp8.vjp import dequantized, forward_in_fp8
+from .problem.tensor_spec import FP8_LARGEST
 from .problem.validation import NO_PAGED_GRADIENTS
 
 
@@ -30,6 +32,9 @@ def attention_vjp(
         q, k, v, options: as for :func:`attention`.
         deterministic: as for :func:`attention` and :func:`attention_backward`, for both passes.
         return_dbias, return_dsinks, return_dtensors: as for :func:`attention_backward`.
+        compute_dtype: as for :func:`attention`; or ``"float8_e4m3fn"`` or ``"float8_e5m2"``, which computes the forward pass in
+            FP8 (:doc:`/fp8`): q, k and v are converted with one scale each, q and k after a rotation, and the FP8 arrays are
+            kept in place of q, k and v. The output and the gradients have the dtype of q. Without ``layout``.
 
     Returns:
         ``(out, pullback)``; ``dq, dk, dv = pullback(dout)``, which may be called several times.
@@ -56,6 +61,10 @@ def attention_vjp(
         "deterministic": deterministic, "return_dbias": return_dbias, "return_dsinks": return_dsinks,
         "return_dtensors": return_dtensors,
     }  # fmt: skip
+    if (kind := options.get("compute_dtype")) in FP8_LARGEST:
+        rest: Any = {name: value for name, value in options.items() if name != "compute_dtype"}
+        arrays = forward_in_fp8(q, k, v, kind, rest)
+        return arrays[3], Pullback(arrays, {**rest, **outputs})
     if not needs_conversion(q, options):
         out, stats = attention(q, k, v, return_stats=True, deterministic=deterministic, **options)
         return out, Pullback((q, k, v, out, stats), {**options, **outputs})
@@ -82,7 +91,8 @@ class Pullback:
     ) -> tuple[Any, ...]:
         """``(dq, dk, dv)`` and the other requested gradients; see :func:`attention_backward`."""
         if self._conversion is None:
-            return attention_backward(dout, *self._arrays, **self._options, dq=dq, dk=dk, dv=dv)
+            q, k, v, out, stats = dequantized(self._arrays, dout.dtype)
+            return attention_backward(dout, q, k, v, out, stats, **self._options, dq=dq, dk=dk, dv=dv)
 
         def call(dout: Any, dq: Any, dk: Any, dv: Any) -> tuple[Any, ...]:
             return attention_backward(dout, *self._arrays, **self._options, dq=dq, dk=dk, dv=dv)

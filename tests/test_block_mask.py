@@ -1,11 +1,14 @@
 """Block masks: which blocks are listed, in what memory, and how they are shown."""
 
+import copy
+import gc
+import pickle
 import tracemalloc
 
 import numpy as np
 import pytest
 
-from cupy_sdpa import BlockMask, attention, block_mask, zoo
+from cupy_sdpa import BlockMask, attention, attention_vjp, block_mask, zoo
 from cupy_sdpa.sparse.entries import Sizes, make_tables, rectangles
 from cupy_sdpa.sparse.masks.evaluate import EMPTY, FULL, PARTIAL, Function, evaluate
 from cupy_sdpa.sparse.masks.segments import bands, find_segments, gradient_slices, packed, slices
@@ -318,3 +321,63 @@ def test_sizes_that_are_not_made_of_tiles_are_refused(block, error, message):
         block_mask(zoo.causal, 10, 10, block=block)
     with pytest.raises(error, match=message):
         BlockMask.from_blocks(np.ones((1, 1), bool), block=block)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kv_num_blocks": np.array([[[-1, 1]]])}, "kv_num_blocks has numbers from -1 to 1; there are 2 key blocks"),
+        ({"kv_num_blocks": np.array([[[3, 1]]])}, "kv_num_blocks has numbers from 1 to 3; there are 2 key blocks"),
+        ({"kv_num_blocks": np.ones((1, 1, 2))}, "kv_num_blocks is float64"),
+        ({"kv_indices": np.zeros((1, 1, 2, 2))}, "kv_indices float64"),
+        ({"full_kv_num_blocks": np.array([[[1, 1]]])}, "only full_kv_num_blocks is passed"),
+        ({"full_kv_indices": np.array([[[[0, 1], [1, 0]]]])}, "only full_kv_indices is passed"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_wrong_fields_are_refused(change, message):
+    """No block is left out silently."""
+    fields = {"kv_num_blocks": np.array([[[1, 1]]]), "kv_indices": np.array([[[[0, 1], [1, 0]]]])}
+    BlockMask.from_kv_blocks(**{name: x.astype("u4") for name, x in fields.items()})
+    with pytest.raises(ValueError, match=message):
+        BlockMask.from_kv_blocks(**fields | change)
+
+
+def test_full_blocks_of_another_shape_are_refused():
+    """Both shapes are named."""
+    with pytest.raises(ValueError, match=r"full has shape \(2, 3\) and blocks \(3, 3\)"):
+        BlockMask.from_blocks(np.ones((3, 3), bool), full=np.ones((2, 3), bool))
+
+
+@pytest.mark.parametrize("use", [lambda h: h**2, lambda h: h << 1, lambda h: 1 ^ h, lambda h: {1: 2}[h], lambda h: 1 & h])
+def test_every_use_of_an_index_that_is_not_given_is_refused(use):
+    """The message names the option."""
+    with pytest.raises(TypeError, match="uses h, and heads is None"):
+        block_mask(lambda b, h, i, j: i + use(h) > j, 10, 10)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda mask: pickle.loads(pickle.dumps(mask))])
+def test_a_copied_mask_is_used_after_the_original_is_freed(copied, fake):
+    """Cached calls of the original are not calls of the copy."""
+    mask = block_mask(lambda b, h, i, j: (i >= j) & ((i + j) % 3 > 0), 300, 300)
+    x = fake.asarray(np.random.default_rng(0).standard_normal((16, 1, 300, 1)).astype("f2"), order="F")
+    for _ in range(2):
+        expected = attention(x, x, x, block_mask=mask).get()
+    other = copied(mask)
+    np.testing.assert_array_equal(other.to_dense(), mask.to_dense())
+    del mask
+    gc.collect()
+    np.testing.assert_array_equal(attention(x, x, x, block_mask=other).get(), expected)
+
+
+def test_functions_that_cannot_be_traced():
+    """A function that kernels cannot compute can make a mask, and the mask has gradients."""
+    mask = block_mask(lambda b, h, i, j: (i >= j) & ((i.astype("i8") + j) % 5 != 1), 640, 640)
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (np.asfortranarray(rng.standard_normal((8, 1, 640, 1))) for _ in range(4))
+    results = []
+    for options in ({"block_mask": mask}, {"mask": mask.to_dense()}):
+        out, pullback = attention_vjp(q, k, v, **options)
+        results.append([out, *pullback(dout)])
+    for x, y in zip(*results, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-6)

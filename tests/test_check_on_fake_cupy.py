@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from cupy_sdpa import fp8
 from cupy_sdpa.check.cases import draw as drawing
 from cupy_sdpa.check.cases.draw import OPTIONS, Limits, _with_required, draw_options, is_valid
 from cupy_sdpa.check.verify.execute import execute
@@ -56,3 +57,29 @@ def test_problems_with_lengths_of_the_gpu(number, fake, monkeypatch):
     case = draw_options(names, number, "gpu")
     outcome = execute(case)
     assert outcome.kind in ("passed", "refused"), f"{outcome.message}\n{case!r}"
+
+
+@pytest.mark.parametrize("number", range(60))
+@pytest.mark.parametrize("engine", ["cpu", "gpu"])
+def test_problems_in_fp8(engine, number, fake, monkeypatch):
+    """FP8 with up to three other options on both engines; none fails, and on the GPU most run."""
+    monkeypatch.setitem(drawing.LIMITS, engine, Limits(20_000, 60_000))
+    monkeypatch.setattr(drawing.Sampler, "head_dim", lambda sampler: 16 * sampler.pick(1, 2, 4, 5))
+    rng, names = np.random.default_rng([number, 8]), {"fp8"}
+    for _ in range(int(rng.integers(0, 4))):
+        more = names | {str(rng.choice(sorted(drawing.WITH_FP8)))}
+        names = more if is_valid(_with_required(more)) else names
+    case = draw_options(names, number, engine)
+    outcome = execute(case)
+    few = case.sq == 1 or case.options.get("stats") == "max_sumexp" or case.options.get("scale", 1) <= 0
+    assert outcome.kind in (("passed", "refused") if engine == "gpu" and few else ("passed",)), f"{outcome.message}\n{case!r}"
+
+
+@pytest.mark.parametrize("engine", ["cpu", "gpu"])
+def test_wrong_results_in_fp8_are_found(engine, fake, monkeypatch):
+    """An output that is a third too large fails."""
+    case = draw_options({"fp8"}, 1, engine).with_(d=32, dv=16, sq=20, skv=30, options={"fp8": "float8_e4m3fn"})
+    assert execute(case).kind == "passed"
+    dequantize = fp8.Fp8Array.dequantize
+    monkeypatch.setattr(fp8.Fp8Array, "dequantize", lambda x, dtype: dequantize(x, dtype) * np.float32(1.33))
+    assert execute(case).kind == "wrong"

@@ -19,6 +19,7 @@ LAYERS = (
     ("nnlib", "store", "inference", "parallel", "integrations"),
     ("vjp",),
     ("attention", "explain", "prepare", "helpers"),
+    ("fp8",),
     ("offline",),
     ("forward_mode",),
     ("sparse",),

@@ -374,6 +374,70 @@ def test_positions_and_shards_of_packed_sequences():
     run_threads(Loopback(3).members, member)
 
 
+@pytest.mark.parametrize(
+    ("starts", "error", "message"),
+    [
+        ([0, 4, 9], ValueError, "10 positions along axis 2; cu_seqlens has 9"),
+        ([0, 4, 12], ValueError, "10 positions along axis 2; cu_seqlens has 12"),
+        ([2, 4, 10], ValueError, "begin with 0 and must not decrease"),
+        ([0, 6, 4, 10], ValueError, "begin with 0 and must not decrease"),
+        ([0.0, 10.0], TypeError, "cu_seqlens is float64"),
+        ([], TypeError, r"\(B \+ 1,\)"),
+    ],
+    ids=str,
+)
+def test_wrong_offsets_are_refused(starts, error, message):
+    """Positions are neither lost nor repeated if the offsets are not those of the array."""
+    cp = context_parallel(Loopback(2).members[0])
+    with pytest.raises(error, match=message):
+        cp.shard(np.zeros((4, 2, 10)), cu_seqlens=np.array(starts))
+    if "begin" in message:
+        with pytest.raises(error, match=message):
+            cp.position_ids(cu_seqlens=np.array(starts))
+
+
+def test_an_axis_from_the_end():
+    """shard and unshard count negative axes from the end; an axis that does not exist is refused."""
+    x = np.arange(2 * 3 * 9.0).reshape(2, 3, 9, order="F")
+
+    def member(own):
+        cp = context_parallel(own)
+        part = cp.shard(x, axis=-1)
+        assert np.array_equal(part, cp.shard(x, axis=2))
+        assert np.array_equal(cp.unshard(part, axis=-1, seqlen=9), x)
+        with pytest.raises(ValueError, match="axis is 3; x has 3 axes"):
+            cp.shard(x, axis=3)
+
+    run_threads(Loopback(2, timeout=20).members, member)
+
+
+def test_unshard_without_the_length_is_refused_if_it_is_needed():
+    """Members that derive different lengths from their parts raise, also in the next call; with the length all is well."""
+    x = np.arange(7.0)
+    group = Loopback(2, timeout=20)
+
+    def member(own):
+        cp = context_parallel(own)
+        part = cp.shard(x, axis=0)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="different shapes or options"):
+                cp.unshard(part, axis=0)
+            assert np.array_equal(cp.unshard(part, axis=0, seqlen=7), x)
+        with pytest.raises(ValueError, match=r"member 0 refused the call|axis is 1"):
+            cp.unshard(part, axis=1 if own.rank == 0 else 0)
+
+    run_threads(group.members, member)
+    assert max(group.bytes_sent) == 4096 * 4 + 2 * 256  # a known length is not compared again
+
+
+@pytest.mark.parametrize("length", [3.5, -8, True, "8"], ids=repr)
+def test_wrong_lengths_are_refused(length):
+    """Lengths of whole sequences are integers."""
+    cp, x = context_parallel(Loopback(2).members[0]), np.zeros((4, 2, 4, 1), order="F")
+    with pytest.raises(ValueError, match=f"seqlen_q is {length!r}; it must be an integer"):
+        cp.explain(x, x, x, seqlen_q=length)
+
+
 def test_pullback():
     """attention_vjp returns the output and the gradients of one device."""
     rng = np.random.default_rng(0)

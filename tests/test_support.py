@@ -53,6 +53,16 @@ def variant(**options):
     return cupy_sdpa.problem(shape, shape, shape, dtype="bfloat16", **options)
 
 
+def fp8_problem(d=64, sq=16, **options):
+    """The problem of FP8 arrays."""
+    return cupy_sdpa.problem((d, 4, sq, 2), (d, 4, 16, 2), (d, 4, 16, 2), dtype="float8_e4m3fn", **options)
+
+
+def fp8_keys(skv, **options):
+    """The problem of FP8 arrays with some number of keys."""
+    return cupy_sdpa.problem((64, 4, 16, 2), (64, 4, skv, 2), (64, 4, skv, 2), dtype="float8_e4m3fn", **options)
+
+
 def packed(queries=16, hkv=2, d=64, dv=None, q=None, dtype="bfloat16", **options):
     """The problem of packed sequences; q may be an array."""
     starts = {"cu_seqlens_q": (3,), "cu_seqlens_kv": (3,), "max_seqlen_q": queries, "max_seqlen_kv": 16}
@@ -98,6 +108,19 @@ def less_a_number(skv=1, sq=16, backward=True, score_mod=lambda s, b, h, i, j, t
 #: rule: (a problem that violates it, cuDNN version, capability, part of the message), (one that just satisfies it, version,
 #: capability)
 SIDES = {
+    "fp8-gpu": ((fp8_problem(), 91900, 89, r"float8_e4m3fn; .* 8\.9 does not .*pass float16"), (fp8_problem(), 91900, 90)),
+    "fp8-head-dim": ((fp8_problem(144), 91900, 120, r"144 and 144; .* up to 128 .* 12\.0"), (fp8_problem(144), 91900, 90)),
+    "fp8-output": (
+        (fp8_problem(out_dtype="bfloat16"), 91900, 90, r"out_dtype is bfloat16; .* its method dequantize"),
+        (fp8_problem(out_dtype="bfloat16"), 91900, 100),
+    ),
+    "fp8-one-query": ((fp8_problem(sq=1), 91900, 90, r"one query; .*pass the query twice"), (fp8_problem(sq=1), 92800, 100)),
+    "fp8-scale": ((fp8_problem(scale=0.0), 91900, 90, r"a scale of 0 or below .*and -q"), (fp8_problem(scale=0.1), 91900, 90)),
+    "fp8-packed": (
+        (packed(dtype="float8_e4m3fn"), 91900, 90, r"illegal instruction: pad the sequences"),
+        (packed(dtype="float8_e4m3fn"), 91900, 100),
+    ),
+    "fp8-scores": ((fp8_problem(softcap=2.0), 91900, 90, r"softcap is not supported .*omit it"), (fp8_problem(causal=True), 91900, 90)),
     "cudnn-version": ((asked(), 91801, 90, r"cuDNN is 9\.18\.1; 9\.19\.0 .*pip install"), (asked(), 91900, 90)),
     "gpu-generation": ((asked(), 91900, 75, r"7\.5; 8\.0 \(Ampere\)"), (asked(), 91900, 80)),
     "dtype": ((asked(dtype="float32", itemsize=4), 91900, 90, r"float32; .* q\.astype"), (asked(dtype="float16"), 91900, 90)),
@@ -245,6 +268,12 @@ AFFECTED = {
         [(91900, 100), (92400, 103), (92402, 100), (92500, 110)],
         [(92401, 100), (92501, 100), (91900, 90), (91900, 120)],
         [asked(sq=2), backward(sq=1)],
+    ),
+    "fp8-wide-output": (
+        fp8_keys(4096, out_dtype="bfloat16"),
+        [(92400, 100), (92401, 103)],
+        [(91900, 100), (92500, 100)],
+        [fp8_keys(4096), fp8_keys(4095, out_dtype="bfloat16"), fp8_keys(4096, out_dtype="bfloat16", causal=True)],
     ),
     "packed-one-query": (
         one_packed_query(return_stats=True),

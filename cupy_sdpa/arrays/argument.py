@@ -11,6 +11,18 @@ from ..device import cupy_runtime
 from ..problem.tensor_spec import Signature, dtype_name
 
 
+class Typed(NamedTuple):
+    """An array whose elements have a dtype that CuPy does not have, such as uint8 arrays of FP8 elements.
+
+    Attributes:
+        array: the array.
+        dtype: the name of the dtype.
+    """
+
+    array: Any
+    dtype: str
+
+
 class Argument(NamedTuple):
     """An array argument.
 
@@ -35,21 +47,22 @@ def read_array(name: str, array: Any) -> Argument:
     Raises:
         TypeError: the argument is neither a numpy nor a CuPy array.
     """
+    array, dtype = array if type(array) is Typed else (array, "")
     if type(array) in (np.ndarray, np.memmap):  # the elements of a subclass, such as a masked array, may mean something else
-        return Argument(name, array, signature_of(array, 0), 0, None)
+        return Argument(name, array, signature_of(array, 0, dtype), 0, None)
     if not cupy_runtime.is_array(array):
         raise TypeError(
             f"{name} is a {type(array).__module__}.{type(array).__qualname__}; attention takes numpy and CuPy arrays, or "
             "arrays of one other library: convert with numpy.asarray, cupy.asarray or cupy.from_dlpack"
         )
-    return Argument(name, array, signature_of(array, array.data.ptr), array.data.ptr, array.data.device_id)
+    return Argument(name, array, signature_of(array, array.data.ptr, dtype), array.data.ptr, array.data.device_id)
 
 
-def signature_of(array: Any, address: int) -> Signature:
+def signature_of(array: Any, address: int, dtype: str = "") -> Signature:
     """The signature of a numpy or CuPy array at an address."""
     # Only cuDNN needs aligned arrays, and it reads integers one at a time.
     alignment = 16 if array.dtype.kind == "i" else address & -address & 15 or 16
-    return dtype_name(array.dtype), array.shape, array.strides, alignment
+    return dtype or dtype_name(array.dtype), array.shape, array.strides, alignment
 
 
 def arrays_on_gpu(arguments: Iterable[Argument]) -> bool:

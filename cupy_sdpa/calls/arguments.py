@@ -19,7 +19,7 @@ from ..staging.stage import Fill
 from ..support.engine_problem import engine_problem
 from . import user_functions
 from .call import Call
-from .options import ARRAYS, check_names, is_one_of, read_flag, read_scale, read_settings
+from .options import ARRAYS, check_factors, check_names, is_one_of, read_flag, read_scale, read_settings
 
 
 def read_forward(
@@ -31,12 +31,13 @@ def read_forward(
     return_stats: Any = False,
     deterministic: Any = False,
     return_kept: bool = False,
+    out_dtype: Any = "",
     out: Any = None,
     stats: Any = None,
     **others: Any,
 ) -> Call:
     """Validate the arguments of the forward pass; nothing is allocated. For errors see :func:`cupy_sdpa.attention`."""
-    outputs = _row_statistics(return_stats)._replace(rng_dump=return_kept)
+    outputs = _row_statistics(return_stats)._replace(rng_dump=return_kept, out_dtype=out_dtype)
     deterministic = read_flag("deterministic", deterministic)
     return _read({"q": q, "k": k, "v": v, "out": out, "stats": stats, **others}, options, outputs, deterministic=deterministic)
 
@@ -115,6 +116,7 @@ def _read_own(
         arguments |= {name: read_array(name, array) for name, array in functions.arrays.items()}
         scalars, source_lines = scalars | functions.scalars, functions.source_lines
     found = {name: argument.array for name, argument in arguments.items()}
+    check_factors(problem, found)
     if not on_gpu:
         _check_lengths(problem, found)
     _check_overlap(problem, arguments)
@@ -260,6 +262,7 @@ def read_shapes(
     options: Mapping[str, Any],
     *,
     dtype: Any = None,
+    out_dtype: str = "",
     seq_lens: bool = False,
     return_stats: Any = False,
     backward: bool = False,
@@ -280,7 +283,7 @@ def read_shapes(
     options = {**options, "seed": 0} if "seed" in signatures else options
     # Arguments of the other pass are ignored, so that one list of options can be used for both passes.
     settings, _ = read_settings(options, _scale(options, signatures["q"]), deterministic=bool(deterministic))
-    outputs = _row_statistics(return_stats)
+    outputs = _row_statistics(return_stats)._replace(out_dtype=out_dtype)
     if backward:
         outputs = OUTPUT_ONLY._replace(backward=True, dbias=bool(return_dbias), dsinks=bool(return_dsinks))
     tensors = {name: _placeholder(name, x) for name, x in (options.get("tensors") or {}).items()}

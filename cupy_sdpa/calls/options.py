@@ -13,7 +13,7 @@ import numpy as np
 from .._typing import Array
 from ..arrays.layouts import check_layout
 from ..problem.band import Band
-from ..problem.problem import CU_SEQLENS, LENGTHS, SCORE_INPUTS, SEEDS, Settings
+from ..problem.problem import CU_SEQLENS, LENGTHS, SCORE_INPUTS, SEEDS, Problem, Settings
 from ..score_fn.tracer import MaskMod, ScoreMod
 
 #: Which gradients of ``tensors`` are requested: all, none, or those of the given names.
@@ -176,6 +176,19 @@ def read_settings(options: Mapping[str, Any], tau: float, *, deterministic: bool
         if options.get(name) is not None and options.get("cu_seqlens_q") is None:
             raise ValueError(f"{name} is {options[name]} and cu_seqlens_q is None: {name} is for packed sequences only")
     return settings, {"scale": tau} | ({} if softcap is None else {"softcap": softcap})
+
+
+def check_factors(problem: Problem, arrays: Mapping[str, Any]) -> None:
+    """Check that FP8 arrays have factors.
+
+    Raises:
+        TypeError: they have none.
+    """
+    if problem.fp8 and any(name not in arrays for name in ("descale_q", "descale_k", "descale_v")):
+        raise TypeError(
+            f"q is {problem.dtype}, whose values need factors: pass arrays of cupy_sdpa.fp8.quantize, or "
+            "cupy_sdpa.fp8.Fp8Array(data, descale)"
+        )
 
 
 def is_one_of(value: Any, choices: Sequence[Any]) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 
 from ..problem.problem import SEEDS, Problem
+from ..problem.tensor_spec import FP8_LARGEST
 from .nodes import Builder, Graph, Shape, Tensor
 from .operands import BATCH_AXES, HEAD_AXES, SCORE_AXES, TRANSPOSED_AXES, Operands, operand
 from .scores import Scores, partial_tiles
@@ -38,19 +39,36 @@ def forward(problem: Problem, guards: frozenset[str] = frozenset()) -> Graph:
     s = scores.select_blocks(s)
     # P = exp(S − L), L = logsumexp(S)      rounded to the dtype of v for the tensor cores
     probability = problem.settings.dropout
+    formula = f"P = round({FP8_LARGEST[problem.dtype]:g} exp(S − m)) / l" if problem.fp8 else "P = exp(S − L)"
     p = g.softmax(
-        "P = exp(S − L), L = logsumexp(S)", s, "P", g.compute_dtype if probability else problem.dtype,
+        f"{formula}, L = logsumexp(S)", s, "P", g.compute_dtype if probability else problem.dtype,
         None if problem.max else operands.row_stats("stats"),
         sink=operands.optional("sinks", HEAD_AXES), max=operands.row_stats("max"), sum_exp=operands.row_stats("sum_exp"),
-        rows=scores.queries,
+        rows=scores.queries, scale=g.scalar("scale of P", value=FP8_LARGEST[problem.dtype]) if problem.fp8 else None,
     )  # fmt: skip
     if probability:
         # P <- P ∘ R / (1 − p)              Srivastava et al. 2014, "Dropout"; the expectation stays the same
         dropout = Dropout(g, operands, p.shape)
         p = dropout.rescale(dropout.drop(p, "P"), "P ∘ R", dtype=problem.dtype)
     # O = P V                               (B, Hq, Sq, Dv)
-    g.matmul("O = P V", p, v, out, m=scores.queries, k=scores.keys)
+    if problem.fp8:
+        _store_fp8(g, operands, g.matmul("O = P V", p, v, "O₁", m=scores.queries, k=scores.keys), out)
+    else:
+        g.matmul("O = P V", p, v, out, m=scores.queries, k=scores.keys)
     return g.graph(no_split="no-split" in guards)
+
+
+def _store_fp8(g: Builder, operands: Operands, o: Tensor, out: Tensor) -> None:
+    """The output of FP8 arrays: divided by the scale of P, multiplied by those of v and out; and its largest magnitude.
+
+    cuDNN requires all of these steps; the largest magnitude is taken before ``scale_out``.
+    """
+    unit = g.scalar("1 / scale of P", value=1 / FP8_LARGEST[operands.problem.dtype])
+    o = g.pointwise("O₂ = O₁ / scale of P", "mul", o, unit, out="O₂")
+    o = g.pointwise("O₃ = descale_v · O₂", "mul", o, operands.factor("descale_v"), out="O₃")
+    scale = operands.factor("scale_out") if operands.problem.scale_out else g.scalar("1", value=1.0)
+    g.pointwise(f"O = {scale} · O₃", "mul", o, scale, out=out)
+    g.reduction("amax_out = max |O₃|", o, operands.factor("amax_out"), amax=True)
 
 
 def _keys_and_values(g: Builder, operands: Operands, lengths: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..device.blocks import BLOCK
+from ..problem.tensor_spec import rounded
 from .nodes import Bernoulli, BlockSelect, Graph, Matmul, Node, PagedLoad, Pointwise, Reduction, Softmax, Transpose
 from .tiles import Evaluation, Tile
 
@@ -97,14 +98,22 @@ def _softmax(node: Softmax, tile: Tile) -> None:
     total = p.sum(axis=1, keepdims=True)
     if sink is not None:
         total += np.exp(sink - shift)
+    if node.scale is not None:
+        # p = round(scale p), in the units of FP8 from here on
+        p *= tile[node.scale]
+        p = p if tile.run.exact else rounded(p, node.out.dtype).astype(tile.run.dtype)
     # p = p / l
     p /= np.where(total == 0, 1, total)
     # stats = m + log(l)
     if node.stats is not None:
         tile[node.stats] = shift + np.log(total)  # log 0 = -inf is the result of a row of -inf
-    for out, value in ((node.max, top), (node.sum_exp, total), (node.out, p)):
+    for out, value in ((node.max, top), (node.sum_exp, total)):
         if out is not None:
             tile[out] = value
+    if node.scale is None:
+        tile[node.out] = p
+    else:
+        tile.values[node.out.name] = p  # rounded already
 
 
 def _bernoulli(node: Bernoulli, tile: Tile) -> None:
@@ -128,7 +137,9 @@ def _pointwise(node: Pointwise, tile: Tile) -> None:
 
 def _reduction(node: Reduction, tile: Tile) -> None:
     x = -tile[node.x] if node.negative else tile[node.x]
-    if node.out.name in tile.run.totals:
+    if node.amax:
+        tile.add_to_largest(node.out, x)
+    elif node.out.name in tile.run.totals:
         tile.add_to_total(node.out, x)
     elif node.out.shape[3] == 1 and node.x.shape[3] > 1:
         tile[node.out] = x.sum(axis=1, keepdims=True)

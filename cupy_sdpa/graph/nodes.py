@@ -136,6 +136,7 @@ class Softmax(Node):
     ``sink`` ``(1, H, 1, 1)`` is an additional column, included in m and l but not in ``out``. For a row of -inf, out is 0 and
     stats is -inf. ``stats`` is virtual if the problem does not return it; ``max`` (m) and ``sum_exp`` (l) replace
     it. ``rows`` ``(B, 1, 1, 1)`` is the number of rows of each batch entry; rows beyond that have no sink.
+    With ``scale`` out is FP8, ``round(scale * exp(x - m)) / l``: kernels divide by l after the matmul that reads ``out``.
     """
 
     x: Tensor
@@ -144,7 +145,8 @@ class Softmax(Node):
     max: Tensor | None = None
     sum_exp: Tensor | None = None
     rows: Tensor | None = None
-    operands: ClassVar[tuple[str, ...]] = ("x", "sink", "rows")
+    scale: Tensor | None = None
+    operands: ClassVar[tuple[str, ...]] = ("x", "sink", "rows", "scale")
 
     @property
     def outputs(self) -> tuple[Tensor, ...]:
@@ -166,11 +168,12 @@ class Bernoulli(Node):
 class Reduction(Node):
     """``out = sum(x)``, in the compute dtype, over each dimension where out has length 1, and over the heads of a group.
 
-    ``negative`` changes the sign of the sum.
+    ``negative`` changes the sign of the sum. ``amax`` is ``out = max |x|`` over all elements instead, 0 without elements.
     """
 
     x: Tensor
     negative: bool = False
+    amax: bool = False
     operands: ClassVar[tuple[str, ...]] = ("x",)
 
 
@@ -238,21 +241,17 @@ class Graph:
     def lines(self) -> Iterator[str]:
         """The printed form: one line per input, then one line per step."""
         width = max(len(node.formula) for node in self.nodes)
+        shapes = {t: f"{'x'.join(map(str, t.shape)):>20} {t.dtype}" for t in self.tensors}
         for t in self.by_role("input", "constant"):
-            yield f"  {t.role:8} {t.name:<{width}}  {_shape_and_dtype(t)}"
+            yield f"  {t.role:8} {t.name:<{width}}  {shapes[t]}"
         for number, node in enumerate(self.nodes, 1):
             mark = "".join(f"  {t.role} {t.name}" for t in node.outputs if t.role == "output")
-            yield f"  {number:4}.  {node.formula:<{width}}  {_shape_and_dtype(node.out)}{mark}"
-
-
-def _shape_and_dtype(tensor: Tensor) -> str:
-    return f"{'x'.join(map(str, tensor.shape)):>20} {tensor.dtype}"
+            yield f"  {number:4}.  {node.formula:<{width}}  {shapes[node.out]}{mark}"
 
 
 def row_major(shape: Shape) -> tuple[int, ...]:
     """The strides, in elements, of a dense tensor whose last dimension is contiguous."""
-    _, h, rows, columns = shape
-    return (h * rows * columns, rows * columns, columns, 1)
+    return (math.prod(shape[1:]), shape[2] * shape[3], shape[3], 1)
 
 
 @dataclass
@@ -336,6 +335,7 @@ class Builder:
         max: Tensor | None = None,
         sum_exp: Tensor | None = None,
         rows: Tensor | None = None,
+        scale: Tensor | None = None,
     ) -> Tensor:
         """Over the columns; ``stats``, or ``max`` and ``sum_exp``, are ``(B, H, rows, 1)``; see :class:`Softmax`."""
         shape = (*x.shape[:3], 1)
@@ -345,24 +345,24 @@ class Builder:
                 raise ValueError(f"softmax {formula}: {tensor} has shape {tensor.shape}; it must be {shape}")
         if sink is not None and sink.shape != (1, x.shape[1], 1, 1):
             raise ValueError(f"softmax {formula}: {sink} has shape {sink.shape}; it must be {(1, x.shape[1], 1, 1)}")
-        return self._add(Softmax(formula, self.virtual(out, x.shape, dtype), x, stats, sink, max, sum_exp, rows))
+        return self._add(Softmax(formula, self.virtual(out, x.shape, dtype), x, stats, sink, max, sum_exp, rows, scale))
 
     def bernoulli(self, formula: str, out: Tensor, seed: Tensor, offset: Tensor, probability: float) -> Tensor:
         """``out = 1`` with a probability, else 0; see :class:`Bernoulli`."""
         return self._add(Bernoulli(formula, out, seed, offset, probability))
 
-    def reduction(self, formula: str, x: Tensor, out: Tensor, *, negative: bool = False) -> Tensor:
+    def reduction(self, formula: str, x: Tensor, out: Tensor, *, negative: bool = False, amax: bool = False) -> Tensor:
         """The sum over the dimensions where ``out`` has length 1, or over groups of heads if ``out`` is ``(B, Hb, M, N)``."""
         (b, h, m, n), hb = x.shape, out.shape[1]
         group = out.shape == (b, hb, m, n) and hb and not h % hb
         if not group and any(n not in (1, full) for n, full in zip(out.shape, x.shape, strict=True)):
             raise ValueError(f"reduction {formula}: {x} {x.shape} cannot be reduced to {out} {out.shape}")
-        return self._add(Reduction(formula, out, x, negative))
+        return self._add(Reduction(formula, out, x, negative, amax))
 
     def transpose(self, formula: str, x: Tensor, out: str, dtype: str | None = None) -> Tensor:
         """``(B, H, M, N)`` to ``(B, H, N, M)``; a view with exchanged strides."""
-        (b, h, m, n), (b_stride, h_stride, m_stride, n_stride) = x.shape, x.strides
-        strides = (b_stride, h_stride, n_stride, m_stride)
+        b, h, m, n = x.shape
+        strides = (*x.strides[:2], x.strides[3], x.strides[2])
         view = Tensor(out, (b, h, n, m), dtype or x.dtype, "virtual", strides, ragged=x.ragged)
         return self._add(Transpose(formula, view, x))
 

@@ -68,6 +68,10 @@ class Operands:
         """The input of an option; None if the problem does not have it."""
         return operand(self.specs[name], axes, "input") if name in self.specs else None
 
+    def factor(self, name: str) -> Tensor:
+        """A factor of FP8 arrays, ``(1, 1, 1, 1)``, or their largest output."""
+        return operand(self.specs[name], BATCH_AXES, "output" if name in self.results else "input")
+
     def row_stats(self, name: str) -> Tensor | None:
         """Row statistics, ``(B, Hq, Sq, 1)``; None if the problem does not have them."""
         return self(name, STATS_AXES) if name in self.specs else None

@@ -107,6 +107,9 @@ class Scores:
     def _scaled(self, s: Tensor) -> Tensor:
         """``S <- scale S``."""
         s = self.g.pointwise("S₁ = scale · S", "mul", s, self.scale, out="S₁")
+        if self.problem.fp8:
+            s = self.g.pointwise("S₂ = descale_q · S₁", "mul", s, self.operands.factor("descale_q"), out="S₂")
+            return self.g.pointwise("S₃ = descale_k · S₂", "mul", s, self.operands.factor("descale_k"), out="S₃")
         if not self.settings.positive_scale:
             # If the scale is the last step, cuDNN's Hopper kernels fold it into the exponent, and mask and take the maximum
             # before it. This is correct for a positive scale only: 0 and negative scales gave NaN (measured with 9.19).

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..problem.tensor_spec import numpy_dtype
+from ..problem.tensor_spec import FP8_LARGEST, rounded
 from .nodes import Graph, Matmul, Node, PagedLoad, Reduction, Tensor
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ class Evaluation:
         steps: every node with the names of the tensors that no later node reads.
         totals: sums over tiles, by the name of the result.
         group_sums: unfinished sums over a group of heads, by the name of the result.
+        largest: the largest magnitudes so far, by the name of the result.
         heads: the number of query heads.
     """
 
@@ -47,6 +48,7 @@ class Evaluation:
         self.steps = _last_reads(graph)
         self.totals = {node.out.name: np.zeros(node.out.shape, self.dtype) for node in graph.nodes if _sums_over_tiles(node)}
         self.group_sums: dict[str, Array] = {}
+        self.largest: dict[str, Any] = {}
         shapes = (node.inputs[0].shape for node in graph.nodes if not isinstance(node, PagedLoad))
         self._shape: tuple[int, ...] = tuple(map(max, zip(*shapes, strict=True)))
         self.heads = self._shape[1]
@@ -108,13 +110,13 @@ class Tile:
     def __setitem__(self, tensor: Tensor, value: Array) -> None:
         """Store a result, rounded to its dtype, and write it to the caller's array if it is an output."""
         if tensor.role == "output" and not _is_packed(tensor):
-            self._slice(tensor)[...] = value
+            self._slice(tensor)[...] = rounded(value, tensor.dtype) if tensor.dtype in FP8_LARGEST else value
         elif tensor.role == "output":
             part = self._sequence(tensor)[self.start : self.start + len(value)]
-            part[...] = value[: len(part)]
+            part[...] = rounded(value[: len(part)], tensor.dtype) if tensor.dtype in FP8_LARGEST else value[: len(part)]
         dtype = self.run.dtype
         if not self.run.exact and value.dtype == dtype and tensor.dtype != dtype.name:
-            value = value.astype(numpy_dtype(tensor.dtype)).astype(dtype)
+            value = rounded(value, tensor.dtype).astype(dtype)
         self.values[tensor.name] = value
 
     def add_to_group(self, tensor: Tensor, value: Array) -> None:
@@ -137,6 +139,12 @@ class Tile:
         if columns > 1:
             part = part[:, : self.columns]
         part += value if columns > 1 else value.sum(axis=1, keepdims=True)
+
+    def add_to_largest(self, tensor: Tensor, value: Array) -> None:
+        """Take the largest magnitude of all tiles."""
+        largest, name = self.run.largest, tensor.name
+        largest[name] = np.maximum(largest.get(name, 0.0), np.abs(value).max(initial=0))
+        self.run.views[name][...] = largest[name]
 
     def reusable(self, tensor: Tensor, other: Tensor | None = None) -> Array | None:
         """The memory of a tensor, to store the result of a step; None if a later step reads it or it is cached.
@@ -211,7 +219,7 @@ def _packed_lengths(graph: Graph) -> tuple[Tensor, Tensor] | None:
 
 def _sums_over_tiles(node: Node) -> bool:
     """Whether a node sums over tiles, so that its result is complete only after the last tile."""
-    if not isinstance(node, Reduction) or node.out.role != "output":
+    if not isinstance(node, Reduction) or node.amax or node.out.role != "output":
         return False
     (b, h, m, n), (_, out_heads, _, _) = node.x.shape, node.out.shape
     return node.out.shape not in ((b, h, m, 1), (b, out_heads, m, n))

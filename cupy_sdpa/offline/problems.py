@@ -14,7 +14,16 @@ from ..problem.tensor_spec import dense_spec
 from ..score_fn.ufuncs import FUNCTIONS
 
 #: Arguments of :func:`cupy_sdpa.problem` that are not options of :func:`cupy_sdpa.attention`.
-_OUTPUTS = ("return_stats", "backward", "deterministic", "return_dbias", "return_dsinks", "return_dtensors", "seq_lens")
+_OUTPUTS = (
+    "return_stats",
+    "out_dtype",
+    "backward",
+    "deterministic",
+    "return_dbias",
+    "return_dsinks",
+    "return_dtensors",
+    "seq_lens",
+)
 
 
 def _problem(
@@ -32,14 +41,14 @@ def _problem(
     return _read((d, hq, sq, b), (d, hkv, skv, b), (dv or d, hkv, skv, b), dtype, options)
 
 
-def _packed(queries: int = 512, d: int = 128, dv: int | None = None, **options: Any) -> Problem:
+def _packed(queries: int = 512, d: int = 128, dv: int | None = None, *, dtype: str = "bfloat16", **options: Any) -> Problem:
     starts = {"cu_seqlens_q": (5,), "cu_seqlens_kv": (5,), "max_seqlen_q": queries, "max_seqlen_kv": 512}
-    return _read((d, 8, 4 * queries), (d, 2, 2048), (dv or d, 2, 2048), "bfloat16", starts | options)
+    return _read((d, 8, 4 * queries), (d, 2, 2048), (dv or d, 2, 2048), dtype, starts | options)
 
 
-def _paged(sq: int = 1, page: int = 16, **options: Any) -> Problem:
+def _paged(sq: int = 1, page: int = 16, *, dtype: str = "bfloat16", **options: Any) -> Problem:
     pages = (128, 2, page, 600)
-    return _read((128, 8, sq, 2), pages, pages, "bfloat16", {"page_table": (4096 // page, 2), **options})
+    return _read((128, 8, sq, 2), pages, pages, dtype, {"page_table": (4096 // page, 2), **options})
 
 
 def _paged_with_packed_queries(queries: int, page: int = 16, **options: Any) -> Problem:
@@ -92,6 +101,15 @@ PROBES: dict[str, Problem] = {
     "forward, pages of 64 keys, packed sequences of one query": _paged_with_packed_queries(1, 64),
     "forward, pages of 48 keys": _paged(70, 48),
     "forward, pages of 16 keys, one query, dropout": _paged(dropout_p=0.1, seed=0),
+    "forward, FP8, causal, log-sum-exp": _problem(dtype="float8_e4m3fn", hkv=2, causal=True, return_stats=True),
+    "forward, FP8 (e5m2), head dim 192, 128 for v": _problem(192, 128, dtype="float8_e5m2"),
+    "forward, FP8, head dim 256": _problem(256, dtype="float8_e4m3fn"),
+    "forward, FP8, sequence lengths, window": _problem(dtype="float8_e4m3fn", seq_lens=True, window=(100, 50)),
+    "forward, FP8, bfloat16 output": _problem(dtype="float8_e4m3fn", skv=4096, out_dtype="bfloat16"),
+    "forward, FP8, one query": _problem(dtype="float8_e4m3fn", sq=1, skv=4096),
+    "forward, FP8, pages of 64 keys, 4 queries": _paged(4, 64, dtype="float8_e4m3fn"),
+    "forward, FP8, softcap": _problem(dtype="float8_e4m3fn", softcap=30.0),
+    "forward, FP8, packed sequences": _packed(dtype="float8_e4m3fn"),
     "gradients, head dim 64": _problem(64, backward=True),
     "gradients, head dim 128": _problem(backward=True),
     "gradients, head dim 128, GQA, causal": _problem(hkv=2, causal=True, backward=True),

@@ -5,11 +5,8 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-import numbers
 from collections.abc import Mapping
 from typing import Any
-
-import numpy as np
 
 from ..arrays.conversion import Conversion, convert, gradient_names, needs_conversion
 from ..arrays.layouts import other_layout
@@ -17,17 +14,17 @@ from ..attention import attention, attention_backward
 from ..calls.options import is_one_of, read_flag
 from ..device import cupy_runtime
 from ..errors import Unsupported
-from ..problem.problem import CU_SEQLENS
 from .agreement import REFUSED, compare
 from .groups.channel import Channel, Message, copy
 from .groups.convert import as_exchanger
 from .heads import heads_backward, heads_forward
-from .planning.arguments import configure, key_of
+from .planning.arguments import configure, key_of, listed, packed_lengths, read_length
 from .planning.configuration import METHODS, Configuration
 from .planning.layout import Layout
 from .planning.report import ParallelReport, choose, report
 from .planning.support import refusal
 from .ring import gather_backward, gather_forward, ring_backward, ring_forward, sink_gradients
+from .single import empty_stats, on_one
 
 _FORWARD = {"ring": ring_forward, "all_gather": gather_forward, "all_to_all": heads_forward}
 _BACKWARD = {"ring": ring_backward, "all_gather": gather_backward, "all_to_all": heads_backward}
@@ -89,7 +86,7 @@ class ContextParallel:
         self._channel = Channel(self._group)
         self.rank, self.size = self._group.rank, self._group.size
         self._method, self._check = _read_method(method), read_flag("check", check)
-        self._known: collections.OrderedDict[Any, tuple[Configuration, str]] = collections.OrderedDict()
+        self._known: collections.OrderedDict[Any, Any] = collections.OrderedDict()
 
     def attention(
         self,
@@ -130,7 +127,7 @@ class ContextParallel:
         config, chosen = self._configuration({"q": q, "k": k, "v": v}, options, method, (seqlen_q, seqlen_kv))
         with _device_of(q):
             if self.size == 1:
-                out, stats = _on_one(config, attention, q, k, v, options, stats=_empty_stats(config, q))
+                out, stats = on_one(config, attention, q, k, v, options, stats=empty_stats(config, q))
             else:
                 out, stats = _FORWARD[chosen](config, self._channel, q, k, v, config.with_dropout_mask(options))
         return (out, stats) if return_stats else out
@@ -188,7 +185,7 @@ class ContextParallel:
         with _device_of(q):
             if self.size == 1:
                 call = functools.partial(attention_backward, dout)
-                gradients = _on_one(config, call, q, k, v, options, out, stats, deterministic=deterministic)
+                gradients = on_one(config, call, q, k, v, options, out, stats, deterministic=deterministic)
             else:
                 given = (dout, q, k, v, out, stats, config.with_dropout_mask(options))
                 gradients = _BACKWARD[chosen](config, self._channel, *given, deterministic=deterministic)
@@ -246,8 +243,16 @@ class ContextParallel:
 
         Returns:
             A copy in Fortran order.
+
+        Raises:
+            TypeError, ValueError: the offsets are not those of ``x``, or there is no such axis.
         """
+        axis = _axis_of(x, axis)
         layout = self._layout(x.shape[axis], cu_seqlens)
+        if layout.total != x.shape[axis]:
+            raise ValueError(
+                f"x has shape {x.shape}, {x.shape[axis]} positions along axis {axis}; cu_seqlens has {layout.total}"
+            )
         shape = (*x.shape[:axis], layout.share(self.rank), *x.shape[axis + 1 :])
         own = cupy_runtime.new_result(x, shape, x.dtype)
         for local, positions in layout.slices(self.rank):
@@ -264,13 +269,29 @@ class ContextParallel:
 
         Returns:
             The array, in Fortran order, on every member.
+
+        Raises:
+            TypeError, ValueError: ``x`` is not the member's part, there is no such axis, or members disagree.
+            GroupError: a member failed, or did not call in time.
         """
-        layout = self._layout(x.shape[axis] * self.size if seqlen is None else seqlen, cu_seqlens)
-        if x.shape[axis] != layout.share(self.rank):
-            raise ValueError(
-                f"x has shape {x.shape}; of {layout.total} positions member {self.rank} of {self.size} holds "
-                f"{layout.share(self.rank)}: pass seqlen= or cu_seqlens="
+        error: Exception | None = None
+        try:
+            axis = _axis_of(x, axis)
+            layout = self._layout(x.shape[axis] * self.size if seqlen is None else seqlen, cu_seqlens)
+            if x.shape[axis] != layout.share(self.rank):
+                raise ValueError(
+                    f"x has shape {x.shape}; of {layout.total} positions member {self.rank} of {self.size} holds "
+                    f"{layout.share(self.rank)}: pass seqlen= or cu_seqlens="
+                )
+            others = *x.shape[:axis], *x.shape[axis + 1 :]
+            text = (
+                f"unshard, axis {axis} of {layout.total} positions, lengths {listed(layout.lengths)}, others {others} {x.dtype}"
             )
+        except Exception as failure:  # the other members must not wait for this one
+            error, text = failure, f"{REFUSED}{type(failure).__name__}: {failure}"
+        if error or text not in self._known:
+            self._compare(text, x, error)
+            self._remember(text, None)
         with _device_of(x):
             specs = [[((*x.shape[:axis], layout.share(r), *x.shape[axis + 1 :]), x.dtype)] for r in range(self.size)]
             messages = self._channel.gather(Message.of([x]), specs, "unshard")
@@ -304,10 +325,8 @@ class ContextParallel:
 
     def _layout(self, length: Any, cu_seqlens: Any) -> Layout:
         if cu_seqlens is not None:
-            return Layout(tuple(np.diff(np.asarray(cu_seqlens)).tolist()), self.size, packed=True)
-        if not isinstance(length, numbers.Integral) or length < 0:
-            raise ValueError(f"seqlen is {length!r}; it must be an integer, 0 or more")
-        return Layout((int(length),), self.size)
+            return Layout(packed_lengths("cu_seqlens", cu_seqlens), self.size, packed=True)
+        return Layout((read_length("seqlen", length),), self.size)
 
     def _requested(self, method: str | None) -> str | None:
         return self._method if method is None else _read_method(method)
@@ -325,7 +344,7 @@ class ContextParallel:
         key = key_of(arrays, options, method, seqlens, *outputs.items())
         if key is not None and (found := self._known.get(key)) is not None:
             self._known.move_to_end(key)
-            return found
+            return found  # type: ignore[no-any-return]
         q = arrays["q"]
         error: Exception | None = None
         try:
@@ -337,16 +356,23 @@ class ContextParallel:
             text = f"{'backward' if outputs else 'forward'}, method {chosen}\n{config.text}\n{dict(outputs)}"
         except Exception as failure:  # the other members must not wait for this one
             error, text = failure, f"{REFUSED}{type(failure).__name__}: {failure}"
+        self._compare(text, q, error)
+        if key is not None:
+            self._remember(key, (config, chosen))
+        return config, chosen
+
+    def _compare(self, text: str, like: Any, error: Exception | None) -> None:
+        """Compare the texts of all members for a new configuration, and raise this member's error, if there is one."""
         if self._check and self.size > 1:
-            with _device_of(q), contextlib.suppress(*([ValueError] if error else [])):  # its own error is raised below
-                compare(self._channel, text, q)
+            with _device_of(like), contextlib.suppress(*([ValueError] if error else [])):  # its own error is raised below
+                compare(self._channel, text, like)
         if error is not None:
             raise error
-        if key is not None:
-            self._known[key] = config, chosen
-            while len(self._known) > _MAX_CONFIGURATIONS:
-                self._known.popitem(last=False)
-        return config, chosen
+
+    def _remember(self, key: Any, found: Any) -> None:
+        self._known[key] = found
+        while len(self._known) > _MAX_CONFIGURATIONS:
+            self._known.popitem(last=False)
 
 
 def _read_method(method: Any) -> str | None:
@@ -359,19 +385,14 @@ def _device_of(array: Any) -> Any:
     return cupy_runtime.on_device_of(array) if cupy_runtime.is_array(array) else contextlib.nullcontext()
 
 
+def _axis_of(x: Any, axis: int) -> int:
+    """The number of an axis of an array, 0 or more."""
+    if not hasattr(x, "shape"):
+        raise TypeError(f"x is a {type(x).__module__}.{type(x).__qualname__}; it must be a numpy or CuPy array")
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"axis is {axis}; x has {x.ndim} axes, shape {x.shape}")
+    return axis % int(x.ndim)
+
+
 def _along(axis: int, part: slice) -> tuple[slice, ...]:
     return (*(slice(None),) * axis, part)
-
-
-def _empty_stats(config: Configuration, q: Any) -> Any:
-    shape = q.shape[1:] if config.packed else (q.shape[2], q.shape[1], q.shape[3])
-    return cupy_runtime.new_result(q, shape, config.stats)
-
-
-def _on_one(
-    config: Configuration, call: Any, q: Any, k: Any, v: Any, options: Mapping[str, Any], *arrays: Any, **others: Any
-) -> Any:
-    """The call of a single member, with the offsets of packed sequences where the arrays are."""
-    packing = config.everything.packing(q)
-    known = {name: value for name, value in options.items() if name not in CU_SEQLENS and not name.startswith("max_seqlen")}
-    return call(q, k, v, *arrays, **known, **packing, **others)

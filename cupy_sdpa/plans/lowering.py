@@ -40,6 +40,8 @@ DATA_TYPES = {
     "bool": DataType.BOOLEAN,
     "uint8": DataType.UINT8,
     "int8": DataType.INT8,
+    "float8_e4m3fn": DataType.FP8_E4M3,
+    "float8_e5m2": DataType.FP8_E5M2,
 }
 
 #: Comparisons of integers compute in the type of the mask, operations with an integer result in INT32. All others compute
@@ -240,7 +242,7 @@ def _reduce(lowered: OperationGraph, operator: ReduceTensorOp, x: Tensor, y: Ten
 def _reduction(node: Reduction, lowered: OperationGraph) -> None:
     # Only the gradient of the sinks is a negative sum. cuDNN recognizes its operations, requires a plain sum as the last one,
     # and negates the result itself (measured with 9.19 and 9.28).
-    _reduce(lowered, ReduceTensorOp.ADD, node.x, node.out, node.formula)
+    _reduce(lowered, ReduceTensorOp.AMAX if node.amax else ReduceTensorOp.ADD, node.x, node.out, node.formula)
 
 
 def _bernoulli(node: Bernoulli, lowered: OperationGraph) -> None:
@@ -288,7 +290,11 @@ def _softmax(node: Softmax, lowered: OperationGraph) -> None:
         _pointwise(Pointwise("log l", log, "log", total), lowered)
         _pointwise(Pointwise("L = m + log l", node.stats, "add", top, log), lowered)
     # P = e / l
-    _pointwise(Pointwise("P = e / l", node.out, "div", e, total), lowered)
+    weights = virtual("e/l", x) if node.scale else node.out
+    _pointwise(Pointwise("P = e / l", weights, "div", e, total), lowered)
+    if node.scale:
+        # P <- scale P, FP8
+        _pointwise(Pointwise("P = scale · e / l", node.out, "mul", weights, node.scale), lowered)
 
 
 #: The rule of each node type.

@@ -19,13 +19,16 @@ from typing import NamedTuple
 from .. import _html
 from ..score_fn.expression import Program
 from .band import Band
-from .tensor_spec import ITEMSIZE, TensorSpec
+from .tensor_spec import FP8_LARGEST, ITEMSIZE, TensorSpec
 
 #: The names of the sequence lengths, and of the cumulative lengths of packed sequences.
 LENGTHS = ("seq_lens_q", "seq_lens_kv")
 CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_kv")
 #: The names of the state of dropout's random number generator.
 SEEDS = ("seed", "offset")
+#: The factors of FP8 arrays: the values of q, k and v are their elements times ``descale_*``; ``scale_out`` times the output is
+#: stored.
+FP8_FACTORS = ("descale_q", "descale_k", "descale_v", "scale_out")
 #: The results over other keys, which are merged.
 OTHER_RESULTS = ("other_out", "other_stats")
 #: The arrays with one row per query, and those with one row per key.
@@ -107,6 +110,7 @@ class Problem:
         out: ``(Dv, Hq, Sq, B)``.
         settings: the other options.
         stats: ``(Sq, Hq, B)``, packed ``(Hq, Tq)``, the log-sum-exp; None if it was not requested.
+        amax_out: ``(1,)`` float32, the largest magnitude of the output before ``scale_out``; None except for FP8.
         max, sum_exp: the maximum and the sum of exponentials in the log-sum-exp, with the shape of stats; None if they were
             not requested.
         dout: ``(Dv, Hq, Sq, B)``, the gradient of out; None for the forward pass. In the backward pass, out and stats are
@@ -125,6 +129,8 @@ class Problem:
         alibi_slopes, sinks: ``(Hq,)`` float32.
         seed, offset: ``(1,)`` int64, the state of dropout's random number generator.
         dropout_mask: ``(Skv, Sq, Hq, B)``, the weights to keep, as an input.
+        descale_q, descale_k, descale_v, scale_out: ``(1,)`` float32, the factors of FP8 arrays; None for other dtypes, and
+            ``scale_out`` also for an output of another dtype.
         other_out, other_stats: the output and the log-sum-exp of the same queries over other keys, which are merged with those
             over the split keys.
         captured: ``(Skv, Sq, Hq, B)``, broadcast along axes of length 1: the arrays that score and mask functions read.
@@ -137,6 +143,7 @@ class Problem:
     out: TensorSpec
     settings: Settings = DEFAULT_SETTINGS
     stats: TensorSpec | None = None
+    amax_out: TensorSpec | None = None
     max: TensorSpec | None = None
     sum_exp: TensorSpec | None = None
     dout: TensorSpec | None = None
@@ -159,6 +166,10 @@ class Problem:
     seed: TensorSpec | None = None
     offset: TensorSpec | None = None
     dropout_mask: TensorSpec | None = None
+    descale_q: TensorSpec | None = None
+    descale_k: TensorSpec | None = None
+    descale_v: TensorSpec | None = None
+    scale_out: TensorSpec | None = None
     other_out: TensorSpec | None = None
     other_stats: TensorSpec | None = None
     captured: tuple[TensorSpec, ...] = ()
@@ -196,8 +207,13 @@ class Problem:
 
     @property
     def dtype(self) -> str:
-        """The dtype of q, k, v and out."""
+        """The dtype of q, k and v; also of out, except for FP8."""
         return self.q.dtype
+
+    @property
+    def fp8(self) -> bool:
+        """Whether q, k and v have 8 bits."""
+        return self.q.dtype in FP8_LARGEST
 
     @property
     def band(self) -> Band | None:
@@ -235,7 +251,7 @@ class Problem:
         if self.backward:
             outputs = (self.dq, self.dk, self.dv, self.dbias, self.dsinks, *self.dcaptured)
         else:
-            outputs = (self.out, self.stats, self.max, self.sum_exp, self.rng_dump)
+            outputs = (self.out, self.stats, self.max, self.sum_exp, self.rng_dump, self.amax_out)
         return tuple(spec for spec in outputs if spec is not None)
 
     @property
@@ -308,6 +324,7 @@ class Problem:
             "a mask function": program and program.mask is not None, "a score function": self.has_score_mod,
             "softcap": self.settings.softcap, "ALiBi": self.alibi_slopes, "a bias": self.bias, "sinks": self.sinks,
             f"dropout {self.settings.dropout:g}": self.settings.dropout,
+            f"{self.out.dtype} output": self.fp8 and self.out.dtype != self.dtype,
             "with log-sum-exp": self.stats and not self.backward, "with maximum and sum": self.max,
             "with the gradient of the bias": self.dbias, "with the gradient of the sinks": self.dsinks,
             "with gradients of tensors": self.dcaptured,

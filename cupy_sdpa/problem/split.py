@@ -38,6 +38,7 @@ def obstacle(problem: Problem) -> str:
     program = problem.settings.program
     options = {
         "page_table=None": not problem.paged,
+        "FP8 arrays": problem.fp8,
         "cu_seqlens_q": problem.packed,
         "bias": problem.bias,
         "mask": problem.mask,

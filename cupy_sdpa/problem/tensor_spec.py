@@ -11,9 +11,12 @@ import numpy as np
 #: The dtypes of q, k and v.
 FloatDtype = Literal["float16", "bfloat16", "float32", "float64"]
 FLOAT_DTYPES: tuple[FloatDtype, ...] = get_args(FloatDtype)
+#: The dtypes of 8 bits (FP8), each with its largest number. The values of an array are its elements times a scale factor.
+FP8_LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 
 #: The bytes per element of every dtype that an array may have.
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8, "bool": 1, "uint8": 1}
+ITEMSIZE |= dict.fromkeys(FP8_LARGEST, 1)
 
 #: The metadata of an array that a problem depends on: (dtype name, shape, strides in bytes, alignment in bytes).
 Signature = tuple[str, tuple[int, ...], tuple[int, ...], int]
@@ -31,12 +34,28 @@ def dtype_name(dtype: Any) -> str:
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The numpy dtype of a name; bfloat16 is the dtype of ml_dtypes."""
-    if name == "bfloat16":
+    """The numpy dtype of a name; bfloat16 and FP8 are dtypes of ml_dtypes."""
+    if name == "bfloat16" or name in FP8_LARGEST:
         import ml_dtypes  # takes 45 ms to import
 
-        return np.dtype(ml_dtypes.bfloat16)  # type: ignore[no-any-return, unused-ignore]  # typed since ml_dtypes 0.6
+        return np.dtype(getattr(ml_dtypes, name))  # type: ignore[no-any-return, unused-ignore]  # typed since ml_dtypes 0.6
     return np.dtype(name)
+
+
+def storage_dtype(name: str, on_gpu: bool) -> np.dtype[Any]:
+    """The dtype of the arrays of a dtype: on the GPU uint8 for FP8, which CuPy does not have."""
+    return np.dtype(np.uint8) if on_gpu and name in FP8_LARGEST else numpy_dtype(name)
+
+
+def rounded(values: Any, dtype: str) -> Any:
+    """Round numbers to a dtype; to FP8 with saturation, as GPUs do: numbers beyond the largest one become the largest one.
+
+    >>> import numpy as np
+    >>> rounded(np.float32([0.3, 17, -1000]), "float8_e4m3fn").astype(np.float32).tolist()
+    [0.3125, 16.0, -448.0]
+    """
+    largest = FP8_LARGEST.get(dtype)
+    return (values if largest is None else np.clip(values, -largest, largest)).astype(numpy_dtype(dtype))
 
 
 @dataclass(frozen=True, slots=True)

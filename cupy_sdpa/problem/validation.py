@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple
 
 from ..errors import Unsupported
 from ..score_fn.expression import EMPTY_PROGRAM
-from .problem import CU_SEQLENS, DEFAULT_SETTINGS, LENGTHS, OTHER_RESULTS, SCORE_INPUTS, SEEDS, Problem, Settings
+from .problem import CU_SEQLENS, DEFAULT_SETTINGS, FP8_FACTORS, LENGTHS, OTHER_RESULTS, SCORE_INPUTS, SEEDS, Problem, Settings
 from .split import obstacle
-from .tensor_spec import FLOAT_DTYPES, ITEMSIZE, Signature, TensorSpec, dense_spec, make_spec
+from .tensor_spec import FLOAT_DTYPES, FP8_LARGEST, ITEMSIZE, Signature, TensorSpec, dense_spec, make_spec
 
 #: The type of ``return_stats=``.
 ReturnStats = bool | Literal["max_sumexp"]
@@ -38,6 +38,12 @@ NO_PAGED_GRADIENTS = (
     "gradients are not supported with page_table, because cuDNN reads pages in the forward pass only: gather the pages into "
     "dense k and v"
 )
+#: The refusal of gradients of FP8 arrays.
+NO_FP8_GRADIENTS = (
+    "gradients of FP8 arrays are not supported, because they are slower than those of bfloat16 with causal masks on Hopper: "
+    "call attention_vjp(q, k, v, compute_dtype='float8_e4m3fn') on float16 or bfloat16 arrays, whose gradients are computed in "
+    "their own dtype"
+)
 
 
 class RequestedOutputs(NamedTuple):
@@ -49,6 +55,7 @@ class RequestedOutputs(NamedTuple):
         backward: gradients instead of the output.
         dbias, dsinks: the gradients of bias and sinks.
         rng_dump: the dropout mask.
+        out_dtype: the dtype of the output of FP8 arrays; empty for the same dtype.
     """
 
     stats: bool = False
@@ -57,6 +64,7 @@ class RequestedOutputs(NamedTuple):
     dbias: bool = False
     dsinks: bool = False
     rng_dump: bool = False
+    out_dtype: str = ""
 
 
 #: The output and nothing else.
@@ -101,6 +109,12 @@ def make_problem(
     """
     arrays = {name: make_spec(name, signature) for name, signature in signatures}
     problem = _inputs(arrays, settings)
+    if requested.out_dtype and not problem.fp8:
+        raise ValueError(
+            f"out_dtype is {requested.out_dtype!r} and q is {problem.dtype}; only FP8 arrays have outputs of another dtype"
+        )
+    if problem.fp8 and requested.backward:
+        raise Unsupported(NO_FP8_GRADIENTS)
     if requested.backward and problem.paged:
         raise Unsupported(NO_PAGED_GRADIENTS)
     sq = problem.sizes[4]
@@ -115,7 +129,8 @@ def make_problem(
         spec = arrays.get(expected.name) or dense_spec(expected.name, expected.dtype, expected.shape)
         check_spec(spec, expected)
         specs[expected.name] = spec
-    return dataclasses.replace(problem, **specs)  # type: ignore[arg-type]
+    problem = dataclasses.replace(problem, **specs)  # type: ignore[arg-type]
+    return dataclasses.replace(problem, scale_out=None) if problem.scale_out and problem.out.dtype != problem.dtype else problem
 
 
 @functools.lru_cache(maxsize=4096)
@@ -167,6 +182,8 @@ def _inputs(arrays: Mapping[str, TensorSpec], settings: Settings) -> Problem:
         band = band.simplified(sq, skv, lengths=ragged, needs_diagonal="alibi_slopes" in arrays)
     names = (*LENGTHS, "page_table", *CU_SEQLENS, "alibi_slopes", "sinks", *SEEDS, *SCORE_INPUTS, "block_bits", *OTHER_RESULTS)
     options: dict[str, Any] = {name: arrays[name] for name in names if name in arrays}
+    if problem.fp8:
+        options |= {name: arrays.get(name) or dense_spec(name, "float32", (1,)) for name in FP8_FACTORS}
     captured = tuple(arrays[step.name] for step in (settings.program or EMPTY_PROGRAM).captured)
     return Problem(q, k, v, q, settings._replace(band=band), captured=captured, **options)
 
@@ -185,7 +202,7 @@ def _check_qkv(q: TensorSpec, k: TensorSpec, v: TensorSpec, packed: bool, paged:
             else:
                 expected = f"(head_dim, heads, seq, batch). For a single sequence add a batch axis: {spec.name}[..., None]"
             raise ValueError(f"{spec.name} has {len(spec.shape)} dimensions {spec.shape}; it needs {rank}: {expected}")
-        if spec.dtype not in FLOAT_DTYPES:
+        if spec.dtype not in FLOAT_DTYPES and spec.dtype not in FP8_LARGEST:
             raise TypeError(f"{spec.name} is {spec.dtype}; attention takes {', '.join(FLOAT_DTYPES)}: convert with .astype")
         if spec.dtype != q.dtype:
             raise TypeError(f"{spec.name} is {spec.dtype} and q is {q.dtype}; the dtypes must be equal: convert one of them")
@@ -270,6 +287,7 @@ def _check_options(arrays: Mapping[str, TensorSpec], problem: Problem) -> None:
     expected = [Expected(name, (b,), "int32", "(B,)") for name in LENGTHS]
     expected += [Expected(name, (hq,), "float32", "(Hq,)") for name in ("alibi_slopes", "sinks")]
     expected += [Expected(name, (1,), "int64", "one number") for name in SEEDS]
+    expected += [Expected(name, (1,), "float32", "one number") for name in FP8_FACTORS]
     expected.append(Expected("block_bits", (-(-skv // 1024), -(-sq // 128), hq, b), "uint8", "8 blocks of 128 keys per byte"))
     for option in expected:
         if option.name in arrays:
@@ -327,11 +345,11 @@ def _check_writable(spec: TensorSpec) -> None:
         extent += stride * (length - 1)
 
 
-def _out(problem: Problem, name: str, *, writable: bool) -> Expected:
+def _out(problem: Problem, name: str, *, writable: bool, dtype: str = "") -> Expected:
     """The shape and dtype of out and dout."""
     _, dv, hq, _, sq, _, b = problem.sizes
     shape, legend = ((dv, hq, problem.q.shape[2]), "(Dv, Hq, Tq)") if problem.packed else ((dv, hq, sq, b), "(Dv, Hq, Sq, B)")
-    return Expected(name, shape, problem.dtype, f"{legend}, the dtype of q", writable)
+    return Expected(name, shape, dtype or problem.dtype, f"{legend}, the dtype of q", writable)
 
 
 def _row_stats(problem: Problem, name: str, arrays: Mapping[str, TensorSpec], *, writable: bool) -> Expected:
@@ -344,7 +362,9 @@ def _row_stats(problem: Problem, name: str, arrays: Mapping[str, TensorSpec], *,
 
 def _forward_arrays(problem: Problem, requested: RequestedOutputs, arrays: Mapping[str, TensorSpec]) -> Iterator[Expected]:
     """The results of a forward pass."""
-    yield _out(problem, "out", writable=True)
+    yield _out(problem, "out", writable=True, dtype=requested.out_dtype)
+    if problem.fp8:
+        yield Expected("amax_out", (1,), "float32", "one number", True)
     if requested.stats or "stats" in arrays:
         yield _row_stats(problem, "stats", arrays, writable=True)
     if requested.max_sumexp:

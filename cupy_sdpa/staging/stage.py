@@ -26,7 +26,7 @@ from ..problem.problem import (
     has_ragged_alibi,
     has_score_axes,
 )
-from ..problem.tensor_spec import TensorSpec, dtype_name, numpy_dtype
+from ..problem.tensor_spec import TensorSpec, dtype_name, storage_dtype
 from ..problem.varlen import ragged_offsets
 from ..support.padding import masked_inputs
 from ..support.why_not import disabled_names, staging_guards
@@ -87,10 +87,11 @@ def allocate_results(problem: Problem, arrays: dict[str, Any], *, discarded: boo
         discarded: whether no result is returned, so that all of them are temporary. Default False: those for the gradients of
             captured arrays.
     """
+    on_gpu = cupy_runtime.is_array(arrays["q"])
     for spec in problem.results:
         if arrays.get(spec.name) is None:
             make = cupy_runtime.temporary if discarded or spec in problem.dcaptured else cupy_runtime.new_result
-            arrays[spec.name] = make(arrays["q"], spec.shape, numpy_dtype(spec.dtype))
+            arrays[spec.name] = make(arrays["q"], spec.shape, storage_dtype(spec.dtype, on_gpu))
 
 
 def fill_value(name: str) -> float:
@@ -203,7 +204,7 @@ class Stage:
         if spec.name in self._results:
             if self._is_packed_copy(spec):
                 return cupy_runtime.empty(array.shape, array.dtype)
-            same = array.shape == spec.shape and dtype_name(array.dtype) == spec.dtype
+            same = array.shape == spec.shape and array.dtype == storage_dtype(spec.dtype, self._on_gpu)
             return array if same or (self._problem.packed and not has_score_axes(spec.name)) else self._empty(spec)
         return self._in_layout(self._masked(array, spec.name), spec)
 
@@ -271,7 +272,7 @@ class Stage:
 
     def _empty(self, spec: TensorSpec) -> Any:
         empty = cupy_runtime.empty if self._on_gpu else functools.partial(np.empty, order="F")
-        return empty(spec.shape, numpy_dtype(spec.dtype))
+        return empty(spec.shape, storage_dtype(spec.dtype, self._on_gpu))
 
     def _resize(self, target: Any, source: Any, name: str) -> None:
         """Copy an array into a longer one, padded with zeros, or into a shorter one."""

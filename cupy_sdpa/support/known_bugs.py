@@ -156,6 +156,17 @@ _DECODE_BLACKWELL = Bug(
     remedy="use cuDNN 9.25.1 or newer",
     link=f"{PYTORCH}/issues/193893",
 )
+_FP8_WIDE_OUTPUT = Bug(
+    name="fp8-wide-output",
+    first=92400,
+    last=92499,
+    capabilities=_BLACKWELL,
+    condition=lambda p: p.fp8 and p.out.dtype != p.dtype and p.sizes[4] > 1 and p.sizes[5] >= 4096 and p.band is None,
+    when="FP8 with an output of another dtype, two or more queries, 4096 keys or more and no mask",
+    effect="an output of 0",
+    remedy="use cuDNN 9.25.0 or newer, or omit out_dtype",
+    link=f"{FRONTEND}/issues/414",
+)
 _SINGLE_KEY_DIFFERENCE = Bug(
     name="single-key-difference",
     first=92600,
@@ -172,6 +183,7 @@ _SINGLE_KEY_DIFFERENCE = Bug(
 #: they apply to affected problems only.
 BUGS: tuple[Bug, ...] = (
     _DECODE_BLACKWELL,
+    _FP8_WIDE_OUTPUT,
     replace(_DECODE_BLACKWELL, first=92402, last=92500),
     Bug(
         name="packed-one-query",

@@ -17,6 +17,7 @@ from ..errors import Unsupported
 from ..problem.problem import CU_SEQLENS, KEY_ARRAYS, QUERY_ARRAYS, ROW_STATS, Problem, has_ragged_alibi, writes_dq_directly
 from ..problem.tensor_spec import ITEMSIZE, TensorSpec, dense_strides
 from ..version import MINIMUM_CUDNN, version_text
+from . import fp8_rules
 
 #: The first cuDNN whose block mask is right if the first key block of a query block is skipped.
 BLOCK_BITS_SINCE = 92600
@@ -65,7 +66,7 @@ def _generation(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
 
 
 def _dtype(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
-    if problem.dtype not in ("float16", "bfloat16"):
+    if problem.dtype not in ("float16", "bfloat16") and not problem.fp8:
         yield (
             f"q, k and v are {problem.dtype}; cuDNN's attention supports float16 and bfloat16: convert with "
             "q.astype(ml_dtypes.bfloat16), or pass numpy arrays to compute on the CPU"
@@ -74,10 +75,11 @@ def _dtype(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
 
 def _head_dim(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     for name, spec in (("head_dim of q and k", problem.q), ("head_dim of v", problem.v)):
-        head_dim = spec.shape[0]
-        if head_dim % 8 or not (head_dim or problem.trivial):
-            missing = -head_dim % 8 or 8
-            yield f"the {name} is {head_dim}; cuDNN supports multiples of 8: pad axis 0 with {missing} zeros and pass scale="
+        head_dim, unit = spec.shape[0], 16 if problem.fp8 else 8
+        if head_dim % unit or not (head_dim or problem.trivial):
+            missing = -head_dim % unit or unit
+            advice = f"pad axis 0 with {missing} zeros and pass scale="
+            yield f"the {name} is {head_dim}; cuDNN supports multiples of {unit}: {advice}"
 
 
 def _contiguous(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
@@ -103,7 +105,7 @@ def _aligned_strides(problem: Problem, cudnn: int, capability: int) -> Iterator[
     for spec in _large_arrays(problem):
         steps = zip(spec.strides[1:], spec.shape[1:], strict=True)
         unaligned = [step for step, length in steps if step % 16 and length > 1]
-        if unaligned and spec.shape[0] and spec.shape[0] % 8 == 0:
+        if unaligned and spec.shape[0] and spec.shape[0] % (16 // ITEMSIZE[spec.dtype]) == 0:
             yield (
                 f"{spec.name} has strides {spec.strides} bytes; {unaligned[0]} is not a multiple of 16, which cuDNN's kernels "
                 f"require and do not check: copy it with cupy.asfortranarray({spec.name})"
@@ -337,9 +339,17 @@ PYTORCH = "https://github.com/pytorch/pytorch"
 RULES: tuple[Rule, ...] = (
     Rule("cudnn-version", "cuDNN 9.19 or newer.", Unsupported, _version),
     Rule("gpu-generation", "Compute capability 8.0 (Ampere) or newer.", Unsupported, _generation),
-    Rule("dtype", "float16 and bfloat16 only; with float32 a float16 kernel would read beyond the data.", TypeError, _dtype,
+    Rule("dtype", "float16, bfloat16 and FP8; with float32 a float16 kernel would read beyond the data.", TypeError, _dtype,
          f"{FRONTEND}/issues/424"),
-    Rule("head-dim", "Head dims that are multiples of 8.", Unsupported, _head_dim),
+    Rule("head-dim", "Head dims that are multiples of 8, and of 16 for FP8.", Unsupported, _head_dim),
+    Rule("fp8-gpu", "FP8: compute capability 9.0 (Hopper) or newer.", Unsupported, fp8_rules.gpu),
+    Rule("fp8-head-dim", "FP8: head dims up to 256, and up to 128 on SM 12.x.", Unsupported, fp8_rules.head_dim),
+    Rule("fp8-output", "FP8: an output of another dtype on SM 10.x only.", Unsupported, fp8_rules.out),
+    Rule("fp8-one-query", "FP8: two or more queries, except on SM 10.x.", Unsupported, fp8_rules.one_query),
+    Rule("fp8-scale", "FP8: a positive scale; results are wrong on Hopper.", Unsupported, fp8_rules.scale, planned=True),
+    Rule("fp8-packed", "FP8: packed sequences on SM 10.x only.", Unsupported, fp8_rules.packed, FRONTEND, planned=True),
+    Rule("fp8-scores", "FP8: causal masks, windows and lengths only; softcap and ALiBi are wrong on Hopper.", Unsupported,
+         fp8_rules.scores, planned=True),
     Rule("contiguous-head-dim", "Axis 0 contiguous; otherwise cuDNN crashes with a segmentation fault.", ValueError,
          _contiguous),
     Rule("negative-stride", "No negative strides.", ValueError, _negative),

@@ -1,7 +1,8 @@
 """CUDA kernels compiled by the C++ compiler. The threads run one after another.
 
 In kernels with ``__syncthreads`` or ``__syncwarp`` each thread of a block is a coroutine: it runs until the barrier, then the next thread runs.
-The 16-bit floats are in ``include/``. Warp shuffles and dynamic shared memory are not supported.
+The 16-bit floats are in ``include/``. Of the warp shuffles there is one, in blocks along x; dynamic shared memory is not
+supported.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ _CUDA = """
 #define __launch_bounds__(...)
 #define CUDART_INF_F INFINITY
 #define CUDART_NAN_F NAN
+static inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 using std::isinf; using std::isnan; using std::isfinite;
 struct dim3 { unsigned x, y, z; };
 static thread_local dim3 gridDim, blockDim, blockIdx, threadIdx;
@@ -62,6 +64,7 @@ static inline unsigned __float_as_uint(float x) { return bits<unsigned>(x); }
 static inline void __threadfence() {}
 template <class T> static inline T __ldg(const T* p) { return *p; }
 template <class T> static inline T atomicAdd(T* p, T x) { T before = *p; *p += x; return before; }
+template <class T> static inline T atomicExch(T* p, T x) { T before = *p; *p = x; return before; }
 template <class T> static inline T atomicMax(T* p, T x) { T before = *p; *p = x > before ? x : before; return before; }
 """
 
@@ -85,6 +88,15 @@ static thread_local ucontext_t block;
 static thread_local std::function<void()> body;
 static void __syncthreads() { swapcontext(&running->context, &block); }
 static void __syncwarp() { __syncthreads(); }  // the threads of a warp meet the same barriers
+static thread_local float exchanged[1024];
+static float __shfl_xor_sync(unsigned, float x, int mask) {  // every thread of the block calls it
+    const unsigned own = threadIdx.x;
+    exchanged[own] = x;
+    __syncthreads();
+    const float other = exchanged[own ^ mask];
+    __syncthreads();
+    return other;
+}
 static void run_thread() { body(); running->done = true; }
 template <class F> static void run_block(F thread) {
     const unsigned count = blockDim.x * blockDim.y * blockDim.z;

@@ -30,6 +30,7 @@ _DTYPES = {
     DataType.HALF: np.dtype("float16"), DataType.BFLOAT16: np.dtype(ml_dtypes.bfloat16), DataType.FLOAT: np.dtype("float32"),
     DataType.DOUBLE: np.dtype("float64"), DataType.INT32: np.dtype("int32"), DataType.INT64: np.dtype("int64"),
     DataType.BOOLEAN: np.dtype("bool"), DataType.UINT8: np.dtype("uint8"),
+    DataType.FP8_E4M3: np.dtype(ml_dtypes.float8_e4m3fn), DataType.FP8_E5M2: np.dtype(ml_dtypes.float8_e5m2),
 }  # fmt: skip
 _NUMBERS = {"float32": ctypes.c_float, "float64": ctypes.c_double, "int32": ctypes.c_int32}
 
@@ -229,7 +230,7 @@ class Program:
             t = operation.tensors["CDESC" if operation.kind == "MATMUL" else "YDESC"]
             value = _RULES[operation.kind](operation, {name: get(x) for name, x in operation.tensors.items() if x is not t})
             array = np.broadcast_to(value.array, np.broadcast_shapes(value.array.shape, t.dims if not t.virtual else ()))
-            rounded = array.astype(t.dtype)
+            rounded = _rounded(array, t.dtype)
             values[t.uid] = value._replace(array=_working(rounded))
             if not t.virtual:
                 added = operation.kind == "REDUCTION" and not value.product and t.dims[3] > 1
@@ -318,6 +319,14 @@ def _paged_load(operation: Operation, read: Read) -> Any:
     return rows.swapaxes(2, 3) if y.dims[2:] == (d, width * page) and y.strides[2] == 1 else rows
 
 
+def _rounded(array: Any, dtype: np.dtype[Any]) -> Any:
+    """Numbers in a dtype; FP8 saturates."""
+    if dtype.itemsize > 1 or dtype.kind in "biu":
+        return array.astype(dtype)
+    most = float(ml_dtypes.finfo(dtype).max)
+    return np.clip(array, -most, most).astype(dtype)
+
+
 def _working(array: Any) -> Any:
     return array if array.dtype.kind in "ib" else array.astype(np.float32)
 
@@ -363,12 +372,20 @@ def _reduction(operation: Operation, given: dict[str, Value]) -> Value:
     if x.product:  # sum over the heads of a group
         return x._replace(array=array.reshape(b, dims[1], h // dims[1], m, n).sum(axis=2), grouped=True)
     axes = tuple(axis for axis in range(4) if dims[axis] == 1)
+    if ReduceTensorOp(operation.settings["OPERATOR"]) == ReduceTensorOp.AMAX:
+        return Value(_largest(array, x.rows))
     if ReduceTensorOp(operation.settings["OPERATOR"]) == ReduceTensorOp.MAX:
         return Value(array.max(axis=axes, keepdims=True), x.rows, top=True)
     total = array.sum(axis=axes, keepdims=True, dtype=np.float32)
     if not operation.tensors["YDESC"].virtual and (dims[0], *dims[2:], n) == (1, 1, 1, 1):
         total = -total  # the gradient of the sinks: cuDNN negates it
     return Value(total, x.rows if dims[2:] == (m, 1) else None, total=True)
+
+
+def _largest(array: Any, rows: Any) -> Any:
+    """The largest magnitude of the rows that are no padding."""
+    inside = True if rows is None else np.arange(array.shape[2])[:, None] < np.reshape(rows, (-1, 1, 1, 1))
+    return np.abs(array).max(axis=(0, 1, 2, 3), keepdims=True, where=inside, initial=0)
 
 
 def _rng(operation: Operation, given: dict[str, Value]) -> Value:

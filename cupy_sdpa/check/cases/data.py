@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -24,6 +24,19 @@ ARRAY_OPTIONS = (
     "mask", "bias", "alibi_slopes", "sinks", "seq_lens_q", "seq_lens_kv", "cu_seqlens_q", "cu_seqlens_kv",
     "page_table",
 )  # fmt: skip
+
+
+class Format(NamedTuple):
+    """A format of 8 bits: the largest number, the spacing at 1, and the smallest number above 0."""
+
+    largest: float
+    spacing: float
+    smallest: float
+
+
+FORMATS = {"float8_e4m3fn": Format(448.0, 2.0**-3, 2.0**-9), "float8_e5m2": Format(57344.0, 2.0**-2, 2.0**-16)}
+#: The scale of FP8 arrays: a power of two, so that their values are exact in float16 and bfloat16.
+FP8_SCALE = 64.0
 #: Part of the seed, to separate the random numbers of the sequence lengths from those of the arrays.
 _LENGTHS_STREAM = 77
 #: The same for the tangents.
@@ -36,7 +49,13 @@ def dtype_of(name: str) -> np.dtype[Any]:
     >>> dtype_of("bfloat16").itemsize
     2
     """
-    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def round_fp8(array: Any, dtype: str, scale: float) -> Any:
+    """Numbers of FP8 divided by a scale: rounded to nearest, saturated."""
+    most = FORMATS[dtype].largest
+    return np.clip(array * scale, -most, most).astype(dtype_of(dtype)).astype(array.dtype) / scale
 
 
 @dataclass
@@ -183,6 +202,8 @@ def _position_array(data: Data, rng: np.random.Generator, name: str) -> Any:
         array = np.where(inside.any(axis=1), array, np.nan)
     elif lengths is not None:
         array = np.where(np.arange(array.shape[2])[:, None] < lengths, array, np.nan)
+    if "fp8" in case.options:
+        array = round_fp8(array, case.options["fp8"], FP8_SCALE)
     return np.asfortranarray(array.astype(dtype_of(case.dtype)))
 
 

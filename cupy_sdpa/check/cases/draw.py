@@ -19,6 +19,7 @@ The options of a case are literals. Their values:
 ``score_mod``       (name, dtype of the captured arrays), a function of :mod:`.functions`; the same for ``mask_mod``
 ``block_mask``      (kind, axes): ``"blocks"``, ``"pairs"``, ``"documents"`` or ``"prefix"``; axes as for ``mask``
 ``stats``           True or ``"max_sumexp"``
+``fp8``             the dtype of q, k and v in FP8, whose values the arrays of the case have
 ``jvp``             the letters of the arrays with tangents, such as ``"qk"``: the call is ``attention_jvp``
 ``preallocated``    True: results are written to preallocated arrays
 ``bucket``          as in the call; the same for ``max_workspace``, ``deterministic``, ``return_dbias``,
@@ -224,16 +225,9 @@ class Sampler:
         return ["out", *(["dq", "dk", "dv"] if self.backward else []), *(["jvp"] if "jvp" in self.names else [])]
 
 
-def _mask(sampler: Sampler) -> Any:
-    return sampler.axes(), sampler.pick("random", "random", "rows", "keys", "none", "all")
-
-
 def _bias(sampler: Sampler) -> Any:
-    return (
-        sampler.axes(),
-        sampler.float_dtype(),
-        sampler.pick("normal", "normal", "normal", "inf", "inf_rows", "min", "min_rows"),
-    )
+    kinds = ("normal", "normal", "normal", "inf", "inf_rows", "min", "min_rows")
+    return sampler.axes(), sampler.float_dtype(), sampler.pick(*kinds)
 
 
 def _lengths(sampler: Sampler) -> Any:
@@ -262,7 +256,11 @@ def _paged(sampler: Sampler) -> Any:
 
 def _stats(sampler: Sampler) -> Any:
     p = sampler.options.get("paged")
-    return True if sampler.names & {"block_mask", "jvp"} or (p and Paged(*p).num_splits) else sampler.pick(True, "max_sumexp")
+    return (
+        True
+        if sampler.names & {"block_mask", "jvp", "fp8"} or (p and Paged(*p).num_splits)
+        else sampler.pick(True, "max_sumexp")
+    )
 
 
 def _packed(sampler: Sampler) -> Any:
@@ -284,7 +282,7 @@ OPTIONS: dict[str, Callable[[Sampler], Any]] = {
     "scale": lambda sampler: sampler.pick(0.0, 0.05, 0.3, 1.0, -0.1, -0.3),
     "causal": lambda sampler: sampler.pick("top_left", "bottom_right"),
     "window": Sampler.window,
-    "mask": _mask,
+    "mask": lambda s: (s.axes(), s.pick("random", "random", "rows", "keys", "none", "all")),
     "bias": _bias,
     "seq_lens_q": _lengths,
     "seq_lens_kv": _lengths,
@@ -302,15 +300,17 @@ OPTIONS: dict[str, Callable[[Sampler], Any]] = {
     "return_dbias": lambda sampler: True,
     "return_dsinks": lambda sampler: True,
     "return_dtensors": lambda sampler: True,
+    "fp8": lambda sampler: sampler.pick("float8_e4m3fn", "float8_e4m3fn", "float8_e5m2"),
     "jvp": lambda sampler: sampler.pick("qkv", "qkv", "qkv", "q", "k", "v", "qk", "kv"),
     "preallocated": lambda sampler: True,
     "bucket": lambda sampler: sampler.pick(16, 128, "power_of_two"),
     "max_workspace": lambda sampler: sampler.pick(1 << 24, 1 << 30),
 }
-#: The options that can be combined with a block mask, and pairs of options that cannot be combined.
+#: The options that can be combined with a block mask, those with FP8, and pairs of options that cannot be combined.
 WITH_BLOCK_MASK = {"block_mask", "scale", "softcap", "sinks", "stats", "deterministic", "preallocated", "max_workspace"}
 _EXCLUDED = {"packed": ("seq_lens_q", "seq_lens_kv"), "paged": ("seq_lens_kv", "bucket", "jvp", *REQUIRES), "jvp": REQUIRES}
-_EXCLUDED["block_mask"] = tuple(OPTIONS.keys() - WITH_BLOCK_MASK)
+WITH_FP8 = {"fp8", "scale", "causal", "window", "seq_lens_q", "seq_lens_kv", "stats", "bucket", "max_workspace"}
+_EXCLUDED |= {"block_mask": tuple(OPTIONS.keys() - WITH_BLOCK_MASK), "fp8": tuple(OPTIONS.keys() - WITH_FP8)}
 CONFLICTS = {frozenset((name, other)) for name, others in _EXCLUDED.items() for other in others}
 #: Options that cannot be combined with ``num_splits``.
 NOT_SPLIT = {"packed", "bias", "mask", "alibi_slopes", "dropout", "score_mod", "mask_mod"}
@@ -371,15 +371,15 @@ def _draw_case(sampler: Sampler, names: set[str], number: int) -> Case:
         if name in required:
             sampler.options[name] = OPTIONS[name](sampler)
     options = {name: sampler.options[name] for name in OPTIONS if name in required}
-    sampler.backward = not {"paged", "jvp"} & options.keys() and (
+    sampler.backward = not {"paged", "jvp", "fp8"} & options.keys() and (
         any(name in options for name in (*REQUIRES, "deterministic")) or sampler.chance(0.45)
     )
     layouts = sampler.layouts() if sampler.chance(0.4) else {}
-    wide = ("float32", "float64")[: 2 - ("block_mask" in options)]  # its parts are merged by float32 statistics
-    dtypes = ("float16", "bfloat16", *(wide if sampler.engine == "cpu" else ()))
+    # the parts of a block mask are merged by float32 statistics
+    wide = ("float32", "float64")[: 0 if sampler.engine != "cpu" else 1 if {"block_mask", "fp8"} & options.keys() else 2]
     gpu = GPUS[number % len(GPUS)] if sampler.engine == "plan" else ""
     return Case(
-        sampler.engine, sampler.pick(*dtypes), **sampler.sizes, backward=sampler.backward, layouts=layouts,
+        sampler.engine, sampler.pick("float16", "bfloat16", *wide), **sampler.sizes, backward=sampler.backward, layouts=layouts,
         options=options, seed=number, gpu=gpu,
     )  # fmt: skip
 

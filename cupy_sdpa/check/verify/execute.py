@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 import cupy_sdpa
+from cupy_sdpa import fp8
 
 from ..cases.case import Case
-from ..cases.data import Data, build, call_options, dropout_options, dtype_of
+from ..cases.data import FORMATS, FP8_SCALE, Data, build, call_options, dropout_options, dtype_of
 from ..cases.memory import Memory, memory_of
 from .inputs import Inputs
 from .oracle import Results, evaluate
@@ -178,7 +179,7 @@ class CaseRunner:
 
         # A prepared call accepts only a dense preallocated output.
         preallocated = {"out": views["out"]} if "out" in views and "out" not in self.case.layouts else {}
-        if "block_mask" in options:  # it cannot be prepared
+        if "block_mask" in options or "fp8" in self.case.options:  # they cannot be prepared
             return self.forward(cupy_sdpa.attention, memory, options | preallocated)
         return self.forward(prepare_and_call, memory, options | preallocated)
 
@@ -193,13 +194,23 @@ class CaseRunner:
         results = cupy_sdpa.attention_jvp(q, k, v, dout=views.get("jvp"), return_stats=stats, **given, **options)
         return dict(zip(("out", "jvp", "stats"), results, strict=False))
 
+    def in_fp8(self, memory: Memory) -> list[Any]:
+        """q, k and v in FP8: their values, exactly."""
+        dtype, views = self.case.options["fp8"], memory.views
+        amax = FORMATS[dtype].largest / FP8_SCALE
+        lengths = {"q": views.get("seq_lens_q")} | dict.fromkeys("kv", views.get("seq_lens_kv"))
+        return [fp8.DelayedScaling(views[x], 1, dtype, amax=amax).quantize(views[x], lengths=lengths[x]) for x in "qkv"]
+
     def forward(self, function: Any, memory: Memory, options: dict[str, Any]) -> dict[str, Any]:
         """Call a forward function; with gradients it also returns the log-sum-exp."""
-        q, k, v = (memory.views[name] for name in "qkv")
+        in_fp8 = "fp8" in self.case.options
+        q, k, v = self.in_fp8(memory) if in_fp8 else (memory.views[name] for name in "qkv")
         stats: Any = self.case.options.get("stats", self.case.backward)
         self.outcome.calls += 1
         returned = function(q, k, v, **self.deterministic, **({"return_stats": stats} if stats else {}), **options)
         results = returned if isinstance(returned, tuple) else (returned,)
+        if in_fp8:
+            results = (results[0].dequantize("float32").astype(dtype_of(self.case.dtype)), *results[1:])
         return dict(zip(("out", "stats", "max", "sum_exp"), results, strict=False))
 
     @property

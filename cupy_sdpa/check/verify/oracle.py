@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..cases.data import dtype_of
+from ..cases.data import FORMATS, FP8_SCALE, dtype_of, round_fp8
 from ..cases.functions import function_of
 from .inputs import Array, Inputs
 
@@ -102,6 +102,16 @@ class Precision:
         with np.errstate(over="ignore", invalid="ignore"):
             return array if self.dtype is None else array.astype(self.dtype).astype(self.work)
 
+    def round_weights(self, exponentials: Array, divisor: Array, keep: Any, fp8: str) -> Array:
+        """The rounded weights. In FP8 they are rounded before the division."""
+        if self.dtype is None or not fp8:
+            return self.round(exponentials / divisor * keep)
+        return np.asarray(round_fp8(exponentials, fp8, FORMATS[fp8].largest) / divisor)
+
+    def round_out(self, out: Array, fp8: str) -> Array:
+        """The rounded output."""
+        return self.round(out if self.dtype is None or not fp8 else round_fp8(out, fp8, FP8_SCALE))
+
     def round_stats(self, array: Array) -> Array:
         """Round to float32, the dtype of row statistics."""
         return array if self.dtype is None else array.astype(np.float32).astype(self.work)
@@ -132,7 +142,8 @@ def evaluate(inputs: Inputs, dtype: str | None = None, *, truth: Results | None 
         stats = precision.round_stats(maximum + np.log(total))
     divisor = np.where(total == 0, 1, total)
     p = exponentials / divisor
-    out = precision.round(precision.round(p * inputs.keep) @ v)
+    fp8 = case.options.get("fp8", "")
+    out = precision.round_out(precision.round_weights(exponentials, divisor, inputs.keep, fp8) @ v, fp8)
     results.values = {"out": inputs.to_call_shape(inputs.merge_heads(out), 0)}
     for name, rows, fill_value in (("stats", stats, -np.inf), ("max", maximum, -np.inf), ("sum_exp", total, 0.0)):
         results.values[name] = inputs.to_call_shape(inputs.merge_heads(rows[..., 0]), 0, fill_value)

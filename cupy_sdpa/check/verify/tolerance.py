@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..cases.data import dtype_of
+from ..cases.data import FORMATS, FP8_SCALE, dtype_of
 from ..cases.functions import function_of
 from .inputs import Array, Inputs
 from .oracle import Results
@@ -70,11 +70,11 @@ class _Floors:
 
     def __init__(self, inputs: Inputs, truth: Results) -> None:
         self.inputs, self.truth, case = inputs, truth, inputs.case
-        dtype = dtype_of(case.dtype)
+        dtype, fp8 = dtype_of(case.dtype), FORMATS.get(case.options.get("fp8", ""))
         work = self.work = spacing(np.float64) if case.dtype == "float64" else SINGLE
-        self.half = spacing(dtype) / 2
+        self.half = (fp8.spacing if fp8 else spacing(dtype)) / 2
         self.rounding = self.half / 3**0.5 + work * max(case.sq, case.skv, 1) ** 0.5 / 4
-        self.subnormal = float(np.nextafter(dtype.type(0), dtype.type(1))) / 2
+        self.subnormal = fp8.smallest / FP8_SCALE / 2 if fp8 else float(np.nextafter(dtype.type(0), dtype.type(1))) / 2
         self.keep = np.asarray(inputs.keep)
         norms = _norms(inputs.q) * _norms(inputs.k).swapaxes(-1, -2)
         p = self.p = truth.p
@@ -106,6 +106,8 @@ class _Floors:
         for name in ("out", "dq", "dk", "dv", "jvp"):
             if name in floors:
                 floors[name] += 2 * self.half * _max_abs(values[name])
+        if "fp8" in self.inputs.case.options:
+            floors["out"] += 2 * self.subnormal  # of the output
         return floors
 
     def _gradients(self, of_out: Array) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import operator
+import numbers
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -63,7 +63,7 @@ def configure(
         if argument.array.ndim != expected:
             raise ValueError(f"{name} has {argument.array.ndim} dimensions {argument.array.shape}; it needs {expected}")
     if packed:
-        layouts = [Layout(_lengths(name, options, size), size, packed=True) for name in CU_SEQLENS]
+        layouts = [Layout(_lengths(name, options), size, packed=True) for name in CU_SEQLENS]
         queries, keys = layouts
         if len(queries.lengths) != len(keys.lengths):
             raise ValueError(f"cu_seqlens_q has {len(queries.lengths)} sequences and cu_seqlens_kv {len(keys.lengths)}")
@@ -92,11 +92,23 @@ def configure(
     return Configuration(rank, problem, queries, keys, diagonals, known, positional, drawn, on_gpu, text)
 
 
-def _lengths(name: str, options: Mapping[str, Any], size: int) -> tuple[int, ...]:
-    """The lengths of packed sequences, from the offsets of the whole sequences on the host."""
-    starts = options.get(name)
-    if starts is None:
-        raise ValueError(f"{name} is None; packed sequences need both cu_seqlens_q and cu_seqlens_kv")
+def read_length(name: str, value: Any) -> int:
+    """A number of positions.
+
+    Raises:
+        ValueError: it is not an integer, or negative.
+    """
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{name} is {value!r}; it must be an integer, 0 or more")
+    return int(value)
+
+
+def packed_lengths(name: str, starts: Any) -> tuple[int, ...]:
+    """The lengths of packed sequences from the offsets of the whole sequences on the host.
+
+    Raises:
+        TypeError, ValueError: they are not offsets, or on the GPU.
+    """
     if cupy_runtime.is_array(starts):
         raise TypeError(
             f"{name} is a CuPy array; a group cuts every sequence on the host, and reading the offsets from the GPU would wait "
@@ -108,20 +120,28 @@ def _lengths(name: str, options: Mapping[str, Any], size: int) -> tuple[int, ...
     lengths = np.diff(starts)
     if starts[0] or (lengths < 0).any():
         raise ValueError(f"{name} is {starts.tolist()}; the offsets of whole sequences begin with 0 and must not decrease")
+    return tuple(lengths.tolist())
+
+
+def _lengths(name: str, options: Mapping[str, Any]) -> tuple[int, ...]:
+    """The lengths of packed sequences of a call."""
+    if options.get(name) is None:
+        raise ValueError(f"{name} is None; packed sequences need both cu_seqlens_q and cu_seqlens_kv")
+    lengths = packed_lengths(name, options[name])
     side = name.removeprefix("cu_seqlens_")
     longest = options.get(f"max_seqlen_{side}")
-    if longest is not None and lengths.size and lengths.max() > longest:
-        raise ValueError(f"{name} has a sequence of {lengths.max()}; max_seqlen_{side} is {longest}")
-    return tuple(lengths.tolist())
+    if longest is not None and max(lengths, default=0) > longest:
+        raise ValueError(f"{name} has a sequence of {max(lengths)}; max_seqlen_{side} is {longest}")
+    return lengths
 
 
 def _dense_layouts(queries: int, keys: int, size: int, seqlens: tuple[int | None, int | None]) -> tuple[Layout, Layout]:
     """The layouts of dense arrays from the lengths of the member's arrays."""
     seqlen_q, seqlen_kv = seqlens
-    whole_q = queries * size if seqlen_q is None else operator.index(seqlen_q)
+    whole_q = queries * size if seqlen_q is None else read_length("seqlen_q", seqlen_q)
     if seqlen_kv is None:
         seqlen_kv = whole_q if queries == keys else keys * size
-    return Layout((whole_q,), size), Layout((operator.index(seqlen_kv),), size)
+    return Layout((whole_q,), size), Layout((read_length("seqlen_kv", seqlen_kv),), size)
 
 
 def _raise_share(name: str, shape: tuple[int, ...], layout: Layout, rank: int, packed: bool) -> None:
@@ -179,7 +199,7 @@ def _check_gradient_inputs(given: Mapping[str, Any], problem: Problem, queries: 
 
 def _text(problem: Problem, options: Mapping[str, Any], queries: Layout, keys: Layout) -> str:
     """The shapes and options, one per line."""
-    lines = [f"problem: {problem}", f"lengths of q: {_listed(queries.lengths)}", f"lengths of k: {_listed(keys.lengths)}"]
+    lines = [f"problem: {problem}", f"lengths of q: {listed(queries.lengths)}", f"lengths of k: {listed(keys.lengths)}"]
     for name in sorted(options):
         value = options[name]
         if value is None or name in CU_SEQLENS:
@@ -194,7 +214,7 @@ def _text(problem: Problem, options: Mapping[str, Any], queries: Layout, keys: L
     return "\n".join(lines)
 
 
-def _listed(lengths: Sequence[int]) -> str:
+def listed(lengths: Sequence[int]) -> str:
     """Lengths as text; many are abbreviated by their number, total and a checksum."""
     if len(lengths) <= 8:
         return ", ".join(map(str, lengths))

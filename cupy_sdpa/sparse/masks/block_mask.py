@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,9 @@ from ... import _html
 from ..._typing import Array
 from ...device import cupy_runtime
 from ...device.blocks import BLOCK
+from ...score_fn.expression import AXES
 from ...score_fn.identity import identity
+from ...score_fn.tracer import trace
 from . import segments
 from .evaluate import EMPTY, FULL, PARTIAL, Function, Rows, evaluate, evaluate_blocks
 from .tiles import TILE, BlockSize, kinds_of_blocks, read_block, rows_of_blocks, tile_kinds, with_blocks
@@ -78,7 +80,7 @@ def block_mask(
     for h, b in np.ndindex(*groups):
         kinds[:, :, h, b], rows[h, b] = evaluate(function, b, h, lengths[0], lengths[1])
     bits = evaluate_blocks(function, _listed(kinds, PARTIAL), lengths[0], lengths[1])
-    constant = None if tensors or identity(mask_mod) is None else mask_mod
+    constant = None if tensors or identity(mask_mod) is None or not _is_traceable(mask_mod, kinds, lengths) else mask_mod
     return BlockMask(lengths[0], lengths[1], kinds, bits, _segments(rows, kinds), constant, size)
 
 
@@ -97,7 +99,7 @@ class BlockMask:
         bits: uint8 ``(partial tiles, 2048)``: the pairs of the partial tiles, query by query, the first key in the highest
             bit; in the order of ``kinds``, the first axis fastest.
         segments: the segments of each batch entry if all rows are intervals; None otherwise.
-        function: the mask function, if it reads no arrays and has an identity; None otherwise.
+        function: the mask function, if it reads no arrays, has an identity, and can be traced; None otherwise.
         identity: the identity of the function (:mod:`cupy_sdpa.score_fn.identity`): as long as it is equal, the function
             computes the same.
         number: the number of the mask in this process; no two masks have the same.
@@ -166,7 +168,11 @@ class BlockMask:
         if full is None:
             whole = listed if mask_mod is None else np.zeros_like(listed)
         else:
-            whole = _bool("full", full).reshape(listed.shape) & listed
+            whole = _bool("full", full)
+            whole = whole[:, :, None, None] if whole.ndim == 2 else whole
+            if whole.shape != listed.shape:
+                raise ValueError(f"full has shape {full.shape} and blocks {blocks.shape}; they must be equal")
+            whole = whole & listed
         only_full = bool((whole == listed).all())
         if mask_mod is None and not only_full:
             raise ValueError("full excludes blocks, and mask_mod is None: pass the mask function of these blocks")
@@ -220,6 +226,9 @@ class BlockMask:
         """
         listed = _from_lists("kv_", kv_num_blocks, kv_indices)
         full = None
+        if (full_kv_num_blocks is None) != (full_kv_indices is None):
+            passed = "indices" if full_kv_num_blocks is None else "num_blocks"
+            raise ValueError(f"of full_kv_num_blocks and full_kv_indices only full_kv_{passed} is passed: pass both, or none")
         if full_kv_num_blocks is not None and full_kv_indices is not None:
             full = _from_lists("full_kv_", full_kv_num_blocks, full_kv_indices)
             if full.shape != listed.shape:
@@ -262,6 +271,17 @@ class BlockMask:
     def nbytes(self) -> int:
         """The bytes of the mask in host memory."""
         return self.kinds.nbytes + self.bits.nbytes
+
+    def __copy__(self) -> BlockMask:
+        """The mask itself, which is immutable."""
+        return self
+
+    def __deepcopy__(self, _: Any) -> BlockMask:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle: without the mask function and the tables. The results of calls are the same."""
+        return type(self), (self.sq, self.skv, self.kinds, self.bits, self.segments, None, self.block)
 
     def to_dense(self) -> NDArray[np.bool_]:
         """The mask as a bool array ``(Skv, Sq, heads, batch)``, the form of ``mask=``: for tests and small masks."""
@@ -329,19 +349,33 @@ def _bool(name: str, array: Any) -> NDArray[np.bool_]:
 def _from_lists(prefix: str, numbers_of_blocks: Any, indices: Any) -> NDArray[np.bool_]:
     """The listed blocks ``(key blocks, query blocks, Hq, B)`` of fields of FlexAttention."""
     counts, listed = _on_host(f"{prefix}num_blocks", numbers_of_blocks), _on_host(f"{prefix}indices", indices)
-    if listed.ndim != 4 or counts.shape != listed.shape[:3] or "i" not in counts.dtype.kind + listed.dtype.kind:
+    if listed.ndim != 4 or counts.shape != listed.shape[:3] or {counts.dtype.kind, listed.dtype.kind} - set("iu"):
         raise ValueError(
-            f"{prefix}num_blocks has shape {counts.shape} and {prefix}indices {listed.shape}; they must be integers "
-            "(B, Hq, query blocks) and (B, Hq, query blocks, key blocks)"
+            f"{prefix}num_blocks is {counts.dtype} {counts.shape} and {prefix}indices {listed.dtype} {listed.shape}; they must "
+            "be integers (B, Hq, query blocks) and (B, Hq, query blocks, key blocks)"
         )
     key_blocks = listed.shape[3]
     used = np.arange(key_blocks) < counts[..., None]
-    if (counts > key_blocks).any() or (used & ((listed < 0) | (listed >= key_blocks))).any():
+    if (counts < 0).any() or (counts > key_blocks).any():
+        raise ValueError(
+            f"{prefix}num_blocks has numbers from {counts.min()} to {counts.max()}; there are {key_blocks} key blocks"
+        )
+    if (used & ((listed < 0) | (listed >= key_blocks))).any():
         raise ValueError(f"{prefix}indices has entries outside of 0 to {key_blocks - 1}, the key blocks")
     blocks = np.zeros(listed.shape, bool)
     at = np.nonzero(used)
     blocks[(*at[:3], listed[at])] = True
     return blocks.transpose(3, 2, 1, 0)
+
+
+def _is_traceable(mask_mod: Callable[..., Any], kinds: NDArray[np.uint8], lengths: Sequence[int]) -> bool:
+    """Whether a kernel can compute the function; numpy evaluates functions with operations that kernels do not have."""
+    *_, heads, batch = kinds.shape
+    try:
+        trace(None, mask_mod, {}, dict(zip(AXES, (batch, heads, *lengths), strict=True)))
+    except Exception:
+        return False
+    return True
 
 
 def _listed(kinds: NDArray[np.uint8], kind: int) -> NDArray[np.int32]:

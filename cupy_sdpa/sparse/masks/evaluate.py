@@ -73,8 +73,6 @@ class Function:
 class _Unknown:
     """An index that the mask function must not use, because the mask is the same for all its values."""
 
-    __hash__ = None  # type: ignore[assignment]
-
     def __init__(self, name: str, option: str) -> None:
         self._message = f"mask_mod uses {name}, and {option} is None: pass {option}= to block_mask, with the number of {option}"
 
@@ -84,6 +82,8 @@ class _Unknown:
     __bool__ = __index__ = __int__ = __float__ = __array__ = __array_ufunc__ = __array_function__ = __neg__ = __abs__ = _use
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __floordiv__ = _use
     __rfloordiv__ = __mod__ = __rmod__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __and__ = __or__ = _use
+    __pow__ = __rpow__ = __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = __xor__ = __rxor__ = __rand__ = __ror__ = _use
+    __pos__ = __invert__ = __divmod__ = __rdivmod__ = __hash__ = _use
 
 
 def taken(function: Callable[..., Any], arrays: Mapping[str, Any]) -> list[str]:

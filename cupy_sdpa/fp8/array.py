@@ -1,0 +1,208 @@
+"""FP8 arrays: elements of 8 bits and the factor that gives their values."""
+
+from __future__ import annotations
+
+import functools
+import math
+import numbers
+from typing import Any
+
+import numpy as np
+
+from .._typing import Array
+from ..device import cupy_runtime
+from ..problem.tensor_spec import FP8_LARGEST, dtype_name, numpy_dtype
+from . import kernels
+
+#: The dtypes that :meth:`Fp8Array.dequantize` gives.
+_DTYPES = ("float16", "bfloat16", "float32")
+
+
+class Fp8Array:
+    r"""An array of FP8 elements with one factor: :math:`x = d\, e`, with elements e and the descale d.
+
+    CuPy has no FP8 dtype, so on the GPU the elements are uint8.
+
+    Args:
+        data: the elements: a numpy array of dtype ``ml_dtypes.float8_e4m3fn`` or ``float8_e5m2``, or a CuPy array of uint8.
+        descale: d, a number or a float32 array ``(1,)`` in the same memory as ``data``. Default: ``1 / scale``.
+        scale: 1/d, a number or such an array. Default: ``1 / descale``, computed when it is needed.
+        dtype: the dtype of the elements of a CuPy array, ``"float8_e4m3fn"`` (3 bits of mantissa, up to 448) or
+            ``"float8_e5m2"`` (2 bits, up to 57344). Default ``"float8_e4m3fn"``.
+        rotated: whether head_dim was rotated, see :func:`quantize`. Default False.
+
+    Attributes:
+        data, dtype, rotated: as above.
+
+    Raises:
+        TypeError, ValueError: data, a factor or the dtype is invalid.
+
+    >>> import ml_dtypes, numpy as np
+    >>> from cupy_sdpa import fp8
+    >>> x = fp8.Fp8Array(np.float32([1, 2, 4]).astype(ml_dtypes.float8_e4m3fn), descale=0.5)
+    >>> x.dequantize().tolist()
+    [0.5, 1.0, 2.0]
+    """
+
+    def __init__(self, data: Any, descale: Any = None, *, scale: Any = None, dtype: str | None = None, rotated: bool = False):
+        on_gpu = cupy_runtime.is_array(data)
+        if not on_gpu and type(data) is not np.ndarray:
+            raise TypeError(f"data is a {type(data).__name__}; an Fp8Array takes a numpy or a CuPy array: use fp8.quantize")
+        stored = dtype_name(data.dtype)
+        if dtype is None:
+            dtype = "float8_e4m3fn" if on_gpu else stored
+        if dtype not in FP8_LARGEST or stored != ("uint8" if on_gpu else dtype):
+            raise TypeError(
+                f"data is {stored} and dtype is {dtype!r}; the dtype must be {' or '.join(FP8_LARGEST)}, and the array "
+                f"{'uint8' if on_gpu else 'of that dtype'}: use fp8.quantize for other arrays"
+            )
+        if descale is None and scale is None:
+            raise TypeError("descale and scale are None: pass one of them, the factor of the elements or its inverse")
+        self.data, self.dtype, self.rotated = data, dtype, rotated
+        self._descale: Any = None if descale is None else factor("descale", descale, data)
+        self._scale: Any = None if scale is None else factor("scale", scale, data)
+
+    @property
+    def descale(self) -> Any:
+        """The factor of the elements, float32 ``(1,)``."""
+        if self._descale is None:
+            self._descale = 1 / self._scale
+        return self._descale
+
+    @property
+    def scale(self) -> Any:
+        """The inverse of the factor, float32 ``(1,)``."""
+        if self._scale is None:
+            self._scale = 1 / self._descale
+        return self._scale
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape, such as ``(head_dim, heads, seq, batch)``."""
+        return tuple(self.data.shape)
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.data.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return int(self.data.nbytes)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """The bytes from one element to the next in each dimension."""
+        return tuple(self.data.strides)
+
+    @property
+    def T(self) -> Fp8Array:  # noqa: N802
+        """A view with the dimensions in reverse order, such as ``(batch, seq, heads, head_dim)`` of a result; not if rotated.
+
+        Raises:
+            ValueError: the array is rotated.
+        """
+        if self.rotated:
+            raise ValueError("rotated is True; the first dimension of a rotated array must remain head_dim: dequantize first")
+        return Fp8Array(self.data.T, self._descale, scale=self._scale, dtype=self.dtype)
+
+    def __getitem__(self, index: Any) -> Fp8Array:
+        """A view of some elements with the same factor, such as ``k[:, :, :100]``; a rotated array needs all of head_dim.
+
+        Raises:
+            ValueError: a part of head_dim of a rotated array is requested.
+        """
+        data = self.data[index]
+        if self.rotated and data.shape[:1] != self.data.shape[:1]:
+            raise ValueError(f"the index {index!r} selects a part of head_dim, which was rotated: dequantize first")
+        return Fp8Array(data, self._descale, scale=self._scale, dtype=self.dtype, rotated=self.rotated)
+
+    def dequantize(self, dtype: Any = "float32") -> Any:
+        """The values as an array in Fortran order; a rotation is undone.
+
+        Args:
+            dtype: ``"float16"``, ``"bfloat16"`` or ``"float32"``. Default ``"float32"``.
+
+        Raises:
+            TypeError: another dtype.
+        """
+        name = dtype if isinstance(dtype, str) else dtype_name(np.dtype(dtype))
+        if name not in _DTYPES:
+            raise TypeError(f"dtype is {name}; it must be one of {', '.join(_DTYPES)}")
+        rotation = rotation_of(self.shape[0]) if self.rotated else 1
+        if not cupy_runtime.is_array(self.data):
+            values = self.data.astype(np.float32) * self.descale[0]
+            return np.asfortranarray(rotate(values, rotation).astype(numpy_dtype(name)))
+        if self.shape[0] % kernels.UNIT:
+            raise ValueError(f"the head_dim is {self.shape[0]}; on the GPU it must be a multiple of {kernels.UNIT}")
+        with cupy_runtime.on_device_of(self.data):
+            source = cupy_runtime.cupy().asfortranarray(self.data)
+            target = cupy_runtime.new_result(source, self.shape, numpy_dtype(name))
+            kernels.dequantize(source, target, self.descale, rotation, self.dtype)
+        return target
+
+    def __repr__(self) -> str:
+        return f"<Fp8Array {self.dtype} {self.shape}{', rotated' if self.rotated else ''}>"
+
+
+def made(data: Any, descale: Any, scale: Any, dtype: str, *, rotated: bool = False) -> Fp8Array:
+    """An FP8 array of parts that are known to be valid; one of the factors may be None."""
+    array = Fp8Array.__new__(Fp8Array)
+    array.data, array.dtype, array.rotated, array._descale, array._scale = data, dtype, rotated, descale, scale
+    return array
+
+
+def one_of(array: Any, place: int) -> Any:
+    """One element of an array as an array ``(1,)``; for CuPy arrays faster than indexing."""
+    if not cupy_runtime.is_array(array):
+        return array[place : place + 1]
+    return cupy_runtime.cupy().ndarray((1,), array.dtype, array.data + place * array.itemsize)
+
+
+def factor(name: str, value: Any, like: Array) -> Any:
+    """A scale or a descale as a float32 array ``(1,)`` in the memory of an array.
+
+    Raises:
+        TypeError, ValueError: the value is neither a positive number nor such an array.
+    """
+    on_gpu = cupy_runtime.is_array(like)
+    if isinstance(value, (numbers.Real, np.generic)):
+        if not (0 < float(value) < math.inf):
+            raise ValueError(f"{name} is {value}; it must be a finite number above 0")
+        if not on_gpu:
+            return np.full(1, value, np.float32)
+        with cupy_runtime.on_device_of(like):
+            return cupy_runtime.cupy().full(1, value, np.float32)
+    same = cupy_runtime.is_array(value) if on_gpu else type(value) is np.ndarray
+    if not same or dtype_name(value.dtype) != "float32" or value.shape != (1,):
+        found = f"{dtype_name(value.dtype)} {value.shape}" if hasattr(value, "shape") else type(value).__name__
+        kind = "CuPy" if on_gpu else "numpy"
+        raise TypeError(f"{name} is {found}; it must be a number, or a {kind} array float32 (1,), as data is a {kind} array")
+    return value
+
+
+def rotation_of(head_dim: int) -> int:
+    """The length of the parts of head_dim that are rotated: the largest power of two that divides it.
+
+    >>> rotation_of(128), rotation_of(192), rotation_of(80)
+    (128, 64, 16)
+    """
+    return max(head_dim & -head_dim, 1)
+
+
+@functools.cache
+def _hadamard(n: int) -> Any:
+    """The normalized Hadamard matrix (Sylvester 1867), which is its own inverse."""
+    matrix = np.ones((1, 1))
+    while len(matrix) < n:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return (matrix / math.sqrt(n)).astype(np.float32)
+
+
+def rotate(x: Any, rotation: int) -> Any:
+    """A float32 numpy array with parts of the first axis multiplied by a Hadamard matrix."""
+    if rotation == 1:
+        return x
+    parts = x.reshape((rotation, -1, *x.shape[1:]), order="F")
+    return np.tensordot(_hadamard(rotation), parts, 1).reshape(x.shape, order="F")

@@ -1,0 +1,287 @@
+"""Conversion to FP8 with one scale per array: current scaling, and delayed scaling with a history in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .._typing import Array
+from ..device import cupy_runtime
+from ..problem.tensor_spec import FP8_LARGEST, dtype_name, rounded
+from . import kernels
+from .array import Fp8Array, factor, made, one_of, rotate, rotation_of
+
+#: The dtypes of arrays that are converted; float64 on the CPU only.
+SOURCES = ("float16", "bfloat16", "float32")
+#: Largest magnitudes below this number get the scale 1.
+_SMALLEST = 1e-30
+
+
+def quantize(x: Array, dtype: str = "float8_e4m3fn", *, rotate: bool = False, lengths: Array | None = None) -> Fp8Array:
+    r"""Convert an array to FP8 with the scale of its largest magnitude (current scaling, one scale per array).
+
+    .. math:: e = \operatorname{round}(s\, x), \qquad s = \frac{M}{\max |x|}, \qquad x \approx e / s
+
+    with the largest number M of the dtype. On the GPU two kernels run on CuPy's current stream, without synchronization; the
+    scale stays in the GPU's memory.
+
+    Args:
+        x: ``(D, H, S, B)`` or packed ``(D, H, T)``; float16, bfloat16 or float32, on the CPU also float64. On the GPU D is a
+            multiple of 8 and head_dim is contiguous.
+        dtype: ``"float8_e4m3fn"`` or ``"float8_e5m2"``. Default ``"float8_e4m3fn"``, which is more accurate.
+        rotate: multiply head_dim by a normalized Hadamard matrix; if D is not a power of two, parts of a power of two. The
+            scores do not change if q and k are both rotated, and channels of large magnitude are spread over all channels, so
+            that fewer bits are lost. Default False.
+        lengths: int32 ``(B,)``, the length of each batch entry. Elements beyond it are not read, and 0 is stored. Default None.
+
+    Returns:
+        The FP8 array, dense in Fortran order.
+
+    Raises:
+        TypeError, ValueError: the array, the dtype or the lengths are not supported.
+
+    Sources: Micikevicius et al. 2022, "FP8 Formats for Deep Learning", section 4 (scales); Shah et al. 2024,
+    "FlashAttention-3", section 3.3 (rotation).
+
+    >>> import numpy as np
+    >>> from cupy_sdpa import fp8
+    >>> x = fp8.quantize(np.asfortranarray(np.float32([[[[1.0]], [[-3.5]], [[0.1]]]])))
+    >>> x
+    <Fp8Array float8_e4m3fn (1, 3, 1, 1)>
+    >>> x.scale.tolist(), x.dequantize().ravel().tolist()
+    ([128.0], [1.0, -3.5, 0.1015625])
+    """
+    (result,) = quantize_all([x], dtype, [rotate], [lengths])
+    return result
+
+
+def quantize_all(arrays: Sequence[Any], dtype: str, rotations: Sequence[bool], lengths: Sequence[Any]) -> list[Fp8Array]:
+    """:func:`quantize` for up to three arrays, in the same two launches."""
+    if dtype not in FP8_LARGEST:
+        raise TypeError(f"dtype is {dtype!r}; it must be {' or '.join(FP8_LARGEST)}")
+    for array, of_array in zip(arrays, lengths, strict=True):
+        _check(array, of_array)
+    parts = [rotation_of(x.shape[0]) if wanted else 1 for x, wanted in zip(arrays, rotations, strict=True)]
+    if not cupy_runtime.is_array(arrays[0]):
+        found = [_on_cpu(x, dtype, part, n) for x, part, n in zip(arrays, parts, lengths, strict=True)]
+        return [
+            Fp8Array(data, descale, scale=scale, rotated=part > 1)
+            for (data, scale, descale), part in zip(found, parts, strict=True)
+        ]
+    with cupy_runtime.on_device_of(arrays[0]):
+        conversions = [_conversion(x, part, n) for x, part, n in zip(arrays, parts, lengths, strict=True)]
+        kernels.current(conversions, dtype)
+    return [_result(conversion, dtype) for conversion in conversions]
+
+
+def quantize_qkv(
+    q: Array,
+    k: Array,
+    v: Array,
+    dtype: str = "float8_e4m3fn",
+    *,
+    rotate: bool = False,
+    seq_lens_q: Array | None = None,
+    seq_lens_kv: Array | None = None,
+) -> tuple[Fp8Array, Fp8Array, Fp8Array]:
+    """:func:`quantize` for q, k and v, on the GPU in the same launches.
+
+    Args:
+        q, k, v: ``(D, Hq, Sq, B)``, ``(D, Hkv, Skv, B)`` and ``(Dv, Hkv, Skv, B)``, of one dtype.
+        dtype: as for :func:`quantize`.
+        rotate: rotate q and k, but not v. Default False.
+        seq_lens_q, seq_lens_kv: int32 ``(B,)``, the lengths of each batch entry. Default None: full lengths.
+
+    Returns:
+        q, k and v in FP8.
+
+    Raises:
+        TypeError, ValueError: as :func:`quantize`; or the arrays have several dtypes, or are on several engines.
+
+    >>> import numpy as np
+    >>> from cupy_sdpa import fp8
+    >>> x = np.ones((16, 2, 5, 1), np.float32, order="F")
+    >>> fp8.quantize_qkv(x, x, x, rotate=True)
+    (<Fp8Array float8_e4m3fn (16, 2, 5, 1), rotated>, <Fp8Array float8_e4m3fn (16, 2, 5, 1), rotated>, \
+<Fp8Array float8_e4m3fn (16, 2, 5, 1)>)
+    """
+    for name, x in (("k", k), ("v", v)):
+        if type(x) is not type(q) or x.dtype != q.dtype:
+            kinds = [f"{type(y).__module__} {getattr(y, 'dtype', '')}" for y in (x, q)]
+            raise TypeError(f"{name} is {kinds[0]} and q is {kinds[1]}; q, k and v must be arrays of one kind and dtype")
+    results = quantize_all([q, k, v], dtype, [rotate, rotate, False], [seq_lens_q, seq_lens_kv, seq_lens_kv])
+    return results[0], results[1], results[2]
+
+
+class DelayedScaling:
+    r"""Conversion to FP8 with a scale from earlier arrays: one kernel reads the array once (delayed scaling).
+
+    .. math:: s = \frac{M}{\max_i a_i}
+
+    with the largest number M of the dtype and the largest magnitudes :math:`a_i` of the last arrays. Values beyond M / s are
+    stored as M / s. History and scale are in the memory of the arrays, and nothing is read by the host: calls can be captured
+    in a CUDA graph, whose replays advance the history.
+
+    Args:
+        like: an array on the engine to use, such as the first one to convert; its elements are not read.
+        history: the number of earlier arrays; 1 is the most recent one. Default 16.
+        dtype: as for :func:`quantize`.
+        amax: a largest magnitude to start with, a number. Default None: the first array is converted with the scale 1.
+        rotate: as for :func:`quantize`. Default False.
+
+    Attributes:
+        dtype, rotate: as above.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid.
+
+    Source: Micikevicius et al. 2022, "FP8 Formats for Deep Learning", section 4.
+
+    >>> import numpy as np
+    >>> from cupy_sdpa import fp8
+    >>> x = np.ones((16, 1, 2, 1), np.float32)
+    >>> scaling = fp8.DelayedScaling(x, history=2, amax=7.0)
+    >>> [float(scaling.quantize(x * factor).scale[0]) for factor in (3.5, 14, 1, 1, 1)]
+    [64.0, 64.0, 32.0, 32.0, 448.0]
+    """
+
+    def __init__(
+        self, like: Array, history: int = 16, dtype: str = "float8_e4m3fn", *, amax: float | None = None, rotate: bool = False
+    ) -> None:
+        if dtype not in FP8_LARGEST:
+            raise TypeError(f"dtype is {dtype!r}; it must be {' or '.join(FP8_LARGEST)}")
+        if not isinstance(history, int) or history < 1:
+            raise ValueError(f"history is {history!r}; it must be a number of arrays, 1 or more")
+        if amax is not None and not 0 < float(amax) < np.inf:
+            raise ValueError(f"amax is {amax}; it must be a finite number above 0, or None")
+        self.dtype, self.rotate = dtype, rotate
+        state = np.zeros(kernels.STATE + history, np.float32)
+        state[:2] = 1.0
+        if amax is not None:
+            state[:2] = FP8_LARGEST[dtype] / amax, amax / FP8_LARGEST[dtype]
+            state[-1] = amax  # the last entry of the history that is replaced
+        self._state: Any = state
+        if cupy_runtime.is_array(like):
+            with cupy_runtime.on_device_of(like):
+                self._state = cupy_runtime.cupy().asarray(state)
+
+    @property
+    def scale(self) -> Any:
+        """The scale of the next array, float32 ``(1,)``; a copy."""
+        return self._state[:1].copy()
+
+    def quantize(self, x: Array, *, lengths: Array | None = None) -> Fp8Array:
+        """Convert an array with the current scale, and add its largest magnitude to the history; see :func:`quantize`."""
+        self._check_engine(x)
+        _check(x, lengths)
+        part = rotation_of(x.shape[0]) if self.rotate else 1
+        if not cupy_runtime.is_array(x):
+            values = _values(x, part, lengths)
+            scale, descale = self._state[:1].copy(), self._state[1:2].copy()
+            self._advance(np.abs(values).max(initial=0))
+            return Fp8Array(_elements(values, scale, self.dtype), descale, scale=scale, rotated=part > 1)
+        with cupy_runtime.on_device_of(x):
+            conversion = _conversion(x, part, lengths)
+            kernels.delayed(conversion, self.dtype, self._state)
+        return _result(conversion, self.dtype)
+
+    def update(self, amax: Array) -> None:
+        """Add a largest magnitude, float32 ``(1,)``, to the history, such as that of an output."""
+        self._check_engine(amax)
+        amax = factor("amax", amax, self._state)
+        if not cupy_runtime.is_array(amax):
+            self._advance(amax[0])
+            return
+        with cupy_runtime.on_device_of(amax):
+            kernels.update(self._state, amax, self.dtype)
+
+    def _check_engine(self, x: Any) -> None:
+        if cupy_runtime.is_array(x) != cupy_runtime.is_array(self._state):
+            kinds = ["CuPy" if cupy_runtime.is_array(array) else "numpy" for array in (x, self._state)]
+            raise TypeError(
+                f"the array is a {kinds[0]} array, and the history is in a {kinds[1]} array: make another DelayedScaling"
+            )
+
+    def _advance(self, amax: float) -> None:
+        """What the kernel does at its end."""
+        state, history = self._state, self._state[kernels.STATE :]
+        position = state[4:5].view(np.uint32)
+        history[position[0]] = amax
+        position[0] = (position[0] + 1) % history.size
+        state[:1], state[1:2] = _factors(history.max(), self.dtype)
+
+
+def _check(x: Any, lengths: Any) -> None:
+    """Check an array to convert."""
+    on_gpu, name = cupy_runtime.is_array(x), dtype_name(x.dtype) if hasattr(x, "dtype") else type(x).__name__
+    if not on_gpu and type(x) not in (np.ndarray, np.memmap):
+        raise TypeError(f"x is a {type(x).__name__}; quantize takes numpy and CuPy arrays")
+    if name not in (SOURCES if on_gpu else (*SOURCES, "float64")):
+        raise TypeError(f"x is {name}; quantize takes {', '.join(SOURCES)}: convert with .astype")
+    if len(x.shape) not in (3, 4):
+        raise ValueError(f"x has shape {x.shape}; it must be (head_dim, heads, seq, batch), or packed (head_dim, heads, total)")
+    if on_gpu and x.shape[0] % kernels.UNIT:
+        raise ValueError(f"x has shape {x.shape}; on the GPU head_dim must be a multiple of {kernels.UNIT}: pad it with zeros")
+    if on_gpu and x.size // kernels.UNIT >= 2**32:
+        raise ValueError(
+            f"x has shape {x.shape}, {x.size} elements; quantize converts at most {kernels.UNIT * 2**32 - 1}: split it"
+        )
+    if on_gpu and x.size and x.shape[0] > 1 and x.strides[0] != x.itemsize:
+        raise ValueError(
+            f"x has strides {x.strides} bytes; the first must be {x.itemsize}, so that head_dim is contiguous: copy it with "
+            "cupy.asfortranarray"
+        )
+    if lengths is None:
+        return
+    if len(x.shape) != 4 or lengths.shape != x.shape[3:] or dtype_name(lengths.dtype) != "int32":
+        raise ValueError(
+            f"lengths is {dtype_name(lengths.dtype)} {lengths.shape} and x has shape {x.shape}; lengths must be int32 (B,), "
+            "and x (head_dim, heads, seq, B)"
+        )
+    if cupy_runtime.is_array(lengths) != on_gpu:
+        raise TypeError("x and lengths are not both numpy or both CuPy arrays: convert one of them")
+
+
+def _conversion(x: Any, rotation: int, lengths: Any) -> kernels.Conversion:
+    """The conversion of an array on the GPU, with new results."""
+    target = cupy_runtime.new_result(x, tuple(x.shape), np.dtype(np.uint8))
+    factors = cupy_runtime.new_result(x, (2 * kernels.FACTOR_STEP,), np.dtype(np.float32))
+    if lengths is not None and not lengths.flags.c_contiguous:
+        lengths = lengths.copy()
+    return kernels.Conversion(x, target, factors, rotation, lengths)
+
+
+def _result(conversion: kernels.Conversion, dtype: str) -> Fp8Array:
+    scale, descale = (one_of(conversion.factors, place) for place in (0, kernels.FACTOR_STEP))
+    return made(conversion.target, descale, scale, dtype, rotated=conversion.rotation > 1)
+
+
+def _on_cpu(x: Any, dtype: str, rotation: int, lengths: Any) -> tuple[Any, Any, Any]:
+    """The elements, the scale and the descale of a numpy array."""
+    values = _values(x, rotation, lengths)
+    scale, descale = _factors(np.abs(values).max(initial=0), dtype)
+    return _elements(values, scale, dtype), scale, descale
+
+
+def _elements(values: Any, scale: Any, dtype: str) -> Any:
+    with np.errstate(invalid="ignore"):  # infinities and NaN propagate as on a GPU
+        return np.asfortranarray(rounded(values * scale, dtype))
+
+
+def _values(x: Any, rotation: int, lengths: Any) -> Any:
+    """The array that is rounded, float32: without padding, rotated."""
+    values = np.asfortranarray(x, np.float32)
+    if lengths is not None:
+        values = np.where(np.arange(x.shape[2])[:, None] < lengths, values, np.float32(0))
+    return rotate(values, rotation)
+
+
+def _factors(amax: Any, dtype: str) -> tuple[Any, Any]:
+    """The scale and the descale of a largest magnitude, float32 ``(1,)``."""
+    most, largest = np.float32(FP8_LARGEST[dtype]), np.full(1, amax, np.float32)
+    if amax < _SMALLEST:
+        return np.ones(1, np.float32), np.ones(1, np.float32)
+    with np.errstate(invalid="ignore"):
+        return most / largest, largest / most

@@ -1,0 +1,496 @@
+"""FP8 arrays: conversion with scales, rotation, delayed scaling, and the forward pass; on numpy, and with CuPy arrays on host memory."""
+
+import csv
+
+import numpy as np
+import pytest
+from fake_cupy import DEVICE
+from planner import library_version, plan_problem
+
+import cupy_sdpa
+from benchmarks.__main__ import main
+from benchmarks.fp8 import errors, plot
+from cupy_sdpa import fp8
+from cupy_sdpa.fp8.array import rotate, rotation_of
+from cupy_sdpa.plans.plan import PlanInfo
+from cupy_sdpa.problem.tensor_spec import FP8_LARGEST, numpy_dtype, rounded
+from cupy_sdpa.support import gpus
+from cupy_sdpa.support.why_not import why_not
+
+DTYPES = tuple(FP8_LARGEST)
+
+
+def host(x):
+    """The elements of an FP8 array on the host."""
+    return x.data.get().view(numpy_dtype(x.dtype)) if hasattr(x.data, "get") else x.data
+
+
+def normal(shape, dtype="float32", seed=0):
+    """Normal numbers in Fortran order."""
+    return np.asfortranarray(np.random.default_rng(seed).standard_normal(shape).astype(numpy_dtype(dtype)))
+
+
+# Conversion
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("factor", [1.0, 1.7, 2.0**-9])
+def test_every_float16_number_is_converted_as_on_the_cpu(dtype, factor, fake):
+    """Rounded to nearest even, saturated, NaN kept: all float16 numbers, at a scale."""
+    x = np.arange(1 << 16, dtype=np.uint16).view(np.float16).reshape((128, 1, 512, 1), order="F")
+    amax = FP8_LARGEST[dtype] / factor
+    on_gpu, on_cpu = (
+        fp8.DelayedScaling(y, amax=amax, dtype=dtype).quantize(y) for y in (fake.asarray(x, order="F"), x.copy(order="F"))
+    )
+    assert on_gpu.scale.get() == on_cpu.scale
+    gpu, cpu = host(on_gpu), host(on_cpu)
+    assert np.array_equal(np.isnan(gpu), np.isnan(x)), "saturation gives no NaN"
+    np.testing.assert_array_equal(gpu.astype(np.float32), cpu.astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("target", ["float16", "bfloat16", "float32"])
+def test_every_fp8_number_is_dequantized_as_on_the_cpu(dtype, target, fake):
+    """All 256 elements, infinities and NaN included, times a factor."""
+    codes = np.arange(256, dtype=np.uint8).reshape((32, 2, 4, 1), order="F")
+    on_cpu = fp8.Fp8Array(codes.view(numpy_dtype(dtype)), 0.37)
+    on_gpu = fp8.Fp8Array(fake.asarray(codes, order="F"), 0.37, dtype=dtype)
+    found = on_gpu.dequantize(target).get()
+    assert found.dtype == numpy_dtype(target)
+    assert found.flags.f_contiguous
+    np.testing.assert_array_equal(found.astype(np.float32), on_cpu.dequantize(target).astype(np.float32))
+
+
+LAYOUTS = {
+    "dense": lambda x: x,
+    "C order (batch, seq, heads, head_dim)": lambda x: np.ascontiguousarray(x.T).T,
+    "a slice": lambda x: np.repeat(np.repeat(x, 2, axis=1), 3, axis=2)[:, ::2, ::3],
+    "head_dim, seq, heads, batch": lambda x: np.asfortranarray(x.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3),
+    "not aligned": lambda x: np.asfortranarray(np.concatenate([x, x[:1]]))[: len(x)],
+    "packed": lambda x: x[..., 0],
+}
+
+
+def on_device(fake, x, layout):
+    """An array on the device in a layout."""
+    made = LAYOUTS[layout](x)
+    if layout == "not aligned":
+        return fake.asarray(np.asfortranarray(np.concatenate([x, x[:1]])), order="F")[: len(x)], made
+    if layout == "a slice":
+        return fake.asarray(np.asfortranarray(np.repeat(np.repeat(x, 2, axis=1), 3, axis=2)), order="F")[:, ::2, ::3], made
+    if layout == "packed":
+        return fake.asarray(x, order="F")[..., 0], made
+    if layout == "dense":
+        return fake.asarray(x, order="F"), made
+    if layout.startswith("C order"):
+        return fake.asarray(np.ascontiguousarray(x.T)).T, made
+    return fake.asarray(np.asfortranarray(x.transpose(0, 2, 1, 3)), order="F").transpose(0, 2, 1, 3), made
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("source", ["float16", "bfloat16", "float32"])
+def test_quantize(source, layout, fake):
+    """Elements, scale and descale are those of numpy, bit for bit, in every layout."""
+    for seed, (d, heads, length, batch) in enumerate([(16, 1, 1, 1), (128, 3, 50, 2), (40, 2, 7, 3), (256, 1, 20, 1)]):
+        x = normal((d, heads, length, batch), source, seed)
+        given, same = on_device(fake, x, layout)
+        found, wanted = fp8.quantize(given), fp8.quantize(same)
+        assert (found.scale.get(), found.descale.get()) == (wanted.scale, wanted.descale)
+        assert np.abs(host(found).astype(np.float32)).max() == 448
+        np.testing.assert_array_equal(host(found), host(wanted))
+
+
+@pytest.mark.parametrize("d", [16, 64, 80, 128, 192, 256])
+@pytest.mark.parametrize("layout", ["dense", "a slice"])
+def test_rotation(d, layout, fake):
+    """The kernel multiplies by the matrix: at most the last bit of FP8 differs, and the inverse gives the values back."""
+    x = normal((d, 3, 11, 2), "float32", d)
+    given, same = on_device(fake, x, layout)
+    found, wanted = fp8.quantize(given, rotate=True), fp8.quantize(same, rotate=True)
+    assert found.rotated
+    assert wanted.rotated
+    np.testing.assert_allclose(found.scale.get(), wanted.scale, rtol=1e-6)
+    a, b = (host(y).astype(np.float32) for y in (found, wanted))
+    assert np.mean(a != b) < 0.01
+    np.testing.assert_allclose(a, b, rtol=0.13, atol=1e-2)
+    for back in (found.dequantize().get(), wanted.dequantize()):
+        assert np.linalg.norm(back - x) < 0.04 * np.linalg.norm(x)
+
+
+@pytest.mark.parametrize("d", [1, 16, 24, 128, 192])
+def test_rotations_are_orthogonal(d):
+    """Scores do not change, the matrix is its own inverse, and a single channel is spread over its part."""
+    part = rotation_of(d)
+    eye = np.eye(d, dtype=np.float32).reshape(d, 1, 1, d)
+    matrix = rotate(eye, part).reshape(d, d)
+    np.testing.assert_allclose(matrix @ matrix, np.eye(d), atol=1e-6)
+    np.testing.assert_allclose(matrix @ matrix.T, np.eye(d), atol=1e-6)
+    assert np.allclose(np.abs(matrix).max(axis=0), part**-0.5)
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+def test_padding_is_not_read(rotated, fake):
+    """NaN beyond the lengths changes nothing, and 0 is stored there."""
+    lengths = np.array([5, 0, 9], np.int32)
+    x = normal((32, 2, 9, 3), "float16")
+    clean = x.copy(order="F")
+    for b, length in enumerate(lengths):
+        x[:, :, length:, b], clean[:, :, length:, b] = np.nan, 0
+    wanted = fp8.quantize(clean, rotate=rotated)
+    for found in (
+        fp8.quantize(x, rotate=rotated, lengths=lengths),
+        fp8.quantize(fake.asarray(x, order="F"), rotate=rotated, lengths=fake.asarray(lengths)),
+        fp8.DelayedScaling(x, rotate=rotated, amax=FP8_LARGEST["float8_e4m3fn"] / wanted.scale[0]).quantize(x, lengths=lengths),
+    ):
+        elements = host(found).astype(np.float32)
+        np.testing.assert_allclose(elements, host(wanted).astype(np.float32), rtol=0.13, atol=1e-2)
+        assert not elements[:, :, :, 1].any()
+        assert not elements[:, :, 5:, 0].any()
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-38, np.inf, np.nan])
+def test_scales_of_special_numbers(value, fake):
+    """Arrays of 0 and of tiny numbers have the scale 1; NaN and infinity are not hidden."""
+    x = np.full((16, 1, 2, 1), value, np.float32, order="F")
+    for found in (fp8.quantize(x), fp8.quantize(fake.asarray(x, order="F"))):
+        values = host(found).astype(np.float32)
+        assert np.isnan(values).all() if not value < 1 else not values.any()
+
+
+# Delayed scaling
+
+
+@pytest.mark.parametrize("history", [1, 2, 5])
+@pytest.mark.parametrize("rotated", [False, True])
+def test_delayed_scaling(history, rotated, fake):
+    """The scale is that of the largest of the last arrays, on both engines; an array of many blocks counts as a whole."""
+    rng = np.random.default_rng(history)
+    amaxes: list[float] = []
+    scalings = [fp8.DelayedScaling(x, history, rotate=rotated) for x in (np.zeros(1), fake.zeros(1))]
+    for turn in range(12):
+        x = np.asfortranarray(
+            (10.0 ** rng.uniform(-3, 3) * rng.standard_normal((64, 2, 40 if turn % 2 else 400, 1))).astype("f4")
+        )
+        scale = FP8_LARGEST["float8_e4m3fn"] / max(amaxes[-history:]) if amaxes else 1.0
+        for scaling, y in zip(scalings, (x, fake.asarray(x, order="F")), strict=True):
+            made = scaling.quantize(y)
+            np.testing.assert_allclose(
+                np.asarray(made.scale.get() if hasattr(made.scale, "get") else made.scale), scale, rtol=1e-5
+            )
+            wanted = rounded(rotate(x, 64 if rotated else 1) * np.float32(scale), "float8_e4m3fn").astype(np.float32)
+            np.testing.assert_allclose(host(made).astype(np.float32), wanted, rtol=0.13, atol=1e-2)
+        amaxes.append(float(np.abs(rotate(x, 64 if rotated else 1)).max()))
+
+
+def test_delayed_scaling_of_an_output(fake):
+    """``update`` adds the largest output to the history."""
+    for like in (np, fake):
+        scaling = fp8.DelayedScaling(like.zeros(1), 2)
+        for amax, wanted in ((2.0, 224), (4.0, 112), (1.0, 112), (1.0, 448)):
+            scaling.update(like.full(1, amax, np.float32))
+            assert float(scaling.scale[0]) == wanted
+
+
+def test_a_captured_conversion_advances_its_history(fake):
+    """The history is in the GPU's memory: replays of a CUDA graph use the scale of the replay before."""
+    scaling = fp8.DelayedScaling(fake.zeros(1), 1)
+    x = fake.asarray(np.ones((16, 1, 2, 1), np.float16), order="F")
+    scaling.quantize(x)  # compiles
+    with fake.cuda.Stream() as stream:
+        stream.begin_capture()
+        made = scaling.quantize(x)
+        graph = stream.end_capture()
+        for factor in (2.0, 8.0, 1.0):
+            x[...] = factor
+            graph.launch(stream)
+            stream.synchronize()
+            last = float(made.scale.get()[0])
+        assert last == 448 / 8
+    DEVICE.wait_for_all()
+
+
+# Attention
+
+
+def inputs(d=32, dv=None, hq=4, hkv=2, sq=20, skv=30, b=2, dtype="float8_e4m3fn", rotated=False, seed=0):
+    """FP8 arrays and their values in float64."""
+    shapes = (d, hq, sq, b), (d, hkv, skv, b), (dv or d, hkv, skv, b)
+    made = [fp8.quantize(normal(shape, "float32", seed + i), dtype, rotate=rotated and i < 2) for i, shape in enumerate(shapes)]
+    return made, [np.asfortranarray(x.data.astype(np.float64) * float(x.descale[0])) for x in made]
+
+
+def moved(fake, x):
+    """An FP8 array on the device."""
+    factors = [fake.asarray(f) for f in (x.descale, x.scale)]
+    return fp8.Fp8Array(
+        fake.asarray(x.data.view(np.uint8), order="F"), factors[0], scale=factors[1], dtype=x.dtype, rotated=x.rotated
+    )
+
+
+def relative(a, b):
+    """The relative error in the norm."""
+    return float(np.linalg.norm(np.asarray(a, np.float64) - b) / max(np.linalg.norm(b), 1e-30))
+
+
+#: The error of FP8: three roundings (P, the output, and a second rounding where both meet) of half a unit in the last place.
+ERROR = {"float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3}
+CASES = {
+    "plain": {}, "causal": {"causal": True}, "bottom right": {"causal": "bottom_right"}, "window": {"window": (5, 2)},
+    "scale": {"scale": 0.5}, "softcap": {"softcap": 3.0}, "ALiBi": {"alibi_slopes": np.array([0.1, 0.2, 0.3, 0.4], np.float32)},
+    "lengths": {"seq_lens_q": np.array([20, 3], np.int32), "seq_lens_kv": np.array([7, 30], np.int32)},
+    "lengths, causal": {
+        "seq_lens_q": np.array([20, 0], np.int32), "seq_lens_kv": np.array([30, 9], np.int32), "causal": True,
+    },
+}  # fmt: skip
+SIZES = [(32, 32, 20, 30), (16, 48, 20, 30), (128, 64, 20, 30), (16, 16, 20, 30)]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_error_on_the_cpu_is_that_of_fp8(case, dtype):
+    """Against attention of the dequantized values in float64, the reference: output, log-sum-exp and largest output."""
+    options = CASES[case]
+    for d, dv, *_ in SIZES:
+        (q, k, v), values = inputs(d, dv, dtype=dtype)
+        out, stats, amax = fp8.attention(q, k, v, return_stats=True, return_amax=True, **options)
+        truth, true_stats = cupy_sdpa.attention(*values, return_stats=True, **options)
+        assert out.dtype == dtype
+        assert out.descale is v.descale
+        assert relative(out.dequantize(), truth) < ERROR[dtype]
+        np.testing.assert_allclose(stats, true_stats, atol=1e-4)
+        np.testing.assert_allclose(amax, np.abs(truth).max(), rtol=ERROR[dtype])
+        wide = fp8.attention(q, k, v, out_dtype="bfloat16", **options)
+        assert wide.dtype == numpy_dtype("bfloat16")
+        assert relative(wide, truth) < relative(out.dequantize(), truth), "the output is not rounded to FP8"
+
+
+def test_the_error_on_the_cpu_does_not_depend_on_the_number_of_keys():
+    """P is rounded before the division by its sum, so that small weights keep their bits."""
+    errors = []
+    for skv in (64, 512, 4096):
+        (q, k, v), values = inputs(16, hq=1, hkv=1, sq=8, skv=skv, b=1)
+        errors.append(relative(fp8.attention(q, k, v, out_dtype="bfloat16"), cupy_sdpa.attention(*values)))
+    assert max(errors) < 2 * min(errors)
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if name not in ("softcap", "ALiBi")])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("repeats", [1, 5])
+def test_the_gpu_is_as_accurate_as_the_cpu(case, dtype, repeats, fake):
+    """The same graph on both engines, repeated until it is replayed, with inputs changed in place and factors of other arrays."""
+    options = CASES[case]
+    on_device = {name: fake.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    for d, dv, sq, skv in SIZES:
+        arrays, values = inputs(d, dv, sq=sq, skv=skv, dtype=dtype)
+        gpu = [moved(fake, x) for x in arrays]
+        for turn in range(repeats):
+            if turn:
+                arrays, values = inputs(d, dv, sq=sq, skv=skv, dtype=dtype, seed=10 * turn)
+                for x, y in zip(gpu, arrays, strict=True):
+                    x.data[...] = fake.asarray(y.data.view(np.uint8), order="F")
+                    x.descale[...], x.scale[...] = fake.asarray(y.descale), fake.asarray(y.scale)
+            out, stats, amax = fp8.attention(*gpu, return_stats=True, return_amax=True, **on_device)
+            on_cpu = fp8.attention(*arrays, return_stats=True, return_amax=True, **options)
+            truth = cupy_sdpa.attention(*values, **options)
+            assert relative(out.dequantize().get(), truth) < 1.5 * relative(on_cpu[0].dequantize(), truth)
+            np.testing.assert_allclose(stats.get(), on_cpu[1], atol=1e-4)
+            np.testing.assert_allclose(amax.get(), on_cpu[2], rtol=ERROR[dtype])
+
+
+# Gradients
+
+
+def gradients(arrays, dout, **options):
+    """The output and the gradients."""
+    out, pullback = cupy_sdpa.attention_vjp(*arrays, **options)
+    return [out, *pullback(dout)], pullback
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if name not in ("softcap", "ALiBi")])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("source", ["float16", "bfloat16"])
+def test_gradients_of_a_forward_pass_in_fp8(case, dtype, source, fake):
+    """Both engines, as near to float64 as FP8 permits; NaN in the padding of q, k and v is not read."""
+    options = CASES[case]
+    shapes = (32, 4, 20, 2), (32, 2, 30, 2), (16, 2, 30, 2), (16, 4, 20, 2)
+    q, k, v, dout = (normal(shape, source, seed) for seed, shape in enumerate(shapes))
+    wide = [x.astype(np.float64) for x in (q, k, v)]
+    truth, _ = gradients(wide, dout.astype(np.float64), **options)
+    for x, name in ((q, "seq_lens_q"), (k, "seq_lens_kv"), (v, "seq_lens_kv")):
+        for b, length in enumerate(options.get(name, ())):
+            x[:, :, length:, b] = np.nan
+    on_cpu, pullback = gradients((q, k, v), dout, compute_dtype=dtype, **options)
+    assert pullback.nbytes == sum(x.size for x in (q, k, v)) + 2 * dout.size + 4 * 4 * 20 * 2 + sum(
+        x.nbytes for x in options.values() if isinstance(x, np.ndarray)
+    )
+    moved_options = {name: fake.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    for _ in range(4):
+        on_gpu, _ = gradients(
+            [fake.asarray(x, order="F") for x in (q, k, v)], fake.asarray(dout, order="F"), compute_dtype=dtype, **moved_options
+        )
+    for found in (on_cpu, [x.get() for x in on_gpu]):
+        for x, y in zip(found, truth, strict=True):
+            assert x.dtype == numpy_dtype(source)
+            assert relative(x, y) < 3 * ERROR[dtype]
+
+
+def test_gradients_with_large_scores_are_finite():
+    """With outliers the scores in FP8 differ by more than 1 from the others: the gradients still have the right size."""
+    x = [normal((64, 2, 50, 1), "bfloat16", seed) for seed in range(4)]
+    for array in x[:2]:
+        array[::37] *= 20
+    found, _ = gradients(x[:3], x[3], compute_dtype="float8_e4m3fn")
+    truth, _ = gradients([y.astype(np.float64) for y in x[:3]], x[3].astype(np.float64))
+    assert all(relative(a, b) < 1 for a, b in zip(found, truth, strict=True))
+
+
+# Refusals
+
+
+def float8(shape=(16, 2, 4, 1)):
+    """Elements without a factor."""
+    return normal(shape).astype(numpy_dtype("float8_e4m3fn"))
+
+
+def small(**options):
+    """A small FP8 array."""
+    return fp8.quantize(normal((16, 2, 4, 1)), **options)
+
+
+ERRORS = {
+    "elements without factors": (lambda: cupy_sdpa.attention(*[float8()] * 3), TypeError, r"q is float8_e4m3fn, .*fp8\.quantize"),
+    "mixed": (lambda: fp8.attention(small(), normal((16, 2, 4, 1)), small()), TypeError, "k is a ndarray; .* all be FP8 arrays"),
+    "dtypes": (lambda: fp8.attention(small(), small(), small(dtype="float8_e5m2")), TypeError, "v is float8_e5m2 and q is float8_e4m3fn"),
+    "rotation": (lambda: fp8.attention(small(rotate=True), small(), small()), ValueError, "q.rotated is True and k.rotated is False"),
+    "rotated v": (lambda: fp8.attention(*[small(rotate=True)] * 3), ValueError, "v.rotated is True; .*quantize v without rotate"),
+    "out": (lambda: cupy_sdpa.attention(*[small()] * 3, out=float8()), TypeError, "out is passed, .*omit out"),
+    "out_dtype": (lambda: fp8.attention(*[small()] * 3, out_dtype="float32"), TypeError, "out_dtype is 'float32'; .*'bfloat16'"),  # type: ignore[arg-type]
+    "two outputs": (lambda: fp8.attention(*[small()] * 3, out_dtype="float16", out_scale=2.0), ValueError, "omit one of them"),
+    "scale": (lambda: fp8.Fp8Array(float8(), 0.0), ValueError, "descale is 0.0; .* above 0"),
+    "factor": (lambda: fp8.Fp8Array(float8(), np.ones(2, np.float32)), TypeError, r"float32 \(2,\); .* numpy array float32 \(1,\)"),
+    "no factor": (lambda: fp8.Fp8Array(float8()), TypeError, "descale and scale are None: pass one"),
+    "data": (lambda: fp8.Fp8Array(normal((16, 2, 4, 1)), 1.0), TypeError, "data is float32 .*use fp8.quantize"),
+    "dtype": (lambda: fp8.quantize(normal((16, 2, 4, 1)), "float8_e3m4"), TypeError, "dtype is 'float8_e3m4'; .*float8_e5m2"),
+    "source": (lambda: fp8.quantize(np.ones((16, 2, 4, 1), int)), TypeError, r"x is int64; .*convert with \.astype"),
+    "axes": (lambda: fp8.quantize(normal((16, 4))), ValueError, r"x has shape \(16, 4\); .*\(head_dim, heads, seq, batch\)"),
+    "lengths": (lambda: fp8.quantize(normal((16, 2, 4, 1)), lengths=np.ones(2, np.int32)), ValueError, r"lengths is int32 \(2,\)"),
+    "history": (lambda: fp8.DelayedScaling(float8(), 0), ValueError, "history is 0; .*1 or more"),
+    "amax": (lambda: fp8.DelayedScaling(float8(), amax=-1.0), ValueError, "amax is -1.0; .* above 0"),
+    "a part of head_dim": (lambda: small(rotate=True)[:8], ValueError, "part of head_dim, which was rotated: dequantize first"),
+    "transposed": (lambda: small(rotate=True).T, ValueError, "rotated is True; .*dequantize first"),
+    "dequantized": (lambda: small().dequantize("float64"), TypeError, "dtype is float64; it must be one of float16"),
+    "gradients": (
+        lambda: cupy_sdpa.attention_backward(float8(), float8(), float8(), float8(), float8(), np.ones((4, 2, 1), np.float32)),
+        cupy_sdpa.Unsupported, "compute_dtype",
+    ),
+    "explained": (lambda: cupy_sdpa.explain(*[small()] * 3, backward=True), cupy_sdpa.Unsupported, "compute_dtype='float8_e4m3fn'"),
+    "compute_dtype": (lambda: cupy_sdpa.attention_vjp(*[normal((16, 2, 4, 1))] * 3, compute_dtype="int8"), TypeError, "compute_dtype is 'int8'"),
+    "float64": (
+        lambda: cupy_sdpa.attention_vjp(*[np.ones((16, 2, 4, 1))] * 3, compute_dtype="float8_e5m2"), TypeError, "q is float64; .*dtype of the gradients",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_name_the_values_and_the_remedy(name):
+    """Of every invalid argument."""
+    call, error, text = ERRORS[name]
+    with pytest.raises(error, match=text):
+        call()
+
+
+GPU_ERRORS = {
+    "one query": (lambda x: fp8.attention(x[:, :, :1], x, x), cupy_sdpa.Unsupported, "pass the query twice"),
+    "softcap": (lambda x: fp8.attention(x, x, x, softcap=2.0), cupy_sdpa.Unsupported, "softcap is not supported"),
+    "another dtype": (lambda x: fp8.attention(x, x, x, out_dtype="bfloat16"), cupy_sdpa.Unsupported, "omit out_dtype"),
+    "head dim": (lambda x: fp8.attention(x[:8], x[:8], x), cupy_sdpa.Unsupported, "multiples of 16"),
+    "a slice of head_dim": (lambda x: fp8.attention(x.T, x.T, x.T), ValueError, "axis 0 must be contiguous"),
+}
+
+
+@pytest.mark.parametrize("name", GPU_ERRORS)
+def test_what_hopper_cannot_run_is_refused(name, fake):
+    """Before anything is launched."""
+    call, error, text = GPU_ERRORS[name]
+    x = fp8.quantize(fake.asarray(normal((16, 16, 16, 16)), order="F"))
+    with pytest.raises(error, match=text):
+        call(x)
+
+
+def test_explain(fake):
+    """On numpy and on the GPU: the problem, the graph and the plan."""
+    x = small()
+    report = cupy_sdpa.explain(x, x, x, causal=True)
+    assert report
+    assert "round(448 exp(S − m)) / l" in str(report)
+    on_gpu = fp8.quantize(fake.asarray(normal((16, 2, 4, 1)), order="F"))
+    report = cupy_sdpa.explain(on_gpu, on_gpu, on_gpu, causal=True)
+    assert report
+    assert report.engine == "cuDNN"
+    assert not cupy_sdpa.explain(on_gpu, on_gpu, on_gpu, softcap=1.0)
+
+
+# Paged keys, plans, the benchmark
+
+
+@pytest.mark.parametrize("rows", [2, 5])
+def test_paged_keys(rows, fake):
+    """Keys and values in pages, several queries, on both engines."""
+    (q, k, v), values = inputs(d=32, sq=rows, skv=64)
+    rng, lengths = np.random.default_rng(0), np.array([64, 33], np.int32)
+    table = np.asfortranarray(rng.permutation(8).reshape(4, 2).astype(np.int32))
+    pools = []
+    for x in (k, v):
+        pool = np.zeros((32, 2, 16, 8), x.data.dtype, order="F")
+        for b, page in np.ndindex(2, 4):
+            pool[..., table[page, b]] = x.data[:, :, 16 * page : 16 * page + 16, b]
+        pools.append(fp8.Fp8Array(pool, x.descale, scale=x.scale))
+    truth = cupy_sdpa.attention(*values, seq_lens_kv=lengths, causal="bottom_right")
+    options = {"page_table": table, "seq_lens_kv": lengths}
+    on_cpu = fp8.attention(q, *pools, causal="bottom_right", **options)
+    moved_options = {name: fake.asarray(x, order="F") for name, x in options.items()}
+    on_gpu = fp8.attention(*(moved(fake, x) for x in (q, *pools)), causal="bottom_right", **moved_options)
+    for out in (on_cpu.dequantize(), on_gpu.dequantize().get()):
+        assert relative(out, truth) < ERROR["float8_e4m3fn"]
+
+
+PLANNED = {
+    "causal": {"causal": True, "return_stats": True}, "bottom right": {"causal": "bottom_right"}, "window": {"window": (100, 5)},
+    "lengths": {"seq_lens": True, "causal": True}, "pages": {"page_table": (8, 2)},
+}  # fmt: skip
+
+
+@pytest.mark.cudnn
+@pytest.mark.parametrize("gpu", ["h200", "b200", "rtx5090"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", PLANNED)
+def test_cudnn_plans_fp8(name, dtype, gpu, planned):
+    """The real cuDNN accepts what the support table allows, for GPUs that are described."""
+    for d, dv in ((128, 128), (64, 128), *(((192, 128), (256, 256)) if gpu != "rtx5090" else ())):
+        kv = [(d, 2, 64, 16), (dv, 2, 64, 16)] if name == "pages" else [(d, 2, 512, 2), (dv, 2, 512, 2)]
+        problem = cupy_sdpa.problem((d, 8, 256, 2), *kv, dtype=dtype, **PLANNED[name])
+        assert not why_not(problem, planned(library_version), gpus.capability(gpu))
+        plan = planned(plan_problem, problem, gpu)
+        assert isinstance(plan, PlanInfo), plan
+
+
+@pytest.mark.cudnn
+def test_cudnn_plans_bfloat16_outputs_for_blackwell(planned):
+    """Only for SM 10.x."""
+    shape = (128, 8, 256, 2)
+    problem = cupy_sdpa.problem(shape, shape, shape, dtype="float8_e4m3fn", out_dtype="bfloat16")
+    assert isinstance(planned(plan_problem, problem, "b200"), PlanInfo)
+    assert "only supported on Blackwell" in planned(plan_problem, problem, "h200")
+
+
+def test_the_benchmark_of_errors(tmp_path, capsys):
+    """On the CPU engine: rows with the errors that the documentation states, and the picture of the stored rows."""
+    path = tmp_path / "errors.csv"
+    assert main(["fp8", "--errors", str(path), "--engine", "numpy", "--lengths", "256"]) == 0
+    rows = csv.DictReader(path.read_text(encoding="utf-8").splitlines())
+    found = {(row["inputs"], row["method"]): float(row["error"]) for row in rows}
+    assert len(found) == len(errors.INPUTS) * len(errors.METHODS) == len(capsys.readouterr().out.splitlines())
+    assert found["normal", "bfloat16"] < 0.01 < found["normal", "FP8"] < 0.1
+    assert found["outliers", "FP8, rotated"] < found["outliers", "FP8"] / 1.5
+    assert found["mean", "FP8, rotated, centered"] < found["mean", "FP8"]
+    assert plot.TARGET.read_text(encoding="utf-8") == plot.drawn(), "draw it anew: python -m benchmarks.fp8.plot"
