@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Unpack
 
 from ._typing import Array, ArrayT
+from .arrays.compute import COMPUTE_DTYPES
 from .arrays.conversion import Conversion, gradient_names, needs_conversion
 from .attention import attention, attention_backward
 from .calls.options import DTensors, Options, takes_options
@@ -65,6 +66,8 @@ def attention_vjp(
         rest: Any = {name: value for name, value in options.items() if name != "compute_dtype"}
         arrays = forward_in_fp8(q, k, v, kind, rest)
         return arrays[3], Pullback(arrays, {**rest, **outputs})
+    if isinstance(kind, str) and kind not in COMPUTE_DTYPES:
+        raise TypeError(f"compute_dtype is {kind!r}; it must be None or {' or '.join((*COMPUTE_DTYPES, *FP8_LARGEST))}")
     if not needs_conversion(q, options):
         out, stats = attention(q, k, v, return_stats=True, deterministic=deterministic, **options)
         return out, Pullback((q, k, v, out, stats), {**options, **outputs})
