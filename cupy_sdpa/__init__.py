@@ -5,7 +5,7 @@ from . import _interrupt as _interrupt  # isort: skip  (before the imports that 
 import importlib
 from typing import TYPE_CHECKING
 
-from .attention import Pullback, attention, attention_backward, attention_vjp
+from .attention import attention, attention_backward
 from .calls.report import Report
 from .errors import CudnnError, DiskCacheWarning, OutOfPages, Unsupported
 from .explain import explain, get_plan_cache, problem
@@ -20,6 +20,7 @@ from .problem.problem import Problem
 from .sparse.masks.block_mask import BlockMask, block_mask
 from .tracing.recorder import trace, trace_process
 from .version import __version__
+from .vjp import Pullback, attention_vjp
 
 __all__ = [
     "BlockMask",

@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import Any, Literal, Unpack, overload
 
 from ._typing import Array, ArrayT
+from .arrays.conversion import OUTPUTS, convert, gradient_names, needs_conversion
+from .arrays.layouts import other_layout, results_in
 from .calls.arguments import read_backward, read_forward
 from .calls.options import DTensors, Options, read_flag, takes_options
 from .calls.replay_cache import cache_call, run_cached
-from .errors import Unsupported
 from .fp8.array import Fp8Array
 from .fp8.forward import attention_of_fp8
-from .fp8.vjp import dequantized, forward_in_fp8
-from .problem.tensor_spec import FP8_LARGEST
-from .problem.validation import NO_PAGED_GRADIENTS
 from .sparse.automatic import automatic_mask
 from .sparse.backward import gradients_with_block_mask
 from .sparse.forward import attention_with_block_mask
@@ -66,6 +64,8 @@ def attention(
 
     numpy arrays are computed on the CPU and return numpy arrays. CuPy arrays are computed by cuDNN's fused kernels and return
     CuPy arrays: the call enqueues them on CuPy's current stream without synchronization, and stores nothing of size Sq x Skv.
+    Arrays of PyTorch, JAX, Numba and other libraries with DLPack are shared without a copy, and results are arrays of the same
+    library (docs/array_libraries.md).
 
     Options change the scores in this order: ``scale``, ``score_mod``, ``softcap``, ``alibi_slopes``, ``bias``; then keys are
     masked: lengths, ``causal``, ``window``, ``mask``, ``mask_mod``. All functions take the same options.
@@ -144,6 +144,13 @@ def attention(
             or by a function of the length. Arrays are copied into longer ones, and the padding is masked; for packed sequences
             only ``max_seqlen`` is rounded, and nothing is copied. A single query is not padded. Default None: a plan for every
             length.
+        layout: the axes of q, k, v, out and their gradients: ``"bshd"``, ``"bhsd"``, ``"sbhd"``, or ``"thd"`` for packed
+            sequences; nothing is copied, and results have these axes. All other arrays then have their axes in reverse order:
+            ``mask`` and ``bias`` are ``(B, Hq, Sq, Skv)``, and missing first axes count as length 1; L is ``(B, Hq, Sq)``,
+            packed ``(Tq, Hq)``; ``page_table`` is ``(B, P)``, and pages are ``(pages, page size, Hkv, D)`` with ``"bshd"``.
+            Default None: ``"dhsb"``, packed ``"dht"``, the shapes above.
+        compute_dtype: ``"float16"`` or ``"bfloat16"``: float32 or float64 arrays are rounded to it, one kernel for each of q, k
+            and v, and the output and all gradients have the dtype of q. float16 overflows above 65504. Default None: q's dtype.
 
     Returns:
         ``out``, ``(out, stats)`` or ``(out, stats, max, sum_exp)``. New arrays are in Fortran order. A fully masked row has
@@ -178,6 +185,9 @@ def attention(
     """
     if isinstance(q, Fp8Array):
         return attention_of_fp8(q, k, v, options, return_stats=return_stats, out=out, stats=stats)
+    if needs_conversion(q, options):
+        given = {"q": q, "k": k, "v": v, "out": out, "stats": stats}
+        return convert(attention, given, options, OUTPUTS, return_stats=return_stats, deterministic=deterministic)
     if recorder.active:
         flags = {"return_stats": return_stats, "deterministic": deterministic}
         recorder.record("attention", {"q": q, "k": k, "v": v, "out": out, "stats": stats}, {**options, **flags})
@@ -194,6 +204,8 @@ def attention(
         call = read_forward(q, k, v, options, return_stats=return_stats, deterministic=deterministic, out=out, stats=stats)
         results = call.run()
         cache_call(kind, ("q", "k", "v", "out", "stats"), arrays, options, call)
+    if layout := other_layout(options):
+        results = results_in(layout, OUTPUTS, results, {"out": out, "stats": stats}, options)
     return tuple(results) if len(results) > 1 else results[0]
 
 
@@ -276,119 +288,43 @@ def attention_backward(
     """
     for name, value in (("deterministic", deterministic), ("return_dbias", return_dbias), ("return_dsinks", return_dsinks)):
         read_flag(name, value)
+    if needs_conversion(q, options):
+        passed = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "stats": stats, "dq": dq, "dk": dk, "dv": dv}
+        gradients: tuple[Any, ...] = convert(
+            attention_backward, passed, options, gradient_names(return_dbias, return_dsinks), deterministic=deterministic,
+            return_dbias=return_dbias, return_dsinks=return_dsinks, return_dtensors=return_dtensors,
+        )  # fmt: skip
+        return gradients
     if recorder.active:
         named = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "stats": stats, "dq": dq, "dk": dk, "dv": dv}
         flags = {"deterministic": deterministic, "return_dbias": return_dbias, "return_dsinks": return_dsinks}
         recorder.record("attention_backward", named, {**options, **flags, "return_dtensors": return_dtensors})
     if "block_mask" in options and (mask := options.pop("block_mask")) is not None:
         others = {"return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dtensors": return_dtensors}
-        given = (dout, q, k, v, out, stats, dq, dk, dv)
-        return gradients_with_block_mask(given, mask, options, deterministic=bool(deterministic), others=others)
+        every = (dout, q, k, v, out, stats, dq, dk, dv)
+        return gradients_with_block_mask(every, mask, options, deterministic=bool(deterministic), others=others)
     requested = return_dbias or return_dsinks or (return_dtensors is not None and return_dtensors is not False)
     if "mask_mod" in options and not requested and (mask := automatic_mask(q, k, options)) is not None:
-        given, rest = (dout, q, k, v, out, stats, dq, dk, dv), {n: x for n, x in options.items() if n != "mask_mod"}
-        return gradients_with_block_mask(given, mask, rest, deterministic=bool(deterministic), others={})
+        every, rest = (dout, q, k, v, out, stats, dq, dk, dv), {n: x for n, x in options.items() if n != "mask_mod"}
+        return gradients_with_block_mask(every, mask, rest, deterministic=bool(deterministic), others={})
     dtensors = return_dtensors if type(return_dtensors) is bool else repr(return_dtensors)
     kind = ("backward", bool(deterministic), bool(return_dbias), bool(return_dsinks), dtensors)
     arrays = (dout, q, k, v, out, stats, dq, dk, dv)
     results = run_cached(kind, arrays, options)
-    if results is not None:
-        return tuple(results)
-    for name, array in (("dout", dout), ("out", out), ("stats", stats)):
-        if array is None:
-            raise TypeError(
-                f"{name} is None; the backward pass needs it: attention(..., return_stats=True) returns out and stats"
-            )
-    call = read_backward(
-        q, k, v, options, dout=dout, out=out, stats=stats, dq=dq, dk=dk, dv=dv,
-        return_dbias=return_dbias, return_dsinks=return_dsinks, return_dtensors=return_dtensors,
-        deterministic=deterministic,
-    )  # fmt: skip
-    results = call.run()
-    cache_call(kind, ("dout", "q", "k", "v", "out", "stats", "dq", "dk", "dv"), arrays, options, call)
+    if results is None:
+        for name, array in (("dout", dout), ("out", out), ("stats", stats)):
+            if array is None:
+                raise TypeError(
+                    f"{name} is None; the backward pass needs it: attention(..., return_stats=True) returns out and stats"
+                )
+        call = read_backward(
+            q, k, v, options, dout=dout, out=out, stats=stats, dq=dq, dk=dk, dv=dv,
+            return_dbias=return_dbias, return_dsinks=return_dsinks, return_dtensors=return_dtensors,
+            deterministic=deterministic,
+        )  # fmt: skip
+        results = call.run()
+        cache_call(kind, ("dout", "q", "k", "v", "out", "stats", "dq", "dk", "dv"), arrays, options, call)
+    if layout := other_layout(options):
+        given = {"dq": dq, "dk": dk, "dv": dv}
+        results = results_in(layout, gradient_names(return_dbias, return_dsinks), results, given, options)
     return tuple(results)
-
-
-@takes_options
-def attention_vjp(
-    q: ArrayT,
-    k: Array,
-    v: Array,
-    *,
-    deterministic: bool = False,
-    return_dbias: bool = False,
-    return_dsinks: bool = False,
-    return_dtensors: DTensors = False,
-    compute_dtype: str | None = None,
-    **options: Unpack[Options],
-) -> tuple[ArrayT, Pullback]:
-    """Compute attention, and return a function that computes the gradients (the vector-Jacobian product).
-
-    Args:
-        q, k, v, options: as for :func:`attention`.
-        deterministic: as for :func:`attention` and :func:`attention_backward`, for both passes.
-        return_dbias, return_dsinks, return_dtensors: as for :func:`attention_backward`.
-        compute_dtype: ``"float8_e4m3fn"`` or ``"float8_e5m2"`` computes the forward pass in FP8 (:doc:`/fp8`): q, k and v are
-            converted with one scale each, q and k after a rotation, and the FP8 arrays are kept in place of q, k and v. The
-            output and the gradients have the dtype of q, and are those at the converted values. Default None: the dtype of q.
-
-    Returns:
-        ``(out, pullback)``; ``dq, dk, dv = pullback(dout)``, which may be called several times.
-
-    Raises:
-        TypeError, ValueError, Unsupported, CudnnError: as :func:`attention`.
-
-    >>> import numpy as np, cupy_sdpa
-    >>> q = k = v = np.ones((8, 1, 4, 1), np.float32)
-    >>> out, pullback = cupy_sdpa.attention_vjp(q, k, v, causal=True)
-    >>> dq, dk, dv = pullback(np.ones_like(out))
-    >>> pullback
-    <pullback of attention, keeps 272 bytes>
-    """
-    if extra := [name for name in ("out", "stats", "return_stats") if name in options]:
-        raise TypeError(
-            f"attention_vjp does not take {extra[0]}: it creates out and stats itself and keeps them for the pullback"
-        )
-    if options.get("page_table") is not None:
-        raise Unsupported(NO_PAGED_GRADIENTS)
-    if compute_dtype is None:
-        arrays: tuple[Any, ...] = (q, k, v, *attention(q, k, v, return_stats=True, deterministic=deterministic, **options))
-    elif compute_dtype in FP8_LARGEST:
-        arrays = forward_in_fp8(q, k, v, compute_dtype, options)
-    else:
-        raise TypeError(f"compute_dtype is {compute_dtype!r}; it must be None or {' or '.join(FP8_LARGEST)}")
-    if tensors := options.get("tensors"):
-        options["tensors"] = dict(tensors)  # the caller's mapping may change before the pullback is called
-    outputs = {
-        "deterministic": deterministic, "return_dbias": return_dbias, "return_dsinks": return_dsinks,
-        "return_dtensors": return_dtensors,
-    }  # fmt: skip
-    return arrays[3], Pullback(arrays, {**options, **outputs})
-
-
-class Pullback:
-    """Computes the gradients of one attention call; returned by :func:`attention_vjp`.
-
-    It keeps references to q, k, v, out, stats and the options' arrays, not copies: changing them in place changes the
-    gradients.
-    """
-
-    def __init__(self, arrays: tuple[Any, ...], options: dict[str, Any]) -> None:
-        self._arrays, self._options = arrays, options
-
-    def __call__(
-        self, dout: Array, *, dq: Array | None = None, dk: Array | None = None, dv: Array | None = None
-    ) -> tuple[Any, ...]:
-        """``(dq, dk, dv)`` and the other requested gradients; see :func:`attention_backward`."""
-        q, k, v, out, stats = dequantized(self._arrays, dout.dtype)
-        return attention_backward(dout, q, k, v, out, stats, **self._options, dq=dq, dk=dk, dv=dv)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the arrays that the pullback keeps; an array that is used twice, as with q = k, counts once."""
-        tensors = self._options.get("tensors") or {}
-        kept = (*self._arrays, *tensors.values(), *(value for value in self._options.values() if hasattr(value, "nbytes")))
-        return sum({id(array): int(array.nbytes) for array in kept}.values())
-
-    def __repr__(self) -> str:
-        return f"<pullback of attention, keeps {self.nbytes} bytes>"

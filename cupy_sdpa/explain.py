@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from ._typing import Array
+from .arrays.conversion import Conversion, needs_conversion
+from .arrays.layouts import other_layout
 from .calls.arguments import read_backward, read_forward, read_shapes
 from .calls.options import DTensors, Options, takes_options
 from .calls.report import (
@@ -164,6 +166,16 @@ def explain(
         if gpu or cudnn:
             return explain_subproblems(q, lambda part: _explain_for(part, gpu, cudnn))
         return explain_subproblems(q, _explain_on_current_device)
+    if needs_conversion(q, options) or (jvp and other_layout(options)):
+        conversion = Conversion(q, options)
+        passed = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "stats": stats, **gradients}
+        with conversion.stream():
+            own: dict[str, Any] = {name: conversion.into(name, array) for name, array in passed.items()}
+            report = explain(
+                **own, **conversion.options, return_stats=return_stats, backward=backward, jvp=jvp, deterministic=deterministic,
+                **outputs, gpu=gpu, cudnn=cudnn,
+            )  # fmt: skip
+        return dataclasses.replace(report, conversion=conversion.text)
     if jvp:
         if backward:
             raise ValueError("backward and jvp are True: pass one of them")

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from ._typing import Array, ArrayT
-from .calls.arguments import arrays_on_gpu, read_array, read_forward, share_elements
+from .arrays.argument import arrays_on_gpu, read_array, share_elements
+from .calls.arguments import read_forward
 from .calls.options import read_flag, read_positive
 from .device import cupy_runtime
 from .device.merge import MAX_GROUPS, Parts

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, Unpack, overload
 
 from ._typing import Array, ArrayT
+from .arrays.conversion import OUTPUTS, gradient_names
+from .arrays.layouts import other_layout, results_in
 from .calls.arguments import read_backward, read_forward
 from .calls.call import Call, tuning_enabled
 from .calls.options import DTensors, Options, read_flag, takes_options
@@ -159,6 +161,11 @@ class Prepared(Generic[ResultT]):
             results = call.run()
             names = (*self._inputs, "out", "stats", "dq", "dk", "dv")
             cache_call(kind, names[: len(passed)], passed, merged, call)
+        if layout := other_layout(merged):
+            flags = (bool(self._outputs.get(name)) for name in ("return_dbias", "return_dsinks"))
+            made = gradient_names(*flags) if self.problem.backward else OUTPUTS
+            given = {"out": out, "stats": stats} if not self.problem.backward else {"dq": dq, "dk": dk, "dv": dv}
+            results = results_in(layout, made, results, given, merged)
         result: Any = results[0] if len(results) == 1 else tuple(results)
         return result  # type: ignore[no-any-return]
 

@@ -13,6 +13,7 @@ release = cupy_sdpa.__version__
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "mathml"]
 exclude_patterns = ["_build", "jupyter_execute", "*_table.md"]  # pages include them
 autodoc_typehints = "none"
+autodoc_mock_imports = ["torch", "thinc"]  # of cupy_sdpa.integrations
 myst_heading_anchors = 2
 myst_enable_extensions = ["attrs_block", "colon_fence", "dollarmath"]
 nb_execution_mode = "off"  # docs/notebooks/run.py executes them, and CI checks that every cell runs

@@ -3,39 +3,23 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
+from ..arrays import layouts
+from ..arrays.argument import Argument, arrays_on_gpu, read_array, share_elements, signature_of
 from ..device import cupy_runtime
 from ..problem.bucket import Policy, check_bucket
 from ..problem.problem import CU_SEQLENS, LENGTHS, SEEDS, Problem, Settings, has_score_axes
-from ..problem.tensor_spec import Signature, dense_signature, dtype_name
+from ..problem.tensor_spec import Signature, dense_signature
 from ..problem.validation import OUTPUT_ONLY, RequestedOutputs, make_problem, with_captured_gradients
 from ..staging.stage import Fill
 from ..support.engine_problem import engine_problem
 from . import user_functions
 from .call import Call
-from .options import ARRAYS, Typed, check_factors, check_names, is_one_of, read_flag, read_scale, read_settings
-
-
-class Argument(NamedTuple):
-    """An array argument.
-
-    Attributes:
-        name: the name of the argument.
-        array: the array.
-        signature: dtype, shape, strides and alignment.
-        address: the address of the first element in the GPU's memory; 0 for numpy arrays.
-        device: the device of a CuPy array; None for numpy arrays.
-    """
-
-    name: str
-    array: Any
-    signature: Signature
-    address: int
-    device: int | None
+from .options import ARRAYS, check_factors, check_names, is_one_of, read_flag, read_scale, read_settings
 
 
 def read_forward(
@@ -96,8 +80,21 @@ def _read(
     deterministic: bool = False,
     return_dtensors: Any = False,
 ) -> Call:
-    """Validate the arguments of either pass; the order of the checks decides which error is raised first."""
+    """Validate the arguments of either pass, in any layout; the order of the checks decides which error is raised first."""
     check_names(options)
+    layout = layouts.other_layout(options)
+    if layout is None:
+        return _read_own(arrays, options, outputs, deterministic, return_dtensors)
+    own = {name: layouts.to_own(name, array, layout) for name, array in arrays.items()}
+    options = layouts.options_in_own(options, layout)
+    with layouts.described(layout, arrays):
+        return _read_own(own, options, outputs, deterministic, return_dtensors)
+
+
+def _read_own(
+    arrays: Mapping[str, Any], options: Mapping[str, Any], outputs: RequestedOutputs, deterministic: bool, return_dtensors: Any
+) -> Call:
+    """Validate the arguments of either pass in the layout of this package."""
     user_functions.check_tensors(options)
     seeds = {name: value for name in SEEDS if _is_integer(value := options.get(name))}
     passed = {**arrays, **{name: options.get(name) for name in ARRAYS if name not in seeds}}
@@ -128,48 +125,6 @@ def _read(
     if functions:
         call.captured, call.identities = functions.captured, functions.identities
     return call
-
-
-def read_array(name: str, array: Any) -> Argument:
-    """The record of an array.
-
-    Raises:
-        TypeError: the argument is neither a numpy nor a CuPy array.
-    """
-    array, dtype = array if type(array) is Typed else (array, "")
-    if type(array) in (np.ndarray, np.memmap):  # the elements of a subclass, such as a masked array, may mean something else
-        return Argument(name, array, _signature(array, 0, dtype), 0, None)
-    if not cupy_runtime.is_array(array):
-        raise TypeError(
-            f"{name} is a {type(array).__module__}.{type(array).__qualname__}; attention takes numpy and CuPy arrays: "
-            "convert with numpy.asarray, cupy.asarray or cupy.from_dlpack"
-        )
-    return Argument(name, array, _signature(array, array.data.ptr, dtype), array.data.ptr, array.data.device_id)
-
-
-def _signature(array: Any, address: int, dtype: str = "") -> Signature:
-    # Only cuDNN needs aligned arrays, and it reads integers one at a time.
-    alignment = 16 if array.dtype.kind == "i" else address & -address & 15 or 16
-    return dtype or dtype_name(array.dtype), array.shape, array.strides, alignment
-
-
-def arrays_on_gpu(arguments: Iterable[Argument]) -> bool:
-    """Whether the arrays are CuPy's, all on one device.
-
-    Raises:
-        TypeError, ValueError: numpy and CuPy arrays are mixed, or arrays are on several devices.
-    """
-    devices = {argument.name: argument.device for argument in arguments}
-    different = set(devices.values())
-    if len(different) == 1:
-        return different != {None}
-    if None in different:
-        listed = ", ".join(f"{name} is a {'numpy' if device is None else 'CuPy'} array" for name, device in devices.items())
-        raise TypeError(f"arrays are mixed: {listed}. Move them to one side with cupy.asarray(...) or cupy.asnumpy(...)")
-    listed = ", ".join(f"{name} on device {device}" for name, device in devices.items())
-    raise ValueError(
-        f"arrays are on different devices: {listed}. Copy them to one: with cupy.cuda.Device(...): cupy.asarray(...)"
-    )
 
 
 def _is_integer(value: Any) -> bool:
@@ -297,26 +252,7 @@ def _overlap(problem: Problem, a: Argument, b: Argument) -> bool:
     return share_elements(a, b)
 
 
-def share_elements(a: Argument, b: Argument) -> bool:
-    """Whether two arrays of one engine have an element in common."""
-    if not a.array.size or not b.array.size:
-        return False
-    layouts = (a.array, b.array) if a.device is None else (np.asarray(_Layout(a)), np.asarray(_Layout(b)))
-    return bool(np.shares_memory(*layouts))
-
-
-class _Layout:
-    """A numpy array with the memory layout of an array on the GPU, to compare layouts; its elements must not be accessed."""
-
-    def __init__(self, argument: Argument) -> None:
-        array = argument.array
-        self.__array_interface__ = {
-            "data": (argument.address, False),
-            "shape": array.shape,
-            "strides": array.strides,
-            "typestr": f"|V{array.dtype.itemsize}",
-            "version": 3,
-        }
+# Shapes in place of arrays
 
 
 def read_shapes(
@@ -339,6 +275,9 @@ def read_shapes(
     """The problem that an engine runs for arrays, or for shapes of dense arrays in Fortran order; no element is read."""
     check_names(options)
     user_functions.check_tensors(options)
+    if layout := layouts.other_layout(options):
+        q, k, v = (layouts.to_own(name, x, layout) for name, x in (("q", q), ("k", k), ("v", v)))
+        options = layouts.options_in_own(options, layout)
     signatures = {name: _shape_signature(name, x, dtype) for name, x in (("q", q), ("k", k), ("v", v))}
     signatures |= _shape_options(options, signatures["q"], seq_lens)
     options = {**options, "seed": 0} if "seed" in signatures else options
@@ -378,8 +317,10 @@ def _shape_options(options: Mapping[str, Any], q: Signature, seq_lens: bool) -> 
 
 
 def _shape_signature(name: str, x: Any, dtype: Any) -> Signature:
-    if isinstance(x, np.ndarray) or cupy_runtime.is_array(x):
-        return _signature(x, x.data.ptr if cupy_runtime.is_array(x) else 0)
+    if isinstance(x, np.ndarray):
+        return signature_of(x, 0)
+    if cupy_runtime.is_array(x):
+        return signature_of(x, x.data.ptr)
     if not isinstance(x, (tuple, list)) or not all(isinstance(n, numbers.Integral) for n in x):
         raise TypeError(f"{name} is {x!r}; pass a shape, such as (128, 32, 4096, 1), or an array")
     if any(n < 0 for n in x):

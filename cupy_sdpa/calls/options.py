@@ -6,11 +6,12 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar
 
 import numpy as np
 
 from .._typing import Array
+from ..arrays.layouts import check_layout
 from ..problem.band import Band
 from ..problem.problem import CU_SEQLENS, LENGTHS, SCORE_INPUTS, SEEDS, Problem, Settings
 from ..score_fn.tracer import MaskMod, ScoreMod
@@ -50,6 +51,8 @@ class Options(TypedDict, total=False):
     num_splits: int | None
     max_workspace: int | None
     bucket: int | Literal["power_of_two"] | Callable[[int], int] | None
+    layout: Literal["dhsb", "dht", "bshd", "bhsd", "sbhd", "thd"] | None
+    compute_dtype: str | None
 
 
 #: The options whose default is not None.
@@ -58,33 +61,45 @@ DEFAULTS: dict[str, Any] = {"causal": False, "dropout_p": 0.0}
 ARRAYS = (*SCORE_INPUTS, *LENGTHS, "page_table", *CU_SEQLENS, "alibi_slopes", "sinks", *SEEDS)
 #: What to write in place of an option of another library.
 OTHER_NAMES = {
+    "alibi": "pass alibi_slopes=, float32 (Hq,); cupy_sdpa.alibi_slopes(Hq) returns the usual ones",
+    "attention_mask": "pass mask=, bool (Skv, Sq, Hq, B), where True attends; or seq_lens_kv=, the length of each batch entry",
+    "attn_bias": "pass bias=, (Skv, Sq, Hq, B): attn_bias.T of a (B, Hq, Sq, Skv) array",
+    "attn_logit_softcapping": "pass softcap=",
+    "attn_mask": "pass mask= (bool, True attends) or bias= (added to the scores), (Skv, Sq, Hq, B): attn_mask.T of PyTorch's",
+    "attn_scale": "pass scale=",
     "block_table": "pass page_table=, (pages per sequence, B)",
     "block_tables": "pass page_table=, (pages per sequence, B): the transpose of a (B, pages per sequence) array",
     "cache_seqlens": "pass seq_lens_kv=",
-    "attn_bias": "pass bias=, (Skv, Sq, Hq, B): attn_bias.T of a (B, Hq, Sq, Skv) array",
-    "attn_mask": "pass mask= (bool, True attends) or bias= (added to the scores), (Skv, Sq, Hq, B): attn_mask.T of PyTorch's",
+    "causal_mask": "pass causal=True, or causal='bottom_right' if the last query attends to all keys",
+    "cu_seqlens": "pass cu_seqlens_q= and cu_seqlens_kv=, with max_seqlen_q= and max_seqlen_kv=",
     "cu_seqlens_k": "pass cu_seqlens_kv=",
     "dropout": "pass dropout_p= and seed=",
+    "dropout_rate": "pass dropout_p= and seed=",
     "enable_gqa": "no option is needed: k and v may have fewer heads than q",
+    "generate_stats": "pass return_stats=True",
     "is_causal": "pass causal=True",
     "key_padding_mask": "pass seq_lens_kv=, the length of each batch entry, or mask=, (Skv, 1, 1, B), where True attends",
+    "key_value_seq_lengths": "pass seq_lens_kv=",
+    "learnable_sink": "pass sinks=, float32 (Hq,)",
+    "local_window_size": "pass window=(left, right), where None is no bound",
+    "logits_soft_cap": "pass softcap=",
+    "max_seqlen": "pass max_seqlen_q= and max_seqlen_kv=",
     "max_seqlen_k": "pass max_seqlen_kv=",
+    "p_dropout": "pass dropout_p= and seed=",
+    "qkv_format": "pass layout=",
+    "query_seq_lengths": "pass seq_lens_q=",
+    "return_attn_probs": "pass return_stats=True; the weights are never stored, and exp(score - stats) computes them",
+    "return_lse": "pass return_stats=True",
+    "seq_len_kv": "pass seq_lens_kv=",
+    "seq_len_q": "pass seq_lens_q=",
+    "seqused_k": "pass seq_lens_kv=",
+    "sliding_window": "pass window=(left, right): a sliding window of n keys is window=(n - 1, 0)",
     "sm_scale": "pass scale=",
     "softmax_scale": "pass scale=",
+    "tensor_layout": "pass layout=",
+    "use_causal_mask": "pass causal=True",
     "window_size": "pass window=(left, right), where None is no bound",
 }
-
-
-class Typed(NamedTuple):
-    """An array whose elements have a dtype that CuPy does not have, such as uint8 arrays of FP8 elements.
-
-    Attributes:
-        array: the array.
-        dtype: the name of the dtype.
-    """
-
-    array: Any
-    dtype: str
 
 
 class _Annotation(str):
@@ -118,6 +133,12 @@ def check_names(options: Mapping[str, Any]) -> None:
             "this call does not take block_mask; attention, attention_backward, attention_vjp, attention_jvp and explain do. "
             "In place of prepare, run the call once: the mask keeps its tables, and later calls are not planned again"
         )
+    if options.get("compute_dtype") is not None:
+        raise TypeError(
+            "this call does not take compute_dtype; cupy_sdpa.attention, attention_backward, attention_vjp, attention_jvp and "
+            "explain do: convert q, k and v with .astype(...)"
+        )
+    check_layout(options.get("layout"))
     for name in options.keys() - Options.__annotations__.keys():
         if name in OTHER_NAMES:
             raise TypeError(f"there is no option {name}: {OTHER_NAMES[name]}")

@@ -43,6 +43,7 @@ class Report:
         workarounds: the known cuDNN bugs that the call works around.
         unverified: the features of the call whose results were never verified on this GPU.
         blocks: how a block mask is computed; empty without one.
+        conversion: which arrays are converted with ``compute_dtype``; empty without it.
     """
 
     engine: str
@@ -56,6 +57,7 @@ class Report:
     workarounds: tuple[str, ...] = ()
     unverified: tuple[str, ...] = ()
     blocks: str = ""
+    conversion: str = ""
 
     @property
     def workspace(self) -> int | None:
@@ -83,6 +85,8 @@ class Report:
         yield str(self.problem)
         if self.blocks:
             yield f"block mask: {self.blocks}"
+        if self.conversion:
+            yield f"arrays are converted: {self.conversion}"
         yield "steps, with the axes of the call (scores: keys, queries, heads, batch):"
         yield from self._steps()
         yield self._verdict()

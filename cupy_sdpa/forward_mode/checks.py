@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..calls.arguments import arrays_on_gpu, read_array, read_forward, share_elements
+from ..arrays.argument import arrays_on_gpu, read_array, share_elements
+from ..calls.arguments import read_forward
 from ..device import cupy_runtime
 from ..errors import Unsupported
 from ..problem.tensor_spec import make_spec

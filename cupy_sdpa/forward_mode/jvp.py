@@ -8,6 +8,8 @@ from typing import Any, Unpack
 import numpy as np
 
 from .._typing import Array, ArrayT
+from ..arrays.conversion import convert, needs_conversion
+from ..arrays.layouts import other_layout
 from ..calls.arguments import read_backward, read_forward
 from ..calls.call import Call
 from ..calls.options import Options, read_flag, read_scale, takes_options
@@ -91,6 +93,13 @@ def attention_jvp(
     >>> bool(np.allclose(dout, (plus - minus) / 2e-3, atol=1e-5))
     True
     """
+    if needs_conversion(q, options) or other_layout(options):
+        arrays = {"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv, "out": out, "dout": dout, "stats": stats}
+        converted: tuple[Any, ...] = convert(
+            attention_jvp, arrays, options, ("out", "dout", "stats"), widened=widened, return_stats=return_stats,
+            deterministic=deterministic,
+        )  # fmt: skip
+        return converted
     if recorder.active:
         given = {"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv, "out": out, "dout": dout, "stats": stats}
         flags = {"return_stats": return_stats, "deterministic": deterministic, "widened": widened is not None}

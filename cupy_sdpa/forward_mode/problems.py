@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from .._typing import Array
+from ..arrays.layouts import options_in_own, other_layout, to_own
 from ..calls.arguments import read_shapes
 from ..calls.options import read_scale, takes_options
 from ..errors import Unsupported
@@ -61,6 +62,9 @@ def jvp_problems(
     if not tangents:
         raise ValueError("tangents is empty; pass at least one of dq, dk, dv")
     common = {"dtype": dtype, "seq_lens": seq_lens, "deterministic": deterministic}
+    if layout := other_layout(options):
+        q, k, v = (to_own(name, x, layout) for name, x in (("q", q), ("k", k), ("v", v)))
+        options = options_in_own(options, layout)
     return problems_of(q, k, v, tangents, options, return_stats=return_stats, **common)
 
 

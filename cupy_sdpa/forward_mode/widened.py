@@ -9,6 +9,8 @@ from typing import Any, Unpack
 import numpy as np
 
 from .._typing import Array
+from ..arrays.conversion import Conversion, needs_conversion
+from ..arrays.layouts import other_layout
 from ..calls.options import Options, takes_options
 from ..device import cupy_runtime
 from .checks import read_form
@@ -55,6 +57,12 @@ def widen(
     >>> bool((dout == cupy_sdpa.attention_jvp(q, k, v, dq, dk, dv, causal=True)[1]).all())
     True
     """
+    if needs_conversion(q, options) or other_layout(options):
+        conversion = Conversion(q, options)
+        arrays = {"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv}
+        with conversion.stream():
+            own = {name: conversion.into(name, array) for name, array in arrays.items()}
+            return widen(**own, deterministic=deterministic, **conversion.options)
     form = read_form(q, k, v, (dq, dk, dv), None, options, deterministic=deterministic)
     with cupy_runtime.on_device_of(q) if cupy_runtime.is_array(q) else contextlib.nullcontext():
         return concatenated(form, (q, k, v), (dq, dk, dv), cupy_runtime.new_result)

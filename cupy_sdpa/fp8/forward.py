@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any, Literal, Unpack
 
 from .._typing import Array
+from ..arrays.argument import Typed
 from ..calls.arguments import read_forward
 from ..calls.call import Call
-from ..calls.options import Options, Typed, read_flag, takes_options
+from ..calls.options import Options, read_flag, takes_options
 from ..calls.replay_cache import cache_call, run_cached
 from ..problem.tensor_spec import FP8_LARGEST
 from .array import Fp8Array, factor, made

@@ -21,7 +21,8 @@ from ..problem.problem import OTHER_RESULTS
 from ..problem.split import MAX_ROWS
 
 #: The options that the parts do not take: queries see the whole prefix, so only masks after it are supported.
-_EXCLUDED = ("window", "cu_seqlens_q", "bias", "mask", "alibi_slopes", "score_mod", "mask_mod", "dropout_p", "seq_lens_q")
+_EXCLUDED = ("window", "cu_seqlens_q", "bias", "mask", "alibi_slopes", "score_mod", "mask_mod", "dropout_p", "seq_lens_q",
+             "layout", "compute_dtype")  # fmt: skip
 
 
 @takes_options

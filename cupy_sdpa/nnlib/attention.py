@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from ..attention import attention, attention_vjp
+from ..attention import attention
 from ..device import cupy_runtime
 from ..problem.tensor_spec import numpy_dtype
+from ..vjp import attention_vjp
 from .arrays import check_array, fold, to_four_axes, unfold
 from .masks import Mask
 from .scores import dot_product_attention_scores, weighted_sum

@@ -8,11 +8,12 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+from ..arrays.conversion import Conversion, convert, gradient_names, needs_conversion
+from ..arrays.layouts import other_layout
 from ..attention import attention, attention_backward
 from ..calls.options import is_one_of, read_flag
 from ..device import cupy_runtime
 from ..errors import Unsupported
-from ..problem.problem import CU_SEQLENS
 from .agreement import REFUSED, compare
 from .groups.channel import Channel, Message, copy
 from .groups.convert import as_exchanger
@@ -23,6 +24,7 @@ from .planning.layout import Layout
 from .planning.report import ParallelReport, choose, report
 from .planning.support import refusal
 from .ring import gather_backward, gather_forward, ring_backward, ring_forward, sink_gradients
+from .single import empty_stats, on_one
 
 _FORWARD = {"ring": ring_forward, "all_gather": gather_forward, "all_to_all": heads_forward}
 _BACKWARD = {"ring": ring_backward, "all_gather": gather_backward, "all_to_all": heads_backward}
@@ -119,10 +121,13 @@ class ContextParallel:
             GroupError: a member failed, or did not call in time.
         """
         return_stats = read_flag("return_stats", return_stats)
+        if needs_conversion(q, options) or other_layout(options):
+            flags = {"return_stats": return_stats, "method": method, "seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv}
+            return convert(self.attention, {"q": q, "k": k, "v": v}, options, ("out", "stats"), **flags)
         config, chosen = self._configuration({"q": q, "k": k, "v": v}, options, method, (seqlen_q, seqlen_kv))
         with _device_of(q):
             if self.size == 1:
-                out, stats = _on_one(config, attention, q, k, v, options, stats=_empty_stats(config, q))
+                out, stats = on_one(config, attention, q, k, v, options, stats=empty_stats(config, q))
             else:
                 out, stats = _FORWARD[chosen](config, self._channel, q, k, v, config.with_dropout_mask(options))
         return (out, stats) if return_stats else out
@@ -168,14 +173,19 @@ class ContextParallel:
         if return_dsinks and options.get("sinks") is None:
             raise ValueError("return_dsinks is True and sinks is None: pass sinks=, or remove return_dsinks")
         arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "stats": stats}
+        gradients: tuple[Any, ...]
+        if needs_conversion(q, options) or other_layout(options):
+            flags = {"method": method, "seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv, "deterministic": deterministic}
+            names = gradient_names(False, return_dsinks)
+            gradients = convert(self.attention_backward, arrays, options, names, return_dsinks=return_dsinks, **flags)
+            return gradients
         config, chosen = self._configuration(
             arrays, options, method, (seqlen_q, seqlen_kv), backward=True, deterministic=deterministic
         )
-        gradients: tuple[Any, ...]
         with _device_of(q):
             if self.size == 1:
                 call = functools.partial(attention_backward, dout)
-                gradients = _on_one(config, call, q, k, v, options, out, stats, deterministic=deterministic)
+                gradients = on_one(config, call, q, k, v, options, out, stats, deterministic=deterministic)
             else:
                 given = (dout, q, k, v, out, stats, config.with_dropout_mask(options))
                 gradients = _BACKWARD[chosen](config, self._channel, *given, deterministic=deterministic)
@@ -215,6 +225,10 @@ class ContextParallel:
 
         Nothing is computed or exchanged. Arguments are those of :meth:`attention`.
         """
+        if needs_conversion(q, options) or other_layout(options):
+            conversion = Conversion(q, options)
+            q, k, v = (conversion.into(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+            options = conversion.options
         config = configure(self.rank, self.size, {"q": q, "k": k, "v": v}, options, (seqlen_q, seqlen_kv))
         return report(config, self._requested(method))
 
@@ -382,17 +396,3 @@ def _axis_of(x: Any, axis: int) -> int:
 
 def _along(axis: int, part: slice) -> tuple[slice, ...]:
     return (*(slice(None),) * axis, part)
-
-
-def _empty_stats(config: Configuration, q: Any) -> Any:
-    shape = q.shape[1:] if config.packed else (q.shape[2], q.shape[1], q.shape[3])
-    return cupy_runtime.new_result(q, shape, config.stats)
-
-
-def _on_one(
-    config: Configuration, call: Any, q: Any, k: Any, v: Any, options: Mapping[str, Any], *arrays: Any, **others: Any
-) -> Any:
-    """The call of a single member, with the offsets of packed sequences where the arrays are."""
-    packing = config.everything.packing(q)
-    known = {name: value for name, value in options.items() if name not in CU_SEQLENS and not name.startswith("max_seqlen")}
-    return call(q, k, v, *arrays, **known, **packing, **others)

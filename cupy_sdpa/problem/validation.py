@@ -19,13 +19,17 @@ from .tensor_spec import FLOAT_DTYPES, FP8_LARGEST, ITEMSIZE, Signature, TensorS
 #: The type of ``return_stats=``.
 ReturnStats = bool | Literal["max_sumexp"]
 
-_DENSE = "shapes are (head_dim, heads, seq, batch). Arrays in C order (batch, seq, heads, head_dim) are passed as x.T"
+_DENSE = (
+    "shapes are (head_dim, heads, seq, batch). Arrays in C order (batch, seq, heads, head_dim) are passed as x.T, or with "
+    "layout='bshd'; (batch, heads, seq, head_dim) with layout='bhsd'"
+)
 _PAGED = (
     "with a page table the shapes of k and v are (head_dim, heads, page size, pages); pages in the memory order "
     "(head_dim, page size, heads, pages) are passed as pages.transpose(0, 2, 1, 3)"
 )
 _PACKED = (
-    "shapes of packed sequences are (head_dim, heads, total). Arrays in C order (total, heads, head_dim) are passed as x.T"
+    "shapes of packed sequences are (head_dim, heads, total). Arrays in C order (total, heads, head_dim) are passed as x.T, or "
+    "with layout='thd'"
 )
 
 
@@ -300,12 +304,24 @@ def _check_broadcastable(spec: TensorSpec, scores: tuple[int, ...], packed: bool
     dtypes = FLOAT_DTYPES if spec.name == "bias" else ("bool",)
     if spec.dtype not in dtypes:
         raise TypeError(f"{spec.name} is {spec.dtype}; it must be {' or '.join(dtypes)}: convert with .astype")
-    if len(spec.shape) != 4 or any(n not in (1, full) for n, full in zip(spec.shape, scores, strict=True)):
+    if not _broadcasts(spec.shape, scores):
         legend = "(max_seqlen_kv, max_seqlen_q, Hq, B)" if packed else "(Skv, Sq, Hq, B)"
+        if _broadcasts(
+            (1,) * (4 - len(spec.shape)) + spec.shape, scores[::-1]
+        ):  # the axes of PyTorch, broadcast from the right
+            remedy = f"these are the axes in reverse order, (B, Hq, Sq, Skv): pass {spec.name}.T"
+            remedy += f"[{'..., ' + ', '.join(['None'] * (4 - len(spec.shape)))}]" if len(spec.shape) < 4 else ""
+        else:
+            remedy = f"add axes with {spec.name}[..., None], and permute them with .transpose"
         raise ValueError(
             f"{spec.name} has shape {spec.shape}; it must have the four axes {scores}, {legend}, each of full length or length "
-            f"1, keys first: add axes with {spec.name}[..., None], and permute them with .transpose"
+            f"1, keys first: {remedy}"
         )
+
+
+def _broadcasts(shape: tuple[int, ...], scores: tuple[int, ...]) -> bool:
+    """Whether an array has four axes, each of full length or length 1."""
+    return len(shape) == 4 and all(n in (1, full) for n, full in zip(shape, scores, strict=True))
 
 
 def _check_equal(description: str, x: TensorSpec, y: TensorSpec, axis: int, legend: str) -> None:

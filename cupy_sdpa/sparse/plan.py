@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from ..calls.arguments import read_array, share_elements
+from ..arrays.argument import read_array, share_elements
 from ..device import cupy_runtime, driver
 from ..device.blocks import BLOCK
 from ..problem.band import Band

@@ -29,12 +29,23 @@ def asarray(x: Any, dtype: Any = None, order: str | None = None) -> ndarray:
     """Convert to an array on the device; an array on the device is returned unchanged."""
     if isinstance(x, ndarray):
         return x if dtype is None or x.dtype == np.dtype(dtype) else x.astype(dtype)
+    if hasattr(x, "__cuda_array_interface__"):
+        return x.exported()
     return _from_host(np.asarray(x, dtype), order)
 
 
 def array(x: Any, dtype: Any = None, order: str | None = None) -> ndarray:
     """Copy to a new array on the device."""
     return x.copy(order or "K") if isinstance(x, ndarray) else asarray(x, dtype, order)
+
+
+def from_dlpack(x: Any) -> ndarray:
+    """Share the memory of an array that the test exports: it has ``exported()``, the array on the device."""
+    if x.__dlpack_device__()[0] != 2:
+        raise TypeError("CPU arrays cannot be directly imported to CuPy")
+    x.__dlpack__(stream=_get_current_stream().ptr or 1)
+    shared = x.exported()
+    return shared._same_memory(shared.view_)
 
 
 def asnumpy(x: Any) -> Any:
@@ -192,6 +203,13 @@ class Stream:
 
     def __exit__(self, *_: object) -> None:
         memory.streams_of_thread().pop()
+
+    @classmethod
+    def from_external(cls, stream: Any) -> Stream:
+        """A stream that another library owns."""
+        made = object.__new__(cls)
+        made._own, made.ptr = False, stream.__cuda_stream__()[1]
+        return made
 
     def use(self) -> Stream:
         """Make it the thread's current stream."""

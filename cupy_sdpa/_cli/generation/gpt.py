@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from ...attention import attention_vjp
+from ...vjp import attention_vjp
 from ..helpers import text
 
 #: Weights and gradients by name.

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ...calls.arguments import read_array
+from ...arrays.argument import read_array
 from ...calls.options import ARRAYS, check_names, read_scale, read_settings
 from ...calls.user_functions import FUNCTIONS, check_tensors, function_identities
 from ...device import cupy_runtime

@@ -1,0 +1,1 @@
+"""The caller's arrays: read, and converted from other layouts, libraries and dtypes, and back."""

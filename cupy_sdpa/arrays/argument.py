@@ -1,0 +1,106 @@
+"""The caller's arrays: what a call reads of an array before it runs, and whether arrays share memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..device import cupy_runtime
+from ..problem.tensor_spec import Signature, dtype_name
+
+
+class Typed(NamedTuple):
+    """An array whose elements have a dtype that CuPy does not have, such as uint8 arrays of FP8 elements.
+
+    Attributes:
+        array: the array.
+        dtype: the name of the dtype.
+    """
+
+    array: Any
+    dtype: str
+
+
+class Argument(NamedTuple):
+    """An array argument.
+
+    Attributes:
+        name: the name of the argument.
+        array: the array.
+        signature: dtype, shape, strides and alignment.
+        address: the address of the first element in the GPU's memory; 0 for numpy arrays.
+        device: the device of a CuPy array; None for numpy arrays.
+    """
+
+    name: str
+    array: Any
+    signature: Signature
+    address: int
+    device: int | None
+
+
+def read_array(name: str, array: Any) -> Argument:
+    """The record of an array.
+
+    Raises:
+        TypeError: the argument is neither a numpy nor a CuPy array.
+    """
+    array, dtype = array if type(array) is Typed else (array, "")
+    if type(array) in (np.ndarray, np.memmap):  # the elements of a subclass, such as a masked array, may mean something else
+        return Argument(name, array, signature_of(array, 0, dtype), 0, None)
+    if not cupy_runtime.is_array(array):
+        raise TypeError(
+            f"{name} is a {type(array).__module__}.{type(array).__qualname__}; attention takes numpy and CuPy arrays, or "
+            "arrays of one other library: convert with numpy.asarray, cupy.asarray or cupy.from_dlpack"
+        )
+    return Argument(name, array, signature_of(array, array.data.ptr, dtype), array.data.ptr, array.data.device_id)
+
+
+def signature_of(array: Any, address: int, dtype: str = "") -> Signature:
+    """The signature of a numpy or CuPy array at an address."""
+    # Only cuDNN needs aligned arrays, and it reads integers one at a time.
+    alignment = 16 if array.dtype.kind == "i" else address & -address & 15 or 16
+    return dtype or dtype_name(array.dtype), array.shape, array.strides, alignment
+
+
+def arrays_on_gpu(arguments: Iterable[Argument]) -> bool:
+    """Whether the arrays are CuPy's, all on one device.
+
+    Raises:
+        TypeError, ValueError: numpy and CuPy arrays are mixed, or arrays are on several devices.
+    """
+    devices = {argument.name: argument.device for argument in arguments}
+    different = set(devices.values())
+    if len(different) == 1:
+        return different != {None}
+    if None in different:
+        listed = ", ".join(f"{name} is a {'numpy' if device is None else 'CuPy'} array" for name, device in devices.items())
+        raise TypeError(f"arrays are mixed: {listed}. Move them to one side with cupy.asarray(...) or cupy.asnumpy(...)")
+    listed = ", ".join(f"{name} on device {device}" for name, device in devices.items())
+    raise ValueError(
+        f"arrays are on different devices: {listed}. Copy them to one: with cupy.cuda.Device(...): cupy.asarray(...)"
+    )
+
+
+def share_elements(a: Argument, b: Argument) -> bool:
+    """Whether two arrays of one engine have an element in common."""
+    if not a.array.size or not b.array.size:
+        return False
+    layouts = (a.array, b.array) if a.device is None else (np.asarray(_Layout(a)), np.asarray(_Layout(b)))
+    return bool(np.shares_memory(*layouts))
+
+
+class _Layout:
+    """A numpy array with the memory layout of an array on the GPU, to compare layouts; its elements must not be accessed."""
+
+    def __init__(self, argument: Argument) -> None:
+        array = argument.array
+        self.__array_interface__ = {
+            "data": (argument.address, False),
+            "shape": array.shape,
+            "strides": array.strides,
+            "typestr": f"|V{array.dtype.itemsize}",
+            "version": 3,
+        }

@@ -1,0 +1,198 @@
+"""Calls whose arrays are converted: those of other libraries, with ``compute_dtype``, or with a layout where needed.
+
+A conversion shares the caller's arrays with numpy or CuPy, permutes their axes, and converts their dtype, in this order; the
+results are converted back in the opposite order. Calls with ``layout`` alone do not need one: their arrays are permuted where
+the call is parsed, so that repeated calls, which are not parsed, take little more time (:mod:`.layouts`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..device import cupy_runtime
+from . import compute, layouts
+from .libraries import Library, current_stream, library_of, on_stream_of
+
+#: Types of arrays that are not converted: those of numpy and CuPy. Types are added when they occur.
+_OWN_TYPES: set[type] = {np.ndarray, np.memmap}
+#: The names of the results of the forward pass, in the order in which they are returned.
+OUTPUTS = ("out", "stats", "max", "sum_exp")
+#: Options that are computed by calls on parts of the arrays.
+_OF_PARTS = ("block_mask", "mask_mod")
+
+
+def needs_conversion(q: Any, options: Mapping[str, Any]) -> bool:
+    """Whether a call converts its arrays; this takes 0.1 us if it does not."""
+    if type(q) in _OWN_TYPES:
+        if "compute_dtype" in options:
+            return True
+        return "layout" in options and any(name in options for name in _OF_PARTS)
+    if library_of(q) is not None:
+        return True
+    _OWN_TYPES.add(type(q))
+    return needs_conversion(q, options)
+
+
+class Conversion:
+    """The conversion of the arrays of one call.
+
+    Args:
+        q: the queries.
+        options: the options, from which ``layout`` and ``compute_dtype`` are removed.
+
+    Attributes:
+        options: the options in the form of this package.
+
+    Raises:
+        TypeError, ValueError: an option has an invalid value, or arrays of several libraries are mixed.
+    """
+
+    def __init__(self, q: Any, options: Mapping[str, Any]) -> None:
+        given = dict(options)
+        layouts.check_layout(given.pop("layout", None))
+        self._layout = layouts.other_layout(options)
+        self._library: Library | None = library_of(q)
+        self._bias_axes: int | None = getattr(given.get("bias"), "ndim", None)
+        requested = given.pop("compute_dtype", None)
+        with contextlib.nullcontext() if self._library is None else current_stream(self._library, q):
+            own = self._shared("q", q)
+            self._device: int | None = own.data.device_id if cupy_runtime.is_array(own) else None
+            self._own_dtype = getattr(own, "dtype", None)
+            self._dtype = compute.read_compute_dtype(requested, str(self._own_dtype))
+            self.options = {name: self._option(name, value) for name, value in given.items()}
+
+    @property
+    def text(self) -> str:
+        """What is converted, for reports; empty if no array is copied."""
+        return f"{self._own_dtype} to {self._dtype} before the call, and back after it" if self._dtype else ""
+
+    def into(self, name: str, array: Any, *, result: bool = False, kept: bool = False) -> Any:
+        """An argument in the form of this package.
+
+        Args:
+            name: the argument.
+            array: the caller's array, or None.
+            result: whether the call writes the array. If its dtype is converted, the call gets None.
+            kept: whether the array is used after the call, too.
+        """
+        if array is None:
+            return None
+        if result and self._library is not None and not self._library.writable:
+            raise TypeError(f"{name} is an array of {self._library.name}, which cannot be written to: omit {name}")
+        array = self._shared(name, array)
+        if self._layout is not None:
+            array = layouts.to_own(name, array, self._layout)
+        if self._dtype is None or not compute.is_converted(name) or not hasattr(array, "dtype"):
+            return array
+        if array.dtype != self._own_dtype:
+            raise TypeError(
+                f"{name} is {array.dtype} and q is {self._own_dtype}; the dtypes must be equal: convert one of them"
+            )
+        new = cupy_runtime.new_result if kept else cupy_runtime.temporary
+        return None if result else compute.cast(array, self._dtype, new)
+
+    def back(self, name: str, array: Any, target: Any = None) -> Any:
+        """A result in the caller's form; if the caller passed an array for it, that array."""
+        if isinstance(array, dict):
+            return {key: self._returned(value) for key, value in array.items()}
+        converted = self._dtype is not None and compute.is_converted(name)
+        if target is not None:
+            if converted:
+                own = self._shared(name, target)
+                compute.write(own if self._layout is None else layouts.to_own(name, own, self._layout), array)
+            return target
+        if converted:
+            array = compute.cast(array, self._own_dtype, cupy_runtime.new_result)
+        if self._layout is not None:
+            array = layouts.from_own(name, array, self._layout, self._bias_axes if name == "dbias" else None)
+        return self._returned(array)
+
+    @contextlib.contextmanager
+    def stream(self) -> Iterator[None]:
+        """A context in which work is enqueued on the caller's stream."""
+        if self._library is None or self._device is None:
+            yield
+        else:
+            with on_stream_of(self._library, self._device):
+                yield
+
+    def run(
+        self, function: Callable[..., Any], arrays: Mapping[str, Any], results: Sequence[str], inputs: Sequence[Any] = ()
+    ) -> Any:
+        """Call a function on converted arrays.
+
+        Args:
+            function: takes the arrays by name.
+            arrays: the caller's arrays by name; the results among them are written to.
+            inputs: q, k and v in the form of this package if they are not among the arrays.
+            results: the names of the results, in order; the function may return fewer, and a single one not as a tuple.
+
+        Returns:
+            The results of the function in the caller's form.
+        """
+        with self.stream():
+            given = {name: self.into(name, array, result=name in results) for name, array in arrays.items()}
+            if self._dtype is not None and self._device is not None and cupy_runtime.capturing():
+                given |= self._temporary_results(given, results, inputs)
+            found = function(**given)
+            if not isinstance(found, tuple):
+                return self.back(results[0], found, arrays.get(results[0]))
+            pairs = zip(results, found, strict=False)
+            return tuple(self.back(name, array, arrays.get(name)) for name, array in pairs)
+
+    def _temporary_results(self, given: Mapping[str, Any], results: Sequence[str], inputs: Sequence[Any]) -> dict[str, Any]:
+        """Memory for the results that are converted, which belongs to the CUDA graph that is being captured."""
+        q, k, v = inputs or (given[name] for name in "qkv")
+        shape = (v.shape[0], *q.shape[1:])
+        shapes = {"out": shape, "dout": shape, "dq": q.shape, "dk": k.shape, "dv": v.shape}
+        missing = [name for name in results if name in shapes and name in given and given[name] is None]
+        return {name: cupy_runtime.temporary(q, shapes[name], q.dtype) for name in missing}
+
+    def _option(self, name: str, value: Any) -> Any:
+        if value is None:
+            return None
+        if name == "tensors" and isinstance(value, Mapping):
+            return {key: self._shared(f"tensors[{key!r}]", x) for key, x in value.items()}
+        value = self._shared(name, value)
+        return layouts.option_to_own(name, value, self._layout) if self._layout is not None else value
+
+    def _shared(self, name: str, array: Any) -> Any:
+        """An array of the caller's library as a numpy or CuPy array; anything else is returned as it is."""
+        library = library_of(array)
+        if library is None:
+            return array
+        if self._library is None or library.name != self._library.name:
+            own = "numpy or CuPy" if self._library is None else self._library.name
+            raise TypeError(
+                f"arrays are mixed: q is an array of {own} and {name} of {library.name}; pass arrays of one library"
+            )
+        return library.share(name, array)
+
+    def _returned(self, array: Any) -> Any:
+        return array if self._library is None else self._library.returned(array)
+
+
+def convert(
+    function: Callable[..., Any],
+    arrays: Mapping[str, Any],
+    options: Mapping[str, Any],
+    results: Sequence[str],
+    **flags: Any,
+) -> Any:
+    """Call a function on converted arrays, options and flags, see :meth:`Conversion.run`."""
+    conversion = Conversion(arrays["q"], options)
+    return conversion.run(functools.partial(function, **conversion.options, **flags), arrays, results)
+
+
+def gradient_names(return_dbias: bool, return_dsinks: bool) -> tuple[str, ...]:
+    """The names of the gradients in the order in which they are returned.
+
+    >>> gradient_names(True, False)
+    ('dq', 'dk', 'dv', 'dbias', 'dtensors')
+    """
+    return ("dq", "dk", "dv", *["dbias"] * bool(return_dbias), *["dsinks"] * bool(return_dsinks), "dtensors")

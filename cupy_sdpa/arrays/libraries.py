@@ -1,0 +1,199 @@
+"""Arrays of other libraries: shared with numpy or CuPy without a copy, and back.
+
+The library is told by the module of an array's type, so that none is imported here. PyTorch, JAX and Numba are known; any other
+library takes part if its arrays have ``__dlpack__`` and its module has ``from_dlpack``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..device import cupy_runtime
+from ..problem.tensor_spec import numpy_dtype
+
+#: The device types of DLPack that numpy and CuPy share.
+_CPU, _CUDA = 1, 2
+
+
+class Library(NamedTuple):
+    """How arrays of a library are shared.
+
+    Attributes:
+        name: the name of the library.
+        share: an array as a numpy or CuPy array, and whether it is on a GPU.
+        returned: a numpy or CuPy array as an array of the library.
+        stream: the address of the library's current stream on the device of an array; None if the library does not tell it.
+            CuPy's current stream is then used, and the call returns when its work is done.
+        writable: whether arrays can be written to.
+    """
+
+    name: str
+    share: Callable[[str, Any], Any]
+    returned: Callable[[Any], Any]
+    stream: Callable[[Any], int] | None = None
+    writable: bool = True
+
+
+def library_of(array: Any) -> Library | None:
+    """The library of an array; None for arrays of numpy and CuPy, and for other objects."""
+    kind = type(array)
+    if kind not in _libraries:
+        _libraries[kind] = _library(kind)
+    return _libraries[kind]
+
+
+#: The libraries of types that occurred.
+_libraries: dict[type, Library | None] = {}
+
+
+def _library(kind: type) -> Library | None:
+    root = kind.__module__.partition(".")[0]
+    if root in ("numpy", "cupy", "builtins", "ml_dtypes"):
+        return None
+    if root == "torch":
+        return Library("PyTorch", _share_torch, _torch, _torch_stream) if hasattr(kind, "data_ptr") else None
+    if root in ("jax", "jaxlib"):
+        return Library("JAX", _share_jax, _jax, writable=False) if hasattr(kind, "__dlpack__") else None
+    if root == "numba":
+        return Library("Numba", _share_numba, _numba) if hasattr(kind, "__cuda_array_interface__") else None
+    make = getattr(sys.modules.get(root), "from_dlpack", None)
+    if make is None or not hasattr(kind, "__dlpack__") or not hasattr(kind, "__dlpack_device__"):
+        return None
+    return Library(root, _share_dlpack, make)
+
+
+@contextlib.contextmanager
+def on_stream_of(library: Library, device: int) -> Iterator[None]:
+    """Make a device current, and the library's current stream on it CuPy's, in a ``with`` block.
+
+    If the library does not tell its stream, the block ends when the work is done.
+    """
+    cuda = cupy_runtime.cupy().cuda
+    with cuda.Device(device):
+        if library.stream is None:
+            yield
+            cuda.get_current_stream().synchronize()
+        else:
+            with _as_cupy_stream(cuda, library.stream(device)):
+                yield
+
+
+def current_stream(library: Library, array: Any) -> Any:
+    """A context in which arrays are shared: on the stream of the library, for an array of it."""
+    if library.stream is None or not is_on_gpu(array):
+        return contextlib.nullcontext()
+    return _as_cupy_stream(cupy_runtime.cupy().cuda, library.stream(device_of(array)))
+
+
+def is_on_gpu(array: Any) -> bool:
+    """Whether an array of another library is in the memory of a GPU.
+
+    Raises:
+        TypeError: it is on a device that numpy and CuPy cannot read.
+    """
+    if not hasattr(array, "__dlpack_device__"):
+        return hasattr(array, "__cuda_array_interface__")
+    kind, _ = array.__dlpack_device__()
+    if int(kind) not in (_CPU, _CUDA):
+        raise TypeError(
+            f"a {type(array).__module__}.{type(array).__qualname__} is on a device of DLPack type {int(kind)}; arrays must be "
+            "in the memory of the CPU (1) or of a CUDA GPU (2): copy it there"
+        )
+    return int(kind) == _CUDA
+
+
+def device_of(array: Any) -> int:
+    """The number of the device of an array of another library."""
+    return int(array.__dlpack_device__()[1])
+
+
+class _Stream:
+    """The address of a stream, with the protocol by which libraries exchange streams."""
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._address
+
+
+def _as_cupy_stream(cuda: Any, address: int) -> Any:
+    """A context in which a stream is CuPy's current one."""
+    if cuda.get_current_stream().ptr == address:
+        return contextlib.nullcontext()
+    if address == 0:
+        return cuda.Stream.null
+    if hasattr(cuda.Stream, "from_external"):  # CuPy 14.2 and newer
+        return cuda.Stream.from_external(_Stream(address))
+    return cuda.ExternalStream(address)
+
+
+# PyTorch
+
+
+def _share_torch(name: str, tensor: Any) -> Any:
+    torch = sys.modules["torch"]
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise TypeError(
+            f"{name} requires a gradient, which this function does not record: call cupy_sdpa.integrations.torch.attention, or "
+            f"pass {name}.detach()"
+        )
+    tensor = tensor.detach()
+    if is_on_gpu(tensor):
+        return cupy_runtime.cupy().from_dlpack(tensor)
+    if tensor.dtype == torch.bfloat16:  # which numpy lacks
+        return tensor.view(torch.int16).numpy().view(numpy_dtype("bfloat16"))
+    return tensor.numpy()
+
+
+def _torch(array: Any) -> Any:
+    torch = sys.modules["torch"]
+    if cupy_runtime.is_array(array):
+        return torch.from_dlpack(array)
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def _torch_stream(device: int) -> int:
+    return int(sys.modules["torch"].cuda.current_stream(device).cuda_stream)
+
+
+# JAX
+
+
+def _share_jax(name: str, array: Any) -> Any:
+    if not hasattr(array, "__dlpack_device__") or "Tracer" in type(array).__name__:
+        raise TypeError(f"{name} is traced by JAX; cupy_sdpa runs outside of jax.jit and jax.grad: call it on concrete arrays")
+    return cupy_runtime.cupy().from_dlpack(array) if is_on_gpu(array) else np.asarray(array)
+
+
+def _jax(array: Any) -> Any:
+    import jax
+
+    return jax.dlpack.from_dlpack(array) if cupy_runtime.is_array(array) else jax.numpy.asarray(array)
+
+
+# Numba
+
+
+def _share_numba(name: str, array: Any) -> Any:
+    return cupy_runtime.cupy().asarray(array)
+
+
+def _numba(array: Any) -> Any:
+    import numba.cuda
+
+    return numba.cuda.as_cuda_array(array)
+
+
+# Others
+
+
+def _share_dlpack(name: str, array: Any) -> Any:
+    return cupy_runtime.cupy().from_dlpack(array) if is_on_gpu(array) else np.from_dlpack(array)

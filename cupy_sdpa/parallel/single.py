@@ -1,0 +1,25 @@
+"""Calls of a group with a single member."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..device import cupy_runtime
+from ..problem.problem import CU_SEQLENS
+from .planning.configuration import Configuration
+
+
+def empty_stats(config: Configuration, q: Any) -> Any:
+    """An array for the log-sum-exp."""
+    shape = q.shape[1:] if config.packed else (q.shape[2], q.shape[1], q.shape[3])
+    return cupy_runtime.new_result(q, shape, config.stats)
+
+
+def on_one(
+    config: Configuration, call: Any, q: Any, k: Any, v: Any, options: Mapping[str, Any], *arrays: Any, **others: Any
+) -> Any:
+    """The call of a single member, with the offsets of packed sequences where the arrays are."""
+    packing = config.everything.packing(q)
+    known = {name: value for name, value in options.items() if name not in CU_SEQLENS and not name.startswith("max_seqlen")}
+    return call(q, k, v, *arrays, **known, **packing, **others)

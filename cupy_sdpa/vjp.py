@@ -1,0 +1,117 @@
+"""Attention and a function that computes its gradients."""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+from ._typing import Array, ArrayT
+from .arrays.compute import COMPUTE_DTYPES
+from .arrays.conversion import Conversion, gradient_names, needs_conversion
+from .attention import attention, attention_backward
+from .calls.options import DTensors, Options, takes_options
+from .errors import Unsupported
+from .fp8.vjp import dequantized, forward_in_fp8
+from .problem.tensor_spec import FP8_LARGEST
+from .problem.validation import NO_PAGED_GRADIENTS
+
+
+@takes_options
+def attention_vjp(
+    q: ArrayT,
+    k: Array,
+    v: Array,
+    *,
+    deterministic: bool = False,
+    return_dbias: bool = False,
+    return_dsinks: bool = False,
+    return_dtensors: DTensors = False,
+    **options: Unpack[Options],
+) -> tuple[ArrayT, Pullback]:
+    """Compute attention, and return a function that computes the gradients (the vector-Jacobian product).
+
+    Args:
+        q, k, v, options: as for :func:`attention`.
+        deterministic: as for :func:`attention` and :func:`attention_backward`, for both passes.
+        return_dbias, return_dsinks, return_dtensors: as for :func:`attention_backward`.
+        compute_dtype: as for :func:`attention`; or ``"float8_e4m3fn"`` or ``"float8_e5m2"``, which computes the forward pass in
+            FP8 (:doc:`/fp8`): q, k and v are converted with one scale each, q and k after a rotation, and the FP8 arrays are
+            kept in place of q, k and v. The output and the gradients have the dtype of q. Without ``layout``.
+
+    Returns:
+        ``(out, pullback)``; ``dq, dk, dv = pullback(dout)``, which may be called several times.
+
+    Raises:
+        TypeError, ValueError, Unsupported, CudnnError: as :func:`attention`.
+
+    >>> import numpy as np, cupy_sdpa
+    >>> q = k = v = np.ones((8, 1, 4, 1), np.float32)
+    >>> out, pullback = cupy_sdpa.attention_vjp(q, k, v, causal=True)
+    >>> dq, dk, dv = pullback(np.ones_like(out))
+    >>> pullback
+    <pullback of attention, keeps 272 bytes>
+    """
+    if extra := [name for name in ("out", "stats", "return_stats") if name in options]:
+        raise TypeError(
+            f"attention_vjp does not take {extra[0]}: it creates out and stats itself and keeps them for the pullback"
+        )
+    if options.get("page_table") is not None:
+        raise Unsupported(NO_PAGED_GRADIENTS)
+    if tensors := options.get("tensors"):
+        options["tensors"] = dict(tensors)  # the caller's mapping may change before the pullback is called
+    outputs = {
+        "deterministic": deterministic, "return_dbias": return_dbias, "return_dsinks": return_dsinks,
+        "return_dtensors": return_dtensors,
+    }  # fmt: skip
+    if (kind := options.get("compute_dtype")) in FP8_LARGEST:
+        rest: Any = {name: value for name, value in options.items() if name != "compute_dtype"}
+        arrays = forward_in_fp8(q, k, v, kind, rest)
+        return arrays[3], Pullback(arrays, {**rest, **outputs})
+    if isinstance(kind, str) and kind not in COMPUTE_DTYPES:
+        raise TypeError(f"compute_dtype is {kind!r}; it must be None or {' or '.join((*COMPUTE_DTYPES, *FP8_LARGEST))}")
+    if not needs_conversion(q, options):
+        out, stats = attention(q, k, v, return_stats=True, deterministic=deterministic, **options)
+        return out, Pullback((q, k, v, out, stats), {**options, **outputs})
+    conversion = Conversion(q, options)
+    with conversion.stream():
+        own = [conversion.into(name, x, kept=True) for name, x in (("q", q), ("k", k), ("v", v))]
+        out, stats = attention(*own, return_stats=True, deterministic=deterministic, **conversion.options)
+        pullback = Pullback((*own, out, stats), {**conversion.options, **outputs}, conversion)
+        return conversion.back("out", out), pullback
+
+
+class Pullback:
+    """Computes the gradients of one attention call; returned by :func:`attention_vjp`.
+
+    It keeps references to q, k, v, out, stats and the options' arrays, not copies: changing them in place changes the
+    gradients.
+    """
+
+    def __init__(self, arrays: tuple[Any, ...], options: dict[str, Any], conversion: Conversion | None = None) -> None:
+        self._arrays, self._options, self._conversion = arrays, options, conversion
+
+    def __call__(
+        self, dout: Array, *, dq: Array | None = None, dk: Array | None = None, dv: Array | None = None
+    ) -> tuple[Any, ...]:
+        """``(dq, dk, dv)`` and the other requested gradients; see :func:`attention_backward`."""
+        if self._conversion is None:
+            q, k, v, out, stats = dequantized(self._arrays, dout.dtype)
+            return attention_backward(dout, q, k, v, out, stats, **self._options, dq=dq, dk=dk, dv=dv)
+
+        def call(dout: Any, dq: Any, dk: Any, dv: Any) -> tuple[Any, ...]:
+            return attention_backward(dout, *self._arrays, **self._options, dq=dq, dk=dk, dv=dv)
+
+        names = gradient_names(self._options["return_dbias"], self._options["return_dsinks"])
+        gradients: tuple[Any, ...] = self._conversion.run(
+            call, {"dout": dout, "dq": dq, "dk": dk, "dv": dv}, names, self._arrays[:3]
+        )
+        return gradients
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays that the pullback keeps; an array that is used twice, as with q = k, counts once."""
+        tensors = self._options.get("tensors") or {}
+        kept = (*self._arrays, *tensors.values(), *(value for value in self._options.values() if hasattr(value, "nbytes")))
+        return sum({id(array): int(array.nbytes) for array in kept}.values())
+
+    def __repr__(self) -> str:
+        return f"<pullback of attention, keeps {self.nbytes} bytes>"

@@ -1,0 +1,96 @@
+"""examples/gpt.py: its gradients, training and generation; on a GPU with CuPy."""
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+PATH = Path(__file__).parents[1] / "examples" / "gpt.py"
+TEXT = "the cat sat on the mat. " * 20
+
+
+@pytest.fixture(scope="module")
+def gpt():
+    """The example's functions."""
+    return SimpleNamespace(**runpy.run_path(str(PATH)))
+
+
+def test_readers_can_copy_it():
+    """At most 150 lines, and no import besides numpy, the standard library and this package."""
+    lines = PATH.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 150
+    imports = [line for line in lines if line.startswith(("import ", "from "))]
+    assert imports == [
+        "import argparse", "import importlib", "from pathlib import Path", "import numpy as np", "from cupy_sdpa import attention_vjp",
+    ]  # fmt: skip
+
+
+def test_gradients(gpt):
+    """The directional derivative of a random function of the logits, in float64, for every weight."""
+    rng = np.random.default_rng(0)
+    weights = {name: x.astype(np.float64) for name, x in gpt.initial(5, rng).items()}
+    words = np.eye(5)[rng.integers(0, 5, (2, 7))]
+    dlogits = rng.standard_normal((2, 7, 5))
+    gradients = gpt.gpt(weights, words, None)[1](dlogits)
+    assert gradients.keys() == weights.keys()
+    for name, gradient in gradients.items():
+        step = rng.standard_normal(gradient.shape)
+        plus, minus = (
+            (gpt.gpt(weights | {name: weights[name] + t * step}, words, None)[0] * dlogits).sum() for t in (1e-5, -1e-5)
+        )
+        np.testing.assert_allclose((gradient * step).sum(), (plus - minus) / 2e-5, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def test_causality(gpt):
+    """A character does not change the logits of earlier positions."""
+    rng = np.random.default_rng(0)
+    weights = gpt.initial(5, rng)
+    numbers = rng.integers(0, 5, (1, 9))
+    before = gpt.gpt(weights, np.eye(5, dtype=np.float32)[numbers], None)[0]
+    numbers[0, 6] = (numbers[0, 6] + 1) % 5
+    after = gpt.gpt(weights, np.eye(5, dtype=np.float32)[numbers], None)[0]
+    np.testing.assert_array_equal(before[0, :6], after[0, :6])
+    assert (before[0, 6:] != after[0, 6:]).any()
+
+
+def trained(gpt, **engine):
+    """Train on a sentence that repeats; returns the losses and a continuation."""
+    weights, vocabulary, losses = gpt.train(TEXT, steps=60, **engine)
+    return losses, gpt.generate(weights, vocabulary, "the cat ", 24, temperature=0.1, **engine)
+
+
+def test_it_learns_a_sentence(gpt):
+    """The loss falls to a small part, and the continuation is the sentence."""
+    losses, text = trained(gpt)
+    assert losses[0] > 2
+    assert losses[-1] < 0.2
+    assert text.startswith("the cat sat on the mat. the")
+
+
+def test_the_command():
+    """It prints the loss and a continuation of the prompt."""
+    command = [sys.executable, str(PATH), "--cpu", "--steps", "2", "--tokens", "3", "--prompt", "import "]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=PATH.parents[1],
+        env={**os.environ, "PYTHONPATH": str(PATH.parents[1])},
+    )
+    first, *rest = done.stdout.splitlines()
+    assert first.startswith("loss per character: ")
+    assert "\n".join(rest).startswith("import ")
+
+
+@pytest.mark.gpu
+def test_it_learns_on_a_gpu(gpt, cupy):
+    """The same with CuPy arrays, attention in bfloat16."""
+    losses, text = trained(gpt, xp=cupy, dtype="bfloat16")
+    assert losses[-1] < 0.2
+    assert text.startswith("the cat sat on the mat. the")
