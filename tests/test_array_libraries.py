@@ -197,6 +197,7 @@ def test_real_libraries(name, cupy):
             np.testing.assert_allclose(to_host(x), y, atol=0.03)
 
 
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")  # of PyTorch's own gradients
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])

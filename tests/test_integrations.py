@@ -12,6 +12,9 @@ import pytest
 
 from cupy_sdpa import attention, attention_vjp
 
+#: PyTorch warns, once in a process, if a leaf is used on another stream than its gradient; the tests use streams of their own.
+STREAMS = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
+
 
 @pytest.fixture
 def libraries():
@@ -155,6 +158,7 @@ def test_gradcheck(cupy):
         assert torch.autograd.gradcheck(lambda q, k, v, bias: differentiable(q, k, v, bias=bias, causal=True), (*leaves, bias))
 
 
+@STREAMS
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_autograd_agrees_with_torch(dtype, cupy):
