@@ -284,7 +284,7 @@ def test_the_public_names_are_these():
 
 def test_dir_lists_public_names_only():
     """The names of __all__ and the public modules, in a new process and after other modules were imported."""
-    public = sorted([*cupy_sdpa.__all__, "layout", "nnlib", "parallel", "reference", "store", "zoo"])
+    public = sorted([*cupy_sdpa.__all__, "fp8", "layout", "nnlib", "parallel", "reference", "store", "zoo"])
     for code in ("import cupy_sdpa", "import cupy_sdpa, cupy_sdpa.check, cupy_sdpa.plans.plan_cache"):
         done = subprocess.run(
             [sys.executable, "-c", f"{code}; print(*dir(cupy_sdpa))"], capture_output=True, text=True, check=True
@@ -292,7 +292,7 @@ def test_dir_lists_public_names_only():
         assert done.stdout.split() == public
 
 
-@pytest.mark.parametrize("name", ["layout", "nnlib", "parallel", "reference", "store", "zoo"])
+@pytest.mark.parametrize("name", ["fp8", "layout", "nnlib", "parallel", "reference", "store", "zoo"])
 def test_public_modules_are_imported_on_first_use(name):
     """A new process that has imported the package alone finds them; an unknown name is an AttributeError."""
     code = f"import cupy_sdpa; print(cupy_sdpa.{name}.__name__); print(hasattr(cupy_sdpa, 'nonsense'))"

@@ -210,7 +210,7 @@ def test_other_code_is_not_executed(line):
 def test_random_problems_are_made_again(number, path):
     """The problems of a trace are those of the calls, and its cases have the same sizes, layouts and options."""
     case = draw(11, number, "cpu")
-    if "block_mask" in case.options:
+    if {"block_mask", "fp8"} & case.options.keys():  # not recorded
         return
     with cupy_sdpa.trace(path):
         outcome = execute(case)

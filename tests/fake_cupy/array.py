@@ -79,7 +79,10 @@ class ndarray:  # noqa: N801
                     found[place] = index
                 return array[tuple(found)]
 
-            return compute(take, self, *(parts[place] for place in places))
+            def trial(array: Any, *indices: Any) -> Any:  # indices may not be computed yet
+                return take(array, *(index if index.dtype == bool else np.zeros_like(index) for index in indices))
+
+            return compute(take, self, *(parts[place] for place in places), trial=trial)
         return self._same_memory(self.view_[_with_dots(key)])
 
     def view(self, dtype: Any = None) -> ndarray:
@@ -202,18 +205,20 @@ def _with_dots(key: Any) -> Any:
     return key if any(part is Ellipsis for part in key) else (*key, ...)
 
 
-def compute(function: Callable[..., Any], *operands: Any, out: ndarray | None = None) -> ndarray:
+def compute(
+    function: Callable[..., Any], *operands: Any, out: ndarray | None = None, trial: Callable[..., Any] | None = None
+) -> ndarray:
     """Compute ``function`` of numpy arrays on the current stream.
 
-    The result has the shape and dtype that the function returns for the present contents.
+    The result has the shape and dtype that ``trial``, by default the function, returns for the present contents.
     """
     given = [x.view_ if isinstance(x, ndarray) else x for x in operands]
     with np.errstate(all="ignore"):
-        trial = np.asarray(function(*given))
+        tried = np.asarray((trial or function)(*given))
     made = out
     if made is None:
         made = ndarray(
-            trial.shape, trial.dtype, order="F" if trial.flags.f_contiguous and not trial.flags.c_contiguous else "C"
+            tried.shape, tried.dtype, order="F" if tried.flags.f_contiguous and not tried.flags.c_contiguous else "C"
         )
     target = made.view_
 
