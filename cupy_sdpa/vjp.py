@@ -13,6 +13,7 @@ from .errors import Unsupported
 from .fp8.vjp import dequantized, forward_in_fp8
 from .problem.tensor_spec import FP8_LARGEST
 from .problem.validation import NO_PAGED_GRADIENTS
+from .sparse.backward import refuse_gradients
 
 
 @takes_options
@@ -58,16 +59,16 @@ def attention_vjp(
         raise Unsupported(NO_PAGED_GRADIENTS)
     if tensors := options.get("tensors"):
         options["tensors"] = dict(tensors)  # the caller's mapping may change before the pullback is called
-    outputs = {
-        "deterministic": deterministic, "return_dbias": return_dbias, "return_dsinks": return_dsinks,
-        "return_dtensors": return_dtensors,
-    }  # fmt: skip
+    others = {"return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dtensors": return_dtensors}
+    if options.get("block_mask") is not None:
+        refuse_gradients(others)
+    outputs = {"deterministic": deterministic, **others}
     if (kind := options.get("compute_dtype")) in FP8_LARGEST:
         rest: Any = {name: value for name, value in options.items() if name != "compute_dtype"}
         arrays = forward_in_fp8(q, k, v, kind, rest)
         return arrays[3], Pullback(arrays, {**rest, **outputs})
     if isinstance(kind, str) and kind not in COMPUTE_DTYPES:
-        raise TypeError(f"compute_dtype is {kind!r}; it must be None or {' or '.join((*COMPUTE_DTYPES, *FP8_LARGEST))}")
+        raise ValueError(f"compute_dtype is {kind!r}; it must be None or {' or '.join((*COMPUTE_DTYPES, *FP8_LARGEST))}")
     if not needs_conversion(q, options):
         out, stats = attention(q, k, v, return_stats=True, deterministic=deterministic, **options)
         return out, Pullback((q, k, v, out, stats), {**options, **outputs})

@@ -424,3 +424,11 @@ def test_a_function_that_changes_does_not_change_its_mask():
     assert plans.gradient_function(mask, Sizes(1, 1, 1)) is None
     for x, y in zip(before, pullback(dout), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5)
+
+
+def test_other_gradients_are_refused_before_the_forward_pass():
+    """attention_vjp refuses gradients that a block mask does not have when it is called, not when the pullback is."""
+    q = np.ones((8, 2, 256, 1), np.float32, order="F")
+    mask = BlockMask.from_blocks(np.eye(2, dtype=bool))
+    with pytest.raises(ValueError, match="return_dsinks is True and block_mask is passed"):
+        attention_vjp(q, q, q, block_mask=mask, sinks=np.zeros(2, np.float32), return_dsinks=True)

@@ -56,6 +56,13 @@ class Arrays(NamedTuple):
     dv: Any
 
 
+def refuse_gradients(others: Mapping[str, Any]) -> None:
+    """Raise ValueError if other gradients than those of q, k and v are requested, by the names of the arguments."""
+    for name, value in others.items():
+        if value is not False and value is not None:
+            raise ValueError(f"{name} is {value!r} and block_mask is passed; only dq, dk and dv are computed with a block mask")
+
+
 def gradients_with_block_mask(
     arrays: tuple[Any, ...], mask: BlockMask, options: Mapping[str, Any], *, deterministic: bool, others: Mapping[str, Any]
 ) -> tuple[Any, Any, Any]:
@@ -74,9 +81,7 @@ def gradients_with_block_mask(
     if kind and not requested and cupy_runtime.is_array(q) and (results := run_cached(kind, arrays, options)) is not None:
         return tuple(results)
     sizes = plans.check(q, k, v, mask, options)
-    for name, value in others.items():
-        if value is not False and value is not None:
-            raise ValueError(f"{name} is {value!r} and block_mask is passed; only dq, dk and dv are computed with a block mask")
+    refuse_gradients(others)
     shape = (v.shape[0], *q.shape[1:])
     rows = (q.shape[2], q.shape[1], q.shape[3])
     for name, array, wanted in (("dout", dout, shape), ("out", out, shape), ("stats", stats, rows)):
