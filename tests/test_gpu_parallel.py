@@ -42,19 +42,34 @@ def test_two_gpus(cupy, name, method):
 
 
 @pytest.mark.multi_gpu
-def test_a_member_that_ends_is_detected_by_nccl(cupy):
-    """If a member does not call, the watchdog aborts the exchange of the other one, which raises."""
+def test_a_thread_that_ends_is_detected(cupy):
+    """If a thread does not call, the other one raises in the host, before anything is enqueued."""
 
     def member(own):
         cp = context_parallel(own, method="ring", check=False)
         x = cupy.zeros((64, 4, 256, 1), np.float16, order="F")
+        if own.rank == 0:
+            with pytest.raises(GroupError, match="did not call within 2 s"):
+                cp.attention(x, x, x, causal=True)
+
+    with pytest.raises(GroupError):  # the check at the end of the member
+        run_on_gpus(member, 2, timeout=2.0)
+
+
+@pytest.mark.multi_gpu
+def test_a_member_that_ends_is_detected_by_nccl(cupy):
+    """If a member does not call, the watchdog aborts the exchange of the other one, which raises; as with processes."""
+
+    def member(own):
+        own._meeting = None  # as in a process of its own
+        cp = context_parallel(own, method="ring", check=False)
+        x = cupy.zeros((64, 4, 256, 1), np.float16, order="F")
         if own.rank == 1:
-            return None
+            return
         cp.attention(x, x, x, causal=True)
         cupy.cuda.Device().synchronize()  # returns after the exchange was aborted
         with pytest.raises(GroupError, match="waited 2 s"):
             cp.attention(x, x, x, causal=True)
-        return "raised"
 
     with pytest.raises(GroupError):  # the check at the end of the member
         run_on_gpus(member, 2, timeout=2.0)
