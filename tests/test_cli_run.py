@@ -16,6 +16,12 @@ from cupy_sdpa.layout import from_julia
 from cupy_sdpa.problem.tensor_spec import numpy_dtype
 
 
+def saved(path):
+    """The arrays of a file."""
+    with np.load(path) as file:
+        return dict(file)
+
+
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """An empty working directory, and lines of 100 columns: pytest-xdist sets COLUMNS."""
@@ -32,7 +38,7 @@ def test_run_in_every_layout(layout, order, capsys):
     turned = {name: np.asarray(from_julia(array, layout), order=order) for name, array in given.items()}
     np.savez("in.npz", **turned)
     assert main(["run", "in.npz", "-o", "out.npz", "--layout", layout, "--stats", "--causal", "--engine", "numpy"]) == 0
-    result = np.load("out.npz")
+    result = saved("out.npz")
     axes, stats_axes = LAYOUT_SHAPES[layout]
     out = np.einsum(f"{axes}->dhsb", result["out"])  # without the table of the command
     stats = np.einsum(f"{stats_axes}->shb", result["stats"])
@@ -48,7 +54,7 @@ def test_run_keeps_the_dtype_of_the_file(dtype):
     given = arrays(numpy_dtype(dtype))
     save(given)
     assert main(["run", "in.npz", "-o", "out.npz", "--engine", "numpy", "--scale", "0.5"]) == 0
-    result = np.load("out.npz")
+    result = saved("out.npz")
     assert result.files == ["out"]
     out = result["out"]
     assert out.dtype == ("V2" if dtype == "bfloat16" else dtype)
@@ -63,7 +69,7 @@ def test_run_computes_in_another_dtype(stored, capsys):
     given = arrays(stored)
     save(given)
     assert main(["run", "in.npz", "-o", "out.npz", "--dtype", "bfloat16", "--engine", "numpy"]) == 0
-    out = np.load("out.npz")["out"]
+    out = saved("out.npz")["out"]
     assert out.dtype == np.dtype(stored).newbyteorder("=")
     assert np.array_equal(out, out.astype(BFLOAT16).astype(out.dtype))
     assert error_of(out, None, {name: array.astype(BFLOAT16) for name, array in given.items()}) <= 1
@@ -77,7 +83,7 @@ def test_run_onto_its_own_input(capsys):
     for name in ("in.npz", "./in.npz", "link.npz"):
         assert main(["run", "in.npz", "-o", name]) == 2
         assert f"-o {Path(name)} is the input" in complaint(capsys)
-    assert set(np.load("in.npz").files) == {"q", "k", "v"}
+    assert set(saved("in.npz").keys()) == {"q", "k", "v"}
 
 
 def test_run_keeps_a_link(folder):
@@ -86,7 +92,7 @@ def test_run_keeps_a_link(folder):
     (folder / "out.npz").symlink_to("elsewhere.npz")
     assert main(["run", "in.npz", "-o", "out.npz"]) == 0
     assert (folder / "out.npz").is_symlink()
-    assert np.load("elsewhere.npz").files == ["out"]
+    assert saved("elsewhere.npz").keys() == {"out"}
 
 
 def test_run_without_keys(capsys):
@@ -94,7 +100,7 @@ def test_run_without_keys(capsys):
     given = arrays()
     save({"q": given["q"], "k": given["k"][:, :, :0], "v": given["v"][:, :, :0]})
     assert main(["run", "in.npz", "-o", "out.npz", "--stats"]) == 0
-    result = np.load("out.npz")
+    result = saved("out.npz")
     assert not result["out"].any()
     assert np.isneginf(result["stats"]).all()
 
@@ -185,7 +191,7 @@ def test_run_reads_members_without_a_suffix(folder):
     assert main(["run", "in.npz", "-o", "out.npz", "--engine", "numpy"]) == 0
     save(given, path="usual.npz")
     assert main(["run", "usual.npz", "-o", "other.npz", "--engine", "numpy"]) == 0
-    np.testing.assert_array_equal(np.load("out.npz")["out"], np.load("other.npz")["out"])
+    np.testing.assert_array_equal(saved("out.npz")["out"], saved("other.npz")["out"])
 
 
 @pytest.mark.parametrize("layout", LAYOUT_SHAPES)
@@ -333,7 +339,7 @@ def test_run_on_the_gpu(layout, capsys):
     save(given, layout=layout)
     assert main(["run", "in.npz", "-o", "out.npz", "--layout", layout, "--stats"]) == 0
     assert any("cuDNN (" in line for line in lines(capsys))
-    result = np.load("out.npz")
+    result = saved("out.npz")
     axes, stats_axes = LAYOUT_SHAPES[layout]
     stats = np.einsum(f"{stats_axes}->shb", result["stats"])
     out = result["out"].view(BFLOAT16).astype(np.float32)
