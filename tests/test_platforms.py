@@ -12,7 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 #: Loaded by every Python process that the test starts, before other code.
 REMOVED = """
-import ctypes, os, selectors, signal, subprocess, sys
+import ctypes, os, selectors, shutil, signal, subprocess, sys
+shutil._use_fd_functions = False
 for name in ("fcntl", "resource", "termios", "pwd", "grp", "syslog", "cupy", "cuda.bindings", "cuda.bindings.driver"):
     sys.modules[name] = None
 subprocess.Popen.kill = subprocess.Popen.terminate
