@@ -22,7 +22,8 @@ from ..device import cupy_runtime
 from ..errors import CudnnError
 from ..version import __version__, version_text
 from .helpers import machine
-from .helpers.console import CommandError, Help, file_error, one_line, positive, print_labeled
+from .helpers.console import CommandError, Help, one_line, positive, print_labeled
+from .helpers.trace import read_entries
 
 if TYPE_CHECKING:
     from ..check.cases.case import Case
@@ -159,16 +160,11 @@ def _case(arguments: argparse.Namespace) -> Case | None:
 def _traced(path: Path, engines: Sequence[str]) -> list[Case]:
     """The cases of a trace; prints which problems are verified at smaller sizes, and which not at all."""
     from ..check.traced.convert import case_of, reduced
-    from ..check.traced.entry import NotReplayableError, read_trace
+    from ..check.traced.entry import NotReplayableError
 
     if "plan" in engines and engines != ("cpu", "plan"):
         raise CommandError("--engine plan has no effect with --trace: use plan --trace, which plans for described GPUs")
-    try:
-        entries = read_trace(path)
-    except OSError as error:
-        raise CommandError(file_error(error)) from error
-    except ValueError as error:
-        raise CommandError(str(error)) from error
+    entries = read_entries(path)
     found, smaller = [], 0
     for entry in entries:
         try:

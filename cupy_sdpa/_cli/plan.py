@@ -23,6 +23,7 @@ from .helpers.console import (
     working,
 )
 from .helpers.engine import plan_facts
+from .helpers.trace import read_entries
 
 _EPILOG = """\
 examples:
@@ -111,11 +112,9 @@ def command(arguments: argparse.Namespace) -> int:
 
 def _traced(path: Path) -> tuple[list[Problem], dict[int, str]]:
     """The problems of a trace, and why some lines have none, by their numbers."""
-    from ..check.traced.entry import read_trace
-
     problems: list[Problem] = []
     skipped: dict[int, str] = {}
-    for entry in read_trace(path):
+    for entry in read_entries(path):
         try:
             problems += entry.problems()
         except (TypeError, ValueError, Unsupported) as error:

@@ -15,7 +15,8 @@ from ...device import cupy_runtime
 from ...errors import CudnnError, Unsupported
 from ...version import version_text
 from ..helpers import machine
-from ..helpers.console import CommandError, Help, Progress, add_json, file_error, milliseconds, one_line, print_labeled, result
+from ..helpers.console import CommandError, Help, Progress, add_json, milliseconds, one_line, print_labeled, result
+from ..helpers.trace import read_entries
 from .timing import measure
 
 if TYPE_CHECKING:
@@ -56,14 +57,7 @@ def command(arguments: argparse.Namespace) -> int:
     Raises:
         CommandError: the trace cannot be read, or the engine cannot run.
     """
-    from ...check.traced.entry import read_trace
-
-    try:
-        entries = read_trace(arguments.trace)
-    except OSError as error:
-        raise CommandError(file_error(error)) from error
-    except ValueError as error:
-        raise CommandError(str(error)) from error
+    entries = read_entries(arguments.trace)
     obstacles = machine.obstacles()
     if arguments.engine == "gpu" and obstacles:
         raise CommandError(f"--engine gpu cannot run here: {obstacles[0]}")
