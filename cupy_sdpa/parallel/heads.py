@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..arrays.compute import cast
 from ..attention import attention, attention_backward
 from ..device import cupy_runtime, memory
+from ..device.merge import accumulate
 from .groups.channel import Channel, Message, copy
 from .planning.configuration import Configuration
 from .planning.layout import Layout
 from .planning.positions import aligned
-from .ring import rounded
 
 Options = Mapping[str, Any]
 
@@ -136,8 +137,8 @@ def _to_positions(
             total = memory.zeros(x, shape, config.sums)
             for peer, message in enumerate(messages):
                 part = _part(total, _axes(config, x), config.heads(peer)[side], slice(None))
-                part += message.arrays[index].astype(config.sums)
-            made.append(rounded(total, x))
+                accumulate(part, message.arrays[index])
+            made.append(cast(total, x.dtype, cupy_runtime.new_result))
             continue
         result = cupy_runtime.new_result(x, shape, x.dtype)
         for peer, message in enumerate(messages):

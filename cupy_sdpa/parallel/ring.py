@@ -11,11 +11,12 @@ et al. 2024, "The Llama 3 Herd of Models", section 3.3.2 (all-gather); Dao 2023,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from ..arrays.compute import cast
 from ..device import cupy_runtime, memory
 from ..device.merge import accumulate
 from .groups.channel import Channel, Message, Pending, copy
@@ -71,7 +72,7 @@ def ring_backward(
             transfers = [Transfer(sums.flat, following)], [Transfer(received.flat, previous)]
             arriving, sums = channel.start(*transfers, f"ring, step {step}: gradients of keys and values"), received
     arriving.wait()
-    return rounded(dq, q), *(rounded(total, x) for total, x in zip(sums.arrays, (k, v), strict=True))
+    return _rounded([dq, *sums.arrays], q)
 
 
 class _Travelling:
@@ -148,7 +149,7 @@ def gather_backward(
     for message in others:
         for total, x in zip(first.arrays, message.arrays, strict=True):
             accumulate(total, x)
-    return rounded(dq, q), *(rounded(total, x) for total, x in zip(first.arrays, (k, v), strict=True))
+    return _rounded([dq, *first.arrays], q)
 
 
 def _gathered(config: Configuration, channel: Channel, k: Any, v: Any) -> list[Any]:
@@ -197,8 +198,7 @@ def _without_padding(config: Configuration, out: Any, stats: Any, options: Optio
     return out, stats
 
 
-def rounded(total: Any, like: Any) -> Any:
-    """A sum as a result in the dtype of an array."""
-    result = cupy_runtime.new_result(like, total.shape, like.dtype)
-    result.T[...] = total.T  # CuPy's kernels access elements in C order
-    return result
+def _rounded(sums: Sequence[Any], like: Any) -> tuple[Any, Any, Any]:
+    """The sums of the gradients of q, k and v as results in the dtype of an array."""
+    dq, dk, dv = (cast(total, like.dtype, cupy_runtime.new_result) for total in sums)
+    return dq, dk, dv
