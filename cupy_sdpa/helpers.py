@@ -158,10 +158,10 @@ def merge(
     """
     return_stats = read_flag("return_stats", return_stats)
     _check_parts(outs, stats, sinks, out)
-    return merge_checked(outs, stats, sinks, out, return_stats=return_stats)
+    return merge_unchecked(outs, stats, sinks, out, return_stats=return_stats)
 
 
-def merge_checked(outs: Sequence[Array], stats: Sequence[Array], sinks: Any, out: Any, *, return_stats: bool) -> Any:
+def merge_unchecked(outs: Sequence[Array], stats: Sequence[Array], sinks: Any, out: Any, *, return_stats: bool) -> Any:
     """:func:`merge` without checks of its arguments."""
     packed = outs[0].ndim == 3
     groups = [Parts(x[..., None, None], y.T[..., None, None]) if packed else Parts(x[..., None], y[..., None])

@@ -25,7 +25,7 @@ class Library(NamedTuple):
 
     Attributes:
         name: the name of the library.
-        share: an array as a numpy or CuPy array, and whether it is on a GPU.
+        share: an argument, by its name, and the array: as a numpy or CuPy array.
         returned: a numpy or CuPy array as an array of the library.
         stream: the address of the library's current stream on the device of an array; None if the library does not tell it.
             CuPy's current stream is then used, and the call returns when its work is done.

@@ -11,7 +11,7 @@ import numpy as np
 from ...attention import attention, attention_backward
 from ...device import cupy_runtime, memory
 from ...device.merge import accumulate
-from ...helpers import merge_checked
+from ...helpers import merge_unchecked
 from ...problem.band import Band
 from ..groups.channel import copy
 from .layout import Interval, Layout
@@ -247,7 +247,7 @@ class Partials:
         if len(results) == 1 and sinks is None and self._rows == self._like.shape[2]:
             return results[0]
         outs, stats = zip(*results, strict=True)
-        return merge_checked(outs, stats, sinks, None, return_stats=True)  # type: ignore[no-any-return]
+        return merge_unchecked(outs, stats, sinks, None, return_stats=True)  # type: ignore[no-any-return]
 
 
 def stats_dtype(dtype: Any) -> Any:
