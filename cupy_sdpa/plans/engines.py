@@ -218,7 +218,7 @@ def disable_graph_retention(plan: Descriptor) -> None:
     """Let a captured CUDA graph not keep the plan alive; called before the plan is finalized.
 
     From 9.28 on cuDNN by default adds an object to every captured graph that owns the plan. A launch of such a graph takes 2 to
-    3.5 us longer (H200; docs/design.md). It is not needed: plans outlive the graphs that contain their kernels.
+    6 us longer (H200; docs/cudnn.md). It is not needed: plans outlive the graphs that contain their kernels.
     """
     if library().version >= GRAPH_RETENTION_SINCE:
         plan.set("CUDA_GRAPH_RETENTION", CudaGraphRetention.NONE)
