@@ -137,8 +137,9 @@ class Channel:
         return error
 
     def start(self, sends: Sequence[Transfer], receives: Sequence[Transfer], label: str) -> Pending:
-        """Start an exchange, after the work on CuPy's current stream so far."""
+        """Start an exchange, after the work on CuPy's current stream so far. Empty arrays are not transferred."""
         tag, self._tag = self._tag, None
+        sends, receives = [x for x in sends if x.array.size], [x for x in receives if x.array.size]
         arrays = [x.array for x in (*sends, *receives)]
         if not arrays:
             self.exchanger.exchange([], [], label)  # members that are threads start every exchange together
