@@ -20,43 +20,47 @@ if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
 _KEY_TYPES = frozenset({bool, int, float, str, type(None), np.bool_, np.int64, np.float32, np.float64})
 
 
-class Arguments(NamedTuple):
-    """The arguments of a call.
+#: A key, the arrays that the caller passed, and their addresses.
+Arguments = tuple[tuple[Any, ...], list[Any], list[int]]
+
+
+class ArrayFunctions:
+    """CuPy's array type, and the functions of arrays that a repeated call needs.
 
     Attributes:
-        key: what the call depends on, except the addresses of its arrays.
-        arrays: the arrays that the caller passed.
-        addresses: their addresses.
+        ndarray: the array type.
+        signature: what a key has of an array, see :func:`.cupy_runtime.signature_function`.
+        array: creates a result, see :func:`.cupy_runtime.array_function`.
     """
 
-    key: tuple[Any, ...]
-    arrays: list[Any]
-    addresses: list[int]
+    def __init__(self) -> None:
+        self.ndarray = cupy_runtime.cupy().ndarray
+        self.signature = cupy_runtime.signature_function(self.ndarray)
+        self.array = cupy_runtime.array_function(self.ndarray)
 
 
-def read_key(ndarray: Any, kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) -> Arguments | None:
-    """The key of a call, its arrays and their addresses; None if the call must be parsed every time.
+def read_key(functions: ArrayFunctions, kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) -> Arguments | None:
+    """The key of a call: what it depends on except the addresses of its arrays; None if it must be parsed every time.
 
     Device and alignment are not in the key: both follow from the addresses, and are checked for new addresses.
 
     Args:
-        ndarray: CuPy's array type; other arrays have no key.
+        functions: the functions of CuPy's arrays; other arrays have no key.
         kind: the part of the key besides arrays and options, hashable.
         arrays: the array arguments, which may be None.
         options: the options.
     """
+    ndarray, signature = functions.ndarray, functions.signature
     key: list[Any] = [kind]
     passed: list[Any] = []
     addresses: list[int] = []
     for array in arrays:
-        if type(array) is ndarray:
-            key.append(array.dtype)
-            key.append(array.shape)
-            key.append(array.strides)
+        if array is None:
+            key.append(None)
+        elif type(array) is ndarray:
+            key.append(signature(array))
             passed.append(array)
             addresses.append(array.data.ptr)
-        elif array is None:
-            key.append(None)
         else:
             return None
     for name, value in options.items():
@@ -66,7 +70,7 @@ def read_key(ndarray: Any, kind: Any, arrays: tuple[Any, ...], options: Mapping[
             key.append(value_type)
             key.append(value)
         elif value_type is ndarray:
-            key += (value.dtype, value.shape, value.strides)
+            key.append(signature(value))
             passed.append(value)
             addresses.append(value.data.ptr)
         elif value_type is tuple:
@@ -81,12 +85,12 @@ def read_key(ndarray: Any, kind: Any, arrays: tuple[Any, ...], options: Mapping[
             for tensor, array in value.items():
                 if type(tensor) is not str or type(array) is not ndarray:
                     return None
-                key += (tensor, array.dtype, array.shape, array.strides)
+                key += (tensor, signature(array))
                 passed.append(array)
                 addresses.append(array.data.ptr)
         else:
             return None
-    return Arguments(tuple(key), passed, addresses)
+    return tuple(key), passed, addresses
 
 
 class Template:
