@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.host_options import measure, ours, run
+from benchmarks.host_options import measure, ours, profile, run
 from benchmarks.host_options.measure import Mix, Way, choose
 
 KINDS = {kind.name: kind for kind in ours.KINDS}
@@ -220,6 +220,24 @@ def test_rows_without_pytorch(printed, monkeypatch):
     assert [bool(row["us"]) for row in rows.values()] == [True, True]
     assert not rows["causal"]["peer"]
     assert rows["prepared"]["message"].startswith("cudnnBackendExecute does not run: ModuleNotFoundError")
+
+
+def test_profile(fake, monkeypatch, capsys):
+    """Every step takes time, the steps take less than the call, and the launches of all sets are counted."""
+    monkeypatch.setattr(run, "versions", dict)
+    assert main(["host_options", "--profile", "x.csv", "--only", "plain", "paged"]) == 0
+    with open("x.csv", newline="") as file:
+        rows = {row["kind"]: row for row in csv.DictReader(file)}
+    assert list(rows) == ["plain", "paged"]
+    for row in rows.values():
+        steps = {step: float(row[step]) for step in (*profile.STEPS, "rest") if step != "busy"}
+        assert min(steps.values()) > 0
+        assert sum(steps.values()) == pytest.approx(float(row["total"]), abs=0.05)
+        launches = dict(reversed(part.split(" x ")) for part in row["launches"].split("; "))
+        assert sum(map(int, launches.values())) == measure.SETS
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith("paged ")
+    assert lines[-1].endswith(rows["paged"]["launches"])
 
 
 def test_names_are_checked(capsys):
