@@ -223,7 +223,7 @@ def test_rows_without_pytorch(printed, monkeypatch):
 
 
 def test_profile(fake, monkeypatch, capsys):
-    """Every step takes time, the steps take less than the call, and the launches of all sets are counted."""
+    """The slow steps take time, the steps and the rest are the call, and the launches of all sets are counted."""
     monkeypatch.setattr(run, "versions", dict)
     assert main(["host_options", "--profile", "x.csv", "--only", "plain", "paged"]) == 0
     with open("x.csv", newline="") as file:
@@ -231,7 +231,7 @@ def test_profile(fake, monkeypatch, capsys):
     assert list(rows) == ["plain", "paged"]
     for row in rows.values():
         steps = {step: float(row[step]) for step in (*profile.STEPS, "rest") if step != "busy"}
-        assert min(steps.values()) > 0
+        assert min(steps[step] for step in ("key", "allocate", "array", "launch")) > 0  # others may be shorter than the clock's
         assert sum(steps.values()) == pytest.approx(float(row["total"]), abs=0.05)
         launches = dict(reversed(part.split(" x ")) for part in row["launches"].split("; "))
         assert sum(map(int, launches.values())) == measure.SETS
