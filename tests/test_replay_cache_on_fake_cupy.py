@@ -5,6 +5,7 @@ tests/test_gpu_replay.py and tests/test_gpu_plans.py.
 """
 
 import contextlib
+import functools
 import sys
 import threading
 
@@ -21,6 +22,7 @@ from cupy_sdpa import attention, attention_backward, attention_vjp, explain, get
 from cupy_sdpa._cudnn.library import library
 from cupy_sdpa.calls import replay_cache
 from cupy_sdpa.device import memory
+from cupy_sdpa.device.cuda_graph import Recording
 
 #: Calls with the same addresses after which a CUDA graph is replayed.
 OFTEN = replay_cache.CAPTURE_AFTER + 1
@@ -329,6 +331,41 @@ def test_captured_calls(case, options, cupy):
             assert all(np.isnan(x.get()).all() for x in junk)
         stream.synchronize()
     assert library().forget_plans() == 2, "the plans that were captured are kept, and no other"
+
+
+def blocks(cupy):
+    """A call that consists of several calls."""
+    mask = cupy_sdpa.block_mask(lambda b, h, q_idx, kv_idx: (q_idx // 128 + kv_idx // 128) % 2 == 0, 256, 256)
+    q, k, v = (cupy.asarray(x) for x in Case("blocks", d=16, sq=256, skv=256).arrays())
+    out = cupy.empty_like(q)
+    return out, lambda: attention(q, k, v, block_mask=mask, out=out)
+
+
+def both_passes(cupy):
+    """Two calls with copies of their arrays."""
+    problem = Problem(cupy, CASES[1])
+    return problem.results[-1], problem.launch
+
+
+@pytest.mark.parametrize("make", [both_passes, blocks], ids=lambda make: make.__name__)
+def test_captured_graphs_own_the_memory_of_whole_calls(make, cupy):
+    """No node of a graph allocates memory, so its kernels can be launched one by one; also for calls that are parsed."""
+    result, call = make(cupy)
+    call()
+    want = as_float(result)
+    recording = Recording(call)
+    kinds = {work.kind for work in DEVICE.graphs[recording._graph]}
+    assert not kinds & {"alloc", "free"}
+    for launch in (recording.launch_one_by_one, functools.partial(recording.launch, of_many=False)):
+        result.fill(np.nan)
+        junk = [cupy.full(size, np.nan, np.float32) for size in (1 << 10, 1 << 14)]
+        launch()
+        equal([as_float(result)], [want])
+        assert all(np.isnan(x.get()).all() for x in junk)
+    cupy.cuda.Device().synchronize()
+    recording.close()
+    get_plan_cache().clear()
+    library().forget_plans()
 
 
 def test_a_capture_without_a_plan_raises(cupy):

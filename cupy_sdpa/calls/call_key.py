@@ -205,12 +205,12 @@ class ComposedCall:
     def run(self, memory: cupy_runtime.Memory | None = None) -> list[Any]:
         """Compute and return the results; ``memory`` is that for everything else that is allocated."""
         self.launched = None
-        with cupy_runtime.arena(memory) as arena:
-            plans = self._enqueue()
-        if cupy_runtime.capturing():
-            for plan in plans:
+        if cupy_runtime.capturing():  # into an arena of the capture, if there is one
+            for plan in self._enqueue():
                 plan.keep()
         else:
+            with cupy_runtime.arena(memory) as arena:
+                plans = self._enqueue()
             self.launched = LaunchRecord(tuple(plans), arena.needed, False)
         return [self.arrays[name] for name in self.result_names]
 
