@@ -1,6 +1,7 @@
 """The benchmark of the options' host time: its calls on numpy and the fake CuPy, its timers, its rows, and PyTorch's calls."""
 
 import csv
+import functools
 import importlib
 import sys
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks.__main__ import main
+from benchmarks.common.captured import CapturedCalls
 from benchmarks.host_options import measure, ours, profile, run
 from benchmarks.host_options.measure import Mix, Way, choose
 
@@ -238,6 +240,19 @@ def test_profile(fake, monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1].startswith("paged ")
     assert lines[-1].endswith(rows["paged"]["launches"])
+
+
+def test_captured_calls(fake):
+    """The calls are captured in turn, and a launch of the graph takes the time of their kernels."""
+    made = []
+
+    def call(name):
+        made.append(name)
+        return fake.full(8, 1.0, np.float32)
+
+    timer = CapturedCalls([functools.partial(call, name) for name in "ab"], 3)
+    assert made == [*"ab", *"ab", *"aba"]  # before the capture on both streams, and captured
+    assert timer() == pytest.approx(1.0)  # microseconds of a kernel of the fake
 
 
 def test_names_are_checked(capsys):
