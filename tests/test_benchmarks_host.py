@@ -121,12 +121,12 @@ def test_a_way_is_made_and_timed_in_its_context():
 
 
 def test_a_mix_takes_turns():
-    """Kinds alternate, each on its next set; the device is synchronized after at most PIECE calls."""
+    """Kinds alternate, each on its next set; the device is synchronized after at most PIECE calls; the second round counts."""
     log = []
     calls = {name: [lambda name=name, n=n: log.append(f"{name}{n}") for n in range(2)] for name in "abc"}
     mix = Mix(calls, lambda results: log.append("wait"))
     assert mix() > 0
-    assert log == ["wait", "a0", "b0", "c0", "wait", "a1", "b1", "c1", "wait"]
+    assert log == ["wait", "a0", "b0", "c0", "wait", "a1", "b1", "c1", "wait"] * 2
     assert {name: len(several) for name, several in mix.rounds.items()} == dict.fromkeys("abc", 1)
 
 
@@ -140,7 +140,23 @@ def test_a_mix_is_measured_after_it_is_captured():
     mixes = {name: Mix({"x": [call]}, lambda results: None) for name in ("ours", "peer")}
     measure.measure_mixes(mixes)
     assert [len(mix.rounds["x"]) for mix in mixes.values()] == [2, 2]
-    assert count[0] == 2 * (measure.WARM_UP + 3)
+    assert count[0] == 2 * (measure.WARM_UP + 2 * 3)
+
+
+def test_the_warm_up_ends_when_no_graph_is_captured():
+    """After as many rounds without a capture as a capture needs; and after a limit."""
+    count = [0]
+
+    def call():
+        count[0] += 1
+
+    mix = Mix({"x": [call]}, lambda results: None, captured=lambda: min(count[0] // 2, 5))
+    mix.warm_up()
+    assert count[0] == 10 + measure.WARM_UP
+    mix = Mix({"x": [call]}, lambda results: None, captured=lambda: count[0])
+    mix.warm_up()
+    assert count[0] == 10 + measure.WARM_UP + measure.MAX_WARM_UP
+    assert not mix.rounds["x"]
 
 
 # rows

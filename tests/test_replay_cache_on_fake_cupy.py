@@ -6,6 +6,7 @@ tests/test_gpu_replay.py and tests/test_gpu_plans.py.
 
 import contextlib
 import functools
+import itertools
 import sys
 import threading
 
@@ -160,6 +161,27 @@ def test_addresses_of_results_and_inputs_change(cupy):
         equal([as_float(attention(q, k, cupy.asfortranarray(other)))], [as_float(attention(q, k, cupy.asfortranarray(other)))])
         np.testing.assert_allclose(as_float(attention(q, k, cupy.asfortranarray(other))), factor * want, rtol=0.02, atol=0.02)
     equal(map(as_float, kept), [want] * len(kept))
+
+
+def test_the_pool_may_return_the_memory_of_results_in_any_order(cupy):
+    """Gradients of equal sizes are replayed, although the pool returns their blocks in the order in which they were freed."""
+    problem = Problem(cupy, Case("plain", d=16, sq=20, skv=20))
+    q, k, v, dout = problem.inputs
+    problem.run()
+    out, stats = problem.results[:2]
+
+    def run(order):
+        gradients = list(attention_backward(dout, q, k, v, out, stats))
+        contents = [as_float(x) for x in gradients]
+        for number in order:
+            gradients[number] = None
+        return contents
+
+    orders = list(itertools.permutations(range(3)))
+    want = [run(order) for order in orders][-1]
+    with replayed():
+        for order in orders:
+            equal(run(order), want)
 
 
 @pytest.mark.parametrize("case", CASES[:2], ids=str)

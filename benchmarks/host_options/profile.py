@@ -94,14 +94,15 @@ def _described(graph: Any) -> str:
     return " + ".join(f"{count} {name}" for name, count in counts.items())
 
 
-def profile(calls: Mapping[str, Sequence[Call]], wait: Wait) -> list[Row]:
+def profile(calls: Mapping[str, Sequence[Call]], wait: Wait, captured: Callable[[], int]) -> list[Row]:
     """The microseconds of each step of the calls of each kind in a mix: the median over rounds.
 
     Args:
         calls: the calls of each kind on all sets of arrays.
         wait: waits for the device.
+        captured: the number of CUDA graphs that are captured.
     """
-    mix = Mix(calls, wait)
+    mix = Mix(calls, wait, captured=captured)
     mix.warm_up()
     for _ in range(ROUNDS):
         mix()

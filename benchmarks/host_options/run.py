@@ -6,8 +6,9 @@
 bfloat16, head dim 64, 8 heads, length 128, batch 2: the device is never the limit. Alone, a call is repeated on the same
 addresses and an idle device: median microseconds until it returns. In a mix, calls of all kinds take turns, each on the next of
 64 sets of arrays, as in a model with many layers: the mean microseconds of the calls of a kind, of the median round. There are
-two mixes: the ten options, and the other calls. PyTorch runs its closest calls in the same order, in interleaved rounds. Ratios
-are medians of the ratios within a round.
+two mixes: the ten options, and the other calls. PyTorch runs its closest calls in the same order, in interleaved rounds, and
+each measured round follows one of the same library that is not measured, as in a program that uses one library. Ratios are
+medians of the ratios of rounds next to each other.
 
 ``--profile`` measures our calls only: the microseconds of each step of the calls in the two mixes.
 
@@ -100,7 +101,7 @@ class Group:
         """Measure the mix of all kinds."""
         mixes = {}
         if self._ours:
-            mixes["mix_us"] = measure.Mix({kind: chosen.calls for kind, chosen in self._ours.items()}, self._wait)
+            mixes["mix_us"] = measure.Mix({kind: x.calls for kind, x in self._ours.items()}, self._wait, captured=captured)
         if self._peers:
             peers = {kind: chosen.calls for kind, chosen in self._peers.items()}
             mixes["peer_mix_us"] = measure.Mix(peers, self._wait, peers_active)
@@ -186,6 +187,11 @@ def wait(results: Any) -> None:
     cupy_runtime.cupy().cuda.Device().synchronize()
 
 
+def captured() -> int:
+    """The number of captured CUDA graphs."""
+    return cupy_sdpa.get_plan_cache().recordings
+
+
 def input_sets() -> list[ours.Inputs]:
     """The sets of arrays."""
     model = ours.Model(cupy_runtime.cupy())
@@ -201,7 +207,7 @@ def print_profile(names: Sequence[str], path: str | None) -> int:
     for mix in (ours.OPTIONS, ours.OTHERS):
         kinds = [kind for kind in ours.KINDS if kind.mix == mix and kind.name in names]
         if kinds:
-            found = profile.profile({kind.name: [kind.call(x) for x in sets] for kind in kinds}, wait)
+            found = profile.profile({kind.name: [kind.call(x) for x in sets] for kind in kinds}, wait, captured)
             print("\n".join(map(profile.described, found)), flush=True)
             rows += [{"mix": mix, **row, **used} for row in found]
     if path:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -91,6 +93,47 @@ def read_key(functions: ArrayFunctions, kind: Any, arrays: tuple[Any, ...], opti
         else:
             return None
     return tuple(key), passed, addresses
+
+
+#: The shape, the dtype and the bytes of a result that a call creates.
+Created = tuple[tuple[int, ...], Any, int]
+_run_and_address = operator.itemgetter(0, 1)
+
+
+def equal_runs(created: Sequence[Created]) -> list[int]:
+    """The number of the run of equal sizes that each result is in; empty if no run has several results.
+
+    >>> equal_runs([((2, 3), "float16", 12), ((6,), "float16", 12), ((1,), "float16", 2)])
+    [0, 0, 1]
+    >>> equal_runs([((2, 3), "float16", 12), ((1,), "float16", 2)])
+    []
+    """
+    changes = (a[2] != b[2] for a, b in itertools.pairwise(created))
+    runs = list(itertools.accumulate(changes, initial=0))
+    return runs if runs[-1] + 1 < len(created) else []
+
+
+def create_sorted(
+    functions: Any, created: Sequence[Created], runs: Sequence[int], results: list[Any], addresses: list[int]
+) -> None:
+    """Create results; in a run of equal sizes their addresses increase.
+
+    CuPy's pool returns free blocks of one size in varying order. Sorted, the same blocks are the same addresses, for which a
+    graph has been captured.
+
+    Args:
+        functions: the functions of CuPy: ``alloc`` and ``array``.
+        created, runs: the results, and their :func:`equal_runs`.
+        results, addresses: the lists to append to.
+    """
+    blocks = []
+    for run, (_, _, size) in zip(runs, created, strict=True):
+        pointer = functions.alloc(size)
+        blocks.append((run, pointer.ptr, pointer))
+    blocks.sort(key=_run_and_address)
+    for (_, address, pointer), (shape, dtype, _) in zip(blocks, created, strict=True):
+        results.append(functions.array(shape, dtype, pointer))
+        addresses.append(address)
 
 
 class Template:
