@@ -33,7 +33,7 @@ _MAX_CONFIGURATIONS = 256
 
 
 def context_parallel(group: Any = None, *, method: str | None = None, check: bool = True) -> ContextParallel:
-    """Attention over the members of a group, one GPU for each, which share out every sequence.
+    """Attention over the members of a group, one GPU for each, which split every sequence among them.
 
     Args:
         group: the group; see :class:`ContextParallel`. None for a single member.
@@ -100,7 +100,7 @@ class ContextParallel:
         seqlen_kv: int | None = None,
         **options: Any,
     ) -> Any:
-        """:func:`cupy_sdpa.attention` of sequences that the members share out.
+        """:func:`cupy_sdpa.attention` of sequences that are split among the members.
 
         Args:
             q, k, v: the member's parts, ``(D, Hq, Sq_r, B)``, ``(D, Hkv, Skv_r, B)`` and ``(Dv, Hkv, Skv_r, B)``; packed
@@ -148,7 +148,7 @@ class ContextParallel:
         return_dsinks: bool = False,
         **options: Any,
     ) -> tuple[Any, ...]:
-        """:func:`cupy_sdpa.attention_backward` of sequences that the members share out.
+        """:func:`cupy_sdpa.attention_backward` of sequences that are split among the members.
 
         Args:
             dout: the gradient of the member's output, ``(Dv, Hq, Sq_r, B)``.
