@@ -52,7 +52,7 @@ class Steps:
     """The separate steps of a repeated call, and ``cudnnBackendExecute``."""
 
     def __init__(self, q: Any, k: Any, v: Any) -> None:
-        self.arrays = (q, k, v, None, None)
+        self.arrays = (q, k, v)
         self.out = cupy_sdpa.attention(q, k, v)
         here = replay_cache._runtime
         assert here is not None
@@ -89,7 +89,7 @@ class Steps:
     def execute(self) -> Callable[[], Any]:
         """``cudnnBackendExecute`` on the same arrays with one variant pack, which :meth:`close` destroys."""
         launcher = self.plan._launcher
-        q, k, v, *_ = self.arrays
+        q, k, v = self.arrays
         named = {"q": q, "k": k, "v": v, "out": self.out}
         addresses = [named[name].data.ptr for name in self.plan._arrays]
         self.workspace = cupy.cuda.alloc(max(self.plan.info.workspace, 1))

@@ -199,12 +199,12 @@ def attention(
         return attention_with_block_mask(q, k, v, mask, rest, return_stats=return_stats, out=out, stats=stats)
     deterministic = deterministic is not False and read_flag("deterministic", deterministic)
     kind = ("forward", return_stats if type(return_stats) is bool else str(return_stats), deterministic)
-    arrays = (q, k, v, out, stats)
+    arrays = (q, k, v) if out is stats is None else (q, k, v, out, stats)
     results = run_cached(kind, arrays, options)
     if results is None:
         call = read_forward(q, k, v, options, return_stats=return_stats, deterministic=deterministic, out=out, stats=stats)
         results = call.run()
-        cache_call(kind, ("q", "k", "v", "out", "stats"), arrays, options, call)
+        cache_call(kind, ("q", "k", "v", "out", "stats")[: len(arrays)], arrays, options, call)
     if "layout" in options and (layout := other_layout(options)):
         results = results_in(layout, OUTPUTS, results, {"out": out, "stats": stats}, options)
     return tuple(results) if len(results) > 1 else results[0]
@@ -311,7 +311,7 @@ def attention_backward(
         return gradients_with_block_mask(every, mask, rest, deterministic=bool(deterministic), others={})
     dtensors = return_dtensors if type(return_dtensors) is bool else repr(return_dtensors)
     kind = ("backward", deterministic, return_dbias, return_dsinks, dtensors)
-    arrays = (dout, q, k, v, out, stats, dq, dk, dv)
+    arrays = (dout, q, k, v, out, stats) if dq is dk is dv is None else (dout, q, k, v, out, stats, dq, dk, dv)
     results = run_cached(kind, arrays, options)
     if results is None:
         for name, array in (("dout", dout), ("out", out), ("stats", stats)):
@@ -325,7 +325,7 @@ def attention_backward(
             deterministic=deterministic,
         )  # fmt: skip
         results = call.run()
-        cache_call(kind, ("dout", "q", "k", "v", "out", "stats", "dq", "dk", "dv"), arrays, options, call)
+        cache_call(kind, ("dout", "q", "k", "v", "out", "stats", "dq", "dk", "dv")[: len(arrays)], arrays, options, call)
     if "layout" in options and (layout := other_layout(options)):
         given = {"dq": dq, "dk": dk, "dv": dv}
         results = results_in(layout, gradient_names(return_dbias, return_dsinks), results, given, options)

@@ -94,7 +94,7 @@ class Fixture:
 
         self.session = SimpleNamespace(cached_calls={}, handle=object(), cache=PlanCache())
         self.here = SimpleNamespace(
-            ndarray=Array, signature=cupy_runtime.signature_function(Array), array=cupy_runtime.array_function(Array), alloc=memory, is_capturing=lambda stream: self.capturing,
+            ndarray=Array, has_flag=True, array=cupy_runtime.array_function(Array), alloc=memory, is_capturing=lambda stream: self.capturing,
             current_stream=lambda: SimpleNamespace(ptr=self.stream), context_id=lambda flags: (0, 1),
             session=lambda context: self.session,
         )  # fmt: skip

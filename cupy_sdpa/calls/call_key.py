@@ -31,20 +31,22 @@ class ArrayFunctions:
 
     Attributes:
         ndarray: the array type.
-        signature: what a key has of an array, see :func:`.cupy_runtime.signature_function`.
+        has_flag: whether arrays have the attribute ``_f_contiguous``.
         array: creates a result, see :func:`.cupy_runtime.array_function`.
     """
 
     def __init__(self) -> None:
         self.ndarray = cupy_runtime.cupy().ndarray
-        self.signature = cupy_runtime.signature_function(self.ndarray)
+        self.has_flag = hasattr(self.ndarray, "_f_contiguous")
         self.array = cupy_runtime.array_function(self.ndarray)
 
 
 def read_key(functions: ArrayFunctions, kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) -> Arguments | None:
     """The key of a call: what it depends on except the addresses of its arrays; None if it must be parsed every time.
 
-    Device and alignment are not in the key: both follow from the addresses, and are checked for new addresses.
+    Device and alignment are not in the key: both follow from the addresses, and are checked for new addresses. True stands for
+    the strides of Fortran order: CuPy creates a tuple of strides in every access, and a flag takes a sixth of the time. Strides
+    of axes of length 1, on which no address depends, may then differ.
 
     Args:
         functions: the functions of CuPy's arrays; other arrays have no key.
@@ -52,17 +54,19 @@ def read_key(functions: ArrayFunctions, kind: Any, arrays: tuple[Any, ...], opti
         arrays: the array arguments, which may be None.
         options: the options.
     """
-    ndarray, signature = functions.ndarray, functions.signature
+    ndarray, has_flag = functions.ndarray, functions.has_flag
     key: list[Any] = [kind]
     passed: list[Any] = []
     addresses: list[int] = []
     for array in arrays:
-        if array is None:
-            key.append(None)
-        elif type(array) is ndarray:
-            key.append(signature(array))
+        if type(array) is ndarray:
+            key.append(array.dtype)
+            key.append(array.shape)
+            key.append((has_flag and array._f_contiguous) or array.strides)
             passed.append(array)
             addresses.append(array.data.ptr)
+        elif array is None:
+            key.append(None)
         else:
             return None
     for name, value in options.items():
@@ -72,7 +76,7 @@ def read_key(functions: ArrayFunctions, kind: Any, arrays: tuple[Any, ...], opti
             key.append(value_type)
             key.append(value)
         elif value_type is ndarray:
-            key.append(signature(value))
+            key += (value.dtype, value.shape, (has_flag and value._f_contiguous) or value.strides)
             passed.append(value)
             addresses.append(value.data.ptr)
         elif value_type is tuple:
@@ -87,7 +91,7 @@ def read_key(functions: ArrayFunctions, kind: Any, arrays: tuple[Any, ...], opti
             for tensor, array in value.items():
                 if type(tensor) is not str or type(array) is not ndarray:
                     return None
-                key += (tensor, signature(array))
+                key += (tensor, array.dtype, array.shape, (has_flag and array._f_contiguous) or array.strides)
                 passed.append(array)
                 addresses.append(array.data.ptr)
         else:
@@ -97,25 +101,21 @@ def read_key(functions: ArrayFunctions, kind: Any, arrays: tuple[Any, ...], opti
 
 #: The shape, the dtype and the bytes of a result that a call creates.
 Created = tuple[tuple[int, ...], Any, int]
-_run_and_address = operator.itemgetter(0, 1)
 
 
-def equal_runs(created: Sequence[Created]) -> list[int]:
-    """The number of the run of equal sizes that each result is in; empty if no run has several results.
+def equal_runs(created: Sequence[Created]) -> list[list[Created]]:
+    """The results in runs of equal sizes; empty if no run has several results.
 
     >>> equal_runs([((2, 3), "float16", 12), ((6,), "float16", 12), ((1,), "float16", 2)])
-    [0, 0, 1]
+    [[((2, 3), 'float16', 12), ((6,), 'float16', 12)], [((1,), 'float16', 2)]]
     >>> equal_runs([((2, 3), "float16", 12), ((1,), "float16", 2)])
     []
     """
-    changes = (a[2] != b[2] for a, b in itertools.pairwise(created))
-    runs = list(itertools.accumulate(changes, initial=0))
-    return runs if runs[-1] + 1 < len(created) else []
+    runs = [list(run) for _, run in itertools.groupby(created, operator.itemgetter(2))]
+    return runs if len(runs) < len(created) else []
 
 
-def create_sorted(
-    functions: Any, created: Sequence[Created], runs: Sequence[int], results: list[Any], addresses: list[int]
-) -> None:
+def create_sorted(functions: Any, runs: Sequence[Sequence[Created]], results: list[Any], addresses: list[int]) -> None:
     """Create results; in a run of equal sizes their addresses increase.
 
     CuPy's pool returns free blocks of one size in varying order. Sorted, the same blocks are the same addresses, for which a
@@ -123,17 +123,22 @@ def create_sorted(
 
     Args:
         functions: the functions of CuPy: ``alloc`` and ``array``.
-        created, runs: the results, and their :func:`equal_runs`.
+        runs: the :func:`equal_runs` of the results.
         results, addresses: the lists to append to.
     """
-    blocks = []
-    for run, (_, _, size) in zip(runs, created, strict=True):
-        pointer = functions.alloc(size)
-        blocks.append((run, pointer.ptr, pointer))
-    blocks.sort(key=_run_and_address)
-    for (_, address, pointer), (shape, dtype, _) in zip(blocks, created, strict=True):
-        results.append(functions.array(shape, dtype, pointer))
-        addresses.append(address)
+    alloc, array = functions.alloc, functions.array
+    for run in runs:
+        pointers = []
+        for _, _, size in run:
+            pointers.append(alloc(size))  # a comprehension takes longer
+        if len(run) > 1:
+            pointers.sort(key=_address)
+        for (shape, dtype, _), pointer in zip(run, pointers):  # noqa: B905 - strict takes longer
+            results.append(array(shape, dtype, pointer))
+            addresses.append(pointer.ptr)
+
+
+_address = operator.attrgetter("ptr")
 
 
 class Template:

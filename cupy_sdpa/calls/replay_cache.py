@@ -149,7 +149,7 @@ class CachedCall:
             return None
         created: list[Any] = []
         if self._runs:
-            create_sorted(runtime, self._created, self._runs, created, addresses)
+            create_sorted(runtime, self._runs, created, addresses)
         else:
             for shape, dtype, size in self._created:
                 pointer = runtime.alloc(size)

@@ -87,20 +87,6 @@ def capturing() -> bool:
     return bool(pointer) and bool(cupy().cuda.runtime.streamIsCapturing(pointer))  # the default stream cannot be captured
 
 
-def signature_function(ndarray: Any) -> Callable[[Any], tuple[Any, ...]]:
-    """A function that returns dtype, shape and strides of an array of CuPy; True in place of the strides of Fortran order.
-
-    CuPy creates a tuple of strides in every access, so the attribute ``_f_contiguous`` is read instead, if CuPy has it. Strides
-    of axes of length 1, which no element depends on, may differ between arrays for which it is True.
-
-    Args:
-        ndarray: CuPy's array type.
-    """
-    if hasattr(ndarray, "_f_contiguous"):
-        return lambda array: (array.dtype, array.shape, array._f_contiguous or array.strides)
-    return lambda array: (array.dtype, array.shape, array.strides)
-
-
 def array_function(ndarray: Any) -> Callable[[tuple[int, ...], Any, Any], Any]:
     """A function that creates an array in Fortran order from its shape, its dtype and a memory pointer.
 
