@@ -312,3 +312,29 @@ def test_close_releases_everything_after_a_failure(cupy):
         recording.close()
     assert cupy.done[-2:] == [("destroy", EXECUTABLE), ("destroy", GRAPH)]
     assert recording._arrays == []
+
+
+class Plain:
+    """An array type whose constructor takes the arguments, as CuPy's does."""
+
+    def __init__(self, *given):
+        self.given = given
+
+
+class Direct(Plain):
+    """The base of an array type with ``_init``."""
+
+    def _init(self, *given):
+        self.given = ("directly", *given)
+
+
+class WithInit(Direct):
+    """An array type with ``_init``."""
+
+
+@pytest.mark.parametrize(("kind", "given"), [(Plain, ()), (WithInit, ("directly",))], ids=["constructor", "init"])
+def test_arrays_are_created_with_or_without_init(kind, given):
+    """In Fortran order, and of the array type."""
+    made = cupy_runtime.array_function(kind)((2, 3), "f2", "memory")
+    assert type(made) is kind
+    assert made.given == (*given, (2, 3), "f2", "memory", None, "F")

@@ -163,6 +163,22 @@ def test_addresses_of_results_and_inputs_change(cupy):
     equal(map(as_float, kept), [want] * len(kept))
 
 
+@pytest.mark.parametrize("has_flag", [True, False], ids=["contiguity", "strides"])
+def test_strides_of_one_query(has_flag, cupy, monkeypatch):
+    """Strides of axes of length 1 may differ: results are right, and the call is not parsed if CuPy has a flag for the others."""
+    q, k, v = (cupy.asarray(x) for x in Case("one", d=16, sq=1, skv=24, b=1).arrays())
+    want = as_float(attention(q, k, v))
+    monkeypatch.setattr(replay_cache._runtime, "has_flag", has_flag)
+    attention(q, k, v)
+    same, other = q.copy("K"), cupy.full((16, 4, 3, 1), np.nan, q.dtype, order="F")[:, :, :1]
+    other[...] = q
+    assert other.strides != q.strides
+    with not_parsed():
+        equal([as_float(attention(same, k, v))], [want])
+    with not_parsed() if has_flag else contextlib.nullcontext():
+        equal([as_float(attention(other, k, v))], [want])
+
+
 def test_the_pool_may_return_the_memory_of_results_in_any_order(cupy):
     """Gradients of equal sizes are replayed, although the pool returns their blocks in the order in which they were freed."""
     problem = Problem(cupy, Case("plain", d=16, sq=20, skv=20))
