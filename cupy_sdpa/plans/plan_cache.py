@@ -143,7 +143,7 @@ class PlanCache:
 
     @property
     def recording_limit(self) -> int:
-        """The maximum number of bytes of captured CUDA graphs; the least recently used are destroyed first."""
+        """The maximum number of bytes of captured CUDA graphs; those not launched recently are destroyed first."""
         return self.recorded.limit
 
     def get(self, problem: Problem) -> Plan | Refusal | None:
