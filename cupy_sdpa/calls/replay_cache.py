@@ -50,9 +50,9 @@ if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
 MAX_CALLS, MAX_ADDRESS_SETS = 1024, 1024
 #: Up to this number of graphs of a call, launched in turn, take no more device time than their kernels.
 FEW_GRAPHS = 4
-#: One of many graphs is made executable from this number of kernels and memsets on. To launch two takes 6.2 us one by one; to
-#: launch the graph takes 6.5 us with the check whether the device is idle (H200).
-LEAST_NODES = 3
+#: One of many graphs is made executable from this number of kernels and memsets on. In a mix of calls the launch of each takes
+#: 2.7 us; to launch the graph takes 7.6 us with the check whether the device is idle (H200, host_options --profile).
+LEAST_NODES = 4
 #: A call is captured when the same addresses occur this many times; a capture takes as long as ten launches. A parsed call is
 #: counted only if the call allocates no memory, because the address of the memory is one of them.
 CAPTURE_AFTER = 3
