@@ -1,4 +1,4 @@
-"""Draw the scaling: ``python -m benchmarks.parallel.plot`` writes ``docs/_static/parallel/scaling.svg`` from the results.
+"""Draw the scaling: ``python -m benchmarks.parallel.plot`` writes ``docs/_static/parallel_scaling.svg`` from the results.
 
 A panel for each pass. A bar is the time of one GPU divided by the number of GPUs, relative to the measured time: 1 is ideal.
 Circles are the predictions of the model for 2, 4 and 8 GPUs.
@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "benchmarks" / "results" / "h200x2_cudnn919_parallel.csv"
-TARGET = ROOT / "docs" / "_static" / "parallel" / "scaling.svg"
+TARGET = ROOT / "docs" / "_static" / "parallel_scaling.svg"
 #: The best of our methods, and the better rotation of PyTorch.
 COLORS = {"measured": "#1b6ca8", "PyTorch": "#d1603d"}
 PREDICTED = "#3a8f5c"
