@@ -211,7 +211,7 @@ def test_the_bytes_of_captured_graphs_can_be_limited():
     counts.
     """
     kept = PlanCache()
-    assert kept.recording_limit == 64 << 20
+    assert kept.recording_limit == 128 << 20
     made = record(kept.recorded, "a", "b", "c")
     assert (kept.recordings, kept.recording_bytes) == (3, 300)
     assert "3 captured CUDA graphs, 300 bytes" in str(kept)

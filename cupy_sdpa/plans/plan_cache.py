@@ -20,7 +20,7 @@ T = TypeVar("T")
 #: The default number of plans in a cache.
 LIMIT = 256
 #: The default bytes of captured CUDA graphs in a cache, including the arrays that they keep alive.
-RECORDING_LIMIT = 64 << 20
+RECORDING_LIMIT = 128 << 20
 
 
 @dataclass(frozen=True)
