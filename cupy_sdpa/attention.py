@@ -188,9 +188,9 @@ def attention(
     if needs_conversion(q, options):
         given = {"q": q, "k": k, "v": v, "out": out, "stats": stats}
         return convert(attention, given, options, OUTPUTS, return_stats=return_stats, deterministic=deterministic)
-    if recorder.active:
+    if recorder.active and not recorder.is_recording():
         flags = {"return_stats": return_stats, "deterministic": deterministic}
-        recorder.record("attention", {"q": q, "k": k, "v": v, "out": out, "stats": stats}, {**options, **flags})
+        return recorder.recorded(attention, {"q": q, "k": k, "v": v, "out": out, "stats": stats}, {**options, **flags})
     if "block_mask" in options and (mask := options.pop("block_mask")) is not None:
         return attention_with_block_mask(q, k, v, mask, options, return_stats=return_stats, out=out, stats=stats)
     if "mask_mod" in options and return_stats != "max_sumexp" and (mask := automatic_mask(q, k, options)) is not None:
@@ -295,10 +295,10 @@ def attention_backward(
             return_dbias=return_dbias, return_dsinks=return_dsinks, return_dtensors=return_dtensors,
         )  # fmt: skip
         return gradients
-    if recorder.active:
+    if recorder.active and not recorder.is_recording():
         named = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "stats": stats, "dq": dq, "dk": dk, "dv": dv}
         flags = {"deterministic": deterministic, "return_dbias": return_dbias, "return_dsinks": return_dsinks}
-        recorder.record("attention_backward", named, {**options, **flags, "return_dtensors": return_dtensors})
+        return recorder.recorded(attention_backward, named, {**options, **flags, "return_dtensors": return_dtensors})
     if "block_mask" in options and (mask := options.pop("block_mask")) is not None:
         others = {"return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dtensors": return_dtensors}
         every = (dout, q, k, v, out, stats, dq, dk, dv)
