@@ -194,6 +194,11 @@ BAD = {
     "string_scale": (lambda q, k, v: attention(q, k, v, scale="1"), TypeError, r"scale is a str"),
     "causal_word": (lambda q, k, v: attention(q, k, v, causal="bottom"), ValueError, r"causal is 'bottom'; it must be"),
     "causal_number": (lambda q, k, v: attention(q, k, v, causal=2), ValueError, r"causal is 2"),
+    "float_mask": (lambda q, k, v: attention(q, k, v, mask=np.zeros((6, 6, 1, 1), "f4")), TypeError, r"mask is float32; it must be bool: .*added to the scores.*bias="),
+    "integer_mask": (lambda q, k, v: attention(q, k, v, mask=np.ones((6, 6, 1, 1), "i8")), TypeError, r"mask is int64; it must be bool: convert with \.astype\('bool'\)"),
+    "bool_bias": (lambda q, k, v: attention(q, k, v, bias=np.ones((6, 6, 1, 1), bool)), TypeError, r"bias is bool; .*passed as mask=$"),
+    "bool_lengths": (lambda q, k, v: attention(q, k, v, seq_lens_kv=np.ones((2, 6), bool)), TypeError, r"seq_lens_kv is bool; .*number of True.*mask=$"),
+    "int64_lengths": (lambda q, k, v: attention(q, k, v, seq_lens_kv=np.array([6, 6])), TypeError, r"seq_lens_kv is int64; it must be int32: convert with \.astype\('int32'\)$"),
     "unknown_option": (lambda q, k, v: attention(q, k, v, is_causal=True), TypeError, r"is_causal"),
 }  # fmt: skip
 
@@ -306,7 +311,7 @@ OTHER_NAMES = {
     "attn_bias": "bias=", "dropout": "dropout_p=", "window_size": "window=", "key_padding_mask": "seq_lens_kv=.*mask=",
     "softmax_scale": "scale=", "sm_scale": "scale=", "cu_seqlens_k": "cu_seqlens_kv=", "max_seqlen_k": "max_seqlen_kv=",
     "block_table": "page_table=", "block_tables": "page_table=.*transpose", "cache_seqlens": "seq_lens_kv=",
-    "alibi": r"alibi_slopes=.*cupy_sdpa\.alibi_slopes", "attention_mask": "mask=.*seq_lens_kv=", "attn_logit_softcapping": "softcap=",
+    "alibi": r"alibi_slopes=.*cupy_sdpa\.alibi_slopes", "attention_mask": "seq_lens_kv=.*mask=", "attn_logit_softcapping": "softcap=",
     "attn_scale": "scale=", "causal_mask": "causal=True", "cu_seqlens": "cu_seqlens_q= and cu_seqlens_kv=", "dropout_rate": "dropout_p=",
     "generate_stats": "return_stats=True", "key_value_seq_lengths": "seq_lens_kv=", "learnable_sink": "sinks=",
     "local_window_size": "window=", "logits_soft_cap": "softcap=", "max_seqlen": "max_seqlen_q= and max_seqlen_kv=",
@@ -326,6 +331,17 @@ def test_names_of_other_libraries_are_answered_with_ours(name):
     assert set(OTHER_NAMES) == set(call_options.OTHER_NAMES)
     named = set(re.findall(r"\b(\w+)=", " ".join(call_options.OTHER_NAMES.values())))
     assert named <= {*call_options.Options.__annotations__, "return_stats"}
+
+
+@pytest.mark.parametrize("name", ["attn_mask", "attn_bias", "attention_mask", "key_padding_mask", "block_table"])
+def test_remedies_name_the_axes_of_both_orders(name):
+    """With a layout in C order the arrays of PyTorch are passed unchanged; a transposed square mask would be accepted."""
+    x = np.ones((1, 5, 2, 4), np.float32)
+    with pytest.raises(TypeError, match="with a layout in C order") as found:
+        attention(x, x, x, layout="bshd", **{name: np.ones((5, 5), bool)})
+    with pytest.raises(TypeError) as other:
+        attention(x.T, x.T, x.T, **{name: np.ones((5, 5), bool)})
+    assert str(found.value) == str(other.value)
 
 
 def test_help_shows_every_option():

@@ -224,13 +224,85 @@ WRONG = {
     "mask in our order": ({"layout": "bhsd", "mask": np.ones((3, 3, 5, 2), bool)}, r"pass mask\.T"),
     "mask in the other order": ({"mask": np.ones((2, 1, 5, 5), bool)}, r"pass mask\.T"),
     "mask of two axes": ({"mask": np.ones((1, 5), bool)}, r"pass mask\.T\[\.\.\., None, None\]"),
-    "out": ({"layout": "bhsd", "out": np.ones((2, 3, 5, 8))}, r"out has shape .*were read as \(batch, heads, seq, head_dim\)"),
+    "out": (
+        {"layout": "bhsd", "out": np.ones((2, 3, 5, 8))},
+        r"out has shape \(2, 3, 5, 8\); it must be \(2, 5, 3, 8\), \(B, Hq, Sq, Dv\), .*\[layout='bhsd'\]",
+    ),
+    "stats": (
+        {"layout": "sbhd", "stats": np.ones((2, 5, 8), np.float32)},
+        r"stats has shape \(2, 5, 8\); it must be \(5, 3, 2\), \(B, Hq, Sq\) \[",
+    ),
+    "key padding mask": (
+        {"layout": "bhsd", "mask": np.ones((2, 3), bool)},
+        r"mask has shape \(2, 3\); it must broadcast to \(2, 5, 3, 3\), \(B, Hq, Sq, Skv\): .*\[:, None, None, :\]",
+    ),
+    "dropout_mask": (
+        {"layout": "bhsd", "dropout_p": 0.5, "dropout_mask": np.ones((2, 5, 3, 1), bool)},
+        r"dropout_mask has shape \(2, 5, 3, 1\); it must be \(2, 5, 3, 3\), \(B, Hq, Sq, Skv\)",
+    ),
+    "page_table": (
+        {"layout": "bshd", "page_table": np.zeros((4, 1), np.int32), "seq_lens_kv": np.ones(2, np.int32)},
+        r"page_table has shape \(4, 1\); it must be \(B, pages per sequence\) with 2 sequences, as q \(2, 5, 3, 8\)",
+    ),
+    "packed lengths": (
+        {"layout": "bshd", "cu_seqlens_q": np.array([0, 5], np.int32)},
+        r"q has 4 dimensions \(2, 5, 3, 8\); it needs 3: \(total, heads, head_dim\), .*layout='thd'",
+    ),
+}
+#: q, k and v that do not match, as shapes, and the message: the axes are the caller's.
+PAIRS = {
+    "lengths": ("bhsd", (2, 4, 9, 8), (2, 4, 7, 8), (2, 4, 6, 8), r"lengths \(axis 2\) of k and v .* k is \(2, 4, 7, 8\)"),
+    "heads": ("bhsd", (2, 4, 9, 8), (2, 3, 9, 8), (2, 3, 9, 8), r"q is \(2, 4, 9, 8\), k is \(2, 3, 9, 8\);.*\(batch, heads, seq, h"),
+    "head dims": ("bshd", (2, 9, 4, 8), (2, 9, 4, 6), (2, 9, 4, 6), r"head dims \(axis 3\) of q and k differ, 8 and 6: q is \(2, 9, 4"),
+    "batch": ("sbhd", (9, 2, 4, 8), (9, 1, 4, 8), (9, 1, 4, 8), r"batch sizes \(axis 1\) of q and k differ, 2 and 1"),
+    "no head dim": ("bshd", (2, 9, 4, 0), (2, 9, 4, 0), (2, 9, 4, 8), r"q \(2, 9, 4, 0\) has head dim 0; axis 3 is head_dim"),
+    "own": (None, (8, 4, 9, 2), (6, 4, 9, 2), (6, 4, 9, 2), r"head dims \(axis 0\) of q and k differ"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_errors_show_the_callers_axes(name):
+    """Also where arrays are converted before the call: with compute_dtype and for the derivative."""
+    layout, *shapes, text = PAIRS[name]
+    arrays = [np.ones(shape, np.float32) for shape in shapes]
+    calls = [attention, attention_vjp, cupy_sdpa.prepare, cupy_sdpa.explain]
+    for call in calls if layout is None else [*calls, functools.partial(attention, compute_dtype="bfloat16")]:
+        with pytest.raises(ValueError, match=text) as found:
+            call(*arrays, layout=layout)
+        assert (f"[layout={layout!r}]" in str(found.value)) == (layout is not None)
+
+
+def test_pages_of_a_cache_with_a_layout():
+    """The pages of a cache have our axes: the message says that layout is omitted."""
+    cache = cupy_sdpa.KVCache(8, 2, pages=4, page_size=4, batch=2, dtype=np.float32, numpy=True)
+    q = np.ones((2, 1, 4, 8), np.float32)
+    with pytest.raises(
+        ValueError, match=r"cupy_sdpa\.KVCache are \(head_dim, heads, page size, pages\): omit layout, and pass q"
+    ):
+        attention(q, cache.keys(0), cache.values(0), layout="bshd", page_table=cache.table, seq_lens_kv=cache.lengths)
+
+
+NO_AXES = {
+    "max_seqlen": ({"max_seqlen_q": 3}, "max_seqlen_q is 3 and cu_seqlens_q is None"),
+    "scale": ({"scale": float("nan")}, "scale is nan"),
+    "window": ({"window": (-1, 0)}, "window is"),
+    "return_dbias": ({"return_dbias": True}, "return_dbias is True and bias is None"),
 }
 
 
+@pytest.mark.parametrize("name", NO_AXES)
+def test_errors_without_axes_do_not_mention_them(name):
+    options, text = NO_AXES[name]
+    call = attention_vjp if "return_dbias" in options else attention
+    with pytest.raises(ValueError, match=text) as found:
+        call(X, X, X, layout="bshd", **options)
+    assert "axes" not in str(found.value)
+    assert "layout=" not in str(found.value)
+
+
 @pytest.mark.parametrize("name", WRONG)
-def test_errors_say_how_axes_were_read(name):
-    """The message has the layout, the shapes as they were passed, and the remedy."""
+def test_errors_show_shapes_as_they_were_passed(name):
+    """The message has the layout, the caller's shapes, and the remedy."""
     options, text = WRONG[name]
     with pytest.raises(ValueError, match=text):
         attention(*[X if "layout" in options else X.T] * 3, **options)

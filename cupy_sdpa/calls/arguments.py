@@ -86,8 +86,8 @@ def _read(
     if layout is None:
         return _read_own(arrays, options, outputs, deterministic, return_dtensors)
     own = {name: layouts.to_own(name, array, layout) for name, array in arrays.items()}
-    options = layouts.options_in_own(options, layout)
-    with layouts.described(layout, arrays):
+    with layouts.described(layout, layouts.shapes_of(arrays, options)):
+        options = layouts.options_in_own(options, layout)
         return _read_own(own, options, outputs, deterministic, return_dtensors)
 
 

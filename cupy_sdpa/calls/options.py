@@ -62,13 +62,15 @@ ARRAYS = (*SCORE_INPUTS, *LENGTHS, "page_table", *CU_SEQLENS, "alibi_slopes", "s
 #: What to write in place of an option of another library.
 OTHER_NAMES = {
     "alibi": "pass alibi_slopes=, float32 (Hq,); cupy_sdpa.alibi_slopes(Hq) returns the usual ones",
-    "attention_mask": "pass mask=, bool (Skv, Sq, Hq, B), where True attends; or seq_lens_kv=, the length of each batch entry",
-    "attn_bias": "pass bias=, (Skv, Sq, Hq, B): attn_bias.T of a (B, Hq, Sq, Skv) array",
+    "attention_mask": "pass seq_lens_kv=, the length of each batch entry; or mask=, bool, where True attends: with a layout "
+    "in C order (B, Hq, Sq, Skv), else (Skv, Sq, Hq, B)",
+    "attn_bias": "pass bias=: a (B, Hq, Sq, Skv) array unchanged with a layout in C order, else attn_bias.T",
     "attn_logit_softcapping": "pass softcap=",
-    "attn_mask": "pass mask= (bool, True attends) or bias= (added to the scores), (Skv, Sq, Hq, B): attn_mask.T of PyTorch's",
+    "attn_mask": "pass mask= (bool, True attends) or bias= (float, added to the scores): PyTorch's (B, Hq, Sq, Skv) array "
+    "unchanged with a layout in C order, else attn_mask.T",
     "attn_scale": "pass scale=",
-    "block_table": "pass page_table=, (pages per sequence, B)",
-    "block_tables": "pass page_table=, (pages per sequence, B): the transpose of a (B, pages per sequence) array",
+    "block_table": "pass page_table=: a (B, pages per sequence) array unchanged with a layout in C order, else its transpose",
+    "block_tables": "pass page_table=: a (B, pages per sequence) array unchanged with a layout in C order, else its transpose",
     "cache_seqlens": "pass seq_lens_kv=",
     "causal_mask": "pass causal=True, or causal='bottom_right' if the last query attends to all keys",
     "cu_seqlens": "pass cu_seqlens_q= and cu_seqlens_kv=, with max_seqlen_q= and max_seqlen_kv=",
@@ -78,7 +80,8 @@ OTHER_NAMES = {
     "enable_gqa": "no option is needed: k and v may have fewer heads than q",
     "generate_stats": "pass return_stats=True",
     "is_causal": "pass causal=True",
-    "key_padding_mask": "pass seq_lens_kv=, the length of each batch entry, or mask=, (Skv, 1, 1, B), where True attends",
+    "key_padding_mask": "pass seq_lens_kv=, the length of each batch entry; or mask=, bool, where True attends: with a "
+    "layout in C order (B, 1, 1, Skv), else (Skv, 1, 1, B)",
     "key_value_seq_lengths": "pass seq_lens_kv=",
     "learnable_sink": "pass sinks=, float32 (Hq,)",
     "local_window_size": "pass window=(left, right), where None is no bound",
