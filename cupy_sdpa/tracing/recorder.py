@@ -86,7 +86,7 @@ class Trace:
         os.close(self._file)
 
     def __repr__(self) -> str:
-        return f"<Trace {self.path}: {self.problems} problems>"
+        return f"<Trace {self.path}: {self.problems} problem{'s' * (self.problems != 1)}>"
 
 
 def _items(values: Mapping[str, Any]) -> Iterator[Any]:
