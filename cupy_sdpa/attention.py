@@ -8,7 +8,7 @@ from ._typing import Array, ArrayT
 from .arrays.conversion import OUTPUTS, convert, gradient_names, needs_conversion
 from .arrays.layouts import other_layout, results_in
 from .calls.arguments import read_backward, read_forward
-from .calls.options import DTensors, Options, read_flag, takes_options
+from .calls.options import DTensors, Options, read_flag, refuse_arguments, takes_options
 from .calls.replay_cache import cache_call, run_cached
 from .fp8.array import Fp8Array
 from .fp8.forward import attention_of_fp8
@@ -47,10 +47,10 @@ def attention(
 # fmt: on
 @takes_options
 def attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
+    q: Any = ...,
+    k: Any = ...,
+    v: Any = ...,
+    *positional: Any,
     return_stats: bool | Literal["max_sumexp"] = False,
     deterministic: bool = False,
     out: Array | None = None,
@@ -183,6 +183,8 @@ def attention(
     >>> cupy_sdpa.attention(q, k, v, causal=True, **packed).shape
     (64, 8, 100)
     """
+    if positional or v is ...:
+        refuse_arguments(positional, options)
     if isinstance(q, Fp8Array):
         return attention_of_fp8(q, k, v, options, return_stats=return_stats, out=out, stats=stats)
     if needs_conversion(q, options):
@@ -212,10 +214,10 @@ def attention(
 # fmt: off
 @overload
 def attention_backward(
-    dout: Array, q: Array, k: Array, v: Array, out: Array, stats: Array, *, deterministic: bool = False,
+    dout: Array, q: ArrayT, k: Array, v: Array, out: Array, stats: Array, *, deterministic: bool = False,
     return_dbias: Literal[False] = False, return_dsinks: Literal[False] = False, return_dtensors: Literal[False] = False,
     dq: Array | None = None, dk: Array | None = None, dv: Array | None = None, **options: Unpack[Options],
-) -> tuple[Any, Any, Any]: ...
+) -> tuple[ArrayT, ArrayT, ArrayT]: ...
 @overload
 def attention_backward(
     dout: Array, q: Array, k: Array, v: Array, out: Array, stats: Array, *, deterministic: bool = False,

@@ -71,7 +71,8 @@ def attention_vjp(
         arrays = forward_in_fp8(q, k, v, kind, rest)
         return arrays[3], Pullback(arrays, {**rest, **outputs})
     if isinstance(kind, str) and kind not in COMPUTE_DTYPES:
-        raise ValueError(f"compute_dtype is {kind!r}; it must be None or {' or '.join((*COMPUTE_DTYPES, *FP8_LARGEST))}")
+        names = " or ".join(map(repr, (*COMPUTE_DTYPES, *FP8_LARGEST)))
+        raise ValueError(f"compute_dtype is {kind!r}; it must be {names}, or None for q's dtype")
     if not needs_conversion(q, options):
         out, stats = attention(q, k, v, return_stats=True, deterministic=deterministic, **options)
         return out, Pullback((q, k, v, out, stats), {**options, **outputs})

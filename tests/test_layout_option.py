@@ -308,6 +308,21 @@ def test_errors_show_shapes_as_they_were_passed(name):
         attention(*[X if "layout" in options else X.T] * 3, **options)
 
 
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+@pytest.mark.parametrize("letters", ["bshd", "bhsd", "sbhd", "dhsb"])
+def test_the_dropout_mask_of_a_call(letters, dropout_p):
+    """In C order it is (B, Hq, Sq, Skv), and a call with it drops the weights of the call with the seed."""
+    sizes = {"b": 2, "s": 9, "h": 3, "d": 8}
+    q, k, v = np.random.default_rng(0).standard_normal((3, *(sizes[x] for x in letters)))
+    mask = cupy_sdpa.dropout_mask(q, k, dropout_p=dropout_p, seed=3, layout=letters)
+    assert mask.shape == ((9, 9, 3, 2) if letters == "dhsb" else (2, 3, 9, 9))
+    if dropout_p:
+        want = attention(q, k, v, layout=letters, dropout_p=dropout_p, seed=3)
+        np.testing.assert_array_equal(attention(q, k, v, layout=letters, dropout_p=dropout_p, dropout_mask=mask), want)
+    else:
+        assert mask.all()
+
+
 def test_every_layout_is_tested():
     assert {*DENSE, "thd", "dhsb", "dht"} == set(LAYOUTS)
 

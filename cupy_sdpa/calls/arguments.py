@@ -96,7 +96,7 @@ def _read_own(
 ) -> Call:
     """Validate the arguments of either pass in the layout of this package."""
     user_functions.check_tensors(options)
-    seeds = {name: value for name in SEEDS if _is_integer(value := options.get(name))}
+    seeds = {name: value for name in SEEDS if _is_integer(name, value := options.get(name))}
     passed = {**arrays, **{name: options.get(name) for name in ARRAYS if name not in seeds}}
     arguments = {
         name: read_array(name, array) for name, array in passed.items() if array is not None or name in ("q", "k", "v")
@@ -127,11 +127,15 @@ def _read_own(
     return call
 
 
-def _is_integer(value: Any) -> bool:
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+def _is_integer(name: str, value: Any) -> bool:
+    if isinstance(value, (bool, np.bool_, str)) or (
+        isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral)
+    ):
+        raise TypeError(f"{name} is {value!r}; it must be an integer, or an int64 array of one element")
+    if not isinstance(value, numbers.Integral):
         return False
     if not -(2**63) <= int(value) < 2**63:
-        raise ValueError(f"{value} is given as seed or offset; it must be a 64-bit integer")
+        raise ValueError(f"{name} is {value}; it must be a 64-bit integer")
     return True
 
 
