@@ -1,6 +1,7 @@
 """``layout=``: every call gives the results of a plain float64 reference in the caller's axes, and copies nothing."""
 
 import functools
+import warnings
 
 import numpy as np
 import pytest
@@ -321,6 +322,36 @@ def test_the_dropout_mask_of_a_call(letters, dropout_p):
         np.testing.assert_array_equal(attention(q, k, v, layout=letters, dropout_p=dropout_p, dropout_mask=mask), want)
     else:
         assert mask.all()
+
+
+STARTS = np.array([0, 4, 10], np.int32)
+PACKED = {"cu_seqlens_q": STARTS, "cu_seqlens_kv": STARTS, "max_seqlen_q": 6, "max_seqlen_kv": 6}
+WARNED = {
+    "dense": ((2, 5, 3, 8), {}, "q (2, 5, 3, 8) is in C order and was read as (head_dim, heads, seq, batch), with head_dim 2"),
+    "packed": ((10, 3, 16), PACKED, "pass layout='thd'; layout='dht' confirms"),
+    "confirmed": ((2, 5, 3, 8), {"layout": "dhsb"}, None),
+    "with a layout": ((2, 5, 3, 8), {"layout": "bshd"}, None),
+    "head dim 8": ((8, 5, 3, 8), {}, None),
+    "last axis 6": ((2, 5, 3, 6), {}, None),
+}
+
+
+@pytest.mark.parametrize("name", WARNED)
+def test_a_forgotten_layout_is_a_warning(name):
+    """On the CPU, where any order runs; a GPU refuses the call. The warning is of the caller's line."""
+    shape, options, text = WARNED[name]
+    x = np.ones(shape, np.float32)
+    for call in (attention, attention_vjp, explain, prepare):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            call(x, x, x, **options)
+        assert len(found) == (text is not None)
+        if text is not None:
+            assert text in str(found[0].message)
+            assert found[0].filename == __file__
+    attention(np.asfortranarray(x), x, x, **options)
+    if "cu_seqlens_q" not in options:
+        attention(x.T, x.T, x.T)
 
 
 def test_every_layout_is_tested():

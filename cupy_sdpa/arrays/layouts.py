@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import numbers
+import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -141,6 +143,34 @@ def shapes_of(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str
     """The shapes of a call's arrays and of its options with more than one axis."""
     given = {**arrays, **{name: options.get(name) for name in _OPTIONS}}
     return {name: tuple(x.shape) for name, x in given.items() if hasattr(x, "shape")}
+
+
+def seems_in_c_order(shape: Sequence[int], *, c_order: bool, fortran_order: bool) -> bool:
+    """Whether the last axis of an array that is read as (head_dim, ...) is probably its head dim.
+
+    A GPU refuses such an array: its first axis is not contiguous, and no multiple of 8.
+
+    >>> seems_in_c_order((2, 100, 8, 64), c_order=True, fortran_order=False)
+    True
+    """
+    return c_order and not fortran_order and len(shape) > 2 and shape[0] % 8 != 0 and shape[-1] % 8 == 0 < shape[-1]
+
+
+def warn_of_c_order(q: Any) -> None:
+    """Warn if a numpy array that is passed without a layout seems to have another one."""
+    if not seems_in_c_order(q.shape, c_order=q.flags.c_contiguous, fortran_order=q.flags.f_contiguous):
+        return
+    own, other = ("dht", "thd") if q.ndim == 3 else ("dhsb", "bshd")
+    legend, remedy = (", ".join(AXES[letter] for letter in letters) for letters in (own, other))
+    level, frame = 1, sys._getframe()
+    while frame.f_back and frame.f_globals["__name__"].partition(".")[0] == __name__.partition(".")[0]:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(
+        f"q {q.shape} is in C order and was read as ({legend}), with head_dim {q.shape[0]}, which a GPU refuses. If it is "
+        f"({remedy}), pass layout={other!r}{' (others: bhsd, sbhd)' * (q.ndim == 4)}; layout={own!r} confirms the order",
+        UserWarning,
+        stacklevel=level,
+    )
 
 
 def _axes_from_own(layout: str, name: str, axes: Sequence[Any]) -> tuple[Any, ...]:

@@ -84,7 +84,10 @@ def _read(
     check_names(options)
     layout = layouts.other_layout(options)
     if layout is None:
-        return _read_own(arrays, options, outputs, deterministic, return_dtensors)
+        call = _read_own(arrays, options, outputs, deterministic, return_dtensors)
+        if not call.on_gpu and options.get("layout") is None:
+            layouts.warn_of_c_order(call.arrays["q"])
+        return call
     own = {name: layouts.to_own(name, array, layout) for name, array in arrays.items()}
     with layouts.described(layout, layouts.shapes_of(arrays, options)):
         options = layouts.options_in_own(options, layout)
