@@ -55,6 +55,11 @@ __all__ = [
 
 #: Public modules, imported on first use.
 _MODULES = ("fp8", "layout", "nnlib", "parallel", "reference", "store", "zoo")
+#: Functions of other libraries that attention computes.
+_OTHER_FUNCTIONS = (
+    "dot_product_attention", "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache", "flex_attention",
+    "scaled_dot_product_attention",
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from . import fp8 as fp8
@@ -70,7 +75,8 @@ else:
         """Import a public module on first use."""
         if name in _MODULES:
             return importlib.import_module(f".{name}", __name__)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        hint = "; attention(q, k, v) takes its place, see docs/migration.md" if name in _OTHER_FUNCTIONS else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
 
     def __dir__():
         """The public names."""

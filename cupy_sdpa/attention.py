@@ -8,7 +8,7 @@ from ._typing import Array, ArrayT
 from .arrays.conversion import CONVERTED, OUTPUTS, OWN_TYPES, convert, gradient_names, needs_conversion
 from .arrays.layouts import other_layout, results_in
 from .calls.arguments import read_backward, read_forward
-from .calls.options import DTensors, Options, read_flag, takes_options
+from .calls.options import DTensors, Options, read_flag, refuse_arguments, takes_options
 from .calls.replay_cache import cache_call, run_cached
 from .fp8.array import Fp8Array
 from .fp8.forward import attention_of_fp8
@@ -47,10 +47,10 @@ def attention(
 # fmt: on
 @takes_options
 def attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
+    q: Any = ...,
+    k: Any = ...,
+    v: Any = ...,
+    *positional: Any,
     return_stats: bool | Literal["max_sumexp"] = False,
     deterministic: bool = False,
     out: Array | None = None,
@@ -183,15 +183,17 @@ def attention(
     >>> cupy_sdpa.attention(q, k, v, causal=True, **packed).shape
     (64, 8, 100)
     """
+    if positional or v is ...:
+        refuse_arguments(positional, options)
     if type(q) not in OWN_TYPES or not CONVERTED.isdisjoint(options):
         if isinstance(q, Fp8Array):
             return attention_of_fp8(q, k, v, options, return_stats=return_stats, out=out, stats=stats)
         if needs_conversion(q, options):
             given = {"q": q, "k": k, "v": v, "out": out, "stats": stats}
             return convert(attention, given, options, OUTPUTS, return_stats=return_stats, deterministic=deterministic)
-    if recorder.active:
+    if recorder.active and not recorder.is_recording():
         flags = {"return_stats": return_stats, "deterministic": deterministic}
-        recorder.record("attention", {"q": q, "k": k, "v": v, "out": out, "stats": stats}, {**options, **flags})
+        return recorder.recorded(attention, {"q": q, "k": k, "v": v, "out": out, "stats": stats}, {**options, **flags})
     if "block_mask" in options and (mask := options.pop("block_mask")) is not None:
         return attention_with_block_mask(q, k, v, mask, options, return_stats=return_stats, out=out, stats=stats)
     if "mask_mod" in options and return_stats != "max_sumexp" and (mask := automatic_mask(q, k, options)) is not None:
@@ -213,10 +215,10 @@ def attention(
 # fmt: off
 @overload
 def attention_backward(
-    dout: Array, q: Array, k: Array, v: Array, out: Array, stats: Array, *, deterministic: bool = False,
+    dout: Array, q: ArrayT, k: Array, v: Array, out: Array, stats: Array, *, deterministic: bool = False,
     return_dbias: Literal[False] = False, return_dsinks: Literal[False] = False, return_dtensors: Literal[False] = False,
     dq: Array | None = None, dk: Array | None = None, dv: Array | None = None, **options: Unpack[Options],
-) -> tuple[Any, Any, Any]: ...
+) -> tuple[ArrayT, ArrayT, ArrayT]: ...
 @overload
 def attention_backward(
     dout: Array, q: Array, k: Array, v: Array, out: Array, stats: Array, *, deterministic: bool = False,
@@ -297,10 +299,10 @@ def attention_backward(
             return_dbias=return_dbias, return_dsinks=return_dsinks, return_dtensors=return_dtensors,
         )  # fmt: skip
         return gradients
-    if recorder.active:
+    if recorder.active and not recorder.is_recording():
         named = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "stats": stats, "dq": dq, "dk": dk, "dv": dv}
         flags = {"deterministic": deterministic, "return_dbias": return_dbias, "return_dsinks": return_dsinks}
-        recorder.record("attention_backward", named, {**options, **flags, "return_dtensors": return_dtensors})
+        return recorder.recorded(attention_backward, named, {**options, **flags, "return_dtensors": return_dtensors})
     if "block_mask" in options and (mask := options.pop("block_mask")) is not None:
         others = {"return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dtensors": return_dtensors}
         every = (dout, q, k, v, out, stats, dq, dk, dv)

@@ -10,6 +10,7 @@ import numpy as np
 
 from ._typing import Array, ArrayT
 from .arrays.argument import arrays_on_gpu, read_array, share_elements
+from .arrays.layouts import other_layout
 from .calls.arguments import read_forward
 from .calls.options import read_flag, read_positive
 from .device import cupy_runtime
@@ -60,6 +61,7 @@ def dropout_mask(
     cu_seqlens_kv: Array | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None,
+    layout: Literal["dhsb", "dht", "bshd", "bhsd", "sbhd", "thd"] | None = None,
 ) -> Any:
     """The weights that :func:`cupy_sdpa.attention` keeps with these arguments, on the engine of the arrays.
 
@@ -69,6 +71,7 @@ def dropout_mask(
         q, k: as for the call; the elements do not matter.
         dropout_p, seed, offset: as for the call.
         cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv: as for the call.
+        layout: the axes of q and k, as for the call; in C order the result is ``(B, Hq, Sq, Skv)``. Default None: ``"dhsb"``.
 
     Returns:
         bool ``(Skv, Sq, Hq, B)``, True where a weight is kept; for packed sequences Sq and Skv are the maximum lengths. On the
@@ -84,12 +87,14 @@ def dropout_mask(
     """
     options = {
         "dropout_p": dropout_p, "seed": seed, "offset": offset, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv,
-        "max_seqlen_q": max_seqlen_q, "max_seqlen_kv": max_seqlen_kv,
+        "max_seqlen_q": max_seqlen_q, "max_seqlen_kv": max_seqlen_kv, "layout": layout,
     }  # fmt: skip
     call = read_forward(q, k, k, options, return_kept=True)
-    if not dropout_p:  # the graph draws no random numbers
-        return (cupy_runtime.cupy() if call.on_gpu else np).ones(call.problem.results[-1].shape, bool, order="F")
-    return call.run()[-1] > 0
+    if dropout_p:
+        kept = call.run()[-1] > 0
+    else:  # the graph draws no random numbers
+        kept = (cupy_runtime.cupy() if call.on_gpu else np).ones(call.problem.results[-1].shape, bool, order="F")
+    return kept.T if other_layout(options) else kept
 
 
 # fmt: off

@@ -150,10 +150,6 @@ class Prepared(Generic[ResultT]):
         """
         merged = {**self._options, **options} if options else self._options
         passed = (*arrays, out, stats) if dq is dk is dv is None else (*arrays, out, stats, dq, dk, dv)
-        if recorder.active:
-            given = dict(zip((*self._inputs, "out", "stats", "dq", "dk", "dv"), passed, strict=False))
-            name = "attention_backward" if self.problem.backward else "attention"
-            recorder.record(name, given, {**merged, **self._outputs})
         kind = self._key, len(arrays)
         results = run_cached(kind, passed, merged)
         if results is None:
@@ -161,6 +157,10 @@ class Prepared(Generic[ResultT]):
             results = call.run()
             names = (*self._inputs, "out", "stats", "dq", "dk", "dv")
             cache_call(kind, names[: len(passed)], passed, merged, call)
+        if recorder.active:
+            given = dict(zip((*self._inputs, "out", "stats", "dq", "dk", "dv"), passed, strict=False))
+            name = "attention_backward" if self.problem.backward else "attention"
+            recorder.record(name, given, {**merged, **self._outputs})
         if layout := other_layout(merged):
             flags = (bool(self._outputs.get(name)) for name in ("return_dbias", "return_dsinks"))
             made = gradient_names(*flags) if self.problem.backward else OUTPUTS

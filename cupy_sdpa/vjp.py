@@ -8,7 +8,7 @@ from ._typing import Array, ArrayT
 from .arrays.compute import COMPUTE_DTYPES
 from .arrays.conversion import Conversion, gradient_names, needs_conversion
 from .attention import attention, attention_backward
-from .calls.options import DTensors, Options, takes_options
+from .calls.options import DTensors, Options, read_flag, takes_options
 from .errors import Unsupported
 from .fp8.vjp import dequantized, forward_in_fp8
 from .problem.tensor_spec import FP8_LARGEST
@@ -60,6 +60,9 @@ def attention_vjp(
     if tensors := options.get("tensors"):
         options["tensors"] = dict(tensors)  # the caller's mapping may change before the pullback is called
     others = {"return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dtensors": return_dtensors}
+    for name, requested in (("bias", return_dbias), ("sinks", return_dsinks)):
+        if read_flag(f"return_d{name}", requested) and options.get(name) is None:
+            raise ValueError(f"return_d{name} is True and {name} is None: pass {name}=, or remove return_d{name}")
     if options.get("block_mask") is not None:
         refuse_gradients(others)
     outputs = {"deterministic": deterministic, **others}
@@ -68,7 +71,8 @@ def attention_vjp(
         arrays = forward_in_fp8(q, k, v, kind, rest)
         return arrays[3], Pullback(arrays, {**rest, **outputs})
     if isinstance(kind, str) and kind not in COMPUTE_DTYPES:
-        raise ValueError(f"compute_dtype is {kind!r}; it must be None or {' or '.join((*COMPUTE_DTYPES, *FP8_LARGEST))}")
+        names = " or ".join(map(repr, (*COMPUTE_DTYPES, *FP8_LARGEST)))
+        raise ValueError(f"compute_dtype is {kind!r}; it must be {names}, or None for q's dtype")
     if not needs_conversion(q, options):
         out, stats = attention(q, k, v, return_stats=True, deterministic=deterministic, **options)
         return out, Pullback((q, k, v, out, stats), {**options, **outputs})

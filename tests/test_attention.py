@@ -173,9 +173,9 @@ BAD = {
     "mixed_dtypes": (lambda q, k, v: attention(q, k.astype("f8"), v), TypeError, r"k is float64 and q is float32; the dtypes must be equal"),
     "integers": (lambda q, k, v: attention(*(x.astype("i4") for x in (q, k, v))), TypeError, r"q is int32; attention takes float16"),
     "complex": (lambda q, k, v: attention(*(x.astype("c8") for x in (q, k, v))), TypeError, r"q is complex64"),
-    "lists": (lambda q, k, v: attention(q.tolist(), k, v), TypeError, r"q is a builtins.list; .* numpy.asarray"),
+    "lists": (lambda q, k, v: attention(q.tolist(), k, v), TypeError, r"q is a list; .* numpy.asarray"),
     "masked_array": (lambda q, k, v: attention(np.ma.array(q), k, v), TypeError, r"MaskedArray"),
-    "none": (lambda q, k, v: attention(q, None, v), TypeError, r"k is a builtins.NoneType"),
+    "none": (lambda q, k, v: attention(q, None, v), TypeError, r"k is None"),
     "out_shape": (lambda q, k, v: attention(q, k, v, out=np.empty((16, 4, 5, 2), "f4")), ValueError, r"\(16, 4, 5, 2\); it must be \(16, 4, 6, 2\)"),
     "out_dtype": (lambda q, k, v: attention(q, k, v, out=np.empty(q.shape, "f8")), TypeError, r"out is float64; it must be float32"),
     "out_is_q": (lambda q, k, v: attention(q, k, v, out=q), ValueError, r"out overlaps q"),
@@ -194,6 +194,21 @@ BAD = {
     "string_scale": (lambda q, k, v: attention(q, k, v, scale="1"), TypeError, r"scale is a str"),
     "causal_word": (lambda q, k, v: attention(q, k, v, causal="bottom"), ValueError, r"causal is 'bottom'; it must be"),
     "causal_number": (lambda q, k, v: attention(q, k, v, causal=2), ValueError, r"causal is 2"),
+    "float_mask": (lambda q, k, v: attention(q, k, v, mask=np.zeros((6, 6, 1, 1), "f4")), TypeError, r"mask is float32; it must be bool: .*added to the scores.*bias="),
+    "integer_mask": (lambda q, k, v: attention(q, k, v, mask=np.ones((6, 6, 1, 1), "i8")), TypeError, r"mask is int64; it must be bool: convert with \.astype\('bool'\)"),
+    "bool_bias": (lambda q, k, v: attention(q, k, v, bias=np.ones((6, 6, 1, 1), bool)), TypeError, r"bias is bool; .*passed as mask=$"),
+    "bool_lengths": (lambda q, k, v: attention(q, k, v, seq_lens_kv=np.ones((2, 6), bool)), TypeError, r"seq_lens_kv is bool; .*number of True.*mask=$"),
+    "int64_lengths": (lambda q, k, v: attention(q, k, v, seq_lens_kv=np.array([6, 6])), TypeError, r"seq_lens_kv is int64; it must be int32: convert with \.astype\('int32'\)$"),
+    "positional_mask": (lambda q, k, v: attention(q, k, v, np.ones((6, 6, 1, 1), bool)), TypeError, r"4 arguments are passed by position.*mask=.*bias="),
+    "names_of_pytorch": (lambda q, k, v: attention(query=q, key=k, value=v), TypeError, r"there is no option (query|key|value): pass q, k and v"),
+    "nothing": (lambda q, k, v: attention(q, causal=True), TypeError, r"q, k and v are required"),
+    "fp8": (lambda q, k, v: attention(q, k, v, compute_dtype="float8_e4m3fn"), ValueError, r"compute_dtype is 'float8_e4m3fn'.*attention_vjp.*fp8\.quantize_qkv"),
+    "fp8_vjp": (lambda q, k, v: cupy_sdpa.attention_vjp(q, k, v, compute_dtype="fp8"), ValueError, r"compute_dtype is 'fp8'; it must be 'float16' or 'bfloat16' or 'float8_e4m3fn' or"),
+    "float_seed": (lambda q, k, v: attention(q, k, v, dropout_p=0.5, seed=1.5), TypeError, r"seed is 1.5; it must be an integer"),
+    "bool_seed": (lambda q, k, v: attention(q, k, v, dropout_p=0.5, seed=True), TypeError, r"seed is True; it must be an integer"),
+    "large_offset": (lambda q, k, v: attention(q, k, v, dropout_p=0.5, seed=1, offset=1 << 63), ValueError, r"offset is 9\d+; it must be a 64-bit integer"),
+    "dbias_without_bias": (lambda q, k, v: cupy_sdpa.attention_vjp(q, k, v, return_dbias=True), ValueError, r"return_dbias is True and bias is None"),
+    "dsinks_without_sinks": (lambda q, k, v: cupy_sdpa.attention_vjp(q, k, v, return_dsinks=True), ValueError, r"return_dsinks is True and sinks is None"),
     "unknown_option": (lambda q, k, v: attention(q, k, v, is_causal=True), TypeError, r"is_causal"),
 }  # fmt: skip
 
@@ -306,13 +321,13 @@ OTHER_NAMES = {
     "attn_bias": "bias=", "dropout": "dropout_p=", "window_size": "window=", "key_padding_mask": "seq_lens_kv=.*mask=",
     "softmax_scale": "scale=", "sm_scale": "scale=", "cu_seqlens_k": "cu_seqlens_kv=", "max_seqlen_k": "max_seqlen_kv=",
     "block_table": "page_table=", "block_tables": "page_table=.*transpose", "cache_seqlens": "seq_lens_kv=",
-    "alibi": r"alibi_slopes=.*cupy_sdpa\.alibi_slopes", "attention_mask": "mask=.*seq_lens_kv=", "attn_logit_softcapping": "softcap=",
+    "alibi": r"alibi_slopes=.*cupy_sdpa\.alibi_slopes", "attention_mask": "seq_lens_kv=.*mask=", "attn_logit_softcapping": "softcap=",
     "attn_scale": "scale=", "causal_mask": "causal=True", "cu_seqlens": "cu_seqlens_q= and cu_seqlens_kv=", "dropout_rate": "dropout_p=",
     "generate_stats": "return_stats=True", "key_value_seq_lengths": "seq_lens_kv=", "learnable_sink": "sinks=",
     "local_window_size": "window=", "logits_soft_cap": "softcap=", "max_seqlen": "max_seqlen_q= and max_seqlen_kv=",
     "p_dropout": "dropout_p=", "qkv_format": "layout=", "query_seq_lengths": "seq_lens_q=", "return_attn_probs": "return_stats=True",
     "return_lse": "return_stats=True", "seq_len_kv": "seq_lens_kv=", "seq_len_q": "seq_lens_q=", "seqused_k": "seq_lens_kv=",
-    "sliding_window": r"window=.*\(n - 1, 0\)", "tensor_layout": "layout=", "use_causal_mask": "causal=True",
+    "sliding_window": r"window=.*\(n - 1, 0\)", "tensor_layout": "layout=", "use_causal_mask": "causal=True", "query": "q=, k= and v=", "key": "q=, k= and v=", "value": "q=, k= and v=",
 }  # fmt: skip
 
 
@@ -325,14 +340,39 @@ def test_names_of_other_libraries_are_answered_with_ours(name):
             call(x, x, x, **{name: True})
     assert set(OTHER_NAMES) == set(call_options.OTHER_NAMES)
     named = set(re.findall(r"\b(\w+)=", " ".join(call_options.OTHER_NAMES.values())))
-    assert named <= {*call_options.Options.__annotations__, "return_stats"}
+    assert named <= {*call_options.Options.__annotations__, "return_stats", "q", "k", "v"}
+
+
+@pytest.mark.parametrize("name", ["attn_mask", "attn_bias", "attention_mask", "key_padding_mask", "block_table"])
+def test_remedies_name_the_axes_of_both_orders(name):
+    """With a layout in C order the arrays of PyTorch are passed unchanged; a transposed square mask would be accepted."""
+    x = np.ones((1, 5, 2, 4), np.float32)
+    with pytest.raises(TypeError, match="with a layout in C order") as found:
+        attention(x, x, x, layout="bshd", **{name: np.ones((5, 5), bool)})
+    with pytest.raises(TypeError) as other:
+        attention(x.T, x.T, x.T, **{name: np.ones((5, 5), bool)})
+    assert str(found.value) == str(other.value)
+
+
+def test_causal_none_is_false():
+    """Wrappers pass it on."""
+    q, k, v = arrays()
+    np.testing.assert_array_equal(attention(q, k, v, causal=None), attention(q, k, v))
+    np.testing.assert_array_equal(attention(q, k, v, causal=None, window=(2, 0)), attention(q, k, v, window=(2, 0)))
+
+
+@pytest.mark.parametrize("name", ["scaled_dot_product_attention", "flash_attn_func", "flex_attention"])
+def test_functions_of_other_libraries_are_answered_with_ours(name):
+    with pytest.raises(AttributeError, match=rf"no attribute '{name}'; attention\(q, k, v\) takes its place"):
+        getattr(cupy_sdpa, name)
 
 
 def test_help_shows_every_option():
     """With its type and default, in place of **options."""
     text = pydoc.render_doc(attention, renderer=pydoc.plaintext)
-    assert "causal: bool | Literal['top_left', 'bottom_right'] = False" in text.replace('"', "'")
+    assert "causal: bool | Literal['top_left', 'bottom_right'] | None = False" in text.replace('"', "'")
     assert "**options" not in text.splitlines()[2]
+    assert "(q: Array, k: Array, v: Array, *, return_stats" in text.splitlines()[2]
 
 
 @pytest.mark.parametrize("name", ["out", "stats"])

@@ -120,7 +120,7 @@ BAD = {
     "workspace": (lambda a: attention_backward(*a, max_workspace=-1), ValueError, r"max_workspace is -1; .*bytes"),
     "workspace_text": (lambda a: attention_backward(*a, max_workspace="1 GB"), ValueError, r"max_workspace is '1 GB'"),
     "scale": (lambda a: attention_backward(*a, scale=np.nan), ValueError, r"scale is nan"),
-    "lists": (lambda a: attention_backward([1], *a[1:]), TypeError, r"dout is a builtins.list"),
+    "lists": (lambda a: attention_backward([1], *a[1:]), TypeError, r"dout is a list"),
 }  # fmt: skip
 
 

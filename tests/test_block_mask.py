@@ -381,3 +381,27 @@ def test_functions_that_cannot_be_traced():
         results.append([out, *pullback(dout)])
     for x, y in zip(*results, strict=True):
         np.testing.assert_allclose(x, y, atol=1e-6)
+
+
+FLEX = {
+    "positional": ((None, None, 256, 256), {}),
+    "keywords": ((), {"B": None, "H": None, "Q_LEN": 256, "KV_LEN": 256}),
+}
+
+
+@pytest.mark.parametrize("name", FLEX)
+def test_the_arguments_of_flex_attention(name):
+    """The message has the call that takes their place."""
+    arguments, keywords = FLEX[name]
+    with pytest.raises(TypeError, match=r"is block_mask\(mask_mod, Q_LEN, KV_LEN, heads=H, batch=B\)"):
+        block_mask(zoo.causal, *arguments, **keywords)
+
+
+def test_branches_in_a_mask_function():
+    """The message has numpy's functions in place of if, and, or."""
+
+    def branches(b, h, q_idx, kv_idx):
+        return q_idx >= kv_idx if kv_idx < 4 else False
+
+    with pytest.raises(TypeError, match=r"called with arrays of indices, so `if`.*np\.where\(condition, a, b\)"):
+        block_mask(branches, 256, 256)

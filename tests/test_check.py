@@ -642,15 +642,15 @@ def test_an_interrupted_run_reports_the_finished_cases(planted):
             raise KeyboardInterrupt
 
     cases = [Case(), Case(seed=1), Case(options={"window": (1, 1)})]  # the last one would hang
-    summary, findings, seconds = run.run(iter(cases), 2, progress=progress, modules=(planted,))
-    assert (summary.problems, findings) == (2, [])
+    summary, findings, seconds, interrupted = run.run(iter(cases), 2, progress=progress, modules=(planted,))
+    assert (summary.problems, findings, interrupted) == (2, [], True)
     assert seconds < pool.TIME_LIMIT / 2
 
 
 def test_findings_of_one_kind_are_reported_once(planted, monkeypatch):
     """Cases that fail in the same way are listed with the shrunk one."""
     cases = [Case(b=b, seed=b, options={"causal": "top_left"} | more) for b in (1, 2) for more in ({}, {"sinks": "high"})]
-    _, (finding,), _ = run.run(iter(cases), 1, modules=(planted,))
+    _, (finding,), _, _ = run.run(iter(cases), 1, modules=(planted,))
     assert len(finding.duplicates) == 3
     assert "4 times" in finding.text()
 
@@ -670,7 +670,7 @@ def test_the_command_writes_a_report(tmp_path, capsys):
     assert report["options"]["causal"] == {"run": 1, "refused": 0, "wrong": 0}
     assert report["pairs"]["causal + sinks"]["run"] == 1
     printed = capsys.readouterr()
-    assert "1 problems, 4 calls, 0 findings" in printed.out
+    assert "1 problem, 4 calls, 0 findings" in printed.out
     assert all(len(line) <= 100 for line in printed.out.splitlines())
 
 

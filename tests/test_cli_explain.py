@@ -31,6 +31,20 @@ def test_a_problem_that_cannot_run(capsys):
     assert "pad axis 0 with 4 zeros" in " ".join(out.out.split())
 
 
+@pytest.mark.parametrize(("shape", "status"), [("64,8,1000,2", 0), ("12,8,1000,2", 1)], ids=["runs", "refused"])
+def test_without_cudnn(shape, status, capsys, monkeypatch):
+    """The support table for the newest supported version is used, and the report says so and why."""
+    monkeypatch.setenv("CUPY_SDPA_CUDNN", "/missing/libcudnn.so.9")
+    assert main(["explain", shape, "--gpu", "h200", "--json"]) == status
+    found = json.loads(capsys.readouterr().out)
+    assert found["runs"] == (status == 0)
+    assert found["plan"] is None
+    for words in ("cuDNN 9.28.0; from the support table alone, not planned: libcudnn.so.9 was not found", "--cudnn VERSION"):
+        assert words in found["note"]
+    assert main(["explain", shape, "--gpu", "h200"]) == status
+    assert "from the support table alone, not planned" in " ".join(capsys.readouterr().out.split())
+
+
 def test_json(capsys):
     """All parts of the report as JSON."""
     options = ["--backward", "--window", "127,", "--causal", "bottom_right", "--softcap", "20", "--deterministic"]

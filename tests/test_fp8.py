@@ -384,7 +384,7 @@ ERRORS = {
         cupy_sdpa.Unsupported, "compute_dtype",
     ),
     "explained": (lambda: cupy_sdpa.explain(*[small()] * 3, backward=True), cupy_sdpa.Unsupported, "compute_dtype='float8_e4m3fn'"),
-    "compute_dtype": (lambda: cupy_sdpa.attention_vjp(*[normal((16, 2, 4, 1))] * 3, compute_dtype="int8"), ValueError, "compute_dtype is 'int8'"),
+    "compute_dtype": (lambda: cupy_sdpa.attention_vjp(*[normal((16, 2, 4, 1))] * 3, compute_dtype="int8"), ValueError, "compute_dtype is 'int8'"),  # type: ignore[arg-type]
     "float64": (
         lambda: cupy_sdpa.attention_vjp(*[np.ones((16, 2, 4, 1))] * 3, compute_dtype="float8_e5m2"), TypeError, "q is float64; .*dtype of the gradients",
     ),

@@ -544,7 +544,7 @@ INVALID = {
     "no_tangent": ({"dq": None}, ValueError, "dq, dk and dv are None; pass at least one"),
     "shape": ({"dq": zeros(8, 2, 5, 1)}, ValueError, r"dq has shape \(8, 2, 5, 1\); with q of shape \(8, 2, 6, 1\)"),
     "dtype": ({"dk": zeros(8, 2, 6, 1, dtype=np.float64)}, TypeError, "dk is float64 and k is float32"),
-    "list": ({"dv": [1.0]}, TypeError, "dv is a builtins.list; attention takes numpy and CuPy arrays"),
+    "list": ({"dv": [1.0]}, TypeError, "dv is a list; attention takes numpy and CuPy arrays"),
     "k": ({"k": zeros(4, 2, 6, 1)}, ValueError, "the head dims .axis 0. of q and k differ, 8 and 4"),
     "paged": ({"page_table": zeros(1, 1, dtype=np.int32)}, Unsupported, "gather the pages into dense k and v"),
     "dbias": ({"dbias": zeros(6, 1, 1, 1)}, Unsupported, "has no dbias: .*can be appended to the head dims"),

@@ -555,3 +555,10 @@ def test_cuda_graphs_are_optional_after_a_capture(fake):
         cache.begin_step()
         graph.launch(stream)
         assert cache.lengths.get().tolist() == cache.host_lengths.tolist() == [3]
+
+
+def test_without_a_gpu(monkeypatch):
+    """The error names the option of a cache on the CPU."""
+    monkeypatch.setattr("cupy_sdpa.device.cupy_runtime.current_device", lambda: None)
+    with pytest.raises(RuntimeError, match=r"numpy is False and there is no GPU here.*pass numpy=True"):
+        KVCache(8, 2, pages=4, batch=2)

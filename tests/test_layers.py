@@ -24,6 +24,7 @@ LAYERS = (
     ("forward_mode",),
     ("sparse",),
     ("calls",),
+    ("tracing",),
     ("arrays",),
     ("staging",),
     ("plans",),
@@ -31,7 +32,6 @@ LAYERS = (
     ("graph",),
     ("device",),
     ("problem",),
-    ("tracing",),
     ("score_fn", "_cudnn", "layout"),
     ("version", "errors", "reference", "zoo", "_html", "_interrupt", "_typing"),
 )  # fmt: skip

@@ -1,6 +1,7 @@
 """``layout=``: every call gives the results of a plain float64 reference in the caller's axes, and copies nothing."""
 
 import functools
+import warnings
 
 import numpy as np
 import pytest
@@ -224,16 +225,133 @@ WRONG = {
     "mask in our order": ({"layout": "bhsd", "mask": np.ones((3, 3, 5, 2), bool)}, r"pass mask\.T"),
     "mask in the other order": ({"mask": np.ones((2, 1, 5, 5), bool)}, r"pass mask\.T"),
     "mask of two axes": ({"mask": np.ones((1, 5), bool)}, r"pass mask\.T\[\.\.\., None, None\]"),
-    "out": ({"layout": "bhsd", "out": np.ones((2, 3, 5, 8))}, r"out has shape .*were read as \(batch, heads, seq, head_dim\)"),
+    "out": (
+        {"layout": "bhsd", "out": np.ones((2, 3, 5, 8))},
+        r"out has shape \(2, 3, 5, 8\); it must be \(2, 5, 3, 8\), \(B, Hq, Sq, Dv\), .*\[layout='bhsd'\]",
+    ),
+    "stats": (
+        {"layout": "sbhd", "stats": np.ones((2, 5, 8), np.float32)},
+        r"stats has shape \(2, 5, 8\); it must be \(5, 3, 2\), \(B, Hq, Sq\) \[",
+    ),
+    "key padding mask": (
+        {"layout": "bhsd", "mask": np.ones((2, 3), bool)},
+        r"mask has shape \(2, 3\); it must broadcast to \(2, 5, 3, 3\), \(B, Hq, Sq, Skv\): .*\[:, None, None, :\]",
+    ),
+    "dropout_mask": (
+        {"layout": "bhsd", "dropout_p": 0.5, "dropout_mask": np.ones((2, 5, 3, 1), bool)},
+        r"dropout_mask has shape \(2, 5, 3, 1\); it must be \(2, 5, 3, 3\), \(B, Hq, Sq, Skv\)",
+    ),
+    "page_table": (
+        {"layout": "bshd", "page_table": np.zeros((4, 1), np.int32), "seq_lens_kv": np.ones(2, np.int32)},
+        r"page_table has shape \(4, 1\); it must be \(B, pages per sequence\) with 2 sequences, as q \(2, 5, 3, 8\)",
+    ),
+    "packed lengths": (
+        {"layout": "bshd", "cu_seqlens_q": np.array([0, 5], np.int32)},
+        r"q has 4 dimensions \(2, 5, 3, 8\); it needs 3: \(total, heads, head_dim\), .*layout='thd'",
+    ),
+}
+#: q, k and v that do not match, as shapes, and the message: the axes are the caller's.
+PAIRS = {
+    "lengths": ("bhsd", (2, 4, 9, 8), (2, 4, 7, 8), (2, 4, 6, 8), r"lengths \(axis 2\) of k and v .* k is \(2, 4, 7, 8\)"),
+    "heads": ("bhsd", (2, 4, 9, 8), (2, 3, 9, 8), (2, 3, 9, 8), r"q is \(2, 4, 9, 8\), k is \(2, 3, 9, 8\);.*\(batch, heads, seq, h"),
+    "head dims": ("bshd", (2, 9, 4, 8), (2, 9, 4, 6), (2, 9, 4, 6), r"head dims \(axis 3\) of q and k differ, 8 and 6: q is \(2, 9, 4"),
+    "batch": ("sbhd", (9, 2, 4, 8), (9, 1, 4, 8), (9, 1, 4, 8), r"batch sizes \(axis 1\) of q and k differ, 2 and 1"),
+    "no head dim": ("bshd", (2, 9, 4, 0), (2, 9, 4, 0), (2, 9, 4, 8), r"q \(2, 9, 4, 0\) has head dim 0; axis 3 is head_dim"),
+    "own": (None, (8, 4, 9, 2), (6, 4, 9, 2), (6, 4, 9, 2), r"head dims \(axis 0\) of q and k differ"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_errors_show_the_callers_axes(name):
+    """Also where arrays are converted before the call: with compute_dtype and for the derivative."""
+    layout, *shapes, text = PAIRS[name]
+    arrays = [np.ones(shape, np.float32) for shape in shapes]
+    calls = [attention, attention_vjp, cupy_sdpa.prepare, cupy_sdpa.explain]
+    for call in calls if layout is None else [*calls, functools.partial(attention, compute_dtype="bfloat16")]:
+        with pytest.raises(ValueError, match=text) as found:
+            call(*arrays, layout=layout)
+        assert (f"[layout={layout!r}]" in str(found.value)) == (layout is not None)
+
+
+def test_pages_of_a_cache_with_a_layout():
+    """The pages of a cache have our axes: the message says that layout is omitted."""
+    cache = cupy_sdpa.KVCache(8, 2, pages=4, page_size=4, batch=2, dtype=np.float32, numpy=True)
+    q = np.ones((2, 1, 4, 8), np.float32)
+    with pytest.raises(
+        ValueError, match=r"cupy_sdpa\.KVCache are \(head_dim, heads, page size, pages\): omit layout, and pass q"
+    ):
+        attention(q, cache.keys(0), cache.values(0), layout="bshd", page_table=cache.table, seq_lens_kv=cache.lengths)
+
+
+NO_AXES = {
+    "max_seqlen": ({"max_seqlen_q": 3}, "max_seqlen_q is 3 and cu_seqlens_q is None"),
+    "scale": ({"scale": float("nan")}, "scale is nan"),
+    "window": ({"window": (-1, 0)}, "window is"),
+    "return_dbias": ({"return_dbias": True}, "return_dbias is True and bias is None"),
 }
 
 
+@pytest.mark.parametrize("name", NO_AXES)
+def test_errors_without_axes_do_not_mention_them(name):
+    options, text = NO_AXES[name]
+    call = attention_vjp if "return_dbias" in options else attention
+    with pytest.raises(ValueError, match=text) as found:
+        call(X, X, X, layout="bshd", **options)
+    assert "axes" not in str(found.value)
+    assert "layout=" not in str(found.value)
+
+
 @pytest.mark.parametrize("name", WRONG)
-def test_errors_say_how_axes_were_read(name):
-    """The message has the layout, the shapes as they were passed, and the remedy."""
+def test_errors_show_shapes_as_they_were_passed(name):
+    """The message has the layout, the caller's shapes, and the remedy."""
     options, text = WRONG[name]
     with pytest.raises(ValueError, match=text):
         attention(*[X if "layout" in options else X.T] * 3, **options)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+@pytest.mark.parametrize("letters", ["bshd", "bhsd", "sbhd", "dhsb"])
+def test_the_dropout_mask_of_a_call(letters, dropout_p):
+    """In C order it is (B, Hq, Sq, Skv), and a call with it drops the weights of the call with the seed."""
+    sizes = {"b": 2, "s": 9, "h": 3, "d": 8}
+    q, k, v = np.random.default_rng(0).standard_normal((3, *(sizes[x] for x in letters)))
+    mask = cupy_sdpa.dropout_mask(q, k, dropout_p=dropout_p, seed=3, layout=letters)
+    assert mask.shape == ((9, 9, 3, 2) if letters == "dhsb" else (2, 3, 9, 9))
+    if dropout_p:
+        want = attention(q, k, v, layout=letters, dropout_p=dropout_p, seed=3)
+        np.testing.assert_array_equal(attention(q, k, v, layout=letters, dropout_p=dropout_p, dropout_mask=mask), want)
+    else:
+        assert mask.all()
+
+
+STARTS = np.array([0, 4, 10], np.int32)
+PACKED = {"cu_seqlens_q": STARTS, "cu_seqlens_kv": STARTS, "max_seqlen_q": 6, "max_seqlen_kv": 6}
+WARNED = {
+    "dense": ((2, 5, 3, 8), {}, "q (2, 5, 3, 8) is in C order and was read as (head_dim, heads, seq, batch), with head_dim 2"),
+    "packed": ((10, 3, 16), PACKED, "pass layout='thd'; layout='dht' confirms"),
+    "confirmed": ((2, 5, 3, 8), {"layout": "dhsb"}, None),
+    "with a layout": ((2, 5, 3, 8), {"layout": "bshd"}, None),
+    "head dim 8": ((8, 5, 3, 8), {}, None),
+    "last axis 6": ((2, 5, 3, 6), {}, None),
+}
+
+
+@pytest.mark.parametrize("name", WARNED)
+def test_a_forgotten_layout_is_a_warning(name):
+    """On the CPU, where any order runs; a GPU refuses the call. The warning is of the caller's line."""
+    shape, options, text = WARNED[name]
+    x = np.ones(shape, np.float32)
+    for call in (attention, attention_vjp, explain, prepare):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            call(x, x, x, **options)
+        assert len(found) == (text is not None)
+        if text is not None:
+            assert text in str(found[0].message)
+            assert found[0].filename == __file__
+    attention(np.asfortranarray(x), x, x, **options)
+    if "cu_seqlens_q" not in options:
+        attention(x.T, x.T, x.T)
 
 
 def test_every_layout_is_tested():

@@ -96,7 +96,7 @@ BAD = {
     "lengths_shape": ({"seq_lens_kv": np.array([1], np.int32)}, ValueError, r"seq_lens_kv has shape \(1,\); it must be \(2,\)"),
     "lengths_too_long": ({"seq_lens_kv": np.array([1, 5], np.int32)}, ValueError, "from 1 to 5; they must be from 0 to 4"),
     "lengths_negative": ({"seq_lens_q": np.array([-1, 2], np.int32)}, ValueError, "from -1 to 2"),
-    "lengths_list": ({"seq_lens_q": [1, 2]}, TypeError, "seq_lens_q is a builtins.list"),
+    "lengths_list": ({"seq_lens_q": [1, 2]}, TypeError, "seq_lens_q is a list"),
 }
 
 

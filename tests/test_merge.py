@@ -316,7 +316,7 @@ ERRORS = {
     "no_parts": (([], []), {}, ValueError, "0 outs and 0 stats"),
     "numbers": (([X, X], [Y]), {}, ValueError, "2 outs and 1 stats; pass one or more parts"),
     "an_array": ((X, Y), {}, TypeError, "outs is a ndarray; pass a list"),
-    "no_array": (([X], [[0.0]]), {}, TypeError, r"stats\[0\] is a builtins.list"),
+    "no_array": (([X], [[0.0]]), {}, TypeError, r"stats\[0\] is a list"),
     "axes": (([Y[0]], [Y]), {}, ValueError, r"outs\[0\] has shape \(2, 1\); it must be \(Dv, Hq, Sq, B\)"),
     "dtype": (([X.astype("i4")], [Y]), {}, TypeError, r"outs\[0\] has dtype int32; it must be float16, bfloat16"),
     "other_shape": (([X, X[:4]], [Y, Y]), {}, ValueError, r"outs\[1\] has shape \(4, 2, 3, 1\); .*\(8, 2, 3, 1\)"),

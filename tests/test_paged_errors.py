@@ -35,7 +35,7 @@ def packed(**changed):
 INVALID = {
     "table_dtype": ({"page_table": ints(3, 2, dtype="int64")}, TypeError, r"page_table is int64; it must be int32: convert"),
     "table_float": ({"page_table": zeros(3, 2)}, TypeError, r"page_table is float32; it must be int32"),
-    "table_list": ({"page_table": [[0, 1]]}, TypeError, r"page_table is a builtins.list; .* convert with numpy.asarray"),
+    "table_list": ({"page_table": [[0, 1]]}, TypeError, r"page_table is a list; .* convert with numpy.asarray"),
     "table_rank": (
         {"page_table": ints(3)}, ValueError,
         r"page_table has shape \(3,\); it must be \(pages per sequence, B\) with 2 sequences, as q \(8, 2, 3, 2\)",

@@ -110,11 +110,14 @@ def test_commands(name, folder):
 
 
 def test_a_command_that_needs_linux(folder):
-    """Planning says in one line what is missing."""
-    done = run(folder, "-m", "cupy_sdpa", "explain", "64,8,256,2", "--gpu", "h100")
+    """Planning says in one line what is missing; explain uses the support table, and says so."""
+    done = run(folder, "-m", "cupy_sdpa", "support", "--measure")
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "Traceback" not in done.stderr
+    done = run(folder, "-m", "cupy_sdpa", "explain", "64,8,256,2", "--gpu", "h100")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "from the support table alone" in " ".join(done.stdout.split())
 
 
 def test_the_removal_bites(folder):

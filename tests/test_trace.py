@@ -98,6 +98,89 @@ def test_seeds_are_no_part_of_a_problem(path):
     ]  # fmt: skip
 
 
+LAYOUT_CALLS = {
+    "forward": ("attention", {"causal": True}),
+    "mask and bias": ("attention", {"mask": np.ones((5, 5), bool), "bias": np.zeros((2, 1, 5, 1), np.float32)}),
+    "gradients": ("attention_backward", {"causal": True}),
+    "prepared": ("prepared", {"softcap": 2.0}),
+    "jvp": ("attention_jvp", {}),
+}
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd", "sbhd", "dhsb"])
+@pytest.mark.parametrize("name", LAYOUT_CALLS)
+def test_calls_with_a_layout_are_written_in_our_axes(name, layout, path, tmp_path, capsys):
+    """The line is that of the call on permuted arrays; every command that reads a trace makes it again."""
+    call, options = LAYOUT_CALLS[name]
+    sizes = dict(zip("dhsb", (8, 3, 5, 2), strict=True))
+    q, k, v, dout = (x.reshape([sizes[x] for x in layout]) for x in arrays(240, count=4))
+
+    def run(q, k, v, dout, **options):
+        if call == "prepared":
+            return cupy_sdpa.prepare(q, k, v, **options)(q, k, v)
+        if call == "attention_jvp":
+            return cupy_sdpa.attention_jvp(q, k, v, dout, **options)
+        out, pullback = cupy_sdpa.attention_vjp(q, k, v, **options)
+        return pullback(dout) if call == "attention_backward" else out
+
+    own = {name: x.T[(..., *[None] * (4 - x.ndim))] if hasattr(x, "T") else x for name, x in options.items()}
+    with cupy_sdpa.trace(path):
+        run(q, k, v, dout, layout=layout, **(own if layout == "dhsb" else options))
+    with cupy_sdpa.trace(tmp_path / "own.jsonl"):
+        run(*(x.transpose([layout.index(axis) for axis in "dhsb"]) for x in (q, k, v, dout)), **own)
+    found, wanted = lines(path), lines(tmp_path / "own.jsonl")
+    for line in (*found, *wanted):  # out and stats are dense in the caller's axes
+        line.pop("out", None)
+        line.pop("stats", None)
+    assert found == wanted
+    for words in (["bench"], ["check"]):
+        assert main([*words, "--engine", "cpu", "--trace", str(path)]) == 0, capsys.readouterr()
+
+
+def test_packed_calls_with_a_layout_are_written(path):
+    """Packed sequences in C order, and queries of pages."""
+    q, k, v = (x.reshape(12, 2, 8) for x in arrays(192))
+    starts = np.array([0, 5, 12], np.int32)
+    packed = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts, "max_seqlen_q": 7, "max_seqlen_kv": 7}
+    with cupy_sdpa.trace(path):
+        attention(q, k, v, layout="thd", **packed)
+        attention(q.reshape(3, 4, 2, 8), *(x.reshape(3, 4, 2, 8) for x in (k, v)), layout="bshd",
+                  page_table=np.array([[0, 1], [1, 2], [2, 0]], np.int32), seq_lens_kv=np.array([5, 8, 1], np.int32))  # fmt: skip
+    one, other = read_trace(path)
+    assert one.arrays["q"]["shape"] == [8, 2, 12]
+    assert other.options["page_table"]["shape"] == [2, 3]
+    for entry in (one, other):
+        assert execute(case_of(entry, "cpu")).kind == "passed"
+
+
+REFUSED = {
+    "packed without a maximum": (ValueError, {"cu_seqlens_q": np.array([0, 5], np.int32), "cu_seqlens_kv": np.array([0, 5], np.int32)}),
+    "an option that does not exist": (TypeError, {"causl": True}),
+    "a mask of another shape": (ValueError, {"mask": np.ones((3, 5, 1, 1), bool)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_calls_are_not_written(name, path):
+    """A call that raises is not part of the program's problems; the next one is written."""
+    kind, options = REFUSED[name]
+    q, k, v = arrays(8, 2, 5, 1)
+    out, stats = attention(q, k, v, return_stats=True)
+    prepared = cupy_sdpa.prepare(q, k, v)
+    with cupy_sdpa.trace(path):
+        for call in (
+            lambda: attention(q, k, v, **options),
+            lambda: cupy_sdpa.attention_backward(q, q, k, v, out, stats, **options),
+            lambda: cupy_sdpa.attention_jvp(q, k, v, q, **options),
+            lambda: prepared(q, k, v, **options),
+        ):
+            with pytest.raises(kind):
+                call()
+        assert lines(path) == []
+        attention(q, k, v)
+    assert len(lines(path)) == 1
+
+
 def test_every_call_is_written(path):
     """Both passes, derivatives and prepared calls."""
     q, k, v = arrays(8, 2, 5, 1)

@@ -294,7 +294,7 @@ BAD = {
         {"dropout_p": 0.5, "dropout_mask": np.ones((4, 4, 1, 1), bool)}, ValueError, r"dropout_mask has shape .* \(4, 4, 1, 2\)",
     ),
     "seed_large": ({"dropout_p": 0.5, "seed": 2**63}, ValueError, "64-bit integer"),
-    "seed_float": ({"dropout_p": 0.5, "seed": 1.5}, TypeError, "seed is a builtins.float"),
+    "seed_float": ({"dropout_p": 0.5, "seed": 1.5}, TypeError, "seed is 1.5; it must be an integer, or an int64 array of one element"),
     "longest_alone": ({"max_seqlen_q": 4}, ValueError, "cu_seqlens_q is None"),
     "packed_rank": (
         {"cu_seqlens_q": np.array([0, 4]), "cu_seqlens_kv": np.array([0, 4])}, ValueError, r"it needs 3: \(head_dim, heads, total\)",

@@ -22,7 +22,7 @@ from ..device import cupy_runtime
 from ..errors import CudnnError
 from ..version import __version__, version_text
 from .helpers import machine
-from .helpers.console import CommandError, Help, one_line, positive, print_labeled
+from .helpers.console import CommandError, Help, counted, one_line, positive, print_labeled
 from .helpers.trace import read_entries
 
 if TYPE_CHECKING:
@@ -37,7 +37,8 @@ examples:
   python -m cupy_sdpa check --engine cpu --seed 7 --problems 500
   python -m cupy_sdpa check --trace problems.jsonl
 
-exit status: 0 no findings; 1 findings; 2 no problem could run.
+exit status: 0 no findings; 1 findings; 2 no problem could run; 130 Ctrl-C,
+after the result of the finished problems.
 To report a finding, attach the file that --json writes.
 """
 #: Seconds between progress lines if stderr is not a terminal, and if it is a terminal.
@@ -109,8 +110,8 @@ def command(arguments: argparse.Namespace) -> int:
     traced = [case] if case else _traced(arguments.trace, engines) if arguments.trace else None
     if traced is not None:
         limits = limits._replace(seconds=None, problems=limits.problems or len(traced))
-    amount = f"{limits.seconds / 60:g} min" if limits.seconds else f"{limits.problems} problem{'s' * (limits.problems != 1)}"
-    print_labeled("seed", f"{seed}; {amount}, {jobs} worker process{'es' * (jobs > 1)}")
+    amount = f"{limits.seconds / 60:g} min" if limits.seconds else counted(limits.problems or 0, "problem")
+    print_labeled("seed", f"{seed}; {amount}, {jobs} worker process{'es' * (jobs != 1)}")
     report = _Report(arguments.json, seed, engines)
 
     def before_shrinking(summary: Summary, seconds: float) -> None:
@@ -119,11 +120,14 @@ def command(arguments: argparse.Namespace) -> int:
 
     with _Progress(limits) as progress:
         drawn = cases(seed, engines, arguments.lengths) if traced is None else iter(traced)
-        summary, findings, seconds = run(drawn, jobs, limits, progress=progress, before_shrinking=before_shrinking)
+        found = run(drawn, jobs, limits, progress=progress, before_shrinking=before_shrinking)
+    summary, findings, seconds, interrupted = found
     _print(summary, findings, seconds)
-    report.write(summary, findings, seconds, final=True)
+    report.write(summary, findings, seconds, final=not interrupted)
     if report.path:
         print_labeled("report", str(report.path))
+    if interrupted:
+        raise KeyboardInterrupt
     if not summary.problems:
         raise CommandError("no problem was run: increase --minutes")
     return 1 if findings else 0
@@ -175,7 +179,7 @@ def _traced(path: Path, engines: Sequence[str]) -> list[Case]:
         cases = [reduced(case) for case in full]
         smaller += cases != full
         found += cases
-    print_labeled("trace", f"{len(entries)} problems of {path}; {smaller} of them with smaller sizes, for the reference")
+    print_labeled("trace", f"{counted(len(entries), 'problem')} of {path}; {smaller} with smaller sizes, for the reference")
     if not found:
         raise CommandError(f"{path} has no problem that can be verified")
     return found
@@ -235,7 +239,7 @@ def _engines(requested: Sequence[str] | None) -> tuple[str, ...]:
         else:
             version = _planner()
             if isinstance(version, str):
-                print_labeled("not tested", f"planning: {version}")
+                print_labeled("untested", f"planning: {version}")
                 continue
             print_labeled("tests", f"planning for described GPUs, cuDNN {version_text(version)}")
         engines.append(engine)
@@ -309,7 +313,7 @@ class _Progress:
         of_problems = f" of {self._limits.problems}" if self._limits.problems else ""
         return (
             f"{activity}: {summary.problems}{of_problems} problems, {summary.count('refused')} refused, "
-            f"{len(summary.findings)} findings, {duration}"
+            f"{counted(len(summary.findings), 'finding')}, {duration}"
         )
 
     def __enter__(self) -> _Progress:
@@ -330,4 +334,5 @@ def _print(summary: Summary, findings: Sequence[Finding], seconds: float) -> Non
     if len(findings) > _MAX_PRINTED:
         print(f"\nand {len(findings) - _MAX_PRINTED} more, which are in the report of --json")
     kinds = ", ".join(f"{count} {kind} on {engine}" for (engine, kind), count in sorted(summary.kinds.items()))
-    print(f"\n{summary.problems} problems, {summary.calls} calls, {len(findings)} findings in {seconds:.0f} s ({kinds})")
+    totals = (counted(summary.problems, "problem"), counted(summary.calls, "call"), counted(len(findings), "finding"))
+    print(f"\n{', '.join(totals)} in {seconds:.0f} s ({kinds})")

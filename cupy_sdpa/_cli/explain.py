@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from typing import Any
 
 from .. import explain as explained
@@ -10,9 +11,12 @@ from .. import problem
 from ..calls.report import Report
 from ..device import cupy_runtime
 from ..errors import CudnnError
+from ..offline.planner import load_target
+from ..problem.problem import Problem
 from ..support import gpus
+from ..version import RELEASES, version_text
 from .helpers import machine
-from .helpers.console import CommandError, Help, add_json, print_wrapped, result, working
+from .helpers.console import CommandError, Help, add_json, one_line, print_wrapped, result, working
 from .helpers.engine import plan_facts
 
 _EPILOG = """\
@@ -54,7 +58,12 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument("--backward", action="store_true", help="the backward pass")
     parser.add_argument("--deterministic", action="store_true", help="bitwise reproducible gradients")
     parser.add_argument("--gpu", metavar="NAME", help=f"{', '.join(gpus.NAMES)}, or a file (default: the current GPU)")
-    parser.add_argument("--cudnn", metavar="VERSION", help="with --gpu: the cuDNN version (default: the installed one)")
+    parser.add_argument(
+        "--cudnn",
+        metavar="VERSION",
+        help="with --gpu: the cuDNN version (default: the installed one; without cuDNN "
+        f"{version_text(RELEASES[-1])} of the support table, and the report says so)",
+    )
     add_json(parser)
     parser.set_defaults(command=command)
 
@@ -65,21 +74,33 @@ def command(arguments: argparse.Namespace) -> int:
     if arguments.gpu is None and cupy_runtime.current_device() is None:
         raise CommandError("this machine has no GPU: name one with --gpu, for example --gpu h200")
     try:
-        load_target = problem(
+        described = problem(
             arguments.queries, keys, arguments.values or keys, dtype=arguments.dtype, causal=arguments.causal or False,
             window=arguments.window, softcap=arguments.softcap, backward=arguments.backward,
             deterministic=arguments.deterministic,
         )  # fmt: skip
         with working("planning"):
-            report = explained(load_target, gpu=arguments.gpu, cudnn=arguments.cudnn)
+            report = _explained(described, arguments.gpu, arguments.cudnn)
     except CudnnError as error:
-        hint = "" if arguments.cudnn else "; with --cudnn VERSION the support table is used, which needs no cuDNN"
-        raise CommandError(machine.brief(error) + hint) from error
+        raise CommandError(machine.brief(error)) from error
     except (OSError, RuntimeError, TypeError, ValueError) as error:
         raise CommandError(str(error)) from error
     result(**as_json(report))
     print_wrapped(str(report))
     return 0 if report else 1
+
+
+def _explained(problem: Problem, gpu: str | None, cudnn: str | None) -> Report:
+    """The report; where no plan can be built for a described GPU, that of the support table for the newest cuDNN."""
+    try:
+        return explained(problem, gpu=gpu, cudnn=cudnn)
+    except CudnnError as error:
+        if gpu is None or cudnn is not None:
+            raise
+        version, cause = version_text(RELEASES[-1]), one_line(error.summary)
+        report = explained(problem, gpu=gpu, cudnn=version)
+        note = f"{load_target(gpu).model}; cuDNN {version}; from the support table alone, not planned: {cause}"
+        return dataclasses.replace(report, note=f"{note} (--cudnn VERSION selects another version)")
 
 
 def as_json(report: Report) -> dict[str, Any]:

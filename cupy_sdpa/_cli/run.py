@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from .. import layout
+from ..arrays.layouts import seems_in_c_order
 from ..attention import attention
 from ..device import cupy_runtime
 from ..errors import CudnnError, Unsupported
@@ -107,6 +109,13 @@ def command(arguments: argparse.Namespace) -> int:
         wrote={"path": str(arguments.output), "arrays": {name: _facts(array) for name, array in results.items()}},
     )  # fmt: skip
     print_labeled("read", _interpretation(arguments.layout, headers))
+    shape, fortran = headers[0].shape, headers[0].fortran
+    if arguments.layout == "dhsb" and seems_in_c_order(shape, c_order=not fortran, fortran_order=fortran):
+        print(
+            f"cupy_sdpa: q {shape} is in C order and was read with head_dim {shape[0]}; if head_dim is its last axis, pass "
+            "--layout bshd or bhsd",
+            file=sys.stderr,
+        )
     print_labeled("engine", f"{placed}, in {problem.dtype}: {milliseconds(seconds)}")
     print_labeled("wrote", f"{arguments.output}: {', '.join(f'{name} {a.shape} {a.dtype}' for name, a in results.items())}")
     return 0

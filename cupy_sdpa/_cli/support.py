@@ -16,7 +16,7 @@ from ..support.rules import RULES
 from ..support.why_not import GUARDS_OFF, unverified_rules, why_not
 from ..version import MINIMUM_CUDNN, RELEASES, version_number, version_text
 from .helpers import machine
-from .helpers.console import CommandError, Help, Progress, add_json, one_line, print_labeled, print_wrapped, result
+from .helpers.console import CommandError, Help, Progress, add_json, counted, one_line, print_labeled, print_wrapped, result
 
 _EPILOG = f"""\
 examples:
@@ -182,6 +182,7 @@ def _measure(cudnn: str | None, probes: Mapping[str, Problem]) -> int:
         ],
     )  # fmt: skip
     print_labeled(
-        "measured", f"{len(findings)} problems with cuDNN {version_text(version)}: {len(wrong)} differ from the table"
+        "measured",
+        f"{counted(len(findings), 'problem')} with cuDNN {version_text(version)}: {len(wrong)} differ from the table",
     )
     return 1 if wrong else 0

@@ -33,8 +33,10 @@ def read_compute_dtype(value: Any, dtype: str) -> str | None:
     except TypeError:
         name = repr(value)
     if name not in COMPUTE_DTYPES:
+        fp8 = ". FP8: attention_vjp takes it, and attention takes arrays of cupy_sdpa.fp8.quantize_qkv(q, k, v)"
         raise ValueError(
             f"compute_dtype is {value!r}; it must be {' or '.join(map(repr, COMPUTE_DTYPES))}, or None for q's dtype"
+            f"{fp8 if 'fp8' in name or 'float8' in name else ''}"
         )
     if dtype == name:
         return None

@@ -72,6 +72,8 @@ class Conversion:
             self._device: int | None = own.data.device_id if cupy_runtime.is_array(own) else None
             self._own_dtype = getattr(own, "dtype", None)
             self._dtype = compute.read_compute_dtype(requested, str(self._own_dtype))
+            #: The shapes of the caller's arrays, for messages.
+            self._shapes = layouts.shapes_of({"q": q}, given)
             self.options = {name: self._option(name, value) for name, value in given.items()}
 
     @property
@@ -94,6 +96,7 @@ class Conversion:
             raise TypeError(f"{name} is an array of {self._library.name}, which cannot be written to: omit {name}")
         array = self._shared(name, array)
         if self._layout is not None:
+            self._shapes |= layouts.shapes_of({name: array}, {})
             array = layouts.to_own(name, array, self._layout)
         if self._dtype is None or not compute.is_converted(name) or not hasattr(array, "dtype"):
             return array
@@ -122,12 +125,13 @@ class Conversion:
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[None]:
-        """A context in which work is enqueued on the caller's stream."""
-        if self._library is None or self._device is None:
+        """A context in which work is enqueued on the caller's stream, and errors show the caller's axes."""
+        with contextlib.ExitStack() as stack:
+            if self._library is not None and self._device is not None:
+                stack.enter_context(on_stream_of(self._library, self._device))
+            if self._layout is not None:
+                stack.enter_context(layouts.described(self._layout, self._shapes))
             yield
-        else:
-            with on_stream_of(self._library, self._device):
-                yield
 
     def run(
         self, function: Callable[..., Any], arrays: Mapping[str, Any], results: Sequence[str], inputs: Sequence[Any] = ()

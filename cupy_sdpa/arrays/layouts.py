@@ -10,11 +10,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import numbers
+import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..layout import AXES, order
 from ..problem.problem import SCORE_INPUTS
+from ..problem.tensor_spec import CallersAxes, callers_axes
 
 #: The layouts that calls take. The first two are that of this package, dense and packed.
 LAYOUTS = ("dhsb", "dht", "bshd", "bhsd", "sbhd", "thd")
@@ -117,20 +120,65 @@ def results_in(
 
 
 @contextlib.contextmanager
-def described(layout: str, arrays: Mapping[str, Any]) -> Iterator[None]:
-    """Errors of a ``with`` block that name shapes also say how the axes of the caller's arrays were read."""
+def described(layout: str, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[None]:
+    """Errors of a ``with`` block show axes in the order of the caller's arrays, and name the layout.
+
+    Args:
+        layout: the caller's layout, in C order.
+        shapes: the shapes of the caller's arrays.
+    """
+    caller = CallersAxes(functools.partial(_axes_from_own, layout), shapes)
+    token = callers_axes.set(caller)
     try:
         yield
     except ValueError as error:
-        given = ", ".join(f"{name} {tuple(x.shape)}" for name, x in arrays.items() if name in "qkv" and hasattr(x, "shape"))
-        axes = ", ".join(AXES[letter] for letter in layout)
-        text = (
-            f"{error} [with layout={layout!r}, {given} were read as ({axes}); this message lists the axes of q, k, v, out and "
-            f"their gradients in the order ({', '.join(AXES[letter] for letter in _own(layout))}), and those of all other "
-            "arrays in reverse order]"
-        )
-        error.args = (text, *error.args[1:])
+        if caller.shown:
+            error.args = (f"{error} [layout={layout!r}]", *error.args[1:])
         raise
+    finally:
+        callers_axes.reset(token)
+
+
+def shapes_of(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The shapes of a call's arrays and of its options with more than one axis."""
+    given = {**arrays, **{name: options.get(name) for name in _OPTIONS}}
+    return {name: tuple(x.shape) for name, x in given.items() if hasattr(x, "shape")}
+
+
+def seems_in_c_order(shape: Sequence[int], *, c_order: bool, fortran_order: bool) -> bool:
+    """Whether the last axis of an array that is read as (head_dim, ...) is probably its head dim.
+
+    A GPU refuses such an array: its first axis is not contiguous, and no multiple of 8.
+
+    >>> seems_in_c_order((2, 100, 8, 64), c_order=True, fortran_order=False)
+    True
+    """
+    return c_order and not fortran_order and len(shape) > 2 and shape[0] % 8 != 0 and shape[-1] % 8 == 0 < shape[-1]
+
+
+def warn_of_c_order(q: Any) -> None:
+    """Warn if a numpy array that is passed without a layout seems to have another one."""
+    if not seems_in_c_order(q.shape, c_order=q.flags.c_contiguous, fortran_order=q.flags.f_contiguous):
+        return
+    own, other = ("dht", "thd") if q.ndim == 3 else ("dhsb", "bshd")
+    legend, remedy = (", ".join(AXES[letter] for letter in letters) for letters in (own, other))
+    level, frame = 1, sys._getframe()
+    while frame.f_back and frame.f_globals["__name__"].partition(".")[0] == __name__.partition(".")[0]:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(
+        f"q {q.shape} is in C order and was read as ({legend}), with head_dim {q.shape[0]}, which a GPU refuses. If it is "
+        f"({remedy}), pass layout={other!r}{' (others: bhsd, sbhd)' * (q.ndim == 4)}; layout={own!r} confirms the order",
+        UserWarning,
+        stacklevel=level,
+    )
+
+
+def _axes_from_own(layout: str, name: str, axes: Sequence[Any]) -> tuple[Any, ...]:
+    """Axes in the layout of this package in the order of the caller's array."""
+    if name not in VECTORS:
+        return tuple(axes)[::-1]
+    letters = layout if len(layout) == len(axes) else "thd" if len(axes) == 3 else "bshd"
+    return tuple(axes[axis] for axis in _from_own(letters))
 
 
 def _reversed(name: str, array: Any, shape: tuple[int, ...], is_shape: bool) -> Any:

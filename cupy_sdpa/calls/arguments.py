@@ -84,10 +84,13 @@ def _read(
     check_names(options)
     layout = layouts.other_layout(options)
     if layout is None:
-        return _read_own(arrays, options, outputs, deterministic, return_dtensors)
+        call = _read_own(arrays, options, outputs, deterministic, return_dtensors)
+        if not call.on_gpu and options.get("layout") is None:
+            layouts.warn_of_c_order(call.arrays["q"])
+        return call
     own = {name: layouts.to_own(name, array, layout) for name, array in arrays.items()}
-    options = layouts.options_in_own(options, layout)
-    with layouts.described(layout, arrays):
+    with layouts.described(layout, layouts.shapes_of(arrays, options)):
+        options = layouts.options_in_own(options, layout)
         return _read_own(own, options, outputs, deterministic, return_dtensors)
 
 
@@ -96,7 +99,7 @@ def _read_own(
 ) -> Call:
     """Validate the arguments of either pass in the layout of this package."""
     user_functions.check_tensors(options)
-    seeds = {name: value for name in SEEDS if _is_integer(value := options.get(name))}
+    seeds = {name: value for name in SEEDS if _is_integer(name, value := options.get(name))}
     passed = {**arrays, **{name: options.get(name) for name in ARRAYS if name not in seeds}}
     arguments = {
         name: read_array(name, array) for name, array in passed.items() if array is not None or name in ("q", "k", "v")
@@ -127,11 +130,15 @@ def _read_own(
     return call
 
 
-def _is_integer(value: Any) -> bool:
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+def _is_integer(name: str, value: Any) -> bool:
+    if isinstance(value, (bool, np.bool_, str)) or (
+        isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral)
+    ):
+        raise TypeError(f"{name} is {value!r}; it must be an integer, or an int64 array of one element")
+    if not isinstance(value, numbers.Integral):
         return False
     if not -(2**63) <= int(value) < 2**63:
-        raise ValueError(f"{value} is given as seed or offset; it must be a 64-bit integer")
+        raise ValueError(f"{name} is {value}; it must be a 64-bit integer")
     return True
 
 

@@ -6,7 +6,7 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, Literal, NoReturn, TypedDict, TypeVar
 
 import numpy as np
 
@@ -18,7 +18,6 @@ from ..score_fn.tracer import MaskMod, ScoreMod
 
 #: Which gradients of ``tensors`` are requested: all, none, or those of the given names.
 DTensors = bool | str | Sequence[str]
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -26,8 +25,8 @@ class Options(TypedDict, total=False):
     """The options that every call takes besides its arrays; :func:`cupy_sdpa.attention` documents them."""
 
     scale: float | None
-    causal: bool | Literal["top_left", "bottom_right"]
-    window: tuple[int | None, int | None] | tuple[int | None, int | None, Literal["top_left", "bottom_right"]] | None
+    causal: bool | Literal["top_left", "bottom_right"] | None
+    window: Sequence[int | None] | tuple[int | None, int | None, Literal["top_left", "bottom_right"]] | None
     mask: Array | None
     bias: Array | None
     seq_lens_q: Array | None
@@ -52,7 +51,7 @@ class Options(TypedDict, total=False):
     max_workspace: int | None
     bucket: int | Literal["power_of_two"] | Callable[[int], int] | None
     layout: Literal["dhsb", "dht", "bshd", "bhsd", "sbhd", "thd"] | None
-    compute_dtype: str | None
+    compute_dtype: Literal["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"] | None
 
 
 #: The options whose default is not None.
@@ -62,13 +61,15 @@ ARRAYS = (*SCORE_INPUTS, *LENGTHS, "page_table", *CU_SEQLENS, "alibi_slopes", "s
 #: What to write in place of an option of another library.
 OTHER_NAMES = {
     "alibi": "pass alibi_slopes=, float32 (Hq,); cupy_sdpa.alibi_slopes(Hq) returns the usual ones",
-    "attention_mask": "pass mask=, bool (Skv, Sq, Hq, B), where True attends; or seq_lens_kv=, the length of each batch entry",
-    "attn_bias": "pass bias=, (Skv, Sq, Hq, B): attn_bias.T of a (B, Hq, Sq, Skv) array",
+    "attention_mask": "pass seq_lens_kv=, the length of each batch entry; or mask=, bool, where True attends: with a layout "
+    "in C order (B, Hq, Sq, Skv), else (Skv, Sq, Hq, B)",
+    "attn_bias": "pass bias=: a (B, Hq, Sq, Skv) array unchanged with a layout in C order, else attn_bias.T",
     "attn_logit_softcapping": "pass softcap=",
-    "attn_mask": "pass mask= (bool, True attends) or bias= (added to the scores), (Skv, Sq, Hq, B): attn_mask.T of PyTorch's",
+    "attn_mask": "pass mask= (bool, True attends) or bias= (float, added to the scores): PyTorch's (B, Hq, Sq, Skv) array "
+    "unchanged with a layout in C order, else attn_mask.T",
     "attn_scale": "pass scale=",
-    "block_table": "pass page_table=, (pages per sequence, B)",
-    "block_tables": "pass page_table=, (pages per sequence, B): the transpose of a (B, pages per sequence) array",
+    "block_table": "pass page_table=: a (B, pages per sequence) array unchanged with a layout in C order, else its transpose",
+    "block_tables": "pass page_table=: a (B, pages per sequence) array unchanged with a layout in C order, else its transpose",
     "cache_seqlens": "pass seq_lens_kv=",
     "causal_mask": "pass causal=True, or causal='bottom_right' if the last query attends to all keys",
     "cu_seqlens": "pass cu_seqlens_q= and cu_seqlens_kv=, with max_seqlen_q= and max_seqlen_kv=",
@@ -78,7 +79,9 @@ OTHER_NAMES = {
     "enable_gqa": "no option is needed: k and v may have fewer heads than q",
     "generate_stats": "pass return_stats=True",
     "is_causal": "pass causal=True",
-    "key_padding_mask": "pass seq_lens_kv=, the length of each batch entry, or mask=, (Skv, 1, 1, B), where True attends",
+    "key": "pass q, k and v by position, or as q=, k= and v=",
+    "key_padding_mask": "pass seq_lens_kv=, the length of each batch entry; or mask=, bool, where True attends: with a "
+    "layout in C order (B, 1, 1, Skv), else (Skv, 1, 1, B)",
     "key_value_seq_lengths": "pass seq_lens_kv=",
     "learnable_sink": "pass sinks=, float32 (Hq,)",
     "local_window_size": "pass window=(left, right), where None is no bound",
@@ -87,6 +90,7 @@ OTHER_NAMES = {
     "max_seqlen_k": "pass max_seqlen_kv=",
     "p_dropout": "pass dropout_p= and seed=",
     "qkv_format": "pass layout=",
+    "query": "pass q, k and v by position, or as q=, k= and v=",
     "query_seq_lengths": "pass seq_lens_q=",
     "return_attn_probs": "pass return_stats=True; the weights are never stored, and exp(score - stats) computes them",
     "return_lse": "pass return_stats=True",
@@ -98,6 +102,7 @@ OTHER_NAMES = {
     "softmax_scale": "pass scale=",
     "tensor_layout": "pass layout=",
     "use_causal_mask": "pass causal=True",
+    "value": "pass q, k and v by position, or as q=, k= and v=",
     "window_size": "pass window=(left, right), where None is no bound",
 }
 
@@ -112,7 +117,9 @@ class _Annotation(str):
 def takes_options(function: Function) -> Function:
     """Give a function with ``**options`` a signature that lists every option, for ``help`` and completion."""
     signature = inspect.signature(function)
-    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    parameters = [p for p in signature.parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    # a default ... lets a call with other names reach the check of the names
+    parameters = [p.replace(default=p.empty, annotation="Array") if p.default is ... else p for p in parameters]
     for name, annotation in Options.__annotations__.items():
         text = getattr(annotation, "__forward_arg__", annotation)
         parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS.get(name), annotation=text))
@@ -120,6 +127,21 @@ def takes_options(function: Function) -> Function:
     returned = _Annotation(signature.return_annotation)
     function.__signature__ = signature.replace(parameters=parameters, return_annotation=returned)  # type: ignore[attr-defined]
     return function
+
+
+def refuse_arguments(others: Sequence[Any], options: Mapping[str, Any]) -> NoReturn:
+    """Raise the error of a call with arguments after v, or without v.
+
+    Raises:
+        TypeError: always.
+    """
+    check_names(options)
+    if others:
+        raise TypeError(
+            f"{len(others) + 3} arguments are passed by position; only q, k and v are, and options are keywords: a bool array, "
+            "True where the query attends, is mask=, and an array that is added to the scores is bias="
+        )
+    raise TypeError("q, k and v are required: attention(q, k, v)")
 
 
 def check_names(options: Mapping[str, Any]) -> None:
@@ -222,6 +244,7 @@ def read_positive(name: str, value: Any) -> int:
 
 def read_band(causal: Any, window: Any) -> Band | None:
     """The band of keys that a query attends to: the right bound of ``causal`` and the bounds of ``window``."""
+    causal = False if causal is None else causal
     if not is_one_of(causal, (False, True, "top_left", "bottom_right")):
         raise ValueError(f"causal is {causal!r}; it must be False, True, 'top_left' or 'bottom_right'")
     bottom_right = causal == "bottom_right"

@@ -49,11 +49,13 @@ class RunResult(NamedTuple):
         summary: the counts.
         findings: the findings without duplicates.
         seconds: the duration.
+        interrupted: whether a KeyboardInterrupt ended it.
     """
 
     summary: Summary
     findings: list[Finding]
     seconds: float
+    interrupted: bool = False
 
 
 def cases(seed: int, engines: Sequence[str], lengths: tuple[int, int] | None = None) -> Iterator[Case]:
@@ -85,7 +87,7 @@ def run(
         before_shrinking: called before findings are shrunk, if there are any.
         modules: modules that each worker process imports first.
     """
-    summary, start = Summary(), time.monotonic()
+    summary, start, interrupted = Summary(), time.monotonic(), False
 
     def report(activity: str) -> None:
         progress(summary, time.monotonic() - start, activity)
@@ -102,8 +104,9 @@ def run(
                 before_shrinking(summary, time.monotonic() - start)
             _shrink_findings(summary.findings, pool, threads, lambda: report("shrinking findings"))
         except KeyboardInterrupt:
+            interrupted = True
             pool.kill()
-    return RunResult(summary, merge(summary.findings), time.monotonic() - start)
+    return RunResult(summary, merge(summary.findings), time.monotonic() - start, interrupted)
 
 
 def _run_cases(

@@ -11,8 +11,7 @@ from ..arrays.argument import arrays_on_gpu, read_array, share_elements
 from ..calls.arguments import read_forward
 from ..device import cupy_runtime
 from ..errors import Unsupported
-from ..problem.tensor_spec import make_spec
-from ..problem.validation import Expected, check_spec
+from ..problem.tensor_spec import Expected, check_spec, make_spec
 from ..sparse.plan import check as check_mask
 from .form import Form, Widened, form_of
 

@@ -100,20 +100,21 @@ def attention_jvp(
             deterministic=deterministic,
         )  # fmt: skip
         return converted
-    if recorder.active:
-        given = {"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv, "out": out, "dout": dout, "stats": stats}
-        flags = {"return_stats": return_stats, "deterministic": deterministic, "widened": widened is not None}
-        recorder.record("attention_jvp", given, {**options, **flags})
+    given: dict[str, Any] = dict(options) if recorder.active else {}
     for name, value in (("return_stats", return_stats), ("deterministic", deterministic)):
         read_flag(name, value)
     form = read_form(q, k, v, (dq, dk, dv), widened, options, deterministic=deterministic)
     check_results(out, dout, q, v, (q, k, v, dq, dk, dv, *(widened or ())))
     options["scale"] = read_scale(options.get("scale"), form.head_dim)
-    mask = options.pop("block_mask", None)
+    mask, was_widened = options.pop("block_mask", None), widened is not None
     with cupy_runtime.on_device_of(q) if cupy_runtime.is_array(q) else contextlib.nullcontext():
         if widened is None:
             widened = concatenated(form, (q, k, v), (dq, dk, dv), cupy_runtime.temporary)
         results = _Derivative(q, k, v, widened, options, deterministic, mask).run(out, dout, stats, return_stats)
+    if recorder.active:
+        arrays = {"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv, "out": out, "dout": dout, "stats": stats}
+        given |= {"return_stats": return_stats, "deterministic": deterministic, "widened": was_widened}
+        recorder.record("attention_jvp", arrays, given)
     return results if return_stats or stats is not None else results[:2]
 
 

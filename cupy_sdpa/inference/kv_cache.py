@@ -58,7 +58,7 @@ class KVCache:
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, or is not positive.
-        RuntimeError: CuPy is not installed.
+        RuntimeError: there is no GPU or no CuPy, and ``numpy`` is False.
 
     >>> cache = KVCache(8, 2, pages=4, batch=2, page_size=16, dtype="float32", numpy=True)
     >>> tokens = np.ones((8, 2, 20, 2), np.float32, order="F")
@@ -98,6 +98,11 @@ class KVCache:
         if name not in FLOAT_DTYPES:
             raise TypeError(f"dtype is {name}; it must be one of {', '.join(FLOAT_DTYPES)}")
         self.dtype = numpy_dtype(name)
+        if not numpy and cupy_runtime.current_device() is None:
+            raise RuntimeError(
+                "numpy is False and there is no GPU here, or no CuPy: pass numpy=True for a cache of numpy arrays on the CPU. "
+                "`python -m cupy_sdpa info` lists what a GPU needs"
+            )
         self._numpy, self._engine = numpy, on_numpy if numpy else cache_kernels
         self._storage = [
             self._engine.zeros((dim, self.page_size, self.heads_kv, self.pages, self.layers), self.dtype)

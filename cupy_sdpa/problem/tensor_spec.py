@@ -1,10 +1,12 @@
-"""Array metadata: dtype, shape, strides and alignment."""
+"""Array metadata: dtype, shape, strides and alignment; and its comparison with what a call needs."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -115,3 +117,157 @@ def make_spec(name: str, signature: Signature) -> TensorSpec:
         if length == 1:  # the stride has no meaning: numpy, CuPy and DLPack return arbitrary values, including 0
             normalized[axis] = normalized[axis - 1] * max(shape[axis - 1], 1) if axis else ITEMSIZE.get(dtype, 1)
     return TensorSpec(name, dtype, shape, tuple(normalized), alignment)
+
+
+# Comparison with what a call needs
+
+
+@dataclass
+class CallersAxes:
+    """The axes of the arrays of a call with another layout, for messages.
+
+    Attributes:
+        permute: the axes of an argument from the layout of this package to the caller's.
+        shapes: the shapes of the caller's arrays.
+        shown: whether a message contains such axes.
+    """
+
+    permute: Callable[[str, Sequence[Any]], tuple[Any, ...]]
+    shapes: Mapping[str, tuple[int, ...]]
+    shown: bool = False
+
+
+#: The axes of the current call; None if they are those of this package.
+callers_axes: ContextVar[CallersAxes | None] = ContextVar("callers_axes", default=None)
+
+
+def has_callers_axes() -> bool:
+    """Whether messages show the axes of another layout."""
+    return callers_axes.get() is not None
+
+
+def in_callers_axes(name: str, axes: Sequence[Any]) -> tuple[Any, ...]:
+    """Axes of an argument, such as a shape, in the order of the caller's array."""
+    caller = callers_axes.get()
+    if caller is None or len(axes) < 2:
+        return tuple(axes)
+    caller.shown = True
+    return caller.permute(name, axes)
+
+
+def shown_shape(spec: TensorSpec) -> tuple[int, ...]:
+    """The shape of an array as the caller passed it."""
+    caller = callers_axes.get()
+    return caller.shapes[spec.name] if caller and spec.name in caller.shapes else in_callers_axes(spec.name, spec.shape)
+
+
+def legend_in_callers_axes(name: str, legend: str) -> str:
+    """A legend such as ``(Dv, Hq, Sq, B), the dtype of q`` in the order of the caller's array."""
+    letters, bracket, rest = legend.removeprefix("(").partition(")")
+    if not bracket or not legend.startswith("(") or legend.startswith("(B + 1"):
+        return legend
+    axes = in_callers_axes(name, [letter for letter in letters.split(",") if letter])
+    return f"({', '.join(letter.strip() for letter in axes)}{',' * (len(axes) == 1)}){rest}"
+
+
+class Expected(NamedTuple):
+    """The dtype and shape that an array must have.
+
+    Attributes:
+        name: the argument.
+        shape: the shape.
+        dtype: the dtype.
+        legend: the shape in letters, for messages.
+        writable: whether the call writes the array.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    legend: str
+    writable: bool = False
+
+
+def check_spec(spec: TensorSpec, expected: Expected) -> None:
+    """Check the dtype, the shape and, for results, the strides of an array.
+
+    Raises:
+        TypeError, ValueError: the array is not as expected; the message contains both values.
+    """
+    if spec.dtype != expected.dtype:
+        remedy = "pass a new array" if expected.writable else f"convert with .astype({expected.dtype!r})"
+        if spec.dtype == "bool" and spec.name.startswith("seq_lens"):
+            remedy = "pass the number of True in each batch entry; or pass a bool array, True where the query attends, as mask="
+        raise TypeError(f"{spec.name} is {spec.dtype}; it must be {expected.dtype}: {remedy}")
+    if spec.shape != expected.shape:
+        wanted, legend = in_callers_axes(spec.name, expected.shape), legend_in_callers_axes(spec.name, expected.legend)
+        raise ValueError(f"{spec.name} has shape {shown_shape(spec)}; it must be {wanted}, {legend}")
+    if expected.writable:
+        check_writable(spec)
+
+
+def check_broadcastable(spec: TensorSpec, scores: tuple[int, ...], packed: bool) -> None:
+    """Check the dtype of a bias or a mask, and that it broadcasts to the shape of the scores.
+
+    Raises:
+        TypeError, ValueError: it does not; the message contains both shapes.
+    """
+    dtypes = FLOAT_DTYPES if spec.name == "bias" else ("bool",)
+    if spec.dtype not in dtypes:
+        remedy = f"convert with .astype({dtypes[0]!r})"
+        if spec.dtype == "bool":
+            remedy = "a bool array, True where the query attends, is passed as mask="
+        elif spec.name == "mask" and spec.dtype in FLOAT_DTYPES:
+            remedy = "a float array that is added to the scores, such as 0 and -inf, is passed as bias="
+        raise TypeError(f"{spec.name} is {spec.dtype}; it must be {' or '.join(dtypes)}: {remedy}")
+    if _broadcasts(spec.shape, scores):
+        return
+    name, swapped = spec.name, (1,) * (4 - len(spec.shape)) + spec.shape
+    legend = "(max_seqlen_kv, max_seqlen_q, Hq, B)" if packed else "(Skv, Sq, Hq, B)"
+    wanted, letters = in_callers_axes(name, scores), legend_in_callers_axes(name, legend)
+    if has_callers_axes():
+        reverse = _broadcasts(spec.shape[::-1], scores) if len(spec.shape) == 4 else False
+        remedy = f"its axes are in reverse order: pass {name}.T" if reverse else "a mask of keys (B, Skv) is [:, None, None, :]"
+        raise ValueError(f"{name} has shape {shown_shape(spec)}; it must broadcast to {wanted}, {letters}: {remedy}")
+    if _broadcasts(swapped, scores[::-1]):  # the axes of PyTorch, broadcast from the right
+        remedy = f"these are the axes in reverse order, (B, Hq, Sq, Skv): pass {name}.T"
+        remedy += f"[{'..., ' + ', '.join(['None'] * (4 - len(spec.shape)))}]" if len(spec.shape) < 4 else ""
+    else:
+        remedy = f"add axes with {name}[..., None], and permute them with .transpose"
+    raise ValueError(
+        f"{name} has shape {spec.shape}; it must have the four axes {wanted}, {letters}, each of full length or length 1, keys "
+        f"first: {remedy}"
+    )
+
+
+def _broadcasts(shape: tuple[int, ...], scores: tuple[int, ...]) -> bool:
+    """Whether an array has four axes, each of full length or length 1."""
+    return len(shape) == 4 and all(n in (1, full) for n, full in zip(shape, scores, strict=True))
+
+
+def check_equal(description: str, x: TensorSpec, y: TensorSpec, axis: int, legend: str) -> None:
+    """Check that two of q, k and v have the same length along an axis.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if x.shape[axis] != y.shape[axis]:
+        places = [in_callers_axes(spec.name, range(len(spec.shape))).index(axis) for spec in (x, y)]
+        where = f"axis {places[0]}" if len({*places}) == 1 else f"axes {places[0]} and {places[1]}"
+        raise ValueError(
+            f"the {description} ({where}) of {x.name} and {y.name} differ, {x.shape[axis]} and {y.shape[axis]}: "
+            f"{x.name} is {shown_shape(x)}, {y.name} is {shown_shape(y)}; {legend}"
+        )
+
+
+def check_writable(spec: TensorSpec) -> None:
+    """Check that no two elements of a result share memory."""
+    if 0 in spec.shape:
+        return
+    extent = ITEMSIZE[spec.dtype]  # bytes from the start of the first element to the end of the last, over the axes so far
+    axes = zip(map(abs, spec.strides), spec.shape, strict=True)
+    for stride, length in sorted((stride, length) for stride, length in axes if length > 1):
+        if stride < extent:
+            strides = in_callers_axes(spec.name, spec.strides)
+            raise ValueError(f"{spec.name} has strides {strides} bytes: elements share memory; pass a dense array")
+        extent += stride * (length - 1)

@@ -14,7 +14,22 @@ from ..errors import Unsupported
 from ..score_fn.expression import EMPTY_PROGRAM
 from .problem import CU_SEQLENS, DEFAULT_SETTINGS, FP8_FACTORS, LENGTHS, OTHER_RESULTS, SCORE_INPUTS, SEEDS, Problem, Settings
 from .split import obstacle
-from .tensor_spec import FLOAT_DTYPES, FP8_LARGEST, ITEMSIZE, Signature, TensorSpec, dense_spec, make_spec
+from .tensor_spec import (
+    FLOAT_DTYPES,
+    FP8_LARGEST,
+    Expected,
+    Signature,
+    TensorSpec,
+    check_broadcastable,
+    check_equal,
+    check_spec,
+    dense_spec,
+    has_callers_axes,
+    in_callers_axes,
+    legend_in_callers_axes,
+    make_spec,
+    shown_shape,
+)
 
 #: The type of ``return_stats=``.
 ReturnStats = bool | Literal["max_sumexp"]
@@ -69,24 +84,6 @@ class RequestedOutputs(NamedTuple):
 
 #: The output and nothing else.
 OUTPUT_ONLY = RequestedOutputs()
-
-
-class Expected(NamedTuple):
-    """The dtype and shape that an array must have.
-
-    Attributes:
-        name: the argument.
-        shape: the shape.
-        dtype: the dtype.
-        legend: the shape in letters, for messages.
-        writable: whether the call writes the array.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    legend: str
-    writable: bool = False
 
 
 @functools.lru_cache(maxsize=4096)
@@ -144,22 +141,6 @@ def with_captured_gradients(problem: Problem, names: tuple[str, ...]) -> Problem
     return dataclasses.replace(problem, dcaptured=dcaptured) if dcaptured else problem
 
 
-def check_spec(spec: TensorSpec, expected: Expected) -> None:
-    """Check the dtype, the shape and, for results, the strides of an array.
-
-    Raises:
-        TypeError, ValueError: the array is not as expected; the message contains both values.
-    """
-    if spec.dtype != expected.dtype:
-        raise TypeError(
-            f"{spec.name} is {spec.dtype}; it must be {expected.dtype}: convert with .astype, or allocate a new array"
-        )
-    if spec.shape != expected.shape:
-        raise ValueError(f"{spec.name} has shape {spec.shape}; it must be {expected.shape}, {expected.legend}")
-    if expected.writable:
-        _check_writable(spec)
-
-
 def _inputs(arrays: Mapping[str, TensorSpec], settings: Settings) -> Problem:
     """The problem of the inputs of the forward pass, with q as a placeholder for out."""
     q, k, v = (arrays[name] for name in "qkv")
@@ -188,52 +169,81 @@ def _inputs(arrays: Mapping[str, TensorSpec], settings: Settings) -> Problem:
     return Problem(q, k, v, q, settings._replace(band=band), captured=captured, **options)
 
 
+def _legend(packed: bool, paged: bool) -> str:
+    """The axes of q, k and v for messages, in the caller's layout."""
+    if not has_callers_axes():
+        return _PAGED if paged else _PACKED if packed else _DENSE
+    if paged:
+        pages = legend_in_callers_axes("k", "(head_dim, heads, page size, pages)")
+        return (
+            f"with this layout the axes of pages are {pages}. Those of cupy_sdpa.KVCache are (head_dim, heads, page size, "
+            "pages): omit layout, and pass q as (head_dim, heads, seq, batch), which is q.T of (batch, seq, heads, head_dim)"
+        )
+    axes = legend_in_callers_axes("q", "(head_dim, heads, total)" if packed else "(head_dim, heads, seq, batch)")
+    return f"with this layout the axes are {axes}"
+
+
 def _check_qkv(q: TensorSpec, k: TensorSpec, v: TensorSpec, packed: bool, paged: bool) -> None:
     """Check that the dtypes and shapes of q, k and v match."""
-    legend = _PAGED if paged else _PACKED if packed else _DENSE
+    legend = _legend(packed, paged)
     for spec in (q, k, v):
         rank = 3 if packed and not (paged and spec is not q) else 4
         if len(spec.shape) != rank:
-            if paged and spec is not q:
-                expected = "(head_dim, heads, page size, pages), because page_table is passed"
-            elif packed:
-                passed = "cu_seqlens_q is" if paged else "cu_seqlens_q and cu_seqlens_kv are"
-                expected = f"(head_dim, heads, total), because {passed} passed"
-            else:
-                expected = f"(head_dim, heads, seq, batch). For a single sequence add a batch axis: {spec.name}[..., None]"
-            raise ValueError(f"{spec.name} has {len(spec.shape)} dimensions {spec.shape}; it needs {rank}: {expected}")
+            raise ValueError(
+                f"{spec.name} has {len(spec.shape)} dimensions {shown_shape(spec)}; it needs {rank}: "
+                f"{_wanted_axes(spec.name, packed, paged)}"
+            )
         if spec.dtype not in FLOAT_DTYPES and spec.dtype not in FP8_LARGEST:
-            raise TypeError(f"{spec.name} is {spec.dtype}; attention takes {', '.join(FLOAT_DTYPES)}: convert with .astype")
+            raise TypeError(
+                f"{spec.name} is {spec.dtype}; attention takes {', '.join(FLOAT_DTYPES)}: convert with .astype('float16')"
+            )
         if spec.dtype != q.dtype:
             raise TypeError(f"{spec.name} is {spec.dtype} and q is {q.dtype}; the dtypes must be equal: convert one of them")
-    _check_equal("head dims (axis 0)", q, k, 0, legend)
+    check_equal("head dims", q, k, 0, legend)
     if paged:
-        _check_equal("numbers of pages (axis 3)", k, v, 3, legend)
+        check_equal("numbers of pages", k, v, 3, legend)
     elif not packed:
-        _check_equal("batch sizes (axis 3)", q, k, 3, legend)
-        _check_equal("batch sizes (axis 3)", q, v, 3, legend)
-    _check_equal("numbers of heads (axis 1)", k, v, 1, legend)
-    _check_equal("page sizes (axis 2)" if paged else "lengths (axis 2)", k, v, 2, legend)
+        check_equal("batch sizes", q, k, 3, legend)
+        check_equal("batch sizes", q, v, 3, legend)
+    check_equal("numbers of heads", k, v, 1, legend)
+    check_equal("page sizes" if paged else "lengths", k, v, 2, legend)
     (d, hq, *_), (_, hkv, *_) = q.shape, v.shape
     if d == 0:
-        raise ValueError(f"q {q.shape} has head dim 0; the first axis is head_dim, and must not be empty")
+        axis = in_callers_axes("q", range(len(q.shape))).index(0)
+        raise ValueError(f"q {shown_shape(q)} has head dim 0; axis {axis} is head_dim, and must not be empty")
     if (hq % hkv) if hkv else hq:
+        what = legend if paged else legend.split(". ")[0]
         raise ValueError(
-            f"q has {hq} heads and k, v have {hkv}: {hq} must be a multiple of {hkv} "
-            f"(grouped-query attention: each key/value head serves {hq}/{hkv} query heads); {legend.split('. ')[0]}"
+            f"q has {hq} heads and k, v have {hkv}: {hq} must be a multiple of {hkv} (grouped-query attention: each key/value "
+            f"head serves {hq}/{hkv} query heads); q is {shown_shape(q)}, k is {shown_shape(k)}; {what}"
         )
+
+
+def _wanted_axes(name: str, packed: bool, paged: bool) -> str:
+    """The axes that one of q, k and v needs, and why."""
+    layout = has_callers_axes()
+    if paged and name != "q":
+        return f"{legend_in_callers_axes(name, '(head_dim, heads, page size, pages)')}, because page_table is passed"
+    if packed:
+        passed = "cu_seqlens_q is" if paged else "cu_seqlens_q and cu_seqlens_kv are"
+        axes = legend_in_callers_axes(name, "(head_dim, heads, total)")
+        return f"{axes}, because {passed} passed{': that is layout=' * layout}{repr('thd') * layout}"
+    if layout:
+        return f"pass cu_seqlens_q and cu_seqlens_kv; or for a single sequence {name}[None] and layout='bshd'"
+    return f"(head_dim, heads, seq, batch). For a single sequence add a batch axis: {name}[..., None]"
 
 
 def _check_paged(arrays: Mapping[str, TensorSpec], q: TensorSpec) -> None:
     """Check the page table and the lengths of paged keys."""
-    table, legend = arrays["page_table"], "(pages per sequence, B)"
+    table, legend = arrays["page_table"], legend_in_callers_axes("page_table", "(pages per sequence, B)")
     starts = arrays.get("cu_seqlens_q")
     batch, source = (starts.shape[0] - 1, starts) if starts else (q.shape[3], q)
     if table.dtype != "int32":
-        raise TypeError(f"page_table is {table.dtype}; it must be int32: convert with .astype")
+        raise TypeError(f"page_table is {table.dtype}; it must be int32: convert with .astype('int32')")
     if len(table.shape) != 2 or table.shape[1] != batch:
         raise ValueError(
-            f"page_table has shape {table.shape}; it must be {legend} with {batch} sequences, as {source.name} {source.shape}"
+            f"page_table has shape {shown_shape(table)}; it must be {legend} with {batch} sequences, as {source.name} "
+            f"{shown_shape(source)}"
         )
     if "seq_lens_kv" not in arrays:
         raise ValueError("page_table is passed and seq_lens_kv is None: pass the number of keys of each sequence, int32 (B,)")
@@ -277,7 +287,7 @@ def _check_packed_queries(arrays: Mapping[str, TensorSpec], settings: Settings) 
 
 def _check_integers(spec: TensorSpec) -> None:
     if spec.dtype not in ("int32", "int64"):
-        raise TypeError(f"{spec.name} is {spec.dtype}; it must be int32 or int64: convert with .astype")
+        raise TypeError(f"{spec.name} is {spec.dtype}; it must be int32 or int64: convert with .astype('int32')")
 
 
 def _check_options(arrays: Mapping[str, TensorSpec], problem: Problem) -> None:
@@ -294,55 +304,10 @@ def _check_options(arrays: Mapping[str, TensorSpec], problem: Problem) -> None:
             check_spec(arrays[option.name], option)
     for name in SCORE_INPUTS:
         if name in arrays:
-            _check_broadcastable(arrays[name], scores, problem.packed)
+            check_broadcastable(arrays[name], scores, problem.packed)
     if "dropout_mask" in arrays and (shape := arrays["dropout_mask"].shape) != scores:
-        raise ValueError(f"dropout_mask has shape {shape}; it must be {scores}, (Skv, Sq, Hq, B)")
-
-
-def _check_broadcastable(spec: TensorSpec, scores: tuple[int, ...], packed: bool) -> None:
-    """Check the dtype of a bias or a mask, and that it broadcasts to the shape of the scores."""
-    dtypes = FLOAT_DTYPES if spec.name == "bias" else ("bool",)
-    if spec.dtype not in dtypes:
-        raise TypeError(f"{spec.name} is {spec.dtype}; it must be {' or '.join(dtypes)}: convert with .astype")
-    if not _broadcasts(spec.shape, scores):
-        legend = "(max_seqlen_kv, max_seqlen_q, Hq, B)" if packed else "(Skv, Sq, Hq, B)"
-        if _broadcasts(
-            (1,) * (4 - len(spec.shape)) + spec.shape, scores[::-1]
-        ):  # the axes of PyTorch, broadcast from the right
-            remedy = f"these are the axes in reverse order, (B, Hq, Sq, Skv): pass {spec.name}.T"
-            remedy += f"[{'..., ' + ', '.join(['None'] * (4 - len(spec.shape)))}]" if len(spec.shape) < 4 else ""
-        else:
-            remedy = f"add axes with {spec.name}[..., None], and permute them with .transpose"
-        raise ValueError(
-            f"{spec.name} has shape {spec.shape}; it must have the four axes {scores}, {legend}, each of full length or length "
-            f"1, keys first: {remedy}"
-        )
-
-
-def _broadcasts(shape: tuple[int, ...], scores: tuple[int, ...]) -> bool:
-    """Whether an array has four axes, each of full length or length 1."""
-    return len(shape) == 4 and all(n in (1, full) for n, full in zip(shape, scores, strict=True))
-
-
-def _check_equal(description: str, x: TensorSpec, y: TensorSpec, axis: int, legend: str) -> None:
-    """Check that two arrays have the same length along an axis."""
-    if x.shape[axis] != y.shape[axis]:
-        raise ValueError(
-            f"the {description} of {x.name} and {y.name} differ, {x.shape[axis]} and {y.shape[axis]}: "
-            f"{x.name} is {x.shape}, {y.name} is {y.shape}; {legend}"
-        )
-
-
-def _check_writable(spec: TensorSpec) -> None:
-    """Check that no two elements of a result share memory."""
-    if 0 in spec.shape:
-        return
-    extent = ITEMSIZE[spec.dtype]  # bytes from the start of the first element to the end of the last, over the axes so far
-    axes = zip(map(abs, spec.strides), spec.shape, strict=True)
-    for stride, length in sorted((stride, length) for stride, length in axes if length > 1):
-        if stride < extent:
-            raise ValueError(f"{spec.name} has strides {spec.strides} bytes: elements share memory; pass a dense array")
-        extent += stride * (length - 1)
+        wanted, legend = in_callers_axes("dropout_mask", scores), legend_in_callers_axes("dropout_mask", "(Skv, Sq, Hq, B)")
+        raise ValueError(f"dropout_mask has shape {in_callers_axes('dropout_mask', shape)}; it must be {wanted}, {legend}")
 
 
 def _out(problem: Problem, name: str, *, writable: bool, dtype: str = "") -> Expected:

@@ -14,6 +14,12 @@ import numpy as np
 
 from .expression import AXES, Kind, Writer
 
+#: The refusal of Python's branches in functions, after the reason.
+NO_BRANCHES = (
+    "{}, so `if`, `and`, `or`, `not`, `min`, `max` and `a < b < c` cannot be evaluated: write np.where(condition, a, b), &, |, "
+    "~, np.minimum, np.maximum, and (a < b) & (b < c)"
+)
+
 
 class Tracer(Protocol):
     """Records the operations on proxies; see :class:`cupy_sdpa.score_fn.tracer.Tracer`."""
@@ -76,11 +82,7 @@ class Value(np.lib.mixins.NDArrayOperatorsMixin):
         return functions[name](*inputs)
 
     def __bool__(self) -> bool:
-        raise TypeError(
-            "a score function is traced: it is called once, without actual values, so `if`, `and`, `or`, `not`, `min`, `max` "
-            "and `a < b < c` cannot be evaluated: write np.where(condition, a, b), &, |, ~, np.minimum, np.maximum, and "
-            "(a < b) & (b < c)"
-        )
+        raise TypeError(NO_BRANCHES.format("a score function is traced: it is called once, without actual values"))
 
     def __index__(self) -> int:
         raise TypeError(

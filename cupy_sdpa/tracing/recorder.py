@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from ..arrays import layouts
 from ..score_fn.identity import identity
 from .source import PARAMETERS, NotRecordedError, name_of, source_of
 
@@ -25,6 +26,9 @@ _UNKNOWN = "unknown"
 #: The open traces.
 active: tuple[Trace, ...] = ()
 _lock = threading.Lock()
+_thread = threading.local()
+
+ResultT = TypeVar("ResultT")
 
 
 class Trace:
@@ -58,9 +62,12 @@ class Trace:
         Args:
             call: the name of the function.
             arrays: its array arguments; entries that are None are left out.
-            options: its other arguments.
+            options: its other arguments. Arrays in another ``layout`` are written as their views in the layout of this package.
         """
         try:
+            if layout := layouts.other_layout(options):
+                arrays = {name: layouts.to_own(name, array, layout) for name, array in arrays.items()}
+                options = layouts.options_in_own(options, layout)
             seen = call, *_items(arrays), *_items(options)
             if _UNKNOWN not in seen and seen in self._seen:
                 return
@@ -79,7 +86,7 @@ class Trace:
         os.close(self._file)
 
     def __repr__(self) -> str:
-        return f"<Trace {self.path}: {self.problems} problems>"
+        return f"<Trace {self.path}: {self.problems} problem{'s' * (self.problems != 1)}>"
 
 
 def _items(values: Mapping[str, Any]) -> Iterator[Any]:
@@ -102,7 +109,9 @@ def _entry(call: str, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> 
     """The JSON object of a call."""
     tensors = options.get("tensors") or {}
     written = {
-        name: _value(name, value, tensors) for name, value in options.items() if value is not None and value is not False
+        name: _value(name, value, tensors)
+        for name, value in options.items()
+        if name != "layout" and value is not None and value is not False
     }
     return {
         "call": call,
@@ -183,9 +192,28 @@ def trace(path: str | os.PathLike[str]) -> Iterator[Trace]:
 
 
 def record(call: str, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Write the problem of a call to the open traces."""
+    """Write the problem of a call that was not refused to the open traces."""
     for opened in active:
         opened.add(call, arrays, options)
+
+
+def is_recording() -> bool:
+    """Whether the current call of this thread is one of :func:`recorded`."""
+    return getattr(_thread, "recording", False)
+
+
+def recorded(function: Callable[..., ResultT], arrays: Mapping[str, Any], options: Mapping[str, Any]) -> ResultT:
+    """Call a function with these arguments, and write its problem unless it is refused; a failure of cuDNN is written."""
+    _thread.recording, refused = True, False
+    try:
+        return function(**arrays, **options)
+    except (TypeError, ValueError, NotImplementedError):
+        refused = True
+        raise
+    finally:
+        _thread.recording = False
+        if not refused:
+            record(function.__name__, arrays, options)
 
 
 def trace_process() -> None:

@@ -15,7 +15,7 @@ from ...device import cupy_runtime
 from ...errors import CudnnError, Unsupported
 from ...version import version_text
 from ..helpers import machine
-from ..helpers.console import CommandError, Help, Progress, add_json, milliseconds, one_line, print_labeled, result
+from ..helpers.console import CommandError, Help, Progress, add_json, counted, milliseconds, one_line, print_labeled, result
 from ..helpers.trace import read_entries
 from .timing import measure
 
@@ -74,7 +74,7 @@ def command(arguments: argparse.Namespace) -> int:
     for entry, row in zip(entries, rows, strict=True):
         print_labeled(f"line {entry.number}", "; ".join([*_texts(row), entry.describe()]))
     refused = sum(row["reason"] != "" for row in rows)
-    print_labeled("timed", f"{len(rows) - refused} problems, {refused} not timed")
+    print_labeled("timed", f"{counted(len(rows) - refused, 'problem')}, {refused} not timed")
     return 1 if refused else 0
 
 

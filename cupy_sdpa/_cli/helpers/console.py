@@ -86,7 +86,7 @@ def print_labeled(label: str, text: str) -> None:
     """Print a label and a text; long texts continue in the text's column."""
     if result():
         return
-    begin = f"{label:<{LABEL}}"
+    begin = f"{label} ".ljust(LABEL)
     print(textwrap.fill(text, width(), initial_indent=begin, subsequent_indent=" " * LABEL, break_on_hyphens=False))
 
 
@@ -114,6 +114,15 @@ def one_line(text: str) -> str:
     for line in lines:
         joined += line if not joined else f" {line}" if joined.endswith(":") else f"; {line}"
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in joined)
+
+
+def counted(number: int, noun: str) -> str:
+    """A number and a noun.
+
+    >>> counted(1, "problem"), counted(0, "call")
+    ('1 problem', '0 calls')
+    """
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def milliseconds(seconds: float) -> str:

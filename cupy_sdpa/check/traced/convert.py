@@ -38,7 +38,9 @@ def case_of(entry: Entry, engine: str) -> Case:
     entry.check()
     options = entry.options
     if unknown := options.keys() - _KNOWN:
-        raise NotReplayableError(f"the self-test has no option {', '.join(sorted(unknown))}")
+        raise NotReplayableError(
+            f"{', '.join(sorted(unknown))} cannot be repeated: the trace is of another version; record it again"
+        )
     sizes: dict[str, Any] = _sizes(entry)
     packed, paged = "cu_seqlens_q" in options, "page_table" in options
     if not packed and len(entry.arrays["q"]["shape"]) == 3:

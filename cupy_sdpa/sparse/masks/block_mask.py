@@ -20,7 +20,7 @@ from ...score_fn.expression import AXES
 from ...score_fn.identity import identity
 from ...score_fn.tracer import trace
 from . import segments
-from .evaluate import EMPTY, FULL, PARTIAL, Function, Rows, evaluate, evaluate_blocks
+from .evaluate import EMPTY, FULL, PARTIAL, Function, Rows, answers_flex_attention, evaluate, evaluate_blocks
 from .tiles import TILE, BlockSize, kinds_of_blocks, read_block, rows_of_blocks, tile_kinds, with_blocks
 
 #: Numbers the masks.
@@ -29,6 +29,7 @@ _next_number = itertools.count().__next__
 _COLORS = ("#88888822", "#f2a65a", "#3a7fb5")
 
 
+@answers_flex_attention
 def block_mask(
     mask_mod: Callable[..., Any],
     sq: int,
@@ -332,11 +333,10 @@ def _count(name: str, value: Any, least: int = 0) -> int:
 
 
 def _on_host(name: str, array: Any) -> NDArray[Any]:
-    if cupy_runtime.is_array(array):
-        return np.asarray(array.get())
-    if not isinstance(array, np.ndarray):
+    found = array.get() if cupy_runtime.is_array(array) else array
+    if not isinstance(found, np.ndarray):
         raise TypeError(f"{name} is a {type(array).__name__}; it must be a numpy or CuPy array")
-    return array
+    return found
 
 
 def _bool(name: str, array: Any) -> NDArray[np.bool_]:

@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...device import cupy_runtime
 from ...device.blocks import BLOCK
+from ...score_fn.proxy import NO_BRANCHES
 
 #: The kinds of blocks: no query attends to a key, some do, every query attends to every key.
 EMPTY, PARTIAL, FULL = 0, 1, 2
 #: The number of elements that are evaluated at once, if they are at least one row of tiles.
 _ELEMENTS = 1 << 23
+
+
+Made = TypeVar("Made")
+Parameters = ParamSpec("Parameters")
+
+
+def answers_flex_attention(function: Callable[Parameters, Made]) -> Callable[Parameters, Made]:
+    """Name our arguments in the error of a call with those of FlexAttention's ``create_block_mask``."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*arguments: Parameters.args, **keywords: Parameters.kwargs) -> Made:
+        try:
+            signature.bind(*arguments, **keywords)
+        except TypeError as error:
+            raise TypeError(
+                f"{error}: the call is block_mask(mask_mod, sq, skv, heads=, batch=). FlexAttention's "
+                "create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) is block_mask(mask_mod, Q_LEN, KV_LEN, heads=H, batch=B)"
+            ) from None
+        return function(*arguments, **keywords)
+
+    return call
 
 
 class Rows(NamedTuple):
@@ -63,7 +87,12 @@ class Function:
         """Whether queries attend to keys, bool, of the broadcast shape of the index arrays."""
         head = h if self._per_head else _Unknown("h", "heads")
         entry = b if self._per_entry else _Unknown("b", "batch")
-        result = self._call(entry, head, queries, keys, **self._arrays)
+        try:
+            result = self._call(entry, head, queries, keys, **self._arrays)
+        except ValueError as error:
+            if "truth value" not in str(error):
+                raise
+            raise TypeError(NO_BRANCHES.format("a mask function is called with arrays of indices")) from error
         if getattr(getattr(result, "dtype", None), "kind", "b" if isinstance(result, (bool, np.bool_)) else "") != "b":
             raise TypeError(f"mask_mod returned {type(result).__name__}; it must return a condition, such as q_idx >= kv_idx")
         shape = np.broadcast_shapes(queries.shape, keys.shape, *(x.shape for x in (b, h) if hasattr(x, "shape")))
