@@ -153,7 +153,7 @@ def test_errors(libraries):
     assert "q requires a gradient" in text
     assert "cupy_sdpa.integrations.torch.attention" in text
     libraries.modules["torch"].state.grad = False  # inside torch.no_grad()
-    assert attention(needs, tensor, tensor).shape == x.shape
+    assert attention(needs, tensor, tensor, layout="bshd").shape == x.shape
     tracer = libraries.modules["jax"].DynamicJaxprTracer()
     assert "q is traced by JAX" in raised(lambda: attention(tracer, tracer, tracer))
     assert "out is an array of JAX, which cannot be written to" in raised(lambda: attention(array, array, array, out=array))

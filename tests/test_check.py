@@ -602,7 +602,7 @@ def test_a_crash_is_a_finding_and_the_run_continues(planted):
         Case(), Case(options={"softcap": 2.0, "scale": 1.0}), Case(seed=1), Case(sq=5, b=2, options={"causal": "top_left"}),
         Case(seed=2),
     ]  # fmt: skip
-    summary, findings, _ = run.run(iter(cases), 2, modules=(planted,))
+    summary, findings, *_ = run.run(iter(cases), 2, modules=(planted,))
     assert summary.problems == 5
     assert summary.count("passed") == 3
     found = {finding.outcome.kind: finding for finding in findings}
@@ -712,7 +712,7 @@ def test_a_report_that_cannot_be_written_loses_no_finding(planted, tmp_path, cap
     monkeypatch.setattr(run, "Pool", lambda jobs, modules: Pool(jobs, (planted,)))
     assert main(["check", "--case", "Case(options={'causal': 'top_left'})", "--json", str(tmp_path)]) == 2
     printed = capsys.readouterr()
-    assert "1 findings" in printed.out
+    assert "1 finding in" in printed.out
     assert f"--json {tmp_path}: Is a directory" in " ".join(printed.err.split())
 
 

@@ -327,7 +327,7 @@ NO_ARRAYS = {
 def test_other_types_raise(name):
     """A TypeError names the argument, its type and the remedy."""
     words, make = NO_ARRAYS[name]
-    with pytest.raises(TypeError, match=f"{words}.*(pass an array|convert with)"):
+    with pytest.raises(TypeError, match=f"{words}.*(pass an array|convert with|passed as bias=)"):
         make(rand(np, 4, 3, 2), rand(np, 4, 1, 3, 2))
 
 

@@ -62,7 +62,9 @@ class Conversion:
 
     def __init__(self, q: Any, options: Mapping[str, Any]) -> None:
         given = dict(options)
-        layouts.check_layout(given.pop("layout", None))
+        layout = given.pop("layout", None)
+        layouts.check_layout(layout)
+        self._is_named = layout is not None
         self._layout = layouts.other_layout(options)
         self._library: Library | None = library_of(q)
         self._bias_axes: int | None = getattr(given.get("bias"), "ndim", None)
@@ -131,6 +133,8 @@ class Conversion:
                 stack.enter_context(on_stream_of(self._library, self._device))
             if self._layout is not None:
                 stack.enter_context(layouts.described(self._layout, self._shapes))
+            if self._is_named:
+                stack.enter_context(layouts.named())
             yield
 
     def run(

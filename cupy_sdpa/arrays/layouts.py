@@ -13,6 +13,7 @@ import numbers
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from ..layout import AXES, order
@@ -156,9 +157,23 @@ def seems_in_c_order(shape: Sequence[int], *, c_order: bool, fortran_order: bool
     return c_order and not fortran_order and len(shape) > 2 and shape[0] % 8 != 0 and shape[-1] % 8 == 0 < shape[-1]
 
 
+#: Whether the caller of a converted call named the layout.
+_is_named: ContextVar[bool] = ContextVar("layout_is_named", default=False)
+
+
+@contextlib.contextmanager
+def named() -> Iterator[None]:
+    """Calls of a ``with`` block do not warn of arrays in C order: the caller named their layout."""
+    token = _is_named.set(True)
+    try:
+        yield
+    finally:
+        _is_named.reset(token)
+
+
 def warn_of_c_order(q: Any) -> None:
     """Warn if a numpy array that is passed without a layout seems to have another one."""
-    if not seems_in_c_order(q.shape, c_order=q.flags.c_contiguous, fortran_order=q.flags.f_contiguous):
+    if _is_named.get() or not seems_in_c_order(q.shape, c_order=q.flags.c_contiguous, fortran_order=q.flags.f_contiguous):
         return
     own, other = ("dht", "thd") if q.ndim == 3 else ("dhsb", "bshd")
     legend, remedy = (", ".join(AXES[letter] for letter in letters) for letters in (own, other))
