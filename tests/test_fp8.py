@@ -5,6 +5,7 @@ import csv
 import numpy as np
 import pytest
 from fake_cupy import DEVICE
+from fp8_arrays import ERROR, host, moved, relative, values_of
 from planner import library_version, plan_problem
 
 import cupy_sdpa
@@ -18,11 +19,6 @@ from cupy_sdpa.support import gpus
 from cupy_sdpa.support.why_not import why_not
 
 DTYPES = tuple(FP8_LARGEST)
-
-
-def host(x):
-    """The elements of an FP8 array on the host."""
-    return x.data.get().view(numpy_dtype(x.dtype)) if hasattr(x.data, "get") else x.data
 
 
 def normal(shape, dtype="float32", seed=0):
@@ -216,24 +212,9 @@ def inputs(d=32, dv=None, hq=4, hkv=2, sq=20, skv=30, b=2, dtype="float8_e4m3fn"
     """FP8 arrays and their values in float64."""
     shapes = (d, hq, sq, b), (d, hkv, skv, b), (dv or d, hkv, skv, b)
     made = [fp8.quantize(normal(shape, "float32", seed + i), dtype, rotate=rotated and i < 2) for i, shape in enumerate(shapes)]
-    return made, [np.asfortranarray(x.data.astype(np.float64) * float(x.descale[0])) for x in made]
+    return made, [values_of(x) for x in made]
 
 
-def moved(fake, x):
-    """An FP8 array on the device."""
-    factors = [fake.asarray(f) for f in (x.descale, x.scale)]
-    return fp8.Fp8Array(
-        fake.asarray(x.data.view(np.uint8), order="F"), factors[0], scale=factors[1], dtype=x.dtype, rotated=x.rotated
-    )
-
-
-def relative(a, b):
-    """The relative error in the norm."""
-    return float(np.linalg.norm(np.asarray(a, np.float64) - b) / max(np.linalg.norm(b), 1e-30))
-
-
-#: The error of FP8: three roundings (P, the output, and a second rounding where both meet) of half a unit in the last place.
-ERROR = {"float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3}
 CASES = {
     "plain": {}, "causal": {"causal": True}, "bottom right": {"causal": "bottom_right"}, "window": {"window": (5, 2)},
     "scale": {"scale": 0.5}, "softcap": {"softcap": 3.0}, "ALiBi": {"alibi_slopes": np.array([0.1, 0.2, 0.3, 0.4], np.float32)},
