@@ -14,6 +14,7 @@ from benchmarks.fp8 import errors, plot
 from cupy_sdpa import fp8
 from cupy_sdpa.fp8.array import rotate, rotation_of
 from cupy_sdpa.plans.plan import PlanInfo
+from cupy_sdpa.problem.split import MAX_FP8_KEYS
 from cupy_sdpa.problem.tensor_spec import FP8_LARGEST, numpy_dtype, rounded
 from cupy_sdpa.support import gpus
 from cupy_sdpa.support.why_not import why_not
@@ -414,25 +415,71 @@ def test_explain(fake):
 # Paged keys, plans, the benchmark
 
 
-@pytest.mark.parametrize("rows", [2, 5])
-def test_paged_keys(rows, fake):
-    """Keys and values in pages, several queries, on both engines."""
-    (q, k, v), values = inputs(d=32, sq=rows, skv=64)
-    rng, lengths = np.random.default_rng(0), np.array([64, 33], np.int32)
-    table = np.asfortranarray(rng.permutation(8).reshape(4, 2).astype(np.int32))
+def in_pages(arrays, lengths, page, seed=0):
+    """Keys and values of (D, Hkv, Skv, B) in pages that are in random order, and the page table; NaN in unused pages."""
+    (q, *others), batch = arrays, arrays[0].shape[3]
+    width = arrays[1].shape[2] // page
+    table = np.asfortranarray(np.random.default_rng(seed).permutation(batch * width).reshape(width, batch).astype(np.int32))
     pools = []
-    for x in (k, v):
-        pool = np.zeros((32, 2, 16, 8), x.data.dtype, order="F")
-        for b, page in np.ndindex(2, 4):
-            pool[..., table[page, b]] = x.data[:, :, 16 * page : 16 * page + 16, b]
-        pools.append(fp8.Fp8Array(pool, x.descale, scale=x.scale))
-    truth = cupy_sdpa.attention(*values, seq_lens_kv=lengths, causal="bottom_right")
-    options = {"page_table": table, "seq_lens_kv": lengths}
-    on_cpu = fp8.attention(q, *pools, causal="bottom_right", **options)
-    moved_options = {name: fake.asarray(x, order="F") for name, x in options.items()}
-    on_gpu = fp8.attention(*(moved(fake, x) for x in (q, *pools)), causal="bottom_right", **moved_options)
-    for out in (on_cpu.dequantize(), on_gpu.dequantize().get()):
-        assert relative(out, truth) < ERROR["float8_e4m3fn"]
+    for x in others:
+        pool = np.full((x.shape[0], x.shape[1], page, batch * width), np.nan, x.data.dtype, order="F")
+        for b, place in np.ndindex(batch, width):
+            if place * page < lengths[b]:
+                pool[..., table[place, b]] = x.data[:, :, page * place : page * (place + 1), b]
+        pools.append(fp8.Fp8Array(pool, x.descale, scale=x.scale, rotated=x.rotated))
+    return (q, *pools), {"page_table": table, "seq_lens_kv": lengths}
+
+
+#: Sq, Hq and Hkv, options, the smallest number of chunks, and Dv.
+SPLIT = {
+    "two queries": (2, 4, 2, {}, 1, 32), "five queries, bottom right": (5, 4, 2, {"causal": "bottom_right"}, 2, 32),
+    "one query of a group": (1, 4, 1, {"causal": "bottom_right"}, 1, 32), "one row": (1, 2, 2, {"num_splits": 3}, 3, 48),
+    "one row, causal": (1, 2, 2, {"causal": "bottom_right", "num_splits": 2}, 2, 32),
+    "chunks": (3, 4, 2, {"causal": "bottom_right", "num_splits": 4}, 4, 16), "window": (4, 4, 2, {"window": (20, 0, "bottom_right")}, 1, 32),
+    "lengths": (6, 2, 1, {"seq_lens_q": np.array([6, 2], np.int32), "causal": "bottom_right", "num_splits": 2}, 2, 32),
+    "sinks": (2, 4, 2, {"sinks": np.array([0.5, 1, -1, 3], np.float32), "num_splits": 2}, 2, 32),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lengths", [(1024, 533), (4, 0)], ids=str)
+def test_paged_keys(name, dtype, lengths, fake):
+    """Keys and values in pages, split on the GPU: output, log-sum-exp and largest output on both engines, in FP8 and bfloat16."""
+    sq, hq, hkv, options, least, dv = SPLIT[name]
+    lengths = np.array(lengths, np.int32)
+    arrays, values = inputs(d=32, dv=dv, hq=hq, hkv=hkv, sq=sq, skv=1024, dtype=dtype, rotated=True)
+    paged, pages = in_pages(arrays, lengths, 16)
+    dense = {key: x for key, x in options.items() if key != "num_splits"}
+    truth, true_stats = cupy_sdpa.attention(*values, seq_lens_kv=lengths, return_stats=True, **dense)
+    options = {**options, **pages}
+    gpu = [moved(fake, x) for x in paged]
+    moved_options = {key: fake.asarray(x, order="F") if isinstance(x, np.ndarray) else x for key, x in options.items()}
+    assert cupy_sdpa.explain(*gpu, **moved_options).problem.settings.split.chunks >= least
+    flags = {"return_stats": True, "return_amax": True}
+    for _ in range(4):
+        found = [fp8.attention(*paged, **flags, **options), fp8.attention(*gpu, **flags, **moved_options)]
+        wide = fp8.attention(*gpu, out_dtype="bfloat16", **moved_options)
+        small = fp8.attention(*gpu, out_scale=2.0, **moved_options)
+        for out, stats, amax in found:
+            stats, amax = (x.get() if hasattr(x, "get") else x for x in (stats, amax))
+            values = out.dequantize() if stats is found[0][1] else out.dequantize().get()
+            assert relative(values, truth) < ERROR[dtype]
+            np.testing.assert_allclose(stats, true_stats, atol=1e-4)
+            np.testing.assert_allclose(amax, np.abs(truth).max(), rtol=1.5 * ERROR[dtype])  # of rounded parts
+        assert relative(wide.get().astype(np.float64), truth) < ERROR[dtype]
+        assert float(small.scale.get()[0]) == 2
+        np.testing.assert_allclose(small.dequantize().get(), truth, atol=2 * ERROR[dtype] * np.abs(truth).max())
+
+
+def test_long_keys_are_split():
+    """So that no kernel adds over more keys than :data:`MAX_FP8_KEYS`, also if the batch fills the GPU."""
+    for batch in (1, 32):
+        pages = [(128, 8, 64, 512 * batch)] * 2
+        problem = cupy_sdpa.problem((128, 32, 1, batch), *pages, dtype="float8_e4m3fn", page_table=(512, batch))
+        split = problem.settings.split
+        assert split.pages * 64 <= MAX_FP8_KEYS
+        assert split.chunks * split.pages >= 512
 
 
 PLANNED = {

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..device import cupy_runtime
-from ..device.kernels import TYPES, declaration, struct
+from ..device.dtypes import ROTATION, TYPES
+from ..device.kernels import declaration, struct
 from ..problem.tensor_spec import FP8_LARGEST, dtype_name
 
 #: The elements that a thread converts, the threads of a block, and the largest number of blocks for an array. The kernels count
@@ -135,55 +136,6 @@ def _array(conversion: Conversion) -> _Array:
         dense=lengths is None and source.flags.f_contiguous,
     )
 
-
-#: Functions of all kernels: the rotation, and the conversions between float and FP8.
-_FUNCTIONS = """
-// The Walsh-Hadamard transform of parts of n elements, divided by sqrt(n). Every thread of the warp calls it.
-__device__ void rotate(float* x, int n) {
-    for (int step = 1; step < 8 && step < n; step *= 2)
-        for (int i = 0; i < 8; ++i)
-            if (!(i & step)) {
-                const float a = x[i], b = x[i + step];
-                x[i] = a + b;
-                x[i + step] = a - b;
-            }
-    for (int step = 1; step < n / 8; step *= 2)
-        for (int i = 0; i < 8; ++i) {
-            const float other = __shfl_xor_sync(0xffffffffu, x[i], step);
-            x[i] = threadIdx.x & step ? other - x[i] : x[i] + other;
-        }
-    if (n > 1) for (int i = 0; i < 8; ++i) x[i] *= rsqrtf((float)n);
-}
-// A float as FP8 with MANTISSA bits of mantissa and the exponent bias BIAS; rounded to nearest even, saturated at LARGEST.
-__device__ unsigned to_fp8(float value) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-    unsigned short pair;
-    asm("cvt.rn.satfinite.INSTRUCTION.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(value));
-    return pair & 0xff;
-#else
-    const unsigned bits = __float_as_uint(value), sign = bits >> 24 & 0x80, magnitude = bits & 0x7fffffff;
-    if (magnitude > 0x7f800000) return 0x7f;
-    const int dropped = 23 - MANTISSA;
-    unsigned found;
-    if (magnitude < (127 - BIAS + 1) << 23) {  // a subnormal number: a multiple of 2^(1 - BIAS - MANTISSA)
-        found = (unsigned)rintf(__uint_as_float(magnitude) * __uint_as_float((126 + BIAS + MANTISSA) << 23));
-    } else {
-        const unsigned up = magnitude + ((1u << (dropped - 1)) - 1) + (magnitude >> dropped & 1);
-        found = (up >> dropped) - ((127 - BIAS) << MANTISSA);
-    }
-    return sign | (found < LARGEST ? found : LARGEST);
-#endif
-}
-// FP8 as a float; the exponent is shifted by a multiplication, which is exact.
-__device__ float from_fp8(unsigned x) {
-    const unsigned magnitude = x & 0x7f;
-    float value = __uint_as_float(magnitude << (23 - MANTISSA)) * __uint_as_float((254 - BIAS) << 23);
-    if (magnitude > LARGEST) value = __uint_as_float(INFINITE && magnitude == LARGEST + 1 ? 0x7f800000 : 0x7fc00000);
-    return x & 0x80 ? -value : value;
-}
-"""
-#: The bits of the mantissa, the bias of the exponent, the largest number, whether there are infinities, and the instruction.
-_FORMATS = {"float8_e4m3fn": (3, 7, 0x7E, 0, "e4m3x2"), "float8_e5m2": (2, 15, 0x7B, 1, "e5m2x2")}
 
 _READ = """
 struct Arrays { Array arrays[ARRAYS]; };
@@ -313,15 +265,6 @@ _BODIES = {
 }
 
 
-def _format(dtype: str) -> str:
-    """The functions of a format."""
-    mantissa, bias, largest, infinite, instruction = _FORMATS[dtype]
-    names = {"MANTISSA": mantissa, "BIAS": bias, "LARGEST": f"{largest}u", "INFINITE": infinite}
-    return "".join(f"#define {name} {value}\n" for name, value in names.items()) + _FUNCTIONS.replace(
-        "INSTRUCTION", instruction
-    )
-
-
 @functools.cache
 def _kernels(source: str, dtype: str, name: str) -> Any:
     """The kernel :func:`current`, :func:`delayed` or :func:`update` launches, by its name in :data:`_BODIES`."""
@@ -331,7 +274,7 @@ def _kernels(source: str, dtype: str, name: str) -> Any:
     }  # fmt: skip
     defined = "".join(f"#define {key} {value}\n" for key, value in names.items())
     return cupy_runtime.cupy().RawKernel(
-        f"{of.header}{defined}{_format(dtype)}{declaration('Array', _Array)}\ntypedef {of.name} Source;{_READ}"
+        f"{of.header}{defined}{TYPES[dtype].header}{ROTATION}{declaration('Array', _Array)}\ntypedef {of.name} Source;{_READ}"
         f'extern "C" __global__ void cupy_sdpa_fp8_{name}{_BODIES[name]}',
         f"cupy_sdpa_fp8_{name}",
     )
@@ -342,7 +285,7 @@ def _dequantize_kernel(target: str, dtype: str) -> Any:
     """The kernel of :func:`dequantize`."""
     of = TYPES[target]
     return cupy_runtime.cupy().RawKernel(
-        f"""{of.header}{_format(dtype)}typedef {of.name} Target;
+        f"""{of.header}{TYPES[dtype].header}{ROTATION}typedef {of.name} Target;
         extern "C" __global__ void cupy_sdpa_dequantize(
             const uint2* from, Target* to, const float* descale, long long units, long long rotation) {{
             const long long step = (long long)gridDim.x * blockDim.x;

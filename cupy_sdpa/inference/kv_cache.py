@@ -11,7 +11,8 @@ import numpy as np
 
 from .._typing import Array
 from ..calls.options import read_positive
-from ..device import cache_kernels, cupy_runtime
+from ..device import cupy_runtime
+from ..device.paging import cache_kernels
 from ..problem.tensor_spec import FLOAT_DTYPES, FloatDtype, dtype_name, numpy_dtype
 from . import on_numpy
 from .arguments import check_arrays, check_tokens, index, read_counts, tokens_of, uniform

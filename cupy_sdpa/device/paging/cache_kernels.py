@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import cupy_runtime, memory
-from .kernels import declaration, struct
-from .memory import UNITS
+from .. import cupy_runtime, memory
+from ..kernels import declaration, struct
+from ..memory import UNITS
 
 
 class State(NamedTuple):
