@@ -34,7 +34,7 @@ class Conversion(NamedTuple):
 
     Attributes:
         source: ``(D, H, S, B)`` or packed ``(D, H, T)``, float16, bfloat16 or float32; D is a multiple of :data:`UNIT`.
-        target: uint8, dense in Fortran order, with the shape of the source.
+        target: uint8, dense in Fortran order, with the shape of the source; None if nothing is converted.
         factors: float32 ``(2 FACTOR_STEP,)``, where the scale and the descale are written, :data:`FACTOR_STEP` elements apart.
         rotation: the length of the parts of head_dim that are rotated, a power of two; 1 for none.
         lengths: int32 ``(B,)``, the length of each batch entry; 0 is stored beyond it, whatever the source contains. None for
@@ -81,6 +81,15 @@ def current(conversions: Sequence[Conversion], dtype: str) -> None:
     _kernels(source, dtype, "convert")(grid, (_THREADS,), (arguments, amax))
 
 
+def write_factors(conversions: Sequence[Conversion], dtype: str, headroom: float) -> None:
+    """Write the factors of arrays as if their largest magnitudes were larger by a factor; two launches, no conversion."""
+    grid, arguments, source = _launch(conversions)
+    amax = cupy_runtime.empty(grid, np.uint32)
+    _kernels(source, dtype, "amax")(grid, (_THREADS,), (arguments, amax))
+    numbers = np.int64(grid[0]), np.float32(headroom)
+    _kernels(source, dtype, "factors")(grid[1:], (_THREADS,), (arguments, amax, *numbers))
+
+
 def delayed(conversion: Conversion, dtype: str, state: Any) -> None:
     """Convert an array with a scale that was computed before, and then compute the next scale; one launch.
 
@@ -125,7 +134,7 @@ def _array(conversion: Conversion) -> _Array:
         head_stride=source.strides[1],
         row_stride=source.strides[2],
         batch_stride=source.strides[3] if batch else 0,
-        target=target.data.ptr,
+        target=0 if target is None else target.data.ptr,
         width=source.shape[0] // UNIT,
         heads=heads,
         rows=rows,
@@ -234,6 +243,13 @@ _BODIES = {
             read(a, base + threadIdx.x, x);
             write(a, base + threadIdx.x, x, scale);
         }
+    }""",
+    "factors": """(const Arrays arrays, const unsigned* amax, long long blocks, float headroom) {
+        unsigned largest = 0;
+        for (unsigned i = threadIdx.x; i < blocks; i += THREADS) largest = max(largest, amax[blockIdx.x * blocks + i]);
+        largest = of_block(largest);
+        float* const factors = (float*)arrays.arrays[blockIdx.x].factors;
+        if (threadIdx.x == 0) factors_of(__uint_as_float(largest) * headroom, factors[0], factors[STEP]);
     }""",
     "delayed": """(const Arrays arrays, float* state, long long length) {
         const Array& a = arrays.arrays[0];
