@@ -183,7 +183,7 @@ def attention(
     >>> cupy_sdpa.attention(q, k, v, causal=True, **packed).shape
     (64, 8, 100)
     """
-    if isinstance(q, Fp8Array):
+    if isinstance(q, Fp8Array) or isinstance(k, Fp8Array):
         return attention_of_fp8(q, k, v, options, return_stats=return_stats, out=out, stats=stats)
     if needs_conversion(q, options):
         given = {"q": q, "k": k, "v": v, "out": out, "stats": stats}

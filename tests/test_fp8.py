@@ -209,6 +209,11 @@ def test_a_captured_conversion_advances_its_history(fake):
 # Attention
 
 
+def get(x):
+    """An array on the host."""
+    return x.get() if hasattr(x, "get") else x
+
+
 def inputs(d=32, dv=None, hq=4, hkv=2, sq=20, skv=30, b=2, dtype="float8_e4m3fn", rotated=False, seed=0):
     """FP8 arrays and their values in float64."""
     shapes = (d, hq, sq, b), (d, hkv, skv, b), (dv or d, hkv, skv, b)
@@ -277,6 +282,98 @@ def test_the_gpu_is_as_accurate_as_the_cpu(case, dtype, repeats, fake):
             assert relative(out.dequantize().get(), truth) < 1.5 * relative(on_cpu[0].dequantize(), truth)
             np.testing.assert_allclose(stats.get(), on_cpu[1], atol=1e-4)
             np.testing.assert_allclose(amax.get(), on_cpu[2], rtol=ERROR[dtype])
+
+
+def axes_of(letters):
+    """The order of the axes of (D, H, S, B) in a layout."""
+    return tuple("dhsb".index(letter) for letter in letters)
+
+
+@pytest.mark.parametrize("letters", ["bshd", "bhsd", "sbhd"])
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("engine", ["numpy", "fake", pytest.param("cupy", marks=pytest.mark.gpu)])
+def test_layouts(letters, rotated, engine, request):
+    """Conversion, attention, statistics, reports and gradients take the axes of the caller."""
+    put = np.asarray if engine == "numpy" else request.getfixturevalue(engine).asarray
+    axes = axes_of(letters)
+    arrays = [normal((32, h, s, 3), "float16", s) for h, s in ((4, 20), (2, 30), (2, 30), (4, 20))]
+    given = [put(np.ascontiguousarray(x.transpose(axes))) for x in arrays]
+    lengths = put(np.array([5, 20, 0], np.int32))
+    options = {"causal": True, "seq_lens_q": lengths}
+    wanted, log_sums = fp8.attention(
+        *fp8.quantize_qkv(*arrays[:3], rotate=rotated),
+        return_stats=True,
+        causal=True,
+        seq_lens_q=np.array([5, 20, 0], np.int32),
+    )
+    truth = wanted.dequantize()
+    converted = fp8.quantize_qkv(*given[:3], rotate=rotated, layout=letters, seq_lens_q=lengths)
+    separate = [fp8.quantize(x, rotate=rotated and n < 2, layout=letters) for n, x in enumerate(given[:3])]
+    delayed = fp8.DelayedScaling(given[0], 1, rotate=rotated, amax=8).quantize(given[0], layout=letters)
+    assert separate[0].shape == delayed.shape == given[0].shape
+    assert cupy_sdpa.explain(*converted, layout=letters, **options)
+    for q in (separate[0], delayed):
+        assert relative(get(q.dequantize()), arrays[0].transpose(axes).astype(float)) < 0.04
+    for _ in range(4):
+        for x in (converted, separate, [delayed, *converted[1:]]):
+            out, stats = cupy_sdpa.attention(*x, layout=letters, return_stats=True, **options)
+            assert out.shape == given[0].shape
+            assert relative(get(out.dequantize()).transpose(np.argsort(axes)), truth) < 0.1
+            np.testing.assert_allclose(get(stats).T, log_sums, atol=0.15)  # one has another scale
+        mixed = cupy_sdpa.attention(given[0], *converted[1:], layout=letters, **options)
+        assert relative(get(mixed).transpose(np.argsort(axes)).astype(float), truth) < 0.1
+        out, pullback = cupy_sdpa.attention_vjp(*given[:3], layout=letters, compute_dtype="float8_e4m3fn", **options)
+        own, own_pullback = cupy_sdpa.attention_vjp(
+            *arrays[:3], compute_dtype="float8_e4m3fn", causal=True, seq_lens_q=np.array([5, 20, 0], np.int32)
+        )
+        for x, y in zip((out, *pullback(given[3])), (own, *own_pullback(arrays[3])), strict=True):
+            assert relative(get(x).transpose(np.argsort(axes)).astype(float), y.astype(float)) < 0.1
+
+
+def test_layout_of_packed_sequences():
+    """Three axes."""
+    x = normal((16, 2, 30))
+    starts = np.array([0, 10, 30], np.int32)
+    options = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts, "max_seqlen_q": 20, "max_seqlen_kv": 20}
+    wanted = fp8.attention(*fp8.quantize_qkv(x, x, x, rotate=True), **options)
+    y = np.ascontiguousarray(x.T.transpose(0, 1, 2))
+    found = fp8.attention(*fp8.quantize_qkv(y, y, y, rotate=True, layout="thd"), layout="thd", **options)
+    np.testing.assert_array_equal(found.dequantize().T, wanted.dequantize())
+
+
+def test_views_of_rotated_arrays():
+    """Transposed and indexed arrays have the values of the transposed and indexed array."""
+    x = normal((32, 3, 5, 2))
+    made = fp8.quantize(x, rotate=True)
+    values = made.dequantize()
+    assert made.T.axis == 3
+    np.testing.assert_allclose(made.T.dequantize(), values.T, atol=1e-5)
+    np.testing.assert_allclose(made.transpose(1, 0, 3, 2)[1:].dequantize(), values.transpose(1, 0, 3, 2)[1:], atol=1e-5)
+    np.testing.assert_allclose(made[:, 1:, ::2].dequantize(), values[:, 1:, ::2], atol=1e-5)
+    np.testing.assert_allclose(made[..., 0].dequantize(), values[..., 0], atol=1e-5)
+    for bad in (lambda: made.T[..., :16], lambda: made.T[0], lambda: made[0]):
+        with pytest.raises(ValueError, match="dequantize first"):
+            bad()
+
+
+@pytest.mark.parametrize("source", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("engine", ["numpy", "fake", pytest.param("cupy", marks=pytest.mark.gpu)])
+def test_queries_that_are_converted(source, engine, request):
+    """FP8 keys and values with other queries: the output has their dtype, also in a preallocated array."""
+    put = np.asarray if engine == "numpy" else lambda x: request.getfixturevalue(engine).asarray(x, order="F")
+    arrays = [normal((32, h, s, 2), source, s) for h, s in ((4, 20), (2, 30), (2, 30))]
+    truth, log_sums = cupy_sdpa.attention(*(x.astype(float) for x in arrays), return_stats=True, causal=True)
+    q = put(arrays[0])
+    k, v = (fp8.quantize(put(x), rotate=rotate) for x, rotate in zip(arrays[1:], (True, False), strict=True))
+    for _ in range(4):
+        out = q * 0
+        found, stats = cupy_sdpa.attention(q, k, v, causal=True, return_stats=True)
+        assert cupy_sdpa.attention(q, k, v, causal=True, out=out) is out
+        assert found.dtype == out.dtype == q.dtype
+        for x in (found, out):
+            assert relative(get(x).astype(float), truth) < 1.3 * ERROR["float8_e4m3fn"]
+        np.testing.assert_allclose(get(stats), log_sums, atol=0.2)
+    assert cupy_sdpa.explain(q, k, v, causal=True)
 
 
 # Gradients
@@ -359,7 +456,29 @@ ERRORS = {
     "history": (lambda: fp8.DelayedScaling(float8(), 0), ValueError, "history is 0; .*1 or more"),
     "amax": (lambda: fp8.DelayedScaling(float8(), amax=-1.0), ValueError, "amax is -1.0; .* above 0"),
     "a part of head_dim": (lambda: small(rotate=True)[:8], ValueError, "part of head_dim, which was rotated: dequantize first"),
-    "transposed": (lambda: small(rotate=True).T, ValueError, "rotated is True; .*dequantize first"),
+    "converted without the factor": (lambda: np.asarray(small()), TypeError, r"not converted .* dequantize\(\)"),
+    "prepared": (lambda: cupy_sdpa.prepare(*[small()] * 3), TypeError, r"q is a Fp8Array; .*dequantize\(\)"),  # type: ignore[call-overload]
+    "another layout": (
+        lambda: fp8.attention(*[small(rotate=True)] * 2, small(), layout="bhsd"), ValueError, "axis 0, and .*'bhsd' head_dim is axis 3: .*layout",
+    ),
+    "no layout": (lambda: fp8.attention(*[small(rotate=True).T] * 2, small().T), ValueError, "axis 3, and .* head_dim is axis 0"),
+    "unknown layout": (lambda: fp8.quantize(normal((16, 2, 4, 1)), layout="bdhs"), ValueError, "layout is 'bdhs'"),  # type: ignore[arg-type]
+    "compute_dtype of FP8 arrays": (
+        lambda: cupy_sdpa.attention_vjp(*[small()] * 3, compute_dtype="float8_e4m3fn"), TypeError, "q is Fp8Array; .*float16",
+    ),
+    "explained with blocks": (
+        lambda: cupy_sdpa.explain(*[small()] * 3, block_mask=cupy_sdpa.block_mask(lambda b, h, q, k: q >= k, 4, 4)), TypeError, "does not take block_mask",
+    ),
+    "explained derivative": (lambda: cupy_sdpa.explain(*[small()] * 3, jvp=True), TypeError, r"q is a Fp8Array .*dequantize\(\)"),
+    "nnlib": (lambda: cupy_sdpa.nnlib.dot_product_attention(*[small()] * 3), TypeError, r"q is a Fp8Array; .*dequantize\(\)"),
+    "shared prefix": (
+        lambda: cupy_sdpa.shared_prefix_attention(
+            *[small()] * 3, 4, page_table=np.zeros((1, 1), np.int32), seq_lens_kv=np.full(1, 4, np.int32)
+        ),
+        TypeError, "FP8 array; shared_prefix_attention",
+    ),
+    "plain v": (lambda: cupy_sdpa.attention(normal((16, 2, 4, 1)), small(), normal((16, 2, 4, 1))), TypeError, "v is a ndarray; both"),
+    "plain q of integers": (lambda: cupy_sdpa.attention(np.ones((16, 2, 4, 1), int), small(), small()), TypeError, "q is int64 and k is an FP8"),
     "dequantized": (lambda: small().dequantize("float64"), TypeError, "dtype is float64; it must be one of float16"),
     "gradients": (
         lambda: cupy_sdpa.attention_backward(float8(), float8(), float8(), float8(), float8(), np.ones((4, 2, 1), np.float32)),

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypedDict, TypeVar
 
 import numpy as np
 
-from .._typing import Array
+from .._typing import Array, Layout
 from ..arrays.layouts import check_layout
 from ..problem.band import Band
 from ..problem.problem import CU_SEQLENS, LENGTHS, SCORE_INPUTS, SEEDS, Problem, Settings
@@ -51,7 +51,7 @@ class Options(TypedDict, total=False):
     num_splits: int | None
     max_workspace: int | None
     bucket: int | Literal["power_of_two"] | Callable[[int], int] | None
-    layout: Literal["dhsb", "dht", "bshd", "bhsd", "sbhd", "thd"] | None
+    layout: Layout | None
     compute_dtype: str | None
 
 
