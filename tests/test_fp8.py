@@ -459,9 +459,9 @@ ERRORS = {
     "converted without the factor": (lambda: np.asarray(small()), TypeError, r"not converted .* dequantize\(\)"),
     "prepared": (lambda: cupy_sdpa.prepare(*[small()] * 3), TypeError, r"q is a Fp8Array; .*dequantize\(\)"),  # type: ignore[call-overload]
     "another layout": (
-        lambda: fp8.attention(*[small(rotate=True)] * 2, small(), layout="bhsd"), ValueError, "axis 0, and .*'bhsd' head_dim is axis 3: .*layout",
+        lambda: fp8.attention(small(rotate=True), small(rotate=True), small(), layout="bhsd"), ValueError, "axis 0, and .*'bhsd' head_dim is axis 3: .*layout",
     ),
-    "no layout": (lambda: fp8.attention(*[small(rotate=True).T] * 2, small().T), ValueError, "axis 3, and .* head_dim is axis 0"),
+    "no layout": (lambda: fp8.attention(small(rotate=True).T, small(rotate=True).T, small().T), ValueError, "axis 3, and .* head_dim is axis 0"),
     "unknown layout": (lambda: fp8.quantize(normal((16, 2, 4, 1)), layout="bdhs"), ValueError, "layout is 'bdhs'"),  # type: ignore[arg-type]
     "compute_dtype of FP8 arrays": (
         lambda: cupy_sdpa.attention_vjp(*[small()] * 3, compute_dtype="float8_e4m3fn"), TypeError, "q is Fp8Array; .*float16",
@@ -473,7 +473,7 @@ ERRORS = {
     "nnlib": (lambda: cupy_sdpa.nnlib.dot_product_attention(*[small()] * 3), TypeError, r"q is a Fp8Array; .*dequantize\(\)"),
     "shared prefix": (
         lambda: cupy_sdpa.shared_prefix_attention(
-            *[small()] * 3, 4, page_table=np.zeros((1, 1), np.int32), seq_lens_kv=np.full(1, 4, np.int32)
+            small(), small(), small(), 4, page_table=np.zeros((1, 1), np.int32), seq_lens_kv=np.full(1, 4, np.int32)
         ),
         TypeError, "FP8 array; shared_prefix_attention",
     ),

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..device import merge
 from ..device.cupy_runtime import empty
-from ..device.paging import paged
+from ..device.paging import paged, records
 from ..problem.problem import Problem
 from ..problem.split import queries_in_rows
 from ..problem.tensor_spec import storage_dtype
@@ -38,8 +38,8 @@ class SplitStage:
         staged, entries = queries_in_rows(problem), b * split.chunks
         rows = hq // hkv * staged
         q, k, v, table = (arrays[name] for name in ("q", "k", "v", "page_table"))
-        keys = paged.Keys(k, v, table, arrays["seq_lens_q"], arrays["seq_lens_kv"], problem.band)
-        chunks = paged.Chunks(
+        keys = records.Keys(k, v, table, arrays["seq_lens_q"], arrays["seq_lens_kv"], problem.band)
+        chunks = records.Chunks(
             rows=empty((d, staged, hq, entries), dtype),
             table=empty((split.pages, entries), np.dtype(np.int32)),
             row_counts=empty((entries,), np.dtype(np.int32)),
@@ -50,13 +50,13 @@ class SplitStage:
         self._parts = [_parts(out, chunks.stats, split.chunks, sq)]
         if problem.band:
             results = empty((dv, sq, hq, b), dtype), empty((sq, hq, b), np.dtype(np.float32))
-            boundary = paged.BoundaryKeys(*results, scalars["scale"], scalars.get("softcap"))
+            boundary = records.BoundaryKeys(*results, scalars["scale"], scalars.get("softcap"))
             self._parts.append(_parts(*results, 1, sq))
         factors = None
         if problem.fp8:
             number = np.dtype(np.float32)
             descale_q, descale_k, descale_v = (arrays[name] for name in ("descale_q", "descale_k", "descale_v"))
-            factors = paged.Factors(descale_q, descale_k, descale_v, empty((1,), number), arrays["amax_out"])
+            factors = records.Factors(descale_q, descale_k, descale_v, empty((1,), number), arrays["amax_out"])
         paged.split(q, keys, split, chunks, boundary, problem.dtype, factors)
         #: The rows of a key/value head are the heads of its group and the queries.
         self.arrays: dict[str, Any] = {

@@ -198,7 +198,7 @@ class CaseRunner:
         """q, k and v in FP8: their values, exactly."""
         dtype, views = self.case.options["fp8"], memory.views
         amax = FORMATS[dtype].largest / FP8_SCALE
-        lengths = {"q": views.get("seq_lens_q")} | dict.fromkeys("kv", views.get("seq_lens_kv"))
+        lengths = {"q": views.get("seq_lens_q")} | dict.fromkeys("kv", None if self.case.paged else views.get("seq_lens_kv"))
         return [fp8.DelayedScaling(views[x], 1, dtype, amax=amax).quantize(views[x], lengths=lengths[x]) for x in "qkv"]
 
     def forward(self, function: Any, memory: Memory, options: dict[str, Any]) -> dict[str, Any]:
