@@ -12,6 +12,7 @@ import cupy_sdpa
 from benchmarks.__main__ import main
 from benchmarks.fp8 import errors, plot
 from cupy_sdpa import fp8
+from cupy_sdpa.fp8 import current
 from cupy_sdpa.fp8.array import rotate, rotation_of
 from cupy_sdpa.plans.plan import PlanInfo
 from cupy_sdpa.problem.split import MAX_FP8_KEYS
@@ -95,6 +96,30 @@ def test_quantize(source, layout, fake):
         assert (found.scale.get(), found.descale.get()) == (wanted.scale, wanted.descale)
         assert np.abs(host(found).astype(np.float32)).max() == 448
         np.testing.assert_array_equal(host(found), host(wanted))
+
+
+def test_conversions_that_are_prepared(fake, monkeypatch):
+    """Equal metadata needs no preparation; other addresses, strides, lengths, rotations and formats are not confused."""
+    prepared, prepare, lengths = [], current.prepare, np.array([2, 5], np.int32)
+    monkeypatch.setattr(current, "prepare", lambda *given: prepared.append(given) or prepare(*given))
+    monkeypatch.setattr(current, "_prepared", {})
+    variants = [
+        (layout, rotated, dtype, given)
+        for layout in ("dense", "a slice")
+        for rotated in (False, True)
+        for dtype in DTYPES
+        for given in (None, lengths)
+    ]
+    for turn in range(3):
+        for layout, rotated, dtype, given in variants:
+            x, same = on_device(fake, normal((32, 2, 5, 2), "float16", 10 * turn), layout)
+            options = {"dtype": dtype, "rotate": rotated}
+            found = fp8.quantize(x, lengths=None if given is None else fake.asarray(given), **options)
+            wanted = fp8.quantize(same, lengths=given, **options)
+            assert (found.dtype, found.rotated) == (dtype, rotated)
+            np.testing.assert_allclose(found.scale.get(), wanted.scale, rtol=1e-6)
+            np.testing.assert_allclose(found.dequantize().get(), wanted.dequantize(), rtol=0.3, atol=0.01)
+        assert len(prepared) == len(variants)
 
 
 @pytest.mark.parametrize("d", [16, 64, 80, 128, 192, 256])

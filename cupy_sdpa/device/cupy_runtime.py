@@ -235,6 +235,11 @@ def temporary_results() -> Iterator[None]:
         _temporary_results.reset(token)
 
 
+def result_allocator() -> Callable[[int], Any]:
+    """The function that allocates the memory of results, so many bytes, more than 0; see :func:`temporary_results`."""
+    return allocate if _temporary_results.get() and capturing() else cupy().cuda.alloc
+
+
 def new_result(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     """Create an uninitialized array in Fortran order to return to the caller, on the engine of ``like``."""
     if _temporary_results.get() and is_array(like) and capturing():

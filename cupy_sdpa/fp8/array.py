@@ -77,6 +77,8 @@ class Fp8Array:
         if not 0 <= axis < max(len(data.shape), 1):
             raise ValueError(f"axis is {axis}; data has the axes 0 to {len(data.shape) - 1}")
         self.data, self.dtype, self.rotated, self.axis = data, dtype, rotated, axis
+        #: The array of both factors, and their places; they become arrays when they are needed.
+        self._factors: tuple[Any, int, int] | None = None
         self._descale: Any = None if descale is None else factor("descale", descale, data)
         self._scale: Any = None if scale is None else factor("scale", scale, data)
 
@@ -84,14 +86,14 @@ class Fp8Array:
     def descale(self) -> Any:
         """The factor of the elements, float32 ``(1,)``."""
         if self._descale is None:
-            self._descale = 1 / self._scale
+            self._descale = 1 / self._scale if self._factors is None else one_of(*self._factors[::2])
         return self._descale
 
     @property
     def scale(self) -> Any:
         """The inverse of the factor, float32 ``(1,)``."""
         if self._scale is None:
-            self._scale = 1 / self._descale
+            self._scale = 1 / self._descale if self._factors is None else one_of(*self._factors[:2])
         return self._scale
 
     @property
@@ -123,7 +125,7 @@ class Fp8Array:
         """A view with the dimensions in another order."""
         axis = axes.index(self.axis) if self.rotated else 0
         data = self.data.transpose(axes)
-        return made(data, self._descale, self._scale, self.dtype, rotated=self.rotated, axis=axis)
+        return made(data, self.descale, self._scale, self.dtype, rotated=self.rotated, axis=axis)
 
     def __getitem__(self, index: Any) -> Fp8Array:
         """A view of some elements with the same factor, such as ``k[:, :, :100]``; a rotated array needs all of head_dim.
@@ -135,7 +137,7 @@ class Fp8Array:
         kept = data.shape[axis : axis + 1] == self.shape[axis : axis + 1] and (axis == 0 or data.ndim == self.ndim)
         if self.rotated and not kept:
             raise ValueError(f"the index {index!r} selects a part of head_dim, which was rotated: dequantize first")
-        return Fp8Array(data, self._descale, scale=self._scale, dtype=self.dtype, rotated=self.rotated, axis=axis)
+        return made(data, self.descale, self._scale, self.dtype, rotated=self.rotated, axis=axis)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         """Refuse a conversion without the factor.
@@ -185,7 +187,14 @@ def made(data: Any, descale: Any, scale: Any, dtype: str, *, rotated: bool = Fal
     """An FP8 array of parts that are known to be valid; one of the factors may be None."""
     array = Fp8Array.__new__(Fp8Array)
     array.data, array.dtype, array.rotated, array._descale, array._scale = data, dtype, rotated, descale, scale
-    array.axis = axis
+    array.axis, array._factors = axis, None
+    return array
+
+
+def of_factors(data: Any, factors: Any, place: int, dtype: str, *, rotated: bool, axis: int) -> Fp8Array:
+    """An FP8 array whose scale is at a place of an array, and its descale :data:`.kernels.FACTOR_STEP` places after it."""
+    array = made(data, None, None, dtype, rotated=rotated, axis=axis)
+    array._factors = factors, place, place + kernels.FACTOR_STEP
     return array
 
 

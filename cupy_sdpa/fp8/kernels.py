@@ -20,7 +20,7 @@ from ..problem.tensor_spec import FP8_LARGEST, dtype_name
 
 #: The elements that a thread converts, the threads of a block, and the largest number of blocks for an array. The kernels count
 #: units in 32 bits.
-UNIT, _THREADS, _MAX_BLOCKS = 8, 256, 1024
+UNIT, THREADS, _MAX_BLOCKS = 8, 256, 1024
 #: The largest number of arrays in a launch: q, k and v.
 MAX_ARRAYS = 3
 #: The factors of an array in memory, ``scale`` and ``descale``, are so many elements apart: cuDNN requires aligned addresses.
@@ -34,8 +34,10 @@ class Conversion(NamedTuple):
 
     Attributes:
         source: ``(D, H, S, B)`` or packed ``(D, H, T)``, float16, bfloat16 or float32; D is a multiple of :data:`UNIT`.
-        target: uint8, dense in Fortran order, with the shape of the source; None if nothing is converted.
-        factors: float32 ``(2 FACTOR_STEP,)``, where the scale and the descale are written, :data:`FACTOR_STEP` elements apart.
+        target: uint8, dense in Fortran order, with the shape of the source; None if nothing is converted, or if the address is
+            set later.
+        factors: float32 ``(2 FACTOR_STEP,)``, where the scale and the descale are written, :data:`FACTOR_STEP` elements apart;
+            None if the address is set later.
         rotation: the length of the parts of head_dim that are rotated, a power of two; 1 for none.
         lengths: int32 ``(B,)``, the length of each batch entry; 0 is stored beyond it, whatever the source contains. None for
             full lengths.
@@ -66,28 +68,17 @@ class _Array(NamedTuple):
     dense: int
 
 
-_ARRAYS = np.dtype([("arrays", struct(_Array), MAX_ARRAYS)])
-
-
-def current(conversions: Sequence[Conversion], dtype: str) -> None:
-    """Convert arrays with the scale of their largest magnitude: two launches, without synchronization.
-
-    The first launch computes the largest magnitudes and the second one converts. In one launch all blocks of the grid would
-    have to wait for each other.
-    """
-    grid, arguments, source = _launch(conversions)
-    amax = cupy_runtime.empty(grid, np.uint32)  # of each block of the first launch
-    _kernels(source, dtype, "amax")(grid, (_THREADS,), (arguments, amax))
-    _kernels(source, dtype, "convert")(grid, (_THREADS,), (arguments, amax))
+ARRAY_FIELDS = _Array._fields
+ARRAYS = np.dtype([("arrays", struct(_Array), MAX_ARRAYS)])
 
 
 def write_factors(conversions: Sequence[Conversion], dtype: str, headroom: float) -> None:
     """Write the factors of arrays as if their largest magnitudes were larger by a factor; two launches, no conversion."""
     grid, arguments, source = _launch(conversions)
     amax = cupy_runtime.empty(grid, np.uint32)
-    _kernels(source, dtype, "amax")(grid, (_THREADS,), (arguments, amax))
+    kernel(source, dtype, "amax")(grid, (THREADS,), (arguments, amax))
     numbers = np.int64(grid[0]), np.float32(headroom)
-    _kernels(source, dtype, "factors")(grid[1:], (_THREADS,), (arguments, amax, *numbers))
+    kernel(source, dtype, "factors")(grid[1:], (THREADS,), (arguments, amax, *numbers))
 
 
 def delayed(conversion: Conversion, dtype: str, state: Any) -> None:
@@ -100,30 +91,36 @@ def delayed(conversion: Conversion, dtype: str, state: Any) -> None:
             blocks that have finished, and the position of the oldest entry of the history; and the history of N magnitudes.
     """
     grid, arguments, source = _launch([conversion])
-    _kernels(source, dtype, "delayed")(grid, (_THREADS,), (arguments, state, np.int64(state.size - STATE)))
+    kernel(source, dtype, "delayed")(grid, (THREADS,), (arguments, state, np.int64(state.size - STATE)))
 
 
 def update(state: Any, amax: Any, dtype: str) -> None:
     """Add a magnitude, float32 ``(1,)``, to the history of delayed scaling, and compute the next scale; one launch."""
-    _kernels("float32", dtype, "update")((1,), (1,), (amax, state, np.int64(state.size - STATE)))
+    kernel("float32", dtype, "update")((1,), (1,), (amax, state, np.int64(state.size - STATE)))
 
 
 def dequantize(source: Any, target: Any, descale: Any, rotation: int, dtype: str) -> None:
     """``target = source * descale``, rotated; both arrays are dense in Fortran order, and head_dim is a multiple of 8."""
     units = source.size // UNIT
     if units:
-        grid = (min(-(-units // _THREADS), _MAX_BLOCKS),)
+        grid = (min(-(-units // THREADS), _MAX_BLOCKS),)
         arguments = (source, target, descale, np.int64(units), np.int64(rotation))
-        _dequantize_kernel(dtype_name(target.dtype), dtype)(grid, (_THREADS,), arguments)
+        _dequantize_kernel(dtype_name(target.dtype), dtype)(grid, (THREADS,), arguments)
+
+
+def arguments_of(conversions: Sequence[Conversion]) -> tuple[tuple[int, int], Any, str]:
+    """The grid, the arguments as int64 numbers, and the dtype of the sources."""
+    arrays = [_array(conversion) for conversion in conversions]
+    blocks = max(1, min(-(-max(array.units for array in arrays) // THREADS), _MAX_BLOCKS))
+    numbers = np.zeros(MAX_ARRAYS * len(_Array._fields), np.int64)
+    numbers[: len(arrays) * len(_Array._fields)] = [number for array in arrays for number in array]
+    return (blocks, len(arrays)), numbers, dtype_name(conversions[0].source.dtype)
 
 
 def _launch(conversions: Sequence[Conversion]) -> tuple[tuple[int, int], Any, str]:
-    """The grid, the arguments and the dtype of the sources."""
-    arrays = [_array(conversion) for conversion in conversions]
-    blocks = max(1, min(-(-max(array.units for array in arrays) // _THREADS), _MAX_BLOCKS))
-    numbers = np.zeros(MAX_ARRAYS * len(_Array._fields), np.int64)
-    numbers[: len(arrays) * len(_Array._fields)] = [number for array in arrays for number in array]
-    return (blocks, len(arrays)), numbers.view(_ARRAYS).reshape(()), dtype_name(conversions[0].source.dtype)
+    """The grid, the argument of the kernels, and the dtype of the sources."""
+    grid, numbers, source = arguments_of(conversions)
+    return grid, numbers.view(ARRAYS).reshape(()), source
 
 
 def _array(conversion: Conversion) -> _Array:
@@ -140,7 +137,7 @@ def _array(conversion: Conversion) -> _Array:
         rows=rows,
         units=source.size // UNIT,
         lengths=0 if lengths is None else lengths.data.ptr,
-        factors=factors.data.ptr,
+        factors=0 if factors is None else factors.data.ptr,
         rotation=rotation,
         dense=lengths is None and source.flags.f_contiguous,
     )
@@ -282,11 +279,13 @@ _BODIES = {
 
 
 @functools.cache
-def _kernels(source: str, dtype: str, name: str) -> Any:
-    """The kernel :func:`current`, :func:`delayed` or :func:`update` launches, by its name in :data:`_BODIES`."""
+def kernel(source: str, dtype: str, name: str) -> Any:
+    """A kernel by its name in :data:`_BODIES`: "amax" and "convert" are launched one after the other (:mod:`.current`), because
+    in one launch all blocks would have to wait for each other; the others are those of the functions of this module.
+    """
     of = TYPES[source]
     names = {
-        "ARRAYS": MAX_ARRAYS, "THREADS": _THREADS, "STEP": FACTOR_STEP, "HISTORY": STATE, "MOST": FP8_LARGEST[dtype],
+        "ARRAYS": MAX_ARRAYS, "THREADS": THREADS, "STEP": FACTOR_STEP, "HISTORY": STATE, "MOST": FP8_LARGEST[dtype],
     }  # fmt: skip
     defined = "".join(f"#define {key} {value}\n" for key, value in names.items())
     return cupy_runtime.cupy().RawKernel(

@@ -11,7 +11,7 @@ from .._typing import Array, Layout
 from ..arrays.layouts import check_layout, from_own, other_layout, to_own
 from ..device import cupy_runtime
 from ..problem.tensor_spec import FP8_LARGEST, dtype_name, rounded
-from . import kernels
+from . import current, kernels
 from .array import Fp8Array, factor, made, one_of, rotate, rotation_of
 
 #: The dtypes of arrays that are converted; float64 on the CPU only.
@@ -71,27 +71,29 @@ def quantize_all(
     arrays: Sequence[Any], dtype: str, rotations: Sequence[bool], lengths: Sequence[Any], layout: Any = None
 ) -> list[Fp8Array]:
     """:func:`quantize` for up to three arrays, in the same two launches."""
-    if dtype not in FP8_LARGEST:
-        raise TypeError(f"dtype is {dtype!r}; it must be {' or '.join(FP8_LARGEST)}")
-    if layout is not None:
+    key = current.key_of(arrays, dtype, rotations, lengths, layout) if cupy_runtime.is_array(arrays[0]) else None
+    prepared = None if key is None else current.found(key)
+    if prepared is None:
+        if dtype not in FP8_LARGEST:
+            raise TypeError(f"dtype is {dtype!r}; it must be {' or '.join(FP8_LARGEST)}")
         check_layout(layout)
-        if other := other_layout({"layout": layout}):
-            own = [to_own(name, x, other) for name, x in zip("qkv", arrays, strict=False)]
-            results = quantize_all(own, dtype, rotations, lengths)
-            return [_in_layout(name, x, other) for name, x in zip("qkv", results, strict=False)]
-    for array, of_array in zip(arrays, lengths, strict=True):
-        _check(array, of_array)
-    parts = [rotation_of(x.shape[0]) if wanted else 1 for x, wanted in zip(arrays, rotations, strict=True)]
-    if not cupy_runtime.is_array(arrays[0]):
-        found = [_on_cpu(x, dtype, part, n) for x, part, n in zip(arrays, parts, lengths, strict=True)]
-        return [
-            Fp8Array(data, descale, scale=scale, rotated=part > 1)
-            for (data, scale, descale), part in zip(found, parts, strict=True)
-        ]
+        other = other_layout({"layout": layout})
+        own = [to_own(name, x, other) for name, x in zip("qkv", arrays, strict=False)] if other else arrays
+        for array, of_array in zip(own, lengths, strict=True):
+            _check(array, of_array)
+        parts = [rotation_of(x.shape[0]) if wanted else 1 for x, wanted in zip(own, rotations, strict=True)]
+        if key is None:
+            found = [_on_cpu(x, dtype, part, n) for x, part, n in zip(own, parts, lengths, strict=True)]
+            results = [
+                made(data, descale, scale, dtype, rotated=part > 1)
+                for (data, scale, descale), part in zip(found, parts, strict=True)
+            ]
+            return [_in_layout(name, x, other) for name, x in zip("qkv", results, strict=False)] if other else results
+        with cupy_runtime.on_device_of(arrays[0]):
+            prepared = current.prepare(own, dtype, parts, lengths, other)
+        current.keep(key, prepared)
     with cupy_runtime.on_device_of(arrays[0]):
-        conversions = [_conversion(x, part, n) for x, part, n in zip(arrays, parts, lengths, strict=True)]
-        kernels.current(conversions, dtype)
-    return [_result(conversion, dtype) for conversion in conversions]
+        return prepared.run(arrays, [n if n is None or n.flags.c_contiguous else n.copy() for n in lengths])
 
 
 def quantize_qkv(
