@@ -29,6 +29,7 @@ COMMANDS = {
     "one_query": ("checks.one_query", "all engine configs for a single query"),
     "variants": ("checks.variants", "accuracy of every pair of options"),
     "memcheck": ("checks.memcheck", "every kind of call under compute-sanitizer"),
+    "newer_cudnn": ("checks.newer_cudnn", "graph retention, offsets with multipliers, float32 outputs"),
     "shape_override": ("checks.shape_override", "whether one plan can run several shapes"),
     "tables": ("tables", "the tables of the documentation, from benchmarks/results"),
 }

@@ -317,11 +317,15 @@ def parallel() -> Iterator[str]:
     """The lines of the tables of ``parallel``."""
     rows = read("h200x2_cudnn919_parallel.csv")
     head, methods = rows[0], ("ring", "all_gather", "all_to_all")
+    pytorch = ("PyTorch, ring", "PyTorch, all_gather")
     measured: dict[tuple[str, str], dict[str, str]] = {}
     predicted: dict[tuple[str, str], dict[str, str]] = {}
     for row in rows:
         if row["kind"] == "measured":
             measured.setdefault((row["problem"], row["pass"]), {})[row["method"]] = row["of_ideal"]
+        elif row["kind"] == "PyTorch":
+            found = measured.setdefault((row["problem"], row["pass"]), {}) if row["pass"] else {}
+            found[f"PyTorch, {row['method']}"] = row["of_ideal"]
         else:
             cell = f"{float(row['forward_of_ideal']):.2f}, {float(row['both_of_ideal']):.2f}"
             predicted.setdefault((row["problem"], row["members"]), {})[row["method"]] = cell
@@ -329,10 +333,11 @@ def parallel() -> Iterator[str]:
         f"Measured on {head['gpus']} {head['gpu']}s with cuDNN {head['cudnn']} and {float(head['link_gbs']):.0f} GB/s between "
         "them: the time of one GPU divided by the number of GPUs, relative to the time taken.\n"
     )
-    yield f"| problem | pass | {' | '.join(methods)} |"
-    yield "|---|---|---|---|---|"
+    columns = (*methods, *pytorch) if any(row["kind"] == "PyTorch" for row in rows) else methods
+    yield f"| problem | pass | {' | '.join(columns)} |"
+    yield f"|---|---|{'---|' * len(columns)}"
     for (problem, direction), found in measured.items():
-        yield f"| {problem} | {direction} | {' | '.join(found.get(method, '') for method in methods)} |"
+        yield f"| {problem} | {direction} | {' | '.join(found.get(column, '') for column in columns)} |"
     yield "\nPredicted by the model with these rates, forward and both passes:\n"
     yield f"| problem | GPUs | {' | '.join(methods)} |"
     yield "|---|---|---|---|---|"

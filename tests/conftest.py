@@ -81,7 +81,13 @@ def pytest_collection_modifyitems(config, items):
                 else:
                     item.add_marker(pytest.mark.skip(reason=f"{tier} tier: {reason}"))
                 break
-    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+    items.sort(key=order)
+
+
+def order(item):
+    """Tests on a GPU first, before a module installs the fake CuPy; then those that take longest."""
+    stem = item.path.stem
+    return item.get_closest_marker("gpu") is None, LONG.index(stem) if stem in LONG else len(LONG)
 
 
 @pytest.hookimpl(tryfirst=True)  # before any fixture
@@ -139,6 +145,7 @@ def cupy():
     """The cupy module; the memory pools are emptied afterwards."""
     import cupy as module
 
+    assert module.__name__ == "cupy", "the fake CuPy of an earlier test of this module is installed"
     yield module
     module.get_default_memory_pool().free_all_blocks()
 

@@ -1,5 +1,11 @@
 """Groups on GPUs: threads with CuPy arrays on one GPU, and NCCL on two, compared with the reference in float64 and with one GPU."""
 
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from parallel_cases import METHODS
@@ -57,19 +63,37 @@ def test_a_thread_that_ends_is_detected(cupy):
 
 
 @pytest.mark.multi_gpu
-def test_a_member_that_ends_is_detected_by_nccl(cupy):
-    """If a member does not call, the watchdog aborts the exchange of the other one, which raises; as with processes."""
-
-    def member(own):
-        own._meeting = None  # as in a process of its own
-        cp = context_parallel(own, method="ring", check=False)
-        x = cupy.zeros((64, 4, 256, 1), np.float16, order="F")
-        if own.rank == 1:
-            return
-        cp.attention(x, x, x, causal=True)
-        cupy.cuda.Device().synchronize()  # returns after the exchange was aborted
-        with pytest.raises(GroupError, match="waited 2 s"):
-            cp.attention(x, x, x, causal=True)
-
-    with pytest.raises(GroupError):  # the check at the end of the member
-        run_on_gpus(member, 2, timeout=2.0)
+@pytest.mark.parametrize(
+    ("mode", "error"),
+    [
+        ("ends", "GroupError"),
+        ("is killed", "GroupError"),
+        ("does not call", "GroupError"),
+        ("calls with another shape", "ValueError: members call with different shapes"),
+    ],
+)
+def test_processes_do_not_wait_for_ever(mode, error):
+    """A process raises if the other one ends, hangs or calls with another shape: one process for each GPU, as with torchrun."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    folder = Path(__file__).parent
+    paths = {"PYTHONPATH": os.pathsep.join([str(folder), str(folder.parent)]), "CUPY_SDPA_PORT": str(port)}
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(folder / "parallel_member.py"), mode],
+            env={**os.environ, **paths, "WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        text, _ = started[0].communicate(timeout=60)
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+    line = text.strip().splitlines()[-1]
+    assert error in line, text
+    assert float(line.split()[0]) < 10, text

@@ -15,7 +15,7 @@ from parallel_on_gpu import PACKED, assert_as_exact_as_one_gpu, exact, problem_o
 from cupy_sdpa import Unsupported, get_plan_cache
 from cupy_sdpa.parallel import GroupError, Loopback, MpiGroup, NcclGroup, context_parallel, environment, run_threads
 from cupy_sdpa.parallel.groups import launch, nccl
-from cupy_sdpa.parallel.groups.channel import Channel
+from cupy_sdpa.parallel.groups.channel import Channel, message_bytes
 from cupy_sdpa.parallel.groups.convert import OrderedExchanges, SingleMember, as_exchanger
 from cupy_sdpa.parallel.groups.group import Transfer
 
@@ -183,7 +183,42 @@ def test_configurations_are_compared_once():
 
     run_threads(group.members, member)
     assert sent[1] == sent[2]
-    assert sent[0] == sent[3] == sent[1] + 4096
+    assert sent[0] == sent[3] == sent[1] + message_bytes([((4096,), np.uint8)])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("changed", ["causal", "scale"])
+@pytest.mark.parametrize("kind", ["numpy", "cupy"])
+def test_known_calls_that_differ_raise_on_every_member(kind, changed, method, request):
+    """Calls that every member has made before, made at the same time: the results would be wrong without an error."""
+    xp = np if kind == "numpy" else request.getfixturevalue("fake")
+    calls = [{"causal": True}, {"causal": "bottom_right"} if changed == "causal" else {"causal": True, "scale": 0.3}]
+    caught, together = [], threading.Barrier(3)
+
+    def call(cp, x, options, count=1):
+        for _ in range(count):
+            cp.attention(x, x, x, **options)
+            if kind == "cupy":
+                xp.cuda.Device().synchronize()  # the tags are compared on the device
+            cp.check()
+
+    def member(own):
+        cp = context_parallel(own, method=method)
+        x = xp.ones((16, 6, 24, 1), np.float16, order="F")
+        try:
+            for options in (*calls, *calls):
+                call(cp, x, options)
+            together.wait(20)
+            with pytest.raises(GroupError) as error:
+                call(cp, x, calls[own.rank == 1], 2)  # a member that received equal tags raises in its next call
+            caught.append(str(error.value))
+        finally:
+            if kind == "cupy":
+                get_plan_cache().clear()  # of this thread
+
+    run_threads(Loopback(3, timeout=20).members, member)
+    assert len(caught) == 3
+    assert all("different shapes or options" in text for text in caught)
 
 
 class Rendezvous:
@@ -605,7 +640,7 @@ def test_what_cudnn_refuses_is_refused_before_anything_is_sent(fake, method):
             cp.attention_backward(x, x, x, x, x, stats, causal=True)
 
     run_threads(group.members, member)
-    assert max(group.bytes_sent) == 4096
+    assert max(group.bytes_sent) == message_bytes([((4096,), np.uint8)])
 
 
 def test_a_missing_wait_is_detected(fake, monkeypatch):

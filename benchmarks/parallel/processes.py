@@ -21,10 +21,11 @@ _RESULT_BYTES = 1 << 16
 
 def start(words: Sequence[str], count: int, variables: Mapping[str, str] = os.environ) -> int:
     """Run the benchmark in one process for each GPU; returns the exit status of the first process that fails, or 0."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as another:
+        port, pytorch_port = (x.getsockname()[1] for x in (server, another))
     command = [sys.executable, "-m", "benchmarks", "parallel", *words]
     numbers = {"WORLD_SIZE": str(count), "CUPY_SDPA_PORT": str(port)}
+    numbers |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(pytorch_port)}
     started = [
         subprocess.Popen(command, env={**variables, **numbers, "RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(count)

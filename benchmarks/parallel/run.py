@@ -24,7 +24,7 @@ from cupy_sdpa.parallel.planning.report import Machine
 
 from ..common.machine import versions
 from ..common.script import listed, parser, write_csv
-from . import model, processes
+from . import model, processes, pytorch
 from .measure import Engine, link_bandwidth, measure, one_device_ms
 from .model import CPU_PROBLEMS, PROBLEMS, Problem, configuration, operations, predicted
 
@@ -32,7 +32,7 @@ from .model import CPU_PROBLEMS, PROBLEMS, Problem, configuration, operations, p
 COLUMNS = (
     "kind", "problem", "members", "gpus", "method", "pass", "one_gpu_ms", "ideal_ms", "total_ms", "of_ideal", "calls_ms",
     "transfers_ms", "hidden", "predicted_ms", "sent_mib", "memory_mib", "predicted_memory_mib", "error", "forward_ms",
-    "forward_of_ideal", "both_ms", "both_of_ideal", "forward_sent_mib", "backward_sent_mib", "link_gbs", "timeline",
+    "forward_of_ideal", "both_ms", "both_of_ideal", "forward_sent_mib", "backward_sent_mib", "link_gbs", "timeline", "message",
 )  # fmt: skip
 
 
@@ -48,6 +48,7 @@ def measured_rows(engine: Engine, problem: Problem, methods: Sequence[str], link
     """The rows of a problem."""
     config = configuration(problem, engine.members)
     times = one_device_ms(engine, problem, problem.length * engine.members)
+    found: dict[str, float] = {}
     machine = measured_machine(engine, problem, times, link)
     gpus = max(engine.gpus, 1)
     share = engine.members / gpus  # the members of a GPU
@@ -57,7 +58,7 @@ def measured_rows(engine: Engine, problem: Problem, methods: Sequence[str], link
             continue
         for name, timings, error, memory in measure(engine, problem, method):
             total = max(timing.total for timing in timings)
-            ideal = times[name] / gpus
+            ideal, found[name] = times[name] / gpus, total
             expected = predicted(problem, engine.members, method, name == "backward", machine)
             assert expected is not None
             yield {
@@ -71,8 +72,29 @@ def measured_rows(engine: Engine, problem: Problem, methods: Sequence[str], link
                 "predicted_memory_mib": round(expected.memory / 2**20, 1), "error": f"{error:.2e}",
                 "link_gbs": round(link / 1e9, 1), "timeline": timings[0].timeline,
             }  # fmt: skip
+        ideal, total = sum(times.values()) / gpus, sum(found.values())
+        yield {
+            "kind": "measured", "problem": problem.name, "members": engine.members, "gpus": engine.gpus, "method": method,
+            "pass": "both", "ideal_ms": round(ideal, 3), "total_ms": round(total, 3), "of_ideal": round(ideal / total, 3),
+        }  # fmt: skip
+    if pytorch.is_available(engine) and pytorch.supports(problem):
+        yield from pytorch_rows(engine, problem, methods, times)
     if engine.gpus:
         yield from ({**row, "link_gbs": round(machine.link / 1e9, 1)} for row in model.rows(problem, machine))
+
+
+def pytorch_rows(engine: Engine, problem: Problem, methods: Sequence[str], times: dict[str, float]) -> Iterator[dict[str, Any]]:
+    """The rows of PyTorch's context parallelism; the ideal time is that of ours."""
+    for method, name, ms, error, backend in pytorch.rows(engine, problem, methods):
+        row = {
+            "kind": "PyTorch", "problem": problem.name, "members": engine.members, "gpus": engine.gpus, "method": method,
+            "pass": name, "message": backend,
+        }  # fmt: skip
+        if name:
+            ideal = (times["forward"] + times["backward"] if name == "both" else times[name]) / engine.gpus
+            row |= {"ideal_ms": round(ideal, 3), "total_ms": round(ms, 3), "of_ideal": round(ideal / ms, 3)}
+            row |= {"error": f"{error:.2e}"}
+        yield row
 
 
 def main(words: Sequence[str]) -> int:

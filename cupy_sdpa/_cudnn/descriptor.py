@@ -19,6 +19,7 @@ from .constants import (
     AttributeName,
     AttributeType,
     Constant,
+    CudaGraphRetention,
     DataType,
     DescriptorType,
     HeurMode,
@@ -47,6 +48,7 @@ _C_TYPES: dict[AttributeType, Any] = {
     AttributeType.NUMERICAL_NOTE: c_int,
     AttributeType.KNOB_TYPE: c_int,
     AttributeType.RNG_DISTRIBUTION: c_int,
+    AttributeType.CUDA_GRAPH_RETENTION: c_int,
 }
 
 #: The attribute type of a Python value, by the value's type.
@@ -60,6 +62,7 @@ _TYPE_OF: dict[type, AttributeType] = {
     HeurMode: AttributeType.HEUR_MODE,
     KnobType: AttributeType.KNOB_TYPE,
     RngDistribution: AttributeType.RNG_DISTRIBUTION,
+    CudaGraphRetention: AttributeType.CUDA_GRAPH_RETENTION,
 }
 
 

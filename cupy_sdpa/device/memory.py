@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -94,6 +95,36 @@ def zeros(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:
 def fill_int32(array: Any, value: int) -> None:
     """Fill a dense int32 array with a value."""
     driver.check(driver.bindings().cuMemsetD32Async(array.data.ptr, value, array.size, stream()))
+
+
+def host_int32() -> Any:
+    """A numpy array int32 ``(1,)`` of 0 that kernels can write to (page-locked memory)."""
+    memory = cupy().cuda.alloc_pinned_memory(4)
+    array = np.frombuffer(memory, np.int32, 1)
+    array[0] = 0
+    return array
+
+
+def differs(found: Any, expected: int, flag: Any) -> None:
+    """Set an int32 of the host to 1 if one of the GPU, ``(1,)``, is not the expected one.
+
+    Args:
+        found: the array on the GPU.
+        expected: the expected number.
+        flag: an array of :func:`host_int32`.
+    """
+    _differs_kernel()((1,), (1,), (found, np.int32(expected), np.uint64(flag.ctypes.data)))
+
+
+@functools.cache
+def _differs_kernel() -> Any:
+    """The kernel of :func:`differs`."""
+    return cupy().RawKernel(
+        """extern "C" __global__ void cupy_sdpa_differs(const int* found, int expected, volatile int* flag) {
+            if (*found != expected) *flag = 1;
+        }""",
+        "cupy_sdpa_differs",
+    )
 
 
 #: The constant arrays of equal integers in each CUDA context, by the context's id and the integer.

@@ -2,44 +2,37 @@
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 from ..arrays.conversion import Conversion, convert, gradient_names, needs_conversion
 from ..arrays.layouts import other_layout
 from ..attention import attention, attention_backward
-from ..calls.options import is_one_of, read_flag
+from ..calls.options import read_flag
 from ..device import cupy_runtime
 from ..errors import Unsupported
-from .agreement import REFUSED, compare
+from .agreement import REFUSED, Agreement, device_of
 from .groups.channel import Channel, Message, copy
 from .groups.convert import as_exchanger
 from .heads import heads_backward, heads_forward
-from .planning.arguments import configure, key_of, listed, packed_lengths, read_length
-from .planning.configuration import METHODS, Configuration
+from .planning.arguments import configure, listed, packed_lengths, read_length
 from .planning.layout import Layout
-from .planning.report import ParallelReport, choose, report
-from .planning.support import refusal
+from .planning.report import ParallelReport, report
 from .ring import gather_backward, gather_forward, ring_backward, ring_forward, sink_gradients
 from .single import empty_stats, on_one
 
 _FORWARD = {"ring": ring_forward, "all_gather": gather_forward, "all_to_all": heads_forward}
 _BACKWARD = {"ring": ring_backward, "all_gather": gather_backward, "all_to_all": heads_backward}
-#: The maximum number of configurations that are kept.
-_MAX_CONFIGURATIONS = 256
 
 
 def context_parallel(group: Any = None, *, method: str | None = None, check: bool = True) -> ContextParallel:
-    """Attention over the members of a group, one GPU for each, which share out every sequence.
+    """Attention over the members of a group, one GPU for each, which split every sequence among them.
 
     Args:
         group: the group; see :class:`ContextParallel`. None for a single member.
         method: ``"ring"``, ``"all_gather"`` or ``"all_to_all"``. Default None: chosen for each call.
-        check: whether members compare their shapes and options once for every new configuration, which synchronizes. Default
-            True.
+        check: whether members compare their shapes and options: once for every new configuration, which synchronizes, and by a
+            checksum in every call, which does not. Default True.
 
     Returns:
         An object with ``attention``, ``attention_backward`` and ``attention_vjp``.
@@ -85,8 +78,7 @@ class ContextParallel:
         self._group = as_exchanger(group)
         self._channel = Channel(self._group)
         self.rank, self.size = self._group.rank, self._group.size
-        self._method, self._check = _read_method(method), read_flag("check", check)
-        self._known: collections.OrderedDict[Any, Any] = collections.OrderedDict()
+        self._agreement = Agreement(self._channel, method, check=read_flag("check", check))
 
     def attention(
         self,
@@ -100,7 +92,7 @@ class ContextParallel:
         seqlen_kv: int | None = None,
         **options: Any,
     ) -> Any:
-        """:func:`cupy_sdpa.attention` of sequences that the members share out.
+        """:func:`cupy_sdpa.attention` of sequences that are split among the members.
 
         Args:
             q, k, v: the member's parts, ``(D, Hq, Sq_r, B)``, ``(D, Hkv, Skv_r, B)`` and ``(Dv, Hkv, Skv_r, B)``; packed
@@ -124,8 +116,8 @@ class ContextParallel:
         if needs_conversion(q, options) or other_layout(options):
             flags = {"return_stats": return_stats, "method": method, "seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv}
             return convert(self.attention, {"q": q, "k": k, "v": v}, options, ("out", "stats"), **flags)
-        config, chosen = self._configuration({"q": q, "k": k, "v": v}, options, method, (seqlen_q, seqlen_kv))
-        with _device_of(q):
+        config, chosen = self._agreement.configuration({"q": q, "k": k, "v": v}, options, method, (seqlen_q, seqlen_kv))
+        with device_of(q):
             if self.size == 1:
                 out, stats = on_one(config, attention, q, k, v, options, stats=empty_stats(config, q))
             else:
@@ -148,7 +140,7 @@ class ContextParallel:
         return_dsinks: bool = False,
         **options: Any,
     ) -> tuple[Any, ...]:
-        """:func:`cupy_sdpa.attention_backward` of sequences that the members share out.
+        """:func:`cupy_sdpa.attention_backward` of sequences that are split among the members.
 
         Args:
             dout: the gradient of the member's output, ``(Dv, Hq, Sq_r, B)``.
@@ -179,10 +171,10 @@ class ContextParallel:
             names = gradient_names(False, return_dsinks)
             gradients = convert(self.attention_backward, arrays, options, names, return_dsinks=return_dsinks, **flags)
             return gradients
-        config, chosen = self._configuration(
+        config, chosen = self._agreement.configuration(
             arrays, options, method, (seqlen_q, seqlen_kv), backward=True, deterministic=deterministic
         )
-        with _device_of(q):
+        with device_of(q):
             if self.size == 1:
                 call = functools.partial(attention_backward, dout)
                 gradients = on_one(config, call, q, k, v, options, out, stats, deterministic=deterministic)
@@ -230,7 +222,7 @@ class ContextParallel:
             q, k, v = (conversion.into(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
             options = conversion.options
         config = configure(self.rank, self.size, {"q": q, "k": k, "v": v}, options, (seqlen_q, seqlen_kv))
-        return report(config, self._requested(method))
+        return report(config, self._agreement.requested(method))
 
     def shard(self, x: Any, *, axis: int = 2, cu_seqlens: Any = None) -> Any:
         """This member's part of an array that every member has.
@@ -289,10 +281,8 @@ class ContextParallel:
             )
         except Exception as failure:  # the other members must not wait for this one
             error, text = failure, f"{REFUSED}{type(failure).__name__}: {failure}"
-        if error or text not in self._known:
-            self._compare(text, x, error)
-            self._remember(text, None)
-        with _device_of(x):
+        self._agreement.compare_once(text, x, error)
+        with device_of(x):
             specs = [[((*x.shape[:axis], layout.share(r), *x.shape[axis + 1 :]), x.dtype)] for r in range(self.size)]
             messages = self._channel.gather(Message.of([x]), specs, "unshard")
             whole = cupy_runtime.new_result(x, (*x.shape[:axis], layout.total, *x.shape[axis + 1 :]), x.dtype)
@@ -321,68 +311,12 @@ class ContextParallel:
 
     def check(self) -> None:
         """Raise GroupError if a member failed. CuPy arrays are valid only if this does not raise after synchronization."""
-        self._group.check()
+        self._channel.check()
 
     def _layout(self, length: Any, cu_seqlens: Any) -> Layout:
         if cu_seqlens is not None:
             return Layout(packed_lengths("cu_seqlens", cu_seqlens), self.size, packed=True)
         return Layout((read_length("seqlen", length),), self.size)
-
-    def _requested(self, method: str | None) -> str | None:
-        return self._method if method is None else _read_method(method)
-
-    def _configuration(
-        self,
-        arrays: Mapping[str, Any],
-        options: Mapping[str, Any],
-        method: str | None,
-        seqlens: tuple[int | None, int | None],
-        **outputs: bool,
-    ) -> tuple[Configuration, str]:
-        """The configuration of a call and its method. Members compare new ones before any of them is used."""
-        self._group.check()
-        key = key_of(arrays, options, method, seqlens, *outputs.items())
-        if key is not None and (found := self._known.get(key)) is not None:
-            self._known.move_to_end(key)
-            return found  # type: ignore[no-any-return]
-        q = arrays["q"]
-        error: Exception | None = None
-        try:
-            config = configure(self.rank, self.size, arrays, options, seqlens)
-            chosen = choose(config, self._requested(method)).method
-            with _device_of(q):
-                if self.size > 1 and (reason := refusal(config, chosen, q, options, **outputs)):
-                    raise Unsupported(reason)
-            text = f"{'backward' if outputs else 'forward'}, method {chosen}\n{config.text}\n{dict(outputs)}"
-        except Exception as failure:  # the other members must not wait for this one
-            error, text = failure, f"{REFUSED}{type(failure).__name__}: {failure}"
-        self._compare(text, q, error)
-        if key is not None:
-            self._remember(key, (config, chosen))
-        return config, chosen
-
-    def _compare(self, text: str, like: Any, error: Exception | None) -> None:
-        """Compare the texts of all members for a new configuration, and raise this member's error, if there is one."""
-        if self._check and self.size > 1:
-            with _device_of(like), contextlib.suppress(*([ValueError] if error else [])):  # its own error is raised below
-                compare(self._channel, text, like)
-        if error is not None:
-            raise error
-
-    def _remember(self, key: Any, found: Any) -> None:
-        self._known[key] = found
-        while len(self._known) > _MAX_CONFIGURATIONS:
-            self._known.popitem(last=False)
-
-
-def _read_method(method: Any) -> str | None:
-    if not is_one_of(method, (None, *METHODS)):
-        raise ValueError(f"method is {method!r}; it must be {', '.join(map(repr, METHODS))} or None")
-    return method  # type: ignore[no-any-return]
-
-
-def _device_of(array: Any) -> Any:
-    return cupy_runtime.on_device_of(array) if cupy_runtime.is_array(array) else contextlib.nullcontext()
 
 
 def _axis_of(x: Any, axis: int) -> int:

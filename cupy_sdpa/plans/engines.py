@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .._cudnn.constants import AttributeType, HeurMode, KnobType, NumericalNote, Status, name_of
+from .._cudnn.constants import AttributeType, CudaGraphRetention, HeurMode, KnobType, NumericalNote, Status, name_of
 from .._cudnn.descriptor import Descriptor
 from .._cudnn.library import library
 from ..errors import CudnnError, Unsupported
@@ -18,6 +18,8 @@ from ..version import version_text
 Knobs = tuple[tuple[str, int], ...]
 
 _KNOB = "CUDNN_KNOB_TYPE_"
+#: The first cuDNN version whose captured CUDA graphs keep plans alive.
+GRAPH_RETENTION_SINCE = 92800
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,7 @@ class EngineSearch:
             plan.set("ENGINE_CONFIG", config)
             if self.device is not None:
                 plan.set("DEVICEPROP", self.device)
+            disable_graph_retention(plan)
             plan.finalize(f"finalize a plan with engine {engine}")
             workspace_bytes: int = plan.get("WORKSPACE_SIZE", AttributeType.INT64)[0]
             total = self.total_bytes(workspace_bytes)
@@ -209,6 +212,16 @@ class EngineSearch:
                 raise
             self.refused.append(f"engine {engine}: {error}")
             return None
+
+
+def disable_graph_retention(plan: Descriptor) -> None:
+    """Let a captured CUDA graph not keep the plan alive; called before the plan is finalized.
+
+    From 9.28 on cuDNN by default adds an object to every captured graph that owns the plan. A launch of such a graph takes 2 to
+    6 us longer (H200; docs/cudnn.md). It is not needed: plans outlive the graphs that contain their kernels.
+    """
+    if library().version >= GRAPH_RETENTION_SINCE:
+        plan.set("CUDA_GRAPH_RETENTION", CudaGraphRetention.NONE)
 
 
 def splits_keys(engine: int, knobs: Mapping[str, int]) -> bool:

@@ -20,7 +20,7 @@ from ..support.why_not import guards
 from ..version import version_text
 from . import plan_file
 from .disk_cache import DiskCache, current
-from .engines import Candidate, EngineConfig, EngineSearch, is_out_of_memory
+from .engines import Candidate, EngineConfig, EngineSearch, disable_graph_retention, is_out_of_memory
 from .lowering import OperationGraph
 from .plan import Plan, Scratch, SerializedPlan, Target
 
@@ -132,6 +132,7 @@ def load(content: bytes, graph: Graph, target: Target, key: str) -> Plan:
             else:
                 descriptor.set("DEVICEPROP", stack.enter_context(_device_properties(target)))
             descriptor.set("JSON_REPRESENTATION", text)
+            disable_graph_retention(descriptor)
             descriptor.finalize("load a serialized plan")
         workspace_bytes: int = descriptor.get("WORKSPACE_SIZE", AttributeType.INT64)[0]
         if workspace_bytes != facts.need:

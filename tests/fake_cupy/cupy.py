@@ -335,7 +335,7 @@ cuda = SimpleNamespace(
     runtime=runtime, Device=Device, Stream=Stream, Event=Event, Graph=Graph, MemoryPool=memory.MemoryPool,
     MemoryPointer=memory.MemoryPointer, memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError), alloc=memory.alloc,
     malloc_async=memory.malloc_async, set_allocator=memory.set_allocator, using_allocator=memory.using_allocator,
-    get_current_stream=_get_current_stream, is_available=lambda: True,
+    get_current_stream=_get_current_stream, is_available=lambda: True, alloc_pinned_memory=bytearray,
     get_elapsed_time=lambda begin, end: (end.time - begin.time) / 1e3,
 )  # fmt: skip
 

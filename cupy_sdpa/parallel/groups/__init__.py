@@ -1,1 +1,1 @@
-"""Groups: the members that share out a sequence, and how they exchange arrays."""
+"""Groups: the members among which sequences are split, and how they exchange arrays."""

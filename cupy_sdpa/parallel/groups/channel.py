@@ -9,17 +9,19 @@ from typing import Any
 import numpy as np
 
 from ...device import cupy_runtime, memory
-from .group import Exchanger, Transfer
+from .group import Exchanger, GroupError, Transfer
 
 #: The alignment in bytes of the arrays in a message.
 _ALIGNMENT = 256
+#: The bytes at the end of a message; the first four of them are the tag of the call.
+_TAG_BYTES = _ALIGNMENT
 
 #: The shape and dtype of an array in a message.
 Spec = tuple[tuple[int, ...], Any]
 
 
 class Message:
-    """Arrays in Fortran order in one uint8 array, which is sent or received as a whole.
+    """Arrays in Fortran order in one uint8 array, which is sent or received as a whole; the tag of the call is at its end.
 
     Args:
         like: an array of the engine.
@@ -56,7 +58,7 @@ class Message:
 
 def message_bytes(specs: Sequence[Spec]) -> int:
     """The size of a message in bytes."""
-    return sum(_padded_bytes(*spec) for spec in specs)
+    return sum(_padded_bytes(*spec) for spec in specs) + _TAG_BYTES
 
 
 def _padded_bytes(shape: tuple[int, ...], dtype: Any) -> int:
@@ -64,10 +66,15 @@ def _padded_bytes(shape: tuple[int, ...], dtype: Any) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
+def _tag_of(flat: Any) -> Any:
+    """The tag of a message, an int32 array ``(1,)``."""
+    return _view(flat, (1,), np.dtype(np.int32), flat.size - _TAG_BYTES)
+
+
 def _view(flat: Any, shape: tuple[int, ...], dtype: Any, offset: int) -> Any:
     if cupy_runtime.is_array(flat):
         return cupy_runtime.cupy().ndarray(shape, dtype, flat.data + offset, order="F")
-    return np.ndarray(shape, dtype, flat.data if flat.size else None, offset if flat.size else 0, order="F")
+    return np.ndarray(shape, dtype, flat.data, offset, order="F")
 
 
 def copy(target: Any, source: Any) -> None:
@@ -97,6 +104,9 @@ class Pending:
 class Channel:
     """Starts exchanges. Those of CuPy arrays are enqueued on a stream of their own, so that kernels run at the same time.
 
+    The first exchange of a call sends the call's tag, a checksum of its shapes and options, and compares it with that of the
+    first message that arrives. On a GPU the comparison is a kernel that writes to memory of the host, so nothing waits for it.
+
     Args:
         exchanger: the group.
     """
@@ -104,21 +114,55 @@ class Channel:
     def __init__(self, exchanger: Exchanger) -> None:
         self.exchanger, self.rank, self.size = exchanger, exchanger.rank, exchanger.size
         self._streams: dict[int, Any] = {}
+        self._tag: int | None = None
+        self._failed: Any = None  # one int32 of the host, other than 0 if a tag was different
+
+    def begin(self, tag: int) -> None:
+        """Begin a call; its next exchange compares the tag."""
+        self._tag = tag
+
+    def check(self) -> None:
+        """Raise GroupError if a member failed, or made another call than this one."""
+        self.exchanger.check()
+        if self._failed is not None and self._failed[0]:
+            raise self._other_call()
+
+    def _other_call(self) -> GroupError:
+        error = GroupError(
+            f"member {self.rank} and another member made calls with different shapes or options at the same time, and their "
+            "results are wrong: let all members make the same calls in the same order"
+        )
+        if abort := getattr(self.exchanger, "abort", None):  # let the other members raise
+            abort(str(error))
+        return error
 
     def start(self, sends: Sequence[Transfer], receives: Sequence[Transfer], label: str) -> Pending:
         """Start an exchange, after the work on CuPy's current stream so far. Empty arrays are not transferred."""
+        tag, self._tag = self._tag, None
         sends, receives = [x for x in sends if x.array.size], [x for x in receives if x.array.size]
         arrays = [x.array for x in (*sends, *receives)]
         if not arrays:
             self.exchanger.exchange([], [], label)  # members that are threads start every exchange together
             return Pending()
         if not cupy_runtime.is_array(arrays[0]):
+            if tag is not None:
+                for sent, _ in sends:
+                    _tag_of(sent)[0] = tag
             self.exchanger.exchange(sends, receives, label)
+            if tag is not None and receives and _tag_of(receives[0].array)[0] != tag:
+                raise self._other_call()
             return Pending()
+        if tag is not None:
+            for sent, _ in sends:
+                memory.fill_int32(_tag_of(sent), tag)
         stream = self._stream(arrays[0].data.device_id)
         stream.wait_event(cupy_runtime.cupy().cuda.get_current_stream().record())
         with stream:
             self.exchanger.exchange(sends, receives, label)
+            if tag is not None and receives:
+                if self._failed is None:
+                    self._failed = memory.host_int32()
+                memory.differs(_tag_of(receives[0].array), tag, self._failed)
         return Pending(arrays, stream.record())
 
     def exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer], label: str) -> None:

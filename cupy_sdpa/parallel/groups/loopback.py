@@ -159,6 +159,10 @@ class LoopbackMember:
         """Raise GroupError if a member failed."""
         self.shared.check()
 
+    def abort(self, reason: str) -> None:
+        """Let every member raise GroupError."""
+        self.shared.abort(reason)
+
 
 def _copied(array: Any) -> tuple[Any, Any]:
     """A dense copy, and the event after it for a CuPy array."""
