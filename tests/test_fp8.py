@@ -14,6 +14,7 @@ from benchmarks.fp8 import errors, plot
 from cupy_sdpa import fp8
 from cupy_sdpa.fp8 import current
 from cupy_sdpa.fp8.array import rotate, rotation_of
+from cupy_sdpa.parallel import Loopback, context_parallel, run_threads
 from cupy_sdpa.plans.plan import PlanInfo
 from cupy_sdpa.problem.split import MAX_FP8_KEYS
 from cupy_sdpa.problem.tensor_spec import FP8_LARGEST, numpy_dtype, rounded
@@ -501,6 +502,10 @@ ERRORS = {
             small(), small(), small(), 4, page_table=np.zeros((1, 1), np.int32), seq_lens_kv=np.full(1, 4, np.int32)
         ),
         TypeError, "FP8 array; shared_prefix_attention",
+    ),
+    "several GPUs": (
+        lambda: run_threads(Loopback(2).members, lambda member: context_parallel(member).attention(*[small()] * 3)),
+        TypeError, r"q is a Fp8Array; .*dequantize\(\)",
     ),
     "plain v": (lambda: cupy_sdpa.attention(normal((16, 2, 4, 1)), small(), normal((16, 2, 4, 1))), TypeError, "v is a ndarray; both"),
     "plain q of integers": (lambda: cupy_sdpa.attention(np.ones((16, 2, 4, 1), int), small(), small()), TypeError, "q is int64 and k is an FP8"),
