@@ -12,6 +12,7 @@ import cupy_sdpa
 from benchmarks.__main__ import main
 from benchmarks.fp8 import errors, plot
 from cupy_sdpa import fp8
+from cupy_sdpa.calls.call import Call
 from cupy_sdpa.fp8 import current
 from cupy_sdpa.fp8.array import rotate, rotation_of
 from cupy_sdpa.parallel import Loopback, context_parallel, run_threads
@@ -619,6 +620,28 @@ def test_paged_keys(name, dtype, lengths, fake):
         assert relative(wide.get().astype(np.float64), truth) < ERROR[dtype]
         assert float(small.scale.get()[0]) == 2
         np.testing.assert_allclose(small.dequantize().get(), truth, atol=2 * ERROR[dtype] * np.abs(truth).max())
+
+
+@pytest.mark.parametrize("page", [2, 16, 64, 128])
+@pytest.mark.parametrize(("sq", "keys"), [(1, 128), (4, 128), (4, 1920), (600, 640)])
+def test_page_tables_of_whole_tiles(page, sq, keys, fake, monkeypatch):
+    """FP8 kernels use the table entries of tiles of more than 128 keys: each is a page of the sequence, also after its length."""
+    (q, k, v), _ = inputs(d=16, hq=1, hkv=1, sq=sq, skv=keys)
+    lengths = np.array([keys, 1], np.int32)
+    paged, pages = in_pages((q, k, v), lengths, page)
+    tables = []
+    make = Call.stage
+    monkeypatch.setattr(Call, "stage", lambda call: tables.append(make(call)) or tables[-1])
+    options = {name: fake.asarray(x, order="F") for name, x in pages.items()}
+    fp8.attention(*(moved(fake, x) for x in paged), **options)
+    table = tables[0].arrays["page_table"].get()
+    width, entries = table.shape
+    assert width * page % 192 == 0
+    assert width * page % 256 == 0
+    own = [set(pages["page_table"][: -(-length // page), b].tolist()) for b, length in enumerate(lengths)]
+    for entry in range(entries):
+        b = entry * 2 // entries
+        assert set(table[:, entry].tolist()) <= own[b] | ({0} if b == 1 and entry % (entries // 2) else set())
 
 
 def test_long_keys_are_split():

@@ -125,7 +125,7 @@ def test_fp8_tokens(rotated, engine):
     first, second = (
         [fp8.quantize(engine.put(normal(rng, 32, 2, n, 3)), rotate=rotated and i == 0) for i in range(2)] for n in (20, 3)
     )
-    second[1] = fp8.quantize(second[1].dequantize("float16") * 2)
+    second[1] = fp8.quantize(engine.put(engine.get(second[1].dequantize("float16")) * np.float16(2)))
     cache.append(*first)
     cache.append(*second)
     for side, (a, b) in enumerate(zip(first, second, strict=True)):

@@ -13,6 +13,9 @@ from tolerance import assert_close
 import cupy_sdpa
 from benchmarks.fp8 import errors
 from cupy_sdpa import Unsupported, attention, fp8
+from cupy_sdpa.check import Case as CheckCase
+from cupy_sdpa.check.cases.case import Paged
+from cupy_sdpa.check.verify.execute import execute
 
 pytestmark = pytest.mark.gpu
 
@@ -281,6 +284,19 @@ def test_paged_keys(page, width, lengths, group, sq, causal, cupy):
         with poisoning(cupy):
             found = fp8.attention(moved(cupy, arrays[0]), *given, return_stats=True, return_amax=True, causal=causal, **options)
         check(case, arrays, found)
+
+
+@pytest.mark.parametrize("skv", [2, 60, 124, 256, 640])
+@pytest.mark.parametrize("sq", [1, 2])
+@pytest.mark.parametrize("d", [16, 128, 256])
+@pytest.mark.parametrize("seed", range(4))
+def test_small_pages(skv, sq, d, seed, cupy):
+    """A table of fewer keys than a tile of the kernel: other memory was used as its entries, and NaN of other pages spread."""
+    pages = tuple(Paged(2, "pages", "some_zero", 0, "unowned", False, False))
+    options = {"paged": pages, "fp8": DTYPES[seed % 2], "stats": True}
+    case = CheckCase("gpu", "float16", d=d, dv=d, hq=1, hkv=1, sq=sq, skv=skv, b=1, options=options, seed=199 + seed)
+    outcome = execute(case)
+    assert outcome.kind == "passed", outcome.message
 
 
 @pytest.mark.parametrize("length", [1024, 8192, 32768])

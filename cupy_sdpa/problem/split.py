@@ -14,6 +14,7 @@ Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +30,9 @@ BLOCKS = 128
 MIN_KEYS = 256
 #: The keys that cuDNN's kernels load at once: they use all table entries of a tile.
 TILE_KEYS = 128
+#: The same for FP8 kernels, whose tiles are wider: a multiple of 192 and 256. With a table of 128 keys the kernel used the memory
+#: after the table as entries.
+FP8_TILE_KEYS = 768
 #: The largest number of keys per chunk of FP8 arrays. On Hopper the error of a kernel grows with its number of keys; the merge
 #: adds in float32.
 MAX_FP8_KEYS = 4096
@@ -89,11 +93,12 @@ def split_problem(problem: Problem, split: Split) -> Problem:
     """The problem of the chunks: ``(D, Hkv, R, B C)``, with the log-sum-exp, without sinks."""
     d, dv, hq, hkv, _, _, b = problem.sizes
     rows, entries, dtype = hq // hkv * queries_in_rows(problem), b * split.chunks, problem.dtype
+    width = padded_pages(split.pages, problem.k.shape[2], FP8_TILE_KEYS) if problem.fp8 else split.pages
     specs: dict[str, Any] = {
         "q": _rows_spec("q", dtype, (d, rows, hkv, entries)),
         "out": _rows_spec("out", dtype, (dv, rows, hkv, entries)),
         "stats": dense_spec("stats", "float32", (rows, hkv, entries)),
-        "page_table": dense_spec("page_table", "int32", (split.pages, entries)),
+        "page_table": dense_spec("page_table", "int32", (width, entries)),
         "seq_lens_q": dense_spec("seq_lens_q", "int32", (entries,)),
         "seq_lens_kv": dense_spec("seq_lens_kv", "int32", (entries,)),
     }
@@ -111,13 +116,13 @@ def _rows_spec(name: str, dtype: str, shape: tuple[int, int, int, int]) -> Tenso
     return replace(memory, shape=(d, heads, rows, entries), strides=(column, head, row, entry))
 
 
-def padded_pages(pages: int, page: int) -> int:
+def padded_pages(pages: int, page: int, tile: int = TILE_KEYS) -> int:
     """The number of pages rounded up to whole tiles of keys: cuDNN loads page 0 for the rest of a tile.
 
     >>> padded_pages(3, 16), padded_pages(3, 64), padded_pages(3, 128)
     (8, 4, 3)
     """
-    unit = max(1, TILE_KEYS // page)
+    unit = tile // math.gcd(tile, page)
     return -(-pages // unit) * unit
 
 
@@ -127,7 +132,7 @@ def with_whole_tiles(problem: Problem) -> Problem:
     table, page = problem.page_table, problem.k.shape[2]
     if table is None or (sq == 1 and not problem.packed):
         return problem
-    pages = padded_pages(table.shape[0], page)
+    pages = padded_pages(table.shape[0], page, FP8_TILE_KEYS if problem.fp8 else TILE_KEYS)
 
     def longer(spec: TensorSpec) -> TensorSpec:
         keys, *others = spec.shape

@@ -32,6 +32,7 @@ class SplitStage:
     ) -> None:
         split = engine_problem.settings.split
         assert split
+        assert engine_problem.page_table
         self._problem, self._originals = problem, arrays
         dtype = storage_dtype(problem.dtype, on_gpu=True)
         d, dv, hq, hkv, sq, _, b = problem.sizes
@@ -41,7 +42,7 @@ class SplitStage:
         keys = records.Keys(k, v, table, arrays["seq_lens_q"], arrays["seq_lens_kv"], problem.band)
         chunks = records.Chunks(
             rows=empty((d, staged, hq, entries), dtype),
-            table=empty((split.pages, entries), np.dtype(np.int32)),
+            table=empty(engine_problem.page_table.shape, np.dtype(np.int32)),
             row_counts=empty((entries,), np.dtype(np.int32)),
             lengths=empty((entries,), np.dtype(np.int32)),
             stats=empty((staged, hq, entries), np.dtype(np.float32)),

@@ -151,7 +151,7 @@ _THREADS, _WARPS = 128, 4
 _EARLY = 4
 _SPLIT = _struct(
     ("table", _Table), ("queries", _Queries), "row_count", "chunks", "chunk_pages", "rows", "chunk_table",
-    "row_counts", "chunk_lengths", "stats", "blocks_per_chunk", "split_blocks", "staged", *Factors._fields,
+    "row_counts", "chunk_lengths", "stats", "blocks_per_chunk", "split_blocks", "staged", "table_pages", *Factors._fields,
 )  # fmt: skip
 _BOUNDARY_KEYS = _struct(
     "batch", "group", "k", "k_head", "k_row", "k_page", "v", "v_head", "v_row", "v_page", "out", "stats",
@@ -185,7 +185,7 @@ def split(
     of_factors = [array.data.ptr for array in factors] if factors else [0] * len(Factors._fields)
     given = (
         tuple(table), tuple(_queries(q, keys)), heads // keys.k.shape[1] * staged, split.chunks, split.pages, *addresses,
-        per_chunk, blocks, staged, *of_factors,
+        per_chunk, blocks, staged, chunks.table.shape[0], *of_factors,
     )  # fmt: skip
     arguments: list[Any] = [np.array(given, _SPLIT)]
     if boundary:
@@ -237,8 +237,8 @@ def _split_kernel(unit: int, dtype: str, d: int, dv: int) -> Any:
                 ((int*)x.chunk_lengths)[e] = keys;
             }}
             const unsigned first = keys ? unsigned(start) / page : 0;
-            for (long long i = thread; i < x.chunk_pages; i += threads)
-                ((int*)x.chunk_table)[e * x.chunk_pages + i] = padded_entry(x.table, b, first, i, keys);
+            for (long long i = thread; i < x.table_pages; i += threads)
+                ((int*)x.chunk_table)[e * x.table_pages + i] = padded_entry(x.table, b, first, i, keys);
             for (unsigned i = thread; keys == 0 && i < results; i += threads)
                 ((unsigned*)x.stats)[(long long)e * results + i] = 0xff800000u;  // -inf
         }}""",

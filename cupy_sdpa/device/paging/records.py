@@ -30,7 +30,7 @@ class Chunks(NamedTuple):
 
     Attributes:
         rows: ``(D, Sq, Hq, E)``, the queries, repeated for every chunk.
-        table: int32 ``(pages per chunk, E)``.
+        table: int32 ``(P, E)``, at least the pages per chunk; the first page of the chunk for the others.
         row_counts: int32 ``(E,)``, R for every entry.
         lengths: int32 ``(E,)``, the number of keys of every chunk.
         stats: float32 ``(Sq, Hq, E)``; -inf is written for chunks without keys.
