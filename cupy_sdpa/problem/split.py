@@ -30,8 +30,8 @@ BLOCKS = 128
 MIN_KEYS = 256
 #: The keys that cuDNN's kernels load at once: they use all table entries of a tile.
 TILE_KEYS = 128
-#: The same for FP8 kernels, whose tiles are wider: a multiple of 192 and 256. With a table of 128 keys the kernel used the memory
-#: after the table as entries.
+#: The same for FP8 kernels, whose tiles are wider: a multiple of 192 and 256. With a table of 128 keys the kernel used
+#: the memory after it as entries.
 FP8_TILE_KEYS = 768
 #: The largest number of keys per chunk of FP8 arrays. On Hopper the error of a kernel grows with its number of keys; the merge
 #: adds in float32.
