@@ -25,6 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import cupy_sdpa
 from cupy_sdpa.problem.tensor_spec import numpy_dtype
 
+from .common.captured import CapturedCalls
 from .common.device import copy_gbs, free_memory, input_sets
 from .common.machine import versions
 from .common.script import listed, parser, write_csv
@@ -36,7 +37,7 @@ PROBLEMS = ((1, 8192), (1, 32768), (1, 131072), (8, 8192), (8, 32768), (32, 4096
 #: (batch, keys of the shared prefix, other keys)
 PREFIXES = ((32, 32768, 64), (32, 32768, 1024))
 ROUNDS = 11
-#: The calls in a graph.
+#: The smallest number of calls in a graph.
 CALLS = 8
 
 Call = Callable[[], Any]
@@ -138,56 +139,11 @@ def flashinfer(sets: Sequence[Keys], queries: int) -> list[Call]:
     return calls
 
 
-class Graph:
-    """A timer of calls in a captured CUDA graph; returns microseconds per call.
-
-    Args:
-        calls: the calls; they are repeated in turn.
-        captured_by: ``"cupy"`` or ``"torch"``.
-    """
-
-    def __init__(self, calls: Sequence[Call], captured_by: str) -> None:
-        self._calls = [calls[i % len(calls)] for i in range(max(CALLS, len(calls)))]
-        self._stream = cupy.cuda.Stream(non_blocking=True)
-        for call in calls:
-            call()
-        torch.cuda.synchronize()
-        if captured_by == "torch":
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                self._kept = [call() for call in self._calls]
-            external = torch.cuda.ExternalStream(self._stream.ptr)
-
-            def launch() -> None:
-                with torch.cuda.stream(external):
-                    graph.replay()
-
-            self._launch: Callable[[], None] = launch
-        else:
-            with self._stream:
-                for call in calls:
-                    call()
-                self._stream.begin_capture()
-                self._kept = [call() for call in self._calls]
-                captured = self._stream.end_capture()
-            self._launch = functools.partial(captured.launch, self._stream)
-        self()
-
-    def __call__(self) -> float:
-        """Launch the graph once and return the mean microseconds of a call."""
-        start, stop = cupy.cuda.Event(), cupy.cuda.Event()
-        start.record(self._stream)
-        self._launch()
-        stop.record(self._stream)
-        stop.synchronize()
-        return float(cupy.cuda.get_elapsed_time(start, stop)) * 1e3 / len(self._calls)
-
-
-def timers(batch: int, keys: int, *, with_flex: bool) -> dict[str, Graph]:
+def timers(batch: int, keys: int, *, with_flex: bool) -> dict[str, CapturedCalls]:
     """The timer of every contender that runs here."""
     size = 4 * batch * keys * KEY_HEADS * HEAD_DIM
     sets = [Keys(batch, keys) for _ in range(min(8, input_sets(size)))]
-    made: dict[str, Graph] = {}
+    made: dict[str, CapturedCalls] = {}
     contenders: dict[str, tuple[str, Callable[[], list[Call]]]] = {}
     for queries in (1, 4):
         contenders |= {
@@ -201,7 +157,7 @@ def timers(batch: int, keys: int, *, with_flex: bool) -> dict[str, Graph]:
     contenders["ours, 1, num_splits"] = ("cupy", functools.partial(ours, sets, 1, num_splits=max(1, 16 // batch)))
     for name, (captured_by, make) in contenders.items():
         try:
-            made[name] = Graph(make(), captured_by)
+            made[name] = CapturedCalls(make(), CALLS, captured_by)
         except Exception as error:  # a peer that is missing, or cannot run this
             print(f"  {name} does not run: {type(error).__name__}: {str(error).splitlines()[0][:150]}", flush=True)
     return made
@@ -237,10 +193,10 @@ def prefix_rows(batch: int, prefix: int, rest: int) -> Iterator[dict[str, Any]]:
         cupy_sdpa.shared_prefix_attention, q, keys.k, keys.v, prefix, page_table=keys.table, seq_lens_kv=keys.lengths
     )
     made = {
-        "shared prefix": Graph([call], "cupy"),
-        "not shared": Graph(ours([keys], 1), "cupy"),
-        "one sequence, the prefix": Graph(ours([alone], 1), "cupy"),
-        "the other keys": Graph(ours([suffix], 1), "cupy"),
+        "shared prefix": CapturedCalls([call], CALLS),
+        "not shared": CapturedCalls(ours([keys], 1), CALLS),
+        "one sequence, the prefix": CapturedCalls(ours([alone], 1), CALLS),
+        "the other keys": CapturedCalls(ours([suffix], 1), CALLS),
     }
     times = interleaved(made, ROUNDS)
     for name, measured in times.items():

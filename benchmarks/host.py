@@ -52,12 +52,12 @@ class Steps:
     """The separate steps of a repeated call, and ``cudnnBackendExecute``."""
 
     def __init__(self, q: Any, k: Any, v: Any) -> None:
-        self.arrays = (q, k, v, None, None)
+        self.arrays = (q, k, v)
         self.out = cupy_sdpa.attention(q, k, v)
         here = replay_cache._runtime
         assert here is not None
         self.here = here
-        found = call_key.read_key(here.ndarray, ("forward", False, False), self.arrays, {})
+        found = call_key.read_key(here, ("forward", False, False), self.arrays, {})
         session = here.session(driver.context_id())
         assert found is not None
         assert session is not None
@@ -72,24 +72,24 @@ class Steps:
         here, known, key, how = self.here, self.known, self.key, ("forward", False, False)
         cache = self.session.cache
         (made,) = known._created
-        yield "the key: dtypes, shapes and strides", lambda: call_key.read_key(here.ndarray, how, self.arrays, {})
+        yield "the key: dtypes, shapes and strides", lambda: call_key.read_key(here, how, self.arrays, {})
         yield "the context and its session", lambda: here.session(here.context_id(0)[1])
         yield "look up the call", lambda: self.session.cached_calls.get(key)
         yield "the current stream", lambda: here.current_stream().ptr
-        yield "allocate the output", lambda: here.ndarray(made[0], made[1], here.alloc(made[2]), None, "F")
+        yield "allocate the output", lambda: here.array(made[0], made[1], here.alloc(made[2]))
         yield "look up the addresses", lambda: known._graphs.get(self.pointers)
         yield "with many captured graphs: is the device busy?", lambda: cuda_graph.is_busy(0)
         yield "the plan cache's lock", lambda: self._locked(cache.lock)
 
     @staticmethod
     def _locked(lock: Any) -> None:
-        with lock:
-            pass
+        lock.acquire()
+        lock.release()
 
     def execute(self) -> Callable[[], Any]:
         """``cudnnBackendExecute`` on the same arrays with one variant pack, which :meth:`close` destroys."""
         launcher = self.plan._launcher
-        q, k, v, *_ = self.arrays
+        q, k, v = self.arrays
         named = {"q": q, "k": k, "v": v, "out": self.out}
         addresses = [named[name].data.ptr for name in self.plan._arrays]
         self.workspace = cupy.cuda.alloc(max(self.plan.info.workspace, 1))

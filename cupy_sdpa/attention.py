@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, Unpack, overload
 
 from ._typing import Array, ArrayT
-from .arrays.conversion import OUTPUTS, convert, gradient_names, needs_conversion
+from .arrays.conversion import CONVERTED, OUTPUTS, OWN_TYPES, convert, gradient_names, needs_conversion
 from .arrays.layouts import other_layout, results_in
 from .calls.arguments import read_backward, read_forward
 from .calls.options import DTensors, Options, read_flag, takes_options
@@ -183,11 +183,12 @@ def attention(
     >>> cupy_sdpa.attention(q, k, v, causal=True, **packed).shape
     (64, 8, 100)
     """
-    if isinstance(q, Fp8Array) or isinstance(k, Fp8Array):
-        return attention_of_fp8(q, k, v, options, return_stats=return_stats, out=out, stats=stats)
-    if needs_conversion(q, options):
-        given = {"q": q, "k": k, "v": v, "out": out, "stats": stats}
-        return convert(attention, given, options, OUTPUTS, return_stats=return_stats, deterministic=deterministic)
+    if type(q) not in OWN_TYPES or type(k) is Fp8Array or not CONVERTED.isdisjoint(options):
+        if isinstance(q, Fp8Array) or type(k) is Fp8Array:
+            return attention_of_fp8(q, k, v, options, return_stats=return_stats, out=out, stats=stats)
+        if needs_conversion(q, options):
+            given = {"q": q, "k": k, "v": v, "out": out, "stats": stats}
+            return convert(attention, given, options, OUTPUTS, return_stats=return_stats, deterministic=deterministic)
     if recorder.active:
         flags = {"return_stats": return_stats, "deterministic": deterministic}
         recorder.record("attention", {"q": q, "k": k, "v": v, "out": out, "stats": stats}, {**options, **flags})
@@ -198,13 +199,13 @@ def attention(
         return attention_with_block_mask(q, k, v, mask, rest, return_stats=return_stats, out=out, stats=stats)
     deterministic = deterministic is not False and read_flag("deterministic", deterministic)
     kind = ("forward", return_stats if type(return_stats) is bool else str(return_stats), deterministic)
-    arrays = (q, k, v, out, stats)
+    arrays = (q, k, v) if out is stats is None else (q, k, v, out, stats)
     results = run_cached(kind, arrays, options)
     if results is None:
         call = read_forward(q, k, v, options, return_stats=return_stats, deterministic=deterministic, out=out, stats=stats)
         results = call.run()
-        cache_call(kind, ("q", "k", "v", "out", "stats"), arrays, options, call)
-    if layout := other_layout(options):
+        cache_call(kind, ("q", "k", "v", "out", "stats")[: len(arrays)], arrays, options, call)
+    if "layout" in options and (layout := other_layout(options)):
         results = results_in(layout, OUTPUTS, results, {"out": out, "stats": stats}, options)
     return tuple(results) if len(results) > 1 else results[0]
 
@@ -286,9 +287,10 @@ def attention_backward(
     >>> bool(np.allclose((dq * q).sum(), (dk * k).sum()))         # scaling q or k has the same effect on the scores
     True
     """
-    for name, value in (("deterministic", deterministic), ("return_dbias", return_dbias), ("return_dsinks", return_dsinks)):
-        read_flag(name, value)
-    if needs_conversion(q, options):
+    if not type(deterministic) is type(return_dbias) is type(return_dsinks) is bool:
+        for name, value in (("deterministic", deterministic), ("return_dbias", return_dbias), ("return_dsinks", return_dsinks)):
+            read_flag(name, value)
+    if (type(q) not in OWN_TYPES or not CONVERTED.isdisjoint(options)) and needs_conversion(q, options):
         passed = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "stats": stats, "dq": dq, "dk": dk, "dv": dv}
         gradients: tuple[Any, ...] = convert(
             attention_backward, passed, options, gradient_names(return_dbias, return_dsinks), deterministic=deterministic,
@@ -308,8 +310,8 @@ def attention_backward(
         every, rest = (dout, q, k, v, out, stats, dq, dk, dv), {n: x for n, x in options.items() if n != "mask_mod"}
         return gradients_with_block_mask(every, mask, rest, deterministic=bool(deterministic), others={})
     dtensors = return_dtensors if type(return_dtensors) is bool else repr(return_dtensors)
-    kind = ("backward", bool(deterministic), bool(return_dbias), bool(return_dsinks), dtensors)
-    arrays = (dout, q, k, v, out, stats, dq, dk, dv)
+    kind = ("backward", deterministic, return_dbias, return_dsinks, dtensors)
+    arrays = (dout, q, k, v, out, stats) if dq is dk is dv is None else (dout, q, k, v, out, stats, dq, dk, dv)
     results = run_cached(kind, arrays, options)
     if results is None:
         for name, array in (("dout", dout), ("out", out), ("stats", stats)):
@@ -323,8 +325,8 @@ def attention_backward(
             deterministic=deterministic,
         )  # fmt: skip
         results = call.run()
-        cache_call(kind, ("dout", "q", "k", "v", "out", "stats", "dq", "dk", "dv"), arrays, options, call)
-    if layout := other_layout(options):
+        cache_call(kind, ("dout", "q", "k", "v", "out", "stats", "dq", "dk", "dv")[: len(arrays)], arrays, options, call)
+    if "layout" in options and (layout := other_layout(options)):
         given = {"dq": dq, "dk": dk, "dv": dv}
         results = results_in(layout, gradient_names(return_dbias, return_dsinks), results, given, options)
     return tuple(results)

@@ -1,6 +1,7 @@
 """The benchmark of the options' host time: its calls on numpy and the fake CuPy, its timers, its rows, and PyTorch's calls."""
 
 import csv
+import functools
 import importlib
 import sys
 from contextlib import contextmanager
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.host_options import measure, ours, run
+from benchmarks.common.captured import CapturedCalls
+from benchmarks.host_options import measure, ours, profile, run
 from benchmarks.host_options.measure import Mix, Way, choose
 
 KINDS = {kind.name: kind for kind in ours.KINDS}
@@ -119,12 +121,12 @@ def test_a_way_is_made_and_timed_in_its_context():
 
 
 def test_a_mix_takes_turns():
-    """Kinds alternate, each on its next set; the device is synchronized after at most PIECE calls."""
+    """Kinds alternate, each on its next set; the device is synchronized after at most PIECE calls; the second round counts."""
     log = []
     calls = {name: [lambda name=name, n=n: log.append(f"{name}{n}") for n in range(2)] for name in "abc"}
     mix = Mix(calls, lambda results: log.append("wait"))
     assert mix() > 0
-    assert log == ["wait", "a0", "b0", "c0", "wait", "a1", "b1", "c1", "wait"]
+    assert log == ["wait", "a0", "b0", "c0", "wait", "a1", "b1", "c1", "wait"] * 2
     assert {name: len(several) for name, several in mix.rounds.items()} == dict.fromkeys("abc", 1)
 
 
@@ -138,7 +140,23 @@ def test_a_mix_is_measured_after_it_is_captured():
     mixes = {name: Mix({"x": [call]}, lambda results: None) for name in ("ours", "peer")}
     measure.measure_mixes(mixes)
     assert [len(mix.rounds["x"]) for mix in mixes.values()] == [2, 2]
-    assert count[0] == 2 * (measure.WARM_UP + 3)
+    assert count[0] == 2 * (measure.WARM_UP + 2 * 3)
+
+
+def test_the_warm_up_ends_when_no_graph_is_captured():
+    """After as many rounds without a capture as a capture needs; and after a limit."""
+    count = [0]
+
+    def call():
+        count[0] += 1
+
+    mix = Mix({"x": [call]}, lambda results: None, captured=lambda: min(count[0] // 2, 5))
+    mix.warm_up()
+    assert count[0] == 10 + measure.WARM_UP
+    mix = Mix({"x": [call]}, lambda results: None, captured=lambda: count[0])
+    mix.warm_up()
+    assert count[0] == 10 + measure.WARM_UP + measure.MAX_WARM_UP
+    assert not mix.rounds["x"]
 
 
 # rows
@@ -220,6 +238,37 @@ def test_rows_without_pytorch(printed, monkeypatch):
     assert [bool(row["us"]) for row in rows.values()] == [True, True]
     assert not rows["causal"]["peer"]
     assert rows["prepared"]["message"].startswith("cudnnBackendExecute does not run: ModuleNotFoundError")
+
+
+def test_profile(fake, monkeypatch, capsys):
+    """The slow steps take time, the steps and the rest are the call, and the launches of all sets are counted."""
+    monkeypatch.setattr(run, "versions", dict)
+    assert main(["host_options", "--profile", "x.csv", "--only", "plain", "paged"]) == 0
+    with open("x.csv", newline="") as file:
+        rows = {row["kind"]: row for row in csv.DictReader(file)}
+    assert list(rows) == ["plain", "paged"]
+    for row in rows.values():
+        steps = {step: float(row[step]) for step in (*profile.STEPS, "rest") if step != "busy"}
+        assert min(steps[step] for step in ("key", "allocate", "array", "launch")) > 0  # others may be shorter than the clock's
+        assert sum(steps.values()) == pytest.approx(float(row["total"]), abs=0.05)
+        launches = dict(reversed(part.split(" x ")) for part in row["launches"].split("; "))
+        assert sum(map(int, launches.values())) == measure.SETS
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith("paged ")
+    assert lines[-1].endswith(rows["paged"]["launches"])
+
+
+def test_captured_calls(fake):
+    """The calls are captured in turn, and a launch of the graph takes the time of their kernels."""
+    made = []
+
+    def call(name):
+        made.append(name)
+        return fake.full(8, 1.0, np.float32)
+
+    timer = CapturedCalls([functools.partial(call, name) for name in "ab"], 3)
+    assert made == [*"ab", *"ab", *"aba"]  # before the capture on both streams, and captured
+    assert timer() == pytest.approx(1.0)  # microseconds of a kernel of the fake
 
 
 def test_names_are_checked(capsys):

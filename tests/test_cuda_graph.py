@@ -1,5 +1,6 @@
 """Captured CUDA graphs: what they keep, and which can be launched kernel by kernel; CuPy and the driver are fakes."""
 
+import functools
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,13 +21,20 @@ class Driver:
     )
     CUlaunchConfig = CUlaunchAttribute = SimpleNamespace
 
-    def __init__(self, kinds, edges, *, lossy=False, height=1, cluster=0, together=0):
+    def __init__(self, kinds, edges, *, lossy=False, height=1, cluster=0, together=0, value=5, size=4):
         self.kinds, self.edges, self.lossy, self.height, self.cluster, self.together = (
             kinds, edges, lossy, height, cluster, together,
         )  # fmt: skip
+        self.value, self.size, self.done = value, size, []
 
-        self.cuLaunchKernelEx = "launch"
-        self.cuMemsetD8Async, self.cuMemsetD16Async, self.cuMemsetD32Async = "fill 1", "fill 2", "fill 4"
+        self.cuLaunchKernelEx = functools.partial(self._do, "launch")
+        self.cuMemsetD16Async, self.cuMemsetD32Async = (functools.partial(self._do, name) for name in ("fill 2", "fill 4"))
+
+    def _do(self, *given):
+        self.done.append(given)
+        return (self.status,)
+
+    status = 0
 
     def cuGraphGetNodes(self, graph, count=0):
         return 0, list(range(len(self.kinds)))[:count], len(self.kinds)
@@ -42,10 +50,10 @@ class Driver:
         return 0, SimpleNamespace(**SIZES, func=70 + node if node % 2 else 0, kern=90 + node, kernelParams=7000 + node)
 
     def cuGraphMemsetNodeGetParams(self, node):
-        return 0, SimpleNamespace(dst=1 << 40, value=5, width=3, height=self.height, elementSize=4)
+        return 0, SimpleNamespace(dst=1 << 40, value=self.value, width=3, height=self.height, elementSize=self.size)
 
     def cuGraphKernelNodeGetAttribute(self, node, name):
-        return 0, SimpleNamespace(clusterDim=SimpleNamespace(x=self.cluster), cooperative=self.together)
+        return 0, SimpleNamespace(clusterDim=SimpleNamespace(x=self.cluster, y=1, z=1), cooperative=self.together)
 
     @staticmethod
     def CUstream(address):
@@ -61,31 +69,58 @@ class Driver:
 
 
 def driver_calls(monkeypatch, *given, **more):
-    monkeypatch.setattr(driver, "bindings", lambda: Driver(*given, **more))
-    return cuda_graph.driver_calls(graph=1, stream=9)
+    """The driver calls of a graph, and the list of those that ran."""
+    made = Driver(*given, **more)
+    monkeypatch.setattr(driver, "bindings", lambda: made)
+    cuda = SimpleNamespace(
+        driver=SimpleNamespace(launchKernel=lambda *given: made.done.append(("kernel", *given))),
+        runtime=SimpleNamespace(memsetAsync=lambda *given: made.done.append(("fill", *given))),
+    )
+    monkeypatch.setattr(cupy_runtime, "cupy", lambda: SimpleNamespace(cuda=cuda))
+    return cuda_graph.driver_calls(graph=1, stream=9), made.done
 
 
-def test_a_sequence_of_fills_and_kernels(monkeypatch):
-    """Each node is launched with its parameters, on the stream of the graph, in order."""
-    fill, first, second = driver_calls(monkeypatch, [FILL, KERNEL, KERNEL], [(0, 1), (1, 2)])
-    assert fill == ("fill 4", (("address", 1 << 40), 5, 3, ("stream", 9)))
-    for node, (function, arguments) in enumerate((first, second), 1):
-        assert function == "launch"
-        config, kernel, parameters, extra = arguments
-        assert {name: getattr(config, name) for name in SIZES} == SIZES
-        assert (config.hStream, config.attrs, config.numAttrs) == (("stream", 9), [], 0)
-        assert kernel == ("function", 71 if node == 1 else 92)
-        assert (parameters, extra) == (7000 + node, 0)
+def launched(calls, done):
+    """The driver calls that ran when all of them were launched."""
+    for function, arguments in calls:
+        function(*arguments)
+    return done
+
+
+@pytest.mark.parametrize("cluster", [0, 1])
+def test_a_sequence_of_fills_and_kernels(cluster, monkeypatch):
+    """Each node is launched with its parameters, on the stream of the graph, in order; a cluster of one block is no cluster."""
+    calls = driver_calls(monkeypatch, [FILL, KERNEL, KERNEL], [(0, 1), (1, 2)], cluster=cluster)
+    fill, *kernels = launched(*calls)
+    assert fill == ("fill 4", ("address", 1 << 40), 5, 3, ("stream", 9))
+    dimensions = tuple(SIZES.values())
+    assert kernels == [("kernel", 71, *dimensions, 9, 7001, 0), ("kernel", 92, *dimensions, 9, 7002, 0)]
+
+
+@pytest.mark.parametrize(
+    ("value", "size", "filled"),
+    [(0, 4, ("fill", 1 << 40, 0, 12, 9)), (0x07070707, 4, ("fill", 1 << 40, 7, 12, 9)), (0xFF, 1, ("fill", 1 << 40, 0xFF, 3, 9)),
+     (0x0505, 2, ("fill", 1 << 40, 5, 6, 9)), (0xFF800000, 4, ("fill 4", ("address", 1 << 40), 0xFF800000, 3, ("stream", 9))),
+     (0x0100, 2, ("fill 2", ("address", 1 << 40), 0x0100, 3, ("stream", 9)))],
+)  # fmt: skip
+def test_fills(value, size, filled, monkeypatch):
+    """A fill with equal bytes is one of bytes, of the same memory."""
+    assert launched(*driver_calls(monkeypatch, [FILL], [], value=value, size=size)) == [filled]
 
 
 @pytest.mark.parametrize(
     ("more", "names"), [({"cluster": 2}, ["cluster"]), ({"cluster": 2, "together": 1}, ["cluster", "together"])]
 )
 def test_launch_attributes_of_kernels(more, names, monkeypatch):
-    """Clusters and cooperative launches are kept."""
-    ((_, (config, *_)),) = driver_calls(monkeypatch, [KERNEL], [], **more)
-    assert [attribute.id for attribute in config.attrs] == names
+    """Clusters and cooperative launches are kept; such a kernel is launched with the driver's function, whose status is read."""
+    ((launch, config, kernel, parameters, extra),) = launched(*(given := driver_calls(monkeypatch, [KERNEL], [], **more)))
+    assert {name: getattr(config, name) for name in SIZES} == SIZES
+    assert (config.hStream, [attribute.id for attribute in config.attrs]) == (("stream", 9), names)
     assert config.numAttrs == len(names)
+    assert (launch, kernel, parameters, extra) == ("launch", ("function", 90), 7000, 0)
+    monkeypatch.setattr(Driver, "status", SimpleNamespace(name="CUDA_ERROR_INVALID_CLUSTER_SIZE"))
+    with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_CLUSTER_SIZE"):
+        launched(*given)
 
 
 OTHERS = {
@@ -101,7 +136,7 @@ OTHERS = {
 def test_other_graphs_are_launched_as_a_whole(name, monkeypatch):
     """No node is omitted, and parallel nodes are not serialized."""
     kinds, edges, more = OTHERS[name]
-    assert driver_calls(monkeypatch, kinds, edges, **more) == []
+    assert driver_calls(monkeypatch, kinds, edges, **more)[0] == []
 
 
 def test_a_failure_of_the_driver_raises(monkeypatch):
@@ -229,7 +264,7 @@ def test_an_arena(cupy):
 def test_a_graph_that_is_not_executable(cupy, monkeypatch):
     """It takes no device memory, and is launched kernel by kernel; one that is no sequence of kernels is made executable."""
     done = []
-    kernels = [(lambda *given: [done.append(given)], (1, 2)), (lambda *given: [done.append(given)], (3,))]
+    kernels = [(lambda *given: done.append(given), (1, 2)), (lambda *given: done.append(given), (3,))]
     monkeypatch.setattr(cuda_graph, "driver_calls", lambda graph, stream: kernels)
     recording = cuda_graph.Recording(lambda: None, [SimpleNamespace(nbytes=1000)], least_nodes=3)
     assert recording.size == cuda_graph.HOST_BYTES + 1000
@@ -277,3 +312,29 @@ def test_close_releases_everything_after_a_failure(cupy):
         recording.close()
     assert cupy.done[-2:] == [("destroy", EXECUTABLE), ("destroy", GRAPH)]
     assert recording._arrays == []
+
+
+class Plain:
+    """An array type whose constructor takes the arguments, as CuPy's does."""
+
+    def __init__(self, *given):
+        self.given = given
+
+
+class Direct(Plain):
+    """The base of an array type with ``_init``."""
+
+    def _init(self, *given):
+        self.given = ("directly", *given)
+
+
+class WithInit(Direct):
+    """An array type with ``_init``."""
+
+
+@pytest.mark.parametrize(("kind", "given"), [(Plain, ()), (WithInit, ("directly",))], ids=["constructor", "init"])
+def test_arrays_are_created_with_or_without_init(kind, given):
+    """In Fortran order, and of the array type."""
+    made = cupy_runtime.array_function(kind)((2, 3), "f2", "memory")
+    assert type(made) is kind
+    assert made.given == (*given, (2, 3), "f2", "memory", None, "F")

@@ -12,6 +12,7 @@ from cases import Case
 from cupy_sdpa import CudnnError
 from cupy_sdpa.calls import replay_cache
 from cupy_sdpa.calls.call import Call, LaunchRecord
+from cupy_sdpa.device import cupy_runtime
 from cupy_sdpa.plans.plan_cache import PlanCache
 from cupy_sdpa.staging.stage import Fill
 
@@ -29,6 +30,7 @@ class Array:
         like = np.zeros(shape, dtype, order=order)
         self.shape, self.dtype, self.strides, self.nbytes = shape, like.dtype, like.strides, like.nbytes
         self.data = memory or SimpleNamespace(ptr=next(self.addresses), device_id=device)
+        self._f_contiguous = like.flags.f_contiguous
 
     def at(self, address):
         self.data = SimpleNamespace(ptr=address, device_id=self.data.device_id)
@@ -53,6 +55,7 @@ class Recording:
         self.memory, self.least_nodes = memory, least_nodes
         fixture.done.append(("record",))
         fixture.alive.add(self.number)
+        self.used = False
 
     def launch(self, *, of_many):
         assert self.number in self.fixture.alive
@@ -91,7 +94,7 @@ class Fixture:
 
         self.session = SimpleNamespace(cached_calls={}, handle=object(), cache=PlanCache())
         self.here = SimpleNamespace(
-            ndarray=Array, alloc=memory, is_capturing=lambda stream: self.capturing,
+            ndarray=Array, has_flag=True, array=cupy_runtime.array_function(Array), alloc=memory, is_capturing=lambda stream: self.capturing,
             current_stream=lambda: SimpleNamespace(ptr=self.stream), context_id=lambda flags: (0, 1),
             session=lambda context: self.session,
         )  # fmt: skip
@@ -489,7 +492,7 @@ def test_old_addresses_are_forgotten(fixture, monkeypatch):
     for out in (*outputs, outputs[2]):
         fixture.call(q, k, v, out)
     (known,) = fixture.session.cached_calls.values()
-    assert [pointers[4] for pointers in known._counts] == [outputs[n].data.ptr for n in (3, 4, 2)]
+    assert [pointers[3] for pointers in known._counts] == [outputs[n].data.ptr for n in (3, 4, 2)]
 
 
 def test_evicted_calls_leave_no_captured_graph(fixture, monkeypatch):

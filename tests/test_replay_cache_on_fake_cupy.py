@@ -5,6 +5,8 @@ tests/test_gpu_replay.py and tests/test_gpu_plans.py.
 """
 
 import contextlib
+import functools
+import itertools
 import sys
 import threading
 
@@ -21,6 +23,7 @@ from cupy_sdpa import attention, attention_backward, attention_vjp, explain, get
 from cupy_sdpa._cudnn.library import library
 from cupy_sdpa.calls import replay_cache
 from cupy_sdpa.device import memory
+from cupy_sdpa.device.cuda_graph import Recording
 
 #: Calls with the same addresses after which a CUDA graph is replayed.
 OFTEN = replay_cache.CAPTURE_AFTER + 1
@@ -158,6 +161,43 @@ def test_addresses_of_results_and_inputs_change(cupy):
         equal([as_float(attention(q, k, cupy.asfortranarray(other)))], [as_float(attention(q, k, cupy.asfortranarray(other)))])
         np.testing.assert_allclose(as_float(attention(q, k, cupy.asfortranarray(other))), factor * want, rtol=0.02, atol=0.02)
     equal(map(as_float, kept), [want] * len(kept))
+
+
+@pytest.mark.parametrize("has_flag", [True, False], ids=["contiguity", "strides"])
+def test_strides_of_one_query(has_flag, cupy, monkeypatch):
+    """Strides of axes of length 1 may differ: results are right, and the call is not parsed if CuPy has a flag for the others."""
+    q, k, v = (cupy.asarray(x) for x in Case("one", d=16, sq=1, skv=24, b=1).arrays())
+    want = as_float(attention(q, k, v))
+    monkeypatch.setattr(replay_cache._runtime, "has_flag", has_flag)
+    attention(q, k, v)
+    same, other = q.copy("K"), cupy.full((16, 4, 3, 1), np.nan, q.dtype, order="F")[:, :, :1]
+    other[...] = q
+    assert other.strides != q.strides
+    with not_parsed():
+        equal([as_float(attention(same, k, v))], [want])
+    with not_parsed() if has_flag else contextlib.nullcontext():
+        equal([as_float(attention(other, k, v))], [want])
+
+
+def test_the_pool_may_return_the_memory_of_results_in_any_order(cupy):
+    """Gradients of equal sizes are replayed, although the pool returns their blocks in the order in which they were freed."""
+    problem = Problem(cupy, Case("plain", d=16, sq=20, skv=20))
+    q, k, v, dout = problem.inputs
+    problem.run()
+    out, stats = problem.results[:2]
+
+    def run(order):
+        gradients = list(attention_backward(dout, q, k, v, out, stats))
+        contents = [as_float(x) for x in gradients]
+        for number in order:
+            gradients[number] = None
+        return contents
+
+    orders = list(itertools.permutations(range(3)))
+    want = [run(order) for order in orders][-1]
+    with replayed():
+        for order in orders:
+            equal(run(order), want)
 
 
 @pytest.mark.parametrize("case", CASES[:2], ids=str)
@@ -329,6 +369,41 @@ def test_captured_calls(case, options, cupy):
             assert all(np.isnan(x.get()).all() for x in junk)
         stream.synchronize()
     assert library().forget_plans() == 2, "the plans that were captured are kept, and no other"
+
+
+def blocks(cupy):
+    """A call that consists of several calls."""
+    mask = cupy_sdpa.block_mask(lambda b, h, q_idx, kv_idx: (q_idx // 128 + kv_idx // 128) % 2 == 0, 256, 256)
+    q, k, v = (cupy.asarray(x) for x in Case("blocks", d=16, sq=256, skv=256).arrays())
+    out = cupy.empty_like(q)
+    return out, lambda: attention(q, k, v, block_mask=mask, out=out)
+
+
+def both_passes(cupy):
+    """Two calls with copies of their arrays."""
+    problem = Problem(cupy, CASES[1])
+    return problem.results[-1], problem.launch
+
+
+@pytest.mark.parametrize("make", [both_passes, blocks], ids=lambda make: make.__name__)
+def test_captured_graphs_own_the_memory_of_whole_calls(make, cupy):
+    """No node of a graph allocates memory, so its kernels can be launched one by one; also for calls that are parsed."""
+    result, call = make(cupy)
+    call()
+    want = as_float(result)
+    recording = Recording(call)
+    kinds = {work.kind for work in DEVICE.graphs[recording._graph]}
+    assert not kinds & {"alloc", "free"}
+    for launch in (recording.launch_one_by_one, functools.partial(recording.launch, of_many=False)):
+        result.fill(np.nan)
+        junk = [cupy.full(size, np.nan, np.float32) for size in (1 << 10, 1 << 14)]
+        launch()
+        equal([as_float(result)], [want])
+        assert all(np.isnan(x.get()).all() for x in junk)
+    cupy.cuda.Device().synchronize()
+    recording.close()
+    get_plan_cache().clear()
+    library().forget_plans()
 
 
 def test_a_capture_without_a_plan_raises(cupy):

@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import cupy_sdpa
 
+from ..common.captured import CapturedCalls
 from ..common.device import as_torch, random_normal
 from ..common.machine import versions
 from ..common.script import csv_path, listed, write_csv
@@ -51,23 +52,9 @@ def kernels(call: Call) -> dict[str, float]:
 
 
 def graph_us(call: Call) -> float:
-    """The microseconds of a call within a captured CUDA graph of many."""
-    with cupy.cuda.Stream(non_blocking=True) as stream:
-        call()
-        stream.synchronize()
-        stream.begin_capture()
-        for _ in range(CAPTURED):
-            call()
-        graph = stream.end_capture()
-        times = []
-        for _ in range(LAUNCHES):
-            begin, end = cupy.cuda.Event(), cupy.cuda.Event()
-            begin.record()
-            graph.launch(stream)
-            end.record()
-            end.synchronize()
-            times.append(cupy.cuda.get_elapsed_time(begin, end) / CAPTURED * 1e3)
-    return float(statistics.median(times))
+    """The median microseconds of a call within a captured CUDA graph of many."""
+    timer = CapturedCalls([call], CAPTURED)
+    return statistics.median(timer() for _ in range(LAUNCHES))
 
 
 def rows(length: int) -> Iterator[dict[str, Any]]:

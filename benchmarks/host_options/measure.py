@@ -19,8 +19,9 @@ from ..common.timing import affordable_calls, host_us, interleaved
 SETS, PIECE = 64, 48
 #: Rounds that count; a contender that has used this many seconds gets fewer. The most calls of a round on an idle device.
 ROUNDS, SECONDS, CALLS = 11, 4.0, 50
-#: Repetitions before a measurement: until a CUDA graph is captured, and more.
-WARM_UP = 2 * CAPTURE_AFTER
+#: Repetitions before a measurement: until a CUDA graph is captured, and more. The most of them in a mix, in which the addresses
+#: of results vary.
+WARM_UP, MAX_WARM_UP = 2 * CAPTURE_AFTER, 96
 
 Call = Callable[[], Any]
 Context = Callable[[], AbstractContextManager[Any]]
@@ -102,27 +103,50 @@ class Mix:
         calls: the calls of each kind on all sets.
         wait: waits for the device.
         active: the context in which all calls run.
+        captured: the number of CUDA graphs that are captured.
 
     Attributes:
         rounds: for each kind, the mean microseconds of its calls in every round.
     """
 
-    def __init__(self, calls: Mapping[str, Sequence[Call]], wait: Wait, active: Context = contextlib.nullcontext) -> None:
-        self._wait, self._active = wait, active
+    def __init__(
+        self,
+        calls: Mapping[str, Sequence[Call]],
+        wait: Wait,
+        active: Context = contextlib.nullcontext,
+        captured: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._wait, self._active, self._captured = wait, active, captured
         sets = len(next(iter(calls.values())))
         self._order = [(name, several[number]) for number in range(sets) for name, several in calls.items()]
         self._counts = {name: len(several) for name, several in calls.items()}
         self.rounds: dict[str, list[float]] = {name: [] for name in calls}
 
     def warm_up(self) -> None:
-        """Run the mix until all CUDA graphs are captured."""
-        for _ in range(WARM_UP):
-            self()
-        for several in self.rounds.values():
-            several.clear()
+        """Run the mix until no CUDA graph is captured in as many rounds as one needs."""
+        before, unchanged = self._captured(), 0
+        for _ in range(MAX_WARM_UP):
+            self._run()
+            now = self._captured()
+            unchanged = unchanged + 1 if now == before else 0
+            before = now
+            if unchanged == WARM_UP:
+                break
 
     def __call__(self) -> float:
-        """Run one round; returns the mean microseconds of a call."""
+        """Run one round; returns the mean microseconds of a call.
+
+        A round that is not measured runs first. The caches of the CPU then contain what a program that uses one library has
+        there, and not what the other contender left.
+        """
+        self._run()
+        spent = self._run()
+        for name, seconds in spent.items():
+            self.rounds[name].append(seconds / self._counts[name] * 1e6)
+        return sum(spent.values()) / len(self._order) * 1e6
+
+    def _run(self) -> dict[str, float]:
+        """Run one round; returns the seconds of the calls of each kind."""
         spent = dict.fromkeys(self._counts, 0.0)
         with self._active():
             for first in range(0, len(self._order), PIECE):
@@ -133,9 +157,7 @@ class Mix:
                     spent[name] += time.perf_counter() - begin
                     del result  # outside of the measured time
             self._wait(None)
-        for name, seconds in spent.items():
-            self.rounds[name].append(seconds / self._counts[name] * 1e6)
-        return sum(spent.values()) / len(self._order) * 1e6
+        return spent
 
 
 def measure_mixes(mixes: Mapping[str, Mix]) -> None:

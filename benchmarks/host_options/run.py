@@ -1,12 +1,16 @@
 """Host time of every option, alone and in a mix of calls, against PyTorch's closest call in the same run.
 
     python -m benchmarks host_options [results.csv] [--only NAME ...] [--no-flex]
+    python -m benchmarks host_options --profile [results.csv] [--only NAME ...]
 
 bfloat16, head dim 64, 8 heads, length 128, batch 2: the device is never the limit. Alone, a call is repeated on the same
 addresses and an idle device: median microseconds until it returns. In a mix, calls of all kinds take turns, each on the next of
 64 sets of arrays, as in a model with many layers: the mean microseconds of the calls of a kind, of the median round. There are
-two mixes: the ten options, and the other calls. PyTorch runs its closest calls in the same order, in interleaved rounds. Ratios
-are medians of the ratios within a round.
+two mixes: the ten options, and the other calls. PyTorch runs its closest calls in the same order, in interleaved rounds, and
+each measured round follows one of the same library that is not measured, as in a program that uses one library. Ratios are
+medians of the ratios of rounds next to each other.
+
+``--profile`` measures our calls only: the microseconds of each step of the calls in the two mixes.
 
 If PyTorch has several ways to compute a kind, the first that runs is measured: for scaled dot-product attention the backends in
 the order cuDNN, flash, efficient, math. FlexAttention is compiled first, which takes most of the time. Needs PyTorch besides
@@ -28,7 +32,7 @@ from cupy_sdpa.device import cupy_runtime
 from ..common.machine import versions
 from ..common.script import listed, parser, write_csv
 from ..common.timing import interleaved, ratio
-from . import measure, ours
+from . import measure, ours, profile
 from .measure import Chosen, Wait, Way
 
 #: The row of a prepared call against ``cudnnBackendExecute``, and the limit of its ratio.
@@ -97,7 +101,7 @@ class Group:
         """Measure the mix of all kinds."""
         mixes = {}
         if self._ours:
-            mixes["mix_us"] = measure.Mix({kind: chosen.calls for kind, chosen in self._ours.items()}, self._wait)
+            mixes["mix_us"] = measure.Mix({kind: x.calls for kind, x in self._ours.items()}, self._wait, captured=captured)
         if self._peers:
             peers = {kind: chosen.calls for kind, chosen in self._peers.items()}
             mixes["peer_mix_us"] = measure.Mix(peers, self._wait, peers_active)
@@ -178,26 +182,56 @@ def described(row: Row) -> str:
     return f"{row['kind']:18} {' '.join(cells)}  {row['peer'] or ''}"
 
 
+def wait(results: Any) -> None:
+    """Wait for the device."""
+    cupy_runtime.cupy().cuda.Device().synchronize()
+
+
+def captured() -> int:
+    """The number of captured CUDA graphs."""
+    return cupy_sdpa.get_plan_cache().recordings
+
+
+def input_sets() -> list[ours.Inputs]:
+    """The sets of arrays."""
+    model = ours.Model(cupy_runtime.cupy())
+    return [ours.Inputs(model, number) for number in range(measure.SETS)]
+
+
+def print_profile(names: Sequence[str], path: str | None) -> int:
+    """Measure the steps of our calls, print them and write them."""
+    used, rows = versions(), []
+    print(listed(used))
+    print(profile.header())
+    sets = input_sets()
+    for mix in (ours.OPTIONS, ours.OTHERS):
+        kinds = [kind for kind in ours.KINDS if kind.mix == mix and kind.name in names]
+        if kinds:
+            found = profile.profile({kind.name: [kind.call(x) for x in sets] for kind in kinds}, wait, captured)
+            print("\n".join(map(profile.described, found)), flush=True)
+            rows += [{"mix": mix, **row, **used} for row in found]
+    if path:
+        write_csv(path, rows)
+    return 0
+
+
 def main(words: Sequence[str]) -> int:
     """Measure, print the rows and write them."""
     arguments = parser("host_options", __doc__)
     arguments.add_argument("csv", nargs="?", metavar="FILE", help="write the rows to this CSV file")
     arguments.add_argument("--only", nargs="+", choices=NAMES, metavar="NAME", help=f"of {', '.join(NAMES)}")
     arguments.add_argument("--no-flex", action="store_true", help="without FlexAttention, which has to be compiled")
+    arguments.add_argument("--profile", action="store_true", help="the time of each step of our calls, without PyTorch")
     given = arguments.parse_args(words)
     names = given.only or NAMES
+    if given.profile:
+        return print_profile(names, given.csv)
     peers, version, reason = load_peers(with_flex=not given.no_flex)
     used = versions(torch=version)
     print(listed(used))
     if reason:
         print(reason)
-    cupy = cupy_runtime.cupy()
-
-    def wait(results: Any) -> None:
-        cupy.cuda.Device().synchronize()
-
-    model = ours.Model(cupy)
-    sets = [ours.Inputs(model, number) for number in range(measure.SETS)]
+    sets = input_sets()
     print(f"{'kind':18} {' '.join(f'{name:>9}' for name in COLUMNS if name.endswith(('us', 'ratio')))}  peer")
     rows: list[Row] = []
     for mix in ("", ours.OPTIONS, ours.OTHERS):

@@ -18,8 +18,10 @@ from ..device import cupy_runtime
 from . import compute, layouts
 from .libraries import Library, current_stream, library_of, on_stream_of
 
-#: Types of arrays that are not converted: those of numpy and CuPy. Types are added when they occur.
-_OWN_TYPES: set[type] = {np.ndarray, np.memmap}
+#: Types of arrays that need no conversion without options: those of numpy and CuPy. They are added when they occur.
+OWN_TYPES: set[type] = {np.ndarray}
+#: The options that may need a conversion.
+CONVERTED = frozenset(("compute_dtype", "layout"))
 #: The names of the results of the forward pass, in the order in which they are returned.
 OUTPUTS = ("out", "stats", "max", "sum_exp")
 #: Options that are computed by calls on parts of the arrays.
@@ -27,15 +29,21 @@ _OF_PARTS = ("block_mask", "mask_mod")
 
 
 def needs_conversion(q: Any, options: Mapping[str, Any]) -> bool:
-    """Whether a call converts its arrays; this takes 0.1 us if it does not."""
-    if type(q) in _OWN_TYPES:
-        if "compute_dtype" in options:
-            return True
-        return "layout" in options and any(name in options for name in _OF_PARTS)
+    """Whether a call converts its arrays."""
+    if type(q) in OWN_TYPES:
+        return _by_options(options)
     if library_of(q) is not None:
         return True
-    _OWN_TYPES.add(type(q))
-    return needs_conversion(q, options)
+    if isinstance(q, np.ndarray) or cupy_runtime.is_array(q):
+        OWN_TYPES.add(type(q))
+    return _by_options(options)
+
+
+def _by_options(options: Mapping[str, Any]) -> bool:
+    """Whether the options convert arrays of numpy or CuPy."""
+    if "compute_dtype" in options:
+        return True
+    return "layout" in options and any(name in options for name in _OF_PARTS)
 
 
 class Conversion:

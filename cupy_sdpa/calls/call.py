@@ -211,8 +211,8 @@ class Call:
         """Run the subproblems."""
         if not self.on_gpu:
             block: Any = contextlib.nullcontext()
-        elif composition.get() is not None:  # its memory is a part of that of the composed call
-            block = cupy_runtime.released()
+        elif composition.get() is not None or cupy_runtime.capturing():
+            block = cupy_runtime.released()  # its memory is a part of that of the composed call or of the capture
         else:
             block = cupy_runtime.arena(memory)
         with block as arena:

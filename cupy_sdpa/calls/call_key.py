@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,31 +22,39 @@ if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
 _KEY_TYPES = frozenset({bool, int, float, str, type(None), np.bool_, np.int64, np.float32, np.float64})
 
 
-class Arguments(NamedTuple):
-    """The arguments of a call.
+#: A key, the arrays that the caller passed, and their addresses.
+Arguments = tuple[tuple[Any, ...], list[Any], list[int]]
+
+
+class ArrayFunctions:
+    """CuPy's array type, and the functions of arrays that a repeated call needs.
 
     Attributes:
-        key: what the call depends on, except the addresses of its arrays.
-        arrays: the arrays that the caller passed.
-        addresses: their addresses.
+        ndarray: the array type.
+        has_flag: whether arrays have the attribute ``_f_contiguous``.
+        array: creates a result, see :func:`.cupy_runtime.array_function`.
     """
 
-    key: tuple[Any, ...]
-    arrays: list[Any]
-    addresses: list[int]
+    def __init__(self) -> None:
+        self.ndarray = cupy_runtime.cupy().ndarray
+        self.has_flag = hasattr(self.ndarray, "_f_contiguous")
+        self.array = cupy_runtime.array_function(self.ndarray)
 
 
-def read_key(ndarray: Any, kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) -> Arguments | None:
-    """The key of a call, its arrays and their addresses; None if the call must be parsed every time.
+def read_key(functions: ArrayFunctions, kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) -> Arguments | None:
+    """The key of a call: what it depends on except the addresses of its arrays; None if it must be parsed every time.
 
-    Device and alignment are not in the key: both follow from the addresses, and are checked for new addresses.
+    Device and alignment are not in the key: both follow from the addresses, and are checked for new addresses. True stands for
+    the strides of Fortran order: CuPy creates a tuple of strides in every access, and a flag takes a sixth of the time. Strides
+    of axes of length 1, on which no address depends, may then differ.
 
     Args:
-        ndarray: CuPy's array type; other arrays have no key.
+        functions: the functions of CuPy's arrays; other arrays have no key.
         kind: the part of the key besides arrays and options, hashable.
         arrays: the array arguments, which may be None.
         options: the options.
     """
+    ndarray, has_flag = functions.ndarray, functions.has_flag
     key: list[Any] = [kind]
     passed: list[Any] = []
     addresses: list[int] = []
@@ -52,7 +62,7 @@ def read_key(ndarray: Any, kind: Any, arrays: tuple[Any, ...], options: Mapping[
         if type(array) is ndarray:
             key.append(array.dtype)
             key.append(array.shape)
-            key.append(array.strides)
+            key.append((has_flag and array._f_contiguous) or array.strides)
             passed.append(array)
             addresses.append(array.data.ptr)
         elif array is None:
@@ -66,7 +76,7 @@ def read_key(ndarray: Any, kind: Any, arrays: tuple[Any, ...], options: Mapping[
             key.append(value_type)
             key.append(value)
         elif value_type is ndarray:
-            key += (value.dtype, value.shape, value.strides)
+            key += (value.dtype, value.shape, (has_flag and value._f_contiguous) or value.strides)
             passed.append(value)
             addresses.append(value.data.ptr)
         elif value_type is tuple:
@@ -81,12 +91,54 @@ def read_key(ndarray: Any, kind: Any, arrays: tuple[Any, ...], options: Mapping[
             for tensor, array in value.items():
                 if type(tensor) is not str or type(array) is not ndarray:
                     return None
-                key += (tensor, array.dtype, array.shape, array.strides)
+                key += (tensor, array.dtype, array.shape, (has_flag and array._f_contiguous) or array.strides)
                 passed.append(array)
                 addresses.append(array.data.ptr)
         else:
             return None
-    return Arguments(tuple(key), passed, addresses)
+    return tuple(key), passed, addresses
+
+
+#: The shape, the dtype and the bytes of a result that a call creates.
+Created = tuple[tuple[int, ...], Any, int]
+
+
+def equal_runs(created: Sequence[Created]) -> list[list[Created]]:
+    """The results in runs of equal sizes; empty if no run has several results.
+
+    >>> equal_runs([((2, 3), "float16", 12), ((6,), "float16", 12), ((1,), "float16", 2)])
+    [[((2, 3), 'float16', 12), ((6,), 'float16', 12)], [((1,), 'float16', 2)]]
+    >>> equal_runs([((2, 3), "float16", 12), ((1,), "float16", 2)])
+    []
+    """
+    runs = [list(run) for _, run in itertools.groupby(created, operator.itemgetter(2))]
+    return runs if len(runs) < len(created) else []
+
+
+def create_sorted(functions: Any, runs: Sequence[Sequence[Created]], results: list[Any], addresses: list[int]) -> None:
+    """Create results; in a run of equal sizes their addresses increase.
+
+    CuPy's pool returns free blocks of one size in varying order. Sorted, the same blocks are the same addresses, for which a
+    graph has been captured.
+
+    Args:
+        functions: the functions of CuPy: ``alloc`` and ``array``.
+        runs: the :func:`equal_runs` of the results.
+        results, addresses: the lists to append to.
+    """
+    alloc, array = functions.alloc, functions.array
+    for run in runs:
+        pointers = []
+        for _, _, size in run:
+            pointers.append(alloc(size))  # a comprehension takes longer
+        if len(run) > 1:
+            pointers.sort(key=_address)
+        for (shape, dtype, _), pointer in zip(run, pointers):  # noqa: B905 - strict takes longer
+            results.append(array(shape, dtype, pointer))
+            addresses.append(pointer.ptr)
+
+
+_address = operator.attrgetter("ptr")
 
 
 class Template:
@@ -201,12 +253,12 @@ class ComposedCall:
     def run(self, memory: cupy_runtime.Memory | None = None) -> list[Any]:
         """Compute and return the results; ``memory`` is that for everything else that is allocated."""
         self.launched = None
-        with cupy_runtime.arena(memory) as arena:
-            plans = self._enqueue()
-        if cupy_runtime.capturing():
-            for plan in plans:
+        if cupy_runtime.capturing():  # into an arena of the capture, if there is one
+            for plan in self._enqueue():
                 plan.keep()
         else:
+            with cupy_runtime.arena(memory) as arena:
+                plans = self._enqueue()
             self.launched = LaunchRecord(tuple(plans), arena.needed, False)
         return [self.arrays[name] for name in self.result_names]
 

@@ -39,7 +39,7 @@ import numpy as np
 from ..device import cupy_runtime, driver
 from ..device.cuda_graph import Recording
 from .call import Call, active_tunings
-from .call_key import Arguments, ComposedCall, Template, array_names, read_key
+from .call_key import Arguments, ArrayFunctions, ComposedCall, Template, array_names, create_sorted, equal_runs, read_key
 from .user_functions import function_identities
 
 if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
@@ -50,9 +50,9 @@ if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
 MAX_CALLS, MAX_ADDRESS_SETS = 1024, 1024
 #: Up to this number of graphs of a call, launched in turn, take no more device time than their kernels.
 FEW_GRAPHS = 4
-#: One of many graphs is made executable from this number of kernels and memsets on. To launch two takes 6.2 us one by one; to
-#: launch the graph takes 6.5 us with the check whether the device is idle (H200).
-LEAST_NODES = 3
+#: One of many graphs is made executable from this number of kernels and memsets on. In a mix of calls the launch of each takes
+#: 2.7 us; to launch the graph takes 7.6 us with the check whether the device is idle (H200, host_options --profile).
+LEAST_NODES = 4
 #: A call is captured when the same addresses occur this many times; a capture takes as long as ten launches. A parsed call is
 #: counted only if the call allocates no memory, because the address of the memory is one of them.
 CAPTURE_AFTER = 3
@@ -71,13 +71,13 @@ _next_use = itertools.count().__next__
 _runtime: _Runtime | None = None
 
 
-class _Runtime:
+class _Runtime(ArrayFunctions):
     def __init__(self) -> None:
         from ..plans.sessions import existing_session
 
-        cupy = cupy_runtime.cupy()
-        self.ndarray, self.alloc = cupy.ndarray, cupy.cuda.alloc
-        self.current_stream, self.is_capturing = cupy.cuda.get_current_stream, cupy.cuda.runtime.streamIsCapturing
+        super().__init__()
+        cuda = cupy_runtime.cupy().cuda
+        self.alloc, self.current_stream, self.is_capturing = cuda.alloc, cuda.get_current_stream, cuda.runtime.streamIsCapturing
         self.context_id, self.session = driver.bindings().cuCtxGetId, existing_session
 
 
@@ -98,7 +98,8 @@ class CachedCall:
 
     __slots__ = (
         "_cache", "_closed", "_counts", "_created", "_gradients", "_graphs", "_may_overlap", "_memory_bytes", "_names",
-        "_pause", "_plan_only", "_positions", "_scalars", "_template", "_validated", "accepts", "plans", "used",
+        "_own_memory", "_pause", "_plan_only", "_positions", "_runs", "_scalars", "_template", "_validated", "accepts", "plans",
+        "used",
     )  # fmt: skip
 
     def __init__(self, call: Call | ComposedCall, cache: PlanCache, names: Sequence[str], arrays: Sequence[Any]) -> None:
@@ -112,28 +113,33 @@ class CachedCall:
         #: How many calls must run before the next capture.
         self._pause = 0
         self.used = _next_use()
-        #: The position of each result among the caller's arrays, or -1 if the call creates it.
+        #: The position of each result among the caller's arrays, or -1 if the call creates it; empty if it creates all of them.
         self._positions = [names.index(name) if name in names else -1 for name in call.result_names]
+        if max(self._positions) < 0 and not call.gradients:
+            self._positions = []
         #: Whether a result at a new address may overlap another array.
-        self._may_overlap = max(self._positions) >= 0 and not call.own_results
+        self._may_overlap = max(self._positions, default=-1) >= 0 and not call.own_results
         created = [name for name in call.result_names if name not in names]
         self._created = [(x.shape, x.dtype, x.nbytes) for x in (call.arrays[name] for name in created)]
+        self._runs = equal_runs(self._created)
         self._template = Template(call, names, arrays, created)
         self.accepts = self._template.accepts
         self._names, self._scalars, self._gradients = [*names, *created], dict(call.scalars), call.gradients
         #: Whether the call does nothing but execute the plan, on the caller's arrays and the results that it creates.
         self._plan_only = call.launched.plan_only and call.fills.keys() <= self._template.constants.keys()
         self._memory_bytes = call.launched.memory_bytes
+        #: Whether graphs own the memory.
+        self._own_memory = self._memory_bytes <= SMALL_BYTES
         for plan in self.plans:
             plan.dependents.add(self)
 
-    def run(self, runtime: _Runtime, arrays: Sequence[Any], addresses: Sequence[int]) -> list[Any] | None:
+    def run(self, runtime: _Runtime, arrays: Sequence[Any], addresses: list[int]) -> list[Any] | None:
         """Launch the graph for these addresses, execute the plan, or run the parsed call on these arrays.
 
         Args:
             runtime: the functions of CuPy.
             arrays: the caller's arrays, in the order of the names.
-            addresses: their addresses.
+            addresses: their addresses. The list is used up.
 
         Returns:
             The results; None if the call must be parsed.
@@ -141,16 +147,25 @@ class CachedCall:
         stream = runtime.current_stream().ptr
         if stream and runtime.is_capturing(stream):
             return None
-        created = [runtime.ndarray(shape, dtype, runtime.alloc(size), None, "F") for shape, dtype, size in self._created]
-        pointers = (stream, *addresses, *[array.data.ptr for array in created])
+        created: list[Any] = []
+        if self._runs:
+            create_sorted(runtime, self._runs, created, addresses)
+        else:
+            for shape, dtype, size in self._created:
+                pointer = runtime.alloc(size)
+                created.append(runtime.array(shape, dtype, pointer))
+                addresses.append(pointer.ptr)
+        addresses.append(stream)
         memory = None
-        if self._memory_bytes > SMALL_BYTES:
+        if not self._own_memory:
             try:
                 memory = cupy_runtime.Memory(runtime.alloc(self._memory_bytes), self._memory_bytes)
             except Exception:
                 return None  # parsing the call allocates it again, and the error then has a note on the workspace
-            pointers = (*pointers, memory.pointer.ptr)
-        with self._cache.lock:
+            addresses.append(memory.pointer.ptr)
+        pointers, cache = tuple(addresses), self._cache
+        cache.lock.acquire()  # "with" takes twice as long
+        try:
             graph = self._graphs.get(pointers)
             if graph is not None:
                 try:
@@ -158,26 +173,28 @@ class CachedCall:
                 except Exception as error:
                     self._discard_graph(graph, error)
                     return None
-                self._cache.recorded.use(graph)
-                self._cache.hits += 1
-            elif not self._may_run(arrays, addresses, pointers):
+                graph.used = True
+                cache.hits += 1
+            elif not self._may_run(arrays, pointers):
                 return None
             self.used = _next_use()
             for plan in self.plans:
                 plan.used = True
+        finally:
+            cache.lock.release()
         if graph is None and not self._run_without_graph(runtime, arrays, created, pointers, memory):
             return None
-        if not created:
-            return [arrays[position] for position in self._positions]
+        if not self._positions:
+            return created
         new = iter(created)
         results = [next(new) if position < 0 else arrays[position] for position in self._positions]
         return self._gradients.as_last(results) if self._gradients else results
 
-    def _may_run(self, arrays: Sequence[Any], addresses: Sequence[int], pointers: tuple[int, ...]) -> bool:
+    def _may_run(self, arrays: Sequence[Any], pointers: tuple[int, ...]) -> bool:
         """Whether the call may run on addresses without a graph; False if it must be parsed, which checks them."""
-        if self._closed or (self._may_overlap and tuple(addresses) not in self._validated):
+        if self._closed or (self._may_overlap and pointers[: len(arrays)] not in self._validated):
             return False
-        return pointers in self._counts or self.accepts(arrays, pointers[1:])
+        return pointers in self._counts or self.accepts(arrays, pointers)
 
     def _run_without_graph(
         self,
@@ -222,9 +239,8 @@ class CachedCall:
                 workspace = runtime.alloc(self._memory_bytes)
             except Exception:
                 return False  # as in run()
-        stream, *addresses = pointers
-        plan.set_stream(stream)
-        plan.execute(self._template.named(addresses), self._scalars, workspace.ptr if workspace else 0)
+        plan.set_stream(pointers[len(self._names)])
+        plan.execute(self._template.named(pointers), self._scalars, workspace.ptr if workspace else 0)
         return True
 
     def _count(self, pointers: tuple[int, ...]) -> None:
@@ -245,9 +261,9 @@ class CachedCall:
             self._validated[tuple(addresses)] = None
             if len(self._validated) > MAX_ADDRESS_SETS:
                 del self._validated[next(iter(self._validated))]
-            if self._memory_bytes <= SMALL_BYTES:
+            if self._own_memory:
                 created = [call.arrays[name].data.ptr for name in self._names[len(addresses) :]]
-                self._count((cupy_runtime.stream(), *addresses, *created))
+                self._count((*addresses, *created, cupy_runtime.stream()))
 
     def _capture(self, call: Call | ComposedCall, pointers: tuple[int, ...], memory: cupy_runtime.Memory | None) -> None:
         """Capture a call that has run."""
@@ -264,7 +280,7 @@ class CachedCall:
             graph = Recording(call.enqueue, own, memory=memory, least_nodes=least)
         finally:
             for plan in self.plans:
-                plan.set_stream(pointers[0])  # it was the stream of the capture
+                plan.set_stream(pointers[len(self._names)])  # it was the stream of the capture
         exceeded = recorded.add(graph, self._graphs, pointers)
         if pointers in self._graphs:
             self._pause = EVICT_EVERY if exceeded else 0
@@ -305,7 +321,7 @@ def run_cached(kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) -
     runtime = _runtime
     if runtime is None or active_tunings.get() is not None:
         return None
-    arguments = read_key(runtime.ndarray, kind, arrays, options)
+    arguments = read_key(runtime, kind, arrays, options)
     if arguments is None:
         return None
     key, passed, addresses = arguments
@@ -332,7 +348,7 @@ def cache_call(
     if call.launched is None:
         return  # the stream is being captured
     runtime = _runtime = _runtime or _Runtime()
-    arguments = read_key(runtime.ndarray, kind, arrays, options)
+    arguments = read_key(runtime, kind, arrays, options)
     session = runtime.session(driver.context_id())
     if arguments is None or session is None:
         return
@@ -342,7 +358,7 @@ def cache_call(
         return  # a function changed while the call ran
     passed_names = array_names(runtime.ndarray, names, arrays, options)
     try:
-        _cached(session, arguments, call, passed_names).validated(call, arguments.addresses)
+        _cached(session, arguments, call, passed_names).validated(call, arguments[2])
     except Exception as error:
         _warn(session.cache, error, stacklevel=4)
 

@@ -24,7 +24,7 @@ GRAPH_BYTES = 128 << 10
 #: Bytes that limit the number of graphs that are not executable; they take host memory only.
 HOST_BYTES = 8 << 10
 
-#: A function of the driver API that enqueues the work of a node, and its arguments.
+#: A function that enqueues the work of a node or raises an error, and its arguments.
 DriverCall = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
@@ -45,9 +45,10 @@ class Recording:
 
     Attributes:
         size: bytes of device memory, including the arrays that are kept alive.
+        used: whether it was launched; the caller sets it, and resets it to find graphs that are not used.
     """
 
-    __slots__ = ("_arrays", "_driver_calls", "_executable", "_graph", "_launch", "_stream", "size")
+    __slots__ = ("_arrays", "_driver_calls", "_executable", "_graph", "_launch", "_stream", "size", "used")
 
     def __init__(
         self,
@@ -61,11 +62,13 @@ class Recording:
         self._stream, self._launch = cupy_runtime.stream(), runtime.graphLaunch
         self._graph, allocated = capture(run, memory)
         self._arrays = [*own, *allocated]
-        self._executable = 0
+        self._executable, self.used = 0, False
         try:
             self._driver_calls: Sequence[DriverCall] = driver_calls(self._graph, self._stream)
             if not self._driver_calls or len(self._driver_calls) >= least_nodes:
                 self._executable = runtime.graphInstantiate(self._graph)
+            if not self._driver_calls:  # it is launched as a whole in any case
+                self._driver_calls = ((self._launch, (self._executable, self._stream)),)
         except BaseException:
             runtime.graphDestroy(self._graph)
             raise
@@ -77,17 +80,16 @@ class Recording:
         Args:
             of_many: whether this graph is one of many that are launched in turn.
         """
-        if not self._executable or (of_many and is_busy(self._stream)):
-            self.launch_one_by_one()
-        else:
+        if self._executable and not (of_many and is_busy(self._stream)):
             self._launch(self._executable, self._stream)
+        else:
+            for function, arguments in self._driver_calls:
+                function(*arguments)
 
     def launch_one_by_one(self) -> None:
         """Enqueue the kernels and memsets one by one; or the graph, if it is not a sequence of kernels and memsets."""
         for function, arguments in self._driver_calls:
-            driver.check(function(*arguments))
-        if not self._driver_calls:
-            self._launch(self._executable, self._stream)
+            function(*arguments)
 
     def close(self) -> None:
         """Destroy the graph; work that is already enqueued still completes."""
@@ -167,7 +169,10 @@ def _lists_of(function: Any, graph: int) -> list[Any]:
 
 
 def _driver_call(node: Any, stream: int) -> Iterator[DriverCall]:
-    """The driver call of a kernel node or of a memset node of one row; nothing for other nodes."""
+    """The driver call of a kernel node or of a memset node of one row; nothing for other nodes.
+
+    CuPy's functions take integers, in half the time of those of ``cuda.bindings``, which are used for what CuPy does not have.
+    """
     cuda = driver.bindings()
     kinds = cuda.CUgraphNodeType
     kind = driver.unwrap(cuda.cuGraphNodeGetType(node))
@@ -176,25 +181,43 @@ def _driver_call(node: Any, stream: int) -> Iterator[DriverCall]:
     elif kind == kinds.CU_GRAPH_NODE_TYPE_MEMSET:
         params = driver.unwrap(cuda.cuGraphMemsetNodeGetParams(node))
         if params.height == 1:
-            functions = {1: cuda.cuMemsetD8Async, 2: cuda.cuMemsetD16Async, 4: cuda.cuMemsetD32Async}
-            address = cuda.CUdeviceptr(int(params.dst))  # params.dst is a view of params
-            yield functions[params.elementSize], (address, params.value, params.width, cuda.CUstream(stream))
+            address, value, size = int(params.dst), params.value, params.elementSize
+            if len(set(value.to_bytes(4, "little")[:size])) == 1:  # all bytes are equal
+                yield cupy_runtime.cupy().cuda.runtime.memsetAsync, (address, value & 255, params.width * size, stream)
+            else:
+                function = {2: cuda.cuMemsetD16Async, 4: cuda.cuMemsetD32Async}[size]
+                yield _checked, (function, cuda.CUdeviceptr(address), value, params.width, cuda.CUstream(stream))
+
+
+def _checked(function: Callable[..., Any], *arguments: Any) -> None:
+    """Call a function of ``cuda.bindings``; raise RuntimeError if it fails."""
+    driver.check(function(*arguments))
+
+
+#: The dimensions of a kernel launch, in the order in which ``cuLaunchKernel`` takes them.
+_DIMENSIONS = ("gridDimX", "gridDimY", "gridDimZ", "blockDimX", "blockDimY", "blockDimZ", "sharedMemBytes")
 
 
 def _kernel_launch(node: Any, params: Any, stream: int) -> DriverCall:
     cuda = driver.bindings()
+    function = int(params.func) or int(params.kern)  # the driver accepts either
+    attributes = list(_launch_attributes(node))
+    if not attributes:
+        dimensions = [getattr(params, name) for name in _DIMENSIONS]
+        return cupy_runtime.cupy().cuda.driver.launchKernel, (function, *dimensions, stream, int(params.kernelParams), 0)
     config = cuda.CUlaunchConfig()
-    for name in ("gridDimX", "gridDimY", "gridDimZ", "blockDimX", "blockDimY", "blockDimZ", "sharedMemBytes"):
+    for name in _DIMENSIONS:
         setattr(config, name, getattr(params, name))
     config.hStream = cuda.CUstream(stream)
-    config.attrs = attributes = list(_launch_attributes(node))
-    config.numAttrs = len(attributes)
-    function = cuda.CUfunction(int(params.func) or int(params.kern))  # the driver accepts either
-    return cuda.cuLaunchKernelEx, (config, function, int(params.kernelParams), 0)
+    config.attrs, config.numAttrs = attributes, len(attributes)
+    return _checked, (cuda.cuLaunchKernelEx, config, cuda.CUfunction(function), int(params.kernelParams), 0)
 
 
 def _launch_attributes(node: Any) -> Iterator[Any]:
-    """The launch attributes on which a kernel's results depend: cluster dimensions and cooperative launch."""
+    """The launch attributes on which a kernel's results depend: cluster dimensions and cooperative launch.
+
+    Clusters of one block are what a launch without the attribute has.
+    """
     cuda = driver.bindings()
     cluster, cooperative = (
         cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
@@ -202,7 +225,12 @@ def _launch_attributes(node: Any) -> Iterator[Any]:
     )
     for name in (cluster, cooperative):
         value = driver.unwrap(cuda.cuGraphKernelNodeGetAttribute(node, name))
-        if value.clusterDim.x if name == cluster else value.cooperative:
+        if _blocks(value.clusterDim) > 1 if name == cluster else value.cooperative:
             attribute = cuda.CUlaunchAttribute()
             attribute.id, attribute.value = name, value
             yield attribute
+
+
+def _blocks(dimensions: Any) -> int:
+    """The number of blocks in a cluster; 0 if the attribute is not set."""
+    return int(dimensions.x * dimensions.y * dimensions.z)

@@ -20,7 +20,7 @@ T = TypeVar("T")
 #: The default number of plans in a cache.
 LIMIT = 256
 #: The default bytes of captured CUDA graphs in a cache, including the arrays that they keep alive.
-RECORDING_LIMIT = 64 << 20
+RECORDING_LIMIT = 128 << 20
 
 
 @dataclass(frozen=True)
@@ -34,23 +34,24 @@ class Recorded(Closable, Protocol):
     """A captured CUDA graph, see :class:`cupy_sdpa.device.cuda_graph.Recording`."""
 
     size: int
+    used: bool
 
 
 class Recordings:
-    """The captured CUDA graphs of a thread in a CUDA context, limited in bytes; the least recently used are destroyed first.
+    """The captured CUDA graphs of a thread in a CUDA context, limited in bytes.
+
+    The oldest ones that were not launched since the last search are destroyed first, so that a launch only sets a flag.
 
     Attributes:
         limit: the maximum number of bytes that they may take.
         bytes: the bytes that they take.
         warned: whether the warning about a failed capture was issued.
-        use: marks a graph as the most recently used.
     """
 
     def __init__(self) -> None:
         self.limit, self.bytes, self.warned = RECORDING_LIMIT, 0, False
         #: The dictionary and the key that each graph is stored under.
         self._owners: OrderedDict[Recorded, tuple[dict[Any, Any], Any]] = OrderedDict()
-        self.use: Callable[[Recorded], None] = self._owners.move_to_end
 
     def __len__(self) -> int:
         return len(self._owners)
@@ -63,17 +64,27 @@ class Recordings:
         Returns:
             Whether the limit was exceeded, so that graphs were destroyed.
         """
-        owner[key] = recording
-        self._owners[recording] = owner, key
-        self.bytes += recording.size
-        exceeded = self.bytes > self.limit
-        self.shrink()
+        if recording.size > self.limit:
+            recording.close()
+            return True
+        exceeded = self.bytes + recording.size > self.limit
+        try:
+            self.shrink(self.limit - recording.size)
+        finally:
+            owner[key] = recording
+            self._owners[recording] = owner, key
+            self.bytes += recording.size
         return exceeded
 
-    def shrink(self) -> None:
-        """Destroy the least recently used graphs until the others do not exceed the limit."""
-        while self.bytes > self.limit:
-            self.destroy(next(iter(self._owners)))
+    def shrink(self, limit: int) -> None:
+        """Destroy graphs that were not used recently until the others take at most ``limit`` bytes."""
+        while self.bytes > limit:
+            oldest = next(iter(self._owners))
+            if oldest.used:
+                oldest.used = False
+                self._owners.move_to_end(oldest)
+            else:
+                self.destroy(oldest)
 
     def destroy(self, recording: Recorded) -> None:
         """Destroy a graph; work that it has enqueued still completes."""
@@ -132,7 +143,7 @@ class PlanCache:
 
     @property
     def recording_limit(self) -> int:
-        """The maximum number of bytes of captured CUDA graphs; the least recently used are destroyed first."""
+        """The maximum number of bytes of captured CUDA graphs; those not launched recently are destroyed first."""
         return self.recorded.limit
 
     def get(self, problem: Problem) -> Plan | Refusal | None:
@@ -205,7 +216,7 @@ class PlanCache:
             raise ValueError(f"the limit is {limit} bytes; it must be at least 0; 0 turns capturing off")
         with self.lock:
             self.recorded.limit = limit
-            self.recorded.shrink()
+            self.recorded.shrink(limit)
 
     def _insert(self, problem: Problem, entry: Plan | Refusal) -> None:
         """Evict entries until there is space for a new one, and store it, even if an eviction fails."""

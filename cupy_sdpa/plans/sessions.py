@@ -50,8 +50,11 @@ _thread = threading.local()
 
 def existing_session(context: int) -> Session | None:
     """The session that :func:`session` returns; None if the current thread has no session yet."""
-    sessions: _ThreadSessions | None = getattr(_thread, "sessions", None)
-    return None if sessions is None else sessions.by_context.get(context)
+    try:  # in every repeated call; an exception that does not occur takes no time
+        found: Session = _thread.by_context[context]
+    except (AttributeError, KeyError):
+        return None
+    return found
 
 
 def session(context: int) -> Session:
@@ -63,6 +66,7 @@ def session(context: int) -> Session:
     sessions: _ThreadSessions | None = getattr(_thread, "sessions", None)
     if sessions is None:
         sessions = _thread.sessions = _ThreadSessions()
+        _thread.by_context = sessions.by_context
     result = sessions.by_context.get(context)
     if result is None:
         try:

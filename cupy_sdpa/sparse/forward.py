@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..calls.arguments import read_forward
-from ..calls.call_key import ComposedCall, read_key, run_part, tensor_name
+from ..calls.call_key import ArrayFunctions, ComposedCall, read_key, run_part, tensor_name
 from ..calls.replay_cache import cache_call, run_cached
 from ..calls.user_functions import function_identities
 from ..device import cupy_runtime
@@ -89,8 +89,8 @@ def run_composed(
     if not cupy_runtime.is_array(arrays["q"]):
         work(arrays)
         return
-    key = read_key(cupy_runtime.cupy().ndarray, kind, given, options)
-    parsed = mask.tables.setdefault(("parsed", key.key), []) if key else []
+    key = read_key(ArrayFunctions(), kind, given, options)
+    parsed = mask.tables.setdefault(("parsed", key[0]), []) if key else []
     call = ComposedCall(work, arrays, results, identities, parsed)
     call.run()
     cache_call(kind, names, given, options, call)

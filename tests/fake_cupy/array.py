@@ -18,7 +18,10 @@ class ndarray:  # noqa: N801
     __array_priority__ = 100
     __slots__ = ("__weakref__", "base", "data", "view_")
 
-    def __init__(
+    def __init__(self, *given: Any, **named: Any) -> None:
+        self._init(*given, **named)
+
+    def _init(
         self, shape: Any, dtype: Any = float, memptr: Any = None, strides: tuple[int, ...] | None = None, order: str = "C"
     ) -> None:
         shape = (shape,) if isinstance(shape, (int, np.integer)) else tuple(map(int, shape))
@@ -42,6 +45,7 @@ class ndarray:  # noqa: N801
     itemsize = property(lambda self: self.view_.itemsize)
     nbytes = property(lambda self: self.view_.nbytes)
     flags = property(lambda self: self.view_.flags)
+    _f_contiguous = property(lambda self: self.view_.flags.f_contiguous)
     T = property(lambda self: self.transpose())
 
     @property

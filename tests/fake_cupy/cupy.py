@@ -331,8 +331,18 @@ runtime = SimpleNamespace(
     driverGetVersion=lambda: 13000,
 )  # fmt: skip
 
+
+def _launch_kernel(function: int, *dimensions_and_more: int) -> None:
+    """``cuLaunchKernel`` of the kernel of a graph node; raises an error if it fails."""
+    *dimensions, stream, parameters, extra = dimensions_and_more
+    assert len(dimensions) == 7
+    (status,) = driver.cuLaunchKernelEx(SimpleNamespace(hStream=stream), function, parameters, extra)
+    if status:
+        raise CUDARuntimeError(int(status), status.name)
+
+
 cuda = SimpleNamespace(
-    runtime=runtime, Device=Device, Stream=Stream, Event=Event, Graph=Graph, MemoryPool=memory.MemoryPool,
+    runtime=runtime, driver=SimpleNamespace(launchKernel=_launch_kernel), Device=Device, Stream=Stream, Event=Event, Graph=Graph, MemoryPool=memory.MemoryPool,
     MemoryPointer=memory.MemoryPointer, memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError), alloc=memory.alloc,
     malloc_async=memory.malloc_async, set_allocator=memory.set_allocator, using_allocator=memory.using_allocator,
     get_current_stream=_get_current_stream, is_available=lambda: True, alloc_pinned_memory=bytearray,

@@ -171,7 +171,7 @@ def cuGraphMemsetNodeGetParams(node: _Node) -> tuple[CUresult, SimpleNamespace]:
 
 def cuGraphKernelNodeGetAttribute(node: _Node, name: Any) -> tuple[CUresult, SimpleNamespace]:
     """An attribute of a kernel node: no kernel is cooperative or has clusters."""
-    return CUresult.CUDA_SUCCESS, SimpleNamespace(clusterDim=SimpleNamespace(x=0), cooperative=0)
+    return CUresult.CUDA_SUCCESS, SimpleNamespace(clusterDim=SimpleNamespace(x=0, y=0, z=0), cooperative=0)
 
 
 _numbers = itertools.count(1)
