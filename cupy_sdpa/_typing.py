@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
+
+#: The orders of axes that calls take.
+Layout = Literal["dhsb", "dht", "bshd", "bhsd", "sbhd", "thd"]
 
 
 class Array(Protocol):

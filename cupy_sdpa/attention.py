@@ -185,8 +185,8 @@ def attention(
     """
     if positional or v is ...:
         refuse_arguments(positional, options)
-    if type(q) not in OWN_TYPES or not CONVERTED.isdisjoint(options):
-        if isinstance(q, Fp8Array):
+    if type(q) not in OWN_TYPES or type(k) is Fp8Array or not CONVERTED.isdisjoint(options):
+        if isinstance(q, Fp8Array) or type(k) is Fp8Array:
             return attention_of_fp8(q, k, v, options, return_stats=return_stats, out=out, stats=stats)
         if needs_conversion(q, options):
             given = {"q": q, "k": k, "v": v, "out": out, "stats": stats}

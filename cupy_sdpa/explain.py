@@ -176,14 +176,17 @@ def explain(
                 **outputs, gpu=gpu, cudnn=cudnn,
             )  # fmt: skip
         return dataclasses.replace(report, conversion=conversion.text)
+    is_fp8 = isinstance(q, Fp8Array) or isinstance(k, Fp8Array)
     if jvp:
+        if is_fp8:
+            raise TypeError(f"q is a {type(q).__name__} and k a {type(k).__name__}; {Fp8Array.not_an_array}")
         if backward:
             raise ValueError("backward and jvp are True: pass one of them")
         tangents = [name for name, array in gradients.items() if array is not None] or list(gradients)
         flags: dict[str, Any] = {"return_stats": bool(return_stats), "deterministic": deterministic}
         return _explain_derivative((q, k, v), tangents, options, flags, gpu, cudnn)
     flags = {"backward": backward, "return_stats": bool(return_stats), "deterministic": deterministic}
-    if (mask := options.pop("block_mask", None)) is not None:
+    if not is_fp8 and (mask := options.pop("block_mask", None)) is not None:
         return _explain_blocks((q, k, v), mask, options, flags, None, gpu, cudnn)
     decision = None
     if options.get("mask_mod") is not None and (gpu or cudnn or cupy_runtime.is_array(q)) and hasattr(k, "shape"):
@@ -191,7 +194,7 @@ def explain(
         if decision.mask is not None and return_stats != "max_sumexp" and not any(outputs.values()):
             rest = {name: value for name, value in options.items() if name != "mask_mod"}
             return _explain_blocks((q, k, v), decision.mask, rest, flags, f"used, {decision.reason}", gpu, cudnn)
-    if isinstance(q, Fp8Array):
+    if is_fp8:
         if backward:
             raise Unsupported(NO_FP8_GRADIENTS)
         call = read_call(q, k, v, options, return_stats=return_stats)

@@ -124,7 +124,7 @@ def test_paged_cases_cover_the_options():
         assert {value.rest for value in drawn} == {"large", "negative", "unowned", "mixed"}
         assert {(value.shared, value.moved) for value in drawn} == set(itertools.product((False, True), repeat=2))
     partners = {name for pair in PAIRS if "paged" in pair for name in pair}
-    assert set(OPTIONS) - partners == {"seq_lens_kv", "bucket", "jvp", "block_mask", "fp8", *REQUIRES}
+    assert set(OPTIONS) - partners == {"seq_lens_kv", "bucket", "jvp", "block_mask", *REQUIRES}
 
 
 @pytest.mark.parametrize("shared", [False, True])

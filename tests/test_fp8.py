@@ -5,24 +5,24 @@ import csv
 import numpy as np
 import pytest
 from fake_cupy import DEVICE
+from fp8_arrays import ERROR, host, moved, relative, values_of
 from planner import library_version, plan_problem
 
 import cupy_sdpa
 from benchmarks.__main__ import main
 from benchmarks.fp8 import errors, plot
 from cupy_sdpa import fp8
+from cupy_sdpa.calls.call import Call
+from cupy_sdpa.fp8 import current
 from cupy_sdpa.fp8.array import rotate, rotation_of
+from cupy_sdpa.parallel import Loopback, context_parallel, run_threads
 from cupy_sdpa.plans.plan import PlanInfo
+from cupy_sdpa.problem.split import MAX_FP8_KEYS
 from cupy_sdpa.problem.tensor_spec import FP8_LARGEST, numpy_dtype, rounded
 from cupy_sdpa.support import gpus
 from cupy_sdpa.support.why_not import why_not
 
 DTYPES = tuple(FP8_LARGEST)
-
-
-def host(x):
-    """The elements of an FP8 array on the host."""
-    return x.data.get().view(numpy_dtype(x.dtype)) if hasattr(x.data, "get") else x.data
 
 
 def normal(shape, dtype="float32", seed=0):
@@ -98,6 +98,30 @@ def test_quantize(source, layout, fake):
         assert (found.scale.get(), found.descale.get()) == (wanted.scale, wanted.descale)
         assert np.abs(host(found).astype(np.float32)).max() == 448
         np.testing.assert_array_equal(host(found), host(wanted))
+
+
+def test_conversions_that_are_prepared(fake, monkeypatch):
+    """Equal metadata needs no preparation; other addresses, strides, lengths, rotations and formats are not confused."""
+    prepared, prepare, lengths = [], current.prepare, np.array([2, 5], np.int32)
+    monkeypatch.setattr(current, "prepare", lambda *given: prepared.append(given) or prepare(*given))
+    monkeypatch.setattr(current, "_prepared", {})
+    variants = [
+        (layout, rotated, dtype, given)
+        for layout in ("dense", "a slice")
+        for rotated in (False, True)
+        for dtype in DTYPES
+        for given in (None, lengths)
+    ]
+    for turn in range(3):
+        for layout, rotated, dtype, given in variants:
+            x, same = on_device(fake, normal((32, 2, 5, 2), "float16", 10 * turn), layout)
+            options = {"dtype": dtype, "rotate": rotated}
+            found = fp8.quantize(x, lengths=None if given is None else fake.asarray(given), **options)
+            wanted = fp8.quantize(same, lengths=given, **options)
+            assert (found.dtype, found.rotated) == (dtype, rotated)
+            np.testing.assert_allclose(found.scale.get(), wanted.scale, rtol=1e-6)
+            np.testing.assert_allclose(found.dequantize().get(), wanted.dequantize(), rtol=0.3, atol=0.01)
+        assert len(prepared) == len(variants)
 
 
 @pytest.mark.parametrize("d", [16, 64, 80, 128, 192, 256])
@@ -212,28 +236,18 @@ def test_a_captured_conversion_advances_its_history(fake):
 # Attention
 
 
+def get(x):
+    """An array on the host."""
+    return x.get() if hasattr(x, "get") else x
+
+
 def inputs(d=32, dv=None, hq=4, hkv=2, sq=20, skv=30, b=2, dtype="float8_e4m3fn", rotated=False, seed=0):
     """FP8 arrays and their values in float64."""
     shapes = (d, hq, sq, b), (d, hkv, skv, b), (dv or d, hkv, skv, b)
     made = [fp8.quantize(normal(shape, "float32", seed + i), dtype, rotate=rotated and i < 2) for i, shape in enumerate(shapes)]
-    return made, [np.asfortranarray(x.data.astype(np.float64) * float(x.descale[0])) for x in made]
+    return made, [values_of(x) for x in made]
 
 
-def moved(fake, x):
-    """An FP8 array on the device."""
-    factors = [fake.asarray(f) for f in (x.descale, x.scale)]
-    return fp8.Fp8Array(
-        fake.asarray(x.data.view(np.uint8), order="F"), factors[0], scale=factors[1], dtype=x.dtype, rotated=x.rotated
-    )
-
-
-def relative(a, b):
-    """The relative error in the norm."""
-    return float(np.linalg.norm(np.asarray(a, np.float64) - b) / max(np.linalg.norm(b), 1e-30))
-
-
-#: The error of FP8: three roundings (P, the output, and a second rounding where both meet) of half a unit in the last place.
-ERROR = {"float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3}
 CASES = {
     "plain": {}, "causal": {"causal": True}, "bottom right": {"causal": "bottom_right"}, "window": {"window": (5, 2)},
     "scale": {"scale": 0.5}, "softcap": {"softcap": 3.0}, "ALiBi": {"alibi_slopes": np.array([0.1, 0.2, 0.3, 0.4], np.float32)},
@@ -295,6 +309,98 @@ def test_the_gpu_is_as_accurate_as_the_cpu(case, dtype, repeats, fake):
             assert relative(out.dequantize().get(), truth) < 1.5 * relative(on_cpu[0].dequantize(), truth)
             np.testing.assert_allclose(stats.get(), on_cpu[1], atol=1e-4)
             np.testing.assert_allclose(amax.get(), on_cpu[2], rtol=ERROR[dtype])
+
+
+def axes_of(letters):
+    """The order of the axes of (D, H, S, B) in a layout."""
+    return tuple("dhsb".index(letter) for letter in letters)
+
+
+@pytest.mark.parametrize("letters", ["bshd", "bhsd", "sbhd"])
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("engine", ["numpy", "fake", pytest.param("cupy", marks=pytest.mark.gpu)])
+def test_layouts(letters, rotated, engine, request):
+    """Conversion, attention, statistics, reports and gradients take the axes of the caller."""
+    put = np.asarray if engine == "numpy" else request.getfixturevalue(engine).asarray
+    axes = axes_of(letters)
+    arrays = [normal((32, h, s, 3), "float16", s) for h, s in ((4, 20), (2, 30), (2, 30), (4, 20))]
+    given = [put(np.ascontiguousarray(x.transpose(axes))) for x in arrays]
+    lengths = put(np.array([5, 20, 0], np.int32))
+    options = {"causal": True, "seq_lens_q": lengths}
+    wanted, log_sums = fp8.attention(
+        *fp8.quantize_qkv(*arrays[:3], rotate=rotated),
+        return_stats=True,
+        causal=True,
+        seq_lens_q=np.array([5, 20, 0], np.int32),
+    )
+    truth = wanted.dequantize()
+    converted = fp8.quantize_qkv(*given[:3], rotate=rotated, layout=letters, seq_lens_q=lengths)
+    separate = [fp8.quantize(x, rotate=rotated and n < 2, layout=letters) for n, x in enumerate(given[:3])]
+    delayed = fp8.DelayedScaling(given[0], 1, rotate=rotated, amax=8).quantize(given[0], layout=letters)
+    assert separate[0].shape == delayed.shape == given[0].shape
+    assert cupy_sdpa.explain(*converted, layout=letters, **options)
+    for q in (separate[0], delayed):
+        assert relative(get(q.dequantize()), arrays[0].transpose(axes).astype(float)) < 0.04
+    for _ in range(4):
+        for x in (converted, separate, [delayed, *converted[1:]]):
+            out, stats = cupy_sdpa.attention(*x, layout=letters, return_stats=True, **options)
+            assert out.shape == given[0].shape
+            assert relative(get(out.dequantize()).transpose(np.argsort(axes)), truth) < 0.1
+            np.testing.assert_allclose(get(stats).T, log_sums, atol=0.15)  # one has another scale
+        mixed = cupy_sdpa.attention(given[0], *converted[1:], layout=letters, **options)
+        assert relative(get(mixed).transpose(np.argsort(axes)).astype(float), truth) < 0.1
+        out, pullback = cupy_sdpa.attention_vjp(*given[:3], layout=letters, compute_dtype="float8_e4m3fn", **options)
+        own, own_pullback = cupy_sdpa.attention_vjp(
+            *arrays[:3], compute_dtype="float8_e4m3fn", causal=True, seq_lens_q=np.array([5, 20, 0], np.int32)
+        )
+        for x, y in zip((out, *pullback(given[3])), (own, *own_pullback(arrays[3])), strict=True):
+            assert relative(get(x).transpose(np.argsort(axes)).astype(float), y.astype(float)) < 0.1
+
+
+def test_layout_of_packed_sequences():
+    """Three axes."""
+    x = normal((16, 2, 30))
+    starts = np.array([0, 10, 30], np.int32)
+    options = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts, "max_seqlen_q": 20, "max_seqlen_kv": 20}
+    wanted = fp8.attention(*fp8.quantize_qkv(x, x, x, rotate=True), **options)
+    y = np.ascontiguousarray(x.T.transpose(0, 1, 2))
+    found = fp8.attention(*fp8.quantize_qkv(y, y, y, rotate=True, layout="thd"), layout="thd", **options)
+    np.testing.assert_array_equal(found.dequantize().T, wanted.dequantize())
+
+
+def test_views_of_rotated_arrays():
+    """Transposed and indexed arrays have the values of the transposed and indexed array."""
+    x = normal((32, 3, 5, 2))
+    made = fp8.quantize(x, rotate=True)
+    values = made.dequantize()
+    assert made.T.axis == 3
+    np.testing.assert_allclose(made.T.dequantize(), values.T, atol=1e-5)
+    np.testing.assert_allclose(made.transpose(1, 0, 3, 2)[1:].dequantize(), values.transpose(1, 0, 3, 2)[1:], atol=1e-5)
+    np.testing.assert_allclose(made[:, 1:, ::2].dequantize(), values[:, 1:, ::2], atol=1e-5)
+    np.testing.assert_allclose(made[..., 0].dequantize(), values[..., 0], atol=1e-5)
+    for bad in (lambda: made.T[..., :16], lambda: made.T[0], lambda: made[0]):
+        with pytest.raises(ValueError, match="dequantize first"):
+            bad()
+
+
+@pytest.mark.parametrize("source", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("engine", ["numpy", "fake", pytest.param("cupy", marks=pytest.mark.gpu)])
+def test_queries_that_are_converted(source, engine, request):
+    """FP8 keys and values with other queries: the output has their dtype, also in a preallocated array."""
+    put = np.asarray if engine == "numpy" else lambda x: request.getfixturevalue(engine).asarray(x, order="F")
+    arrays = [normal((32, h, s, 2), source, s) for h, s in ((4, 20), (2, 30), (2, 30))]
+    truth, log_sums = cupy_sdpa.attention(*(x.astype(float) for x in arrays), return_stats=True, causal=True)
+    q = put(arrays[0])
+    k, v = (fp8.quantize(put(x), rotate=rotate) for x, rotate in zip(arrays[1:], (True, False), strict=True))
+    for _ in range(4):
+        out = q * 0
+        found, stats = cupy_sdpa.attention(q, k, v, causal=True, return_stats=True)
+        assert cupy_sdpa.attention(q, k, v, causal=True, out=out) is out
+        assert found.dtype == out.dtype == q.dtype
+        for x in (found, out):
+            assert relative(get(x).astype(float), truth) < 1.3 * ERROR["float8_e4m3fn"]
+        np.testing.assert_allclose(get(stats), log_sums, atol=0.2)
+    assert cupy_sdpa.explain(q, k, v, causal=True)
 
 
 # Gradients
@@ -377,7 +483,33 @@ ERRORS = {
     "history": (lambda: fp8.DelayedScaling(float8(), 0), ValueError, "history is 0; .*1 or more"),
     "amax": (lambda: fp8.DelayedScaling(float8(), amax=-1.0), ValueError, "amax is -1.0; .* above 0"),
     "a part of head_dim": (lambda: small(rotate=True)[:8], ValueError, "part of head_dim, which was rotated: dequantize first"),
-    "transposed": (lambda: small(rotate=True).T, ValueError, "rotated is True; .*dequantize first"),
+    "converted without the factor": (lambda: np.asarray(small()), TypeError, r"not converted .* dequantize\(\)"),
+    "prepared": (lambda: cupy_sdpa.prepare(*[small()] * 3), TypeError, r"q is a Fp8Array; .*dequantize\(\)"),  # type: ignore[call-overload]
+    "another layout": (
+        lambda: fp8.attention(small(rotate=True), small(rotate=True), small(), layout="bhsd"), ValueError, "axis 0, and .*'bhsd' head_dim is axis 3: .*layout",
+    ),
+    "no layout": (lambda: fp8.attention(small(rotate=True).T, small(rotate=True).T, small().T), ValueError, "axis 3, and .* head_dim is axis 0"),
+    "unknown layout": (lambda: fp8.quantize(normal((16, 2, 4, 1)), layout="bdhs"), ValueError, "layout is 'bdhs'"),  # type: ignore[arg-type]
+    "compute_dtype of FP8 arrays": (
+        lambda: cupy_sdpa.attention_vjp(*[small()] * 3, compute_dtype="float8_e4m3fn"), TypeError, "q is Fp8Array; .*float16",
+    ),
+    "explained with blocks": (
+        lambda: cupy_sdpa.explain(*[small()] * 3, block_mask=cupy_sdpa.block_mask(lambda b, h, q, k: q >= k, 4, 4)), TypeError, "does not take block_mask",
+    ),
+    "explained derivative": (lambda: cupy_sdpa.explain(*[small()] * 3, jvp=True), TypeError, r"q is a Fp8Array .*dequantize\(\)"),
+    "nnlib": (lambda: cupy_sdpa.nnlib.dot_product_attention(*[small()] * 3), TypeError, r"q is a Fp8Array; .*dequantize\(\)"),
+    "shared prefix": (
+        lambda: cupy_sdpa.shared_prefix_attention(
+            small(), small(), small(), 4, page_table=np.zeros((1, 1), np.int32), seq_lens_kv=np.full(1, 4, np.int32)
+        ),
+        TypeError, "FP8 array; shared_prefix_attention",
+    ),
+    "several GPUs": (
+        lambda: run_threads(Loopback(2).members, lambda member: context_parallel(member).attention(*[small()] * 3)),
+        TypeError, r"q is a Fp8Array; .*dequantize\(\)",
+    ),
+    "plain v": (lambda: cupy_sdpa.attention(normal((16, 2, 4, 1)), small(), normal((16, 2, 4, 1))), TypeError, "v is a ndarray; both"),
+    "plain q of integers": (lambda: cupy_sdpa.attention(np.ones((16, 2, 4, 1), int), small(), small()), TypeError, "q is int64 and k is an FP8"),
     "dequantized": (lambda: small().dequantize("float64"), TypeError, "dtype is float64; it must be one of float16"),
     "gradients": (
         lambda: cupy_sdpa.attention_backward(float8(), float8(), float8(), float8(), float8(), np.ones((4, 2, 1), np.float32)),
@@ -433,25 +565,93 @@ def test_explain(fake):
 # Paged keys, plans, the benchmark
 
 
-@pytest.mark.parametrize("rows", [2, 5])
-def test_paged_keys(rows, fake):
-    """Keys and values in pages, several queries, on both engines."""
-    (q, k, v), values = inputs(d=32, sq=rows, skv=64)
-    rng, lengths = np.random.default_rng(0), np.array([64, 33], np.int32)
-    table = np.asfortranarray(rng.permutation(8).reshape(4, 2).astype(np.int32))
+def in_pages(arrays, lengths, page, seed=0):
+    """Keys and values of (D, Hkv, Skv, B) in pages that are in random order, and the page table; NaN in unused pages."""
+    (q, *others), batch = arrays, arrays[0].shape[3]
+    width = arrays[1].shape[2] // page
+    table = np.asfortranarray(np.random.default_rng(seed).permutation(batch * width).reshape(width, batch).astype(np.int32))
     pools = []
-    for x in (k, v):
-        pool = np.zeros((32, 2, 16, 8), x.data.dtype, order="F")
-        for b, page in np.ndindex(2, 4):
-            pool[..., table[page, b]] = x.data[:, :, 16 * page : 16 * page + 16, b]
-        pools.append(fp8.Fp8Array(pool, x.descale, scale=x.scale))
-    truth = cupy_sdpa.attention(*values, seq_lens_kv=lengths, causal="bottom_right")
-    options = {"page_table": table, "seq_lens_kv": lengths}
-    on_cpu = fp8.attention(q, *pools, causal="bottom_right", **options)
-    moved_options = {name: fake.asarray(x, order="F") for name, x in options.items()}
-    on_gpu = fp8.attention(*(moved(fake, x) for x in (q, *pools)), causal="bottom_right", **moved_options)
-    for out in (on_cpu.dequantize(), on_gpu.dequantize().get()):
-        assert relative(out, truth) < ERROR["float8_e4m3fn"]
+    for x in others:
+        pool = np.full((x.shape[0], x.shape[1], page, batch * width), np.nan, x.data.dtype, order="F")
+        for b, place in np.ndindex(batch, width):
+            if place * page < lengths[b]:
+                pool[..., table[place, b]] = x.data[:, :, page * place : page * (place + 1), b]
+        pools.append(fp8.Fp8Array(pool, x.descale, scale=x.scale, rotated=x.rotated))
+    return (q, *pools), {"page_table": table, "seq_lens_kv": lengths}
+
+
+#: Sq, Hq and Hkv, options, the smallest number of chunks, and Dv.
+SPLIT = {
+    "two queries": (2, 4, 2, {}, 1, 32), "five queries, bottom right": (5, 4, 2, {"causal": "bottom_right"}, 2, 32),
+    "one query of a group": (1, 4, 1, {"causal": "bottom_right"}, 1, 32), "one row": (1, 2, 2, {"num_splits": 3}, 3, 48),
+    "one row, causal": (1, 2, 2, {"causal": "bottom_right", "num_splits": 2}, 2, 32),
+    "chunks": (3, 4, 2, {"causal": "bottom_right", "num_splits": 4}, 4, 16), "window": (4, 4, 2, {"window": (20, 0, "bottom_right")}, 1, 32),
+    "lengths": (6, 2, 1, {"seq_lens_q": np.array([6, 2], np.int32), "causal": "bottom_right", "num_splits": 2}, 2, 32),
+    "sinks": (2, 4, 2, {"sinks": np.array([0.5, 1, -1, 3], np.float32), "num_splits": 2}, 2, 32),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lengths", [(1024, 533), (4, 0)], ids=str)
+def test_paged_keys(name, dtype, lengths, fake):
+    """Keys and values in pages, split on the GPU: output, log-sum-exp and largest output on both engines, in FP8 and bfloat16."""
+    sq, hq, hkv, options, least, dv = SPLIT[name]
+    lengths = np.array(lengths, np.int32)
+    arrays, values = inputs(d=32, dv=dv, hq=hq, hkv=hkv, sq=sq, skv=1024, dtype=dtype, rotated=True)
+    paged, pages = in_pages(arrays, lengths, 16)
+    dense = {key: x for key, x in options.items() if key != "num_splits"}
+    truth, true_stats = cupy_sdpa.attention(*values, seq_lens_kv=lengths, return_stats=True, **dense)
+    options = {**options, **pages}
+    gpu = [moved(fake, x) for x in paged]
+    moved_options = {key: fake.asarray(x, order="F") if isinstance(x, np.ndarray) else x for key, x in options.items()}
+    assert cupy_sdpa.explain(*gpu, **moved_options).problem.settings.split.chunks >= least
+    flags = {"return_stats": True, "return_amax": True}
+    for _ in range(4):
+        found = [fp8.attention(*paged, **flags, **options), fp8.attention(*gpu, **flags, **moved_options)]
+        wide = fp8.attention(*gpu, out_dtype="bfloat16", **moved_options)
+        small = fp8.attention(*gpu, out_scale=2.0, **moved_options)
+        for out, stats, amax in found:
+            stats, amax = (x.get() if hasattr(x, "get") else x for x in (stats, amax))
+            values = out.dequantize() if stats is found[0][1] else out.dequantize().get()
+            assert relative(values, truth) < ERROR[dtype]
+            np.testing.assert_allclose(stats, true_stats, atol=1e-4)
+            np.testing.assert_allclose(amax, np.abs(truth).max(), rtol=1.5 * ERROR[dtype])  # of rounded parts
+        assert relative(wide.get().astype(np.float64), truth) < ERROR[dtype]
+        assert float(small.scale.get()[0]) == 2
+        np.testing.assert_allclose(small.dequantize().get(), truth, atol=2 * ERROR[dtype] * np.abs(truth).max())
+
+
+@pytest.mark.parametrize("page", [2, 16, 64, 128])
+@pytest.mark.parametrize(("sq", "keys"), [(1, 128), (4, 128), (4, 1920), (600, 640)])
+def test_page_tables_of_whole_tiles(page, sq, keys, fake, monkeypatch):
+    """FP8 kernels use the table entries of tiles of more than 128 keys: each is a page of the sequence, also after its length."""
+    (q, k, v), _ = inputs(d=16, hq=1, hkv=1, sq=sq, skv=keys)
+    lengths = np.array([keys, 1], np.int32)
+    paged, pages = in_pages((q, k, v), lengths, page)
+    tables = []
+    make = Call.stage
+    monkeypatch.setattr(Call, "stage", lambda call: tables.append(make(call)) or tables[-1])
+    options = {name: fake.asarray(x, order="F") for name, x in pages.items()}
+    fp8.attention(*(moved(fake, x) for x in paged), **options)
+    table = tables[0].arrays["page_table"].get()
+    width, entries = table.shape
+    assert width * page % 192 == 0
+    assert width * page % 256 == 0
+    own = [set(pages["page_table"][: -(-length // page), b].tolist()) for b, length in enumerate(lengths)]
+    for entry in range(entries):
+        b = entry * 2 // entries
+        assert set(table[:, entry].tolist()) <= own[b] | ({0} if b == 1 and entry % (entries // 2) else set())
+
+
+def test_long_keys_are_split():
+    """So that no kernel adds over more keys than :data:`MAX_FP8_KEYS`, also if the batch fills the GPU."""
+    for batch in (1, 32):
+        pages = [(128, 8, 64, 512 * batch)] * 2
+        problem = cupy_sdpa.problem((128, 32, 1, batch), *pages, dtype="float8_e4m3fn", page_table=(512, batch))
+        split = problem.settings.split
+        assert split.pages * 64 <= MAX_FP8_KEYS
+        assert split.chunks * split.pages >= 512
 
 
 PLANNED = {

@@ -53,9 +53,9 @@ def variant(**options):
     return cupy_sdpa.problem(shape, shape, shape, dtype="bfloat16", **options)
 
 
-def fp8_problem(d=64, sq=16, **options):
+def fp8_problem(d=64, sq=16, dv=None, **options):
     """The problem of FP8 arrays."""
-    return cupy_sdpa.problem((d, 4, sq, 2), (d, 4, 16, 2), (d, 4, 16, 2), dtype="float8_e4m3fn", **options)
+    return cupy_sdpa.problem((d, 4, sq, 2), (d, 4, 16, 2), (dv or d, 4, 16, 2), dtype="float8_e4m3fn", **options)
 
 
 def fp8_keys(skv, **options):
@@ -110,6 +110,10 @@ def less_a_number(skv=1, sq=16, backward=True, score_mod=lambda s, b, h, i, j, t
 SIDES = {
     "fp8-gpu": ((fp8_problem(), 91900, 89, r"float8_e4m3fn; .* 8\.9 does not .*pass float16"), (fp8_problem(), 91900, 90)),
     "fp8-head-dim": ((fp8_problem(144), 91900, 120, r"144 and 144; .* up to 128 .* 12\.0"), (fp8_problem(144), 91900, 90)),
+    "fp8-wide-values": (
+        (fp8_problem(128, dv=144), 91900, 90, r"128 and that of v 144; .* pad q and k with zeros to 144"),
+        (fp8_problem(144, dv=256), 91900, 90),
+    ),
     "fp8-output": (
         (fp8_problem(out_dtype="bfloat16"), 91900, 90, r"out_dtype is bfloat16; .* its method dequantize"),
         (fp8_problem(out_dtype="bfloat16"), 91900, 100),

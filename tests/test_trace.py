@@ -11,7 +11,7 @@ import pytest
 from command_line import complaint
 
 import cupy_sdpa
-from cupy_sdpa import attention, zoo
+from cupy_sdpa import attention, fp8, zoo
 from cupy_sdpa.__main__ import main
 from cupy_sdpa.check.cases.draw import draw
 from cupy_sdpa.check.cases.functions import MASKS, SCORES, compiled
@@ -426,3 +426,34 @@ def test_plan_plans_every_problem(traced, tmp_path, capsys):
     assert main(["plan", "--trace", str(traced), "--gpu", "h200", "-o", str(tmp_path / "plans"), "--json", "-j", "1"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert (facts["planned"], facts["refused"], [skipped["line"] for skipped in facts["skipped"]]) == (3, 0, [4])
+
+
+# FP8
+
+
+@pytest.mark.parametrize("name", ["causal", "pages", "lengths", "converted queries"])
+def test_fp8(name, path):
+    """Problems of FP8 arrays are written, and planned, verified and timed like others."""
+    q, k, v = (
+        fp8.quantize(x, rotate=n < 2) for n, x in enumerate((*arrays(16, 4, 3, 2, count=1), *arrays(16, 2, 16, 2, count=2)))
+    )
+    options = {"causal": "bottom_right"}
+    if name == "pages":
+        options |= {"page_table": np.array([[0, 1]], np.int32), "seq_lens_kv": np.array([16, 5], np.int32)}
+    if name == "lengths":
+        options |= {"seq_lens_q": np.array([3, 1], np.int32), "seq_lens_kv": np.array([16, 5], np.int32)}
+    if name == "converted queries":
+        q = q.dequantize("bfloat16")
+    with cupy_sdpa.trace(path) as trace:
+        for _ in range(2):
+            attention(q, k, v, return_stats=True, **options)
+    assert trace.problems == 1
+    (entry,) = read_trace(path)
+    assert {array["dtype"] for array in (entry.arrays[x] for x in "qkv")} == {"float8_e4m3fn"}
+    (problem,) = entry.problems()
+    assert problem.fp8
+    case = case_of(entry, "cpu")
+    assert (case.options["fp8"], case.d, case.sq, case.skv, bool(case.paged)) == ("float8_e4m3fn", 16, 3, 16, name == "pages")
+    assert execute(case).kind == "passed"
+    out, *_ = replayed(entry, "cpu").run()
+    assert isinstance(out, fp8.Fp8Array)

@@ -1,12 +1,13 @@
 """FP8 attention beside bfloat16 and PyTorch's scaled_dot_product_attention: times, or with --errors the errors.
 
     python -m benchmarks fp8 [results.csv] [--lengths N ...]
+    python -m benchmarks fp8 --decode [decode.csv] [--lengths N ...]
     python -m benchmarks fp8 --errors [errors.csv] [--lengths N ...] [--engine cuDNN numpy]
 
 Times: batch 1, head dim 128, causal and full, interleaved in one run, by CUDA events as in ``compare``. ``fp8`` is attention of
 FP8 arrays, ``quantized`` the conversion of q, k and v and the attention, ``converted`` also the conversion of the output to
-bfloat16; ``rotated`` is ``converted`` with a rotation of q and k. PyTorch chooses its fastest backend. Errors: see
-benchmarks/fp8/errors.py; without a GPU they are those of the CPU engine.
+bfloat16; ``rotated`` is ``converted`` with a rotation of q and k. PyTorch chooses its fastest backend. Decoding: see
+benchmarks/fp8/decode.py. Errors: see benchmarks/fp8/errors.py; without a GPU they are those of the CPU engine.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ..common.device import as_torch, busy_matrix, free_memory, input_sets, rand
 from ..common.machine import versions
 from ..common.script import listed, parser, write_csv
 from ..common.timing import device_ms, interleaved, ratio
-from . import errors
+from . import decode, errors
 
 D = 128
 LENGTHS, HEADS = (2048, 8192, 32768), ((16, 16), (64, 8))
@@ -83,6 +84,7 @@ def main(words: Sequence[str]) -> int:
     arguments = parser("fp8", __doc__)
     arguments.add_argument("csv", nargs="?", metavar="FILE", help="write the rows to this CSV file")
     arguments.add_argument("--errors", action="store_true", help="measure errors instead of times")
+    arguments.add_argument("--decode", action="store_true", help="measure decoding with an FP8 cache")
     arguments.add_argument("--lengths", nargs="*", type=int, metavar="N", help="the numbers of keys")
     arguments.add_argument("--engine", nargs="*", choices=("cuDNN", "numpy"), help="with --errors: the engines (default: all)")
     chosen = arguments.parse_args(words)
@@ -94,6 +96,15 @@ def main(words: Sequence[str]) -> int:
         for row in errors.rows(chosen.lengths or errors.LENGTHS, on_gpu="cuDNN" in engines, on_cpu="numpy" in engines):
             print(listed(row), flush=True)
             rows.append(row | {name: used.get(name, "") for name in ("gpu", "cudnn")})
+    elif chosen.decode:
+        used = versions()
+        print(listed(used))
+        for batch, keys in decode.PROBLEMS:
+            if chosen.lengths is None or keys in chosen.lengths:
+                row = decode.measure(batch, keys)
+                print(listed(row), flush=True)
+                rows.append(row | used)
+                free_memory()
     else:
         used = versions()
         print(listed(used))

@@ -51,6 +51,8 @@ def read_array(name: str, array: Any) -> Argument:
     if type(array) in (np.ndarray, np.memmap):  # the elements of a subclass, such as a masked array, may mean something else
         return Argument(name, array, signature_of(array, 0, dtype), 0, None)
     if not cupy_runtime.is_array(array):
+        if remedy := getattr(type(array), "not_an_array", None):
+            raise TypeError(f"{name} is a {type(array).__name__}; {remedy}")
         kind = f"{type(array).__module__}.{type(array).__qualname__}".removeprefix("builtins.")
         raise TypeError(
             f"{name} is {'None' if array is None else f'a {kind}'}; attention takes numpy and CuPy arrays, or "

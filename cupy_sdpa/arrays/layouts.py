@@ -19,6 +19,7 @@ from typing import Any
 from ..layout import AXES, order
 from ..problem.problem import SCORE_INPUTS
 from ..problem.tensor_spec import CallersAxes, callers_axes
+from .argument import Typed
 
 #: The layouts that calls take. The first two are that of this package, dense and packed.
 LAYOUTS = ("dhsb", "dht", "bshd", "bhsd", "sbhd", "thd")
@@ -64,6 +65,8 @@ def to_own(name: str, array: Any, layout: str) -> Any:
     Raises:
         ValueError: the array has another number of axes than the layout.
     """
+    if type(array) is Typed:
+        return array._replace(array=to_own(name, array.array, layout))
     is_shape = isinstance(array, (tuple, list)) and all(isinstance(n, numbers.Integral) for n in array)
     shape = tuple(array) if is_shape else getattr(array, "shape", None)
     if shape is None:

@@ -10,7 +10,7 @@ from typing import Any, Literal, NoReturn, TypedDict, TypeVar
 
 import numpy as np
 
-from .._typing import Array
+from .._typing import Array, Layout
 from ..arrays.layouts import check_layout
 from ..problem.band import Band
 from ..problem.problem import CU_SEQLENS, LENGTHS, SCORE_INPUTS, SEEDS, Problem, Settings
@@ -50,7 +50,7 @@ class Options(TypedDict, total=False):
     num_splits: int | None
     max_workspace: int | None
     bucket: int | Literal["power_of_two"] | Callable[[int], int] | None
-    layout: Literal["dhsb", "dht", "bshd", "bhsd", "sbhd", "thd"] | None
+    layout: Layout | None
     compute_dtype: Literal["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"] | None
 
 

@@ -240,6 +240,29 @@ def temporary(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     return empty(shape, dtype) if is_array(like) else np.empty(shape, dtype, order="F")
 
 
+_temporary_results: ContextVar[bool] = ContextVar("temporary_results", default=False)
+
+
+@contextlib.contextmanager
+def temporary_results() -> Iterator[None]:
+    """Within a ``with`` block, :func:`new_result` creates arrays that are used within a call only.
+
+    In a captured graph their memory belongs to the graph, see :func:`allocate`; memory of CuPy's pool would be used again.
+    """
+    token = _temporary_results.set(True)
+    try:
+        yield
+    finally:
+        _temporary_results.reset(token)
+
+
+def result_allocator() -> Callable[[int], Any]:
+    """The function that allocates the memory of results, so many bytes, more than 0; see :func:`temporary_results`."""
+    return allocate if _temporary_results.get() and capturing() else cupy().cuda.alloc
+
+
 def new_result(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     """Create an uninitialized array in Fortran order to return to the caller, on the engine of ``like``."""
+    if _temporary_results.get() and is_array(like) and capturing():
+        return empty(shape, dtype)
     return (cupy().empty if is_array(like) else np.empty)(shape, dtype, order="F")

@@ -11,25 +11,10 @@ import numpy as np
 
 from ..problem.problem import MASKED_SCORE
 from . import cupy_runtime, memory
+from .dtypes import TYPES
 
 #: A finite replacement for -inf in a bias. It masks a key as well as -inf, and remains finite when multiplied by log2(e).
 LOWEST = -1e30
-
-
-class CudaType(NamedTuple):
-    """A dtype in CUDA: its name, its size in bytes, and the line that includes its header."""
-
-    name: str
-    itemsize: int
-    header: str = ""
-
-
-#: The CUDA types of floating-point dtypes.
-TYPES = {
-    "float16": CudaType("__half", 2, "#include <cuda_fp16.h>\n"),
-    "bfloat16": CudaType("__nv_bfloat16", 2, "#include <cuda_bf16.h>\n"),
-    "float32": CudaType("float", 4),
-}
 
 
 class Lengths(NamedTuple):

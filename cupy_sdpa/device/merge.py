@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import cupy_runtime
-from .kernels import TYPES, declaration, elementwise, struct
+from .dtypes import TYPES
+from .kernels import declaration, elementwise, struct
 
 #: The maximum number of groups in a launch.
 MAX_GROUPS = 8
@@ -32,7 +33,30 @@ class Parts(NamedTuple):
     stats: Any
 
 
-def merge(groups: Sequence[Parts], out: Any, stats: Any = None, sinks: Any = None, lengths: Any = None) -> None:
+class Factors(NamedTuple):
+    """The factors of FP8 parts on the GPU, float32 ``(1,)``.
+
+    Attributes:
+        dtype: the dtype of the parts, and of the output if its elements have 8 bits.
+        descale: of the parts.
+        scale: of the output; None if it is not FP8.
+        amax: where the largest magnitude of the output is written; it is 0 before.
+    """
+
+    dtype: str
+    descale: Any
+    scale: Any
+    amax: Any
+
+
+def merge(
+    groups: Sequence[Parts],
+    out: Any,
+    stats: Any = None,
+    sinks: Any = None,
+    lengths: Any = None,
+    factors: Factors | None = None,
+) -> None:
     """Merge parts in float32: one launch, no synchronization. float64 numpy arrays are merged in float64.
 
     A row of a part with log-sum-exp -inf has weight 0, and its output is not used. A row without other parts gets output 0 and
@@ -44,11 +68,12 @@ def merge(groups: Sequence[Parts], out: Any, stats: Any = None, sinks: Any = Non
         stats: ``(S, H, B)``, of the dtype of the groups' statistics, written; or None.
         sinks: float32 ``(H,)``, a part without a value for each head; or None.
         lengths: int32 ``(B,)`` of the GPU, the number of queries; rows after it have no part and no sink. None for all.
+        factors: of FP8 parts on the GPU; None for other dtypes.
     """
     if not cupy_runtime.is_array(out):
         _merge_on_cpu(groups, out, stats, sinks)
     else:
-        _merge_on_gpu(groups, out, stats, sinks, lengths)
+        _merge_on_gpu(groups, out, stats, sinks, lengths, factors)
 
 
 def _merge_on_cpu(groups: Sequence[Parts], out: Any, stats: Any, sinks: Any) -> None:
@@ -125,6 +150,9 @@ class _Target(NamedTuple):
     sinks: int
     sinks_h: int
     lengths: int
+    descale: int
+    scale: int
+    amax: int
 
 
 #: The argument of the kernel, passed by value; all fields are int64.
@@ -136,7 +164,7 @@ _ARGUMENTS = np.dtype(
 )
 
 
-def _merge_on_gpu(groups: Sequence[Parts], out: Any, stats: Any, sinks: Any, lengths: Any) -> None:
+def _merge_on_gpu(groups: Sequence[Parts], out: Any, stats: Any, sinks: Any, lengths: Any, factors: Factors | None) -> None:
     width, heads, queries, batch = out.shape
     rows, parts = heads * queries * batch, sum(group.stats.shape[3] for group in groups)
     if not rows:
@@ -155,11 +183,13 @@ def _merge_on_gpu(groups: Sequence[Parts], out: Any, stats: Any, sinks: Any, len
         *(no_stats if stats is None else (stats.data.ptr, *stats.strides)),
         *(no_sinks if sinks is None else (sinks.data.ptr, *sinks.strides)),
         0 if lengths is None else lengths.data.ptr,
+        *(0 if array is None else array.data.ptr for array in (factors[1:] if factors else (None,) * 3)),
     ]  # fmt: skip
     given = [(out.shape[4], out.data.ptr, *out.strides, stats.data.ptr, *stats.strides) for out, stats in groups]
     padded = [*given, *[(0,) * len(_Group._fields)] * (MAX_GROUPS - len(given))]
     arguments = np.array((_Target(*target), padded), _ARGUMENTS)
-    _merge_kernel(dtype.name, out.dtype.name, vector)(grid, (columns, block_rows, slots), (arguments,))
+    names = [factors.dtype if factors and of.itemsize == 1 else of.name for of in (dtype, out.dtype)]
+    _merge_kernel(*names, vector)(grid, (columns, block_rows, slots), (arguments,))
 
 
 def _is_aligned(array: Any, vector: int) -> bool:
@@ -263,9 +293,19 @@ def _merge_kernel(dtype: str, out_dtype: str, vector: int) -> Any:
             }}
             if (!is_used) return;
             const bool exists = s < length;
-            const float factor = total == 0 ? 0.0f : 1 / total;
+            float factor = total == 0 ? 0.0f : 1 / total;
+            if (t.descale) factor *= *(const float*)t.descale;
+            const float scale = t.scale ? *(const float*)t.scale : 1;
             Out merged;
-            for (int j = 0; j < {vector}; ++j) merged.x[j] = {types["Out"].name}(exists ? sum[j] * factor : 0.0f);
+            float largest = 0;
+            for (int j = 0; j < {vector}; ++j) {{
+                const float value = exists ? sum[j] * factor : 0.0f;
+                largest = fmaxf(largest, fabsf(value));
+                merged.x[j] = {types["Out"].name}(value * scale);
+            }}
+            // the bits of positive numbers are in their order
+            if (t.amax && has_value && largest > *(const volatile float*)t.amax)
+                atomicMax((int*)t.amax, __float_as_int(largest));
             if (has_value) *(Out*)(t.out + column * t.out_d + h * t.out_h + s * t.out_s + b * t.out_b) = merged;
             if (t.stats && column == 0)
                 *(float*)(t.stats + h * t.stats_h + s * t.stats_s + b * t.stats_b) = exists ? base_of(top) + logf(total) : NONE;

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..device import cupy_runtime
-from ..device.kernels import TYPES, declaration, struct
+from ..device.dtypes import TYPES
+from ..device.kernels import declaration, struct
 
 #: A part of an array: an array, or a number of zeros, or of a 1 and zeros.
 Source = Any

@@ -30,9 +30,10 @@ class Fp8Array:
         dtype: the dtype of the elements of a CuPy array, ``"float8_e4m3fn"`` (3 bits of mantissa, up to 448) or
             ``"float8_e5m2"`` (2 bits, up to 57344). Default ``"float8_e4m3fn"``.
         rotated: whether head_dim was rotated, see :func:`quantize`. Default False.
+        axis: the axis of head_dim of a rotated array. Default 0.
 
     Attributes:
-        data, dtype, rotated: as above.
+        data, dtype, rotated, axis: as above.
 
     Raises:
         TypeError, ValueError: data, a factor or the dtype is invalid.
@@ -44,7 +45,22 @@ class Fp8Array:
     [0.5, 1.0, 2.0]
     """
 
-    def __init__(self, data: Any, descale: Any = None, *, scale: Any = None, dtype: str | None = None, rotated: bool = False):
+    #: What calls that take arrays say.
+    not_an_array = (
+        "attention, attention_vjp, explain and KVCache.append take FP8 arrays, q, k and v together; convert it with its "
+        "method dequantize()"
+    )
+
+    def __init__(
+        self,
+        data: Any,
+        descale: Any = None,
+        *,
+        scale: Any = None,
+        dtype: str | None = None,
+        rotated: bool = False,
+        axis: int = 0,
+    ) -> None:
         on_gpu = cupy_runtime.is_array(data)
         if not on_gpu and type(data) is not np.ndarray:
             raise TypeError(f"data is a {type(data).__name__}; an Fp8Array takes a numpy or a CuPy array: use fp8.quantize")
@@ -58,7 +74,11 @@ class Fp8Array:
             )
         if descale is None and scale is None:
             raise TypeError("descale and scale are None: pass one of them, the factor of the elements or its inverse")
-        self.data, self.dtype, self.rotated = data, dtype, rotated
+        if not 0 <= axis < max(len(data.shape), 1):
+            raise ValueError(f"axis is {axis}; data has the axes 0 to {len(data.shape) - 1}")
+        self.data, self.dtype, self.rotated, self.axis = data, dtype, rotated, axis
+        #: The array of both factors, and their places; they become arrays when they are needed.
+        self._factors: tuple[Any, int, int] | None = None
         self._descale: Any = None if descale is None else factor("descale", descale, data)
         self._scale: Any = None if scale is None else factor("scale", scale, data)
 
@@ -66,14 +86,14 @@ class Fp8Array:
     def descale(self) -> Any:
         """The factor of the elements, float32 ``(1,)``."""
         if self._descale is None:
-            self._descale = 1 / self._scale
+            self._descale = 1 / self._scale if self._factors is None else one_of(*self._factors[::2])
         return self._descale
 
     @property
     def scale(self) -> Any:
         """The inverse of the factor, float32 ``(1,)``."""
         if self._scale is None:
-            self._scale = 1 / self._descale
+            self._scale = 1 / self._descale if self._factors is None else one_of(*self._factors[:2])
         return self._scale
 
     @property
@@ -98,28 +118,37 @@ class Fp8Array:
 
     @property
     def T(self) -> Fp8Array:  # noqa: N802
-        """A view with the dimensions in reverse order, such as ``(batch, seq, heads, head_dim)`` of a result; not if rotated.
+        """A view with the dimensions in reverse order, such as ``(batch, seq, heads, head_dim)`` of a result."""
+        return self.transpose(*range(self.ndim)[::-1])
 
-        Raises:
-            ValueError: the array is rotated.
-        """
-        if self.rotated:
-            raise ValueError("rotated is True; the first dimension of a rotated array must remain head_dim: dequantize first")
-        return Fp8Array(self.data.T, self._descale, scale=self._scale, dtype=self.dtype)
+    def transpose(self, *axes: int) -> Fp8Array:
+        """A view with the dimensions in another order."""
+        axis = axes.index(self.axis) if self.rotated else 0
+        data = self.data.transpose(axes)
+        return made(data, self.descale, self._scale, self.dtype, rotated=self.rotated, axis=axis)
 
     def __getitem__(self, index: Any) -> Fp8Array:
         """A view of some elements with the same factor, such as ``k[:, :, :100]``; a rotated array needs all of head_dim.
 
         Raises:
-            ValueError: a part of head_dim of a rotated array is requested.
+            ValueError: a part of head_dim of a rotated array is requested, or the index removes or adds a dimension of it.
         """
-        data = self.data[index]
-        if self.rotated and data.shape[:1] != self.data.shape[:1]:
+        data, axis = self.data[index], self.axis
+        kept = data.shape[axis : axis + 1] == self.shape[axis : axis + 1] and (axis == 0 or data.ndim == self.ndim)
+        if self.rotated and not kept:
             raise ValueError(f"the index {index!r} selects a part of head_dim, which was rotated: dequantize first")
-        return Fp8Array(data, self._descale, scale=self._scale, dtype=self.dtype, rotated=self.rotated)
+        return made(data, self.descale, self._scale, self.dtype, rotated=self.rotated, axis=axis)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        """Refuse a conversion without the factor.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(f"an Fp8Array is not converted to an array implicitly: {self.not_an_array}")
 
     def dequantize(self, dtype: Any = "float32") -> Any:
-        """The values as an array in Fortran order; a rotation is undone.
+        """The values as an array with the memory order of the elements; a rotation is undone.
 
         Args:
             dtype: ``"float16"``, ``"bfloat16"`` or ``"float32"``. Default ``"float32"``.
@@ -130,26 +159,42 @@ class Fp8Array:
         name = dtype if isinstance(dtype, str) else dtype_name(np.dtype(dtype))
         if name not in _DTYPES:
             raise TypeError(f"dtype is {name}; it must be one of {', '.join(_DTYPES)}")
-        rotation = rotation_of(self.shape[0]) if self.rotated else 1
-        if not cupy_runtime.is_array(self.data):
-            values = self.data.astype(np.float32) * self.descale[0]
-            return np.asfortranarray(rotate(values, rotation).astype(numpy_dtype(name)))
-        if self.shape[0] % kernels.UNIT:
-            raise ValueError(f"the head_dim is {self.shape[0]}; on the GPU it must be a multiple of {kernels.UNIT}")
-        with cupy_runtime.on_device_of(self.data):
-            source = cupy_runtime.cupy().asfortranarray(self.data)
-            target = cupy_runtime.new_result(source, self.shape, numpy_dtype(name))
+        axes = self._memory_order()
+        data = self.data.transpose(axes)
+        rotation = rotation_of(data.shape[0]) if self.rotated else 1
+        back = tuple(axes.index(axis) for axis in range(self.ndim))
+        if not cupy_runtime.is_array(data):
+            values = data.astype(np.float32) * self.descale[0]
+            return np.asfortranarray(rotate(values, rotation).astype(numpy_dtype(name))).transpose(back)
+        if data.shape[0] % kernels.UNIT:
+            raise ValueError(f"the head_dim is {data.shape[0]}; on the GPU it must be a multiple of {kernels.UNIT}")
+        with cupy_runtime.on_device_of(data):
+            source = cupy_runtime.cupy().asfortranarray(data)
+            target = cupy_runtime.new_result(source, source.shape, numpy_dtype(name))
             kernels.dequantize(source, target, self.descale, rotation, self.dtype)
-        return target
+        return target.transpose(back)
+
+    def _memory_order(self) -> tuple[int, ...]:
+        """The axes with increasing strides; that of head_dim of a rotated array first."""
+        strides = self.data.strides
+        return tuple(sorted(range(self.ndim), key=lambda axis: (self.rotated and axis != self.axis, strides[axis], axis)))
 
     def __repr__(self) -> str:
         return f"<Fp8Array {self.dtype} {self.shape}{', rotated' if self.rotated else ''}>"
 
 
-def made(data: Any, descale: Any, scale: Any, dtype: str, *, rotated: bool = False) -> Fp8Array:
+def made(data: Any, descale: Any, scale: Any, dtype: str, *, rotated: bool = False, axis: int = 0) -> Fp8Array:
     """An FP8 array of parts that are known to be valid; one of the factors may be None."""
     array = Fp8Array.__new__(Fp8Array)
     array.data, array.dtype, array.rotated, array._descale, array._scale = data, dtype, rotated, descale, scale
+    array.axis, array._factors = axis, None
+    return array
+
+
+def of_factors(data: Any, factors: Any, place: int, dtype: str, *, rotated: bool, axis: int) -> Fp8Array:
+    """An FP8 array whose scale is at a place of an array, and its descale :data:`.kernels.FACTOR_STEP` places after it."""
+    array = made(data, None, None, dtype, rotated=rotated, axis=axis)
+    array._factors = factors, place, place + kernels.FACTOR_STEP
     return array
 
 

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Mapping
 from typing import Any, Literal, Unpack
+
+import numpy as np
 
 from .._typing import Array
 from ..arrays.argument import Typed
+from ..arrays.conversion import OUTPUTS
+from ..arrays.layouts import other_layout, results_in, to_own
 from ..calls.arguments import read_forward
 from ..calls.call import Call
 from ..calls.options import Options, read_flag, takes_options
 from ..calls.replay_cache import cache_call, run_cached
-from ..problem.tensor_spec import FP8_LARGEST
+from ..device import cupy_runtime
+from ..problem.tensor_spec import FP8_LARGEST, dtype_name, storage_dtype
+from ..support import fp8_rules
+from ..tracing import recorder
 from .array import Fp8Array, factor, made
+from .quantize import SOURCES, quantize
 
 #: The dtypes of the output.
 _OUTPUTS = ("float16", "bfloat16", *FP8_LARGEST)
@@ -50,8 +60,8 @@ def attention(
             capability 10.x. Default None.
         out_scale: s, the scale of an FP8 output, a number or a float32 array ``(1,)``. Default None: the scale of v. No output
             exceeds the largest value of v, so this scale saturates no output.
-        options: causal masks, windows, lengths, ``scale``, ``page_table`` and ``bucket`` on the GPU; on the CPU all options of
-            :func:`cupy_sdpa.attention`.
+        options: causal masks, windows, lengths, ``scale``, ``page_table`` with ``num_splits`` and ``sinks``, ``layout`` and
+            ``bucket`` on the GPU; on the CPU all options of :func:`cupy_sdpa.attention`.
 
     Returns:
         ``out``, followed by the statistics and the largest magnitude if they are requested. ``out`` is an :class:`Fp8Array`, or
@@ -72,13 +82,15 @@ def attention(
     (<Fp8Array float8_e4m3fn (64, 2, 100, 1)>, (100, 2, 1))
     """
     return_amax = read_flag("return_amax", return_amax)
-    kind, arrays = _arguments(q, k, v, return_stats, out_dtype, out_scale, stats)
+    kind, arrays = _arguments(q, k, v, return_stats, out_dtype, out_scale, stats, options)
+    if recorder.active:
+        _record(q, k, v, stats, options, return_stats, out_dtype)
     results = run_cached(kind, tuple(arrays.values()), options)
     if results is None:
-        call = _read(q, arrays, options, return_stats, out_dtype)
-        results = call.run()
-        cache_call(kind, tuple(arrays), tuple(arrays.values()), options, call)
+        results = _run(kind, arrays, options, _read(q, arrays, options, return_stats, out_dtype))
     *results, amax = results
+    if layout := other_layout(options):
+        results = results_in(layout, OUTPUTS, results, {"stats": stats}, options)
     if out_dtype is None:
         results[0] = made(results[0], v.descale if out_scale is None else None, arrays["scale_out"], q.dtype)
     results += [amax] if return_amax else []
@@ -86,24 +98,111 @@ def attention(
 
 
 def attention_of_fp8(q: Any, k: Any, v: Any, options: Any, *, return_stats: Any, out: Any, stats: Any) -> Any:
-    """:func:`attention` with the arguments of :func:`cupy_sdpa.attention`.
+    """:func:`attention` with the arguments of :func:`cupy_sdpa.attention`; q may also have another dtype than FP8.
 
     Raises:
-        TypeError: ``out`` is passed.
+        TypeError: ``out`` is passed and q is an FP8 array.
     """
+    if type(q) is not Fp8Array:
+        return _convert_and_attend(q, k, v, options, return_stats, out, stats)
     if out is not None:
         raise TypeError("out is passed, and q is an FP8 array: the result is a new FP8 array with its own scale; omit out")
     return attention(q, k, v, return_stats=return_stats, stats=stats, **options)
 
 
 def read_call(q: Any, k: Any, v: Any, options: Any, *, return_stats: Any = False, out_dtype: Any = None) -> Call:
-    """The call of :func:`attention`, validated but not run."""
-    _, arrays = _arguments(q, k, v, return_stats, out_dtype, None, None)
+    """The call of :func:`attention`, validated but not run; q may also have another dtype than FP8."""
+    if type(q) is not Fp8Array:
+        name, q = _dtype_of(q), _unconverted(q, k)
+        call = read_call(q, k, v, options, return_stats=return_stats, out_dtype=name) if name in _OUTPUTS else None
+        if call and _writes_out(call):
+            return call
+    _, arrays = _arguments(q, k, v, return_stats, out_dtype, None, None, options)
     return _read(q, arrays, options, return_stats, out_dtype)
 
 
+def _convert_and_attend(q: Any, k: Any, v: Any, options: Any, return_stats: Any, out: Any, stats: Any) -> Any:
+    """Attention of queries that are converted to FP8, with FP8 keys and values. The output has the queries' dtype.
+
+    The engine writes the output in this dtype if it can; otherwise it writes FP8, which is converted.
+    """
+    name = _dtype_of(q)
+    if type(v) is not Fp8Array:
+        raise TypeError(f"k is an FP8 array and v is a {type(v).__name__}; both must be FP8 arrays: use cupy_sdpa.fp8.quantize")
+    with cupy_runtime.temporary_results():
+        lengths, layout = options.get("seq_lens_q"), options.get("layout")
+        converted = quantize(q, k.dtype, rotate=k.rotated, lengths=lengths, layout=layout)
+    if name in _OUTPUTS:
+        kind, arrays = _arguments(converted, k, v, return_stats, name, None, stats, options)
+        arrays["out"] = out
+        if recorder.active:
+            _record(converted, k, v, stats, options, return_stats, name)
+        results = run_cached(kind, tuple(arrays.values()), options)
+        if results is None and _writes_out(call := _read(converted, arrays, options, return_stats, name)):
+            results = _run(kind, arrays, options, call)
+        if results is not None:
+            *results, _ = results
+            if own := other_layout(options):
+                results = results_in(own, OUTPUTS, results, {"out": out, "stats": stats}, options)
+            return tuple(results) if len(results) > 1 else results[0]
+    result, stats = attention_in_dtype(converted, k, v, name, return_stats=return_stats, stats=stats, options=options)
+    if out is not None:
+        out[...] = result
+        result = out
+    return (result, stats) if stats is not None else result
+
+
+def attention_in_dtype(
+    q: Fp8Array, k: Fp8Array, v: Fp8Array, name: str, *, return_stats: Any, stats: Any, options: Any
+) -> tuple[Any, Any]:
+    """:func:`attention` whose output is converted to float16, bfloat16 or float32.
+
+    Returns:
+        The output, and the log-sum-exp or None.
+    """
+    if return_stats is True and stats is None and len(q.shape) == 4:
+        layout = other_layout(options)
+        _, heads, queries, batch = (to_own("q", q.data, layout) if layout else q).shape
+        stats = cupy_runtime.new_result(q.data, (queries, heads, batch), np.dtype(np.float32))
+        stats = stats.T if layout else stats
+    with cupy_runtime.temporary_results():
+        out = attention(q, k, v, return_stats=return_stats, stats=stats, **options)
+    out, *others = out if isinstance(out, tuple) else (out,)
+    return out.dequantize(name), others[0] if others else None
+
+
+def _dtype_of(q: Any) -> str:
+    """The dtype of queries that are not an FP8 array.
+
+    Raises:
+        TypeError: they are not converted to FP8.
+    """
+    name = dtype_name(q.dtype) if hasattr(q, "dtype") else type(q).__name__
+    if name not in SOURCES:
+        raise TypeError(f"q is {name} and k is an FP8 array; q must also be one, or {', '.join(SOURCES)}, which are converted")
+    return name
+
+
+def _unconverted(q: Any, k: Fp8Array) -> Fp8Array:
+    """An FP8 array without contents in place of queries."""
+    on_gpu = cupy_runtime.is_array(q)
+    with cupy_runtime.on_device_of(q) if on_gpu else contextlib.nullcontext():
+        data = cupy_runtime.new_result(q, tuple(q.shape[::-1]), storage_dtype(k.dtype, on_gpu)).T
+        if k.axis == 0:
+            data = cupy_runtime.new_result(q, tuple(q.shape), storage_dtype(k.dtype, on_gpu))
+    return made(data, k.descale, k.scale, k.dtype, rotated=k.rotated, axis=k.axis)
+
+
+def _writes_out(call: Call) -> bool:
+    """Whether the engine writes an output of another dtype than FP8."""
+    if not call.on_gpu:
+        return True
+    capability = cupy_runtime.capability(call.arrays["q"].data.device_id)
+    return not any(fp8_rules.out(call.engine_problem, 0, capability))
+
+
 def _arguments(
-    q: Any, k: Any, v: Any, return_stats: Any, out_dtype: Any, out_scale: Any, stats: Any
+    q: Any, k: Any, v: Any, return_stats: Any, out_dtype: Any, out_scale: Any, stats: Any, options: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The key of a call besides its arrays and options, and its arrays."""
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -119,6 +218,8 @@ def _arguments(
         )
     if v.rotated:
         raise ValueError("v.rotated is True; the rotation of v would remain in the output: quantize v without rotate")
+    if q.rotated:
+        _check_axes(q, k, options)
     if out_dtype is not None and out_dtype not in _OUTPUTS[:2]:
         raise TypeError(f"out_dtype is {out_dtype!r}; it must be 'float16' or 'bfloat16', or None for {q.dtype}")
     if out_dtype is not None and out_scale is not None:
@@ -131,7 +232,36 @@ def _arguments(
     return ("fp8", return_stats if type(return_stats) is bool else str(return_stats), q.dtype, out_dtype), arrays
 
 
+def _check_axes(q: Fp8Array, k: Fp8Array, options: Mapping[str, Any]) -> None:
+    """Check that the rotated axis is head_dim, which is the last axis of every layout in C order.
+
+    Raises:
+        ValueError: it is another axis.
+    """
+    layout = other_layout(options)
+    for name, x in (("q", q), ("k", k)):
+        head_dim = x.ndim - 1 if layout else 0
+        if x.axis != head_dim:
+            raise ValueError(
+                f"{name} was rotated along axis {x.axis}, and with layout={layout!r} head_dim is axis {head_dim}: pass "
+                "the layout of the arrays to both, cupy_sdpa.fp8.quantize and attention"
+            )
+
+
 def _read(q: Fp8Array, arrays: dict[str, Any], options: Any, return_stats: Any, out_dtype: str | None) -> Call:
     """The validated call of these arrays."""
     typed = {name: Typed(arrays[name], q.dtype) for name in "qkv"}
     return read_forward(options=options, return_stats=return_stats, out_dtype=out_dtype or "", **{**arrays, **typed})
+
+
+def _record(q: Any, k: Any, v: Any, stats: Any, options: Any, return_stats: Any, out_dtype: Any) -> None:
+    """Write the problem to the open traces."""
+    given = {**options, "return_stats": return_stats, "out_dtype": out_dtype}
+    recorder.record("attention", {"q": q, "k": k, "v": v, "stats": stats}, given)
+
+
+def _run(kind: tuple[Any, ...], arrays: dict[str, Any], options: Any, call: Call) -> list[Any]:
+    """Run a call and cache it."""
+    results = call.run()
+    cache_call(kind, tuple(arrays), tuple(arrays.values()), options, call)
+    return results

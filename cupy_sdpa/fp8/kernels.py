@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..device import cupy_runtime
-from ..device.kernels import TYPES, declaration, struct
+from ..device.dtypes import ROTATION, TYPES
+from ..device.kernels import declaration, struct
 from ..problem.tensor_spec import FP8_LARGEST, dtype_name
 
 #: The elements that a thread converts, the threads of a block, and the largest number of blocks for an array. The kernels count
 #: units in 32 bits.
-UNIT, _THREADS, _MAX_BLOCKS = 8, 256, 1024
+UNIT, THREADS, _MAX_BLOCKS = 8, 256, 1024
 #: The largest number of arrays in a launch: q, k and v.
 MAX_ARRAYS = 3
 #: The factors of an array in memory, ``scale`` and ``descale``, are so many elements apart: cuDNN requires aligned addresses.
@@ -33,8 +34,10 @@ class Conversion(NamedTuple):
 
     Attributes:
         source: ``(D, H, S, B)`` or packed ``(D, H, T)``, float16, bfloat16 or float32; D is a multiple of :data:`UNIT`.
-        target: uint8, dense in Fortran order, with the shape of the source.
-        factors: float32 ``(2 FACTOR_STEP,)``, where the scale and the descale are written, :data:`FACTOR_STEP` elements apart.
+        target: uint8, dense in Fortran order, with the shape of the source; None if nothing is converted, or if the address is
+            set later.
+        factors: float32 ``(2 FACTOR_STEP,)``, where the scale and the descale are written, :data:`FACTOR_STEP` elements apart;
+            None if the address is set later.
         rotation: the length of the parts of head_dim that are rotated, a power of two; 1 for none.
         lengths: int32 ``(B,)``, the length of each batch entry; 0 is stored beyond it, whatever the source contains. None for
             full lengths.
@@ -65,19 +68,17 @@ class _Array(NamedTuple):
     dense: int
 
 
-_ARRAYS = np.dtype([("arrays", struct(_Array), MAX_ARRAYS)])
+ARRAY_FIELDS = _Array._fields
+ARRAYS = np.dtype([("arrays", struct(_Array), MAX_ARRAYS)])
 
 
-def current(conversions: Sequence[Conversion], dtype: str) -> None:
-    """Convert arrays with the scale of their largest magnitude: two launches, without synchronization.
-
-    The first launch computes the largest magnitudes and the second one converts. In one launch all blocks of the grid would
-    have to wait for each other.
-    """
+def write_factors(conversions: Sequence[Conversion], dtype: str, headroom: float) -> None:
+    """Write the factors of arrays as if their largest magnitudes were larger by a factor; two launches, no conversion."""
     grid, arguments, source = _launch(conversions)
-    amax = cupy_runtime.empty(grid, np.uint32)  # of each block of the first launch
-    _kernels(source, dtype, "amax")(grid, (_THREADS,), (arguments, amax))
-    _kernels(source, dtype, "convert")(grid, (_THREADS,), (arguments, amax))
+    amax = cupy_runtime.empty(grid, np.uint32)
+    kernel(source, dtype, "amax")(grid, (THREADS,), (arguments, amax))
+    numbers = np.int64(grid[0]), np.float32(headroom)
+    kernel(source, dtype, "factors")(grid[1:], (THREADS,), (arguments, amax, *numbers))
 
 
 def delayed(conversion: Conversion, dtype: str, state: Any) -> None:
@@ -90,30 +91,36 @@ def delayed(conversion: Conversion, dtype: str, state: Any) -> None:
             blocks that have finished, and the position of the oldest entry of the history; and the history of N magnitudes.
     """
     grid, arguments, source = _launch([conversion])
-    _kernels(source, dtype, "delayed")(grid, (_THREADS,), (arguments, state, np.int64(state.size - STATE)))
+    kernel(source, dtype, "delayed")(grid, (THREADS,), (arguments, state, np.int64(state.size - STATE)))
 
 
 def update(state: Any, amax: Any, dtype: str) -> None:
     """Add a magnitude, float32 ``(1,)``, to the history of delayed scaling, and compute the next scale; one launch."""
-    _kernels("float32", dtype, "update")((1,), (1,), (amax, state, np.int64(state.size - STATE)))
+    kernel("float32", dtype, "update")((1,), (1,), (amax, state, np.int64(state.size - STATE)))
 
 
 def dequantize(source: Any, target: Any, descale: Any, rotation: int, dtype: str) -> None:
     """``target = source * descale``, rotated; both arrays are dense in Fortran order, and head_dim is a multiple of 8."""
     units = source.size // UNIT
     if units:
-        grid = (min(-(-units // _THREADS), _MAX_BLOCKS),)
+        grid = (min(-(-units // THREADS), _MAX_BLOCKS),)
         arguments = (source, target, descale, np.int64(units), np.int64(rotation))
-        _dequantize_kernel(dtype_name(target.dtype), dtype)(grid, (_THREADS,), arguments)
+        _dequantize_kernel(dtype_name(target.dtype), dtype)(grid, (THREADS,), arguments)
+
+
+def arguments_of(conversions: Sequence[Conversion]) -> tuple[tuple[int, int], Any, str]:
+    """The grid, the arguments as int64 numbers, and the dtype of the sources."""
+    arrays = [_array(conversion) for conversion in conversions]
+    blocks = max(1, min(-(-max(array.units for array in arrays) // THREADS), _MAX_BLOCKS))
+    numbers = np.zeros(MAX_ARRAYS * len(_Array._fields), np.int64)
+    numbers[: len(arrays) * len(_Array._fields)] = [number for array in arrays for number in array]
+    return (blocks, len(arrays)), numbers, dtype_name(conversions[0].source.dtype)
 
 
 def _launch(conversions: Sequence[Conversion]) -> tuple[tuple[int, int], Any, str]:
-    """The grid, the arguments and the dtype of the sources."""
-    arrays = [_array(conversion) for conversion in conversions]
-    blocks = max(1, min(-(-max(array.units for array in arrays) // _THREADS), _MAX_BLOCKS))
-    numbers = np.zeros(MAX_ARRAYS * len(_Array._fields), np.int64)
-    numbers[: len(arrays) * len(_Array._fields)] = [number for array in arrays for number in array]
-    return (blocks, len(arrays)), numbers.view(_ARRAYS).reshape(()), dtype_name(conversions[0].source.dtype)
+    """The grid, the argument of the kernels, and the dtype of the sources."""
+    grid, numbers, source = arguments_of(conversions)
+    return grid, numbers.view(ARRAYS).reshape(()), source
 
 
 def _array(conversion: Conversion) -> _Array:
@@ -124,66 +131,17 @@ def _array(conversion: Conversion) -> _Array:
         head_stride=source.strides[1],
         row_stride=source.strides[2],
         batch_stride=source.strides[3] if batch else 0,
-        target=target.data.ptr,
+        target=0 if target is None else target.data.ptr,
         width=source.shape[0] // UNIT,
         heads=heads,
         rows=rows,
         units=source.size // UNIT,
         lengths=0 if lengths is None else lengths.data.ptr,
-        factors=factors.data.ptr,
+        factors=0 if factors is None else factors.data.ptr,
         rotation=rotation,
         dense=lengths is None and source.flags.f_contiguous,
     )
 
-
-#: Functions of all kernels: the rotation, and the conversions between float and FP8.
-_FUNCTIONS = """
-// The Walsh-Hadamard transform of parts of n elements, divided by sqrt(n). Every thread of the warp calls it.
-__device__ void rotate(float* x, int n) {
-    for (int step = 1; step < 8 && step < n; step *= 2)
-        for (int i = 0; i < 8; ++i)
-            if (!(i & step)) {
-                const float a = x[i], b = x[i + step];
-                x[i] = a + b;
-                x[i + step] = a - b;
-            }
-    for (int step = 1; step < n / 8; step *= 2)
-        for (int i = 0; i < 8; ++i) {
-            const float other = __shfl_xor_sync(0xffffffffu, x[i], step);
-            x[i] = threadIdx.x & step ? other - x[i] : x[i] + other;
-        }
-    if (n > 1) for (int i = 0; i < 8; ++i) x[i] *= rsqrtf((float)n);
-}
-// A float as FP8 with MANTISSA bits of mantissa and the exponent bias BIAS; rounded to nearest even, saturated at LARGEST.
-__device__ unsigned to_fp8(float value) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-    unsigned short pair;
-    asm("cvt.rn.satfinite.INSTRUCTION.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(value));
-    return pair & 0xff;
-#else
-    const unsigned bits = __float_as_uint(value), sign = bits >> 24 & 0x80, magnitude = bits & 0x7fffffff;
-    if (magnitude > 0x7f800000) return 0x7f;
-    const int dropped = 23 - MANTISSA;
-    unsigned found;
-    if (magnitude < (127 - BIAS + 1) << 23) {  // a subnormal number: a multiple of 2^(1 - BIAS - MANTISSA)
-        found = (unsigned)rintf(__uint_as_float(magnitude) * __uint_as_float((126 + BIAS + MANTISSA) << 23));
-    } else {
-        const unsigned up = magnitude + ((1u << (dropped - 1)) - 1) + (magnitude >> dropped & 1);
-        found = (up >> dropped) - ((127 - BIAS) << MANTISSA);
-    }
-    return sign | (found < LARGEST ? found : LARGEST);
-#endif
-}
-// FP8 as a float; the exponent is shifted by a multiplication, which is exact.
-__device__ float from_fp8(unsigned x) {
-    const unsigned magnitude = x & 0x7f;
-    float value = __uint_as_float(magnitude << (23 - MANTISSA)) * __uint_as_float((254 - BIAS) << 23);
-    if (magnitude > LARGEST) value = __uint_as_float(INFINITE && magnitude == LARGEST + 1 ? 0x7f800000 : 0x7fc00000);
-    return x & 0x80 ? -value : value;
-}
-"""
-#: The bits of the mantissa, the bias of the exponent, the largest number, whether there are infinities, and the instruction.
-_FORMATS = {"float8_e4m3fn": (3, 7, 0x7E, 0, "e4m3x2"), "float8_e5m2": (2, 15, 0x7B, 1, "e5m2x2")}
 
 _READ = """
 struct Arrays { Array arrays[ARRAYS]; };
@@ -283,6 +241,13 @@ _BODIES = {
             write(a, base + threadIdx.x, x, scale);
         }
     }""",
+    "factors": """(const Arrays arrays, const unsigned* amax, long long blocks, float headroom) {
+        unsigned largest = 0;
+        for (unsigned i = threadIdx.x; i < blocks; i += THREADS) largest = max(largest, amax[blockIdx.x * blocks + i]);
+        largest = of_block(largest);
+        float* const factors = (float*)arrays.arrays[blockIdx.x].factors;
+        if (threadIdx.x == 0) factors_of(__uint_as_float(largest) * headroom, factors[0], factors[STEP]);
+    }""",
     "delayed": """(const Arrays arrays, float* state, long long length) {
         const Array& a = arrays.arrays[0];
         unsigned* const counters = (unsigned*)state + 2;
@@ -313,25 +278,18 @@ _BODIES = {
 }
 
 
-def _format(dtype: str) -> str:
-    """The functions of a format."""
-    mantissa, bias, largest, infinite, instruction = _FORMATS[dtype]
-    names = {"MANTISSA": mantissa, "BIAS": bias, "LARGEST": f"{largest}u", "INFINITE": infinite}
-    return "".join(f"#define {name} {value}\n" for name, value in names.items()) + _FUNCTIONS.replace(
-        "INSTRUCTION", instruction
-    )
-
-
 @functools.cache
-def _kernels(source: str, dtype: str, name: str) -> Any:
-    """The kernel :func:`current`, :func:`delayed` or :func:`update` launches, by its name in :data:`_BODIES`."""
+def kernel(source: str, dtype: str, name: str) -> Any:
+    """A kernel by its name in :data:`_BODIES`: "amax" and "convert" are launched one after the other (:mod:`.current`), because
+    in one launch all blocks would have to wait for each other; the others are those of the functions of this module.
+    """
     of = TYPES[source]
     names = {
-        "ARRAYS": MAX_ARRAYS, "THREADS": _THREADS, "STEP": FACTOR_STEP, "HISTORY": STATE, "MOST": FP8_LARGEST[dtype],
+        "ARRAYS": MAX_ARRAYS, "THREADS": THREADS, "STEP": FACTOR_STEP, "HISTORY": STATE, "MOST": FP8_LARGEST[dtype],
     }  # fmt: skip
     defined = "".join(f"#define {key} {value}\n" for key, value in names.items())
     return cupy_runtime.cupy().RawKernel(
-        f"{of.header}{defined}{_format(dtype)}{declaration('Array', _Array)}\ntypedef {of.name} Source;{_READ}"
+        f"{of.header}{defined}{TYPES[dtype].header}{ROTATION}{declaration('Array', _Array)}\ntypedef {of.name} Source;{_READ}"
         f'extern "C" __global__ void cupy_sdpa_fp8_{name}{_BODIES[name]}',
         f"cupy_sdpa_fp8_{name}",
     )
@@ -342,7 +300,7 @@ def _dequantize_kernel(target: str, dtype: str) -> Any:
     """The kernel of :func:`dequantize`."""
     of = TYPES[target]
     return cupy_runtime.cupy().RawKernel(
-        f"""{of.header}{_format(dtype)}typedef {of.name} Target;
+        f"""{of.header}{TYPES[dtype].header}{ROTATION}typedef {of.name} Target;
         extern "C" __global__ void cupy_sdpa_dequantize(
             const uint2* from, Target* to, const float* descale, long long units, long long rotation) {{
             const long long step = (long long)gridDim.x * blockDim.x;

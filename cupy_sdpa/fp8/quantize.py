@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from .._typing import Array
+from .._typing import Array, Layout
+from ..arrays.layouts import check_layout, from_own, other_layout, to_own
 from ..device import cupy_runtime
 from ..problem.tensor_spec import FP8_LARGEST, dtype_name, rounded
-from . import kernels
+from . import current, kernels
 from .array import Fp8Array, factor, made, one_of, rotate, rotation_of
 
 #: The dtypes of arrays that are converted; float64 on the CPU only.
@@ -19,7 +20,14 @@ SOURCES = ("float16", "bfloat16", "float32")
 _SMALLEST = 1e-30
 
 
-def quantize(x: Array, dtype: str = "float8_e4m3fn", *, rotate: bool = False, lengths: Array | None = None) -> Fp8Array:
+def quantize(
+    x: Array,
+    dtype: str = "float8_e4m3fn",
+    *,
+    rotate: bool = False,
+    lengths: Array | None = None,
+    layout: Layout | None = None,
+) -> Fp8Array:
     r"""Convert an array to FP8 with the scale of its largest magnitude (current scaling, one scale per array).
 
     .. math:: e = \operatorname{round}(s\, x), \qquad s = \frac{M}{\max |x|}, \qquad x \approx e / s
@@ -35,9 +43,11 @@ def quantize(x: Array, dtype: str = "float8_e4m3fn", *, rotate: bool = False, le
             scores do not change if q and k are both rotated, and channels of large magnitude are spread over all channels, so
             that fewer bits are lost. Default False.
         lengths: int32 ``(B,)``, the length of each batch entry. Elements beyond it are not read, and 0 is stored. Default None.
+        layout: the order of x's axes, as for :func:`cupy_sdpa.attention`: ``"bshd"``, ``"bhsd"``, ``"sbhd"`` or ``"thd"`` in C
+            order. Default None: ``(D, H, S, B)`` or ``(D, H, T)``.
 
     Returns:
-        The FP8 array, dense in Fortran order.
+        The FP8 array, with the axes of x; in memory it is dense in the order (D, H, S, B).
 
     Raises:
         TypeError, ValueError: the array, the dtype or the lengths are not supported.
@@ -53,27 +63,37 @@ def quantize(x: Array, dtype: str = "float8_e4m3fn", *, rotate: bool = False, le
     >>> x.scale.tolist(), x.dequantize().ravel().tolist()
     ([128.0], [1.0, -3.5, 0.1015625])
     """
-    (result,) = quantize_all([x], dtype, [rotate], [lengths])
+    (result,) = quantize_all([x], dtype, [rotate], [lengths], layout)
     return result
 
 
-def quantize_all(arrays: Sequence[Any], dtype: str, rotations: Sequence[bool], lengths: Sequence[Any]) -> list[Fp8Array]:
+def quantize_all(
+    arrays: Sequence[Any], dtype: str, rotations: Sequence[bool], lengths: Sequence[Any], layout: Any = None
+) -> list[Fp8Array]:
     """:func:`quantize` for up to three arrays, in the same two launches."""
-    if dtype not in FP8_LARGEST:
-        raise TypeError(f"dtype is {dtype!r}; it must be {' or '.join(FP8_LARGEST)}")
-    for array, of_array in zip(arrays, lengths, strict=True):
-        _check(array, of_array)
-    parts = [rotation_of(x.shape[0]) if wanted else 1 for x, wanted in zip(arrays, rotations, strict=True)]
-    if not cupy_runtime.is_array(arrays[0]):
-        found = [_on_cpu(x, dtype, part, n) for x, part, n in zip(arrays, parts, lengths, strict=True)]
-        return [
-            Fp8Array(data, descale, scale=scale, rotated=part > 1)
-            for (data, scale, descale), part in zip(found, parts, strict=True)
-        ]
+    key = current.key_of(arrays, dtype, rotations, lengths, layout) if cupy_runtime.is_array(arrays[0]) else None
+    prepared = None if key is None else current.found(key)
+    if prepared is None:
+        if dtype not in FP8_LARGEST:
+            raise TypeError(f"dtype is {dtype!r}; it must be {' or '.join(FP8_LARGEST)}")
+        check_layout(layout)
+        other = other_layout({"layout": layout})
+        own = [to_own(name, x, other) for name, x in zip("qkv", arrays, strict=False)] if other else arrays
+        for array, of_array in zip(own, lengths, strict=True):
+            _check(array, of_array)
+        parts = [rotation_of(x.shape[0]) if wanted else 1 for x, wanted in zip(own, rotations, strict=True)]
+        if key is None:
+            found = [_on_cpu(x, dtype, part, n) for x, part, n in zip(own, parts, lengths, strict=True)]
+            results = [
+                made(data, descale, scale, dtype, rotated=part > 1)
+                for (data, scale, descale), part in zip(found, parts, strict=True)
+            ]
+            return [_in_layout(name, x, other) for name, x in zip("qkv", results, strict=False)] if other else results
+        with cupy_runtime.on_device_of(arrays[0]):
+            prepared = current.prepare(own, dtype, parts, lengths, other)
+        current.keep(key, prepared)
     with cupy_runtime.on_device_of(arrays[0]):
-        conversions = [_conversion(x, part, n) for x, part, n in zip(arrays, parts, lengths, strict=True)]
-        kernels.current(conversions, dtype)
-    return [_result(conversion, dtype) for conversion in conversions]
+        return prepared.run(arrays, [n if n is None or n.flags.c_contiguous else n.copy() for n in lengths])
 
 
 def quantize_qkv(
@@ -85,6 +105,7 @@ def quantize_qkv(
     rotate: bool = False,
     seq_lens_q: Array | None = None,
     seq_lens_kv: Array | None = None,
+    layout: Layout | None = None,
 ) -> tuple[Fp8Array, Fp8Array, Fp8Array]:
     """:func:`quantize` for q, k and v, on the GPU in the same launches.
 
@@ -93,6 +114,7 @@ def quantize_qkv(
         dtype: as for :func:`quantize`.
         rotate: rotate q and k, but not v. Default False.
         seq_lens_q, seq_lens_kv: int32 ``(B,)``, the lengths of each batch entry. Default None: full lengths.
+        layout: as for :func:`quantize`.
 
     Returns:
         q, k and v in FP8.
@@ -111,7 +133,7 @@ def quantize_qkv(
         if type(x) is not type(q) or x.dtype != q.dtype:
             kinds = [f"{type(y).__module__} {getattr(y, 'dtype', '')}" for y in (x, q)]
             raise TypeError(f"{name} is {kinds[0]} and q is {kinds[1]}; q, k and v must be arrays of one kind and dtype")
-    results = quantize_all([q, k, v], dtype, [rotate, rotate, False], [seq_lens_q, seq_lens_kv, seq_lens_kv])
+    results = quantize_all([q, k, v], dtype, [rotate, rotate, False], [seq_lens_q, seq_lens_kv, seq_lens_kv], layout)
     return results[0], results[1], results[2]
 
 
@@ -172,8 +194,11 @@ class DelayedScaling:
         """The scale of the next array, float32 ``(1,)``; a copy."""
         return self._state[:1].copy()
 
-    def quantize(self, x: Array, *, lengths: Array | None = None) -> Fp8Array:
+    def quantize(self, x: Array, *, lengths: Array | None = None, layout: Layout | None = None) -> Fp8Array:
         """Convert an array with the current scale, and add its largest magnitude to the history; see :func:`quantize`."""
+        check_layout(layout)
+        if other := other_layout({"layout": layout}):
+            return _in_layout("q", self.quantize(to_own("q", x, other), lengths=lengths), other)
         self._check_engine(x)
         _check(x, lengths)
         part = rotation_of(x.shape[0]) if self.rotate else 1
@@ -211,6 +236,13 @@ class DelayedScaling:
         history[position[0]] = amax
         position[0] = (position[0] + 1) % history.size
         state[:1], state[1:2] = _factors(history.max(), self.dtype)
+
+
+def _in_layout(name: str, x: Fp8Array, layout: str) -> Fp8Array:
+    """An FP8 array with the axes of a layout in C order, whose last axis is head_dim; a view."""
+    rotated = x.rotated
+    data = from_own(name, x.data, layout)
+    return made(data, x.descale, x.scale, x.dtype, rotated=rotated, axis=data.ndim - 1 if rotated else 0)
 
 
 def _check(x: Any, lengths: Any) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from ..device import cupy_runtime
 from ..problem.tensor_spec import dtype_name
 from .array import Fp8Array
-from .forward import attention
+from .forward import attention_in_dtype
 from .quantize import SOURCES, quantize_qkv
 
 
@@ -27,14 +29,14 @@ def forward_in_fp8(q: Any, k: Any, v: Any, dtype: str, options: Mapping[str, Any
         TypeError, ValueError, Unsupported, CudnnError: as :func:`cupy_sdpa.fp8.attention`.
     """
     allowed = SOURCES[:2] if cupy_runtime.is_array(q) else SOURCES
-    if (name := dtype_name(q.dtype) if hasattr(q, "dtype") else type(q).__name__) not in allowed:
+    if (name := dtype_name(q.dtype) if isinstance(getattr(q, "dtype", ""), np.dtype) else type(q).__name__) not in allowed:
         raise TypeError(
             f"compute_dtype is {dtype!r} and q is {name}; q must be {' or '.join(allowed)}, the dtype of the gradients"
         )
-    lengths = {name: options[name] for name in ("seq_lens_q", "seq_lens_kv") if options.get(name) is not None}
-    arrays = quantize_qkv(q, k, v, dtype, rotate=True, **lengths)
-    out, stats = attention(*arrays, return_stats=True, **options)
-    return (*arrays, out.dequantize(name), stats)
+    given = {name: options[name] for name in ("seq_lens_q", "seq_lens_kv", "layout") if options.get(name) is not None}
+    arrays = quantize_qkv(q, k, v, dtype, rotate=True, **given)
+    out, stats = attention_in_dtype(*arrays, name, return_stats=True, stats=None, options=options)
+    return (*arrays, out, stats)
 
 
 def dequantized(arrays: Sequence[Any], dtype: Any) -> list[Any]:

@@ -50,7 +50,7 @@ def uniform(count: int, batch: int) -> NDArray[np.int64]:
 
 
 def check_arrays(
-    k: Any, v: Any, dims: tuple[int, int], heads: int, batch: int, dtype: np.dtype[Any], device: int | None
+    k: Any, v: Any, dims: tuple[int, int], heads: int, batch: int, dtype: np.dtype[Any] | None, device: int | None
 ) -> None:
     """Check the type, device, dtype, shape and strides of new keys and values.
 
@@ -59,7 +59,7 @@ def check_arrays(
         dims: D and Dv.
         heads: Hkv.
         batch: B.
-        dtype: the dtype of the cache.
+        dtype: the dtype of the cache; None if another function has checked the dtypes.
         device: the number of its device; None for numpy arrays.
     """
     for name, x, dim in (("k", k, dims[0]), ("v", v, dims[1])):
@@ -68,7 +68,7 @@ def check_arrays(
             raise TypeError(f"{name} is {type(x).__module__}.{type(x).__name__}, but the cache consists of {kind} arrays")
         if device is not None and x.data.device_id != device:
             raise ValueError(f"{name} is on device {x.data.device_id}, the cache on device {device}; copy the array")
-        if x.dtype != dtype:
+        if dtype is not None and x.dtype != dtype:
             raise TypeError(f"{name} is {x.dtype}, but the cache is {dtype}; use {name}.astype(), or dtype= of the cache")
         dense = x.ndim == 4 and x.shape[3] == batch
         if not (dense or x.ndim == 3) or x.shape[:2] != (dim, heads):

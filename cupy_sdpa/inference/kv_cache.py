@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .._typing import Array
-from ..calls.options import read_positive
-from ..device import cache_kernels, cupy_runtime
-from ..problem.tensor_spec import FLOAT_DTYPES, FloatDtype, dtype_name, numpy_dtype
+from ..calls.options import read_flag, read_positive
+from ..device import cupy_runtime
+from ..device.paging import cache_kernels
+from ..problem.tensor_spec import FLOAT_DTYPES, FP8_LARGEST, FloatDtype, dtype_name, numpy_dtype, storage_dtype
 from . import on_numpy
 from .arguments import check_arrays, check_tokens, index, read_counts, tokens_of, uniform
+from .fp8_pages import Fp8Pages
 from .pages import Pages
 
 if TYPE_CHECKING:
@@ -45,9 +47,13 @@ class KVCache:
         batch: B, the number of sequences.
         page_size: tokens per page.
         head_dim_v: Dv, the head dim of values; by default D.
-        dtype: float16, bfloat16, float32 or float64.
+        dtype: float16, bfloat16, float32, float64; or float8_e4m3fn or float8_e5m2 for FP8 (:doc:`/fp8`). Default bfloat16.
         layers: the number of layers, which share the page table.
         max_length: the maximum number of tokens of one sequence; by default ``pages * page_size``.
+        k_scale, v_scale: the scales of FP8 keys and values, which are multiplied by them and rounded: a number, or a number for
+            each layer. Values beyond the largest number of the dtype divided by the scale saturate. By default that of twice
+            the largest magnitude of the first tokens of a layer; if these are an FP8 array, its scale.
+        rotate: whether FP8 keys are rotated, see :func:`cupy_sdpa.fp8.quantize`. FP8 queries must then be rotated as well.
         numpy: whether the cache consists of numpy arrays; otherwise of arrays on CuPy's current device.
 
     Attributes:
@@ -84,6 +90,9 @@ class KVCache:
         dtype: FloatDtype | Any = "bfloat16",
         layers: int = 1,
         max_length: int | None = None,
+        k_scale: float | Sequence[float] | None = None,
+        v_scale: float | Sequence[float] | None = None,
+        rotate: bool = False,
         numpy: bool = False,
     ) -> None:
         self.head_dim, self.heads_kv = read_positive("head_dim", head_dim), read_positive("heads_kv", heads_kv)
@@ -95,8 +104,14 @@ class KVCache:
         if min(tokens, self.max_length + self.page_size) * self.heads_kv >= 1 << 31:
             raise ValueError(f"max_length is {self.max_length} with {self.heads_kv} heads; their product must be below 2**31")
         name = dtype if isinstance(dtype, str) else dtype_name(np.dtype(dtype))
-        if name not in FLOAT_DTYPES:
-            raise TypeError(f"dtype is {name}; it must be one of {', '.join(FLOAT_DTYPES)}")
+        if name not in FLOAT_DTYPES and name not in FP8_LARGEST:
+            raise TypeError(f"dtype is {name}; it must be one of {', '.join((*FLOAT_DTYPES, *FP8_LARGEST))}")
+        self._fp8: Fp8Pages | None = None
+        if name in FP8_LARGEST:
+            dims, scales = (self.head_dim, self.head_dim_v), (k_scale, v_scale)
+            self._fp8 = Fp8Pages(name, dims, self.layers, scales, rotated=read_flag("rotate", rotate), on_gpu=not numpy)
+        elif k_scale is not None or v_scale is not None or rotate:
+            raise ValueError(f"dtype is {name}; k_scale, v_scale and rotate are for FP8 caches: omit them")
         self.dtype = numpy_dtype(name)
         if not numpy and cupy_runtime.current_device() is None:
             raise RuntimeError(
@@ -105,7 +120,7 @@ class KVCache:
             )
         self._numpy, self._engine = numpy, on_numpy if numpy else cache_kernels
         self._storage = [
-            self._engine.zeros((dim, self.page_size, self.heads_kv, self.pages, self.layers), self.dtype)
+            self._engine.zeros((dim, self.page_size, self.heads_kv, self.pages, self.layers), storage_dtype(name, not numpy))
             for dim in (self.head_dim, self.head_dim_v)
         ]
         self._keys, self._values = (
@@ -131,10 +146,20 @@ class KVCache:
 
     def _load(self) -> None:
         """Append nothing, so that the kernel is compiled before a capture, during which it cannot be."""
+        if self._fp8:
+            return
         nothing = (
             self._engine.zeros((dim, self.heads_kv, 0, self.batch), self.dtype) for dim in (self.head_dim, self.head_dim_v)
         )
-        self._engine.append(*nothing, self._keys[0], self._values[0], self._parts, advance=True)
+        self._write(next(nothing), next(nothing), 0)
+
+    def _write(self, k: Any, v: Any, layer: int) -> None:
+        """Enqueue the kernel that writes tokens of a layer."""
+        pages = self._keys[layer], self._values[layer]
+        if self._fp8:
+            self._fp8.append(k, v, pages, layer, self._parts, advance=not layer)
+        else:
+            self._engine.append(k, v, *pages, self._parts, advance=not layer)
 
     def __repr__(self) -> str:
         lengths, used = self._pages.lengths, self.pages - self.free_pages
@@ -154,12 +179,19 @@ class KVCache:
         return self._pages.lengths.copy()
 
     def keys(self, layer: int = 0) -> Any:
-        """The keys of a layer, ``(D, Hkv, page_size, pages)``; a view of the order (D, page_size, Hkv, pages)."""
-        return self._keys[index(layer, self.layers, "layer")]
+        """The keys of a layer, ``(D, Hkv, page_size, pages)``; a view of the order (D, page_size, Hkv, pages).
+
+        Those of an FP8 cache are a :class:`cupy_sdpa.fp8.Fp8Array`.
+        """
+        return self._arrays(self._keys, 0, layer)
 
     def values(self, layer: int = 0) -> Any:
         """The values of a layer, ``(Dv, Hkv, page_size, pages)``; a view of the order (Dv, page_size, Hkv, pages)."""
-        return self._values[index(layer, self.layers, "layer")]
+        return self._arrays(self._values, 1, layer)
+
+    def _arrays(self, layers: list[Any], side: int, layer: int) -> Any:
+        pages = layers[index(layer, self.layers, "layer")]
+        return self._fp8.array(pages, side, layer) if self._fp8 else pages
 
     def begin_step(self, counts: int | Sequence[int] | NDArray[Any] = 1) -> None:
         """Announce a step: take the pages of the new tokens, and copy shared pages that will be written.
@@ -199,7 +231,8 @@ class KVCache:
             k: ``(D, Hkv, S, B)``, of which the first ``counts[b]`` of the S tokens of each sequence are written; or packed
                 ``(D, Hkv, T)``, with the new tokens of all sequences in order; T is their number. The stride along D is one
                 element.
-            v: ``(Dv, Hkv, S, B)`` or packed ``(Dv, Hkv, T)``.
+            v: ``(Dv, Hkv, S, B)`` or packed ``(Dv, Hkv, T)``. k and v have the dtype of the cache. An FP8 cache takes float16,
+                bfloat16, float32 (numpy: also float64), and FP8 arrays of any scale.
             layer: the layer.
             counts: as for :meth:`begin_step`, which is called with them if no step is announced. The default is then S for
                 every sequence; packed arrays need counts.
@@ -217,7 +250,9 @@ class KVCache:
         array([2, 3], dtype=int32)
         """
         layer = index(layer, self.layers, "layer")
-        check_arrays(k, v, (self.head_dim, self.head_dim_v), self.heads_kv, self.batch, self.dtype, self._device_id)
+        keys, values, source = self._fp8.read(k, v) if self._fp8 else (k, v, "")
+        dtype, dims = None if self._fp8 else self.dtype, (self.head_dim, self.head_dim_v)
+        check_arrays(keys, values, dims, self.heads_kv, self.batch, dtype, self._device_id)
         capturing = self._capturing()
         if capturing and not (self._begun if layer else self._announced):
             raise RuntimeError(
@@ -239,10 +274,14 @@ class KVCache:
                 f"counts are {given.tolist()}, but the step was announced with {self._counts.tolist()}; leave counts out"
             )
         check_tokens(k, given, self._needed if begun else tokens_of(given), capturing)
+        if self._fp8 and capturing:
+            self._fp8.check_capture(layer, source)
         if not begun:
             self.begin_step(given)
         with self._device():
-            self._engine.append(k, v, self._keys[layer], self._values[layer], self._parts, advance=not layer)
+            if self._fp8 and self._fp8.unknown(layer) and given.any():
+                self._fp8.set_scales(k, v, layer, self._parts.counts)
+            self._write(k, v, layer)
         self._captured |= capturing
         if not layer and not capturing:
             self._announced = False

@@ -1,4 +1,4 @@
-"""The functions of :mod:`cupy_sdpa.device.cache_kernels` for numpy arrays."""
+"""The functions of :mod:`cupy_sdpa.device.paging.cache_kernels` for numpy arrays."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..device.cache_kernels import State
+from ..device.paging.cache_kernels import State
 
 
 def zeros(shape: tuple[int, ...], dtype: Any) -> Any:

@@ -16,6 +16,7 @@ from ..calls.arguments import read_forward
 from ..calls.options import Options, is_one_of, takes_options
 from ..calls.replay_cache import cache_call, run_cached
 from ..device import cupy_runtime, kernels, memory
+from ..fp8.array import Fp8Array
 from ..helpers import merge
 from ..problem.problem import OTHER_RESULTS
 from ..problem.split import MAX_ROWS
@@ -162,6 +163,11 @@ def _check(k: Array, shared_prefix: int, options: Options) -> None:
     Raises:
         TypeError, ValueError: an argument is invalid.
     """
+    if isinstance(k, Fp8Array):
+        raise TypeError(
+            "k is an FP8 array; shared_prefix_attention does not support FP8: use cupy_sdpa.attention, which reads the shared "
+            "pages once for each sequence"
+        )
     if options.get("page_table") is None or options.get("seq_lens_kv") is None:
         raise ValueError("shared_prefix_attention needs page_table and seq_lens_kv; dense arrays have no shared pages")
     if not isinstance(shared_prefix, numbers.Integral) or isinstance(shared_prefix, bool):

@@ -64,6 +64,8 @@ def to_four_axes(array: Any) -> Any:
 
 def check_array(name: str, x: Any) -> None:
     """Raise TypeError if an argument is not an array."""
+    if remedy := getattr(type(x), "not_an_array", None):
+        raise TypeError(f"{name} is a {type(x).__name__}; {remedy}")
     if not hasattr(x, "ndim"):
         raise TypeError(f"{name} is a {type(x).__name__}; pass an array: convert with numpy.asarray(...) or cupy.asarray(...)")
 

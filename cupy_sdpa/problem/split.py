@@ -6,7 +6,7 @@ if there are few sequences. A split problem avoids both. The G query heads of a 
 the page table is a part of the sequence's row. The results of the chunks are merged (device/merge.py).
 
 The chunks have no mask, which would take a fifth of the time: they cover the common keys, whole pages to which every query
-attends. A small kernel computes attention over the boundary keys, the few other keys of each query (device/paged.py).
+attends. A small kernel computes attention over the boundary keys, the few other keys of each query (device/paging/paged.py).
 
 Row ``r = g Sq + s`` is query s of head g of the group, so the rows of all heads in memory are an array ``(D, Sq, Hq, B C)``.
 Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
@@ -14,6 +14,7 @@ Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +30,12 @@ BLOCKS = 128
 MIN_KEYS = 256
 #: The keys that cuDNN's kernels load at once: they use all table entries of a tile.
 TILE_KEYS = 128
+#: The same for FP8 kernels, whose tiles are wider: a multiple of 192 and 256. With a table of 128 keys the kernel used
+#: the memory after it as entries.
+FP8_TILE_KEYS = 768
+#: The largest number of keys per chunk of FP8 arrays. On Hopper the error of a kernel grows with its number of keys; the merge
+#: adds in float32.
+MAX_FP8_KEYS = 4096
 
 
 def obstacle(problem: Problem) -> str:
@@ -38,7 +45,6 @@ def obstacle(problem: Problem) -> str:
     program = problem.settings.program
     options = {
         "page_table=None": not problem.paged,
-        "FP8 arrays": problem.fp8,
         "cu_seqlens_q": problem.packed,
         "bias": problem.bias,
         "mask": problem.mask,
@@ -56,35 +62,48 @@ def split_of(problem: Problem) -> Split | None:
     """How to split a problem on the GPU; None if cuDNN runs it as it is.
 
     The number of chunks depends on the batch size, the heads, and the width of the page table or of the window; the lengths are
-    on the device. For a single query, cuDNN's own kernel that splits the keys is as fast.
+    on the device. For a single query, cuDNN's own kernel that splits the keys is as fast; it takes no FP8 arrays.
     """
     _, _, hq, hkv, sq, _, b = problem.sizes
     settings = problem.settings
     others = (settings.num_splits, problem.sinks, problem.band, problem.other_out)
     requested = problem.deterministic or any(option is not None for option in others)
-    if problem.trivial or obstacle(problem) or not (sq > 1 or requested):
+    if problem.trivial or obstacle(problem) or not (sq > 1 or requested or problem.fp8):
         return None
     assert problem.page_table
     (pages, _), page, tiles = problem.page_table.shape, problem.k.shape[2], -(-(hq // hkv * sq) // TILE_ROWS)
     if (band := problem.band) and band.left is not None and band.right is not None:
         pages = min(pages, (band.left + band.right + 1) // page + 2)
-    chunks = settings.num_splits or max(1, min(BLOCKS // (b * hkv * tiles), pages * page // MIN_KEYS))
+    least = -(-pages * page // MAX_FP8_KEYS) if problem.fp8 else 1
+    chunks = settings.num_splits or max(least, min(BLOCKS // (b * hkv * tiles), pages * page // MIN_KEYS))
     per_chunk = padded_pages(-(-pages // min(chunks, pages)), page)
     return Split(-(-pages // per_chunk), per_chunk)
 
 
+def queries_in_rows(problem: Problem) -> int:
+    """The queries of a head in the rows: Sq, or 2 for a single row of FP8, which is computed twice.
+
+    cuDNN has no FP8 kernel for one row on Hopper; its kernel computes a tile of rows in any case.
+    """
+    _, _, hq, hkv, sq, _, _ = problem.sizes
+    return 2 if problem.fp8 and hq == hkv and sq == 1 else sq
+
+
 def split_problem(problem: Problem, split: Split) -> Problem:
     """The problem of the chunks: ``(D, Hkv, R, B C)``, with the log-sum-exp, without sinks."""
-    d, dv, hq, hkv, sq, _, b = problem.sizes
-    rows, entries, dtype = hq // hkv * sq, b * split.chunks, problem.dtype
+    d, dv, hq, hkv, _, _, b = problem.sizes
+    rows, entries, dtype = hq // hkv * queries_in_rows(problem), b * split.chunks, problem.dtype
+    width = padded_pages(split.pages, problem.k.shape[2], FP8_TILE_KEYS) if problem.fp8 else split.pages
     specs: dict[str, Any] = {
         "q": _rows_spec("q", dtype, (d, rows, hkv, entries)),
         "out": _rows_spec("out", dtype, (dv, rows, hkv, entries)),
         "stats": dense_spec("stats", "float32", (rows, hkv, entries)),
-        "page_table": dense_spec("page_table", "int32", (split.pages, entries)),
+        "page_table": dense_spec("page_table", "int32", (width, entries)),
         "seq_lens_q": dense_spec("seq_lens_q", "int32", (entries,)),
         "seq_lens_kv": dense_spec("seq_lens_kv", "int32", (entries,)),
     }
+    if problem.fp8:
+        specs |= {"scale_out": dense_spec("scale_out", "float32", (1,)), "amax_out": dense_spec("amax_out", "float32", (1,))}
     settings = problem.settings._replace(num_splits=None, band=None, split=split, deterministic=rows == 1)
     return replace(problem, settings=settings, sinks=None, other_out=None, other_stats=None, **specs)
 
@@ -97,13 +116,13 @@ def _rows_spec(name: str, dtype: str, shape: tuple[int, int, int, int]) -> Tenso
     return replace(memory, shape=(d, heads, rows, entries), strides=(column, head, row, entry))
 
 
-def padded_pages(pages: int, page: int) -> int:
+def padded_pages(pages: int, page: int, tile: int = TILE_KEYS) -> int:
     """The number of pages rounded up to whole tiles of keys: cuDNN loads page 0 for the rest of a tile.
 
     >>> padded_pages(3, 16), padded_pages(3, 64), padded_pages(3, 128)
     (8, 4, 3)
     """
-    unit = max(1, TILE_KEYS // page)
+    unit = tile // math.gcd(tile, page)
     return -(-pages // unit) * unit
 
 
@@ -113,7 +132,7 @@ def with_whole_tiles(problem: Problem) -> Problem:
     table, page = problem.page_table, problem.k.shape[2]
     if table is None or (sq == 1 and not problem.packed):
         return problem
-    pages = padded_pages(table.shape[0], page)
+    pages = padded_pages(table.shape[0], page, FP8_TILE_KEYS if problem.fp8 else TILE_KEYS)
 
     def longer(spec: TensorSpec) -> TensorSpec:
         keys, *others = spec.shape

@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from ..device import merge, paged
+from ..device import merge
 from ..device.cupy_runtime import empty
+from ..device.paging import paged, records
 from ..problem.problem import Problem
-from ..problem.tensor_spec import numpy_dtype
+from ..problem.split import queries_in_rows
+from ..problem.tensor_spec import storage_dtype
 
 
 class SplitStage:
@@ -30,38 +32,53 @@ class SplitStage:
     ) -> None:
         split = engine_problem.settings.split
         assert split
-        self._originals, dtype = arrays, numpy_dtype(problem.dtype)
+        assert engine_problem.page_table
+        self._problem, self._originals = problem, arrays
+        dtype = storage_dtype(problem.dtype, on_gpu=True)
         d, dv, hq, hkv, sq, _, b = problem.sizes
-        entries, rows = b * split.chunks, hq // hkv * sq
+        staged, entries = queries_in_rows(problem), b * split.chunks
+        rows = hq // hkv * staged
         q, k, v, table = (arrays[name] for name in ("q", "k", "v", "page_table"))
-        keys = paged.Keys(k, v, table, arrays["seq_lens_q"], arrays["seq_lens_kv"], problem.band)
-        chunks = paged.Chunks(
-            rows=empty((d, sq, hq, entries), dtype),
-            table=empty((split.pages, entries), np.dtype(np.int32)),
+        keys = records.Keys(k, v, table, arrays["seq_lens_q"], arrays["seq_lens_kv"], problem.band)
+        chunks = records.Chunks(
+            rows=empty((d, staged, hq, entries), dtype),
+            table=empty(engine_problem.page_table.shape, np.dtype(np.int32)),
             row_counts=empty((entries,), np.dtype(np.int32)),
             lengths=empty((entries,), np.dtype(np.int32)),
-            stats=empty((sq, hq, entries), np.dtype(np.float32)),
+            stats=empty((staged, hq, entries), np.dtype(np.float32)),
         )
-        out, boundary = empty((dv, sq, hq, entries), dtype), None
-        self._parts = [_parts(out, chunks.stats, split.chunks)]
+        out, boundary = empty((dv, staged, hq, entries), dtype), None
+        self._parts = [_parts(out, chunks.stats, split.chunks, sq)]
         if problem.band:
             results = empty((dv, sq, hq, b), dtype), empty((sq, hq, b), np.dtype(np.float32))
-            boundary = paged.BoundaryKeys(*results, scalars["scale"], scalars.get("softcap"))
-            self._parts.append(_parts(*results, 1))
-        paged.split(q, keys, split, rows, chunks, boundary)
+            boundary = records.BoundaryKeys(*results, scalars["scale"], scalars.get("softcap"))
+            self._parts.append(_parts(*results, 1, sq))
+        factors = None
+        if problem.fp8:
+            number = np.dtype(np.float32)
+            descale_q, descale_k, descale_v = (arrays[name] for name in ("descale_q", "descale_k", "descale_v"))
+            factors = records.Factors(descale_q, descale_k, descale_v, empty((1,), number), arrays["amax_out"])
+        paged.split(q, keys, split, chunks, boundary, problem.dtype, factors)
         #: The rows of a key/value head are the heads of its group and the queries.
         self.arrays: dict[str, Any] = {
             "q": _by_rows(chunks.rows, rows), "k": k, "v": v, "out": _by_rows(out, rows),
             "stats": chunks.stats.reshape((rows, hkv, entries), order="F"), "page_table": chunks.table,
             "seq_lens_q": chunks.row_counts, "seq_lens_kv": chunks.lengths,
         }  # fmt: skip
+        if factors:
+            own = {"scale_out": factors.scale_parts, "amax_out": empty((1,), number)}
+            self.arrays |= {name: arrays[name] for name in factors._fields[:3]} | own
 
     def finish(self) -> None:
         """Merge the results of the chunks, of the boundary keys, and of other keys."""
         arrays, parts = self._originals, self._parts
         if "other_out" in arrays:
             parts = [*parts, merge.Parts(arrays["other_out"][..., None], arrays["other_stats"][..., None])]
-        merge.merge(parts, arrays["out"], arrays.get("stats"), arrays.get("sinks"), arrays["seq_lens_q"])
+        factors = None
+        if self._problem.fp8:
+            scale = arrays["scale_out"] if self._problem.scale_out else None
+            factors = merge.Factors(self._problem.dtype, arrays["descale_v"], scale, arrays["amax_out"])
+        merge.merge(parts, arrays["out"], arrays.get("stats"), arrays.get("sinks"), arrays["seq_lens_q"], factors)
 
 
 def _by_rows(array: Any, rows: int) -> Any:
@@ -70,10 +87,9 @@ def _by_rows(array: Any, rows: int) -> Any:
     return array.reshape((d, rows, -1, entries), order="F").transpose(0, 2, 1, 3)
 
 
-def _parts(out: Any, stats: Any, chunks: int) -> merge.Parts:
-    """The parts of arrays ``(Dv, Sq, Hq, B C)`` and ``(Sq, Hq, B C)`` with C chunks for each batch entry."""
-    dv, sq, hq, entries = out.shape
-    shape = (sq, hq, chunks, entries // chunks)
-    return merge.Parts(
-        out.reshape((dv, *shape), order="F").transpose(0, 2, 1, 4, 3), stats.reshape(shape, order="F").transpose(0, 1, 3, 2)
-    )
+def _parts(out: Any, stats: Any, chunks: int, sq: int) -> merge.Parts:
+    """The parts of the first ``sq`` queries of arrays ``(Dv, S, Hq, B C)`` and ``(S, Hq, B C)``: C chunks of a batch entry."""
+    dv, staged, hq, entries = out.shape
+    shape = (staged, hq, chunks, entries // chunks)
+    parts = out.reshape((dv, *shape), order="F").transpose(0, 2, 1, 4, 3)[:, :, :sq]
+    return merge.Parts(parts, stats.reshape(shape, order="F").transpose(0, 1, 3, 2)[:sq])

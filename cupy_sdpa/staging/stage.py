@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..device import cupy_runtime, kernels, memory, paged
+from ..device import cupy_runtime, kernels, memory
+from ..device.paging import paged
 from ..problem.bucket import padded_axes
 from ..problem.problem import (
     CU_SEQLENS,

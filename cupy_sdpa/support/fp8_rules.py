@@ -26,6 +26,16 @@ def head_dim(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
         )
 
 
+def wide_values(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    """Head dims of v above 128 with a smaller one of q and k, which end in an illegal memory access on Hopper."""
+    d, dv, *_ = problem.sizes
+    if problem.fp8 and d <= 128 < dv and capability < 100:
+        yield (
+            f"the head_dim of q and k is {d} and that of v {dv}; on compute capability {capability / 10} values above 128 "
+            "need q and k above 128 in FP8: pad q and k with zeros to 144 and pass scale=, or pass bfloat16 arrays"
+        )
+
+
 def out(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     """Outputs of another dtype."""
     if problem.fp8 and problem.out.dtype != problem.dtype and not 100 <= capability < 120:

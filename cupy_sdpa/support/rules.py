@@ -344,6 +344,8 @@ RULES: tuple[Rule, ...] = (
     Rule("head-dim", "Head dims that are multiples of 8, and of 16 for FP8.", Unsupported, _head_dim),
     Rule("fp8-gpu", "FP8: compute capability 9.0 (Hopper) or newer.", Unsupported, fp8_rules.gpu),
     Rule("fp8-head-dim", "FP8: head dims up to 256, and up to 128 on SM 12.x.", Unsupported, fp8_rules.head_dim),
+    Rule("fp8-wide-values", "FP8: on Hopper head dims of v above 128 with those of q and k above 128 only; others end in an "
+         "illegal memory access.", Unsupported, fp8_rules.wide_values, planned=True),
     Rule("fp8-output", "FP8: an output of another dtype on SM 10.x only.", Unsupported, fp8_rules.out),
     Rule("fp8-one-query", "FP8: two or more queries, except on SM 10.x.", Unsupported, fp8_rules.one_query),
     Rule("fp8-scale", "FP8: a positive scale; results are wrong on Hopper.", Unsupported, fp8_rules.scale, planned=True),

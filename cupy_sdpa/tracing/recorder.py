@@ -142,7 +142,7 @@ def _value(name: str, value: Any, tensors: Mapping[str, Any]) -> Any:
 
 def _array(array: Any) -> dict[str, Any]:
     """Shape and dtype of an array, and its strides in bytes unless it is dense in Fortran order."""
-    shape, dense, step = list(map(int, array.shape)), [], int(array.dtype.itemsize)
+    shape, dense, step = list(map(int, array.shape)), [], int(getattr(array.dtype, "itemsize", 1))  # the dtype of FP8 is a name
     for length in shape:
         dense.append(step)
         step *= length

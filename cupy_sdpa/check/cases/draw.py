@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from . import fp8
 from .case import REQUIRES, Case, Dropout, Packed, Paged
 from .functions import DTYPES, MASKS, SCORES
 
@@ -279,7 +280,7 @@ def _dropout(sampler: Sampler) -> Any:
 
 #: How each option is drawn.
 OPTIONS: dict[str, Callable[[Sampler], Any]] = {
-    "scale": lambda sampler: sampler.pick(0.0, 0.05, 0.3, 1.0, -0.1, -0.3),
+    "scale": lambda sampler: sampler.pick(*(() if "fp8" in sampler.names else (0.0, -0.1, -0.3)), 0.05, 0.3, 1.0),
     "causal": lambda sampler: sampler.pick("top_left", "bottom_right"),
     "window": Sampler.window,
     "mask": lambda s: (s.axes(), s.pick("random", "random", "rows", "keys", "none", "all")),
@@ -296,21 +297,17 @@ OPTIONS: dict[str, Callable[[Sampler], Any]] = {
     "mask_mod": lambda sampler: sampler.function("mask_mod"),
     "block_mask": lambda s: (s.pick("blocks", "pairs", "documents", "prefix"), f"kq{s.pick(*'h11')}{s.pick(*'b11')}"),
     "stats": _stats,
-    "deterministic": lambda sampler: True,
-    "return_dbias": lambda sampler: True,
-    "return_dsinks": lambda sampler: True,
-    "return_dtensors": lambda sampler: True,
+    **dict.fromkeys(("deterministic", "return_dbias", "return_dsinks", "return_dtensors"), lambda sampler: True),
     "fp8": lambda sampler: sampler.pick("float8_e4m3fn", "float8_e4m3fn", "float8_e5m2"),
     "jvp": lambda sampler: sampler.pick("qkv", "qkv", "qkv", "q", "k", "v", "qk", "kv"),
     "preallocated": lambda sampler: True,
     "bucket": lambda sampler: sampler.pick(16, 128, "power_of_two"),
     "max_workspace": lambda sampler: sampler.pick(1 << 24, 1 << 30),
 }
-#: The options that can be combined with a block mask, those with FP8, and pairs of options that cannot be combined.
+#: The options that can be combined with a block mask, and pairs of options that cannot be combined.
 WITH_BLOCK_MASK = {"block_mask", "scale", "softcap", "sinks", "stats", "deterministic", "preallocated", "max_workspace"}
 _EXCLUDED = {"packed": ("seq_lens_q", "seq_lens_kv"), "paged": ("seq_lens_kv", "bucket", "jvp", *REQUIRES), "jvp": REQUIRES}
-WITH_FP8 = {"fp8", "scale", "causal", "window", "seq_lens_q", "seq_lens_kv", "stats", "bucket", "max_workspace"}
-_EXCLUDED |= {"block_mask": tuple(OPTIONS.keys() - WITH_BLOCK_MASK), "fp8": tuple(OPTIONS.keys() - WITH_FP8)}
+_EXCLUDED |= {"block_mask": tuple(OPTIONS.keys() - WITH_BLOCK_MASK), "fp8": tuple(OPTIONS.keys() - fp8.COMBINED)}
 CONFLICTS = {frozenset((name, other)) for name, others in _EXCLUDED.items() for other in others}
 #: Options that cannot be combined with ``num_splits``.
 NOT_SPLIT = {"packed", "bias", "mask", "alibi_slopes", "dropout", "score_mod", "mask_mod"}
@@ -367,6 +364,8 @@ def _draw_case(sampler: Sampler, names: set[str], number: int) -> Case:
     for name in names & REQUIRES.keys():
         sampler.options[name] = True  # the choice of a function depends on these
     required = sampler.names = _with_required(names - {"block_mask"} if sampler.engine == "plan" else names)
+    if "fp8" in required and sampler.engine != "cpu" and sampler.chance(0.9):
+        fp8.fit(sampler.sizes, paged="paged" in required, lengths=not sampler.fixed_lengths)
     for name in OPTIONS:
         if name in required:
             sampler.options[name] = OPTIONS[name](sampler)
@@ -377,10 +376,10 @@ def _draw_case(sampler: Sampler, names: set[str], number: int) -> Case:
     layouts = sampler.layouts() if sampler.chance(0.4) else {}
     # the parts of a block mask are merged by float32 statistics
     wide = ("float32", "float64")[: 0 if sampler.engine != "cpu" else 1 if {"block_mask", "fp8"} & options.keys() else 2]
-    gpu = GPUS[number % len(GPUS)] if sampler.engine == "plan" else ""
+    gpus = () if sampler.engine != "plan" else fp8.GPUS if "fp8" in options else GPUS
     return Case(
         sampler.engine, sampler.pick("float16", "bfloat16", *wide), **sampler.sizes, backward=sampler.backward, layouts=layouts,
-        options=options, seed=number, gpu=gpu,
+        options=options, seed=number, gpu=gpus[number % len(gpus)] if gpus else "",
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import cupy_sdpa
 from ..cases.case import Case, Packed, Paged
 from ..cases.data import build, call_options
 from ..cases.memory import memory_of
+from ..verify.execute import arrays_in_fp8
 from .convert import case_of
 from .entry import Entry
 
@@ -56,7 +57,7 @@ def replayed(entry: Entry, engine: str) -> Replayed:
     views = memory.views
     tensors = {name.removeprefix("tensors/"): x for name, x in views.items() if name.startswith("tensors/")}
     options = call_options(case, views, tensors, 0)
-    q, k, v = (views[name] for name in "qkv")
+    q, k, v = arrays_in_fp8(case, views) if "fp8" in case.options else [views[name] for name in "qkv"]
     flags: dict[str, Any] = {"deterministic": True} if "deterministic" in case.options else {}
     operations = 2.0 * case.b * case.hq * visible_pairs(case) * (case.d + case.dv) * OPERATIONS[entry.call]
     if entry.call == "attention_backward":

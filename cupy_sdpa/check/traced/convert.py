@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...problem.tensor_spec import FP8_LARGEST
 from ..cases.case import Case, Dropout, Packed, Paged
 from ..cases.functions import function_of
 from .entry import Entry, NotReplayableError
@@ -21,7 +22,7 @@ _FLAGS = ("deterministic", "return_dbias", "return_dsinks", "return_dtensors")
 _KNOWN = {
     *_SAME, *_FLAGS, "causal", "window", "mask", "bias", "seq_lens_q", "seq_lens_kv", "cu_seqlens_q", "cu_seqlens_kv",
     "max_seqlen_q", "max_seqlen_kv", "page_table", "num_splits", "alibi_slopes", "sinks", "dropout_p", "seed", "offset",
-    "dropout_mask", "score_mod", "mask_mod", "tensors", "return_stats",
+    "dropout_mask", "score_mod", "mask_mod", "tensors", "return_stats", "out_dtype",
 }  # fmt: skip
 
 
@@ -72,9 +73,11 @@ def case_of(entry: Entry, engine: str) -> Case:
         found["stats"] = stats
     if entry.call == "attention_jvp":
         found["jvp"] = "".join(letter for letter in "qkv" if f"d{letter}" in entry.arrays)
+    dtype, layouts = entry.arrays["q"]["dtype"], _layouts(entry)
+    if dtype in FP8_LARGEST:  # converted arrays are dense
+        found["fp8"], dtype, layouts = dtype, "bfloat16", {}
     return Case(
-        engine, entry.arrays["q"]["dtype"], **sizes, backward=entry.call == "attention_backward",
-        layouts=_layouts(entry), options=found, seed=entry.number,
+        engine, dtype, **sizes, backward=entry.call == "attention_backward", layouts=layouts, options=found, seed=entry.number,
     )  # fmt: skip
 
 

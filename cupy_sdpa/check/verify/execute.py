@@ -79,6 +79,14 @@ def find_errors(wanted: Expected, results: dict[str, Any]) -> dict[str, str]:
     return errors
 
 
+def arrays_in_fp8(case: Case, views: dict[str, Any]) -> list[Any]:
+    """q, k and v in FP8: their values, exactly."""
+    dtype = case.options["fp8"]
+    amax = FORMATS[dtype].largest / FP8_SCALE
+    lengths = {"q": views.get("seq_lens_q")} | dict.fromkeys("kv", None if case.paged else views.get("seq_lens_kv"))
+    return [fp8.DelayedScaling(views[x], 1, dtype, amax=amax).quantize(views[x], lengths=lengths[x]) for x in "qkv"]
+
+
 class CaseRunner:
     """Makes the calls of one case on numpy or CuPy arrays.
 
@@ -194,17 +202,10 @@ class CaseRunner:
         results = cupy_sdpa.attention_jvp(q, k, v, dout=views.get("jvp"), return_stats=stats, **given, **options)
         return dict(zip(("out", "jvp", "stats"), results, strict=False))
 
-    def in_fp8(self, memory: Memory) -> list[Any]:
-        """q, k and v in FP8: their values, exactly."""
-        dtype, views = self.case.options["fp8"], memory.views
-        amax = FORMATS[dtype].largest / FP8_SCALE
-        lengths = {"q": views.get("seq_lens_q")} | dict.fromkeys("kv", views.get("seq_lens_kv"))
-        return [fp8.DelayedScaling(views[x], 1, dtype, amax=amax).quantize(views[x], lengths=lengths[x]) for x in "qkv"]
-
     def forward(self, function: Any, memory: Memory, options: dict[str, Any]) -> dict[str, Any]:
         """Call a forward function; with gradients it also returns the log-sum-exp."""
         in_fp8 = "fp8" in self.case.options
-        q, k, v = self.in_fp8(memory) if in_fp8 else (memory.views[name] for name in "qkv")
+        q, k, v = arrays_in_fp8(self.case, memory.views) if in_fp8 else (memory.views[name] for name in "qkv")
         stats: Any = self.case.options.get("stats", self.case.backward)
         self.outcome.calls += 1
         returned = function(q, k, v, **self.deterministic, **({"return_stats": stats} if stats else {}), **options)

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import cupy_runtime
-from ..kernels import TYPES, declaration, struct
+from ..dtypes import TYPES
+from ..kernels import declaration, struct
 from . import BLOCK, THREADS, BlockRows, is_vector, record_of
 
 

@@ -225,6 +225,8 @@ def key_of(arrays: Mapping[str, Any], options: Mapping[str, Any], *others: Any) 
     """A hashable value that is equal for calls with the same configuration; None if there is none."""
     parts_of_key: list[Any] = [*others]
     for name, x in arrays.items():
+        if remedy := getattr(type(x), "not_an_array", None):
+            raise TypeError(f"{name} is a {type(x).__name__}; {remedy}")
         if not hasattr(x, "dtype"):
             return None  # refused later
         parts_of_key.append((name, x.shape, x.dtype.str, x.dtype.name, cupy_runtime.is_array(x)))

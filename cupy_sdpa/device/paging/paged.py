@@ -12,47 +12,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..problem.band import Band
-from ..problem.problem import Split
-from . import cupy_runtime
-from .kernels import TYPES, declaration, struct
-from .memory import UNITS
-
-
-class Keys(NamedTuple):
-    """Paged keys and values, and the queries that attend to them.
-
-    Attributes:
-        k, v: pages ``(D, Hkv, page size, pages)`` and ``(Dv, Hkv, page size, pages)``.
-        table: int32 ``(P, B)``.
-        lengths_q, lengths: int32 ``(B,)``, the numbers of queries and keys.
-        band: the band of keys that a query attends to, or None.
-    """
-
-    k: Any
-    v: Any
-    table: Any
-    lengths_q: Any
-    lengths: Any
-    band: Band | None
-
-
-class Chunks(NamedTuple):
-    """The arrays of a split problem that :func:`split` writes; R rows and E entries, C for each batch entry.
-
-    Attributes:
-        rows: ``(D, Sq, Hq, E)``, the queries, repeated for every chunk.
-        table: int32 ``(pages per chunk, E)``.
-        row_counts: int32 ``(E,)``, R for every entry.
-        lengths: int32 ``(E,)``, the number of keys of every chunk.
-        stats: float32 ``(Sq, Hq, E)``; -inf is written for chunks without keys.
-    """
-
-    rows: Any
-    table: Any
-    row_counts: Any
-    lengths: Any
-    stats: Any
+from ...problem.band import Band
+from ...problem.problem import Split
+from ...problem.tensor_spec import FP8_LARGEST
+from .. import cupy_runtime
+from ..dtypes import TYPES
+from ..kernels import declaration, struct
+from ..memory import UNITS
+from .records import BoundaryKeys, Chunks, Factors, Keys
 
 
 class _Table(NamedTuple):
@@ -178,56 +145,47 @@ def _padded_table_kernel() -> Any:
     )
 
 
-class BoundaryKeys(NamedTuple):
-    """The results of :func:`split` for the boundary keys, which are the keys of a band outside the common keys.
-
-    Attributes:
-        out: ``(Dv, Sq, Hq, B)``, dense, written where there are keys.
-        stats: float32 ``(Sq, Hq, B)``, dense, the log-sum-exp, written.
-        scale, softcap: of their scores, as for :func:`cupy_sdpa.attention`.
-    """
-
-    out: Any
-    stats: Any
-    scale: float
-    softcap: float | None
-
-
 #: The threads and the warps of a block.
 _THREADS, _WARPS = 128, 4
 #: The number of values that a warp loads before it has the scores of their keys.
 _EARLY = 4
 _SPLIT = _struct(
     ("table", _Table), ("queries", _Queries), "row_count", "chunks", "chunk_pages", "rows", "chunk_table",
-    "row_counts", "chunk_lengths", "stats", "blocks_per_chunk", "split_blocks",
+    "row_counts", "chunk_lengths", "stats", "blocks_per_chunk", "split_blocks", "staged", "table_pages", *Factors._fields,
 )  # fmt: skip
 _BOUNDARY_KEYS = _struct(
     "batch", "group", "k", "k_head", "k_row", "k_page", "v", "v_head", "v_row", "v_page", "out", "stats",
 )  # fmt: skip
 
 
-def split(q: Any, keys: Keys, split: Split, row_count: int, chunks: Chunks, boundary: BoundaryKeys | None) -> None:
+def split(
+    q: Any, keys: Keys, split: Split, chunks: Chunks, boundary: BoundaryKeys | None, dtype: str, factors: Factors | None = None
+) -> None:
     """Write the arrays of a split problem, and compute attention over the boundary keys in float32; one launch.
 
     Args:
         q: ``(D, Hq, Sq, B)``.
         keys: the keys. Their pages are aligned to 16 bytes.
         split: the chunks.
-        row_count: R.
-        chunks: the arrays, written.
+        chunks: the arrays, written. They may have more queries than q, which are copies of the last one.
         boundary: the boundary keys; None if the keys have no band.
+        dtype: the dtype of q, k and v.
+        factors: those of FP8 arrays; None for other dtypes.
     """
     d, heads, queries, batch = q.shape
+    staged = chunks.rows.shape[1]
     row = d * q.itemsize
     used = (stride for length, stride in zip(q.shape[1:], q.strides[1:], strict=True) if length > 1)
     unit = 16 if all(x % 16 == 0 for x in (q.data.ptr, row, *used)) else q.itemsize
     table = _table(keys.table, keys.lengths, keys.k.shape[2])
     arrays = chunks.rows, chunks.table, chunks.row_counts, chunks.lengths, chunks.stats
-    per_chunk = max(1, min(128, -(-row * queries * heads // (unit * _THREADS))))  # a thread copies a unit: loads overlap
+    per_chunk = max(1, min(128, -(-row * staged * heads // (unit * _THREADS))))  # a thread copies a unit: loads overlap
     blocks = per_chunk * batch * split.chunks
     addresses = [array.data.ptr for array in arrays]
+    of_factors = [array.data.ptr for array in factors] if factors else [0] * len(Factors._fields)
     given = (
-        tuple(table), tuple(_queries(q, keys)), row_count, split.chunks, split.pages, *addresses, per_chunk, blocks,
+        tuple(table), tuple(_queries(q, keys)), heads // keys.k.shape[1] * staged, split.chunks, split.pages, *addresses,
+        per_chunk, blocks, staged, chunks.table.shape[0], *of_factors,
     )  # fmt: skip
     arguments: list[Any] = [np.array(given, _SPLIT)]
     if boundary:
@@ -235,7 +193,7 @@ def split(q: Any, keys: Keys, split: Split, row_count: int, chunks: Chunks, boun
         given = (batch, heads // keys.k.shape[1], *pages, boundary.out.data.ptr, boundary.stats.data.ptr)
         arguments += [np.array(given, _BOUNDARY_KEYS), np.float32(boundary.scale), np.float32(boundary.softcap or 0)]
         blocks += -(-heads * queries * batch // _WARPS)
-    kernel = _split_kernel(unit, q.dtype.name, d, boundary.out.shape[0] if boundary else 0)
+    kernel = _split_kernel(unit, dtype, d, boundary.out.shape[0] if boundary else 0)
     kernel((blocks,), (_THREADS,), tuple(arguments))
 
 
@@ -261,22 +219,26 @@ def _split_kernel(unit: int, dtype: str, d: int, dv: int) -> Any:
             const unsigned thread = blockIdx.x % per_chunk * blockDim.x + threadIdx.x, threads = per_chunk * blockDim.x;
             const Queries& q = x.queries;
             const int keys_of_sequence = ((const int*)x.table.lengths)[b], queries_of_sequence = ((const int*)q.lengths)[b];
-            const unsigned queries = q.queries, results = queries * q.heads;
+            const unsigned queries = q.queries, staged = x.staged, results = staged * q.heads;
             for (unsigned i = thread; i < results * {units}; i += threads) {{
-                const unsigned row = i / {units}, s = row % queries, h = row / queries;
+                const unsigned row = i / {units}, s = min(row % staged, queries - 1), h = row / staged;
                 const long long from = q.q + b * q.q_batch + s * q.q_query + h * q.q_head;
                 (({kind}*)x.rows)[(long long)e * results * {units} + i] = ((const {kind}*)from)[i % {units}];
             }}
             const Visible visible(x.table, q, keys_of_sequence, queries_of_sequence);
             const long long size = x.chunk_pages * page, start = visible.common_begin + c * size;
             const long long keys = most(least(visible.common_end - start, size), 0);
+            if (blockIdx.x == 0 && thread == 0 && x.scale_parts) {{
+                *(float*)x.scale_parts = 1 / *(const float*)x.descale_v;
+                *(float*)x.amax = 0;
+            }}
             if (thread == 0) {{
                 ((int*)x.row_counts)[e] = x.row_count;
                 ((int*)x.chunk_lengths)[e] = keys;
             }}
             const unsigned first = keys ? unsigned(start) / page : 0;
-            for (long long i = thread; i < x.chunk_pages; i += threads)
-                ((int*)x.chunk_table)[e * x.chunk_pages + i] = padded_entry(x.table, b, first, i, keys);
+            for (long long i = thread; i < x.table_pages; i += threads)
+                ((int*)x.chunk_table)[e * x.table_pages + i] = padded_entry(x.table, b, first, i, keys);
             for (unsigned i = thread; keys == 0 && i < results; i += threads)
                 ((unsigned*)x.stats)[(long long)e * results + i] = 0xff800000u;  // -inf
         }}""",
@@ -290,6 +252,8 @@ def _boundary_keys_code(dtype: str, d: int, dv: int) -> str:
     """
     kind, columns = TYPES[dtype], -(-dv // 32)
     vector = 16 // kind.itemsize
+    # The output has the factor of the values, so only the scores need factors.
+    descale = "* *(const float*)x.descale_q * *(const float*)x.descale_k" if dtype in FP8_LARGEST else ""
     return f"""{_declaration("BoundaryKeys", _BOUNDARY_KEYS)}
         struct alignas(16) Vector {{ {kind.name} x[{vector}]; }};
         __device__ void attend_to_boundary_keys(
@@ -342,7 +306,7 @@ def _boundary_keys_code(dtype: str, d: int, dv: int) -> str:
                     #pragma unroll
                     for (int p = 0; p < {d // vector}; ++p)
                         for (int i = 0; i < {vector}; ++i) score += query[p * {vector} + i] * float(key[p].x[i]);
-                    score *= scale;
+                    score *= scale{descale};
                     score = softcap > 0 ? softcap * tanhf(score / softcap) : score;
                     scores[lane] = score;
                 }}

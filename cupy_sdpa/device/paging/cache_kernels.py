@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import cupy_runtime, memory
-from .kernels import declaration, struct
-from .memory import UNITS
+from .. import cupy_runtime, memory
+from ..kernels import declaration, struct
+from ..memory import UNITS
 
 
 class State(NamedTuple):
@@ -103,6 +103,26 @@ def _copy_pages_kernel(unit: str) -> Any:
     )
 
 
+#: The sequence b of a block, its new tokens from the position ``begin``, and the first of them in a packed array.
+TOKENS = """const int b = blockIdx.y;
+            const int* const counts = (const int*)a.counts;
+            int* const length = (int*)a.lengths + b;
+            const int count = counts[b], begin = max(0, *length - (a.advance ? 0 : count));
+            int first = 0;
+            if (a.packed) for (int i = 0; i < b; ++i) first += counts[i];"""
+#: The last block of a sequence advances its length: every block has read it then.
+ADVANCE = """if (!a.advance) return;
+            __syncthreads();
+            if (threadIdx.x == blockDim.x - 1 && threadIdx.y == blockDim.y - 1) {
+                __threadfence();
+                int* const finished = (int*)a.finished + b;
+                if (atomicAdd(finished, 1) == gridDim.x * gridDim.z - 1) {
+                    *finished = 0;
+                    *length = begin + count;
+                }
+            }"""
+
+
 class _Side(NamedTuple):
     """The keys or the values of :func:`append`: addresses, bytes per unit, units per row, and strides in bytes."""
 
@@ -115,7 +135,7 @@ class _Side(NamedTuple):
     batch_stride: int
 
 
-class _Arguments(NamedTuple):
+class Arguments(NamedTuple):
     """The other arguments of the kernel of :func:`append`: addresses and numbers."""
 
     table: int
@@ -131,7 +151,7 @@ class _Arguments(NamedTuple):
 
 
 #: The argument of the kernel, passed by value; all fields are int64.
-_STRUCT = np.dtype([(name, np.int64) for name in _Arguments._fields] + [("sides", struct(_Side), 2)])
+_STRUCT = np.dtype([(name, np.int64) for name in Arguments._fields] + [("sides", struct(_Side), 2)])
 
 
 def append(k: Any, v: Any, keys: Any, values: Any, state: State, *, advance: bool) -> None:
@@ -147,26 +167,35 @@ def append(k: Any, v: Any, keys: Any, values: Any, state: State, *, advance: boo
         state: the arrays that give the place of each token.
         advance: whether the lengths are those before the step and become those after it; otherwise they are those after it.
     """
-    batch, page_size, tokens = state.lengths.size, keys.shape[2], k.shape[2]
+    batch = state.lengths.size
     sides = [_side(k, keys), _side(v, values)]
     lanes = min(32, 1 << (max(side.row for side in sides) - 1).bit_length())  # threads that copy one row
-    rows_per_block = 256 // lanes
-    blocks = -(-(tokens + page_size) * k.shape[1] // (4 * rows_per_block))
-    arguments = _Arguments(
+    arguments = arguments_of(k, keys, state, advance=advance)
+    _append_kernel()(
+        (blocks_of(arguments, batch, 256 // lanes), batch, 2), (lanes, 256 // lanes),
+        (np.array([*arguments, *sides[0], *sides[1]], np.int64).view(_STRUCT).reshape(()),),
+    )  # fmt: skip
+
+
+def blocks_of(arguments: Arguments, batch: int, rows_per_block: int) -> int:
+    """The number of blocks for a sequence."""
+    blocks = -(-(arguments.tokens + arguments.page_size) * arguments.heads // (4 * rows_per_block))
+    return max(1, min(blocks, 2048 // batch))
+
+
+def arguments_of(k: Any, keys: Any, state: State, *, advance: bool) -> Arguments:
+    """The arguments besides the keys and values."""
+    return Arguments(
         table=state.table.data.ptr,
         lengths=state.lengths.data.ptr,
         counts=state.counts.data.ptr,
         finished=state.finished.data.ptr,
         width=state.table.shape[0],
-        page_size=page_size,
+        page_size=keys.shape[2],
         heads=k.shape[1],
-        tokens=tokens,
+        tokens=k.shape[2],
         packed=k.ndim == 3,
         advance=advance,
-    )
-    grid = (max(1, min(blocks, 2048 // batch)), batch, 2)
-    _append_kernel()(
-        grid, (lanes, rows_per_block), (np.array([*arguments, *sides[0], *sides[1]], np.int64).view(_STRUCT).reshape(()),)
     )
 
 
@@ -189,13 +218,12 @@ def _append_kernel() -> Any:
     """The kernel of :func:`append`.
 
     ``blockIdx.y`` is the sequence, and ``blockIdx.z`` selects keys or values. ``threadIdx.y`` and ``blockIdx.x`` count the rows
-    of all heads, ``threadIdx.x`` the units of a row. The last block of a sequence advances its length: every block has read it
-    then.
+    of all heads, ``threadIdx.x`` the units of a row.
     """
     cases = " ".join(f"case {size}: write_rows<{unit}>(a, s, begin, count, first); break;" for size, unit in UNITS.items())
     return cupy_runtime.cupy().RawKernel(
         f"""{declaration("Side", _Side)}
-        struct Arguments {{ long long {", ".join(_Arguments._fields)}; Side sides[2]; }};
+        struct Arguments {{ long long {", ".join(Arguments._fields)}; Side sides[2]; }};
         template <class Unit>
         __device__ void write_rows(const Arguments& a, const Side& s, int begin, int count, int first) {{
             const int size = a.page_size, b = blockIdx.y, end = begin + count, last = (end - 1) / size * size;
@@ -213,24 +241,10 @@ def _append_kernel() -> Any:
             }}
         }}
         extern "C" __global__ void cupy_sdpa_append(const Arguments a) {{
-            const int b = blockIdx.y;
-            const int* const counts = (const int*)a.counts;
-            int* const length = (int*)a.lengths + b;
-            const int count = counts[b], begin = max(0, *length - (a.advance ? 0 : count));
-            int first = 0;  // of the sequence in a packed array
-            if (a.packed) for (int i = 0; i < b; ++i) first += counts[i];
+            {TOKENS}
             const Side& s = a.sides[blockIdx.z];
             switch (s.unit) {{ {cases} }}
-            if (!a.advance) return;
-            __syncthreads();
-            if (threadIdx.x == blockDim.x - 1 && threadIdx.y == blockDim.y - 1) {{
-                __threadfence();
-                int* const finished = (int*)a.finished + b;
-                if (atomicAdd(finished, 1) == gridDim.x * gridDim.z - 1) {{
-                    *finished = 0;
-                    *length = begin + count;
-                }}
-            }}
+            {ADVANCE}
         }}""",
         "cupy_sdpa_append",
     )

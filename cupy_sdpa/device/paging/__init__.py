@@ -1,0 +1,1 @@
+"""CUDA kernels of paged keys and values."""
