@@ -14,25 +14,20 @@ import numpy as np
 
 from cupy_sdpa import attention_vjp
 
+TEXT = Path(importlib.import_module("cupy_sdpa").__file__).parent / "_cli" / "helpers" / "alice.txt"
 LAYERS, HEADS, FEATURES, CONTEXT, BATCH, RATE = 2, 2, 64, 64, 8, 3e-3
 
 
 def linear(x, w):
-    """x @ w; the gradients of x and w."""
-    return x @ w, lambda dy: (dy @ w.T, x.reshape(-1, len(w)).T @ dy.reshape(-1, w.shape[1]))
+    """x @ w, as one product of matrices; the gradients of x and w."""
+    rows = x.reshape(-1, len(w))
+    return (rows @ w).reshape(*x.shape[:-1], -1), lambda dy: (linear(dy, w.T)[0], rows.T @ dy.reshape(-1, w.shape[1]))
 
 
-def normalize(x, gain):
-    """Root mean square normalization; the gradients of x and the gain."""
-    size = np.sqrt((x * x).mean(axis=-1, keepdims=True) + 1e-5)
-    unit = x / size
-
-    def pullback(dy):
-        dunit = dy * gain
-        dx = (dunit - unit * (dunit * unit).mean(axis=-1, keepdims=True)) / size
-        return dx, (dy * unit).sum(axis=(0, 1))
-
-    return unit * gain, pullback
+def normalize(x):
+    """Root mean square normalization; the gradient of x."""
+    y = x / (size := np.sqrt((x * x).mean(axis=-1, keepdims=True) + 1e-5))
+    return y, lambda dy: (dy - y * (dy * y).mean(axis=-1, keepdims=True)) / size
 
 
 def self_attention(x, w_qkv, w_mix, dtype):
@@ -71,21 +66,20 @@ def gpt(w, words, dtype):
     for layer in range(LAYERS):
         for part, names in ((self_attention, ("qkv", "mix")), (mlp, ("up", "down"))):
             own = [f"{name}{layer}" for name in names]
-            n, back_n = normalize(x, w[f"gain_{own[0]}"])
+            n, back_n = normalize(x)
             y, back = part(n, *(w[name] for name in own), dtype)
             x = x + y
             backs.append((own, back_n, back))
-    n, back_n = normalize(x, w["gain"])
+    n, back_n = normalize(x)
     logits, back_read = linear(n, w["read"])
 
     def pullback(dlogits):
         g = {"place": np.zeros_like(w["place"])}
         dn, g["read"] = back_read(dlogits)
-        dx, g["gain"] = back_n(dn)
+        dx = back_n(dn)
         for own, back_norm, back in reversed(backs):
             dn, g[own[0]], g[own[1]] = back(dx)
-            dn, g[f"gain_{own[0]}"] = back_norm(dn)
-            dx = dx + dn
+            dx = dx + back_norm(dn)
         g["place"][: words.shape[1]] = dx.sum(axis=0)
         _, g["token"] = back_token(dx)
         return g
@@ -96,12 +90,10 @@ def gpt(w, words, dtype):
 def initial(known, rng):
     """Random weights by name, float32."""
     f, h = FEATURES, 4 * FEATURES
-    shapes, gains = {"token": (known, f), "place": (CONTEXT, f), "read": (f, known)}, ["gain"]
+    shapes = {"token": (known, f), "place": (CONTEXT, f), "read": (f, known)}
     for n in range(LAYERS):
         shapes |= {f"qkv{n}": (f, 3 * f), f"mix{n}": (f, f), f"up{n}": (f, h), f"down{n}": (h, f)}
-        gains += [f"gain_qkv{n}", f"gain_up{n}"]
-    weights = {name: rng.standard_normal(shape, np.float32) * np.float32(shape[0] ** -0.5) for name, shape in shapes.items()}
-    return weights | {name: np.ones(f, np.float32) for name in gains}
+    return {name: rng.standard_normal(shape, np.float32) * np.float32(shape[0] ** -0.5) for name, shape in shapes.items()}
 
 
 def train(text, *, steps=300, xp=np, dtype=None, seed=0):
@@ -124,6 +116,8 @@ def train(text, *, steps=300, xp=np, dtype=None, seed=0):
             square[name] += 0.05 * (g * g - square[name])
             step_size = RATE * min(1, step / 20) / (1 - 0.9**step)  # with warm-up; both means start at 0
             w[name] -= step_size * mean[name] / (np.sqrt(square[name] / (1 - 0.95**step)) + 1e-8)
+        if step % 50 == 0 or step == steps:
+            print(f"loss per character: {float(losses[-1]):.2f} after {step} of {steps} steps", flush=True)
     return w, vocabulary, [float(x) for x in losses]
 
 
@@ -139,12 +133,18 @@ def generate(w, vocabulary, prompt, count, *, xp=np, dtype=None, temperature=0.5
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    for name, default in (("--text", __file__), ("--steps", 300), ("--prompt", "def "), ("--tokens", 200)):
-        parser.add_argument(name, default=default, type=type(default))
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    defaults = {"text": TEXT, "prompt": "Alice ", "steps": 800, "tokens": 200}
+    helps = "a text file", "characters to continue", "steps of training", "characters to generate"
+    for (name, default), words in zip(defaults.items(), helps, strict=True):
+        parser.add_argument(f"--{name}", default=default, type=type(default), help=words)
     parser.add_argument("--cpu", action="store_true", help="use numpy")
     given = parser.parse_args()
-    engine = {"xp": np} if given.cpu else {"xp": importlib.import_module("cupy"), "dtype": "bfloat16"}
-    weights, characters, history = train(Path(given.text).read_text(encoding="utf-8"), steps=given.steps, **engine)
-    print(f"loss per character: {history[0]:.2f} at first, {np.mean(history[-10:]):.2f} after {len(history)} steps")
-    print(generate(weights, characters, given.prompt, given.tokens, **engine))
+    try:
+        engine = {"xp": np} if given.cpu else {"xp": importlib.import_module("cupy"), "dtype": "bfloat16"}
+        text = given.text.read_text(encoding="utf-8")
+    except (ImportError, OSError) as error:
+        parser.error(f"{error} (--cpu uses numpy)")
+    if given.steps < 1 or len(text) < CONTEXT + 2 or not given.prompt or not set(given.prompt) <= set(text):
+        parser.error(f"needed: 1 step or more, {CONTEXT + 2} characters of text or more, a prompt of characters of the text")
+    print(generate(*train(text, steps=given.steps, **engine)[:2], given.prompt, given.tokens, **engine))

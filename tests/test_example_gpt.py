@@ -60,7 +60,7 @@ def test_causality(gpt):
 
 def trained(gpt, **engine):
     """Train on a sentence that repeats; returns the losses and a continuation."""
-    weights, vocabulary, losses = gpt.train(TEXT, steps=60, **engine)
+    weights, vocabulary, losses = gpt.train(TEXT, steps=120, **engine)
     return losses, gpt.generate(weights, vocabulary, "the cat ", 24, temperature=0.1, **engine)
 
 
@@ -74,7 +74,7 @@ def test_it_learns_a_sentence(gpt):
 
 def test_the_command():
     """It prints the loss and a continuation of the prompt."""
-    command = [sys.executable, str(PATH), "--cpu", "--steps", "2", "--tokens", "3", "--prompt", "import "]
+    command = [sys.executable, str(PATH), "--cpu", "--steps", "2", "--tokens", "3", "--prompt", "Alice was "]
     done = subprocess.run(
         command,
         capture_output=True,
@@ -85,7 +85,8 @@ def test_the_command():
     )
     first, *rest = done.stdout.splitlines()
     assert first.startswith("loss per character: ")
-    assert "\n".join(rest).startswith("import ")
+    assert first.endswith("after 2 of 2 steps")
+    assert "\n".join(rest).startswith("Alice was ")
 
 
 @pytest.mark.gpu
@@ -94,3 +95,22 @@ def test_it_learns_on_a_gpu(gpt, cupy):
     losses, text = trained(gpt, xp=cupy, dtype="bfloat16")
     assert losses[-1] < 0.2
     assert text.startswith("the cat sat on the mat. the")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--steps", "0"], "1 step or more"),
+        (["--prompt", ""], "a prompt of characters of the text"),
+        (["--prompt", "日"], "a prompt of characters of the text"),
+        (["--text", "missing.txt"], "missing.txt"),
+    ],
+    ids=["steps", "empty", "unknown", "missing"],
+)
+def test_mistakes_end_before_training(words, message):
+    """Invalid options end the command with one line and status 2."""
+    command = [sys.executable, str(PATH), "--cpu", *words]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(PATH.parents[1])})
+    assert done.returncode == 2
+    assert message in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
