@@ -443,7 +443,7 @@ def test_captured_graphs_of_all_calls_share_one_limit(fixture):
 def test_a_graph_that_is_too_large_is_not_captured_repeatedly(fixture):
     """A graph that exceeds the limit alone is destroyed, and the call is executed for a while."""
     q, k, v = Array(), Array(), Array()
-    fixture.size = 65 << 20
+    fixture.size = 129 << 20
     kinds = [fixture.call(q, k, v) for _ in range(10)]
     assert kinds[2] == ("record",)
     assert [kind[0] for kind in kinds[3:]] == ["execute"] * 7
