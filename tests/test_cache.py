@@ -225,11 +225,13 @@ def test_the_bytes_of_captured_graphs_can_be_limited():
 
 
 def test_clear_destroys_everything():
-    """After clear() the cache is empty, every plan is closed, and counts restart; the limit is unchanged."""
+    """After clear() the cache is empty, every plan and graph is closed, and counts restart; the limit is unchanged."""
     kept = PlanCache(limit=5)
     plans = [kept.use(p, FakePlan, itself) for p in PROBLEMS[:5]]
+    (graph,) = record(kept.recorded, "of no plan")
     kept.clear()
     assert [plan.closed for plan in plans] == [1] * 5
+    assert (graph.closed, kept.recordings) == (1, 0)
     assert (len(kept), kept.hits, kept.misses, kept.limit) == (0, 0, 0, 5)
 
 

@@ -189,9 +189,10 @@ class PlanCache:
             return run(_plan_of(stored))
 
     def clear(self) -> None:
-        """Destroy every plan and its CUDA graphs, delete every refusal, and reset the counts."""
+        """Destroy every plan and every CUDA graph, delete every refusal, and reset the counts."""
         with self.lock:
             self._evict(0)
+            self.recorded.shrink(0)  # graphs of calls without a plan
             self.hits = self.misses = 0
 
     def set_limit(self, limit: int) -> None:
