@@ -49,7 +49,7 @@ def test_version(capsys):
     assert __version__ in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", [["info"], ["demo", "--no-plot", "--seq", "64", "--engine", "numpy"]], ids=lambda w: w[0])
+@pytest.mark.parametrize("words", [["info"], ["demo", "--seq", "64", "--engine", "numpy"]], ids=lambda w: w[0])
 def test_as_a_module(words, folder):
     """The commands work as python -m cupy_sdpa, with warnings as errors."""
     done = python(*words, cwd=folder)

@@ -45,7 +45,7 @@ DEMOS = {
 @pytest.mark.parametrize("words", DEMOS.values(), ids=DEMOS)
 def test_demo(words, capsys):
     """The output fits on a screen and has the engine and its reason; rounding explains the error."""
-    assert main(["demo", "--engine", "numpy", "--no-plot", *words]) == 0
+    assert main(["demo", "--engine", "numpy", *words]) == 0
     shown = lines(capsys)
     assert len(shown) <= 24
     assert max(map(len, shown)) <= 100
@@ -59,7 +59,7 @@ def test_demo(words, capsys):
 
 def test_demo_says_why_it_is_this_engine(capsys):
     """Without --engine the demo selects an engine and prints the reason."""
-    assert main(["demo", "--no-plot", "--seq", "64"]) == 0
+    assert main(["demo", "--seq", "64"]) == 0
     (line,) = [line for line in lines(capsys) if line.startswith("engine")]
     reasons = machine.obstacles()
     assert reasons[0][:40] in line if reasons else "cuDNN (" in line
@@ -69,14 +69,14 @@ def test_demo_is_deterministic(capsys):
     """Two runs print the same lines except for the times."""
     outputs = []
     for _ in range(2):
-        main(["demo", "--engine", "numpy", "--no-plot", "--seq", "100"])
+        main(["demo", "--engine", "numpy", "--seq", "100"])
         outputs.append([line for line in lines(capsys) if not line.startswith("time")])
     assert outputs[0] == outputs[1]
 
 
 def test_demo_finds_related_words(capsys):
     """Marmalade attends to orange more than to any other word."""
-    main(["demo", "--engine", "numpy", "--no-plot"])
+    main(["demo", "--engine", "numpy"])
     assert any("'marmalade' attends to orange 0." in line for line in lines(capsys))
 
 
@@ -93,7 +93,7 @@ def test_causal_words_see_only_what_came_before():
 def test_demo_checks_a_part_where_all_would_take_long(causal, monkeypatch, capsys):
     """A large demo checks some rows and prints how many."""
     monkeypatch.setattr(demo, "ROWS", 64)
-    assert main(["demo", "--engine", "numpy", "--no-plot", "--heads", "4", "--seq", "100", *causal]) == 0
+    assert main(["demo", "--engine", "numpy", "--heads", "4", "--seq", "100", *causal]) == 0
     assert re.search(r"\(\d+ of 400 rows checked\)", "\n".join(lines(capsys)))
 
 
@@ -103,7 +103,7 @@ def test_demo_notices_a_wrong_result(rows, monkeypatch, capsys):
     right = demo.attention
     monkeypatch.setattr(demo, "attention", lambda *arrays, **options: right(*arrays, **options) * np.float32(1.1))
     monkeypatch.setattr(demo, "ROWS", 1 << 15 if rows == "all" else 64)
-    assert main(["demo", "--engine", "numpy", "--no-plot", "--seq", "100"]) == 1
+    assert main(["demo", "--engine", "numpy", "--seq", "100"]) == 1
     assert any("WRONG" in line for line in lines(capsys))
 
 
@@ -121,11 +121,11 @@ def test_demo_refuses(words, said, capsys):
     assert said in complaint(capsys)
 
 
-def test_demo_without_matplotlib(no_matplotlib, folder, capsys):
-    """Without matplotlib the demo prints how to install it, and writes no file."""
+def test_the_demo_writes_no_file_by_default(folder, capsys):
+    """Only --plot writes a figure."""
     assert main(["demo", "--engine", "numpy", "--seq", "50"]) == 0
-    assert "pip install 'cupy-sdpa[plot]'" in lines(capsys)[-1]
     assert not list(folder.iterdir())
+    assert "picture" not in capsys.readouterr().out
 
 
 def test_a_requested_figure_needs_matplotlib(no_matplotlib, capsys):
@@ -136,7 +136,7 @@ def test_a_requested_figure_needs_matplotlib(no_matplotlib, capsys):
 
 @pytest.mark.parametrize(
     "words",
-    [[], ["--plot", "map.svg"], ["--causal", "--heads", "1"], ["--seq", "1"]],
+    [["--plot"], ["--plot", "map.svg"], ["--causal", "--heads", "1", "--plot"], ["--seq", "1", "--plot"]],
     ids=["default", "named", "one_head", "one"],
 )
 def test_figure(words, folder, capsys):
@@ -158,19 +158,11 @@ def test_figure_that_cannot_be_written(path, folder, capsys):
     assert not list(folder.iterdir())
 
 
-def test_default_figure_that_cannot_be_written(folder, capsys):
-    """If the default figure cannot be written, the demo prints the reason and succeeds."""
-    pytest.importorskip("matplotlib")
-    (folder / "attention.png").mkdir()
-    assert main(["demo", "--engine", "numpy", "--seq", "20"]) == 0
-    assert "none: cannot write attention.png" in lines(capsys)[-1]
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("words", [[], ["--causal", "--dtype", "float16"], ["--seq", "5000", "--heads", "16"]])
 def test_demo_on_the_gpu(words, capsys):
     """On a GPU the demo runs on cuDNN, prints the plan, and the result is correct."""
-    assert main(["demo", "--no-plot", "--engine", "cudnn", *words]) == 0
+    assert main(["demo", "--engine", "cudnn", *words]) == 0
     printed = " ".join(lines(capsys))
     assert "engine    cuDNN (" in printed
     assert "workspace" in printed
@@ -180,7 +172,7 @@ def test_demo_on_the_gpu(words, capsys):
 @pytest.mark.gpu
 def test_what_cudnn_refuses_goes_to_numpy(capsys):
     """On a GPU, numpy computes what cuDNN cannot run, and the reason is printed."""
-    assert main(["demo", "--no-plot", "--seq", "50", "--head-dim", "20"]) == 0
+    assert main(["demo", "--seq", "50", "--head-dim", "20"]) == 0
     assert "numpy (cuDNN cannot run this: the head_dim" in " ".join(lines(capsys))
-    assert main(["demo", "--no-plot", "--seq", "50", "--head-dim", "20", "--engine", "cudnn"]) == 2
+    assert main(["demo", "--seq", "50", "--head-dim", "20", "--engine", "cudnn"]) == 2
     assert "head_dim" in complaint(capsys)

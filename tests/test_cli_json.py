@@ -93,7 +93,7 @@ def output(capsys, *words, status=0):
 
 SHAPE = "64,8,256,2"
 COMMANDS = {
-    "demo --json": (("demo", "--seq", "40", "--no-plot", "--engine", "numpy", "--json"), 0),
+    "demo --json": (("demo", "--seq", "40", "--engine", "numpy", "--json"), 0),
     "demo --generate --json": (
         ("demo", "--generate", "--steps", "2", "--tokens", "4", "--engine", "numpy", "--batch", "2", "--json"), 0,
     ),

@@ -9,6 +9,7 @@ from command_line import complaint, lines
 
 from cupy_sdpa import attention, attention_vjp, get_plan_cache
 from cupy_sdpa.__main__ import main
+from cupy_sdpa._cli.generation import command as command_module
 from cupy_sdpa._cli.generation.decoder import CHUNK, Decoder
 from cupy_sdpa._cli.generation.gpt import GPT, Sizes, Training, cast, cross_entropy, initial, split, train
 from cupy_sdpa._cli.generation.serve import Request, gumbel, serve
@@ -269,7 +270,7 @@ REFUSED = {
     "draft": (["--generate", "--draft", "17"], "--draft 17 is more than 16"),
     "too_long": (
         ["--generate", "--steps", "1", "--tokens", "128"],
-        "7 + 128 tokens; the model was trained on sequences of 128",
+        "7 + 128 tokens; the model is trained on sequences of 128",
     ),
     "unknown_word": (["--generate", "--steps", "1", "--prompt", "Alice saw a zebra"], "--prompt: 'zebra' does not occur"),
     "no_words": (["--generate", "--steps", "1", "--prompt", " "], "--prompt has no words"),
@@ -277,8 +278,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_the_command_refuses(name, capsys):
-    """Errors of one line."""
+def test_the_command_refuses(name, capsys, monkeypatch):
+    """Errors of one line, before training."""
+    monkeypatch.setattr(command_module, "train", None)
     words, said = REFUSED[name]
     assert main(["demo", "--engine", "numpy", *words]) == 2
     assert said in complaint(capsys)

@@ -63,7 +63,7 @@ with cupy_sdpa.trace("problems.jsonl") as problems:
 """
 COMMANDS = {
     "info": ["info"],
-    "demo": ["demo", "--seq", "50", "--no-plot"],
+    "demo": ["demo", "--seq", "50"],
     "explain": ["explain", "64,8,256,2", "--gpu", "h100", "--cudnn", "9.19"],
     "support": ["support"],
     "run": ["run", "in.npz", "-o", "out.npz"],

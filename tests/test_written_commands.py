@@ -72,5 +72,5 @@ def test_the_commands_are_found():
     }
     assert "plan --gpu h200 shapes.toml -o plans/" in commands
     assert "demo --causal --seq 3 --dtype bfloat16" in commands
-    assert "compare --cpu --presets vit" in written_commands(BENCHMARKS)
+    assert "compare --presets vit" in written_commands(BENCHMARKS)
     assert {command.split()[0] for command in written_commands(BENCHMARKS)} == set(COMMANDS)

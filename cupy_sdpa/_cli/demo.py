@@ -1,4 +1,4 @@
-"""``demo``: compute attention over a text, time it, compare it with the reference, and print and plot the result.
+"""``demo``: compute attention over a text, time it, compare it with the reference, and print the result.
 
 ``demo --generate`` trains a small GPT on the text and generates with a key/value cache.
 """
@@ -31,7 +31,7 @@ Array = NDArray[Any]
 CHECK, ROWS = 1 << 32, 1 << 15
 
 #: The defaults of the options that only one of the two forms of the command takes.
-ATTENTION = {"causal": False, "seq": None, "heads": 8, "kv_heads": None, "head_dim": 64, "plot": None, "no_plot": False}
+ATTENTION = {"causal": False, "seq": None, "heads": 8, "kv_heads": None, "head_dim": 64, "plot": None}
 GENERATION = {"prompt": generation.PROMPT, "tokens": 60, "temperature": 1.2, "batch": 4, "draft": 4, "steps": 250}
 
 _EPILOG = """\
@@ -73,9 +73,14 @@ def _add_attention(group: argparse._ArgumentGroup) -> None:
         help="key and value heads (default: a quarter of the query heads, or the same)",
     )
     group.add_argument("--head-dim", type=positive, metavar="N", help="head dim (default 64)")
-    plot = group.add_mutually_exclusive_group()
-    plot.add_argument("--plot", type=Path, metavar="FILE", help="the plot (default: attention.png; needs matplotlib)")
-    plot.add_argument("--no-plot", action="store_true", default=None, help="no plot")
+    group.add_argument(
+        "--plot",
+        type=Path,
+        nargs="?",
+        const=Path("attention.png"),
+        metavar="FILE",
+        help="also draw the attention map (default of FILE: attention.png; needs matplotlib)",
+    )
 
 
 def _add_generation(group: argparse._ArgumentGroup) -> None:
@@ -254,10 +259,7 @@ def _print_attention(words: list[str], q: Array, k: Array, positions: list[int],
 
 def _plot(arguments: argparse.Namespace, words: list[str], q: Array, k: Array, position: int) -> None:
     """Draw the attention maps of a passage for two heads, the first one and one of the last key head."""
-    if arguments.no_plot:
-        return
-    if not picture.importable():
-        print_labeled("picture", "none: it needs matplotlib (pip install 'cupy-sdpa[plot]')")
+    if arguments.plot is None:
         return
     passage = picture.window(len(words), position)
     heads = {0: "mostly words"}
@@ -267,13 +269,6 @@ def _plot(arguments: argparse.Namespace, words: list[str], q: Array, k: Array, p
         (f"head {head}: keys are {kind}", text.weights(q, k, head, passage, arguments.causal)[:, passage])
         for head, kind in heads.items()
     ]
-    path = arguments.plot or Path("attention.png")
-    try:
-        picture.draw(path, [words[i] for i in passage], maps, f"Attention within a passage of {text.title()}")
-    except CommandError as error:
-        if arguments.plot:
-            raise
-        print_labeled("picture", f"none: {error}")  # not requested, so not an error
-    else:
-        print_labeled("picture", str(path))
-        result(picture=str(path))
+    picture.draw(arguments.plot, [words[i] for i in passage], maps, f"Attention within a passage of {text.title()}")
+    print_labeled("picture", str(arguments.plot))
+    result(picture=str(arguments.plot))

@@ -17,7 +17,7 @@ from ..helpers import text
 from ..helpers.console import CommandError, print_labeled, result, working
 from ..helpers.engine import choose
 from .decoder import PAGE, Decoder
-from .gpt import GPT, Training, one_blas_thread, train
+from .gpt import GPT, Sizes, Training, one_blas_thread, train, untrained
 from .serve import Request, gumbel, serve
 from .speculate import NGrams, speculate
 
@@ -39,16 +39,15 @@ def command(arguments: argparse.Namespace) -> int:
     count, temperature, proposals = arguments.tokens, arguments.temperature, arguments.draft
     if proposals > PAGE:
         raise CommandError(f"--draft {proposals} is more than {PAGE}")
+    prompt = _encode(untrained(), arguments.prompt)
+    if len(prompt) + count > Sizes().context:
+        length = f"--prompt and --tokens have {len(prompt)} + {count} tokens"
+        raise CommandError(f"{length}; the model is trained on sequences of {Sizes().context}")
     print_labeled("cupy_sdpa", f"{__version__}, a small GPT is trained on a text and continues it")
     engine = {"name": "cuDNN" if on_gpu else "numpy", "reason": why}
     result(engine=engine, dtype=str(dtype), prompt=arguments.prompt, temperature=temperature)
     with working("training"):
         model = _train(arguments.steps, dtype, cupy_runtime.cupy() if on_gpu else np, f"{engine['name']} ({why})")
-    prompt = _encode(model, arguments.prompt)
-    if len(prompt) + count > model.sizes.context:
-        length = f"--prompt and --tokens have {len(prompt)} + {count} tokens"
-        raise CommandError(f"{length}; the model was trained on sequences of {model.sizes.context}")
-
     decoder, noise = Decoder(model, 1), gumbel(temperature, 0, 0, count, len(model.vocabulary))
     with working("generating"):
         decoder.step(1), decoder.step(proposals + 1)  # captured in CUDA graphs on a GPU

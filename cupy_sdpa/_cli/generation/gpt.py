@@ -277,6 +277,14 @@ def one_blas_thread() -> Iterator[None]:
 
 
 @one_blas_thread()
+def untrained(
+    passage: str | None = None, *, sizes: Sizes | None = None, dtype: Any = np.float32, xp: Any = np, seed: int = 0
+) -> GPT:
+    """A model with random weights and the vocabulary of a text; see :func:`train`."""
+    passage = text.passage() if passage is None else passage
+    return initial(sizes or Sizes(), sorted(set(split(passage))), dtype, xp, seed)
+
+
 def train(
     passage: str | None = None,
     *,
@@ -300,7 +308,7 @@ def train(
     """
     passage = text.passage() if passage is None else passage
     sizes, training = sizes or Sizes(), training or Training()
-    model = initial(sizes, sorted(set(split(passage))), dtype, xp, training.seed)
+    model = untrained(passage, sizes=sizes, dtype=dtype, xp=xp, seed=training.seed)
     weights, losses = model.weights, []
     mean, square = ({name: xp.zeros_like(weight) for name, weight in weights.items()} for _ in range(2))
     positions = xp.arange(sizes.context, dtype=np.int32)[:, None]
