@@ -15,6 +15,7 @@ exclude_patterns = ["_build", "jupyter_execute", "*_table.md"]  # pages include 
 autodoc_typehints = "none"
 autodoc_mock_imports = ["torch", "thinc"]  # of cupy_sdpa.integrations
 myst_heading_anchors = 2
+napoleon_use_param = False  # one entry for several names, as in "dq, dk, dv: ..."
 myst_enable_extensions = ["attrs_block", "colon_fence", "deflist", "dollarmath"]
 nb_execution_mode = "off"  # docs/notebooks/run.py executes them, and CI checks that every cell runs
 nb_merge_streams = True

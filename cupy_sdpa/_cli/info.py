@@ -103,7 +103,8 @@ def _print(facts: Mapping[str, Any]) -> None:
     """Print the facts as aligned lines."""
     for found in (*facts["packages"], facts["cudnn"]):
         cuda = f" (for CUDA {found['cuda']})" if "cuda" in found else ""
-        _line(found["name"], found["version"] or "-", found.get("reason") or f"{found['path']}{cuda}")
+        reason = found.get("reason", "").partition(" Searched: ")[0]  # --json has the places that were searched
+        _line(found["name"], found["version"] or "-", reason or f"{found['path']}{cuda}")
     if (found := facts["nvrtc"]) is not None:
         _line("", "", f"found by {facts['cudnn']['found_by']}")
         _line("NVRTC", found["version"], found["path"] or "not found: cuDNN cannot compile kernels")
