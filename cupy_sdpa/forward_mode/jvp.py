@@ -57,7 +57,7 @@ def attention_jvp(
     :func:`cupy_sdpa.attention_backward` on arrays that are concatenated along head_dim. With dq or dk these are two forward
     passes and a backward pass; with dv alone one forward pass. With ``softcap``, ``score_mod`` or dropout a second backward
     pass may replace the second forward pass. Keys or values with a mean far above their variation cost precision in 16 bits;
-    docs/derivatives.md gives the error and the remedy.
+    :doc:`/derivatives` gives the error and the remedy.
 
     Args:
         q, k, v: as for :func:`cupy_sdpa.attention`.
@@ -83,7 +83,7 @@ def attention_jvp(
         Unsupported: this cuDNN or GPU cannot run it. The gradients of arrays with head dims D + Dv and 2 D must be supported:
             D and Dv are at most 128 on Hopper, and 64 on other GPUs.
 
-    Source: docs/derivatives.md, which derives the formulas; Dao 2023, "FlashAttention-2", algorithm 2, for the backward pass.
+    Source: :doc:`/derivatives`, which derives the formulas; Dao 2023, "FlashAttention-2", algorithm 2, for the backward pass.
 
     >>> import numpy as np, cupy_sdpa
     >>> rng = np.random.default_rng(0)

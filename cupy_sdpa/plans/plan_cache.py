@@ -97,7 +97,7 @@ class Recordings:
 class PlanCache:
     """The plans of a thread in a CUDA context; :func:`cupy_sdpa.get_plan_cache` returns the current one.
 
-    Repeated calls on the same arrays are captured as CUDA graphs (docs/design.md), whose memory the cache also limits: an
+    Repeated calls on the same arrays are captured as CUDA graphs (:doc:`/design`), whose memory the cache also limits: an
     executable graph takes 0.12 MiB of device memory outside CuPy's pool, plus the arrays and the workspace that it keeps alive.
 
     Attributes:
