@@ -128,7 +128,9 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
     others = [name for name in contenders_of(rows) if name != Ours.name]
     yield from _table(rows, others)
     yield ""
-    yield "The columns of other contenders: our time divided by theirs. Geometric means and ranges of the ratios:"
+    several = len({row["preset"] for row in rows}) > 1
+    ratios_of = "Geometric means and ranges of the ratios" if several else "The ratios"
+    yield f"The columns of other contenders: our time divided by theirs. {ratios_of}:"
     groups = {"on the GPU": [row for row in rows if row["gpu"]], "on the CPU": [row for row in rows if not row["gpu"]]}
     for title, group in groups.items():
         if group and all(groups.values()):
@@ -145,11 +147,12 @@ def short(name: str) -> str:
 
 
 def _table(rows: Sequence[Row], others: Sequence[str]) -> Iterator[str]:
-    table = [["preset", "direction", "ms", "TFLOP/s", "share", "host us", *map(short, others)]]
+    of_gpus = {"tflops": ("TFLOP/s", ".0f"), "share": ("share", ".0%"), "host_us": ("host us", ".1f")}
+    columns = {"ms": ("ms", ".4f")} | (of_gpus if any(row["gpu"] for row in rows) else {})
+    table = [["preset", "direction", *(title for title, _ in columns.values()), *map(short, others)]]
     for (preset, direction), found in by_case(rows).items():
         ours = found.get(Ours.name, complete({}))
-        values = [_cell(ours["ms"], ".4f"), _cell(ours["tflops"], ".0f"), _cell(ours["share"], ".0%")]
-        values.append(_cell(ours["host_us"], ".1f"))
+        values = [_cell(ours[column], form) for column, (_, form) in columns.items()]
         ratios = [_cell(found[name]["ours_over_it"], ".3f") if name in found else "" for name in others]
         table.append([preset, direction, *values, *ratios])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -164,9 +167,12 @@ def _cell(value: float | None, form: str) -> str:
 
 
 def _means(rows: Sequence[Row], others: Sequence[str]) -> Iterator[str]:
-    for direction, name in itertools.product(dict.fromkeys(row["direction"] for row in rows), (None, *others)):
+    present = [name for name in others if any(row["way"] == name for row in rows)]
+    names = (None, *present) if len(present) > 1 else present
+    for direction, name in itertools.product(dict.fromkeys(row["direction"] for row in rows), names):
         values = [(title, ratios(rows, direction, name, column)) for column, title in MEANS.items()]
-        if text := ", ".join(f"{title} {summary(found)}" for title, found in values if found):
+        texts = (f"{title} {summary(found) if len(found) > 1 else format(found[0], '.2f')}" for title, found in values if found)
+        if text := ", ".join(texts):
             yield f"  {direction:9} {name or 'the fastest':15} {text}"
 
 

@@ -79,7 +79,7 @@ class Decoder:
         """Append tokens ``(S, B)`` to the cache; returns the logits of the next ones, ``(C, S, B)``.
 
         ``cache.begin_step`` announces how many of the S tokens of each sequence are appended. ``product`` is that of
-        :meth:`.gpt.GPT.forward`, options are those of :func:`cupy_sdpa.attention`.
+        ``GPT.forward``, options are those of ``cupy_sdpa.attention``.
         """
         cache, xp = self.cache, self.model.xp
 
