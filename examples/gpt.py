@@ -138,12 +138,12 @@ if __name__ == "__main__":
     helps = "a text file", "characters to continue", "steps of training", "characters to generate"
     for (name, default), words in zip(defaults.items(), helps, strict=True):
         parser.add_argument(f"--{name}", default=default, type=type(default), help=words)
-    parser.add_argument("--cpu", action="store_true", help="use numpy")
+    parser.add_argument("--cpu", action="store_true", help="use numpy; on a busy machine faster with OPENBLAS_NUM_THREADS=1")
     given = parser.parse_args()
     try:
         engine = {"xp": np} if given.cpu else {"xp": importlib.import_module("cupy"), "dtype": "bfloat16"}
-        text = given.text.read_text(encoding="utf-8")
-    except (ImportError, OSError) as error:
+        text, _ = given.text.read_text(encoding="utf-8"), engine["xp"].zeros(1)  # an array, to see whether there is a GPU
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
         parser.error(f"{error} (--cpu uses numpy)")
     if given.steps < 1 or len(text) < CONTEXT + 2 or not given.prompt or not set(given.prompt) <= set(text):
         parser.error(f"needed: 1 step or more, {CONTEXT + 2} characters of text or more, a prompt of characters of the text")

@@ -98,14 +98,34 @@ def test_it_learns_on_a_gpu(gpt, cupy):
 
 
 @pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("raise ImportError('no CuPy')", "no CuPy (--cpu uses numpy)"),
+        ("def zeros(shape): raise RuntimeError('no device')", "no device (--cpu uses numpy)"),
+    ],
+    ids=["no CuPy", "no GPU"],
+)
+def test_without_a_gpu(code, message, tmp_path):
+    """One line that names --cpu."""
+    (tmp_path / "cupy.py").write_text(code, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(PATH.parents[1])])}
+    done = subprocess.run([sys.executable, str(PATH)], capture_output=True, text=True, env=environment)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].endswith(message)
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--steps", "0"], "1 step or more"),
         (["--prompt", ""], "a prompt of characters of the text"),
         (["--prompt", "日"], "a prompt of characters of the text"),
         (["--text", "missing.txt"], "missing.txt"),
+        (["--text", str(PATH.parent)], "directory"),
+        (["--text", sys.executable], "can't decode"),
     ],
-    ids=["steps", "empty", "unknown", "missing"],
+    ids=["steps", "empty", "unknown", "missing", "folder", "binary"],
 )
 def test_mistakes_end_before_training(words, message):
     """Invalid options end the command with one line and status 2."""

@@ -1,4 +1,4 @@
-"""Cases that ``python -m cupy_sdpa check`` found to be wrong on a GPU: they are correct or refused now."""
+"""Cases that ``python -m cupy_sdpa check`` found to be wrong: they are correct or refused now."""
 
 import pytest
 
@@ -27,6 +27,22 @@ FOUND = {
         "gpu", "float16", hq=2, sq=1, skv=1, seed=26, options={"mask_mod": ("checkered", ""), "deterministic": True}
     ),
 }  # fmt: skip
+
+
+ON_THE_CPU = {
+    "pages of values without a head dim": Case(
+        d=1, dv=0, hq=2, sq=1, skv=1, options={"block_mask": ("prefix", "kqh1")}, seed=78
+    ),
+    "paged values without a head dim": Case(
+        d=8, dv=0, skv=16, options={"paged": (8, "heads", "random", 0, "large", False, False)}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ON_THE_CPU)
+def test_cases_that_failed_on_the_cpu(name):
+    outcome = run_case(ON_THE_CPU[name])
+    assert outcome.kind == "passed", outcome.message
 
 
 @pytest.mark.gpu

@@ -68,7 +68,7 @@ def _paged_load(node: PagedLoad, tile: Tile) -> None:
     count = page * node.table.shape[2] if tile.columns is None else tile.columns
     rows = np.zeros((count, columns), tile.run.dtype)
     used = views[node.table.name][tile.batch, 0, : -(-length // page), 0]
-    rows[:length] = pages[used, head].reshape(-1, columns)[:length]
+    rows[:length] = pages[used, head].reshape(len(used) * page, columns)[:length]
     tile.cache[node.out.name] = rows.T if node.transposed else rows
 
 
