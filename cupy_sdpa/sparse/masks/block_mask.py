@@ -95,16 +95,6 @@ class BlockMask:
         sq, skv: the numbers of queries and of keys.
         heads, batch: Hq and B, or 1 if all heads or batch entries have the same mask.
         block: the size of the blocks that :attr:`blocks`, :attr:`sparsity` and ``repr`` report, (queries, keys).
-        kinds: uint8 ``(key tiles, query tiles, heads, batch)``, the tiles of 128 queries and 128 keys that calls compute: 0 is
-            an empty tile, 1 a partial one, 2 a full one.
-        bits: uint8 ``(partial tiles, 2048)``: the pairs of the partial tiles, query by query, the first key in the highest
-            bit; in the order of ``kinds``, the first axis fastest.
-        segments: the segments of each batch entry if all rows are intervals; None otherwise.
-        function: the mask function, if it reads no arrays, has an identity, and can be traced; None otherwise.
-        identity: the identity of the function (:mod:`cupy_sdpa.score_fn.identity`): as long as it is equal, the function
-            computes the same.
-        number: the number of the mask in this process; no two masks have the same.
-        tables: what calls store, by device and shapes.
     """
 
     def __init__(
@@ -117,10 +107,17 @@ class BlockMask:
         function: Callable[..., Any] | None = None,
         block: BlockSize = TILE,
     ) -> None:
+        # kinds: (key tiles, query tiles, heads, batch), the tiles of 128 queries and 128 keys: 0 empty, 1 partial, 2 full
+        # bits: (partial tiles, 2048), their pairs in the order of kinds, query by query, the first key in the highest bit
+        # segments: those of each batch entry if all rows are intervals
+        # function: the mask function, if it reads no arrays, has an identity, and can be traced
         self.sq, self.skv, self.kinds, self.bits, self.segments, self.function = sq, skv, kinds, bits, found, function
+        # number: that of the mask in this process; no two masks have the same
         self.block, self.number = block, _next_number()
+        # identity: as long as it is equal, the function computes the same
         self.identity = identity(function)
         *_, self.heads, self.batch = kinds.shape
+        # tables: what calls store, by device and shapes
         self.tables: dict[Any, Any] = {}
 
     @classmethod
