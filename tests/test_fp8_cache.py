@@ -222,10 +222,9 @@ def test_forks_and_truncation(engine):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "FP8"])
+@pytest.mark.parametrize("engine", ENGINES[1:], indirect=True)  # numpy has no CUDA graphs
 def test_a_captured_step(dtype, engine):
     """Append and attention in a CUDA graph: launches give what calls give."""
-    if engine.numpy:
-        pytest.skip("CUDA graphs")
     cupy, rng = engine.module, np.random.default_rng(0)
     caches = [make(engine, layers=1, pages=30, rotate=True) for _ in range(2)]
     prompt = [engine.put(normal(rng, 32, 2, 40, 3, dtype="bfloat16")) for _ in range(2)]
