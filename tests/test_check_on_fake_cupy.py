@@ -2,13 +2,17 @@
 
 import numpy as np
 import pytest
+from fake_cupy import program
 
 import cupy_sdpa
 from cupy_sdpa import fp8
 from cupy_sdpa.check.cases import draw as drawing
+from cupy_sdpa.check.cases.data import FORMATS
 from cupy_sdpa.check.cases.draw import OPTIONS, Limits, _with_required, draw_options, is_valid
 from cupy_sdpa.check.verify.execute import execute
 from cupy_sdpa.check.verify.planning import problems
+from cupy_sdpa.check.verify.tolerance import FP8_SUM
+from cupy_sdpa.problem.tensor_spec import numpy_dtype
 from cupy_sdpa.support.why_not import why_not
 
 #: Options with which keys are split.
@@ -87,9 +91,28 @@ def test_most_problems_in_fp8_are_supported():
     assert refused < 12
 
 
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("d", [16, 256])
+def test_the_tolerance_of_sums_in_fp8(d, dtype):
+    """It covers the sums of tensor cores for one key, where no error averages out, and not sums with 10 bits."""
+    rng, largest = np.random.default_rng(d), FORMATS[dtype].largest
+    shape, kind = (20_000, d), numpy_dtype(dtype)
+    q, k = (np.clip(rng.standard_normal(shape) * 90, -largest, largest).astype(kind).astype(np.float32) for _ in range(2))
+    truth = (q.astype(np.float64) * k).sum(axis=1)
+    allowed = 2 * FP8_SUM * np.linalg.norm(q, axis=1) * np.linalg.norm(k, axis=1)
+
+    def errors():
+        return np.abs(program.fp8_product(q[:, None], k[..., None])[:, 0, 0] - truth) / allowed
+
+    assert errors().max() < 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(program, "FP8_BITS", 10)
+        assert errors().max() > 1
+
+
 @pytest.mark.parametrize("error", [0, 1e-4, 3e-3])
 def test_the_tolerance_of_the_log_sum_exp_in_fp8(error, fake, monkeypatch):
-    """The error of sums with 14 bits passes, a larger one fails."""
+    """The error of sums on tensor cores passes, a larger one fails."""
     case = draw_options({"fp8"}, 1, "gpu").with_(d=32, dv=16, sq=20, skv=30, options={"fp8": "float8_e4m3fn", "stats": True})
     attention = cupy_sdpa.attention
 

@@ -16,13 +16,11 @@ from cupy_sdpa import Unsupported, attention, fp8
 from cupy_sdpa.check import Case as CheckCase
 from cupy_sdpa.check.cases.case import Paged
 from cupy_sdpa.check.verify.execute import execute
+from cupy_sdpa.check.verify.tolerance import FP8_SUM
 
 pytestmark = pytest.mark.gpu
 
 DTYPES = tuple(ERROR)
-#: The bits of the mantissa of a sum of FP8 products on Hopper: DeepSeek-AI 2024, "DeepSeek-V3 technical report", section 3.3.2,
-#: measured about 14.
-SUM_BITS = 13
 SHAPES: dict[str, dict[str, Any]] = {
     "small": {"d": 64, "sq": 20, "skv": 30}, "long": {"d": 128, "sq": 300, "skv": 700, "hq": 2, "hkv": 1},
     "narrow values": {"d": 128, "dv": 64, "sq": 70, "skv": 130}, "wide values": {"d": 64, "dv": 128, "sq": 130, "skv": 70},
@@ -77,7 +75,7 @@ def check(case, arrays, found, **options):
     limit = 1.5 * relative(naive, truth) + 0.005
     assert relative(out, truth) <= limit, f"error {relative(out, truth):.4f} in the norm, allowed {limit:.4f}"
     norms = [np.linalg.norm(np.nan_to_num(x), axis=0).max(initial=0) for x in (q, k)]
-    assert_close(stats.get(), true_stats, naive_stats, 2.0**-SUM_BITS * case.tau * float(np.prod(norms)))
+    assert_close(stats.get(), true_stats, naive_stats, FP8_SUM * case.tau * float(np.prod(norms)))
     np.testing.assert_allclose(amax.get(), largest, rtol=ERROR[dtype])
 
 

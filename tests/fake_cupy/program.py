@@ -1,6 +1,6 @@
 """An operation graph evaluated with numpy as cuDNN 9.19 does: what it computes, what it writes, and what it does not write.
 
-One bug is that of 9.28: the backward pass treats -inf in an array with one element per query as 0.
+Sums of FP8 products have the precision of Hopper's tensor cores. One bug is that of 9.28: the backward pass treats -inf in an array with one element per query as 0.
 
 Everything is computed as if there were no lengths, so the padding is multiplied by 0 and its NaN spreads. Arrays with ragged
 offsets are read within their sequences: up to the next offset, and up to the length if the graph has lengths. Rows in the padding are not written, and nothing is written for a batch entry without queries, or
@@ -26,12 +26,15 @@ from .device import Device
 
 #: The number of keys that the kernels for several queries load at once.
 TILE = 128
+#: Hopper adds the FP8 products of so many columns at a time, with so many bits after the leading one.
+FP8_COLUMNS, FP8_BITS = 32, 13
 _DTYPES = {
     DataType.HALF: np.dtype("float16"), DataType.BFLOAT16: np.dtype(ml_dtypes.bfloat16), DataType.FLOAT: np.dtype("float32"),
     DataType.DOUBLE: np.dtype("float64"), DataType.INT32: np.dtype("int32"), DataType.INT64: np.dtype("int64"),
     DataType.BOOLEAN: np.dtype("bool"), DataType.UINT8: np.dtype("uint8"),
     DataType.FP8_E4M3: np.dtype(ml_dtypes.float8_e4m3fn), DataType.FP8_E5M2: np.dtype(ml_dtypes.float8_e5m2),
 }  # fmt: skip
+_FP8 = {_DTYPES[DataType.FP8_E4M3], _DTYPES[DataType.FP8_E5M2]}
 _NUMBERS = {"float32": ctypes.c_float, "float64": ctypes.c_double, "int32": ctypes.c_int32}
 
 
@@ -356,13 +359,30 @@ def _attention(t: Mapping[str, Tensor], scores: Value, get: Callable[[Tensor], V
 def _matmul(operation: Operation, given: dict[str, Value]) -> Value:
     a, b = given["ADESC"], given["BDESC"]
     groups = a.array.shape[1] // b.array.shape[1]
-    array = np.matmul(a.array, np.repeat(b.array, groups, axis=1))
+    in_fp8 = {operation.tensors[name].dtype for name in ("ADESC", "BDESC")} <= _FP8
+    array = (fp8_product if in_fp8 else np.matmul)(a.array, np.repeat(b.array, groups, axis=1))
     rows, columns = a.rows, b.columns
     if "GEMM_M_OVERRIDE_DESC" in given:
         rows = given["GEMM_M_OVERRIDE_DESC"].array.ravel()
     if "GEMM_N_OVERRIDE_DESC" in given:
         columns = given["GEMM_N_OVERRIDE_DESC"].array.ravel()
     return Value(array, rows, columns, product=True)
+
+
+def fp8_product(a: Any, b: Any) -> Any:
+    """The product of FP8 matrices on Hopper: addends are truncated to :data:`FP8_BITS` below the exponent of the largest one.
+
+    Source: DeepSeek-AI 2024, "DeepSeek-V3 technical report", section 3.3.2, measured about 14 bits in all. With 13 bits after the
+    leading one the error of the log-sum-exp is near that of an H200 (docs/fp8.md): 1.5e-4, measured 2.4e-4, with head dim 256.
+    """
+    total = np.zeros((*a.shape[:-1], b.shape[-1]), np.float32)
+    for begin in range(0, a.shape[-1], FP8_COLUMNS):
+        columns = slice(begin, begin + FP8_COLUMNS)
+        products = a[..., columns, None] * b[..., None, columns, :]
+        largest = np.maximum(np.abs(products).max(axis=-2), np.abs(total))
+        unit = np.ldexp(np.float32(1), np.frexp(largest)[1] - 1 - FP8_BITS)
+        total = np.trunc(total / unit) * unit + (np.trunc(products / unit[..., None, :]) * unit[..., None, :]).sum(axis=-2)
+    return total
 
 
 def _reduction(operation: Operation, given: dict[str, Value]) -> Value:
