@@ -6,6 +6,7 @@ from fake_cupy import program
 
 import cupy_sdpa
 from cupy_sdpa import fp8
+from cupy_sdpa.check import Case
 from cupy_sdpa.check.cases import draw as drawing
 from cupy_sdpa.check.cases.data import FORMATS
 from cupy_sdpa.check.cases.draw import OPTIONS, Limits, _with_required, draw_options, is_valid
@@ -38,6 +39,31 @@ def test_paged_problems_of_the_gpu(number, fake, monkeypatch):
     case = draw_options(names_of(number), number, "gpu")
     outcome = execute(case)
     assert outcome.kind in ("passed", "refused"), f"{outcome.message}\n{case!r}"
+
+
+@pytest.mark.parametrize("lengths", [None, (1, 1)], ids=["any lengths", "one query and key"])
+@pytest.mark.parametrize("number", range(60))
+def test_problems_of_the_gpu(number, lengths, fake, monkeypatch):
+    """Problems with any options as they are drawn for a GPU, with smaller sizes; none fails."""
+    monkeypatch.setitem(drawing.LIMITS, "gpu", Limits(20_000, 60_000))
+    case = drawing.draw(1, number, "gpu", lengths)
+    outcome = execute(case)
+    assert outcome.kind in ("passed", "refused"), f"{outcome.message}\n{case!r}"
+
+
+BUGS = {
+    "a bucket of one key, sinks and a bias": Case(
+        engine="gpu", dtype="bfloat16", d=16, dv=16, sq=3, skv=1, backward=True,
+        options={"bias": ("1111", "bfloat16", "normal"), "sinks": "high", "bucket": 128},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_problems_that_failed(name, fake):
+    """Findings of random problems."""
+    outcome = execute(BUGS[name])
+    assert outcome.kind == "passed", outcome.message
 
 
 @pytest.mark.parametrize("number", range(40))

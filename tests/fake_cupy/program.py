@@ -397,9 +397,16 @@ def _reduction(operation: Operation, given: dict[str, Value]) -> Value:
     if ReduceTensorOp(operation.settings["OPERATOR"]) == ReduceTensorOp.MAX:
         return Value(array.max(axis=axes, keepdims=True), x.rows, top=True)
     total = array.sum(axis=axes, keepdims=True, dtype=np.float32)
-    if not operation.tensors["YDESC"].virtual and (dims[0], *dims[2:], n) == (1, 1, 1, 1):
-        total = -total  # the gradient of the sinks: cuDNN negates it
+    if _is_of_sinks(operation, n):
+        total = -total  # cuDNN negates it
     return Value(total, x.rows if dims[2:] == (m, 1) else None, total=True)
+
+
+def _is_of_sinks(operation: Operation, columns: int) -> bool:
+    """Whether a sum is the gradient of the sinks: the only sum of rows in float32 that a backward pass writes."""
+    y = operation.tensors["YDESC"]
+    shape = (y.dims[0], *y.dims[2:], columns)
+    return "backward" in operation.settings and not y.virtual and shape == (1, 1, 1, 1) and y.dtype == np.float32
 
 
 def _largest(array: Any, rows: Any) -> Any:
@@ -458,9 +465,13 @@ _MODES: dict[str, Callable[..., Any]] = {
 
 
 def _is_mistaken(b: Tensor, x: Tensor, mode: str) -> bool:
-    """Whether cuDNN reads the element of another batch entry, from an array with one element per entry."""
+    """Whether cuDNN reads the element of another batch entry, from an array with one element per entry.
+
+    It does not if there is only one query and one key.
+    """
     given = not b.virtual and not b.by_value and b.dtype.kind not in "ib"
-    return given and b.dims[0] > 1 and b.dims[2:] == (1, 1) and (x.dims[2] > 1 or mode == "ADD")
+    one_per_entry = b.dims[0] > 1 and b.dims[2:] == (1, 1)
+    return given and one_per_entry and x.dims[2:] != (1, 1) and (x.dims[2] > 1 or mode == "ADD")
 
 
 def _is_of_queries(t: Tensor) -> bool:
