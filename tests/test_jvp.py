@@ -583,6 +583,61 @@ def test_results_must_not_overlap():
         attention_jvp(x, x, x, widened=3)
 
 
+#: The order of the axes of results in memory, and the gap after head_dim in multiples of 8.
+OUTPUTS = {"a gap after each head": ((0, 1, 2, 3), 1), "heads outside": ((0, 2, 1, 3), 0), "both": ((0, 2, 3, 1), 1)}
+
+
+@pytest.mark.parametrize("given", [(True, False, False), (False, True, False), (True, True, True)], ids=["dq", "dk", "all"])
+@pytest.mark.parametrize("layout", OUTPUTS)
+def test_results_with_any_strides(layout, given, fake):
+    """Only the elements of the results are written, in every repeated call."""
+    case = Case("strided results", d=16, hq=4, hkv=2, sq=5, skv=7, b=3, dtype="float16")
+    arrays, tangents = case.arrays(), [x if one else None for x, one in zip(case.arrays(1), given, strict=True)]
+    wanted = attention_jvp(*arrays, *tangents, return_stats=True)
+    on_gpu, on_gpu_tangents = [fake.asarray(x) for x in arrays], [None if x is None else fake.asarray(x) for x in tangents]
+    axes, gap = OUTPUTS[layout]
+    for _ in range(5):
+        results, memory = {}, []
+        for name, x in zip(("out", "dout"), wanted, strict=False):
+            shape = [x.shape[axis] for axis in axes]
+            shape[0] += 8 * gap
+            memory.append(poisoned(fake, tuple(shape), x.dtype))
+            results[name] = memory[-1][: x.shape[0]].transpose(np.argsort(axes).tolist())
+        results["stats"] = poisoned(fake, wanted[2].shape, np.float32)
+        got = attention_jvp(*on_gpu, *on_gpu_tangents, **results)
+        for one, x, result in zip(got, wanted, results.values(), strict=True):
+            assert one is result
+            np.testing.assert_allclose(one.get().astype(np.float64), x.astype(np.float64), atol=0.02)
+        for x, result in zip(memory, wanted, strict=False):
+            assert np.isnan(x.get()).sum() == x.size - result.size
+
+
+WRONG_STATS = {
+    "shape": (zeros(5, 2, 1), ValueError, r"stats has shape \(5, 2, 1\)"),
+    "order": (np.zeros((6, 2, 1), np.float32), ValueError, "stats has strides .*allocate it with order='F'"),
+    "dtype": (zeros(6, 2, 1, dtype=np.int32), TypeError, "stats is int32"),
+    "list": ([0.0], TypeError, "stats is a list"),
+}
+
+
+@pytest.mark.parametrize("with_values", [False, True])
+@pytest.mark.parametrize("engine", ["numpy", "fake"])
+@pytest.mark.parametrize("name", WRONG_STATS)
+def test_invalid_stats(name, with_values, engine, request):
+    """The message names the value; nothing is written."""
+    stats, error, words = WRONG_STATS[name]
+    xp = np if engine == "numpy" else request.getfixturevalue("fake")
+    x = xp.asarray(np.ones((8, 2, 6, 1), np.float16, order="F"))
+    dout = xp.asarray(np.full((8, 2, 6, 1), np.nan, np.float16, order="F"))
+    stats = xp.asarray(stats) if isinstance(stats, np.ndarray) else stats
+    writes_to_any_strides = (name, engine) == ("order", "numpy")
+    for _ in range(2):
+        with contextlib.nullcontext() if writes_to_any_strides else pytest.raises(error, match=words):
+            attention_jvp(x, x, x, x, dv=x if with_values else None, dout=dout, stats=stats)
+            dout[...] = np.nan
+    assert np.isnan(dout if engine == "numpy" else dout.get()).all()
+
+
 def test_head_dims_that_are_too_large_are_refused(fake):
     """Before anything is written, with the remedy."""
     case = Case("large", d=136, sq=8, dtype="float16")

@@ -139,6 +139,8 @@ class _Derivative:
         self.capturing = cupy_runtime.is_array(q) and cupy_runtime.capturing()
         #: The passes, read and planned before the first one runs; empty while all of them are cached.
         self.calls: dict[str, Call] = {}
+        #: The arrays that the pass ``output`` writes to; None if it creates them.
+        self.outputs: dict[str, Any] = {}
 
     def run(self, out: Any, dout: Any, stats: Any, return_stats: bool) -> tuple[Any, Any, Any]:
         """Compute the output, its derivative and the log-sum-exp."""
@@ -164,6 +166,7 @@ class _Derivative:
         values = self.widened.values if self.form.values else self.v
         if self.form.values and self.capturing:
             out = self.temporary((values.shape[0], *self.q.shape[1:]))
+        self.outputs = {"out": out, "stats": stats}
         results = self.call("output", _FORWARD, (self.q, self.k, values, out, stats), self.options)
         return results[0], results[1] if self.with_stats else None
 
@@ -210,7 +213,8 @@ class _Derivative:
         """Read and plan all passes, so that nothing is written if one of them cannot run."""
         form, w, options = self.form, self.widened, self.options
         values = w.values if form.values else self.v
-        calls = {"output": read_forward(self.q, self.k, values, options, return_stats=self.with_stats, **self.flags)}
+        output = read_forward(self.q, self.k, values, options, return_stats=self.with_stats, **self.flags, **self.outputs)
+        calls = {"output": output}
         if form.scores and form.value_dim:
             if form.centered:
                 calls["products"] = read_forward(self.q, self.k, w.v, options, **self.flags)
