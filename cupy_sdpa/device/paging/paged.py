@@ -85,7 +85,7 @@ def _declaration(name: str, dtype: np.dtype[Any]) -> str:
     return f"struct {name} {{ {fields} }};"
 
 
-#: The C structs; the entry of a page of a sequence, which is that of its first page after the length; and the keys of queries.
+#: The C structs, and device functions for table entries (after the length, that of the first page) and for the keys of queries.
 _DEVICE_CODE = f"""
     {declaration("Table", _Table)}
     {declaration("Queries", _Queries)}
