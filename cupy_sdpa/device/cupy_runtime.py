@@ -48,6 +48,11 @@ def on_device_of(array: Any) -> Iterator[int]:
             yield device
 
 
+def device_context(array: Any) -> contextlib.AbstractContextManager[Any]:
+    """:func:`on_device_of` a CuPy array; for other arrays a context that changes nothing."""
+    return on_device_of(array) if is_array(array) else contextlib.nullcontext()
+
+
 def current_device() -> int | None:
     """The number of CuPy's current device; None without CuPy or without a GPU."""
     if importlib.util.find_spec("cupy") is None or not cupy().cuda.is_available():

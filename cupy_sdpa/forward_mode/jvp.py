@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any, Unpack
 
 import numpy as np
@@ -107,7 +106,7 @@ def attention_jvp(
     check_results(out, dout, q, v, (q, k, v, dq, dk, dv, *(widened or ())))
     options["scale"] = read_scale(options.get("scale"), form.head_dim)
     mask, was_widened = options.pop("block_mask", None), widened is not None
-    with cupy_runtime.on_device_of(q) if cupy_runtime.is_array(q) else contextlib.nullcontext():
+    with cupy_runtime.device_context(q):
         if widened is None:
             widened = concatenated(form, (q, k, v), (dq, dk, dv), cupy_runtime.temporary)
         results = _Derivative(q, k, v, widened, options, deterministic, mask).run(out, dout, stats, return_stats)

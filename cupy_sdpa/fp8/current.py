@@ -9,6 +9,7 @@ import numpy as np
 
 from ..arrays.layouts import from_own
 from ..device import cupy_runtime
+from ..problem.tensor_spec import placeholder
 from . import kernels
 from .array import Fp8Array, of_factors
 
@@ -93,8 +94,7 @@ def _result(name: str, x: Any, rotation: int, layout: str | None) -> _Result:
     shape, size = tuple(x.shape), max(x.size, 1)
     if layout is None:
         return _Result(shape, None, size, rotation > 1, 0)
-    own = np.lib.stride_tricks.as_strided(np.empty(1, np.uint8), shape, np.cumprod([1, *shape[:-1]]).tolist())
-    view = from_own(name, own, layout)
+    view = from_own(name, placeholder(shape, np.uint8), layout)
     return _Result(view.shape, view.strides, size, rotation > 1, len(shape) - 1 if rotation > 1 else 0)
 
 

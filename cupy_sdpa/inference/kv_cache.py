@@ -346,7 +346,7 @@ class KVCache:
             with self._device():
                 self._engine.store(self._state, updates)
         if entries:
-            longest = max(1, *map(len, self._pages.of))
+            longest = max(1, *map(len, self._pages.by_sequence))
             needed = min(1 << (longest - 1).bit_length(), width)
             if needed != self.table.shape[0]:
                 self.table = self.full_table[:needed]

@@ -84,7 +84,7 @@ def shared_prefix_attention(
     pages = shared_prefix // k.shape[2]
     if not pages or not q.shape[3]:
         return attention(q, k, v, return_stats=return_stats, out=out, **options)
-    with cupy_runtime.on_device_of(q) if cupy_runtime.is_array(q) else contextlib.nullcontext():
+    with cupy_runtime.device_context(q):
         (d, hq, sq, b), dv = q.shape, v.shape[0]
         new = functools.partial(cupy_runtime.temporary, q)
         own, own_stats, rest = new((dv, hq, sq, b), q.dtype), new((sq, hq, b), np.float32), new((b,), np.int32)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
 from collections.abc import Mapping
@@ -91,7 +90,7 @@ def gradients_with_block_mask(
         passed = {f"d{name}": (dx, x.shape, x.dtype) for name, dx, x in (("q", dq, q), ("k", dk, k), ("v", dv, v))}
         plans.check_results(passed, {"dout": dout, "q": q, "k": k, "v": v, "out": out, "stats": stats})
     identities = function_identities(options)
-    with cupy_runtime.on_device_of(q) if cupy_runtime.is_array(q) else contextlib.nullcontext():
+    with cupy_runtime.device_context(q):
         parts_of(q, k, mask, sizes, options)  # checks the score function
         dq, dk, dv = (
             cupy_runtime.new_result(q, x.shape, x.dtype) if dx is None else dx for x, dx in ((q, dq), (k, dk), (v, dv))

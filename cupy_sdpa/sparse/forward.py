@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import weakref
@@ -49,7 +48,7 @@ def attention_with_block_mask(
     if return_stats not in (False, True):
         raise ValueError(f"return_stats is {return_stats!r} and block_mask is passed; it must be False or True")
     identities = function_identities(options)
-    with cupy_runtime.on_device_of(q) if cupy_runtime.is_array(q) else contextlib.nullcontext():
+    with cupy_runtime.device_context(q):
         parts_of(q, k, mask, sizes, options)  # checks the score function
         shape, rows = (v.shape[0], *q.shape[1:]), (q.shape[2], q.shape[1], q.shape[3])
         if out is not None or stats is not None:

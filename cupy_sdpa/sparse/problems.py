@@ -13,7 +13,7 @@ from ..calls.call import with_plan
 from ..device import cupy_runtime
 from ..device.blocks import BLOCK
 from ..problem.problem import Problem
-from ..problem.tensor_spec import dtype_name
+from ..problem.tensor_spec import dtype_name, placeholder
 from .entries import PackedCopies, Sizes, packed_copies, rectangles
 from .forward import parts_of
 from .masks import segments
@@ -118,12 +118,8 @@ def lengths_of(part: segments.Packed | PackedCopies) -> dict[str, Any]:
 
 
 def _pairs_options(shape: tuple[int, int, int] | None) -> dict[str, Any]:
-    """The options of a call with the mask of its batch entries, with an array whose elements share memory."""
-    if shape is None:
-        return {}
-    keys, queries, _ = shape
-    pairs = np.lib.stride_tricks.as_strided(np.empty(1, np.float16), shape, (2, 2 * keys, 2 * keys * queries))
-    return {"mask_mod": is_attended, "tensors": {"attends": pairs}}
+    """The options of a call with the mask of its batch entries, of which only the shape is known; none without a mask."""
+    return {} if shape is None else {"mask_mod": is_attended, "tensors": {"attends": placeholder(shape, np.float16)}}
 
 
 def description(mask: BlockMask, sizes: Sizes, *, native: bool = False) -> str:
