@@ -269,6 +269,11 @@ def read_band(causal: Any, window: Any) -> Band | None:
     return Band(left, 0 if causal else right, corner == "bottom_right")
 
 
+def band_options(band: Band | None) -> dict[str, Any]:
+    """The options of a call with a band: the inverse of :func:`read_band`."""
+    return {} if band is None else {"window": (band.left, band.right, "bottom_right" if band.bottom_right else "top_left")}
+
+
 #: The smallest positive and the largest normal numbers of float32, in which cuDNN gets the scale.
 SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, (2 - 2**-23) * 2.0**127
 

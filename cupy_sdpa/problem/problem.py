@@ -332,6 +332,16 @@ class Problem:
         yield from (description for description, applies in descriptions.items() if applies)
 
 
+def row_stats_shape(queries: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the row statistics of queries ``(D, Hq, Sq, B)``, or packed ``(D, Hq, Tq)``.
+
+    >>> row_stats_shape((64, 8, 100, 2)), row_stats_shape((64, 8, 100))
+    ((100, 8, 2), (8, 100))
+    """
+    _, heads, length, *batch = queries
+    return (length, heads, *batch) if batch else (heads, length)
+
+
 def has_score_axes(name: str) -> bool:
     """Whether an array has the axes of the scores: those of :data:`SCORE_ARRAYS`, captured arrays, and their gradients.
 

@@ -19,7 +19,7 @@ from ..problem.tensor_spec import dense_spec
 from .entries import Sizes
 from .masks.block_mask import BlockMask
 from .masks.evaluate import EMPTY, FULL, PARTIAL
-from .plan import on_engine
+from .method import on_engine
 
 
 class Native(NamedTuple):

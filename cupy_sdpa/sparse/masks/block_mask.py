@@ -20,8 +20,8 @@ from ...score_fn.expression import AXES
 from ...score_fn.identity import identity
 from ...score_fn.tracer import trace
 from . import segments
+from .block_size import TILE, BlockSize, kinds_of_blocks, read_block, rows_of_blocks, tile_kinds, with_blocks
 from .evaluate import EMPTY, FULL, PARTIAL, Function, Rows, answers_flex_attention, evaluate, evaluate_blocks
-from .tiles import TILE, BlockSize, kinds_of_blocks, read_block, rows_of_blocks, tile_kinds, with_blocks
 
 #: Numbers the masks.
 _next_number = itertools.count().__next__
