@@ -37,6 +37,11 @@ def cupy() -> Any:
     return module
 
 
+def array_module(array: Any) -> Any:
+    """The module of an array: cupy or numpy."""
+    return cupy() if is_array(array) else np
+
+
 @contextlib.contextmanager
 def on_device_of(array: Any) -> Iterator[int]:
     """Make an array's device the current one within a ``with`` block; yields its number."""
