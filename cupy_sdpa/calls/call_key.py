@@ -54,7 +54,7 @@ def read_key(functions: ArrayFunctions, kind: Any, arrays: tuple[Any, ...], opti
         options: the options.
     """
     ndarray, has_flag = functions.ndarray, functions.has_flag
-    # Every repeated call runs this: the branches repeat code in place of calling a function.
+    # Every repeated call runs this: the branches repeat code instead of calling a function.
     key: list[Any] = [kind]
     passed: list[Any] = []
     addresses: list[int] = []

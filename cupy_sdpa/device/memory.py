@@ -12,7 +12,7 @@ from . import driver
 from .cupy_runtime import capturing, cupy, empty, is_array, stream, temporary
 
 Key = TypeVar("Key")
-#: The C type of a unit of so many bytes, in which kernels copy.
+#: The C types in which kernels copy memory, by their size in bytes.
 UNITS = {16: "uint4", 8: "uint2", 4: "unsigned", 2: "unsigned short"}
 
 

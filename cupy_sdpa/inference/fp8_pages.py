@@ -17,7 +17,7 @@ from ..fp8.quantize import SOURCES, factors_of, rotated_values
 from ..problem.tensor_spec import dtype_name, rounded
 from . import on_numpy
 
-#: A scale from the first tokens is that of so many times their largest magnitude. A larger range costs no bits of the mantissa.
+#: A scale that is set by the first tokens leaves room for values larger by this factor. That costs no bits of the mantissa.
 HEADROOM = 2.0
 
 

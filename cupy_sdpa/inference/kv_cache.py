@@ -22,7 +22,7 @@ from .pages import Pages
 if TYPE_CHECKING:
     from numpy.typing import NDArray  # slow to import
 
-#: The parts of the state array begin at multiples of so many elements of 4 bytes.
+#: The alignment of the parts of the state array, in elements of 4 bytes.
 _UNIT = 64
 
 

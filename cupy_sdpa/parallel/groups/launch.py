@@ -167,7 +167,7 @@ def _serve(own: Environment, content: bytes, deadline: float, late: str) -> byte
 
 
 def _read(connection: socket.socket, count: int) -> bytes:
-    """Read exactly so many bytes.
+    """Read exactly ``count`` bytes.
 
     Raises:
         OSError: the connection ended.
