@@ -207,7 +207,7 @@ class Template:
 
 
 class _NoProblem(NamedTuple):
-    """In place of the problem of a composed call, whose parts have problems."""
+    """The placeholder for the problem of a composed call; only its parts have problems."""
 
     trivial: bool = False
     tensors: tuple[Any, ...] = ()

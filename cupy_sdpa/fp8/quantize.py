@@ -230,7 +230,7 @@ class DelayedScaling:
             )
 
     def _advance(self, amax: float) -> None:
-        """What the kernel does at its end."""
+        """Add a largest magnitude to the history and update the factors, as the kernel does at its end."""
         state, history = self._state, self._state[kernels.STATE :]
         position = state[4:5].view(np.uint32)
         history[position[0]] = amax

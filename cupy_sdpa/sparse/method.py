@@ -152,13 +152,13 @@ class Upload:
 
 
 def on_engine(mask: BlockMask, like: Any, key: tuple[Any, ...], make: Callable[[Upload], T]) -> T:
-    """What calls of a mask need on their engine; it is made by the first call, which synchronizes.
+    """The tables of a mask in the memory of an engine. The first call creates them, and synchronizes.
 
     Args:
-        mask: the block mask, which stores it.
+        mask: the block mask, which stores them.
         like: an array of the engine.
-        key: identifies it among those of the mask.
-        make: makes it.
+        key: identifies the tables among those of the mask.
+        make: creates them.
     """
     where = (driver.context_id() if cupy_runtime.is_array(like) else None, *key)
     found: T | None = mask.tables.get(where)

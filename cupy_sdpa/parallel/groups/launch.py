@@ -29,7 +29,7 @@ _ID_BYTES = 128
 
 
 class Environment(NamedTuple):
-    """What the launcher of a process tells it.
+    """The settings of a process that its launcher passes in environment variables.
 
     Attributes:
         launcher: the launcher.
