@@ -55,7 +55,7 @@ __all__ = [
 
 #: Public modules, imported on first use.
 _MODULES = ("fp8", "layout", "nnlib", "parallel", "reference", "store", "zoo")
-#: Functions of other libraries that attention computes.
+#: Attention functions of other libraries; the AttributeError for one of these names refers to docs/migration.md.
 _OTHER_FUNCTIONS = (
     "dot_product_attention", "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache", "flex_attention",
     "scaled_dot_product_attention",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, Unpack, overload
 
 from ._typing import Array, ArrayT
-from .arrays.conversion import CONVERTED, OUTPUTS, OWN_TYPES, convert, gradient_names, needs_conversion
+from .arrays.conversion import CONVERTING_OPTIONS, OUTPUTS, OWN_TYPES, convert, gradient_names, needs_conversion
 from .arrays.layouts import other_layout, results_in
 from .calls.arguments import read_backward, read_forward
 from .calls.options import DTensors, Options, read_flag, refuse_arguments, takes_options
@@ -128,8 +128,9 @@ def attention(
         tensors: a mapping of names to arrays that the functions read; they are indexed by b, h, q_idx, kv_idx and constant
             integers, such as ``bias[h, q_idx, kv_idx]``. On the GPU integers have 32 bits, and int64 arrays raise TypeError.
             Default None.
-        block_mask: a :class:`cupy_sdpa.BlockMask`, the whole mask: only its blocks are computed, in both passes. It is
-            taken with ``scale``, ``softcap``, ``score_mod``, ``sinks`` and ``max_workspace``. Default None.
+        block_mask: a :class:`cupy_sdpa.BlockMask`, which replaces all other masks: only its blocks are computed, in both
+            passes. It can be combined with ``scale``, ``softcap``, ``score_mod``, ``tensors``, ``sinks`` and
+            ``max_workspace``. Default None.
         sinks: float32 ``(Hq,)``, for each head the score of an additional key without a value, to which every query attends.
             It is part of L, of m and of the sum. Default None.
         dropout_p: the probability of dropping a weight; the other weights are divided by ``1 - dropout_p``. Each value needs
@@ -185,7 +186,7 @@ def attention(
     """
     if positional or v is ...:
         refuse_arguments(positional, options)
-    if type(q) not in OWN_TYPES or type(k) is Fp8Array or not CONVERTED.isdisjoint(options):
+    if type(q) not in OWN_TYPES or type(k) is Fp8Array or not CONVERTING_OPTIONS.isdisjoint(options):
         if isinstance(q, Fp8Array) or type(k) is Fp8Array:
             return attention_of_fp8(q, k, v, options, return_stats=return_stats, out=out, stats=stats)
         if needs_conversion(q, options):
@@ -292,7 +293,7 @@ def attention_backward(
     if not type(deterministic) is type(return_dbias) is type(return_dsinks) is bool:
         for name, value in (("deterministic", deterministic), ("return_dbias", return_dbias), ("return_dsinks", return_dsinks)):
             read_flag(name, value)
-    if (type(q) not in OWN_TYPES or not CONVERTED.isdisjoint(options)) and needs_conversion(q, options):
+    if (type(q) not in OWN_TYPES or not CONVERTING_OPTIONS.isdisjoint(options)) and needs_conversion(q, options):
         passed = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "stats": stats, "dq": dq, "dk": dk, "dv": dv}
         gradients: tuple[Any, ...] = convert(
             attention_backward, passed, options, gradient_names(return_dbias, return_dsinks), deterministic=deterministic,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from ._typing import Array
 from .arrays.conversion import Conversion, needs_conversion
 from .arrays.layouts import other_layout
 from .calls.arguments import read_backward, read_forward, read_shapes
+from .calls.call import Call
 from .calls.options import DTensors, Options, takes_options
 from .calls.report import (
     Report,
@@ -24,7 +25,7 @@ from .calls.report import (
 from .device import cupy_runtime, driver
 from .errors import CudnnError, Unsupported
 from .forward_mode.form import form_of
-from .forward_mode.problems import given_by, problems_of
+from .forward_mode.problems import TANGENTS, given_by, problems_of
 from .fp8.array import Fp8Array
 from .fp8.forward import read_call
 from .graph import graph_of
@@ -33,8 +34,8 @@ from .problem.validation import NO_FP8_GRADIENTS
 from .sparse.automatic import decide
 from .sparse.entries import Sizes
 from .sparse.masks.block_mask import BlockMask
+from .sparse.method import method_of
 from .sparse.native import native_problem
-from .sparse.plan import plan_of
 from .sparse.problems import description, part_problems
 from .support.engine_problem import engine_problem
 from .support.why_not import unverified, why_not
@@ -154,65 +155,74 @@ def explain(
     >>> print(cupy_sdpa.explain(problem, gpu="H200", cudnn="9.19").reasons[0])
     gradients with head dims 512 and 512 are not supported on compute capability 9.0 with cuDNN 9.19.0: use head dims up to 256
     """
+    flags: dict[str, Any] = {"return_stats": return_stats, "backward": backward, "jvp": jvp, "deterministic": deterministic}
     outputs: dict[str, Any] = {"return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dtensors": return_dtensors}
-    gradients = {"dq": dq, "dk": dk, "dv": dv}
+    results: dict[str, Any] = {"dout": dout, "out": out, "stats": stats, "dq": dq, "dk": dk, "dv": dv}
     if isinstance(q, Problem):
-        others = {
-            "k": k, "v": v, "return_stats": return_stats, "backward": backward, "jvp": jvp, "deterministic": deterministic,
-            **outputs, "dout": dout, "out": out, "stats": stats, **gradients, **options,
-        }  # fmt: skip
-        if extra := [name for name, value in others.items() if value is not None and value is not False]:
-            raise TypeError(f"a problem is given, and {extra[0]}: pass {extra[0]} to cupy_sdpa.problem(...)")
-        if gpu or cudnn:
-            return explain_subproblems(q, lambda part: _explain_for(part, gpu, cudnn))
-        return explain_subproblems(q, _explain_on_current_device)
+        return _explain_problem(q, {"k": k, "v": v, **flags, **outputs, **results, **options}, gpu, cudnn)
     if needs_conversion(q, options) or (jvp and other_layout(options)):
         conversion = Conversion(q, options)
-        passed = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "stats": stats, **gradients}
         with conversion.stream():
-            own: dict[str, Any] = {name: conversion.into(name, array) for name, array in passed.items()}
-            report = explain(
-                **own, **conversion.options, return_stats=return_stats, backward=backward, jvp=jvp, deterministic=deterministic,
-                **outputs, gpu=gpu, cudnn=cudnn,
-            )  # fmt: skip
+            own: dict[str, Any] = {
+                name: conversion.into(name, array) for name, array in {"q": q, "k": k, "v": v, **results}.items()
+            }
+            report = explain(**own, **conversion.options, **flags, **outputs, gpu=gpu, cudnn=cudnn)
         return dataclasses.replace(report, conversion=conversion.text)
-    is_fp8 = isinstance(q, Fp8Array) or isinstance(k, Fp8Array)
+    arrays = (q, k, v)
+    if isinstance(q, Fp8Array) or isinstance(k, Fp8Array):
+        return _explain_call(_read_fp8(arrays, options, return_stats, backward=backward, jvp=jvp), gpu, cudnn)
     if jvp:
-        if is_fp8:
-            raise TypeError(f"q is a {type(q).__name__} and k a {type(k).__name__}; {Fp8Array.not_an_array}")
         if backward:
             raise ValueError("backward and jvp are True: pass one of them")
-        tangents = [name for name, array in gradients.items() if array is not None] or list(gradients)
-        flags: dict[str, Any] = {"return_stats": bool(return_stats), "deterministic": deterministic}
-        return _explain_derivative((q, k, v), tangents, options, flags, gpu, cudnn)
-    flags = {"backward": backward, "return_stats": bool(return_stats), "deterministic": deterministic}
-    if not is_fp8 and (mask := options.pop("block_mask", None)) is not None:
-        return _explain_blocks((q, k, v), mask, options, flags, None, gpu, cudnn)
+        tangents = [name for name in TANGENTS if results[name] is not None] or list(TANGENTS)
+        of_call = {"return_stats": bool(return_stats), "deterministic": deterministic}
+        return _explain_derivative(arrays, tangents, options, of_call, gpu, cudnn)
+    of_blocks = {"backward": backward, "return_stats": bool(return_stats), "deterministic": deterministic}
+    if (mask := options.pop("block_mask", None)) is not None:
+        return _explain_blocks(arrays, mask, options, of_blocks, None, gpu, cudnn)
     decision = None
     if options.get("mask_mod") is not None and (gpu or cudnn or cupy_runtime.is_array(q)) and hasattr(k, "shape"):
         decision = decide(q.shape, k.shape, options)  # type: ignore[union-attr]
         if decision.mask is not None and return_stats != "max_sumexp" and not any(outputs.values()):
             rest = {name: value for name, value in options.items() if name != "mask_mod"}
-            return _explain_blocks((q, k, v), decision.mask, rest, flags, f"used, {decision.reason}", gpu, cudnn)
-    if is_fp8:
-        if backward:
-            raise Unsupported(NO_FP8_GRADIENTS)
-        call = read_call(q, k, v, options, return_stats=return_stats)
-    elif backward:
-        arrays: dict[str, Any] = {"dout": dout, "out": out, "stats": stats, **gradients}
+            return _explain_blocks(arrays, decision.mask, rest, of_blocks, f"used, {decision.reason}", gpu, cudnn)
+    if backward:
         try:
-            call = read_backward(q, k, v, options, deterministic=deterministic, **outputs, **arrays)
+            call = read_backward(q, k, v, options, deterministic=deterministic, **outputs, **results)
         except Unsupported as error:  # gradients of paged keys: there is no graph for them
             forward = read_forward(q, k, v, options)
             return no_gradients_report(forward, forward.on_gpu or bool(gpu or cudnn), str(error))
     else:
         call = read_forward(q, k, v, options, return_stats=return_stats, deterministic=deterministic, out=out, stats=stats)
-    if not gpu and not cudnn:
-        report = explain_call(call)
-    else:
-        problem = engine_problem(call.problem, call.bucket, True)
-        report = explain_subproblems(problem, lambda part: _explain_for(part, gpu, cudnn))
+    report = _explain_call(call, gpu, cudnn)
     return dataclasses.replace(report, blocks=f"not used: {decision.reason}") if decision else report
+
+
+def _explain_problem(problem: Problem, others: Mapping[str, Any], gpu: str | None, cudnn: str | None) -> Report:
+    """The report on a problem; refuses other arguments."""
+    if extra := [name for name, value in others.items() if value is not None and value is not False]:
+        raise TypeError(f"a problem is given, and {extra[0]}: pass {extra[0]} to cupy_sdpa.problem(...)")
+    if gpu or cudnn:
+        return explain_subproblems(problem, lambda part: _explain_for(part, gpu, cudnn))
+    return explain_subproblems(problem, _explain_on_current_device)
+
+
+def _explain_call(call: Call, gpu: str | None, cudnn: str | None) -> Report:
+    """The report on a call: for a described GPU or another version of cuDNN, else for the engine of its arrays."""
+    if not gpu and not cudnn:
+        return explain_call(call)
+    problem = engine_problem(call.problem, call.bucket, True)
+    return explain_subproblems(problem, lambda part: _explain_for(part, gpu, cudnn))
+
+
+def _read_fp8(arrays: tuple[Any, Any, Any], options: Any, return_stats: Any, *, backward: bool, jvp: bool) -> Call:
+    """The call of FP8 arrays; refuses gradients and derivatives."""
+    q, k, v = arrays
+    if jvp:
+        raise TypeError(f"q is a {type(q).__name__} and k a {type(k).__name__}; {Fp8Array.not_an_array}")
+    if backward:
+        raise Unsupported(NO_FP8_GRADIENTS)
+    return read_call(q, k, v, options, return_stats=return_stats)
 
 
 def _explain_blocks(
@@ -228,7 +238,7 @@ def _explain_blocks(
     q, _, v = arrays
     problems = part_problems(arrays, mask, options, **flags)
     sizes = Sizes(q.shape[1], v.shape[1], q.shape[3])
-    if not flags["backward"] and plan_of(mask, sizes).blocks and (gpu or cudnn or cupy_runtime.is_array(q)):
+    if not flags["backward"] and method_of(mask, sizes).blocks and (gpu or cudnn or cupy_runtime.is_array(q)):
         problem = native_problem(arrays, mask, sizes, options, return_stats=flags["return_stats"])
         if problem and (report := _explain_parts([problem], q, description(mask, sizes, native=True), gpu, cudnn)):
             return report
@@ -237,13 +247,7 @@ def _explain_blocks(
 
 def _explain_parts(problems: Sequence[Problem], q: Any, blocks: str, gpu: str | None, cudnn: str | None) -> Report:
     """The report on the calls that compute a block mask: that of the first one that cannot run, or of all of them."""
-    if gpu or cudnn:
-        reports = [_explain_for(part, gpu, cudnn) for part in problems]
-    elif cupy_runtime.is_array(q):
-        with cupy_runtime.on_device_of(q) as device:
-            reports = [explain_on_device(part, device) for part in problems]
-    else:
-        reports = [Report("numpy", part, graph_of(part)) for part in problems]
+    reports = _reports(problems, q, gpu, cudnn)
     if not reports:
         raise ValueError("block_mask lists no block: nothing is computed, the output is 0")
     first = next((report for report in reports if report.reasons), reports[0])
@@ -256,17 +260,21 @@ def _explain_derivative(
 ) -> Report:
     """The report on a derivative: all passes; a refusal ends with the remedy in terms of the caller's arrays."""
     q, k, v = arrays
-    on_gpu = cupy_runtime.is_array(q)
+    on_gpu = cupy_runtime.is_array(q) or bool(gpu or cudnn)
     form = form_of(q.shape[0], v.shape[0], given_by(tangents), options, deterministic=flags["deterministic"])
-    problems = problems_of(q, k, v, tangents, options, on_gpu=on_gpu or bool(gpu or cudnn), **flags)
-    if gpu or cudnn:
-        report = joined([_explain_for(problem, gpu, cudnn) for problem in problems])
-    elif on_gpu:
-        with cupy_runtime.on_device_of(q) as device:
-            report = joined([explain_on_device(problem, device) for problem in problems])
-    else:
-        report = joined([Report("numpy", problem, graph_of(problem)) for problem in problems])
+    problems = problems_of(q, k, v, tangents, options, on_gpu=on_gpu, **flags)
+    report = joined(_reports(problems, q, gpu, cudnn))
     return dataclasses.replace(report, reasons=(*report.reasons, form.remedy)) if report.reasons else report
+
+
+def _reports(problems: Sequence[Problem], q: Any, gpu: str | None, cudnn: str | None) -> list[Report]:
+    """The reports on problems: for a described GPU or another version of cuDNN, else for the engine of q."""
+    if gpu or cudnn:
+        return [_explain_for(problem, gpu, cudnn) for problem in problems]
+    if cupy_runtime.is_array(q):
+        with cupy_runtime.on_device_of(q) as device:
+            return [explain_on_device(problem, device) for problem in problems]
+    return [Report("numpy", problem, graph_of(problem)) for problem in problems]
 
 
 def _explain_on_current_device(problem: Problem) -> Report:

@@ -16,6 +16,7 @@ from .calls.options import read_flag, read_positive
 from .device import cupy_runtime
 from .device.merge import MAX_GROUPS, Parts
 from .device.merge import merge as merge_groups
+from .problem.problem import row_stats_shape
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray  # slow to import
@@ -217,7 +218,7 @@ def _check_parts(outs: Sequence[Any], stats: Sequence[Any], sinks: Any, out: Any
         raise TypeError(f"outs[0] has dtype {dtype}; it must be {', '.join(allowed)}: convert with .astype(...)")
     if len(shape) not in (3, 4):
         raise ValueError(f"outs[0] has shape {shape}; it must be (Dv, Hq, Sq, B), or (Dv, Hq, Tq) of packed sequences")
-    row_shape = shape[1:] if len(shape) == 3 else (shape[2], shape[1], shape[3])
+    row_shape = row_stats_shape(shape)
     row_dtype = dtype if stats[0].dtype == dtype == np.float64 else np.dtype(np.float32)
     wanted = [(part, shape, dtype) for part in parts] + [(row, row_shape, row_dtype) for row in rows]
     for other in others:

@@ -36,7 +36,7 @@ def attention_vjp(
         return_dbias, return_dsinks, return_dtensors: as for :func:`attention_backward`.
         compute_dtype: as for :func:`attention`; or ``"float8_e4m3fn"`` or ``"float8_e5m2"``, which computes the forward pass in
             FP8 (:doc:`/fp8`): q, k and v are converted with one scale each, q and k after a rotation, and the FP8 arrays are
-            kept in place of q, k and v. The output and the gradients have the dtype of q. Without ``layout``.
+            kept in place of q, k and v. The output and the gradients have the dtype of q.
 
     Returns:
         ``(out, pullback)``; ``dq, dk, dv = pullback(dout)``, which may be called several times.

@@ -21,11 +21,11 @@ TIERS = ("cudnn", "gpu", "multi_gpu")
 REQUIRES = {"": (), "cudnn": ("cudnn",), "gpu": ("gpu",), "multi_gpu": ("gpu", "multi_gpu"), "all": TIERS}
 #: Why a test fails: its tier is required but not available.
 REQUIRED = pytest.StashKey[str]()
-#: Whether there are hours for it.
+#: Whether this is the nightly run, which may take hours.
 NIGHTLY = os.environ.get("CUPY_SDPA_NIGHTLY", "0") != "0"
-#: Compiling a kernel takes a second. The sweep compiles those of one in so many tests, every night those of all.
+#: Compiling a kernel takes a second. The sweep compiles those of one test in this many; the nightly run compiles those of all tests.
 SHARE = 9
-#: The tests of these files share what takes long to make.
+#: The tests of each of these files share results that take long to compute, so they run in one process.
 TOGETHER = ("test_training", "test_generation")
 #: The tests that take longest are started first, so that no worker process waits for another at the end.
 LONG = ("test_training", "test_tuning", "test_combinations", "test_random_functions", "test_support", "test_cudnn_plans")

@@ -20,9 +20,9 @@ def child_environment(**more):
 
 def ready() -> None:
     """In a child: load the driver stub before cuDNN searches for a driver."""
-    from cupy_sdpa._cudnn.deviceless import use_stub
+    from cupy_sdpa._cudnn.deviceless import load_stub
 
-    use_stub()
+    load_stub()
 
 
 def library_version() -> int | str:

@@ -11,8 +11,8 @@ import pytest
 from cupy_sdpa import BlockMask, attention, attention_vjp, block_mask, zoo
 from cupy_sdpa.sparse.entries import Sizes, make_tables, rectangles
 from cupy_sdpa.sparse.masks.evaluate import EMPTY, FULL, PARTIAL, Function, evaluate
-from cupy_sdpa.sparse.masks.segments import bands, find_segments, gradient_slices, packed, slices
-from cupy_sdpa.sparse.plan import plan_of
+from cupy_sdpa.sparse.masks.segments import band_sides, find_segments, gradient_slices, packed, slices
+from cupy_sdpa.sparse.method import method_of
 
 
 def dense_of(mask_mod, sq, skv, **tensors):
@@ -135,7 +135,7 @@ def test_segments_are_exactly_the_rows(seed):
     entry = find_segments(evaluate(function, 0, 0, sq, skv)[1], 1000)
     found = np.zeros_like(dense)
     for q0, q1, first, end in entry.segments:
-        ((left, right),) = bands(entry, [part for part in entry.segments if part.q0 == q0])
+        left, right = band_sides(entry, [part for part in entry.segments if part.q0 == q0])
         for i in range(q0, q1):
             begin = first.key if left is None else max(first.key, i - left)
             found[i, begin : end.key if right is None else min(end.key, i + right + 1)] = True
@@ -292,7 +292,7 @@ def attention_of(mask, attends):
 def test_documents_of_small_blocks_are_packed():
     """Rows of full blocks of 64 are intervals, so no block of 128 needs a mask."""
     mask = BlockMask.from_blocks(np.kron(np.eye(3, dtype=bool), np.ones((3, 3), bool)), block=64)
-    assert plan_of(mask, Sizes(1, 1, 1)).method == "packed"
+    assert method_of(mask, Sizes(1, 1, 1)).name == "packed"
     attention_of(mask, mask.to_dense())
 
 

@@ -12,7 +12,7 @@ from cupy_sdpa._cudnn.library import library
 from cupy_sdpa.calls.replay_cache import CAPTURE_AFTER
 from cupy_sdpa.sparse import backward, forward
 from cupy_sdpa.sparse.entries import Sizes
-from cupy_sdpa.sparse.plan import plan_of
+from cupy_sdpa.sparse.method import method_of
 
 TABLE = np.array([[True, False, True], [True, True, False], [False, True, True]])
 MASKS = {
@@ -195,7 +195,7 @@ def test_heads_in_turn_share_memory(fake, monkeypatch):
     for limit in (1 << 31, 1):
         monkeypatch.setattr(backward, "MAX_COPIES", limit)
         mask = BlockMask.from_blocks(TABLE, 300, 300)
-        assert plan_of(mask, Sizes(4, 4, 1)).method == "blocks"
+        assert method_of(mask, Sizes(4, 4, 1)).name == "blocks"
         out, stats = attention(q, k, v, return_stats=True, block_mask=mask)
         results.append([x.get() for x in attention_backward(dout, q, k, v, out, stats, block_mask=mask)])
     assert needed[3] < 0.5 * needed[1]

@@ -6,9 +6,9 @@ import pytest
 import cupy_sdpa
 from cupy_sdpa import BlockMask, attention, attention_backward, attention_vjp, block_mask
 from cupy_sdpa._cudnn.library import library
-from cupy_sdpa.sparse import plan as plans
+from cupy_sdpa.sparse import method as methods
 from cupy_sdpa.sparse.entries import Sizes
-from cupy_sdpa.sparse.plan import plan_of
+from cupy_sdpa.sparse.method import method_of
 
 NAMES = ("out", "stats", "dq", "dk", "dv")
 
@@ -154,11 +154,11 @@ def test_every_method_is_drawn():
     found = set()
     for seed in range(60):
         draw = Draw(seed)
-        plan = plan_of(draw.mask, Sizes(draw.hq, draw.hkv, draw.batch))
-        found.add(plan.method)
-        if plan.blocks:
-            found |= {"direct"} if plan.blocks.direct else set()
-            found |= {"copied"} if plan.blocks.copied else set()
+        method = method_of(draw.mask, Sizes(draw.hq, draw.hkv, draw.batch))
+        found.add(method.name)
+        if method.blocks:
+            found |= {"direct"} if method.blocks.direct else set()
+            found |= {"copied"} if method.blocks.copied else set()
     assert found == {"packed", "slices", "blocks", "direct", "copied"}
 
 
@@ -191,8 +191,8 @@ def test_a_mask_of_all_pairs_is_a_call_without_a_mask(shape, groups, fake):
     draw.arrays = [np.asfortranarray(rng.standard_normal((16, *size, draw.batch)).astype("f2")) for size in sizes]
     draw.mask = BlockMask.from_blocks(np.ones((-(-shape[1] // 128), -(-shape[0] // 128), *groups), bool), *shape)
     draw.attends, draw.sinks = draw.mask.to_dense(), None
-    plan = plan_of(draw.mask, Sizes(draw.hq, 1, draw.batch))
-    assert [part[:4] for part in plan.slices] == [(0, shape[0], 0, shape[1])]
+    method = method_of(draw.mask, Sizes(draw.hq, 1, draw.batch))
+    assert [part[:4] for part in method.slices] == [(0, shape[0], 0, shape[1])]
     before = len(library().executions)
     check(draw, fake, 2e-2, with_scores=True)
     assert len(library().executions) == before + 2
@@ -209,7 +209,7 @@ def test_gradients_are_those_of_central_differences(method):
         "blocks": lambda b, h, i, j, table: table[i // 128, j // 128] & ((i + j) % 3 > 0),
     }
     mask = block_mask(functions[method], 300, 300, tensors={"table": table})
-    assert plan_of(mask, Sizes(2, 1, 1)).method == method
+    assert method_of(mask, Sizes(2, 1, 1)).name == method
     q, k, v, dout = (np.asfortranarray(rng.standard_normal((8, h, 300, 1))) for h in (2, 1, 1, 2))
     moves = [rng.standard_normal(x.shape) for x in (q, k, v)]
     _, pullback = attention_vjp(q, k, v, block_mask=mask)
@@ -415,13 +415,13 @@ def test_a_function_that_changes_does_not_change_its_mask():
         return (q_idx >= kv_idx) & (q_idx - kv_idx <= 200) & ((q_idx - kv_idx) % state["step"] == 0)
 
     mask = block_mask(mask_mod, 1024, 1024)
-    assert plans.gradient_function(mask, Sizes(1, 1, 1)) is mask_mod
+    assert methods.gradient_function(mask, Sizes(1, 1, 1)) is mask_mod
     rng = np.random.default_rng(0)
     q, k, v, dout = (np.asfortranarray(rng.standard_normal((8, 1, 1024, 1))) for _ in range(4))
     _, pullback = attention_vjp(q, k, v, block_mask=mask)
     before = pullback(dout)
     state["step"] = 3
-    assert plans.gradient_function(mask, Sizes(1, 1, 1)) is None
+    assert methods.gradient_function(mask, Sizes(1, 1, 1)) is None
     for x, y in zip(before, pullback(dout), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5)
 

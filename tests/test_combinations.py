@@ -214,7 +214,7 @@ def check_plan(question, call):
 
 
 def check_plans(number, first, call):
-    """:func:`check_plan` of so many drawn questions; ``first`` is what the drawing begins with."""
+    """:func:`check_plan` of a number of drawn questions; ``first`` is their seed."""
 
     @seed(first)
     @settings(AS_DRAWN, max_examples=number)

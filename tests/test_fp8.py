@@ -579,6 +579,13 @@ def test_explain(fake):
     assert not cupy_sdpa.explain(on_gpu, on_gpu, on_gpu, softcap=1.0)
 
 
+def test_explain_with_a_mask_function_for_a_described_gpu():
+    """The mask function is refused, as in the call; it is not evaluated to blocks, which FP8 arrays do not have."""
+    x = fp8.quantize(normal((16, 1, 2048, 1)))
+    report = cupy_sdpa.explain(x, x, x, mask_mod=lambda b, h, i, j: i // 128 == j // 128, gpu="h200", cudnn="9.19")
+    assert "mask_mod is not supported with FP8 arrays" in report.reasons[0]
+
+
 # Paged keys, plans, the benchmark
 
 

@@ -128,7 +128,7 @@ class Model:
             length = len(self.tokens[b])
             needed += -(-(length + n) // size) - -(-length // size)
             if n and length % size:
-                writers.setdefault(pages.of[b][-1], []).append(b)
+                writers.setdefault(pages.by_sequence[b][-1], []).append(b)
         return needed + sum(min(len(of), pages.owners[page] - 1) for page, of in writers.items())
 
     def check(self):
@@ -148,8 +148,8 @@ class Model:
         np.testing.assert_array_equal(table, full[:width])
         owners = np.zeros(cache.pages, int)
         for b, number in enumerate(used):
-            assert full[:number, b].tolist() == pages.of[b]
-            assert len(set(pages.of[b])) == number
+            assert full[:number, b].tolist() == pages.by_sequence[b]
+            assert len(set(pages.by_sequence[b])) == number
             assert not full[number:, b].any()
             owners[full[:number, b]] += 1
         np.testing.assert_array_equal(owners, pages.owners)

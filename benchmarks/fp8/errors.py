@@ -19,7 +19,7 @@ from cupy_sdpa.problem.tensor_spec import numpy_dtype
 #: The sizes: head dim, query heads, key/value heads, queries, and the numbers of keys.
 D, HQ, HKV, SQ = 128, 2, 1, 64
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
-#: Every so many channels one is an outlier, by this factor; and the mean of v.
+#: One channel in OUTLIER_STEP is larger by the factor OUTLIER; MEAN is the mean of v.
 OUTLIER_STEP, OUTLIER, MEAN = 37, 20.0, 0.3
 #: The number of keys of a part, if the keys are computed in parts.
 PART = 4096

@@ -24,7 +24,7 @@ from ..problem.tensor_spec import ITEMSIZE, numpy_dtype
 from .helpers import npz
 from .helpers.console import CommandError, Help, add_json, milliseconds, print_labeled, working
 from .helpers.console import result as report
-from .helpers.engine import add_options, check_memory, place
+from .helpers.engine import Placed, add_options, check_memory, place
 
 #: The arrays that the input must contain.
 NAMES = ("q", "k", "v")
@@ -99,6 +99,19 @@ def command(arguments: argparse.Namespace) -> int:
         if stats is not None:
             results["stats"] = stats.transpose(layout.order("shb", LAYOUTS[arguments.layout]))
         np.savez(file, **results)
+    _report(arguments, headers, problem, placed, results, seconds)
+    return 0
+
+
+def _report(
+    arguments: argparse.Namespace,
+    headers: Sequence[npz.Header],
+    problem: Problem,
+    placed: Placed,
+    results: Mapping[str, np.ndarray[Any, Any]],
+    seconds: float,
+) -> None:
+    """Print what was read, computed and written."""
     report(
         read={
             "path": str(arguments.input), "layout": arguments.layout,
@@ -118,7 +131,6 @@ def command(arguments: argparse.Namespace) -> int:
         )
     print_labeled("engine", f"{placed}, in {problem.dtype}: {milliseconds(seconds)}")
     print_labeled("wrote", f"{arguments.output}: {', '.join(f'{name} {a.shape} {a.dtype}' for name, a in results.items())}")
-    return 0
 
 
 def _facts(array: Any) -> dict[str, Any]:

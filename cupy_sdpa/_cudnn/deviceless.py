@@ -34,7 +34,7 @@ def read_description() -> str:
         return device.get_text("JSON_REPRESENTATION")
 
 
-def use_some_driver() -> None:
+def load_driver_or_stub() -> None:
     """Load NVIDIA's driver if it has a GPU, otherwise the stub; for a process that does not use a GPU.
 
     Raises:
@@ -45,10 +45,10 @@ def use_some_driver() -> None:
     except OSError:
         has_gpu = False
     if not has_gpu:
-        use_stub()
+        load_stub()
 
 
-def use_stub() -> None:
+def load_stub() -> None:
     """Build the stub and load it as the driver; for a process that never uses a GPU.
 
     Raises:

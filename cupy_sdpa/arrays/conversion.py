@@ -16,12 +16,12 @@ import numpy as np
 
 from ..device import cupy_runtime
 from . import compute, layouts
-from .libraries import Library, current_stream, library_of, on_stream_of
+from .libraries import Library, library_of, on_stream_of, sharing_stream
 
 #: Types of arrays that need no conversion without options: those of numpy and CuPy. They are added when they occur.
 OWN_TYPES: set[type] = {np.ndarray}
 #: The options that may need a conversion.
-CONVERTED = frozenset(("compute_dtype", "layout"))
+CONVERTING_OPTIONS = frozenset(("compute_dtype", "layout"))
 #: The names of the results of the forward pass, in the order in which they are returned.
 OUTPUTS = ("out", "stats", "max", "sum_exp")
 #: Options that are computed by calls on parts of the arrays.
@@ -69,7 +69,7 @@ class Conversion:
         self._library: Library | None = library_of(q)
         self._bias_axes: int | None = getattr(given.get("bias"), "ndim", None)
         requested = given.pop("compute_dtype", None)
-        with contextlib.nullcontext() if self._library is None else current_stream(self._library, q):
+        with contextlib.nullcontext() if self._library is None else sharing_stream(self._library, q):
             own = self._shared("q", q)
             self._device: int | None = own.data.device_id if cupy_runtime.is_array(own) else None
             self._own_dtype = getattr(own, "dtype", None)
@@ -145,8 +145,8 @@ class Conversion:
         Args:
             function: takes the arrays by name.
             arrays: the caller's arrays by name; the results among them are written to.
-            inputs: q, k and v in the form of this package if they are not among the arrays.
             results: the names of the results, in order; the function may return fewer, and a single one not as a tuple.
+            inputs: q, k and v in the form of this package if they are not among the arrays.
 
         Returns:
             The results of the function in the caller's form.

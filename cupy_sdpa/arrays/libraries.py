@@ -1,7 +1,7 @@
 """Arrays of other libraries: shared with numpy or CuPy without a copy, and back.
 
-The library is told by the module of an array's type, so that none is imported here. PyTorch, JAX and Numba are known; any other
-library takes part if its arrays have ``__dlpack__`` and its module has ``from_dlpack``.
+The library is identified by the module of an array's type, so that none is imported here. PyTorch, JAX and Numba are known; any
+other library is supported if its arrays have ``__dlpack__`` and its module has ``from_dlpack``.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Library(NamedTuple):
 
     Attributes:
         name: the name of the library.
-        share: an argument, by its name, and the array: as a numpy or CuPy array.
-        returned: a numpy or CuPy array as an array of the library.
-        stream: the address of the library's current stream on the device of an array; None if the library does not tell it.
-            CuPy's current stream is then used, and the call returns when its work is done.
+        share: converts an array of the library, given the name of the argument and the array, to a numpy or CuPy array.
+        returned: converts a numpy or CuPy array to an array of the library.
+        stream: returns the address of the library's current stream on a device, given by its number; None if the library has no
+            such function. CuPy's current stream is then used, and the call returns when its work is done.
         writable: whether arrays can be written to.
     """
 
@@ -71,7 +71,7 @@ def _library(kind: type) -> Library | None:
 def on_stream_of(library: Library, device: int) -> Iterator[None]:
     """Make a device current, and the library's current stream on it CuPy's, in a ``with`` block.
 
-    If the library does not tell its stream, the block ends when the work is done.
+    If the library has no function for its stream, the block ends when the work is done.
     """
     cuda = cupy_runtime.cupy().cuda
     with cuda.Device(device):
@@ -83,8 +83,8 @@ def on_stream_of(library: Library, device: int) -> Iterator[None]:
                 yield
 
 
-def current_stream(library: Library, array: Any) -> Any:
-    """A context in which arrays are shared: on the stream of the library, for an array of it."""
+def sharing_stream(library: Library, array: Any) -> Any:
+    """A context in which arrays are shared: CuPy's current stream is that of the library on the device of one of its arrays."""
     if library.stream is None or not is_on_gpu(array):
         return contextlib.nullcontext()
     return _as_cupy_stream(cupy_runtime.cupy().cuda, library.stream(device_of(array)))

@@ -13,7 +13,7 @@ from ..arrays.argument import Argument, arrays_on_gpu, read_array, share_element
 from ..device import cupy_runtime
 from ..problem.bucket import Policy, check_bucket
 from ..problem.problem import CU_SEQLENS, LENGTHS, SEEDS, Problem, Settings, has_score_axes
-from ..problem.tensor_spec import Signature, dense_signature
+from ..problem.tensor_spec import Signature, dense_signature, placeholder
 from ..problem.validation import OUTPUT_ONLY, RequestedOutputs, make_problem, with_captured_gradients
 from ..staging.stage import Fill
 from ..support.engine_problem import engine_problem
@@ -111,7 +111,7 @@ def _read_own(
     signatures = {name: argument.signature for name, argument in arguments.items()}
     fills |= _missing_lengths(signatures)
     signatures |= {name: dense_signature(fill.dtype, (fill.size,)) for name, fill in fills.items()}
-    problem, functions, gradients = _pose(signatures, options, settings, outputs, return_dtensors)
+    problem, functions, gradients = _define_problem(signatures, options, settings, outputs, return_dtensors)
     source_lines: dict[str, str] = {}
     if functions:
         if on_gpu:
@@ -131,6 +131,11 @@ def _read_own(
 
 
 def _is_integer(name: str, value: Any) -> bool:
+    """Whether a seed or an offset is an integer; False for arrays and None.
+
+    Raises:
+        TypeError, ValueError: it is another number, or an integer of more than 64 bits.
+    """
     if isinstance(value, (bool, np.bool_, str)) or (
         isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral)
     ):
@@ -173,7 +178,7 @@ def _missing_lengths(signatures: Mapping[str, Signature]) -> dict[str, Fill]:
     return {missing: Fill("int32", batch, length)}
 
 
-def _pose(
+def _define_problem(
     signatures: Mapping[str, Signature],
     options: Mapping[str, Any],
     settings: Settings,
@@ -293,8 +298,10 @@ def read_shapes(
     outputs = _row_statistics(return_stats)._replace(out_dtype=out_dtype)
     if backward:
         outputs = OUTPUT_ONLY._replace(backward=True, dbias=bool(return_dbias), dsinks=bool(return_dsinks))
-    tensors = {name: _placeholder(name, x) for name, x in (options.get("tensors") or {}).items()}
-    problem, *_ = _pose(signatures, {**options, "tensors": tensors}, settings, outputs, return_dtensors if backward else False)
+    tensors = {name: _array_or_placeholder(name, x) for name, x in (options.get("tensors") or {}).items()}
+    problem, *_ = _define_problem(
+        signatures, {**options, "tensors": tensors}, settings, outputs, return_dtensors if backward else False
+    )
     return engine_problem(problem, _policy(options.get("bucket"), problem), on_gpu)
 
 
@@ -341,7 +348,7 @@ def _shape_signature(name: str, x: Any, dtype: Any) -> Signature:
     return dense_signature(dtype, tuple(int(n) for n in x))
 
 
-def _placeholder(name: str, x: Any) -> Any:
-    """An array, or for a shape a float32 array in Fortran order whose elements share memory."""
-    dtype, shape, strides, _ = _shape_signature(name, x, "float32")
-    return x if hasattr(x, "dtype") else np.lib.stride_tricks.as_strided(np.empty(1, dtype), shape, strides)
+def _array_or_placeholder(name: str, x: Any) -> Any:
+    """An array; for a shape a float32 placeholder."""
+    dtype, shape, *_ = _shape_signature(name, x, "float32")
+    return x if hasattr(x, "dtype") else placeholder(shape, dtype)

@@ -21,7 +21,6 @@ if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
 #: Options of these types are part of the key as they are. Tuples are keyed by their repr: (1, 0) and (1.0, 0) differ.
 _KEY_TYPES = frozenset({bool, int, float, str, type(None), np.bool_, np.int64, np.float32, np.float64})
 
-
 #: A key, the arrays that the caller passed, and their addresses.
 Arguments = tuple[tuple[Any, ...], list[Any], list[int]]
 
@@ -55,6 +54,7 @@ def read_key(functions: ArrayFunctions, kind: Any, arrays: tuple[Any, ...], opti
         options: the options.
     """
     ndarray, has_flag = functions.ndarray, functions.has_flag
+    # Every repeated call runs this: the branches repeat code instead of calling a function.
     key: list[Any] = [kind]
     passed: list[Any] = []
     addresses: list[int] = []
@@ -207,7 +207,7 @@ class Template:
 
 
 class _NoProblem(NamedTuple):
-    """In place of the problem of a composed call, whose parts have problems."""
+    """The placeholder for the problem of a composed call; only its parts have problems."""
 
     trivial: bool = False
     tensors: tuple[Any, ...] = ()

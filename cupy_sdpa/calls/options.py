@@ -188,11 +188,11 @@ def read_settings(options: Mapping[str, Any], tau: float, *, deterministic: bool
         tau >= SMALLEST_SCALE,
         softcap is not None,
         read_dropout(options),
-        _count(options, "max_seqlen_q", "the length of the longest sequence"),
-        _count(options, "max_seqlen_kv", "the length of the longest sequence"),
+        _optional_count(options, "max_seqlen_q", "the length of the longest sequence"),
+        _optional_count(options, "max_seqlen_kv", "the length of the longest sequence"),
         deterministic,
-        _count(options, "max_workspace", "a number of bytes"),
-        num_splits=_count(options, "num_splits", "a number of chunks", least=1),
+        _optional_count(options, "max_workspace", "a number of bytes"),
+        num_splits=_optional_count(options, "num_splits", "a number of chunks", least=1),
     )
     for name in ("max_seqlen_q", "max_seqlen_kv"):
         if options.get(name) is not None and options.get("cu_seqlens_q") is None:
@@ -229,17 +229,22 @@ def read_flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def read_positive(name: str, value: Any) -> int:
-    """A positive integer.
+def read_count(name: str, value: Any, least: int = 0) -> int:
+    """A number of something, an integer of at least ``least``.
 
     Raises:
-        TypeError, ValueError: it is none.
+        TypeError, ValueError: it is not an integer, or is less.
     """
-    if not isinstance(value, numbers.Integral):
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         raise TypeError(f"{name} is {value!r}; it must be an integer")
-    if value < 1:
-        raise ValueError(f"{name} is {value}; it must be 1 or more")
+    if value < least:
+        raise ValueError(f"{name} is {value}; it must be {least} or more")
     return int(value)
+
+
+def read_positive(name: str, value: Any) -> int:
+    """A positive integer, see :func:`read_count`."""
+    return read_count(name, value, 1)
 
 
 def read_band(causal: Any, window: Any) -> Band | None:
@@ -262,6 +267,11 @@ def read_band(causal: Any, window: Any) -> Band | None:
     if causal and (corner == "bottom_right") != bottom_right:
         raise ValueError(f"causal is {causal!r} and window is {window!r}: they name different diagonals")
     return Band(left, 0 if causal else right, corner == "bottom_right")
+
+
+def band_options(band: Band | None) -> dict[str, Any]:
+    """The options of a call with a band: the inverse of :func:`read_band`."""
+    return {} if band is None else {"window": (band.left, band.right, "bottom_right" if band.bottom_right else "top_left")}
 
 
 #: The smallest positive and the largest normal numbers of float32, in which cuDNN gets the scale.
@@ -319,7 +329,8 @@ def read_dropout(options: Mapping[str, Any]) -> float:
     return float(p)
 
 
-def _count(options: Mapping[str, Any], name: str, what: str, least: int = 0) -> int | None:
+def _optional_count(options: Mapping[str, Any], name: str, what: str, least: int = 0) -> int | None:
+    """An option that is a number or None; ``what`` it is, for the error message."""
     value = options.get(name)
     if value is None:
         return None

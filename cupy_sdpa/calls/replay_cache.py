@@ -50,8 +50,9 @@ if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
 MAX_CALLS, MAX_ADDRESS_SETS = 1024, 1024
 #: Up to this number of graphs of a call, launched in turn, take no more device time than their kernels.
 FEW_GRAPHS = 4
-#: One of many graphs is made executable from this number of kernels and memsets on. In a mix of calls the launch of each takes
-#: 2.7 us; to launch the graph takes 7.6 us with the check whether the device is idle (H200, host_options --profile).
+#: One of many graphs is made executable if it has at least this number of kernels and memsets. In a mix of calls, launching one
+#: of them takes 2.7 us, and launching the graph 7.6 us, including the check whether the stream is busy (H200, ``python -m
+#: benchmarks host_options --profile``).
 LEAST_NODES = 4
 #: A call is captured when the same addresses occur this many times; a capture takes as long as ten launches. A parsed call is
 #: counted only if the call allocates no memory, because the address of the memory is one of them.
@@ -139,11 +140,12 @@ class CachedCall:
         Args:
             runtime: the functions of CuPy.
             arrays: the caller's arrays, in the order of the names.
-            addresses: their addresses. The list is used up.
+            addresses: their addresses; the list is modified.
 
         Returns:
             The results; None if the call must be parsed.
         """
+        # Every repeated call runs this method: work is inlined, and CuPy is called through attributes of ``runtime``.
         stream = runtime.current_stream().ptr
         if stream and runtime.is_capturing(stream):
             return None
@@ -316,7 +318,7 @@ def run_cached(kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) -
         options: the options.
 
     Returns:
-        The results; None if the call has to be read.
+        The results; None if the call must be parsed.
     """
     runtime = _runtime
     if runtime is None or active_tunings.get() is not None:

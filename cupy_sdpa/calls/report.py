@@ -63,9 +63,8 @@ class Report:
     def workspace(self) -> int | None:
         """Bytes of cuDNN's workspace; 0 on numpy, None if unknown.
 
-        Copies for a bucket or for lengths are not included; they are as large as the arrays. Also not
-        included are buffers for the gradients of bias and ``tensors``: ``(Skv, Sq)`` times the heads and batch entries of the
-        array.
+        Not included are copies for a bucket or for lengths, which are as large as the arrays, and buffers for the gradients of
+        bias and ``tensors``, which have Skv x Sq elements for each head and batch entry of the array.
         """
         if self.engine == "numpy" or self.problem.trivial:
             return 0

@@ -131,10 +131,8 @@ def _run_cases(
 
 def _shrink_findings(findings: Sequence[Finding], pool: Pool, threads: ThreadPoolExecutor, report: Callable[[], None]) -> None:
     """Shrink the findings in batches, except those that a shrunk one probably explains."""
-    end, simplest_first = (
-        time.monotonic() + 2 * SHRINK_SECONDS,
-        sorted(findings, key=lambda finding: len(finding.case.features)),
-    )
+    end = time.monotonic() + 2 * SHRINK_SECONDS
+    simplest_first = sorted(findings, key=lambda finding: len(finding.case.features))
     shrunk: list[Finding] = []
 
     def shrink_finding(finding: Finding) -> None:

@@ -2,7 +2,7 @@
 
 A launch of one graph takes 2.6 us of host time; each kernel launch or memset takes 3 to 5 us. But alternating between many CUDA
 graphs is slow: in a continuous sequence of launches of 64 graphs in turn, each with a kernel of 8 us, a launch takes 39 us, and
-8 us kernel by kernel (H200, ``python -m benchmarks graphs``). One of many graphs is therefore launched whole only if the device
+8 us kernel by kernel (H200, ``python -m benchmarks graphs``). One of many graphs is therefore launched whole only if its stream
 is idle; this check takes 1 us. An executable graph also takes 0.12 MiB of device memory: if there are many, further graphs are
 not made executable, and are launched kernel by kernel.
 
@@ -21,7 +21,7 @@ from . import cupy_runtime, driver
 
 #: Bytes of device memory outside CuPy's pool that an executable graph takes (400 captured calls: 48 MiB on an H100).
 GRAPH_BYTES = 128 << 10
-#: Bytes that limit the number of graphs that are not executable; they take host memory only.
+#: Bytes that a graph counts towards the limit if it is not executable, although it takes host memory only.
 HOST_BYTES = 8 << 10
 
 #: A function that enqueues the work of a node or raises an error, and its arguments.
@@ -83,7 +83,7 @@ class Recording:
         if self._executable and not (of_many and is_busy(self._stream)):
             self._launch(self._executable, self._stream)
         else:
-            for function, arguments in self._driver_calls:
+            for function, arguments in self._driver_calls:  # inlined launch_one_by_one: every repeated call runs this
                 function(*arguments)
 
     def launch_one_by_one(self) -> None:
@@ -160,7 +160,7 @@ def driver_calls(graph: int, stream: int) -> list[DriverCall]:
 
 
 def _lists_of(function: Any, graph: int) -> list[Any]:
-    """The lists that a driver function returns for a graph, read in two calls: length, content. Empty lists if it fails."""
+    """The lists that a driver function returns for a graph; empty lists if it fails. A first call reads their length."""
     status, *_, count = function(graph)
     if status or not count:
         return [[], []]
@@ -216,7 +216,7 @@ def _kernel_launch(node: Any, params: Any, stream: int) -> DriverCall:
 def _launch_attributes(node: Any) -> Iterator[Any]:
     """The launch attributes on which a kernel's results depend: cluster dimensions and cooperative launch.
 
-    Clusters of one block are what a launch without the attribute has.
+    A launch without the attribute has clusters of one block.
     """
     cuda = driver.bindings()
     cluster, cooperative = (

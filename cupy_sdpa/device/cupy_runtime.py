@@ -37,6 +37,11 @@ def cupy() -> Any:
     return module
 
 
+def array_module(array: Any) -> Any:
+    """The module of an array: cupy or numpy."""
+    return cupy() if is_array(array) else np
+
+
 @contextlib.contextmanager
 def on_device_of(array: Any) -> Iterator[int]:
     """Make an array's device the current one within a ``with`` block; yields its number."""
@@ -46,6 +51,11 @@ def on_device_of(array: Any) -> Iterator[int]:
     else:
         with array.device:
             yield device
+
+
+def device_context(array: Any) -> contextlib.AbstractContextManager[Any]:
+    """:func:`on_device_of` a CuPy array; for other arrays a context that changes nothing."""
+    return on_device_of(array) if is_array(array) else contextlib.nullcontext()
 
 
 def current_device() -> int | None:
@@ -203,7 +213,7 @@ def arena(memory: Memory | None = None, stream: Any = None) -> Iterator[Arena]:
 
 @contextlib.contextmanager
 def released() -> Iterator[None]:
-    """Use the memory that a ``with`` block allocated within :func:`arena` again after the block, in the order of the stream."""
+    """Return the memory that a ``with`` block allocates within :func:`arena` to it; later work on the stream reuses it."""
     found = _arena.get()
     used = found.used if found else 0
     yield
@@ -247,7 +257,8 @@ _temporary_results: ContextVar[bool] = ContextVar("temporary_results", default=F
 def temporary_results() -> Iterator[None]:
     """Within a ``with`` block, :func:`new_result` creates arrays that are used within a call only.
 
-    In a captured graph their memory belongs to the graph, see :func:`allocate`; memory of CuPy's pool would be used again.
+    In a captured graph their memory belongs to the graph, see :func:`allocate`. Memory of CuPy's pool would return to the pool
+    after the capture, and the graph would still write to it.
     """
     token = _temporary_results.set(True)
     try:
@@ -257,7 +268,7 @@ def temporary_results() -> Iterator[None]:
 
 
 def result_allocator() -> Callable[[int], Any]:
-    """The function that allocates the memory of results, so many bytes, more than 0; see :func:`temporary_results`."""
+    """The function that allocates a number of bytes above 0 for a result; see :func:`temporary_results`."""
     return allocate if _temporary_results.get() and capturing() else cupy().cuda.alloc
 
 

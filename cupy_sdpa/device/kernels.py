@@ -149,8 +149,8 @@ _ARGUMENTS = np.dtype(
 
 
 def _arguments(batch: int, sequences: list[_Sequences], offsets: list[_Offsets], results: list[_Result]) -> Any:
-    padded_offsets = [*offsets, *[(0,) * 3] * (_MAX_OFFSETS - len(offsets))]
-    padded_results = [*results, *[(0,) * 9] * (_MAX_RESULTS - len(results))]
+    padded_offsets = [*offsets, *[(0,) * len(_Offsets._fields)] * (_MAX_OFFSETS - len(offsets))]
+    padded_results = [*results, *[(0,) * len(_Result._fields)] * (_MAX_RESULTS - len(results))]
     return np.array((batch, len(offsets), len(results), sequences, padded_offsets, padded_results), _ARGUMENTS)
 
 

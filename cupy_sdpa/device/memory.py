@@ -12,7 +12,7 @@ from . import driver
 from .cupy_runtime import capturing, cupy, empty, is_array, stream, temporary
 
 Key = TypeVar("Key")
-#: The C type of a unit of so many bytes, in which kernels copy.
+#: The C types in which kernels copy memory, by their size in bytes.
 UNITS = {16: "uint4", 8: "uint2", 4: "unsigned", 2: "unsigned short"}
 
 
@@ -98,7 +98,7 @@ def fill_int32(array: Any, value: int) -> None:
 
 
 def host_int32() -> Any:
-    """A numpy array int32 ``(1,)`` of 0 that kernels can write to (page-locked memory)."""
+    """A numpy array int32 ``(1,)`` that contains 0 and that kernels can write to (page-locked memory)."""
     memory = cupy().cuda.alloc_pinned_memory(4)
     array = np.frombuffer(memory, np.int32, 1)
     array[0] = 0
@@ -106,12 +106,12 @@ def host_int32() -> Any:
 
 
 def differs(found: Any, expected: int, flag: Any) -> None:
-    """Set an int32 of the host to 1 if one of the GPU, ``(1,)``, is not the expected one.
+    """Enqueue a comparison: ``flag`` is set to 1 if a number on the GPU is not the expected one.
 
     Args:
-        found: the array on the GPU.
+        found: int32 ``(1,)`` on the GPU.
         expected: the expected number.
-        flag: an array of :func:`host_int32`.
+        flag: an array in host memory from :func:`host_int32`.
     """
     _differs_kernel()((1,), (1,), (found, np.int32(expected), np.uint64(flag.ctypes.data)))
 

@@ -102,7 +102,7 @@ def _merge_on_cpu(groups: Sequence[Parts], out: Any, stats: Any, sinks: Any) -> 
 def accumulate(total: Any, x: Any) -> None:
     """``total += x``, where total is a float32 array, and x float16, bfloat16 or float32; for numpy and CuPy arrays.
 
-    CuPy's kernels access elements in C order, so that the arrays in Fortran order are transposed.
+    CuPy's kernels access elements in C order, so arrays in Fortran order are passed transposed.
     """
     if not cupy_runtime.is_array(total):
         total += x

@@ -12,7 +12,7 @@ from ..calls.arguments import read_forward
 from ..device import cupy_runtime
 from ..errors import Unsupported
 from ..problem.tensor_spec import Expected, check_spec, make_spec
-from ..sparse.plan import check as check_mask
+from ..sparse.method import check as check_mask
 from .form import Form, Widened, form_of
 
 #: The refusal of derivatives of paged keys.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any, Unpack
 
 import numpy as np
@@ -16,6 +15,7 @@ from ..calls.options import Options, read_flag, read_scale, takes_options
 from ..calls.replay_cache import cache_call, run_cached
 from ..device import cupy_runtime, driver, memory
 from ..errors import Unsupported
+from ..problem.problem import row_stats_shape
 from ..sparse.backward import gradients_with_block_mask
 from ..sparse.forward import attention_with_block_mask
 from ..sparse.masks.block_mask import BlockMask
@@ -107,7 +107,7 @@ def attention_jvp(
     check_results(out, dout, q, v, (q, k, v, dq, dk, dv, *(widened or ())))
     options["scale"] = read_scale(options.get("scale"), form.head_dim)
     mask, was_widened = options.pop("block_mask", None), widened is not None
-    with cupy_runtime.on_device_of(q) if cupy_runtime.is_array(q) else contextlib.nullcontext():
+    with cupy_runtime.device_context(q):
         if widened is None:
             widened = concatenated(form, (q, k, v), (dq, dk, dv), cupy_runtime.temporary)
         results = _Derivative(q, k, v, widened, options, deterministic, mask).run(out, dout, stats, return_stats)
@@ -149,7 +149,7 @@ class _Derivative:
         if self.mask is not None and cupy_runtime.is_array(self.q):
             self.plan_blocks(self.mask)
         if self.capturing and stats is None and form.scores and not return_stats:
-            stats = self.temporary(row_shape(self.q), np.float32)
+            stats = self.temporary(row_stats_shape(self.q.shape), np.float32)
         output, stats = self.output(None if form.values else out, stats)
         scores, means = self.scores(stats) if form.scores and form.value_dim else (None, None)
         dout = cupy_runtime.new_result(self.q, shape, self.q.dtype) if dout is None else dout
@@ -266,9 +266,3 @@ def refusal(form: Form, name: str, reason: str) -> str:
     else:
         passes = f"gradients with head dims {form.score_width} and {form.product_width}"
     return f"attention_jvp with head dims {form.head_dim} and {form.value_dim} needs {passes}: {reason}. {form.remedy}"
-
-
-def row_shape(q: Any) -> tuple[int, ...]:
-    """The shape of the log-sum-exp: ``(Sq, Hq, B)``, or packed ``(Hq, Tq)``."""
-    _, heads, length, *batch = q.shape
-    return (length, heads, *batch) if batch else (heads, length)

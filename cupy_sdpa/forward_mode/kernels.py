@@ -12,9 +12,6 @@ from ..device import cupy_runtime
 from ..device.dtypes import TYPES
 from ..device.kernels import declaration, struct
 
-#: A part of an array: an array, or a number of zeros, or of a 1 and zeros.
-Source = Any
-
 
 class Constant(NamedTuple):
     """A part of constants along head_dim: ``first``, then zeros.

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from .._typing import Array
 from ..arrays.layouts import options_in_own, other_layout, to_own
 from ..calls.arguments import read_shapes
 from ..calls.options import read_scale, takes_options
 from ..errors import Unsupported
 from ..problem.problem import Problem
-from ..problem.tensor_spec import dtype_name, numpy_dtype
+from ..problem.tensor_spec import dtype_name, numpy_dtype, placeholder
 from ..sparse.masks.block_mask import BlockMask
 from ..sparse.problems import part_problems
 from .checks import NO_PAGED_DERIVATIVES
@@ -111,7 +109,7 @@ def _of_blocks(
     deterministic = bool(common.get("deterministic"))
 
     def parts(q: int, k: int, v: int, **outputs: bool) -> list[Problem]:
-        arrays = [_placeholder((n, *others), dtype) for n, others in ((q, queries), (k, keys), (v, keys))]
+        arrays = [placeholder((n, *others), dtype) for n, others in ((q, queries), (k, keys), (v, keys))]
         return part_problems((arrays[0], arrays[1], arrays[2]), mask, options, **outputs)
 
     problems = parts(d, d, 2 * dv if form.values else dv, return_stats=return_stats or form.scores)
@@ -121,12 +119,6 @@ def _of_blocks(
         for _ in range(2 if not form.centered and not form.joint else 1):
             problems += parts(*wide, backward=True, deterministic=deterministic)
     return tuple(problems)
-
-
-def _placeholder(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-    """An array of a shape whose elements share memory; its strides are those of a dense array."""
-    strides = np.cumprod([dtype.itemsize, *shape[:-1]]).tolist()
-    return np.lib.stride_tricks.as_strided(np.empty(1, dtype), shape, strides)
 
 
 def given_by(tangents: Sequence[str]) -> tuple[bool, bool, bool]:

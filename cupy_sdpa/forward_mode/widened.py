@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any, Unpack
 
@@ -64,7 +63,7 @@ def widen(
             own = {name: conversion.into(name, array) for name, array in arrays.items()}
             return widen(**own, deterministic=deterministic, **conversion.options)
     form = read_form(q, k, v, (dq, dk, dv), None, options, deterministic=deterministic)
-    with cupy_runtime.on_device_of(q) if cupy_runtime.is_array(q) else contextlib.nullcontext():
+    with cupy_runtime.device_context(q):
         return concatenated(form, (q, k, v), (dq, dk, dv), cupy_runtime.new_result)
 
 

@@ -45,7 +45,7 @@ class Fp8Array:
     [0.5, 1.0, 2.0]
     """
 
-    #: What calls that take arrays say.
+    #: The end of the error message of a call that does not take FP8 arrays.
     not_an_array = (
         "attention, attention_vjp, explain and KVCache.append take FP8 arrays, q, k and v together; convert it with its "
         "method dequantize()"
@@ -155,6 +155,7 @@ class Fp8Array:
 
         Raises:
             TypeError: another dtype.
+            ValueError: the head_dim is not a multiple of 8 on the GPU.
         """
         name = dtype if isinstance(dtype, str) else dtype_name(np.dtype(dtype))
         if name not in _DTYPES:

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..arrays.layouts import from_own
 from ..device import cupy_runtime
+from ..problem.tensor_spec import placeholder
 from . import kernels
 from .array import Fp8Array, of_factors
 
@@ -26,7 +27,7 @@ class _Result(NamedTuple):
     axis: int
 
 
-class Prepared(NamedTuple):
+class PreparedConversion(NamedTuple):
     """The launches of conversions, without the addresses.
 
     Attributes:
@@ -68,7 +69,7 @@ class Prepared(NamedTuple):
 
 def prepare(
     arrays: Sequence[Any], dtype: str, rotations: Sequence[int], lengths: Sequence[Any], layout: str | None
-) -> Prepared:
+) -> PreparedConversion:
     """Prepare the conversion of arrays in the layout of this package.
 
     Args:
@@ -85,7 +86,7 @@ def prepare(
         places += [i * fields + kernels.ARRAY_FIELDS.index(name) for name in ("source", "target", "factors", "lengths")]
     results = [_result(name, x, part, layout) for name, x, part in zip("qkv", arrays, rotations, strict=False)]
     both = kernels.kernel(source, dtype, "amax"), kernels.kernel(source, dtype, "convert")
-    return Prepared(numbers, np.array(places), grid, both, tuple(results), dtype)
+    return PreparedConversion(numbers, np.array(places), grid, both, tuple(results), dtype)
 
 
 def _result(name: str, x: Any, rotation: int, layout: str | None) -> _Result:
@@ -93,13 +94,12 @@ def _result(name: str, x: Any, rotation: int, layout: str | None) -> _Result:
     shape, size = tuple(x.shape), max(x.size, 1)
     if layout is None:
         return _Result(shape, None, size, rotation > 1, 0)
-    own = np.lib.stride_tricks.as_strided(np.empty(1, np.uint8), shape, np.cumprod([1, *shape[:-1]]).tolist())
-    view = from_own(name, own, layout)
+    view = from_own(name, placeholder(shape, np.uint8), layout)
     return _Result(view.shape, view.strides, size, rotation > 1, len(shape) - 1 if rotation > 1 else 0)
 
 
 #: The conversions that were prepared, by the metadata of the arrays.
-_prepared: dict[Any, Prepared] = {}
+_prepared: dict[Any, PreparedConversion] = {}
 
 
 def key_of(arrays: Sequence[Any], dtype: str, rotations: Sequence[bool], lengths: Sequence[Any], layout: str | None) -> Any:
@@ -109,13 +109,13 @@ def key_of(arrays: Sequence[Any], dtype: str, rotations: Sequence[bool], lengths
     return dtype, layout, *rotations, *given, *sizes
 
 
-def found(key: Any) -> Prepared | None:
+def found(key: Any) -> PreparedConversion | None:
     """The conversion that was prepared for a key."""
     return _prepared.get(key)
 
 
-def keep(key: Any, prepared: Prepared) -> None:
-    """Keep a conversion; too many are forgotten."""
+def keep(key: Any, prepared: PreparedConversion) -> None:
+    """Keep a conversion. If :data:`MAX_PREPARED` are kept already, these are dropped first."""
     if len(_prepared) >= MAX_PREPARED:
         _prepared.clear()
     _prepared[key] = prepared

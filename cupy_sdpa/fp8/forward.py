@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from typing import Any, Literal, Unpack
 
@@ -185,11 +184,12 @@ def _dtype_of(q: Any) -> str:
 
 def _unconverted(q: Any, k: Fp8Array) -> Fp8Array:
     """An FP8 array without contents in place of queries."""
-    on_gpu = cupy_runtime.is_array(q)
-    with cupy_runtime.on_device_of(q) if on_gpu else contextlib.nullcontext():
-        data = cupy_runtime.new_result(q, tuple(q.shape[::-1]), storage_dtype(k.dtype, on_gpu)).T
+    dtype = storage_dtype(k.dtype, cupy_runtime.is_array(q))
+    with cupy_runtime.device_context(q):
         if k.axis == 0:
-            data = cupy_runtime.new_result(q, tuple(q.shape), storage_dtype(k.dtype, on_gpu))
+            data = cupy_runtime.new_result(q, tuple(q.shape), dtype)
+        else:  # in C order
+            data = cupy_runtime.new_result(q, tuple(q.shape[::-1]), dtype).T
     return made(data, k.descale, k.scale, k.dtype, rotated=k.rotated, axis=k.axis)
 
 

@@ -23,7 +23,7 @@ from ..problem.tensor_spec import FP8_LARGEST, dtype_name
 UNIT, THREADS, _MAX_BLOCKS = 8, 256, 1024
 #: The largest number of arrays in a launch: q, k and v.
 MAX_ARRAYS = 3
-#: The factors of an array in memory, ``scale`` and ``descale``, are so many elements apart: cuDNN requires aligned addresses.
+#: The distance between the factors ``scale`` and ``descale`` of an array, in elements: cuDNN requires aligned addresses.
 FACTOR_STEP = 4
 #: The numbers of the state of delayed scaling before its history, see :func:`delayed`.
 STATE = 5

@@ -203,7 +203,7 @@ class DelayedScaling:
         _check(x, lengths)
         part = rotation_of(x.shape[0]) if self.rotate else 1
         if not cupy_runtime.is_array(x):
-            values = _values(x, part, lengths)
+            values = rotated_values(x, part, lengths)
             scale, descale = self._state[:1].copy(), self._state[1:2].copy()
             self._advance(np.abs(values).max(initial=0))
             return Fp8Array(_elements(values, scale, self.dtype), descale, scale=scale, rotated=part > 1)
@@ -230,12 +230,12 @@ class DelayedScaling:
             )
 
     def _advance(self, amax: float) -> None:
-        """What the kernel does at its end."""
+        """Add a largest magnitude to the history and update the factors, as the kernel does at its end."""
         state, history = self._state, self._state[kernels.STATE :]
         position = state[4:5].view(np.uint32)
         history[position[0]] = amax
         position[0] = (position[0] + 1) % history.size
-        state[:1], state[1:2] = _factors(history.max(), self.dtype)
+        state[:1], state[1:2] = factors_of(history.max(), self.dtype)
 
 
 def _in_layout(name: str, x: Fp8Array, layout: str) -> Fp8Array:
@@ -292,8 +292,8 @@ def _result(conversion: kernels.Conversion, dtype: str) -> Fp8Array:
 
 def _on_cpu(x: Any, dtype: str, rotation: int, lengths: Any) -> tuple[Any, Any, Any]:
     """The elements, the scale and the descale of a numpy array."""
-    values = _values(x, rotation, lengths)
-    scale, descale = _factors(np.abs(values).max(initial=0), dtype)
+    values = rotated_values(x, rotation, lengths)
+    scale, descale = factors_of(np.abs(values).max(initial=0), dtype)
     return _elements(values, scale, dtype), scale, descale
 
 
@@ -302,15 +302,15 @@ def _elements(values: Any, scale: Any, dtype: str) -> Any:
         return np.asfortranarray(rounded(values * scale, dtype))
 
 
-def _values(x: Any, rotation: int, lengths: Any) -> Any:
-    """The array that is rounded, float32: without padding, rotated."""
+def rotated_values(x: Any, rotation: int, lengths: Any) -> Any:
+    """A numpy array before it is scaled and rounded: float32, 0 in the padding, rotated."""
     values = np.asfortranarray(x, np.float32)
     if lengths is not None:
         values = np.where(np.arange(x.shape[2])[:, None] < lengths, values, np.float32(0))
     return rotate(values, rotation)
 
 
-def _factors(amax: Any, dtype: str) -> tuple[Any, Any]:
+def factors_of(amax: Any, dtype: str) -> tuple[Any, Any]:
     """The scale and the descale of a largest magnitude, float32 ``(1,)``."""
     most, largest = np.float32(FP8_LARGEST[dtype]), np.full(1, amax, np.float32)
     if amax < _SMALLEST:

@@ -156,8 +156,7 @@ class _Backward:
     def _group_matmul(self, formula: str, a: Tensor, b: Tensor, out: Tensor) -> None:
         """``out = a b``, summed in the compute dtype over the query heads that share a key/value head.
 
-            The products are rounded to the dtype of ``out`` before the sum: cuDNN also plans float32 products, but the result
-            is
+        The products are rounded to the dtype of ``out`` before the sum: cuDNN also plans float32 products, but the result is
         wrong (measured with 9.19 and 9.28: it writes half of the memory that it reads).
         """
         g, m, k = self.g, self.scores.keys, self.scores.queries

@@ -12,12 +12,12 @@ import numpy as np
 from ..device import cupy_runtime
 from ..device.paging import cache_kernels, fp8_append
 from ..fp8 import kernels
-from ..fp8.array import Fp8Array, made, one_of, rotate, rotation_of
-from ..fp8.quantize import SOURCES
-from ..problem.tensor_spec import FP8_LARGEST, dtype_name, rounded
+from ..fp8.array import Fp8Array, made, one_of, rotation_of
+from ..fp8.quantize import SOURCES, factors_of, rotated_values
+from ..problem.tensor_spec import dtype_name, rounded
 from . import on_numpy
 
-#: A scale from the first tokens is that of so many times their largest magnitude. A larger range costs no bits of the mantissa.
+#: A scale that is set by the first tokens leaves room for values larger by this factor. That costs no bits of the mantissa.
 HEADROOM = 2.0
 
 
@@ -49,12 +49,12 @@ class Fp8Pages:
             )
         self.dtype, self.rotated, self._on_gpu = dtype, rotated, on_gpu
         self._rotations = rotation_of(dims[0]) if rotated else 1, 1
-        numbers_ = [_scales(name, given, layers) for name, given in zip(("k_scale", "v_scale"), scales, strict=True)]
+        known = [_scales(name, given, layers) for name, given in zip(("k_scale", "v_scale"), scales, strict=True)]
         #: Whether the scale of each side and layer is known.
-        self._known = [[number is not None for number in of_layers] for of_layers in numbers_]
+        self._known = [[number is not None for number in of_layers] for of_layers in known]
         factors = np.ones((2 * kernels.FACTOR_STEP, layers, 2), np.float32, order="F")
         for side, layer in np.ndindex(2, layers):
-            scale = numbers_[side][layer] or 1.0
+            scale = known[side][layer] or 1.0
             factors[0, layer, side], factors[kernels.FACTOR_STEP, layer, side] = scale, 1 / scale
         #: The dtypes of tokens whose kernel is compiled.
         self._sources: set[str] = set()
@@ -134,9 +134,9 @@ class Fp8Pages:
                 factors = self._factors[:, layer, side]
                 conversions.append(kernels.Conversion(x, None, factors, self._rotations[side], lengths))
             else:
-                amax = HEADROOM * np.abs(self._rotated(x, side, lengths)).max(initial=0)
-                if amax >= 1e-30:
-                    scale[...], descale[...] = FP8_LARGEST[self.dtype] / amax, amax / FP8_LARGEST[self.dtype]
+                amax = HEADROOM * np.abs(rotated_values(x, self._rotations[side], lengths)).max(initial=0)
+                if amax > 0:  # not NaN
+                    scale[...], descale[...] = factors_of(amax, self.dtype)
         if conversions:
             kernels.write_factors(conversions, self.dtype, HEADROOM)
 
@@ -156,19 +156,13 @@ class Fp8Pages:
             return fp8_append.Tokens(x.data, pages, scale, x.descale, 1)
         return fp8_append.Tokens(x, pages, scale, None, self._rotations[side])
 
-    def _rotated(self, x: Any, side: int, lengths: Any = None) -> Any:
-        """Tokens as float32 in numpy: rotated, 0 in the padding."""
-        values = np.asfortranarray(x, np.float32)
-        if lengths is not None:
-            values = np.where(np.arange(x.shape[2])[:, None] < lengths, values, np.float32(0))
-        return rotate(values, self._rotations[side])
-
     def _elements(self, x: Any, side: int, layer: int) -> Any:
         """The elements of tokens in numpy."""
         scale, _ = self._pair(side, layer)
         with np.errstate(invalid="ignore", over="ignore"):  # tokens after the counts may be anything
-            values = x.data.astype(np.float32) * x.descale if isinstance(x, Fp8Array) else self._rotated(x, side)
-            return rounded(values * scale, self.dtype)
+            if isinstance(x, Fp8Array):
+                return rounded(x.data.astype(np.float32) * x.descale * scale, self.dtype)
+            return rounded(rotated_values(x, self._rotations[side], None) * scale, self.dtype)
 
 
 def _scales(name: str, given: Any, layers: int) -> list[float | None]:

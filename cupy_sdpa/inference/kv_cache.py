@@ -22,7 +22,7 @@ from .pages import Pages
 if TYPE_CHECKING:
     from numpy.typing import NDArray  # slow to import
 
-#: The parts of the state array begin at multiples of so many elements of 4 bytes.
+#: The alignment of the parts of the state array, in elements of 4 bytes.
 _UNIT = 64
 
 
@@ -106,13 +106,8 @@ class KVCache:
         name = dtype if isinstance(dtype, str) else dtype_name(np.dtype(dtype))
         if name not in FLOAT_DTYPES and name not in FP8_LARGEST:
             raise TypeError(f"dtype is {name}; it must be one of {', '.join((*FLOAT_DTYPES, *FP8_LARGEST))}")
-        self._fp8: Fp8Pages | None = None
-        if name in FP8_LARGEST:
-            dims, scales = (self.head_dim, self.head_dim_v), (k_scale, v_scale)
-            self._fp8 = Fp8Pages(name, dims, self.layers, scales, rotated=read_flag("rotate", rotate), on_gpu=not numpy)
-        elif k_scale is not None or v_scale is not None or rotate:
-            raise ValueError(f"dtype is {name}; k_scale, v_scale and rotate are for FP8 caches: omit them")
         self.dtype = numpy_dtype(name)
+        self._fp8 = self._fp8_pages(name, (k_scale, v_scale), rotate, on_gpu=not numpy)
         if not numpy and cupy_runtime.current_device() is None:
             raise RuntimeError(
                 "numpy is False and there is no GPU here, or no CuPy: pass numpy=True for a cache of numpy arrays on the CPU. "
@@ -132,6 +127,15 @@ class KVCache:
         self._needed = 0, 0
         self._begun = self._announced = self._captured = False
         self._load()
+
+    def _fp8_pages(self, name: str, scales: tuple[Any, Any], rotate: Any, *, on_gpu: bool) -> Fp8Pages | None:
+        """The conversion of tokens to FP8; None for other dtypes, which do not take its options."""
+        if name in FP8_LARGEST:
+            dims = self.head_dim, self.head_dim_v
+            return Fp8Pages(name, dims, self.layers, scales, rotated=read_flag("rotate", rotate), on_gpu=on_gpu)
+        if rotate or any(scale is not None for scale in scales):
+            raise ValueError(f"dtype is {name}; k_scale, v_scale and rotate are for FP8 caches: omit them")
+        return None
 
     def _create_state(self, width: int) -> None:
         """Create the table, the lengths and the counts as parts of one array, which one kernel updates."""
@@ -346,7 +350,7 @@ class KVCache:
             with self._device():
                 self._engine.store(self._state, updates)
         if entries:
-            longest = max(1, *map(len, self._pages.of))
+            longest = max(1, *map(len, self._pages.by_sequence))
             needed = min(1 << (longest - 1).bit_length(), width)
             if needed != self.table.shape[0]:
                 self.table = self.full_table[:needed]

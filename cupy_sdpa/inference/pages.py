@@ -35,7 +35,7 @@ class Pages:
     Attributes:
         free: the free pages; the last one is taken first.
         owners: the number of owners of each page.
-        of: the pages of each sequence, in order.
+        by_sequence: the pages of each sequence, in order.
         lengths: int64 ``(B,)``, the length of each sequence.
     """
 
@@ -43,7 +43,7 @@ class Pages:
         self.size, self.max_length = size, max_length
         self.free = list(range(pages))  # page 0, which unused entries of the table contain, is taken last
         self.owners = [0] * pages
-        self.of: list[list[int]] = [[] for _ in range(batch)]
+        self.by_sequence: list[list[int]] = [[] for _ in range(batch)]
         self.lengths = np.zeros(batch, np.int64)
         # The length up to which a sequence can grow without a new page or a copy; in doubt the present length.
         self._room: NDArray[np.int64] = np.zeros(batch, np.int64)
@@ -68,16 +68,16 @@ class Pages:
             growing = np.flatnonzero(beyond).tolist()
             copied, new = self._needs(growing, counts)
             for b in copied:
-                shared, own = self.of[b][-1], self._take()
+                shared, own = self.by_sequence[b][-1], self._take()
                 self.owners[shared] -= 1
-                self.of[b][-1] = own
+                self.by_sequence[b][-1] = own
                 copies.append((shared, own))
-                entries.append(Entry(b, len(self.of[b]) - 1, own))
+                entries.append(Entry(b, len(self.by_sequence[b]) - 1, own))
             for b, number in new:
                 pages = [self._take() for _ in range(number)]
-                entries += [Entry(b, place, page) for place, page in enumerate(pages, len(self.of[b]))]
-                self.of[b] += pages
-                self._room[b] = min(len(self.of[b]) * self.size, self.max_length)
+                entries += [Entry(b, place, page) for place, page in enumerate(pages, len(self.by_sequence[b]))]
+                self.by_sequence[b] += pages
+                self._room[b] = min(len(self.by_sequence[b]) * self.size, self.max_length)
         self.lengths += counts
         return copies, entries
 
@@ -93,12 +93,12 @@ class Pages:
                     f"truncate or release it, or create the cache with a larger max_length="
                 )
             if length % self.size:
-                page = self.of[b][-1]
+                page = self.by_sequence[b][-1]
                 number = owners.get(page, self.owners[page])
                 if number > 1:
                     copied.append(b)
                     owners[page] = number - 1
-            new.append((b, -(-(length + count) // self.size) - len(self.of[b])))
+            new.append((b, -(-(length + count) // self.size) - len(self.by_sequence[b])))
         needed = len(copied) + sum(number for _, number in new)
         if needed > len(self.free):
             raise OutOfPages(
@@ -114,15 +114,15 @@ class Pages:
 
     def fork(self, source: int, target: int) -> list[Entry]:
         """Make an empty sequence an owner of all pages of another; returns the new entries of the table."""
-        self.of[target] = list(self.of[source])
-        for page in self.of[target]:
+        self.by_sequence[target] = list(self.by_sequence[source])
+        for page in self.by_sequence[target]:
             self.owners[page] += 1
         self.lengths[target] = self._room[source] = self._room[target] = self.lengths[source]
-        return [Entry(target, place, page) for place, page in enumerate(self.of[target])]
+        return [Entry(target, place, page) for place, page in enumerate(self.by_sequence[target])]
 
     def truncate(self, sequence: int, length: int) -> list[Entry]:
         """Shorten a sequence and free the pages without owners; returns the entries of the table to clear, with page 0."""
-        pages = self.of[sequence]
+        pages = self.by_sequence[sequence]
         kept, before = -(-length // self.size), len(pages)
         for page in pages[kept:]:
             self.owners[page] -= 1
@@ -136,6 +136,7 @@ class Pages:
 
     def shared_prefix(self) -> int:
         """The number of tokens at the start that all sequences with tokens share through the same full pages."""
-        full = [pages[: length // self.size] for pages, length in zip(self.of, self.lengths.tolist(), strict=True) if length]
+        sequences = zip(self.by_sequence, self.lengths.tolist(), strict=True)
+        full = [pages[: length // self.size] for pages, length in sequences if length]
         places: Any = zip(*full, strict=False)
         return self.size * sum(1 for _ in itertools.takewhile(lambda pages: len(set(pages)) == 1, places))

@@ -84,8 +84,8 @@ def shared_prefix_attention(
     pages = shared_prefix // k.shape[2]
     if not pages or not q.shape[3]:
         return attention(q, k, v, return_stats=return_stats, out=out, **options)
-    with cupy_runtime.on_device_of(q) if cupy_runtime.is_array(q) else contextlib.nullcontext():
-        (d, hq, sq, b), dv = q.shape, v.shape[0]
+    with cupy_runtime.device_context(q):
+        (_, hq, sq, b), dv = q.shape, v.shape[0]
         new = functools.partial(cupy_runtime.temporary, q)
         own, own_stats, rest = new((dv, hq, sq, b), q.dtype), new((sq, hq, b), np.float32), new((b,), np.int32)
         whole = _prefix_length(lengths, int(shared_prefix))
@@ -101,18 +101,24 @@ def shared_prefix_attention(
             others = _as_one_entry(own), own_stats.transpose(2, 1, 0)
             _attend_and_merge(_as_one_entry(q), k, v, _as_one_entry(out), others, shared | sinks, join)
             return out
-        rows: Any = q
-        if not rows.flags.f_contiguous:
-            rows = new(q.shape, q.dtype)
-            rows[...] = q
-        prefix, prefix_stats = new((dv, hq, sq, b), q.dtype), new((sq, b, hq), np.float32)
-        attention(
-            rows.reshape((d, hq, sq * b, 1), order="F"), k, v, **shared,
-            out=prefix.reshape((dv, hq, sq * b, 1), order="F"), stats=prefix_stats.reshape((sq * b, hq, 1), order="F"),
-            return_stats=True,
-        )  # fmt: skip
-        stats = [prefix_stats.transpose(0, 2, 1), own_stats]
+        prefix, prefix_stats = _attend_as_one_entry(q, k, v, shared)
+        stats = [prefix_stats, own_stats]
         return merge([prefix, own], stats, sinks=options.get("sinks"), out=out, return_stats=return_stats)
+
+
+def _attend_as_one_entry(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The output ``(Dv, Hq, Sq, B)`` and the log-sum-exp ``(Sq, Hq, B)`` of all queries as those of one batch entry."""
+    (d, hq, sq, b), dv = q.shape, v.shape[0]
+    rows = q
+    if not rows.flags.f_contiguous:
+        rows = cupy_runtime.temporary(q, q.shape, q.dtype)
+        rows[...] = q
+    out, stats = cupy_runtime.temporary(q, (dv, hq, sq, b), q.dtype), cupy_runtime.temporary(q, (sq, b, hq), np.float32)
+    attention(
+        rows.reshape((d, hq, sq * b, 1), order="F"), k, v, **options, out=out.reshape((dv, hq, sq * b, 1), order="F"),
+        stats=stats.reshape((sq * b, hq, 1), order="F"), return_stats=True,
+    )  # fmt: skip
+    return out, stats.transpose(0, 2, 1)
 
 
 def _as_one_entry(array: Any) -> Any:

@@ -5,10 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
-
-from ..device import cupy_runtime
-
 
 def split_heads(x: Any, nheads: int) -> Any:
     """Reshape ``(n, len, batch...)`` to ``(n / nheads, nheads, len, batch...)``; a view of a column-major array.
@@ -68,8 +64,3 @@ def check_array(name: str, x: Any) -> None:
         raise TypeError(f"{name} is a {type(x).__name__}; {remedy}")
     if not hasattr(x, "ndim"):
         raise TypeError(f"{name} is a {type(x).__name__}; pass an array: convert with numpy.asarray(...) or cupy.asarray(...)")
-
-
-def array_module(array: Any) -> Any:
-    """Return the module of an array: cupy or numpy."""
-    return cupy_runtime.cupy() if cupy_runtime.is_array(array) else np

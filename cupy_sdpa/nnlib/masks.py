@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import array_module, check_array, to_four_axes
+from ..device import cupy_runtime
+from .arrays import check_array, to_four_axes
 
 
 class Mask:
@@ -92,7 +93,7 @@ def make_causal_mask(x: Any, *, dims: int = 2) -> Mask:
     if not 1 <= dims <= x.ndim:
         raise ValueError(f"dims is {dims}; x has {x.ndim} dimensions, counted from 1")
     length = x.shape[dims - 1]
-    return Mask(array_module(x), length, length, causal=True)
+    return Mask(cupy_runtime.array_module(x), length, length, causal=True)
 
 
 def make_padding_mask(lengths: Any, kv_len: int) -> Mask:
@@ -114,4 +115,4 @@ def make_padding_mask(lengths: Any, kv_len: int) -> Mask:
     check_array("lengths", lengths)
     if len(lengths.shape) != 1 or lengths.dtype.kind not in "iu":
         raise ValueError(f"lengths has shape {lengths.shape} and dtype {lengths.dtype}; it must be (B,) integers")
-    return Mask(array_module(lengths), kv_len, 1, lengths=lengths.clip(0, kv_len).astype(np.int32))
+    return Mask(cupy_runtime.array_module(lengths), kv_len, 1, lengths=lengths.clip(0, kv_len).astype(np.int32))

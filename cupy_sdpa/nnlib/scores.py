@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from ..device import cupy_runtime
 from ..problem.tensor_spec import FLOAT_DTYPES
-from .arrays import array_module, check_array, to_four_axes
+from .arrays import check_array, to_four_axes
 from .masks import Mask
 
 
@@ -38,7 +39,7 @@ def dot_product_attention_scores(
     [0.333, 0.333, 0.333]
     """
     bias, mask = _check(q, k, bias, mask)
-    xp, work = array_module(q), _accumulation_dtype(q)
+    xp, work = cupy_runtime.array_module(q), _accumulation_dtype(q)
     # S_ji = k_j . q_i / sqrt(d); matmul needs (B, nheads, kv_len, q_len)
     scaled = q.astype(work) / work.type(math.sqrt(q.shape[0]))
     scores = xp.matmul(k.astype(work).transpose(3, 1, 2, 0), scaled.transpose(3, 1, 0, 2)).transpose(2, 3, 1, 0)
@@ -85,7 +86,7 @@ def _check_broadcast(name: str, shape: tuple[int, ...], full: tuple[int, ...]) -
 
 def weighted_sum(alpha: Any, v: Any) -> Any:
     """Compute ``y_i = sum_j alpha_ji v_j``, ``(d, nheads, q_len, B)``."""
-    xp, work = array_module(v), _accumulation_dtype(v)
+    xp, work = cupy_runtime.array_module(v), _accumulation_dtype(v)
     y = xp.matmul(v.astype(work).transpose(3, 1, 0, 2), alpha.astype(work).transpose(3, 2, 0, 1)).transpose(2, 1, 3, 0)
     return xp.asfortranarray(y.astype(v.dtype, copy=False))
 

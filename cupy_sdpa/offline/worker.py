@@ -14,7 +14,7 @@ import sys
 import traceback
 from typing import Any
 
-from .._cudnn.deviceless import use_some_driver
+from .._cudnn.deviceless import load_driver_or_stub
 from .._cudnn.library import library
 from ..errors import CudnnError, Unsupported
 from ..plans.disk_cache import DiskCache
@@ -24,7 +24,7 @@ from ..plans.planner import plan_for
 @functools.cache
 def _load_cudnn() -> int:
     """Provide a driver library to cuDNN, load cuDNN and return its version."""
-    use_some_driver()
+    load_driver_or_stub()
     return library().version
 
 

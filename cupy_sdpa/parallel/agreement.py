@@ -102,7 +102,7 @@ class Agreement:
         try:
             config = configure(rank, size, arrays, options, seqlens)
             chosen = choose(config, self.requested(method)).method
-            with device_of(q):
+            with cupy_runtime.device_context(q):
                 if size > 1 and (reason := refusal(config, chosen, q, options, **outputs)):
                     raise Unsupported(reason)
             text = f"{'backward' if outputs else 'forward'}, method {chosen}\n{config.text}\n{dict(outputs)}"
@@ -114,7 +114,7 @@ class Agreement:
     def _compare(self, text: str, like: Any, error: Exception | None) -> None:
         if self._check and self._channel.size > 1:
             # its own error is raised below
-            with device_of(like), contextlib.suppress(*([ValueError] if error else [])):
+            with cupy_runtime.device_context(like), contextlib.suppress(*([ValueError] if error else [])):
                 compare(self._channel, text, like)
         if error is not None:
             raise error
@@ -164,11 +164,6 @@ def read_method(method: Any) -> str | None:
     if not is_one_of(method, (None, *METHODS)):
         raise ValueError(f"method is {method!r}; it must be {', '.join(map(repr, METHODS))} or None")
     return method  # type: ignore[no-any-return]
-
-
-def device_of(array: Any) -> Any:
-    """A ``with`` block in which the device of an array is the current one; numpy arrays have none."""
-    return cupy_runtime.on_device_of(array) if cupy_runtime.is_array(array) else contextlib.nullcontext()
 
 
 def _difference(rank: int, own: str, peer: int, other: str) -> str:

@@ -11,7 +11,7 @@ from ..attention import attention, attention_backward
 from ..calls.options import read_flag
 from ..device import cupy_runtime
 from ..errors import Unsupported
-from .agreement import REFUSED, Agreement, device_of
+from .agreement import REFUSED, Agreement
 from .groups.channel import Channel, Message, copy
 from .groups.convert import as_exchanger
 from .heads import heads_backward, heads_forward
@@ -117,7 +117,7 @@ class ContextParallel:
             flags = {"return_stats": return_stats, "method": method, "seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv}
             return convert(self.attention, {"q": q, "k": k, "v": v}, options, ("out", "stats"), **flags)
         config, chosen = self._agreement.configuration({"q": q, "k": k, "v": v}, options, method, (seqlen_q, seqlen_kv))
-        with device_of(q):
+        with cupy_runtime.device_context(q):
             if self.size == 1:
                 out, stats = on_one(config, attention, q, k, v, options, stats=empty_stats(config, q))
             else:
@@ -174,7 +174,7 @@ class ContextParallel:
         config, chosen = self._agreement.configuration(
             arrays, options, method, (seqlen_q, seqlen_kv), backward=True, deterministic=deterministic
         )
-        with device_of(q):
+        with cupy_runtime.device_context(q):
             if self.size == 1:
                 call = functools.partial(attention_backward, dout)
                 gradients = on_one(config, call, q, k, v, options, out, stats, deterministic=deterministic)
@@ -282,7 +282,7 @@ class ContextParallel:
         except Exception as failure:  # the other members must not wait for this one
             error, text = failure, f"{REFUSED}{type(failure).__name__}: {failure}"
         self._agreement.compare_once(text, x, error)
-        with device_of(x):
+        with cupy_runtime.device_context(x):
             specs = [[((*x.shape[:axis], layout.share(r), *x.shape[axis + 1 :]), x.dtype)] for r in range(self.size)]
             messages = self._channel.gather(Message.of([x]), specs, "unshard")
             whole = cupy_runtime.new_result(x, (*x.shape[:axis], layout.total, *x.shape[axis + 1 :]), x.dtype)

@@ -16,6 +16,7 @@ from ..arrays.compute import cast
 from ..attention import attention, attention_backward
 from ..device import cupy_runtime, memory
 from ..device.merge import accumulate
+from ..problem.problem import row_stats_shape
 from .groups.channel import Channel, Message, copy
 from .planning.configuration import Configuration
 from .planning.layout import Layout
@@ -27,7 +28,7 @@ Options = Mapping[str, Any]
 def heads_forward(config: Configuration, channel: Channel, q: Any, k: Any, v: Any, options: Options) -> tuple[Any, Any]:
     """The output and the log-sum-exp of the member's queries."""
     whole = _to_heads(config, channel, [q], [k, v], "all-to-all: q, k and v")
-    stats = cupy_runtime.temporary(q, _stats_shape(config, whole[0].shape), config.stats)
+    stats = cupy_runtime.temporary(q, row_stats_shape(whole[0].shape), config.stats)
     out, stats = attention(*whole, stats=stats, **_options(config, q, options))
     del whole
     return _to_positions(config, channel, [out, stats], [], "all-to-all: out and log-sum-exp")
@@ -52,11 +53,6 @@ def _options(config: Configuration, like: Any, options: Options) -> dict[str, An
     if (sinks := options.get("sinks")) is not None:
         made["sinks"] = aligned(sinks[config.heads(config.rank)[0]])
     return made
-
-
-def _stats_shape(config: Configuration, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the log-sum-exp of queries ``(D, H, S, B)`` or ``(D, H, T)``."""
-    return shape[1:] if config.packed else (shape[2], shape[1], shape[3])
 
 
 def _axes(config: Configuration, x: Any) -> tuple[int, int]:

@@ -174,7 +174,7 @@ def sink_gradients(config: Configuration, channel: Channel, dout: Any, out: Any,
     wide = config.sums
     products = (dout.astype(wide) * out.astype(wide)).sum(axis=0)  # (Hq, Sq, B) or (Hq, Tq)
     rows = stats if config.packed else stats.transpose(1, 0, 2)
-    xp = cupy_runtime.cupy() if cupy_runtime.is_array(stats) else np
+    xp = cupy_runtime.array_module(stats)
     heads = (slice(None), *(None,) * (rows.ndim - 1))
     exists = rows > -np.inf
     weights = xp.exp(xp.where(exists, sinks.astype(wide)[heads] - xp.where(exists, rows, 0), -np.inf))
@@ -190,7 +190,7 @@ def sink_gradients(config: Configuration, channel: Channel, dout: Any, out: Any,
 def _without_padding(config: Configuration, out: Any, stats: Any, options: Options) -> tuple[Any, Any]:
     """Clear the rows after the length of a batch entry, which merging gives their sink."""
     if options.get("sinks") is not None and (lengths := options.get("seq_lens_q")) is not None:
-        xp = cupy_runtime.cupy() if cupy_runtime.is_array(out) else np
+        xp = cupy_runtime.array_module(out)
         exists = xp.asarray(config.queries.positions(config.rank))[:, None] < lengths  # (Sq, B)
         bits = as_bits(out)
         bits[...] = xp.where(exists, bits, bits.dtype.type(0))

@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..device import cupy_runtime
-from ..problem.problem import CU_SEQLENS
+from ..problem.problem import CU_SEQLENS, row_stats_shape
 from .planning.configuration import Configuration
 
 
 def empty_stats(config: Configuration, q: Any) -> Any:
     """An array for the log-sum-exp."""
-    shape = q.shape[1:] if config.packed else (q.shape[2], q.shape[1], q.shape[3])
-    return cupy_runtime.new_result(q, shape, config.stats)
+    return cupy_runtime.new_result(q, row_stats_shape(q.shape), config.stats)
 
 
 def on_one(

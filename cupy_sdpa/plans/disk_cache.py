@@ -272,12 +272,18 @@ def _files(folder: Path, pattern: re.Pattern[str]) -> list[tuple[Path, os.stat_r
     files = []
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
-            if pattern.fullmatch(entry.name):
-                with contextlib.suppress(FileNotFoundError):  # another process has just deleted it
-                    info = entry.stat(follow_symlinks=False)
-                    if stat.S_ISREG(info.st_mode):
-                        files.append((folder / entry.name, info))
+            if pattern.fullmatch(entry.name) and (info := _regular_file(entry)):
+                files.append((folder / entry.name, info))
     return sorted(files)
+
+
+def _regular_file(entry: os.DirEntry[str]) -> os.stat_result | None:
+    """The properties of a regular file; None for other entries, and if another process has just deleted it."""
+    try:
+        info = entry.stat(follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    return info if stat.S_ISREG(info.st_mode) else None
 
 
 def _is_entry(path: Path) -> bool:

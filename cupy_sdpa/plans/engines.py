@@ -215,7 +215,7 @@ class EngineSearch:
 
 
 def disable_graph_retention(plan: Descriptor) -> None:
-    """Let a captured CUDA graph not keep the plan alive; called before the plan is finalized.
+    """Prevent captured CUDA graphs from keeping the plan alive; called before the plan is finalized.
 
     From 9.28 on cuDNN by default adds an object to every captured graph that owns the plan. A launch of such a graph takes 2 to
     6 us longer (H200; docs/cudnn.md). It is not needed: plans outlive the graphs that contain their kernels.

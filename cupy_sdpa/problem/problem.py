@@ -73,9 +73,9 @@ class Settings(NamedTuple):
         deterministic: whether results must be bitwise reproducible; in the forward pass only set for a single query.
         max_workspace: the limit of cuDNN's workspace in bytes, or None.
         program: the traced score and mask functions, or None.
+        gradient_of: the captured array with respect to which a subproblem differentiates the scores; empty for the scores.
         num_splits: the number of chunks into which paged keys are split; None for the default.
         split: how the keys of this problem were split, if it is a split problem (:mod:`.split`).
-        gradient_of: the captured array with respect to which a subproblem differentiates the scores; empty for the scores.
         padded: whether the arrays of a batch with lengths are passed to cuDNN as sequences at constant ragged offsets. It does
             not read their padding then (:mod:`cupy_sdpa.support.padding`).
     """
@@ -330,6 +330,16 @@ class Problem:
             "with gradients of tensors": self.dcaptured,
         }  # fmt: skip
         yield from (description for description, applies in descriptions.items() if applies)
+
+
+def row_stats_shape(queries: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the row statistics of queries ``(D, Hq, Sq, B)``, or packed ``(D, Hq, Tq)``.
+
+    >>> row_stats_shape((64, 8, 100, 2)), row_stats_shape((64, 8, 100))
+    ((100, 8, 2), (8, 100))
+    """
+    _, heads, length, *batch = queries
+    return (length, heads, *batch) if batch else (heads, length)
 
 
 def has_score_axes(name: str) -> bool:

@@ -99,11 +99,6 @@ def _binary(mode: str, x: Any, b: Any) -> Value:
     return _record(mode, x, b)
 
 
-def _compare(mode: str, x: Any, b: Any) -> Value:
-    x, b = _operands(x, b)
-    return _record(mode, x, b)
-
-
 def _conditions(*operands: Any) -> list[Value]:
     tracer = _tracer_of(*operands)
     values = [as_value(tracer, x) for x in operands]
@@ -273,8 +268,9 @@ FUNCTIONS: Mapping[str, Callable[..., Value]] = {
         name: (lambda x, b, mode=mode: _binary(mode, x, b))
         for name, mode in (
             ("add", "add"), ("subtract", "sub"), ("multiply", "mul"), ("divide", "div"), ("true_divide", "div"),
-            ("maximum", "max"),
-            ("minimum", "min"), ("fmax", "max"), ("fmin", "min"),
+            ("maximum", "max"), ("minimum", "min"), ("fmax", "max"), ("fmin", "min"), ("hypot", "hypot"),
+            ("equal", "cmp_eq"), ("not_equal", "cmp_neq"), ("greater", "cmp_gt"), ("greater_equal", "cmp_ge"),
+            ("less", "cmp_lt"), ("less_equal", "cmp_le"),
         )
     },
     **{
@@ -282,20 +278,11 @@ FUNCTIONS: Mapping[str, Callable[..., Value]] = {
         for name, mode in (
             ("negative", "neg"), ("absolute", "abs"), ("abs", "abs"), ("fabs", "abs"), ("exp", "exp"), ("log", "log"),
             ("sqrt", "sqrt"), ("reciprocal", "reciprocal"), ("tanh", "tanh_fwd"), ("sin", "sin"), ("cos", "cos"),
-            ("tan", "tan"),
-            ("erf", "erf"), ("expm1", "expm1"), ("log1p", "log1p"),
+            ("tan", "tan"), ("erf", "erf"), ("expm1", "expm1"), ("log1p", "log1p"),
         )
     },
     "floor": lambda x: _rounded("floor", x),
     "ceil": lambda x: _rounded("ceil", x),
-    **{
-        name: (lambda x, b, mode=mode: _compare(mode, x, b))
-        for name, mode in (
-            ("equal", "cmp_eq"), ("not_equal", "cmp_neq"), ("greater", "cmp_gt"), ("greater_equal", "cmp_ge"),
-            ("less", "cmp_lt"),
-            ("less_equal", "cmp_le"),
-        )
-    },
     "logical_and": lambda x, b: _logical("logical_and", x, b),
     "bitwise_and": lambda x, b: _logical("logical_and", x, b),
     "logical_or": lambda x, b: _logical("logical_or", x, b),
@@ -320,5 +307,4 @@ FUNCTIONS: Mapping[str, Callable[..., Value]] = {
     "sinh": lambda x: _binary("mul", _binary("sub", _unary("exp", x), _unary("exp", -x)), 0.5),
     "cosh": lambda x: _binary("mul", _binary("add", _unary("exp", x), _unary("exp", -x)), 0.5),
     "expit": _sigmoid,
-    "hypot": lambda x, b: _binary("hypot", x, b),
 }  # fmt: skip

@@ -16,7 +16,7 @@ from ..score_fn.identity import identity
 from ..score_fn.tracer import trace
 from .entries import Sizes
 from .masks.block_mask import BlockMask, block_mask
-from .plan import SUPPORTED, plan_of
+from .method import SUPPORTED, method_of
 
 #: The least number of blocks of 128 queries and keys that a call without a block mask computes: 2048 x 2048. With fewer, one
 #: kernel takes less time than the launches of several.
@@ -104,7 +104,7 @@ def _evaluated(function: Any, sizes: Sizes, sq: int, skv: int) -> Decision:
         computed &= offsets < left + BLOCK
     if right is not None:
         computed &= -offsets < right + BLOCK
-    now, blocks = FUNCTION_COST * float(computed.sum()), plan_of(mask, sizes).cost
+    now, blocks = FUNCTION_COST * float(computed.sum()), method_of(mask, sizes).cost
     text = f"{mask.blocks} of {mask.kinds.size} blocks, at an estimated {blocks / max(now, 1.0):.2f} of the time of all blocks"
     if LEAST_GAIN * blocks > now:
         return Decision(None, f"{text}; they are used below {1 / LEAST_GAIN:.2f}")

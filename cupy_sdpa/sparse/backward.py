@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
 from collections.abc import Mapping
@@ -12,13 +11,15 @@ import numpy as np
 
 from ..calls.arguments import read_backward
 from ..calls.call_key import run_part
+from ..calls.options import band_options
 from ..calls.replay_cache import run_cached
 from ..calls.user_functions import function_identities
 from ..device import cupy_runtime
 from ..device.blocks import BLOCK
 from ..device.blocks.copies import copy_blocks, copy_stats
 from ..device.blocks.results import Sources, sum_blocks
-from . import plan as plans
+from ..problem.problem import row_stats_shape
+from . import method as methods
 from .entries import PackedCopies, Sizes, attends, packed_copies, rectangles, sources
 from .forward import (
     as_blocks,
@@ -32,8 +33,8 @@ from .forward import (
     without_arrays,
 )
 from .masks.block_mask import BlockMask
-from .masks.segments import Slice, gradient_slices
-from .plan import Plan, Upload
+from .masks.segments import Packed, Slice, gradient_slices
+from .method import Upload
 from .positions import Parts, of_copies, of_packed, of_slice
 
 #: The bytes of copies of blocks at a time; heads that need more are computed one part after the other.
@@ -80,18 +81,18 @@ def gradients_with_block_mask(
     kind = ("gradients of blocks", mask.number, mask.has_its_function, deterministic) if isinstance(mask, BlockMask) else None
     if kind and not requested and cupy_runtime.is_array(q) and (results := run_cached(kind, arrays, options)) is not None:
         return tuple(results)
-    sizes = plans.check(q, k, v, mask, options)
+    sizes = methods.check(q, k, v, mask, options)
     refuse_gradients(others)
     shape = (v.shape[0], *q.shape[1:])
-    rows = (q.shape[2], q.shape[1], q.shape[3])
+    rows = row_stats_shape(q.shape)
     for name, array, wanted in (("dout", dout, shape), ("out", out, shape), ("stats", stats, rows)):
         if getattr(array, "shape", None) != wanted:
             raise ValueError(f"{name} has shape {getattr(array, 'shape', None)}; it must be {wanted}")
     if any(array is not None for array in (dq, dk, dv)):
         passed = {f"d{name}": (dx, x.shape, x.dtype) for name, dx, x in (("q", dq, q), ("k", dk, k), ("v", dv, v))}
-        plans.check_results(passed, {"dout": dout, "q": q, "k": k, "v": v, "out": out, "stats": stats})
+        methods.check_results(passed, {"dout": dout, "q": q, "k": k, "v": v, "out": out, "stats": stats})
     identities = function_identities(options)
-    with cupy_runtime.on_device_of(q) if cupy_runtime.is_array(q) else contextlib.nullcontext():
+    with cupy_runtime.device_context(q):
         parts_of(q, k, mask, sizes, options)  # checks the score function
         dq, dk, dv = (
             cupy_runtime.new_result(q, x.shape, x.dtype) if dx is None else dx for x, dx in ((q, dq), (k, dk), (v, dv))
@@ -107,15 +108,16 @@ def _compute(
 ) -> None:
     """Write the gradients; the arguments are those of the forward pass, and whether bits must be the same in every run."""
     mask, whole = mask_of(reference), Arrays(*(arrays[name] for name in _NAMES))
-    parts, plan = parts_of(whole.q, whole.k, mask, sizes, with_arrays(options, arrays)), plans.plan_of(mask, sizes)
+    parts = parts_of(whole.q, whole.k, mask, sizes, with_arrays(options, arrays))
+    method = methods.method_of(mask, sizes)
     parts.options.pop("sinks", None)  # the log-sum-exp contains them
-    if plan.blocks is not None and not deterministic and (function := plans.gradient_function(mask, sizes)):
+    if method.blocks is not None and not deterministic and (function := methods.gradient_function(mask, sizes)):
         # deterministic gradients would need memory for all pairs
         call(whole, {**parts.whole_options, "mask_mod": function}, deterministic)
-    elif plan.packed:
-        _packed(whole, parts, plan, deterministic)
-    elif plan.slices is not None:
-        _slices(whole, parts, plan, deterministic)
+    elif method.packed:
+        _packed(whole, parts, method.packed, deterministic)
+    elif method.slices is not None:
+        _slices(whole, parts, method.slices, deterministic)
     else:
         _blocks(whole, parts, deterministic)
 
@@ -128,9 +130,8 @@ def call(arrays: Arrays, options: Mapping[str, Any], deterministic: bool) -> Non
     run_part(_NAMES, tuple(arrays), options, read)
 
 
-def _packed(arrays: Arrays, parts: Parts, plan: Plan, deterministic: bool) -> None:
+def _packed(arrays: Arrays, parts: Parts, packed: Packed, deterministic: bool) -> None:
     """All segments as the sequences of one packed call."""
-    assert plan.packed
     mask, sizes = parts.mask, parts.sizes
     s, h, b = arrays.stats.shape
     rows = cupy_runtime.temporary(arrays.q, (h, s, b), np.dtype(np.float32))
@@ -139,15 +140,15 @@ def _packed(arrays: Arrays, parts: Parts, plan: Plan, deterministic: bool) -> No
     results, moved = [], []
     for result in arrays[6:]:
         own = result
-        if plans.flattened(result) is None:
+        if methods.flattened(result) is None:
             own = cupy_runtime.temporary(arrays.q, result.shape, result.dtype)
             moved.append((result, own))
         results.append(packed_view(own))
     given = parts.options_of(
-        packed_options(mask, sizes, plan.packed, arrays.q),
+        packed_options(mask, sizes, packed, arrays.q),
         ("packed",),
         arrays.q,
-        functools.partial(of_packed, plan.packed, mask, sizes),
+        functools.partial(of_packed, packed, mask, sizes),
     )
     dout, q, k, v, out = inputs
     dq, dk, dv = results
@@ -156,11 +157,10 @@ def _packed(arrays: Arrays, parts: Parts, plan: Plan, deterministic: bool) -> No
         result[...] = own
 
 
-def _slices(arrays: Arrays, parts: Parts, plan: Plan, deterministic: bool) -> None:
+def _slices(arrays: Arrays, parts: Parts, slices: list[Slice], deterministic: bool) -> None:
     """Every segment as a call on slices of the arrays, the one with most keys first."""
-    assert plan.slices is not None
     results = [_Sum(array) for array in arrays[6:]]
-    for part in sorted(gradient_slices(plan.slices), key=lambda part: part.k0 - part.k1):
+    for part in sorted(gradient_slices(slices), key=lambda part: part.k0 - part.k1):
         with cupy_runtime.released():
             _slice(arrays, parts, part, results, deterministic)
     for result in results:
@@ -177,7 +177,7 @@ def _slice(arrays: Arrays, parts: Parts, part: Slice, results: list[_Sum], deter
         stats = cupy_runtime.temporary(arrays.q, (q1 - q0, *stats.shape[1:]), stats.dtype)
         stats[...] = arrays.stats[q0:q1]
     targets = [result.target(*bounds) for result, bounds in zip(results, ((q0, q1), (k0, k1), (k0, k1)), strict=True)]
-    given = parts.options_of(plans.band_options(band), (part[:4],), arrays.q, functools.partial(of_slice, part, mask, sizes))
+    given = parts.options_of(band_options(band), (part[:4],), arrays.q, functools.partial(of_slice, part, mask, sizes))
     inputs = arrays.dout[of_q], arrays.q[of_q], arrays.k[of_kv], arrays.v[of_kv], arrays.out[of_q], stats
     call(Arrays(*inputs, *targets), given, deterministic)
     for result in results:
@@ -311,7 +311,7 @@ def copied_blocks(mask: BlockMask, sizes: Sizes, like: Any) -> Copied:
             }  # fmt: skip
             if part.partial is not None:
                 pairs = upload(attends(mask, part.partial))
-                given |= {"mask_mod": plans.is_attended, "tensors": {"attends": pairs}}
+                given |= {"mask_mod": methods.is_attended, "tensors": {"attends": pairs}}
             calls.append((end_q, end_kv, given, part))
         empty = np.zeros((0, 3), np.int32)
         queries = np.concatenate([empty, *(part.queries for part in parts)])
@@ -328,4 +328,4 @@ def copied_blocks(mask: BlockMask, sizes: Sizes, like: Any) -> Copied:
             calls,
         )
 
-    return plans.on_engine(mask, like, (sizes, "rectangles"), make)
+    return methods.on_engine(mask, like, (sizes, "rectangles"), make)

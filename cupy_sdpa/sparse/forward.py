@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import weakref
@@ -13,19 +12,21 @@ import numpy as np
 
 from ..calls.arguments import read_forward
 from ..calls.call_key import ArrayFunctions, ComposedCall, read_key, run_part, tensor_name
+from ..calls.options import band_options
 from ..calls.replay_cache import cache_call, run_cached
 from ..calls.user_functions import function_identities
 from ..device import cupy_runtime
 from ..device.blocks import BLOCK
 from ..device.blocks.copies import copy_blocks
 from ..device.blocks.results import Sources, merge_blocks
+from ..problem.problem import row_stats_shape
 from ..score_fn.expression import AXES
-from . import plan as plans
+from . import method as methods
 from .entries import Sizes, Tables
 from .masks.block_mask import BlockMask
-from .masks.segments import Packed
+from .masks.segments import Packed, Slice
+from .method import EntryArrays, Upload
 from .native import bits_on_engine, is_supported, native_of
-from .plan import EntryArrays, Plan, Upload
 from .positions import Parts, ScoreFunction, of_entries, of_packed, of_slice
 
 _NAMES = ("q", "k", "v", "out", "stats")
@@ -45,16 +46,16 @@ def attention_with_block_mask(
     given = (q, k, v, out, stats)
     if kind and cupy_runtime.is_array(q) and (results := run_cached(kind, given, options)) is not None:
         return tuple(results) if len(results) > 1 else results[0]
-    sizes = plans.check(q, k, v, mask, options)
+    sizes = methods.check(q, k, v, mask, options)
     if return_stats not in (False, True):
         raise ValueError(f"return_stats is {return_stats!r} and block_mask is passed; it must be False or True")
     identities = function_identities(options)
-    with cupy_runtime.on_device_of(q) if cupy_runtime.is_array(q) else contextlib.nullcontext():
+    with cupy_runtime.device_context(q):
         parts_of(q, k, mask, sizes, options)  # checks the score function
-        shape, rows = (v.shape[0], *q.shape[1:]), (q.shape[2], q.shape[1], q.shape[3])
+        shape, rows = (v.shape[0], *q.shape[1:]), row_stats_shape(q.shape)
         if out is not None or stats is not None:
             passed = {"out": (out, shape, q.dtype), "stats": (stats, rows, np.dtype(np.float32))}
-            plans.check_results(passed, {"q": q, "k": k, "v": v})
+            methods.check_results(passed, {"q": q, "k": k, "v": v})
         out = cupy_runtime.new_result(q, shape, q.dtype) if out is None else out
         if stats is None and return_stats:
             stats = cupy_runtime.new_result(q, rows, np.dtype(np.float32))
@@ -136,17 +137,18 @@ def _compute(reference: weakref.ref[BlockMask], sizes: Sizes, options: Mapping[s
     mask = mask_of(reference)
     q, k, v, out, stats = (arrays.get(name) for name in _NAMES)
     assert q is not None
-    parts, plan = parts_of(q, k, mask, sizes, with_arrays(options, arrays)), plans.plan_of(mask, sizes)
-    if plan.packed:
-        _packed(q, k, v, parts, plan, out, stats)
-    elif plan.slices is not None:
-        _slices(q, k, v, parts, plan, out, stats)
+    parts = parts_of(q, k, mask, sizes, with_arrays(options, arrays))
+    method = methods.method_of(mask, sizes)
+    if method.packed:
+        _packed(q, k, v, parts, method.packed, out, stats)
+    elif method.slices is not None:
+        _slices(q, k, v, parts, method.slices, out, stats)
     elif is_supported((q, k, v), mask, sizes, parts.whole_options, return_stats=stats is not None):
         found = native_of(mask)
         assert found
         call(q, k, v, {**parts.whole_options, **found.options}, out, stats, bits_on_engine(mask, sizes, q))
     else:
-        _blocks(q, k, v, parts, plan, out, stats)
+        _blocks(q, k, v, parts, method.blocks, out, stats)
 
 
 def call(q: Any, k: Any, v: Any, options: Mapping[str, Any], out: Any, stats: Any, bits: Any = None) -> None:
@@ -176,11 +178,11 @@ def parts_of(q: Any, k: Any, mask: BlockMask, sizes: Sizes, options: Mapping[str
 
 def packed_view(array: Any) -> Any:
     """An array ``(D, H, S, B)`` as ``(D, H, S B)``; a copy if its batch entries do not follow one another."""
-    flat = plans.flattened(array)
+    flat = methods.flattened(array)
     if flat is None:
         copy = cupy_runtime.temporary(array, array.shape, array.dtype)
         copy.T[...] = array.T
-        flat = plans.flattened(copy)
+        flat = methods.flattened(copy)
     return flat
 
 
@@ -191,22 +193,21 @@ def packed_options(mask: BlockMask, sizes: Sizes, packed: Packed, like: Any) -> 
         starts_q, starts_kv, longest_q, longest_kv, band = packed
         return {
             "cu_seqlens_q": upload(starts_q), "cu_seqlens_kv": upload(starts_kv), "max_seqlen_q": longest_q,
-            "max_seqlen_kv": longest_kv, **plans.band_options(band),
+            "max_seqlen_kv": longest_kv, **band_options(band),
         }  # fmt: skip
 
-    return plans.on_engine(mask, like, (sizes, "packed"), make)
+    return methods.on_engine(mask, like, (sizes, "packed"), make)
 
 
-def _packed(q: Any, k: Any, v: Any, parts: Parts, plan: Plan, out: Any, stats: Any) -> None:
+def _packed(q: Any, k: Any, v: Any, parts: Parts, packed: Packed, out: Any, stats: Any) -> None:
     """All segments as the sequences of one packed call."""
-    assert plan.packed
     mask, sizes = parts.mask, parts.sizes
-    target = plans.flattened(out)
+    target = methods.flattened(out)
     own = target if target is not None else cupy_runtime.temporary(q, (*out.shape[:2], math.prod(out.shape[2:])), out.dtype)
     _, heads, total = own.shape
     rows = None if stats is None else cupy_runtime.temporary(q, (heads, total), np.dtype(np.float32))
     given = parts.options_of(
-        packed_options(mask, sizes, plan.packed, q), ("packed",), q, functools.partial(of_packed, plan.packed, mask, sizes)
+        packed_options(mask, sizes, packed, q), ("packed",), q, functools.partial(of_packed, packed, mask, sizes)
     )
     call(packed_view(q), packed_view(k), packed_view(v), given, own, rows)
     if target is None:
@@ -215,12 +216,11 @@ def _packed(q: Any, k: Any, v: Any, parts: Parts, plan: Plan, out: Any, stats: A
         stats[...] = rows.reshape((heads, *stats.shape[::2]), order="F").transpose(1, 0, 2)
 
 
-def _slices(q: Any, k: Any, v: Any, parts: Parts, plan: Plan, out: Any, stats: Any) -> None:
+def _slices(q: Any, k: Any, v: Any, parts: Parts, slices: list[Slice], out: Any, stats: Any) -> None:
     """Every segment as a call on slices of the arrays."""
-    assert plan.slices is not None
     mask, sizes, sinks = parts.mask, parts.sizes, parts.options.get("sinks")
     begin = 0
-    for part in plan.slices:
+    for part in slices:
         q0, q1, k0, k1, band = part
         _fill_rows(out, stats, begin, q0, sinks)
         whole = (q0, q1) == (0, q.shape[2])
@@ -228,7 +228,7 @@ def _slices(q: Any, k: Any, v: Any, parts: Parts, plan: Plan, out: Any, stats: A
         if stats is not None and not (whole and stats.flags.f_contiguous):
             rows = cupy_runtime.temporary(q, (q1 - q0, *stats.shape[1:]), np.dtype(np.float32))
         of_q, of_kv = slice(q0, q1), slice(k0, k1)
-        given = parts.options_of(plans.band_options(band), (part[:4],), q, functools.partial(of_slice, part, mask, sizes))
+        given = parts.options_of(band_options(band), (part[:4],), q, functools.partial(of_slice, part, mask, sizes))
         call(q[:, :, of_q], k[:, :, of_kv], v[:, :, of_kv], given, out[:, :, of_q], rows)
         if rows is not stats:
             stats[of_q] = rows
@@ -244,23 +244,23 @@ def _fill_rows(out: Any, stats: Any, begin: int, end: int, sinks: Any) -> None:
             stats[begin:end] = -math.inf if sinks is None else sinks[None, :, None]
 
 
-def _blocks(q: Any, k: Any, v: Any, parts: Parts, plan: Plan, out: Any, stats: Any) -> None:
+def _blocks(q: Any, k: Any, v: Any, parts: Parts, tables: Tables, out: Any, stats: Any) -> None:
     """Blocks of queries as batch entries, whose pages are the blocks of keys that they attend to."""
     mask, sizes = parts.mask, parts.sizes
-    arrays = block_arrays(mask, sizes, plan.blocks, q)
-    groups, sinks = plan.blocks.groups, parts.options.pop("sinks", None)
+    arrays = block_arrays(mask, sizes, tables, q)
+    groups, sinks = tables.groups, parts.options.pop("sinks", None)
     (_, hq, sq, batch), dv = q.shape, v.shape[0]
     pages = [pages_of(x, arrays.pages, sizes.hkv if groups == 1 else 1, groups == 1) for x in (k, v)]
     new = cupy_runtime.temporary
     float32 = np.dtype(np.float32)
     direct, copied = arrays.direct, arrays.copied
     target, base = out, None
-    if direct:
-        if plans.flattened(out) is None:
+    if direct and tables.direct:
+        if methods.flattened(out) is None:
             target = new(q, out.shape, out.dtype)
         merges = bool(copied) or sinks is not None
         rows = new(q, (hq, sq * batch), float32) if merges or stats is not None else None
-        given = parts.options_of(direct.options, ("direct",), q, functools.partial(of_entries, plan.blocks.direct, mask, sizes))
+        given = parts.options_of(direct.options, ("direct",), q, functools.partial(of_entries, tables.direct, mask, sizes))
         call(packed_view(q), pages[0], pages[1], given, packed_view(target), rows)
         base = None if rows is None else rows.reshape((hq, sq, batch), order="F").transpose(1, 0, 2)
         if not merges:
@@ -276,7 +276,7 @@ def _blocks(q: Any, k: Any, v: Any, parts: Parts, plan: Plan, out: Any, stats: A
         own = slice(begin, begin + BLOCK * len(entries.items))
         queries = as_sequences(copy_blocks(q, entries.items, heads))
         given = parts.options_of(
-            entries.options, ("copied", number), q, functools.partial(of_entries, plan.blocks.copied[number], mask, sizes)
+            entries.options, ("copied", number), q, functools.partial(of_entries, tables.copied[number], mask, sizes)
         )
         call(queries, pages[0], pages[1], given, results[..., own], results_stats[..., own])
         begin = own.stop
@@ -288,7 +288,7 @@ def _blocks(q: Any, k: Any, v: Any, parts: Parts, plan: Plan, out: Any, stats: A
 
 
 class Blocks(NamedTuple):
-    """The tables of a plan on the engine of a call.
+    """The tables of a method on the engine of a call.
 
     Attributes:
         pages: int32 ``(n, 3)``: the blocks of keys, as items of :func:`.copy_blocks`.
@@ -303,7 +303,7 @@ class Blocks(NamedTuple):
 
 
 def block_arrays(mask: BlockMask, sizes: Sizes, tables: Tables, like: Any) -> Blocks:
-    """The tables of a plan on the engine of a call."""
+    """The tables of a method on the engine of a call."""
 
     def make(upload: Upload) -> Blocks:
         groups = 1 if tables.groups == 1 else sizes.hkv
@@ -311,9 +311,10 @@ def block_arrays(mask: BlockMask, sizes: Sizes, tables: Tables, like: Any) -> Bl
         direct: EntryArrays | None = None
         if tables.direct:
             starts = [i * BLOCK + b * mask.sq for i, _, b in tables.direct.items.tolist()]
-            direct = plans.upload_entries(mask, tables.direct, [*starts, mask.sq * sizes.batch], upload)
+            direct = methods.upload_entries(mask, tables.direct, [*starts, mask.sq * sizes.batch], upload)
         copied = [
-            plans.upload_entries(mask, entries, BLOCK * np.arange(len(entries.items) + 1), upload) for entries in tables.copied
+            methods.upload_entries(mask, entries, BLOCK * np.arange(len(entries.items) + 1), upload)
+            for entries in tables.copied
         ]
         return Blocks(
             upload.items(np.array(every, np.int32).reshape(-1, 3)),
@@ -322,7 +323,7 @@ def block_arrays(mask: BlockMask, sizes: Sizes, tables: Tables, like: Any) -> Bl
             Sources(upload(tables.offsets), upload(tables.parts), tables.groups),
         )
 
-    return plans.on_engine(mask, like, (sizes, "blocks"), make)
+    return methods.on_engine(mask, like, (sizes, "blocks"), make)
 
 
 def as_sequences(copies: Any) -> Any:
@@ -339,5 +340,5 @@ def as_blocks(array: Any) -> Any:
 
 def pages_of(array: Any, items: Any, heads: int, shared: bool) -> Any:
     """Keys or values as pages ``(D, heads, BLOCK, pages)``: a view if possible, otherwise copies of blocks."""
-    pages = plans.as_pages(array) if shared else None
+    pages = methods.as_pages(array) if shared else None
     return copy_blocks(array, items, heads) if pages is None else pages

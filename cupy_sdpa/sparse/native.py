@@ -19,7 +19,7 @@ from ..problem.tensor_spec import dense_spec
 from .entries import Sizes
 from .masks.block_mask import BlockMask
 from .masks.evaluate import EMPTY, FULL, PARTIAL
-from .plan import on_engine
+from .method import on_engine
 
 
 class Native(NamedTuple):
@@ -68,11 +68,9 @@ def _found(mask: BlockMask) -> Native | None:
 def _is_causal(mask: BlockMask) -> bool:
     """Whether the queries of the listed blocks attend to all keys up to their own position, and to no others."""
     key_blocks, query_blocks, *_ = mask.kinds.shape
-    queries, last_keys = (
-        BLOCK * np.arange(query_blocks),
-        np.minimum(BLOCK * np.arange(1, key_blocks + 1), mask.skv)[:, None] - 1,
-    )
-    below = (last_keys <= queries)[:, :, None, None]
+    first_queries = BLOCK * np.arange(query_blocks)
+    last_keys = np.minimum(BLOCK * np.arange(1, key_blocks + 1), mask.skv) - 1
+    below = (last_keys[:, None] <= first_queries)[:, :, None, None]
     if ((mask.kinds == FULL) & ~below).any():
         return False
     blocks = np.argwhere(mask.kinds.T == PARTIAL)[:, ::-1]

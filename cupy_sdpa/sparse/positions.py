@@ -21,7 +21,7 @@ from .entries import Entries, PackedCopies, Sizes
 from .masks.block_mask import BlockMask
 from .masks.evaluate import taken
 from .masks.segments import Packed, Slice
-from .plan import Upload, on_engine
+from .method import Upload, on_engine
 
 #: The names of the arrays of original positions, for the axes of the scores; of consecutive ones there is the first one.
 _POSITIONS = dict(zip(AXES, ("entry of b", "head of b", "position of q_idx", "position of kv_idx"), strict=True))

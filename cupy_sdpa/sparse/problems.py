@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..calls.arguments import read_shapes
 from ..calls.call import with_plan
+from ..calls.options import band_options
 from ..device import cupy_runtime
 from ..device.blocks import BLOCK
 from ..problem.problem import Problem
-from ..problem.tensor_spec import dtype_name
-from .entries import PackedCopies, Sizes, packed_copies, rectangles
+from ..problem.tensor_spec import dtype_name, placeholder
+from .entries import PackedCopies, Sizes, Tables, packed_copies, rectangles
 from .forward import parts_of
 from .masks import segments
 from .masks.block_mask import BlockMask
-from .plan import band_options, check, gradient_function, is_attended, plan_of
-from .positions import Positions, of_copies, of_entries, of_packed, of_slice
+from .method import check, gradient_function, is_attended, method_of
+from .positions import Parts, Positions, of_copies, of_entries, of_packed, of_slice
 
 
 def part_problems(
@@ -41,57 +42,108 @@ def part_problems(
     """
     q, k, v = arrays
     sizes = check(q, k, v, mask, options)
-    plan, dtype = plan_of(mask, sizes), dtype_name(q.dtype)
-    parts = parts_of(q, k, mask, sizes, options)
-    (d, hq, sq, batch), (dv, hkv, skv, _) = q.shape, v.shape
-    outputs = {"dtype": dtype, "backward": backward, "return_stats": return_stats, "deterministic": deterministic}
-    sinks = parts.options.pop("sinks", None)  # the log-sum-exp contains them in the backward pass
+    method = method_of(mask, sizes)
+    outputs = {"backward": backward, "return_stats": return_stats, "deterministic": deterministic}
+    problems = _Problems(arrays, parts_of(q, k, mask, sizes, options), outputs)
+    if backward and method.blocks is not None and not deterministic and (function := gradient_function(mask, sizes)):
+        return [problems.whole(function)]
+    if method.packed:
+        return [problems.packed(method.packed)]
+    if method.slices is not None:
+        return problems.slices(segments.gradient_slices(method.slices) if backward else method.slices)
+    return problems.rectangles() if backward else problems.entries(method.blocks)
 
-    def pose(queries: tuple[int, ...], keys: tuple[int, ...], given: Mapping[str, Any], **changes: Any) -> Problem:
+
+class _Problems:
+    """The problems of the methods for one call.
+
+    Args:
+        arrays: q, k and v.
+        parts: what the parts of the call have in common.
+        outputs: the arguments of :func:`part_problems` that select the results.
+    """
+
+    def __init__(self, arrays: tuple[Any, Any, Any], parts: Parts, outputs: dict[str, bool]) -> None:
+        self._q, _, v = arrays
+        self._parts, self._outputs, self._mask, self._sizes = parts, outputs, parts.mask, parts.sizes
+        self._dims = self._q.shape[0], v.shape[0]
+        sinks = parts.options.pop("sinks", None)
+        self._has_sinks = sinks is not None
+        #: The log-sum-exp contains the sinks in the backward pass.
+        self._sinks = {} if sinks is None or outputs["backward"] else {"sinks": sinks}
+        #: The query heads and the key/value heads of a copy of a block.
+        self._heads = (1, 1) if self._mask.heads > 1 else (self._sizes.hq, self._sizes.hkv)
+
+    def _problem(self, queries: tuple[int, ...], keys: tuple[int, ...], options: Mapping[str, Any], **changes: Any) -> Problem:
+        """The problem of one call.
+
+        Args:
+            queries, keys: the shapes of q, and of k and v, after the head dim.
+            options: the options.
+            changes: outputs that differ from those of the whole call.
+        """
+        d, dv = self._dims
         shapes = (d, *queries), (d, *keys), (dv, *keys)
-        return read_shapes(*shapes, given, **{**outputs, **changes})
+        return read_shapes(*shapes, options, dtype=dtype_name(self._q.dtype), **{**self._outputs, **changes})
 
-    def located(given: Mapping[str, Any], key: tuple[Any, ...], positions: Callable[[], Positions]) -> dict[str, Any]:
-        return parts.options_of(given, key, q, positions)
+    def _located(self, given: Mapping[str, Any], key: tuple[Any, ...], positions: Callable[[], Positions]) -> dict[str, Any]:
+        return self._parts.options_of(given, key, self._q, positions)
 
-    with_sinks = {} if sinks is None or backward else {"sinks": sinks}
-    if backward and plan.blocks is not None and not deterministic and (function := gradient_function(mask, sizes)):
-        return [pose((hq, sq, batch), (hkv, skv, batch), {**parts.whole_options, "mask_mod": function})]
-    if plan.packed:
-        given = {**lengths_of(plan.packed), **band_options(plan.packed.band), **with_sinks}
-        given = located(given, ("packed",), functools.partial(of_packed, plan.packed, mask, sizes))
-        return [pose((hq, sq * batch), (hkv, skv * batch), given)]
-    if plan.slices is not None:
+    def whole(self, function: Callable[..., Any]) -> Problem:
+        """One call with the mask function."""
+        hq, hkv, batch = self._sizes
+        options = {**self._parts.whole_options, "mask_mod": function}
+        return self._problem((hq, self._mask.sq, batch), (hkv, self._mask.skv, batch), options)
+
+    def packed(self, packed: segments.Packed) -> Problem:
+        """One packed call."""
+        (hq, hkv, batch), mask = self._sizes, self._mask
+        given = {**lengths_of(packed), **band_options(packed.band), **self._sinks}
+        options = self._located(given, ("packed",), functools.partial(of_packed, packed, mask, self._sizes))
+        return self._problem((hq, mask.sq * batch), (hkv, mask.skv * batch), options)
+
+    def slices(self, slices: Sequence[segments.Slice]) -> list[Problem]:
+        """A call on each slice."""
+        hq, hkv, batch = self._sizes
         found = []
-        for x in segments.gradient_slices(plan.slices) if backward else plan.slices:
-            given = {**band_options(x.band), **with_sinks}
-            given = located(given, (x[:4],), functools.partial(of_slice, x, mask, sizes))
-            found.append(pose((hq, x.q1 - x.q0, batch), (hkv, x.k1 - x.k0, batch), given))
+        for part in slices:
+            given = {**band_options(part.band), **self._sinks}
+            options = self._located(given, (part[:4],), functools.partial(of_slice, part, self._mask, self._sizes))
+            found.append(self._problem((hq, part.q1 - part.q0, batch), (hkv, part.k1 - part.k0, batch), options))
         return found
-    hq, hkv = (1, 1) if mask.heads > 1 else (hq, hkv)
-    found = []
-    if backward:
-        copies = (packed_copies(kind, mask, sizes) for kind in rectangles(mask, batch))
+
+    def rectangles(self) -> list[Problem]:
+        """The backward pass on copies of blocks."""
+        hq, hkv = self._heads
+        copies = (packed_copies(kind, self._mask, self._sizes) for kind in rectangles(self._mask, self._sizes.batch))
+        found = []
         for number, part in enumerate(part for part in copies if part is not None):
             pairs = None if part.partial is None else (part.longest_kv, part.longest_q, len(part.starts_q) - 1)
             given = {**lengths_of(part), **_pairs_options(pairs)}
-            given = located(given, ("rectangles", number), functools.partial(of_copies, part, mask))
-            found.append(pose((hq, BLOCK * len(part.queries)), (hkv, BLOCK * len(part.keys)), given))
+            options = self._located(given, ("rectangles", number), functools.partial(of_copies, part, self._mask))
+            found.append(self._problem((hq, BLOCK * len(part.queries)), (hkv, BLOCK * len(part.keys)), options))
         return found
-    tables = plan.blocks
-    pages = (hkv, BLOCK, -(-skv // BLOCK) * batch * (1 if mask.heads == 1 else sizes.hkv))
-    merged = bool(tables.copied) or sinks is not None
-    for number, entries in enumerate((tables.direct, *tables.copied), -1):
-        if entries is not None:
-            count = len(entries.items)
+
+    def entries(self, tables: Tables) -> list[Problem]:
+        """The forward pass on batch entries of blocks."""
+        (hq, hkv), mask, batch = self._heads, self._mask, self._sizes.batch
+        pages = (hkv, BLOCK, -(-mask.skv // BLOCK) * batch * (1 if mask.heads == 1 else self._sizes.hkv))
+        with_stats = self._outputs["return_stats"] or bool(tables.copied) or self._has_sinks  # results are merged
+        found = []
+        for number, entries in enumerate((tables.direct, *tables.copied), -1):
+            if entries is None:
+                continue
+            count, is_direct = len(entries.items), entries is tables.direct
             pairs = None if entries.partial is None else (BLOCK * len(entries.table), BLOCK, count)
-            given = {"page_table": entries.table.shape, "seq_lens_kv": (count,), "cu_seqlens_q": (count + 1,),
-                     "max_seqlen_q": BLOCK, **_pairs_options(pairs)}  # fmt: skip
-            key = ("direct",) if entries is tables.direct else ("copied", number)
-            given = located(given, key, functools.partial(of_entries, entries, mask, sizes))
-            total = sq * batch if entries is tables.direct else BLOCK * count
-            found.append(pose((hq, total), pages, given, return_stats=return_stats or merged))
-    return found
+            given = {
+                "page_table": entries.table.shape, "seq_lens_kv": (count,), "cu_seqlens_q": (count + 1,),
+                "max_seqlen_q": BLOCK, **_pairs_options(pairs),
+            }  # fmt: skip
+            key = ("direct",) if is_direct else ("copied", number)
+            options = self._located(given, key, functools.partial(of_entries, entries, mask, self._sizes))
+            total = mask.sq * batch if is_direct else BLOCK * count
+            found.append(self._problem((hq, total), pages, options, return_stats=with_stats))
+        return found
 
 
 def plan_parts(arrays: tuple[Any, Any, Any], mask: BlockMask, options: Mapping[str, Any], **outputs: bool) -> None:
@@ -118,19 +170,15 @@ def lengths_of(part: segments.Packed | PackedCopies) -> dict[str, Any]:
 
 
 def _pairs_options(shape: tuple[int, int, int] | None) -> dict[str, Any]:
-    """The options of a call with the mask of its batch entries, with an array whose elements share memory."""
-    if shape is None:
-        return {}
-    keys, queries, _ = shape
-    pairs = np.lib.stride_tricks.as_strided(np.empty(1, np.float16), shape, (2, 2 * keys, 2 * keys * queries))
-    return {"mask_mod": is_attended, "tensors": {"attends": pairs}}
+    """The options of a call with the mask of its batch entries, of which only the shape is known; none without a mask."""
+    return {} if shape is None else {"mask_mod": is_attended, "tensors": {"attends": placeholder(shape, np.float16)}}
 
 
 def description(mask: BlockMask, sizes: Sizes, *, native: bool = False) -> str:
     """How calls of some sizes compute a mask, for :func:`cupy_sdpa.explain`; ``native`` if the kernel skips blocks itself."""
-    plan = plan_of(mask, sizes)
+    method = method_of(mask, sizes)
     how = {
-        "packed": "as packed sequences", "slices": f"as {len(plan.slices or ())} calls on slices",
+        "packed": "as packed sequences", "slices": f"as {len(method.slices or ())} calls on slices",
         "blocks": "as batch entries of blocks",
     }  # fmt: skip
-    return f"{repr(mask)[1:-1]}; computed {'by a kernel that skips blocks' if native else how[plan.method]}"
+    return f"{repr(mask)[1:-1]}; computed {'by a kernel that skips blocks' if native else how[method.name]}"

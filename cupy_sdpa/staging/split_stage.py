@@ -57,7 +57,7 @@ class SplitStage:
         if problem.fp8:
             number = np.dtype(np.float32)
             descale_q, descale_k, descale_v = (arrays[name] for name in ("descale_q", "descale_k", "descale_v"))
-            factors = records.Factors(descale_q, descale_k, descale_v, empty((1,), number), arrays["amax_out"])
+            factors = records.PagedFactors(descale_q, descale_k, descale_v, empty((1,), number), arrays["amax_out"])
         paged.split(q, keys, split, chunks, boundary, problem.dtype, factors)
         #: The rows of a key/value head are the heads of its group and the queries.
         self.arrays: dict[str, Any] = {

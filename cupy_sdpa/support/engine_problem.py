@@ -89,7 +89,9 @@ def _bias_and_mask_specs(problem: Problem, guards: frozenset[str]) -> dict[str, 
 
 
 def _gradient_specs(problem: Problem) -> dict[str, Any]:
-    """The gradients of bias and captured arrays: of q's dtype, summed over heads and batch only; else cuDNN is wrong."""
+    """The gradients of bias and captured arrays: of q's dtype, summed over heads and batch only, because
+    cuDNN's results are wrong otherwise.
+    """
     *_, sq, skv, _ = problem.sizes
     specs: dict[str, Any] = {}
     reductions = {spec.name: dense_spec(spec.name, problem.dtype, (skv, sq, *spec.shape[2:])) for spec in problem.ds_reductions}

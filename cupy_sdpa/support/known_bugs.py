@@ -173,7 +173,7 @@ _SINGLE_KEY_DIFFERENCE = Bug(
     capabilities=range(80, 100),
     condition=lambda p: _single_key_difference(p) and _one_query(p),
     when="gradients with a single key and a function that subtracts an array of one element",
-    effect="planning is a segmentation fault",
+    effect="planning ends in a segmentation fault",
     remedy="write s + (-t) instead of s - t",
     planned=False,
 )
@@ -262,7 +262,7 @@ BUGS: tuple[Bug, ...] = (
         first=92600,
         condition=lambda p: p.backward and _one_query(p) and p.sizes[2] == p.sizes[6] == 1,
         when="gradients of one query, one head and one batch entry",
-        effect="planning is a segmentation fault",
+        effect="planning ends in a segmentation fault",
         remedy="pass the batch twice",
         link=f"{FRONTEND}/issues/1071",
         planned=False,

@@ -231,7 +231,7 @@ class Device:
             self.captures[stream] = []
 
     def join_capture(self, stream: int, other: int, submitted: int) -> None:
-        """Let a captured stream wait for another one of its capture, which had submitted so many units of work; or add it."""
+        """Make a stream wait for the units of work that another captured stream had ``submitted``. It joins that capture."""
         with self.lock:
             if self.captures.setdefault(stream, self.captures[other]) is not self.captures[other]:
                 raise CUDARuntimeError(CAPTURE_UNSUPPORTED, f"streams {stream:#x} and {other:#x} are parts of two captures")

@@ -204,7 +204,7 @@ class Program:
             scribble: fills cuDNN's part of the workspace with garbage.
         """
         values: dict[int, Value] = {}
-        nobody = self._nobody(read)
+        not_written = self._entries_not_written(read)
         read = read._replace(lengths=self._sequence_lengths(read))
 
         def get(t: Tensor) -> Value:
@@ -238,7 +238,7 @@ class Program:
             if not t.virtual:
                 added = operation.kind == "REDUCTION" and not value.product and t.dims[3] > 1
                 wrong = (array * factor).astype(t.dtype) if factor != 1 and t.dtype.kind not in "ib" else rounded
-                _write(read, t, wrong, values[t.uid], nobody, added)
+                _write(read, t, wrong, values[t.uid], not_written, added)
 
     def _sequence_lengths(self, read: Read) -> dict[int, Any]:
         """The lengths of the sequences of every ragged tensor that a matmul with lengths reads, or that is multiplied by one."""
@@ -256,7 +256,7 @@ class Program:
                 lengths |= {uid: found[0] for uid in ragged if found and uid not in lengths}
         return lengths
 
-    def _nobody(self, read: Read) -> Any:
+    def _entries_not_written(self, read: Read) -> Any:
         """For each batch entry whether nothing is written: with lengths, it has no query, or neither a key nor a sink."""
         one_paged_query = any(operation.settings.get("tile") == 1 for operation in self.operations)
         for operation in self.operations:
@@ -273,7 +273,7 @@ class Program:
         return any(not o.tensors["BDESC"].virtual and o.tensors["BDESC"].dims[2:] == (1, 1) for o in maxima)
 
 
-def _write(read: Read, t: Tensor, array: Any, value: Value, nobody: Any, added: bool) -> None:
+def _write(read: Read, t: Tensor, array: Any, value: Value, not_written: Any, added: bool) -> None:
     """Write the valid rows of a result."""
     if value.rows is None and t.ragged is None:
         view = read.device.view(read.pointers[t.uid], t.dims, t.steps, t.dtype)
@@ -287,7 +287,7 @@ def _write(read: Read, t: Tensor, array: Any, value: Value, nobody: Any, added: 
         else:
             length = t.dims[2] if begins is None else (begins[b + 1] - begin) // t.strides[2]
         length = min(length, t.dims[2])
-        if length == 0 or (nobody is not None and nobody[b]):
+        if length == 0 or (not_written is not None and not_written[b]):
             continue
         shape = (t.dims[1], length, t.dims[3])
         view = read.device.view(read.pointers[t.uid] + begin * t.dtype.itemsize, shape, t.steps[1:], t.dtype)

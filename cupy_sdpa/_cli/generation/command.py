@@ -23,7 +23,7 @@ from .speculate import NGrams, speculate
 
 #: The default prompt.
 PROMPT = "Alice was beginning to get very tired"
-#: Prompts of the batch: the first words of so many sentences.
+#: The number of prompts in the batch, and the words of each: the first words of a sentence.
 PROMPTS, WORDS = 10, 6
 
 

@@ -15,7 +15,7 @@ from .gpt import GPT, Product, sum_of_products
 
 #: Tokens per page.
 PAGE = 16
-#: Prompts are appended in chunks of so many tokens.
+#: Tokens per chunk: prompts are appended in chunks.
 CHUNK = 32
 
 
@@ -69,7 +69,7 @@ class Decoder:
                 self.cache.release(sequence)
 
     def step(self, tokens: int) -> Step:
-        """The step that appends so many tokens to every sequence."""
+        """The step that appends this number of tokens to every sequence."""
         if tokens not in self._steps:
             with self.stream():
                 self._steps[tokens] = Step(self, tokens)

@@ -265,7 +265,7 @@ class Training:
 def one_blas_thread() -> Iterator[None]:
     """Let the matrix library of numpy use one thread within a ``with`` block, if threadpoolctl is installed.
 
-    The matrices are small. On a busy machine threads wait for each other: 100 s of training in place of 9 s (two cores).
+    The matrices are small. On a busy machine threads wait for each other: 100 s of training instead of 9 s (two cores).
     """
     try:
         threadpoolctl: Any = importlib.import_module("threadpoolctl")

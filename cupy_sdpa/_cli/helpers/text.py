@@ -108,11 +108,8 @@ def heads(words: list[str], count: int, query_heads: int, key_heads: int, head_d
 
     mix = np.random.default_rng(1865).standard_normal((key_heads, head_dim, head_dim), np.float32)
     v = np.einsum("shd,hde->she", k, mix, optimize=True)
-    return (
-        q[None].T,
-        k[None].T,
-        v[None].T,
-    )  # (batch, seq, heads, head_dim) in C order is our layout in Fortran order
+    # (batch, seq, heads, head_dim) in C order is (head_dim, heads, seq, batch) in Fortran order
+    return q[None].T, k[None].T, v[None].T
 
 
 def weights(q: Array, k: Array, head: int, rows: Array, causal: bool) -> Array:

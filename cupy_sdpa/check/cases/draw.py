@@ -257,11 +257,9 @@ def _paged(sampler: Sampler) -> Any:
 
 def _stats(sampler: Sampler) -> Any:
     p = sampler.options.get("paged")
-    return (
-        True
-        if sampler.names & {"block_mask", "jvp", "fp8"} or (p and Paged(*p).num_splits)
-        else sampler.pick(True, "max_sumexp")
-    )
+    if sampler.names & {"block_mask", "jvp", "fp8"} or (p and Paged(*p).num_splits):
+        return True
+    return sampler.pick(True, "max_sumexp")
 
 
 def _packed(sampler: Sampler) -> Any:
@@ -374,11 +372,14 @@ def _draw_case(sampler: Sampler, names: set[str], number: int) -> Case:
         any(name in options for name in (*REQUIRES, "deterministic")) or sampler.chance(0.45)
     )
     layouts = sampler.layouts() if sampler.chance(0.4) else {}
-    # the parts of a block mask are merged by float32 statistics
-    wide = ("float32", "float64")[: 0 if sampler.engine != "cpu" else 1 if {"block_mask", "fp8"} & options.keys() else 2]
+    dtypes = ["float16", "bfloat16"]
+    if sampler.engine == "cpu":
+        dtypes.append("float32")
+        if not {"block_mask", "fp8"} & options.keys():  # the parts of a block mask are merged by float32 statistics
+            dtypes.append("float64")
     gpus = () if sampler.engine != "plan" else fp8.GPUS if "fp8" in options else GPUS
     return Case(
-        sampler.engine, sampler.pick("float16", "bfloat16", *wide), **sampler.sizes, backward=sampler.backward, layouts=layouts,
+        sampler.engine, sampler.pick(*dtypes), **sampler.sizes, backward=sampler.backward, layouts=layouts,
         options=options, seed=number, gpu=gpus[number % len(gpus)] if gpus else "",
     )  # fmt: skip
 

@@ -18,8 +18,8 @@ from ..verify.execute import arrays_in_fp8
 from .convert import case_of
 from .entry import Entry
 
-#: The floating-point operations of each function, relative to the forward pass; two matrix products against five, and those of
-#: attention_jvp: four in the two forward passes, five in the backward pass.
+#: The floating-point operations of each function, relative to the forward pass. The forward pass has two matrix products, the
+#: backward pass has five, and attention_jvp has nine: two forward passes and a backward pass.
 OPERATIONS = {"attention": 1.0, "attention_backward": 2.5, "attention_jvp": 4.5}
 
 

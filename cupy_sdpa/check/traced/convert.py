@@ -155,7 +155,7 @@ def layout_of(array: Mapping[str, Any]) -> str | None:
 
 
 def reduced(case: Case, most: int = MAX_SCORES) -> Case:
-    """The case with at most so many scores, for the reference: fewer heads and batch entries, then shorter sequences."""
+    """The case with at most ``most`` scores, for the reference: fewer heads and batch entries, then shorter sequences."""
     group = case.hq // case.hkv if case.hkv else 1
     page = case.paged.page if case.paged else 1
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -20,8 +19,6 @@ from ..cases.functions import compiled
 
 #: The functions whose calls a trace contains.
 CALLS = ("attention", "attention_backward", "attention_jvp")
-#: Options that a program passes to a call and that do not belong to its problem.
-_ONLY_OF_CALLS = ("widened",)
 
 
 class NotReplayableError(ValueError):
@@ -65,7 +62,7 @@ class Entry:
         """
         self.check()
         q, k, v = (placeholder(self.arrays[name]) for name in "qkv")
-        options = {name: _option(name, value) for name, value in self.options.items() if name not in _ONLY_OF_CALLS}
+        options = {name: _option(name, value) for name, value in self.options.items()}
         if self.call == "attention_jvp":
             tangents = [name for name in ("dq", "dk", "dv") if name in self.arrays]
             options["return_stats"] = bool(options.get("return_stats") or "stats" in self.arrays)
@@ -148,8 +145,3 @@ def _short(value: Any) -> str:
             return f"{value['dtype']} {tuple(value['shape'])}"
         return str(value["name"]) if "name" in value else ", ".join(f"{name} {_short(x)}" for name, x in value.items())
     return repr(value)
-
-
-def with_options(entry: Entry, **options: Any) -> Entry:
-    """The entry with other options."""
-    return dataclasses.replace(entry, options={**entry.options, **options})

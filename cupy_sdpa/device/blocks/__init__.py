@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-#: The number of queries, or of keys, in a block; and the threads of a block of a kernel.
+#: The number of queries, or of keys, in a block; and the number of threads in a thread block.
 BLOCK, THREADS = 128, 128
 
 

@@ -14,13 +14,12 @@ from . import BLOCK, THREADS, BlockRows, is_vector, record_of
 
 
 class _Copies(NamedTuple):
-    """Dense blocks ``(D, H', BLOCK, n)``: address, width of a row of a head, and H'."""
+    """Dense blocks ``(D, H', BLOCK, n)`` as the kernel writes them: addresses, bytes of a row of a head, and H'."""
 
     data: int
     width: int
     heads: int
     items: int
-    number: int
 
 
 def copy_blocks(array: Any, items: Any, heads: int) -> Any:
@@ -43,10 +42,10 @@ def copy_blocks(array: Any, items: Any, heads: int) -> Any:
     if copies.size:
         size = array.itemsize
         unit = next(unit for unit in UNITS if is_vector(array, unit))
-        arguments = np.array((record_of(array), tuple(_copies(copies, items))), _COPY)
-        threads = (max(1, min(d * size // unit, 32)), 1)
-        threads = (threads[0], THREADS // threads[0])
-        _copy_kernel(unit)((len(items), heads), threads, (arguments,))
+        target = _Copies(copies.data.ptr, d * size, heads, items.data.ptr)
+        arguments = np.array((record_of(array), target), _COPY)
+        columns = max(1, min(d * size // unit, 32))
+        _copy_kernel(unit)((len(items), heads), (columns, THREADS // columns), (arguments,))
     return copies
 
 
@@ -75,12 +74,7 @@ def copy_stats(stats: Any, items: Any, heads: int) -> Any:
     return copies
 
 
-def _copies(copies: Any, items: Any) -> _Copies:
-    d, heads, _, count = copies.shape
-    return _Copies(copies.data.ptr, d * copies.itemsize, heads, items.data.ptr, count)
-
-
-_COPY = np.dtype([("of", struct(BlockRows)), ("to", struct(_Copies))])
+_COPY = np.dtype([("source", struct(BlockRows)), ("target", struct(_Copies))])
 
 
 class _Stats(NamedTuple):
@@ -91,7 +85,7 @@ class _Stats(NamedTuple):
     items: int
 
 
-_COPY_STATS = np.dtype([("of", struct(BlockRows)), ("to", struct(_Stats))])
+_COPY_STATS = np.dtype([("source", struct(BlockRows)), ("target", struct(_Stats))])
 
 
 @functools.cache
@@ -102,19 +96,20 @@ def _copy_kernel(unit: int) -> Any:
     return cupy_runtime.cupy().RawKernel(
         f"""{declaration("Blocks", BlockRows)}
         {declaration("Copies", _Copies)}
-        struct Arguments {{ Blocks of; Copies to; }};
+        struct Arguments {{ Blocks source; Copies target; }};
         extern "C" __global__ void cupy_sdpa_copy_blocks(const Arguments x) {{
             const long long n = blockIdx.x, h = blockIdx.y;
-            const int* const item = (const int*)x.to.items + 3 * n;
+            const int* const item = (const int*)x.target.items + 3 * n;
             const long long first = (long long)item[0] * {BLOCK};
-            const char* const of = (const char*)x.of.data + (item[1] * x.to.heads + h) * x.of.head + item[2] * x.of.batch;
-            char* const to = (char*)x.to.data + (n * {BLOCK} * x.to.heads + h) * x.to.width;
+            const char* const from = (const char*)x.source.data + (item[1] * x.target.heads + h) * x.source.head
+                + item[2] * x.source.batch;
+            char* const to = (char*)x.target.data + (n * {BLOCK} * x.target.heads + h) * x.target.width;
             #pragma unroll 4
             for (int row = threadIdx.y; row < {BLOCK}; row += blockDim.y)
-                for (int i = threadIdx.x; i < x.to.width / {unit}; i += blockDim.x) {{
+                for (int i = threadIdx.x; i < x.target.width / {unit}; i += blockDim.x) {{
                     {kind} value = {zero};
-                    if (first + row < x.of.rows) value = ((const {kind}*)(of + (first + row) * x.of.row))[i];
-                    (({kind}*)(to + row * x.to.heads * x.to.width))[i] = value;
+                    if (first + row < x.source.rows) value = ((const {kind}*)(from + (first + row) * x.source.row))[i];
+                    (({kind}*)(to + row * x.target.heads * x.target.width))[i] = value;
                 }}
         }}""",
         "cupy_sdpa_copy_blocks",
@@ -127,18 +122,18 @@ def _copy_stats_kernel() -> Any:
     return cupy_runtime.cupy().RawKernel(
         f"""{declaration("Blocks", BlockRows)}
         {declaration("Stats", _Stats)}
-        struct Arguments {{ Blocks of; Stats to; }};
+        struct Arguments {{ Blocks source; Stats target; }};
         extern "C" __global__ void cupy_sdpa_copy_stats(const Arguments x) {{
             const long long n = blockIdx.x;
-            const int* const item = (const int*)x.to.items + 3 * n;
-            for (int i = threadIdx.x; i < {BLOCK} * x.to.heads; i += blockDim.x) {{
+            const int* const item = (const int*)x.target.items + 3 * n;
+            for (int i = threadIdx.x; i < {BLOCK} * x.target.heads; i += blockDim.x) {{
                 const long long row = i % {BLOCK}, h = i / {BLOCK}, s = (long long)item[0] * {BLOCK} + row;
                 float value = __int_as_float(0x7f800000);
-                if (s < x.of.rows)
-                    value = *(const float*)(x.of.data + (item[1] * x.to.heads + h) * x.of.head + s * x.of.row
-                                            + item[2] * x.of.batch);
+                if (s < x.source.rows)
+                    value = *(const float*)(x.source.data + (item[1] * x.target.heads + h) * x.source.head + s * x.source.row
+                                            + item[2] * x.source.batch);
                 if (value == __int_as_float(0xff800000)) value = -value;
-                ((float*)x.to.data)[(n * {BLOCK} + row) * x.to.heads + h] = value;
+                ((float*)x.target.data)[(n * {BLOCK} + row) * x.target.heads + h] = value;
             }}
         }}""",
         "cupy_sdpa_copy_stats",

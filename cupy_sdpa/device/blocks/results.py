@@ -71,9 +71,7 @@ def merge_blocks(sources: Sources, copies: Any, copied_stats: Any, out: Any, sta
     blocks, per_group = -(-rows // BLOCK), heads // sources.groups
     if not out.size:
         return
-    unit = 16 // out.itemsize
-    if not is_vector(out, 16):
-        unit = 1
+    unit = _unit(out)
     given = [
         (0, 0, 0, 0) if array is None else (array.data.ptr, array.strides[1], array.strides[0], array.strides[2])
         for array in (stats, base)
@@ -90,6 +88,11 @@ def merge_blocks(sources: Sources, copies: Any, copied_stats: Any, out: Any, sta
         (columns, THREADS // columns),
         (np.array((record_of(out), record), _MERGE),),
     )
+
+
+def _unit(out: Any) -> int:
+    """The number of elements that a thread reads and writes at once."""
+    return 16 // int(out.itemsize) if is_vector(out, 16) else 1
 
 
 def _merge_on_cpu(sources: Sources, copies: Any, copied_stats: Any, out: Any, stats: Any, base: Any, sinks: Any) -> None:
@@ -225,9 +228,7 @@ def sum_blocks(sources: Sources, copies: Any, out: Any) -> None:
                 total += copies[:, :, : own.stop - own.start, n]
             out[:, g * per_group : (g + 1) * per_group, own, b] = total
         return
-    unit = 16 // out.itemsize
-    if not is_vector(out, 16):
-        unit = 1
+    unit = _unit(out)
     record = (sources.offsets.data.ptr, sources.parts.data.ptr, sources.groups, per_group, blocks, width, copies.data.ptr)
     columns = max(1, min(width // unit, 32))
     kernel = _sum_kernel(out.dtype.name, unit)

@@ -19,7 +19,7 @@ from .. import cupy_runtime
 from ..dtypes import TYPES
 from ..kernels import declaration, struct
 from ..memory import UNITS
-from .records import BoundaryKeys, Chunks, Factors, Keys
+from .records import BoundaryKeys, Chunks, Keys, PagedFactors
 
 
 class _Table(NamedTuple):
@@ -85,7 +85,7 @@ def _declaration(name: str, dtype: np.dtype[Any]) -> str:
     return f"struct {name} {{ {fields} }};"
 
 
-#: The C structs; the entry of a page of a sequence, which is that of its first page after the length; and the keys of queries.
+#: The C structs, and device functions for table entries (after the length, that of the first page) and for the keys of queries.
 _DEVICE_CODE = f"""
     {declaration("Table", _Table)}
     {declaration("Queries", _Queries)}
@@ -151,7 +151,7 @@ _THREADS, _WARPS = 128, 4
 _EARLY = 4
 _SPLIT = _struct(
     ("table", _Table), ("queries", _Queries), "row_count", "chunks", "chunk_pages", "rows", "chunk_table",
-    "row_counts", "chunk_lengths", "stats", "blocks_per_chunk", "split_blocks", "staged", "table_pages", *Factors._fields,
+    "row_counts", "chunk_lengths", "stats", "blocks_per_chunk", "split_blocks", "staged", "table_pages", *PagedFactors._fields,
 )  # fmt: skip
 _BOUNDARY_KEYS = _struct(
     "batch", "group", "k", "k_head", "k_row", "k_page", "v", "v_head", "v_row", "v_page", "out", "stats",
@@ -159,7 +159,13 @@ _BOUNDARY_KEYS = _struct(
 
 
 def split(
-    q: Any, keys: Keys, split: Split, chunks: Chunks, boundary: BoundaryKeys | None, dtype: str, factors: Factors | None = None
+    q: Any,
+    keys: Keys,
+    split: Split,
+    chunks: Chunks,
+    boundary: BoundaryKeys | None,
+    dtype: str,
+    factors: PagedFactors | None = None,
 ) -> None:
     """Write the arrays of a split problem, and compute attention over the boundary keys in float32; one launch.
 
@@ -182,7 +188,7 @@ def split(
     per_chunk = max(1, min(128, -(-row * staged * heads // (unit * _THREADS))))  # a thread copies a unit: loads overlap
     blocks = per_chunk * batch * split.chunks
     addresses = [array.data.ptr for array in arrays]
-    of_factors = [array.data.ptr for array in factors] if factors else [0] * len(Factors._fields)
+    of_factors = [array.data.ptr for array in factors] if factors else [0] * len(PagedFactors._fields)
     given = (
         tuple(table), tuple(_queries(q, keys)), heads // keys.k.shape[1] * staged, split.chunks, split.pages, *addresses,
         per_chunk, blocks, staged, chunks.table.shape[0], *of_factors,

@@ -43,8 +43,8 @@ class Chunks(NamedTuple):
     stats: Any
 
 
-class Factors(NamedTuple):
-    """The factors of FP8 arrays, float32 ``(1,)``.
+class PagedFactors(NamedTuple):
+    """The factors of FP8 queries and pages, float32 ``(1,)``.
 
     Attributes:
         descale_q, descale_k, descale_v: of the queries, the keys and the values.

@@ -1,4 +1,4 @@
-"""What a group must offer, and the conversion of communicators of other libraries."""
+"""What a group must offer: the protocols of groups, their transfers and their error."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _ID_BYTES = 128
 
 
 class Environment(NamedTuple):
-    """What the launcher of a process tells it.
+    """The settings of a process that its launcher passes in environment variables.
 
     Attributes:
         launcher: the launcher.
@@ -167,7 +167,7 @@ def _serve(own: Environment, content: bytes, deadline: float, late: str) -> byte
 
 
 def _read(connection: socket.socket, count: int) -> bytes:
-    """Read exactly so many bytes.
+    """Read exactly ``count`` bytes.
 
     Raises:
         OSError: the connection ended.

@@ -16,7 +16,7 @@ from .group import GroupError, Transfer
 DEFAULT_TIMEOUT = 60.0
 
 
-class Message(NamedTuple):
+class Envelope(NamedTuple):
     """A message in transit.
 
     Attributes:
@@ -45,7 +45,7 @@ class Loopback:
     def __init__(self, size: int, timeout: float = DEFAULT_TIMEOUT, max_delay: float = 0.0, seed: int = 0) -> None:
         self.size, self.timeout, self.max_delay = size, timeout, max_delay
         self.bytes_sent = [0] * size
-        self._messages: dict[tuple[int, int], deque[Message]] = defaultdict(deque)
+        self._messages: dict[tuple[int, int], deque[Envelope]] = defaultdict(deque)
         self._changed = threading.Condition()
         self._failure = ""
         self.members = [LoopbackMember(self, rank, random.Random(seed * size + rank)) for rank in range(size)]
@@ -61,13 +61,13 @@ class Loopback:
         if self._failure:
             raise GroupError(self._failure)
 
-    def post(self, source: int, target: int, message: Message) -> None:
+    def post(self, source: int, target: int, message: Envelope) -> None:
         """Deliver a message. Messages of one sender to one receiver keep their order."""
         with self._changed:
             self._messages[source, target].append(message)
             self._changed.notify_all()
 
-    def take(self, source: int, target: int, label: str) -> Message:
+    def take(self, source: int, target: int, label: str) -> Envelope:
         """Wait for the next message.
 
         Raises:
@@ -117,7 +117,7 @@ class LoopbackMember:
         self._release()
         for array, peer in sends:
             self.shared.bytes_sent[self.rank] += array.nbytes
-            self.shared.post(self.rank, peer, Message(label, self._sent[peer], *_copied(array)))
+            self.shared.post(self.rank, peer, Envelope(label, self._sent[peer], *_copied(array)))
             self._sent[peer] += 1
         for array, peer in receives:
             message = self.shared.take(peer, self.rank, label)
@@ -129,7 +129,7 @@ class LoopbackMember:
             self._received[peer] += 1
             self.shared.members[peer]._retire(message.array, _write(array, message))
 
-    def _verify(self, message: Message, array: Any, peer: int, label: str) -> None:
+    def _verify(self, message: Envelope, array: Any, peer: int, label: str) -> None:
         """Check that a message is the expected one."""
         expected = self._received[peer]
         if (message.label, message.number) != (label, expected):
@@ -172,7 +172,7 @@ def _copied(array: Any) -> tuple[Any, Any]:
     return copy, cupy_runtime.cupy().cuda.get_current_stream().record()
 
 
-def _write(array: Any, message: Message) -> Any:
+def _write(array: Any, message: Envelope) -> Any:
     """Write the elements of a message to an array of as many bytes; returns the event after it for a CuPy array."""
     if message.written is None:
         array[...] = message.array

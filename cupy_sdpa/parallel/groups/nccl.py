@@ -23,7 +23,7 @@ _INTERVAL = 0.25
 
 
 class Communicator(Protocol):
-    """What a group needs of a communicator."""
+    """The attributes and methods of a communicator that a group uses."""
 
     rank: int
     size: int

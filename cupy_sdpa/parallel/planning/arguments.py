@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -57,18 +57,11 @@ def configure(
     given = {name: read_array(name, x) for name, x in arrays.items()}
     q, k, _ = (given[name].array for name in "qkv")
     packed = any(options.get(name) is not None for name in CU_SEQLENS)
-    rank_of_arrays = 3 if packed else 4
     for name, argument in given.items():
-        expected = rank_of_arrays - (name == "stats")
+        expected = (3 if packed else 4) - (name == "stats")
         if argument.array.ndim != expected:
             raise ValueError(f"{name} has {argument.array.ndim} dimensions {argument.array.shape}; it needs {expected}")
-    if packed:
-        layouts = [Layout(_lengths(name, options), size, packed=True) for name in CU_SEQLENS]
-        queries, keys = layouts
-        if len(queries.lengths) != len(keys.lengths):
-            raise ValueError(f"cu_seqlens_q has {len(queries.lengths)} sequences and cu_seqlens_kv {len(keys.lengths)}")
-    else:
-        queries, keys = _dense_layouts(q.shape[2], k.shape[2], size, seqlens)
+    queries, keys = _packed_layouts(options, size) if packed else _dense_layouts(q.shape[2], k.shape[2], size, seqlens)
     for name, layout in (("q", queries), ("k", keys), ("v", keys), ("dout", queries), ("out", queries)):
         if name in given and given[name].array.shape[2] != layout.share(rank):
             _raise_share(name, given[name].array.shape, layout, rank, packed)
@@ -135,6 +128,14 @@ def _lengths(name: str, options: Mapping[str, Any]) -> tuple[int, ...]:
     return lengths
 
 
+def _packed_layouts(options: Mapping[str, Any], size: int) -> tuple[Layout, Layout]:
+    """The layouts of the queries and keys of packed sequences."""
+    queries, keys = (Layout(_lengths(name, options), size, packed=True) for name in CU_SEQLENS)
+    if len(queries.lengths) != len(keys.lengths):
+        raise ValueError(f"cu_seqlens_q has {len(queries.lengths)} sequences and cu_seqlens_kv {len(keys.lengths)}")
+    return queries, keys
+
+
 def _dense_layouts(queries: int, keys: int, size: int, seqlens: tuple[int | None, int | None]) -> tuple[Layout, Layout]:
     """The layouts of dense arrays from the lengths of the member's arrays."""
     seqlen_q, seqlen_kv = seqlens
@@ -144,7 +145,8 @@ def _dense_layouts(queries: int, keys: int, size: int, seqlens: tuple[int | None
     return Layout((whole_q,), size), Layout((read_length("seqlen_kv", seqlen_kv),), size)
 
 
-def _raise_share(name: str, shape: tuple[int, ...], layout: Layout, rank: int, packed: bool) -> None:
+def _raise_share(name: str, shape: tuple[int, ...], layout: Layout, rank: int, packed: bool) -> NoReturn:
+    """Raise the error of an array that does not have the member's number of positions."""
     side = "kv" if name in "kv" else "q"
     source = f"cu_seqlens_{side}" if packed else f"seqlen_{side}"
     remedy = (

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from ...calls.options import band_options
 from ...helpers import dropout_mask
-from ...problem.band import Band
 from ...problem.problem import LENGTHS, SEEDS, Problem
 from ...problem.tensor_spec import numpy_dtype
 from ...score_fn.tracer import Access
 from ..groups.channel import Spec
 from .layout import Interval, Layout
-from .parts import Part, Selection, gradient_dtype, parts, share_buffers, stats_dtype
+from .parts import Part, Selection, parts, share_buffers, stats_dtype
 from .positions import Window, options_at
 
 #: The methods, from the one that sends the least to the one that sends the most arrays.
@@ -154,7 +154,7 @@ class Configuration:
         own = part.keys.length - part.rows.length if band and band.bottom_right else 0
         first = (part.sequence or 0, 0, i, j) if self.positional else (0, 0, 0, 0)
         made = options_at(options, self.known, Window(first, counts, part.diagonal, own))
-        return made | _window(band) | part.packing(like) | self._dropout(made, options)
+        return made | band_options(band) | part.packing(like) | self._dropout(made, options)
 
     def head_options(self, like: Any, options: Mapping[str, Any]) -> dict[str, Any]:
         """The options of the call on this member's heads of whole sequences."""
@@ -164,7 +164,7 @@ class Configuration:
         aligned = (skv - sq if band and band.bottom_right else 0) if not self.packed else 0
         window = Window((0, rows.start, 0, 0), (entries, rows.stop - rows.start, sq, skv), aligned, aligned)
         made = options_at(options, self.known, window)
-        return made | _window(band) | self.everything.packing(like) | self._dropout(made, options)
+        return made | band_options(band) | self.everything.packing(like) | self._dropout(made, options)
 
     @functools.cached_property
     def everything(self) -> Part:
@@ -200,16 +200,10 @@ class Configuration:
 
     @property
     def sums(self) -> Any:
-        """The dtype in which gradients are summed."""
-        return gradient_dtype(self.dtype)
+        """The dtype in which gradients are summed and sent: that of the log-sum-exp."""
+        return self.stats
 
     @property
     def stats(self) -> Any:
         """The dtype of the log-sum-exp."""
         return stats_dtype(self.dtype)
-
-
-def _window(band: Band | None) -> dict[str, Any]:
-    if band is None:
-        return {}
-    return {"window": (band.left, band.right, "bottom_right" if band.bottom_right else "top_left")}

@@ -13,6 +13,7 @@ from ...device import cupy_runtime, memory
 from ...device.merge import accumulate
 from ...helpers import merge_unchecked
 from ...problem.band import Band
+from ...problem.problem import row_stats_shape
 from ..groups.channel import copy
 from .layout import Interval, Layout
 from .tiles import Tile, tiles
@@ -75,7 +76,7 @@ def _constant(x: Any) -> Any:
 
 
 def as_bits(x: Any) -> Any:
-    """A view of an array of 2 bytes per element as integers: not all of CuPy's functions know bfloat16."""
+    """A view of an array of 2 bytes per element as integers, because not all of CuPy's functions support bfloat16."""
     return x.view(np.uint16) if x.dtype.itemsize == 2 else x
 
 
@@ -211,7 +212,7 @@ class Partials:
     def __init__(self, q: Any, v: Any, count: int, packed: bool) -> None:
         self._like, self._packed = q, packed
         self.out_shape = (v.shape[0], *q.shape[1:])
-        self.stats_shape = q.shape[1:] if packed else (q.shape[2], q.shape[1], q.shape[3])
+        self.stats_shape = row_stats_shape(q.shape)
         self.stats_dtype = stats_dtype(q.dtype)
         self._results: list[tuple[Any, Any] | None] = [None] * count
         #: The number of rows of the first partial result that have been written; parts that share a result have different rows.
@@ -220,9 +221,8 @@ class Partials:
     def compute(self, part: Part, q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> None:
         """Compute a part."""
         inputs = part.rows.of(q, 2), part.keys.of(k, 2), part.keys.of(v, 2)
-        rows, heads = inputs[0].shape[2], q.shape[1]
-        shape = (heads, rows) if self._packed else (rows, heads, q.shape[3])
-        stats = cupy_runtime.new_result(q, shape, self.stats_dtype)
+        rows = inputs[0].shape[2]
+        stats = cupy_runtime.new_result(q, row_stats_shape(inputs[0].shape), self.stats_dtype)
         out, stats = attention(*inputs, stats=stats, **options)
         if not part.buffer:
             self._rows += rows
@@ -253,11 +253,6 @@ class Partials:
 def stats_dtype(dtype: Any) -> Any:
     """The dtype of the log-sum-exp: float64 for float64 arrays, else float32."""
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
-
-
-def gradient_dtype(dtype: Any) -> Any:
-    """The dtype in which gradients are summed and sent: float64 for float64 arrays, else float32."""
-    return stats_dtype(dtype)
 
 
 def gradients(part: Part, arrays: Sequence[Any], k: Any, v: Any, packed: bool, options: Mapping[str, Any]) -> Any:

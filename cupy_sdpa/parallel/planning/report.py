@@ -258,7 +258,7 @@ def _heads(config: Configuration, backward: bool, machine: Machine) -> Cost:
         moved = 2 * out + 2 * q + stats + 2 * keys * repeated
     sent = int(moved * (size - 1) / size) + 2 * (size - 1) * message_bytes([])  # in two exchanges
     transfer = sent / machine.link + (2 * machine.latency if size > 1 else 0.0)
-    work = sum(part.work for peer in [config.whole[0]] for part in peer) if size else 0.0
+    work = sum(part.work for part in config.whole[0])
     compute = _seconds(config, work, 1, backward, machine)  # zigzag chunks of one member have the average work
     compute += 4 * moved / machine.copy if size > 1 else 0.0  # into messages, and out of them
     return Cost(compute, transfer, transfer, sent, int(3 * moved), 1)

@@ -30,11 +30,6 @@ class Tile(NamedTuple):
     first: tuple[int, int]
 
     @property
-    def area(self) -> int:
-        """The number of pairs of a query and a key, with those that the band excludes."""
-        return (self.rows[1] - self.rows[0]) * (self.keys[1] - self.keys[0])
-
-    @property
     def work(self) -> float:
         """About the number of pairs that the band includes."""
         n, m = self.rows[1] - self.rows[0], self.keys[1] - self.keys[0]

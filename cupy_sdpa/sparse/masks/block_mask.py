@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,14 +13,15 @@ from numpy.typing import NDArray
 
 from ... import _html
 from ..._typing import Array
+from ...calls.options import read_count
 from ...device import cupy_runtime
 from ...device.blocks import BLOCK
 from ...score_fn.expression import AXES
 from ...score_fn.identity import identity
 from ...score_fn.tracer import trace
 from . import segments
+from .block_size import TILE, BlockSize, kinds_of_blocks, read_block, rows_of_blocks, tile_kinds, with_blocks
 from .evaluate import EMPTY, FULL, PARTIAL, Function, Rows, answers_flex_attention, evaluate, evaluate_blocks
-from .tiles import TILE, BlockSize, kinds_of_blocks, read_block, rows_of_blocks, tile_kinds, with_blocks
 
 #: Numbers the masks.
 _next_number = itertools.count().__next__
@@ -73,8 +73,8 @@ def block_mask(
     >>> cupy_sdpa.block_mask(same_document, 1024, 1024, tensors={"document": document})
     <BlockMask 1024 x 1024: 16 of 64 blocks, 0 of them partial; sparsity 75.0 %>
     """
-    size, lengths = read_block(block), [_count(name, value) for name, value in (("sq", sq), ("skv", skv))]
-    groups = [1 if value is None else _count(name, value, 1) for name, value in (("heads", heads), ("batch", batch))]
+    size, lengths = read_block(block), [read_count(name, value) for name, value in (("sq", sq), ("skv", skv))]
+    groups = [1 if value is None else read_count(name, value, 1) for name, value in (("heads", heads), ("batch", batch))]
     function = Function(mask_mod, tensors, per_head=heads is not None, per_entry=batch is not None)
     kinds = np.zeros((*(-(-n // BLOCK) for n in reversed(lengths)), *groups), np.uint8)
     rows: dict[tuple[int, int], Rows] = {}
@@ -159,7 +159,7 @@ class BlockMask:
         size = read_block(block)
         lengths = []
         for name, value, number, n in (("sq", sq, listed.shape[1], size.queries), ("skv", skv, listed.shape[0], size.keys)):
-            length = number * n if value is None else _count(name, value)
+            length = number * n if value is None else read_count(name, value)
             if -(-length // n) != number:
                 raise ValueError(f"{name} is {length}, which are {-(-length // n)} blocks of {n}; blocks has {number}")
             lengths.append(length)
@@ -319,14 +319,6 @@ class BlockMask:
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{size}" '
             f'height="{math.ceil(size * height / max(width, 1))}">{"".join(cells)}</svg>'
         )
-
-
-def _count(name: str, value: Any, least: int = 0) -> int:
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}; it must be an integer")
-    if value < least:
-        raise ValueError(f"{name} is {value}; it must be {least} or more")
-    return int(value)
 
 
 def _on_host(name: str, array: Any) -> NDArray[Any]:

@@ -7,7 +7,7 @@ call, or each is a call on slices of the arrays.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -121,19 +121,18 @@ def _extended(side: _Side | None, i: int, bounds: list[int], band: list[int] | N
     return _Side(known, False, True, exact) if moves else None
 
 
-def bands(entry: Segments, group: Iterable[Segment]) -> list[tuple[int | None, int | None]]:
-    """The bounds ``(left, right)`` that every segment of a group has; empty if there are none."""
-    group = list(group)
+def band_sides(entry: Segments, group: Sequence[Segment]) -> tuple[int | None, int | None] | None:
+    """The sides ``(left, right)`` of the band that every segment of a group has; None if they differ."""
     sides: list[int | None] = []
-    for name, bound in (("first", entry.left), ("end", entry.right)):
-        of_group = [getattr(segment, name) for segment in group]
-        if all(side.fixed for side in of_group):
+    for name, side in (("first", entry.left), ("end", entry.right)):
+        bounds = [getattr(segment, name) for segment in group]
+        if all(bound.fixed for bound in bounds):
             sides.append(None)
-        elif all(side.moves for side in of_group):
-            sides.append(bound)
+        elif all(bound.moves for bound in bounds):
+            sides.append(side)
         else:
-            return []
-    return [(sides[0], sides[1])]
+            return None
+    return sides[0], sides[1]
 
 
 def local_band(segment: Segment, left: int | None, right: int | None, bottom_right: bool) -> Band | None:
@@ -153,20 +152,19 @@ def local_band(segment: Segment, left: int | None, right: int | None, bottom_rig
 
 def common_band(entries: Sequence[Segments]) -> tuple[bool, Band | None]:
     """Whether all segments have one band in their own positions, and the band."""
-    pairs = [(entry, segment) for entry in entries for segment in entry.segments]
+    pairs = []
+    for entry in entries:
+        if (sides := band_sides(entry, entry.segments)) is None:
+            return False, None
+        pairs += [(segment, sides) for segment in entry.segments]
     for bottom_right in (False, True):
         try:
-            found = {
-                local_band(segment, *bounds, bottom_right)
-                for entry in entries
-                for bounds in bands(entry, entry.segments) or [(None, -(1 << 40))]
-                for segment in entry.segments
-            }
-        except ValueError:
+            found = {local_band(segment, *sides, bottom_right) for segment, sides in pairs}
+        except ValueError:  # the diagonal of the mask is outside of a segment
             continue
         if len(found) <= 1:
             return True, next(iter(found), None)
-    return not pairs, None
+    return False, None
 
 
 def cost(entry: Segments) -> float:
@@ -248,10 +246,11 @@ def slices(entry: Segments) -> list[Slice] | None:
     for segment in entry.segments:
         if segment.q1 - segment.q0 == segment.end.key - segment.first.key == 1:
             return None
-        bounds = bands(entry, [segment])[0]
+        sides = band_sides(entry, [segment])
+        assert sides  # those of one segment do not differ
         for bottom_right in (False, True):
             try:
-                band = local_band(segment, *bounds, bottom_right)
+                band = local_band(segment, *sides, bottom_right)
             except ValueError:
                 continue
             found.append(Slice(segment.q0, segment.q1, segment.first.key, segment.end.key, band))

@@ -10,7 +10,6 @@ import numpy as np
 from ..arrays.argument import read_array, share_elements
 from ..device import cupy_runtime, driver
 from ..device.blocks import BLOCK
-from ..problem.band import Band
 from ..score_fn.expression import AXES
 from ..score_fn.tracer import trace
 from .entries import (
@@ -30,7 +29,7 @@ from .masks.evaluate import FULL, PARTIAL
 T = TypeVar("T")
 
 
-class Plan(NamedTuple):
+class Method(NamedTuple):
     """How calls of some sizes compute a mask; exactly one of the first three is not None.
 
     Attributes:
@@ -46,8 +45,8 @@ class Plan(NamedTuple):
     cost: float
 
     @property
-    def method(self) -> str:
-        """The name of the method."""
+    def name(self) -> str:
+        """``packed``, ``slices`` or ``blocks``."""
         return "packed" if self.packed else "slices" if self.slices is not None else "blocks"
 
 
@@ -59,31 +58,31 @@ def block_cost(mask: BlockMask) -> float:
     return float(np.where(partial == 0, full, np.minimum(together, separate)).sum())
 
 
-def choose(mask: BlockMask, sizes: Sizes) -> Plan:
-    """The plan with the least cost: segments need no mask, but as many tiles as their rows and keys overlap."""
+def choose(mask: BlockMask, sizes: Sizes) -> Method:
+    """The method with the least cost: segments need no mask, but as many tiles as their rows and keys overlap."""
     repeats = sizes.batch // mask.batch
     blocks = block_cost(mask)
     if mask.sq * mask.skv > 1 and (mask.kinds == FULL).all():  # one call on the whole arrays, at their own positions
-        return Plan(None, [segments.Slice(0, mask.sq, 0, mask.skv, None)], None, blocks)
+        return Method(None, [segments.Slice(0, mask.sq, 0, mask.skv, None)], None, blocks)
     if mask.segments is not None:
         entries = list(mask.segments) * repeats
         cost = sum(segments.cost(entry) for entry in mask.segments)
         if cost <= blocks:
             if mask.batch == 1 and (slices := segments.slices(mask.segments[0])) is not None and len(slices) < 2:
-                return Plan(None, slices, None, cost)
+                return Method(None, slices, None, cost)
             if (packed := segments.packed(entries, mask.sq, mask.skv)) is not None:
-                return Plan(packed, None, None, cost)
+                return Method(packed, None, None, cost)
             if mask.batch == 1 and (slices := segments.slices(mask.segments[0])) is not None:
-                return Plan(None, slices, None, cost)
-    return Plan(None, None, make_tables(mask, sizes), blocks)
+                return Method(None, slices, None, cost)
+    return Method(None, None, make_tables(mask, sizes), blocks)
 
 
-def plan_of(mask: BlockMask, sizes: Sizes) -> Plan:
-    """The plan of a mask for calls of some sizes; it is chosen once."""
-    plan = mask.tables.get(sizes)
-    if plan is None:
-        plan = mask.tables[sizes] = choose(mask, sizes)
-    return plan
+def method_of(mask: BlockMask, sizes: Sizes) -> Method:
+    """The method of a mask for calls of some sizes; it is chosen once."""
+    method = mask.tables.get(sizes)
+    if method is None:
+        method = mask.tables[sizes] = choose(mask, sizes)
+    return method
 
 
 def gradient_function(mask: BlockMask, sizes: Sizes) -> Callable[..., Any] | None:
@@ -153,13 +152,13 @@ class Upload:
 
 
 def on_engine(mask: BlockMask, like: Any, key: tuple[Any, ...], make: Callable[[Upload], T]) -> T:
-    """What calls of a mask need on their engine; it is made by the first call, which synchronizes.
+    """The tables of a mask in the memory of an engine. The first call creates them, and synchronizes.
 
     Args:
-        mask: the block mask, which stores it.
+        mask: the block mask, which stores them.
         like: an array of the engine.
-        key: identifies it among those of the mask.
-        make: makes it.
+        key: identifies the tables among those of the mask.
+        make: creates them.
     """
     where = (driver.context_id() if cupy_runtime.is_array(like) else None, *key)
     found: T | None = mask.tables.get(where)
@@ -193,11 +192,6 @@ def upload_entries(mask: BlockMask, entries: Entries, starts: Any, upload: Uploa
 def is_attended(b: Any, h: Any, q_idx: Any, kv_idx: Any, attends: Any) -> Any:
     """The mask of batch entries of blocks."""
     return attends[kv_idx, q_idx, b] != 0
-
-
-def band_options(band: Band | None) -> dict[str, Any]:
-    """The options of a call with a band."""
-    return {} if band is None else {"window": (band.left, band.right, "bottom_right" if band.bottom_right else "top_left")}
 
 
 def strided(array: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
