@@ -144,12 +144,10 @@ def _with_remedies(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return function(*args, **kwargs)
         except TypeError as error:
-            if error.__traceback__ is None or error.__traceback__.tb_next is not None:  # raised inside the function
-                raise
-            failure = error
-        known = inspect.signature(call).parameters
-        _check_arguments(call, args[len(_positional(call)) :], [name for name in kwargs if name not in known])
-        raise failure
+            if error.__traceback__ and error.__traceback__.tb_next is None:  # raised by the call, not inside the function
+                known = inspect.signature(call).parameters
+                _check_arguments(call, args[len(_positional(call)) :], [name for name in kwargs if name not in known])
+            raise
 
     return call
 
@@ -180,14 +178,14 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _check_arguments(function: Callable[..., Any], others: Sequence[Any], options: Iterable[str]) -> None:
-    """Raise the error of a call with unknown options or too many arguments."""
+    """Raise the error of a call with unknown options or too many arguments, in place of that of Python."""
     _check_spelling(options)
     if others:
         names = [p.name for p in _positional(function)]
         raise TypeError(
             f"{len(names) + len(others)} arguments are passed by position; only {_listed(names)} are; options are keywords: "
             "a bool array, True where the query attends, is mask=, and an array that is added to the scores is bias="
-        )
+        ) from None
 
 
 def check_names(options: Mapping[str, Any]) -> None:
@@ -216,12 +214,12 @@ def _check_spelling(options: Iterable[str]) -> None:
         if name in Options.__annotations__:
             continue
         if name in OTHER_NAMES:
-            raise TypeError(f"there is no option {name}: {OTHER_NAMES[name]}")
+            raise TypeError(f"there is no option {name}: {OTHER_NAMES[name]}") from None
         import difflib  # slow to import
 
         near = difflib.get_close_matches(name, Options.__annotations__, 1)
         hint = f"; did you mean {near[0]}?" if near else f"; the options are {', '.join(Options.__annotations__)}"
-        raise TypeError(f"there is no option {name}{hint}")
+        raise TypeError(f"there is no option {name}{hint}") from None
 
 
 def read_settings(options: Mapping[str, Any], tau: float, *, deterministic: bool = False) -> tuple[Settings, dict[str, float]]:
