@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from cupy_sdpa._cli.helpers.console import CommandError
+from cupy_sdpa._cli.helpers.console import CommandError, file_error
 from cupy_sdpa._cli.main import exit_status
 
 #: The module and the description of each command. A module has ``main(words) -> int``.
@@ -47,14 +47,19 @@ def run(command: str, words: Sequence[str]) -> int:
     """Import the module of a command and run it.
 
     Raises:
-        CommandError: a library that it needs is not installed.
+        CommandError: a library that it needs is not installed, or a file cannot be read or written.
     """
     name, _ = COMMANDS[command]
     try:
         module = importlib.import_module(f"{__package__}.{name}")
     except ModuleNotFoundError as error:
         raise CommandError(f"{command} needs {error.name}, which is not installed") from error
-    return int(module.main(words))
+    try:
+        return int(module.main(words))
+    except OSError as error:
+        if error.filename is None:
+            raise
+        raise CommandError(file_error(error)) from error
 
 
 def main(words: Sequence[str]) -> int:

@@ -10,6 +10,7 @@ FlashInfer and this package read pages in random order. The last rows are the ho
 
 from __future__ import annotations
 
+import argparse
 import functools
 import importlib
 import statistics
@@ -28,7 +29,7 @@ from cupy_sdpa.problem.tensor_spec import numpy_dtype
 from .common.captured import CapturedCalls
 from .common.device import copy_gbs, free_memory, input_sets
 from .common.machine import versions
-from .common.script import listed, parser, write_csv
+from .common.script import add_csv, check_gpu, listed, parser, write_csv
 from .common.timing import host_us, interleaved, ratio
 
 HEADS, KEY_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 64
@@ -229,14 +230,24 @@ def host_rows() -> Iterator[dict[str, Any]]:
         }  # fmt: skip
 
 
+def _problem(text: str) -> tuple[int, int]:
+    """Parse a batch size and a number of keys."""
+    try:
+        batch, keys = map(int, text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a batch size and a number of keys such as 8,4096") from None
+    return batch, keys
+
+
 def main(words: Sequence[str]) -> int:
     """Measure, print the rows and write them."""
     arguments = parser("decode", __doc__)
-    arguments.add_argument("csv", nargs="?", metavar="FILE", help="write the rows to this CSV file")
+    add_csv(arguments)
     arguments.add_argument("--flex", action="store_true", help="also FlexAttention, which is compiled for every problem")
-    arguments.add_argument("--only", nargs="+", metavar="BATCH,KEYS", help="only these problems")
+    arguments.add_argument("--only", nargs="+", type=_problem, metavar="BATCH,KEYS", help="only these problems")
     given = arguments.parse_args(words)
-    problems = [tuple(map(int, text.split(","))) for text in given.only or ()] or PROBLEMS
+    check_gpu("decode")
+    problems = given.only or PROBLEMS
     rows: list[dict[str, Any]] = []
     sources: list[Callable[[], Iterator[dict[str, Any]]]] = [
         functools.partial(decode_rows, *problem, with_flex=given.flex) for problem in problems

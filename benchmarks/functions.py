@@ -30,7 +30,7 @@ from cupy_sdpa import zoo
 
 from .common.device import busy_matrix, input_sets, random_normal
 from .common.machine import versions
-from .common.script import listed, parser, write_csv
+from .common.script import add_csv, check_gpu, listed, parser, write_csv
 from .common.timing import device_ms, host_us, interleaved, ratio
 
 B, HQ, HKV, S, D = 2, 16, 4, 4096, 128
@@ -249,11 +249,12 @@ def measure(entry: Entry) -> dict[str, Any]:
 def main(words: Sequence[str]) -> int:
     """Measure, print the rows and write them."""
     arguments = parser("functions", __doc__)
-    arguments.add_argument("csv", nargs="?", metavar="FILE", help="write the rows to this CSV file")
+    add_csv(arguments)
     names = [entry.name for entry in ENTRIES]
     arguments.add_argument("--only", nargs="*", choices=names, metavar="NAME", help=f"of {', '.join(names)}")
     arguments.add_argument("--compile", action="store_true", help="compile FlexAttention only; no measurement")
     chosen = arguments.parse_args(words)
+    check_gpu("functions")
     used = versions(torch=torch.__version__)
     print(listed(used))
     rows = []

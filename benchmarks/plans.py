@@ -27,7 +27,7 @@ from cupy_sdpa import attention, attention_vjp, get_plan_cache
 
 from .common.device import random_normal
 from .common.machine import versions
-from .common.script import parser, write_csv
+from .common.script import add_csv, check_gpu, parser, write_csv
 from .common.timing import device_ms
 
 #: Query heads, key/value heads and head dim of Llama 3.1 8B.
@@ -218,9 +218,10 @@ def second_gpu(add: Callable[..., None]) -> None:
 def main(words: Sequence[str]) -> int:
     """Measure, print the values and write them."""
     options = parser("plans", __doc__)
-    options.add_argument("csv", nargs="?", metavar="FILE", help="write the rows to this CSV file")
+    add_csv(options)
     options.add_argument("--ahead", metavar="FOLDER", help="a folder of plans built ahead of time for benchmarks/ahead.toml")
     arguments = options.parse_args(words)
+    check_gpu("plans")
     os.environ["CUPY_SDPA_CACHE_DIR"] = "0"
     used, rows = versions(), []
 

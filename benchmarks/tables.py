@@ -12,14 +12,17 @@ import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from cupy_sdpa._cli.helpers.console import CommandError, output_file
+
 from .common.script import parser
 from .compare import table
-from .compare.plots import THEME
+from .compare.plots import draw_decode
 
 RESULTS = Path(__file__).parent / "results"
 PASSES = ("forward", "backward")
 #: Shorter names of contenders, for table cells.
 ABBREVIATIONS = {"cudnn-frontend": "fe"}
+DECODE_FILE = "h200_cudnn919_decode.csv"
 PLAN_FILES = ("h200_cudnn919_plans.csv", "h200_cudnn928_plans.csv")
 
 
@@ -218,7 +221,7 @@ def graphs() -> Iterator[str]:
 
 def decode() -> Iterator[str]:
     """The lines of the table of ``decode``."""
-    rows = read("h200_cudnn919_decode.csv")
+    rows = read(DECODE_FILE)
     yield (
         f"Microseconds on an {rows[0]['gpu']} with cuDNN {rows[0]['cudnn']}, by `python -m benchmarks decode`: bfloat16, 32 "
         "query and 8 key/value heads, head dim 128, pages of 64 keys. The rate is the bytes of the keys and values by the "
@@ -345,39 +348,6 @@ def parallel() -> Iterator[str]:
         yield f"| {problem} | {members} | {' | '.join(found.get(method, '') for method in methods)} |"
 
 
-def draw_decode(path: Path) -> None:
-    """Draw the time of every contender relative to ours, for one and four queries."""
-    import matplotlib
-
-    with matplotlib.rc_context(THEME):
-        _draw_decode(path)
-
-
-def _draw_decode(path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    rows = read("h200_cudnn919_decode.csv")
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    chosen = [row for row in rows if row["problem"] == "decode" and not row["option"]]
-    problems = list(dict.fromkeys((int(row["batch"]), int(row["keys"])) for row in chosen))
-    names = list(dict.fromkeys(row["contender"] for row in chosen))
-    for axes, queries in zip(figure.subplots(1, 2), (1, 4), strict=True):
-        for name in names:
-            times = {
-                (int(row["batch"]), int(row["keys"])): float(row["of_ours"])
-                for row in chosen
-                if row["contender"] == name and int(row["queries"]) == queries
-            }
-            points = [(place, times[problem]) for place, problem in enumerate(problems) if problem in times]
-            axes.plot(*zip(*points, strict=True), "o-", label=name)
-        axes.set_xticks(range(len(problems)), [f"{b} x {keys // 1024}k" for b, keys in problems], rotation=45)
-        axes.set_yscale("log")
-        axes.set_title(f"{queries} quer{'y' if queries == 1 else 'ies'}: time, of ours")
-        axes.grid(alpha=0.4, which="both")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(names), fontsize="small")
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-
-
 TABLES = {
     "plans": plans, "decode": decode, "functions": functions, "speed": speed, "host": host, "host_options": host_options,
     "graphs": graphs, "jvp": jvp, "sparse": sparse, "parallel": parallel,
@@ -388,10 +358,16 @@ def main(words: Sequence[str]) -> int:
     """Print a table."""
     options = parser("tables", __doc__)
     options.add_argument("table", choices=TABLES, metavar="TABLE", help=f"of {', '.join(TABLES)}")
-    options.add_argument("csv", nargs="*", metavar="FILE", help="for speed: CSV files of compare (default: the committed ones)")
-    options.add_argument("--plot", type=Path, metavar="FILE", help="for decode: also draw the times relative to ours")
+    options.add_argument("csv", nargs="*", default=[], metavar="FILE", help="for speed: CSV files of compare")
+    options.add_argument("--plot", type=output_file, metavar="FILE", help="for decode: also draw the times relative to ours")
     arguments = options.parse_args(words)
-    if arguments.plot:
-        draw_decode(arguments.plot)
-    print("\n".join(TABLES[arguments.table](*arguments.csv)).rstrip())
+    for name, given, table_of_it in (("FILE", arguments.csv, "speed"), ("--plot", arguments.plot, "decode")):
+        if given and arguments.table != table_of_it:
+            raise CommandError(f"{name} has no effect with {arguments.table}, only with {table_of_it}: remove it")
+    try:
+        if arguments.plot:
+            draw_decode(read(DECODE_FILE), arguments.plot)
+        print("\n".join(TABLES[arguments.table](*arguments.csv)).rstrip())
+    except ValueError as error:  # an unknown format of the figure, or a file of another command
+        raise CommandError(str(error)) from error
     return 0

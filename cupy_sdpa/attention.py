@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, Unpack, overload
 
-from ._typing import Array, ArrayT
+from ._typing import Array, ArrayOf, ArrayT, Float32T, StatsT
 from .arrays.conversion import CONVERTING_OPTIONS, OUTPUTS, OWN_TYPES, convert, gradient_names, needs_conversion
 from .arrays.layouts import other_layout, results_in
 from .calls.arguments import read_backward, read_forward
@@ -26,22 +26,22 @@ def attention(
 ) -> ArrayT: ...
 @overload
 def attention(
-    q: ArrayT, k: Array, v: Array, *, return_stats: Literal[True], deterministic: bool = False, out: Array | None = None,
-    stats: Array | None = None, **options: Unpack[Options],
-) -> tuple[ArrayT, Any]: ...
+    q: ArrayT, k: ArrayOf[Float32T], v: Array, *, return_stats: Literal[True], deterministic: bool = False,
+    out: Array | None = None, stats: Array | None = None, **options: Unpack[Options],
+) -> tuple[ArrayT, Float32T]: ...
 @overload
 def attention(
     q: ArrayT, k: Array, v: Array, *, return_stats: Literal[False] = False, deterministic: bool = False,
-    out: Array | None = None, stats: Array, **options: Unpack[Options],
-) -> tuple[ArrayT, Any]: ...
+    out: Array | None = None, stats: StatsT, **options: Unpack[Options],
+) -> tuple[ArrayT, StatsT]: ...
 @overload
 def attention(
-    q: ArrayT, k: Array, v: Array, *, return_stats: Literal["max_sumexp"], deterministic: bool = False,
+    q: ArrayT, k: ArrayOf[Float32T], v: Array, *, return_stats: Literal["max_sumexp"], deterministic: bool = False,
     out: Array | None = None, stats: Array | None = None, **options: Unpack[Options],
-) -> tuple[ArrayT, Any, Any, Any]: ...
+) -> tuple[ArrayT, Float32T, Float32T, Float32T]: ...
 @overload
 def attention(
-    q: ArrayT, k: Array, v: Array, *, return_stats: bool | Literal["max_sumexp"], deterministic: bool = False,
+    q: ArrayT, k: ArrayOf[Any], v: Array, *, return_stats: bool | Literal["max_sumexp"], deterministic: bool = False,
     out: Array | None = None, stats: Array | None = None, **options: Unpack[Options],
 ) -> Any: ...
 # fmt: on
@@ -185,7 +185,7 @@ def attention(
     (64, 8, 100)
     """
     if positional or v is ...:
-        refuse_arguments(positional, options)
+        refuse_arguments(attention, positional, options)
     if type(q) not in OWN_TYPES or type(k) is Fp8Array or not CONVERTING_OPTIONS.isdisjoint(options):
         if isinstance(q, Fp8Array) or type(k) is Fp8Array:
             return attention_of_fp8(q, k, v, options, return_stats=return_stats, out=out, stats=stats)
@@ -229,13 +229,13 @@ def attention_backward(
 # fmt: on
 @takes_options
 def attention_backward(
-    dout: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    stats: Array,
-    *,
+    dout: Any = ...,
+    q: Any = ...,
+    k: Any = ...,
+    v: Any = ...,
+    out: Any = ...,
+    stats: Any = ...,
+    *positional: Any,
     deterministic: bool = False,
     return_dbias: bool = False,
     return_dsinks: bool = False,
@@ -290,6 +290,8 @@ def attention_backward(
     >>> bool(np.allclose((dq * q).sum(), (dk * k).sum()))         # scaling q or k has the same effect on the scores
     True
     """
+    if positional or stats is ...:
+        refuse_arguments(attention_backward, positional, options)
     if not type(deterministic) is type(return_dbias) is type(return_dsinks) is bool:
         for name, value in (("deterministic", deterministic), ("return_dbias", return_dbias), ("return_dsinks", return_dsinks)):
             read_flag(name, value)

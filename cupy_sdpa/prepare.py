@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, Unpack, overload
 
-from ._typing import Array, ArrayT
+from ._typing import Array, ArrayOf, ArrayT, Float32T
 from .arrays.conversion import OUTPUTS, gradient_names
 from .arrays.layouts import other_layout, results_in
 from .calls.arguments import read_backward, read_forward
@@ -33,19 +33,19 @@ def prepare(
 ) -> Prepared[ArrayT]: ...
 @overload
 def prepare(
-    q: ArrayT, k: Array, v: Array, *, return_stats: Literal[True], backward: Literal[False] = False,
+    q: ArrayT, k: ArrayOf[Float32T], v: Array, *, return_stats: Literal[True], backward: Literal[False] = False,
     deterministic: bool = False, return_dbias: bool = False, return_dsinks: bool = False, return_dtensors: DTensors = False,
     autotune: bool = False, **options: Unpack[Options],
-) -> Prepared[tuple[ArrayT, Any]]: ...
+) -> Prepared[tuple[ArrayT, Float32T]]: ...
 @overload
 def prepare(
-    q: ArrayT, k: Array, v: Array, *, return_stats: Literal["max_sumexp"], backward: Literal[False] = False,
-    deterministic: bool = False, return_dbias: bool = False, return_dsinks: bool = False, return_dtensors: DTensors = False,
-    autotune: bool = False, **options: Unpack[Options],
-) -> Prepared[tuple[ArrayT, Any, Any, Any]]: ...
+    q: ArrayT, k: ArrayOf[Float32T], v: Array, *, return_stats: Literal["max_sumexp"],
+    backward: Literal[False] = False, deterministic: bool = False, return_dbias: bool = False, return_dsinks: bool = False,
+    return_dtensors: DTensors = False, autotune: bool = False, **options: Unpack[Options],
+) -> Prepared[tuple[ArrayT, Float32T, Float32T, Float32T]]: ...
 @overload
 def prepare(
-    q: ArrayT, k: Array, v: Array, *, return_stats: bool | Literal["max_sumexp"] = False, backward: bool = False,
+    q: Array, k: Array, v: Array, *, return_stats: bool | Literal["max_sumexp"] = False, backward: bool = False,
     deterministic: bool = False, return_dbias: bool = False, return_dsinks: bool = False, return_dtensors: DTensors = False,
     autotune: bool = False, **options: Unpack[Options],
 ) -> Prepared[Any]: ...

@@ -2,32 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Any, Generic, Literal, TypeVar, Unpack, overload
 
 from ._typing import Array, ArrayT
 from .arrays.compute import COMPUTE_DTYPES
 from .arrays.conversion import Conversion, gradient_names, needs_conversion
 from .attention import attention, attention_backward
-from .calls.options import DTensors, Options, read_flag, takes_options
+from .calls.options import DTensors, Options, read_flag, refuse_arguments, takes_options
 from .errors import Unsupported
 from .fp8.vjp import dequantized, forward_in_fp8
 from .problem.tensor_spec import FP8_LARGEST
 from .problem.validation import NO_PAGED_GRADIENTS
 from .sparse.backward import refuse_gradients
 
+GradientsT = TypeVar("GradientsT")
 
+
+# fmt: off
+@overload
+def attention_vjp(
+    q: ArrayT, k: Array, v: Array, *, deterministic: bool = False, return_dbias: Literal[False] = False,
+    return_dsinks: Literal[False] = False, return_dtensors: Literal[False] = False, **options: Unpack[Options],
+) -> tuple[ArrayT, Pullback[tuple[ArrayT, ArrayT, ArrayT]]]: ...
+@overload
+def attention_vjp(
+    q: ArrayT, k: Array, v: Array, *, deterministic: bool = False, return_dbias: bool = False, return_dsinks: bool = False,
+    return_dtensors: DTensors = False, **options: Unpack[Options],
+) -> tuple[ArrayT, Pullback[tuple[Any, ...]]]: ...
+# fmt: on
 @takes_options
 def attention_vjp(
-    q: ArrayT,
-    k: Array,
-    v: Array,
-    *,
+    q: Any = ...,
+    k: Any = ...,
+    v: Any = ...,
+    *positional: Any,
     deterministic: bool = False,
     return_dbias: bool = False,
     return_dsinks: bool = False,
     return_dtensors: DTensors = False,
     **options: Unpack[Options],
-) -> tuple[ArrayT, Pullback]:
+) -> tuple[Array, Pullback[Any]]:
     """Compute attention, and return a function that computes the gradients (the vector-Jacobian product).
 
     Args:
@@ -51,6 +65,8 @@ def attention_vjp(
     >>> pullback
     <pullback of attention, keeps 272 bytes>
     """
+    if positional or v is ...:
+        refuse_arguments(attention_vjp, positional, options)
     if extra := [name for name in ("out", "stats", "return_stats") if name in options]:
         raise TypeError(
             f"attention_vjp does not take {extra[0]}: it creates out and stats itself and keeps them for the pullback"
@@ -80,11 +96,11 @@ def attention_vjp(
     with conversion.stream():
         own = [conversion.into(name, x, kept=True) for name, x in (("q", q), ("k", k), ("v", v))]
         out, stats = attention(*own, return_stats=True, deterministic=deterministic, **conversion.options)
-        pullback = Pullback((*own, out, stats), {**conversion.options, **outputs}, conversion)
+        pullback: Pullback[Any] = Pullback((*own, out, stats), {**conversion.options, **outputs}, conversion)
         return conversion.back("out", out), pullback
 
 
-class Pullback:
+class Pullback(Generic[GradientsT]):
     """Computes the gradients of one attention call; returned by :func:`attention_vjp`.
 
     It keeps references to q, k, v, out, stats and the options' arrays, not copies: changing them in place changes the
@@ -94,22 +110,20 @@ class Pullback:
     def __init__(self, arrays: tuple[Any, ...], options: dict[str, Any], conversion: Conversion | None = None) -> None:
         self._arrays, self._options, self._conversion = arrays, options, conversion
 
-    def __call__(
-        self, dout: Array, *, dq: Array | None = None, dk: Array | None = None, dv: Array | None = None
-    ) -> tuple[Any, ...]:
+    def __call__(self, dout: Array, *, dq: Array | None = None, dk: Array | None = None, dv: Array | None = None) -> GradientsT:
         """``(dq, dk, dv)`` and the other requested gradients; see :func:`attention_backward`."""
+        gradients: Any
         if self._conversion is None:
             q, k, v, out, stats = dequantized(self._arrays, dout.dtype)
-            return attention_backward(dout, q, k, v, out, stats, **self._options, dq=dq, dk=dk, dv=dv)
+            gradients = attention_backward(dout, q, k, v, out, stats, **self._options, dq=dq, dk=dk, dv=dv)
+            return gradients  # type: ignore[no-any-return]
 
         def call(dout: Any, dq: Any, dk: Any, dv: Any) -> tuple[Any, ...]:
             return attention_backward(dout, *self._arrays, **self._options, dq=dq, dk=dk, dv=dv)
 
         names = gradient_names(self._options["return_dbias"], self._options["return_dsinks"])
-        gradients: tuple[Any, ...] = self._conversion.run(
-            call, {"dout": dout, "dq": dq, "dk": dk, "dv": dv}, names, self._arrays[:3]
-        )
-        return gradients
+        gradients = self._conversion.run(call, {"dout": dout, "dq": dq, "dk": dk, "dv": dv}, names, self._arrays[:3])
+        return gradients  # type: ignore[no-any-return]
 
     @property
     def nbytes(self) -> int:

@@ -343,6 +343,78 @@ def test_names_of_other_libraries_are_answered_with_ours(name):
     assert named <= {*call_options.Options.__annotations__, "return_stats", "q", "k", "v"}
 
 
+#: Functions that take the options, and the arguments that each takes by position.
+FUNCTIONS = {
+    "attention": (attention, "q k v"), "attention_backward": (cupy_sdpa.attention_backward, "dout q k v out stats"),
+    "attention_vjp": (cupy_sdpa.attention_vjp, "q k v"), "attention_jvp": (cupy_sdpa.attention_jvp, "q k v dq dk dv"),
+    "explain": (explain, "q k v"), "prepare": (cupy_sdpa.prepare, "q k v"), "problem": (cupy_sdpa.problem, "q k v"),
+    "widen": (cupy_sdpa.widen, "q k v dq dk dv"), "fp8.attention": (cupy_sdpa.fp8.attention, "q k v"),
+}  # fmt: skip
+
+
+@pytest.fixture(params=FUNCTIONS)
+def function_and_arguments(request):
+    """A function, and valid arguments by their names."""
+    function, names = FUNCTIONS[request.param]
+    x = np.ones((4, 1, 5, 1), np.float32, order="F")
+    x = cupy_sdpa.fp8.quantize(x) if request.param == "fp8.attention" else x
+    given = dict.fromkeys(names.split(), x)
+    return function, given | {"stats": np.ones((5, 1, 1), np.float32, order="F")} if "stats" in given else given
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"compute_dtype": "float16"}, {"block_mask": 1}], ids=["", "compute_dtype", "block_mask"]
+)
+def test_positional_masks_are_answered_with_the_option(function_and_arguments, options):
+    """By every function that takes the options, whatever the other options are."""
+    function, given = function_and_arguments
+    *names, last = given
+    words = f"^{len(given) + 1} arguments are passed by position; only {', '.join(names)} and {last} are; .* mask=, .* bias=$"
+    with pytest.raises(TypeError, match=words) as found:
+        function(*given.values(), np.ones((5, 5, 1, 1), bool), **options)
+    assert found.value.__context__ is None or found.value.__suppress_context__  # one error is printed
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+@pytest.mark.parametrize("first", [True, False])
+def test_arrays_by_names_of_other_libraries(function_and_arguments, name, first):
+    """All arrays are passed by name, or q is passed by position."""
+    function, given = function_and_arguments
+    own = name[0]
+    position = [given["q"]] if first and own != "q" and next(iter(given)) == "q" else []
+    others = {other: x for other, x in given.items() if other != own and not (position and other == "q")}
+    with pytest.raises(TypeError, match=f"^there is no option {name}: pass q, k and v by position, or as q=, k= and v=$"):
+        function(*position, **others, **{name: given[own]})
+
+
+@pytest.mark.parametrize("missing", ["k", "v"])
+def test_missing_arrays_are_named(function_and_arguments, missing):
+    """A TypeError names the array that is not passed."""
+    function, given = function_and_arguments
+    words = (
+        rf"{missing} is not passed|missing 1 required positional argument: '{missing}'|k and v are required|{missing} is None"
+    )
+    with pytest.raises(TypeError, match=words):
+        function(**{name: x for name, x in given.items() if name != missing})
+
+
+def test_errors_of_the_call_itself_are_unchanged():
+    """An argument that is passed twice, and a TypeError inside the function, are not reported as something else."""
+    x = np.ones((4, 1, 5, 1), np.float32, order="F")
+    with pytest.raises(TypeError, match="multiple values for argument 'q'"):
+        explain(x, x, x, q=x)
+    with pytest.raises(TypeError, match="mask is float32; it must be bool"):
+        explain(x, x, x, mask=x)
+
+
+@pytest.mark.parametrize("call", [cupy_sdpa.attention_jvp, cupy_sdpa.widen])
+def test_a_mask_in_place_of_a_tangent_is_answered_with_the_option(call):
+    """The fourth argument by position is dq."""
+    x = np.ones((4, 1, 5, 1), np.float32, order="F")
+    with pytest.raises(TypeError, match=r"dq is bool and q is float32; .* pass a mask as mask=$"):
+        call(x, x, x, np.ones((5, 5, 1, 1), bool))
+
+
 @pytest.mark.parametrize("name", ["attn_mask", "attn_bias", "attention_mask", "key_padding_mask", "block_table"])
 def test_remedies_name_the_axes_of_both_orders(name):
     """With a layout in C order the arrays of PyTorch are passed unchanged; a transposed square mask would be accepted."""

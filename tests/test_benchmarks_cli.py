@@ -15,6 +15,7 @@ from benchmarks.compare import cpu, plots, table
 from benchmarks.contenders import registry
 from benchmarks.presets import PRESETS
 from cupy_sdpa._cli.helpers import machine
+from cupy_sdpa._cli.helpers.console import output_file
 
 NAMES = [preset.name for preset in PRESETS]
 
@@ -93,7 +94,7 @@ def test_the_list(capsys):
         (["--cold", "bert"], "there is no preset 'bert'"),
         (["--from", "missing.csv"], "missing.csv: No such file or directory"),
         (["--from", "other.csv"], "other.csv is not a CSV file of compare"),
-        (["--cpu", "--csv", "no/such/folder.csv"], "no/such/folder.csv: No such file or directory"),
+        (["--cpu", "--csv", "no/such/folder.csv"], "cannot write no/such/folder.csv: No such file or directory"),
     ],
     ids=["preset", "peer", "cold", "no_file", "other_file", "no_folder"],
 )
@@ -276,6 +277,70 @@ def test_every_command_has_a_help_or_a_reason(name, monkeypatch, capsys):
     else:
         assert status == 2
         assert re.fullmatch(rf"benchmarks: {name} needs \w+, which is not installed\n", printed.err)
+
+
+#: Commands that also run without a GPU, and options with which they need one.
+WITHOUT_GPU = {"compare": (), "parallel": ("--threads",), "fp8": ("--decode",)}
+
+
+def status_of(*words):
+    """The exit status of a command line; argparse raises it."""
+    try:
+        return main(list(words))
+    except SystemExit as done:
+        return done.code
+
+
+@pytest.mark.parametrize("name", [name for name in commands.COMMANDS if name != "tables"])
+def test_without_a_gpu_the_reason_is_one_line(name, monkeypatch, capsys):
+    """In place of a traceback of CuPy; or the library that is not installed."""
+    monkeypatch.setattr(machine, "no_gpu", lambda: "no GPU: no driver")
+    assert status_of(name, *WITHOUT_GPU.get(name, ())) == 2
+    words = rf"{name}.* needs a GPU \(no GPU: no driver\).*|{name} needs \w+, which is not installed"
+    assert re.fullmatch(rf"benchmarks: ({words})\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("name", [name for name in commands.COMMANDS if name not in ("tables", "shape_override")])
+@pytest.mark.parametrize("path", ["none/x.csv", "."])
+def test_files_that_cannot_be_written_are_reported_first(name, path, monkeypatch, capsys):
+    """Before anything is measured: the measurements would be lost."""
+    monkeypatch.setattr(machine, "no_gpu", lambda: "no GPU: no driver")
+    assert status_of(name, *(["--csv"] if name == "compare" else []), path) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(rf"cannot write {re.escape(path)}: (No such file|Is a)|needs \w+, which is not installed$", last)
+
+
+def test_a_check_of_a_file_does_not_change_it(folder):
+    """A new file is not left behind, and an existing one keeps its content."""
+    (folder / "old").write_text("kept")
+    assert [output_file(name).name for name in ("new", "old")] == ["new", "old"]
+    assert [(path.name, path.read_text()) for path in folder.iterdir()] == [("old", "kept")]
+
+
+#: Command lines, and the end of the last line on stderr.
+WRONG = {
+    "missing_file": ("tables speed none.csv", "none.csv: No such file or directory"),
+    "wrong_file": ("tables speed text.csv", "text.csv is not a CSV file of compare: it has no column preset"),
+    "file_of_another_table": ("tables plans text.csv", "FILE has no effect with plans, only with speed: remove it"),
+    "plot_of_another_table": ("tables plans --plot x.svg", "--plot has no effect with plans, only with decode: remove it"),
+    "no_table": ("tables", "the following arguments are required: TABLE"),
+    "plot_in_no_folder": ("tables decode --plot none/x.svg", "cannot write none/x.svg: No such file or directory"),
+    "no_problem": ("parallel --cpu --only nonsense", "no name of a problem contains 'nonsense'; the names are .*"),
+    "no_rate": ("parallel --model --rates 0 1", "argument --rates: 0 is not positive and finite"),
+    "no_number": ("parallel --model --link x", "argument --link: 'x' is not a number"),
+    "no_members": ("parallel --cpu --members 0", "argument --members: 0 is not positive"),
+    "three_numbers": ("shape_override 1 2 3", "3 numbers are given; pass four, or none to run all combinations"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_command_lines(name, folder, capsys):
+    """The last line names the value and the remedy; nothing is written."""
+    (folder / "text.csv").write_text("no table")
+    words, message = WRONG[name]
+    assert status_of(*words.split()) == 2
+    assert re.search(rf"{message}$", capsys.readouterr().err.splitlines()[-1])
+    assert [path.name for path in folder.iterdir()] == ["text.csv"]
 
 
 def test_wrong_results_are_one_line(monkeypatch, capsys):

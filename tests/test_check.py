@@ -710,6 +710,7 @@ def test_findings_are_printed_and_reported_before_they_are_shrunk(planted, tmp_p
 def test_a_report_that_cannot_be_written_loses_no_finding(planted, tmp_path, capsys, monkeypatch):
     """The run continues, prints its findings, and fails at the end."""
     monkeypatch.setattr(run, "Pool", lambda jobs, modules: Pool(jobs, (planted,)))
+    monkeypatch.setattr("cupy_sdpa._cli.check.output_file", Path)  # it becomes a folder after the arguments were checked
     assert main(["check", "--case", "Case(options={'causal': 'top_left'})", "--json", str(tmp_path)]) == 2
     printed = capsys.readouterr()
     assert "1 finding in" in printed.out
@@ -732,14 +733,17 @@ def test_the_command_runs_drawn_problems(capsys):
         (["--minutes", "0"], "--minutes"),
         (["--seed", "-1"], "--seed"),
         (["--case", "Case(sq=f)"], "--case"),
-        (["--json", "no/such/folder/x.json"], "--json"),
+        (["--json", "no/such/folder/x.json"], "cannot write no/such/folder/x.json: No such file or directory"),
+        (["--json", "."], "cannot write .: "),
     ],
     ids=lambda x: x[0] if isinstance(x, list) else "",
 )
 def test_bad_arguments_are_one_line(words, complaint, capsys):
-    """A bad argument exits with 2 and names the option."""
+    """A bad argument exits with 2 before anything runs, and names the option or the file."""
     assert main(["check", *words]) == 2
-    assert complaint in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert complaint in printed.err
+    assert not printed.out
 
 
 def test_the_command_without_a_gpu(monkeypatch, capsys):

@@ -128,6 +128,15 @@ def test_the_demo_writes_no_file_by_default(folder, capsys):
     assert "picture" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("path", ["none/map.png", "."])
+def test_a_figure_that_cannot_be_written_is_reported_first(path, capsys):
+    """Before attention is computed and printed."""
+    assert main(["demo", "--engine", "numpy", "--plot", path]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"cupy_sdpa: cannot write {path}: ")
+    assert not printed.out
+
+
 def test_a_requested_figure_needs_matplotlib(no_matplotlib, capsys):
     """--plot without matplotlib is an error."""
     assert main(["demo", "--plot", "map.png"]) == 2

@@ -487,7 +487,7 @@ ERRORS = {
     "rotation": (lambda: fp8.attention(small(rotate=True), small(), small()), ValueError, "q.rotated is True and k.rotated is False"),
     "rotated v": (lambda: fp8.attention(*[small(rotate=True)] * 3), ValueError, "v.rotated is True; .*quantize v without rotate"),
     "out": (lambda: cupy_sdpa.attention(*[small()] * 3, out=float8()), TypeError, "out is passed, .*omit out"),
-    "out_dtype": (lambda: fp8.attention(*[small()] * 3, out_dtype="float32"), TypeError, "out_dtype is 'float32'; .*'bfloat16'"),  # type: ignore[arg-type]
+    "out_dtype": (lambda: fp8.attention(*[small()] * 3, out_dtype="float32"), TypeError, "out_dtype is 'float32'; .*'bfloat16'"),  # type: ignore[call-overload]
     "two outputs": (lambda: fp8.attention(*[small()] * 3, out_dtype="float16", out_scale=2.0), ValueError, "omit one of them"),
     "scale": (lambda: fp8.Fp8Array(float8(), 0.0), ValueError, "descale is 0.0; .* above 0"),
     "factor": (lambda: fp8.Fp8Array(float8(), np.ones(2, np.float32)), TypeError, r"float32 \(2,\); .* numpy array float32 \(1,\)"),
@@ -533,7 +533,7 @@ ERRORS = {
         cupy_sdpa.Unsupported, "compute_dtype",
     ),
     "explained": (lambda: cupy_sdpa.explain(*[small()] * 3, backward=True), cupy_sdpa.Unsupported, "compute_dtype='float8_e4m3fn'"),
-    "compute_dtype": (lambda: cupy_sdpa.attention_vjp(*[normal((16, 2, 4, 1))] * 3, compute_dtype="int8"), ValueError, "compute_dtype is 'int8'"),  # type: ignore[arg-type]
+    "compute_dtype": (lambda: cupy_sdpa.attention_vjp(*[normal((16, 2, 4, 1))] * 3, compute_dtype="int8"), ValueError, "compute_dtype is 'int8'"),  # type: ignore[call-overload]
     "float64": (
         lambda: cupy_sdpa.attention_vjp(*[np.ones((16, 2, 4, 1))] * 3, compute_dtype="float8_e5m2"), TypeError, "q is float64; .*dtype of the gradients",
     ),

@@ -7,20 +7,38 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
+F16, F32, F64 = (rf"numpy\.ndarray\[[^\"]*\b{name}\b[^\"]*\]" for name in ("_16Bit", "_32Bit", "float64"))
+
+
+def results(*types):
+    """The pattern of a tuple of types."""
+    return rf'"tuple\[{", ".join(types)}\]"'
+
+
 #: Code, and the type that mypy reveals or the error that it reports on each line.
 LINES = (
     ("reveal_type(cupy_sdpa.attention(q, k, v))", r'"numpy\.ndarray\[.*_32Bit.*\]"'),
     ("reveal_type(cupy_sdpa.attention(q, k, v, causal=True, out=out))", r'"numpy\.ndarray\[.*_32Bit.*\]"'),
-    ("reveal_type(cupy_sdpa.attention(q, k, v, return_stats=True))", r'"tuple\[numpy\.ndarray\[.*_32Bit.*\], Any\]"'),
-    ("reveal_type(cupy_sdpa.attention(q, k, v, stats=q))", r'"tuple\[numpy\.ndarray\[.*_32Bit.*\], Any\]"'),
-    ("reveal_type(cupy_sdpa.attention(q, k, v, return_stats='max_sumexp'))", r'"tuple\[numpy\.ndarray\[.*\], Any, Any, Any\]"'),
+    ("reveal_type(cupy_sdpa.attention(q, k, v, return_stats=True))", results(F32, F32)),
+    ("reveal_type(cupy_sdpa.attention(half, half, half, return_stats=True))", results(F16, F32)),
+    ("reveal_type(cupy_sdpa.attention(mapped, mapped, mapped, return_stats=True))", results(r"numpy\.memmap\[.*\]", "Any")),
+    ("reveal_type(cupy_sdpa.attention(fp8, fp8, fp8, return_stats=True))", results(r"cupy_sdpa\.fp8\.array\.Fp8Array", "Any")),
+    ("reveal_type(cupy_sdpa.attention(half, half, half, stats=double))", results(F16, F64)),
+    ("reveal_type(cupy_sdpa.attention(q, k, v, return_stats='max_sumexp'))", results(F32, F32, F32, F32)),
+    ("queries, heads, batch = cupy_sdpa.attention(ones, ones, ones, return_stats=True)[1].shape", None),
     ("reveal_type(cupy_sdpa.attention(q, k, v, return_stats=flag))", '"Any"'),
     ("reveal_type(cupy_sdpa.attention(untyped, untyped, untyped, return_stats=True))", r'"tuple\[Any, Any\]"'),
     ("reveal_type(cupy_sdpa.attention_backward(q, q, k, v, q, stats))", r'"tuple\[(numpy\.ndarray\[.*_32Bit.*\](, )?){3}\]"'),
     ("reveal_type(cupy_sdpa.attention_backward(q, q, k, v, q, stats, bias=q, return_dbias=True))", r'"tuple\[Any, \.\.\.\]"'),
-    ("reveal_type(cupy_sdpa.attention_vjp(q, k, v)[0])", r'"numpy\.ndarray\[.*_32Bit.*\]"'),
+    ("reveal_type(cupy_sdpa.attention_vjp(q, k, v)[0])", f'"{F32}"'),
+    ("reveal_type(cupy_sdpa.attention_vjp(q, k, v, causal=True)[1](q))", results(F32, F32, F32)),
+    ("reveal_type(cupy_sdpa.attention_vjp(untyped, untyped, untyped)[1](untyped))", results("Any", "Any", "Any")),
+    ("reveal_type(cupy_sdpa.attention_vjp(q, k, v, bias=q, return_dbias=True)[1](q))", r'"tuple\[Any, \.\.\.\]"'),
+    ("reveal_type(cupy_sdpa.attention_vjp(q, k, v, tensors={'x': q}, return_dtensors='x')[1](q))", r'"tuple\[Any, \.\.\.\]"'),
+    ("reveal_type(cupy_sdpa.fp8.attention(fp8, fp8, fp8, causal=True))", '"cupy_sdpa.fp8.array.Fp8Array"'),
+    ("reveal_type(cupy_sdpa.fp8.attention(fp8, fp8, fp8, return_stats=True))", '"Any"'),
     ("reveal_type(cupy_sdpa.prepare(q, k, v)(q, k, v))", r'"numpy\.ndarray\[.*_32Bit.*\]"'),
-    ("reveal_type(cupy_sdpa.prepare(q, k, v, return_stats=True)(q, k, v))", r'"tuple\[numpy\.ndarray\[.*_32Bit.*\], Any\]"'),
+    ("reveal_type(cupy_sdpa.prepare(half, half, half, return_stats=True)(q, k, v))", results(F16, F32)),
     (
         "reveal_type(cupy_sdpa.problem((64, 8, 10, 1), (64, 8, 10, 1), (64, 8, 10, 1), dtype='f2'))",
         '"cupy_sdpa.problem.problem.Problem"',
@@ -41,7 +59,12 @@ LINES = (
     ("cupy_sdpa.attention(q, k, v, is_causal=True)", "call-overload"),
     ("cupy_sdpa.attention(q, k, v, return_stats='max')", "call-overload"),
     ("cupy_sdpa.attention(q, k, [1.0])", "call-overload"),
-    ("cupy_sdpa.attention_vjp(q, k, v, causal='botom_right')", "typeddict-item|arg-type"),
+    ("cupy_sdpa.attention_vjp(q, k, v, causal='botom_right')", "call-overload"),
+    ("cupy_sdpa.attention_vjp(q, k, v, q)", "call-overload"),
+    ("cupy_sdpa.attention_backward(q, q, k, v)", "call-overload"),
+    ("cupy_sdpa.fp8.attention(fp8, fp8)", "call-overload"),
+    ("cupy_sdpa.explain(query=q, key=k, value=v)", "call-arg"),
+    ("dq, dk = cupy_sdpa.attention_vjp(q, k, v)[1](q)", "misc"),
     ("cupy_sdpa.prepare(q, k, v, causal='botom_right')", "call-overload"),
     ("cupy_sdpa.prepare(q, k, v, autotune='knobs')", "call-overload"),
     ("cupy_sdpa.explain(q, k, v, scale='1')", "arg-type"),
@@ -55,9 +78,17 @@ import numpy as np
 import numpy.typing as npt
 
 import cupy_sdpa
+from cupy_sdpa.fp8 import Fp8Array
+
+Array = npt.NDArray[np.float32]
+Mapped = np.memmap[Any, np.dtype[np.float32]]
 
 
-def snippet(q: npt.NDArray[np.float32], k: npt.NDArray[np.float32], v: npt.NDArray[np.float32], flag: bool, untyped: Any) -> None:
+def snippet(
+    q: Array, k: Array, v: Array, half: npt.NDArray[np.float16], double: npt.NDArray[np.float64], mapped: Mapped, fp8: Fp8Array,
+    flag: bool, untyped: Any
+) -> None:
+    ones = np.ones((8, 1, 4, 1), np.float32, order="F")
     out, stats = cupy_sdpa.attention(q, k, v, return_stats=True)
 """
 

@@ -10,14 +10,16 @@ reported. The exit status is 1 if a comparison failed, and compute-sanitizer's i
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 
+from cupy_sdpa._cli.helpers.console import CommandError, output_file
 from cupy_sdpa.check.cases.case import Case
 from cupy_sdpa.check.cases.draw import OPTIONS, draw_options
 
-from ..common.script import parser
+from ..common.script import check_gpu, parser
 
 #: (Sq, Skv): one query with few and with many keys, whole tiles, and lengths that are not multiples of a tile.
 LENGTHS = ((1, 33), (1, 300), (128, 128), (65, 130))
@@ -53,11 +55,14 @@ def run_cases() -> int:
 def main(words: Sequence[str]) -> int:
     """Run the cases under compute-sanitizer; print the output and write it to the log file."""
     options = parser("memcheck", __doc__)
-    options.add_argument("log", nargs="?", metavar="FILE", help="write the output to this file")
+    options.add_argument("log", nargs="?", type=output_file, metavar="FILE", help="write the output to this file")
     options.add_argument("--inside", action="store_true", help="run the cases in this process without compute-sanitizer")
     arguments = options.parse_args(words)
+    check_gpu("memcheck")
     if arguments.inside:
         return run_cases()
+    if not shutil.which(COMMAND[0]):
+        raise CommandError(f"memcheck needs {COMMAND[0]}, a program of the CUDA toolkit, which is not on PATH")
     command = [*COMMAND, sys.executable, "-m", "benchmarks", "memcheck", "--inside"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, env=environment)

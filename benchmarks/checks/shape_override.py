@@ -31,7 +31,7 @@ from cupy_sdpa.plans.lowering import OperationGraph
 from cupy_sdpa.plans.plan import Plan, SerializedPlan, Target
 from cupy_sdpa.plans.planner import engine_search
 
-from ..common.script import parser
+from ..common.script import check_gpu, parser
 
 PLANNED = (1024, 1001, 4095)
 SHAPES = ((2, 1024, 1024), (2, 1001, 1001), (1, 4095, 4095), (2, 1000, 1000), (3, 333, 333), (1, 128, 128), (2, 2048, 1024))
@@ -126,6 +126,9 @@ def main(words: Sequence[str]) -> int:
     options = parser("shape_override", __doc__)
     options.add_argument("numbers", nargs="*", type=int, help="planned length, batch, queries, keys: run one combination")
     numbers = options.parse_args(words).numbers
+    if len(numbers) not in (0, 4):
+        options.error(f"{len(numbers)} numbers are given; pass four, or none to run all combinations")
+    check_gpu("shape_override")
     if numbers:
         print(compare(*numbers))
         return 0
@@ -136,5 +139,5 @@ def main(words: Sequence[str]) -> int:
             done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
             lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines() or ["no output"]
             errors = [line for line in lines if "Error" in line]
-            print(f"planned {planned}, run with batch, queries, keys {shape}: {(errors or lines)[0][:150]}", flush=True)
+            print(f"planned {planned}, run with batch, queries, keys {shape}: {(errors or lines)[-1][:150]}", flush=True)
     return 0

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cupy_sdpa._cli.helpers.console import Help
+from cupy_sdpa._cli.helpers import machine
+from cupy_sdpa._cli.helpers.console import CommandError, Help, output_file
 
 
 def parser(command: str, doc: str | None) -> argparse.ArgumentParser:
@@ -22,12 +23,32 @@ def parser(command: str, doc: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(prog=f"python -m benchmarks {command}", description=description, formatter_class=Help)
 
 
-def csv_path(command: str, doc: str | None, words: Sequence[str]) -> str | None:
-    """Parse the command line of a script whose only argument is the optional path of its CSV file."""
+def add_csv(arguments: argparse.ArgumentParser) -> None:
+    """Add the optional path of a script's CSV file."""
+    arguments.add_argument("csv", nargs="?", type=output_file, metavar="FILE", help="write the rows to this CSV file")
+
+
+def csv_path(command: str, doc: str | None, words: Sequence[str]) -> Path | None:
+    """Parse the command line of a script that needs a GPU and whose only argument is the optional path of its CSV file.
+
+    Raises:
+        CommandError: there is no GPU.
+    """
     arguments = parser(command, doc)
-    arguments.add_argument("csv", nargs="?", metavar="FILE", help="write the rows to this CSV file")
-    path: str | None = arguments.parse_args(words).csv
+    add_csv(arguments)
+    path: Path | None = arguments.parse_args(words).csv
+    check_gpu(command)
     return path
+
+
+def check_gpu(command: str) -> None:
+    """Check that there is a GPU; loads no cuDNN, so that a peer that is imported later can load its own.
+
+    Raises:
+        CommandError: there is none.
+    """
+    if reason := machine.no_gpu():
+        raise CommandError(f"{command} needs a GPU ({reason})")
 
 
 def listed(facts: Mapping[str, Any]) -> str:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from cupy_sdpa._cli.helpers import machine, picture
-from cupy_sdpa._cli.helpers.console import CommandError, Progress, file_error, one_line, positive
+from cupy_sdpa._cli.helpers.console import CommandError, Progress, file_error, one_line, output_file, positive
 
 from .. import presets
 from ..common import script
@@ -61,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--cold", metavar="PRESET", help="time the first call in a new process for this preset, or none (default: the first)"
     )
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write all rows, each with all versions")
+    parser.add_argument("--csv", type=output_file, metavar="FILE", help="write all rows, each with all versions")
     parser.add_argument("--json", action="store_true", help="print all rows as JSON instead of the table")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="write figures (needs matplotlib)")
     parser.add_argument("--plot-format", choices=("svg", "png"), default="svg", help="format of the figures (default svg)")
@@ -150,8 +149,6 @@ def _rows(arguments: argparse.Namespace, settings: Settings) -> Iterator[list[ta
     if arguments.source:
         yield [row for row in table.read_csv(arguments.source) if _selected(row, arguments, settings)]
         return
-    if arguments.csv:
-        _check_writable(arguments.csv)  # before anything is measured
     with Progress("measuring") as bar:
         report = _reporter(bar)
         if not arguments.cpu:
@@ -160,18 +157,6 @@ def _rows(arguments: argparse.Namespace, settings: Settings) -> Iterator[list[ta
         if arguments.cpu or arguments.presets is None:
             rounds = arguments.rounds or cpu.ROUNDS
             yield [table.complete(row) for row in cpu.measure(rounds=rounds, progress=report)]
-
-
-def _check_writable(path: Path) -> None:
-    """Raise OSError if a file cannot be written; do not leave a new file behind."""
-    target = Path(os.path.realpath(path))  # keeps a symbolic link
-    is_new = not target.exists()
-    try:
-        target.open("a").close()
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
-    if is_new:
-        target.unlink()
 
 
 def _selected(row: table.Row, arguments: argparse.Namespace, settings: Settings) -> bool:

@@ -98,3 +98,35 @@ def _title(name: str) -> str:
 def _heading(title: str, row: dict[str, Any]) -> str:
     machine = ", ".join(filter(None, [row["gpu"], row["cudnn"] and f"cuDNN {row['cudnn']}"]))
     return f"{title}\n{machine}" if machine else title
+
+
+def draw_decode(rows: Sequence[Row], path: Path) -> None:
+    """Draw decoding times relative to ours, for one and four queries; the rows are those of ``decode``."""
+    import matplotlib
+
+    with matplotlib.rc_context(THEME):
+        _draw_decode(rows, path)
+
+
+def _draw_decode(rows: Sequence[Row], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    chosen = [row for row in rows if row["problem"] == "decode" and not row["option"]]
+    problems = list(dict.fromkeys((int(row["batch"]), int(row["keys"])) for row in chosen))
+    names = list(dict.fromkeys(row["contender"] for row in chosen))
+    for axes, queries in zip(figure.subplots(1, 2), (1, 4), strict=True):
+        for name in names:
+            times = {
+                (int(row["batch"]), int(row["keys"])): float(row["of_ours"])
+                for row in chosen
+                if row["contender"] == name and int(row["queries"]) == queries
+            }
+            points = [(place, times[problem]) for place, problem in enumerate(problems) if problem in times]
+            axes.plot(*zip(*points, strict=True), "o-", label=name)
+        axes.set_xticks(range(len(problems)), [f"{b} x {keys // 1024}k" for b, keys in problems], rotation=45)
+        axes.set_yscale("log")
+        axes.set_title(f"{queries} quer{'y' if queries == 1 else 'ies'}: time, of ours")
+        axes.grid(alpha=0.4, which="both")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(names), fontsize="small")
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

@@ -19,11 +19,12 @@ from typing import Any
 
 import cupy_sdpa
 from cupy_sdpa import fp8
+from cupy_sdpa._cli.helpers.console import positive
 from cupy_sdpa.device import cupy_runtime
 
 from ..common.device import as_torch, busy_matrix, free_memory, input_sets, random_normal
 from ..common.machine import versions
-from ..common.script import listed, parser, write_csv
+from ..common.script import add_csv, check_gpu, listed, parser, write_csv
 from ..common.timing import device_ms, interleaved, ratio
 from . import decode, errors
 
@@ -82,21 +83,24 @@ def measure(length: int, heads: tuple[int, int], *, causal: bool) -> dict[str, A
 def main(words: Sequence[str]) -> int:
     """Measure, print the rows and write them."""
     arguments = parser("fp8", __doc__)
-    arguments.add_argument("csv", nargs="?", metavar="FILE", help="write the rows to this CSV file")
+    add_csv(arguments)
     arguments.add_argument("--errors", action="store_true", help="measure errors instead of times")
     arguments.add_argument("--decode", action="store_true", help="measure decoding with an FP8 cache")
-    arguments.add_argument("--lengths", nargs="*", type=int, metavar="N", help="the numbers of keys")
+    arguments.add_argument("--lengths", nargs="*", type=positive, metavar="N", help="the numbers of keys")
     arguments.add_argument("--engine", nargs="*", choices=("cuDNN", "numpy"), help="with --errors: the engines (default: all)")
     chosen = arguments.parse_args(words)
     rows: list[dict[str, Any]] = []
     if chosen.errors:
         on_gpu = cupy_runtime.current_device() is not None
         engines = chosen.engine or ["numpy", *(["cuDNN"] if on_gpu else [])]
+        if "cuDNN" in engines:
+            check_gpu("fp8 --errors --engine cuDNN")
         used = versions() if "cuDNN" in engines else {}
         for row in errors.rows(chosen.lengths or errors.LENGTHS, on_gpu="cuDNN" in engines, on_cpu="numpy" in engines):
             print(listed(row), flush=True)
             rows.append(row | {name: used.get(name, "") for name in ("gpu", "cudnn")})
     elif chosen.decode:
+        check_gpu("fp8 --decode")
         used = versions()
         print(listed(used))
         for batch, keys in decode.PROBLEMS:
@@ -106,6 +110,7 @@ def main(words: Sequence[str]) -> int:
                 rows.append(row | used)
                 free_memory()
     else:
+        check_gpu("fp8")
         used = versions()
         print(listed(used))
         for length in chosen.lengths or LENGTHS:

@@ -30,7 +30,7 @@ from cupy_sdpa._cli.helpers.console import one_line
 from cupy_sdpa.device import cupy_runtime
 
 from ..common.machine import versions
-from ..common.script import listed, parser, write_csv
+from ..common.script import add_csv, check_gpu, listed, parser, write_csv
 from ..common.timing import interleaved, ratio
 from . import measure, ours, profile
 from .measure import Chosen, Wait, Way
@@ -218,11 +218,12 @@ def print_profile(names: Sequence[str], path: str | None) -> int:
 def main(words: Sequence[str]) -> int:
     """Measure, print the rows and write them."""
     arguments = parser("host_options", __doc__)
-    arguments.add_argument("csv", nargs="?", metavar="FILE", help="write the rows to this CSV file")
+    add_csv(arguments)
     arguments.add_argument("--only", nargs="+", choices=NAMES, metavar="NAME", help=f"of {', '.join(NAMES)}")
     arguments.add_argument("--no-flex", action="store_true", help="without FlexAttention, which has to be compiled")
     arguments.add_argument("--profile", action="store_true", help="the time of each step of our calls, without PyTorch")
     given = arguments.parse_args(words)
+    check_gpu("host_options")
     names = given.only or NAMES
     if given.profile:
         return print_profile(names, given.csv)

@@ -19,11 +19,12 @@ import cupy
 import numpy as np
 
 from cupy_sdpa import attention, attention_backward, explain
+from cupy_sdpa._cli.helpers.console import positive
 
 from ..common.accuracy import largest_difference
 from ..common.device import busy_matrix, free_memory, random_normal
 from ..common.machine import versions
-from ..common.script import listed, parser, write_csv
+from ..common.script import add_csv, check_gpu, listed, parser, write_csv
 from ..common.timing import device_ms, interleaved, ratio
 
 HEADS, KEY_HEADS, HEAD_DIM, BATCH = 32, 8, 128, 4
@@ -125,9 +126,10 @@ def rows(longest: int) -> Iterator[dict[str, Any]]:
 def main(words: Sequence[str]) -> int:
     """Measure, print the rows and write them; returns 1 if results differ."""
     arguments = parser("padded", __doc__)
-    arguments.add_argument("csv", nargs="?", metavar="FILE", help="write the rows to this CSV file")
-    arguments.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, metavar="N", help="the padded lengths")
+    add_csv(arguments)
+    arguments.add_argument("--lengths", nargs="+", type=positive, default=LENGTHS, metavar="N", help="the padded lengths")
     given = arguments.parse_args(words)
+    check_gpu("padded")
     used = versions()
     print(listed(used))
     found: list[dict[str, Any]] = []

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from cupy_sdpa._cli.helpers.console import CommandError, positive, positive_number
 from cupy_sdpa.device import cupy_runtime
 from cupy_sdpa.parallel import connect
 from cupy_sdpa.parallel.groups.launch import environment
@@ -23,7 +24,7 @@ from cupy_sdpa.parallel.planning.configuration import METHODS
 from cupy_sdpa.parallel.planning.report import Machine
 
 from ..common.machine import versions
-from ..common.script import listed, parser, write_csv
+from ..common.script import add_csv, check_gpu, listed, parser, write_csv
 from . import model, processes, pytorch
 from .measure import Engine, link_bandwidth, measure, one_device_ms
 from .model import CPU_PROBLEMS, PROBLEMS, Problem, configuration, operations, predicted
@@ -100,8 +101,10 @@ def pytorch_rows(engine: Engine, problem: Problem, methods: Sequence[str], times
 def main(words: Sequence[str]) -> int:
     """Measure, print the rows and write them."""
     arguments = parser("parallel", __doc__)
-    arguments.add_argument("csv", nargs="?", metavar="FILE", help="write the rows to this CSV file")
-    arguments.add_argument("--members", type=int, metavar="N", help="number of members; by default that of GPUs, at least 2")
+    add_csv(arguments)
+    arguments.add_argument(
+        "--members", type=positive, metavar="N", help="number of members; by default that of GPUs, at least 2"
+    )
     arguments.add_argument("--threads", action="store_true", help="one process with a thread for each GPU")
     arguments.add_argument("--cpu", action="store_true", help="small problems with numpy arrays, to test the benchmark")
     arguments.add_argument("--only", nargs="+", metavar="NAME", help="only problems whose name contains one of these texts")
@@ -109,15 +112,23 @@ def main(words: Sequence[str]) -> int:
         "--methods", nargs="+", choices=METHODS, default=METHODS, metavar="METHOD", help="only these methods"
     )
     arguments.add_argument("--model", action="store_true", help="only predictions for H200 GPUs with NVLink; measures nothing")
-    arguments.add_argument("--link", type=float, metavar="GB/S", help="with --model: the bandwidth of a link, per direction")
-    arguments.add_argument("--rates", type=float, nargs=2, metavar="TFLOP/S", help="with --model: rates of both passes")
+    arguments.add_argument(
+        "--link", type=positive_number, metavar="GB/S", help="with --model: the bandwidth of a link, per direction"
+    )
+    arguments.add_argument(
+        "--rates", type=positive_number, nargs=2, metavar="TFLOP/S", help="with --model: rates of both passes"
+    )
     given = arguments.parse_args(words)
-    chosen = [
-        x for x in (CPU_PROBLEMS if given.cpu else PROBLEMS) if not given.only or any(text in x.name for text in given.only)
-    ]
+    known = CPU_PROBLEMS if given.cpu else PROBLEMS
+    chosen = [x for x in known if not given.only or any(text in x.name for text in given.only)]
+    if not chosen:
+        names = "; ".join(x.name for x in known)
+        raise CommandError(f"no name of a problem contains {' or '.join(map(repr, given.only))}; the names are {names}")
     if given.model:
         engine = None
     else:
+        if not given.cpu:
+            check_gpu("parallel without --cpu or --model")
         count = 0 if given.cpu else int(cupy_runtime.cupy().cuda.runtime.getDeviceCount())
         members = given.members or max(count, 2)
         engine = Engine(members, members if count >= members else min(count, 1))

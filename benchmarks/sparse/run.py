@@ -23,10 +23,11 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import cupy_sdpa
+from cupy_sdpa._cli.helpers.console import positive
 
 from ..common.device import busy_matrix, free_memory, input_sets, random_normal
 from ..common.machine import versions
-from ..common.script import listed, parser, write_csv
+from ..common.script import add_csv, check_gpu, listed, parser, write_csv
 from ..common.timing import device_ms, host_us, interleaved, ratio
 from .problems import PATTERNS, Pattern
 
@@ -145,14 +146,15 @@ def measure(pattern: Pattern, length: int, only_compile: bool) -> dict[str, Any]
 def main(words: Sequence[str]) -> int:
     """Measure, print the rows and write them."""
     arguments = parser("sparse", __doc__)
-    arguments.add_argument("csv", nargs="?", metavar="FILE", help="write the rows to this CSV file")
+    add_csv(arguments)
     names = [pattern.name for pattern in PATTERNS]
     arguments.add_argument("--only", nargs="*", choices=names, metavar="NAME", help=f"of {', '.join(names)}")
     arguments.add_argument(
-        "--lengths", nargs="*", type=int, default=LENGTHS, metavar="N", help="the numbers of queries and keys"
+        "--lengths", nargs="*", type=positive, default=LENGTHS, metavar="N", help="the numbers of queries and keys"
     )
     arguments.add_argument("--compile", action="store_true", help="compile FlexAttention only; no measurement")
     chosen = arguments.parse_args(words)
+    check_gpu("sparse")
     used = versions(torch=torch.__version__)
     print(listed(used))
     rows = []

@@ -22,7 +22,7 @@ from ..device import cupy_runtime
 from ..errors import CudnnError
 from ..version import __version__, version_text
 from .helpers import machine
-from .helpers.console import CommandError, Help, counted, one_line, positive, print_labeled
+from .helpers.console import CommandError, Help, counted, one_line, output_file, positive, print_labeled
 from .helpers.trace import read_entries
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument(
         "--json",
         metavar="FILE",
-        type=Path,
+        type=output_file,
         help="write a report for a bug report: before the findings are shrunk, and again at the end",
     )
     parser.add_argument(
@@ -103,8 +103,6 @@ def command(arguments: argparse.Namespace) -> int:
     seed, limits, case = _seed(arguments), _limits(arguments), _case(arguments)
     if arguments.trace and case:
         raise CommandError("--trace and --case are given: pass one of them")
-    if arguments.json and not arguments.json.absolute().parent.is_dir():
-        raise CommandError(f"--json {arguments.json}: there is no such folder")
     engines = _engines([case.engine] if case else arguments.engine)
     jobs = 1 if case else arguments.jobs or _jobs(engines)
     traced = [case] if case else _traced(arguments.trace, engines) if arguments.trace else None

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from ..version import __version__
 from .bench.timing import measure
 from .generation import command as generation
 from .helpers import picture, text
-from .helpers.console import CommandError, Help, add_json, milliseconds, positive, print_labeled, result, working
+from .helpers.console import CommandError, Help, add_json, milliseconds, output_file, positive, print_labeled, result, working
 from .helpers.engine import Placed, add_options, check_memory, place, plan_facts
 
 Array = NDArray[Any]
@@ -75,9 +74,9 @@ def _add_attention(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--head-dim", type=positive, metavar="N", help="head dim (default 64)")
     group.add_argument(
         "--plot",
-        type=Path,
+        type=output_file,
         nargs="?",
-        const=Path("attention.png"),
+        const="attention.png",
         metavar="FILE",
         help="also draw the attention map (default of FILE: attention.png; needs matplotlib)",
     )

@@ -40,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def command() -> int:
         parser = _parser()
-        arguments = parser.parse_args(argv)
+        arguments, unknown = parser.parse_known_args(argv)
+        if unknown:  # with the usage of the command
+            arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         if arguments.command is None:
             parser.print_help(sys.stderr)
             return 2
@@ -89,8 +91,10 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=Help,
     )
     parser.add_argument("--version", action="version", version=f"cupy_sdpa {__version__}")
-    parser.set_defaults(command=None)
+    parser.set_defaults(command=None, parser=parser)
     commands = parser.add_subparsers(title="commands", metavar="{demo,run,info,explain,plan,support,check,bench}")
     for module in (demo, run, info, explain, plan, support, check, bench):
         module.add_to(commands)
+    for command in commands.choices.values():
+        command.set_defaults(parser=command)
     return parser

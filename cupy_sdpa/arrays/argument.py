@@ -53,6 +53,8 @@ def read_array(name: str, array: Any) -> Argument:
     if not cupy_runtime.is_array(array):
         if remedy := getattr(type(array), "not_an_array", None):
             raise TypeError(f"{name} is a {type(array).__name__}; {remedy}")
+        if array is ...:
+            raise TypeError(f"{name} is not passed: pass it by position, or as {name}=")
         kind = f"{type(array).__module__}.{type(array).__qualname__}".removeprefix("builtins.")
         raise TypeError(
             f"{name} is {'None' if array is None else f'a {kind}'}; attention takes numpy and CuPy arrays, or "

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NoReturn, TypedDict, TypeVar
 
 import numpy as np
@@ -115,7 +116,11 @@ class _Annotation(str):
 
 
 def takes_options(function: Function) -> Function:
-    """Give a function with ``**options`` a signature that lists every option, for ``help`` and completion."""
+    """Give a function with ``**options`` a signature that lists every option, for ``help`` and completion.
+
+    A call that does not fit the signature raises an error with a remedy. A function with ``*positional`` raises it itself, with
+    :func:`refuse_arguments`; others are wrapped, which takes 0.2 us per call.
+    """
     signature = inspect.signature(function)
     parameters = [p for p in signature.parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     # a default ... lets a call with other names reach the check of the names
@@ -125,23 +130,62 @@ def takes_options(function: Function) -> Function:
         parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS.get(name), annotation=text))
     parameters = [p.replace(annotation=_Annotation(p.annotation)) for p in parameters]
     returned = _Annotation(signature.return_annotation)
-    function.__signature__ = signature.replace(parameters=parameters, return_annotation=returned)  # type: ignore[attr-defined]
-    return function
+    takes_more = any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values())
+    result: Any = function if takes_more else _with_remedies(function)
+    result.__signature__ = signature.replace(parameters=parameters, return_annotation=returned)
+    return result  # type: ignore[no-any-return]
 
 
-def refuse_arguments(others: Sequence[Any], options: Mapping[str, Any]) -> NoReturn:
-    """Raise the error of a call with arguments after v, or without v.
+def _with_remedies(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function; a call that does not fit its signature raises an error with a remedy, if there is one."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            if error.__traceback__ and error.__traceback__.tb_next is None:  # raised by the call, not inside the function
+                known = inspect.signature(call).parameters
+                _check_arguments(call, args[len(_positional(call)) :], [name for name in kwargs if name not in known])
+            raise
+
+    return call
+
+
+def _positional(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The parameters that may be passed by position."""
+    return [p for p in inspect.signature(function).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+
+def refuse_arguments(function: Callable[..., Any], others: Sequence[Any], options: Iterable[str]) -> NoReturn:
+    """Raise the error of a call with too many arguments, or without a required one.
+
+    Args:
+        function: the function, with the signature of :func:`takes_options`.
+        others: the arguments after those that may be passed by position.
+        options: the names of the keyword arguments that are not parameters of the function.
 
     Raises:
         TypeError: always.
     """
-    check_names(options)
+    _check_arguments(function, others, options)
+    names = [p.name for p in _positional(function) if p.default is p.empty]
+    raise TypeError(f"{_listed(names)} are required: {function.__name__}({', '.join(names)})")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _check_arguments(function: Callable[..., Any], others: Sequence[Any], options: Iterable[str]) -> None:
+    """Raise the error of a call with unknown options or too many arguments, in place of that of Python."""
+    _check_spelling(options)
     if others:
+        names = [p.name for p in _positional(function)]
         raise TypeError(
-            f"{len(others) + 3} arguments are passed by position; only q, k and v are, and options are keywords: a bool array, "
-            "True where the query attends, is mask=, and an array that is added to the scores is bias="
-        )
-    raise TypeError("q, k and v are required: attention(q, k, v)")
+            f"{len(names) + len(others)} arguments are passed by position; only {_listed(names)} are; options are keywords: "
+            "a bool array, True where the query attends, is mask=, and an array that is added to the scores is bias="
+        ) from None
 
 
 def check_names(options: Mapping[str, Any]) -> None:
@@ -161,14 +205,21 @@ def check_names(options: Mapping[str, Any]) -> None:
             "explain do: convert q, k and v with .astype(...)"
         )
     check_layout(options.get("layout"))
-    for name in options.keys() - Options.__annotations__.keys():
+    _check_spelling(options)
+
+
+def _check_spelling(options: Iterable[str]) -> None:
+    """Raise the error of the first option that does not exist."""
+    for name in options:
+        if name in Options.__annotations__:
+            continue
         if name in OTHER_NAMES:
-            raise TypeError(f"there is no option {name}: {OTHER_NAMES[name]}")
+            raise TypeError(f"there is no option {name}: {OTHER_NAMES[name]}") from None
         import difflib  # slow to import
 
         near = difflib.get_close_matches(name, Options.__annotations__, 1)
         hint = f"; did you mean {near[0]}?" if near else f"; the options are {', '.join(Options.__annotations__)}"
-        raise TypeError(f"there is no option {name}{hint}")
+        raise TypeError(f"there is no option {name}{hint}") from None
 
 
 def read_settings(options: Mapping[str, Any], tau: float, *, deterministic: bool = False) -> tuple[Settings, dict[str, float]]:

@@ -85,7 +85,8 @@ def check_like(name: str, array: Any, of: str, like: Any, shape: tuple[int, ...]
     if type(array) is not type(like) or (cupy_runtime.is_array(array) and array.data.device_id != like.data.device_id):
         arrays_on_gpu([read_array(of, like), read_array(name, array)])
     if array.dtype != like.dtype:
-        raise TypeError(f"{name} is {array.dtype} and {of} is {like.dtype}; the dtypes must be equal: convert with .astype")
+        remedy = "pass a mask as mask=" if array.dtype == bool else "convert with .astype"
+        raise TypeError(f"{name} is {array.dtype} and {of} is {like.dtype}; the dtypes must be equal: {remedy}")
     if array.shape != shape:
         raise ValueError(f"{name} has shape {array.shape}; with {of} of shape {like.shape} it must be {shape}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from ..arrays.conversion import OUTPUTS
 from ..arrays.layouts import other_layout, results_in, to_own
 from ..calls.arguments import read_forward
 from ..calls.call import Call
-from ..calls.options import Options, read_flag, takes_options
+from ..calls.options import Options, read_flag, refuse_arguments, takes_options
 from ..calls.replay_cache import cache_call, run_cached
 from ..device import cupy_runtime
 from ..problem.tensor_spec import FP8_LARGEST, dtype_name, storage_dtype
@@ -26,12 +26,25 @@ from .quantize import SOURCES, quantize
 _OUTPUTS = ("float16", "bfloat16", *FP8_LARGEST)
 
 
+# fmt: off
+@overload
+def attention(
+    q: Fp8Array, k: Fp8Array, v: Fp8Array, *, return_stats: Literal[False] = False, return_amax: Literal[False] = False,
+    out_dtype: None = None, out_scale: float | Array | None = None, stats: None = None, **options: Unpack[Options],
+) -> Fp8Array: ...
+@overload
+def attention(
+    q: Fp8Array, k: Fp8Array, v: Fp8Array, *, return_stats: bool | Literal["max_sumexp"] = False, return_amax: bool = False,
+    out_dtype: Literal["float16", "bfloat16"] | None = None, out_scale: float | Array | None = None,
+    stats: Array | None = None, **options: Unpack[Options],
+) -> Any: ...
+# fmt: on
 @takes_options
 def attention(
-    q: Fp8Array,
-    k: Fp8Array,
-    v: Fp8Array,
-    *,
+    q: Any = ...,
+    k: Any = ...,
+    v: Any = ...,
+    *positional: Any,
     return_stats: bool | Literal["max_sumexp"] = False,
     return_amax: bool = False,
     out_dtype: Literal["float16", "bfloat16"] | None = None,
@@ -80,6 +93,8 @@ def attention(
     >>> out, stats.shape
     (<Fp8Array float8_e4m3fn (64, 2, 100, 1)>, (100, 2, 1))
     """
+    if positional or q is ... or k is ... or v is ...:
+        refuse_arguments(attention, positional, options)
     return_amax = read_flag("return_amax", return_amax)
     kind, arrays = _arguments(q, k, v, return_stats, out_dtype, out_scale, stats, options)
     if recorder.active:

@@ -111,9 +111,9 @@ class DiskCache:
             return
         try:
             _make_folder(self.folder)
-        except PermissionError as error:
-            raise PermissionError(f"plans cannot be stored in {self.folder}: {error}") from None
-        descriptor, path = _new_part(self.folder)
+            descriptor, path = _new_part(self.folder)
+        except OSError as error:
+            raise type(error)(f"plans cannot be stored in {self.folder}: {error.strerror or error}") from None
         os.close(descriptor)
         path.unlink()
 

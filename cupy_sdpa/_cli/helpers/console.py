@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
+import os
 import shutil
 import sys
 import textwrap
@@ -12,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 #: The maximum width of a line, and the width of the labels at the start of lines.
@@ -52,6 +55,34 @@ def positive(value: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not positive")
     return number
+
+
+def positive_number(value: str) -> float:
+    """Parse an option whose value is a positive number."""
+    try:
+        number = float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{value!r} is not a number") from None
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{value} is not positive and finite")
+    return number
+
+
+def output_file(value: str) -> Path:
+    """Parse an option whose value is a file to write, before anything is computed for it; leaves no new file behind.
+
+    Raises:
+        CommandError: the file cannot be written.
+    """
+    target = Path(os.path.realpath(value))  # keeps a symbolic link
+    is_new = not target.exists()
+    try:
+        target.open("a").close()
+    except OSError as error:
+        raise CommandError(f"cannot write {value}: {error.strerror}") from None
+    if is_new:
+        target.unlink(missing_ok=True)
+    return Path(value)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
