@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
-
-if TYPE_CHECKING:
-    import numpy as np
+from typing import Any, Literal, Protocol, TypeVar
 
 #: The orders of axes that calls take.
 Layout = Literal["dhsb", "dht", "bshd", "bhsd", "sbhd", "thd"]
@@ -40,21 +37,8 @@ class Array(Protocol):
 
     def __getitem__(self, key: Any, /) -> Any: ...
 
-    def __array_wrap__(self, array: np.memmap[tuple[Any, ...], np.dtype[np.float32]], /) -> Any:
-        """A numpy array as an array of this type. A memmap, because this method of a memmap takes no other arrays."""
-
 
 #: The type of an array; a result has the same type, shape and dtype.
 ArrayT = TypeVar("ArrayT", bound=Array)
 #: The type of an array that is passed as ``stats``, and returned.
 StatsT = TypeVar("StatsT", bound=Array)
-#: The type of the float32 arrays that a library makes, such as the log-sum-exp of arrays of another dtype.
-Float32T = TypeVar("Float32T")
-Float32T_co = TypeVar("Float32T_co", covariant=True)
-
-
-class ArrayOf(Array, Protocol[Float32T_co]):
-    """An array, and the type of the float32 arrays of its library."""
-
-    def __array_wrap__(self, array: np.memmap[tuple[Any, ...], np.dtype[np.float32]], /) -> Float32T_co:
-        """A float32 array as an array of this type, from which type checkers infer the type."""

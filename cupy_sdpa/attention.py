@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, Unpack, overload
 
-from ._typing import Array, ArrayOf, ArrayT, Float32T, StatsT
+from ._typing import Array, ArrayT, StatsT
 from .arrays.conversion import CONVERTING_OPTIONS, OUTPUTS, OWN_TYPES, convert, gradient_names, needs_conversion
 from .arrays.layouts import other_layout, results_in
 from .calls.arguments import read_backward, read_forward
@@ -26,9 +26,9 @@ def attention(
 ) -> ArrayT: ...
 @overload
 def attention(
-    q: ArrayT, k: ArrayOf[Float32T], v: Array, *, return_stats: Literal[True], deterministic: bool = False,
+    q: ArrayT, k: Array, v: Array, *, return_stats: Literal[True], deterministic: bool = False,
     out: Array | None = None, stats: Array | None = None, **options: Unpack[Options],
-) -> tuple[ArrayT, Float32T]: ...
+) -> tuple[ArrayT, Any]: ...
 @overload
 def attention(
     q: ArrayT, k: Array, v: Array, *, return_stats: Literal[False] = False, deterministic: bool = False,
@@ -36,12 +36,12 @@ def attention(
 ) -> tuple[ArrayT, StatsT]: ...
 @overload
 def attention(
-    q: ArrayT, k: ArrayOf[Float32T], v: Array, *, return_stats: Literal["max_sumexp"], deterministic: bool = False,
+    q: ArrayT, k: Array, v: Array, *, return_stats: Literal["max_sumexp"], deterministic: bool = False,
     out: Array | None = None, stats: Array | None = None, **options: Unpack[Options],
-) -> tuple[ArrayT, Float32T, Float32T, Float32T]: ...
+) -> tuple[ArrayT, Any, Any, Any]: ...
 @overload
 def attention(
-    q: ArrayT, k: ArrayOf[Any], v: Array, *, return_stats: bool | Literal["max_sumexp"], deterministic: bool = False,
+    q: ArrayT, k: Array, v: Array, *, return_stats: bool | Literal["max_sumexp"], deterministic: bool = False,
     out: Array | None = None, stats: Array | None = None, **options: Unpack[Options],
 ) -> Any: ...
 # fmt: on

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, Unpack, overload
 
-from ._typing import Array, ArrayOf, ArrayT, Float32T
+from ._typing import Array, ArrayT
 from .arrays.conversion import OUTPUTS, gradient_names
 from .arrays.layouts import other_layout, results_in
 from .calls.arguments import read_backward, read_forward
@@ -33,16 +33,16 @@ def prepare(
 ) -> Prepared[ArrayT]: ...
 @overload
 def prepare(
-    q: ArrayT, k: ArrayOf[Float32T], v: Array, *, return_stats: Literal[True], backward: Literal[False] = False,
+    q: ArrayT, k: Array, v: Array, *, return_stats: Literal[True], backward: Literal[False] = False,
     deterministic: bool = False, return_dbias: bool = False, return_dsinks: bool = False, return_dtensors: DTensors = False,
     autotune: bool = False, **options: Unpack[Options],
-) -> Prepared[tuple[ArrayT, Float32T]]: ...
+) -> Prepared[tuple[ArrayT, Any]]: ...
 @overload
 def prepare(
-    q: ArrayT, k: ArrayOf[Float32T], v: Array, *, return_stats: Literal["max_sumexp"],
+    q: ArrayT, k: Array, v: Array, *, return_stats: Literal["max_sumexp"],
     backward: Literal[False] = False, deterministic: bool = False, return_dbias: bool = False, return_dsinks: bool = False,
     return_dtensors: DTensors = False, autotune: bool = False, **options: Unpack[Options],
-) -> Prepared[tuple[ArrayT, Float32T, Float32T, Float32T]]: ...
+) -> Prepared[tuple[ArrayT, Any, Any, Any]]: ...
 @overload
 def prepare(
     q: Array, k: Array, v: Array, *, return_stats: bool | Literal["max_sumexp"] = False, backward: bool = False,

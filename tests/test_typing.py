@@ -19,13 +19,12 @@ def results(*types):
 LINES = (
     ("reveal_type(cupy_sdpa.attention(q, k, v))", r'"numpy\.ndarray\[.*_32Bit.*\]"'),
     ("reveal_type(cupy_sdpa.attention(q, k, v, causal=True, out=out))", r'"numpy\.ndarray\[.*_32Bit.*\]"'),
-    ("reveal_type(cupy_sdpa.attention(q, k, v, return_stats=True))", results(F32, F32)),
-    ("reveal_type(cupy_sdpa.attention(half, half, half, return_stats=True))", results(F16, F32)),
+    ("reveal_type(cupy_sdpa.attention(q, k, v, return_stats=True))", results(F32, "Any")),
+    ("reveal_type(cupy_sdpa.attention(half, half, half, return_stats=True))", results(F16, "Any")),
     ("reveal_type(cupy_sdpa.attention(mapped, mapped, mapped, return_stats=True))", results(r"numpy\.memmap\[.*\]", "Any")),
     ("reveal_type(cupy_sdpa.attention(fp8, fp8, fp8, return_stats=True))", results(r"cupy_sdpa\.fp8\.array\.Fp8Array", "Any")),
     ("reveal_type(cupy_sdpa.attention(half, half, half, stats=double))", results(F16, F64)),
-    ("reveal_type(cupy_sdpa.attention(q, k, v, return_stats='max_sumexp'))", results(F32, F32, F32, F32)),
-    ("queries, heads, batch = cupy_sdpa.attention(ones, ones, ones, return_stats=True)[1].shape", None),
+    ("reveal_type(cupy_sdpa.attention(q, k, v, return_stats='max_sumexp'))", results(F32, "Any", "Any", "Any")),
     ("reveal_type(cupy_sdpa.attention(q, k, v, return_stats=flag))", '"Any"'),
     ("reveal_type(cupy_sdpa.attention(untyped, untyped, untyped, return_stats=True))", r'"tuple\[Any, Any\]"'),
     ("reveal_type(cupy_sdpa.attention_backward(q, q, k, v, q, stats))", r'"tuple\[(numpy\.ndarray\[.*_32Bit.*\](, )?){3}\]"'),
@@ -38,7 +37,7 @@ LINES = (
     ("reveal_type(cupy_sdpa.fp8.attention(fp8, fp8, fp8, causal=True))", '"cupy_sdpa.fp8.array.Fp8Array"'),
     ("reveal_type(cupy_sdpa.fp8.attention(fp8, fp8, fp8, return_stats=True))", '"Any"'),
     ("reveal_type(cupy_sdpa.prepare(q, k, v)(q, k, v))", r'"numpy\.ndarray\[.*_32Bit.*\]"'),
-    ("reveal_type(cupy_sdpa.prepare(half, half, half, return_stats=True)(q, k, v))", results(F16, F32)),
+    ("reveal_type(cupy_sdpa.prepare(half, half, half, return_stats=True)(q, k, v))", results(F16, "Any")),
     (
         "reveal_type(cupy_sdpa.problem((64, 8, 10, 1), (64, 8, 10, 1), (64, 8, 10, 1), dtype='f2'))",
         '"cupy_sdpa.problem.problem.Problem"',
@@ -88,7 +87,6 @@ def snippet(
     q: Array, k: Array, v: Array, half: npt.NDArray[np.float16], double: npt.NDArray[np.float64], mapped: Mapped, fp8: Fp8Array,
     flag: bool, untyped: Any
 ) -> None:
-    ones = np.ones((8, 1, 4, 1), np.float32, order="F")
     out, stats = cupy_sdpa.attention(q, k, v, return_stats=True)
 """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -146,11 +146,6 @@ class Fp8Array:
             TypeError: always.
         """
         raise TypeError(f"an Fp8Array is not converted to an array implicitly: {self.not_an_array}")
-
-    if TYPE_CHECKING:
-
-        def __array_wrap__(self, array: Any, /) -> Any:
-            """For the type of the log-sum-exp, see ``ArrayOf``."""
 
     def dequantize(self, dtype: Any = "float32") -> Any:
         """The values as an array with the memory order of the elements; a rotation is undone.
