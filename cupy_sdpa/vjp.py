@@ -36,7 +36,7 @@ def attention_vjp(
         return_dbias, return_dsinks, return_dtensors: as for :func:`attention_backward`.
         compute_dtype: as for :func:`attention`; or ``"float8_e4m3fn"`` or ``"float8_e5m2"``, which computes the forward pass in
             FP8 (:doc:`/fp8`): q, k and v are converted with one scale each, q and k after a rotation, and the FP8 arrays are
-            kept in place of q, k and v. The output and the gradients have the dtype of q. Without ``layout``.
+            kept in place of q, k and v. The output and the gradients have the dtype of q.
 
     Returns:
         ``(out, pullback)``; ``dq, dk, dv = pullback(dout)``, which may be called several times.
@@ -99,7 +99,7 @@ class Pullback:
     ) -> tuple[Any, ...]:
         """``(dq, dk, dv)`` and the other requested gradients; see :func:`attention_backward`."""
         if self._conversion is None:
-            q, k, v, out, stats = dequantized(self._arrays, dout.dtype)
+            q, k, v, out, stats = dequantized(self._arrays, self._arrays[3].dtype)
             return attention_backward(dout, q, k, v, out, stats, **self._options, dq=dq, dk=dk, dv=dv)
 
         def call(dout: Any, dq: Any, dk: Any, dv: Any) -> tuple[Any, ...]:

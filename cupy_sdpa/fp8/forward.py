@@ -9,7 +9,7 @@ from typing import Any, Literal, Unpack
 import numpy as np
 
 from .._typing import Array
-from ..arrays.argument import Typed
+from ..arrays.argument import Typed, arrays_on_gpu, read_array
 from ..arrays.conversion import OUTPUTS
 from ..arrays.layouts import other_layout, results_in, to_own
 from ..calls.arguments import read_forward
@@ -92,7 +92,10 @@ def attention(
     if layout := other_layout(options):
         results = results_in(layout, OUTPUTS, results, {"stats": stats}, options)
     if out_dtype is None:
-        results[0] = made(results[0], v.descale if out_scale is None else None, arrays["scale_out"], q.dtype)
+        scale = arrays["scale_out"]
+        if hasattr(out_scale, "dtype"):  # the caller may change the array
+            scale = scale.copy()
+        results[0] = made(results[0], v.descale if out_scale is None else None, scale, q.dtype)
     results += [amax] if return_amax else []
     return tuple(results) if len(results) > 1 else results[0]
 
@@ -145,21 +148,19 @@ def _convert_and_attend(q: Any, k: Any, v: Any, options: Any, return_stats: Any,
             if own := other_layout(options):
                 results = results_in(own, OUTPUTS, results, {"out": out, "stats": stats}, options)
             return tuple(results) if len(results) > 1 else results[0]
-    result, stats = attention_in_dtype(converted, k, v, name, return_stats=return_stats, stats=stats, options=options)
+    if out is not None:
+        _check_out(out, q, v, other_layout(options))
+    result, *others = attention_in_dtype(converted, k, v, name, return_stats=return_stats, stats=stats, options=options)
     if out is not None:
         out[...] = result
         result = out
-    return (result, stats) if stats is not None else result
+    return (result, *others) if others else result
 
 
 def attention_in_dtype(
     q: Fp8Array, k: Fp8Array, v: Fp8Array, name: str, *, return_stats: Any, stats: Any, options: Any
-) -> tuple[Any, Any]:
-    """:func:`attention` whose output is converted to float16, bfloat16 or float32.
-
-    Returns:
-        The output, and the log-sum-exp or None.
-    """
+) -> list[Any]:
+    """:func:`attention` whose output is converted to float16, bfloat16 or float32; the output and the requested statistics."""
     if return_stats is True and stats is None and len(q.shape) == 4:
         layout = other_layout(options)
         _, heads, queries, batch = (to_own("q", q.data, layout) if layout else q).shape
@@ -168,7 +169,20 @@ def attention_in_dtype(
     with cupy_runtime.temporary_results():
         out = attention(q, k, v, return_stats=return_stats, stats=stats, **options)
     out, *others = out if isinstance(out, tuple) else (out,)
-    return out.dequantize(name), others[0] if others else None
+    return [out.dequantize(name), *others]
+
+
+def _check_out(out: Any, q: Any, v: Fp8Array, layout: str | None) -> None:
+    """Check an array for an output that is computed in FP8 and converted.
+
+    Raises:
+        TypeError, ValueError: it is not an array on q's engine, of q's dtype and of the shape of the output.
+    """
+    arrays_on_gpu([read_array(name, array) for name, array in (("q", q), ("out", out))])
+    if out.dtype != q.dtype:
+        raise TypeError(f"out is {dtype_name(out.dtype)}; it must be {dtype_name(q.dtype)}, the dtype of q")
+    if out.shape != (shape := (*q.shape[:-1], v.shape[-1]) if layout else (v.shape[0], *q.shape[1:])):
+        raise ValueError(f"out has shape {out.shape}; it must be {shape}")
 
 
 def _dtype_of(q: Any) -> str:
