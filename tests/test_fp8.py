@@ -12,6 +12,7 @@ import cupy_sdpa
 from benchmarks.__main__ import main
 from benchmarks.fp8 import errors, plot
 from cupy_sdpa import fp8
+from cupy_sdpa._cudnn.library import library
 from cupy_sdpa.calls.call import Call
 from cupy_sdpa.fp8 import current, kernels
 from cupy_sdpa.fp8.array import rotate, rotation_of
@@ -560,6 +561,64 @@ def test_gradients_of_outputs_that_are_refused(compute_dtype):
             pullback(out.astype(dtype))
     with pytest.raises(TypeError, match="dout is a int; attention takes"):
         pullback(1)
+
+
+# CUDA graphs
+
+
+def with_out(x, y, ends):
+    """Attention in FP8 into an array of x's dtype."""
+    out = x * 0
+    k, v = fp8.quantize(x, rotate=True), fp8.quantize(x)
+    cupy_sdpa.attention(x, k, v, out=out)
+    return out, k, v
+
+
+def with_gradients(x, y, ends):
+    """The gradient of q."""
+    out, pullback = cupy_sdpa.attention_vjp(x, x, x, compute_dtype="float8_e4m3fn")
+    dq, *others = pullback(x)
+    return dq, out, pullback, others
+
+
+#: The result, and what the caller must keep.
+CAPTURED = {
+    "attention": lambda x, y, ends: (fp8.attention(y, y, y), y),
+    "a scale": lambda x, y, ends: ((out := fp8.attention(y, y, y, out_scale=y.scale)).dequantize(), out),
+    "queries that are converted": lambda x, y, ends: (cupy_sdpa.attention(x, y, y), y),
+    "out": with_out,
+    "gradients": with_gradients,
+    "a view": lambda x, y, ends: (y[:, :, 1::2].dequantize(), y),
+    "a factor": lambda x, y, ends: ((z := fp8.Fp8Array(y.data, scale=y.scale)).dequantize(), z, y),
+    "lengths": lambda x, y, ends: (fp8.quantize(x, lengths=ends), y),
+}
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_captured_calls_use_no_memory_of_others(name, fake):
+    """What a call allocates besides its results belongs to the CUDA graph, whose launches change nothing else."""
+    x = fake.asarray(normal((32, 2, 20, 2), "bfloat16"), order="F")
+    y, ends = fp8.quantize(x), fake.asarray(np.array([5, 0, 20, 0], np.int32))[::2]
+
+    def values(result):
+        return get(result.dequantize() if isinstance(result, fp8.Fp8Array) else result).astype(float)
+
+    wanted = values(CAPTURED[name](x, y, ends)[0])
+    DEVICE.wait_for_all()
+    with fake.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        found, *kept = CAPTURED[name](x, y, ends)
+        graph = stream.end_capture()
+        fake.get_default_memory_pool().free_all_blocks()
+        junk = [fake.full(size, np.nan, np.float32) for size in (1, 1 << 8, 1 << 10, 1 << 12) for _ in range(8)]
+        for _ in range(2):
+            graph.launch(stream)
+            stream.synchronize()
+            np.testing.assert_array_equal(values(found), wanted)
+            assert all(np.isnan(part.get()).all() for part in junk)
+    del kept, graph
+    cupy_sdpa.get_plan_cache().clear()
+    library().forget_plans()
 
 
 # Refusals

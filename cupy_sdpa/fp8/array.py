@@ -89,20 +89,29 @@ class Fp8Array:
             if given[other] is None and factors[name] is not given[name]:
                 factors[other] = 1 / factors[name]  # of a number the inverse is a constant
         self._descale, self._scale = factors["descale"], factors["scale"]
+        self._reciprocal: Any = None
 
     @property
     def descale(self) -> Any:
         """The factor of the elements, float32 ``(1,)``."""
         if self._descale is None and self._factors is not None:
             self._descale = one_of(*self._factors[::2])
-        return 1 / self._scale if self._descale is None else self._descale  # not kept: the caller's array may change
+        return self._inverse(self._scale) if self._descale is None else self._descale
 
     @property
     def scale(self) -> Any:
         """The inverse of the factor, float32 ``(1,)``."""
         if self._scale is None and self._factors is not None:
             self._scale = one_of(*self._factors[:2])
-        return 1 / self._descale if self._scale is None else self._scale
+        return self._inverse(self._descale) if self._scale is None else self._scale
+
+    def _inverse(self, factor: Any) -> Any:
+        """The inverse of a factor, which may have changed, in an array that is kept: captured graphs contain its address."""
+        if self._reciprocal is None:
+            self._reciprocal = factor.copy()
+        self._reciprocal[...] = 1
+        self._reciprocal /= factor
+        return self._reciprocal
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -184,9 +193,10 @@ class Fp8Array:
         if data.shape[0] % kernels.UNIT:
             raise ValueError(f"the head_dim is {data.shape[0]}; on the GPU it must be a multiple of {kernels.UNIT}")
         with cupy_runtime.on_device_of(data):
-            source = cupy_runtime.cupy().asfortranarray(data)
-            if source.data.ptr % kernels.UNIT:  # the kernel reads units of 8 bytes
-                source = source.copy(order="F")
+            source = data
+            if not data.flags.f_contiguous or data.data.ptr % kernels.UNIT:  # the kernel reads units of 8 bytes
+                source = cupy_runtime.temporary(data, data.shape, data.dtype)
+                source[...] = data
             target = cupy_runtime.new_result(source, source.shape, numpy_dtype(name))
             kernels.dequantize(source, target, self.descale, rotation, self.dtype)
         return target.transpose(back)
@@ -204,7 +214,7 @@ def made(data: Any, descale: Any, scale: Any, dtype: str, *, rotated: bool = Fal
     """An FP8 array of parts that are known to be valid; one of the factors may be None."""
     array = Fp8Array.__new__(Fp8Array)
     array.data, array.dtype, array.rotated, array._descale, array._scale = data, dtype, rotated, descale, scale
-    array.axis, array._factors = axis, None
+    array.axis, array._factors, array._reciprocal = axis, None, None
     return array
 
 

@@ -87,6 +87,8 @@ def attention(
         _record(q, k, v, stats, options, return_stats, out_dtype)
     results = run_cached(kind, tuple(arrays.values()), options)
     if results is None:
+        if not return_amax:
+            _drop_amax(arrays)
         results = _run(kind, arrays, options, _read(q, arrays, options, return_stats, out_dtype))
     *results, amax = results
     if layout := other_layout(options):
@@ -141,6 +143,8 @@ def _convert_and_attend(q: Any, k: Any, v: Any, options: Any, return_stats: Any,
         if recorder.active:
             _record(converted, k, v, stats, options, return_stats, name)
         results = run_cached(kind, tuple(arrays.values()), options)
+        if results is None:
+            _drop_amax(arrays)
         if results is None and _writes_out(call := _read(converted, arrays, options, return_stats, name)):
             results = _run(kind, arrays, options, call)
         if results is not None:
@@ -150,7 +154,8 @@ def _convert_and_attend(q: Any, k: Any, v: Any, options: Any, return_stats: Any,
             return tuple(results) if len(results) > 1 else results[0]
     if out is not None:
         _check_out(out, q, v, other_layout(options))
-    result, *others = attention_in_dtype(converted, k, v, name, return_stats=return_stats, stats=stats, options=options)
+    given = {"return_stats": return_stats, "stats": stats, "options": options}
+    result, *others = attention_in_dtype(converted, k, v, name, temporary=out is not None, **given)
     if out is not None:
         out[...] = result
         result = out
@@ -158,18 +163,26 @@ def _convert_and_attend(q: Any, k: Any, v: Any, options: Any, return_stats: Any,
 
 
 def attention_in_dtype(
-    q: Fp8Array, k: Fp8Array, v: Fp8Array, name: str, *, return_stats: Any, stats: Any, options: Any
+    q: Fp8Array, k: Fp8Array, v: Fp8Array, name: str, *, return_stats: Any, stats: Any, options: Any, temporary: bool = False
 ) -> list[Any]:
-    """:func:`attention` whose output is converted to float16, bfloat16 or float32; the output and the requested statistics."""
-    if return_stats is True and stats is None and len(q.shape) == 4:
+    """:func:`attention` whose output is converted to float16, bfloat16 or float32; the output and the requested statistics.
+
+    Args:
+        q, k, v, return_stats, stats, options: of the call.
+        name: the dtype.
+        temporary: whether the output is used within a call only, see :func:`.cupy_runtime.temporary_results`.
+    """
+    if return_stats is True and stats is None:
         layout = other_layout(options)
-        _, heads, queries, batch = (to_own("q", q.data, layout) if layout else q).shape
-        stats = cupy_runtime.new_result(q.data, (queries, heads, batch), np.dtype(np.float32))
+        _, heads, queries, *batch = (to_own("q", q.data, layout) if layout else q).shape
+        rows = (queries, heads, *batch) if batch else (heads, queries)
+        stats = cupy_runtime.new_result(q.data, rows, np.dtype(np.float32))
         stats = stats.T if layout else stats
     with cupy_runtime.temporary_results():
         out = attention(q, k, v, return_stats=return_stats, stats=stats, **options)
     out, *others = out if isinstance(out, tuple) else (out,)
-    return [out.dequantize(name), *others]
+    with cupy_runtime.temporary_results() if temporary else contextlib.nullcontext():
+        return [out.dequantize(name), *others]
 
 
 def _check_out(out: Any, q: Any, v: Fp8Array, layout: str | None) -> None:
@@ -260,6 +273,12 @@ def _check_axes(q: Fp8Array, k: Fp8Array, options: Mapping[str, Any]) -> None:
                 f"{name} was rotated along axis {x.axis}, and with layout={layout!r} head_dim is axis {head_dim}: pass "
                 "the layout of the arrays to both, cupy_sdpa.fp8.quantize and attention"
             )
+
+
+def _drop_amax(arrays: dict[str, Any]) -> None:
+    """Let the largest magnitude of the output, which is not returned, be memory of the CUDA graph that is being captured."""
+    if cupy_runtime.is_array(arrays["q"]) and cupy_runtime.capturing():
+        arrays["amax_out"] = cupy_runtime.empty((1,), np.dtype(np.float32))
 
 
 def _read(q: Fp8Array, arrays: dict[str, Any], options: Any, return_stats: Any, out_dtype: str | None) -> Call:

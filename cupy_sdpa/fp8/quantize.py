@@ -93,7 +93,7 @@ def quantize_all(
             prepared = current.prepare(own, dtype, parts, lengths, other)
         current.keep(key, prepared)
     with cupy_runtime.on_device_of(arrays[0]):
-        return prepared.run(arrays, [n if n is None or n.flags.c_contiguous else n.copy() for n in lengths])
+        return prepared.run(arrays, [_contiguous(n) for n in lengths])
 
 
 def quantize_qkv(
@@ -282,9 +282,16 @@ def _conversion(x: Any, rotation: int, lengths: Any) -> kernels.Conversion:
     """The conversion of an array on the GPU, with new results."""
     target = cupy_runtime.new_result(x, tuple(x.shape), np.dtype(np.uint8))
     factors = cupy_runtime.new_result(x, (2 * kernels.FACTOR_STEP,), np.dtype(np.float32))
-    if lengths is not None and not lengths.flags.c_contiguous:
-        lengths = lengths.copy()
-    return kernels.Conversion(x, target, factors, rotation, lengths)
+    return kernels.Conversion(x, target, factors, rotation, _contiguous(lengths))
+
+
+def _contiguous(lengths: Any) -> Any:
+    """Lengths that are contiguous in memory, or None."""
+    if lengths is None or lengths.flags.c_contiguous:
+        return lengths
+    copy = cupy_runtime.temporary(lengths, lengths.shape, lengths.dtype)
+    copy[...] = lengths
+    return copy
 
 
 def _result(conversion: kernels.Conversion, dtype: str) -> Fp8Array:
