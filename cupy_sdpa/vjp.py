@@ -9,6 +9,7 @@ from .arrays.compute import COMPUTE_DTYPES
 from .arrays.conversion import Conversion, gradient_names, needs_conversion
 from .attention import attention, attention_backward
 from .calls.options import DTensors, Options, read_flag, refuse_arguments, takes_options
+from .device.cupy_runtime import temporary_results
 from .errors import Unsupported
 from .fp8.vjp import dequantized, forward_in_fp8
 from .problem.tensor_spec import FP8_LARGEST
@@ -114,7 +115,8 @@ class Pullback(Generic[GradientsT]):
         """``(dq, dk, dv)`` and the other requested gradients; see :func:`attention_backward`."""
         gradients: Any
         if self._conversion is None:
-            q, k, v, out, stats = dequantized(self._arrays, dout.dtype)
+            with temporary_results():
+                q, k, v, out, stats = dequantized(self._arrays, self._arrays[3].dtype)
             gradients = attention_backward(dout, q, k, v, out, stats, **self._options, dq=dq, dk=dk, dv=dv)
             return gradients  # type: ignore[no-any-return]
 

@@ -13,9 +13,10 @@ import cupy_sdpa
 from benchmarks.__main__ import main
 from benchmarks.fp8 import errors, plot
 from cupy_sdpa import fp8
+from cupy_sdpa._cudnn.library import library
 from cupy_sdpa.calls.call import Call
 from cupy_sdpa.check.verify.tolerance import FP8_SUM
-from cupy_sdpa.fp8 import current
+from cupy_sdpa.fp8 import current, kernels
 from cupy_sdpa.fp8.array import rotate, rotation_of
 from cupy_sdpa.parallel import Loopback, context_parallel, run_threads
 from cupy_sdpa.plans.plan import PlanInfo
@@ -395,9 +396,80 @@ def test_views_of_rotated_arrays():
     np.testing.assert_allclose(made.transpose(1, 0, 3, 2)[1:].dequantize(), values.transpose(1, 0, 3, 2)[1:], atol=1e-5)
     np.testing.assert_allclose(made[:, 1:, ::2].dequantize(), values[:, 1:, ::2], atol=1e-5)
     np.testing.assert_allclose(made[..., 0].dequantize(), values[..., 0], atol=1e-5)
-    for bad in (lambda: made.T[..., :16], lambda: made.T[0], lambda: made[0]):
+    square = fp8.quantize(normal((16, 16, 5, 2)), rotate=True)
+    np.testing.assert_allclose(square[:, 0].dequantize(), square.dequantize()[:, 0], atol=1e-5)
+    for bad in (
+        lambda: made.T[..., :16],
+        lambda: made.T[0],
+        lambda: made[0],
+        lambda: made[::-1],
+        lambda: square[0],
+        lambda: square.T[:, :, None, :, 0],
+    ):
         with pytest.raises(ValueError, match="dequantize first"):
             bad()
+
+
+def test_a_view_at_any_address_is_dequantized(fake, monkeypatch):
+    """The kernel reads units of 8 bytes, so elements at other addresses are copied."""
+    codes = np.arange(40, dtype=np.uint8)
+    buffer, addresses, run = fake.asarray(codes), [], kernels.dequantize
+    monkeypatch.setattr(kernels, "dequantize", lambda *given: addresses.append(given[0].data.ptr) or run(*given))
+    for offset in (0, 1, 4, 8):
+        data = buffer[offset : offset + 32].reshape((16, 1, 2, 1), order="F")
+        wanted = codes[offset : offset + 32].view(numpy_dtype("float8_e4m3fn")).astype(np.float32)
+        np.testing.assert_array_equal(fp8.Fp8Array(data, 1.0).dequantize().get().ravel(order="F"), wanted)
+    assert not any(address % 8 for address in addresses)
+
+
+VIEWS = {
+    "a new axis": lambda x: x[..., 0][..., None],
+    "a new first axis": lambda x: x[None, :, :, :, 0],
+    "in reverse order": lambda x: x[:, :, ::-1],
+    "one head": lambda x: x[:, 1:2, :, :1].transpose(1, 0, 2, 3),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_are_dequantized(name, fake):
+    """Also those with an axis whose stride says nothing about the order in memory."""
+    x = fp8.quantize(fake.asarray(normal((32, 3, 5, 2)), order="F"))
+    np.testing.assert_array_equal(VIEWS[name](x).dequantize().get(), VIEWS[name](x.dequantize().get()))
+
+
+@pytest.mark.parametrize("given", ["descale", "scale"])
+@pytest.mark.parametrize("engine", ["numpy", "fake", pytest.param("cupy", marks=pytest.mark.gpu)])
+def test_factors_that_change(given, engine, request):
+    """An array as a factor is kept: after a change in place, both factors, views and the output of a call are those of it."""
+    put = np.array if engine == "numpy" else request.getfixturevalue(engine).array
+    x = normal((16, 2, 8, 1))
+    q, k, v = (fp8.quantize(put(x, order="F")) for _ in range(3))
+    wanted = get(fp8.attention(q, k, v).dequantize())
+    number = put(get(getattr(v, given)))
+    changing = fp8.Fp8Array(v.data, **{given: number})
+    view = changing[:, :, ::2]
+    for factor in (4, 0.5, 0.25):
+        number *= factor
+        ratio = float(get(number / getattr(v, given))[0]) ** (1 if given == "descale" else -1)
+        np.testing.assert_allclose(get(changing.scale * changing.descale), 1, rtol=1e-6)
+        np.testing.assert_allclose(get(view.dequantize()), ratio * get(v.dequantize())[:, :, ::2], rtol=1e-6)
+        for _ in range(4):
+            found = get(fp8.attention(q, k, changing).dequantize())
+            assert relative(found, ratio * wanted) < 0.01, "a factor may be rounded differently, and few elements, too"
+
+
+@pytest.mark.parametrize("engine", ["numpy", "fake", pytest.param("cupy", marks=pytest.mark.gpu)])
+def test_an_output_keeps_its_scale(engine, request):
+    """An array as out_scale may change after the call: the values of earlier outputs are the same."""
+    put = np.array if engine == "numpy" else request.getfixturevalue(engine).array
+    x = fp8.quantize(put(normal((16, 2, 8, 1)), order="F"))
+    scale, outputs = put([3.0], np.float32), []
+    for number in (3.0, 24.0, 6.0):
+        scale[...] = number
+        outputs.append(fp8.attention(x, x, x, out_scale=scale))
+    wanted = get(fp8.attention(x, x, x).dequantize())
+    for out in outputs:
+        assert relative(get(out.dequantize()), wanted) < 2 * ERROR["float8_e4m3fn"]
 
 
 @pytest.mark.parametrize("source", ["float16", "bfloat16", "float32"])
@@ -418,6 +490,24 @@ def test_queries_that_are_converted(source, engine, request):
             assert relative(get(x).astype(float), truth) < 1.3 * ERROR["float8_e4m3fn"]
         np.testing.assert_allclose(get(stats), log_sums, atol=0.2)
     assert cupy_sdpa.explain(q, k, v, causal=True)
+    for bad, error, text in (
+        (put(np.ones(q.shape, np.int16, order="F")), TypeError, f"out is int16; .*{source}"),
+        (out[:, :, :1], ValueError, r"out has shape \(32, 4, 1, 2\); it must be \(32, 4, 20, 2\)"),
+        ([1.0], TypeError, "out is a list; attention takes"),
+    ):
+        with pytest.raises(error, match=text):
+            cupy_sdpa.attention(q, k, v, causal=True, out=bad)
+
+
+@pytest.mark.parametrize("source", ["float16", "float32"])
+def test_all_statistics_of_queries_that_are_converted(source):
+    """return_stats="max_sumexp" returns four results, as for FP8 queries."""
+    q, k = normal((16, 4, 5, 1), source), fp8.quantize(normal((16, 2, 7, 1)))
+    found = cupy_sdpa.attention(q, k, k, return_stats="max_sumexp")
+    wanted = fp8.attention(fp8.quantize(q), k, k, return_stats="max_sumexp")
+    assert [x.shape for x in found] == [x.shape for x in wanted]
+    for x, y in zip(found[1:], wanted[1:], strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 # Gradients
@@ -467,6 +557,87 @@ def test_gradients_with_large_scores_are_finite():
     assert all(relative(a, b) < 1 for a, b in zip(found, truth, strict=True))
 
 
+@pytest.mark.parametrize("layout", ["bshd", "bhsd", "sbhd"])
+def test_gradients_in_other_layouts(layout):
+    """Those of the arrays in the order of this package."""
+    x = normal((16, 2, 8, 3), "bfloat16")
+    wanted, _ = gradients([x] * 3, x, compute_dtype="float8_e4m3fn", causal=True)
+    y = np.ascontiguousarray(x.transpose(["dhsb".index(letter) for letter in layout]))
+    found, _ = gradients([y] * 3, y, compute_dtype="float8_e4m3fn", causal=True, layout=layout)
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(a.transpose([layout.index(letter) for letter in "dhsb"]), b)
+
+
+@pytest.mark.parametrize("compute_dtype", [None, "float8_e4m3fn"])
+def test_gradients_of_outputs_that_are_refused(compute_dtype):
+    """The message names dout and the dtype that it must have."""
+    x = normal((16, 2, 8, 1))
+    out, pullback = cupy_sdpa.attention_vjp(x, x, x, **({"compute_dtype": compute_dtype} if compute_dtype else {}))
+    for dtype in ("float16", "float64"):
+        with pytest.raises(TypeError, match=f"dout is {dtype}; it must be float32"):
+            pullback(out.astype(dtype))
+    with pytest.raises(TypeError, match="dout is a int; attention takes"):
+        pullback(1)
+
+
+# CUDA graphs
+
+
+def with_out(x, y, ends):
+    """Attention in FP8 into an array of x's dtype."""
+    out = x * 0
+    k, v = fp8.quantize(x, rotate=True), fp8.quantize(x)
+    cupy_sdpa.attention(x, k, v, out=out)
+    return out, k, v
+
+
+def with_gradients(x, y, ends):
+    """The gradient of q."""
+    out, pullback = cupy_sdpa.attention_vjp(x, x, x, compute_dtype="float8_e4m3fn")
+    dq, *others = pullback(x)
+    return dq, out, pullback, others
+
+
+#: The result, and what the caller must keep.
+CAPTURED = {
+    "attention": lambda x, y, ends: (fp8.attention(y, y, y), y),
+    "a scale": lambda x, y, ends: ((out := fp8.attention(y, y, y, out_scale=y.scale)).dequantize(), out),
+    "queries that are converted": lambda x, y, ends: (cupy_sdpa.attention(x, y, y), y),
+    "out": with_out,
+    "gradients": with_gradients,
+    "a view": lambda x, y, ends: (y[:, :, 1::2].dequantize(), y),
+    "a factor": lambda x, y, ends: ((z := fp8.Fp8Array(y.data, scale=y.scale)).dequantize(), z, y),
+    "lengths": lambda x, y, ends: (fp8.quantize(x, lengths=ends), y),
+}
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_captured_calls_use_no_memory_of_others(name, fake):
+    """What a call allocates besides its results belongs to the CUDA graph, whose launches change nothing else."""
+    x = fake.asarray(normal((32, 2, 20, 2), "bfloat16"), order="F")
+    y, ends = fp8.quantize(x), fake.asarray(np.array([5, 0, 20, 0], np.int32))[::2]
+
+    def values(result):
+        return get(result.dequantize() if isinstance(result, fp8.Fp8Array) else result).astype(float)
+
+    wanted = values(CAPTURED[name](x, y, ends)[0])
+    DEVICE.wait_for_all()
+    with fake.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        found, *kept = CAPTURED[name](x, y, ends)
+        graph = stream.end_capture()
+        fake.get_default_memory_pool().free_all_blocks()
+        junk = [fake.full(size, np.nan, np.float32) for size in (1, 1 << 8, 1 << 10, 1 << 12) for _ in range(8)]
+        for _ in range(2):
+            graph.launch(stream)
+            stream.synchronize()
+            np.testing.assert_array_equal(values(found), wanted)
+            assert all(np.isnan(part.get()).all() for part in junk)
+    del kept, graph
+    cupy_sdpa.get_plan_cache().clear()
+    library().forget_plans()
+
+
 # Refusals
 
 
@@ -497,6 +668,8 @@ ERRORS = {
     "source": (lambda: fp8.quantize(np.ones((16, 2, 4, 1), int)), TypeError, r"x is int64; .*convert with \.astype"),
     "axes": (lambda: fp8.quantize(normal((16, 4))), ValueError, r"x has shape \(16, 4\); .*\(head_dim, heads, seq, batch\)"),
     "lengths": (lambda: fp8.quantize(normal((16, 2, 4, 1)), lengths=np.ones(2, np.int32)), ValueError, r"lengths is int32 \(2,\)"),
+    "lengths as a list": (lambda: fp8.quantize(normal((16, 2, 4, 1)), lengths=[4]), TypeError, r"lengths is \[4\]; .*int32 array \(B,\)"),  # type: ignore[arg-type]
+    "lists": (lambda: fp8.quantize_qkv([1.0], [1.0], [1.0]), TypeError, "x is a list; quantize takes numpy and CuPy arrays"),  # type: ignore[arg-type]
     "history": (lambda: fp8.DelayedScaling(float8(), 0), ValueError, "history is 0; .*1 or more"),
     "amax": (lambda: fp8.DelayedScaling(float8(), amax=-1.0), ValueError, "amax is -1.0; .* above 0"),
     "a part of head_dim": (lambda: small(rotate=True)[:8], ValueError, "part of head_dim, which was rotated: dequantize first"),
@@ -553,6 +726,7 @@ GPU_ERRORS = {
     "softcap": (lambda x: fp8.attention(x, x, x, softcap=2.0), cupy_sdpa.Unsupported, "softcap is not supported"),
     "another dtype": (lambda x: fp8.attention(x, x, x, out_dtype="bfloat16"), cupy_sdpa.Unsupported, "omit out_dtype"),
     "head dim": (lambda x: fp8.attention(x[:8], x[:8], x), cupy_sdpa.Unsupported, "multiples of 16"),
+    "lengths as a list": (lambda x: fp8.quantize(x.dequantize(), lengths=[4]), TypeError, r"lengths is \[4\]; .*int32 array"),  # type: ignore[arg-type]
     "a slice of head_dim": (lambda x: fp8.attention(x.T, x.T, x.T), ValueError, "axis 0 must be contiguous"),
 }
 

@@ -138,13 +138,15 @@ def test_fp8_tokens(rotated, engine):
             np.testing.assert_array_equal(found[:, :, 20:], rounded(values * engine.get(array.scale), "float8_e4m3fn"))
 
 
-def test_a_step_without_tokens_sets_no_scale(engine):
+@pytest.mark.parametrize("rotated", [False, True])
+def test_a_step_without_tokens_sets_no_scale(rotated, engine):
     """The scale is that of the first tokens."""
-    cache, x = make(engine, layers=1), engine.put(normal(np.random.default_rng(0), 32, 2, 4, 3))
+    cache, x = make(engine, layers=1, rotate=rotated), engine.put(normal(np.random.default_rng(0), 32, 2, 4, 3))
     cache.append(x[:, :, :0], x[:, :, :0])
     cache.append(x, x)
     largest = float(np.abs(engine.get(x).astype(np.float32)).max())
-    np.testing.assert_allclose(engine.get(cache.keys().scale), 448 / (HEADROOM * largest), rtol=1e-6)
+    np.testing.assert_allclose(engine.get(cache.values().scale), 448 / (HEADROOM * largest), rtol=1e-6)
+    assert (engine.get(cache.keys().scale) != engine.get(cache.values().scale)) == rotated
 
 
 #: Query heads, and Hkv; queries of each step; the options.

@@ -256,6 +256,8 @@ BAD = {
     "scores": (lambda x: dot_product_attention_scores(x, x), "both must be \\(d, nheads, len, B\\)"),
     "dims": (lambda x: make_causal_mask(x, dims=0), "dims is 0; x has 3 dimensions, counted from 1"),
     "lengths": (lambda x: make_padding_mask(x[0, 0], 3), "it must be \\(B,\\) integers"),
+    "keys": (lambda x: make_padding_mask(np.array([1, 2]), 2.5), "kv_len is 2.5; it must be a number of keys"),  # type: ignore[arg-type]
+    "fewer_keys": (lambda x: make_padding_mask(np.array([1, 2]), -1), "kv_len is -1; .* 0 or more"),
     "mask": (
         lambda x: dot_product_attention(x, x, x, mask=make_causal_mask(x, dims=1)),
         "the mask has 4 keys and 4 queries; there are 3",
@@ -291,6 +293,8 @@ def test_mismatched_shapes_raise(name):
         dot_product_attention_scores(np.zeros((4, 1, 3, 1), "f4"), np.zeros((4, 1, 3, 1)))
     with pytest.raises(TypeError, match="k is a list; pass an array"):
         dot_product_attention(np.zeros((4, 3)), [[0.0]], np.zeros((4, 3)))
+    with pytest.raises(TypeError, match="the result of fdrop is a NoneType; pass an array"):
+        dot_product_attention(*[np.zeros((4, 3))] * 3, fdrop=lambda alpha: None)
     with pytest.raises(TypeError, match=r"nheads is 2\.0; it must be an integer"):
         dot_product_attention(*[np.zeros((4, 3))] * 3, nheads=2.0)
     with pytest.raises(TypeError, match="q is int64; attention supports"):

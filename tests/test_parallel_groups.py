@@ -221,6 +221,30 @@ def test_known_calls_that_differ_raise_on_every_member(kind, changed, method, re
     assert all("different shapes or options" in text for text in caught)
 
 
+def test_a_call_that_raised_before_its_first_exchange_leaves_no_checksum(monkeypatch):
+    """One member's call raises, and the others do not make it: the next exchange of all members is compared with nothing."""
+    together = threading.Barrier(2)
+
+    def member(own):
+        cp = context_parallel(own, method="ring")
+        x = np.ones((4, 2, 8, 1), order="F")
+        cp.attention(x, x, x)
+        cp.unshard(x)
+        together.wait(20)
+        if own.rank == 0:
+            with monkeypatch.context() as patch:
+                patch.setattr(cp._channel, "start", raised)
+                with pytest.raises(MemoryError):
+                    cp.attention(x, x, x)
+        together.wait(20)
+        assert cp.unshard(x).shape == (4, 2, 16, 1)
+
+    def raised(*given):
+        raise MemoryError
+
+    run_threads(Loopback(2, timeout=20).members, member)
+
+
 class Rendezvous:
     """A minimal group: blocking sends that wait until the message is received."""
 

@@ -175,12 +175,14 @@ INVALID = {
     "int64": ({"seq_lens_kv": np.full(2, 9)}, TypeError, "seq_lens_kv is int64; it must be int32"),
     "part_of_a_page": ({"shared_prefix": 3}, ValueError, "shared_prefix is 3; .*multiple of the page size 4 from 0 to 16"),
     "too_long": ({"shared_prefix": 20}, ValueError, "from 0 to 16"),
+    "short": ({"shared_prefix": 8, "seq_lens_kv": np.array([9, 7], np.int32)}, ValueError, "shared_prefix is 8, and seq_lens_kv of sequence 1 is 7"),
+    "other_pages": ({"page_table": np.array([[0, 1]] * 4, np.int32)}, ValueError, r"sequence 1 begins with the pages \[1\], others with \[0\]"),
     "not_a_number": ({"shared_prefix": 4.0}, TypeError, "shared_prefix is 4.0"),
     "window": ({"window": (3, 0)}, ValueError, "window is passed"),
     "bias": ({"bias": zeros(16, 1, 1, 1)}, ValueError, "bias is passed"),
     "lengths": ({"seq_lens_q": np.ones(2, np.int32)}, ValueError, "seq_lens_q is passed"),
     "top_left": ({"causal": True}, ValueError, "causal is True; .*'bottom_right'"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", INVALID)

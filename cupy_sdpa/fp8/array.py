@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import numbers
+import types
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from . import kernels
 
 #: The dtypes that :meth:`Fp8Array.dequantize` gives.
 _DTYPES = ("float16", "bfloat16", "float32")
+#: Indices of these types give a view.
+_BASIC = (slice, numbers.Integral, types.NoneType, types.EllipsisType)
 
 
 class Fp8Array:
@@ -25,8 +28,9 @@ class Fp8Array:
 
     Args:
         data: the elements: a numpy array of dtype ``ml_dtypes.float8_e4m3fn`` or ``float8_e5m2``, or a CuPy array of uint8.
-        descale: d, a number or a float32 array ``(1,)`` in the same memory as ``data``. Default: ``1 / scale``.
-        scale: 1/d, a number or such an array. Default: ``1 / descale``, computed when it is needed.
+        descale: d, a number or a float32 array ``(1,)`` in the same memory as ``data``. Default: ``1 / scale``. An array is
+            kept, not copied: if it changes, so do the values, also those of outputs with the factor of v.
+        scale: 1/d, a number or such an array. Default: ``1 / descale``; of an array it is computed in every call that needs it.
         dtype: the dtype of the elements of a CuPy array, ``"float8_e4m3fn"`` (3 bits of mantissa, up to 448) or
             ``"float8_e5m2"`` (2 bits, up to 57344). Default ``"float8_e4m3fn"``.
         rotated: whether head_dim was rotated, see :func:`quantize`. Default False.
@@ -79,22 +83,35 @@ class Fp8Array:
         self.data, self.dtype, self.rotated, self.axis = data, dtype, rotated, axis
         #: The array of both factors, and their places; they become arrays when they are needed.
         self._factors: tuple[Any, int, int] | None = None
-        self._descale: Any = None if descale is None else factor("descale", descale, data)
-        self._scale: Any = None if scale is None else factor("scale", scale, data)
+        given = {"descale": descale, "scale": scale}
+        factors: Any = {name: None if x is None else factor(name, x, data) for name, x in given.items()}
+        for name, other in (("descale", "scale"), ("scale", "descale")):
+            if given[other] is None and factors[name] is not given[name]:
+                factors[other] = 1 / factors[name]  # of a number the inverse is a constant
+        self._descale, self._scale = factors["descale"], factors["scale"]
+        self._reciprocal: Any = None
 
     @property
     def descale(self) -> Any:
         """The factor of the elements, float32 ``(1,)``."""
-        if self._descale is None:
-            self._descale = 1 / self._scale if self._factors is None else one_of(*self._factors[::2])
-        return self._descale
+        if self._descale is None and self._factors is not None:
+            self._descale = one_of(*self._factors[::2])
+        return self._inverse(self._scale) if self._descale is None else self._descale
 
     @property
     def scale(self) -> Any:
         """The inverse of the factor, float32 ``(1,)``."""
-        if self._scale is None:
-            self._scale = 1 / self._descale if self._factors is None else one_of(*self._factors[:2])
-        return self._scale
+        if self._scale is None and self._factors is not None:
+            self._scale = one_of(*self._factors[:2])
+        return self._inverse(self._descale) if self._scale is None else self._scale
+
+    def _inverse(self, factor: Any) -> Any:
+        """The inverse of a factor, which may have changed, in an array that is kept: captured graphs contain its address."""
+        if self._reciprocal is None:
+            self._reciprocal = factor.copy()
+        self._reciprocal[...] = 1
+        self._reciprocal /= factor
+        return self._reciprocal
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -124,8 +141,7 @@ class Fp8Array:
     def transpose(self, *axes: int) -> Fp8Array:
         """A view with the dimensions in another order."""
         axis = axes.index(self.axis) if self.rotated else 0
-        data = self.data.transpose(axes)
-        return made(data, self.descale, self._scale, self.dtype, rotated=self.rotated, axis=axis)
+        return self._view(self.data.transpose(axes), axis)
 
     def __getitem__(self, index: Any) -> Fp8Array:
         """A view of some elements with the same factor, such as ``k[:, :, :100]``; a rotated array needs all of head_dim.
@@ -135,9 +151,17 @@ class Fp8Array:
         """
         data, axis = self.data[index], self.axis
         kept = data.shape[axis : axis + 1] == self.shape[axis : axis + 1] and (axis == 0 or data.ndim == self.ndim)
+        if kept and data.size and all(isinstance(x, _BASIC) for x in (index if isinstance(index, tuple) else (index,))):
+            kept = data.strides[axis] == self.strides[axis]  # it may be another axis of this length, or in reverse order
         if self.rotated and not kept:
             raise ValueError(f"the index {index!r} selects a part of head_dim, which was rotated: dequantize first")
-        return made(data, self.descale, self._scale, self.dtype, rotated=self.rotated, axis=axis)
+        return self._view(data, axis)
+
+    def _view(self, data: Any, axis: int) -> Fp8Array:
+        """An array with the factors of this one."""
+        view = made(data, self._descale, self._scale, self.dtype, rotated=self.rotated, axis=axis)
+        view._factors = self._factors
+        return view
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         """Refuse a conversion without the factor.
@@ -170,15 +194,18 @@ class Fp8Array:
         if data.shape[0] % kernels.UNIT:
             raise ValueError(f"the head_dim is {data.shape[0]}; on the GPU it must be a multiple of {kernels.UNIT}")
         with cupy_runtime.on_device_of(data):
-            source = cupy_runtime.cupy().asfortranarray(data)
+            source = data
+            if not data.flags.f_contiguous or data.data.ptr % kernels.UNIT:  # the kernel reads units of 8 bytes
+                source = cupy_runtime.temporary(data, data.shape, data.dtype)
+                source[...] = data
             target = cupy_runtime.new_result(source, source.shape, numpy_dtype(name))
             kernels.dequantize(source, target, self.descale, rotation, self.dtype)
         return target.transpose(back)
 
     def _memory_order(self) -> tuple[int, ...]:
-        """The axes with increasing strides; that of head_dim of a rotated array first."""
-        strides = self.data.strides
-        return tuple(sorted(range(self.ndim), key=lambda axis: (self.rotated and axis != self.axis, strides[axis], axis)))
+        """The axes with increasing strides; that of head_dim of a rotated array first, those without a stride last."""
+        strides = [abs(stride) if n > 1 else 0 for n, stride in zip(self.shape, self.data.strides, strict=True)]
+        return tuple(sorted(range(self.ndim), key=lambda i: (self.rotated and i != self.axis, not strides[i], strides[i], i)))
 
     def __repr__(self) -> str:
         return f"<Fp8Array {self.dtype} {self.shape}{', rotated' if self.rotated else ''}>"
@@ -188,7 +215,7 @@ def made(data: Any, descale: Any, scale: Any, dtype: str, *, rotated: bool = Fal
     """An FP8 array of parts that are known to be valid; one of the factors may be None."""
     array = Fp8Array.__new__(Fp8Array)
     array.data, array.dtype, array.rotated, array._descale, array._scale = data, dtype, rotated, descale, scale
-    array.axis, array._factors = axis, None
+    array.axis, array._factors, array._reciprocal = axis, None, None
     return array
 
 
@@ -250,5 +277,5 @@ def rotate(x: Any, rotation: int) -> Any:
     """A float32 numpy array with parts of the first axis multiplied by a Hadamard matrix."""
     if rotation == 1:
         return x
-    parts = x.reshape((rotation, -1, *x.shape[1:]), order="F")
+    parts = x.reshape((rotation, len(x) // rotation, *x.shape[1:]), order="F")
     return np.tensordot(_hadamard(rotation), parts, 1).reshape(x.shape, order="F")

@@ -105,7 +105,7 @@ _prepared: dict[Any, PreparedConversion] = {}
 def key_of(arrays: Sequence[Any], dtype: str, rotations: Sequence[bool], lengths: Sequence[Any], layout: str | None) -> Any:
     """What a conversion depends on besides the addresses."""
     given = [(type(x), x.dtype, x.shape, x.strides) for x in arrays]
-    sizes = [None if n is None else (type(n), n.dtype, n.shape, n.strides) for n in lengths]
+    sizes = [(type(n), n.dtype, n.shape, n.strides) if hasattr(n, "strides") else type(n) for n in lengths]
     return dtype, layout, *rotations, *given, *sizes
 
 

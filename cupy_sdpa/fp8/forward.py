@@ -8,7 +8,7 @@ from typing import Any, Literal, Unpack, overload
 import numpy as np
 
 from .._typing import Array
-from ..arrays.argument import Typed
+from ..arrays.argument import Typed, arrays_on_gpu, read_array
 from ..arrays.conversion import OUTPUTS
 from ..arrays.layouts import other_layout, results_in, to_own
 from ..calls.arguments import read_forward
@@ -101,12 +101,17 @@ def attention(
         _record(q, k, v, stats, options, return_stats, out_dtype)
     results = run_cached(kind, tuple(arrays.values()), options)
     if results is None:
+        if not return_amax:
+            _drop_amax(arrays)
         results = _run(kind, arrays, options, _read(q, arrays, options, return_stats, out_dtype))
     *results, amax = results
     if layout := other_layout(options):
         results = results_in(layout, OUTPUTS, results, {"stats": stats}, options)
     if out_dtype is None:
-        results[0] = made(results[0], v.descale if out_scale is None else None, arrays["scale_out"], q.dtype)
+        scale = arrays["scale_out"]
+        if hasattr(out_scale, "dtype"):  # the caller may change the array
+            scale = scale.copy()
+        results[0] = made(results[0], v.descale if out_scale is None else None, scale, q.dtype)
     results += [amax] if return_amax else []
     return tuple(results) if len(results) > 1 else results[0]
 
@@ -152,6 +157,8 @@ def _convert_and_attend(q: Any, k: Any, v: Any, options: Any, return_stats: Any,
         if recorder.active:
             _record(converted, k, v, stats, options, return_stats, name)
         results = run_cached(kind, tuple(arrays.values()), options)
+        if results is None:
+            _drop_amax(arrays)
         if results is None and _writes_out(call := _read(converted, arrays, options, return_stats, name)):
             results = _run(kind, arrays, options, call)
         if results is not None:
@@ -159,30 +166,50 @@ def _convert_and_attend(q: Any, k: Any, v: Any, options: Any, return_stats: Any,
             if own := other_layout(options):
                 results = results_in(own, OUTPUTS, results, {"out": out, "stats": stats}, options)
             return tuple(results) if len(results) > 1 else results[0]
-    result, stats = attention_in_dtype(converted, k, v, name, return_stats=return_stats, stats=stats, options=options)
+    if out is not None:
+        _check_out(out, q, v, other_layout(options))
+    given = {"return_stats": return_stats, "stats": stats, "options": options}
+    result, *others = attention_in_dtype(converted, k, v, name, temporary=out is not None, **given)
     if out is not None:
         out[...] = result
         result = out
-    return (result, stats) if stats is not None else result
+    return (result, *others) if others else result
 
 
 def attention_in_dtype(
-    q: Fp8Array, k: Fp8Array, v: Fp8Array, name: str, *, return_stats: Any, stats: Any, options: Any
-) -> tuple[Any, Any]:
-    """:func:`attention` whose output is converted to float16, bfloat16 or float32.
+    q: Fp8Array, k: Fp8Array, v: Fp8Array, name: str, *, return_stats: Any, stats: Any, options: Any, temporary: bool = False
+) -> list[Any]:
+    """:func:`attention` whose output is converted to float16, bfloat16 or float32; the output and the requested statistics.
 
-    Returns:
-        The output, and the log-sum-exp or None.
+    Args:
+        q, k, v, return_stats, stats, options: of the call.
+        name: the dtype.
+        temporary: whether the output is used within a call only, see :func:`.cupy_runtime.temporary_results`.
     """
-    if return_stats is True and stats is None and len(q.shape) == 4:
+    if return_stats is True and stats is None:
         layout = other_layout(options)
-        _, heads, queries, batch = (to_own("q", q.data, layout) if layout else q).shape
-        stats = cupy_runtime.new_result(q.data, (queries, heads, batch), np.dtype(np.float32))
+        _, heads, queries, *batch = (to_own("q", q.data, layout) if layout else q).shape
+        rows = (queries, heads, *batch) if batch else (heads, queries)
+        stats = cupy_runtime.new_result(q.data, rows, np.dtype(np.float32))
         stats = stats.T if layout else stats
     with cupy_runtime.temporary_results():
         out = attention(q, k, v, return_stats=return_stats, stats=stats, **options)
     out, *others = out if isinstance(out, tuple) else (out,)
-    return out.dequantize(name), others[0] if others else None
+    with cupy_runtime.temporary_results() if temporary else contextlib.nullcontext():
+        return [out.dequantize(name), *others]
+
+
+def _check_out(out: Any, q: Any, v: Fp8Array, layout: str | None) -> None:
+    """Check an array for an output that is computed in FP8 and converted.
+
+    Raises:
+        TypeError, ValueError: it is not an array on q's engine, of q's dtype and of the shape of the output.
+    """
+    arrays_on_gpu([read_array(name, array) for name, array in (("q", q), ("out", out))])
+    if out.dtype != q.dtype:
+        raise TypeError(f"out is {dtype_name(out.dtype)}; it must be {dtype_name(q.dtype)}, the dtype of q")
+    if out.shape != (shape := (*q.shape[:-1], v.shape[-1]) if layout else (v.shape[0], *q.shape[1:])):
+        raise ValueError(f"out has shape {out.shape}; it must be {shape}")
 
 
 def _dtype_of(q: Any) -> str:
@@ -261,6 +288,12 @@ def _check_axes(q: Fp8Array, k: Fp8Array, options: Mapping[str, Any]) -> None:
                 f"{name} was rotated along axis {x.axis}, and with layout={layout!r} head_dim is axis {head_dim}: pass "
                 "the layout of the arrays to both, cupy_sdpa.fp8.quantize and attention"
             )
+
+
+def _drop_amax(arrays: dict[str, Any]) -> None:
+    """Let the largest magnitude of the output, which is not returned, be memory of the CUDA graph that is being captured."""
+    if cupy_runtime.is_array(arrays["q"]) and cupy_runtime.capturing():
+        arrays["amax_out"] = cupy_runtime.empty((1,), np.dtype(np.float32))
 
 
 def _read(q: Fp8Array, arrays: dict[str, Any], options: Any, return_stats: Any, out_dtype: str | None) -> Call:

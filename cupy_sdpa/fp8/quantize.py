@@ -93,7 +93,7 @@ def quantize_all(
             prepared = current.prepare(own, dtype, parts, lengths, other)
         current.keep(key, prepared)
     with cupy_runtime.on_device_of(arrays[0]):
-        return prepared.run(arrays, [n if n is None or n.flags.c_contiguous else n.copy() for n in lengths])
+        return prepared.run(arrays, [_contiguous(n) for n in lengths])
 
 
 def quantize_qkv(
@@ -130,7 +130,7 @@ def quantize_qkv(
 <Fp8Array float8_e4m3fn (16, 2, 5, 1)>)
     """
     for name, x in (("k", k), ("v", v)):
-        if type(x) is not type(q) or x.dtype != q.dtype:
+        if type(x) is not type(q) or getattr(x, "dtype", None) != getattr(q, "dtype", None):
             kinds = [f"{type(y).__module__} {getattr(y, 'dtype', '')}" for y in (x, q)]
             raise TypeError(f"{name} is {kinds[0]} and q is {kinds[1]}; q, k and v must be arrays of one kind and dtype")
     results = quantize_all([q, k, v], dtype, [rotate, rotate, False], [seq_lens_q, seq_lens_kv, seq_lens_kv], layout)
@@ -217,7 +217,7 @@ class DelayedScaling:
         self._check_engine(amax)
         amax = factor("amax", amax, self._state)
         if not cupy_runtime.is_array(amax):
-            self._advance(amax[0])
+            self._advance(np.abs(amax[0]))
             return
         with cupy_runtime.on_device_of(amax):
             kernels.update(self._state, amax, self.dtype)
@@ -267,6 +267,8 @@ def _check(x: Any, lengths: Any) -> None:
         )
     if lengths is None:
         return
+    if not hasattr(lengths, "shape"):
+        raise TypeError(f"lengths is {lengths!r}; it must be an int32 array (B,)")
     if len(x.shape) != 4 or lengths.shape != x.shape[3:] or dtype_name(lengths.dtype) != "int32":
         raise ValueError(
             f"lengths is {dtype_name(lengths.dtype)} {lengths.shape} and x has shape {x.shape}; lengths must be int32 (B,), "
@@ -280,9 +282,16 @@ def _conversion(x: Any, rotation: int, lengths: Any) -> kernels.Conversion:
     """The conversion of an array on the GPU, with new results."""
     target = cupy_runtime.new_result(x, tuple(x.shape), np.dtype(np.uint8))
     factors = cupy_runtime.new_result(x, (2 * kernels.FACTOR_STEP,), np.dtype(np.float32))
-    if lengths is not None and not lengths.flags.c_contiguous:
-        lengths = lengths.copy()
-    return kernels.Conversion(x, target, factors, rotation, lengths)
+    return kernels.Conversion(x, target, factors, rotation, _contiguous(lengths))
+
+
+def _contiguous(lengths: Any) -> Any:
+    """Lengths that are contiguous in memory, or None."""
+    if lengths is None or lengths.flags.c_contiguous:
+        return lengths
+    copy = cupy_runtime.temporary(lengths, lengths.shape, lengths.dtype)
+    copy[...] = lengths
+    return copy
 
 
 def _result(conversion: kernels.Conversion, dtype: str) -> Fp8Array:

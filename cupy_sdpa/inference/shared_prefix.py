@@ -48,7 +48,7 @@ def shared_prefix_attention(
         k, v: pages, as for :func:`cupy_sdpa.attention`.
         shared_prefix: the number of keys that all sequences share, a multiple of the page size: the first entries of all
             columns of ``page_table`` are the same. :meth:`cupy_sdpa.KVCache.shared_prefix` returns it. Every sequence has these
-            keys.
+            keys; the output of a sequence without any keys is not 0, but undefined. On the CPU this is checked.
         return_stats: also return the log-sum-exp, float32 ``(Sq, Hq, B)``. Default False.
         out: array ``(Dv, Hq, Sq, B)`` to write the output into. Default None: a new array.
         options: ``page_table`` and ``seq_lens_kv``, which includes the prefix; ``scale``, ``softcap``, ``sinks``,
@@ -82,6 +82,8 @@ def shared_prefix_attention(
     }
     _check(k, shared_prefix, options)
     pages = shared_prefix // k.shape[2]
+    if isinstance(table, np.ndarray) and isinstance(lengths, np.ndarray):
+        _check_pages(table, lengths, int(shared_prefix), pages)
     if not pages or not q.shape[3]:
         return attention(q, k, v, return_stats=return_stats, out=out, **options)
     with cupy_runtime.device_context(q):
@@ -191,3 +193,25 @@ def _check(k: Array, shared_prefix: int, options: Options) -> None:
             raise ValueError(f"{name} is passed, which shared_prefix_attention does not support: use cupy_sdpa.attention")
     if not is_one_of(options.get("causal"), (None, False, "bottom_right")):
         raise ValueError(f"causal is {options.get('causal')!r}; with a shared prefix it must be 'bottom_right' or False")
+
+
+def _check_pages(table: Any, lengths: Any, shared_prefix: int, pages: int) -> None:
+    """Check that all sequences with keys begin with the pages of the prefix, on the CPU only: reading them would synchronize.
+
+    Raises:
+        ValueError: a sequence does not.
+    """
+    first = None
+    for b in np.flatnonzero(lengths) if table.ndim == 2 and table.shape[1:] == lengths.shape else ():
+        if lengths[b] < shared_prefix:
+            raise ValueError(
+                f"shared_prefix is {shared_prefix}, and seq_lens_kv of sequence {b} is {lengths[b]}: every sequence must have "
+                "the keys of the prefix"
+            )
+        own = table[:pages, b]
+        first = own if first is None else first
+        if (own != first).any():
+            raise ValueError(
+                f"shared_prefix is {shared_prefix}, {pages} pages, and sequence {b} begins with the pages {own.tolist()}, "
+                f"others with {first.tolist()}: they must be the same, see KVCache.shared_prefix"
+            )

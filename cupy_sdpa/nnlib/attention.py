@@ -69,6 +69,7 @@ def dot_product_attention(
     if fdrop is not None:
         weights = dot_product_attention_scores(q4, k4, bias, fdrop=fdrop, mask=mask)
         full = (k.shape[1], q.shape[1], nheads, q4.shape[3])
+        check_array("the result of fdrop", weights)
         if weights.shape != full:
             raise ValueError(f"fdrop returned shape {weights.shape} for alpha of shape {full}; it must keep the shape")
         y = weighted_sum(weights, v4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import numbers
 from typing import Any
 
 import numpy as np
@@ -115,4 +116,6 @@ def make_padding_mask(lengths: Any, kv_len: int) -> Mask:
     check_array("lengths", lengths)
     if len(lengths.shape) != 1 or lengths.dtype.kind not in "iu":
         raise ValueError(f"lengths has shape {lengths.shape} and dtype {lengths.dtype}; it must be (B,) integers")
+    if not isinstance(kv_len, numbers.Integral) or kv_len < 0:
+        raise ValueError(f"kv_len is {kv_len!r}; it must be a number of keys, 0 or more")
     return Mask(cupy_runtime.array_module(lengths), kv_len, 1, lengths=lengths.clip(0, kv_len).astype(np.int32))

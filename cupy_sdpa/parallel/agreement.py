@@ -69,6 +69,7 @@ class Agreement:
             GroupError: a member failed.
         """
         self._channel.check()
+        self._channel.begin(None)
         key = key_of(arrays, options, method, seqlens, *outputs.items())
         found = None if key is None else self._known.get(key)
         if found is None:
@@ -84,6 +85,7 @@ class Agreement:
 
     def compare_once(self, text: str, like: Any, error: Exception | None) -> None:
         """Compare a text that was not compared before, and raise this member's error, if there is one."""
+        self._channel.begin(None)
         if error or text not in self._known:
             self._compare(text, like, error)
             self._remember(text, None)

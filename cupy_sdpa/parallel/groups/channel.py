@@ -117,8 +117,8 @@ class Channel:
         self._tag: int | None = None
         self._failed: Any = None  # one int32 of the host, other than 0 if a tag was different
 
-    def begin(self, tag: int) -> None:
-        """Begin a call; its next exchange compares the tag."""
+    def begin(self, tag: int | None) -> None:
+        """Begin a call; its first exchange compares the tag. None for no tag, also not that of an earlier call that raised."""
         self._tag = tag
 
     def check(self) -> None:
