@@ -56,6 +56,9 @@ BUGS = {
         engine="gpu", dtype="bfloat16", d=16, dv=16, sq=3, skv=1, backward=True,
         options={"bias": ("1111", "bfloat16", "normal"), "sinks": "high", "bucket": 128},
     ),
+    "a block mask without batch entries": Case(
+        engine="gpu", dtype="bfloat16", d=16, dv=16, hq=2, sq=1, skv=130, b=0, options={"block_mask": ("blocks", "kq1b")},
+    ),
 }  # fmt: skip
 
 
