@@ -42,13 +42,14 @@ def test_paged_problems_of_the_gpu(number, fake, monkeypatch):
 
 
 @pytest.mark.parametrize("lengths", [None, (1, 1)], ids=["any lengths", "one query and key"])
-@pytest.mark.parametrize("number", range(60))
-def test_problems_of_the_gpu(number, lengths, fake, monkeypatch):
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(2, 22))])
+def test_problems_of_the_gpu(seed, lengths, fake, monkeypatch):
     """Problems with any options as they are drawn for a GPU, with smaller sizes; none fails."""
     monkeypatch.setitem(drawing.LIMITS, "gpu", Limits(20_000, 60_000))
-    case = drawing.draw(1, number, "gpu", lengths)
-    outcome = execute(case)
-    assert outcome.kind in ("passed", "refused"), f"{outcome.message}\n{case!r}"
+    for number in range(60):
+        case = drawing.draw(seed, number, "gpu", lengths)
+        outcome = execute(case)
+        assert outcome.kind in ("passed", "refused"), f"{outcome.message}\n{case!r}"
 
 
 BUGS = {

@@ -399,7 +399,7 @@ def _reduction(operation: Operation, given: dict[str, Value]) -> Value:
     total = array.sum(axis=axes, keepdims=True, dtype=np.float32)
     if _is_of_sinks(operation, n):
         total = -total  # cuDNN negates it
-    return Value(total, x.rows if dims[2:] == (m, 1) else None, total=True)
+    return Value(total, x.rows if (dims[0], *dims[2:]) == (b, m, 1) else None, total=True)
 
 
 def _is_of_sinks(operation: Operation, columns: int) -> bool:
