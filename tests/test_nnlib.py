@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 from cases import as_float
+from test_shared_prefix import captured
 
-from cupy_sdpa import layout, reference
+from cupy_sdpa import get_plan_cache, layout, reference
+from cupy_sdpa._cudnn.library import library
 from cupy_sdpa.nnlib import attention as nnlib_attention
 from cupy_sdpa.nnlib import (
     dot_product_attention,
@@ -219,6 +221,23 @@ def test_computed_in_another_dtype():
     assert 0 < abs(y - exact).max() < 2e-2
     _, pullback = dot_product_attention_vjp(x, x, x, compute_dtype="bfloat16")
     assert {g.dtype for g in pullback(y)[:3]} == {np.dtype("f4")}
+
+
+@pytest.mark.parametrize("pass_", ["forward", "both"])
+def test_captured_in_another_dtype(pass_, fake):
+    """The copies in the other dtype belong to the CUDA graph, whose launches change no other memory."""
+    x = fake.asarray(rand(np, 16, 6, 2))
+
+    def call():
+        if pass_ == "forward":
+            return (dot_product_attention(x, x, x, compute_dtype="bfloat16")[0],)
+        y, pullback = dot_product_attention_vjp(x, x, x, compute_dtype="bfloat16")
+        call.kept = pullback
+        return (y, *pullback(x)[:3])
+
+    captured(fake, call)
+    get_plan_cache().clear()
+    library().forget_plans()
 
 
 @pytest.mark.gpu

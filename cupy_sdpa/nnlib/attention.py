@@ -10,7 +10,6 @@ import numpy as np
 
 from ..attention import attention
 from ..device import cupy_runtime
-from ..problem.tensor_spec import numpy_dtype
 from ..vjp import attention_vjp
 from .arrays import check_array, fold, to_four_axes, unfold
 from .masks import Mask
@@ -47,7 +46,8 @@ def dot_product_attention(
         nheads: number of heads; divides the first dimension of q, k and v. Default 1.
         alpha: return the attention weights. They are computed separately, without the fused kernel; on an H200 that takes
             3.4 ms in addition to 0.09 ms for y (float16, 16 heads, head dim 64, 2048 queries and keys). Default False.
-        compute_dtype: the dtype to compute in, such as ``"bfloat16"``; y has q's dtype. Default None: q's dtype.
+        compute_dtype: ``"bfloat16"`` or ``"float16"``, in which float32 and float64 arrays are computed; y has q's dtype.
+            Default None: q's dtype.
 
     Returns:
         ``(y, alpha)``: ``(v_dim, q_len, batch...)``, and ``(kv_len, q_len, nheads, batch...)`` or None.
@@ -74,8 +74,7 @@ def dot_product_attention(
             raise ValueError(f"fdrop returned shape {weights.shape} for alpha of shape {full}; it must keep the shape")
         y = weighted_sum(weights, v4)
     else:
-        options = _mask_options(q4, k4, bias, mask)
-        y = attention(*_converted(compute_dtype, q4, k4, v4), **options).astype(q.dtype, copy=False)
+        y = attention(q4, k4, v4, **_mask_options(q4, k4, bias, mask), **_compute_options(compute_dtype, q))
         if alpha:
             weights = dot_product_attention_scores(q4, k4, bias, mask=mask)
     if not alpha:
@@ -102,19 +101,19 @@ def dot_product_attention_vjp(
     [(8, 5, 2), (8, 5, 2), (8, 5, 2)]
     """
     (q4, k4, v4), batch = _fold_all(q, k, v, nheads)
-    options = _mask_options(q4, k4, bias, mask)
+    options = _mask_options(q4, k4, bias, mask) | _compute_options(compute_dtype, q)
     shape = (v.shape[0], *q.shape[1:])
-    out, vjp = attention_vjp(*_converted(compute_dtype, q4, k4, v4), **options, return_dbias=bias is not None)
+    out, vjp = attention_vjp(q4, k4, v4, **options, return_dbias=bias is not None)
 
     def pullback(dy: Any) -> tuple[Any, ...]:
         check_array("dy", dy)
         if dy.shape != shape:
             raise ValueError(f"dy is {dy.shape}; it must be {shape}, the shape of y")
         dq, dk, dv, *dbias = vjp(fold(dy, nheads).astype(out.dtype, copy=False))
-        gradients = [unfold(g.astype(q.dtype, copy=False), batch) for g in (dq, dk, dv)]
+        gradients = [unfold(g, batch) for g in (dq, dk, dv)]
         return (*gradients, dbias[0].astype(bias.dtype, copy=False).reshape(bias.shape) if dbias else None)
 
-    return unfold(out.astype(q.dtype, copy=False), batch), pullback
+    return unfold(out, batch), pullback
 
 
 def _fold_all(q: Any, k: Any, v: Any, nheads: int) -> tuple[list[Any], tuple[int, ...]]:
@@ -134,19 +133,13 @@ def _fold_all(q: Any, k: Any, v: Any, nheads: int) -> tuple[list[Any], tuple[int
     return [fold(x, nheads) for x in (q, k, v)], batch
 
 
-def _converted(dtype: Any, q: Any, k: Any, v: Any) -> list[Any]:
-    """q, k and v in the dtype to compute in."""
-    if dtype is not None:
-        try:
-            kind = numpy_dtype(dtype) if isinstance(dtype, str) else np.dtype(dtype)
-        except TypeError:
-            raise TypeError(f"compute_dtype is {dtype!r}; it must be a dtype of attention, such as 'bfloat16'") from None
-        return [x.astype(kind, order="F", copy=False) for x in (q, k, v)]
-    if cupy_runtime.is_array(q) and q.dtype in (np.float32, np.float64):
+def _compute_options(dtype: Any, q: Any) -> dict[str, Any]:
+    """The dtype to compute in, as an option; none if it is q's dtype."""
+    if dtype is None and cupy_runtime.is_array(q) and q.dtype in (np.float32, np.float64):
         raise TypeError(
             f"q is {q.dtype}, which is not supported on a GPU: pass compute_dtype='bfloat16', or convert with .astype(...)"
         )
-    return [q, k, v]
+    return {} if dtype is None else {"compute_dtype": dtype}
 
 
 def _mask_options(q: Any, k: Any, bias: Any, mask: Any) -> dict[str, Any]:
