@@ -60,6 +60,13 @@ BUGS = {
     "a block mask without batch entries": Case(
         engine="gpu", dtype="bfloat16", d=16, dv=16, hq=2, sq=1, skv=130, b=0, options={"block_mask": ("blocks", "kq1b")},
     ),
+    "a block mask of heads, without heads": Case(
+        engine="gpu", dtype="float16", d=16, dv=16, hq=0, hkv=0, sq=1, skv=4, b=2, options={"block_mask": ("prefix", "kqh1")},
+    ),
+    "gradients with a block mask, without heads": Case(
+        engine="gpu", dtype="bfloat16", d=40, dv=40, hq=0, hkv=0, sq=7, skv=7, b=5, backward=True,
+        options={"sinks": "high", "block_mask": ("documents", "kq1b")}, seed=700425,
+    ),
 }  # fmt: skip
 
 

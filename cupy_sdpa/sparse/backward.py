@@ -250,7 +250,7 @@ def _blocks(arrays: Arrays, parts: Parts, deterministic: bool) -> None:
     """Copies of the blocks of rectangles as packed sequences, and sums of their gradients."""
     mask, sizes = parts.mask, parts.sizes
     copied = copied_blocks(mask, sizes, arrays.q)
-    if not copied.calls:
+    if not copied.calls or not sizes.hq:
         for result in arrays[6:]:
             result[...] = 0
         return

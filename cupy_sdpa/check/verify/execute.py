@@ -148,8 +148,8 @@ class CaseRunner:
         attends, case = self.data[0].attends, self.case
         if attends is None:
             return None
-        if case.b == 0:  # a block mask has at least one batch entry
-            attends = np.zeros((*attends.shape[:3], 1), bool)
+        if 0 in attends.shape[2:]:  # a block mask has at least one head and one batch entry
+            attends = np.zeros((*attends.shape[:2], 1, 1), bool)
         heads, entries = attends.shape[2] > 1, attends.shape[3] > 1
 
         def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any, attends: Any) -> Any:
