@@ -231,3 +231,38 @@ def test_widened_arrays_are_copies(tangents):
     wanted = cupy_sdpa.attention_jvp(q, k, v, **given)
     for one, other in zip(attention_jvp(q, k, v, widened=wide), wanted, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("name", ["q", "seq_lens_q", "seq_lens_kv", "page_table", "out", "stats"])
+@pytest.mark.parametrize("seed", range(3))
+def test_split_pages_with_strided_arrays(seed, name, fake):
+    """The kernels of split keys read rows of q and lengths without gaps; the other arrays have any strides."""
+    rng = np.random.default_rng(seed)
+    sq, batch = (1, 3, 5)[seed], 3
+    q, k, v = (rng.standard_normal(shape).astype("f2") for shape in ((16, 4, sq, batch), (16, 2, 16, 12), (8, 2, 16, 12)))
+    options = {
+        "page_table": rng.permutation(12).reshape(4, batch).astype("i4"),
+        "seq_lens_kv": rng.integers(sq, 65, batch).astype("i4"),
+        "seq_lens_q": rng.integers(1, sq + 1, batch).astype("i4"),
+    }
+    given = {"q": q, "out": np.full((8, *q.shape[1:]), np.nan, "f2"), "stats": np.full((sq, 4, batch), np.nan, "f4"), **options}
+    settings = {"causal": "bottom_right", "num_splits": 2}
+    wide = [np.asfortranarray(x.astype("f8")) for x in (q, k, v)]
+    expected = attention(*wide, **{n: np.asfortranarray(x) for n, x in options.items()}, **settings, return_stats=True)
+    for _ in range(2):
+        arrays = {of: fake.asarray(np.asfortranarray(x)) for of, x in given.items()}
+        repeated = fake.asarray(np.asfortranarray(np.repeat(given[name], 2, axis=0)))
+        arrays[name] = repeated[::2]
+        repeated[1::2] = -1
+        passed = {of: arrays[of] for of in options} | settings
+        attention(
+            arrays["q"],
+            fake.asarray(k, order="F"),
+            fake.asarray(v, order="F"),
+            out=arrays["out"],
+            stats=arrays["stats"],
+            **passed,
+        )
+        for of, wanted in zip(("out", "stats"), expected, strict=True):
+            np.testing.assert_allclose(arrays[of].get(), wanted, rtol=2e-2, atol=2e-2, err_msg=of)
+        assert (repeated[1::2].get() == -1).all()
