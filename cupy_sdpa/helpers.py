@@ -17,6 +17,7 @@ from .device import cupy_runtime
 from .device.merge import MAX_GROUPS, Parts
 from .device.merge import merge as merge_groups
 from .problem.problem import row_stats_shape
+from .problem.tensor_spec import check_writable, make_spec
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray  # slow to import
@@ -235,6 +236,7 @@ def _check_parts(outs: Sequence[Any], stats: Sequence[Any], sinks: Any, out: Any
             )
     if out is not None:
         result = others.pop()
+        check_writable(make_spec("out", result.signature))
         if not on_gpu and not out.flags.writeable:
             raise ValueError("out is read-only, but the result is written to it: pass a writable array")
         for other in (*parts, *rows, *others):

@@ -10,6 +10,7 @@ import pytest
 from cases import Case
 
 from cupy_sdpa import DiskCacheWarning, Unsupported, problem
+from cupy_sdpa.graph.attention_backward import backward
 from cupy_sdpa.graph.attention_forward import forward
 from cupy_sdpa.plans import plan, plan_file, planner
 from cupy_sdpa.plans.disk_cache import DiskCache
@@ -181,3 +182,18 @@ def test_the_key_depends_on_everything_that_a_plan_depends_on(monkeypatch):
             change(patch)
             keys[name] = planner.disk_cache_key(**usual)
     assert len(set(keys.values())) == len(keys) == 1 + len(ARGUMENTS) + len(DIFFERENT)
+
+
+@pytest.mark.usefixtures("cudnn")
+def test_a_limit_counts_scratch_memory_of_packed_sequences():
+    """Plans do not depend on the total length, but the memory of float32 gradients does, and a limit includes it."""
+
+    def keys(total):
+        starts = {"cu_seqlens_q": (3,), "cu_seqlens_kv": (3,), "max_seqlen_q": 64, "max_seqlen_kv": 64}
+        packed = problem((64, 2, total), (64, 2, total), (64, 2, total), dtype="float16", backward=True, **starts)
+        graph = backward(packed)
+        return [planner.disk_cache_key(graph, TARGET, None, limit) for limit in (None, 1 << 20)]
+
+    (usual, limited), (longer, longer_limited) = keys(64), keys(6400)
+    assert usual == longer
+    assert limited != longer_limited

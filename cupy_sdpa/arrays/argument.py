@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..device import cupy_runtime
-from ..problem.tensor_spec import Signature, dtype_name
+from ..problem.tensor_spec import Expected, Signature, check_spec, dtype_name, make_spec
 
 
 class Typed(NamedTuple):
@@ -95,6 +95,33 @@ def share_elements(a: Argument, b: Argument) -> bool:
         return False
     layouts = (a.array, b.array) if a.device is None else (np.asarray(_Layout(a)), np.asarray(_Layout(b)))
     return bool(np.shares_memory(*layouts))
+
+
+def check_results(results: Sequence[tuple[Any, Expected]], inputs: Mapping[str, Any]) -> None:
+    """Check arrays that the caller passed for results, if the call does not read them as arrays of its problem.
+
+    Args:
+        results: the arrays, which may be None, and what the call needs.
+        inputs: the other arrays by name, which may be None.
+
+    Raises:
+        TypeError, ValueError: a result has another type, device, dtype or shape, is read-only, or overlaps another array.
+    """
+    passed = [(read_array(expected.name, array), expected) for array, expected in results if array is not None]
+    if not passed:
+        return
+    arguments = [read_array(name, array) for name, array in inputs.items() if array is not None]
+    arguments += [result for result, _ in passed]
+    arrays_on_gpu(arguments)
+    for result, expected in passed:
+        check_spec(make_spec(result.name, result.signature), expected)
+        if result.device is None and not result.array.flags.writeable:
+            raise ValueError(f"{result.name} is read-only, but results are written to it: pass a writable array")
+        for other in arguments:
+            if other is not result and share_elements(result, other):
+                raise ValueError(
+                    f"{result.name} overlaps {other.name} in memory: results would overwrite it; pass a separate array"
+                )
 
 
 class _Layout:

@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 
 from ..device import cupy_runtime
+from ..problem.tensor_spec import Expected
 from . import compute, layouts
+from .argument import check_results
 from .libraries import Library, library_of, on_stream_of, sharing_stream
 
 #: Types of arrays that need no conversion without options: those of numpy and CuPy. They are added when they occur.
@@ -24,6 +26,11 @@ OWN_TYPES: set[type] = {np.ndarray}
 CONVERTING_OPTIONS = frozenset(("compute_dtype", "layout"))
 #: The names of the results of the forward pass, in the order in which they are returned.
 OUTPUTS = ("out", "stats", "max", "sum_exp")
+#: The shapes of the results that are converted, for messages.
+_LEGENDS = {
+    **dict.fromkeys(("out", "dout"), "the heads and lengths of q with the head dim of v"),
+    **{f"d{name}": f"the shape of {name}" for name in "qkv"},
+}
 #: Options that are computed by calls on parts of the arrays.
 _OF_PARTS = ("block_mask", "mask_mod")
 
@@ -96,10 +103,7 @@ class Conversion:
             return None
         if result and self._library is not None and not self._library.writable:
             raise TypeError(f"{name} is an array of {self._library.name}, which cannot be written to: omit {name}")
-        array = self._shared(name, array)
-        if self._layout is not None:
-            self._shapes |= layouts.shapes_of({name: array}, {})
-            array = layouts.to_own(name, array, self._layout)
+        array = self._own(name, array)
         if self._dtype is None or not compute.is_converted(name) or not hasattr(array, "dtype"):
             return array
         if array.dtype != self._own_dtype:
@@ -116,8 +120,7 @@ class Conversion:
         converted = self._dtype is not None and compute.is_converted(name)
         if target is not None:
             if converted:
-                own = self._shared(name, target)
-                compute.write(own if self._layout is None else layouts.to_own(name, own, self._layout), array)
+                compute.write(self._own(name, target), array)
             return target
         if converted:
             array = compute.cast(array, self._own_dtype, cupy_runtime.new_result)
@@ -153,6 +156,8 @@ class Conversion:
         """
         with self.stream():
             given = {name: self.into(name, array, result=name in results) for name, array in arrays.items()}
+            if self._dtype is not None:
+                self._check_results(arrays, results, inputs or [given[name] for name in "qkv"])
             if self._dtype is not None and self._device is not None and cupy_runtime.capturing():
                 given |= self._temporary_results(given, results, inputs)
             found = function(**given)
@@ -161,11 +166,26 @@ class Conversion:
             pairs = zip(results, found, strict=False)
             return tuple(self.back(name, array, arrays.get(name)) for name, array in pairs)
 
+    def _check_results(self, arrays: Mapping[str, Any], results: Sequence[str], inputs: Sequence[Any]) -> None:
+        """Check the caller's arrays for results that are converted: the call does not get them.
+
+        Args:
+            arrays, results: as for :meth:`run`.
+            inputs: q, k and v in the form of this package; others than arrays with these axes are refused by the call.
+        """
+        if all(getattr(x, "ndim", 0) in (3, 4) for x in inputs):
+            shapes, own = _result_shapes(*inputs), {name: self._own(name, x) for name, x in arrays.items() if x is not None}
+            written = [
+                (own.pop(name), Expected(name, shapes[name], str(self._own_dtype), _LEGENDS[name], writable=True))
+                for name in results
+                if name in own and name in shapes
+            ]
+            check_results(written, own)
+
     def _temporary_results(self, given: Mapping[str, Any], results: Sequence[str], inputs: Sequence[Any]) -> dict[str, Any]:
         """Memory for the results that are converted, which belongs to the CUDA graph that is being captured."""
         q, k, v = inputs or (given[name] for name in "qkv")
-        shape = (v.shape[0], *q.shape[1:])
-        shapes = {"out": shape, "dout": shape, "dq": q.shape, "dk": k.shape, "dv": v.shape}
+        shapes = _result_shapes(q, k, v)
         missing = [name for name in results if name in shapes and name in given and given[name] is None]
         return {name: cupy_runtime.temporary(q, shapes[name], q.dtype) for name in missing}
 
@@ -176,6 +196,14 @@ class Conversion:
             return {key: self._shared(f"tensors[{key!r}]", x) for key, x in value.items()}
         value = self._shared(name, value)
         return layouts.option_to_own(name, value, self._layout) if self._layout is not None else value
+
+    def _own(self, name: str, array: Any) -> Any:
+        """An array in the layout of this package; its dtype is not converted."""
+        array = self._shared(name, array)
+        if self._layout is None:
+            return array
+        self._shapes |= layouts.shapes_of({name: array}, {})
+        return layouts.to_own(name, array, self._layout)
 
     def _shared(self, name: str, array: Any) -> Any:
         """An array of the caller's library as a numpy or CuPy array; anything else is returned as it is."""
@@ -191,6 +219,12 @@ class Conversion:
 
     def _returned(self, array: Any) -> Any:
         return array if self._library is None else self._library.returned(array)
+
+
+def _result_shapes(q: Any, k: Any, v: Any) -> dict[str, tuple[int, ...]]:
+    """The shapes of the results that are converted."""
+    shape = (v.shape[0], *q.shape[1:])
+    return {"out": shape, "dout": shape, "dq": q.shape, "dk": k.shape, "dv": v.shape}
 
 
 def convert(

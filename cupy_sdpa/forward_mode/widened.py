@@ -64,7 +64,7 @@ def widen(
             return widen(**own, deterministic=deterministic, **conversion.options)
     form = read_form(q, k, v, (dq, dk, dv), None, options, deterministic=deterministic)
     with cupy_runtime.device_context(q):
-        return concatenated(form, (q, k, v), (dq, dk, dv), cupy_runtime.new_result)
+        return concatenated(form, (q, k, v), (dq, dk, dv), cupy_runtime.new_result, copied=True)
 
 
 def concatenated(
@@ -72,8 +72,16 @@ def concatenated(
     arrays: tuple[Any, Any, Any],
     tangents: tuple[Any, Any, Any],
     new: Callable[[Any, tuple[int, ...], Any], Any],
+    *,
+    copied: bool = False,
 ) -> Widened:
-    """Copy arrays and tangents; ``new(like, shape, dtype)`` creates an array in Fortran order."""
+    """Copy arrays and tangents.
+
+    Args:
+        form, arrays, tangents: of the derivative.
+        new: ``new(like, shape, dtype)`` creates an array in Fortran order.
+        copied: also copy an array that needs no other elements. Default False: it is used in place if possible.
+    """
     (q, k, v), (dq, dk, dv) = arrays, tangents
     wanted: list[Concatenation] = []
 
@@ -81,7 +89,7 @@ def concatenated(
         given = [part for part in parts if part is not None]
         missing = width - sum(part.width if isinstance(part, Constant) else part.shape[0] for part in given)
         first = next(part for part in given if not isinstance(part, Constant))
-        if len(given) == 1 and not missing and _is_dense(first):
+        if not copied and len(given) == 1 and not missing and _is_dense(first):
             return first
         target = new(first, (width, *first.shape[1:]), first.dtype)
         wanted.append(Concatenation(target, [*given, Constant(missing)] if missing else given))

@@ -11,6 +11,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from .._typing import Array
+from ..arrays.argument import check_results, read_array
 from ..attention import attention
 from ..calls.arguments import read_forward
 from ..calls.options import Options, is_one_of, takes_options
@@ -20,10 +21,14 @@ from ..fp8.array import Fp8Array
 from ..helpers import merge
 from ..problem.problem import OTHER_RESULTS
 from ..problem.split import MAX_ROWS
+from ..problem.tensor_spec import Expected, check_spec, dtype_name, make_spec
 
 #: The options that the parts do not take: queries see the whole prefix, so only masks after it are supported.
 _EXCLUDED = ("window", "cu_seqlens_q", "bias", "mask", "alibi_slopes", "score_mod", "mask_mod", "dropout_p", "seq_lens_q",
              "layout", "compute_dtype")  # fmt: skip
+
+#: The arrays of the options.
+_READ = ("page_table", "seq_lens_kv", "sinks")
 
 
 @takes_options
@@ -80,7 +85,7 @@ def shared_prefix_attention(
     parts: dict[str, Any] = {
         name: value for name, value in options.items() if name not in ("page_table", "seq_lens_kv", "sinks")
     }
-    _check(k, shared_prefix, options)
+    _check(q, k, shared_prefix, options)
     pages = shared_prefix // k.shape[2]
     if isinstance(table, np.ndarray) and isinstance(lengths, np.ndarray):
         _check_pages(table, lengths, int(shared_prefix), pages)
@@ -93,6 +98,12 @@ def shared_prefix_attention(
         whole = _prefix_length(lengths, int(shared_prefix))
         shared = {"page_table": table[:pages, :1], "seq_lens_kv": whole, **parts, "causal": False}
         merges_once = sq == 1 and not return_stats and cupy_runtime.is_array(q) and hq // k.shape[1] * b <= MAX_ROWS
+        if out is not None and not merges_once:
+            result = (
+                out,
+                Expected("out", (dv, hq, sq, b), dtype_name(q.dtype), "(Dv, Hq, Sq, B), the dtype of q", writable=True),
+            )
+            check_results([result], {"q": q, "k": k, "v": v, **{name: options.get(name) for name in _READ}})
         in_parallel = merges_once and cupy_runtime.capturing()
         with cupy_runtime.parallel_branch() if in_parallel else contextlib.nullcontext() as join:
             _write_lengths_after(lengths, int(shared_prefix), rest)
@@ -165,7 +176,7 @@ def _write_lengths_after(lengths: Any, prefix: int, rest: Any) -> None:
         np.maximum(lengths - np.int32(prefix), 0, out=rest)
 
 
-def _check(k: Array, shared_prefix: int, options: Options) -> None:
+def _check(q: Array, k: Array, shared_prefix: int, options: Options) -> None:
     """Check the prefix and the options.
 
     Raises:
@@ -180,8 +191,8 @@ def _check(k: Array, shared_prefix: int, options: Options) -> None:
         raise ValueError("shared_prefix_attention needs page_table and seq_lens_kv; dense arrays have no shared pages")
     if not isinstance(shared_prefix, numbers.Integral) or isinstance(shared_prefix, bool):
         raise TypeError(f"shared_prefix is {shared_prefix!r}; it must be a number of keys")
-    if (lengths := options["seq_lens_kv"]).dtype != np.dtype("int32"):
-        raise TypeError(f"seq_lens_kv is {lengths.dtype}; it must be int32: convert with .astype('int32')")
+    lengths = make_spec("seq_lens_kv", read_array("seq_lens_kv", options["seq_lens_kv"]).signature)
+    check_spec(lengths, Expected("seq_lens_kv", q.shape[3:], "int32", "(B,)"))
     page, width = k.shape[2], options["page_table"].shape[0]
     if not 0 <= shared_prefix <= page * width or (page and shared_prefix % page):
         raise ValueError(

@@ -151,9 +151,12 @@ def disk_cache_key(graph: Graph, target: Target, config: EngineConfig | None, li
     """The key of a plan in the disk cache: a digest of everything that the plan depends on.
 
     The digest covers the structure and the layouts of the graph. It also covers the version and the build of NVRTC, which
-    compiles the plan's kernel and is updated independently of cuDNN, or the fact that NVRTC is missing.
+    compiles the plan's kernel and is updated independently of cuDNN, or the fact that NVRTC is missing. With a limit it covers
+    the scratch memory, which counts towards the limit. For packed sequences its size depends on their total length, which is
+    not part of the graph's structure.
     """
-    parts = (library().build, str(nvrtc()), target.model, repr(graph), repr(config), repr(limit))
+    scratch = "" if limit is None else str(Scratch(graph).total_bytes(0))
+    parts = (library().build, str(nvrtc()), target.model, repr(graph), repr(config), repr(limit), scratch)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 

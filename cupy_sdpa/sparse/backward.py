@@ -18,7 +18,6 @@ from ..device import cupy_runtime
 from ..device.blocks import BLOCK
 from ..device.blocks.copies import copy_blocks, copy_stats
 from ..device.blocks.results import Sources, sum_blocks
-from ..problem.problem import row_stats_shape
 from . import method as methods
 from .entries import PackedCopies, Sizes, attends, packed_copies, rectangles, sources
 from .forward import (
@@ -83,14 +82,12 @@ def gradients_with_block_mask(
         return tuple(results)
     sizes = methods.check(q, k, v, mask, options)
     refuse_gradients(others)
-    shape = (v.shape[0], *q.shape[1:])
-    rows = row_stats_shape(q.shape)
-    for name, array, wanted in (("dout", dout, shape), ("out", out, shape), ("stats", stats, rows)):
-        if getattr(array, "shape", None) != wanted:
-            raise ValueError(f"{name} has shape {getattr(array, 'shape', None)}; it must be {wanted}")
-    if any(array is not None for array in (dq, dk, dv)):
-        passed = {f"d{name}": (dx, x.shape, x.dtype) for name, dx, x in (("q", dq, q), ("k", dk, k), ("v", dv, v))}
-        methods.check_results(passed, {"dout": dout, "q": q, "k": k, "v": v, "out": out, "stats": stats})
+    for name, array in (("dout", dout), ("out", out), ("stats", stats)):
+        if array is None:
+            raise TypeError(
+                f"{name} is None; the backward pass needs it: attention(..., return_stats=True) returns out and stats"
+            )
+    methods.check_arrays(dict(zip(_NAMES, arrays, strict=True)), options.get("sinks"), ("dq", "dk", "dv"))
     identities = function_identities(options)
     with cupy_runtime.device_context(q):
         parts_of(q, k, mask, sizes, options)  # checks the score function

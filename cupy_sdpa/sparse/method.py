@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from ..arrays.argument import read_array, share_elements
+from ..arrays.argument import arrays_on_gpu, check_results, read_array
 from ..device import cupy_runtime, driver
 from ..device.blocks import BLOCK
+from ..problem.problem import row_stats_shape
+from ..problem.tensor_spec import Expected, check_spec, dtype_name, make_spec
 from ..score_fn.expression import AXES
 from ..score_fn.tracer import trace
 from .entries import (
@@ -241,11 +243,7 @@ def check(q: Any, k: Any, v: Any, mask: Any, options: Mapping[str, Any]) -> Size
     for name, array in (("q", q), ("k", k), ("v", v)):
         if getattr(array, "ndim", 0) != 4:
             raise ValueError(f"{name} has shape {getattr(array, 'shape', None)}; with a block mask it must be (D, H, S, B)")
-        if cupy_runtime.is_array(array) and array.strides[0] != array.itemsize and array.size:
-            raise ValueError(
-                f"{name} has a stride of {array.strides[0]} bytes along head_dim; an element has {array.itemsize}: axis 0 must "
-                f"be contiguous. Copy it with cupy.asfortranarray({name})"
-            )
+        check_rows(name, array)
     (_, hq, sq, batch), (_, hkv, skv, _) = q.shape, k.shape
     if k.shape[1:] != v.shape[1:] or k.shape[3] != batch or q.shape[0] != k.shape[0] or not q.dtype == k.dtype == v.dtype:
         raise ValueError(
@@ -263,25 +261,50 @@ def check(q: Any, k: Any, v: Any, mask: Any, options: Mapping[str, Any]) -> Size
     return Sizes(hq, hkv, batch)
 
 
-def check_results(results: Mapping[str, tuple[Any, tuple[int, ...], Any]], inputs: Mapping[str, Any]) -> None:
-    """Check arrays that the caller passed for results.
+def check_arrays(arrays: Mapping[str, Any], sinks: Any, results: Sequence[str]) -> None:
+    """Check the arrays of a call whose q, k and v are checked: kernels read and write them without a problem.
 
     Args:
-        results: for each result the array or None, its shape and its dtype.
-        inputs: the other arrays.
+        arrays: the arrays by name; those that are None are not passed.
+        sinks: the option.
+        results: the names of the arrays that are written.
 
     Raises:
-        TypeError, ValueError: a result has another shape or dtype, is read-only, or overlaps another array.
+        TypeError, ValueError: an array has another type, device, dtype, shape or layout than the call needs, or a result is
+            read-only or overlaps another array.
     """
-    passed = {name: array for name, (array, _, _) in results.items() if array is not None}
-    for name, result in passed.items():
-        _, shape, dtype = results[name]
-        if result.shape != shape:
-            raise ValueError(f"{name} has shape {result.shape}; it must be {shape}")
-        if result.dtype != dtype:
-            raise TypeError(f"{name} is {result.dtype}; it must be {dtype}: allocate it with that dtype")
-        if isinstance(result, np.ndarray) and not result.flags.writeable:
-            raise ValueError(f"{name} is read-only, but results are written to it: pass a writable array")
-        for other_name, other in {**inputs, **passed}.items():
-            if other_name != name and share_elements(read_array(name, result), read_array(other_name, other)):
-                raise ValueError(f"{name} overlaps {other_name} in memory: results would overwrite it; pass a separate array")
+    q, k, v = (arrays[name] for name in "qkv")
+    own, shape = dtype_name(q.dtype), (v.shape[0], *q.shape[1:])
+    passed = {name: array for name, array in {**arrays, "sinks": sinks}.items() if array is not None}
+    arguments = {name: read_array(name, array) for name, array in passed.items()}
+    arrays_on_gpu(arguments.values())
+    row_dtype = "float32"
+    if "stats" in passed and "stats" not in results and own == "float64" == arguments["stats"].signature[0]:
+        row_dtype = own  # gradients of float64 arrays also take float64 statistics
+    needed = [
+        Expected("sinks", q.shape[1:2], "float32", "(Hq,)"),
+        Expected("stats", row_stats_shape(q.shape), row_dtype, "(Sq, Hq, B)"),
+        *(Expected(name, shape, own, "(Dv, Hq, Sq, B), the dtype of q") for name in ("dout", "out")),
+        *(Expected(f"d{name}", x.shape, own, f"the shape of {name}") for name, x in (("q", q), ("k", k), ("v", v))),
+    ]
+    needed = [one._replace(writable=one.name in results) for one in needed if one.name in passed]
+    for one in needed:
+        check_spec(make_spec(one.name, arguments[one.name].signature), one)
+        if one.name != "stats":
+            check_rows(one.name, passed[one.name])
+    written = [(passed[one.name], one) for one in needed if one.writable]
+    check_results(written, {name: array for name, array in passed.items() if name not in results})
+
+
+def check_rows(name: str, array: Any) -> None:
+    """Check that the first axis of an array of the GPU is contiguous: kernels access several elements at once.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if cupy_runtime.is_array(array) and array.strides[0] != array.itemsize and array.size and len(array) > 1:
+        axis = "head_dim" if array.ndim == 4 else "the heads"
+        raise ValueError(
+            f"{name} has a stride of {array.strides[0]} bytes along {axis}; an element has {array.itemsize}: axis 0 must be "
+            f"contiguous. Copy it with cupy.asfortranarray({name})"
+        )

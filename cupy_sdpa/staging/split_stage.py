@@ -38,8 +38,9 @@ class SplitStage:
         d, dv, hq, hkv, sq, _, b = problem.sizes
         staged, entries = queries_in_rows(problem), b * split.chunks
         rows = hq // hkv * staged
-        q, k, v, table = (arrays[name] for name in ("q", "k", "v", "page_table"))
-        keys = records.Keys(k, v, table, arrays["seq_lens_q"], arrays["seq_lens_kv"], problem.band)
+        k, v, table = (arrays[name] for name in ("k", "v", "page_table"))
+        q, self._lengths_q, lengths_kv = (_without_gaps(arrays[name]) for name in ("q", "seq_lens_q", "seq_lens_kv"))
+        keys = records.Keys(k, v, table, self._lengths_q, lengths_kv, problem.band)
         chunks = records.Chunks(
             rows=empty((d, staged, hq, entries), dtype),
             table=empty(engine_problem.page_table.shape, np.dtype(np.int32)),
@@ -78,7 +79,16 @@ class SplitStage:
         if self._problem.fp8:
             scale = arrays["scale_out"] if self._problem.scale_out else None
             factors = merge.Factors(self._problem.dtype, arrays["descale_v"], scale, arrays["amax_out"])
-        merge.merge(parts, arrays["out"], arrays.get("stats"), arrays.get("sinks"), arrays["seq_lens_q"], factors)
+        merge.merge(parts, arrays["out"], arrays.get("stats"), arrays.get("sinks"), self._lengths_q, factors)
+
+
+def _without_gaps(array: Any) -> Any:
+    """The array, or a copy if its first axis is not contiguous: the kernels read rows and lengths without gaps."""
+    if len(array) < 2 or array.strides[0] == array.itemsize:
+        return array
+    copy = empty(array.shape, array.dtype)
+    copy.T[...] = array.T
+    return copy
 
 
 def _by_rows(array: Any, rows: int) -> Any:
