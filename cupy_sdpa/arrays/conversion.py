@@ -156,7 +156,7 @@ class Conversion:
         """
         with self.stream():
             given = {name: self.into(name, array, result=name in results) for name, array in arrays.items()}
-            if self._dtype is not None:
+            if self._dtype is not None and any(arrays.get(name) is not None for name in results):
                 self._check_results(arrays, results, inputs or [given[name] for name in "qkv"])
             if self._dtype is not None and self._device is not None and cupy_runtime.capturing():
                 given |= self._temporary_results(given, results, inputs)
