@@ -257,6 +257,7 @@ def test_staging_is_captured(case, cupy):
         return out, stats, *attention_backward(dout, q, k, v, out, stats, **options, **more)
 
     call()
+    cupy.cuda.Device().synchronize()  # the arrays were created on another stream
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         held = [cupy.empty_like(x) for x in call()]
