@@ -250,6 +250,13 @@ def temporary(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     return empty(shape, dtype) if is_array(like) else np.empty(shape, dtype, order="F")
 
 
+def temporary_copy(array: Any) -> Any:
+    """A copy in Fortran order that is used within a call only, see :func:`temporary`."""
+    copy = temporary(array, array.shape, array.dtype)
+    copy.T[...] = array.T  # CuPy copies arrays in C order at memory speed, others much slower
+    return copy
+
+
 _temporary_results: ContextVar[bool] = ContextVar("temporary_results", default=False)
 
 

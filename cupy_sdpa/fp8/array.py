@@ -196,8 +196,7 @@ class Fp8Array:
         with cupy_runtime.on_device_of(data):
             source = data
             if not data.flags.f_contiguous or data.data.ptr % kernels.UNIT:  # the kernel reads units of 8 bytes
-                source = cupy_runtime.temporary(data, data.shape, data.dtype)
-                source[...] = data
+                source = cupy_runtime.temporary_copy(data)
             target = cupy_runtime.new_result(source, source.shape, numpy_dtype(name))
             kernels.dequantize(source, target, self.descale, rotation, self.dtype)
         return target.transpose(back)

@@ -289,9 +289,7 @@ def _contiguous(lengths: Any) -> Any:
     """Lengths that are contiguous in memory, or None."""
     if lengths is None or lengths.flags.c_contiguous:
         return lengths
-    copy = cupy_runtime.temporary(lengths, lengths.shape, lengths.dtype)
-    copy[...] = lengths
-    return copy
+    return cupy_runtime.temporary_copy(lengths)
 
 
 def _result(conversion: kernels.Conversion, dtype: str) -> Fp8Array:

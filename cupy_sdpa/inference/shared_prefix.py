@@ -27,7 +27,7 @@ from ..problem.tensor_spec import Expected, check_spec, dtype_name, make_spec
 _EXCLUDED = ("window", "cu_seqlens_q", "bias", "mask", "alibi_slopes", "score_mod", "mask_mod", "dropout_p", "seq_lens_q",
              "layout", "compute_dtype")  # fmt: skip
 
-#: The arrays of the options.
+#: The options that are arrays.
 _READ = ("page_table", "seq_lens_kv", "sinks")
 
 
@@ -122,10 +122,7 @@ def shared_prefix_attention(
 def _attend_as_one_entry(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[Any, Any]:
     """The output ``(Dv, Hq, Sq, B)`` and the log-sum-exp ``(Sq, Hq, B)`` of all queries as those of one batch entry."""
     (d, hq, sq, b), dv = q.shape, v.shape[0]
-    rows = q
-    if not rows.flags.f_contiguous:
-        rows = cupy_runtime.temporary(q, q.shape, q.dtype)
-        rows[...] = q
+    rows = q if q.flags.f_contiguous else cupy_runtime.temporary_copy(q)
     out, stats = cupy_runtime.temporary(q, (dv, hq, sq, b), q.dtype), cupy_runtime.temporary(q, (sq, b, hq), np.float32)
     attention(
         rows.reshape((d, hq, sq * b, 1), order="F"), k, v, **options, out=out.reshape((dv, hq, sq * b, 1), order="F"),

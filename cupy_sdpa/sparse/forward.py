@@ -177,11 +177,7 @@ def parts_of(q: Any, k: Any, mask: BlockMask, sizes: Sizes, options: Mapping[str
 def packed_view(array: Any) -> Any:
     """An array ``(D, H, S, B)`` as ``(D, H, S B)``; a copy if its batch entries do not follow one another."""
     flat = methods.flattened(array)
-    if flat is None:
-        copy = cupy_runtime.temporary(array, array.shape, array.dtype)
-        copy.T[...] = array.T
-        flat = methods.flattened(copy)
-    return flat
+    return methods.flattened(cupy_runtime.temporary_copy(array)) if flat is None else flat
 
 
 def packed_options(mask: BlockMask, sizes: Sizes, packed: Packed, like: Any) -> dict[str, Any]:

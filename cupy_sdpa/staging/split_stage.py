@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..device import merge
-from ..device.cupy_runtime import empty
+from ..device.cupy_runtime import empty, temporary_copy
 from ..device.paging import paged, records
 from ..problem.problem import Problem
 from ..problem.split import queries_in_rows
@@ -86,9 +86,7 @@ def _without_gaps(array: Any) -> Any:
     """The array, or a copy if its first axis is not contiguous: the kernels read rows and lengths without gaps."""
     if len(array) < 2 or array.strides[0] == array.itemsize:
         return array
-    copy = empty(array.shape, array.dtype)
-    copy.T[...] = array.T
-    return copy
+    return temporary_copy(array)
 
 
 def _by_rows(array: Any, rows: int) -> Any:

@@ -232,9 +232,7 @@ class Stage:
             if finite_bias:
                 kernels.replace_infinite(array)
         elif self._is_packed_copy(spec):
-            copy = cupy_runtime.empty(array.shape, array.dtype)
-            copy[...] = array
-            array = copy
+            array = cupy_runtime.temporary_copy(array)
         elif not self._problem.packed and not _has_layout(array, spec):
             copy = self._empty(spec)
             self._resize(copy, array, name)
