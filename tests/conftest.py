@@ -57,11 +57,14 @@ def pytest_xdist_auto_num_workers():
 
 
 def pytest_itemcollected(item):
-    """Put tests that must run in one process into one group of pytest-xdist."""
+    """Put tests that must run in one process into one group of pytest-xdist, and combinations out of turn into the sweep."""
     if any(item.get_closest_marker(tier) for tier in ("gpu", "multi_gpu")):
         item.add_marker(pytest.mark.xdist_group("gpu"))
-    elif item.path.stem in TOGETHER:
+        return
+    if item.path.stem in TOGETHER:
         item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    if (turn := item.get_closest_marker("in_turn")) and sum(item.callspec.indices.values()) % turn.args[0]:
+        item.add_marker(pytest.mark.sweep)
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k have chosen
