@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import cupy_sdpa
-from cupy_sdpa import BlockMask, attention, attention_backward, attention_vjp, block_mask
+from cupy_sdpa import BlockMask, attention, attention_backward, attention_jvp, attention_vjp, block_mask
 from cupy_sdpa._cudnn.library import library
 from cupy_sdpa.sparse import method as methods
 from cupy_sdpa.sparse.entries import Sizes
@@ -432,3 +432,18 @@ def test_other_gradients_are_refused_before_the_forward_pass():
     mask = BlockMask.from_blocks(np.eye(2, dtype=bool))
     with pytest.raises(ValueError, match="return_dsinks is True and block_mask is passed"):
         attention_vjp(q, q, q, block_mask=mask, sinks=np.zeros(2, np.float32), return_dsinks=True)
+
+
+@pytest.mark.parametrize("queries", [1, 300])
+def test_deterministic_calls_of_one_query(queries, fake):
+    """cuDNN's default kernel for one query adds its parts in varying order, so no part of such a call uses it."""
+    mask = block_mask(lambda b, h, i, j: (j >= 100) & (j < 300) & ((i == 0) | (i >= 200)), queries, 1000)
+    assert method_of(mask, Sizes(2, 2, 2)).slices[0].q1 == 1
+    q, k = (fake.asarray(np.ones((16, 2, n, 2), np.float16, order="F")) for n in (queries, 1000))
+    attention(q, k, k, return_stats=True, block_mask=mask, deterministic=True)
+    attention_jvp(q, k, k, q, k, k, block_mask=mask, deterministic=True)
+    of_one_query = [line for line in str(cupy_sdpa.get_plan_cache()).splitlines() if "forward" in line and " 1 queries" in line]
+    assert len(of_one_query) >= 2
+    assert all("deterministic forward" in line for line in of_one_query)
+    with pytest.raises(TypeError, match="deterministic is 'yes'"):
+        attention(q, k, k, block_mask=mask, deterministic="yes")

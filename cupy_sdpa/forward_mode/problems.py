@@ -110,14 +110,14 @@ def _of_blocks(
 
     def parts(q: int, k: int, v: int, **outputs: bool) -> list[Problem]:
         arrays = [placeholder((n, *others), dtype) for n, others in ((q, queries), (k, keys), (v, keys))]
-        return part_problems((arrays[0], arrays[1], arrays[2]), mask, options, **outputs)
+        return part_problems((arrays[0], arrays[1], arrays[2]), mask, options, deterministic=deterministic, **outputs)
 
     problems = parts(d, d, 2 * dv if form.values else dv, return_stats=return_stats or form.scores)
     if form.scores and dv:
         problems += parts(d, d, form.product_width) if form.centered else []
         wide = form.score_width, form.score_width, form.product_width
         for _ in range(2 if not form.centered and not form.joint else 1):
-            problems += parts(*wide, backward=True, deterministic=deterministic)
+            problems += parts(*wide, backward=True)
     return tuple(problems)
 
 

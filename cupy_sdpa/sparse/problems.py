@@ -44,7 +44,7 @@ def part_problems(
     sizes = check(q, k, v, mask, options)
     method = method_of(mask, sizes)
     outputs = {"backward": backward, "return_stats": return_stats, "deterministic": deterministic}
-    problems = _Problems(arrays, parts_of(q, k, mask, sizes, options), outputs)
+    problems = _Problems(arrays, parts_of(q, k, mask, sizes, options, deterministic), outputs)
     if backward and method.blocks is not None and not deterministic and (function := gradient_function(mask, sizes)):
         return [problems.whole(function)]
     if method.packed:
