@@ -93,7 +93,8 @@ def dropout_mask(
     }  # fmt: skip
     call = read_forward(q, k, k, options, return_kept=True)
     if dropout_p:
-        kept = call.run()[-1] > 0
+        with cupy_runtime.temporary_results():  # of a captured graph
+            kept = call.run()[-1] > 0
     else:  # the graph draws no random numbers
         kept = (cupy_runtime.cupy() if call.on_gpu else np).ones(call.problem.results[-1].shape, bool, order="F")
     return kept.T if other_layout(options) else kept
