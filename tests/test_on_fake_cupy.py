@@ -540,7 +540,8 @@ def without_keys(cupy, packed, return_stats=True, **options):
     q, k = cupy.ones(shape, np.float16, order="F"), cupy.empty((*shape[:2], 0, *shape[3:]), np.float16, order="F")
     if packed:
         lengths = {"cu_seqlens_q": np.array([2, 20, 33], np.int32), "cu_seqlens_kv": np.zeros(3, np.int32)}
-    arrays = {name: cupy.asarray(x) for name, x in (lengths | {"sinks": np.array([0.5, -1], np.float32)}).items()}
+    arrays = {name: cupy.asarray(x) for name, x in (lengths | {"sinks": np.array([0.5, 7, -1], np.float32)}).items()}
+    arrays["sinks"] = arrays["sinks"][::2]
     longest = {"max_seqlen_q": 18, "max_seqlen_kv": 1} if packed else {}
     return functools.partial(attention, q, k, k, return_stats=return_stats, **arrays, **longest, **options)
 
@@ -582,6 +583,8 @@ def test_captured_calls_use_no_memory_of_others(name, cupy):
     """What a call allocates besides its results belongs to the CUDA graph, whose launches change nothing else."""
     call = CAPTURED[name](cupy)
     wanted = [x.get() for x in call()]
+    if name.startswith("sinks"):
+        assert set(np.unique(wanted[1])) == {-np.inf, -1, 0.5}
     DEVICE.wait_for_all()
     with cupy.cuda.Stream(non_blocking=True) as stream:
         stream.begin_capture()

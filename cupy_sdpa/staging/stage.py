@@ -106,7 +106,8 @@ def fill_trivial_results(problem: Problem, arrays: Mapping[str, Any], on_gpu: bo
         memory.clear(arrays[spec.name], fill_value(spec.name))
     if problem.sinks and not problem.backward:
         rows = {spec.name: arrays[spec.name] for spec in problem.results if spec.name in ROW_STATS}
-        of_sinks = {name: arrays["sinks"] for name in rows}
+        dense = cupy_runtime.temporary_copy(arrays["sinks"]) if on_gpu else arrays["sinks"]
+        of_sinks = dict.fromkeys(rows, dense)
         if "sum_exp" in rows:
             of_sinks["sum_exp"] = _filled(Fill("float32", problem.sinks.shape[0], 1), arrays["q"], on_gpu)
         if on_gpu and problem.ragged:
