@@ -248,8 +248,6 @@ def _explain_blocks(
 def _explain_parts(problems: Sequence[Problem], q: Any, blocks: str, gpu: str | None, cudnn: str | None) -> Report:
     """The report on the calls that compute a block mask: that of the first one that cannot run, or of all of them."""
     reports = _reports(problems, q, gpu, cudnn)
-    if not reports:
-        raise ValueError("block_mask lists no block: nothing is computed, the output is 0")
     first = next((report for report in reports if report.reasons), reports[0])
     launches = () if len(reports) == 1 or first.reasons else tuple(reports)
     return dataclasses.replace(first, launches=launches, blocks=blocks)

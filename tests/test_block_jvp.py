@@ -116,3 +116,17 @@ def test_other_options_are_refused_before_anything_is_written():
     with pytest.raises(ValueError, match="block_mask is for 256 queries"):
         attention_jvp(q, k, v, dq, block_mask=BlockMask.from_blocks(np.ones((2, 2), bool)), out=out)
     assert (out == 3).all()
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_explained_with_a_score_function_on_the_fake_cupy(name, fake):
+    """explain takes what the call takes: arrays of the GPU in tensors."""
+    q, k, v, *_ = (fake.asarray(x) for x in drawn("float16", 16, 16))
+    rows = fake.asarray(np.ones((2, 300), np.float32))
+    options = {"score_mod": lambda s, b, h, i, j, rows: s + rows[h, i], "tensors": {"rows": rows}}
+    report = explain(q, k, v, jvp=True, block_mask=MASKS[name](), **options)
+    assert report
+    assert len(report.launches) >= 2
+    shapes = [(16, 2, 300, 1), (16, 1, 300, 1), (16, 1, 300, 1)]
+    of_shapes = jvp_problems(*shapes, dtype="float16", block_mask=MASKS[name](), **{**options, "tensors": {"rows": (2, 300)}})
+    assert [str(problem) for problem in of_shapes] == [str(launch.problem) for launch in report.launches]

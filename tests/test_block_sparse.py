@@ -221,14 +221,18 @@ def test_gradients_are_those_of_central_differences(method):
     assert abs((ends[0] - ends[1]) / 2e-4 - expected) < 1e-4 * abs(expected)
 
 
-@pytest.mark.parametrize("per_head", [False, True], ids=["shared", "per head"])
-def test_blocks_that_are_not_listed_are_not_read(per_head, fake):
+@pytest.mark.parametrize("kind", ["shared", "per head", "function", "prefix"])
+def test_blocks_that_are_not_listed_are_not_read(kind, fake):
     """NaN in keys of a block to which no query attends, and in queries without keys, does not spread."""
     rng = np.random.default_rng(0)
-    blocks = rng.random((4, 3, 2 if per_head else 1, 1)) < 0.6
+    blocks = rng.random((4, 3, 2 if kind == "per head" else 1, 1)) < 0.6
     blocks[2], blocks[:, 1] = False, False
     blocks[0, 0], blocks[1, 2] = True, True
     mask = BlockMask.from_blocks(blocks)
+    if kind == "function":
+        mask = block_mask(lambda b, h, i, j: ((i + j) % 2 == 0) & (j // 128 != 2) & (i // 128 != 1), 384, 512)
+    if kind == "prefix":
+        mask = block_mask(lambda b, h, i, j: ((j < 100) | (i + 128 >= j)) & (j < 256) & (i // 128 != 1), 384, 512)
     for xp, dtype in ((np, "float32"), (fake, "float16")):
         q, k, v, dout = (np.asfortranarray(rng.standard_normal((16, 2, n, 1)).astype(dtype)) for n in (384, 512, 512, 384))
         clean = [x.copy(order="F") for x in (q, k, v, dout)]
@@ -447,3 +451,33 @@ def test_deterministic_calls_of_one_query(queries, fake):
     assert all("deterministic forward" in line for line in of_one_query)
     with pytest.raises(TypeError, match="deterministic is 'yes'"):
         attention(q, k, k, block_mask=mask, deterministic="yes")
+
+
+def sizes_of_0(name):
+    """A mask, the head counts and the batch of a call that computes nothing."""
+    every = BlockMask.from_blocks(np.ones((3, 2), bool), 200, 300)
+    pairs = block_mask(lambda b, h, i, j: (i + j) % 2 == 0, 200, 300)
+    none = BlockMask.from_blocks(np.zeros((3, 2, 2, 1), bool), 200, 300)
+    no_query, no_key = (block_mask(lambda b, h, i, j: i >= j, *lengths) for lengths in ((0, 300), (200, 0)))
+    found = {"batch": (every, 2, 0), "batch of pairs": (pairs, 2, 0), "heads": (pairs, 0, 2), "blocks": (none, 2, 2)}
+    return (found | {"queries": (no_query, 2, 2), "keys": (no_key, 2, 2)})[name]
+
+
+@pytest.mark.parametrize("name", ["batch", "batch of pairs", "heads", "blocks", "queries", "keys"])
+def test_sizes_of_0(name, fake):
+    """Outputs and gradients are 0, with arrays of a score function; derivatives and reports exist, too."""
+    mask, heads, batch = sizes_of_0(name)
+    for xp, dtype in ((np, "float64"), (fake, "float16")):
+        shapes = [(16, heads, n, batch) for n in (mask.sq, mask.skv, mask.skv)]
+        q, k, v = (xp.asarray(np.ones(shape, dtype, order="F"), order="F") for shape in shapes)
+        rows = xp.asarray(np.ones((batch, heads, mask.sq), "f4"))
+        options = {"block_mask": mask, "score_mod": lambda s, b, h, i, j, rows: s + rows[b, h, i], "tensors": {"rows": rows}}
+        out, pullback = attention_vjp(q, k, v, **options)
+        results = [out, *pullback(out), *attention_jvp(q, k, v, q, k, v, **options)]
+        shapes = [q.shape, q.shape, k.shape, v.shape, q.shape, q.shape]
+        assert [x.shape for x in results] == shapes
+        assert not any(x.get().any() if hasattr(x, "get") else x.any() for x in results)
+        for flags in ({}, {"return_stats": True}, {"backward": True}, {"jvp": True}):
+            report = cupy_sdpa.explain(q, k, v, **flags, **options)
+            assert report
+            assert "runs without a kernel" in str(report)

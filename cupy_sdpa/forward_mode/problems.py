@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from .._typing import Array
 from ..arrays.layouts import options_in_own, other_layout, to_own
 from ..calls.arguments import read_shapes
@@ -106,6 +108,8 @@ def _of_blocks(
     """The problems of the passes with a block mask."""
     (d, *queries), (_, *keys), (dv, *_) = shapes
     dtype = numpy_dtype(str(common["dtype"]))
+    if tensors := options.get("tensors"):
+        options = {**options, "tensors": {name: _without_values(x) for name, x in tensors.items()}}
     deterministic = bool(common.get("deterministic"))
 
     def parts(q: int, k: int, v: int, **outputs: bool) -> list[Problem]:
@@ -119,6 +123,13 @@ def _of_blocks(
         for _ in range(2 if not form.centered and not form.joint else 1):
             problems += parts(*wide, backward=True)
     return tuple(problems)
+
+
+def _without_values(x: Any) -> Any:
+    """A numpy array in place of an array of either engine, or of a shape: a score function copies its elements."""
+    if not hasattr(x, "dtype"):
+        return np.zeros(x, np.float32, order="F")
+    return np.zeros(x.shape, x.dtype, order="F" if x.flags.f_contiguous else "C")
 
 
 def given_by(tangents: Sequence[str]) -> tuple[bool, bool, bool]:
