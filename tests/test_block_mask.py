@@ -22,7 +22,9 @@ def dense_of(mask_mod, sq, skv, **tensors):
 
 
 @pytest.mark.parametrize("lengths", [(0, 5), (1, 1), (2, 300), (128, 128), (129, 127), (500, 300), (1000, 1)], ids=str)
-@pytest.mark.parametrize("mask_mod", [zoo.causal, zoo.sliding_window(40), zoo.natten(20, 3), zoo.chunked(100), zoo.checkered])
+@pytest.mark.parametrize(
+    "mask_mod", [zoo.causal, zoo.sliding_window(40), zoo.image_window(20, 3), zoo.chunked(100), zoo.checkered]
+)
 def test_a_mask_is_that_of_its_function(mask_mod, lengths):
     """Every pair; full blocks have no masked pair, and empty blocks no other one."""
     mask = block_mask(mask_mod, *lengths)
@@ -192,7 +194,9 @@ def test_display():
     assert large.picture().count("<rect") == 100**2
 
 
-@pytest.mark.parametrize("mask_mod", [zoo.causal, zoo.sliding_window(40), zoo.natten(20, 3), zoo.chunked(100), zoo.checkered])
+@pytest.mark.parametrize(
+    "mask_mod", [zoo.causal, zoo.sliding_window(40), zoo.image_window(20, 3), zoo.chunked(100), zoo.checkered]
+)
 def test_masks_are_evaluated_on_the_gpu(mask_mod, fake):
     """Without arrays on the GPU, if there is one; with CuPy arrays there, too. The mask is the same as on numpy."""
     pairs = np.random.default_rng(0).random((300, 200)) < 0.3
