@@ -181,16 +181,13 @@ def merge_unchecked(outs: Sequence[Array], stats: Sequence[Array], sinks: Any, o
 
 
 def _merged(groups: list[Parts], like: Any, like_stats: Any, sinks: Any, out: Any, return_stats: bool) -> Any:
-    """Merge groups of one part; more than :data:`MAX_GROUPS` are first merged into fewer, in float32 (or float64)."""
-    while len(groups) > MAX_GROUPS:
+    """Merge groups of one part; on the GPU more than :data:`MAX_GROUPS` are first merged into one group in float32."""
+    if cupy_runtime.is_array(like) and len(groups) > MAX_GROUPS:
         several = [groups[i : i + MAX_GROUPS] for i in range(0, len(groups), MAX_GROUPS)]
-        dtype = np.result_type(np.float32, like.dtype)
-        *shape, _ = groups[0].out.shape
-        *stats_shape, _ = groups[0].stats.shape
-        shapes = ((*shape, len(several)), dtype), ((*stats_shape, len(several)), like_stats.dtype)
-        made = Parts(*(cupy_runtime.temporary(like, *part) for part in shapes))
+        shapes = [(*array.shape[:-1], len(several)) for array in (groups[0].out, groups[0].stats, groups[0].stats)]
+        made = Parts(*(cupy_runtime.empty(shape, np.dtype(np.float32)) for shape in shapes))
         for i, some in enumerate(several):
-            merge_groups(some, made.out[..., i], made.stats[..., i])
+            merge_groups(some, made.out[..., i], made.stats[..., i], totals=made.totals[..., i])
         groups = [made]
     out = cupy_runtime.new_result(like, like.shape, like.dtype) if out is None else out
     stats = cupy_runtime.new_result(like, like_stats.shape, like_stats.dtype) if return_stats else None
