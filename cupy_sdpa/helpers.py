@@ -16,6 +16,7 @@ from .calls.options import read_flag, read_positive
 from .device import cupy_runtime
 from .device.merge import MAX_GROUPS, Parts
 from .device.merge import merge as merge_groups
+from .problem.bucket import Bucket
 from .problem.problem import row_stats_shape
 from .problem.tensor_spec import check_writable, make_spec
 
@@ -63,6 +64,7 @@ def dropout_mask(
     cu_seqlens_kv: Array | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None,
+    bucket: Bucket = None,
     layout: Literal["dhsb", "dht", "bshd", "bhsd", "sbhd", "thd"] | None = None,
 ) -> Any:
     """The weights that :func:`cupy_sdpa.attention` keeps with these arguments, on the engine of the arrays.
@@ -73,6 +75,8 @@ def dropout_mask(
         q, k: as for the call; the elements do not matter.
         dropout_p, seed, offset: as for the call.
         cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv: as for the call.
+        bucket: as for the call: with another one, other weights are dropped. For packed sequences pass the rounded
+            ``max_seqlen_q`` and ``max_seqlen_kv`` instead. Default None.
         layout: the axes of q and k, as for the call; in C order the result is ``(B, Hq, Sq, Skv)``. Default None: ``"dhsb"``.
 
     Returns:
@@ -89,8 +93,13 @@ def dropout_mask(
     """
     options = {
         "dropout_p": dropout_p, "seed": seed, "offset": offset, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv,
-        "max_seqlen_q": max_seqlen_q, "max_seqlen_kv": max_seqlen_kv, "layout": layout,
+        "max_seqlen_q": max_seqlen_q, "max_seqlen_kv": max_seqlen_kv, "bucket": bucket, "layout": layout,
     }  # fmt: skip
+    if bucket is not None and cu_seqlens_q is not None:
+        raise ValueError(
+            f"bucket is {bucket!r} and cu_seqlens_q is passed; round max_seqlen_q and max_seqlen_kv up as the bucket of the call "
+            "does, and pass them without bucket="
+        )
     call = read_forward(q, k, k, options, return_kept=True)
     if dropout_p:
         with cupy_runtime.temporary_results():  # of a captured graph
