@@ -97,8 +97,8 @@ def dropout_mask(
     }  # fmt: skip
     if bucket is not None and cu_seqlens_q is not None:
         raise ValueError(
-            f"bucket is {bucket!r} and cu_seqlens_q is passed; round max_seqlen_q and max_seqlen_kv up, as the call does, and pass "
-            "them without bucket="
+            f"bucket is {bucket!r} and cu_seqlens_q is passed; round max_seqlen_q and max_seqlen_kv up, as the call does, and "
+            "pass them without bucket="
         )
     call = read_forward(q, k, k, options, return_kept=True)
     if dropout_p:
