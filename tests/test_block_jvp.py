@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from planner import library_version, plan_problem
 
-from cupy_sdpa import BlockMask, attention, attention_jvp, block_mask, explain, jvp_problems, widen
+from cupy_sdpa import BlockMask, Unsupported, attention, attention_jvp, block_mask, explain, jvp_problems, widen
 from cupy_sdpa.plans.plan import PlanInfo
 from cupy_sdpa.support.why_not import why_not
 
@@ -130,3 +130,14 @@ def test_explained_with_a_score_function_on_the_fake_cupy(name, fake):
     shapes = [(16, 2, 300, 1), (16, 1, 300, 1), (16, 1, 300, 1)]
     of_shapes = jvp_problems(*shapes, dtype="float16", block_mask=MASKS[name](), **{**options, "tensors": {"rows": (2, 300)}})
     assert [str(problem) for problem in of_shapes] == [str(launch.problem) for launch in report.launches]
+
+
+def test_every_form_is_planned_before_anything_is_written(fake):
+    """A derivative whose second pass cannot run writes no output, also after one that can run."""
+    mask = MASKS["full blocks"]()
+    q, k, v = (fake.asarray(np.ones((d, 1, 300, 1), np.float16, order="F")) for d in (160, 160, 16))
+    attention_jvp(q, k, v, dv=v, block_mask=mask)
+    out = fake.asarray(np.full((16, 1, 300, 1), 3, np.float16, order="F"))
+    with pytest.raises(Unsupported, match="gradients with head dims 320 and 320"):
+        attention_jvp(q, k, v, q, k, block_mask=mask, out=out)
+    assert (out.get() == 3).all()

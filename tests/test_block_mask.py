@@ -293,6 +293,12 @@ def attention_of(mask, attends):
     np.testing.assert_allclose(out, attention(q, k, v, mask=np.asfortranarray(attends)), atol=1e-6)
 
 
+def test_full_blocks_with_a_short_last_block_are_packed():
+    """The keys of every query are an interval, although the last block of keys is shorter than the others."""
+    mask = BlockMask.from_blocks(np.array([[True, False], [True, False], [False, True], [False, True]]), 256, 450)
+    assert method_of(mask, Sizes(1, 1, 2)).name == "packed"
+
+
 def test_documents_of_small_blocks_are_packed():
     """Rows of full blocks of 64 are intervals, so no block of 128 needs a mask."""
     mask = BlockMask.from_blocks(np.kron(np.eye(3, dtype=bool), np.ones((3, 3), bool)), block=64)

@@ -275,8 +275,9 @@ def test_a_mask_of_other_sizes_is_refused():
     x = np.ones((8, 2, 300, 1))
     with pytest.raises(ValueError, match="256 queries and 300 keys; q has 300"):
         attention(x, x, x, block_mask=BlockMask.from_blocks(np.ones((3, 2), bool), 256, 300))
-    with pytest.raises(ValueError, match="4 heads and 1 batch entries; q has 2 and 1"):
-        attention(x, x, x, block_mask=BlockMask.from_blocks(np.ones((3, 3, 4, 1), bool), 300, 300))
+    for groups in ((4, 1), (1, 3), (2, 3)):
+        with pytest.raises(ValueError, match=f"{groups[0]} heads and {groups[1]} batch entries; q has 2 and 1"):
+            attention(x, x, x, block_mask=BlockMask.from_blocks(np.ones((3, 3, *groups), bool), 300, 300))
 
 
 def test_results_must_not_overlap_inputs():
@@ -481,3 +482,32 @@ def test_sizes_of_0(name, fake):
             report = cupy_sdpa.explain(q, k, v, **flags, **options)
             assert report
             assert "runs without a kernel" in str(report)
+
+
+def test_slices_whose_keys_are_within_those_of_others():
+    """The gradients of keys that several slices share are sums, and those of other keys are kept."""
+    mask = block_mask(lambda b, h, i, j: (i < 100) | ((j >= 50) & (j < 100)), 200, 500)
+    assert method_of(mask, Sizes(1, 1, 1)).name == "slices"
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (np.asfortranarray(rng.standard_normal((8, 1, n, 1))) for n in (200, 500, 500, 200))
+    out, pullback = attention_vjp(q, k, v, block_mask=mask)
+    expected = dense_attention(q, k, v, dout, mask.to_dense(), 8**-0.5, 0.0, None)
+    for x, y in zip((out, *pullback(dout)), (expected[0], *expected[2:]), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["packed", "slices", "blocks"])
+def test_deterministic_gradients_after_others(method, fake):
+    """A repeated call with deterministic=True does not run what was cached without it."""
+    functions = {
+        "packed": lambda b, h, i, j: i // 100 == j // 100,
+        "slices": lambda b, h, i, j: (i >= j) | (j < 70),
+        "blocks": lambda b, h, i, j: (i + j) % 3 > 0,
+    }
+    mask = block_mask(functions[method], 300, 300)
+    assert method_of(mask, Sizes(2, 2, 1)).name == method
+    x = fake.asarray(np.ones((16, 2, 300, 1), np.float16, order="F"))
+    out, stats = attention(x, x, x, return_stats=True, block_mask=mask)
+    for deterministic in (False, False, True):
+        attention_backward(x, x, x, x, out, stats, block_mask=mask, deterministic=deterministic)
+        assert ("deterministic backward" in str(cupy_sdpa.get_plan_cache())) == deterministic

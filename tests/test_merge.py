@@ -329,6 +329,12 @@ ERRORS = {
     "out_shape": (([X], [Y]), {"out": X[:4]}, ValueError, r"out has shape \(4, 2, 3, 1\);.* \(8, 2, 3, 1\)"),
     "out_dtype": (([X], [Y]), {"out": X.astype("f2")}, TypeError, "out has dtype float16"),
     "out_overlaps": (([X, X], [Y, Y]), {"out": X}, ValueError, r"out overlaps outs\[0\] in memory"),
+    "out_overlaps_sinks": (
+        ([X], [Y]),
+        {"out": (own := zeros(8, 2, 3, 1)), "sinks": own[:2, 0, 0, 0]},
+        ValueError,
+        "out overlaps sinks in memory",
+    ),
     "out_read_only": (([X], [Y]), {"out": read_only()}, ValueError, "out is read-only"),
     "flag": (([X], [Y]), {"return_stats": 1}, TypeError, "return_stats is 1; it must be True or False"),
 }
