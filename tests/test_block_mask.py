@@ -111,8 +111,10 @@ def test_from_the_fields_of_flex_attention():
 
     mask = BlockMask.from_kv_blocks(*fields(partial), *fields(full), mask_mod=lambda b, h, i, j: i >= j)
     assert mask.shape == (640, 512, 3, 2)
-    np.testing.assert_array_equal(mask.kinds != EMPTY, (partial | full).transpose(3, 2, 1, 0))
-    np.testing.assert_array_equal(mask.kinds == FULL, full.transpose(3, 2, 1, 0))
+    i, j = np.arange(4)[:, None], np.arange(5)
+    of_function = np.where(i == j, PARTIAL, np.where(i > j, FULL, EMPTY))
+    expected = np.where(full, FULL, np.where(partial, of_function, EMPTY))
+    np.testing.assert_array_equal(mask.kinds, expected.transpose(3, 2, 1, 0))
     with pytest.raises(ValueError, match="kv_indices has entries outside of 0 to 4"):
         BlockMask.from_kv_blocks(np.full((1, 1, 1), 2), np.full((1, 1, 1, 5), 7))
 
@@ -291,6 +293,33 @@ def attention_of(mask, attends):
     q, k, v = (np.asfortranarray(rng.standard_normal((8, heads, s, batch))) for s in (sq, skv, skv))
     out = attention(q, k, v, block_mask=mask)
     np.testing.assert_allclose(out, attention(q, k, v, mask=np.asfortranarray(attends)), atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [32, 64, 128, 256])
+def test_listed_blocks_without_pairs_do_not_count(size):
+    """The numbers of blocks are those of the pairs, whatever lists contain; so are the kinds of the last, shorter blocks."""
+    listed = np.ones((-(-700 // size), -(-500 // size)), bool)
+    mask = BlockMask.from_blocks(listed, 500, 700, mask_mod=lambda b, h, i, j: (i >= 128) & (j < 512), block=size)
+    same = block_mask(lambda b, h, i, j: (i >= 128) & (j < 512), 500, 700, block=size)
+    assert (mask.blocks, mask.partial, mask.sparsity) == (same.blocks, same.partial, same.sparsity)
+    np.testing.assert_array_equal(mask.kinds, same.kinds)
+    np.testing.assert_array_equal(mask.to_dense(), same.to_dense())
+    assert len(mask.bits) == 0
+
+
+def test_masks_are_read_only():
+    """Calls store tables of a mask, which a later change would not reach; dense arrays of it are copies."""
+    mask = block_mask(lambda b, h, i, j: (i + j) % 3 > 0, 200, 300, block=32)
+    for copied in (mask, pickle.loads(pickle.dumps(mask)), BlockMask.from_blocks(np.ones((3, 2), bool), 200, 300)):
+        with pytest.raises(AttributeError, match="sq of a BlockMask cannot be changed"):
+            copied.sq = 100
+        with pytest.raises(AttributeError, match="kinds of a BlockMask cannot be deleted"):
+            del copied.kinds
+        for array in (copied.kinds, copied.bits, copied.block_kinds):
+            assert not array.flags.writeable
+    dense = mask.to_dense()
+    dense[...] = False
+    assert mask.to_dense().any()
 
 
 def test_full_blocks_with_a_short_last_block_are_packed():
