@@ -511,3 +511,36 @@ def test_deterministic_gradients_after_others(method, fake):
     for deterministic in (False, False, True):
         attention_backward(x, x, x, x, out, stats, block_mask=mask, deterministic=deterministic)
         assert ("deterministic backward" in str(cupy_sdpa.get_plan_cache())) == deterministic
+
+
+REFUSED = {
+    "row statistics": ("forward", {"return_stats": "max_sumexp"}),
+    "a flag": ("forward", {"deterministic": "yes"}),
+    "another mask": ("backward", {"causal": True}),
+    "the shape of out": ("forward", {"out": np.ones((8, 1, 5, 1), order="F")}),
+    "other gradients": ("backward", {"return_dsinks": True, "sinks": np.ones(1, np.float32)}),
+    "the shape of dq": ("backward", {"dq": np.ones((8, 1, 5, 1), order="F")}),
+    "a flag of a derivative": ("jvp", {"return_stats": "max_sumexp"}),
+    "the shape of a tangent": ("jvp", {"dq": np.ones((8, 1, 5, 1), order="F")}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_explain_refuses_what_the_call_refuses(name):
+    """With the same error."""
+    kind, options = REFUSED[name]
+    options = {"block_mask": BlockMask.from_blocks(np.ones((3, 3), bool), 300, 300), **options}
+    x, stats = np.ones((8, 1, 300, 1), order="F"), np.ones((300, 1, 1), np.float32, order="F")
+    if kind == "jvp":
+        options = {"dq": x, "dk": x, **options}
+    calls = {
+        "forward": lambda: attention(x, x, x, **options),
+        "backward": lambda: attention_backward(x, x, x, x, x, stats, **options),
+        "jvp": lambda: attention_jvp(x, x, x, **options),
+    }
+    with pytest.raises((TypeError, ValueError)) as wanted:
+        calls[kind]()
+    flags = {} if kind == "forward" else {kind: True}
+    with pytest.raises(wanted.type) as found:
+        cupy_sdpa.explain(x, x, x, **flags, **options)
+    assert str(found.value) == str(wanted.value)

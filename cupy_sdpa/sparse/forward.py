@@ -59,8 +59,7 @@ def attention_with_block_mask(
     if kind and cupy_runtime.is_array(q) and (results := run_cached(kind, given, options)) is not None:
         return tuple(results) if len(results) > 1 else results[0]
     sizes = methods.check(q, k, v, mask, options)
-    if return_stats not in (False, True):
-        raise ValueError(f"return_stats is {return_stats!r} and block_mask is passed; it must be False or True")
+    check_return_stats(return_stats)
     methods.check_arrays(dict(zip(_NAMES, given, strict=True)), options.get("sinks"), ("out", "stats"))
     identities = function_identities(options)
     with cupy_runtime.device_context(q):
@@ -73,6 +72,12 @@ def attention_with_block_mask(
         work = functools.partial(_compute, weakref.ref(mask), sizes, without_arrays(options), deterministic)
         run_composed(mask, kind, _NAMES, given, options, work, arrays, ["out", "stats"][: len(arrays) - 3], identities)
     return out if stats is None else (out, stats)
+
+
+def check_return_stats(return_stats: Any) -> None:
+    """Raise ValueError for row statistics that are not computed with a block mask."""
+    if return_stats not in (False, True):
+        raise ValueError(f"return_stats is {return_stats!r} and block_mask is passed; it must be False or True")
 
 
 def run_composed(
