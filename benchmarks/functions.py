@@ -88,7 +88,7 @@ ENTRIES = [
     Entry("dilated", None, zoo.dilated(1024, 2)),
     Entry("chunked", None, zoo.chunked(1024)),
     Entry("block_sparse", None, zoo.block_sparse(128, 8)),
-    Entry("natten", None, zoo.natten(64, 6)),
+    Entry("image_window", None, zoo.image_window(64, 6)),
     Entry("with_global", None, zoo.with_global(512, 64)),
     Entry("streaming", None, zoo.streaming(1024, 4)),
     Entry("head_windows", None, zoo.head_windows, lambda rng: {"size": rng.integers(64, 2048, HQ).astype(np.int32)}),

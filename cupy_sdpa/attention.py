@@ -196,10 +196,12 @@ def attention(
         flags = {"return_stats": return_stats, "deterministic": deterministic}
         return recorder.recorded(attention, {"q": q, "k": k, "v": v, "out": out, "stats": stats}, {**options, **flags})
     if "block_mask" in options and (mask := options.pop("block_mask")) is not None:
-        return attention_with_block_mask(q, k, v, mask, options, return_stats=return_stats, out=out, stats=stats)
+        flags = {"return_stats": return_stats, "deterministic": deterministic}
+        return attention_with_block_mask(q, k, v, mask, options, **flags, out=out, stats=stats)
     if "mask_mod" in options and return_stats != "max_sumexp" and (mask := automatic_mask(q, k, options)) is not None:
         rest = {name: value for name, value in options.items() if name != "mask_mod"}
-        return attention_with_block_mask(q, k, v, mask, rest, return_stats=return_stats, out=out, stats=stats)
+        flags = {"return_stats": return_stats, "deterministic": deterministic}
+        return attention_with_block_mask(q, k, v, mask, rest, **flags, out=out, stats=stats)
     deterministic = deterministic is not False and read_flag("deterministic", deterministic)
     kind = ("forward", return_stats if type(return_stats) is bool else str(return_stats), deterministic)
     arrays = (q, k, v) if out is stats is None else (q, k, v, out, stats)

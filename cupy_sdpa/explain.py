@@ -11,7 +11,7 @@ from .arrays.conversion import Conversion, needs_conversion
 from .arrays.layouts import other_layout
 from .calls.arguments import read_backward, read_forward, read_shapes
 from .calls.call import Call
-from .calls.options import DTensors, Options, takes_options
+from .calls.options import DTensors, Options, read_flag, takes_options
 from .calls.report import (
     Report,
     explain_call,
@@ -24,6 +24,7 @@ from .calls.report import (
 )
 from .device import cupy_runtime, driver
 from .errors import CudnnError, Unsupported
+from .forward_mode.checks import check_like
 from .forward_mode.form import form_of
 from .forward_mode.problems import TANGENTS, given_by, problems_of
 from .fp8.array import Fp8Array
@@ -32,9 +33,12 @@ from .graph import graph_of
 from .problem.problem import Problem
 from .problem.validation import NO_FP8_GRADIENTS
 from .sparse.automatic import decide
+from .sparse.backward import refuse_gradients
 from .sparse.entries import Sizes
+from .sparse.forward import check_return_stats
 from .sparse.masks.block_mask import BlockMask
-from .sparse.method import method_of
+from .sparse.method import check as check_mask
+from .sparse.method import check_arrays, method_of
 from .sparse.native import native_problem
 from .sparse.problems import description, part_problems
 from .support.engine_problem import engine_problem
@@ -168,17 +172,26 @@ def explain(
             }
             report = explain(**own, **conversion.options, **flags, **outputs, gpu=gpu, cudnn=cudnn)
         return dataclasses.replace(report, conversion=conversion.text)
-    arrays = (q, k, v)
+    arrays, own_arrays = (q, k, v), {"q": q, "k": k, "v": v}
     if isinstance(q, Fp8Array) or isinstance(k, Fp8Array):
         return _explain_call(_read_fp8(arrays, options, return_stats, backward=backward, jvp=jvp), gpu, cudnn)
     if jvp:
         if backward:
             raise ValueError("backward and jvp are True: pass one of them")
         tangents = [name for name in TANGENTS if results[name] is not None] or list(TANGENTS)
-        of_call = {"return_stats": bool(return_stats), "deterministic": deterministic}
+        for name in TANGENTS:
+            if (tangent := results[name]) is not None:
+                like: Any = own_arrays[name[1:]]
+                check_like(name, tangent, name[1:], like, like.shape)
+        flags = {"return_stats": return_stats, "deterministic": deterministic}
+        of_call = {name: read_flag(name, value) for name, value in flags.items()}
         return _explain_derivative(arrays, tangents, options, of_call, gpu, cudnn)
-    of_blocks = {"backward": backward, "return_stats": bool(return_stats), "deterministic": deterministic}
+    of_blocks = {"backward": backward, "return_stats": return_stats, "deterministic": read_flag("deterministic", deterministic)}
     if (mask := options.pop("block_mask", None)) is not None:
+        refuse_gradients(outputs if backward else {})
+        check_return_stats(return_stats)
+        check_mask(q, k, v, mask, options)
+        check_arrays({**own_arrays, **results}, options.get("sinks"), ("dq", "dk", "dv") if backward else ("out", "stats"))
         return _explain_blocks(arrays, mask, options, of_blocks, None, gpu, cudnn)
     decision = None
     if options.get("mask_mod") is not None and (gpu or cudnn or cupy_runtime.is_array(q)) and hasattr(k, "shape"):
@@ -248,8 +261,6 @@ def _explain_blocks(
 def _explain_parts(problems: Sequence[Problem], q: Any, blocks: str, gpu: str | None, cudnn: str | None) -> Report:
     """The report on the calls that compute a block mask: that of the first one that cannot run, or of all of them."""
     reports = _reports(problems, q, gpu, cudnn)
-    if not reports:
-        raise ValueError("block_mask lists no block: nothing is computed, the output is 0")
     first = next((report for report in reports if report.reasons), reports[0])
     launches = () if len(reports) == 1 or first.reasons else tuple(reports)
     return dataclasses.replace(first, launches=launches, blocks=blocks)

@@ -16,6 +16,7 @@ from .calls.options import read_flag, read_positive
 from .device import cupy_runtime
 from .device.merge import MAX_GROUPS, Parts
 from .device.merge import merge as merge_groups
+from .problem.bucket import Bucket
 from .problem.problem import row_stats_shape
 from .problem.tensor_spec import check_writable, make_spec
 
@@ -63,6 +64,7 @@ def dropout_mask(
     cu_seqlens_kv: Array | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None,
+    bucket: Bucket = None,
     layout: Literal["dhsb", "dht", "bshd", "bhsd", "sbhd", "thd"] | None = None,
 ) -> Any:
     """The weights that :func:`cupy_sdpa.attention` keeps with these arguments, on the engine of the arrays.
@@ -73,6 +75,8 @@ def dropout_mask(
         q, k: as for the call; the elements do not matter.
         dropout_p, seed, offset: as for the call.
         cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv: as for the call.
+        bucket: as for the call: with another one, other weights are dropped. For packed sequences pass the rounded
+            ``max_seqlen_q`` and ``max_seqlen_kv`` instead. Default None.
         layout: the axes of q and k, as for the call; in C order the result is ``(B, Hq, Sq, Skv)``. Default None: ``"dhsb"``.
 
     Returns:
@@ -89,11 +93,17 @@ def dropout_mask(
     """
     options = {
         "dropout_p": dropout_p, "seed": seed, "offset": offset, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv,
-        "max_seqlen_q": max_seqlen_q, "max_seqlen_kv": max_seqlen_kv, "layout": layout,
+        "max_seqlen_q": max_seqlen_q, "max_seqlen_kv": max_seqlen_kv, "bucket": bucket, "layout": layout,
     }  # fmt: skip
+    if bucket is not None and cu_seqlens_q is not None:
+        raise ValueError(
+            f"bucket is {bucket!r} and cu_seqlens_q is passed; round max_seqlen_q and max_seqlen_kv up, as the call does, and "
+            "pass them without bucket="
+        )
     call = read_forward(q, k, k, options, return_kept=True)
     if dropout_p:
-        kept = call.run()[-1] > 0
+        with cupy_runtime.temporary_results():  # of a captured graph
+            kept = call.run()[-1] > 0
     else:  # the graph draws no random numbers
         kept = (cupy_runtime.cupy() if call.on_gpu else np).ones(call.problem.results[-1].shape, bool, order="F")
     return kept.T if other_layout(options) else kept
@@ -180,16 +190,13 @@ def merge_unchecked(outs: Sequence[Array], stats: Sequence[Array], sinks: Any, o
 
 
 def _merged(groups: list[Parts], like: Any, like_stats: Any, sinks: Any, out: Any, return_stats: bool) -> Any:
-    """Merge groups of one part; more than :data:`MAX_GROUPS` are first merged into fewer, in float32 (or float64)."""
-    while len(groups) > MAX_GROUPS:
+    """Merge groups of one part; on the GPU more than :data:`MAX_GROUPS` are first merged into one group in float32."""
+    if cupy_runtime.is_array(like) and len(groups) > MAX_GROUPS:
         several = [groups[i : i + MAX_GROUPS] for i in range(0, len(groups), MAX_GROUPS)]
-        dtype = np.result_type(np.float32, like.dtype)
-        *shape, _ = groups[0].out.shape
-        *stats_shape, _ = groups[0].stats.shape
-        shapes = ((*shape, len(several)), dtype), ((*stats_shape, len(several)), like_stats.dtype)
-        made = Parts(*(cupy_runtime.temporary(like, *part) for part in shapes))
+        shapes = [(*array.shape[:-1], len(several)) for array in (groups[0].out, groups[0].stats, groups[0].stats)]
+        made = Parts(*(cupy_runtime.empty(shape, np.dtype(np.float32)) for shape in shapes))
         for i, some in enumerate(several):
-            merge_groups(some, made.out[..., i], made.stats[..., i])
+            merge_groups(some, made.out[..., i], made.stats[..., i], totals=made.totals[..., i])
         groups = [made]
     out = cupy_runtime.new_result(like, like.shape, like.dtype) if out is None else out
     stats = cupy_runtime.new_result(like, like_stats.shape, like_stats.dtype) if return_stats else None

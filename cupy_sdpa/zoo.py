@@ -1,8 +1,9 @@
 r"""Score and mask functions from the literature, to use and to copy. Options with the same names are implemented with them.
 
-Functions with parameters are created by a call: ``score_mod=zoo.softcap(30.0)``. Functions that read arrays take them from
-``tensors=`` by the names in their docstrings: ``tensors={"slopes": ...}``. Hq is the number of query heads, Sq and Skv are the
-lengths, B is the batch size. In the formulas :math:`s` is the scaled score, i the query and j the key.
+Mask functions return whether query i attends to key j. Functions with parameters are created by a call:
+``score_mod=zoo.softcap(30.0)``. Functions that read arrays take them from ``tensors=`` by the names in their docstrings:
+``tensors={"slopes": ...}``. Hq is the number of query heads, Sq and Skv are the lengths, B is the batch size. In the formulas
+:math:`s` is the scaled score, i the query and j the key.
 
 >>> import numpy as np, cupy_sdpa
 >>> from cupy_sdpa import zoo
@@ -45,7 +46,7 @@ def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, slopes: Any) -> A
 
 
 def alibi_by_index(heads: int) -> Function:
-    """:func:`alibi` without an array: the slopes ``2^(-8 (h + 1) / Hq)`` are computed from the head's index."""
+    """:func:`alibi` without an array: the slopes are ``2^(-8 (h + 1) / Hq)``, the usual ones if Hq is a power of two."""
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return add_linear_bias(score, np.exp((h + 1) * (-8 * float(np.log(2)) / heads)), abs(q_idx - kv_idx))
@@ -84,10 +85,10 @@ def temperature(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, temperature
 
 
 def length_scaled(factor: float) -> Function:
-    """``s a log(i + 2)``: a scale that grows with the number of keys; Nakanishi 2025, "Scalable-Softmax", section 2."""
+    """``s a log(i + 1)``, i + 1 is the number of keys of a causal mask; Nakanishi 2025, "Scalable-Softmax", section 2."""
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return score * (factor * np.log(q_idx + 2.0))
+        return score * (factor * np.log(q_idx + 1.0))
 
     return score_mod
 
@@ -98,7 +99,7 @@ def kerple(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, r1: Any, r2: Any
 
 
 def gaussian(sigma: float) -> Function:
-    """``s - (i - j)^2 / (2 sigma^2)``: a soft window; Guo et al. 2019, "Gaussian Transformer", section 3."""
+    """``s - (i - j)^2 / (2 sigma^2)``: a soft window; Guo et al. 2019, "Gaussian Transformer", section 3, with b = 0."""
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         distance = q_idx - kv_idx
@@ -108,7 +109,7 @@ def gaussian(sigma: float) -> Function:
 
 
 def decayed(rate: float) -> Function:
-    """``s exp(-rate |i - j|)``: exponential decay with the distance; Sun et al. 2023, "Retentive Network", section 2."""
+    """``s exp(-rate |i - j|)``: the decay of Sun et al. 2023, "Retentive Network", section 2, which has no softmax."""
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return score * np.exp(abs(q_idx - kv_idx) * -rate)
@@ -149,7 +150,7 @@ def quadratic(factor: float) -> Function:
 
 
 def squared_relu(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    """``s^2`` where s > 0, else 0; So et al. 2021, "Primer", section 4."""
+    """``s^2`` where s > 0, else 0: of the scores; So et al. 2021, "Primer", section 4, use it in feed-forward layers."""
     return np.where(score > 0, score * score, 0.0)
 
 
@@ -173,7 +174,10 @@ def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 
 
 def sliding_window(size: int) -> Function:
-    """``0 <= i - j <= size``; Beltagy et al. 2020, "Longformer", section 3."""
+    """``0 <= i - j <= size``: ``size + 1`` keys, as ``window=(size, 0)``; Jiang et al. 2023, "Mistral 7B", section 2.
+
+    For a window of W keys with the query's own, pass ``W - 1``.
+    """
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (q_idx >= kv_idx) & (q_idx - kv_idx <= size)
@@ -182,7 +186,7 @@ def sliding_window(size: int) -> Function:
 
 
 def nearby(size: int) -> Function:
-    """``|i - j| <= size``: a window on both sides."""
+    """``|i - j| <= size``: ``2 size + 1`` keys; Beltagy et al. 2020, "Longformer", section 3.1, with w = 2 size."""
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return abs(q_idx - kv_idx) <= size
@@ -206,7 +210,7 @@ def causal_document(b: Any, h: Any, q_idx: Any, kv_idx: Any, document_id: Any) -
 
 
 def dilated(size: int, step: int) -> Function:
-    """``0 <= i - j <= size`` and ``i - j`` is a multiple of ``step``; Beltagy et al. 2020, section 3."""
+    """``0 <= i - j <= size`` and ``i - j`` is a multiple of ``step``; Beltagy et al. 2020, section 3.1, the causal half."""
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         distance = q_idx - kv_idx
@@ -225,7 +229,7 @@ def chunked(size: int) -> Function:
 
 
 def block_sparse(size: int, every: int) -> Function:
-    """The query's block of ``size`` keys, and every ``every``-th block; Child et al. 2019, "Sparse Transformers", section 4."""
+    """The keys of the query's block of ``size`` positions, and of every ``every``-th block, earlier or later."""
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (q_idx // size == kv_idx // size) | ((kv_idx // size) % every == 0)
@@ -233,8 +237,72 @@ def block_sparse(size: int, every: int) -> Function:
     return mask_mod
 
 
-def natten(width: int, reach: int) -> Function:
-    """In an image of ``width``: keys at most ``reach`` rows and columns away; Hassani et al. 2023, "NAT", section 3."""
+def fixed(size: int, count: int) -> Function:
+    """``j <= i``, and j is in the query's block of ``size`` positions or among the last ``count`` of its own block.
+
+    Child et al. 2019, "Sparse Transformers", section 4.3: both fixed patterns in one head, l = size, c = count.
+    """
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (q_idx >= kv_idx) & ((q_idx // size == kv_idx // size) | (kv_idx % size >= size - count))
+
+    return mask_mod
+
+
+def strided(size: int) -> Function:
+    """``0 <= i - j <= size``, or ``i - j >= 0`` is a multiple of ``size``; Child et al. 2019, section 4.3, l = size."""
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (q_idx >= kv_idx) & ((q_idx - kv_idx <= size) | ((q_idx - kv_idx) % size == 0))
+
+    return mask_mod
+
+
+def natten(height: int, width: int, size: int, dilation: int = 1) -> Function:
+    """In an image: the ``size`` x ``size`` pixels around the query's; Hassani et al. 2023, "NAT", section 3.
+
+    Pixel (y, x) is position ``width y + x``. At the borders the window is shifted into the image, so that every query has
+    ``size^2`` keys. With ``dilation`` the window consists of every ``dilation``-th pixel; Hassani and Shi 2022, "DiNAT",
+    section 3.
+
+    Args:
+        height, width: the numbers of rows and columns; Sq = Skv = height x width.
+        size: the kernel size, odd; ``size dilation`` is at most the height and the width.
+        dilation: the distance of neighbouring keys. Default 1.
+
+    Raises:
+        ValueError: the size is even, or the window is larger than the image.
+    """
+    if size % 2 == 0 or size < 1 or dilation < 1:
+        raise ValueError(f"size is {size} and dilation {dilation}; the size must be odd, and both must be positive")
+    if size * dilation > min(height, width):
+        raise ValueError(
+            f"size {size} times dilation {dilation} is {size * dilation}; it must be at most {min(height, width)}, the smaller "
+            f"side of the image of {height} rows and {width} columns"
+        )
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        down = _in_window(q_idx // width, kv_idx // width, height, size, dilation)
+        return down & _in_window(q_idx % width, kv_idx % width, width, size, dilation)
+
+    return mask_mod
+
+
+def _in_window(i: Any, j: Any, length: Any, size: int, dilation: int) -> Any:
+    """Whether j is among the ``size`` positions around i, in steps of ``dilation``; the window is within ``length``."""
+    if dilation > 1:  # the positions with one remainder are an axis of their own
+        same, count = i % dilation == j % dilation, (length + dilation - 1 - i % dilation) // dilation
+        return same & _in_window(i // dilation, j // dilation, count, size, 1)
+    after, before = (i - j <= size // 2) | (j >= length - size), (j - i <= size // 2) | (j < size)
+    return after & before
+
+
+def image_window(width: int, reach: int) -> Function:
+    """In an image of ``width``: pixels at most ``reach`` rows and columns away; fewer keys at the borders.
+
+    Ramachandran et al. 2019, "Stand-Alone Self-Attention", section 3.1, k = 2 reach + 1. Pixel (y, x) is position
+    ``width y + x``.
+    """
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         across = q_idx % width - kv_idx % width
@@ -245,7 +313,7 @@ def natten(width: int, reach: int) -> Function:
 
 
 def with_global(size: int, count: int) -> Function:
-    """``|i - j| <= size``, or query or key among the first ``count``; Zaheer et al. 2020, "BigBird", section 2."""
+    """``|i - j| <= size``, or query or key among the first ``count``; Beltagy et al. 2020, section 3.1."""
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (abs(q_idx - kv_idx) <= size) | (kv_idx < count) | (q_idx < count)
@@ -254,7 +322,8 @@ def with_global(size: int, count: int) -> Function:
 
 
 def streaming(size: int, count: int) -> Function:
-    """``0 <= i - j <= size``, and the first ``count`` keys; Xiao et al. 2024, "Attention Sinks", section 3."""
+    """``0 <= i - j <= size``, ``size + 1`` keys, and the first ``count`` keys up to i; Xiao et al. 2024, "Attention Sinks",
+    section 3."""
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (q_idx >= kv_idx) & ((q_idx - kv_idx <= size) | (kv_idx < count))
@@ -263,12 +332,12 @@ def streaming(size: int, count: int) -> Function:
 
 
 def head_windows(b: Any, h: Any, q_idx: Any, kv_idx: Any, size: Any) -> Any:
-    """``0 <= i - j <= size_h``, ``size`` (Hq,): a different window for each head."""
+    """``0 <= i - j <= size_h``, ``size`` (Hq,): a window of ``size_h + 1`` keys for each head."""
     return (q_idx >= kv_idx) & (q_idx - kv_idx <= size[h])
 
 
 def permuted(b: Any, h: Any, q_idx: Any, kv_idx: Any, order: Any) -> Any:
-    """``order_j <= order_i``, ``order`` (Sq,): causal in a permuted order; Yang et al. 2019, "XLNet", section 2."""
+    """``order_j <= order_i``, ``order`` (Sq,): causal in a permuted order; Yang et al. 2019, "XLNet", content stream."""
     return order[q_idx] >= order[kv_idx]
 
 

@@ -100,7 +100,7 @@ BLOCK_MASKS = {
     "causal_documents": lambda b, h, q_idx, kv_idx: (DOCUMENTS[q_idx] == DOCUMENTS[kv_idx]) & (q_idx >= kv_idx),
     "prefix": lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) | (kv_idx < 450),
     "dilated": cupy_sdpa.zoo.dilated(512, 2),
-    "neighbourhood": cupy_sdpa.zoo.natten(64, 4),
+    "neighbourhood": cupy_sdpa.zoo.image_window(64, 4),
     "random": lambda b, h, q_idx, kv_idx: LISTED[q_idx // 128, kv_idx // 128] | (q_idx // 128 == kv_idx // 128),
 }
 

@@ -86,7 +86,10 @@ ZOO = [
     Functions("dilated", None, zoo.dilated(30, 3)),
     Functions("chunked", None, zoo.chunked(16)),
     Functions("block_sparse", None, zoo.block_sparse(8, 3)),
-    Functions("natten", None, zoo.natten(10, 2)),
+    Functions("fixed", None, zoo.fixed(8, 2)),
+    Functions("strided", None, zoo.strided(9)),
+    Functions("natten", None, zoo.natten(7, 10, 3, 2)),
+    Functions("image_window", None, zoo.image_window(10, 2)),
     Functions("with_global", None, zoo.with_global(5, 3)),
     Functions("streaming", None, zoo.streaming(12, 4)),
     Functions(

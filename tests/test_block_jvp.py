@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from planner import library_version, plan_problem
 
-from cupy_sdpa import BlockMask, attention, attention_jvp, block_mask, explain, jvp_problems, widen
+from cupy_sdpa import BlockMask, Unsupported, attention, attention_jvp, block_mask, explain, jvp_problems, widen
 from cupy_sdpa.plans.plan import PlanInfo
 from cupy_sdpa.support.why_not import why_not
 
@@ -116,3 +116,28 @@ def test_other_options_are_refused_before_anything_is_written():
     with pytest.raises(ValueError, match="block_mask is for 256 queries"):
         attention_jvp(q, k, v, dq, block_mask=BlockMask.from_blocks(np.ones((2, 2), bool)), out=out)
     assert (out == 3).all()
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_explained_with_a_score_function_on_the_fake_cupy(name, fake):
+    """explain takes what the call takes: arrays of the GPU in tensors."""
+    q, k, v, *_ = (fake.asarray(x) for x in drawn("float16", 16, 16))
+    rows = fake.asarray(np.ones((2, 300), np.float32))
+    options = {"score_mod": lambda s, b, h, i, j, rows: s + rows[h, i], "tensors": {"rows": rows}}
+    report = explain(q, k, v, jvp=True, block_mask=MASKS[name](), **options)
+    assert report
+    assert len(report.launches) >= 2
+    shapes = [(16, 2, 300, 1), (16, 1, 300, 1), (16, 1, 300, 1)]
+    of_shapes = jvp_problems(*shapes, dtype="float16", block_mask=MASKS[name](), **{**options, "tensors": {"rows": (2, 300)}})
+    assert [str(problem) for problem in of_shapes] == [str(launch.problem) for launch in report.launches]
+
+
+def test_every_form_is_planned_before_anything_is_written(fake):
+    """A derivative whose second pass cannot run writes no output, also after one that can run."""
+    mask = MASKS["full blocks"]()
+    q, k, v = (fake.asarray(np.ones((d, 1, 300, 1), np.float16, order="F")) for d in (160, 160, 16))
+    attention_jvp(q, k, v, dv=v, block_mask=mask)
+    out = fake.asarray(np.full((16, 1, 300, 1), 3, np.float16, order="F"))
+    with pytest.raises(Unsupported, match="gradients with head dims 320 and 320"):
+        attention_jvp(q, k, v, q, k, block_mask=mask, out=out)
+    assert (out.get() == 3).all()

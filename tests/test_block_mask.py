@@ -22,7 +22,9 @@ def dense_of(mask_mod, sq, skv, **tensors):
 
 
 @pytest.mark.parametrize("lengths", [(0, 5), (1, 1), (2, 300), (128, 128), (129, 127), (500, 300), (1000, 1)], ids=str)
-@pytest.mark.parametrize("mask_mod", [zoo.causal, zoo.sliding_window(40), zoo.natten(20, 3), zoo.chunked(100), zoo.checkered])
+@pytest.mark.parametrize(
+    "mask_mod", [zoo.causal, zoo.sliding_window(40), zoo.image_window(20, 3), zoo.chunked(100), zoo.checkered]
+)
 def test_a_mask_is_that_of_its_function(mask_mod, lengths):
     """Every pair; full blocks have no masked pair, and empty blocks no other one."""
     mask = block_mask(mask_mod, *lengths)
@@ -109,8 +111,10 @@ def test_from_the_fields_of_flex_attention():
 
     mask = BlockMask.from_kv_blocks(*fields(partial), *fields(full), mask_mod=lambda b, h, i, j: i >= j)
     assert mask.shape == (640, 512, 3, 2)
-    np.testing.assert_array_equal(mask.kinds != EMPTY, (partial | full).transpose(3, 2, 1, 0))
-    np.testing.assert_array_equal(mask.kinds == FULL, full.transpose(3, 2, 1, 0))
+    i, j = np.arange(4)[:, None], np.arange(5)
+    of_function = np.where(i == j, PARTIAL, np.where(i > j, FULL, EMPTY))
+    expected = np.where(full, FULL, np.where(partial, of_function, EMPTY))
+    np.testing.assert_array_equal(mask.kinds, expected.transpose(3, 2, 1, 0))
     with pytest.raises(ValueError, match="kv_indices has entries outside of 0 to 4"):
         BlockMask.from_kv_blocks(np.full((1, 1, 1), 2), np.full((1, 1, 1, 5), 7))
 
@@ -192,7 +196,9 @@ def test_display():
     assert large.picture().count("<rect") == 100**2
 
 
-@pytest.mark.parametrize("mask_mod", [zoo.causal, zoo.sliding_window(40), zoo.natten(20, 3), zoo.chunked(100), zoo.checkered])
+@pytest.mark.parametrize(
+    "mask_mod", [zoo.causal, zoo.sliding_window(40), zoo.image_window(20, 3), zoo.chunked(100), zoo.checkered]
+)
 def test_masks_are_evaluated_on_the_gpu(mask_mod, fake):
     """Without arrays on the GPU, if there is one; with CuPy arrays there, too. The mask is the same as on numpy."""
     pairs = np.random.default_rng(0).random((300, 200)) < 0.3
@@ -287,6 +293,39 @@ def attention_of(mask, attends):
     q, k, v = (np.asfortranarray(rng.standard_normal((8, heads, s, batch))) for s in (sq, skv, skv))
     out = attention(q, k, v, block_mask=mask)
     np.testing.assert_allclose(out, attention(q, k, v, mask=np.asfortranarray(attends)), atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [32, 64, 128, 256])
+def test_listed_blocks_without_pairs_do_not_count(size):
+    """The numbers of blocks are those of the pairs, whatever lists contain; so are the kinds of the last, shorter blocks."""
+    listed = np.ones((-(-700 // size), -(-500 // size)), bool)
+    mask = BlockMask.from_blocks(listed, 500, 700, mask_mod=lambda b, h, i, j: (i >= 128) & (j < 512), block=size)
+    same = block_mask(lambda b, h, i, j: (i >= 128) & (j < 512), 500, 700, block=size)
+    assert (mask.blocks, mask.partial, mask.sparsity) == (same.blocks, same.partial, same.sparsity)
+    np.testing.assert_array_equal(mask.kinds, same.kinds)
+    np.testing.assert_array_equal(mask.to_dense(), same.to_dense())
+    assert len(mask.bits) == 0
+
+
+def test_masks_are_read_only():
+    """Calls store tables of a mask, which a later change would not reach; dense arrays of it are copies."""
+    mask = block_mask(lambda b, h, i, j: (i + j) % 3 > 0, 200, 300, block=32)
+    for copied in (mask, pickle.loads(pickle.dumps(mask)), BlockMask.from_blocks(np.ones((3, 2), bool), 200, 300)):
+        with pytest.raises(AttributeError, match="sq of a BlockMask cannot be changed"):
+            copied.sq = 100
+        with pytest.raises(AttributeError, match="kinds of a BlockMask cannot be deleted"):
+            del copied.kinds
+        for array in (copied.kinds, copied.bits, copied.block_kinds):
+            assert not array.flags.writeable
+    dense = mask.to_dense()
+    dense[...] = False
+    assert mask.to_dense().any()
+
+
+def test_full_blocks_with_a_short_last_block_are_packed():
+    """The keys of every query are an interval, although the last block of keys is shorter than the others."""
+    mask = BlockMask.from_blocks(np.array([[True, False], [True, False], [False, True], [False, True]]), 256, 450)
+    assert method_of(mask, Sizes(1, 1, 2)).name == "packed"
 
 
 def test_documents_of_small_blocks_are_packed():

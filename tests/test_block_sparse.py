@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import cupy_sdpa
-from cupy_sdpa import BlockMask, attention, attention_backward, attention_vjp, block_mask
+from cupy_sdpa import BlockMask, attention, attention_backward, attention_jvp, attention_vjp, block_mask
 from cupy_sdpa._cudnn.library import library
 from cupy_sdpa.sparse import method as methods
 from cupy_sdpa.sparse.entries import Sizes
@@ -221,14 +221,18 @@ def test_gradients_are_those_of_central_differences(method):
     assert abs((ends[0] - ends[1]) / 2e-4 - expected) < 1e-4 * abs(expected)
 
 
-@pytest.mark.parametrize("per_head", [False, True], ids=["shared", "per head"])
-def test_blocks_that_are_not_listed_are_not_read(per_head, fake):
+@pytest.mark.parametrize("kind", ["shared", "per head", "function", "prefix"])
+def test_blocks_that_are_not_listed_are_not_read(kind, fake):
     """NaN in keys of a block to which no query attends, and in queries without keys, does not spread."""
     rng = np.random.default_rng(0)
-    blocks = rng.random((4, 3, 2 if per_head else 1, 1)) < 0.6
+    blocks = rng.random((4, 3, 2 if kind == "per head" else 1, 1)) < 0.6
     blocks[2], blocks[:, 1] = False, False
     blocks[0, 0], blocks[1, 2] = True, True
     mask = BlockMask.from_blocks(blocks)
+    if kind == "function":
+        mask = block_mask(lambda b, h, i, j: ((i + j) % 2 == 0) & (j // 128 != 2) & (i // 128 != 1), 384, 512)
+    if kind == "prefix":
+        mask = block_mask(lambda b, h, i, j: ((j < 100) | (i + 128 >= j)) & (j < 256) & (i // 128 != 1), 384, 512)
     for xp, dtype in ((np, "float32"), (fake, "float16")):
         q, k, v, dout = (np.asfortranarray(rng.standard_normal((16, 2, n, 1)).astype(dtype)) for n in (384, 512, 512, 384))
         clean = [x.copy(order="F") for x in (q, k, v, dout)]
@@ -271,8 +275,9 @@ def test_a_mask_of_other_sizes_is_refused():
     x = np.ones((8, 2, 300, 1))
     with pytest.raises(ValueError, match="256 queries and 300 keys; q has 300"):
         attention(x, x, x, block_mask=BlockMask.from_blocks(np.ones((3, 2), bool), 256, 300))
-    with pytest.raises(ValueError, match="4 heads and 1 batch entries; q has 2 and 1"):
-        attention(x, x, x, block_mask=BlockMask.from_blocks(np.ones((3, 3, 4, 1), bool), 300, 300))
+    for groups in ((4, 1), (1, 3), (2, 3)):
+        with pytest.raises(ValueError, match=f"{groups[0]} heads and {groups[1]} batch entries; q has 2 and 1"):
+            attention(x, x, x, block_mask=BlockMask.from_blocks(np.ones((3, 3, *groups), bool), 300, 300))
 
 
 def test_results_must_not_overlap_inputs():
@@ -432,3 +437,110 @@ def test_other_gradients_are_refused_before_the_forward_pass():
     mask = BlockMask.from_blocks(np.eye(2, dtype=bool))
     with pytest.raises(ValueError, match="return_dsinks is True and block_mask is passed"):
         attention_vjp(q, q, q, block_mask=mask, sinks=np.zeros(2, np.float32), return_dsinks=True)
+
+
+@pytest.mark.parametrize("queries", [1, 300])
+def test_deterministic_calls_of_one_query(queries, fake):
+    """cuDNN's default kernel for one query adds its parts in varying order, so no part of such a call uses it."""
+    mask = block_mask(lambda b, h, i, j: (j >= 100) & (j < 300) & ((i == 0) | (i >= 200)), queries, 1000)
+    assert method_of(mask, Sizes(2, 2, 2)).slices[0].q1 == 1
+    q, k = (fake.asarray(np.ones((16, 2, n, 2), np.float16, order="F")) for n in (queries, 1000))
+    attention(q, k, k, return_stats=True, block_mask=mask, deterministic=True)
+    attention_jvp(q, k, k, q, k, k, block_mask=mask, deterministic=True)
+    of_one_query = [line for line in str(cupy_sdpa.get_plan_cache()).splitlines() if "forward" in line and " 1 queries" in line]
+    assert len(of_one_query) >= 2
+    assert all("deterministic forward" in line for line in of_one_query)
+    with pytest.raises(TypeError, match="deterministic is 'yes'"):
+        attention(q, k, k, block_mask=mask, deterministic="yes")
+
+
+def sizes_of_0(name):
+    """A mask, the head counts and the batch of a call that computes nothing."""
+    every = BlockMask.from_blocks(np.ones((3, 2), bool), 200, 300)
+    pairs = block_mask(lambda b, h, i, j: (i + j) % 2 == 0, 200, 300)
+    none = BlockMask.from_blocks(np.zeros((3, 2, 2, 1), bool), 200, 300)
+    no_query, no_key = (block_mask(lambda b, h, i, j: i >= j, *lengths) for lengths in ((0, 300), (200, 0)))
+    found = {"batch": (every, 2, 0), "batch of pairs": (pairs, 2, 0), "heads": (pairs, 0, 2), "blocks": (none, 2, 2)}
+    return (found | {"queries": (no_query, 2, 2), "keys": (no_key, 2, 2)})[name]
+
+
+@pytest.mark.parametrize("name", ["batch", "batch of pairs", "heads", "blocks", "queries", "keys"])
+def test_sizes_of_0(name, fake):
+    """Outputs and gradients are 0, with arrays of a score function; derivatives and reports exist, too."""
+    mask, heads, batch = sizes_of_0(name)
+    for xp, dtype in ((np, "float64"), (fake, "float16")):
+        shapes = [(16, heads, n, batch) for n in (mask.sq, mask.skv, mask.skv)]
+        q, k, v = (xp.asarray(np.ones(shape, dtype, order="F"), order="F") for shape in shapes)
+        rows = xp.asarray(np.ones((batch, heads, mask.sq), "f4"))
+        options = {"block_mask": mask, "score_mod": lambda s, b, h, i, j, rows: s + rows[b, h, i], "tensors": {"rows": rows}}
+        out, pullback = attention_vjp(q, k, v, **options)
+        results = [out, *pullback(out), *attention_jvp(q, k, v, q, k, v, **options)]
+        shapes = [q.shape, q.shape, k.shape, v.shape, q.shape, q.shape]
+        assert [x.shape for x in results] == shapes
+        assert not any(x.get().any() if hasattr(x, "get") else x.any() for x in results)
+        for flags in ({}, {"return_stats": True}, {"backward": True}, {"jvp": True}):
+            report = cupy_sdpa.explain(q, k, v, **flags, **options)
+            assert report
+            assert "runs without a kernel" in str(report)
+
+
+def test_slices_whose_keys_are_within_those_of_others():
+    """The gradients of keys that several slices share are sums, and those of other keys are kept."""
+    mask = block_mask(lambda b, h, i, j: (i < 100) | ((j >= 50) & (j < 100)), 200, 500)
+    assert method_of(mask, Sizes(1, 1, 1)).name == "slices"
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (np.asfortranarray(rng.standard_normal((8, 1, n, 1))) for n in (200, 500, 500, 200))
+    out, pullback = attention_vjp(q, k, v, block_mask=mask)
+    expected = dense_attention(q, k, v, dout, mask.to_dense(), 8**-0.5, 0.0, None)
+    for x, y in zip((out, *pullback(dout)), (expected[0], *expected[2:]), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["packed", "slices", "blocks"])
+def test_deterministic_gradients_after_others(method, fake):
+    """A repeated call with deterministic=True does not run what was cached without it."""
+    functions = {
+        "packed": lambda b, h, i, j: i // 100 == j // 100,
+        "slices": lambda b, h, i, j: (i >= j) | (j < 70),
+        "blocks": lambda b, h, i, j: (i + j) % 3 > 0,
+    }
+    mask = block_mask(functions[method], 300, 300)
+    assert method_of(mask, Sizes(2, 2, 1)).name == method
+    x = fake.asarray(np.ones((16, 2, 300, 1), np.float16, order="F"))
+    out, stats = attention(x, x, x, return_stats=True, block_mask=mask)
+    for deterministic in (False, False, True):
+        attention_backward(x, x, x, x, out, stats, block_mask=mask, deterministic=deterministic)
+        assert ("deterministic backward" in str(cupy_sdpa.get_plan_cache())) == deterministic
+
+
+REFUSED = {
+    "row statistics": ("forward", {"return_stats": "max_sumexp"}),
+    "a flag": ("forward", {"deterministic": "yes"}),
+    "another mask": ("backward", {"causal": True}),
+    "the shape of out": ("forward", {"out": np.ones((8, 1, 5, 1), order="F")}),
+    "other gradients": ("backward", {"return_dsinks": True, "sinks": np.ones(1, np.float32)}),
+    "the shape of dq": ("backward", {"dq": np.ones((8, 1, 5, 1), order="F")}),
+    "a flag of a derivative": ("jvp", {"return_stats": "max_sumexp"}),
+    "the shape of a tangent": ("jvp", {"dq": np.ones((8, 1, 5, 1), order="F")}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_explain_refuses_what_the_call_refuses(name):
+    """With the same error."""
+    kind, options = REFUSED[name]
+    options = {"block_mask": BlockMask.from_blocks(np.ones((3, 3), bool), 300, 300), **options}
+    x, stats = np.ones((8, 1, 300, 1), order="F"), np.ones((300, 1, 1), np.float32, order="F")
+    if kind == "jvp":
+        options = {"dq": x, "dk": x, **options}
+    calls = {
+        "forward": lambda: attention(x, x, x, **options),
+        "backward": lambda: attention_backward(x, x, x, x, x, stats, **options),
+        "jvp": lambda: attention_jvp(x, x, x, **options),
+    }
+    with pytest.raises((TypeError, ValueError)) as wanted:
+        calls[kind]()
+    flags = {} if kind == "forward" else {kind: True}
+    with pytest.raises(wanted.type) as found:
+        cupy_sdpa.explain(x, x, x, **flags, **options)
+    assert str(found.value) == str(wanted.value)

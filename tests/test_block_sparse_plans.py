@@ -121,8 +121,15 @@ def test_calls_of_all_pairs_with_a_score_function_are_planned(shape, planned, pl
             assert isinstance(plan := planned(plan_problem, problem, "h200"), PlanInfo), plan
 
 
-def test_a_mask_without_blocks_has_no_report():
-    """There is no call of cuDNN."""
-    x = np.zeros((64, 4, 128, 1), np.float32, order="F")
-    with pytest.raises(ValueError, match="lists no block"):
-        cupy_sdpa.explain(x, x, x, block_mask=BlockMask.from_blocks(np.zeros((1, 1), bool)))
+@pytest.mark.parametrize("flags", [{}, {"backward": True}, {"jvp": True}], ids=str)
+def test_a_mask_without_blocks_runs_without_a_kernel(flags):
+    """There is no call of cuDNN, for a described GPU, too."""
+    x = np.zeros((64, 4, 128, 1), np.float16, order="F")
+    mask = BlockMask.from_blocks(np.zeros((1, 1), bool))
+    for target in ({}, {"gpu": "h200", "cudnn": "9.19"}):
+        report = explain(x, x, x, block_mask=mask, **flags, **target)
+        assert report
+        assert "runs without a kernel" in str(report)
+    if not flags:
+        assert "0 of 1 blocks" in report.blocks
+        assert report.blocks.endswith("nothing is computed")

@@ -78,6 +78,40 @@ def test_a_single_query_stays_single():
     assert (asked.q.shape[2], asked.k.shape[2]) == (1, 1024)
 
 
+@pytest.mark.parametrize("lengths", [(20, 30), (1, 30), (20, 1)], ids=str)
+@pytest.mark.parametrize("engine", ["numpy", "fake"])
+def test_the_dropout_mask_of_a_bucket(engine, lengths, request):
+    """It is that of the call: with unit vectors as values the output is the weights."""
+    xp = np if engine == "numpy" else request.getfixturevalue("fake")
+    sq, skv = lengths
+    q, k, v = (np.zeros((32, 2, n, 1), np.float16, order="F") for n in (sq, skv, skv))
+    v[np.arange(skv), :, np.arange(skv)] = 1
+    options = {"dropout_p": 0.5, "seed": 3, "bucket": 48}
+    q, k, v = (xp.asarray(x) for x in (q, k, v))
+    out, kept, other = (
+        attention(q, k, v, **options), cupy_sdpa.dropout_mask(q, k, **options),
+        cupy_sdpa.dropout_mask(q, k, **{**options, "bucket": None}),
+    )  # fmt: skip
+    out, kept, other = (x.get() if engine == "fake" else x for x in (out, kept, other))
+    np.testing.assert_array_equal((out[:skv] != 0).transpose(0, 2, 1, 3), kept)
+    assert kept.shape == (skv, sq, 2, 1)
+    if engine == "numpy" and lengths == (20, 30):  # the generator of the CPU depends on the lengths of the bucket
+        assert (kept != other).any()
+
+
+def test_the_dropout_mask_of_packed_sequences_takes_rounded_lengths():
+    """The mask has the shape of the maximum lengths, so the remedy is to pass the rounded ones."""
+    q, starts = np.ones((16, 2, 30), np.float32, order="F"), np.array([0, 10, 30], np.int32)
+    packed = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts, "max_seqlen_q": 20, "max_seqlen_kv": 20}
+    with pytest.raises(ValueError, match="bucket is 32 and cu_seqlens_q is passed; round max_seqlen_q"):
+        cupy_sdpa.dropout_mask(q, q, dropout_p=0.5, seed=1, bucket=32, **packed)
+    kept = cupy_sdpa.dropout_mask(q, q, dropout_p=0.5, seed=1, **packed | {"max_seqlen_q": 32, "max_seqlen_kv": 32})
+    v = np.zeros((30, 2, 30), np.float32, order="F")
+    v[np.arange(30), :, np.arange(30)] = 1
+    out = attention(q, q, v, dropout_p=0.5, seed=1, bucket=32, **packed)
+    np.testing.assert_array_equal((out[10:, :, 10:] != 0).transpose(0, 2, 1), kept[:20, :20, :, 1])
+
+
 def test_the_vjp_and_empty_keys():
     """The pullback keeps the bucket; without keys there is nothing to round."""
     q, k, v = Case("vjp", d=16, sq=20, skv=30, dtype="float64").arrays()

@@ -786,9 +786,9 @@ def test_the_zoo_has_identities(name):
 
 def test_functions_that_are_created_in_every_call():
     """Functions with equal parameters have equal identities, with other parameters they differ."""
-    one = [zoo.softcap(2.0), zoo.natten(10, 2), zoo.alibi_by_index(4), zoo.clipped(-1.0, 1.0), zoo.dilated(3, 4)]
-    same = [zoo.softcap(2.0), zoo.natten(10, 2), zoo.alibi_by_index(4), zoo.clipped(-1.0, 1.0), zoo.dilated(3, 4)]
-    other = [zoo.softcap(2.5), zoo.natten(10, 3), zoo.alibi_by_index(5), zoo.clipped(-1.0, 1), zoo.dilated(4, 3)]
+    one = [zoo.softcap(2.0), zoo.natten(10, 10, 3), zoo.alibi_by_index(4), zoo.clipped(-1.0, 1.0), zoo.dilated(3, 4)]
+    same = [zoo.softcap(2.0), zoo.natten(10, 10, 3), zoo.alibi_by_index(4), zoo.clipped(-1.0, 1.0), zoo.dilated(3, 4)]
+    other = [zoo.softcap(2.5), zoo.natten(10, 10, 5), zoo.alibi_by_index(5), zoo.clipped(-1.0, 1), zoo.dilated(4, 3)]
     assert [identity(f) for f in one] == [identity(f) for f in same]
     assert len({identity(f) for f in [*one, *other]}) == 10
 

@@ -329,6 +329,12 @@ ERRORS = {
     "out_shape": (([X], [Y]), {"out": X[:4]}, ValueError, r"out has shape \(4, 2, 3, 1\);.* \(8, 2, 3, 1\)"),
     "out_dtype": (([X], [Y]), {"out": X.astype("f2")}, TypeError, "out has dtype float16"),
     "out_overlaps": (([X, X], [Y, Y]), {"out": X}, ValueError, r"out overlaps outs\[0\] in memory"),
+    "out_overlaps_sinks": (
+        ([X], [Y]),
+        {"out": (own := zeros(8, 2, 3, 1)), "sinks": own[:2, 0, 0, 0]},
+        ValueError,
+        "out overlaps sinks in memory",
+    ),
     "out_read_only": (([X], [Y]), {"out": read_only()}, ValueError, "out is read-only"),
     "flag": (([X], [Y]), {"return_stats": 1}, TypeError, "return_stats is 1; it must be True or False"),
 }
@@ -390,3 +396,33 @@ def test_float64_statistics_need_float64_arrays():
         cupy_sdpa.attention(x, x, x, stats=np.zeros((4, 1, 1), order="F"))
     with pytest.raises(TypeError, match=r"stats\[0\] has dtype float64"):
         cupy_sdpa.merge([x], [np.zeros((4, 1, 1))])
+
+
+@pytest.mark.parametrize("engine", ["float64", "float64 with float32 statistics", "float32", "float32 on the fake GPU"])
+@pytest.mark.parametrize("level", [0, 1e4])
+def test_many_parts_are_as_exact_as_few(level, engine, request):
+    """The log-sum-exp of some of the parts is not rounded: with |L| = 1e4 a float32 has an error of 5e-4."""
+    xp = request.getfixturevalue("fake") if "GPU" in engine else np
+    rng, dtype = np.random.default_rng(0), engine.split()[0]
+    rows = (level + rng.standard_normal((5, 2, 1, 20))).astype("f8" if engine == "float64" else "f4")
+    outs = rng.standard_normal((8, 2, 5, 1, 20)).astype(dtype)
+    wanted, total = formula([(outs[..., i], rows[..., i]) for i in range(20)], None)
+    parts = [[xp.asarray(np.asfortranarray(x[..., i]), order="F") for i in range(20)] for x in (outs, rows)]
+    out, stats = (np.asarray(x.get() if xp is not np else x) for x in cupy_sdpa.merge(*parts, return_stats=True))
+    precision = {"float64": 1e-14, "float32": 1e-6}[dtype]
+    np.testing.assert_allclose(out.astype("f8"), wanted, atol=precision * 3)
+    np.testing.assert_allclose(stats, total, rtol=1e-14 if engine == "float64" else 1.2e-7, atol=1e-6 if level == 0 else 0)
+
+
+def test_more_parts_than_a_kernel_takes_twice(fake):
+    """With 70 parts some have no keys, and their outputs are not used."""
+    rng = np.random.default_rng(0)
+    outs, rows = rng.standard_normal((8, 2, 5, 1, 70)).astype("f4"), rng.standard_normal((5, 2, 1, 70)).astype("f4")
+    rows[0], rows[1, :, :, 3:], rows[2, :, :, 8:16] = -np.inf, -np.inf, -np.inf
+    outs[:, :, 0] = np.nan
+    sinks = np.array([0.5, -np.inf], np.float32)
+    wanted, total = formula([(outs[..., i], rows[..., i]) for i in range(70)], sinks)
+    parts = [[fake.asarray(np.asfortranarray(x[..., i]), order="F") for i in range(70)] for x in (outs, rows)]
+    out, stats = cupy_sdpa.merge(*parts, sinks=fake.asarray(sinks), return_stats=True)
+    np.testing.assert_allclose(out.get(), wanted, atol=2e-6)
+    np.testing.assert_allclose(stats.get(), total, atol=2e-6)

@@ -4,6 +4,7 @@ The fake cuDNN writes what 9.19 writes and nothing else, and lets NaN in the pad
 Outputs, workspaces and free memory are full of NaN. On a real GPU: tests/test_gpu*.py.
 """
 
+import functools
 import itertools
 from dataclasses import replace
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from tolerance import accumulation_floor, assert_close, gradient_floor
 
 import cupy_sdpa
 from cupy_sdpa import Unsupported, attention, attention_backward, explain, get_plan_cache, reference
+from cupy_sdpa._cudnn.library import library
 from cupy_sdpa.device import driver
 from cupy_sdpa.support.why_not import why_not
 
@@ -530,3 +532,74 @@ def test_packed_gradients_in_strided_arrays(name, heads, cupy):
     around = wide.get()
     around[:, written] = np.nan
     assert np.isnan(around).all()
+
+
+def without_keys(cupy, packed, return_stats=True, **options):
+    """A call without keys, whose rows attend to their sink."""
+    shape, lengths = ((16, 2, 40), {}) if packed else ((16, 2, 40, 2), {"seq_lens_q": np.array([40, 9], np.int32)})
+    q, k = cupy.ones(shape, np.float16, order="F"), cupy.empty((*shape[:2], 0, *shape[3:]), np.float16, order="F")
+    if packed:
+        lengths = {"cu_seqlens_q": np.array([2, 20, 33], np.int32), "cu_seqlens_kv": np.zeros(3, np.int32)}
+    arrays = {name: cupy.asarray(x) for name, x in (lengths | {"sinks": np.array([0.5, 7, -1], np.float32)}).items()}
+    arrays["sinks"] = arrays["sinks"][::2]
+    longest = {"max_seqlen_q": 18, "max_seqlen_kv": 1} if packed else {}
+    return functools.partial(attention, q, k, k, return_stats=return_stats, **arrays, **longest, **options)
+
+
+def with_blocks(cupy):
+    """A call with a block mask, some of whose queries attend to the sink alone."""
+    mask = cupy_sdpa.block_mask(lambda b, h, i, j: ((i >= j) | (j < 70)) & (i < 250), 300, 300)
+    x = cupy.asarray(np.random.default_rng(0).standard_normal((16, 2, 300, 2)).astype("f2"), order="F")
+    sinks = cupy.asarray(np.array([0.5, -1], np.float32))
+    return functools.partial(attention, x, x, x, block_mask=mask, sinks=sinks, return_stats=True)
+
+
+def with_parts(cupy):
+    """A merge in two launches."""
+    rng = np.random.default_rng(0)
+    outs = [cupy.asarray(rng.standard_normal((16, 2, 40, 2)).astype("f4"), order="F") for _ in range(11)]
+    stats = [cupy.asarray(rng.standard_normal((40, 2, 2)).astype("f4"), order="F") for _ in range(11)]
+    return functools.partial(cupy_sdpa.merge, outs, stats, return_stats=True)
+
+
+def with_dropout(cupy):
+    """The dropout mask, whose call has other results."""
+    x = cupy.ones((16, 2, 40, 2), np.float16, order="F")
+    return lambda: (cupy_sdpa.dropout_mask(x, x, dropout_p=0.5, seed=1),)
+
+
+CAPTURED = {
+    "sinks of lengths": lambda cupy: without_keys(cupy, False),
+    "sinks of packed rows": lambda cupy: without_keys(cupy, True),
+    "sinks and the maximum": lambda cupy: without_keys(cupy, False, "max_sumexp"),
+    "a block mask": with_blocks,
+    "a merge": with_parts,
+    "a dropout mask": with_dropout,
+}
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_captured_calls_use_no_memory_of_others(name, cupy):
+    """What a call allocates besides its results belongs to the CUDA graph, whose launches change nothing else."""
+    call = CAPTURED[name](cupy)
+    wanted = [x.get() for x in call()]
+    if name.startswith("sinks"):
+        assert set(np.unique(wanted[1])) == {-np.inf, -1, 0.5}
+    DEVICE.wait_for_all()
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        found = call()
+        graph = stream.end_capture()
+        # memory of the pool that was freed in the capture now belongs to these arrays
+        junk = [cupy.full(size, np.nan, np.float32) for size in (1, 40, 80, 160, 320, 1600, 1 << 12) for _ in range(8)]
+        for _ in range(2):
+            for x in found:
+                x.fill(0)
+            graph.launch(stream)
+            stream.synchronize()
+            for x, y in zip(found, wanted, strict=True):
+                np.testing.assert_array_equal(x.get(), y)
+            assert all(np.isnan(part.get()).all() for part in junk)
+    del graph
+    get_plan_cache().clear()
+    library().forget_plans()

@@ -58,7 +58,7 @@ PATTERNS = (
     Pattern("window", zoo.sliding_window(WINDOW - 1)),
     Pattern("prefix", prefix, lambda n, rng: {"end": np.array([n // 4], np.int32)}),
     Pattern("dilated", zoo.dilated(WINDOW, 2)),
-    Pattern("neighbourhood", zoo.natten(BLOCK, 8)),
+    Pattern("neighbourhood", zoo.image_window(BLOCK, 8)),
     Pattern("block_diagonal", same_document, equal_documents),
     Pattern("random", listed, one_in_eight),
 )

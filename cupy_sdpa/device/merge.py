@@ -27,10 +27,13 @@ class Parts(NamedTuple):
     Attributes:
         out: float16, bfloat16 or float32 (numpy: also float64), ``(Dv, H, S, B, C)``: C parts.
         stats: float32 (numpy: also float64) ``(S, H, B, C)``, the log-sum-exp of each row of each part.
+        totals: None; on the GPU also float32 with the strides of ``stats``, which then is the highest score m of a row, and
+            this the sum of ``exp(score - m)``. The log-sum-exp in float32 has fewer digits than the two.
     """
 
     out: Any
     stats: Any
+    totals: Any = None
 
 
 class Factors(NamedTuple):
@@ -56,6 +59,7 @@ def merge(
     sinks: Any = None,
     lengths: Any = None,
     factors: Factors | None = None,
+    totals: Any = None,
 ) -> None:
     """Merge parts in float32: one launch, no synchronization. float64 numpy arrays are merged in float64.
 
@@ -69,11 +73,12 @@ def merge(
         sinks: float32 ``(H,)``, a part without a value for each head; or None.
         lengths: int32 ``(B,)`` of the GPU, the number of queries; rows after it have no part and no sink. None for all.
         factors: of FP8 parts on the GPU; None for other dtypes.
+        totals: with the strides of ``stats``, written on the GPU: results as in :class:`Parts`, to be merged with others.
     """
     if not cupy_runtime.is_array(out):
         _merge_on_cpu(groups, out, stats, sinks)
     else:
-        _merge_on_gpu(groups, out, stats, sinks, lengths, factors)
+        _merge_on_gpu(groups, out, stats, sinks, lengths, factors, totals)
 
 
 def _merge_on_cpu(groups: Sequence[Parts], out: Any, stats: Any, sinks: Any) -> None:
@@ -128,6 +133,7 @@ class _Group(NamedTuple):
     stats_h: int
     stats_b: int
     stats_c: int
+    totals: int
 
 
 class _Target(NamedTuple):
@@ -153,6 +159,7 @@ class _Target(NamedTuple):
     descale: int
     scale: int
     amax: int
+    totals: int
 
 
 #: The argument of the kernel, passed by value; all fields are int64.
@@ -164,7 +171,9 @@ _ARGUMENTS = np.dtype(
 )
 
 
-def _merge_on_gpu(groups: Sequence[Parts], out: Any, stats: Any, sinks: Any, lengths: Any, factors: Factors | None) -> None:
+def _merge_on_gpu(
+    groups: Sequence[Parts], out: Any, stats: Any, sinks: Any, lengths: Any, factors: Factors | None, totals: Any
+) -> None:
     width, heads, queries, batch = out.shape
     rows, parts = heads * queries * batch, sum(group.stats.shape[3] for group in groups)
     if not rows:
@@ -183,13 +192,21 @@ def _merge_on_gpu(groups: Sequence[Parts], out: Any, stats: Any, sinks: Any, len
         *(no_stats if stats is None else (stats.data.ptr, *stats.strides)),
         *(no_sinks if sinks is None else (sinks.data.ptr, *sinks.strides)),
         0 if lengths is None else lengths.data.ptr,
-        *(0 if array is None else array.data.ptr for array in (factors[1:] if factors else (None,) * 3)),
+        *(_address(array) for array in (*(factors[1:] if factors else (None,) * 3), totals)),
     ]  # fmt: skip
-    given = [(out.shape[4], out.data.ptr, *out.strides, stats.data.ptr, *stats.strides) for out, stats in groups]
+    given = [
+        (x.out.shape[4], x.out.data.ptr, *x.out.strides, x.stats.data.ptr, *x.stats.strides, _address(x.totals)) for x in groups
+    ]
     padded = [*given, *[(0,) * len(_Group._fields)] * (MAX_GROUPS - len(given))]
     arguments = np.array((_Target(*target), padded), _ARGUMENTS)
     names = [factors.dtype if factors and of.itemsize == 1 else of.name for of in (dtype, out.dtype)]
-    _merge_kernel(*names, vector)(grid, (columns, block_rows, slots), (arguments,))
+    carried = groups[0].totals is not None
+    _merge_kernel(*names, vector, carried)(grid, (columns, block_rows, slots), (arguments,))
+
+
+def _address(array: Any) -> int:
+    """The address of an array, or 0."""
+    return 0 if array is None else int(array.data.ptr)
 
 
 def _is_aligned(array: Any, vector: int) -> bool:
@@ -202,17 +219,19 @@ def _is_aligned(array: Any, vector: int) -> bool:
 
 
 @functools.cache
-def _merge_kernel(dtype: str, out_dtype: str, vector: int) -> Any:
+def _merge_kernel(dtype: str, out_dtype: str, vector: int, carried: bool = False) -> Any:
     """The kernel of :func:`merge`. ``threadIdx`` is (column, row, slot): a column is a vector of elements along Dv, and the
     slots of a row share its parts.
 
     Each thread keeps the highest log-sum-exp of its parts, and the sums relative to it. The first slot then adds the sums of
-    the other slots. All values of a step are loaded before the first is used, so their loads overlap.
+    the other slots. All values of a step are loaded before the first is used, so their loads overlap. If the parts are
+    ``carried``, they have totals.
     """
     types = {"In": TYPES[dtype], "Out": TYPES[out_dtype]}
     vectors = (
         f"struct alignas({min(vector * of.itemsize, 16)}) {name} {{ {of.name} x[{vector}]; }};" for name, of in types.items()
     )
+    amount = "*(const float*)(arguments.groups[g].totals + place)" if carried else "1"
     return cupy_runtime.cupy().RawKernel(
         f"""{"".join(sorted({of.header for of in types.values()}))}{" ".join(vectors)}
         {declaration("Group", _Group)}
@@ -236,7 +255,7 @@ def _merge_kernel(dtype: str, out_dtype: str, vector: int) -> Any:
             int g = -1;
             long long begin = 0, end = 0, out = 0, stats = 0;
             for (long long first = threadIdx.z; is_used && first < t.parts; first += {_UNROLL} * blockDim.z) {{
-                float score[{_UNROLL}];
+                float score[{_UNROLL}], amount[{_UNROLL}];
                 In value[{_UNROLL}];
                 #pragma unroll
                 for (int i = 0; i < {_UNROLL}; ++i) {{
@@ -248,9 +267,11 @@ def _merge_kernel(dtype: str, out_dtype: str, vector: int) -> Any:
                             begin = end;
                             end += group.parts;
                             out = group.out + column * group.out_d + h * group.out_h + s * group.out_s + b * group.out_b;
-                            stats = group.stats + h * group.stats_h + s * group.stats_s + b * group.stats_b;
+                            stats = h * group.stats_h + s * group.stats_s + b * group.stats_b;
                         }}
-                        score[i] = *(const float*)(stats + (part - begin) * arguments.groups[g].stats_c);
+                        const long long place = stats + (part - begin) * arguments.groups[g].stats_c;
+                        score[i] = *(const float*)(arguments.groups[g].stats + place);
+                        amount[i] = {amount};
                         if (has_value) value[i] = *(const In*)(out + (part - begin) * arguments.groups[g].out_c);
                     }}
                 }}
@@ -265,7 +286,7 @@ def _merge_kernel(dtype: str, out_dtype: str, vector: int) -> Any:
                 #pragma unroll
                 for (int i = 0; i < {_UNROLL}; ++i) {{
                     if (score[i] == NONE) continue;
-                    const float weight = expf(score[i] - base);
+                    const float weight = amount[i] * expf(score[i] - base);
                     total += weight;
                     #pragma unroll
                     for (int j = 0; j < {vector}; ++j) sum[j] += weight * float(value[i].x[j]);
@@ -308,7 +329,11 @@ def _merge_kernel(dtype: str, out_dtype: str, vector: int) -> Any:
                 atomicMax((int*)t.amax, __float_as_int(largest));
             if (has_value) *(Out*)(t.out + column * t.out_d + h * t.out_h + s * t.out_s + b * t.out_b) = merged;
             if (t.stats && column == 0)
-                *(float*)(t.stats + h * t.stats_h + s * t.stats_s + b * t.stats_b) = exists ? base_of(top) + logf(total) : NONE;
+            {{
+                const long long place = h * t.stats_h + s * t.stats_s + b * t.stats_b;
+                if (t.totals) *(float*)(t.totals + place) = total;
+                *(float*)(t.stats + place) = t.totals ? top : exists ? base_of(top) + logf(total) : NONE;
+            }}
         }}""",
         "cupy_sdpa_merge",
     )

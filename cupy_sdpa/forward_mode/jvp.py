@@ -234,7 +234,8 @@ class _Derivative:
             return list(gradients_with_block_mask(arrays, mask, options, **self.flags, others={}))
         q, k, v, out, stats = arrays
         with_stats = name == "output" and self.with_stats
-        results = attention_with_block_mask(q, k, v, mask, options, return_stats=with_stats, out=out, stats=stats)
+        flags = {"return_stats": with_stats, **self.flags}
+        results = attention_with_block_mask(q, k, v, mask, options, **flags, out=out, stats=stats)
         return list(results) if with_stats else [results]
 
     def plan_blocks(self, mask: BlockMask) -> None:
@@ -244,10 +245,12 @@ class _Derivative:
         key = (*key, *self.flags.values())
         if key in mask.tables:
             return
-        passes = {"output": ((self.q, self.k, w.values if form.values else self.v), {"return_stats": self.with_stats})}
+        passes = {
+            "output": ((self.q, self.k, w.values if form.values else self.v), {"return_stats": self.with_stats, **self.flags})
+        }
         if form.scores and form.value_dim:
             gradients = {"backward": True, **self.flags}
-            passes |= {"products": ((self.q, self.k, w.v), {})} if form.centered else {}
+            passes |= {"products": ((self.q, self.k, w.v), dict(self.flags))} if form.centered else {}
             passes["scores"] = (w.q, w.k, w.v), gradients
             passes |= {"means": ((w.q, w.ones, w.v), gradients)} if w.ones is not None else {}
         for name, (arrays, flags) in passes.items():

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from .._typing import Array
 from ..arrays.layouts import options_in_own, other_layout, to_own
 from ..calls.arguments import read_shapes
@@ -106,19 +108,28 @@ def _of_blocks(
     """The problems of the passes with a block mask."""
     (d, *queries), (_, *keys), (dv, *_) = shapes
     dtype = numpy_dtype(str(common["dtype"]))
+    if tensors := options.get("tensors"):
+        options = {**options, "tensors": {name: _without_values(x) for name, x in tensors.items()}}
     deterministic = bool(common.get("deterministic"))
 
     def parts(q: int, k: int, v: int, **outputs: bool) -> list[Problem]:
         arrays = [placeholder((n, *others), dtype) for n, others in ((q, queries), (k, keys), (v, keys))]
-        return part_problems((arrays[0], arrays[1], arrays[2]), mask, options, **outputs)
+        return part_problems((arrays[0], arrays[1], arrays[2]), mask, options, deterministic=deterministic, **outputs)
 
     problems = parts(d, d, 2 * dv if form.values else dv, return_stats=return_stats or form.scores)
     if form.scores and dv:
         problems += parts(d, d, form.product_width) if form.centered else []
         wide = form.score_width, form.score_width, form.product_width
         for _ in range(2 if not form.centered and not form.joint else 1):
-            problems += parts(*wide, backward=True, deterministic=deterministic)
+            problems += parts(*wide, backward=True)
     return tuple(problems)
+
+
+def _without_values(x: Any) -> Any:
+    """A numpy array in place of an array of either engine, or of a shape: a score function copies its elements."""
+    if not hasattr(x, "dtype"):
+        return np.zeros(x, np.float32, order="F")
+    return np.zeros(x.shape, x.dtype, order="F" if x.flags.f_contiguous else "C")
 
 
 def given_by(tangents: Sequence[str]) -> tuple[bool, bool, bool]:

@@ -90,7 +90,7 @@ def gradients_with_block_mask(
     methods.check_arrays(dict(zip(_NAMES, arrays, strict=True)), options.get("sinks"), ("dq", "dk", "dv"))
     identities = function_identities(options)
     with cupy_runtime.device_context(q):
-        parts_of(q, k, mask, sizes, options)  # checks the score function
+        parts_of(q, k, mask, sizes, options, deterministic)  # checks the score function
         dq, dk, dv = (
             cupy_runtime.new_result(q, x.shape, x.dtype) if dx is None else dx for x, dx in ((q, dq), (k, dk), (v, dv))
         )
@@ -105,18 +105,18 @@ def _compute(
 ) -> None:
     """Write the gradients; the arguments are those of the forward pass, and whether bits must be the same in every run."""
     mask, whole = mask_of(reference), Arrays(*(arrays[name] for name in _NAMES))
-    parts = parts_of(whole.q, whole.k, mask, sizes, with_arrays(options, arrays))
+    parts = parts_of(whole.q, whole.k, mask, sizes, with_arrays(options, arrays), deterministic)
     method = methods.method_of(mask, sizes)
     parts.options.pop("sinks", None)  # the log-sum-exp contains them
     if method.blocks is not None and not deterministic and (function := methods.gradient_function(mask, sizes)):
         # deterministic gradients would need memory for all pairs
         call(whole, {**parts.whole_options, "mask_mod": function}, deterministic)
     elif method.packed:
-        _packed(whole, parts, method.packed, deterministic)
+        _packed(whole, parts, method.packed)
     elif method.slices is not None:
-        _slices(whole, parts, method.slices, deterministic)
+        _slices(whole, parts, method.slices)
     else:
-        _blocks(whole, parts, deterministic)
+        _blocks(whole, parts)
 
 
 def call(arrays: Arrays, options: Mapping[str, Any], deterministic: bool) -> None:
@@ -127,7 +127,7 @@ def call(arrays: Arrays, options: Mapping[str, Any], deterministic: bool) -> Non
     run_part(_NAMES, tuple(arrays), options, read)
 
 
-def _packed(arrays: Arrays, parts: Parts, packed: Packed, deterministic: bool) -> None:
+def _packed(arrays: Arrays, parts: Parts, packed: Packed) -> None:
     """All segments as the sequences of one packed call."""
     mask, sizes = parts.mask, parts.sizes
     s, h, b = arrays.stats.shape
@@ -149,22 +149,22 @@ def _packed(arrays: Arrays, parts: Parts, packed: Packed, deterministic: bool) -
     )
     dout, q, k, v, out = inputs
     dq, dk, dv = results
-    call(Arrays(dout, q, k, v, out, rows.reshape((h, s * b), order="F"), dq, dk, dv), given, deterministic)
+    call(Arrays(dout, q, k, v, out, rows.reshape((h, s * b), order="F"), dq, dk, dv), given, parts.deterministic)
     for result, own in moved:
         result[...] = own
 
 
-def _slices(arrays: Arrays, parts: Parts, slices: list[Slice], deterministic: bool) -> None:
+def _slices(arrays: Arrays, parts: Parts, slices: list[Slice]) -> None:
     """Every segment as a call on slices of the arrays, the one with most keys first."""
     results = [_Sum(array) for array in arrays[6:]]
     for part in sorted(gradient_slices(slices), key=lambda part: part.k0 - part.k1):
         with cupy_runtime.released():
-            _slice(arrays, parts, part, results, deterministic)
+            _slice(arrays, parts, part, results)
     for result in results:
         result.clear_rest()
 
 
-def _slice(arrays: Arrays, parts: Parts, part: Slice, results: list[_Sum], deterministic: bool) -> None:
+def _slice(arrays: Arrays, parts: Parts, part: Slice, results: list[_Sum]) -> None:
     """Add the gradients of a segment."""
     mask, sizes = parts.mask, parts.sizes
     q0, q1, k0, k1, band = part
@@ -176,7 +176,7 @@ def _slice(arrays: Arrays, parts: Parts, part: Slice, results: list[_Sum], deter
     targets = [result.target(*bounds) for result, bounds in zip(results, ((q0, q1), (k0, k1), (k0, k1)), strict=True)]
     given = parts.options_of(band_options(band), (part[:4],), arrays.q, functools.partial(of_slice, part, mask, sizes))
     inputs = arrays.dout[of_q], arrays.q[of_q], arrays.k[of_kv], arrays.v[of_kv], arrays.out[of_q], stats
-    call(Arrays(*inputs, *targets), given, deterministic)
+    call(Arrays(*inputs, *targets), given, parts.deterministic)
     for result in results:
         result.add()
 
@@ -243,7 +243,7 @@ class Copied(NamedTuple):
     calls: list[tuple[int, int, dict[str, Any], PackedCopies]]
 
 
-def _blocks(arrays: Arrays, parts: Parts, deterministic: bool) -> None:
+def _blocks(arrays: Arrays, parts: Parts) -> None:
     """Copies of the blocks of rectangles as packed sequences, and sums of their gradients."""
     mask, sizes = parts.mask, parts.sizes
     copied = copied_blocks(mask, sizes, arrays.q)
@@ -257,7 +257,7 @@ def _blocks(arrays: Arrays, parts: Parts, deterministic: bool) -> None:
     ]
     if mask.heads > 1 or parts.scores is not None:
         heads = (1, 1) if mask.heads > 1 else (sizes.hq, sizes.hkv)
-        _sum_of_copies(arrays, copied, heads[0], heads[1], every, deterministic)
+        _sum_of_copies(arrays, copied, heads[0], heads[1], every, parts.deterministic)
         return
     size = arrays.q.itemsize * BLOCK * (arrays.q.shape[0] + arrays.v.shape[0]) * 2
     turns = -(-size * (len(copied.queries) * sizes.hq + len(copied.keys) * sizes.hkv) // MAX_COPIES)
@@ -270,7 +270,7 @@ def _blocks(arrays: Arrays, parts: Parts, deterministic: bool) -> None:
             *(array[:, of_kv if name in ("k", "v", "dk", "dv") else of_q] for name, array in zip(_NAMES, arrays, strict=True))
         )
         with cupy_runtime.released():
-            _sum_of_copies(part, copied, of_q.stop - of_q.start, of_kv.stop - of_kv.start, every, deterministic)
+            _sum_of_copies(part, copied, of_q.stop - of_q.start, of_kv.stop - of_kv.start, every, parts.deterministic)
 
 
 def _sum_of_copies(

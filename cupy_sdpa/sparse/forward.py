@@ -12,7 +12,7 @@ import numpy as np
 
 from ..calls.arguments import read_forward
 from ..calls.call_key import ArrayFunctions, ComposedCall, read_key, run_part, tensor_name
-from ..calls.options import band_options
+from ..calls.options import band_options, read_flag
 from ..calls.replay_cache import cache_call, run_cached
 from ..calls.user_functions import function_identities
 from ..device import cupy_runtime
@@ -33,34 +33,51 @@ _NAMES = ("q", "k", "v", "out", "stats")
 
 
 def attention_with_block_mask(
-    q: Any, k: Any, v: Any, mask: BlockMask, options: Mapping[str, Any], *, return_stats: Any, out: Any, stats: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: BlockMask,
+    options: Mapping[str, Any],
+    *,
+    return_stats: Any,
+    deterministic: Any,
+    out: Any,
+    stats: Any,
 ) -> Any:
     """:func:`cupy_sdpa.attention` with a block mask.
 
     Args:
-        q, k, v, return_stats, out, stats: as for :func:`cupy_sdpa.attention`.
+        q, k, v, return_stats, deterministic, out, stats: as for :func:`cupy_sdpa.attention`.
         mask: the block mask.
         options: the other options.
     """
-    kind = ("blocks", mask.number, mask.has_its_function, bool(return_stats)) if isinstance(mask, BlockMask) else None
+    deterministic = deterministic is not False and read_flag("deterministic", deterministic)
+    kind: Any = None
+    if isinstance(mask, BlockMask):
+        kind = ("blocks", mask.number, mask.has_its_function, bool(return_stats), deterministic)
     given = (q, k, v, out, stats)
     if kind and cupy_runtime.is_array(q) and (results := run_cached(kind, given, options)) is not None:
         return tuple(results) if len(results) > 1 else results[0]
     sizes = methods.check(q, k, v, mask, options)
-    if return_stats not in (False, True):
-        raise ValueError(f"return_stats is {return_stats!r} and block_mask is passed; it must be False or True")
+    check_return_stats(return_stats)
     methods.check_arrays(dict(zip(_NAMES, given, strict=True)), options.get("sinks"), ("out", "stats"))
     identities = function_identities(options)
     with cupy_runtime.device_context(q):
-        parts_of(q, k, mask, sizes, options)  # checks the score function
+        parts_of(q, k, mask, sizes, options, deterministic)  # checks the score function
         shape, rows = (v.shape[0], *q.shape[1:]), row_stats_shape(q.shape)
         out = cupy_runtime.new_result(q, shape, q.dtype) if out is None else out
         if stats is None and return_stats:
             stats = cupy_runtime.new_result(q, rows, np.dtype(np.float32))
         arrays = {name: array for name, array in zip(_NAMES, (q, k, v, out, stats), strict=True) if array is not None}
-        work = functools.partial(_compute, weakref.ref(mask), sizes, without_arrays(options))
+        work = functools.partial(_compute, weakref.ref(mask), sizes, without_arrays(options), deterministic)
         run_composed(mask, kind, _NAMES, given, options, work, arrays, ["out", "stats"][: len(arrays) - 3], identities)
     return out if stats is None else (out, stats)
+
+
+def check_return_stats(return_stats: Any) -> None:
+    """Raise ValueError for row statistics that are not computed with a block mask."""
+    if return_stats not in (False, True):
+        raise ValueError(f"return_stats is {return_stats!r} and block_mask is passed; it must be False or True")
 
 
 def run_composed(
@@ -123,19 +140,22 @@ def mask_of(reference: weakref.ref[BlockMask]) -> BlockMask:
     return mask
 
 
-def _compute(reference: weakref.ref[BlockMask], sizes: Sizes, options: Mapping[str, Any], arrays: dict[str, Any]) -> None:
+def _compute(
+    reference: weakref.ref[BlockMask], sizes: Sizes, options: Mapping[str, Any], deterministic: bool, arrays: dict[str, Any]
+) -> None:
     """Write the results of a call.
 
     Args:
         reference: the block mask.
         sizes: the sizes of the call.
         options: the other options, without their arrays.
+        deterministic: whether bits must be the same in every run.
         arrays: q, k, v, out, stats if it is returned, and the arrays of the options, by name.
     """
     mask = mask_of(reference)
     q, k, v, out, stats = (arrays.get(name) for name in _NAMES)
     assert q is not None
-    parts = parts_of(q, k, mask, sizes, with_arrays(options, arrays))
+    parts = parts_of(q, k, mask, sizes, with_arrays(options, arrays), deterministic)
     method = methods.method_of(mask, sizes)
     if method.packed:
         _packed(q, k, v, parts, method.packed, out, stats)
@@ -144,34 +164,37 @@ def _compute(reference: weakref.ref[BlockMask], sizes: Sizes, options: Mapping[s
     elif is_supported((q, k, v), mask, sizes, parts.whole_options, return_stats=stats is not None):
         found = native_of(mask)
         assert found
-        call(q, k, v, {**parts.whole_options, **found.options}, out, stats, bits_on_engine(mask, sizes, q))
+        given = {**parts.whole_options, **found.options}
+        call(q, k, v, given, out, stats, deterministic, bits_on_engine(mask, sizes, q))
     else:
         _blocks(q, k, v, parts, method.blocks, out, stats)
 
 
-def call(q: Any, k: Any, v: Any, options: Mapping[str, Any], out: Any, stats: Any, bits: Any = None) -> None:
+def call(
+    q: Any, k: Any, v: Any, options: Mapping[str, Any], out: Any, stats: Any, deterministic: bool, bits: Any = None
+) -> None:
     """:func:`cupy_sdpa.attention` of a part, which writes into ``out`` and ``stats``, if that is not None.
 
     Args:
-        q, k, v, options, out, stats: as for :func:`cupy_sdpa.attention`.
+        q, k, v, options, out, stats, deterministic: as for :func:`cupy_sdpa.attention`.
         bits: the bits of the listed blocks, see :mod:`.native`. Default None: all blocks are computed.
     """
     results = {"return_stats": stats is not None, "out": out, "stats": stats, "block_bits": bits}
-    read = functools.partial(read_forward, q, k, v, options, **results)
+    read = functools.partial(read_forward, q, k, v, options, deterministic=deterministic, **results)
     run_part((*_NAMES, "block_bits"), (q, k, v, out, stats, bits), options, read)
 
 
-def parts_of(q: Any, k: Any, mask: BlockMask, sizes: Sizes, options: Mapping[str, Any]) -> Parts:
+def parts_of(q: Any, k: Any, mask: BlockMask, sizes: Sizes, options: Mapping[str, Any], deterministic: bool) -> Parts:
     """What the parts of a call have in common."""
     given = {name: value for name, value in options.items() if value is not None}
     score_mod, tensors = given.pop("score_mod", None), given.pop("tensors", {})
     if score_mod is None:
         if tensors:
             raise ValueError(f"tensors has {', '.join(tensors)}, but score_mod is not passed to read it")
-        return Parts(mask, sizes, given, None)
+        return Parts(mask, sizes, given, None, deterministic)
     (_, hq, sq, batch), skv = q.shape, k.shape[2]
     scores = ScoreFunction(score_mod, tensors, dict(zip(AXES, (batch, hq, sq, skv), strict=True)))
-    return Parts(mask, sizes, given, scores)
+    return Parts(mask, sizes, given, scores, deterministic)
 
 
 def packed_view(array: Any) -> Any:
@@ -203,7 +226,7 @@ def _packed(q: Any, k: Any, v: Any, parts: Parts, packed: Packed, out: Any, stat
     given = parts.options_of(
         packed_options(mask, sizes, packed, q), ("packed",), q, functools.partial(of_packed, packed, mask, sizes)
     )
-    call(packed_view(q), packed_view(k), packed_view(v), given, own, rows)
+    call(packed_view(q), packed_view(k), packed_view(v), given, own, rows, parts.deterministic)
     if target is None:
         out[...] = own.reshape(out.shape, order="F")
     if stats is not None and rows is not None:
@@ -223,7 +246,7 @@ def _slices(q: Any, k: Any, v: Any, parts: Parts, slices: list[Slice], out: Any,
             rows = cupy_runtime.temporary(q, (q1 - q0, *stats.shape[1:]), np.dtype(np.float32))
         of_q, of_kv = slice(q0, q1), slice(k0, k1)
         given = parts.options_of(band_options(band), (part[:4],), q, functools.partial(of_slice, part, mask, sizes))
-        call(q[:, :, of_q], k[:, :, of_kv], v[:, :, of_kv], given, out[:, :, of_q], rows)
+        call(q[:, :, of_q], k[:, :, of_kv], v[:, :, of_kv], given, out[:, :, of_q], rows, parts.deterministic)
         if rows is not stats:
             stats[of_q] = rows
         begin = q1
@@ -255,7 +278,7 @@ def _blocks(q: Any, k: Any, v: Any, parts: Parts, tables: Tables, out: Any, stat
         merges = bool(copied) or sinks is not None
         rows = new(q, (hq, sq * batch), float32) if merges or stats is not None else None
         given = parts.options_of(direct.options, ("direct",), q, functools.partial(of_entries, tables.direct, mask, sizes))
-        call(packed_view(q), pages[0], pages[1], given, packed_view(target), rows)
+        call(packed_view(q), pages[0], pages[1], given, packed_view(target), rows, parts.deterministic)
         base = None if rows is None else rows.reshape((hq, sq, batch), order="F").transpose(1, 0, 2)
         if not merges:
             if stats is not None:
@@ -272,7 +295,7 @@ def _blocks(q: Any, k: Any, v: Any, parts: Parts, tables: Tables, out: Any, stat
         given = parts.options_of(
             entries.options, ("copied", number), q, functools.partial(of_entries, tables.copied[number], mask, sizes)
         )
-        call(queries, pages[0], pages[1], given, results[..., own], results_stats[..., own])
+        call(queries, pages[0], pages[1], given, results[..., own], results_stats[..., own], parts.deterministic)
         begin = own.stop
     merge_blocks(
         arrays.sources, as_blocks(results), results_stats.reshape((heads, BLOCK, count), order="F"), target, stats, base, sinks

@@ -26,7 +26,7 @@ from .entries import (
 )
 from .masks import segments
 from .masks.block_mask import BlockMask
-from .masks.evaluate import FULL, PARTIAL
+from .masks.evaluate import EMPTY, FULL, PARTIAL
 
 T = TypeVar("T")
 
@@ -62,6 +62,8 @@ def block_cost(mask: BlockMask) -> float:
 
 def choose(mask: BlockMask, sizes: Sizes) -> Method:
     """The method with the least cost: segments need no mask, but as many tiles as their rows and keys overlap."""
+    if 0 in (sizes.hq, sizes.batch) or not mask.kinds.any():  # no query attends to a key
+        return Method(None, [], None, 0.0)
     repeats = sizes.batch // mask.batch
     blocks = block_cost(mask)
     if mask.sq * mask.skv > 1 and (mask.kinds == FULL).all():  # one call on the whole arrays, at their own positions
@@ -90,11 +92,13 @@ def method_of(mask: BlockMask, sizes: Sizes) -> Method:
 def gradient_function(mask: BlockMask, sizes: Sizes) -> Callable[..., Any] | None:
     """The mask function if the backward pass is faster as a call with it than on copies of blocks; None otherwise.
 
-    cuDNN computes all blocks within a band that ends at the diagonal, and all blocks without such a band.
+    cuDNN computes all blocks within a band that ends at the diagonal, and all blocks without such a band. A block of queries or
+    keys that is in no block of the mask may contain NaN, which would spread; such masks are computed on copies.
     """
 
     def find() -> Callable[..., Any] | None:
-        if mask.function is None:
+        listed = mask.kinds != EMPTY
+        if mask.function is None or not all(listed.any(axis=axis).all() for axis in (0, 1)):
             return None
         band = trace(None, mask.function, {}, dict(zip(AXES, (sizes.batch, sizes.hq, mask.sq, mask.skv), strict=True))).band
         key_blocks, query_blocks, *_ = mask.kinds.shape

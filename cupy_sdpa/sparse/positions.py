@@ -50,12 +50,14 @@ class Parts(NamedTuple):
         sizes: the sizes of the call.
         options: the options of every part.
         scores: the score function; None if there is none.
+        deterministic: whether bits must be the same in every run.
     """
 
     mask: BlockMask
     sizes: Sizes
     options: dict[str, Any]
     scores: ScoreFunction | None
+    deterministic: bool
 
     @property
     def whole_options(self) -> dict[str, Any]:

@@ -44,11 +44,13 @@ def part_problems(
     sizes = check(q, k, v, mask, options)
     method = method_of(mask, sizes)
     outputs = {"backward": backward, "return_stats": return_stats, "deterministic": deterministic}
-    problems = _Problems(arrays, parts_of(q, k, mask, sizes, options), outputs)
+    problems = _Problems(arrays, parts_of(q, k, mask, sizes, options, deterministic), outputs)
     if backward and method.blocks is not None and not deterministic and (function := gradient_function(mask, sizes)):
         return [problems.whole(function)]
     if method.packed:
         return [problems.packed(method.packed)]
+    if not method.slices and method.blocks is None:
+        return [problems.without_keys()]
     if method.slices is not None:
         return problems.slices(segments.gradient_slices(method.slices) if backward else method.slices)
     return problems.rectangles() if backward else problems.entries(method.blocks)
@@ -94,6 +96,11 @@ class _Problems:
         hq, hkv, batch = self._sizes
         options = {**self._parts.whole_options, "mask_mod": function}
         return self._problem((hq, self._mask.sq, batch), (hkv, self._mask.skv, batch), options)
+
+    def without_keys(self) -> Problem:
+        """No call: no query attends to a key."""
+        hq, hkv, batch = self._sizes
+        return self._problem((hq, self._mask.sq, batch), (hkv, 0, batch), {**self._parts.options, **self._sinks})
 
     def packed(self, packed: segments.Packed) -> Problem:
         """One packed call."""
@@ -178,7 +185,7 @@ def description(mask: BlockMask, sizes: Sizes, *, native: bool = False) -> str:
     """How calls of some sizes compute a mask, for :func:`cupy_sdpa.explain`; ``native`` if the kernel skips blocks itself."""
     method = method_of(mask, sizes)
     how = {
-        "packed": "as packed sequences", "slices": f"as {len(method.slices or ())} calls on slices",
-        "blocks": "as batch entries of blocks",
+        "packed": "computed as packed sequences", "blocks": "computed as batch entries of blocks",
+        "slices": f"computed as {len(method.slices)} calls on slices" if method.slices else "nothing is computed",
     }  # fmt: skip
-    return f"{repr(mask)[1:-1]}; computed {'by a kernel that skips blocks' if native else how[method.name]}"
+    return f"{repr(mask)[1:-1]}; {'computed by a kernel that skips blocks' if native else how[method.name]}"

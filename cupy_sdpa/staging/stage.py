@@ -105,23 +105,40 @@ def fill_trivial_results(problem: Problem, arrays: Mapping[str, Any], on_gpu: bo
     for spec in problem.results:
         memory.clear(arrays[spec.name], fill_value(spec.name))
     if problem.sinks and not problem.backward:
-        xp = cupy_runtime.cupy() if on_gpu else np
-        for spec in problem.results:
-            if spec.name in ROW_STATS:
-                sink = 1.0 if spec.name == "sum_exp" else arrays["sinks"][:, None]
-                arrays[spec.name][...] = xp.where(_rows_in_sequences(problem, arrays, xp), sink, fill_value(spec.name))
+        rows = {spec.name: arrays[spec.name] for spec in problem.results if spec.name in ROW_STATS}
+        dense = cupy_runtime.temporary_copy(arrays["sinks"]) if on_gpu else arrays["sinks"]
+        of_sinks = dict.fromkeys(rows, dense)
+        if "sum_exp" in rows:
+            of_sinks["sum_exp"] = _filled(Fill("float32", problem.sinks.shape[0], 1), arrays["q"], on_gpu)
+        if on_gpu and problem.ragged:
+            _fill_rows_on_gpu(problem, arrays, rows, of_sinks)
+        else:  # on the GPU an assignment of arrays of one dtype creates no other array
+            for name, array in rows.items():
+                value = of_sinks[name][:, None]
+                array[...] = np.where(_rows_in_sequences(problem, arrays), value, fill_value(name)) if problem.ragged else value
 
 
-def _rows_in_sequences(problem: Problem, arrays: Mapping[str, Any], xp: Any) -> Any:
-    """Which rows are not padding; broadcasts to the axes of the log-sum-exp."""
+def _rows_in_sequences(problem: Problem, arrays: Mapping[str, Any]) -> Any:
+    """Which rows are not padding, on the CPU; broadcasts to the axes of the log-sum-exp."""
     if problem.packed:
-        rows, starts = xp.arange(problem.q.shape[2]), arrays[CU_SEQLENS[0]]
-        start = xp.take(starts, xp.maximum(xp.searchsorted(starts, rows, side="right") - 1, 0))  # of the row's sequence
+        rows, starts = np.arange(problem.q.shape[2]), arrays[CU_SEQLENS[0]]
+        start = np.take(starts, np.maximum(np.searchsorted(starts, rows, side="right") - 1, 0))  # of the row's sequence
         *_, longest, _, _ = problem.sizes  # rows of a sequence after max_seqlen_q count as padding
         return (start <= rows) & (rows < starts[-1]) & (rows < start + longest)
-    if problem.ragged:
-        return xp.arange(problem.q.shape[2])[:, None, None] < arrays[LENGTHS[0]]
-    return xp.ones((), bool)
+    return np.arange(problem.q.shape[2])[:, None, None] < arrays[LENGTHS[0]]
+
+
+def _fill_rows_on_gpu(
+    problem: Problem, arrays: Mapping[str, Any], rows: Mapping[str, Any], of_sinks: Mapping[str, Any]
+) -> None:
+    """Write the values of the sinks to the rows that are not padding, in one launch."""
+    *_, longest, _, batch = problem.sizes
+    if not batch:
+        return
+    starts_or_lengths = arrays[(CU_SEQLENS if problem.packed else LENGTHS)[0]]
+    queries = kernels.Lengths(starts_or_lengths, longest, problem.q.shape[2], problem.packed)
+    results = [kernels.ClearedResult(array, False, True, fill_value(name), of_sinks[name]) for name, array in rows.items()]
+    kernels.prepare_sequences(queries, queries._replace(max_length=0), None, results)
 
 
 class Stage:

@@ -14,13 +14,23 @@ from numpy.typing import NDArray
 from ... import _html
 from ..._typing import Array
 from ...calls.options import read_count
-from ...device import cupy_runtime
 from ...device.blocks import BLOCK
 from ...score_fn.expression import AXES
 from ...score_fn.identity import identity
 from ...score_fn.tracer import trace
 from . import segments
-from .block_size import TILE, BlockSize, kinds_of_blocks, read_block, rows_of_blocks, tile_kinds, with_blocks
+from .block_size import (
+    TILE,
+    BlockSize,
+    blocks_of_lists,
+    kinds_of_blocks,
+    read_block,
+    read_bool,
+    rows_of_blocks,
+    tile_kinds,
+    with_blocks,
+    with_exact_kinds,
+)
 from .evaluate import EMPTY, FULL, PARTIAL, Function, Rows, answers_flex_attention, evaluate, evaluate_blocks
 
 #: Numbers the masks.
@@ -103,22 +113,43 @@ class BlockMask:
         skv: int,
         kinds: NDArray[np.uint8],
         bits: NDArray[np.uint8],
-        found: list[segments.Segments] | None = None,
+        found: tuple[segments.Segments, ...] | None = None,
         function: Callable[..., Any] | None = None,
         block: BlockSize = TILE,
     ) -> None:
-        # kinds: (key tiles, query tiles, heads, batch), the tiles of 128 queries and 128 keys: 0 empty, 1 partial, 2 full
-        # bits: (partial tiles, 2048), their pairs in the order of kinds, query by query, the first key in the highest bit
-        # segments: those of each batch entry if all rows are intervals
-        # function: the mask function, if it reads no arrays, has an identity, and can be traced
-        self.sq, self.skv, self.kinds, self.bits, self.segments, self.function = sq, skv, kinds, bits, found, function
-        # number: that of the mask in this process; no two masks have the same
-        self.block, self.number = block, _next_number()
-        # identity: as long as it is equal, the function computes the same
-        self.identity = identity(function)
-        *_, self.heads, self.batch = kinds.shape
-        # tables: what calls store, by device and shapes
-        self.tables: dict[Any, Any] = {}
+        for array in (kinds, bits):
+            array.flags.writeable = False
+        *_, heads, batch = kinds.shape
+        self.__dict__.update(
+            sq=sq, skv=skv, heads=heads, batch=batch, block=block, kinds=kinds, bits=bits, segments=found, function=function,
+            number=_next_number(), identity=identity(function), tables={},
+        )  # fmt: skip
+
+    sq: int
+    skv: int
+    heads: int
+    batch: int
+    block: BlockSize
+    # (key tiles, query tiles, heads, batch), the tiles of 128 queries and 128 keys: 0 empty, 1 partial, 2 full.
+    kinds: NDArray[np.uint8]
+    # (partial tiles, 2048), their pairs in the order of kinds, query by query, the first key in the highest bit.
+    bits: NDArray[np.uint8]
+    # Those of each batch entry if all rows are intervals.
+    segments: tuple[segments.Segments, ...] | None
+    # The mask function, if it reads no arrays, has an identity, and can be traced.
+    function: Callable[..., Any] | None
+    # The number of the mask in this process; no two masks have the same.
+    number: int
+    # As long as it is equal, the function computes the same.
+    identity: Any
+    # What calls store, by device and shapes.
+    tables: dict[Any, Any]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"{name} of a BlockMask cannot be changed, because calls store tables of it: create another mask")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"{name} of a BlockMask cannot be deleted")
 
     @classmethod
     def from_blocks(
@@ -152,7 +183,7 @@ class BlockMask:
         >>> mask
         <BlockMask 512 x 512: 10 of 16 blocks, 0 of them partial; sparsity 37.5 %>
         """
-        listed = _bool("blocks", blocks)
+        listed = read_bool("blocks", blocks)
         listed = listed[:, :, None, None] if listed.ndim == 2 else listed
         if listed.ndim != 4:
             raise ValueError(f"blocks has shape {blocks.shape}; it must be (key blocks, query blocks) or (..., Hq, B)")
@@ -166,7 +197,7 @@ class BlockMask:
         if full is None:
             whole = listed if mask_mod is None else np.zeros_like(listed)
         else:
-            whole = _bool("full", full)
+            whole = read_bool("full", full)
             whole = whole[:, :, None, None] if whole.ndim == 2 else whole
             if whole.shape != listed.shape:
                 raise ValueError(f"full has shape {full.shape} and blocks {blocks.shape}; they must be equal")
@@ -182,6 +213,7 @@ class BlockMask:
             bits = evaluate_blocks(function, tiles, *lengths)
         if min(size) < BLOCK:
             bits = with_blocks(bits, tiles, listed, whole, size, (lengths[0], lengths[1]))
+        kinds, bits = with_exact_kinds(kinds, bits, tiles, (lengths[0], lengths[1]))
         found = None
         if only_full:
             rows = {group: rows_of_blocks(listed[:, :, *group], size, *lengths) for group in np.ndindex(*kinds.shape[2:])}
@@ -222,13 +254,13 @@ class BlockMask:
         >>> cupy_sdpa.BlockMask.from_kv_blocks(np.array([[[1, 1]]]), np.array([[[[0, 0], [1, 0]]]]))
         <BlockMask 256 x 256: 2 of 4 blocks, 0 of them partial; sparsity 50.0 %>
         """
-        listed = _from_lists("kv_", kv_num_blocks, kv_indices)
+        listed = blocks_of_lists("kv_", kv_num_blocks, kv_indices)
         full = None
         if (full_kv_num_blocks is None) != (full_kv_indices is None):
             passed = "indices" if full_kv_num_blocks is None else "num_blocks"
             raise ValueError(f"of full_kv_num_blocks and full_kv_indices only full_kv_{passed} is passed: pass both, or none")
         if full_kv_num_blocks is not None and full_kv_indices is not None:
-            full = _from_lists("full_kv_", full_kv_num_blocks, full_kv_indices)
+            full = blocks_of_lists("full_kv_", full_kv_num_blocks, full_kv_indices)
             if full.shape != listed.shape:
                 raise ValueError(f"full_kv_indices gives {full.shape} blocks and kv_indices {listed.shape}; they must be equal")
             listed = listed | full
@@ -263,7 +295,9 @@ class BlockMask:
     @functools.cached_property
     def block_kinds(self) -> NDArray[np.uint8]:
         """The kinds of the blocks of size :attr:`block`, ``(key blocks, query blocks, heads, batch)``."""
-        return kinds_of_blocks(self.kinds, self.bits, self.block, self.sq, self.skv)
+        found = kinds_of_blocks(self.kinds, self.bits, self.block, self.sq, self.skv)
+        found.flags.writeable = False
+        return found
 
     @property
     def nbytes(self) -> int:
@@ -321,42 +355,6 @@ class BlockMask:
         )
 
 
-def _on_host(name: str, array: Any) -> NDArray[Any]:
-    found = array.get() if cupy_runtime.is_array(array) else array
-    if not isinstance(found, np.ndarray):
-        raise TypeError(f"{name} is a {type(array).__name__}; it must be a numpy or CuPy array")
-    return found
-
-
-def _bool(name: str, array: Any) -> NDArray[np.bool_]:
-    host = _on_host(name, array)
-    if host.dtype != bool:
-        raise TypeError(f"{name} is {host.dtype}; it must be bool: convert with .astype(bool)")
-    return host
-
-
-def _from_lists(prefix: str, numbers_of_blocks: Any, indices: Any) -> NDArray[np.bool_]:
-    """The listed blocks ``(key blocks, query blocks, Hq, B)`` of fields of FlexAttention."""
-    counts, listed = _on_host(f"{prefix}num_blocks", numbers_of_blocks), _on_host(f"{prefix}indices", indices)
-    if listed.ndim != 4 or counts.shape != listed.shape[:3] or {counts.dtype.kind, listed.dtype.kind} - set("iu"):
-        raise ValueError(
-            f"{prefix}num_blocks is {counts.dtype} {counts.shape} and {prefix}indices {listed.dtype} {listed.shape}; they must "
-            "be integers (B, Hq, query blocks) and (B, Hq, query blocks, key blocks)"
-        )
-    key_blocks = listed.shape[3]
-    used = np.arange(key_blocks) < counts[..., None]
-    if (counts < 0).any() or (counts > key_blocks).any():
-        raise ValueError(
-            f"{prefix}num_blocks has numbers from {counts.min()} to {counts.max()}; there are {key_blocks} key blocks"
-        )
-    if (used & ((listed < 0) | (listed >= key_blocks))).any():
-        raise ValueError(f"{prefix}indices has entries outside of 0 to {key_blocks - 1}, the key blocks")
-    blocks = np.zeros(listed.shape, bool)
-    at = np.nonzero(used)
-    blocks[(*at[:3], listed[at])] = True
-    return blocks.transpose(3, 2, 1, 0)
-
-
 def _is_traceable(mask_mod: Callable[..., Any], kinds: NDArray[np.uint8], lengths: Sequence[int]) -> bool:
     """Whether a kernel can compute the function; numpy evaluates functions with operations that kernels do not have."""
     *_, heads, batch = kinds.shape
@@ -372,7 +370,7 @@ def _listed(kinds: NDArray[np.uint8], kind: int) -> NDArray[np.int32]:
     return np.argwhere(kind == kinds.T)[:, ::-1].astype(np.int32)
 
 
-def _segments(rows: Mapping[tuple[int, int], Rows], kinds: NDArray[np.uint8]) -> list[segments.Segments] | None:
+def _segments(rows: Mapping[tuple[int, int], Rows], kinds: NDArray[np.uint8]) -> tuple[segments.Segments, ...] | None:
     """The segments of each batch entry; None if a row is not an interval, or for masks that differ between heads.
 
     With more segments than two for each block of queries, tiles of cuDNN's kernels would be mostly empty.
@@ -386,4 +384,4 @@ def _segments(rows: Mapping[tuple[int, int], Rows], kinds: NDArray[np.uint8]) ->
         if entry is None:
             return None
         found.append(entry)
-    return found
+    return tuple(found)

@@ -1,4 +1,4 @@
-"""Blocks of other sizes than 128 queries and 128 keys, as the tiles of that size in which calls compute."""
+"""Arrays of blocks of any size, as the tiles of 128 queries and 128 keys in which calls compute."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ...device import cupy_runtime
 from ...device.blocks import BLOCK
 from .evaluate import EMPTY, FULL, PARTIAL, Rows
 
@@ -39,6 +40,43 @@ def read_block(block: Any) -> BlockSize:
                 "function of the pairs"
             )
     return BlockSize(int(pair[0]), int(pair[1]))
+
+
+def _on_host(name: str, array: Any) -> NDArray[Any]:
+    found = array.get() if cupy_runtime.is_array(array) else array
+    if not isinstance(found, np.ndarray):
+        raise TypeError(f"{name} is a {type(array).__name__}; it must be a numpy or CuPy array")
+    return found
+
+
+def read_bool(name: str, array: Any) -> NDArray[np.bool_]:
+    """A bool array of either engine, on the host; other dtypes raise TypeError."""
+    host = _on_host(name, array)
+    if host.dtype != bool:
+        raise TypeError(f"{name} is {host.dtype}; it must be bool: convert with .astype(bool)")
+    return host
+
+
+def blocks_of_lists(prefix: str, numbers_of_blocks: Any, indices: Any) -> NDArray[np.bool_]:
+    """The listed blocks ``(key blocks, query blocks, Hq, B)`` of fields of FlexAttention."""
+    counts, listed = _on_host(f"{prefix}num_blocks", numbers_of_blocks), _on_host(f"{prefix}indices", indices)
+    if listed.ndim != 4 or counts.shape != listed.shape[:3] or {counts.dtype.kind, listed.dtype.kind} - set("iu"):
+        raise ValueError(
+            f"{prefix}num_blocks is {counts.dtype} {counts.shape} and {prefix}indices {listed.dtype} {listed.shape}; they must "
+            "be integers (B, Hq, query blocks) and (B, Hq, query blocks, key blocks)"
+        )
+    key_blocks = listed.shape[3]
+    used = np.arange(key_blocks) < counts[..., None]
+    if (counts < 0).any() or (counts > key_blocks).any():
+        raise ValueError(
+            f"{prefix}num_blocks has numbers from {counts.min()} to {counts.max()}; there are {key_blocks} key blocks"
+        )
+    if (used & ((listed < 0) | (listed >= key_blocks))).any():
+        raise ValueError(f"{prefix}indices has entries outside of 0 to {key_blocks - 1}, the key blocks")
+    blocks = np.zeros(listed.shape, bool)
+    at = np.nonzero(used)
+    blocks[(*at[:3], listed[at])] = True
+    return blocks.transpose(3, 2, 1, 0)
 
 
 def tile_kinds(listed: NDArray[np.bool_], full: NDArray[np.bool_], block: BlockSize, sq: int, skv: int) -> NDArray[np.uint8]:
@@ -93,6 +131,24 @@ def with_blocks(
         pairs = np.unpackbits(bits[n]).reshape(BLOCK, BLOCK).astype(bool)
         found[n] = np.packbits(((pairs & of_block) | whole) & exists)
     return found
+
+
+def with_exact_kinds(
+    kinds: NDArray[np.uint8], bits: NDArray[np.uint8], tiles: NDArray[np.int32], lengths: tuple[int, int]
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """The kinds and bits in which partial tiles without any pair are empty, and those with all pairs are full.
+
+    Args:
+        kinds, bits: as in :class:`.BlockMask`.
+        tiles, lengths: as for :func:`with_blocks`.
+    """
+    ones = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1)
+    pairs = ones[bits].sum(axis=1)
+    of_queries, of_keys = (np.minimum(BLOCK, n - BLOCK * tiles[:, axis]) for n, axis in zip(lengths, (1, 0), strict=True))
+    found = np.where(pairs == 0, EMPTY, np.where(pairs == of_queries * of_keys, FULL, PARTIAL)).astype(np.uint8)
+    kinds = kinds.copy()
+    kinds[tuple(tiles.T)] = found
+    return kinds, bits[found == PARTIAL]
 
 
 def rows_of_blocks(blocks: NDArray[np.bool_], block: BlockSize, sq: int, skv: int) -> Rows:
