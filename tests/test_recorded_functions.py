@@ -290,7 +290,7 @@ def test_arrays_are_read_by_the_pullback():
     q, k, v, dout = arrays(np)
     t = np.ones(2)
     function = lambda s, b, h, i, j, t: s * t[h]  # noqa: E731
-    out, pullback = attention_vjp(q, k, v, score_mod=function, tensors={"t": t})
+    _, pullback = attention_vjp(q, k, v, score_mod=function, tensors={"t": t})
     before = pullback(dout)
     t *= 2
     assert (pullback(dout)[0] != before[0]).any()
@@ -318,3 +318,60 @@ def test_an_error_of_a_pullback_has_the_users_line():
     with pytest.raises(IndexError, match="has length 5 along axis 0, and kv_idx has 24 values") as error:
         attention_vjp(q, k, v, score_mod=function, tensors={"t": np.ones(5)})
     assert f"{__file__}:{function.__code__.co_firstlineno + 1}" in str(error.value.__notes__)
+
+
+#: name -> a score function of arrays that are read at constant indices, as conditions, or without an effect.
+READS = {
+    "folded": lambda s, b, h, i, j, t, u, n: s * 0.5 + t[i] * 0 + u[j] * 0,
+    "constant index": lambda s, b, h, i, j, t, u, n: s * t[1] - abs(i - j) * t[-2],
+    "without axes": lambda s, b, h, i, j, t, u, n: s * n,
+    "condition": lambda s, b, h, i, j, t, u, n: np.where(u[j], s, s * t[i]),
+    "integers": lambda s, b, h, i, j, t, u, n: s + 0.1 * ((3 * i - j) // 2 % 5),
+}
+
+
+def captured(xp, size):
+    """The arrays of these functions."""
+    rng = np.random.default_rng(1)
+    t, u = rng.random(size).astype(np.float32), rng.random(size) < 0.5
+    return {"t": xp.asarray(t), "u": xp.asarray(u), "n": xp.asarray(np.array(0.5, np.float32))}
+
+
+@pytest.mark.parametrize("name", READS)
+@pytest.mark.parametrize("method", ["ring", "all_gather", "all_to_all"])
+def test_reads_of_a_group(method, name):
+    """Both passes of a group equal those of one device."""
+    q, k, v, dout = arrays(np)
+    options = {"score_mod": READS[name], "tensors": captured(np, 24)}
+    out, own_pullback = attention_vjp(q, k, v, **options)
+    want = (out, *own_pullback(dout))
+
+    def member(own):
+        cp = context_parallel(own, method=method)
+        out, pullback = cp.attention_vjp(*(cp.shard(x) for x in (q, k, v)), **options)
+        return [cp.unshard(x) for x in (out, *pullback(cp.shard(dout)))]
+
+    for found in run_threads(Loopback(2, timeout=60).members, member):
+        for got, wanted in zip(found, want, strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
+
+
+BLOCKS = {
+    "packed": lambda b, h, i, j: i // 130 == j // 130,
+    "slices": lambda b, h, i, j: (j < 100) | (i // 130 == j // 130),
+    "blocks": lambda b, h, i, j: (i // 128 + j // 128) % 2 == 0,
+}
+
+
+@pytest.mark.parametrize("name", READS)
+@pytest.mark.parametrize("blocks", BLOCKS)
+def test_reads_of_a_call_with_a_block_mask(blocks, name, engine):
+    """Both passes equal those of a call with the mask function."""
+    size = 260
+    q, k, v, dout = arrays(engine, size=size)
+    options = {"score_mod": READS[name], "tensors": captured(engine, size)}
+    out, pullback = attention_vjp(q, k, v, block_mask=block_mask(BLOCKS[blocks], size, size), **options)
+    host = [as_float(x).astype(np.float64) for x in (q, k, v, dout)]
+    want, own = attention_vjp(*host[:3], mask_mod=BLOCKS[blocks], **(options | {"tensors": captured(np, size)}))
+    for got, wanted in zip((out, *pullback(dout)), (want, *own(host[3])), strict=True):
+        np.testing.assert_allclose(as_float(got), wanted, atol=1e-5 if engine is np else 2e-2)
