@@ -60,7 +60,7 @@ _MAX_RECORDED = 1024
 
 
 def kept_options(q: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options as they are now, for a later call: with recorded functions, and with copies of ``tensors`` and of lists.
+    """The options as they are now, for a later call: with recorded functions, and with copies of ``tensors`` and ``window``.
 
     Functions that were recorded before are recognized by their identities, as in a repeated call.
 
@@ -71,22 +71,23 @@ def kept_options(q: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         Exception: any exception that the functions raise, and errors for operations that cannot be traced.
     """
-    kept = {name: tuple(value) if type(value) is list else value for name, value in options.items()}
-    functions = {name: options[name] for name in FUNCTIONS if options.get(name) is not None}
-    if not functions:
+    kept = dict(options)
+    if isinstance(kept.get("window"), list):
+        kept["window"] = tuple(kept["window"])
+    if not has_functions(kept):
         return kept
     check_tensors(options)
     tensors = dict(options.get("tensors") or {})
     if tensors:
         kept["tensors"] = tensors
         tensors = Conversion(q, {"tensors": tensors}).options["tensors"] if needs_conversion(q, {}) else tensors
-    if not all(isinstance(getattr(array, "dtype", None), np.dtype) for array in tensors.values()):
-        return kept  # the call refuses other arrays
+        if not all(isinstance(getattr(array, "dtype", None), np.dtype) for array in tensors.values()):
+            return kept  # the call refuses other arrays
     identities = function_identities(options)
     key = (identities, *((name, array.shape, array.dtype) for name, array in tensors.items()))
     found = _recorded.get(key)
     if found is None:
-        found = record(functions, tensors)
+        found = record({name: options[name] for name in FUNCTIONS if options.get(name) is not None}, tensors)
         if None not in identities and function_identities(options) == identities:  # no function changed while it was called
             if len(_recorded) >= _MAX_RECORDED:
                 _recorded.clear()
