@@ -15,6 +15,7 @@ from .calls.call import Call, tuning_enabled
 from .calls.options import DTensors, Options, read_flag, takes_options
 from .calls.replay_cache import cache_call, run_cached
 from .calls.report import Report, explain_call
+from .calls.user_functions import kept_options
 from .problem.problem import Problem
 from .tracing import recorder
 
@@ -67,6 +68,9 @@ def prepare(
 ) -> Prepared[Any]:
     """Plan a call now, to run it many times on arrays of the same shapes, strides and dtypes.
 
+    Score and mask functions are those of now: if one has changed since, pass it to the prepared call again. Other numbers are
+    used, and other operations raise ValueError.
+
     Args:
         q, k, v, return_stats, options: as for :func:`cupy_sdpa.attention`. The elements of q, k and v are read only for
             ``autotune``.
@@ -89,15 +93,18 @@ def prepare(
     >>> call(q, k, v).shape
     (8, 2, 16, 1)
     """
+    given = kept_options(q, options)
     if backward:
+        if isinstance(return_dtensors, (list, set)):
+            return_dtensors = tuple(return_dtensors)  # the caller's list may change before the call
         outputs: dict[str, Any] = {
             "deterministic": deterministic, "return_dbias": return_dbias, "return_dsinks": return_dsinks,
             "return_dtensors": return_dtensors,
         }  # fmt: skip
-        call = read_backward(q, k, v, options, **outputs)
+        call = read_backward(q, k, v, given, **outputs)
     else:
         outputs = {"return_stats": return_stats, "deterministic": deterministic}
-        call = read_forward(q, k, v, options, **outputs)
+        call = read_forward(q, k, v, given, **outputs)
     report = explain_call(call)
     if report.reasons:
         raise report.error("\n".join(report.reasons))
@@ -107,7 +114,7 @@ def prepare(
         with tuning_enabled() as tunings:
             call.run()
         report = explain_call(call)
-    return Prepared(call.problem, dict(options), outputs, report, tunings[0] if tunings else None)
+    return Prepared(call.problem, given, outputs, report, tunings[0] if tunings else None)
 
 
 class Prepared(Generic[ResultT]):

@@ -9,6 +9,7 @@ from .arrays.compute import COMPUTE_DTYPES
 from .arrays.conversion import Conversion, gradient_names, needs_conversion
 from .attention import attention, attention_backward
 from .calls.options import DTensors, Options, read_flag, refuse_arguments, takes_options
+from .calls.user_functions import kept_options
 from .device.cupy_runtime import temporary_results
 from .errors import Unsupported
 from .fp8.vjp import dequantized, forward_in_fp8
@@ -74,26 +75,26 @@ def attention_vjp(
         )
     if options.get("page_table") is not None:
         raise Unsupported(NO_PAGED_GRADIENTS)
-    if tensors := options.get("tensors"):
-        options["tensors"] = dict(tensors)  # the caller's mapping may change before the pullback is called
+    if isinstance(return_dtensors, (list, set)):
+        return_dtensors = tuple(return_dtensors)  # the caller's list may change before the pullback is called
     others = {"return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dtensors": return_dtensors}
     for name, requested in (("bias", return_dbias), ("sinks", return_dsinks)):
         if read_flag(f"return_d{name}", requested) and options.get(name) is None:
             raise ValueError(f"return_d{name} is True and {name} is None: pass {name}=, or remove return_d{name}")
     if options.get("block_mask") is not None:
         refuse_gradients(others)
-    outputs = {"deterministic": deterministic, **others}
+    outputs, kept = {"deterministic": deterministic, **others}, kept_options(q, options)
     if (kind := options.get("compute_dtype")) in FP8_LARGEST:
-        rest: Any = {name: value for name, value in options.items() if name != "compute_dtype"}
+        rest: Any = {name: value for name, value in kept.items() if name != "compute_dtype"}
         arrays = forward_in_fp8(q, k, v, kind, rest)
         return arrays[3], Pullback(arrays, {**rest, **outputs})
     if isinstance(kind, str) and kind not in COMPUTE_DTYPES:
         names = " or ".join(map(repr, (*COMPUTE_DTYPES, *FP8_LARGEST)))
         raise ValueError(f"compute_dtype is {kind!r}; it must be {names}, or None for q's dtype")
     if not needs_conversion(q, options):
-        out, stats = attention(q, k, v, return_stats=True, deterministic=deterministic, **options)
-        return out, Pullback((q, k, v, out, stats), {**options, **outputs})
-    conversion = Conversion(q, options)
+        out, stats = attention(q, k, v, return_stats=True, deterministic=deterministic, **kept)
+        return out, Pullback((q, k, v, out, stats), {**kept, **outputs})
+    conversion = Conversion(q, kept)
     with conversion.stream():
         own = [conversion.into(name, x, kept=True) for name, x in (("q", q), ("k", k), ("v", v))]
         out, stats = attention(*own, return_stats=True, deterministic=deterministic, **conversion.options)
@@ -105,7 +106,7 @@ class Pullback(Generic[GradientsT]):
     """Computes the gradients of one attention call; returned by :func:`attention_vjp`.
 
     It keeps references to q, k, v, out, stats and the options' arrays, not copies: changing them in place changes the
-    gradients.
+    gradients. Score and mask functions are those of the forward pass, also if they have changed since.
     """
 
     def __init__(self, arrays: tuple[Any, ...], options: dict[str, Any], conversion: Conversion | None = None) -> None:

@@ -378,3 +378,49 @@ def test_return_dtensors_rejects_numbers(wanted):
         attention_vjp(x, x, x, score_mod=lambda s, b, h, i, j, w: s * w, tensors={"w": np.ones(())}, return_dtensors=wanted)[1](
             x
         )
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda i, j: (i > j) ^ (j > 2), lambda i, j: True ^ (i > j), lambda i, j: (i > j) ^ np.True_, lambda i, j: (i > j) & True,
+        lambda i, j: False | (i > j), lambda i, j: ~(i > j), lambda i, j: np.logical_not(i > j) & ~(j > 2),
+        lambda i, j: ((i > j) == True) & True, lambda i, j: (i > j) != (j > 2), lambda i, j: (i > j) == 1,  # noqa: E712
+        lambda i, j: np.where(i > j, j > 2, False), lambda i, j: (i * np.int32(3) // np.int64(2)) % np.uint8(2) == 1,
+        lambda i, j: i**np.array(2) > j * np.float32(2.5), lambda i, j: np.clip(i, None, np.array(3)) >= j,
+        lambda i, j: (i > j) * (j + 1) - (j > 2) > 0, lambda i, j: np.True_ ^ (i > j) ^ True,
+    ],
+)  # fmt: skip
+def test_operators_of_conditions_and_integers(function):
+    """They equal those of index arrays, with Python's and numpy's numbers on either side."""
+    q, k, v, _ = arrays(s=7)
+    mask = np.asfortranarray(np.broadcast_to(function(*np.ogrid[:7, :7]), (7, 7)).T[:, :, None, None])
+    got = attention(q, k, v, mask_mod=lambda b, h, i, j: function(i, j))
+    np.testing.assert_allclose(got, attention(q, k, v, mask=mask), atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (lambda i, j: (i > j) ^ 1, "x != 0 for a condition"),
+        (lambda i, j: 1 ^ (i > j), "x != 0 for a condition"),
+        (lambda i, j: (i > j) ^ 0.5, "x != 0 for a condition"),
+        (lambda i, j: (i > j) & 1, "x % 2 == 1 for a bit"),
+        (lambda i, j: np.int64(1) | (i > j), "x % 2 == 1 for a bit"),
+        (lambda i, j: i & 1, "x % 2 == 1 for a bit"),
+        (lambda i, j: ~i > j, "x != 0 for a condition"),
+        (lambda i, j: np.logical_not(i), "x != 0 for a condition"),
+        (lambda i, j: 0 < i < j, "a < b < c"),
+        (lambda i, j: not i > j, "~"),
+        (lambda i, j: bool(i > j) & (i > j), "np.where"),
+        (lambda i, j: i in (1, 2), "np.where"),
+        (lambda i, j: i >> 1 == j, "np.right_shift is not supported"),
+        (lambda i, j: (i > j) == None, "NoneType is used as a number"),  # noqa: E711
+    ],
+)  # fmt: skip
+def test_operators_that_are_refused_name_a_remedy(function, text):
+    """A TypeError from the line of the function."""
+    q, k, v, _ = arrays(s=7)
+    with pytest.raises(TypeError, match=text) as caught:
+        attention(q, k, v, mask_mod=lambda b, h, i, j: function(i, j))
+    assert any(entry.name == "<lambda>" for entry in caught.traceback)

@@ -168,16 +168,30 @@ def test_a_refused_call_raises_on_every_member():
     run_threads(Loopback(3, timeout=20).members, member)
 
 
-def test_configurations_are_compared_once():
-    """A repeated call does not compare again; a changed option does."""
+def added(score, b, h, q_idx, kv_idx, bias):
+    """A bias for every key."""
+    return score + bias[kv_idx]
+
+
+@pytest.mark.parametrize(
+    ("options", "changed"),
+    [
+        ({"softcap": 1.0}, {"softcap": 2.0}),
+        ({"bias": np.ones((16, 1, 1, 1))}, {"bias": np.ones((16, 1, 1, 1), np.float32)}),
+        ({"score_mod": added, "tensors": {"bias": np.ones(16)}}, {"tensors": {"bias": np.ones(16, np.float32)}}),
+    ],
+    ids=["number", "dtype of an array", "dtype of tensors"],
+)
+def test_configurations_are_compared_once(options, changed):
+    """A repeated call does not compare again; a changed option does, also if only the dtype of an array is another one."""
     group, sent = Loopback(2), []
 
     def member(own):
         cp = context_parallel(own, method="ring")
         x = np.ones((4, 2, 8, 1), order="F")
-        for softcap in (1.0, 1.0, 1.0, 2.0):
+        for given in (options, options, options, options | changed):
             before = group.bytes_sent[own.rank]
-            cp.attention(x, x, x, softcap=softcap)
+            cp.attention(x, x, x, **given)
             if own.rank == 0:
                 sent.append(group.bytes_sent[0] - before)
 
@@ -689,3 +703,48 @@ def test_dropout_of_a_single_member_is_that_of_one_device():
     add_option(np.random.default_rng(0), problem, "dropout")
     results, _ = run(problem, 1, "ring")
     assert_equal(results, problem.expected())
+
+
+def test_an_exchange_waits_for_the_work_of_the_sender(fake):
+    """A member sends what its stream computes before the exchange, also if only the receiver waits for its own stream."""
+    both, found = threading.Barrier(2), []
+
+    def member(own):
+        cp = context_parallel(own)
+        with fake.cuda.Stream(non_blocking=True) as stream:
+            x = fake.ones((16, 2, 8, 1), np.float16, order="F")
+            cp.unshard(x)
+            stream.synchronize()
+            x *= 2 + own.rank
+            whole = cp.unshard(x)
+            both.wait(20)
+            if own.rank:
+                found.append(whole.get())
+            both.wait(20)
+            stream.synchronize()
+
+    run_threads(Loopback(2, timeout=60).members, member)
+    assert sorted(set(found[0].ravel().tolist())) == [2.0, 3.0]
+
+
+@pytest.mark.parametrize("kind", ["closure", "operation", "mask", "read"])
+def test_functions_of_one_name_are_compared(kind):
+    """Members whose functions have one name, and another number, operation, mask or index, all raise an error with both."""
+    found = []
+
+    def make(rank):
+        if kind == "mask":
+            return {"mask_mod": lambda b, h, i, j: i >= j if rank else i > j}
+        if kind == "read":
+            return {"score_mod": lambda s, b, h, i, j, t: s + (t[i] if rank else t[j]), "tensors": {"t": np.ones(8)}}
+        return {"score_mod": lambda s, b, h, i, j: s * (rank + 2.0) if kind == "closure" else np.tanh(s) if rank else np.exp(s)}
+
+    def member(own):
+        x = np.ones((4, 2, 4, 1), order="F")
+        with pytest.raises(ValueError, match="different shapes or options") as error:
+            context_parallel(own, method="ring").attention(x, x, x, **make(own.rank))
+        found.append(str(error.value))
+
+    run_threads(Loopback(2, timeout=20).members, member)
+    assert all("make.<locals>.<lambda>" in text for text in found)
+    assert len(found) == 2

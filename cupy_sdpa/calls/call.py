@@ -18,7 +18,7 @@ from ..graph.interpreter import evaluate
 from ..problem.bucket import Policy
 from ..problem.problem import Problem
 from ..problem.subproblems import subproblems
-from ..score_fn.tracer import Access
+from ..score_fn.recorded import Access
 from ..staging.split_stage import SplitStage
 from ..staging.stage import Fill, Stage, allocate_results, create_inputs, fill_trivial_results
 from ..support.engine_problem import engine_problem

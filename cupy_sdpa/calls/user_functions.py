@@ -8,13 +8,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..arrays.conversion import Conversion, needs_conversion
 from ..device import cupy_runtime, memory
 from ..problem.band import Band
 from ..problem.problem import CAPTURED_DTYPES, Problem, Settings
 from ..problem.subproblems import score_derivatives
 from ..score_fn.expression import AXES
 from ..score_fn.identity import identity
-from ..score_fn.tracer import Access, trace
+from ..score_fn.recorded import Access, Recorded
+from ..score_fn.tracer import record, trace
 
 #: The options that are functions.
 FUNCTIONS = ("score_mod", "mask_mod")
@@ -50,6 +52,47 @@ def has_functions(options: Mapping[str, Any]) -> bool:
 def function_identities(options: Mapping[str, Any]) -> tuple[Hashable | None, ...]:
     """The identities of the functions of a call, see :mod:`cupy_sdpa.score_fn.identity`."""
     return tuple(identity(options.get(name)) for name in FUNCTIONS)
+
+
+#: Recorded functions by the identities of functions and the shapes and dtypes of arrays; emptied when it is full.
+_recorded: dict[Hashable, dict[str, Recorded]] = {}
+_MAX_RECORDED = 1024
+
+
+def kept_options(q: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options as they are now, for a later call: with recorded functions, and with copies of ``tensors`` and ``window``.
+
+    Functions that were recorded before are recognized by their identities, as in a repeated call.
+
+    Args:
+        q: the queries, of any library.
+        options: the options of the call.
+
+    Raises:
+        Exception: any exception that the functions raise, and errors for operations that cannot be traced.
+    """
+    kept = dict(options)
+    if isinstance(kept.get("window"), list):
+        kept["window"] = tuple(kept["window"])
+    if not has_functions(kept):
+        return kept
+    check_tensors(options)
+    tensors = dict(options.get("tensors") or {})
+    if tensors:
+        kept["tensors"] = tensors
+        tensors = Conversion(q, {"tensors": tensors}).options["tensors"] if needs_conversion(q, {}) else tensors
+        if not all(isinstance(getattr(array, "dtype", None), np.dtype) for array in tensors.values()):
+            return kept  # the call refuses other arrays
+    identities = function_identities(options)
+    key = (identities, *((name, array.shape, array.dtype) for name, array in tensors.items()))
+    found = _recorded.get(key)
+    if found is None:
+        found = record({name: options[name] for name in FUNCTIONS if options.get(name) is not None}, tensors)
+        if None not in identities and function_identities(options) == identities:  # no function changed while it was called
+            if len(_recorded) >= _MAX_RECORDED:
+                _recorded.clear()
+            _recorded[key] = found
+    return {**kept, **found}
 
 
 def check_tensors(options: Mapping[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from ..calls.arguments import read_backward, read_forward
 from ..calls.call import Call
 from ..calls.options import Options, read_flag, read_scale, takes_options
 from ..calls.replay_cache import cache_call, run_cached
+from ..calls.user_functions import kept_options
 from ..device import cupy_runtime, driver, memory
 from ..errors import Unsupported
 from ..problem.problem import row_stats_shape
@@ -105,6 +106,7 @@ def attention_jvp(
         read_flag(name, value)
     form = read_form(q, k, v, (dq, dk, dv), widened, options, deterministic=deterministic)
     check_results(out, dout, q, v, (q, k, v, dq, dk, dv, *(widened or ())))
+    options = cast(Options, kept_options(q, options))  # all passes compute with the same functions
     options["scale"] = read_scale(options.get("scale"), form.head_dim)
     mask, was_widened = options.pop("block_mask", None), widened is not None
     with cupy_runtime.device_context(q):

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from .. import zoo
 from ..problem.band import Band
 from ..problem.problem import MASKED_SCORE, Problem
@@ -124,13 +126,21 @@ class Scores:
         score = Value(tracer, leaf("score") if self.program.score is None else self.program.score)
         indices = [Value(tracer, leaf("index", axis, "int")) for axis in AXES]
         if self.settings.softcap:
-            score = zoo.softcap(Value(tracer, leaf("number", "softcap")))(score, *indices)
+            capped = zoo.softcap(Value(tracer, leaf("number", "softcap")))(score, *indices)
+            score = self._unless_masked(tracer, score, capped) if self.program.score is not None else capped
         if self.problem.alibi_slopes:
             slope, (_, _, row, column) = Value(tracer, leaf("captured", "alibi_slopes")), indices
             score = zoo.add_linear_bias(score, slope, self._distance(tracer, s, row, column))
         if self.problem.bias:
             score = score + Value(tracer, leaf("captured", "bias"))
         return ScoreFunction(Emitter(self.g, tracer.writer, s, self._inputs()), score.step)
+
+    def _unless_masked(self, tracer: Tracer, score: Value, capped: Value) -> Value:
+        """``capped where score > MASKED_SCORE, else -inf``: the softcap of a masked score would be a finite one."""
+        if not any(step.mode in ("binary_select", "captured") for step in self.program.steps):
+            return capped
+        lowest = Value(tracer, tracer.writer.constant(MASKED_SCORE))
+        return np.where(score > lowest, capped, -math.inf)  # type: ignore[return-value]
 
     def _distance(self, tracer: Tracer, s: Tensor, row: Value, column: Value) -> Value:
         """``|p - j|``, the distance of a key from the diagonal p."""

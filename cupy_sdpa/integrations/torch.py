@@ -8,6 +8,7 @@ import torch
 
 from ..attention import attention as run_forward
 from ..attention import attention_backward
+from ..calls.user_functions import kept_options
 
 
 class _Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
@@ -69,7 +70,7 @@ def attention(q: Any, k: Any, v: Any, *, layout: str = "bhsd", bias: Any = None,
             raise TypeError(
                 f"{name} requires a gradient, which is computed for q, k, v, bias and sinks only: pass {name}.detach()"
             )
-    return _Attention.apply(q, k, v, bias, sinks, {"layout": layout, **options})
+    return _Attention.apply(q, k, v, bias, sinks, kept_options(q, {"layout": layout, **options}))
 
 
 def _row_shape(q: Any, options: dict[str, Any]) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from ..arrays.conversion import Conversion, convert, gradient_names, needs_conve
 from ..arrays.layouts import other_layout
 from ..attention import attention, attention_backward
 from ..calls.options import read_flag
+from ..calls.user_functions import kept_options
 from ..device import cupy_runtime
 from ..errors import Unsupported
 from .agreement import REFUSED, Agreement
@@ -192,9 +193,11 @@ class ContextParallel:
             q, k, v, options: as for :meth:`attention` and :meth:`attention_backward`.
 
         Returns:
-            ``(out, pullback)``; ``dq, dk, dv = pullback(dout)``. Both are collective.
+            ``(out, pullback)``; ``dq, dk, dv = pullback(dout)``. Both are collective. The pullback uses the score and mask
+            functions of the forward pass, also if they have changed since.
         """
         backward = {name: options.pop(name) for name in ("deterministic", "return_dsinks") if name in options}
+        options = kept_options(q, options)
         out, stats = self.attention(q, k, v, return_stats=True, **options)
 
         def pullback(dout: Any) -> tuple[Any, ...]:

@@ -8,6 +8,7 @@ bytecode of each code object is analyzed once: which globals and closure variabl
 - tuples, lists, dictionaries and sets by their elements;
 - Python functions by their code, defaults, attributes, and the values that they load, recursively;
 - builtins and NumPy functions that depend on their arguments only, by identity;
+- recorded functions (:mod:`.recorded`) by identity: equal ones are the same object;
 - modules, classes and instances only by the attributes that the code loads from them.
 
 Everything else has no identity: arrays, methods, callable objects, functions that import, store globals or closure variables,
@@ -30,6 +31,8 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
+
+from .recorded import Recorded
 
 #: The maximum number of parts of an identity; a function that loads more values has none.
 MAX_PARTS = 256
@@ -113,6 +116,8 @@ def _identify(value: Any, parts: list[Any], functions: tuple[Any, ...]) -> None:
     kind = type(value)
     if kind is _FUNCTION:
         _identify_function(value, parts, functions)
+    elif kind is Recorded:
+        parts.append(value)
     elif kind is float:
         parts.append(kind)
         parts.append(value if value and value == value else _float_bits(value))

@@ -1,7 +1,7 @@
 """Recognize masks in score functions, and bands in masks.
 
-``where(condition, score, -inf)`` in a score function is a mask. A condition that bounds ``q_idx - kv_idx`` by a constant is a
-band (causal, sliding window), which engines compute faster than a general mask.
+``where(condition, x, -inf)`` in a score function is a mask, also as a term of a sum. A condition that bounds
+``q_idx - kv_idx`` by a constant is a band (causal, sliding window), which engines compute faster than a general mask.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from .expression import FLIPPED, Step, Writer
 
+#: Scores of at most this value count as masked, like ``-inf``.
+MASKED_SCORE = -1e6
 #: The number of keys before and after the diagonal that a query attends to; None is unbounded.
 Sides = tuple[int | None, int | None]
 
@@ -70,23 +72,81 @@ class LinearForms:
         return None
 
 
-def split_score(writer: Writer, score: int) -> tuple[int, list[int]]:
+class Split(NamedTuple):
+    """A step without its infinite values.
+
+    Attributes:
+        step: the values of the step where all conditions hold; None if it is infinite everywhere.
+        conditions: the conditions under which the step is not infinite.
+    """
+
+    step: int | None
+    conditions: tuple[int, ...] = ()
+
+
+def split_score(writer: Writer, numbers: Mapping[str, float], score: int) -> tuple[int, list[int]]:
     """Split a score into the score where it is not ``-inf`` and the conditions under which it is not.
 
-    ``where(c, s, -inf)`` becomes ``s`` and ``[c]``; nested selections result in several conditions, which must all hold.
+    ``where(c, s, -inf)`` and ``s + where(c, 0, -inf)`` become ``s`` and ``[c]``; nested ones give several, which must
+    all hold. A score that is ``-inf`` everywhere, or a number up to :data:`MASKED_SCORE`, becomes 0 and a False condition.
+
+    Args:
+        writer: contains the steps.
+        numbers: the values of the by-value scalars.
+        score: the step of the score.
     """
-    conditions = []
-    while writer.steps[score].mode == "binary_select":
-        x, b, condition = writer.steps[score].args
-        if writer.value(b) == -math.inf:
-            conditions.append(condition)
-            score = x
-        elif writer.value(x) == -math.inf:
-            conditions.append(writer.opposite(condition))
-            score = b
-        else:
-            break
-    return score, conditions
+    splits: dict[tuple[int, float], Split] = {}
+    for known in writer.reachable(score):
+        for infinity in (-math.inf, math.inf):
+            splits[known, infinity] = _split(writer, known, infinity, splits)
+    step, conditions = splits[score, -math.inf]
+    if step is None or numbers.get(writer.steps[step].name, 0.0) <= MASKED_SCORE:
+        return writer.constant(0.0), [writer.constant(0.0, "bool")]
+    return step, list(conditions)
+
+
+def _split(writer: Writer, step: int, infinity: float, known: Mapping[tuple[int, float], Split]) -> Split:
+    """Split a step whose operands are split."""
+    mode, args, *_, kind, value = writer.steps[step]
+    if mode == "constant" and value == infinity:
+        return Split(None)
+    if mode == "binary_select":
+        return _split_selection(writer, step, *(known[arg, infinity] for arg in args[:2]))
+    same = mode == "add" or mode == ("min" if infinity < 0 else "max")
+    if not same and mode not in ("sub", "neg"):
+        return Split(step)
+    signs = (infinity, infinity) if same else (infinity, -infinity) if mode == "sub" else (-infinity,)
+    parts = [known[arg, sign] for arg, sign in zip(args, signs, strict=True)]
+    steps = tuple(part.step for part in parts)
+    if steps == args:
+        return Split(step)
+    found = [part for part in steps if part is not None]
+    conditions = dict.fromkeys(condition for part in parts for condition in part.conditions)
+    return Split(writer.add(mode, *found, kind=kind), tuple(conditions)) if len(found) == len(steps) else Split(None)
+
+
+def _split_selection(writer: Writer, step: int, x: Split, b: Split) -> Split:
+    """Split ``where(condition, x, b)``."""
+    first, second, condition = writer.steps[step].args
+    if (x.step, b.step) == (first, second):
+        return Split(step)
+    if x.step is None and b.step is None:
+        return Split(None)
+    opposite = writer.opposite(condition)
+    if b.step is None:
+        return Split(x.step, (condition, *x.conditions))
+    if x.step is None:
+        return Split(b.step, (opposite, *b.conditions))
+    conditions = [writer.add("logical_or", opposite, of_x) for of_x in x.conditions]
+    conditions += [writer.add("logical_or", condition, of_b) for of_b in b.conditions]
+    return Split(writer.add("binary_select", x.step, b.step, condition), tuple(conditions))
+
+
+def without_constants(writer: Writer, conditions: Sequence[int]) -> list[int]:
+    """The conditions without those that are True; if one of them is False, a condition of positions that never holds."""
+    if any(writer.value(condition) == 0 for condition in conditions):
+        return [writer.add("cmp_lt", writer.leaf("index", "kv_idx", "int"), writer.constant(0, "int"))]
+    return [condition for condition in conditions if writer.value(condition) is None]
 
 
 def split_band(writer: Writer, numbers: Mapping[str, float], conditions: Sequence[int]) -> tuple[Sides | None, list[int]]:

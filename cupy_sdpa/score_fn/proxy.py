@@ -7,12 +7,13 @@ exception in the line of the function that uses it; the message names a replacem
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from .expression import AXES, Kind, Writer
+from .recorded import Access
 
 #: The refusal of Python's branches in functions, after the reason.
 NO_BRANCHES = (
@@ -26,17 +27,26 @@ class Tracer(Protocol):
 
     writer: Writer
     sizes: Mapping[str, int]
+    line: str
     lines: dict[str, str]
     numbers: dict[str, Any]
     bounds: dict[int, int]
     functions: Mapping[str, Callable[..., Value]]
 
+    def call(self, function: Callable[..., Any], operands: Sequence[Any]) -> Any:
+        """Call a numpy function with traced values."""
+        ...
+
     def number(self, number: Any, kind: Kind) -> int:
         """Record a number of the function."""
         ...
 
-    def access(self, name: str, index: tuple[str | int, ...], kind: Kind) -> int:
+    def access(self, access: Access, kind: Kind) -> int:
         """Record a read of a captured array."""
+        ...
+
+    def read(self, access: Access, element: Value) -> Value:
+        """Record that a value is an element of an array."""
         ...
 
 
@@ -67,19 +77,19 @@ class Value(np.lib.mixins.NDArrayOperatorsMixin):
             raise TypeError(
                 f"np.{ufunc.__name__}.{method} needs an array, and a score function computes one element: {_OPERANDS_ONLY}"
             )
-        return self._call(ufunc.__name__, inputs, keywords)
+        return self._call(ufunc, inputs, keywords)
 
     def __array_function__(self, function: Any, types: Any, inputs: Any, keywords: Any) -> Value:
-        return self._call(function.__name__, inputs, keywords)
+        return self._call(function, inputs, keywords)
 
-    def _call(self, name: str, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> Value:
-        """Record a call of a numpy function."""
-        functions = self.tracer.functions
+    def _call(self, function: Any, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> Value:
+        """Trace a call of a numpy function."""
+        name, functions = function.__name__, self.tracer.functions
         if keywords:
             raise TypeError(f"np.{name} was called with the keywords {', '.join(keywords)}: {_OPERANDS_ONLY}")
         if name not in functions:
             raise TypeError(f"np.{name} is not supported in score functions; supported are {', '.join(sorted(functions))}")
-        return functions[name](*inputs)
+        return self.tracer.call(function, inputs)  # type: ignore[no-any-return]
 
     def __bool__(self) -> bool:
         raise TypeError(NO_BRANCHES.format("a score function is traced: it is called once, without actual values"))
@@ -163,8 +173,9 @@ class Array:
         for name in names:
             if isinstance(name, str) and names.count(name) > 1:
                 raise IndexError(f"{self!r} is indexed with {name} twice: pass the diagonal of the array instead")
-        element = Value(self._tracer, self._tracer.access(self._name, names, self._kind))
-        return element != 0.0 if self.dtype.kind == "b" else element
+        access = Access(self._name, names)
+        element = Value(self._tracer, self._tracer.access(access, self._kind))
+        return self._tracer.read(access, element != 0.0 if self.dtype.kind == "b" else element)
 
     def _index(self, axis: int, part: Any) -> str | int:
         """Check one index and return it: the name of an axis of the scores, or an integer."""
@@ -181,7 +192,7 @@ class Array:
                 f"{self!r} is indexed with a computed value along axis {axis}; use b, h, q_idx and kv_idx themselves: "
                 "pass an array with these axes instead, such as table[q[:, None] - kv[None, :] + n]"
             )
-        if (full := self._tracer.sizes[step.name]) != length:
+        if (full := self._tracer.sizes.get(step.name, length)) != length:
             raise IndexError(
                 f"{self!r} has length {length} along axis {axis}, and {step.name} has {full} values: the lengths must be equal"
             )

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .expression import AXES, Kind, Program, Step, Writer, normalized
-from .mask_analysis import Sides, conjunction, split_band, split_score
+import numpy as np
+
+from .expression import AXES, LEAVES, Kind, Program, Step, Writer, normalized
+from .mask_analysis import Sides, conjunction, split_band, split_score, without_constants
 from .proxy import Array, Value, as_value
-from .ufuncs import FUNCTIONS
+from .recorded import Access, NumpyCall, Recorded, Result, recorded
+from .ufuncs import FUNCTIONS, line_of_function
 
 #: ``f(score, b, h, q_idx, kv_idx, **tensors) -> score`` and ``f(b, h, q_idx, kv_idx, **tensors) -> bool``, FlexAttention's
 #: signatures (Dong et al. 2024, "Flex Attention", section 3).
@@ -23,21 +26,6 @@ MaskMod = Callable[..., Any]
 
 #: Numbers that are constants of the program; all others are by-value scalars.
 _CONSTANTS = (0.0, 1.0, -1.0, math.inf, -math.inf)
-
-
-class Access(NamedTuple):
-    """How a function indexes a captured array.
-
-    Attributes:
-        name: the name of the array in ``tensors=``.
-        axes: the index along every axis of the array: the name of an axis of the scores, or an integer.
-    """
-
-    name: str
-    axes: tuple[str | int, ...]
-
-    def __str__(self) -> str:
-        return f"{self.name}[{', '.join(map(str, self.axes))}]"
 
 
 class Traced(NamedTuple):
@@ -77,30 +65,41 @@ class Tracer:
         self.functions = FUNCTIONS
         self.arrays = {name: Array(self, name, array).as_parameter() for name, array in arrays.items()}
         self.used: set[str] = set()
+        self.line = ""  # the source line of the numpy call that is being traced
 
-    def score(self, function: ScoreMod) -> int:
-        """Trace a score function; returns the step of the modified score."""
-        score = Value(self, self.writer.leaf("score"))
-        result = self._called(function, "score_mod", score)
+    def score(self, function: ScoreMod) -> Value:
+        """Trace a score function; returns the modified score."""
+        result = self._called(function, "score_mod", Value(self, self.writer.leaf("score")))
         if result.kind == "bool":
             raise TypeError(
                 "score_mod returned a condition; it must return a score. Pass a function that returns a condition as mask_mod"
             )
-        if not self.writer.depends(result.step, "score"):  # engines need a result of the full shape of the scores
-            result = score - score + result
-        return result.step
+        return result
 
-    def mask(self, function: MaskMod) -> int | None:
-        """Trace a mask function; returns the step of the condition, or None if it is always true."""
+    def mask(self, function: MaskMod) -> Value:
+        """Trace a mask function; returns the condition."""
         result = self._called(function, "mask_mod")
         if result.kind != "bool":
             raise TypeError("mask_mod returned a number; it must return a condition, such as q_idx >= kv_idx")
-        constant = self.writer.value(result.step)
-        if constant is None:
-            return result.step
-        if constant:
-            return None
-        return self.writer.add("cmp_lt", self.writer.leaf("index", "kv_idx", "int"), self.writer.constant(0, "int"))
+        return result
+
+    def full(self, step: int) -> int:
+        """A modified score that depends on the score: engines need a result of the full shape of the scores."""
+        if self.writer.depends(step, "score"):
+            return step
+        score = self.writer.leaf("score")
+        return self.writer.add("add", self.writer.add("sub", score, score), step)
+
+    def check_used(self) -> None:
+        """Check that the functions take all arrays.
+
+        Raises:
+            ValueError: the message contains the names.
+        """
+        if unused := self.arrays.keys() - self.used:
+            raise ValueError(
+                f"tensors has {', '.join(sorted(unused))}, which no function takes: add a parameter of that name, or remove it"
+            )
 
     def _called(self, function: Callable[..., Any], option: str, *score: Value) -> Value:
         """Call a function with traced values."""
@@ -148,11 +147,69 @@ class Tracer:
         self.numbers[repr(value)] = value
         return self.writer.leaf("number", repr(value), kind)
 
-    def access(self, name: str, index: tuple[str | int, ...], kind: Kind) -> int:
+    def access(self, access: Access, kind: Kind) -> int:
         """Record a read of a captured array."""
-        access = Access(name, index)
         self.accesses[str(access)] = access
         return self.writer.leaf("captured", str(access), kind)
+
+    def call(self, function: Callable[..., Any], operands: Sequence[Any]) -> Any:
+        """Call a numpy function with traced values; :meth:`made` notes the call unless it is a part of another one."""
+        traced = self.functions[function.__name__]
+        if self.line:
+            return traced(*operands)
+        operands = [x[()] if isinstance(x, np.ndarray) and not x.ndim else x for x in operands]
+        self.line = line_of_function()
+        try:
+            result = traced(*operands)
+            self.made(function, operands, result)
+        finally:
+            self.line = ""
+        return result
+
+    def made(self, function: Callable[..., Any], operands: Sequence[Any], result: Any) -> None:
+        """Note the call that made a result."""
+
+    def read(self, access: Access, element: Value) -> Value:
+        """Note that a value is an element of an array, or the condition that it is not 0 if the array is bool."""
+        return element
+
+
+class Recorder(Tracer):
+    """Records the numpy calls of functions.
+
+    Args:
+        arrays: see :class:`Tracer`.
+    """
+
+    def __init__(self, arrays: Mapping[str, Any]) -> None:
+        self._calls: list[NumpyCall] = []
+        self._results: dict[int, Result | Access] = {}  # what computes a step, unless it is a parameter or a number
+        super().__init__({}, arrays)
+
+    def recorded(self, function: Callable[..., Any], result: Value) -> Recorded:
+        """A traced function, which returned ``result``."""
+        return recorded(function, self._calls, self._operand(result))
+
+    def made(self, function: Callable[..., Any], operands: Sequence[Any], result: Any) -> None:
+        """Note the call that made a result."""
+        step = result.step if isinstance(result, Value) else None
+        if step is not None and step not in self._results and self.writer.steps[step].mode not in LEAVES:
+            self._calls.append(NumpyCall(function, tuple(map(self._operand, operands)), self.line))
+            self._results[step] = Result(len(self._calls) - 1)
+
+    def read(self, access: Access, element: Value) -> Value:
+        """Note that a value is an element of an array, or the condition that it is not 0 if the array is bool."""
+        self._results[element.step] = access
+        return element
+
+    def _operand(self, x: Any) -> Any:
+        """An operand of a recorded call, see :class:`NumpyCall`."""
+        if not isinstance(x, Value) or x.step in self._results:
+            return self._results[x.step] if isinstance(x, Value) else x
+        mode, _, name, kind, value = self.writer.steps[x.step]
+        if mode in ("number", "constant"):
+            return {"float": float, "int": int, "bool": bool}[kind](self.numbers[name] if mode == "number" else value)
+        return name or mode  # a parameter
 
 
 _SIGNATURES = {
@@ -182,19 +239,37 @@ def trace(
     """
     tracer = Tracer(sizes, arrays)
     writer = tracer.writer
-    score = None if score_mod is None else tracer.score(score_mod)
+    score = None if score_mod is None else tracer.score(score_mod).step
     conditions: list[int] = []
     if score is not None:
-        score, conditions = split_score(writer, score)
-        score = None if writer.steps[score].mode == "score" else score
-    if mask_mod is not None and (mask := tracer.mask(mask_mod)) is not None:
-        conditions.append(mask)
-    if unused := arrays.keys() - tracer.used:
-        raise ValueError(
-            f"tensors has {', '.join(sorted(unused))}, which no function takes: add a parameter of that name, or remove it"
-        )
+        score, conditions = split_score(writer, tracer.numbers, score)
+        score = None if writer.steps[score].mode == "score" else tracer.full(score)
+    if mask_mod is not None:
+        conditions.append(tracer.mask(mask_mod).step)
+    tracer.check_used()
+    conditions = without_constants(writer, conditions)
     band, conditions = split_band(writer, tracer.numbers, conditions) if bands else (None, conditions)
     program, number_names, captured_names = normalized(writer, score, conjunction(writer, conditions))
     numbers = {name: tracer.numbers[traced] for name, traced in number_names.items()}
     captured = {name: tracer.accesses[traced] for name, traced in captured_names.items()}
     return Traced(program if program.steps else None, numbers, captured, band, tracer.lines)
+
+
+def record(functions: Mapping[str, Callable[..., Any]], arrays: Mapping[str, Any]) -> dict[str, Recorded]:
+    """The functions of a call as they are now.
+
+    Args:
+        functions: the functions, by the names of their options.
+        arrays: the captured arrays, by their names in ``tensors=``.
+
+    Raises:
+        TypeError, ValueError, IndexError: as :func:`trace`.
+    """
+    known = {option: function for option, function in functions.items() if isinstance(function, Recorded)}
+    if len(known) == len(functions):
+        return known
+    tracer = Recorder(arrays)
+    calls = {"score_mod": tracer.score, "mask_mod": tracer.mask}
+    made = {option: tracer.recorded(function, calls[option](function)) for option, function in functions.items()}
+    tracer.check_used()
+    return made

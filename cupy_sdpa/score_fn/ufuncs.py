@@ -21,6 +21,7 @@ import numpy as np
 
 from .expression import Kind
 from .proxy import Tracer, Value, as_value
+from .recorded import Recorded
 
 #: Folders of code between the line of a score function and the recording of a step: this package's, and numpy's operators.
 _INTERNAL_FOLDERS = tuple(os.path.join(os.path.dirname(module), "") for module in (__file__, np.__file__))
@@ -46,13 +47,20 @@ def _operands(*operands: Any, tracer: Tracer | None = None) -> list[Value]:
     return [_where(x, one, zero) if x.kind == "bool" else x for x in values]
 
 
+def line_of_function() -> str:
+    """The line of the function that is being traced; of a recorded function, the line that was recorded."""
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_code.co_filename.startswith(_INTERNAL_FOLDERS):
+        if frame.f_code is Recorded.on.__code__:
+            return frame.f_locals["line"]  # type: ignore[no-any-return]
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
 def _record(mode: str, *operands: Value, kind: Kind | None = None) -> Value:
     """Record a step, the source line that it comes from, and the bound of an integer result."""
     tracer = operands[0].tracer
-    frame = sys._getframe(1)
-    while frame.f_back and frame.f_code.co_filename.startswith(_INTERNAL_FOLDERS):
-        frame = frame.f_back
-    tracer.lines.setdefault(mode, f"{frame.f_code.co_filename}:{frame.f_lineno}")
+    tracer.lines.setdefault(mode, tracer.line or line_of_function())
     result = Value(tracer, tracer.writer.add(mode, *(x.step for x in operands), kind=kind))
     bounds = [_upper_bound(x) for x in operands[:2]]
     non_negative = [bound for bound in bounds if bound is not None]
@@ -128,6 +136,7 @@ def _not(x: Any) -> Value:
 
 
 def _logical_xor(x: Any, b: Any) -> Value:
+    x, b = _conditions(x, b)
     return _logical("logical_or", _logical("logical_and", x, _not(b)), _logical("logical_and", _not(x), b))
 
 

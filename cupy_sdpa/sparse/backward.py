@@ -13,7 +13,7 @@ from ..calls.arguments import read_backward
 from ..calls.call_key import run_part
 from ..calls.options import band_options
 from ..calls.replay_cache import run_cached
-from ..calls.user_functions import function_identities
+from ..calls.user_functions import function_identities, kept_options
 from ..device import cupy_runtime
 from ..device.blocks import BLOCK
 from ..device.blocks.copies import copy_blocks, copy_stats
@@ -90,12 +90,13 @@ def gradients_with_block_mask(
     methods.check_arrays(dict(zip(_NAMES, arrays, strict=True)), options.get("sinks"), ("dq", "dk", "dv"))
     identities = function_identities(options)
     with cupy_runtime.device_context(q):
-        parts_of(q, k, mask, sizes, options, deterministic)  # checks the score function
+        kept = kept_options(q, options)
+        parts_of(q, k, mask, sizes, kept, deterministic)  # checks the score function
         dq, dk, dv = (
             cupy_runtime.new_result(q, x.shape, x.dtype) if dx is None else dx for x, dx in ((q, dq), (k, dk), (v, dv))
         )
         whole = Arrays(dout, q, k, v, out, stats, dq, dk, dv)
-        work = functools.partial(_compute, weakref.ref(mask), sizes, without_arrays(options), deterministic)
+        work = functools.partial(_compute, weakref.ref(mask), sizes, without_arrays(kept), deterministic)
         run_composed(mask, kind, _NAMES, arrays, options, work, whole._asdict(), ["dq", "dk", "dv"], identities)
     return dq, dk, dv
 

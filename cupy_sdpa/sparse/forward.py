@@ -14,7 +14,7 @@ from ..calls.arguments import read_forward
 from ..calls.call_key import ArrayFunctions, ComposedCall, read_key, run_part, tensor_name
 from ..calls.options import band_options, read_flag
 from ..calls.replay_cache import cache_call, run_cached
-from ..calls.user_functions import function_identities
+from ..calls.user_functions import function_identities, kept_options
 from ..device import cupy_runtime
 from ..device.blocks import BLOCK
 from ..device.blocks.copies import copy_blocks
@@ -63,13 +63,14 @@ def attention_with_block_mask(
     methods.check_arrays(dict(zip(_NAMES, given, strict=True)), options.get("sinks"), ("out", "stats"))
     identities = function_identities(options)
     with cupy_runtime.device_context(q):
-        parts_of(q, k, mask, sizes, options, deterministic)  # checks the score function
+        kept = kept_options(q, options)
+        parts_of(q, k, mask, sizes, kept, deterministic)  # checks the score function
         shape, rows = (v.shape[0], *q.shape[1:]), row_stats_shape(q.shape)
         out = cupy_runtime.new_result(q, shape, q.dtype) if out is None else out
         if stats is None and return_stats:
             stats = cupy_runtime.new_result(q, rows, np.dtype(np.float32))
         arrays = {name: array for name, array in zip(_NAMES, (q, k, v, out, stats), strict=True) if array is not None}
-        work = functools.partial(_compute, weakref.ref(mask), sizes, without_arrays(options), deterministic)
+        work = functools.partial(_compute, weakref.ref(mask), sizes, without_arrays(kept), deterministic)
         run_composed(mask, kind, _NAMES, given, options, work, arrays, ["out", "stats"][: len(arrays) - 3], identities)
     return out if stats is None else (out, stats)
 

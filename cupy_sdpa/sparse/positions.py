@@ -1,7 +1,7 @@
 """Score functions in calls whose queries and keys are at other positions: packed sequences, slices, and blocks.
 
-The function is called with the original positions, which are captured arrays of the call, and with proxies of its arrays. An
-array that it indexes by positions is copied: element by element, in the order of the call.
+The function is recorded, and computed at the original positions, which are captured arrays of the call. An array that it
+indexes by positions is copied: element by element, in the order of the call.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from ..device.blocks import BLOCK
 from ..device.blocks.copies import copy_elements
 from ..score_fn.expression import AXES
-from ..score_fn.tracer import Access, trace
+from ..score_fn.recorded import Access, Recorded
+from ..score_fn.tracer import record, trace
 from .entries import Entries, PackedCopies, Sizes
 from .masks.block_mask import BlockMask
-from .masks.evaluate import taken
 from .masks.segments import Packed, Slice
 from .method import Upload, on_engine
 
@@ -155,13 +155,13 @@ class ScoreFunction:
     """
 
     def __init__(self, score_mod: Callable[..., Any], tensors: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-        self._function, self._tensors = score_mod, dict(tensors)
-        traced = trace(score_mod, None, self._tensors, sizes)
+        self._tensors = dict(tensors)
+        self._function = record({"score_mod": score_mod}, tensors)["score_mod"]
+        traced = trace(self._function, None, self._tensors, sizes)
         if traced.band or (traced.program and traced.program.mask is not None):
             raise ValueError("score_mod masks keys and block_mask is passed: put the condition into the mask function")
         #: The options of a call in which all queries and keys are at their positions.
-        self.options = {"score_mod": score_mod, **({"tensors": self._tensors} if self._tensors else {})}
-        self.accesses = tuple(dict.fromkeys(traced.captured.values()))
+        self.options = {"score_mod": self._function, **({"tensors": self._tensors} if self._tensors else {})}
 
     def located(self, mask: BlockMask, key: tuple[Any, ...], like: Any, positions: Callable[[], Positions]) -> dict[str, Any]:
         """The options of a call with the function: the located function and its arrays.
@@ -184,17 +184,16 @@ class ScoreFunction:
         consecutive = frozenset(axis for axis in ("q_idx", "kv_idx") if arrays[_POSITIONS[axis]].ndim == 1)
         arrays = dict(arrays)
         names = {}
-        for number, access in enumerate(self.accesses):
+        for number, access in enumerate(self._function.reads):
             array = self._tensors[access.name]
             names[access] = f"{access.name} at {number}"
             if not any(isinstance(axis, str) for axis in access.axes):
-                arrays[names[access]] = array[access.axes] if access.axes else array
+                arrays[names[access]] = array[(*access.axes, ...)] if access.axes else array
                 continue
             layout = access.axes, array.shape, array.strides
             make_index = functools.partial(_index, access, array, found)
             arrays[names[access]] = copy_elements(array, on_engine(mask, like, (*key, "index", layout), make_index))
-        shapes = {name: tuple(array.shape) for name, array in self._tensors.items()}
-        located = Located(self._function, shapes, names, consecutive, found.heads is not None)
+        located = Located(self._function, names, consecutive, found.heads is not None)
         return {"score_mod": located, "tensors": arrays}
 
 
@@ -241,30 +240,22 @@ def _axes_of(access: Access, one_head: bool) -> tuple[str, ...]:
 
 
 class Located:
-    """A score function that is called with the original positions and arrays.
+    """A score function at the original positions.
 
     Args:
         function: the score function.
-        shapes: the shapes of its arrays.
         names: the name of the copied array of each access.
         consecutive: the axes of which each batch entry has consecutive positions.
         one_head: whether each batch entry has one head.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        shapes: Mapping[str, tuple[int, ...]],
-        names: Mapping[Access, str],
-        consecutive: frozenset[str],
-        one_head: bool,
-    ) -> None:
-        self._function, self._shapes, self._names, self._one_head = function, shapes, names, one_head
-        self._consecutive = consecutive
+    def __init__(self, function: Recorded, names: Mapping[Access, str], consecutive: frozenset[str], one_head: bool) -> None:
+        self._function, self._names, self._consecutive, self._one_head = function, names, consecutive, one_head
 
     def __call__(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, **arrays: Any) -> Any:
         """The score."""
         moved = {
+            "score": score,
             "b": arrays[_POSITIONS["b"]][b],
             "h": arrays[_POSITIONS["h"]][b] if self._one_head else h,
         }
@@ -272,32 +263,10 @@ class Located:
             array = arrays[_POSITIONS[axis]]
             moved[axis] = index + array[b] if axis in self._consecutive else array[index, b]
         local = {"b": b, "h": h, "q_idx": q_idx, "kv_idx": kv_idx}
-        copies = {
-            access: arrays[name][tuple(local[axis] for axis in axes)]
-            if (axes := _axes_of(access, self._one_head))
-            else arrays[name]
-            for access, name in self._names.items()
-        }
-        tensors = {}
-        for name in taken(self._function, self._shapes):
-            element = _Elements(name, self._shapes[name], copies, moved)
-            tensors[name] = element if self._shapes[name] else element[()]
-        return self._function(score, *moved.values(), **tensors)
 
+        def read(access: Access) -> Any:
+            axes = _axes_of(access, self._one_head)
+            array = arrays[self._names[access]]
+            return array[tuple(local[axis] for axis in axes)] if axes else array
 
-class _Elements:
-    """An array of the caller, in a call with copies of its elements."""
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __init__(self, name: str, shape: tuple[int, ...], copies: Mapping[Access, Any], moved: Mapping[str, Any]) -> None:
-        self._name, self.shape, self._copies, self._moved = name, shape, copies, moved
-
-    def __getitem__(self, index: Any) -> Any:
-        parts = index if isinstance(index, tuple) else (index,)
-        axes = tuple(
-            next((axis for axis, value in self._moved.items() if value is part), None) or part % length
-            for part, length in zip(parts, self.shape, strict=True)
-        )
-        found = self._copies.get(Access(self._name, axes))
-        return 0 * self._moved["q_idx"] if found is None else found  # an element that the result does not depend on
+        return self._function.on(moved, read)

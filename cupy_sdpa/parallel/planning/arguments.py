@@ -19,7 +19,7 @@ from ...problem.tensor_spec import Signature, dense_signature, dtype_name
 from ...problem.validation import make_problem
 from .configuration import Configuration
 from .layout import Layout
-from .positions import accesses
+from .positions import functions_of
 
 #: Options that a call of a group does not take.
 _EXCLUDED = {
@@ -79,10 +79,10 @@ def configure(
     aligned = band is not None and band.bottom_right
     diagonals = tuple(m - n if aligned else 0 for n, m in zip(queries.lengths, keys.lengths, strict=True))
     _, _, hq, _, sq, skv, entries = problem.sizes
-    known = accesses(options, (entries, hq, sq, skv))
+    functions = functions_of(options, (entries, hq, sq, skv))
     positional = drawn or any(options.get(name) is not None for name in _POSITIONAL)
-    text = _text(problem, options, queries, keys)
-    return Configuration(rank, problem, queries, keys, diagonals, known, positional, drawn, on_gpu, text)
+    text = _text(problem, {**options, **functions}, queries, keys)
+    return Configuration(rank, problem, queries, keys, diagonals, functions, positional, drawn, on_gpu, text)
 
 
 def read_length(name: str, value: Any) -> int:
@@ -207,7 +207,7 @@ def _text(problem: Problem, options: Mapping[str, Any], queries: Layout, keys: L
         if value is None or name in CU_SEQLENS:
             continue
         if name in FUNCTIONS:
-            text = getattr(value, "__qualname__", type(value).__qualname__)
+            text = f"{value.__qualname__}, {_abbreviated(str(value))}"
         elif name == "tensors":
             text = ", ".join(f"{key} {array.shape} {array.dtype}" for key, array in value.items())
         else:
@@ -221,6 +221,11 @@ def listed(lengths: Sequence[int]) -> str:
     if len(lengths) <= 8:
         return ", ".join(map(str, lengths))
     return f"{len(lengths)} sequences of {sum(lengths)} positions, checksum {zlib.crc32(repr(tuple(lengths)).encode()):08x}"
+
+
+def _abbreviated(text: str) -> str:
+    """A text; a long one ends with its checksum."""
+    return text if len(text) <= 200 else f"{text[:160]} ..., checksum {zlib.crc32(text.encode()):08x}"
 
 
 def key_of(arrays: Mapping[str, Any], options: Mapping[str, Any], *others: Any) -> Any:

@@ -13,7 +13,7 @@ from ...calls.options import band_options
 from ...helpers import dropout_mask
 from ...problem.problem import LENGTHS, SEEDS, Problem
 from ...problem.tensor_spec import numpy_dtype
-from ...score_fn.tracer import Access
+from ...score_fn.recorded import Recorded
 from ..groups.channel import Spec
 from .layout import Interval, Layout
 from .parts import Part, Selection, parts, share_buffers, stats_dtype
@@ -32,7 +32,7 @@ class Configuration:
         problem: the problem of the same call on one GPU.
         queries, keys: who holds which positions.
         diagonals: for every sequence the key on the diagonal of query 0.
-        known: how the functions index ``tensors``.
+        functions: the functions by the names of their options.
         positional: whether an option depends on positions.
         drawn: whether random numbers are drawn for dropout.
         on_gpu: whether the arrays are CuPy's.
@@ -44,7 +44,7 @@ class Configuration:
     queries: Layout
     keys: Layout
     diagonals: tuple[int, ...]
-    known: tuple[Access, ...]
+    functions: Mapping[str, Recorded]
     positional: bool
     drawn: bool
     on_gpu: bool
@@ -153,7 +153,7 @@ class Configuration:
         band, (i, j) = part.band, part.first
         own = part.keys.length - part.rows.length if band and band.bottom_right else 0
         first = (part.sequence or 0, 0, i, j) if self.positional else (0, 0, 0, 0)
-        made = options_at(options, self.known, Window(first, counts, part.diagonal, own))
+        made = options_at(options, self.functions, Window(first, counts, part.diagonal, own))
         return made | band_options(band) | part.packing(like) | self._dropout(made, options)
 
     def head_options(self, like: Any, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,7 +163,7 @@ class Configuration:
         band = self.problem.band
         aligned = (skv - sq if band and band.bottom_right else 0) if not self.packed else 0
         window = Window((0, rows.start, 0, 0), (entries, rows.stop - rows.start, sq, skv), aligned, aligned)
-        made = options_at(options, self.known, window)
+        made = options_at(options, self.functions, window)
         return made | band_options(band) | self.everything.packing(like) | self._dropout(made, options)
 
     @functools.cached_property

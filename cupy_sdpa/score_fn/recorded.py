@@ -1,0 +1,161 @@
+"""Score and mask functions as the numpy calls that they make."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from .expression import AXES
+
+#: The parameters of a score function before its arrays; those of a mask function are the last four.
+PARAMETERS = ("score", *AXES)
+
+
+class Access(NamedTuple):
+    """How a function indexes a captured array.
+
+    Attributes:
+        name: the name of the array in ``tensors=``.
+        axes: the index along every axis of the array: the name of an axis of the scores, or an integer.
+    """
+
+    name: str
+    axes: tuple[str | int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name}[{', '.join(map(str, self.axes))}]"
+
+
+class Result(NamedTuple):
+    """The result of an earlier call of a recorded function.
+
+    Attributes:
+        call: the number of the call.
+    """
+
+    call: int
+
+    def __str__(self) -> str:
+        return f"t{self.call}"
+
+
+class NumpyCall(NamedTuple):
+    """One call of a recorded function.
+
+    Attributes:
+        function: the numpy function.
+        operands: the name of a parameter, an element of an array (:class:`Access`), a :class:`Result`, or a number.
+        line: the source line that made the call.
+    """
+
+    function: Callable[..., Any]
+    operands: tuple[Any, ...]
+    line: str
+
+    def __str__(self) -> str:
+        return f"{self.function.__name__}({', '.join(map(str, self.operands))})"
+
+
+class Recorded:
+    """A score or mask function as it was when it was traced: a function that makes the same numpy calls.
+
+    It keeps no reference to the function, to what the function refers to, or to arrays, so later changes of these have no
+    effect. Equal ones are the same object, see :func:`recorded`.
+
+    Args:
+        name: module, qualified name and first source line of the function.
+        calls: the calls.
+        result: what the function returns, an operand.
+    """
+
+    def __init__(self, name: tuple[str, str, str], calls: Sequence[NumpyCall], result: Any) -> None:
+        self.name, self.calls, self.result = name, tuple(calls), result
+        self.__module__, self.__qualname__, self._line = name
+        operands = (*(operand for call in calls for operand in call.operands), result)
+        #: The elements of arrays that it reads.
+        self.reads = tuple(dict.fromkeys(operand for operand in operands if isinstance(operand, Access)))
+
+    def __call__(self, /, *arguments: Any, **tensors: Any) -> Any:
+        """Compute, as the function did: on traced values, or on arrays of positions."""
+        parameters = dict(zip(PARAMETERS[-len(arguments) :], arguments, strict=True))
+
+        def read(access: Access) -> Any:
+            index = tuple(parameters[axis] if isinstance(axis, str) else axis for axis in access.axes)
+            return tensors[access.name][index] if index else tensors[access.name]
+
+        return self.on(parameters, read)
+
+    def on(self, parameters: Mapping[str, Any], read: Callable[[Access], Any]) -> Any:
+        """Compute.
+
+        Args:
+            parameters: the values of the parameters, by name.
+            read: returns an element of an array.
+        """
+        results: list[Any] = []
+        line = self._line  # read by line_of_function() of .ufuncs
+
+        def value(operand: Any) -> Any:
+            if isinstance(operand, str):
+                return parameters[operand]
+            if isinstance(operand, Result):
+                return results[operand.call]
+            return read(operand) if isinstance(operand, Access) else operand
+
+        try:
+            for call in self.calls:
+                line = call.line
+                results.append(call.function(*map(value, call.operands)))
+            return value(self.result)
+        except Exception as error:
+            error.add_note(f"raised by the line {line} of the function")
+            raise
+
+    def __str__(self) -> str:
+        return "; ".join([*(f"t{number} = {call}" for number, call in enumerate(self.calls)), str(self.result)])
+
+    def __repr__(self) -> str:
+        return f"<recorded {self.__qualname__}>"
+
+
+_known: weakref.WeakValueDictionary[Any, Recorded] = weakref.WeakValueDictionary()
+
+
+def recorded(function: Callable[..., Any], calls: Sequence[NumpyCall], result: Any) -> Recorded:
+    """A recorded function, without the calls that its result does not depend on.
+
+    Args:
+        function: the function, of which only the name is used.
+        calls, result: see :class:`Recorded`.
+    """
+    needed: set[int] = set()
+    stack = [result]
+    while stack:
+        operand = stack.pop()
+        if isinstance(operand, Result) and operand.call not in needed:
+            needed.add(operand.call)
+            stack += calls[operand.call].operands
+    numbers = {old: Result(new) for new, old in enumerate(sorted(needed))}
+
+    def moved(operand: Any) -> Any:
+        return numbers[operand.call] if isinstance(operand, Result) else operand
+
+    kept = [calls[number]._replace(operands=tuple(map(moved, calls[number].operands))) for number in numbers]
+    name = function.name if isinstance(function, Recorded) else _name_of(function)
+    made = Recorded(name, kept, moved(result))
+    texts = tuple((call.function, call.line, *map(_type_and_value, call.operands)) for call in kept)
+    key = name, texts, _type_and_value(made.result)
+    return _known.setdefault(key, made)
+
+
+def _name_of(function: Callable[..., Any]) -> tuple[str, str, str]:
+    """The module, the qualified name and the first source line of a function."""
+    module, name = getattr(function, "__module__", None) or "?", getattr(function, "__qualname__", type(function).__qualname__)
+    code = getattr(function, "__code__", None)
+    return module, name, f"{code.co_filename}:{code.co_firstlineno}" if code else f"{module}.{name}"
+
+
+def _type_and_value(operand: Any) -> tuple[type, str]:
+    """What distinguishes operands: 1, 1.0 and True are different, and so are 0.0 and -0.0."""
+    return type(operand), repr(operand)
