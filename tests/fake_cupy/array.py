@@ -162,6 +162,16 @@ class ndarray:  # noqa: N801
     def __array__(self, *given: Any, **more: Any) -> Any:
         raise TypeError("Implicit conversion to a NumPy array is not allowed. Use `.get()`")
 
+    def __array_ufunc__(self, ufunc: Any, method: str, *operands: Any, **named: Any) -> Any:
+        if method != "__call__" or named or any(isinstance(x, np.ndarray) for x in operands):
+            raise TypeError(f"Unsupported operands of {ufunc.__name__}: {[type(x).__name__ for x in operands]}")
+        return compute(ufunc, *operands)
+
+    def __array_function__(self, function: Any, types: Any, operands: Any, named: Any) -> Any:
+        if function not in (np.where, np.clip) or named:
+            return NotImplemented
+        return compute(function, *operands)
+
     def __iter__(self) -> Any:
         return (self[place] for place in range(len(self)))
 
