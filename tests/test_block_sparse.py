@@ -544,3 +544,17 @@ def test_explain_refuses_what_the_call_refuses(name):
     with pytest.raises(wanted.type) as found:
         cupy_sdpa.explain(x, x, x, **flags, **options)
     assert str(found.value) == str(wanted.value)
+
+
+def test_gradients_of_very_low_scores():
+    """The part of a last block after the last key has no weight: with its score of 0 the weight would be infinite."""
+    mask = BlockMask.from_blocks(np.array([[True, False], [False, True], [True, True]]), 256, 300)
+    assert method_of(mask, Sizes(1, 1, 1)).name == "blocks"
+    rng = np.random.default_rng(0)
+    q, k = (sign * 10 + rng.standard_normal((8, 1, n, 1)) for sign, n in ((1, 256), (-1, 300)))
+    arrays = [np.asfortranarray(x.astype("f4")) for x in (q, k, rng.standard_normal(k.shape), rng.standard_normal(q.shape))]
+    out, pullback = attention_vjp(*arrays[:3], block_mask=mask)
+    expected = dense_attention(*(x.astype("f8") for x in arrays), mask.to_dense(), 8**-0.5, 0.0, None)
+    assert expected[1].max() < -100
+    for x, y in zip((out, *pullback(arrays[3])), (expected[0], *expected[2:]), strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-3)
