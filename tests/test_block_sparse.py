@@ -350,6 +350,19 @@ def test_a_plain_mask_function_is_computed_by_blocks(fake, monkeypatch):
         np.testing.assert_array_equal(x, y)
 
 
+def test_blocks_are_not_used_with_a_score_function_that_masks(fake):
+    """A valid call with both functions is computed, and its results are those of a single mask function."""
+    from cupy_sdpa.sparse import automatic
+
+    x = fake.asarray(np.asfortranarray(np.random.default_rng(0).standard_normal((16, 1, 2048, 1)).astype("f2")))
+    masks = {"score_mod": lambda s, b, h, i, j: s + np.where(i >= j, 0, -np.inf), "mask_mod": halves}
+    assert automatic.automatic_mask(x, x, {"mask_mod": halves, "score_mod": lambda s, *_: 2 * s}) is not None
+    for _ in range(2):
+        assert automatic.automatic_mask(x, x, masks) is None
+    want = attention(x, x, x, mask_mod=halves, causal=True)
+    np.testing.assert_array_equal(attention(x, x, x, **masks).get(), want.get())
+
+
 def check_captured(xp, method):
     """Both passes in a CUDA graph of the caller, launched twice on changed inputs, against eager calls."""
     rng = np.random.default_rng(0)

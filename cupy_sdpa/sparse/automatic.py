@@ -72,19 +72,40 @@ def decide(q: tuple[int, ...], k: tuple[int, ...], options: Mapping[str, Any]) -
     known = identity(function)
     if known is None:
         return Decision(None, "the function may change in a way that cannot be seen: pass block_mask=")
-    key = (known, q[1:], k[1:])
+    key, sizes = (known, q[1:], k[1:]), Sizes(q[1], k[1], q[3])
+    if (found := _look_up(key)) is None:
+        if cupy_runtime.current_device() is not None and cupy_runtime.capturing():
+            return Decision(None, "the stream is being captured, and the function was not evaluated before")
+        found = _store(key, _evaluated(function, sizes, q[2], k[2]))
+    score_mod = options.get("score_mod")
+    if found.mask is None or score_mod is None:
+        return found
+    both = (*key, identity(score_mod))
+    return _look_up(both) or _store(both, _with_scores(found, score_mod, sizes, q[2], k[2]))
+
+
+def _look_up(key: tuple[Any, ...]) -> Decision | None:
     with _lock:
         if (found := _decisions.get(key)) is not None:
             _decisions.move_to_end(key)
-            return found
-    if cupy_runtime.current_device() is not None and cupy_runtime.capturing():
-        return Decision(None, "the stream is being captured, and the function was not evaluated before")
-    found = _evaluated(function, Sizes(q[1], k[1], q[3]), q[2], k[2])
-    with _lock:
-        _decisions[key] = found
-        while len(_decisions) > MAX_FUNCTIONS:
-            _decisions.popitem(last=False)
+        return found
+
+
+def _store(key: tuple[Any, ...], found: Decision) -> Decision:
+    """Store a decision, unless a function may change in a way that cannot be seen."""
+    if None not in key:
+        with _lock:
+            _decisions[key] = found
+            while len(_decisions) > MAX_FUNCTIONS:
+                _decisions.popitem(last=False)
     return found
+
+
+def _with_scores(found: Decision, score_mod: Any, sizes: Sizes, sq: int, skv: int) -> Decision:
+    """The decision with a score function: blocks do not take one that masks keys itself."""
+    traced = trace(score_mod, None, {}, dict(zip(AXES, (sizes.batch, sizes.hq, sq, skv), strict=True)))
+    masks = traced.band or (traced.program and traced.program.mask is not None)
+    return Decision(None, "score_mod masks keys: put the condition into the mask function") if masks else found
 
 
 def _evaluated(function: Any, sizes: Sizes, sq: int, skv: int) -> Decision:
