@@ -329,6 +329,7 @@ def attention_backward(
             return_dbias=return_dbias, return_dsinks=return_dsinks, return_dtensors=return_dtensors,
             deterministic=deterministic,
         )  # fmt: skip
+        call.has_all_keys = True
         results = call.run()
         cache_call(kind, ("dout", "q", "k", "v", "out", "stats", "dq", "dk", "dv")[: len(arrays)], arrays, options, call)
     if "layout" in options and (layout := other_layout(options)):
