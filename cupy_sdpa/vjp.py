@@ -75,7 +75,7 @@ def attention_vjp(
         raise TypeError(
             f"attention_vjp does not take {extra[0]}: it creates out and stats itself and keeps them for the pullback"
         )
-    if any(isinstance(x, Fp8Array) for x in (q, k, v)):
+    if options.get("compute_dtype") is None and any(isinstance(x, Fp8Array) for x in (q, k, v)):
         raise Unsupported(NO_FP8_GRADIENTS)
     if options.get("page_table") is not None:
         raise Unsupported(NO_PAGED_GRADIENTS)

@@ -137,17 +137,17 @@ def _fold_all(q: Any, k: Any, v: Any, nheads: int) -> tuple[list[Any], tuple[int
 
 
 def _compute_options(dtype: Any, q: Any) -> dict[str, Any]:
-    """The dtype to compute in, as an option; none if it is q's dtype."""
+    """The layout, and the dtype to compute in, as options; none if it is q's dtype."""
     if dtype is None and cupy_runtime.is_array(q) and q.dtype in (np.float32, np.float64):
         raise TypeError(
             f"q is {q.dtype}, which is not supported on a GPU: pass compute_dtype='bfloat16', or convert with .astype(...)"
         )
-    return {} if dtype is None else {"compute_dtype": dtype}
+    return {"layout": "dhsb"} | ({} if dtype is None else {"compute_dtype": dtype})
 
 
 def _mask_options(q: Any, k: Any, bias: Any, mask: Any) -> dict[str, Any]:
-    """Bias and mask as options of :func:`cupy_sdpa.attention`; the layout is always that of this package."""
-    options: dict[str, Any] = {"layout": "dhsb"}
+    """Bias and mask as options of :func:`cupy_sdpa.attention`."""
+    options: dict[str, Any] = {}
     if bias is not None:
         check_array("bias", bias)
         options["bias"] = to_four_axes(bias)
