@@ -194,7 +194,7 @@ def test_the_pullback_keeps_captured_arrays():
 SINKS = np.float32([0.5, -1, 2, 0])
 #: Calls whose results are not those of a causal call with sinks, by the change; and the argument that is refused.
 OTHER_CALLS = {
-    "other queries": (lambda q, k, v, o: (attention(q + q, k, v, return_stats=True, **o)), "stats"),
+    "other queries": (lambda q, k, v, o: attention(q + q, k, v, return_stats=True, **o), "stats"),
     "another mask": (lambda q, k, v, o: attention(q, k, v, return_stats=True, **(o | {"causal": False})), "stats"),
     "another scale": (lambda q, k, v, o: attention(q, k, v, return_stats=True, **o, scale=0.1), "stats"),
     "no sinks": (lambda q, k, v, o: attention(q, k, v, return_stats=True, causal=True), "stats"),

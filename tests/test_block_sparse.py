@@ -279,7 +279,9 @@ def test_results_must_not_overlap_inputs():
     """out in the memory of q is refused, and nothing is written."""
     x = np.ones((8, 1, 300, 1), order="F")
     with pytest.raises(ValueError, match="out overlaps q"):
-        attention(x, x.copy(order="F"), x.copy(order="F"), out=x, block_mask=BlockMask.from_blocks(np.ones((3, 3), bool), 300, 300))
+        attention(
+            x, x.copy(order="F"), x.copy(order="F"), out=x, block_mask=BlockMask.from_blocks(np.ones((3, 3), bool), 300, 300)
+        )
     assert (x == 1).all()
 
 

@@ -144,7 +144,7 @@ def huge_header(content):
     return content.replace(b"(8, 4, 5, 2)", b"(8, 4, 9, 9)")
 
 
-SMALL = np.zeros((8, 1, 2, 1), np.float32)
+SMALL = np.zeros((8, 1, 2, 1), np.float32, order="F")
 #: How to make a bad input, and a part of the error.
 BAD_INPUTS = {
     "missing": (lambda: None, "No such file"),

@@ -170,7 +170,10 @@ def test_causal_masks_become_options(name, monkeypatch):
     fused = nnlib_attention.attention
     monkeypatch.setattr(nnlib_attention, "attention", lambda *a, **k: seen.append(k) or fused(*a, **k))
     y, alpha = dot_product_attention(x, x, x, mask=make(x), nheads=2, alpha=True)
-    assert {key: value.tolist() if hasattr(value, "tolist") else value for key, value in seen[0].items()} == {**flags, "layout": "dhsb"}
+    assert {key: value.tolist() if hasattr(value, "tolist") else value for key, value in seen[0].items()} == {
+        **flags,
+        "layout": "dhsb",
+    }
     dense, dense_alpha = dot_product_attention(x, x, x, mask=np.asarray(make(x)), nheads=2, alpha=True)
     assert "mask" in seen[1]
     np.testing.assert_allclose(y, dense, rtol=1e-5)
@@ -298,7 +301,10 @@ BAD = {
         lambda x: dot_product_attention(x, x, x, fdrop=lambda alpha: alpha[:1]),
         "fdrop returned shape \\(1, 3, 1, 2\\) for alpha",
     ),
-    "c_order": (lambda x: dot_product_attention(x.copy(), x, x), "q has shape \\(4, 3, 2\\) .*axis 0 must be contiguous.*q\\.T"),
+    "c_order": (
+        lambda x: dot_product_attention(x.copy(), x, x),
+        "q has shape \\(4, 3, 2\\) .*axis 0 must be contiguous.*q\\.T",
+    ),
     "c_order_of_scores": (lambda x: dot_product_attention_scores(x[:, None].copy(), x[:, None]), "axis 0 must be contiguous"),
     "c_order_of_dy": (lambda x: dot_product_attention_vjp(x, x, x)[1](x.copy()), "dy has shape .*axis 0 must be contiguous"),
     "dy": (lambda x: dot_product_attention_vjp(x, x, x)[1](x[..., 0]), "dy is \\(4, 3\\); it must be \\(4, 3, 2\\)"),

@@ -78,10 +78,10 @@ def command(arguments: argparse.Namespace) -> int:
         raise CommandError(f"-o {arguments.output} is the input file and would be overwritten; use another file")
     options = {"causal": arguments.causal, "scale": arguments.scale, "return_stats": arguments.stats}
     headers = npz.headers(arguments.input, NAMES)
-    if arguments.layout is None:
-        _check_order(headers)
-        arguments.layout = "dhsb"
+    is_named, arguments.layout = arguments.layout is not None, arguments.layout or "dhsb"
     problem = _problem(arguments, headers, options)
+    if not is_named:
+        _check_order(headers)
     check_memory(_memory(problem, headers), str(arguments.input))
     with npz.replacing(arguments.output) as file, working("computing"):
         arrays = [_load(arguments, name, numpy_dtype(problem.dtype)) for name in NAMES]

@@ -121,7 +121,9 @@ class RowCheck:
         found = tile.values["P∘(dP−D)"].sum(axis=1) + d * self.sums  # the sums of the rows of P o dP
         itemsize, rounding = self.tensors["out"].dtype, {"float16": 2.0**-11, "bfloat16": 2.0**-9}
         unit, columns = rounding.get(itemsize, _UNIT), tile.values["P∘(dP−D)"].shape[1]
-        values = self.largest(tile, "v") * (2 * unit + columns * 2.0**-24 + 2 * np.expm1(self.tolerance) + _UNIT * dout.shape[1])
+        values = self.largest(tile, "v") * (
+            2 * unit + columns * 2.0**-24 + 2 * np.expm1(self.tolerance) + _UNIT * dout.shape[1]
+        )
         tolerance = _norms(dout, 1) * (values + unit * _norms(out, 1))
         remedy = "pass the out that the forward call returned for the same q, k, v and options"
         text = "sum(dout * out) is {1:.6g}, and the weights and v give {0:.6g}"
