@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 from ..device import cupy_runtime, driver
 from ..errors import CudnnError, Unsupported
 from ..graph import graph_of
-from ..graph.nodes import Graph
 from ..graph.interpreter import RowCheck, evaluate
+from ..graph.nodes import Graph
 from ..problem.bucket import Policy
 from ..problem.problem import Problem
 from ..problem.subproblems import subproblems

@@ -250,8 +250,8 @@ def _check(x: Any, lengths: Any, layout: Any) -> None:
     on_gpu, name = cupy_runtime.is_array(x), dtype_name(x.dtype) if hasattr(x, "dtype") else type(x).__name__
     if not on_gpu and type(x) not in (np.ndarray, np.memmap):
         raise TypeError(
-            f"x is a {type(x).__name__}; quantize takes numpy and CuPy arrays: share arrays of other libraries, for example with "
-            "numpy.asarray(x) or cupy.from_dlpack(x)"
+            f"x is a {type(x).__name__}; quantize takes numpy and CuPy arrays: share arrays of other libraries, for example "
+            "with numpy.asarray(x) or cupy.from_dlpack(x)"
         )
     if name not in (SOURCES if on_gpu else (*SOURCES, "float64")):
         raise TypeError(f"x is {name}; quantize takes {', '.join(SOURCES)}: convert with .astype")

@@ -67,8 +67,8 @@ class RowCheck:
     The tolerance is a bound of the rounding errors, in float32 for every dtype: statistics of a GPU and of merged parts were
     computed in float32. With u = 2^-23, a unit of float32 for the sums of tensor cores, which truncate:
 
-    - L is a sum of a maximum and a logarithm, each of at most ``|L| + log n``, and S of terms that are added to the scores: a few
-      times ``u (|L| + log n)``;
+    - L is a sum of a maximum and a logarithm, each of at most ``|L| + log n``, and S of terms that are added to the scores:
+      eight roundings of ``u (|L| + log n)``;
     - each pass computes the D products of a score: ``u D |scale| |q| |k|``;
     - a sum over n keys: ``u n``;
     - hardware computes the tanh of a soft cap c with a relative error of 2^-11: ``c 2^-10``;
@@ -119,11 +119,11 @@ class RowCheck:
         dout, out = self.read(tile, "dout"), self.read(tile, "out")
         d = self.keep * np.einsum("ij,ij->i", dout, out)
         found = tile.values["P∘(dP−D)"].sum(axis=1) + d * self.sums  # the sums of the rows of P o dP
-        itemsize, rounding = self.tensors["out"].dtype, {"float16": 2.0**-11, "bfloat16": 2.0**-9}
-        unit, columns = rounding.get(itemsize, _UNIT), tile.values["P∘(dP−D)"].shape[1]
-        values = self.largest(tile, "v") * (
-            2 * unit + columns * 2.0**-24 + 2 * np.expm1(self.tolerance) + _UNIT * dout.shape[1]
-        )
+        unit = {"float16": 2.0**-11, "bfloat16": 2.0**-9}.get(self.tensors["out"].dtype, _UNIT)
+        (_, columns), (_, head_dim) = tile.values["P∘(dP−D)"].shape, dout.shape
+        # weights below the smallest normal float16 are rounded by up to 2^-25
+        errors = 2 * unit + columns * 2.0**-25 + 2 * np.expm1(self.tolerance) + _UNIT * (head_dim + columns)
+        values = self.largest(tile, "v") * errors
         tolerance = _norms(dout, 1) * (values + unit * _norms(out, 1))
         remedy = "pass the out that the forward call returned for the same q, k, v and options"
         text = "sum(dout * out) is {1:.6g}, and the weights and v give {0:.6g}"

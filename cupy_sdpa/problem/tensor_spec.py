@@ -272,12 +272,13 @@ def stride_obstacle(spec: TensorSpec) -> str:
     >>> import numpy as np
     >>> x = np.zeros((2, 8, 100, 64), np.float16)
     >>> print(stride_obstacle(make_spec("q", ("float16", x.shape, x.strides, 16))))
-    q has a stride of 102400 bytes along head_dim; an element has 2: axis 0 must be contiguous. q has shape (2, 8, 100, 64) in C \
-order: layout='bhsd' (batch 2, heads 8, seq 100, head_dim 64)? Or copy it with asfortranarray(q)
+    q has a stride of 102400 bytes along head_dim; an element has 2: axis 0 must be contiguous. q has shape (2, 8, 100, 64) \
+in C order: layout='bhsd' (batch 2, heads 8, seq 100, head_dim 64)? Or copy it with asfortranarray(q)
     """
     name, shape, itemsize = spec.name, spec.shape, ITEMSIZE[spec.dtype]
     if spec.strides[0] != itemsize:
-        text = f"{name} has a stride of {spec.strides[0]} bytes along head_dim; an element has {itemsize}: axis 0 must be contiguous"
+        text = f"{name} has a stride of {spec.strides[0]} bytes along head_dim; an element has {itemsize}"
+        text += ": axis 0 must be contiguous"
         if spec.strides[-1] != itemsize or len(shape) not in (3, 4) or has_callers_axes():
             return f"{text}. Copy it with asfortranarray({name})"
         layout, *axes = _likely_layout(spec)
