@@ -149,7 +149,8 @@ def attention(
             sequences; nothing is copied, and results have these axes. All other arrays then have their axes in reverse order:
             ``mask`` and ``bias`` are ``(B, Hq, Sq, Skv)``, and missing first axes count as length 1; L is ``(B, Hq, Sq)``,
             packed ``(Tq, Hq)``; ``page_table`` is ``(B, P)``, and pages are ``(pages, page size, Hkv, D)`` with ``"bshd"``.
-            Default None: ``"dhsb"``, packed ``"dht"``, the shapes above.
+            Default None: ``"dhsb"``, packed ``"dht"``, the shapes above; strides that a GPU cannot read are then refused on the
+            CPU, too (:doc:`/layouts`), because they are probably those of another layout. ``"dhsb"`` confirms the shapes.
         compute_dtype: ``"float16"`` or ``"bfloat16"``: float32 or float64 arrays are rounded to it, one kernel for each of q, k
             and v, and the output and all gradients have the dtype of q. float16 overflows above 65504. Default None: q's dtype.
 
@@ -159,7 +160,7 @@ def attention(
 
     Raises:
         TypeError: numpy and CuPy arrays are mixed, or an array has a type or dtype that is not supported.
-        ValueError: shapes do not match, cuDNN cannot read a layout, or an option has an invalid value.
+        ValueError: shapes do not match, cuDNN cannot read the strides of an array, or an option has an invalid value.
         Unsupported: this cuDNN or GPU cannot run it; :func:`cupy_sdpa.explain` returns the reasons.
         CudnnError: cuDNN failed.
 
@@ -260,7 +261,8 @@ def attention_backward(
         q, k, v: the inputs of :func:`attention`.
         out: its output, ``(Dv, Hq, Sq, B)``.
         stats: its log-sum-exp, from ``return_stats=True``, ``(Sq, Hq, B)`` float32, in Fortran order. With float64 inputs it
-            may be float64, from ``attention(..., stats=)``.
+            may be float64, from ``attention(..., stats=)``. On the CPU, out and stats of another call are refused, unless
+            ``score_mod`` is passed.
         deterministic: return the same bits in every run. By default dQ is accumulated in arbitrary order on the GPU (dK and dV
             are always deterministic). True needs a workspace of 2 x Hq x Sq x Skv x B bytes; if that exceeds ``max_workspace``,
             a slower engine with a small workspace is used, on Hopper with cuDNN 9.25.1 or newer. The choice does not depend on
@@ -331,6 +333,7 @@ def attention_backward(
             return_dbias=return_dbias, return_dsinks=return_dsinks, return_dtensors=return_dtensors,
             deterministic=deterministic,
         )  # fmt: skip
+        call.has_all_keys = True
         results = call.run()
         cache_call(kind, ("dout", "q", "k", "v", "out", "stats", "dq", "dk", "dv")[: len(arrays)], arrays, options, call)
     if "layout" in options and (layout := other_layout(options)):

@@ -150,7 +150,7 @@ def explain(
         CudnnError: this machine cannot plan for ``gpu``; the message names what is missing.
 
     >>> import numpy as np, cupy_sdpa
-    >>> x = np.ones((8, 1, 4, 1), np.float32)
+    >>> x = np.ones((8, 1, 4, 1), np.float32, order="F")
     >>> report = cupy_sdpa.explain(x, x, x)
     >>> bool(report), report.engine
     (True, 'numpy')

@@ -86,7 +86,7 @@ def dropout_mask(
     Raises:
         TypeError, ValueError, Unsupported, CudnnError: as :func:`cupy_sdpa.attention`.
 
-    >>> x = np.ones((8, 2, 100, 1), np.float32)
+    >>> x = np.ones((8, 2, 100, 1), np.float32, order="F")
     >>> mask = dropout_mask(x, x, dropout_p=0.25, seed=7)
     >>> mask.shape, round(float(mask.mean()), 1)
     ((100, 100, 2, 1), 0.8)

@@ -188,6 +188,7 @@ class Prepared(Generic[ResultT]):
         call = read(options=options, **inputs, **self._outputs, **results)
         if call.problem != self.problem:
             raise ValueError(_difference(self.problem, call.problem))
+        call.has_all_keys = True
         return call
 
     def __repr__(self) -> str:

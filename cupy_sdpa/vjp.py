@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Generic, Literal, TypeVar, Unpack, overload
 
 from ._typing import Array, ArrayT
 from .arrays.compute import COMPUTE_DTYPES
 from .arrays.conversion import Conversion, gradient_names, needs_conversion
 from .attention import attention, attention_backward
+from .calls.call import stats_are
 from .calls.options import DTensors, Options, read_flag, refuse_arguments, takes_options
 from .calls.user_functions import kept_options
 from .device.cupy_runtime import temporary_results
 from .errors import Unsupported
+from .fp8.array import Fp8Array
 from .fp8.vjp import dequantized, forward_in_fp8
 from .problem.tensor_spec import FP8_LARGEST
-from .problem.validation import NO_PAGED_GRADIENTS
+from .problem.validation import NO_FP8_GRADIENTS, NO_PAGED_GRADIENTS
 from .sparse.backward import refuse_gradients
 
 GradientsT = TypeVar("GradientsT")
@@ -61,7 +64,7 @@ def attention_vjp(
         TypeError, ValueError, Unsupported, CudnnError: as :func:`attention`.
 
     >>> import numpy as np, cupy_sdpa
-    >>> q = k = v = np.ones((8, 1, 4, 1), np.float32)
+    >>> q = k = v = np.ones((8, 1, 4, 1), np.float32, order="F")
     >>> out, pullback = cupy_sdpa.attention_vjp(q, k, v, causal=True)
     >>> dq, dk, dv = pullback(np.ones_like(out))
     >>> pullback
@@ -73,6 +76,8 @@ def attention_vjp(
         raise TypeError(
             f"attention_vjp does not take {extra[0]}: it creates out and stats itself and keeps them for the pullback"
         )
+    if options.get("compute_dtype") is None and any(isinstance(x, Fp8Array) for x in (q, k, v)):
+        raise Unsupported(NO_FP8_GRADIENTS)
     if options.get("page_table") is not None:
         raise Unsupported(NO_PAGED_GRADIENTS)
     if isinstance(return_dtensors, (list, set)):
@@ -105,8 +110,9 @@ def attention_vjp(
 class Pullback(Generic[GradientsT]):
     """Computes the gradients of one attention call; returned by :func:`attention_vjp`.
 
-    It keeps references to q, k, v, out, stats and the options' arrays, not copies: changing them in place changes the
-    gradients. Score and mask functions are those of the forward pass, also if they have changed since.
+    It keeps references to q, k, v, out, stats and the options' arrays, not copies: do not change them before the last call. On
+    the CPU a change of q, k or v is refused, because stats and out are then those of other arrays. Score and mask functions are
+    those of the forward pass, also if they have changed since.
     """
 
     def __init__(self, arrays: tuple[Any, ...], options: dict[str, Any], conversion: Conversion | None = None) -> None:
@@ -118,7 +124,8 @@ class Pullback(Generic[GradientsT]):
         if self._conversion is None:
             with temporary_results():
                 q, k, v, out, stats = dequantized(self._arrays, self._arrays[3].dtype)
-            gradients = attention_backward(dout, q, k, v, out, stats, **self._options, dq=dq, dk=dk, dv=dv)
+            with stats_are("other") if isinstance(self._arrays[0], Fp8Array) else contextlib.nullcontext():
+                gradients = attention_backward(dout, q, k, v, out, stats, **self._options, dq=dq, dk=dk, dv=dv)
             return gradients  # type: ignore[no-any-return]
 
         def call(dout: Any, dq: Any, dk: Any, dv: Any) -> tuple[Any, ...]:

@@ -43,7 +43,7 @@ def arrays(dtype=np.float32, *, seed=0):
     """q, k and v, (head_dim, heads, seq, batch)."""
     rng = np.random.default_rng(seed)
     shapes = {"q": (8, 4, 5, 2), "k": (8, 2, 7, 2), "v": (16, 2, 7, 2)}
-    return {name: rng.standard_normal(shape, np.float32).astype(dtype) for name, shape in shapes.items()}
+    return {name: rng.standard_normal(shape, np.float32).astype(dtype, order="F") for name, shape in shapes.items()}
 
 
 def save(given, *, layout="dhsb", path="in.npz"):

@@ -387,7 +387,7 @@ def agrees(functions, s=S):
     wanted, of_rows = dense_attention(q, k, v, D**-0.5, options)
     np.testing.assert_allclose(out, wanted, rtol=1e-9, atol=1e-9)
     np.testing.assert_allclose(stats, of_rows, rtol=1e-6, atol=1e-6)
-    got = attention_backward(dout, q, k, v, wanted, of_rows.astype(np.float32, order="F"), **options)
+    got = attention_backward(dout, q, k, v, np.asfortranarray(wanted), of_rows.astype(np.float32, order="F"), **options)
     for a, b in zip(got, dense_gradients(dout, q, k, v, D**-0.5, options, functions.slope), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * max(np.abs(b).max(), 1e-3))
 

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from cases import as_float
 
-import cupy_sdpa
-from cupy_sdpa import attention, attention_backward, attention_jvp, attention_vjp, explain
+from cupy_sdpa import attention, attention_backward, attention_jvp, attention_vjp, explain, fp8, merge, prepare
 
 ON_CPU = ["torch", "jax", "another"]
 ON_GPU = ["torch", "jax", "numba", "another"]
@@ -146,7 +145,12 @@ def test_errors(libraries):
     x = np.ones((2, 4, 2, 8), np.float32)
     tensor, array = libraries.torch(x), libraries.jax(x)
     assert "q is an array of PyTorch and k of JAX" in raised(lambda: attention(tensor, array, tensor))
-    assert "k is a jaxlib._jax." in raised(lambda: attention(x, array, x))
+    assert "q is an array of numpy and k of JAX" in raised(lambda: attention(x, array, x))
+    assert "q is an array of PyTorch and k of numpy" in raised(lambda: attention(tensor, x, x, layout="bhsd"))
+    assert "q is an array of PyTorch and bias of numpy" in raised(lambda: attention(tensor, tensor, tensor, bias=x))
+    assert "q is an array of PyTorch; this call takes numpy and CuPy arrays" in raised(lambda: prepare(tensor, tensor, tensor))
+    assert "outs[0] is an array of PyTorch; this call takes" in raised(lambda: merge([tensor], [tensor]))
+    assert "quantize takes numpy and CuPy arrays: share" in raised(lambda: fp8.quantize(tensor))
     assert "bias of JAX" in raised(lambda: attention(tensor, tensor, tensor, bias=array))
     needs = libraries.torch(x, requires_grad=True)
     text = raised(lambda: attention(needs, tensor, tensor))
@@ -162,7 +166,6 @@ def test_errors(libraries):
     unknown = type("Unknown", (), {"__dlpack__": None, "shape": (1,), "__module__": "nothing"})()
     assert "nothing.Unknown" in raised(lambda: attention(unknown, unknown, unknown))
     assert "cupy.from_dlpack" in raised(lambda: attention(unknown, unknown, unknown))
-    assert "q is a torch." in raised(lambda: cupy_sdpa.prepare(tensor, tensor, tensor))
 
 
 # On a GPU

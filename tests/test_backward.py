@@ -11,7 +11,7 @@ import pytest
 from cases import DTYPES, LAYOUTS, Case
 from tolerance import worst
 
-from cupy_sdpa import attention, attention_backward, attention_vjp, explain, reference
+from cupy_sdpa import attention, attention_backward, attention_vjp, explain, prepare, reference
 
 CASE = Case("backward", d=16, dv=24, hq=4, hkv=2, sq=6, skv=7, causal=True, dtype="float32")
 
@@ -79,7 +79,7 @@ def test_gradients_without_keys_or_queries_are_0():
     """Without keys, or without queries, every gradient is 0."""
     for sizes in ({"skv": 0}, {"sq": 0, "skv": 3}, {"b": 0}):
         q, k, v = (
-            np.ones(s, np.float32)
+            np.ones(s, np.float32, order="F")
             for s in ((8, 2, sizes.get("sq", 2), sizes.get("b", 1)), *[(8, 2, sizes.get("skv", 3), sizes.get("b", 1))] * 2)
         )
         out, stats = attention(q, k, v, return_stats=True)
@@ -92,9 +92,9 @@ def test_a_saturated_row_has_the_gradient_of_its_key_alone():
     """If one key has all the weight, dv of that key is dout, and dq and dk are 0."""
     q = np.zeros((8, 1, 1, 1))
     q[0] = 1000
-    k = np.zeros((8, 1, 3, 1))
+    k = np.zeros((8, 1, 3, 1), order="F")
     k[0, 0, 1] = 1
-    v, dout = np.ones((8, 1, 3, 1)), np.arange(8.0).reshape(8, 1, 1, 1)
+    v, dout = np.ones((8, 1, 3, 1), order="F"), np.arange(8.0).reshape(8, 1, 1, 1)
     out, stats = attention(q, k, v, return_stats=True)
     dq, dk, dv = attention_backward(dout, q, k, v, out, stats)
     np.testing.assert_allclose(
@@ -182,10 +182,66 @@ def test_the_vjp_rejects_preallocated_results(name):
 
 def test_the_pullback_keeps_captured_arrays():
     """nbytes counts them, and the caller may change its dict."""
-    x, w = np.ones((8, 2, 5, 2)), np.ones((2, 5, 5))
+    x, w = np.ones((8, 2, 5, 2), order="F"), np.ones((2, 5, 5))
     tensors = {"w": w}
     _, plain = attention_vjp(x, x, x)
     out, pullback = attention_vjp(x, x, x, score_mod=lambda s, b, h, i, j, w: s + w[h, i, j], tensors=tensors)
     tensors.clear()
     assert pullback.nbytes == plain.nbytes + w.nbytes
     assert len(pullback(out)) == 3
+
+
+SINKS = np.float32([0.5, -1, 2, 0])
+#: Calls whose results are not those of a causal call with sinks, by the change; and the argument that is refused.
+OTHER_CALLS = {
+    "other queries": (lambda q, k, v, o: attention(q + q, k, v, return_stats=True, **o), "stats"),
+    "another mask": (lambda q, k, v, o: attention(q, k, v, return_stats=True, **(o | {"causal": False})), "stats"),
+    "another scale": (lambda q, k, v, o: attention(q, k, v, return_stats=True, **o, scale=0.1), "stats"),
+    "no sinks": (lambda q, k, v, o: attention(q, k, v, return_stats=True, causal=True), "stats"),
+    "zeros": (lambda q, k, v, o: (attention(q, k, v, **o), np.zeros((16, 4, 2), np.float32, order="F")), "stats"),
+    "infinite": (lambda q, k, v, o: (attention(q, k, v, **o), np.full((16, 4, 2), -np.inf, np.float32, order="F")), "stats"),
+    "other values": (lambda q, k, v, o: (attention(q, k, v - 1, **o), attention(q, k, v, return_stats=True, **o)[1]), "out"),
+    "no output": (lambda q, k, v, o: (np.zeros_like(v), attention(q, k, v, return_stats=True, **o)[1]), "out"),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("name", OTHER_CALLS)
+def test_results_of_another_call_are_refused(name, dtype):
+    """The weights that the backward pass computes on the CPU do not fit them; the message has row, values and remedy."""
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (np.asfortranarray(rng.standard_normal((8, 4, 16, 2)).astype(dtype)) for _ in range(4))
+    options = {"causal": True, "sinks": SINKS}
+    make, wrong = OTHER_CALLS[name]
+    text = rf"{wrong} is of another call: at query \d+, head \d and batch entry \d .*pass the {wrong} that the forward call returned"
+    with pytest.raises(ValueError, match=text):
+        attention_backward(dout, q, k, v, *make(q, k, v, options), **options)
+    prepared = prepare(q, k, v, backward=True, **options)
+    with pytest.raises(ValueError, match=text):
+        prepared(dout, q, k, v, *make(q, k, v, options))
+    attention_backward(dout, q, k, v, *attention(q, k, v, return_stats=True, **options), **options)
+
+
+@pytest.mark.parametrize("size", [1e-3, 1, 30, 1e3, 1e4])
+def test_rounding_is_not_another_call(size):
+    """Statistics in float32 of scores up to 1e8, of masked rows, of short sequences with NaN as padding, and of float64 arrays."""
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (np.asfortranarray(size * rng.standard_normal((8, 2, 20, 2))) for _ in range(4))
+    lengths = np.int32([0, 13])
+    for x in (q, k, v, dout):
+        x[:, :, 13:] = np.nan
+    options = {"seq_lens_q": lengths, "seq_lens_kv": lengths, "window": (None, 1), "mask": rng.random((20, 20, 1, 1)) < 0.2}
+    for dtype in ("float16", "float32", "float64")[size > 30 :]:
+        arrays = [x.astype(dtype) for x in (dout, q, k, v)]
+        out, stats = attention(*arrays[1:], return_stats=True, **options)
+        assert np.isneginf(stats).any()
+        attention_backward(*arrays, out, stats, **options)
+
+
+def test_a_pullback_of_changed_arrays_is_refused():
+    """The pullback keeps references: an array that changes between the passes would give wrong gradients."""
+    q, k, v = (np.asfortranarray(np.random.default_rng(0).standard_normal((8, 2, 5, 1))) for _ in range(3))
+    out, pullback = attention_vjp(q, k, v)
+    k += 1e-3 * q
+    with pytest.raises(ValueError, match="is of another call"):
+        pullback(out)

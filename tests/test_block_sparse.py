@@ -144,7 +144,7 @@ def test_the_comparison_finds_a_wrong_mask():
     draw = Draw(3)
     draw.mask = BlockMask.from_blocks(np.ones((1, 1), bool), 2, 2)
     draw.sq, draw.skv, draw.attends = 2, 2, np.tri(2, dtype=bool).T[:, :, None, None]
-    draw.arrays = [x[:, :, :1].repeat(2, axis=2) * np.array([1.0, 2.0])[:, None] for x in draw.arrays]
+    draw.arrays = [np.asfortranarray(x[:, :, :1].repeat(2, axis=2) * [[1.0], [2.0]]) for x in draw.arrays]
     with pytest.raises(AssertionError):
         check(draw, np, 1e-5, with_scores=False)
 
@@ -211,7 +211,7 @@ def test_gradients_are_those_of_central_differences(method):
     mask = block_mask(functions[method], 300, 300, tensors={"table": table})
     assert method_of(mask, Sizes(2, 1, 1)).name == method
     q, k, v, dout = (np.asfortranarray(rng.standard_normal((8, h, 300, 1))) for h in (2, 1, 1, 2))
-    moves = [rng.standard_normal(x.shape) for x in (q, k, v)]
+    moves = [np.asfortranarray(rng.standard_normal(x.shape)) for x in (q, k, v)]
     _, pullback = attention_vjp(q, k, v, block_mask=mask)
     expected = sum((x * y).sum() for x, y in zip(pullback(dout), moves, strict=True))
     ends = [
@@ -260,19 +260,19 @@ def test_blocks_that_are_not_listed_are_not_read(kind, fake):
         ({"score_mod": lambda s, b, h, i, j: np.where(i > j, s, -np.inf)}, ValueError, "score_mod masks keys"),
         ({"tensors": {"x": np.ones(2)}}, ValueError, "tensors has x"),
         ({"out": np.ones((8, 1, 5, 1))}, ValueError, "out has shape"),
-        ({"out": np.ones((8, 1, 300, 1), "f4")}, TypeError, "out is float32"),
+        ({"out": np.ones((8, 1, 300, 1), "f4", order="F")}, TypeError, "out is float32"),
     ],
 )
 def test_wrong_arguments_are_refused(change, error, message):
     """The message names the argument."""
-    x = np.ones((8, 1, 300, 1))
+    x = np.ones((8, 1, 300, 1), order="F")
     with pytest.raises(error, match=message):
         attention(x, x, x, **{"block_mask": BlockMask.from_blocks(np.ones((3, 3), bool), 300, 300), **change})
 
 
 def test_a_mask_of_other_sizes_is_refused():
     """Both sizes are named."""
-    x = np.ones((8, 2, 300, 1))
+    x = np.ones((8, 2, 300, 1), order="F")
     with pytest.raises(ValueError, match="256 queries and 300 keys; q has 300"):
         attention(x, x, x, block_mask=BlockMask.from_blocks(np.ones((3, 2), bool), 256, 300))
     for groups in ((4, 1), (1, 3), (2, 3)):
@@ -284,14 +284,16 @@ def test_results_must_not_overlap_inputs():
     """out in the memory of q is refused, and nothing is written."""
     x = np.ones((8, 1, 300, 1), order="F")
     with pytest.raises(ValueError, match="out overlaps q"):
-        attention(x, x.copy(), x.copy(), out=x, block_mask=BlockMask.from_blocks(np.ones((3, 3), bool), 300, 300))
+        attention(
+            x, x.copy(order="F"), x.copy(order="F"), out=x, block_mask=BlockMask.from_blocks(np.ones((3, 3), bool), 300, 300)
+        )
     assert (x == 1).all()
 
 
 @pytest.mark.parametrize("name", ["explain", "prepare"])
 def test_other_calls_refuse_the_option(name):
     """prepare takes no block mask."""
-    x = np.ones((8, 1, 128, 1))
+    x = np.ones((8, 1, 128, 1), order="F")
     mask = BlockMask.from_blocks(np.ones((1, 1), bool))
     if name == "prepare":
         with pytest.raises(TypeError, match="block_mask"):

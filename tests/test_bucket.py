@@ -41,7 +41,7 @@ def test_strided_arrays_and_preallocated_results():
     q, k, v = case.arrays()
     wide = np.zeros((16, 4, 100, 2), np.float32, order="F")
     out = wide[:, :, ::2]
-    assert attention(q, k[:, :, ::-1], v[:, :, ::-1], out=out, bucket=64) is out
+    assert attention(q, k[:, :, ::-1], v[:, :, ::-1], out=out, bucket=64, layout="dhsb") is out
     np.testing.assert_allclose(out, attention(q, k, v), atol=1e-6)
     assert not wide[:, :, 1::2].any()
 
@@ -138,7 +138,7 @@ def test_the_vjp_and_empty_keys():
 )
 def test_bad_buckets_raise(bucket, error, words):
     """The message contains the value and the valid ones."""
-    x = np.ones((8, 1, 10, 1), np.float32)
+    x = np.ones((8, 1, 10, 1), np.float32, order="F")
     with pytest.raises(error, match=words):
         attention(x, x, x, bucket=bucket)
 

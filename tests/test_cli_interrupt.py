@@ -55,7 +55,7 @@ def interrupted(folder, command, ready, wait):
 @pytest.mark.parametrize("words", COMMANDS.values(), ids=list(COMMANDS))
 def test_one_line(words, tmp_path):
     """No traceback, also not of the worker processes; files that existed are unchanged."""
-    x = np.ones((64, 32, 3000, 1), np.float32)
+    x = np.ones((64, 32, 3000, 1), np.float32, order="F")
     np.savez(tmp_path / "in.npz", q=x, k=x, v=x)
     (tmp_path / "shapes.toml").write_text(SHAPES, encoding="utf-8")
     line = '{"call": "attention", "q": %s, "k": %s, "v": %s, "options": {"scale": %d}}\n'

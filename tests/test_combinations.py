@@ -107,7 +107,7 @@ def backward_agrees(case, direct=False, guards=(), altered=lambda options: optio
     given_stats = stats
     if case.bias or case.sinks or case.seq_lens_q or case.seq_lens_kv:  # it is converted to float32
         exact, given_stats = 2e-5, np.asfortranarray(stats.astype(np.float32))
-    call = arguments.read_backward(*arrays, altered(options), dout=dout, out=out, **case.gradients)
+    call = arguments.read_backward(*arrays, altered(options), dout=dout, out=np.asfortranarray(out), **case.gradients)
     call.arrays["stats"] = given_stats
     got = evaluated(call, lambda given: backward(given, direct, frozenset(guards)))
     truth = reference.attention_backward(dout, *arrays, **known, **case.gradients)

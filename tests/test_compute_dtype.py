@@ -17,7 +17,7 @@ def random_arrays(seed, dtype):
     b, sq, skv = (int(rng.choice([0, 1, 2, 17])) for _ in range(3))
     hkv, group, d, dv = int(rng.integers(1, 3)), int(rng.integers(1, 3)), int(rng.integers(1, 9)), int(rng.integers(1, 9))
     shapes = (d, hkv * group, sq, b), (d, hkv, skv, b), (dv, hkv, skv, b), (dv, hkv * group, sq, b)
-    return [rng.standard_normal(shape).astype(dtype, order=rng.choice(["C", "F"])) for shape in shapes]
+    return [rng.standard_normal(shape).astype(dtype, order="F") for shape in shapes]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -30,12 +30,12 @@ def test_the_roundings_are_those_of_arrays_in_16_bits(seed, dtype, kind):
         q, k, v, dout = (x.astype(DTYPES[kind]) for x in arrays)
         want, stats = attention(q, k, v, causal=True, return_stats=True)
         gradients = attention_backward(dout, q, k, v, want, stats, causal=True)
-        out = np.full(want.shape, np.nan, dtype)
-        rows = np.full(stats.shape, np.nan, np.float32)
+        out = np.full(want.shape, np.nan, dtype, order="F")
+        rows = np.full(stats.shape, np.nan, np.float32, order="F")
         found = attention(*arrays[:3], causal=True, compute_dtype=kind, out=out, stats=rows)
         assert found[0] is out
         assert found[1] is rows
-        targets = [np.full(x.shape, np.nan, dtype) for x in arrays[:3]]
+        targets = [np.full(x.shape, np.nan, dtype, order="F") for x in arrays[:3]]
         named = dict(zip(("dq", "dk", "dv"), targets, strict=True))
         again = attention_backward(arrays[3], *arrays[:3], out, rows, causal=True, compute_dtype=kind, **named)
         result, pullback = attention_vjp(*arrays[:3], causal=True, compute_dtype=kind)
@@ -51,7 +51,7 @@ def test_the_roundings_are_those_of_arrays_in_16_bits(seed, dtype, kind):
 
 def test_rounding_is_noticed():
     """The results differ from those in float32, by as much as bfloat16 rounds."""
-    q, k, v = (np.random.default_rng(n).standard_normal((16, 2, 40, 1), np.float32) for n in range(3))
+    q, k, v = (np.random.default_rng(n).standard_normal((16, 2, 40, 1), np.float32).copy(order="F") for n in range(3))
     error = np.abs(attention(q, k, v, compute_dtype="bfloat16") - attention(q, k, v)).max()
     assert 2**-12 < error < 2**-5
 
@@ -60,7 +60,7 @@ def test_other_options_and_calls():
     """Biases and sinks keep their dtype and get gradients of it; block masks, layouts and derivatives are converted, too."""
     rng = np.random.default_rng(0)
     q, k, v, dout = (np.asfortranarray(rng.standard_normal((8, 2, 10, 2), np.float32)) for _ in range(4))
-    bias, sinks = rng.standard_normal((10, 10, 2, 2), np.float32), rng.standard_normal(2).astype(np.float32)
+    bias, sinks = rng.standard_normal((10, 10, 2, 2), np.float32).copy(order="F"), rng.standard_normal(2).astype(np.float32)
     options = {"bias": bias, "sinks": sinks, "return_dbias": True, "return_dsinks": True}
     _, pullback = attention_vjp(q, k, v, compute_dtype="float16", **options)
     _, exact = attention_vjp(q, k, v, **options)
@@ -82,28 +82,28 @@ def test_other_options_and_calls():
 
 def test_the_pullback_keeps_arrays_in_16_bits():
     """q, k, v and out take half of the memory; the caller's arrays are not kept."""
-    x = np.ones((8, 2, 10, 1), np.float32)
+    x = np.ones((8, 2, 10, 1), np.float32, order="F")
     _, pullback = attention_vjp(x, x, x, compute_dtype="float16")
     assert pullback.nbytes == 4 * x.nbytes // 2 + 4 * 2 * 10
 
 
 def test_no_conversion():
     """None, and the dtype of the arrays, convert nothing."""
-    q, k, v = (np.random.default_rng(n).standard_normal((8, 2, 5, 1)).astype(np.float16) for n in range(3))
+    q, k, v = (np.random.default_rng(n).standard_normal((8, 2, 5, 1)).astype(np.float16, order="F") for n in range(3))
     for kind in (None, "float16", np.float16):
         np.testing.assert_array_equal(attention(q, k, v, compute_dtype=kind), attention(q, k, v))
 
 
 def test_large_values_become_infinite():
     """As on the GPU, without a warning."""
-    x = np.full((8, 1, 2, 1), 1e6, np.float32)
+    x = np.full((8, 1, 2, 1), 1e6, np.float32, order="F")
     assert not np.isfinite(attention(x * 0, x * 0, x, compute_dtype="float16")).any()
     assert np.isfinite(attention(x * 0, x * 0, x, compute_dtype="bfloat16")).all()
 
 
 def test_explain_names_the_conversion():
     """The problem is that in 16 bits; no gradient needs to be passed."""
-    x = np.ones((8, 2, 10, 1), np.float32)
+    x = np.ones((8, 2, 10, 1), np.float32, order="F")
     for backward in (False, True):
         report = explain(x, x, x, compute_dtype="bfloat16", backward=backward)
         assert report.problem.dtype == "bfloat16"
@@ -111,12 +111,12 @@ def test_explain_names_the_conversion():
     assert "converted" not in str(explain(x, x, x))
 
 
-X = np.ones((8, 2, 10, 1), np.float32)
+X = np.ones((8, 2, 10, 1), np.float32, order="F")
 WRONG = {
     "another dtype": (X, {"compute_dtype": "float32"}, ValueError, "compute_dtype is 'float32'; it must be 'float16' or 'bfloat16'"),
     "an object": (X, {"compute_dtype": object()}, ValueError, "it must be 'float16' or 'bfloat16'"),
     "16 bits": (X.astype(np.float16), {"compute_dtype": "bfloat16"}, TypeError, "compute_dtype is 'bfloat16' and q is float16"),
-    "mixed": (X, {"compute_dtype": "float16", "out": X.astype(np.float16)}, TypeError, "out is float16 and q is float32"),
+    "mixed": (X, {"compute_dtype": "float16", "out": X.astype(np.float16, order="F")}, TypeError, "out is float16 and q is float32"),
 }  # fmt: skip
 
 

@@ -58,12 +58,12 @@ def test_backward_graphs_match_the_reference(case, direct, guards):
     known = options_of_reference(options)
     out, stats = reference.attention(*arrays, **known)
     if not (case.bias or case.sinks or case.seq_lens_q or case.seq_lens_kv):  # no copy is converted, so it may be float64
-        call = arguments.read_backward(*arrays, options, dout=dout, out=out, **case.gradients)
+        call = arguments.read_backward(*arrays, options, dout=dout, out=np.asfortranarray(out), **case.gradients)
         call.arrays["stats"] = stats
         exact = 1e-10
     else:
         stats = np.asfortranarray(stats.astype(np.float32))
-        call = arguments.read_backward(*arrays, options, dout=dout, out=out, stats=stats, **case.gradients)
+        call = arguments.read_backward(*arrays, options, dout=dout, out=np.asfortranarray(out), stats=stats, **case.gradients)
         exact = 2e-5
     got = evaluated(call, lambda given: backward(given, direct, frozenset(guards)))
     truth = reference.attention_backward(dout, *arrays, **known, **case.gradients)

@@ -188,7 +188,7 @@ def test_the_gradient_of_a_bias_with_a_score_function(option):
     bias = np.asfortranarray(np.random.default_rng(1).standard_normal((30, 30, HQ, 1)))
     out, stats = attention(q, k, v, bias=bias, return_stats=True, **option)
     dbias = attention_backward(dout, q, k, v, out, stats, bias=bias, return_dbias=True, **option)[3]
-    direction = np.random.default_rng(2).standard_normal(bias.shape)
+    direction = np.asfortranarray(np.random.default_rng(2).standard_normal(bias.shape))
     above, below = ((attention(q, k, v, bias=bias + step * direction, **option) * dout).sum() for step in (1e-5, -1e-5))
     np.testing.assert_allclose((above - below) / 2e-5, (dbias * direction).sum(), rtol=1e-4)
 

@@ -157,7 +157,7 @@ def read(html):
 
 def test_reports_show_in_notebooks():
     """For accepted, refused and numpy problems the HTML is well-formed, escaped, and has the content of the text."""
-    x = np.ones((8, 1, 4, 1), np.float32)
+    x = np.ones((8, 1, 4, 1), np.float32, order="F")
     assert "runs on the CPU" in read(explain(x, x, x)._repr_html_())
     refused = explain(*REFUSED["decode_b200"][:1], gpu="B200", cudnn="9.19")
     assert "It would run with cuDNN 9.24.1" in read(refused._repr_html_())

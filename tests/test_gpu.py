@@ -99,7 +99,7 @@ def _unaligned_stride(cp, x):
     [
         bad("float32", TypeError, r"q, k and v are float32; .*astype", lambda cp, x: x.astype("float32")),
         bad("float64", TypeError, r"float64", lambda cp, x: x.astype("float64")),
-        bad("c_order", ValueError, r"axis 0 must be contiguous.*x\.T", lambda cp, x: cp.ascontiguousarray(x)),
+        bad("c_order", ValueError, r"axis 0 must be contiguous.*layout=", lambda cp, x: cp.ascontiguousarray(x)),
         bad("d_sliced", ValueError, r"axis 0 must be contiguous", lambda cp, x: cp.asfortranarray(cp.concatenate([x, x]))[::2]),
         bad("reversed", ValueError, r"does not support negative strides", lambda cp, x: x[:, :, ::-1]),
         bad("misaligned", ValueError, r"multiple of 2 bytes", _misaligned),

@@ -400,7 +400,7 @@ def test_the_tangent_of_a_bias_of_keys():
     """A bias per key is a head dim: q has 1, and k the bias, in an additional row; its tangent is that of the row."""
     rng = np.random.default_rng(0)
     q, k, v = (np.asfortranarray(rng.standard_normal((8, h, s, 2))) for h, s in ((4, 10), (2, 12), (2, 12)))
-    bias, dbias = rng.standard_normal((2, 12, 1, 1, 2))
+    bias, dbias = (np.asfortranarray(rng.standard_normal((12, 1, 1, 2))) for _ in range(2))
     tau = 8**-0.5
 
     def rows(of_q, of_k):
@@ -630,11 +630,9 @@ def test_invalid_stats(name, with_values, engine, request):
     x = xp.asarray(np.ones((8, 2, 6, 1), np.float16, order="F"))
     dout = xp.asarray(np.full((8, 2, 6, 1), np.nan, np.float16, order="F"))
     stats = xp.asarray(stats) if isinstance(stats, np.ndarray) else stats
-    writes_to_any_strides = (name, engine) == ("order", "numpy")
     for _ in range(2):
-        with contextlib.nullcontext() if writes_to_any_strides else pytest.raises(error, match=words):
+        with pytest.raises(error, match=words):
             attention_jvp(x, x, x, x, dv=x if with_values else None, dout=dout, stats=stats)
-            dout[...] = np.nan
     assert np.isnan(dout if engine == "numpy" else dout.get()).all()
 
 

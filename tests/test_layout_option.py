@@ -1,7 +1,6 @@
 """``layout=``: every call gives the results of a plain float64 reference in the caller's axes, and copies nothing."""
 
 import functools
-import warnings
 
 import numpy as np
 import pytest
@@ -326,32 +325,87 @@ def test_the_dropout_mask_of_a_call(letters, dropout_p):
 
 STARTS = np.array([0, 4, 10], np.int32)
 PACKED = {"cu_seqlens_q": STARTS, "cu_seqlens_kv": STARTS, "max_seqlen_q": 6, "max_seqlen_kv": 6}
-WARNED = {
-    "dense": ((2, 5, 3, 8), {}, "q (2, 5, 3, 8) is in C order and was read as (head_dim, heads, seq, batch), with head_dim 2"),
-    "packed": ((10, 3, 16), PACKED, "pass layout='thd'; layout='dht' confirms"),
-    "confirmed": ((2, 5, 3, 8), {"layout": "dhsb"}, None),
-    "with a layout": ((2, 5, 3, 8), {"layout": "bshd"}, None),
-    "head dim 8": ((8, 5, 3, 8), {}, None),
-    "last axis 6": ((2, 5, 3, 6), {}, None),
+X4 = np.ones((2, 5, 3, 8), np.float32)
+#: Arrays whose layout was forgotten: q, options, and the hint of the message.
+FORGOTTEN = {
+    "bshd": (X4, {}, "layout='bshd' (batch 2, seq 5, heads 3, head_dim 8)?"),
+    "bhsd": (np.ones((2, 3, 5, 8), np.float32), {}, "layout='bhsd' (batch 2, heads 3, seq 5, head_dim 8)?"),
+    "split heads": (
+        np.ones((2, 5, 24)).reshape(2, 5, 3, 8).transpose(0, 2, 1, 3),
+        {},
+        "layout='bhsd' (batch 2, heads 3, seq 5,",
+    ),
+    "a part of fused q, k and v": (np.ones((2, 3, 3, 5, 8))[:, 1], {}, "layout='bhsd' (batch 2, heads 3, seq 5, head_dim 8)?"),
+    "a batch of 8": (np.ones((8, 5, 3, 8), np.float32), {}, "layout='bshd' (batch 8, seq 5, heads 3, head_dim 8)?"),
+    "a copy": (np.ones((8, 3, 5, 2), order="F").copy(), {}, "Or copy it with asfortranarray(q)"),
+    "every second element of the head dim": (np.ones((16, 3, 5, 2), order="F")[::2], {}, "Copy it with asfortranarray(q)"),
+    "reversed": (np.ones((8, 3, 5, 2), order="F")[:, :, ::-1], {}, "negative strides: copy it with asfortranarray(q)"),
+    "packed": (np.ones((10, 3, 16), np.float32), PACKED, "layout='thd' (total 10, heads 3, head_dim 16)?"),
 }
 
 
-@pytest.mark.parametrize("name", WARNED)
-def test_a_forgotten_layout_is_a_warning(name):
-    """On the CPU, where any order runs; a GPU refuses the call. The warning is of the caller's line."""
-    shape, options, text = WARNED[name]
-    x = np.ones(shape, np.float32)
-    for call in (attention, attention_vjp, explain, prepare):
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            call(x, x, x, **options)
-        assert len(found) == (text is not None)
-        if text is not None:
-            assert text in str(found[0].message)
-            assert found[0].filename == __file__
-    attention(np.asfortranarray(x), x, x, **options)
-    if "cu_seqlens_q" not in options:
-        attention(x.T, x.T, x.T)
+def _calls_that_read_a_layout(x, options):
+    """Every call that takes arrays with a head dim."""
+    yield from (lambda f=f: f(x, x, x, **options) for f in (attention, attention_vjp, explain, prepare))
+    stats = np.zeros(x.shape[1:] if x.ndim == 3 else (x.shape[2], x.shape[1], x.shape[3]), np.float32, order="F")
+    yield lambda: attention_backward(x, x, x, x, x, stats, **options)
+    yield lambda: attention_jvp(x, x, x, x, **options)
+    yield lambda: cupy_sdpa.widen(x, x, x, x, **options)
+    yield lambda: attention(x, x, x, compute_dtype="float16", **options)
+    yield lambda: context_parallel().attention(x, x, x, **options)
+    if x.ndim == 4:
+        mask = cupy_sdpa.block_mask(lambda b, h, i, j: i >= j, sq=x.shape[2], skv=x.shape[2])
+        yield lambda: attention(x, x, x, block_mask=mask, **options)
+
+
+@pytest.mark.parametrize("name", FORGOTTEN)
+def test_a_forgotten_layout_is_refused(name):
+    """Strides that a GPU cannot read are refused on the CPU, where they would be read with the wrong axes."""
+    x, options, text = FORGOTTEN[name]
+    for call in _calls_that_read_a_layout(x, options):
+        with pytest.raises(ValueError, match=r"axis 0 must be contiguous|negative strides") as found:
+            call()
+        assert text in str(found.value).replace("of k", "of q")
+    confirmed = attention(x, x, x, layout="dht" if x.ndim == 3 else "dhsb", **options)
+    np.testing.assert_array_equal(confirmed, attention(*[np.asfortranarray(x)] * 3, **options))
+
+
+def test_a_forgotten_layout_of_other_arguments_is_refused():
+    """Results, gradients, biases and statistics in C order; a GPU refuses them, too."""
+    q = np.asfortranarray(np.random.default_rng(0).standard_normal((8, 3, 5, 2)))
+    out, stats = attention(q, q, q, return_stats=True)
+    backward = {"dout": out, "q": q, "k": q, "v": q, "out": out, "stats": stats}
+    for name in ("dout", "out", "stats"):
+        with pytest.raises(ValueError, match=f"^{name} has .*layout='dhsb' confirms"):
+            attention_backward(**{**backward, name: backward[name].copy()})
+    for name in ("dq", "dk", "dv"):
+        with pytest.raises(ValueError, match=f"^{name} has a stride"):
+            attention_backward(**backward, **{name: np.empty(q.shape)})
+    for options in ({"out": np.empty(out.shape)}, {"stats": np.empty(stats.shape)}, {"bias": np.ones((5, 5, 3, 2))}):
+        with pytest.raises(ValueError, match=f"^{next(iter(options))} has .*layout='dhsb' confirms"):
+            attention(q, q, q, **options)
+        attention(q, q, q, layout="dhsb", **options)
+
+
+ACCEPTED = {
+    "Fortran order": lambda x: x,
+    "x.T of C order": lambda x: np.ascontiguousarray(x.T).T,
+    "heads after positions": lambda x: np.asfortranarray(x.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3),
+    "a slice of every axis": lambda x: np.asfortranarray(np.pad(x, 1))[1:-1, 1:-1, 1:-1, 1:-1],
+    "every second position": lambda x: np.repeat(x, 2, axis=2).copy(order="F")[:, :, ::2],
+    "broadcast heads": lambda x: np.broadcast_to(x[:, :1], x.shape),
+    "head dim 1": lambda x: np.ascontiguousarray(x[:1]),
+    "one position": lambda x: np.ascontiguousarray(x[:, :1, :1, :1]),
+    "no position": lambda x: np.ascontiguousarray(x[:, :, :0]),
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_arrays_with_a_contiguous_head_dim_need_no_layout(name):
+    """Gaps, broadcast axes, and axes of length 0 and 1 are as on a GPU."""
+    x = ACCEPTED[name](np.asfortranarray(np.random.default_rng(0).standard_normal((7, 3, 5, 2))))
+    found, want = (attention(x, x, x, causal=True, layout=layout) for layout in (None, "dhsb"))
+    np.testing.assert_array_equal(found, want)
 
 
 def test_every_layout_is_tested():

@@ -16,7 +16,7 @@ SQUARE, WIDE, TALL = (6, 6), (4, 7), (7, 4)
 
 def seen_by(sq, skv, **options):
     """Which keys each query attends to: queries of zeros give the mean of the values that they attend to."""
-    q, k = np.zeros((8, 1, sq, 1)), np.zeros((8, 1, skv, 1))
+    q, k = np.zeros((8, 1, sq, 1), order="F"), np.zeros((8, 1, skv, 1), order="F")
     v = np.eye(skv)[:, None, :, None]
     return attention(q, k, np.asfortranarray(v), **options)[:, 0, :, 0].T > 0
 
@@ -79,7 +79,7 @@ def test_problems_describe_their_mask():
     """In the text of the problem."""
     assert str(Band(right=0)) == "causal from the top left"
     assert str(Band(5, None, bottom_right=True)) == "window of 5 keys before and all after the diagonal from the bottom right"
-    q = np.zeros((8, 1, 4, 2), np.float32)
+    q = np.zeros((8, 1, 4, 2), np.float32, order="F")
     text = str(explain(q, q, q, seq_lens_kv=np.array([1, 2], np.int32)).problem)
     assert "at most 4 queries, at most 4 keys" in text
 

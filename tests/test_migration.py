@@ -134,7 +134,7 @@ def names_of(section):
     packed = {f"{name}t": x[0].transpose(1, 0, 2) for name, x in (("q", Q), ("k", K), ("v", V))}
     square = np.stack([Q.transpose(0, 2, 1, 3)] * 3, axis=2)
     every = {
-        "q": q, "k": k, "v": v, "dout": dout, "o": turned(out), "out": np.full(turned(out).shape, np.nan), "stats": stats,
+        "q": q, "k": k, "v": v, "dout": dout, "o": turned(out), "out": np.full_like(turned(out), np.nan), "stats": stats,
         "mask": MASK, "square": SQUARE, "bias": X_BIAS if "NNlib" in section else BIAS, "keep": KEEP, "lengths": LENGTHS,
         "lengths_q": LENGTHS_Q, "relative": relative, "striped": striped, "table": TABLE, "slopes": SLOPES, "sinks": SINKS,
         "k_pages": PAGES[0], "v_pages": PAGES[1], "starts_q": STARTS_Q, "starts_k": STARTS_K, "qkv": square, "x": X,

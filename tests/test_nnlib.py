@@ -170,7 +170,10 @@ def test_causal_masks_become_options(name, monkeypatch):
     fused = nnlib_attention.attention
     monkeypatch.setattr(nnlib_attention, "attention", lambda *a, **k: seen.append(k) or fused(*a, **k))
     y, alpha = dot_product_attention(x, x, x, mask=make(x), nheads=2, alpha=True)
-    assert {key: value.tolist() if hasattr(value, "tolist") else value for key, value in seen[0].items()} == flags
+    assert {key: value.tolist() if hasattr(value, "tolist") else value for key, value in seen[0].items()} == {
+        **flags,
+        "layout": "dhsb",
+    }
     dense, dense_alpha = dot_product_attention(x, x, x, mask=np.asarray(make(x)), nheads=2, alpha=True)
     assert "mask" in seen[1]
     np.testing.assert_allclose(y, dense, rtol=1e-5)
@@ -298,6 +301,12 @@ BAD = {
         lambda x: dot_product_attention(x, x, x, fdrop=lambda alpha: alpha[:1]),
         "fdrop returned shape \\(1, 3, 1, 2\\) for alpha",
     ),
+    "c_order": (
+        lambda x: dot_product_attention(x.copy(), x, x),
+        "q has shape \\(4, 3, 2\\) .*axis 0 must be contiguous.*q\\.T",
+    ),
+    "c_order_of_scores": (lambda x: dot_product_attention_scores(x[:, None].copy(), x[:, None]), "axis 0 must be contiguous"),
+    "c_order_of_dy": (lambda x: dot_product_attention_vjp(x, x, x)[1](x.copy()), "dy has shape .*axis 0 must be contiguous"),
     "dy": (lambda x: dot_product_attention_vjp(x, x, x)[1](x[..., 0]), "dy is \\(4, 3\\); it must be \\(4, 3, 2\\)"),
 }
 
@@ -309,11 +318,11 @@ def test_mismatched_shapes_raise(name):
     with pytest.raises(ValueError, match=words):
         make(rand(np, 4, 3, 2))
     with pytest.raises(TypeError, match="float32 and k is float64"):
-        dot_product_attention_scores(np.zeros((4, 1, 3, 1), "f4"), np.zeros((4, 1, 3, 1)))
+        dot_product_attention_scores(np.zeros((4, 1, 3, 1), "f4", order="F"), np.zeros((4, 1, 3, 1), order="F"))
     with pytest.raises(TypeError, match="k is a list; pass an array"):
-        dot_product_attention(np.zeros((4, 3)), [[0.0]], np.zeros((4, 3)))
+        dot_product_attention(np.zeros((4, 3), order="F"), [[0.0]], np.zeros((4, 3), order="F"))
     with pytest.raises(TypeError, match="the result of fdrop is a NoneType; pass an array"):
-        dot_product_attention(*[np.zeros((4, 3))] * 3, fdrop=lambda alpha: None)
+        dot_product_attention(*[np.zeros((4, 3), order="F")] * 3, fdrop=lambda alpha: None)
     with pytest.raises(TypeError, match=r"nheads is 2\.0; it must be an integer"):
         dot_product_attention(*[np.zeros((4, 3))] * 3, nheads=2.0)
     with pytest.raises(TypeError, match="q is int64; attention supports"):
@@ -420,7 +429,7 @@ def test_the_gradient_of_a_bias_keeps_its_dtype():
     q, k, v = (rand(np, 8, n, 2, seed=n).astype("f2") for n in (4, 6, 6))
     bias = rand(np, 6, 4)
     y, pullback = dot_product_attention_vjp(q, k, v, bias)
-    *_, dbias = pullback(np.full(y.shape, 60000, "f2") * v[:, :4])
+    *_, dbias = pullback(np.full(y.shape, 60000, "f2", order="F") * v[:, :4])
     assert dbias.dtype == np.float32
     assert np.isfinite(dbias).all()
     assert (dbias.astype("f2") != dbias).any()

@@ -127,7 +127,7 @@ def test_calls_with_a_layout_are_written_in_our_axes(name, layout, path, tmp_pat
     with cupy_sdpa.trace(path):
         run(q, k, v, dout, layout=layout, **(own if layout == "dhsb" else options))
     with cupy_sdpa.trace(tmp_path / "own.jsonl"):
-        run(*(x.transpose([layout.index(axis) for axis in "dhsb"]) for x in (q, k, v, dout)), **own)
+        run(*(x.transpose([layout.index(axis) for axis in "dhsb"]) for x in (q, k, v, dout)), layout="dhsb", **own)
     found, wanted = lines(path), lines(tmp_path / "own.jsonl")
     for line in (*found, *wanted):  # out and stats are dense in the caller's axes
         line.pop("out", None)

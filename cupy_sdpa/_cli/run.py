@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,13 +13,12 @@ from typing import Any
 import numpy as np
 
 from .. import layout
-from ..arrays.layouts import seems_in_c_order
 from ..attention import attention
 from ..device import cupy_runtime
 from ..errors import CudnnError, Unsupported
 from ..explain import explain
 from ..problem.problem import Problem
-from ..problem.tensor_spec import ITEMSIZE, numpy_dtype
+from ..problem.tensor_spec import ITEMSIZE, numpy_dtype, placeholder
 from .helpers import npz
 from .helpers.console import CommandError, Help, add_json, milliseconds, print_labeled, working
 from .helpers.console import result as report
@@ -58,7 +56,9 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="out.npz", help="the file for the result")
     listed = "; ".join(f"{letters}: ({_legend(letters)})" for letters in LAYOUTS)
     parser.add_argument(
-        "--layout", choices=tuple(LAYOUTS), default="dhsb", help=f"layout of the arrays (default dhsb). {listed}"
+        "--layout",
+        choices=tuple(LAYOUTS),
+        help=f"layout of the arrays; required for arrays in C order (default dhsb, in Fortran order). {listed}",
     )
     parser.add_argument("--causal", action="store_true", help="query i attends to keys up to and including i")
     parser.add_argument("--scale", type=float, metavar="X", help="scale of the scores (default: 1/sqrt(head_dim))")
@@ -78,7 +78,10 @@ def command(arguments: argparse.Namespace) -> int:
         raise CommandError(f"-o {arguments.output} is the input file and would be overwritten; use another file")
     options = {"causal": arguments.causal, "scale": arguments.scale, "return_stats": arguments.stats}
     headers = npz.headers(arguments.input, NAMES)
+    is_named, arguments.layout = arguments.layout is not None, arguments.layout or "dhsb"
     problem = _problem(arguments, headers, options)
+    if not is_named:
+        _check_order(headers)
     check_memory(_memory(problem, headers), str(arguments.input))
     with npz.replacing(arguments.output) as file, working("computing"):
         arrays = [_load(arguments, name, numpy_dtype(problem.dtype)) for name in NAMES]
@@ -122,15 +125,22 @@ def _report(
         wrote={"path": str(arguments.output), "arrays": {name: _facts(array) for name, array in results.items()}},
     )  # fmt: skip
     print_labeled("read", _interpretation(arguments.layout, headers))
-    shape, fortran = headers[0].shape, headers[0].fortran
-    if arguments.layout == "dhsb" and seems_in_c_order(shape, c_order=not fortran, fortran_order=fortran):
-        print(
-            f"cupy_sdpa: q {shape} is in C order and was read with head_dim {shape[0]}; if head_dim is its last axis, pass "
-            "--layout bshd or bhsd",
-            file=sys.stderr,
-        )
     print_labeled("engine", f"{placed}, in {problem.dtype}: {milliseconds(seconds)}")
     print_labeled("wrote", f"{arguments.output}: {', '.join(f'{name} {a.shape} {a.dtype}' for name, a in results.items())}")
+
+
+def _check_order(headers: Sequence[npz.Header]) -> None:
+    """Check that axis 0 of every array is contiguous, as a call without ``layout=`` needs it.
+
+    Raises:
+        CommandError: an array is in C order.
+    """
+    for name, header in zip(NAMES, headers, strict=True):
+        if not header.fortran and len(header.shape) == 4 and header.shape[0] > 1 and math.prod(header.shape[1:]) > 1:
+            raise CommandError(
+                f"{name} {header.shape} is in C order, where axis 0 is not contiguous, and --layout is not passed: name its "
+                "axes, such as --layout bshd or bhsd; --layout dhsb confirms (head_dim, heads, seq, batch)"
+            )
 
 
 def _facts(array: Any) -> dict[str, Any]:
@@ -153,9 +163,9 @@ def _problem(arguments: argparse.Namespace, headers: Sequence[npz.Header], optio
                 f"{name} is {header.dtype}; supported are float16, bfloat16, float32 and float64: convert it to one of them"
             )
         shapes.append([header.shape[axis] for axis in layout.order(arguments.layout, "dhsb")])
-    elements = [np.zeros((), dtype or header.dtype) for header in headers]
-    try:  # broadcast arrays of one element, which need no memory
-        return explain(*map(np.broadcast_to, elements, shapes), **options).problem
+    arrays = [placeholder(tuple(shape), dtype or header.dtype) for shape, header in zip(shapes, headers, strict=True)]
+    try:
+        return explain(*arrays, **options).problem
     except _REFUSALS as error:
         raise _refusal(arguments.layout, error) from error
 

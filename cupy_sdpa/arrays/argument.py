@@ -9,6 +9,7 @@ import numpy as np
 
 from ..device import cupy_runtime
 from ..problem.tensor_spec import Expected, Signature, check_spec, dtype_name, make_spec
+from .libraries import library_of
 
 
 class Typed(NamedTuple):
@@ -55,6 +56,11 @@ def read_array(name: str, array: Any) -> Argument:
             raise TypeError(f"{name} is a {type(array).__name__}; {remedy}")
         if array is ...:
             raise TypeError(f"{name} is not passed: pass it by position, or as {name}=")
+        if library := library_of(array):
+            raise TypeError(
+                f"{name} is an array of {library.name}; this call takes numpy and CuPy arrays: share it, for example with "
+                f"numpy.asarray({name}) or cupy.from_dlpack({name})"
+            )
         kind = f"{type(array).__module__}.{type(array).__qualname__}".removeprefix("builtins.")
         raise TypeError(
             f"{name} is {'None' if array is None else f'a {kind}'}; attention takes numpy and CuPy arrays, or "

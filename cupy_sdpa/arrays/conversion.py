@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from ..device import cupy_runtime
+from ..problem.problem import CU_SEQLENS
 from ..problem.tensor_spec import Expected
 from . import compute, layouts
 from .argument import check_results
-from .libraries import Library, library_of, on_stream_of, sharing_stream
+from .libraries import Library, kind_of, library_of, mixed_libraries, on_stream_of, sharing_stream
 
 #: Types of arrays that need no conversion without options: those of numpy and CuPy. They are added when they occur.
 OWN_TYPES: set[type] = {np.ndarray}
@@ -74,6 +75,7 @@ class Conversion:
         self._is_named = layout is not None
         self._layout = layouts.other_layout(options)
         self._library: Library | None = library_of(q)
+        self._kind = kind_of(q)
         self._bias_axes: int | None = getattr(given.get("bias"), "ndim", None)
         requested = given.pop("compute_dtype", None)
         with contextlib.nullcontext() if self._library is None else sharing_stream(self._library, q):
@@ -106,6 +108,8 @@ class Conversion:
         array = self._own(name, array)
         if self._dtype is None or not compute.is_converted(name) or not hasattr(array, "dtype"):
             return array
+        if not self._is_named:
+            layouts.check_strides_of(name, array)
         if array.dtype != self._own_dtype:
             raise TypeError(
                 f"{name} is {array.dtype} and q is {self._own_dtype}; the dtypes must be equal: convert one of them"
@@ -207,15 +211,14 @@ class Conversion:
 
     def _shared(self, name: str, array: Any) -> Any:
         """An array of the caller's library as a numpy or CuPy array; anything else is returned as it is."""
-        library = library_of(array)
-        if library is None:
+        kind = kind_of(array)
+        if self._library is None:
+            if library_of(array) is not None:
+                raise mixed_libraries(self._kind, name, kind)
             return array
-        if self._library is None or library.name != self._library.name:
-            own = "numpy or CuPy" if self._library is None else self._library.name
-            raise TypeError(
-                f"arrays are mixed: q is an array of {own} and {name} of {library.name}; pass arrays of one library"
-            )
-        return library.share(name, array)
+        if kind and kind != self._kind and name not in CU_SEQLENS:  # of groups, which read them on the host
+            raise mixed_libraries(self._kind, name, kind)
+        return self._library.share(name, array) if kind == self._kind else array
 
     def _returned(self, array: Any) -> Any:
         return array if self._library is None else self._library.returned(array)

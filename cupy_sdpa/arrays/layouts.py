@@ -10,16 +10,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import numbers
-import sys
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
+import numpy as np
+
+from ..device import cupy_runtime
 from ..layout import AXES, order
-from ..problem.problem import SCORE_INPUTS
-from ..problem.tensor_spec import CallersAxes, callers_axes
-from .argument import Typed
+from ..problem.problem import ROW_STATS, SCORE_INPUTS
+from ..problem.tensor_spec import CallersAxes, TensorSpec, callers_axes, density_obstacle, make_spec, stride_obstacle
+from .argument import Typed, signature_of
 
 #: The layouts that calls take. The first two are that of this package, dense and packed.
 LAYOUTS = ("dhsb", "dht", "bshd", "bhsd", "sbhd", "thd")
@@ -149,24 +150,13 @@ def shapes_of(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str
     return {name: tuple(x.shape) for name, x in given.items() if hasattr(x, "shape")}
 
 
-def seems_in_c_order(shape: Sequence[int], *, c_order: bool, fortran_order: bool) -> bool:
-    """Whether the last axis of an array that is read as (head_dim, ...) is probably its head dim.
-
-    A GPU refuses such an array: its first axis is not contiguous, and no multiple of 8.
-
-    >>> seems_in_c_order((2, 100, 8, 64), c_order=True, fortran_order=False)
-    True
-    """
-    return c_order and not fortran_order and len(shape) > 2 and shape[0] % 8 != 0 and shape[-1] % 8 == 0 < shape[-1]
-
-
 #: Whether the caller of a converted call named the layout.
 _is_named: ContextVar[bool] = ContextVar("layout_is_named", default=False)
 
 
 @contextlib.contextmanager
 def named() -> Iterator[None]:
-    """Calls of a ``with`` block do not warn of arrays in C order: the caller named their layout."""
+    """In calls of a ``with`` block arrays may have any strides: the caller named their layout."""
     token = _is_named.set(True)
     try:
         yield
@@ -174,21 +164,49 @@ def named() -> Iterator[None]:
         _is_named.reset(token)
 
 
-def warn_of_c_order(q: Any) -> None:
-    """Warn if a numpy array that is passed without a layout seems to have another one."""
-    if _is_named.get() or not seems_in_c_order(q.shape, c_order=q.flags.c_contiguous, fortran_order=q.flags.f_contiguous):
+def check_strides(specs: Sequence[TensorSpec], options: Mapping[str, Any], *, on_gpu: bool) -> None:
+    """Check that arrays whose layout is not named are not in another one, as far as their strides show it.
+
+    A GPU needs these strides, and refuses most other arrays where it plans; the rest, and those of the CPU, would be read with
+    the wrong axes. Masks, page tables and ``tensors`` may have any strides on both engines.
+
+    Args:
+        specs: the arrays.
+        options: the options of the call.
+        on_gpu: whether the arrays are CuPy's. There the rules of the GPU decide about biases and statistics.
+
+    Raises:
+        ValueError: an array has strides that a GPU cannot read, and no layout is named.
+    """
+    if options.get("layout") is not None or _is_named.get():
         return
-    own, other = ("dht", "thd") if q.ndim == 3 else ("dhsb", "bshd")
-    legend, remedy = (", ".join(AXES[letter] for letter in letters) for letters in (own, other))
-    level, frame = 1, sys._getframe()
-    while frame.f_back and frame.f_globals["__name__"].partition(".")[0] == __name__.partition(".")[0]:
-        level, frame = level + 1, frame.f_back
-    warnings.warn(
-        f"q {q.shape} is in C order and was read as ({legend}), with head_dim {q.shape[0]}, which a GPU refuses. If it is "
-        f"({remedy}), pass layout={other!r}{' (others: bhsd, sbhd)' * (q.ndim == 4)}; layout={own!r} confirms the order",
-        UserWarning,
-        stacklevel=level,
-    )
+    own = "dht" if len(specs[0].shape) == 3 else "dhsb"
+    for spec in specs:
+        if spec.name in VECTORS:
+            obstacle = stride_obstacle(spec)
+        else:
+            obstacle = density_obstacle(spec) if not on_gpu and spec.name in ("bias", *ROW_STATS) else ""
+        if obstacle:
+            confirm = "" if on_gpu else f". On the CPU layout={own!r} confirms the axes, and arrays may have any strides"
+            raise ValueError(f"{obstacle}{confirm}")
+
+
+def check_strides_of(name: str, array: Any, *, required: bool = False) -> None:
+    """:func:`check_strides` of an array with a head dim that a call copies before it is parsed.
+
+    Args:
+        name: the argument.
+        array: the array; other objects are refused where the call is parsed.
+        required: whether the call needs these strides, also if a layout is named. Default False.
+    """
+    on_gpu = cupy_runtime.is_array(array)
+    if not (on_gpu or isinstance(array, np.ndarray)) or array.ndim not in (3, 4):
+        return
+    if array.strides[0] != array.itemsize or min(array.strides) < 0:
+        spec = make_spec(name, signature_of(array, 0))
+        if required and (obstacle := stride_obstacle(spec)):
+            raise ValueError(obstacle)
+        check_strides([spec], {}, on_gpu=on_gpu)
 
 
 def _axes_from_own(layout: str, name: str, axes: Sequence[Any]) -> tuple[Any, ...]:

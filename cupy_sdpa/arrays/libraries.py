@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,6 +65,35 @@ def _library(kind: type) -> Library | None:
     if make is None or not hasattr(kind, "__dlpack__") or not hasattr(kind, "__dlpack_device__"):
         return None
     return Library(root, _share_dlpack, make)
+
+
+def kind_of(array: Any) -> str:
+    """The library of an array for messages; empty for other objects.
+
+    >>> kind_of(np.zeros(1)), kind_of(None)
+    ('numpy', '')
+    """
+    if isinstance(array, np.ndarray) or cupy_runtime.is_array(array):
+        return "numpy" if isinstance(array, np.ndarray) else "CuPy"
+    library = library_of(array)
+    return library.name if library else ""
+
+
+def check_one_library(arrays: Mapping[str, Any]) -> None:
+    """Check that no array of another library is passed with a q of numpy or CuPy.
+
+    Raises:
+        TypeError: there is one; the message names both libraries.
+    """
+    own = kind_of(arrays["q"])
+    for name, array in arrays.items():
+        if own and library_of(array) is not None and library_of(arrays["q"]) is None:
+            raise mixed_libraries(own, name, kind_of(array))
+
+
+def mixed_libraries(own: str, name: str, other: str) -> TypeError:
+    """The error of a call whose q is an array of one library, and another argument of a second one."""
+    return TypeError(f"arrays are mixed: q is an array of {own} and {name} of {other}; pass arrays of one library")
 
 
 @contextlib.contextmanager

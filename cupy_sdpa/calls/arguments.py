@@ -10,6 +10,7 @@ import numpy as np
 
 from ..arrays import layouts
 from ..arrays.argument import Argument, arrays_on_gpu, read_array, share_elements, signature_of
+from ..arrays.libraries import check_one_library
 from ..device import cupy_runtime
 from ..problem.bucket import Policy, check_bucket
 from ..problem.problem import CU_SEQLENS, LENGTHS, SEEDS, Problem, Settings, has_score_axes
@@ -85,8 +86,7 @@ def _read(
     layout = layouts.other_layout(options)
     if layout is None:
         call = _read_own(arrays, options, outputs, deterministic, return_dtensors)
-        if not call.on_gpu and options.get("layout") is None:
-            layouts.warn_of_c_order(call.arrays["q"])
+        layouts.check_strides(call.problem.tensors, options, on_gpu=call.on_gpu)
         return call
     own = {name: layouts.to_own(name, array, layout) for name, array in arrays.items()}
     with layouts.described(layout, layouts.shapes_of(arrays, options)):
@@ -101,6 +101,7 @@ def _read_own(
     user_functions.check_tensors(options)
     seeds = {name: value for name in SEEDS if _is_integer(name, value := options.get(name))}
     passed = {**arrays, **{name: options.get(name) for name in ARRAYS if name not in seeds}}
+    check_one_library(passed)
     arguments = {
         name: read_array(name, array) for name, array in passed.items() if array is not None or name in ("q", "k", "v")
     }

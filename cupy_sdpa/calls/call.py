@@ -9,12 +9,13 @@ import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from ..device import cupy_runtime, driver
 from ..errors import CudnnError, Unsupported
 from ..graph import graph_of
-from ..graph.interpreter import evaluate
+from ..graph.interpreter import RowCheck, evaluate
+from ..graph.nodes import Graph
 from ..problem.bucket import Policy
 from ..problem.problem import Problem
 from ..problem.subproblems import subproblems
@@ -34,6 +35,21 @@ T = TypeVar("T")
 
 #: Inside :func:`cupy_sdpa.autotune`: the results so far. None elsewhere.
 active_tunings: ContextVar[list[Tuning] | None] = ContextVar("active_tunings", default=None)
+
+
+#: What is known of the statistics that :func:`cupy_sdpa.attention_backward` gets: those of all keys of the call ("whole"), of
+#: these and other keys ("part"), or of other roundings of q and k ("other").
+given_stats: ContextVar[Literal["whole", "part", "other"]] = ContextVar("given_stats", default="whole")
+
+
+@contextlib.contextmanager
+def stats_are(kind: Literal["part", "other"]) -> Iterator[None]:
+    """Set :data:`given_stats` in a ``with`` block."""
+    token = given_stats.set(kind)
+    try:
+        yield
+    finally:
+        given_stats.reset(token)
 
 
 class Composition:
@@ -89,6 +105,7 @@ class Call:
         own_results: whether the results are memory that was allocated for this call, so that they overlap no other array.
         launched: how the call ran on the GPU; None before the call has run, and while a stream is captured.
         before_finish: called after the plan was executed and before its results are used; None for nothing.
+        has_all_keys: whether a backward pass gets all keys of its statistics, so that these can be checked.
     """
 
     problem: Problem
@@ -104,6 +121,7 @@ class Call:
     own_results: bool = False
     launched: LaunchRecord | None = None
     before_finish: Callable[[], None] | None = None
+    has_all_keys: bool = False
 
     @functools.cached_property
     def engine_problem(self) -> Problem:
@@ -245,12 +263,21 @@ class Call:
             return None
         if device is None:
             stage = self.stage()
-            evaluate(graph_of(self.engine_problem), stage.arrays, self.scalars)
+            graph = graph_of(self.engine_problem)
+            evaluate(graph, stage.arrays, self.scalars, check=self._row_check(graph, stage.arrays))
             stage.finish()
             return None
         if active_tunings.get() is not None:
             self._tune(device)
         return with_plan(self.engine_problem, device, lambda session, plan: self._launch(plan))
+
+    def _row_check(self, graph: Graph, arrays: Mapping[str, Any]) -> RowCheck | None:
+        """The check of the statistics and the output that a backward pass gets, on the CPU; None if there is none."""
+        problem = self.problem
+        if not problem.backward or problem.has_score_mod or given_stats.get() == "other":
+            return None
+        whole = self.has_all_keys and given_stats.get() == "whole"
+        return RowCheck(graph, arrays.get("sinks"), problem.settings.dropout, whole=whole)
 
     def _launch(self, plan: Plan) -> tuple[Plan, Stage | SplitStage]:
         """Execute a plan; it is kept if the caller captures the stream."""

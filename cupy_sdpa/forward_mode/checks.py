@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.argument import arrays_on_gpu, read_array, share_elements
+from ..arrays.layouts import check_strides_of
 from ..calls.arguments import read_forward
 from ..device import cupy_runtime
 from ..errors import Unsupported
@@ -44,6 +45,8 @@ def read_form(
         raise Unsupported(NO_PAGED_DERIVATIVES)
     if not _may_copy(q, k, v):
         read_forward(q, k, v, {name: value for name, value in options.items() if name != "block_mask"}).plan()  # raises
+    for name, array in (("q", q), ("k", k), ("v", v)) if options.get("layout") is None else ():
+        check_strides_of(name, array)
     if (mask := options.get("block_mask")) is not None:
         check_mask(q, k, v, mask, {name: value for name, value in options.items() if name != "block_mask"})
     given = (tangents[0] is not None, tangents[1] is not None, tangents[2] is not None)

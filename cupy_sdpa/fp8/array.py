@@ -51,8 +51,8 @@ class Fp8Array:
 
     #: The end of the error message of a call that does not take FP8 arrays.
     not_an_array = (
-        "attention, attention_vjp, explain and KVCache.append take FP8 arrays, q, k and v together; convert it with its "
-        "method dequantize()"
+        "attention, explain and KVCache.append take FP8 arrays, q, k and v together; convert it with its method dequantize(), "
+        "or for gradients call attention_vjp(q, k, v, compute_dtype='float8_e4m3fn') on float16 or bfloat16 arrays"
     )
 
     def __init__(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .._typing import Array, Layout
-from ..arrays.layouts import check_layout, from_own, other_layout, to_own
+from ..arrays.layouts import check_layout, check_strides_of, from_own, other_layout, to_own
 from ..device import cupy_runtime
 from ..problem.tensor_spec import FP8_LARGEST, dtype_name, rounded
 from . import current, kernels
@@ -80,7 +80,7 @@ def quantize_all(
         other = other_layout({"layout": layout})
         own = [to_own(name, x, other) for name, x in zip("qkv", arrays, strict=False)] if other else arrays
         for array, of_array in zip(own, lengths, strict=True):
-            _check(array, of_array)
+            _check(array, of_array, layout)
         parts = [rotation_of(x.shape[0]) if wanted else 1 for x, wanted in zip(own, rotations, strict=True)]
         if key is None:
             found = [_on_cpu(x, dtype, part, n) for x, part, n in zip(own, parts, lengths, strict=True)]
@@ -163,7 +163,7 @@ class DelayedScaling:
 
     >>> import numpy as np
     >>> from cupy_sdpa import fp8
-    >>> x = np.ones((16, 1, 2, 1), np.float32)
+    >>> x = np.ones((16, 1, 2, 1), np.float32, order="F")
     >>> scaling = fp8.DelayedScaling(x, history=2, amax=7.0)
     >>> [float(scaling.quantize(x * factor).scale[0]) for factor in (3.5, 14, 1, 1, 1)]
     [64.0, 64.0, 32.0, 32.0, 448.0]
@@ -200,7 +200,7 @@ class DelayedScaling:
         if other := other_layout({"layout": layout}):
             return _in_layout("q", self.quantize(to_own("q", x, other), lengths=lengths), other)
         self._check_engine(x)
-        _check(x, lengths)
+        _check(x, lengths, layout)
         part = rotation_of(x.shape[0]) if self.rotate else 1
         if not cupy_runtime.is_array(x):
             values = rotated_values(x, part, lengths)
@@ -245,11 +245,14 @@ def _in_layout(name: str, x: Fp8Array, layout: str) -> Fp8Array:
     return made(data, x.descale, x.scale, x.dtype, rotated=rotated, axis=data.ndim - 1 if rotated else 0)
 
 
-def _check(x: Any, lengths: Any) -> None:
-    """Check an array to convert."""
+def _check(x: Any, lengths: Any, layout: Any) -> None:
+    """Check an array to convert, in the layout of this package; ``layout`` is that of the caller."""
     on_gpu, name = cupy_runtime.is_array(x), dtype_name(x.dtype) if hasattr(x, "dtype") else type(x).__name__
     if not on_gpu and type(x) not in (np.ndarray, np.memmap):
-        raise TypeError(f"x is a {type(x).__name__}; quantize takes numpy and CuPy arrays")
+        raise TypeError(
+            f"x is a {type(x).__name__}; quantize takes numpy and CuPy arrays: share arrays of other libraries, for example "
+            "with numpy.asarray(x) or cupy.from_dlpack(x)"
+        )
     if name not in (SOURCES if on_gpu else (*SOURCES, "float64")):
         raise TypeError(f"x is {name}; quantize takes {', '.join(SOURCES)}: convert with .astype")
     if len(x.shape) not in (3, 4):
@@ -260,11 +263,8 @@ def _check(x: Any, lengths: Any) -> None:
         raise ValueError(
             f"x has shape {x.shape}, {x.size} elements; quantize converts at most {kernels.UNIT * 2**32 - 1}: split it"
         )
-    if on_gpu and x.size and x.shape[0] > 1 and x.strides[0] != x.itemsize:
-        raise ValueError(
-            f"x has strides {x.strides} bytes; the first must be {x.itemsize}, so that head_dim is contiguous: copy it with "
-            "cupy.asfortranarray"
-        )
+    if on_gpu or layout is None:
+        check_strides_of("x", x, required=on_gpu)
     if lengths is None:
         return
     if not hasattr(lengths, "shape"):

@@ -24,7 +24,14 @@ if TYPE_CHECKING:
     Array = NDArray[Any]
 
 
-def evaluate(graph: Graph, arrays: Mapping[str, Array], scalars: Mapping[str, float], *, exact: bool = False) -> None:
+def evaluate(
+    graph: Graph,
+    arrays: Mapping[str, Array],
+    scalars: Mapping[str, float],
+    *,
+    exact: bool = False,
+    check: RowCheck | None = None,
+) -> None:
     """Compute a graph and write the results into the arrays of its output tensors.
 
     Args:
@@ -32,6 +39,10 @@ def evaluate(graph: Graph, arrays: Mapping[str, Array], scalars: Mapping[str, fl
         arrays: the caller's array of every input and output tensor, by name, with the caller's axes.
         scalars: the value of every scalar without a value in the graph, by name.
         exact: compute in float64 and round only the results.
+        check: the check of the inputs of a backward pass. Default None: they are not checked.
+
+    Raises:
+        ValueError: the check failed; results may have been written.
     """
     run = Evaluation(graph, arrays, scalars, exact)
     with np.errstate(all="ignore"):  # infinities and NaN propagate as in IEEE 754, as on a GPU
@@ -39,10 +50,116 @@ def evaluate(graph: Graph, arrays: Mapping[str, Array], scalars: Mapping[str, fl
             for node, last_reads in run.steps:
                 tile.last_reads = last_reads
                 RULES[type(node)](node, tile)
+                if check is not None:
+                    check(node, tile)
                 for name in last_reads:
                     tile.values.pop(name, None)
     for name, total in run.totals.items():
         run.views[name][...] = total
+
+
+class RowCheck:
+    """Whether the log-sum-exp and the output that a backward pass gets are those of its forward pass.
+
+    The pass computes ``P = exp(S - L)`` and ``dS = P o (dO V^T - D)`` with ``D = rowsum(dO o O)`` in any case. Rows of P add up
+    to 1, or to ``1 - exp(sink - L)``, and rows of dS to ``D (1 - sum(P))``.
+
+    The tolerance is a bound of the rounding errors, in float32 for every dtype: statistics of a GPU and of merged parts were
+    computed in float32. With u = 2^-23, a unit of float32 for the sums of tensor cores, which truncate:
+
+    - L is a sum of a maximum and a logarithm, each of at most ``|L| + log n``, and S of terms that are added to the scores:
+      eight roundings of ``u (|L| + log n)``;
+    - each pass computes the D products of a score: ``u D |scale| |q| |k|``;
+    - a sum over n keys: ``u n``;
+    - hardware computes the tanh of a soft cap c with a relative error of 2^-11: ``c 2^-10``;
+    - O is rounded to its dtype, and so are the weights by which the forward pass multiplies V.
+
+    Score functions may magnify these errors without a bound: their rows are not checked.
+
+    Args:
+        graph: the graph of the backward pass.
+        sinks: the sinks, or None.
+        dropout: the dropout probability.
+        whole: whether the keys of the call are all keys of its rows. Rows of P of a part of the keys add up to less.
+    """
+
+    def __init__(self, graph: Graph, sinks: Array | None, dropout: float, *, whole: bool) -> None:
+        self.sinks, self.keep, self.whole = sinks, 1 - dropout, whole
+        self.tensors = {tensor.name: tensor for tensor in graph.by_role("input")}
+        #: The sums of the rows of P of the current tile, which rows are in the sequence, and the tolerance.
+        self.sums, self.exists, self.tolerance = np.zeros(0), np.zeros(0, bool), np.zeros(0)
+
+    def __call__(self, node: Node, tile: Tile) -> None:
+        """Check a tile when its P or its dS was computed."""
+        name = node.outputs[0].name
+        if name == "P":
+            self.check_stats(tile)
+        elif name == "P∘(dP−D)" and self.whole:
+            self.check_out(tile)
+
+    def check_stats(self, tile: Tile) -> None:
+        """Check the sums of the rows of P."""
+        p, (stats,) = tile.values["P"], self.read(tile, "stats").T
+        rows, columns = p.shape
+        self.sums = p.sum(axis=1)
+        self.exists = np.arange(tile.start, tile.start + rows) < self.length(tile, "seq_lens_q", rows + tile.start)
+        size = np.abs(np.where(np.isfinite(stats), stats, 0)) + math.log(columns + 2)
+        products = abs(tile.run.scalars["scale"]) * _norms(self.read(tile, "q"), 1) * self.largest(tile, "k")
+        head_dim, softcap = self.tensors["q"].shape[3], tile.run.scalars.get("softcap", 0.0)
+        self.tolerance = _UNIT * (8 * size + columns + 2 * (head_dim + 8) * products) + softcap * 2.0**-10
+        total = self.sums if self.sinks is None else self.sums + np.exp(self.sinks[tile.head] - stats)
+        expected = np.where(np.isfinite(stats), 1.0, 0.0)
+        excess = total - expected if not self.whole else np.abs(total - expected)
+        remedy = "pass the stats that the forward call returned for the same q, k and options"
+        text = "exp(score - stats) of the keys must add up to {1:g} and adds up to {0:.6g}"
+        self.refuse("stats", tile, excess, np.expm1(self.tolerance), (total, expected), f"{text}: {remedy}")
+
+    def check_out(self, tile: Tile) -> None:
+        """Check the sums of the rows of dS."""
+        dout, out = self.read(tile, "dout"), self.read(tile, "out")
+        d = self.keep * np.einsum("ij,ij->i", dout, out)
+        found = tile.values["P∘(dP−D)"].sum(axis=1) + d * self.sums  # the sums of the rows of P o dP
+        unit = {"float16": 2.0**-11, "bfloat16": 2.0**-9}.get(self.tensors["out"].dtype, _UNIT)
+        (_, columns), (_, head_dim) = tile.values["P∘(dP−D)"].shape, dout.shape
+        # weights below the smallest normal float16 are rounded by up to 2^-25
+        errors = 2 * unit + columns * 2.0**-25 + 2 * np.expm1(self.tolerance) + _UNIT * (head_dim + columns)
+        values = self.largest(tile, "v") * errors
+        tolerance = _norms(dout, 1) * (values + unit * _norms(out, 1))
+        remedy = "pass the out that the forward call returned for the same q, k, v and options"
+        text = "sum(dout * out) is {1:.6g}, and the weights and v give {0:.6g}"
+        self.refuse("out", tile, np.abs(found - d), tolerance, (found, d), f"{text}: {remedy}")
+
+    def refuse(self, name: str, tile: Tile, error: Array, tolerance: Array, values: tuple[Array, Array], text: str) -> None:
+        """Raise ValueError if an error of a row of the sequence exceeds its tolerance; NaN does not."""
+        wrong = np.flatnonzero(self.exists & (error > tolerance))
+        if wrong.size:
+            first = int(wrong[0])
+            place = f"query {tile.start + first}, head {tile.head} and batch entry {tile.batch}"
+            count = f"{wrong.size} of {int(self.exists.sum())} rows of this head are wrong"
+            raise ValueError(f"{name} is of another call: at {place} {text.format(*(x[first] for x in values))} ({count})")
+
+    def read(self, tile: Tile, name: str) -> Array:
+        """The rows of an input that the tile reads, in the dtype of the evaluation."""
+        return tile.rows_of(self.tensors[name]).astype(tile.run.dtype)
+
+    def length(self, tile: Tile, name: str, full: int) -> int:
+        """The length of the batch entry."""
+        return int(tile.run.views[name][tile.batch, 0, 0, 0]) if name in tile.run.views else full
+
+    def largest(self, tile: Tile, name: str) -> float:
+        """The largest norm of the keys or values of the batch entry."""
+        columns = self.read(tile, name)  # transposed: (head_dim, keys)
+        return float(_norms(columns[:, : self.length(tile, "seq_lens_kv", columns.shape[1])], 0).max(initial=0))
+
+
+#: The unit of the tolerance of :class:`RowCheck`.
+_UNIT = 2.0**-23
+
+
+def _norms(matrix: Array, axis: int) -> Array:
+    """The Euclidean norms of the rows or columns of a matrix; 0 of those that are not finite."""
+    norms = np.sqrt(np.square(matrix, dtype=np.float64).sum(axis=axis))
+    return np.where(np.isfinite(norms), norms, 0)
 
 
 def _matmul(node: Matmul, tile: Tile) -> None:

@@ -101,7 +101,7 @@ class Tile:
         for values in (self.values, self.cache):
             if name in values:
                 return values[name]
-        value = self._slice(tensor)
+        value = self.rows_of(tensor)
         if value.dtype.kind != "b":
             value = value.astype(np.int64 if value.dtype.kind == "i" else self.run.dtype)
         (self.cache if name in self.run.right_operands else self.values)[name] = value
@@ -110,7 +110,7 @@ class Tile:
     def __setitem__(self, tensor: Tensor, value: Array) -> None:
         """Store a result, rounded to its dtype, and write it to the caller's array if it is an output."""
         if tensor.role == "output" and not _is_packed(tensor):
-            self._slice(tensor)[...] = rounded(value, tensor.dtype) if tensor.dtype in FP8_LARGEST else value
+            self.rows_of(tensor)[...] = rounded(value, tensor.dtype) if tensor.dtype in FP8_LARGEST else value
         elif tensor.role == "output":
             part = self._sequence(tensor)[self.start : self.start + len(value)]
             part[...] = rounded(value[: len(part)], tensor.dtype) if tensor.dtype in FP8_LARGEST else value[: len(part)]
@@ -157,7 +157,8 @@ class Tile:
         fits = other is None or other.role == "scalar" or np.broadcast_shapes(value.shape, self[other].shape) == value.shape
         return value if fits else None
 
-    def _slice(self, tensor: Tensor) -> Array:
+    def rows_of(self, tensor: Tensor) -> Array:
+        """The part of an array that the tile reads or writes: its rows, or all rows of a right operand."""
         rows = slice(None) if tensor.name in self.run.right_operands or tensor.shape[2] == 1 else slice(self.start, self.stop)
         if _is_packed(tensor):
             matrix = self._sequence(tensor)

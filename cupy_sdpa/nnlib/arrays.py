@@ -64,3 +64,17 @@ def check_array(name: str, x: Any) -> None:
         raise TypeError(f"{name} is a {type(x).__name__}; {remedy}")
     if not hasattr(x, "ndim"):
         raise TypeError(f"{name} is a {type(x).__name__}; pass an array: convert with numpy.asarray(...) or cupy.asarray(...)")
+
+
+def check_features(name: str, x: Any) -> None:
+    """Check that the first axis of an array is contiguous: in C order it is probably another axis than the features.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if x.size and x.shape[0] > 1 and x.strides[0] != x.itemsize:
+        raise ValueError(
+            f"{name} has shape {x.shape} and a stride of {x.strides[0]} bytes along axis 0, the features; an element has "
+            f"{x.itemsize}: axis 0 must be contiguous. Pass an array whose last axis is the features, in C order, as {name}.T; "
+            f"copy others with asfortranarray({name})"
+        )

@@ -11,7 +11,7 @@ import numpy as np
 from ..attention import attention
 from ..device import cupy_runtime
 from ..vjp import attention_vjp
-from .arrays import check_array, fold, to_four_axes, unfold
+from .arrays import check_array, check_features, fold, to_four_axes, unfold
 from .masks import Mask
 from .scores import dot_product_attention_scores, weighted_sum
 
@@ -109,6 +109,7 @@ def dot_product_attention_vjp(
         check_array("dy", dy)
         if dy.shape != shape:
             raise ValueError(f"dy is {dy.shape}; it must be {shape}, the shape of y")
+        check_features("dy", dy)
         dq, dk, dv, *dbias = vjp(fold(dy, nheads).astype(out.dtype, copy=False))
         gradients = [unfold(g, batch) for g in (dq, dk, dv)]
         return (*gradients, dbias[0].astype(bias.dtype, copy=False).reshape(bias.shape) if dbias else None)
@@ -130,16 +131,18 @@ def _fold_all(q: Any, k: Any, v: Any, nheads: int) -> tuple[list[Any], tuple[int
         raise ValueError(f"Batch dimensions have to be the same: {shapes}")
     if q.shape[0] != k.shape[0] or k.shape[1] != v.shape[1]:
         raise ValueError(f"{shapes}; q and k must have the same first dimension, k and v the same length")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_features(name, x)
     return [fold(x, nheads) for x in (q, k, v)], batch
 
 
 def _compute_options(dtype: Any, q: Any) -> dict[str, Any]:
-    """The dtype to compute in, as an option; none if it is q's dtype."""
+    """The layout, and the dtype to compute in, as options; none if it is q's dtype."""
     if dtype is None and cupy_runtime.is_array(q) and q.dtype in (np.float32, np.float64):
         raise TypeError(
             f"q is {q.dtype}, which is not supported on a GPU: pass compute_dtype='bfloat16', or convert with .astype(...)"
         )
-    return {} if dtype is None else {"compute_dtype": dtype}
+    return {"layout": "dhsb"} | ({} if dtype is None else {"compute_dtype": dtype})
 
 
 def _mask_options(q: Any, k: Any, bias: Any, mask: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..device import cupy_runtime
 from ..problem.tensor_spec import FLOAT_DTYPES
-from .arrays import check_array, to_four_axes
+from .arrays import check_array, check_features, to_four_axes
 from .masks import Mask
 
 
@@ -67,6 +67,8 @@ def _check(q: Any, k: Any, bias: Any, mask: Any) -> tuple[Any, Any]:
         raise TypeError(f"q is {q.dtype} and k is {k.dtype}; they must have the same dtype: convert one of them")
     if str(q.dtype) not in FLOAT_DTYPES:
         raise TypeError(f"q is {q.dtype}; attention supports {', '.join(FLOAT_DTYPES)}: convert with .astype(...)")
+    check_features("q", q)
+    check_features("k", k)
     full = (k.shape[2], q.shape[2], *q.shape[1::2])
     for name, array in (("bias", bias), ("mask", mask)):
         if array is not None:

@@ -266,6 +266,51 @@ def check_equal(description: str, x: TensorSpec, y: TensorSpec, axis: int, legen
         )
 
 
+def stride_obstacle(spec: TensorSpec) -> str:
+    """Why kernels cannot read an array whose axis 0 is head_dim; empty if they can.
+
+    >>> import numpy as np
+    >>> x = np.zeros((2, 8, 100, 64), np.float16)
+    >>> print(stride_obstacle(make_spec("q", ("float16", x.shape, x.strides, 16))))
+    q has a stride of 102400 bytes along head_dim; an element has 2: axis 0 must be contiguous. q has shape (2, 8, 100, 64) \
+in C order: layout='bhsd' (batch 2, heads 8, seq 100, head_dim 64)? Or copy it with asfortranarray(q)
+    """
+    name, shape, itemsize = spec.name, spec.shape, ITEMSIZE[spec.dtype]
+    if spec.strides[0] != itemsize:
+        text = f"{name} has a stride of {spec.strides[0]} bytes along head_dim; an element has {itemsize}"
+        text += ": axis 0 must be contiguous"
+        if spec.strides[-1] != itemsize or len(shape) not in (3, 4) or has_callers_axes():
+            return f"{text}. Copy it with asfortranarray({name})"
+        layout, *axes = _likely_layout(spec)
+        sizes = ", ".join(f"{axis} {n}" for axis, n in zip((*axes, "head_dim"), shape, strict=True))
+        remedy = f"layout={layout!r} ({sizes})? Or copy it with asfortranarray({name})"
+        return f"{text}. {name} has shape {shape} in C order: {remedy}"
+    if min(spec.strides) < 0:
+        return (
+            f"{name} has strides {spec.strides} bytes; cuDNN does not support negative strides: copy it with "
+            f"asfortranarray({name})"
+        )
+    return ""
+
+
+def _likely_layout(spec: TensorSpec) -> tuple[str, ...]:
+    """The layout that an array in C order probably has, and its axes before head_dim: seq is longer than heads."""
+    if len(spec.shape) == 3:
+        return "thd", "total", "heads"
+    # (batch, seq, heads, head_dim) split and transposed has a smaller stride along the heads
+    if spec.shape[2] > spec.shape[1] or spec.strides[2] > spec.strides[1]:
+        return "bhsd", "batch", "heads", "seq"
+    return "bshd", "batch", "seq", "heads"
+
+
+def density_obstacle(spec: TensorSpec) -> str:
+    """Why cuDNN cannot read an array without a head dim: it ignores strides; empty if it can."""
+    if spec.dense:
+        return ""
+    dense = dense_strides(spec.shape, ITEMSIZE[spec.dtype])
+    return f"{spec.name} has strides {spec.strides} bytes; cuDNN requires {dense}: allocate it with order='F'"
+
+
 def check_writable(spec: TensorSpec) -> None:
     """Check that no two elements of a result share memory."""
     if 0 in spec.shape:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from ..arrays.argument import arrays_on_gpu, check_results, read_array
+from ..arrays.layouts import check_strides_of
 from ..device import cupy_runtime, driver
 from ..device.blocks import BLOCK
 from ..problem.problem import row_stats_shape
@@ -247,7 +248,7 @@ def check(q: Any, k: Any, v: Any, mask: Any, options: Mapping[str, Any]) -> Size
     for name, array in (("q", q), ("k", k), ("v", v)):
         if getattr(array, "ndim", 0) != 4:
             raise ValueError(f"{name} has shape {getattr(array, 'shape', None)}; with a block mask it must be (D, H, S, B)")
-        check_rows(name, array)
+        check_strides_of(name, array, required=cupy_runtime.is_array(array))
     (_, hq, sq, batch), (_, hkv, skv, _) = q.shape, k.shape
     if k.shape[1:] != v.shape[1:] or k.shape[3] != batch or q.shape[0] != k.shape[0] or not q.dtype == k.dtype == v.dtype:
         raise ValueError(
@@ -295,20 +296,6 @@ def check_arrays(arrays: Mapping[str, Any], sinks: Any, results: Sequence[str]) 
     for one in needed:
         check_spec(make_spec(one.name, arguments[one.name].signature), one)
         if one.name != "stats":
-            check_rows(one.name, passed[one.name])
+            check_strides_of(one.name, passed[one.name], required=cupy_runtime.is_array(q))
     written = [(passed[one.name], one) for one in needed if one.writable]
     check_results(written, {name: array for name, array in passed.items() if name not in results})
-
-
-def check_rows(name: str, array: Any) -> None:
-    """Check that the first axis of an array of the GPU is contiguous: kernels access several elements at once.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if cupy_runtime.is_array(array) and array.strides[0] != array.itemsize and array.size and len(array) > 1:
-        axis = "head_dim" if array.ndim == 4 else "the heads"
-        raise ValueError(
-            f"{name} has a stride of {array.strides[0]} bytes along {axis}; an element has {array.itemsize}: axis 0 must be "
-            f"contiguous. Copy it with cupy.asfortranarray({name})"
-        )

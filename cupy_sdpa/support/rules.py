@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ..errors import Unsupported
 from ..problem.problem import CU_SEQLENS, KEY_ARRAYS, QUERY_ARRAYS, ROW_STATS, Problem, has_ragged_alibi, writes_dq_directly
-from ..problem.tensor_spec import ITEMSIZE, TensorSpec, dense_strides
+from ..problem.tensor_spec import ITEMSIZE, TensorSpec, density_obstacle, stride_obstacle
 from ..version import MINIMUM_CUDNN, version_text
 from . import fp8_rules
 
@@ -85,20 +85,13 @@ def _head_dim(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
 def _contiguous(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     for spec in _large_arrays(problem):
         if spec.strides[0] != ITEMSIZE[spec.dtype]:
-            yield (
-                f"{spec.name} has a stride of {spec.strides[0]} bytes along head_dim; an element has {ITEMSIZE[spec.dtype]}: "
-                f"axis 0 must be contiguous. Copy it with cupy.asfortranarray({spec.name}); "
-                "pass an array in C order (batch, seq, heads, head_dim) as x.T"
-            )
+            yield stride_obstacle(spec)
 
 
 def _negative(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     for spec in _large_arrays(problem):
-        if min(spec.strides) < 0:
-            yield (
-                f"{spec.name} has strides {spec.strides} bytes; cuDNN does not support negative strides: "
-                f"copy it with cupy.asfortranarray({spec.name})"
-            )
+        if spec.strides[0] == ITEMSIZE[spec.dtype] and (text := stride_obstacle(spec)):
+            yield text
 
 
 def _aligned_strides(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
@@ -124,9 +117,8 @@ def _aligned_memory(problem: Problem, cudnn: int, capability: int) -> Iterator[s
 def _dense_stats(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     large = {*QUERY_ARRAYS, *KEY_ARRAYS, *CU_SEQLENS, "page_table"} - set(ROW_STATS)
     for spec in problem.tensors:
-        if spec.name not in large and not spec.dense:
-            dense = dense_strides(spec.shape, ITEMSIZE[spec.dtype])
-            yield f"{spec.name} has strides {spec.strides} bytes; cuDNN requires {dense}: allocate it with order='F'"
+        if spec.name not in large and (text := density_obstacle(spec)):
+            yield text
 
 
 def _grid(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:

@@ -107,7 +107,7 @@ def heads(words: list[str], count: int, query_heads: int, key_heads: int, head_d
     q = (k[:, :, None] * sharpness[:, None]).reshape(count, query_heads, head_dim)
 
     mix = np.random.default_rng(1865).standard_normal((key_heads, head_dim, head_dim), np.float32)
-    v = np.einsum("shd,hde->she", k, mix, optimize=True)
+    v = np.ascontiguousarray(np.einsum("shd,hde->she", k, mix, optimize=True))
     # (batch, seq, heads, head_dim) in C order is (head_dim, heads, seq, batch) in Fortran order
     return q[None].T, k[None].T, v[None].T
 

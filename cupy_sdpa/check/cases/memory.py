@@ -32,6 +32,16 @@ def parse_layout(layout: str) -> tuple[str, dict[str, str]]:
     return letters[0], {axis: suffix for suffix, axis in re.findall(r"([+*-])([a-z])", layout)}
 
 
+def named_layout(case: Case) -> dict[str, Any]:
+    """The option ``layout`` of a case whose arrays need it: on the CPU it confirms strides that a GPU cannot read.
+
+    >>> named_layout(Case(layouts={"k": "hdsb"}))
+    {'layout': 'dhsb'}
+    """
+    needed = any(layout != "qkv" and (layout[0] != "d" or "-" in layout) for layout in case.layouts.values())
+    return {"layout": "dht" if "packed" in case.options else DENSE} if case.engine == "cpu" and needed else {}
+
+
 def bits_of(array: Any) -> Any:
     """A view as unsigned integers; all bits set is NaN in every floating-point dtype."""
     return array.view(f"u{array.dtype.itemsize}")

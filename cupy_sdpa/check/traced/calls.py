@@ -13,7 +13,7 @@ import cupy_sdpa
 
 from ..cases.case import Case, Packed, Paged
 from ..cases.data import build, call_options
-from ..cases.memory import memory_of
+from ..cases.memory import memory_of, named_layout
 from ..verify.execute import arrays_in_fp8
 from .convert import case_of
 from .entry import Entry
@@ -56,7 +56,7 @@ def replayed(entry: Entry, engine: str) -> Replayed:
     memory.load(arrays | {f"tensors/{name}": x for name, x in data.tensors.items()})
     views = memory.views
     tensors = {name.removeprefix("tensors/"): x for name, x in views.items() if name.startswith("tensors/")}
-    options = call_options(case, views, tensors, 0)
+    options = call_options(case, views, tensors, 0) | named_layout(case)
     q, k, v = arrays_in_fp8(case, views) if "fp8" in case.options else [views[name] for name in "qkv"]
     flags: dict[str, Any] = {"deterministic": True} if "deterministic" in case.options else {}
     operations = 2.0 * case.b * case.hq * visible_pairs(case) * (case.d + case.dv) * OPERATIONS[entry.call]

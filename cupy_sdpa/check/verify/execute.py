@@ -15,7 +15,7 @@ from cupy_sdpa import fp8
 
 from ..cases.case import Case
 from ..cases.data import FORMATS, FP8_SCALE, Data, build, call_options, dropout_options, dtype_of
-from ..cases.memory import Memory, memory_of
+from ..cases.memory import Memory, memory_of, named_layout
 from .inputs import Inputs
 from .oracle import Results, evaluate
 from .outcome import Outcome
@@ -84,7 +84,8 @@ def arrays_in_fp8(case: Case, views: dict[str, Any]) -> list[Any]:
     dtype = case.options["fp8"]
     amax = FORMATS[dtype].largest / FP8_SCALE
     lengths = {"q": views.get("seq_lens_q")} | dict.fromkeys("kv", None if case.paged else views.get("seq_lens_kv"))
-    return [fp8.DelayedScaling(views[x], 1, dtype, amax=amax).quantize(views[x], lengths=lengths[x]) for x in "qkv"]
+    scaling = functools.partial(fp8.DelayedScaling, history=1, dtype=dtype, amax=amax)
+    return [scaling(views[x]).quantize(views[x], lengths=lengths[x], **named_layout(case)) for x in "qkv"]
 
 
 class CaseRunner:
@@ -140,7 +141,7 @@ class CaseRunner:
         """The options of the forward call."""
         tensors = {name.removeprefix("tensors/"): x for name, x in memory.views.items() if name.startswith("tensors/")}
         options = call_options(self.case, memory.views, tensors, index)
-        return options | ({} if self.block_mask is None else {"block_mask": self.block_mask})
+        return options | named_layout(self.case) | ({} if self.block_mask is None else {"block_mask": self.block_mask})
 
     @functools.cached_property
     def block_mask(self) -> Any:
@@ -288,7 +289,7 @@ class CaseRunner:
         memory = self.allocate()
         self.load(memory, index)
         views = memory.views
-        names = ("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
+        names = ("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv", "layout")
         options = {name: x for name, x in self.options(memory, index).items() if name in names}
         if self.case.paged:  # the random numbers are those of dense arrays
             options = {}

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ...arrays.argument import read_array
+from ...arrays.layouts import check_strides_of
 from ...calls.options import ARRAYS, check_names, read_scale, read_settings
 from ...calls.user_functions import FUNCTIONS, check_tensors, function_identities
 from ...device import cupy_runtime
@@ -61,6 +62,8 @@ def configure(
         expected = (3 if packed else 4) - (name == "stats")
         if argument.array.ndim != expected:
             raise ValueError(f"{name} has {argument.array.ndim} dimensions {argument.array.shape}; it needs {expected}")
+        if name != "stats" and options.get("layout") is None:
+            check_strides_of(name, argument.array)
     queries, keys = _packed_layouts(options, size) if packed else _dense_layouts(q.shape[2], k.shape[2], size, seqlens)
     for name, layout in (("q", queries), ("k", keys), ("v", keys), ("dout", queries), ("out", queries)):
         if name in given and given[name].array.shape[2] != layout.share(rank):

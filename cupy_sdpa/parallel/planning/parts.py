@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...attention import attention, attention_backward
+from ...calls.call import stats_are
 from ...device import cupy_runtime, memory
 from ...device.merge import accumulate
 from ...helpers import merge_unchecked
@@ -275,6 +276,7 @@ def gradients(part: Part, arrays: Sequence[Any], k: Any, v: Any, packed: bool, o
         dense = cupy_runtime.temporary(final, final.shape, final.dtype)
         dense[...] = final
         final = dense
-    return attention_backward(
-        rows.of(dout, 2), rows.of(q, 2), part.keys.of(k, 2), part.keys.of(v, 2), rows.of(out, 2), final, **options
-    )
+    with stats_are("part"):
+        return attention_backward(
+            rows.of(dout, 2), rows.of(q, 2), part.keys.of(k, 2), part.keys.of(v, 2), rows.of(out, 2), final, **options
+        )
