@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import numbers
 import types
@@ -263,18 +262,18 @@ def rotation_of(head_dim: int) -> int:
     return max(head_dim & -head_dim, 1)
 
 
-@functools.cache
-def _hadamard(n: int) -> Any:
-    """The normalized Hadamard matrix (Sylvester 1867), which is its own inverse."""
-    matrix = np.ones((1, 1))
-    while len(matrix) < n:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    return (matrix / math.sqrt(n)).astype(np.float32)
-
-
 def rotate(x: Any, rotation: int) -> Any:
-    """A float32 numpy array with parts of the first axis multiplied by a Hadamard matrix."""
+    """A float32 numpy array with parts of the first axis multiplied by a normalized Hadamard matrix, which is its own inverse.
+
+    The matrix is Sylvester's (1867), computed by a Walsh-Hadamard transform: with the operations of the kernels
+    (:data:`cupy_sdpa.device.dtypes.ROTATION`), hence the same bits.
+    """
     if rotation == 1:
         return x
-    parts = x.reshape((rotation, len(x) // rotation, *x.shape[1:]), order="F")
-    return np.tensordot(_hadamard(rotation), parts, 1).reshape(x.shape, order="F")
+    step = 1
+    with np.errstate(invalid="ignore", over="ignore"):  # infinities and NaN propagate as on a GPU
+        while step < rotation:
+            pairs = x.reshape((step, 2, len(x) // (2 * step), *x.shape[1:]), order="F")
+            x = np.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], axis=1).reshape(x.shape, order="F")
+            step *= 2
+    return x * np.float32(1 / math.sqrt(rotation))

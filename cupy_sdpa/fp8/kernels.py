@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..device import cupy_runtime
-from ..device.dtypes import ROTATION, TYPES
+from ..device.dtypes import PACK, ROTATION, TYPES
 from ..device.kernels import declaration, struct
 from ..problem.tensor_spec import FP8_LARGEST, dtype_name
 
@@ -172,13 +172,7 @@ __device__ void read(const Array& a, long long u, float* x) {
     rotate(x, (int)a.rotation);
 }
 __device__ void write(const Array& a, long long u, const float* x, float scale) {
-    if (u >= a.units) return;
-    uint2 packed = make_uint2(0, 0);
-    for (int i = 0; i < 4; ++i) {
-        packed.x |= to_fp8(x[i] * scale) << 8 * i;
-        packed.y |= to_fp8(x[i + 4] * scale) << 8 * i;
-    }
-    ((uint2*)a.target)[u] = packed;
+    if (u < a.units) ((uint2*)a.target)[u] = pack(x, scale);
 }
 // The bits of a magnitude are in the order of the magnitudes, and those of NaN are the largest.
 __device__ unsigned magnitude(const float* x) {
@@ -289,7 +283,7 @@ def kernel(source: str, dtype: str, name: str) -> Any:
     }  # fmt: skip
     defined = "".join(f"#define {key} {value}\n" for key, value in names.items())
     return cupy_runtime.cupy().RawKernel(
-        f"{of.header}{defined}{TYPES[dtype].header}{ROTATION}{declaration('Array', _Array)}\ntypedef {of.name} Source;{_READ}"
+        f"{of.header}{defined}{TYPES[dtype].header}{ROTATION}{PACK}{declaration('Array', _Array)}\ntypedef {of.name} Source;{_READ}"
         f'extern "C" __global__ void cupy_sdpa_fp8_{name}{_BODIES[name]}',
         f"cupy_sdpa_fp8_{name}",
     )
@@ -309,8 +303,8 @@ def _dequantize_kernel(target: str, dtype: str) -> Any:
                 const uint2 packed = u < units ? from[u] : make_uint2(0, 0);
                 float x[8];
                 for (int i = 0; i < 4; ++i) {{
-                    x[i] = from_fp8(packed.x >> 8 * i & 0xff) * *descale;
-                    x[i + 4] = from_fp8(packed.y >> 8 * i & 0xff) * *descale;
+                    x[i] = __fmul_rn(from_fp8(packed.x >> 8 * i & 0xff), *descale);
+                    x[i + 4] = __fmul_rn(from_fp8(packed.y >> 8 * i & 0xff), *descale);
                 }}
                 rotate(x, (int)rotation);
                 alignas(16) Target values[8];
