@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import numbers
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -205,6 +207,17 @@ class Fp8Array:
         strides = [abs(stride) if n > 1 else 0 for n, stride in zip(self.shape, self.data.strides, strict=True)]
         return tuple(sorted(range(self.ndim), key=lambda i: (self.rotated and i != self.axis, not strides[i], strides[i], i)))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The parts of a copy, for ``copy.deepcopy`` and ``pickle``: the elements in C order, which copies keep."""
+        axes = self._memory_order()[::-1]
+        back = tuple(axes.index(axis) for axis in range(self.ndim))
+        factors = (self._descale, self._scale) if self._factors is None else (self.descale, self.scale)
+        return _restored, (self.data.transpose(axes), back, *factors, self.dtype, self.rotated, self.axis)
+
+    def __copy__(self) -> Fp8Array:
+        """An independent copy, as of other arrays."""
+        return copy.deepcopy(self)
+
     def __repr__(self) -> str:
         return f"<Fp8Array {self.dtype} {self.shape}{', rotated' if self.rotated else ''}>"
 
@@ -215,6 +228,12 @@ def made(data: Any, descale: Any, scale: Any, dtype: str, *, rotated: bool = Fal
     array.data, array.dtype, array.rotated, array._descale, array._scale = data, dtype, rotated, descale, scale
     array.axis, array._factors, array._reciprocal = axis, None, None
     return array
+
+
+def _restored(data: Any, axes: Sequence[int], *given: Any) -> Fp8Array:
+    """An FP8 array of the parts that its ``__reduce__`` gives."""
+    descale, scale, dtype, rotated, axis = given
+    return made(data.transpose(axes), descale, scale, dtype, rotated=rotated, axis=axis)
 
 
 def of_factors(data: Any, factors: Any, place: int, dtype: str, *, rotated: bool, axis: int) -> Fp8Array:

@@ -73,10 +73,10 @@ ARRAYS = np.dtype([("arrays", struct(_Array), MAX_ARRAYS)])
 
 
 def write_factors(conversions: Sequence[Conversion], dtype: str, headroom: float) -> None:
-    """Write the factors of arrays as if their largest magnitudes were larger by a factor; two launches, no conversion."""
+    """Write the factors of arrays as if their largest finite magnitudes were larger by a factor; two launches."""
     grid, arguments, source = _launch(conversions)
     amax = cupy_runtime.empty(grid, np.uint32)
-    kernel(source, dtype, "amax")(grid, (THREADS,), (arguments, amax))
+    kernel(source, dtype, "finite_amax")(grid, (THREADS,), (arguments, amax))
     numbers = np.int64(grid[0]), np.float32(headroom)
     kernel(source, dtype, "factors")(grid[1:], (THREADS,), (arguments, amax, *numbers))
 
@@ -180,6 +180,14 @@ __device__ unsigned magnitude(const float* x) {
     for (int i = 0; i < 8; ++i) largest = max(largest, __float_as_uint(x[i]) & 0x7fffffffu);
     return largest;
 }
+__device__ unsigned finite_magnitude(const float* x) {
+    unsigned largest = 0;
+    for (int i = 0; i < 8; ++i) {
+        const unsigned bits = __float_as_uint(x[i]) & 0x7fffffffu;
+        if (bits < 0x7f800000u) largest = max(largest, bits);
+    }
+    return largest;
+}
 // The largest magnitude of a block in thread 0.
 __device__ unsigned of_block(unsigned largest) {
     __shared__ unsigned parts[THREADS];
@@ -197,8 +205,9 @@ __device__ void factors_of(float amax, float& scale, float& descale) {
     scale = small ? 1.0f : (float)MOST / amax;
     descale = small ? 1.0f : amax / (float)MOST;
 }
-// Add a magnitude to the history, and compute the next factors from its maximum.
+// Add a magnitude to the history, if it is finite, and compute the next factors from its maximum.
 __device__ void advance(float* state, unsigned amax, long long length) {
+    if (amax >= 0x7f800000u) return;
     unsigned* const counters = (unsigned*)state + 2;
     unsigned* const history = (unsigned*)state + HISTORY;
     history[counters[2]] = amax;
@@ -240,7 +249,7 @@ _BODIES = {
         for (unsigned i = threadIdx.x; i < blocks; i += THREADS) largest = max(largest, amax[blockIdx.x * blocks + i]);
         largest = of_block(largest);
         float* const factors = (float*)arrays.arrays[blockIdx.x].factors;
-        if (threadIdx.x == 0) factors_of(__uint_as_float(largest) * headroom, factors[0], factors[STEP]);
+        if (threadIdx.x == 0) factors_of(fminf(__uint_as_float(largest) * headroom, 3.4028235e38f), factors[0], factors[STEP]);
     }""",
     "delayed": """(const Arrays arrays, float* state, long long length) {
         const Array& a = arrays.arrays[0];
@@ -270,6 +279,8 @@ _BODIES = {
         advance(state, __float_as_uint(*amax) & 0x7fffffffu, length);
     }""",
 }
+#: The same for the finite numbers of an array.
+_BODIES["finite_amax"] = _BODIES["amax"].replace("magnitude(x)", "finite_magnitude(x)")
 
 
 @functools.cache
@@ -283,7 +294,8 @@ def kernel(source: str, dtype: str, name: str) -> Any:
     }  # fmt: skip
     defined = "".join(f"#define {key} {value}\n" for key, value in names.items())
     return cupy_runtime.cupy().RawKernel(
-        f"{of.header}{defined}{TYPES[dtype].header}{ROTATION}{PACK}{declaration('Array', _Array)}\ntypedef {of.name} Source;{_READ}"
+        f"{of.header}{defined}{TYPES[dtype].header}{ROTATION}{PACK}"
+        f"{declaration('Array', _Array)}\ntypedef {of.name} Source;{_READ}"
         f'extern "C" __global__ void cupy_sdpa_fp8_{name}{_BODIES[name]}',
         f"cupy_sdpa_fp8_{name}",
     )

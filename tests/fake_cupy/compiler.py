@@ -204,7 +204,10 @@ def compiled(source: str) -> ctypes.CDLL:
             code, module, target = files
             code.write_text(source)
             # two runs: with the sanitizer's option the linker needs its library, of which _CUDA has the only function
-            for inputs in ([*_OPTIONS, *_fused(), f"-I{_INCLUDE}", "-c", "-o", module, code], ["-shared", "-o", target, module]):
+            for inputs in (
+                [*_OPTIONS, *_fused(), f"-I{_INCLUDE}", "-c", "-o", module, code],
+                ["-shared", "-o", target, module],
+            ):
                 done = subprocess.run([program, *inputs], capture_output=True, text=True, check=False)
                 assert done.returncode == 0, f"{done.stderr}\n{source}"
             module.unlink()
