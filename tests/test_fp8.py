@@ -217,6 +217,24 @@ def test_delayed_scaling_of_an_output(fake):
             assert float(scaling.scale[0]) == wanted
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("rotated", [False, True])
+def test_delayed_scaling_ignores_what_is_not_finite(value, rotated, fake):
+    """An array with NaN or an infinity, or such an output, changes neither the history nor the next scales."""
+    x = np.ones((16, 1, 2, 1), np.float32, order="F")
+    bad = x.copy(order="F")
+    bad[3, 0, 1, 0] = value
+    for put in (np.asarray, fake.asarray):
+        scaling = fp8.DelayedScaling(put(x), 2, rotate=rotated, amax=7.0)
+        found = []
+        for y in (bad, 3 * x, bad, x):
+            scaling.quantize(put(y))
+            scaling.update(put(np.full(1, value, np.float32)))
+            found.append(float(get(scaling.scale)[0]))
+        largest = 4.0 if rotated else 1.0
+        np.testing.assert_allclose(found, [64, 448 / max(7, 3 * largest), 448 / max(7, 3 * largest), 448 / (3 * largest)])
+
+
 def test_a_captured_conversion_advances_its_history(fake):
     """The history is in the GPU's memory: replays of a CUDA graph use the scale of the replay before."""
     scaling = fp8.DelayedScaling(fake.zeros(1), 1)

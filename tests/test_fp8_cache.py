@@ -157,6 +157,32 @@ def test_a_step_without_tokens_sets_no_scale(rotated, engine):
     assert (engine.get(cache.keys().scale) != engine.get(cache.values().scale)) == rotated
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("packed", [False, True])
+def test_first_tokens_that_are_not_finite(value, packed, engine):
+    """The scale is that of the other numbers, so later tokens are not lost."""
+    x = normal(np.random.default_rng(0), 32, 2, 4, 3)
+    x[3, 1, 2, 0] = 0
+    largest = float(np.abs(x).max())
+    x[3, 1, 2, 0] = value
+    given = engine.put(x.reshape(32, 2, 12, order="F") if packed else x)
+    cache = make(engine, layers=1)
+    cache.append(given, given, counts=[4, 4, 4])
+    np.testing.assert_allclose(engine.get(cache.values().scale), 448 / (HEADROOM * np.float32(largest)), rtol=1e-6)
+
+
+def test_a_head_dim_that_is_not_rotated():
+    """Refused when the cache is made: no keys and queries would fit to it."""
+    with pytest.raises(ValueError, match=r"head_dim is 5 and rotate is True; an odd head_dim .*rotate=False"):
+        KVCache(5, 1, pages=2, batch=1, dtype="float8_e4m3fn", rotate=True, numpy=True)
+    KVCache(5, 1, pages=2, batch=1, dtype="float8_e4m3fn", numpy=True)
+    cache = KVCache(6, 1, pages=2, batch=1, dtype="float8_e4m3fn", rotate=True, head_dim_v=5, numpy=True)
+    k, v, q = (np.ones((d, 1, 1, 1), np.float32) for d in (6, 5, 6))
+    cache.append(k, v)
+    pages = {"page_table": cache.table, "seq_lens_kv": cache.lengths}
+    np.testing.assert_allclose(attention(q, cache.keys(), cache.values(), **pages), v, rtol=0.1)
+
+
 #: Query heads, and Hkv; queries of each step; the options.
 STEPS = {
     "grouped": (8, 2, (40, 1, 1, 3, 1), {}), "one head of a group": (2, 2, (33, 1, 1, 2, 1), {}),
