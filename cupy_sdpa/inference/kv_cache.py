@@ -51,7 +51,8 @@ class KVCache(CacheState):
         k_scale, v_scale: the scales of FP8 keys and values, which are multiplied by them and rounded: a number, or a number for
             each layer. Values beyond the largest number of the dtype divided by the scale saturate. By default that of twice
             the largest magnitude of the first tokens of a layer; if these are an FP8 array, its scale.
-        rotate: whether FP8 keys are rotated, see :func:`cupy_sdpa.fp8.quantize`. FP8 queries must then be rotated as well.
+        rotate: whether FP8 keys are rotated, see :func:`cupy_sdpa.fp8.quantize`; D must be even. FP8 queries must then be
+            rotated as well.
         numpy: whether the cache consists of numpy arrays; otherwise of arrays on CuPy's current device.
 
     Attributes:
