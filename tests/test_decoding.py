@@ -260,3 +260,42 @@ def test_a_sequence_does_not_depend_on_the_batch(name, engine):
         again = alone(engine, rng, name, tokens, counts, others, place, batch)
         for one, other in zip(first, again, strict=True):
             np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("offset", [1, 4])
+@pytest.mark.parametrize("sq", [1, 3])
+def test_queries_at_any_address(sq, offset, fake):
+    """Vector loads need aligned addresses: queries that begin elsewhere give the same bits."""
+    rng = np.random.default_rng(0)
+    cache = KVCache(8, 1, pages=20, batch=2, page_size=4, dtype="float16")
+    x = fake.asarray(np.asfortranarray(rng.standard_normal((8, 1, 30, 2)).astype(np.float16)))
+    cache.append(x, x)
+    values = rng.standard_normal(8 * 4 * sq * 2 + offset).astype(np.float16)
+    shape = (8, 4, sq, 2)
+    whole = fake.asarray(values)
+    q = whole[offset:].reshape(shape, order="F")
+    assert q.data.ptr % 16
+    pages = {"page_table": cache.table, "seq_lens_kv": cache.lengths, "causal": "bottom_right", "num_splits": 2}
+    wanted = attention(
+        fake.asarray(np.asfortranarray(values[offset:].reshape(shape, order="F"))), cache.keys(), cache.values(), **pages
+    )
+    found = attention(q, cache.keys(), cache.values(), **pages)
+    np.testing.assert_array_equal(found.get(), wanted.get())
+
+
+@pytest.mark.parametrize("batch", [2, 3])
+def test_lengths_with_gaps(batch, fake):
+    """Every other element of an array: the elements between are not read."""
+    rng = np.random.default_rng(0)
+    cache = KVCache(8, 1, pages=40, batch=batch, page_size=4, dtype="float16")
+    x = fake.asarray(np.asfortranarray(rng.standard_normal((8, 1, 30, batch)).astype(np.float16)))
+    cache.append(x, x, counts=[30, 9, 17][:batch])
+    q = fake.asarray(np.asfortranarray(rng.standard_normal((8, 4, 2, batch)).astype(np.float16)))
+    options = {"causal": "bottom_right", "num_splits": 2, "page_table": cache.table}
+    lengths = [cache.lengths, fake.asarray(np.full(batch, 2, np.int32))]
+    wide = [fake.asarray(np.repeat(n.get(), 2) * np.tile([1, 0], batch).astype(np.int32)) for n in lengths]
+    found, wanted = (
+        attention(q, cache.keys(), cache.values(), seq_lens_kv=kv, seq_lens_q=of_q, **options)
+        for kv, of_q in ((n[::2] for n in wide), lengths)
+    )
+    np.testing.assert_array_equal(found.get(), wanted.get())

@@ -41,7 +41,7 @@ class Model:
             [bits(self.engine.get(x)).copy() for x in arrays],
             copy.deepcopy(vars(cache._pages)),
             repr(cache),
-            cache._announced,
+            cache._step,
         )
 
     def unchanged(self, error, match, function, *args, **more):
@@ -281,7 +281,6 @@ REFUSED = {
     "dense_tokens": (lambda s: s.cache.append(s.x, s.x, counts=[2, 0]), ValueError, r"S = 1 tokens, .* maximum of counts is 2"),
     "packed_tokens": (lambda s: s.cache.append(s.packed, s.packed, counts=[1, 1]), ValueError, "T = 3 tokens, .* sum of counts is 2"),
     "packed_counts": (lambda s: s.cache.append(s.packed, s.packed), ValueError, "packed arrays need .* counts="),
-    "announced_counts": (lambda s: s.cache.append(s.x, s.x, 1, counts=[1, 0]), ValueError, r"\[1, 0\], .* announced with \[3, 1\]"),
     "fork_full": (lambda s: s.cache.fork(0, 1), ValueError, r"target, sequence 1, has 1 tokens; call release\(1\) first"),
     "fork_range": (lambda s: s.cache.fork(2, 1), ValueError, "sequence is 2; the cache has 2, from 0 to 1"),
     "truncate_longer": (lambda s: s.cache.truncate(1, 2), ValueError, "length is 2, but sequence 1 has 1 tokens"),
@@ -302,6 +301,66 @@ def test_refused_calls(name, small, engine):
     np.testing.assert_equal(after, before)
     assert repr(small.cache) == "<KVCache: 2 of 2 sequences, 4 tokens, 3 of 3 pages, 2 layers>"
     small.cache.begin_step(0)
+
+
+#: Appends of two layers, the second of which is refused, and words of the message.
+WRONG_LAYERS = {
+    "no_layer": (lambda s: s.cache.append(s.x, s.x), RuntimeError, r"layers \[1\] of this step are not appended; .*layer=.*cancel_step"),
+    "twice": (lambda s: s.cache.append(s.x, s.x, 0, counts=1), RuntimeError, r"layers \[1\] of this step are not appended"),
+    "begin_step": (lambda s: s.cache.begin_step(), RuntimeError, r"before begin_step\(\), or call cancel_step"),
+    "fork": (lambda s: s.cache.fork(0, 1), RuntimeError, r"before fork\(\)"),
+    "release": (lambda s: s.cache.release(0), RuntimeError, r"before truncate\(\)"),
+    "other_counts": (lambda s: s.cache.append(s.x, s.x, 1, counts=[1, 0]), ValueError, r"\[1, 0\], .* announced with \[1, 1\]"),
+    "other_tokens": (lambda s: s.cache.append(*[s.new(4, 2, 2, 2)] * 2, 1), ValueError, "S = 2 tokens in layer 1, but 1 in layer 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG_LAYERS)
+def test_a_step_has_every_layer_once(name, small):
+    """Layers that lack the tokens of a step would be attended to as zeros: the next step and changes of pages are refused."""
+    small.cache.release(0)
+    small.cache.append(small.x, small.x)
+    call, error, match = WRONG_LAYERS[name]
+    before = small.cache.host_lengths.tolist()
+    with pytest.raises(error, match=match):
+        call(small)
+    assert small.cache.host_lengths.tolist() == before == [1, 2]
+    small.cache.append(small.x, small.x, 1)
+    with pytest.raises(RuntimeError, match="no step has begun; append layer 0 first"):
+        small.cache.append(small.x, small.x, 1)
+
+
+def test_a_layer_is_appended_once(engine):
+    """The layer that is missing is named."""
+    cache = KVCache(4, 1, pages=4, batch=1, layers=3, dtype="float16", **engine.options)
+    x = engine.put(np.ones((4, 1, 2, 1), np.float16, order="F"))
+    cache.append(x, x)
+    cache.append(x, x, 2)
+    with pytest.raises(RuntimeError, match=r"layer 2 of this step is appended already; layers \[1\] are not: pass layer="):
+        cache.append(x, x, 2)
+    cache.append(x, x, 1)
+
+
+@pytest.mark.parametrize("appended", [0, 1, 2])
+def test_a_step_is_cancelled(appended, small, engine):
+    """Its tokens and pages are removed, whichever layers were appended; later steps are as without it."""
+    cache = small.cache
+    cache.truncate(0, 1)
+    before = [engine.get(x).copy() for x in (cache.lengths, cache.full_table)]
+    cache.begin_step([2, 1])
+    for layer in range(appended):
+        cache.append(*[small.new(4, 2, 2, 2)] * 2, layer)
+    if appended == cache.layers:
+        with pytest.raises(RuntimeError, match=r"every layer of the last step is appended; truncate\(\)"):
+            cache.cancel_step()
+        return
+    cache.cancel_step()
+    for x, y in zip(before, (cache.lengths, cache.full_table), strict=True):
+        np.testing.assert_array_equal(engine.get(y), x)
+    assert (cache.host_lengths.tolist(), cache.free_pages) == ([1, 1], 1)
+    for layer in range(2):
+        cache.append(small.x, small.x, layer)
+    assert engine.get(cache.lengths).tolist() == [2, 2]
 
 
 #: Calls in the wrong order after ``begin_step``, and a part of the message.

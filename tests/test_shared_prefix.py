@@ -13,7 +13,7 @@ from cupy_sdpa.device import cupy_runtime
 
 
 def draw(seed, xp, dtype):
-    """A random call of sequences that share their first pages, with NaN in pages that no sequence owns."""
+    """A random call of sequences that share their first pages, or were released, with NaN in pages that no sequence owns."""
     rng = np.random.default_rng(seed)
     pick = lambda *choices: choices[int(rng.integers(len(choices)))]  # noqa: E731
     d, dv, hkv, group, sq, b = pick(8, 16), pick(8, 16), pick(1, 2), pick(1, 3), pick(1, 2, 5), pick(1, 2, 7)
@@ -23,7 +23,9 @@ def draw(seed, xp, dtype):
     table = np.empty((prefix_pages + own_pages, b), np.int32, order="F")
     table[:prefix_pages] = order[:prefix_pages, None]
     table[prefix_pages:] = order[prefix_pages:-1].reshape((own_pages, b))
-    lengths = prefix + rng.integers(min(sq, own_pages * page), own_pages * page + 1, b).astype(np.int32)
+    lengths = prefix + rng.integers(0, own_pages * page + 1, b).astype(np.int32)
+    released = rng.random(b) < pick(0, 0.4)
+    lengths[released], table[:, released] = 0, 0
     k, v = (np.asfortranarray(rng.standard_normal((n, hkv, page, count)).astype(dtype)) for n in (d, dv))
     for pages in (k, v):
         pages[..., order[-1]] = np.nan
@@ -36,8 +38,6 @@ def draw(seed, xp, dtype):
         {"sinks": rng.standard_normal(hkv * group).astype("f4")},
     ]
     chosen = dict(pick(*options))
-    if own_pages * page < sq:
-        chosen.pop("causal", None)  # a query before the end of the prefix would not see all of it
     arrays = {name: xp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in chosen.items()}
     pages = {"page_table": xp.asarray(table), "seq_lens_kv": xp.asarray(lengths), **arrays}
     return [xp.asarray(x) for x in (q, k, v)], prefix, pages
@@ -58,7 +58,59 @@ def check(seed, xp, dtype, tolerance):
         assert shared_prefix_attention(q, k, v, prefix, **options, out=out) is out
         merged.append(out)
     for one, other in [*zip(got, (want, stats), strict=True), *((x, want) for x in merged)]:
-        np.testing.assert_allclose(one.get() if hasattr(one, "get") else one, other, rtol=tolerance, atol=tolerance)
+        found, kept = one.get() if hasattr(one, "get") else one, wide["seq_lens_kv"] > 0
+        np.testing.assert_allclose(found[..., kept], other[..., kept], rtol=tolerance, atol=tolerance)
+
+
+def check_released(xp, put, get):
+    """The sequences before the last one are released one after the other."""
+    rng = np.random.default_rng(0)
+    cache = KVCache(16, 1, pages=20, batch=3, page_size=4, dtype="float16", numpy=xp is np)
+    prompt, own, q = (np.asfortranarray(rng.standard_normal((16, h, n)).astype("f2")) for h, n in ((1, 8), (1, 6), (2, 6)))
+    cache.append(put(prompt), put(prompt), counts=[8, 0, 0])
+    for b in (1, 2):
+        cache.fork(0, b)
+    cache.append(put(own), put(own), counts=[2, 2, 2])
+    for released, sq in ((0, 1), (1, 2)):
+        queries = put(np.asfortranarray(q[:, :, : 3 * sq].reshape(16, 2, sq, 3)))
+        cache.release(released)
+        options = {"page_table": cache.table, "seq_lens_kv": cache.lengths, "causal": "bottom_right"}
+        wanted = get(attention(queries, cache.keys(), cache.values(), **options))
+        found = get(shared_prefix_attention(queries, cache.keys(), cache.values(), 8, **options))
+        np.testing.assert_allclose(found[..., released + 1 :], wanted[..., released + 1 :], rtol=1e-2, atol=1e-2)
+
+
+def test_after_a_release_on_numpy():
+    """The pages of the prefix are those of a sequence that has it."""
+    check_released(np, np.asarray, np.asarray)
+
+
+def test_after_a_release_on_the_fake_cupy(fake):
+    """With staging and kernels."""
+    check_released(fake, fake.asarray, lambda x: x.get())
+
+
+@pytest.mark.gpu
+def test_after_a_release_on_the_gpu(cupy):
+    """With cuDNN."""
+    check_released(cupy, cupy.asarray, cupy.asnumpy)
+
+
+@pytest.mark.parametrize(("sq", "own"), [(2, 0), (5, 0), (5, 2), (9, 0), (12, 3)])
+def test_more_queries_than_keys_after_the_prefix(sq, own):
+    """Queries before the end of the prefix attend to the part of it before them."""
+    rng = np.random.default_rng(0)
+    cache = KVCache(16, 1, pages=20, batch=2, page_size=4, dtype="float32", numpy=True)
+    x = np.asfortranarray(rng.standard_normal((16, 1, 8), np.float32))
+    cache.append(x, x, counts=[8, 0])
+    cache.fork(0, 1)
+    cache.append(x[:, :, :own], x[:, :, :own], counts=[own, 0])
+    q = np.asfortranarray(rng.standard_normal((16, 2, sq, 2), np.float32))
+    options = {"page_table": cache.table, "seq_lens_kv": cache.lengths, "causal": "bottom_right", "return_stats": True}
+    wanted = attention(q, cache.keys(), cache.values(), **options)
+    found = shared_prefix_attention(q, cache.keys(), cache.values(), 8, **options)
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -13,7 +13,8 @@ class CudaType(NamedTuple):
     header: str = ""
 
 
-#: A rotation, for the kernels that convert to and from FP8.
+#: A rotation, for the kernels that convert to and from FP8. Its operations are rounded one by one, in the order of
+#: :func:`cupy_sdpa.fp8.array.rotate`: every kernel and numpy compute the same bits.
 ROTATION = """
 // The Walsh-Hadamard transform of parts of n elements, divided by sqrt(n). Every thread of the warp calls it.
 __device__ void rotate(float* x, int n) {
@@ -21,15 +22,28 @@ __device__ void rotate(float* x, int n) {
         for (int i = 0; i < 8; ++i)
             if (!(i & step)) {
                 const float a = x[i], b = x[i + step];
-                x[i] = a + b;
-                x[i + step] = a - b;
+                x[i] = __fadd_rn(a, b);
+                x[i + step] = __fsub_rn(a, b);
             }
     for (int step = 1; step < n / 8; step *= 2)
         for (int i = 0; i < 8; ++i) {
             const float other = __shfl_xor_sync(0xffffffffu, x[i], step);
-            x[i] = threadIdx.x & step ? other - x[i] : x[i] + other;
+            x[i] = threadIdx.x & step ? __fsub_rn(other, x[i]) : __fadd_rn(x[i], other);
         }
-    if (n > 1) for (int i = 0; i < 8; ++i) x[i] *= rsqrtf((float)n);
+    float factor = 1;  // rsqrtf is not rounded correctly
+    for (int rest = n; rest > 1; rest /= 4) factor *= rest == 2 ? 0.70710678f : 0.5f;
+    if (n > 1) for (int i = 0; i < 8; ++i) x[i] = __fmul_rn(x[i], factor);
+}
+"""
+#: Eight numbers as FP8, for the same kernels.
+PACK = """
+__device__ uint2 pack(const float* x, float scale) {
+    uint2 packed = make_uint2(0, 0);
+    for (int i = 0; i < 4; ++i) {
+        packed.x |= to_fp8(__fmul_rn(x[i], scale)) << 8 * i;
+        packed.y |= to_fp8(__fmul_rn(x[i + 4], scale)) << 8 * i;
+    }
+    return packed;
 }
 """
 #: The conversions between float and FP8, and the type of an element.
@@ -55,10 +69,11 @@ __device__ unsigned to_fp8(float value) {
     return sign | (found < FP8_LARGEST ? found : FP8_LARGEST);
 #endif
 }
-// FP8 as a float; the exponent is shifted by a multiplication, which is exact.
+// FP8 as a float. No intermediate number is a subnormal float: CuPy compiles with -ftz=true, which replaces those by 0.
 __device__ float from_fp8(unsigned x) {
     const unsigned magnitude = x & 0x7f;
-    float value = __uint_as_float(magnitude << (23 - FP8_MANTISSA)) * __uint_as_float((254 - FP8_BIAS) << 23);
+    float value = __uint_as_float((magnitude << (23 - FP8_MANTISSA)) + ((127 - FP8_BIAS) << 23));
+    if (magnitude < 1 << FP8_MANTISSA) value = (float)magnitude * __uint_as_float((128 - FP8_BIAS - FP8_MANTISSA) << 23);
     const bool infinite = FP8_INFINITE && magnitude == FP8_LARGEST + 1;
     if (magnitude > FP8_LARGEST) value = __uint_as_float(infinite ? 0x7f800000 : 0x7fc00000);
     return x & 0x80 ? -value : value;

@@ -368,11 +368,6 @@ def _sum_kernel(dtype: str, out_dtype: str) -> Any:
     )
 
 
-def lengths_after(lengths: Any, prefix: int, out: Any) -> None:
-    """Write ``max(lengths - prefix, 0)``, int32 ``(B,)``."""
-    elementwise("int32 n, int32 p", "int32 y", "y = max(n - p, 0)", "lengths_after")(lengths, prefix, out)
-
-
 @functools.cache
 def elementwise(inputs: str, outputs: str, operation: str, name: str) -> Any:
     """An element-wise kernel of CuPy."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import functools
+import copy
 import math
 import numbers
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -206,6 +207,17 @@ class Fp8Array:
         strides = [abs(stride) if n > 1 else 0 for n, stride in zip(self.shape, self.data.strides, strict=True)]
         return tuple(sorted(range(self.ndim), key=lambda i: (self.rotated and i != self.axis, not strides[i], strides[i], i)))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The parts of a copy, for ``copy.deepcopy`` and ``pickle``: the elements in C order, which copies keep."""
+        axes = self._memory_order()[::-1]
+        back = tuple(axes.index(axis) for axis in range(self.ndim))
+        factors = (self._descale, self._scale) if self._factors is None else (self.descale, self.scale)
+        return _restored, (self.data.transpose(axes), back, *factors, self.dtype, self.rotated, self.axis)
+
+    def __copy__(self) -> Fp8Array:
+        """An independent copy, as of other arrays."""
+        return copy.deepcopy(self)
+
     def __repr__(self) -> str:
         return f"<Fp8Array {self.dtype} {self.shape}{', rotated' if self.rotated else ''}>"
 
@@ -216,6 +228,12 @@ def made(data: Any, descale: Any, scale: Any, dtype: str, *, rotated: bool = Fal
     array.data, array.dtype, array.rotated, array._descale, array._scale = data, dtype, rotated, descale, scale
     array.axis, array._factors, array._reciprocal = axis, None, None
     return array
+
+
+def _restored(data: Any, axes: Sequence[int], *given: Any) -> Fp8Array:
+    """An FP8 array of the parts that its ``__reduce__`` gives."""
+    descale, scale, dtype, rotated, axis = given
+    return made(data.transpose(axes), descale, scale, dtype, rotated=rotated, axis=axis)
 
 
 def of_factors(data: Any, factors: Any, place: int, dtype: str, *, rotated: bool, axis: int) -> Fp8Array:
@@ -263,18 +281,18 @@ def rotation_of(head_dim: int) -> int:
     return max(head_dim & -head_dim, 1)
 
 
-@functools.cache
-def _hadamard(n: int) -> Any:
-    """The normalized Hadamard matrix (Sylvester 1867), which is its own inverse."""
-    matrix = np.ones((1, 1))
-    while len(matrix) < n:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    return (matrix / math.sqrt(n)).astype(np.float32)
-
-
 def rotate(x: Any, rotation: int) -> Any:
-    """A float32 numpy array with parts of the first axis multiplied by a Hadamard matrix."""
+    """A float32 numpy array with parts of the first axis multiplied by a normalized Hadamard matrix, which is its own inverse.
+
+    The matrix is Sylvester's (1867), computed by a Walsh-Hadamard transform: with the operations of the kernels
+    (:data:`cupy_sdpa.device.dtypes.ROTATION`), hence the same bits.
+    """
     if rotation == 1:
         return x
-    parts = x.reshape((rotation, len(x) // rotation, *x.shape[1:]), order="F")
-    return np.tensordot(_hadamard(rotation), parts, 1).reshape(x.shape, order="F")
+    step = 1
+    with np.errstate(invalid="ignore", over="ignore"):  # infinities and NaN propagate as on a GPU
+        while step < rotation:
+            pairs = x.reshape((step, 2, len(x) // (2 * step), *x.shape[1:]), order="F")
+            x = np.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], axis=1).reshape(x.shape, order="F")
+            step *= 2
+    return x * np.float32(1 / math.sqrt(rotation))

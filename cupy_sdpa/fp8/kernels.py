@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..device import cupy_runtime
-from ..device.dtypes import ROTATION, TYPES
+from ..device.dtypes import PACK, ROTATION, TYPES
 from ..device.kernels import declaration, struct
 from ..problem.tensor_spec import FP8_LARGEST, dtype_name
 
@@ -73,10 +73,10 @@ ARRAYS = np.dtype([("arrays", struct(_Array), MAX_ARRAYS)])
 
 
 def write_factors(conversions: Sequence[Conversion], dtype: str, headroom: float) -> None:
-    """Write the factors of arrays as if their largest magnitudes were larger by a factor; two launches, no conversion."""
+    """Write the factors of arrays as if their largest finite magnitudes were larger by a factor; two launches."""
     grid, arguments, source = _launch(conversions)
     amax = cupy_runtime.empty(grid, np.uint32)
-    kernel(source, dtype, "amax")(grid, (THREADS,), (arguments, amax))
+    kernel(source, dtype, "finite_amax")(grid, (THREADS,), (arguments, amax))
     numbers = np.int64(grid[0]), np.float32(headroom)
     kernel(source, dtype, "factors")(grid[1:], (THREADS,), (arguments, amax, *numbers))
 
@@ -172,18 +172,20 @@ __device__ void read(const Array& a, long long u, float* x) {
     rotate(x, (int)a.rotation);
 }
 __device__ void write(const Array& a, long long u, const float* x, float scale) {
-    if (u >= a.units) return;
-    uint2 packed = make_uint2(0, 0);
-    for (int i = 0; i < 4; ++i) {
-        packed.x |= to_fp8(x[i] * scale) << 8 * i;
-        packed.y |= to_fp8(x[i + 4] * scale) << 8 * i;
-    }
-    ((uint2*)a.target)[u] = packed;
+    if (u < a.units) ((uint2*)a.target)[u] = pack(x, scale);
 }
 // The bits of a magnitude are in the order of the magnitudes, and those of NaN are the largest.
 __device__ unsigned magnitude(const float* x) {
     unsigned largest = 0;
     for (int i = 0; i < 8; ++i) largest = max(largest, __float_as_uint(x[i]) & 0x7fffffffu);
+    return largest;
+}
+__device__ unsigned finite_magnitude(const float* x) {
+    unsigned largest = 0;
+    for (int i = 0; i < 8; ++i) {
+        const unsigned bits = __float_as_uint(x[i]) & 0x7fffffffu;
+        if (bits < 0x7f800000u) largest = max(largest, bits);
+    }
     return largest;
 }
 // The largest magnitude of a block in thread 0.
@@ -203,8 +205,9 @@ __device__ void factors_of(float amax, float& scale, float& descale) {
     scale = small ? 1.0f : (float)MOST / amax;
     descale = small ? 1.0f : amax / (float)MOST;
 }
-// Add a magnitude to the history, and compute the next factors from its maximum.
+// Add a magnitude to the history, if it is finite, and compute the next factors from its maximum.
 __device__ void advance(float* state, unsigned amax, long long length) {
+    if (amax >= 0x7f800000u) return;
     unsigned* const counters = (unsigned*)state + 2;
     unsigned* const history = (unsigned*)state + HISTORY;
     history[counters[2]] = amax;
@@ -246,7 +249,7 @@ _BODIES = {
         for (unsigned i = threadIdx.x; i < blocks; i += THREADS) largest = max(largest, amax[blockIdx.x * blocks + i]);
         largest = of_block(largest);
         float* const factors = (float*)arrays.arrays[blockIdx.x].factors;
-        if (threadIdx.x == 0) factors_of(__uint_as_float(largest) * headroom, factors[0], factors[STEP]);
+        if (threadIdx.x == 0) factors_of(fminf(__uint_as_float(largest) * headroom, 3.4028235e38f), factors[0], factors[STEP]);
     }""",
     "delayed": """(const Arrays arrays, float* state, long long length) {
         const Array& a = arrays.arrays[0];
@@ -276,6 +279,8 @@ _BODIES = {
         advance(state, __float_as_uint(*amax) & 0x7fffffffu, length);
     }""",
 }
+#: The same for the finite numbers of an array.
+_BODIES["finite_amax"] = _BODIES["amax"].replace("magnitude(x)", "finite_magnitude(x)")
 
 
 @functools.cache
@@ -289,7 +294,8 @@ def kernel(source: str, dtype: str, name: str) -> Any:
     }  # fmt: skip
     defined = "".join(f"#define {key} {value}\n" for key, value in names.items())
     return cupy_runtime.cupy().RawKernel(
-        f"{of.header}{defined}{TYPES[dtype].header}{ROTATION}{declaration('Array', _Array)}\ntypedef {of.name} Source;{_READ}"
+        f"{of.header}{defined}{TYPES[dtype].header}{ROTATION}{PACK}"
+        f"{declaration('Array', _Array)}\ntypedef {of.name} Source;{_READ}"
         f'extern "C" __global__ void cupy_sdpa_fp8_{name}{_BODIES[name]}',
         f"cupy_sdpa_fp8_{name}",
     )
@@ -309,8 +315,8 @@ def _dequantize_kernel(target: str, dtype: str) -> Any:
                 const uint2 packed = u < units ? from[u] : make_uint2(0, 0);
                 float x[8];
                 for (int i = 0; i < 4; ++i) {{
-                    x[i] = from_fp8(packed.x >> 8 * i & 0xff) * *descale;
-                    x[i + 4] = from_fp8(packed.y >> 8 * i & 0xff) * *descale;
+                    x[i] = __fmul_rn(from_fp8(packed.x >> 8 * i & 0xff), *descale);
+                    x[i + 4] = __fmul_rn(from_fp8(packed.y >> 8 * i & 0xff), *descale);
                 }}
                 rotate(x, (int)rotation);
                 alignas(16) Target values[8];

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -143,8 +144,8 @@ class DelayedScaling:
     .. math:: s = \frac{M}{\max_i a_i}
 
     with the largest number M of the dtype and the largest magnitudes :math:`a_i` of the last arrays. Values beyond M / s are
-    stored as M / s. History and scale are in the memory of the arrays, and nothing is read by the host: calls can be captured
-    in a CUDA graph, whose replays advance the history.
+    stored as M / s. An array with an infinity or NaN does not change the history. History and scale are in the memory of the
+    arrays, and nothing is read by the host: calls can be captured in a CUDA graph, whose replays advance the history.
 
     Args:
         like: an array on the engine to use, such as the first one to convert; its elements are not read.
@@ -189,6 +190,10 @@ class DelayedScaling:
             with cupy_runtime.on_device_of(like):
                 self._state = cupy_runtime.cupy().asarray(state)
 
+    def __copy__(self) -> DelayedScaling:
+        """An independent copy: with a history of its own."""
+        return copy.deepcopy(self)
+
     @property
     def scale(self) -> Any:
         """The scale of the next array, float32 ``(1,)``; a copy."""
@@ -213,7 +218,7 @@ class DelayedScaling:
         return _result(conversion, self.dtype)
 
     def update(self, amax: Array) -> None:
-        """Add a largest magnitude, float32 ``(1,)``, to the history, such as that of an output."""
+        """Add a largest magnitude, float32 ``(1,)``, to the history, such as that of an output; it is ignored if not finite."""
         self._check_engine(amax)
         amax = factor("amax", amax, self._state)
         if not cupy_runtime.is_array(amax):
@@ -230,7 +235,9 @@ class DelayedScaling:
             )
 
     def _advance(self, amax: float) -> None:
-        """Add a largest magnitude to the history and update the factors, as the kernel does at its end."""
+        """Add a largest magnitude, if it is finite, to the history and update the factors, as the kernel does at its end."""
+        if not np.isfinite(amax):
+            return
         state, history = self._state, self._state[kernels.STATE :]
         position = state[4:5].view(np.uint32)
         history[position[0]] = amax
@@ -315,6 +322,11 @@ def rotated_values(x: Any, rotation: int, lengths: Any) -> Any:
     if lengths is not None:
         values = np.where(np.arange(x.shape[2])[:, None] < lengths, values, np.float32(0))
     return rotate(values, rotation)
+
+
+def largest_finite(values: Any) -> Any:
+    """The largest magnitude among the finite numbers of an array; 0 if there is none."""
+    return np.abs(values).max(initial=0, where=np.isfinite(values))
 
 
 def factors_of(amax: Any, dtype: str) -> tuple[Any, Any]:

@@ -13,7 +13,7 @@ from ..device import cupy_runtime
 from ..device.paging import cache_kernels, fp8_append
 from ..fp8 import kernels
 from ..fp8.array import Fp8Array, made, one_of, rotation_of
-from ..fp8.quantize import SOURCES, factors_of, rotated_values
+from ..fp8.quantize import SOURCES, factors_of, largest_finite, rotated_values
 from ..problem.tensor_spec import dtype_name, rounded
 from . import on_numpy
 
@@ -35,9 +35,11 @@ class Fp8Pages:
 
     Attributes:
         dtype, rotated: as above.
+        known: the sides (0 for keys, 1 for values) and layers whose scale is known.
 
     Raises:
-        TypeError, ValueError: a scale is invalid, or a head dim is not a multiple of 16 on the GPU.
+        TypeError, ValueError: a scale is invalid, or a head dim is not a multiple of 16 on the GPU; or keys are rotated and
+            their head dim is odd.
     """
 
     def __init__(
@@ -47,18 +49,23 @@ class Fp8Pages:
             raise ValueError(
                 f"head_dim is {dims[0]} and head_dim_v {dims[1]}; on the GPU those of an FP8 cache must be multiples of 16"
             )
+        if rotated and dims[0] % 2:
+            raise ValueError(
+                f"head_dim is {dims[0]} and rotate is True; an odd head_dim is not rotated: pass rotate=False, or pad q and k "
+                "with a channel of zeros and pass scale="
+            )
         self.dtype, self.rotated, self._on_gpu = dtype, rotated, on_gpu
         self._rotations = rotation_of(dims[0]) if rotated else 1, 1
         known = [_scales(name, given, layers) for name, given in zip(("k_scale", "v_scale"), scales, strict=True)]
-        #: Whether the scale of each side and layer is known.
-        self._known = [[number is not None for number in of_layers] for of_layers in known]
-        factors = np.ones((2 * kernels.FACTOR_STEP, layers, 2), np.float32, order="F")
-        for side, layer in np.ndindex(2, layers):
+        every = [(side, layer) for side, layer in np.ndindex(2, layers)]
+        self.known = frozenset((side, layer) for side, layer in every if known[side][layer] is not None)
+        factors = np.ones((2, layers, 2 * kernels.FACTOR_STEP), np.float32)
+        for side, layer in every:
             scale = known[side][layer] or 1.0
-            factors[0, layer, side], factors[kernels.FACTOR_STEP, layer, side] = scale, 1 / scale
+            factors[side, layer, 0], factors[side, layer, kernels.FACTOR_STEP] = scale, 1 / scale
         #: The dtypes of tokens whose kernel is compiled.
         self._sources: set[str] = set()
-        self._factors: Any = cupy_runtime.cupy().asarray(factors, order="F") if on_gpu else factors
+        self._factors: Any = cupy_runtime.cupy().asarray(factors) if on_gpu else factors
 
     def array(self, pages: Any, side: int, layer: int) -> Fp8Array:
         """The keys (side 0) or values (side 1) of a layer."""
@@ -67,7 +74,7 @@ class Fp8Pages:
 
     def _pair(self, side: int, layer: int) -> tuple[Any, Any]:
         """The scale and the descale, float32 ``(1,)``."""
-        factors = self._factors[:, layer, side]
+        factors = self._factors[side, layer]
         return one_of(factors, 0), one_of(factors, kernels.FACTOR_STEP)
 
     def read(self, k: Any, v: Any) -> tuple[Any, Any, str]:
@@ -98,7 +105,14 @@ class Fp8Pages:
 
     def unknown(self, layer: int) -> bool:
         """Whether a scale of a layer is not known yet."""
-        return not all(of_layers[layer] for of_layers in self._known)
+        return not {(0, layer), (1, layer)} <= self.known
+
+    def restore(self, known: frozenset[tuple[int, int]]) -> None:
+        """Forget the scales that were not known."""
+        self.known = known
+        for side, layer in np.ndindex(self._factors.shape[:2]):
+            if (side, layer) not in known:
+                self._factors[side, layer] = 1
 
     def check_capture(self, layer: int, source: str) -> None:
         """Check that tokens can be appended while the stream is being captured.
@@ -115,30 +129,29 @@ class Fp8Pages:
             raise RuntimeError(f"the stream is being captured; append tokens of {source} once before, to compile the kernel")
 
     def set_scales(self, k: Any, v: Any, layer: int, counts: Any) -> None:
-        """Set the unknown scales of a layer from its first tokens; those of FP8 arrays are adopted.
+        """Set the unknown scales of a layer from its first tokens, without infinities and NaN; those of FP8 arrays are adopted.
 
         Args:
             k, v: the tokens.
             layer: the layer.
             counts: int32 ``(B,)`` in the memory of the cache, the tokens of each sequence.
         """
-        found = [(side, x) for side, x in enumerate((k, v)) if not self._known[side][layer]]
+        found = [(side, x) for side, x in enumerate((k, v)) if (side, layer) not in self.known]
         conversions = []
         for side, x in found:
-            self._known[side][layer] = True
             scale, descale = self._pair(side, layer)
             lengths = counts if x.ndim == 4 else None
             if isinstance(x, Fp8Array):
                 scale[...], descale[...] = x.scale, x.descale
             elif self._on_gpu:
-                factors = self._factors[:, layer, side]
+                factors = self._factors[side, layer]
                 conversions.append(kernels.Conversion(x, None, factors, self._rotations[side], lengths))
             else:
-                amax = HEADROOM * np.abs(rotated_values(x, self._rotations[side], lengths)).max(initial=0)
-                if amax > 0:  # not NaN
-                    scale[...], descale[...] = factors_of(amax, self.dtype)
+                amax = HEADROOM * float(largest_finite(rotated_values(x, self._rotations[side], lengths)))
+                scale[...], descale[...] = factors_of(min(amax, np.finfo(np.float32).max), self.dtype)
         if conversions:
             kernels.write_factors(conversions, self.dtype, HEADROOM)
+        self.known |= {(side, layer) for side, _ in found}
 
     def append(self, k: Any, v: Any, pages: tuple[Any, Any], layer: int, state: cache_kernels.State, *, advance: bool) -> None:
         """Write new tokens to the pages of the keys and the values of a layer."""
@@ -146,9 +159,10 @@ class Fp8Pages:
             keys, values = (self._elements(x, side, layer) for side, x in enumerate((k, v)))
             on_numpy.append(keys, values, *pages, state, advance=advance)
             return
-        self._sources.add(source := k.dtype if isinstance(k, Fp8Array) else dtype_name(k.dtype))
+        source = k.dtype if isinstance(k, Fp8Array) else dtype_name(k.dtype)
         keys, values = (self._tokens(x, pages[side], side, layer) for side, x in enumerate((k, v)))
         fp8_append.append(keys, values, state, source, self.dtype, advance=advance)
+        self._sources.add(source)
 
     def _tokens(self, x: Any, pages: Any, side: int, layer: int) -> fp8_append.Tokens:
         scale, _ = self._pair(side, layer)

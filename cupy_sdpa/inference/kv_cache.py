@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import numbers
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,26 +11,25 @@ import numpy as np
 from .._typing import Array
 from ..calls.options import read_flag, read_positive
 from ..device import cupy_runtime
-from ..device.paging import cache_kernels
 from ..problem.tensor_spec import FLOAT_DTYPES, FP8_LARGEST, FloatDtype, dtype_name, numpy_dtype, storage_dtype
-from . import on_numpy
-from .arguments import check_arrays, check_tokens, index, read_counts, tokens_of, uniform
+from .arguments import check_arrays, check_tokens, index, read_counts, tokens_of
 from .fp8_pages import Fp8Pages
-from .pages import Pages
+from .state import CacheState
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray  # slow to import
 
-#: The alignment of the parts of the state array, in elements of 4 bytes.
-_UNIT = 64
 
-
-class KVCache:
+class KVCache(CacheState):
     """Keys and values of a batch of sequences in pages, for attention with a page table.
 
     Every sequence is a list of pages. Sequences may share pages (:meth:`fork`); a page is copied before one of several owners
     writes to it. One step adds new tokens to every sequence: :meth:`begin_step` takes pages, and :meth:`append` writes the keys
-    and values of one layer, layer 0 first. Without :meth:`begin_step`, the append of layer 0 calls it.
+    and values of one layer, layer 0 first. Without :meth:`begin_step`, the append of layer 0 calls it. A step ends when every
+    layer is appended; :meth:`cancel_step` removes the tokens of one that does not.
+
+    A call that fails or is interrupted (Ctrl-C) changes nothing, or it is complete. ``copy.deepcopy`` and ``pickle`` give an
+    independent cache.
 
     In a captured CUDA graph :meth:`append` reads the numbers of new tokens, the page table and the lengths from arrays with
     constant addresses. Call ``begin_step`` before the capture and before every launch of the graph; counts may differ, up to
@@ -53,13 +51,15 @@ class KVCache:
         k_scale, v_scale: the scales of FP8 keys and values, which are multiplied by them and rounded: a number, or a number for
             each layer. Values beyond the largest number of the dtype divided by the scale saturate. By default that of twice
             the largest magnitude of the first tokens of a layer; if these are an FP8 array, its scale.
-        rotate: whether FP8 keys are rotated, see :func:`cupy_sdpa.fp8.quantize`. FP8 queries must then be rotated as well.
+        rotate: whether FP8 keys are rotated, see :func:`cupy_sdpa.fp8.quantize`; D must be even. FP8 queries must then be
+            rotated as well.
         numpy: whether the cache consists of numpy arrays; otherwise of arrays on CuPy's current device.
 
     Attributes:
         full_table: the page table for the maximum length, int32 ``(ceil(max_length / page_size), B)``, at a constant address.
             Column b contains the pages of sequence b in order, then zeros.
-        table: the first rows of ``full_table``: as many as the longest sequence has pages, rounded up to a power of two.
+        table: the first rows of ``full_table``: as many as the longest sequence has pages, rounded up to a power of two. Read
+            it after every append: one from before may lack rows, and keys beyond its rows are not attended to.
         lengths: the length of each sequence, int32 ``(B,)``, at a constant address. The append of layer 0 advances it.
 
     Raises:
@@ -106,26 +106,14 @@ class KVCache:
         name = dtype if isinstance(dtype, str) else dtype_name(np.dtype(dtype))
         if name not in FLOAT_DTYPES and name not in FP8_LARGEST:
             raise TypeError(f"dtype is {name}; it must be one of {', '.join((*FLOAT_DTYPES, *FP8_LARGEST))}")
-        self.dtype = numpy_dtype(name)
+        self.dtype, numpy = numpy_dtype(name), read_flag("numpy", numpy)
         self._fp8 = self._fp8_pages(name, (k_scale, v_scale), rotate, on_gpu=not numpy)
         if not numpy and cupy_runtime.current_device() is None:
             raise RuntimeError(
                 "numpy is False and there is no GPU here, or no CuPy: pass numpy=True for a cache of numpy arrays on the CPU. "
                 "`python -m cupy_sdpa info` lists what a GPU needs"
             )
-        self._numpy, self._engine = numpy, on_numpy if numpy else cache_kernels
-        self._storage = [
-            self._engine.zeros((dim, self.page_size, self.heads_kv, self.pages, self.layers), storage_dtype(name, not numpy))
-            for dim in (self.head_dim, self.head_dim_v)
-        ]
-        self._keys, self._values = (
-            [storage[..., layer].transpose(0, 2, 1, 3) for layer in range(self.layers)] for storage in self._storage
-        )
-        self._pages = Pages(self.pages, self.page_size, self.batch, self.max_length)
-        self._create_state(min(-(-self.max_length // self.page_size), self.pages))
-        self._counts = uniform(0, self.batch)  # as in the state
-        self._needed = 0, 0
-        self._begun = self._announced = self._captured = False
+        self._create(storage_dtype(name, not numpy), of_numpy=numpy)
         self._load()
 
     def _fp8_pages(self, name: str, scales: tuple[Any, Any], rotate: Any, *, on_gpu: bool) -> Fp8Pages | None:
@@ -136,17 +124,6 @@ class KVCache:
         if rotate or any(scale is not None for scale in scales):
             raise ValueError(f"dtype is {name}; k_scale, v_scale and rotate are for FP8 caches: omit them")
         return None
-
-    def _create_state(self, width: int) -> None:
-        """Create the table, the lengths and the counts as parts of one array, which one kernel updates."""
-        starts = np.cumsum([0, *(-(-size // _UNIT) * _UNIT for size in (width * self.batch, *[self.batch] * 3))]).tolist()
-        self._state = self._engine.zeros((starts[-1],), np.int32)
-        self.full_table = self._state[: width * self.batch].reshape((width, self.batch), order="F")
-        self.lengths, counts, finished = (self._state[start : start + self.batch] for start in starts[1:-1])
-        self._parts = cache_kernels.State(self.full_table, self.lengths, counts, finished)
-        self._first_length, self._first_count = starts[1:3]
-        self._device_id = None if self._numpy else self._state.data.device_id
-        self.table = self.full_table[:1]
 
     def _load(self) -> None:
         """Append nothing, so that the kernel is compiled before a capture, during which it cannot be."""
@@ -208,25 +185,17 @@ class KVCache:
         Raises:
             TypeError, ValueError: counts are not B integers of 0 or more, or a sequence would exceed ``max_length``.
             OutOfPages: not enough pages are free. The cache is unchanged after any of these errors.
-            RuntimeError: the stream is being captured, or the previous step was not appended.
+            RuntimeError: the stream is being captured, or a layer of the previous step is not appended.
 
         >>> cache = KVCache(8, 2, pages=4, batch=2, page_size=16, dtype="float32", numpy=True)
         >>> cache.begin_step([1, 30])
         >>> cache.host_lengths.tolist(), cache.free_pages
         ([1, 30], 1)
         """
+        self._recover()
         self._check_no_step("begin_step()")
-        given = read_counts(counts, self.batch)
-        copies, entries = self._pages.extend(given)
-        if copies:
-            with self._device():
-                self._engine.copy_pages(self._storage, copies)
-        updates = []
-        if given is not self._counts:
-            updates = [(self._first_count + b, int(given[b])) for b in np.flatnonzero(given != self._counts).tolist()]
-            self._counts, self._needed = given, tokens_of(given)
-        self._update(entries, updates)
-        self._begun = self._announced = True
+        change, step, work = self._beginning(read_counts(counts, self.batch))
+        self._perform(change, step, work)
 
     def append(self, k: Array, v: Array, layer: int = 0, *, counts: int | Sequence[int] | NDArray[Any] | None = None) -> None:
         """Write the new keys and values of one layer; one kernel. The append of layer 0 is the first of a step.
@@ -244,7 +213,8 @@ class KVCache:
         Raises:
             TypeError, ValueError: arrays do not match the cache, each other, or the counts; and as :meth:`begin_step`.
             OutOfPages: not enough pages are free. The cache is unchanged after any of these errors.
-            RuntimeError: another layer is appended before layer 0, or the stream is being captured and no step is announced.
+            RuntimeError: the layer is not one of those that the step lacks; layer 0 is the first. Or the stream is being
+                captured and no step is announced.
 
         >>> cache = KVCache(8, 2, pages=4, batch=2, page_size=16, dtype="float32", layers=2, numpy=True)
         >>> packed = np.ones((8, 2, 5), np.float32, order="F")
@@ -257,45 +227,101 @@ class KVCache:
         keys, values, source = self._fp8.read(k, v) if self._fp8 else (k, v, "")
         dtype, dims = None if self._fp8 else self.dtype, (self.head_dim, self.head_dim_v)
         check_arrays(keys, values, dims, self.heads_kv, self.batch, dtype, self._device_id)
-        capturing = self._capturing()
-        if capturing and not (self._begun if layer else self._announced):
-            raise RuntimeError(
-                "the stream is being captured and no step is announced; call begin_step() before the capture begins"
-            )
-        if layer and not capturing and (not self._begun or (self._announced and not self._captured)):
-            raise RuntimeError(f"layer {layer} is appended, but layer 0 of this step is not; append layer 0 first")
-        begun = bool(layer) or self._announced
+        self._recover()
+        capturing, step = self._capturing(), self._step
+        begun = self._check_layer(layer, capturing)
         if counts is not None:
             given = read_counts(counts, self.batch)
         elif begun:
-            given = self._counts
+            given = step.counts
         elif k.ndim == 4:
             given = read_counts(k.shape[2], self.batch)
         else:
             raise ValueError("packed arrays need the number of new tokens of each sequence; pass counts=, or call begin_step()")
-        if begun and given is not self._counts and (given != self._counts).any():
+        if begun and given is not step.counts and (given != step.counts).any():
             raise ValueError(
-                f"counts are {given.tolist()}, but the step was announced with {self._counts.tolist()}; leave counts out"
+                f"counts are {given.tolist()}, but the step was announced with {step.counts.tolist()}; leave counts out"
             )
-        check_tokens(k, given, self._needed if begun else tokens_of(given), capturing)
-        if self._fp8 and capturing:
-            self._fp8.check_capture(layer, source)
+        check_tokens(k, given, step.needed if begun else tokens_of(given), capturing)
+        if counts is None and layer and k.ndim == 4 and step.tokens not in (None, k.shape[2]):
+            raise ValueError(
+                f"k has S = {k.shape[2]} tokens in layer {layer}, but {step.tokens} in layer 0 of this step; pass the tokens "
+                "of one step, or counts="
+            )
+        if capturing:
+            if self._fp8:
+                self._fp8.check_capture(layer, source)
+            with self._device():
+                self._write(k, v, layer)
+            self._captured |= {layer}
+            return
+        change, begin = self._pages.unchanged(), None
         if not begun:
-            self.begin_step(given)
-        with self._device():
+            change, step, begin = self._beginning(given)
+
+        def work() -> None:
+            if begin:
+                begin()
             if self._fp8 and self._fp8.unknown(layer) and given.any():
                 self._fp8.set_scales(k, v, layer, self._parts.counts)
             self._write(k, v, layer)
-        self._captured |= capturing
-        if not layer and not capturing:
-            self._announced = False
+
+        lengths = self._lengths_of(self._pages.lengths - given if begun else self._pages.lengths) if layer == 0 else []
+        tokens = k.shape[2] if k.ndim == 4 and layer == 0 else step.tokens
+        self._perform(change, step._replace(missing=step.missing - {layer}, tokens=tokens), work, lengths)
+
+    def _check_layer(self, layer: int, capturing: bool) -> bool:
+        """Whether the append of a layer belongs to the step that has begun; otherwise it begins one.
+
+        Raises:
+            RuntimeError: it is not the turn of the layer.
+        """
+        missing = self._step.missing
+        if layer in missing:
+            if layer and not capturing and 0 in missing - self._captured:
+                raise RuntimeError(f"layer {layer} is appended, but layer 0 of this step is not; append layer 0 first")
+            return True
+        if capturing:
+            raise RuntimeError(
+                "the stream is being captured and no step is announced; call begin_step() before the capture begins"
+            )
+        if layer and missing - self._captured:
+            raise RuntimeError(
+                f"layer {layer} of this step is appended already; layers {sorted(missing)} are not: pass layer= of one of them"
+            )
+        if layer:
+            raise RuntimeError(f"layer {layer} is appended, but no step has begun; append layer 0 first")
+        self._check_no_step("the next append of layer 0")
+        return False
+
+    def cancel_step(self) -> None:
+        """Remove the tokens of a step that is announced, or of which some layers are not appended.
+
+        Raises:
+            RuntimeError: every layer is appended, or the stream is being captured.
+
+        >>> cache = KVCache(8, 2, pages=4, batch=2, page_size=16, dtype="float32", layers=2, numpy=True)
+        >>> tokens = np.ones((8, 2, 20, 2), np.float32, order="F")
+        >>> cache.append(tokens, tokens)
+        >>> cache.cancel_step()
+        >>> cache.host_lengths.tolist(), cache.free_pages
+        ([0, 0], 4)
+        """
+        self._recover()
+        step, lengths = self._step, self._pages.lengths
+        if self._capturing():
+            raise RuntimeError("the stream is being captured; call cancel_step() before the capture begins")
+        if not step.missing:
+            raise RuntimeError("every layer of the last step is appended; truncate() removes tokens")
+        before = lengths - step.counts
+        self._set(self._pages.shorten(before), self._lengths_of(before if 0 in step.missing else lengths))
 
     def fork(self, source: int, target: int) -> None:
         """Make an empty sequence a copy of another. They share pages; no keys or values are copied before one of them grows.
 
         Raises:
             ValueError: a sequence is not in the batch, or the target is not empty.
-            RuntimeError: a step is announced and not appended, or the stream is being captured.
+            RuntimeError: a layer of the present step is not appended, or the stream is being captured.
 
         >>> cache = KVCache(8, 2, pages=4, batch=2, page_size=16, dtype="float32", numpy=True)
         >>> tokens = np.ones((8, 2, 20), np.float32, order="F")
@@ -305,19 +331,21 @@ class KVCache:
         (2, 16)
         """
         source, target = (index(b, self.batch, "sequence") for b in (source, target))
+        self._recover()
         self._check_no_step("fork()")
         if length := int(self._pages.lengths[target]):
             raise ValueError(f"the target, sequence {target}, has {length} tokens; call release({target}) first")
-        self._update(self._pages.fork(source, target), [self._length_of(target)])
+        self._set(self._pages.fork(source, target), [(self._starts[1] + target, 0)])
 
     def truncate(self, sequence: int, length: int) -> None:
         """Shorten a sequence and free the pages beyond its new length.
 
         Raises:
             TypeError, ValueError: the sequence is not in the batch, or the length is negative or more than the present one.
-            RuntimeError: a step is announced and not appended, or the stream is being captured.
+            RuntimeError: a layer of the present step is not appended, or the stream is being captured.
         """
         sequence = index(sequence, self.batch, "sequence")
+        self._recover()
         present = int(self._pages.lengths[sequence])
         if not isinstance(length, numbers.Integral):
             raise TypeError(f"length is {length!r}; it must be an integer")
@@ -326,7 +354,9 @@ class KVCache:
                 f"length is {length}, but sequence {sequence} has {present} tokens; it must be from 0 to {present}"
             )
         self._check_no_step("truncate()")
-        self._update(self._pages.truncate(sequence, int(length)), [self._length_of(sequence)])
+        lengths = self._pages.lengths.copy()
+        lengths[sequence] = length
+        self._set(self._pages.shorten(lengths), [(self._starts[1] + sequence, present)])
 
     def release(self, sequence: int) -> None:
         """Remove all tokens of a sequence and free its pages; :meth:`truncate` to 0."""
@@ -336,34 +366,15 @@ class KVCache:
         """The number of tokens at the start that all sequences with tokens share through the same full pages."""
         return self._pages.shared_prefix()
 
-    # Updates of the state
-
-    def _length_of(self, sequence: int) -> tuple[int, int]:
-        """The update that sets the length of a sequence."""
-        return self._first_length + sequence, int(self._pages.lengths[sequence])
-
-    def _update(self, entries: list[Any], updates: list[tuple[int, int]]) -> None:
-        """Store new entries of the table, and other updates, in the state."""
-        width = self.full_table.shape[0]
-        updates += [(entry.sequence * width + entry.place, entry.page) for entry in entries]
-        if updates:
-            with self._device():
-                self._engine.store(self._state, updates)
-        if entries:
-            longest = max(1, *map(len, self._pages.by_sequence))
-            needed = min(1 << (longest - 1).bit_length(), width)
-            if needed != self.table.shape[0]:
-                self.table = self.full_table[:needed]
-
-    def _device(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self._numpy else cupy_runtime.on_device_of(self._state)
-
-    def _capturing(self) -> bool:
-        return not self._numpy and cupy_runtime.capturing()
-
     def _check_no_step(self, name: str) -> None:
-        """Check that a call is between two steps. After a capture it is unknown whether the step was launched."""
+        """Check that a call is between two steps. After a capture it is unknown whether the captured layers were launched."""
         if self._capturing():
             raise RuntimeError(f"the stream is being captured; call {name} before the capture begins")
-        if self._announced and not self._captured:
-            raise RuntimeError(f"a step is announced and not appended; append its layer 0 before {name}")
+        missing = self._step.missing - self._captured
+        if 0 in missing:
+            raise RuntimeError(f"a step is announced and not appended; append its layer 0 before {name}, or call cancel_step()")
+        if missing:
+            raise RuntimeError(
+                f"layers {sorted(missing)} of this step are not appended; append them (layer=) before {name}, or call "
+                "cancel_step()"
+            )

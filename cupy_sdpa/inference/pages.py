@@ -14,17 +14,36 @@ if TYPE_CHECKING:
 
 
 class Entry(NamedTuple):
-    """A new entry of the page table: the page at a place of a sequence."""
+    """A new entry of the page table: the page at a place of a sequence; 0 after the last page."""
 
     sequence: int
     place: int
     page: int
 
 
+class Change(NamedTuple):
+    """New values of :class:`Pages`. To make a change twice, or after a part of it, is the same as to make it once.
+
+    Attributes:
+        lengths, room: of all sequences.
+        by_sequence: the pages of some sequences.
+        owners: the number of owners of some pages.
+        kept: the number of free pages that remain free.
+        freed: the free pages after them.
+    """
+
+    lengths: NDArray[np.int64]
+    room: NDArray[np.int64]
+    by_sequence: dict[int, list[int]]
+    owners: dict[int, int]
+    kept: int
+    freed: list[int]
+
+
 class Pages:
     """The pages of each sequence. A page may have several owners; only pages with one owner are written.
 
-    A sequence of ``n`` tokens owns ``ceil(n / size)`` pages.
+    A sequence of ``n`` tokens owns ``ceil(n / size)`` pages. Methods compute a :class:`Change`, and :meth:`make` makes it.
 
     Args:
         pages: the number of pages.
@@ -37,6 +56,7 @@ class Pages:
         owners: the number of owners of each page.
         by_sequence: the pages of each sequence, in order.
         lengths: int64 ``(B,)``, the length of each sequence.
+        room: int64 ``(B,)``, the length up to which a sequence can grow without a new page or a copy; in doubt the present one.
     """
 
     def __init__(self, pages: int, size: int, batch: int, max_length: int) -> None:
@@ -45,41 +65,67 @@ class Pages:
         self.owners = [0] * pages
         self.by_sequence: list[list[int]] = [[] for _ in range(batch)]
         self.lengths = np.zeros(batch, np.int64)
-        # The length up to which a sequence can grow without a new page or a copy; in doubt the present length.
-        self._room: NDArray[np.int64] = np.zeros(batch, np.int64)
+        self.room: NDArray[np.int64] = np.zeros(batch, np.int64)
 
     def __repr__(self) -> str:
         return f"<Pages: {len(self.free)} of {len(self.owners)} free>"
 
-    def extend(self, counts: NDArray[np.int64]) -> tuple[list[tuple[int, int]], list[Entry]]:
+    def make(self, change: Change) -> None:
+        """Make a change."""
+        for b, pages in change.by_sequence.items():
+            self.by_sequence[b] = pages
+        for page, number in change.owners.items():
+            self.owners[page] = number
+        self.free[change.kept :] = change.freed
+        self.lengths, self.room = change.lengths, change.room
+
+    def unchanged(self) -> Change:
+        """The change to the present values."""
+        return Change(self.lengths, self.room, {}, {}, len(self.free), [])
+
+    def inverse(self, change: Change) -> Change:
+        """The change back to the present values."""
+        by_sequence = {b: self.by_sequence[b] for b in change.by_sequence}
+        owners = {page: self.owners[page] for page in change.owners}
+        return Change(self.lengths, self.room, by_sequence, owners, change.kept, self.free[change.kept :])
+
+    def entries(self, change: Change) -> list[Entry]:
+        """The entries of the table that a change modifies."""
+        found = []
+        for b, pages in change.by_sequence.items():
+            first = max(0, min(len(self.by_sequence[b]), len(pages)) - 1)  # the last common page may be a copy
+            both = itertools.zip_longest(self.by_sequence[b][first:], pages[first:], fillvalue=0)
+            found += [Entry(b, place, new) for place, (old, new) in enumerate(both, first) if new != old]
+        return found
+
+    def extend(self, counts: NDArray[np.int64]) -> tuple[Change, list[tuple[int, int]]]:
         """Lengthen every sequence by its count.
 
         Returns:
-            The copies of shared pages, as pairs of pages (from, to); and the new entries of the table.
+            The change, and the copies of shared pages that it needs, as pairs of pages (from, to).
 
         Raises:
             ValueError: a sequence would exceed the maximum length.
-            OutOfPages: not enough pages are free. Nothing is changed in either case.
+            OutOfPages: not enough pages are free.
         """
-        copies: list[tuple[int, int]] = []
-        entries: list[Entry] = []
-        beyond = counts > self._room - self.lengths
-        if beyond.any():
-            growing = np.flatnonzero(beyond).tolist()
-            copied, new = self._needs(growing, counts)
-            for b in copied:
-                shared, own = self.by_sequence[b][-1], self._take()
-                self.owners[shared] -= 1
-                self.by_sequence[b][-1] = own
-                copies.append((shared, own))
-                entries.append(Entry(b, len(self.by_sequence[b]) - 1, own))
-            for b, number in new:
-                pages = [self._take() for _ in range(number)]
-                entries += [Entry(b, place, page) for place, page in enumerate(pages, len(self.by_sequence[b]))]
-                self.by_sequence[b] += pages
-                self._room[b] = min(len(self.by_sequence[b]) * self.size, self.max_length)
-        self.lengths += counts
-        return copies, entries
+        beyond = counts > self.room - self.lengths
+        if not beyond.any():
+            return self.unchanged()._replace(lengths=self.lengths + counts), []
+        copied, new = self._needs(np.flatnonzero(beyond).tolist(), counts)
+        kept = len(self.free) - len(copied) - sum(number for _, number in new)
+        taken = iter(self.free[kept:][::-1])
+        owners = dict.fromkeys(self.free[kept:], 1)
+        by_sequence = {b: list(self.by_sequence[b]) for b, _ in new}
+        room, copies = self.room.copy(), []
+        for b in copied:
+            shared, own = by_sequence[b][-1], next(taken)
+            owners[shared] = owners.get(shared, self.owners[shared]) - 1
+            by_sequence[b][-1] = own
+            copies.append((shared, own))
+        for b, number in new:
+            by_sequence[b] += itertools.islice(taken, number)
+            room[b] = min(len(by_sequence[b]) * self.size, self.max_length)
+        return Change(self.lengths + counts, room, by_sequence, owners, kept, []), copies
 
     def _needs(self, growing: list[int], counts: NDArray[np.int64]) -> tuple[list[int], list[tuple[int, int]]]:
         """The sequences whose last page is copied, and the number of new pages of every growing sequence."""
@@ -107,32 +153,31 @@ class Pages:
             )
         return copied, new
 
-    def _take(self) -> int:
-        page = self.free.pop()
-        self.owners[page] = 1
-        return page
+    def fork(self, source: int, target: int) -> Change:
+        """Make an empty sequence an owner of all pages of another."""
+        pages, lengths, room = self.by_sequence[source], self.lengths.copy(), self.room.copy()
+        lengths[target] = room[source] = room[target] = self.lengths[source]
+        owners = {page: self.owners[page] + 1 for page in pages}
+        return Change(lengths, room, {target: list(pages)}, owners, len(self.free), [])
 
-    def fork(self, source: int, target: int) -> list[Entry]:
-        """Make an empty sequence an owner of all pages of another; returns the new entries of the table."""
-        self.by_sequence[target] = list(self.by_sequence[source])
-        for page in self.by_sequence[target]:
-            self.owners[page] += 1
-        self.lengths[target] = self._room[source] = self._room[target] = self.lengths[source]
-        return [Entry(target, place, page) for place, page in enumerate(self.by_sequence[target])]
-
-    def truncate(self, sequence: int, length: int) -> list[Entry]:
-        """Shorten a sequence and free the pages without owners; returns the entries of the table to clear, with page 0."""
-        pages = self.by_sequence[sequence]
-        kept, before = -(-length // self.size), len(pages)
-        for page in pages[kept:]:
-            self.owners[page] -= 1
-            if not self.owners[page]:
-                self.free.append(page)
-        del pages[kept:]
-        shared = length % self.size and self.owners[pages[-1]] > 1
-        self.lengths[sequence] = length
-        self._room[sequence] = length if shared else min(kept * self.size, self.max_length)
-        return [Entry(sequence, place, 0) for place in range(kept, before)]
+    def shorten(self, lengths: NDArray[np.int64]) -> Change:
+        """Give sequences the lengths, which are at most the present ones, and free the pages without owners."""
+        shorter, room = np.flatnonzero(lengths < self.lengths).tolist(), self.room.copy()
+        by_sequence: dict[int, list[int]] = {}
+        owners: dict[int, int] = {}
+        freed = []
+        for b in shorter:
+            pages, kept = self.by_sequence[b], -(-int(lengths[b]) // self.size)
+            by_sequence[b] = pages[:kept]
+            for page in pages[kept:]:
+                owners[page] = owners.get(page, self.owners[page]) - 1
+                if not owners[page]:
+                    freed.append(page)
+        for b, pages in by_sequence.items():
+            length = int(lengths[b])
+            shared = length % self.size and owners.get(pages[-1], self.owners[pages[-1]]) > 1
+            room[b] = length if shared else min(len(pages) * self.size, self.max_length)
+        return Change(lengths, room, by_sequence, owners, len(self.free), freed)
 
     def shared_prefix(self) -> int:
         """The number of tokens at the start that all sequences with tokens share through the same full pages."""

@@ -16,7 +16,8 @@ from ..attention import attention
 from ..calls.arguments import read_forward
 from ..calls.options import Options, is_one_of, takes_options
 from ..calls.replay_cache import cache_call, run_cached
-from ..device import cupy_runtime, kernels, memory
+from ..device import cupy_runtime
+from ..device.paging import paged
 from ..fp8.array import Fp8Array
 from ..helpers import merge
 from ..problem.problem import OTHER_RESULTS
@@ -49,11 +50,12 @@ def shared_prefix_attention(
     there is one query per sequence.
 
     Args:
-        q: queries ``(D, Hq, Sq, B)``. All of them come after the prefix.
+        q: queries ``(D, Hq, Sq, B)``.
         k, v: pages, as for :func:`cupy_sdpa.attention`.
         shared_prefix: the number of keys that all sequences share, a multiple of the page size: the first entries of all
             columns of ``page_table`` are the same. :meth:`cupy_sdpa.KVCache.shared_prefix` returns it. Every sequence has these
-            keys; the output of a sequence without any keys is not 0, but undefined. On the CPU this is checked.
+            keys, or none, as a released one; the output of a sequence without keys is not 0, but undefined. On the CPU this is
+            checked; on the GPU the pages of the first sequence that is long enough are read for all.
         return_stats: also return the log-sum-exp, float32 ``(Sq, Hq, B)``. Default False.
         out: array ``(Dv, Hq, Sq, B)`` to write the output into. Default None: a new array.
         options: ``page_table`` and ``seq_lens_kv``, which includes the prefix; ``scale``, ``softcap``, ``sinks``,
@@ -86,17 +88,21 @@ def shared_prefix_attention(
         name: value for name, value in options.items() if name not in ("page_table", "seq_lens_kv", "sinks")
     }
     _check(q, k, shared_prefix, options)
-    pages = shared_prefix // k.shape[2]
     if isinstance(table, np.ndarray) and isinstance(lengths, np.ndarray):
-        _check_pages(table, lengths, int(shared_prefix), pages)
+        _check_pages(table, lengths, int(shared_prefix), shared_prefix // k.shape[2])
+    # A sequence may have fewer keys after the prefix than queries: keys that only some of its queries see are no part of it.
+    hidden = q.shape[2] - 1 if options.get("causal") else 0
+    pages = max(0, int(shared_prefix) - hidden) // k.shape[2]
+    prefix_length = pages * k.shape[2]
     if not pages or not q.shape[3]:
         return attention(q, k, v, return_stats=return_stats, out=out, **options)
     with cupy_runtime.device_context(q):
         (_, hq, sq, b), dv = q.shape, v.shape[0]
         new = functools.partial(cupy_runtime.temporary, q)
         own, own_stats, rest = new((dv, hq, sq, b), q.dtype), new((sq, hq, b), np.float32), new((b,), np.int32)
-        whole = _prefix_length(lengths, int(shared_prefix))
-        shared = {"page_table": table[:pages, :1], "seq_lens_kv": whole, **parts, "causal": False}
+        shared_pages, shared_length = new((pages, 1), np.int32), new((1,), np.int32)
+        _divide(table, lengths, prefix_length, shared_pages, shared_length, rest)
+        shared = {"page_table": shared_pages, "seq_lens_kv": shared_length, **parts, "causal": False}
         merges_once = sq == 1 and not return_stats and cupy_runtime.is_array(q) and hq // k.shape[1] * b <= MAX_ROWS
         if out is not None and not merges_once:
             result = (
@@ -106,7 +112,6 @@ def shared_prefix_attention(
             check_results([result], {"q": q, "k": k, "v": v, **{name: options.get(name) for name in _READ}})
         in_parallel = merges_once and cupy_runtime.capturing()
         with cupy_runtime.parallel_branch() if in_parallel else contextlib.nullcontext() as join:
-            _write_lengths_after(lengths, int(shared_prefix), rest)
             attention(q, k, v, page_table=table[pages:], seq_lens_kv=rest, out=own, stats=own_stats, return_stats=True, **parts)
         if merges_once:
             out = cupy_runtime.new_result(q, own.shape, q.dtype) if out is None else out
@@ -160,17 +165,15 @@ def _attend_and_merge(
         cache_call(kind, ("q", "k", "v", "out", *OTHER_RESULTS), arrays, options, call)
 
 
-def _prefix_length(lengths: Any, prefix: int) -> Any:
-    """The length of the prefix as an array."""
-    return memory.equal_integers(prefix, 1) if cupy_runtime.is_array(lengths) else np.full(1, prefix, np.int32)
-
-
-def _write_lengths_after(lengths: Any, prefix: int, rest: Any) -> None:
-    """Write the lengths of the sequences after the prefix."""
+def _divide(table: Any, lengths: Any, prefix: int, shared: Any, shared_length: Any, rest: Any) -> None:
+    """:func:`.paged.divide`, also for numpy arrays. The sequence is chosen on the device: a released one has no pages."""
     if cupy_runtime.is_array(lengths):
-        kernels.lengths_after(lengths, prefix, rest)
-    else:
-        np.maximum(lengths - np.int32(prefix), 0, out=rest)
+        paged.divide(table, lengths, prefix, shared, shared_length, rest)
+        return
+    whole = lengths >= prefix
+    shared[...] = table[: len(shared), whole.argmax(), None] if whole.any() else 0
+    shared_length[...] = prefix if whole.any() else 0
+    np.maximum(lengths - np.int32(prefix), 0, out=rest)
 
 
 def _check(q: Array, k: Array, shared_prefix: int, options: Options) -> None:

@@ -104,6 +104,17 @@ class ndarray:  # noqa: N801
         """The array in one dimension."""
         return self.reshape(-1, order=order)
 
+    def __copy__(self) -> ndarray:
+        return self.copy()
+
+    def __deepcopy__(self, memo: Any) -> ndarray:
+        return self.copy()
+
+    def __reduce__(self) -> Any:
+        from .cupy import array
+
+        return array, (self.get(),)
+
     # Reads and writes of contents, in the order of the current stream
 
     def __setitem__(self, key: Any, value: Any) -> None:

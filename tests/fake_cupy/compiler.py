@@ -1,7 +1,8 @@
 """CUDA kernels compiled by the C++ compiler. The threads run one after another.
 
 In kernels with ``__syncthreads`` or ``__syncwarp`` each thread of a block is a coroutine: it runs until the barrier, then the next thread runs.
-The 16-bit floats are in ``include/``. Of the warp shuffles there is one, in blocks along x; dynamic shared memory is not
+As with CuPy, which passes ``-ftz=true``, subnormal floats are 0. Products and sums are fused where the processor can. An access at an address that is
+not a multiple of the size of its type is an error. The 16-bit floats are in ``include/``. Of the warp shuffles there is one, in blocks along x; dynamic shared memory is not
 supported.
 """
 
@@ -61,6 +62,24 @@ static inline float __int_as_float(int x) { return bits<float>(x); }
 static inline float __uint_as_float(unsigned x) { return bits<float>(x); }
 static inline int __float_as_int(float x) { return bits<int>(x); }
 static inline unsigned __float_as_uint(float x) { return bits<unsigned>(x); }
+#include <csetjmp>
+// the only function of the sanitizer that is called: it ends the launch before the access
+static thread_local unsigned long long misaligned;
+static thread_local bool launching;
+static thread_local std::jmp_buf launched;
+extern "C" __attribute__((visibility("hidden"))) void __ubsan_handle_type_mismatch_v1(void*, unsigned long long address) {
+    misaligned = address;
+    if (launching) std::longjmp(launched, 1);
+}
+// an empty assembler statement: the compiler does not fuse the operation with another one
+#if defined(__x86_64__)
+#define ROUNDED(operation) float y = operation; __asm__("" : "+x"(y)); return y;
+#else
+#define ROUNDED(operation) volatile float y = operation; return y;
+#endif
+static inline float __fadd_rn(float a, float b) { ROUNDED(a + b) }
+static inline float __fsub_rn(float a, float b) { ROUNDED(a - b) }
+static inline float __fmul_rn(float a, float b) { ROUNDED(a * b) }
 static inline void __threadfence() {}
 template <class T> static inline T __ldg(const T* p) { return *p; }
 template <class T> static inline T atomicAdd(T* p, T x) { T before = *p; *p += x; return before; }
@@ -127,6 +146,16 @@ template <class F> static void run_block(F thread) {
 """
 
 _LAUNCH = """
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+struct FlushToZero {  // of results and of operands
+    const unsigned before = _mm_getcsr();
+    FlushToZero() { _mm_setcsr(before | 0x8040); }
+    ~FlushToZero() { _mm_setcsr(before); }
+};
+#else
+struct FlushToZero { FlushToZero() {} };
+#endif
 template <class... A, std::size_t... I> static void call(void (*f)(A...), void** a, std::index_sequence<I...>) {
     f(*(std::remove_cv_t<std::remove_reference_t<A>>*)a[I]...);
 }
@@ -141,14 +170,31 @@ template <class... A> static long long sizes(void (*)(A...), long long* out) {
     for (std::size_t i = 0; i < sizeof...(A); ++i) out[i] = every[i];
     return sizeof...(A);
 }
-extern "C" void fake_launch(const unsigned* n, void** arguments) { launch(KERNEL, n, arguments); }
+extern "C" unsigned long long fake_launch(const unsigned* n, void** arguments) {
+    const FlushToZero flush;
+    misaligned = 0;
+    launching = true;
+    if (!setjmp(launched)) launch(KERNEL, n, arguments);
+    launching = false;
+    return misaligned;
+}
 extern "C" long long fake_sizes(long long* out) { return sizes(KERNEL, out); }
 """
+
+#: The options of the compiler. NVRTC fuses products and sums, and a GPU refuses an address that is not aligned.
+_OPTIONS = ("-std=c++17", "-O1", "-w", "-fno-strict-aliasing", "-ffp-contract=fast", "-fsanitize=alignment", "-fPIC")
 
 
 def compiler() -> str | None:
     """The C++ compiler, or None."""
     return next(filter(None, map(shutil.which, COMPILERS)), None)
+
+
+@functools.cache
+def _fused() -> list[str]:
+    """The option for instructions that fuse a product and a sum, if the processor has them."""
+    known = Path("/proc/cpuinfo")
+    return ["-mfma"] if known.exists() and " fma " in known.read_text() else []
 
 
 @functools.cache
@@ -160,11 +206,17 @@ def compiled(source: str) -> ctypes.CDLL:
         folder = Path(os.environ.get(FOLDER) or stack.enter_context(tempfile.TemporaryDirectory()))
         kept = folder / f"{hashlib.sha256(source.encode()).hexdigest()}.so"
         if not kept.exists():
-            code, target = (kept.with_suffix(f".{os.getpid()}.{threading.get_ident()}.{kind}") for kind in ("cpp", "so"))
+            files = (kept.with_suffix(f".{os.getpid()}.{threading.get_ident()}.{kind}") for kind in ("cpp", "o", "so"))
+            code, module, target = files
             code.write_text(source)
-            options = ["-std=c++17", "-O1", "-w", "-fno-strict-aliasing", f"-I{_INCLUDE}", "-shared", "-fPIC"]
-            done = subprocess.run([program, *options, "-o", target, code], capture_output=True, text=True, check=False)
-            assert done.returncode == 0, f"{done.stderr}\n{source}"
+            # two runs: with the sanitizer's option the linker needs its library, of which _CUDA has the only function
+            for inputs in (
+                [*_OPTIONS, *_fused(), f"-I{_INCLUDE}", "-c", "-o", module, code],
+                ["-shared", "-o", target, module],
+            ):
+                done = subprocess.run([program, *inputs], capture_output=True, text=True, check=False)
+                assert done.returncode == 0, f"{done.stderr}\n{source}"
+            module.unlink()
             target.replace(kept)
         return ctypes.CDLL(str(kept))
 
@@ -174,12 +226,15 @@ class Launch:
 
     Raises:
         TypeError: at a launch, the size of an argument differs from that of its parameter.
+        RuntimeError: at a launch, an address is not aligned.
         ValueError: at a launch, the grid or the block is outside of CUDA's limits.
     """
 
     def __init__(self, source: str, name: str) -> None:
         threads = _WITH_BARRIERS if "__sync" in source else _IN_TURN
+        self._name = name
         self._library = compiled(f"{_CUDA}\n{threads}\n{source}\n#define KERNEL {name}\n{_LAUNCH}")
+        self._library.fake_launch.restype = ctypes.c_ulonglong
         sizes = (ctypes.c_longlong * 64)()
         self._sizes = list(sizes[: self._library.fake_sizes(sizes)])
 
@@ -191,7 +246,8 @@ class Launch:
         numbers = (ctypes.c_uint * 6)(*(*grid, 1, 1)[:3], *(*block, 1, 1)[:3])
         if not all(1 <= n <= most for n, most in zip(numbers, _MOST, strict=True)) or math.prod(numbers[3:]) > 1024:
             raise ValueError(f"grid {grid} and block {block} are outside of CUDA's limits")
-        self._library.fake_launch(numbers, (ctypes.c_void_p * len(held))(*(x.ctypes.data for x in held)))
+        if address := self._library.fake_launch(numbers, (ctypes.c_void_p * len(held))(*(x.ctypes.data for x in held))):
+            raise RuntimeError(f"misaligned address {address:#x} in {self._name}")
 
 
 _C_TYPES = {

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import cupy_runtime
-from ..dtypes import ROTATION, TYPES
+from ..dtypes import PACK, ROTATION, TYPES
 from ..kernels import declaration, struct
 from .cache_kernels import ADVANCE, TOKENS, Arguments, State, arguments_of, blocks_of
 
@@ -86,7 +86,7 @@ def _append_kernel(source: str, dtype: str) -> Any:
     """
     of = TYPES[source]
     return cupy_runtime.cupy().RawKernel(
-        f"""{"" if source == dtype else of.header}{TYPES[dtype].header}{ROTATION}
+        f"""{"" if source == dtype else of.header}{TYPES[dtype].header}{ROTATION}{PACK}
         {declaration("Side", _Side)}
         struct Arguments {{ long long {", ".join((*Arguments._fields, "lanes"))}; Side sides[2]; }};
         extern "C" __global__ void cupy_sdpa_append_fp8(const Arguments a) {{
@@ -110,15 +110,9 @@ def _append_kernel(source: str, dtype: str) -> Any:
                     const int unit = column + lane;
                     float x[{_UNIT}] = {{}};
                     if (given && unit < s.row)
-                        for (int j = 0; j < {_UNIT}; ++j) x[j] = float(from[{_UNIT} * unit + j]) * descale;
+                        for (int j = 0; j < {_UNIT}; ++j) x[j] = __fmul_rn(float(from[{_UNIT} * unit + j]), descale);
                     rotate(x, (int)s.rotation);
-                    if (!stored || unit >= s.row) continue;
-                    uint2 packed = make_uint2(0, 0);
-                    for (int j = 0; j < 4; ++j) {{
-                        packed.x |= to_fp8(x[j] * scale) << 8 * j;
-                        packed.y |= to_fp8(x[j + 4] * scale) << 8 * j;
-                    }}
-                    to[unit] = packed;
+                    if (stored && unit < s.row) to[unit] = pack(x, scale);
                 }}
             }}
             {ADVANCE}

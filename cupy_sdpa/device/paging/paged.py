@@ -145,6 +145,49 @@ def _padded_table_kernel() -> Any:
     )
 
 
+_PREFIX = _struct("table", "entry", "pitch", "lengths", "stride", "batch", "pages", "prefix", "shared", "shared_length", "rest")
+
+
+def divide(table: Any, lengths: Any, prefix: int, shared: Any, shared_length: Any, rest: Any) -> None:
+    """Divide the keys of sequences into a shared prefix and the rest; one launch.
+
+    Args:
+        table, lengths: the page table ``(P, B)`` and the lengths, int32 ``(B,)``.
+        prefix: the length of the prefix.
+        shared: int32 ``(N, 1)``, written: the first pages of the first sequence that has the prefix; 0 if there is none.
+        shared_length: int32 ``(1,)``, written: the length of the prefix, or 0.
+        rest: int32 ``(B,)``, written: the lengths after the prefix.
+    """
+    entry, pitch, stride = (step // 4 for step in (*table.strides, *lengths.strides))
+    addresses = [array.data.ptr for array in (shared, shared_length, rest)]
+    given = table.data.ptr, entry, pitch, lengths.data.ptr, stride, lengths.size, shared.size, prefix, *addresses
+    grid = (max(1, min(64, -(-max(shared.size, lengths.size) // 256))),)
+    _divide_kernel()(grid, (256,), (np.array(given, _PREFIX),))
+
+
+@functools.cache
+def _divide_kernel() -> Any:
+    """The kernel of :func:`divide`."""
+    return cupy_runtime.cupy().RawKernel(
+        f"""struct Prefix {{ long long {", ".join(_PREFIX.names or ())}; }};
+        extern "C" __global__ void cupy_sdpa_divide(const Prefix x) {{
+            const int* const lengths = (const int*)x.lengths;
+            const long long step = (long long)gridDim.x * blockDim.x, thread = blockIdx.x * blockDim.x + threadIdx.x;
+            long long first = 0;
+            while (first < x.batch && lengths[first * x.stride] < x.prefix) ++first;
+            const bool any = first < x.batch;
+            for (long long i = thread; i < x.pages; i += step)
+                ((int*)x.shared)[i] = any ? ((const int*)x.table)[i * x.entry + first * x.pitch] : 0;
+            for (long long b = thread; b < x.batch; b += step) {{
+                const long long length = lengths[b * x.stride];
+                ((int*)x.rest)[b] = length > x.prefix ? length - x.prefix : 0;
+            }}
+            if (thread == 0) *(int*)x.shared_length = any ? x.prefix : 0;
+        }}""",
+        "cupy_sdpa_divide",
+    )
+
+
 #: The threads and the warps of a block.
 _THREADS, _WARPS = 128, 4
 #: The number of values that a warp loads before it has the scores of their keys.
