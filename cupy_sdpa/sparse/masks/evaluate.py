@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from ...device import cupy_runtime
 from ...device.blocks import BLOCK
 from ...score_fn.proxy import NO_BRANCHES
+from ...score_fn.tracer import check_function
 
 #: The kinds of blocks: no query attends to a key, some do, every query attends to every key.
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -71,8 +72,7 @@ class Function:
     def __init__(
         self, mask_mod: Callable[..., Any], tensors: Mapping[str, Any] | None, *, per_head: bool, per_entry: bool
     ) -> None:
-        if not callable(mask_mod):
-            raise TypeError(f"mask_mod is a {type(mask_mod).__name__}; it must be a function f(b, h, q_idx, kv_idx, **tensors)")
+        check_function("mask_mod", mask_mod)
         arrays = dict(tensors or {})
         self.xp: Any = np
         on_gpu = {name: cupy_runtime.is_array(array) for name, array in arrays.items()}
