@@ -76,7 +76,10 @@ def attention_vjp(
         raise Unsupported(NO_PAGED_GRADIENTS)
     if tensors := options.get("tensors"):
         options["tensors"] = dict(tensors)  # the caller's mapping may change before the pullback is called
-    others = {"return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dtensors": return_dtensors}
+    if isinstance(window := options.get("window"), list):  # so may lists
+        options["window"] = tuple(window)
+    names = tuple(return_dtensors) if isinstance(return_dtensors, (list, set)) else return_dtensors
+    others = {"return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dtensors": names}
     for name, requested in (("bias", return_dbias), ("sinks", return_dsinks)):
         if read_flag(f"return_d{name}", requested) and options.get(name) is None:
             raise ValueError(f"return_d{name} is True and {name} is None: pass {name}=, or remove return_d{name}")

@@ -68,6 +68,8 @@ def read_array(name: str, array: Any) -> Argument:
             raise TypeError(f"{name} is not passed: pass it by position, or as {name}=")
         kind = f"{type(array).__module__}.{type(array).__qualname__}".removeprefix("builtins.")
         remedy = _REMEDIES.get(name, "")
+        if isinstance(array, tuple) and array and all(isinstance(n, int) for n in array):
+            remedy = "shapes are for cupy_sdpa.problem(q, k, v, dtype=)"
         if callable(array):
             remedy = "it is a function: call it, and pass the result"
         raise TypeError(

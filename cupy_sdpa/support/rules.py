@@ -79,6 +79,8 @@ def _head_dim(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
         if head_dim % unit or not (head_dim or problem.trivial):
             missing = -head_dim % unit or unit
             advice = f"pad axis 0 with {missing} zeros and pass scale="
+            if spec.shape[-1] and not spec.shape[-1] % unit:  # probably in C order
+                advice += f"; if the last axis of {spec.name} {spec.shape} is head_dim, pass layout='bshd' or layout='bhsd'"
             yield f"the {name} is {head_dim}; cuDNN supports multiples of {unit}: {advice}"
 
 
