@@ -114,7 +114,7 @@ class Value(np.lib.mixins.NDArrayOperatorsMixin):
     @classmethod
     def _of_another_library(cls, *_: Any, **__: Any) -> Any:
         raise TypeError(
-            "a function of another library is called with a traced value: use numpy functions, such as np.where(condition, a, b)"
+            "a function of another library is called with a traced value: use numpy's, such as np.where(condition, a, b)"
         )
 
     __torch_function__ = __jax_array__ = _of_another_library

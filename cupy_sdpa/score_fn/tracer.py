@@ -113,7 +113,11 @@ class Tracer:
             if error.__traceback__ is None or error.__traceback__.tb_next is not None:
                 raise  # the error was raised inside the function, not by a call with wrong arguments
             names = ", ".join(self.arrays) or "no arrays"
-            raise TypeError(f"{option} must be a function {_SIGNATURES[option]}; tensors has {names}: {error}") from None
+            made = getattr(function, "__name__", "it")
+            raise TypeError(
+                f"{option} must be a function {_SIGNATURES[option]}; tensors has {names}: {error}. If {made} makes such a "
+                f"function, pass {made}(...)"
+            ) from None
         if result is None:
             raise TypeError(f"{option} returned None; it must be a function {_SIGNATURES[option]}: add a return statement")
         return as_value(self, result)
@@ -183,8 +187,8 @@ def check_function(option: str, function: Any) -> None:
     wrong = [name for name, right in zip(names, _PARAMETERS[option], strict=False) if name in known and name != right]
     if wrong and wrong not in (["b"], ["h"]):  # single letters may have another meaning
         raise TypeError(
-            f"{option} has the parameters {', '.join(names)}; they are passed by position, as {_SIGNATURES[option]}: change the "
-            f"place of {wrong[0]}, or its name"
+            f"{option} has the parameters {', '.join(names)}; they are passed by position, as {_SIGNATURES[option]}: change "
+            f"the place of {wrong[0]}, or its name"
         )
 
 
