@@ -91,6 +91,8 @@ def make_causal_mask(x: Any, *, dims: int = 2) -> Mask:
            [False, False,  True]])
     """
     check_array("x", x)
+    if not isinstance(dims, numbers.Integral):
+        raise TypeError(f"dims is {dims!r}; it must be an integer")
     if not 1 <= dims <= x.ndim:
         raise ValueError(f"dims is {dims}; x has {x.ndim} dimensions, counted from 1")
     length = x.shape[dims - 1]
@@ -118,4 +120,6 @@ def make_padding_mask(lengths: Any, kv_len: int) -> Mask:
         raise ValueError(f"lengths has shape {lengths.shape} and dtype {lengths.dtype}; it must be (B,) integers")
     if not isinstance(kv_len, numbers.Integral) or kv_len < 0:
         raise ValueError(f"kv_len is {kv_len!r}; it must be a number of keys, 0 or more")
+    if isinstance(lengths, np.ndarray) and lengths.size and not 0 <= lengths.min() <= lengths.max() <= kv_len:
+        raise ValueError(f"lengths is {lengths.tolist()}; lengths must be from 0 to kv_len, which is {kv_len}")
     return Mask(cupy_runtime.array_module(lengths), kv_len, 1, lengths=lengths.clip(0, kv_len).astype(np.int32))
