@@ -172,4 +172,8 @@ def _difference(rank: int, own: str, peer: int, other: str) -> str:
     """The first difference between the texts of two members."""
     mine, theirs = [*own.splitlines(), "nothing more"], [*other.splitlines(), "nothing more"]
     one, two = next((one, two) for one, two in zip(mine, theirs, strict=False) if one != two)
-    return f"members call with different shapes or options: member {rank} has {one!r}, member {peer} has {two!r}"
+    lengths = one.startswith(("problem: ", "unshard")) and two.startswith(("problem: ", "unshard"))
+    return (
+        f"members call with different shapes or options: member {rank} has {one!r}, member {peer} has {two!r}"
+        f"{'; if 2 P does not divide a length, pass seqlen_q= and seqlen_kv=, or seqlen= to unshard' * lengths}"
+    )
