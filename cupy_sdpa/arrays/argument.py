@@ -10,7 +10,6 @@ import numpy as np
 from ..device import cupy_runtime
 from ..problem.tensor_spec import Expected, Signature, check_spec, dtype_name, make_spec
 
-
 #: What to pass in place of an object that is no array, by the names of arguments.
 _REMEDIES = {
     "stats": "return_stats=True returns new statistics",

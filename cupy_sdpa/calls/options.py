@@ -374,9 +374,7 @@ def read_dropout(options: Mapping[str, Any]) -> float:
     """The dropout probability; checks that a seed or a mask is given with it, but not both."""
     p = options.get("dropout_p", 0.0)
     if not isinstance(p, numbers.Real):
-        raise TypeError(
-            f"dropout_p is {p!r}; it must be a number, the probability with which a weight is dropped, 0 for none"
-        )
+        raise TypeError(f"dropout_p is {p!r}; it must be a number, the probability with which a weight is dropped, 0 for none")
     if not 0 <= float(p) < 1:
         raise ValueError(f"dropout_p is {p}; it must be at least 0 and below 1")
     passed = [name for name in ("dropout_mask", *SEEDS) if options.get(name) is not None]

@@ -69,11 +69,15 @@ def check_arrays(
         if device is not None and x.data.device_id != device:
             raise ValueError(f"{name} is on device {x.data.device_id}, the cache on device {device}; copy the array")
         if dtype is not None and x.dtype != dtype:
-            raise TypeError(f"{name} is {x.dtype}, but the cache is {dtype}; use {name}.astype(), or dtype= of the cache")
+            raise TypeError(
+                f"{name} is {x.dtype}, the cache {dtype}; convert with .astype({str(dtype)!r}), or pass dtype= to the cache"
+            )
         dense = x.ndim == 4 and x.shape[3] == batch
         if not (dense or x.ndim == 3) or x.shape[:2] != (dim, heads):
+            transposed = f": pass {name}.T" * (x.shape[:1:-1] == (dim, heads))
             raise ValueError(
                 f"{name} has shape {x.shape}; the cache takes ({dim}, {heads}, S, {batch}), or packed ({dim}, {heads}, T)"
+                f"{transposed}"
             )
         if dim > 1 and x.strides[0] != x.dtype.itemsize and 0 not in x.shape:
             raise ValueError(

@@ -79,9 +79,7 @@ class KVCache:
     """
 
     #: The end of the error message of a call that takes the cache for an array.
-    not_an_array = (
-        "pass cache.keys(layer) and cache.values(layer), with page_table=cache.table and seq_lens_kv=cache.lengths"
-    )
+    not_an_array = "pass cache.keys(layer) and cache.values(layer), with page_table=cache.table and seq_lens_kv=cache.lengths"
 
     def __init__(
         self,

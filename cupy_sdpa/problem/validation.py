@@ -232,7 +232,9 @@ def _wanted_axes(name: str, given: int, packed: bool, paged: bool) -> str:
         return f"pass cu_seqlens_q and cu_seqlens_kv; or for a single sequence {name}[None] and layout='bshd'"
     remedy = f"for a single sequence pass {name}[..., None]; packed sequences need cu_seqlens_q and cu_seqlens_kv"
     if given == 2:
-        remedy = f"for a single head pass {name}[:, None, :, None] of (head_dim, seq), {name}.T[:, None, :, None] of (seq, head_dim)"
+        remedy = (
+            f"for a single head pass {name}[:, None, :, None] of (head_dim, seq), {name}.T[:, None, :, None] of (seq, head_dim)"
+        )
     if given > 4:
         remedy = f"join axes with {name}.reshape(..., order='F')"
     return f"(head_dim, heads, seq, batch): {remedy}"

@@ -68,8 +68,8 @@ def _generation(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
 def _dtype(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     if problem.dtype not in ("float16", "bfloat16") and not problem.fp8:
         yield (
-            f"q, k and v are {problem.dtype}; cuDNN's attention supports float16 and bfloat16: convert with "
-            "q.astype(ml_dtypes.bfloat16), or pass numpy arrays to compute on the CPU"
+            f"q, k and v are {problem.dtype}; cuDNN's attention supports float16 and bfloat16: pass compute_dtype='bfloat16', "
+            "convert with q.astype(ml_dtypes.bfloat16), or pass numpy arrays to compute on the CPU"
         )
 
 
