@@ -60,7 +60,8 @@ class KVCache:
         full_table: the page table for the maximum length, int32 ``(ceil(max_length / page_size), B)``, at a constant address.
             Column b contains the pages of sequence b in order, then zeros.
         table: the first rows of ``full_table``: as many as the longest sequence has pages, rounded up to a power of two.
-        lengths: the length of each sequence, int32 ``(B,)``, at a constant address. The append of layer 0 advances it.
+        lengths: the length of each sequence, int32 ``(B,)``, at a constant address. The append of layer 0 advances it. These
+            arrays are the state of the cache, and must not be written to; numpy's are read-only.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, or is not positive.
@@ -149,6 +150,9 @@ class KVCache:
         self._parts = cache_kernels.State(self.full_table, self.lengths, counts, finished)
         self._first_length, self._first_count = starts[1:3]
         self._device_id = None if self._numpy else self._state.data.device_id
+        if self._numpy:  # the caller reads these views; writing to them would change the state
+            self.full_table, self.lengths = self.full_table[:], self.lengths[:]
+            self.full_table.flags.writeable = self.lengths.flags.writeable = False
         self.table = self.full_table[:1]
 
     def _load(self) -> None:
