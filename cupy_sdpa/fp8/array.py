@@ -81,7 +81,7 @@ class Fp8Array:
         if (
             isinstance(scale, numbers.Real)
             and isinstance(descale, numbers.Real)
-            and not math.isclose(scale * descale, 1, rel_tol=1e-5)
+            and not math.isclose(float(scale) * float(descale), 1, rel_tol=1e-5)
         ):
             raise ValueError(f"descale is {descale} and scale is {scale}, which is not its inverse: pass one of them")
         if not 0 <= axis < max(len(data.shape), 1):

@@ -28,11 +28,11 @@ def fused_attention(heads: int, *, causal: bool = False, compute_dtype: str | No
 
     Returns:
         A model whose input is a ``Ragged`` with data ``(T, 3 H D)``: q, k and v one after the other, ``(T, 3, H, D)``; and
-        whose output is a ``Ragged`` with data ``(T, H D)`` and the same lengths. On a GPU a call reads the longest length,
-        which waits for the GPU.
+        whose output is a ``Ragged`` with data ``(T, H D)`` and the same lengths. On a GPU a call reads the longest length
+        and the total, which waits for the GPU.
 
     Raises:
-        ValueError: the width of the input is not a multiple of 3 H.
+        ValueError: the width of the input is not a multiple of 3 H, or the lengths do not add up to T.
         TypeError, Unsupported, CudnnError: as :func:`cupy_sdpa.attention`.
     """
     read_positive("heads", heads)

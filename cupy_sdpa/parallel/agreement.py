@@ -107,7 +107,7 @@ class Agreement:
             with cupy_runtime.device_context(q):
                 if size > 1 and (reason := refusal(config, chosen, q, options, **outputs)):
                     raise Unsupported(reason)
-            text = f"{'backward' if outputs else 'forward'}, method {chosen}\n{config.text}\n{dict(outputs)}"
+            text = f"{config.text}\n{'backward' if outputs else 'forward'}, method {chosen}\n{dict(outputs)}"
         except Exception as failure:  # the other members must not wait for this one
             error, text = failure, f"{REFUSED}{type(failure).__name__}: {failure}"
         self._compare(text, q, error)
