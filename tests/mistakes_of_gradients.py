@@ -339,7 +339,11 @@ JVP = [
     row("widen", "one array", lambda x: widen(x.q), TypeError, "k"),
     row("widen", "integers", lambda x: widen(*(a.astype("i4") for a in x.qkv), x.q), TypeError, "int32", ".astype"),
     row("widen", "pages", lambda x: widen(x.q, x.pages_k, x.pages_v, x.q, **x.paged), Unsupported, "gather"),
-    row("widen", "q changed in place afterwards", lambda x: widened_before(x), lambda x: tangent(x)),
+    row("widen", "another q in the second call", lambda x: attention_jvp(x.q * 2, x.k, x.v, widened=widen(*x.qkv, *x.qkv)),
+        ValueError, "q differs", "call widen again"),
+    row("widen", "another v in the second call", lambda x: attention_jvp(x.q, x.k, x.v * 2, widened=widen(*x.qkv, x.q)),
+        ValueError, "v differs", "call widen again"),
+    row("widen", "wide arrays for two calls", lambda x: widened_twice(x), lambda x: tangent(x)),
     row("widen", "causal only in the second call", lambda x: attention_jvp(*x.qkv, widened=widen(*x.qkv, *x.qkv), causal=True),
         lambda x: tangent(x, causal(6, 7))),
     row("jvp_problems", "an unknown tangent", lambda x: jvp_problems(*x.qkv, tangents=["q"]), ValueError, "'q'", "dq, dk, dv"),
@@ -357,9 +361,10 @@ def one_output(x):
     return derived(x, out=target, dout=target)
 
 
-def widened_before(x):
-    """The derivative from wide arrays that were made before q changed: those of the wide arrays."""
+def widened_twice(x):
+    """The second derivative from the same wide arrays."""
     arrays = widen(*x.qkv, *x.qkv)
+    attention_jvp(*x.qkv, widened=arrays)
     return attention_jvp(*x.qkv, widened=arrays)
 
 

@@ -187,6 +187,11 @@ CACHE = [
         ValueError, "FP8 caches"),
     row("KVCache", "rotate of a bfloat16 cache", lambda x: cupy_sdpa.KVCache(8, 2, pages=6, batch=3, rotate=True, numpy=True),
         ValueError, "FP8 caches"),
+    row("KVCache", "a scale for each head", lambda x: cupy_sdpa.KVCache(8, 2, pages=6, batch=3, dtype="float8_e4m3fn", numpy=True,
+        k_scale=[1.0, 2.0]), ValueError, "2 numbers", "1 layer"),
+    row("KVCache", "a scale of 0", lambda x: cupy_sdpa.KVCache(8, 2, pages=6, batch=3, dtype="float8_e4m3fn", numpy=True, k_scale=0),
+        ValueError, "k_scale is 0", "above 0"),
+    row("KVCache.keys", "the table of another cache", lambda x: other_table(x), ValueError, "there are 6 pages"),
     row("KVCache", "no GPU", lambda x: cupy_sdpa.KVCache(8, 2, pages=6, batch=3), RuntimeError, "numpy=True", engine="no GPU"),
     row("KVCache", "a batch of 0", lambda x: new_cache(batch=0), ValueError, "batch is 0"),
     row("KVCache.append", "no layer in a cache of several layers", stepped(lambda x, c, t: [c.append(t, t), c.append(t, t)], 2, pages=20),
@@ -203,6 +208,11 @@ CACHE = [
     row("KVCache.append", "layer -1", lambda x: new_cache(layers=2).append(tokens(x), tokens(x), -1), ValueError, "layer is -1"),
     row("KVCache.append", "counts in place of the layer", lambda x: new_cache().append(tokens(x), tokens(x), [3, 3, 3]), TypeError,
         "layer is [3, 3, 3]"),
+    row("KVCache.append", "masked arrays", lambda x: new_cache().append(*[np.ma.array(tokens(x))] * 2), TypeError, "MaskedArray",
+        "numpy arrays"),
+    row("KVCache", "lengths that the user advances, too", stepped(lambda x, c, t: np.add(c.lengths, 1, out=c.lengths)), ValueError,
+        "read-only"),
+    row("KVCache", "a write to the page table", stepped(lambda x, c, t: c.table.fill(0)), ValueError, "read-only"),
     row("KVCache.append", "values alone", lambda x: new_cache().append(tokens(x)), TypeError, "v"),
     row("KVCache.append", "tokens (B, S, H, D)", lambda x: new_cache().append(*[tokens(x).T.copy()] * 2), ValueError,
         "(3, 3, 2, 8)", "k.T"),
@@ -354,6 +364,14 @@ def old_table(x):
     return attended(c, x.q, page_table=table)
 
 
+def other_table(x):
+    """Attention with the table of a larger cache."""
+    one, other = new_cache(), new_cache(pages=20)
+    for c in (one, other):
+        c.append(tokens(x), tokens(x))
+    return attended(one, x.q, page_table=other.table)
+
+
 def forked(x):
     """Attention of the sequence that was copied, after an append to its copy."""
     c, t = new_cache(), tokens(x)
@@ -477,6 +495,8 @@ MASKS = [
         np.ones((1, 1, 1), int), np.full((1, 1, 1, 1), 1)), ValueError, "0 to 0"),
     row("BlockMask.from_kv_blocks", "more blocks than indices", lambda x: BlockMask.from_kv_blocks(
         np.full((1, 1, 1), 2), np.zeros((1, 1, 1, 1), int)), ValueError, "1 key blocks"),
+    row("BlockMask.from_kv_blocks", "a block twice", lambda x: BlockMask.from_kv_blocks(
+        np.full((1, 1, 1), 2), np.zeros((1, 1, 1, 2), int)), ValueError, "kv_indices", "twice"),
     row("BlockMask.from_kv_blocks", "float indices", lambda x: BlockMask.from_kv_blocks(
         np.ones((1, 1, 1)), np.zeros((1, 1, 1, 1))), ValueError, "float64", "integers"),
     row("BlockMask.from_kv_blocks", "full numbers without full indices", lambda x: BlockMask.from_kv_blocks(
@@ -586,6 +606,10 @@ FP8 = [
         "fp8.quantize"),
     row("fp8.attention", "q rotated and k not", lambda x: attention(fp8.quantize(x.q, rotate=True), *(
         fp8.quantize(a) for a in (x.k, x.v))), ValueError, "q.rotated is True", "same rotate"),
+    row("fp8.attention", "queries that are not rotated, for a cache that is", lambda x: rotated_cache(fp8.quantize(x.q)), ValueError,
+        "k.rotated is True", "same rotate"),
+    row("fp8.attention", "the keys of a rotated cache as its values", lambda x: rotated_cache(x.q, values=True), ValueError,
+        "v.rotated is True"),
     row("fp8.attention", "v rotated", lambda x: attention(*(fp8.quantize(a, rotate=True) for a in x.qkv)), ValueError,
         "v.rotated", "without rotate"),
     row("fp8.attention", "two FP8 dtypes", lambda x: attention(fp8.quantize(x.q, "float8_e5m2"), *(
@@ -632,6 +656,13 @@ FP8 = [
         "(8, 4, 6, 3)", "(1,)"),
     row("fp8.DelayedScaling.update", "a maximum of 0", lambda x: fp8.DelayedScaling(x.q).update(0.0), ValueError, "above 0"),
 ]  # fmt: skip
+
+
+def rotated_cache(q, values=False):
+    """Attention to an FP8 cache with rotated keys."""
+    c, t = cupy_sdpa.KVCache(8, 2, pages=6, batch=3, dtype="float8_e4m3fn", rotate=True, numpy=True), tokens(None)
+    c.append(t, t)
+    return attention(q, c.keys(), c.keys() if values else c.values(), page_table=c.table, seq_lens_kv=c.lengths)
 
 
 def host_of(array):
@@ -715,8 +746,8 @@ NNLIB = [
     row("nnlib.make_padding_mask", "a list", lambda x: nnlib.make_padding_mask([1, 2], 3), TypeError, "lengths is a list"),
     row("nnlib.make_padding_mask", "a Boolean mask", lambda x: nnlib.make_padding_mask(np.ones((3, 7), bool), 7), ValueError,
         "bool", "(B,) integers"),
-    row("nnlib.make_padding_mask", "a length beyond the keys", lambda x: nnlib.make_padding_mask(np.array([8]), 7), ValueError,
-        "8", "7"),
+    row("nnlib.make_padding_mask", "a length beyond the keys", lambda x: np.asarray(nnlib.make_padding_mask(np.array([9, -1]), 7)),
+        lambda x: np.repeat([[[[1, 0]]]], 7, axis=0)),
     row("nnlib.make_padding_mask", "arguments swapped", lambda x: nnlib.make_padding_mask(7, np.array([1, 2])), TypeError,
         "lengths is a int"),
     row("nnlib.split_heads", "heads that do not divide", lambda x: nnlib.split_heads(flat(x), 3), ValueError, "16", "3"),
@@ -757,6 +788,12 @@ PARALLEL = [
         ValueError, "6 positions", "shard()"),
     row("parallel.ContextParallel.attention", "a length that 2 P does not divide, without seqlen_q",
         grouped(lambda x, cp: cp.attention(*[cp.shard(x.s[:, :, :5])] * 3)), ValueError, "seqlen_q"),
+    row("parallel.ContextParallel.attention", "keys of another length, without seqlen_kv", grouped(lambda x, cp: cp.attention(
+        cp.shard(x.s), *[cp.shard(np.asfortranarray(x.s[:, :, :5]))] * 2, seqlen_q=6)), ValueError, "seqlen_kv"),
+    row("parallel.ContextParallel.attention", "the scale of one member", grouped(lambda x, cp: attend(x, cp, scale=1.0 + cp.rank)),
+        ValueError, "scale: 1.0", "scale: 2.0"),
+    row("parallel.ContextParallel.attention", "a seed for each member", grouped(lambda x, cp: attend(
+        x, cp, dropout_p=0.5, seed=cp.rank)), ValueError, "seed: 0", "seed: 1"),
     row("parallel.ContextParallel.attention", "the local length as seqlen_q",
         grouped(lambda x, cp: cp.attention(*[cp.shard(x.s)] * 3, seqlen_q=3)), ValueError, "3 positions", "shard()"),
     row("parallel.ContextParallel.attention", "other options in one member",
