@@ -1,5 +1,8 @@
 """Mistakes in calls of attention, of its gradients and derivatives, and in what describes a call."""
 
+# mypy: ignore-errors
+# (most mistakes are type errors)
+
 import functools
 import math
 

@@ -1,5 +1,8 @@
 """Mistakes in calls of gradients and derivatives, and in what describes or prepares a call."""
 
+# mypy: ignore-errors
+# (most mistakes are type errors)
+
 import math
 
 import numpy as np

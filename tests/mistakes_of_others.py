@@ -1,5 +1,8 @@
 """Mistakes with everything that is not a call of attention or its gradients: caches, masks, FP8, groups and helpers."""
 
+# mypy: ignore-errors
+# (most mistakes are type errors)
+
 import importlib
 import pickle
 import tempfile
