@@ -290,7 +290,7 @@ def _check(q: Any, k: Any, v: Any, dout: Any = None, bias: Any = None, *, needs_
         raise ValueError(f"{shapes}, Hq a multiple of Hkv; packed arrays need cu_seqlens_q and cu_seqlens_kv")
     if dout is not None and dout.shape != (len(v), *q.shape[1:]):
         raise ValueError(f"dout has shape {dout.shape}; it must be {(len(v), *q.shape[1:])}, (Dv, Hq, Sq, B)")
-    if (causal := options.get("causal", False)) not in (False, True, "top_left", "bottom_right"):
+    if (causal := options.get("causal")) not in (None, False, True, "top_left", "bottom_right"):
         raise ValueError(f"causal is {causal!r}; it must be False, True, 'top_left' or 'bottom_right'")
     if (mask := options.get("mask")) is not None and (mask.dtype != bool or mask.ndim != 4):
         raise ValueError(f"mask is {mask.dtype} {mask.shape}; it must be bool (Skv, Sq, Hq, B)")
