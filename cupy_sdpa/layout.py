@@ -84,6 +84,8 @@ def _julia_layout(layout: str) -> str:
 
 
 def _transpose(array: Any, source: str, target: str) -> Any:
+    if not hasattr(array, "shape"):
+        raise TypeError(f"the array is a {type(array).__name__}; convert it with numpy.asarray or cupy.asarray")
     shape = tuple(array.shape)
     if len(shape) != len(source):
         raise ValueError(f"the array has shape {shape}, {len(shape)} axes; the layout {source!r} has {len(source)}")

@@ -69,6 +69,7 @@ def attention(
     if cu_seqlens_q is not None and cu_seqlens_kv is not None:
         options |= {"scale": scale, "sinks": sinks, "dropout_p": dropout_p, "dropout_mask": dropout_mask}
         return _packed_attention((q, k, v), _sequences(cu_seqlens_q, cu_seqlens_kv), max_sumexp, options)
+    _check(q, k, v, **options)
     _, query_heads, queries, batch = q.shape
     dv, key_heads, _, _ = v.shape
     out = np.zeros((dv, query_heads, queries, batch))
@@ -130,14 +131,12 @@ def attention_backward(
     >>> dq, dk, dv = attention_backward(x, x, x, x)
     >>> float(abs(dq).max()), dv.ravel()[0]
     (0.0, np.float64(1.0))
-    >>> *_, dsinks = attention_backward(x, x, x, x, scale=0.0, sinks=np.zeros(1), return_dsinks=True)
-    >>> dsinks.round(3)  # 2 queries, whose dout . out is 16 / (2 + exp(sink))
-    array([-3.556])
     """
     if cu_seqlens_q is not None and cu_seqlens_kv is not None:
         options |= {"scale": scale, "softcap": softcap, "bias": bias, "sinks": sinks, "dropout_p": dropout_p}
         options |= {"dropout_mask": dropout_mask, "return_dbias": return_dbias, "return_dsinks": return_dsinks}
         return _packed_attention_backward((dout, q, k, v), _sequences(cu_seqlens_q, cu_seqlens_kv), options)
+    _check(q, k, v, dout, bias, needs_bias=return_dbias, **options)
     d, query_heads, queries, batch = q.shape
     _, key_heads, keys, _ = k.shape
     tau = 1 / math.sqrt(d) if scale is None else scale
@@ -200,12 +199,8 @@ def scores(
         options: causal, window, seq_lens_q, seq_lens_kv, as for :func:`visible`.
 
     >>> x = np.ones((4, 1, 2, 1))
-    >>> scores(x, x, 0, 0, alibi_slopes=np.array([0.5]), bias=np.array([10.0, 20.0]).reshape(2, 1, 1, 1))
-    array([[12. , 21.5],
-           [11.5, 22. ]])
-    >>> scores(x, x, 0, 0, scale=100.0, softcap=3.0, causal=True)
-    array([[  3., -inf],
-           [  3.,   3.]])
+    >>> scores(x, x, 0, 0, alibi_slopes=np.array([0.5]), bias=np.full((1, 1, 1, 1), 10.0)).tolist()
+    [[12.0, 11.5], [11.5, 12.0]]
     """
     d, query_heads, queries, batch = q.shape
     _, key_heads, keys, _ = k.shape
@@ -287,6 +282,22 @@ def diagonal(
     return i
 
 
+def _check(q: Any, k: Any, v: Any, dout: Any = None, bias: Any = None, *, needs_bias: bool = False, **options: Any) -> None:
+    """Raise ValueError for what numpy would broadcast, ignore or misread."""
+    shapes = f"q {q.shape}, k {k.shape} and v {v.shape} must be (D, Hq, Sq, B), (D, Hkv, Skv, B) and (Dv, Hkv, Skv, B)"
+    match = {q.ndim, k.ndim, v.ndim} == {4} and q.shape[::3] == k.shape[::3] and k.shape[1:] == v.shape[1:]
+    if not match or q.shape[1] % max(k.shape[1], 1):
+        raise ValueError(f"{shapes}, Hq a multiple of Hkv; packed arrays need cu_seqlens_q and cu_seqlens_kv")
+    if dout is not None and dout.shape != (len(v), *q.shape[1:]):
+        raise ValueError(f"dout has shape {dout.shape}; it must be {(len(v), *q.shape[1:])}, (Dv, Hq, Sq, B)")
+    if (causal := options.get("causal")) not in (None, False, True, "top_left", "bottom_right"):
+        raise ValueError(f"causal is {causal!r}; it must be False, True, 'top_left' or 'bottom_right'")
+    if (mask := options.get("mask")) is not None and (mask.dtype != bool or mask.ndim != 4):
+        raise ValueError(f"mask is {mask.dtype} {mask.shape}; it must be bool (Skv, Sq, Hq, B)")
+    if bias is None and needs_bias:
+        raise ValueError("return_dbias is True and bias is None: pass bias=")
+
+
 def _length(length: int, b: int, lengths: NDArray[Any] | None) -> int:
     """The number of queries or keys of batch entry b."""
     return length if lengths is None else int(lengths[b])
@@ -318,12 +329,7 @@ def _keep(dropout_mask: NDArray[Any] | None, h: int, b: int, shape: tuple[int, .
 
 
 def _softmax(s: NDArray[np.float64], sink: NDArray[np.float64]) -> tuple[NDArray[np.float64], ...]:
-    """For each row the weights of the keys, the weight of the sink, the maximum and the sum of exponentials.
-
-    >>> p, p_sink, m, sum_exp = _softmax(np.array([[0.0, -np.inf], [-np.inf, -np.inf]]), np.array([0.0, -np.inf]))
-    >>> p.tolist(), p_sink.tolist(), m.tolist(), sum_exp.tolist()
-    ([[0.5, 0.0], [0.0, 0.0]], [0.5, 0.0], [0.0, -inf], [2.0, 0.0])
-    """
+    """For each row the weights of the keys, the weight of the sink, the maximum and the sum of exponentials."""
     m = np.maximum(s.max(axis=1, initial=-np.inf), sink)
     masked = m == -np.inf  # fully masked rows: all weights are 0
     shift = np.where(masked, 0.0, m)
@@ -352,11 +358,7 @@ class _Sequence(NamedTuple):
 
 
 def _sequences(cu_seqlens_q: NDArray[Any], cu_seqlens_kv: NDArray[Any]) -> list[_Sequence]:
-    """The packed sequences.
-
-    >>> [tuple(sequence) for sequence in _sequences(np.array([0, 2, 5]), np.array([0, 4, 4]))]
-    [(0, slice(0, 2, None), slice(0, 4, None)), (1, slice(2, 5, None), slice(4, 4, None))]
-    """
+    """The packed sequences."""
     cu_q, cu_kv = ([int(offset) for offset in cu] for cu in (cu_seqlens_q, cu_seqlens_kv))
     return [_Sequence(b, slice(*cu_q[b : b + 2]), slice(*cu_kv[b : b + 2])) for b in range(len(cu_q) - 1)]
 
@@ -365,8 +367,7 @@ def _packed_attention(
     arrays: tuple[NDArray[Any], ...], sequences: list[_Sequence], max_sumexp: bool, options: dict[str, Any]
 ) -> tuple[NDArray[np.float64], ...]:
     """:func:`attention` of each sequence; ``arrays`` are q, k and v."""
-    q, k, v = arrays
-    _, heads, total = q.shape
+    (q, k, v), (_, heads, total) = arrays, arrays[0].shape
     out, sums = np.zeros((v.shape[0], heads, total)), np.zeros((heads, total))
     stats, maxima = (np.full((heads, total), -np.inf) for _ in range(2))
     for sequence in sequences:

@@ -92,6 +92,9 @@ def build(
     """
     from .offline.planner import Planner, load_target
 
+    problems = list(problems)
+    if wrong := [problem for problem in problems if not isinstance(problem, Problem)]:
+        raise TypeError(f"problems contains {wrong[0]!r}; pass problems of cupy_sdpa.problem(...)")
     targets = [load_target(name) for name in ([gpu] if isinstance(gpu, str) else gpu)]
     library = cudnn if cudnn is not None and "/" in cudnn else None
     required = version_number(cudnn) if cudnn is not None and library is None else None

@@ -297,7 +297,7 @@ def test_any_object_that_sends_and_receives_is_a_group(size, method):
 
 def test_other_objects_are_refused():
     """An object that is no group is refused, and the message names what is."""
-    with pytest.raises(TypeError, match=r"pass a group of cupy_sdpa\.parallel"):
+    with pytest.raises(TypeError, match=r"pass a member of a group of cupy_sdpa\.parallel"):
         context_parallel(object())
     assert isinstance(as_exchanger(None), SingleMember)
     assert isinstance(as_exchanger(Rendezvous(0, 1, {})), OrderedExchanges)

@@ -11,6 +11,16 @@ from ..device import cupy_runtime
 from ..problem.tensor_spec import Expected, Signature, check_spec, dtype_name, make_spec
 from .libraries import library_of
 
+#: What to pass in place of an object that is no array, by the names of arguments.
+_REMEDIES = {
+    "stats": "return_stats=True returns new statistics",
+    "alibi_slopes": "cupy_sdpa.alibi_slopes(Hq) returns the usual ones; cupy.asarray copies them to the GPU",
+    **dict.fromkeys(
+        ("seq_lens_q", "seq_lens_kv", "cu_seqlens_q", "cu_seqlens_kv", "page_table"),
+        "convert with numpy.asarray(..., 'int32') or cupy.asarray(..., 'int32')",
+    ),
+}
+
 
 class Typed(NamedTuple):
     """An array whose elements have a dtype that CuPy does not have, such as uint8 arrays of FP8 elements.
@@ -62,9 +72,14 @@ def read_array(name: str, array: Any) -> Argument:
                 f"numpy.asarray({name}) or cupy.from_dlpack({name})"
             )
         kind = f"{type(array).__module__}.{type(array).__qualname__}".removeprefix("builtins.")
+        remedy = _REMEDIES.get(name, "")
+        if isinstance(array, tuple) and array and all(isinstance(n, int) for n in array):
+            remedy = "shapes are for cupy_sdpa.problem(q, k, v, dtype=)"
+        if callable(array):
+            remedy = "it is a function: call it, and pass the result"
         raise TypeError(
-            f"{name} is {'None' if array is None else f'a {kind}'}; attention takes numpy and CuPy arrays, or "
-            "arrays of one other library: convert with numpy.asarray, cupy.asarray or cupy.from_dlpack"
+            f"{name} is {'None' if array is None else f'a {kind}'}; attention takes numpy and CuPy arrays, or arrays of one "
+            f"other library: {remedy or 'convert with numpy.asarray, cupy.asarray or cupy.from_dlpack'}"
         )
     return Argument(name, array, signature_of(array, array.data.ptr, dtype), array.data.ptr, array.data.device_id)
 

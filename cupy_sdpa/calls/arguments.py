@@ -224,7 +224,10 @@ def _check_lengths(problem: Problem, arrays: Mapping[str, Any]) -> None:
         if (starts := arrays.get(name)) is not None:
             lengths = np.diff(starts)
             if starts[0] < 0 or starts[-1] > total or (lengths < 0).any():
-                raise ValueError(f"{name} is {starts.tolist()}; it must rise from 0 or more to at most {total}, the total")
+                raise ValueError(
+                    f"{name} is {starts.tolist()}; offsets must rise from 0 or more to at most {total}, the total: of lengths "
+                    "they are np.cumsum([0, *lengths])"
+                )
             if lengths.size and lengths.max() > most:
                 raise ValueError(f"{name} has a sequence of {lengths.max()}; max_seqlen_{name[11:]} is {most}")
 

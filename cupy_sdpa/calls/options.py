@@ -59,53 +59,62 @@ class Options(TypedDict, total=False):
 DEFAULTS: dict[str, Any] = {"causal": False, "dropout_p": 0.0}
 #: The options that are arrays.
 ARRAYS = (*SCORE_INPUTS, *LENGTHS, "page_table", *CU_SEQLENS, "alibi_slopes", "sinks", *SEEDS)
-#: What to write in place of an option of another library.
-OTHER_NAMES = {
-    "alibi": "pass alibi_slopes=, float32 (Hq,); cupy_sdpa.alibi_slopes(Hq) returns the usual ones",
-    "attention_mask": "pass seq_lens_kv=, the length of each batch entry; or mask=, bool, where True attends: with a layout "
-    "in C order (B, Hq, Sq, Skv), else (Skv, Sq, Hq, B)",
-    "attn_bias": "pass bias=: a (B, Hq, Sq, Skv) array unchanged with a layout in C order, else attn_bias.T",
-    "attn_logit_softcapping": "pass softcap=",
-    "attn_mask": "pass mask= (bool, True attends) or bias= (float, added to the scores): PyTorch's (B, Hq, Sq, Skv) array "
-    "unchanged with a layout in C order, else attn_mask.T",
-    "attn_scale": "pass scale=",
-    "block_table": "pass page_table=: a (B, pages per sequence) array unchanged with a layout in C order, else its transpose",
-    "block_tables": "pass page_table=: a (B, pages per sequence) array unchanged with a layout in C order, else its transpose",
-    "cache_seqlens": "pass seq_lens_kv=",
-    "causal_mask": "pass causal=True, or causal='bottom_right' if the last query attends to all keys",
-    "cu_seqlens": "pass cu_seqlens_q= and cu_seqlens_kv=, with max_seqlen_q= and max_seqlen_kv=",
-    "cu_seqlens_k": "pass cu_seqlens_kv=",
-    "dropout": "pass dropout_p= and seed=",
-    "dropout_rate": "pass dropout_p= and seed=",
-    "enable_gqa": "no option is needed: k and v may have fewer heads than q",
-    "generate_stats": "pass return_stats=True",
-    "is_causal": "pass causal=True",
-    "key": "pass q, k and v by position, or as q=, k= and v=",
-    "key_padding_mask": "pass seq_lens_kv=, the length of each batch entry; or mask=, bool, where True attends: with a "
-    "layout in C order (B, 1, 1, Skv), else (Skv, 1, 1, B)",
-    "key_value_seq_lengths": "pass seq_lens_kv=",
-    "learnable_sink": "pass sinks=, float32 (Hq,)",
-    "local_window_size": "pass window=(left, right), where None is no bound",
-    "logits_soft_cap": "pass softcap=",
-    "max_seqlen": "pass max_seqlen_q= and max_seqlen_kv=",
-    "max_seqlen_k": "pass max_seqlen_kv=",
-    "p_dropout": "pass dropout_p= and seed=",
-    "qkv_format": "pass layout=",
-    "query": "pass q, k and v by position, or as q=, k= and v=",
-    "query_seq_lengths": "pass seq_lens_q=",
-    "return_attn_probs": "pass return_stats=True; the weights are never stored, and exp(score - stats) computes them",
-    "return_lse": "pass return_stats=True",
-    "seq_len_kv": "pass seq_lens_kv=",
-    "seq_len_q": "pass seq_lens_q=",
-    "seqused_k": "pass seq_lens_kv=",
-    "sliding_window": "pass window=(left, right): a sliding window of n keys is window=(n - 1, 0)",
-    "sm_scale": "pass scale=",
-    "softmax_scale": "pass scale=",
-    "tensor_layout": "pass layout=",
-    "use_causal_mask": "pass causal=True",
-    "value": "pass q, k and v by position, or as q=, k= and v=",
-    "window_size": "pass window=(left, right), where None is no bound",
-}
+#: What to write in place of options of other libraries.
+_ANSWERS = {
+    "pass alibi_slopes=, float32 (Hq,); cupy_sdpa.alibi_slopes(Hq) returns the usual ones": "alibi",
+    "pass seq_lens_kv=, the length of each batch entry; or mask=, bool, where True attends: with a layout in C order "
+    "(B, Hq, Sq, Skv), else (Skv, Sq, Hq, B)": "attention_mask",
+    "pass seq_lens_kv=, the length of each batch entry; or mask=, bool, where True attends: with a layout in C order "
+    "(B, 1, 1, Skv), else (Skv, 1, 1, B)": "key_padding_mask",
+    "pass mask=, bool, where True attends: the padding before the first key of each batch entry is masked": "leftpad_k",
+    "pass bias=: a (B, Hq, Sq, Skv) array unchanged with a layout in C order, else its transpose, such as attn_bias.T":
+        "attn_bias core_attention_bias position_bias qk_bias",
+    "pass mask= (bool, True attends) or bias= (float, added to the scores): PyTorch's (B, Hq, Sq, Skv) array unchanged with a "
+    "layout in C order, else attn_mask.T": "attn_mask",
+    "pass causal=True, or causal='bottom_right' if the last query attends to all keys; padding is seq_lens_q= and seq_lens_kv=":
+        "attn_mask_type causal_mask is_causal mask_type use_causal_mask",
+    "pass softcap=": "attn_logit_softcapping logit_cap logits_soft_cap",
+    "pass scale=": "attn_scale scaling sm_scale softmax_scale",
+    "pass page_table=: a (B, pages per sequence) array unchanged with a layout in C order, else its transpose":
+        "block_table block_tables",
+    "pass page_table=, the pages of each sequence as a column, and seq_lens_kv=; lists of pages with offsets are not supported":
+        "kv_indices paged_kv_indices paged_kv_indptr",
+    "pass seq_lens_q=": "query_seq_lengths seq_len_q seqused_q",
+    "pass seq_lens_kv=": "cache_seqlens key_value_seq_lengths kv_len seq_len_kv seqused_k",
+    "pass cu_seqlens_q= and cu_seqlens_kv=, with max_seqlen_q= and max_seqlen_kv=": "cu_seqlens",
+    "pass cu_seqlens_q=": "qo_indptr",
+    "pass cu_seqlens_kv=": "cu_seqlens_k kv_indptr",
+    "gaps between packed sequences are not supported: pass dense arrays with seq_lens_q= and seq_lens_kv=":
+        "cu_seqlens_kv_padded cu_seqlens_q_padded",
+    "pass cu_seqlens_q= and cu_seqlens_kv= of packed sequences; or mask_mod=cupy_sdpa.zoo.document with tensors=":
+        "kv_segment_ids q_segment_ids segment_ids",
+    "pass max_seqlen_q= and max_seqlen_kv=": "max_s max_seqlen",
+    "pass max_seqlen_kv=": "max_seqlen_k",
+    "pass window=(left, right), where None is no bound": "local_window_size window_left window_right window_size",
+    "pass window=(left, right): a sliding window of n keys is window=(n - 1, 0)": "sliding_window",
+    "pass dropout_p= and seed=": "attention_dropout dropout dropout_rate dropout_seed p_dropout rng_state",
+    "omit dropout_p= and seed= where nothing is dropped": "is_training training",
+    "pass sinks=, float32 (Hq,)": "learnable_sink s_aux softmax_offset softmax_type",
+    "no option is needed: k and v may have fewer heads than q": "enable_gqa num_kv_heads num_gqa_groups",
+    "no option is needed: axis 1 of q, k and v is heads, or the axis h of layout=": "num_attention_heads num_heads",
+    "pass layout=": "head_first input_layout kv_layout qkv_format qkv_layout tensor_layout",
+    "pass return_stats=True": "generate_stats return_lse return_softmax_lse",
+    "pass return_stats=True; the weights are never stored, and exp(score - stats) computes them": "return_attn_probs",
+    "the weights are never stored; cupy_sdpa.nnlib.dot_product_attention computes them in a separate pass":
+        "need_weights output_attentions return_attention_scores",
+    "pass q, k and v by position, or as q=, k= and v=": "key query value",
+    "pass q, k and v by position, as three arrays: views such as qkv[:, :, 0] are not copied": "kv qkv",
+    "the dtype is that of q; pass compute_dtype= for float32 arrays": "dtype precision",
+    "pass arrays of cupy_sdpa.fp8.quantize, which have their factors": "k_descale k_scale q_descale q_scale v_descale v_scale",
+    "the functions read arrays of tensors=": "aux_tensors",
+    "pass block_mask=": "block_sparse_tensors",
+    "apply rotary embeddings to q and k before the call": "pos_encoding_mode rope_scale rope_theta rotary_cos rotary_sin",
+    "append the new keys to a cupy_sdpa.KVCache, and pass its keys and values with page_table= and seq_lens_kv=":
+        "k_cache past_key_value past_key_values v_cache",
+    "remove it: the kernel is chosen by cuDNN": "attn_implementation backend implementation pack_gqa",
+}  # fmt: skip
+#: The answers by the names of the options.
+OTHER_NAMES = {name: answer for answer, names in _ANSWERS.items() for name in names.split()}
 
 
 class _Annotation(str):
@@ -309,7 +318,7 @@ def read_band(causal: Any, window: Any) -> Band | None:
     if not isinstance(window, (tuple, list)) or len(window) not in (2, 3):
         raise TypeError(f"window is {window!r}; it must be (left, right) or (left, right, 'bottom_right')")
     for side in window[:2]:
-        if side is not None and (not isinstance(side, numbers.Integral) or int(side) < 0):
+        if side is not None and (isinstance(side, bool) or not isinstance(side, numbers.Integral) or int(side) < 0):
             raise ValueError(f"window is {window!r}; left and right are numbers of keys, 0 or more, or None for no bound")
     left, right = (None if side is None else int(side) for side in window[:2])
     corner = window[2] if len(window) == 3 else "bottom_right" if bottom_right else "top_left"
@@ -365,9 +374,7 @@ def read_dropout(options: Mapping[str, Any]) -> float:
     """The dropout probability; checks that a seed or a mask is given with it, but not both."""
     p = options.get("dropout_p", 0.0)
     if not isinstance(p, numbers.Real):
-        raise TypeError(
-            f"dropout_p is a {type(p).__name__}; it must be a number, the probability with which a weight is dropped"
-        )
+        raise TypeError(f"dropout_p is {p!r}; it must be a number, the probability with which a weight is dropped, 0 for none")
     if not 0 <= float(p) < 1:
         raise ValueError(f"dropout_p is {p}; it must be at least 0 and below 1")
     passed = [name for name in ("dropout_mask", *SEEDS) if options.get(name) is not None]

@@ -76,6 +76,14 @@ def _checked_form(widened: Widened, q: Any, k: Any, v: Any, options: Any, determ
     for name, array in widened.named().items():
         like = q if name in ("q", "dout") else k
         check_like(f"widened.{name}", array, "q" if like is q else "k", like, (array.shape[0], *like.shape[1:]))
+    copies = {"q": (q, widened.q, 0), "k": (k, widened.k, 0), "v": (v, widened.k, len(k))}
+    if widened.values is not None:
+        copies["v"] = v, widened.values, 0
+    for name, (array, wide, start) in copies.items():
+        if not isinstance(array, np.ndarray) or wide is None:  # on the GPU reading them would synchronize
+            continue
+        if not np.array_equal(wide[start : start + len(array)], array, equal_nan=True):
+            raise ValueError(f"{name} differs from its copy in widened: call widen again when {name} has changed")
     return form
 
 

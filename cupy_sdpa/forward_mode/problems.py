@@ -57,6 +57,8 @@ def jvp_problems(
     forward 64 128
     gradients 128 128
     """
+    if isinstance(tangents, str):
+        raise TypeError(f"tangents is {tangents!r}; it must be a sequence of names: pass [{tangents!r}]")
     if unknown := [name for name in tangents if name not in TANGENTS]:
         raise ValueError(f"tangents contains {unknown[0]!r}; it can contain {', '.join(TANGENTS)}")
     if not tangents:

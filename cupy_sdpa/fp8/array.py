@@ -79,6 +79,12 @@ class Fp8Array:
             )
         if descale is None and scale is None:
             raise TypeError("descale and scale are None: pass one of them, the factor of the elements or its inverse")
+        if (
+            isinstance(scale, numbers.Real)
+            and isinstance(descale, numbers.Real)
+            and not math.isclose(float(scale) * float(descale), 1, rel_tol=1e-5)
+        ):
+            raise ValueError(f"descale is {descale} and scale is {scale}, which is not its inverse: pass one of them")
         if not 0 <= axis < max(len(data.shape), 1):
             raise ValueError(f"axis is {axis}; data has the axes 0 to {len(data.shape) - 1}")
         self.data, self.dtype, self.rotated, self.axis = data, dtype, rotated, axis
@@ -139,10 +145,11 @@ class Fp8Array:
         """A view with the dimensions in reverse order, such as ``(batch, seq, heads, head_dim)`` of a result."""
         return self.transpose(*range(self.ndim)[::-1])
 
-    def transpose(self, *axes: int) -> Fp8Array:
+    def transpose(self, *axes: Any) -> Fp8Array:
         """A view with the dimensions in another order."""
-        axis = axes.index(self.axis) if self.rotated else 0
-        return self._view(self.data.transpose(axes), axis)
+        order: Any = axes[0] if len(axes) == 1 and isinstance(axes[0], tuple) else axes  # as numpy's
+        axis = order.index(self.axis) if self.rotated else 0
+        return self._view(self.data.transpose(order), axis)
 
     def __getitem__(self, index: Any) -> Fp8Array:
         """A view of some elements with the same factor, such as ``k[:, :, :100]``; a rotated array needs all of head_dim.

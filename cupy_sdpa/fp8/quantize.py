@@ -10,6 +10,7 @@ import numpy as np
 
 from .._typing import Array, Layout
 from ..arrays.layouts import check_layout, check_strides_of, from_own, other_layout, to_own
+from ..calls.options import read_flag
 from ..device import cupy_runtime
 from ..problem.tensor_spec import FP8_LARGEST, dtype_name, rounded
 from . import current, kernels
@@ -64,7 +65,7 @@ def quantize(
     >>> x.scale.tolist(), x.dequantize().ravel().tolist()
     ([128.0], [1.0, -3.5, 0.1015625])
     """
-    (result,) = quantize_all([x], dtype, [rotate], [lengths], layout)
+    (result,) = quantize_all([x], dtype, [read_flag("rotate", rotate)], [lengths], layout)
     return result
 
 
@@ -134,6 +135,7 @@ def quantize_qkv(
         if type(x) is not type(q) or getattr(x, "dtype", None) != getattr(q, "dtype", None):
             kinds = [f"{type(y).__module__} {getattr(y, 'dtype', '')}" for y in (x, q)]
             raise TypeError(f"{name} is {kinds[0]} and q is {kinds[1]}; q, k and v must be arrays of one kind and dtype")
+    rotate = read_flag("rotate", rotate)
     results = quantize_all([q, k, v], dtype, [rotate, rotate, False], [seq_lens_q, seq_lens_kv, seq_lens_kv], layout)
     return results[0], results[1], results[2]
 
@@ -179,7 +181,7 @@ class DelayedScaling:
             raise ValueError(f"history is {history!r}; it must be a number of arrays, 1 or more")
         if amax is not None and not 0 < float(amax) < np.inf:
             raise ValueError(f"amax is {amax}; it must be a finite number above 0, or None")
-        self.dtype, self.rotate = dtype, rotate
+        self.dtype, self.rotate = dtype, read_flag("rotate", rotate)
         state = np.zeros(kernels.STATE + history, np.float32)
         state[:2] = 1.0
         if amax is not None:
@@ -283,6 +285,8 @@ def _check(x: Any, lengths: Any, layout: Any) -> None:
         )
     if cupy_runtime.is_array(lengths) != on_gpu:
         raise TypeError("x and lengths are not both numpy or both CuPy arrays: convert one of them")
+    if not on_gpu and lengths.size and not 0 <= lengths.min() <= lengths.max() <= x.shape[2]:
+        raise ValueError(f"lengths is {lengths.tolist()}; lengths must be from 0 to {x.shape[2]}")
 
 
 def _conversion(x: Any, rotation: int, lengths: Any) -> kernels.Conversion:

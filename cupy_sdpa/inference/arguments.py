@@ -63,17 +63,22 @@ def check_arrays(
         device: the number of its device; None for numpy arrays.
     """
     for name, x, dim in (("k", k, dims[0]), ("v", v, dims[1])):
-        if not (isinstance(x, np.ndarray) if device is None else cupy_runtime.is_array(x)):
+        if not (type(x) in (np.ndarray, np.memmap) if device is None else cupy_runtime.is_array(x)):
             kind = "numpy" if device is None else "CuPy"
             raise TypeError(f"{name} is {type(x).__module__}.{type(x).__name__}, but the cache consists of {kind} arrays")
         if device is not None and x.data.device_id != device:
             raise ValueError(f"{name} is on device {x.data.device_id}, the cache on device {device}; copy the array")
         if dtype is not None and x.dtype != dtype:
-            raise TypeError(f"{name} is {x.dtype}, but the cache is {dtype}; use {name}.astype(), or dtype= of the cache")
+            raise TypeError(
+                f"{name} is {x.dtype}, but the cache is {dtype}; convert with .astype({str(dtype)!r}), or pass dtype= to "
+                "the cache"
+            )
         dense = x.ndim == 4 and x.shape[3] == batch
         if not (dense or x.ndim == 3) or x.shape[:2] != (dim, heads):
+            transposed = f": pass {name}.T" * (x.shape[:1:-1] == (dim, heads))
             raise ValueError(
                 f"{name} has shape {x.shape}; the cache takes ({dim}, {heads}, S, {batch}), or packed ({dim}, {heads}, T)"
+                f"{transposed}"
             )
         if dim > 1 and x.strides[0] != x.dtype.itemsize and 0 not in x.shape:
             raise ValueError(

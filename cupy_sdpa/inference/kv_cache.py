@@ -60,7 +60,8 @@ class KVCache(CacheState):
             Column b contains the pages of sequence b in order, then zeros.
         table: the first rows of ``full_table``: as many as the longest sequence has pages, rounded up to a power of two. Read
             it after every append: one from before may lack rows, and keys beyond its rows are not attended to.
-        lengths: the length of each sequence, int32 ``(B,)``, at a constant address. The append of layer 0 advances it.
+        lengths: the length of each sequence, int32 ``(B,)``, at a constant address. The append of layer 0 advances it. These
+            arrays are the state of the cache, and must not be written to; numpy's are read-only.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, or is not positive.
@@ -77,6 +78,9 @@ class KVCache(CacheState):
     array([[3, 1],
            [2, 0]], dtype=int32)
     """
+
+    #: The end of the error message of a call that takes the cache for an array.
+    not_an_array = "pass cache.keys(layer) and cache.values(layer), with page_table=cache.table and seq_lens_kv=cache.lengths"
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from .._typing import Array
 from ..arrays.argument import check_results, read_array
 from ..attention import attention
 from ..calls.arguments import read_forward
-from ..calls.options import Options, is_one_of, takes_options
+from ..calls.options import Options, check_names, is_one_of, takes_options
 from ..calls.replay_cache import cache_call, run_cached
 from ..device import cupy_runtime
 from ..device.paging import paged
@@ -187,6 +187,10 @@ def _check(q: Array, k: Array, shared_prefix: int, options: Options) -> None:
             "k is an FP8 array; shared_prefix_attention does not support FP8: use cupy_sdpa.attention, which reads the shared "
             "pages once for each sequence"
         )
+    check_names({name: value for name, value in options.items() if name not in ("layout", "compute_dtype")})
+    for name in _EXCLUDED:
+        if not is_one_of(options.get(name), (None, 0)):
+            raise ValueError(f"{name} is passed, which shared_prefix_attention does not support: use cupy_sdpa.attention")
     if options.get("page_table") is None or options.get("seq_lens_kv") is None:
         raise ValueError("shared_prefix_attention needs page_table and seq_lens_kv; dense arrays have no shared pages")
     if not isinstance(shared_prefix, numbers.Integral) or isinstance(shared_prefix, bool):
@@ -199,9 +203,6 @@ def _check(q: Array, k: Array, shared_prefix: int, options: Options) -> None:
             f"shared_prefix is {shared_prefix}; it must be a multiple of the page size {page} from 0 to {page * width}, the "
             "keys of the page table"
         )
-    for name in _EXCLUDED:
-        if not is_one_of(options.get(name), (None, 0)):
-            raise ValueError(f"{name} is passed, which shared_prefix_attention does not support: use cupy_sdpa.attention")
     if not is_one_of(options.get("causal"), (None, False, "bottom_right")):
         raise ValueError(f"causal is {options.get('causal')!r}; with a shared prefix it must be 'bottom_right' or False")
 

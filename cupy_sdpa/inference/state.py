@@ -103,6 +103,9 @@ class CacheState:
         self.lengths, counts, finished = (self._state[start : start + self.batch] for start in self._starts[1:-1])
         self._parts = cache_kernels.State(self.full_table, self.lengths, counts, finished)
         self._device_id = None if self._numpy else self._state.data.device_id
+        if self._numpy:  # the caller reads these views; writing to them would change the state
+            self.full_table, self.lengths = self.full_table[:], self.lengths[:]
+            self.full_table.flags.writeable = self.lengths.flags.writeable = False
         self._fit_table()
 
     def _fit_table(self) -> None:

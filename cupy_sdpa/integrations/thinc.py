@@ -9,6 +9,7 @@ from thinc.api import Model, registry
 from thinc.types import Ragged
 
 from ..attention import attention, attention_backward
+from ..calls.options import read_positive
 
 
 @registry.layers("cupy_sdpa.FusedAttention.v1")  # type: ignore[untyped-decorator, unused-ignore]
@@ -27,13 +28,14 @@ def fused_attention(heads: int, *, causal: bool = False, compute_dtype: str | No
 
     Returns:
         A model whose input is a ``Ragged`` with data ``(T, 3 H D)``: q, k and v one after the other, ``(T, 3, H, D)``; and
-        whose output is a ``Ragged`` with data ``(T, H D)`` and the same lengths. On a GPU a call reads the longest length,
-        which waits for the GPU.
+        whose output is a ``Ragged`` with data ``(T, H D)`` and the same lengths. On a GPU a call reads the longest length
+        and the total, which waits for the GPU.
 
     Raises:
-        ValueError: the width of the input is not a multiple of 3 H.
+        ValueError: the width of the input is not a multiple of 3 H, or the lengths do not add up to T.
         TypeError, Unsupported, CudnnError: as :func:`cupy_sdpa.attention`.
     """
+    read_positive("heads", heads)
     options = {"causal": causal, "compute_dtype": compute_dtype} if compute_dtype else {"causal": causal}
     return Model("fused_attention", _forward, attrs={"heads": heads, "options": options})
 
@@ -48,6 +50,8 @@ def _forward(model: Any, given: Any, is_train: bool) -> tuple[Any, Callable[[Any
     starts = xp.zeros(len(given.lengths) + 1, dtype="int32")
     starts[1:] = xp.cumsum(given.lengths)
     longest = int(given.lengths.max()) if len(given.lengths) else 0
+    if int(starts[-1]) != total:
+        raise ValueError(f"the lengths have {int(starts[-1])} rows in all, and the data {total}: they must be equal")
     options = {
         "layout": "thd", "cu_seqlens_q": starts, "cu_seqlens_kv": starts, "max_seqlen_q": longest, "max_seqlen_kv": longest,
         **model.attrs["options"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from typing import Any
 
 
@@ -22,6 +23,8 @@ def split_heads(x: Any, nheads: int) -> Any:
 
 
 def _head_dim(n: int, nheads: int) -> int:
+    if not isinstance(nheads, numbers.Integral):
+        raise TypeError(f"nheads is {nheads!r}; it must be an integer")
     if nheads < 1 or n % nheads:
         raise ValueError(f"the first dimension is {n}; it must be a multiple of nheads, which is {nheads}")
     return n // nheads
@@ -35,6 +38,8 @@ def join_heads(x: Any) -> Any:
     (8, 5, 2)
     """
     check_array("x", x)
+    if x.ndim < 2:
+        raise ValueError(f"x has shape {x.shape}; it must be (d, nheads, len, batch...)")
     d, nheads, *rest = x.shape
     return x.reshape((d * nheads, *rest), order="F")
 

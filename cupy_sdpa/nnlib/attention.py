@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -66,6 +65,8 @@ def dot_product_attention(
     """
     (q4, k4, v4), batch = _fold_all(q, k, v, nheads)
     weights: Any = None
+    if fdrop is not None and not callable(fdrop):
+        raise TypeError(f"fdrop is {fdrop!r}; it must be a function of the weights")
     if fdrop is not None:
         weights = dot_product_attention_scores(q4, k4, bias, fdrop=fdrop, mask=mask)
         full = (k.shape[1], q.shape[1], nheads, q4.shape[3])
@@ -121,8 +122,6 @@ def _fold_all(q: Any, k: Any, v: Any, nheads: int) -> tuple[list[Any], tuple[int
     """Check q, k and v; returns them as ``(d, nheads, len, B)``, and their batch dimensions."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_array(name, x)
-    if not isinstance(nheads, numbers.Integral):
-        raise TypeError(f"nheads is {nheads!r}; it must be an integer")
     shapes = f"q is {q.shape}, k is {k.shape}, v is {v.shape}"
     if min(q.ndim, k.ndim, v.ndim) < 2:
         raise ValueError(f"{shapes}; they must be (features, len, batch...)")

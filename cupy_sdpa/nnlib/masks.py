@@ -91,6 +91,8 @@ def make_causal_mask(x: Any, *, dims: int = 2) -> Mask:
            [False, False,  True]])
     """
     check_array("x", x)
+    if not isinstance(dims, numbers.Integral):
+        raise TypeError(f"dims is {dims!r}; it must be an integer")
     if not 1 <= dims <= x.ndim:
         raise ValueError(f"dims is {dims}; x has {x.ndim} dimensions, counted from 1")
     length = x.shape[dims - 1]
@@ -101,7 +103,7 @@ def make_padding_mask(lengths: Any, kv_len: int) -> Mask:
     """Make a key padding mask from the length of each batch entry; NNlib.jl has no such helper.
 
     Args:
-        lengths: ``(B,)`` integers.
+        lengths: ``(B,)`` integers; more than ``kv_len`` are all keys, and less than 0 are none.
         kv_len: the number of keys.
 
     Returns:

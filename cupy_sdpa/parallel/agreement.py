@@ -107,7 +107,7 @@ class Agreement:
             with cupy_runtime.device_context(q):
                 if size > 1 and (reason := refusal(config, chosen, q, options, **outputs)):
                     raise Unsupported(reason)
-            text = f"{'backward' if outputs else 'forward'}, method {chosen}\n{config.text}\n{dict(outputs)}"
+            text = f"{config.text}\n{'backward' if outputs else 'forward'}, method {chosen}\n{dict(outputs)}"
         except Exception as failure:  # the other members must not wait for this one
             error, text = failure, f"{REFUSED}{type(failure).__name__}: {failure}"
         self._compare(text, q, error)
@@ -172,4 +172,8 @@ def _difference(rank: int, own: str, peer: int, other: str) -> str:
     """The first difference between the texts of two members."""
     mine, theirs = [*own.splitlines(), "nothing more"], [*other.splitlines(), "nothing more"]
     one, two = next((one, two) for one, two in zip(mine, theirs, strict=False) if one != two)
-    return f"members call with different shapes or options: member {rank} has {one!r}, member {peer} has {two!r}"
+    lengths = one.startswith(("problem: ", "unshard")) and two.startswith(("problem: ", "unshard"))
+    return (
+        f"members call with different shapes or options: member {rank} has {one!r}, member {peer} has {two!r}"
+        f"{'; if 2 P does not divide a length, pass seqlen_q= and seqlen_kv=, or seqlen= to unshard' * lengths}"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import numbers
 from typing import Any
 
 from ..arrays.conversion import Conversion, convert, gradient_names, needs_conversion
@@ -326,6 +327,8 @@ def _axis_of(x: Any, axis: int) -> int:
     """The number of an axis of an array, 0 or more."""
     if not hasattr(x, "shape"):
         raise TypeError(f"x is a {type(x).__module__}.{type(x).__qualname__}; it must be a numpy or CuPy array")
+    if not isinstance(axis, numbers.Integral):
+        raise TypeError(f"axis is {axis!r}; it must be an integer")
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"axis is {axis}; x has {x.ndim} axes, shape {x.shape}")
     return axis % int(x.ndim)

@@ -199,8 +199,10 @@ class PlanCache:
         """Limit the number of plans and refusals.
 
         Raises:
-            ValueError: the limit is below 1.
+            TypeError, ValueError: the limit is no integer, or below 1.
         """
+        if not isinstance(limit, int):
+            raise TypeError(f"the limit is {limit!r}; it must be a number of plans")
         if limit < 1:
             raise ValueError(f"the limit is {limit}; it must be at least 1. clear() empties the cache")
         with self.lock:

@@ -238,6 +238,8 @@ def check_broadcastable(spec: TensorSpec, scores: tuple[int, ...], packed: bool)
     if _broadcasts(swapped, scores[::-1]):  # the axes of PyTorch, broadcast from the right
         remedy = f"these are the axes in reverse order, (B, Hq, Sq, Skv): pass {name}.T"
         remedy += f"[{'..., ' + ', '.join(['None'] * (4 - len(spec.shape)))}]" if len(spec.shape) < 4 else ""
+    elif len(spec.shape) == 2 and _broadcasts((spec.shape[1], 1, 1, spec.shape[0]), scores):
+        remedy = f"a mask of keys (B, Skv) is passed as {name}.T[:, None, None, :]"
     else:
         remedy = f"add axes with {name}[..., None], and permute them with .transpose"
     raise ValueError(

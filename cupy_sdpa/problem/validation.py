@@ -191,7 +191,7 @@ def _check_qkv(q: TensorSpec, k: TensorSpec, v: TensorSpec, packed: bool, paged:
         if len(spec.shape) != rank:
             raise ValueError(
                 f"{spec.name} has {len(spec.shape)} dimensions {shown_shape(spec)}; it needs {rank}: "
-                f"{_wanted_axes(spec.name, packed, paged)}"
+                f"{_wanted_axes(spec.name, len(spec.shape), packed, paged)}"
             )
         if spec.dtype not in FLOAT_DTYPES and spec.dtype not in FP8_LARGEST:
             raise TypeError(
@@ -219,7 +219,7 @@ def _check_qkv(q: TensorSpec, k: TensorSpec, v: TensorSpec, packed: bool, paged:
         )
 
 
-def _wanted_axes(name: str, packed: bool, paged: bool) -> str:
+def _wanted_axes(name: str, given: int, packed: bool, paged: bool) -> str:
     """The axes that one of q, k and v needs, and why."""
     layout = has_callers_axes()
     if paged and name != "q":
@@ -230,7 +230,14 @@ def _wanted_axes(name: str, packed: bool, paged: bool) -> str:
         return f"{axes}, because {passed} passed{': that is layout=' * layout}{repr('thd') * layout}"
     if layout:
         return f"pass cu_seqlens_q and cu_seqlens_kv; or for a single sequence {name}[None] and layout='bshd'"
-    return f"(head_dim, heads, seq, batch). For a single sequence add a batch axis: {name}[..., None]"
+    remedy = f"for a single sequence pass {name}[..., None]; packed sequences need cu_seqlens_q and cu_seqlens_kv"
+    if given == 2:
+        remedy = (
+            f"for a single head pass {name}[:, None, :, None] of (head_dim, seq), {name}.T[:, None, :, None] of (seq, head_dim)"
+        )
+    if given > 4:
+        remedy = f"join axes with {name}.reshape(..., order='F')"
+    return f"(head_dim, heads, seq, batch): {remedy}"
 
 
 def _check_paged(arrays: Mapping[str, TensorSpec], q: TensorSpec) -> None:
@@ -243,7 +250,7 @@ def _check_paged(arrays: Mapping[str, TensorSpec], q: TensorSpec) -> None:
     if len(table.shape) != 2 or table.shape[1] != batch:
         raise ValueError(
             f"page_table has shape {shown_shape(table)}; it must be {legend} with {batch} sequences, as {source.name} "
-            f"{shown_shape(source)}"
+            f"{shown_shape(source)}{': pass page_table.T' if table.shape[:1] == (batch,) else ''}"
         )
     if "seq_lens_kv" not in arrays:
         raise ValueError("page_table is passed and seq_lens_kv is None: pass the number of keys of each sequence, int32 (B,)")

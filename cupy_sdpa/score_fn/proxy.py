@@ -121,6 +121,14 @@ class Value(np.lib.mixins.NDArrayOperatorsMixin):
 
     __float__ = __int__ = __complex__ = __round__ = __len__ = __iter__ = _number
 
+    @classmethod
+    def _of_another_library(cls, *_: Any, **__: Any) -> Any:
+        raise TypeError(
+            "a function of another library is called with a traced value: use numpy's, such as np.where(condition, a, b)"
+        )
+
+    __torch_function__ = __jax_array__ = _of_another_library
+
 
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"):
     # numpy's x += y writes to x; here it is x = x + y

@@ -103,17 +103,23 @@ class Tracer:
 
     def _called(self, function: Callable[..., Any], option: str, *score: Value) -> Value:
         """Call a function with traced values."""
-        if not callable(function):
-            raise TypeError(f"{option} is a {type(function).__name__}; it must be a function {_SIGNATURES[option]}")
+        check_function(option, function)
         positional = [*score, *(Value(self, self.writer.leaf("index", axis, "int")) for axis in AXES)]
         tensors = self._tensors(function, option, len(positional))
         try:
-            return as_value(self, function(*positional, **tensors))
+            result = function(*positional, **tensors)
         except TypeError as error:
             if error.__traceback__ is None or error.__traceback__.tb_next is not None:
                 raise  # the error was raised inside the function, not by a call with wrong arguments
             names = ", ".join(self.arrays) or "no arrays"
-            raise TypeError(f"{option} must be a function {_SIGNATURES[option]}; tensors has {names}: {error}") from None
+            made = getattr(function, "__name__", "it")
+            raise TypeError(
+                f"{option} must be a function {_SIGNATURES[option]}; tensors has {names}: {error}. If {made} makes such a "
+                f"function, pass {made}(...)"
+            ) from None
+        if result is None:
+            raise TypeError(f"{option} returned None; it must be a function {_SIGNATURES[option]}: add a return statement")
+        return as_value(self, result)
 
     def _tensors(self, function: Callable[..., Any], option: str, positional: int) -> dict[str, Any]:
         """The arrays that a function takes; the remaining ones may belong to the other function."""
@@ -216,6 +222,31 @@ _SIGNATURES = {
     "score_mod": "f(score, b, h, q_idx, kv_idx, **tensors) -> score",
     "mask_mod": "f(b, h, q_idx, kv_idx, **tensors) -> condition",
 }
+_PARAMETERS = {"score_mod": ("score", *AXES), "mask_mod": AXES}
+
+
+def check_function(option: str, function: Any) -> None:
+    """Check that a score function or a mask function is callable, and that its parameters are not in another order.
+
+    Raises:
+        TypeError: a parameter has the name of another one's place, or the object is no function.
+    """
+    if not callable(function):
+        raise TypeError(
+            f"{option} is a {type(function).__name__}; it must be a function {_SIGNATURES[option]}. A bool array is "
+            "mask=, a BlockMask is block_mask="
+        )
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # a function that is not written in Python
+        return
+    known = {*_PARAMETERS["score_mod"]}
+    wrong = [name for name, right in zip(names, _PARAMETERS[option], strict=False) if name in known and name != right]
+    if wrong and wrong not in (["b"], ["h"]):  # single letters may have another meaning
+        raise TypeError(
+            f"{option} has the parameters {', '.join(names)}; they are passed by position, as {_SIGNATURES[option]}: change "
+            f"the place of {wrong[0]}, or its name"
+        )
 
 
 def trace(

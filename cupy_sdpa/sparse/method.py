@@ -237,7 +237,8 @@ def check(q: Any, k: Any, v: Any, mask: Any, options: Mapping[str, Any]) -> Size
     if not isinstance(mask, BlockMask):
         raise TypeError(
             f"block_mask is a {type(mask).__module__}.{type(mask).__qualname__}; it must be a cupy_sdpa.BlockMask: create it "
-            "with cupy_sdpa.block_mask, or from FlexAttention's fields with BlockMask.from_kv_blocks"
+            "with cupy_sdpa.block_mask(mask_mod, Sq, Skv), or from FlexAttention's fields with BlockMask.from_kv_blocks; a "
+            "bool array (Skv, Sq, Hq, B) is mask="
         )
     for name, value in options.items():
         if name not in SUPPORTED and value is not None and value is not False and not (name == "dropout_p" and value == 0):

@@ -68,8 +68,8 @@ def _generation(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
 def _dtype(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     if problem.dtype not in ("float16", "bfloat16") and not problem.fp8:
         yield (
-            f"q, k and v are {problem.dtype}; cuDNN's attention supports float16 and bfloat16: convert with "
-            "q.astype(ml_dtypes.bfloat16), or pass numpy arrays to compute on the CPU"
+            f"q, k and v are {problem.dtype}; cuDNN's attention supports float16 and bfloat16: pass compute_dtype='bfloat16', "
+            "convert with q.astype(ml_dtypes.bfloat16), or pass numpy arrays to compute on the CPU"
         )
 
 
@@ -79,6 +79,8 @@ def _head_dim(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
         if head_dim % unit or not (head_dim or problem.trivial):
             missing = -head_dim % unit or unit
             advice = f"pad axis 0 with {missing} zeros and pass scale="
+            if spec.shape[-1] and not spec.shape[-1] % unit:  # probably in C order
+                advice += f"; if the last axis of {spec.name} {spec.shape} is head_dim, pass layout='bshd' or layout='bhsd'"
             yield f"the {name} is {head_dim}; cuDNN supports multiples of {unit}: {advice}"
 
 

@@ -67,6 +67,7 @@ def as_exchanger(group: Any) -> Exchanger:
     if all(hasattr(group, name) for name in ("rank", "size", "send", "receive")):
         return OrderedExchanges(group)
     raise TypeError(
-        f"group is a {origin}; pass a group of cupy_sdpa.parallel, an NcclCommunicator or NCCLBackend of CuPy, a communicator "
-        "of nccl4py or mpi4py, or an object with rank, size, send(array, peer) and receive(array, peer)"
+        f"group is a {origin}; pass a member of a group of cupy_sdpa.parallel, such as Loopback(2).members[0], an "
+        "NcclCommunicator or NCCLBackend of CuPy, a communicator of nccl4py or mpi4py, or an object with rank, size, "
+        "send(array, peer) and receive(array, peer)"
     )

@@ -9,6 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from ...calls.options import read_positive
 from ...device import cupy_runtime
 from .group import GroupError, Transfer
 
@@ -43,7 +44,7 @@ class Loopback:
     """
 
     def __init__(self, size: int, timeout: float = DEFAULT_TIMEOUT, max_delay: float = 0.0, seed: int = 0) -> None:
-        self.size, self.timeout, self.max_delay = size, timeout, max_delay
+        self.size, self.timeout, self.max_delay = read_positive("size", size), timeout, max_delay
         self.bytes_sent = [0] * size
         self._messages: dict[tuple[int, int], deque[Envelope]] = defaultdict(deque)
         self._changed = threading.Condition()
@@ -196,6 +197,8 @@ def run_threads(members: Sequence[Any], function: Callable[[Any], Any]) -> list[
     Raises:
         Exception: the exception of the member that failed first. The others are aborted.
     """
+    if not isinstance(members, Sequence):
+        raise TypeError(f"members is a {type(members).__name__}; pass a list of members, such as Loopback(4).members")
     results: list[Any] = [None] * len(members)
     failures: list[tuple[int, BaseException]] = []
     lock = threading.Lock()

@@ -249,7 +249,7 @@ def key_of(arrays: Mapping[str, Any], options: Mapping[str, Any], *others: Any) 
             parts_of_key.append((name, np.asarray(value).tobytes()))
         elif name == "tensors":
             parts_of_key.append((name, tuple((key, x.shape, x.dtype.name) for key, x in value.items())))
-        elif hasattr(value, "shape") and not isinstance(value, np.generic):
+        elif hasattr(value, "dtype") and not isinstance(value, np.generic):
             parts_of_key.append((name, value.shape, value.dtype.name))
         else:
             parts_of_key.append((name, value if not isinstance(value, list) else tuple(value)))

@@ -340,6 +340,9 @@ class BlockMask:
         Args:
             head, entry: the head and the batch entry. Default 0.
         """
+        for name, index, count in (("head", head, self.heads), ("entry", entry, self.batch)):
+            if not -count <= index < count:
+                raise IndexError(f"{name} is {index}; the mask has {count}, from 0 to {count - 1}")
         kinds = self.block_kinds[:, :, head, entry]
         step = max(1, -(-max(kinds.shape, default=1) // 128))
         cells = []

@@ -76,6 +76,8 @@ def blocks_of_lists(prefix: str, numbers_of_blocks: Any, indices: Any) -> NDArra
     blocks = np.zeros(listed.shape, bool)
     at = np.nonzero(used)
     blocks[(*at[:3], listed[at])] = True
+    if np.count_nonzero(blocks) != len(at[0]):
+        raise ValueError(f"{prefix}indices lists a key block of a query block twice; {prefix}num_blocks counts each block once")
     return blocks.transpose(3, 2, 1, 0)
 
 

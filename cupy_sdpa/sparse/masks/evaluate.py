@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from ...device import cupy_runtime
 from ...device.blocks import BLOCK
 from ...score_fn.proxy import NO_BRANCHES
+from ...score_fn.tracer import check_function
 
 #: The kinds of blocks: no query attends to a key, some do, every query attends to every key.
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -71,9 +72,13 @@ class Function:
     def __init__(
         self, mask_mod: Callable[..., Any], tensors: Mapping[str, Any] | None, *, per_head: bool, per_entry: bool
     ) -> None:
-        if not callable(mask_mod):
-            raise TypeError(f"mask_mod is a {type(mask_mod).__name__}; it must be a function f(b, h, q_idx, kv_idx, **tensors)")
+        check_function("mask_mod", mask_mod)
+        if not isinstance(tensors or {}, Mapping):
+            raise TypeError(f"tensors is a {type(tensors).__name__}; it must be a mapping of names to arrays")
         arrays = dict(tensors or {})
+        for name, array in arrays.items():
+            if not hasattr(array, "shape"):
+                raise TypeError(f"tensors[{name!r}] is a {type(array).__name__}; convert with numpy.asarray or cupy.asarray")
         self.xp: Any = np
         on_gpu = {name: cupy_runtime.is_array(array) for name, array in arrays.items()}
         if len(set(on_gpu.values())) > 1:
@@ -93,9 +98,22 @@ class Function:
             if "truth value" not in str(error):
                 raise
             raise TypeError(NO_BRANCHES.format("a mask function is called with arrays of indices")) from error
+        except TypeError as error:
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                raise  # raised inside the function, not by a call with wrong arguments
+            raise TypeError(f"mask_mod must be a function f(b, h, q_idx, kv_idx, **tensors) -> condition: {error}") from None
+        except IndexError as error:
+            shapes = ", ".join(f"{name} {array.shape}" for name, array in self._arrays.items())
+            raise IndexError(
+                f"{error}: mask_mod reads {shapes}, and the indices are b, h, q_idx below sq and kv_idx below skv"
+            ) from error
         if getattr(getattr(result, "dtype", None), "kind", "b" if isinstance(result, (bool, np.bool_)) else "") != "b":
-            raise TypeError(f"mask_mod returned {type(result).__name__}; it must return a condition, such as q_idx >= kv_idx")
+            kind = getattr(result, "dtype", type(result).__name__)
+            raise TypeError(f"mask_mod returned {kind}; it must return a condition, such as q_idx >= kv_idx")
         shape = np.broadcast_shapes(queries.shape, keys.shape, *(x.shape for x in (b, h) if hasattr(x, "shape")))
+        found = getattr(result, "shape", ())
+        if len(found) > len(shape) or any(n not in (1, full) for n, full in zip(found[::-1], shape[::-1], strict=False)):
+            raise ValueError(f"mask_mod returned shape {found} for indices of shape {shape}: compute it from q_idx and kv_idx")
         return self.xp.broadcast_to(self.xp.asarray(result), shape)
 
 
@@ -103,7 +121,8 @@ class _Unknown:
     """An index that the mask function must not use, because the mask is the same for all its values."""
 
     def __init__(self, name: str, option: str) -> None:
-        self._message = f"mask_mod uses {name}, and {option} is None: pass {option}= to block_mask, with the number of {option}"
+        what = {"heads": "heads", "batch": "batch entries"}[option]
+        self._message = f"mask_mod uses {name}, and {option} is None: pass {option}= to block_mask, the number of {what}"
 
     def _use(self, *_: Any) -> Any:
         raise TypeError(self._message)

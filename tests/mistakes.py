@@ -1,0 +1,134 @@
+"""What the tables of mistakes are made of: a row, arrays for it, and dense attention in float64 to compare with."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+
+class Row(NamedTuple):
+    """A mistake and what the user gets.
+
+    Attributes:
+        callable: the public function or method.
+        mistake: what the user did, a short sentence.
+        make: makes the mistake with the arrays of an engine.
+        outcome: the type of the exception; or a function of the arrays that returns the right result in float64.
+        words: parts of the message: the values that do not match, and the remedy.
+        engine: "numpy" or "fake", the fake CuPy.
+        awaits: what the outcome waits for; such a row must fail.
+    """
+
+    callable: str
+    mistake: str
+    make: Callable[["Arrays"], Any]
+    outcome: Any
+    words: tuple[str, ...]
+    engine: str = "numpy"
+    awaits: str = ""
+
+    def __str__(self):
+        return f"{self.callable}: {self.mistake}"
+
+
+def row(name, mistake, make, outcome, *words, engine="numpy", awaits=""):
+    """A row; see :class:`Row`."""
+    return Row(name, mistake, make, outcome, words, engine, awaits)
+
+
+class Arrays:
+    """Random arrays whose axes all have different lengths, so that a wrong order of axes is a wrong shape.
+
+    Args:
+        xp: numpy or the fake CuPy.
+        dtype: the dtype of q, k and v.
+
+    Attributes:
+        q, k, v, dout: dense arrays with D 8, Dv 16, Hq 4, Hkv 2, Sq 6, Skv 7 and B 3.
+        s: an array (8, 4, 6, 3) for attention with itself.
+        pq, pk, pv, starts: packed arrays of the lengths 5, 0 and 6, and their offsets.
+        pages_k, pages_v, table, lengths: pages of 4 keys for the three sequences, with 5, 8 and 1 keys.
+    """
+
+    D, DV, HQ, HKV, SQ, SKV, B = 8, 16, 4, 2, 6, 7, 3
+
+    def __init__(self, xp, dtype):
+        rng = np.random.default_rng(0)
+        self.xp, self.dtype = xp, np.dtype(dtype)
+
+        def normal(*shape):
+            return xp.asarray(np.asfortranarray(rng.standard_normal(shape).astype(dtype)))
+
+        def integers(*values):
+            return xp.asarray(np.array(values, np.int32))
+
+        self.normal, self.integers = normal, integers
+        self.q, self.dout = normal(8, 4, 6, 3), normal(16, 4, 6, 3)
+        self.k, self.v, self.s = normal(8, 2, 7, 3), normal(16, 2, 7, 3), normal(8, 4, 6, 3)
+        self.pq, self.pk, self.pv, self.starts = normal(8, 4, 11), normal(8, 2, 11), normal(16, 2, 11), integers(0, 5, 5, 11)
+        self.packed = {"cu_seqlens_q": self.starts, "cu_seqlens_kv": self.starts, "max_seqlen_q": 6, "max_seqlen_kv": 6}
+        self.pages_k, self.pages_v = normal(8, 2, 4, 6), normal(16, 2, 4, 6)
+        self.table, self.lengths = xp.asarray(np.array([[3, 0, 5], [1, 4, 0]], np.int32)), integers(5, 8, 1)
+        self.paged = {"page_table": self.table, "seq_lens_kv": self.lengths}
+
+    @property
+    def qkv(self):
+        """q, k and v."""
+        return self.q, self.k, self.v
+
+
+def host(x):
+    """An array on the host in float64; the arrays in a tuple, a list or a dictionary."""
+    if isinstance(x, (tuple, list)):
+        return [host(part) for part in x]
+    if isinstance(x, dict):
+        return [host(x[name]) for name in sorted(x)]
+    x = x.get() if hasattr(x, "get") else x
+    return np.asarray(x.astype(np.float32) if getattr(x, "dtype", None) == ml_dtypes.bfloat16 else x, np.float64)
+
+
+def dense(q, k, v, allowed=True, *, bias=0.0, scale=None, softcap=None, sinks=None, keep=1.0):
+    """Attention in float64: the output (Dv, Hq, Sq, B), the log-sum-exp (Sq, Hq, B) and the weights (Skv, Sq, Hq, B).
+
+    Args:
+        q, k, v: arrays, dense.
+        allowed: what broadcasts to the weights, True where a query attends to a key.
+        bias: added to the scores.
+        scale, softcap, sinks: as in a call.
+        keep: by what the weights are multiplied after the softmax: dropout.
+    """
+    q, k, v = (host(x) for x in (q, k, v))
+    k, v = (np.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+    s = np.einsum("dhib,dhjb->jihb", q, k) * (1 / math.sqrt(q.shape[0]) if scale is None else scale)
+    s = s if softcap is None else softcap * np.tanh(s / softcap)
+    s = np.where(allowed, s + bias, -np.inf)
+    sink = np.full(q.shape[1], -np.inf) if sinks is None else host(sinks)
+    with np.errstate(divide="ignore"):
+        rows = np.logaddexp(np.logaddexp.reduce(s, axis=0), sink[:, None])
+    p = np.where(np.isneginf(s), 0.0, np.exp(s - np.where(np.isneginf(rows), 0.0, rows)))
+    return np.einsum("jihb,dhjb->dhib", p * keep, v), rows, p
+
+
+def output(*arrays, **options):
+    """The output alone."""
+    return dense(*arrays, **options)[0]
+
+
+def gradients(dout, q, k, v, allowed=True, *, scale=None):
+    """The gradients of q, k and v in float64."""
+    dout, q, k, v = (host(x) for x in (dout, q, k, v))
+    out, _, p = dense(q, k, v, allowed, scale=scale)
+    tau, groups, heads = 1 / math.sqrt(q.shape[0]) if scale is None else scale, q.shape[1] // k.shape[1], k.shape[1]
+    wide_k, wide_v = (np.repeat(x, groups, axis=1) for x in (k, v))
+    dp = np.einsum("dhib,dhjb->jihb", dout, wide_v)
+    ds = tau * p * (dp - np.einsum("dhib,dhib->ihb", dout, out))
+    dq, dk = np.einsum("jihb,dhjb->dhib", ds, wide_k), np.einsum("jihb,dhib->dhjb", ds, q)
+    dv = np.einsum("jihb,dhib->dhjb", p, dout)
+    return dq, *(x.reshape(len(x), heads, groups, *x.shape[2:]).sum(axis=2) for x in (dk, dv))
+
+
+def causal(queries, keys, shift=0):
+    """True where key j <= query i + shift, (Skv, Sq, 1, 1)."""
+    return (np.arange(keys)[:, None] <= np.arange(queries) + shift)[:, :, None, None]

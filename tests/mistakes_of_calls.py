@@ -1,0 +1,536 @@
+"""Mistakes in calls of attention, of its gradients and derivatives, and in what describes a call."""
+
+# mypy: ignore-errors
+# (most mistakes are type errors)
+
+import functools
+import math
+
+import fake_libraries
+import numpy as np
+from mistakes import causal, dense, output, row
+
+import cupy_sdpa
+from cupy_sdpa import (
+    Unsupported,
+    attention,
+    problem,
+    zoo,
+)
+
+
+def passing(**options):
+    """A call with options."""
+    return lambda x: attention(*x.qkv, **options)
+
+
+def dense_of(*_, **options):
+    """The output of the dense arrays of a row."""
+    return lambda x: output(*x.qkv, **options)
+
+
+def c_order(x, *axes):
+    """A dense array with its axes in another order, in C order."""
+    return x.xp.ascontiguousarray(x.s.transpose(axes))
+
+
+def split_heads(x):
+    """A projection (B, S, H D) in C order, split into heads as in PyTorch: (B, H, S, D)."""
+    return x.normal(24, 6, 32).T.copy().reshape(32, 6, 3, 8).transpose(0, 2, 1, 3)
+
+
+#: Options of other libraries, and what the message recommends.
+OTHER_NAMES = {
+    "is_causal": "causal=True", "use_causal_mask": "causal=True", "causal_mask": "causal='bottom_right'",
+    "attn_mask": "attn_mask.T", "attention_mask": "seq_lens_kv=", "key_padding_mask": "seq_lens_kv=",
+    "attn_bias": "bias=", "core_attention_bias": "bias=", "position_bias": "bias=", "qk_bias": "bias=",
+    "softmax_scale": "scale=", "sm_scale": "scale=", "attn_scale": "scale=", "scaling": "scale=",
+    "logits_soft_cap": "softcap=", "attn_logit_softcapping": "softcap=", "logit_cap": "softcap=",
+    "dropout": "dropout_p= and seed=", "attention_dropout": "dropout_p= and seed=", "dropout_seed": "seed=",
+    "enable_gqa": "fewer heads", "num_kv_heads": "fewer heads", "num_heads": "axis 1",
+    "return_lse": "return_stats=True", "return_attn_probs": "return_stats=True", "need_weights": "nnlib",
+    "output_attentions": "nnlib", "return_softmax_lse": "return_stats=True",
+    "block_table": "page_table=", "block_tables": "page_table=", "cache_seqlens": "seq_lens_kv=",
+    "paged_kv_indices": "page_table=", "kv_indices": "page_table=", "paged_kv_indptr": "page_table=",
+    "cu_seqlens": "cu_seqlens_q=", "cu_seqlens_k": "cu_seqlens_kv=", "qo_indptr": "cu_seqlens_q=",
+    "kv_indptr": "cu_seqlens_kv=", "seqused_k": "seq_lens_kv=", "seqused_q": "seq_lens_q=", "kv_len": "seq_lens_kv=",
+    "cu_seqlens_q_padded": "seq_lens_q=", "cu_seqlens_kv_padded": "seq_lens_kv=", "leftpad_k": "mask=",
+    "max_seqlen": "max_seqlen_q=", "max_seqlen_k": "max_seqlen_kv=", "max_s": "max_seqlen_q=",
+    "window_size": "window=", "sliding_window": "(n - 1, 0)", "window_left": "window=", "local_window_size": "window=",
+    "attn_mask_type": "causal=", "mask_type": "causal=", "segment_ids": "cu_seqlens_q=", "q_segment_ids": "cu_seqlens_q=",
+    "learnable_sink": "sinks=", "s_aux": "sinks=", "softmax_offset": "sinks=", "softmax_type": "sinks=",
+    "qkv_format": "layout=", "tensor_layout": "layout=", "kv_layout": "layout=", "input_layout": "layout=",
+    "query": "by position", "key": "by position", "value": "by position", "qkv": "by position",
+    "training": "dropout_p=", "is_training": "dropout_p=", "implementation": "remove", "backend": "remove",
+    "pos_encoding_mode": "rotary", "rotary_cos": "rotary", "rope_theta": "rotary", "k_cache": "KVCache",
+    "past_key_value": "KVCache", "precision": "compute_dtype=", "dtype": "compute_dtype=",
+    "q_descale": "fp8", "k_descale": "fp8", "v_descale": "fp8", "k_scale": "fp8", "v_scale": "fp8",
+    "block_sparse_tensors": "block_mask=", "aux_tensors": "tensors=", "pack_gqa": "remove", "head_first": "layout=",
+}  # fmt: skip
+
+NAMES = [
+    row("attention", f"the option {name} of another library", passing(**{name: 1}), TypeError, name, remedy)
+    for name, remedy in OTHER_NAMES.items()
+]
+
+ARGUMENTS = [
+    row("attention", "no arrays", lambda x: attention(), TypeError, "q, k and v are required"),
+    row("attention", "v is missing", lambda x: attention(x.q, x.k), TypeError, "attention(q, k, v)"),
+    row("attention", "q, k and v in one tuple", lambda x: attention(x.qkv), TypeError, "q, k and v are required"),
+    row("attention", "a mask by position", lambda x: attention(*x.qkv, True), TypeError, "4 arguments", "mask="),
+    row("attention", "PyTorch's six arguments", lambda x: attention(*x.qkv, None, 0.0, True), TypeError, "options are keywords"),
+    row("attention", "a misspelled option", passing(casual=True), TypeError, "did you mean causal"),
+    row("attention", "k is None, as in self-attention of Keras", lambda x: attention(x.q, None, x.v), TypeError, "k is None"),
+    row("attention", "lists", lambda x: attention([[1.0]], x.k, x.v), TypeError, "q is a list", "numpy.asarray"),
+    row("attention", "a number for q", lambda x: attention(1.0, x.k, x.v), TypeError, "q is a float", "numpy.asarray"),
+    row("attention", "a masked array", lambda x: attention(np.ma.array(x.q), x.k, x.v), TypeError, "MaskedArray", "numpy.asarray"),
+    row("attention", "the cache in place of its keys", lambda x: attention(x.q, cache(x), cache(x)), TypeError, "KVCache", "keys("),
+    row("attention", "keys without a call", lambda x: attention(x.q, cache(x).keys, x.v), TypeError, "k is a method", "call it"),
+    row("attention", "a problem in place of q", lambda x: attention(a_problem(), x.k, x.v), TypeError, "q is", "Problem"),
+    row("attention", "q and k swapped, grouped heads", lambda x: attention(x.k[:, :, :6], x.q, x.normal(16, 4, 6, 3)), ValueError,
+        "2 heads", "4", "multiple"),
+    row("attention", "q and k swapped, other lengths", lambda x: attention(x.normal(8, 2, 7, 3), x.normal(8, 2, 6, 3), x.v),
+        ValueError, "lengths", "6", "7"),
+    row("attention", "k and v swapped", lambda x: attention(x.q, x.v, x.k), ValueError, "head dims", "8", "16"),
+    row("attention", "three query heads for two of keys", lambda x: attention(x.q[:, :3], x.k, x.v), ValueError,
+        "3 must be a multiple of 2"),
+    row("attention", "another batch of keys", lambda x: attention(x.q, x.k[..., :2], x.v[..., :2]), ValueError, "batch sizes", "2"),
+    row("attention", "float64 keys", lambda x: attention(x.q, x.k.astype("f8"), x.v), TypeError, "float64", "float32", "convert"),
+    row("attention", "integers", lambda x: attention(x.q.astype("i4"), x.k, x.v), TypeError, "int32", ".astype("),
+    row("attention", "complex numbers", lambda x: attention(x.q + 0j, x.k, x.v), TypeError, "complex64", ".astype("),
+    row("attention", "objects", lambda x: attention(x.q.astype(object), x.k, x.v), TypeError, "object", ".astype("),
+    row("attention", "numbers of the other byte order", lambda x: attention(*(a.astype(">f4") for a in x.qkv)),
+        lambda x: output(*x.qkv)),
+    row("attention", "one array of the other byte order", lambda x: attention(x.q, x.k.astype(">f4"), x.v), dense_of()),
+    row("attention", "a head dim of 0", lambda x: attention(x.q[:0], x.k[:0], x.v), ValueError, "head dim 0"),
+    row("attention", "heads reversed by a negative stride",
+        lambda x: attention(x.q[:, ::-1], x.k[:, ::-1], x.v[:, ::-1]), ValueError, "negative", "asfortranarray", awaits="arrays"),
+    row("attention", "heads reversed by a negative stride, which layout= confirms",
+        lambda x: attention(x.q[:, ::-1], x.k[:, ::-1], x.v[:, ::-1], layout="dhsb"), lambda x: output(*x.qkv)[:, ::-1]),
+    row("attention", "keys in reverse order with a causal mask",
+        lambda x: attention(x.s, *[np.asfortranarray(x.s[:, :, ::-1])] * 2, causal=True),
+        lambda x: output(x.s, x.s[:, :, ::-1], x.s[:, :, ::-1], allowed=causal(6, 6))),
+    row("attention", "keys that are broadcast over the batch",
+        lambda x: attention(x.q, *(np.broadcast_to(a[..., :1], a.shape) for a in (x.k, x.v))),
+        lambda x: output(x.q, *(np.repeat(a[..., :1], 3, axis=3) for a in (x.k, x.v)))),
+    row("attention", "a read-only q", lambda x: attention(read_only(x.q), x.k, x.v), dense_of()),
+    row("attention", "dimensions of a single sequence", lambda x: attention(*(a[..., 0] for a in x.qkv)), ValueError,
+        "3 dimensions", "q[..., None]"),
+    row("attention", "two axes (D, S)", lambda x: attention(*(a[:, 0, :, 0] for a in x.qkv)), ValueError, "2 dimensions",
+        "q[:, None, :, None]"),
+    row("attention", "two axes (S, D), as in a textbook", lambda x: attention(*(a[:, 0, :, 0].T for a in x.qkv)), ValueError,
+        "2 dimensions", "(seq, head_dim)", "q.T"),
+    row("attention", "five axes, heads in groups", lambda x: attention(x.q[..., None], x.k, x.v), ValueError, "5 dimensions",
+        "reshape"),
+    row("attention", "no axes", lambda x: attention(x.q[0, 0, 0, 0], x.k, x.v), TypeError, "q is a numpy.float32", "asarray"),
+    row("attention", "float32 on a GPU", lambda x: attention(*(a.astype("f4") for a in x.qkv)), TypeError, "float32",
+        "compute_dtype=", engine="fake"),
+    row("attention", "numpy keys with a q of CuPy", lambda x: attention(x.q, x.k.get(), x.v), TypeError, "mixed", "asarray",
+        engine="fake"),
+    row("attention", "numpy lengths with arrays of CuPy", lambda x: attention(*x.qkv, seq_lens_kv=x.lengths.get()), TypeError,
+        "seq_lens_kv is a numpy", "asarray", engine="fake"),
+    row("attention", "q of PyTorch and keys of numpy", lambda x: with_torch(x, "q"), TypeError, "k", "torch", awaits="arrays"),
+    row("attention", "keys of PyTorch and q of numpy", lambda x: with_torch(x, "k"), TypeError, "k is a torch", "numpy"),
+    row("attention", "an odd head dim on a GPU", lambda x: attention(*(a[:7] for a in x.qkv)), Unsupported, "head_dim", "7",
+        engine="fake"),
+]  # fmt: skip
+
+LAYOUTS = [
+    row("attention", "(B, S, H, D) without layout=", lambda x: attention(*[c_order(x, 3, 2, 1, 0)] * 3), ValueError,
+        "(3, 6, 4, 8)", "layout='bshd'", awaits="arrays"),
+    row("attention", "(B, H, S, D) without layout=", lambda x: attention(*[c_order(x, 3, 1, 2, 0)] * 3), ValueError,
+        "(3, 4, 6, 8)", "layout='bhsd'", awaits="arrays"),
+    row("attention", "heads split as in PyTorch, without layout=", lambda x: attention(*[split_heads(x)] * 3), ValueError,
+        "layout=", awaits="arrays"),
+    row("attention", "views of a fused projection of q, k and v, without layout=",
+        lambda x: attention(*(x.normal(8, 4, 3, 6, 8).T[:, :, i] for i in range(3))), ValueError, "layout=", awaits="arrays"),
+    row("attention", "a batch of 8 in C order, without layout=", lambda x: attention(*[x.normal(16, 4, 6, 8).T.copy()] * 3),
+        ValueError, "layout='b", awaits="arrays"),
+    row("attention", "packed (T, H, D) without layout=", lambda x: attention(x.pq.T, x.pk.T, x.pv.T, **x.packed), ValueError,
+        "layout='thd'"),
+    row("attention", "C order that is meant", lambda x: attention(*(np.ascontiguousarray(a) for a in x.qkv), layout="dhsb"),
+        dense_of()),
+    row("attention", "(B, H, S, D) without layout=, on a GPU", lambda x: attention(*[c_order(x, 3, 1, 2, 0)] * 3), Unsupported,
+        "(3, 4, 6, 8)", "layout=", engine="fake"),
+    row("attention", "'bhsd' for (B, S, H, D)", lambda x: attention(*(a.T for a in x.qkv), layout="bhsd"), ValueError,
+        "(3, 7, 2, 8)", "layout='bhsd'"),
+    row("attention", "'bshd' for (B, H, S, D)", lambda x: attention(*(a.transpose(3, 1, 2, 0) for a in x.qkv), layout="bshd"),
+        ValueError, "(3, 4, 6, 8)", "layout='bshd'"),
+    row("attention", "the arrays transposed, and layout= also", lambda x: attention(*x.qkv, layout="bshd"), ValueError, "bshd"),
+    row("attention", "a layout in capitals", passing(layout="BSHD"), ValueError, "'BSHD'", "'bshd'"),
+    row("attention", "FlashInfer's layout", passing(layout="NHD"), ValueError, "'NHD'", "'thd'"),
+    row("attention", "Transformer Engine's fused layout", passing(layout="bs3hd"), ValueError, "'bs3hd'", "b batch"),
+    row("attention", "Transformer Engine's layout of three", passing(layout="bshd_bshd_bshd"), ValueError, "'bshd'"),
+    row("attention", "the letters of JAX", passing(layout="BTNH"), ValueError, "'BTNH'", "'bshd'"),
+    row("attention", "a number for the layout", passing(layout=1), ValueError, "layout is 1", "'bshd'"),
+    row("attention", "'thd' with four axes", lambda x: attention(*(a.T for a in x.qkv), layout="thd"), ValueError, "4 axes",
+        "layout='bshd'"),
+    row("attention", "'thd' without offsets", lambda x: attention(x.pq.T, x.pk.T, x.pv.T, layout="thd"), ValueError,
+        "cu_seqlens_q"),
+    row("attention", "packed arrays with 'bshd'", lambda x: attention(x.pq.T, x.pk.T, x.pv.T, **x.packed, layout="bshd"),
+        ValueError, "3 axes", "layout='thd'"),
+    row("attention", "a mask of this package with layout='bshd'",
+        lambda x: attention(*(a.T for a in x.qkv), mask=np.ones((7, 6, 4, 3), bool), layout="bshd"), ValueError, "mask.T"),
+    row("attention", "a mask of keys (B, Skv) with layout='bshd'",
+        lambda x: attention(*(a.T for a in x.qkv), mask=np.ones((3, 7), bool), layout="bshd"), ValueError,
+        "[:, None, None, :]"),
+    row("attention", "an out of this package with layout='bshd'",
+        lambda x: attention(*(a.T for a in x.qkv), out=np.empty((16, 4, 6, 3), "f4", order="F"), layout="bshd"), ValueError,
+        "out", "(3, 6, 4, 16)"),
+]  # fmt: skip
+
+MASKS = [
+    row("attention", "0 and 1 in a float mask", passing(mask=np.ones((7, 6, 4, 3), "f4")), TypeError, "float32", "bias="),
+    row("attention", "an additive mask as mask=", passing(mask=np.full((7, 6, 4, 3), -np.inf)), TypeError, "bias="),
+    row("attention", "0 and 1 in an integer mask", passing(mask=np.ones((7, 6, 4, 3), int)), TypeError, "int64", ".astype("),
+    row("attention", "a Boolean bias", passing(bias=np.ones((7, 6, 4, 3), bool)), TypeError, "bias is bool", "mask="),
+    row("attention", "an integer bias", passing(bias=np.ones((7, 6, 4, 3), int)), TypeError, "int64", ".astype("),
+    row("attention", "a number as the bias", passing(bias=0.5), TypeError, "bias is a float", "numpy.asarray"),
+    row("attention", "a list as the mask", passing(mask=[True]), TypeError, "mask is a list", "numpy.asarray"),
+    row("attention", "True as the mask", passing(mask=True), TypeError, "mask is a bool", "numpy.asarray"),
+    row("attention", "PyTorch's mask (B, H, Sq, Skv)", passing(mask=np.ones((3, 4, 6, 7), bool)), ValueError, "mask.T"),
+    row("attention", "PyTorch's mask (1, 1, Sq, Skv)", passing(mask=np.ones((1, 1, 6, 7), bool)), ValueError, "mask.T"),
+    row("attention", "PyTorch's mask (Sq, Skv)", passing(mask=np.ones((6, 7), bool)), ValueError, "mask.T[..., None, None]"),
+    row("attention", "a mask (Skv, Sq) without heads and batch", passing(mask=np.ones((7, 6), bool)), ValueError,
+        "mask[..., None"),
+    row("attention", "a mask of keys (B, Skv)", passing(mask=np.ones((3, 7), bool)), ValueError, "mask", "(7, 6, 4, 3)",
+        "mask.T[:, None, None, :]"),
+    row("attention", "PyTorch's bias (H, Sq, Skv)", passing(bias=np.ones((4, 6, 7), "f4")), ValueError, "bias.T[..., None]"),
+    row("attention", "a bias of the key/value heads", passing(bias=np.ones((7, 6, 2, 1), "f4")), ValueError, "(7, 6, 4, 3)"),
+    row("attention", "a mask for one key more", passing(mask=np.ones((8, 6, 1, 1), bool)), ValueError, "(8, 6, 1, 1)",
+        "(7, 6, 4, 3)"),
+    row("attention", "a bias in float64 for float32 arrays", passing(bias=np.full((7, 1, 1, 1), 0.25)), dense_of(bias=0.25)),
+    row("attention", "a mask that excludes everything", passing(mask=np.zeros((1, 1, 1, 1), bool)),
+        lambda x: np.zeros((16, 4, 6, 3))),
+    row("attention", "a bias of float32's lowest number as a mask",
+        lambda x: attention(*x.qkv, bias=np.where(causal(6, 7), 0, np.finfo("f4").min).astype("f4")),
+        lambda x: output(*x.qkv, allowed=causal(6, 7))),
+    row("attention", "causal='bottom-right' with a hyphen", passing(causal="bottom-right"), ValueError, "'bottom_right'"),
+    row("attention", "PyTorch's causal_lower_right", passing(causal="lower_right"), ValueError, "'bottom_right'"),
+    row("attention", "a mask as causal=", passing(causal=np.ones((7, 6, 1, 1), bool)), ValueError, "causal", "'bottom_right'"),
+    row("attention", "causal=1", passing(causal=1), dense_of(allowed=causal(6, 7))),
+    row("attention", "causal=np.True_", passing(causal=np.True_), dense_of(allowed=causal(6, 7))),
+    row("attention", "causal=2", passing(causal=2), ValueError, "causal is 2"),
+    row("attention", "causal='True' from a configuration file", passing(causal="True"), ValueError, "'True'", "'top_left'"),
+    row("attention", "one number for the window", passing(window=4), TypeError, "window is 4", "(left, right)"),
+    row("attention", "flash-attn's -1 for no bound", passing(window=(-1, 0)), ValueError, "(-1, 0)", "None for no bound"),
+    row("attention", "a window of floats", passing(window=(4.0, 0.0)), ValueError, "numbers of keys"),
+    row("attention", "a window of Booleans", passing(window=(True, False)), ValueError, "numbers of keys"),
+    row("attention", "a window of four numbers", passing(window=(0, 1, 2, 3)), TypeError, "(left, right)"),
+    row("attention", "two diagonals", passing(window=(3, 0, "bottom_right"), causal=True), ValueError, "different diagonals"),
+    row("attention", "a window wider than the keys", passing(window=(100, 100)), dense_of()),
+    row("attention", "bottom right with more queries than keys",
+        lambda x: attention(x.q, x.k[:, :, :4], x.v[:, :, :4], causal="bottom_right"),
+        lambda x: output(x.q, x.k[:, :, :4], x.v[:, :, :4], allowed=causal(6, 4, -2))),
+    row("attention", "bottom right of batch entries of other lengths",
+        lambda x: attention(x.q[..., :2], x.k[..., :2], x.v[..., :2], causal="bottom_right", seq_lens_kv=x.integers(7, 4)),
+        lambda x: output(*(a[..., :2] for a in x.qkv), allowed=np.concatenate(
+            [causal(6, 7, 1), causal(6, 7, -2) & (np.arange(7) < 4)[:, None, None, None]], axis=3))),
+]  # fmt: skip
+
+NUMBERS = [
+    row("attention", "an array for the scale", passing(scale=np.ones(1)), TypeError, "scale is a ndarray", "float("),
+    row("attention", "a text for the scale", passing(scale="auto"), TypeError, "scale is a str", "number"),
+    row("attention", "a scale of NaN", passing(scale=math.nan), ValueError, "scale is nan", "1/sqrt(head_dim)"),
+    row("attention", "scale=True", passing(scale=True), TypeError, "scale is a bool"),
+    row("attention", "flash-attn's softcap=0 for none", passing(softcap=0.0), ValueError, "softcap is 0.0", "None"),
+    row("attention", "a negative softcap", passing(softcap=-30.0), ValueError, "above 0"),
+    row("attention", "softcap=True", passing(softcap=True), TypeError, "softcap is a bool"),
+    row("attention", "dropout without a seed", passing(dropout_p=0.1), ValueError, "dropout_p is 0.1", "seed"),
+    row("attention", "dropout of everything", passing(dropout_p=1.0, seed=0), ValueError, "below 1"),
+    row("attention", "dropout in percent", passing(dropout_p=10, seed=0), ValueError, "dropout_p is 10", "below 1"),
+    row("attention", "an array for the dropout rate", passing(dropout_p=np.array([0.1]), seed=0), TypeError, "number"),
+    row("attention", "dropout_p=None", passing(dropout_p=None), TypeError, "dropout_p is None", "0"),
+    row("attention", "a seed without dropout, as in evaluation", passing(seed=3), dense_of()),
+    row("attention", "a random generator as the seed", passing(dropout_p=0.5, seed=np.random.default_rng(0)), TypeError, "seed"),
+    row("attention", "a float seed", passing(dropout_p=0.5, seed=1.0), TypeError, "seed is 1.0", "integer"),
+    row("attention", "a seed of 65 bits", passing(dropout_p=0.5, seed=2**64), ValueError, "64-bit"),
+    row("attention", "a dropout mask without a rate", passing(dropout_mask=np.ones((7, 6, 4, 3), bool)), ValueError,
+        "dropout_p is 0", "1 - dropout_p"),
+    row("attention", "a dropout mask and a seed", passing(dropout_p=0.5, seed=1, dropout_mask=np.ones((7, 6, 4, 3), bool)),
+        ValueError, "one of them"),
+    row("attention", "a dropout mask that is already scaled", passing(dropout_p=0.5, dropout_mask=np.full((7, 6, 4, 3), 2.0)),
+        TypeError, "dropout_mask", "bool"),
+    row("attention", "num_splits=0", passing(num_splits=0), ValueError, "num_splits is 0", "1 or more"),
+    row("attention", "a text for the workspace", passing(max_workspace="1GB"), ValueError, "number of bytes"),
+    row("attention", "a workspace of float bytes", passing(max_workspace=1e9), ValueError, "1000000000.0", "number of bytes"),
+    row("attention", "bucket=0", passing(bucket=0), ValueError, "bucket"),
+    row("attention", "an unknown bucket", passing(bucket="pow2"), TypeError, "power_of_two"),
+    row("attention", "PyTorch's name of a dtype", passing(compute_dtype="half"), ValueError, "'float16'"),
+    row("attention", "a complex dtype for compute_dtype", passing(compute_dtype=np.complex64), ValueError, "'float16'"),
+    row("attention", "FP8 without gradients", passing(compute_dtype="float8_e4m3fn"), ValueError, "fp8", "attention_vjp"),
+    row("attention", "deterministic=1", passing(deterministic=1), TypeError, "deterministic is 1", "True or False"),
+    row("attention", "return_stats='lse'", passing(return_stats="lse"), ValueError, "'max_sumexp'"),
+    row("attention", "return_stats by position", lambda x: attention(*x.qkv, True), TypeError, "options are keywords"),
+    row("attention", "sinks in float16", passing(sinks=np.zeros(4, "f2")), TypeError, "float16", "float32"),
+    row("attention", "sinks of the key/value heads", passing(sinks=np.zeros(2, "f4")), ValueError, "(2,)", "(Hq,)"),
+    row("attention", "one number for all sinks", passing(sinks=0.0), TypeError, "sinks is a float", "numpy.asarray"),
+    row("attention", "slopes in float64", passing(alibi_slopes=np.ones(4)), TypeError, "float64", ".astype('float32')"),
+    row("attention", "slopes for each batch entry", passing(alibi_slopes=np.ones((3, 4), "f4")), ValueError, "(3, 4)", "(Hq,)"),
+    row("attention", "alibi_slopes=True", passing(alibi_slopes=True), TypeError, "alibi_slopes is a bool", "cupy_sdpa.alibi_slopes"),
+    row("attention", "the function in place of slopes", passing(alibi_slopes=cupy_sdpa.alibi_slopes), TypeError, "function",
+        "call it"),
+]  # fmt: skip
+
+LENGTHS = [
+    row("attention", "lengths in a list", passing(seq_lens_kv=[7, 4, 1]), TypeError, "seq_lens_kv is a list", "int32"),
+    row("attention", "lengths in int64", passing(seq_lens_kv=np.array([7, 4, 1])), TypeError, "int64", ".astype('int32')"),
+    row("attention", "one length for all", passing(seq_lens_kv=4), TypeError, "seq_lens_kv is a int", "int32"),
+    row("attention", "a padding mask as lengths", passing(seq_lens_kv=np.ones((3, 7), bool)), TypeError, "number of True",
+        "mask="),
+    row("attention", "offsets as lengths", lambda x: attention(*x.qkv, seq_lens_kv=x.starts), ValueError, "(4,)", "(3,)"),
+    row("attention", "a length beyond the keys", lambda x: attention(*x.qkv, seq_lens_kv=x.integers(7, 8, 1)), ValueError,
+        "1 to 8", "from 0 to 7"),
+    row("attention", "a negative length", lambda x: attention(*x.qkv, seq_lens_kv=x.integers(7, -1, 1)), ValueError, "-1"),
+    row("attention", "the lengths of keys as those of queries", lambda x: attention(*x.qkv, seq_lens_q=x.integers(7, 7, 7)),
+        ValueError, "seq_lens_q", "from 0 to 6"),
+    row("attention", "NaN in the padding", lambda x: attention(x.q, *padded(x), seq_lens_kv=x.integers(5, 7, 0)),
+        lambda x: output(*x.qkv, allowed=np.arange(7)[:, None, None, None] < np.array([5, 7, 0]))),
+    row("attention", "NaN in the padding, on a GPU", lambda x: attention(x.q, *padded(x), seq_lens_kv=x.integers(5, 7, 0)),
+        lambda x: output(*x.qkv, allowed=np.arange(7)[:, None, None, None] < np.array([5, 7, 0])), engine="fake"),
+    row("attention", "lengths that change in place between calls", lambda x: changing_lengths(x),
+        lambda x: output(*x.qkv, allowed=np.arange(7)[:, None, None, None] < 2)),
+    row("attention", "packed arrays without offsets", lambda x: attention(x.pq, x.pk, x.pv), ValueError, "3 dimensions",
+        "cu_seqlens_q"),
+    row("attention", "offsets of the queries alone", lambda x: attention(x.pq, x.pk, x.pv, cu_seqlens_q=x.starts), ValueError,
+        "cu_seqlens_kv is None"),
+    row("attention", "offsets without the longest length",
+        lambda x: attention(x.pq, x.pk, x.pv, cu_seqlens_q=x.starts, cu_seqlens_kv=x.starts), ValueError, "max_seqlen_q is None"),
+    row("attention", "offsets with four axes", lambda x: attention(*x.qkv, **x.packed), ValueError, "4 dimensions",
+        "cu_seqlens_q"),
+    row("attention", "lengths as offsets", lambda x: with_offsets(x, 5, 0, 6), ValueError, "[5, 0, 6]", "offsets"),
+    row("attention", "offsets beyond the total", lambda x: with_offsets(x, 0, 5, 12), ValueError, "at most 11"),
+    row("attention", "offsets in float", lambda x: attention(x.pq, x.pk, x.pv, **{**x.packed, "cu_seqlens_q": np.zeros(4)}),
+        TypeError, "float64", "int32"),
+    row("attention", "offsets in a list", lambda x: attention(x.pq, x.pk, x.pv, **{**x.packed, "cu_seqlens_q": [0, 5, 5, 11]}),
+        TypeError, "cu_seqlens_q is a list", "asarray"),
+    row("attention", "a longest length that is too small",
+        lambda x: attention(x.pq, x.pk, x.pv, **{**x.packed, "max_seqlen_kv": 5}), ValueError, "sequence of 6", "is 5"),
+    row("attention", "the longest length as an array",
+        lambda x: attention(x.pq, x.pk, x.pv, **{**x.packed, "max_seqlen_q": np.array([6])}), ValueError, "max_seqlen_q"),
+    row("attention", "the longest length of dense arrays", passing(max_seqlen_q=6), ValueError, "packed sequences only"),
+    row("attention", "offsets and lengths", lambda x: attention(x.pq, x.pk, x.pv, **x.packed, seq_lens_kv=x.lengths), ValueError,
+        "both passed"),
+    row("attention", "other numbers of sequences",
+        lambda x: attention(x.pq, x.pk, x.pv, **{**x.packed, "cu_seqlens_kv": x.integers(0, 5, 11)}), ValueError, "(B + 1,)"),
+    row("attention", "pages without lengths", lambda x: attention(x.q, x.pages_k, x.pages_v, page_table=x.table), ValueError,
+        "seq_lens_kv is None"),
+    row("attention", "a page table (B, pages)",
+        lambda x: attention(x.q, x.pages_k, x.pages_v, **{**x.paged, "page_table": x.table.T}), ValueError, "(3, 2)", "3 sequences",
+        "page_table.T"),
+    row("attention", "a page table in int64",
+        lambda x: attention(x.q, x.pages_k, x.pages_v, **{**x.paged, "page_table": x.table.astype("i8")}), TypeError, "int64",
+        ".astype('int32')"),
+    row("attention", "a page table in a list",
+        lambda x: attention(x.q, x.pages_k, x.pages_v, **{**x.paged, "page_table": [[0]]}), TypeError, "page_table is a list"),
+    row("attention", "a page that does not exist",
+        lambda x: attention(x.q, x.pages_k, x.pages_v, **{**x.paged, "page_table": x.table + 3}), ValueError, "6 pages"),
+    row("attention", "-1 after the pages of a sequence", lambda x: paged_with(x, -1), lambda x: paged_with(x, 0)),
+    row("attention", "pages of vLLM without a transposition",
+        lambda x: attention(x.q, *(a.transpose(3, 2, 1, 0) for a in (x.pages_k, x.pages_v)), **x.paged), ValueError, "head dims",
+        "(head_dim, heads, page size, pages)"),
+    row("attention", "pages (D, page size, Hkv, pages) without a transposition",
+        lambda x: attention(x.q[:, :3], *(a.transpose(0, 2, 1, 3) for a in (x.pages_k, x.pages_v)), **x.paged), ValueError,
+        "page size"),
+    row("attention", "more keys than pages", lambda x: attention(x.q, x.pages_k, x.pages_v, **{**x.paged,
+        "seq_lens_kv": x.integers(5, 9, 1)}), ValueError, "from 0 to 8"),
+    row("attention", "pages with a longest length", lambda x: attention(x.q, x.pages_k, x.pages_v, **x.paged, max_seqlen_kv=8),
+        ValueError, "max_seqlen_kv is 8"),
+    row("attention", "pages and a bucket", lambda x: attention(x.q, x.pages_k, x.pages_v, **x.paged, bucket=8), ValueError,
+        "omit bucket"),
+    row("attention", "num_splits without pages", passing(num_splits=2), ValueError, "num_splits is 2", "omit"),
+]  # fmt: skip
+
+RESULTS = [
+    row("attention", "out of another shape", lambda x: attention(*x.qkv, out=x.q.copy()), ValueError, "(8, 4, 6, 3)",
+        "(16, 4, 6, 3)"),
+    row("attention", "out of another dtype", passing(out=np.empty((16, 4, 6, 3), order="F")), TypeError, "float64", "float32"),
+    row("attention", "q as out", lambda x: attention(x.s, x.s, x.s, out=x.s), ValueError, "overlaps q"),
+    row("attention", "a read-only out", lambda x: attention(*x.qkv, out=read_only(x.dout)), ValueError, "read-only"),
+    row("attention", "an out that is broadcast", lambda x: attention(*x.qkv, out=np.lib.stride_tricks.as_strided(
+        np.empty((16, 4, 6, 1), "f4", order="F"), (16, 4, 6, 3), (4, 64, 256, 0))), ValueError, "out", "share memory"),
+    row("attention", "out in C order", lambda x: attention(*x.qkv, out=np.empty((16, 4, 6, 3), "f4")), ValueError, "out",
+        awaits="arrays"),
+    row("attention", "out of the other byte order", lambda x: attention(*x.qkv, out=np.empty((16, 4, 6, 3), ">f4", order="F")),
+        dense_of()),
+    row("attention", "a list as out", lambda x: attention(*x.qkv, out=[]), TypeError, "out is a list"),
+    row("attention", "out=True", lambda x: attention(*x.qkv, out=True), TypeError, "out is a bool"),
+    row("attention", "statistics (B, H, S)", lambda x: attention(*x.qkv, stats=np.empty((3, 4, 6), "f4")), ValueError,
+        "(3, 4, 6)", "(Sq, Hq, B)"),
+    row("attention", "statistics in float16", lambda x: attention(*x.qkv, stats=np.empty((6, 4, 3), "f2")), TypeError, "float16",
+        "float32"),
+    row("attention", "stats=True", lambda x: attention(*x.qkv, stats=True), TypeError, "stats is a bool", "return_stats="),
+    row("attention", "exp2 of the log-sum-exp", lambda x: attention(*x.qkv, return_stats=True)[1], lambda x: dense(*x.qkv)[1]),
+    row("attention", "numpy's out with arrays of CuPy",
+        lambda x: attention(*x.qkv, out=np.empty((16, 4, 6, 3), "f2", order="F")), TypeError, "out is a numpy", engine="fake"),
+    row("attention", "out in C order on a GPU", lambda x: attention(*x.qkv, out=x.xp.empty((16, 4, 6, 3), "f2")), ValueError,
+        "out", "stride", engine="fake"),
+]  # fmt: skip
+
+FUNCTIONS = [
+    row("attention", "a mask function as score_mod", passing(score_mod=zoo.causal), TypeError, "score_mod",
+        "f(score, b, h, q_idx, kv_idx"),
+    row("attention", "a score function as mask_mod", passing(mask_mod=zoo.relative_position), TypeError, "mask_mod",
+        "f(b, h, q_idx, kv_idx"),
+    row("attention", "the indices before the score", passing(score_mod=lambda b, h, i, j, score: score * 2), TypeError,
+        "b, h, i, j, score", "by position"),
+    row("attention", "a maker of a function, not called", passing(score_mod=zoo.softcap), TypeError, "score_mod"),
+    row("attention", "an array as mask_mod", passing(mask_mod=np.ones((7, 6), bool)), TypeError, "mask_mod is a", "mask="),
+    row("attention", "a block mask as mask_mod", passing(mask_mod=cupy_sdpa.BlockMask.from_blocks(np.ones((1, 1), bool), 6, 7)),
+        TypeError, "mask_mod is a BlockMask", "block_mask="),
+    row("attention", "a score function that returns a condition", passing(score_mod=lambda s, b, h, i, j: i >= j), TypeError,
+        "condition", "mask_mod"),
+    row("attention", "a mask function that returns a number", passing(mask_mod=lambda b, h, i, j: (i >= j) * 1), TypeError,
+        "condition", "q_idx >= kv_idx"),
+    row("attention", "a mask function without return", passing(mask_mod=lambda b, h, i, j: None), TypeError,
+        "mask_mod returned None", "return"),
+    row("attention", "a score function without return", passing(score_mod=lambda s, b, h, i, j: None), TypeError,
+        "score_mod returned None", "return"),
+    row("attention", "`and` in a mask function", passing(mask_mod=lambda b, h, i, j: i >= j and i < 3), TypeError, "&"),
+    row("attention", "`if` in a score function", passing(score_mod=lambda s, b, h, i, j: s if i > j else -s), TypeError,
+        "np.where"),
+    row("attention", "the math module in a score function", passing(score_mod=lambda s, b, h, i, j: math.exp(s)), TypeError,
+        "np.exp"),
+    row("attention", "a method of tensors", passing(score_mod=lambda s, b, h, i, j: s.sigmoid()), AttributeError,
+        "scipy.special.expit"),
+    row("attention", "torch.where in a score function", lambda x: library_in_function(x), TypeError, "np.where"),
+    row("attention", "an array of the closure", lambda x: attention(*x.qkv, mask_mod=lambda b, h, i, j: np.arange(6)[i] >= j),
+        TypeError, "tensors="),
+    row("attention", "tensors that no function takes", passing(mask_mod=zoo.causal, tensors={"a": np.ones(4)}), ValueError,
+        "tensors has a", "no function takes"),
+    row("attention", "tensors without a function", passing(tensors={"a": np.ones(4)}), ValueError, "neither score_mod nor"),
+    row("attention", "tensors in a list", passing(score_mod=zoo.alibi, tensors=[np.ones(4)]), TypeError, "tensors is a list",
+        "mapping"),
+    row("attention", "a tensor that is a list", passing(score_mod=zoo.alibi, tensors={"slopes": [1, 1, 1, 1]}), TypeError,
+        "tensors['slopes'] is a list", "asarray"),
+    row("attention", "a missing tensor", passing(score_mod=zoo.alibi), TypeError, "slopes"),
+    row("attention", "a tensor of another length", passing(score_mod=zoo.alibi, tensors={"slopes": np.ones(2)}), IndexError,
+        "2", "4"),
+    row("attention", "a table by a computed index", passing(score_mod=lambda s, b, h, i, j, t: s + t[i - j], tensors={
+        "t": np.ones(9)}), IndexError, "computed", "table["),
+    row("attention", "a document id for each batch entry read without b",
+        passing(mask_mod=zoo.causal_document, tensors={"document_id": np.zeros((3, 6), "i4")}), IndexError, "document_id", "needs 2"),
+    row("attention", "complex tensors", passing(score_mod=zoo.alibi, tensors={"slopes": np.ones(4, complex)}), TypeError,
+        "complex128", ".astype("),
+    row("attention", "a tensor named like an index", passing(mask_mod=zoo.causal, tensors={"h": np.ones(4)}), ValueError, "'h'",
+        "rename"),
+    row("attention", "integers of 64 bits in a tensor on a GPU", lambda x: attention(x.s, x.s, x.s, mask_mod=zoo.causal_document,
+        tensors={"document_id": x.xp.zeros(6, "i8")}), TypeError, "int64", "int32", engine="fake"),
+    row("attention", "a closure that changes between calls", lambda x: changed_closure(x),
+        lambda x: output(*x.qkv, bias=-np.abs(np.arange(6) - np.arange(7)[:, None])[:, :, None, None] * 2.0)),
+    row("attention", "functions made in a loop without binding the variable", lambda x: late_binding(x), lambda x: [
+        output(*x.qkv, scale=factor / math.sqrt(8)) for factor in (4.0, 4.0)]),
+    row("attention", "a tensor that changes in place between calls", lambda x: changed_tensor(x),
+        lambda x: output(*x.qkv, scale=3 / math.sqrt(8))),
+    row("attention", "-inf for masked scores and a softcap",
+        passing(score_mod=lambda s, b, h, i, j: np.where(i >= j, s, -np.inf), softcap=5.0), dense_of(
+            allowed=causal(6, 7), softcap=5.0)),
+    row("attention", "a constant in place of the score, and a softcap",
+        passing(score_mod=lambda s, b, h, i, j: np.where(i >= j, 1.0, -np.inf), softcap=5.0),
+        lambda x: output(x.q * 0, x.k, x.v, allowed=causal(6, 7)), awaits="functions"),
+    row("attention", "a dense array as block_mask", passing(block_mask=np.ones((7, 6), bool)), TypeError, "block_mask is a numpy.ndarray",
+        "mask="),
+    row("attention", "a function as block_mask", passing(block_mask=zoo.causal), TypeError, "block_mask", "cupy_sdpa.block_mask("),
+    row("attention", "a block mask and causal", passing(block_mask=cupy_sdpa.block_mask(zoo.causal, 6, 7), causal=True),
+        ValueError, "causal"),
+    row("attention", "a block mask with q and k swapped", passing(block_mask=cupy_sdpa.block_mask(zoo.causal, 7, 6)), ValueError,
+        "7", "6"),
+    row("attention", "a block mask for other heads", passing(block_mask=cupy_sdpa.block_mask(zoo.causal, 6, 7, heads=2)),
+        ValueError, "2", "4"),
+    row("attention", "a block mask of a longer step", passing(block_mask=cupy_sdpa.block_mask(zoo.causal, 128, 128)), ValueError,
+        "128", "6"),
+]  # fmt: skip
+
+
+def a_problem():
+    """A problem of shapes."""
+    return problem((64, 2, 6, 1), (64, 2, 6, 1), (64, 2, 6, 1), dtype="float16")
+
+
+def cache(x, **options):
+    """An empty cache with three sequences."""
+    return cupy_sdpa.KVCache(8, 2, pages=6, batch=3, page_size=4, head_dim_v=16, dtype="float32", numpy=True, **options)
+
+
+def read_only(array):
+    """A copy that cannot be written to."""
+    copy = array.copy(order="F")
+    copy.flags.writeable = False
+    return copy
+
+
+def with_torch(x, name):
+    """One of the arrays is a tensor of PyTorch."""
+    with fake_libraries.installed() as libraries:
+        arrays = {key: getattr(x, key) for key in "qkv"}
+        return attention(**{**arrays, name: libraries.torch(arrays[name])})
+
+
+def library_in_function(x):
+    """A score function calls ``where`` of a library on traced values."""
+
+    def where(*arguments):
+        return arguments[0].__torch_function__(where, (), arguments)  # as PyTorch does
+
+    return attention(*x.qkv, score_mod=lambda s, b, h, i, j: where(i >= j, s, 0.0))
+
+
+def padded(x):
+    """k and v with NaN in the padding of the lengths 5, 7, 0."""
+    arrays = x.k.copy(order="F"), x.v.copy(order="F")
+    for array in arrays:
+        array[:, :, 5:, 0] = np.nan
+        array[..., 2] = np.nan
+    return arrays
+
+
+def changing_lengths(x):
+    """The second of two calls with the same array of lengths, whose elements have changed."""
+    lengths = x.integers(7, 7, 7)
+    attention(*x.qkv, seq_lens_kv=lengths)
+    lengths[:] = 2
+    return attention(*x.qkv, seq_lens_kv=lengths)
+
+
+def with_offsets(x, *starts):
+    """Packed sequences with these offsets."""
+    starts = x.integers(*starts)
+    options = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts, "max_seqlen_q": 11, "max_seqlen_kv": 11}
+    return attention(x.pq, x.pk, x.pv, **options)
+
+
+def paged_with(x, unused):
+    """Attention to pages, with this entry after the pages of each sequence."""
+    table = x.table.copy()
+    table[1, 2] = unused
+    return attention(x.q, x.pages_k, x.pages_v, page_table=table, seq_lens_kv=x.lengths)
+
+
+def changed_closure(x):
+    """The second of two calls with one function, whose closure has changed."""
+    factor = 1.0
+
+    def score_mod(score, b, h, i, j):
+        return score - factor * abs(i - j)
+
+    attention(*x.qkv, score_mod=score_mod)
+    factor = 2.0
+    return attention(*x.qkv, score_mod=score_mod)
+
+
+def late_binding(x):
+    """Calls with functions of a list comprehension, which all read the last value of the variable."""
+    functions = [lambda s, *_: s * factor for factor in (2.0, 4.0)]  # noqa: B023
+    return [attention(*x.qkv, score_mod=function) for function in functions]
+
+
+def changed_tensor(x):
+    """The second of two calls, whose tensor has changed in place."""
+    factor = np.ones(4, np.float32)
+    call = functools.partial(attention, *x.qkv, score_mod=lambda s, b, h, i, j, t: s * t[h], tensors={"t": factor})
+    call()
+    factor[:] = 3
+    return call()
+
+
+ROWS = [*NAMES, *ARGUMENTS, *LAYOUTS, *MASKS, *NUMBERS, *LENGTHS, *RESULTS, *FUNCTIONS]

@@ -1,0 +1,490 @@
+"""Mistakes in calls of gradients and derivatives, and in what describes or prepares a call."""
+
+# mypy: ignore-errors
+# (most mistakes are type errors)
+
+import math
+
+import numpy as np
+from mistakes import causal, dense, gradients, output, row
+
+import cupy_sdpa
+from cupy_sdpa import (
+    BlockMask,
+    Unsupported,
+    attention,
+    attention_backward,
+    attention_jvp,
+    attention_vjp,
+    block_mask,
+    explain,
+    fp8,
+    jvp_problems,
+    prepare,
+    problem,
+    widen,
+    zoo,
+)
+
+
+def backward(forward=None, replaced=None, **options):
+    """The gradients of a call, with other options than its forward pass (``forward``) or other arrays (``replaced``)."""
+
+    def make(x):
+        out, stats = attention(*x.qkv, return_stats=True, **(options if forward is None else forward))
+        arrays = {"dout": x.dout, "q": x.q, "k": x.k, "v": x.v, "out": out, "stats": stats}
+        return attention_backward(**{**arrays, **(replaced(x, arrays) if replaced else {})}, **options)
+
+    return make
+
+
+def right(x):
+    """The gradients of the dense arrays."""
+    return gradients(x.dout, *x.qkv)
+
+
+def square(order):
+    """Gradients of arrays of one shape, passed in another order than dout, q, k, v, out, stats."""
+
+    def make(x):
+        arrays = {name: x.normal(8, 2, 6, 3) for name in ("dout", "q", "k", "v")}
+        arrays["out"], arrays["stats"] = attention(arrays["q"], arrays["k"], arrays["v"], return_stats=True)
+        return attention_backward(*(arrays[name] for name in order.split()))
+
+    return make
+
+
+def pulled(call=None, **options):
+    """What a call makes of the arrays, the output and the pullback of ``attention_vjp``."""
+
+    def make(x):
+        out, pullback = attention_vjp(*x.qkv, **options)
+        return pullback(x.dout) if call is None else call(x, out, pullback)
+
+    return make
+
+
+BACKWARD = [
+    row("attention_backward", "no arrays", lambda x: attention_backward(), TypeError, "dout, q, k, v, out and stats"),
+    row("attention_backward", "out and stats are missing", lambda x: attention_backward(x.dout, *x.qkv), TypeError,
+        "stats are required"),
+    row("attention_backward", "options by position", lambda x: attention_backward(x.dout, *x.qkv, x.dout, x.dout, True),
+        TypeError, "options are keywords"),
+    row("attention_backward", "the order q, k, v, out, stats, dout, as in flash-attn",
+        lambda x: attention_backward(*x.qkv, x.dout, attention(*x.qkv, return_stats=True)[1], x.dout), ValueError,
+        "head dims", "q is (8, 2, 7, 3)"),
+    row("attention_backward", "dout after v", square("q k v dout out stats"), ValueError, "stats", awaits="backward"),
+    row("attention_backward", "dout and out swapped", square("out q k v dout stats"), ValueError, "out", awaits="backward"),
+    row("attention_backward", "q and k swapped", square("dout k q v out stats"), ValueError, "stats", awaits="backward"),
+    row("attention_backward", "k and v swapped", square("dout q v k out stats"), ValueError, "stats", awaits="backward"),
+    row("attention_backward", "causal only in the forward pass", backward({"causal": True}), ValueError, "stats",
+        awaits="backward"),
+    row("attention_backward", "causal only in the backward pass", backward({}, causal=True), ValueError, "stats",
+        awaits="backward"),
+    row("attention_backward", "another diagonal", backward({"causal": "bottom_right"}, causal=True), ValueError, "stats",
+        awaits="backward"),
+    row("attention_backward", "another window", backward({"window": (2, 2)}, window=(3, 2)), ValueError, "stats",
+        awaits="backward"),
+    row("attention_backward", "the scale only in the forward pass", backward({"scale": 1.0}), ValueError, "stats",
+        awaits="backward"),
+    row("attention_backward", "another softcap", backward({"softcap": 2.0}, softcap=3.0), ValueError, "stats",
+        awaits="backward"),
+    row("attention_backward", "the bias only in the forward pass", backward({"bias": np.arange(7.0)[:, None, None, None]}),
+        ValueError, "stats", awaits="backward"),
+    row("attention_backward", "the mask only in the forward pass", backward({"mask": causal(6, 7)}), ValueError, "stats",
+        awaits="backward"),
+    row("attention_backward", "the lengths only in the forward pass", backward({"seq_lens_kv": np.array([7, 3, 5], "i4")}),
+        ValueError, "stats", awaits="backward"),
+    row("attention_backward", "the sinks only in the forward pass", backward({"sinks": np.ones(4, "f4")}), ValueError, "stats",
+        awaits="backward"),
+    row("attention_backward", "the score function only in the forward pass", backward({"score_mod": zoo.relative_position}),
+        ValueError, "stats", awaits="backward"),
+    row("attention_backward", "another block mask", backward({"block_mask": block_mask(zoo.causal, 6, 7)},
+        block_mask=block_mask(zoo.nearby(2), 6, 7)), ValueError, "stats", awaits="backward"),
+    row("attention_backward", "dropout only in the forward pass", backward({"dropout_p": 0.5, "seed": 1}), ValueError, "out",
+        awaits="backward"),
+    row("attention_backward", "another seed", backward({"dropout_p": 0.5, "seed": 1}, dropout_p=0.5, seed=2), ValueError, "out",
+        awaits="backward"),
+    row("attention_backward", "the output of another batch", backward(replaced=lambda x, a: {"out": np.asfortranarray(a["out"][..., ::-1])}),
+        ValueError, "out", awaits="backward"),
+    row("attention_backward", "the statistics of another step", backward(replaced=lambda x, a: {"stats": a["stats"] * 0}),
+        ValueError, "stats", awaits="backward"),
+    row("attention_backward", "log2 in place of the natural logarithm, as in FlashInfer",
+        backward(replaced=lambda x, a: {"stats": a["stats"] / np.float32(math.log(2))}), ValueError, "stats", awaits="backward"),
+    row("attention_backward", "the maximum in place of the log-sum-exp", backward(replaced=lambda x, a: {
+        "stats": attention(*x.qkv, return_stats="max_sumexp")[2]}), ValueError, "stats", awaits="backward"),
+    row("attention_backward", "q changed in place after the forward pass", backward(replaced=lambda x, a: {"q": x.q * 2}),
+        ValueError, "stats", awaits="backward"),
+    row("attention_backward", "statistics (B, H, S)", backward(replaced=lambda x, a: {"stats": a["stats"].T.copy()}), ValueError,
+        "(3, 4, 6)", "(Sq, Hq, B)"),
+    row("attention_backward", "statistics in float16", backward(replaced=lambda x, a: {"stats": a["stats"].astype("f2")}),
+        TypeError, "float16", "float32"),
+    row("attention_backward", "no statistics", backward(replaced=lambda x, a: {"stats": None}), TypeError, "stats is None",
+        "return_stats=True"),
+    row("attention_backward", "no output", backward(replaced=lambda x, a: {"out": None}), TypeError, "out is None"),
+    row("attention_backward", "dout of q's shape", backward(replaced=lambda x, a: {"dout": x.q}), ValueError, "(8, 4, 6, 3)",
+        "(16, 4, 6, 3)"),
+    row("attention_backward", "dout in float64", backward(replaced=lambda x, a: {"dout": x.dout.astype("f8")}), TypeError,
+        "dout is float64", "float32"),
+    row("attention_backward", "a number as dout", backward(replaced=lambda x, a: {"dout": 1.0}), TypeError, "dout is a float",
+        "numpy.asarray"),
+    row("attention_backward", "dout is broadcast", backward(replaced=lambda x, a: {
+        "dout": np.broadcast_to(np.float32(1), x.dout.shape)}), lambda x: gradients(np.ones((16, 4, 6, 3)), *x.qkv)),
+    row("attention_backward", "one array for two gradients", backward(replaced=lambda x, a: dict.fromkeys(
+        ("dk", "dq"), x.k.copy(order="F"))), ValueError, "dq", "(8, 4, 6, 3)"),
+    row("attention_backward", "one array for the gradients of equal arrays", lambda x: equal_gradients(x), ValueError, "overlaps"),
+    row("attention_backward", "q as its gradient", backward(replaced=lambda x, a: {"dq": x.q}), ValueError, "dq overlaps q"),
+    row("attention_backward", "a gradient in float64", backward(replaced=lambda x, a: {"dv": np.empty(x.v.shape, order="F")}),
+        TypeError, "dv is float64", "float32"),
+    row("attention_backward", "a bias gradient without a bias", backward({}, return_dbias=True), ValueError, "bias is None"),
+    row("attention_backward", "a sink gradient without sinks", backward({}, return_dsinks=True), ValueError, "sinks is None"),
+    row("attention_backward", "return_dbias=1", backward({}, return_dbias=1), TypeError, "return_dbias is 1"),
+    row("attention_backward", "the gradient of a tensor that does not exist",
+        backward({}, score_mod=zoo.alibi, tensors={"slopes": np.zeros(4, "f4")}, return_dtensors="slope"), ValueError, "'slope'",
+        "slopes"),
+    row("attention_backward", "the gradient of integers",
+        backward({}, score_mod=zoo.alibi, tensors={"slopes": np.zeros(4, "i4")}, return_dtensors="slopes"), TypeError, "int32",
+        "floating-point"),
+    row("attention_backward", "return_stats in the backward pass", backward({}, return_stats=True), TypeError, "return_stats"),
+    row("attention_backward", "pages", lambda x: attention_backward(x.dout, x.q, x.pages_k, x.pages_v, x.dout,
+        np.zeros((6, 4, 3), "f4"), **x.paged), Unsupported, "page_table", "dense"),
+    row("attention_backward", "FP8 arrays", lambda x: attention_backward(x.dout, *fp8.quantize_qkv(*x.qkv), x.dout,
+        np.zeros((6, 4, 3), "f4")), TypeError, "q is a Fp8Array", "dequantize"),
+    row("attention_backward", "sinks' gradient with a block mask", backward(
+        {}, block_mask=block_mask(zoo.causal, 6, 7), sinks=np.zeros(4, "f4"), return_dsinks=True), ValueError, "return_dsinks", "only dq, dk and dv"),
+    row("attention_backward", "the layout only in the forward pass", lambda x: attention_backward(
+        x.dout, *x.qkv, *attention(*(a.T for a in x.qkv), layout="bshd", return_stats=True)), ValueError, "out", "(3, 6, 4, 16)"),
+    row("attention_backward", "float32 statistics of float64 arrays", lambda x: double_gradients(x), lambda x: right(x)),
+    row("attention_backward", "statistics of numpy with arrays of CuPy", lambda x: attention_backward(
+        x.dout, *x.qkv, x.dout, np.zeros((6, 4, 3), "f4")), TypeError, "stats is a numpy", engine="fake"),
+]  # fmt: skip
+
+VJP = [
+    row("attention_vjp", "return_stats", lambda x: attention_vjp(*x.qkv, return_stats=True), TypeError, "return_stats",
+        "pullback"),
+    row("attention_vjp", "out", lambda x: attention_vjp(*x.qkv, out=x.dout), TypeError, "does not take out"),
+    row("attention_vjp", "dout by position, as in JAX", lambda x: attention_vjp(*x.qkv, x.dout), TypeError, "by position"),
+    row("attention_vjp", "one array", lambda x: attention_vjp(x.q), TypeError, "q, k and v are required"),
+    row("attention_vjp", "a bias gradient without a bias", pulled(return_dbias=True), ValueError, "bias is None"),
+    row("attention_vjp", "a sink gradient without sinks", pulled(return_dsinks=True), ValueError, "sinks is None"),
+    row("attention_vjp", "pages", lambda x: attention_vjp(x.q, x.pages_k, x.pages_v, **x.paged), Unsupported, "page_table"),
+    row("attention_vjp", "FP8 arrays", lambda x: attention_vjp(*fp8.quantize_qkv(*x.qkv)), TypeError, "compute_dtype=",
+        awaits="arguments"),
+    row("attention_vjp", "an unknown dtype", pulled(compute_dtype="float8"), ValueError, "'float8'", "'float8_e4m3fn'"),
+    row("attention_vjp", "the gradient of a missing tensor", pulled(return_dtensors="slopes"), ValueError, "'slopes'"),
+    row("attention_vjp", "a misspelled option", pulled(retain_graph=True), TypeError, "retain_graph"),
+    row("attention_vjp", "functions of a loop that all read the last value", lambda x: looped(x),
+        lambda x: [gradients(x.dout, *x.qkv, scale=t / math.sqrt(8))[0] * 1.0 for t in (1.0, 0.25)], awaits="functions"),
+    row("attention_vjp", "a closure that changes before the pullback", lambda x: changed_function(x),
+        lambda x: gradients(x.dout, *x.qkv, scale=1 / math.sqrt(8)), awaits="functions"),
+    row("attention_vjp", "a mapping of tensors that is used again", lambda x: reused_tensors(x),
+        lambda x: gradients(x.dout, *x.qkv, scale=3 / math.sqrt(8))),
+    row("attention_vjp", "a dictionary of options that is used again", lambda x: reused_options(x),
+        lambda x: gradients(x.dout, *x.qkv, causal(6, 7))),
+    row("attention_vjp", "lists of tensors' gradients that change before the pullback", lambda x: reused_names(x),
+        lambda x: [*gradients(x.dout, *x.qkv), slopes_gradient(x)]),
+    row("attention_vjp", "a list of the window that changes before the pullback", lambda x: reused_window(x),
+        lambda x: gradients(x.dout, *x.qkv, np.abs(np.arange(7)[:, None] - np.arange(6))[:, :, None, None] < 2)),
+    row("attention_vjp", "causal by position", lambda x: attention_vjp(*x.qkv, True), TypeError, "options are keywords"),
+    row("Pullback", "the gradient of another shape", pulled(lambda x, out, pull: pull(x.q)), ValueError, "(8, 4, 6, 3)", "dout"),
+    row("Pullback", "no gradient", pulled(lambda x, out, pull: pull()), TypeError, "dout"),
+    row("Pullback", "None as the gradient", pulled(lambda x, out, pull: pull(None)), TypeError, "dout is None"),
+    row("Pullback", "a number as the gradient", pulled(lambda x, out, pull: pull(1.0)), TypeError, "dout is a float"),
+    row("Pullback", "two gradients", pulled(lambda x, out, pull: pull(x.dout, x.dout)), TypeError, "positional"),
+    row("Pullback", "a gradient in float64", pulled(lambda x, out, pull: pull(x.dout.astype("f8"))), TypeError, "float64"),
+    row("Pullback", "a second call", pulled(lambda x, out, pull: [pull(x.dout * 0), pull(x.dout)][1]), right),
+    row("Pullback", "a call after a failed one", pulled(lambda x, out, pull: [failing(pull, x.q), pull(x.dout)][1]), right),
+    row("Pullback", "the output as the gradient", pulled(lambda x, out, pull: pull(out)),
+        lambda x: gradients(output(*x.qkv), *x.qkv)),
+    row("Pullback", "q as its gradient", pulled(lambda x, out, pull: pull(x.dout, dq=x.q)), ValueError, "dq overlaps q"),
+    row("Pullback", "the output is changed in place", pulled(lambda x, out, pull: [out.fill(0), pull(x.dout)][1]), ValueError,
+        "out", awaits="backward"),
+    row("Pullback", "q is changed in place", lambda x: changed_query(x), ValueError, "stats", awaits="backward"),
+    row("Pullback", "an option", pulled(lambda x, out, pull: pull(x.dout, causal=True)), TypeError, "causal"),
+]  # fmt: skip
+
+
+def equal_gradients(x):
+    """One array for dk and dv of equal shapes."""
+    s = x.s
+    out, stats = attention(s, s, s, return_stats=True)
+    target = np.empty_like(s)
+    return attention_backward(s, s, s, s, out, stats, dk=target, dv=target)
+
+
+def double_gradients(x):
+    """The gradients of float64 arrays with statistics in float32."""
+    arrays = [a.astype("f8", order="F") for a in x.qkv]
+    out, stats = attention(*arrays, return_stats=True)
+    return attention_backward(x.dout.astype("f8", order="F"), *arrays, out, stats)
+
+
+def failing(function, *arguments):
+    """Call a function that raises."""
+    try:
+        function(*arguments)
+    except ValueError:
+        return
+    raise AssertionError("no error")
+
+
+def looped(x):
+    """The gradients of q of two calls whose functions read a variable of a loop."""
+    pulls = [attention_vjp(*x.qkv, score_mod=lambda s, *_: s * t)[1] for t in (1.0, 0.25)]  # noqa: B023
+    return [pull(x.dout)[0] for pull in pulls]
+
+
+def changed_function(x):
+    """The gradients after the value that the function reads has changed."""
+    factor = 1.0
+    _, pull = attention_vjp(*x.qkv, score_mod=lambda s, *_: s * factor)
+    factor = 2.0
+    return pull(x.dout)
+
+
+def scaled(s, b, h, i, j, t):
+    """A score function with a factor for each head."""
+    return s * t[h]
+
+
+def reused_tensors(x):
+    """The gradients after the mapping of tensors was filled for another call."""
+    tensors = {"t": np.full(4, 3, np.float32)}
+    _, pull = attention_vjp(*x.qkv, score_mod=scaled, tensors=tensors)
+    tensors["t"] = np.ones(4, np.float32)
+    return pull(x.dout)
+
+
+def reused_options(x):
+    """The gradients after the options were changed for another call."""
+    options = {"causal": True}
+    _, pull = attention_vjp(*x.qkv, **options)
+    options["causal"] = False
+    return pull(x.dout)
+
+
+def reused_names(x):
+    """The gradients after the list of names was changed."""
+    names = ["slopes"]
+    tensors = {"slopes": np.zeros(4, np.float32)}
+    _, pull = attention_vjp(*x.qkv, score_mod=zoo.alibi, tensors=tensors, return_dtensors=names)
+    names.clear()
+    *found, others = pull(x.dout)
+    return [*found, others["slopes"]]
+
+
+def reused_window(x):
+    """The gradients after the list of the window was changed."""
+    window = [1, 1]
+    _, pull = attention_vjp(*x.qkv, window=window)
+    window[:] = 3, 3
+    return pull(x.dout)
+
+
+def slopes_gradient(x):
+    """The gradient of slopes of 0."""
+    out, _, p = dense(*x.qkv)
+    dp = np.einsum("dhib,dhjb->jihb", np.float64(x.dout), np.repeat(np.float64(x.v), 2, axis=1))
+    distance = np.abs(np.arange(7)[:, None] - np.arange(6))[:, :, None, None]
+    return -(p * (dp - np.einsum("dhib,dhib->ihb", x.dout, out)) * distance).sum(axis=(0, 1, 3))
+
+
+def changed_query(x):
+    """The gradients after q was changed in place."""
+    q = x.q.copy(order="F")
+    _, pull = attention_vjp(q, x.k, x.v)
+    q *= 2
+    return pull(x.dout)
+
+
+def derived(x, **options):
+    """The derivative in the direction of random arrays."""
+    return attention_jvp(*x.qkv, x.q, x.k, x.v, **options)
+
+
+def tangent(x, allowed=True):
+    """The output and its derivative in the direction of q, k and v themselves, by central differences in float64."""
+    step = 1e-5
+    plus, minus = (output(*(np.float64(a) * (1 + sign * step) for a in x.qkv), allowed=allowed) for sign in (1, -1))
+    return output(*x.qkv, allowed=allowed), (plus - minus) / (2 * step)
+
+
+JVP = [
+    row("attention_jvp", "no tangents", lambda x: attention_jvp(*x.qkv), ValueError, "dq, dk and dv are None"),
+    row("attention_jvp", "primals and tangents as pairs, as in JAX", lambda x: attention_jvp(x.qkv, x.qkv), TypeError, "required"),
+    row("attention_jvp", "pairs (q, dq)", lambda x: attention_jvp((x.q, x.q), (x.k, x.k), (x.v, x.v)), TypeError, "q is a tuple"),
+    row("attention_jvp", "tangents before primals in a wrong order", lambda x: attention_jvp(*x.qkv, x.v, x.k, x.q), ValueError,
+        "dq", "(16, 2, 7, 3)"),
+    row("attention_jvp", "a tangent of another dtype", lambda x: attention_jvp(*x.qkv, x.q.astype("f8")), TypeError, "float64",
+        ".astype"),
+    row("attention_jvp", "a mask by position", lambda x: attention_jvp(*x.qkv, np.ones((8, 4, 6, 3), bool)), TypeError, "mask="),
+    row("attention_jvp", "seven arrays", lambda x: attention_jvp(*x.qkv, *x.qkv, x.q), TypeError, "by position"),
+    row("attention_jvp", "the tangent of a bias", lambda x: derived(x, dbias=x.q), Unsupported, "dbias", "differences"),
+    row("attention_jvp", "pages", lambda x: attention_jvp(x.q, x.pages_k, x.pages_v, x.q, **x.paged), Unsupported, "gather"),
+    row("attention_jvp", "wide arrays and tangents", lambda x: attention_jvp(*x.qkv, x.q, widened=widen(*x.qkv, x.q)), TypeError,
+        "omit one"),
+    row("attention_jvp", "wide arrays of other tangents", lambda x: attention_jvp(*(a[..., :2] for a in x.qkv), widened=widen(
+        *x.qkv, x.q)), ValueError, "widened", "(8, 4, 6, 2)"),
+    row("attention_jvp", "wide arrays for another softcap", lambda x: attention_jvp(*x.qkv, softcap=2.0, widened=widen(
+        *x.qkv, x.q, x.k)), ValueError, "widen", "softcap="),
+    row("attention_jvp", "a tuple as the wide arrays", lambda x: attention_jvp(*x.qkv, widened=x.qkv), TypeError, "tuple",
+        "cupy_sdpa.widen"),
+    row("attention_jvp", "out of q's shape", lambda x: derived(x, out=x.q.copy()), ValueError, "out", "(16, 4, 6, 3)"),
+    row("attention_jvp", "the output as its derivative", lambda x: one_output(x), ValueError, "overlaps"),
+    row("attention_jvp", "FP8 arrays", lambda x: attention_jvp(*fp8.quantize_qkv(*x.qkv), x.q), TypeError, "Fp8Array",
+        "dequantize"),
+    row("attention_jvp", "the primals as tangents", derived, tangent),
+    row("attention_jvp", "tangents of zeros", lambda x: attention_jvp(*x.qkv, x.q * 0), lambda x: (
+        output(*x.qkv), np.zeros((16, 4, 6, 3)))),
+    row("attention_jvp", "a misspelled option", lambda x: derived(x, casual=True), TypeError, "did you mean causal"),
+    row("widen", "no tangents", lambda x: widen(*x.qkv), ValueError, "pass at least one"),
+    row("widen", "a tangent of another shape", lambda x: widen(*x.qkv, x.k), ValueError, "dq", "(8, 2, 7, 3)"),
+    row("widen", "one array", lambda x: widen(x.q), TypeError, "k"),
+    row("widen", "integers", lambda x: widen(*(a.astype("i4") for a in x.qkv), x.q), TypeError, "int32", ".astype"),
+    row("widen", "pages", lambda x: widen(x.q, x.pages_k, x.pages_v, x.q, **x.paged), Unsupported, "gather"),
+    row("widen", "another q in the second call", lambda x: attention_jvp(x.q * 2, x.k, x.v, widened=widen(*x.qkv, *x.qkv)),
+        ValueError, "q differs", "call widen again"),
+    row("widen", "another v in the second call", lambda x: attention_jvp(x.q, x.k, x.v * 2, widened=widen(*x.qkv, x.q)),
+        ValueError, "v differs", "call widen again"),
+    row("widen", "wide arrays for two calls", lambda x: widened_twice(x), lambda x: tangent(x)),
+    row("widen", "causal only in the second call", lambda x: attention_jvp(*x.qkv, widened=widen(*x.qkv, *x.qkv), causal=True),
+        lambda x: tangent(x, causal(6, 7))),
+    row("jvp_problems", "an unknown tangent", lambda x: jvp_problems(*x.qkv, tangents=["q"]), ValueError, "'q'", "dq, dk, dv"),
+    row("jvp_problems", "a text of tangents", lambda x: jvp_problems(*x.qkv, tangents="dq"), TypeError, "tangents", "['dq']"),
+    row("jvp_problems", "no tangents", lambda x: jvp_problems(*x.qkv, tangents=()), ValueError, "tangents is empty"),
+    row("jvp_problems", "shapes without a dtype", lambda x: jvp_problems(*[(64, 8, 10, 2)] * 3), TypeError, "dtype='bfloat16'"),
+    row("jvp_problems", "shapes in C order", lambda x: jvp_problems((2, 10, 8, 64), (2, 12, 8, 64), (2, 12, 8, 64), dtype="float16"),
+        ValueError, "10", "12"),
+]  # fmt: skip
+
+
+def one_output(x):
+    """One array for the output and its derivative."""
+    target = np.empty_like(x.dout)
+    return derived(x, out=target, dout=target)
+
+
+def widened_twice(x):
+    """The second derivative from the same wide arrays."""
+    arrays = widen(*x.qkv, *x.qkv)
+    attention_jvp(*x.qkv, widened=arrays)
+    return attention_jvp(*x.qkv, widened=arrays)
+
+
+SHAPES = {"dtype": "bfloat16"}
+SHAPE = (64, 8, 100, 2)
+
+
+def refused(which):
+    """Raise what a report on an H200 refuses."""
+    report = explain(which, gpu="H200", cudnn="9.19")
+    raise report.error("\n".join(report.reasons))
+
+
+def shapes(q=SHAPE, k=SHAPE, v=SHAPE, **options):
+    """A problem of shapes."""
+    return lambda x: problem(q, k, v, **{**SHAPES, **options})
+
+
+def prepared(call, **options):
+    """What a call makes of the arrays and a prepared call."""
+    return lambda x: call(x, prepare(*x.qkv, **options))
+
+
+DESCRIPTIONS = [
+    row("problem", "shapes without a dtype", lambda x: problem(SHAPE, SHAPE, SHAPE), TypeError, "dtype='bfloat16'"),
+    row("problem", "numbers in place of shapes", lambda x: problem(64, 8, 100), TypeError, "(128, 32, 4096, 1)"),
+    row("problem", "an unknown dtype", shapes(dtype="bf16"), TypeError, "bf16", "bfloat16"),
+    row("problem", "float shapes", shapes((64.0, 8, 100, 2)), TypeError, "64.0", "pass a shape"),
+    row("problem", "a negative length", shapes((64, 8, -1, 2)), ValueError, "negative"),
+    row("problem", "shapes in C order", shapes((2, 100, 8, 64), (2, 90, 8, 64), (2, 90, 8, 64)), ValueError, "100", "90"),
+    row("explain", "shapes in C order", lambda x: refused(problem(*[(2, 100, 8, 64)] * 3, dtype="float16")), Unsupported,
+        "(2, 100, 8, 64)", "layout='bshd'"),
+    row("explain", "shapes of PyTorch's order", lambda x: refused(problem(*[(1, 32, 4096, 128)] * 3, dtype="float16")),
+        Unsupported, "(1, 32, 4096, 128)", "layout='bhsd'"),
+    row("problem", "bias=True", shapes(bias=True), TypeError, "bias is True", "shape"),
+    row("problem", "a misspelled option", shapes(casual=True), TypeError, "did you mean causal"),
+    row("problem", "a gradient of a bias that is missing", shapes(backward=True, return_dbias=True), ValueError, "bias is None"),
+    row("problem", "an output dtype of bfloat16 arrays", shapes(out_dtype="float16"), ValueError, "only FP8"),
+    row("problem", "an array and a shape", lambda x: problem(x.q, (8, 2, 7, 3), x.v), TypeError, "dtype"),
+    row("Problem", "a problem made by hand", lambda x: cupy_sdpa.Problem(), TypeError, "missing"),
+    row("Problem", "a field is changed", lambda x: setattr(shapes()(x), "q", None), AttributeError, "q"),
+    row("explain", "shapes in place of a problem", lambda x: explain(SHAPE, SHAPE, SHAPE), TypeError, "cupy_sdpa.problem("),
+    row("explain", "a problem and options", lambda x: explain(shapes()(x), causal=True, gpu="H200", cudnn="9.19"), TypeError,
+        "pass causal to cupy_sdpa.problem"),
+    row("explain", "an unknown GPU", lambda x: explain(shapes()(x), gpu="RTX9090"), ValueError, "RTX9090", "h200"),
+    row("explain", "a version without a GPU", lambda x: explain(shapes()(x), cudnn="9.19"), ValueError, "gpu='H200'"),
+    row("explain", "a version that is no version", lambda x: explain(shapes()(x), gpu="H200", cudnn="latest"), ValueError,
+        "latest", "9."),
+    row("explain", "a problem without a GPU", lambda x: explain(shapes()(x)), ValueError, "gpu='H200'", engine="no GPU"),
+    row("explain", "both passes", lambda x: explain(*x.qkv, backward=True, jvp=True), ValueError, "one of them"),
+    row("explain", "one array", lambda x: explain(x.q), TypeError, "k"),
+    row("explain", "a misspelled option", lambda x: explain(*x.qkv, casual=True), TypeError, "did you mean causal"),
+    row("explain", "gradients of FP8 arrays", lambda x: explain(*fp8.quantize_qkv(*x.qkv), backward=True), Unsupported,
+        "gradients"),
+    row("explain", "a block mask without blocks", lambda x: str(bool(explain(x.s, x.s, x.s, block_mask=no_blocks()))) == "True",
+        lambda x: np.True_, awaits="explain"),
+    row("explain", "options of another shape", lambda x: explain(*x.qkv, mask=np.ones((3, 4, 6, 7), bool)), ValueError, "mask.T"),
+    row("Report", "a report used as a result", lambda x: np.asarray(explain(*x.qkv), float), TypeError, "Report"),
+    row("prepare", "shapes", lambda x: prepare(SHAPE, SHAPE, SHAPE), TypeError, "q is a tuple"),
+    row("prepare", "a block mask", lambda x: prepare(*x.qkv, block_mask=no_blocks()), TypeError, "block_mask", "run the call once"),
+    row("prepare", "compute_dtype", lambda x: prepare(*x.qkv, compute_dtype="float16"), TypeError, "compute_dtype", ".astype"),
+    row("prepare", "a misspelled option", lambda x: prepare(*x.qkv, casual=True), TypeError, "did you mean causal"),
+    row("prepare", "autotune=1", lambda x: prepare(*x.qkv, autotune=1), TypeError, "autotune is 1"),
+    row("prepare", "FP8 arrays", lambda x: prepare(*fp8.quantize_qkv(*x.qkv)), TypeError, "Fp8Array"),
+    row("prepare", "results in place of flags", lambda x: prepare(*x.qkv, out=x.dout), TypeError, "out"),
+    row("Prepared", "arrays of another shape", prepared(lambda x, call: call(*(a[..., :2] for a in x.qkv))), ValueError,
+        "(8, 4, 6, 2)", "(8, 4, 6, 3)", "Prepare a call for each problem"),
+    row("Prepared", "arrays of another dtype", prepared(lambda x, call: call(*(a.astype("f8") for a in x.qkv))), ValueError,
+        "float64", "float32"),
+    row("Prepared", "another option", prepared(lambda x, call: call(*x.qkv, causal=True)), ValueError, "causal"),
+    row("Prepared", "another softcap", prepared(lambda x, call: call(*x.qkv, softcap=3.0), softcap=2.0), lambda x: output(
+        *x.qkv, softcap=3.0)),
+    row("Prepared", "two arrays", prepared(lambda x, call: call(x.q, x.k)), TypeError, "2 arrays", "q, k, v"),
+    row("Prepared", "arrays by name", prepared(lambda x, call: call(q=x.q, k=x.k, v=x.v)), TypeError, "0 arrays", "q, k, v"),
+    row("Prepared", "a gradient of a forward pass", prepared(lambda x, call: call(*x.qkv, dq=x.q)), TypeError,
+        "dq is not a result"),
+    row("Prepared", "return_stats at the call", prepared(lambda x, call: call(*x.qkv, return_stats=True)), TypeError,
+        "return_stats"),
+    row("Prepared", "another function", prepared(lambda x, call: call(*x.qkv, score_mod=zoo.root), score_mod=zoo.softsign),
+        ValueError, "function"),
+    row("Prepared", "a function whose closure changes", lambda x: changed_prepared(x), lambda x: output(
+        *x.qkv, scale=2 / math.sqrt(8))),
+    row("Prepared", "the forward arrays of a prepared backward pass", lambda x: prepare(*x.qkv, backward=True)(*x.qkv), TypeError,
+        "3 arrays", "dout, q, k, v, out, stats"),
+    row("Prepared", "a dictionary of options that changes", lambda x: prepared_options(x), lambda x: output(
+        *x.qkv, allowed=causal(6, 7))),
+    row("Prepared", "a call after a failed one", prepared(lambda x, call: [failing(call, *(a[..., :2] for a in x.qkv)),
+        call(*x.qkv)][1]), lambda x: output(*x.qkv)),
+    row("autotune", "a function in place of a block", lambda x: cupy_sdpa.autotune(attention), TypeError, "positional"),
+    row("autotune", "without `with`", lambda x: len(cupy_sdpa.autotune()), TypeError, "len"),
+    row("get_plan_cache", "a machine without a GPU", lambda x: cupy_sdpa.get_plan_cache(), RuntimeError, "GPU", engine="no GPU"),
+    row("get_plan_cache", "a negative limit", lambda x: cupy_sdpa.get_plan_cache().set_limit(-1), ValueError, "-1", engine="fake"),
+    row("get_plan_cache", "a limit that is no number", lambda x: cupy_sdpa.get_plan_cache().set_limit("1GB"), TypeError, "1GB",
+        engine="fake"),
+]  # fmt: skip
+
+
+def no_blocks():
+    """A block mask without blocks."""
+    return BlockMask.from_blocks(np.zeros((1, 1), bool), 6, 6)
+
+
+def changed_prepared(x):
+    """A prepared call whose function reads another value."""
+    factor = 3.0
+    call = prepare(*x.qkv, score_mod=lambda s, *_: s * factor)
+    call(*x.qkv)
+    factor = 2.0
+    return call(*x.qkv)
+
+
+def prepared_options(x):
+    """A prepared call whose dictionary of options has changed."""
+    options = {"causal": True}
+    call = prepare(*x.qkv, **options)
+    options["causal"] = False
+    return call(*x.qkv)
+
+
+ROWS = [*BACKWARD, *VJP, *JVP, *DESCRIPTIONS]

@@ -1,0 +1,1010 @@
+"""Mistakes with everything that is not a call of attention or its gradients: caches, masks, FP8, groups and helpers."""
+
+# mypy: ignore-errors
+# (most mistakes are type errors)
+
+import importlib
+import pickle
+import tempfile
+from pathlib import Path
+
+import fake_libraries
+import ml_dtypes
+import numpy as np
+from mistakes import causal, dense, output, row
+from mistakes_of_calls import read_only
+
+import cupy_sdpa
+from cupy_sdpa import (
+    BlockMask,
+    OutOfPages,
+    Unsupported,
+    alibi_slopes,
+    attention,
+    attention_vjp,
+    block_mask,
+    dropout_mask,
+    fp8,
+    layout,
+    merge,
+    nnlib,
+    parallel,
+    reference,
+    shared_prefix_attention,
+    store,
+    zoo,
+)
+
+
+def halves(x):
+    """The results over the first three keys and over the others, with their log-sum-exps."""
+    parts = [attention(x.q, x.k[:, :, part], x.v[:, :, part], return_stats=True) for part in (slice(3), slice(3, None))]
+    return [list(part) for part in zip(*parts, strict=True)]
+
+
+def merged(change=lambda outs, stats: (outs, stats), **options):
+    """The merged results of two halves, of which one was changed."""
+    return lambda x: merge(*change(*halves(x)), **options)
+
+
+def dropped(**options):
+    """A dropout mask with options."""
+    return lambda x: dropout_mask(x.q, x.k, **{"dropout_p": 0.5, "seed": 1, **options})
+
+
+HELPERS = [
+    row("merge", "arrays in place of lists", lambda x: merge(x.dout, x.q), TypeError, "outs is a ndarray", "list"),
+    row("merge", "pairs of an output and its statistics", lambda x: merge(list(zip(*halves(x), strict=True))), TypeError, "stats"),
+    row("merge", "no parts", lambda x: merge([], []), ValueError, "0 outs"),
+    row("merge", "outputs without statistics", merged(lambda o, s: (o, [])), ValueError, "2 outs and 0 stats"),
+    row("merge", "a generator", merged(lambda o, s: ((a for a in o), s)), TypeError, "outs is a generator", "list"),
+    row("merge", "statistics of another order of axes", merged(lambda o, s: (o, [a.T for a in s])), ValueError, "(3, 4, 6)",
+        "(6, 4, 3)"),
+    row("merge", "statistics in the place of outputs", merged(lambda o, s: (s, o)), ValueError, "(16, 4, 6, 3)"),
+    row("merge", "statistics in float16", merged(lambda o, s: (o, [a.astype("f2") for a in s])), TypeError, "float16",
+        ".astype('float32')"),
+    row("merge", "outputs of two dtypes", merged(lambda o, s: ([o[0], o[1].astype("f8")], s)), TypeError, "float64", "float32"),
+    row("merge", "integers", merged(lambda o, s: ([a.astype("i4") for a in o], s)), TypeError, "int32", ".astype("),
+    row("merge", "outputs of other lengths", merged(lambda o, s: ([o[0], o[1][:, :, :5]], s)), ValueError, "(16, 4, 5, 3)"),
+    row("merge", "two axes", lambda x: merge([x.q[:, 0, :, 0]], [x.q[0, 0]]), ValueError, "(Dv, Hq, Sq, B)"),
+    row("merge", "an output of the parts as out", lambda x: overlapping_merge(x), ValueError, "out overlaps outs[0]"),
+    row("merge", "a read-only out", lambda x: merge(*halves(x), out=read_only(x.dout)), ValueError, "read-only"),
+    row("merge", "sinks in the parts and in the merge", lambda x: merge(*halves(x), sinks=np.zeros(2, "f4")), ValueError, "(2,)",
+        "(4,)"),
+    row("merge", "return_stats=1", merged(return_stats=1), TypeError, "return_stats is 1"),
+    row("merge", "parts in reverse order", merged(lambda o, s: (o[::-1], s[::-1])), lambda x: output(*x.qkv)),
+    row("merge", "a part without keys", lambda x: merge(*[[*a, b] for a, b in zip(halves(x), attention(
+        x.q, x.k[:, :, :0], x.v[:, :, :0], return_stats=True), strict=True)]), lambda x: output(*x.qkv)),
+    row("merge", "FP8 outputs", lambda x: merge([fp8.quantize(x.q)], [x.q[0]]), TypeError, "Fp8Array", "dequantize"),
+    row("merge", "results of max_sumexp", lambda x: merge(*[[a] for a in attention(*x.qkv, return_stats="max_sumexp")[:2]]),
+        lambda x: output(*x.qkv)),
+    row("merge", "numpy and CuPy arrays", lambda x: merge([x.dout], [np.zeros((6, 4, 3), "f4")]), TypeError, "mixed",
+        engine="fake"),
+    row("alibi_slopes", "an array of heads", lambda x: alibi_slopes(np.arange(4)), TypeError, "heads"),
+    row("alibi_slopes", "no heads", lambda x: alibi_slopes(0), ValueError, "heads is 0"),
+    row("alibi_slopes", "a float", lambda x: alibi_slopes(8.0), TypeError, "8.0", "integer"),
+    row("alibi_slopes", "three heads", lambda x: alibi_slopes(3), lambda x: 2.0 ** -np.array([4, 8, 2])),
+    row("dropout_mask", "no rate", lambda x: dropout_mask(x.q, x.k, seed=1), TypeError, "dropout_p"),
+    row("dropout_mask", "no seed", lambda x: dropout_mask(x.q, x.k, dropout_p=0.5), TypeError, "seed"),
+    row("dropout_mask", "the rate by position", lambda x: dropout_mask(x.q, x.k, 0.5), TypeError, "positional"),
+    row("dropout_mask", "v", lambda x: dropout_mask(*x.qkv, dropout_p=0.5, seed=1), TypeError, "positional"),
+    row("dropout_mask", "a rate in percent", dropped(dropout_p=50), ValueError, "below 1"),
+    row("dropout_mask", "shapes", lambda x: dropout_mask((8, 2, 6, 1), (8, 2, 6, 1), dropout_p=0.5, seed=1), TypeError,
+        "q is a tuple"),
+    row("dropout_mask", "the rate 0", dropped(dropout_p=0.0), lambda x: np.ones((7, 6, 4, 3))),
+    row("dropout_mask", "a mask that is used in a call", lambda x: attention(*x.qkv, dropout_p=0.5, dropout_mask=dropped()(x)),
+        lambda x: output(*x.qkv, keep=2.0 * dropped()(x))),
+    row("dropout_mask", "causal masks", dropped(causal=True), TypeError, "causal"),
+    row("trace", "no file", lambda x: cupy_sdpa.trace(), TypeError, "path"),
+    row("trace", "a folder", lambda x: cupy_sdpa.trace(tempfile.gettempdir()).__enter__(), OSError, tempfile.gettempdir()),
+    row("trace", "a file that exists not as a text", lambda x: cupy_sdpa.trace(3).__enter__(), TypeError),
+    row("to_julia", "a layout with other letters", lambda x: layout.to_julia(x.q, "BSND"), ValueError, "'BSND'", "bshd"),
+    row("to_julia", "a layout of fewer axes", lambda x: layout.to_julia(x.q, "thd"), ValueError, "4 axes", "'thd'"),
+    row("to_julia", "a layout with a letter twice", lambda x: layout.to_julia(x.q, "bssd"), ValueError, "'bssd'"),
+    row("to_julia", "no layout", lambda x: layout.to_julia(x.q, None), ValueError, "None"),
+    row("to_julia", "a list", lambda x: layout.to_julia([[1]], "bshd"), TypeError, "list", "numpy.asarray"),
+    row("from_julia", "an unknown layout", lambda x: layout.from_julia(x.q, "NHD"), ValueError, "'NHD'"),
+    row("from_julia", "packed arrays to four axes", lambda x: layout.from_julia(x.pq, "bshd"), ValueError, "3 axes"),
+    row("Layout", "letters that do not fit", lambda x: layout.Layout(x.q, "thd"), ValueError, "'thd'", "(8, 4, 6, 3)"),
+    row("Layout", "unknown letters", lambda x: layout.Layout(x.q, "bsnd"), ValueError, "'bsnd'"),
+]  # fmt: skip
+
+
+def overlapping_merge(x):
+    """A merge into one of its parts."""
+    outs, stats = halves(x)
+    return merge(outs, stats, out=outs[0])
+
+
+def new_cache(pages=6, layers=1, batch=3, **options):
+    """An empty cache of float32 arrays."""
+    return cupy_sdpa.KVCache(8, 2, pages=pages, batch=batch, page_size=4, dtype="float32", numpy=True, layers=layers, **options)
+
+
+def tokens(x, count=3, batch=3, dtype="f4"):
+    """Tokens of all sequences, the same values for the same numbers."""
+    return np.asfortranarray(np.random.default_rng(count).standard_normal((8, 2, count, batch)).astype(dtype))
+
+
+def attended(cache, q, layer=0, **options):
+    """Attention to all tokens of a layer."""
+    pages = {"page_table": cache.table, "seq_lens_kv": cache.lengths, "causal": "bottom_right"}
+    return attention(q, cache.keys(layer), cache.values(layer), **{**pages, **options})
+
+
+def stepped(act, layers=1, **options):
+    """What an act makes of a cache with three tokens in each sequence."""
+
+    def make(x):
+        c, t = new_cache(layers=layers, **options), tokens(x)
+        for layer in range(layers):
+            c.append(t, t, layer)
+        return act(x, c, t)
+
+    return make
+
+
+def after(act, layers=1, count=3):
+    """Attention of the last query after an act on a cache with three tokens in each sequence."""
+
+    def make(x):
+        def run(x, c, t):
+            act(c, t)
+            return attended(c, x.q[:, :, :1])
+
+        return stepped(run, layers)(x)
+
+    return make
+
+
+def attention_to(*counts):
+    """Attention of one query to tokens that were appended in steps."""
+
+    def wanted(x):
+        t = np.concatenate([tokens(x, count) for count in counts], axis=2)
+        return output(x.q[:, :, :1], t, t)
+
+    return wanted
+
+
+def fails(function, *arguments, **options):
+    """Call a function that raises."""
+    try:
+        function(*arguments, **options)
+    except (ValueError, TypeError, RuntimeError, MemoryError):
+        return
+    raise AssertionError("no error")
+
+
+CACHE = [
+    row("KVCache", "sizes by position", lambda x: cupy_sdpa.KVCache(8, 2, 6, 3), TypeError, "positional"),
+    row("KVCache", "no pages", lambda x: cupy_sdpa.KVCache(8, 2, batch=3, numpy=True), TypeError, "pages"),
+    row("KVCache", "0 pages", lambda x: new_cache(pages=0), ValueError, "pages is 0"),
+    row("KVCache", "a float head dim", lambda x: cupy_sdpa.KVCache(8.0, 2, pages=6, batch=3, numpy=True), TypeError, "head_dim",
+        "integer"),
+    row("KVCache", "integers as the dtype", lambda x: cupy_sdpa.KVCache(8, 2, pages=6, batch=3, dtype="int8", numpy=True),
+        TypeError, "int8", "float8_e4m3fn"),
+    row("KVCache", "an unknown dtype", lambda x: cupy_sdpa.KVCache(8, 2, pages=6, batch=3, dtype="bf16", numpy=True), TypeError,
+        "bf16", "bfloat16"),
+    row("KVCache", "a scale of a bfloat16 cache", lambda x: cupy_sdpa.KVCache(8, 2, pages=6, batch=3, k_scale=1.0, numpy=True),
+        ValueError, "FP8 caches"),
+    row("KVCache", "rotate of a bfloat16 cache", lambda x: cupy_sdpa.KVCache(8, 2, pages=6, batch=3, rotate=True, numpy=True),
+        ValueError, "FP8 caches"),
+    row("KVCache", "a scale for each head", lambda x: cupy_sdpa.KVCache(8, 2, pages=6, batch=3, dtype="float8_e4m3fn", numpy=True,
+        k_scale=[1.0, 2.0]), ValueError, "2 numbers", "1 layer"),
+    row("KVCache", "a scale of 0", lambda x: cupy_sdpa.KVCache(8, 2, pages=6, batch=3, dtype="float8_e4m3fn", numpy=True, k_scale=0),
+        ValueError, "k_scale is 0", "above 0"),
+    row("KVCache.keys", "the table of another cache", lambda x: other_table(x), ValueError, "there are 6 pages"),
+    row("KVCache", "no GPU", lambda x: cupy_sdpa.KVCache(8, 2, pages=6, batch=3), RuntimeError, "numpy=True", engine="no GPU"),
+    row("KVCache", "a batch of 0", lambda x: new_cache(batch=0), ValueError, "batch is 0"),
+    row("KVCache.append", "no layer in a cache of several layers", stepped(lambda x, c, t: [c.append(t, t), c.append(t, t)], 2, pages=20),
+        ValueError, "layer", awaits="cache"),
+    row("KVCache.append", "no layer in any append", lambda x: new_cache(layers=2).append(tokens(x), tokens(x)),
+        ValueError, "layer", "2", awaits="cache"),
+    row("KVCache.append", "a skipped layer", lambda x: skipped(x), RuntimeError, "layer", awaits="cache"),
+    row("KVCache.append", "a layer before layer 0", lambda x: new_cache(layers=2).append(tokens(x), tokens(x), 1), RuntimeError,
+        "layer 0 first"),
+    row("KVCache.append", "a layer twice", lambda x: layer_twice(x), RuntimeError, "layer", awaits="cache"),
+    row("KVCache.append", "other numbers of tokens in a later layer", lambda x: other_counts(x), ValueError, "3", "2"),
+    row("KVCache.append", "layers from 1", lambda x: new_cache(layers=2).append(tokens(x), tokens(x), 2), ValueError,
+        "layer is 2", "from 0 to 1"),
+    row("KVCache.append", "layer -1", lambda x: new_cache(layers=2).append(tokens(x), tokens(x), -1), ValueError, "layer is -1"),
+    row("KVCache.append", "counts in place of the layer", lambda x: new_cache().append(tokens(x), tokens(x), [3, 3, 3]), TypeError,
+        "layer is [3, 3, 3]"),
+    row("KVCache.append", "masked arrays", lambda x: new_cache().append(*[np.ma.array(tokens(x))] * 2), TypeError, "MaskedArray",
+        "numpy arrays"),
+    row("KVCache", "lengths that the user advances, too", stepped(lambda x, c, t: np.add(c.lengths, 1, out=c.lengths)), ValueError,
+        "read-only"),
+    row("KVCache", "a write to the page table", stepped(lambda x, c, t: c.table.fill(0)), ValueError, "read-only"),
+    row("KVCache.append", "values alone", lambda x: new_cache().append(tokens(x)), TypeError, "v"),
+    row("KVCache.append", "tokens (B, S, H, D)", lambda x: new_cache().append(*[tokens(x).T.copy()] * 2), ValueError,
+        "(3, 3, 2, 8)", "k.T"),
+    row("KVCache.append", "tokens (D, H, S, B) in C order", lambda x: new_cache().append(*[tokens(x).copy(order="C")] * 2),
+        ValueError, "asfortranarray"),
+    row("KVCache.append", "one token without its axis", lambda x: new_cache().append(*[tokens(x)[:, :, 0]] * 2), ValueError,
+        "counts="),
+    row("KVCache.append", "float64 tokens", lambda x: new_cache().append(*[tokens(x, dtype="f8")] * 2), TypeError,
+        ".astype('float32')"),
+    row("KVCache.append", "tokens of another batch", lambda x: new_cache().append(*[tokens(x)[..., :2]] * 2), ValueError,
+        "(8, 2, 3, 2)", "(8, 2, S, 3)"),
+    row("KVCache.append", "keys and values of other lengths", lambda x: new_cache().append(tokens(x), tokens(x, 2)), ValueError,
+        "same tokens"),
+    row("KVCache.append", "counts for other sequences", lambda x: new_cache().append(tokens(x), tokens(x), counts=[3, 3]),
+        ValueError, "3 sequences"),
+    row("KVCache.append", "counts above the tokens", lambda x: new_cache().append(tokens(x), tokens(x), counts=[3, 4, 3]),
+        ValueError, "3 tokens", "4"),
+    row("KVCache.append", "total lengths as counts", after(lambda c, t: c.append(t, t, counts=[6, 6, 6])), ValueError, "3 tokens",
+        "6"),
+    row("KVCache.append", "negative counts", lambda x: new_cache().append(tokens(x), tokens(x), counts=[1, -1, 0]), ValueError,
+        "truncate()"),
+    row("KVCache.append", "float counts", lambda x: new_cache().append(tokens(x), tokens(x), counts=1.0), TypeError, "1.0",
+        "integers"),
+    row("KVCache.append", "other counts than announced", lambda x: announced(x), ValueError, "leave counts out"),
+    row("KVCache.append", "more tokens than pages", lambda x: new_cache(pages=2).append(tokens(x), tokens(x)), OutOfPages, "2",
+        "pages"),
+    row("KVCache.append", "a sequence longer than all pages", lambda x: new_cache(pages=2).append(tokens(x, 9), tokens(x, 9)),
+        ValueError, "9", "pages="),
+    row("KVCache.append", "a sequence longer than max_length", lambda x: new_cache(max_length=4).append(tokens(x, 5), tokens(x, 5)),
+        ValueError, "5", "max_length"),
+    row("KVCache.append", "a call after one that ran out of pages", lambda x: retried(x), attention_to(3, 2)),
+    row("KVCache.append", "a call after one with a wrong dtype",
+        after(lambda c, t: [fails(c.append, t.astype("f8"), t), c.append(*[tokens(None, 2)] * 2)]), attention_to(3, 2)),
+    row("KVCache.append", "the token's array is used again", after(lambda c, t: t.fill(0)), attention_to(3)),
+    row("KVCache.append", "FP8 tokens in a float32 cache", lambda x: new_cache().append(*[fp8.quantize(tokens(x))] * 2), TypeError,
+        "Fp8Array"),
+    row("KVCache.begin_step", "two steps without an append", lambda x: [c.begin_step(1) for c in [new_cache()] * 2], RuntimeError,
+        "layer 0"),
+    row("KVCache.begin_step", "negative counts", lambda x: new_cache().begin_step(-1), ValueError, "-1"),
+    row("KVCache.begin_step", "an array of shapes", lambda x: new_cache().begin_step(x.q), TypeError, "integers"),
+    row("KVCache.begin_step", "counts that are changed afterwards", lambda x: changed_counts(x), lambda x: np.array([3, 3, 3])),
+    row("KVCache.keys", "the layer by another name", lambda x: new_cache().keys(head=0), TypeError, "head"),
+    row("KVCache.keys", "a layer that does not exist", lambda x: new_cache().keys(1), ValueError, "layer is 1"),
+    row("KVCache.values", "layer -1", lambda x: new_cache().values(-1), ValueError, "layer is -1"),
+    row("KVCache.values", "a tensor as the layer", lambda x: new_cache().values(x.q), TypeError, "integer"),
+    row("KVCache.keys", "dense attention to pages", stepped(lambda x, c, t: attention(x.q, c.keys(), c.values())), ValueError,
+        "batch sizes"),
+    row("KVCache.keys", "the table without lengths", stepped(lambda x, c, t: attended(c, x.q, seq_lens_kv=None)), ValueError,
+        "seq_lens_kv is None"),
+    row("KVCache.keys", "the lengths of the host", stepped(lambda x, c, t: attended(c, x.q, seq_lens_kv=c.host_lengths)),
+        TypeError, "int64", "int32"),
+    row("KVCache.keys", "a table that was kept from an earlier step", lambda x: old_table(x), ValueError, "from 0 to 4"),
+    row("KVCache.fork", "a target that is not empty", after(lambda c, t: c.fork(0, 1)), ValueError, "release(1)"),
+    row("KVCache.fork", "a sequence that does not exist", after(lambda c, t: c.fork(0, 3)), ValueError, "from 0 to 2"),
+    row("KVCache.fork", "a sequence to itself", after(lambda c, t: c.fork(0, 0)), ValueError, "release(0)"),
+    row("KVCache.fork", "several targets", after(lambda c, t: c.fork(0, [1, 2])), TypeError, "integer"),
+    row("KVCache.fork", "an append to one of the copies", lambda x: forked(x), lambda x: forked_result(x)),
+    row("KVCache.truncate", "a length above the present one", after(lambda c, t: c.truncate(0, 4)), ValueError, "from 0 to 3"),
+    row("KVCache.truncate", "the number of tokens to remove, negative", after(lambda c, t: c.truncate(0, -1)), ValueError,
+        "from 0 to 3"),
+    row("KVCache.truncate", "all sequences", after(lambda c, t: c.truncate([0, 1], 1)), TypeError, "integer"),
+    row("KVCache.truncate", "the length alone", after(lambda c, t: c.truncate(1)), TypeError, "length"),
+    row("KVCache.truncate", "a float length", after(lambda c, t: c.truncate(0, 1.0)), TypeError, "1.0"),
+    row("KVCache.truncate", "within a step", lambda x: within_step(x), RuntimeError, "before truncate()"),
+    row("KVCache.release", "a sequence that does not exist", after(lambda c, t: c.release(3)), ValueError, "from 0 to 2"),
+    row("KVCache.release", "no sequence", after(lambda c, t: c.release()), TypeError, "sequence"),
+    row("KVCache.release", "a sequence twice", after(lambda c, t: [c.release(1), c.release(1), c.append(t, t, counts=[0, 3, 0])]),
+        attention_to(3)),
+    row("KVCache.shared_prefix", "sequences without common pages", stepped(lambda x, c, t: np.int64(c.shared_prefix())),
+        lambda x: np.int64(0)),
+    row("KVCache.shared_prefix", "an argument", lambda x: new_cache().shared_prefix(0), TypeError, "positional"),
+    row("shared_prefix_attention", "no prefix", lambda x: shared_prefix_attention(x.q, x.pages_k, x.pages_v), TypeError,
+        "shared_prefix"),
+    row("shared_prefix_attention", "dense arrays", lambda x: shared_prefix_attention(*x.qkv, 4), ValueError, "page_table"),
+    row("shared_prefix_attention", "a number of pages", lambda x: prefixed(x, 1), ValueError, "multiple of the page size 4"),
+    row("shared_prefix_attention", "a prefix beyond the table", lambda x: prefixed(x, 12), ValueError, "from 0 to 8"),
+    row("shared_prefix_attention", "an array for the prefix", lambda x: prefixed(x, np.array([4])), TypeError, "number of keys"),
+    row("shared_prefix_attention", "sequences with other pages", lambda x: prefixed(x, 4), ValueError, "KVCache.shared_prefix"),
+    row("shared_prefix_attention", "causal=True", lambda x: prefixed(x, 4, causal=True), ValueError, "'bottom_right'"),
+    row("shared_prefix_attention", "a window", lambda x: prefixed(x, 4, window=(3, 0)), ValueError, "window",
+        "cupy_sdpa.attention"),
+    row("shared_prefix_attention", "layout=", lambda x: shared_prefix_attention(
+        x.q.T, x.pages_k.T, x.pages_v.T, 4, **x.paged, layout="bshd"), ValueError, "layout"),
+    row("shared_prefix_attention", "a bias", lambda x: prefixed(x, 4, bias=np.zeros((8, 1, 1, 1), "f4")), ValueError, "bias"),
+    row("shared_prefix_attention", "a misspelled option", lambda x: prefixed(x, 4, casual=True), TypeError, "causal"),
+    row("shared_prefix_attention", "FP8 pages", lambda x: shared_prefix_attention(
+        x.q, fp8.quantize(x.pages_k), fp8.quantize(x.pages_v), 4, **x.paged), TypeError, "cupy_sdpa.attention"),
+    row("shared_prefix_attention", "the prefix after sequence 0 was released", lambda x: released_prefix(x),
+        lambda x: released_prefix_result(x), awaits="cache"),
+    row("shared_prefix_attention", "lengths in int64", lambda x: prefixed(x, 4, seq_lens_kv=np.array([5, 8, 4])), TypeError,
+        "int64", "int32"),
+    row("shared_prefix_attention", "a sequence shorter than the prefix", lambda x: prefixed(x, 4, page_table=x.table * 0),
+        ValueError, "sequence 2", "1"),
+]  # fmt: skip
+
+
+def skipped(x):
+    """A step of three layers, of which layer 1 is skipped."""
+    c, t = new_cache(layers=3), tokens(x)
+    c.append(t, t, 0)
+    c.append(t, t, 2)
+
+
+def layer_twice(x):
+    """A step of two layers, in which layer 1 is appended twice."""
+    c, t = new_cache(layers=2), tokens(x)
+    for layer in (0, 1, 1):
+        c.append(t, t, layer)
+
+
+def other_counts(x):
+    """A step of two layers with two tokens in the second one."""
+    c = new_cache(layers=2)
+    c.append(tokens(x), tokens(x), 0)
+    c.append(tokens(x, 2), tokens(x, 2), 1)
+
+
+def announced(x):
+    """An append with other counts than those of the step."""
+    c = new_cache()
+    c.begin_step([1, 2, 3])
+    c.append(tokens(x), tokens(x), counts=[3, 2, 1])
+
+
+def retried(x):
+    """Attention after an append that ran out of pages, and another one."""
+    c = new_cache(pages=6)
+    c.append(tokens(x), tokens(x))
+    fails(c.append, tokens(x, 6), tokens(x, 6))
+    c.append(tokens(x, 2), tokens(x, 2))
+    return attended(c, x.q[:, :, :1])
+
+
+def changed_counts(x):
+    """The lengths after a step whose array of counts was changed after its announcement."""
+    c, counts = new_cache(), np.array([3, 3, 3])
+    c.begin_step(counts)
+    counts[:] = 1
+    c.append(tokens(x), tokens(x))
+    return c.lengths
+
+
+def old_table(x):
+    """Attention with the table of an earlier, shorter step."""
+    c = new_cache()
+    c.append(tokens(x), tokens(x))
+    table = c.table
+    c.append(tokens(x, 2), tokens(x, 2))
+    return attended(c, x.q, page_table=table)
+
+
+def other_table(x):
+    """Attention with the table of a larger cache."""
+    one, other = new_cache(), new_cache(pages=20)
+    for c in (one, other):
+        c.append(tokens(x), tokens(x))
+    return attended(one, x.q, page_table=other.table)
+
+
+def forked(x):
+    """Attention of the sequence that was copied, after an append to its copy."""
+    c, t = new_cache(), tokens(x)
+    c.append(t, t, counts=[3, 0, 3])
+    c.fork(0, 1)
+    c.append(t, t, counts=[0, 3, 0])
+    return attended(c, x.q[:, :, :1])[..., [0, 2]], attended(c, x.q[:, :, :1])[..., 1:2]
+
+
+def forked_result(x):
+    """Attention of sequences 0 and 2 to their tokens, and of sequence 1 to those of sequence 0 and its own."""
+    t, q = tokens(x), x.q[:, :, :1]
+    both = np.concatenate([t[..., :1], t[..., 1:2]], axis=2)
+    return output(q[..., [0, 2]], *[t[..., [0, 2]]] * 2), output(q[..., 1:2], both, both)
+
+
+def within_step(x):
+    """A truncation between the announcement and the append."""
+    c = new_cache()
+    c.begin_step(1)
+    c.truncate(0, 0)
+
+
+def prefixed(x, prefix, **options):
+    """Attention with a shared prefix."""
+    return shared_prefix_attention(x.q, x.pages_k, x.pages_v, prefix, **{**x.paged, **options})
+
+
+def released_prefix(x):
+    """Two of three sequences with a common page, after the first one was released."""
+    c, t = new_cache(), tokens(x, 4)
+    c.append(t, t, counts=[4, 0, 0])
+    c.fork(0, 1)
+    c.fork(0, 2)
+    c.release(0)
+    c.append(*[tokens(x)] * 2, counts=[0, 1, 2])
+    pages = {"page_table": c.table, "seq_lens_kv": c.lengths}
+    return shared_prefix_attention(x.q[:, :, :1], c.keys(), c.values(), 4, **pages)[..., 1:]
+
+
+def released_prefix_result(x):
+    """The outputs of sequences 1 and 2."""
+    t = tokens(x, 4)[..., :1]
+    parts = [np.concatenate([t, tokens(x)[:, :, :n, n : n + 1]], axis=2) for n in (1, 2)]
+    return np.concatenate([output(x.q[:, :, :1, n : n + 1], p, p) for n, p in zip((1, 2), parts, strict=True)], axis=3)
+
+
+def masked(mask_mod, sq=6, skv=7, **options):
+    """A block mask of a function."""
+    return lambda x: block_mask(mask_mod, sq, skv, **options)
+
+
+def blocks(*shape, value=True):
+    """A bool array of blocks."""
+    return np.full(shape, value)
+
+
+MASKS = [
+    row("block_mask", "FlexAttention's order B, H, Q_LEN, KV_LEN", lambda x: block_mask(zoo.causal, 3, 4, 6, 7), TypeError,
+        "create_block_mask", "heads=H"),
+    row("block_mask", "FlexAttention's B and H alone", lambda x: block_mask(zoo.causal, None, None, Q_LEN=6, KV_LEN=7), TypeError,
+        "heads=H"),
+    row("block_mask", "an array in place of a function", masked(np.ones((6, 7), bool)), TypeError, "mask_mod is a ndarray",
+        "f(b, h, q_idx, kv_idx"),
+    row("block_mask", "one length", lambda x: block_mask(zoo.causal, 6), TypeError, "skv"),
+    row("block_mask", "a float length", masked(zoo.causal, 6.0), TypeError, "sq is 6.0", "integer"),
+    row("block_mask", "a negative length", masked(zoo.causal, -1), ValueError, "sq is -1"),
+    row("block_mask", "a shape in place of a length", masked(zoo.causal, (6, 7)), TypeError, "sq is (6, 7)"),
+    row("block_mask", "a function that returns numbers", masked(lambda b, h, i, j: (i >= j).astype(int)), TypeError, "int",
+        "condition"),
+    row("block_mask", "a function without return", masked(lambda b, h, i, j: None), TypeError, "None", "condition"),
+    row("block_mask", "a function of two arguments", masked(lambda i, j: i >= j), TypeError, "2 positional arguments", "f(b, h, q_idx, kv_idx"),
+    row("block_mask", "a score function", masked(zoo.relative_position), TypeError, "mask_mod"),
+    row("block_mask", "the keys before the queries", masked(lambda b, h, kv_idx, q_idx: q_idx >= kv_idx), TypeError,
+        "kv_idx, q_idx", "by position"),
+    row("block_mask", "`and` in the function", masked(lambda b, h, i, j: i >= j and i < 3), TypeError, "&"),
+    row("block_mask", "a function of heads without heads=", masked(lambda b, h, i, j: (i >= j) | (h == 0)), TypeError, "h",
+        "pass heads=", "number of heads"),
+    row("block_mask", "a function of the batch without batch=", masked(lambda b, h, i, j: (i >= j) | (b == 0)), TypeError,
+        "batch is None", "number of batch entries"),
+    row("block_mask", "tensors that the function does not take", masked(zoo.causal, tensors={"a": np.ones(3)}), ValueError,
+        "tensors has a"),
+    row("block_mask", "tensors in a list", masked(zoo.causal_document, tensors=[np.zeros(6, int)]), TypeError, "tensors",
+        "mapping"),
+    row("block_mask", "a tensor that is a list", masked(zoo.causal_document, 6, 6, tensors={"document_id": [0] * 6}), TypeError,
+        "tensors['document_id'] is a list", "numpy.asarray"),
+    row("block_mask", "a tensor that is too short", masked(zoo.causal_document, 6, 6, tensors={"document_id": np.zeros(5, int)}),
+        IndexError, "document_id (5,)", "sq"),
+    row("block_mask", "a tensor that is too long", lambda x: attention(x.s, x.s, x.s, block_mask=block_mask(
+        zoo.causal_document, 6, 6, tensors={"document_id": np.repeat([0, 1, 2], [3, 3, 2])})), lambda x: output(
+        x.s, x.s, x.s, allowed=documents())),
+    row("block_mask", "a tensor of another batch", masked(zoo.document, 6, 6, batch=3, tensors={"document_id": np.zeros((2, 6), int)}),
+        IndexError, "document_id (2, 6)", "sq"),
+    row("block_mask", "a mask of a wrong shape", masked(lambda b, h, i, j: np.ones((3, 5), bool)), ValueError, "(3, 5)", "mask_mod"),
+    row("block_mask", "heads=True", masked(zoo.causal, heads=True), TypeError, "heads is True"),
+    row("block_mask", "0 heads", masked(zoo.causal, heads=0), ValueError, "heads is 0"),
+    row("block_mask", "blocks of 100", masked(zoo.causal, block=100), ValueError, "100", "128"),
+    row("block_mask", "three block sizes", masked(zoo.causal, block=(128, 128, 128)), (TypeError), "block"),
+    row("block_mask", "a tensor that changes afterwards", lambda x: changed_document(x), lambda x: output(
+        x.s, x.s, x.s, allowed=documents())),
+    row("block_mask", "the variable of a loop", lambda x: looped_masks(x), lambda x: [
+        output(x.s, x.s, x.s, allowed=np.abs(np.arange(6)[:, None] - np.arange(6))[:, :, None, None] <= n) for n in (1, 3)]),
+    row("BlockMask.from_blocks", "elements in place of blocks", lambda x: BlockMask.from_blocks(blocks(7, 6), 6, 7), ValueError,
+        "sq is 6", "1 blocks of 128"),
+    row("BlockMask.from_blocks", "queries before keys", lambda x: BlockMask.from_blocks(blocks(1, 2), 100, 200), ValueError,
+        "sq is 100", "blocks has 2"),
+    row("BlockMask.from_blocks", "integers", lambda x: BlockMask.from_blocks(np.ones((1, 1), int)), TypeError, "int64",
+        ".astype(bool)"),
+    row("BlockMask.from_blocks", "a list", lambda x: BlockMask.from_blocks([[True]]), TypeError, "list", "numpy"),
+    row("BlockMask.from_blocks", "three axes", lambda x: BlockMask.from_blocks(blocks(1, 1, 4)), ValueError, "(1, 1, 4)"),
+    row("BlockMask.from_blocks", "partial blocks without a function", lambda x: BlockMask.from_blocks(
+        blocks(1, 1), full=blocks(1, 1, value=False)), ValueError, "mask_mod is None"),
+    row("BlockMask.from_blocks", "full of another shape", lambda x: BlockMask.from_blocks(blocks(1, 2), full=blocks(2, 1)),
+        ValueError, "(2, 1)", "(1, 2)"),
+    row("BlockMask.from_blocks", "the array changes afterwards", lambda x: changed_blocks(x), lambda x: np.ones((6, 6, 1, 1))),
+    row("BlockMask.from_kv_blocks", "numbers without indices", lambda x: BlockMask.from_kv_blocks(np.ones((1, 1, 1), int)),
+        TypeError, "kv_indices"),
+    row("BlockMask.from_kv_blocks", "this package's order of axes", lambda x: BlockMask.from_kv_blocks(
+        np.ones((1, 2, 3), int), np.zeros((1, 3, 2, 1), int)), ValueError, "(B, Hq, query blocks)"),
+    row("BlockMask.from_kv_blocks", "an index beyond the blocks", lambda x: BlockMask.from_kv_blocks(
+        np.ones((1, 1, 1), int), np.full((1, 1, 1, 1), 1)), ValueError, "0 to 0"),
+    row("BlockMask.from_kv_blocks", "more blocks than indices", lambda x: BlockMask.from_kv_blocks(
+        np.full((1, 1, 1), 2), np.zeros((1, 1, 1, 1), int)), ValueError, "1 key blocks"),
+    row("BlockMask.from_kv_blocks", "a block twice", lambda x: BlockMask.from_kv_blocks(
+        np.full((1, 1, 1), 2), np.zeros((1, 1, 1, 2), int)), ValueError, "kv_indices", "twice"),
+    row("BlockMask.from_kv_blocks", "float indices", lambda x: BlockMask.from_kv_blocks(
+        np.ones((1, 1, 1)), np.zeros((1, 1, 1, 1))), ValueError, "float64", "integers"),
+    row("BlockMask.from_kv_blocks", "full numbers without full indices", lambda x: BlockMask.from_kv_blocks(
+        np.ones((1, 1, 1), int), np.zeros((1, 1, 1, 1), int), np.ones((1, 1, 1), int)), ValueError, "pass both"),
+    row("BlockMask.from_kv_blocks", "the mask of FlexAttention", lambda x: BlockMask.from_kv_blocks(object(), None), TypeError,
+        "kv_num_blocks is a object", "numpy"),
+    row("BlockMask.to_dense", "the dense mask as mask=", lambda x: attention(x.s, x.s, x.s, mask=masked(zoo.causal, 6, 6)(
+        x).to_dense()), lambda x: output(x.s, x.s, x.s, allowed=causal(6, 6))),
+    row("BlockMask.to_dense", "an argument", lambda x: masked(zoo.causal)(x).to_dense(0), TypeError, "positional"),
+    row("BlockMask.picture", "a head that does not exist", lambda x: masked(zoo.causal)(x).picture(head=4), IndexError, "head is 4",
+        "1"),
+    row("BlockMask.picture", "an entry that does not exist", lambda x: masked(zoo.causal)(x).picture(entry=1), IndexError,
+        "entry is 1", "1"),
+    row("BlockMask", "a mask after pickling", lambda x: attention(x.s, x.s, x.s, block_mask=pickle.loads(pickle.dumps(
+        masked(zoo.causal, 6, 6)(x)))), lambda x: output(x.s, x.s, x.s, allowed=causal(6, 6))),
+]  # fmt: skip
+
+
+def documents():
+    """Two documents of three tokens."""
+    ids = np.repeat([0, 1], 3)
+    return ((ids[:, None] == ids) & (np.arange(6)[:, None] <= np.arange(6)))[:, :, None, None]
+
+
+def changed_document(x):
+    """A mask of documents, whose array has changed."""
+    ids = np.repeat([0, 1], 3)
+    mask = block_mask(zoo.causal_document, 6, 6, tensors={"document_id": ids})
+    ids[:] = 0
+    return attention(x.s, x.s, x.s, block_mask=mask)
+
+
+def looped_masks(x):
+    """Masks of functions that read the variable of a loop, which were created in the loop."""
+    made = [block_mask(lambda b, h, i, j: abs(i - j) <= n, 6, 6) for n in (1, 3)]  # noqa: B023
+    return [attention(x.s, x.s, x.s, block_mask=mask) for mask in made]
+
+
+def changed_blocks(x):
+    """The mask of an array of blocks that has changed."""
+    listed = blocks(1, 1)
+    mask = BlockMask.from_blocks(listed, 6, 6)
+    listed[:] = False
+    return mask.to_dense()
+
+
+def with_zoo(mask_mod=None, score_mod=None, **tensors):
+    """A call with functions of the zoo."""
+    return lambda x: attention(x.s, x.s, x.s, mask_mod=mask_mod, score_mod=score_mod, tensors=tensors or None)
+
+
+ZOO = [
+    row(f"zoo.{name}", "the maker in place of its function", with_zoo(**{option: getattr(zoo, name)}), TypeError, f"pass {name}(...)")
+    for option, name in [
+        *(("score_mod", name) for name in ("softcap", "alibi_by_index", "length_scaled", "gaussian", "decayed", "periodic")),
+        *(("score_mod", name) for name in ("clipped", "quadratic", "same_segment")),
+        *(("mask_mod", name) for name in ("sliding_window", "nearby", "dilated", "chunked", "block_sparse", "natten")),
+        *(("mask_mod", name) for name in ("with_global", "streaming")),
+    ]
+] + [
+    row(f"zoo.{name}", f"no {tensor}", with_zoo(**{option: getattr(zoo, name)}), TypeError, f"'{tensor}'", "tensors has no arrays")
+    for option, name, tensor in [
+        ("score_mod", "alibi", "slopes"), ("score_mod", "bias", "bias"), ("score_mod", "head_bias", "bias"),
+        ("score_mod", "key_bias", "weight"), ("score_mod", "temperature", "temperature"), ("score_mod", "kerple", "r1"),
+        ("mask_mod", "prefix_lm", "prefix"), ("mask_mod", "document", "document_id"), ("mask_mod", "head_windows", "size"),
+        ("mask_mod", "causal_document", "document_id"), ("mask_mod", "permuted", "order"), ("mask_mod", "valid_keys", "valid"),
+        ("mask_mod", "images", "image"),
+    ]
+] + [
+    row(f"zoo.{name}", "an option of the other kind", with_zoo(**{option: getattr(zoo, name)}), TypeError, option)
+    for option, name in [
+        ("mask_mod", "relative_position"), ("mask_mod", "relative_causal"), ("mask_mod", "softsign"), ("mask_mod", "root"),
+        ("mask_mod", "squared_relu"), ("mask_mod", "add_linear_bias"), ("score_mod", "causal"), ("score_mod", "checkered"),
+    ]
+] + [
+    row("zoo.document", "ids (S,)", with_zoo(zoo.document, document_id=np.zeros(6, "i4")), IndexError, "document_id", "1"),
+    row("zoo.sliding_window", "a window of 3 keys, which is a size of 2", with_zoo(zoo.sliding_window(2)), lambda x: output(
+        x.s, x.s, x.s, allowed=causal(6, 6) & ~causal(6, 6, -3))),
+    row("zoo.natten", "rows of an image in place of its width", with_zoo(zoo.natten(0, 1)), ZeroDivisionError, "divided by 0"),
+    row("zoo.chunked", "chunks of 0", with_zoo(zoo.chunked(0)), ZeroDivisionError, "divided by 0"),
+    row("zoo.alibi", "the slopes of other heads", with_zoo(score_mod=zoo.alibi, slopes=alibi_slopes(8)), IndexError, "8", "4"),
+]  # fmt: skip
+
+FP8 = [
+    row("fp8.quantize", "a list", lambda x: fp8.quantize([1.0]), TypeError, "x is a list", "numpy and CuPy"),
+    row("fp8.quantize", "integers", lambda x: fp8.quantize(x.q.astype("i4")), TypeError, "int32", ".astype"),
+    row("fp8.quantize", "an FP8 array", lambda x: fp8.quantize(fp8.quantize(x.q)), TypeError, "Fp8Array"),
+    row("fp8.quantize", "a dtype of ml_dtypes", lambda x: fp8.quantize(x.q, ml_dtypes.float8_e4m3fn), TypeError, "float8_e4m3fn"),
+    row("fp8.quantize", "an unknown dtype", lambda x: fp8.quantize(x.q, "fp8"), TypeError, "'fp8'", "float8_e5m2"),
+    row("fp8.quantize", "two axes", lambda x: fp8.quantize(x.q[:, 0, :, 0]), ValueError, "(head_dim, heads, seq, batch)"),
+    row("fp8.quantize", "lengths in a list", lambda x: fp8.quantize(x.q, lengths=[1, 2, 3]), TypeError, "[1, 2, 3]", "int32"),
+    row("fp8.quantize", "lengths of another batch", lambda x: fp8.quantize(x.q, lengths=x.integers(1, 2)), ValueError, "(2,)"),
+    row("fp8.quantize", "a length beyond the array", lambda x: fp8.quantize(x.q, lengths=x.integers(6, 9, -2)), ValueError, "9",
+        "from 0 to 6"),
+    row("fp8.quantize", "'bhsd' with three axes", lambda x: fp8.quantize(x.pq, layout="bhsd"), ValueError, "3 axes", "'bhsd'"),
+    row("fp8.quantize", "(B, S, H, D) without layout=", lambda x: fp8.quantize(x.q.T.copy()), ValueError, "contiguous",
+        "layout=", awaits="arrays"),
+    row("fp8.quantize", "rotate=1", lambda x: fp8.quantize(x.q, rotate=1), TypeError, "rotate is 1", "True or False"),
+    row("fp8.quantize_qkv", "two arrays", lambda x: fp8.quantize_qkv(x.q, x.k), TypeError, "v"),
+    row("fp8.quantize_qkv", "arrays of two dtypes", lambda x: fp8.quantize_qkv(x.q, x.k.astype("f2"), x.v), TypeError, "float16",
+        "float32"),
+    row("fp8.quantize_qkv", "rotate by position", lambda x: fp8.quantize_qkv(*x.qkv, True), TypeError, "True", "float8_e4m3fn"),
+    row("fp8.attention", "arrays without factors", lambda x: fp8.attention(*x.qkv), TypeError, "q is a ndarray", "fp8.quantize"),
+    row("fp8.attention", "elements in place of FP8 arrays", lambda x: attention(*(a.data for a in fp8.quantize_qkv(*x.qkv))),
+        TypeError, "factors", "fp8.quantize"),
+    row("fp8.attention", "q alone in FP8", lambda x: attention(fp8.quantize(x.q), x.k, x.v), TypeError, "k is a ndarray",
+        "fp8.quantize"),
+    row("fp8.attention", "q rotated and k not", lambda x: attention(fp8.quantize(x.q, rotate=True), *(
+        fp8.quantize(a) for a in (x.k, x.v))), ValueError, "q.rotated is True", "same rotate"),
+    row("fp8.attention", "queries that are not rotated, for a cache that is", lambda x: rotated_cache(fp8.quantize(x.q)), ValueError,
+        "k.rotated is True", "same rotate"),
+    row("fp8.attention", "the keys of a rotated cache as its values", lambda x: rotated_cache(x.q, values=True), ValueError,
+        "v.rotated is True"),
+    row("fp8.attention", "v rotated", lambda x: attention(*(fp8.quantize(a, rotate=True) for a in x.qkv)), ValueError,
+        "v.rotated", "without rotate"),
+    row("fp8.attention", "two FP8 dtypes", lambda x: attention(fp8.quantize(x.q, "float8_e5m2"), *(
+        fp8.quantize(a) for a in (x.k, x.v))), TypeError, "float8_e5m2", "one dtype"),
+    row("fp8.attention", "out", lambda x: attention(*fp8.quantize_qkv(*x.qkv), out=x.dout), TypeError, "out is passed", "omit out"),
+    row("fp8.attention", "an output of float32", lambda x: fp8.attention(*fp8.quantize_qkv(*x.qkv), out_dtype="float32"),
+        TypeError, "'float32'", "'bfloat16'"),
+    row("fp8.attention", "a scale of 0", lambda x: fp8.attention(*fp8.quantize_qkv(*x.qkv), out_scale=0.0), ValueError,
+        "above 0"),
+    row("fp8.attention", "a scale of a 16-bit output", lambda x: fp8.attention(*fp8.quantize_qkv(*x.qkv), out_scale=1.0,
+        out_dtype="float16"), ValueError, "omit one"),
+    row("fp8.attention", "arrays of 'bshd' without layout=", lambda x: attention(*fp8.quantize_qkv(
+        *(a.T for a in x.qkv), layout="bshd")), ValueError, "layout"),
+    row("fp8.Fp8Array", "an array of float32", lambda x: fp8.Fp8Array(x.q, 1.0), TypeError, "float32", "fp8.quantize"),
+    row("fp8.Fp8Array", "no factor", lambda x: fp8.Fp8Array(x.q.astype(ml_dtypes.float8_e4m3fn)), TypeError, "descale and scale"),
+    row("fp8.Fp8Array", "a factor of 0", lambda x: fp8.Fp8Array(x.q.astype(ml_dtypes.float8_e4m3fn), 0.0), ValueError, "above 0"),
+    row("fp8.Fp8Array", "factors for each head", lambda x: fp8.Fp8Array(x.q.astype(ml_dtypes.float8_e4m3fn), np.ones(4, "f4")),
+        TypeError, "(4,)", "(1,)"),
+    row("fp8.Fp8Array", "a factor in float64", lambda x: fp8.Fp8Array(x.q.astype(ml_dtypes.float8_e4m3fn), np.ones(1)), TypeError,
+        "float64", "float32"),
+    row("fp8.Fp8Array", "scale and descale that are no inverses", lambda x: fp8.Fp8Array(
+        x.q.astype(ml_dtypes.float8_e4m3fn), 2.0, scale=2.0), ValueError, "descale", "scale", "one of them"),
+    row("fp8.Fp8Array", "arithmetic", lambda x: fp8.quantize(x.q) * 2, TypeError, "Fp8Array"),
+    row("fp8.Fp8Array", "np.asarray", lambda x: np.asarray(fp8.quantize(x.q)), TypeError, "dequantize()"),
+    row("fp8.Fp8Array", "a part of a rotated head dim", lambda x: fp8.quantize(x.q, rotate=True)[:4], ValueError, "dequantize first"),
+    row("fp8.Fp8Array.dequantize", "float64", lambda x: fp8.quantize(x.q).dequantize("float64"), TypeError, "float64", "bfloat16"),
+    row("fp8.Fp8Array.dequantize", "float8", lambda x: fp8.quantize(x.q).dequantize("float8_e5m2"), TypeError, "float8_e5m2"),
+    row("fp8.Fp8Array.dequantize", "integers that FP8 stores exactly", lambda x: fp8.quantize(np.asfortranarray(np.float32(
+        [1, -2, 4, 7])[:, None, None, None])).dequantize(), lambda x: np.array([1, -2, 4, 7.0])[:, None, None, None]),
+    row("fp8.Fp8Array.transpose", "axes in a tuple", lambda x: host_of(fp8.quantize(x.q).transpose((3, 2, 1, 0))), lambda x: host_of(
+        fp8.quantize(x.q)).T),
+    row("fp8.Fp8Array.transpose", "two axes", lambda x: fp8.quantize(x.q).transpose(1, 0), ValueError, "axes"),
+    row("fp8.DelayedScaling", "no array", lambda x: fp8.DelayedScaling(), TypeError, "like"),
+    row("fp8.DelayedScaling", "a history of 0", lambda x: fp8.DelayedScaling(x.q, 0), ValueError, "history is 0"),
+    row("fp8.DelayedScaling", "an amax of 0", lambda x: fp8.DelayedScaling(x.q, amax=0.0), ValueError, "amax is 0"),
+    row("fp8.DelayedScaling", "the dtype in place of the history", lambda x: fp8.DelayedScaling(x.q, "float8_e5m2"), ValueError,
+        "history is 'float8_e5m2'"),
+    row("fp8.DelayedScaling.quantize", "a number", lambda x: fp8.DelayedScaling(x.q).quantize(1.0), TypeError, "float"),
+    row("fp8.DelayedScaling.quantize", "one NaN, then finite arrays", lambda x: after_nan(x), lambda x: np.asarray([True]),
+        awaits="fp8"),
+    row("fp8.DelayedScaling.quantize", "numpy arrays with a history of CuPy", lambda x: fp8.DelayedScaling(x.q).quantize(x.q.get()),
+        TypeError, "another DelayedScaling", engine="fake"),
+    row("fp8.DelayedScaling.update", "an array in place of its maximum", lambda x: fp8.DelayedScaling(x.q).update(x.q), TypeError,
+        "(8, 4, 6, 3)", "(1,)"),
+    row("fp8.DelayedScaling.update", "a maximum of 0", lambda x: fp8.DelayedScaling(x.q).update(0.0), ValueError, "above 0"),
+]  # fmt: skip
+
+
+def rotated_cache(q, values=False):
+    """Attention to an FP8 cache with rotated keys."""
+    c, t = cupy_sdpa.KVCache(8, 2, pages=6, batch=3, dtype="float8_e4m3fn", rotate=True, numpy=True), tokens(None)
+    c.append(t, t)
+    return attention(q, c.keys(), c.keys() if values else c.values(), page_table=c.table, seq_lens_kv=c.lengths)
+
+
+def host_of(array):
+    """The elements of an FP8 array as numbers."""
+    return array.data.astype(np.float32)
+
+
+def after_nan(x):
+    """Whether the scale after an array with NaN is finite."""
+    scaling = fp8.DelayedScaling(x.q, history=4)
+    scaling.quantize(np.full_like(x.q, np.nan))
+    scaling.quantize(x.q)
+    return np.isfinite(scaling.scale)
+
+
+def flat(x, count=6):
+    """An array (16, length, batch) of NNlib."""
+    return np.asfortranarray(np.random.default_rng(count).standard_normal((16, count, 3)).astype("f4"))
+
+
+def nn(*shapes, **options):
+    """NNlib's attention of random arrays."""
+    return lambda x: nnlib.dot_product_attention(*(flat(x, n) for n in shapes), **options)
+
+
+def split(a, heads=2):
+    """(D, heads, length, batch) of an array of NNlib."""
+    return a.reshape((8, heads, *a.shape[1:]), order="F")
+
+
+NNLIB = [
+    row("nnlib.dot_product_attention", "no values", nn(6, 7), TypeError, "v"),
+    row("nnlib.dot_product_attention", "four arrays of shape (D, H, S, B)", lambda x: nnlib.dot_product_attention(*x.qkv),
+        ValueError, "same", "(8, 4, 6, 3)"),
+    row("nnlib.dot_product_attention", "heads that do not divide the features", nn(6, 7, 7, nheads=3), ValueError, "16",
+        "nheads, which is 3"),
+    row("nnlib.dot_product_attention", "0 heads", nn(6, 7, 7, nheads=0), ValueError, "nheads"),
+    row("nnlib.dot_product_attention", "a float number of heads", nn(6, 7, 7, nheads=2.0), TypeError, "nheads is 2.0"),
+    row("nnlib.dot_product_attention", "the mask in place of the bias", nn(6, 6, 6, 6), ValueError, "bias has shape", "(Skv, Sq, Hq, B)"),
+    row("nnlib.dot_product_attention", "causal=True", nn(6, 6, 6, causal=True), TypeError, "unexpected keyword argument 'causal'"),
+    row("nnlib.dot_product_attention", "True as the mask", nn(6, 6, 6, mask=True), TypeError, "mask is a bool", "array"),
+    row("nnlib.dot_product_attention", "a mask of the queries before the keys", nn(6, 7, 7, mask=np.ones((6, 7), bool)),
+        ValueError, "mask"),
+    row("nnlib.dot_product_attention", "a causal mask of another length", nn(6, 6, 6, mask=nnlib.make_causal_mask(np.zeros((4, 5)))),
+        ValueError, "5 keys", "6 keys"),
+    row("nnlib.dot_product_attention", "a causal mask of the heads", lambda x: nn(6, 6, 6, mask=nnlib.make_causal_mask(x.s))(x),
+        ValueError, "4 keys"),
+    row("nnlib.dot_product_attention", "a padding mask of another batch",
+        nn(6, 7, 7, mask=nnlib.make_padding_mask(np.array([3, 4]), 7)), ValueError, "2 lengths", "3 batch entries"),
+    row("nnlib.dot_product_attention", "fdrop as a rate", nn(6, 7, 7, fdrop=0.1), TypeError, "fdrop is 0.1", "function"),
+    row("nnlib.dot_product_attention", "fdrop that returns nothing", nn(6, 7, 7, fdrop=lambda a: None), TypeError, "fdrop"),
+    row("nnlib.dot_product_attention", "fdrop that returns a sum", nn(6, 7, 7, fdrop=lambda a: a.sum(axis=0)), ValueError,
+        "keep the shape"),
+    row("nnlib.dot_product_attention", "lengths of k and v that differ", nn(6, 7, 6), ValueError, "same length"),
+    row("nnlib.dot_product_attention", "(B, S, features) in C order", lambda x: nnlib.dot_product_attention(
+        *[flat(x).T.copy()] * 3), ValueError, "contiguous", awaits="arrays"),
+    row("nnlib.dot_product_attention", "two heads", lambda x: nn(6, 7, 7, nheads=2)(x)[0], lambda x: output(
+        *(split(flat(x, n)) for n in (6, 7, 7))).reshape((16, 6, 3), order="F")),
+    row("nnlib.dot_product_attention", "float32 on a GPU", lambda x: nnlib.dot_product_attention(*[x.xp.zeros(
+        (16, 6, 3), "f4", order="F")] * 3), TypeError, "compute_dtype='bfloat16'", engine="fake"),
+    row("nnlib.dot_product_attention_vjp", "alpha", lambda x: nnlib.dot_product_attention_vjp(*[flat(x)] * 3, alpha=True), TypeError,
+        "alpha"),
+    row("nnlib.dot_product_attention_vjp", "a gradient of four axes", lambda x: nnlib.dot_product_attention_vjp(*[flat(x)] * 3)[1](
+        x.q), ValueError, "(8, 4, 6, 3)", "(16, 6, 3)"),
+    row("nnlib.dot_product_attention_vjp", "a number as the gradient", lambda x: nnlib.dot_product_attention_vjp(*[flat(x)] * 3)[1](
+        1.0), TypeError, "dy is a float"),
+    row("nnlib.dot_product_attention_vjp", "the pair of values", lambda x: nnlib.dot_product_attention_vjp(*[flat(x)] * 3)[1](
+        (flat(x), None)), TypeError, "dy is a tuple"),
+    row("nnlib.dot_product_attention_scores", "three axes", lambda x: nnlib.dot_product_attention_scores(flat(x), flat(x)),
+        ValueError, "(d, nheads, len, B)"),
+    row("nnlib.dot_product_attention_scores", "grouped heads", lambda x: nnlib.dot_product_attention_scores(x.q, x.k), ValueError,
+        "(8, 2, 7, 3)", "only in len"),
+    row("nnlib.dot_product_attention_scores", "a float mask", lambda x: nnlib.dot_product_attention_scores(
+        x.s, x.s, mask=np.ones((6, 6))), TypeError, "float64", ".astype(bool)"),
+    row("nnlib.dot_product_attention_scores", "weights for the wrong axis", lambda x: nnlib.dot_product_attention_scores(x.s, x.s),
+        lambda x: dense(x.s, x.s, x.s)[2]),
+    row("nnlib.make_causal_mask", "a length", lambda x: nnlib.make_causal_mask(6), TypeError, "x is a int", "array"),
+    row("nnlib.make_causal_mask", "dims from 0", lambda x: nnlib.make_causal_mask(x.q, dims=0), ValueError, "dims is 0",
+        "from 1"),
+    row("nnlib.make_causal_mask", "a float dims", lambda x: nnlib.make_causal_mask(x.q, dims=1.0), TypeError, "dims is 1.0"),
+    row("nnlib.make_padding_mask", "a list", lambda x: nnlib.make_padding_mask([1, 2], 3), TypeError, "lengths is a list"),
+    row("nnlib.make_padding_mask", "a Boolean mask", lambda x: nnlib.make_padding_mask(np.ones((3, 7), bool), 7), ValueError,
+        "bool", "(B,) integers"),
+    row("nnlib.make_padding_mask", "a length beyond the keys", lambda x: np.asarray(nnlib.make_padding_mask(np.array([9, -1]), 7)),
+        lambda x: np.repeat([[[[1, 0]]]], 7, axis=0)),
+    row("nnlib.make_padding_mask", "arguments swapped", lambda x: nnlib.make_padding_mask(7, np.array([1, 2])), TypeError,
+        "lengths is a int"),
+    row("nnlib.split_heads", "heads that do not divide", lambda x: nnlib.split_heads(flat(x), 3), ValueError, "16", "3"),
+    row("nnlib.split_heads", "a float", lambda x: nnlib.split_heads(flat(x), 2.0), TypeError, "nheads is 2.0"),
+    row("nnlib.join_heads", "two axes", lambda x: nnlib.join_heads(x.q[:, :, 0, 0][:, 0]), ValueError, "(8,)"),
+    row("nnlib.join_heads", "the inverse of split_heads", lambda x: nnlib.join_heads(nnlib.split_heads(flat(x), 2)), flat),
+]  # fmt: skip
+
+
+def grouped(function, size=2, **options):
+    """What a function of the context returns in every member of a group of threads."""
+
+    def make(x):
+        def member(group):
+            return function(x, parallel.context_parallel(group, **options))
+
+        return parallel.run_threads(parallel.Loopback(size, timeout=5).members, member)
+
+    return make
+
+
+def attend(x, cp, length=None, **options):
+    """The whole output of attention of a group with itself."""
+    s = np.asfortranarray(x.s if length is None else x.s[:, :, :length])
+    out = cp.attention(*[cp.shard(s)] * 3, seqlen_q=s.shape[2], **options)
+    return cp.unshard(out, seqlen=s.shape[2])
+
+
+PARALLEL = [
+    row("parallel.context_parallel", "a number of GPUs", lambda x: parallel.context_parallel(2), TypeError, "group is a builtins.int",
+        "rank, size"),
+    row("parallel.context_parallel", "an unknown method", lambda x: parallel.context_parallel(method="ulysses"), ValueError,
+        "'ulysses'", "'all_to_all'"),
+    row("parallel.context_parallel", "check=1", lambda x: parallel.context_parallel(check=1), TypeError, "check is 1"),
+    row("parallel.ContextParallel", "all members in one object", lambda x: parallel.ContextParallel(parallel.Loopback(2)), TypeError,
+        "Loopback", "members"),
+    row("parallel.ContextParallel.attention", "whole arrays", grouped(lambda x, cp: cp.attention(*[x.s] * 3, seqlen_q=6)),
+        ValueError, "6 positions", "shard()"),
+    row("parallel.ContextParallel.attention", "a length that 2 P does not divide, without seqlen_q",
+        grouped(lambda x, cp: cp.attention(*[cp.shard(x.s[:, :, :5])] * 3)), ValueError, "seqlen_q"),
+    row("parallel.ContextParallel.attention", "keys of another length, without seqlen_kv", grouped(lambda x, cp: cp.attention(
+        cp.shard(x.s), *[cp.shard(np.asfortranarray(x.s[:, :, :5]))] * 2, seqlen_q=6)), ValueError, "seqlen_kv"),
+    row("parallel.ContextParallel.attention", "the scale of one member", grouped(lambda x, cp: attend(x, cp, scale=1.0 + cp.rank)),
+        ValueError, "scale: 1.0", "scale: 2.0"),
+    row("parallel.ContextParallel.attention", "a seed for each member", grouped(lambda x, cp: attend(
+        x, cp, dropout_p=0.5, seed=cp.rank)), ValueError, "seed: 0", "seed: 1"),
+    row("parallel.ContextParallel.attention", "the local length as seqlen_q",
+        grouped(lambda x, cp: cp.attention(*[cp.shard(x.s)] * 3, seqlen_q=3)), ValueError, "3 positions", "shard()"),
+    row("parallel.ContextParallel.attention", "other options in one member",
+        grouped(lambda x, cp: attend(x, cp, causal=bool(cp.rank))), ValueError, "causal"),
+    row("parallel.ContextParallel.attention", "another dtype in one member", grouped(lambda x, cp: cp.attention(
+        *[cp.shard(x.s).astype("f8" if cp.rank else "f4")] * 3, seqlen_q=6)), ValueError, "float64"),
+    row("parallel.ContextParallel.attention", "pages", grouped(lambda x, cp: cp.attention(
+        x.q, x.pages_k, x.pages_v, **x.paged)), Unsupported, "page_table", "cupy_sdpa.attention"),
+    row("parallel.ContextParallel.attention", "a bucket", grouped(lambda x, cp: attend(x, cp, bucket=8)), Unsupported, "bucket"),
+    row("parallel.ContextParallel.attention", "a block mask", grouped(lambda x, cp: attend(
+        x, cp, block_mask=block_mask(zoo.causal, 6, 6))), TypeError, "block_mask"),
+    row("parallel.ContextParallel.attention", "a mask that was cut", grouped(lambda x, cp: attend(
+        x, cp, mask=np.ones((6, 3, 1, 1), bool))), ValueError, "mask", "(6, 6, 4, 3)"),
+    row("parallel.ContextParallel.attention", "an unknown method", grouped(lambda x, cp: attend(x, cp, method="p2p")), ValueError,
+        "'p2p'", "'ring'"),
+    row("parallel.ContextParallel.attention", "a misspelled option", grouped(lambda x, cp: attend(x, cp, casual=True)), TypeError,
+        "causal"),
+    row("parallel.ContextParallel.attention", "out", grouped(lambda x, cp: attend(x, cp, out=x.s)), TypeError, "out"),
+    row("parallel.ContextParallel.attention", "offsets without the leading 0", grouped(lambda x, cp: cp.attention(
+        x.pq, x.pk, x.pv, cu_seqlens_q=np.array([5, 11]), cu_seqlens_kv=np.array([5, 11]))), ValueError, "[5, 11]", "begin with 0"),
+    row("parallel.ContextParallel.attention", "one member alone", lambda x: parallel.run_threads(
+        parallel.Loopback(2, timeout=0.2).members, lambda g: attend(x, parallel.context_parallel(g)) if g.rank else None),
+        parallel.GroupError, "member 0", "did not send"),
+    row("parallel.ContextParallel.attention", "causal and an odd length", lambda x: grouped(lambda x, cp: attend(
+        x, cp, 5, causal=True))(x)[0], lambda x: output(*[x.s[:, :, :5]] * 3, allowed=causal(5, 5))),
+    row("parallel.ContextParallel.attention", "a call after a refused one", lambda x: grouped(lambda x, cp: [fails(
+        attend, x, cp, casual=True), attend(x, cp)][1])(x)[1], lambda x: output(x.s, x.s, x.s)),
+    row("parallel.ContextParallel.attention", "functions with one name and other values",
+        grouped(lambda x, cp: attend(x, cp, score_mod=lambda s, *_: s * cp.rank)), ValueError, "score_mod", awaits="functions"),
+    row("parallel.ContextParallel.attention_backward", "whole gradients", grouped(lambda x, cp: group_backward(x, cp, x.s)),
+        ValueError, "dout", "shard()"),
+    row("parallel.ContextParallel.attention_backward", "statistics of fewer heads", grouped(lambda x, cp: group_backward(
+        x, cp, None, lambda s: s[:, :2])), ValueError, "stats", "(3, 2, 3)"),
+    row("parallel.ContextParallel.attention_backward", "a bias gradient", grouped(lambda x, cp: group_backward(
+        x, cp, None, return_dbias=True)), Unsupported, "return_dbias", "one GPU"),
+    row("parallel.ContextParallel.attention_backward", "a sink gradient without sinks", grouped(lambda x, cp: group_backward(
+        x, cp, None, return_dsinks=True)), ValueError, "sinks is None"),
+    row("parallel.ContextParallel.attention_backward", "statistics of another step", grouped(lambda x, cp: group_backward(
+        x, cp, None, lambda s: s * 0)), ValueError, "stats", awaits="backward"),
+    row("parallel.ContextParallel.attention_vjp", "return_stats", grouped(lambda x, cp: cp.attention_vjp(
+        *[cp.shard(x.s)] * 3, seqlen_q=6, return_stats=True)), TypeError, "return_stats"),
+    row("parallel.ContextParallel.attention_vjp", "a whole gradient", grouped(lambda x, cp: cp.attention_vjp(
+        *[cp.shard(x.s)] * 3, seqlen_q=6)[1](x.s)), ValueError, "dout", "shard()"),
+    row("parallel.ContextParallel.attention_vjp", "the length is missing in the pullback", lambda x: grouped(lambda x, cp: cp.unshard(
+        cp.attention_vjp(*[cp.shard(np.asfortranarray(x.s[:, :, :5]))] * 3, seqlen_q=5)[1](cp.shard(x.s[:, :, :5]))[0], seqlen=5))(x)[0],
+        lambda x: attention_vjp(*[np.asfortranarray(np.float64(x.s[:, :, :5]))] * 3)[1](np.asfortranarray(
+            np.float64(x.s[:, :, :5])))[0]),
+    row("parallel.ContextParallel.explain", "a misspelled option", lambda x: parallel.context_parallel().explain(
+        *[x.s] * 3, casual=True), TypeError, "causal"),
+    row("parallel.ContextParallel.explain", "a problem", lambda x: parallel.context_parallel().explain(None, None, None), TypeError,
+        "q is None"),
+    row("parallel.ContextParallel.shard", "a list", lambda x: parallel.context_parallel().shard([1]), TypeError, "x is a"),
+    row("parallel.ContextParallel.shard", "an axis that does not exist", lambda x: parallel.context_parallel().shard(x.q, axis=4),
+        ValueError, "axis is 4", "4 axes"),
+    row("parallel.ContextParallel.shard", "offsets of another array", lambda x: parallel.context_parallel().shard(
+        x.pq, cu_seqlens=np.array([0, 5])), ValueError, "11 positions", "5"),
+    row("parallel.ContextParallel.shard", "lengths as offsets", lambda x: parallel.context_parallel().shard(
+        x.pq, cu_seqlens=np.array([5, 6])), ValueError, "begin with 0"),
+    row("parallel.ContextParallel.shard", "a float axis", lambda x: parallel.context_parallel().shard(x.q, axis=2.0), TypeError,
+        "axis is 2.0"),
+    row("parallel.ContextParallel.unshard", "a whole array", grouped(lambda x, cp: cp.unshard(x.s, seqlen=6)), ValueError,
+        "6 positions", "seqlen="),
+    row("parallel.ContextParallel.unshard", "an odd length without seqlen", grouped(lambda x, cp: cp.unshard(
+        cp.shard(x.s[:, :, :5]))), ValueError, "seqlen="),
+    row("parallel.ContextParallel.position_ids", "no length", lambda x: parallel.context_parallel().position_ids(), ValueError,
+        "pass one of them"),
+    row("parallel.ContextParallel.position_ids", "a float length", lambda x: parallel.context_parallel().position_ids(6.0),
+        ValueError, "6.0", "integer"),
+    row("parallel.ContextParallel.check", "an argument", lambda x: parallel.context_parallel().check(1), TypeError, "positional"),
+    row("parallel.connect", "no launcher", lambda x: parallel.connect(variables={}), RuntimeError, "mpirun", "torchrun"),
+    row("parallel.environment", "a rank that is no number", lambda x: parallel.environment({"RANK": "a", "WORLD_SIZE": "2"}),
+        ValueError, "'a'", "number"),
+    row("parallel.environment", "ranks from 1", lambda x: parallel.environment({"RANK": "2", "WORLD_SIZE": "2"}), ValueError,
+        "RANK is 2", "lower"),
+    row("parallel.environment", "no launcher", lambda x: parallel.environment({}), RuntimeError, "run_on_gpus()"),
+    row("parallel.run_threads", "the group in place of its members", lambda x: parallel.run_threads(parallel.Loopback(2), len),
+        TypeError, "Loopback", "members"),
+    row("parallel.run_threads", "a number of threads", lambda x: parallel.run_threads(2, len), TypeError, "members"),
+    row("parallel.run_threads", "an error of one member", lambda x: parallel.run_threads(
+        parallel.Loopback(2, timeout=5).members, lambda g: 1 // g.rank), ZeroDivisionError),
+    row("parallel.run_on_gpus", "no function", lambda x: parallel.run_on_gpus(devices=2), TypeError, "function"),
+    row("parallel.Loopback", "no members", lambda x: parallel.Loopback(0), ValueError, "size is 0"),
+    row("parallel.Loopback", "a list of devices", lambda x: parallel.Loopback([0, 1]), TypeError, "size is [0, 1]"),
+]  # fmt: skip
+
+
+def group_backward(x, cp, dout, change=lambda stats: stats, **options):
+    """The gradients of a group."""
+    own = cp.shard(x.s)
+    out, stats = cp.attention(own, own, own, return_stats=True, seqlen_q=6)
+    dout = own if dout is None else dout
+    return cp.attention_backward(dout, own, own, own, out, change(stats), seqlen_q=6, **options)
+
+
+def written(text):
+    """The problems of a file with a text."""
+
+    def make(x):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "problems.toml")
+            path.write_text(text, encoding="utf-8")
+            return store.read_problems(path)
+
+    return make
+
+
+TABLE = "[[attention]]\nq = [64, 8, 10, 2]\nk = [64, 8, 10, 2]\nv = [64, 8, 10, 2]\n"
+
+STORE = [
+    row("store.build", "an unknown GPU", lambda x: store.build([], "RTX9090", "/nowhere"), ValueError, "RTX9090"),
+    row("store.build", "no folder", lambda x: store.build([], "h200"), TypeError, "folder"),
+    row("store.build", "a shape in place of problems", lambda x: store.build((64, 8, 10, 2), "h200", "/nowhere"), TypeError,
+        "64", "cupy_sdpa.problem"),
+    row("store.build", "one problem in place of a list", lambda x: one_problem(), TypeError, "'Problem' object is not iterable"),
+    row("store.read_problems", "a file that is no TOML file", written("[["), ValueError, "TOML"),
+    row("store.read_problems", "no table", written("a = 1"), ValueError, "[[attention]]"),
+    row("store.read_problems", "no dtype", written(TABLE), ValueError, "dtype is missing"),
+    row("store.read_problems", "an unknown pass", written(TABLE + 'dtype = "float16"\npasses = ["training"]'), ValueError,
+        "training", "backward"),
+    row("store.read_problems", "a misspelled option", written(TABLE + 'dtype = "float16"\ncasual = true'), ValueError,
+        "did you mean causal", "table 1"),
+    row("store.read_problems", "float lengths", written(TABLE + 'dtype = "float16"\nlengths = [10.0]'), ValueError,
+        "lengths is [10.0]"),
+    row("store.read_problems", "a file that does not exist", lambda x: store.read_problems("/nowhere/problems.toml"),
+        FileNotFoundError, "problems.toml"),
+    row("store.kept", "an argument", lambda x: store.kept(1), TypeError, "positional"),
+]  # fmt: skip
+
+
+def one_problem():
+    """Plans of one problem."""
+    shape = (64, 8, 10, 2)
+    return store.build(cupy_sdpa.problem(shape, shape, shape, dtype="float16"), "h200", "/nowhere")
+
+
+REFERENCE = [
+    row("reference.attention", "a misspelled option", lambda x: reference.attention(*x.qkv, casual=True), TypeError, "casual"),
+    row("reference.attention", "causal in capitals", lambda x: reference.attention(*x.qkv, causal="BOTTOM_RIGHT"), ValueError,
+        "causal"),
+    row("reference.attention", "PyTorch's mask", lambda x: reference.attention(*x.qkv, mask=np.ones((3, 4, 6, 7), bool)),
+        ValueError, "(3,4,6,7)", "(7,6,4,3)"),
+    row("reference.attention", "a mask of floats", lambda x: reference.attention(*x.qkv, mask=np.zeros((7, 6, 1, 1))), ValueError,
+        "mask is float64", "bool"),
+    row("reference.attention", "another batch of keys", lambda x: reference.attention(x.q[..., :2], x.k, x.v), ValueError,
+        "(8, 4, 6, 2)", "(8, 2, 7, 3)"),
+    row("reference.attention", "more keys than values", lambda x: reference.attention(x.q, x.k, x.v[:, :, :6]), ValueError,
+        "(16, 2, 6, 3)"),
+    row("reference.attention", "other heads of values", lambda x: reference.attention(x.q, x.s, x.v[:, :, :6]), ValueError,
+        "(16, 2, 6, 3)"),
+    row("reference.attention", "heads that do not divide", lambda x: reference.attention(x.q[:, :3], x.k, x.v), ValueError,
+        "(8, 3, 6, 3)"),
+    row("reference.attention", "one of the offsets", lambda x: reference.attention(x.pq, x.pk, x.pv, cu_seqlens_q=x.starts),
+        ValueError, "cu_seqlens_kv"),
+    row("reference.attention", "dense arrays", lambda x: reference.attention(*x.qkv)[0], lambda x: output(*x.qkv)),
+    row("reference.attention_backward", "the order of attention", lambda x: reference.attention_backward(*x.qkv, x.dout), ValueError,
+        "(16, 4, 6, 3)"),
+    row("reference.attention_backward", "another batch of dout", lambda x: reference.attention_backward(
+        x.normal(16, 4, 6, 4), *x.qkv), ValueError, "(16, 4, 6, 4)"),
+    row("reference.attention_backward", "a bias gradient without a bias", lambda x: reference.attention_backward(
+        x.dout, *x.qkv, return_dbias=True), ValueError, "bias"),
+]  # fmt: skip
+
+
+def torch_call(**options):
+    """A call of the function for PyTorch."""
+
+    def make(x):
+        with fake_libraries.installed() as libraries:
+            call = importlib.import_module("cupy_sdpa.integrations.torch").attention
+            tensors = [libraries.torch(np.ascontiguousarray(a.transpose(3, 1, 2, 0))) for a in x.qkv]
+            given = {name: value(x, libraries) if callable(value) else value for name, value in options.items()}
+            positional = given.pop("positional", tensors)
+            return call(*positional, **given)
+
+    return make
+
+
+def thinc_call(heads=2, width=24, lengths=(2, 4), **options):
+    """A call of the layer for Thinc."""
+
+    def make(x):
+        with fake_libraries.installed() as libraries:
+            layer = importlib.import_module("cupy_sdpa.integrations.thinc").fused_attention(heads, **options)
+            ragged = libraries.modules["thinc.types"].Ragged
+            return layer(ragged(np.zeros((6, width), "f4"), np.array(lengths, "i4")), is_train=True)
+
+    return make
+
+
+INTEGRATIONS = [
+    row("integrations.torch.attention", "arrays of numpy", torch_call(positional=lambda x, libraries: x.qkv), TypeError, "numpy.ndarray",
+        "torch.Tensor"),
+    row("integrations.torch.attention", "is_causal", torch_call(is_causal=True), TypeError, "causal=True"),
+    row("integrations.torch.attention", "attn_mask by position", torch_call(positional=lambda x, libraries: [libraries.torch(x.q)] * 4), TypeError,
+        "positional"),
+    row("integrations.torch.attention", "return_stats", torch_call(return_stats=True), TypeError, "return_stats"),
+    row("integrations.torch.attention", "an option that requires a gradient", torch_call(alibi_slopes=lambda x, libraries: libraries.torch(
+        np.ones(4, "f4"), requires_grad=True)), TypeError, "alibi_slopes", ".detach()"),
+    row("integrations.torch.attention", "(B, S, H, D)", torch_call(layout="bshd"), ValueError, "(3, 4, 6, 8)"),
+    row("integrations.torch.attention", "a mask of this package", torch_call(mask=lambda x, libraries: libraries.torch(
+        np.ones((7, 6, 4, 3), bool))), ValueError, "mask.T"),
+    row("integrations.torch.attention", "a sequence of a fused projection", torch_call(positional=lambda x, libraries: [libraries.torch(x.pq.T)] * 3),
+        ValueError, "3 axes"),
+    row("integrations.thinc.fused_attention", "heads that do not divide the width", thinc_call(heads=5), ValueError, "24", "15"),
+    row("integrations.thinc.fused_attention", "no heads", thinc_call(heads=0), ValueError, "heads"),
+    row("integrations.thinc.fused_attention", "lengths of another batch", thinc_call(lengths=(2, 5)), ValueError, "7", "6"),
+    row("integrations.thinc.fused_attention", "lengths that miss some rows", thinc_call(lengths=(2, 3)), ValueError, "5", "6"),
+    row("integrations.thinc.fused_attention", "a misspelled option", thinc_call(casual=True), TypeError, "casual"),
+]  # fmt: skip
+
+ROWS = [*HELPERS, *CACHE, *MASKS, *ZOO, *FP8, *NNLIB, *PARALLEL, *STORE, *REFERENCE, *INTEGRATIONS]
