@@ -124,7 +124,7 @@ def test_integers_come_out_exactly():
     queries = np.zeros((16, 4, 7, 2))
     for h, i, b in np.ndindex(wanted.shape):
         queries[wanted[h, i, b], h, i, b] = 1000
-    q, k, v = (x.astype("float16") for x in (queries, keys, rng.integers(-50, 50, (16, 2, 7, 2))))
+    q, k, v = (x.astype("float16", order="F") for x in (queries, keys, rng.integers(-50, 50, (16, 2, 7, 2))))
     out = attention(q, k, v, scale=1.0)
     for h, i, b in np.ndindex(wanted.shape):
         np.testing.assert_array_equal(out[:, h, i, b], v[:, h // 2, wanted[h, i, b], b], err_msg=str(case))

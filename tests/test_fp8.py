@@ -705,7 +705,7 @@ ERRORS = {
         lambda: cupy_sdpa.attention_vjp(normal((16, 2, 4, 1)), small(), small()), cupy_sdpa.Unsupported, "gradients of FP8 arrays .*compute_dtype=",
     ),
     "attention_backward": (
-        lambda: cupy_sdpa.attention_backward(*[small()] * 5, normal((4, 2, 1))), TypeError, r"Fp8Array; .*attention_vjp\(q, k, v, compute_dtype=",
+        lambda: cupy_sdpa.attention_backward(*[small()] * 6), TypeError, r"Fp8Array; .*attention_vjp\(q, k, v, compute_dtype=",
     ),
     "explained with blocks": (
         lambda: cupy_sdpa.explain(*[small()] * 3, block_mask=cupy_sdpa.block_mask(lambda b, h, q, k: q >= k, 4, 4)), TypeError, "does not take block_mask",

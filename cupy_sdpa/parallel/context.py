@@ -223,8 +223,10 @@ class ContextParallel:
         """
         if needs_conversion(q, options) or other_layout(options):
             conversion = Conversion(q, options)
-            q, k, v = (conversion.into(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-            options = conversion.options
+            with conversion.stream():
+                own = {name: conversion.into(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
+                seqlens = {"method": method, "seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv}
+                return self.explain(**own, **seqlens, **conversion.options)
         config = configure(self.rank, self.size, {"q": q, "k": k, "v": v}, options, (seqlen_q, seqlen_kv))
         return report(config, self._agreement.requested(method))
 
