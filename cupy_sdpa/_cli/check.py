@@ -171,10 +171,13 @@ def _traced(path: Path, engines: Sequence[str]) -> list[Case]:
     found, smaller = [], 0
     for entry in entries:
         try:
+            entry.problems()
             full = [case_of(entry, engine) for engine in engines if engine != "plan"]
         except NotReplayableError as error:
             print_labeled("skipped", f"line {entry.number}: {error}")
             continue
+        except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
+            raise CommandError(f"{path}, line {entry.number} is not a problem: {one_line(str(error))}") from error
         cases = [reduced(case) for case in full]
         smaller += cases != full
         found += cases

@@ -16,6 +16,7 @@ import numpy as np
 from .. import layout
 from ..arrays.layouts import seems_in_c_order
 from ..attention import attention
+from ..calls.options import Options
 from ..device import cupy_runtime
 from ..errors import CudnnError, Unsupported
 from ..explain import explain
@@ -77,7 +78,7 @@ def command(arguments: argparse.Namespace) -> int:
     if os.path.realpath(arguments.output) == os.path.realpath(arguments.input):
         raise CommandError(f"-o {arguments.output} is the input file and would be overwritten; use another file")
     options = {"causal": arguments.causal, "scale": arguments.scale, "return_stats": arguments.stats}
-    headers = npz.headers(arguments.input, NAMES)
+    headers = npz.headers(arguments.input, NAMES, Options.__annotations__.keys())
     problem = _problem(arguments, headers, options)
     check_memory(_memory(problem, headers), str(arguments.input))
     with npz.replacing(arguments.output) as file, working("computing"):
