@@ -453,6 +453,40 @@ def test_a_wrong_result_is_found(name, monkeypatch):
     assert (outcome.kind, outcome.cause.split(", ")[0]) == ("wrong", what)
 
 
+def test_a_result_of_another_dtype_is_found(monkeypatch):
+    """The values are right, and the dtype is a finding."""
+    real = cupy_sdpa.attention
+    monkeypatch.setattr(cupy_sdpa, "attention", lambda *arrays, **options: real(*arrays, **options).astype(np.float32))
+    outcome = execute(Case(dtype="float16"))
+    assert (outcome.kind, outcome.cause) == ("wrong", "out")
+    assert "out is float32, expected float16" in outcome.message
+
+
+def test_a_preallocated_result_that_is_not_written_is_found(monkeypatch):
+    """A call that returns right values in another array than ``out`` is a finding."""
+    case = Case(options={"preallocated": True})
+    real = cupy_sdpa.attention
+    monkeypatch.setattr(cupy_sdpa, "attention", lambda *arrays, out=None, **options: real(*arrays, **options))
+    assert execute(case).kind == "wrong"
+
+
+def test_every_call_must_write_its_whole_result(monkeypatch):
+    """A later call that leaves the padding of a preallocated result as it was is a finding: it is NaN before every call."""
+    case = Case(sq=4, b=2, options={"seq_lens_q": "one", "preallocated": True})
+    assert execute(case).kind == "passed"
+    real, calls = cupy_sdpa.attention, itertools.count()
+
+    def spoiled(*arrays, out=None, **options):
+        before = None if out is None else out.copy()
+        result = real(*arrays, out=out, **options)
+        if next(calls) == 1:  # the second call on this memory
+            result[:, :, 1:] = before[:, :, 1:]
+        return result
+
+    monkeypatch.setattr(cupy_sdpa, "attention", spoiled)
+    assert "call 2: out must be exactly 0" in execute(case).message
+
+
 def test_fully_masked_rows_must_be_exactly_0(monkeypatch):
     """In a fully masked row even 1e-30 is a finding."""
     case = Case(sq=3, options={"mask_mod": ("nothing", "")})

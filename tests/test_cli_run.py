@@ -179,7 +179,10 @@ BAD_INPUTS = {
         lambda: written("in.npz", zipped(zipfile.ZIP_BZIP2, **dict.fromkeys("qkv", npy(SMALL)))),
         "the array q in in.npz has the compression bzip2: use numpy.savez or numpy.savez_compressed",
     ),
-    "long_header": (lambda: written("in.npz", zipped(zipfile.ZIP_DEFLATED, **dict.fromkeys("qkv", long_header()))), "got 65524"),
+    "long_header": (
+        lambda: written("in.npz", zipped(zipfile.ZIP_DEFLATED, **dict.fromkeys("qkv", long_header()))),
+        "got 65524",
+    ),
     "bias": (lambda: np.savez("in.npz", q=SMALL, k=SMALL, v=SMALL, bias=SMALL, mask=SMALL), "in.npz has bias and mask, which"),
 }
 

@@ -57,7 +57,7 @@ TESTS = {
     "cupy_sdpa/score_fn": ("test_functions", "test_derivatives", "test_function_identity"),
     "cupy_sdpa/sparse": ("test_block_sparse", "test_block_mask", "test_block_replay"),
     "cupy_sdpa/staging": ("test_decoding", "test_padding", "test_on_fake_cupy"),
-    "cupy_sdpa/support": ("test_support",),
+    "cupy_sdpa/support": ("test_support", "test_padding"),
     "cupy_sdpa/tracing": ("test_trace",),
     "cupy_sdpa/vjp.py": ("test_backward", "test_training"),
 }

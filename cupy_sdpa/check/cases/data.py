@@ -147,6 +147,8 @@ def _packed_lengths(case: Case, index: int) -> tuple[Any, Any]:
     rng = np.random.default_rng([case.seed, 0 if "parallel" in case.options else index, _LENGTHS_STREAM])
     queries = _lengths(rng, packed.kind_q, sq, b, packed.excess)
     keys = np.minimum(queries, skv) if packed.kind_kv == "same" else _lengths(rng, packed.kind_kv, skv, b, packed.excess)
+    if "parallel" in case.options:  # the axes of options have the longest length
+        queries[:1], keys[:1] = sq, skv
     return queries, keys
 
 
@@ -278,8 +280,9 @@ def _attends(seed: int, option: tuple[str, str], sizes: tuple[int, int, int, int
         return np.broadcast_to((document[i] == document[j]) & ((i >= j) | (seed % 2 == 0)), shape)
     if kind == "prefix":
         return np.broadcast_to((i >= j) | (j < rng.integers(0, skv + 1)), shape)
-    if kind == "window":
-        return np.broadcast_to(((i >= j) & (i < j + rng.integers(1, 200))) | (j < rng.integers(0, 20)), shape)
+    if kind == "window":  # of documents, or with first keys that every query attends to
+        window, document = (i >= j) & (i < j + rng.integers(1, 200)), np.sort(rng.integers(0, 4, max(sq, skv, 1)))
+        return np.broadcast_to(window & (document[i] == document[j]) if seed % 2 else window | (j < rng.integers(0, 20)), shape)
     if kind == "segments":  # consecutive queries attend to consecutive keys, some causally; ranges of keys are often nested
         segment = np.searchsorted(np.sort(rng.integers(0, sq + 1, 3)), i, side="right")
         first, last = np.sort(rng.integers(0, skv + 1, (4, 2)), axis=1).T

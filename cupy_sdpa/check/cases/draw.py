@@ -97,7 +97,7 @@ class Sampler:
         if "block_mask" in self.names and self.chance(0.75):  # several blocks
             few, many = 128 * self.pick(1, 1, 2) + self.pick(-1, 0, 1, 40), 128 * self.pick(1, 2, 3) + self.pick(-1, 0, 1, 60)
             return (few, many) if self.chance(0.5) else (many, few) if self.chance(0.5) else (few, few)
-        kind = self.rng.random()
+        kind = 1.0 if "parallel" in self.names and self.chance(0.5) else self.rng.random()  # a group has no decoding
         if kind < TINY:
             return self.pick(0, 1, 2), self.pick(0, 1, 2)
         if kind < TINY + 0.3:  # decoding
@@ -126,10 +126,11 @@ class Sampler:
         b = self.pick(1, 1, 2, 3, 5, 8)
         if self.chance(0.03):
             b, hkv, dv = self.pick((0, hkv, dv), (b, 0, dv), (b, hkv, 0))
+        if {"block_mask", "parallel"} & self.names:  # of many calls
+            hkv, group, b = self.pick((1, 1, 1), (1, 2, 1), (2, 1, 1), (2, 2, 1), (4, 1, 1), (1, 1, 2), (1, 2, 2), (2, 2, 2))
         limits = LIMITS[self.engine if self.engine != "cpu" or self.chance(LARGE) else "small"]
         if "block_mask" in self.names:
             limits = Limits(max(limits.scores, 300_000), max(limits.elements, 150_000))
-            hkv, group, b = self.pick((1, 1, 1), (1, 2, 1), (2, 1, 1), (2, 2, 1), (1, 1, 2), (1, 2, 2), (2, 2, 2))
             if self.engine == "cpu":
                 d, dv = min(d, 16), min(dv, 16)
         while b * hkv * group * sq * skv > limits.scores or max(sq * hkv * group, skv * hkv) * b * max(d, dv) > limits.elements:
@@ -190,11 +191,9 @@ class Sampler:
     def layout(self, name: str) -> str:
         """A memory layout in the notation of :mod:`.memory`."""
         packed = "packed" in self.options
-        letters = "hs" if packed else "hsb"
-        order = "".join(self.rng.permutation(list(letters)))
         if name == "stats":
             return "hs" if packed else "shb"
-        text = f"d{order}"
+        text = "d" + "".join(self.rng.permutation(list("hs" if packed else "hsb")))
         if self.engine == "cpu" and self.chance(0.2):
             text = "".join(self.rng.permutation(list(text)))
         for letter in self.rng.permutation(list(text)):
@@ -266,7 +265,7 @@ def _cache(sampler: Sampler) -> Any:
 
 
 def _parallel(sampler: Sampler) -> tuple[str, int]:
-    members = sampler.pick(1, 2, 2, 3, 4, 4)
+    members = sampler.pick(1, 2, 2, 2, 3, 4)
     (own, rest), group = divmod(sampler.sizes["hq"], members), sampler.sizes["hq"] // max(sampler.sizes["hkv"], 1)
     by_heads = own and not rest and (own % group == 0 or group % own == 0)
     return sampler.pick("ring", "all_gather", *(["all_to_all"] if by_heads else [])), members
@@ -390,10 +389,11 @@ def _option_names(sampler: Sampler, seed: int, number: int) -> set[str]:
         names = set(PAIRS[np.random.default_rng([seed, 1]).permutation(len(PAIRS))[earlier % len(PAIRS)]])
         return sampler.extended(names, list(OPTIONS), int(sampler.chance(0.3)))
     others = sorted(ONLY_WITH.get(feature, OPTIONS.keys()))
-    names = sampler.extended(with_required({feature}), others, sampler.integer(3))
+    names = sampler.extended(with_required({feature}), others, sampler.integer(6 if feature == "parallel" else 3))
+    if feature == "parallel" and sampler.chance(0.4):  # the tiles of a mask on packed sequences
+        names = sampler.extended(sampler.extended(names, ["packed"], 1), ["causal", "window"], 1)
     if feature == "block_mask":  # the gradients of blocks are then computed on copies
         names = sampler.extended(names, ["deterministic"], int(sampler.chance(0.3)))
     if feature == "paged" and sampler.chance(0.5):  # as in decoding; the keys can be split
-        names = sampler.extended(names, ["causal", "window"], 1)
-        names = sampler.extended(names, ["seq_lens_q"], int(sampler.chance(0.5)))
+        names = sampler.extended(sampler.extended(names, ["causal", "window"], 1), ["seq_lens_q"], sampler.integer(1))
     return names

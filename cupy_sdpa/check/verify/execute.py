@@ -11,16 +11,15 @@ from typing import Any
 import numpy as np
 
 import cupy_sdpa
-from cupy_sdpa import fp8
 
 from ..cases.case import Case
-from ..cases.data import FORMATS, FP8_SCALE, Data, build, call_options, dropout_options, dtype_of
+from ..cases.data import Data, build, call_options, dropout_options, dtype_of
 from ..cases.memory import Memory, memory_of
 from .inputs import Inputs
 from .oracle import Results, evaluate
 from .outcome import Outcome
 from .planning import plan
-from .routes import filled_cache, forward_function, in_group
+from .routes import arrays_in_fp8, filled_cache, forward_function, in_group, wrong_scale
 from .tolerance import compare, exact_elements, rounding_floors
 
 #: The set of values of each call on the same memory. On the GPU the third call with the same addresses is captured as a CUDA
@@ -82,14 +81,6 @@ def find_errors(wanted: Expected, results: dict[str, Any]) -> dict[str, str]:
     return errors
 
 
-def arrays_in_fp8(case: Case, views: dict[str, Any]) -> list[Any]:
-    """q, k and v in FP8: their values, exactly."""
-    dtype = case.options["fp8"]
-    amax = FORMATS[dtype].largest / FP8_SCALE
-    lengths = {"q": views.get("seq_lens_q")} | dict.fromkeys("kv", None if case.paged else views.get("seq_lens_kv"))
-    return [fp8.DelayedScaling(views[x], 1, dtype, amax=amax).quantize(views[x], lengths=lengths[x]) for x in "qkv"]
-
-
 class CaseRunner:
     """Makes the calls of one case on numpy or CuPy arrays.
 
@@ -113,6 +104,7 @@ class CaseRunner:
             self.load(memory, index)
             inputs = {name: memory.host_bits(name) for name in memory.views} if number == len(sequence) else {}
             results = self.call(memory, index)
+            results |= {name: memory.views[name] for name in results if name in RESULTS and name in memory.views}
             if not self.check_results(results, index, f"call {number}") or not self.check_memory(memory, inputs):
                 return self.outcome
             results.clear()  # allows the next call's results to have the same addresses
@@ -121,6 +113,8 @@ class CaseRunner:
         # with attention_vjp cuDNN writes the log-sum-exp; the calls before computed it from max and sum_exp: other bits
         same_bits = self.case.options.get("stats") != "max_sumexp"
         self.check_results(self.call_alternative(memory), 1, "the call at other addresses", same_bits=same_bits)
+        if "fp8" in self.case.options and not self.outcome.is_finding and (message := wrong_scale(self.data[1], memory.views)):
+            self.outcome.set("wrong", message, "scale")
         return self.outcome
 
     def allocate(self) -> Memory:

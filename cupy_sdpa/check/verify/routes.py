@@ -1,4 +1,4 @@
-"""Other ways to compute the attention of a case: a group of threads, a shared prefix, merged parts, and a cache.
+"""Other ways to compute the attention of a case: FP8 arrays, a group of threads, a shared prefix, merged parts, and a cache.
 
 Their results are those of one call, so they have the same reference.
 """
@@ -12,15 +12,44 @@ from typing import Any
 import numpy as np
 
 import cupy_sdpa
+from cupy_sdpa import fp8
 from cupy_sdpa.parallel import Loopback, context_parallel, run_threads
 
 from ..cases.case import Case
-from ..cases.data import Data, forked_lengths
+from ..cases.data import FORMATS, FP8_SCALE, Data, forked_lengths
 
 #: Seconds after which a member of a group gives up.
 _TIMEOUT = 60.0
 #: Parts of the seed.
 _PARTS_STREAM, _CACHE_STREAM = 79, 80
+
+
+def _scalings(case: Case, views: dict[str, Any]) -> dict[str, Any]:
+    """The scalings of q, k and v, which begin with the scale at which the values are exact, and the lengths of the arrays."""
+    dtype = case.options["fp8"]
+    amax = FORMATS[dtype].largest / FP8_SCALE
+    lengths = {"q": views.get("seq_lens_q")} | dict.fromkeys("kv", None if case.paged else views.get("seq_lens_kv"))
+    return {name: (fp8.DelayedScaling(views[name], 1, dtype, amax=amax), {"lengths": lengths[name]}) for name in "qkv"}
+
+
+def arrays_in_fp8(case: Case, views: dict[str, Any]) -> list[Any]:
+    """q, k and v in FP8: their values, exactly."""
+    return [scaling.quantize(views[name], **lengths) for name, (scaling, lengths) in _scalings(case, views).items()]
+
+
+def wrong_scale(data: Data, views: dict[str, Any]) -> str:
+    """What is wrong with the scale of a second conversion, which is that of the first array's largest magnitude."""
+    case = data.case
+    for name, (scaling, lengths) in _scalings(case, views).items():
+        magnitudes = np.abs(data.arrays[name].astype(np.float32))
+        largest = float(np.max(magnitudes, initial=0.0, where=np.isfinite(magnitudes)))  # the padding is NaN
+        if largest == 0 or (case.paged and name != "q"):
+            continue
+        scaling.quantize(views[name], **lengths)
+        scale, wanted = float(scaling.quantize(views[name], **lengths).scale[0]), FORMATS[case.options["fp8"]].largest / largest
+        if not 0.999999 < scale / wanted < 1.000001:
+            return f"the scale of {name} after an array of magnitudes up to {largest:g} is {scale:g}, expected {wanted:g}"
+    return ""
 
 
 def forward_function(case: Case) -> Callable[..., Any]:
