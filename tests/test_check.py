@@ -17,7 +17,7 @@ from cupy_sdpa import check, reference
 from cupy_sdpa.__main__ import main
 from cupy_sdpa.check import Case, pool, run
 from cupy_sdpa.check.cases.case import GRADIENTS, REQUIRES, Paged, parse
-from cupy_sdpa.check.cases.combine import NOT_PLANNED, SHARES, schedule
+from cupy_sdpa.check.cases.combine import LEFT_OUT, SHARES, schedule
 from cupy_sdpa.check.cases.data import build, call_options
 from cupy_sdpa.check.cases.draw import OPTIONS, PAIRS, draw, draw_options
 from cupy_sdpa.check.cases.memory import Memory, memory_of
@@ -50,7 +50,7 @@ def test_every_pair_of_options_is_drawn(engine):
     """Every valid pair of options occurs, and is drawn as often as the share of pairs says."""
     cases = [draw(3, number, engine) for number in range(100 * len(PAIRS) // SHARES["pairs"] + 50)]
     drawn = {pair for case in cases for pair in itertools.combinations(case.options, 2)}
-    other = NOT_PLANNED if engine == "plan" else set()
+    other = LEFT_OUT[engine]
     assert {pair for pair in PAIRS if not other & {*pair}} <= drawn
     assert set(OPTIONS) - other <= {name for case in cases for name in case.options}
 

@@ -12,9 +12,11 @@ SHARES = {
     "pairs": 30, "few": 6, "block_mask": 14, "fp8": 8, "jvp": 8, "paged": 10, "parallel": 10, "shared_prefix": 4, "merge": 4,
     "cache": 6,
 }  # fmt: skip
-#: The features that are not planned: ``tests/test_block_sparse_plans.py`` plans block masks, the others make calls of other
-#: features.
-NOT_PLANNED = {"block_mask", "parallel", "shared_prefix", "merge", "cache"}
+#: The options that are left out of the cases of an engine. Groups are threads with numpy arrays. Block masks are planned by
+#: ``tests/test_block_sparse_plans.py``; the calls of the other features are those of other options.
+LEFT_OUT: dict[str, set[str]] = {
+    "cpu": set(), "gpu": {"parallel"}, "plan": {"block_mask", "parallel", "shared_prefix", "merge", "cache"},
+}  # fmt: skip
 #: The described GPUs that problems in FP8 are planned for.
 FP8_GPUS = ("h200", "b200")
 _OF_SCORES = {"scale", "softcap", "sinks", "stats", "max_workspace"}

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .case import GRADIENTS, Cache, Case, Dropout, Packed, Paged
-from .combine import FP8_GPUS, NOT_PLANNED, NOT_SPLIT, ONLY_WITH, fit_fp8, is_valid, schedule, with_required
+from .combine import FP8_GPUS, LEFT_OUT, NOT_SPLIT, ONLY_WITH, fit_fp8, is_valid, schedule, with_required
 from .functions import DTYPES, MASKS, SCORES
 
 
@@ -355,7 +355,7 @@ def _draw_case(sampler: Sampler, names: set[str], number: int) -> Case:
     """Draw the sizes, the values of the options, the passes, layouts and dtype."""
     for name in names & GRADIENTS.keys():
         sampler.options[name] = True  # the choice of a function depends on these
-    required = sampler.names = with_required(names - NOT_PLANNED if sampler.engine == "plan" else names)
+    required = sampler.names = with_required(names - LEFT_OUT[sampler.engine])
     sampler.draw_sizes()
     if "fp8" in required and sampler.engine != "cpu" and sampler.chance(0.9):
         fit_fp8(sampler.sizes, paged="paged" in required, lengths=not sampler.fixed_lengths)
