@@ -136,8 +136,10 @@ def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
 def _member(path: Path, archive: zipfile.ZipFile, name: str) -> Iterator[IO[bytes]]:
     compression = archive.getinfo(_name_in(archive, name)).compress_type
     if compression not in _COMPRESSIONS:
-        kind = zipfile.compressor_names.get(compression, compression)
-        raise CommandError(f"the array {name} in {path} has the compression {kind}: use numpy.savez or numpy.savez_compressed")
+        raise CommandError(
+            f"the array {name} in {path} has the zip compression {compression}, which numpy does not write: use numpy.savez or "
+            "numpy.savez_compressed"
+        )
     try:
         with archive.open(_name_in(archive, name)) as stream:
             yield stream
