@@ -123,6 +123,24 @@ def test_a_slice_is_surrounded_by_nan():
             assert memory.surroundings_changed("q")
 
 
+def test_positions_beyond_the_lengths_are_nan():
+    """In every array with positions, also in the gaps of packed sequences."""
+    data = build(Case(sq=4, skv=5, b=2, backward=True, options={"seq_lens_q": "one", "seq_lens_kv": "one", "jvp": "qkv"}), 0)
+    for name in ("q", "k", "v", "dout", "tq", "tk", "tv"):
+        assert np.isfinite(data.arrays[name][:, :, :1]).all(), name
+        assert np.isnan(data.arrays[name][:, :, 1:]).all(), name
+    packed = build(Case(sq=4, skv=4, options={"packed": ("full", "full", 3, 2, 0, "int32")}), 0)
+    for name in "qkv":
+        np.testing.assert_array_equal(np.isnan(packed.arrays[name][0, 0]), [True] * 3 + [False] * 4 + [True] * 2)
+
+
+def test_the_first_finding_ends_a_run(planted):
+    """It is reported as drawn, without shrinking."""
+    cases = [Case(), Case(sq=5, options={"causal": "top_left"}), Case(seed=1), Case(seed=2)]
+    summary, (finding,), *_ = run.run(iter(cases), 1, run.Limits(first=True), modules=(planted,))
+    assert (summary.problems, finding.shrunk) == (2, False)
+
+
 # Paged keys
 
 

@@ -6,7 +6,7 @@
     python tools/planted_faults.py --command "python -m pytest -q -x tests/test_merge.py" --list
 
 ``planted_faults.json`` has one fault per line: its name, the file, the text that is replaced, the text that replaces it, and
-whether it makes results wrong (``numeric``), so that ``check`` finds it. A change of the code that removes the text of a fault
+whether it makes results wrong on numpy (``numeric``), so that ``check`` finds it. A change of the code that removes the text of a fault
 must replace the fault. The exit status is 0 if every fault is caught, 1 if one survives, 2 if the data or the command are
 wrong.
 """
@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = Path(__file__).with_suffix(".json")
-#: The command for faults that make results wrong.
+#: The command for faults that make results wrong on numpy.
 CHECK = "python -m cupy_sdpa check --engine cpu --seed 1 --minutes 1.5 --jobs 1 --first"
 #: The test files of each folder or module; the longest prefix counts.
 TESTS = {
