@@ -16,7 +16,8 @@ import cupy_sdpa
 from cupy_sdpa import check, reference
 from cupy_sdpa.__main__ import main
 from cupy_sdpa.check import Case, pool, run
-from cupy_sdpa.check.cases.case import REQUIRES, Paged, parse
+from cupy_sdpa.check.cases.case import GRADIENTS, REQUIRES, Paged, parse
+from cupy_sdpa.check.cases.combine import LEFT_OUT, SHARES, schedule
 from cupy_sdpa.check.cases.data import build, call_options
 from cupy_sdpa.check.cases.draw import OPTIONS, PAIRS, draw, draw_options
 from cupy_sdpa.check.cases.memory import Memory, memory_of
@@ -46,12 +47,30 @@ INDEPENDENT = (
 
 @pytest.mark.parametrize("engine", ["cpu", "gpu", "plan"])
 def test_every_pair_of_options_is_drawn(engine):
-    """Every valid pair of options occurs within 1.5 times as many cases as there are pairs."""
-    cases = [draw(3, number, engine) for number in range(3 * len(PAIRS) // 2 + 2)]
+    """Every valid pair of options occurs, and is drawn as often as the share of pairs says."""
+    cases = [draw(3, number, engine) for number in range(100 * len(PAIRS) // SHARES["pairs"] + 50)]
     drawn = {pair for case in cases for pair in itertools.combinations(case.options, 2)}
-    planned = "block_mask" if engine == "plan" else ""  # it is planned by tests/test_block_sparse_plans.py
-    assert {pair for pair in PAIRS if planned not in pair} <= drawn
-    assert set(OPTIONS) - {planned} <= {name for case in cases for name in case.options}
+    other = LEFT_OUT[engine]
+    assert {pair for pair in PAIRS if not other & {*pair}} <= drawn
+    assert set(OPTIONS) - other <= {name for case in cases for name in case.options}
+
+
+def test_every_feature_has_its_share():
+    """Every 50 cases contain each feature as often as its share says; on the CPU the drawn cases have the feature."""
+    assert sum(SHARES.values()) == 100
+    for start in (0, 50, 1000):
+        names = [schedule(7, number)[0] for number in range(start, start + 50)]
+        assert {name: 2 * names.count(name) for name in SHARES} == SHARES
+    for number in range(100):
+        feature, _ = schedule(7, number)
+        assert feature in ("pairs", "few") or feature in draw(7, number, "cpu").options
+
+
+def test_small_sizes_are_drawn_as_often_as_large_ones():
+    """On the CPU a third of the lengths are 0, 1 or 2, and a fifth are above 40."""
+    lengths = [n for number in range(1000) for case in [draw(2, number, "cpu")] for n in (case.sq, case.skv)]
+    assert sum(n < 3 for n in lengths) > 0.33 * len(lengths)
+    assert sum(n > 40 for n in lengths) > 0.2 * len(lengths)
 
 
 def test_a_case_depends_on_seed_and_number():
@@ -104,6 +123,24 @@ def test_a_slice_is_surrounded_by_nan():
             assert memory.surroundings_changed("q")
 
 
+def test_positions_beyond_the_lengths_are_nan():
+    """In every array with positions, also in the gaps of packed sequences."""
+    data = build(Case(sq=4, skv=5, b=2, backward=True, options={"seq_lens_q": "one", "seq_lens_kv": "one", "jvp": "qkv"}), 0)
+    for name in ("q", "k", "v", "dout", "tq", "tk", "tv"):
+        assert np.isfinite(data.arrays[name][:, :, :1]).all(), name
+        assert np.isnan(data.arrays[name][:, :, 1:]).all(), name
+    packed = build(Case(sq=4, skv=4, options={"packed": ("full", "full", 3, 2, 0, "int32")}), 0)
+    for name in "qkv":
+        np.testing.assert_array_equal(np.isnan(packed.arrays[name][0, 0]), [True] * 3 + [False] * 4 + [True] * 2)
+
+
+def test_the_first_finding_ends_a_run(planted):
+    """It is reported as drawn, without shrinking."""
+    cases = [Case(), Case(sq=5, options={"causal": "top_left"}), Case(seed=1), Case(seed=2)]
+    summary, (finding,), *_ = run.run(iter(cases), 1, run.Limits(first=True), modules=(planted,))
+    assert (summary.problems, finding.shrunk) == (2, False)
+
+
 # Paged keys
 
 
@@ -124,7 +161,9 @@ def test_paged_cases_cover_the_options():
         assert {value.rest for value in drawn} == {"large", "negative", "unowned", "mixed"}
         assert {(value.shared, value.moved) for value in drawn} == set(itertools.product((False, True), repeat=2))
     partners = {name for pair in PAIRS if "paged" in pair for name in pair}
-    assert set(OPTIONS) - partners == {"seq_lens_kv", "bucket", "jvp", "block_mask", *REQUIRES}
+    assert set(OPTIONS) - partners == {
+        "seq_lens_kv", "bucket", "jvp", "block_mask", "parallel", "merge", "cache", *GRADIENTS,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -237,7 +276,7 @@ def test_the_oracle_agrees_with_the_reference():
         options = call_options(case, data.arrays, {}, 0)
         for name in ("seed", "offset", "max_seqlen_q", "max_seqlen_kv", "page_table", "num_splits"):
             options.pop(name, None)
-        if case.paged:
+        if case.paged or case.cache:
             options["seq_lens_kv"] = data.lengths[1]
         if "dropout" in case.options:
             options["dropout_mask"] = data.keep
@@ -430,6 +469,40 @@ def test_a_wrong_result_is_found(name, monkeypatch):
     monkeypatch.setattr(cupy_sdpa, "attention", spoiled)
     outcome = execute(case)
     assert (outcome.kind, outcome.cause.split(", ")[0]) == ("wrong", what)
+
+
+def test_a_result_of_another_dtype_is_found(monkeypatch):
+    """The values are right, and the dtype is a finding."""
+    real = cupy_sdpa.attention
+    monkeypatch.setattr(cupy_sdpa, "attention", lambda *arrays, **options: real(*arrays, **options).astype(np.float32))
+    outcome = execute(Case(dtype="float16"))
+    assert (outcome.kind, outcome.cause) == ("wrong", "out")
+    assert "out is float32, expected float16" in outcome.message
+
+
+def test_a_preallocated_result_that_is_not_written_is_found(monkeypatch):
+    """A call that returns right values in another array than ``out`` is a finding."""
+    case = Case(options={"preallocated": True})
+    real = cupy_sdpa.attention
+    monkeypatch.setattr(cupy_sdpa, "attention", lambda *arrays, out=None, **options: real(*arrays, **options))
+    assert execute(case).kind == "wrong"
+
+
+def test_every_call_must_write_its_whole_result(monkeypatch):
+    """A later call that leaves the padding of a preallocated result as it was is a finding: it is NaN before every call."""
+    case = Case(sq=4, b=2, options={"seq_lens_q": "one", "preallocated": True})
+    assert execute(case).kind == "passed"
+    real, calls = cupy_sdpa.attention, itertools.count()
+
+    def spoiled(*arrays, out=None, **options):
+        before = None if out is None else out.copy()
+        result = real(*arrays, out=out, **options)
+        if next(calls) == 1:  # the second call on this memory
+            result[:, :, 1:] = before[:, :, 1:]
+        return result
+
+    monkeypatch.setattr(cupy_sdpa, "attention", spoiled)
+    assert "call 2: out must be exactly 0" in execute(case).message
 
 
 def test_fully_masked_rows_must_be_exactly_0(monkeypatch):
@@ -668,9 +741,10 @@ def test_the_command_writes_a_report(tmp_path, capsys):
     assert report["findings"] == []
     assert report["versions"]["numpy"] == np.__version__
     assert report["options"]["causal"] == {"run": 1, "refused": 0, "wrong": 0}
+    assert report["shares"]["causal"] == 100
     assert report["pairs"]["causal + sinks"]["run"] == 1
     printed = capsys.readouterr()
-    assert "1 problem, 4 calls, 0 findings" in printed.out
+    assert "1 problem, 3 calls, 0 findings" in printed.out
     assert all(len(line) <= 100 for line in printed.out.splitlines())
 
 
@@ -725,6 +799,7 @@ def test_the_command_runs_drawn_problems(capsys):
     table = out[out.index("option") :].split("\n\n")[0].splitlines()
     assert max(map(len, table)) <= 80
     assert all(any(name in line for line in table) for name in OPTIONS)
+    assert all(line.count("%") in (1, 2) for line in table[1:])
 
 
 @pytest.mark.parametrize(
@@ -763,7 +838,7 @@ def test_the_command_without_a_gpu(monkeypatch, capsys):
 def test_reproduce_runs_a_case(capsys):
     """The printed command runs the case and prints its outcome."""
     check.reproduce(Case(sq=3, options={"causal": "bottom_right"}))
-    assert capsys.readouterr().out.splitlines()[-1] == "passed: 4 calls"
+    assert capsys.readouterr().out.splitlines()[-1] == "passed: 3 calls"
 
 
 def test_import_does_not_load_the_check():

@@ -8,8 +8,9 @@ import cupy_sdpa
 from cupy_sdpa import fp8
 from cupy_sdpa.check import Case
 from cupy_sdpa.check.cases import draw as drawing
+from cupy_sdpa.check.cases.combine import ONLY_WITH, is_valid, with_required
 from cupy_sdpa.check.cases.data import FORMATS
-from cupy_sdpa.check.cases.draw import OPTIONS, Limits, _with_required, draw_options, is_valid
+from cupy_sdpa.check.cases.draw import OPTIONS, Limits, draw_options
 from cupy_sdpa.check.verify.execute import execute
 from cupy_sdpa.check.verify.planning import problems
 from cupy_sdpa.check.verify.tolerance import FP8_SUM
@@ -28,7 +29,7 @@ def names_of(number):
         names |= {"seq_lens_q", str(rng.choice(["causal", "window"]))}
     for _ in range(int(rng.integers(0, 4))):
         more = names | {str(rng.choice(others))}
-        names = more if is_valid(_with_required(more)) else names
+        names = more if is_valid(with_required(more)) else names
     return names
 
 
@@ -84,7 +85,7 @@ def test_problems_with_tangents_of_the_gpu(number, fake, monkeypatch):
     rng, names = np.random.default_rng([number, 7]), {"jvp"}
     for _ in range(int(rng.integers(0, 4))):
         more = names | {str(rng.choice(list(OPTIONS)))}
-        names = more if is_valid(_with_required(more)) else names
+        names = more if is_valid(with_required(more)) else names
     case = draw_options(names, number, "gpu")
     outcome = execute(case)
     assert outcome.kind in ("passed", "refused"), f"{outcome.message}\n{case!r}"
@@ -97,7 +98,7 @@ def test_problems_with_lengths_of_the_gpu(number, fake, monkeypatch):
     rng, names = np.random.default_rng([number, 6]), {"seq_lens_q", "seq_lens_kv"}
     for _ in range(int(rng.integers(0, 4))):
         more = names | {str(rng.choice([name for name in OPTIONS if name != "paged"]))}
-        names = more if is_valid(_with_required(more)) else names
+        names = more if is_valid(with_required(more)) else names
     case = draw_options(names, number, "gpu")
     outcome = execute(case)
     assert outcome.kind in ("passed", "refused"), f"{outcome.message}\n{case!r}"
@@ -111,8 +112,8 @@ def test_problems_in_fp8(engine, number, fake, monkeypatch):
     monkeypatch.setattr(drawing.Sampler, "head_dim", lambda sampler: 16 * sampler.pick(1, 2, 4, 5))
     rng, names = np.random.default_rng([number, 8]), {"fp8"}
     for _ in range(int(rng.integers(0, 4))):
-        more = names | {str(rng.choice(sorted(drawing.fp8.COMBINED)))}
-        names = more if is_valid(_with_required(more)) else names
+        more = names | {str(rng.choice(sorted(ONLY_WITH["fp8"])))}
+        names = more if is_valid(with_required(more)) else names
     case = draw_options(names, number, engine)
     outcome = execute(case)
     few = case.sq == 1 and not case.paged

@@ -110,10 +110,10 @@ def written(name, content):
     Path(name).write_bytes(content)
 
 
-def zipped(**members):
+def zipped(compression=zipfile.ZIP_STORED, **members):
     """The bytes of a zip with these npy members."""
     archive = io.BytesIO()
-    with zipfile.ZipFile(archive, "w") as file:
+    with zipfile.ZipFile(archive, "w", compression) as file:
         for name, content in members.items():
             file.writestr(f"{name}.npy", content)
     return archive.getvalue()
@@ -144,6 +144,11 @@ def huge_header(content):
     return content.replace(b"(8, 4, 5, 2)", b"(8, 4, 9, 9)")
 
 
+def long_header():
+    """The bytes of an npy file whose header has a megabyte."""
+    return b"\x93NUMPY\x02\x00" + (1 << 20).to_bytes(4, "little") + bytes(1 << 20)
+
+
 SMALL = np.zeros((8, 1, 2, 1), np.float32, order="F")
 #: How to make a bad input, and a part of the error.
 BAD_INPUTS = {
@@ -168,6 +173,17 @@ BAD_INPUTS = {
     "longdouble": (lambda: save(dict.fromkeys("qkv", SMALL.astype(np.longdouble))), "convert with"),
     "mixed": (lambda: np.savez("in.npz", q=SMALL, k=SMALL.astype("f2"), v=SMALL), "k is float16 and q is float32"),
     "head_dim": (lambda: np.savez("in.npz", q=SMALL, k=SMALL[:4], v=SMALL), "head dims"),
+    "pipe": (lambda: os.mkfifo("in.npz"), "cannot read in.npz: it is not a regular file"),
+    "device": (lambda: Path("in.npz").symlink_to("/dev/zero"), "cannot read in.npz: it is not a regular file"),
+    "bzip2": (
+        lambda: written("in.npz", zipped(zipfile.ZIP_BZIP2, **dict.fromkeys("qkv", npy(SMALL)))),
+        "the array q in in.npz has the zip compression 12, which numpy does not write",
+    ),
+    "long_header": (
+        lambda: written("in.npz", zipped(zipfile.ZIP_DEFLATED, **dict.fromkeys("qkv", long_header()))),
+        "got 65524",
+    ),
+    "bias": (lambda: np.savez("in.npz", q=SMALL, k=SMALL, v=SMALL, bias=SMALL, mask=SMALL), "in.npz has bias and mask, which"),
 }
 
 

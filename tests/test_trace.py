@@ -1,9 +1,12 @@
 """The problems of a program in a file: what is written, and that planning, the self-test and timing make them again."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 import threading
+import warnings
 
 import ml_dtypes
 import numpy as np
@@ -211,6 +214,84 @@ def test_the_environment_variable(tmp_path, path):
     assert f"CUPY_SDPA_TRACE is '{tmp_path}', and problems cannot be written there" in run(tmp_path).stderr
 
 
+def _pipe(path):
+    os.mkfifo(path)
+
+
+def _sparse(path):
+    with open(path, "wb") as file:
+        file.truncate(3 << 30)
+
+
+#: What CUPY_SDPA_TRACE must not be: how it is made, and the reason.
+NO_TRACES = {
+    "a pipe": (_pipe, "it is not a regular file"),
+    "a device": (lambda path: path.symlink_to("/dev/full"), "it is not a regular file"),
+    "a large file": (_sparse, "it has 3072 MiB, and a trace has at most 64 MiB"),
+    "a program": (lambda path: path.write_text("import cupy\n"), "it has other contents than a trace"),
+    "not text": (lambda path: path.write_bytes(b"\xff\xfe"), "it has other contents than a trace"),
+}
+
+
+@pytest.mark.parametrize("name", NO_TRACES)
+def test_files_that_problems_are_not_appended_to(name, path):
+    """They are refused at once and unchanged; nothing waits for a pipe or reads a large file."""
+    make, reason = NO_TRACES[name]
+    make(path)
+    before = os.lstat(path).st_size
+    with pytest.raises(OSError, match=reason), cupy_sdpa.trace(path):
+        pass
+    assert os.lstat(path).st_size == before
+    assert recorder.active == ()
+
+
+def test_a_file_without_a_final_newline(path):
+    """The next problem begins a new line."""
+    q, k, v = arrays(8, 2, 5, 1)
+    with cupy_sdpa.trace(path):
+        attention(q, k, v)
+    path.write_bytes(path.read_bytes().rstrip())
+    with cupy_sdpa.trace(path) as problems:
+        attention(q, k, v)
+        attention(q, k, v, causal=True)
+    assert problems.problems == 2
+    assert [line["options"] for line in lines(path)] == [{}, {"causal": True}]
+
+
+def test_short_writes_are_completed(path, monkeypatch):
+    """Every line is whole if the system writes a few bytes at a time."""
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda file, text: write(file, text[:7]))
+    with cupy_sdpa.trace(path):
+        attention(*arrays(8, 2, 5, 1))
+    assert len(lines(path)) == 1
+
+
+@pytest.mark.parametrize("as_error", [False, True], ids=["a warning", "warnings are errors"])
+def test_a_failed_write_is_no_error_of_the_call(as_error, path, monkeypatch, capsys):
+    """The call returns its results, one warning names the reason, and the file has whole lines."""
+    q, k, v = arrays(8, 2, 5, 1)
+    write, wanted = os.write, [attention(q, k, v), attention(q, k, v, causal=True)]
+
+    def full(file, text):
+        if len(text) < 60:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, text[:-50])
+
+    with cupy_sdpa.trace(path):
+        attention(q, k, v, softcap=2.0)
+        monkeypatch.setattr(os, "write", full)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("error" if as_error else "always")
+            got = [attention(q, k, v), attention(q, k, v, causal=True)]
+        monkeypatch.undo()
+    message = capsys.readouterr().err if as_error else "".join(str(warning.message) for warning in found)
+    assert message.count(f"no more problems are written to {path}: No space left on device") == 1
+    for one, other in zip(got, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert [line["options"] for line in lines(path)] == [{"softcap": 2.0}]
+
+
 def test_without_a_trace_a_call_does_nothing_more(monkeypatch):
     """The recorder is not entered: a repeated call costs what it did."""
     monkeypatch.setattr(recorder, "record", None)
@@ -293,7 +374,7 @@ def test_other_code_is_not_executed(line):
 def test_random_problems_are_made_again(number, path):
     """The problems of a trace are those of the calls, and its cases have the same sizes, layouts and options."""
     case = draw(11, number, "cpu")
-    if {"block_mask", "fp8"} & case.options.keys():  # not recorded
+    if {"block_mask", "fp8", "parallel", "shared_prefix", "merge", "cache"} & case.options.keys():  # not recorded as one call
         return
     with cupy_sdpa.trace(path):
         outcome = execute(case)
@@ -320,6 +401,7 @@ def test_random_problems_are_made_again(number, path):
         ("nonsense", "line 1 is not a problem"),
         ('{"call": "eval", "options": {}}', "call is 'eval'"),
         ('{"call": "attention", "q": {"shape": [1]}, "options": {}}', "line 1 is not a problem"),
+        ("[" * 100_000, "line 1 is not a problem"),
     ],
 )
 def test_files_that_are_no_trace(path, text, message, capsys):
@@ -331,6 +413,26 @@ def test_files_that_are_no_trace(path, text, message, capsys):
         assert message in " ".join(captured.err.split())
     assert main(["bench", "--trace", str(path) + "x"]) == 2
     assert complaint(capsys).endswith("No such file or directory")
+
+
+def test_a_problem_with_invalid_arguments_is_no_finding(path, capsys):
+    """``check`` refuses a line whose arrays do not match, with its number, before anything runs."""
+    with cupy_sdpa.trace(path):
+        attention(*arrays(8, 2, 5, 1))
+    (line,) = lines(path)
+    line["k"]["shape"] = [16, 2, 5, 1]
+    path.write_text(f"{path.read_text()}{json.dumps(line)}\n")
+    assert main(["check", "--engine", "cpu", "--trace", str(path)]) == 2
+    message = " ".join(capsys.readouterr().err.split())
+    assert "line 2 is not a problem: " in message
+    assert "head_dim" in message
+
+
+def test_a_trace_that_is_a_pipe_is_refused(path, capsys):
+    """A command does not wait for its writer."""
+    os.mkfifo(path)
+    assert main(["check", "--engine", "cpu", "--trace", str(path)]) == 2
+    assert "it is not a regular file" in capsys.readouterr().err
 
 
 def test_what_was_not_recorded_is_named(path):

@@ -86,6 +86,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "--trace", type=Path, metavar="FILE", help="verify the problems of a file written by CUPY_SDPA_TRACE, not random ones"
     )
     parser.add_argument("--case", metavar="LITERAL", help="run the case of a finding")
+    parser.add_argument("--first", action="store_true", help="end at the first finding, and do not shrink it")
     parser.set_defaults(command=command)
 
 
@@ -146,7 +147,7 @@ def _limits(arguments: argparse.Namespace) -> Limits:
     minutes = 1.0 if arguments.minutes is None and arguments.problems is None else arguments.minutes
     if minutes is not None and not minutes > 0:
         raise CommandError(f"--minutes {minutes}: use a positive number")
-    return Limits(None if minutes is None else 60 * minutes, arguments.problems)
+    return Limits(None if minutes is None else 60 * minutes, arguments.problems, arguments.first)
 
 
 def _case(arguments: argparse.Namespace) -> Case | None:
@@ -170,10 +171,13 @@ def _traced(path: Path, engines: Sequence[str]) -> list[Case]:
     found, smaller = [], 0
     for entry in entries:
         try:
+            entry.problems()
             full = [case_of(entry, engine) for engine in engines if engine != "plan"]
         except NotReplayableError as error:
             print_labeled("skipped", f"line {entry.number}: {error}")
             continue
+        except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
+            raise CommandError(f"{path}, line {entry.number} is not a problem: {one_line(str(error))}") from error
         cases = [reduced(case) for case in full]
         smaller += cases != full
         found += cases

@@ -14,6 +14,7 @@ import numpy as np
 
 from .. import layout
 from ..attention import attention
+from ..calls.options import Options
 from ..device import cupy_runtime
 from ..errors import CudnnError, Unsupported
 from ..explain import explain
@@ -77,7 +78,7 @@ def command(arguments: argparse.Namespace) -> int:
     if os.path.realpath(arguments.output) == os.path.realpath(arguments.input):
         raise CommandError(f"-o {arguments.output} is the input file and would be overwritten; use another file")
     options = {"causal": arguments.causal, "scale": arguments.scale, "return_stats": arguments.stats}
-    headers = npz.headers(arguments.input, NAMES)
+    headers = npz.headers(arguments.input, NAMES, Options.__annotations__.keys())
     is_named, arguments.layout = arguments.layout is not None, arguments.layout or "dhsb"
     problem = _problem(arguments, headers, options)
     if not is_named:

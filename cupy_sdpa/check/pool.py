@@ -37,6 +37,7 @@ class Worker:
         environment = {
             **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUPY_SDPA_CACHE_DIR": "0",
             "OMP_NUM_THREADS": count, "OPENBLAS_NUM_THREADS": count, "MKL_NUM_THREADS": count,
+            "MALLOC_PERTURB_": "1",  # glibc fills memory of numpy.empty with bytes of 254: NaN, or numbers of -1e38 and less
         }  # fmt: skip
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
         self._process = subprocess.Popen(

@@ -36,10 +36,12 @@ class Limits(NamedTuple):
     Attributes:
         seconds: the duration.
         problems: the number of cases.
+        first: whether to end at the first finding, which is not shrunk.
     """
 
     seconds: float | None = None
     problems: int | None = None
+    first: bool = False
 
 
 class RunResult(NamedTuple):
@@ -99,10 +101,13 @@ def run(
     with Pool(jobs, modules) as pool, ThreadPoolExecutor(jobs) as threads:
         try:
             end = None if limits.seconds is None else start + limits.seconds
-            _run_cases(itertools.islice(drawn, limits.problems), end, pool, threads, count)
-            if summary.findings:
+            wanted: Iterator[Case] = itertools.islice(drawn, limits.problems)
+            if limits.first:
+                wanted = itertools.takewhile(lambda case: not summary.findings, wanted)
+            _run_cases(wanted, end, pool, threads, count)
+            if summary.findings and not limits.first:
                 before_shrinking(summary, time.monotonic() - start)
-            _shrink_findings(summary.findings, pool, threads, lambda: report("shrinking findings"))
+                _shrink_findings(summary.findings, pool, threads, lambda: report("shrinking findings"))
         except KeyboardInterrupt:
             interrupted = True
             pool.kill()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-from .cases.case import REQUIRES, Case, Paged
+from .cases.case import GRADIENTS, Case, Paged
 from .verify.outcome import Outcome
 
 #: Runs a case.
@@ -60,7 +60,7 @@ def _all_candidates(case: Case) -> Iterator[Case]:
                 yield single
     for name in case.options:
         yield case.without(name)
-    if case.backward and not any(name in case.options for name in REQUIRES):
+    if case.backward and not any(name in case.options for name in GRADIENTS):
         yield case.with_(backward=False)
     for name in case.layouts:
         yield case.with_(layouts={other: layout for other, layout in case.layouts.items() if other != name})
@@ -144,6 +144,10 @@ _SIMPLEST = {
     "score_mod": ("near_key_100", ""),
     "mask_mod": ("key_100", ""),
     "stats": True,
+    "parallel": ("ring", 2),
+    "shared_prefix": 1,
+    "merge": 2,
+    "cache": (1, "full", 1, "", False),
     "jvp": "q",
     "bucket": 128,
 }

@@ -103,13 +103,22 @@ class Summary:
         """The number of outcomes of some kinds."""
         return sum(number for (_, kind), number in self.kinds.items() if kind in kinds)
 
+    def share(self, name: str) -> float:
+        """The percentage of cases with an option."""
+        return 100 * sum(self.options[name, column] for column in COLUMNS) / max(self.problems, 1)
+
     def table(self) -> list[str]:
-        """The lines of a table of options: the number of cases that were run, refused and wrong."""
+        """The lines of a table of options: the share of the cases, and the number that were run, refused and wrong."""
         names = ["forward only", "gradients", "no option", *OPTIONS, "layouts"]
         half = -(-len(names) // 2)
-        rows = [f"{name:<16}" + "".join(f"{self.options[name, column]:>7}" for column in COLUMNS) for name in names]
+        widths = (6, 7, 6)
+        rows = [
+            f"{name:<15}{self.share(name):>3.0f}%"
+            + "".join(f"{self.options[name, column]:>{width}}" for column, width in zip(COLUMNS, widths, strict=True))
+            for name in names
+        ]
         rows += [""] * (2 * half - len(rows))
-        head = f"{'option':<16}" + "".join(f"{column:>7}" for column in ("run", "refuse", "wrong"))
+        head = f"{'option':<15}{'of':>4}{'run':>6}{'refuse':>7}{'wrong':>6}"
         pairs = zip([head, *rows[:half]], [head, *rows[half:]], strict=True)
         return [f"{left}   {right}".rstrip() for left, right in pairs]
 
@@ -123,6 +132,7 @@ class Summary:
         return {
             "problems": self.problems, "calls": self.calls,
             "kinds": {f"{engine} {kind}": count for (engine, kind), count in sorted(self.kinds.items())},
+            "shares": {name: round(self.share(name), 1) for name in sorted({name for name, _ in self.options})},
             "options": by_column(self.options), "pairs": by_column(self.pairs),
             "refusals": dict(self.reasons.most_common()),
         }  # fmt: skip

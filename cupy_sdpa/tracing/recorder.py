@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any, TypeVar
 from ..arrays import layouts
 from ..score_fn.identity import identity
 from .source import PARAMETERS, NotRecordedError, name_of, source_of
+from .trace_file import TraceFile
 
 #: The environment variable with the file to which a process writes its problems.
 VARIABLE = "CUPY_SDPA_TRACE"
@@ -34,6 +37,9 @@ ResultT = TypeVar("ResultT")
 class Trace:
     """A file of problems. Problems that it contains are not written again, also not in a later process.
 
+    A problem that cannot be written is an error of the trace, not of the call: a warning names the reason, and no further
+    problem is written.
+
     Args:
         path: the file; problems are appended, and the file is created if it does not exist.
 
@@ -41,20 +47,20 @@ class Trace:
         problems: the number of problems in the file.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: the file cannot be written, is not a regular file, or is not a trace.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        self._written = set(self.path.read_text(encoding="utf-8").splitlines())
+        self._file = TraceFile(self.path)
+        self._failed = False
         self._seen: set[tuple[Any, ...]] = set()
         self._lock = threading.Lock()
 
     @property
     def problems(self) -> int:
         """The number of problems in the file."""
-        return len(self._written)
+        return len(self._file.lines)
 
     def add(self, call: str, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         """Write the problem of a call, unless the file contains it. It does nothing if the arguments are not valid.
@@ -69,21 +75,32 @@ class Trace:
                 arrays = {name: layouts.to_own(name, array, layout) for name, array in arrays.items()}
                 options = layouts.options_in_own(options, layout)
             seen = call, *_items(arrays), *_items(options)
-            if _UNKNOWN not in seen and seen in self._seen:
+            if self._failed or (_UNKNOWN not in seen and seen in self._seen):
                 return
-            line = json.dumps(_entry(call, arrays, options), allow_nan=False)
+            line = json.dumps(_entry(call, arrays, options), allow_nan=False).encode()
         except (TypeError, ValueError, AttributeError):
             return  # the call raises the error
         with self._lock:
             if _UNKNOWN not in seen:
                 self._seen.add(seen)
-            if line not in self._written:
-                self._written.add(line)
-                os.write(self._file, f"{line}\n".encode())  # one write, so that several processes can append
+            if line not in self._file.lines and not self._failed:
+                try:
+                    self._file.append(line)
+                except OSError as error:
+                    self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        """Write nothing more, and warn; the warning is printed if it is an error, because the call has its results."""
+        self._failed = True
+        text = f"no more problems are written to {self.path}: {error.strerror}"
+        try:
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+        except RuntimeWarning:
+            print(f"cupy_sdpa: {text}", file=sys.stderr)
 
     def close(self) -> None:
         """Close the file."""
-        os.close(self._file)
+        self._file.close()
 
     def __repr__(self) -> str:
         return f"<Trace {self.path}: {self.problems} problem{'s' * (self.problems != 1)}>"
@@ -166,7 +183,8 @@ def trace(path: str | os.PathLike[str]) -> Iterator[Trace]:
         The trace, with the attribute ``problems``, the number of problems in the file.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: the file cannot be written, is not a regular file, or has other contents than a trace. An error of a later
+            write is a warning, and the call returns its results.
 
     >>> import json, pathlib, tempfile, numpy as np, cupy_sdpa
     >>> x = np.ones((8, 2, 16, 1), np.float32, order="F")

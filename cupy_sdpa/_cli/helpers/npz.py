@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import lzma
 import math
 import os
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -24,6 +25,8 @@ _DAMAGE = (
     *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, OSError, EOFError, RuntimeError),
     *(SyntaxError, tokenize.TokenError, ValueError, TypeError),
 )
+#: The largest header of an array in bytes, and the compressions that numpy writes; only their reads are bounded in memory.
+_MAX_HEADER, _COMPRESSIONS = 1 << 16, (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 #: Readers of the header, by version of the npy format. Version 3 is for structured dtypes, which are not supported.
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
@@ -48,8 +51,13 @@ class Header:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def headers(path: Path, names: Sequence[str]) -> list[Header]:
+def headers(path: Path, names: Sequence[str], refused: Collection[str] = ()) -> list[Header]:
     """Read the headers of arrays in an npz file, without their data.
+
+    Args:
+        path: the file.
+        names: the arrays.
+        refused: the names of arrays that must not be in the file.
 
     Raises:
         CommandError: the file or an array is missing or damaged, or an array contains Python objects.
@@ -60,6 +68,11 @@ def headers(path: Path, names: Sequence[str]) -> list[Header]:
         if missing := [name for name in names if name not in members]:
             holds = f"it holds {', '.join(members)}" if members else "it is empty"
             raise CommandError(f"{path} has no array {' and no '.join(missing)}: {holds}")
+        if unread := [name for name in members if name in refused]:
+            raise CommandError(
+                f"{path} has {' and '.join(unread)}, which run does not read: remove them from the file, or call "
+                "cupy_sdpa.attention in Python"
+            )
         for name in names:
             with _member(path, archive, name) as stream:
                 result.append(_header(path, archive, name, stream))
@@ -107,6 +120,8 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
+    if path.exists() and not path.is_file() and not path.is_dir():  # a pipe or a device, whose end may never come
+        raise CommandError(f"cannot read {path}: it is not a regular file")
     try:
         archive = zipfile.ZipFile(path)
     except OSError as error:
@@ -119,6 +134,12 @@ def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
 
 @contextlib.contextmanager
 def _member(path: Path, archive: zipfile.ZipFile, name: str) -> Iterator[IO[bytes]]:
+    compression = archive.getinfo(_name_in(archive, name)).compress_type
+    if compression not in _COMPRESSIONS:
+        raise CommandError(
+            f"the array {name} in {path} has the zip compression {compression}, which numpy does not write: use numpy.savez or "
+            "numpy.savez_compressed"
+        )
     try:
         with archive.open(_name_in(archive, name)) as stream:
             yield stream
@@ -132,7 +153,8 @@ def _name_in(archive: zipfile.ZipFile, name: str) -> str:
     return f"{name}.npy" if f"{name}.npy" in archive.namelist() else name
 
 
-def _header(path: Path, archive: zipfile.ZipFile, name: str, stream: IO[bytes]) -> Header:
+def _header(path: Path, archive: zipfile.ZipFile, name: str, member: IO[bytes]) -> Header:
+    stream = io.BytesIO(member.read(_MAX_HEADER))
     version = np.lib.format.read_magic(stream)
     if version not in _HEADERS:
         raise CommandError(f"the array {name} in {path} has npy format {version}, which is not supported")

@@ -1,4 +1,36 @@
-"""A problem of the self-test as literals. Its ``repr`` is Python code, which :func:`parse` reads without evaluating it."""
+"""A problem of the self-test as literals. Its ``repr`` is Python code, which :func:`parse` reads without evaluating it.
+
+The options of a case are literals. Their values:
+
+==================  ================================================================================================
+``scale``           a number
+``causal``          ``"top_left"`` or ``"bottom_right"``
+``window``          as in the call
+``mask``            (axes, kind); axes is a string such as ``"k1h1"`` for the shape (Skv, 1, Hq, 1)
+``bias``            (axes, dtype, kind)
+``seq_lens_q``      kind of lengths: ``"random"``, ``"zero"``, ``"some_zero"``, ``"full"`` or ``"one"``; the same for
+                    ``seq_lens_kv``
+``paged``           the fields of :class:`Paged`
+``packed``          the fields of :class:`Packed`
+``alibi_slopes``    ``"usual"`` or ``"random"``
+``softcap``         a number
+``sinks``           ``"normal"`` or ``"high"``
+``dropout``         the fields of :class:`Dropout`
+``score_mod``       (name, dtype of the captured arrays), a function of :mod:`.functions`; the same for ``mask_mod``
+``block_mask``      (kind, axes): ``"blocks"``, ``"pairs"``, ``"documents"``, ``"prefix"``, ``"segments"`` or ``"window"``;
+                    axes as for ``mask``
+``stats``           True or ``"max_sumexp"``
+``fp8``             the dtype of q, k and v in FP8, whose values the arrays of the case have
+``parallel``        (method, members): the call is made by a group of threads
+``shared_prefix``   the number of pages that all sequences share; the call is ``shared_prefix_attention``
+``merge``           the number of parts of the keys, whose results are merged
+``cache``           the fields of :class:`Cache`: the keys are appended to a ``KVCache``
+``jvp``             the letters of the arrays with tangents, such as ``"qk"``: the call is ``attention_jvp``
+``preallocated``    True: results are written to preallocated arrays
+``bucket``          as in the call; the same for ``max_workspace``, ``deterministic``, ``return_dbias``,
+                    ``return_dsinks`` and ``return_dtensors``
+==================  ================================================================================================
+"""
 
 from __future__ import annotations
 
@@ -9,7 +41,9 @@ from typing import Any, NamedTuple
 #: The engines of a case: CuPy arrays through cuDNN, numpy arrays on the CPU engine, or planning without execution.
 ENGINES = ("gpu", "cpu", "plan")
 #: The options that return another gradient, and the option that each requires.
-REQUIRES = {"return_dbias": "bias", "return_dsinks": "sinks", "return_dtensors": "score_mod"}
+GRADIENTS = {"return_dbias": "bias", "return_dsinks": "sinks", "return_dtensors": "score_mod"}
+#: The options that require another one.
+REQUIRES = GRADIENTS | {"shared_prefix": "paged"}
 
 
 class Packed(NamedTuple):
@@ -54,6 +88,25 @@ class Paged(NamedTuple):
     moved: bool
 
 
+class Cache(NamedTuple):
+    """The value of the option ``cache``: keys and values that are appended to a :class:`cupy_sdpa.KVCache`.
+
+    Attributes:
+        page: the page size.
+        lengths: the kind of lengths of the keys.
+        steps: the number of appends.
+        event: ``"truncate"``: tokens are appended and removed before the last append; ``"release"``: the sequences had other
+            tokens before; ``"fork"``: every sequence begins as a copy of sequence 0; ``""``: none of these.
+        packed: whether new tokens are packed.
+    """
+
+    page: int
+    lengths: str
+    steps: int
+    event: str
+    packed: bool
+
+
 class Dropout(NamedTuple):
     """The value of the option ``dropout``.
 
@@ -79,7 +132,7 @@ class Case:
         d, dv, hq, hkv, sq, skv, b: the sizes; with packed sequences sq and skv are the maximum lengths.
         backward: whether gradients are computed.
         layouts: memory layouts by array name, in the notation of :mod:`.memory`; dense Fortran order by default.
-        options: the options of the call as literals; see :mod:`.draw`.
+        options: the options of the call as literals, see above.
         seed: the seed of the values.
         gpu: the name of the described GPU, for planning.
 
@@ -127,6 +180,16 @@ class Case:
     def paged(self) -> Paged | None:
         """The option ``paged``, or None."""
         return Paged(*self.options["paged"]) if "paged" in self.options else None
+
+    @property
+    def cache(self) -> Cache | None:
+        """The option ``cache``, or None."""
+        return Cache(*self.options["cache"]) if "cache" in self.options else None
+
+    @property
+    def shared_keys(self) -> int:
+        """The number of keys that all sequences share through the option ``shared_prefix``."""
+        return min(self.options["shared_prefix"], self.skv // self.paged.page) * self.paged.page if self.paged else 0
 
     @property
     def dropout(self) -> Dropout | None:

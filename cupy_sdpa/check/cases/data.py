@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -97,6 +96,10 @@ def build(case: Case, index: int) -> Data:
     rng = np.random.default_rng([case.seed, index])
     _add_lengths(data, index)
     data.arrays |= {name: _position_array(data, rng, name) for name in ("q", "k", "v", "dout")}
+    if case.cache and case.cache.event == "fork":
+        for b, length in enumerate(forked_lengths(data.lengths[1])):
+            for name in "kv":
+                data.arrays[name][:, :, :length, b] = data.arrays[name][:, :, :length, 0]
     if case.paged:
         data.dense = {name: data.arrays[name] for name in "kv"}
         data.arrays |= build_pages(case, seeded, data.dense, data.lengths[1])
@@ -132,13 +135,20 @@ def _lengths(rng: np.random.Generator, kind: str, maximum: int, batch: int, exce
     return by_kind[kind]().astype(np.int32)
 
 
-@functools.lru_cache(maxsize=8)
-def _packed_lengths(seed: int, index: int, packed: Packed, sizes: tuple[int, int, int]) -> tuple[Any, Any]:
-    """The lengths of packed queries and keys; ``sizes`` is (Sq, Skv, B)."""
-    sq, skv, b = sizes
-    rng = np.random.default_rng([seed, index, _LENGTHS_STREAM])
+def forked_lengths(lengths: Any) -> Any:
+    """The number of first keys that each sequence shares with sequence 0 if a cache begins with copies of that sequence."""
+    shared = np.minimum(lengths[0], lengths) // 2
+    return np.where(np.arange(len(lengths)) == 0, 0, shared)
+
+
+def _packed_lengths(case: Case, index: int) -> tuple[Any, Any]:
+    """The lengths of packed queries and keys. In a group both sets of values have the same, because nothing follows them."""
+    packed, (sq, skv, b) = Packed(*case.options["packed"]), (case.sq, case.skv, case.b)
+    rng = np.random.default_rng([case.seed, 0 if "parallel" in case.options else index, _LENGTHS_STREAM])
     queries = _lengths(rng, packed.kind_q, sq, b, packed.excess)
     keys = np.minimum(queries, skv) if packed.kind_kv == "same" else _lengths(rng, packed.kind_kv, skv, b, packed.excess)
+    if "parallel" in case.options:  # the axes of options have the longest length
+        queries[:1], keys[:1] = sq, skv
     return queries, keys
 
 
@@ -146,7 +156,7 @@ def _add_lengths(data: Data, index: int) -> None:
     """Add ``seq_lens`` or ``cu_seqlens``."""
     case, sides = data.case, ("q", "kv")
     if (packed := case.packed) and not case.paged:
-        packed_lengths = _packed_lengths(case.seed, index, packed, (case.sq, case.skv, case.b))
+        packed_lengths = _packed_lengths(case, index)
         starts = [np.concatenate([[packed.before], packed.before + np.cumsum(n)]).astype(packed.dtype) for n in packed_lengths]
         data.starts = (starts[0], starts[1])
         data.arrays |= {f"cu_seqlens_{side}": array for side, array in zip(sides, starts, strict=True)}
@@ -154,14 +164,17 @@ def _add_lengths(data: Data, index: int) -> None:
         return
     rng = np.random.default_rng([case.seed, index, _LENGTHS_STREAM])
     both: list[Any] = []
+    pages = case.paged or case.cache
     for side, maximum in zip(sides, (case.sq, case.skv), strict=True):
-        kind = case.paged.lengths if case.paged and side == "kv" else case.options.get(f"seq_lens_{side}")
+        kind = pages.lengths if pages and side == "kv" else case.options.get(f"seq_lens_{side}")
         lengths = None if kind is None else _lengths(rng, kind, maximum, case.b)
-        if lengths is not None:
+        if lengths is not None and side == "kv" and "shared_prefix" in case.options:
+            lengths = np.maximum(lengths, np.int32(case.shared_keys))
+        if lengths is not None and not (case.cache and side == "kv"):
             data.arrays[f"seq_lens_{side}"] = lengths
         both.append(lengths)
     if packed:  # the queries of paged keys
-        queries, _ = _packed_lengths(case.seed, index, packed, (case.sq, case.skv, case.b))
+        queries, _ = _packed_lengths(case, index)
         starts_q = np.concatenate([[packed.before], packed.before + np.cumsum(queries)]).astype(packed.dtype)
         data.starts, data.arrays["cu_seqlens_q"] = (starts_q, None), starts_q
         both[0] = np.minimum(queries, case.sq)
@@ -171,7 +184,7 @@ def _add_lengths(data: Data, index: int) -> None:
 def packed_total(case: Case, side: int) -> int:
     """The length of the packed arrays of the queries (0) or keys (1); the same for both sets of values."""
     packed = Packed(*case.options["packed"])
-    totals = [_packed_lengths(case.seed, index, packed, (case.sq, case.skv, case.b))[side].sum() for index in (0, 1)]
+    totals = [_packed_lengths(case, index)[side].sum() for index in (0, 1)]
     return int(packed.before + max(totals) + packed.after)
 
 
@@ -267,6 +280,14 @@ def _attends(seed: int, option: tuple[str, str], sizes: tuple[int, int, int, int
         return np.broadcast_to((document[i] == document[j]) & ((i >= j) | (seed % 2 == 0)), shape)
     if kind == "prefix":
         return np.broadcast_to((i >= j) | (j < rng.integers(0, skv + 1)), shape)
+    if kind == "window":  # of documents, or with first keys that every query attends to
+        window, document = (i >= j) & (i < j + rng.integers(1, 200)), np.sort(rng.integers(0, 4, max(sq, skv, 1)))
+        return np.broadcast_to(window & (document[i] == document[j]) if seed % 2 else window | (j < rng.integers(0, 20)), shape)
+    if kind == "segments":  # consecutive queries attend to consecutive keys, some causally; ranges of keys are often nested
+        segment = np.searchsorted(np.sort(rng.integers(0, sq + 1, 3)), i, side="right")
+        first, last = np.sort(rng.integers(0, skv + 1, (4, 2)), axis=1).T
+        inside = (first[segment] <= j) & (j < last[segment])
+        return np.broadcast_to(inside & ((i >= j) | (rng.random(4) < 0.7)[segment]), shape)
     kinds = rng.integers(0, 2 if kind == "blocks" else 3, (-(-skv // 128), -(-sq // 128), *shape[2:]))
     kinds = np.repeat(np.repeat(kinds, 128, axis=0), 128, axis=1)[:skv, :sq]
     return np.where(kinds == 2, rng.random(shape) < 0.5, kinds == 1)

@@ -1,31 +1,4 @@
-"""Random cases: case ``number`` of a run depends only on the seed and the number.
-
-The options of a case are literals. Their values:
-
-==================  ================================================================================================
-``scale``           a number
-``causal``          ``"top_left"`` or ``"bottom_right"``
-``window``          as in the call
-``mask``            (axes, kind); axes is a string such as ``"k1h1"`` for the shape (Skv, 1, Hq, 1)
-``bias``            (axes, dtype, kind)
-``seq_lens_q``      kind of lengths: ``"random"``, ``"zero"``, ``"some_zero"``, ``"full"`` or ``"one"``; the same for
-                    ``seq_lens_kv``
-``paged``           the fields of :class:`~.case.Paged`
-``packed``          the fields of :class:`~.case.Packed`
-``alibi_slopes``    ``"usual"`` or ``"random"``
-``softcap``         a number
-``sinks``           ``"normal"`` or ``"high"``
-``dropout``         the fields of :class:`~.case.Dropout`
-``score_mod``       (name, dtype of the captured arrays), a function of :mod:`.functions`; the same for ``mask_mod``
-``block_mask``      (kind, axes): ``"blocks"``, ``"pairs"``, ``"documents"`` or ``"prefix"``; axes as for ``mask``
-``stats``           True or ``"max_sumexp"``
-``fp8``             the dtype of q, k and v in FP8, whose values the arrays of the case have
-``jvp``             the letters of the arrays with tangents, such as ``"qk"``: the call is ``attention_jvp``
-``preallocated``    True: results are written to preallocated arrays
-``bucket``          as in the call; the same for ``max_workspace``, ``deterministic``, ``return_dbias``,
-                    ``return_dsinks`` and ``return_dtensors``
-==================  ================================================================================================
-"""
+"""Random cases: case ``number`` of a run depends only on the seed and the number."""
 
 from __future__ import annotations
 
@@ -35,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import fp8
-from .case import REQUIRES, Case, Dropout, Packed, Paged
+from .case import GRADIENTS, Cache, Case, Dropout, Packed, Paged
+from .combine import FP8_GPUS, LEFT_OUT, NOT_SPLIT, ONLY_WITH, fit_fp8, is_valid, schedule, with_required
 from .functions import DTYPES, MASKS, SCORES
 
 
@@ -52,14 +25,21 @@ class Limits(NamedTuple):
     elements: int
 
 
-#: The size limits of each engine.
+#: The size limits of each engine. On the CPU most cases have the limits ``"small"``, because small sizes show most faults.
 LIMITS = {
     "gpu": Limits(1_500_000, 5_000_000),
     "cpu": Limits(200_000, 1_000_000),
+    "small": Limits(10_000, 40_000),
     "plan": Limits(2_000_000_000, 50_000_000),
 }
+#: The probability of a case on the CPU with the limits ``"cpu"``.
+LARGE = 0.06
+#: The probability that all lengths of a case are 0, 1 or 2; other lengths are as often small or near a multiple of a tile.
+TINY = 0.3
 #: Numbers of keys with a single query; 40 % of those cases have one of these.
 DECODE_KEYS = (1, 2, 64, 127, 128, 129, 163, 255, 256, 257, 276, 384, 1023, 1024, 1025, 4096)
+#: The options that have no gradients.
+FORWARD_ONLY = {"paged", "jvp", "fp8", "merge", "shared_prefix", "cache"}
 #: The described GPUs that problems are planned for. The H200, whose description was read from a real GPU, is more frequent.
 GPUS = ("h200", "h200", "a100", "b200", "l40s", "rtx5090", "a10")
 
@@ -99,6 +79,8 @@ class Sampler:
 
     def length(self) -> int:
         """A sequence length: very small, near a multiple of the tile sizes of kernels, or arbitrary."""
+        if self.engine == "cpu" and self.chance(0.7):
+            return 3 + self.integer(37)
         return int(
             self.pick(
                 self.pick(1, 2, 3, 7, 8, 17),
@@ -112,13 +94,17 @@ class Sampler:
         """Draw Sq and Skv."""
         if self.fixed_lengths:
             return self.fixed_lengths
-        kind = self.rng.random()
-        if kind < 0.3:  # decoding
-            skv = self.pick(*DECODE_KEYS) if self.chance(0.4) else self.log_uniform(1, 70000 if self.chance(0.3) else 2000)
-            return 1, int(skv)
-        if kind < 0.48:
+        if "block_mask" in self.names and self.chance(0.75):  # several blocks
+            few, many = 128 * self.pick(1, 1, 2) + self.pick(-1, 0, 1, 40), 128 * self.pick(1, 2, 3) + self.pick(-1, 0, 1, 60)
+            return (few, many) if self.chance(0.5) else (many, few) if self.chance(0.5) else (few, few)
+        kind = 1.0 if "parallel" in self.names and self.chance(0.5) else self.rng.random()  # a group has no decoding
+        if kind < TINY:
             return self.pick(0, 1, 2), self.pick(0, 1, 2)
-        if kind < 0.55:
+        if kind < TINY + 0.3:  # decoding
+            most = 70000 if self.chance(0.3 if self.engine != "cpu" else 0.02) else 2000 if self.engine != "cpu" else 300
+            skv = self.pick(*DECODE_KEYS) if self.chance(0.4) else self.log_uniform(1, most)
+            return 1, int(skv)
+        if kind < TINY + 0.37:
             few, many = int(self.pick(0, 1, 2)), self.length()
             return (few, many) if self.chance(0.5) else (many, few)
         sq = self.length()
@@ -138,9 +124,15 @@ class Sampler:
         dv = d if self.chance(0.6) else self.head_dim()
         hkv, group = self.pick(1, 1, 2, 3, 4), self.pick(1, 1, 2, 3, 4, 6, 8)
         b = self.pick(1, 1, 2, 3, 5, 8)
-        if self.chance(0.02):
+        if self.chance(0.03):
             b, hkv, dv = self.pick((0, hkv, dv), (b, 0, dv), (b, hkv, 0))
-        limits = LIMITS[self.engine]
+        if {"block_mask", "parallel"} & self.names:  # of many calls
+            hkv, group, b = self.pick((1, 1, 1), (1, 2, 1), (2, 1, 1), (2, 2, 1), (4, 1, 1), (1, 1, 2), (1, 2, 2), (2, 2, 2))
+        limits = LIMITS[self.engine if self.engine != "cpu" or self.chance(LARGE) else "small"]
+        if "block_mask" in self.names:
+            limits = Limits(max(limits.scores, 300_000), max(limits.elements, 150_000))
+            if self.engine == "cpu":
+                d, dv = min(d, 16), min(dv, 16)
         while b * hkv * group * sq * skv > limits.scores or max(sq * hkv * group, skv * hkv) * b * max(d, dv) > limits.elements:
             if (largest := max(b, hkv, group)) > 1:
                 if b == largest:
@@ -156,6 +148,13 @@ class Sampler:
             else:
                 skv = (skv + 1) // 2
         self.sizes = {"d": d, "dv": dv, "hq": hkv * group, "hkv": hkv, "sq": sq, "skv": skv, "b": b}
+
+    def extended(self, names: set[str], others: list[str], count: int) -> set[str]:
+        """The names and up to ``count`` others that they can be combined with."""
+        for _ in range(count):
+            more = names | {self.pick(*others)}
+            names = more if is_valid(with_required(more)) else names
+        return names
 
     def axes(self) -> str:
         """The axes of a mask or bias: keys, queries, heads, batch; each of full length or length 1."""
@@ -173,6 +172,8 @@ class Sampler:
             names = [name for name in names if table[name].tensors and table[name].kind in ("float", "number")]
         if self.sizes["b"] * self.sizes["hq"] * self.sizes["sq"] * self.sizes["skv"] > 4_000_000:
             names = [name for name in names if all(len(axes) < 3 for axes in table[name].tensors.values())]
+        if "block_mask" in self.names:
+            names.remove("hidden")  # the mask contains all conditions
         function = table[name := self.pick(*names)]
         if not function.tensors:
             return name, ""
@@ -190,11 +191,9 @@ class Sampler:
     def layout(self, name: str) -> str:
         """A memory layout in the notation of :mod:`.memory`."""
         packed = "packed" in self.options
-        letters = "hs" if packed else "hsb"
-        order = "".join(self.rng.permutation(list(letters)))
         if name == "stats":
             return "hs" if packed else "shb"
-        text = f"d{order}"
+        text = "d" + "".join(self.rng.permutation(list("hs" if packed else "hsb")))
         if self.engine == "cpu" and self.chance(0.2):
             text = "".join(self.rng.permutation(list(text)))
         for letter in self.rng.permutation(list(text)):
@@ -210,10 +209,10 @@ class Sampler:
     def layouts(self) -> dict[str, str]:
         """Layouts of some of the arrays."""
         same_sizes = self.sizes["sq"] == self.sizes["skv"] and self.sizes["d"] == self.sizes["dv"]
-        if same_sizes and not {"packed", "paged"} & self.names and self.chance(0.15):
+        if same_sizes and not {"packed", "paged", "cache"} & self.names and self.chance(0.15):
             return dict.fromkeys("qkv", "qkv")
         names = (
-            ["q", *([] if "paged" in self.names else ["k", "v"])]
+            ["q", *([] if {"paged", "cache"} & self.names else ["k", "v"])]
             + ["dout"] * self.backward
             + [f"t{letter}" for letter in self.options.get("jvp", "")]
             + (self.results() if "preallocated" in self.options else [])
@@ -255,9 +254,26 @@ def _paged(sampler: Sampler) -> Any:
     return tuple(Paged(page, order, _lengths(sampler), num_splits, rest, sampler.chance(0.3), sampler.chance(0.3)))
 
 
+def _cache(sampler: Sampler) -> Any:
+    page = sampler.pick(1, 2, 8, 16) if sampler.engine != "cpu" else sampler.pick(1, 2, 3, 5, 16, 48)
+    sizes = sampler.sizes
+    sizes["skv"], sizes["b"] = min(sizes["skv"], 20 * page), max(sizes["b"], 1)
+    for name in ("d", "dv", "hkv", "hq"):
+        sizes[name] = max(sizes[name], 1)
+    event = sampler.pick("", "truncate", "release", "fork", "fork")
+    return tuple(Cache(page, _lengths(sampler), sampler.pick(1, 2, 3, 5), event, sampler.chance(0.5)))
+
+
+def _parallel(sampler: Sampler) -> tuple[str, int]:
+    members = sampler.pick(1, 2, 2, 2, 3, 4)
+    (own, rest), group = divmod(sampler.sizes["hq"], members), sampler.sizes["hq"] // max(sampler.sizes["hkv"], 1)
+    by_heads = own and not rest and (own % group == 0 or group % own == 0)
+    return sampler.pick("ring", "all_gather", *(["all_to_all"] if by_heads else [])), members
+
+
 def _stats(sampler: Sampler) -> Any:
     p = sampler.options.get("paged")
-    if sampler.names & {"block_mask", "jvp", "fp8"} or (p and Paged(*p).num_splits):
+    if sampler.names & {"block_mask", "jvp", "fp8", "parallel", "shared_prefix", "merge"} or (p and Paged(*p).num_splits):
         return True
     return sampler.pick(True, "max_sumexp")
 
@@ -265,8 +281,9 @@ def _stats(sampler: Sampler) -> Any:
 def _packed(sampler: Sampler) -> Any:
     same = sampler.sizes["sq"] == sampler.sizes["skv"] and sampler.chance(0.5)
     kind_q = _lengths(sampler)
-    excess = sampler.pick(0, 0, 0, 3) if sampler.engine == "gpu" else 0
-    before, after = sampler.pick((0, 0), (0, 0), (0, 5), (7, 0), (16, 100))
+    of_group = "parallel" in sampler.names  # a group has no gaps between sequences
+    excess = sampler.pick(0, 0, 0, 3) if sampler.engine == "gpu" and not of_group else 0
+    before, after = (0, 0) if of_group else sampler.pick((0, 0), (0, 0), (0, 5), (7, 0), (16, 100))
     kind_kv = "same" if same else _lengths(sampler)
     return tuple(Packed(kind_q, kind_kv, before, after, excess, sampler.pick("int32", "int64")))
 
@@ -279,7 +296,7 @@ def _dropout(sampler: Sampler) -> Any:
 #: How each option is drawn.
 OPTIONS: dict[str, Callable[[Sampler], Any]] = {
     "scale": lambda sampler: sampler.pick(*(() if "fp8" in sampler.names else (0.0, -0.1, -0.3)), 0.05, 0.3, 1.0),
-    "causal": lambda sampler: sampler.pick("top_left", "bottom_right"),
+    "causal": lambda s: "bottom_right" if "shared_prefix" in s.names else s.pick("top_left", "bottom_right"),
     "window": Sampler.window,
     "mask": lambda s: (s.axes(), s.pick("random", "random", "rows", "keys", "none", "all")),
     "bias": _bias,
@@ -293,48 +310,28 @@ OPTIONS: dict[str, Callable[[Sampler], Any]] = {
     "dropout": _dropout,
     "score_mod": lambda sampler: sampler.function("score_mod"),
     "mask_mod": lambda sampler: sampler.function("mask_mod"),
-    "block_mask": lambda s: (s.pick("blocks", "pairs", "documents", "prefix"), f"kq{s.pick(*'h11')}{s.pick(*'b11')}"),
+    "block_mask": lambda s: (
+        s.pick("blocks", "pairs", "documents", "prefix", "segments", "segments", "window"),
+        f"kq{s.pick(*'h1')}{s.pick(*'b1')}",
+    ),
     "stats": _stats,
     **dict.fromkeys(("deterministic", "return_dbias", "return_dsinks", "return_dtensors"), lambda sampler: True),
     "fp8": lambda sampler: sampler.pick("float8_e4m3fn", "float8_e4m3fn", "float8_e5m2"),
+    "parallel": _parallel,
+    "shared_prefix": lambda sampler: sampler.integer(sampler.sizes["skv"] // sampler.options["paged"][0]),
+    "merge": lambda sampler: sampler.pick(1, 2, 3, 8, 9, 20),
+    "cache": _cache,
     "jvp": lambda sampler: sampler.pick("qkv", "qkv", "qkv", "q", "k", "v", "qk", "kv"),
     "preallocated": lambda sampler: True,
     "bucket": lambda sampler: sampler.pick(16, 128, "power_of_two"),
     "max_workspace": lambda sampler: sampler.pick(1 << 24, 1 << 30),
 }
-#: The options that can be combined with a block mask, and pairs of options that cannot be combined.
-WITH_BLOCK_MASK = {"block_mask", "scale", "softcap", "sinks", "stats", "deterministic", "preallocated", "max_workspace"}
-_EXCLUDED = {"packed": ("seq_lens_q", "seq_lens_kv"), "paged": ("seq_lens_kv", "bucket", "jvp", *REQUIRES), "jvp": REQUIRES}
-_EXCLUDED |= {"block_mask": tuple(OPTIONS.keys() - WITH_BLOCK_MASK), "fp8": tuple(OPTIONS.keys() - fp8.COMBINED)}
-CONFLICTS = {frozenset((name, other)) for name, others in _EXCLUDED.items() for other in others}
-#: Options that cannot be combined with ``num_splits``.
-NOT_SPLIT = {"packed", "bias", "mask", "alibi_slopes", "dropout", "score_mod", "mask_mod"}
-#: Options that cannot be combined with bucket and packed sequences: their arrays would need the rounded lengths.
-NOT_IN_PACKED_BUCKETS = ("mask", "bias", "dropout", "score_mod", "mask_mod")
-
-
-def is_valid(names: set[str]) -> bool:
-    """Whether the interface accepts a combination of options.
-
-    >>> is_valid({"packed", "seq_lens_q"}), is_valid({"causal", "window"})
-    (False, True)
-    """
-    if {"packed", "bucket"} <= names and names & {*NOT_IN_PACKED_BUCKETS, *REQUIRES}:
-        return not names & {*NOT_IN_PACKED_BUCKETS, "return_dbias", "return_dtensors"}
-    return not any(pair <= names for pair in CONFLICTS)
-
-
-def _with_required(names: set[str]) -> set[str]:
-    """The given options and the options that they require."""
-    return names | {REQUIRES[name] for name in names if name in REQUIRES}
-
-
 #: Every pair of options that can be combined.
-PAIRS = tuple(pair for pair in itertools.combinations(OPTIONS, 2) if is_valid(_with_required({*pair})))
+PAIRS = tuple(pair for pair in itertools.combinations(OPTIONS, 2) if is_valid(with_required({*pair})))
 
 
 def draw(seed: int, number: int, engine: str, lengths: tuple[int, int] | None = None) -> Case:
-    """Draw case ``number`` of the run with a seed; ``1.5 len(PAIRS)`` consecutive cases contain every pair of options.
+    """Draw case ``number`` of the run with a seed; the features have their shares, see :mod:`.combine`.
 
     Args:
         seed: the seed of the run.
@@ -346,38 +343,36 @@ def draw(seed: int, number: int, engine: str, lengths: tuple[int, int] | None = 
     True
     """
     sampler = Sampler(np.random.default_rng([seed, number, *engine.encode()]), engine, lengths)
-    sampler.draw_sizes()
     return _draw_case(sampler, _option_names(sampler, seed, number), number)
 
 
 def draw_options(names: set[str], number: int, engine: str, lengths: tuple[int, int] | None = None) -> Case:
     """Draw a case with certain options, and the options that they require."""
-    sampler = Sampler(np.random.default_rng([number, *engine.encode()]), engine, lengths)
-    sampler.draw_sizes()
-    return _draw_case(sampler, names, number)
+    return _draw_case(Sampler(np.random.default_rng([number, *engine.encode()]), engine, lengths), names, number)
 
 
 def _draw_case(sampler: Sampler, names: set[str], number: int) -> Case:
-    """Draw the values of the options, the passes, layouts and dtype; the sizes are drawn already."""
-    for name in names & REQUIRES.keys():
+    """Draw the sizes, the values of the options, the passes, layouts and dtype."""
+    for name in names & GRADIENTS.keys():
         sampler.options[name] = True  # the choice of a function depends on these
-    required = sampler.names = _with_required(names - {"block_mask"} if sampler.engine == "plan" else names)
+    required = sampler.names = with_required(names - LEFT_OUT[sampler.engine])
+    sampler.draw_sizes()
     if "fp8" in required and sampler.engine != "cpu" and sampler.chance(0.9):
-        fp8.fit(sampler.sizes, paged="paged" in required, lengths=not sampler.fixed_lengths)
+        fit_fp8(sampler.sizes, paged="paged" in required, lengths=not sampler.fixed_lengths)
     for name in OPTIONS:
         if name in required:
             sampler.options[name] = OPTIONS[name](sampler)
     options = {name: sampler.options[name] for name in OPTIONS if name in required}
-    sampler.backward = not {"paged", "jvp", "fp8"} & options.keys() and (
-        any(name in options for name in (*REQUIRES, "deterministic")) or sampler.chance(0.45)
+    sampler.backward = not FORWARD_ONLY & options.keys() and (
+        any(name in options for name in (*GRADIENTS, "deterministic")) or sampler.chance(0.6)
     )
     layouts = sampler.layouts() if sampler.chance(0.4) else {}
     dtypes = ["float16", "bfloat16"]
     if sampler.engine == "cpu":
         dtypes.append("float32")
-        if not {"block_mask", "fp8"} & options.keys():  # the parts of a block mask are merged by float32 statistics
+        if not {"block_mask", "fp8", "merge", "shared_prefix"} & options.keys():  # parts are merged by float32 statistics
             dtypes.append("float64")
-    gpus = () if sampler.engine != "plan" else fp8.GPUS if "fp8" in options else GPUS
+    gpus = () if sampler.engine != "plan" else FP8_GPUS if "fp8" in options else GPUS
     return Case(
         sampler.engine, sampler.pick(*dtypes), **sampler.sizes, backward=sampler.backward, layouts=layouts,
         options=options, seed=number, gpu=gpus[number % len(gpus)] if gpus else "",
@@ -385,16 +380,20 @@ def _draw_case(sampler: Sampler, names: set[str], number: int) -> Case:
 
 
 def _option_names(sampler: Sampler, seed: int, number: int) -> set[str]:
-    """The options of a case: in two of three cases the next pair in the order of the seed, and sometimes one more."""
-    if number % 3 == 0:
+    """The options of a case: those of its feature, see :data:`~.combine.SHARES`."""
+    feature, earlier = schedule(seed, number)
+    if feature == "few":
         names = {name for name in OPTIONS if sampler.chance(0.04)}
-    else:
-        order = np.random.default_rng([seed, 1]).permutation(len(PAIRS))
-        pair = set(PAIRS[order[(number - number // 3 - 1) % len(PAIRS)]])
-        names = pair | ({sampler.pick(*OPTIONS)} if sampler.chance(0.3) else set())
-        if not is_valid(_with_required(names)):
-            names = pair
-    if "paged" in names and sampler.chance(0.5):  # as in decoding; the keys can be split
-        more = names | {sampler.pick("causal", "window"), *(["seq_lens_q"] if sampler.chance(0.5) else [])}
-        names = more if is_valid(_with_required(more)) else names
-    return names if is_valid(_with_required(names)) else set()
+        return names if is_valid(with_required(names)) else set()
+    if feature == "pairs":
+        names = set(PAIRS[np.random.default_rng([seed, 1]).permutation(len(PAIRS))[earlier % len(PAIRS)]])
+        return sampler.extended(names, list(OPTIONS), int(sampler.chance(0.3)))
+    others = sorted(ONLY_WITH.get(feature, OPTIONS.keys()))
+    names = sampler.extended(with_required({feature}), others, sampler.integer(6 if feature == "parallel" else 3))
+    if feature == "parallel" and sampler.chance(0.4):  # the tiles of a mask on packed sequences
+        names = sampler.extended(sampler.extended(names, ["packed"], 1), ["causal", "window"], 1)
+    if feature == "block_mask":  # the gradients of blocks are then computed on copies
+        names = sampler.extended(names, ["deterministic"], int(sampler.chance(0.3)))
+    if feature == "paged" and sampler.chance(0.5):  # as in decoding; the keys can be split
+        names = sampler.extended(sampler.extended(names, ["causal", "window"], 1), ["seq_lens_q"], sampler.integer(1))
+    return names

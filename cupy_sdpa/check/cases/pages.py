@@ -51,7 +51,7 @@ def build_pages(case: Case, index: int, dense: dict[str, Any], lengths: Any) -> 
     page, batch = case.paged.page, case.b
     width = case.skv // page
     pages = rng.permutation(width * batch + UNUSED)[: width * batch].reshape(width, batch).astype(np.int32)
-    if case.paged.shared:
+    if case.paged.shared or "shared_prefix" in case.options:
         _share(case, pages, dense, lengths)
     table = _entries_after_length(case, rng, pages)
     arrays: dict[str, Any] = {name: _empty_pool(rng, case, name, dense[name].dtype) for name in "kv"}
@@ -74,6 +74,7 @@ def _share(case: Case, pages: Any, dense: dict[str, Any], lengths: Any) -> None:
     page = case.paged.page
     for b in range(1, case.b):
         count = (int(min(lengths[0], lengths[b])) // page + 1) // 2
+        count = max(count, case.shared_keys // page) if "shared_prefix" in case.options else count
         pages[:count, b] = pages[:count, 0]
         for name in "kv":
             dense[name][:, :, : count * page, b] = dense[name][:, :, : count * page, 0]

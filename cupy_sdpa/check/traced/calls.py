@@ -14,7 +14,7 @@ import cupy_sdpa
 from ..cases.case import Case, Packed, Paged
 from ..cases.data import build, call_options
 from ..cases.memory import memory_of, named_layout
-from ..verify.execute import arrays_in_fp8
+from ..verify.routes import arrays_in_fp8
 from .convert import case_of
 from .entry import Entry
 

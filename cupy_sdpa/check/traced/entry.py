@@ -14,6 +14,7 @@ import numpy as np
 import cupy_sdpa
 
 from ...problem.problem import Problem
+from ...tracing.trace_file import read_trace_file
 from ..cases.data import dtype_of
 from ..cases.functions import compiled
 
@@ -88,7 +89,7 @@ def read_trace(path: str | os.PathLike[str]) -> list[Entry]:
         ValueError: a line is not a problem; the message contains its number.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = read_trace_file(Path(path)).decode().splitlines()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not a trace: {error}") from None
     entries: dict[str, Entry] = {}
@@ -96,7 +97,7 @@ def read_trace(path: str | os.PathLike[str]) -> list[Entry]:
         if line.strip() and line not in entries:
             try:
                 entries[line] = _entry(number, json.loads(line))
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number} is not a problem: {error}") from None
     if not entries:
         raise ValueError(f"{path} has no problem")

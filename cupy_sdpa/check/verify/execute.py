@@ -11,20 +11,22 @@ from typing import Any
 import numpy as np
 
 import cupy_sdpa
-from cupy_sdpa import fp8
 
 from ..cases.case import Case
-from ..cases.data import FORMATS, FP8_SCALE, Data, build, call_options, dropout_options, dtype_of
+from ..cases.data import Data, build, call_options, dropout_options, dtype_of
 from ..cases.memory import Memory, memory_of, named_layout
 from .inputs import Inputs
 from .oracle import Results, evaluate
 from .outcome import Outcome
 from .planning import plan
+from .routes import arrays_in_fp8, filled_cache, forward_function, in_group, wrong_scale
 from .tolerance import compare, exact_elements, rounding_floors
 
 #: The set of values of each call on the same memory. On the GPU the third call with the same addresses is captured as a CUDA
 #: graph, and later ones replay it.
-SEQUENCE = {"gpu": (0, 1, 0, 1, 0, 1), "cpu": (0, 1, 0)}
+SEQUENCE = {"gpu": (0, 1, 0, 1, 0, 1), "cpu": (0, 1)}
+#: The same for calls whose bits are compared.
+SEQUENCE_OF_BITS = SEQUENCE | {"cpu": (0, 1, 0)}
 #: The results that may be preallocated.
 RESULTS = ("out", "stats", "dq", "dk", "dv", "jvp")
 #: The results that do not depend on the derivative of the score function.
@@ -79,15 +81,6 @@ def find_errors(wanted: Expected, results: dict[str, Any]) -> dict[str, str]:
     return errors
 
 
-def arrays_in_fp8(case: Case, views: dict[str, Any]) -> list[Any]:
-    """q, k and v in FP8: their values, exactly."""
-    dtype = case.options["fp8"]
-    amax = FORMATS[dtype].largest / FP8_SCALE
-    lengths = {"q": views.get("seq_lens_q")} | dict.fromkeys("kv", None if case.paged else views.get("seq_lens_kv"))
-    scaling = functools.partial(fp8.DelayedScaling, history=1, dtype=dtype, amax=amax)
-    return [scaling(views[x]).quantize(views[x], lengths=lengths[x], **named_layout(case)) for x in "qkv"]
-
-
 class CaseRunner:
     """Makes the calls of one case on numpy or CuPy arrays.
 
@@ -105,11 +98,13 @@ class CaseRunner:
 
     def run(self) -> Outcome:
         """Make all calls, until one is wrong."""
-        memory, sequence = self.allocate(), SEQUENCE[self.case.engine]
+        memory = self.allocate()
+        sequence = (SEQUENCE_OF_BITS if self.reproducible else SEQUENCE)[self.case.engine]
         for number, index in enumerate(sequence, 1):
             self.load(memory, index)
             inputs = {name: memory.host_bits(name) for name in memory.views} if number == len(sequence) else {}
             results = self.call(memory, index)
+            results |= {name: memory.views[name] for name in results if name in RESULTS and name in memory.views}
             if not self.check_results(results, index, f"call {number}") or not self.check_memory(memory, inputs):
                 return self.outcome
             results.clear()  # allows the next call's results to have the same addresses
@@ -118,6 +113,8 @@ class CaseRunner:
         # with attention_vjp cuDNN writes the log-sum-exp; the calls before computed it from max and sum_exp: other bits
         same_bits = self.case.options.get("stats") != "max_sumexp"
         self.check_results(self.call_alternative(memory), 1, "the call at other addresses", same_bits=same_bits)
+        if "fp8" in self.case.options and not self.outcome.is_finding and (message := wrong_scale(self.data[1], memory.views)):
+            self.outcome.set("wrong", message, "scale")
         return self.outcome
 
     def allocate(self) -> Memory:
@@ -165,7 +162,9 @@ class CaseRunner:
         preallocated = {name: views[name] for name in ("out", "stats") if name in views}
         if self.case.tangents:
             return self.derivative(memory, options | preallocated)
-        results = self.forward(cupy_sdpa.attention, memory, options | preallocated)
+        if "parallel" in self.case.options:
+            return self.in_group(memory, options)
+        results = self.forward(forward_function(self.case), memory, options | preallocated, index)
         if not self.case.backward:
             return results
         options |= {name: views[name] for name in ("dq", "dk", "dv") if name in views} | self.backward_options
@@ -180,6 +179,8 @@ class CaseRunner:
         q, k, v = (views[name] for name in "qkv")
         if self.case.tangents:
             return self.derivative(memory, options, widen=True)
+        if "parallel" in self.case.options:
+            return self.in_group(memory, options, vjp=True)
         if self.case.backward:
             self.outcome.calls += 2
             out, pullback = cupy_sdpa.attention_vjp(q, k, v, **options, **self.backward_options)
@@ -190,9 +191,16 @@ class CaseRunner:
 
         # A prepared call accepts only a dense preallocated output.
         preallocated = {"out": views["out"]} if "out" in views and "out" not in self.case.layouts else {}
-        if "block_mask" in options or "fp8" in self.case.options:  # they cannot be prepared
-            return self.forward(cupy_sdpa.attention, memory, options | preallocated)
-        return self.forward(prepare_and_call, memory, options | preallocated)
+        # Some calls cannot be prepared.
+        other = {"block_mask", "fp8", "shared_prefix", "merge", "cache"} & self.case.options.keys()
+        function = forward_function(self.case) if other else prepare_and_call
+        return self.forward(function, memory, options | preallocated, 1)
+
+    def in_group(self, memory: Memory, options: dict[str, Any], *, vjp: bool = False) -> dict[str, Any]:
+        """Call :class:`cupy_sdpa.parallel.ContextParallel`."""
+        self.outcome.calls += 1 + self.case.backward
+        of_backward = self.backward_options if self.case.backward else {}
+        return in_group(self.case, memory.views, options, of_backward, vjp=vjp)
 
     def derivative(self, memory: Memory, options: dict[str, Any], *, widen: bool = False) -> dict[str, Any]:
         """Call :func:`cupy_sdpa.attention_jvp`, or :func:`cupy_sdpa.widen` before it."""
@@ -205,10 +213,14 @@ class CaseRunner:
         results = cupy_sdpa.attention_jvp(q, k, v, dout=views.get("jvp"), return_stats=stats, **given, **options)
         return dict(zip(("out", "jvp", "stats"), results, strict=False))
 
-    def forward(self, function: Any, memory: Memory, options: dict[str, Any]) -> dict[str, Any]:
+    def forward(self, function: Any, memory: Memory, options: dict[str, Any], index: int) -> dict[str, Any]:
         """Call a forward function; with gradients it also returns the log-sum-exp."""
         in_fp8 = "fp8" in self.case.options
         q, k, v = arrays_in_fp8(self.case, memory.views) if in_fp8 else (memory.views[name] for name in "qkv")
+        if self.case.cache:
+            cache = filled_cache(self.case, self.data[index], self.xp)
+            k, v = cache.keys(1), cache.values(1)
+            options = options | {"page_table": cache.table, "seq_lens_kv": cache.lengths}
         stats: Any = self.case.options.get("stats", self.case.backward)
         self.outcome.calls += 1
         returned = function(q, k, v, **self.deterministic, **({"return_stats": stats} if stats else {}), **options)

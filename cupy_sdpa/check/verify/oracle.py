@@ -45,6 +45,8 @@ class Results:
         dscores: the derivative of the scores in the direction of the tangents.
         mean: its mean of each row, with the weights p.
         score_derivative: the derivative of the scores by the scaled product of q and k.
+        score_curvature: the magnitude of its derivative.
+        difference_error: the error of the derivative from rounding in the differences that it was computed with.
         stats: the log-sum-exp, ``(B, Hkv, G, Sq)``.
         sink_weight: the weight of the sink.
         nondifferentiable: whether the score function is not differentiable at one of the scores.
@@ -57,6 +59,8 @@ class Results:
     scores: Array = field(default_factory=_empty)
     ds: Array = field(default_factory=_empty)
     score_derivative: Any = 1.0
+    score_curvature: Any = 0.0
+    difference_error: Any = 0.0
     dscores: Array = field(default_factory=_empty)
     mean: Array = field(default_factory=_empty)
     stats: Array = field(default_factory=_empty)
@@ -191,23 +195,29 @@ def _add_score_derivatives(inputs: Inputs, forward: Forward, results: Results) -
     """Add the derivatives of the scores by the scaled product of q and k and by the captured arrays, in float64."""
     options = inputs.case.options
     of_softcap: Any = 1.0
+    bend_of_softcap: Any = 0.0
     if "softcap" in options:
-        of_softcap = 1 - np.tanh(forward.softcap_input / options["softcap"]) ** 2
-    results.score_derivative = of_softcap
+        capped = np.tanh(forward.softcap_input / options["softcap"])
+        of_softcap = 1 - capped**2
+        bend_of_softcap = 2 / options["softcap"] * np.abs(capped) * of_softcap
+    results.score_derivative, results.score_curvature = of_softcap, bend_of_softcap
     if "score_mod" not in options:
         return
     product = forward.product
     with np.errstate(all="ignore"):
         above, value, below = (inputs.call_function("score_mod", product + step) for step in (STEP, 0.0, -STEP))
-        results.score_derivative = of_softcap * np.where(np.isfinite(value), (above - below) / (2 * STEP), 0.0)
+        derivative = np.where(np.isfinite(value), (above - below) / (2 * STEP), 0.0)
         bend = np.abs((above - value) - (value - below)) / STEP
+        results.score_derivative = of_softcap * derivative
+        results.score_curvature = bend_of_softcap * derivative**2 + of_softcap * np.where(np.isfinite(bend), bend / STEP, 0.0)
+        results.difference_error = np.spacing(np.where(np.isfinite(value), np.maximum(1, np.abs(value)), 1.0)) / STEP
         results.nondifferentiable = bool((np.isfinite(bend) & (bend > MAX_BEND) & (results.p > MIN_WEIGHT)).any())
         for name, array in inputs.data.tensors.items():
             if array.dtype.kind not in "iub" and name in _score_tensors(inputs):
                 wide = array.astype(np.float64)
                 high, low = (inputs.call_function("score_mod", product, **{name: wide + step}) for step in (STEP, -STEP))
-                derivative = np.where(np.isfinite(value), (high - low) / (2 * STEP), 0.0)
-                results.tensor_derivatives[name] = of_softcap * derivative
+                of_tensor = np.where(np.isfinite(value), (high - low) / (2 * STEP), 0.0)
+                results.tensor_derivatives[name] = of_softcap * of_tensor
 
 
 def _score_tensors(inputs: Inputs) -> Mapping[str, str]:

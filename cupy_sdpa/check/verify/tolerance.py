@@ -3,7 +3,14 @@ r"""The tolerance of a result: flash-attention's rule plus the propagated roundi
 The allowed error is :data:`FACTOR` times the error of the naive computation in the same precision, plus a floor. The naive
 error of a few elements may be small by chance, so the floor is the effect of independent roundings to first order: weights and
 dS are rounded to the dtype of the arrays, scores and L to float32 (Higham and Mary 2019, "A new approach to probabilistic
-rounding error analysis"). Results that must be exact (0 or -inf in fully masked rows and in the padding) have no
+rounding error analysis").
+
+The derivative of a score function or softcap has an error of its own. It is computed at a rounded score, which adds the
+curvature times the error of the score. Its operations have errors relative to their operands, not to their difference: where a
+softcap is saturated, 1 - tanh(s)^2 is nearly 0 with an error of the spacing at 1. Where all scores are saturated, the gradients
+of q and k consist of such errors only.
+
+Results that must be exact (0 or -inf in fully masked rows and in the padding) have no
 tolerance.
 """
 
@@ -69,6 +76,7 @@ class _Floors:
         subnormal: the largest absolute rounding error of subnormal numbers.
         approximate: the relative error of approximate functions.
         of_scores: the error of each score.
+        of_derivative: the error of the derivative of each score by the scaled product of q and k.
         of_stats: the error of L.
     """
 
@@ -90,6 +98,10 @@ class _Floors:
         if fp8 and case.engine == "gpu":
             self.of_scores += FP8_SUM * abs(inputs.scale) * norms
         self.of_scores += self.approximate * np.minimum(scores, _MAX_APPROXIMATE_SCORE)
+        derivative = np.asarray(truth.score_derivative)
+        is_function = "softcap" in case.options or "score_mod" in case.options
+        self.of_derivative = truth.score_curvature * self.of_scores + truth.difference_error
+        self.of_derivative = self.of_derivative + 4 * work * (1 + np.abs(derivative)) * is_function
         self.of_stats = SINGLE * np.where(np.isfinite(truth.stats), np.abs(truth.stats), 0)[..., None]
 
     def all(self) -> dict[str, float]:
@@ -132,10 +144,11 @@ class _Floors:
         of_dp = 4 * self.work * _norms(inputs.dout) * _norms(inputs.v).swapaxes(-1, -2) * keep
         of_p = 2 * self.of_scores + 2 * self.of_stats  # relative
         of_element = ds * (self.rounding + self.approximate + of_p) + p * of_dp + self.subnormal * (p > 0)
-        of_ds = np.sqrt(of_element**2 + (p * of_delta) ** 2) * derivative
+        of_dproduct = of_element * derivative + ds * self.of_derivative
+        of_ds = np.sqrt(of_dproduct**2 + (p * of_delta * derivative) ** 2)
         of_weight = keep * (p * (self.rounding + of_p) + self.subnormal * (p > 0))
         # The error of delta is common to a row, so its terms of dq add up.
-        dq = np.sqrt((of_element * derivative) ** 2 @ inputs.k**2) + np.abs((p * derivative) @ inputs.k) * of_delta
+        dq = np.sqrt(of_dproduct**2 @ inputs.k**2) + np.abs((p * derivative) @ inputs.k) * of_delta
         dk = np.sqrt((of_ds**2).swapaxes(-1, -2) @ inputs.q**2).sum(axis=2)
         dv = np.sqrt((of_weight**2).swapaxes(-1, -2) @ inputs.dout**2).sum(axis=2)
         scale = abs(inputs.scale) * DEVIATIONS
@@ -144,7 +157,7 @@ class _Floors:
         for name in ("dq", "dk", "dv"):
             floors[name] += 2 * drift * _max_abs(self.truth.values[name])
         of_terms = 2 * (of_element + p * of_delta) + 2 * self.half * ds  # may be accumulated in 16 bits
-        return floors | self._sums(of_terms, of_delta)
+        return floors | self._sums(of_terms, of_delta, ds)
 
     def _derivative(self) -> float:
         """The floor of the derivative in the direction of the tangents.
@@ -157,6 +170,7 @@ class _Floors:
         of_p = self.rounding + self.approximate + 2 * self.of_scores + 2 * self.of_stats  # relative
         norms = _norms(dq) * _norms(inputs.k).swapaxes(-1, -2) + _norms(inputs.q) * _norms(dk).swapaxes(-1, -2)
         of_ds = 4 * self.work * abs(inputs.scale) * norms * np.abs(np.asarray(truth.score_derivative))
+        of_ds = of_ds + abs(inputs.scale) * norms * self.of_derivative
         squares = sum(
             (x**2 * (self.rounding**2 * (p @ y) ** 2 + (p * of_p) ** 2 @ y**2)).sum(axis=-1, keepdims=True)
             for x, y in ((dq, inputs.k), (inputs.q, dk))
@@ -170,12 +184,13 @@ class _Floors:
         terms = _max_abs(mean * out) + _max_abs((p * keep) @ dv)
         return DEVIATIONS * _finite_max(of_terms) + (2 * self.half + 2 * drift) * terms
 
-    def _sums(self, of_terms: Array, of_delta: Array) -> dict[str, float]:
+    def _sums(self, of_terms: Array, of_delta: Array, ds: Array) -> dict[str, float]:
         """The floors of the gradients that are sums of dS: of the bias, of sinks and of captured arrays.
 
         Args:
             of_terms: the error of each term of a sum.
             of_delta: the error of the row sums of dO * O.
+            ds: the magnitudes of dS.
         """
         inputs, values, floors = self.inputs, self.truth.values, {}
         if "dbias" in values:
@@ -192,7 +207,8 @@ class _Floors:
             array, key = inputs.data.tensors[name], f"tensors[{name!r}]"
             if key in values:
                 axes = function_of("score_mod", inputs.case.options["score_mod"][0]).tensors[name]
-                floors[key] = _finite_max(inputs.sum_to_tensor(of_terms * np.abs(derivative), axes, array.shape))
+                of_elements = of_terms * np.abs(derivative) + ds * self.of_derivative
+                floors[key] = _finite_max(inputs.sum_to_tensor(of_elements, axes, array.shape))
                 floors[key] += (spacing(array.dtype) + 1e-8) * _max_abs(values[key])
         return floors
 

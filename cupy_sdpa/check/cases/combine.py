@@ -1,0 +1,98 @@
+"""Which options are combined in a case, and how often each feature is drawn."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .case import GRADIENTS, REQUIRES
+
+#: The share of each feature in percent. A feature is drawn with up to three of the options that it can be combined with.
+#: ``"pairs"`` is the next pair of options, ``"few"`` is each option with a probability of 4 %.
+SHARES = {
+    "pairs": 30, "few": 6, "block_mask": 14, "fp8": 8, "jvp": 8, "paged": 10, "parallel": 10, "shared_prefix": 4, "merge": 4,
+    "cache": 6,
+}  # fmt: skip
+#: The options that are left out of the cases of an engine. Groups are threads with numpy arrays. Block masks are planned by
+#: ``tests/test_block_sparse_plans.py``; the calls of the other features are those of other options.
+LEFT_OUT: dict[str, set[str]] = {
+    "cpu": set(), "gpu": {"parallel"}, "plan": {"block_mask", "parallel", "shared_prefix", "merge", "cache"},
+}  # fmt: skip
+#: The described GPUs that problems in FP8 are planned for.
+FP8_GPUS = ("h200", "b200")
+_OF_SCORES = {"scale", "softcap", "sinks", "stats", "max_workspace"}
+_OF_PAGES = {*_OF_SCORES, "causal", "window", "seq_lens_q"}
+#: The options that can be combined with a feature; a feature that is not listed has no such limit.
+ONLY_WITH = {
+    "block_mask": {*_OF_SCORES, "score_mod", "jvp", "deterministic", "preallocated"},
+    "fp8": {"scale", "causal", "window", "seq_lens_q", "seq_lens_kv", "stats", "bucket", "max_workspace", "paged"},
+    "shared_prefix": {*_OF_SCORES, "paged", "causal"},
+    "merge": {*_OF_SCORES, "mask", "bias", "seq_lens_q", "deterministic"},
+    "cache": {*_OF_PAGES, "deterministic", "preallocated"},
+    "parallel": {
+        *_OF_SCORES, "causal", "window", "mask", "bias", "seq_lens_q", "seq_lens_kv", "packed", "alibi_slopes", "dropout",
+        "score_mod", "mask_mod", "deterministic", "return_dsinks",
+    },
+}  # fmt: skip
+_EXCLUDED = {
+    "packed": ("seq_lens_q", "seq_lens_kv"), "paged": ("seq_lens_kv", "bucket", "jvp", *GRADIENTS), "jvp": tuple(GRADIENTS),
+}  # fmt: skip
+#: Pairs of options that cannot be combined.
+CONFLICTS = {frozenset((name, other)) for name, others in _EXCLUDED.items() for other in others}
+#: Options that cannot be combined with ``num_splits``.
+NOT_SPLIT = {"packed", "bias", "mask", "alibi_slopes", "dropout", "score_mod", "mask_mod"}
+#: Options that cannot be combined with bucket and packed sequences: their arrays would need the rounded lengths.
+_NOT_IN_PACKED_BUCKETS = {"mask", "bias", "dropout", "score_mod", "mask_mod", "return_dbias", "return_dtensors"}
+
+
+def is_valid(names: set[str]) -> bool:
+    """Whether the interface accepts a combination of options.
+
+    >>> is_valid({"packed", "seq_lens_q"}), is_valid({"causal", "window"}), is_valid({"fp8", "sinks"})
+    (False, True, False)
+    """
+    if {"packed", "bucket"} <= names and names & _NOT_IN_PACKED_BUCKETS:
+        return False
+    if any(name in names and not names <= {name, *others} for name, others in ONLY_WITH.items()):
+        return False
+    return not any(pair <= names for pair in CONFLICTS)
+
+
+def with_required(names: set[str]) -> set[str]:
+    """The given options and the options that they require."""
+    return names | {REQUIRES[name] for name in names if name in REQUIRES}
+
+
+def schedule(seed: int, number: int) -> tuple[str, int]:
+    """The feature of a case, and how many earlier cases have it: every 50 cases contain each feature with its share.
+
+    >>> names = [schedule(1, number)[0] for number in range(50)]
+    >>> {name: 2 * names.count(name) for name in SHARES} == SHARES
+    True
+    """
+    features = [name for name, share in SHARES.items() for _ in range(share // 2)]
+    rounds, place = divmod(number, len(features))
+    order = np.random.default_rng([seed, 2]).permutation(len(features))
+    feature = features[order[place]]
+    earlier = sum(features[other] == feature for other in order[:place])
+    return feature, rounds * features.count(feature) + earlier
+
+
+def fit_fp8(sizes: dict[str, int], *, paged: bool, lengths: bool) -> None:
+    """Change sizes to those that Hopper supports.
+
+    Args:
+        sizes: the sizes, changed.
+        paged: whether the keys are pages, which also a single query can attend to.
+        lengths: whether the number of queries may be changed.
+
+    >>> sizes = {"d": 24, "dv": 200, "sq": 1}
+    >>> fit_fp8(sizes, paged=False, lengths=True)
+    >>> sizes
+    {'d': 32, 'dv': 128, 'sq': 2}
+    """
+    for name in ("d", "dv"):
+        sizes[name] = -(-sizes[name] // 16) * 16
+    if sizes["d"] <= 128:
+        sizes["dv"] = min(sizes["dv"], 128)
+    if sizes["sq"] == 1 and not paged and lengths:
+        sizes["sq"] = 2

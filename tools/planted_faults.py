@@ -1,0 +1,193 @@
+"""Plant faults one at a time in copies of the repository, and report which ones a command finds.
+
+    python tools/planted_faults.py                                   # the tests of each fault's folder, or check
+    python tools/planted_faults.py --numeric --jobs 2                # only faults that make results wrong
+    python tools/planted_faults.py --names "window pages" "fp8 merge scale"
+    python tools/planted_faults.py --command "python -m pytest -q -x tests/test_merge.py" --list
+
+``planted_faults.json`` has one fault per line: its name, the file, the text that is replaced, the text that replaces it, and
+whether it makes results wrong on numpy (``numeric``), so that ``check`` finds it. A change of the code that removes the text of a
+fault must replace the fault. The exit status is 0 if every fault is caught, 1 if one survives, 2 if the data or the command are
+wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+DATA = Path(__file__).with_suffix(".json")
+#: The command for faults that make results wrong on numpy.
+CHECK = "python -m cupy_sdpa check --engine cpu --seed 1 --minutes 1.5 --jobs 1 --first"
+#: The test files of each folder or module; the longest prefix counts.
+TESTS = {
+    "cupy_sdpa": ("test_attention", "test_backward"),
+    "cupy_sdpa/_cli": ("test_cli", "test_cli_run", "test_cli_explain", "test_written_commands"),
+    "cupy_sdpa/_cudnn": ("test_constants", "test_library"),
+    "cupy_sdpa/arrays": ("test_layout_option", "test_array_libraries", "test_compute_dtype"),
+    "cupy_sdpa/calls": ("test_attention", "test_replay_cache", "test_replay_cache_on_fake_cupy", "test_repeated_functions"),
+    "cupy_sdpa/check": ("test_check", "test_tolerance"),
+    "cupy_sdpa/check/traced": ("test_trace",),
+    "cupy_sdpa/device": ("test_merge", "test_kernels", "test_cuda_graph"),
+    "cupy_sdpa/device/blocks": ("test_block_sparse", "test_block_bits"),
+    "cupy_sdpa/device/paging": ("test_decoding", "test_check_on_fake_cupy", "test_kv_cache"),
+    "cupy_sdpa/forward_mode": ("test_jvp", "test_block_jvp", "test_check_on_fake_cupy"),
+    "cupy_sdpa/fp8": ("test_fp8",),
+    "cupy_sdpa/graph": ("test_interpreter", "test_corners"),
+    "cupy_sdpa/helpers.py": ("test_merge", "test_attention"),
+    "cupy_sdpa/inference": ("test_kv_cache", "test_fp8_cache", "test_shared_prefix"),
+    "cupy_sdpa/nnlib": ("test_nnlib",),
+    "cupy_sdpa/offline": ("test_offline",),
+    "cupy_sdpa/parallel": ("test_parallel", "test_parallel_groups"),
+    "cupy_sdpa/plans": ("test_plan", "test_disk_cache", "test_plan_file"),
+    "cupy_sdpa/problem": ("test_decoding", "test_attention", "test_band"),
+    "cupy_sdpa/score_fn": ("test_functions", "test_derivatives", "test_function_identity"),
+    "cupy_sdpa/sparse": ("test_block_sparse", "test_block_mask", "test_block_replay"),
+    "cupy_sdpa/staging": ("test_decoding", "test_padding", "test_on_fake_cupy"),
+    "cupy_sdpa/support": ("test_support", "test_padding"),
+    "cupy_sdpa/tracing": ("test_trace",),
+    "cupy_sdpa/vjp.py": ("test_backward", "test_training"),
+}
+#: What a copy of the repository does not contain.
+_NOT_COPIED = (".git", "__pycache__", ".venv", "*.egg-info", "_build", ".mypy_cache", ".pytest_cache", ".ruff_cache")
+
+
+class Fault(NamedTuple):
+    """A mistake that the tests or ``check`` should find.
+
+    Attributes:
+        name: what is wrong.
+        file: the file, relative to the root of the repository.
+        old, new: the text that is replaced, and what replaces it.
+        numeric: whether it makes results wrong on numpy.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    numeric: bool
+
+    def problem(self, root: Path = ROOT) -> str:
+        """Why the fault cannot be planted; empty if it can be."""
+        path = root / self.file
+        if not path.is_file():
+            return f"{self.name}: {self.file} does not exist"
+        count = path.read_text(encoding="utf-8").count(self.old)
+        return "" if count == 1 else f"{self.name}: {self.old!r} occurs {count} times in {self.file}, not once"
+
+    def plant(self, root: Path) -> None:
+        """Replace the text in a copy of the repository."""
+        path = root / self.file
+        path.write_text(path.read_text(encoding="utf-8").replace(self.old, self.new), encoding="utf-8")
+
+    def command(self) -> str:
+        """The default command."""
+        if self.numeric:
+            return CHECK
+        folder = max((name for name in TESTS if f"{self.file}/".startswith(f"{name}/")), key=len)
+        return f"python -m pytest -q -x {' '.join(f'tests/{name}.py' for name in TESTS[folder])}"
+
+
+def read_faults() -> list[Fault]:
+    """All faults."""
+    return [Fault(**values) for values in json.loads(DATA.read_text(encoding="utf-8"))]
+
+
+def problems(faults: Sequence[Fault]) -> list[str]:
+    """What is wrong with the data."""
+    names = [fault.name for fault in faults]
+    twice = [f"{name}: there are {names.count(name)} faults of this name" for name in sorted({*names}) if names.count(name) > 1]
+    return twice + [problem for fault in faults if (problem := fault.problem())]
+
+
+def run(command: str, fault: Fault | None, limit: float) -> tuple[str, float, str]:
+    """Run a command in a copy of the repository with a fault.
+
+    Returns:
+        ``"caught"``, ``"survived"`` or ``"time limit"``; the seconds; and the end of the output.
+    """
+    with tempfile.TemporaryDirectory(prefix="fault") as folder:
+        copy = Path(folder, "repository")
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*_NOT_COPIED), symlinks=True)
+        if fault:
+            fault.plant(copy)
+        words = shlex.split(command)
+        words = [sys.executable if word == "python" else word for word in words]
+        environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        start = time.monotonic()
+        process = subprocess.Popen(
+            words, cwd=copy, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            output, _ = process.communicate(timeout=limit)
+            result = "caught" if process.returncode else "survived"
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, result = process.communicate()[0], "time limit"
+        return result, time.monotonic() - start, output
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the program."""
+    parser = argparse.ArgumentParser(description="Plant faults in copies of the repository, and report which ones are found.")
+    parser.add_argument("--list", action="store_true", help="list the faults and their commands, and run nothing")
+    parser.add_argument("--names", nargs="+", metavar="NAME", help="only these faults")
+    parser.add_argument("--numeric", action="store_true", help="only the faults that make results wrong on numpy")
+    parser.add_argument("--command", help="the command (default: check, or the tests of the fault's folder)")
+    parser.add_argument("--jobs", type=int, default=1, help="faults at the same time (default 1)")
+    parser.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help="time limit of a command (default 600)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to a file")
+    arguments = parser.parse_args(words)
+    faults = read_faults()
+    wrong = problems(faults)
+    if unknown := set(arguments.names or ()) - {fault.name for fault in faults}:
+        wrong += [f"--names: there is no fault {name!r}" for name in sorted(unknown)]
+    if wrong:
+        print("\n".join(wrong), file=sys.stderr)
+        return 2
+    if arguments.names:
+        faults = [fault for fault in faults if fault.name in arguments.names]
+    if arguments.numeric:
+        faults = [fault for fault in faults if fault.numeric]
+    commands = [arguments.command or fault.command() for fault in faults]
+    if arguments.list:
+        for fault, command in zip(faults, commands, strict=True):
+            print(f"{fault.name}\n    {fault.file}\n    {command}")
+        print(f"{len(faults)} faults")
+        return 0
+    for command in dict.fromkeys(commands):
+        result, _, output = run(command, None, arguments.limit)
+        if result != "survived":
+            print(f"{command}: {'fails' if result == 'caught' else 'exceeds --limit'} without a fault\n{output[-2000:]}")
+            return 2
+    found = {}
+    with ThreadPoolExecutor(arguments.jobs) as threads:
+        tasks = [threads.submit(run, command, fault, arguments.limit) for fault, command in zip(faults, commands, strict=True)]
+        for fault, task in zip(faults, tasks, strict=True):
+            result, seconds, _ = task.result()
+            found[fault.name] = {"result": result, "seconds": round(seconds, 1)}
+            print(f"{result:<10} {seconds:6.1f} s  {fault.name} ({fault.file})", flush=True)
+    counts = [sum(value["result"] == result for value in found.values()) for result in ("caught", "survived", "time limit")]
+    print(f"{counts[0]} caught, {counts[1]} survived, {counts[2]} at the time limit, of {len(found)}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return int(counts[1] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
