@@ -18,7 +18,6 @@ class Row(NamedTuple):
         outcome: the type of the exception; or a function of the arrays that returns the right result in float64.
         words: parts of the message: the values that do not match, and the remedy.
         engine: "numpy" or "fake", the fake CuPy.
-        awaits: what the outcome waits for; such a row must fail.
     """
 
     callable: str
@@ -27,15 +26,14 @@ class Row(NamedTuple):
     outcome: Any
     words: tuple[str, ...]
     engine: str = "numpy"
-    awaits: str = ""
 
     def __str__(self):
         return f"{self.callable}: {self.mistake}"
 
 
-def row(name, mistake, make, outcome, *words, engine="numpy", awaits=""):
+def row(name, mistake, make, outcome, *words, engine="numpy"):
     """A row; see :class:`Row`."""
-    return Row(name, mistake, make, outcome, words, engine, awaits)
+    return Row(name, mistake, make, outcome, words, engine)
 
 
 class Arrays:

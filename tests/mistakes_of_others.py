@@ -198,13 +198,13 @@ CACHE = [
     row("KVCache", "no GPU", lambda x: cupy_sdpa.KVCache(8, 2, pages=6, batch=3), RuntimeError, "numpy=True", engine="no GPU"),
     row("KVCache", "a batch of 0", lambda x: new_cache(batch=0), ValueError, "batch is 0"),
     row("KVCache.append", "no layer in a cache of several layers", stepped(lambda x, c, t: [c.append(t, t), c.append(t, t)], 2, pages=20),
-        ValueError, "layer", awaits="cache"),
-    row("KVCache.append", "no layer in any append", lambda x: new_cache(layers=2).append(tokens(x), tokens(x)),
-        ValueError, "layer", "2", awaits="cache"),
-    row("KVCache.append", "a skipped layer", lambda x: skipped(x), RuntimeError, "layer", awaits="cache"),
+        RuntimeError, "layers [1]", "layer="),
+    row("KVCache.append", "a skipped layer", lambda x: skipped(x), RuntimeError, "layers [1]", "cancel_step()"),
+    row("KVCache.cancel_step", "a step whose layers are all appended", stepped(lambda x, c, t: c.cancel_step()), RuntimeError,
+        "truncate()"),
     row("KVCache.append", "a layer before layer 0", lambda x: new_cache(layers=2).append(tokens(x), tokens(x), 1), RuntimeError,
         "layer 0 first"),
-    row("KVCache.append", "a layer twice", lambda x: layer_twice(x), RuntimeError, "layer", awaits="cache"),
+    row("KVCache.append", "a layer twice", lambda x: layer_twice(x), RuntimeError, "layer"),
     row("KVCache.append", "other numbers of tokens in a later layer", lambda x: other_counts(x), ValueError, "3", "2"),
     row("KVCache.append", "layers from 1", lambda x: new_cache(layers=2).append(tokens(x), tokens(x), 2), ValueError,
         "layer is 2", "from 0 to 1"),
@@ -304,7 +304,7 @@ CACHE = [
     row("shared_prefix_attention", "FP8 pages", lambda x: shared_prefix_attention(
         x.q, fp8.quantize(x.pages_k), fp8.quantize(x.pages_v), 4, **x.paged), TypeError, "cupy_sdpa.attention"),
     row("shared_prefix_attention", "the prefix after sequence 0 was released", lambda x: released_prefix(x),
-        lambda x: released_prefix_result(x), awaits="cache"),
+        lambda x: released_prefix_result(x)),
     row("shared_prefix_attention", "lengths in int64", lambda x: prefixed(x, 4, seq_lens_kv=np.array([5, 8, 4])), TypeError,
         "int64", "int32"),
     row("shared_prefix_attention", "a sequence shorter than the prefix", lambda x: prefixed(x, 4, page_table=x.table * 0),
@@ -313,10 +313,11 @@ CACHE = [
 
 
 def skipped(x):
-    """A step of three layers, of which layer 1 is skipped."""
+    """A step of three layers, of which layer 1 is skipped, and the next step."""
     c, t = new_cache(layers=3), tokens(x)
     c.append(t, t, 0)
     c.append(t, t, 2)
+    c.append(t, t, 0)
 
 
 def layer_twice(x):
@@ -556,8 +557,8 @@ ZOO = [
     for option, name in [
         *(("score_mod", name) for name in ("softcap", "alibi_by_index", "length_scaled", "gaussian", "decayed", "periodic")),
         *(("score_mod", name) for name in ("clipped", "quadratic", "same_segment")),
-        *(("mask_mod", name) for name in ("sliding_window", "nearby", "dilated", "chunked", "block_sparse", "natten")),
-        *(("mask_mod", name) for name in ("with_global", "streaming")),
+        *(("mask_mod", name) for name in ("sliding_window", "nearby", "dilated", "chunked", "block_sparse", "image_window", "fixed")),
+        *(("mask_mod", name) for name in ("with_global", "streaming", "strided")),
     ]
 ] + [
     row(f"zoo.{name}", f"no {tensor}", with_zoo(**{option: getattr(zoo, name)}), TypeError, f"'{tensor}'", "tensors has no arrays")
@@ -578,7 +579,7 @@ ZOO = [
     row("zoo.document", "ids (S,)", with_zoo(zoo.document, document_id=np.zeros(6, "i4")), IndexError, "document_id", "1"),
     row("zoo.sliding_window", "a window of 3 keys, which is a size of 2", with_zoo(zoo.sliding_window(2)), lambda x: output(
         x.s, x.s, x.s, allowed=causal(6, 6) & ~causal(6, 6, -3))),
-    row("zoo.natten", "rows of an image in place of its width", with_zoo(zoo.natten(0, 1)), ZeroDivisionError, "divided by 0"),
+    row("zoo.natten", "a window larger than the image", lambda x: zoo.natten(2, 3, 3), ValueError, "at most 2", "2 rows"),
     row("zoo.chunked", "chunks of 0", with_zoo(zoo.chunked(0)), ZeroDivisionError, "divided by 0"),
     row("zoo.alibi", "the slopes of other heads", with_zoo(score_mod=zoo.alibi, slopes=alibi_slopes(8)), IndexError, "8", "4"),
 ]  # fmt: skip
@@ -596,7 +597,7 @@ FP8 = [
         "from 0 to 6"),
     row("fp8.quantize", "'bhsd' with three axes", lambda x: fp8.quantize(x.pq, layout="bhsd"), ValueError, "3 axes", "'bhsd'"),
     row("fp8.quantize", "(B, S, H, D) without layout=", lambda x: fp8.quantize(x.q.T.copy()), ValueError, "contiguous",
-        "layout=", awaits="arrays"),
+        "layout="),
     row("fp8.quantize", "rotate=1", lambda x: fp8.quantize(x.q, rotate=1), TypeError, "rotate is 1", "True or False"),
     row("fp8.quantize_qkv", "two arrays", lambda x: fp8.quantize_qkv(x.q, x.k), TypeError, "v"),
     row("fp8.quantize_qkv", "arrays of two dtypes", lambda x: fp8.quantize_qkv(x.q, x.k.astype("f2"), x.v), TypeError, "float16",
@@ -651,8 +652,7 @@ FP8 = [
     row("fp8.DelayedScaling", "the dtype in place of the history", lambda x: fp8.DelayedScaling(x.q, "float8_e5m2"), ValueError,
         "history is 'float8_e5m2'"),
     row("fp8.DelayedScaling.quantize", "a number", lambda x: fp8.DelayedScaling(x.q).quantize(1.0), TypeError, "float"),
-    row("fp8.DelayedScaling.quantize", "one NaN, then finite arrays", lambda x: after_nan(x), lambda x: np.asarray([True]),
-        awaits="fp8"),
+    row("fp8.DelayedScaling.quantize", "one NaN, then finite arrays", lambda x: after_nan(x), lambda x: np.asarray([True]),),
     row("fp8.DelayedScaling.quantize", "numpy arrays with a history of CuPy", lambda x: fp8.DelayedScaling(x.q).quantize(x.q.get()),
         TypeError, "another DelayedScaling", engine="fake"),
     row("fp8.DelayedScaling.update", "an array in place of its maximum", lambda x: fp8.DelayedScaling(x.q).update(x.q), TypeError,
@@ -721,7 +721,7 @@ NNLIB = [
         "keep the shape"),
     row("nnlib.dot_product_attention", "lengths of k and v that differ", nn(6, 7, 6), ValueError, "same length"),
     row("nnlib.dot_product_attention", "(B, S, features) in C order", lambda x: nnlib.dot_product_attention(
-        *[flat(x).T.copy()] * 3), ValueError, "contiguous", awaits="arrays"),
+        *[flat(x).T.copy()] * 3), ValueError, "contiguous"),
     row("nnlib.dot_product_attention", "two heads", lambda x: nn(6, 7, 7, nheads=2)(x)[0], lambda x: output(
         *(split(flat(x, n)) for n in (6, 7, 7))).reshape((16, 6, 3), order="F")),
     row("nnlib.dot_product_attention", "float32 on a GPU", lambda x: nnlib.dot_product_attention(*[x.xp.zeros(
@@ -825,7 +825,7 @@ PARALLEL = [
     row("parallel.ContextParallel.attention", "a call after a refused one", lambda x: grouped(lambda x, cp: [fails(
         attend, x, cp, casual=True), attend(x, cp)][1])(x)[1], lambda x: output(x.s, x.s, x.s)),
     row("parallel.ContextParallel.attention", "functions with one name and other values",
-        grouped(lambda x, cp: attend(x, cp, score_mod=lambda s, *_: s * cp.rank)), ValueError, "score_mod", awaits="functions"),
+        grouped(lambda x, cp: attend(x, cp, score_mod=lambda s, *_: s * cp.rank)), ValueError, "score_mod"),
     row("parallel.ContextParallel.attention_backward", "whole gradients", grouped(lambda x, cp: group_backward(x, cp, x.s)),
         ValueError, "dout", "shard()"),
     row("parallel.ContextParallel.attention_backward", "statistics of fewer heads", grouped(lambda x, cp: group_backward(
@@ -835,7 +835,7 @@ PARALLEL = [
     row("parallel.ContextParallel.attention_backward", "a sink gradient without sinks", grouped(lambda x, cp: group_backward(
         x, cp, None, return_dsinks=True)), ValueError, "sinks is None"),
     row("parallel.ContextParallel.attention_backward", "statistics of another step", grouped(lambda x, cp: group_backward(
-        x, cp, None, lambda s: s * 0)), ValueError, "stats", awaits="backward"),
+        x, cp, None, lambda s: s * 0)), ValueError, "stats"),
     row("parallel.ContextParallel.attention_vjp", "return_stats", grouped(lambda x, cp: cp.attention_vjp(
         *[cp.shard(x.s)] * 3, seqlen_q=6, return_stats=True)), TypeError, "return_stats"),
     row("parallel.ContextParallel.attention_vjp", "a whole gradient", grouped(lambda x, cp: cp.attention_vjp(

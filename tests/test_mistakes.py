@@ -36,10 +36,9 @@ def arrays(request):
 
 
 def parameters():
-    """The rows, those of the fake CuPy last; a row that waits for a fix must fail."""
+    """The rows, those of the fake CuPy last."""
     for row in sorted(ROWS, key=lambda row: row.engine == "fake"):
-        marks = [pytest.mark.xfail(strict=True, reason=row.awaits)] if row.awaits else []
-        yield pytest.param(row.engine, row, id=str(row), marks=marks)
+        yield pytest.param(row.engine, row, id=str(row))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -164,6 +164,10 @@ def named() -> Iterator[None]:
         _is_named.reset(token)
 
 
+#: The end of the message of an array on the CPU with the strides of another layout.
+_CONFIRM = ". On the CPU layout={!r} confirms the axes, and arrays may have any strides"
+
+
 def check_strides(specs: Sequence[TensorSpec], options: Mapping[str, Any], *, on_gpu: bool) -> None:
     """Check that arrays whose layout is not named are not in another one, as far as their strides show it.
 
@@ -187,8 +191,7 @@ def check_strides(specs: Sequence[TensorSpec], options: Mapping[str, Any], *, on
         else:
             obstacle = density_obstacle(spec) if not on_gpu and spec.name in ("bias", *ROW_STATS) else ""
         if obstacle:
-            confirm = "" if on_gpu else f". On the CPU layout={own!r} confirms the axes, and arrays may have any strides"
-            raise ValueError(f"{obstacle}{confirm}")
+            raise ValueError(f"{obstacle}{'' if on_gpu else _CONFIRM.format(own)}")
 
 
 def check_strides_of(name: str, array: Any, *, required: bool = False) -> None:
@@ -203,10 +206,9 @@ def check_strides_of(name: str, array: Any, *, required: bool = False) -> None:
     if not (on_gpu or isinstance(array, np.ndarray)) or array.ndim not in (3, 4):
         return
     if array.strides[0] != array.itemsize or min(array.strides) < 0:
-        spec = make_spec(name, signature_of(array, 0))
-        if required and (obstacle := stride_obstacle(spec)):
-            raise ValueError(obstacle)
-        check_strides([spec], {}, on_gpu=on_gpu)
+        obstacle = stride_obstacle(make_spec(name, signature_of(array, 0)))
+        if obstacle and (required or not _is_named.get()):
+            raise ValueError(f"{obstacle}{'' if required or on_gpu else _CONFIRM.format('dht' if array.ndim == 3 else 'dhsb')}")
 
 
 def _axes_from_own(layout: str, name: str, axes: Sequence[Any]) -> tuple[Any, ...]:

@@ -256,12 +256,13 @@ def _in_layout(name: str, x: Fp8Array, layout: str) -> Fp8Array:
 
 def _check(x: Any, lengths: Any, layout: Any) -> None:
     """Check an array to convert, in the layout of this package; ``layout`` is that of the caller."""
-    on_gpu, name = cupy_runtime.is_array(x), dtype_name(x.dtype) if hasattr(x, "dtype") else type(x).__name__
+    on_gpu = cupy_runtime.is_array(x)
     if not on_gpu and type(x) not in (np.ndarray, np.memmap):
         raise TypeError(
             f"x is a {type(x).__name__}; quantize takes numpy and CuPy arrays: share arrays of other libraries, for example "
             "with numpy.asarray(x) or cupy.from_dlpack(x)"
         )
+    name = dtype_name(x.dtype)
     if name not in (SOURCES if on_gpu else (*SOURCES, "float64")):
         raise TypeError(f"x is {name}; quantize takes {', '.join(SOURCES)}: convert with .astype")
     if len(x.shape) not in (3, 4):
