@@ -221,7 +221,7 @@ class ContextParallel:
             conversion = Conversion(q, options)
             with conversion.stream():
                 own = {name: conversion.into(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
-                seqlens = {"method": method, "seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv}
+                seqlens: dict[str, Any] = {"method": method, "seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv}
                 return self.explain(**own, **seqlens, **conversion.options)
         config = configure(self.rank, self.size, {"q": q, "k": k, "v": v}, options, (seqlen_q, seqlen_kv))
         return report(config, self._agreement.requested(method))
