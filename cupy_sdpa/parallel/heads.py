@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..arrays.compute import cast
+from ..arrays.layouts import named
 from ..attention import attention, attention_backward
 from ..device import cupy_runtime, memory
 from ..device.merge import accumulate
@@ -29,7 +30,8 @@ def heads_forward(config: Configuration, channel: Channel, q: Any, k: Any, v: An
     """The output and the log-sum-exp of the member's queries."""
     whole = _to_heads(config, channel, [q], [k, v], "all-to-all: q, k and v")
     stats = cupy_runtime.temporary(q, row_stats_shape(whole[0].shape), config.stats)
-    out, stats = attention(*whole, stats=stats, **_options(config, q, options))
+    with named():  # parts of the options of the whole call
+        out, stats = attention(*whole, stats=stats, **_options(config, q, options))
     del whole
     return _to_positions(config, channel, [out, stats], [], "all-to-all: out and log-sum-exp")
 
@@ -42,7 +44,8 @@ def heads_backward(
     arrays = [dout, q, out, stats]
     dout, q, out, stats, k, v = _to_heads(config, channel, arrays, [k, v], "all-to-all: q, k, v, out, log-sum-exp and gradient")
     given = _options(config, q, options)
-    dq, dk, dv = attention_backward(dout, q, k, v, out, stats, **given, **outputs)
+    with named():
+        dq, dk, dv = attention_backward(dout, q, k, v, out, stats, **given, **outputs)
     del dout, q, k, v, out, stats
     return _to_positions(config, channel, [dq], [dk, dv], "all-to-all: gradients")
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ...arrays.layouts import named
 from ...attention import attention, attention_backward
 from ...calls.call import stats_are
 from ...device import cupy_runtime, memory
@@ -224,7 +225,8 @@ class Partials:
         inputs = part.rows.of(q, 2), part.keys.of(k, 2), part.keys.of(v, 2)
         rows = inputs[0].shape[2]
         stats = cupy_runtime.new_result(q, row_stats_shape(inputs[0].shape), self.stats_dtype)
-        out, stats = attention(*inputs, stats=stats, **options)
+        with named():  # parts of the options of the whole call
+            out, stats = attention(*inputs, stats=stats, **options)
         if not part.buffer:
             self._rows += rows
         if rows == q.shape[2] and self._results[part.buffer] is None:
@@ -276,7 +278,7 @@ def gradients(part: Part, arrays: Sequence[Any], k: Any, v: Any, packed: bool, o
         dense = cupy_runtime.temporary(final, final.shape, final.dtype)
         dense[...] = final
         final = dense
-    with stats_are("part"):
+    with named(), stats_are("part"):
         return attention_backward(
             rows.of(dout, 2), rows.of(q, 2), part.keys.of(k, 2), part.keys.of(v, 2), rows.of(out, 2), final, **options
         )
