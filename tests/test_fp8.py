@@ -499,7 +499,7 @@ def test_queries_that_are_converted(source, engine, request):
     q = put(arrays[0])
     k, v = (fp8.quantize(put(x), rotate=rotate) for x, rotate in zip(arrays[1:], (True, False), strict=True))
     for _ in range(4):
-        out = q * 0
+        out = put(np.zeros(q.shape, q.dtype))
         found, stats = cupy_sdpa.attention(q, k, v, causal=True, return_stats=True)
         assert cupy_sdpa.attention(q, k, v, causal=True, out=out) is out
         assert found.dtype == out.dtype == q.dtype

@@ -113,12 +113,16 @@ def _unaligned_stride(cp, x):
     ],
 )
 def test_bad_arguments_raise_before_any_launch(change, error, words, cupy):
-    """The call raises with values and remedy, the output is unchanged, and explain has the same reasons."""
+    """The call raises with values and remedy, the output is unchanged, and explain raises too, or has the same reasons."""
     x = change(cupy, cupy.ones((64, 4, 8, 2), np.float16, order="F"))
     out = poisoned(cupy, x.shape, x.dtype)
     with pytest.raises(error, match=words):
         attention(x, x, x, out=out)
     assert cupy.isnan(out).all()
+    if error is not Unsupported:
+        with pytest.raises(error, match=words):
+            explain(x, x, x)
+        return
     report = explain(x, x, x)
     assert not report
     assert "cannot run on cuDNN" in str(report)
@@ -156,8 +160,9 @@ def test_scale_needs_no_new_plan(cupy, plans):
     outs = [attention(q, k, v, scale=scale) for scale in scales]
     assert len(plans) == 1
     for scale, out in zip(scales, outs, strict=True):
-        truth, _ = reference.attention(*map(cupy.asnumpy, (q, k, v)), scale=scale)
-        naive = attention(*map(cupy.asnumpy, (q, k, v)), scale=scale)
+        on_host = [x.get(order="F") for x in (q, k, v)]
+        truth, _ = reference.attention(*on_host, scale=scale)
+        naive = attention(*on_host, scale=scale)
         assert_close(cupy.asnumpy(out), truth, naive)
 
 

@@ -233,8 +233,9 @@ def test_delayed_scaling_in_a_captured_graph(cupy):
             graph.launch(stream)
         stream.synchronize()
     assert len(kept) == 3
-    truth = attention(*(x.get().astype(np.float64) for x in arrays), causal=True)
-    wanted = fp8.attention(*fp8.quantize_qkv(*(x.get() for x in arrays), rotate=True), causal=True).dequantize()
+    on_host = [x.get(order="F") for x in arrays]
+    truth = attention(*(x.astype(np.float64) for x in on_host), causal=True)
+    wanted = fp8.attention(*fp8.quantize_qkv(*on_host, rotate=True), causal=True).dequantize()
     assert relative(out.dequantize().get(), truth) < 1.5 * relative(wanted, truth) + 0.005
     np.testing.assert_allclose(out.scale.get(), 448 / np.abs(truth).max(), rtol=ERROR[out.dtype])
 
@@ -315,7 +316,7 @@ REFUSED = {
     "dtypes": (lambda x: fp8.attention(x, x, fp8.quantize(x.dequantize(), "float8_e5m2")), TypeError, "v is float8_e5m2"),
     "out": (lambda x: attention(x, x, x, out=x.data), TypeError, "omit out"),
     "gradients": (lambda x: cupy_sdpa.explain(x, x, x, backward=True), Unsupported, "compute_dtype"),
-    "numpy": (lambda x: fp8.attention(fp8.quantize(x.dequantize().get()), x, x), TypeError, "numpy"),
+    "numpy": (lambda x: fp8.attention(fp8.quantize(x.dequantize().get(order="F")), x, x), TypeError, "numpy"),
 }  # fmt: skip
 
 

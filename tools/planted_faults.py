@@ -6,9 +6,9 @@
     python tools/planted_faults.py --command "python -m pytest -q -x tests/test_merge.py" --list
 
 ``planted_faults.json`` has one fault per line: its name, the file, the text that is replaced, the text that replaces it, and
-whether it makes results wrong on numpy (``numeric``), so that ``check`` finds it. A change of the code that removes the text of
-a fault must replace the fault. The exit status is 0 if every fault is caught, 1 if one survives, 2 if the data or the command
-are wrong.
+whether it makes results wrong on numpy (``numeric``), so that ``check`` finds it. A change that removes the text of a fault
+must replace the fault. The exit status is 0 if every fault is caught, 1 if one survives, 2 if the data or the command are
+wrong.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ def reproduce(case: Case) -> None:
 
     >>> reproduce(Case(options={"causal": "top_left"}))
     forward on the CPU engine, float32: batch 1, 1 heads, 2 queries, 2 keys, head dim 8; causal='top_left'
-    passed: 4 calls
+    passed: 3 calls
     """
     from .worker import run_case
 

@@ -26,7 +26,7 @@ ONLY_WITH = {
     "block_mask": {*_OF_SCORES, "score_mod", "jvp", "deterministic", "preallocated"},
     "fp8": {"scale", "causal", "window", "seq_lens_q", "seq_lens_kv", "stats", "bucket", "max_workspace", "paged"},
     "shared_prefix": {*_OF_SCORES, "paged", "causal"},
-    "merge": {*_OF_SCORES, "mask", "bias", "seq_lens_q", "deterministic"},
+    "merge": {*_OF_SCORES, "mask", "bias", "deterministic"},
     "cache": {*_OF_PAGES, "deterministic", "preallocated"},
     "parallel": {
         *_OF_SCORES, "causal", "window", "mask", "bias", "seq_lens_q", "seq_lens_kv", "packed", "alibi_slopes", "dropout",

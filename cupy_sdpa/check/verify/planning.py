@@ -48,7 +48,8 @@ def plan(case: Case, outcome: Outcome) -> Outcome:
 def problems(case: Case) -> list[Any]:
     """The problems of the passes of a case."""
     data, memory = build(case, 0), memory_of(case, np, "qkv")
-    options = call_options(case, data.arrays, data.tensors, 0)
+    table = {"page_table": memory.views["page_table"]} if case.paged else {}  # a part of a larger array, as in a call
+    options = call_options(case, data.arrays | table, data.tensors, 0)
     q, k, v = (memory.views[name] for name in "qkv")
     stats = case.options.get("stats", case.backward)
     if "deterministic" in case.options:

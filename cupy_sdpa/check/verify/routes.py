@@ -75,7 +75,7 @@ def _merged(case: Case, q: Any, k: Any, v: Any, *, return_stats: bool = False, s
     outs, stats, begin = [], [], 0
     for end in ends:
         own = {
-            name: x[begin:end] if name in ("mask", "bias") and case.options[name][0][0] == "k" else x
+            name: x[begin:end].copy(order="F") if name in ("mask", "bias") and case.options[name][0][0] == "k" else x
             for name, x in options.items()
         }
         out, log_sum_exp = cupy_sdpa.attention(q, k[:, :, begin:end], v[:, :, begin:end], return_stats=True, **own)
