@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from parallel_cases import METHODS, add_option, assert_equal, dense, run
+from parallel_cases import METHODS, add_option, assert_equal, dense, packed, run
 from parallel_on_gpu import PACKED, assert_as_exact_as_one_gpu, exact, problem_of, results_of, results_of_one_gpu
 
-from cupy_sdpa import Unsupported, get_plan_cache
+from cupy_sdpa import Unsupported, attention, attention_backward, get_plan_cache
 from cupy_sdpa.parallel import GroupError, Loopback, MpiGroup, NcclGroup, context_parallel, environment, run_threads
 from cupy_sdpa.parallel.groups import launch, nccl
 from cupy_sdpa.parallel.groups.channel import Channel, message_bytes
@@ -748,3 +748,37 @@ def test_functions_of_one_name_are_compared(kind):
     run_threads(Loopback(2, timeout=20).members, member)
     assert all("make.<locals>.<lambda>" in text for text in found)
     assert len(found) == 2
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_padding_of_dout_is_not_read_for_the_gradient_of_sinks(method):
+    """dsinks is that of one GPU, with NaN after the lengths."""
+    problem = dense(np.random.default_rng(3), 2, lengths=(11, 11), heads=(2, 1), batch=2)
+    problem.options |= {"seq_lens_q": np.array([4, 0], np.int32), "sinks": np.array([0.5, -1.0], np.float32)}
+    out, stats = attention(problem.q, problem.k, problem.v, return_stats=True, **problem.options)
+    *_, wanted = attention_backward(
+        problem.dout, problem.q, problem.k, problem.v, out, stats, return_dsinks=True, **problem.options
+    )
+    problem.dout[:, :, 4:, 0] = problem.dout[..., 1] = np.nan
+    results, _ = run(problem, 2, method)
+    for *_, dsinks in results:
+        np.testing.assert_allclose(dsinks, wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_bias_of_the_callers_maximum_lengths(method):
+    """With packed sequences the axes of a bias are max_seqlen_q and max_seqlen_kv, which may exceed the longest sequence."""
+    problem = packed(np.random.default_rng(5), 2, heads=(2, 1))
+    starts = problem.options["cu_seqlens_q"], problem.options["cu_seqlens_kv"]
+    longest = [int(np.diff(x).max(initial=0)) for x in starts]
+    most = longest[0] + 3, longest[1] + 2
+    problem.options |= {"max_seqlen_q": most[0], "max_seqlen_kv": most[1]}
+    shape = most[1], most[0], problem.q.shape[1], len(starts[0]) - 1
+    problem.options["bias"] = np.asfortranarray(np.random.default_rng(6).standard_normal(shape))
+    out, stats = attention(problem.q, problem.k, problem.v, return_stats=True, **problem.options)
+    gradients = attention_backward(problem.dout, problem.q, problem.k, problem.v, out, stats, **problem.options)
+    results, _ = run(problem, 2, method)
+    assert_equal(results, [out, stats, *gradients], 1e-6)
+    problem.options |= {"max_seqlen_q": longest[0] - 1}
+    with pytest.raises(ValueError, match=f"cu_seqlens_q has a sequence of {longest[0]}; max_seqlen_q is {longest[0] - 1}"):
+        run(problem, 2, method)

@@ -61,3 +61,6 @@ class Barrier:
     def wait(self) -> None:
         """Wait for all processes."""
         gathered(self._group, None)
+
+    def abort(self) -> None:
+        """Nothing: a process that fails ends, and the others raise when they exchange messages."""

@@ -44,8 +44,8 @@ given_stats: ContextVar[Literal["whole", "part", "other"]] = ContextVar("given_s
 
 @contextlib.contextmanager
 def stats_are(kind: Literal["part", "other"]) -> Iterator[None]:
-    """Set :data:`given_stats` in a ``with`` block."""
-    token = given_stats.set(kind)
+    """Set :data:`given_stats` in a ``with`` block; within a block of "other" nothing more is known."""
+    token = given_stats.set("other" if given_stats.get() == "other" else kind)
     try:
         yield
     finally:

@@ -172,11 +172,12 @@ def sink_gradients(config: Configuration, channel: Channel, dout: Any, out: Any,
     A sink has no value, so its gradient is minus its weight times the dot product of dout and out.
     """
     wide = config.sums
-    products = (dout.astype(wide) * out.astype(wide)).sum(axis=0)  # (Hq, Sq, B) or (Hq, Tq)
     rows = stats if config.packed else stats.transpose(1, 0, 2)
     xp = cupy_runtime.array_module(stats)
     heads = (slice(None), *(None,) * (rows.ndim - 1))
     exists = rows > -np.inf
+    products = (dout.astype(wide) * out.astype(wide)).sum(axis=0)  # (Hq, Sq, B) or (Hq, Tq)
+    products = xp.where(exists, products, 0)  # dout may be NaN in the padding
     weights = xp.exp(xp.where(exists, sinks.astype(wide)[heads] - xp.where(exists, rows, 0), -np.inf))
     own = -(weights * products).sum(axis=tuple(range(1, rows.ndim)))
     if config.size > 1:

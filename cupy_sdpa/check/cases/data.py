@@ -147,8 +147,6 @@ def _packed_lengths(case: Case, index: int) -> tuple[Any, Any]:
     rng = np.random.default_rng([case.seed, 0 if "parallel" in case.options else index, _LENGTHS_STREAM])
     queries = _lengths(rng, packed.kind_q, sq, b, packed.excess)
     keys = np.minimum(queries, skv) if packed.kind_kv == "same" else _lengths(rng, packed.kind_kv, skv, b, packed.excess)
-    if "parallel" in case.options:  # the axes of options have the longest length
-        queries[:1], keys[:1] = sq, skv
     return queries, keys
 
 

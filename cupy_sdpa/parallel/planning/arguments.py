@@ -186,7 +186,9 @@ def _problem(given: Mapping[str, Any], options: Mapping[str, Any], queries: Layo
         signatures[missing] = signatures[lengths[0]]
     known = dict(options)
     if queries.packed:
-        known |= {"max_seqlen_q": max(queries.lengths, default=0), "max_seqlen_kv": max(keys.lengths, default=0)}
+        for name, layout in (("max_seqlen_q", queries), ("max_seqlen_kv", keys)):
+            if options.get(name) is None:
+                known[name] = max(layout.lengths, default=0)
     tau = read_scale(options.get("scale"), given["q"].array.shape[0])
     settings, _ = read_settings(known, tau)
     return make_problem(tuple(signatures.items()), settings)

@@ -145,9 +145,9 @@ class Configuration:
         return part.known[device]
 
     def _part_options(self, part: Part, like: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-        _, _, heads, _, sq, skv, entries = self.problem.sizes
+        _, _, heads, *_, entries = self.problem.sizes
         if self.packed and part.sequence is None:
-            counts = (entries, heads, sq, skv)
+            counts = (entries, heads, *self.longest)
         else:
             counts = (1 if self.packed else entries, heads, part.rows.length, part.keys.length)
         band, (i, j) = part.band, part.first
@@ -158,13 +158,21 @@ class Configuration:
 
     def head_options(self, like: Any, options: Mapping[str, Any]) -> dict[str, Any]:
         """The options of the call on this member's heads of whole sequences."""
-        _, _, _, _, sq, skv, entries = self.problem.sizes
+        sq, skv = self.longest
+        *_, entries = self.problem.sizes
         rows, _ = self.heads(self.rank)
         band = self.problem.band
         aligned = (skv - sq if band and band.bottom_right else 0) if not self.packed else 0
         window = Window((0, rows.start, 0, 0), (entries, rows.stop - rows.start, sq, skv), aligned, aligned)
         made = options_at(options, self.functions, window)
         return made | band_options(band) | self.everything.packing(like) | self._dropout(made, options)
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """The longest lengths of queries and keys; the caller's maxima of packed sequences may exceed them."""
+        if self.packed:
+            return max(self.queries.lengths, default=0), max(self.keys.lengths, default=0)
+        return self.problem.sizes[4], self.problem.sizes[5]
 
     @functools.cached_property
     def everything(self) -> Part:
