@@ -67,7 +67,7 @@ def test_every_fp8_number_is_dequantized_as_on_the_cpu(dtype, target, fake):
 LAYOUTS = {
     "dense": lambda x: x,
     "C order (batch, seq, heads, head_dim)": lambda x: np.ascontiguousarray(x.T).T,
-    "a slice": lambda x: np.repeat(np.repeat(x, 2, axis=1), 3, axis=2)[:, ::2, ::3],
+    "a slice": lambda x: np.asfortranarray(np.repeat(np.repeat(x, 2, axis=1), 3, axis=2))[:, ::2, ::3],
     "head_dim, seq, heads, batch": lambda x: np.asfortranarray(x.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3),
     "not aligned": lambda x: np.asfortranarray(np.concatenate([x, x[:1]]))[: len(x)],
     "packed": lambda x: x[..., 0],
@@ -499,7 +499,7 @@ def test_queries_that_are_converted(source, engine, request):
     q = put(arrays[0])
     k, v = (fp8.quantize(put(x), rotate=rotate) for x, rotate in zip(arrays[1:], (True, False), strict=True))
     for _ in range(4):
-        out = put(np.zeros(q.shape, q.dtype))
+        out = put(np.zeros(q.shape, q.dtype, order="F"))
         found, stats = cupy_sdpa.attention(q, k, v, causal=True, return_stats=True)
         assert cupy_sdpa.attention(q, k, v, causal=True, out=out) is out
         assert found.dtype == out.dtype == q.dtype

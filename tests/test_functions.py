@@ -373,7 +373,7 @@ def test_infinite_and_nan_bounds_of_mask_functions(bound):
 @pytest.mark.parametrize("wanted", [1, 0, 2.5], ids=str)
 def test_return_dtensors_rejects_numbers(wanted):
     """Neither a number nor a flag of another type is accepted."""
-    x = np.ones((4, 1, 5, 1))
+    x = np.ones((4, 1, 5, 1), order="F")
     with pytest.raises(TypeError, match=f"return_dtensors is {wanted}; it must be True, False"):
         attention_vjp(x, x, x, score_mod=lambda s, b, h, i, j, w: s * w, tensors={"w": np.ones(())}, return_dtensors=wanted)[1](
             x

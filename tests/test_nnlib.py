@@ -324,9 +324,9 @@ def test_mismatched_shapes_raise(name):
     with pytest.raises(TypeError, match="the result of fdrop is a NoneType; pass an array"):
         dot_product_attention(*[np.zeros((4, 3), order="F")] * 3, fdrop=lambda alpha: None)
     with pytest.raises(TypeError, match=r"nheads is 2\.0; it must be an integer"):
-        dot_product_attention(*[np.zeros((4, 3))] * 3, nheads=2.0)
+        dot_product_attention(*[np.zeros((4, 3), order="F")] * 3, nheads=2.0)
     with pytest.raises(TypeError, match="q is int64; attention supports"):
-        dot_product_attention_scores(np.zeros((4, 1, 3, 1), int), np.zeros((4, 1, 3, 1), int))
+        dot_product_attention_scores(*[np.zeros((4, 1, 3, 1), int, order="F")] * 2)
 
 
 NO_ARRAYS = {

@@ -19,7 +19,7 @@ import numpy as np
 from ..device import cupy_runtime
 from ..layout import AXES, order
 from ..problem.problem import ROW_STATS, SCORE_INPUTS
-from ..problem.tensor_spec import CallersAxes, TensorSpec, callers_axes, density_obstacle, make_spec, stride_obstacle
+from ..problem.tensor_spec import ITEMSIZE, CallersAxes, TensorSpec, callers_axes, density_obstacle, make_spec, stride_obstacle
 from .argument import Typed, signature_of
 
 #: The layouts that calls take. The first two are that of this package, dense and packed.
@@ -186,10 +186,11 @@ def check_strides(specs: Sequence[TensorSpec], options: Mapping[str, Any], *, on
         return
     own = "dht" if len(specs[0].shape) == 3 else "dhsb"
     for spec in specs:
+        obstacle = ""
         if spec.name in VECTORS:
             obstacle = stride_obstacle(spec)
-        else:
-            obstacle = density_obstacle(spec) if not on_gpu and spec.name in ("bias", *ROW_STATS) else ""
+        elif not on_gpu and spec.name in ("bias", *ROW_STATS) and spec.strides[0] != ITEMSIZE[spec.dtype]:
+            obstacle = density_obstacle(spec)  # the first axis is not the fastest; sums of broadcast arrays permute the others
         if obstacle:
             raise ValueError(f"{obstacle}{'' if on_gpu else _CONFIRM.format(own)}")
 

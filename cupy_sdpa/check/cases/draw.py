@@ -194,7 +194,8 @@ class Sampler:
         if name == "stats":
             return "hs" if packed else "shb"
         text = "d" + "".join(self.rng.permutation(list("hs" if packed else "hsb")))
-        if self.engine == "cpu" and self.chance(0.2):
+        any_strides = self.engine == "cpu" and "shared_prefix" not in self.names  # which takes no layout=
+        if any_strides and self.chance(0.2):
             text = "".join(self.rng.permutation(list(text)))
         for letter in self.rng.permutation(list(text)):
             kind = self.rng.random()
@@ -202,7 +203,7 @@ class Sampler:
                 text += f"+{letter}"
             elif kind < 0.35 and letter != "d":
                 text += f"*{letter}"
-            elif kind < 0.4 and self.engine == "cpu":
+            elif kind < 0.4 and any_strides:
                 text += f"-{letter}"
         return text
 
