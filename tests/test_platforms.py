@@ -66,7 +66,7 @@ COMMANDS = {
     "demo": ["demo", "--seq", "50"],
     "explain": ["explain", "64,8,256,2", "--gpu", "h100", "--cudnn", "9.19"],
     "support": ["support"],
-    "run": ["run", "in.npz", "-o", "out.npz"],
+    "run": ["run", "in.npz", "-o", "out.npz", "--layout", "dhsb"],
     "check": ["check", "--engine", "cpu", "--problems", "4", "--seed", "1", "--json", "report.json"],
     "bench": ["bench", "--trace", "problems.jsonl", "--json"],
     "check_trace": ["check", "--trace", "problems.jsonl", "--engine", "cpu"],
