@@ -36,7 +36,7 @@ def lost_scale(q, k, v):
 
 def swapped_heads(q, k, v):
     """Query heads use the wrong key heads."""
-    return attention(q, k[:, ::-1], v[:, ::-1], causal=True)
+    return attention(q, k[:, ::-1], v[:, ::-1], causal=True, layout="dhsb")
 
 
 def no_mask(q, k, v):

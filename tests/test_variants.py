@@ -319,7 +319,7 @@ BAD_PACKED = {
     "no_longest": ({"max_seqlen_kv": None}, ValueError, "max_seqlen_kv is None"),
     "dtype": ({"cu_seqlens_q": np.array([0.0, 4, 10])}, TypeError, "cu_seqlens_q is float64"),
     "sizes": ({"cu_seqlens_q": np.array([0, 10])}, ValueError, r"both must be \(B \+ 1,\)"),
-    "falling": ({"cu_seqlens_q": np.array([0, 7, 5])}, ValueError, "it must rise"),
+    "falling": ({"cu_seqlens_q": np.array([0, 7, 5])}, ValueError, "offsets must rise"),
     "beyond": ({"cu_seqlens_q": np.array([0, 7, 11])}, ValueError, "at most 10, the total"),
     "longest": ({"max_seqlen_q": 5}, ValueError, "cu_seqlens_q has a sequence of 6; max_seqlen_q is 5"),
     "lengths": (

@@ -89,7 +89,8 @@ def attention(
     >>> import numpy as np
     >>> from cupy_sdpa import fp8
     >>> rng = np.random.default_rng(0)
-    >>> q, k, v = (fp8.quantize(rng.standard_normal((64, 2, 100, 1)), rotate=name != "v") for name in "qkv")
+    >>> x = np.asfortranarray(rng.standard_normal((64, 2, 100, 1)))
+    >>> q, k, v = (fp8.quantize(x, rotate=name != "v") for name in "qkv")
     >>> out, stats = fp8.attention(q, k, v, causal=True, return_stats=True)
     >>> out, stats.shape
     (<Fp8Array float8_e4m3fn (64, 2, 100, 1)>, (100, 2, 1))
