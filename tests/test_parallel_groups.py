@@ -766,6 +766,15 @@ def test_the_padding_of_dout_is_not_read_for_the_gradient_of_sinks(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_empty_packed_sequences_with_dropout(method):
+    """The maximum lengths may be 1 where every sequence is empty; the dropout mask is then empty."""
+    problem = packed(np.random.default_rng(0), 2, heads=(2, 1), longest=1)
+    problem.options |= {"max_seqlen_q": 1, "max_seqlen_kv": 1, "dropout_p": 0.5, "seed": 3}
+    results, _ = run(problem, 2, method)
+    assert all(found.size == 0 for result in results for found in result)
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_a_bias_of_the_callers_maximum_lengths(method):
     """With packed sequences the axes of a bias are max_seqlen_q and max_seqlen_kv, which may exceed the longest sequence."""
     problem = packed(np.random.default_rng(5), 2, heads=(2, 1))

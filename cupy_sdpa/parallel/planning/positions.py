@@ -106,9 +106,10 @@ def _is_whole(array: Any, access: Access, ranges: Mapping[str, tuple[int, int]])
 
 
 def _sliced(array: Any, ranges: Sequence[tuple[int, int]]) -> Any:
-    """The part of an array along axes that are not of length 1."""
+    """The part of an array along axes that are not of length 1; without positions nothing of any axis."""
     parts = [
-        slice(None) if n == 1 else slice(first, first + count) for n, (first, count) in zip(array.shape, ranges, strict=True)
+        slice(None) if n == 1 and count else slice(first, first + count)
+        for n, (first, count) in zip(array.shape, ranges, strict=True)
     ]
     return _taken_from(array, tuple(parts))
 
