@@ -774,10 +774,10 @@ def test_empty_packed_sequences_with_dropout(method):
     assert all(found.size == 0 for result in results for found in result)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_bias_of_the_callers_maximum_lengths(method):
+@pytest.mark.parametrize(("method", "size"), [*((method, 2) for method in METHODS), ("ring", 1)])
+def test_a_bias_of_the_callers_maximum_lengths(method, size):
     """With packed sequences the axes of a bias are max_seqlen_q and max_seqlen_kv, which may exceed the longest sequence."""
-    problem = packed(np.random.default_rng(5), 2, heads=(2, 1))
+    problem = packed(np.random.default_rng(5), size, heads=(2, 1))
     starts = problem.options["cu_seqlens_q"], problem.options["cu_seqlens_kv"]
     longest = [int(np.diff(x).max(initial=0)) for x in starts]
     most = longest[0] + 3, longest[1] + 2
@@ -786,8 +786,8 @@ def test_a_bias_of_the_callers_maximum_lengths(method):
     problem.options["bias"] = np.asfortranarray(np.random.default_rng(6).standard_normal(shape))
     out, stats = attention(problem.q, problem.k, problem.v, return_stats=True, **problem.options)
     gradients = attention_backward(problem.dout, problem.q, problem.k, problem.v, out, stats, **problem.options)
-    results, _ = run(problem, 2, method)
+    results, _ = run(problem, size, method)
     assert_equal(results, [out, stats, *gradients], 1e-6)
     problem.options |= {"max_seqlen_q": longest[0] - 1}
     with pytest.raises(ValueError, match=f"cu_seqlens_q has a sequence of {longest[0]}; max_seqlen_q is {longest[0] - 1}"):
-        run(problem, 2, method)
+        run(problem, size, method)

@@ -19,6 +19,5 @@ def on_one(
     config: Configuration, call: Any, q: Any, k: Any, v: Any, options: Mapping[str, Any], *arrays: Any, **others: Any
 ) -> Any:
     """The call of a single member, with the offsets of packed sequences where the arrays are."""
-    packing = config.everything.packing(q)
-    known = {name: value for name, value in options.items() if name not in CU_SEQLENS and not name.startswith("max_seqlen")}
-    return call(q, k, v, *arrays, **known, **packing, **others)
+    known = {name: value for name, value in options.items() if name not in CU_SEQLENS and value is not None}
+    return call(q, k, v, *arrays, **{**config.everything.packing(q), **known}, **others)
