@@ -63,8 +63,23 @@ def pytest_itemcollected(item):
         return
     if item.path.stem in TOGETHER:
         item.add_marker(pytest.mark.xdist_group(item.path.stem))
-    if (turn := item.get_closest_marker("in_turn")) and sum(item.callspec.indices.values()) % turn.args[0]:
+    if (turn := item.get_closest_marker("in_turn")) and sum(numbers_of_values(item)) % turn.args[0]:
         item.add_marker(pytest.mark.sweep)
+
+
+@functools.cache
+def values_of(function, name):
+    """The values of a parameter that were collected, in their order."""
+    return []
+
+
+def numbers_of_values(item):
+    """The position of each parameter's value among its values; combinations with one sum have every pair of values in turn."""
+    for name, value in item.callspec.params.items():
+        values = values_of(item.function, name)
+        if repr(value) not in values:
+            values.append(repr(value))
+        yield values.index(repr(value))
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k have chosen

@@ -210,6 +210,7 @@ def test_it_is_planned_for_blackwell_alone(name, gpu, planned, planner):
         assert isinstance(plan, PlanInfo) == (not reasons) == (gpu == "b200"), f"{option}: {plan}"
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.cudnn
 @pytest.mark.parametrize(("d", "dv"), [(8, 8), (64, 128), (128, 128), (192, 128), (192, 192), (256, 256)])
 def test_head_dims_are_planned_as_the_table_says(d, dv, planner):

@@ -93,6 +93,7 @@ def test_on_the_gpu(name, given, cupy):
             assert abs(x.get() - y).max() <= 2e-2 * max(1, abs(y).max())
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.cudnn
 @pytest.mark.parametrize("name", MASKS)
 def test_every_pass_is_planned(name, planned, planner):

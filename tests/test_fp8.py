@@ -333,6 +333,7 @@ def test_the_gpu_is_as_accurate_as_the_cpu(case, dtype, repeats, fake):
             np.testing.assert_allclose(amax.get(), on_cpu[2], rtol=ERROR[dtype])
 
 
+@pytest.mark.sweep
 def test_the_fake_gpu_adds_as_an_h200(fake):
     """With a mean in v the error of truncated sums grows with the number of keys: 0.02 in float32, 0.04 on an H200."""
     path = Path(__file__).parent.parent / "benchmarks/results/h200_cudnn919_fp8_errors.csv"
@@ -351,6 +352,7 @@ def axes_of(letters):
     return tuple("dhsb".index(letter) for letter in letters)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("letters", ["bshd", "bhsd", "sbhd"])
 @pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("engine", ["numpy", "fake", pytest.param("cupy", marks=pytest.mark.gpu)])
@@ -536,6 +538,7 @@ def gradients(arrays, dout, **options):
     return [out, *pullback(dout)], pullback
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("case", [name for name in CASES if name not in ("softcap", "ALiBi")])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("source", ["float16", "bfloat16"])
@@ -813,6 +816,7 @@ SPLIT = {
 }  # fmt: skip
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", SPLIT)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lengths", [(1024, 533), (4, 0)], ids=str)

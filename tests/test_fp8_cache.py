@@ -60,6 +60,7 @@ def make(engine, **options):
     return KVCache(options.pop("d", 32), options.pop("hkv", 2), numpy=engine.numpy, **(sizes | options))
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("source", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rotated", [False, True])
@@ -192,6 +193,7 @@ STEPS = {
 }  # fmt: skip
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("source", ["bfloat16", "FP8"])
 @pytest.mark.parametrize("lengths", [False, True])

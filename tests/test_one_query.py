@@ -139,6 +139,7 @@ def test_a_mask_of_a_single_key_is_planned_beside_a_function(mask, planner):
     assert isinstance(plan, PlanInfo), plan
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.cudnn
 @pytest.mark.parametrize(
     "options",

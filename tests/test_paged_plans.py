@@ -72,6 +72,7 @@ SPLITS = {
 }
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("name", SPLITS)
 @pytest.mark.parametrize("gpu", ["h200", "b200"])
 def test_a_report_says_whether_keys_are_split(name, gpu):

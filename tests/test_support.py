@@ -15,6 +15,7 @@ from cupy_sdpa import zoo
 from cupy_sdpa.offline import survey
 from cupy_sdpa.offline.page import page
 from cupy_sdpa.offline.problems import PROBES, pairs
+from cupy_sdpa.plans.plan import PlanInfo
 from cupy_sdpa.problem.band import Band
 from cupy_sdpa.problem.problem import Settings
 from cupy_sdpa.problem.tensor_spec import dense_spec, dense_strides
@@ -621,15 +622,14 @@ def test_every_gpu_is_measured():
 
 
 @pytest.mark.cudnn
-def test_every_description_is_planned():
-    """cuDNN accepts the description of every GPU and plans both passes for it."""
+def test_every_description_is_accepted(planner):
+    """cuDNN accepts the description of every GPU, and an engine of it computes both passes."""
     q, kv = (64, 4, 256, 1), (64, 2, 256, 1)
     for name in NAMES:
         for backward in (False, True):
             problem = cupy_sdpa.problem(q, kv, kv, dtype="float16", causal=True, backward=backward)
-            report = cupy_sdpa.explain(problem, gpu=name)
-            assert report, (name, report.reasons)
-            assert report.plan is not None
+            plan = planner.accept(plan_problem, problem, name)
+            assert isinstance(plan, PlanInfo), (name, plan)
 
 
 @pytest.mark.cudnn
