@@ -84,7 +84,7 @@ def test_a_causal_mask_in_a_score_function_is_a_band(name):
     assert band == {"within": None, "finite": None, "nested": Band(29, 0)}.get(name, Band(None, 0))
 
 
-#: name -> a score function that masks by conditions on the score that it receives.
+#: name -> a score function that masks by the score that it receives.
 OF_SCORE = {
     "constant": lambda s, *_: np.where(s > 0, -INF, 1.0),
     "score": lambda s, *_: np.where(s > 0, s, -INF),
@@ -97,6 +97,8 @@ OF_SCORE = {
     "within a mask": lambda s, b, h, i, j: np.where(i >= j, np.where(s > 0, s, -INF), -INF),
     "around a mask": lambda s, b, h, i, j: np.where(s > 0, np.where(i >= j, s, -INF), 0.5 * s),
     "everything": lambda s, *_: np.where(s > -100, -INF, s),
+    "logarithm": lambda s, *_: np.log(np.maximum(s, 0)),
+    "quotient": lambda s, *_: -0.1 / np.maximum(s, 0),
     "product": lambda s, *_: 2 * np.where(s > 0, s, -INF) + s * s,
 }
 
@@ -107,7 +109,8 @@ def dense(q, k, v, dout, score_mod, softcap):
     scores = q @ k.swapaxes(2, 3) / np.sqrt(q.shape[3])
 
     def modified(scores):
-        score = np.broadcast_to(score_mod(scores, *np.ogrid[tuple(map(slice, scores.shape))]), scores.shape)
+        with np.errstate(divide="ignore"):
+            score = np.broadcast_to(score_mod(scores, *np.ogrid[tuple(map(slice, scores.shape))]), scores.shape)
         finite = np.where(np.isneginf(score), 0.0, score)
         return np.where(np.isneginf(score), -INF, softcap * np.tanh(finite / softcap) if softcap else finite)
 
