@@ -444,3 +444,52 @@ def test_branches_in_a_mask_function():
 
     with pytest.raises(TypeError, match=r"called with arrays of indices, so `if`.*np\.where\(condition, a, b\)"):
         block_mask(branches, 256, 256)
+
+
+#: Mask functions that compute with conditions, and the same masks with logical operators.
+WITH_CONDITIONS = {
+    "sum": (lambda b, h, i, j: ((i // 16 == j // 16) + (i >= j)) > 1, lambda b, h, i, j: (i // 16 == j // 16) & (i >= j)),
+    "add": (lambda b, h, i, j: np.add(i >= j, j % 3 == 0) == 2, lambda b, h, i, j: (i >= j) & (j % 3 == 0)),
+    "three": (lambda b, h, i, j: (i >= j) + (j % 3 == 0) + (j % 2 == 0) > 2, lambda b, h, i, j: (i >= j) & (j % 6 == 0)),
+    "difference": (lambda b, h, i, j: (i >= j) - (j % 3 == 0) > 0, lambda b, h, i, j: (i >= j) & (j % 3 != 0)),
+    "negative": (lambda b, h, i, j: -(i >= j) < 0, lambda b, h, i, j: i >= j),
+    "sign": (lambda b, h, i, j: np.sign(i >= j) + abs(j % 3 == 0) == 2, lambda b, h, i, j: (i >= j) & (j % 3 == 0)),
+    "not first head": (lambda b, h, i, j: ~(h == 0) & (i >= j), lambda b, h, i, j: (h != 0) & (i >= j)),
+    "first head": (lambda b, h, i, j: (i >= j) & ~(h > 0), lambda b, h, i, j: (i >= j) & (h <= 0)),
+    "heads": (lambda b, h, i, j: ~(h == 0), lambda b, h, i, j: (h != 0) & (j >= 0)),
+    "products": (lambda b, h, i, j: (i**6 + j) % 3 == 0, lambda b, h, i, j: ((i % 3) * (i % 3) + j) % 3 == 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WITH_CONDITIONS)
+def test_a_condition_is_a_number_in_arithmetic_as_in_mask_mod(name, fake):
+    """A block mask is that of mask_mod= and of logical operators, evaluated by CuPy, and by numpy if there are numpy arrays."""
+    mask_mod, logical = WITH_CONDITIONS[name]
+    size = 45 if name == "products" else 150  # 45 ** 6 needs more than 32 bits
+    want = np.stack([np.broadcast_to(logical(0, h, *np.ogrid[:size, :size]), (size, size)).T for h in (0, 1)], axis=2)
+    arrays = {"t": np.zeros(1, np.int32)}
+    q, k, v = (np.asfortranarray(np.random.default_rng(0).standard_normal((8, 2, size, 1))) for _ in range(3))
+    mask = block_mask(mask_mod, size, size, heads=2, batch=1)
+    on_cpu = block_mask(lambda b, h, i, j, t: mask_mod(b, h, i, j), size, size, heads=2, tensors=arrays)
+    np.testing.assert_array_equal(on_cpu.to_dense()[..., 0], want)
+    if name != "products":  # integers have 32 bits on the GPU
+        np.testing.assert_array_equal(mask.to_dense()[..., 0], want)
+    np.testing.assert_allclose(attention(q, k, v, block_mask=on_cpu), attention(q, k, v, mask_mod=mask_mod), atol=1e-12)
+
+
+@pytest.mark.parametrize("add", [lambda x, b: x + b, np.add])
+def test_a_function_that_cannot_be_traced_must_not_add_conditions(add):
+    """Numpy evaluates a computed index, and its sum of two conditions is True where both hold; other operators agree."""
+    tensors = {"table": np.arange(-50, 50)}
+
+    def near(b, h, i, j, table):
+        return abs(table[j - i + 50]) < 9
+
+    def both(b, h, i, j, table):
+        return add(near(b, h, i, j, table), i >= j) > 1
+
+    with pytest.raises(TypeError, match=r"adds two conditions.*np\.where\(condition, 1, 0\)"):
+        block_mask(both, 50, 50, tensors=tensors)
+    mask = block_mask(lambda *x, table: np.where(near(*x, table), 1, 0) + (x[2] >= x[3]) > 1, 50, 50, tensors=tensors)
+    want = dense_of(lambda b, h, i, j: (abs(j - i) < 9) & (i >= j), 50, 50)
+    np.testing.assert_array_equal(mask.to_dense()[..., 0, 0], want)

@@ -313,7 +313,7 @@ def halves(b, h, q_idx, kv_idx):
         ("documents", halves, True),
         ("causal documents", lambda b, h, i, j: (i >= j) & (i // 256 == j // 256), True),
         ("causal", lambda b, h, i, j: i >= j, False),
-        ("of heads", lambda b, h, i, j: i // 256 == j // 256 + 0 * h, False),
+        ("of heads", lambda b, h, i, j: i // 256 == j // 256 + h, False),
         ("nearly all pairs", lambda b, h, i, j: (i + j) % 7 > 0, False),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
@@ -350,6 +350,19 @@ def test_a_plain_mask_function_is_computed_by_blocks(fake, monkeypatch):
     assert len(automatic._decisions) == 1
     for x, y in zip(*results, strict=True):
         np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("join", [lambda x, b: (x + b) > 1, lambda x, b: np.add(x, b) == 2])
+def test_blocks_of_a_sum_of_conditions(join, fake, monkeypatch):
+    """A function that counts conditions has the blocks and the result of the one that joins them by &."""
+    from cupy_sdpa.sparse import automatic
+
+    monkeypatch.setattr(automatic, "_decisions", type(automatic._decisions)())
+    x = fake.asarray(np.asfortranarray(np.random.default_rng(0).standard_normal((16, 1, 2048, 1)).astype("f2")))
+    counted = {"mask_mod": lambda b, h, i, j: join(i // 128 == j // 128, i >= j)}
+    joined = {"mask_mod": lambda b, h, i, j: (i // 128 == j // 128) & (i >= j)}
+    assert automatic.automatic_mask(x, x, counted).blocks == 16
+    np.testing.assert_array_equal(attention(x, x, x, **counted).get(), attention(x, x, x, **joined).get())
 
 
 def test_blocks_are_not_used_with_a_score_function_that_masks(fake):

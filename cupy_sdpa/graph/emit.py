@@ -18,7 +18,7 @@ from .nodes import Builder, Tensor
 #: A factor of at least this size counts as infinite; the largest float32 is 3.4e38.
 _LARGEST = 3e38
 #: Modes whose result may be infinite for finite operands, and the score, which may be infinite.
-_UNBOUNDED = frozenset(
+UNBOUNDED = frozenset(
     {"score", "div", "reciprocal", "log", "sqrt", "rsqrt", "pow", "exp", "tan", "mod", "log1p", "expm1", "hypot"}
 )
 #: Logical modes as arithmetic on conditions, which are 1 or 0.
@@ -198,7 +198,7 @@ class Emitter:
 
     def _unbounded(self, root: int) -> bool:
         """Whether a step may be infinite although the arrays are finite."""
-        return any(self.writer.steps[number].mode in _UNBOUNDED for number in self.writer.reachable(root))
+        return any(self.writer.steps[number].mode in UNBOUNDED for number in self.writer.reachable(root))
 
     def _fits_float32(self, numbers: tuple[int, ...]) -> bool:
         """Whether integers are sums and differences of indices, below 2**24."""

@@ -16,7 +16,7 @@ from ..problem.problem import MASKED_SCORE, Problem
 from ..score_fn.expression import AXES, EMPTY_PROGRAM
 from ..score_fn.proxy import Value
 from ..score_fn.tracer import Tracer
-from .emit import Emitter, is_repeated
+from .emit import UNBOUNDED, Emitter, is_repeated
 from .nodes import Builder, Tensor
 from .operands import SCORE_AXES, Operands
 
@@ -137,7 +137,8 @@ class Scores:
 
     def _unless_masked(self, tracer: Tracer, score: Value, capped: Value) -> Value:
         """``capped where score > MASKED_SCORE, else -inf``: the softcap of a masked score would be a finite one."""
-        if not any(step.mode in ("binary_select", "captured") for step in self.program.steps):
+        may_mask = (UNBOUNDED - {"score"}) | {"binary_select", "captured"}
+        if not any(step.mode in may_mask for step in self.program.steps):
             return capped
         lowest = Value(tracer, tracer.writer.constant(MASKED_SCORE))
         return np.where(score > lowest, capped, -math.inf)  # type: ignore[return-value]

@@ -89,6 +89,7 @@ def split_score(writer: Writer, numbers: Mapping[str, float], score: int) -> tup
 
     ``where(c, s, -inf)`` and ``s + where(c, 0, -inf)`` become ``s`` and ``[c]``; nested ones give several, which must
     all hold. A score that is ``-inf`` everywhere, or a number up to :data:`MASKED_SCORE`, becomes 0 and a False condition.
+    A condition on the score itself remains a part of the score, which is ``-inf`` where it does not hold.
 
     Args:
         writer: contains the steps.
@@ -128,8 +129,8 @@ def _split(writer: Writer, step: int, infinity: float, known: Mapping[tuple[int,
 def _split_selection(writer: Writer, step: int, x: Split, b: Split) -> Split:
     """Split ``where(condition, x, b)``."""
     first, second, condition = writer.steps[step].args
-    if (x.step, b.step) == (first, second):
-        return Split(step)
+    if (x.step, b.step) == (first, second) or writer.depends(condition, "score"):
+        return Split(step)  # a mask is evaluated on the finished score, so a condition on the score received is not one
     if x.step is None and b.step is None:
         return Split(None)
     opposite = writer.opposite(condition)

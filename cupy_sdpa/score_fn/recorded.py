@@ -6,10 +6,17 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from .expression import AXES
 
 #: The parameters of a score function before its arrays; those of a mask function are the last four.
 PARAMETERS = ("score", *AXES)
+#: Functions that take conditions as they are. All others compute with 1 and 0; numpy's sum of two conditions is a condition.
+_OF_CONDITIONS = frozenset(
+    {"logical_and", "bitwise_and", "logical_or", "bitwise_or", "logical_xor", "bitwise_xor", "logical_not", "invert"}
+    | {"where", "positive"}
+)
 
 
 class Access(NamedTuple):
@@ -106,7 +113,10 @@ class Recorded:
         try:
             for call in self.calls:
                 line = call.line
-                results.append(call.function(*map(value, call.operands)))
+                operands = map(value, call.operands)
+                if call.function.__name__ not in _OF_CONDITIONS:
+                    operands = map(_number, operands)
+                results.append(call.function(*operands))
             return value(self.result)
         except Exception as error:
             error.add_note(f"raised by the line {line} of the function")
@@ -117,6 +127,11 @@ class Recorded:
 
     def __repr__(self) -> str:
         return f"<recorded {self.__qualname__}>"
+
+
+def _number(x: Any) -> Any:
+    """1 and 0 in place of the conditions of an array; anything else unchanged."""
+    return x + 0 if getattr(x, "dtype", None) == np.bool_ else x
 
 
 _known: weakref.WeakValueDictionary[Any, Recorded] = weakref.WeakValueDictionary()

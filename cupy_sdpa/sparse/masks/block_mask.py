@@ -60,7 +60,7 @@ def block_mask(
 
     Args:
         mask_mod: ``f(b, h, q_idx, kv_idx, **tensors) -> condition``, the signature of FlexAttention, whether the query attends
-            to the key. It is called with integer arrays that broadcast.
+            to the key. Functions that cannot be traced are called with integer arrays that broadcast.
         sq, skv: the numbers of queries Sq and of keys Skv.
         heads: Hq if the mask differs between heads. Default None: all heads have one mask, and the function must not use h.
         batch: B if the mask differs between batch entries. Default None: all have one mask, and the function must not use b.

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ...device import cupy_runtime
 from ...device.blocks import BLOCK
 from ...score_fn.proxy import NO_BRANCHES
-from ...score_fn.tracer import check_function
+from ...score_fn.tracer import check_function, record
 
 #: The kinds of blocks: no query attends to a key, some do, every query attends to every key.
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -67,6 +67,7 @@ class Function:
 
     Attributes:
         xp: the module of its arrays, numpy or CuPy.
+        dtype: the dtype of the positions: integers have 64 bits on the CPU and 32 bits on the GPU, as in all calls.
     """
 
     def __init__(
@@ -85,13 +86,19 @@ class Function:
             raise TypeError("tensors has numpy and CuPy arrays; move them to one side with cupy.asarray or cupy.asnumpy")
         if any(on_gpu.values()) or (not arrays and cupy_runtime.current_device() is not None):
             self.xp = cupy_runtime.cupy()
-        self._call, self._arrays = mask_mod, {name: arrays[name] for name in taken(mask_mod, arrays)}
+        self.dtype = np.dtype(np.int64 if self.xp is np else np.int32)
+        self._arrays = {name: arrays[name] for name in taken(mask_mod, arrays)}
+        try:
+            self._call: Callable[..., Any] = record({"mask_mod": mask_mod}, self._arrays)["mask_mod"]
+        except Exception:  # arrays can evaluate functions that kernels cannot, such as table[q_idx - kv_idx]
+            _check_sums(mask_mod, self._arrays)
+            self._call = mask_mod
         self._per_head, self._per_entry = per_head, per_entry
 
     def __call__(self, b: Any, h: Any, queries: Any, keys: Any) -> Any:
         """Whether queries attend to keys, bool, of the broadcast shape of the index arrays."""
-        head = h if self._per_head else _Unknown("h", "heads")
-        entry = b if self._per_entry else _Unknown("b", "batch")
+        head = self._index(h) if self._per_head else _Unknown("h", "heads")
+        entry = self._index(b) if self._per_entry else _Unknown("b", "batch")
         try:
             result = self._call(entry, head, queries, keys, **self._arrays)
         except ValueError as error:
@@ -115,6 +122,49 @@ class Function:
         if len(found) > len(shape) or any(n not in (1, full) for n, full in zip(found[::-1], shape[::-1], strict=False)):
             raise ValueError(f"mask_mod returned shape {found} for indices of shape {shape}: compute it from q_idx and kv_idx")
         return self.xp.broadcast_to(self.xp.asarray(result), shape)
+
+    def _index(self, index: Any) -> Any:
+        """An array of indices, or an index as a scalar of numpy: ``~(h == 0)`` would be -2 of a Python integer."""
+        return index if hasattr(index, "shape") else self.dtype.type(index)
+
+
+class _SumOfConditions(TypeError):
+    """A sum of two conditions, which numpy computes as ``|``."""
+
+
+class _Checked(np.ndarray[Any, Any]):
+    """An array of which conditions cannot be added."""
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **keywords: Any) -> Any:
+        operands = [np.asarray(x) for x in inputs]
+        if ufunc is np.add and method == "__call__" and all(x.dtype == np.bool_ for x in operands):
+            raise _SumOfConditions(
+                "mask_mod adds two conditions, and numpy's sum of them is a condition: write &, |, or np.where(condition, 1, 0)"
+            )
+        if "out" in keywords:  # x |= y
+            keywords["out"] = tuple(map(np.asarray, keywords["out"]))
+        return np.asarray(getattr(ufunc, method)(*operands, **keywords)).view(_Checked)
+
+
+def _check_sums(mask_mod: Callable[..., Any], arrays: Mapping[str, Any]) -> None:
+    """Check that a function that cannot be traced does not add conditions: numpy's sum of two is not a number.
+
+    The function is called with one query and one key. Any other exception is left to its evaluation.
+
+    Raises:
+        TypeError: it does.
+    """
+    first = np.zeros((1, 1), np.int64).view(_Checked)
+    on_host = {
+        name: (array if isinstance(array, np.ndarray) else cupy_runtime.cupy().asnumpy(array)).view(_Checked)
+        for name, array in arrays.items()
+    }
+    try:
+        mask_mod(np.int64(0), np.int64(0), first, first, **on_host)
+    except _SumOfConditions as error:
+        raise TypeError(str(error)) from None
+    except Exception:
+        return
 
 
 class _Unknown:
@@ -168,12 +218,12 @@ def evaluate(function: Function, b: int, h: int, sq: int, skv: int) -> tuple[NDA
     if not skv:
         none = np.zeros(sq, np.int64)
         return np.zeros((0, query_blocks), np.uint8), Rows(none, none, none)
-    keys = xp.arange(skv, dtype=np.int32)[None, :]
+    keys = xp.arange(skv, dtype=function.dtype)[None, :]
     step = BLOCK * max(1, _ELEMENTS // (BLOCK * max(skv, 1)))
     kinds, rows = np.zeros((key_blocks, query_blocks), np.uint8), []
     for begin in range(0, sq, step):
         end = min(begin + step, sq)
-        attends = function(b, h, xp.arange(begin, end, dtype=np.int32)[:, None], keys)
+        attends = function(b, h, xp.arange(begin, end, dtype=function.dtype)[:, None], keys)
         sums, found = _reduced(attends, xp)
         tile = slice(begin // BLOCK, -(-end // BLOCK))
         lengths = _lengths(sq, query_blocks)[tile][None, :] * _lengths(skv, key_blocks)[:, None]
@@ -213,8 +263,8 @@ def evaluate_blocks(function: Function, blocks: NDArray[np.int32], sq: int, skv:
     xp, found = function.xp, [np.zeros((0, BLOCK * BLOCK // 8), np.uint8)]
     step = max(1, _ELEMENTS // BLOCK**2)
     for begin in range(0, len(blocks), step):
-        part = xp.asarray(blocks[begin : begin + step])[:, :, None, None]
-        offsets = xp.arange(BLOCK, dtype=np.int32)
+        part = xp.asarray(blocks[begin : begin + step].astype(function.dtype))[:, :, None, None]
+        offsets = xp.arange(BLOCK, dtype=function.dtype)
         queries, keys = part[:, 1] * BLOCK + offsets[:, None], part[:, 0] * BLOCK + offsets
         exists = (queries < sq) & (keys < skv)
         attends = function(part[:, 3], part[:, 2], xp.minimum(queries, sq - 1), xp.minimum(keys, skv - 1)) & exists
