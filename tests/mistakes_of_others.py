@@ -722,6 +722,8 @@ NNLIB = [
     row("nnlib.dot_product_attention", "lengths of k and v that differ", nn(6, 7, 6), ValueError, "same length"),
     row("nnlib.dot_product_attention", "(B, S, features) in C order", lambda x: nnlib.dot_product_attention(
         *[flat(x).T.copy()] * 3), ValueError, "contiguous"),
+    row("nnlib.dot_product_attention", "(1, S, features) in C order", lambda x: nnlib.dot_product_attention(
+        *[flat(x)[..., :1].T.copy()] * 3), ValueError, "C order", ".T"),
     row("nnlib.dot_product_attention", "two heads", lambda x: nn(6, 7, 7, nheads=2)(x)[0], lambda x: output(
         *(split(flat(x, n)) for n in (6, 7, 7))).reshape((16, 6, 3), order="F")),
     row("nnlib.dot_product_attention", "float32 on a GPU", lambda x: nnlib.dot_product_attention(*[x.xp.zeros(
