@@ -216,6 +216,41 @@ def test_a_group_takes_a_layout():
             np.testing.assert_allclose(x, y, atol=1e-6)
 
 
+def test_a_forgotten_layout_of_a_group_is_refused():
+    """Parts keep the order of the axes in memory; without axis= the order must be that of q."""
+    x = np.random.default_rng(0).standard_normal((2, 8, 4, 8))
+
+    def member(group):
+        cp = context_parallel(group)
+        for call in (cp.shard, cp.unshard):
+            for forgotten in (x, x[:1], x.transpose(0, 2, 1, 3).copy()):
+                with pytest.raises(ValueError, match=r"in C order: layout='b.*axis=1 for 'bshd'"):
+                    call(forgotten)
+        part = cp.shard(x, axis=1)
+        for batch in (1, 2):
+            with pytest.raises(ValueError, match=r"in C order: layout='bshd'"):
+                cp.attention(*[part[:batch]] * 3)
+        return cp.unshard(cp.attention(part, part, part, layout="bshd"), axis=1)
+
+    for found in run_threads(Loopback(2, timeout=20).members, member):
+        assert found.flags.c_contiguous
+        np.testing.assert_allclose(found, attention(x, x, x, layout="bshd"), atol=1e-6)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2, 3])
+def test_parts_are_dense(axis):
+    """Whatever the strides of the array are, broadcast and reversed axes too."""
+    x = np.random.default_rng(0).standard_normal((4, 6, 8, 2))
+    cp = context_parallel(Loopback(2).members[0])
+    for y in (x, x.T, x[:, ::-1], x.transpose(2, 0, 3, 1), np.broadcast_to(x[:, :1], x.shape), x[:1], x[::2, :, ::2]):
+        if y.shape[axis] % 4 == 0:
+            part = cp.shard(y, axis=axis)
+            assert part.nbytes == np.prod(part.shape) * 8 and min(part.strides) > 0
+            positions = cp.position_ids(y.shape[axis])
+            np.testing.assert_array_equal(part, np.take(y, positions, axis))
+            assert part.flags.c_contiguous or not y.flags.c_contiguous
+
+
 X = np.ones((2, 5, 3, 8))
 WRONG = {
     "unknown": ({"layout": "BSHD"}, "layout is 'BSHD'; it must be one of .*'bshd'"),

@@ -205,13 +205,14 @@ def check_strides(specs: Sequence[TensorSpec], options: Mapping[str, Any], *, on
             raise ValueError(f"{obstacle}{'' if on_gpu else _CONFIRM.format(own)}")
 
 
-def check_strides_of(name: str, array: Any, *, required: bool = False) -> None:
+def check_strides_of(name: str, array: Any, *, required: bool = False, remedy: str = "") -> None:
     """:func:`check_strides` of an array with a head dim that a call copies before it is parsed.
 
     Args:
         name: the argument.
         array: the array; other objects are refused where the call is parsed.
         required: whether the call needs these strides, also if a layout is named. Default False.
+        remedy: the end of the message. Default: what a call on the CPU takes.
     """
     on_gpu = cupy_runtime.is_array(array)
     if not (on_gpu or isinstance(array, np.ndarray)) or array.ndim not in (3, 4):
@@ -220,7 +221,8 @@ def check_strides_of(name: str, array: Any, *, required: bool = False) -> None:
         spec = make_spec(name, signature_of(array, 0))
         obstacle = stride_obstacle(spec) or ("" if on_gpu else order_obstacle(spec))
         if obstacle and (required or not _is_named.get()):
-            raise ValueError(f"{obstacle}{'' if required or on_gpu else _CONFIRM.format('dht' if array.ndim == 3 else 'dhsb')}")
+            confirm = "" if required or on_gpu else _CONFIRM.format("dht" if array.ndim == 3 else "dhsb")
+            raise ValueError(f"{obstacle}{remedy or confirm}")
 
 
 def _axes_from_own(layout: str, name: str, axes: Sequence[Any]) -> tuple[Any, ...]:
