@@ -245,7 +245,8 @@ def test_parts_are_dense(axis):
     for y in (x, x.T, x[:, ::-1], x.transpose(2, 0, 3, 1), np.broadcast_to(x[:, :1], x.shape), x[:1], x[::2, :, ::2]):
         if y.shape[axis] % 4 == 0:
             part = cp.shard(y, axis=axis)
-            assert part.nbytes == np.prod(part.shape) * 8 and min(part.strides) > 0
+            assert part.base.flags.c_contiguous or part.base.flags.f_contiguous
+            assert part.base.size == part.size
             positions = cp.position_ids(y.shape[axis])
             np.testing.assert_array_equal(part, np.take(y, positions, axis))
             assert part.flags.c_contiguous or not y.flags.c_contiguous

@@ -235,8 +235,9 @@ class ContextParallel:
 
         Args:
             x: the array, with whole sequences along ``axis``.
-            axis: the axis of the positions: 1 for ``layout="bshd"``, 2 for ``"bhsd"``, 0 for ``"thd"``, tokens or the log-sum-exp ``(S,
-                ...)``. Default None: 2, as in q ``(D, Hq, Sq, B)``; an array with the strides of another layout is refused.
+            axis: the axis of the positions: 1 for ``layout="bshd"``, 2 for ``"bhsd"``, 0 for ``"thd"``, for tokens and for the
+                log-sum-exp ``(S, ...)``. Default None: 2, as in q ``(D, Hq, Sq, B)``; an array with the strides of another
+                layout is refused.
             cu_seqlens: the offsets of packed sequences. Default None: one sequence.
 
         Returns:
@@ -245,16 +246,16 @@ class ContextParallel:
         Raises:
             TypeError, ValueError: the offsets are not those of ``x``, there is no such axis, or ``axis`` is needed.
         """
-        axis = _axis_of(x, axis)
-        layout = self._layout(x.shape[axis], cu_seqlens)
-        if layout.total != x.shape[axis]:
+        along = _axis_of(x, axis)
+        layout = self._layout(x.shape[along], cu_seqlens)
+        if layout.total != x.shape[along]:
             raise ValueError(
-                f"x has shape {x.shape}, {x.shape[axis]} positions along axis {axis}; cu_seqlens has {layout.total}"
+                f"x has shape {x.shape}, {x.shape[along]} positions along axis {along}; cu_seqlens has {layout.total}"
             )
-        shape = (*x.shape[:axis], layout.share(self.rank), *x.shape[axis + 1 :])
+        shape = (*x.shape[:along], layout.share(self.rank), *x.shape[along + 1 :])
         own = _new_like(x, shape)
         for local, positions in layout.slices(self.rank):
-            copy(own[_along(axis, local)], x[_along(axis, positions)])
+            copy(own[_slices(along, local)], x[_slices(along, positions)])
         return own
 
     def unshard(self, x: Any, *, axis: int | None = None, seqlen: int | None = None, cu_seqlens: Any = None) -> Any:
@@ -275,27 +276,25 @@ class ContextParallel:
         """
         error: Exception | None = None
         try:
-            axis = _axis_of(x, axis)
-            layout = self._layout(x.shape[axis] * self.size if seqlen is None else seqlen, cu_seqlens)
-            if x.shape[axis] != layout.share(self.rank):
+            along = _axis_of(x, axis)
+            layout = self._layout(x.shape[along] * self.size if seqlen is None else seqlen, cu_seqlens)
+            if x.shape[along] != layout.share(self.rank):
                 raise ValueError(
                     f"x has shape {x.shape}; of {layout.total} positions member {self.rank} of {self.size} holds "
                     f"{layout.share(self.rank)}: pass seqlen= or cu_seqlens="
                 )
-            others = *x.shape[:axis], *x.shape[axis + 1 :]
-            text = (
-                f"unshard, axis {axis} of {layout.total} positions, lengths {listed(layout.lengths)}, others {others} {x.dtype}"
-            )
+            others, lengths = (*x.shape[:along], *x.shape[along + 1 :]), listed(layout.lengths)
+            text = f"unshard, axis {along} of {layout.total} positions, lengths {lengths}, others {others} {x.dtype}"
         except Exception as failure:  # the other members must not wait for this one
             error, text = failure, f"{REFUSED}{type(failure).__name__}: {failure}"
         self._agreement.compare_once(text, x, error)
         with cupy_runtime.device_context(x):
-            specs = [[((*x.shape[:axis], layout.share(r), *x.shape[axis + 1 :]), x.dtype)] for r in range(self.size)]
+            specs = [[((*x.shape[:along], layout.share(r), *x.shape[along + 1 :]), x.dtype)] for r in range(self.size)]
             messages = self._channel.gather(Message.of([x]), specs, "unshard")
-            whole = _new_like(x, (*x.shape[:axis], layout.total, *x.shape[axis + 1 :]))
+            whole = _new_like(x, (*x.shape[:along], layout.total, *x.shape[along + 1 :]))
             for peer, message in enumerate(messages):
                 for local, positions in layout.slices(peer):
-                    copy(whole[_along(axis, positions)], message.arrays[0][_along(axis, local)])
+                    copy(whole[_slices(along, positions)], message.arrays[0][_slices(along, local)])
         return whole
 
     def position_ids(self, seqlen: int | None = None, *, cu_seqlens: Any = None) -> Any:
@@ -347,5 +346,5 @@ def _new_like(x: Any, shape: tuple[int, ...]) -> Any:
     return made.transpose([axes.index(axis) for axis in range(x.ndim)])
 
 
-def _along(axis: int, part: slice) -> tuple[slice, ...]:
+def _slices(axis: int, part: slice) -> tuple[slice, ...]:
     return (*(slice(None),) * axis, part)
