@@ -262,7 +262,7 @@ def attention_backward(
         out: its output, ``(Dv, Hq, Sq, B)``.
         stats: its log-sum-exp, from ``return_stats=True``, ``(Sq, Hq, B)`` float32, in Fortran order. With float64 inputs it
             may be float64, from ``attention(..., stats=)``. On the CPU, out and stats of another call are refused, unless
-            ``score_mod`` is passed.
+            ``score_mod`` is passed; with ``block_mask`` only statistics that are too small are.
         deterministic: return the same bits in every run. By default dQ is accumulated in arbitrary order on the GPU (dK and dV
             are always deterministic). True needs a workspace of 2 x Hq x Sq x Skv x B bytes; if that exceeds ``max_workspace``,
             a slower engine with a small workspace is used, on Hopper with cuDNN 9.25.1 or newer. The choice does not depend on

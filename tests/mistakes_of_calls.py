@@ -107,6 +107,8 @@ ARGUMENTS = [
         lambda x: attention(x.q[:, ::-1], x.k[:, ::-1], x.v[:, ::-1]), ValueError, "negative", "asfortranarray"),
     row("attention", "heads reversed by a negative stride, which layout= confirms",
         lambda x: attention(x.q[:, ::-1], x.k[:, ::-1], x.v[:, ::-1], layout="dhsb"), lambda x: output(*x.qkv)[:, ::-1]),
+    row("attention", "(B, S, H, D) with a batch of 1", lambda x: attention(*[x.s[..., :1].T.copy()] * 3), ValueError,
+        "layout='bshd'", "batch 1"),
     row("attention", "keys in reverse order with a causal mask",
         lambda x: attention(x.s, *[np.asfortranarray(x.s[:, :, ::-1])] * 2, causal=True),
         lambda x: output(x.s, x.s[:, :, ::-1], x.s[:, :, ::-1], allowed=causal(6, 6))),

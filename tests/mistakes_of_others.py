@@ -722,6 +722,8 @@ NNLIB = [
     row("nnlib.dot_product_attention", "lengths of k and v that differ", nn(6, 7, 6), ValueError, "same length"),
     row("nnlib.dot_product_attention", "(B, S, features) in C order", lambda x: nnlib.dot_product_attention(
         *[flat(x).T.copy()] * 3), ValueError, "contiguous"),
+    row("nnlib.dot_product_attention", "(1, S, features) in C order", lambda x: nnlib.dot_product_attention(
+        *[flat(x)[..., :1].T.copy()] * 3), ValueError, "C order", ".T"),
     row("nnlib.dot_product_attention", "two heads", lambda x: nn(6, 7, 7, nheads=2)(x)[0], lambda x: output(
         *(split(flat(x, n)) for n in (6, 7, 7))).reshape((16, 6, 3), order="F")),
     row("nnlib.dot_product_attention", "float32 on a GPU", lambda x: nnlib.dot_product_attention(*[x.xp.zeros(
@@ -848,6 +850,12 @@ PARALLEL = [
         *[x.s] * 3, casual=True), TypeError, "causal"),
     row("parallel.ContextParallel.explain", "a problem", lambda x: parallel.context_parallel().explain(None, None, None), TypeError,
         "q is None"),
+    row("parallel.ContextParallel.shard", "(B, S, H, D) without axis=", lambda x: parallel.context_parallel().shard(x.s.T.copy()),
+        ValueError, "layout='bshd'", "axis=1"),
+    row("parallel.ContextParallel.shard", "one sequence (1, S, H, D) without axis=", lambda x: parallel.context_parallel().shard(
+        x.s[..., :1].T.copy()), ValueError, "layout='bshd'", "axis=1"),
+    row("parallel.ContextParallel.attention", "parts (B, S, H, D) without layout=", grouped(lambda x, cp: cp.attention(
+        *[cp.shard(x.s.T.copy(), axis=1)] * 3, seqlen_q=6)), ValueError, "in C order", "layout="),
     row("parallel.ContextParallel.shard", "a list", lambda x: parallel.context_parallel().shard([1]), TypeError, "x is a"),
     row("parallel.ContextParallel.shard", "an axis that does not exist", lambda x: parallel.context_parallel().shard(x.q, axis=4),
         ValueError, "axis is 4", "4 axes"),

@@ -146,7 +146,7 @@ def add_option(rng, problem, name):
     elif name == "dropout":
         problem.options |= {"dropout_p": 0.25, "seed": 7, "offset": 8}
         hkv = problem.k.shape[1]
-        q, k = (np.ones((1, h, n, shape[3]), np.float32) for h, n in ((heads, shape[1]), (hkv, shape[0])))
+        q, k = (np.ones((1, h, n, shape[3]), np.float32, order="F") for h, n in ((heads, shape[1]), (hkv, shape[0])))
         problem.reference["dropout_mask"] = cupy_sdpa.dropout_mask(q, k, dropout_p=0.25, seed=7, offset=8)
     else:
         raise ValueError(name)

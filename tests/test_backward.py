@@ -200,6 +200,7 @@ OTHER_CALLS = {
     "no sinks": (lambda q, k, v, o: attention(q, k, v, return_stats=True, causal=True), "stats"),
     "zeros": (lambda q, k, v, o: (attention(q, k, v, **o), np.zeros((16, 4, 2), np.float32, order="F")), "stats"),
     "infinite": (lambda q, k, v, o: (attention(q, k, v, **o), np.full((16, 4, 2), -np.inf, np.float32, order="F")), "stats"),
+    "no softcap": (lambda q, k, v, o: attention(q, k, v, return_stats=True, **(o | {"softcap": None})), "stats"),
     "other values": (lambda q, k, v, o: (attention(q, k, v - 1, **o), attention(q, k, v, return_stats=True, **o)[1]), "out"),
     "no output": (lambda q, k, v, o: (np.zeros_like(v), attention(q, k, v, return_stats=True, **o)[1]), "out"),
 }
@@ -211,7 +212,7 @@ def test_results_of_another_call_are_refused(name, dtype):
     """The weights that the backward pass computes on the CPU do not fit them; the message has row, values and remedy."""
     rng = np.random.default_rng(0)
     q, k, v, dout = (np.asfortranarray(rng.standard_normal((8, 4, 16, 2)).astype(dtype)) for _ in range(4))
-    options = {"causal": True, "sinks": SINKS}
+    options = {"causal": True, "sinks": SINKS, "softcap": 30.0}
     make, wrong = OTHER_CALLS[name]
     text = rf"{wrong} is of another call: at query \d+, head \d and batch entry \d .*pass the {wrong} that the forward call returned"
     with pytest.raises(ValueError, match=text):
@@ -236,6 +237,23 @@ def test_rounding_is_not_another_call(size):
         out, stats = attention(*arrays[1:], return_stats=True, **options)
         assert np.isneginf(stats).any()
         attention_backward(*arrays, out, stats, **options)
+
+
+@pytest.mark.parametrize("head_dim", [8, 64])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_rounding_of_small_outputs_is_not_another_call(dtype, head_dim):
+    """Outputs that are subnormal in their dtype have an absolute rounding error; a wrong output is refused nevertheless."""
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (np.asfortranarray(rng.standard_normal((head_dim, 2, 20, 2)).astype(dtype)) for _ in range(4))
+    for scale in (1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1):
+        values = v * v.dtype.type(scale)
+        out, stats = attention(q, k, values, return_stats=True)
+        attention_backward(dout, q, k, values, out, stats)
+        for size in (1e-8, 1.0):
+            attention_backward(dout * v.dtype.type(size), q, k, values, out, stats)
+        attention_vjp(*(x.astype(np.float32) for x in (q, k, values)), compute_dtype=dtype)[1](dout.astype(np.float32))
+        with pytest.raises(ValueError, match="out is of another call"):
+            attention_backward(dout, q, k, values, out + v.dtype.type(max(scale, 1e-3)), stats)
 
 
 def test_a_pullback_of_changed_arrays_is_refused():

@@ -216,6 +216,42 @@ def test_a_group_takes_a_layout():
             np.testing.assert_allclose(x, y, atol=1e-6)
 
 
+def test_a_forgotten_layout_of_a_group_is_refused():
+    """Parts keep the order of the axes in memory; without axis= the order must be that of q."""
+    x = np.random.default_rng(0).standard_normal((2, 8, 4, 8))
+
+    def member(group):
+        cp = context_parallel(group)
+        for call in (cp.shard, cp.unshard):
+            for forgotten in (x, x[:1], x.transpose(0, 2, 1, 3).copy()):
+                with pytest.raises(ValueError, match=r"in C order: layout='b.*axis=1 for 'bshd'"):
+                    call(forgotten)
+        part = cp.shard(x, axis=1)
+        for batch in (1, 2):
+            with pytest.raises(ValueError, match=r"in C order: layout='bshd'"):
+                cp.attention(*[part[:batch]] * 3)
+        return cp.unshard(cp.attention(part, part, part, layout="bshd"), axis=1)
+
+    for found in run_threads(Loopback(2, timeout=20).members, member):
+        assert found.flags.c_contiguous
+        np.testing.assert_allclose(found, attention(x, x, x, layout="bshd"), atol=1e-6)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2, 3])
+def test_parts_are_dense(axis):
+    """Whatever the strides of the array are, broadcast and reversed axes too."""
+    x = np.random.default_rng(0).standard_normal((4, 6, 8, 2))
+    cp = context_parallel(Loopback(2).members[0])
+    for y in (x, x.T, x[:, ::-1], x.transpose(2, 0, 3, 1), np.broadcast_to(x[:, :1], x.shape), x[:1], x[::2, :, ::2]):
+        if y.shape[axis] % 4 == 0:
+            part = cp.shard(y, axis=axis)
+            assert part.base.flags.c_contiguous or part.base.flags.f_contiguous
+            assert part.base.size == part.size
+            positions = cp.position_ids(y.shape[axis])
+            np.testing.assert_array_equal(part, np.take(y, positions, axis))
+            assert part.flags.c_contiguous or not y.flags.c_contiguous
+
+
 X = np.ones((2, 5, 3, 8))
 WRONG = {
     "unknown": ({"layout": "BSHD"}, "layout is 'BSHD'; it must be one of .*'bshd'"),
@@ -340,6 +376,19 @@ FORGOTTEN = {
     "a copy": (np.ones((8, 3, 5, 2), order="F").copy(), {}, "Or copy it with asfortranarray(q)"),
     "every second element of the head dim": (np.ones((16, 3, 5, 2), order="F")[::2], {}, "Copy it with asfortranarray(q)"),
     "reversed": (np.ones((8, 3, 5, 2), order="F")[:, :, ::-1], {}, "negative strides: copy it with asfortranarray(q)"),
+    "a batch of 1": (np.ones((1, 8, 5, 16), np.float32), {}, "layout='bshd' (batch 1, seq 8, heads 5, head_dim 16)?"),
+    "a batch of 1 and one head": (
+        np.ones((1, 1, 5, 16), np.float32),
+        {},
+        "layout='bhsd' (batch 1, heads 1, seq 5, head_dim 16)?",
+    ),
+    "a head dim of 1": (np.ones((1, 5, 3, 1), np.float32), {}, "layout='bshd' (batch 1, seq 5, heads 3, head_dim 1)?"),
+    "one packed position": (
+        np.ones((1, 3, 16), np.float32),
+        {**PACKED, **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), np.array([0, 8, 16], np.int32))}
+        | dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), 8),
+        "layout='thd' (total 1, heads 3, head_dim 16)?",
+    ),
     "packed": (np.ones((10, 3, 16), np.float32), PACKED, "layout='thd' (total 10, heads 3, head_dim 16)?"),
 }
 
@@ -363,11 +412,30 @@ def test_a_forgotten_layout_is_refused(name):
     """Strides that a GPU cannot read are refused on the CPU, where they would be read with the wrong axes."""
     x, options, text = FORGOTTEN[name]
     for call in _calls_that_read_a_layout(x, options):
-        with pytest.raises(ValueError, match=r"axis 0 must be contiguous|negative strides") as found:
+        with pytest.raises(ValueError, match=r"axis 0 must be contiguous|negative strides|in C order") as found:
             call()
         assert text in str(found.value).replace("of k", "of q")
     confirmed = attention(x, x, x, layout="dht" if x.ndim == 3 else "dhsb", **options)
     np.testing.assert_array_equal(confirmed, attention(*[np.asfortranarray(x)] * 3, **options))
+
+
+#: A sequence in C order, whose first axis has length 1.
+ONE = np.random.default_rng(0).random((1, 32, 8, 16), np.float32)
+OTHER_CALLS = {
+    "dropout_mask": lambda: cupy_sdpa.dropout_mask(ONE, ONE, dropout_p=0.5, seed=0),
+    "quantize": lambda: cupy_sdpa.fp8.quantize(ONE),
+    "quantize_qkv": lambda: cupy_sdpa.fp8.quantize_qkv(ONE, ONE, ONE),
+    "nnlib": lambda: cupy_sdpa.nnlib.dot_product_attention(*[ONE[0][None]] * 3),
+    "nnlib, one sequence": lambda: cupy_sdpa.nnlib.dot_product_attention(*[ONE[:, 0]] * 3),
+    "an array of results": lambda: attention(*[np.asfortranarray(ONE)] * 3, out=np.empty_like(ONE)),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_CALLS)
+def test_a_forgotten_layout_of_one_sequence_is_refused(name):
+    """The axis of length 1 has no stride; the other axes in C order show that head_dim is not the first."""
+    with pytest.raises(ValueError, match=r"in C order: layout=|in C order\. Pass"):
+        OTHER_CALLS[name]()
 
 
 def test_a_forgotten_layout_of_other_arguments_is_refused():
@@ -394,7 +462,8 @@ ACCEPTED = {
     "a slice of every axis": lambda x: np.asfortranarray(np.pad(x, 1))[1:-1, 1:-1, 1:-1, 1:-1],
     "every second position": lambda x: np.repeat(x, 2, axis=2).copy(order="F")[:, :, ::2],
     "broadcast heads": lambda x: np.broadcast_to(x[:, :1], x.shape),
-    "head dim 1": lambda x: np.ascontiguousarray(x[:1]),
+    "head dim 1": lambda x: np.asfortranarray(x[:1]),
+    "one channel of every head": lambda x: x[:1],
     "one position": lambda x: np.ascontiguousarray(x[:, :1, :1, :1]),
     "no position": lambda x: np.ascontiguousarray(x[:, :, :0]),
 }

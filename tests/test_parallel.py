@@ -307,7 +307,7 @@ def test_all_members_choose_the_same_method(method):
         chosen = set()
         for own in Loopback(size).members:
             cp = context_parallel(own)
-            x = cp.shard(np.zeros((8, heads, length, 1), np.float16))
+            x = cp.shard(np.zeros((8, heads, length, 1), np.float16, order="F"))
             lengths = {"seqlen_q": length, "seqlen_kv": length}
             try:
                 chosen.add(cp.explain(x, x, x, method=method, **lengths, **options).method)
@@ -391,7 +391,7 @@ def test_wrong_offsets_are_refused(starts, error, message):
     """Positions are neither lost nor repeated if the offsets are not those of the array."""
     cp = context_parallel(Loopback(2).members[0])
     with pytest.raises(error, match=message):
-        cp.shard(np.zeros((4, 2, 10)), cu_seqlens=np.array(starts))
+        cp.shard(np.zeros((4, 2, 10), order="F"), cu_seqlens=np.array(starts))
     if "begin" in message:
         with pytest.raises(error, match=message):
             cp.position_ids(cu_seqlens=np.array(starts))

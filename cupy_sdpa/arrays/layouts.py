@@ -19,7 +19,16 @@ import numpy as np
 from ..device import cupy_runtime
 from ..layout import AXES, order
 from ..problem.problem import ROW_STATS, SCORE_INPUTS
-from ..problem.tensor_spec import ITEMSIZE, CallersAxes, TensorSpec, callers_axes, density_obstacle, make_spec, stride_obstacle
+from ..problem.tensor_spec import (
+    ITEMSIZE,
+    CallersAxes,
+    TensorSpec,
+    callers_axes,
+    density_obstacle,
+    make_spec,
+    order_obstacle,
+    stride_obstacle,
+)
 from .argument import Typed, signature_of
 
 #: The layouts that calls take. The first two are that of this package, dense and packed.
@@ -180,7 +189,8 @@ def check_strides(specs: Sequence[TensorSpec], options: Mapping[str, Any], *, on
         on_gpu: whether the arrays are CuPy's. There the rules of the GPU decide about biases and statistics.
 
     Raises:
-        ValueError: an array has strides that a GPU cannot read, and no layout is named.
+        ValueError: an array has strides that a GPU cannot read, or on the CPU a head_dim of 1 and other axes in C order; and no
+            layout is named.
     """
     if options.get("layout") is not None or _is_named.get():
         return
@@ -188,28 +198,31 @@ def check_strides(specs: Sequence[TensorSpec], options: Mapping[str, Any], *, on
     for spec in specs:
         obstacle = ""
         if spec.name in VECTORS:
-            obstacle = stride_obstacle(spec)
+            obstacle = stride_obstacle(spec) or ("" if on_gpu else order_obstacle(spec))
         elif not on_gpu and spec.name in ("bias", *ROW_STATS) and spec.strides[0] != ITEMSIZE[spec.dtype]:
             obstacle = density_obstacle(spec)  # the first axis is not the fastest; sums of broadcast arrays permute the others
         if obstacle:
             raise ValueError(f"{obstacle}{'' if on_gpu else _CONFIRM.format(own)}")
 
 
-def check_strides_of(name: str, array: Any, *, required: bool = False) -> None:
+def check_strides_of(name: str, array: Any, *, required: bool = False, remedy: str = "") -> None:
     """:func:`check_strides` of an array with a head dim that a call copies before it is parsed.
 
     Args:
         name: the argument.
         array: the array; other objects are refused where the call is parsed.
         required: whether the call needs these strides, also if a layout is named. Default False.
+        remedy: the end of the message. Default: what a call on the CPU takes.
     """
     on_gpu = cupy_runtime.is_array(array)
     if not (on_gpu or isinstance(array, np.ndarray)) or array.ndim not in (3, 4):
         return
-    if array.strides[0] != array.itemsize or min(array.strides) < 0:
-        obstacle = stride_obstacle(make_spec(name, signature_of(array, 0)))
+    if array.strides[0] != array.itemsize or min(array.strides) < 0 or array.shape[0] == 1:
+        spec = make_spec(name, signature_of(array, 0))
+        obstacle = stride_obstacle(spec) or ("" if on_gpu else order_obstacle(spec))
         if obstacle and (required or not _is_named.get()):
-            raise ValueError(f"{obstacle}{'' if required or on_gpu else _CONFIRM.format('dht' if array.ndim == 3 else 'dhsb')}")
+            confirm = "" if required or on_gpu else _CONFIRM.format("dht" if array.ndim == 3 else "dhsb")
+            raise ValueError(f"{obstacle}{remedy or confirm}")
 
 
 def _axes_from_own(layout: str, name: str, axes: Sequence[Any]) -> tuple[Any, ...]:

@@ -6,6 +6,8 @@ import math
 import numbers
 from typing import Any
 
+from ..problem.tensor_spec import hides_c_order
+
 
 def split_heads(x: Any, nheads: int) -> Any:
     """Reshape ``(n, len, batch...)`` to ``(n / nheads, nheads, len, batch...)``; a view of a column-major array.
@@ -77,9 +79,11 @@ def check_features(name: str, x: Any) -> None:
     Raises:
         ValueError: it is not.
     """
+    remedy = f"Pass an array whose last axis is the features, in C order, as {name}.T; copy others with asfortranarray({name})"
     if x.size and x.shape[0] > 1 and x.strides[0] != x.itemsize:
         raise ValueError(
             f"{name} has shape {x.shape} and a stride of {x.strides[0]} bytes along axis 0, the features; an element has "
-            f"{x.itemsize}: axis 0 must be contiguous. Pass an array whose last axis is the features, in C order, as {name}.T; "
-            f"copy others with asfortranarray({name})"
+            f"{x.itemsize}: axis 0 must be contiguous. {remedy}"
         )
+    if x.size and hides_c_order(x.shape, x.strides, x.itemsize):
+        raise ValueError(f"{name} has shape {x.shape}, one feature, and is in C order. {remedy}")

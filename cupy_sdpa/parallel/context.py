@@ -7,7 +7,7 @@ import numbers
 from typing import Any
 
 from ..arrays.conversion import Conversion, convert, gradient_names, needs_conversion
-from ..arrays.layouts import other_layout
+from ..arrays.layouts import check_strides_of, other_layout
 from ..attention import attention, attention_backward
 from ..calls.options import read_flag
 from ..calls.user_functions import kept_options
@@ -230,34 +230,35 @@ class ContextParallel:
         config = configure(self.rank, self.size, {"q": q, "k": k, "v": v}, options, (seqlen_q, seqlen_kv))
         return report(config, self._agreement.requested(method))
 
-    def shard(self, x: Any, *, axis: int = 2, cu_seqlens: Any = None) -> Any:
+    def shard(self, x: Any, *, axis: int | None = None, cu_seqlens: Any = None) -> Any:
         """This member's part of an array that every member has.
 
         Args:
             x: the array, with whole sequences along ``axis``.
-            axis: the axis of the positions. Default 2, as in q ``(D, Hq, Sq, B)``; 0 for tokens or the log-sum-exp ``(S,
-                ...)``.
+            axis: the axis of the positions: 1 for ``layout="bshd"``, 2 for ``"bhsd"``, 0 for ``"thd"``, for tokens and for the
+                log-sum-exp ``(S, ...)``. Default None: 2, as in q ``(D, Hq, Sq, B)``; an array with the strides of another
+                layout is refused.
             cu_seqlens: the offsets of packed sequences. Default None: one sequence.
 
         Returns:
-            A copy in Fortran order.
+            A copy, dense, with its axes in the same order in memory.
 
         Raises:
-            TypeError, ValueError: the offsets are not those of ``x``, or there is no such axis.
+            TypeError, ValueError: the offsets are not those of ``x``, there is no such axis, or ``axis`` is needed.
         """
-        axis = _axis_of(x, axis)
-        layout = self._layout(x.shape[axis], cu_seqlens)
-        if layout.total != x.shape[axis]:
+        along = _axis_of(x, axis)
+        layout = self._layout(x.shape[along], cu_seqlens)
+        if layout.total != x.shape[along]:
             raise ValueError(
-                f"x has shape {x.shape}, {x.shape[axis]} positions along axis {axis}; cu_seqlens has {layout.total}"
+                f"x has shape {x.shape}, {x.shape[along]} positions along axis {along}; cu_seqlens has {layout.total}"
             )
-        shape = (*x.shape[:axis], layout.share(self.rank), *x.shape[axis + 1 :])
-        own = cupy_runtime.new_result(x, shape, x.dtype)
+        shape = (*x.shape[:along], layout.share(self.rank), *x.shape[along + 1 :])
+        own = _new_like(x, shape)
         for local, positions in layout.slices(self.rank):
-            copy(own[_along(axis, local)], x[_along(axis, positions)])
+            copy(own[_slices(along, local)], x[_slices(along, positions)])
         return own
 
-    def unshard(self, x: Any, *, axis: int = 2, seqlen: int | None = None, cu_seqlens: Any = None) -> Any:
+    def unshard(self, x: Any, *, axis: int | None = None, seqlen: int | None = None, cu_seqlens: Any = None) -> Any:
         """The whole array from the parts of all members; collective.
 
         Args:
@@ -266,35 +267,34 @@ class ContextParallel:
             seqlen: the length of whole sequences. Default None: the local length times P.
 
         Returns:
-            The array, in Fortran order, on every member.
+            The array on every member, dense, with the axes of ``x`` in the same order in memory.
 
         Raises:
-            TypeError, ValueError: ``x`` is not the member's part, there is no such axis, or members disagree.
+            TypeError, ValueError: ``x`` is not the member's part, there is no such axis, ``axis`` is needed, or members
+                disagree.
             GroupError: a member failed, or did not call in time.
         """
         error: Exception | None = None
         try:
-            axis = _axis_of(x, axis)
-            layout = self._layout(x.shape[axis] * self.size if seqlen is None else seqlen, cu_seqlens)
-            if x.shape[axis] != layout.share(self.rank):
+            along = _axis_of(x, axis)
+            layout = self._layout(x.shape[along] * self.size if seqlen is None else seqlen, cu_seqlens)
+            if x.shape[along] != layout.share(self.rank):
                 raise ValueError(
                     f"x has shape {x.shape}; of {layout.total} positions member {self.rank} of {self.size} holds "
                     f"{layout.share(self.rank)}: pass seqlen= or cu_seqlens="
                 )
-            others = *x.shape[:axis], *x.shape[axis + 1 :]
-            text = (
-                f"unshard, axis {axis} of {layout.total} positions, lengths {listed(layout.lengths)}, others {others} {x.dtype}"
-            )
+            others, lengths = (*x.shape[:along], *x.shape[along + 1 :]), listed(layout.lengths)
+            text = f"unshard, axis {along} of {layout.total} positions, lengths {lengths}, others {others} {x.dtype}"
         except Exception as failure:  # the other members must not wait for this one
             error, text = failure, f"{REFUSED}{type(failure).__name__}: {failure}"
         self._agreement.compare_once(text, x, error)
         with cupy_runtime.device_context(x):
-            specs = [[((*x.shape[:axis], layout.share(r), *x.shape[axis + 1 :]), x.dtype)] for r in range(self.size)]
+            specs = [[((*x.shape[:along], layout.share(r), *x.shape[along + 1 :]), x.dtype)] for r in range(self.size)]
             messages = self._channel.gather(Message.of([x]), specs, "unshard")
-            whole = cupy_runtime.new_result(x, (*x.shape[:axis], layout.total, *x.shape[axis + 1 :]), x.dtype)
+            whole = _new_like(x, (*x.shape[:along], layout.total, *x.shape[along + 1 :]))
             for peer, message in enumerate(messages):
                 for local, positions in layout.slices(peer):
-                    copy(whole[_along(axis, positions)], message.arrays[0][_along(axis, local)])
+                    copy(whole[_slices(along, positions)], message.arrays[0][_slices(along, local)])
         return whole
 
     def position_ids(self, seqlen: int | None = None, *, cu_seqlens: Any = None) -> Any:
@@ -325,10 +325,13 @@ class ContextParallel:
         return Layout((read_length("seqlen", length),), self.size)
 
 
-def _axis_of(x: Any, axis: int) -> int:
-    """The number of an axis of an array, 0 or more."""
+def _axis_of(x: Any, axis: int | None) -> int:
+    """The number of the axis of the positions, 0 or more; None is that of q, whose strides are checked."""
     if not hasattr(x, "shape"):
         raise TypeError(f"x is a {type(x).__module__}.{type(x).__qualname__}; it must be a numpy or CuPy array")
+    if axis is None:
+        check_strides_of("x", x, remedy=". Or name the positions: axis=1 for 'bshd', axis=2 for 'bhsd', axis=0 for 'thd'")
+        axis = 2
     if not isinstance(axis, numbers.Integral):
         raise TypeError(f"axis is {axis!r}; it must be an integer")
     if not -x.ndim <= axis < x.ndim:
@@ -336,5 +339,12 @@ def _axis_of(x: Any, axis: int) -> int:
     return axis % int(x.ndim)
 
 
-def _along(axis: int, part: slice) -> tuple[slice, ...]:
+def _new_like(x: Any, shape: tuple[int, ...]) -> Any:
+    """A new dense array whose axes have the order of those of ``x`` in memory, so that calls can tell layouts apart."""
+    axes = sorted(range(x.ndim), key=lambda axis: (x.strides[axis] == 0, abs(x.strides[axis])))  # broadcast axes are last
+    made = cupy_runtime.new_result(x, tuple(shape[axis] for axis in axes), x.dtype)
+    return made.transpose([axes.index(axis) for axis in range(x.ndim)])
+
+
+def _slices(axis: int, part: slice) -> tuple[slice, ...]:
     return (*(slice(None),) * axis, part)

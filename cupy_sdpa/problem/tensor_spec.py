@@ -283,16 +283,46 @@ in C order: layout='bhsd' (batch 2, heads 8, seq 100, head_dim 64)? Or copy it w
         text += ": axis 0 must be contiguous"
         if spec.strides[-1] != itemsize or len(shape) not in (3, 4) or has_callers_axes():
             return f"{text}. Copy it with asfortranarray({name})"
-        layout, *axes = _likely_layout(spec)
-        sizes = ", ".join(f"{axis} {n}" for axis, n in zip((*axes, "head_dim"), shape, strict=True))
-        remedy = f"layout={layout!r} ({sizes})? Or copy it with asfortranarray({name})"
-        return f"{text}. {name} has shape {shape} in C order: {remedy}"
+        return f"{text}. {_in_c_order(spec)}"
     if min(spec.strides) < 0:
         return (
             f"{name} has strides {spec.strides} bytes; cuDNN does not support negative strides: copy it with "
             f"asfortranarray({name})"
         )
     return ""
+
+
+def hides_c_order(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
+    """Whether axis 0 of an array has length 1, so no stride, and the others are in C order, not in Fortran order.
+
+    >>> import numpy as np
+    >>> x = np.zeros((1, 8, 100, 64), np.int8)
+    >>> [hides_c_order(a.shape, a.strides, 1) for a in (x, np.asfortranarray(x), x[:, 0, 0, :], x[:, :, :, :1])]
+    [True, False, False, False]
+    """
+    longer = [stride for stride, length in zip(strides, shape, strict=True) if length > 1]
+    return shape[0] == 1 and len(longer) > 1 and longer[-1] == itemsize < longer[0]
+
+
+def order_obstacle(spec: TensorSpec) -> str:
+    """Why an array with a head_dim of 1 probably has its axes in another order; empty if it does not.
+
+    >>> import numpy as np
+    >>> x = np.zeros((1, 8, 100, 64), np.float16)
+    >>> print(order_obstacle(make_spec("q", ("float16", x.shape, x.strides, 16))))
+    q has shape (1, 8, 100, 64) in C order: layout='bhsd' (batch 1, heads 8, seq 100, head_dim 64)? Or copy it with \
+asfortranarray(q)
+    """
+    hidden = len(spec.shape) in (3, 4) and hides_c_order(spec.shape, spec.strides, ITEMSIZE[spec.dtype])
+    return _in_c_order(spec) if hidden else ""
+
+
+def _in_c_order(spec: TensorSpec) -> str:
+    """The likely layout of an array in C order."""
+    layout, *axes = _likely_layout(spec)
+    sizes = ", ".join(f"{axis} {n}" for axis, n in zip((*axes, "head_dim"), spec.shape, strict=True))
+    remedy = f"layout={layout!r} ({sizes})? Or copy it with asfortranarray({spec.name})"
+    return f"{spec.name} has shape {spec.shape} in C order: {remedy}"
 
 
 def _likely_layout(spec: TensorSpec) -> tuple[str, ...]:

@@ -190,11 +190,11 @@ class Sampler:
 
     def layout(self, name: str) -> str:
         """A memory layout in the notation of :mod:`.memory`."""
-        packed = "packed" in self.options
+        axes = "hs" if "packed" in self.options else "hsb"
         if name == "stats":
-            return "hs" if packed else "shb"
-        text = "d" + "".join(self.rng.permutation(list("hs" if packed else "hsb")))
+            return "hs" if axes == "hs" else "shb"
         any_strides = self.engine == "cpu" and "shared_prefix" not in self.names  # which takes no layout=
+        text = "d" + (axes if not any_strides and self.sizes["d"] == 1 else "".join(self.rng.permutation(list(axes))))
         if any_strides and self.chance(0.2):
             text = "".join(self.rng.permutation(list(text)))
         for letter in self.rng.permutation(list(text)):

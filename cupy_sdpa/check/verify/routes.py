@@ -106,15 +106,15 @@ def in_group(
 
     def member(own: Any) -> dict[str, Any]:
         cp = context_parallel(own, method=method)
-        q, k, v = (cp.shard(views[name], **offsets[name != "q"]) for name in "qkv")
+        q, k, v = (cp.shard(views[name], axis=2, **offsets[name != "q"]) for name in "qkv")
         found: dict[str, Any] = {}
         if case.backward and vjp:
             found["out"], pullback = cp.attention_vjp(q, k, v, **lengths, **options, **backward)
-            found |= zip(names, pullback(cp.shard(views["dout"], **offsets[0])), strict=True)
+            found |= zip(names, pullback(cp.shard(views["dout"], axis=2, **offsets[0])), strict=True)
         else:
             found["out"], found["stats"] = cp.attention(q, k, v, return_stats=True, **lengths, **options)
             if case.backward:
-                dout = cp.shard(views["dout"], **offsets[0])
+                dout = cp.shard(views["dout"], axis=2, **offsets[0])
                 results = found["out"], found["stats"]
                 gradients = cp.attention_backward(dout, q, k, v, results[0], results[1], **lengths, **options, **backward)
                 found |= zip(names, gradients, strict=True)
@@ -122,7 +122,7 @@ def in_group(
             if name == "stats":
                 found[name] = cp.unshard(found[name], axis=1 if packed else 0, **whole[0])
             elif name != "dsinks":
-                found[name] = cp.unshard(found[name], **whole[name in ("dk", "dv")])
+                found[name] = cp.unshard(found[name], axis=2, **whole[name in ("dk", "dv")])
         return found
 
     first: dict[str, Any]
