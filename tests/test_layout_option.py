@@ -382,7 +382,6 @@ FORGOTTEN = {
         {},
         "layout='bhsd' (batch 1, heads 1, seq 5, head_dim 16)?",
     ),
-    "a head dim of 1": (np.ones((1, 5, 3, 1), np.float32), {}, "layout='bshd' (batch 1, seq 5, heads 3, head_dim 1)?"),
     "one packed position": (
         np.ones((1, 3, 16), np.float32),
         {**PACKED, **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), np.array([0, 8, 16], np.int32))}
@@ -463,6 +462,7 @@ ACCEPTED = {
     "every second position": lambda x: np.repeat(x, 2, axis=2).copy(order="F")[:, :, ::2],
     "broadcast heads": lambda x: np.broadcast_to(x[:, :1], x.shape),
     "head dim 1": lambda x: np.asfortranarray(x[:1]),
+    "head dim 1, heads after positions": lambda x: np.ascontiguousarray(x[:1, :, :, :1]),
     "one channel of every head": lambda x: x[:1],
     "one position": lambda x: np.ascontiguousarray(x[:, :1, :1, :1]),
     "no position": lambda x: np.ascontiguousarray(x[:, :, :0]),

@@ -293,15 +293,16 @@ in C order: layout='bhsd' (batch 2, heads 8, seq 100, head_dim 64)? Or copy it w
 
 
 def hides_c_order(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
-    """Whether axis 0 of an array has length 1, so no stride, and the others are in C order, not in Fortran order.
+    """Whether axis 0 of an array has length 1, so no stride, and the last axis is contiguous, so the others are in C order.
 
     >>> import numpy as np
     >>> x = np.zeros((1, 8, 100, 64), np.int8)
     >>> [hides_c_order(a.shape, a.strides, 1) for a in (x, np.asfortranarray(x), x[:, 0, 0, :], x[:, :, :, :1])]
     [True, False, False, False]
     """
-    longer = [stride for stride, length in zip(strides, shape, strict=True) if length > 1]
-    return shape[0] == 1 and len(longer) > 1 and longer[-1] == itemsize < longer[0]
+    if shape[0] != 1 or shape[-1] == 1 or strides[-1] != itemsize:
+        return False
+    return any(length > 1 and stride > itemsize for stride, length in zip(strides, shape, strict=True))
 
 
 def order_obstacle(spec: TensorSpec) -> str:
