@@ -119,7 +119,7 @@ def test_bad_arguments_raise_before_any_launch(change, error, words, cupy):
     with pytest.raises(error, match=words):
         attention(x, x, x, out=out)
     assert cupy.isnan(out).all()
-    if "axis 0" in words or "negative" in words:  # the strides of another layout
+    if "contiguous" in words or "negative" in words:  # the strides of another layout
         with pytest.raises(error, match=words):
             explain(x, x, x)
         return
