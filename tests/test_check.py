@@ -20,7 +20,7 @@ from cupy_sdpa.check.cases.case import GRADIENTS, REQUIRES, Paged, parse
 from cupy_sdpa.check.cases.combine import LEFT_OUT, SHARES, schedule
 from cupy_sdpa.check.cases.data import build, call_options
 from cupy_sdpa.check.cases.draw import OPTIONS, PAIRS, draw, draw_options
-from cupy_sdpa.check.cases.memory import Memory, memory_of
+from cupy_sdpa.check.cases.memory import Memory, memory_of, named_layout
 from cupy_sdpa.check.pool import Pool
 from cupy_sdpa.check.shrink import candidates, shrink
 from cupy_sdpa.check.verify.execute import execute, expected
@@ -64,6 +64,13 @@ def test_every_feature_has_its_share():
     for number in range(100):
         feature, _ = schedule(7, number)
         assert feature in ("pairs", "few") or feature in draw(7, number, "cpu").options
+
+
+def test_shared_prefixes_need_no_layout():
+    """shared_prefix_attention takes no layout=, so no array is drawn whose layout a call must name."""
+    drawn = [draw_options({"shared_prefix", "paged"}, number, "cpu") for number in range(1500)]
+    assert sum(bool(case.layouts) and 1 in (case.d, case.dv) for case in drawn) > 20
+    assert [case for case in drawn if named_layout(case)] == []
 
 
 def test_small_sizes_are_drawn_as_often_as_large_ones():

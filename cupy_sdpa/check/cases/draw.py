@@ -194,7 +194,8 @@ class Sampler:
         if name == "stats":
             return "hs" if axes == "hs" else "shb"
         any_strides = self.engine == "cpu" and "shared_prefix" not in self.names  # which takes no layout=
-        text = "d" + (axes if not any_strides and self.sizes["d"] == 1 else "".join(self.rng.permutation(list(axes))))
+        in_order = not any_strides and 1 in (self.sizes["d"], self.sizes["dv"])
+        text = "d" + (axes if in_order else "".join(self.rng.permutation(list(axes))))
         if any_strides and self.chance(0.2):
             text = "".join(self.rng.permutation(list(text)))
         for letter in self.rng.permutation(list(text)):
