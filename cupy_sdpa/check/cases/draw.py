@@ -196,8 +196,7 @@ class Sampler:
         any_strides = self.engine == "cpu" and "shared_prefix" not in self.names  # which takes no layout=
         in_order = not any_strides and 1 in (self.sizes["d"], self.sizes["dv"])
         text = "d" + (axes if in_order else "".join(self.rng.permutation(list(axes))))
-        if any_strides and self.chance(0.2):
-            text = "".join(self.rng.permutation(list(text)))
+        text = "".join(self.rng.permutation(list(text))) if any_strides and self.chance(0.2) else text
         for letter in self.rng.permutation(list(text)):
             kind = self.rng.random()
             if kind < 0.2:
