@@ -177,6 +177,11 @@ def named() -> Iterator[None]:
 _CONFIRM = ". On the CPU layout={!r} confirms the axes, and arrays may have any strides"
 
 
+def _vector_obstacle(spec: TensorSpec, on_gpu: bool) -> str:
+    """Why an array with a head dim is probably in another layout; empty if it is not. A GPU refuses a head dim of 1 itself."""
+    return stride_obstacle(spec) or ("" if on_gpu else order_obstacle(spec))
+
+
 def check_strides(specs: Sequence[TensorSpec], options: Mapping[str, Any], *, on_gpu: bool) -> None:
     """Check that arrays whose layout is not named are not in another one, as far as their strides show it.
 
@@ -198,7 +203,7 @@ def check_strides(specs: Sequence[TensorSpec], options: Mapping[str, Any], *, on
     for spec in specs:
         obstacle = ""
         if spec.name in VECTORS:
-            obstacle = stride_obstacle(spec) or ("" if on_gpu else order_obstacle(spec))
+            obstacle = _vector_obstacle(spec, on_gpu)
         elif not on_gpu and spec.name in ("bias", *ROW_STATS) and spec.strides[0] != ITEMSIZE[spec.dtype]:
             obstacle = density_obstacle(spec)  # the first axis is not the fastest; sums of broadcast arrays permute the others
         if obstacle:
@@ -219,7 +224,7 @@ def check_strides_of(name: str, array: Any, *, required: bool = False, remedy: s
         return
     if array.strides[0] != array.itemsize or min(array.strides) < 0 or array.shape[0] == 1:
         spec = make_spec(name, signature_of(array, 0))
-        obstacle = stride_obstacle(spec) or ("" if on_gpu else order_obstacle(spec))
+        obstacle = _vector_obstacle(spec, on_gpu)
         if obstacle and (required or not _is_named.get()):
             confirm = "" if required or on_gpu else _CONFIRM.format("dht" if array.ndim == 3 else "dhsb")
             raise ValueError(f"{obstacle}{remedy or confirm}")
