@@ -1,6 +1,6 @@
 """The test tiers: unmarked tests need numpy only, ``cudnn`` the library and a C compiler, ``gpu`` a GPU, ``multi_gpu`` two.
 
-Tests with the fixture ``fake`` also need a C++ compiler.
+Tests with the fixture ``fake`` also need a C++ compiler. A test with the fixture ``engine`` runs on all engines, see :mod:`engines`.
 
 One command runs the tiers that the machine supports and lists the others. ``CUPY_SDPA_REQUIRE=gpu`` (or ``cudnn``) turns skips
 of that tier, and of the tiers that it needs, into failures.
@@ -9,11 +9,15 @@ of that tier, and of the tiers that it needs, into failures.
 import functools
 import gc
 import os
+import sys
 import tempfile
 import zlib
+from pathlib import Path
 
+sys.path += map(str, Path(__file__).parent.glob("*/"))  # to be removed: some test modules import others of another folder
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # read when numpy is imported; every worker process has a core
 
+import numpy as np
 import pytest
 from tiers import missing
 
@@ -65,6 +69,8 @@ def pytest_itemcollected(item):
         item.add_marker(pytest.mark.xdist_group(item.path.stem))
     if (turn := item.get_closest_marker("in_turn")) and sum(numbers_of_values(item)) % turn.args[0]:
         item.add_marker(pytest.mark.sweep)
+    if item.get_closest_marker("sweep"):
+        item.add_marker(pytest.mark.slow)
 
 
 @functools.cache
@@ -166,6 +172,15 @@ def cupy():
     assert module.__name__ == "cupy", "the fake CuPy of an earlier test of this module is installed"
     yield module
     module.get_default_memory_pool().free_all_blocks()
+
+
+@pytest.fixture(params=["numpy", "fake", pytest.param("cupy", marks=pytest.mark.gpu)])
+def engine(request):
+    """Each engine in turn, see :class:`engines.Engine`."""
+    from engines import Engine
+
+    module = np if request.param == "numpy" else request.getfixturevalue(request.param)
+    return Engine(request.param, module)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
     python tools/planted_faults.py                                   # the tests of each fault's folder, or check
     python tools/planted_faults.py --numeric --jobs 2                # only faults that make results wrong
     python tools/planted_faults.py --names "window pages" "fp8 merge scale"
-    python tools/planted_faults.py --command "python -m pytest -q -x tests/test_merge.py" --list
+    python tools/planted_faults.py --command "python -m pytest -q -x tests/attention/test_merge.py" --list
 
 ``planted_faults.json`` has one fault per line: its name, the file, the text that is replaced, the text that replaces it, and
 whether it makes results wrong on numpy (``numeric``), so that ``check`` finds it. A change that removes the text of a fault
@@ -32,34 +32,38 @@ ROOT = Path(__file__).resolve().parents[1]
 DATA = Path(__file__).with_suffix(".json")
 #: The command for faults that make results wrong on numpy.
 CHECK = "python -m cupy_sdpa check --engine cpu --seed 1 --minutes 1.5 --jobs 1 --first"
-#: The test files of each folder or module; the longest prefix counts.
+#: The folders of tests of each folder or module of the package; the longest prefix counts.
 TESTS = {
-    "cupy_sdpa": ("test_attention", "test_backward"),
-    "cupy_sdpa/_cli": ("test_cli", "test_cli_run", "test_cli_explain", "test_written_commands"),
-    "cupy_sdpa/_cudnn": ("test_constants", "test_library"),
-    "cupy_sdpa/arrays": ("test_layout_option", "test_array_libraries", "test_compute_dtype"),
-    "cupy_sdpa/calls": ("test_attention", "test_replay_cache", "test_replay_cache_on_fake_cupy", "test_repeated_functions"),
-    "cupy_sdpa/check": ("test_check", "test_tolerance"),
-    "cupy_sdpa/check/traced": ("test_trace",),
-    "cupy_sdpa/device": ("test_merge", "test_kernels", "test_cuda_graph"),
-    "cupy_sdpa/device/blocks": ("test_block_sparse", "test_block_bits"),
-    "cupy_sdpa/device/paging": ("test_decoding", "test_check_on_fake_cupy", "test_kv_cache"),
-    "cupy_sdpa/forward_mode": ("test_jvp", "test_block_jvp", "test_check_on_fake_cupy"),
-    "cupy_sdpa/fp8": ("test_fp8",),
-    "cupy_sdpa/graph": ("test_interpreter", "test_corners"),
-    "cupy_sdpa/helpers.py": ("test_merge", "test_attention"),
-    "cupy_sdpa/inference": ("test_kv_cache", "test_fp8_cache", "test_shared_prefix"),
-    "cupy_sdpa/nnlib": ("test_nnlib",),
-    "cupy_sdpa/offline": ("test_offline",),
-    "cupy_sdpa/parallel": ("test_parallel", "test_parallel_groups"),
-    "cupy_sdpa/plans": ("test_plan", "test_disk_cache", "test_plan_file"),
-    "cupy_sdpa/problem": ("test_decoding", "test_attention", "test_band"),
-    "cupy_sdpa/score_fn": ("test_functions", "test_derivatives", "test_function_identity"),
-    "cupy_sdpa/sparse": ("test_block_sparse", "test_block_mask", "test_block_replay"),
-    "cupy_sdpa/staging": ("test_decoding", "test_padding", "test_on_fake_cupy"),
-    "cupy_sdpa/support": ("test_support", "test_padding"),
-    "cupy_sdpa/tracing": ("test_trace",),
-    "cupy_sdpa/vjp.py": ("test_backward", "test_training"),
+    "cupy_sdpa": ("attention",),
+    "cupy_sdpa/_cli": ("cli",),
+    "cupy_sdpa/_cudnn": ("plans",),
+    "cupy_sdpa/arrays": ("boundary",),
+    "cupy_sdpa/calls": ("boundary", "replay"),
+    "cupy_sdpa/calls/autotune.py": ("plans",),
+    "cupy_sdpa/calls/replay_cache.py": ("replay",),
+    "cupy_sdpa/check": ("check",),
+    "cupy_sdpa/device": ("kernels", "attention"),
+    "cupy_sdpa/device/blocks": ("block_masks",),
+    "cupy_sdpa/device/paging": ("kv_cache",),
+    "cupy_sdpa/explain.py": ("plans",),
+    "cupy_sdpa/forward_mode": ("jvp",),
+    "cupy_sdpa/fp8": ("fp8",),
+    "cupy_sdpa/graph": ("graph", "attention"),
+    "cupy_sdpa/inference": ("kv_cache", "fp8"),
+    "cupy_sdpa/integrations": ("boundary",),
+    "cupy_sdpa/layout.py": ("boundary",),
+    "cupy_sdpa/nnlib": ("boundary",),
+    "cupy_sdpa/offline": ("plans",),
+    "cupy_sdpa/parallel": ("parallel",),
+    "cupy_sdpa/plans": ("plans",),
+    "cupy_sdpa/problem": ("problem", "kv_cache", "attention"),
+    "cupy_sdpa/score_fn": ("score_fn",),
+    "cupy_sdpa/sparse": ("block_masks",),
+    "cupy_sdpa/staging": ("kv_cache", "attention"),
+    "cupy_sdpa/store.py": ("plans",),
+    "cupy_sdpa/support": ("support", "boundary"),
+    "cupy_sdpa/tracing": ("check",),
+    "cupy_sdpa/zoo.py": ("block_masks",),
 }
 #: What a copy of the repository does not contain.
 _NOT_COPIED = (".git", "__pycache__", ".venv", "*.egg-info", "_build", ".mypy_cache", ".pytest_cache", ".ruff_cache")
@@ -99,7 +103,7 @@ class Fault(NamedTuple):
         if self.numeric:
             return CHECK
         folder = max((name for name in TESTS if f"{self.file}/".startswith(f"{name}/")), key=len)
-        return f"python -m pytest -q -x {' '.join(f'tests/{name}.py' for name in TESTS[folder])}"
+        return f"python -m pytest -q -x {' '.join(f'tests/{name}' for name in TESTS[folder])}"
 
 
 def read_faults() -> list[Fault]:

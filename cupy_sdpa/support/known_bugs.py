@@ -6,7 +6,8 @@ To add a bug:
    above the table, or use a lambda.
 2. If a guard of :data:`GUARDS` avoids the bug, name it in ``guards``. Otherwise leave ``guards`` empty and write a ``remedy``:
    affected calls then raise :class:`cupy_sdpa.Unsupported`.
-3. Add a case to ``AFFECTED`` in tests/test_support.py: problems, versions and GPUs that are affected, and some that are not.
+3. Add a case to ``AFFECTED`` in tests/support/test_support.py: problems, versions and GPUs that are affected, and some that are
+   not.
 4. If the bug is refused, a problem of ``PROBES`` or a pair of ``OPTIONS`` in offline/problems.py must be affected; add one.
 5. If it affects packed sequences, exclude affected batches with lengths in :func:`.padding.obstacle`.
 6. Regenerate docs/support.md: ``python -m cupy_sdpa support --markdown > docs/support.md``.

@@ -4,8 +4,8 @@ A rule is a generator function that yields a message for every violation, and an
 the value, the limit and the remedy, in terms of the caller's arguments. Wrong results and crashes of single versions are known
 bugs (:mod:`.known_bugs`), not rules.
 
-To add a rule, write both, add a case for each side of the limit to ``SIDES`` in tests/test_support.py (to ``DOUBTS`` if the
-rule does not refuse), and regenerate docs/support.md: ``python -m cupy_sdpa support --markdown > docs/support.md``.
+To add a rule, write both, add a case for each side of the limit to ``SIDES`` in tests/support/test_support.py (to ``DOUBTS`` if
+the rule does not refuse), and regenerate docs/support.md: ``python -m cupy_sdpa support --markdown > docs/support.md``.
 """
 
 from __future__ import annotations

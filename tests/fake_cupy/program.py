@@ -373,7 +373,7 @@ def fp8_product(a: Any, b: Any) -> Any:
     """The product of FP8 matrices on Hopper: addends are truncated to :data:`FP8_BITS` below the exponent of the largest one.
 
     Source: DeepSeek-AI 2024, "DeepSeek-V3 technical report", section 3.3.2. With 13 bits the errors of attention are those of an
-    H200 (tests/test_fp8.py).
+    H200 (tests/fp8/test_fp8.py).
     """
     total = np.zeros((*a.shape[:-1], b.shape[-1]), np.float32)
     for begin in range(0, a.shape[-1], FP8_COLUMNS):

@@ -51,10 +51,13 @@ class Sampler:
         rng: the random number generator.
         engine: the engine of the case.
         fixed_lengths: Sq and Skv; None to draw them.
+        limits: the largest sizes; None for those of the engine.
     """
 
-    def __init__(self, rng: np.random.Generator, engine: str, fixed_lengths: tuple[int, int] | None = None) -> None:
-        self.rng, self.engine, self.fixed_lengths = rng, engine, fixed_lengths
+    def __init__(
+        self, rng: np.random.Generator, engine: str, fixed_lengths: tuple[int, int] | None = None, limits: Limits | None = None
+    ) -> None:
+        self.rng, self.engine, self.fixed_lengths, self.limits = rng, engine, fixed_lengths, limits or LIMITS[engine]
         self.sizes: dict[str, int] = {}
         self.options: dict[str, Any] = {}
         self.names: set[str] = set()
@@ -128,7 +131,7 @@ class Sampler:
             b, hkv, dv = self.pick((0, hkv, dv), (b, 0, dv), (b, hkv, 0))
         if {"block_mask", "parallel"} & self.names:  # of many calls
             hkv, group, b = self.pick((1, 1, 1), (1, 2, 1), (2, 1, 1), (2, 2, 1), (4, 1, 1), (1, 1, 2), (1, 2, 2), (2, 2, 2))
-        limits = LIMITS[self.engine if self.engine != "cpu" or self.chance(LARGE) else "small"]
+        limits = LIMITS["small"] if self.engine == "cpu" and not self.chance(LARGE) else self.limits
         if "block_mask" in self.names:
             limits = Limits(max(limits.scores, 300_000), max(limits.elements, 150_000))
             if self.engine == "cpu":
@@ -246,7 +249,7 @@ def _paged(sampler: Sampler) -> Any:
         sizes["skv"] = -(-sizes["skv"] // page) * page
         if sizes["sq"] and sampler.chance(0.75):
             sizes["sq"] = sampler.pick(1, 2, 3, 4, 5, 8)
-        while sizes["b"] * sizes["hq"] * sizes["sq"] * sizes["skv"] > LIMITS[sampler.engine].scores and sizes["sq"] > 1:
+        while sizes["b"] * sizes["hq"] * sizes["sq"] * sizes["skv"] > sampler.limits.scores and sizes["sq"] > 1:
             sizes["sq"] //= 2
     rows = sizes["hq"] // max(sizes["hkv"], 1) * sizes["sq"]
     split = rows <= 128 and not names & NOT_SPLIT and not (rows == 1 and names & {"causal", "window"})
@@ -347,9 +350,20 @@ def draw(seed: int, number: int, engine: str, lengths: tuple[int, int] | None = 
     return _draw_case(sampler, _option_names(sampler, seed, number), number)
 
 
-def draw_options(names: set[str], number: int, engine: str, lengths: tuple[int, int] | None = None) -> Case:
-    """Draw a case with certain options, and the options that they require."""
-    return _draw_case(Sampler(np.random.default_rng([number, *engine.encode()]), engine, lengths), names, number)
+def draw_options(
+    names: set[str], number: int, engine: str, lengths: tuple[int, int] | None = None, limits: Limits | None = None
+) -> Case:
+    """Draw a case with certain options, and the options that they require.
+
+    Args:
+        names: the options.
+        number: the case.
+        engine: the engine of the case.
+        lengths: Sq and Skv; None to draw them.
+        limits: the largest sizes; None for those of the engine.
+    """
+    sampler = Sampler(np.random.default_rng([number, *engine.encode()]), engine, lengths, limits)
+    return _draw_case(sampler, names, number)
 
 
 def _draw_case(sampler: Sampler, names: set[str], number: int) -> Case:

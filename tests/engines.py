@@ -1,0 +1,126 @@
+"""The engines of the tests. A test with the fixture ``engine`` runs on numpy, on the fake CuPy and, with the marker gpu, on a GPU."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupy_sdpa.check import Case
+from cupy_sdpa.check.cases.combine import ONLY_WITH
+from cupy_sdpa.check.cases.draw import LIMITS, OPTIONS, Limits, Sampler, draw_options
+from cupy_sdpa.check.verify.execute import execute
+from cupy_sdpa.check.verify.outcome import Outcome
+
+#: The largest sizes of a case of ``check`` on each engine. The fake CuPy computes with Python and compiled kernels on the host.
+SIZES = {"numpy": LIMITS["cpu"], "fake": Limits(20_000, 60_000), "cupy": LIMITS["gpu"]}
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Arrays and random problems of one engine.
+
+    Attributes:
+        name: "numpy", "fake" or "cupy".
+        xp: the module that creates arrays.
+    """
+
+    name: str
+    xp: Any
+
+    @property
+    def on_cudnn(self) -> bool:
+        """Whether calls run through cuDNN, or through what stands in for it."""
+        return self.name != "numpy"
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The most exact dtype of q, k and v that the engine runs."""
+        return np.dtype(np.float16 if self.on_cudnn else np.float32)
+
+    @property
+    def tolerance(self) -> float:
+        """The error of results of magnitude 1 in :attr:`dtype`."""
+        return 6e-3 if self.on_cudnn else 2e-5
+
+    def put(self, x: Any) -> Any:
+        """Arrays of numpy as arrays of the engine; also those in a tuple, list or dictionary."""
+        if isinstance(x, dict):
+            return {name: self.put(value) for name, value in x.items()}
+        if isinstance(x, (tuple, list)):
+            return type(x)(map(self.put, x))
+        return self.xp.asarray(x) if isinstance(x, (np.ndarray, np.generic)) else x
+
+    def get(self, x: Any) -> Any:
+        """Arrays of the engine as arrays of numpy; also those in a tuple or list."""
+        if isinstance(x, (tuple, list)):
+            return tuple(map(self.get, x))
+        return x.get() if self.on_cudnn and hasattr(x, "get") else np.asarray(x)
+
+    def normal(self, seed: int | list[int], *shape: int, dtype: Any = None) -> Any:
+        """A standard normal array in Fortran order, of :attr:`dtype` by default."""
+        x = np.random.default_rng(seed).standard_normal(shape)
+        return self.put(np.asfortranarray(x.astype(dtype or self.dtype)))
+
+    def nan(self, *shape: int, dtype: Any = None) -> Any:
+        """An array full of NaN in Fortran order, for results: an element that is not written shows."""
+        return self.put(np.full(shape, np.nan, dtype or self.dtype, order="F"))
+
+    def draw(self, names: Iterable[str], number: int, *, others: Iterable[str] | None = None, most: int = 3) -> Case:
+        """A random problem of ``check`` with the options ``names`` and up to ``most`` others that they can be combined with.
+
+        Args:
+            names: options of :mod:`cupy_sdpa.check.cases.case`.
+            number: the problem; it depends only on this, the names and the engine.
+            others: what the other options are drawn from; by default all that can be combined with the names.
+            most: the largest number of other options.
+        """
+        names, engine = {*names}, "gpu" if self.on_cudnn else "cpu"
+        if others is None:
+            limited = [ONLY_WITH[name] for name in names if name in ONLY_WITH]
+            others = set.intersection(*limited) if limited else OPTIONS.keys()
+        sampler = Sampler(np.random.default_rng([number, *"".join(sorted(names)).encode()]), engine)
+        names = sampler.extended(names, sorted(others), sampler.integer(most))
+        return draw_options(names, number, engine, limits=SIZES[self.name])
+
+    def case(self, **values: Any) -> Case:
+        """A problem of ``check`` with values in place of the defaults; q, k and v have :attr:`dtype` by default."""
+        return Case(**{"engine": "gpu" if self.on_cudnn else "cpu", "dtype": str(self.dtype), **values})
+
+    def agrees(self, case: Case, *, refused: bool = False) -> Outcome:
+        """Run a problem: several calls whose results are compared with the reference, with NaN in what must not be read.
+
+        Args:
+            case: the problem.
+            refused: whether cuDNN or the GPU may lack support for it; never on numpy.
+        """
+        outcome = execute(case)
+        allowed = ("passed", "refused") if refused and self.on_cudnn else ("passed",)
+        assert outcome.kind in allowed, f"{outcome.kind}: {outcome.message}\n{case!r}"
+        return outcome
+
+    def captured(self, call: Any) -> tuple[np.ndarray, ...]:
+        """The results of a call, a tuple of arrays, in a CUDA graph that is launched twice, with other work in between."""
+        call()
+        self.xp.cuda.Device().synchronize()
+        with self.xp.cuda.Stream(non_blocking=True) as stream:
+            call()
+            stream.begin_capture()
+            results = call()
+            graph = stream.end_capture()
+            graph.launch(stream)
+            first = self.get(tuple(results))
+            junk = [self.xp.full(size, np.nan, np.float32) for size in (32, 128, 256, 512, 1024) for _ in range(8)]
+            for x in results:
+                x[...] = np.nan
+            graph.launch(stream)
+            for one, again in zip(first, self.get(tuple(results)), strict=True):
+                np.testing.assert_array_equal(one, again)
+            assert all(np.isnan(x.get()).all() for x in junk), "a captured graph wrote to memory of others"
+        return first
+
+
+def numbers(count: int, quick: int = 0) -> list[Any]:
+    """The numbers of random problems, for ``parametrize``: those after the first ``quick`` have the marker slow."""
+    return [pytest.param(number, marks=[pytest.mark.slow] * (number >= quick)) for number in range(count)]

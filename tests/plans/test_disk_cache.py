@@ -1,0 +1,427 @@
+"""Serialized plans in the disk cache: found by any process of the user, never returned if damaged."""
+
+import os
+import stat
+import subprocess
+import sys
+import threading
+import time
+import tracemalloc
+import warnings
+from pathlib import Path
+
+import pytest
+
+from cupy_sdpa import DiskCacheWarning, store
+from cupy_sdpa.plans import disk_cache
+from cupy_sdpa.plans.disk_cache import DiskCache
+
+KEY, OTHER = "0123456789abcdef" * 4, "fedcba9876543210" * 4
+CONTENT = b'{"engine": 2}\n' + bytes(range(256)) * 40
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The folder that a disk cache would create."""
+    return tmp_path / "kept"
+
+
+def file_of(folder, key=KEY):
+    return folder / f"{key}.plan"
+
+
+def test_entries_are_found_by_other_caches(folder):
+    """By the same cache and by another one of the same folder, as in another process; not under another key."""
+    DiskCache(folder).put(KEY, CONTENT)
+    other = DiskCache(folder)
+    assert other.get(KEY) == CONTENT
+    assert other.get(OTHER) is None
+    assert (other.hits, other.misses) == (1, 1)
+    assert other.nbytes == file_of(folder).stat().st_size > len(CONTENT)
+    assert str(other).startswith(f"plans in {folder}: 1 files")
+
+
+def test_without_a_folder_entries_are_in_memory():
+    """One cache finds its entries, another does not."""
+    first = DiskCache(None)
+    first.put(KEY, CONTENT)
+    assert first.get(KEY) == CONTENT
+    assert DiskCache(None).get(KEY) is None
+    with pytest.warns(DiskCacheWarning, match="of no use"):
+        first.reject(KEY, "of no use")
+    assert first.get(KEY) is None
+    assert "in memory only" in str(first)
+
+
+def test_folder_and_files_are_private(folder):
+    """Only the owner has access, and no temporary file is left."""
+    DiskCache(folder).put(KEY, CONTENT)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(file_of(folder).stat().st_mode) == 0o600
+    assert os.listdir(folder) == [f"{KEY}.plan"]
+
+
+DAMAGE = {
+    "empty": lambda raw: b"",
+    "one_byte": lambda raw: raw[:1],
+    "head_only": lambda raw: raw[: len(raw) - len(CONTENT)],
+    "cut_short": lambda raw: raw[:-1],
+    "longer": lambda raw: raw + b"\0",
+    "last_bit": lambda raw: raw[:-1] + bytes([raw[-1] ^ 1]),
+    "in_the_checksum": lambda raw: raw.replace(raw[90:91], b"\n", 1),
+    "in_the_middle": lambda raw: raw[:200] + bytes(100) + raw[300:],
+    "head_cut_short": lambda raw: raw[:7],
+    "older_form": lambda raw: raw.replace(b"plan 1", b"plan 0", 1),
+    "twice": lambda raw: raw + raw,
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_entry_is_deleted_with_a_warning(name, folder):
+    """Whatever the damage: the entry is not returned, it is deleted, and can be stored again."""
+    DiskCache(folder).put(KEY, CONTENT)
+    path = file_of(folder)
+    raw = path.read_bytes()
+    path.write_bytes(DAMAGE[name](raw))
+    assert path.read_bytes() != raw
+    other = DiskCache(folder)
+    with pytest.warns(DiskCacheWarning, match="built again") as said:
+        assert other.get(KEY) is None
+    assert len(said) == 1
+    assert not path.exists()
+    other.put(KEY, CONTENT)
+    assert DiskCache(folder).get(KEY) == CONTENT
+
+
+FOREIGN = {
+    "first_bit": lambda raw: bytes([raw[0] ^ 1]) + raw[1:],
+    "zeros": lambda raw: bytes(len(raw)),
+    "something_else": lambda raw: b"MZ" + bytes(range(256)) * 4,
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_foreign_file_with_the_name_of_an_entry_is_left_alone(name, folder, recwarn):
+    """A file without the header of an entry is neither used, replaced, counted nor deleted; one warning names it."""
+    DiskCache(folder).put(KEY, CONTENT)
+    path = file_of(folder)
+    path.write_bytes(FOREIGN[name](path.read_bytes()))
+    before = path.read_bytes()
+    kept = DiskCache(folder, limit=1)
+    assert kept.get(KEY) is None
+    kept.put(KEY, CONTENT)
+    assert [(said.category, str(path) in str(said.message)) for said in recwarn] == [(DiskCacheWarning, True)]
+    assert kept.get(KEY) == CONTENT
+    with pytest.warns(DiskCacheWarning, match="of no use"):
+        kept.reject(KEY, "of no use")
+    kept.put(OTHER, CONTENT)
+    kept.clear()
+    assert (kept.paths(), kept.nbytes) == ([], 0)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("position", range(16, 400, 7))
+def test_every_flipped_bit_is_detected(position, folder):
+    """In the header and in the content."""
+    DiskCache(folder).put(KEY, CONTENT)
+    path = file_of(folder)
+    raw = bytearray(path.read_bytes())
+    raw[position] ^= 1
+    path.write_bytes(raw)
+    with pytest.warns(DiskCacheWarning):
+        assert DiskCache(folder).get(KEY) is None
+
+
+def test_a_file_under_another_name_is_not_used(folder):
+    """A valid entry that was copied to the name of another."""
+    DiskCache(folder).put(OTHER, CONTENT)
+    file_of(folder, OTHER).rename(file_of(folder, KEY))
+    with pytest.warns(DiskCacheWarning, match="renamed"):
+        assert DiskCache(folder).get(KEY) is None
+
+
+def read_only(folder, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(disk_cache, "_new_part", refuse)
+
+
+def full(folder, monkeypatch):
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(disk_cache.os, "replace", refuse)
+
+
+def a_file(folder, monkeypatch):
+    folder.write_text("not a folder")
+
+
+def of_somebody_else(folder, monkeypatch):
+    folder.mkdir(mode=0o700)
+    os.chown(folder, 12345, -1) if os.getuid() == 0 else monkeypatch.setattr(disk_cache.os, "getuid", lambda: 12345)
+
+
+def open_to_all(folder, monkeypatch):
+    folder.mkdir()
+    folder.chmod(0o777)
+
+
+OBSTACLES = [read_only, full, a_file, of_somebody_else, open_to_all]
+
+
+@pytest.mark.parametrize("obstacle", OBSTACLES, ids=lambda f: f.__name__)
+def test_an_unusable_folder_warns_once(obstacle, folder, monkeypatch, recwarn):
+    """If entries cannot or should not be stored, the process uses memory only."""
+    obstacle(folder, monkeypatch)
+    kept = DiskCache(folder)
+    kept.put(KEY, CONTENT)
+    kept.put(OTHER, CONTENT)
+    assert [said.category for said in recwarn] == [DiskCacheWarning]
+    assert "CUPY_SDPA_CACHE_DIR" in str(recwarn[0].message)
+    assert kept.get(KEY) == CONTENT
+    assert not folder.is_dir() or not any(folder.iterdir())
+
+
+@pytest.mark.parametrize("obstacle", [of_somebody_else, open_to_all], ids=lambda f: f.__name__)
+def test_a_folder_that_others_can_write_to_is_not_read(obstacle, folder, monkeypatch, tmp_path):
+    """A valid entry in it is not used."""
+    DiskCache(tmp_path / "private").put(KEY, CONTENT)
+    obstacle(folder, monkeypatch)
+    file_of(folder).write_bytes(file_of(tmp_path / "private").read_bytes())
+    with pytest.warns(DiskCacheWarning, match=r"are not used: (it belongs to|other users may write)"):
+        assert DiskCache(folder).get(KEY) is None
+
+
+def test_a_folder_in_the_place_of_an_entry(folder, recwarn):
+    """It cannot be read or replaced: one warning, and memory is used."""
+    file_of(folder).mkdir(parents=True)
+    folder.chmod(0o700)
+    kept = DiskCache(folder)
+    assert kept.get(KEY) is None
+    kept.put(KEY, CONTENT)
+    assert [said.category for said in recwarn] == [DiskCacheWarning]
+    assert "not a regular file" in str(recwarn[0].message)
+    assert kept.get(KEY) == CONTENT
+
+
+def test_the_folder_is_bounded(folder):
+    """Beyond the limit the least recently used entry is deleted."""
+    kept = DiskCache(folder, limit=3 * (len(CONTENT) + 300))
+    keys = [f"{n:064x}" for n in range(4)]
+    for n, key in enumerate(keys[:3]):
+        kept.put(key, CONTENT)
+        os.utime(file_of(folder, key), (n, n))
+    assert DiskCache(folder).get(keys[0]) == CONTENT  # most recently used
+    kept.put(keys[3], CONTENT)
+    assert [path.stem for path in kept.paths()] == [keys[0], keys[2], keys[3]]
+
+
+def test_temporary_files_of_killed_processes_are_removed(folder):
+    """Old temporary files are deleted; those of a process that is writing are not."""
+    kept = DiskCache(folder)
+    kept.put(KEY, CONTENT)
+    old, new = folder / f".cupy_sdpa-{1:032x}.part", folder / f".cupy_sdpa-{2:032x}.part"
+    foreign = folder / ".movie.mkv.part"
+    for path in (old, new, foreign):
+        path.write_bytes(b"half")
+    for path in (old, foreign):
+        os.utime(path, (time.time() - 7200,) * 2)
+    kept.put(OTHER, CONTENT)
+    assert new.exists()
+    assert foreign.exists()
+    assert not old.exists()
+
+
+def in_use(folder):
+    """A folder with other files whose names are similar to those of entries; returns the names."""
+    folder.mkdir(mode=0o700)
+    entry = b"cupy_sdpa plan 1\n" + b"x" * 1000
+    others = {
+        "notes.txt": b"mine", "house.plan": b"a plan of a house", f"{KEY}.plan": b"a plan of a house", "mine.plan": entry,
+        f"{OTHER.upper()}.plan": entry, f"{OTHER}.plan.bak": entry, f".{OTHER}.plan": entry, ".download.part": b"half",
+    }  # fmt: skip
+    for name, content in others.items():
+        (folder / name).write_bytes(content)
+        os.utime(folder / name, (1, 1))
+    (folder / "target").write_bytes(entry)
+    (folder / f"{3:064x}.plan").symlink_to("target")
+    (folder / f"{4:064x}.plan").mkdir()
+    return set(os.listdir(folder))
+
+
+def test_a_store_in_a_folder_in_use_touches_its_own_files_only(folder):
+    """Files that this package did not write are kept and not counted."""
+    others = in_use(folder)
+    contents = {name: (folder / name).read_bytes() for name in others if (folder / name).is_file()}
+    kept = DiskCache(folder, limit=1)
+    assert (kept.paths(), kept.nbytes) == ([], 0)
+    kept.check()
+    for number in (5, 6):
+        kept.put(f"{number:064x}", CONTENT)
+    assert len(kept.paths()) <= 1
+    roomy = DiskCache(folder)
+    roomy.put(f"{7:064x}", CONTENT)
+    assert f"{7:064x}.plan" in [path.name for path in roomy.paths()]
+    roomy.clear()
+    assert set(os.listdir(folder)) == others
+    assert {name: (folder / name).read_bytes() for name in contents} == contents
+
+
+def linked(path, entry, monkeypatch):
+    path.symlink_to(entry)
+
+
+def a_pipe(path, entry, monkeypatch):
+    os.mkfifo(path)
+
+
+def another_users(path, entry, monkeypatch):
+    path.write_bytes(entry.read_bytes())
+    if os.getuid() == 0:
+        os.chown(path, 12345, -1)
+    else:
+        fstat = os.fstat
+        monkeypatch.setattr(disk_cache.os, "fstat", lambda file: os.stat_result([*fstat(file)[:4], 12345, *fstat(file)[5:]]))
+
+
+def writable_by_a_group(path, entry, monkeypatch):
+    path.write_bytes(entry.read_bytes())
+    path.chmod(0o620)
+
+
+def writable_by_all(path, entry, monkeypatch):
+    path.write_bytes(entry.read_bytes())
+    path.chmod(0o602)
+
+
+@pytest.mark.parametrize("how", [linked, a_pipe, another_users, writable_by_a_group, writable_by_all], ids=lambda f: f.__name__)
+def test_a_file_that_others_may_have_written_is_not_read(how, folder, tmp_path, monkeypatch):
+    """In a private folder, too, an entry must be a regular file of this user or root that only its owner can write to."""
+    DiskCache(tmp_path / "private").put(KEY, CONTENT)
+    folder.mkdir(mode=0o700)
+    how(file_of(folder), file_of(tmp_path / "private"), monkeypatch)
+    with pytest.warns(DiskCacheWarning, match=f"{KEY}.plan"):
+        assert DiskCache(folder).get(KEY) is None
+    assert os.path.lexists(file_of(folder))
+
+
+def test_a_file_beyond_the_size_limit_is_not_read(folder):
+    """A sparse file of 3 GB with the header of an entry gives a warning, and is not read into memory."""
+    folder.mkdir(mode=0o700)
+    path = file_of(folder)
+    with path.open("wb") as file:
+        file.write(b"cupy_sdpa plan 1\n")
+        file.truncate(3 << 30)
+    path.chmod(0o600)
+    tracemalloc.start()
+    with pytest.warns(DiskCacheWarning, match="too large"):
+        assert DiskCache(folder).get(KEY) is None
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < disk_cache.ENTRY_LIMIT
+    assert not path.exists()
+
+
+def test_a_plan_beyond_the_size_limit_is_kept_in_memory(folder, monkeypatch):
+    """It could not be read, so it is not written; one warning."""
+    monkeypatch.setattr(disk_cache, "ENTRY_LIMIT", 1000)
+    kept = DiskCache(folder)
+    with pytest.warns(DiskCacheWarning, match="the limit is 1000 bytes"):
+        kept.put(KEY, CONTENT)
+    assert kept.paths() == []
+    assert kept.get(KEY) == CONTENT
+
+
+def test_without_user_ids_the_store_works(folder, monkeypatch):
+    """On systems without user ids and O_NOFOLLOW (Windows) entries are stored and found."""
+    monkeypatch.delattr(disk_cache.os, "getuid")
+    monkeypatch.setattr(disk_cache, "_SAFE", 0)
+    DiskCache(folder).put(KEY, CONTENT)
+    assert DiskCache(folder).get(KEY) == CONTENT
+
+
+def test_processes_write_at_once(folder):
+    """Four processes write and read the same entries repeatedly: every entry that is found is complete."""
+    code = f"""
+import sys, warnings
+warnings.simplefilter("error")
+from cupy_sdpa.plans.disk_cache import DiskCache
+from pathlib import Path
+for n in range(100):
+    key = f"{{n % 5:064x}}"
+    kept = DiskCache(Path({str(folder)!r}), limit=200_000)
+    found = kept.get(key)
+    assert found is None or found == key.encode() * 500
+    kept.put(key, key.encode() * 500)
+"""
+    root = str(Path(__file__).parents[2])
+    running = [subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": root}) for _ in range(4)]
+    assert [process.wait(60) for process in running] == [0] * 4
+
+
+def test_of_many_threads_one_builds():
+    """A thread that waits for a plan of another thread finds it."""
+    kept, built = DiskCache(None), []
+
+    def want():
+        with kept.building(KEY):
+            if kept.get(KEY) is None:
+                time.sleep(0.01)
+                built.append(1)
+                kept.put(KEY, CONTENT)
+
+    threads = [threading.Thread(target=want) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(built) == 1
+
+
+@pytest.mark.parametrize(
+    ("environment", "wanted"),
+    [
+        ({"CUPY_SDPA_CACHE_DIR": "0"}, None),
+        ({"CUPY_SDPA_CACHE_DIR": "/somewhere"}, Path("/somewhere")),
+        ({"CUPY_SDPA_CACHE_DIR": "", "XDG_CACHE_HOME": "/cache"}, Path("/cache/cupy_sdpa")),
+        ({"CUPY_SDPA_CACHE_DIR": "", "XDG_CACHE_HOME": "", "HOME": "/home/me"}, Path("/home/me/.cache/cupy_sdpa")),
+        ({"CUPY_SDPA_CACHE_DIR": "~/plans", "HOME": "/home/me"}, Path("/home/me/plans")),
+    ],
+    ids=["off", "named", "xdg", "home", "tilde"],
+)
+def test_the_environment_sets_the_folder(environment, wanted, monkeypatch):
+    """The variable, else the user's cache folder; a change takes effect."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert store.kept().folder == wanted
+
+
+def test_a_forked_child_has_locks_of_its_own(folder, monkeypatch):
+    """A thread of the parent holds every lock during the fork: the child can still store and find plans."""
+    monkeypatch.setenv("CUPY_SDPA_CACHE_DIR", str(folder))
+    parent = store.kept()
+    with parent.building(KEY), parent._lock, disk_cache._lock, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking with several threads
+        child = os.fork()
+        if child == 0:
+            mine = store.kept()
+            with mine.building(KEY):
+                mine.put(KEY, CONTENT)
+                os._exit(0 if mine.get(KEY) == CONTENT else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_whether_a_folder_can_keep_entries(folder):
+    """It is created if it does not exist; a file, or a folder that others can write to, raises."""
+    folder.mkdir()
+    DiskCache(folder / "new").check()
+    assert (folder / "new").stat().st_mode & 0o777 == 0o700
+    (folder / "file").write_text("")
+    (folder / "open").mkdir()
+    (folder / "open").chmod(0o777)
+    for name in ("file", "open", "file/below"):
+        with pytest.raises(OSError, match=name.partition("/")[0]):
+            DiskCache(folder / name).check()
+    DiskCache(None).check()

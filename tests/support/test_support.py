@@ -1,0 +1,643 @@
+"""The support table: every rule has a case on each side, and its message contains the remedy."""
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from planner import Died, child_environment, library_version, plan_problem
+
+import cupy_sdpa
+from cupy_sdpa import zoo
+from cupy_sdpa.offline import survey
+from cupy_sdpa.offline.page import page
+from cupy_sdpa.offline.problems import PROBES, pairs
+from cupy_sdpa.plans.plan import PlanInfo
+from cupy_sdpa.problem.band import Band
+from cupy_sdpa.problem.problem import Settings
+from cupy_sdpa.problem.tensor_spec import dense_spec, dense_strides
+from cupy_sdpa.problem.validation import RequestedOutputs, make_problem
+from cupy_sdpa.support import gpus
+from cupy_sdpa.support.engine_problem import engine_problem
+from cupy_sdpa.support.gpus import NAMES
+from cupy_sdpa.support.known_bugs import BUGS, GUARDS, NOT_FIXED, STAGING_GUARDS
+from cupy_sdpa.support.rules import RULES
+from cupy_sdpa.support.why_not import GENERATIONS, guards, staging_guards, unverified, unverified_rules, why_not, workarounds
+from cupy_sdpa.version import MINIMUM_CUDNN, RELEASES, version_text
+
+
+def asked(d=64, dv=None, hq=4, hkv=4, sq=16, skv=16, b=2, dtype="bfloat16", itemsize=2, strides=None, alignment=16, **outputs):
+    """A problem of dense arrays, except for the given strides and alignment of q."""
+    shapes = (d, hq, sq, b), (d, hkv, skv, b), (dv or d, hkv, skv, b)
+    q, k, v = ((dtype, shape, dense_strides(shape, itemsize), 16) for shape in shapes)
+    q = (dtype, q[1], strides or q[2], alignment)
+    return make_problem((("q", q), ("k", k), ("v", v), *outputs.items()))
+
+
+def backward(dtype="bfloat16", positive_scale=True, causal=False, deterministic=False, **sizes):
+    """The problem of the gradients of dense arrays."""
+    forward = asked(dtype=dtype, **sizes)
+    q, k, v = ((spec.dtype, spec.shape, spec.strides, 16) for spec in (forward.q, forward.k, forward.v))
+    settings = Settings(band=Band(right=0) if causal else None, positive_scale=positive_scale, deterministic=deterministic)
+    return make_problem((("q", q), ("k", k), ("v", v)), settings, RequestedOutputs(backward=True))
+
+
+BIAS = (16, 16, 4, 1)
+
+
+def variant(**options):
+    """The problem of shapes with some options."""
+    shape = (64, 4, 16, 2)
+    return cupy_sdpa.problem(shape, shape, shape, dtype="bfloat16", **options)
+
+
+def fp8_problem(d=64, sq=16, dv=None, **options):
+    """The problem of FP8 arrays."""
+    return cupy_sdpa.problem((d, 4, sq, 2), (d, 4, 16, 2), (dv or d, 4, 16, 2), dtype="float8_e4m3fn", **options)
+
+
+def fp8_keys(skv, **options):
+    """The problem of FP8 arrays with some number of keys."""
+    return cupy_sdpa.problem((64, 4, 16, 2), (64, 4, skv, 2), (64, 4, skv, 2), dtype="float8_e4m3fn", **options)
+
+
+def packed(queries=16, hkv=2, d=64, dv=None, q=None, dtype="bfloat16", **options):
+    """The problem of packed sequences; q may be an array."""
+    starts = {"cu_seqlens_q": (3,), "cu_seqlens_kv": (3,), "max_seqlen_q": queries, "max_seqlen_kv": 16}
+    k, v = (d, hkv, 32), (dv or d, hkv, 32)
+    return cupy_sdpa.problem((d, 4, 2 * queries) if q is None else q, k, v, dtype=dtype, **starts, **options)
+
+
+def one_packed_query(hkv=2, **options):
+    """The problem of packed sequences of one query, before the workaround."""
+    problem = packed(queries=1, hkv=hkv, **options)
+    return replace(problem, settings=problem.settings._replace(max_seqlen_q=1))
+
+
+def one_query(d=64, **options):
+    """The problem of a single query."""
+    return cupy_sdpa.problem((d, 4, 1, 2), (d, 4, 300, 2), (d, 4, 300, 2), dtype="bfloat16", **options)
+
+
+def one_key(dtype, skv=1):
+    """The problem of a single query, few keys, and a function that reads an array."""
+    shapes = (64, 4, 1, 2), (64, 4, skv, 2), (64, 4, skv, 2)
+    options = {"score_mod": lambda s, b, h, i, j, t: s + t[b], "tensors": {"t": np.ones(2, dtype)}}
+    return cupy_sdpa.problem(*shapes, dtype="bfloat16", **options)
+
+
+def paged(page=16, sq=1, **options):
+    """The problem of paged keys."""
+    pages = (64, 4, page, 9)
+    return cupy_sdpa.problem((64, 4, sq, 2), pages, pages, dtype="bfloat16", page_table=(4, 2), **options)
+
+
+def with_block_bits(sq=16, d=64, dv=None):
+    """A problem with a block mask in the kernel."""
+    return replace(asked(sq=sq, d=d, dv=dv), block_bits=dense_spec("block_bits", "uint8", (1, 1, 4, 2)))
+
+
+def less_a_number(skv=1, sq=16, backward=True, score_mod=lambda s, b, h, i, j, t: s - t):
+    """The problem of few keys and a function that reads an array of one element."""
+    q, kv = (64, 4, sq, 2), (64, 4, skv, 2)
+    return cupy_sdpa.problem(q, kv, kv, dtype="bfloat16", backward=backward, score_mod=score_mod, tensors={"t": ()})
+
+
+#: rule: (a problem that violates it, cuDNN version, capability, part of the message), (one that just satisfies it, version,
+#: capability)
+SIDES = {
+    "fp8-gpu": ((fp8_problem(), 91900, 89, r"float8_e4m3fn; .* 8\.9 does not .*pass float16"), (fp8_problem(), 91900, 90)),
+    "fp8-head-dim": ((fp8_problem(144), 91900, 120, r"144 and 144; .* up to 128 .* 12\.0"), (fp8_problem(144), 91900, 90)),
+    "fp8-wide-values": (
+        (fp8_problem(128, dv=144), 91900, 90, r"128 and that of v 144; .* pad q and k with zeros to 144"),
+        (fp8_problem(144, dv=256), 91900, 90),
+    ),
+    "fp8-output": (
+        (fp8_problem(out_dtype="bfloat16"), 91900, 90, r"out_dtype is bfloat16; .* its method dequantize"),
+        (fp8_problem(out_dtype="bfloat16"), 91900, 100),
+    ),
+    "fp8-one-query": ((fp8_problem(sq=1), 91900, 90, r"one query; .*pass the query twice"), (fp8_problem(sq=1), 92800, 100)),
+    "fp8-scale": ((fp8_problem(scale=0.0), 91900, 90, r"a scale of 0 or below .*and -q"), (fp8_problem(scale=0.1), 91900, 90)),
+    "fp8-packed": (
+        (packed(dtype="float8_e4m3fn"), 91900, 90, r"illegal instruction: pad the sequences"),
+        (packed(dtype="float8_e4m3fn"), 91900, 100),
+    ),
+    "fp8-scores": ((fp8_problem(softcap=2.0), 91900, 90, r"softcap is not supported .*omit it"), (fp8_problem(causal=True), 91900, 90)),
+    "cudnn-version": ((asked(), 91801, 90, r"cuDNN is 9\.18\.1; 9\.19\.0 .*pip install"), (asked(), 91900, 90)),
+    "gpu-generation": ((asked(), 91900, 75, r"7\.5; 8\.0 \(Ampere\)"), (asked(), 91900, 80)),
+    "dtype": ((asked(dtype="float32", itemsize=4), 91900, 90, r"float32; .* q\.astype"), (asked(dtype="float16"), 91900, 90)),
+    "head-dim": ((asked(d=60), 91900, 90, r"head_dim of q and k is 60; .*pad axis 0 with 4 zeros"), (asked(d=72, dv=8), 91900, 90)),
+    "contiguous-head-dim": (
+        (asked(strides=(256, 2, 32768, 1048576)), 91900, 90, r"q has a stride of 256 bytes .*asfortranarray\(q\)"),
+        (asked(strides=(2, 128 * 16, 128, 8192)), 91900, 90),
+    ),
+    "negative-stride": ((asked(strides=(2, 128, -512, 8192)), 91900, 90, r"does not support negative strides"), (asked(strides=(2, 128, 512, 0)), 91900, 90)),
+    "stride-alignment": (
+        (asked(strides=(2, 130, 1024, 65536)), 91900, 90, r"130 is not a multiple of 16"),
+        (asked(strides=(2, 144, 1024, 65536)), 91900, 90),
+    ),
+    "memory-alignment": ((asked(alignment=8), 91900, 90, r"multiple of 8 bytes; .* require 16"), (asked(alignment=16), 91900, 90)),
+    "dense-stats": (
+        (asked(stats=("float32", (16, 4, 2), (32, 8, 4), 16)), 91900, 90, r"stats has strides \(32, 8, 4\) bytes"),
+        (asked(stats=("float32", (16, 4, 2), (4, 64, 256), 16)), 91900, 90),
+    ),
+    "block-mask": ((with_block_bits(), 92800, 90, r"requires compute capability 10\.x and cuDNN 9\.26\.0; this is 9\.0 and cuDNN 9\.28"), (with_block_bits(), 92600, 103)),
+    "grid": ((asked(b=65536, sq=1, skv=1), 91900, 90, r"batch size is 65536; .*65535"), (asked(b=65535, sq=1, skv=1), 91900, 90)),
+    "backward-head-dim": ((backward(d=136), 91900, 80, r"head dims 136 and 136 .*up to 128"), (backward(d=136), 91900, 90)),
+    "bias-dtype": (
+        (variant(bias=np.zeros((16, 16, 1, 1), order="F")), 91900, 90, r"bias is float64; .*bias\.astype\('float32'\)"),
+        (variant(bias=np.zeros((16, 16, 1, 1), np.float32, order="F")), 91900, 90),
+    ),
+    "int64-tensors": (
+        (variant(mask_mod=zoo.document, tensors={"document_id": np.zeros((2, 16), np.int64)}), 92800, 90, r"\.astype\('int32'\)"),
+        (variant(mask_mod=zoo.document, tensors={"document_id": np.zeros((2, 16), np.int32)}), 92800, 90),
+    ),
+    "bias-gradient": (
+        (packed(bias=BIAS, backward=True, return_dbias=True), 92800, 90, r"the gradient of bias .*Omit return_dbias=True, or pad"),
+        (packed(bias=BIAS, backward=True), 92800, 90),
+    ),
+    "direct-blackwell": (
+        (variant(bias=BIAS, dropout_p=0.5, seed=1, backward=True, return_dbias=True), 92800, 100, r"dropout on .* 10\.0: omit one"),
+        (variant(bias=BIAS, dropout_p=0.5, seed=1, backward=True), 92800, 100),
+    ),
+    "query-numbers": (
+        (variant(mask=(1, 16, 1, 1), backward=True), 92800, 80, r"one element per query; .* 8\.0 .*along the key axis"),
+        (variant(mask=(1, 16, 1, 1), backward=True), 92800, 100),
+    ),
+    "positive-scale": (
+        (variant(softcap=2.0, scale=0.0, backward=True), 92800, 90, r"a scale of 0 or below.* a positive scale and -q"),
+        (variant(scale=0.0, backward=True), 92800, 90),
+    ),
+    "dropout-mask": (
+        (variant(dropout_p=0.5, dropout_mask=(16, 16, 4, 2)), 91900, 90, r"pass seed and offset, or pass numpy arrays"),
+        (variant(dropout_p=0.5, seed=1), 91900, 90),
+    ),
+    "one-key-integers": (
+        (one_key(np.int32), 92800, 90, r"int32 array, .*pass the array as float32"),
+        (one_key(np.int32, skv=2), 92800, 90),
+    ),
+    "dropout-one-query": (
+        (one_query(192, dropout_p=0.5, seed=1), 92800, 100, r"192 and 192 .* up to 128 here: pass the query twice"),
+        (one_query(192, dropout_p=0.5, seed=1), 92800, 90),
+    ),
+    "max-sumexp": (
+        (variant(return_stats="max_sumexp", sinks=True), 92800, 90, r"use return_stats=True"),
+        (variant(return_stats="max_sumexp"), 91900, 90),
+    ),
+    "page-size": ((paged(48), 92800, 90, r"48; .* pages of 64 keys"), (paged(64), 91900, 90)),
+    "paged-dropout": (
+        (paged(dropout_p=0.5, seed=1), 92800, 120, r"omit dropout_p, or pass the query twice"),
+        (paged(dropout_p=0.5, seed=1, sq=2), 92800, 90),
+    ),
+    "deterministic-sinks": (
+        (variant(sinks=True, deterministic=True, backward=True, return_dsinks=True), 91900, 90, r"omit deterministic=True or"),
+        (variant(sinks=True, deterministic=True, backward=True), 91900, 90),
+    ),
+}  # fmt: skip
+
+#: The same for rules that do not refuse.
+DOUBTS = {
+    "packed-gradients": ((packed(backward=True), 91900, 80, r"packed .* compute capability 8\.0"), (packed(backward=True), 91900, 90)),
+    "positive-scale-elsewhere": (
+        (variant(softcap=2.0, scale=0.0, backward=True), 92800, 80, r"a scale of 0 or below, were not run on .* 8\.0"),
+        (variant(softcap=2.0, scale=1.0, backward=True), 92800, 80),
+    ),
+    "backward-256": ((backward(d=256), 92800, 100, r"head dim 256 were not run on .* 10\.0"), (backward(d=128), 92800, 100)),
+    "block-mask-planned": ((with_block_bits(), 92800, 100, "planned, and not run"), (asked(), 92800, 100)),
+    "deterministic": ((backward(deterministic=True), 91900, 120, r"not run on .* 12\.0"), (backward(), 91900, 120)),
+}  # fmt: skip
+
+
+def test_every_rule_has_both_sides():
+    """Every rule has a case here."""
+    assert set(SIDES) == {rule.name for rule in RULES if rule.refuses}
+    assert set(DOUBTS) == {rule.name for rule in RULES if not rule.refuses}
+
+
+@pytest.mark.parametrize("rule", DOUBTS)
+def test_what_was_never_run_is_unverified_and_not_refused(rule):
+    """Such a problem is not refused, and the report names the GPU. Just on the other side it is verified."""
+    problem, cudnn, capability, words = DOUBTS[rule][0]
+    assert why_not(problem, cudnn, capability) == []
+    (text,) = [text for name, text in unverified_rules(problem, cudnn, capability) if name == rule]
+    assert re.search(words, text)
+    assert text in unverified(problem, cudnn, capability)
+    assert rule not in {name for name, _ in unverified_rules(*DOUBTS[rule][1])}
+
+
+def test_gpus_on_which_nothing_was_run_are_unverified():
+    """A plain problem is verified on Hopper, and unverified on other GPUs."""
+    assert unverified(asked(), 92800, 90) == ()
+    assert unverified(asked(), 92800, 80) == ("this package was not run on compute capability 8.0",)
+
+
+@pytest.mark.parametrize(
+    ("problem", "cudnn", "capability", "refused"),
+    [
+        (with_block_bits(), 92501, 100, True),
+        (with_block_bits(), 92800, 120, True),
+        (with_block_bits(sq=1), 92800, 100, True),
+        (with_block_bits(sq=2), 92800, 100, False),
+        (with_block_bits(d=136), 92800, 100, True),
+        (with_block_bits(d=192, dv=128), 92800, 100, False),
+    ],
+)
+def test_block_masks_in_the_kernel_are_limited(problem, cudnn, capability, refused):
+    """By version, GPU, number of queries and head dims."""
+    assert bool(why_not(problem, cudnn, capability)) == refused
+
+
+@pytest.mark.parametrize("rule", SIDES)
+def test_a_rule_refuses_violations(rule):
+    """The reason is that rule's, with the values and the remedy."""
+    problem, cudnn, capability, words = SIDES[rule][0]
+    reasons = [reason for reason in why_not(problem, cudnn, capability) if reason.rule == rule]
+    assert reasons
+    with pytest.raises(next(r.error for r in RULES if r.name == rule), match=words):
+        raise reasons[0].error(reasons[0].text)
+
+
+@pytest.mark.parametrize("rule", SIDES)
+def test_a_problem_that_satisfies_a_rule_passes(rule):
+    """Just on the other side of the limit the problem passes every rule."""
+    assert why_not(*SIDES[rule][1]) == []
+
+
+#: bug: (an affected problem), [affected versions and GPUs], [unaffected versions and GPUs], [unaffected problems]
+AFFECTED = {
+    "decode-blackwell": (
+        asked(sq=1),
+        [(91900, 100), (92400, 103), (92402, 100), (92500, 110)],
+        [(92401, 100), (92501, 100), (91900, 90), (91900, 120)],
+        [asked(sq=2), backward(sq=1)],
+    ),
+    "fp8-wide-output": (
+        fp8_keys(4096, out_dtype="bfloat16"),
+        [(92400, 100), (92401, 103)],
+        [(91900, 100), (92500, 100)],
+        [fp8_keys(4096), fp8_keys(4095, out_dtype="bfloat16"), fp8_keys(4096, out_dtype="bfloat16", causal=True)],
+    ),
+    "packed-one-query": (
+        one_packed_query(return_stats=True),
+        [(91900, 90), (92600, 90), (92800, 80)],
+        [],
+        [packed(queries=2, return_stats=True), one_query()],
+    ),
+    "direct-narrow-values": (
+        backward(d=136, dv=72, deterministic=True),
+        [(91900, 90), (92800, 90)],
+        [(92800, 100)],
+        [
+            backward(d=136, dv=72), backward(d=136, deterministic=True), backward(d=192, dv=128, deterministic=True),
+            backward(d=128, dv=72, deterministic=True),
+        ],
+    ),
+    "one-query-positions": (
+        one_query(alibi_slopes=True),
+        [(91900, 90), (92800, 80), (92800, 120)],
+        [],
+        [
+            one_query(), one_query(bias=(300, 1, 4, 1)), variant(alibi_slopes=True), one_query(alibi_slopes=True, backward=True),
+            one_query(alibi_slopes=True, sinks=True),
+        ],
+    ),
+    "one-query-dropout": (
+        one_query(dropout_p=0.5, seed=1),
+        [(91900, 90), (92800, 90)],
+        [],
+        [one_query(), variant(dropout_p=0.5, seed=1), one_query(dropout_p=0.5, seed=1, backward=True)],
+    ),
+    "one-query-sinks": (
+        one_query(sinks=True),
+        [(91900, 90), (92800, 90)],
+        [],
+        [one_query(), variant(sinks=True), one_query(sinks=True, backward=True)],
+    ),
+    "one-query-lengths": (
+        one_query(seq_lens=True),
+        [(91900, 90), (92800, 90)],
+        [],
+        [one_query(), variant(seq_lens=True), one_query(seq_lens=True, backward=True)],
+    ),
+    "dropout-sinks-gradient": (
+        variant(sinks=True, dropout_p=0.5, seed=1, backward=True, return_dsinks=True),
+        [(91900, 90), (92700, 80)],
+        [(92800, 90)],
+        [variant(sinks=True, dropout_p=0.5, seed=1, backward=True), variant(sinks=True, backward=True, return_dsinks=True)],
+    ),
+    "packed-narrow-values": (
+        packed(d=256, dv=72, backward=True),
+        [(91900, 90), (92800, 90)],
+        [(92800, 100)],
+        [
+            packed(d=256, backward=True), packed(d=192, dv=128, backward=True), packed(d=256, dv=136, backward=True),
+            packed(d=256, dv=64, backward=True), packed(d=256, dv=72), backward(d=256, dv=72),
+        ],
+    ),
+    "packed-narrow-gradient": (
+        packed(d=72, backward=True),
+        [(91900, 90), (92700, 90)],
+        [(92800, 90), (91900, 100)],
+        [packed(d=80, backward=True), packed(d=72)],
+    ),
+    "packed-sinks-gradient": (
+        packed(sinks=True, backward=True, return_dsinks=True),
+        [(91900, 90), (92501, 100)],
+        [(92600, 90)],
+        [packed(sinks=True, backward=True), variant(sinks=True, backward=True, return_dsinks=True)],
+    ),
+    "one-query-deterministic": (
+        one_query(deterministic=True),
+        [(91900, 90), (92800, 80), (92800, 100)],
+        [],
+        [one_query(), asked(sq=2), backward(sq=1), one_query(backward=True, deterministic=True)],
+    ),
+    "sinks-infinite-bias": (
+        variant(sinks=True, bias=(1, 16, 1, 1), backward=True),
+        [(91900, 90), (92800, 80), (92800, 100)],
+        [],
+        [
+            variant(sinks=True, bias=(1, 16, 1, 1)), variant(bias=(1, 16, 1, 1), backward=True),
+            variant(sinks=True, bias=(16, 16, 1, 1), backward=True), variant(sinks=True, mask=(1, 16, 1, 1), backward=True),
+        ],
+    ),
+    "backward-one-row": (
+        backward(hq=1, hkv=1, sq=1, b=1),
+        [(92600, 90), (92601, 80), (92800, 100)],
+        [(92501, 90)],
+        [backward(hq=2, hkv=2, sq=1, b=1), backward(hq=1, hkv=1, sq=2, b=1), backward(hq=1, hkv=1, sq=1, b=2), asked(hq=1, hkv=1, sq=1, b=1)],
+    ),
+    "single-key-difference": (
+        less_a_number(sq=1),
+        [(92600, 90), (92601, 80), (92800, 100)],
+        [(92501, 90)],
+        [less_a_number(skv=2), less_a_number(backward=False), less_a_number(score_mod=lambda s, b, h, i, j, t: t - s)],
+    ),
+    "backward-key-tail": (
+        backward(skv=192),
+        [(91900, 90), (92501, 90)],
+        [(92600, 90), (91900, 80), (91900, 100)],
+        [backward(skv=128), backward(skv=200), backward(skv=192, causal=True), asked(skv=192)],
+    ),
+    "backward-query-tail": (
+        backward(sq=1, skv=128),
+        [(91900, 90), (92800, 90)],
+        [(92800, 80)],
+        [backward(sq=2, skv=128), backward(sq=1, skv=129), backward(sq=1, skv=128, causal=True), asked(sq=1, skv=128)],
+    ),
+    "backward-scale": (
+        backward(skv=100, positive_scale=False),
+        [(91900, 90), (92800, 90)],
+        [(91900, 80)],
+[backward(skv=100), asked(skv=100)],
+    ),
+}  # fmt: skip
+
+
+def test_entries_are_complete():
+    """A bug has existing guards or a remedy; guards of arrays do not depend on version and GPU."""
+    for bug in BUGS:
+        assert bug.guards <= GUARDS.keys()
+        assert bool(bug.guards) != bool(bug.remedy), bug.name
+        if bug.guards & STAGING_GUARDS:
+            assert (bug.first, bug.last, bug.capabilities) == (MINIMUM_CUDNN, NOT_FIXED, range(80, 130))
+
+
+def test_guards_of_arrays_do_not_need_a_gpu():
+    """Only affected problems have them: with lengths, results are cleared after the kernel for a single query."""
+    assert staging_guards(one_query(seq_lens=True)) == {"clear-last"}
+    assert staging_guards(one_packed_query()) == {"two-rows"}
+    for problem in (one_query(), one_query(seq_lens=True, backward=True), variant(seq_lens=True), packed(), backward(skv=192)):
+        assert staging_guards(problem) == frozenset()
+
+
+def test_workarounds_are_described():
+    """Name, condition, effect and workaround, for the bugs with guards only."""
+    (line,) = workarounds(backward(skv=192), 91900, 90)
+    assert line.startswith("backward-key-tail (gradients without a mask, ")
+    assert line.endswith(": dq is NaN): scores of padded keys are masked explicitly")
+    assert workarounds(asked(sq=1), 91900, 100) == ()
+
+
+def test_strided_queries_of_packed_gradients_are_planned_dense():
+    """cuDNN writes dq with the offsets of q, so strided queries are copied."""
+    q = np.empty((64, 8, 32), np.float16, order="F")[:, :4]
+    assert packed(q=q, dtype=np.float16, backward=True).q.dense
+    assert not packed(q=q, dtype=np.float16).q.dense
+
+
+def test_a_deterministic_query_reads_positions_from_memory():
+    """Without the kernel that splits the keys, another kernel for one query computes positions wrongly."""
+    problem = one_query(mask_mod=lambda b, h, i, j: (h + j) % 2 == 0, deterministic=True)
+    assert guards(problem, 91900, 90) >= {"positions", "no-split"}
+
+
+def test_strided_query_gradients_of_packed_sequences_are_planned_dense():
+    """cuDNN writes dq with the offsets of q, so a strided dq is computed in a dense array."""
+    problem = packed(hkv=4, backward=True)
+    dq = replace(problem.dq, strides=tuple(2 * stride for stride in problem.dq.strides))
+    assert engine_problem(replace(problem, dq=dq), None, on_gpu=True).dq.dense
+
+
+def test_strided_key_gradients_of_packed_sequences_are_planned_dense():
+    """With grouped heads dk and dv that are not dense are computed in dense arrays."""
+    grouped, equal = packed(backward=True), packed(hkv=4, backward=True)
+    for problem in (grouped, equal):
+        dk = replace(problem.dk, strides=tuple(2 * stride for stride in problem.dk.strides))
+        planned = engine_problem(replace(problem, dk=dk), None, on_gpu=True)
+        assert planned.dk.dense == (problem is grouped)
+
+
+def effects(bug, problem, cudnn, capability):
+    """Whether the table handles a bug, by a refusal or a guard."""
+    named = {reason.rule for reason in why_not(problem, cudnn, capability)}
+    for known in BUGS:
+        if known.guards and known.affects(problem, cudnn, capability):
+            assert known.guards <= guards(problem, cudnn, capability)
+            named.add(known.name)
+    return bug in named
+
+
+def test_every_bug_has_both_sides():
+    """Every bug has a case here."""
+    assert set(AFFECTED) == {bug.name for bug in BUGS} - {"packed-strided-queries", "packed-strided-gradients"}  # tested above
+
+
+@pytest.mark.parametrize("bug", AFFECTED)
+def test_bugs_are_handled_exactly_where_they_occur(bug):
+    """Exactly the affected versions, GPUs and problems are refused or guarded."""
+    meets, with_it, without, others = AFFECTED[bug]
+    assert all(effects(bug, meets, *where) for where in with_it)
+    assert not any(effects(bug, meets, *where) for where in without)
+    assert not any(effects(bug, other, *where) for other in others for where in with_it)
+
+
+def test_a_refusal_for_a_bug_says_what_and_where():
+    """The message contains the condition, the effect, the version, the remedy and the report."""
+    (reason,) = why_not(backward(hq=1, hkv=1, sq=1, b=1), 92800, 90)
+    for words in (
+        "one query, one head and one batch entry",
+        "segmentation fault",
+        "9.28.0",
+        "pass the batch twice",
+        "issues/1071",
+    ):
+        assert words in reason.text
+
+
+@pytest.mark.parametrize(
+    ("d", "dv", "cudnn", "capability", "refused"),
+    [
+        (128, 128, 91900, 80, False), (136, 136, 91900, 89, True), (256, 256, 91900, 90, False), (264, 264, 91900, 90, True),
+        (128, 128, 91900, 100, False), (192, 128, 91900, 100, False), (192, 192, 91900, 100, True),
+        (256, 256, 92200, 100, True), (256, 256, 92300, 100, False), (136, 136, 92800, 120, True),
+    ],
+)  # fmt: skip
+def test_head_dims_of_gradients_are_limited_by_generation(d, dv, cudnn, capability, refused):
+    """Each GPU generation has its own largest head dim; the forward pass is not affected."""
+    reasons = why_not(backward(d=d, dv=dv), cudnn, capability)
+    assert (reasons != []) is refused
+    assert not why_not(asked(d=d, dv=dv), cudnn, capability)
+
+
+def test_strides_of_axes_of_length_1_are_ignored():
+    """Whatever numpy, CuPy and DLPack use as the stride of such an axis: one problem, one plan."""
+    odd = asked(b=1, strides=(2, 128, 512, 7))
+    assert odd is not None
+    assert odd == asked(b=1)
+    assert hash(odd) == hash(asked(b=1))
+    assert why_not(odd, MINIMUM_CUDNN, 90) == []
+    view = np.empty((64, 4, 16, 1), np.float16, order="F")[:, 1:2]
+    whole = asked(hq=1, hkv=1, b=1, dtype="float16", strides=view.strides)
+    assert why_not(whole, MINIMUM_CUDNN, 90) == []
+
+
+def test_all_reasons_are_reported():
+    """A problem that violates several rules has a reason for each."""
+    reasons = why_not(asked(d=60, dtype="float32", itemsize=4, alignment=4), 91801, 75)
+    assert {"cudnn-version", "gpu-generation", "dtype", "head-dim", "memory-alignment"} <= {reason.rule for reason in reasons}
+
+
+def test_single_rules_can_be_turned_off():
+    """The environment names a bug or a limit, which is then ignored; rules that protect memory stay."""
+    code = """
+import cupy_sdpa
+from cupy_sdpa.support.why_not import guards, why_not
+x = (128, 8, 1, 1)
+decode = cupy_sdpa.problem(x, (128, 8, 512, 1), (128, 8, 512, 1), dtype="bfloat16")
+print([reason.rule for reason in why_not(decode, 91900, 100)])
+odd = cupy_sdpa.problem((128, 8, 64, 1), (128, 8, 192, 1), (128, 8, 192, 1), dtype="bfloat16", backward=True)
+print(sorted(guards(odd, 91900, 90)))
+"""
+
+    def run(names):
+        environment = child_environment(CUPY_SDPA_GUARDS_OFF=names)
+        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+
+    assert run("").stdout.split("\n")[:2] == ["['decode-blackwell']", "['keys']"]
+    assert run("decode-blackwell, backward-key-tail").stdout.split("\n")[:2] == ["[]", "[]"]
+    for name in ("contiguous-head-dim", "nonsense"):
+        refused = run(name)
+        assert refused.returncode
+        assert f"CUPY_SDPA_GUARDS_OFF names {name}; it can turn off" in refused.stderr
+
+
+@pytest.mark.parametrize("bug", [bug for bug in BUGS if not bug.guards], ids=lambda bug: f"{bug.name}-{bug.first}")
+def test_a_refusal_for_a_bug_names_where_it_does_not_occur(bug):
+    """With that version or GPU the problem is not refused."""
+    affected = (p for p in (PROBES | pairs()).values() if bug.affects(p, bug.first, bug.capabilities.start))
+    asked_ = next(affected, None)
+    assert asked_, "no problem in offline/problems.py is affected by this bug"
+    (reason,) = [r for r in why_not(asked_, bug.first, bug.capabilities.start) if r.rule == bug.name]
+    assert reason.lift
+    for version in RELEASES:
+        if f"with cuDNN {version_text(version)}" in reason.lift:
+            assert bug.name not in {r.rule for r in why_not(asked_, version, bug.capabilities.start)}
+    named = reason.lift.split("on ")[-1].split(", ")
+    for capability, name in GENERATIONS.items():
+        if name in named:
+            assert bug.name not in {r.rule for r in why_not(asked_, bug.first, capability)}
+
+
+def test_the_page_is_the_table():
+    """docs/support.md is the output of the command."""
+    text = (Path(__file__).parents[2] / "docs" / "support.md").read_text(encoding="utf-8")
+    assert text == "\n".join(page(RELEASES[-1])) + "\n", "run python -m cupy_sdpa support --markdown > docs/support.md"
+    for name in (*(rule.name for rule in RULES), *(bug.name for bug in BUGS)):
+        assert f"| {name} |" in text
+
+
+class Accepting:
+    """In place of the survey's processes: the planner of the tests, which compiles no kernels."""
+
+    def __init__(self, planner):
+        self.planner, self.version = planner, planner.call(library_version)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def plan_all(self, jobs, shelf):
+        for number, job in enumerate(jobs):
+            try:
+                yield number, self.planner.accept(plan_problem, *job)
+            except Died as death:
+                yield number, str(death)
+
+
+@pytest.mark.cudnn
+def test_the_table_is_what_cudnn_accepts(planner, monkeypatch):
+    """The real cuDNN accepts a problem for a described GPU exactly if the table does."""
+    monkeypatch.setattr(survey, "Planner", lambda workers, cudnn: Accepting(planner))
+    _, findings = survey.measure(PROBES)
+    assert len(findings) == len(PROBES) * len(gpus.REPRESENTATIVES)
+    assert [finding for finding in findings if not finding.agree] == []
+    assert {finding.measured for finding in findings} >= {"engine 1", "engine 2", "engine 6", "engine 7"}
+
+
+@pytest.mark.cudnn
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("gpu", "engines"), [("a100", "17"), ("a10", "17"), ("b200", "1357"), ("h200", "126"), ("l40s", "17"), ("rtx5090", "17")]
+)
+def test_the_table_matches_cudnn(gpu, engines, monkeypatch):
+    """Every problem for every described GPU, planned by the real cuDNN, is supported or refused as in the table."""
+    monkeypatch.setattr(gpus, "REPRESENTATIVES", (gpu,))
+    _, findings = survey.measure(PROBES)
+    assert len(findings) == len(PROBES)
+    assert [finding for finding in findings if not finding.agree] == []
+    assert {finding.measured for finding in findings} >= {f"engine {number}" for number in engines}
+
+
+def test_every_gpu_is_measured():
+    """No compute capability is missing above, and each has one representative."""
+    (parameters,) = (mark.args[1] for mark in test_the_table_matches_cudnn.pytestmark if mark.name == "parametrize")
+    assert {gpu for gpu, _ in parameters} == set(gpus.REPRESENTATIVES)
+    assert [gpus.capability(name) for name in gpus.REPRESENTATIVES] == sorted({gpus.capability(name) for name in NAMES})
+
+
+@pytest.mark.cudnn
+def test_every_description_is_accepted(planner):
+    """cuDNN accepts the description of every GPU, and an engine of it computes both passes."""
+    q, kv = (64, 4, 256, 1), (64, 2, 256, 1)
+    for name in NAMES:
+        for backward in (False, True):
+            problem = cupy_sdpa.problem(q, kv, kv, dtype="float16", causal=True, backward=backward)
+            plan = planner.accept(plan_problem, problem, name)
+            assert isinstance(plan, PlanInfo), (name, plan)
+
+
+@pytest.mark.cudnn
+def test_a_wrong_table_is_detected(monkeypatch):
+    """With a missing and an additional rule the survey differs from cuDNN."""
+    title = "gradients, head dim 256"
+    probes = {title: PROBES[title]}
+    monkeypatch.setattr(survey, "why_not", lambda *_: [])
+    assert {finding.gpu for finding in survey.measure(probes)[1] if not finding.agree} >= {"a100", "l40s", "rtx5090"}
+    monkeypatch.setattr(survey, "why_not", lambda *_: why_not(asked(d=60), 91900, 90))
+    assert "h200" in {finding.gpu for finding in survey.measure(probes)[1] if not finding.agree}
