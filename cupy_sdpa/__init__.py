@@ -9,12 +9,11 @@ from .attention import attention, attention_backward
 from .calls.report import Report
 from .errors import CudnnError, DiskCacheWarning, OutOfPages, Unsupported
 from .explain import explain, get_plan_cache, problem
-from .forward_mode.jvp import attention_jvp
-from .forward_mode.problems import jvp_problems
 from .forward_mode.widened import widen
 from .helpers import alibi_slopes, dropout_mask, merge
 from .inference.kv_cache import KVCache
 from .inference.shared_prefix import shared_prefix_attention
+from .jvp import attention_jvp, jvp_problems
 from .prepare import Prepared, autotune, prepare
 from .problem.problem import Problem
 from .sparse.masks.block_mask import BlockMask, block_mask

@@ -12,9 +12,8 @@ from .calls.options import DTensors, Options, read_flag, refuse_arguments, takes
 from .calls.replay_cache import cache_call, run_cached
 from .fp8.array import Fp8Array
 from .fp8.forward import attention_of_fp8
+from .programs.block_mask_calls import attention_with_block_mask, gradients_with_block_mask
 from .sparse.automatic import automatic_mask
-from .sparse.backward import gradients_with_block_mask
-from .sparse.forward import attention_with_block_mask
 from .tracing import recorder
 
 

@@ -26,21 +26,19 @@ from .device import cupy_runtime, driver
 from .errors import CudnnError, Unsupported
 from .forward_mode.checks import check_like
 from .forward_mode.form import form_of
-from .forward_mode.problems import TANGENTS, given_by, problems_of
 from .fp8.array import Fp8Array
 from .fp8.forward import read_call
 from .graph import graph_of
+from .jvp import TANGENTS, given_by, problems_of
 from .problem.problem import Problem
 from .problem.validation import NO_FP8_GRADIENTS
+from .programs.block_mask_calls import check_return_stats, description, part_problems, refuse_gradients
 from .sparse.automatic import decide
-from .sparse.backward import refuse_gradients
 from .sparse.entries import Sizes
-from .sparse.forward import check_return_stats
 from .sparse.masks.block_mask import BlockMask
 from .sparse.method import check as check_mask
 from .sparse.method import check_arrays, method_of
-from .sparse.native import native_problem
-from .sparse.problems import description, part_problems
+from .sparse.native import native_of
 from .support.engine_problem import engine_problem
 from .support.why_not import unverified, why_not
 from .version import RELEASES, version_number, version_text
@@ -249,11 +247,12 @@ def _explain_blocks(
 ) -> Report:
     """The report on a call with a block mask; ``text`` describes the mask, by default its blocks."""
     q, _, v = arrays
-    problems = part_problems(arrays, mask, options, **flags)
+    gradients = flags.pop("backward")
+    problems = part_problems(arrays, mask, options, gradients=gradients, **flags)
     sizes = Sizes(q.shape[1], v.shape[1], q.shape[3])
-    if not flags["backward"] and method_of(mask, sizes).blocks and (gpu or cudnn or cupy_runtime.is_array(q)):
-        problem = native_problem(arrays, mask, sizes, options, return_stats=flags["return_stats"])
-        if problem and (report := _explain_parts([problem], q, description(mask, sizes, native=True), gpu, cudnn)):
+    if not gradients and method_of(mask, sizes).blocks and native_of(mask) and (gpu or cudnn or cupy_runtime.is_array(q)):
+        native = part_problems(arrays, mask, options, native=True, **flags)
+        if report := _explain_parts(native, q, description(mask, sizes, native=True), gpu, cudnn):
             return report
     return _explain_parts(problems, q, text or description(mask, sizes), gpu, cudnn)
 

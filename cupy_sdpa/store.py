@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import Unsupported
 from .explain import problem as problem_of_shapes
-from .forward_mode.problems import jvp_problems
+from .jvp import jvp_problems
 from .plans.disk_cache import DIRECTORY, DiskCache, current
 from .problem.problem import Problem
 from .problem.subproblems import subproblems

@@ -18,7 +18,7 @@ from .fp8.array import Fp8Array
 from .fp8.vjp import dequantized, forward_in_fp8
 from .problem.tensor_spec import FP8_LARGEST
 from .problem.validation import NO_FP8_GRADIENTS, NO_PAGED_GRADIENTS
-from .sparse.backward import refuse_gradients
+from .programs.block_mask_calls import refuse_gradients
 
 GradientsT = TypeVar("GradientsT")
 

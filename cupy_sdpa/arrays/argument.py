@@ -10,6 +10,7 @@ import numpy as np
 from ..device import cupy_runtime
 from ..problem.tensor_spec import Expected, Signature, check_spec, dtype_name, make_spec
 from .libraries import library_of
+from .view import View
 
 #: What to pass in place of an object that is no array, by the names of arguments.
 _REMEDIES = {
@@ -39,7 +40,7 @@ class Argument(NamedTuple):
 
     Attributes:
         name: the name of the argument.
-        array: the array.
+        array: the array, or its view.
         signature: dtype, shape, strides and alignment.
         address: the address of the first element in the GPU's memory; 0 for numpy arrays.
         device: the device of a CuPy array; None for numpy arrays.
@@ -58,6 +59,8 @@ def read_array(name: str, array: Any) -> Argument:
     Raises:
         TypeError: the argument is neither a numpy nor a CuPy array.
     """
+    if isinstance(array, View):
+        return Argument(name, array, array.signature, array.offset, array.storage.device)
     array, dtype = array if type(array) is Typed else (array, "")
     if type(array) in (np.ndarray, np.memmap):  # the elements of a subclass, such as a masked array, may mean something else
         return Argument(name, array, signature_of(array, 0, dtype), 0, None)

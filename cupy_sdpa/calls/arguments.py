@@ -11,10 +11,11 @@ import numpy as np
 from ..arrays import layouts
 from ..arrays.argument import Argument, arrays_on_gpu, read_array, share_elements, signature_of
 from ..arrays.libraries import check_one_library
+from ..arrays.view import Storage, View
 from ..device import cupy_runtime
 from ..problem.bucket import Policy, check_bucket
 from ..problem.problem import CU_SEQLENS, LENGTHS, SEEDS, Problem, Settings, has_score_axes
-from ..problem.tensor_spec import Signature, dense_signature, placeholder
+from ..problem.tensor_spec import Signature, dense_signature, numpy_dtype, placeholder
 from ..problem.validation import OUTPUT_ONLY, RequestedOutputs, make_problem, with_captured_gradients
 from ..staging.stage import Fill
 from ..support.engine_problem import engine_problem
@@ -121,9 +122,10 @@ def _read_own(
         scalars, source_lines = scalars | functions.scalars, functions.source_lines
     found = {name: argument.array for name, argument in arguments.items()}
     check_factors(problem, found)
-    if not on_gpu:
-        _check_lengths(problem, found)
-    _check_overlap(problem, arguments)
+    if not isinstance(arguments["q"].array, View):  # the arrays of a step of a program are right by construction
+        if not on_gpu:
+            _check_lengths(problem, found)
+        _check_overlap(problem, arguments)
     policy = _policy(options.get("bucket"), problem)
     call = Call(problem, found, scalars, on_gpu, policy, source_lines, gradients, fills)
     if functions:
@@ -307,6 +309,33 @@ def read_shapes(
         signatures, {**options, "tensors": tensors}, settings, outputs, return_dtensors if backward else False
     )
     return engine_problem(problem, _policy(options.get("bucket"), problem), on_gpu)
+
+
+def views_of_shapes(
+    q: Any, k: Any, v: Any, options: Mapping[str, Any], *, dtype: Any = None, seq_lens: bool = False, device: int | None = 0
+) -> tuple[dict[str, View], dict[str, Any]]:
+    """The views of arrays, or of dense arrays of shapes; no element is read.
+
+    Args:
+        q, k, v, options, dtype, seq_lens: as for :func:`cupy_sdpa.problem`.
+        device: the number of the GPU; None for numpy. Default 0.
+
+    Returns:
+        q, k and v by name; and the options with views in place of arrays.
+    """
+
+    def view(name: str, signature: Signature) -> View:
+        kind, shape, strides, alignment = signature
+        return View(Storage(name, alignment, device), numpy_dtype(kind), shape, strides)
+
+    signatures = {name: _shape_signature(name, x, dtype) for name, x in (("q", q), ("k", k), ("v", v))}
+    views = {name: view(name, signature) for name, signature in signatures.items()}
+    given = {name: value for name, value in options.items() if value is not None and value is not False}
+    given |= {name: view(name, signature) for name, signature in _shape_options(options, signatures["q"], seq_lens).items()}
+    tensors = {name: _shape_signature(name, x, "float32") for name, x in (options.get("tensors") or {}).items()}
+    if tensors:
+        given["tensors"] = {name: view(f"tensors[{name!r}]", signature) for name, signature in tensors.items()}
+    return views, given
 
 
 def _shape_options(options: Mapping[str, Any], q: Signature, seq_lens: bool) -> dict[str, Signature]:

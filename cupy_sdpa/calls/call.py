@@ -52,26 +52,6 @@ def stats_are(kind: Literal["part", "other"]) -> Iterator[None]:
         given_stats.reset(token)
 
 
-class Composition:
-    """A run of a composed call (:class:`.call_key.ComposedCall`).
-
-    Args:
-        parsed: the calls of an earlier run, in order, without their arrays; new ones are appended.
-
-    Attributes:
-        plans: the plans of this run.
-        position: the number of calls that ran.
-    """
-
-    def __init__(self, parsed: list[Any]) -> None:
-        self.parsed, self.position = parsed, 0
-        self.plans: list[Plan] = []
-
-
-#: The composed call that is running.
-composition: ContextVar[Composition | None] = ContextVar("composition", default=None)
-
-
 class LaunchRecord(NamedTuple):
     """How a call ran on the GPU.
 
@@ -152,14 +132,35 @@ class Call:
         names = [spec.name for spec in self.problem.results if spec not in self.problem.dcaptured]
         return [*names, *self.gradients.results] if self.gradients else names
 
-    def plan(self) -> None:
+    def plan(self, device: int | None = None) -> None:
         """Build the plans of :meth:`run`, if they are not in the plan cache; nothing is allocated or launched.
+
+        Args:
+            device: the current device. Default None: that of the arrays.
 
         Raises:
             Unsupported, CudnnError: the call cannot run.
         """
         for call in self.subcalls():
-            call._on_device(call._build_plan)
+            if device is None:
+                call._on_device(call._build_plan)
+            else:
+                with call._noted():
+                    call._build_plan(device)
+
+    def execute(self, device: int | None, *, keep: bool = False) -> list[Plan]:
+        """Run as a step of a program: what it allocates is released, and nothing is recorded.
+
+        Args:
+            device: the current device; None for numpy arrays.
+            keep: whether the plans must outlive the plan cache, because the caller captures the stream.
+
+        Returns:
+            The plans that ran.
+        """
+        self.create_inputs()
+        with self._noted(), cupy_runtime.released():
+            return [launched[0] for launched in self._run_parts(device, keep=keep) if launched]
 
     def on(self, arrays: dict[str, Any]) -> Call:
         """The same call on other arrays of the same dtypes, shapes, strides and alignments; nothing is validated."""
@@ -211,15 +212,20 @@ class Call:
         """Call ``work`` with the device of the arrays as the current one; errors get a note that describes the call."""
         if not self.on_gpu:
             return work(None)
-        with cupy_runtime.on_device_of(self.arrays["q"]) as device:
-            try:
-                return work(device)
-            except (Unsupported, CudnnError) as error:
-                error.add_note(f"the call: {self.problem}")
-                if self.source_lines:
-                    lines = ", ".join(f"{mode} at {line}" for mode, line in self.source_lines.items())
-                    error.add_note(f"operations of its score and mask functions: {lines}")
-                raise
+        with cupy_runtime.on_device_of(self.arrays["q"]) as device, self._noted():
+            return work(device)
+
+    @contextlib.contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Give errors of a ``with`` block a note that describes the call."""
+        try:
+            yield
+        except (Unsupported, CudnnError) as error:
+            error.add_note(f"the call: {self.problem}")
+            if self.source_lines:
+                lines = ", ".join(f"{mode} at {line}" for mode, line in self.source_lines.items())
+                error.add_note(f"operations of its score and mask functions: {lines}")
+            raise
 
     def _build_plan(self, device: int | None) -> None:
         if device is not None and not self.problem.trivial:
@@ -227,21 +233,25 @@ class Call:
 
     def _run(self, device: int | None, memory: cupy_runtime.Memory | None) -> None:
         """Run the subproblems."""
-        if not self.on_gpu:
-            block: Any = contextlib.nullcontext()
-        elif composition.get() is not None or cupy_runtime.capturing():
-            block = cupy_runtime.released()  # its memory is a part of that of the composed call or of the capture
+        if device is None:
+            self._run_parts(None)
+        elif cupy_runtime.capturing():  # the memory is a part of that of the capture
+            with cupy_runtime.released():
+                self._run_parts(device, keep=True)
         else:
-            block = cupy_runtime.arena(memory)
-        with block as arena:
-            self._allocate_temporary_results()
-            parts = self.subcalls()
-            launched = [part._run_part(device) for part in parts]
-            self._collect_gradients()
-        if arena and all(launched) and not cupy_runtime.capturing():
-            plans, stages = zip(*launched, strict=True)
-            plan_only = len(parts) == 1 and stages[0].unchanged and not self.gradients
-            self.launched = LaunchRecord(plans, arena.needed, plan_only)
+            with cupy_runtime.arena(memory) as arena:
+                launched = self._run_parts(device)
+            if all(launched):
+                plans, stages = zip(*filter(None, launched), strict=True)
+                plan_only = len(launched) == 1 and stages[0].unchanged and not self.gradients
+                self.launched = LaunchRecord(plans, arena.needed, plan_only)
+
+    def _run_parts(self, device: int | None, *, keep: bool = False) -> list[tuple[Plan, Stage | SplitStage] | None]:
+        """Run the subproblems; for each its plan and its arrays, or None if cuDNN did not run."""
+        self._allocate_temporary_results()
+        launched = [part._run_part(device, keep) for part in self.subcalls()]
+        self._collect_gradients()
+        return launched
 
     def _allocate_temporary_results(self) -> None:
         """Allocate the results; those that are not returned are allocated again."""
@@ -255,7 +265,7 @@ class Call:
         if self.gradients:
             self.gradients.collect(self.arrays)
 
-    def _run_part(self, device: int | None) -> tuple[Plan, Stage | SplitStage] | None:
+    def _run_part(self, device: int | None, keep: bool) -> tuple[Plan, Stage | SplitStage] | None:
         """Run a subproblem; returns the plan and the arrays if they were used."""
         if self.problem.trivial:
             allocate_results(self.problem, self.arrays)
@@ -269,7 +279,7 @@ class Call:
             return None
         if active_tunings.get() is not None:
             self._tune(device)
-        return with_plan(self.engine_problem, device, lambda session, plan: self._launch(plan))
+        return with_plan(self.engine_problem, device, lambda session, plan: self._launch(plan, keep))
 
     def _row_check(self, graph: Graph, arrays: Mapping[str, Any]) -> RowCheck | None:
         """The check of the statistics and the output that a backward pass gets, on the CPU; None if there is none."""
@@ -279,12 +289,9 @@ class Call:
         whole = self.has_all_keys and given_stats.get() == "whole"
         return RowCheck(graph, arrays.get("sinks"), problem.settings.dropout, whole=whole)
 
-    def _launch(self, plan: Plan) -> tuple[Plan, Stage | SplitStage]:
-        """Execute a plan; it is kept if the caller captures the stream."""
-        composed = composition.get()
-        if composed is not None:
-            composed.plans.append(plan)
-        elif cupy_runtime.capturing():
+    def _launch(self, plan: Plan, keep: bool) -> tuple[Plan, Stage | SplitStage]:
+        """Execute a plan."""
+        if keep:
             plan.keep()
         return plan, self._execute(plan)
 

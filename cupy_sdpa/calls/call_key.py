@@ -2,21 +2,67 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import operator
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 from ..device import cupy_runtime, memory
 from ..score_fn.identity import identity
-from .call import Call, Composition, LaunchRecord, composition
+from .call import LaunchRecord
 from .user_functions import FUNCTIONS
 
-if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
-    from ..plans.plan import Plan
+
+class Repeatable(Protocol):
+    """A call that the replay cache can repeat: a :class:`~.call.Call`, or one whose work is a program.
+
+    The attributes are those of a :class:`~.call.Call`.
+    """
+
+    arrays: dict[str, Any]
+    identities: tuple[Hashable | None, ...]
+    own_results: bool
+    launched: LaunchRecord | None
+
+    @property
+    def problem(self) -> Any:
+        """Has the specs of the arrays whose alignments matter, and whether cuDNN runs at all."""
+
+    @property
+    def fills(self) -> Mapping[str, Any]:
+        """The inputs that are created."""
+
+    @property
+    def captured(self) -> Mapping[str, Any]:
+        """How each captured array is indexed."""
+
+    @property
+    def scalars(self) -> Mapping[str, float]:
+        """The by-value scalars."""
+
+    @property
+    def gradients(self) -> Any:
+        """Which gradients of ``tensors`` are requested."""
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the arrays are CuPy's."""
+
+    @property
+    def result_names(self) -> list[str]:
+        """The names of the results."""
+
+    def on(self, arrays: dict[str, Any]) -> Repeatable:
+        """The same call on other arrays."""
+
+    def run(self, memory: cupy_runtime.Memory | None = None) -> list[Any]:
+        """Compute the results."""
+
+    def enqueue(self) -> None:
+        """Enqueue the work again, in a capture."""
+
 
 #: Options of these types are part of the key as they are. Tuples are keyed by their repr: (1, 0) and (1.0, 0) differ.
 _KEY_TYPES = frozenset({bool, int, float, str, type(None), np.bool_, np.int64, np.float32, np.float64})
@@ -156,7 +202,7 @@ class Template:
 
     __slots__ = ("_alignments", "_call", "_device", "_direct", "_names", "_views", "constants")
 
-    def __init__(self, call: Call | ComposedCall, names: Sequence[str], arrays: Sequence[Any], created: Sequence[str]) -> None:
+    def __init__(self, call: Repeatable, names: Sequence[str], arrays: Sequence[Any], created: Sequence[str]) -> None:
         self._call, self._names = call.on({}), [*names, *created]
         self._device = call.arrays["q"].data.device_id
         inputs = {name: call.arrays[name] for name in call.fills}
@@ -197,112 +243,13 @@ class Template:
             named[name] = addresses[position] + offset
         return named
 
-    def on(self, ndarray: Any, arrays: Sequence[Any], created: Sequence[Any]) -> Call | ComposedCall:
+    def on(self, ndarray: Any, arrays: Sequence[Any], created: Sequence[Any]) -> Repeatable:
         """The call on the caller's arrays and the created results."""
         found = {name: arrays[position] for name, position in self._direct}
         found |= zip(self._names[len(arrays) :], created, strict=True)
         for name, position, offset, shape, dtype, strides in self._views:
             found[name] = ndarray(shape, dtype, arrays[position].data + offset, strides)
         return self._call.on(found)
-
-
-class _NoProblem(NamedTuple):
-    """The placeholder for the problem of a composed call; only its parts have problems."""
-
-    trivial: bool = False
-    tensors: tuple[Any, ...] = ()
-
-
-class ComposedCall:
-    """A call that consists of calls and of kernels between them. It is cached and captured as one call.
-
-    It has the attributes of :class:`.Call` that :mod:`.replay_cache` uses.
-
-    Args:
-        work: computes the results from the arrays by name. It calls :func:`run_part`, always in the same way for arrays of the
-            same shapes, strides and dtypes. It must not keep the arrays of the caller alive.
-        arrays: the caller's arrays and the results, by name; arrays of functions have the names of :func:`tensor_name`.
-        result_names: the names of the results.
-        identities: the identities of the functions when they were traced.
-        parsed: the parsed calls of other composed calls with the same key; new ones are appended.
-    """
-
-    problem, on_gpu, own_results, gradients = _NoProblem(), True, False, None
-    fills: Mapping[str, Any] = {}
-    captured: Mapping[str, Any] = {}
-    scalars: Mapping[str, float] = {}
-
-    def __init__(
-        self,
-        work: Callable[[dict[str, Any]], None],
-        arrays: dict[str, Any],
-        result_names: list[str],
-        identities: tuple[Hashable | None, ...],
-        parsed: list[Template],
-    ) -> None:
-        self._work, self.arrays, self.result_names, self.identities = work, arrays, result_names, identities
-        self._parsed = parsed
-        self.launched: LaunchRecord | None = None
-
-    def on(self, arrays: dict[str, Any]) -> ComposedCall:
-        """The same call on other arrays of the same dtypes, shapes and strides."""
-        call = copy.copy(self)
-        call.arrays, call.launched = arrays, None
-        return call
-
-    def run(self, memory: cupy_runtime.Memory | None = None) -> list[Any]:
-        """Compute and return the results; ``memory`` is that for everything else that is allocated."""
-        self.launched = None
-        if cupy_runtime.capturing():  # into an arena of the capture, if there is one
-            for plan in self._enqueue():
-                plan.keep()
-        else:
-            with cupy_runtime.arena(memory) as arena:
-                plans = self._enqueue()
-            self.launched = LaunchRecord(tuple(plans), arena.needed, False)
-        return [self.arrays[name] for name in self.result_names]
-
-    def enqueue(self) -> None:
-        """Enqueue the work again, on the same arrays, in a capture of the package."""
-        self._enqueue()
-
-    def _enqueue(self) -> list[Plan]:
-        current = Composition(self._parsed)
-        token = composition.set(current)
-        try:
-            self._work(self.arrays)
-        finally:
-            composition.reset(token)
-        return current.plans
-
-
-def run_part(names: Sequence[str], arrays: tuple[Any, ...], options: Mapping[str, Any], read: Callable[[], Call]) -> None:
-    """Run a call of a composed call. Later runs of the composed call do not parse it, if alignments are the same.
-
-    Args:
-        names: the names of ``arrays``.
-        arrays: the array arguments, which may be None.
-        options: the options.
-        read: parses the call.
-    """
-    current = composition.get()
-    if current is None:  # on the CPU
-        read().run()
-        return
-    passed = [array for array in arrays if array is not None]
-    passed += [value for value in options.values() if cupy_runtime.is_array(value)]
-    passed += (options.get("tensors") or {}).values()
-    position, current.position = current.position, current.position + 1
-    if position < len(current.parsed):
-        parsed: Template = current.parsed[position]
-        if parsed.accepts(passed, [array.data.ptr for array in passed]):
-            parsed.on(type(passed[0]), passed, ()).run()
-            return
-    call = read()
-    call.run()
-    names = array_names(type(passed[0]), names, arrays, {name: value for name, value in options.items() if name != "tensors"})
-    names += map(tensor_name, options.get("tensors") or {})
-    current.parsed[position : position + 1] = [Template(call, names, passed, ())]
 
 
 def array_names(ndarray: Any, names: Sequence[str], arrays: tuple[Any, ...], options: Mapping[str, Any]) -> list[str]:

@@ -38,8 +38,8 @@ import numpy as np
 
 from ..device import cupy_runtime, driver
 from ..device.cuda_graph import Recording
-from .call import Call, active_tunings
-from .call_key import Arguments, ArrayFunctions, ComposedCall, Template, array_names, create_sorted, equal_runs, read_key
+from .call import active_tunings
+from .call_key import Arguments, ArrayFunctions, Repeatable, Template, array_names, create_sorted, equal_runs, read_key
 from .user_functions import function_identities
 
 if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
@@ -103,7 +103,7 @@ class CachedCall:
         "used",
     )  # fmt: skip
 
-    def __init__(self, call: Call | ComposedCall, cache: PlanCache, names: Sequence[str], arrays: Sequence[Any]) -> None:
+    def __init__(self, call: Repeatable, cache: PlanCache, names: Sequence[str], arrays: Sequence[Any]) -> None:
         assert call.launched
         self.plans, self._cache, self._closed = call.launched.plans, cache, False
         self._graphs: dict[tuple[int, ...], Recording] = {}
@@ -252,7 +252,7 @@ class CachedCall:
         if len(self._counts) > MAX_ADDRESS_SETS:
             del self._counts[next(iter(self._counts))]
 
-    def validated(self, call: Call | ComposedCall, addresses: Sequence[int]) -> None:
+    def validated(self, call: Repeatable, addresses: Sequence[int]) -> None:
         """Note that a call was parsed and ran.
 
         Args:
@@ -267,7 +267,7 @@ class CachedCall:
                 created = [call.arrays[name].data.ptr for name in self._names[len(addresses) :]]
                 self._count((*addresses, *created, cupy_runtime.stream()))
 
-    def _capture(self, call: Call | ComposedCall, pointers: tuple[int, ...], memory: cupy_runtime.Memory | None) -> None:
+    def _capture(self, call: Repeatable, pointers: tuple[int, ...], memory: cupy_runtime.Memory | None) -> None:
         """Capture a call that has run."""
         self._counts.pop(pointers, None)
         self._pause = RETRY_AFTER  # unless the capture succeeds and fits the limit
@@ -334,9 +334,7 @@ def run_cached(kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) -
     return None if cached is None else cached.run(runtime, passed, addresses)
 
 
-def cache_call(
-    kind: Any, names: Sequence[str], arrays: tuple[Any, ...], options: Mapping[str, Any], call: Call | ComposedCall
-) -> None:
+def cache_call(kind: Any, names: Sequence[str], arrays: tuple[Any, ...], options: Mapping[str, Any], call: Repeatable) -> None:
     """Cache a call that has run; capture it if the same addresses occurred often. A failure is only a warning.
 
     Args:
@@ -365,7 +363,7 @@ def cache_call(
         _warn(session.cache, error, stacklevel=4)
 
 
-def _cached(session: Session, arguments: Arguments, call: Call | ComposedCall, names: Sequence[str]) -> CachedCall:
+def _cached(session: Session, arguments: Arguments, call: Repeatable, names: Sequence[str]) -> CachedCall:
     """The call that is cached under a key, or this one, which is then cached."""
     key, arrays, addresses = arguments
     assert call.launched

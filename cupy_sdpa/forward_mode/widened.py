@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Unpack
 
-import numpy as np
-
 from .._typing import Array
 from ..arrays.conversion import Conversion, needs_conversion
 from ..arrays.layouts import other_layout
+from ..arrays.view import View
 from ..calls.options import Options, takes_options
 from ..device import cupy_runtime
 from .checks import read_form
@@ -64,18 +63,20 @@ def widen(
             return widen(**own, deterministic=deterministic, **conversion.options)
     form = read_form(q, k, v, (dq, dk, dv), None, options, deterministic=deterministic)
     with cupy_runtime.device_context(q):
-        return concatenated(form, (q, k, v), (dq, dk, dv), cupy_runtime.new_result, copied=True)
+        made, wanted = wide_arrays(form, (q, k, v), (dq, dk, dv), cupy_runtime.new_result, copied=True)
+        concatenate(wanted)
+    return made
 
 
-def concatenated(
+def wide_arrays(
     form: Form,
     arrays: tuple[Any, Any, Any],
     tangents: tuple[Any, Any, Any],
     new: Callable[[Any, tuple[int, ...], Any], Any],
     *,
     copied: bool = False,
-) -> Widened:
-    """Copy arrays and tangents.
+) -> tuple[Widened, list[Concatenation]]:
+    """The wider arrays, and the copies that fill them.
 
     Args:
         form, arrays, tangents: of the derivative.
@@ -105,8 +106,7 @@ def concatenated(
             made["ones"] = join(form.score_width, k, *_ones(form.score_width - form.head_dim, True))
     if form.values:
         made["values"] = join(2 * form.value_dim, v, dv)
-    concatenate(wanted)
-    return Widened(**made, form=form)
+    return Widened(**made, form=form), wanted
 
 
 def _ones(width: int, present: bool) -> list[Constant]:
@@ -115,5 +115,6 @@ def _ones(width: int, present: bool) -> list[Constant]:
 
 
 def _is_dense(array: Any) -> bool:
-    """Whether the engine can read an array in place: in Fortran order, and on the GPU aligned."""
-    return bool(array.flags.f_contiguous) and (isinstance(array, np.ndarray) or array.data.ptr % 16 == 0)
+    """Whether the engine can read an array in place: in Fortran order, and aligned, which only a GPU requires."""
+    *_, alignment = (array if isinstance(array, View) else View.of("", array)).signature
+    return bool(array.flags.f_contiguous) and alignment == 16

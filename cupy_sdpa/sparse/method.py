@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..arrays.argument import arrays_on_gpu, check_results, read_array
 from ..arrays.layouts import check_strides_of
-from ..device import cupy_runtime, driver
+from ..arrays.view import View
+from ..device import cupy_runtime
 from ..device.blocks import BLOCK
 from ..problem.problem import row_stats_shape
 from ..problem.tensor_spec import Expected, check_spec, dtype_name, make_spec
@@ -19,17 +20,13 @@ from .entries import (
     MASKED_COST,
     MASKED_GRADIENT_COST,
     MERGE_COST,
-    Entries,
     Sizes,
-    attends,
     make_tables,
     rectangles,
 )
 from .masks import segments
 from .masks.block_mask import BlockMask
 from .masks.evaluate import EMPTY, FULL, PARTIAL
-
-T = TypeVar("T")
 
 
 class Method(NamedTuple):
@@ -119,83 +116,6 @@ def gradient_function(mask: BlockMask, sizes: Sizes) -> Callable[..., Any] | Non
     return found if found is None or mask.has_its_function else None
 
 
-class EntryArrays(NamedTuple):
-    """The arrays of :class:`Entries` on the engine of a call.
-
-    Attributes:
-        items: int32 ``(E, 3)``.
-        options: the options of the call: the page table, lengths, and the mask.
-    """
-
-    items: Any
-    options: dict[str, Any]
-
-
-class Upload:
-    """Creates arrays on the engine of a call.
-
-    Args:
-        like: an array of the engine.
-
-    Raises:
-        RuntimeError: the stream is being captured.
-    """
-
-    def __init__(self, like: Any) -> None:
-        self.on_gpu = cupy_runtime.is_array(like)
-        if self.on_gpu and cupy_runtime.capturing():
-            raise RuntimeError(
-                "the stream is being captured into a CUDA graph, and the tables of this block mask are not on the GPU yet: run "
-                "the call once before the capture begins"
-            )
-
-    def __call__(self, array: Any) -> Any:
-        """The array on the engine, in Fortran order."""
-        return cupy_runtime.cupy().asarray(array, order="F") if self.on_gpu else np.asfortranarray(array)
-
-    def items(self, items: Any) -> Any:
-        """Items ``(n, 3)`` on the engine; each item is contiguous."""
-        return cupy_runtime.cupy().asarray(items, order="C") if self.on_gpu else items
-
-
-def on_engine(mask: BlockMask, like: Any, key: tuple[Any, ...], make: Callable[[Upload], T]) -> T:
-    """The tables of a mask in the memory of an engine. The first call creates them, and synchronizes.
-
-    Args:
-        mask: the block mask, which stores them.
-        like: an array of the engine.
-        key: identifies the tables among those of the mask.
-        make: creates them.
-    """
-    where = (driver.context_id() if cupy_runtime.is_array(like) else None, *key)
-    found: T | None = mask.tables.get(where)
-    if found is None:
-        upload = Upload(like)
-        found = make(upload)
-        if upload.on_gpu:  # other streams may use it next
-            cupy_runtime.cupy().cuda.get_current_stream().synchronize()
-        mask.tables[where] = found
-    return found
-
-
-def upload_entries(mask: BlockMask, entries: Entries, starts: Any, upload: Upload) -> EntryArrays:
-    """The arrays of batch entries on the engine of a call.
-
-    Args:
-        mask: the block mask.
-        entries: the batch entries.
-        starts: the cumulative lengths of their queries.
-        upload: creates arrays on the engine.
-    """
-    options: dict[str, Any] = {
-        "page_table": upload(entries.table), "seq_lens_kv": upload(entries.lengths),
-        "cu_seqlens_q": upload(np.array(starts, np.int32)), "max_seqlen_q": BLOCK,
-    }  # fmt: skip
-    if entries.partial is not None:
-        options |= {"mask_mod": is_attended, "tensors": {"attends": upload(attends(mask, entries.partial[:, None]))}}
-    return EntryArrays(upload.items(entries.items), options)
-
-
 def is_attended(b: Any, h: Any, q_idx: Any, kv_idx: Any, attends: Any) -> Any:
     """The mask of batch entries of blocks."""
     return attends[kv_idx, q_idx, b] != 0
@@ -203,6 +123,8 @@ def is_attended(b: Any, h: Any, q_idx: Any, kv_idx: Any, attends: Any) -> Any:
 
 def strided(array: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
     """A view of an array with another shape and strides in bytes."""
+    if isinstance(array, View):
+        return array.strided(shape, strides)
     if cupy_runtime.is_array(array):
         return cupy_runtime.cupy().ndarray(shape, array.dtype, array.data, strides)
     return np.lib.stride_tricks.as_strided(array, shape, strides)

@@ -19,7 +19,6 @@ from ..problem.tensor_spec import dense_spec
 from .entries import Sizes
 from .masks.block_mask import BlockMask
 from .masks.evaluate import EMPTY, FULL, PARTIAL
-from .method import on_engine
 
 
 class Native(NamedTuple):
@@ -131,10 +130,3 @@ def is_supported(
         else:
             mask.tables[key] = True
     return bool(mask.tables[key])
-
-
-def bits_on_engine(mask: BlockMask, sizes: Sizes, like: Any) -> Any:
-    """The bits for the heads and batch entries of a call on the engine of an array."""
-    native = native_of(mask)
-    assert native
-    return on_engine(mask, like, (sizes, "bits"), lambda upload: upload(native.of(sizes)))

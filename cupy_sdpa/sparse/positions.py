@@ -6,22 +6,19 @@ indexes by positions is copied: element by element, in the order of the call.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..device.blocks import BLOCK
-from ..device.blocks.copies import copy_elements
 from ..score_fn.expression import AXES
 from ..score_fn.recorded import Access, Recorded
 from ..score_fn.tracer import record, trace
 from .entries import Entries, PackedCopies, Sizes
 from .masks.block_mask import BlockMask
 from .masks.segments import Packed, Slice
-from .method import Upload, on_engine
 
 #: The names of the arrays of original positions, for the axes of the scores; of consecutive ones there is the first one.
 _POSITIONS = dict(zip(AXES, ("entry of b", "head of b", "position of q_idx", "position of kv_idx"), strict=True))
@@ -40,47 +37,6 @@ class Positions(NamedTuple):
     keys: NDArray[np.int32]
     entries: NDArray[np.int32]
     heads: NDArray[np.int32] | None
-
-
-class Parts(NamedTuple):
-    """What the parts of a call with a block mask have in common.
-
-    Attributes:
-        mask: the block mask.
-        sizes: the sizes of the call.
-        options: the options of every part.
-        scores: the score function; None if there is none.
-        deterministic: whether bits must be the same in every run.
-    """
-
-    mask: BlockMask
-    sizes: Sizes
-    options: dict[str, Any]
-    scores: ScoreFunction | None
-    deterministic: bool
-
-    @property
-    def whole_options(self) -> dict[str, Any]:
-        """The options of a call on whole arrays."""
-        return {**self.options, **self.scores.options} if self.scores else self.options
-
-    def options_of(
-        self, part: Mapping[str, Any], key: tuple[Any, ...], like: Any, positions: Callable[[], Positions]
-    ) -> dict[str, Any]:
-        """The options of a part, with the score function at its positions.
-
-        Args:
-            part: the options of this part only.
-            key: identifies the part among those of the sizes.
-            like, positions: as for :meth:`ScoreFunction.located`.
-        """
-        options = {**self.options, **part}
-        if self.scores is None:
-            return options
-        if key[0] == (0, self.mask.sq, 0, self.mask.skv):
-            return {**options, **self.scores.options}
-        located = self.scores.located(self.mask, (self.sizes, *key), like, positions)
-        return {**options, **located, "tensors": {**options.get("tensors", {}), **located["tensors"]}}
 
 
 def of_packed(packed: Packed, mask: BlockMask, sizes: Sizes) -> Positions:
@@ -155,46 +111,66 @@ class ScoreFunction:
     """
 
     def __init__(self, score_mod: Callable[..., Any], tensors: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-        self._tensors = dict(tensors)
+        self.tensors = dict(tensors)
         self._function = record({"score_mod": score_mod}, tensors)["score_mod"]
-        traced = trace(self._function, None, self._tensors, sizes)
+        traced = trace(self._function, None, self.tensors, sizes)
         if traced.band or (traced.program and traced.program.mask is not None):
             raise ValueError("score_mod masks keys and block_mask is passed: put the condition into the mask function")
         #: The options of a call in which all queries and keys are at their positions.
-        self.options = {"score_mod": self._function, **({"tensors": self._tensors} if self._tensors else {})}
+        self.options = {"score_mod": self._function, **({"tensors": self.tensors} if self.tensors else {})}
 
-    def located(self, mask: BlockMask, key: tuple[Any, ...], like: Any, positions: Callable[[], Positions]) -> dict[str, Any]:
-        """The options of a call with the function: the located function and its arrays.
+    @property
+    def reads(self) -> Sequence[Access]:
+        """How the function indexes its arrays."""
+        return self._function.reads
+
+    def places(self, positions: Positions, mask: BlockMask) -> dict[str, NDArray[np.int32]]:
+        """The arrays of original positions that a call reads, by name."""
+        arrays = {
+            "b": positions.entries, "q_idx": _shortest(positions.queries, mask.sq),
+            "kv_idx": _shortest(positions.keys, mask.skv),
+        }  # fmt: skip
+        if positions.heads is not None:
+            arrays["h"] = positions.heads
+        return {_POSITIONS[axis]: np.asfortranarray(array) for axis, array in arrays.items()}
+
+    def index(self, access: Access, array: Any, positions: Positions) -> NDArray[np.int64]:
+        """The offsets in elements of the elements that a call reads, ``(Skv, Sq, H, E)`` without the axes that it does not use.
 
         Args:
-            mask: the block mask, which stores the positions.
-            key: identifies the call among those of the mask.
-            like: an array of the engine.
-            positions: returns the positions of the call.
+            access: how the function indexes the array.
+            array: the array, of which only the metadata are read.
+            positions: of the call.
         """
+        parts: dict[str, NDArray[Any]] = {
+            "b": positions.entries[None, None, None, :],
+            "q_idx": positions.queries[None, :, None, :],
+            "kv_idx": positions.keys[:, None, None, :],
+        }
+        if positions.heads is not None:
+            parts["h"] = positions.heads[None, None, None, :]
+        offsets: Any = np.zeros((1, 1, 1, 1), np.int64)
+        for axis, length, stride in zip(access.axes, array.shape, array.strides, strict=True):
+            step = stride // array.dtype.itemsize
+            if isinstance(axis, int):
+                offsets = offsets + axis * step
+            else:
+                part = parts[axis] if axis in parts else np.arange(length)[None, None, :, None]
+                offsets = offsets + part.astype(np.int64) * step
+        used = _axes_of(access, positions.heads is not None)
+        kept = tuple(slice(None) if axis in used else 0 for axis in ("kv_idx", "q_idx", "h", "b"))
+        return np.asfortranarray(offsets[kept])
 
-        def make(upload: Upload) -> tuple[Positions, dict[str, Any]]:
-            found = positions()
-            arrays = {"b": found.entries, "q_idx": _shortest(found.queries, mask.sq), "kv_idx": _shortest(found.keys, mask.skv)}
-            if found.heads is not None:
-                arrays["h"] = found.heads
-            return found, {_POSITIONS[axis]: upload(array) for axis, array in arrays.items()}
+    def located(self, names: Mapping[Access, str], positions: Positions, axes: Mapping[str, int]) -> Located:
+        """The function at positions.
 
-        found, arrays = on_engine(mask, like, (*key, "positions"), make)
-        consecutive = frozenset(axis for axis in ("q_idx", "kv_idx") if arrays[_POSITIONS[axis]].ndim == 1)
-        arrays = dict(arrays)
-        names = {}
-        for number, access in enumerate(self._function.reads):
-            array = self._tensors[access.name]
-            names[access] = f"{access.name} at {number}"
-            if not any(isinstance(axis, str) for axis in access.axes):
-                arrays[names[access]] = array[(*access.axes, ...)] if access.axes else array
-                continue
-            layout = access.axes, array.shape, array.strides
-            make_index = functools.partial(_index, access, array, found)
-            arrays[names[access]] = copy_elements(array, on_engine(mask, like, (*key, "index", layout), make_index))
-        located = Located(self._function, names, consecutive, found.heads is not None)
-        return {"score_mod": located, "tensors": arrays}
+        Args:
+            names: the names of the copied arrays of each access.
+            positions: the positions.
+            axes: the number of axes of the arrays of :meth:`places`.
+        """
+        consecutive = frozenset(axis for axis in ("q_idx", "kv_idx") if axes[_POSITIONS[axis]] == 1)
+        return Located(self._function, names, consecutive, positions.heads is not None)
 
 
 def _shortest(positions: NDArray[np.int32], length: int) -> NDArray[np.int32]:
@@ -205,28 +181,6 @@ def _shortest(positions: NDArray[np.int32], length: int) -> NDArray[np.int32]:
     if not positions.size or (positions != np.minimum(positions[0] + np.arange(len(positions))[:, None], length - 1)).any():
         return positions
     return np.ascontiguousarray(positions[0])
-
-
-def _index(access: Access, array: Any, positions: Positions, upload: Upload) -> Any:
-    """The offsets in elements of the elements that a call reads, ``(Skv, Sq, H, E)`` without the axes that it does not use."""
-    parts: dict[str, NDArray[Any]] = {
-        "b": positions.entries[None, None, None, :],
-        "q_idx": positions.queries[None, :, None, :],
-        "kv_idx": positions.keys[:, None, None, :],
-    }
-    if positions.heads is not None:
-        parts["h"] = positions.heads[None, None, None, :]
-    offsets: Any = np.zeros((1, 1, 1, 1), np.int64)
-    for axis, length, stride in zip(access.axes, array.shape, array.strides, strict=True):
-        step = stride // array.dtype.itemsize
-        if isinstance(axis, int):
-            offsets = offsets + axis * step
-        else:
-            part = parts[axis] if axis in parts else np.arange(length)[None, None, :, None]
-            offsets = offsets + part.astype(np.int64) * step
-    used = _axes_of(access, positions.heads is not None)
-    kept = tuple(slice(None) if axis in used else 0 for axis in ("kv_idx", "q_idx", "h", "b"))
-    return upload(offsets[kept])
 
 
 def _axes_of(access: Access, one_head: bool) -> tuple[str, ...]:

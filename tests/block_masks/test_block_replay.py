@@ -10,7 +10,7 @@ from test_block_sparse import NAMES, dense_attention
 from cupy_sdpa import BlockMask, attention, attention_backward, block_mask, get_plan_cache
 from cupy_sdpa._cudnn.library import library
 from cupy_sdpa.calls.replay_cache import CAPTURE_AFTER
-from cupy_sdpa.sparse import backward, forward
+from cupy_sdpa.programs import block_masks, program
 from cupy_sdpa.sparse.entries import Sizes
 from cupy_sdpa.sparse.method import method_of
 
@@ -38,7 +38,7 @@ class Calls:
         self.move()
         if monkeypatch is None:
             return
-        for module, reader in ((forward, "read_forward"), (backward, "read_backward")):
+        for module, reader in ((program, "read_forward"), (program, "read_backward")):
             read = getattr(module, reader)
             monkeypatch.setattr(module, reader, lambda *x, read=read, **y: self.parsed.append(1) or read(*x, **y))
         launch = fake.cuda.runtime.graphLaunch
@@ -184,7 +184,7 @@ def test_results_that_overlap_inputs_are_refused_in_repeated_calls(fake, monkeyp
 
 def test_heads_in_turn_share_memory(fake, monkeypatch):
     """Copies of heads that are computed one after the other are in the same memory, whose size is bounded."""
-    from cupy_sdpa.calls.call_key import ComposedCall
+    from cupy_sdpa.programs.run import ProgramCall as ComposedCall
 
     needed = []
     run = ComposedCall.run
@@ -193,7 +193,7 @@ def test_heads_in_turn_share_memory(fake, monkeypatch):
     q, k, v, dout = (fake.asarray(rng.standard_normal((16, 4, 300, 1)).astype("f2"), order="F") for _ in range(4))
     results = []
     for limit in (1 << 31, 1):
-        monkeypatch.setattr(backward, "MAX_COPIES", limit)
+        monkeypatch.setattr(block_masks, "MAX_COPIES", limit)
         mask = BlockMask.from_blocks(TABLE, 300, 300)
         assert method_of(mask, Sizes(4, 4, 1)).name == "blocks"
         out, stats = attention(q, k, v, return_stats=True, block_mask=mask)

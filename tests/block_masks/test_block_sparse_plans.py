@@ -9,7 +9,7 @@ from cupy_sdpa import BlockMask, block_mask, explain, zoo
 from cupy_sdpa.plans.plan import PlanInfo
 from cupy_sdpa.sparse import backward as gradients
 from cupy_sdpa.sparse import forward
-from cupy_sdpa.sparse.problems import part_problems
+from cupy_sdpa.programs.block_mask_calls import part_problems
 from cupy_sdpa.support import gpus
 from cupy_sdpa.support.engine_problem import engine_problem
 from cupy_sdpa.support.why_not import why_not
@@ -59,8 +59,8 @@ def test_reports(name, text):
     assert report
     assert f"{mask.blocks} of {mask.kinds.size} blocks" in str(report)
     assert text in str(report)
-    assert explain(x, x, x, block_mask=mask, backward=True)
-    assert explain(x, x, x, block_mask=mask, backward=True, gpu="h200", cudnn="9.19")
+    assert explain(x, x, x, block_mask=mask, gradients=True)
+    assert explain(x, x, x, block_mask=mask, gradients=True, gpu="h200", cudnn="9.19")
 
 
 def scores(with_scores, queries=LENGTH):
@@ -104,7 +104,7 @@ def test_consecutive_positions_are_no_arrays_of_queries(name, backward):
     q, k = (np.ones((16, heads, LENGTH, 1), np.float32, order="F") for heads in (4, 2))
     every_second = np.tile(np.array([[True], [False]]) ^ (np.arange(8) % 2 == 0), (4, 1))
     mask = BlockMask.from_blocks(every_second) if name == "apart" else masks()[name]
-    problems = part_problems((q, k, k), mask, scores(True), backward=backward)
+    problems = part_problems((q, k, k), mask, scores(True), gradients=backward)
     counts = [sum(spec.shape[1] > 1 and spec.shape[0] == 1 for spec in problem.captured) for problem in problems]
     assert max(counts) == (2 if name == "apart" and backward else 1)
 

@@ -22,23 +22,22 @@ class _Copies(NamedTuple):
     items: int
 
 
-def copy_blocks(array: Any, items: Any, heads: int) -> Any:
-    """Copies of blocks ``(D, H', BLOCK, n)`` of an array ``(D, H, S, B)``; rows after S are 0. One launch.
+def copy_blocks(copies: Any, array: Any, items: Any, heads: int) -> None:
+    """Copy blocks of an array ``(D, H, S, B)``; rows after S are 0. One launch.
 
     Args:
+        copies: ``(D, H', BLOCK, n)``, dense, written.
         array: the array; its first axis is contiguous.
         items: int32 ``(n, 3)``: block, group of heads and batch entry of each copy.
         heads: H', the number of heads in a group.
     """
     d, _, rows, _ = array.shape
-    shape = (d, heads, BLOCK, len(items))
     if not cupy_runtime.is_array(array):
-        copies = np.zeros(shape, array.dtype, order="F")
+        copies[...] = 0
         for n, (i, g, b) in enumerate(items):
             block = array[:, g * heads : (g + 1) * heads, i * BLOCK : min((i + 1) * BLOCK, rows), b]
             copies[:, :, : block.shape[2], n] = block
-        return copies
-    copies = cupy_runtime.empty(shape, array.dtype)
+        return
     if copies.size:
         size = array.itemsize
         unit = next(unit for unit in UNITS if is_vector(array, unit))
@@ -46,32 +45,27 @@ def copy_blocks(array: Any, items: Any, heads: int) -> Any:
         arguments = np.array((record_of(array), target), _COPY)
         columns = max(1, min(d * size // unit, 32))
         _copy_kernel(unit)((len(items), heads), (columns, THREADS // columns), (arguments,))
-    return copies
 
 
-def copy_stats(stats: Any, items: Any, heads: int) -> Any:
-    """Copies of the log-sum-exp of query blocks for the backward pass, in which rows without keys get inf.
+def copy_stats(copies: Any, stats: Any, items: Any, heads: int) -> None:
+    """Copy the log-sum-exp of query blocks for the backward pass; rows without keys get inf.
 
     Args:
-        stats: float32 ``(S, H, B)``.
+        copies: float32 ``(H', BLOCK n)``, dense, the form of packed sequences; written.
+        stats: ``(S, H, B)``.
         items, heads: as for :func:`copy_blocks`.
-
-    Returns:
-        ``(H', BLOCK n)``, the form of packed sequences.
     """
     count, rows = len(items), stats.shape[0]
     if not cupy_runtime.is_array(stats):
-        copies = np.full((BLOCK, heads, count), np.inf, np.float32)
+        copies[...] = np.inf
         for n, (i, g, b) in enumerate(items):
-            block = stats[i * BLOCK : min((i + 1) * BLOCK, rows), g * heads : (g + 1) * heads, b]
-            copies[: len(block), :, n] = np.where(np.isneginf(block), np.float32(np.inf), block)
-        return copies.transpose(1, 0, 2).reshape((heads, BLOCK * count), order="F")
-    copies = cupy_runtime.empty((heads, BLOCK * count), np.dtype(np.float32))
+            block = stats[i * BLOCK : min((i + 1) * BLOCK, rows), g * heads : (g + 1) * heads, b].T
+            copies[:, n * BLOCK : n * BLOCK + block.shape[1]] = np.where(np.isneginf(block), np.float32(np.inf), block)
+        return
     if copies.size:
         s, h, b = stats.strides
         arguments = np.array(((stats.data.ptr, h, s, b, rows), (copies.data.ptr, heads, items.data.ptr)), _COPY_STATS)
         _copy_stats_kernel()((count,), (THREADS,), (arguments,))
-    return copies
 
 
 _COPY = np.dtype([("source", struct(BlockRows)), ("target", struct(_Copies))])
@@ -140,22 +134,22 @@ def _copy_stats_kernel() -> Any:
     )
 
 
-def copy_elements(array: Any, index: Any) -> Any:
-    """The elements of an array at offsets: an array of the shape of ``index``, in Fortran order. One launch.
+def copy_elements(copies: Any, array: Any, index: Any) -> None:
+    """Copy the elements of an array at offsets. One launch.
 
     Args:
+        copies: of the shape of ``index``, in Fortran order; written.
         array: the array.
         index: int64, in Fortran order, the offset of each element from the first one, in elements.
     """
     if not cupy_runtime.is_array(array):
         last = sum((length - 1) * stride // array.itemsize for length, stride in zip(array.shape, array.strides, strict=True))
         flat = np.lib.stride_tricks.as_strided(array, (last + 1,), (array.itemsize,))
-        return np.asfortranarray(flat[index])
-    copies = cupy_runtime.empty(index.shape, array.dtype)
+        copies[...] = flat[index]
+        return
     if copies.size:
         addresses = np.int64(array.data.ptr), np.int64(index.data.ptr), np.int64(copies.data.ptr), np.int64(copies.size)
         _element_kernel(array.itemsize)((-(-copies.size // THREADS),), (THREADS,), addresses)
-    return copies
 
 
 @functools.cache

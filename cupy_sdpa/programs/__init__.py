@@ -1,0 +1,1 @@
+"""Programs: every composed call as one list of steps over named arrays."""
