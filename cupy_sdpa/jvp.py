@@ -14,16 +14,18 @@ from .arrays.view import View
 from .calls.arguments import read_shapes, views_of_shapes
 from .calls.options import Options, read_flag, read_scale, takes_options
 from .calls.replay_cache import run_cached
-from .calls.user_functions import function_identities, kept_options
+from .calls.user_functions import kept_options
 from .device import cupy_runtime
 from .errors import Unsupported
 from .forward_mode.checks import NO_PAGED_DERIVATIVES, check_results, read_form
 from .forward_mode.form import Form, Widened, form_of
 from .problem.problem import Problem, row_stats_shape
+from .problem.tensor_spec import placeholder
 from .programs.block_mask_calls import key_of
 from .programs.derivative import Arrays, Tangents, derivative
 from .programs.program import Builder, Program
-from .programs.run import Inputs, ProgramCall, run_and_cache
+from .programs.run import Inputs, run_program
+from .sparse.masks.block_mask import BlockMask
 from .sparse.method import check as check_mask
 from .tracing import recorder
 
@@ -97,7 +99,7 @@ def attention_jvp(
     >>> bool(np.allclose(dout, (plus - minus) / 2e-3, atol=1e-5))
     True
     """
-    if needs_conversion(q, options) or other_layout(options):
+    if needs_conversion(q, options) or (options.get("layout") is not None and other_layout(options)):
         arrays = {"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv, "out": out, "dout": dout, "stats": stats}
         converted: tuple[Any, ...] = convert(
             attention_jvp, arrays, options, ("out", "dout", "stats"), widened=widened, return_stats=return_stats,
@@ -106,10 +108,11 @@ def attention_jvp(
         return converted
     flags = {"return_stats": return_stats, "deterministic": deterministic}
     for name, value in flags.items():
-        read_flag(name, value)
+        if type(value) is not bool:
+            read_flag(name, value)
     given: tuple[Any, ...] = (q, k, v, dq, dk, dv, out, dout, stats)
-    mask = options.get("block_mask")
-    others = {name: value for name, value in options.items() if name != "block_mask"}
+    others: dict[str, Any] = {**options}
+    mask = others.pop("block_mask", None)
     names: tuple[str, ...] = _NAMES
     kind: tuple[Any, ...] = ("jvp", bool(return_stats), bool(deterministic), *key_of(mask))
     if widened is not None and isinstance(widened, Widened):
@@ -117,12 +120,10 @@ def attention_jvp(
     results = run_cached(kind, given, others) if cupy_runtime.is_array(q) else None
     if results is None:
         form = read_form(q, k, v, (dq, dk, dv), widened, options, deterministic=deterministic)
-        check_results(out, dout, q, v, (q, k, v, dq, dk, dv, *(widened or ())))
-        identities = function_identities(others)
+        check_results(out, dout, stats, q, v, (q, k, v, dq, dk, dv, *(widened or ())))
         with cupy_runtime.device_context(q):
-            call = _read(given, names, form, kept_options(q, others), mask, flags, identities)
             try:
-                results = run_and_cache(call, kind, names, given, others)
+                results = _run(kind, names, given, form, others, mask, flags)
             except Unsupported as error:
                 name = str(getattr(error, "step", "")).partition(":")[0]
                 raise Unsupported(refusal(form, name, str(error))) from error
@@ -132,24 +133,24 @@ def attention_jvp(
     return tuple(results)
 
 
-def _read(
-    given: tuple[Any, ...],
+def _run(
+    kind: Any,
     names: tuple[str, ...],
+    given: tuple[Any, ...],
     form: Form,
     options: Mapping[str, Any],
-    mask: Any,
-    flags: Mapping[str, Any],
-    identities: tuple[Any, ...],
-) -> ProgramCall:
-    """The program of a call, and its arrays: those of the caller, and new results.
+    mask: BlockMask | None,
+    flags: Mapping[str, bool],
+) -> list[Any]:
+    """Run the program of a call whose arguments are valid.
 
     Args:
-        given, names: the arrays that the caller passed, which may be None, and their names.
+        kind: the key of the call besides arrays and options.
+        names, given: the arrays that the caller passed, which may be None, and their names.
         form: how the derivative is computed.
         options: the options, without the block mask.
         mask: the block mask, or None.
         flags: ``return_stats`` and ``deterministic``.
-        identities: the identities of the functions.
     """
     arrays = dict(zip(names, given, strict=True))
     q, v = arrays["q"], arrays["v"]
@@ -159,16 +160,18 @@ def _read(
     with_stats = flags["return_stats"] or arrays["stats"] is not None
     if with_stats and arrays["stats"] is None:
         arrays["stats"] = cupy_runtime.new_result(q, row_stats_shape(q.shape), np.dtype(np.float32))
-    inputs = Inputs(arrays, options)
-    builder = Builder(inputs.device)
+    inputs = Inputs(arrays, kept_options(q, options))
     tangents: Tangents | Widened = Tangents(*inputs.of(TANGENTS))
     if len(names) > len(_NAMES):
         tangents = Widened(**dict(zip(Widened._fields, [*inputs.of(_WIDENED), form], strict=True)))
-    inputs.options["scale"] = read_scale(inputs.options.get("scale"), form.head_dim)
-    deterministic = bool(flags["deterministic"])
     own = Arrays(*inputs.of(Arrays._fields))
-    derivative(builder, own, tangents, inputs.options, form=form, mask=mask, deterministic=deterministic)
-    return ProgramCall(builder.build(), inputs, ["out", "dout", *(["stats"] if with_stats else [])], identities)
+    scaled = {**inputs.options, "scale": read_scale(inputs.options.get("scale"), form.head_dim)}
+
+    def build(builder: Builder) -> None:
+        derivative(builder, own, tangents, scaled, form=form, mask=mask, deterministic=bool(flags["deterministic"]))
+
+    results = ["out", "dout", *(["stats"] if with_stats else [])]
+    return run_program(kind, names, given, options, inputs, results, build)
 
 
 def refusal(form: Form, name: str, reason: str) -> str:
@@ -259,9 +262,10 @@ def program_of(
     others = {name: value for name, value in options.items() if name != "block_mask"}
     if mask is None:
         read_shapes(q, k, v, others, dtype=dtype, seq_lens=seq_lens, on_gpu=on_gpu)  # checks the arguments
-    else:
-        check_mask(q, k, v, mask, others)
     views, own = views_of_shapes(q, k, v, others, dtype=dtype, seq_lens=seq_lens, device=device)
+    if mask is not None:
+        like = {name: placeholder(view.shape, view.dtype) for name, view in views.items()}
+        check_mask(**like, mask=mask, options=others)
     head_dim, value_dim = views["q"].shape[0], views["v"].shape[0]
     form = form_of(head_dim, value_dim, given_by(tangents), options, deterministic=deterministic)
     own["scale"] = read_scale(own.get("scale"), head_dim)

@@ -166,11 +166,15 @@ class View:
                 offset += stride * (one % length)
         return View(self.storage, self.dtype, tuple(shape), tuple(strides), offset)
 
-    def at(self, array: Any) -> Any:
-        """This part of the array whose storage it is."""
-        if cupy_runtime.is_array(array):
-            return cupy_runtime.cupy().ndarray(self.shape, self.dtype, array.data + self.offset, self.strides)
-        return np.asarray(_Place(self, array)).view(self.dtype) if self.size else np.empty(self.shape, self.dtype, order="F")
+
+def on_host(view: View, array: Any) -> Any:
+    """The part of a numpy array that a view of its storage describes."""
+    return np.asarray(_Place(view, array)).view(view.dtype) if view.size else np.empty(view.shape, view.dtype, order="F")
+
+
+def on_device(ndarray: Any, view: View, array: Any) -> Any:
+    """The part of a CuPy array that a view of its storage describes; ``ndarray`` is CuPy's array type."""
+    return ndarray(view.shape, view.dtype, array.data + view.offset, view.strides)
 
 
 class _Place:

@@ -12,6 +12,7 @@ from ..arrays.layouts import check_strides_of
 from ..calls.arguments import read_forward
 from ..device import cupy_runtime
 from ..errors import Unsupported
+from ..problem.problem import row_stats_shape
 from ..problem.tensor_spec import Expected, check_spec, make_spec
 from ..sparse.method import check as check_mask
 from .form import Form, Widened, form_of
@@ -102,23 +103,28 @@ def check_like(name: str, array: Any, of: str, like: Any, shape: tuple[int, ...]
         raise ValueError(f"{name} has shape {array.shape}; with {of} of shape {like.shape} it must be {shape}")
 
 
-def check_results(out: Any, dout: Any, q: Any, v: Any, inputs: Iterable[Any]) -> None:
-    """Check the arrays that the output and its derivative are written to.
+def check_results(out: Any, dout: Any, stats: Any, q: Any, v: Any, inputs: Iterable[Any]) -> None:
+    """Check the arrays that the output, its derivative and the log-sum-exp are written to.
 
     Raises:
         TypeError, ValueError: the type, dtype or shape is wrong, or the array is read-only or overlaps another one.
     """
     others = [array for array in inputs if hasattr(array, "strides")]
-    for name, array in (("out", out), ("dout", dout)):
+    shape = v.shape[0], *q.shape[1:]
+    for name, array in (("out", out), ("dout", dout), ("stats", stats)):
         if array is None:
             continue
-        shape = v.shape[0], *q.shape[1:]
-        check_like(name, array, "q", q, shape)
-        if isinstance(array, np.ndarray) and not array.flags.writeable:
-            raise ValueError(f"{name} is read-only, but results are written to it: pass a writable array")
         result = read_array(name, array)
         spec = make_spec(name, result.signature)
-        check_spec(spec, Expected(name, shape, spec.dtype, "(Dv, Hq, Sq, B)", writable=True))
+        if name == "stats":
+            arrays_on_gpu([read_array("q", q), result])
+            needed = Expected(name, row_stats_shape(q.shape), "float32", "(Sq, Hq, B)", writable=True)
+        else:
+            check_like(name, array, "q", q, shape)
+            needed = Expected(name, shape, spec.dtype, "(Dv, Hq, Sq, B)", writable=True)
+        if isinstance(array, np.ndarray) and not array.flags.writeable:
+            raise ValueError(f"{name} is read-only, but results are written to it: pass a writable array")
+        check_spec(spec, needed)
         start, end = _bounds(array)
         for other in others:
             low, high = _bounds(other)

@@ -11,7 +11,7 @@ from ..arrays.view import View
 from ..calls.arguments import read_shapes, views_of_shapes
 from ..calls.options import read_flag
 from ..calls.replay_cache import run_cached
-from ..calls.user_functions import function_identities, kept_options
+from ..calls.user_functions import kept_options
 from ..device import cupy_runtime
 from ..problem.problem import Problem, row_stats_shape
 from ..problem.tensor_spec import dtype_name
@@ -21,7 +21,7 @@ from ..sparse.method import check, check_arrays, method_of
 from ..sparse.native import is_supported
 from .block_masks import Forward, Gradients, backward, forward, score_function
 from .program import Builder
-from .run import Inputs, ProgramCall, run_and_cache
+from .run import Inputs, run_program
 
 
 def attention_with_block_mask(
@@ -52,7 +52,6 @@ def attention_with_block_mask(
     check_return_stats(return_stats)
     arrays: dict[str, Any] = dict(zip(Forward._fields, given, strict=True))
     check_arrays(arrays, options.get("sinks"), ("out", "stats"))
-    identities = function_identities(options)
     with cupy_runtime.device_context(q):
         kept = kept_options(q, options)
         score_function(q.shape, k.shape, kept)  # checks it
@@ -63,11 +62,13 @@ def attention_with_block_mask(
         inputs = Inputs(arrays, kept)
         with_stats = arrays["stats"] is not None
         native = is_supported((q, k, v), mask, sizes, kept, return_stats=with_stats)
-        builder = Builder(inputs.device)
-        forward(builder, Forward(*inputs.of(Forward._fields)), mask, inputs.options, deterministic=deterministic, native=native)
-        names = ["out", "stats"][: 2 if with_stats else 1]
-        call = ProgramCall(builder.build(), inputs, names, identities)
-        results = run_and_cache(call, kind, Forward._fields, given, options)
+        own, names = Forward(*inputs.of(Forward._fields)), ["out", "stats"][: 2 if with_stats else 1]
+        flags = {"deterministic": deterministic, "native": native}
+
+        def build(builder: Builder) -> None:
+            forward(builder, own, mask, inputs.options, **flags)
+
+        results = run_program(kind, Forward._fields, given, options, inputs, names, build)
     return tuple(results) if len(results) > 1 else results[0]
 
 
@@ -84,10 +85,9 @@ def gradients_with_block_mask(
         others: the other requested gradients, which are refused.
     """
     named = dict(zip(Gradients._fields, arrays, strict=True))
-    q, k, v = (named[name] for name in "qkv")
-    requested = any(value is not False and value is not None for value in others.values())
-    kind = ("gradients of blocks", *key_of(mask), deterministic)
-    if not requested and cupy_runtime.is_array(q) and (results := run_cached(kind, arrays, options)) is not None:
+    _, q, k, v, *_ = arrays
+    kind = ("gradients of blocks", *key_of(mask), deterministic, *map(repr, others.values()))
+    if cupy_runtime.is_array(q) and (results := run_cached(kind, arrays, options)) is not None:
         return tuple(results)
     check(q, k, v, mask, options)
     refuse_gradients(others)
@@ -97,7 +97,6 @@ def gradients_with_block_mask(
                 f"{name} is None; the backward pass needs it: attention(..., return_stats=True) returns out and stats"
             )
     check_arrays(named, options.get("sinks"), ("dq", "dk", "dv"))
-    identities = function_identities(options)
     with cupy_runtime.device_context(q):
         kept = kept_options(q, options)
         score_function(q.shape, k.shape, kept)  # checks it
@@ -105,10 +104,12 @@ def gradients_with_block_mask(
             if named[name] is None:
                 named[name] = cupy_runtime.new_result(q, x.shape, x.dtype)
         inputs = Inputs(named, kept)
-        builder, views = Builder(inputs.device), {name: inputs.views[name] for name in Gradients._fields}
-        backward(builder, Gradients(**views), mask, inputs.options, deterministic=deterministic)
-        call = ProgramCall(builder.build(), inputs, ["dq", "dk", "dv"], identities)
-        dq, dk, dv = run_and_cache(call, kind, Gradients._fields, arrays, options)
+        own = Gradients(*inputs.of(Gradients._fields))
+
+        def build(builder: Builder) -> None:
+            backward(builder, own, mask, inputs.options, deterministic=deterministic)
+
+        dq, dk, dv = run_program(kind, Gradients._fields, arrays, options, inputs, ["dq", "dk", "dv"], build)
     return dq, dk, dv
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.view import View
+from ..arrays.view import View, on_device, on_host
 from ..calls.call import LaunchRecord
-from ..calls.call_key import tensor_name
+from ..calls.call_key import read_key, tensor_name
 from ..calls.replay_cache import cache_call
+from ..calls.user_functions import function_identities
 from ..device import cupy_runtime
 from ..problem.tensor_spec import TensorSpec, make_spec
-from .program import Program
+from .program import Builder, Program
 
 if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
     from ..plans.plan import Plan
@@ -113,18 +116,7 @@ class ProgramCall:
     def _execute(self, device: int | None, block: Any, constants: Mapping[str, Any], *, keep: bool = False) -> list[Plan]:
         """Run all steps with a block of memory; returns the plans."""
         own = {name: block[place.begin :] for name, place in self.program.temporaries.items()}
-        found = {**self.arrays, **own, **constants}
-        bound: dict[View, Any] = {}
-
-        def bind(value: Any) -> Any:
-            if isinstance(value, View):
-                if value not in bound:
-                    bound[value] = value.at(found[value.storage.name])
-                return bound[value]
-            if isinstance(value, tuple) and hasattr(value, "_fields"):
-                return type(value)(*map(bind, value))
-            return type(value)(map(bind, value)) if isinstance(value, (tuple, list)) else value
-
+        bind = _Binding({**self.arrays, **own, **constants}, on_gpu=device is not None)
         plans: list[Plan] = []
         for step in self.program.steps:
             if step.call:
@@ -134,6 +126,32 @@ class ProgramCall:
                 assert step.function
                 step.function(*map(bind, step.arguments))
         return plans
+
+
+class _Binding:
+    """From views to arrays.
+
+    It refers to no function that refers to it: memory is freed when a run ends, not when the garbage collector finds a cycle.
+
+    Args:
+        found: the arrays by the names of storages.
+        on_gpu: whether they are CuPy's.
+    """
+
+    def __init__(self, found: Mapping[str, Any], *, on_gpu: bool) -> None:
+        self._found = found
+        self._bound: dict[View, Any] = {}
+        self._at = functools.partial(on_device, cupy_runtime.cupy().ndarray) if on_gpu else on_host
+
+    def __call__(self, value: Any) -> Any:
+        """The array of a view; the same for the views in a sequence; other values as they are."""
+        if isinstance(value, View):
+            if value not in self._bound:
+                self._bound[value] = self._at(value, self._found[value.storage.name])
+            return self._bound[value]
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(self, value))
+        return type(value)(map(self, value)) if isinstance(value, (tuple, list)) else value
 
 
 class Inputs:
@@ -172,11 +190,54 @@ def is_any_array(value: Any) -> bool:
     return isinstance(value, np.ndarray) or cupy_runtime.is_array(value)
 
 
-def run_and_cache(
-    call: ProgramCall, kind: Any, names: Sequence[str], arrays: tuple[Any, ...], options: Mapping[str, Any]
+#: The programs of the latest calls, by what they depend on.
+_programs: dict[Hashable, Program] = {}
+#: The largest number of programs.
+MAX_PROGRAMS = 256
+
+
+def run_program(
+    kind: Any,
+    names: Sequence[str],
+    arrays: tuple[Any, ...],
+    options: Mapping[str, Any],
+    inputs: Inputs,
+    result_names: list[str],
+    build: Callable[[Builder], None],
 ) -> list[Any]:
-    """Plan and run a program, and cache it; the arguments are those of :func:`.cache_call`."""
+    """Run the program of a call whose arguments are valid, and cache the call.
+
+    Args:
+        kind, names, arrays, options: as for :func:`.cache_call`.
+        inputs: the arrays, with those of new results.
+        result_names: the names of the results.
+        build: adds the steps to a builder; calls with equal arguments share the program.
+    """
+    identities = function_identities(options)
+    key = _key(kind, inputs, options)
+    program = _programs.get(key)
+    if program is None:
+        builder = Builder(inputs.device)
+        build(builder)
+        program = builder.build()
+    call = ProgramCall(program, inputs, result_names, identities)
     call.plan()
+    if key and function_identities(options) == identities:  # no function changed while it was called
+        _programs.pop(key, None)
+        _programs[key] = program  # it becomes the most recent
+        if len(_programs) > MAX_PROGRAMS:
+            _programs.pop(next(iter(_programs)), None)
     results = call.run()
     cache_call(kind, names, arrays, options, call)
     return results
+
+
+def _key(kind: Any, inputs: Inputs, options: Mapping[str, Any]) -> Hashable | None:
+    """What a program depends on; None if an option cannot be compared."""
+    others = {name: value for name, value in options.items() if name != "tensors" and not is_any_array(value)}
+    found = read_key(_HOST, kind, (), others)
+    return found and (found[0], *inputs.views.values())
+
+
+#: :func:`.read_key` without arrays needs nothing of CuPy.
+_HOST: Any = SimpleNamespace(ndarray=np.ndarray, has_flag=False)

@@ -125,7 +125,7 @@ def test_calls_on_other_arrays_are_not_parsed(calls):
 def test_repeated_calls_on_the_gpu(name, option, cupy):
     """Captured calls, inputs that change in place, and calls on other arrays."""
     calls, before = Calls(name, option, cupy), get_plan_cache().recordings
-    for number in range(2 * CAPTURE_AFTER + 4):
+    for number in range(2 * CAPTURE_AFTER + 2):
         if number == CAPTURE_AFTER + 2:
             assert get_plan_cache().recordings == before + 2
             calls.move()

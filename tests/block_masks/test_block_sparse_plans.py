@@ -7,9 +7,9 @@ from planner import library_version, plan_problem
 import cupy_sdpa
 from cupy_sdpa import BlockMask, block_mask, explain, zoo
 from cupy_sdpa.plans.plan import PlanInfo
+from cupy_sdpa.programs.block_mask_calls import part_problems
 from cupy_sdpa.sparse import backward as gradients
 from cupy_sdpa.sparse import forward
-from cupy_sdpa.programs.block_mask_calls import part_problems
 from cupy_sdpa.support import gpus
 from cupy_sdpa.support.engine_problem import engine_problem
 from cupy_sdpa.support.why_not import why_not

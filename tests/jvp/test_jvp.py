@@ -145,7 +145,7 @@ def test_a_lost_option_is_detected(name):
 @pytest.mark.parametrize("lost", ["mean", "dropout_of_the_mean", "values"])
 def test_a_lost_term_is_detected(lost, monkeypatch):
     """The comparison fails without one of the terms of the derivative."""
-    from cupy_sdpa.forward_mode import jvp
+    from cupy_sdpa.programs import derivative as jvp
 
     add_terms, without = jvp.add_terms, {"mean": {"means": None}, "values": {"values": None}}
     if lost in without:
@@ -368,11 +368,11 @@ def test_captured_on_the_gpu(name, cupy):
 
 def test_memory_is_proportional_to_the_lengths(fake):
     """No array of a call has the size Sq x Skv."""
-    case, sizes = Case("memory", d=8, hq=1, hkv=1, sq=1024, b=1, dtype="float16"), []
+    case, sizes = Case("memory", d=8, hq=1, hkv=1, sq=4096, b=1, dtype="float16"), []
     arrays = [fake.asarray(x) for x in (*case.arrays(), *case.arrays(1))]
     with poisoning(fake, sizes):
         attention_jvp(*arrays, causal=True)
-    assert 0 < max(sizes) <= 1024 * 1024 // 4
+    assert 0 < max(sizes) <= 4096 * 4096 // 8
 
 
 @pytest.mark.parametrize("unit", [True, False], ids=["aligned", "any strides"])
