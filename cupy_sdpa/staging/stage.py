@@ -209,7 +209,8 @@ class Stage:
         """Clear the padding rows of the results; for packed sequences also compute lengths and offsets."""
         rows = [(spec.name, self.arrays[spec.name]) for spec in self._problem.results if spec.name in QUERY_ARRAYS + KEY_ARRAYS]
         clear = _clear_padding_on_gpu if self._on_gpu else _clear_padding_on_cpu
-        self.arrays |= clear(self._problem, self._engine_problem, self.arrays, rows)
+        lengths = {name: self._originals[name] for name in LENGTHS if name in self._originals}
+        self.arrays |= clear(self._problem, self._engine_problem, {**self.arrays, **lengths}, rows)
 
     def _engine_array(self, spec: TensorSpec) -> Any:
         """The array that the engine uses for a tensor: the caller's, or a new one."""
@@ -219,6 +220,10 @@ class Stage:
         if array is None:  # the lengths of a bucket
             like = self._originals["q" if spec.name == "seq_lens_q" else "k"]
             return _filled(Fill("int32", like.shape[3], like.shape[2]), like, self._on_gpu)
+        if spec.name == "seq_lens_kv" and self._on_gpu and "one-key" in staging_guards(self._problem):
+            lengths = self._empty(spec)
+            cupy_runtime.cupy().maximum(array, 1, out=lengths)
+            return lengths
         if spec.name in self._results:
             if self._is_packed_copy(spec):
                 return cupy_runtime.empty(array.shape, array.dtype)

@@ -34,12 +34,13 @@ GUARDS = {
     "no-split": "the kernel that splits the keys is not used",
     "clear-last": "results beyond the lengths are cleared after the kernel instead of before",
     "two-rows": "each sequence is planned for two queries",
+    "one-key": "sequences without keys get one key, and their results are cleared after the kernel",
     "dense-queries": "the queries are copied to a dense array",
     "dense-gradients": "dq, dk and dv are computed in dense arrays and copied",
     "finite-bias": "-inf is replaced by -1e30 in a float32 copy of the bias",
 }
 #: The guards that change arrays. They apply to every version and GPU, because arrays are prepared before these are known.
-STAGING_GUARDS = frozenset({"clear-last", "two-rows", "dense-queries", "dense-gradients", "finite-bias"})
+STAGING_GUARDS = frozenset({"clear-last", "two-rows", "one-key", "dense-queries", "dense-gradients", "finite-bias"})
 
 #: The value of ``last`` for a bug that the newest cuDNN still has.
 NOT_FIXED = 99999
@@ -305,6 +306,14 @@ BUGS: tuple[Bug, ...] = (
         when="one query with a length of 0 in seq_lens_q",
         effect="the result is that of a query with length 1, or NaN",
         guards=frozenset({"clear-last"}),
+    ),
+    Bug(
+        name="fp8-empty-sequences",
+        capabilities=_HOPPER,
+        condition=lambda p: p.fp8 and p.seq_lens_kv is not None and not p.paged,
+        when="FP8 with a length of 0 in seq_lens_kv, beside other lengths and more than one tile per multiprocessor",
+        effect="the kernel never ends",
+        guards=frozenset({"one-key"}),
     ),
     Bug(
         name="backward-key-tail",

@@ -322,6 +322,12 @@ AFFECTED = {
         [],
         [one_query(), variant(seq_lens=True), one_query(seq_lens=True, backward=True)],
     ),
+    "fp8-empty-sequences": (
+        fp8_problem(seq_lens=True),
+        [(91900, 90), (92800, 90)],
+        [(92800, 100)],
+        [fp8_problem(), variant(seq_lens=True)],
+    ),
     "dropout-sinks-gradient": (
         variant(sinks=True, dropout_p=0.5, seed=1, backward=True, return_dsinks=True),
         [(91900, 90), (92700, 80)],
