@@ -498,11 +498,21 @@ def right_on_the_gpu(cupy, dtype, known, there, laid=lambda x: x, **asked):
 
 
 def has_plan(call, asked, gpu, allowed=("query-numbers",)):
-    """Assert that a problem has a plan on a GPU, or is refused for one of the reasons allowed; ``call`` plans in a child."""
+    """Assert that a problem has a plan on a GPU, or is refused for one of the reasons allowed.
+
+    Args:
+        call: plans in a child process.
+        asked, gpu: the problem and the name of the GPU.
+        allowed: the rules that may refuse it; None for all.
+
+    Returns:
+        The plan; None if the problem is refused.
+    """
     reasons = {reason.rule for reason in why_not(asked, call(library_version), gpus.capability(gpu))}
-    assert reasons <= {*allowed}
+    assert allowed is None or reasons <= {*allowed}
     plan = call(plan_problem, asked, gpu)
     assert isinstance(plan, PlanInfo) == (not reasons), plan
+    return None if reasons else plan
 
 
 #: GPUs of every generation, the H200 first.
