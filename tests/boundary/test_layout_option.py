@@ -319,7 +319,7 @@ def test_every_layout_is_tested():
 
 
 @EITHER_GPU
-@pytest.mark.parametrize("letters", [*DENSE, "thd"])
+@pytest.mark.parametrize("letters", ["bshd", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bhsd", "sbhd", "thd"))])
 def test_repeated_calls(letters, engine):
     """Both passes of arrays in C order, on changing inputs; they are not parsed, with and without the caller's results."""
     host = [x.astype(np.float16) for x in random_arrays(letters)]

@@ -23,7 +23,7 @@ from types import SimpleNamespace
 import functions
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cupy_sdpa import zoo
@@ -366,6 +366,7 @@ def exact(value):
     return f"{type(value)} {value!r}"
 
 
+@settings(max_examples=50)
 @given(VALUES, VALUES, VALUES)
 def test_identities_are_equal_exactly_if_the_values_are(one, two, three):
     """Two closure variables and a default: no value can stand for another, alone or together with its neighbours."""

@@ -40,10 +40,10 @@ def random_functions(draw):
 @pytest.mark.parametrize("functions", EVERY, ids=str)
 def test_functions_match_dense_arrays(functions):
     """The graph equals a call of the function with whole arrays; the gradients equal finite differences."""
-    agrees(functions)
+    agrees(functions, s=42)
 
 
-@settings(ALWAYS, max_examples=30)
+@settings(ALWAYS, max_examples=20)
 @given(random_functions())
 def test_random_functions_match_dense_arrays(functions):
     """Both passes."""
@@ -77,7 +77,7 @@ def test_random_functions_are_right_on_the_gpu(seed, cupy):
 
 
 @pytest.mark.parametrize("names", ["score_mod", "mask_mod", "score_mod mask_mod", "return_dtensors", "score_mod return_dbias"])
-@pytest.mark.parametrize("number", numbers(6, quick=1))
+@pytest.mark.parametrize("number", numbers(6))
 def test_random_problems(names, number, engine):
     """Functions together with other options, in repeated calls."""
     engine.agrees(engine.draw(names.split(), number), refused=True)

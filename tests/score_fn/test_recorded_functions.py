@@ -226,6 +226,7 @@ def test_functions_of_a_loop(engine):
         equal(engine, pullback(dout), attention_vjp(q, k, v, score_mod=times(factor), window=(window, window))[1](dout))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("xp", ["numpy", "fake"])
 def test_functions_of_a_loop_in_a_group(xp, request):
     """The pullback of every member has the gradients of its own layer."""
@@ -414,6 +415,7 @@ BLOCKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(3)
 @pytest.mark.parametrize("name", READS)
 @pytest.mark.parametrize("blocks", BLOCKS)

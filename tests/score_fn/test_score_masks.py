@@ -37,6 +37,7 @@ OTHERS = {
 } | {name: (*pair, lambda b, h, i, j: i >= j) for name, pair in CAUSAL.items()}  # fmt: skip
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_mask_in_a_score_function_equals_a_mask_function(name, softcap, engine):
@@ -81,6 +82,7 @@ OF_SCORE = {
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the dense formula
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("name", OF_SCORE)
 def test_a_condition_on_the_score_reads_the_score_that_the_function_receives(name, softcap, engine):
