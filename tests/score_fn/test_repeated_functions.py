@@ -84,7 +84,9 @@ class Problem:
             )
 
 
-NAMES = "softcap document_softcap valid_keys pairs alibi_causal bias kerple added_before number places".split()
+NAMES = [
+    "softcap", "document_softcap", "valid_keys", "pairs", "alibi_causal", "bias", "kerple", "added_before", "number", "places",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [*NAMES[:4], *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[4:])])
