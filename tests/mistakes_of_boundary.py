@@ -85,6 +85,9 @@ CONVERSIONS = [
         TypeError, "compute_dtype is 'bfloat16' and q is float16"),
     row("attention", "an out in 16 bits of converted arrays", lambda x: attention(*x.qkv, compute_dtype="float16", out=x.dout.astype(
         "f2", order="F")), TypeError, "out is float16 and q is float32"),
+    row("attention", "a converted q as out", lambda x: attention(x.s, x.s, x.s, compute_dtype="float16", out=x.s), ValueError, "overlaps q"),
+    row("attention", "an out of q's shape that is broadcast to", lambda x: attention(*x.qkv, compute_dtype="float16", out=x.q.copy("F")),
+        ValueError, "out has shape (8, 4, 6, 3)", "(16, 4, 6, 3)"),
 ] + [
     row("attention", f"the bucket {name}", lambda x, bucket=bucket: attention(x.s, x.s, x.s, bucket=bucket), error, words)
     for name, bucket, error, words in [

@@ -45,7 +45,6 @@ def dropped(**options):
 HELPERS = [
     row("merge", "arrays in place of lists", lambda x: merge(x.dout, x.q), TypeError, "outs is a ndarray", "list"),
     row("merge", "pairs of an output and its statistics", lambda x: merge(list(zip(*halves(x), strict=True))), TypeError, "stats"),
-    row("merge", "no parts", lambda x: merge([], []), ValueError, "0 outs"),
     row("merge", "outputs without statistics", merged(lambda o, s: (o, [])), ValueError, "2 outs and 0 stats"),
     row("merge", "a generator", merged(lambda o, s: ((a for a in o), s)), TypeError, "outs is a generator", "list"),
     row("merge", "statistics of another order of axes", merged(lambda o, s: (o, [a.T for a in s])), ValueError, "(3, 4, 6)",
@@ -189,11 +188,8 @@ CACHE = [
     row("KVCache", "a batch of 0", lambda x: new_cache(batch=0), ValueError, "batch is 0"),
     row("KVCache.append", "no layer in a cache of several layers", stepped(lambda x, c, t: [c.append(t, t), c.append(t, t)], 2, pages=20),
         RuntimeError, "layers [1]", "layer="),
-    row("KVCache.append", "a skipped layer", lambda x: skipped(x), RuntimeError, "layers [1]", "cancel_step()"),
     row("KVCache.cancel_step", "a step whose layers are all appended", stepped(lambda x, c, t: c.cancel_step()), RuntimeError,
         "truncate()"),
-    row("KVCache.append", "a layer before layer 0", lambda x: new_cache(layers=2).append(tokens(x), tokens(x), 1), RuntimeError,
-        "layer 0 first"),
     row("KVCache.append", "a layer twice", lambda x: layer_twice(x), RuntimeError, "layer"),
     row("KVCache.append", "other numbers of tokens in a later layer", lambda x: other_counts(x), ValueError, "3", "2"),
     row("KVCache.append", "layers from 1", lambda x: new_cache(layers=2).append(tokens(x), tokens(x), 2), ValueError,
@@ -215,16 +211,12 @@ CACHE = [
         "counts="),
     row("KVCache.append", "float64 tokens", lambda x: new_cache().append(*[tokens(x, dtype="f8")] * 2), TypeError,
         ".astype('float32')"),
-    row("KVCache.append", "tokens of another batch", lambda x: new_cache().append(*[tokens(x)[..., :2]] * 2), ValueError,
-        "(8, 2, 3, 2)", "(8, 2, S, 3)"),
     row("KVCache.append", "keys and values of other lengths", lambda x: new_cache().append(tokens(x), tokens(x, 2)), ValueError,
         "same tokens"),
     row("KVCache.append", "counts for other sequences", lambda x: new_cache().append(tokens(x), tokens(x), counts=[3, 3]),
         ValueError, "3 sequences"),
     row("KVCache.append", "counts above the tokens", lambda x: new_cache().append(tokens(x), tokens(x), counts=[3, 4, 3]),
         ValueError, "3 tokens", "4"),
-    row("KVCache.append", "total lengths as counts", after(lambda c, t: c.append(t, t, counts=[6, 6, 6])), ValueError, "3 tokens",
-        "6"),
     row("KVCache.append", "negative counts", lambda x: new_cache().append(tokens(x), tokens(x), counts=[1, -1, 0]), ValueError,
         "truncate()"),
     row("KVCache.append", "float counts", lambda x: new_cache().append(tokens(x), tokens(x), counts=1.0), TypeError, "1.0",
@@ -260,7 +252,6 @@ CACHE = [
     row("KVCache.keys", "a table that was kept from an earlier step", lambda x: old_table(x), ValueError, "from 0 to 4"),
     row("KVCache.fork", "a target that is not empty", after(lambda c, t: c.fork(0, 1)), ValueError, "release(1)"),
     row("KVCache.fork", "a sequence that does not exist", after(lambda c, t: c.fork(0, 3)), ValueError, "from 0 to 2"),
-    row("KVCache.fork", "a sequence to itself", after(lambda c, t: c.fork(0, 0)), ValueError, "release(0)"),
     row("KVCache.fork", "several targets", after(lambda c, t: c.fork(0, [1, 2])), TypeError, "integer"),
     row("KVCache.fork", "an append to one of the copies", lambda x: forked(x), lambda x: forked_result(x)),
     row("KVCache.truncate", "a length above the present one", after(lambda c, t: c.truncate(0, 4)), ValueError, "from 0 to 3"),
@@ -280,7 +271,6 @@ CACHE = [
     row("shared_prefix_attention", "no prefix", lambda x: shared_prefix_attention(x.q, x.pages_k, x.pages_v), TypeError,
         "shared_prefix"),
     row("shared_prefix_attention", "dense arrays", lambda x: shared_prefix_attention(*x.qkv, 4), ValueError, "page_table"),
-    row("shared_prefix_attention", "a number of pages", lambda x: prefixed(x, 1), ValueError, "multiple of the page size 4"),
     row("shared_prefix_attention", "a prefix beyond the table", lambda x: prefixed(x, 12), ValueError, "from 0 to 8"),
     row("shared_prefix_attention", "an array for the prefix", lambda x: prefixed(x, np.array([4])), TypeError, "number of keys"),
     row("shared_prefix_attention", "sequences with other pages", lambda x: prefixed(x, 4), ValueError, "KVCache.shared_prefix"),
@@ -300,14 +290,6 @@ CACHE = [
     row("shared_prefix_attention", "a sequence shorter than the prefix", lambda x: prefixed(x, 4, page_table=x.table * 0),
         ValueError, "sequence 2", "1"),
 ]  # fmt: skip
-
-
-def skipped(x):
-    """A step of three layers, of which layer 1 is skipped, and the next step."""
-    c, t = new_cache(layers=3), tokens(x)
-    c.append(t, t, 0)
-    c.append(t, t, 2)
-    c.append(t, t, 0)
 
 
 def layer_twice(x):
@@ -457,8 +439,6 @@ MASKS = [
     row("block_mask", "a tensor that is too long", lambda x: attention(x.s, x.s, x.s, block_mask=block_mask(
         zoo.causal_document, 6, 6, tensors={"document_id": np.repeat([0, 1, 2], [3, 3, 2])})), lambda x: output(
         x.s, x.s, x.s, allowed=documents())),
-    row("block_mask", "a tensor of another batch", masked(zoo.document, 6, 6, batch=3, tensors={"document_id": np.zeros((2, 6), int)}),
-        IndexError, "document_id (2, 6)", "sq"),
     row("block_mask", "a mask of a wrong shape", masked(lambda b, h, i, j: np.ones((3, 5), bool)), ValueError, "(3, 5)", "mask_mod"),
     row("block_mask", "heads=True", masked(zoo.causal, heads=True), TypeError, "heads is True"),
     row("block_mask", "0 heads", masked(zoo.causal, heads=0), ValueError, "heads is 0"),
@@ -470,8 +450,6 @@ MASKS = [
         output(x.s, x.s, x.s, allowed=np.abs(np.arange(6)[:, None] - np.arange(6))[:, :, None, None] <= n) for n in (1, 3)]),
     row("BlockMask.from_blocks", "elements in place of blocks", lambda x: BlockMask.from_blocks(blocks(7, 6), 6, 7), ValueError,
         "sq is 6", "1 blocks of 128"),
-    row("BlockMask.from_blocks", "queries before keys", lambda x: BlockMask.from_blocks(blocks(1, 2), 100, 200), ValueError,
-        "sq is 100", "blocks has 2"),
     row("BlockMask.from_blocks", "integers", lambda x: BlockMask.from_blocks(np.ones((1, 1), int)), TypeError, "int64",
         ".astype(bool)"),
     row("BlockMask.from_blocks", "a list", lambda x: BlockMask.from_blocks([[True]]), TypeError, "list", "numpy"),
