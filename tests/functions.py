@@ -132,13 +132,20 @@ OPERATIONS = [
         "exp2": lambda s: np.exp2(0.5 * s), "expm1": lambda s: np.expm1(0.3 * s), "log": lambda s: np.log(s * s + 1),
         "log1p": lambda s: np.log1p(abs(s)), "log2": lambda s: np.log2(s * s + 1), "log10": lambda s: np.log10(s * s + 1),
         "sqrt": lambda s: np.sqrt(s * s + 0.5), "rsqrt": lambda s: (s * s + 0.5) ** -0.5,
-        "reciprocal": lambda s: np.reciprocal(s * s + 1), "inverse": lambda s: 2.0 / (s * s + 1), "power": lambda s: (s * s + 1) ** 1.3,
-        "base": lambda s: 1.5**s, "cube": lambda s: 0.1 * s**3, "maximum": lambda s: np.maximum(s, 0.2), "minimum": lambda s: np.minimum(0.2, s),
+        "reciprocal": lambda s: np.reciprocal(s * s + 1), "inverse": lambda s: 2.0 / (s * s + 1),
+        "power": lambda s: (s * s + 1) ** 1.3,
+        "base": lambda s: 1.5**s, "cube": lambda s: 0.1 * s**3, "maximum": lambda s: np.maximum(s, 0.2),
+        "minimum": lambda s: np.minimum(0.2, s),
         "both": lambda s: np.maximum(s, -0.5 * s), "sign": lambda s: s + np.sign(s), "floor": lambda s: s + np.floor(s),
-        "ceil": lambda s: s - np.ceil(s), "remainder": lambda s: s % 1.5, "divide": lambda s: s // 0.75 + s, "where": lambda s: np.where(s > 0, s, 0.3 * s),
-        "either": lambda s: np.where((s > 1) | (s < -1), 2 * s, s), "neither": lambda s: np.where(~((s > 1) ^ (s < 0.5)), 2 * s, s),
-        "sigmoid": lambda s: 3 / (1 + np.exp(-s)), "gelu": lambda s: 0.5 * s * (1 + _erf(s / 2**0.5)), "softplus": lambda s: np.logaddexp(s, 0.5),
-        "sinh": lambda s: np.sinh(0.4 * s), "cosh": lambda s: np.cosh(0.4 * s), "hypot": lambda s: np.hypot(s, 1.5), "hypot_of": lambda s: np.hypot(1.5, s), "modulus": lambda s: s + 0.05 * (5.0 % (s * s + 1)), "negative": lambda s: -s, "lesser": lambda s: np.minimum(s, 0.5 * s),
+        "ceil": lambda s: s - np.ceil(s), "remainder": lambda s: s % 1.5, "divide": lambda s: s // 0.75 + s,
+        "where": lambda s: np.where(s > 0, s, 0.3 * s),
+        "either": lambda s: np.where((s > 1) | (s < -1), 2 * s, s),
+        "neither": lambda s: np.where(~((s > 1) ^ (s < 0.5)), 2 * s, s),
+        "sigmoid": lambda s: 3 / (1 + np.exp(-s)), "gelu": lambda s: 0.5 * s * (1 + _erf(s / 2**0.5)),
+        "softplus": lambda s: np.logaddexp(s, 0.5),
+        "sinh": lambda s: np.sinh(0.4 * s), "cosh": lambda s: np.cosh(0.4 * s), "hypot": lambda s: np.hypot(s, 1.5),
+        "hypot_of": lambda s: np.hypot(1.5, s), "modulus": lambda s: s + 0.05 * (5.0 % (s * s + 1)), "negative": lambda s: -s,
+        "lesser": lambda s: np.minimum(s, 0.5 * s),
         "power_of": lambda s: (s * s + 1) ** (0.3 * s), "logaddexp": lambda s: np.logaddexp(0.5, s),
         "bits": lambda s: s * (s > 0) + (s > 1), "constant": lambda s: 0.5, "itself": lambda s: s, "less": lambda s: 1 - s,
     }.items()
@@ -272,8 +279,10 @@ _ONE = {
     "softplus": lambda x: np.logaddexp(x, 0.0),
 }
 _TWO = {
-    "add": lambda x, y: x + y, "sub": lambda x, y: x - y, "mul": lambda x, y: x * np.tanh(y), "div": lambda x, y: x / (1 + y * y),
-    "max": np.maximum, "min": np.minimum, "power": lambda x, y: (1 + abs(x)) ** np.tanh(y), "hypot": lambda x, y: np.sqrt(x * x + y * y + 0.1),
+    "add": lambda x, y: x + y, "sub": lambda x, y: x - y, "mul": lambda x, y: x * np.tanh(y), "div": lambda x,
+    y: x / (1 + y * y),
+    "max": np.maximum, "min": np.minimum, "power": lambda x, y: (1 + abs(x)) ** np.tanh(y), "hypot": lambda x,
+    y: np.sqrt(x * x + y * y + 0.1),
 }  # fmt: skip
 
 

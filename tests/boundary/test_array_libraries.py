@@ -111,7 +111,7 @@ def test_on_the_gpu(name, libraries, fake):
 
 
 def test_the_default_stream_of_a_library(libraries, fake):
-    """It is CUDA's, also if CuPy's current stream is another one; float32 tensors are rounded, and gradients are float32 tensors."""
+    """It is CUDA's, also if CuPy's current stream is another one; gradients of float32 tensors are float32 tensors."""
     theirs = [libraries.torch(fake.asarray(x)) for x in random_arrays(np.float16)]
     with fake.cuda.Stream(non_blocking=True):
         before = len(DEVICE.launches)

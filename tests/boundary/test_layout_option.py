@@ -231,7 +231,8 @@ ONE_POSITION |= dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), 8)
 FORGOTTEN = {
     "bshd": (np.ones((2, 5, 3, 8)), {}, "layout='bshd' (batch 2, seq 5, heads 3, head_dim 8)?"),
     "bhsd": (np.ones((2, 3, 5, 8)), {}, "layout='bhsd' (batch 2, heads 3, seq 5, head_dim 8)?"),
-    "split heads": (np.ones((2, 5, 24)).reshape(2, 5, 3, 8).transpose(0, 2, 1, 3), {}, "layout='bhsd' (batch 2, heads 3, seq 5,"),
+    "split heads": (np.ones((2, 5, 24)).reshape(2, 5, 3, 8).transpose(0, 2, 1, 3), {},
+    "layout='bhsd' (batch 2, heads 3, seq 5,"),
     "a part of fused q, k and v": (np.ones((2, 3, 3, 5, 8))[:, 1], {}, "layout='bhsd' (batch 2, heads 3, seq 5, head_dim 8)?"),
     "a batch of 8": (np.ones((8, 5, 3, 8)), {}, "layout='bshd' (batch 8, seq 5, heads 3, head_dim 8)?"),
     "a copy": (np.ones((8, 3, 5, 2), order="F").copy(), {}, "Or copy it with asfortranarray(q)"),

@@ -126,7 +126,8 @@ def test_gradients_match_finite_differences():
 MASKS = {
     "causal": (lambda x, put: make_causal_mask(x), {"causal": True}),
     "padding": (lambda x, put: make_padding_mask(put(np.array([2, 5])), 5), {"seq_lens_kv": [2, 5]}),
-    "both": (lambda x, put: make_causal_mask(x) & make_padding_mask(put(np.array([2, 5])), 5), {"causal": True, "seq_lens_kv": [2, 5]}),
+    "both": (lambda x, put: make_causal_mask(x) & make_padding_mask(put(np.array([2, 5])), 5),
+    {"causal": True, "seq_lens_kv": [2, 5]}),
     "shorter": (
         lambda x, put: make_padding_mask(put(np.array([4, 3])), 5) & make_padding_mask(put(np.array([2, 5])), 5),
         {"seq_lens_kv": [2, 3]}),

@@ -33,8 +33,10 @@ CORNERS = {
     "plain": {"hq": 4, "hkv": 2}, "causal": {"causal": "top_left"}, "bottom right": {"causal": "bottom_right"},
     "empty": {"seq_lens_q": "some_zero", "seq_lens_kv": "some_zero"}, "one query": {"sq": 1}, "head dims": {"d": 24, "dv": 40},
     "sliced": {"layouts": {"q": "dhsb+s", "v": "dhsb+s"}}, "heads first": {"layouts": {"k": "dshb", "dout": "dshb"}},
-    "interleaved": {"layouts": {"q": "dhbs", "k": "dhbs"}}, "strided gradients": {"preallocated": True, "layouts": {"dq": "dhsb+b"}},
-    "bias gradient": {"bias": ("kqhb", "float32", "normal"), "return_dbias": True}, "sinks": {"sinks": "high", "return_dsinks": True},
+    "interleaved": {"layouts": {"q": "dhbs", "k": "dhbs"}}, "strided gradients": {"preallocated": True,
+    "layouts": {"dq": "dhsb+b"}},
+    "bias gradient": {"bias": ("kqhb", "float32", "normal"), "return_dbias": True},
+    "sinks": {"sinks": "high", "return_dsinks": True},
 }  # fmt: skip
 
 
@@ -237,7 +239,7 @@ def test_a_call_with_large_arrays_is_replayed(engine):
 @pytest.mark.cudnn
 @pytest.mark.parametrize("name", WITHOUT_COPIES)
 def test_cudnn_plans_problems_without_copies(name, planner):
-    """Where the table allows them, with as much workspace as the dense graph with lengths; the GPUs in turn, the H200 always."""
+    """Where the table allows them, with as much workspace as the dense graph; the H200 always, other GPUs in turn."""
     problem, others = WITHOUT_COPIES[name], [gpu for gpu in gpus.REPRESENTATIVES if gpu != "h200"]
     for gpu in ("h200", others[[*WITHOUT_COPIES].index(name) % len(others)]):
         plan = has_plan(planner.accept, problem, gpu, None)

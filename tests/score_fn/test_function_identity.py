@@ -1,7 +1,7 @@
 """The identity of functions: it changes with everything that changes what a function computes, and with nothing else.
 
-Every row of the tables defines a function and a change. The change must have an effect on the result; then the identities before
-and after must differ, or there must be none.
+Every row of the tables defines a function and a change. The change must have an effect on the result; then the identities
+before and after must differ, or there must be none.
 """
 
 import builtins
@@ -62,8 +62,10 @@ CLOSURES = {
     "variable": ("factor = 2.0; f = lambda x: x * factor", "nonlocal factor; factor = 3.0"),
     "cell": ("f = scaled(2.0)", "f.__closure__[0].cell_contents = 3.0"),
     "list element": ("weights = [1.0, 2.0]; f = lambda x: x * weights[1]", "weights[1] = 5.0"),
-    "nested dictionary": ("settings = {'a': {'b': [1.0]}}; f = lambda x: x * settings['a']['b'][0]", "settings['a']['b'][0] = 2.0"),
-    "of a nested function": ("factor = 2.0\ndef f(x): return (lambda y: (lambda z: z * factor)(y))(x)", "nonlocal factor; factor = 3.0"),
+    "nested dictionary": ("settings = {'a': {'b': [1.0]}}; f = lambda x: x * settings['a']['b'][0]",
+    "settings['a']['b'][0] = 2.0"),
+    "of a nested function": ("factor = 2.0\ndef f(x): return (lambda y: (lambda z: z * factor)(y))(x)",
+    "nonlocal factor; factor = 3.0"),
     "of a comprehension": ("factor = 2.0; f = lambda x: [x * factor * n for n in range(3)]", "nonlocal factor; factor = 3.0"),
     "of a generator": ("factor = 2.0; f = lambda x: sum(x * factor * n for n in range(3))", "nonlocal factor; factor = 3.0"),
     # the nested function's variable is a local one; the closure variable is only read outside
@@ -98,7 +100,8 @@ CLOSURES = {
     "attribute of a class": ("class S: alpha = 2.0\nf = lambda x: x * S.alpha", "S.alpha = 3.0"),
     "slot": ("class S: __slots__ = ('alpha',)\ns = S(); s.alpha = 2.0; f = lambda x: x * s.alpha", "s.alpha = 3.0"),
     "property": (
-        "values = [2.0]\nclass S: alpha = property(lambda self: values[0])\ns = S(); f = lambda x: x * s.alpha", "values[0] = 3.0"),
+        "values = [2.0]\nclass S: alpha = property(lambda self: values[0])\ns = S(); f = lambda x: x * s.alpha",
+        "values[0] = 3.0"),
     "property that is added": (
         "class S: pass\ns = S(); s.alpha = 2.0; f = lambda x: x * s.alpha", "S.alpha = property(lambda self: 3.0)"),
     "computed attribute": (
@@ -120,7 +123,8 @@ CLOSURES = {
     "attribute of a module": ("m = types.ModuleType('m'); m.alpha = 2.0; f = lambda x: x * m.alpha", "m.alpha = 3.0"),
     "function of a module": ("m = types.ModuleType('m'); m.exp = np.exp; f = lambda x: m.exp(x)", "m.exp = lambda x: 2 * x"),
     "module in a package": (
-        "p = types.ModuleType('p'); m = p.m = types.ModuleType('p.m'); m.alpha = 2.0; f = lambda x: x * p.m.alpha", "m.alpha = 3.0"),
+        "p = types.ModuleType('p'); m = p.m = types.ModuleType('p.m'); m.alpha = 2.0; f = lambda x: x * p.m.alpha",
+        "m.alpha = 3.0"),
     "computed attribute of a module": (
         "m, values = types.ModuleType('m'), [2.0]; m.__getattr__ = lambda name: values[0]; f = lambda x: x * m.alpha",
         "values[0] = 3.0"),
@@ -156,7 +160,8 @@ FRAMES = "other = SimpleNamespace(gi_frame=SimpleNamespace(f_globals={'alpha': 5
 #: The same with global variables.
 GLOBALS = {
     "global number": ("alpha = 2.0\ndef f(x): return x * alpha", "alpha = 3.0"),
-    "global of a nested function": ("alpha = 2.0\ndef f(x): return [y * alpha for y in (lambda: (x * alpha,))()]", "alpha = 3.0"),
+    "global of a nested function": ("alpha = 2.0\ndef f(x): return [y * alpha for y in (lambda: (x * alpha,))()]",
+    "alpha = 3.0"),
     "global function": ("def g(x): return x\ndef f(x): return g(x)", "g = lambda x: 2 * x"),
     "global of a global function": ("alpha = 2.0\ndef g(x): return x * alpha\ndef f(x): return g(x)", "alpha = 3.0"),
     "global that hides a builtin": ("def f(x): return abs(x)", "abs = lambda x: x - 1"),
@@ -173,7 +178,8 @@ GLOBALS = {
                     "pair = Pair(3.0)"),
     "global state": ("n = 1\ndef f(x):\n  global n\n  n += 1\n  return x * n", "pass"),
     # through an attribute that is not seen
-    "globals of a helper": ("alpha = 2.0\ndef g(): pass\ndef f(x):\n  h = g\n  return x * h.__globals__['alpha']", "alpha = 3.0"),
+    "globals of a helper": ("alpha = 2.0\ndef g(): pass\ndef f(x):\n  h = g\n  return x * h.__globals__['alpha']",
+    "alpha = 3.0"),
     "globals in a format": ("alpha = 2.0\ndef g(): pass\ndef f(x): return '{0.__globals__[alpha]}'.format(g)", "alpha = 3.0"),
     "globals in the format of str": (
         "alpha = 2.0\ndef g(): pass\ndef f(x): return str.format('{0.__globals__[alpha]}', g)", "alpha = 3.0"),

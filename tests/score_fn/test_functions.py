@@ -188,8 +188,10 @@ STARTS = {"cu_seqlens_q": (B + 1,), "cu_seqlens_kv": (B + 1,), "max_seqlen_q": 2
 OTHERS = {
     "lengths": {"seq_lens": True}, "packed": STARTS, "packed causal": STARTS | {"causal": True}, "bucket": {"bucket": 128},
     "bucket and lengths": {"bucket": 128, "causal": True, "seq_lens": True}, "bias": {"bias": (200, 200, HQ, 1)},
-    "mask": {"mask": (200, 200, 1, B)}, "bottom right": {"causal": "bottom_right", "seq_lens": True}, "window": {"window": (100, 9)},
-    "sinks": {"sinks": True}, "alibi": {"alibi_slopes": True}, "softcap": {"softcap": 3.0}, "dropout": {"dropout_p": 0.25, "seed": 7},
+    "mask": {"mask": (200, 200, 1, B)}, "bottom right": {"causal": "bottom_right", "seq_lens": True},
+    "window": {"window": (100, 9)},
+    "sinks": {"sinks": True}, "alibi": {"alibi_slopes": True}, "softcap": {"softcap": 3.0},
+    "dropout": {"dropout_p": 0.25, "seed": 7},
 }  # fmt: skip
 FUNCTIONS = {
     "softcap": {"score_mod": zoo.softcap(2.0)},
@@ -253,7 +255,8 @@ def test_a_refusal_names_the_operations_and_their_lines(fake):
 @pytest.mark.parametrize(
     "function",
     [
-        lambda i, j: (i > j) ^ (j > 2), lambda i, j: True ^ (i > j), lambda i, j: (i > j) ^ np.True_, lambda i, j: (i > j) & True,
+        lambda i, j: (i > j) ^ (j > 2), lambda i, j: True ^ (i > j), lambda i, j: (i > j) ^ np.True_, lambda i,
+        j: (i > j) & True,
         lambda i, j: False | (i > j), lambda i, j: ~(i > j), lambda i, j: np.logical_not(i > j) & ~(j > 2),
         lambda i, j: ((i > j) == True) & True, lambda i, j: (i > j) != (j > 2), lambda i, j: (i > j) == 1,  # noqa: E712
         lambda i, j: np.where(i > j, j > 2, False), lambda i, j: (i * np.int32(3) // np.int64(2)) % np.uint8(2) == 1,
