@@ -131,10 +131,10 @@ FUNCTIONS = [
     score("a tensor of another name", lambda s, b, h, i, j, w: s, TypeError, "tensors has x", "'w'", tensors={"x": np.ones(1)}),
     score("a tensor named like the score", lambda s, b, h, i, j, **t: s, ValueError, "tensors has 's'", tensors={"s": np.ones(1)}),
     score("an error of the function itself", lambda s, b, h, i, j: len(3), TypeError, "object of type 'int' has no len()"),
-    score("a score // 0", lambda s, b, h, i, j: s // 0, ZeroDivisionError, "zero"),
-    score("a score % 0.0", lambda s, b, h, i, j: s % 0.0, ZeroDivisionError, "zero"),
-    score("a position // 0", lambda s, b, h, i, j: s + i // 0, ZeroDivisionError, "zero"),
-    score("a position % 0.0", lambda s, b, h, i, j: s + i % 0.0, ZeroDivisionError, "zero"),
+    score("a score // 0", lambda s, b, h, i, j: s // 0, ZeroDivisionError, "by"),
+    score("a score % 0.0", lambda s, b, h, i, j: s % 0.0, ZeroDivisionError, "by"),
+    score("a position // 0", lambda s, b, h, i, j: s + i // 0, ZeroDivisionError, "by"),
+    score("a position % 0.0", lambda s, b, h, i, j: s + i % 0.0, ZeroDivisionError, "by"),
 ]  # fmt: skip
 
 

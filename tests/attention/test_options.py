@@ -71,6 +71,8 @@ def test_lengths_of_a_batch_of_one_are_dense():
     text = str(explain(q, q, q, seq_lens_kv=np.int32([2]), window=(5, None, "bottom_right")).problem)
     assert "at most 16 queries, at most 16 keys" in text
     assert "window of 5 keys before and all after the diagonal from the bottom right" in text
+    slopes = {"alibi_slopes": alibi_slopes(4), "window": (None, None, "bottom_right")}
+    assert "diagonal from the bottom right" in str(explain(q, q[:, :, :9], q[:, :, :9], **slopes).problem)
 
 
 @pytest.mark.parametrize("what", [np.inf, -np.inf, 1e4], ids=str)

@@ -22,7 +22,7 @@ SINKS = {"sinks": "normal"}
 BIAS = {"bias": ("kq11", "float16", "inf_rows"), "return_dbias": True}
 
 
-@pytest.mark.parametrize("number", numbers(9, quick=2))
+@pytest.mark.parametrize("number", numbers(8, quick=2))
 @pytest.mark.parametrize("name", OPTIONS)
 def test_random_problems(name, number, engine):
     """A random problem of every option, alone and with up to three others, has the results of the definition."""
@@ -70,6 +70,7 @@ COMMON = {
     "lengths, slopes and a window": {
         "b": 3, "options": {"seq_lens_q": "random", "seq_lens_kv": "random", "alibi_slopes": "usual", "window": (20, 5, "bottom_right")},
     },
+    "slopes from the bottom right": {"sq": 100, "skv": 140, "options": {"alibi_slopes": "usual", "causal": "bottom_right"}},
     "slopes, softcap and a bias": {"options": {"alibi_slopes": "usual", "softcap": 2.0, "bias": ("kqhb", "bfloat16", "normal")}},
     "a mask, a bias and causal": {"options": {"mask": ("k11b", "rows"), "causal": "top_left", **BIAS}},
     "sinks with fewer keys": {"sq": 150, "skv": 90, "options": {**SINKS, "causal": "bottom_right", "return_dsinks": True}},
@@ -104,7 +105,7 @@ def test_common_problems(name, engine):
 AXES = ["".join(axes) for axes in itertools.product("k1", "q1", "h1", "b1")]
 
 
-@pytest.mark.parametrize("axes", AXES)
+@pytest.mark.parametrize("axes", [pytest.param(axes, marks=[pytest.mark.slow] * (n % 4 > 0)) for n, axes in enumerate(AXES)])
 @pytest.mark.parametrize("name", ["bias", "mask"])
 def test_broadcast_axes(name, axes, engine):
     """A bias and a mask of every broadcast shape, and the gradient of the bias."""

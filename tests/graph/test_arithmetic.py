@@ -203,7 +203,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "numbers")) for name in STEPS])
 def test_the_derivative_of_a_chain_takes_linear_work(name):
     """Twice as many operations need about twice as many function calls, from tracing to both graphs."""
 
@@ -216,7 +216,7 @@ def test_the_derivative_of_a_chain_takes_linear_work(name):
         attention_vjp(x, x, x, score_mod=score_mod)[1](x)
 
     x = np.ones((4, 1, 2, 1), np.float32, order="F")
-    short, long = (_work(made, length) for length in (75, 150))
+    short, long = (_work(made, length) for length in (50, 100))
     assert long < 2.5 * short
 
 
@@ -235,12 +235,12 @@ def test_shared_conditions_take_linear_work():
 
 
 def test_the_gradient_through_many_maxima_does_not_vanish():
-    """Each has the factor 1 or 1/2; the product of two thousand factors 1/2 would underflow before the factors of 2 are
+    """Each has the factor 1 or 1/2; the product of 1100 factors 1/2 would underflow before the factors of 2 are
     applied.
     """
 
     def score_mod(s, b, h, i, j):
-        for n in range(2000):
+        for n in range(1100):
             s = np.maximum(s, -1000.0 - n)
         return s
 

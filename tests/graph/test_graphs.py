@@ -108,7 +108,17 @@ def backward_agrees(case, direct=False, guards=(), altered=unaltered):
             close(others[name], truth.values[name], 1e-10, 1e-11, f"{name} of the reference")
 
 
-@pytest.mark.parametrize("number", numbers(120, quick=40))
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (n % 4 > 0)) for n, name in enumerate(OPTIONS)])
+def test_every_pair_of_options(name):
+    """Both passes of two options together."""
+    for number, other in enumerate(OPTIONS[: OPTIONS.index(name) + 1]):
+        if is_valid(with_required({name, other})):
+            case = drawn(number, name, other)
+            forward_agrees(case)
+            backward_agrees(case, number % 2 == 0, GUARDS[number // 2 % 4])
+
+
+@pytest.mark.parametrize("number", numbers(60, quick=20))
 def test_any_combination_of_options(number):
     """Both passes, every method to compute gradients, and any guards."""
     forward_agrees(drawn(number))
