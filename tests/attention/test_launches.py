@@ -6,6 +6,7 @@ import itertools
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,17 +20,23 @@ ON_A_GPU = pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks
 #: A call with the same addresses is captured as a CUDA graph when it is made this often, see docs/design.md.
 CAPTURE_AFTER = 3
 
+
+def int32(*values):
+    """An array of int32."""
+    return np.array(values, np.int32)
+
+
 #: Options of calls on 40 queries and 48 keys that stage arrays, convert, sum or clear; "packed" are offsets of packed arrays.
-CALLS = {
+CALLS: dict[str, dict[str, Any]] = {
     "plain": {"causal": True},
-    "lengths": {"seq_lens_q": np.int32([20, 33]), "seq_lens_kv": np.int32([40, 3])},
-    "dropout": {"seq_lens_q": np.int32([20, 33]), "seq_lens_kv": np.int32([40, 3]), "dropout_p": 0.25, "seed": 1},
+    "lengths": {"seq_lens_q": int32(20, 33), "seq_lens_kv": int32(40, 3)},
+    "dropout": {"seq_lens_q": int32(20, 33), "seq_lens_kv": int32(40, 3), "dropout_p": 0.25, "seed": 1},
     "bias": {"bias": np.zeros((1, 1, 4, 2), np.float16, order="F")},
     "mask": {"mask": np.asfortranarray(np.arange(96).reshape(48, 1, 1, 2) % 3 > 0)},
-    "sinks": {"sinks": np.float32([0.5, -1, 2, 0])},
+    "sinks": {"sinks": np.array([0.5, -1, 2, 0], np.float32)},
     "packed": {
-        "cu_seqlens_q": np.int32([0, 19, 19, 26]), "cu_seqlens_kv": np.int32([0, 16, 20, 20]), "max_seqlen_q": 19, "max_seqlen_kv": 16,
-        "alibi_slopes": np.float32([0.5, 0.25, 0.125, 0.1]), "causal": "bottom_right",
+        "cu_seqlens_q": int32(0, 19, 19, 26), "cu_seqlens_kv": int32(0, 16, 20, 20), "max_seqlen_q": 19, "max_seqlen_kv": 16,
+        "alibi_slopes": np.array([0.5, 0.25, 0.125, 0.1], np.float32), "causal": "bottom_right",
     },
 }  # fmt: skip
 
