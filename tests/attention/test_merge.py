@@ -116,17 +116,19 @@ def test_groups_of_parts(number, engine):
     """Up to eight groups of parts of random sizes and strides, as the kernel takes them, equal the formula."""
     dtype, out_dtype = pair_of(number, engine)
     rng = np.random.default_rng([number, *dtype.encode(), *out_dtype.encode()])
-    shape = random_sizes(rng)
+    nothing = number == 4  # no part at all, and sinks
+    shape = (16, 2, 3, 2) if nothing else random_sizes(rng)
     counts = [int(n) for n in rng.choice([0, 1, 1, 2, 3, 9, 64], int(rng.integers(1, merging.MAX_GROUPS + 1)))]
-    counts = counts if sum(counts) < 150 else [64, 3]
+    counts = [0, 0] if nothing else counts if sum(counts) < 150 else [64, 3]
     spread, unit = float(rng.choice([0, 1, 1, 1e4])), bool(rng.integers(2))
     made = [random_parts(rng, shape, n, dtype, spread) for n in counts]
     parts = [(o[..., i], L[..., i]) for o, L in made for i in range(o.shape[-1])]
     parts = parts or [(np.zeros(shape), np.full((shape[2], shape[1], shape[3]), -np.inf))]
     sinks = None
-    if rng.integers(2):
+    if nothing or rng.integers(2):
         sinks = (spread * rng.standard_normal(shape[1])).astype(np.float32)
         sinks[rng.random(shape[1]) < 0.3] = -np.inf
+        sinks[:nothing] = -np.inf
     groups = [Parts(strided(engine, rng, o, unit=unit), strided(engine, rng, L)) for o, L in made]
     out = strided(engine, rng, np.zeros(shape, dtype_of(out_dtype)), np.nan, unit)
     stats = strided(engine, rng, np.zeros((shape[2], shape[1], shape[3]), np.float32), np.nan) if rng.integers(4) else None
