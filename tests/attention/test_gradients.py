@@ -191,6 +191,7 @@ def test_float64_statistics(engine):
         np.testing.assert_allclose(got, wanted, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_gradients_of_an_array_leave_strided_results_alone(engine):
     """The gradient of a captured array is computed separately: results with gaps get the others, and the gaps are not written."""
     q, dout, k, v = (engine.normal(n, 16, heads, length, 1) for n, (heads, length) in enumerate([(4, 5)] * 2 + [(2, 70)] * 2))
@@ -255,7 +256,7 @@ def test_converted_gradients_must_not_overlap():
     assert not same.any()
 
 
-@pytest.mark.parametrize("tangents", ["q", "k", "v", "qk", "kv"])
+@pytest.mark.parametrize("tangents", ["k", *(pytest.param(x, marks=pytest.mark.slow) for x in ("q", "v", "qk", "kv"))])
 def test_widened_arrays_are_copies(tangents, engine):
     """Tangents are written into them, which must not change the caller's arrays."""
     q, k, v = (engine.normal(n, 16, 2, 5, 1) for n in range(3))

@@ -21,6 +21,11 @@ ON_A_GPU = pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks
 CAPTURE_AFTER = 3
 
 
+def mostly_slow(names, quick):
+    """The names; those after the first ``quick`` have the marker slow."""
+    return [pytest.param(name, marks=[pytest.mark.slow] * (n >= quick)) for n, name in enumerate(names)]
+
+
 def int32(*values):
     """An array of int32."""
     return np.array(values, np.int32)
@@ -206,7 +211,7 @@ def changing(cupy):
 ALLOCATORS = [("fake", changing), *(pytest.param("cupy", x, marks=pytest.mark.gpu) for x in (like_rmm, async_pool, unpooled))]
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", mostly_slow(CALLS, 2))
 @pytest.mark.parametrize(("engine", "allocator"), ALLOCATORS, indirect=["engine"])
 def test_allocators(allocator, name, engine):
     """Repeated calls: at addresses that return, and at new ones; earlier results stay, inputs change in place."""
@@ -229,7 +234,7 @@ def test_allocators(allocator, name, engine):
 
 
 @ON_A_GPU
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", mostly_slow(CALLS, 2))
 def test_threads_hand_over_their_session(name, engine):
     """Threads end while their work is running, and the next thread takes over: on another stream, with other work."""
     cupy, problems = engine.xp, [Problem(engine, name) for _ in range(2)]
@@ -332,7 +337,7 @@ CAPTURED = {
 
 
 @ON_A_GPU
-@pytest.mark.parametrize("name", CAPTURED)
+@pytest.mark.parametrize("name", mostly_slow(CAPTURED, 3))
 def test_captured_calls_use_no_memory_of_others(name, engine):
     """What a call allocates besides its results belongs to the CUDA graph, whose launches change nothing else."""
     call = CAPTURED[name](engine)

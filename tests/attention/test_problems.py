@@ -22,7 +22,7 @@ SINKS = {"sinks": "normal"}
 BIAS = {"bias": ("kq11", "float16", "inf_rows"), "return_dbias": True}
 
 
-@pytest.mark.parametrize("number", numbers(8, quick=2))
+@pytest.mark.parametrize("number", numbers(8, quick=1))
 @pytest.mark.parametrize("name", OPTIONS)
 def test_random_problems(name, number, engine):
     """A random problem of every option, alone and with up to three others, has the results of the definition."""

@@ -10,7 +10,7 @@ from cupy_sdpa import attention
 FEATURES = ("block_mask", "shared_prefix", "jvp", "packed", "bucket", "return_dtensors")
 
 
-@pytest.mark.parametrize("number", numbers(6, quick=1))
+@pytest.mark.parametrize("number", numbers(6))
 @pytest.mark.parametrize("name", FEATURES)
 def test_strided_results(name, number, engine):
     """All arrays and results lie in larger arrays of NaN, with random orders of axes; nothing around them is written."""
@@ -24,7 +24,7 @@ def test_strided_results(name, number, engine):
 
 
 @pytest.mark.parametrize("name", ["q", "seq_lens_q", "seq_lens_kv", "page_table", "out", "stats"])
-@pytest.mark.parametrize("sq", [1, 3])
+@pytest.mark.parametrize("sq", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_split_pages(sq, name, engine):
     """The kernels of split keys read rows of q and lengths without gaps; the other arrays have any strides."""
     rng, batch = np.random.default_rng(sq), 2

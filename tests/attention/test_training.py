@@ -42,6 +42,7 @@ def surprise(words, seen):
     return entropy(seen + 1) - entropy(seen)
 
 
+@pytest.mark.slow
 def test_every_gradient_against_finite_differences():
     """In float64 the gradient of every weight equals the difference quotient of the loss, to 1e-6 of the largest."""
     known, seq, batch, heads, head_dim = 5, 4, 2, 2, 3

@@ -14,13 +14,16 @@ NAMED = pytest.mark.parametrize("case", INTEGERS, ids=str)
 # Integers
 
 
-@NAMED
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (n % 4 > 0)) for n, case in enumerate(INTEGERS)], ids=str
+)
 def test_integers_are_exact(case, engine):
     """Both passes with masks and scores from integers equal those of numpy's int64 arithmetic."""
     dtype, tolerance = ("float16", 2e-2) if engine.on_cudnn else ("float32", 1e-5)
     agrees(case, s=200, put=engine.put, dtype=dtype, tolerance=tolerance)
 
 
+@pytest.mark.slow
 def test_an_integer_mask_of_many_positions():
     """``(i * 8192 + j) % 3`` is exact for every query, also where the product exceeds 24 bits."""
     x = np.zeros((4, 1, 3000, 1), np.float32, order="F")
@@ -234,6 +237,7 @@ def test_shared_conditions_take_linear_work():
     assert _work(lambda: problem(shape, shape, shape, dtype="float32", mask_mod=mask_mod)) < 100_000
 
 
+@pytest.mark.slow
 def test_the_gradient_through_many_maxima_does_not_vanish():
     """Each has the factor 1 or 1/2; the product of 1100 factors 1/2 would underflow before the factors of 2 are
     applied.
@@ -299,6 +303,7 @@ def test_mistakes_are_reported_with_their_line():
 
 
 @pytest.mark.cudnn  # the key of a stored plan contains the build of the library
+@pytest.mark.slow
 def test_empty_values_have_a_log_sum_exp():
     """Dv = 0: the output is empty, and the statistics are those of the scores, with every option that changes them."""
     q, k, v, _ = arrays(s=20)
