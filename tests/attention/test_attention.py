@@ -109,7 +109,9 @@ def test_scores_beyond_float16_are_finite(engine):
     """Scores are float32, so they may exceed the range of float16."""
     q, k, v = (100 * x for x in arrays(dtype="float16"))
     truth, _ = reference.attention(q, k, v)
-    np.testing.assert_allclose(engine.get(attention(*engine.put((q, k, v)))).astype(float), truth, atol=0.2)
+    np.testing.assert_allclose(
+        engine.get(attention(*engine.put((q, k, v)))).astype(float), truth, atol=0.5 if engine.on_cudnn else 0.2
+    )
 
 
 @pytest.mark.parametrize("scale", [0.3, -2, 0, np.float32(0.25), np.float64(1)])
