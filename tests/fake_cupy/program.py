@@ -459,7 +459,7 @@ _MODES: dict[str, Callable[..., Any]] = {
         "EXP": np.exp, "LOG": np.log, "SQRT": np.sqrt, "RECIPROCAL": np.reciprocal, "TANH_FWD": np.tanh, "SIN": np.sin,
         "COS": np.cos, "TAN": np.tan, "ABS": np.absolute, "FLOOR": np.floor, "CEIL": np.ceil, "CMP_EQ": np.equal,
         "CMP_NEQ": np.not_equal, "CMP_GE": np.greater_equal, "CMP_GT": np.greater, "CMP_LE": np.less_equal,
-        "CMP_LT": np.less, "LOGICAL_AND": np.logical_and, "LOGICAL_OR": np.logical_or,
+        "CMP_LT": np.less, "LOGICAL_AND": np.logical_and, "LOGICAL_OR": np.logical_or, "MOD": np.fmod,
     }.items()},
 }  # fmt: skip
 
