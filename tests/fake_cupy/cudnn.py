@@ -34,7 +34,10 @@ class Config:
     Attributes:
         us: microseconds of an execution.
         fails: the step that fails, ``finalize`` or ``execute``; empty if none does.
+        status: the status of the failure. Default 0: that of an engine that does not take the graph, or of a failed launch.
+        error: raised in place of the failure. Default None.
         wrong: whether its results are 1.5 times the right ones.
+        factor: results are so many times the right ones; NaN is what an element that is not written has.
     """
 
     engine: int
@@ -42,6 +45,15 @@ class Config:
     us: float = 800.0
     fails: str = ""
     wrong: bool = False
+    status: int = 0
+    error: BaseException | None = None
+    factor: float = 1.0
+
+    def failure(self, status: int) -> int:
+        """The status of a failure; raises ``error`` if it is set."""
+        if self.error:
+            raise self.error
+        return self.status or status
 
 
 #: The configs of the heuristics: the first is right but slow, the fastest is wrong, the next cannot run.
@@ -189,7 +201,7 @@ class FakeLibrary(Library):
         if [handle] != record.get("HANDLE"):
             return self._fail(BAD_PARAM, "the plan was finalized for another handle")
         if config.fails == "execute":
-            return self._fail(EXECUTION_FAILED, "the kernel cannot be launched")
+            return self._fail(config.failure(EXECUTION_FAILED), "the kernel cannot be launched")
         pointers = dict(zip(given["UNIQUE_IDS"], given["DATA_POINTERS"], strict=True))
         if missing := [t.name for t in program.tensors if pointers.get(t.uid) is None]:
             return self._fail(BAD_PARAM, f"no address for {missing}")
@@ -203,7 +215,7 @@ class FakeLibrary(Library):
             if recorded and self._records.get(number) is not record:
                 raise CUDARuntimeError(ILLEGAL_ADDRESS, "a CUDA graph is replayed, and its plan was destroyed")
             own = device.view(workspace, (WORKSPACE,), (1,), "u1")
-            program.run(Read(device, pointers, numbers), 1.5 if config.wrong else 1.0, lambda: own.fill(POISON))
+            program.run(Read(device, pointers, numbers), 1.5 if config.wrong else config.factor, lambda: own.fill(POISON))
 
         self.executions.append(Execution(handle, stream, config))
         device.submit(stream, Work(run, us=config.us))
@@ -262,7 +274,7 @@ class FakeLibrary(Library):
             program = self._records[engine["OPERATION_GRAPH"][0]].values["program"]
             config = replace(CONFIGS[0], engine=engine["GLOBAL_INDEX"][0], knobs=knobs)
         if config.fails == "finalize":
-            return self._fail(NOT_SUPPORTED, "the engine does not take this graph")
+            return self._fail(config.failure(NOT_SUPPORTED), "the engine does not take this graph")
         choices = {f"CUDNN_KNOB_TYPE_{name}": value for name, value in config.knobs}
         facts = {"engine": {"engineId": config.engine, "knobChoices": choices}, "program": len(self._programs)}
         self._programs.append((program, config))
