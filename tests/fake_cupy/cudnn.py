@@ -33,7 +33,7 @@ class Config:
 
     Attributes:
         us: microseconds of an execution.
-        fails: the step that fails, ``finalize`` or ``execute``; empty if none does.
+        fails: the step that fails, ``finalize``, ``load`` or ``execute``; empty if none does.
         status: the status of the failure. Default 0: that of an engine that does not take the graph, or of a failed launch.
         error: raised in place of the failure. Default None.
         wrong: whether its results are 1.5 times the right ones.
@@ -261,6 +261,8 @@ class FakeLibrary(Library):
     def _finalize_plan(self, record: Record) -> int:
         if (text := record.get("JSON_REPRESENTATION")) is not None:
             program, config = self._programs[json.loads(text[0])["program"]]
+            if config.fails == "load":
+                return self._fail(config.failure(NOT_SUPPORTED), "the plan cannot be loaded")
             record.values |= {"program": program, "config": config, "text": text[0]}
             self.finalized["loaded"] += 1
             return 0

@@ -1,6 +1,7 @@
 """Repeated calls when something fails or is full: captures, launches, memory, and the limits of what is kept."""
 
 import contextlib
+import threading
 
 import numpy as np
 import pytest
@@ -227,6 +228,38 @@ def test_kernels_are_launched_one_by_one(engine, call, limits):
             assert (len(DEVICE.launches) - launches == 1) is not busy
             assert len(library().executions) == executions
         np.testing.assert_array_equal(engine.get(got), want)
+
+
+@pytest.mark.parametrize("mode", ["Global", "ThreadLocal", "Relaxed"])
+def test_a_replay_breaks_no_capture_of_another_thread(mode, engine, limits):
+    """Querying whether the device is busy is safe while another thread captures, in any mode."""
+    q, k, v = (engine.normal(seed, 16, 2, 20, 1) for seed in range(3))
+    out, stream = engine.nan(*q.shape), engine.xp.cuda.Stream(non_blocking=True)
+    for _ in range(OFTEN):
+        attention(q, k, v, out=out)
+    want, begun, done, ends = engine.get(out), threading.Event(), threading.Event(), []
+    engine.xp.cuda.Device().synchronize()
+    limits(FEW_GRAPHS=0)
+
+    def other():
+        with stream:
+            held = engine.xp.zeros((4,), np.float32)
+            stream.synchronize()
+            stream.begin_capture(getattr(engine.xp.cuda.runtime, f"streamCaptureMode{mode}"))
+            held.fill(1)
+            begun.set()
+            done.wait()
+            ends.append(stream.end_capture())
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    begun.wait()
+    out.data.memset_async(0, out.nbytes)
+    attention(q, k, v, out=out)
+    done.set()
+    thread.join()
+    assert len(ends) == 1
+    np.testing.assert_array_equal(engine.get(out), want)
 
 
 def test_recording_bytes_are_those_of_the_device(engine, call, cache):
