@@ -94,6 +94,25 @@ def plan_graph(graph, gpu: str, guarded: bool = True, config=None):
     return plan.info
 
 
+def candidates_of(problem):
+    """In a child: the (engine, knobs) of a problem's plan, and of every other config that autotuning tries."""
+    from cupy_sdpa.calls.autotune import _candidates
+    from cupy_sdpa.graph.attention_forward import forward
+    from cupy_sdpa.offline.planner import load_target
+    from cupy_sdpa.plans.disk_cache import DiskCache
+    from cupy_sdpa.plans.planner import engine_search, load_or_build
+
+    target, graph = load_target("h200"), forward(problem)
+    plan = load_or_build(graph, target, disk_cache=DiskCache(None))
+    found = []
+    with engine_search(graph, target) as (search, _):
+        for candidate in _candidates(search, plan):
+            found.append((candidate.engine, candidate.knobs))
+            candidate.close()
+    plan.close()
+    return (plan.info.engine, plan.info.knobs), found
+
+
 def in_child(function, *arguments) -> int | None:
     """Run a function in a new child; returns its exit code, negative for a signal."""
     context = multiprocessing.get_context("spawn")

@@ -234,6 +234,8 @@ class FakeLibrary(Library):
             configs = self.configs if record["MODE"] == [int(HeurMode.A)] else ()
             return [Record("ENGINECFG", {"program": program, "config": config}) for config in configs]
         if (record.kind, name) == ("ENGINECFG", "ENGINE"):
+            if "config" not in record.values:  # a config without heuristics
+                return [self._records[pointer] for pointer in record["ENGINE"]]
             config = record.values["config"]
             return [Record("ENGINE", {"ENGINE_GLOBAL_INDEX": [config.engine], "ENGINE_NUMERICAL_NOTE": []})]
         if name in ("KNOB_INFO", "NUMERICAL_NOTE"):
