@@ -104,9 +104,8 @@ class FakeLibrary(Library):
     """
 
     def __init__(self, device: Device) -> None:
-        self.version, self.cudart_version = 91900, 12090
+        self.cudart_version = 12090
         self.path = self.found_via = "a stand-in for cuDNN"
-        self.build = f"{self.path} in process {os.getpid()}"  # prevents other processes from using its plans
         self.executions: list[Execution] = []
         self.finalized: dict[str, int]
         self.configs: tuple[Config, ...]
@@ -124,7 +123,9 @@ class FakeLibrary(Library):
         return len(left)
 
     def reset(self) -> None:
-        """Remove the state of earlier tests, failed ones included, and restore the default configs."""
+        """Remove the state of earlier tests, failed ones included, and restore the version and the default configs."""
+        self.version = 91900
+        self.build = f"{self.path} in process {os.getpid()}"  # prevents other processes from using its plans
         self._records: dict[int, Record] = {}
         self.executions.clear()
         self.finalized = {"built": 0, "loaded": 0}

@@ -26,11 +26,11 @@ class Driver:
     )
     CUlaunchConfig = CUlaunchAttribute = SimpleNamespace
 
-    def __init__(self, kinds, edges, *, lossy=False, height=1, cluster=0, together=0, value=5, size=4):
+    def __init__(self, kinds, edges, *, lossy=False, height=1, cluster=0, together=0, value=5, size=4, status=0):
         self.kinds, self.edges, self.lossy, self.height, self.cluster, self.together = (
             kinds, edges, lossy, height, cluster, together,
         )  # fmt: skip
-        self.value, self.size, self.done = value, size, []
+        self.value, self.size, self.status, self.done = value, size, status, []
 
         self.cuLaunchKernelEx = functools.partial(self._do, "launch")
         self.cuMemsetD16Async, self.cuMemsetD32Async = (functools.partial(self._do, name) for name in ("fill 2", "fill 4"))
@@ -38,8 +38,6 @@ class Driver:
     def _do(self, *given):
         self.done.append(given)
         return (self.status,)
-
-    status = 0
 
     def cuGraphGetNodes(self, graph, count=0):
         return 0, list(range(len(self.kinds)))[:count], len(self.kinds)
@@ -49,7 +47,7 @@ class Driver:
         return 909 if self.lossy else 0, [a for a, _ in some], [b for _, b in some], [None for _ in some], len(self.edges)
 
     def cuGraphNodeGetType(self, node):
-        return 0, self.kinds[node]
+        return getattr(self.kinds[node], "refused", 0), self.kinds[node]
 
     def cuGraphKernelNodeGetParams(self, node):
         return 0, SimpleNamespace(**SIZES, func=70 + node if node % 2 else 0, kern=90 + node, kernelParams=7000 + node)
@@ -76,12 +74,12 @@ class Driver:
 def driver_calls(monkeypatch, *given, **more):
     """The driver calls of a graph, and the list of those that ran."""
     made = Driver(*given, **more)
-    monkeypatch.setattr(driver, "bindings", lambda: made)
     cuda = SimpleNamespace(
         driver=SimpleNamespace(launchKernel=lambda *given: made.done.append(("kernel", *given))),
         runtime=SimpleNamespace(memsetAsync=lambda *given: made.done.append(("fill", *given))),
     )
-    monkeypatch.setattr(cupy_runtime, "cupy", lambda: SimpleNamespace(cuda=cuda))
+    for where, name, value in ((driver, "bindings", made), (cupy_runtime, "cupy", SimpleNamespace(cuda=cuda))):
+        monkeypatch.setattr(where, name, lambda value=value: value)
     return cuda_graph.driver_calls(graph=1, stream=9), made.done
 
 
@@ -118,14 +116,14 @@ def test_fills(value, size, filled, monkeypatch):
 )
 def test_launch_attributes_of_kernels(more, names, monkeypatch):
     """Clusters and cooperative launches are kept; such a kernel is launched with the driver's function, whose status is read."""
-    ((launch, config, kernel, parameters, extra),) = launched(*(given := driver_calls(monkeypatch, [KERNEL], [], **more)))
+    ((launch, config, kernel, parameters, extra),) = launched(*driver_calls(monkeypatch, [KERNEL], [], **more))
     assert {name: getattr(config, name) for name in SIZES} == SIZES
     assert (config.hStream, [attribute.id for attribute in config.attrs]) == (("stream", 9), names)
     assert config.numAttrs == len(names)
     assert (launch, kernel, parameters, extra) == ("launch", ("function", 90), 7000, 0)
-    monkeypatch.setattr(Driver, "status", SimpleNamespace(name="CUDA_ERROR_INVALID_CLUSTER_SIZE"))
+    refused = SimpleNamespace(name="CUDA_ERROR_INVALID_CLUSTER_SIZE")
     with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_CLUSTER_SIZE"):
-        launched(*given)
+        launched(*driver_calls(monkeypatch, [KERNEL], [], status=refused, **more))
 
 
 OTHERS = {
@@ -146,10 +144,9 @@ def test_other_graphs_are_launched_as_a_whole(name, monkeypatch):
 
 def test_a_failure_of_the_driver_raises(monkeypatch):
     """A node is not omitted because the driver cannot report its parameters."""
-    refused = SimpleNamespace(name="CUDA_ERROR_INVALID_VALUE")
-    monkeypatch.setattr(Driver, "cuGraphNodeGetType", lambda *_: (refused, None))
+    node = SimpleNamespace(refused=SimpleNamespace(name="CUDA_ERROR_INVALID_VALUE"))
     with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_VALUE"):
-        driver_calls(monkeypatch, [KERNEL], [])
+        driver_calls(monkeypatch, [node], [])
 
 
 def used_bytes(fake):
@@ -260,9 +257,8 @@ def test_a_failed_capture_leaves_nothing(where, broken, error, fake, monkeypatch
         return graph
 
     with monkeypatch.context() as patch:
-        patch.setattr(runtime, "streamEndCapture", end_capture)
-        if where != "end":
-            patch.setattr(runtime, PLACES[where], fail)
+        for name, function in {"streamEndCapture": end_capture, **({} if where == "end" else {PLACES[where]: fail})}.items():
+            patch.setattr(runtime, name, function)
         with pytest.raises((type(error), RuntimeError)) as raised:
             cuda_graph.Recording(fills([]))
     assert raised.value is error or (broken and where == "instantiate")

@@ -130,9 +130,9 @@ def test_tuning_keeps_within_max_workspace(fake):
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-def test_tuning_keeps_deterministic_gradients_deterministic(ordered, fake, monkeypatch):
+def test_tuning_keeps_deterministic_gradients_deterministic(ordered, fake):
     """Configs of the graph that writes dQ directly are tried; the ordered engine is the only one of its graph."""
-    monkeypatch.setattr(library(), "version", 92800)
+    library().version = 92800
     x = fake.ones((16, 2, 20, 1), np.float16, order="F")
     attention(x, x, x, return_stats=True)  # its plan is used by prepare()
     library().configs = (replace(FIRST, fails="finalize" * ordered), Config(1, us=100.0, fails="finalize" * ordered))
