@@ -113,6 +113,40 @@ def candidates_of(problem):
     return (plan.info.engine, plan.info.knobs), found
 
 
+def descriptors_of(problem, gpu):
+    """In a child: how many descriptors planning creates, and how many exist while the plan exists and after."""
+    from cupy_sdpa import Unsupported
+    from cupy_sdpa._cudnn.library import library
+    from cupy_sdpa.offline.planner import load_target
+    from cupy_sdpa.plans.disk_cache import DiskCache
+    from cupy_sdpa.plans.planner import plan_for
+
+    lib, made, gone, alive = library(), [], [], 0
+    create, destroy = lib.cudnnBackendCreateDescriptor, lib.cudnnBackendDestroyDescriptor
+    lib.cudnnBackendCreateDescriptor = lambda *a: (made.append(1), create(*a))[1]
+    lib.cudnnBackendDestroyDescriptor = lambda *a: (gone.append(1), destroy(*a))[1]
+    try:
+        plan = plan_for(problem, load_target(gpu), DiskCache(None))
+        alive = len(made) - len(gone)
+        plan.close()
+    except Unsupported:
+        pass
+    finally:
+        lib.cudnnBackendCreateDescriptor, lib.cudnnBackendDestroyDescriptor = create, destroy
+    return len(made), alive, len(made) - len(gone)
+
+
+def nvrtc_in_use(problem, gpu):
+    """In a child: the version and the path of NVRTC that were found, and the paths of those that are loaded after planning."""
+    from pathlib import Path
+
+    from cupy_sdpa._cudnn.nvrtc import nvrtc
+
+    plan_problem(problem, gpu)
+    in_use = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libnvrtc.so" in line}
+    return nvrtc().version, nvrtc().path, sorted(in_use)
+
+
 def in_child(function, *arguments) -> int | None:
     """Run a function in a new child; returns its exit code, negative for a signal."""
     context = multiprocessing.get_context("spawn")
