@@ -40,8 +40,8 @@ def library_version() -> int | str:
 def without_kernels():
     """In a child: searches take the first engine config that cuDNN's checks accept, and no kernel is compiled.
 
-    Compiling takes a second, everything else 20 milliseconds. Engine, notes and workspace are those of the plan; the knobs
-    are missing, and a kernel that does not compile is not noticed.
+    Compiling takes a second, everything else 20 milliseconds. Engine, notes and workspace are those of the plan, and its limit
+    applies; the knobs are missing, and a kernel that does not compile is not noticed.
     """
     from cupy_sdpa._cudnn.constants import AttributeType
     from cupy_sdpa._cudnn.descriptor import Descriptor
@@ -50,6 +50,10 @@ def without_kernels():
     def take(search, config):
         engine, notes = _number_and_notes(config)
         (need,) = config.get("WORKSPACE_SIZE", AttributeType.INT64)
+        total = search.total_bytes(need)
+        if search.limit is not None and total > search.limit:
+            search.refused.append(f"engine {engine}: it needs a workspace of {total} bytes, {search.limit} are allowed")
+            return None
         return Candidate(Descriptor("EXECUTION_PLAN"), "", engine, (), notes, need, 0.0)
 
     with mock.patch.object(EngineSearch, "_try", take):
