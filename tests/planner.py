@@ -151,6 +151,28 @@ def nvrtc_in_use(problem, gpu):
     return nvrtc().version, nvrtc().path, sorted(in_use)
 
 
+def plan_over_garbage(problem, text):
+    """In a child: replace the stored plan of a problem by garbage, then plan; gives the warnings and the engine."""
+    import warnings
+
+    from cupy_sdpa.graph.attention_forward import forward
+    from cupy_sdpa.offline.planner import load_target
+    from cupy_sdpa.plans.disk_cache import DiskCache
+    from cupy_sdpa.plans.planner import disk_cache_key, load_or_build
+
+    disk_cache, target, graph = DiskCache(None), load_target("h200"), forward(problem)
+    load_or_build(graph, target, disk_cache=disk_cache).close()
+    key = disk_cache_key(graph, target, None, None)
+    head = disk_cache.get(key).partition(b"\n")[0]
+    disk_cache.put(key, head + b"\n" + text if text else b"")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        plan = load_or_build(graph, target, disk_cache=disk_cache)
+    plan.close()
+    assert not plan.info.loaded
+    return [str(warning.message) for warning in said], plan.info.engine
+
+
 def in_child(function, *arguments) -> int | None:
     """Run a function in a new child; returns its exit code, negative for a signal."""
     context = multiprocessing.get_context("spawn")

@@ -90,7 +90,8 @@ def test_rows_of_packed_arrays(place, name, starts_as, engine):
     shape = (heads, total) if kind == "per_row" else (8, heads, total)
     whole, part, cleared, want = result(engine, rng, shape, kind, value, of_keys)
     sides = [
-        kernels.Lengths(as_given(engine, s, *starts_as), m, t, packed=True) for s, m, t in zip(starts, most, totals, strict=True)
+        kernels.Lengths(as_given(engine, s, *starts_as), m, t, packed=True)
+        for s, m, t in zip(starts, most, totals, strict=True)
     ]
     offsets = {"q × 24": (False, 24), "k × 8": (True, 8), "v × 1": (True, 1)}
     made = {key: x.get() for key, x in kernels.prepare_sequences(*sides, offsets, [cleared]).items()}

@@ -191,7 +191,7 @@ OBSTACLES = [a_file, read_only, full, open_to_all, of_somebody_else]
 @pytest.mark.parametrize("obstacle", OBSTACLES, ids=lambda f: f.__name__)
 def test_an_unusable_folder_warns_once(obstacle, folder, recwarn):
     """If entries cannot or should not be stored, the process uses memory only."""
-    with obstacle(folder) as folder:  # noqa: PLR1704
+    with obstacle(folder) as folder:
         kept = DiskCache(folder)
         kept.put(KEY, CONTENT)
         kept.put(OTHER, CONTENT)

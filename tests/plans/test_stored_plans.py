@@ -179,7 +179,7 @@ def test_refusals_are_cached_as_text(fake, cache):
     x = fake.ones((16, 2, 20, 1), np.float16, order="F")
     library().configs = (replace(CONFIGS[0], fails="finalize"), replace(CONFIGS[1], fails="finalize"))
     for _ in range(3):
-        with pytest.raises(Unsupported, match="engine 2: .*\n.*engine 1: "):
+        with pytest.raises(Unsupported, match=r"engine 2: .*\n.*engine 1: "):
             attention(x, x, x)
         library().configs = CONFIGS
     gc.collect()

@@ -140,7 +140,9 @@ def other_calls(engine):
     longer = xp.zeros(q.size + 4, q.dtype)
     unaligned = longer[4:].reshape(q.shape[::-1]).T
     unaligned[...] = q
-    bias = [xp.asarray(np.asfortranarray(np.random.default_rng(5).standard_normal((20, 20, 1, 1)).astype(t))) for t in ("e", "f")]
+    bias = [
+        xp.asarray(np.asfortranarray(np.random.default_rng(5).standard_normal((20, 20, 1, 1)).astype(t))) for t in ("e", "f")
+    ]
     return {
         "dtype": {"q": q.astype(np.float32)}, "shape": {"q": q[:, :, :8]}, "strides": {"q": xp.ascontiguousarray(q)},
         "heads": {"q": engine.normal(0, 16, 4, 20, 2)}, "alignment": {"q": unaligned}, "numpy": {"q": engine.get(q)},

@@ -144,9 +144,9 @@ def test_no_memory_for_a_workspace(kind, engine, cache):
         pool.free_all_blocks()
         pool.set_limit(size=pool.total_bytes() if kind == "pool" else 0)
         try:
-            with engine.xp.cuda.using_allocator(allocate if kind == "allocator" else pool.malloc):
-                with pytest.raises(oom if kind == "pool" else RuntimeError) as raised:
-                    attention_backward(q, q, k, v, out, stats, deterministic=True, **into)
+            allocator = engine.xp.cuda.using_allocator(allocate if kind == "allocator" else pool.malloc)
+            with allocator, pytest.raises(oom if kind == "pool" else RuntimeError) as raised:
+                attention_backward(q, q, k, v, out, stats, deterministic=True, **into)
         finally:
             pool.set_limit(size=0)
         note = f"{report.workspace} bytes"
