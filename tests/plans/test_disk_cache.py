@@ -205,9 +205,10 @@ def test_an_unusable_folder_warns_once(obstacle, folder, recwarn):
 def test_a_folder_that_others_can_write_to_is_not_read(obstacle, folder, tmp_path):
     """A valid entry in it is not used."""
     DiskCache(tmp_path / "private").put(KEY, CONTENT)
-    with obstacle(folder), pytest.warns(DiskCacheWarning, match=r"are not used: (it belongs to|other users may write)"):
+    with obstacle(folder):
         file_of(folder).write_bytes(file_of(tmp_path / "private").read_bytes())
-        assert DiskCache(folder).get(KEY) is None
+        with pytest.warns(DiskCacheWarning, match=r"are not used: (it belongs to|other users may write)"):
+            assert DiskCache(folder).get(KEY) is None
 
 
 def test_a_folder_in_the_place_of_an_entry(folder, recwarn):

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +39,7 @@ ASKED = problem((64, 2, 64, 1))
 LARGE = {"q": (128, 8, 2048, 1), "dtype": "bfloat16", "backward": True, "deterministic": True}
 
 #: Compiling a kernel takes a second.
-COMPILED = {"h200": (), "l40s": pytest.mark.slow, "b200": pytest.mark.slow}
+COMPILED: dict[str, Any] = {"h200": (), "l40s": pytest.mark.slow, "b200": pytest.mark.slow}
 
 # Plans
 

@@ -11,7 +11,7 @@ from replayed_calls import CASES, OFTEN, Calls, equal
 import cupy_sdpa
 from cupy_sdpa import attention, attention_backward, get_plan_cache, prepare
 
-CAPTURED = [(name, {}) for name in CASES if name != "large copies"]
+CAPTURED: list[tuple[str, dict[str, int]]] = [(name, {}) for name in CASES if name != "large copies"]
 CAPTURED += [(name, {"bucket": 32}) for name in ("plain", "lengths", "packed")]
 
 pytestmark = pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
