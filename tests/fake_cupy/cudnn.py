@@ -131,6 +131,10 @@ class FakeLibrary(Library):
         self.finalized = {"built": 0, "loaded": 0}
         self.configs = CONFIGS
 
+    def stream_of_last_handle(self) -> int:
+        """The stream of the handle of the last execution."""
+        return self._streams[self.executions[-1].handle]
+
     @property
     def live(self) -> dict[str, int]:
         """The number of existing descriptors of each kind."""

@@ -229,6 +229,7 @@ def test_a_stream_at_the_address_of_a_destroyed_one(name, engine):
             for _ in range(OFTEN + 1):
                 equal(calls.run(), want)
                 assert xp.cuda.get_current_stream() is stream
+                assert engine.name != "fake" or library().stream_of_last_handle() == stream.ptr, "a stream that is destroyed"
             pointers.add(stream.ptr)
         del stream
     assert used == pointers
