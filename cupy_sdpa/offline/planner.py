@@ -165,24 +165,30 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
+#: The beginnings of the names of variables that planning depends on.
+_VARIABLES = ("CUPY_SDPA", "CUDA", "CUDNN", "HOME", "LD_", "PATH", "PYTHONPATH", "XDG_")
 _lock = threading.Lock()
 _kept: Planner | None = None
 
 
 def kept_planner() -> Planner:
-    """A planner with one worker that is kept for later calls, until the process ends or its environment variables change.
+    """A planner with one worker that is kept for later calls: a new one takes half a second until it plans.
 
-    A new worker takes half a second until it plans.
+    It is replaced if one of :data:`_VARIABLES` changes, and ends with the process.
 
     Raises:
         CudnnError: this machine cannot plan; the message lists what is missing.
     """
     global _kept
     with _lock:
-        if _kept and _kept._environment != _environment():
+        if _kept and _relevant(_kept._environment) != _relevant(_environment()):
             _close_kept()
         _kept = _kept or Planner()
         return _kept
+
+
+def _relevant(environment: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith(_VARIABLES)}
 
 
 @atexit.register

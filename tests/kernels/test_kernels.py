@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
+from engines import numbers
 
 from cupy_sdpa.device import kernels, memory
 from cupy_sdpa.problem.tensor_spec import numpy_dtype
 
 pytestmark = pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
 
-SEEDS = range(3)
+SEEDS = numbers(3, quick=1)
 
 
 def lengths_of(rng, batch, most):

@@ -360,6 +360,7 @@ for _ in range(2):
     assert done.stdout.split("\n") == ["None", "b'a plan'", ""], done.stderr
 
 
+@pytest.mark.slow
 def test_processes_write_at_once(folder):
     """Three processes write and read the same entries repeatedly: every entry that is found is complete."""
     code = f"""

@@ -92,6 +92,7 @@ except CudnnError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.cudnn
 def test_a_loaded_library_is_used(tmp_path):
     """A new process reports how and where it found cuDNN; one that is loaded is used; with an override two copies raise."""

@@ -53,6 +53,7 @@ def build(folder, minor, *flags):
     return str(path)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_it_is_found_where_cudnn_searches(tmp_path):
     """In the folder of cuDNN, or of a wheel; a file that is not NVRTC is ignored, and none is a valid version."""
@@ -76,6 +77,7 @@ def test_the_search_order_is_that_of_the_loader(tmp_path):
     assert found(cudnn, by_someone, LD_LIBRARY_PATH=str(tmp_path / "named"))[:2] == ("99.3", by_someone)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_two_builds_of_a_version_differ(tmp_path):
     """The version has no patch level, but the build id differs."""
@@ -87,6 +89,7 @@ def test_two_builds_of_a_version_differ(tmp_path):
     assert one == same != other
 
 
+@pytest.mark.slow
 @pytest.mark.cudnn
 def test_cudnn_compiles_with_what_was_found(planner):
     """The planning process uses one NVRTC, the one that was found."""

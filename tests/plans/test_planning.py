@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from typing import Any
 
 import numpy as np
 import pytest
@@ -39,13 +38,13 @@ ASKED = problem((64, 2, 64, 1))
 LARGE = {"q": (128, 8, 2048, 1), "dtype": "bfloat16", "backward": True, "deterministic": True}
 
 #: Compiling a kernel takes a second.
-COMPILED: dict[str, Any] = {"h200": (), "l40s": pytest.mark.slow, "b200": pytest.mark.slow}
+COMPILED = {"h200": pytest.mark.slow, "l40s": pytest.mark.slow, "b200": pytest.mark.slow}
 
 # Plans
 
 
 @pytest.mark.cudnn
-@pytest.mark.parametrize("number", numbers(8, quick=2))
+@pytest.mark.parametrize("number", numbers(8, quick=1))
 def test_random_problems_are_planned(number, planner):
     """Whatever the support table allows is accepted, with every method to compute gradients and the guards that it needs."""
     version = planner.call(library_version)
@@ -124,6 +123,7 @@ def test_every_backward_method_has_its_guards(deterministic, limit, planner):
     assert "i′ < 1" in str(plan.graph)
 
 
+@pytest.mark.slow
 @pytest.mark.cudnn
 def test_max_workspace_refuses_larger_plans(planner):
     """The key-splitting kernel of one query has a large workspace; with less, another plan is used, and the reason is kept."""
@@ -165,6 +165,7 @@ def graph_retention(graph, gpu):
     return library().version, kinds
 
 
+@pytest.mark.slow
 @pytest.mark.cudnn
 def test_captured_graphs_do_not_own_plans(planner):
     """With cuDNN 9.28 a launch of a captured CUDA graph that owns its plan takes 2 to 6 us longer."""
@@ -172,6 +173,7 @@ def test_captured_graphs_do_not_own_plans(planner):
     assert kinds == (None if version < 92800 else [[1], [1]])
 
 
+@pytest.mark.slow
 @pytest.mark.cudnn
 def test_a_refusal_keeps_every_reason(planner):
     """Every engine refuses a head dim that is no multiple of 8; the reason of each is kept, once."""
@@ -251,6 +253,7 @@ def test_crashing_graphs_crash_cudnn_without_the_guard(name, planner):
     assert code < 0, f"the child ended with {code}"
 
 
+@pytest.mark.slow
 @pytest.mark.cudnn
 def test_harmless_graphs_are_planned_without_the_guard(planner):
     """So the crashes above are caused by the graphs."""
@@ -418,6 +421,7 @@ def test_no_process_outlives_an_exception(folder):
     assert not alive(busy[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command", [["plan", "shapes.toml", "--gpu", "h200", "-o", "plans"], ["support", "--measure"]], ids=lambda w: w[0]
 )

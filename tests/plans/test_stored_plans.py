@@ -325,6 +325,7 @@ def test_plans_built_ahead_of_time_are_loaded(cupy, plans, folder):
     assert loaded() == [True, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
 def test_lengths_in_buckets_share_a_plan(engine, cache):
     """Of seven lengths each bucket has one plan per pass, whatever the memory contained."""

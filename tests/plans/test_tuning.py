@@ -146,6 +146,7 @@ def test_tuning_keeps_deterministic_gradients_deterministic(ordered, fake):
     assert again.report.plan.engine == call.report.plan.engine or ordered
 
 
+@pytest.mark.slow
 @pytest.mark.cudnn
 def test_cudnns_configs_are_tried_once(planner):
     """The configs are distinct, and the existing plan is not among them."""

@@ -134,6 +134,7 @@ def test_a_call_can_be_captured_while_another_thread_captures(engine):
         np.testing.assert_array_equal(engine.get(x), causal)
 
 
+@pytest.mark.slow
 def test_a_captured_block_mask(engine):
     """A call that consists of several calls is one graph, which allocates no memory."""
     mask = cupy_sdpa.block_mask(lambda b, h, q_idx, kv_idx: (q_idx // 128 + kv_idx // 128) % 2 == 0, 256, 256)

@@ -140,6 +140,9 @@ def other_calls(engine):
     longer = xp.zeros(q.size + 4, q.dtype)
     unaligned = longer[4:].reshape(q.shape[::-1]).T
     unaligned[...] = q
+    elsewhere = q.copy("K")
+    if engine.name == "fake":
+        elsewhere.data.device_id = 1
     bias = [
         xp.asarray(np.asfortranarray(np.random.default_rng(5).standard_normal((20, 20, 1, 1)).astype(t))) for t in ("e", "f")
     ]
@@ -150,7 +153,8 @@ def other_calls(engine):
         "floats": {"window": (1.0, 0)}, "softcap": {"softcap": 2.0}, "function": {"score_mod": lambda s, b, h, i, j: 2 * s},
         "bias": {"bias": bias[0]}, "bias of another dtype": {"bias": bias[1]}, "bias in another order": {"bias": bias[1].T},
         "one row of a bias": {"bias": bias[1][:, :1]}, "bucket": {"bucket": 64}, "name": {"casual": True}, "overlap": {"out": q},
-        "sinks": {"sinks": xp.zeros(2, np.float32)}, "stats": {"return_stats": True}, "max_workspace": {"max_workspace": 0},
+        "sinks": {"sinks": xp.zeros(2, np.float32)}, "stats": {"return_stats": True}, "device": {"q": elsewhere},
+        "max_workspace": {"max_workspace": 0},
     }  # fmt: skip
 
 
@@ -248,6 +252,7 @@ def test_plans_are_built_on_the_current_stream(engine, qkv):
         np.testing.assert_array_equal(engine.get(got), engine.get(attention(q, k, v))[:, :, :length])
 
 
+@pytest.mark.slow
 def test_threads(engine):
     """Four threads with a stream each and a plan cache of a few plans: all results are right while plans come and go."""
     problems = [Calls(engine, name) for name in ("plain", "lengths", "packed")]
