@@ -4,7 +4,9 @@ import functools
 import inspect
 
 import mistakes_of_calls
+import mistakes_of_fp8
 import mistakes_of_gradients
+import mistakes_of_kv_cache
 import mistakes_of_others
 import numpy as np
 import pytest
@@ -14,7 +16,13 @@ from tiers import missing
 import cupy_sdpa
 from cupy_sdpa import fp8, layout, nnlib, parallel, reference, store, zoo
 
-ROWS = [*mistakes_of_calls.ROWS, *mistakes_of_gradients.ROWS, *mistakes_of_others.ROWS]
+ROWS = [
+    *mistakes_of_calls.ROWS,
+    *mistakes_of_gradients.ROWS,
+    *mistakes_of_others.ROWS,
+    *mistakes_of_kv_cache.ROWS,
+    *mistakes_of_fp8.ROWS,
+]
 #: The least number of rows.
 ROWS_AT_LEAST = 250
 
