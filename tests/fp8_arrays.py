@@ -1,10 +1,15 @@
 """FP8 arrays of the tests: their elements and values, copies on an engine, and the error that FP8 permits."""
 
 import numpy as np
+import pytest
 
 from cupy_sdpa import fp8
 from cupy_sdpa.check.cases.data import FORMATS, dtype_of
 
+FAKE, GPU = pytest.param("fake", marks=pytest.mark.slow), pytest.param("cupy", marks=pytest.mark.gpu)
+#: All engines, and those with CUDA kernels. Those of FP8 take long to compile, so the tests on the fake CuPy are slow.
+ENGINES = pytest.mark.parametrize("engine", ["numpy", FAKE, GPU], indirect=True)
+ON_A_GPU = pytest.mark.parametrize("engine", [FAKE, GPU], indirect=True)
 #: The error of FP8: three roundings (P, the output, and a second rounding where both meet) of half a unit in the last place.
 ERROR = {"float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3}
 DTYPES = tuple(ERROR)

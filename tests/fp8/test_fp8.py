@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from engines import numbers
-from fp8_arrays import DTYPES, ERROR, moved, normal, relative, values_of
+from fp8_arrays import DTYPES, ENGINES, ERROR, ON_A_GPU, moved, normal, relative, values_of
 from planner import plan_problem
 
 import cupy_sdpa
@@ -16,7 +16,6 @@ from benchmarks.fp8 import errors, plot
 from cupy_sdpa import attention, attention_vjp, explain, fp8
 from cupy_sdpa.check.cases.data import dtype_of
 
-ON_A_GPU = pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
 E4M3, E5M2 = DTYPES
 
 
@@ -45,6 +44,7 @@ CORNERS = {
 }  # fmt: skip
 
 
+@ENGINES
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     "name", [*list(CORNERS)[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in list(CORNERS)[2:])]
@@ -76,6 +76,7 @@ def inputs(d=32, dv=None, hq=4, hkv=2, sq=20, skv=30, b=2, dtype=E4M3, rotated=F
     return made, [values_of(x) for x in made]
 
 
+@ENGINES
 @pytest.mark.parametrize(("dtype", "d", "dv"), [(E4M3, 32, 48), pytest.param(E5M2, 128, 64, marks=pytest.mark.slow)])
 def test_all_results(dtype, d, dv, engine):
     """Output, log-sum-exp and largest output in repeated calls with arrays and factors that are changed in place; no other bits."""
@@ -104,6 +105,7 @@ def test_all_results(dtype, d, dv, engine):
         np.testing.assert_array_equal(engine.get(same), engine.get(amax))
 
 
+@ENGINES
 @pytest.mark.parametrize("paged", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_scale_of_the_output(paged, engine):
     """A number or an array; an output beyond the largest number saturates; a later change of the array changes no output."""
@@ -148,6 +150,7 @@ def test_options_of_the_cpu():
         assert relative(fp8.attention(*arrays, **options).dequantize(), attention(*values, **options)) < ERROR[E4M3]
 
 
+@ENGINES
 @pytest.mark.slow
 @pytest.mark.parametrize("d", [32, pytest.param(80, marks=pytest.mark.sweep)])
 def test_rotation(d, engine):
@@ -187,6 +190,7 @@ def test_the_fake_gpu_adds_as_an_h200(fake):
     assert relative(errors.in_fp8(given).get(), errors.exact(arrays)) == pytest.approx(measured, rel=0.05)
 
 
+@ENGINES
 @pytest.mark.slow
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize("given", ["descale", "scale"])
@@ -214,6 +218,7 @@ def test_factors_that_change(given, engine):
 LETTERS = {"bshd": (3, 2, 1, 0), "bhsd": (3, 1, 2, 0), "sbhd": (2, 3, 1, 0)}
 
 
+@ENGINES
 @pytest.mark.slow
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize(("letters", "rotated"), [("bhsd", True), pytest.param("sbhd", False, marks=pytest.mark.slow)])
@@ -262,6 +267,7 @@ def test_layout_of_packed_sequences():
     np.testing.assert_array_equal(found.dequantize().T, wanted.dequantize())
 
 
+@ENGINES
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     "source", ["float32", *(pytest.param(name, marks=pytest.mark.slow) for name in ("float16", "bfloat16"))]
@@ -309,6 +315,7 @@ OF_GRADIENTS = {
 }  # fmt: skip
 
 
+@ENGINES
 @pytest.mark.slow
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
@@ -342,17 +349,6 @@ def test_gradients_with_large_scores_are_finite():
     found, _ = gradients(x[:3], x[3], compute_dtype=E4M3)
     truth, _ = gradients([y.astype(np.float64) for y in x[:3]], x[3].astype(np.float64))
     assert all(relative(a, b) < 1 for a, b in zip(found, truth, strict=True))
-
-
-@pytest.mark.parametrize("layout", LETTERS)
-def test_gradients_in_other_layouts(layout):
-    """Those of the arrays in the order of this package."""
-    x = normal((16, 2, 8, 3), "bfloat16")
-    wanted, _ = gradients([x] * 3, x, compute_dtype=E4M3, causal=True)
-    y = np.ascontiguousarray(x.transpose(LETTERS[layout]))
-    found, _ = gradients([y] * 3, y, compute_dtype=E4M3, causal=True, layout=layout)
-    for a, b in zip(found, wanted, strict=True):
-        np.testing.assert_array_equal(a.transpose(np.argsort(LETTERS[layout])), b)
 
 
 # CUDA graphs and streams
@@ -473,6 +469,7 @@ def test_other_streams(engine):
 # Reports, pages and plans
 
 
+@ENGINES
 def test_explain(engine):
     """The problem, the graph and the plan; softcap is a reason against it on the GPU."""
     x = fp8.quantize(engine.put(normal((16, 2, 4, 1))))
@@ -509,6 +506,7 @@ def in_pages(engine, arrays, lengths, page):
 SINKS = np.array([0.5, 1, -1, 3], np.float32)
 
 
+@ENGINES
 @pytest.mark.parametrize(
     ("sq", "hq", "options", "least"),
     [
@@ -563,7 +561,7 @@ PLANNED = {
 
 
 @pytest.mark.cudnn
-@pytest.mark.parametrize("gpu", ["h200", "b200", "rtx5090"])
+@pytest.mark.parametrize("gpu", ["b200", *(pytest.param(gpu, marks=pytest.mark.slow) for gpu in ("h200", "rtx5090"))])
 def test_cudnn_plans_fp8(gpu, planner):
     """The real cuDNN accepts what the support table allows, for GPUs that are described; bfloat16 outputs for SM 10.x only."""
     head_dims = ((128, 128), (64, 128), *(((192, 128), (256, 256)) if gpu != "rtx5090" else ()))

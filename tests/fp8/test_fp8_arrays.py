@@ -6,12 +6,10 @@ import pickle
 
 import numpy as np
 import pytest
-from fp8_arrays import DTYPES, LARGEST, elements, normal, rounded
+from fp8_arrays import DTYPES, ENGINES, LARGEST, ON_A_GPU, elements, normal, rounded
 
 from cupy_sdpa import fp8
 from cupy_sdpa.check.cases.data import dtype_of
-
-ON_A_GPU = pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
 
 
 def equal(engine, found, wanted):
@@ -82,6 +80,7 @@ def test_quantize(source, layout, engine):
             assert np.linalg.norm(back - same.astype(np.float32)) < 0.04 * np.linalg.norm(same.astype(np.float32))
 
 
+@ENGINES
 @pytest.mark.slow
 def test_conversions_that_are_repeated(engine):
     """Other addresses, strides, lengths, rotations and formats are not confused, alone and in calls with three arrays."""
@@ -111,6 +110,7 @@ def test_rotations_are_orthogonal(d):
     np.testing.assert_allclose(made.dequantize(), eye, atol=1e-6)
 
 
+@ENGINES
 @pytest.mark.parametrize("rotated", [False, True])
 def test_padding_is_not_read(rotated, engine):
     """NaN beyond the lengths changes nothing, and 0 is stored there."""
@@ -127,6 +127,7 @@ def test_padding_is_not_read(rotated, engine):
         assert not elements(engine, found)[:, :, 5:, 0].any()
 
 
+@ENGINES
 @pytest.mark.parametrize("value", [0.0, 1e-38, np.inf, np.nan])
 def test_scales_of_special_numbers(value, engine):
     """Arrays of 0 and of tiny numbers have the scale 1; NaN and infinity are not hidden."""
@@ -137,6 +138,7 @@ def test_scales_of_special_numbers(value, engine):
 # Delayed scaling
 
 
+@ENGINES
 @pytest.mark.slow
 @pytest.mark.parametrize(("history", "rotated"), [(1, False), (2, True), (5, False)])
 def test_delayed_scaling(history, rotated, engine):
@@ -157,6 +159,7 @@ def test_delayed_scaling(history, rotated, engine):
         largest.append(448 * float(current.descale[0]))
 
 
+@ENGINES
 def test_delayed_scaling_of_an_output(engine):
     """``update`` adds the largest output to the history."""
     scaling = fp8.DelayedScaling(engine.put(np.zeros(1)), 2)
@@ -165,6 +168,7 @@ def test_delayed_scaling_of_an_output(engine):
         assert float(engine.get(scaling.scale)[0]) == wanted
 
 
+@ENGINES
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("rotated", [False, True])
 def test_delayed_scaling_ignores_what_is_not_finite(value, rotated, engine):
@@ -201,6 +205,7 @@ def test_a_captured_conversion_advances_its_history(engine):
 # Views, factors and copies
 
 
+@ENGINES
 def test_views_of_rotated_arrays(engine):
     """They have the values of the transposed and indexed array; a part of head_dim, in any order, is refused."""
     made = fp8.quantize(engine.put(normal((32, 3, 5, 2))), rotate=True)
@@ -227,6 +232,7 @@ VIEWS = {
 }
 
 
+@ENGINES
 @pytest.mark.parametrize("name", VIEWS)
 def test_views_are_dequantized(name, engine):
     """Also those with an axis whose stride says nothing about the order in memory."""
@@ -248,6 +254,7 @@ def test_a_view_at_any_address_is_dequantized(engine):
 COPIES = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x))}
 
 
+@ENGINES
 @pytest.mark.parametrize("way", COPIES)
 def test_copies_of_fp8_arrays(way, engine):
     """They have the elements, the factors and the memory order, in memory of their own."""
@@ -262,6 +269,7 @@ def test_copies_of_fp8_arrays(way, engine):
         np.testing.assert_array_equal(engine.get(other.dequantize()), wanted)
 
 
+@ENGINES
 @pytest.mark.parametrize("way", COPIES)
 def test_copies_of_delayed_scaling(way, engine):
     """They have the history, and do not share it."""

@@ -2,12 +2,11 @@
 
 import numpy as np
 import pytest
-from fp8_arrays import DTYPES, ERROR, LARGEST, elements, normal, relative, rounded
+from fp8_arrays import DTYPES, ENGINES, ERROR, LARGEST, ON_A_GPU, elements, normal, relative, rounded
 
 from cupy_sdpa import KVCache, attention, explain, fp8
 from cupy_sdpa.check.cases.data import dtype_of
 
-ON_A_GPU = pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
 #: A scale that is set by the first tokens leaves room for values larger by this factor.
 HEADROOM = 2
 
@@ -39,6 +38,7 @@ def largest(x, *, rotated=False):
     return 448 * float(fp8.quantize(np.asfortranarray(x, np.float32), rotate=rotated).descale[0])
 
 
+@ENGINES
 @pytest.mark.slow
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
@@ -80,6 +80,7 @@ def test_tokens_are_converted(source, dtype, rotated, packed, engine):
         assert (np.abs(wanted) <= LARGEST[dtype]).all()
 
 
+@ENGINES
 def test_scales_that_are_given(engine):
     """A number, or one for each layer; the first tokens change nothing."""
     cache = make(engine, k_scale=16, v_scale=[4.0, 8.0])
@@ -91,6 +92,7 @@ def test_scales_that_are_given(engine):
         np.testing.assert_array_equal(stored(engine, cache, 1, layer, 2), converted(x[..., 2], scale, "float8_e4m3fn"))
 
 
+@ENGINES
 @pytest.mark.slow
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize("rotated", [False, True])
@@ -114,6 +116,7 @@ def test_fp8_tokens(rotated, engine):
             np.testing.assert_array_equal(found[:, :, 20:], rounded(values * engine.get(array.scale), "float8_e4m3fn"))
 
 
+@ENGINES
 @pytest.mark.slow
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -129,6 +132,7 @@ def test_every_fp8_number_is_stored(dtype, engine):
         np.testing.assert_array_equal(stored(engine, cache, 0, 0, 0).astype(np.float32), wanted.astype(np.float32))
 
 
+@ENGINES
 @pytest.mark.parametrize("rotated", [False, True])
 def test_a_step_without_tokens_sets_no_scale(rotated, engine):
     """The scale is that of the first tokens."""
@@ -140,6 +144,7 @@ def test_a_step_without_tokens_sets_no_scale(rotated, engine):
         np.testing.assert_allclose(engine.get(side.scale), 448 / (HEADROOM * largest(x, rotated=turned)), rtol=1e-6)
 
 
+@ENGINES
 @pytest.mark.parametrize(("value", "packed"), [(np.nan, False), (np.inf, True)])
 def test_first_tokens_that_are_not_finite(value, packed, engine):
     """The scale is that of the other numbers, so later tokens are not lost."""
@@ -171,6 +176,7 @@ STEPS = {
 }  # fmt: skip
 
 
+@ENGINES
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", [*list(STEPS)[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in list(STEPS)[2:])])
 def test_decoding(name, engine):
@@ -213,6 +219,7 @@ def test_decoding(name, engine):
             assert relative(out, truth) < 2 * ERROR[dtype]
 
 
+@ENGINES
 def test_forks_and_truncation(engine):
     """Pages of FP8 are shared and copied like others."""
     cache, (x, y) = make(engine, batch=2), (normal((32, 2, n), "float16", n) for n in (20, 3))

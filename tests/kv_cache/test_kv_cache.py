@@ -169,21 +169,6 @@ def test_a_long_generation_needs_few_plans(queries):
     assert len(problems) <= 9
 
 
-def test_a_shared_page_that_is_truncated_is_copied(engine):
-    """A full page with two owners, shortened in one of them, is copied before that one grows; the other keeps its tokens."""
-    cache = new(engine, 2, 1, pages=4, batch=2, page_size=2)
-    first, second = (np.asfortranarray(np.arange(n, n + 2 * n).reshape(2, 1, n).astype("f2")) for n in (4, 1))
-    cache.append(engine.put(first), engine.put(first), counts=[4, 0])
-    cache.fork(0, 1)
-    cache.truncate(1, 3)
-    assert cache.shared_prefix() == 2
-    cache.append(engine.put(second), engine.put(second), counts=[0, 1])
-    table, keys = engine.get(cache.table), engine.get(cache.keys())
-    for b, wanted in ((0, first), (1, np.concatenate([first[..., :3], second], axis=2))):
-        np.testing.assert_array_equal(np.concatenate([keys[..., p] for p in table[:, b]], axis=2), wanted)
-    assert cache.free_pages == 1
-
-
 def test_an_unchanged_step_enqueues_nothing(fake):
     """A step with the same counts and no new page is host work alone; a new page takes one launch."""
     cache = KVCache(2, 1, pages=4, batch=2, page_size=3, dtype="float16")

@@ -424,7 +424,10 @@ def check(engine, name, dtype, points, error, step):
     done = copy.deepcopy(start)
     call(engine, done, x)
     before, after = seen(engine, start), seen(engine, done)
-    later = name == "append of layer 1"
+    later, begins = name == "append of layer 1", name in ("append of a new step", "begin_step")
+    instead = copy.deepcopy(start)
+    if begins:
+        append(engine, instead, np.random.default_rng(2), [5, 0, 0])
     assert later or not same(before, after)
     wanted = continued(engine, done, x)
     stopped = 0
@@ -437,6 +440,11 @@ def check(engine, name, dtype, points, error, step):
             found = seen(engine, cache)
             undone = later or same(found, before)
             assert undone or same(found, after), n
+            stopped += 1
+            if undone and begins and stopped % 3 == 2:  # a step with the counts of the last one
+                append(engine, cache, np.random.default_rng(2), [5, 0, 0])
+                assert same(seen(engine, cache), seen(engine, instead)), n
+                continue
             if undone:
                 with contextlib.suppress(RuntimeError) if later else contextlib.nullcontext():
                     call(engine, cache, x)
@@ -444,7 +452,6 @@ def check(engine, name, dtype, points, error, step):
                 assert same(continued(engine, cache, x), wanted), n
             else:
                 assert same(seen(engine, cache), after), n
-            stopped += 1
         else:
             return stopped
 

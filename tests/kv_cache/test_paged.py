@@ -15,7 +15,7 @@ from cupy_sdpa import KVCache, Unsupported, attention, explain, prepare
 ON_A_GPU = pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
 
 
-@pytest.mark.parametrize("number", numbers(6, quick=2))
+@pytest.mark.parametrize("number", numbers(6, quick=1))
 @pytest.mark.parametrize("names", ["paged", "paged packed", "paged window"])
 def test_random_problems(names, number, engine):
     """Split or not: masks, functions, lengths, packed queries, dropout, layouts of the pages, and results of the caller."""
@@ -73,8 +73,7 @@ def decoding(engine, sq=2, batch=3):
 
 
 @ON_A_GPU
-@pytest.mark.parametrize("offset", [1, 4])
-@pytest.mark.parametrize("sq", [1, 3])
+@pytest.mark.parametrize(("sq", "offset"), [(1, 1), pytest.param(3, 4, marks=pytest.mark.slow)])
 def test_queries_at_any_address(sq, offset, engine):
     """Vector loads need aligned addresses: queries that begin elsewhere give the same bits."""
     q, arrays, options = decoding(engine, sq)

@@ -12,13 +12,13 @@ ON_A_GPU = pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks
 SHORT, RANDOM = (4, "pages", "one", 0, "mixed", False, False), (4, "heads", "random", 0, "mixed", False, False)
 
 
-@pytest.mark.parametrize("number", numbers(8, quick=2))
+@pytest.mark.parametrize("number", numbers(8, quick=1))
 def test_random_problems(number, engine):
     """Merged from two parts, with or without the log-sum-exp, and with any number of pages in the prefix."""
     engine.agrees(engine.draw({"shared_prefix"}, number), refused=True)
 
 
-@pytest.mark.parametrize(("sq", "pages"), [(2, SHORT), (5, SHORT), (9, SHORT), (12, RANDOM)])
+@pytest.mark.parametrize(("sq", "pages"), [(2, SHORT), (5, SHORT), (12, RANDOM)])
 def test_more_queries_than_keys_after_the_prefix(sq, pages, engine):
     """Queries before the end of the prefix attend to the part of it before them."""
     options = {"paged": pages, "shared_prefix": 2, "causal": "bottom_right", "stats": True}
