@@ -1,15 +1,11 @@
 """The GPT of ``demo --generate``: gradients, generation with the cache, speculation, continuous batching, and the command."""
 
-import json
-
 import ml_dtypes
 import numpy as np
 import pytest
-from command_line import complaint, lines
+from command_line import run
 
 from cupy_sdpa import attention, attention_vjp, get_plan_cache
-from cupy_sdpa.__main__ import main
-from cupy_sdpa._cli.generation import command as command_module
 from cupy_sdpa._cli.generation.decoder import CHUNK, Decoder
 from cupy_sdpa._cli.generation.gpt import GPT, Sizes, Training, cast, cross_entropy, initial, split, train
 from cupy_sdpa._cli.generation.serve import Request, gumbel, serve
@@ -17,6 +13,7 @@ from cupy_sdpa._cli.generation.speculate import NGrams, speculate
 from cupy_sdpa._cli.helpers import text
 from cupy_sdpa._cudnn.library import library
 
+pytestmark = pytest.mark.slow
 SMALL = Sizes(layers=2, heads=2, head_dim=16, hidden=64, context=64)
 #: Prompts of different lengths; the first one takes two chunks.
 STARTS = ((0, CHUNK + 8), (100, 3), (200, 17))
@@ -25,7 +22,7 @@ STARTS = ((0, CHUNK + 8), (100, 3), (200, 17))
 @pytest.fixture(scope="module")
 def model():
     """A small model in float64 that has learned the text in part."""
-    made, losses = train(sizes=SMALL, training=Training(steps=150, batch=4))
+    made, losses = train(sizes=SMALL, training=Training(steps=100, batch=4))
     assert losses[-1] < losses[0] / 2
     return cast(made, np.float64)
 
@@ -80,7 +77,7 @@ def test_gradients_against_finite_differences():
 def test_decoding_equals_a_full_pass(dtype, tolerance, model, words):
     """Logits of prefill in chunks and of single tokens are those of one causal pass over the whole sequence."""
     model = cast(model, dtype)
-    length, batch = 50, 2
+    length, batch = CHUNK + 12, 2
     tokens = np.stack([words[:length], words[300 : 300 + length]], axis=1)
     full, _ = model.forward(tokens, np.arange(length)[:, None], lambda layer, *qkv: (attention(*qkv, causal=True), None))
     decoder = Decoder(model, batch)
@@ -173,7 +170,7 @@ def test_sampling_has_the_probabilities_of_the_temperature():
 
 def captured_equals_direct(xp, model, words, dtype):
     """The tokens of captured steps, of steps without a graph, and of speculation with both; returns those of decoding."""
-    prompts, count = prompts_of(words), 20
+    prompts, count = prompts_of(words), 10
     noise = random_noise(model, count, len(STARTS))
     results = []
     for graphs in (True, False):
@@ -191,18 +188,23 @@ def captured_equals_direct(xp, model, words, dtype):
     return results[0]
 
 
-def test_captured_steps_on_the_fake_cupy(fake, model, words):
+def test_captured_steps(engine, model, words):
     """A replayed graph gives the tokens of the step without a graph; float16 gives those of numpy in float64."""
-    first, greedy, _, speculated = captured_equals_direct(fake, model, words, np.float16)
-    decoder = Decoder(model, len(STARTS))
-    assert list(decoder.prefill(prompts_of(words)).values()) == first
-    assert decoder.decode(first, 20).tolist() == greedy == speculated
-    get_plan_cache().clear()
-    assert library().forget_plans() == 2, "the plans of the steps of one and of five tokens, which were captured"
+    if not engine.on_cudnn:
+        return
+    first, greedy, _, speculated = captured_equals_direct(
+        engine.xp, model, words, ml_dtypes.bfloat16 if engine.name == "cupy" else np.float16
+    )
+    if engine.name == "fake":
+        decoder = Decoder(model, len(STARTS))
+        assert list(decoder.prefill(prompts_of(words)).values()) == first
+        assert decoder.decode(first, len(greedy)).tolist() == greedy == speculated
+        get_plan_cache().clear()
+        assert library().forget_plans() == 2, "the plans of the steps of one and of five tokens, which were captured"
 
 
-def test_continuous_batching_on_the_fake_cupy(fake, model, words):
-    """Sequences join and finish between replays of one graph; the texts are those of numpy."""
+def test_continuous_batching_replays_one_graph(fake, model, words):
+    """Sequences join and finish between replays; the texts are those of numpy."""
     asked = [(words[start : start + 3 + n], 5 + 4 * n) for n, start in enumerate((0, 100, 200, 300))]
     texts = []
     for made in (model, on(fake, model, np.float16)):
@@ -212,12 +214,6 @@ def test_continuous_batching_on_the_fake_cupy(fake, model, words):
     assert texts[0] == texts[1]
     get_plan_cache().clear()
     assert library().forget_plans() == 1
-
-
-@pytest.mark.gpu
-def test_captured_steps_on_a_gpu(model, words, cupy):
-    """A replayed CUDA graph gives the tokens of the step without a graph."""
-    captured_equals_direct(cupy, model, words, ml_dtypes.bfloat16)
 
 
 def test_tokens_are_the_text(model):
@@ -233,71 +229,50 @@ def test_tokens_are_the_text(model):
 # the command
 
 
-@pytest.fixture
-def wide(monkeypatch):
-    """Lines of 100 columns: pytest-xdist sets COLUMNS."""
-    monkeypatch.setenv("COLUMNS", "100")
-
-
 #: A short run.
-SHORT = ["demo", "--generate", "--engine", "numpy", "--steps", "3", "--tokens", "6", "--batch", "3"]
+SHORT = "demo --generate --engine numpy --steps 3 --tokens 6 --batch 3"
 
 
-def test_the_command(capsys, wide):
+def test_the_command():
     """It prints the texts and the tokens per second of prefill, decoding, speculation and the batch."""
-    assert main([*SHORT, "--prompt", "Alice was", "--temperature", "0", "--draft", "2"]) == 0
-    shown = lines(capsys)
-    assert max(map(len, shown)) <= 100
-    printed = " ".join(" ".join(shown).split())
+    done = run(f"{SHORT} --temperature 0 --draft 2 --prompt", "Alice was")
+    assert done.status == 0
+    assert max(map(len, done.lines)) <= 100
     for label in ("greedy", "sampled", "prefill", "decoding", "batch"):
-        assert any(line.startswith(label) for line in shown)
-    assert printed.count("tokens/s") == 5  # and of training
-    assert "with 2 draft tokens per step: the greedy text" in printed
-    assert "10 prompts in 3 sequences" in printed
-
-
-def test_the_command_as_json(capsys):
-    """The same facts as a JSON object."""
-    assert main([*SHORT, "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert {"greedy", "sampled", "tokens_per_second", "batch"} <= printed.keys()
+        assert any(line.startswith(label) for line in done.lines)
+    assert done.text.count("tokens/s") == 5  # and of training
+    assert "with 2 draft tokens per step: the greedy text" in done.text
+    assert "10 prompts in 3 sequences" in done.text
 
 
 REFUSED = {
-    "attention": (["--generate", "--causal"], "--causal has no effect with --generate"),
-    "heads": (["--generate", "--kv-heads", "2"], "--kv-heads has no effect with --generate"),
-    "generation": (["--tokens", "5"], "--tokens has no effect without --generate"),
-    "draft": (["--generate", "--draft", "17"], "--draft 17 is more than 16"),
-    "too_long": (
-        ["--generate", "--steps", "1", "--tokens", "128"],
-        "7 + 128 tokens; the model is trained on sequences of 128",
-    ),
-    "unknown_word": (["--generate", "--steps", "1", "--prompt", "Alice saw a zebra"], "--prompt: 'zebra' does not occur"),
-    "no_words": (["--generate", "--steps", "1", "--prompt", " "], "--prompt has no words"),
+    "--causal": "--causal has no effect with --generate",
+    "--kv-heads 2": "--kv-heads has no effect with --generate",
+    "--draft 17": "--draft 17 is more than 16",
+    "--steps 1 --tokens 128": "7 + 128 tokens; the model is trained on sequences of 128",
+    "--steps 1 --prompt zebra": "--prompt: 'zebra' does not occur",
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_the_command_refuses(name, capsys, monkeypatch):
-    """Errors of one line, before training."""
-    monkeypatch.setattr(command_module, "train", None)
-    words, said = REFUSED[name]
-    assert main(["demo", "--engine", "numpy", *words]) == 2
-    assert said in complaint(capsys)
+@pytest.mark.parametrize("words", REFUSED)
+def test_the_command_refuses(words):
+    """Errors of one line; also for a prompt without words."""
+    assert REFUSED[words] in run(f"demo --engine numpy --generate {words}").complaint
+    assert "--prompt has no words" in run("demo --engine numpy --generate --steps 1 --prompt", " ").complaint
 
 
 @pytest.mark.parametrize("value", ["-1", "warm", "inf"])
-def test_a_temperature_is_a_number(value, capsys):
+def test_a_temperature_is_a_number(value):
     """It is 0 or more."""
-    with pytest.raises(SystemExit, match="2"):
-        main(["demo", "--generate", "--temperature", value])
-    assert "--temperature" in capsys.readouterr().err
+    done = run(f"demo --generate --temperature {value}")
+    assert done.status == 2
+    assert "--temperature" in done.err
 
 
 @pytest.mark.gpu
-def test_the_command_on_a_gpu(capsys, wide):
+def test_the_command_on_a_gpu():
     """On a GPU attention runs in bfloat16, and the steps are replayed CUDA graphs."""
-    assert main(["demo", "--generate", "--engine", "cudnn", "--steps", "20", "--tokens", "20"]) == 0
-    printed = " ".join(" ".join(lines(capsys)).split())
-    assert "attention in bfloat16" in printed
-    assert "each step is a replayed CUDA graph" in printed
+    done = run("demo --generate --engine cudnn --steps 20 --tokens 20")
+    assert done.status == 0
+    assert "attention in bfloat16" in done.text
+    assert "each step is a replayed CUDA graph" in done.text
