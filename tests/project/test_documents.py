@@ -65,7 +65,7 @@ def test_the_code_for_other_libraries_runs(library, cupy, monkeypatch):
 def test_no_code_is_overlooked():
     """Every block that is marked as Python is run by a test."""
     for path in (ROOT / "README.md", *DOCS):
-        marked = re.findall(r"^\s*(?:```|~~~)\s*\{?\.?py", path.read_text(encoding="utf-8"), re.M | re.I)
+        marked = re.findall(r"^[ \t]*(?:```|~~~)[ \t]*\{?\.?py", path.read_text(encoding="utf-8"), re.M | re.I)
         assert len(marked) == sum(len(code_blocks(path, others)) for others in (None, "torch", "jax")), path
 
 
