@@ -164,7 +164,7 @@ def test_without_a_gpu():
 @pytest.mark.slow
 @pytest.mark.cudnn
 def test_planning(folder):
-    """plan stores a plan, which explain and a second run load; what is refused has its reason and status 1."""
+    """plan stores a plan, which a second run finds; what is refused has its reason and status 1."""
     Path("shapes.toml").write_text(SHAPES.replace('"backward"', '["forward"]'))
     command = "plan --gpu h200 shapes.toml -o plans -j 1"
     done = run(command)
@@ -177,11 +177,6 @@ def test_planning(folder):
     assert done.status == 1
     assert "1 refused" in done.text
     assert "q, k and v are float32" in done.text
-    done = run("explain 64,4,128,1 --gpu h200 --causal --dtype float16")
-    assert done.status == 0
-    assert done.out.startswith("forward attention, float16: batch 1, 4 query and 4 key/value heads")
-    assert "runs on cuDNN (NVIDIA H200" in done.out
-    assert "workspace" in done.out
 
 
 def test_passes_may_be_a_string(folder):

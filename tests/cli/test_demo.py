@@ -1,4 +1,4 @@
-"""The command demo: output, error, engine and plot."""
+"""The command demo: output, error, engine and plot; and explain on the current GPU."""
 
 import re
 
@@ -58,6 +58,16 @@ def test_what_cudnn_refuses(engine):
     if engine.on_cudnn:
         assert "numpy (cuDNN cannot run this: the head_dim" in check(run("demo --seq 50 --head-dim 20"))
         assert "head_dim" in run("demo --seq 50 --head-dim 20 --engine cudnn").complaint
+
+
+def test_explain(engine):
+    """The problem, the verdict and the plan for the current GPU."""
+    if engine.on_cudnn:
+        done = run("explain 64,8,100,2 --keys 64,4,50,2 --causal --dtype float16")
+        assert done.status == 0
+        assert done.text.startswith("forward attention, float16: batch 2, 8 query and 4 key/value heads")
+        assert "runs on cuDNN: cuDNN" in done.text
+        assert "workspace" in done.text
 
 
 def test_words(folder):

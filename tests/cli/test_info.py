@@ -1,4 +1,4 @@
-"""Which libraries and engines there are, and what is missing with the command that installs it."""
+"""What the machine has: libraries, engines and memory; what is missing, with the command that installs it."""
 
 import re
 import sys
@@ -86,3 +86,15 @@ def test_the_driver_chooses_the_extra(driver, extra, folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert machine.pip() == f"pip install {extra}"
     assert machine.no_gpu() is None  # there is a driver; only CuPy could count its GPUs
+
+
+def test_the_memory_is_asked_for(monkeypatch):
+    """For run, the arrays, the result, and the largest array of the file must fit."""
+    shapes = {"q": (8, 4, 5, 2), "k": (8, 2, 7, 2), "v": (16, 2, 7, 2)}
+    np.savez("in.npz", **{name: np.ones(shape, np.float32, order="F") for name, shape in shapes.items()})
+    sizes = [4 * int(np.prod(shape)) for shape in (*shapes.values(), (16, 4, 5, 2))]
+    available = [sum(sizes) + max(sizes[:3])]
+    monkeypatch.setattr(machine, "memory_available", lambda: available[0])
+    assert run("run in.npz -o out.npz --engine numpy").status == 0
+    available[0] -= 1
+    assert "GiB are available" in run("run in.npz -o out.npz --engine numpy").complaint

@@ -15,7 +15,6 @@ SHAPES += f"lengths = {list(range(100, 3000, 100))}\n"
 COMMANDS = [
     "run in.npz -o out.npz",
     pytest.param("check --engine cpu", marks=pytest.mark.slow),
-    pytest.param("demo --generate --steps 100000 --engine numpy", marks=pytest.mark.slow),
     pytest.param("plan shapes.toml --gpu h200 -o plans", marks=[pytest.mark.cudnn, pytest.mark.slow]),
     pytest.param("support --measure", marks=[pytest.mark.cudnn, pytest.mark.slow]),
 ]

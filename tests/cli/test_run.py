@@ -12,7 +12,6 @@ import pytest
 from command_line import run
 
 from cupy_sdpa import attention, reference
-from cupy_sdpa._cli.helpers import machine
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 #: For each layout how to transpose (head_dim, heads, seq, batch), and (seq, heads, batch): without the table of the command.
@@ -276,14 +275,3 @@ def test_nothing_is_left_half_written(failure, status, said, folder, monkeypatch
     assert done.err.count("\n") == 1
     assert (folder / "out.npz").read_bytes() == b"of before"
     assert sorted(path.name for path in folder.iterdir()) == ["in.npz", "out.npz"]
-
-
-def test_the_memory_is_checked(monkeypatch):
-    """The arrays, the result and the largest array of the file must fit."""
-    save(arrays())
-    sizes = {name: x.nbytes for name, x in arrays().items()}
-    available = [sum(sizes.values()) + 4 * 16 * 4 * 5 * 2 + max(sizes.values())]
-    monkeypatch.setattr(machine, "memory_available", lambda: available[0])
-    assert run(RUN).status == 0
-    available[0] -= 1
-    assert "GiB are available" in run(RUN).complaint
