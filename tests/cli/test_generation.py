@@ -1,15 +1,11 @@
 """The GPT of ``demo --generate``: gradients, generation with the cache, speculation, continuous batching, and the command."""
 
-import json
-
 import ml_dtypes
 import numpy as np
 import pytest
-from command_line import complaint, lines
+from command_line import run
 
 from cupy_sdpa import attention, attention_vjp, get_plan_cache
-from cupy_sdpa.__main__ import main
-from cupy_sdpa._cli.generation import command as command_module
 from cupy_sdpa._cli.generation.decoder import CHUNK, Decoder
 from cupy_sdpa._cli.generation.gpt import GPT, Sizes, Training, cast, cross_entropy, initial, split, train
 from cupy_sdpa._cli.generation.serve import Request, gumbel, serve
@@ -17,6 +13,7 @@ from cupy_sdpa._cli.generation.speculate import NGrams, speculate
 from cupy_sdpa._cli.helpers import text
 from cupy_sdpa._cudnn.library import library
 
+pytestmark = pytest.mark.slow
 SMALL = Sizes(layers=2, heads=2, head_dim=16, hidden=64, context=64)
 #: Prompts of different lengths; the first one takes two chunks.
 STARTS = ((0, CHUNK + 8), (100, 3), (200, 17))
@@ -25,7 +22,7 @@ STARTS = ((0, CHUNK + 8), (100, 3), (200, 17))
 @pytest.fixture(scope="module")
 def model():
     """A small model in float64 that has learned the text in part."""
-    made, losses = train(sizes=SMALL, training=Training(steps=150, batch=4))
+    made, losses = train(sizes=SMALL, training=Training(steps=100, batch=4))
     assert losses[-1] < losses[0] / 2
     return cast(made, np.float64)
 
@@ -36,10 +33,20 @@ def words(model):
     return model.encode(text.passage())
 
 
-def on(xp, model, dtype):
-    """The model on a GPU, with q, k and v in 16 bits."""
-    weights = {name: xp.asarray(weight.astype(np.float32)) for name, weight in model.weights.items()}
-    return GPT(model.sizes, model.vocabulary, weights, np.dtype(dtype), xp)
+def on(engine, model):
+    """The model on an engine, with q, k and v in 16 bits; on numpy it is unchanged."""
+    if not engine.on_cudnn:
+        return model
+    weights = {name: engine.put(weight.astype(np.float32)) for name, weight in model.weights.items()}
+    dtype = np.dtype(ml_dtypes.bfloat16 if engine.name == "cupy" else np.float16)
+    return GPT(model.sizes, model.vocabulary, weights, dtype, engine.xp)
+
+
+def forget(engine, plans):
+    """The steps were captured with this number of plans."""
+    if engine.name == "fake":
+        get_plan_cache().clear()
+        assert library().forget_plans() == plans
 
 
 def prompts_of(words):
@@ -80,7 +87,7 @@ def test_gradients_against_finite_differences():
 def test_decoding_equals_a_full_pass(dtype, tolerance, model, words):
     """Logits of prefill in chunks and of single tokens are those of one causal pass over the whole sequence."""
     model = cast(model, dtype)
-    length, batch = 50, 2
+    length, batch = CHUNK + 12, 2
     tokens = np.stack([words[:length], words[300 : 300 + length]], axis=1)
     full, _ = model.forward(tokens, np.arange(length)[:, None], lambda layer, *qkv: (attention(*qkv, causal=True), None))
     decoder = Decoder(model, batch)
@@ -142,24 +149,24 @@ def test_rejected_tokens_leave_the_cache(model, words):
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_continuous_batching_gives_the_text_of_each_prompt_alone(temperature, model, words):
-    """Five prompts in two sequences, with an end token and different limits; the cache is empty afterwards."""
-    asked = [(words[start : start + 3 + n], 5 + 4 * n) for n, start in enumerate((0, 100, 200, 300, 400))]
+def test_continuous_batching_gives_the_text_of_each_prompt_alone(temperature, engine, model, words):
+    """Prompts in two sequences, with an end token and different limits; the cache is empty afterwards. Float16 gives the same text."""
+    asked = [(words[start : start + 3 + n], 5 + 4 * n) for n, start in enumerate((0, 100, 200, 300))]
     end = int(model.encode(",")[0])
     requests = [Request(*one) for one in asked]
-    decoder = Decoder(model, 2)
+    decoder = Decoder(on(engine, model), 2)
     history = serve(decoder, requests, end=end, temperature=temperature, seed=3)
     assert decoder.cache.host_lengths.tolist() == [0, 0]
-    assert {n for step in history for n in step if n is not None} == {
-        n for n, request in enumerate(requests) if len(request.tokens) > 1
-    }
+    longer = {n for n, request in enumerate(requests) if len(request.tokens) > 1}
+    assert {n for step in history for n in step if n is not None} == longer
     for n, (prompt, count) in enumerate(asked):
         noise = gumbel(temperature, 3, n, count, len(model.vocabulary))
         one = Decoder(model, 1)
         first = one.prefill({0: prompt}, {0: noise[0]})[0]
         alone = [first, *one.decode([first], count - 1, noise[1:, :, None])[:, 0].tolist()]
         stop = alone.index(end) + 1 if end in alone else count
-        assert requests[n].tokens == alone[:stop]
+        assert engine.name == "cupy" or requests[n].tokens == alone[:stop]  # bfloat16 on a GPU
+    forget(engine, 1)
 
 
 def test_sampling_has_the_probabilities_of_the_temperature():
@@ -171,13 +178,13 @@ def test_sampling_has_the_probabilities_of_the_temperature():
     assert (abs(found - wanted) < 5 * np.sqrt(wanted / draws)).all()
 
 
-def captured_equals_direct(xp, model, words, dtype):
-    """The tokens of captured steps, of steps without a graph, and of speculation with both; returns those of decoding."""
-    prompts, count = prompts_of(words), 20
+def test_captured_steps(engine, model, words):
+    """A replayed graph gives the tokens of the step without a graph, also in speculation; float16 gives those of numpy."""
+    prompts, count = prompts_of(words), 10
     noise = random_noise(model, count, len(STARTS))
     results = []
-    for graphs in (True, False):
-        decoder = Decoder(on(xp, model, dtype), len(STARTS), graphs=graphs)
+    for made, graphs in ((on(engine, model), True), (on(engine, model), False), (model, False)):
+        decoder = Decoder(made, len(STARTS), graphs=graphs)
         first = list(decoder.prefill(prompts).values())
         greedy = decoder.decode(first, count)
         decoder.clear()
@@ -188,36 +195,8 @@ def captured_equals_direct(xp, model, words, dtype):
         speculated, *_ = speculate(decoder, list(prompts.values()), first, count, NGrams(words))
         results.append((first, greedy.tolist(), sampled.tolist(), np.array(speculated).T.tolist()))
     assert results[0] == results[1]
-    return results[0]
-
-
-def test_captured_steps_on_the_fake_cupy(fake, model, words):
-    """A replayed graph gives the tokens of the step without a graph; float16 gives those of numpy in float64."""
-    first, greedy, _, speculated = captured_equals_direct(fake, model, words, np.float16)
-    decoder = Decoder(model, len(STARTS))
-    assert list(decoder.prefill(prompts_of(words)).values()) == first
-    assert decoder.decode(first, 20).tolist() == greedy == speculated
-    get_plan_cache().clear()
-    assert library().forget_plans() == 2, "the plans of the steps of one and of five tokens, which were captured"
-
-
-def test_continuous_batching_on_the_fake_cupy(fake, model, words):
-    """Sequences join and finish between replays of one graph; the texts are those of numpy."""
-    asked = [(words[start : start + 3 + n], 5 + 4 * n) for n, start in enumerate((0, 100, 200, 300))]
-    texts = []
-    for made in (model, on(fake, model, np.float16)):
-        requests = [Request(*one) for one in asked]
-        serve(Decoder(made, 2), requests)
-        texts.append([request.tokens for request in requests])
-    assert texts[0] == texts[1]
-    get_plan_cache().clear()
-    assert library().forget_plans() == 1
-
-
-@pytest.mark.gpu
-def test_captured_steps_on_a_gpu(model, words, cupy):
-    """A replayed CUDA graph gives the tokens of the step without a graph."""
-    captured_equals_direct(cupy, model, words, ml_dtypes.bfloat16)
+    assert engine.name == "cupy" or results[0] == results[2]
+    forget(engine, 2)
 
 
 def test_tokens_are_the_text(model):
@@ -233,71 +212,50 @@ def test_tokens_are_the_text(model):
 # the command
 
 
-@pytest.fixture
-def wide(monkeypatch):
-    """Lines of 100 columns: pytest-xdist sets COLUMNS."""
-    monkeypatch.setenv("COLUMNS", "100")
-
-
 #: A short run.
-SHORT = ["demo", "--generate", "--engine", "numpy", "--steps", "3", "--tokens", "6", "--batch", "3"]
+SHORT = "demo --generate --engine numpy --steps 3 --tokens 6 --batch 3"
 
 
-def test_the_command(capsys, wide):
+def test_the_command():
     """It prints the texts and the tokens per second of prefill, decoding, speculation and the batch."""
-    assert main([*SHORT, "--prompt", "Alice was", "--temperature", "0", "--draft", "2"]) == 0
-    shown = lines(capsys)
-    assert max(map(len, shown)) <= 100
-    printed = " ".join(" ".join(shown).split())
+    done = run(f"{SHORT} --temperature 0 --draft 2 --prompt", "Alice was")
+    assert done.status == 0
+    assert max(map(len, done.lines)) <= 100
     for label in ("greedy", "sampled", "prefill", "decoding", "batch"):
-        assert any(line.startswith(label) for line in shown)
-    assert printed.count("tokens/s") == 5  # and of training
-    assert "with 2 draft tokens per step: the greedy text" in printed
-    assert "10 prompts in 3 sequences" in printed
-
-
-def test_the_command_as_json(capsys):
-    """The same facts as a JSON object."""
-    assert main([*SHORT, "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert {"greedy", "sampled", "tokens_per_second", "batch"} <= printed.keys()
+        assert any(line.startswith(label) for line in done.lines)
+    assert done.text.count("tokens/s") == 5  # and of training
+    assert "with 2 draft tokens per step: the greedy text" in done.text
+    assert "10 prompts in 3 sequences" in done.text
 
 
 REFUSED = {
-    "attention": (["--generate", "--causal"], "--causal has no effect with --generate"),
-    "heads": (["--generate", "--kv-heads", "2"], "--kv-heads has no effect with --generate"),
-    "generation": (["--tokens", "5"], "--tokens has no effect without --generate"),
-    "draft": (["--generate", "--draft", "17"], "--draft 17 is more than 16"),
-    "too_long": (
-        ["--generate", "--steps", "1", "--tokens", "128"],
-        "7 + 128 tokens; the model is trained on sequences of 128",
-    ),
-    "unknown_word": (["--generate", "--steps", "1", "--prompt", "Alice saw a zebra"], "--prompt: 'zebra' does not occur"),
-    "no_words": (["--generate", "--steps", "1", "--prompt", " "], "--prompt has no words"),
+    "--causal": "--causal has no effect with --generate",
+    "--kv-heads 2": "--kv-heads has no effect with --generate",
+    "--draft 17": "--draft 17 is more than 16",
+    "--steps 1 --tokens 128": "7 + 128 tokens; the model is trained on sequences of 128",
+    "--steps 1 --prompt zebra": "--prompt: 'zebra' does not occur",
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_the_command_refuses(name, capsys, monkeypatch):
-    """Errors of one line, before training."""
-    monkeypatch.setattr(command_module, "train", None)
-    words, said = REFUSED[name]
-    assert main(["demo", "--engine", "numpy", *words]) == 2
-    assert said in complaint(capsys)
+@pytest.mark.parametrize("words", REFUSED)
+def test_the_command_refuses(words):
+    """Errors of one line; also for a prompt without words."""
+    assert REFUSED[words] in run(f"demo --engine numpy --generate {words}").complaint
+    assert "--prompt has no words" in run("demo --engine numpy --generate --steps 1 --prompt", " ").complaint
 
 
 @pytest.mark.parametrize("value", ["-1", "warm", "inf"])
-def test_a_temperature_is_a_number(value, capsys):
+def test_a_temperature_is_a_number(value):
     """It is 0 or more."""
-    with pytest.raises(SystemExit, match="2"):
-        main(["demo", "--generate", "--temperature", value])
-    assert "--temperature" in capsys.readouterr().err
+    done = run(f"demo --generate --temperature {value}")
+    assert done.status == 2
+    assert "--temperature" in done.err
 
 
 @pytest.mark.gpu
-def test_the_command_on_a_gpu(capsys, wide):
+def test_the_command_on_a_gpu():
     """On a GPU attention runs in bfloat16, and the steps are replayed CUDA graphs."""
-    assert main(["demo", "--generate", "--engine", "cudnn", "--steps", "20", "--tokens", "20"]) == 0
-    printed = " ".join(" ".join(lines(capsys)).split())
-    assert "attention in bfloat16" in printed
-    assert "each step is a replayed CUDA graph" in printed
+    done = run("demo --generate --engine cudnn --steps 20 --tokens 20")
+    assert done.status == 0
+    assert "attention in bfloat16" in done.text
+    assert "each step is a replayed CUDA graph" in done.text
