@@ -1,5 +1,7 @@
 """The tolerance policy rejects wrong results of the kinds that attention code produces."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from cases import DTYPES, Case
@@ -80,7 +82,7 @@ def test_wrong_results_are_rejected(wrong, dtype):
 
 
 #: Mistakes of each of the results whose floor is not that of rounding.
-OTHERS = {
+OTHERS: dict[str, list[Any]] = {
     "stats": [lambda x: x / np.log(2), lambda x: x + 1e-4, lambda x: x[:, ::-1], np.zeros_like],
     "dsinks": [np.negative, lambda x: 0.9 * x, lambda x: x[::-1], np.zeros_like],
 }
