@@ -1,4 +1,4 @@
-"""Groups on GPUs: threads with CuPy arrays on one GPU, and NCCL on two, compared with the reference in float64 and with one GPU."""
+"""Groups of several GPUs that NCCL connects: results, and threads and processes that end, hang or disagree."""
 
 import os
 import socket
@@ -8,46 +8,30 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from parallel_cases import METHODS
-from parallel_on_gpu import CASES, PACKED, assert_as_exact_as_one_gpu, exact, problem_of, results_of, results_of_one_gpu
+from parallel_cases import METHODS, Problem, assert_close
 
-from cupy_sdpa.parallel import GroupError, Loopback, context_parallel, run_on_gpus, run_threads
+from cupy_sdpa.parallel import GroupError, context_parallel, run_on_gpus
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu]
+#: Heads, lengths and options.
+PROBLEMS = {
+    "causal": {"length": 512},
+    "odd length": {"length": 317},
+    "window": {"length": 512, "options": {"window": (50, 0)}},
+    "sinks": {"length": 512, "options": {"sinks": np.linspace(-1, 1, 8, dtype=np.float32)}},
+    "packed": {"length": (256, 64, 0, 192)},
+}
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", [*CASES, *PACKED])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_threads_on_one_gpu(cupy, dtype, name, method):
-    """A group of threads with CuPy arrays on one GPU gives the results of one GPU, in both passes and after repeats."""
-    problem = problem_of(name, dtype)
-    results = run_threads(Loopback(2, timeout=120).members, results_of(cupy, problem, method))
-    assert_as_exact_as_one_gpu(results, results_of_one_gpu(cupy, problem), exact(problem))
-
-
-@pytest.mark.parametrize(
-    ("size", "method"),
-    [(size, method) for size in (3, 4) for method in METHODS if (size, method) != (3, "all_to_all")],  # 8 heads
-)
-def test_more_threads_with_delays(cupy, size, method):
-    """Delays of threads change nothing, nor do lengths that the number of members does not divide."""
-    problem = problem_of("full", "float16")
-    results = run_threads(Loopback(size, timeout=120, max_delay=0.02).members, results_of(cupy, problem, method))
-    assert_as_exact_as_one_gpu(results, results_of_one_gpu(cupy, problem), exact(problem))
-
-
-@pytest.mark.multi_gpu
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", [*CASES, *PACKED])
+@pytest.mark.parametrize("name", PROBLEMS)
 def test_two_gpus(cupy, name, method):
-    """Two GPUs that NCCL connects give the results of one GPU."""
-    problem = problem_of(name, "bfloat16")
-    results = run_on_gpus(results_of(cupy, problem, method), 2, timeout=60)
-    assert_as_exact_as_one_gpu(results, results_of_one_gpu(cupy, problem), exact(problem))
+    """Two GPUs give the results of the reference, also in calls that are replayed."""
+    problem = Problem(heads=(8, 4), d=64, dtype=np.float16, **PROBLEMS[name])
+    found = run_on_gpus(problem.member(method, cupy.asarray, calls=4), 2, timeout=60)
+    assert_close(found, problem.expected(), 6e-3)
 
 
-@pytest.mark.multi_gpu
 def test_a_thread_that_ends_is_detected(cupy):
     """If a thread does not call, the other one raises in the host, before anything is enqueued."""
 
@@ -62,7 +46,6 @@ def test_a_thread_that_ends_is_detected(cupy):
         run_on_gpus(member, 2, timeout=2.0)
 
 
-@pytest.mark.multi_gpu
 @pytest.mark.parametrize(
     ("mode", "error"),
     [
