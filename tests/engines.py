@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cupy_sdpa import get_plan_cache
+from cupy_sdpa._cudnn.library import library
 from cupy_sdpa.check import Case
 from cupy_sdpa.check.cases.combine import ONLY_WITH
 from cupy_sdpa.check.cases.draw import LIMITS, OPTIONS, Limits, Sampler, draw_options
@@ -119,6 +121,12 @@ class Engine:
                 np.testing.assert_array_equal(one, again)
             assert all(np.isnan(x.get()).all() for x in junk), "a captured graph wrote to memory of others"
         return first
+
+    def forget_plans(self) -> None:
+        """Destroy the plans that captured graphs keep for the rest of the process; without effect on a GPU."""
+        if self.name == "fake":
+            get_plan_cache().clear()
+            assert library().forget_plans() > 0, "the plans of a captured graph are kept"
 
 
 def numbers(count: int, quick: int = 0) -> list[Any]:

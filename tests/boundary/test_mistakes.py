@@ -3,6 +3,7 @@
 import functools
 import inspect
 
+import mistakes_of_block_masks
 import mistakes_of_calls
 import mistakes_of_gradients
 import mistakes_of_others
@@ -14,7 +15,7 @@ from tiers import missing
 import cupy_sdpa
 from cupy_sdpa import fp8, layout, nnlib, parallel, reference, store, zoo
 
-ROWS = [*mistakes_of_calls.ROWS, *mistakes_of_gradients.ROWS, *mistakes_of_others.ROWS]
+ROWS = [*mistakes_of_calls.ROWS, *mistakes_of_gradients.ROWS, *mistakes_of_others.ROWS, *mistakes_of_block_masks.ROWS]
 #: The least number of rows.
 ROWS_AT_LEAST = 250
 
