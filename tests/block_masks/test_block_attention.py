@@ -204,11 +204,10 @@ def test_explain_refuses_what_the_call_refuses(name):
     x, stats = np.ones((8, 1, 300, 1), order="F"), np.ones((300, 1, 1), np.float32, order="F")
     if kind == "jvp":
         options = {"dq": x, "dk": x, **options}
+    functions = {"": (attention, ()), "jvp": (attention_jvp, ()), "backward": (attention_backward, (x, x, x, x, x, stats))}
+    function, arrays = functions[kind]
     with pytest.raises((TypeError, ValueError)) as wanted:
-        if kind == "backward":
-            attention_backward(x, x, x, x, x, stats, **options)
-        else:
-            (attention_jvp if kind else attention)(x, x, x, **options)
+        function(*(arrays or (x, x, x)), **options)
     with pytest.raises(wanted.type) as found:
         explain(x, x, x, **({kind: True} if kind else {}), **options)
     assert str(found.value) == str(wanted.value)
