@@ -49,6 +49,7 @@ def problems_of(mask, scores=False, **flags):
 
 
 @pytest.mark.cudnn
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("gpu", [pytest.param(gpu, marks=[pytest.mark.slow] * (gpu != "h200")) for gpu in gpus.REPRESENTATIVES])
 @pytest.mark.parametrize("name", MASKS)
 def test_every_call_is_planned(name, gpu, planned, planner):

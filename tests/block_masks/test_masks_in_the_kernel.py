@@ -93,7 +93,7 @@ def test_partial_blocks_become_a_mask_of_the_call(name, blackwell):
         assert problem.block_bits.shape == (1, 5, 4, 2)
 
 
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "causal")) for name in MASKS])
 def test_results(name, blackwell):
     """Calls in the kernel, repeated until they are captured, and gradients, which the calls of other GPUs compute."""
     mask, options = MASKS[name][0](), {"softcap": 2.0, "scale": -0.2} if len(name) % 2 else {}
@@ -125,6 +125,7 @@ OPTIONS = [
 
 
 @pytest.mark.cudnn
+@pytest.mark.slow
 @pytest.mark.parametrize("gpu", ["b200", "h200", "rtx5090"])
 @pytest.mark.parametrize("name", [name for name, (_, words) in MASKS.items() if words])
 def test_it_is_planned_for_blackwell_alone(name, gpu, blackwell, planned, planner):
@@ -138,10 +139,8 @@ def test_it_is_planned_for_blackwell_alone(name, gpu, blackwell, planned, planne
 
 
 @pytest.mark.cudnn
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("d", "dv"), [(192, 128), (192, 192), *(pytest.param(n, n, marks=pytest.mark.sweep) for n in (8, 128, 256))]
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize(("d", "dv"), [(192, 128), (192, 192), (8, 8), (128, 128), (256, 256)])
 def test_head_dims_are_planned_as_the_table_says(d, dv, blackwell, planner):
     """Compiled, because the kernels of larger head dims do not compile."""
     dtype = np.float16 if dv == 192 else ml_dtypes.bfloat16

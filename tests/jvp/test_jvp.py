@@ -21,7 +21,7 @@ def given(tangents, letters):
     return {f"d{letter}": x for letter, x in zip("qkv", tangents, strict=True) if letter in letters}
 
 
-@pytest.mark.parametrize("number", numbers(36, quick=6))
+@pytest.mark.parametrize("number", numbers(24, quick=3))
 def test_random_problems(number, engine):
     """Any sizes, options, layouts, tangents and head dims; results in arrays of the caller; wide arrays."""
     engine.agrees(engine.draw({"jvp"}, number), refused=True)
@@ -30,7 +30,7 @@ def test_random_problems(number, engine):
 OPTIONS = ["score_mod", "mask_mod", "dropout", "packed", "softcap", "sinks", "window", "bias", "alibi_slopes", "seq_lens_kv"]
 
 
-@pytest.mark.parametrize("number", numbers(6, quick=1))
+@pytest.mark.parametrize("number", numbers(4, quick=1))
 @pytest.mark.parametrize("option", OPTIONS)
 def test_random_problems_with_an_option(option, number, engine):
     """Each option changes the derivative of the scores, the weights, or the form of the passes."""
@@ -56,6 +56,7 @@ FORMS = {
 }  # fmt: skip
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     "letters", ["qkv", pytest.param("q", marks=pytest.mark.slow), pytest.param("kv", marks=pytest.mark.slow)]
 )

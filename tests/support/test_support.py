@@ -501,6 +501,7 @@ def test_every_description_is_accepted(planner):
 
 
 @pytest.mark.cudnn
+@pytest.mark.slow
 def test_a_wrong_table_is_detected(accepting, monkeypatch):
     """With a missing and an additional rule the survey differs from cuDNN."""
     title = "gradients, head dim 256"
