@@ -17,6 +17,7 @@ from cupy_sdpa import (
     block_mask,
     explain,
     get_plan_cache,
+    jvp_problems,
     zoo,
 )
 from cupy_sdpa.sparse import backward as gradients
@@ -46,10 +47,10 @@ def both_passes(arrays, **options):
     return [out, *pullback(arrays[3])]
 
 
-def check_dense(engine, results, arrays, mask):
-    """Compare the output and the gradients with those of the dense mask in float64."""
+def check_dense(engine, results, arrays, mask, **options):
+    """Compare the output and the gradients with those of the dense mask in float64; the options are those of numpy."""
     wide = [engine.get(x).astype(np.float64, order="F") for x in arrays]
-    for x, y in zip(engine.get(results), both_passes(wide, mask=mask.to_dense()), strict=True):
+    for x, y in zip(engine.get(results), both_passes(wide, mask=mask.to_dense(), **options), strict=True):
         np.testing.assert_allclose(x, y, atol=4 * engine.tolerance * max(1, abs(y).max()))
 
 
@@ -79,6 +80,15 @@ def test_each_kind_of_mask(number, jvp, engine):
     options = {"block_mask": mask, **options, **({"jvp": ("qkv", "q", "kv", "v")[number % 4]} if jvp else {})}
     sizes = {"d": 16, "dv": 24, "hq": 2, "hkv": 1, "sq": 300, "skv": 260, "b": 2}
     engine.agrees(engine.case(**sizes, backward=not jvp, options=options, seed=number), refused=True)
+
+
+@pytest.mark.parametrize("name", ["slices", "partial"])
+def test_arrays_that_are_read_at_a_number(name, engine):
+    """A score function reads an array at a key and at its last column."""
+    mask, arrays, columns = MASKS[name](), arrays_of(engine), engine.normal(7, 300, 3, dtype="f4")
+    options = {"score_mod": lambda s, b, h, i, j, columns: s + columns[j, -1]}
+    results = both_passes(arrays, block_mask=mask, tensors={"columns": columns}, **options)
+    check_dense(engine, results, arrays, mask, tensors={"columns": engine.get(columns)}, **options)
 
 
 @pytest.mark.parametrize("name", ["batch", "heads", "no blocks", "queries", "keys"])
@@ -293,6 +303,9 @@ def test_explain_plans_what_the_call_runs(name, number, fake):
         assert report
         if flag == "jvp":
             assert len(report.launches) >= 2
+            shapes = {**options, **({"tensors": {"rows": (2, 300)}} if number % 2 else {"sinks": True})}
+            problems = jvp_problems(q.shape, k.shape, v.shape, dtype="float16", block_mask=mask, **shapes)
+            assert [str(problem) for problem in problems] == [str(launch.problem) for launch in report.launches]
 
     def called(mask):
         if flag == "return_stats":
