@@ -82,9 +82,12 @@ def test_each_kind_of_mask(number, jvp, engine):
     engine.agrees(engine.case(**sizes, backward=not jvp, options=options, seed=number), refused=True)
 
 
-def test_queries_without_keys_attend_to_their_sink(engine):
-    """The output of a block of queries without keys is 0, and the log-sum-exp is the sink."""
-    mask = BlockMask.from_blocks(np.array([[1, 0, 0], [0, 0, 1], [1, 0, 0]], bool))
+@pytest.mark.parametrize(
+    "blocks", [[[1, 0, 0], [0, 0, 1], [1, 0, 0]], [[0, 1, 0], [0, 1, 0], [0, 0, 0]]], ids=["blocks", "slices"]
+)
+def test_queries_without_keys_attend_to_their_sink(blocks, engine):
+    """The output of queries without keys is 0, and the log-sum-exp is the sink."""
+    mask = BlockMask.from_blocks(np.array(blocks, bool))
     arrays, sinks = arrays_of(engine, 384, 384)[:3], np.array([0.5, -2.0], "f4")
     out, stats = attention(*arrays, block_mask=mask, sinks=engine.put(sinks), return_stats=True)
     wide = [engine.get(x).astype(np.float64, order="F") for x in arrays]
