@@ -147,11 +147,12 @@ random = SimpleNamespace(standard_normal=lambda shape, dtype=float: asarray(np.r
 
 
 class Device:
-    """The only device."""
+    """The only device; a test may change its compute capability."""
+
+    compute_capability = "90"
 
     def __init__(self, device: int = 0) -> None:
         self.id = device
-        self.compute_capability = "90"
 
     def __enter__(self) -> Device:
         return self

@@ -344,7 +344,7 @@ def _scores(t: Mapping[str, Tensor], get: Callable[[Tensor], Value]) -> Value:
 def _attention(t: Mapping[str, Tensor], scores: Value, get: Callable[[Tensor], Value]) -> dict[str, Any]:
     """The output and the log-sum-exp of the operation for attention, from the scores before the block mask."""
     bits, v, s = get(t["BLOCK_MASK_DESC"]).array, get(t["VDESC"]).array, scores.array
-    listed = np.unpackbits(bits, axis=3, bitorder="little").repeat(TILE, axis=2).repeat(TILE, axis=3)
+    listed = np.unpackbits(bits.astype(np.uint8), axis=3, bitorder="little").repeat(TILE, axis=2).repeat(TILE, axis=3)
     s = np.where(listed[:, :, : s.shape[2], : s.shape[3]], s, -np.inf)
     sink = get(t["SINK_DESC"]).array if "SINK_DESC" in t else np.full((1, 1, 1, 1), -np.inf, np.float32)
     top = np.maximum(s.max(axis=3, keepdims=True), sink)
