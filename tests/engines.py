@@ -103,16 +103,6 @@ class Engine:
         assert outcome.kind in allowed, f"{outcome.kind}: {outcome.message}\n{case!r}"
         return outcome
 
-    def forget_captured(self) -> int:
-        """Destroy the plans that captured graphs keep alive on the fake CuPy, at the end of a test; returns their number."""
-        if self.name != "fake":
-            return 0
-        from cupy_sdpa import get_plan_cache
-        from cupy_sdpa._cudnn.library import library
-
-        get_plan_cache().clear()
-        return library().forget_plans()
-
     def captured(self, call: Any) -> tuple[np.ndarray, ...]:
         """The results of a call, a tuple of arrays, in a CUDA graph that is launched twice, with other work in between."""
         call()

@@ -13,6 +13,8 @@ from benchmarks.__main__ import COMMANDS
 from benchmarks.__main__ import main as benchmarks
 from cupy_sdpa import store
 
+pytestmark = pytest.mark.usefixtures("folder")
+
 PACKAGE = ("demo", "run", "info", "explain", "plan", "support", "check", "bench")
 #: The path of a cuDNN that is not there: explain then uses the support table, which takes no time.
 NONE = "/missing/libcudnn.so.9"

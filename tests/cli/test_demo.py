@@ -8,6 +8,8 @@ from command_line import python, run
 
 from cupy_sdpa import reference
 
+pytestmark = pytest.mark.usefixtures("folder")
+
 #: Options for every engine, and those for numpy only.
 DEMOS = ["--seq 40", "--causal --dtype float16 --seq 50 --heads 2", "--seq 33 --heads 6 --kv-heads 3 --head-dim 16"]
 ON_NUMPY = [

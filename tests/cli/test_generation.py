@@ -13,7 +13,8 @@ from cupy_sdpa._cli.generation.speculate import NGrams, speculate
 from cupy_sdpa._cli.helpers import text
 from cupy_sdpa._cudnn.library import library
 
-pytestmark = pytest.mark.slow
+
+pytestmark = [pytest.mark.usefixtures("folder"), pytest.mark.slow]
 SMALL = Sizes(layers=2, heads=2, head_dim=16, hidden=64, context=64)
 #: Prompts of different lengths; the first one takes two chunks.
 STARTS = ((0, CHUNK + 8), (100, 3), (200, 17))

@@ -21,6 +21,8 @@ def absent(name, *args, **kwargs):
     raise OSError(f"{name}: cannot open shared object file")
 ctypes.CDLL = absent
 from cupy_sdpa.__main__ import main
+
+pytestmark = pytest.mark.usefixtures("folder")
 for command in sys.argv[1:]:
     assert main(command.split()) == 0
 """

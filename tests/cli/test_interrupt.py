@@ -56,6 +56,8 @@ def test_one_line(words, folder):
 #: Sends Ctrl-C to the process when it imports a module.
 INTERRUPTS = """
 import os, signal, sys
+
+pytestmark = pytest.mark.usefixtures("folder")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

@@ -10,6 +10,8 @@ from command_line import ROOT, run
 
 import cupy_sdpa
 
+pytestmark = pytest.mark.usefixtures("folder")
+
 TYPES = {
     "string": str, "integer": int, "number": (int, float), "boolean": bool, "object": dict, "null": type(None), "any": object,
 }  # fmt: skip

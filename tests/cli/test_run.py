@@ -13,6 +13,8 @@ from command_line import run
 
 from cupy_sdpa import attention, reference
 
+pytestmark = pytest.mark.usefixtures("folder")
+
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 #: For each layout how to transpose (head_dim, heads, seq, batch), and (seq, heads, batch): without the table of the command.
 LAYOUTS = {"dhsb": ("dhsb", "shb"), "bshd": ("bshd", "bsh"), "bhsd": ("bhsd", "bhs")}

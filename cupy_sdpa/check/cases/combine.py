@@ -13,7 +13,7 @@ SHARES = {
     "cache": 6,
 }  # fmt: skip
 #: The options that are left out of a run on an engine. Groups plan every call again, in new threads. Block masks are planned by
-#: ``tests/block_masks/test_block_sparse_plans.py``; the calls of the other features are those of other options.
+#: ``tests/block_masks/test_block_plans.py``; the calls of the other features are those of other options.
 LEFT_OUT: dict[str, set[str]] = {
     "cpu": set(), "gpu": {"parallel"}, "plan": {"block_mask", "parallel", "shared_prefix", "merge", "cache"},
 }  # fmt: skip
