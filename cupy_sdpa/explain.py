@@ -296,7 +296,7 @@ def _explain_on_current_device(problem: Problem) -> Report:
 
 def _explain_for(problem: Problem, gpu: str | None, cudnn: str | None) -> Report:
     """Explain a problem for a described GPU, with a plan if the version is the installed one."""
-    from .offline.planner import Planner, load_target
+    from .offline.planner import kept_planner, load_target
 
     if gpu is None:
         raise ValueError(f"cudnn is {cudnn!r} and gpu is None: name a GPU, explain(problem, gpu='H200', cudnn={cudnn!r})")
@@ -307,10 +307,10 @@ def _explain_for(problem: Problem, gpu: str | None, cudnn: str | None) -> Report
     if version is not None and (reasons := why_not(problem, version, target.capability)):
         return refusal_report(problem, reasons, _target_text(target.model, version))
     try:
-        with Planner() as planner:
-            if version in (None, planner.version):
-                return _planned_report(planner, problem, target)
-            cause = f"the installed cuDNN is {version_text(planner.version)}"
+        planner = kept_planner()
+        if version in (None, planner.version):
+            return _planned_report(planner, problem, target)
+        cause = f"the installed cuDNN is {version_text(planner.version)}"
     except CudnnError as error:
         if version is None:
             raise

@@ -1,8 +1,9 @@
 """Rows for the tests of the benchmarks."""
 
 from benchmarks.compare import run, table
-from benchmarks.presets import PRESETS
+from benchmarks.presets import PRESETS, Preset
 
+SMALL = Preset("small", 2, 4, 2, 6, 6, 16, 8, causal=True)
 RATES = run.Rates(matmul_tflops=700.0, matmul_dtype="bfloat16", copy_gbs=4000.0)
 
 

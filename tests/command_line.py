@@ -1,26 +1,91 @@
-"""Helpers for the tests of the command line."""
+"""Commands in tests: in this process, or in a new one."""
 
+import contextlib
+import io
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
 
-import ml_dtypes
-import numpy as np
-
-from cupy_sdpa import reference
-from cupy_sdpa._cli import demo
-from cupy_sdpa.layout import from_julia
+from cupy_sdpa.__main__ import main as command_of_the_package
 
 ROOT = Path(__file__).parents[1]
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
-def lines(capsys):
-    """The printed lines of a command; nothing on stderr."""
-    printed = capsys.readouterr()
-    assert printed.err == ""
-    return printed.out.splitlines()
+class Done(NamedTuple):
+    """The outcome of a command: its exit status, and what it printed."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def lines(self) -> list[str]:
+        """The printed lines; there is nothing on stderr."""
+        assert self.err == ""
+        return self.out.splitlines()
+
+    @property
+    def text(self) -> str:
+        """The printed words with one space between them; there is nothing on stderr."""
+        return " ".join(" ".join(self.lines).split())
+
+    @property
+    def json(self) -> Any:
+        """The printed JSON object of a command that succeeded, or whose result is negative."""
+        assert self.err == ""
+        assert self.status in (0, 1)
+        return json.loads(self.out)
+
+    @property
+    def complaint(self) -> str:
+        """The error, one line without the program's name; nothing else is printed, and the status is 2."""
+        assert (self.status, self.out, self.err.count("\n")) == (2, "", 1)
+        program, error = self.err.removesuffix("\n").split(": ", 1)
+        assert program in ("cupy_sdpa", "benchmarks")
+        return error
+
+
+def run(command: str, *words: str, main: Any = command_of_the_package, columns: int = 100, **environment: str) -> Done:
+    """Run a command in this process.
+
+    Args:
+        command: words without spaces.
+        words: further words, which may contain spaces.
+        main: the program; by default that of ``python -m cupy_sdpa``.
+        columns: the width of the terminal.
+        environment: more variables of the environment.
+    """
+    out, err = io.StringIO(), io.StringIO()
+    variables = mock.patch.dict(os.environ, {"COLUMNS": str(columns), **environment})
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), variables:
+        try:
+            status = main([*command.split(), *words])
+        except SystemExit as ended:
+            status = ended.code
+    return Done(status, out.getvalue(), err.getvalue())
+
+
+def python(*words, cwd, path=(), stdout=subprocess.PIPE, **environment):
+    """Run a new Python process with warnings as errors.
+
+    Args:
+        words: the arguments of Python.
+        cwd: the working directory.
+        path: folders that are searched for modules before the repository.
+        stdout: as in :func:`subprocess.run`.
+        environment: more variables of the environment; None removes one.
+    """
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (*path, ROOT))), **environment}
+    variables = {name: value for name, value in variables.items() if value is not None}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", *words], cwd=cwd, env=variables, stdout=stdout, stderr=subprocess.PIPE, text=True,
+        timeout=300, check=False,
+    )  # fmt: skip
+    return Done(done.returncode, done.stdout, done.stderr)
 
 
 def complaint(capsys):
@@ -30,37 +95,3 @@ def complaint(capsys):
     assert err.endswith("\n")
     assert err.count("\n") == 1
     return err.removeprefix("cupy_sdpa: ").rstrip("\n")
-
-
-def python(*words, cwd, code=None, stdout=subprocess.PIPE):
-    """Run a new Python process with warnings as errors."""
-    command = [sys.executable, "-W", "error", *(["-c", code] if code else ["-m", "cupy_sdpa"]), *words]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=cwd, env=env, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
-
-
-def arrays(dtype=np.float32, *, seed=0):
-    """q, k and v, (head_dim, heads, seq, batch)."""
-    rng = np.random.default_rng(seed)
-    shapes = {"q": (8, 4, 5, 2), "k": (8, 2, 7, 2), "v": (16, 2, 7, 2)}
-    return {name: rng.standard_normal(shape, np.float32).astype(dtype, order="F") for name, shape in shapes.items()}
-
-
-def save(given, *, layout="dhsb", path="in.npz"):
-    """Write arrays to a file in a layout."""
-    np.savez(path, **{name: from_julia(array, layout) for name, array in given.items()})
-
-
-def error_of(out, stats, given, **options):
-    """The error of a result against the reference, divided by the error that rounding explains."""
-    exact, exact_stats = reference.attention(*given.values(), **options)
-    allowed = demo.rounding(*given.values())
-    assert out.shape == exact.shape
-    worst = float(np.abs(out.astype(np.float64) - exact).max())
-    if stats is not None:
-        assert (stats.dtype, stats.shape) == (np.float32, exact_stats.shape)
-        worst = max(worst, float(np.abs(stats - exact_stats).max()))
-    return worst / allowed
-
-
-LAYOUT_SHAPES = {"dhsb": ("dhsb", "shb"), "bshd": ("bshd", "bsh"), "bhsd": ("bhsd", "bhs")}

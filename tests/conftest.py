@@ -6,15 +6,13 @@ One command runs the tiers that the machine supports and lists the others. ``CUP
 of that tier, and of the tiers that it needs, into failures.
 """
 
+import contextlib
 import functools
 import gc
 import os
-import sys
 import tempfile
 import zlib
-from pathlib import Path
 
-sys.path += map(str, Path(__file__).parent.glob("*/"))  # to be removed: some test modules import others of another folder
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # read when numpy is imported; every worker process has a core
 
 import numpy as np
@@ -32,7 +30,7 @@ SHARE = 9
 #: The tests of each of these files share results that take long to compute, so they run in one process.
 TOGETHER = ("test_training", "test_generation")
 #: The tests that take longest are started first, so that no worker process waits for another at the end.
-LONG = ("test_training", "test_tuning", "test_combinations", "test_random_functions", "test_support", "test_cudnn_plans")
+LONG = ("test_training", "test_tuning", "test_planning", "test_support")
 
 
 def pytest_report_header(config):
@@ -172,6 +170,13 @@ def cupy():
     assert module.__name__ == "cupy", "the fake CuPy of an earlier test of this module is installed"
     yield module
     module.get_default_memory_pool().free_all_blocks()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """An empty folder, the working directory of the test."""
+    with contextlib.chdir(tmp_path):
+        yield tmp_path
 
 
 @pytest.fixture(params=["numpy", "fake", pytest.param("cupy", marks=pytest.mark.gpu)])

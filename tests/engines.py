@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cupy_sdpa import get_plan_cache
+from cupy_sdpa._cudnn.library import library
 from cupy_sdpa.check import Case
-from cupy_sdpa.check.cases.combine import ONLY_WITH
+from cupy_sdpa.check.cases.combine import LEFT_OUT, ONLY_WITH
 from cupy_sdpa.check.cases.draw import LIMITS, OPTIONS, Limits, Sampler, draw_options
 from cupy_sdpa.check.verify.execute import execute
 from cupy_sdpa.check.verify.outcome import Outcome
@@ -71,17 +73,18 @@ class Engine:
         """A random problem of ``check`` with the options ``names`` and up to ``most`` others that they can be combined with.
 
         Args:
-            names: options of :mod:`cupy_sdpa.check.cases.case`.
+            names: options of :mod:`cupy_sdpa.check.cases.case`, also those that a run of ``check`` leaves out on the engine.
             number: the problem; it depends only on this, the names and the engine.
             others: what the other options are drawn from; by default all that can be combined with the names.
             most: the largest number of other options.
         """
         names, engine = {*names}, "gpu" if self.on_cudnn else "cpu"
+        left_out = LEFT_OUT[engine] - names
         if others is None:
             limited = [ONLY_WITH[name] for name in names if name in ONLY_WITH]
             others = set.intersection(*limited) if limited else OPTIONS.keys()
         sampler = Sampler(np.random.default_rng([number, *"".join(sorted(names)).encode()]), engine)
-        names = sampler.extended(names, sorted(others), sampler.integer(most))
+        names = sampler.extended(names, sorted(others), sampler.integer(most)) - left_out
         return draw_options(names, number, engine, limits=SIZES[self.name])
 
     def case(self, **values: Any) -> Case:
@@ -119,6 +122,12 @@ class Engine:
                 np.testing.assert_array_equal(one, again)
             assert all(np.isnan(x.get()).all() for x in junk), "a captured graph wrote to memory of others"
         return first
+
+    def forget_plans(self) -> None:
+        """Destroy the plans that captured graphs keep for the rest of the process; without effect on a GPU."""
+        if self.name == "fake":
+            get_plan_cache().clear()
+            assert library().forget_plans() > 0, "the plans of a captured graph are kept"
 
 
 def numbers(count: int, quick: int = 0) -> list[Any]:

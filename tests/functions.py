@@ -1,20 +1,26 @@
 """The functions of the zoo as named problems, with the arrays that they capture."""
 
+import contextlib
+import inspect
 import math
 from dataclasses import dataclass, field
 
 import numpy as np
 from cases import DTYPES
 from on_gpu import poisoning
+from planner import library_version, plan_problem
 from tolerance import assert_close
 
 from cupy_sdpa import alibi_slopes, attention, attention_backward, zoo
+from cupy_sdpa._cudnn.library import library
 from cupy_sdpa.graph.emit import Emitter
 from cupy_sdpa.graph.interpreter import evaluate
 from cupy_sdpa.graph.nodes import Builder, Tensor, row_major
-from cupy_sdpa.score_fn import identity
+from cupy_sdpa.plans.plan import PlanInfo
 from cupy_sdpa.score_fn.expression import AXES, Writer
 from cupy_sdpa.score_fn.tracer import trace
+from cupy_sdpa.support import gpus
+from cupy_sdpa.support.why_not import why_not
 
 #: The sizes of the problems: (D, Hq, Hkv, Sq, Skv, B).
 D, HQ, HKV, S, B = 32, 4, 2, 70, 2
@@ -126,13 +132,20 @@ OPERATIONS = [
         "exp2": lambda s: np.exp2(0.5 * s), "expm1": lambda s: np.expm1(0.3 * s), "log": lambda s: np.log(s * s + 1),
         "log1p": lambda s: np.log1p(abs(s)), "log2": lambda s: np.log2(s * s + 1), "log10": lambda s: np.log10(s * s + 1),
         "sqrt": lambda s: np.sqrt(s * s + 0.5), "rsqrt": lambda s: (s * s + 0.5) ** -0.5,
-        "reciprocal": lambda s: np.reciprocal(s * s + 1), "inverse": lambda s: 2.0 / (s * s + 1), "power": lambda s: (s * s + 1) ** 1.3,
-        "base": lambda s: 1.5**s, "cube": lambda s: 0.1 * s**3, "maximum": lambda s: np.maximum(s, 0.2), "minimum": lambda s: np.minimum(0.2, s),
+        "reciprocal": lambda s: np.reciprocal(s * s + 1), "inverse": lambda s: 2.0 / (s * s + 1),
+        "power": lambda s: (s * s + 1) ** 1.3,
+        "base": lambda s: 1.5**s, "cube": lambda s: 0.1 * s**3, "maximum": lambda s: np.maximum(s, 0.2),
+        "minimum": lambda s: np.minimum(0.2, s),
         "both": lambda s: np.maximum(s, -0.5 * s), "sign": lambda s: s + np.sign(s), "floor": lambda s: s + np.floor(s),
-        "ceil": lambda s: s - np.ceil(s), "remainder": lambda s: s % 1.5, "divide": lambda s: s // 0.75 + s, "where": lambda s: np.where(s > 0, s, 0.3 * s),
-        "either": lambda s: np.where((s > 1) | (s < -1), 2 * s, s), "neither": lambda s: np.where(~((s > 1) ^ (s < 0.5)), 2 * s, s),
-        "sigmoid": lambda s: 3 / (1 + np.exp(-s)), "gelu": lambda s: 0.5 * s * (1 + _erf(s / 2**0.5)), "softplus": lambda s: np.logaddexp(s, 0.5),
-        "sinh": lambda s: np.sinh(0.4 * s), "cosh": lambda s: np.cosh(0.4 * s), "hypot": lambda s: np.hypot(s, 1.5), "hypot_of": lambda s: np.hypot(1.5, s), "modulus": lambda s: s + 0.05 * (5.0 % (s * s + 1)), "negative": lambda s: -s, "lesser": lambda s: np.minimum(s, 0.5 * s),
+        "ceil": lambda s: s - np.ceil(s), "remainder": lambda s: s % 1.5, "divide": lambda s: s // 0.75 + s,
+        "where": lambda s: np.where(s > 0, s, 0.3 * s),
+        "either": lambda s: np.where((s > 1) | (s < -1), 2 * s, s),
+        "neither": lambda s: np.where(~((s > 1) ^ (s < 0.5)), 2 * s, s),
+        "sigmoid": lambda s: 3 / (1 + np.exp(-s)), "gelu": lambda s: 0.5 * s * (1 + _erf(s / 2**0.5)),
+        "softplus": lambda s: np.logaddexp(s, 0.5),
+        "sinh": lambda s: np.sinh(0.4 * s), "cosh": lambda s: np.cosh(0.4 * s), "hypot": lambda s: np.hypot(s, 1.5),
+        "hypot_of": lambda s: np.hypot(1.5, s), "modulus": lambda s: s + 0.05 * (5.0 % (s * s + 1)), "negative": lambda s: -s,
+        "lesser": lambda s: np.minimum(s, 0.5 * s),
         "power_of": lambda s: (s * s + 1) ** (0.3 * s), "logaddexp": lambda s: np.logaddexp(0.5, s),
         "bits": lambda s: s * (s > 0) + (s > 1), "constant": lambda s: 0.5, "itself": lambda s: s, "less": lambda s: 1 - s,
     }.items()
@@ -266,8 +279,10 @@ _ONE = {
     "softplus": lambda x: np.logaddexp(x, 0.0),
 }
 _TWO = {
-    "add": lambda x, y: x + y, "sub": lambda x, y: x - y, "mul": lambda x, y: x * np.tanh(y), "div": lambda x, y: x / (1 + y * y),
-    "max": np.maximum, "min": np.minimum, "power": lambda x, y: (1 + abs(x)) ** np.tanh(y), "hypot": lambda x, y: np.sqrt(x * x + y * y + 0.1),
+    "add": lambda x, y: x + y, "sub": lambda x, y: x - y, "mul": lambda x, y: x * np.tanh(y), "div": lambda x,
+    y: x / (1 + y * y),
+    "max": np.maximum, "min": np.minimum, "power": lambda x, y: (1 + abs(x)) ** np.tanh(y), "hypot": lambda x,
+    y: np.sqrt(x * x + y * y + 0.1),
 }  # fmt: skip
 
 
@@ -322,8 +337,6 @@ def dense_scores(q, k, scale, options):
     tensors = {name: x.astype(np.float64) if x.dtype.kind == "f" else x for name, x in tensors.items()}
 
     def called(function, *arguments):
-        import inspect
-
         names = inspect.signature(function).parameters
         return function(*arguments, *where, **{name: tensors[name] for name in tensors if name in names})
 
@@ -379,17 +392,56 @@ def arrays(dtype="float64", s=S, d=D, seed=3):
     return [np.asfortranarray(rng.standard_normal(shape).astype(DTYPES[dtype])) for shape in shapes]
 
 
-def agrees(functions, s=S):
-    """Assert that both passes of a function equal those of dense arrays and finite differences."""
-    q, k, v, dout = arrays(s=s)
+def agrees(functions, s=S, d=D, softcap=None, put=np.asarray, dtype="float64", tolerance=1e-9):
+    """Assert that both passes of a function equal those of dense arrays and finite differences.
+
+    Args:
+        functions: the functions.
+        s, d: the number of queries and keys, and the head dim.
+        softcap: the option, which is applied after the function.
+        put: makes arrays of an engine.
+        dtype: of q, k and v.
+        tolerance: of the output; the gradients are compared with 10 000 times 1e-9, or this tolerance.
+    """
+    host = arrays(dtype, s, d)
     options = functions.options(q=s, kv=s)
-    out, stats = attention(q, k, v, return_stats=True, **options)
-    wanted, of_rows = dense_attention(q, k, v, D**-0.5, options)
-    np.testing.assert_allclose(out, wanted, rtol=1e-9, atol=1e-9)
-    np.testing.assert_allclose(stats, of_rows, rtol=1e-6, atol=1e-6)
-    got = attention_backward(dout, q, k, v, np.asfortranarray(wanted), of_rows.astype(np.float32, order="F"), **options)
-    for a, b in zip(got, dense_gradients(dout, q, k, v, D**-0.5, options, functions.slope), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * max(np.abs(b).max(), 1e-3))
+    dense = options | {"score_mod": _capped(functions.score_mod, softcap)} if softcap else options
+    wanted = dense_attention(*host[:3], d**-0.5, dense)
+    wanted += dense_gradients(host[3], *host[:3], d**-0.5, dense, functions.slope)
+    q, k, v, dout = map(put, host)
+    options = functions.options(Put(put), q=s, kv=s) | {"softcap": softcap}
+    found = attention(q, k, v, return_stats=True, **options)
+    found += tuple(attention_backward(dout, q, k, v, *found, **options))
+    for number, (a, b) in enumerate(zip(map(_exact, found), wanted, strict=True)):
+        rough = max(tolerance, (1e-6 if number == 1 else 1e-4) * (number > 0))
+        np.testing.assert_allclose(
+            a, b, rtol=rough, atol=max(tolerance, 0.1 * rough) * max(np.abs(b[np.isfinite(b)]).max(initial=0), 1e-3)
+        )
+    hidden = np.isneginf(wanted[1])
+    assert not any(_exact(x).swapaxes(1, 2)[:, hidden].any() for x in (found[0], found[2])), "fully masked rows are not 0"
+
+
+def _exact(x):
+    return np.asarray(x.get() if hasattr(x, "get") else x).astype(np.float64)
+
+
+class Put:
+    """An array module of which only ``asarray`` is used."""
+
+    def __init__(self, put):
+        self.asarray = put
+
+
+def _capped(score_mod, softcap):
+    """A score function and the softcap after it; masked scores stay masked."""
+
+    def capped(*arguments, **tensors):
+        score = np.asarray(score_mod(*arguments, **tensors), np.float64)
+        finite = np.where(np.isneginf(score), 0.0, score)
+        return np.where(np.isneginf(score), -np.inf, softcap * np.tanh(finite / softcap))
+
+    capped.__signature__ = inspect.signature(score_mod)
+    return capped
 
 
 def evaluated(function, *x, dtype="float64", derivative=False):
@@ -454,13 +506,33 @@ def right_on_the_gpu(cupy, dtype, known, there, laid=lambda x: x, **asked):
         assert_close(cupy.asnumpy(a), truth, other, floor)
 
 
-def without_closure_values(monkeypatch):
-    """Plant a bug: identities of functions do not contain the values of closure variables."""
-    original = identity._Reads.__init__
+def has_plan(call, asked, gpu, allowed=("query-numbers",)):
+    """Assert that a problem has a plan on a GPU, or is refused for one of the reasons allowed.
 
-    def without_cells(self, code):
-        original(self, code)
-        self.cells = ()
+    Args:
+        call: plans in a child process.
+        asked, gpu: the problem and the name of the GPU.
+        allowed: the rules that may refuse it; None for all.
 
-    monkeypatch.setattr(identity._Reads, "__init__", without_cells)
-    monkeypatch.setattr(identity, "_analyzed", {})
+    Returns:
+        The plan; None if the problem is refused.
+    """
+    reasons = {reason.rule for reason in why_not(asked, call(library_version), gpus.capability(gpu))}
+    assert allowed is None or reasons <= {*allowed}
+    plan = call(plan_problem, asked, gpu)
+    assert isinstance(plan, PlanInfo) == (not reasons), plan
+    return None if reasons else plan
+
+
+#: GPUs of every generation, the H200 first.
+GPUS = sorted(gpus.REPRESENTATIVES, key=lambda gpu: gpu != "h200")
+
+
+@contextlib.contextmanager
+def refused():
+    """The fake cuDNN has no engine for further plans."""
+    configs, library().configs = library().configs, ()
+    try:
+        yield
+    finally:
+        library().configs = configs

@@ -34,11 +34,6 @@ def c_order(x, *axes):
     return x.xp.ascontiguousarray(x.s.transpose(axes))
 
 
-def split_heads(x):
-    """A projection (B, S, H D) in C order, split into heads as in PyTorch: (B, H, S, D)."""
-    return x.normal(24, 6, 32).T.copy().reshape(32, 6, 3, 8).transpose(0, 2, 1, 3)
-
-
 #: Options of other libraries, and what the message recommends.
 OTHER_NAMES = {
     "is_causal": "causal=True", "use_causal_mask": "causal=True", "causal_mask": "causal='bottom_right'",
@@ -75,10 +70,8 @@ NAMES = [
 
 ARGUMENTS = [
     row("attention", "no arrays", lambda x: attention(), TypeError, "q, k and v are required"),
-    row("attention", "v is missing", lambda x: attention(x.q, x.k), TypeError, "attention(q, k, v)"),
     row("attention", "q, k and v in one tuple", lambda x: attention(x.qkv), TypeError, "q, k and v are required"),
     row("attention", "a mask by position", lambda x: attention(*x.qkv, True), TypeError, "4 arguments", "mask="),
-    row("attention", "PyTorch's six arguments", lambda x: attention(*x.qkv, None, 0.0, True), TypeError, "options are keywords"),
     row("attention", "a misspelled option", passing(casual=True), TypeError, "did you mean causal"),
     row("attention", "k is None, as in self-attention of Keras", lambda x: attention(x.q, None, x.v), TypeError, "k is None"),
     row("attention", "lists", lambda x: attention([[1.0]], x.k, x.v), TypeError, "q is a list", "numpy.asarray"),
@@ -92,8 +85,6 @@ ARGUMENTS = [
     row("attention", "q and k swapped, other lengths", lambda x: attention(x.normal(8, 2, 7, 3), x.normal(8, 2, 6, 3), x.v),
         ValueError, "lengths", "6", "7"),
     row("attention", "k and v swapped", lambda x: attention(x.q, x.v, x.k), ValueError, "head dims", "8", "16"),
-    row("attention", "three query heads for two of keys", lambda x: attention(x.q[:, :3], x.k, x.v), ValueError,
-        "3 must be a multiple of 2"),
     row("attention", "another batch of keys", lambda x: attention(x.q, x.k[..., :2], x.v[..., :2]), ValueError, "batch sizes", "2"),
     row("attention", "float64 keys", lambda x: attention(x.q, x.k.astype("f8"), x.v), TypeError, "float64", "float32", "convert"),
     row("attention", "integers", lambda x: attention(x.q.astype("i4"), x.k, x.v), TypeError, "int32", ".astype("),
@@ -142,22 +133,12 @@ LAYOUTS = [
         "(3, 6, 4, 8)", "layout='bshd'"),
     row("attention", "(B, H, S, D) without layout=", lambda x: attention(*[c_order(x, 3, 1, 2, 0)] * 3), ValueError,
         "(3, 4, 6, 8)", "layout='bhsd'"),
-    row("attention", "heads split as in PyTorch, without layout=", lambda x: attention(*[split_heads(x)] * 3), ValueError,
-        "layout="),
-    row("attention", "views of a fused projection of q, k and v, without layout=",
-        lambda x: attention(*(x.normal(8, 4, 3, 6, 8).T[:, :, i] for i in range(3))), ValueError, "layout="),
-    row("attention", "a batch of 8 in C order, without layout=", lambda x: attention(*[x.normal(16, 4, 6, 8).T.copy()] * 3),
-        ValueError, "layout='b"),
     row("attention", "packed (T, H, D) without layout=", lambda x: attention(x.pq.T, x.pk.T, x.pv.T, **x.packed), ValueError,
         "layout='thd'"),
     row("attention", "C order that is meant", lambda x: attention(*(np.ascontiguousarray(a) for a in x.qkv), layout="dhsb"),
         dense_of()),
     row("attention", "(B, H, S, D) without layout=, on a GPU", lambda x: attention(*[c_order(x, 3, 1, 2, 0)] * 3), ValueError,
         "(3, 4, 6, 8)", "layout=", engine="fake"),
-    row("attention", "'bhsd' for (B, S, H, D)", lambda x: attention(*(a.T for a in x.qkv), layout="bhsd"), ValueError,
-        "(3, 7, 2, 8)", "layout='bhsd'"),
-    row("attention", "'bshd' for (B, H, S, D)", lambda x: attention(*(a.transpose(3, 1, 2, 0) for a in x.qkv), layout="bshd"),
-        ValueError, "(3, 4, 6, 8)", "layout='bshd'"),
     row("attention", "the arrays transposed, and layout= also", lambda x: attention(*x.qkv, layout="bshd"), ValueError, "bshd"),
     row("attention", "a layout in capitals", passing(layout="BSHD"), ValueError, "'BSHD'", "'bshd'"),
     row("attention", "FlashInfer's layout", passing(layout="NHD"), ValueError, "'NHD'", "'thd'"),
@@ -165,25 +146,16 @@ LAYOUTS = [
     row("attention", "Transformer Engine's layout of three", passing(layout="bshd_bshd_bshd"), ValueError, "'bshd'"),
     row("attention", "the letters of JAX", passing(layout="BTNH"), ValueError, "'BTNH'", "'bshd'"),
     row("attention", "a number for the layout", passing(layout=1), ValueError, "layout is 1", "'bshd'"),
-    row("attention", "'thd' with four axes", lambda x: attention(*(a.T for a in x.qkv), layout="thd"), ValueError, "4 axes",
-        "layout='bshd'"),
     row("attention", "'thd' without offsets", lambda x: attention(x.pq.T, x.pk.T, x.pv.T, layout="thd"), ValueError,
         "cu_seqlens_q"),
     row("attention", "packed arrays with 'bshd'", lambda x: attention(x.pq.T, x.pk.T, x.pv.T, **x.packed, layout="bshd"),
         ValueError, "3 axes", "layout='thd'"),
     row("attention", "a mask of this package with layout='bshd'",
         lambda x: attention(*(a.T for a in x.qkv), mask=np.ones((7, 6, 4, 3), bool), layout="bshd"), ValueError, "mask.T"),
-    row("attention", "a mask of keys (B, Skv) with layout='bshd'",
-        lambda x: attention(*(a.T for a in x.qkv), mask=np.ones((3, 7), bool), layout="bshd"), ValueError,
-        "[:, None, None, :]"),
-    row("attention", "an out of this package with layout='bshd'",
-        lambda x: attention(*(a.T for a in x.qkv), out=np.empty((16, 4, 6, 3), "f4", order="F"), layout="bshd"), ValueError,
-        "out", "(3, 6, 4, 16)"),
 ]  # fmt: skip
 
 MASKS = [
     row("attention", "0 and 1 in a float mask", passing(mask=np.ones((7, 6, 4, 3), "f4")), TypeError, "float32", "bias="),
-    row("attention", "an additive mask as mask=", passing(mask=np.full((7, 6, 4, 3), -np.inf)), TypeError, "bias="),
     row("attention", "0 and 1 in an integer mask", passing(mask=np.ones((7, 6, 4, 3), int)), TypeError, "int64", ".astype("),
     row("attention", "a Boolean bias", passing(bias=np.ones((7, 6, 4, 3), bool)), TypeError, "bias is bool", "mask="),
     row("attention", "an integer bias", passing(bias=np.ones((7, 6, 4, 3), int)), TypeError, "int64", ".astype("),
@@ -199,8 +171,6 @@ MASKS = [
         "mask.T[:, None, None, :]"),
     row("attention", "PyTorch's bias (H, Sq, Skv)", passing(bias=np.ones((4, 6, 7), "f4")), ValueError, "bias.T[..., None]"),
     row("attention", "a bias of the key/value heads", passing(bias=np.ones((7, 6, 2, 1), "f4")), ValueError, "(7, 6, 4, 3)"),
-    row("attention", "a mask for one key more", passing(mask=np.ones((8, 6, 1, 1), bool)), ValueError, "(8, 6, 1, 1)",
-        "(7, 6, 4, 3)"),
     row("attention", "a bias in float64 for float32 arrays", passing(bias=np.full((7, 1, 1, 1), 0.25)), dense_of(bias=0.25)),
     row("attention", "a mask that excludes everything", passing(mask=np.zeros((1, 1, 1, 1), bool)),
         lambda x: np.zeros((16, 4, 6, 3))),
@@ -239,7 +209,6 @@ NUMBERS = [
     row("attention", "a negative softcap", passing(softcap=-30.0), ValueError, "above 0"),
     row("attention", "softcap=True", passing(softcap=True), TypeError, "softcap is a bool"),
     row("attention", "dropout without a seed", passing(dropout_p=0.1), ValueError, "dropout_p is 0.1", "seed"),
-    row("attention", "dropout of everything", passing(dropout_p=1.0, seed=0), ValueError, "below 1"),
     row("attention", "dropout in percent", passing(dropout_p=10, seed=0), ValueError, "dropout_p is 10", "below 1"),
     row("attention", "an array for the dropout rate", passing(dropout_p=np.array([0.1]), seed=0), TypeError, "number"),
     row("attention", "dropout_p=None", passing(dropout_p=None), TypeError, "dropout_p is None", "0"),
@@ -263,7 +232,6 @@ NUMBERS = [
     row("attention", "FP8 without gradients", passing(compute_dtype="float8_e4m3fn"), ValueError, "fp8", "attention_vjp"),
     row("attention", "deterministic=1", passing(deterministic=1), TypeError, "deterministic is 1", "True or False"),
     row("attention", "return_stats='lse'", passing(return_stats="lse"), ValueError, "'max_sumexp'"),
-    row("attention", "return_stats by position", lambda x: attention(*x.qkv, True), TypeError, "options are keywords"),
     row("attention", "sinks in float16", passing(sinks=np.zeros(4, "f2")), TypeError, "float16", "float32"),
     row("attention", "sinks of the key/value heads", passing(sinks=np.zeros(2, "f4")), ValueError, "(2,)", "(Hq,)"),
     row("attention", "one number for all sinks", passing(sinks=0.0), TypeError, "sinks is a float", "numpy.asarray"),
@@ -292,16 +260,11 @@ LENGTHS = [
         lambda x: output(*x.qkv, allowed=np.arange(7)[:, None, None, None] < np.array([5, 7, 0])), engine="fake"),
     row("attention", "lengths that change in place between calls", lambda x: changing_lengths(x),
         lambda x: output(*x.qkv, allowed=np.arange(7)[:, None, None, None] < 2)),
-    row("attention", "packed arrays without offsets", lambda x: attention(x.pq, x.pk, x.pv), ValueError, "3 dimensions",
-        "cu_seqlens_q"),
     row("attention", "offsets of the queries alone", lambda x: attention(x.pq, x.pk, x.pv, cu_seqlens_q=x.starts), ValueError,
         "cu_seqlens_kv is None"),
     row("attention", "offsets without the longest length",
         lambda x: attention(x.pq, x.pk, x.pv, cu_seqlens_q=x.starts, cu_seqlens_kv=x.starts), ValueError, "max_seqlen_q is None"),
-    row("attention", "offsets with four axes", lambda x: attention(*x.qkv, **x.packed), ValueError, "4 dimensions",
-        "cu_seqlens_q"),
     row("attention", "lengths as offsets", lambda x: with_offsets(x, 5, 0, 6), ValueError, "[5, 0, 6]", "offsets"),
-    row("attention", "offsets beyond the total", lambda x: with_offsets(x, 0, 5, 12), ValueError, "at most 11"),
     row("attention", "offsets in float", lambda x: attention(x.pq, x.pk, x.pv, **{**x.packed, "cu_seqlens_q": np.zeros(4)}),
         TypeError, "float64", "int32"),
     row("attention", "offsets in a list", lambda x: attention(x.pq, x.pk, x.pv, **{**x.packed, "cu_seqlens_q": [0, 5, 5, 11]}),
@@ -317,9 +280,6 @@ LENGTHS = [
         lambda x: attention(x.pq, x.pk, x.pv, **{**x.packed, "cu_seqlens_kv": x.integers(0, 5, 11)}), ValueError, "(B + 1,)"),
     row("attention", "pages without lengths", lambda x: attention(x.q, x.pages_k, x.pages_v, page_table=x.table), ValueError,
         "seq_lens_kv is None"),
-    row("attention", "a page table (B, pages)",
-        lambda x: attention(x.q, x.pages_k, x.pages_v, **{**x.paged, "page_table": x.table.T}), ValueError, "(3, 2)", "3 sequences",
-        "page_table.T"),
     row("attention", "a page table in int64",
         lambda x: attention(x.q, x.pages_k, x.pages_v, **{**x.paged, "page_table": x.table.astype("i8")}), TypeError, "int64",
         ".astype('int32')"),
@@ -334,8 +294,6 @@ LENGTHS = [
     row("attention", "pages (D, page size, Hkv, pages) without a transposition",
         lambda x: attention(x.q[:, :3], *(a.transpose(0, 2, 1, 3) for a in (x.pages_k, x.pages_v)), **x.paged), ValueError,
         "page size"),
-    row("attention", "more keys than pages", lambda x: attention(x.q, x.pages_k, x.pages_v, **{**x.paged,
-        "seq_lens_kv": x.integers(5, 9, 1)}), ValueError, "from 0 to 8"),
     row("attention", "pages with a longest length", lambda x: attention(x.q, x.pages_k, x.pages_v, **x.paged, max_seqlen_kv=8),
         ValueError, "max_seqlen_kv is 8"),
     row("attention", "pages and a bucket", lambda x: attention(x.q, x.pages_k, x.pages_v, **x.paged, bucket=8), ValueError,
@@ -438,8 +396,6 @@ FUNCTIONS = [
         "7", "6"),
     row("attention", "a block mask for other heads", passing(block_mask=cupy_sdpa.block_mask(zoo.causal, 6, 7, heads=2)),
         ValueError, "2", "4"),
-    row("attention", "a block mask of a longer step", passing(block_mask=cupy_sdpa.block_mask(zoo.causal, 128, 128)), ValueError,
-        "128", "6"),
 ]  # fmt: skip
 
 

@@ -40,8 +40,8 @@ def library_version() -> int | str:
 def without_kernels():
     """In a child: searches take the first engine config that cuDNN's checks accept, and no kernel is compiled.
 
-    Compiling takes a second, everything else 20 milliseconds. Engine, notes and workspace are those of the plan; the knobs
-    are missing, and a kernel that does not compile is not noticed.
+    Compiling takes a second, everything else 20 milliseconds. Engine, notes and workspace are those of the plan, and its limit
+    applies; the knobs are missing, and a kernel that does not compile is not noticed.
     """
     from cupy_sdpa._cudnn.constants import AttributeType
     from cupy_sdpa._cudnn.descriptor import Descriptor
@@ -50,6 +50,10 @@ def without_kernels():
     def take(search, config):
         engine, notes = _number_and_notes(config)
         (need,) = config.get("WORKSPACE_SIZE", AttributeType.INT64)
+        total = search.total_bytes(need)
+        if search.limit is not None and total > search.limit:
+            search.refused.append(f"engine {engine}: it needs a workspace of {total} bytes, {search.limit} are allowed")
+            return None
         return Candidate(Descriptor("EXECUTION_PLAN"), "", engine, (), notes, need, 0.0)
 
     with mock.patch.object(EngineSearch, "_try", take):
@@ -92,6 +96,81 @@ def plan_graph(graph, gpu: str, guarded: bool = True, config=None):
         return str(error)
     plan.close()
     return plan.info
+
+
+def candidates_of(problem):
+    """In a child: the (engine, knobs) of a problem's plan, and of every other config that autotuning tries."""
+    from cupy_sdpa.calls.autotune import _candidates
+    from cupy_sdpa.graph.attention_forward import forward
+    from cupy_sdpa.offline.planner import load_target
+    from cupy_sdpa.plans.disk_cache import DiskCache
+    from cupy_sdpa.plans.planner import engine_search, load_or_build
+
+    target, graph = load_target("h200"), forward(problem)
+    plan = load_or_build(graph, target, disk_cache=DiskCache(None))
+    found = []
+    with engine_search(graph, target) as (search, _):
+        for candidate in _candidates(search, plan):
+            found.append((candidate.engine, candidate.knobs))
+            candidate.close()
+    plan.close()
+    return (plan.info.engine, plan.info.knobs), found
+
+
+def descriptors_of(problem, gpu):
+    """In a child: how many descriptors planning creates, and how many exist while the plan exists and after."""
+    from cupy_sdpa import Unsupported
+    from cupy_sdpa._cudnn.library import library
+    from cupy_sdpa.offline.planner import load_target
+    from cupy_sdpa.plans.disk_cache import DiskCache
+    from cupy_sdpa.plans.planner import plan_for
+
+    lib, made, gone, alive = library(), [], [], 0
+    create, destroy = lib.cudnnBackendCreateDescriptor, lib.cudnnBackendDestroyDescriptor
+    lib.cudnnBackendCreateDescriptor = lambda *a: (made.append(1), create(*a))[1]
+    lib.cudnnBackendDestroyDescriptor = lambda *a: (gone.append(1), destroy(*a))[1]
+    try:
+        plan = plan_for(problem, load_target(gpu), DiskCache(None))
+        alive = len(made) - len(gone)
+        plan.close()
+    except Unsupported:
+        pass
+    finally:
+        lib.cudnnBackendCreateDescriptor, lib.cudnnBackendDestroyDescriptor = create, destroy
+    return len(made), alive, len(made) - len(gone)
+
+
+def nvrtc_in_use(problem, gpu):
+    """In a child: the version and the path of NVRTC that were found, and the paths of those that are loaded after planning."""
+    from pathlib import Path
+
+    from cupy_sdpa._cudnn.nvrtc import nvrtc
+
+    plan_problem(problem, gpu)
+    in_use = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libnvrtc.so" in line}
+    return nvrtc().version, nvrtc().path, sorted(in_use)
+
+
+def plan_over_garbage(problem, text):
+    """In a child: replace the stored plan of a problem by garbage, then plan; gives the warnings and the engine."""
+    import warnings
+
+    from cupy_sdpa.graph.attention_forward import forward
+    from cupy_sdpa.offline.planner import load_target
+    from cupy_sdpa.plans.disk_cache import DiskCache
+    from cupy_sdpa.plans.planner import disk_cache_key, load_or_build
+
+    disk_cache, target, graph = DiskCache(None), load_target("h200"), forward(problem)
+    load_or_build(graph, target, disk_cache=disk_cache).close()
+    key = disk_cache_key(graph, target, None, None)
+    head = disk_cache.get(key).partition(b"\n")[0]
+    disk_cache.put(key, head + b"\n" + text if text else b"")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        plan = load_or_build(graph, target, disk_cache=disk_cache)
+    plan.close()
+    assert not plan.info.loaded
+    return [str(warning.message) for warning in said], plan.info.engine
 
 
 def in_child(function, *arguments) -> int | None:

@@ -11,6 +11,7 @@ import importlib.util
 import math
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -144,7 +145,11 @@ def parallel_branch() -> Iterator[Callable[[], None]]:
 
     try:
         with branch:
-            yield join
+            try:
+                yield join
+            except BaseException as error:
+                traceback.clear_frames(error.__traceback__)  # memory of a failed call is freed within the branch
+                raise
     except BaseException:
         end.record(branch)
         join()  # a capture with a branch that is not joined could not be ended

@@ -114,10 +114,15 @@ def shared_prefix_attention(
         with cupy_runtime.parallel_branch() if in_parallel else contextlib.nullcontext() as join:
             attention(q, k, v, page_table=table[pages:], seq_lens_kv=rest, out=own, stats=own_stats, return_stats=True, **parts)
         if merges_once:
-            out = cupy_runtime.new_result(q, own.shape, q.dtype) if out is None else out
-            sinks = {name: value for name, value in options.items() if name == "sinks"}
-            others = _as_one_entry(own), own_stats.transpose(2, 1, 0)
-            _attend_and_merge(_as_one_entry(q), k, v, _as_one_entry(out), others, shared | sinks, join)
+            try:
+                out = cupy_runtime.new_result(q, own.shape, q.dtype) if out is None else out
+                sinks = {name: value for name, value in options.items() if name == "sinks"}
+                others = _as_one_entry(own), own_stats.transpose(2, 1, 0)
+                _attend_and_merge(_as_one_entry(q), k, v, _as_one_entry(out), others, shared | sinks, join)
+            except BaseException:
+                if join:
+                    join()  # a capture with a branch that is not joined could not be ended
+                raise
             return out
         prefix, prefix_stats = _attend_as_one_entry(q, k, v, shared)
         stats = [prefix_stats, own_stats]

@@ -31,7 +31,7 @@ def page(version: int) -> Iterator[str]:
     yield (
         f"With cuDNN {version_text(version)}. The diagonal shows each option alone. In an empty cell the options exclude each "
         "other. Random problems indicate that three or more options run if every pair of them does "
-        "(tests/attention/test_combinations.py).\n"
+        "(tests/graph/test_planned_problems.py).\n"
     )
     for backward in (False, True):
         yield f"{'Gradients' if backward else 'Forward'}:\n"

@@ -8,12 +8,14 @@ interrupts only the parent, which ends its workers.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
 import pickle
 import subprocess
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -63,7 +65,7 @@ class Planner:
     """
 
     def __init__(self, workers: int = 1, cudnn: str | None = None) -> None:
-        self._environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        self._environment = _environment()
         if cudnn is not None:
             self._environment[OVERRIDE] = cudnn
         self._idle: SimpleQueue[_Worker | None] = SimpleQueue()  # None: a worker that ended; it is restarted when needed
@@ -156,6 +158,57 @@ class Planner:
         if isinstance(result, Exception):
             raise result
         return result
+
+
+def _environment() -> dict[str, str]:
+    """The environment of a worker, which imports what its parent does."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+#: The beginnings of the names of variables that planning depends on.
+_VARIABLES = ("CUPY_SDPA", "CUDA", "CUDNN", "HOME", "LD_", "PATH", "PYTHONPATH", "XDG_")
+_lock = threading.Lock()
+_kept: Planner | None = None
+
+
+def kept_planner() -> Planner:
+    """A planner with one worker that is kept for later calls: a new one takes half a second until it plans.
+
+    It is replaced if one of :data:`_VARIABLES` changes, and ends with the process.
+
+    Raises:
+        CudnnError: this machine cannot plan; the message lists what is missing.
+    """
+    global _kept
+    with _lock:
+        if _kept and _relevant(_kept._environment) != _relevant(_environment()):
+            _close_kept()
+        _kept = _kept or Planner()
+        return _kept
+
+
+def _relevant(environment: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith(_VARIABLES)}
+
+
+@atexit.register
+def _close_kept() -> None:
+    """End the worker that is kept, after a request of another thread."""
+    global _kept
+    if _kept:
+        _kept._idle.get()
+        _kept.close()
+        _kept = None
+
+
+def _reset_after_fork() -> None:
+    """Start a worker of its own in a forked child: the other one belongs to the parent."""
+    global _kept, _lock
+    _kept, _lock = None, threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 class _Worker:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.compute import cast
-from ..device import cupy_runtime, memory
+from ..device import cupy_runtime, kernels, memory
 from ..device.merge import accumulate
 from .groups.channel import Channel, Message, Pending, copy
 from .groups.group import Transfer
@@ -49,6 +49,7 @@ def ring_backward(
     The sums of the gradients of keys and values travel one step behind the keys and values, and arrive at their member at the
     end.
     """
+    options = _with_finite_bias(options)
     steps, _ = config.steps
     dq = memory.zeros(q, q.shape, config.sums)
     travelling = _Travelling(config, channel, q, k, v)
@@ -127,6 +128,7 @@ def gather_backward(
     **outputs: Any,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """:func:`ring_backward` with an all-gather; members add the gradients of their keys from all others."""
+    options = _with_finite_bias(options)
     keys, values = _gathered(config, channel, k, v)
     dq = memory.zeros(q, q.shape, config.sums)
     totals = [memory.zeros(q, x.shape, config.sums) for x in (keys, values)]
@@ -197,6 +199,20 @@ def _without_padding(config: Configuration, out: Any, stats: Any, options: Optio
         bits[...] = xp.where(exists, bits, bits.dtype.type(0))
         stats[...] = xp.where(exists[:, None], stats, -np.inf)
     return out, stats
+
+
+def _with_finite_bias(options: Options) -> Options:
+    """The options of the backward pass of parts, without -inf in a CuPy bias of one element per query if there are sinks.
+
+    cuDNN reads it as 0 (the bug "sinks-infinite-bias"), and the log-sum-exp of the row is finite: that of its sink. Parts have
+    no sinks, so the guard of the bug does not apply.
+    """
+    bias = options.get("bias")
+    if options.get("sinks") is None or bias is None or bias.shape[0] != 1 or not cupy_runtime.is_array(bias):
+        return options
+    finite = cast(bias, np.dtype(np.float32), cupy_runtime.temporary)
+    kernels.replace_infinite(finite)
+    return {**options, "bias": finite}
 
 
 def _rounded(sums: Sequence[Any], like: Any) -> tuple[Any, Any, Any]:

@@ -42,6 +42,7 @@ def surprise(words, seen):
     return entropy(seen + 1) - entropy(seen)
 
 
+@pytest.mark.slow
 def test_every_gradient_against_finite_differences():
     """In float64 the gradient of every weight equals the difference quotient of the loss, to 1e-6 of the largest."""
     known, seq, batch, heads, head_dim = 5, 4, 2, 2, 3
@@ -71,6 +72,7 @@ def test_every_gradient_against_finite_differences():
         np.testing.assert_allclose(gradients[name], quotients, rtol=0, atol=1e-6 * abs(quotients).max(), err_msg=name)
 
 
+@pytest.mark.slow
 def test_the_loss_falls_below_what_a_model_without_attention_could_reach(trained, words):
     """From log C the loss falls below half of the lowest loss of a model that uses only the previous word."""
     losses, _ = trained
@@ -78,6 +80,7 @@ def test_the_loss_falls_below_what_a_model_without_attention_could_reach(trained
     assert losses[-10:].mean() < surprise(words, seen=1) / 2  # 0.15; half of 1.45
 
 
+@pytest.mark.slow
 def test_the_trained_model_recites_the_text(trained, words):
     """Given four words of any part of the text it continues with at least half of the right words, up to the trained length."""
     _, weights = trained
@@ -89,6 +92,7 @@ def test_the_trained_model_recites_the_text(trained, words):
     assert np.mean(right) > 0.5
 
 
+@pytest.mark.slow
 def test_training_is_reproducible(words):
     """Two runs with one seed give the same bits; another seed gives another loss curve."""
     one, again, other = (train(words, steps=10, seed=seed)[0] for seed in (0, 0, 1))

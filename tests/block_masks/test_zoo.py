@@ -150,10 +150,3 @@ def test_scores_are_those_of_the_papers(name):
     scores = np.where(i >= j, formula(q[:, 0, :, 0].T @ k[:, 0, :, 0] / 8**0.5, i, j), -np.inf)
     weights = np.exp(scores - scores.max(axis=1, keepdims=True))
     np.testing.assert_allclose(got, (weights / weights.sum(axis=1, keepdims=True) @ v[:, 0, :, 0].T).T, atol=1e-12)
-
-
-@pytest.mark.parametrize(("given", "message"), [((7, 8, 4), "size is 4"), ((7, 8, 3, 3), "is 9; it must be at most 7")])
-def test_windows_that_do_not_fit_are_refused(given, message):
-    """Both values are named."""
-    with pytest.raises(ValueError, match=message):
-        zoo.natten(*given)

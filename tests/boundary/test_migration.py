@@ -81,11 +81,13 @@ ROWS = (np.arange(SQ) < LENGTHS_Q[:, None])[:, None, :, None]
 #: What each row computes, in the order of the rows; None for dropout, which is random.
 EXPECTED = {
     "PyTorch: scaled_dot_product_attention": [
-        want(), want(allowed=KEY <= QUERY), want(allowed=BOTTOM), want(allowed=MASK), want(allowed=SQUARE), want(bias=BIAS), want(allowed=IN),
+        want(), want(allowed=KEY <= QUERY), want(allowed=BOTTOM), want(allowed=MASK), want(allowed=SQUARE), want(bias=BIAS),
+        want(allowed=IN),
         want(tau=0.3), None, want(),
     ],
     "FlexAttention": [
-        want(), want(bias=0.1 * (QUERY - KEY)), want(bias=TABLE), want(allowed=(QUERY + KEY) % 3 != 0), want(allowed=(QUERY + KEY) % 3 != 0), want(tau=0.3),
+        want(), want(bias=0.1 * (QUERY - KEY)), want(bias=TABLE), want(allowed=(QUERY + KEY) % 3 != 0),
+        want(allowed=(QUERY + KEY) % 3 != 0), want(tau=0.3),
         want(),
     ],
     "flash-attn": [
@@ -97,8 +99,10 @@ EXPECTED = {
     ],
     "cudnn-frontend": [
         want(tau=1.0), want(tau=0.3), want(tau=0.3), want(tau=0.3, allowed=KEY <= QUERY), want(tau=0.3, allowed=BOTTOM),
-        want(tau=0.3, allowed=(QUERY - 2 <= KEY) & (KEY <= QUERY)), want(tau=0.3, allowed=KEY <= QUERY + 1), want(tau=0.3, bias=BIAS),
-        want(tau=0.3, allowed=ROWS & IN), want(tau=0.3, allowed=KEY <= QUERY, bias=-SLOPES[:, None, None] * np.abs(QUERY - KEY)), None,
+        want(tau=0.3, allowed=(QUERY - 2 <= KEY) & (KEY <= QUERY)), want(tau=0.3, allowed=KEY <= QUERY + 1),
+        want(tau=0.3, bias=BIAS),
+        want(tau=0.3, allowed=ROWS & IN), want(tau=0.3, allowed=KEY <= QUERY,
+        bias=-SLOPES[:, None, None] * np.abs(QUERY - KEY)), None,
         want(tau=0.3, sinks=SINKS), want(tau=0.3), want(),
     ],
     "NNlib.jl": [

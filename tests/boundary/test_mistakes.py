@@ -1,11 +1,11 @@
 """Mistakes of users: each gets an error that names the remedy, or the right result; none gives a wrong number silently."""
 
 import functools
+import importlib
 import inspect
+from pathlib import Path
 
-import mistakes_of_calls
-import mistakes_of_gradients
-import mistakes_of_others
+import mistakes
 import numpy as np
 import pytest
 from mistakes import Arrays, host
@@ -14,7 +14,9 @@ from tiers import missing
 import cupy_sdpa
 from cupy_sdpa import fp8, layout, nnlib, parallel, reference, store, zoo
 
-ROWS = [*mistakes_of_calls.ROWS, *mistakes_of_gradients.ROWS, *mistakes_of_others.ROWS]
+#: The rows of every module ``mistakes_of_...`` in the folder of the tests.
+TABLES = [importlib.import_module(path.stem) for path in sorted(Path(mistakes.__file__).parent.glob("mistakes_of_*.py"))]
+ROWS = [row for table in TABLES for row in table.ROWS]
 #: The least number of rows.
 ROWS_AT_LEAST = 250
 

@@ -1,13 +1,12 @@
-"""NNlib.jl's attention: its own tests with its published numbers, masks, alpha, errors; and layouts."""
+"""NNlib.jl's attention: its own tests with its published numbers, masks and alpha; and layouts.
+
+Refused calls are in the tables of mistakes.
+"""
 
 import numpy as np
 import pytest
-from cases import as_float
-from engines import Engine
 
-from cupy_sdpa import get_plan_cache, layout, reference
-from cupy_sdpa._cudnn.library import library
-from cupy_sdpa.nnlib import attention as nnlib_attention
+from cupy_sdpa import attention, get_plan_cache, layout, reference
 from cupy_sdpa.nnlib import (
     dot_product_attention,
     dot_product_attention_scores,
@@ -18,49 +17,52 @@ from cupy_sdpa.nnlib import (
     split_heads,
 )
 
-
-@pytest.fixture(params=["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
-def xp(request):
-    """numpy, and CuPy if there is a GPU."""
-    return np if request.param == "numpy" else pytest.importorskip("cupy")
+#: The fake CuPy has no products of arrays, from which the weights are computed.
+WITH_PRODUCTS = pytest.mark.parametrize("engine", ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
 
 
-def rand(xp, *shape, seed=0, dtype="float32"):
-    return xp.asarray(np.asfortranarray(np.random.default_rng(seed).random(shape).astype(dtype)))
+def rand(*shape, seed=0, dtype="float32"):
+    """Random numbers from 0 to 1."""
+    return np.asfortranarray(np.random.default_rng(seed).random(shape).astype(dtype))
 
 
-def call(xp, *arrays, **keywords):
-    """y and alpha; on a GPU computed in float16, with y converted to float32."""
-    return dot_product_attention(*arrays, alpha=True, **keywords, **({} if xp is np else {"compute_dtype": "float16"}))
-
-
-def tolerance(xp, exact):
-    return exact if xp is np else 2e-2
+def call(engine, *arrays, mask=None, **options):
+    """y and alpha as arrays of numpy; through cuDNN computed in float16, with y converted to float32."""
+    converted = {"compute_dtype": "float16"} if engine.on_cudnn else {}
+    found = dot_product_attention(*map(engine.put, arrays), alpha=True, mask=engine.put(mask), **options, **converted)
+    assert all(x.flags.f_contiguous for x in found)
+    return engine.get(found)
 
 
 # NNlib's own tests
 
 
+@WITH_PRODUCTS
 @pytest.mark.parametrize("batch", [(), (1,), (2,), (2, 1, 3)], ids=lambda batch: "x".join(map(str, batch)) or "none")
 @pytest.mark.parametrize("nheads", [1, 3, 5])
-def test_different_batch_sizes(batch, nheads, xp):
-    """Any number of batch dimensions; shapes, dtype, and weights with sum 1. On a GPU head dims are multiples of 8."""
-    n = 15 if xp is np else 8 * 15
-    q, k, v = rand(xp, n, 3, *batch), rand(xp, n, 4, *batch, seed=1), rand(xp, n, 4, *batch, seed=2)
-    y, alpha = call(xp, q, k, v, nheads=nheads)
+def test_different_batch_sizes(batch, nheads, engine):
+    """Any number of batch dimensions; shapes, dtype, and weights with sum 1. For cuDNN head dims are multiples of 8."""
+    n = 8 * 15 if engine.on_cudnn else 15
+    q, k, v = rand(n, 3, *batch), rand(n, 4, *batch, seed=1), rand(n, 4, *batch, seed=2)
+    y, alpha = call(engine, q, k, v, nheads=nheads)
     assert y.dtype == np.float32
     assert y.shape == (n, 3, *batch)
-    assert y.flags.f_contiguous
     assert alpha.shape == (4, 3, nheads, *batch)
-    np.testing.assert_allclose(as_float(alpha).sum(axis=0), 1, rtol=1e-5)
+    np.testing.assert_allclose(alpha.sum(axis=0), 1, rtol=1e-5)
 
 
-def test_scores_are_the_weights_of_attention(xp):
-    """Of arrays with split heads."""
-    q = xp.asarray((np.arange(1, 25) / 24).reshape(4, 2, 3, 1, order="F"))
+@WITH_PRODUCTS
+def test_scores_are_the_weights_of_attention(engine):
+    """Of arrays with split heads; without alpha=True no weights are returned, and y is the same."""
+    q = np.asfortranarray((np.arange(1, 97) / 96).reshape(16, 2, 3, 1, order="F").astype(np.float32))
     joined = join_heads(q)
-    _, alpha = call(xp, joined, joined, joined, nheads=2) if xp is np else (None, dot_product_attention_scores(q, q))
-    np.testing.assert_allclose(as_float(dot_product_attention_scores(q, q)), as_float(alpha), rtol=1e-6)
+    y, alpha = call(engine, joined, joined, joined, nheads=2)
+    found = engine.get(dot_product_attention_scores(engine.put(q), engine.put(q)))
+    np.testing.assert_allclose(found, alpha, rtol=1e-6)
+    converted = {"compute_dtype": "float16"} if engine.on_cudnn else {}
+    same, none = dot_product_attention(*[engine.put(joined)] * 3, nheads=2, **converted)
+    assert none is None
+    np.testing.assert_array_equal(engine.get(same), y)
 
 
 Y = """.429754 .513087 .613791 .697125 .46431 .547644 .647876 .73121 .49773 .581064 .680455 .763788"""
@@ -76,108 +78,82 @@ def test_specific_results():
     np.testing.assert_allclose(alpha.ravel(order="F"), [float(n) for n in ALPHA.split()], atol=1e-5)
 
 
-def test_keys_are_attended_where_the_mask_is_true(xp):
+@WITH_PRODUCTS
+def test_keys_are_attended_where_the_mask_is_true(engine):
     """The weights are above 0 there and only there; a causal mask counts dimensions from 1."""
-    q, k = rand(xp, 4, 2, 3, 1), rand(xp, 4, 2, 5, 1, seed=1)
+    q, k = engine.put(rand(4, 2, 3, 1)), engine.put(rand(4, 2, 5, 1, seed=1))
     mask = np.random.default_rng(3).random((5, 3)) < 0.7
     mask[0] = True
-    alpha = as_float(dot_product_attention_scores(q, k, mask=xp.asarray(mask)))
-    x = rand(xp, 4, 2, 3, 1)
-    causal = make_causal_mask(x, dims=3)
-    causal_alpha = as_float(dot_product_attention_scores(x, x, mask=causal))
-    for head in range(2):
-        np.testing.assert_array_equal(alpha[:, :, head, 0] > 0, mask)
-        np.testing.assert_array_equal(causal_alpha[:, :, head, 0] > 0, as_float(causal.array) > 0)
+    causal = make_causal_mask(q, dims=3)
     assert causal.shape == (3, 3)
+    for keys, given, wanted in ((k, engine.put(mask), mask), (q, causal, np.triu(np.ones((3, 3), bool)))):
+        alpha = engine.get(dot_product_attention_scores(q, keys, mask=given))
+        for head in range(2):
+            np.testing.assert_array_equal(alpha[:, :, head, 0] > 0, wanted)
 
 
-def test_dropout(xp):
+@WITH_PRODUCTS
+def test_dropout(engine):
     """A function of alpha is applied to the whole of it; y and alpha use the same dropout mask."""
-    x = rand(xp, 10, 10, 10)
+    x = engine.put(rand(10, 10, 10))
 
     def fdrop(alpha):
-        return alpha * (xp.random.default_rng(0).random(alpha.shape, dtype=np.float32) > 0.5) * 2
+        return alpha * engine.put(np.random.default_rng(0).random(alpha.shape, dtype=np.float32) > 0.5) * 2
 
     y, alpha = dot_product_attention(x, x, x, nheads=2, fdrop=fdrop, alpha=True)
     assert dot_product_attention(x, x, x, nheads=2, fdrop=fdrop)[1] is None
-    assert 0.4 < float((alpha > 0).mean()) < 0.6
-    want = np.einsum("jihb,dhjb->dhib", as_float(alpha), as_float(split_heads(x, 2)))
-    np.testing.assert_allclose(as_float(y), join_heads(want), rtol=1e-4)
-
-
-def test_a_bias(xp):
-    """(kv_len, q_len), for all heads."""
-    n = 4 if xp is np else 16
-    q, k = rand(xp, n, 5, 1), rand(xp, n, 3, 1, seed=1)
-    bias = rand(xp, 3, 5, seed=2)
-    y, alpha = call(xp, q, k, k, bias, nheads=2)
-    assert alpha.shape == (3, 5, 2, 1)
-    assert y.shape == (n, 5, 1)
-    plain, _ = call(xp, q, k, k, nheads=2)
-    assert abs(as_float(y) - as_float(plain)).max() > 1e-3
+    y, alpha, heads = engine.get((y, alpha, split_heads(x, 2)))
+    assert 0.4 < (alpha > 0).mean() < 0.6
+    np.testing.assert_allclose(y, join_heads(np.einsum("jihb,dhjb->dhib", alpha, heads)), rtol=1e-4)
 
 
 def test_gradients_match_finite_differences():
-    """Of q, k, v and the bias, with five-point differences in float64."""
-    q, k, v = rand(np, 4, 5, 2, dtype="f8"), rand(np, 4, 3, 2, seed=1, dtype="f8"), rand(np, 6, 3, 2, seed=2, dtype="f8")
-    arrays = [q, k, v, rand(np, 3, 5, seed=3, dtype="f8")]
+    """Of q, k, v and the bias, along random directions in float64."""
+    arrays = [rand(*shape, seed=n, dtype="f8") for n, shape in enumerate([(4, 5, 2), (4, 3, 2), (6, 3, 2), (3, 5)])]
     y, pullback = dot_product_attention_vjp(*arrays, nheads=2)
     for place, got in enumerate(pullback(np.ones_like(y))):
-        want = np.zeros_like(arrays[place])
-        for index in np.ndindex(want.shape):
-            for step, weight in ((-2, 1), (-1, -8), (1, 8), (2, -1)):
-                moved = [x.copy(order="F") for x in arrays]
-                moved[place][index] += step * 1e-3
-                want[index] += weight * dot_product_attention(*moved, nheads=2)[0].sum() / 12e-3
-        np.testing.assert_allclose(got, want, atol=1e-6, rtol=1e-6)
+        for seed in range(4):
+            step, moved = rand(*got.shape, seed=9 + seed, dtype="f8"), []
+            for t in (1e-5, -1e-5):
+                there = [np.asfortranarray(x + t * step) if n == place else x for n, x in enumerate(arrays)]
+                moved.append(dot_product_attention(*there, nheads=2)[0].sum())
+            np.testing.assert_allclose((got * step).sum(), (moved[0] - moved[1]) / 2e-5, rtol=1e-6, atol=1e-8)
 
 
 # Tests of this package
 
 
-def test_alpha_is_computed_only_on_request(monkeypatch):
-    """Without alpha=True no array of the size of the scores is allocated, and alpha is None."""
-    x = rand(np, 8, 5, 2)
-    y, alpha = dot_product_attention(x, x, x, nheads=2, alpha=True)
-    assert alpha.shape == (5, 5, 2, 2)
-    heads = split_heads(x, 2)
-    np.testing.assert_array_equal(alpha, dot_product_attention_scores(heads, heads))
-    monkeypatch.setattr(nnlib_attention, "dot_product_attention_scores", None)
-    same, none = dot_product_attention(x, x, x, nheads=2)
-    assert none is None
-    np.testing.assert_array_equal(same, y)
-
-
 MASKS = {
-    "causal": (lambda x: make_causal_mask(x), {"causal": True}),
-    "padding": (lambda x: make_padding_mask(np.array([2, 5]), 5), {"causal": False, "seq_lens_kv": [2, 5]}),
-    "both": (
-        lambda x: make_causal_mask(x) & make_padding_mask(np.array([2, 5]), 5), {"causal": True, "seq_lens_kv": [2, 5]},
-    ),
+    "causal": (lambda x, put: make_causal_mask(x), {"causal": True}),
+    "padding": (lambda x, put: make_padding_mask(put(np.array([2, 5])), 5), {"seq_lens_kv": [2, 5]}),
+    "both": (lambda x, put: make_causal_mask(x) & make_padding_mask(put(np.array([2, 5])), 5),
+    {"causal": True, "seq_lens_kv": [2, 5]}),
     "shorter": (
-        lambda x: make_padding_mask(np.array([4, 3]), 5) & make_padding_mask(np.array([2, 5]), 5),
-        {"causal": False, "seq_lens_kv": [2, 3]},
-    ),
+        lambda x, put: make_padding_mask(put(np.array([4, 3])), 5) & make_padding_mask(put(np.array([2, 5])), 5),
+        {"seq_lens_kv": [2, 3]}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_causal_masks_become_options(name, monkeypatch):
-    """No boolean array is passed to the fused call, and the result is that of the array."""
-    x = rand(np, 8, 5, 2)
-    make, flags = MASKS[name]
-    seen = []
-    fused = nnlib_attention.attention
-    monkeypatch.setattr(nnlib_attention, "attention", lambda *a, **k: seen.append(k) or fused(*a, **k))
-    y, alpha = dot_product_attention(x, x, x, mask=make(x), nheads=2, alpha=True)
-    assert {key: value.tolist() if hasattr(value, "tolist") else value for key, value in seen[0].items()} == {
-        **flags,
-        "layout": "dhsb",
-    }
-    dense, dense_alpha = dot_product_attention(x, x, x, mask=np.asarray(make(x)), nheads=2, alpha=True)
-    assert "mask" in seen[1]
-    np.testing.assert_allclose(y, dense, rtol=1e-5)
-    np.testing.assert_array_equal(alpha, dense_alpha)
+def test_masks_become_options(name, engine):
+    """The fused call is that of the options: on a GPU it has the same plan; y and alpha equal those of the mask as an array."""
+    x = engine.put(rand(16, 5, 2).astype(engine.dtype))
+    make, options = MASKS[name]
+    mask = make(x, engine.put)
+    y, _ = dot_product_attention(x, x, x, mask=mask, nheads=2)
+    plans = get_plan_cache().size if engine.on_cudnn else 0
+    if "seq_lens_kv" in options:
+        options = options | {"seq_lens_kv": engine.put(np.array(options["seq_lens_kv"], np.int32))}
+    heads = split_heads(x, 2)
+    want = attention(heads, heads, heads, **options)
+    assert plans == (get_plan_cache().size if engine.on_cudnn else 0)
+    np.testing.assert_array_equal(engine.get(y), join_heads(engine.get(want)))
+    if engine.name != "fake":
+        array = engine.put(np.asarray(make(engine.get(x), np.asarray)))
+        _, alpha = dot_product_attention(x, x, x, mask=mask, nheads=2, alpha=True)
+        dense, dense_alpha = dot_product_attention(x, x, x, mask=array, nheads=2, alpha=True)
+        np.testing.assert_allclose(engine.get(y), engine.get(dense), atol=engine.tolerance)
+        np.testing.assert_array_equal(engine.get(alpha), engine.get(dense_alpha))
 
 
 def test_a_mask_and_an_array_is_an_array():
@@ -189,35 +165,35 @@ def test_a_mask_and_an_array_is_an_array():
     np.testing.assert_array_equal(some & make_padding_mask(np.array([2, 5, 1]), 5), want)
     np.testing.assert_array_equal(~make_causal_mask(some) | some, ~np.triu(np.ones((5, 5), bool)) | some)
     assert np.asarray(make_causal_mask(some), np.float32).sum() == 15
-    with pytest.raises(ValueError, match=r"\(4, 1, 1, 3\) and \(5, 5\) cannot be combined"):
-        _ = make_padding_mask(np.array([2, 5, 1]), 4) & make_causal_mask(some)
 
 
-def test_a_fully_masked_query(xp):
+@WITH_PRODUCTS
+def test_a_fully_masked_query(engine):
     """0 in y and in alpha, where NNlib.jl has NaN."""
-    x = rand(xp, 16, 5, 1)
-    mask = np.ones((5, 5), bool)
+    x, mask = rand(16, 5, 1), np.ones((5, 5), bool)
     mask[:, 2] = False
-    y, alpha = call(xp, x, x, x, mask=xp.asarray(mask))
+    y, alpha = call(engine, x, x, x, mask=mask)
     assert (y[:, 2] == 0).all()
     assert (alpha[:, 2] == 0).all()
-    assert not xp.isnan(y).any()
+    assert not np.isnan(y).any()
 
 
-def test_it_matches_the_reference(xp):
-    """Heads, bias and mask together, in float64."""
-    q, k, v = rand(xp, 32, 7, 3), rand(xp, 32, 9, 3, seed=1), rand(xp, 16, 9, 3, seed=2)
-    bias, mask = rand(xp, 9, 7, 2, seed=3), xp.asarray(np.random.default_rng(4).random((9, 1, 1, 3)) < 0.8)
-    y, _ = call(xp, q, k, v, bias, nheads=2, mask=mask)
-    parts = [as_float(split_heads(x, 2)).astype("f8") for x in (q, k, v)]
-    shown = as_float(mask) > 0
-    want, _ = reference.attention(*parts, bias=as_float(bias)[..., None].astype("f8"), mask=shown)
-    np.testing.assert_allclose(as_float(y), join_heads(want), atol=tolerance(xp, 1e-5))
+@WITH_PRODUCTS
+def test_it_matches_the_reference(engine):
+    """Heads, bias and mask together, in float64; a bias (kv_len, q_len) is for all heads."""
+    q, k, v = rand(32, 7, 3), rand(32, 9, 3, seed=1), rand(16, 9, 3, seed=2)
+    mask = np.random.default_rng(4).random((9, 1, 1, 3)) < 0.8
+    for bias in (rand(9, 7, 2, seed=3), rand(9, 7, seed=3)):
+        y, _ = call(engine, q, k, v, engine.put(bias), nheads=2, mask=mask)
+        parts = [split_heads(x, 2).astype("f8") for x in (q, k, v)]
+        full = (bias if bias.ndim == 3 else bias[..., None])[..., None].astype("f8")
+        want, _ = reference.attention(*parts, bias=full, mask=mask)
+        np.testing.assert_allclose(y, join_heads(want), atol=engine.tolerance)
 
 
 def test_computed_in_another_dtype():
     """y has the dtype of q; gradients have the dtypes of their arrays."""
-    x = rand(np, 16, 6, 2)
+    x = rand(16, 6, 2)
     y, _ = dot_product_attention(x, x, x, compute_dtype="bfloat16")
     exact, _ = dot_product_attention(x, x, x)
     assert y.dtype == np.float32
@@ -226,35 +202,27 @@ def test_computed_in_another_dtype():
     assert {g.dtype for g in pullback(y)[:3]} == {np.dtype("f4")}
 
 
-@pytest.mark.parametrize("pass_", ["forward", "both"])
-def test_captured_in_another_dtype(pass_, fake):
+@pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
+@pytest.mark.parametrize("backward", [False, True])
+def test_captured_in_another_dtype(backward, engine):
     """The copies in the other dtype belong to the CUDA graph, whose launches change no other memory."""
-    x = fake.asarray(rand(np, 16, 6, 2))
+    x, kept = engine.put(rand(16, 6, 2)), []
 
-    def call():
-        if pass_ == "forward":
+    def run():
+        if not backward:
             return (dot_product_attention(x, x, x, compute_dtype="bfloat16")[0],)
         y, pullback = dot_product_attention_vjp(x, x, x, compute_dtype="bfloat16")
-        call.kept = pullback
+        kept.append(pullback)
         return (y, *pullback(x)[:3])
 
-    Engine("fake", fake).captured(call)
-    get_plan_cache().clear()
-    library().forget_plans()
-
-
-@pytest.mark.gpu
-def test_float32_on_a_gpu_raises(cupy):
-    """The message contains what to write; scores are computed in float32."""
-    x = cupy.zeros((16, 5, 1), np.float32, order="F")
-    with pytest.raises(TypeError, match="compute_dtype='bfloat16'"):
-        dot_product_attention(x, x, x)
-    assert dot_product_attention_scores(*[split_heads(x, 2)] * 2).dtype == np.float32
+    y, *_ = engine.captured(run)
+    np.testing.assert_allclose(y, dot_product_attention(*[rand(16, 6, 2)] * 3)[0], atol=0.02)
+    engine.forget_plans()
 
 
 def test_heads_are_views():
     """Splitting and joining column-major arrays copies nothing."""
-    x = rand(np, 12, 5, 2, 3)
+    x = rand(12, 5, 2, 3)
     heads = split_heads(x, 3)
     assert heads.shape == (4, 3, 5, 2, 3)
     assert np.shares_memory(x, heads)
@@ -264,123 +232,29 @@ def test_heads_are_views():
 
 def test_no_keys():
     """Without keys y is 0 and alpha is empty."""
-    y, alpha = dot_product_attention(rand(np, 4, 3, 2), rand(np, 4, 0, 2), rand(np, 4, 0, 2), alpha=True)
+    y, alpha = dot_product_attention(rand(4, 3, 2), rand(4, 0, 2), rand(4, 0, 2), alpha=True)
     assert (y == 0).all()
     assert alpha.shape == (0, 3, 1, 2)
-
-
-BAD = {
-    "batch": (lambda x: dot_product_attention(x, x[..., :1], x), "Batch dimensions have to be the same: q is \\(4, 3, 2\\)"),
-    "heads": (lambda x: dot_product_attention(x, x, x, nheads=3), "is 4; it must be a multiple of nheads, which is 3"),
-    "length": (lambda x: dot_product_attention(x, x, x[:, :2]), "k and v the same length"),
-    "features": (lambda x: dot_product_attention(x, x[:2], x), "q and k must have the same first dimension"),
-    "rank": (lambda x: dot_product_attention(x[:, 0, 0], x, x), "they must be \\(features, len, batch...\\)"),
-    "scores": (lambda x: dot_product_attention_scores(x, x), "both must be \\(d, nheads, len, B\\)"),
-    "dims": (lambda x: make_causal_mask(x, dims=0), "dims is 0; x has 3 dimensions, counted from 1"),
-    "lengths": (lambda x: make_padding_mask(x[0, 0], 3), "it must be \\(B,\\) integers"),
-    "keys": (lambda x: make_padding_mask(np.array([1, 2]), 2.5), "kv_len is 2.5; it must be a number of keys"),  # type: ignore[arg-type]
-    "fewer_keys": (lambda x: make_padding_mask(np.array([1, 2]), -1), "kv_len is -1; .* 0 or more"),
-    "mask": (
-        lambda x: dot_product_attention(x, x, x, mask=make_causal_mask(x, dims=1)),
-        "the mask has 4 keys and 4 queries; there are 3",
-    ),
-    "five_axes": (lambda x: dot_product_attention(x, x, x, x[..., None, None, None]), "it must broadcast to \\(kv_len"),
-    "lengths_of_others": (
-        lambda x: dot_product_attention(x, x, x, mask=make_padding_mask(np.array([1, 2, 3]), 3)),
-        "the mask has 3 lengths; there are 2 batch entries",
-    ),
-    "masks_of_others": (
-        lambda x: make_padding_mask(np.array([1, 2, 3]), 3) & make_padding_mask(np.array([1, 2]), 3),
-        "masks of shapes \\(3, 1, 1, 3\\) and \\(3, 1, 1, 2\\) cannot be combined",
-    ),
-    "bias_with_fdrop": (
-        lambda x: dot_product_attention(x, x, x, np.ones((3, 3, 5)), fdrop=lambda alpha: alpha),
-        "bias is \\(3, 3, 5\\); from the first axis on it must broadcast to \\(3, 3, 1, 2\\)",
-    ),
-    "fdrop": (
-        lambda x: dot_product_attention(x, x, x, fdrop=lambda alpha: alpha[:1]),
-        "fdrop returned shape \\(1, 3, 1, 2\\) for alpha",
-    ),
-    "c_order": (
-        lambda x: dot_product_attention(x.copy(), x, x),
-        "q has shape \\(4, 3, 2\\) .*axis 0 must be contiguous.*q\\.T",
-    ),
-    "c_order_of_scores": (lambda x: dot_product_attention_scores(x[:, None].copy(), x[:, None]), "axis 0 must be contiguous"),
-    "c_order_of_dy": (lambda x: dot_product_attention_vjp(x, x, x)[1](x.copy()), "dy has shape .*axis 0 must be contiguous"),
-    "dy": (lambda x: dot_product_attention_vjp(x, x, x)[1](x[..., 0]), "dy is \\(4, 3\\); it must be \\(4, 3, 2\\)"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_mismatched_shapes_raise(name):
-    """The message contains all values."""
-    make, words = BAD[name]
-    with pytest.raises(ValueError, match=words):
-        make(rand(np, 4, 3, 2))
-    with pytest.raises(TypeError, match="float32 and k is float64"):
-        dot_product_attention_scores(np.zeros((4, 1, 3, 1), "f4", order="F"), np.zeros((4, 1, 3, 1), order="F"))
-    with pytest.raises(TypeError, match="k is a list; pass an array"):
-        dot_product_attention(np.zeros((4, 3), order="F"), [[0.0]], np.zeros((4, 3), order="F"))
-    with pytest.raises(TypeError, match="the result of fdrop is a NoneType; pass an array"):
-        dot_product_attention(*[np.zeros((4, 3), order="F")] * 3, fdrop=lambda alpha: None)
-    with pytest.raises(TypeError, match=r"nheads is 2\.0; it must be an integer"):
-        dot_product_attention(*[np.zeros((4, 3), order="F")] * 3, nheads=2.0)
-    with pytest.raises(TypeError, match="q is int64; attention supports"):
-        dot_product_attention_scores(*[np.zeros((4, 1, 3, 1), int, order="F")] * 2)
-
-
-NO_ARRAYS = {
-    "bias": ("bias is a float", lambda x, h: dot_product_attention(x, x, x, 1.0)),
-    "bias_list": ("bias is a list", lambda x, h: dot_product_attention(x, x, x, [[1.0] * 3] * 3)),
-    "bias_with_fdrop": ("bias is a float", lambda x, h: dot_product_attention(x, x, x, 1.0, fdrop=lambda alpha: alpha)),
-    "mask": ("mask is a bool", lambda x, h: dot_product_attention(x, x, x, mask=True)),
-    "mask_list": ("mask is a list", lambda x, h: dot_product_attention(x, x, x, mask=[True] * 3)),
-    "bias_of_gradients": ("bias is a float", lambda x, h: dot_product_attention_vjp(x, x, x, 1.0)),
-    "mask_of_gradients": ("mask is a bool", lambda x, h: dot_product_attention_vjp(x, x, x, mask=True)),
-    "dy": ("dy is a list", lambda x, h: dot_product_attention_vjp(x, x, x)[1]([0.0])),
-    "q_of_scores": ("q is a list", lambda x, h: dot_product_attention_scores([0.0], h)),
-    "k_of_scores": ("k is a NoneType", lambda x, h: dot_product_attention_scores(h, None)),
-    "bias_of_scores": ("bias is a float", lambda x, h: dot_product_attention_scores(h, h, 1.0)),
-    "mask_of_scores": ("mask is a bool", lambda x, h: dot_product_attention_scores(h, h, mask=True)),
-    "numbers_as_mask": ("mask is float64; it must be bool", lambda x, h: dot_product_attention(x, x, x, mask=np.ones((3, 3)))),
-    "numbers_as_mask_of_scores": (
-        "mask is float64; it must be bool",
-        lambda x, h: dot_product_attention_scores(h, h, mask=np.ones((3, 3))),
-    ),
-    "causal_mask": ("x is a list", lambda x, h: make_causal_mask([1.0])),
-    "padding_mask": ("lengths is a list", lambda x, h: make_padding_mask([1, 2], 3)),
-    "other_mask": ("the other mask is a bool", lambda x, h: make_causal_mask(x) & True),
-    "split_heads": ("x is a list", lambda x, h: split_heads([1.0], 1)),
-    "join_heads": ("x is a list", lambda x, h: join_heads([1.0])),
-}
-
-
-@pytest.mark.parametrize("name", NO_ARRAYS)
-def test_other_types_raise(name):
-    """A TypeError names the argument, its type and the remedy."""
-    words, make = NO_ARRAYS[name]
-    with pytest.raises(TypeError, match=f"{words}.*(pass an array|convert with|passed as bias=)"):
-        make(rand(np, 4, 3, 2), rand(np, 4, 1, 3, 2))
 
 
 # Layouts
 
 
 @pytest.mark.parametrize("name", layout.LAYOUTS)
-def test_layouts_are_views(name, xp):
+def test_layouts_are_views(name, engine):
     """Both conversions return views; elements are found at the same indices."""
     sizes = {"b": 2, "s": 5, "h": 3, "d": 8, "t": 7}
-    x = rand(xp, *(sizes[letter] for letter in name))
+    x = engine.put(rand(*(sizes[letter] for letter in name)))
+    letters = "dht" if "t" in name else "dhsb"
     ours = layout.to_julia(x, name)
-    assert ours.shape == tuple(sizes[letter] for letter in ("dht" if "t" in name else "dhsb"))
+    assert ours.shape == tuple(sizes[letter] for letter in letters)
     back = layout.from_julia(ours, name)
-    assert back.shape == x.shape
-    assert back.strides == x.strides
-    address = (lambda a: a.ctypes.data) if xp is np else (lambda a: a.data.ptr)
+    assert (back.shape, back.strides) == (x.shape, x.strides)
+    address = (lambda a: a.data.ptr) if engine.on_cudnn else (lambda a: a.ctypes.data)
     assert address(ours) == address(back) == address(x)
     at = dict(zip("bshdt", (1, 3, 2, 4, 6), strict=True))
-    one = tuple(at[letter] for letter in name)
-    assert ours[tuple(at[letter] for letter in ("dht" if "t" in name else "dhsb"))] == x[one]
+    ours, x = engine.get((ours, x))
+    assert ours[tuple(at[letter] for letter in letters)] == x[tuple(at[letter] for letter in name)]
 
 
 def test_memory_layouts_are_described():
@@ -393,21 +267,11 @@ def test_memory_layouts_are_described():
     table = layout.Layout(x, "bshd")._repr_html_()
     assert table.index("head_dim") < table.index("heads") < table.index("seq") < table.index("batch")
     assert "51200" in table
-    with pytest.raises(ValueError, match="the letters are 'bsh'"):
-        layout.Layout(x, "bsh")
-
-
-def test_invalid_layouts_raise():
-    """Unknown letters, and arrays of another rank."""
-    with pytest.raises(ValueError, match="the layout is 'bshx'; it must have the letters"):
-        layout.to_julia(np.zeros((1, 1, 1, 1)), "bshx")
-    with pytest.raises(ValueError, match=r"shape \(1, 1\), 2 axes; the layout 'thd' has 3"):
-        layout.to_julia(np.zeros((1, 1)), "thd")
 
 
 def test_masks_in_place():
     """``&=`` gives a mask that the kernel supports, and does not change other references to the mask."""
-    first = mask = make_causal_mask(rand(np, 8, 5, 2))
+    first = mask = make_causal_mask(rand(8, 5, 2))
     mask &= make_padding_mask(np.array([5, 3]), 5)
     assert (mask.causal, mask.lengths.tolist(), first.lengths) == (True, [5, 3], None)
 
@@ -415,7 +279,7 @@ def test_masks_in_place():
 @pytest.mark.parametrize("lengths", [[3], [9, 4], [-1, 2], [2**32 + 1, 1]], ids=str)
 def test_length_masks_match_boolean_masks(lengths):
     """One length for all, longer than the keys, below 0 or beyond 32 bits."""
-    x = rand(np, 8, 5, 2)
+    x = rand(8, 5, 2)
     mask = make_padding_mask(np.array(lengths), 5)
     seen = np.arange(5)[:, None] < np.array(lengths)
     np.testing.assert_array_equal(np.asarray(mask)[:, 0, 0], seen)
@@ -426,8 +290,8 @@ def test_length_masks_match_boolean_masks(lengths):
 
 def test_the_gradient_of_a_bias_keeps_its_dtype():
     """A float32 bias of float16 arrays has a gradient that float16 cannot represent."""
-    q, k, v = (rand(np, 8, n, 2, seed=n).astype("f2") for n in (4, 6, 6))
-    bias = rand(np, 6, 4)
+    q, k, v = (rand(8, n, 2, seed=n).astype("f2") for n in (4, 6, 6))
+    bias = rand(6, 4)
     y, pullback = dot_product_attention_vjp(q, k, v, bias)
     *_, dbias = pullback(np.full(y.shape, 60000, "f2", order="F") * v[:, :4])
     assert dbias.dtype == np.float32

@@ -1,5 +1,7 @@
 """The tolerance policy rejects wrong results of the kinds that attention code produces."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from cases import DTYPES, Case
@@ -79,41 +81,32 @@ def test_wrong_results_are_rejected(wrong, dtype):
         assert_close(wrong(q, k, v), truth, naive)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [lambda stats: stats / np.log(2), lambda stats: stats + 1e-4, lambda stats: stats[:, ::-1], np.zeros_like],
-    ids=["base_2", "one_key_too_many", "swapped_heads", "zeros"],
-)
-def test_wrong_log_sum_exps_are_rejected(wrong):
-    """The floor of float32 accumulation is far below any mistake."""
-    q, k, v = CASE.arrays()
-    _, truth = reference.attention(q, k, v, causal=True)
-    _, naive = attention(q, k, v, causal=True, return_stats=True)
-    floor = accumulation_floor(q, k, CASE.tau, truth)
-    assert_close(naive, truth, naive, floor)
-    with pytest.raises(AssertionError, match="error"):
-        assert_close(wrong(naive), truth, naive, floor)
+#: Mistakes of each of the results whose floor is not that of rounding.
+OTHERS: dict[str, list[Any]] = {
+    "stats": [lambda x: x / np.log(2), lambda x: x + 1e-4, lambda x: x[:, ::-1], np.zeros_like],
+    "dsinks": [np.negative, lambda x: 0.9 * x, lambda x: x[::-1], np.zeros_like],
+}
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [np.negative, lambda dsinks: 0.9 * dsinks, lambda dsinks: dsinks[::-1], np.zeros_like],
-    ids=["sign", "a_tenth_too_small", "swapped_heads", "zeros"],
-)
+@pytest.mark.parametrize(("name", "wrong"), [(name, wrong) for name, mistakes in OTHERS.items() for wrong in mistakes])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_wrong_gradients_of_sinks_are_rejected(wrong, dtype):
-    """The effect of rounding the output is far below any mistake."""
-    q, k, v = CASE.with_dtype(dtype).arrays()
-    dout, known = CASE.with_dtype(dtype).dout(), {"causal": True, "sinks": np.linspace(-1, 2, 4)}
+def test_wrong_statistics_are_rejected(name, wrong, dtype):
+    """The floors of float32 accumulation and of the rounded output are far below any mistake."""
+    case = CASE.with_dtype(dtype)
+    q, k, v = case.arrays()
+    dout, known = case.dout(), {"causal": True, "sinks": np.linspace(-1, 2, 4)}
     out, stats = reference.attention(q, k, v, **known)
-    *_, truth = reference.attention_backward(dout, q, k, v, **known, return_dsinks=True)
-    floor = sinks_floor(dout, out, stats, known["sinks"])
-    rounded = out.astype(q.dtype).astype(np.float64)
-    weights = np.exp(known["sinks"][:, None, None] - stats.swapaxes(0, 1))
-    naive = -(weights * (dout.astype(np.float64) * rounded).sum(axis=0)).sum(axis=(1, 2))
+    if name == "stats":
+        truth, floor = stats, accumulation_floor(q, k, case.tau, stats)
+        _, naive = attention(q, k, v, causal=True, sinks=known["sinks"].astype(np.float32), return_stats=True)
+    else:
+        *_, truth = reference.attention_backward(dout, q, k, v, **known, return_dsinks=True)
+        floor, rounded = sinks_floor(dout, out, stats, known["sinks"]), out.astype(q.dtype).astype(np.float64)
+        weights = np.exp(known["sinks"][:, None, None] - stats.swapaxes(0, 1))
+        naive = -(weights * (dout.astype(np.float64) * rounded).sum(axis=0)).sum(axis=(1, 2))
     assert_close(naive, truth, truth, floor)
     with pytest.raises(AssertionError, match="error"):
-        assert_close(wrong(naive), truth, naive, floor)
+        assert_close(wrong(naive), truth, truth, floor)
 
 
 def test_the_floor_of_sinks_is_the_same_for_packed_arrays():

@@ -21,7 +21,7 @@ from .compiler import COMPILERS, compiler
 from .cudnn import FakeLibrary
 from .device import DEVICE
 
-__all__ = ["COMPILERS", "DEVICE", "FakeLibrary", "compiler", "driver", "installed"]
+__all__ = ["COMPILERS", "DEVICE", "FakeLibrary", "compiler", "driver", "installed", "library"]
 
 #: Modules that :func:`installed` replaces.
 _REPLACED = ("cupy", "cuda.bindings", "cuda.bindings.driver")
@@ -52,6 +52,12 @@ def installed() -> Iterator[ModuleType]:
         for module, known in names.items():
             vars(module).update(known)
         _clear_caches(package)
+
+
+def library() -> FakeLibrary:
+    """The fake cuDNN that is installed."""
+    made: FakeLibrary = importlib.import_module("cupy_sdpa._cudnn.library").library()
+    return made
 
 
 def _package() -> list[ModuleType]:

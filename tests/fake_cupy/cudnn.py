@@ -33,8 +33,11 @@ class Config:
 
     Attributes:
         us: microseconds of an execution.
-        fails: the step that fails, ``finalize`` or ``execute``; empty if none does.
+        fails: the step that fails, ``finalize``, ``load`` or ``execute``; empty if none does.
+        status: the status of the failure. Default 0: that of an engine that does not take the graph, or of a failed launch.
+        error: raised in place of the failure. Default None.
         wrong: whether its results are 1.5 times the right ones.
+        factor: results are so many times the right ones; NaN is what an element that is not written has.
     """
 
     engine: int
@@ -42,6 +45,15 @@ class Config:
     us: float = 800.0
     fails: str = ""
     wrong: bool = False
+    status: int = 0
+    error: BaseException | None = None
+    factor: float = 1.0
+
+    def failure(self, status: int) -> int:
+        """The status of a failure; raises ``error`` if it is set."""
+        if self.error:
+            raise self.error
+        return self.status or status
 
 
 #: The configs of the heuristics: the first is right but slow, the fastest is wrong, the next cannot run.
@@ -92,9 +104,8 @@ class FakeLibrary(Library):
     """
 
     def __init__(self, device: Device) -> None:
-        self.version, self.cudart_version = 91900, 12090
+        self.cudart_version = 12090
         self.path = self.found_via = "a stand-in for cuDNN"
-        self.build = f"{self.path} in process {os.getpid()}"  # prevents other processes from using its plans
         self.executions: list[Execution] = []
         self.finalized: dict[str, int]
         self.configs: tuple[Config, ...]
@@ -112,11 +123,17 @@ class FakeLibrary(Library):
         return len(left)
 
     def reset(self) -> None:
-        """Remove the state of earlier tests, failed ones included, and restore the default configs."""
+        """Remove the state of earlier tests, failed ones included, and restore the version and the default configs."""
+        self.version = 91900
+        self.build = f"{self.path} in process {os.getpid()}"  # prevents other processes from using its plans
         self._records: dict[int, Record] = {}
         self.executions.clear()
         self.finalized = {"built": 0, "loaded": 0}
         self.configs = CONFIGS
+
+    def stream_of_last_handle(self) -> int:
+        """The stream of the handle of the last execution."""
+        return self._streams[self.executions[-1].handle]
 
     @property
     def live(self) -> dict[str, int]:
@@ -189,7 +206,7 @@ class FakeLibrary(Library):
         if [handle] != record.get("HANDLE"):
             return self._fail(BAD_PARAM, "the plan was finalized for another handle")
         if config.fails == "execute":
-            return self._fail(EXECUTION_FAILED, "the kernel cannot be launched")
+            return self._fail(config.failure(EXECUTION_FAILED), "the kernel cannot be launched")
         pointers = dict(zip(given["UNIQUE_IDS"], given["DATA_POINTERS"], strict=True))
         if missing := [t.name for t in program.tensors if pointers.get(t.uid) is None]:
             return self._fail(BAD_PARAM, f"no address for {missing}")
@@ -203,7 +220,7 @@ class FakeLibrary(Library):
             if recorded and self._records.get(number) is not record:
                 raise CUDARuntimeError(ILLEGAL_ADDRESS, "a CUDA graph is replayed, and its plan was destroyed")
             own = device.view(workspace, (WORKSPACE,), (1,), "u1")
-            program.run(Read(device, pointers, numbers), 1.5 if config.wrong else 1.0, lambda: own.fill(POISON))
+            program.run(Read(device, pointers, numbers), 1.5 if config.wrong else config.factor, lambda: own.fill(POISON))
 
         self.executions.append(Execution(handle, stream, config))
         device.submit(stream, Work(run, us=config.us))
@@ -222,6 +239,8 @@ class FakeLibrary(Library):
             configs = self.configs if record["MODE"] == [int(HeurMode.A)] else ()
             return [Record("ENGINECFG", {"program": program, "config": config}) for config in configs]
         if (record.kind, name) == ("ENGINECFG", "ENGINE"):
+            if "config" not in record.values:  # a config without heuristics
+                return [self._records[pointer] for pointer in record["ENGINE"]]
             config = record.values["config"]
             return [Record("ENGINE", {"ENGINE_GLOBAL_INDEX": [config.engine], "ENGINE_NUMERICAL_NOTE": []})]
         if name in ("KNOB_INFO", "NUMERICAL_NOTE"):
@@ -249,6 +268,8 @@ class FakeLibrary(Library):
     def _finalize_plan(self, record: Record) -> int:
         if (text := record.get("JSON_REPRESENTATION")) is not None:
             program, config = self._programs[json.loads(text[0])["program"]]
+            if config.fails == "load":
+                return self._fail(config.failure(NOT_SUPPORTED), "the plan cannot be loaded")
             record.values |= {"program": program, "config": config, "text": text[0]}
             self.finalized["loaded"] += 1
             return 0
@@ -262,7 +283,7 @@ class FakeLibrary(Library):
             program = self._records[engine["OPERATION_GRAPH"][0]].values["program"]
             config = replace(CONFIGS[0], engine=engine["GLOBAL_INDEX"][0], knobs=knobs)
         if config.fails == "finalize":
-            return self._fail(NOT_SUPPORTED, "the engine does not take this graph")
+            return self._fail(config.failure(NOT_SUPPORTED), "the engine does not take this graph")
         choices = {f"CUDNN_KNOB_TYPE_{name}": value for name, value in config.knobs}
         facts = {"engine": {"engineId": config.engine, "knobChoices": choices}, "program": len(self._programs)}
         self._programs.append((program, config))

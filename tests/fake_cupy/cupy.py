@@ -14,6 +14,8 @@ from . import compiler, driver, memory
 from .array import compute, ndarray
 from .device import DEVICE, NOT_READY, CUDARuntimeError, OutOfMemoryError, Work
 
+__version__ = "14.0.0"
+
 
 def _from_host(array: Any, order: str | None = None) -> ndarray:
     """Copy to the device, keeping the memory order of the host array."""
@@ -48,9 +50,9 @@ def from_dlpack(x: Any) -> ndarray:
     return shared._same_memory(shared.view_)
 
 
-def asnumpy(x: Any) -> Any:
+def asnumpy(x: Any, order: str = "K") -> Any:
     """Copy to the host."""
-    return x.get() if isinstance(x, ndarray) else np.asarray(x)
+    return np.asarray(x.get() if isinstance(x, ndarray) else x, order=order)
 
 
 def empty(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:
@@ -141,14 +143,16 @@ where, isnan, isfinite, isinf, logical_and = map(_ufunc, (np.where, np.isnan, np
 add, subtract, multiply, abs, sqrt, exp = map(_ufunc, (np.add, np.subtract, np.multiply, np.absolute, np.sqrt, np.exp))
 maximum, minimum = map(_ufunc, (np.maximum, np.minimum))
 linalg = SimpleNamespace(norm=_ufunc(np.linalg.norm))
+random = SimpleNamespace(standard_normal=lambda shape, dtype=float: asarray(np.random.standard_normal(shape).astype(dtype)))
 
 
 class Device:
-    """The only device."""
+    """The only device; a test may change its compute capability."""
+
+    compute_capability = "90"
 
     def __init__(self, device: int = 0) -> None:
         self.id = device
-        self.compute_capability = "90"
 
     def __enter__(self) -> Device:
         return self
@@ -328,7 +332,7 @@ runtime = SimpleNamespace(
     streamBeginCapture=lambda stream, mode: DEVICE.begin_capture(stream), streamEndCapture=DEVICE.end_capture,
     deviceSynchronize=DEVICE.wait_for_all, graphInstantiate=DEVICE.instantiate, graphLaunch=DEVICE.launch,
     graphDestroy=DEVICE.graphs.pop, graphExecDestroy=DEVICE.executables.pop, runtimeGetVersion=lambda: 12090,
-    driverGetVersion=lambda: 13000,
+    driverGetVersion=lambda: 13000, deviceGetPCIBusId=lambda device: "0000:00:00.0",
 )  # fmt: skip
 
 

@@ -353,7 +353,7 @@ def _scores(t: Mapping[str, Tensor], get: Callable[[Tensor], Value]) -> Value:
 def _attention(t: Mapping[str, Tensor], scores: Value, get: Callable[[Tensor], Value]) -> dict[str, Any]:
     """The output and the log-sum-exp of the operation for attention, from the scores before the block mask."""
     bits, v, s = get(t["BLOCK_MASK_DESC"]).array, get(t["VDESC"]).array, scores.array
-    listed = np.unpackbits(bits, axis=3, bitorder="little").repeat(TILE, axis=2).repeat(TILE, axis=3)
+    listed = np.unpackbits(bits.astype(np.uint8), axis=3, bitorder="little").repeat(TILE, axis=2).repeat(TILE, axis=3)
     s = np.where(listed[:, :, : s.shape[2], : s.shape[3]], s, -np.inf)
     sink = get(t["SINK_DESC"]).array if "SINK_DESC" in t else np.full((1, 1, 1, 1), -np.inf, np.float32)
     top = np.maximum(s.max(axis=3, keepdims=True), sink)
@@ -468,7 +468,7 @@ _MODES: dict[str, Callable[..., Any]] = {
         "EXP": np.exp, "LOG": np.log, "SQRT": np.sqrt, "RECIPROCAL": np.reciprocal, "TANH_FWD": np.tanh, "SIN": np.sin,
         "COS": np.cos, "TAN": np.tan, "ABS": np.absolute, "FLOOR": np.floor, "CEIL": np.ceil, "CMP_EQ": np.equal,
         "CMP_NEQ": np.not_equal, "CMP_GE": np.greater_equal, "CMP_GT": np.greater, "CMP_LE": np.less_equal,
-        "CMP_LT": np.less, "LOGICAL_AND": np.logical_and, "LOGICAL_OR": np.logical_or,
+        "CMP_LT": np.less, "LOGICAL_AND": np.logical_and, "LOGICAL_OR": np.logical_or, "MOD": np.fmod,
     }.items()},
 }  # fmt: skip
 

@@ -1,11 +1,16 @@
-"""Captured CUDA graphs: what they keep, and which can be launched kernel by kernel; CuPy and the driver are fakes."""
+"""Captured CUDA graphs: what they keep, and which can be launched kernel by kernel."""
 
 import functools
+import gc
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from engines import Engine
+from fake_cupy import DEVICE, library
+from replayed_calls import Calls, equal
 
+from cupy_sdpa import get_plan_cache
 from cupy_sdpa.device import cuda_graph, cupy_runtime, driver
 
 KERNEL, COPY, FILL = "kernel", "copy", "fill"
@@ -21,11 +26,11 @@ class Driver:
     )
     CUlaunchConfig = CUlaunchAttribute = SimpleNamespace
 
-    def __init__(self, kinds, edges, *, lossy=False, height=1, cluster=0, together=0, value=5, size=4):
+    def __init__(self, kinds, edges, *, lossy=False, height=1, cluster=0, together=0, value=5, size=4, status=0):
         self.kinds, self.edges, self.lossy, self.height, self.cluster, self.together = (
             kinds, edges, lossy, height, cluster, together,
         )  # fmt: skip
-        self.value, self.size, self.done = value, size, []
+        self.value, self.size, self.status, self.done = value, size, status, []
 
         self.cuLaunchKernelEx = functools.partial(self._do, "launch")
         self.cuMemsetD16Async, self.cuMemsetD32Async = (functools.partial(self._do, name) for name in ("fill 2", "fill 4"))
@@ -33,8 +38,6 @@ class Driver:
     def _do(self, *given):
         self.done.append(given)
         return (self.status,)
-
-    status = 0
 
     def cuGraphGetNodes(self, graph, count=0):
         return 0, list(range(len(self.kinds)))[:count], len(self.kinds)
@@ -44,7 +47,7 @@ class Driver:
         return 909 if self.lossy else 0, [a for a, _ in some], [b for _, b in some], [None for _ in some], len(self.edges)
 
     def cuGraphNodeGetType(self, node):
-        return 0, self.kinds[node]
+        return getattr(self.kinds[node], "refused", 0), self.kinds[node]
 
     def cuGraphKernelNodeGetParams(self, node):
         return 0, SimpleNamespace(**SIZES, func=70 + node if node % 2 else 0, kern=90 + node, kernelParams=7000 + node)
@@ -71,12 +74,12 @@ class Driver:
 def driver_calls(monkeypatch, *given, **more):
     """The driver calls of a graph, and the list of those that ran."""
     made = Driver(*given, **more)
-    monkeypatch.setattr(driver, "bindings", lambda: made)
     cuda = SimpleNamespace(
         driver=SimpleNamespace(launchKernel=lambda *given: made.done.append(("kernel", *given))),
         runtime=SimpleNamespace(memsetAsync=lambda *given: made.done.append(("fill", *given))),
     )
-    monkeypatch.setattr(cupy_runtime, "cupy", lambda: SimpleNamespace(cuda=cuda))
+    for where, name, value in ((driver, "bindings", made), (cupy_runtime, "cupy", SimpleNamespace(cuda=cuda))):
+        monkeypatch.setattr(where, name, lambda value=value: value)
     return cuda_graph.driver_calls(graph=1, stream=9), made.done
 
 
@@ -113,14 +116,14 @@ def test_fills(value, size, filled, monkeypatch):
 )
 def test_launch_attributes_of_kernels(more, names, monkeypatch):
     """Clusters and cooperative launches are kept; such a kernel is launched with the driver's function, whose status is read."""
-    ((launch, config, kernel, parameters, extra),) = launched(*(given := driver_calls(monkeypatch, [KERNEL], [], **more)))
+    ((launch, config, kernel, parameters, extra),) = launched(*driver_calls(monkeypatch, [KERNEL], [], **more))
     assert {name: getattr(config, name) for name in SIZES} == SIZES
     assert (config.hStream, [attribute.id for attribute in config.attrs]) == (("stream", 9), names)
     assert config.numAttrs == len(names)
     assert (launch, kernel, parameters, extra) == ("launch", ("function", 90), 7000, 0)
-    monkeypatch.setattr(Driver, "status", SimpleNamespace(name="CUDA_ERROR_INVALID_CLUSTER_SIZE"))
+    refused = SimpleNamespace(name="CUDA_ERROR_INVALID_CLUSTER_SIZE")
     with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_CLUSTER_SIZE"):
-        launched(*given)
+        launched(*driver_calls(monkeypatch, [KERNEL], [], status=refused, **more))
 
 
 OTHERS = {
@@ -141,177 +144,166 @@ def test_other_graphs_are_launched_as_a_whole(name, monkeypatch):
 
 def test_a_failure_of_the_driver_raises(monkeypatch):
     """A node is not omitted because the driver cannot report its parameters."""
-    refused = SimpleNamespace(name="CUDA_ERROR_INVALID_VALUE")
-    monkeypatch.setattr(Driver, "cuGraphNodeGetType", lambda *_: (refused, None))
+    node = SimpleNamespace(refused=SimpleNamespace(name="CUDA_ERROR_INVALID_VALUE"))
     with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_VALUE"):
-        driver_calls(monkeypatch, [KERNEL], [])
+        driver_calls(monkeypatch, [node], [])
 
 
-CALLERS, CAPTURED, GRAPH, EXECUTABLE = 7, 99, 5, 6
+def used_bytes(fake):
+    """The bytes in use after garbage collection."""
+    gc.collect()
+    return fake.get_default_memory_pool().used_bytes()
 
 
-class Cupy:
-    """A fake CuPy with streams, capture and graphs; ``done`` lists the calls, ``fail`` the exceptions by function.
+def fills(arrays):
+    """A function that fills arrays with 1, and temporary memory that it allocates."""
 
-    ``current`` is the address of the current stream, ``memory`` the stream of each allocation.
-    """
+    def run():
+        memory = cupy_runtime.allocate(300)
+        cupy_runtime.cupy().cuda.runtime.memsetAsync(memory.ptr, 1, 300, cupy_runtime.stream())
+        for array in arrays:
+            array.fill(1)
 
-    def __init__(self):
-        self.streamCaptureModeRelaxed = 2
-        self.cuda = self.runtime = self
-        self.current, self.done, self.memory, self.fail = CALLERS, [], [], {}
-
-    def _do(self, name, *arguments, result=None):
-        self.done.append((name, *arguments))
-        if name in self.fail:
-            raise self.fail[name]
-        return result
-
-    def Stream(self, *, non_blocking):
-        return Stream(self, CAPTURED)
-
-    def get_current_stream(self):
-        return Stream(self, self.current)
-
-    def empty(self, size, dtype):
-        self.memory.append(self.current)
-        array = self._do("empty", result=np.zeros(size, dtype))
-        return SimpleNamespace(nbytes=array.nbytes, data=SimpleNamespace(ptr=1 << 40))
-
-    def alloc(self, size):
-        return self._do("alloc", result=SimpleNamespace(ptr=1 << 41))
-
-    def streamIsCapturing(self, pointer):
-        return False
-
-    def streamBeginCapture(self, pointer, mode):
-        self._do("begin", pointer)
-
-    def streamEndCapture(self, pointer):
-        return self._do("end", pointer, result=GRAPH)
-
-    def graphInstantiate(self, graph):
-        return self._do("instantiate", graph, result=EXECUTABLE)
-
-    def graphDestroy(self, graph):
-        self._do("destroy", graph)
-
-    def graphExecDestroy(self, executable):
-        self._do("destroy", executable)
-
-    def graphLaunch(self, executable, stream):
-        self._do("launch", executable, stream)
+    return run
 
 
-class Stream:
-    def __init__(self, cupy, address):
-        self.cupy, self.ptr = cupy, address
+def test_a_captured_graph_owns_its_memory(fake):
+    """What is allocated during the capture, from the pool of the caller's stream, is counted and kept until close()."""
+    out, own = fake.full(40, 7, np.float32), fake.empty(1000, np.uint8)
+    fake.cuda.Device().synchronize()
+    before, streams = used_bytes(fake), set()
 
-    def __enter__(self):
-        self.before, self.cupy.current = self.cupy.current, self.ptr
-        return self
+    def allocate(size):
+        streams.add(fake.cuda.get_current_stream().ptr)
+        return fake.get_default_memory_pool().malloc(size)
 
-    def __exit__(self, *_):
-        self.cupy.current = self.before
-
-
-@pytest.fixture
-def cupy(monkeypatch):
-    cupy = Cupy()
-    monkeypatch.setattr(cupy_runtime, "cupy", lambda: cupy)
-    monkeypatch.setattr(cuda_graph, "driver_calls", lambda graph, stream: cupy._do("driver_calls", result=()))
-    return cupy
-
-
-def test_a_captured_graph_owns_its_memory(cupy):
-    """Allocations during the capture are of the caller's stream; they are counted and kept with the given arrays until close()."""
-    own = SimpleNamespace(nbytes=1000)
-    recording = cuda_graph.Recording(lambda: [cupy_runtime.allocate(size) for size in (300, 40)], [own])
-    assert cupy.memory == [CALLERS, CALLERS]
-    assert recording.size == cuda_graph.GRAPH_BYTES + 1340
-    assert [kept.nbytes for kept in recording._arrays] == [1000, 300, 40]
-    recording.launch(of_many=False)
-    recording.close()
-    assert cupy.done == [
-        ("begin", CAPTURED), ("empty",), ("empty",), ("end", CAPTURED), ("driver_calls",), ("instantiate", GRAPH),
-        ("launch", EXECUTABLE, CALLERS), ("destroy", EXECUTABLE), ("destroy", GRAPH),
-    ]  # fmt: skip
-    assert recording._arrays == []
+    with fake.cuda.Stream(non_blocking=True) as stream, fake.cuda.using_allocator(allocate):
+        recording = cuda_graph.Recording(fills([out]), [own])
+        assert out.get()[0] == 7, "the capture ran something"
+        assert recording.size == cuda_graph.GRAPH_BYTES + 1300
+        del own
+        assert used_bytes(fake) > before
+        for launch in (functools.partial(recording.launch, of_many=False), recording.launch_one_by_one):
+            out.fill(0)
+            launch()
+            assert (out.get() == 1).all()
+        recording.close()
+        stream.synchronize()
+    assert streams == {stream.ptr}
+    assert used_bytes(fake) == before - 1024
 
 
-def test_an_arena(cupy):
+def test_an_arena(fake):
     """It hands out parts of its memory in order; what does not fit is allocated, and kept alive during a capture."""
-    memory = cupy_runtime.Memory(100000, 1100)
+    memory = cupy_runtime.Memory(fake.cuda.alloc(1100), 1100)
+    start = memory.pointer.ptr
+
+    def places(*sizes):
+        return [cupy_runtime.allocate(size).ptr - start for size in sizes]
+
     with cupy_runtime.arena(memory) as arena:
-        assert [cupy_runtime.allocate(size) - memory.pointer for size in (300, 1, 100)] == [0, 512, 768]
-        assert cupy.done == []
-        cupy_runtime.allocate(1)
-        assert cupy.done[-1] == ("alloc",)
+        assert places(300, 1, 100) == [0, 512, 768]
+        assert not 0 <= places(1)[0] < 1100
         assert (arena.needed, arena.others) == (1280, [])
-    with cupy_runtime.arena() as arena:
-        cupy_runtime.allocate(300)
-    assert (arena.needed, cupy.done) == (512, [("alloc",), ("alloc",)])
     with cupy_runtime.arena(memory) as arena:
         for _ in range(2):
             with cupy_runtime.released():
-                assert [cupy_runtime.allocate(size) - memory.pointer for size in (300, 1)] == [0, 512]
-        assert cupy_runtime.allocate(1) == memory.pointer
+                assert places(300, 1) == [0, 512]
+        assert places(1) == [0]
         assert arena.needed == 768
-    recording = cuda_graph.Recording(lambda: [cupy_runtime.allocate(size) for size in (600, 300)], memory=memory)
-    assert [kept.nbytes for kept in recording._arrays] == [300]
-
-
-def test_a_graph_that_is_not_executable(cupy, monkeypatch):
-    """It takes no device memory, and is launched kernel by kernel; one that is no sequence of kernels is made executable."""
-    done = []
-    kernels = [(lambda *given: done.append(given), (1, 2)), (lambda *given: done.append(given), (3,))]
-    monkeypatch.setattr(cuda_graph, "driver_calls", lambda graph, stream: kernels)
-    recording = cuda_graph.Recording(lambda: None, [SimpleNamespace(nbytes=1000)], least_nodes=3)
-    assert recording.size == cuda_graph.HOST_BYTES + 1000
-    recording.launch(of_many=False)
-    assert done == [(1, 2), (3,)]
+    recording = cuda_graph.Recording(lambda: places(600, 300), memory=memory)
+    assert recording.size == cuda_graph.GRAPH_BYTES + 300
     recording.close()
-    assert [name for name, *_ in cupy.done] == ["begin", "end", "destroy"]
-    monkeypatch.setattr(cuda_graph, "driver_calls", lambda graph, stream: [])
-    recording = cuda_graph.Recording(lambda: None, least_nodes=3)
+
+
+def test_a_graph_that_is_not_executable(fake):
+    """It takes no device memory, and is launched kernel by kernel; one that is no sequence of kernels is made executable."""
+    out, other = fake.full(40, 7, np.float32), fake.full(40, 5, np.float32)
+    recording = cuda_graph.Recording(fills([out]), least_nodes=3)
+    assert recording.size == cuda_graph.HOST_BYTES + 300
+    assert not DEVICE.executables
     recording.launch(of_many=False)
-    assert cupy.done[-1] == ("launch", EXECUTABLE, CALLERS)
-    assert recording.size == cuda_graph.GRAPH_BYTES
+    assert (out.get() == 1).all()
+    recording.close()
+    copy = cuda_graph.Recording(lambda: out.data.copy_from_device_async(other.data, 160), least_nodes=3)
+    assert copy.size == cuda_graph.GRAPH_BYTES
+    for launch in (functools.partial(copy.launch, of_many=True), copy.launch_one_by_one):
+        out.fill(0)
+        launch()
+        assert (out.get() == 5).all()
+    copy.close()
+
+
+PLACES = {"begin": "streamBeginCapture", "end": None, "instantiate": "graphInstantiate", "run": "memsetAsync"}
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("refused"), KeyboardInterrupt()], ids=lambda e: type(e).__name__)
-@pytest.mark.parametrize("where", ["begin", "run", "empty", "end", "driver_calls", "instantiate"])
+@pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("broken", [False, True], ids=["", "and_the_capture_is_broken"])
-def test_a_failed_capture_leaves_nothing(where, broken, error, cupy):
+def test_a_failed_capture_leaves_nothing(where, broken, error, fake, monkeypatch):
     """The error is raised, the capture is ended, its graph destroyed, the current stream and the allocator are restored."""
-    if broken:
-        cupy.fail["end"] = RuntimeError("CUDA_ERROR_STREAM_CAPTURE_INVALIDATED")
-    cupy.fail[where] = error
+    runtime, ended = fake.cuda.runtime, []
+    end = runtime.streamEndCapture
 
-    def run():
-        cupy_runtime.allocate(300)
-        cupy._do("run")
+    def fail(*_):
+        raise error
 
-    with pytest.raises((type(error), RuntimeError)) as raised:
-        cuda_graph.Recording(run)
-    if not broken or where not in ("driver_calls", "instantiate"):
-        assert raised.value is error
-    names = [name for name, *_ in cupy.done]
-    assert names.count("end") >= 1
-    assert names.count("destroy") == ("end" not in cupy.fail)
-    assert cupy.current == CALLERS
-    cupy_runtime.allocate(10)
-    assert cupy.done[-1] == ("alloc",)
+    def end_capture(stream):
+        ended.append(stream)
+        graph = end(stream)
+        if broken or where == "end":
+            runtime.graphDestroy(graph)
+            raise error if where == "end" else RuntimeError("CUDA_ERROR_STREAM_CAPTURE_INVALIDATED")
+        return graph
+
+    with monkeypatch.context() as patch:
+        for name, function in {"streamEndCapture": end_capture, **({} if where == "end" else {PLACES[where]: fail})}.items():
+            patch.setattr(runtime, name, function)
+        with pytest.raises((type(error), RuntimeError)) as raised:
+            cuda_graph.Recording(fills([]))
+    assert raised.value is error or (broken and where == "instantiate")
+    assert ended
+    assert not DEVICE.graphs
+    assert fake.cuda.get_current_stream() is fake.cuda.Stream.null
+    address = cupy_runtime.allocate(10).ptr
+    assert address == fake.cuda.alloc(10).ptr, "the allocator of the capture is in use"
 
 
-def test_close_releases_everything_after_a_failure(cupy):
-    """Graph, executable and memory are released, whichever fails."""
-    recording = cuda_graph.Recording(lambda: None, [SimpleNamespace(nbytes=1)])
-    cupy.fail["destroy"] = RuntimeError("sticky")
+def test_close_releases_everything_after_a_failure(fake, monkeypatch):
+    """The graph and its memory are released although its executable cannot be destroyed."""
+    before = used_bytes(fake)
+    recording = cuda_graph.Recording(fills([]), [fake.empty(1000, np.uint8)])
+    destroy = fake.cuda.runtime.graphExecDestroy
+
+    def fail(executable):
+        destroy(executable)
+        raise RuntimeError("sticky")
+
+    monkeypatch.setattr(fake.cuda.runtime, "graphExecDestroy", fail)
     with pytest.raises(RuntimeError, match="sticky"):
         recording.close()
-    assert cupy.done[-2:] == [("destroy", EXECUTABLE), ("destroy", GRAPH)]
-    assert recording._arrays == []
+    assert not DEVICE.graphs
+    assert used_bytes(fake) == before
+
+
+@pytest.mark.parametrize("name", ["lengths", "large copies", "packed"])
+def test_graphs_own_the_memory_of_whole_calls(name, fake):
+    """No node of a graph allocates memory, so its kernels can be launched one by one; also for calls that are parsed."""
+    calls = Calls(Engine("fake", fake), name)
+    want = calls.run()
+    recording = cuda_graph.Recording(calls.launch)
+    ((_, works),) = DEVICE.graphs.items()
+    assert not {work.kind for work in works} & {"alloc", "free"}
+    for launch in (recording.launch_one_by_one, functools.partial(recording.launch, of_many=False)):
+        calls.load(0)
+        junk = [fake.full(size, np.nan, np.float32) for size in (1 << 10, 1 << 14)]
+        launch()
+        equal(calls.host({name: calls.memory.views[name] for name in want}), want)
+        assert all(np.isnan(x.get()).all() for x in junk)
+    fake.cuda.Device().synchronize()
+    recording.close()
+    get_plan_cache().clear()
+    library().forget_plans()
 
 
 class Plain:

@@ -1,238 +1,172 @@
-"""Attention with paged keys and values, on the CPU engine, the fake CuPy and a GPU: random problems against the dense reference.
+"""Attention with paged keys and values: the result is that of dense attention to the gathered pages.
 
 Pages that no sequence owns are full of NaN, and table entries after the length are arbitrary numbers.
 """
 
-from __future__ import annotations
-
-import itertools
-from typing import Any, NamedTuple
+import re
 
 import numpy as np
 import pytest
+from engines import numbers
 
-from cupy_sdpa import attention, reference
-from cupy_sdpa.calls.arguments import read_forward
-from cupy_sdpa.problem.split import obstacle
+import cupy_sdpa
+from cupy_sdpa import KVCache, Unsupported, attention, explain, prepare
 
-#: Options of the call, by name; arrays are made from a random number generator and the number of query heads.
-OPTIONS: dict[str, Any] = {
-    "none": lambda rng, hq: {},
-    "causal": lambda rng, hq: {"causal": "bottom_right"},
-    "top left": lambda rng, hq: {"causal": True},
-    "window": lambda rng, hq: {"window": (int(rng.integers(0, 40)), 0, "bottom_right")},
-    "wide window": lambda rng, hq: {"window": (int(rng.integers(0, 40)), int(rng.integers(0, 3)), "bottom_right")},
-    "softcap": lambda rng, hq: {"softcap": 2.0, "causal": "bottom_right"},
-    "sinks": lambda rng, hq: {"sinks": rng.standard_normal(hq).astype(np.float32), "causal": "bottom_right"},
-    "alibi": lambda rng, hq: {"alibi_slopes": np.abs(rng.standard_normal(hq)).astype(np.float32), "causal": "bottom_right"},
-    "score_mod": lambda rng, hq: {"score_mod": lambda s, b, h, i, j: s * 0.5 + 0.01 * j - 0.02 * i + 0.1 * h},
-    "mask_mod": lambda rng, hq: {"mask_mod": lambda b, h, i, j: (i + j + h) % 3 != 0},
-    "scale": lambda rng, hq: {"scale": 0.3},
-}
+ON_A_GPU = pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
 
 
-class Paged(NamedTuple):
-    """A random problem: float64 arrays on the host."""
-
-    q: Any
-    k: Any
-    v: Any
-    table: Any
-    lengths: Any
-    options: dict[str, Any]
-    dtype: str
-    order: str
-
-    @property
-    def page(self) -> int:
-        return self.k.shape[2]
-
-    def dense(self, pages):
-        """The keys or values of every sequence as a dense array; 0 after the lengths."""
-        d, h, page, _ = pages.shape
-        p, b = self.table.shape
-        out = np.zeros((d, h, p * page, b))
-        for n, length in enumerate(self.lengths):
-            used = self.table[: -(-length // page), n]
-            rows = pages[..., used].transpose(0, 1, 3, 2).reshape(d, h, -1)[:, :, :length]
-            out[:, :, :length, n] = rows
-        return np.asfortranarray(out)
-
-    def truth(self, **options):
-        """Output and log-sum-exp of the dense reference, float64."""
-        functions = {name: self.options[name] for name in ("score_mod", "mask_mod") if name in self.options}
-        others = {name: value for name, value in self.options.items() if name not in functions}
-        if "cu_seqlens_q" in others:
-            return self._packed_truth(others, functions)
-        return dense_attention(self.q, self.dense(self.k), self.dense(self.v), self.lengths, others, functions)
-
-    def _packed_truth(self, others, functions):
-        starts, most = others.pop("cu_seqlens_q"), others.pop("max_seqlen_q")
-        _, hq, total = self.q.shape
-        out, stats = np.zeros((self.v.shape[0], hq, total)), np.full((hq, total), -np.inf)
-        k, v = self.dense(self.k), self.dense(self.v)
-        for b, (begin, end) in enumerate(itertools.pairwise(starts)):
-            assert end - begin <= most
-            if end > begin:
-                part = self.q[:, :, begin:end, None], k[..., b : b + 1], v[..., b : b + 1], self.lengths[b : b + 1]
-                one, row = dense_attention(*part, others, functions)
-                out[:, :, begin:end], stats[:, begin:end] = one[..., 0], row[..., 0].T
-        return out, stats
+@pytest.mark.parametrize("number", numbers(6, quick=1))
+@pytest.mark.parametrize("names", ["paged", "paged packed", "paged window"])
+def test_random_problems(names, number, engine):
+    """Split or not: masks, functions, lengths, packed queries, dropout, layouts of the pages, and results of the caller."""
+    engine.agrees(engine.draw(names.split(), number), refused=True)
 
 
-def dense_attention(q, k, v, lengths, options, functions):
-    """The reference, or the CPU engine in float64 for functions, which the reference does not take."""
-    if functions:
-        return attention(q, k, v, seq_lens_kv=lengths, return_stats=True, **options, **functions)
-    return reference.attention(q, k, v, seq_lens_kv=lengths, **options)
+def pages(page=16, order="heads", lengths="random", num_splits=0, rest="mixed"):
+    """The option ``paged``; entries after the lengths are large, negative, and pages of NaN."""
+    return page, order, lengths, num_splits, rest, False, False
 
 
-def draw(seed, dtypes=("float64", "float32"), pages=(1, 2, 8, 16, 64)):
-    """A random problem; the smallest sizes are as likely as large ones."""
-    rng = np.random.default_rng(seed)
-    pick = lambda *choices: choices[int(rng.integers(len(choices)))]  # noqa: E731
-    page, p, b = pick(*pages), pick(1, 2, 3, 9), pick(1, 2, 3)
-    hkv, group, d, dv, sq = pick(1, 2), pick(1, 2, 3, 4), pick(8, 16, 64), pick(8, 16, 64), pick(1, 1, 2, 3, 4, 40)
-    dtype, order, name = pick(*dtypes), pick("pages", "heads"), pick(*OPTIONS)
-    held = "float16" if dtype == "float16" else "float32"  # the values are exact in this dtype
-    count = p * b + 2
-    lengths = np.array([pick(0, 1, page, p * page, int(rng.integers(0, p * page + 1))) for _ in range(b)], np.int32)
-    table = rng.permutation(count)[: p * b].reshape(p, b).astype(np.int32)
-    made = lambda *shape: np.asfortranarray(rng.standard_normal(shape).astype(held).astype(float))  # noqa: E731
-    options = OPTIONS[name](rng, hkv * group)
-    q = made(d, hkv * group, sq, b)
-    if sq > 1 and pick(False, False, True):
-        starts = np.concatenate([[0], np.cumsum(rng.integers(0, sq + 1, b))]).astype(np.int32)
-        q = made(d, hkv * group, max(int(starts[-1]), 1))
-        options |= {"cu_seqlens_q": starts, "max_seqlen_q": sq}
-    elif pick(False, True):
-        options |= {"seq_lens_q": rng.integers(0, sq + 1, b).astype(np.int32)}
-    return Paged(q, made(d, hkv, page, count), made(dv, hkv, page, count), table, lengths, options, dtype, order)
+MASK = {"mask_mod": ("checkered", ""), "stats": True}
+PACKED = {"packed": ("random", "full", 0, 0, 0, "int32")}
+ONE_PACKED = {"packed": ("one", "full", 3, 5, 0, "int32")}
+SINKS = {"sinks": "high", "causal": "bottom_right"}
+WIDE = {"window": (20, 2, "bottom_right"), "stats": True}
+#: Sizes and options: problems that are split, and others.
+CORNERS = {
+    "one row in a page": {"skv": 512, "options": {"paged": pages(1), **MASK}},
+    "whole tiles": {"skv": 512, "options": {"paged": pages(64), **MASK}},
+    "packed queries, whole tiles": {"skv": 512, "options": {"paged": pages(64), **MASK, **PACKED}},
+    "packed queries of length 1": {"sq": 1, "skv": 512, "options": {"paged": pages(64), **MASK, **ONE_PACKED}},
+    "wide values": {"dv": 16, "skv": 64, "options": {"paged": pages(4, "pages", num_splits=3), **WIDE}},
+    "narrow values": {"d": 16, "skv": 64, "options": {"paged": pages(8, num_splits=3), **WIDE, "softcap": 2.0}},
+    "a window of few pages": {"sq": 2, "skv": 1024, "options": {"paged": pages(8, lengths="full"), **WIDE}},
+    "a window in pages of a tile": {"sq": 2, "skv": 1024, "options": {"paged": pages(128), "window": (126, 0, "bottom_right")}},
+    "no keys": {"options": {"paged": pages(8, lengths="zero", num_splits=2), **SINKS}},
+    "lengths of both": {"sq": 4, "options": {"paged": pages(4, num_splits=2), "seq_lens_q": "random", **SINKS, "stats": True}},
+    "more chunks than pages": {"skv": 32, "options": {"paged": pages(num_splits=40), "causal": "bottom_right"}},
+    "more queries than keys": {"sq": 9, "skv": 4, "options": {"paged": pages(2, num_splits=1), "causal": "bottom_right"}},
+    "600 rows": {"sq": 150, "skv": 64, "options": {"paged": pages(lengths="some_zero"), "causal": "bottom_right"}},
+    "one query": {"sq": 1, "options": {"paged": pages(num_splits=2), "deterministic": True}},
+    "one head of a group": {"hq": 2, "options": {"paged": pages(num_splits=2), "causal": "bottom_right"}},
+    "a cache and a mask function": {"skv": 48, "options": {"cache": (4, "random", 2, "fork", True), **MASK}},
+    "head dim 1": {"d": 1, "dv": 1, "options": {"paged": pages(1)}}, "head dims 1 and 5": {"d": 1, "dv": 5, "options": {"paged": pages(3), "stats": True}},
+    "head dims 5 and 1": {"d": 5, "dv": 1, "options": {"paged": pages(3), "stats": True}},
+}  # fmt: skip
 
 
-def run(problem: Paged, seed: int, xp: Any = np, **more: Any):
-    """The call of a random problem, and its arguments, with NaN in unowned pages and arbitrary table entries."""
-    rng = np.random.default_rng(seed)
-    _, _, page, count = problem.k.shape
-    owned = {int(e) for n, length in enumerate(problem.lengths) for e in problem.table[: -(-length // page), n]}
-    unowned = [e for e in range(count) if e not in owned]
-
-    def pages(x):
-        x = x.astype(problem.dtype, order="F")
-        x[..., unowned] = np.nan
-        if problem.order == "pages":
-            return xp.asarray(np.asfortranarray(x.transpose(0, 2, 1, 3))).transpose(0, 2, 1, 3)
-        return xp.asarray(x)
-
-    p, b = problem.table.shape
-    table = np.asfortranarray(rng.choice([2**30, -1, *unowned], (p + int(rng.integers(3)), b)).astype(np.int32))
-    for n, length in enumerate(problem.lengths):
-        used = -(-length // page)
-        table[:used, n] = problem.table[:used, n]
-    arrays = {name: xp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in (problem.options | more).items()}
-    q, k, v = xp.asarray(problem.q.astype(problem.dtype, order="F")), pages(problem.k), pages(problem.v)
-    shape = (v.shape[0], *q.shape[1:])
-    out = xp.asarray(np.full(shape, np.nan, problem.dtype, order="F"))
-    arguments = {"page_table": xp.asarray(table)[:p], "seq_lens_kv": xp.asarray(problem.lengths), "out": out, **arrays}
-    return q, k, v, arguments
+@pytest.mark.parametrize("seed", numbers(2, quick=1))
+@pytest.mark.parametrize("name", CORNERS)
+def test_corners(name, seed, engine):
+    """Whole tiles, chunks, boundaries of windows, empty sequences, and head dims whose strides show no order."""
+    case = engine.case(**{"d": 8, "dv": 8, "hq": 4, "hkv": 2, "sq": 3, "skv": 48, "b": 2, "seed": seed, **CORNERS[name]})
+    assert engine.agrees(case, refused="head dim" in name).calls
 
 
-def compare(got, want, tolerance):
-    """Compare outputs and log-sum-exps; both contain no NaN."""
-    for one, other in zip(got, want, strict=True):
-        np.testing.assert_allclose(np.asarray(one, float), other, rtol=tolerance, atol=tolerance)
+def decoding(engine, sq=2, batch=3):
+    """Queries, keys and values in pages of 4, and options; sequences of 30, 9 and 17 keys."""
+    cache, x = KVCache(8, 1, pages=40, batch=batch, page_size=4, dtype=engine.dtype, numpy=not engine.on_cudnn), None
+    x = engine.normal(0, 8, 1, 30, batch)
+    cache.append(x, x, counts=[30, 9, 17][:batch])
+    options = {"page_table": cache.table, "seq_lens_kv": cache.lengths, "causal": "bottom_right", "num_splits": 2}
+    return engine.normal(1, 8, 4, sq, batch), (cache.keys(), cache.values()), options
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_random_problems_on_the_cpu(seed):
-    """The result is that of dense attention of the gathered pages."""
-    problem = draw(seed)
-    q, k, v, arguments = run(problem, seed)
-    compare(attention(q, k, v, return_stats=True, **arguments), problem.truth(), 2e-5)
+@ON_A_GPU
+@pytest.mark.parametrize(("sq", "offset"), [(1, 1), pytest.param(3, 4, marks=pytest.mark.slow)])
+def test_queries_at_any_address(sq, offset, engine):
+    """Vector loads need aligned addresses: queries that begin elsewhere give the same bits."""
+    q, arrays, options = decoding(engine, sq)
+    values = engine.get(q).ravel(order="F")
+    moved = engine.put(np.concatenate([values[:offset], values]))[offset:].reshape(q.shape, order="F")
+    assert moved.data.ptr % 16
+    found, wanted = engine.get((attention(moved, *arrays, **options), attention(q, *arrays, **options)))
+    np.testing.assert_array_equal(found, wanted)
 
 
-@pytest.mark.parametrize("seed", range(50))
-def test_random_problems_on_the_fake_cupy(seed, fake):
-    """Split or not, the result is that of dense attention."""
-    check_on(fake, seed)
+@pytest.mark.parametrize("batch", [2, 3])
+def test_lengths_with_gaps(batch, engine):
+    """Every other element of an array: the elements between are not read."""
+    q, arrays, options = decoding(engine, 2, batch)
+    lengths = {"seq_lens_kv": engine.get(options["seq_lens_kv"]), "seq_lens_q": np.full(batch, 2, np.int32)}
+    wide = {name: engine.put(np.stack([x, 0 * x], axis=1).ravel())[::2] for name, x in lengths.items()}
+    dense = engine.put(lengths)
+    found, wanted = (engine.get(attention(q, *arrays, **{**options, **x})) for x in (wide, dense))
+    np.testing.assert_array_equal(found, wanted)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("seed", range(200))
-def test_random_problems_on_the_gpu(seed, cupy):
-    """As on the fake CuPy."""
-    check_on(cupy, seed, pages=(1, 2, 8, 16, 64, 128))
+@pytest.mark.parametrize(("sq", "options"), [(1, {}), (4, {"causal": "bottom_right", "num_splits": 2}), (70, {})], ids=str)
+def test_prepared_calls(sq, options, engine):
+    """The results are those of attention(), also when table and lengths change in place, and with another table of the shape."""
+    rng, dtype = np.random.default_rng(0), np.float16
+    q, k, v = (engine.normal(sq, *shape, dtype=dtype) for shape in ((8, 4, sq, 2), (8, 2, 16, 20), (8, 2, 16, 20)))
+    tables = [engine.put(np.asfortranarray(rng.permutation(20)[:16].reshape(8, 2).astype(np.int32))) for _ in range(3)]
+    lengths = [engine.put(np.array(n, np.int32)) for n in ([100, 128], [3, 0], [128, 17])]
+    table, length = tables[0].copy(order="F"), lengths[0].copy()
+    call = prepare(q, k, v, page_table=table, seq_lens_kv=length, return_stats=True, **options)
+    for given, n in zip(tables * 2, lengths * 2, strict=True):
+        table[...], length[...] = given, n
+        wanted = attention(q, k, v, page_table=given, seq_lens_kv=n, return_stats=True, **options)
+        for found in (call(q, k, v), call(q, k, v, page_table=given, seq_lens_kv=n)):
+            for one, other in zip(engine.get(found), engine.get(wanted), strict=True):
+                np.testing.assert_array_equal(one, other)
+    with pytest.raises(ValueError, match=r"Prepared: .*page_table \(8, 2\).* Passed: .*page_table \(4, 2\)"):
+        call(q, k, v, page_table=table[:4].copy(order="F"), seq_lens_kv=lengths[0] * 0)
+    with pytest.raises(ValueError, match=r"page_table has shape \(8, 1\); it must be .* with 2 sequences"):
+        call(q, k, v, page_table=table[:, :1])
 
 
-def check_on(xp, seed, pages=(1, 2, 8, 16, 64)):
-    """Run a random problem several times, with the default number of chunks and with a random one if it can be split."""
-    problem = draw(seed, dtypes=("float16",), pages=pages)
-    q, k, v, arguments = run(problem, seed, xp)
-    splits = [None]
-    options = {name: value for name, value in arguments.items() if name != "out"}
-    if not obstacle(read_forward(q, k, v, options).problem):
-        splits.append(1 + seed % 5)
-    for num_splits in splits:
-        q, k, v, arguments = run(problem, seed, xp, num_splits=num_splits)
-        for _ in range(5):  # the later ones are replayed from a captured CUDA graph on a GPU
-            arguments["out"].fill(np.nan)
-            got = attention(q, k, v, return_stats=True, **arguments)
-            compare([x.get() for x in got], problem.truth(), 1e-2)
+# Gradients
 
 
-@pytest.mark.parametrize(("d", "dv"), [(1, 1), (1, 5), (5, 1)])
-@pytest.mark.parametrize("page", [1, 3])
-def test_head_dim_1(page, d, dv):
-    """Keys are transposed and values are not, also where the strides of both are equal."""
-    rng = np.random.default_rng(0)
-    made = lambda *shape: np.asfortranarray(rng.standard_normal(shape))  # noqa: E731
-    q, k, v = made(d, 2, 3, 1), made(d, 1, page, 4), made(dv, 1, page, 4)
-    table, lengths = np.array([[2], [0]], np.int32), np.array([2 * page], np.int32)
-    problem = Paged(q, k, v, table, lengths, {}, "float64", "heads")
-    compare(attention(q, k, v, page_table=table, seq_lens_kv=lengths, return_stats=True), problem.truth(), 1e-6)
+GRADIENTS = r"gradients are not supported with page_table.*: gather the pages into dense k and v"
 
 
-@pytest.mark.parametrize("rows", [0, 3])
-@pytest.mark.parametrize("form", ["dense", "packed", "packed queries of length 1"])
-@pytest.mark.parametrize("page", [1, 64, 256])
-def test_entries_after_the_length_are_not_used(page, form, rows, fake):
-    """Also if the table has whole tiles and is dense, and for packed sequences of one query: pages after the length are NaN."""
-    check_entries_after_the_length(fake, page, form, rows)
+def zeros(*shape, dtype="float16"):
+    """An array of zeros."""
+    return np.zeros(shape, dtype, order="F")
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", [0, 3])
-@pytest.mark.parametrize("form", ["dense", "packed", "packed queries of length 1"])
-@pytest.mark.parametrize("page", [1, 64, 128])
-def test_entries_after_the_length_are_not_used_on_the_gpu(page, form, rows, cupy):
-    """As on the fake CuPy."""
-    check_entries_after_the_length(cupy, page, form, rows)
+def arguments(packed, **options):
+    """q, k and v of two sequences in pages of 4, and the options."""
+    given = {"page_table": zeros(3, 2, dtype="int32"), "seq_lens_kv": zeros(2, dtype="int32"), **options}
+    if packed:
+        given |= {"cu_seqlens_q": zeros(3, dtype="int32"), "max_seqlen_q": 3}
+    return [zeros(8, 2, 6) if packed else zeros(8, 2, 3, 2), zeros(8, 1, 4, 10), zeros(8, 1, 4, 10)], given
 
 
-def check_entries_after_the_length(xp, page, form, rows):
-    """A table ``(512 / page, 2)``, or the first rows of a longer one; a mask function prevents a split."""
-    rng = np.random.default_rng(1)
-    made = lambda *shape: np.asfortranarray(rng.standard_normal(shape).astype(np.float16).astype(float))  # noqa: E731
-    width, lengths = 512 // page, np.array([5, 300], np.int32)
-    used = -(-lengths // page)
-    count = int(used.sum()) + 1
-    table = np.full((width + rows, 2), count - 1, np.int32, order="F")
-    pages = iter(rng.permutation(count - 1))
-    for b, number in enumerate(used):
-        table[:number, b] = [next(pages) for _ in range(number)]
-    options = {"mask_mod": lambda b, h, i, j: (i + j) % 3 != 1}
-    sq = 1 if form.endswith("1") else 3
-    q = made(8, 2, sq, 2)
-    if form != "dense":
-        starts = np.array([0, 1, 1 + sq], np.int32)
-        q, options = made(8, 2, int(starts[-1])), options | {"cu_seqlens_q": starts, "max_seqlen_q": sq}
-    problem = Paged(q, made(8, 1, page, count), made(8, 1, page, count), table[:width], lengths, options, "float16", "heads")
-    arguments = {name: xp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
-    arrays = [x.astype(np.float16, order="F") for x in (q, problem.k, problem.v)]
-    for x in arrays[1:]:
-        x[..., count - 1] = np.nan
-    q, k, v = map(xp.asarray, arrays)
-    got = attention(
-        q, k, v, page_table=xp.asarray(table)[:width], seq_lens_kv=xp.asarray(lengths), return_stats=True, **arguments
-    )
-    compare([x.get() for x in got], problem.truth(), 1e-2)
+@pytest.mark.parametrize(("packed", "options"), [(False, {}), (True, {}), (False, {"num_splits": 2})], ids=str)
+@pytest.mark.parametrize("gpu", [{}, {"gpu": "H200", "cudnn": "9.19"}], ids=["here", "described"])
+def test_a_report_gives_the_reason_against_gradients(packed, options, gpu, engine):
+    """explain() does not raise: the reason is that of the error, and the steps are those of the forward pass."""
+    arrays, given = engine.put(arguments(packed, **options)) if not gpu else arguments(packed, **options)
+    assert not engine.get(attention(*arrays, **given)).any()
+    with pytest.raises(Unsupported, match=GRADIENTS):
+        prepare(*arrays, **given, backward=True)
+    for more in ({}, {"deterministic": True}, {"return_dtensors": True}):
+        report = explain(*arrays, **given, backward=True, **more, **gpu)
+        assert not report
+        assert report.error is Unsupported
+        assert report.engine == ("cuDNN" if gpu or engine.on_cudnn else "numpy")
+        (reason,) = report.reasons
+        assert re.search(GRADIENTS, reason)
+        assert f"cannot run on {report.engine} (the steps are those of the forward pass):" in str(report)
+        assert reason in report._repr_html_()
+
+
+def test_a_report_on_gradients_checks_the_arguments():
+    """Invalid arguments raise, as for the call."""
+    for wrong in ({"page_table": zeros(3, 2, dtype="int64")}, {"seq_lens_kv": zeros(3, dtype="int32")}, {"bucket": 16}):
+        arrays, given = arguments(packed=False, **wrong)
+        with pytest.raises((TypeError, ValueError), match=next(iter(wrong))):
+            cupy_sdpa.explain(*arrays, **given, backward=True)
+
+
+@pytest.mark.parametrize("wrong", [{"num_splits": 0}, {"page_table": zeros(3, 4, dtype="int32")}, {"bucket": 128}], ids=str)
+def test_a_refused_call_writes_nothing(wrong, engine):
+    """Also into results of the caller."""
+    (q, *arrays), given = engine.put(arguments(packed=False, **wrong))
+    out = q + 7
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        attention(q, *arrays, **given, out=out)
+    assert (engine.get(out) == 7).all()

@@ -1,6 +1,5 @@
 """explain() with shapes: answered by the table and by the real cuDNN for a described GPU, and printed."""
 
-import os
 import pickle
 import re
 import subprocess
@@ -11,19 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cases import Case
-from planner import child_environment
+from planner import child_environment, plan_over_garbage
 
 import cupy_sdpa
-from cupy_sdpa import CudnnError, explain, prepare, store
-from cupy_sdpa.calls.report import Report
-from cupy_sdpa.plans.disk_cache import DiskCache
-from cupy_sdpa.plans.plan_cache import PlanCache
-from cupy_sdpa.support import gpus
+from cupy_sdpa import explain, prepare, store
 
 Q, KV = (128, 32, 512, 1), (128, 8, 512, 1)
-
-
 SINKS = np.zeros(2, np.float32)
 
 
@@ -39,58 +31,15 @@ def on_cpu(problem):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"causal": True}, {"return_stats": True}, {"scale": -1.0}, {"max_workspace": 10}, {"bucket": 128}],
-    ids=lambda o: next(iter(o), "plain"),
-)
+    [{}, {"causal": True}, {"return_stats": True}, {"scale": -1.0}, {"max_workspace": 10}, {"bucket": 128}, {"backward": True},
+     {"backward": True, "deterministic": True}, {"backward": True, "bucket": 128}],
+    ids=str,
+)  # fmt: skip
 def test_shapes_pose_the_problem_of_arrays(options):
     """Shapes give the problem of arrays with these shapes, and so the key of the same plan."""
     q, k, v = (np.zeros(shape, np.float32, order="F") for shape in (Q, KV, KV))
     assert on_cpu(asked(dtype="float32", **options)) == explain(q, k, v, **options).problem
     assert on_cpu(asked(q, k, v, dtype=None, **options)) == explain(q, k, v, **options).problem
-
-
-@pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"bucket": 128}], ids=["plain", "deterministic", "bucket"])
-def test_shapes_pose_the_problem_of_gradients(options):
-    """The same for the backward pass."""
-    q, k, v = (np.zeros(shape, np.float32, order="F") for shape in (Q, KV, KV))
-    assert on_cpu(asked(dtype="float32", backward=True, **options)) == explain(q, k, v, backward=True, **options).problem
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options", "error", "words"),
-    [
-        ((Q, KV, KV), {}, TypeError, "dtype is missing"),
-        (("q", KV, KV), {"dtype": "float16"}, TypeError, "q is 'q'; pass a shape"),
-        ((Q, (1.5, 8, 512, 1), KV), {"dtype": "float16"}, TypeError, r"k is \(1\.5"),
-        (
-            ((128, 32, -1, 1), KV, KV),
-            {"dtype": "float16"},
-            ValueError,
-            r"q is \(128, 32, -1, 1\); a dimension must not be negative",
-        ),
-        ((Q, KV, KV), {"dtype": "int8"}, TypeError, "q is int8"),
-        ((Q, (64, 8, 512, 1), KV), {"dtype": "float16"}, ValueError, "head dims"),
-        ((Q, KV, KV), {"dtype": "float16", "causal": "middle"}, ValueError, "middle"),
-    ],
-    ids=["no_dtype", "word", "fraction", "negative", "int8", "head_dims", "causal"],
-)
-def test_bad_shapes_raise(arguments, options, error, words):
-    """With the name of the argument and its value."""
-    with pytest.raises(error, match=words):
-        cupy_sdpa.problem(*arguments, **options)
-
-
-def test_explain_needs_a_gpu():
-    """Without a GPU and the name of one, with a version but no GPU, and with an unknown name, the message contains the remedy."""
-    if cupy_sdpa.device.cupy_runtime.current_device() is None:
-        with pytest.raises(ValueError, match="gpu='H200'"):
-            explain(asked())
-    with pytest.raises(ValueError, match="gpu is None: name a GPU"):
-        explain(asked(), cudnn="9.19")
-    with pytest.raises(ValueError, match=r"no GPU named 'H201'.*h200"):
-        explain(asked(), gpu="H201", cudnn="9.19")
-    with pytest.raises(ValueError, match="'nine' is not a cuDNN version"):
-        explain(asked(), gpu="H200", cudnn="nine")
 
 
 REFUSED = {
@@ -114,7 +63,7 @@ def test_a_refusal_names_where_the_rule_does_not_apply(name):
     text = str(report)
     assert words in text or words in report.reasons[0] or words == "decode-blackwell"
     assert lift in text
-    assert f"cannot run on cuDNN ({gpus.describe(gpu).split('deviceName')[1].split(chr(34))[2]}" in text
+    assert f"cannot run on cuDNN (NVIDIA {gpu}" in text
     if found := re.search(r"with cuDNN (\d+\.\d+\.\d+), or|with cuDNN (\d+\.\d+\.\d+)$", report.reasons[0]):
         lifted = explain(problem, gpu=gpu, cudnn=next(filter(None, found.groups())))
         assert not any(reason.startswith(report.reasons[0][:30]) for reason in lifted.reasons)
@@ -161,9 +110,8 @@ def test_reports_show_in_notebooks():
     assert "runs on the CPU" in read(explain(x, x, x)._repr_html_())
     refused = explain(*REFUSED["decode_b200"][:1], gpu="B200", cudnn="9.19")
     assert "It would run with cuDNN 9.24.1" in read(refused._repr_html_())
-    odd = Report("cuDNN", refused.problem, refused.graph, reasons=("<b>a & b</b>",))
+    odd = replace(refused, reasons=("<b>a & b</b>",))
     assert "<b>a & b</b>" in read(odd._repr_html_())
-    assert "plan cache: 0 of at most 256" in read(PlanCache()._repr_html_())
 
 
 def test_reports_are_values():
@@ -176,10 +124,9 @@ def test_reports_are_values():
 def kept(tmp_path_factory):
     """A disk cache folder for explain()."""
     folder = tmp_path_factory.mktemp("kept") / "plans"
-    before = os.environ["CUPY_SDPA_CACHE_DIR"]
-    os.environ["CUPY_SDPA_CACHE_DIR"] = str(folder)
-    yield folder
-    os.environ["CUPY_SDPA_CACHE_DIR"] = before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUPY_SDPA_CACHE_DIR", str(folder))
+        yield folder
 
 
 @pytest.mark.cudnn
@@ -210,115 +157,79 @@ def test_a_problem_is_planned_for_a_described_gpu(kept):
 
 
 @pytest.mark.cudnn
+@pytest.mark.slow
 def test_arrays_are_explained_for_another_gpu_too(kept):
     """numpy arrays run on the CPU here; for a GPU their shapes and layouts are used."""
-    q, k, v = Case("elsewhere", sq=64).arrays()
+    q = k = v = np.ones((64, 2, 64, 1), np.float16, order="F")
     assert explain(q, k, v).engine == "numpy"
     assert explain(q, k, v, gpu="A100").plan.engine == 1
     assert not explain(q.astype(np.float32), k.astype(np.float32), v.astype(np.float32), gpu="A100")
 
 
 @pytest.mark.cudnn
-def test_the_messages_of_cudnn_for_every_config(kept, monkeypatch):
-    """If the table has no reason and cuDNN refuses, the reason of each engine is reported. (The rule for head dims is turned
-    off.)
-    """
-    monkeypatch.setenv("CUPY_SDPA_GUARDS_OFF", "head-dim")
-    code = """
-import cupy_sdpa
-x = (12, 4, 64, 2)
-print(cupy_sdpa.explain(cupy_sdpa.problem(x, x, x, dtype="bfloat16"), gpu="H200"))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=child_environment())
-    assert "cannot run on cuDNN" in done.stdout
-    assert {"engine 1", "engine 2"} <= set(re.findall(r"engine \d", done.stdout))
+@pytest.mark.slow
+def test_the_messages_of_cudnn_for_every_config():
+    """If the table has no reason and cuDNN refuses, the reason of each engine is reported. (The rule for head dims is turned off.)"""
+    text = explained((12, 4, 64, 2), CUPY_SDPA_GUARDS_OFF="head-dim")
+    assert "cannot run on cuDNN" in text
+    assert {"engine 1", "engine 2"} <= set(re.findall(r"engine \d", text))
 
 
 @pytest.mark.cudnn
+@pytest.mark.slow
+def test_without_driver_and_compiler(tmp_path):
+    """The message names what to install."""
+    if Path("/proc/driver/nvidia/version").exists():
+        pytest.skip("there is a driver here: no stub is needed")
+    assert "requires a C compiler" in explained((64, 4, 64, 2), PATH=str(tmp_path))
+
+
+def explained(shape, **environment):
+    """The report on a shape for an H200 in a new process, or the error."""
+    code = f"""
+import cupy_sdpa
+try:
+    print(cupy_sdpa.explain(cupy_sdpa.problem({shape}, {shape}, {shape}, dtype="bfloat16"), gpu="H200"))
+except cupy_sdpa.CudnnError as error:
+    print(error)
+"""
+    environment = child_environment(**environment)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment).stdout
+
+
+@pytest.mark.cudnn
+@pytest.mark.slow
 def test_a_store_is_built_once(tmp_path):
-    """Forward and backward for two GPUs give four plans; the second build finds them; refusals are reported; progress is
-    counted.
-    """
-    problems = [asked(return_stats=True), asked(backward=True), asked(k=(128, 8, 0, 1), v=(128, 8, 0, 1))]
+    """One problem for two GPUs gives two plans; the second build finds them; refusals are reported; progress is counted."""
+    small = {"q": (64, 2, 64, 1), "k": (64, 2, 64, 1), "v": (64, 2, 64, 1)}
+    problems = [asked(**small, return_stats=True), asked(k=(128, 8, 0, 1), v=(128, 8, 0, 1))]
     steps = []
     built = store.build(problems, ["h200", "L40S"], tmp_path / "plans", progress=lambda *step: steps.append(step))
-    assert [(entry.plan.engine, entry.plan.loaded) for entry in built] == [(2, False), (6, False), (1, False), (7, False)]
-    assert steps[-1] == (4, 4)
-    assert len(store.DiskCache(tmp_path / "plans").paths()) == 4
+    assert [(entry.plan.engine, entry.plan.loaded) for entry in built] == [(2, False), (1, False)]
+    assert steps[-1] == (2, 2)
+    assert len(store.DiskCache(tmp_path / "plans").paths()) == 2
     again = store.build([*problems, asked(dtype="float32")], "h200", tmp_path / "plans", workers=1)
-    assert [bool(entry.plan and entry.plan.loaded) for entry in again] == [True, True, False]
-    assert "float32" in again[2].reason
+    assert [bool(entry.plan and entry.plan.loaded) for entry in again] == [True, False]
+    assert "float32" in again[1].reason
     with pytest.raises(ValueError, match=r"cudnn is '9\.19\.9', but cuDNN"):
         store.build(problems, "h200", tmp_path, cudnn="9.19.9")
 
 
 @pytest.mark.cudnn
-def test_a_stored_plan_that_cudnn_rejects(kept, planner):
-    """An entry with a valid checksum that is no plan: rejected with a warning, and built again."""
-    for text in (b"", b"{}", b"not json", b'{"cudnnVersion":1}'):
-        said, engine = planner.call(plan_over_garbage, asked(q=(128, 8, 64, 1), k=(128, 8, 64, 1), v=(128, 8, 64, 1)), text)
-        assert engine == 2
+@pytest.mark.slow
+def test_a_stored_plan_that_cudnn_rejects(planner):
+    """An entry with a valid checksum that is no plan of cuDNN's: rejected with a warning, and built again."""
+    for text in (b"", b'{"cudnnVersion":1}'):
+        said, engine = planner.call(plan_over_garbage, asked(q=(64, 2, 64, 1), k=(64, 2, 64, 1), v=(64, 2, 64, 1)), text)
+        assert engine in (1, 2)
         assert len(said) == 1
         assert "is built again" in said[0]
 
 
-def plan_over_garbage(problem, text):
-    """In a child: replace the entry of a problem by garbage, then plan; returns the warnings and the engine."""
-    import warnings
-
-    from cupy_sdpa.graph.attention_forward import forward
-    from cupy_sdpa.offline.planner import load_target
-    from cupy_sdpa.plans.planner import disk_cache_key, load_or_build
-
-    disk_cache, target, graph = DiskCache(None), load_target("h200"), forward(problem)
-    load_or_build(graph, target, disk_cache=disk_cache).close()
-    key = disk_cache_key(graph, target, None, None)
-    head = disk_cache.get(key).partition(b"\n")[0]
-    disk_cache.put(key, head + b"\n" + text if text else b"")
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        plan = load_or_build(graph, target, disk_cache=disk_cache)
-    plan.close()
-    assert not plan.info.loaded
-    return [str(warning.message) for warning in said], plan.info.engine
-
-
-@pytest.mark.cudnn
-def test_a_crash_inside_cudnn_is_a_reason():
-    """A crash of the planning process is reported as a reason, and the next problem is planned."""
-    from cupy_sdpa.offline.planner import Planner, load_target
-
-    row = asked((128, 1, 1, 1), (128, 1, 64, 1), (128, 1, 64, 1), backward=True)
-    with Planner() as planner:
-        answer = planner.plan(row, load_target("h200"))
-        if planner.version >= 92600:
-            assert "ended the process" in answer
-        assert planner.plan(asked(), load_target("h200")).engine == 2
-
-
-@pytest.mark.cudnn
-def test_without_driver_and_compiler(tmp_path):
-    """The message names what to install."""
-    if Path("/proc/driver/nvidia/version").exists():
-        pytest.skip("there is a driver here: no stub is needed")
-    code = """
-import cupy_sdpa
-x = (64, 4, 64, 2)
-try:
-    cupy_sdpa.explain(cupy_sdpa.problem(x, x, x, dtype="bfloat16"), gpu="H200")
-except cupy_sdpa.CudnnError as error:
-    print(error)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=child_environment(PATH=str(tmp_path))
-    )
-    assert "requires a C compiler" in done.stdout
-    assert CudnnError.__name__ not in done.stderr
-
-
 def test_prepared_calls_on_numpy():
     """Planned once, run many times, with preallocated results; arrays of another problem raise with both layouts."""
-    q, k, v = Case("prepared", d=16, sq=20, dtype="float32").arrays()
+    rng = np.random.default_rng(0)
+    q, k, v = (np.asfortranarray(rng.standard_normal((16, 4, 20, 2)).astype(np.float32)) for _ in range(3))
     call = prepare(q, k, v, causal=True, return_stats=True, autotune=True)
     out, stats = call(q, k, v)
     want, want_stats = cupy_sdpa.attention(q, k, v, causal=True, return_stats=True)
@@ -328,8 +239,6 @@ def test_prepared_calls_on_numpy():
     assert call(q, k, v, out=mine)[0] is mine
     assert call.tuning is None
     assert repr(call).startswith("<prepared: forward attention")
-    with pytest.raises(ValueError, match=r"Prepared: q \(16, 4, 20, 2\).*Passed: q \(16, 4, 19, 2\)"):
-        call(q[:, :, :19], k, v)
     backward = prepare(q, k, v, causal=True, backward=True)
     for mine, right in zip(
         backward(out, q, k, v, out, stats), cupy_sdpa.attention_backward(out, q, k, v, out, stats, causal=True), strict=True
@@ -370,37 +279,6 @@ def test_shapes_from_a_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "has no table"),
-        ("attention = 1", "has no table"),
-        ("[[attention", "is not a TOML file"),
-        ("[[attention]]\nq = [1, 2]", "table 1 .*k, v, dtype is missing"),
-        (TOML.replace('"backward"', '"sideways"'), "table 1 .*sideways"),
-        (TOML.replace("[128, 256]", "5"), r"table 1 .*lengths is 5; it must be a list of non-negative integers"),
-        (TOML.replace("[128, 256]", "[]"), r"table 1 .*lengths is \[\]; it must be a list"),
-        (TOML.replace("[128, 256]", "[128, 2.5]"), r"table 1 .*lengths is \[128, 2.5\]; it must be a list"),
-        (TOML.replace("[128, 256]", "[-1]"), r"table 1 .*lengths is \[-1\]; it must be a list"),
-        (TOML.replace('["forward", "backward"]', "5"), "table 1 .*passes is 5; it must be a list"),
-        (TOML.replace('["forward", "backward"]', '[["forward"]]'), r"table 1 .*passes contains \['forward'\]; it can contain"),
-        ("attention = [1]", "table 1 .*1 is not a table"),
-        (TOML.replace("bucket = 512", "buckets = 512"), "table 2 .*buckets"),
-        (TOML.replace("k = [64, 2, 1000, 2]", "k = [64, 2, 999, 2]"), "table 2 .*999 and 1000"),
-    ],
-    ids=[
-        *("empty", "no_table", "no_toml", "missing", "passes", "one_length", "no_length", "a_float", "negative"),
-        *("one_pass", "nested_passes", "a_number", "unknown", "lengths"),
-    ],
-)
-def test_bad_files_raise(text, words, tmp_path):
-    """With the file, the table and the value."""
-    path = tmp_path / "shapes.toml"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=words):
-        store.read_problems(path)
-
-
-@pytest.mark.parametrize(
     "options",
     [
         {"sinks": SINKS, "return_dsinks": True, "deterministic": True},
@@ -414,25 +292,3 @@ def test_options_of_the_other_pass_are_ignored(options):
     x = np.zeros((64, 2, 128, 1), np.float16, order="F")
     asked = cupy_sdpa.problem(x, x, x, **options)
     assert asked == cupy_sdpa.explain(x, x, x, **options, gpu="H200", cudnn="9.19").problem
-
-
-@pytest.mark.parametrize(("sinks", "words"), [(np.zeros(7, "f4"), r"\(7,\)"), (np.zeros(2), "float64"), ((3,), r"\(3,\)")])
-def test_a_problem_with_sinks_has_their_shape_and_dtype(sinks, words):
-    """As in the call, unless only their presence is given."""
-    shape = (64, 2, 128, 1)
-    with pytest.raises((TypeError, ValueError), match=f"sinks .*{words}"):
-        cupy_sdpa.problem(shape, shape, shape, dtype="float16", sinks=sinks)
-
-
-def test_a_prepared_call_rejects_other_arguments():
-    """Other options, other arrays, results of the other pass: the message names each."""
-    x = np.ones((8, 2, 5, 2), np.float32, order="F")
-    forward, backward = prepare(x, x, x, causal=True), prepare(x, x, x, backward=True)
-    with pytest.raises(ValueError, match=r"causal from the top left\. Passed: .*no mask\. Prepare"):
-        forward(x, x, x, causal=False)
-    with pytest.raises(TypeError, match="2 arrays are passed; the call was prepared for q, k, v"):
-        forward(x, x)
-    with pytest.raises(TypeError, match="dq is not a result of the prepared call; its results are out, stats"):
-        forward(x, x, x, dq=x.copy(order="F"))
-    with pytest.raises(TypeError, match=r"out is not a result .*; its results are dq, dk, dv"):
-        backward(x, x, x, x, x, np.zeros((5, 2, 2), np.float32, order="F"), out=x.copy(order="F"))

@@ -1,123 +1,111 @@
-"""Finding cuDNN, classification of its failures, and the lifetime of descriptors."""
+"""Finding cuDNN, its constants, classification of its failures, and the lifetime of descriptors."""
 
 import ctypes
 import gc
+import importlib.util
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from cases import Case
+from planner import child_environment, descriptors_of
 
+import cupy_sdpa
 from cupy_sdpa import CudnnError, Unsupported
-from cupy_sdpa._cudnn import descriptor, library
+from cupy_sdpa._cudnn import constants, descriptor
 from cupy_sdpa._cudnn.constants import AttributeType, DataType
 from cupy_sdpa._cudnn.descriptor import Descriptor, live
+from cupy_sdpa._cudnn.generate import header_version, parse, prefix, python_name, render
 from cupy_sdpa._cudnn.launch import Handle, Launcher
 from cupy_sdpa._cudnn.library import OVERRIDE, SONAME, Library
-from cupy_sdpa.graph.attention_forward import forward
+from cupy_sdpa.graph.nodes import POINTWISE
+from cupy_sdpa.plans.lowering import DATA_TYPES
 from cupy_sdpa.plans.plan import Plan
 from cupy_sdpa.plans.plan_cache import PlanCache
 from cupy_sdpa.plans.sessions import Session
 
 
-def python(code, **environment):
-    """Run code in a new process; returns the last line of its output."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, env=os.environ | environment, check=False
-    )
+def python(code, *arguments, **environment):
+    """Run code in a new process; returns its output."""
+    command = [sys.executable, "-W", "error", "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=child_environment(**environment), check=False)
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip().splitlines()[-1]
+    return done.stdout.strip()
 
 
-LOAD = "from cupy_sdpa._cudnn.library import library; lib = library(); print(lib.found_via, '|', lib.path, '|', lib.version)"
+#: Tries to load cuDNN with several values of the environment variable, where cuda.pathfinder finds nothing, or a broken file.
+SEARCH = """
+import ctypes, json, os, sys, types
+from cupy_sdpa import CudnnError
+from cupy_sdpa._cudnn.library import OVERRIDE, library
+
+def find(name):
+    if found:
+        ctypes.CDLL(found)
+    raise RuntimeError("no wheel,\\n  no conda")
+
+sys.modules["cuda.pathfinder"] = types.SimpleNamespace(load_nvidia_dynamic_lib=find)
+messages = []
+for override, found in json.loads(sys.argv[1]):
+    os.environ.pop(OVERRIDE, None)
+    if override:
+        os.environ[OVERRIDE] = override
+    try:
+        library()
+    except CudnnError as error:
+        messages.append(str(error))
+print(json.dumps(messages))
+"""
 
 
-@pytest.fixture
-def not_installed(monkeypatch):
-    """A process in which there is no cuDNN."""
-    monkeypatch.delenv(OVERRIDE, raising=False)
-    monkeypatch.setattr(library, "_already_loaded", lambda: None)
-
-    def not_found():
-        raise RuntimeError("no wheel,\n  no conda")
-
-    monkeypatch.setattr(library, "_from_pathfinder", not_found)
-
-
-@pytest.mark.usefixtures("not_installed")
-def test_a_failure_lists_every_place():
-    """If no cuDNN is found, the message lists the places that were searched, the results, and how to install one."""
-    with pytest.raises(CudnnError) as failure:
-        library._load()
-    text = str(failure.value)
+def test_a_failure_lists_every_place(tmp_path):
+    """The places that were searched, the results, and the remedy; a file that was named is the only place."""
+    broken = tmp_path / SONAME
+    broken.write_bytes(b"not a library")
+    mine = str(tmp_path / "mine.so")
+    attempts = [("", ""), ("", str(broken)), ("missing.so", ""), ("libc.so.6", ""), (mine, "")]
+    nowhere, damaged, missing, another, override = json.loads(python(SEARCH, json.dumps(attempts)))
     for words in (
-        "pip install 'cupy-sdpa[cuda12]'", OVERRIDE, "already loaded in this process: no", "CUDNN_PATH, CUDA_PATH): RuntimeError: no wheel, no conda",
+        "pip install 'cupy-sdpa[cuda12]'", OVERRIDE, "already loaded in this process: no",
+        "CUDNN_PATH, CUDA_PATH): RuntimeError: no wheel, no conda",
     ):  # fmt: skip
-        assert words in text
+        assert words in nowhere
+    assert f"OSError: {broken}" in damaged.partition("cuda.pathfinder")[2]
+    assert f"Searched:\n  {OVERRIDE}=missing.so: OSError" in missing
+    assert f"Searched:\n  {OVERRIDE}=libc.so.6: AttributeError" in another
+    assert mine in override
+    assert not any("pathfinder" in text for text in (missing, another, override))
 
 
-@pytest.mark.usefixtures("not_installed")
-def test_a_file_that_cannot_be_loaded_is_named(monkeypatch, tmp_path):
-    """If pathfinder finds a broken file, the message contains its path and the loader's error."""
-    path = tmp_path / SONAME
-    path.write_bytes(b"not a library")
-    monkeypatch.setattr(library, "_from_pathfinder", lambda: ctypes.CDLL(str(path)))
-    with pytest.raises(CudnnError, match=rf"cuda.pathfinder.*: OSError: {path}"):
-        library._load()
+LOAD = """
+import ctypes, json, sys
+for path in sys.argv[1:]:
+    ctypes.CDLL(path)
+from cupy_sdpa import CudnnError
+from cupy_sdpa._cudnn.library import library
+try:
+    print(json.dumps([library().found_via, library().path, library().version]))
+except CudnnError as error:
+    print(json.dumps([str(error), "", 0]))
+"""
 
 
-@pytest.mark.parametrize("path", ["missing.so", "libc.so.6"])
-def test_an_override_that_is_not_cudnn_is_named(path, monkeypatch):
-    """A file that does not exist, or is another library."""
-    monkeypatch.setattr(library, "_already_loaded", lambda: None)
-    monkeypatch.setenv(OVERRIDE, path)
-    with pytest.raises(CudnnError, match=rf"Searched:\n  {OVERRIDE}={path}: (OSError|AttributeError)"):
-        library._load()
-
-
-@pytest.mark.usefixtures("not_installed")
-def test_an_override_is_the_only_place(monkeypatch, tmp_path):
-    """CUPY_SDPA_CUDNN names one file; if it cannot be loaded, no other is tried."""
-    monkeypatch.setenv(OVERRIDE, str(tmp_path / "mine.so"))
-    with pytest.raises(CudnnError) as failure:
-        library._load()
-    assert str(tmp_path / "mine.so") in str(failure.value)
-    assert "pathfinder" not in str(failure.value)
-
-
+@pytest.mark.slow
 @pytest.mark.cudnn
-def test_the_path_of_the_library_is_reported():
-    """A new process finds cuDNN and reports how and in which file."""
-    found, path, version = python(LOAD).split(" | ")
+def test_a_loaded_library_is_used(tmp_path):
+    """A new process reports how and where it found cuDNN; one that is loaded is used; with an override two copies raise."""
+    found, path, version = json.loads(python(LOAD))
     assert found != "already loaded in this process"
     assert os.path.basename(path).startswith("libcudnn.so")
     assert int(version) >= 91900
-
-
-@pytest.mark.cudnn
-def test_a_loaded_library_is_used():
-    """A cuDNN that was loaded before is used."""
-    path = python(LOAD).split(" | ")[1]
-    code = f"import ctypes; ctypes.CDLL({path!r}); import cupy_sdpa; {LOAD}"
-    assert python(code).split(" | ")[:2] == ["already loaded in this process", path]
-
-
-@pytest.mark.cudnn
-def test_an_override_with_another_loaded_copy_raises(tmp_path):
-    """Two copies of cuDNN in one process would interfere; the message names both."""
-    path = python(LOAD).split(" | ")[1]
-    code = (
-        f"import ctypes; ctypes.CDLL({path!r})\n"
-        "from cupy_sdpa import CudnnError\n"
-        "from cupy_sdpa._cudnn.library import library\n"
-        "try: library()\n"
-        "except CudnnError as error: print(str(error).replace(chr(10), ' '))"
-    )
-    text = python(code, **{OVERRIDE: str(tmp_path / "other.so")})
+    assert json.loads(python(LOAD, path)) == ["already loaded in this process", path, version]
+    other = str(tmp_path / "other.so")
+    text, *_ = json.loads(python(LOAD, path, **{OVERRIDE: other}))
     assert path in text
-    assert str(tmp_path / "other.so") in text
-    assert python(LOAD, **{OVERRIDE: path}).split(" | ")[:2] == [f"{OVERRIDE}={path}", path]
+    assert other in text
+    assert json.loads(python(LOAD, **{OVERRIDE: path}))[:2] == [f"{OVERRIDE}={path}", path]
 
 
 class FakeLibrary(Library):
@@ -164,10 +152,6 @@ def test_only_3000_to_3999_means_unsupported(status, error, name):
     for words in (name, str(status), "because", "9.19.0", "do a thing"):
         assert words in str(failure.value)
     assert getattr(failure.value, "status", status) == status
-
-
-def test_success_raises_nothing():
-    """Status 0 raises nothing."""
     FakeLibrary().check(0, "do a thing")
 
 
@@ -227,12 +211,17 @@ def test_a_descriptor_is_destroyed_at_once_and_once(fake):
     assert fake.live == 0
 
 
-def test_a_forked_child_destroys_nothing(fake, monkeypatch):
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_forked_child_destroys_nothing(fake):
     """The parent owns its descriptors."""
     made = Descriptor("MATMUL")
-    monkeypatch.setattr(os, "getpid", lambda: -1)
+    child = os.fork()
+    if child == 0:
+        made.close()
+        os._exit(fake.live)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
     made.close()
-    assert fake.live == 1
+    assert fake.live == 0
 
 
 def test_living_descriptors_are_counted(fake, monkeypatch):
@@ -254,43 +243,79 @@ def test_garbage_collection_never_calls_cudnn(fake):
     assert not any(hasattr(kind, "__del__") for kind in (Descriptor, Plan, PlanCache, Session, Handle, Launcher))
 
 
-def balance(graph, gpu, path):
-    """In a child: plan, and report how many descriptors were created and exist, while the plan exists and after."""
-    from cupy_sdpa._cudnn.library import library
-    from cupy_sdpa.offline.planner import load_target
-    from cupy_sdpa.plans.disk_cache import DiskCache
-    from cupy_sdpa.plans.planner import load_or_build
-
-    lib, made, gone = library(), [], []
-    create, destroy = lib.cudnnBackendCreateDescriptor, lib.cudnnBackendDestroyDescriptor
-    lib.cudnnBackendCreateDescriptor = lambda *a: (made.append(1), create(*a))[1]
-    lib.cudnnBackendDestroyDescriptor = lambda *a: (gone.append(1), destroy(*a))[1]
-    alive = 0
-    disk_cache = DiskCache(None)
-    for _ in range(2):  # built first, then
-        try:
-            plan = load_or_build(graph, load_target(gpu), disk_cache=disk_cache)
-            alive = max(alive, len(made) - len(gone))
-            plan.close()
-        except Unsupported:
-            pass
-    with open(path, "w") as file:
-        file.write(f"{len(made)} {alive} {len(made) - len(gone)}")
-
-
 @pytest.mark.cudnn
-@pytest.mark.parametrize(
-    ("case", "alive"), [(Case("planned", causal=True), 1), (Case("refused", d=12), 0)], ids=["planned", "refused"]
-)
-def test_no_descriptor_outlives_its_use(case, alive, planner, tmp_path):
+@pytest.mark.parametrize(("d", "alive"), [(64, 1), (12, 0)], ids=["planned", "refused"])
+def test_no_descriptor_outlives_its_use(d, alive, planner):
     """While a plan exists only its descriptor exists; after it is closed or refused, none."""
-    path = tmp_path / "balance"
-    planner.call(balance, forward(case.problem()), "h200", str(path))
-    made, with_plan, after = map(int, path.read_text().split())
+    made, with_plan, after = planner.accept(descriptors_of, cupy_sdpa.problem(*[(d, 4, 128, 2)] * 3, dtype="float16"), "h200")
     assert made > 20
     assert (with_plan, after) == (alive, 0)
 
 
-def test_the_soname_is_cudnn_9():
-    """The package uses the graph API of version 9."""
+HEADER = """
+/** @brief A thing. @since cuDNN 9.2.0 */
+typedef enum {
+    CUDNN_THING_ONE = 1, /**< One. @since cuDNN 9.0.0 */
+    CUDNN_THING_TWO CUDNN_DEPRECATED_ENUM = 2 /* not CUDNN_THING_X */, /**< Two. @since cuDNN 9.4.1 */
+    CUDNN_THING_THREE,
+    CUDNN_THING_ALSO_ONE CUDNN_DEPRECATED_ENUM =
+        CUDNN_THING_ONE, /**< @deprecated Use CUDNN_THING_ONE. @since cuDNN 9.0.0 */
+    CUDNN_THING_NEG = -1, /**< @since cuDNN 9.0.0 */
+    CUDNN_THING_COUNT,
+} cudnnBackendThingName_t;
+"""
+
+
+def test_a_header_is_parsed_like_c():
+    """Explicit, implicit, negative and aliased values; the version of a constant is that of its comment, else that of its
+    enum's.
+    """
+    assert [tuple(entry) for entry in parse(HEADER)["cudnnBackendThingName_t"]] == [
+        ("CUDNN_THING_ONE", 1, 90000),
+        ("CUDNN_THING_TWO", 2, 90401),
+        ("CUDNN_THING_THREE", 3, 90200),
+        ("CUDNN_THING_ALSO_ONE", 1, 90000),
+        ("CUDNN_THING_NEG", -1, 90000),
+    ]
+    assert python_name("cudnnBackendThingName_t") == "ThingName"
+    assert "class ThingName(Constant)" in render(parse(HEADER), 90401)
+
+
+def test_a_header_without_versions_raises():
+    """Older headers have no versions of constants; the message names the header to use."""
+    with pytest.raises(SystemExit, match=r"9\.27"):
+        render(parse("typedef enum { CUDNN_A_B = 1 } cudnnA_t;"), 90000)
+
+
+def test_names_are_cudnns():
+    """The names of the graph's pointwise modes are cuDNN's in lower case; no two dtypes have the same constant."""
+    assert {name.upper() for name in (*POINTWISE, "sub", "exp", "log", "add", "div")} <= {*constants.PointwiseMode.__members__}
+    assert len(set(DATA_TYPES.values())) == len(DATA_TYPES)
     assert SONAME == "libcudnn.so.9"
+
+
+def test_versions_are_versions():
+    """The version of every constant is between 9.0 and that of the header."""
+    enums = [e for e in vars(constants).values() if isinstance(e, type) and issubclass(e, constants.Constant)]
+    members = [m for e in enums for m in e]
+    assert len(members) > 600
+    assert all(90000 <= m.since <= constants.HEADER_VERSION for m in members)
+
+
+@pytest.mark.cudnn
+def test_the_table_agrees_with_the_installed_header():
+    """The table and the installed header have the same constants with the same values."""
+    spec = importlib.util.find_spec("nvidia.cudnn")
+    include = Path(next(iter(spec.submodule_search_locations))) / "include"
+    version = header_version((include / "cudnn_version.h").read_text())
+    for c_enum, entries in parse((include / "cudnn_graph.h").read_text()).items():
+        start = prefix([entry.name for entry in entries])
+        ours = getattr(constants, python_name(c_enum)).__members__
+        theirs = {entry.name.removeprefix(start): entry.value for entry in entries}
+        for name, value in theirs.items():
+            if name in ours:
+                assert ours[name] == value, f"{c_enum} {name}"
+            else:
+                assert version > constants.HEADER_VERSION, f"{c_enum} {name}: regenerate the table"
+        gone = {name for name, member in ours.items() if member.since <= version} - set(theirs)
+        assert not gone, f"{c_enum}: not in the header of {version}: {gone}"

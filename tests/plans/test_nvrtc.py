@@ -1,15 +1,15 @@
 """NVRTC, which cuDNN uses to compile: the package finds the library that cuDNN will load."""
 
-import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from planner import child_environment, nvrtc_in_use
 
-from cupy_sdpa._cudnn.deviceless import COMPILERS
+import cupy_sdpa
 
+COMPILERS = ("cc", "gcc", "clang")
 COMPILER = next(filter(None, map(shutil.which, COMPILERS)), None)
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason=f"no C compiler ({', '.join(COMPILERS)}) to build a library with")
 
@@ -33,10 +33,9 @@ except OSError:
 
 def found(cudnn, *loaded, **environment):
     """What a new process finds, with cuDNN in a folder: version, path, length of the build id."""
-    root = str(Path(__file__).parents[2])
     done = subprocess.run(
         [sys.executable, "-c", CODE, cudnn, *loaded], capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": root, "LD_LIBRARY_PATH": "", **environment},
+        env=child_environment(**{"LD_LIBRARY_PATH": "", **environment}),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     version, path, length = done.stdout.split()
@@ -54,14 +53,17 @@ def build(folder, minor, *flags):
     return str(path)
 
 
+@pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("place", ["cudnn/lib", "cuda_nvrtc/lib", "cu13/lib"])
-def test_it_is_found_where_cudnn_searches(place, tmp_path):
-    """In the folder of cuDNN, or of the wheel."""
+def test_it_is_found_where_cudnn_searches(tmp_path):
+    """In the folder of cuDNN, or of a wheel; a file that is not NVRTC is ignored, and none is a valid version."""
     (tmp_path / "cudnn/lib").mkdir(parents=True)
+    (tmp_path / "cudnn/lib/libnvrtc.so.99").write_bytes(b"not a library")
     assert found(tmp_path / "cudnn/lib") == ("none", "-", 0)
-    path = build(tmp_path / place, 4)
-    assert found(tmp_path / "cudnn/lib") == ("99.4", path, 16)
+    for number, place in enumerate(("cudnn/lib", "cuda_nvrtc/lib", "cu13/lib")):
+        path = build(tmp_path / str(number) / place, 4)
+        (tmp_path / str(number) / "cudnn/lib").mkdir(parents=True, exist_ok=True)
+        assert found(tmp_path / str(number) / "cudnn/lib") == ("99.4", path, 16)
 
 
 @needs_compiler
@@ -75,39 +77,23 @@ def test_the_search_order_is_that_of_the_loader(tmp_path):
     assert found(cudnn, by_someone, LD_LIBRARY_PATH=str(tmp_path / "named"))[:2] == ("99.3", by_someone)
 
 
-def test_a_file_that_is_not_nvrtc_is_ignored(tmp_path):
-    """Then there is none, which is a valid version."""
-    (tmp_path / "libnvrtc.so.99").write_bytes(b"not a library")
-    assert found(tmp_path) == ("none", "-", 0)
-
-
+@pytest.mark.slow
 @needs_compiler
 def test_two_builds_of_a_version_differ(tmp_path):
     """The version has no patch level, but the build id differs."""
-    texts = []
-    for flags in ([], ["-DPATCH"], ["-Wl,--build-id=0x0123456789abcdef"]):
-        path = Path(build(tmp_path / "lib", 1, *flags))
-        code = f"from cupy_sdpa._cudnn.library import build_id; from pathlib import Path; print(build_id(Path({str(path)!r})))"
-        texts.append(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
-    assert texts[0] == texts[1] != texts[2]
+    flags = ([], ["-DPATCH"], ["-Wl,--build-id=0x0123456789abcdef"])
+    paths = [build(tmp_path / str(number), 1, *more) for number, more in enumerate(flags)]
+    code = "import pathlib, sys; from cupy_sdpa._cudnn.library import build_id; print(*[build_id(pathlib.Path(x)) for x in sys.argv[1:]])"
+    done = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, env=child_environment())
+    one, same, other = done.stdout.split()
+    assert one == same != other
 
 
+@pytest.mark.slow
 @pytest.mark.cudnn
 def test_cudnn_compiles_with_what_was_found(planner):
     """The planning process uses one NVRTC, the one that was found."""
-    version, path, in_use = planner.call(planned_with)
+    asked = cupy_sdpa.problem(*[(64, 2, 64, 1)] * 3, dtype="float16")
+    version, path, in_use = planner.call(nvrtc_in_use, asked, "h200")
     assert in_use == [path]
     assert int(version.split(".")[0]) >= 12
-
-
-def planned_with():
-    """In a child: plan, then list the loaded libraries."""
-    from planner import plan_problem
-
-    from cupy_sdpa import problem
-    from cupy_sdpa._cudnn.nvrtc import nvrtc
-
-    shape = (64, 2, 64, 1)
-    plan_problem(problem(shape, shape, shape, dtype="float16"), "h200")
-    in_use = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libnvrtc.so" in line}
-    return nvrtc().version, nvrtc().path, sorted(in_use)

@@ -1,229 +1,156 @@
-"""Autotuning: which configs are tried, and how the result is stored and printed. On a GPU: tests/plans/test_gpu_plans.py."""
+"""Autotuning: which engine configs are tried and accepted, and how the result is stored and printed."""
 
-import contextlib
-from types import SimpleNamespace
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import Case
-from planner import plan_problem
-from stand_ins import Descriptor, candidate, fake_plan, uids
+from fake_cupy import library
+from fake_cupy.cudnn import CONFIGS, Config
+from planner import candidates_of
 
-import cupy_sdpa.plans.plan
-from cupy_sdpa import CudnnError, Unsupported
-from cupy_sdpa.calls import autotune
-from cupy_sdpa.calls.autotune import Trial, Tuning, tune
-from cupy_sdpa.graph.attention_backward import backward
-from cupy_sdpa.graph.attention_forward import forward
-from cupy_sdpa.plans.plan_cache import PlanCache
-from cupy_sdpa.plans.planner import ORDERED_SINCE
+import cupy_sdpa
+from cupy_sdpa import attention, attention_backward, attention_vjp, autotune, explain, get_plan_cache, prepare, store
 
-ASKED = Case("small", d=64, sq=64).problem()
+on_cudnn = pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
+#: The first config takes 800 us.
+FIRST = CONFIGS[0]
 
 
-def candidates_of(problem):
-    """In a child: the (engine, knobs) of the plan, and of every other candidate."""
-    from cupy_sdpa.calls.autotune import _candidates
-    from cupy_sdpa.graph.attention_forward import forward
-    from cupy_sdpa.offline.planner import load_target
-    from cupy_sdpa.plans.disk_cache import DiskCache
-    from cupy_sdpa.plans.planner import engine_search, load_or_build
-
-    target, graph = load_target("h200"), forward(problem)
-    plan = load_or_build(graph, target, disk_cache=DiskCache(None))
-    found = []
-    with engine_search(graph, target) as (search, _):
-        for candidate in _candidates(search, plan):
-            found.append((candidate.engine, candidate.knobs))
-            candidate.close()
-    plan.close()
-    return (plan.info.engine, plan.info.knobs), found
+@pytest.fixture(autouse=True)
+def no_tuned_plans():
+    """No plan of the test is found by others."""
+    yield
+    store.kept().clear()
 
 
+@on_cudnn
+def test_the_fastest_plan_is_kept(engine):
+    """Every config is measured, results stay right, and the choice is stored: another plan cache finds it."""
+    get_plan_cache().clear()
+    q, k, v = (engine.normal(seed, 64, 4, 48, 2) for seed in range(3))
+    want = engine.get(attention(q, k, v, causal=True))
+    call = prepare(q, k, v, causal=True, autotune=True)
+    plan, tuning = call.report.plan, call.tuning
+    assert plan.tuned
+    assert tuning.after <= tuning.before
+    lines = str(tuning).splitlines()
+    assert "us before" in lines[0]
+    assert lines[1].split() == ["time", "engine", "knobs", "workspace"]
+    assert len(lines) == 2 + len(tuning.trials) == tuning._repr_html_().count("<tr>") + 1
+    for got in (call(q, k, v), attention(q, k, v, causal=True)):
+        np.testing.assert_allclose(engine.get(got), want, atol=6e-3)
+    assert prepare(q, k, v, causal=True, autotune=True).tuning is None
+    get_plan_cache().clear()
+    again = explain(q, k, v, causal=True).plan
+    assert (again.tuned, again.loaded, again.engine, again.knobs) == (True, True, plan.engine, plan.knobs)
+    get_plan_cache().clear()
+
+
+@on_cudnn
+def test_both_passes_are_tuned_once_on_the_current_stream(engine):
+    """In the context manager, for each problem; results are right, also of later calls on that stream."""
+    q, k, v, dout = (engine.normal(seed, 16, 2, 20, 1) for seed in range(4))
+    out, stats = attention(q, k, v, return_stats=True)
+    want = [engine.get(x) for x in (out, *attention_backward(dout, q, k, v, out, stats))]
+    get_plan_cache().clear()
+    engine.xp.cuda.Device().synchronize()
+    with engine.xp.cuda.Stream(non_blocking=True) as stream:
+        with autotune() as found:
+            out, pullback = attention_vjp(q, k, v)
+            results = [(out, *pullback(dout)), (out, *pullback(dout))]
+        results.append((out, *pullback(dout)))
+        for got in results:
+            for a, b in zip(got, want, strict=True):
+                np.testing.assert_allclose(engine.get(a), b, atol=2e-2)
+        if engine.name == "fake":
+            assert {execution.stream for execution in library().executions[-2:]} == {stream.ptr}
+        stream.synchronize()
+    assert [tuning.problem.backward for tuning in found] == [False, True]
+    assert prepare(q, k, v, backward=True, autotune=True).report.plan.tuned
+    get_plan_cache().clear()
+
+
+def tuned(fake, *configs, **options):
+    """Autotune a call whose first config takes 800 us and is right; returns the prepared call."""
+    library().configs = (FIRST, *configs)
+    x = fake.asarray(np.asfortranarray(np.random.default_rng(0).standard_normal((16, 2, 20, 1)).astype(np.float16)))
+    want, _ = attention(x, x, x, return_stats=True, **options)
+    call = prepare(x, x, x, autotune=True, **options)
+    np.testing.assert_allclose(call(x, x, x).get(), want.get(), rtol=2e-2, atol=2e-2)
+    return call
+
+
+#: What another config does, and whether it is accepted.
+OTHERS = {
+    "right": ({}, True), "rounded": ({"factor": 1.001}, True), "wrong": ({"factor": 1.05}, False), "zeros": ({"factor": 0.0}, False),
+    "not_written": ({"factor": float("nan")}, False), "refused": ({"fails": "finalize"}, False),
+    "no_kernel": ({"fails": "finalize", "status": 4001}, False), "not_launched": ({"fails": "execute"}, False),
+    "no_memory": ({"fails": "execute", "error": MemoryError("too large")}, False),
+    "another_allocators_error": ({"fails": "execute", "error": RuntimeError("out of memory")}, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_only_right_results_are_accepted(name, fake):
+    """A faster config replaces the plan only if its results are equal up to rounding; else it is destroyed and listed."""
+    changes, accepted = OTHERS[name]
+    call = tuned(fake, Config(1, us=100.0, **changes))
+    assert call.report.plan.engine == (1 if accepted else 2)
+    assert call.report.plan.tuned
+    assert call.tuning.gain == (pytest.approx(8, rel=0.05) if accepted else 1.0)
+    times = {trial.engine: trial.us for trial in call.tuning.trials}
+    if changes.get("fails") == "finalize":
+        assert times.keys() == {2}
+    else:
+        assert (times[1] is not None) is accepted
+        assert accepted or "wrong results" in str(call.tuning)
+    assert library().live == {"EXECUTION_PLAN": 2}, "the plan, and that of the call with the log-sum-exp"
+
+
+def test_a_right_config_wins_over_wrong_ones(fake):
+    """Of many configs the fastest that is right is used; a gain of 1 % is noise and changes nothing; an interrupt leaves nothing."""
+    right = [Config(1, (("KERNEL_CFG", n),), us=100.0 + 10 * n) for n in range(7)]
+    wrong = [replace(config, engine=3, us=50.0, wrong=True) for config in right[:2]]
+    call = tuned(fake, *wrong, *reversed(right), right[3])
+    assert (call.report.plan.engine, call.report.plan.knobs) == (1, (("KERNEL_CFG", 0),))
+    assert len(call.tuning.trials) == 10
+    assert tuned(fake, Config(1, us=795.0), causal=True).report.plan.engine == 2
+    interrupts = Config(1, fails="execute", error=KeyboardInterrupt())
+    before = library().live["EXECUTION_PLAN"]
+    with pytest.raises(KeyboardInterrupt):
+        tuned(fake, Config(3, us=100.0), interrupts, window=(3, 0))
+    assert library().live["EXECUTION_PLAN"] == before + 2, "the plans of both calls"
+
+
+def test_tuning_keeps_within_max_workspace(fake):
+    """The limit of the problem applies to every config."""
+    assert tuned(fake, Config(1, us=100.0), max_workspace=4096).report.plan.engine == 1
+    with pytest.raises(cupy_sdpa.Unsupported, match="4095 are allowed"):
+        tuned(fake, Config(1, us=100.0), max_workspace=4095)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_tuning_keeps_deterministic_gradients_deterministic(ordered, fake):
+    """Configs of the graph that writes dQ directly are tried; the ordered engine is the only one of its graph."""
+    library().version = 92800
+    x = fake.ones((16, 2, 20, 1), np.float16, order="F")
+    attention(x, x, x, return_stats=True)  # its plan is used by prepare()
+    library().configs = (replace(FIRST, fails="finalize" * ordered), Config(1, us=100.0, fails="finalize" * ordered))
+    call = prepare(x, x, x, backward=True, deterministic=True, autotune=True)
+    assert call.report.plan.engine == (6 if ordered else 1)
+    assert call.report.plan.tuned
+    assert len(call.tuning.trials) == (1 if ordered else 2)
+    library().configs = (FIRST, Config(1, us=1.0))
+    get_plan_cache().clear()
+    again = prepare(x, x, x, backward=True, deterministic=True, autotune=True)
+    assert again.report.plan.engine == call.report.plan.engine or ordered
+
+
+@pytest.mark.slow
 @pytest.mark.cudnn
-def test_every_config_is_tried_once(planner):
+def test_cudnns_configs_are_tried_once(planner):
     """The configs are distinct, and the existing plan is not among them."""
-    own, configs = planner.call(candidates_of, ASKED)
+    own, configs = planner.call(candidates_of, cupy_sdpa.problem(*[(64, 4, 64, 2)] * 3, dtype="float16"))
     assert configs
     assert own not in configs
     assert len(configs) == len(set(configs))
-
-
-def test_settings_of_knobs_are_no_option():
-    """autotune is True or False."""
-    x = np.zeros((8, 1, 4, 1), np.float32, order="F")
-    with pytest.raises(TypeError, match="autotune is 'knobs'; it must be True or False"):
-        cupy_sdpa.prepare(x, x, x, autotune="knobs")
-    with pytest.raises(TypeError, match="knobs"), cupy_sdpa.autotune(knobs=True):
-        pass
-
-
-def test_the_repr_is_a_table():
-    """The fastest first, wrong results marked, the speedup in the title; the same in a notebook."""
-    trials = (
-        Trial(1, (("KERNEL_CFG", 3),), 0, 5.0),
-        Trial(2, (("KERNEL_CFG", 7),), 256, 6.0),
-        Trial(1, (("KERNEL_CFG", 25),), 0, None),
-    )
-    found = Tuning(ASKED, trials, before=6.0, after=5.0)
-    lines = str(found).splitlines()
-    assert lines[0].endswith("6.0 us before, 5.0 us after, 1.20 times as fast")
-    assert lines[1].split() == ["time", "engine", "knobs", "workspace"]
-    assert lines[2].startswith("5.0 us")
-    assert "wrong results" in lines[4]
-    assert found._repr_html_().count("<tr>") == 4
-
-
-class OutOfMemoryError(MemoryError):
-    """A fake of CuPy's error."""
-
-
-def nearly(array):
-    array[...] = 1.001
-
-
-#: The results of configs, written to an array full of NaN; 1 is right.
-COMPUTES = {
-    "right": lambda array: array.fill(1),
-    "rounded": nearly,
-    "wrong": lambda array: array.fill(2),
-    "a_tenth_wrong": lambda array: (array.fill(1), array[:2].fill(2)),
-    "nothing": lambda array: None,
-    "nothing_at_the_end": lambda array: array[:-1].fill(1),
-    "unsupported": Unsupported("no"),
-    "failure": CudnnError("failed", 5000),
-    "no_memory": OutOfMemoryError("too large"),
-    "another_allocators_error": RuntimeError("out of memory"),
-}
-
-
-class Gpu:
-    """One result of 20 numbers; a config of engine n computes the n-th of some functions, in ``us[n]`` microseconds."""
-
-    def __init__(self, monkeypatch, problem, graph, others=(), us=(8.0, 1.0, 1.0)):
-        self.result, self.descriptors = np.zeros(20, np.float32), {}
-        self.computes = [COMPUTES["right"], *others]
-        library = SimpleNamespace(version=92800, build="test")
-        monkeypatch.setattr(cupy_sdpa.plans.plan, "library", lambda: library)
-        monkeypatch.setattr(autotune.cupy_runtime, "cupy", lambda: np)
-        monkeypatch.setattr(autotune.cupy_runtime, "allocate", lambda size: SimpleNamespace(ptr=1))
-        monkeypatch.setattr(autotune, "current", lambda: SimpleNamespace(put=self.put))
-        monkeypatch.setattr(autotune, "engine_search", self.engine_search)
-        monkeypatch.setattr(autotune, "_candidates", lambda search, plan: self.candidates())
-        monkeypatch.setattr(autotune._Bench, "time", lambda bench, plan, rounds: us[plan.info.engine])
-        self.asked, self.stored, self.cache = [], [], PlanCache()
-        self.plan = fake_plan(self.descriptor(0), graph, engine=0)
-        self.found = tune(problem, self.plan, self.cache, self.execute, [self.result])
-        self.kept = self.cache.get(problem)
-
-    def descriptor(self, engine):
-        self.descriptors[engine] = Descriptor()
-        return self.descriptors[engine]
-
-    @contextlib.contextmanager
-    def engine_search(self, graph, target, limit=None):
-        self.asked.append(limit)
-        yield None, uids(graph)
-
-    def candidates(self):
-        for engine in range(1, len(self.computes)):
-            yield candidate(self.descriptor(engine), engine)
-
-    def execute(self, plan, workspace):
-        compute = self.computes[plan.info.engine]
-        if isinstance(compute, Exception):
-            raise compute
-        compute(self.result)
-
-    def put(self, key, content):
-        self.stored.append(content)
-
-    def closed(self):
-        return {engine: descriptor.closed for engine, descriptor in self.descriptors.items()}
-
-
-@pytest.mark.parametrize("name", COMPUTES)
-def test_only_right_results_are_accepted(name, monkeypatch):
-    """A faster config replaces the plan only if its results are equal up to rounding; else it is closed and listed."""
-    gpu = Gpu(monkeypatch, ASKED, forward(ASKED), [COMPUTES[name]])
-    right = name in ("right", "rounded")
-    assert gpu.closed() == {0: 0, 1: 0 if right else 1}
-    assert (gpu.kept is None) is not right
-    assert {trial.engine: trial.us for trial in gpu.found.trials} == {0: 8.0, 1: 1.0 if right else None}
-    assert gpu.found.gain == (8.0 if right else 1.0)
-    assert len(gpu.stored) == 1
-    assert (gpu.kept or gpu.plan).info.tuned
-
-
-def test_a_right_config_wins_over_wrong_ones(monkeypatch):
-    """Of a wrong, a right and a failing config the right one is used, although it is not the fastest."""
-    computes = [COMPUTES["wrong"], COMPUTES["right"], COMPUTES["no_memory"]]
-    gpu = Gpu(monkeypatch, ASKED, forward(ASKED), computes, us=(8.0, 1.0, 2.0, 1.0))
-    assert gpu.kept.info.engine == 2
-    assert gpu.closed() == {0: 0, 1: 1, 2: 0, 3: 1}
-
-
-def test_a_gain_within_the_noise_changes_nothing(monkeypatch):
-    """A config that is 1 % faster is closed; the existing plan stays, marked as autotuned."""
-    gpu = Gpu(monkeypatch, ASKED, forward(ASKED), [COMPUTES["right"]], us=(1.01, 1.0))
-    assert gpu.kept is None
-    assert gpu.closed() == {0: 0, 1: 1}
-    assert gpu.plan.info.tuned
-
-
-@pytest.mark.parametrize("limit", [None, 1 << 20])
-def test_tuning_keeps_within_max_workspace(limit, monkeypatch):
-    """The limit of the problem applies; the free memory is not queried."""
-    problem = Case("limited", d=64, sq=64).gradient_problem(max_workspace=limit)
-    gpu = Gpu(monkeypatch, problem, backward(problem), [COMPUTES["right"]])
-    assert gpu.asked[0] == limit
-
-
-@pytest.mark.parametrize("direct", [True, False], ids=["direct", "ordered"])
-def test_tuning_keeps_deterministic_gradients_deterministic(direct, monkeypatch):
-    """Only the heuristics' configs of the direct graph are tried; the ordered engine is the only one of its graph."""
-    problem = Case("deterministic", d=64, sq=64).gradient_problem(deterministic=True)
-    gpu = Gpu(monkeypatch, problem, backward(problem, direct), [COMPUTES["right"]])
-    assert bool(gpu.asked) is direct
-    assert (gpu.kept is None) is not direct
-    assert (gpu.kept or gpu.plan).info.tuned
-
-
-@pytest.mark.cudnn
-def test_the_ordered_engine_accumulates_in_scratch_memory(planner):
-    """This distinguishes it from the engine that writes dQ directly."""
-    case = Case("deterministic", d=128, hq=8, hkv=8, sq=512, b=1)
-    direct, ordered = (
-        planner.call(plan_problem, case.gradient_problem(deterministic=True, max_workspace=limit), "h200")
-        for limit in (None, 3 << 20)
-    )
-    assert not direct.graph.by_role("scratch")
-    if direct.cudnn >= ORDERED_SINCE:
-        assert ordered.graph.by_role("scratch")
-        assert dict(ordered.knobs)["STAGES"] == 4
-
-
-@pytest.mark.parametrize("fail", [None, MemoryError()], ids=["recorded", "failed"])
-def test_the_stream_is_restored_after_a_plan_was_captured(fail, monkeypatch):
-    """A plan is captured to measure its time; afterwards the handle has the caller's stream again."""
-    streams, current = [], [7]
-    handle = SimpleNamespace(set_stream=streams.append)
-
-    def record(run, own):
-        current[0] = 99
-        run()
-        current[0] = 7
-        if fail:
-            raise fail
-        return own
-
-    monkeypatch.setattr(autotune.cupy_runtime, "stream", lambda: current[0])
-    monkeypatch.setattr(autotune.cupy_runtime, "cupy", lambda: np)
-    monkeypatch.setattr(autotune, "Recording", record)
-    executed = []
-    bench = autotune._Bench(handle, lambda plan, workspace: executed.append((plan, workspace, streams[-1])), [])
-    workspace = SimpleNamespace(data=SimpleNamespace(ptr=5))
-    with pytest.raises(MemoryError) if fail else contextlib.nullcontext():
-        assert bench._recorded("plan", workspace) == [workspace]
-    assert executed == [("plan", 5, 99)]
-    assert streams == [99, 7]

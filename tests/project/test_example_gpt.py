@@ -1,16 +1,15 @@
 """examples/gpt.py: its gradients, training and generation; on a GPU with CuPy."""
 
-import os
 import runpy
-import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
+from command_line import ROOT, python, run
 
-PATH = Path(__file__).parents[2] / "examples" / "gpt.py"
+PATH = ROOT / "examples" / "gpt.py"
 TEXT = "the cat sat on the mat. " * 20
 
 
@@ -58,45 +57,35 @@ def test_causality(gpt):
     assert (before[0, 6:] != after[0, 6:]).any()
 
 
-def trained(gpt, **engine):
-    """Train on a sentence that repeats; returns the losses and a continuation."""
+@pytest.mark.slow
+@pytest.mark.parametrize("on", ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
+def test_it_learns_a_sentence(on, gpt, request):
+    """The loss falls to a small part, and the continuation is the sentence; with CuPy arrays attention runs in bfloat16."""
+    engine = {} if on == "numpy" else {"xp": request.getfixturevalue("cupy"), "dtype": "bfloat16"}
     weights, vocabulary, losses = gpt.train(TEXT, steps=120, **engine)
-    return losses, gpt.generate(weights, vocabulary, "the cat ", 24, temperature=0.1, **engine)
-
-
-def test_it_learns_a_sentence(gpt):
-    """The loss falls to a small part, and the continuation is the sentence."""
-    losses, text = trained(gpt)
+    text = gpt.generate(weights, vocabulary, "the cat ", 24, temperature=0.1, **engine)
     assert losses[0] > 2
     assert losses[-1] < 0.2
     assert text.startswith("the cat sat on the mat. the")
 
 
+def program(words):
+    """Run the program."""
+    with mock.patch.object(sys, "argv", [str(PATH), *words]):
+        runpy.run_path(str(PATH), run_name="__main__")
+    return 0
+
+
 def test_the_command():
     """It prints the loss and a continuation of the prompt."""
-    command = [sys.executable, str(PATH), "--cpu", "--steps", "2", "--tokens", "3", "--prompt", "Alice was "]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=PATH.parents[1],
-        env={**os.environ, "PYTHONPATH": str(PATH.parents[1])},
-    )
-    first, *rest = done.stdout.splitlines()
+    done = run("--cpu --steps 2 --tokens 3 --prompt", "Alice was ", main=program)
+    first, *rest = done.lines
     assert first.startswith("loss per character: ")
     assert first.endswith("after 2 of 2 steps")
     assert "\n".join(rest).startswith("Alice was ")
 
 
-@pytest.mark.gpu
-def test_it_learns_on_a_gpu(gpt, cupy):
-    """The same with CuPy arrays, attention in bfloat16."""
-    losses, text = trained(gpt, xp=cupy, dtype="bfloat16")
-    assert losses[-1] < 0.2
-    assert text.startswith("the cat sat on the mat. the")
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "message"),
     [
@@ -108,11 +97,10 @@ def test_it_learns_on_a_gpu(gpt, cupy):
 def test_without_a_gpu(code, message, tmp_path):
     """One line that names --cpu."""
     (tmp_path / "cupy.py").write_text(code, encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(PATH.parents[1])])}
-    done = subprocess.run([sys.executable, str(PATH)], capture_output=True, text=True, env=environment)
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].endswith(message)
-    assert "Traceback" not in done.stderr
+    done = python(str(PATH), cwd=tmp_path, path=[tmp_path])
+    assert done.status == 2
+    assert done.err.splitlines()[-1].endswith(message)
+    assert "Traceback" not in done.err
 
 
 @pytest.mark.parametrize(
@@ -129,8 +117,6 @@ def test_without_a_gpu(code, message, tmp_path):
 )
 def test_mistakes_end_before_training(words, message):
     """Invalid options end the command with one line and status 2."""
-    command = [sys.executable, str(PATH), "--cpu", *words]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(PATH.parents[1])})
-    assert done.returncode == 2
-    assert message in done.stderr.splitlines()[-1]
-    assert "Traceback" not in done.stderr
+    done = run("--cpu", *words, main=program)
+    assert (done.status, done.out) == (2, "")
+    assert message in done.err.splitlines()[-1]

@@ -1,11 +1,16 @@
-"""The layers of the package: folders import only from lower layers, as parsed from the code."""
+"""The layers of the package and of its tests, as parsed from the code: folders import only from lower layers."""
 
 import ast
+import collections
 import functools
 import graphlib
+import re
+import runpy
 from pathlib import Path
 
 import pytest
+
+import cupy_sdpa
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "cupy_sdpa"
@@ -40,6 +45,20 @@ LAYERS = (
 #: The most modules per folder, and the most lines per module.
 MODULES_PER_FOLDER, LINES = 8, 600
 
+#: What tests may import without knowing the inside of the package; and ``check``, which they are written with.
+PUBLIC = {
+    *cupy_sdpa.__all__, "__version__", "__main__",
+    "check", "errors", "fp8", "integrations", "layout", "nnlib", "parallel", "reference", "store", "zoo",
+}  # fmt: skip
+#: Limits of the tests, to be lowered and never raised.
+AT_MOST = {
+    "modules that import the inside": 98,  # a change of the inside then costs them
+    "calls of monkeypatch": 267,
+    "modules that import a module of tests": 9,  # what two modules need is a helper in tests/
+    "modules with more than 600 lines": 9,
+}
+PATCH = re.compile(r"\b(?:monkeypatch|patch)\.(?:setattr|setitem|delattr|delitem|setenv|delenv|chdir|syspath_prepend)\(")
+
 
 def unit(path):
     """The folder or root module that a file belongs to."""
@@ -49,6 +68,7 @@ def unit(path):
 MODULES = sorted(PACKAGE.rglob("*.py"))
 #: The benchmarks are outside the package. They import from it, and have the same limits of size.
 BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
+TESTS = ROOT / "tests"
 UNITS = sorted({unit(path) for path in MODULES})
 
 
@@ -93,6 +113,7 @@ def is_function(names):
 
 
 def test_the_layers_list_every_unit_once():
+    """Every folder and root module has a layer."""
     assert sorted(name for layer in LAYERS for name in layer) == UNITS
 
 
@@ -105,11 +126,7 @@ def test_imports_go_downwards(name):
 
 
 def test_imports_have_no_cycle():
-    """Neither between folders nor between modules; the graph is printed (pytest -s)."""
-    for layer in LAYERS:
-        for name in layer:
-            print(f"{name:12} -> {' '.join(sorted(dependencies()[name])) or '-'}")
-    list(graphlib.TopologicalSorter(dependencies()).static_order())
+    """Not even between modules of one folder."""
     names = {path.relative_to(PACKAGE).with_suffix("").parts: path for path in MODULES}
     graph = {}
     for own, path in names.items():
@@ -118,20 +135,66 @@ def test_imports_have_no_cycle():
     list(graphlib.TopologicalSorter(graph).static_order())
 
 
-@pytest.mark.parametrize(
-    "folder",
-    sorted({path.parent for path in [*MODULES, *BENCHMARKS]} - {PACKAGE}),
-    ids=lambda path: str(path.relative_to(ROOT)),
-)
-def test_folders_are_small(folder):
-    modules = [path for path in folder.glob("*.py") if path.name not in ("__init__.py", "__main__.py")]
-    assert len(modules) <= MODULES_PER_FOLDER
+def test_folders_and_modules_are_small():
+    """So that each can be read at once; the benchmarks, too. The constants are generated."""
+    files = [path for path in [*MODULES, *BENCHMARKS] if path.name != "constants.py"]
+    assert [path for path in files if len(path.read_text(encoding="utf-8").splitlines()) > LINES] == []
+    for folder in {path.parent for path in files} - {PACKAGE}:
+        modules = [path for path in folder.glob("*.py") if path.name not in ("__init__.py", "__main__.py")]
+        assert len(modules) <= MODULES_PER_FOLDER, folder
 
 
-@pytest.mark.parametrize("path", [*MODULES, *BENCHMARKS], ids=lambda path: str(path.relative_to(ROOT)))
-def test_modules_are_short(path):
-    if path.name != "constants.py":
-        assert len(path.read_text(encoding="utf-8").splitlines()) <= LINES
+# the tests
+
+
+@functools.cache
+def modules_of_tests():
+    """The name and the text of every module, also of the helpers."""
+    return [(path.stem, path.read_text(encoding="utf-8")) for path in sorted(TESTS.rglob("*.py"))]
+
+
+@functools.cache
+def counted():
+    """The modules that each limit counts, as often as it counts them."""
+    found = {limit: [] for limit in AT_MOST}
+    for name, text in modules_of_tests():
+        numbers = (
+            any(names and names[0] not in PUBLIC for names in imported(text)),
+            len(PATCH.findall(text)),
+            re.search(r"^\s*(?:from|import) test_", text, re.M) is not None,
+            text.count("\n") > LINES,
+        )
+        for limit, number in zip(AT_MOST, numbers, strict=True):
+            found[limit] += [name] * number
+    return found
+
+
+@pytest.mark.parametrize("limit", AT_MOST)
+def test_limits_of_the_tests(limit):
+    """Most modules of tests use only what is public; they are short, and independent of each other."""
+    found = counted()[limit]
+    assert len(found) <= AT_MOST[limit], collections.Counter(found)
+
+
+def test_names_of_tests_are_unique():
+    """In all folders: pytest imports them by their names."""
+    names = [name for name, _ in modules_of_tests() if name.startswith("test_")]
+    assert len(names) == len({*names})
+
+
+def test_every_folder_of_the_package_has_tests():
+    """tools/planted_faults.py names the folders of tests of each folder of the package, and docs/contributing.md lists them."""
+    listed = runpy.run_path(str(ROOT / "tools" / "planted_faults.py"))["TESTS"]
+    assert {f"cupy_sdpa/{name}" for name in UNITS if (PACKAGE / name).is_dir()} <= listed.keys()
+    assert all((ROOT / name).exists() for name in listed)
+    assert all((TESTS / name).is_dir() for names in listed.values() for name in names)
+    page = (ROOT / "docs" / "contributing.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `tests/(\w+)` \| (.*) \|$", page, re.M))
+    assert rows.keys() == {path.name for path in TESTS.iterdir() if any(path.glob("test_*.py"))}
+    for name, folders in listed.items():
+        if name.count("/") == 1:  # a folder or a module in the root of the package
+            for folder in folders:
+                assert f"`{name.removeprefix('cupy_sdpa/')}`" in rows[folder], (name, folder)
 
 
 @pytest.mark.parametrize(

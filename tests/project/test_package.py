@@ -1,216 +1,65 @@
-"""The package as a whole: imports, loaded modules, and the code in the documentation."""
+"""The package as a whole: what it imports, the descriptions of GPUs, and the metadata of its distribution."""
 
 import ast
 import os
 import re
 import runpy
-import subprocess
-import sys
+import tomllib
 from pathlib import Path
 
-import numpy as np
 import pytest
+from command_line import ROOT, python
+from tiers import missing
 
-ROOT = Path(__file__).parents[2]
+import cupy_sdpa
+
 PACKAGE = ROOT / "cupy_sdpa"
-
-MODULES = [(path, path.relative_to(PACKAGE).parts[0]) for path in sorted(PACKAGE.rglob("*.py"))]
-
-
-@pytest.mark.parametrize(("path", "name"), MODULES, ids=lambda x: x.stem if isinstance(x, Path) else "")
-def test_only_cudnns_subpackage_imports_ctypes(path, name):
-    """No other folder imports it."""
-    names = {
-        alias.name
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Import)
-        for alias in node.names
-    }
-    assert "ctypes" not in names or name == "_cudnn"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
-def test_the_reference_stands_alone():
-    """The reference imports only numpy and the standard library."""
-    found = set()
-    for node in ast.walk(ast.parse((PACKAGE / "reference.py").read_text(encoding="utf-8"))):
+def imports(path):
+    """The modules that a file imports, without those of the package."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
+            yield from (alias.name.split(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0
-            found.add(node.module.split(".")[0])
-    assert found == {"__future__", "math", "numpy", "typing"}
+            yield "." if node.level else node.module.split(".")[0]
 
 
-def loaded_by(code):
-    """The modules that a new process has imported after running some code."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", f"{code}\nimport sys; print(*sys.modules)"],
-        capture_output=True, text=True, check=True, cwd=ROOT,
-    )  # fmt: skip
-    return set(done.stdout.split())
+def test_who_imports_what():
+    """Only the folder of cuDNN imports ctypes; the reference imports only numpy and the standard library."""
+    folders = {path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("*.py") if "ctypes" in imports(path)}
+    assert folders == {"_cudnn"}
+    assert {*imports(PACKAGE / "reference.py")} == {"__future__", "math", "numpy", "typing"}
 
 
 HEAVY = {
-    "cupy",
-    "ctypes.util",
-    "cuda.pathfinder",
-    "cuda.bindings",
-    "ml_dtypes",
-    "torch",
-    "matplotlib",
-    "cupy_sdpa._cudnn.library",
-}
+    "cupy", "ctypes.util", "cuda.pathfinder", "cuda.bindings", "ml_dtypes", "torch", "matplotlib", "cupy_sdpa._cudnn.library",
+}  # fmt: skip
+CALL = "import numpy; x = numpy.ones((8, 1, 4, 1), 'f4', order='F'); cupy_sdpa.attention(x, x, x); cupy_sdpa.explain(x, x, x)"
 
 
-def test_import_loads_neither_cupy_nor_cudnn():
-    """import cupy_sdpa loads no GPU library and no slow module; the same holds for a call on numpy arrays."""
-    assert not HEAVY & loaded_by("import cupy_sdpa")
-    assert not {"difflib", "hashlib", "html", "tempfile"} & (loaded_by("import cupy_sdpa") - loaded_by("import numpy"))
-    call = "import cupy_sdpa, numpy; x = numpy.ones((8, 1, 4, 1), 'f4', order='F'); cupy_sdpa.attention(x, x, x); cupy_sdpa.explain(x, x, x)"
-    assert not HEAVY & loaded_by(call)
+def test_import_loads_neither_cupy_nor_cudnn(tmp_path):
+    """Nor does a call on numpy arrays; and the import loads no module that takes long."""
+    code = "import sys, numpy; before = {*sys.modules}; import cupy_sdpa; print(*{*sys.modules} - before)"
+    done = python("-c", f"{code}; {CALL}; print(*sys.modules); import ml_dtypes; print(*sys.modules)", cwd=tmp_path)
+    loaded, after_a_call, after_another = (set(line.split()) for line in done.lines)
+    assert not (HEAVY | {"difflib", "hashlib", "html", "tempfile"}) & loaded
+    assert not HEAVY & after_a_call
+    assert "cupy_sdpa.attention" in after_a_call
+    assert "ml_dtypes" in after_another  # the test can fail
 
 
-#: Functions of os that are used here and do not exist on Windows.
-NOT_ON_WINDOWS = ("register_at_fork", "fork", "getuid", "geteuid", "O_NOFOLLOW", "O_NONBLOCK")
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import cupy_sdpa; str(cupy_sdpa.store.kept())",
-        "from cupy_sdpa.store import DiskCache; from pathlib import Path\n"
-        "shelf = DiskCache(Path('plans')); shelf.check(); shelf.put('0' * 64, b'x')\n"
-        "assert DiskCache(Path('plans')).get('0' * 64) == b'x'",
-        "import cupy_sdpa.plans.plan_cache",
-        "from cupy_sdpa.__main__ import main; main(['info'])",
-    ],
-    ids=["store", "plans", "plan_cache", "info"],
-)
-def test_without_functions_that_windows_lacks(code, tmp_path):
-    """The package, the disk cache, the plan cache and the commands work where os has no fork and no user ids."""
-    without = f"import os\nfor name in {NOT_ON_WINDOWS}:\n    delattr(os, name)\n"
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", without + code], capture_output=True, text=True, cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_loaded_libraries_without_rtld_noload(monkeypatch):
-    """Windows has no RTLD_NOLOAD: the search for cuDNN continues."""
-    from cupy_sdpa._cudnn import library
-
-    monkeypatch.delattr(os, "RTLD_NOLOAD")
-    assert library._already_loaded() is None
-
-
-def test_the_plan_cache_without_a_gpu(monkeypatch):
+def test_the_plan_cache_without_a_gpu(tmp_path):
     """A RuntimeError names what is missing: the GPU, or CuPy and how to install it."""
-    import cupy_sdpa
-    from cupy_sdpa.device import cupy_runtime
-
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "cupy", None)
-        with pytest.raises(RuntimeError, match="pip install 'cupy-sdpa"):
-            cupy_sdpa.get_plan_cache()
+    if not missing("gpu"):
+        pytest.skip("this machine has a GPU")
     pytest.importorskip("cupy")
-    monkeypatch.setattr(cupy_runtime, "current_device", lambda: None)
     with pytest.raises(RuntimeError, match=r"no GPU here.*python -m cupy_sdpa info"):
         cupy_sdpa.get_plan_cache()
-
-
-def test_the_check_of_imports_can_fail():
-    """Tests of this file: a real import is detected."""
-    assert "ml_dtypes" in loaded_by("import cupy_sdpa, ml_dtypes")
-
-
-def code_blocks(path):
-    """The Python code blocks of a Markdown file."""
-    return re.findall(r"^```python\n(.*?)^```$", path.read_text(encoding="utf-8"), re.S | re.M)
-
-
-def needs(library, code):
-    """Whether code needs PyTorch or JAX on a GPU."""
-    return re.search(rf"^import {library}$", code, re.M) is not None
-
-
-def run_block(code):
-    """Run code for CuPy; numpy replaces CuPy if there is no GPU."""
-    from tiers import missing
-
-    if missing("gpu"):
-        code = re.sub(r"^import cupy\b.*$", "import numpy as cupy", code, flags=re.M)
-    exec(compile(code, "README", "exec"), {"__name__": "readme"})
-
-
-def test_the_readmes_code_runs():
-    """Every Python block of the README runs."""
-    blocks = code_blocks(ROOT / "README.md")
-    assert blocks
-    for code in blocks:
-        run_block(code)
-
-
-#: The pages with code that needs neither PyTorch nor JAX.
-WITH_CODE = [
-    path.relative_to(ROOT)
-    for path in sorted((ROOT / "docs").glob("*.md"))
-    if any(not needs("(torch|jax)", code) for code in code_blocks(path))
-]
-
-
-@pytest.mark.parametrize("path", WITH_CODE, ids=str)
-def test_the_docs_code_runs(path, tmp_path, monkeypatch):
-    """Every Python block of the docs runs."""
-    monkeypatch.chdir(tmp_path)  # some write files
-    for code in code_blocks(ROOT / path):
-        if not needs("(torch|jax)", code):
-            run_block(code)
-
-
-def test_no_code_of_the_docs_is_overlooked():
-    """Every block of the README and the docs that is marked as Python is run by a test."""
-    paths = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-    assert WITH_CODE
-    for path in paths:
-        marked = re.findall(r"^\s*(?:```|~~~)\s*\{?\.?py", path.read_text(encoding="utf-8"), re.M | re.I)
-        assert len(marked) == len(code_blocks(path)), path
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("library", ["torch", "jax"])
-def test_the_docs_code_for_other_libraries_runs(library, cupy, monkeypatch):
-    """Blocks that import PyTorch or JAX."""
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    pytest.importorskip(library)
-    blocks = [code for path in (ROOT / "docs").glob("*.md") for code in code_blocks(path) if needs(library, code)]
-    assert blocks
-    for code in blocks:
-        run_block(code)
-
-
-TABLES = ["plans", "functions", "speed", "host", "host_options", "graphs", "decode", "jvp", "sparse", "parallel"]
-
-
-@pytest.mark.parametrize("name", TABLES)
-def test_the_tables_of_the_docs_are_made_of_the_results(name):
-    """Each equals the output of its script for the result files."""
-    command = [sys.executable, "-m", "benchmarks", "tables", name]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    assert (ROOT / "docs" / f"{name}_table.md").read_text(encoding="utf-8") == done.stdout, (
-        f"write it again: python -m benchmarks tables {name} > docs/{name}_table.md"
-    )
-
-
-def test_the_pictures_of_the_options_are_the_engines():
-    """Each equals the output of its script."""
-    found = runpy.run_path(str(ROOT / "docs" / "pictures.py"))
-    for folder, pictures in ((found["FOLDER"], found["drawn"]()), (found["BLOCKS_FOLDER"], found["drawn_masks"]())):
-        assert {path.stem for path in folder.glob("*.svg")} == set(pictures)
-        for name, text in pictures.items():
-            assert (folder / f"{name}.svg").read_text(encoding="utf-8") == text, "draw it anew: python3 docs/pictures.py"
-    overview = found["FOLDER"].parent / "overview.svg"
-    assert overview.read_text(encoding="utf-8") == found["overview"](found["drawn"]())
+    code = "import sys; sys.modules['cupy'] = None; import cupy_sdpa; cupy_sdpa.get_plan_cache()"
+    done = python("-c", code, cwd=tmp_path)
+    assert re.search("RuntimeError: .*pip install 'cupy-sdpa", done.err)
 
 
 def test_no_machine_paths():
@@ -220,24 +69,49 @@ def test_no_machine_paths():
         assert f"{home}/" not in path.read_text(encoding="utf-8")
 
 
-def test_gpu_descriptions_have_names():
-    """Every description of a GPU can be parsed, and an unknown name lists the valid ones."""
-    from cupy_sdpa.support import gpus
+def test_names_of_gpus():
+    """An unknown name lists the descriptions that the package contains."""
+    shape = (64, 2, 32, 1)
+    with pytest.raises(ValueError, match="h2000") as raised:
+        cupy_sdpa.explain(cupy_sdpa.problem(shape, shape, shape, dtype="float16"), gpu="h2000")
+    names = [path.stem for path in (PACKAGE / "support" / "gpus").glob("*.json")]
+    assert names
+    assert all(name in str(raised.value) for name in names)
 
-    assert {p.stem for p in (PACKAGE / "support" / "gpus").glob("*.json")} == set(gpus.NAMES)
-    assert np.all([gpus.capability(name) >= 80 for name in gpus.NAMES])
-    with pytest.raises(ValueError, match="h200"):
-        gpus.describe("h2000")
 
-
-@pytest.mark.parametrize(
-    "text", ["", "5", "[]", "{}", "[" * 100_000, '{"deviceName": 1e400}'], ids=lambda text: text[:20] or "empty"
-)
-def test_a_bad_gpu_description_raises(text, tmp_path):
+@pytest.mark.parametrize("text", ["", "5", "[]", "{}", "[" * 100_000, '{"deviceName": 1e400}'], ids=lambda text: text[:20])
+def test_a_bad_description_of_a_gpu(text, tmp_path):
     """Whatever the file contains, a ValueError names it."""
-    from cupy_sdpa.support import gpus
-
-    path = tmp_path / "card.json"
+    path, shape = tmp_path / "card.json", (64, 2, 32, 1)
     path.write_text(text)
     with pytest.raises(ValueError, match=r"card\.json does not describe a GPU"):
-        gpus.describe(str(path))
+        cupy_sdpa.explain(cupy_sdpa.problem(shape, shape, shape, dtype="float16"), gpu=str(path), cudnn="9.19")
+
+
+# the distribution
+
+
+def test_the_readme_on_a_package_index():
+    """Every link is absolute, pictures are files and other links pages that exist; code and text without links are unchanged."""
+    absolute = runpy.run_path(str(ROOT / "setup.py"), run_name="setup_file")["absolute"]
+    text, address = (ROOT / "README.md").read_text(encoding="utf-8"), PROJECT["urls"]["Repository"]
+    converted = absolute(text, address)
+    links = re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", converted, flags=re.S))
+    assert len(links) > 20
+    for link in links:
+        assert link.startswith("https://")
+        if link.startswith(address):
+            kind, _, path = link.removeprefix(f"{address}/").split("/", 2)
+            assert (ROOT / path.split("#")[0]).exists(), link
+            assert (kind == "raw") == path.endswith(".svg")
+    assert re.findall(r"```.*?```", text, re.S) == re.findall(r"```.*?```", converted, re.S)
+    assert absolute("```python\nx[i](y)\n```\n", address) == "```python\nx[i](y)\n```\n"
+
+
+def test_the_metadata():
+    """The classifiers begin with the required version; the README has the three commands that CI runs."""
+    versions = [name.rsplit(" ", 1)[1] for name in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", name)]
+    assert versions[0] == PROJECT["requires-python"].removeprefix(">=")
+    commands = re.findall(r"^```sh\n(.*?)^```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.S | re.M)
+    assert len(commands) == 3
+    assert Path(PACKAGE / "py.typed").exists()

@@ -1,15 +1,12 @@
 """The CPU engine and the commands on Windows and macOS: without CuPy, CUDA's libraries and what only Unix has."""
 
+import ast
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from command_line import python
 
-ROOT = Path(__file__).parents[2]
 #: Loaded by every Python process that the test starts, before other code.
 REMOVED = """
 import ctypes, os, selectors, shutil, signal, subprocess, sys
@@ -44,83 +41,78 @@ class CDLL(load):
 
 
 ctypes.CDLL = CDLL
-sys.unix_was_removed = True
 """
+#: Both passes, the derivative, functions, explain, a trace, the disk cache and the plan cache; then what must not be there.
 ATTENTION = """
-import sys
-assert sys.unix_was_removed
+import ctypes, importlib, os, pathlib
 import numpy as np, cupy_sdpa
 from cupy_sdpa import parallel, reference, store, zoo
 x = np.asfortranarray(np.random.default_rng(0).standard_normal((8, 2, 40, 2)))
-out, pullback = cupy_sdpa.attention_vjp(x, x, x, causal=True, score_mod=zoo.softcap(3.0))
+with cupy_sdpa.trace("problems.jsonl") as problems:
+    out, pullback = cupy_sdpa.attention_vjp(x, x, x, causal=True, score_mod=zoo.softcap(3.0))
 expected, _ = reference.attention(x, x, x, causal=True, softcap=3.0)
 np.testing.assert_allclose(out, expected, atol=1e-10)
 pullback(x)
 cupy_sdpa.attention_jvp(x, x, x, x)
 print(store.kept(), cupy_sdpa.explain(x, x, x))
-with cupy_sdpa.trace("problems.jsonl") as problems:
-    cupy_sdpa.attention(x, x, x)
+shelf = store.DiskCache(pathlib.Path("plans"))
+shelf.check()
+shelf.put("0" * 64, b"x")
+assert store.DiskCache(pathlib.Path("plans")).get("0" * 64) == b"x"
+importlib.import_module("cupy_sdpa.plans.plan_cache")
+for absent in (lambda: importlib.import_module("fcntl"), lambda: os.fork(), lambda: importlib.import_module("cupy"),
+               lambda: ctypes.CDLL("libcudnn.so.9")):
+    try:
+        absent()
+    except (ImportError, AttributeError, OSError):
+        continue
+    raise AssertionError("it is there")
 """
 COMMANDS = {
-    "info": ["info"],
-    "demo": ["demo", "--seq", "50"],
-    "explain": ["explain", "64,8,256,2", "--gpu", "h100", "--cudnn", "9.19"],
-    "support": ["support"],
-    "run": ["run", "in.npz", "-o", "out.npz", "--layout", "dhsb"],
-    "check": ["check", "--engine", "cpu", "--problems", "4", "--seed", "1", "--json", "report.json"],
-    "bench": ["bench", "--trace", "problems.jsonl", "--json"],
-    "check_trace": ["check", "--trace", "problems.jsonl", "--engine", "cpu"],
+    "info": 0,
+    "demo --seq 50": 0,
+    "explain 64,8,256,2 --gpu h100": 0,
+    "support": 0,
+    "run in.npz -o out.npz --layout dhsb": 0,
+    "check --engine cpu --problems 2 --seed 1 --json report.json": 0,
+    "bench --trace problems.jsonl --json": 0,
+    "check --trace problems.jsonl --engine cpu": 0,
+    "support --measure": 2,
 }
+RUN = """
+import contextlib, io, sys
+from cupy_sdpa.__main__ import main
+if __name__ == "__main__":
+    outcomes = {}
+    for command in sys.argv[1:]:
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+            status = main(command.split())
+        outcomes[command] = status, out.getvalue(), err.getvalue()
+    print(outcomes)
+"""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A folder with the module that removes Unix, an input file and a trace."""
-    path = tmp_path_factory.mktemp("platform")
-    (path / "site").mkdir()
-    (path / "site" / "sitecustomize.py").write_text(REMOVED, encoding="utf-8")
+@pytest.mark.slow
+def test_without_what_only_unix_has(tmp_path):
+    """Attention and every command run; what needs Linux says in one line what is missing."""
+    (tmp_path / "sitecustomize.py").write_text(REMOVED, encoding="utf-8")
+    (tmp_path / "attention.py").write_text(ATTENTION, encoding="utf-8")
+    (tmp_path / "commands.py").write_text(RUN, encoding="utf-8")
     x = np.ones((8, 2, 4, 1), np.float32)
-    np.savez(path / "in.npz", q=x, k=x, v=x)
-    done = run(path, "-c", ATTENTION)
-    assert done.returncode == 0, done.stderr
-    return path
-
-
-def run(folder, *words):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder / "site"), str(ROOT)]), "MPLBACKEND": "agg"}
-    command = [sys.executable, "-W", "error", *words]
-    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
-
-
-def test_attention(folder):
-    """Both passes, the derivative, functions, the disk cache, explain and a trace."""
-    assert len((folder / "problems.jsonl").read_text(encoding="utf-8").splitlines()) == 1
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_commands(name, folder):
-    done = run(folder, "-m", "cupy_sdpa", *COMMANDS[name])
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    if name == "info":
-        assert "numpy       yes" in done.stdout
-        assert "cuDNN       no" in done.stdout
-    if name == "check":
-        assert json.loads((folder / "report.json").read_text(encoding="utf-8"))["findings"] == []
-
-
-def test_a_command_that_needs_linux(folder):
-    """Planning says in one line what is missing; explain uses the support table, and says so."""
-    done = run(folder, "-m", "cupy_sdpa", "support", "--measure")
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert "Traceback" not in done.stderr
-    done = run(folder, "-m", "cupy_sdpa", "explain", "64,8,256,2", "--gpu", "h100")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "from the support table alone" in " ".join(done.stdout.split())
-
-
-def test_the_removal_bites(folder):
-    """Code that needs a removed function or library fails."""
-    for code in ("import fcntl", "import os; os.fork()", "import cupy", "import ctypes; ctypes.CDLL('libcudnn.so.9')"):
-        assert run(folder, "-c", code).returncode == 1
+    np.savez(tmp_path / "in.npz", q=x, k=x, v=x)
+    done = python("attention.py", cwd=tmp_path, path=[tmp_path])
+    assert (done.status, done.err) == (0, "")
+    assert len((tmp_path / "problems.jsonl").read_text(encoding="utf-8").splitlines()) == 1
+    done = python("commands.py", *COMMANDS, cwd=tmp_path, path=[tmp_path], MPLBACKEND="agg")
+    assert (done.status, done.err) == (0, "")
+    outcomes = ast.literal_eval(done.out)
+    for command, (status, out, err) in outcomes.items():
+        assert status == COMMANDS[command], err
+        assert "Traceback" not in err
+        assert err.count("\n") == 1 or not status
+        if command == "info":
+            assert "numpy       yes" in out
+            assert "cuDNN       no" in out
+        if command.startswith("explain"):
+            assert "from the support table alone" in " ".join(out.split())
+    assert json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["findings"] == []

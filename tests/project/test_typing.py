@@ -1,11 +1,11 @@
 """The types of public signatures, as a type checker sees them. mypy runs on a snippet; it is skipped where mypy is not installed."""
 
 import re
-from pathlib import Path
 
 import pytest
+from command_line import ROOT
 
-ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
 
 F16, F32, F64 = (rf"numpy\.ndarray\[[^\"]*\b{name}\b[^\"]*\]" for name in ("_16Bit", "_32Bit", "float64"))
 

@@ -1,396 +1,234 @@
-"""Repeated calls with functions, ``tensors`` and gradients of arrays, on host memory: nothing is parsed, and nothing is stale.
+"""Repeated calls with functions, ``tensors`` and gradients of arrays through cuDNN: nothing is parsed, and nothing is stale.
 
-The results of a repeated call are compared with those of a call that is parsed, see :mod:`fake_cupy`.
+The results of repeated calls, at the same and at other addresses, are compared with those of numpy in float64.
 """
 
 import contextlib
-import functools as tools
-import itertools
 import weakref
 
 import functions
 import numpy as np
 import pytest
-from cases import as_float
 from not_parsed import not_parsed
 
 from cupy_sdpa import attention, attention_backward, attention_vjp, get_plan_cache, prepare, zoo
-from cupy_sdpa._cudnn.library import library
-from cupy_sdpa.calls import replay_cache
-from cupy_sdpa.device import cuda_graph, driver
-from cupy_sdpa.plans.sessions import session
 
 #: Calls with the same addresses after which a CUDA graph is replayed.
-OFTEN = replay_cache.CAPTURE_AFTER + 1
+OFTEN = 5
+pytestmark = pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
 
 
-@pytest.fixture
-def cupy(fake):
-    """Install the fake CuPy; afterwards all work is done."""
-    yield fake
-    fake.cuda.Device().synchronize()
+@pytest.fixture(autouse=True)
+def _all_work_is_done(engine):
+    """Replayed graphs have run when their plans are destroyed."""
+    yield
+    engine.xp.cuda.Device().synchronize()
 
 
-@contextlib.contextmanager
-def parsed():
-    """Parse all calls: none is cached."""
-    current = session(driver.context_id())
-    saved, current.cached_calls = current.cached_calls, {}
-    try:
-        yield
-    finally:
-        current.cached_calls = saved
+FUNCTIONS = {f.name: f for f in [*functions.ZOO, *functions.LEARNED]}
 
 
-def equal(got, want):
-    """Assert that results are equal and contain no NaN; dictionaries of gradients are results."""
-    flat = [[x for y in results for x in (y.values() if isinstance(y, dict) else [y])] for results in (got, want)]
-    for a, b in zip(*flat, strict=True):
-        assert not np.isnan(as_float(a)).any()
-        np.testing.assert_array_equal(as_float(a), as_float(b))
+def both_passes(q, k, v, dout, *, return_dtensors=False, return_dbias=False, **options):
+    """The output, the log-sum-exp and all gradients."""
+    out, stats = attention(q, k, v, return_stats=True, **options)
+    extra = {"return_dtensors": return_dtensors, "return_dbias": return_dbias}
+    *gradients, last = attention_backward(dout, q, k, v, out, stats, **extra, **options)
+    return [out, stats, *gradients, *(last.values() if isinstance(last, dict) else [last])]
 
 
-class Arrays:
-    """The arrays and options of a problem; :meth:`moved` copies them to other addresses and changes their contents."""
+class Problem:
+    """The arrays and options of a problem.
 
-    def __init__(self, cupy, case, dtype="f2", heads=4, size=40, seed=0, **options):
-        rng = np.random.default_rng(seed)
-        shapes = [(16, heads, size, 2), (16, 2, size, 2), (16, 2, size, 2), (16, heads, size, 2)]
-        self.cupy = cupy
-        self.arrays = [cupy.asarray(np.asfortranarray(rng.standard_normal(shape).astype(dtype))) for shape in shapes]
-        self.options = case.options(cupy, heads, size, size, 2) | options
-        self.extra = {"return_dtensors": True} if case in functions.LEARNED else {}
+    Args:
+        engine: the engine.
+        name: a function of :data:`FUNCTIONS`, or "" for none.
+        size: the number of queries and keys.
+        options: further options, with numpy arrays.
+    """
+
+    def __init__(self, engine, name="", size=40, **options):
+        self.engine = engine
+        self.arrays = [engine.normal(n, 16, heads, size, 2) for n, heads in enumerate((4, 2, 2, 4))]
+        given = FUNCTIONS[name].options(np, 4, size, size, 2) if name else {}
+        self.options = engine.put(given | options)
+        if FUNCTIONS.get(name) in functions.LEARNED:
+            self.options["return_dtensors"] = True
 
     def run(self):
-        """Both passes: the output, the log-sum-exp and the gradients."""
-        q, k, v, dout = self.arrays
-        out, stats = attention(q, k, v, return_stats=True, **self.options)
-        return [out, stats, *attention_backward(dout, q, k, v, out, stats, **self.extra, **self.options)]
+        """Both passes."""
+        return both_passes(*self.arrays, **self.options)
 
-    def moved(self, factor=0.5):
-        """The same problem with other values at other addresses."""
-        other = object.__new__(Arrays)
-        other.__dict__ |= self.__dict__
-        other.arrays = [(x * np.float32(factor).astype(x.dtype)).copy("K") for x in self.arrays]
-        if tensors := self.options.get("tensors"):
-            copies = {name: (x[::-1] if x.ndim else x).copy("K") for name, x in tensors.items()}
-            other.options = self.options | {"tensors": copies}
-        return other
+    def change(self, factor, *, move):
+        """Change the values, in place or at other addresses."""
+        arrays, tensors = self.arrays, self.options.get("tensors", {})
+        if move:
+            arrays = self.arrays = [x.copy("K") for x in arrays]
+            tensors = {name: x.copy("K") for name, x in tensors.items()}
+            self.options |= {"tensors": tensors} if tensors else {}
+        for x in arrays:
+            x *= np.float16(factor)
+        for x in tensors.values():
+            if x.ndim:
+                x[...] = x[::-1].copy()
+
+    def check(self, results):
+        """Compare with numpy in float64."""
+        get = self.engine.get
+        options = {name: get(x) if hasattr(x, "dtype") else x for name, x in self.options.items()}
+        if "tensors" in options:
+            options["tensors"] = {name: get(x) for name, x in options["tensors"].items()}
+        wanted = both_passes(*(get(x).astype(np.float64) for x in self.arrays), **options)
+        for x, y in zip(results, wanted, strict=True):
+            np.testing.assert_allclose(
+                get(x).astype(np.float64), y, rtol=0.02, atol=0.02 * max(1, np.abs(y[np.isfinite(y)]).max())
+            )
 
 
-CHOSEN = [
-    f
-    for f in [*functions.ZOO, *functions.LEARNED]
-    if f.name in {
-        "softcap", "alibi_causal", "bias", "head_bias", "key_bias", "kerple", "document", "document_softcap", "causal", "natten",
-        "prefix_lm", "valid_keys", "images", "head_windows", "added_before", "gated", "pairs", "places", "number", "chosen",
-    }
+NAMES = [
+    "softcap", "document_softcap", "valid_keys", "pairs", "alibi_causal", "bias", "kerple", "added_before", "number", "places",
 ]  # fmt: skip
-CASES = list({f.name: f for f in CHOSEN}.values())
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_second_call_is_not_parsed(case, cupy):
-    """Also at other addresses and with other contents, in both passes; results equal those of a call that is parsed."""
-    problem = Arrays(cupy, case)
-    want = problem.run()
-    for number in range(2 * OFTEN):
-        other = problem.moved(0.5 + number / 8)
+@pytest.mark.parametrize("name", [*NAMES[:4], *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[4:])])
+def test_repeated_calls(name, engine):
+    """At other addresses they are not parsed, at the same ones they are replayed; both read the present contents."""
+    problem = Problem(engine, name)
+    problem.check(problem.run())
+    for factor in (0.5, 1.5):
+        problem.change(factor, move=True)
         with not_parsed():
-            got = other.run()
-        with parsed():
-            equal(got, other.run())
-    for _ in range(2 * OFTEN):
-        equal(problem.run(), want)
+            got = problem.run()
+        problem.check(got)
+    for _ in range(2):
+        for _ in range(2 * OFTEN):
+            with not_parsed():
+                got = problem.run()
+        problem.check(got)
+        kept = [engine.get(x).copy() for x in got]
+        problem.change(0.75, move=False)
+        problem.check(problem.run())  # an earlier result is not written again
+        for x, y in zip(got, kept, strict=True):
+            np.testing.assert_array_equal(engine.get(x), y)
+    assert get_plan_cache().recordings > 0
 
 
-@pytest.mark.parametrize("name", ["softcap", "document_softcap", "valid_keys", "alibi_causal"])
-def test_calls_on_the_same_addresses_are_replayed(name, cupy):
-    """Copies of bool arrays are part of the captured graph; changed contents are read."""
-    problem = Arrays(cupy, next(case for case in CASES if case.name == name))
-    q, k, v, _ = problem.arrays
-    out = cupy.empty_like(q)
-    for _ in range(OFTEN):
-        attention(q, k, v, out=out, **problem.options)
-    for array in [q, *problem.options.get("tensors", {}).values()]:
-        array[...] = array[::-1].copy()
-    before = len(library().executions)
-    attention(q, k, v, out=out, **problem.options)
-    assert len(library().executions) == before, "the call was not replayed"
-    with parsed():
-        equal([out], [attention(q, k, v, **problem.options)])
+@pytest.mark.parametrize(
+    "option", ["mask", "seq_lens_kv", *(pytest.param(name, marks=pytest.mark.slow) for name in ("valid_keys", "kerple"))]
+)
+def test_calls_with_large_copies_are_replayed(option, engine):
+    """Their graphs own at most 16 KiB: memory is allocated in every call. New arrays are not parsed."""
+    rng, size = np.random.default_rng(0), 150
+    options = {"mask": lambda: {"mask": rng.random((size, size, 1, 2)) < 0.7},
+               "seq_lens_kv": lambda: {"seq_lens_kv": rng.integers(1, size, 2).astype("i4")}}.get(option, dict)  # fmt: skip
+    problem = Problem(engine, option if option in FUNCTIONS else "", size, **options())
+    problem.run()
+    for _ in range(2):
+        problem.options |= engine.put(options())
+        problem.change(0.75, move=True)
+        for _ in range(OFTEN):
+            with not_parsed():
+                got = problem.run()
+        problem.check(got)
+    plans = get_plan_cache()
+    assert 0 < plans.recording_bytes <= plans.recordings * ((1 << 17) + (1 << 14))
 
 
-def test_functions_that_are_created_in_every_call(cupy):
-    """Equal closures are one call; the pullback of attention_vjp is not parsed either."""
-    problem = Arrays(cupy, functions.ZOO[0])
-    *arrays, dout = problem.arrays
+def test_functions_that_are_created_in_every_call(engine):
+    """Equal closures are one call, which is not parsed, in either pass; other numbers have the same plan."""
+    *arrays, dout = Problem(engine).arrays
 
-    def run():
-        out, pullback = attention_vjp(*arrays, score_mod=zoo.softcap(3.0), mask_mod=zoo.sliding_window(7))
-        return [out, *pullback(dout)]
+    def run(cap):
+        out, pullback = attention_vjp(*arrays, score_mod=zoo.softcap(cap), mask_mod=zoo.sliding_window(7))
+        return [engine.get(x) for x in (out, *pullback(dout))]
 
-    want = run()
-    for _ in range(2 * OFTEN):
-        with not_parsed() if _ == 0 else contextlib.nullcontext():
-            equal(run(), want)
-
-
-def changed_numbers(cupy, monkeypatch):
-    """Run with 50 numbers in turn, and compare every result with one that is parsed; returns the number of plans."""
-    monkeypatch.setattr(replay_cache, "MAX_CALLS", 16)
-    problem = Arrays(cupy, functions.ZOO[0])
-    q, k, v, _ = problem.arrays
-    cache = get_plan_cache()
-    cache.clear()
-    for number in np.linspace(2.0, 4.0, 50):
-        cap = float(number)
-
-        def score_mod(score, b, h, q_idx, kv_idx, cap=cap):
-            return cap * np.tanh(score / cap)
+    want, count = run(3.0), get_plan_cache().size
+    for number in range(2 * OFTEN):
+        with not_parsed() if number == 0 else contextlib.nullcontext():
+            for x, y in zip(run(3.0), want, strict=True):
+                np.testing.assert_array_equal(x, y)
+    for number in range(12):
+        cap = 2.0 + number / 4
 
         def closure(score, b, h, q_idx, kv_idx):
             return cap * np.tanh(score / cap)  # noqa: B023
 
-        for function in (score_mod, closure):
-            got = [attention(q, k, v, score_mod=function) for _ in range(2)]
-            want = attention(*(x.get().astype("f8") for x in (q, k, v)), score_mod=zoo.softcap(cap))
-            for out in got:
-                np.testing.assert_allclose(as_float(out), want, atol=4e-3)
-    assert len(session(driver.context_id()).cached_calls) <= 16
-    return cache.size
+        exact = attention(*(engine.get(x).astype("f8") for x in arrays), softcap=cap, window=(7, 0))
+        for function in (closure, zoo.softcap(cap), closure):
+            out = attention(*arrays, score_mod=function, mask_mod=zoo.sliding_window(7))
+            np.testing.assert_allclose(engine.get(out), exact, atol=4e-3)
+    assert get_plan_cache().size == count + 1, "a plan for every number"
 
 
-def test_a_number_that_changes_in_every_call(cupy, monkeypatch):
-    """One plan, correct results, and a bounded number of cached calls."""
-    assert changed_numbers(cupy, monkeypatch) == 1
-
-
-def test_the_oracle_bites(cupy, monkeypatch):
-    """If numbers in closures were not part of the identity, results would be wrong, and the test above would fail."""
-    functions.without_closure_values(monkeypatch)
-    with pytest.raises(AssertionError, match="Not equal to tolerance"):
-        changed_numbers(cupy, monkeypatch)
-
-
-SETTINGS = {"alpha": 2.0}
-ALPHA = 2.0
-
-
-def by_global(s, b, h, i, j):
-    """A function of a global number."""
-    return s * ALPHA
-
-
-def by_dictionary(s, b, h, i, j):
-    """A function of an element of a global dictionary."""
-    return s * SETTINGS["alpha"]
-
-
-def by_default(s, b, h, i, j, alpha=2.0):
-    """A function of a default."""
-    return s * alpha
-
-
-@pytest.mark.parametrize("name", ["global", "dictionary", "default", "code", "array"])
-def test_changes_of_a_function_are_seen(name, cupy, monkeypatch):
-    """The next call computes what the function computes now; after the change is undone, what it computed before."""
-    table = np.array(2.0)
-    function = {"global": by_global, "dictionary": by_dictionary, "default": by_default, "code": lambda s, b, h, i, j: 2.0 * s,
-                "array": lambda s, b, h, i, j: s * table}[name]  # fmt: skip
-    q, k, v, _ = Arrays(cupy, functions.ZOO[0]).arrays
-    want = {alpha: as_float(attention(q, k, v, scale=alpha / 4)) for alpha in (2.0, 3.0)}
-    original = function.__code__
-
-    def change(alpha):
-        monkeypatch.setitem(globals(), "ALPHA", alpha)
-        monkeypatch.setitem(SETTINGS, "alpha", alpha)
-        by_default.__defaults__ = (alpha,)
-        table.fill(alpha)
-        if name == "code":
-            function.__code__ = original if alpha == 2.0 else (lambda s, b, h, i, j: 3.0 * s).__code__
-
-    for alpha in (2.0, 3.0, 2.0, 3.0):
-        change(alpha)
-        for _ in range(OFTEN):
-            np.testing.assert_allclose(as_float(attention(q, k, v, score_mod=function)), want[alpha], atol=4e-3)
-    change(2.0)
-
-
-def test_a_function_with_a_state_is_never_stale(cupy):
-    """It is traced in every call, or its results are used only in the state in which it was traced."""
-    q, k, v, _ = Arrays(cupy, functions.ZOO[0]).arrays
-    want = {n: as_float(attention(q, k, v, scale=n / 4)) for n in range(1, 6)}
-    state, numbers = [0], itertools.count(1)
-
-    def counted(s, b, h, i, j):
-        state[0] = state[0] + 1
-        return s * state[0]
-
-    def alternating(s, b, h, i, j):
-        state[0] = 3 - state[0]
-        return s * state[0]
-
-    for n in range(1, 6):
-        np.testing.assert_allclose(as_float(attention(q, k, v, score_mod=counted)), want[n], atol=4e-3)
-    for n in range(1, 6):
-        np.testing.assert_allclose(
-            as_float(attention(q, k, v, score_mod=lambda s, b, h, i, j: s * next(numbers))), want[n], atol=4e-3
-        )
-    state[0] = 1
-    for n in (2, 1, 2, 1, 2, 1):
-        np.testing.assert_allclose(as_float(attention(q, k, v, score_mod=alternating)), want[n], atol=4e-3)
-
-
-def test_a_function_that_changes_while_the_call_runs(cupy, monkeypatch):
-    """The call is not cached under the identity that the function has afterwards."""
-    q, k, v, _ = Arrays(cupy, functions.ZOO[0]).arrays
-    factor = 2.0
-    function = lambda s, b, h, i, j: s * factor  # noqa: E731
-    original = replay_cache.Call.run
-
-    def run(call):
-        nonlocal factor
-        results = original(call)
-        factor = 3.0
-        return results
-
-    with monkeypatch.context() as patch:
-        patch.setattr(replay_cache.Call, "run", run)
-        first = attention(q, k, v, score_mod=function)
-    for scale, out in ((0.5, first), (0.75, attention(q, k, v, score_mod=function))):
-        np.testing.assert_allclose(as_float(out), as_float(attention(q, k, v, scale=scale)), atol=4e-3)
-
-
-def table(size=40, heads=4, dtype="f4"):
+def table(dtype="f4"):
     """An array for :func:`zoo.bias`."""
-    return np.random.default_rng(1).standard_normal((heads, size, size)).astype(dtype)
+    return np.random.default_rng(1).standard_normal((4, 40, 40)).astype(dtype)
 
 
+#: Arrays with the values of ``table()`` that are another call.
 OTHER_TENSORS = {
-    "dtype": lambda xp: {"bias": xp.asarray(table(dtype="f2"))},
-    "order": lambda xp: {"bias": xp.asarray(np.asfortranarray(table()))},
-    "strides": lambda xp: {"bias": xp.asarray(np.repeat(table(), 2, axis=2))[:, :, ::2]},
-    "reversed": lambda xp: {"bias": xp.asarray(table()[::-1])[::-1]},
-    "misaligned": lambda xp: {"bias": xp.asarray(np.concatenate([np.zeros(1, "f4"), table().ravel()]))[1:].reshape(4, 40, 40)},
+    "dtype": lambda put: put(table("f2")),
+    "order": lambda put: put(np.asfortranarray(table())),
+    "strides": lambda put: put(np.repeat(table(), 2, axis=2))[:, :, ::2],
+    "reversed": lambda put: put(table()[::-1])[::-1],
+    "misaligned": lambda put: put(np.concatenate([np.zeros(1, "f4"), table().ravel()]))[1:].reshape(4, 40, 40),
 }
 
 
-@pytest.mark.parametrize("name", OTHER_TENSORS)
-def test_another_layout_of_an_array_is_another_call(name, cupy):
-    """Alternating with the first layout; the gradient has the dtype of the array."""
-    problem = Arrays(cupy, next(f for f in functions.LEARNED if f.name == "bias"))
-    want = None
-    for _ in range(OFTEN):
-        for make in (lambda xp: {"bias": xp.asarray(table())}, OTHER_TENSORS[name]):
-            problem.options["tensors"] = make(cupy)
-            got = problem.run()
-            assert got[-1]["bias"].dtype == problem.options["tensors"]["bias"].dtype
-            got = [as_float(x) for x in (*got[:-1], got[-1]["bias"])]
-            want = want or got
-            for a, b in zip(got, want, strict=True):
-                np.testing.assert_allclose(a, b, atol=0.02)
-
-
-def test_another_dtype_of_an_array_is_another_call(cupy):
-    """Of the same size, shape and strides."""
-    q, k, v, _ = Arrays(cupy, functions.ZOO[0]).arrays
-    values = np.random.default_rng(0).integers(1, 9, (4, 40))
-    for _ in range(OFTEN):
-        for dtype in ("i4", "f4"):
-            got = attention(q, k, v, score_mod=quarters, tensors={"x": cupy.asarray(values.astype(dtype))})
-            want = attention(*(x.get() for x in (q, k, v)), score_mod=quarters, tensors={"x": values.astype(dtype)})
-            np.testing.assert_allclose(as_float(got), as_float(want), atol=4e-3)
-
-
-def quarters(s, b, h, i, j, x):
-    """A bias that reads integers or floats."""
-    return s + x[h, j] * 0.25
-
-
-def test_another_alignment_is_not_parsed_every_time(cupy):
-    """The latest alignment is cached, also for calls that are not captured."""
-    problem = Arrays(cupy, next(f for f in functions.LEARNED if f.name == "bias"))
-    for make in (lambda xp: {"bias": xp.asarray(table())}, OTHER_TENSORS["misaligned"]):
-        problem.options["tensors"] = make(cupy)
-        want = problem.run()
+@pytest.mark.parametrize("name", ["misaligned", *(pytest.param(name, marks=pytest.mark.slow) for name in [*OTHER_TENSORS][:4])])
+def test_another_layout_of_an_array_is_another_call(name, engine):
+    """Alternating with the first layout; the second of two calls is not parsed. The gradient has the dtype of the array."""
+    problem, arrays = Problem(engine, "bias"), [engine.put(table()), OTHER_TENSORS[name](engine.put)]
+    for array in 2 * arrays:
+        problem.options["tensors"] = {"bias": array}
+        problem.check(problem.run())
         with not_parsed():
-            equal(problem.run(), want)
+            got = problem.run()
+        assert got[-1].dtype == array.dtype
+        problem.check(got)
 
 
-def test_constant_indices_are_offsets(cupy):
-    """A view of the caller's array at an offset, for arrays at other addresses, and with another index."""
-    q, k, v, _ = Arrays(cupy, functions.ZOO[0]).arrays
-    tables = np.random.default_rng(0).standard_normal((3, 40)).astype("f4")
+def test_what_else_makes_another_call(engine):
+    """Another dtype of the same size and strides, another constant index, and the same one in an array at another address."""
+    q, k, v, _ = Problem(engine).arrays
+    values = np.random.default_rng(0).integers(1, 9, (4, 40))
 
     def function(n):
-        return lambda s, b, h, i, j, x: s + x[n, j] * x[2, i]
+        return lambda s, b, h, i, j, x: s + x[h, j] * 0.25 - x[n, i] * x[2, j] * 0.125
 
     for n in (0, 1, -1, 0, 1):
-        for factor in (1, 2, 3):
-            there = {"x": cupy.asarray(factor * tables)}
-            got = attention(q, k, v, score_mod=function(n), tensors=there)
-            want = attention(*(x.get() for x in (q, k, v)), score_mod=function(n), tensors={"x": factor * tables})
-            np.testing.assert_allclose(as_float(got), as_float(want), atol=4e-3)
+        for dtype in ("i4", "f4", "i4"):
+            for factor in (1, 2):
+                there = {"x": (factor * values).astype(dtype)}
+                got = attention(q, k, v, score_mod=function(n), tensors=engine.put(there))
+                want = attention(*(engine.get(x).astype("f8") for x in (q, k, v)), score_mod=function(n), tensors=there)
+                np.testing.assert_allclose(engine.get(got), want, atol=4e-3)
 
 
-@pytest.mark.parametrize("options", [{"return_dbias": True}, {"return_dtensors": True}, {"return_dtensors": ["x"]}], ids=str)
-def test_gradients_of_arrays_are_not_parsed(options, cupy):
+@pytest.mark.parametrize("requested", ["dbias", True, ["x"]], ids=str)
+def test_gradients_of_arrays_are_not_parsed(requested, engine):
     """Gradients of a bias and of several views of an array: several launches, at other addresses."""
     rng = np.random.default_rng(0)
-    problem = Arrays(cupy, functions.ZOO[0])
-    q, k, v, dout = problem.arrays
+    extra = {"return_dbias": True} if requested == "dbias" else {"return_dtensors": requested}
 
     def given():
-        if "return_dbias" in options:
-            return {"bias": cupy.asarray(np.asfortranarray(rng.standard_normal((40, 40, 4, 1)), "f4"))}
-        arrays = {"x": cupy.asarray(rng.random((4, 40)).astype("f4")), "y": cupy.asarray(rng.random(4).astype("f4"))}
-        return {"score_mod": pairs, "tensors": arrays}
+        if requested == "dbias":
+            return {"bias": np.asfortranarray(rng.standard_normal((40, 40, 4, 1)), "f4")}
+        return {"score_mod": lambda s, b, h, i, j, x, y: s * y[h] + x[h, i] * x[h, j],
+                "tensors": {"x": rng.random((4, 40)).astype("f4"), "y": rng.random(4).astype("f4")}}  # fmt: skip
 
-    def pairs(s, b, h, i, j, x, y):
-        return s * y[h] + x[h, i] * x[h, j]
-
-    out, stats = attention(q, k, v, return_stats=True, **given())
-    backward = tools.partial(attention_backward, dout, q, k, v, out, stats, **options)
-    backward(**given())
-    for _ in range(OFTEN):
-        there = given()
-        with not_parsed():
-            got = backward(**there)
-        with parsed():
-            equal(got, backward(**there))
-    assert (got[3].keys() if isinstance(got[3], dict) else None) == (
-        None if "return_dbias" in options else {"x", "y"} if options["return_dtensors"] is True else {"x"}
-    )
+    problem = Problem(engine)
+    for turn in range(OFTEN):
+        problem.options = engine.put(given()) | extra
+        with not_parsed() if turn else contextlib.nullcontext():
+            got = problem.run()
+        problem.check(got)
 
 
-@pytest.mark.parametrize("name", ["bias", "kerple", "pairs", "added_before"])
-@pytest.mark.parametrize("small", [True, False], ids=["small", "large"])
-def test_gradients_of_arrays_are_replayed(name, small, cupy, monkeypatch):
-    """All launches and the sums are in one graph, which reads the present contents; the caller keeps earlier gradients."""
-    if not small:
-        monkeypatch.setattr(replay_cache, "SMALL_BYTES", 0)
-    problem = Arrays(cupy, next(f for f in functions.LEARNED if f.name == name))
-    for _ in range(2 * OFTEN):
-        first = problem.run()
-        del first  # the results and the memory get the same addresses in the next call
-    before = len(library().executions)
-    first = problem.run()
-    assert len(library().executions) == before, "the call was not replayed"
-    kept = {name: x.get().copy() for name, x in first[5].items()}
-    for x in problem.options["tensors"].values():
-        x *= 2
-    second = problem.run()
-    equal([first[5][name] for name in kept], kept.values())
-    with parsed():
-        equal(second, problem.run())
-
-
-def test_the_requested_gradients_are_part_of_the_key(cupy):
+def test_the_requested_gradients_are_part_of_the_key(engine):
     """Calls that differ in nothing else."""
-    problem = Arrays(cupy, functions.ZOO[0])
-    q, k, v, dout = problem.arrays
-    there = {"score_mod": lambda s, b, h, i, j, x, y: s * x[h] + y[h], "tensors": {name: cupy.ones(4, "f4") for name in "xy"}}
+    q, k, v, dout = Problem(engine).arrays
+    ones = engine.put(np.ones(4, "f4"))
+    there = {"score_mod": lambda s, b, h, i, j, x, y: s * x[h] + y[h], "tensors": {"x": ones, "y": ones.copy()}}
     out, stats = attention(q, k, v, return_stats=True, **there)
     for _ in range(2):
         for wanted, names in ((True, "xy"), ("x", "x"), ("y", "y"), (["x", "y"], "xy"), (("y",), "y"), (False, None)):
@@ -398,52 +236,22 @@ def test_the_requested_gradients_are_part_of_the_key(cupy):
             assert (set(results[3]) if names else len(results)) == (set(names) if names else 3)
 
 
-@pytest.mark.parametrize("options", ["mask", "valid_keys", "seq_lens_kv"])
-def test_calls_with_large_copies_are_replayed(options, cupy, monkeypatch):
-    """Their graphs own no memory: it is allocated in every call. New arrays are not parsed."""
-    monkeypatch.setattr(replay_cache, "SMALL_BYTES", 0)
-    problem = Arrays(cupy, functions.ZOO[0])
-    rng = np.random.default_rng(0)
-
-    def given():
-        if options == "mask":
-            return {"mask": cupy.asarray(rng.random((40, 40, 1, 2)) < 0.7)}
-        if options == "seq_lens_kv":
-            return {"seq_lens_kv": cupy.asarray(rng.integers(1, 40, 2).astype("i4"))}
-        return {"mask_mod": zoo.valid_keys, "tensors": {"valid": cupy.asarray(rng.random((2, 40)) < 0.7)}}
-
-    problem.options = given()
-    problem.run()
-    for _ in range(OFTEN):
-        problem.options = given()
-        with not_parsed():
-            got = problem.run()
-        with parsed():
-            equal(got, problem.run())
-    for _ in range(2 * OFTEN):
-        with not_parsed():
-            equal(problem.run(), got)
-    plans = get_plan_cache()
-    assert plans.recordings > 0
-    assert plans.recording_bytes <= plans.recordings * (cuda_graph.GRAPH_BYTES + 1024)
-
-
-def test_results_at_new_addresses_are_checked(cupy):
+def test_results_at_new_addresses_are_checked(engine):
     """An output that overlaps an array of ``tensors`` raises, also in a repeated call."""
-    q, k, v, _ = Arrays(cupy, functions.ZOO[0]).arrays
-    memory = cupy.asarray(table(dtype="f2"))
+    q, k, v, _ = Problem(engine).arrays
+    memory = engine.put(table("f2"))
     options = {"score_mod": zoo.bias, "tensors": {"bias": memory}}
     for _ in range(OFTEN):
-        attention(q, k, v, out=cupy.empty_like(q), **options)
+        attention(q, k, v, out=engine.xp.empty_like(q), **options)
     flat = memory.reshape(-1)[: q.size].reshape(q.shape[::-1]).T
     for _ in range(2):
         with pytest.raises(ValueError, match="out overlaps t0"):
             attention(q, k, v, out=flat, **options)
 
 
-def test_cached_calls_keep_no_arrays_alive(cupy):
+def test_cached_calls_keep_no_arrays_alive(engine):
     """Neither those of the caller nor those of gradients."""
-    problem = Arrays(cupy, next(f for f in functions.LEARNED if f.name == "kerple"))
+    problem = Problem(engine, "kerple")
     for _ in range(OFTEN):
         problem.run()
     arrays = [weakref.ref(x) for x in (*problem.arrays, *problem.options["tensors"].values())]
@@ -451,31 +259,15 @@ def test_cached_calls_keep_no_arrays_alive(cupy):
     assert not any(array() for array in arrays)
 
 
-def test_prepared_calls_with_functions(cupy):
-    """They are not parsed, and another function is compared with the prepared one."""
-    q, k, v, _ = Arrays(cupy, functions.ZOO[0]).arrays
+def test_prepared_calls_with_functions(engine):
+    """They are not parsed; another number of the function is used."""
+    q, k, v, _ = Problem(engine).arrays
     call = prepare(q, k, v, score_mod=zoo.softcap(3.0))
-    first = call(q, k, v)
+    first = engine.get(call(q, k, v))
     with not_parsed():
-        equal([call(q, k, v)], [first])
-    other = call(q, k, v, score_mod=zoo.softcap(2.0))
-    equal([other], [attention(q, k, v, score_mod=zoo.softcap(2.0))])
-    for _ in range(2):
-        with pytest.raises(ValueError, match="differs from the prepared one"):
-            call(q, k, v, score_mod=zoo.softsign)
-
-
-def test_the_results_are_right(cupy):
-    """Repeated calls of both passes equal those of the CPU engine."""
-    problem = Arrays(cupy, next(f for f in functions.LEARNED if f.name == "added_before"))
-    for _ in range(OFTEN):
-        got = problem.run()
-    q, k, v, dout = (x.get().astype("f8") for x in problem.arrays)
-    options = problem.options | {"tensors": {name: x.get() for name, x in problem.options["tensors"].items()}}
-    out, stats = attention(q, k, v, return_stats=True, **options)
-    gradients = attention_backward(dout, q, k, v, out, stats, return_dtensors=True, **options)
-    for one, other in zip([*got[:5], got[5]["x"]], [out, stats, *gradients[:3], gradients[3]["x"]], strict=True):
-        np.testing.assert_allclose(as_float(one), other, atol=0.03)
+        np.testing.assert_array_equal(engine.get(call(q, k, v)), first)
+    other = engine.get(attention(q, k, v, score_mod=zoo.softcap(2.0)))
+    np.testing.assert_array_equal(engine.get(call(q, k, v, score_mod=zoo.softcap(2.0))), other)
 
 
 class Parameters:
@@ -484,12 +276,12 @@ class Parameters:
     alpha = 1.0
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_random_sequences_of_calls(seed, cupy):
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+def test_random_sequences_of_calls(seed, engine):
     """Functions, their parameters, arrays, layouts, results and contents change at random; no result is stale."""
-    rng = np.random.default_rng(seed)
-    problem = Arrays(cupy, functions.ZOO[0], size=16)
-    q, k, v, dout = problem.arrays
+    rng, problem = np.random.default_rng(seed), Problem(engine, size=16)
+    *arrays, dout = problem.arrays
+    exact = [engine.get(x).astype(np.float64) for x in (*arrays, dout)]
     config, weights = Parameters(), [1.0, 2.0]
 
     def by_object(s, b, h, i, j, x):
@@ -501,10 +293,11 @@ def test_random_sequences_of_calls(seed, cupy):
     def by_condition(s, b, h, i, j, x):
         return s + x[h, j] if config.alpha > 1 else s * x[h, i]
 
-    memory = [cupy.asarray(rng.standard_normal((16, 16)).astype("f4")) for _ in range(3)]
+    memory = [rng.standard_normal((16, 16)).astype("f4") for _ in range(3)]
+    there = engine.put(memory)
     views = [lambda m: m[:4], lambda m: m[4:8], lambda m: m.T[:4], lambda m: m[1:9:2], lambda m: m[:, :4].T]
-    outputs = [None, cupy.empty_like(q), cupy.empty_like(q)]
-    for _ in range(80):
+    outputs = [None, engine.xp.empty_like(dout), engine.xp.empty_like(dout)]
+    for _ in range(40):
         parameter, value = rng.integers(5), float(rng.choice([0.5, 1.0, 1.5]))
         if parameter == 0:
             config.alpha = value
@@ -513,23 +306,19 @@ def test_random_sequences_of_calls(seed, cupy):
         elif parameter == 2:
             Parameters.alpha = value
         elif parameter == 3:
-            memory[rng.integers(3)][...] = cupy.asarray(rng.standard_normal((16, 16)).astype("f4"))
-        function = [by_object, by_class, by_condition][rng.integers(3)]
-        given = {"score_mod": function, "tensors": {"x": views[rng.integers(5)](memory[rng.integers(3)])}}
+            n = rng.integers(3)
+            memory[n][...] = rng.standard_normal((16, 16))
+            there[n][...] = engine.put(memory[n])
+        options = {"score_mod": [by_object, by_class, by_condition][rng.integers(3)]}
         if rng.random() < 0.3:
-            given["mask_mod"] = zoo.sliding_window(int(rng.integers(3, 5)))
+            options["mask_mod"] = zoo.sliding_window(int(rng.integers(3, 5)))
+        view, n, backward = views[rng.integers(5)], rng.integers(3), {"return_dtensors": bool(parameter % 2)}
+        wanted = both_passes(*exact, tensors={"x": view(memory[n])}, **backward, **options)
         for _ in range(rng.integers(1, 4)):
-            out = outputs[rng.integers(3)]
-            got, stats = attention(q, k, v, return_stats=True, out=out, **given)
-            gradients = attention_backward(dout, q, k, v, got, stats, return_dtensors=bool(parameter % 2), **given)
-            results = [as_float(x).copy() for x in (got, stats, *gradients[:3])] + [
-                as_float(x) for x in gradients[3:] and gradients[3].values()
-            ]
-            with parsed():
-                want, stats = attention(q, k, v, return_stats=True, **given)
-                gradients = attention_backward(dout, q, k, v, want, stats, return_dtensors=bool(parameter % 2), **given)
-            want = [as_float(x) for x in (want, stats, *gradients[:3])] + [
-                as_float(x) for x in gradients[3:] and gradients[3].values()
-            ]
-            for a, b in zip(results, want, strict=True):
-                np.testing.assert_array_equal(a, b)
+            given = {"tensors": {"x": view(there[n])}, **options}
+            out, stats = attention(*arrays, return_stats=True, out=outputs[rng.integers(3)], **given)
+            *found, last = attention_backward(dout, *arrays, out, stats, **backward, **given)
+            found = [out, stats, *found, *(last.values() if isinstance(last, dict) else [last])]
+            for x, y in zip(found, wanted, strict=True):
+                np.testing.assert_allclose(engine.get(x), y, atol=0.02 * max(1, np.abs(y).max()))
+    Parameters.alpha = 1.0

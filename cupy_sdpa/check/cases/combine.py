@@ -12,8 +12,8 @@ SHARES = {
     "pairs": 30, "few": 6, "block_mask": 14, "fp8": 8, "jvp": 8, "paged": 10, "parallel": 10, "shared_prefix": 4, "merge": 4,
     "cache": 6,
 }  # fmt: skip
-#: The options that are left out of the cases of an engine. Groups are threads with numpy arrays. Block masks are planned by
-#: ``tests/block_masks/test_block_sparse_plans.py``; the calls of the other features are those of other options.
+#: The options that are left out of a run on an engine. Groups plan every call again, in new threads. Block masks are planned by
+#: ``tests/block_masks/test_block_plans.py``; the calls of the other features are those of other options.
 LEFT_OUT: dict[str, set[str]] = {
     "cpu": set(), "gpu": {"parallel"}, "plan": {"block_mask", "parallel", "shared_prefix", "merge", "cache"},
 }  # fmt: skip

@@ -334,7 +334,7 @@ OPTIONS: dict[str, Callable[[Sampler], Any]] = {
 PAIRS = tuple(pair for pair in itertools.combinations(OPTIONS, 2) if is_valid(with_required({*pair})))
 
 
-def draw(seed: int, number: int, engine: str, lengths: tuple[int, int] | None = None) -> Case:
+def draw(seed: int, number: int, engine: str, lengths: tuple[int, int] | None = None, limits: Limits | None = None) -> Case:
     """Draw case ``number`` of the run with a seed; the features have their shares, see :mod:`.combine`.
 
     Args:
@@ -342,12 +342,13 @@ def draw(seed: int, number: int, engine: str, lengths: tuple[int, int] | None = 
         number: the number of the case.
         engine: the engine of the case.
         lengths: Sq and Skv; None to draw them.
+        limits: the largest sizes; None for those of the engine.
 
     >>> draw(1, 2, "cpu") == draw(1, 2, "cpu")
     True
     """
-    sampler = Sampler(np.random.default_rng([seed, number, *engine.encode()]), engine, lengths)
-    return _draw_case(sampler, _option_names(sampler, seed, number), number)
+    sampler = Sampler(np.random.default_rng([seed, number, *engine.encode()]), engine, lengths, limits)
+    return _draw_case(sampler, _option_names(sampler, seed, number) - LEFT_OUT[engine], number)
 
 
 def draw_options(
@@ -370,7 +371,7 @@ def _draw_case(sampler: Sampler, names: set[str], number: int) -> Case:
     """Draw the sizes, the values of the options, the passes, layouts and dtype."""
     for name in names & GRADIENTS.keys():
         sampler.options[name] = True  # the choice of a function depends on these
-    required = sampler.names = with_required(names - LEFT_OUT[sampler.engine])
+    required = sampler.names = with_required(names)
     sampler.draw_sizes()
     if "fp8" in required and sampler.engine != "cpu" and sampler.chance(0.9):
         fit_fp8(sampler.sizes, paged="paged" in required, lengths=not sampler.fixed_lengths)

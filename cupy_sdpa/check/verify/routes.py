@@ -21,6 +21,8 @@ from ..cases.memory import named_layout
 
 #: Seconds after which a member of a group gives up.
 _TIMEOUT = 60.0
+#: The factors of the queries of a member before each of its calls. On the GPU the third call is captured as a CUDA graph.
+_FACTORS = {"cpu": (1,), "gpu": (-1, -1, -1, -1)}
 #: Parts of the seed.
 _PARTS_STREAM, _CACHE_STREAM = 79, 80
 
@@ -88,7 +90,9 @@ def _merged(case: Case, q: Any, k: Any, v: Any, *, return_stats: bool = False, s
 def in_group(
     case: Case, views: dict[str, Any], options: dict[str, Any], backward: dict[str, Any], *, vjp: bool
 ) -> dict[str, Any]:
-    """The results of a group of threads, each of which has a part of every sequence.
+    """The results of a group of threads, each of which has a part of every sequence, as numpy arrays.
+
+    On the GPU a member repeats its calls, with the queries negated in between.
 
     Args:
         case: the case.
@@ -99,6 +103,7 @@ def in_group(
     """
     method, size = case.options["parallel"]
     packed = "packed" in case.options
+    options = {name: _on_host(x) if name.startswith("cu_seqlens") else x for name, x in options.items()}
     lengths: dict[str, Any] = {} if packed else {"seqlen_q": case.sq, "seqlen_kv": case.skv}
     offsets = [{"cu_seqlens": options[f"cu_seqlens_{side}"]} if packed else {} for side in ("q", "kv")]
     whole = offsets if packed else [{"seqlen": case.sq}, {"seqlen": case.skv}]
@@ -107,6 +112,17 @@ def in_group(
     def member(own: Any) -> dict[str, Any]:
         cp = context_parallel(own, method=method)
         q, k, v = (cp.shard(views[name], axis=2, **offsets[name != "q"]) for name in "qkv")
+        try:
+            for factor in _FACTORS[case.engine]:
+                q *= factor
+                found = results(cp, q, k, v)
+            cp.check()
+            return {name: _on_host(x) for name, x in found.items()}
+        finally:
+            if case.engine == "gpu":
+                cupy_sdpa.get_plan_cache().clear()  # of this thread
+
+    def results(cp: Any, q: Any, k: Any, v: Any) -> dict[str, Any]:
         found: dict[str, Any] = {}
         if case.backward and vjp:
             found["out"], pullback = cp.attention_vjp(q, k, v, **lengths, **options, **backward)
@@ -115,8 +131,8 @@ def in_group(
             found["out"], found["stats"] = cp.attention(q, k, v, return_stats=True, **lengths, **options)
             if case.backward:
                 dout = cp.shard(views["dout"], axis=2, **offsets[0])
-                results = found["out"], found["stats"]
-                gradients = cp.attention_backward(dout, q, k, v, results[0], results[1], **lengths, **options, **backward)
+                given = dout, q, k, v, found["out"], found["stats"]
+                gradients = cp.attention_backward(*given, **lengths, **options, **backward)
                 found |= zip(names, gradients, strict=True)
         for name in found:
             if name == "stats":
@@ -131,6 +147,11 @@ def in_group(
         if unequal := [name for name in first if first[name].tobytes() != other[name].tobytes()]:
             raise RuntimeError(f"the members of a group have different {', '.join(unequal)}")
     return first
+
+
+def _on_host(x: Any) -> Any:
+    """An array of numpy or CuPy as an array of numpy."""
+    return x if isinstance(x, np.ndarray) else x.get()
 
 
 def filled_cache(case: Case, data: Data, xp: Any) -> Any:

@@ -274,7 +274,7 @@ def gradients(part: Part, arrays: Sequence[Any], k: Any, v: Any, packed: bool, o
     dout, q, out, stats = arrays
     rows = part.rows
     final = rows.of(stats, 1 if packed else 0)
-    if not final.flags.f_contiguous:
+    if final.shape != stats.shape or not final.flags.f_contiguous:  # cuDNN requires addresses that are multiples of 16
         dense = cupy_runtime.temporary(final, final.shape, final.dtype)
         dense[...] = final
         final = dense

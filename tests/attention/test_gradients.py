@@ -1,0 +1,271 @@
+"""The public backward calls: shapes and dtypes, preallocated results, the pullback, and results of another call."""
+
+import gc
+import sys
+import weakref
+
+import ml_dtypes
+import numpy as np
+import pytest
+from tolerance import worst
+
+from cupy_sdpa import attention, attention_backward, attention_jvp, attention_vjp, prepare, reference, widen
+
+NAMES = ("dq", "dk", "dv")
+
+
+def everything(engine=None, dtype=np.float32, **options):
+    """dout, q, k, v, out, stats of a causal call of grouped heads; the head dim of v is another one."""
+    rng = np.random.default_rng(0)
+    shapes = (24, 4, 6, 2), (16, 4, 6, 2), (16, 2, 7, 2), (24, 2, 7, 2)
+    made = [np.asfortranarray(rng.standard_normal(shape).astype(engine.dtype if engine else dtype)) for shape in shapes]
+    dout, q, k, v = engine.put(made) if engine else made
+    return dout, q, k, v, *attention(q, k, v, return_stats=True, **{"causal": True, **options})
+
+
+@pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16, "float32", "float64"], ids=lambda x: np.dtype(x).name)
+def test_gradients_have_the_shapes_and_dtypes_of_their_arrays(dtype):
+    """New gradients are in Fortran order, and as accurate as their dtype allows; a deterministic call gives the same bits."""
+    dout, q, k, v, out, stats = everything(dtype=dtype)
+    gradients = attention_backward(dout, q, k, v, out, stats, causal=True)
+    truth = reference.attention_backward(dout, q, k, v, causal=True)
+    unit = max(float(ml_dtypes.finfo(dtype).eps), 2.0**-21)  # stats are float32
+    for got, of, wanted in zip(gradients, (q, k, v), truth, strict=True):
+        assert (got.shape, got.dtype, got.flags.f_contiguous) == (of.shape, of.dtype, True)
+        assert worst(got, wanted) <= 16 * unit * np.abs(wanted).max()
+    for a, b in zip(gradients, attention_backward(dout, q, k, v, out, stats, causal=True, deterministic=True), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("names", [("dq",), ("dk", "dv"), NAMES], ids=str)
+def test_preallocated_gradients_are_returned(names, engine):
+    """Any of dq=, dk= and dv= are written and returned, the same objects."""
+    dout, q, k, v, out, stats = everything(engine)
+    wanted = attention_backward(dout, q, k, v, out, stats, causal=True, deterministic=True)
+    given = {name: engine.nan(*x.shape) for name, x in zip(NAMES, (q, k, v), strict=True) if name in names}
+    found = attention_backward(dout, q, k, v, out, stats, causal=True, deterministic=True, **given)
+    for name, got, want in zip(NAMES, found, wanted, strict=True):
+        np.testing.assert_array_equal(engine.get(got), engine.get(want))
+        assert got is given.get(name, got)
+
+
+@pytest.mark.parametrize("sizes", [{"skv": 0}, {"sq": 0}, {"b": 0}], ids=str)
+def test_gradients_without_keys_or_queries_are_0(sizes, engine):
+    """Without keys, or without queries, every gradient is 0."""
+    sizes = {"sq": 2, "skv": 3, "b": 1, **sizes}
+    q, k = (engine.xp.ones((8, 2, sizes[name], sizes["b"]), engine.dtype, order="F") for name in ("sq", "skv"))
+    out, pullback = attention_vjp(q, k, k)
+    for gradient, of in zip(pullback(out + 1), (q, k, k), strict=True):
+        assert gradient.shape == of.shape
+        assert not engine.get(gradient).any()
+
+
+def test_a_saturated_row_has_the_gradient_of_its_key_alone(engine):
+    """If one key has all the weight, dv of that key is dout, and dq and dk are 0."""
+    q, k = np.zeros((8, 1, 1, 1), engine.dtype), np.zeros((8, 1, 3, 1), engine.dtype, order="F")
+    q[0], k[0, 0, 1] = 1000, 1
+    dout, v = np.arange(8, dtype=engine.dtype).reshape(8, 1, 1, 1), np.ones((8, 1, 3, 1), engine.dtype, order="F")
+    dout, q, k, v = engine.put([dout, q, k, v])
+    dq, dk, dv = engine.get(attention_vjp(q, k, v)[1](dout))
+    np.testing.assert_allclose(dv[:, 0, :, 0], np.outer(np.arange(8.0), [0, 1, 0]), rtol=1e-3, atol=1e-6)  # stats near 353
+    assert not abs(dq).max() > 1e-3
+    assert not abs(dk).max() > 0.05
+
+
+def test_the_pullback_can_be_called_repeatedly(engine):
+    """It is linear in dout, accepts preallocated gradients, and its first results are those of the two calls."""
+    dout, q, k, v, out, stats = everything(engine, deterministic=True)
+    got, pullback = attention_vjp(q, k, v, causal=True, deterministic=True)
+    np.testing.assert_array_equal(engine.get(got), engine.get(out))
+    wanted = engine.get(attention_backward(dout, q, k, v, out, stats, causal=True, deterministic=True))
+    for _ in range(2):
+        for a, b in zip(engine.get(pullback(dout)), wanted, strict=True):
+            np.testing.assert_array_equal(a, b)
+    dq = engine.nan(*q.shape)
+    assert pullback(2 * dout, dq=dq)[0] is dq
+    np.testing.assert_allclose(engine.get(dq), 2 * wanted[0], rtol=1e-2, atol=engine.tolerance)
+
+
+def test_the_pullback_counts_and_releases_its_memory():
+    """nbytes counts q, k, v, out, stats and captured arrays once each; they are released with the pullback."""
+    _, q, k, v, out, stats = everything()
+    got, pullback = attention_vjp(q, k, v)
+    assert pullback.nbytes == sum(x.nbytes for x in (q, k, v, out, stats))
+    assert f"keeps {pullback.nbytes} bytes" in repr(pullback)
+    assert attention_vjp(q, k, k)[1].nbytes == 2 * k.nbytes - k.nbytes + q.nbytes * 2 + stats.nbytes
+    alive = weakref.ref(got)
+    del got
+    gc.collect()
+    assert alive() is not None
+    before = sys.getrefcount(q)
+    del pullback
+    assert alive() is None
+    assert sys.getrefcount(q) < before
+    tensors = {"w": np.ones((4, 6, 7))}
+    out, keeping = attention_vjp(q, k, v, score_mod=lambda s, b, h, i, j, w: s + w[h, i, j], tensors=tensors)
+    assert keeping.nbytes == attention_vjp(q, k, v)[1].nbytes + tensors.pop("w").nbytes
+    assert len(keeping(out)) == 3
+
+
+#: Results that are not those of a causal call with sinks and a softcap, by the change; and the argument that is refused.
+OTHER_CALLS = {
+    "another scale": (lambda q, k, v, o: attention(q, k, v, return_stats=True, **o, scale=0.1), "stats"),
+    "no sinks": (lambda q, k, v, o: attention(q, k, v, return_stats=True, **{**o, "sinks": None}), "stats"),
+    "no softcap": (lambda q, k, v, o: attention(q, k, v, return_stats=True, **{**o, "softcap": None}), "stats"),
+    "infinite": (lambda q, k, v, o: (attention(q, k, v, **o), np.full((16, 4, 2), -np.inf, np.float32, order="F")), "stats"),
+    "other values": (lambda q, k, v, o: (attention(q, k, v - 1, **o), attention(q, k, v, return_stats=True, **o)[1]), "out"),
+    "no output": (lambda q, k, v, o: (np.zeros_like(v), attention(q, k, v, return_stats=True, **o)[1]), "out"),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("name", OTHER_CALLS)
+def test_results_of_another_call_are_refused(name, dtype):
+    """The weights that numpy's backward pass computes do not fit them; the message has row, values and remedy."""
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (np.asfortranarray(rng.standard_normal((8, 4, 16, 2)).astype(dtype)) for _ in range(4))
+    options = {"causal": True, "sinks": np.float32([0.5, -1, 2, 0]), "softcap": 30.0}
+    make, wrong = OTHER_CALLS[name]
+    text = rf"{wrong} is of another call: at query \d+, head \d and batch entry \d .*pass the {wrong} that the forward call returned"
+    with pytest.raises(ValueError, match=text):
+        attention_backward(dout, q, k, v, *make(q, k, v, options), **options)
+    prepared = prepare(q, k, v, backward=True, **options)
+    with pytest.raises(ValueError, match=text):
+        prepared(dout, q, k, v, *make(q, k, v, options))
+    attention_backward(dout, q, k, v, *attention(q, k, v, return_stats=True, **options), **options)
+
+
+@pytest.mark.parametrize("size", [1e-3, 1, 1e3, 1e4])
+def test_rounding_is_not_another_call(size):
+    """Statistics in float32 of scores up to 1e8, of masked rows, of short sequences with NaN as padding, and of float64 arrays."""
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (np.asfortranarray(size * rng.standard_normal((8, 2, 20, 2))) for _ in range(4))
+    lengths = np.int32([0, 13])
+    for x in (q, k, v, dout):
+        x[:, :, 13:] = np.nan
+    options = {"seq_lens_q": lengths, "seq_lens_kv": lengths, "window": (None, 1), "mask": rng.random((20, 20, 1, 1)) < 0.2}
+    for dtype in ("float16", "float32", "float64")[size > 30 :]:
+        arrays = [x.astype(dtype) for x in (dout, q, k, v)]
+        out, stats = attention(*arrays[1:], return_stats=True, **options)
+        assert np.isneginf(stats).any()
+        attention_backward(*arrays, out, stats, **options)
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), [("float16", 64), (ml_dtypes.bfloat16, 8)])
+def test_rounding_of_small_outputs_is_not_another_call(dtype, head_dim):
+    """Outputs that are subnormal in their dtype have an absolute rounding error; a wrong output is refused nevertheless."""
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (np.asfortranarray(rng.standard_normal((head_dim, 2, 20, 2)).astype(dtype)) for _ in range(4))
+    for scale in (1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1):
+        values = v * v.dtype.type(scale)
+        out, stats = attention(q, k, values, return_stats=True)
+        for size in (1e-8, 1.0):
+            attention_backward(dout * v.dtype.type(size), q, k, values, out, stats)
+        attention_vjp(*(x.astype(np.float32) for x in (q, k, values)), compute_dtype=dtype)[1](dout.astype(np.float32))
+        with pytest.raises(ValueError, match="out is of another call"):
+            attention_backward(dout, q, k, values, out + v.dtype.type(max(scale, 1e-3)), stats)
+
+
+def test_a_pullback_of_changed_arrays_is_refused():
+    """The pullback keeps references: an array that changes between the passes would give wrong gradients."""
+    q, k, v = (np.asfortranarray(np.random.default_rng(0).standard_normal((8, 2, 5, 1))) for _ in range(3))
+    out, pullback = attention_vjp(q, k, v)
+    k += 1e-3 * q
+    with pytest.raises(ValueError, match="is of another call"):
+        pullback(out)
+
+
+def test_float64_statistics(engine):
+    """They need float64 arrays, which the GPU does not compute; the gradients then have the accuracy of float64."""
+    if engine.on_cudnn:
+        return
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (np.asfortranarray(rng.standard_normal((8, 2, n, 1))) for n in (5, 40, 40, 5))
+    stats = np.full((5, 2, 1), np.nan, order="F")
+    out = attention(q, k, v, stats=stats)[0]
+    for got, wanted in zip((out, stats), reference.attention(q, k, v), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-13, atol=1e-13)
+    for got, wanted in zip(
+        attention_backward(dout, q, k, v, out, stats), reference.attention_backward(dout, q, k, v), strict=True
+    ):
+        np.testing.assert_allclose(got, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_gradients_of_an_array_leave_strided_results_alone(engine):
+    """The gradient of a captured array is computed separately: results with gaps get the others, and the gaps are not written."""
+    q, dout, k, v = (engine.normal(n, 16, heads, length, 1) for n, (heads, length) in enumerate([(4, 5)] * 2 + [(2, 70)] * 2))
+    table = engine.put(np.float32([0.5, 2.0]))
+    arrays = {"score_mod": lambda s, b, h, i, j, t: s + t[1] * 0.05 * abs(i - j), "tensors": {"t": table}}
+    out, stats = attention(q, k, v, return_stats=True, **arrays)
+    wanted = attention_backward(dout, q, k, v, out, stats, return_dtensors=True, **arrays)
+    wide = {name: engine.nan(24, 5, 70, 1) for name in ("dk", "dv")}
+    results = {name: x[:16, 1:3] for name, x in wide.items()}
+    found = attention_backward(dout, q, k, v, out, stats, return_dtensors=True, **arrays, **results)
+    for one, other in zip(engine.get((*found[:3], found[3]["t"])), engine.get((*wanted[:3], wanted[3]["t"])), strict=True):
+        np.testing.assert_allclose(one.astype("f4"), other.astype("f4"), atol=2 * engine.tolerance)
+    for x in wide.values():
+        x[:16, 1:3] = np.nan
+        assert np.isnan(engine.get(x)).all()
+
+
+CONVERTED = {
+    "three batch entries": (lambda q: np.zeros((*q.shape[:3], 3), q.dtype, order="F"), "has shape"),
+    "no batch axis": (lambda q: np.zeros(q.shape[:3], q.dtype, order="F"), "has .* axes|has shape"),
+    "an input": (None, "overlaps (q|dout)"),
+    "shared elements": (lambda q: np.zeros((*q.shape[:2], 1, 1), q.dtype, order="F"), "share memory"),
+}
+
+
+@pytest.mark.parametrize("case", CONVERTED)
+@pytest.mark.parametrize("layout", [None, "bshd"])
+def test_converted_results_are_checked(case, layout, engine):
+    """With compute_dtype the call does not see the array of the caller; a wrong one was broadcast to. Nothing is written."""
+    made, message = CONVERTED[case]
+    options = {"compute_dtype": "float16", "layout": layout}
+    arrays = [engine.normal(n, 16, 2, 5, 1, dtype=np.float32) for n in range(3)]
+    wrong = arrays[0] if made is None else engine.put(made(np.zeros((16, 2, 5, 1), "f4")))
+    wrong = engine.xp.broadcast_to(wrong, (16, 2, 5, 1)) if case == "shared elements" else wrong
+    stats = engine.xp.full((5, 2, 1), 7, np.float32, order="F")
+    if layout:
+        *arrays, wrong, stats = (x.transpose(*reversed(range(x.ndim))) for x in (*arrays, wrong, stats))
+        arrays = [wrong if made is None else arrays[0], *arrays[1:]]
+    q, k, v = arrays
+    before, pullback = engine.get(wrong).copy(), attention_vjp(q, k, v, **options)[1]
+    for call in (
+        lambda: attention(q, k, v, out=wrong, stats=stats, **options),
+        lambda: pullback(q, dq=wrong),
+        lambda: attention_jvp(q, k, v, dq=k, out=wrong, **options),
+        lambda: attention_jvp(q, k, v, dq=k, dout=wrong, **options),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert (engine.get(stats) == 7).all()
+    np.testing.assert_array_equal(engine.get(wrong), before)
+
+
+def test_converted_gradients_must_not_overlap():
+    """One array for dq and dk received both; a read-only one raised after the others were written."""
+    x = np.ones((16, 2, 5, 1), "f4", order="F")
+    _, pullback = attention_vjp(x, x, x, compute_dtype="float16")
+    same, read_only = np.zeros_like(x), np.zeros_like(x)
+    read_only.flags.writeable = False
+    for results, message in (({"dq": same, "dk": same}, "dq overlaps dk"), ({"dq": same, "dv": read_only}, "dv is read-only")):
+        with pytest.raises(ValueError, match=message):
+            pullback(x, **results)
+    assert not same.any()
+
+
+@pytest.mark.parametrize("tangents", ["k", *(pytest.param(x, marks=pytest.mark.slow) for x in ("q", "v", "qk", "kv"))])
+def test_widened_arrays_are_copies(tangents, engine):
+    """Tangents are written into them, which must not change the caller's arrays."""
+    q, k, v = (engine.normal(n, 16, 2, 5, 1) for n in range(3))
+    given = {f"d{name}": engine.normal([7, n], 16, 2, 5, 1) if name in tangents else None for n, name in enumerate("qkv")}
+    wide = widen(q, k, v, **given)
+    inputs = [x for x in (q, k, v, *given.values()) if x is not None]
+    before = [engine.get(x).tobytes() for x in inputs]
+    for one, other in zip(attention_jvp(q, k, v, widened=wide), attention_jvp(q, k, v, **given), strict=True):
+        np.testing.assert_array_equal(engine.get(one), engine.get(other))
+    for array in wide.named().values():
+        array.fill(0)
+    assert [engine.get(x).tobytes() for x in inputs] == before

@@ -1,0 +1,472 @@
+"""Attention with a block mask, its gradients and its derivatives: random problems, and what only some masks do."""
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+from engines import numbers
+
+from cupy_sdpa import (
+    BlockMask,
+    Unsupported,
+    attention,
+    attention_backward,
+    attention_jvp,
+    attention_vjp,
+    block_mask,
+    explain,
+    get_plan_cache,
+    jvp_problems,
+    zoo,
+)
+from cupy_sdpa.programs import block_masks as gradients
+
+TABLE = np.array([[True, False, True], [True, True, False], [False, True, True]])
+#: A mask for each method; ``n`` changes it.
+MASKS = {
+    "packed": lambda n=0: block_mask(lambda b, h, i, j: i // (100 + n) == j // (100 + n), 300, 300),
+    "slices": lambda n=0: block_mask(lambda b, h, i, j: (i >= j) | (j < 70 + n), 300, 300),
+    "full": lambda n=0: BlockMask.from_blocks(np.roll(TABLE, n, axis=0), 300, 300),
+    "partial": lambda n=0: BlockMask.from_blocks(np.roll(TABLE, n, 0), 300, 300, mask_mod=lambda b, h, i, j: (i + j) % 3 > 0),
+    "heads": lambda n=0: BlockMask.from_blocks(np.stack([np.roll(TABLE, n, 0), TABLE.T], axis=2)[..., None], 300, 300),
+}
+#: For tests of what numpy does not do.
+on_cudnn = pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
+
+
+def arrays_of(engine, sq=300, skv=300, hq=2, hkv=1, dtype=None):
+    """q, k, v and dout."""
+    shapes = [(16, hq, sq, 1), (16, hkv, skv, 1), (16, hkv, skv, 1), (16, hq, sq, 1)]
+    return [engine.normal([seed, 1], *shape, dtype=dtype) for seed, shape in enumerate(shapes)]
+
+
+def both_passes(arrays, **options):
+    """The output and the gradients."""
+    out, pullback = attention_vjp(*arrays[:3], **options)
+    return [out, *pullback(arrays[3])]
+
+
+def check_dense(engine, results, arrays, mask, **options):
+    """Compare the output and the gradients with those of the dense mask in float64; the options are those of numpy."""
+    wide = [engine.get(x).astype(np.float64, order="F") for x in arrays]
+    for x, y in zip(engine.get(results), both_passes(wide, mask=mask.to_dense(), **options), strict=True):
+        np.testing.assert_allclose(x, y, atol=4 * engine.tolerance * max(1, abs(y).max()))
+
+
+@pytest.mark.parametrize("number", numbers(12, quick=2))
+def test_random_problems(number, engine):
+    """Masks of every kind and of heads and batch entries, any sizes, options, layouts, gradients and derivatives."""
+    engine.agrees(engine.draw({"block_mask"}, number), refused=True)
+
+
+#: Masks of ``check``, and options of the call.
+CORNERS = [
+    (("documents", "kq11"), {"sinks": "high"}), (("documents", "kqhb"), {"score_mod": ("bias_bk", "float32")}),
+    (("prefix", "kq11"), {"softcap": 2.0}), (("segments", "kq11"), {"sinks": "normal", "score_mod": ("first_keys", "")}),
+    (("segments", "kq1b"), {"score_mod": ("positions", "int32")}), (("window", "kq11"), {"scale": 0.05}),
+    (("blocks", "kqhb"), {"preallocated": True}), (("blocks", "kq11"), {"score_mod": ("gain_bhq", "float32")}),
+    (("pairs", "kqh1"), {"sinks": "high"}), (("pairs", "kq1b"), {"softcap": 2.0, "deterministic": True}),
+    (("pairs", "kq11"), {"score_mod": ("relative", "")}), (("blocks", "kqh1"), {"deterministic": True, "preallocated": True}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("jvp", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["gradients", "derivative"])
+@pytest.mark.parametrize("number", [pytest.param(n, marks=[pytest.mark.slow] * (n % 4 > 0)) for n in range(len(CORNERS))])
+@pytest.mark.in_turn(2)
+def test_each_kind_of_mask(number, jvp, engine):
+    """With options, for groups of heads, and for keys and queries of which the last block is not full."""
+    mask, options = CORNERS[number]
+    options = {"block_mask": mask, **options, **({"jvp": ("qkv", "q", "kv", "v")[number % 4]} if jvp else {})}
+    sizes = {"d": 16, "dv": 24, "hq": 2, "hkv": 1, "sq": 300, "skv": 260, "b": 2}
+    engine.agrees(engine.case(**sizes, backward=not jvp, options=options, seed=number), refused=True)
+
+
+@pytest.mark.parametrize(
+    "blocks", [[[1, 0, 0], [0, 0, 1], [1, 0, 0]], [[0, 1, 0], [0, 1, 0], [0, 0, 0]]], ids=["blocks", "slices"]
+)
+def test_queries_without_keys_attend_to_their_sink(blocks, engine):
+    """The output of queries without keys is 0, and the log-sum-exp is the sink."""
+    mask = BlockMask.from_blocks(np.array(blocks, bool))
+    arrays, sinks = arrays_of(engine, 384, 384)[:3], np.array([0.5, -2.0], "f4")
+    out, stats = attention(*arrays, block_mask=mask, sinks=engine.put(sinks), return_stats=True)
+    wide = [engine.get(x).astype(np.float64, order="F") for x in arrays]
+    expected = attention(*wide, mask=mask.to_dense(), sinks=sinks, return_stats=True)
+    for x, y in zip(engine.get((out, stats)), expected, strict=True):
+        np.testing.assert_allclose(x, y, atol=2 * engine.tolerance)
+
+
+@pytest.mark.parametrize("name", ["slices", "partial"])
+def test_arrays_that_are_read_at_a_number(name, engine):
+    """A score function reads an array at a key and at its last column."""
+    mask, arrays, columns = MASKS[name](), arrays_of(engine), engine.normal(7, 300, 3, dtype="f4")
+    options = {"score_mod": lambda s, b, h, i, j, columns: s + columns[j, -1]}
+    results = both_passes(arrays, block_mask=mask, tensors={"columns": columns}, **options)
+    check_dense(engine, results, arrays, mask, tensors={"columns": engine.get(columns)}, **options)
+
+
+@pytest.mark.parametrize("name", ["batch", "heads", "no blocks", "queries", "keys"])
+def test_sizes_of_0(name, engine):
+    """Outputs and gradients are 0, with arrays of a score function; derivatives and reports exist, too."""
+    pairs = block_mask(lambda b, h, i, j: (i + j) % 2 == 0, 200, 300)
+    no_query, no_key = (block_mask(lambda b, h, i, j: i >= j, *lengths) for lengths in ((0, 300), (200, 0)))
+    none = BlockMask.from_blocks(np.zeros((3, 2, 2, 1), bool), 200, 300)
+    mask, heads, batch = {
+        "batch": (pairs, 2, 0), "heads": (pairs, 0, 2), "no blocks": (none, 2, 2), "queries": (no_query, 2, 2), "keys": (no_key, 2, 2),
+    }[name]  # fmt: skip
+    q, k, v = (engine.normal(0, 16, heads, n, batch) for n in (mask.sq, mask.skv, mask.skv))
+    rows = engine.normal(1, batch, heads, mask.sq, dtype="f4")
+    options = {"block_mask": mask, "score_mod": lambda s, b, h, i, j, rows: s + rows[b, h, i], "tensors": {"rows": rows}}
+    results = [*both_passes((q, k, v, q), **options), *attention_jvp(q, k, v, q, k, v, **options)]
+    assert [x.shape for x in results] == [q.shape, q.shape, k.shape, v.shape, q.shape, q.shape]
+    assert not any(x.any() for x in engine.get(results))
+    for flags in ({}, {"return_stats": True}, {"backward": True}, {"jvp": True}):
+        report = explain(q, k, v, **flags, **options)
+        assert report
+        assert "runs without a kernel" in str(report)
+        assert name != "no blocks" or flags or report.blocks.endswith("nothing is computed")
+
+
+@pytest.mark.parametrize("kind", ["shared", "per head", "function", "prefix"])
+def test_blocks_that_are_not_listed_are_not_read(kind, engine):
+    """NaN in keys of a block to which no query attends, and in queries without keys, does not spread."""
+    blocks = np.random.default_rng(0).random((4, 3, 2 if kind == "per head" else 1, 1)) < 0.6
+    blocks[2], blocks[:, 1] = False, False
+    blocks[0, 0], blocks[1, 2] = True, True
+    mask = BlockMask.from_blocks(blocks)
+    if kind == "function":
+        mask = block_mask(lambda b, h, i, j: ((i + j) % 2 == 0) & (j // 128 != 2) & (i // 128 != 1), 384, 512)
+    if kind == "prefix":
+        mask = block_mask(lambda b, h, i, j: ((j < 100) | (i + 128 >= j)) & (j < 256) & (i // 128 != 1), 384, 512)
+    arrays = arrays_of(engine, 384, 512, 2, 2)
+    expected = engine.get(both_passes(arrays, block_mask=mask))
+    for x, unread in zip(arrays, (slice(128, 256), slice(256, 384), slice(256, 384), slice(128, 256)), strict=True):
+        x[:, :, unread] = np.nan
+    for x, y in zip(engine.get(both_passes(arrays, block_mask=mask)), expected, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("case", ["very low scores", "nested slices"])
+def test_gradients_of_keys_that_parts_share(case, engine):
+    """Keys after the last one have no weight, although their scores of 0 are the largest; gradients of shared keys are sums."""
+    if case == "very low scores":
+        mask = BlockMask.from_blocks(np.array([[True, False], [False, True], [True, True]]), 256, 300)
+    else:
+        mask = block_mask(lambda b, h, i, j: (i < 100) | ((j >= 50) & (j < 100)), 256, 300)
+    arrays = arrays_of(engine, 256, 300, 1, 1, "f2")
+    if case == "very low scores":
+        arrays[0], arrays[1] = arrays[0] / 4 + np.float16(8), arrays[1] / 4 - np.float16(8)
+    arrays = [engine.xp.asarray(x.astype(engine.dtype), order="F") for x in arrays]
+    check_dense(engine, both_passes(arrays, block_mask=mask), arrays, mask)
+
+
+def test_the_function_of_a_mask_may_change(engine):
+    """The backward pass uses the mask function, but not after a value that it refers to has changed: the mask has not."""
+    state = {"step": 2}
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        return (q_idx >= kv_idx) & (q_idx - kv_idx <= 200) & ((q_idx - kv_idx) % state["step"] == 0)
+
+    mask = block_mask(mask_mod, 1024, 1024)
+    q, k, v, dout = arrays_of(engine, 1024, 1024, 1, 1)
+    _, pullback = attention_vjp(q, k, v, block_mask=mask)
+    before = engine.get(pullback(dout))
+    assert "packed" not in str(explain(q, k, v, block_mask=mask, backward=True).problem), "the function is not used"
+    state["step"] = 3
+    assert "packed" in str(explain(q, k, v, block_mask=mask, backward=True).problem), "the function is used"
+    for x, y in zip(before, engine.get(pullback(dout)), strict=True):
+        np.testing.assert_allclose(x, y, atol=4 * engine.tolerance)
+
+
+# Refused calls
+
+
+def test_nothing_is_written_by_a_refused_call(engine):
+    """Other options, masks of other sizes, and a result in the memory of an input are refused before anything is written."""
+    q, k, v, dout = arrays_of(engine)
+    mask, before, out = MASKS["full"](), engine.get(q).copy(), engine.nan(16, 2, 300, 1)
+    wrong = [
+        ({"block_mask": mask, "causal": True, "out": out}, ValueError, "causal and block_mask"),
+        ({"block_mask": np.ones(3), "out": out}, TypeError, "must be a cupy_sdpa"),
+        ({"block_mask": BlockMask.from_blocks(np.ones((2, 2), bool)), "out": out}, ValueError, "is for 256 queries"),
+        (
+            {"block_mask": BlockMask.from_blocks(np.ones((3, 3, 1, 3), bool), 300, 300), "out": out},
+            ValueError,
+            "3 batch entries",
+        ),
+        ({"block_mask": mask, "out": q}, ValueError, "out overlaps"),
+    ]
+    for number in range(5):  # a call that is repeated, too
+        attention(q, k, v, block_mask=mask, out=dout)
+        for options, error, words in wrong if number % 4 == 0 else ():
+            with pytest.raises(error, match=words):
+                attention(q, k, v, **options)
+            with pytest.raises(error, match=words.replace("out overlaps", "out")):
+                attention_jvp(q, k, v, q, **options)
+    assert np.isnan(engine.get(out)).all()
+    np.testing.assert_array_equal(engine.get(q), before)
+
+
+REFUSED = {
+    "row statistics": ("", {"return_stats": "max_sumexp"}),
+    "a flag": ("", {"deterministic": "yes"}),
+    "the shape of out": ("", {"out": np.ones((8, 1, 5, 1), order="F")}),
+    "another mask": ("backward", {"causal": True}),
+    "other gradients": ("backward", {"return_dsinks": True, "sinks": np.ones(1, np.float32)}),
+    "the shape of dq": ("backward", {"dq": np.ones((8, 1, 5, 1), order="F")}),
+    "a flag of a derivative": ("jvp", {"return_stats": "max_sumexp"}),
+    "the shape of a tangent": ("jvp", {"dq": np.ones((8, 1, 5, 1), order="F")}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_explain_refuses_what_the_call_refuses(name):
+    """With the same error."""
+    kind, options = REFUSED[name]
+    options = {"block_mask": BlockMask.from_blocks(np.ones((3, 3), bool), 300, 300), **options}
+    x, stats = np.ones((8, 1, 300, 1), order="F"), np.ones((300, 1, 1), np.float32, order="F")
+    if kind == "jvp":
+        options = {"dq": x, "dk": x, **options}
+    functions = {"": (attention, ()), "jvp": (attention_jvp, ()), "backward": (attention_backward, (x, x, x, x, x, stats))}
+    function, arrays = functions[kind]
+    with pytest.raises((TypeError, ValueError)) as wanted:
+        function(*(arrays or (x, x, x)), **options)
+    with pytest.raises(wanted.type) as found:
+        explain(x, x, x, **({kind: True} if kind else {}), **options)
+    assert str(found.value) == str(wanted.value)
+
+
+@on_cudnn
+def test_every_form_of_a_derivative_is_planned_before_anything_is_written(engine):
+    """A derivative whose second pass cannot run writes no output, also after one that can run."""
+    q, k, v = (engine.normal(n, d, 1, 300, 1) for n, d in enumerate((160, 160, 16)))
+    mask, out = MASKS["full"](), engine.nan(16, 1, 300, 1)
+    attention_jvp(q, k, v, dv=v, block_mask=mask)
+    with pytest.raises(Unsupported, match="gradients with head dims 320 and 320"):
+        attention_jvp(q, k, v, q, k, block_mask=mask, out=out)
+    assert np.isnan(engine.get(out)).all()
+
+
+# Repeated calls, captures and memory
+
+
+@on_cudnn
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in ("packed", "partial"))) for n in MASKS])
+def test_repeated_calls_of_masks(name, engine):
+    """A repeated call is captured; masks of one shape have calls of their own; cached calls and graphs do not keep a mask."""
+    arrays = arrays_of(engine)
+    for n in (0, 1, 2):
+        mask, before = MASKS[name](n), get_plan_cache().recordings
+        out, stats = attention(*arrays[:3], block_mask=mask, return_stats=True)
+        results = [engine.xp.empty_like(x) for x in arrays[:3]]
+        for number in range(5):
+            attention(*arrays[:3], block_mask=mask, out=out, stats=stats, return_stats=True)
+            given = dict(zip(("dq", "dk", "dv"), results, strict=True))
+            attention_backward(arrays[3], *arrays[:3], out, stats, block_mask=mask, **given)
+            if number in (0, 4):
+                check_dense(engine, [out, *results], arrays, mask)
+        assert get_plan_cache().recordings == before + 2
+        reference = weakref.ref(mask)
+        del mask
+        gc.collect()
+        assert reference() is None
+
+
+@on_cudnn
+@pytest.mark.parametrize("derivative", [False, True], ids=["gradients", "derivative"])
+@pytest.mark.parametrize("name", ["packed", "slices", "partial"])
+def test_captured(name, derivative, engine):
+    """The caller's graph owns the memory of the parts; the tables of a mask must be on the GPU before."""
+    mask, (q, k, v, dout) = MASKS[name](), arrays_of(engine)
+
+    def call():
+        if derivative:
+            return attention_jvp(q, k, v, dout, k, v, block_mask=mask)
+        out, stats = attention(q, k, v, block_mask=mask, return_stats=True)
+        return [out, stats, *attention_backward(dout, q, k, v, out, stats, block_mask=mask)]
+
+    for one, eager in zip(engine.captured(call), call(), strict=True):
+        np.testing.assert_allclose(one, engine.get(eager), rtol=2e-3, atol=2e-3)
+    engine.forget_plans()
+
+
+@pytest.mark.in_turn(2)
+@pytest.mark.parametrize("number", [pytest.param(n, marks=[pytest.mark.slow] * (n > 2)) for n in range(6)])
+@pytest.mark.parametrize("name", MASKS)
+def test_explain_plans_what_the_call_runs(name, number, fake):
+    """The plans of a report are those of the call, all of them and no others; with sinks or a score function of arrays."""
+    from engines import Engine
+
+    engine, flag = Engine("fake", fake), ("return_stats", "backward", "jvp")[number // 2]
+    q, k, v, dout = arrays_of(engine)
+    options = {"sinks": engine.normal(5, 2, dtype="f4")}
+    if number % 2:
+        rows = engine.normal(6, 2, 300, dtype="f4")
+        options = {"score_mod": lambda s, b, h, i, j, rows: s + rows[h, i] * (j - i) / 300, "tensors": {"rows": rows}}
+    out, stats = attention(q, k, v, block_mask=MASKS[name](), return_stats=True, **options)
+    cache = get_plan_cache()
+
+    def planned(*steps):
+        cache.clear()
+        for step in steps:
+            step(MASKS[name]())
+        return sorted(line.split(": engine")[0] for line in str(cache).splitlines()[1:] if "refused" not in line)
+
+    def explained(mask):
+        report = explain(q, k, v, block_mask=mask, **{flag: True}, **options)
+        assert report
+        if flag == "jvp":
+            assert len(report.launches) >= 2
+            shapes = {**options, **({"tensors": {"rows": (2, 300)}} if number % 2 else {"sinks": True})}
+            problems = jvp_problems(q.shape, k.shape, v.shape, dtype="float16", block_mask=mask, **shapes)
+            assert [str(problem) for problem in problems] == [str(launch.problem) for launch in report.launches]
+
+    def called(mask):
+        if flag == "return_stats":
+            attention(q, k, v, block_mask=mask, return_stats=True, **options)
+        elif flag == "backward":
+            attention_backward(dout, q, k, v, out, stats, block_mask=mask, **options)
+        else:
+            attention_jvp(q, k, v, q, k, v, block_mask=mask, **options)
+
+    assert [] != planned(explained) == planned(explained, called) == planned(called)
+
+
+@on_cudnn
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_is_used_on_two_streams(name, engine):
+    """The second stream reads the tables of the mask that the first one has uploaded; nothing else waits for it."""
+    mask, arrays = MASKS[name](), arrays_of(engine)
+    engine.xp.cuda.Device().synchronize()
+    first, second = (engine.xp.cuda.Stream(non_blocking=True) for _ in range(2))
+    with first:
+        kept = attention_vjp(*arrays[:3], block_mask=mask)
+    with second:
+        out = attention(*arrays[:3], block_mask=mask)
+        results = [out, *attention_vjp(*arrays[:3], block_mask=mask)[1](arrays[3])]
+    second.synchronize()
+    check_dense(engine, results, arrays, mask)
+    first.synchronize()
+    del kept
+
+
+@on_cudnn
+def test_the_tables_are_not_created_in_a_capture(engine):
+    """The first call with a mask copies its tables to the GPU, so it is refused while the stream is captured."""
+    x, mask = engine.normal(0, 16, 1, 300, 1), MASKS["full"]()
+    with engine.xp.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        try:
+            with pytest.raises(RuntimeError, match="the stream is being captured"):
+                attention(x, x, x, block_mask=mask)
+        finally:
+            stream.end_capture()
+
+
+@on_cudnn
+@pytest.mark.parametrize("name", ["packed", "slices", "partial"])
+def test_deterministic_gradients_after_others(name, engine):
+    """A repeated call with deterministic=True does not run what was cached without it."""
+    mask, (q, k, v, dout) = MASKS[name](), arrays_of(engine)
+    get_plan_cache().clear()
+    out, stats = attention(q, k, v, return_stats=True, block_mask=mask)
+    for deterministic in (False, False, True):
+        attention_backward(dout, q, k, v, out, stats, block_mask=mask, deterministic=deterministic)
+        assert ("deterministic backward" in str(get_plan_cache())) == deterministic
+
+
+@on_cudnn
+@pytest.mark.parametrize("queries", [1, 300])
+def test_deterministic_calls_of_one_query(queries, engine):
+    """cuDNN's default kernel for one query adds its parts in varying order, so no part of such a call uses it."""
+    mask = block_mask(lambda b, h, i, j: (j >= 100) & (j < 300) & ((i == 0) | (i >= 200)), queries, 1000)
+    q, k = (engine.normal(n, 16, 2, n, 2) for n in (queries, 1000))
+    get_plan_cache().clear()
+    attention(q, k, k, return_stats=True, block_mask=mask, deterministic=True)
+    attention_jvp(q, k, k, q, k, k, block_mask=mask, deterministic=True)
+    of_one_query = [line for line in str(get_plan_cache()).splitlines() if "forward" in line and " 1 queries" in line]
+    assert len(of_one_query) >= 2
+    assert all("deterministic forward" in line for line in of_one_query)
+
+
+@pytest.mark.slow
+def test_heads_in_turn_share_memory(fake, monkeypatch):
+    """Copies of heads that are computed one after the other are in the same memory, whose size is bounded."""
+    from engines import Engine
+
+    engine, largest = Engine("fake", fake), []
+    arrays = arrays_of(engine, 300, 300, 8, 4)
+    for limit in (1 << 31, 1):
+        monkeypatch.setattr(gradients, "MAX_COPIES", limit)
+        mask, pool = MASKS["full"](), fake.cuda.MemoryPool()
+        out, stats = attention(*arrays[:3], return_stats=True, block_mask=mask)
+        with fake.cuda.using_allocator(pool.malloc):
+            results = attention_backward(arrays[3], *arrays[:3], out, stats, block_mask=mask)
+        check_dense(engine, [out, *results], arrays, mask)
+        largest.append(pool.total_bytes())
+    assert largest[1] < 0.6 * largest[0]
+
+
+# Mask functions that are passed without a block mask
+
+
+def halves(b, h, q_idx, kv_idx):
+    """Two documents."""
+    return q_idx // 1024 == kv_idx // 1024
+
+
+#: Options of a call, and how its report describes their blocks.
+AUTOMATIC = {
+    "documents": ({"mask_mod": halves}, "used, 128 of 256 blocks"),
+    "causal documents": ({"mask_mod": lambda b, h, i, j: (i >= j) & (i // 256 == j // 256)}, "used, "),
+    "a sum of conditions": ({"mask_mod": lambda b, h, i, j: (i // 128 == j // 128) + (i >= j) > 1}, "used, 16 of 256 blocks"),
+    "numpy's sum": ({"mask_mod": lambda b, h, i, j: np.add(i // 128 == j // 128, i >= j) == 2}, "used, 16 of 256 blocks"),
+    "scores": ({"mask_mod": halves, "score_mod": lambda s, b, h, i, j: 2 * s}, "used, "),
+    "scores that mask": (
+        {"mask_mod": halves, "score_mod": lambda s, b, h, i, j: np.where(i >= j, s, -np.inf)},
+        "score_mod masks",
+    ),
+    "causal": ({"mask_mod": lambda b, h, i, j: i >= j}, "not used: the function is a causal mask"),
+    "heads": ({"mask_mod": lambda b, h, i, j: i // 256 == j // 256 + h}, "not used: the function was not evaluated"),
+    "nearly all pairs": ({"mask_mod": lambda b, h, i, j: (i + j) % 7 > 0}, "not used: 256 of 256 blocks"),
+    "arrays": (
+        {"mask_mod": lambda b, h, i, j, x: x[j] > i, "tensors": {"x": np.ones(2048, "f4")}},
+        "not used: tensors may change",
+    ),
+    "another mask": ({"mask_mod": halves, "causal": True}, "not used: causal is passed"),
+    "dropout": ({"mask_mod": halves, "dropout_p": 0.1, "seed": 1}, "not used: dropout_p is passed"),
+}
+
+
+@pytest.mark.parametrize("name", AUTOMATIC)
+def test_plain_mask_functions_use_blocks_where_it_pays(name, fake):
+    """The report names the reason; small problems use all blocks."""
+    options, words = AUTOMATIC[name]
+    options = {**options, "tensors": {key: fake.asarray(x) for key, x in options.get("tensors", {}).items()} or None}
+    x, few = (fake.empty((16, heads, n, 1), np.float16, order="F") for heads, n in ((2, 2048), (2, 512)))
+    for _ in range(2):
+        assert words in explain(x, x, x, **options).blocks
+    if name != "arrays":
+        assert "not used" in explain(few, x, x, **options).blocks
+
+
+def test_a_decision_of_other_heads_is_not_used(fake):
+    """Without heads every mask costs nothing."""
+    none, k = (fake.empty((16, heads, 2048, 1), np.float16, order="F") for heads in (0, 1))
+    options = {"mask_mod": lambda b, h, i, j: (i + j) % 11 > 0}
+    assert "used, 256 of 256 blocks" in explain(none, k, k, **options).blocks
+    assert "not used: 256 of 256 blocks" in explain(k, k, k, **options).blocks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["documents", "a sum of conditions", "scores that mask"])
+def test_blocks_of_a_plain_mask_function(name, engine):
+    """The results are those of the dense mask, or of the block mask."""
+    options, arrays = AUTOMATIC[name][0], arrays_of(engine, 2048, 2048, 1, 1)
+    function = zoo.chunked(128) if name == "a sum of conditions" else halves
+    mask = BlockMask.from_blocks(np.kron(np.eye(2, dtype=bool), np.ones((8, 8), bool)))
+    if name != "documents":
+        mask = block_mask(lambda b, h, i, j: function(b, h, i, j) & (i >= j), 2048, 2048)
+    results = both_passes(arrays, **options)
+    for x, y in zip(engine.get(results), engine.get(both_passes(arrays, block_mask=mask)), strict=True):
+        np.testing.assert_allclose(x, y, atol=4 * engine.tolerance)

@@ -1,0 +1,249 @@
+"""The command line as a whole, and the commands explain, plan and support."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from command_line import ROOT, python, run
+from tiers import missing
+
+import cupy_sdpa
+from benchmarks.__main__ import COMMANDS
+from benchmarks.__main__ import main as benchmarks
+from cupy_sdpa import store
+
+pytestmark = pytest.mark.usefixtures("folder")
+
+PACKAGE = ("demo", "run", "info", "explain", "plan", "support", "check", "bench")
+#: The path of a cuDNN that is not there: explain then uses the support table, which takes no time.
+NONE = "/missing/libcudnn.so.9"
+SHAPES = """
+[[attention]]
+q = [64, 4, 128, 1]
+k = [64, 4, 128, 1]
+v = [64, 4, 128, 1]
+dtype = "bfloat16"
+passes = "backward"
+"""
+
+
+# help and exit status
+
+
+@pytest.mark.parametrize("command", ["", *PACKAGE])
+def test_help(command):
+    """The help of every command has examples, and fits 80 columns."""
+    done = run(f"{command} --help", columns=80)
+    assert done.status == 0
+    assert f"python -m cupy_sdpa {command}" in done.out.split("example")[1]
+    assert max(map(len, done.lines)) <= 80
+
+
+def test_no_command_prints_the_help():
+    """Without a command the help is printed, and the status is 2."""
+    done = run("")
+    assert done.status == 2
+    assert "python -m cupy_sdpa demo" in done.err
+    assert cupy_sdpa.__version__ in run("--version").out
+
+
+@pytest.mark.parametrize("command", ["info", "support", "explain 64,2,128,1", "run in.npz -o out.npz"])
+def test_unknown_options_print_the_usage_of_the_command(command):
+    """Not that of python -m cupy_sdpa, which lists no options."""
+    done, name = run(f"{command} --causl"), command.split()[0]
+    assert done.status == 2
+    assert done.err.startswith(f"usage: python -m cupy_sdpa {name} ")
+    assert done.err.endswith(f"python -m cupy_sdpa {name}: error: unrecognized arguments: --causl\n")
+
+
+@pytest.mark.slow
+def test_as_a_module(folder):
+    """The commands work as python -m cupy_sdpa, with warnings as errors, and in a terminal that prints only ASCII."""
+    command = ["explain", "64,2,16,1", "--gpu", "h200"]
+    done = python("-m", "cupy_sdpa", *command, cwd=folder, PYTHONIOENCODING="ascii", CUPY_SDPA_CUDNN=NONE)
+    assert done.status == 0
+    assert "S = Q K?" in done.text
+
+
+def test_a_closed_pipe(folder):
+    """A command whose output pipe is closed, as by head, ends without a traceback."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = python("-m", "cupy_sdpa", "demo", "--seq", "9", "--engine", "numpy", cwd=folder, stdout=writer)
+    finally:
+        os.close(writer)
+    assert (done.status, done.err) == (141, "")
+
+
+@pytest.mark.parametrize("command", [pytest.param("support", marks=pytest.mark.slow), "explain 64,8,1000,2 --gpu h200"])
+def test_tables_fit_the_terminal(command):
+    """Lines are at most as wide as the terminal; single long words excepted."""
+    long = [line for line in run(command, columns=60, CUPY_SDPA_CUDNN=NONE).lines if len(line) > 60]
+    assert not [line for line in long if len(line.split()) > 1 and "https://" not in line]
+
+
+#: Command lines, and a part of the error.
+WRONG = {
+    "support --pairs": "--pairs has no effect without --measure",
+    "support --measure --cudnn 9.19": "--cudnn 9.19: there is no such file",
+    "support --cudnn new": "'new' is not a cuDNN version",
+    "explain 64,8,100,2 --gpu abacus": "abacus",
+    "explain 64,8,100,2 --gpu h200 --dtype int8": "int8",
+    "explain 64,8,100 --gpu h200": "it needs 4",
+    "explain 64,8,100,2 --values 64,3,100,2 --gpu h200": "numbers of heads",
+    "plan missing.toml --gpu h200 -o plans": "No such file",
+    "plan shapes.toml --gpu h201 -o plans": "no GPU named 'h201'",
+    "plan bad.toml --gpu h200 -o plans": "bad.toml is not a TOML file",
+    "plan bytes --gpu h200 -o plans": "bytes is not a TOML file",
+    "plan shapes.toml --gpu bad.toml -o plans": "bad.toml does not describe a GPU",
+    "plan shapes.toml --gpu bytes -o plans": "bytes does not describe a GPU",
+    "plan shapes.toml --gpu h200 --cudnn ./none.so.9 -o plans": "--cudnn ./none.so.9: there is no such file",
+    "plan shapes.toml --gpu h200 --cudnn 8.9 -o plans": "'8.9' is not supported: this package needs cuDNN 9",
+    "plan shapes.toml --gpu h200 -o shapes.toml": "plans cannot be stored in shapes.toml: File exists",
+    "plan shapes.toml --gpu h200 -o open": "plans cannot be stored in open: other users may write to it",
+    "plan shapes.toml --gpu h200 -o bytes/x": "plans cannot be stored in bytes/x: Not a directory",
+}
+
+
+@pytest.mark.parametrize("command", WRONG)
+def test_wrong_command_lines(command, folder):
+    """The error is one line, and no file is changed or created."""
+    (folder / "shapes.toml").write_text(SHAPES)
+    (folder / "bad.toml").write_text("][")
+    (folder / "bytes").write_bytes(b"\xda\x00")
+    (folder / "open").mkdir()
+    (folder / "open").chmod(0o777)
+    before = {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+    assert WRONG[command] in run(command).complaint
+    assert {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")} == before
+
+
+@pytest.mark.parametrize("words", ["64,8,x,2", "64,8,100,2 --window 1"])
+def test_numbers_that_cannot_be_parsed(words):
+    """The parser's error has an example."""
+    done = run(f"explain {words}")
+    assert done.status == 2
+    assert "such as 12" in done.err
+
+
+# explain, plan and support
+
+
+def test_the_steps_of_a_problem():
+    """explain --json has the problem with its options, the formulas of the steps, the inputs and the outputs."""
+    options = "--backward --window 127, --causal bottom_right --softcap 20 --deterministic --values 32,4,500,2"
+    done = run(f"explain 64,8,1000,2 --keys 64,4,500,2 {options} --gpu h200 --json", CUPY_SDPA_CUDNN=NONE)
+    found = done.json
+    assert done.status == (0 if found["runs"] else 1)
+    for words in ("deterministic backward attention", "127", "softcap"):
+        assert words in found["problem"]
+    assert any("dV = " in step["formula"] for step in found["steps"])
+    assert sorted(name for step in found["steps"] for name in step["outputs"]) == ["dk", "dq", "dv"]
+    shapes = {tensor["name"]: tensor["shape"] for tensor in found["inputs"]}
+    assert (shapes["q"], shapes["v"]) == ([64, 8, 1000, 2], [32, 4, 500, 2])
+
+
+@pytest.mark.parametrize(("shape", "status"), [("64,8,1000,2", 0), ("12,8,1000,2", 1)], ids=["runs", "refused"])
+def test_explain_without_cudnn(shape, status):
+    """The support table of the newest version is used, and the report says so; a refusal has the remedy and status 1."""
+    done = run(f"explain {shape} --gpu h200", CUPY_SDPA_CUDNN=NONE)
+    assert done.status == status
+    assert "; from the support table alone, not planned: libcudnn.so.9 was not found" in done.text
+    assert "--cudnn VERSION" in done.text
+    assert ("pad axis 0 with 4 zeros" in done.text) == bool(status)
+
+
+def test_without_a_gpu():
+    """explain asks for the name of a GPU, and info has none to describe."""
+    if not missing("gpu"):
+        pytest.skip("this machine has a GPU")
+    assert "name one with --gpu" in run("explain 64,8,1000,2").complaint
+    assert "there is no GPU to describe" in run("info --describe").complaint
+
+
+@pytest.mark.slow
+@pytest.mark.cudnn
+def test_planning(folder):
+    """plan stores a plan, which a second run finds; what is refused has its reason and status 1."""
+    Path("shapes.toml").write_text(SHAPES.replace('"backward"', '["forward"]'))
+    command = "plan --gpu h200 shapes.toml -o plans -j 1"
+    done = run(command)
+    assert done.status == 0
+    assert re.search(r"planned .* engine \d+, \d+ ms, \d+ bytes", done.text)
+    assert len(list((folder / "plans").glob("*.plan"))) == 1
+    assert "already stored" in run(command).text
+    Path("shapes.toml").write_text(SHAPES.replace("bfloat16", "float32"))
+    done = run(command)
+    assert done.status == 1
+    assert "1 refused" in done.text
+    assert "q, k and v are float32" in done.text
+
+
+def test_passes_may_be_a_string(folder):
+    """A string means a list of one pass."""
+    Path("shapes.toml").write_text(SHAPES)
+    (asked,) = store.read_problems(folder / "shapes.toml")
+    assert asked.backward
+
+
+@pytest.mark.slow
+def test_the_support_table():
+    """As text without Markdown, a bug with two rows printed once; and as the page of the documentation, of a version."""
+    printed = run("support", columns=200).lines
+    assert max(map(len, printed)) <= 100
+    assert "  forward, head dim 64: yes" in printed
+    assert "  gradients, one query, head and batch entry: no (backward-one-row)" in printed
+    assert not set("`#") & set("".join(printed))
+    assert sum(line.startswith("  single-key-difference: ") for line in printed) == 1
+    assert "cuDNN 9.25.1:" in run("support --markdown --cudnn 9.25.1").out
+
+
+@pytest.mark.gpu
+def test_a_description_read_off_the_card_plans(folder):
+    """plan accepts the output of info --describe, and plans for the GPU of that name."""
+    import cupy
+
+    Path("card.json").write_text(run("info --describe").out)
+    Path("shapes.toml").write_text(SHAPES)
+    found = run("plan --gpu card.json shapes.toml -o plans --json").json
+    name = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())["name"].decode()
+    assert [problem["gpu"] for problem in found["problems"]] == [name]
+
+
+# the commands in the documents
+
+PATHS = [
+    ROOT / "README.md", ROOT / "benchmarks" / "results" / "README.md", *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "cupy_sdpa" / "_cli").rglob("*.py")), *sorted((ROOT / "benchmarks").rglob("*.py")),
+]  # fmt: skip
+
+
+def written_commands(program):
+    """The command lines of a program in the documents: optional words without brackets, placeholders replaced by values."""
+    found = set()
+    for path in PATHS:
+        text = path.read_text(encoding="utf-8")
+        if path.parent.name == "results":  # commands in sentences may continue on the next line
+            text = re.sub(r"\n\s*", " ", text)
+        for words in re.findall(rf"(?:{program}) ([a-z]+ ?[^`\n]*)", text):
+            command = re.split(r"  |[`>#;:\"]| \.\.\.| && |, ", words.replace(" ...]", "]"))[0]
+            command = re.sub(r"[\[\]]", "", command)
+            found.add(re.sub(r"\bN\b", "3", re.sub(r"\bNAME\b", "vit", command)).strip(" .)("))
+    return found
+
+
+def test_every_command_in_the_documents_is_accepted():
+    """The parser has nothing against a command but an option that the test adds; and all commands are found."""
+    found = written_commands(r"python3? -m cupy_sdpa|(?<![\w-])cupy-sdpa")
+    assert {command.split()[0] for command in found} == set(PACKAGE)
+    assert {"plan --gpu h200 shapes.toml -o plans/", "demo --causal --seq 3 --dtype bfloat16"} <= found
+    for command in found:
+        if " " in command and "--help" not in command:
+            assert run(f"{command} --none").err.endswith("error: unrecognized arguments: --none\n"), command
+    found = written_commands("python3? -m benchmarks")
+    assert {command.split()[0] for command in found} == set(COMMANDS)
+    for command in found:
+        if command.startswith("compare "):
+            assert run(f"{command} --none", main=benchmarks).err.endswith("unrecognized arguments: --none\n"), command

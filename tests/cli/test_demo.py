@@ -1,0 +1,149 @@
+"""The command demo: output, error, engine and plot; and explain on the current GPU."""
+
+import re
+
+import numpy as np
+import pytest
+from command_line import python, run
+
+from cupy_sdpa import reference
+
+pytestmark = pytest.mark.usefixtures("folder")
+
+#: Options for every engine, and those for numpy only.
+DEMOS = ["--seq 40", "--causal --dtype float16 --seq 50 --heads 2", "--seq 33 --heads 6 --kv-heads 3 --head-dim 16"]
+ON_NUMPY = [
+    "--dtype float64 --seq 200 --causal", "--seq 1000 --heads 2", "--seq 33 --head-dim 17 --heads 1", "--seq 1 --head-dim 1",
+    "--seq 2 --causal --kv-heads 1", "--seq 20 --head-dim 400 --dtype float32",
+]  # fmt: skip
+
+
+def check(done):
+    """The output fits on a screen; rounding explains the error. Returns the printed text."""
+    assert done.status == 0
+    assert len(done.lines) <= 24
+    assert max(map(len, done.lines)) <= 100
+    error, explained = re.search(r"error (\S+) at most .* explains up to (\S+) ", done.text).groups()
+    assert 0 <= float(error) <= float(explained)
+    assert "correct: " in done.text
+    return done.text
+
+
+@pytest.mark.parametrize("words", DEMOS)
+def test_demo(words, engine):
+    """On every engine the result is correct, and the engine and its reason are printed; on cuDNN also the plan."""
+    printed = check(run(f"demo --engine {'cudnn' if engine.on_cudnn else 'numpy'} {words}"))
+    if engine.on_cudnn:
+        assert "engine cuDNN (" in printed
+        assert "workspace" in printed
+        assert "numpy in" in printed
+    else:
+        assert "numpy (requested by --engine numpy)" in printed
+        assert "all " in printed
+
+
+@pytest.mark.parametrize("words", ON_NUMPY)
+def test_demo_on_numpy(words):
+    """Other sizes and dtypes, from one token on."""
+    check(run(f"demo --engine numpy {words}"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("words", ["", "--seq 5000 --heads 16"])
+def test_large_demos(words):
+    """On a GPU cuDNN is chosen without being asked for."""
+    assert "engine cuDNN (" in check(run(f"demo {words}"))
+
+
+def test_what_cudnn_refuses(engine):
+    """Numpy computes what cuDNN cannot run, and prints why; if cuDNN is asked for, this is an error."""
+    if engine.on_cudnn:
+        assert "numpy (cuDNN cannot run this: the head_dim" in check(run("demo --seq 50 --head-dim 20"))
+        assert "head_dim" in run("demo --seq 50 --head-dim 20 --engine cudnn").complaint
+
+
+def test_explain(engine):
+    """The problem, the verdict and the plan for the current GPU."""
+    if engine.on_cudnn:
+        done = run("explain 64,8,100,2 --keys 64,4,50,2 --causal --dtype float16")
+        assert done.status == 0
+        assert done.text.startswith("forward attention, float16: batch 2, 8 query and 4 key/value heads")
+        assert "runs on cuDNN: cuDNN" in done.text
+        assert "workspace" in done.text
+
+
+def test_words(folder):
+    """Related words attend to each other, two runs print the same except for times, and no file is written."""
+    done = [run("demo --engine numpy") for _ in range(2)]
+    check(done[0])
+    outputs = [[line for line in one.lines if not line.startswith("time")] for one in done]
+    assert outputs[0] == outputs[1]
+    assert any("'marmalade' attends to orange 0." in line for line in outputs[0])
+    assert not list(folder.iterdir())
+
+
+def test_causal_words_see_only_what_came_before():
+    """With --causal, later words have weight 0: of two words, the first attends only to itself."""
+    for causal, first in ((" --causal", [1.0, 0.0]), ("", None)):
+        found = run(f"demo --engine numpy --seq 2 --json{causal}").json["attention"]
+        found = next(fact for fact in found if fact["position"] == 0)
+        weights = [found["itself"], sum(other["weight"] for other in found["others"])]
+        assert sum(weights) == pytest.approx(1)
+        assert (weights == first) == (first is not None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", ["", " --causal"], ids=["full", "causal"])
+def test_a_part_is_checked_where_all_would_take_long(causal):
+    """A large demo checks some rows and prints how many."""
+    printed = check(run(f"demo --engine numpy --heads 64 --kv-heads 1 --head-dim 1 --seq 520{causal}"))
+    assert 0 < int(re.search(r"\((\d+) of 33280 rows checked\)", printed)[1]) < 33280
+
+
+@pytest.mark.parametrize(
+    "words", ["--seq 100", pytest.param("--heads 64 --kv-heads 1 --head-dim 1 --seq 520", marks=pytest.mark.slow)]
+)
+def test_a_wrong_result_is_noticed(words, monkeypatch):
+    """An error larger than rounding gives status 1."""
+    right = reference.attention
+    monkeypatch.setattr(reference, "attention", lambda *x, **options: [np.float32(1.1) * y for y in right(*x, **options)])
+    done = run(f"demo --engine numpy {words}")
+    assert done.status == 1
+    assert "WRONG" in done.text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--heads 4 --kv-heads 3", "--heads 4 is not a multiple of --kv-heads 3"),
+        ("--seq 10000000000", "GiB are available"),
+        ("--plot none/map.png", "cannot write none/map.png: "),
+        ("--plot .", "cannot write .: "),
+        ("--tokens 5", "--tokens has no effect without --generate"),
+    ],
+)
+def test_refused_options(words, said):
+    """Errors of one line, before anything is computed and printed."""
+    assert said in run(f"demo --engine numpy {words}").complaint
+
+
+@pytest.mark.slow
+def test_a_figure_needs_matplotlib(folder):
+    """--plot without matplotlib is an error with the remedy."""
+    (folder / "matplotlib.py").write_text("raise ModuleNotFoundError('no matplotlib', name='matplotlib')")
+    done = python("-m", "cupy_sdpa", "demo", "--plot", "map.png", cwd=folder, path=[folder])
+    assert "pip install 'cupy-sdpa[plot]'" in done.complaint
+
+
+@pytest.mark.parametrize("words", ["--plot", "--plot map.svg", "--causal --heads 1 --plot", "--seq 1 --plot"])
+def test_figure(words, folder):
+    """With matplotlib the demo writes the figure and prints its path; an unknown ending is an error."""
+    pytest.importorskip("matplotlib")
+    done = run(f"demo --engine numpy --seq 60 {words}")
+    (path,) = folder.iterdir()
+    assert path.name == ("map.svg" if "map.svg" in words else "attention.png")
+    assert path.stat().st_size > 5000
+    assert done.lines[-1].split() == ["picture", path.name]
+    path.unlink()
+    assert "map.unknown" in run("demo --engine numpy --seq 20 --plot map.unknown").err
+    assert not list(folder.iterdir())

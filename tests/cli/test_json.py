@@ -1,0 +1,129 @@
+"""``--json`` of every command: the output has the keys and types that docs/command_line.md lists."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command_line import ROOT, run
+
+import cupy_sdpa
+
+pytestmark = pytest.mark.usefixtures("folder")
+
+TYPES = {
+    "string": str, "integer": int, "number": (int, float), "boolean": bool, "object": dict, "null": type(None), "any": object,
+}  # fmt: skip
+
+
+def schema_of(heading):
+    """The rows of the page below a heading: the pattern of a path, and the type; with the rows of a plan for each plan."""
+    page = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")
+    (body,) = re.findall(rf"^### `?{re.escape(heading)}`?\n(.*?)(?=^##|\Z)", page, re.M | re.S)
+    rows = {}
+    for path, kind in re.findall(r"^\| `([^`]+)` \| ([^|]+) \|", body, re.M):
+        if kind.startswith("plan"):
+            rows |= {f"{path}.{key}": f"{other}, optional" for key, other in schema_of("plan").items()}
+            kind = "null, optional"
+        rows[path] = kind.strip()
+    return rows
+
+
+def paths(value, prefix=""):
+    """Every leaf of a JSON value: its path, where ``[]`` stands for an element, and its value."""
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from paths(part, f"{prefix}.{key}" if prefix else key)
+    elif isinstance(value, list):
+        for part in value:
+            yield from paths(part, f"{prefix}[]")
+    else:
+        yield prefix, value
+
+
+def check(value, rows):
+    """Raise if the value has a path that the table lacks, or the reverse, or another type."""
+    seen = set()
+    for path, leaf in paths(value):
+        matching = [row for row in rows if re.fullmatch(re.escape(row).replace(r"\*", r"[^\[\]]+?"), path)]
+        assert matching, f"{path} is not documented"
+        seen.update(matching)
+        names = {name.strip() for row in matching for name in rows[row].replace(", optional", "").split(" or ")}
+        assert any(isinstance(leaf, TYPES[name]) for name in names), f"{path} is {leaf!r}, documented as {names}"
+        assert not isinstance(leaf, bool) or {"boolean", "any"} & names, path
+    missing = {row for row, kind in rows.items() if row not in seen and "optional" not in kind and "null" not in kind}
+    assert not missing, f"documented, but not in the output: {missing}"
+
+
+COMMANDS = {
+    "demo --json": "demo --seq 40 --engine numpy --json",
+    "info --json": "info --json",
+    "explain --json": "explain 64,8,256,2 --causal --gpu h200 --json",
+    "run --json": "run in.npz -o out.npz --stats --layout bhsd --json",
+    "bench --json": "bench --trace problems.jsonl --engine cpu --json",
+}
+SLOW = {
+    "demo --generate --json": "demo --generate --steps 2 --tokens 4 --engine numpy --batch 2 --json",
+    "support --json": "support --json",
+}
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_the_output_is_as_documented(name):
+    """Every key is documented, every documented key is there, and the types are those of the page."""
+    x = np.ones((8, 2, 4, 1), np.float32)
+    np.savez("in.npz", q=x, k=x, v=x)
+    with cupy_sdpa.trace("problems.jsonl"):
+        cupy_sdpa.attention(*[np.asfortranarray(x)] * 3)
+    found = run((COMMANDS | SLOW)[name], CUPY_SDPA_CUDNN="/missing/libcudnn.so.9").json
+    check(found, schema_of(name))
+    if name == "run --json":
+        assert found["wrote"]["arrays"] == {
+            "out": {"shape": [8, 2, 4, 1], "dtype": "float32"}, "stats": {"shape": [8, 2, 4], "dtype": "float32"},
+        }  # fmt: skip
+        assert found["read"]["axes"] == ["batch", "heads", "seq", "head_dim"]
+
+
+def test_a_problem_that_cannot_run():
+    """The reasons, and status 1."""
+    done = run("explain 12,8,1000,2 --gpu h200 --json", CUPY_SDPA_CUDNN="/missing/libcudnn.so.9")
+    check(done.json, schema_of("explain --json"))
+    assert (done.status, done.json["runs"]) == (1, False)
+    assert "pad axis 0 with 4 zeros" in done.json["reasons"][0]
+
+
+@pytest.mark.slow
+def test_the_report_of_check():
+    """It is written to a file."""
+    assert run("check --engine cpu --problems 3 --seed 1 --json report.json").status == 0
+    check(json.loads(Path("report.json").read_text(encoding="utf-8")), schema_of("check --json FILE"))
+
+
+@pytest.mark.slow
+@pytest.mark.cudnn
+def test_plans_ahead_of_time():
+    """The plans for a GPU that is not here, and the plan in a report."""
+    shape = "[64, 8, 256, 2]"
+    Path("shapes.toml").write_text(f"[[attention]]\nq = {shape}\nk = {shape}\nv = {shape}\ndtype = 'bfloat16'\n")
+    found = run("plan shapes.toml --gpu h200 -o plans -j 1 --json").json
+    check(found, schema_of("plan --json"))
+    assert found["planned"] == 1
+    found = run("explain 64,8,256,2 --gpu h200 --json").json
+    check(found, schema_of("explain --json"))
+    assert found["plan"]["engine"] > 0
+
+
+def test_a_failure_prints_no_json():
+    """One line on stderr, nothing on stdout."""
+    assert "none.npz" in run("run none.npz -o out.npz --json").complaint
+
+
+def test_the_check_bites():
+    """A missing key, an undocumented key and another type are found."""
+    schema = {"a": "integer", "b[].c": "string", "d.*": "number or null"}
+    good = {"a": 1, "b": [{"c": "x"}], "d": {"x": None, "y": 2.0}}
+    check(good, schema)
+    for bad in ({"b": [{"c": "x"}]}, {**good, "e": 1}, {**good, "a": "1"}, {**good, "a": True}, {**good, "b": [{"c": 1}]}):
+        with pytest.raises(AssertionError):
+            check(bad, schema)

@@ -1,0 +1,169 @@
+"""The graphs, evaluated exactly on numpy, agree with the reference and with check's oracle: three independent computations.
+
+In float64 only the results are rounded, so that an error in the last digits shows.
+"""
+
+import numpy as np
+import pytest
+from engines import numbers
+from exact import evaluated
+
+from cupy_sdpa import reference
+from cupy_sdpa.calls import arguments
+from cupy_sdpa.check.cases.combine import is_valid, with_required
+from cupy_sdpa.check.cases.data import build, call_options
+from cupy_sdpa.check.cases.draw import draw_options
+from cupy_sdpa.check.verify.inputs import Inputs
+from cupy_sdpa.check.verify.oracle import evaluate
+from cupy_sdpa.graph.attention_backward import backward
+from cupy_sdpa.graph.attention_forward import forward
+
+OPTIONS = (
+    "scale", "causal", "window", "mask", "bias", "seq_lens_q", "seq_lens_kv", "packed", "alibi_slopes", "softcap", "sinks",
+    "dropout", "stats", "score_mod", "mask_mod", "return_dbias", "return_dsinks",
+)  # fmt: skip
+#: Guards against bugs of cuDNN, which change no result.
+GUARDS = [(), ("keys", "queries"), ("keys",), ("queries",)]
+#: Options that the reference does not have.
+NOT_IN_REFERENCE = {"max_seqlen_q", "max_seqlen_kv", "score_mod", "mask_mod", "tensors"}
+
+
+def drawn(number, *names):
+    """A random case in float64 of some options, by default of any, whose dropout mask is given."""
+    rng = np.random.default_rng(number)
+    names = {*names}
+    for name in rng.choice(OPTIONS, 0 if names else rng.integers(7)):
+        more = names | {str(name)}
+        names = more if is_valid(with_required(more)) else names
+    case = draw_options(names, number, "cpu")
+    sizes = {name: max(1, getattr(case, name)) for name in ("d", "dv", "hq", "hkv", "sq", "skv", "b")}
+    options = {**case.options}
+    if case.dropout:
+        options["dropout"] = tuple(case.dropout._replace(source="mask"))
+    if "bias" in options:
+        options |= {"bias": (options["bias"][0], "float64", options["bias"][2]), "return_dbias": True}
+    if "sinks" in options:
+        options["return_dsinks"] = True
+    return case.with_(dtype="float64", layouts={}, backward=True, options=options, **sizes)
+
+
+def computed(case):
+    """The arrays and options of a call, and its true results."""
+    data = build(case, 0)
+    options = call_options(case, data.arrays, data.tensors, 0)
+    if case.dropout:
+        options |= {"dropout_p": case.dropout.p, "dropout_mask": data.keep}
+    return [data.arrays[name] for name in ("dout", "q", "k", "v")], options, evaluate(Inputs(data))
+
+
+def close(got, truth, rtol, atol, name):
+    """Assert that a result is close, relative to the largest magnitude."""
+    largest = np.abs(truth, where=np.isfinite(truth), out=np.zeros_like(truth)).max(initial=1)
+    np.testing.assert_allclose(got, truth, rtol=rtol, atol=atol * largest, err_msg=name)
+
+
+def unaltered(options):
+    """The options themselves."""
+    return options
+
+
+def forward_agrees(case, altered=unaltered):
+    """Assert that the results are the true ones; ``altered`` options are passed to the graph only, to inject a fault."""
+    (_, *arrays), options, truth = computed(case)
+    stats = case.options.get("stats", False)
+    got = evaluated(arguments.read_forward(*arrays, altered(options), return_stats=stats), forward)
+    names = ("out", *((("stats", "max", "sum_exp") if stats == "max_sumexp" else ("stats",)) if stats else ()))
+    assert set(got) == set(names)
+    known = {name: value for name, value in options.items() if name not in NOT_IN_REFERENCE}
+    others = reference.attention(*arrays, **known, max_sumexp=True) if len(known) + 2 >= len(options) else None
+    for name, other in zip(names, others or names, strict=False):
+        single = name != "out"  # computed from float32 parts, a log-sum-exp near 0 is the difference of larger numbers
+        close(got[name], truth.values[name], 1e-6 * single, 2e-6 if single and stats == "max_sumexp" else 1e-12, name)
+        if not {"score_mod", "mask_mod"} & case.options.keys():
+            close(other, truth.values[name], 1e-12, 1e-12, f"{name} of the reference")
+
+
+def backward_agrees(case, direct=False, guards=(), altered=unaltered):
+    """Assert that every gradient is the true one; arguments as for :func:`forward_agrees` and the graph."""
+    (dout, *arrays), options, truth = computed(case)
+    if truth.nondifferentiable:
+        return
+    asked = {name: True for name in ("return_dbias", "return_dsinks") if name in case.options}
+    out, stats = (np.asfortranarray(truth.values[name]) for name in ("out", "stats"))
+    exact = 1e-10
+    if {"bias", "sinks", "seq_lens_q", "seq_lens_kv"} & options.keys():  # the statistics are converted to float32
+        exact, stats = 2e-5, stats.astype(np.float32, order="F")
+    call = arguments.read_backward(*arrays, altered(options), dout=dout, out=out, **asked)
+    call.arrays["stats"] = stats
+    got = evaluated(call, lambda given: backward(given, direct, frozenset(guards)))
+    assert set(got) == {"dq", "dk", "dv", *(name.removeprefix("return_") for name in asked)}
+    others = dict.fromkeys(got)
+    if not {"score_mod", "mask_mod"} & case.options.keys():
+        known = {name: value for name, value in options.items() if name not in NOT_IN_REFERENCE}
+        others = dict(zip(got, reference.attention_backward(dout, *arrays, **known, **asked), strict=True))
+    for name, gradient in got.items():
+        rough = 1e-4 if "score_mod" in options else exact  # the oracle differentiates numerically
+        close(gradient, truth.values[name], 1e-6 if name == "dsinks" else 0, rough, name)
+        if others[name] is not None:
+            close(others[name], truth.values[name], 1e-10, 1e-11, f"{name} of the reference")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (n % 4 > 0)) for n, name in enumerate(OPTIONS)])
+def test_every_pair_of_options(name):
+    """Both passes of two options together."""
+    for number, other in enumerate(OPTIONS[: OPTIONS.index(name) + 1]):
+        if is_valid(with_required({name, other})):
+            case = drawn(number, name, other)
+            forward_agrees(case)
+            backward_agrees(case, number % 2 == 0, GUARDS[number // 2 % 4])
+
+
+@pytest.mark.parametrize("number", numbers(60, quick=20))
+def test_any_combination_of_options(number):
+    """Both passes, every method to compute gradients, and any guards."""
+    forward_agrees(drawn(number))
+    backward_agrees(drawn(number), number % 2 == 0, GUARDS[number // 2 % 4])
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("part", range(4))
+def test_many_combinations_of_options(part):
+    """The same of many more."""
+    for number in range(1000 + 500 * part, 1500 + 500 * part):
+        forward_agrees(drawn(number))
+        backward_agrees(drawn(number), number % 2 == 0, GUARDS[number // 2 % 4])
+
+
+#: Options whose absence must be detected, and their replacements; arrays with a gradient are replaced by zeros.
+LOSSES = {
+    "softcap": {"softcap": None},
+    "scale": {"scale": None},
+    "causal": {"causal": False},
+    "window": {"window": None},
+    "mask": {"mask": None},
+    "bias": {"bias": np.zeros_like},
+    "alibi_slopes": {"alibi_slopes": None},
+    "sinks": {"sinks": np.zeros_like},
+    "dropout": {"dropout_mask": None, "dropout_p": 0.0},
+    "seq_lens_q": {"seq_lens_q": None},
+    "seq_lens_kv": {"seq_lens_kv": None},
+    "packed": {"cu_seqlens_kv": lambda begins: np.minimum(begins, max(begins[-1] - 1, 0))},
+}
+
+
+@pytest.mark.parametrize("agrees", [forward_agrees, backward_agrees], ids=["forward", "backward"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_lost_option_is_detected(name, agrees):
+    """A graph that ignores an option, or a key of packed sequences, differs from the definition in some random case."""
+
+    def altered(options):
+        return options | {key: value(options[key]) if callable(value) else value for key, value in LOSSES[name].items()}
+
+    def shows(number):
+        try:
+            agrees(drawn(number, name), altered=altered)
+        except AssertionError:
+            return True
+        return False
+
+    assert any(map(shows, range(40)))

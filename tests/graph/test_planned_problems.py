@@ -1,0 +1,83 @@
+"""Random problems are planned by the real cuDNN for described GPUs, or refused by the table; no kernel is compiled."""
+
+import os
+
+import numpy as np
+import pytest
+from planner import library_version, plan_problem
+
+import cupy_sdpa
+from cupy_sdpa.check.cases.combine import LEFT_OUT, is_valid, with_required
+from cupy_sdpa.check.cases.draw import OPTIONS, Limits, draw_options
+from cupy_sdpa.check.verify.planning import problems
+from cupy_sdpa.plans.plan import PlanInfo
+from cupy_sdpa.problem.subproblems import subproblems
+from cupy_sdpa.support import gpus
+from cupy_sdpa.support.why_not import why_not
+
+pytestmark = pytest.mark.cudnn
+
+#: Whether to run the tests of about an hour, with two thousand plans.
+NIGHTLY = os.environ.get("CUPY_SDPA_NIGHTLY", "0") != "0"
+LIMITS = Limits(1_000_000, 1_000_000)
+#: Options of problems that other tests plan.
+OTHERS = {"fp8", "jvp", "paged", "num_splits", *LEFT_OUT["plan"]}
+#: Refusals of cuDNN 9.28 that are not in our table, for constructed descriptions: problems and GPUs.
+ALLOWED = {
+    "256-blackwell": lambda p, capability: p.backward and p.sizes[0] == p.sizes[1] == 256 and 100 <= capability < 120,
+    "deterministic-packed": lambda p, capability: p.backward and p.packed and p.deterministic and not 90 <= capability < 120,
+    "two-head-dims-packed": lambda p, capability: (
+        p.backward and p.packed and p.sizes[0] != p.sizes[1] and not 90 <= capability < 120
+    ),
+}
+
+
+def drawn(number):
+    """A random case of any options, for a described GPU."""
+    rng, names = np.random.default_rng([number, 3]), set()
+    for name in rng.choice(sorted(OPTIONS.keys() - OTHERS), rng.integers(7)):
+        more = names | {str(name)}
+        names = more if is_valid(with_required(more)) else names
+    return draw_options(names, number, "plan", limits=LIMITS)
+
+
+def check_plans(numbers, call):
+    """Plan the problems that the table allows: no crash, and no refusal that is not listed; at least a third are planned."""
+    version, planned = call(library_version), 0
+    for number in numbers:
+        case = drawn(number)
+        capability = gpus.capability(case.gpu)
+        for problem in problems(case):
+            if problem.trivial or why_not(problem, version, capability):
+                continue
+            for part in subproblems(problem):
+                plan = call(plan_problem, part, case.gpu)
+                known = any(allowed(part, capability) for allowed in ALLOWED.values())
+                assert isinstance(plan, PlanInfo) or known, f"{case!r}\n{part}: {plan}"
+                planned += isinstance(plan, PlanInfo)
+    assert planned > len(numbers) // 3
+
+
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 6))])
+def test_problems_that_the_table_allows_are_planned(part, planned):
+    """Both passes, on every described GPU."""
+    check_plans(range(16 * part, 16 * part + 16), planned)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("part", range(8))
+def test_many_problems_that_the_table_allows_are_planned(part, planner):
+    """Many more; every night their kernels are compiled, too."""
+    count = 250 if NIGHTLY else 100
+    check_plans(range(1000 + count * part, 1000 + count * (part + 1)), planner.call if NIGHTLY else planner.accept)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("d", range(8, 257, 8))
+def test_every_head_dim_is_planned_for_the_h200(d, causal, planned):
+    """Every multiple of 8 up to 256 has a plan with the Hopper kernel."""
+    q, k = (d, 4, 256, 2), (d, 2, 256, 2)
+    plan = planned(plan_problem, cupy_sdpa.problem(q, k, k, dtype="bfloat16", causal=causal, return_stats=True), "h200")
+    assert isinstance(plan, PlanInfo), plan
+    assert plan.engine == 2

@@ -1,0 +1,250 @@
+"""Mistakes with layouts, dtypes, buckets and arrays of other libraries, with NNlib's functions and with functions of scores."""
+
+# mypy: ignore-errors
+# (most mistakes are type errors)
+
+import functools
+
+import fake_libraries
+import numpy as np
+from mistakes import row
+
+import cupy_sdpa
+from cupy_sdpa import attention, attention_vjp, explain, fp8, layout, merge, nnlib, prepare
+
+X = np.ones((2, 5, 3, 8))
+
+
+def laid_out(name=None, x=X, **options):
+    """A call of attention with itself in a layout."""
+    return lambda _: attention(x, x, x, layout=name, **options)
+
+
+LAYOUTS = [
+    row("attention", f"{mistake}, with a layout", laid_out(letters, **options), ValueError, *words)
+    for mistake, letters, options, *words in [
+        ("a packed layout of four axes", "thd", {}, "q has 4 axes (2, 5, 3, 8); with layout='thd' it must have 3: (total, heads"),
+        ("a mask of three queries and three keys", "bhsd", {"mask": np.ones((3, 3, 5, 2), bool)}, "pass mask.T"),
+        ("an out of other axes", "bhsd", {"out": np.ones((2, 3, 5, 8))},
+         "out has shape (2, 3, 5, 8); it must be (2, 5, 3, 8), (B, Hq, "
+         "Sq, Dv), ", "[layout='bhsd']"),
+        ("statistics of q's shape", "sbhd", {"stats": np.ones((2, 5, 8), "f4")},
+         "stats has shape (2, 5, 8); it must be (5, 3, 2), (B, Hq, Sq) ["),
+        ("a mask of keys (B, Skv)", "bhsd", {"mask": np.ones((2, 3), bool)},
+         "it must broadcast to (2, 5, 3, 3), (B, Hq, Sq, Skv): ",
+         "[:, None, None, :]"),
+        ("a dropout mask of one key", "bhsd", {"dropout_p": 0.5, "dropout_mask": np.ones((2, 5, 3, 1), bool)},
+         "dropout_mask has shape (2, 5, 3, 1); it must be (2, 5, 3, 3), (B, Hq, Sq, Skv)"),
+        ("a page table of four sequences", "bshd", {"page_table": np.zeros((4, 1), "i4"), "seq_lens_kv": np.ones(2, "i4")},
+         "page_table has shape (4, 1); it must be (B, pages per sequence) with 2 sequences, as q (2, 5, 3, 8)"),
+        ("offsets of four axes", "bshd", {"cu_seqlens_q": np.array([0, 5], "i4")},
+         "q has 4 dimensions (2, 5, 3, 8); it needs 3: (total",
+         "layout='thd'"),
+    ]
+] + [
+    row("attention", f"shapes that do not match: {name} [{letters}, {kind}]", lambda _, call=call, letters=letters,
+        shapes=shapes: call(
+        *(np.ones(shape, "f4") for shape in shapes), layout=letters), ValueError, words,
+        *[f"[layout={letters!r}]"] * bool(letters))
+    for name, letters, *shapes, words in [
+        ("lengths", "bhsd", (2, 4, 9, 8), (2, 4, 7, 8), (2, 4, 6, 8), "lengths (axis 2) of k and v "),
+        ("heads", "bhsd", (2, 4, 9, 8), (2, 3, 9, 8), (2, 3, 9, 8), "q is (2, 4, 9, 8), k is (2, 3, 9, 8);"),
+        ("head dims", "bshd", (2, 9, 4, 8), (2, 9, 4, 6), (2, 9, 4, 6),
+         "head dims (axis 3) of q and k differ, 8 and 6: q is (2, 9, 4"),
+        ("batch", "sbhd", (9, 2, 4, 8), (9, 1, 4, 8), (9, 1, 4, 8), "batch sizes (axis 1) of q and k differ, 2 and 1"),
+        ("no head dim", "bshd", (2, 9, 4, 0), (2, 9, 4, 0), (2, 9, 4, 8), "q (2, 9, 4, 0) has head dim 0; axis 3 is head_dim"),
+        ("head dims", None, (8, 4, 9, 2), (6, 4, 9, 2), (6, 4, 9, 2), "head dims (axis 0) of q and k differ"),
+    ]
+    for kind, call in {"attention": attention, "vjp": attention_vjp, "prepare": prepare, "explain": explain,
+                       "converted": functools.partial(attention, compute_dtype="bfloat16")}.items()
+    if letters or kind != "converted"
+] + [
+    row("attention", "a mask in the other order of axes", lambda _: attention(X.T, X.T, X.T, mask=np.ones((2, 1, 5, 5), bool)),
+        ValueError, "pass mask.T"),
+    row("attention", "pages of a cache with a layout", lambda _: pages_with_a_layout(), ValueError,
+        "cupy_sdpa.KVCache are (head_dim, heads, page size, pages): omit layout, and pass q"),
+]  # fmt: skip
+#: A sequence in C order, whose first axis has length 1 and no stride; the other axes show that head_dim is not the first.
+ONE = np.ones((1, 32, 8, 16), np.float32)
+ONE_SEQUENCE = [
+    row(name, "one sequence in C order", call, ValueError, "in C order")
+    for name, call in {
+        "dropout_mask": lambda _: cupy_sdpa.dropout_mask(ONE, ONE, dropout_p=0.5, seed=0),
+        "fp8.quantize": lambda _: fp8.quantize(ONE),
+        "fp8.quantize_qkv": lambda _: fp8.quantize_qkv(ONE, ONE, ONE),
+        "attention": lambda _: attention(*[np.asfortranarray(ONE)] * 3, out=np.empty_like(ONE)),
+    }.items()
+]  # fmt: skip
+
+
+def pages_with_a_layout():
+    """A call with the pages of a cache and queries in another layout."""
+    cache = cupy_sdpa.KVCache(8, 2, pages=4, page_size=4, batch=2, dtype=np.float32, numpy=True)
+    q, pages = np.ones((2, 1, 4, 8), np.float32), {"page_table": cache.table, "seq_lens_kv": cache.lengths}
+    return attention(q, cache.keys(0), cache.values(0), layout="bshd", **pages)
+
+
+CONVERSIONS = [
+    row("attention", "float32 as compute_dtype", lambda x: attention(*x.qkv, compute_dtype="float32"), ValueError,
+        "compute_dtype is 'float32'; it must be 'float16' or 'bfloat16'"),
+    row("attention", "an object as compute_dtype", lambda x: attention(*x.qkv, compute_dtype=object()), ValueError,
+        "it must be 'float16' or 'bfloat16'"),
+    row("attention", "compute_dtype of arrays in 16 bits", lambda x: attention(*(a.astype("f2") for a in x.qkv),
+        compute_dtype="bfloat16"),
+        TypeError, "compute_dtype is 'bfloat16' and q is float16"),
+    row("attention", "an out in 16 bits of converted arrays",
+        lambda x: attention(*x.qkv, compute_dtype="float16", out=x.dout.astype(
+        "f2", order="F")), TypeError, "out is float16 and q is float32"),
+    row("attention", "a converted q as out", lambda x: attention(x.s, x.s, x.s, compute_dtype="float16", out=x.s), ValueError,
+        "overlaps q"),
+    row("attention", "an out of q's shape that is broadcast to",
+        lambda x: attention(*x.qkv, compute_dtype="float16", out=x.q.copy("F")),
+        ValueError, "out has shape (8, 4, 6, 3)", "(16, 4, 6, 3)"),
+] + [
+    row("attention", f"the bucket {name}", lambda x, bucket=bucket: attention(x.s, x.s, x.s, bucket=bucket), error, words)
+    for name, bucket, error, words in [
+        ("-5", -5, ValueError, "bucket is -5"), ("1.5", 1.5, TypeError, "bucket is 1.5"),
+         ("True", True, TypeError, "bucket is True"),
+        ("of a function that rounds down", lambda n: n - 1, ValueError, "bucket returned 5 for the length 6"),
+        ("of a function that returns fractions", lambda n: n + 0.5, ValueError, "bucket returned 6.5"),
+    ]
+] + [
+    row("dropout_mask", "a bucket of packed sequences", lambda x: cupy_sdpa.dropout_mask(x.pq, x.pk, dropout_p=0.5, seed=1,
+        bucket=32,
+        **x.packed), ValueError, "bucket is 32 and cu_seqlens_q is passed; round max_seqlen_q"),
+    row("attention_vjp", "return_dtensors=2.5", lambda x: attention_vjp(*x.qkv, score_mod=lambda s, b, h, i, j, t: s * t,
+        tensors={
+        "t": np.ones(())}, return_dtensors=2.5)[1](x.dout), TypeError, "return_dtensors is 2.5; it must be True, False"),
+    row("attention_vjp", "return_dtensors=1", lambda x: attention_vjp(*x.qkv, score_mod=lambda s, b, h, i, j, t: s * t,
+        tensors={
+        "t": np.ones(())}, return_dtensors=1)[1](x.dout), TypeError, "return_dtensors is 1; it must be True, False"),
+]  # fmt: skip
+
+
+def shared(call):
+    """A call with the stand-ins of other libraries, and an array (3, 6, 4, 8)."""
+
+    def make(x):
+        with fake_libraries.installed() as libraries:
+            return call(libraries, np.ascontiguousarray(x.s.T))
+
+    return make
+
+
+def in_torch(call):
+    """A call with a tensor of PyTorch."""
+    return shared(lambda libraries, x: call(libraries.torch(x)))
+
+
+LIBRARIES = [
+    row("attention", "tensors of PyTorch with an array of JAX",
+        shared(lambda own, x: attention(own.torch(x), own.jax(x), own.torch(x))),
+        TypeError, "q is an array of PyTorch and k of JAX"),
+    row("attention", "a bias of numpy with tensors", in_torch(lambda t: attention(t, t, t, bias=X)), TypeError,
+        "q is an array of PyTorch and bias of numpy"),
+    row("attention", "a bias of JAX with tensors", shared(lambda own, x: attention(*[own.torch(x)] * 3, bias=own.jax(x))),
+        TypeError,
+        "bias of JAX"),
+    row("prepare", "tensors", in_torch(lambda t: prepare(t, t, t)), TypeError,
+        "q is an array of PyTorch; this call takes numpy and CuPy"),
+    row("merge", "tensors", in_torch(lambda t: merge([t], [t])), TypeError, "outs[0] is an array of PyTorch; this call takes"),
+    row("fp8.quantize", "tensors", in_torch(fp8.quantize), TypeError, "quantize takes numpy and CuPy arrays: share"),
+    row("attention", "a tensor that requires a gradient", shared(lambda own,
+        x: attention(*[own.torch(x, requires_grad=True)] * 3)),
+        TypeError, "q requires a gradient", "cupy_sdpa.integrations.torch.attention"),
+    row("attention", "arrays traced by JAX", shared(lambda own, x: attention(*[own.modules["jax"].DynamicJaxprTracer()] * 3)),
+        TypeError,
+        "q is traced by JAX"),
+    row("attention", "an out of JAX", shared(lambda own, x: attention(*[own.jax(x)] * 3, out=own.jax(x))), TypeError,
+        "out is an array of JAX, which cannot be written to"),
+    row("attention", "an array of another device", shared(lambda own, x: attention(*[type("Other", (own.another,), {
+        "__dlpack_device__": lambda self: (8, 0), "__module__": "another"})(x)] * 3)), TypeError, "DLPack type 8"),
+    row("attention", "arrays of an unknown library", lambda _: attention(*[type("Unknown", (), {
+        "__dlpack__": None, "shape": (1,), "__module__": "nothing"})()] * 3), TypeError, "nothing.Unknown", "cupy.from_dlpack"),
+    row("integrations.torch.attention", "a numpy array among tensors", in_torch(lambda t: torch_attention(t, X, t)), TypeError,
+        "k is a numpy.ndarray; pass a torch.Tensor"),
+    row("integrations.torch.attention", "captured arrays that require a gradient", shared(lambda own, x: torch_attention(
+        *[own.torch(x)] * 3, tensors={"x": own.torch(np.ones(2, "f4"), requires_grad=True)})), TypeError,
+        "tensors['x'] requires a gradient"),
+]  # fmt: skip
+
+
+def torch_attention(*arrays, **options):
+    """The function for PyTorch."""
+    from cupy_sdpa.integrations.torch import attention as differentiable
+
+    return differentiable(*arrays, **options)
+
+
+#: NNlib's arrays (features, length, batch), and with heads.
+N = np.asfortranarray(np.random.default_rng(0).random((4, 3, 2), np.float32))
+HEADS = np.asfortranarray(np.random.default_rng(1).random((4, 1, 3, 2), np.float32))
+dot, dot_vjp, scores = nnlib.dot_product_attention, nnlib.dot_product_attention_vjp, nnlib.dot_product_attention_scores
+causal_mask, padding_mask = nnlib.make_causal_mask, nnlib.make_padding_mask
+NNLIB = [
+    row(f"nnlib.{name}", mistake, lambda _, call=call: call(), error, *words)
+    for name, mistake, call, error, *words in [
+        ("dot_product_attention", "another batch", lambda: dot(N, N[..., :1], N), ValueError,
+         "Batch dimensions have to be the same: q is (4, 3, 2)"),
+        ("dot_product_attention", "other features", lambda: dot(N, N[:2], N), ValueError,
+         "q and k must have the same first dimension"),
+        ("dot_product_attention", "one axis", lambda: dot(N[:, 0, 0], N, N), ValueError,
+         "they must be (features, len, batch...)"),
+        ("dot_product_attention", "a bias of five axes", lambda: dot(N, N, N, N[..., None, None, None]), ValueError,
+         "it must broadcast to (kv_len"),
+        ("dot_product_attention", "a bias of another shape with fdrop",
+         lambda: dot(N, N, N, np.ones((3, 3, 5)), fdrop=lambda a: a), ValueError,
+         "bias is (3, 3, 5); from the first axis on it must broadcast to (3, 3, 1, 2)"),
+        ("dot_product_attention", "fdrop that cuts", lambda: dot(N, N, N, fdrop=lambda a: a[:1]), ValueError,
+         "fdrop returned shape (1, 3, 1, 2) for alpha"),
+        ("dot_product_attention", "q in C order", lambda: dot(N.copy(), N, N), ValueError, "q has shape (4, 3, 2) ",
+         "axis 0 must be contiguous", "q.T"),
+        ("dot_product_attention", "a bias that is a list", lambda: dot(N, N, N, [[1.0] * 3] * 3), TypeError, "bias is a list"),
+        ("dot_product_attention", "a number as the bias with fdrop", lambda: dot(N, N, N, 1.0, fdrop=lambda a: a), TypeError,
+         "bias is a float"),
+        ("dot_product_attention", "a mask that is a list", lambda: dot(N, N, N, mask=[True] * 3), TypeError, "mask is a list"),
+        ("dot_product_attention", "numbers as the mask", lambda: dot(N, N, N, mask=np.ones((3, 3))), TypeError,
+         "mask is float64; it must be bool"),
+        ("dot_product_attention", "k that is a list", lambda: dot(N, [[0.0]], N), TypeError, "k is a list; pass an array"),
+        ("dot_product_attention_vjp", "dy in C order", lambda: dot_vjp(N, N, N)[1](N.copy()), ValueError, "dy has shape ",
+         "axis 0 must be contiguous"),
+        ("dot_product_attention_vjp", "dy without the batch", lambda: dot_vjp(N, N, N)[1](N[..., 0]), ValueError,
+         "dy is (4, 3); it must be (4, 3, 2)"),
+        ("dot_product_attention_vjp", "dy that is a list", lambda: dot_vjp(N, N, N)[1]([0.0]), TypeError, "dy is a list"),
+        ("dot_product_attention_vjp", "a number as the bias", lambda: dot_vjp(N, N, N, 1.0), TypeError, "bias is a float"),
+        ("dot_product_attention_vjp", "True as the mask", lambda: dot_vjp(N, N, N, mask=True), TypeError, "mask is a bool"),
+        ("dot_product_attention_scores", "C order", lambda: scores(HEADS.copy(), HEADS), ValueError,
+         "axis 0 must be contiguous"),
+        ("dot_product_attention_scores", "two dtypes", lambda: scores(HEADS, HEADS.astype("f8")), TypeError,
+         "float32 and k is float64"),
+        ("dot_product_attention_scores", "integers", lambda: scores(*[HEADS.astype(int)] * 2), TypeError,
+         "q is int64; attention supports"),
+        ("dot_product_attention_scores", "q that is a list", lambda: scores([0.0], HEADS), TypeError, "q is a list"),
+        ("dot_product_attention_scores", "no k", lambda: scores(HEADS, None), TypeError, "k is a NoneType"),
+        ("dot_product_attention_scores", "a number as the bias", lambda: scores(HEADS, HEADS, 1.0), TypeError,
+         "bias is a float"),
+        ("dot_product_attention_scores", "True as the mask", lambda: scores(HEADS, HEADS, mask=True), TypeError,
+         "mask is a bool"),
+        ("make_padding_mask", "lengths that are floats", lambda: padding_mask(N[0, 0], 3), ValueError,
+         "it must be (B,) integers"),
+        ("make_padding_mask", "a fraction of keys", lambda: padding_mask(np.array([1, 2]), 2.5), ValueError,
+         "kv_len is 2.5; it must be a number of keys"),
+        ("make_padding_mask", "-1 keys", lambda: padding_mask(np.array([1, 2]), -1), ValueError, "kv_len is -1; ", "0 or more"),
+        ("make_padding_mask", "masks of two batches", lambda: padding_mask(np.array([1, 2, 3]),
+         3) & padding_mask(np.array([1, 2]), 3), ValueError,
+         "masks of shapes (3, 1, 1, 3) and (3, 1, 1, 2) cannot be combined"),
+        ("make_causal_mask", "masks of two lengths", lambda: padding_mask(np.array([1, 2, 3]),
+         4) & causal_mask(np.ones((5, 5))), ValueError,
+         "(4, 1, 1, 3) and (5, 5) cannot be combined"),
+        ("make_causal_mask", "a list", lambda: causal_mask([1.0]), TypeError, "x is a list"),
+        ("make_causal_mask", "True as the other mask", lambda: causal_mask(N) & True, TypeError, "the other mask is a bool"),
+        ("split_heads", "a list", lambda: nnlib.split_heads([1.0], 1), TypeError, "x is a list"),
+        ("join_heads", "a list", lambda: nnlib.join_heads([1.0]), TypeError, "x is a list"),
+    ]
+] + [
+    row("to_julia", "an unknown letter", lambda _: layout.to_julia(X, "bshx"), ValueError,
+        "the layout is 'bshx'; it must have the letters"),
+    row("Layout", "three letters", lambda _: layout.Layout(X, "bsh"), ValueError, "the letters are 'bsh'"),
+]  # fmt: skip
+
+ROWS = [*LAYOUTS, *ONE_SEQUENCE, *CONVERSIONS, *LIBRARIES, *NNLIB]

@@ -1,0 +1,246 @@
+"""Members that disagree, fail or end, and messages that are lost: every member raises, and none gets a wrong result."""
+
+import threading
+
+import numpy as np
+import pytest
+from parallel_cases import METHODS, TEXT_BYTES, Problem
+
+from cupy_sdpa import get_plan_cache
+from cupy_sdpa.parallel import GroupError, Loopback, context_parallel, run_threads
+
+SLOW, GPU = pytest.mark.slow, pytest.mark.gpu
+
+
+def added(score, b, h, q_idx, kv_idx, bias):
+    """A bias for every key."""
+    return score + bias[kv_idx]
+
+
+def ones(length=8, heads=2):
+    return np.ones((4, heads, length, 1), order="F")
+
+
+# Messages and members
+
+
+class Lost(Loopback):
+    """Loses the second message from member 0 to member 1."""
+
+    def __init__(self, *given, **options):
+        super().__init__(*given, **options)
+        self.held = None
+
+    def post(self, source, target, message):
+        if (source, target, message.number) == (0, 1, 1):
+            self.held = message
+        else:
+            super().post(source, target, message)
+
+
+class Swapped(Lost):
+    """Exchanges it with the third one."""
+
+    def post(self, source, target, message):
+        super().post(source, target, message)
+        if (source, target, message.number) == (0, 1, 2):
+            super(Lost, self).post(source, target, self.held)
+
+
+@pytest.mark.parametrize("loopback", [Lost, Swapped])
+@pytest.mark.parametrize("method", METHODS)
+def test_lost_and_swapped_messages_are_detected(method, loopback):
+    """A message that is lost or out of order raises on every member; no result is returned."""
+    failures, call = [], Problem(heads=(3, 3)).member(method, calls=2, check=False)
+
+    def member(own):
+        with pytest.raises(GroupError) as error:
+            call(own)
+        failures.append(str(error.value))
+
+    run_threads(loopback(3, timeout=0.5).members, member)
+    assert len(failures) == 3
+    assert "out of order" in failures[0] or "did not send it" in failures[0]
+
+
+def test_a_message_of_another_size_is_detected():
+    """Members with different shapes, which are not compared, raise instead of computing with wrong keys."""
+
+    def member(own):
+        x = ones(8 + 8 * (own.rank == 1))
+        with pytest.raises(GroupError, match="bytes as 'ring, step 1: keys and values'"):
+            context_parallel(own, method="ring", check=False).attention(x, x, x)
+
+    run_threads(Loopback(2, timeout=20).members, member)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("stage", ["before", "between the passes"])
+def test_every_member_raises_if_one_ends(stage, method):
+    """If a member ends, the others raise within the timeout, and name the exchange that they wait for."""
+    messages = []
+
+    def member(own):
+        cp, x = context_parallel(own, method=method), ones(heads=3)
+        if own.rank == 2 and stage == "before":
+            return
+        try:
+            out, stats = cp.attention(x, x, x, return_stats=True)
+            if own.rank == 2:
+                return
+            cp.attention_backward(x, x, x, x, out, stats)
+        except GroupError as error:
+            messages.append(str(error))
+
+    run_threads(Loopback(3, timeout=0.3).members, member)
+    assert len(messages) == 2
+    assert all("waited 0.3 s" in message and "did not send it" in message for message in messages)
+
+
+def test_every_member_raises_if_one_fails():
+    """The exception of the member that failed is raised; the others do not wait for the timeout, and later calls raise, too."""
+    group, messages, x = Loopback(4, timeout=600), [], ones()
+
+    def member(own):
+        cp = context_parallel(own)
+        if own.rank == 1:
+            raise KeyError("data")
+        for _ in range(2):
+            with pytest.raises(GroupError, match=r"member 1 failed: KeyError: 'data'"):
+                cp.attention(x, x, x)
+        messages.append(own.rank)
+
+    with pytest.raises(KeyError, match="data"):
+        run_threads(group.members, member)
+    assert sorted(messages) == [0, 2, 3]
+    with pytest.raises(GroupError):
+        context_parallel(group.members[0]).check()
+
+
+# Members that disagree
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (lambda rank: {"causal": "bottom_right" if rank else True}, "causal"),
+        (lambda rank: {"softcap": 1.0 + rank}, "softcap"),
+        (lambda rank: {"method": "all_gather" if rank else "ring"}, "method all_gather"),
+        (lambda rank: {"scale": 0.5 + rank}, "scale"),
+        (lambda rank: {"length": 8 + 2 * rank}, "queries"),
+        (lambda rank: {"mask_mod": lambda b, h, i, j: i >= j if rank else i > j}, "<lambda>"),
+        (lambda rank: {"score_mod": lambda s, b, h, i, j: s * (rank + 2.0)}, "<lambda>"),
+        (lambda rank: {"score_mod": lambda s, b, h, i, j: np.tanh(s) if rank else np.exp(s)}, "<lambda>"),
+        (lambda rank: {"score_mod": lambda s, b, h, i, j, t: s + (t[i] if rank else t[j]), "tensors": {"t": np.ones(24)}}, "<lambda>"),
+    ],
+    ids=["causal", "softcap", "method", "scale", "length", "mask function", "number of a function", "operation", "index"],
+)  # fmt: skip
+def test_different_arguments_raise_on_every_member(options, words):
+    """Members with different shapes, options or functions of one name all raise an error that names both."""
+    found = []
+
+    def member(own):
+        given = {"method": "ring", **options(int(own.rank == 1))}
+        x = ones(given.pop("length", 8))
+        with pytest.raises(ValueError, match="different shapes or options") as caught:
+            context_parallel(own).attention(x, x, x, **given)
+        found.append(str(caught.value))
+
+    run_threads(Loopback(3, timeout=20).members, member)
+    assert len(found) == 3
+    assert all(words in text for text in found)
+
+
+def test_a_refused_call_raises_on_every_member():
+    """If one member's arguments are invalid, it raises their error, and the others say which member refused and why."""
+
+    def member(own):
+        message = r"softcap is -1" if own.rank == 0 else r"member 0 refused the call: ValueError: softcap is -1"
+        with pytest.raises(ValueError, match=message):
+            context_parallel(own).attention(ones(), ones(), ones(), softcap=-1.0 if own.rank == 0 else 1.0)
+
+    run_threads(Loopback(3, timeout=20).members, member)
+
+
+@pytest.mark.parametrize(
+    ("options", "changed"),
+    [
+        ({"softcap": 1.0}, {"softcap": 2.0}),
+        ({"bias": np.ones((16, 1, 1, 1))}, {"bias": np.ones((16, 1, 1, 1), np.float32)}),
+        ({"score_mod": added, "tensors": {"bias": np.ones(16)}}, {"tensors": {"bias": np.ones(16, np.float32)}}),
+    ],
+    ids=["number", "dtype of an array", "dtype of tensors"],
+)
+def test_configurations_are_compared_once(options, changed):
+    """A repeated call does not compare again; a changed option does, also if only the dtype of an array is another one."""
+    group, sent = Loopback(2), []
+
+    def member(own):
+        cp, x = context_parallel(own, method="ring"), ones()
+        for given in (options, options, options, options | changed):
+            before = group.bytes_sent[own.rank]
+            cp.attention(x, x, x, **given)
+            if own.rank == 0:
+                sent.append(group.bytes_sent[0] - before)
+
+    run_threads(group.members, member)
+    assert sent[1] == sent[2]
+    assert sent[0] == sent[3] == sent[1] + TEXT_BYTES
+
+
+@pytest.mark.in_turn(3)
+@pytest.mark.parametrize("engine", ["numpy", pytest.param("fake", marks=SLOW), pytest.param("cupy", marks=GPU)], indirect=True)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("changed", [{"causal": "bottom_right"}, {"causal": True, "scale": 0.3}], ids=["causal", "scale"])
+def test_known_calls_that_differ_raise_on_every_member(engine, changed, method):
+    """Calls that every member has made before, made at the same time: the results would be wrong without an error."""
+    calls, caught, together = ({"causal": True}, changed), [], threading.Barrier(3)
+
+    def call(cp, x, options, count=1):
+        for _ in range(count):
+            cp.attention(x, x, x, **options)
+            if engine.on_cudnn:
+                engine.xp.cuda.Device().synchronize()  # the tags are compared on the device
+            cp.check()
+
+    def member(own):
+        cp, x = context_parallel(own, method=method), engine.xp.ones((16, 6, 24, 1), np.float16, order="F")
+        try:
+            for options in (*calls, *calls):
+                call(cp, x, options)
+            together.wait(60)
+            with pytest.raises(GroupError) as error:
+                call(cp, x, calls[own.rank == 1], 2)  # a member that received equal tags raises in its next call
+            caught.append(str(error.value))
+        finally:
+            if engine.on_cudnn:
+                get_plan_cache().clear()  # of this thread
+
+    run_threads(Loopback(3, timeout=60).members, member)
+    assert len(caught) == 3
+    assert all("different shapes or options" in text for text in caught)
+
+
+@pytest.mark.slow
+def test_a_call_that_raised_before_its_first_exchange_leaves_no_checksum(fake):
+    """One member's call raises, and the others do not make it: the next exchange of all members is compared with nothing."""
+    together = threading.Barrier(2)
+
+    def full(size):
+        raise MemoryError
+
+    def member(own):
+        cp, x = context_parallel(own, method="ring"), fake.ones((16, 2, 8, 1), np.float16, order="F")
+        cp.attention(x, x, x)
+        cp.unshard(x)
+        together.wait(20)
+        if own.rank == 0:
+            with fake.cuda.using_allocator(full), pytest.raises(MemoryError):
+                cp.attention(x, x, x)
+        together.wait(20)
+        assert cp.unshard(x).shape == (16, 2, 16, 1)
+        fake.cuda.Device().synchronize()
+        cp.check()
+        get_plan_cache().clear()  # of this thread
+
+    run_threads(Loopback(2, timeout=20).members, member)

@@ -1,0 +1,291 @@
+"""What groups compute: every method, mask and option, both passes; the choice of the method; and shards of arrays."""
+
+import threading
+
+import numpy as np
+import pytest
+from parallel_cases import METHODS, TEXT_BYTES, Problem, assert_close
+
+import cupy_sdpa
+from cupy_sdpa import Unsupported
+from cupy_sdpa.check.cases.combine import ONLY_WITH
+from cupy_sdpa.parallel import Loopback, context_parallel, run_threads
+
+#: Random problems of each engine: the number of all and of those that are not slow. Groups plan in every thread on a GPU.
+COUNTS = {"numpy": (48, 12), "fake": (7, 1), "cupy": (9, 9)}
+PROBLEMS = [
+    pytest.param(name, number, marks=[pytest.mark.slow] * (number >= quick) + [pytest.mark.gpu] * (name == "cupy"))
+    for name, (count, quick) in COUNTS.items()
+    for number in range(count)
+] + [pytest.param("numpy", number, marks=pytest.mark.sweep) for number in range(100, 400)]
+#: The engines of tests that compile several kernels.
+ENGINES = ["numpy", pytest.param("fake", marks=pytest.mark.slow), pytest.param("cupy", marks=pytest.mark.gpu)]
+#: Options that meet in a group: parts of masks, empty parts, sinks that are merged once, and sequences without positions.
+CORNERS = {
+    "causal": {"options": {"causal": "bottom_right"}, "sq": 25, "skv": 33},
+    "window": {"options": {"window": (9, 3, "top_left")}, "sq": 33, "skv": 40},
+    "window of few keys": {"options": {"causal": "top_left", "window": (2, None, "top_left"), "sinks": "high"}, "sq": 40, "skv": 40},
+    "lengths": {"options": {"seq_lens_q": "some_zero", "sinks": "normal", "return_dsinks": True}, "sq": 12, "skv": 12},
+    "bias and ALiBi": {"options": {"bias": ("kqh1", "float32", "normal"), "alibi_slopes": "usual"}, "sq": 18, "skv": 18},
+    "a bias that masks rows": {"options": {"bias": ("1qh1", "float16", "inf"), "sinks": "high"}, "sq": 9, "skv": 12},
+    "functions": {"options": {"score_mod": ("positions", "float32"), "mask_mod": ("dilated", "")}, "sq": 20, "skv": 21},
+    "packed": {"options": {"packed": ("random", "same", 0, 0, 0, "int32"), "causal": "top_left", "window": (6, None, "top_left"),
+                           "sinks": "normal"}, "sq": 17, "skv": 17},
+    "packed, window on both sides": {"options": {"packed": ("random", "same", 0, 0, 0, "int32"), "window": (9, 3, "top_left")},
+                                     "sq": 17, "skv": 17},
+    "packed, bottom right": {"options": {"packed": ("random", "same", 0, 0, 0, "int32"), "causal": "bottom_right"},
+                             "sq": 17, "skv": 17},
+    "empty sequences": {"options": {"packed": ("zero", "zero", 0, 0, 0, "int32")}, "sq": 1, "skv": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("engine", "number"), PROBLEMS, indirect=["engine"])
+def test_random_problems(engine, number):
+    """Groups of 1 to 4 members give the results of one device."""
+    others = ONLY_WITH["parallel"] - ({"seq_lens_q", "seq_lens_kv"} if number % 2 else {"causal", "window"})  # refused together
+    engine.agrees(engine.draw({"parallel"}, number, others=others, most=6), refused=True)
+
+
+@pytest.mark.in_turn(3)
+@pytest.mark.parametrize("engine", ENGINES, indirect=True)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", CORNERS)
+def test_corners(engine, name, method):
+    """Every method gives the results of one device where the parts of members are empty, cropped, or share a row."""
+    case = engine.case(d=16, dv=16, hq=4, hkv=2, b=2, backward=True, **CORNERS[name])
+    engine.agrees(case.with_(options=case.options | {"parallel": (method, 2)}))
+
+
+@pytest.mark.parametrize("engine", ENGINES, indirect=True)
+@pytest.mark.parametrize("options", [{}, {"packed": ("full", "same", 0, 0, 0, "int32")}], ids=["dense", "packed"])
+def test_parts_begin_at_any_address(engine, options):
+    """Chunks of 7 positions: the rows of the log-sum-exp of a part are not at a multiple of 16 bytes, which cuDNN requires."""
+    options = {**options, "causal": "top_left", "parallel": ("ring", 3)}
+    engine.agrees(engine.case(d=16, dv=16, sq=42, skv=42, backward=True, options=options))
+
+
+@pytest.mark.parametrize("engine", ENGINES, indirect=True)
+@pytest.mark.parametrize("members", [1, 2])
+@pytest.mark.parametrize("lengths", ["random", "zero"])
+def test_dropout_and_bias_of_packed_sequences(engine, lengths, members):
+    """Random numbers are those of one device; the axes of a bias are the maximum lengths, also without positions."""
+    options = {
+        "packed": (lengths, "same", 0, 0, 0, "int32"),
+        "dropout": (0.5, "seed", 3, 8),
+        "bias": ("kqhb", "float32", "normal"),
+    }
+    case = engine.case(hq=2, sq=9, skv=9, b=3, backward=True, options={**options, "parallel": ("ring", members)})
+    engine.agrees(case, refused=True)
+
+
+@pytest.mark.parametrize("engine", ENGINES, indirect=True)
+@pytest.mark.parametrize("method", METHODS)
+def test_delayed_members_change_nothing(engine, method):
+    """Results have the same bits in whichever order threads run, in repeated calls, and with one or several members."""
+    size = 4 if method == "all_to_all" else 3
+    problem = Problem(length=26, d=16, dtype=engine.dtype if engine.on_cudnn else np.float64)
+    put = engine.put if engine.on_cudnn else np.asarray
+    wanted = run_threads(Loopback(size, timeout=60).members, problem.member(method, put))
+    assert_close(wanted, problem.expected(), 4e-3 if engine.on_cudnn else 1e-12)
+    delayed = Loopback(size, timeout=60, max_delay=0.005, seed=1)
+    found = run_threads(delayed.members, problem.member(method, put, calls=4))
+    for one, other in zip(wanted, found, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_eight_members(method):
+    """Eight members, more than there are positions in some chunks, give the results of one device."""
+    problem = Problem(heads=(8, 8), length=13)
+    assert_close(run_threads(Loopback(8, timeout=60).members, problem.member(method)), problem.expected())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_changed_scale_is_used(method):
+    """A repeated call with another scale, of Python or numpy, is not computed with the scale of the first call."""
+    q, scales = Problem().q, (0.25, np.float32(1.0), np.float64(0.25))
+
+    def member(own):
+        cp = context_parallel(own, method=method)
+        x = cp.shard(q)
+        return [cp.unshard(cp.attention(x, x, x, scale=scale, causal=True, seqlen_q=20), seqlen=20) for scale in scales]
+
+    for results in run_threads(Loopback(2, timeout=60).members, member):
+        for scale, result in zip(scales, results, strict=True):
+            np.testing.assert_allclose(result, cupy_sdpa.attention(q, q, q, scale=float(scale), causal=True), atol=1e-12)
+
+
+def test_an_exchange_waits_for_the_work_of_the_sender(fake):
+    """A member sends what its stream computes before the exchange, also if only the receiver waits for its own stream."""
+    both, found = threading.Barrier(2), []
+
+    def member(own):
+        cp = context_parallel(own)
+        with fake.cuda.Stream(non_blocking=True) as stream:
+            x = fake.ones((16, 2, 8, 1), np.float16, order="F")
+            cp.unshard(x)
+            stream.synchronize()
+            x *= 2 + own.rank
+            whole = cp.unshard(x)
+            both.wait(20)
+            if own.rank:
+                found.append(whole.get())
+            both.wait(20)
+            stream.synchronize()
+
+    run_threads(Loopback(2, timeout=60).members, member)
+    assert sorted(set(found[0].ravel().tolist())) == [2.0, 3.0]
+
+
+# The report
+
+
+def explained(size, shape, keys=None, rank=0, **options):
+    """The report of a member for dense arrays of the given shape."""
+    d, heads, length, batch = shape
+    q, k = (np.zeros((d, h, length // size, batch), np.float16, order="F") for h in (heads, keys or heads))
+    return context_parallel(Loopback(size).members[rank]).explain(q, k, k, **options)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_bytes_sent_are_those_of_explain(method):
+    """The report states the bytes that each member sends in both passes; it exchanges nothing."""
+    problem, group = Problem(length=128, d=8), Loopback(4)
+
+    def member(own):
+        cp = context_parallel(own, method=method, check=False)
+        q, k, v, dout = (cp.shard(x) for x in (problem.q, problem.k, problem.v, problem.dout))
+        report = cp.explain(q, k, v, causal=True)
+        assert group.bytes_sent[own.rank] == 0
+        out, stats = cp.attention(q, k, v, causal=True, return_stats=True)
+        forward = group.bytes_sent[own.rank]
+        cp.attention_backward(dout, q, k, v, out, stats, causal=True)
+        return report, forward, group.bytes_sent[own.rank] - forward
+
+    for report, forward, backward in run_threads(group.members, member):
+        assert (report.method, report.forward.sent, report.backward.sent) == (method, forward, backward)
+        assert report.forward.calls == len(report.parts)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_causal_ring_has_three_shapes(rank):
+    """A causal step is one call: causal, all queries with half of the keys, or half of the queries with all keys."""
+    shapes = [
+        "16 queries, 16 keys, causal from the top left" if step == 0
+        else "16 queries, 8 keys, no mask" if step <= rank else "8 queries, 16 keys, no mask" for step in range(4)
+    ]  # fmt: skip
+    assert explained(4, (8, 1, 64, 1), rank=rank, method="ring", causal=True).parts == tuple(shapes)
+
+
+def test_a_causal_gather_joins_neighbors():
+    """A call for each chunk of queries; the chunks in the middle, of the last member, are one."""
+    parts = explained(4, (8, 1, 64, 1), rank=0, method="all_gather", causal=True).parts
+    assert parts == ("8 queries, 8 keys, causal from the top left", "8 queries, 64 keys, causal from the bottom right")
+    parts = explained(4, (8, 1, 64, 1), rank=3, method="all_gather", causal=True).parts
+    assert parts == ("16 queries, 40 keys, causal from the bottom right",)
+
+
+@pytest.mark.parametrize(
+    ("size", "shape", "keys", "options", "method", "reason"),
+    [
+        (8, (128, 32, 65536, 1), 8, {"causal": True}, "ring", "least estimated time"),
+        (4, (128, 6, 4096, 1), 6, {"window": (512, 0)}, "all_gather", "window"),
+        (4, (128, 6, 4096, 1), 6, {"alibi_slopes": cupy_sdpa.alibi_slopes(6)}, "all_gather", "positions"),
+        (4, (128, 8, 4096, 1), 8, {"alibi_slopes": cupy_sdpa.alibi_slopes(8)}, "all_to_all", "positions"),
+        (8, (128, 32, 65536, 1), 8, {"causal": True, "method": "all_gather"}, "all_gather", "requested"),
+        (1, (128, 32, 4096, 1), 8, {"causal": True}, "ring", "one member"),
+    ],
+    ids=["causal", "window", "ALiBi, heads cannot be shared out", "ALiBi", "requested", "one member"],
+)
+def test_the_choice_of_the_method_is_explained(size, shape, keys, options, method, reason):
+    """The report names the method and why it was chosen."""
+    report = explained(size, shape, keys, **options)
+    assert report.method == method
+    assert reason in report.reason
+    assert f"method: {method}: " in str(report)
+    assert "sends" in str(report)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"window": (100, 0)}, {"softcap": 1.0, "method": "all_to_all"}], ids=str
+)
+def test_all_members_choose_the_same_method(options):
+    """The choice does not depend on the rank, though the estimates do."""
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        size, length, heads = int(rng.choice([2, 3, 4, 8])), int(rng.integers(1, 5000)), int(rng.choice([1, 2, 4, 8, 6]))
+        chosen = set()
+        for own in Loopback(size).members:
+            cp = context_parallel(own)
+            x = cp.shard(np.zeros((8, heads, length, 1), np.float16, order="F"))
+            try:
+                chosen.add(cp.explain(x, x, x, seqlen_q=length, seqlen_kv=length, **options).method)
+            except Unsupported:
+                chosen.add("refused")
+        assert len(chosen) == 1
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_cudnn_refuses_is_refused_before_anything_is_sent(fake, method):
+    """Gradients with a head dim that the GPU does not support raise on every member; only the comparison is sent."""
+    group = Loopback(2, timeout=60)
+
+    def member(own):
+        x = fake.zeros((512, 2, 16, 1), np.float16, order="F")
+        stats = fake.zeros((16, 2, 1), np.float32, order="F")
+        with pytest.raises(Unsupported, match="head dims 512 and 512 are not supported"):
+            context_parallel(own, method=method).attention_backward(x, x, x, x, x, stats, causal=True)
+
+    run_threads(group.members, member)
+    assert max(group.bytes_sent) == TEXT_BYTES
+
+
+# Shards
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("length", [0, 1, 2, 7, 16, 33])
+def test_shards_are_partitions(length, size):
+    """Every position of every packed sequence belongs to one member; position_ids names the positions of its part."""
+    starts, members = np.cumsum([0, length, 0, 3]), [context_parallel(own) for own in Loopback(size).members]
+    ids, positions = np.arange(length + 3.0)[None], np.concatenate([np.arange(length), np.arange(3)])
+    parts = [cp.shard(ids, axis=1, cu_seqlens=starts)[0].astype(int) for cp in members]
+    assert sorted(np.concatenate(parts)) == list(range(length + 3))
+    for cp, part in zip(members, parts, strict=True):
+        assert (np.diff(part) > 0).all()
+        assert (positions[part] == cp.position_ids(cu_seqlens=starts)).all()
+        assert (cp.position_ids(length) == positions[part[part < length]]).all()
+    if (length, size) == (16, 4):  # the zigzag order
+        assert members[1].position_ids(16).tolist() == [2, 3, 12, 13]
+
+
+@pytest.mark.parametrize("axis", [2, -1])
+def test_unshard_is_the_inverse_of_shard(engine, axis):
+    """Of an array and of packed sequences, on every member; negative axes count from the end."""
+    x = engine.normal(0, 2, 3, 9)
+
+    def member(own):
+        cp = context_parallel(own)
+        for options, of_shard in (({"seqlen": 9}, {}), *[({"cu_seqlens": np.array([0, 5, 5, 9])},) * 2]):
+            whole = cp.unshard(cp.shard(x, axis=axis, **of_shard), axis=axis, **options)
+            np.testing.assert_array_equal(engine.get(whole), engine.get(x))
+
+    run_threads(Loopback(3, timeout=20).members, member)
+
+
+def test_unshard_without_the_length_is_refused_if_it_is_needed():
+    """Members that derive different lengths from their parts raise, also in the next call; with the length all is well."""
+    x, group = np.arange(7.0), Loopback(2, timeout=20)
+
+    def member(own):
+        cp = context_parallel(own)
+        part = cp.shard(x, axis=0)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="different shapes or options"):
+                cp.unshard(part, axis=0)
+            assert np.array_equal(cp.unshard(part, axis=0, seqlen=7), x)
+        with pytest.raises(ValueError, match=r"member 0 refused the call|axis is 1"):
+            cp.unshard(part, axis=1 if own.rank == 0 else 0)
+
+    run_threads(group.members, member)
+    assert max(group.bytes_sent) < 5 * TEXT_BYTES  # a known length is not compared again

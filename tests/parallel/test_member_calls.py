@@ -1,0 +1,161 @@
+"""The calls of a member: their tiles cover the mask, and the real cuDNN plans them. The example, the pictures, the benchmark."""
+
+import csv
+import itertools
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from parallel_cases import METHODS
+from planner import library_version, plan_problem
+
+import cupy_sdpa
+from cupy_sdpa.parallel.planning.arguments import configure
+from cupy_sdpa.parallel.planning.layout import Layout
+from cupy_sdpa.parallel.planning.report import Machine
+from cupy_sdpa.parallel.planning.support import problems
+from cupy_sdpa.parallel.planning.tiles import tiles
+from cupy_sdpa.plans.plan import PlanInfo
+from cupy_sdpa.problem.band import Band
+from cupy_sdpa.problem.tensor_spec import numpy_dtype
+from cupy_sdpa.support import gpus
+from cupy_sdpa.support.why_not import why_not
+
+ROOT = Path(__file__).parents[2]
+SIZE = 4
+CASES = {
+    "causal": {"causal": True},
+    "window": {"window": (100, 0)},
+    "window on both sides": {"window": (100, 50, "bottom_right")},
+    "ALiBi": {"causal": True, "alibi_slopes": cupy_sdpa.alibi_slopes(8)},
+    "softcap and ALiBi": {"causal": True, "softcap": 5.0, "alibi_slopes": cupy_sdpa.alibi_slopes(8)},
+    "score function": {"score_mod": lambda score, b, h, q_idx, kv_idx: score + (kv_idx - q_idx) * 0.01},
+    "mask function": {"mask_mod": lambda b, h, q_idx, kv_idx: (q_idx // 64) == (kv_idx // 64)},
+    "sinks": {"causal": True, "sinks": np.zeros(8, np.float32)},
+    "bias": {"bias": np.zeros((512, 1, 8, 1), np.float32, order="F")},
+    "lengths": {"causal": True, "seq_lens_kv": np.array([400, 512], np.int32)},
+}
+PACKED = {
+    "packed": {},
+    "packed, causal": {"causal": True},
+    "packed, window": {"causal": True, "window": (40, 0)},
+    "packed, ALiBi": {"causal": True, "alibi_slopes": cupy_sdpa.alibi_slopes(8)},
+}
+
+
+@pytest.mark.parametrize("number", [0, *(pytest.param(number, marks=pytest.mark.sweep) for number in range(1, 8))])
+def test_tiles_cover_the_mask(number):
+    """The tiles of all members and steps include every pair of the mask once, and no other pair, for random bands and lengths."""
+    rng = np.random.default_rng(number)
+    for joined, aligned, cut in itertools.product([False, True], repeat=3):
+        for _ in range(50):
+            size, sq = int(rng.choice([1, 2, 3, 4, 8])), int(rng.integers(0, 30))
+            skv = sq if rng.random() < 0.5 else int(rng.integers(0, 30))
+            left, right = (None if rng.random() < 0.4 else int(rng.integers(0, 10)) for _ in range(2))
+            right = 0 if rng.random() < 0.5 else right
+            diagonal = int(rng.choice([0, skv - sq]))
+            rows, keys = Layout((sq,), size), Layout((skv,), size)
+            i, j = np.arange(sq)[:, None] + diagonal, np.arange(skv)
+            counts = np.zeros((sq, skv), int)
+            for rank, source in itertools.product(range(size), repeat=2):
+                both = rows.intervals(rank)[0], keys.intervals(source)[0]
+                for part in tiles(*both, diagonal, Band(left, right), joined=joined, aligned=aligned, cut=cut):
+                    at = np.ix_(rows.positions(rank)[slice(*part.rows)], keys.positions(source)[slice(*part.keys)])
+                    counts[at] += inside(part.band, *counts[at].shape, aligned)
+            lower = np.ones((sq, skv), bool) if left is None else j >= i - left
+            upper = np.ones((sq, skv), bool) if right is None else j <= i + right
+            assert (counts == (lower & upper)).all()
+
+
+def inside(band, n, m, aligned):
+    """The pairs that a band includes; its bounds are not negative."""
+    i, j = np.arange(n)[:, None], np.arange(m)
+    if band is None:
+        return np.ones((n, m), bool)
+    assert all(side is None or side >= 0 for side in band[:2])
+    assert aligned or not band.bottom_right
+    center = i + (m - n if band.bottom_right else 0)
+    found = np.ones((n, m), bool)
+    if band.left is not None:
+        found &= j >= center - band.left
+    if band.right is not None:
+        found &= j <= center + band.right
+    return found
+
+
+@pytest.mark.cudnn
+@pytest.mark.in_turn(6)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", [*CASES, *PACKED])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_the_calls_of_members_are_planned(direction, name, method, planned, fake):
+    """Every call of the members in the middle and at the ends of a group is supported, and cuDNN plans it for the H200."""
+    version = planned(library_version)
+    found = set()
+    for rank in (0, 1, SIZE - 1):
+        options = {key: fake.asarray(x) if hasattr(x, "shape") else x for key, x in (CASES | PACKED)[name].items()}
+        batch, length = (2,), 512 // SIZE
+        if name in PACKED:
+            starts = np.cumsum([0, 256, 64, 0, 192], dtype=np.int32)
+            options |= {"cu_seqlens_q": starts, "cu_seqlens_kv": starts}
+            batch = ()
+        shapes = {"q": (64, 8, length, *batch), "k": (64, 4, length, *batch), "v": (64, 4, length, *batch)}
+        arrays = {key: fake.zeros(shape, numpy_dtype("bfloat16"), order="F") for key, shape in shapes.items()}
+        config = configure(rank, SIZE, arrays, options, (None, None))
+        found |= set(problems(config, method, arrays["q"], options, {"backward": direction == "backward"}))
+    assert found
+    for problem in found:
+        assert not why_not(problem, version, gpus.capability("h200")), problem
+        plan = planned(plan_problem, problem, "h200")
+        assert isinstance(plan, PlanInfo), (problem, plan)
+
+
+def test_the_example_runs():
+    """The example runs with threads and numpy arrays, and its results are those of one device."""
+    words = [sys.executable, str(ROOT / "examples" / "context_parallel.py"), "--cpu", "3", "--length", "50"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    printed = subprocess.run(words, env=environment, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert "method: " in printed
+    assert all(f"member {rank} of 3" in printed for rank in range(3))
+    assert float(re.search(r"error (\S+)", printed)[1]) < 1e-4
+
+
+def test_the_pictures_of_groups_are_those_of_the_layouts():
+    """Each equals the output of its script."""
+    found = runpy.run_path(str(ROOT / "docs" / "parallel_pictures.py"))
+    pictures = found["drawn"]()
+    assert {path.stem for path in found["FOLDER"].glob("*.svg")} == set(pictures)
+    for name, text in pictures.items():
+        assert (found["FOLDER"] / f"{name}.svg").read_text(encoding="utf-8") == text, "python docs/parallel_pictures.py"
+
+
+@pytest.mark.slow
+def test_the_benchmark_measures_a_small_group(monkeypatch, capsys, tmp_path):
+    """The rows of the benchmark have the columns, and the results of the group are those of one device."""
+    from benchmarks.__main__ import main
+    from benchmarks.parallel import measure
+
+    monkeypatch.setattr(measure, "ROUNDS", 1)
+    path = tmp_path / "x.csv"
+    assert main(["parallel", str(path), "--cpu", "--members", "2", "--only", "causal"]) == 0
+    rows = list(csv.DictReader(path.read_text().splitlines()))
+    assert [(row["method"], row["pass"]) for row in rows] == [(m, p) for m in METHODS for p in ("forward", "backward", "both")]
+    timed = [row for row in rows if row["pass"] != "both"]
+    assert all(float(row["error"]) < 1e-5 and 0 <= float(row["hidden"]) <= 1 for row in timed)
+    assert main(["parallel", "--model", "--only", "causal, 8k", "--link", "350"]) == 0
+    assert "members 8" in capsys.readouterr().out
+
+
+def test_the_model_reaches_the_ideal_without_transfers():
+    """With an infinite link and no latencies, all predictions of a causal problem are the ideal time."""
+    from benchmarks.parallel import model
+
+    machine = Machine(600e12, 480e12, link=1e30, latency=0.0, launch=0.0, copy=1e30)
+    for row in model.rows(model.PROBLEMS[0], machine):
+        assert row["forward_of_ideal"] == pytest.approx(1, abs=0.01)
+        assert row["both_of_ideal"] == pytest.approx(1, abs=0.01)

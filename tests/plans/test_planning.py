@@ -1,0 +1,446 @@
+"""The real cuDNN plans the graphs of the package for described GPUs, in processes that may crash or be interrupted."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from engines import numbers
+from planner import child_environment, in_child, library_version, plan_graph, plan_problem
+
+import cupy_sdpa
+from cupy_sdpa import CudnnError, Unsupported
+from cupy_sdpa.check.cases.draw import draw
+from cupy_sdpa.check.verify.planning import problems
+from cupy_sdpa.graph.attention_backward import backward
+from cupy_sdpa.graph.attention_forward import forward
+from cupy_sdpa.graph.nodes import Builder, Tensor, row_major
+from cupy_sdpa.offline import planner as offline
+from cupy_sdpa.offline.planner import Planner, kept_planner, load_target
+from cupy_sdpa.plans.lowering import OperationGraph, crashing_patterns
+from cupy_sdpa.plans.plan import PlanInfo
+from cupy_sdpa.plans.planner import ORDERED, ORDERED_SINCE
+from cupy_sdpa.problem.subproblems import subproblems
+from cupy_sdpa.problem.validation import make_problem
+from cupy_sdpa.support import gpus
+from cupy_sdpa.support.why_not import guards, why_not
+
+
+def problem(q, kv=None, **options):
+    """The problem of shapes; keys and values have the shape of q by default."""
+    return cupy_sdpa.problem(q, kv or q, kv or q, **{"dtype": "bfloat16", **options})
+
+
+ASKED = problem((64, 2, 64, 1))
+LARGE = {"q": (128, 8, 2048, 1), "dtype": "bfloat16", "backward": True, "deterministic": True}
+
+#: Compiling a kernel takes a second.
+COMPILED = {"h200": pytest.mark.slow, "l40s": pytest.mark.slow, "b200": pytest.mark.slow}
+
+# Plans
+
+
+@pytest.mark.cudnn
+@pytest.mark.parametrize("number", numbers(8, quick=1))
+def test_random_problems_are_planned(number, planner):
+    """Whatever the support table allows is accepted, with every method to compute gradients and the guards that it needs."""
+    version = planner.call(library_version)
+    for case in (draw(11, 20 * number + n, "plan") for n in range(20)):
+        capability = gpus.capability(case.gpu)
+        for asked in (part for whole in problems(case) if not whole.trivial for part in subproblems(whole)):
+            if why_not(asked, version, capability):
+                continue
+            plan = planner.accept(plan_problem, asked, case.gpu)
+            assert isinstance(plan, PlanInfo) or known(plan), f"{case!r}: {plan}"
+            if isinstance(plan, PlanInfo) and asked.backward and case.gpu == "h200" and not asked.ds_reductions:
+                for direct, config in ((True, None), (False, None), (False, ORDERED))[: 3 if version >= ORDERED_SINCE else 2]:
+                    graph = backward(asked, direct, guards(asked, version, 90))
+                    other = planner.accept(plan_graph, graph, "h200", True, config)
+                    assert isinstance(other, PlanInfo), f"{case!r}, {direct}, {config}: {other}"
+                    assert other.engine == 6
+
+
+def known(text):
+    """Whether a refusal is one that the table leaves to cuDNN: a limit of memory, or packed gradients with other values on Ampere."""
+    return "are allowed" in text or "are the same but got d_qk" in text
+
+
+@pytest.mark.cudnn
+@pytest.mark.parametrize("gpu", [pytest.param(gpu, marks=COMPILED.get(gpu, pytest.mark.sweep)) for gpu in gpus.REPRESENTATIVES])
+def test_kernels_are_compiled_for_every_gpu(gpu, planner):
+    """A plan has its kernel: it is finalized, and its serialized form is as long as a kernel. Without it the choice is the same."""
+    small = (64, 2, 64, 1)
+    for asked in (
+        problem(small, bias=(64, 64, 1, 1), alibi_slopes=True, softcap=30.0),
+        problem(small, backward=True, alibi_slopes=True, softcap=30.0, dropout_p=0.5, seed=0),
+    ):
+        plan, accepted = planner.call(plan_problem, asked, gpu), planner.accept(plan_problem, asked, gpu)
+        assert isinstance(plan, PlanInfo), plan
+        assert plan.size > 20_000
+        assert accepted.size == 0
+        assert (plan.engine, plan.workspace, plan.notes) == (accepted.engine, accepted.workspace, accepted.notes)
+
+
+@pytest.mark.cudnn
+def test_deterministic_gradients_keep_within_the_memory(planner):
+    """The quadratic plan within max_workspace, the ordered engine beyond it, and a refusal with all sizes if neither fits."""
+    asked = [problem(**LARGE, max_workspace=limit) for limit in (None, 20 << 20, 1000)]
+    quadratic, ordered, text = (planner.accept(plan_problem, one, "h200") for one in asked)
+    assert quadratic.workspace > 2 * 8 * 2048 * 2048
+    assert not quadratic.graph.by_role("scratch")
+    if quadratic.cudnn >= ORDERED_SINCE:
+        assert ordered.workspace <= 20 << 20
+        assert ordered.graph.by_role("scratch")
+        assert ordered.engine == ORDERED.engine
+        assert any(f"{quadratic.workspace} bytes, {20 << 20} are allowed" in reason for reason in ordered.refused)
+        assert "1000 are allowed" in text
+    for gpu in ("a100", "l40s", "b200"):
+        assert "and a Hopper GPU; this is cuDNN" in planner.accept(plan_problem, asked[1], gpu)
+    sums = problem((64, 2, 16, 1), dtype="float16", backward=True, deterministic=True, max_workspace=999, return_dtensors=True,
+                   score_mod=lambda s, b, h, i, j, t: s + t[i, j], tensors={"t": (16, 16)})  # fmt: skip
+    assert sums.ds_reductions
+    text = planner.accept(plan_problem, sums, "h200")
+    assert "999 are allowed" in text
+    assert "Hopper" not in text
+
+
+@pytest.mark.cudnn
+@pytest.mark.parametrize("limit", [None, 1 << 20])
+@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+def test_every_backward_method_has_its_guards(deterministic, limit, planner):
+    """The plan for gradients of one query masks the padding with every method, including the ordered one."""
+    more = {"deterministic": deterministic, "max_workspace": limit if deterministic else None}
+    asked = problem((128, 8, 1, 1), (128, 8, 4096, 1), backward=True, **more)
+    plan = planner.accept(plan_problem, asked, "h200")
+    if deterministic and limit and planner.call(library_version) < ORDERED_SINCE:
+        assert isinstance(plan, str)
+        return
+    assert ("ΣdQ" in str(plan.graph.tensors)) or not (deterministic and limit)
+    assert guards(asked, plan.cudnn, 90) == {"queries"}
+    assert "i′ < 1" in str(plan.graph)
+
+
+@pytest.mark.slow
+@pytest.mark.cudnn
+def test_max_workspace_refuses_larger_plans(planner):
+    """The key-splitting kernel of one query has a large workspace; with less, another plan is used, and the reason is kept."""
+    one = {"q": (128, 8, 1, 1), "kv": (128, 2, 8192, 1)}
+    free = planner.accept(plan_problem, problem(**one), "h200")
+    assert free.workspace > 100_000
+    less = planner.accept(plan_problem, problem(**one, max_workspace=free.workspace - 1), "h200")
+    assert less.workspace < free.workspace
+    assert f"needs a workspace of {free.workspace} bytes, {free.workspace - 1} are allowed" in less.refused[0]
+
+
+@pytest.mark.cudnn
+def test_the_fast_engine_is_the_first_choice(planner):
+    """Large problems on the H200 get the Hopper kernel (engine 2), with a workspace of at most 1 KiB."""
+    plan = planner.accept(plan_problem, problem((128, 64, 8192, 1), (128, 8, 8192, 1), causal=True), "h200")
+    assert plan.engine == 2
+    assert plan.workspace <= 1024
+    assert plan.refused == ()
+    assert "TENSOR_CORE" in plan.notes
+    assert plan.cudnn >= 91900
+
+
+def graph_retention(graph, gpu):
+    """In a child: the version of cuDNN, and whether captured CUDA graphs own a plan that was built, and one that was loaded."""
+    from cupy_sdpa._cudnn.constants import AttributeType
+    from cupy_sdpa._cudnn.library import library
+    from cupy_sdpa.offline.planner import load_target
+    from cupy_sdpa.plans.disk_cache import DiskCache
+    from cupy_sdpa.plans.planner import load, load_or_build
+
+    if library().version < 92800:
+        return library().version, None
+    target = load_target(gpu)
+    built = load_or_build(graph, target, disk_cache=DiskCache(None))
+    plans = [built, load(built.content(), graph, target, built.key)]
+    kinds = [plan._descriptor.get("CUDA_GRAPH_RETENTION", AttributeType.CUDA_GRAPH_RETENTION) for plan in plans]
+    for plan in plans:
+        plan.close()
+    return library().version, kinds
+
+
+@pytest.mark.slow
+@pytest.mark.cudnn
+def test_captured_graphs_do_not_own_plans(planner):
+    """With cuDNN 9.28 a launch of a captured CUDA graph that owns its plan takes 2 to 6 us longer."""
+    version, kinds = planner.call(graph_retention, forward(ASKED), "h200")
+    assert kinds == (None if version < 92800 else [[1], [1]])
+
+
+@pytest.mark.slow
+@pytest.mark.cudnn
+def test_a_refusal_keeps_every_reason(planner):
+    """Every engine refuses a head dim that is no multiple of 8; the reason of each is kept, once."""
+    text = planner.call(plan_problem, problem((12, 4, 64, 2)), "h200")
+    assert "multiple of 8" in text
+    assert "engine 1" in text
+    assert "engine 2" in text
+    assert len(text.splitlines()) == len(set(text.splitlines()))
+    by_hand = planner.accept(plan_graph, backward(problem((64, 4, 64, 2), backward=True)), "a100", True, ORDERED)
+    assert "engine 6" in by_hand
+
+
+def test_the_scale_is_not_part_of_the_graph():
+    """The scale is a by-value scalar, so graphs with different scales are equal."""
+    one, other = (forward(problem((64, 2, 64, 1), scale=scale)) for scale in (0.1, 0.2))
+    assert one is other
+
+
+# Graphs that crash cuDNN (measured with 9.19 and 9.28): they are refused, and cuDNN would crash.
+
+
+def head_dim_strided():
+    q = np.empty((2, 4, 128, 64), np.float16).T  # (64, 128, 4, 2): axis 0 contiguous
+    q = q.transpose(0, 2, 1, 3)
+    k = np.empty((64, 4, 128, 2), np.float16)  # C order: axis 0 has the largest stride
+    return forward(
+        make_problem(tuple((name, ("bfloat16", x.shape, x.strides, 16)) for name, x in zip("qkv", (q, k, q), strict=True)))
+    )
+
+
+def captured_scores(dtype, mode):
+    """Scores combined with a tensor from memory: a mask, or 8-bit numbers."""
+    asked = problem((64, 4, 128, 2))
+    g = Builder()
+    shape = (asked.sizes[-1], 4, 128, 128)
+    captured = Tensor("captured", shape, dtype, "input", row_major(shape), (3, 2, 1, 0))
+    plain = forward(asked)
+    for node in plain.nodes:
+        if node.formula.startswith("P ="):
+            s = node.x
+            if mode == "binary_select":
+                s = g.pointwise("captured", mode, s, g.scalar("-inf", value=-np.inf), captured, out="masked")
+            else:
+                s = g.pointwise("captured", mode, s, captured, out="scaled")
+            g.softmax(node.formula, s, "P", "bfloat16")
+        else:
+            g.nodes.append(node)
+    return g.graph()
+
+
+DEADLY = {
+    "head_dim_not_contiguous": (head_dim_strided, "segmentation fault"),
+    "boolean_mask_in_memory": (lambda: captured_scores("bool", "binary_select"), "floating-point exception"),
+    "8_bit_numbers_in_memory": (lambda: captured_scores("uint8", "mul"), "abort"),
+}
+
+
+@pytest.mark.cudnn
+@pytest.mark.parametrize("name", DEADLY)
+def test_crashing_graphs_are_refused(name, planner):
+    """The message names the tensor and the crash, and the process continues."""
+    build, words = DEADLY[name]
+    graph = build()
+    assert crashing_patterns(graph)
+    with pytest.raises(Unsupported, match=words):
+        OperationGraph(graph)
+    assert isinstance(planner.accept(plan_graph, graph, "h200"), str)
+
+
+@pytest.mark.cudnn
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DEADLY)
+def test_crashing_graphs_crash_cudnn_without_the_guard(name, planner):
+    """The child is ended by a signal. If this test fails, cuDNN has fixed the bug and the guard can be removed."""
+    graph = DEADLY[name][0]()
+    code = in_child(plan_graph, graph, "h200", False)
+    assert code < 0, f"the child ended with {code}"
+
+
+@pytest.mark.slow
+@pytest.mark.cudnn
+def test_harmless_graphs_are_planned_without_the_guard(planner):
+    """So the crashes above are caused by the graphs."""
+    assert isinstance(planner.call(plan_graph, forward(ASKED), "h200", False), PlanInfo)
+
+
+ONE_ROW = {"q": (128, 1, 1, 1), "kv": (128, 1, 64, 1), "backward": True}
+SINGLE_KEY = {"q": (64, 2, 16, 2), "kv": (64, 2, 1, 2), "backward": True, "tensors": {"t": ()}}
+#: Gradients that crash cuDNN: the rule that refuses them, and the same with one change that is planned.
+CRASHES = {
+    "one_row": ("backward-one-row", ONE_ROW, ONE_ROW | {"q": (128, 1, 2, 1)}),
+    "difference": (
+        "single-key-difference", SINGLE_KEY | {"score_mod": lambda s, b, h, i, j, t: s - t},
+        SINGLE_KEY | {"score_mod": lambda s, b, h, i, j, t: s + (-t)},
+    ),
+    "one_query": (
+        "single-key-difference", SINGLE_KEY | {"q": (64, 2, 1, 2), "score_mod": lambda s, b, h, i, j, t: s - t},
+        SINGLE_KEY | {"kv": (64, 2, 2, 2), "score_mod": lambda s, b, h, i, j, t: s - t},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.cudnn
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CRASHES)
+def test_gradients_that_crash_cudnn_are_refused(name, planner):
+    """Of one row, and of a single key whose score function subtracts an array of one element; with the remedy they are planned."""
+    rule, deadly, remedy = CRASHES[name]
+    version = planner.call(library_version)
+    deadly, remedy = problem(**deadly), problem(**remedy)
+    refused = [reason.rule for reason in why_not(deadly, version, 90)]
+    answer = kept_planner().plan(deadly, load_target("h200"))
+    assert (refused == [rule]) == ("ended the process inside cuDNN" in str(answer)), f"{answer}; the table says {refused}"
+    assert not why_not(remedy, version, 90)
+    assert isinstance(kept_planner().plan(remedy, load_target("h200")), PlanInfo)
+
+
+# Processes
+
+
+#: A fake planner: it prints the version, then behaves as the files in its folder specify.
+FAKE = """
+import os, pathlib, pickle, sys, time
+folder = pathlib.Path({folder!r})
+while True:
+    try:
+        request = pickle.load(sys.stdin.buffer)
+    except EOFError:
+        break
+    answer = 92800 if request is None else "no engine"
+    if request is not None:
+        if (folder / "die").exists():
+            (folder / "die").unlink()
+            os._exit(7)
+        if (folder / "die within").exists():
+            (folder / "die within").unlink()
+            os.write(1, pickle.dumps("x" * 1000)[:500])
+            os._exit(8)
+        if (folder / "fail").exists():
+            answer = RuntimeError("planning failed")
+        if (folder / "wait").exists():
+            (folder / str(os.getpid())).touch()
+            time.sleep(600)
+    os.write(1, pickle.dumps(answer))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder whose files specify the behavior of the planning processes, which do not load cuDNN."""
+    monkeypatch.setattr(offline, "_COMMAND", [sys.executable, "-c", FAKE.format(folder=str(tmp_path))])
+    return tmp_path
+
+
+def alive(process):
+    """Whether a process exists."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def first_busy(folder, parent=None):
+    """The first process that is planning."""
+    while not (busy := [name for name in os.listdir(folder) if name.isdigit()]):
+        assert parent is None or parent.poll() is None, parent.communicate()
+        time.sleep(0.01)
+    return int(busy[0])
+
+
+@pytest.mark.parametrize(("how", "code"), [("die", 7), ("die within", 8)])
+def test_a_process_that_ends_is_replaced(how, code, folder):
+    """The answer contains its exit status; the next request is answered by a new process."""
+    with Planner() as planner:
+        (folder / how).touch()
+        assert planner.plan(ASKED, load_target("h200")) == f"planning ended the process inside cuDNN (exit status {code})"
+        assert planner.plan(ASKED, load_target("h200")) == "no engine"
+
+
+def test_a_process_that_cannot_be_replaced(folder):
+    """Each request then reports that no process can be started; later requests start one again."""
+    with Planner() as planner:
+        (folder / "die").touch()
+        program, offline._COMMAND[0] = offline._COMMAND[0], str(folder / "no such program")
+        assert "ended the process" in planner.plan(ASKED, load_target("h200"))
+        for _ in range(2):
+            with pytest.raises(CudnnError, match=r"cannot be started: .*no such program"):
+                planner.plan(ASKED, load_target("h200"))
+        offline._COMMAND[0] = program
+        assert planner.plan(ASKED, load_target("h200")) == "no engine"
+
+
+def test_one_process_is_kept(folder, monkeypatch):
+    """It answers later calls of explain(), also after a crash; another environment, and a forked child, have their own."""
+    planners = []
+    for value in "12":
+        monkeypatch.setenv("CUPY_SDPA_TEST", value)
+        planners.append(kept_planner())
+    before, kept = planners
+    assert kept_planner() is kept is not before
+    assert before._workers[0]._process.poll() is not None
+    for _ in range(2):
+        assert "no engine" in str(cupy_sdpa.explain(ASKED, gpu="H200"))
+        (folder / "die").touch()
+        assert "ended the process inside cuDNN" in str(cupy_sdpa.explain(ASKED, gpu="H200"))
+    child = os.fork()
+    if child == 0:
+        os._exit(kept_planner() is not kept)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert "no engine" in str(cupy_sdpa.explain(ASKED, gpu="H200"))
+
+
+def test_a_failure_outside_cudnn_is_raised(folder):
+    """The process continues."""
+    with Planner() as planner:
+        (folder / "fail").touch()
+        with pytest.raises(RuntimeError, match="planning failed"):
+            planner.plan(ASKED, load_target("h200"))
+        (folder / "fail").unlink()
+        assert planner.plan(ASKED, load_target("h200")) == "no engine"
+
+
+@pytest.mark.cudnn
+def test_unexpected_exceptions_become_answers():
+    """The answer of the planning process contains the traceback, and the process continues."""
+    with pytest.raises(RuntimeError, match=r"planning failed:\n(.*\n)+AttributeError: "):
+        kept_planner().plan(None, load_target("h200"))
+    assert kept_planner().plan(ASKED, load_target("h200")).engine in (1, 2)
+
+
+def test_no_process_outlives_an_exception(folder):
+    """Running processes are killed."""
+    (folder / "wait").touch()
+    busy = []
+
+    def go_wrong():
+        with Planner(2) as planner:
+            planner._threads.submit(planner.plan, ASKED, load_target("h200"))
+            busy.append(first_busy(folder))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        go_wrong()
+    assert not alive(busy[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command", [["plan", "shapes.toml", "--gpu", "h200", "-o", "plans"], ["support", "--measure"]], ids=lambda w: w[0]
+)
+def test_an_interrupt_is_one_line(command, folder):
+    """Ctrl-C in a terminal reaches the whole process group: exit status 130, one line, and no process is left."""
+    (folder / "wait").touch()
+    (folder / "shapes.toml").write_text(
+        '[[attention]]\nq = [64, 2, 64, 1]\nk = [64, 2, 64, 1]\nv = [64, 2, 64, 1]\ndtype = "float16"\nlengths = [64, 128, 192]'
+    )
+    # a shell starts background jobs with SIGINT ignored, which children inherit
+    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += f"from cupy_sdpa.offline import planner; planner._COMMAND = {offline._COMMAND!r}\n"
+    code += f"from cupy_sdpa.__main__ import main; sys.exit(main({command!r}))"
+    running = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=folder, env=child_environment(),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0,
+    )  # fmt: skip
+    busy = first_busy(folder, running)
+    os.killpg(running.pid, signal.SIGINT)
+    out, err = running.communicate(timeout=300)  # a planning process that is not killed would sleep longer
+    assert (running.returncode, out, err) == (130, "", "cupy_sdpa: interrupted\n")
+    assert not alive(busy)

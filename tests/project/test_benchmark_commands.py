@@ -1,0 +1,222 @@
+"""The commands of the benchmarks: compare, its files and figures, and errors of one line."""
+
+import contextlib
+import functools
+import importlib.util
+import re
+
+import pytest
+from benchmark_rows import rows_of, two_presets
+from command_line import run as run_command
+from tiers import missing
+
+from benchmarks import presets
+from benchmarks.__main__ import COMMANDS, main
+from benchmarks.common import script
+from benchmarks.compare import cpu, plots, table
+from benchmarks.contenders import registry
+from benchmarks.presets import PRESETS
+
+run = functools.partial(run_command, main=main)
+NAMES = [preset.name for preset in PRESETS]
+with_gpu = pytest.mark.skipif(not missing("gpu"), reason="this machine has a GPU")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path):
+    """An empty working directory."""
+    with contextlib.chdir(tmp_path):
+        yield tmp_path
+
+
+def test_on_the_cpu(folder, monkeypatch):
+    """Prints a table and a progress line for each direction, and writes a file, from which it is printed again; or JSON."""
+    monkeypatch.setattr(cpu, "measure", functools.partial(cpu.measure, (8, 2, 16, 1)))
+    done = run("compare --cpu --rounds 2 --csv x.csv")
+    assert done.status == 0
+    head, *rows = done.out.splitlines()
+    assert head.split() == ["preset", "direction", "ms", "numpy"]  # nothing that only a GPU has
+    assert [row.split()[:2] for row in rows[:2]] == [["cpu-2-heads-16", "forward"], ["cpu-2-heads-16", "backward"]]
+    assert not any(words in done.out for words in ("the fastest", "mean", " to "))  # of one preset and one other contender
+    assert done.err.splitlines() == ["1 of 2: cpu-2-heads-16 forward", "2 of 2: cpu-2-heads-16 backward"]
+    assert run("compare --from x.csv").out == done.out
+    rows = run("compare --from x.csv --json").json
+    assert len(rows) == 4
+    assert all(tuple(row) == table.COLUMNS and row["rounds"] == 2 for row in rows)
+
+
+@pytest.mark.parametrize(("failure", "status"), [(KeyboardInterrupt, 130), (ValueError("no"), 2)], ids=["interrupt", "failure"])
+@pytest.mark.parametrize("before", [None, b"of before"], ids=["new", "existing"])
+def test_without_results_the_file_is_as_before(failure, status, before, folder, monkeypatch):
+    """A run that fails or is interrupted before its first result leaves no new file and does not change an existing one."""
+
+    def fail(**_):
+        raise failure
+
+    monkeypatch.setattr(cpu, "measure", fail)
+    if before:
+        (folder / "x.csv").write_bytes(before)
+    done = run("compare --cpu --csv x.csv")
+    assert (done.status, done.err.count("\n")) == (status, 1)
+    assert [path.read_bytes() for path in folder.iterdir()] == ([before] if before else [])
+
+
+def test_the_list():
+    """All presets, directions and peers, and why a peer is not available."""
+    printed = run("compare --list").out
+    assert all(name in printed for name in (*NAMES, *presets.DIRECTIONS, *registry.PEERS))
+    assert list(run("compare --list --json").json) == ["presets", "directions", "peers"]
+
+
+def test_rows_of_an_earlier_run_are_selected():
+    """By presets, directions and peers."""
+    script.write_csv("x.csv", two_presets())
+    rows = run(f"compare --from x.csv --presets {NAMES[0]} --peers flex --json").json
+    assert [(row["preset"], row["way"]) for row in rows] == [(NAMES[0], "ours"), (NAMES[0], "flex")]
+
+
+#: Command lines, and the end of the last line on stderr.
+WRONG = {
+    "compare --presets bert": "there is no preset 'bert'; --list shows all presets",
+    "compare --peers xformers": "there is no peer 'xformers'.*",
+    "compare --cold bert": "there is no preset 'bert'.*",
+    "compare --from none.csv": "none.csv: No such file or directory",
+    "compare --from text.csv": "text.csv is not a CSV file of compare: it has no column preset",
+    "compare --from bytes.csv": "bytes.csv is not a CSV file of compare: .*",
+    "compare --from empty.csv": "empty.csv is not a CSV file of compare: it has no rows",
+    "compare --from words.csv": "words.csv is not a CSV file of compare: could not convert string to float: 'abc'",
+    "compare --cpu --csv none/x.csv": "cannot write none/x.csv: No such file or directory",
+    "compare --cpu --presets vit": "--presets has no effect with --cpu.*",
+    "compare --from x.csv --tune": "--tune has no effect with --from.*",
+    "compare --list --rounds 3": "--rounds has no effect with --list.*",
+    "compare --rounds 0": "argument --rounds: .*",
+    "compare --directions sideways": "argument --directions: .*",
+    "compare --cpu --from x.csv": "not allowed with argument --cpu",
+    "tables speed none.csv": "none.csv: No such file or directory",
+    "tables speed text.csv": "text.csv is not a CSV file of compare: it has no column preset",
+    "tables plans text.csv": "FILE has no effect with plans, only with speed: remove it",
+    "tables plans --plot x.svg": "--plot has no effect with plans, only with decode: remove it",
+    "tables": "the following arguments are required: TABLE",
+    "tables decode --plot none/x.svg": "cannot write none/x.svg: No such file or directory",
+    "parallel --cpu --only nonsense": "no name of a problem contains 'nonsense'; the names are .*",
+    "parallel --model --rates 0 1": "argument --rates: 0 is not positive and finite",
+    "parallel --model --link x": "argument --link: 'x' is not a number",
+    "parallel --cpu --members 0": "argument --members: 0 is not positive",
+    "shape_override 1 2 3": "3 numbers are given; pass four, or none to run all combinations",
+    "host_options --only bert": "invalid choice: 'bert'.*",
+}
+
+
+@pytest.mark.parametrize("command", WRONG)
+def test_wrong_command_lines(command, folder):
+    """The last line names the value and the remedy; nothing is written."""
+    files = {"text": b"no table", "bytes": b"\xda\x00", "empty": b"preset,direction,way,ms\n"}
+    files["words"] = files["empty"] + b"a,b,ours,abc\n"
+    for name, content in files.items():
+        (folder / f"{name}.csv").write_bytes(content)
+    done = run(command)
+    assert (done.status, done.out) == (2, "")
+    assert re.search(rf"{WRONG[command]}$", done.err.splitlines()[-1])
+    assert {path.stem: path.read_bytes() for path in folder.iterdir()} == files
+
+
+def test_usage():
+    """The usage lists all commands and fits 100 columns; an unknown command is an error."""
+    usage = run("--help").out
+    assert all(f"  {name} " in usage for name in COMMANDS)
+    assert max(map(len, usage.splitlines())) <= 100
+    for words in ("", "bert"):
+        assert run(words) == (2, "", usage)
+
+
+#: Options with which a command needs a GPU that also runs without one.
+WITH_GPU = {"compare": "", "parallel": "--threads", "fp8": "--decode"}
+NOT_INSTALLED = r"needs \w+, which is not installed"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command(name):
+    """It has a help of 80 columns, or says which library it lacks; a file that cannot be written is reported first."""
+    done = run(f"{name} --help", columns=80)
+    if done.status == 0:
+        assert done.out.startswith(f"usage: python -m benchmarks {name} ")
+        assert max(map(len, done.lines)) <= 80
+    else:
+        assert re.fullmatch(f"{name} {NOT_INSTALLED}", done.complaint)
+    if name in ("tables", "shape_override"):
+        return
+    for path in ("none/x.csv", "."):
+        last = run(f"{name} {'--csv ' if name == 'compare' else ''}{path}").err.splitlines()[-1]
+        assert re.search(rf"cannot write {re.escape(path)}: (No such file|Is a)|{NOT_INSTALLED}$", last)
+
+
+@with_gpu
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "tables"])
+def test_without_a_gpu_the_reason_is_one_line(name):
+    """In place of a traceback of CuPy; or the library that is not installed. That of compare names --cpu."""
+    said = run(f"{name} {WITH_GPU.get(name, '')}").complaint
+    assert re.fullmatch(rf"{name}.* needs a GPU \(no GPU: .*\).*|{name} {NOT_INSTALLED}", said)
+    assert name != "compare" or "--cpu" in said
+
+
+# figures
+
+
+def test_figures(folder):
+    """One for every direction with rows, and one for the host time; equal rows give equal files."""
+    pytest.importorskip("matplotlib")
+    rows = [*two_presets(), *rows_of(PRESETS[0], {"ours": 2.0, "flex": 4.0}, "backward")]
+    for ending in ("svg", "png"):
+        drawn = plots.draw(rows, folder / "a", ending)
+        assert [path.name for path in drawn] == [f"bench_{name}.{ending}" for name in ("forward", "backward", "host")]
+        again = plots.draw(rows, folder / "b", ending)
+        assert [path.read_bytes() for path in drawn] == [path.read_bytes() for path in again]
+
+
+def test_figures_from_a_file(folder):
+    """The command draws the figures of an earlier run; without matplotlib it prints how to install it."""
+    script.write_csv("x.csv", two_presets())
+    done = run("compare --from x.csv --plots pictures")
+    if importlib.util.find_spec("matplotlib"):
+        assert done.status == 0
+        assert sorted(path.name for path in (folder / "pictures").iterdir()) == ["bench_forward.svg", "bench_host.svg"]
+    else:
+        assert done.status == 2
+        assert "pip install 'cupy-sdpa[plot]'" in done.err
+
+
+# a GPU
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    """A small preset in all directions: our calls run, and the peers run or have a reason.
+
+    FlexAttention is left out because it compiles for a minute.
+    """
+    peers = [name for name in registry.PEERS if name != "flex"]
+    done = run(f"compare --presets notebook-128 --rounds 2 --csv x.csv --peers {' '.join(peers)}")
+    assert done.status == 0
+    assert "notebook-128" in done.out
+    cases = table.by_case(table.read_csv("x.csv"))
+    assert set(cases) == {("notebook-128", direction) for direction in presets.DIRECTIONS}
+    for found in cases.values():
+        assert set(found) == {"ours", *peers}
+        for name, row in found.items():
+            assert bool(row["ms"]) != bool(row["left_out"]), row
+            assert row["left_out"] is None or name != "ours"
+            assert row["gpu"]
+        assert found["ours"]["engine"]
+        assert found["ours"]["peak_bytes"] > 0
+        assert found["ours"]["workspace_bytes"] is not None
+    first = cases["notebook-128", "forward"]["ours"]
+    for column in ("host_out_us", "host_prepared_us", "cold_ms", "cold_kept_ms", "next_kept_ms"):
+        assert first[column] > 0
+
+
+@pytest.mark.gpu
+def test_host_options_on_a_gpu():
+    """Two kinds and their closest calls of PyTorch, if it is installed; otherwise why there are none."""
+    done = run("host_options x.csv --no-flex --only plain lengths")
+    assert done.status == 0
+    assert importlib.util.find_spec("torch") is not None or "PyTorch does not run" in done.out

@@ -1,0 +1,217 @@
+"""The benchmark of the options' host time: its calls on numpy and the fake CuPy, its timers, and its rows."""
+
+import contextlib
+import csv
+import functools
+import importlib
+from unittest.mock import MagicMock
+
+import numpy as np
+import pytest
+from command_line import run as run_command
+
+from benchmarks.__main__ import main
+from benchmarks.common.captured import CapturedCalls
+from benchmarks.host_options import measure, ours, profile, run
+from benchmarks.host_options.measure import Mix, Way, choose
+
+KINDS = {kind.name: kind for kind in ours.KINDS}
+
+
+@pytest.fixture(autouse=True)
+def small(tmp_path, monkeypatch):
+    """Two heads, two sets of arrays, few rounds, and an empty working directory."""
+    for module, name, value in (
+        (ours, "HEADS", 2), (measure, "SETS", 2), (measure, "ROUNDS", 2), (measure, "CALLS", 2), (measure, "PIECE", 3),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, value)
+    with contextlib.chdir(tmp_path):
+        yield
+
+
+@functools.cache
+def on_numpy(name):
+    """The results of our call of a kind."""
+    return results(np, name)
+
+
+def results(xp, name):
+    """The results of our call of a kind, as numpy arrays."""
+    found = KINDS[name].call(ours.Inputs(ours.Model(xp), 3))()
+    arrays = []
+    for x in found if isinstance(found, tuple) else (found,):
+        arrays += x.values() if isinstance(x, dict) else [] if x is None else [x]
+    return [np.asarray(x if xp is np else x.get(), np.float64) for x in arrays]
+
+
+def test_the_kinds():
+    """The mix of the options has ten forward passes with a limit, and none of them computes plain attention by mistake."""
+    options = [kind for kind in ours.KINDS if kind.mix == ours.OPTIONS]
+    assert (len(options), len(KINDS)) == (10, len(ours.KINDS))
+    assert {kind.limit for kind in options} == {ours.FORWARD_LIMIT}
+    assert {kind.limit for name, kind in KINDS.items() if name.startswith("gradients")} == {ours.GRADIENT_LIMIT}
+    (plain,) = on_numpy("plain")
+    for kind in options:
+        if kind.name != "plain":
+            (out,) = on_numpy(kind.name)
+            assert np.abs(out.reshape(plain.shape, order="F") - plain).max() > 0.01, kind.name
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "plain")) for name in KINDS])
+def test_our_call_runs_on_cudnns_graph_as_on_numpy(name, fake):
+    """Every kind is valid for numpy and CuPy, with results that agree; the two draw different random numbers for dropout."""
+    for a, b in zip(results(fake, name), on_numpy(name), strict=True):
+        assert a.shape == b.shape
+        assert np.isfinite(b).all()
+        assert np.abs(b).max() > 0
+        assert name == "dropout" or np.abs(a - b).max() <= 0.03 * np.abs(b).max()
+
+
+# the timers
+
+
+def test_the_first_way_that_runs_is_chosen():
+    """The reasons of those before it are returned, of its calls on all sets too; it is made and timed in its context."""
+    inside = []
+
+    @contextlib.contextmanager
+    def active():
+        inside.append(True)
+        yield
+        inside.pop()
+
+    ways = [
+        Way("absent", lambda number: importlib.import_module("no_such_module")),
+        Way("second set", lambda number: lambda: 1 / (1 - number)),
+        Way("works", lambda number: lambda: number / len(inside), active),
+    ]
+    chosen, failures = choose(ways, lambda results: None, 3)
+    assert chosen.way.title == "works"
+    assert measure.idle_timer(chosen, lambda results: None)() > 0
+    assert not inside
+    assert failures == [
+        "absent does not run: ModuleNotFoundError: No module named 'no_such_module'",
+        "second set does not run: ZeroDivisionError: division by zero",
+    ]
+    assert choose(ways[:1], lambda results: None, 3) == (None, failures[:1])
+
+
+def test_a_mix_takes_turns():
+    """Kinds alternate, each on its next set; the device is synchronized after at most PIECE calls; the second round counts."""
+    log = []
+    calls = {name: [lambda name=name, n=n: log.append(f"{name}{n}") for n in range(2)] for name in "abc"}
+    mix = Mix(calls, lambda results: log.append("wait"))
+    assert mix() > 0
+    assert log == ["wait", "a0", "b0", "c0", "wait", "a1", "b1", "c1", "wait"] * 2
+    assert {name: len(several) for name, several in mix.rounds.items()} == dict.fromkeys("abc", 1)
+
+
+def test_a_mix_is_measured_after_it_is_captured():
+    """The rounds of contenders correspond; the warm-up ends after rounds without a capture, and after a limit."""
+    count = [0]
+
+    def call():
+        count[0] += 1
+
+    mixes = {name: Mix({"x": [call]}, lambda results: None) for name in ("ours", "peer")}
+    measure.measure_mixes(mixes)
+    assert [len(mix.rounds["x"]) for mix in mixes.values()] == [2, 2]
+    assert count == [2 * (measure.WARM_UP + 2 * 3)]
+    count[0] = 0
+    Mix({"x": [call]}, lambda results: None, captured=lambda: min(count[0] // 2, 5)).warm_up()
+    assert count == [10 + measure.WARM_UP]
+    mix = Mix({"x": [call]}, lambda results: None, captured=lambda: count[0])
+    mix.warm_up()
+    assert count == [10 + measure.WARM_UP + measure.MAX_WARM_UP]
+    assert not mix.rounds["x"]
+
+
+def test_captured_calls(fake):
+    """The calls are captured in turn, and a launch of the graph takes the time of their kernels."""
+    made = []
+
+    def call(name):
+        made.append(name)
+        return fake.full(8, 1.0, np.float32)
+
+    timer = CapturedCalls([functools.partial(call, name) for name in "ab"], 3)
+    assert made == [*"ab", *"ab", *"aba"]  # before the capture on both streams, and captured
+    assert timer() == pytest.approx(1.0)  # microseconds of a kernel of the fake
+
+
+# rows
+
+
+def row_of(**cells):
+    """A row with some of its cells."""
+    row = dict.fromkeys(run.COLUMNS) | {"kind": "plain", "mix": "options", "limit": 0.7, "message": ""} | cells
+    run.judge(row)
+    return row
+
+
+def test_ratios_and_limits():
+    """The ratio of the mix counts, or alone for a call without one; a missing ratio is reported, and no limit is not."""
+    rows = [
+        row_of(ratio=0.9, mix_ratio=0.7, peer="SDPA"),
+        row_of(ratio=0.1, mix_ratio=0.701, peer="SDPA"),
+        row_of(ratio=0.1),
+        row_of(kind="prepared", mix="", ratio=1.1, limit=1.25, peer="cudnnBackendExecute"),
+        row_of(kind="vjp", mix_ratio=3.0, limit=None),
+    ]
+    assert [row["holds"] for row in rows] == [True, False, None, True, None]
+    assert [" ".join(line.split()) for line in run.acceptance(rows)] == [
+        "plain in the mix of SDPA: 0.700 holds, limit 0.7",
+        "plain in the mix of SDPA: 0.701 DOES NOT HOLD, limit 0.7",
+        "plain in the mix of no peer: not measured, limit 0.7",
+        "prepared alone of cudnnBackendExecute: 1.100 holds, limit 1.25",
+    ]
+
+
+class Peer:
+    """Stands for PyTorch: one call that runs and one that does not."""
+
+    active = MagicMock()
+
+    @staticmethod
+    def ways(kind):
+        failing = Way("fails", lambda number: lambda: 1 / 0)
+        return {"plain": [failing, Way("runs", lambda number: lambda: None)], "paged": [failing]}.get(kind, [])
+
+
+@pytest.mark.parametrize("peers", [Peer, None], ids=["both", "ours"])
+def test_the_command(peers, fake, monkeypatch):
+    """Times of both contenders, ratios where both run, and the reasons where a peer does not."""
+    monkeypatch.setattr(run, "load_peers", lambda with_flex: (peers, "", "" if peers else "PyTorch does not run"))
+    out = run_command("host_options x.csv --only plain lengths paged", main=main).out
+    with open("x.csv", newline="") as file:
+        rows = {row["kind"]: row for row in csv.DictReader(file)}
+    assert list(rows) == ["plain", "lengths", "paged"]
+    for row in rows.values():
+        assert float(row["us"]) > 0
+        assert float(row["mix_us"]) > 0
+    plain, lengths, paged = rows.values()
+    assert not any(lengths[name] for name in ("peer", "peer_us", "ratio", "peer_mix_us", "mix_ratio", "holds", "message"))
+    assert "lengths            in the mix of no peer: not measured, limit 0.7" in out
+    if peers:
+        assert min(float(plain["ratio"]), float(plain["mix_ratio"])) > 0
+        assert (plain["peer"], plain["holds"]) == ("runs", "False")
+        assert plain["message"] == paged["message"] == "fails does not run: ZeroDivisionError: division by zero"
+    else:
+        assert "PyTorch does not run" in out
+        assert not plain["peer"]
+
+
+def test_profile(fake):
+    """The slow steps take time, the steps and the rest are the call, and the launches of all sets are counted."""
+    shown = run_command("host_options --profile x.csv --only plain paged", main=main).out.splitlines()
+    with open("x.csv", newline="") as file:
+        rows = {row["kind"]: row for row in csv.DictReader(file)}
+    assert list(rows) == ["plain", "paged"]
+    for row in rows.values():
+        steps = {step: float(row[step]) for step in (*profile.STEPS, "rest") if step != "busy"}
+        assert min(steps[step] for step in ("key", "allocate", "array", "launch")) > 0  # others may be shorter than the clock's
+        assert sum(steps.values()) == pytest.approx(float(row["total"]), abs=0.05)
+        launches = dict(reversed(part.split(" x ")) for part in row["launches"].split("; "))
+        assert sum(map(int, launches.values())) == measure.SETS
+    assert shown[-1].startswith("paged ")
+    assert shown[-1].endswith(rows["paged"]["launches"])

@@ -1,0 +1,159 @@
+"""The README, the docs and the notebooks: their code runs, and their tables and pictures are up to date."""
+
+import contextlib
+import json
+import re
+import runpy
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from command_line import ROOT
+from command_line import run as run_command
+from tiers import missing
+
+import cupy_sdpa
+from benchmarks.__main__ import main as benchmarks
+from cupy_sdpa.nnlib import dot_product_attention_scores
+
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+NOTEBOOKS = ROOT / "docs" / "notebooks"
+
+
+def code_blocks(path, others=None):
+    """The Python code blocks of a Markdown file: those that need a library, or those that need neither PyTorch nor JAX."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", path.read_text(encoding="utf-8"), re.S | re.M)
+    found = {code: re.search(r"^import (torch|jax)$", code, re.M) for code in blocks}
+    return [code for code, match in found.items() if (match and match[1]) == others]
+
+
+def run_block(code):
+    """Run code for CuPy; numpy replaces CuPy if there is no GPU."""
+    if missing("gpu"):
+        code = re.sub(r"^import cupy\b.*$", "import numpy as cupy", code, flags=re.M)
+    exec(compile(code, "a block", "exec"), {"__name__": "readme"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "path", [path for path in (ROOT / "README.md", *DOCS) if code_blocks(path)], ids=lambda path: path.name
+)
+def test_the_code_runs(path, tmp_path):
+    """Every Python block of the README and the docs runs."""
+    with contextlib.chdir(tmp_path):  # some write files
+        for code in code_blocks(path):
+            run_block(smaller(code))
+
+
+def smaller(code):
+    """The README's blocks with shorter sequences where numpy computes them."""
+    return code.replace("(128, heads, 1024, 2)", "(128, heads, 128, 2)") if missing("gpu") else code
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("library", ["torch", "jax"])
+def test_the_code_for_other_libraries_runs(library, cupy, monkeypatch):
+    """Blocks that import PyTorch or JAX."""
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    pytest.importorskip(library)
+    blocks = [code for path in DOCS for code in code_blocks(path, library)]
+    assert blocks
+    for code in blocks:
+        run_block(code)
+
+
+def test_no_code_is_overlooked():
+    """Every block that is marked as Python is run by a test."""
+    for path in (ROOT / "README.md", *DOCS):
+        marked = re.findall(r"^[ \t]*(?:```|~~~)[ \t]*\{?\.?py", path.read_text(encoding="utf-8"), re.M | re.I)
+        assert len(marked) == sum(len(code_blocks(path, others)) for others in (None, "torch", "jax")), path
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("*_table.md")), ids=lambda path: path.stem)
+def test_tables(path):
+    """Each equals the output of its script for the result files."""
+    name = path.stem.removesuffix("_table")
+    with contextlib.chdir(ROOT):
+        printed = run_command(f"tables {name}", main=benchmarks)
+    assert path.read_text(encoding="utf-8") == printed.out, (
+        f"write it again: python -m benchmarks tables {name} > docs/{path.name}"
+    )
+
+
+@pytest.mark.slow
+def test_pictures():
+    """Each picture of the options equals the output of its script."""
+    found = runpy.run_path(str(ROOT / "docs" / "pictures.py"))
+    drawn = found["drawn"]()
+    for folder, pictures in ((found["FOLDER"], drawn), (found["BLOCKS_FOLDER"], found["drawn_masks"]())):
+        assert {path.stem for path in folder.glob("*.svg")} == set(pictures)
+        for name, text in pictures.items():
+            assert (folder / f"{name}.svg").read_text(encoding="utf-8") == text, "draw it anew: python3 docs/pictures.py"
+    assert (found["FOLDER"].parent / "overview.svg").read_text(encoding="utf-8") == found["overview"](drawn)
+
+
+# the notebooks
+
+
+def cells(name):
+    """The code cells of a notebook: the source and the tags."""
+    for cell in json.loads((NOTEBOOKS / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]:
+        if cell["cell_type"] == "code":
+            yield "".join(cell["source"]), cell["metadata"].get("tags", [])
+
+
+@pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_notebooks_need_no_local_files(path):
+    """Every notebook imports installed packages only, begins with a title, and has saved outputs without errors."""
+    book = json.loads(path.read_text(encoding="utf-8"))
+    assert "".join(book["cells"][0]["source"]).startswith("# ")
+    outputs = [output for cell in book["cells"] for output in cell.get("outputs", [])]
+    assert outputs
+    assert not any(output["output_type"] == "error" for output in outputs)
+    assert not any(re.search(r"(from|import) (here|recall|generate)\b", source) for source, _ in cells(path.stem))
+
+
+class LikeCupys(np.ndarray):
+    """Integer indexing gives C order, as in CuPy; numpy puts the axis of the index first."""
+
+    def __getitem__(self, index):
+        found = super().__getitem__(index)
+        return np.ascontiguousarray(found).view(LikeCupys) if isinstance(found, np.ndarray) else found
+
+
+def readable(*arrays):
+    """Plain arrays of the same memory, in a layout that cuDNN can read."""
+    plain = [x.view(np.ndarray) for x in arrays]
+    report = cupy_sdpa.explain(*plain[:3], gpu="h200", cudnn="9.19")
+    assert report, report.reasons
+    assert all(x.strides[0] == x.itemsize for x in plain)
+    return plain
+
+
+@pytest.mark.slow
+def test_cudnn_can_read_the_arrays_of_the_training_step():
+    """q, k, v and the gradient of the output in the notebook's model, and the weights that are drawn, if the arrays are CuPy's."""
+    names = {
+        "np": np, "xp": np, "dtype": np.dtype(np.float16), "attention_vjp": cupy_sdpa.attention_vjp,
+        "dot_product_attention_scores": lambda q, k: dot_product_attention_scores(*readable(q, k, k)[:2]),
+    }  # fmt: skip
+    for source, tags in cells("03_a_training_step"):
+        if "model" in tags:
+            exec(source, names)
+    made = names["initial"]
+
+    def vjp(*arrays):
+        out, pullback = cupy_sdpa.attention_vjp(*readable(*arrays))
+
+        def readable_pullback(dout):
+            assert dout.flags.f_contiguous
+            return pullback(dout.view(np.ndarray))
+
+        return out, readable_pullback
+
+    names["initial"] = lambda seed=0: {name: w.view(LikeCupys) for name, w in made(seed).items()}
+    names["attention_vjp"] = vjp
+    found = SimpleNamespace(**names)
+    weights, _ = found.train(2)
+    looked = found.attention_map(weights, *found.questions(np.random.default_rng(1)))
+    assert looked.shape == (found.PAIRS, 1, found.HEADS, found.BATCH)

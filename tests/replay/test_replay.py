@@ -1,0 +1,398 @@
+"""Repeated calls: they are not parsed again and launch CUDA graphs; results, addresses, streams and keys are right."""
+
+import contextlib
+import itertools
+import threading
+
+import numpy as np
+import pytest
+from fake_cupy import DEVICE, library
+from replayed_calls import CASES, OFTEN, REPLAY, Calls, equal, functions_run
+
+import cupy_sdpa
+from cupy_sdpa import attention, attention_backward, get_plan_cache, prepare
+
+pytestmark = pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def cache(engine):
+    """An empty plan cache."""
+    cache = get_plan_cache()
+    cache.clear()
+    yield cache
+    engine.xp.cuda.Device().synchronize()
+    cache.set_limit(256)
+    cache.clear()
+
+
+@pytest.fixture
+def qkv(engine):
+    """q, k and v."""
+    return [engine.normal(seed, 16, 2, 20, 2) for seed in range(3)]
+
+
+@contextlib.contextmanager
+def replayed(engine):
+    """Assert that cuDNN is not called, because a CUDA graph is launched; on a GPU the number of functions shows it."""
+    before = len(library().executions) if engine.name == "fake" else 0
+    yield
+    assert engine.name != "fake" or len(library().executions) == before, "the call was not replayed"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_repeated_calls_are_not_parsed(name, engine):
+    """From the second call on, at any addresses, both passes run a part of the functions of a call that is parsed."""
+    calls = Calls(engine, name)
+    calls.run()
+    parsed = functions_run(calls.elsewhere().launch)  # the addresses of its results are checked
+    calls = Calls(engine, name, preallocated=False)
+    want = calls.run()
+    for other in (calls.elsewhere(), calls.elsewhere()):
+        assert functions_run(other.launch) < 0.75 * parsed
+        equal(other.run(), want)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_replays_read_the_present_contents(name, engine):
+    """A replayed call is one launch, is right after its inputs changed, and its memory is not allocated to others."""
+    calls = Calls(engine, name)
+    for _ in range(2 * OFTEN):
+        want = calls.run()
+    with replayed(engine):
+        equal(calls.run(), want)
+        passes = 2 if calls.runner.case.backward else 1
+        assert functions_run(calls.launch) <= passes * REPLAY
+    if engine.name == "fake":
+        kinds = {work.kind for works in DEVICE.executables.values() for work in works}
+        assert kinds <= {"kernel", "memset", "memcpy"}, "a graph allocates memory"
+    sizes = [1 << n for n in range(8, 17)] + [x.nbytes for x in calls.memory.views.values()]
+    others = [engine.xp.full(size, 7, np.uint8) for size in sizes for _ in range(4)]  # all free memory that might be reused
+    calls.load(1)
+    with replayed(engine) if want.keys() <= calls.memory.views.keys() else contextlib.nullcontext():
+        got = calls.host(calls.launch())
+    assert all((x.get() == 7).all() for x in others)
+    equal(got, calls.elsewhere().run())
+    assert not any(calls.memory.surroundings_changed(name) for name in calls.memory.views if name in got)
+
+
+def test_results_are_the_callers_arrays(engine, qkv):
+    """A replayed call returns the arrays that were passed as results, and an array that is not passed is new."""
+    q, k, v = qkv
+    out, dk = engine.nan(*q.shape), engine.nan(*k.shape)
+    for _ in range(OFTEN):
+        given, stats = attention(q, k, v, out=out, return_stats=True)
+        gradients = attention_backward(q, q, k, v, out, stats, dk=dk)
+    assert given is out
+    assert gradients[1] is dk
+    assert gradients[2] is not attention_backward(q, q, k, v, out, stats, dk=dk)[2]
+
+
+def test_addresses_of_results_and_inputs_change(engine, qkv):
+    """New results and inputs at other addresses: each call uses its own arrays, also where one was three arguments before."""
+    q, k, v = qkv
+    attention(q, q, q)
+    want = engine.get(attention(q, k, v))
+    kept = [attention(q, k, v) for _ in range(2 * OFTEN)]
+    for _ in range(2 * OFTEN):
+        np.testing.assert_array_equal(engine.get(attention(q, k, v)), want)
+    for factor in (2, 4):
+        np.testing.assert_array_equal(engine.get(attention(q, k, v * np.float16(factor))), factor * want)
+    for x in kept:
+        np.testing.assert_array_equal(engine.get(x), want)
+
+
+def test_strides_of_one_query(engine):
+    """Strides of axes of length 1 may differ: results are right, and the call is not parsed."""
+    q, k, v = (engine.normal(seed, 16, 2, n, 1) for seed, n in enumerate((1, 24, 24)))
+    parsed = functions_run(attention, q, k, v)
+    want = engine.get(attention(q, k, v))
+    other = engine.nan(16, 2, 3, 1)[:, :, :1]
+    other[...] = q
+    assert other.strides != q.strides
+    assert functions_run(attention, other, k, v) < parsed / 4
+    np.testing.assert_array_equal(engine.get(attention(other, k, v)), want)
+
+
+def test_the_pool_may_return_the_memory_of_results_in_any_order(engine, qkv):
+    """Gradients of equal sizes are replayed, although the pool returns their blocks in the order in which they were freed."""
+    q, k, v = qkv
+    out, stats = attention(q, k, v, return_stats=True)
+
+    def run(order):
+        gradients = list(attention_backward(q, q, k, v, out, stats))
+        contents = dict(zip(("dq", "dk", "dv"), map(engine.get, gradients), strict=True))
+        for number in order:
+            gradients[number] = None
+        return contents
+
+    orders = list(itertools.permutations(range(3)))
+    want = [run(order) for order in orders][-1]
+    with replayed(engine):
+        for order in orders:
+            equal(run(order), want)
+
+
+def other_calls(engine):
+    """Calls that differ from causal attention with ``out`` in one thing: the changed arguments."""
+    xp = engine.xp
+    q = engine.normal(0, 16, 2, 20, 2)
+    longer = xp.zeros(q.size + 4, q.dtype)
+    unaligned = longer[4:].reshape(q.shape[::-1]).T
+    unaligned[...] = q
+    elsewhere = q.copy("K")
+    if engine.name == "fake":
+        elsewhere.data.device_id = 1
+    bias = [
+        xp.asarray(np.asfortranarray(np.random.default_rng(5).standard_normal((20, 20, 1, 1)).astype(t))) for t in ("e", "f")
+    ]
+    return {
+        "dtype": {"q": q.astype(np.float32)}, "shape": {"q": q[:, :, :8]}, "strides": {"q": xp.ascontiguousarray(q)},
+        "heads": {"q": engine.normal(0, 16, 4, 20, 2)}, "alignment": {"q": unaligned}, "numpy": {"q": engine.get(q)},
+        "no mask": {"causal": False}, "corner": {"causal": "bottom_right"}, "scale": {"scale": 0.5}, "window": {"window": (1, 0)},
+        "floats": {"window": (1.0, 0)}, "softcap": {"softcap": 2.0}, "function": {"score_mod": lambda s, b, h, i, j: 2 * s},
+        "bias": {"bias": bias[0]}, "bias of another dtype": {"bias": bias[1]}, "bias in another order": {"bias": bias[1].T},
+        "one row of a bias": {"bias": bias[1][:, :1]}, "bucket": {"bucket": 64}, "name": {"casual": True}, "overlap": {"out": q},
+        "sinks": {"sinks": xp.zeros(2, np.float32)}, "stats": {"return_stats": True}, "device": {"q": elsewhere},
+        "max_workspace": {"max_workspace": 0},
+    }  # fmt: skip
+
+
+def test_other_calls_are_not_the_cached_one(engine, cache):
+    """Each gives what it gives when it is the first call, the same error or result, after calls that differ in one thing."""
+
+    def outcome(changes):
+        arguments = {"q": engine.normal(0, 16, 2, 20, 2), **changes}
+        arguments = {name: arguments["q"] if name == "out" else x for name, x in arguments.items()}
+        k, v = engine.normal(1, 16, 2, 20, 2), engine.normal(2, 16, 2, 20, 2)
+        try:
+            results = attention(arguments.pop("q"), k, v, **{"causal": True, **arguments})
+        except Exception as error:
+            return type(error).__name__, str(error)[:40]
+        return tuple(engine.get(x).tobytes() for x in (results if isinstance(results, tuple) else (results,)))
+
+    changes = other_calls(engine)
+    alone = {}
+    for name in changes:
+        cache.clear()
+        alone[name] = outcome(changes[name])
+    assert sum(isinstance(got[0], str) for got in alone.values()) >= 4
+    usual = outcome({})
+    for name, change in changes.items():
+        for _ in range(OFTEN):
+            assert outcome({}) == usual
+        assert outcome(change) == alone[name], name
+        assert outcome(change) == alone[name], f"{name}, for the second time"
+
+
+def test_a_result_at_a_new_address_is_checked(engine, qkv):
+    """It may overlap an input: only addresses that were checked are written to."""
+    q, k, v = qkv
+    two = engine.nan(16, 2, 20, 4)
+    q, out = two[..., :2], two[..., 2:]
+    q[...] = qkv[0]
+    for _ in range(OFTEN):
+        attention(q, k, v, out=out)
+    with pytest.raises(ValueError, match="out overlaps q"):
+        attention(q, k, v, out=two[..., 1:3])
+    with pytest.raises(ValueError, match="out overlaps q"):
+        attention(q, k, v, out=q)
+
+
+@pytest.mark.parametrize("name", ["plain", "large copies"])
+def test_the_current_stream_is_used(name, engine):
+    """Every launch of first, repeated and replayed calls is on the current stream."""
+    calls, xp = Calls(engine, name), engine.xp
+    want = calls.run()
+    streams = [xp.cuda.Stream(non_blocking=True) for _ in range(2)]
+    xp.cuda.Device().synchronize()
+    for turn in range(OFTEN + 1):
+        for stream in [*streams, xp.cuda.Stream.null, *streams[: turn % 2]]:
+            with stream:
+                calls.load(0)
+                before = len(DEVICE.launches)
+                results = calls.launch()
+                assert engine.name != "fake" or set(DEVICE.launches[before:]) == {stream.ptr}
+                stream.synchronize()
+            equal(calls.host(results), want)
+
+
+@pytest.mark.parametrize("name", ["plain", "packed"])
+def test_a_stream_at_the_address_of_a_destroyed_one(name, engine):
+    """CUDA reuses addresses of streams: results on the new stream are right, and memory comes from the pool of that stream."""
+    calls, xp, pointers, used = Calls(engine, name), engine.xp, set(), set()
+    want = calls.run()
+    xp.cuda.Device().synchronize()
+
+    def allocate(size):
+        used.add(xp.cuda.get_current_stream().ptr)
+        return xp.get_default_memory_pool().malloc(size)
+
+    for _ in range(3):
+        with xp.cuda.Stream(non_blocking=True) as stream, xp.cuda.using_allocator(allocate):
+            for _ in range(OFTEN + 1):
+                equal(calls.run(), want)
+                assert xp.cuda.get_current_stream() is stream
+                assert engine.name != "fake" or library().stream_of_last_handle() == stream.ptr, "a stream that is destroyed"
+            pointers.add(stream.ptr)
+        del stream
+    assert used == pointers
+    assert engine.name != "fake" or len(pointers) == 1
+
+
+def test_plans_are_built_on_the_current_stream(engine, qkv):
+    """The stream of the previous call may have been destroyed when the next plan is built."""
+    q, k, v = qkv
+    engine.xp.cuda.Device().synchronize()
+    for length in (20, 12, 8):
+        with engine.xp.cuda.Stream(non_blocking=True) as stream:
+            got = attention(q[:, :, :length], k, v)
+            stream.synchronize()
+        del stream
+        np.testing.assert_array_equal(engine.get(got), engine.get(attention(q, k, v))[:, :, :length])
+
+
+@pytest.mark.slow
+def test_threads(engine):
+    """Four threads with a stream each and a plan cache of a few plans: all results are right while plans come and go."""
+    problems = [Calls(engine, name) for name in ("plain", "lengths", "packed")]
+    wanted, wrong = [calls.run() for calls in problems], []
+    engine.xp.cuda.Device().synchronize()
+
+    def work(seed):
+        try:
+            with engine.xp.cuda.Stream(non_blocking=True) as stream:
+                mine = [calls.elsewhere() for calls in problems]
+                get_plan_cache().set_limit(1 + seed)
+                for number in np.random.default_rng(seed).integers(0, 3, 16):
+                    equal(mine[number].run(), wanted[number])
+                stream.synchronize()
+            get_plan_cache().clear()
+        except BaseException as error:  # raised in the test's own thread
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong, wrong
+
+
+def test_one_plan_at_a_time(engine, cache):
+    """With a limit of one plan each call destroys the previous one, whose work may be queued: results are right."""
+    cache.set_limit(1)
+    problems = [Calls(engine, name) for name in ("plain", "lengths")]
+    wanted = [calls.run() for calls in problems]
+    for _ in range(OFTEN):
+        for calls in problems:
+            calls.load(0)
+        for calls, results, want in zip(problems, [calls.launch() for calls in problems], wanted, strict=True):
+            equal(calls.host(results), want)
+    assert cache.size == 1
+
+
+def test_graphs_are_destroyed_before_their_plan(engine, qkv, cache):
+    """By clear(), autotuning and the limit of plans; calls are counted, and captured again."""
+    q, k, v = qkv
+    want = engine.get(attention(q, k, v))
+
+    def repeat():
+        for _ in range(OFTEN):
+            np.testing.assert_allclose(engine.get(attention(q, k, v)), want, atol=1e-2)
+        assert cache.recordings == 1
+        assert engine.name != "fake" or len(DEVICE.graphs) == 1
+
+    repeat()
+    assert (cache.hits, cache.misses) == (OFTEN, 1)
+    cache.clear()
+    assert cache.recordings == 0
+    repeat()
+    with cupy_sdpa.autotune() as found:
+        attention(q, k, v)
+    assert len(found) == 1
+    repeat()
+    cache.set_limit(1)
+    attention(q, k, v, causal=True)
+    assert cache.recordings == 0
+    assert not DEVICE.graphs
+
+
+def test_prepared_calls_are_replayed(engine, qkv):
+    """Like others; arrays of another problem still raise, and so do arrays that are results of no call."""
+    q, k, v = qkv
+    lengths, out = engine.put(np.array([20, 3], np.int32)), engine.nan(*q.shape)
+    call = prepare(q, k, v, seq_lens_kv=lengths)
+    for _ in range(OFTEN):
+        call(q, k, v, out=out)
+    lengths[...] = lengths[::-1].copy()
+    out.fill(np.nan)
+    assert functions_run(call, q, k, v, out=out) <= REPLAY + 6
+    want = engine.get(attention(q, k, v, seq_lens_kv=lengths))
+    np.testing.assert_array_equal(engine.get(out), want)
+    other = engine.put(np.array([1, 2], np.int32))
+    right = engine.get(attention(q, k, v, seq_lens_kv=other))
+    np.testing.assert_array_equal(engine.get(call(q, k, v, seq_lens_kv=other)), right)
+    np.testing.assert_array_equal(engine.get(call(*(x.copy("K") for x in (q, k, v)))), want)
+    for arguments, results, error, words in [
+        ((q[:, :, :10], k, v), {}, ValueError, "differs from the prepared one"),
+        ((), {"out": q, "stats": k, "dq": v}, TypeError, "0 arrays are passed"),
+        ((q, k, v), {"dq": q}, TypeError, "dq is not a result"),
+    ]:
+        with pytest.raises(error, match=words):
+            call(*arguments, **results)
+
+
+def test_replayed_calls_are_traced(engine, qkv, tmp_path, cache):
+    """A call that was captured before the trace is written to it, once, and still replayed."""
+    q, k, v = qkv
+    out = engine.nan(*q.shape)
+    for _ in range(OFTEN):
+        attention(q, k, v, out=out)
+    hits = cache.hits
+    with cupy_sdpa.trace(tmp_path / "problems.jsonl") as trace, replayed(engine):
+        for _ in range(3):
+            attention(q, k, v, out=out)
+    engine.xp.cuda.get_current_stream().synchronize()
+    assert trace.problems == 1
+    assert cache.hits == hits + 3
+
+
+@pytest.mark.parametrize(("options", "launches"), [({}, 1), ({"softcap": 2.0}, 2)], ids=["plain", "softcap"])
+def test_a_paged_query_needs_no_other_launch(options, launches, engine):
+    """One query of every sequence: cuDNN clears sequences without keys, unless an option changes the scores."""
+    if engine.name != "fake":
+        pytest.skip("launches are counted on the fake CuPy")
+    ones = [engine.put(np.ones(shape, np.float16, order="F")) for shape in ((8, 2, 1, 3), (8, 1, 4, 3), (8, 1, 4, 3))]
+    table = engine.put(np.asfortranarray([[0, 1, 2]], np.int32))
+    for given in ([3, 0, 4], [0, 1, 2], [4, 4, 0]):
+        lengths, before = engine.put(np.array(given, np.int32)), len(DEVICE.launches)
+        out, stats = attention(*ones, seq_lens_kv=lengths, page_table=table, return_stats=True, **options)
+        count = len(DEVICE.launches) - before
+        np.testing.assert_array_equal(engine.get(out)[0, 0, 0], np.array(given) > 0)
+        np.testing.assert_array_equal(np.isneginf(engine.get(stats)[0, 0]), np.array(given) == 0)
+    assert count == launches
+
+
+@pytest.mark.multi_gpu
+def test_two_gpus_have_their_own_graphs(engine):
+    """The same call on both, whichever is current: it runs on the device of its arrays, captured in that context."""
+    xp, devices = engine.xp, [engine.xp.cuda.Device(number) for number in (0, 1)]
+    given, wanted = [], []
+    for device in devices:
+        with device:
+            arrays = [engine.normal([seed, device.id], 64, 2, 100, 1) for seed in range(3)]
+            given.append(arrays)
+            wanted.append(engine.get(attention(*arrays)))
+    for _ in range(2 * OFTEN):
+        for current, device in itertools.product(devices, devices):
+            with current:
+                got = attention(*given[device.id])
+                assert got.device == device
+                np.testing.assert_array_equal(engine.get(got), wanted[device.id])
+    for device in devices:
+        with device:
+            assert functions_run(attention, *given[device.id]) <= REPLAY
+            assert get_plan_cache().recordings == 1
+            get_plan_cache().clear()
+            xp.cuda.Device().synchronize()

@@ -1,0 +1,118 @@
+"""The gradients of captured arrays, ``return_dtensors``, and that every rule of the derivatives is tested."""
+
+import numpy as np
+import pytest
+from functions import GPUS, HKV, HQ, LEARNED, OPERATIONS, ZOO, B, arrays, has_plan, refused, right_on_the_gpu
+
+from cupy_sdpa import Unsupported, attention, attention_backward, attention_vjp, explain, problem
+from cupy_sdpa.graph.emit import COMPOSED
+from cupy_sdpa.graph.nodes import POINTWISE
+from cupy_sdpa.problem.subproblems import subproblems
+from cupy_sdpa.score_fn.autodiff import RULES
+
+NAMED = {functions.name: functions for functions in LEARNED}
+every_function = pytest.mark.parametrize("functions", LEARNED, ids=str)
+
+
+def test_every_rule_is_tested():
+    """Every operation has a rule, and some function that is compared with differences has the operation."""
+    assert set(RULES) == set(POINTWISE) | set(COMPOSED)
+    shapes = (8, 4, 20, 2), (8, 2, 20, 2), (8, 2, 20, 2)
+    used = set()
+    for functions in [*OPERATIONS, *ZOO]:
+        program = problem(*shapes, dtype="float32", **functions.options(q=20, kv=20)).settings.program
+        used |= {step.mode for step in program.steps} if program else set()
+    unused = {mode for mode in set(RULES) - used if mode[:4] != "cmp_"}  # functions have no identity
+    assert unused <= {"identity", "gen_index"}
+
+
+@every_function
+def test_gradients_match_finite_differences(functions):
+    """Along random directions; the gradients of q, k and v are those without, and are written to the preallocated arrays."""
+    q, k, v, dout = arrays(s=30)
+    options = functions.options(q=30, kv=30)
+    options["tensors"] = {name: x.astype(np.float64) for name, x in options["tensors"].items()}
+    out, stats = attention(q, k, v, return_stats=True, **options)
+    dq = np.full_like(q, np.nan)
+    *found, gradients = attention_backward(dout, q, k, v, out, stats, dq=dq, return_dtensors=True, **options)
+    assert found[0] is dq
+    for a, b in zip(found, attention_backward(dout, q, k, v, out, stats, **options), strict=True):
+        np.testing.assert_array_equal(a, b)
+    rng = np.random.default_rng(5)
+    for name, x in options["tensors"].items():
+        assert (gradients[name].shape, gradients[name].dtype) == (x.shape, x.dtype)
+        for _ in range(3):
+            direction = rng.standard_normal(x.shape)
+            moved = [options["tensors"] | {name: np.asarray(x + step * direction)} for step in (1e-5, -1e-5)]
+            above, below = (float((attention(q, k, v, **options | {"tensors": there}) * dout).sum()) for there in moved)
+            size = float(np.abs(gradients[name] * direction).sum())
+            np.testing.assert_allclose((above - below) / 2e-5, (gradients[name] * direction).sum(), rtol=0, atol=1e-5 * size)
+
+
+@pytest.mark.parametrize(
+    ("name", "launched"), [("bias", 1), ("added_before", 1), ("added_behind", 2), ("kerple", 3), ("pairs", 3)]
+)
+def test_arrays_share_a_launch_where_they_can(name, launched):
+    """An array whose derivative equals that of the product of q and k shares its subproblem; any other has its own."""
+    q, k, v, _ = arrays(s=30)
+    report = explain(q, k, v, backward=True, return_dtensors=True, **NAMED[name].options(q=30, kv=30))
+    assert len(report.launches or (report,)) == launched
+    assert str(report).count("and then") == launched - 1
+    assert report._repr_html_().count("runs on the CPU") == launched
+
+
+def test_every_launch_is_planned_before_the_first_runs(fake):
+    """If the second subproblem is refused, nothing has been written."""
+    q, k, v, dout = map(fake.asarray, arrays("float16", s=30))
+    options = NAMED["kerple"].options(fake, q=30, kv=30)
+    out, stats = attention(q, k, v, return_stats=True, **options)
+    attention_backward(dout, q, k, v, out, stats, **options)  # the first subproblem has a plan
+    targets = {name: fake.full(x.shape, np.nan, np.float16, order="F") for name, x in (("dq", q), ("dk", k), ("dv", v))}
+    with refused(), pytest.raises(Unsupported):
+        attention_backward(dout, q, k, v, out, stats, return_dtensors=True, **targets, **options)
+    assert all(np.isnan(x.get()).all() for x in targets.values())
+
+
+def test_only_requested_gradients_are_returned():
+    """Names select them; an array that only a mask function reads, or that no score depends on, has the gradient 0."""
+    q, k, v, dout = arrays(s=30)
+    _, pullback = attention_vjp(q, k, v, return_dtensors=["r2"], **NAMED["kerple"].options(q=30, kv=30))
+    assert set(pullback(dout)[3]) == {"r2"}
+    cut = {"mask_mod": lambda b, h, i, j, x: x[j] > 0.5, "tensors": {"x": np.linspace(0, 1, 30)}}
+    _, pullback = attention_vjp(q, k, v, return_dtensors="x", **cut)
+    assert not pullback(dout)[3]["x"].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@every_function
+def test_gradients_are_right_on_the_gpu(functions, dtype, cupy):
+    """Every subproblem, with memory full of NaN."""
+    known, there = (functions.options(xp, q=200, kv=200) for xp in (np, cupy))
+    right_on_the_gpu(cupy, dtype, known, there, return_dtensors=True)
+
+
+@pytest.mark.cudnn
+@every_function
+def test_gradients_are_planned(functions, planned):
+    """Every subproblem has a plan, except those that the table refuses."""
+    shapes = (64, HQ, 200, B), (64, HKV, 200, B), (64, HKV, 200, B)
+    asked = problem(*shapes, dtype="bfloat16", backward=True, return_dtensors=True, **functions.options(q=200, kv=200))
+    for part in subproblems(asked):
+        for gpu in ("h200", GPUS[1 + LEARNED.index(functions) % (len(GPUS) - 1)]) if part.ds_reductions else ():
+            has_plan(planned, part, gpu)
+
+
+def test_packed_sequences():
+    """On the CPU engine one packed sequence gives the same gradients as the same sequence unpacked."""
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (np.asfortranarray(rng.standard_normal((8, 2, 5), np.float32)) for _ in range(4))
+    options = {"score_mod": lambda s, b, h, i, j, gain: s * gain[h], "tensors": {"gain": np.array([0.5, 2.0], np.float32)}}
+    starts = np.array([0, 5], np.int32)
+    packed = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts, "max_seqlen_q": 5, "max_seqlen_kv": 5}
+    *got, tensors = attention_vjp(q, k, v, **options, **packed, return_dtensors=True)[1](dout)
+    *expected, others = attention_vjp(q[..., None], k[..., None], v[..., None], **options, return_dtensors=True)[1](
+        dout[..., None]
+    )
+    for one, other in zip((*got, tensors["gain"]), (*(x[..., 0] for x in expected), others["gain"]), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
