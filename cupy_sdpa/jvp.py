@@ -21,7 +21,7 @@ from .forward_mode.checks import NO_PAGED_DERIVATIVES, check_results, read_form
 from .forward_mode.form import Form, Widened, form_of
 from .problem.problem import Problem, row_stats_shape
 from .problem.tensor_spec import placeholder
-from .programs.block_mask_calls import key_of
+from .programs.block_mask_calls import key_of, without_keys
 from .programs.derivative import Arrays, Tangents, derivative
 from .programs.program import Builder, Program
 from .programs.run import Inputs, run_program
@@ -237,8 +237,9 @@ def problems_of(
     """:func:`jvp_problems` for valid names of tangents, and for either engine (``on_gpu``)."""
     if options.get("page_table") is not None:
         raise Unsupported(NO_PAGED_DERIVATIVES)
-    on_gpu = bool(common.get("on_gpu", True))
-    return tuple(program_of(q, k, v, tangents, options, return_stats=return_stats, **common).problems(on_gpu=on_gpu))
+    program = program_of(q, k, v, tangents, options, return_stats=return_stats, **common)
+    found = program.problems(on_gpu=bool(common.get("on_gpu", True)))
+    return tuple(found) or (without_keys(q.shape, v.shape, q.dtype, return_stats=return_stats),)
 
 
 def program_of(

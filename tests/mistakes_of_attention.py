@@ -41,7 +41,7 @@ OPTIONS = options(
     dropout_mask=[(np.ones((7, 6, 1, 3), bool), ValueError, "dropout_p is 0")],
     return_stats=[(np.ones(3), ValueError, "return_stats is array")],
     bucket=[(np.ones(3), TypeError, "bucket is array")],
-    stats=[(np.empty((6, 4, 3), order="F"), TypeError, "stats is float64; it must be float32")],
+    stats=[(np.zeros((6, 4, 3), order="F"), TypeError, "stats is float64; it must be float32")],
 )  # fmt: skip
 OPTIONS += [
     row("attention", f"the option {name} of another library", lambda x, n=name: attention(*x.qkv, **{n: 1}), TypeError, name, remedy)

@@ -34,6 +34,7 @@ DATA = Path(__file__).with_suffix(".json")
 CHECK = "python -m cupy_sdpa check --engine cpu --seed 1 --minutes 1.5 --jobs 1 --first"
 #: The folders of tests of each folder or module of the package; the longest prefix counts.
 TESTS = {
+    "benchmarks": ("project",),
     "cupy_sdpa": ("attention",),
     "cupy_sdpa/_cli": ("cli",),
     "cupy_sdpa/_cudnn": ("plans",),
@@ -51,11 +52,13 @@ TESTS = {
     "cupy_sdpa/graph": ("graph", "attention"),
     "cupy_sdpa/inference": ("kv_cache", "fp8"),
     "cupy_sdpa/integrations": ("boundary",),
+    "cupy_sdpa/jvp.py": ("jvp",),
     "cupy_sdpa/layout.py": ("boundary",),
     "cupy_sdpa/nnlib": ("boundary",),
     "cupy_sdpa/offline": ("plans",),
     "cupy_sdpa/parallel": ("parallel",),
     "cupy_sdpa/plans": ("plans",),
+    "cupy_sdpa/programs": ("programs", "block_masks", "jvp"),
     "cupy_sdpa/problem": ("problem", "kv_cache", "attention"),
     "cupy_sdpa/score_fn": ("score_fn",),
     "cupy_sdpa/sparse": ("block_masks",),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,7 +61,8 @@ def attention_with_block_mask(
             arrays["stats"] = cupy_runtime.new_result(q, row_stats_shape(q.shape), np.dtype(np.float32))
         inputs = Inputs(arrays, kept)
         with_stats = arrays["stats"] is not None
-        native = is_supported((q, k, v), mask, sizes, kept, return_stats=with_stats)
+        in_blocks = method_of(mask, sizes).blocks is not None
+        native = in_blocks and is_supported((q, k, v), mask, sizes, kept, return_stats=with_stats)
         own, names = Forward(*inputs.of(Forward._fields)), ["out", "stats"][: 2 if with_stats else 1]
         flags = {"deterministic": deterministic, "native": native}
 
@@ -166,11 +167,14 @@ def part_problems(
         out = View.dense("out", (v.shape[0], *q.shape[1:]), q.dtype, builder.device)
         rows = View.dense("stats", row_stats_shape(q.shape), np.float32, builder.device) if return_stats else None
         forward(builder, Forward(**views, out=out, stats=rows), mask, given, deterministic=deterministic, native=native)
-    if found := builder.build().problems(on_gpu=on_gpu):
-        return found
-    (d, hq, sq, b), (dv, hkv, *_) = q.shape, v.shape  # no query attends to a key
-    shapes = (d, hq, sq, b), (d, hkv, 0, b), (dv, hkv, 0, b)
-    return [read_shapes(*shapes, {}, dtype=dtype_name(q.dtype), backward=gradients, return_stats=return_stats)]
+    found = builder.build().problems(on_gpu=on_gpu)
+    return found or [without_keys(q.shape, v.shape, q.dtype, backward=gradients, return_stats=return_stats)]
+
+
+def without_keys(q: Sequence[int], v: Sequence[int], dtype: Any, **outputs: Any) -> Problem:
+    """The problem of a call in which no query attends to a key, from shapes: nothing is computed."""
+    (d, hq, sq, b), (dv, hkv, *_) = q, v
+    return read_shapes((d, hq, sq, b), (d, hkv, 0, b), (dv, hkv, 0, b), {}, dtype=dtype_name(dtype), **outputs)
 
 
 def add_gradients(
