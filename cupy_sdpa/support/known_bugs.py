@@ -309,7 +309,6 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         name="fp8-empty-sequences",
-        capabilities=_HOPPER,
         condition=lambda p: p.fp8 and p.seq_lens_kv is not None and not p.paged,
         when="FP8 with a length of 0 in seq_lens_kv, beside other lengths and more than one tile per multiprocessor",
         effect="the kernel never ends",
