@@ -212,6 +212,7 @@ def fake(stand_ins):
 
     device = fake_cupy.DEVICE
     device.reset()
+    fake_cupy.memory.streams_of_thread().clear()  # of a test that failed
     library().reset()
     fake_cupy.driver.new_context()
     yield stand_ins

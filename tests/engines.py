@@ -58,7 +58,9 @@ class Engine:
         """Arrays of the engine as arrays of numpy; also those in a tuple or list."""
         if isinstance(x, (tuple, list)):
             return tuple(map(self.get, x))
-        return x.get() if self.on_cudnn and hasattr(x, "get") else np.asarray(x)
+        if not self.on_cudnn or not hasattr(x, "get"):
+            return np.asarray(x)
+        return x.get(order="F" if x.flags.f_contiguous else "C")  # CuPy's default is C order
 
     def normal(self, seed: int | list[int], *shape: int, dtype: Any = None) -> Any:
         """A standard normal array in Fortran order, of :attr:`dtype` by default."""
@@ -123,11 +125,15 @@ class Engine:
             assert all(np.isnan(x.get()).all() for x in junk), "a captured graph wrote to memory of others"
         return first
 
-    def forget_plans(self) -> None:
-        """Destroy the plans that captured graphs keep for the rest of the process; without effect on a GPU."""
+    def forget_plans(self, *, kept: bool = True) -> None:
+        """Destroy the plans that captured graphs keep for the rest of the process; without effect on a GPU.
+
+        Args:
+            kept: whether there must be such plans. Default True.
+        """
         if self.name == "fake":
             get_plan_cache().clear()
-            assert library().forget_plans() > 0, "the plans of a captured graph are kept"
+            assert library().forget_plans() >= kept, "the plans of a captured graph are kept"
 
 
 def numbers(count: int, quick: int = 0) -> list[Any]:

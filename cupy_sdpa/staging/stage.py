@@ -262,9 +262,11 @@ class Stage:
         return array
 
     def _is_packed_copy(self, spec: TensorSpec) -> bool:
-        """Whether a packed array is not dense, and the engine needs a dense one."""
+        """Whether a packed array is not dense or not aligned, and the engine needs one that is."""
         original = getattr(self._problem, spec.name, None)  # captured arrays and their gradients are no fields
-        return self._problem.packed and spec.dense and original is not None and not original.dense
+        if not self._problem.packed or original is None or not spec.dense:
+            return False
+        return not original.dense or bool(original.alignment < spec.alignment)
 
     def _needs_broadcast(self, array: Any, spec: TensorSpec) -> bool:
         """Whether a bias, a mask or a captured array is not in the engine's form."""

@@ -100,6 +100,10 @@ def _strided_packed_queries(problem: Problem) -> bool:
     return problem.packed and problem.backward and not problem.q.dense
 
 
+def _misaligned_packed_queries(problem: Problem) -> bool:
+    return problem.packed and problem.backward and problem.q.alignment < 16
+
+
 def _strided_packed_gradients(problem: Problem) -> bool:
     """Packed sequences with a dq that is not dense, or grouped heads with such a dk or dv."""
     _, _, hq, hkv, *_ = problem.sizes
@@ -217,6 +221,13 @@ BUGS: tuple[Bug, ...] = (
         condition=_strided_packed_queries,
         when="gradients of packed sequences with queries that are not dense",
         effect="dq is written at the wrong place",
+        guards=frozenset({"dense-queries"}),
+    ),
+    Bug(
+        name="packed-misaligned-queries",
+        condition=_misaligned_packed_queries,
+        when="gradients of packed sequences with queries at an address that is no multiple of 16 bytes",
+        effect="a misaligned address (seen once, with 9.19)",
         guards=frozenset({"dense-queries"}),
     ),
     Bug(

@@ -12,6 +12,8 @@ from tiers import missing
 import cupy_sdpa
 from cupy_sdpa._cli.helpers import machine
 
+pytestmark = pytest.mark.usefixtures("folder")
+
 #: A process in which no library for the GPU can be imported or loaded, except from the working directory.
 BARE = """
 import ctypes, sys
@@ -21,8 +23,6 @@ def absent(name, *args, **kwargs):
     raise OSError(f"{name}: cannot open shared object file")
 ctypes.CDLL = absent
 from cupy_sdpa.__main__ import main
-
-pytestmark = pytest.mark.usefixtures("folder")
 for command in sys.argv[1:]:
     assert main(command.split()) == 0
 """

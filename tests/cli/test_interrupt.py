@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from command_line import ROOT, python
 
+pytestmark = pytest.mark.usefixtures("folder")
+
 SHAPES = '[[attention]]\nq = [64, 8, 256, 2]\nk = [64, 8, 256, 2]\nv = [64, 8, 256, 2]\ndtype = "bfloat16"\n'
 SHAPES += f"lengths = {list(range(100, 3000, 100))}\n"
 COMMANDS = [
@@ -56,8 +58,6 @@ def test_one_line(words, folder):
 #: Sends Ctrl-C to the process when it imports a module.
 INTERRUPTS = """
 import os, signal, sys
-
-pytestmark = pytest.mark.usefixtures("folder")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

@@ -157,10 +157,10 @@ class ndarray:  # noqa: N801
         """A copy."""
         return compute(lambda x: x.copy(order=order), self)
 
-    def get(self) -> Any:
+    def get(self, order: str = "C") -> Any:
         """The contents as a numpy array; waits for the current stream."""
         DEVICE.wait(memory.current_stream())
-        return self.view_.copy(order="K")
+        return self.view_.copy(order=order)
 
     def item(self) -> Any:
         """The only element."""

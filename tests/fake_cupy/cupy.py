@@ -50,9 +50,9 @@ def from_dlpack(x: Any) -> ndarray:
     return shared._same_memory(shared.view_)
 
 
-def asnumpy(x: Any, order: str = "K") -> Any:
+def asnumpy(x: Any, order: str = "C") -> Any:
     """Copy to the host."""
-    return np.asarray(x.get() if isinstance(x, ndarray) else x, order=order)
+    return x.get(order=order) if isinstance(x, ndarray) else np.asarray(x, order=order)
 
 
 def empty(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:

@@ -404,7 +404,7 @@ def test_captured_calls_use_no_memory_of_others(name, engine):
             np.testing.assert_array_equal(values(found), wanted)
             assert all(np.isnan(part.get()).all() for part in junk)
     del kept, graph
-    engine.forget_plans()
+    engine.forget_plans(kept=False)
 
 
 @pytest.mark.slow

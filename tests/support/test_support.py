@@ -184,7 +184,9 @@ def test_every_rule_and_every_bug_has_both_sides():
     """Every rule and every bug has a case here; two bugs are tested apart."""
     assert set(SIDES) == {rule.name for rule in RULES if rule.refuses}
     assert set(DOUBTS) == {rule.name for rule in RULES if not rule.refuses}
-    assert set(AFFECTED) == {bug.name for bug in BUGS} - {"packed-strided-queries", "packed-strided-gradients"}
+    assert set(AFFECTED) == {bug.name for bug in BUGS} - {
+        "packed-strided-queries", "packed-strided-gradients", "packed-misaligned-queries",  # in tests/attention
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("rule", DOUBTS)
