@@ -33,6 +33,8 @@ _TOOLS = {"integrations", "_cli", "check", "generate", "__main__"}
 def installed() -> Iterator[ModuleType]:
     """Replace CuPy, the driver's bindings and cuDNN, and restore them at the end; yields the fake CuPy."""
     package = _package()
+    planner = importlib.import_module("cupy_sdpa.offline.planner")
+    planner._close_kept()  # a process would otherwise be lost when variables are restored
     library = importlib.import_module("cupy_sdpa._cudnn.library")
     before = {name: sys.modules.get(name) for name in _REPLACED}
     names = {module: dict(vars(module)) for module in package}
@@ -44,6 +46,7 @@ def installed() -> Iterator[ModuleType]:
     try:
         yield cupy
     finally:
+        planner._close_kept()
         for name, module in before.items():
             if module is None:
                 del sys.modules[name]
