@@ -27,6 +27,7 @@ COMMANDS = {
     "small_gradients": ("derivatives.small", "gradients of short sequences against FlexAttention, kernel by kernel"),
     "parallel": ("parallel.run", "attention over several GPUs: time against ideal, hidden transfers"),
     "one_query": ("checks.one_query", "all engine configs for a single query"),
+    "batch_bits": ("checks.batch_bits", "whether the bits of a sequence's results depend on the rest of the batch"),
     "variants": ("checks.variants", "accuracy of every pair of options"),
     "memcheck": ("checks.memcheck", "every kind of call under compute-sanitizer"),
     "newer_cudnn": ("checks.newer_cudnn", "graph retention, offsets with multipliers, float32 outputs"),
