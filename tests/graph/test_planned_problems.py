@@ -29,6 +29,9 @@ ALLOWED = {
     "two-head-dims-packed": lambda p, capability: (
         p.backward and p.packed and p.sizes[0] != p.sizes[1] and not 90 <= capability < 120
     ),
+    "a third array with an element for each query, on Ampere and SM 12.x": lambda p, capability: (
+        p.backward and p.bias is not None and p.sizes[4] == 1 and not 90 <= capability < 120
+    ),
 }
 
 

@@ -51,7 +51,7 @@ def test_random_functions_match_dense_arrays(functions):
 
 
 @pytest.mark.sweep
-@settings(ALWAYS, max_examples=2000)
+@settings(ALWAYS, max_examples=600)
 @given(random_functions())
 def test_many_random_functions_match_dense_arrays(functions):
     """Some more."""
