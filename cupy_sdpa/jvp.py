@@ -237,12 +237,14 @@ def problems_of(
     """:func:`jvp_problems` for valid names of tangents, and for either engine (``on_gpu``)."""
     if options.get("page_table") is not None:
         raise Unsupported(NO_PAGED_DERIVATIVES)
-    program = program_of(q, k, v, tangents, options, return_stats=return_stats, **common)
+    program, views = _program_of(q, k, v, tangents, options, return_stats=return_stats, **common)
     found = program.problems(on_gpu=bool(common.get("on_gpu", True)))
-    return tuple(found) or (without_keys(q.shape, v.shape, q.dtype, return_stats=return_stats),)
+    if found:
+        return tuple(found)
+    return (without_keys(views["q"].shape, views["v"].shape, views["q"].dtype, return_stats=return_stats),)
 
 
-def program_of(
+def _program_of(
     q: Any,
     k: Any,
     v: Any,
@@ -254,10 +256,10 @@ def program_of(
     dtype: Any = None,
     seq_lens: bool = False,
     on_gpu: bool = True,
-) -> Program:
-    """The program of a derivative of arrays or of shapes; tangents and results are assumed to be dense."""
-    if not all(tuple(x.shape if hasattr(x, "shape") else x) for x in (q, k, v)):
-        shapes = [tuple(x.shape if hasattr(x, "shape") else x) for x in (q, k, v)]
+) -> tuple[Program, dict[str, View]]:
+    """The program of a derivative of arrays or of shapes, and q, k and v; tangents and results are assumed to be dense."""
+    shapes = [tuple(x.shape if hasattr(x, "shape") else x) for x in (q, k, v)]
+    if not all(shapes):
         raise ValueError(f"q, k and v have shapes {shapes}; a shape is (head_dim, heads, seq, batch)")
     mask, device = options.get("block_mask"), 0 if on_gpu else None
     others = {name: value for name, value in options.items() if name != "block_mask"}
@@ -279,7 +281,7 @@ def program_of(
     rows = dense("stats", row_stats_shape(views["q"].shape), np.float32) if return_stats else None
     arrays = Arrays(**views, out=dense("out", shape), dout=dense("dout", shape), stats=rows)
     derivative(builder, arrays, made, own, form=form, mask=mask, deterministic=deterministic)
-    return builder.build()
+    return builder.build(), views
 
 
 def given_by(tangents: Sequence[str]) -> tuple[bool, bool, bool]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..device import cupy_runtime
-from ..problem.tensor_spec import Expected, Signature, check_spec, dtype_name, make_spec
+from ..problem.tensor_spec import Expected, Signature, alignment_of, byte_range, check_spec, dtype_name, make_spec
 from .libraries import library_of
 from .view import View
 
@@ -90,7 +90,7 @@ def read_array(name: str, array: Any) -> Argument:
 def signature_of(array: Any, address: int, dtype: str = "") -> Signature:
     """The signature of a numpy or CuPy array at an address."""
     # Only cuDNN needs aligned arrays, and it reads integers one at a time.
-    alignment = 16 if array.dtype.kind == "i" else address & -address & 15 or 16
+    alignment = 16 if array.dtype.kind == "i" else alignment_of(address)
     return dtype or dtype_name(array.dtype), array.shape, array.strides, alignment
 
 
@@ -117,8 +117,33 @@ def share_elements(a: Argument, b: Argument) -> bool:
     """Whether two arrays of one engine have an element in common."""
     if not a.array.size or not b.array.size:
         return False
-    layouts = (a.array, b.array) if a.device is None else (np.asarray(_Layout(a)), np.asarray(_Layout(b)))
-    return bool(np.shares_memory(*layouts))
+    if a.device is None:
+        return bool(np.shares_memory(a.array, b.array))
+    (a_from, a_to), (b_from, b_to) = (byte_range(x.shape, x.strides, x.itemsize) for x in (a.array, b.array))
+    distance = b.address - a.address
+    if a_to <= distance + b_from or distance + b_to <= a_from:
+        return False
+    return bool(np.shares_memory(np.asarray(_Layout(a)), np.asarray(_Layout(b))))
+
+
+def check_separate(results: Iterable[Argument], arguments: Sequence[Argument]) -> None:
+    """Check that results are writable and share no element with another array; no element is read.
+
+    Args:
+        results: the arrays that are written.
+        arguments: all arrays of the call, which may include the results.
+
+    Raises:
+        ValueError: a result is read-only, or overlaps another array.
+    """
+    for result in results:
+        if result.device is None and not result.array.flags.writeable:
+            raise ValueError(f"{result.name} is read-only, but results are written to it: pass a writable array")
+        for other in arguments:
+            if other is not result and share_elements(result, other):
+                raise ValueError(
+                    f"{result.name} overlaps {other.name} in memory: results would overwrite it; pass a separate array"
+                )
 
 
 def check_results(results: Sequence[tuple[Any, Expected]], inputs: Mapping[str, Any]) -> None:
@@ -139,13 +164,7 @@ def check_results(results: Sequence[tuple[Any, Expected]], inputs: Mapping[str, 
     arrays_on_gpu(arguments)
     for result, expected in passed:
         check_spec(make_spec(result.name, result.signature), expected)
-        if result.device is None and not result.array.flags.writeable:
-            raise ValueError(f"{result.name} is read-only, but results are written to it: pass a writable array")
-        for other in arguments:
-            if other is not result and share_elements(result, other):
-                raise ValueError(
-                    f"{result.name} overlaps {other.name} in memory: results would overwrite it; pass a separate array"
-                )
+        check_separate([result], arguments)
 
 
 class _Layout:

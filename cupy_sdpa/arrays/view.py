@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..device import cupy_runtime
-from ..problem.tensor_spec import Signature, dense_strides, dtype_name
+from ..problem.tensor_spec import Signature, alignment_of, byte_range, dense_strides, dtype_name
 
 
 class Storage(NamedTuple):
@@ -57,8 +57,8 @@ class View:
         """The view of a whole array of the caller; only its metadata are read."""
         if not cupy_runtime.is_array(array):
             return cls(Storage(name, 16, None), array.dtype, array.shape, array.strides)
-        address = array.data.ptr
-        return cls(Storage(name, address & -address & 15 or 16, array.data.device_id), array.dtype, array.shape, array.strides)
+        storage = Storage(name, alignment_of(array.data.ptr), array.data.device_id)
+        return cls(storage, array.dtype, array.shape, array.strides)
 
     @classmethod
     def dense(cls, name: str, shape: Sequence[int], dtype: Any, device: int | None) -> View:
@@ -71,8 +71,7 @@ class View:
         """The metadata that a problem depends on."""
         alignment = 16
         if self.storage.device is not None and self.dtype.kind != "i":  # only cuDNN needs aligned arrays
-            place = self.offset | self.storage.alignment
-            alignment = place & -place & 15 or 16
+            alignment = alignment_of(self.offset | self.storage.alignment)
         return dtype_name(self.dtype), self.shape, self.strides, alignment
 
     @property
@@ -106,9 +105,8 @@ class View:
         """The first byte of the elements in the storage, and the byte after the last; both 0 without elements."""
         if not self.size:
             return 0, 0
-        extents = [stride * (length - 1) for stride, length in zip(self.strides, self.shape, strict=True)]
-        first = self.offset + sum(x for x in extents if x < 0)
-        return first, self.offset + sum(x for x in extents if x > 0) + self.itemsize
+        start, end = byte_range(self.shape, self.strides, self.itemsize)
+        return self.offset + start, self.offset + end
 
     @property
     def T(self) -> View:  # noqa: N802 - as for arrays

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import layouts
-from ..arrays.argument import Argument, arrays_on_gpu, read_array, share_elements, signature_of
+from ..arrays.argument import Argument, arrays_on_gpu, check_separate, read_array, signature_of
 from ..arrays.libraries import check_one_library
 from ..arrays.view import Storage, View
 from ..device import cupy_runtime
@@ -124,8 +124,9 @@ def _read_own(
     check_factors(problem, found)
     if not isinstance(arguments["q"].array, View):  # the arrays of a step of a program are right by construction
         if not on_gpu:
-            _check_lengths(problem, found)
-        _check_overlap(problem, arguments)
+            check_lengths(problem, found)
+        results = [arguments[spec.name] for spec in problem.results if spec.name in arguments]
+        check_separate(results, list(arguments.values()))
     policy = _policy(options.get("bucket"), problem)
     call = Call(problem, found, scalars, on_gpu, policy, source_lines, gradients, fills)
     if functions:
@@ -214,8 +215,16 @@ def _policy(bucket: Any, problem: Problem) -> Policy | None:
     return policy
 
 
-def _check_lengths(problem: Problem, arrays: Mapping[str, Any]) -> None:
-    """Check the values of lengths and offsets, on the CPU only: reading them from the GPU would synchronize."""
+def check_lengths(problem: Problem, arrays: Mapping[str, Any]) -> None:
+    """Check the values of lengths and offsets, on the CPU only: reading them from the GPU would synchronize.
+
+    Args:
+        problem: the problem.
+        arrays: the arrays by name.
+
+    Raises:
+        ValueError: a value is invalid; the message contains it.
+    """
     *_, sq, skv, _ = problem.sizes
     for name, most in zip(LENGTHS, (sq, skv), strict=True):
         if (lengths := arrays.get(name)) is not None and lengths.size and not 0 <= lengths.min() <= lengths.max() <= most:
@@ -243,31 +252,6 @@ def _check_page_table(problem: Problem, table: Any, lengths: Any) -> None:
             raise ValueError(
                 f"page_table has entries from {used.min()} to {used.max()} in sequence {b}; there are {pages} pages"
             )
-
-
-def _check_overlap(problem: Problem, arguments: Mapping[str, Argument]) -> None:
-    """Check that results are writable and share no element with another array; no element is read."""
-    for spec in problem.results:
-        result = arguments.get(spec.name)
-        if result is None:
-            continue
-        if result.device is None and not result.array.flags.writeable:
-            raise ValueError(f"{spec.name} is read-only, but results are written to it: pass a writable array")
-        for other in arguments.values():
-            if other is not result and _overlap(problem, result, other):
-                raise ValueError(
-                    f"{spec.name} overlaps {other.name} in memory: results would overwrite it; pass a separate array"
-                )
-
-
-def _overlap(problem: Problem, a: Argument, b: Argument) -> bool:
-    if a.device is None:
-        return share_elements(a, b)
-    (a_from, a_to), (b_from, b_to) = problem.byte_bounds[a.name], problem.byte_bounds[b.name]
-    distance = b.address - a.address
-    if a_to <= distance + b_from or distance + b_to <= a_from:
-        return False
-    return share_elements(a, b)
 
 
 # Shapes in place of arrays

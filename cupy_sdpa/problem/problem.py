@@ -20,7 +20,7 @@ from .. import _html
 from ..score_fn import mask_analysis
 from ..score_fn.expression import Program
 from .band import Band
-from .tensor_spec import FP8_LARGEST, ITEMSIZE, TensorSpec
+from .tensor_spec import FP8_LARGEST, TensorSpec
 
 #: The names of the sequence lengths, and of the cumulative lengths of packed sequences.
 LENGTHS = ("seq_lens_q", "seq_lens_kv")
@@ -259,16 +259,6 @@ class Problem:
     def ds_reductions(self) -> tuple[TensorSpec, ...]:
         """The gradients that are reductions of dS, the gradient of the scores: those of the bias and of captured arrays."""
         return (*([self.dbias] if self.dbias else []), *self.dcaptured)
-
-    @functools.cached_property
-    def byte_bounds(self) -> dict[str, tuple[int, int]]:
-        """For every tensor the memory range of its elements, in bytes from the first element: start (<= 0) and end (> 0)."""
-        bounds = {}
-        for t in self.tensors:
-            extents = [stride * (length - 1) for stride, length in zip(t.strides, t.shape, strict=True)]
-            start, end = sum(x for x in extents if x < 0), sum(x for x in extents if x > 0)
-            bounds[t.name] = (start, end + ITEMSIZE[t.dtype])
-        return bounds
 
     @property
     def has_score_mod(self) -> bool:

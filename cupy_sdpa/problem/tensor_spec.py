@@ -97,6 +97,21 @@ def dense_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     return tuple(strides)
 
 
+def byte_range(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> tuple[int, int]:
+    """The memory of the elements of an array, in bytes from its first element: start (<= 0) and end (> 0)."""
+    extents = [stride * (length - 1) for stride, length in zip(strides, shape, strict=True)]
+    return sum(x for x in extents if x < 0), sum(x for x in extents if x > 0) + itemsize
+
+
+def alignment_of(place: int) -> int:
+    """The alignment of an address or of an offset in bytes: the largest power of two up to 16 that divides it.
+
+    >>> alignment_of(0), alignment_of(8), alignment_of(34)
+    (16, 8, 2)
+    """
+    return place & -place & 15 or 16
+
+
 def placeholder(shape: tuple[int, ...], dtype: Any) -> Any:
     """A numpy array with the strides of a dense array in Fortran order, whose elements share memory: for its metadata only."""
     element = np.empty(1, dtype)

@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ..arrays.argument import check_separate, read_array
 from ..arrays.view import View, on_device, on_host
+from ..calls.arguments import check_lengths
 from ..calls.call import LaunchRecord
 from ..calls.call_key import read_key, tensor_name
 from ..calls.replay_cache import cache_call
 from ..calls.user_functions import function_identities
 from ..device import cupy_runtime
+from ..problem.problem import CU_SEQLENS, LENGTHS
 from ..problem.tensor_spec import TensorSpec, make_spec
 from .program import Builder, Program
 
@@ -220,6 +223,8 @@ def run_program(
         builder = Builder(inputs.device)
         build(builder)
         program = builder.build()
+    passed = [name for name, array in zip(names, arrays, strict=True) if array is not None]
+    _check(program, inputs, [name for name in result_names if name in passed])
     call = ProgramCall(program, inputs, result_names, identities)
     call.plan()
     if key and function_identities(options) == identities:  # no function changed while it was called
@@ -230,6 +235,28 @@ def run_program(
     results = call.run()
     cache_call(kind, names, arrays, options, call)
     return results
+
+
+def _check(program: Program, inputs: Inputs, results: Sequence[str]) -> None:
+    """Check the arrays of the caller, which the steps know as views only.
+
+    Args:
+        program: the program.
+        inputs: its arrays.
+        results: the names of the results that the caller passed.
+
+    Raises:
+        ValueError: a result is read-only or overlaps another array, or on the CPU a length is invalid.
+    """
+    arguments = {name: read_array(name, array) for name, array in inputs.arrays.items()}
+    check_separate([arguments[name] for name in results], list(arguments.values()))
+    if inputs.device is not None:
+        return
+    for step in program.steps:
+        views = {name: step.call.arrays.get(name) for name in (*LENGTHS, *CU_SEQLENS)} if step.call else {}
+        lengths = {name: inputs.arrays[x.storage.name] for name, x in views.items() if x and x.storage.name in inputs.arrays}
+        if step.call and lengths:
+            check_lengths(step.call.problem, lengths)
 
 
 def _key(kind: Any, inputs: Inputs, options: Mapping[str, Any]) -> Hashable | None:
