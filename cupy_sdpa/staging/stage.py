@@ -215,12 +215,13 @@ class Stage:
     def _engine_array(self, spec: TensorSpec) -> Any:
         """The array that the engine uses for a tensor: the caller's, or a new one."""
         array = self._originals.get(spec.name)
-        if spec.name == "page_table" and self._on_gpu and self._engine_problem.sizes[4] > 1:
+        one_key = self._on_gpu and "one-key" in staging_guards(self._problem)
+        if spec.name == "page_table" and self._on_gpu and (self._engine_problem.sizes[4] > 1 or one_key):
             return paged.padded_table(array, self._originals["seq_lens_kv"], self._problem.k.shape[2], spec.shape[0])
         if array is None:  # the lengths of a bucket
             like = self._originals["q" if spec.name == "seq_lens_q" else "k"]
             return _filled(Fill("int32", like.shape[3], like.shape[2]), like, self._on_gpu)
-        if spec.name == "seq_lens_kv" and self._on_gpu and "one-key" in staging_guards(self._problem):
+        if spec.name == "seq_lens_kv" and one_key:
             lengths = self._empty(spec)
             cupy_runtime.cupy().maximum(array, 1, out=lengths)
             return lengths

@@ -44,6 +44,8 @@ STAGING_GUARDS = frozenset({"clear-last", "two-rows", "one-key", "dense-queries"
 
 #: The value of ``last`` for a bug that the newest cuDNN still has.
 NOT_FIXED = 99999
+#: The queries of a tile of the FP8 kernel for Hopper.
+FP8_TILE = 128
 #: Compute capabilities.
 _ALL_GPUS, _HOPPER, _BLACKWELL = range(80, 130), range(90, 100), range(100, 120)
 
@@ -89,6 +91,17 @@ def _one_query(problem: Problem) -> bool:
 
 def _one_query_forward(problem: Problem) -> bool:
     return _one_query(problem) and not problem.backward
+
+
+def _may_mask_all_keys(problem: Problem) -> bool:
+    """Whether a band may leave a query without keys, although its sequence has keys."""
+    band, (*_, sq, skv, _) = problem.band, problem.sizes
+    if band is None:
+        return False
+    if problem.seq_lens_kv is not None:
+        return band.left is not None or band.bottom_right
+    after = band.right if band.bottom_right else band.left
+    return band.left is not None and after is not None and sq - skv > after
 
 
 def _one_packed_query(problem: Problem) -> bool:
@@ -320,10 +333,19 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         name="fp8-empty-sequences",
-        condition=lambda p: p.fp8 and p.seq_lens_kv is not None and not p.paged,
+        condition=lambda p: p.fp8 and p.seq_lens_kv is not None,
         when="FP8 with a length of 0 in seq_lens_kv, beside other lengths and more than one tile per multiprocessor",
         effect="the kernel never ends",
         guards=frozenset({"one-key"}),
+    ),
+    Bug(
+        name="fp8-empty-tiles",
+        capabilities=_HOPPER,
+        condition=lambda p: p.fp8 and p.sizes[4] > FP8_TILE and _may_mask_all_keys(p),
+        when=f"FP8 with more than {FP8_TILE} queries, some of which may have no keys because of a window, or of a causal mask "
+        "from the bottom right with lengths",
+        effect="the kernel never ends if a tile of queries has no keys",
+        remedy=f"pass at most {FP8_TILE} queries in a call, or bfloat16 arrays",
     ),
     Bug(
         name="backward-key-tail",

@@ -181,7 +181,7 @@ class ndarray:  # noqa: N801
     def __array_function__(self, function: Any, types: Any, operands: Any, named: Any) -> Any:
         if function not in (np.where, np.clip) or named:
             return NotImplemented
-        return compute(function, *operands)
+        return compute(function, *operands, order="C")
 
     def __iter__(self) -> Any:
         return (self[place] for place in range(len(self)))
@@ -193,8 +193,8 @@ class ndarray:  # noqa: N801
 
     def _operator(function: Any, turned: bool = False) -> Any:  # noqa: N805
         if turned:
-            return lambda self, other: compute(function, other, self)
-        return lambda self, other: compute(function, self, other)
+            return lambda self, other: compute(function, other, self, order="C")
+        return lambda self, other: compute(function, self, other, order="C")
 
     __add__, __radd__ = _operator(np.add), _operator(np.add, turned=True)
     __sub__, __rsub__ = _operator(np.subtract), _operator(np.subtract, turned=True)
@@ -210,9 +210,9 @@ class ndarray:  # noqa: N801
     __lt__, __le__, __gt__, __ge__ = map(_operator, (np.less, np.less_equal, np.greater, np.greater_equal))
     __eq__, __ne__ = map(_operator, (np.equal, np.not_equal))
     __and__, __or__ = map(_operator, (np.logical_and, np.logical_or))
-    __neg__ = lambda self: compute(np.negative, self)  # noqa: E731
-    __abs__ = lambda self: compute(np.absolute, self)  # noqa: E731
-    __invert__ = lambda self: compute(np.logical_not, self)  # noqa: E731
+    __neg__ = lambda self: compute(np.negative, self, order="C")  # noqa: E731
+    __abs__ = lambda self: compute(np.absolute, self, order="C")  # noqa: E731
+    __invert__ = lambda self: compute(np.logical_not, self, order="C")  # noqa: E731
     __hash__ = None
 
     def _in_place(function: Any) -> Any:  # noqa: N805
@@ -231,20 +231,24 @@ def _with_dots(key: Any) -> Any:
 
 
 def compute(
-    function: Callable[..., Any], *operands: Any, out: ndarray | None = None, trial: Callable[..., Any] | None = None
+    function: Callable[..., Any],
+    *operands: Any,
+    out: ndarray | None = None,
+    trial: Callable[..., Any] | None = None,
+    order: str | None = None,
 ) -> ndarray:
     """Compute ``function`` of numpy arrays on the current stream.
 
-    The result has the shape and dtype that ``trial``, by default the function, returns for the present contents.
+    The result has the shape and dtype that ``trial``, by default the function, returns for the present contents, and by default
+    its memory order. CuPy's operators return arrays in C order, whatever the order of their operands.
     """
     given = [x.view_ if isinstance(x, ndarray) else x for x in operands]
     with np.errstate(all="ignore"):
         tried = np.asarray((trial or function)(*given))
     made = out
     if made is None:
-        made = ndarray(
-            tried.shape, tried.dtype, order="F" if tried.flags.f_contiguous and not tried.flags.c_contiguous else "C"
-        )
+        own = "F" if tried.flags.f_contiguous and not tried.flags.c_contiguous else "C"
+        made = ndarray(tried.shape, tried.dtype, order=order or own)
     target = made.view_
 
     def run() -> None:

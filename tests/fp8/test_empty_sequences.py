@@ -1,8 +1,9 @@
 """FP8 with sequences without keys, for which cuDNN's kernel on Hopper never ends."""
 
 import numpy as np
+import pytest
 
-from cupy_sdpa import attention, fp8
+from cupy_sdpa import Unsupported, attention, fp8
 
 
 def test_some_sequences_without_keys(engine):
@@ -23,3 +24,47 @@ def test_some_sequences_without_keys(engine):
     wanted, rows = results(engine.put(np.maximum(lengths, 1)))
     np.testing.assert_array_equal(out[..., lengths > 0], wanted[..., lengths > 0])
     np.testing.assert_array_equal(stats[..., lengths > 0], rows[..., lengths > 0])
+
+
+@pytest.mark.parametrize(("sq", "splits"), [(130, None), (4, None), (4, 3)])
+def test_some_sequences_without_pages(sq, splits, engine):
+    """Of paged keys too, also if the keys are split, where most parts of short sequences have no keys."""
+    lengths = np.array([0, 200, 7, 0, 20, 1, 0, 3] * (1 if sq > 4 else 3), np.int32)
+    batch = len(lengths)
+    q = fp8.quantize(engine.normal(1, 16, 9, sq, batch, dtype=np.float16))
+    k, v = (fp8.quantize(engine.normal(n, 16, 9, 16, 13 * batch, dtype=np.float16)) for n in (2, 3))
+    table = np.arange(13 * batch, dtype=np.int32).reshape(13, batch, order="F")
+    table[np.arange(13)[:, None] * 16 >= lengths] = 2**30  # entries that must not be read
+    out, stats = attention(
+        q, k, v, page_table=engine.put(table), seq_lens_kv=engine.put(lengths), num_splits=splits, return_stats=True
+    )
+    got, rows = engine.get(out.dequantize(np.float32)), engine.get(stats)
+    assert (got[..., lengths == 0] == 0).all()
+    assert np.isneginf(rows[..., lengths == 0]).all()
+    assert np.isfinite(rows[..., lengths > 0]).all()
+    one = lengths == 1  # its output is the value, in the scale of the output
+    values = engine.get(v.dequantize(np.float32))[:, :, 0, table[0, one]]
+    np.testing.assert_allclose(got[:, :, 0, one], values, rtol=0.1, atol=1e-2)
+
+
+BANDS = [
+    ({"causal": "bottom_right"}, True), ({"window": (5, 3)}, True), ({"window": (5, 3, "bottom_right")}, False),
+    ({"window": (5, 0)}, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("band", "lengths"), BANDS, ids=str)
+def test_tiles_without_keys(band, lengths, engine):
+    """Queries without keys: a call of 128 queries, one tile, is right. Hopper refuses more, and names the remedy."""
+
+    def called(sq):
+        q, k, v = (fp8.quantize(engine.normal(n, 16, 9, s, 8, dtype=np.float16)) for n, s in enumerate((sq, 20, 20)))
+        given = {"seq_lens_kv": engine.put(np.array([0, 20, 7, 0, 20, 1, 0, 3], np.int32))} if lengths else {}
+        return engine.get(attention(q, k, v, **band, **given).dequantize(np.float32))
+
+    assert np.isfinite(called(128)).all()
+    if engine.on_cudnn:
+        with pytest.raises(Unsupported, match="pass at most 128 queries in a call, or bfloat16 arrays"):
+            called(129 if lengths else 150)
+    else:
+        assert np.isfinite(called(150)).all()

@@ -97,7 +97,8 @@ def test_addresses_of_results_and_inputs_change(engine, qkv):
     for _ in range(2 * OFTEN):
         np.testing.assert_array_equal(engine.get(attention(q, k, v)), want)
     for factor in (2, 4):
-        np.testing.assert_array_equal(engine.get(attention(q, k, v * np.float16(factor))), factor * want)
+        scaled = engine.xp.asfortranarray(v * np.float16(factor))
+        np.testing.assert_array_equal(engine.get(attention(q, k, scaled)), factor * want)
     for x in kept:
         np.testing.assert_array_equal(engine.get(x), want)
 
@@ -249,7 +250,8 @@ def test_plans_are_built_on_the_current_stream(engine, qkv):
             got = attention(q[:, :, :length], k, v)
             stream.synchronize()
         del stream
-        np.testing.assert_array_equal(engine.get(got), engine.get(attention(q, k, v))[:, :, :length])
+        want = engine.get(attention(q, k, v))[:, :, :length]
+        np.testing.assert_allclose(engine.get(got), want, rtol=2e-3, atol=1e-3)
 
 
 @pytest.mark.slow

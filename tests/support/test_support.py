@@ -263,6 +263,17 @@ AFFECTED = {
         [],
         [fp8_problem(), variant(seq_lens=True)],
     ),
+    "fp8-empty-tiles": (
+        fp8_problem(sq=129, seq_lens=True, causal="bottom_right"),
+        [(91900, 90), (92800, 90)],
+        [(91900, 100), (92800, 120)],
+        [
+            fp8_problem(sq=129, seq_lens=True, causal=True),
+            fp8_problem(sq=128, seq_lens=True, causal="bottom_right"),
+            fp8_problem(sq=129, causal="bottom_right"),
+            cupy_sdpa.problem(*[(64, 4, n, 2) for n in (129, 16, 16)], dtype="bfloat16", seq_lens=True, causal="bottom_right"),
+        ],
+    ),
     "dropout-sinks-gradient": (variant(sinks=True, dropout_p=0.5, seed=1, backward=True, return_dsinks=True),
         [(91900, 90), (92700, 80)], [(92800, 90)],
         [variant(sinks=True, dropout_p=0.5, seed=1, backward=True), variant(sinks=True, backward=True, return_dsinks=True)]),

@@ -281,9 +281,10 @@ def _split_kernel(unit: int, dtype: str, d: int, dv: int) -> Any:
                 *(float*)x.scale_parts = 1 / *(const float*)x.descale_v;
                 *(float*)x.amax = 0;
             }}
-            if (thread == 0) {{
-                ((int*)x.row_counts)[e] = x.row_count;
-                ((int*)x.chunk_lengths)[e] = keys;
+            if (thread == 0) {{  // in FP8 a chunk without keys gets one key and no rows (fp8-empty-sequences)
+                const bool no_rows = keys == 0 && x.scale_parts;
+                ((int*)x.row_counts)[e] = no_rows ? 0 : x.row_count;
+                ((int*)x.chunk_lengths)[e] = no_rows ? 1 : keys;
             }}
             const unsigned first = keys ? unsigned(start) / page : 0;
             for (long long i = thread; i < x.table_pages; i += threads)
