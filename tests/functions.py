@@ -498,8 +498,9 @@ def right_on_the_gpu(cupy, dtype, known, there, laid=lambda x: x, **asked):
 
     double = [x.astype(np.float64) for x in rounded]
     exact = computed(*double, known)
-    moved = 1 + 2.0**-21 * np.random.default_rng(8).uniform(-1, 1, double[0].shape)
-    near = computed(double[0] * moved, *double[1:], known)  # the scores are sums in float32
+    moved = double[0].copy(order="K")
+    moved *= 1 + 2.0**-21 * np.random.default_rng(8).uniform(-1, 1, moved.shape)
+    near = computed(moved, *double[1:], known)  # the scores are sums in float32
     naive = computed(*rounded, known)
     with poisoning(cupy):
         got = computed(*map(cupy.asarray, rounded), there)
