@@ -27,11 +27,12 @@ write to the same memory. Two unordered launches of one graph would also race fo
 from __future__ import annotations
 
 import contextlib
+import functools
 import heapq
 import itertools
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -90,6 +91,7 @@ class CachedCall:
         cache: the plan cache that holds its plans.
         names: the names of the arrays that the caller passed.
         arrays: these arrays.
+        forget: removes the call from the calls of its session; called when the call is closed.
 
     Attributes:
         plans: the plans of its subproblems.
@@ -98,14 +100,21 @@ class CachedCall:
     """
 
     __slots__ = (
-        "_cache", "_closed", "_counts", "_created", "_gradients", "_graphs", "_may_overlap", "_memory_bytes", "_names",
-        "_own_memory", "_pause", "_plan_only", "_positions", "_runs", "_scalars", "_template", "_validated", "accepts", "plans",
-        "used",
+        "_cache", "_closed", "_counts", "_created", "_forget", "_gradients", "_graphs", "_may_overlap", "_memory_bytes",
+        "_names", "_own_memory", "_pause", "_plan_only", "_positions", "_runs", "_scalars", "_template", "_validated",
+        "accepts", "plans", "used",
     )  # fmt: skip
 
-    def __init__(self, call: Repeatable, cache: PlanCache, names: Sequence[str], arrays: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        call: Repeatable,
+        cache: PlanCache,
+        names: Sequence[str],
+        arrays: Sequence[Any],
+        forget: Callable[[], object],
+    ) -> None:
         assert call.launched
-        self.plans, self._cache, self._closed = call.launched.plans, cache, False
+        self.plans, self._cache, self._closed, self._forget = call.launched.plans, cache, False, forget
         self._graphs: dict[tuple[int, ...], Recording] = {}
         #: How often addresses without a graph occurred.
         self._counts: dict[tuple[int, ...], int] = {}
@@ -295,8 +304,9 @@ class CachedCall:
         _warn(self._cache, error, stacklevel=6)
 
     def close(self) -> None:
-        """Destroy the graphs; called before a plan is destroyed."""
+        """Destroy the graphs, and leave the session's calls; called before a plan is destroyed."""
         self._closed = True
+        self._forget()
         with contextlib.ExitStack() as stack:  # all of them, even if one fails
             for graph in self._graphs.values():
                 stack.callback(self._cache.recorded.destroy, graph)
@@ -375,10 +385,10 @@ def _cached(session: Session, arguments: Arguments, call: Repeatable, names: Seq
         cached.remove()
     if len(session.cached_calls) >= MAX_CALLS:  # remove more than one, so that this search is rare
         oldest = heapq.nsmallest(1 + MAX_CALLS // 8, session.cached_calls.items(), key=lambda item: item[1].used)
-        for other, old in oldest:
-            del session.cached_calls[other]
+        for _, old in oldest:
             old.remove()
-    new = session.cached_calls[key] = CachedCall(call, session.cache, names, arrays)
+    forget = functools.partial(session.cached_calls.pop, key, None)
+    new = session.cached_calls[key] = CachedCall(call, session.cache, names, arrays, forget)
     return new
 
 

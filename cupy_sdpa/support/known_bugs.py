@@ -348,6 +348,16 @@ BUGS: tuple[Bug, ...] = (
         remedy=f"pass at most {FP8_TILE} queries in a call, or bfloat16 arrays",
     ),
     Bug(
+        name="fp8-short-sequences",
+        capabilities=_HOPPER,
+        condition=lambda p: (
+            p.fp8 and p.seq_lens_kv is not None and p.band is not None and p.band.left is not None and p.band.bottom_right
+        ),
+        when="FP8 with lengths and a window from the bottom right",
+        effect="wrong results of sequences with fewer keys than queries",
+        remedy="pass paged keys, a window from the top left or without a left bound, or bfloat16 arrays",
+    ),
+    Bug(
         name="backward-key-tail",
         last=92501,
         capabilities=_HOPPER,

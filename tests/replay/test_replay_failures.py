@@ -182,6 +182,9 @@ def test_a_graph_beyond_the_limit_is_not_captured_repeatedly(engine, call, cache
 
 def test_old_calls_and_addresses_are_forgotten(engine, call, cache, limits):
     """The least recently used call is removed with its graphs; of many addresses the least recent are counted anew."""
+    for scale in (1.0, 2.0, 3.0):
+        call(scale=scale)
+    cache.clear()  # these calls no longer count
     limits(MAX_CALLS=2, MAX_ADDRESS_SETS=3)
     for scale in (0.1, 0.2, 0.1, 0.3):
         for _ in range(4):

@@ -263,6 +263,16 @@ AFFECTED = {
         [],
         [fp8_problem(), variant(seq_lens=True)],
     ),
+    "fp8-short-sequences": (
+        fp8_problem(seq_lens=True, window=(5, 0, "bottom_right")),
+        [(91900, 90), (92800, 90)],
+        [(91900, 100), (92800, 120)],
+        [
+            fp8_problem(seq_lens=True, window=(5, 0)),
+            fp8_problem(seq_lens=True, causal="bottom_right"),
+            fp8_problem(window=(5, 0, "bottom_right")),
+        ],
+    ),
     "fp8-empty-tiles": (
         fp8_problem(sq=129, seq_lens=True, causal="bottom_right"),
         [(91900, 90), (92800, 90)],
