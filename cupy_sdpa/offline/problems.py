@@ -105,6 +105,9 @@ PROBES: dict[str, Problem] = {
     "forward, FP8 (e5m2), head dim 192, 128 for v": _problem(192, 128, dtype="float8_e5m2"),
     "forward, FP8, head dim 256": _problem(256, dtype="float8_e4m3fn"),
     "forward, FP8, sequence lengths, window": _problem(dtype="float8_e4m3fn", seq_lens=True, window=(100, 50)),
+    "forward, FP8, sequence lengths, window bottom-right": _problem(
+        dtype="float8_e4m3fn", seq_lens=True, window=(100, 50, "bottom_right")
+    ),
     "forward, FP8, bfloat16 output": _problem(dtype="float8_e4m3fn", skv=4096, out_dtype="bfloat16"),
     "forward, FP8, one query": _problem(dtype="float8_e4m3fn", sq=1, skv=4096),
     "forward, FP8, pages of 64 keys, 4 queries": _paged(4, 64, dtype="float8_e4m3fn"),

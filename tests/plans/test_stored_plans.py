@@ -227,7 +227,7 @@ def test_entries_differ_by_everything_that_a_plan_depends_on(fake, folder, cache
         assert files - before == count
 
     new(lambda: attention(x, x, x))
-    new(lambda: attention(2 * x, x, x, scale=0.5), 0)
+    new(lambda: attention(fake.asfortranarray(2 * x), x, x, scale=0.5), 0)
     new(lambda: attention(x, x[:, :, :12], x[:, :, :12]))
     new(lambda: attention(*(x[..., :1],) * 3))
     other = fake.ones((2, 2, 20, 16), np.float16).transpose(3, 1, 2, 0)
