@@ -100,6 +100,7 @@ PROBES: dict[str, Problem] = {
     "forward, pages of 16 keys, packed queries, causal bottom-right": _paged_with_packed_queries(70, causal="bottom_right"),
     "forward, pages of 64 keys, packed sequences of one query": _paged_with_packed_queries(1, 64),
     "forward, pages of 48 keys": _paged(70, 48),
+    "forward, one query and one paged key, mask": _problem(sq=1, skv=1, page_table=(1, 2), seq_lens=True, mask=(1, 1, 8, 1)),
     "forward, pages of 16 keys, one query, dropout": _paged(dropout_p=0.1, seed=0),
     "forward, FP8, causal, log-sum-exp": _problem(dtype="float8_e4m3fn", hkv=2, causal=True, return_stats=True),
     "forward, FP8 (e5m2), head dim 192, 128 for v": _problem(192, 128, dtype="float8_e5m2"),

@@ -93,6 +93,12 @@ def _one_query_forward(problem: Problem) -> bool:
     return _one_query(problem) and not problem.backward
 
 
+def _one_paged_key_of_heads(problem: Problem) -> bool:
+    """One query, and one key in a page, with a mask or bias of more than one head or batch entry."""
+    several = any(spec is not None and max(spec.shape[2:]) > 1 for spec in (problem.mask, problem.bias))
+    return _one_query_forward(problem) and bool(problem.paged) and problem.sizes[5] == 1 and several
+
+
 def _may_mask_all_keys(problem: Problem) -> bool:
     """Whether a band may leave a query without keys, although its sequence has keys."""
     band, (*_, sq, skv, _) = problem.band, problem.sizes
@@ -330,6 +336,14 @@ BUGS: tuple[Bug, ...] = (
         when="one query with a length of 0 in seq_lens_q",
         effect="the result is that of a query with length 1, or NaN",
         guards=frozenset({"clear-last"}),
+    ),
+    Bug(
+        name="one-paged-key",
+        capabilities=range(80, 100),
+        condition=_one_paged_key_of_heads,
+        when="one query and one paged key, with a mask or bias of several heads or batch entries",
+        effect="every head has the mask of the first one",
+        remedy="pass the key without pages",
     ),
     Bug(
         name="fp8-empty-sequences",

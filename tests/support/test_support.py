@@ -82,6 +82,12 @@ def one_query(d=64, **options):
     return cupy_sdpa.problem((d, 4, 1, 2), (d, 4, 300, 2), (d, 4, 300, 2), dtype="bfloat16", **options)
 
 
+def one_paged_key(pages=1, mask=(1, 1, 4, 1), **options):
+    """The problem of one query and pages of one key, with a mask."""
+    shapes = (64, 4, 1, 2), (64, 4, 1, 5), (64, 4, 1, 5)
+    return cupy_sdpa.problem(*shapes, dtype="bfloat16", page_table=(pages, 2), seq_lens=True, mask=mask, **options)
+
+
 def one_key(dtype, skv=1):
     """The problem of a single query, few keys, and a function that reads an array."""
     shapes = (64, 4, 1, 2), (64, 4, skv, 2), (64, 4, skv, 2)
@@ -257,6 +263,12 @@ AFFECTED = {
         [one_query(), variant(sinks=True), one_query(sinks=True, backward=True)]),
     "one-query-lengths": (one_query(seq_lens=True), [(91900, 90), (92800, 90)], [],
         [one_query(), variant(seq_lens=True), one_query(seq_lens=True, backward=True)]),
+    "one-paged-key": (
+        one_paged_key(),
+        [(91900, 90), (92800, 80), (92800, 90)],
+        [(92800, 100)],
+        [one_paged_key(pages=2, mask=(2, 1, 4, 1)), one_paged_key(mask=(1, 1, 1, 1)), one_paged_key(bias=None, mask=None)],
+    ),
     "fp8-empty-sequences": (
         fp8_problem(seq_lens=True),
         [(91900, 90), (92800, 90)],
