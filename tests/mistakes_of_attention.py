@@ -88,7 +88,7 @@ def _read_only(array):
 
 def backward(x, change=lambda name, array: array, **options):
     """The gradients of arrays (8, 4, 6, 3), with ``change(name, array)`` in place of every array."""
-    given = {"dout": x.normal(8, 4, 6, 3), "q": x.s, "k": x.s + x.s, "v": x.s - 1}
+    given = {name: x.normal(8, 4, 6, 3) for name in ("dout", "q", "k", "v")}
     given["out"], given["stats"] = attention(*(given[name] for name in "qkv"), return_stats=True)
     given |= {"dq": x.xp.zeros_like(x.s), "dv": x.xp.zeros_like(x.s)}
     return attention_backward(**{name: change(name, array) for name, array in given.items()}, **options)

@@ -6,7 +6,17 @@
 import numpy as np
 from mistakes import row
 
-from cupy_sdpa import BlockMask, Unsupported, attention, attention_jvp, attention_vjp, block_mask, widen, zoo
+from cupy_sdpa import (
+    BlockMask,
+    Unsupported,
+    attention,
+    attention_backward,
+    attention_jvp,
+    attention_vjp,
+    block_mask,
+    widen,
+    zoo,
+)
 
 
 def of_blocks(x, *groups):
@@ -17,6 +27,16 @@ def of_blocks(x, *groups):
 def call(**options):
     """A call with a block mask."""
     return lambda x: attention(x.s, x.s, x.s, **{"block_mask": of_blocks(x), **options})
+
+
+def of_memory(x):
+    """Gradients with a block mask, and dq in the memory of a captured array."""
+    memory = np.zeros_like(x.s)
+    options = {
+        "block_mask": of_blocks(x), "tensors": {"t": memory[:6, 0, 0, 0]}, "score_mod": lambda s, b, h, i, j, t: s + t[j],
+    }  # fmt: skip
+    out, stats = attention(x.s, x.s, x.s, return_stats=True, **options)
+    return attention_backward(x.s, x.s, x.s, x.s, out, stats, dq=memory, **options)
 
 
 def fields(**changes):
@@ -63,6 +83,10 @@ MASKS = [
         score_mod=lambda s, b, h, i, j: np.where(i > j, s, -np.inf)), ValueError, "score_mod masks keys"),
     row("attention", "a block mask and arrays without a function", call(tensors={"x": np.ones(2)}), ValueError, "tensors has x"),
     row("attention", "a block mask and out of another shape", call(out=np.ones((8, 4, 5, 3), "f4")), ValueError, "out has shape"),
+    row("attention", "a block mask and out over an array of a score function", lambda x: call(out=(t := np.zeros_like(x.s)), tensors={
+        "t": t[:6, 0, 0, 0]}, score_mod=lambda s, b, h, i, j, t: s + t[j])(x), ValueError, "out overlaps tensors['t']"),
+    row("attention_backward", "a block mask and dq over an array of a score function", lambda x: of_memory(x), ValueError,
+        "dq overlaps tensors['t']"),
     row("attention", "a block mask and out of another dtype", call(out=np.ones((8, 4, 6, 3), order="F")), TypeError, "out is float64"),
     row("attention_vjp", "other gradients with a block mask", lambda x: attention_vjp(x.s, x.s, x.s, block_mask=of_blocks(
         x), sinks=np.zeros(4, "f4"), return_dsinks=True), ValueError, "return_dsinks is True and block_mask is passed"),

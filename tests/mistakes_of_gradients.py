@@ -319,6 +319,17 @@ JVP = [
     row("attention_jvp", "tangents of zeros", lambda x: attention_jvp(*x.qkv, x.q * 0), lambda x: (
         output(*x.qkv), np.zeros((16, 4, 6, 3)))),
     row("attention_jvp", "a misspelled option", lambda x: derived(x, casual=True), TypeError, "did you mean causal"),
+    row("attention_jvp", "lengths beyond the keys", lambda x: derived(x, seq_lens_kv=np.array([7, 8, 7], "i4")), ValueError, "seq_lens_kv",
+        "8"),
+    row("attention_jvp", "negative lengths", lambda x: derived(x, seq_lens_q=np.array([6, -1, 6], "i4")), ValueError, "seq_lens_q", "-1"),
+    row("attention_jvp", "lengths in the place of offsets", lambda x: attention_jvp(x.pq, x.pk, x.pv, x.pq, cu_seqlens_q=np.array(
+        [5, 0, 6], "i4"), cu_seqlens_kv=np.array([5, 0, 6], "i4"), max_seqlen_q=6, max_seqlen_kv=6), ValueError, "cu_seqlens"),
+    row("attention_jvp", "out over a bias", lambda x: over_bias(x), ValueError, "out overlaps bias"),
+    row("attention_jvp", "out over an array of a score function", lambda x: derived(x, out=(t := np.zeros_like(x.dout)), tensors={
+        "t": t[:7, 0, 0, 0]}, score_mod=lambda s, b, h, i, j, t: s + t[j]), ValueError, "out overlaps tensors['t']"),
+    row("attention_jvp", "stats over the sinks", lambda x: derived(x, stats=(t := np.zeros((6, 4, 3), "f4", "F")), sinks=t[0, :, 0]),
+        ValueError, "stats overlaps sinks"),
+    row("widen", "a misspelled option", lambda x: widen(*x.qkv, x.q, casual=True), TypeError, "did you mean causal"),
     row("widen", "no tangents", lambda x: widen(*x.qkv), ValueError, "pass at least one"),
     row("widen", "a tangent of another shape", lambda x: widen(*x.qkv, x.k), ValueError, "dq", "(8, 2, 7, 3)"),
     row("widen", "one array", lambda x: widen(x.q), TypeError, "k"),
@@ -338,6 +349,13 @@ JVP = [
     row("jvp_problems", "shapes in C order", lambda x: jvp_problems((2, 10, 8, 64), (2, 12, 8, 64), (2, 12, 8, 64), dtype="float16"),
         ValueError, "10", "12"),
 ]  # fmt: skip
+
+
+def over_bias(x):
+    """An output in the memory of the bias."""
+    memory = np.zeros(x.dout.size, x.dout.dtype)
+    bias = memory[: 7 * 6].reshape(7, 6, 1, 1, order="F")
+    return derived(x, out=memory.reshape(x.dout.shape, order="F"), bias=bias)
 
 
 def one_output(x):

@@ -9,7 +9,7 @@ from .._typing import Array
 from ..arrays.conversion import Conversion, needs_conversion
 from ..arrays.layouts import other_layout
 from ..arrays.view import View
-from ..calls.options import Options, takes_options
+from ..calls.options import Options, check_names, takes_options
 from ..device import cupy_runtime
 from .checks import read_form
 from .form import Form, Widened
@@ -61,6 +61,7 @@ def widen(
         with conversion.stream():
             own = {name: conversion.into(name, array) for name, array in arrays.items()}
             return widen(**own, deterministic=deterministic, **conversion.options)
+    check_names({name: value for name, value in options.items() if name != "block_mask"})
     form = read_form(q, k, v, (dq, dk, dv), None, options, deterministic=deterministic)
     with cupy_runtime.device_context(q):
         made, wanted = wide_arrays(form, (q, k, v), (dq, dk, dv), cupy_runtime.new_result, copied=True)

@@ -28,9 +28,10 @@ def _from_host(array: Any, order: str | None = None) -> ndarray:
 
 
 def asarray(x: Any, dtype: Any = None, order: str | None = None) -> ndarray:
-    """Convert to an array on the device; an array on the device is returned unchanged."""
+    """Convert to an array on the device; an array on the device is returned unchanged if it has the dtype and the order."""
     if isinstance(x, ndarray):
-        return x if dtype is None or x.dtype == np.dtype(dtype) else x.astype(dtype)
+        own = x if dtype is None or x.dtype == np.dtype(dtype) else x.astype(dtype)
+        return {None: lambda a: a, "K": lambda a: a, "F": asfortranarray, "C": ascontiguousarray}[order](own)
     if hasattr(x, "__cuda_array_interface__"):
         return x.exported()
     return _from_host(np.asarray(x, dtype), order)
