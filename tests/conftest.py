@@ -152,6 +152,22 @@ def planned(request, planner):
 
 
 @pytest.fixture
+def cache(engine):
+    """An empty plan cache with its default limits, which has not warned; afterwards no plan of the test is kept."""
+    from cupy_sdpa import get_plan_cache
+
+    cache = get_plan_cache()
+    cache.clear()
+    cache.recorded.warned, limit, recording_limit = False, cache.limit, cache.recording_limit
+    yield cache
+    engine.xp.cuda.Device().synchronize()
+    cache.set_limit(limit)
+    cache.set_recording_limit(recording_limit)
+    engine.forget_plans(kept=False)
+    cache.clear()
+
+
+@pytest.fixture
 def plans(cupy):
     """An empty plan cache of this thread, and no plan or autotuning result of the test afterwards."""
     from cupy_sdpa import get_plan_cache, store

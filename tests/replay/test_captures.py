@@ -14,19 +14,10 @@ from cupy_sdpa import attention, attention_backward, get_plan_cache, prepare
 CAPTURED: list[tuple[str, dict[str, int]]] = [(name, {}) for name in CASES if name != "large copies"]
 CAPTURED += [(name, {"bucket": 32}) for name in ("plain", "lengths", "packed")]
 
-pytestmark = pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
-
-
-@pytest.fixture(autouse=True)
-def cache(engine):
-    """An empty plan cache; afterwards the plans that captured graphs keep alive are gone."""
-    cache = get_plan_cache()
-    cache.clear()
-    yield cache
-    engine.xp.cuda.Device().synchronize()
-    cache.clear()
-    if engine.name == "fake":
-        library().forget_plans()
+pytestmark = [
+    pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True),
+    pytest.mark.usefixtures("cache"),
+]
 
 
 @pytest.mark.parametrize(("name", "options"), CAPTURED, ids=str)

@@ -12,18 +12,10 @@ from replayed_calls import CASES, OFTEN, REPLAY, Calls, equal, functions_run
 import cupy_sdpa
 from cupy_sdpa import attention, attention_backward, get_plan_cache, prepare
 
-pytestmark = pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
-
-
-@pytest.fixture(autouse=True)
-def cache(engine):
-    """An empty plan cache."""
-    cache = get_plan_cache()
-    cache.clear()
-    yield cache
-    engine.xp.cuda.Device().synchronize()
-    cache.set_limit(256)
-    cache.clear()
+pytestmark = [
+    pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True),
+    pytest.mark.usefixtures("cache"),
+]
 
 
 @pytest.fixture

@@ -11,19 +11,10 @@ from replayed_calls import OFTEN, REPLAY, functions_run
 from cupy_sdpa import attention, attention_backward, explain, get_plan_cache
 from cupy_sdpa.calls import replay_cache
 
-pytestmark = pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
-
-
-@pytest.fixture(autouse=True)
-def cache(engine):
-    """An empty plan cache that has not warned."""
-    cache = get_plan_cache()
-    cache.clear()
-    cache.recorded.warned, limit = False, cache.recording_limit
-    yield cache
-    engine.xp.cuda.Device().synchronize()
-    cache.set_recording_limit(limit)
-    cache.clear()
+pytestmark = [
+    pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True),
+    pytest.mark.usefixtures("cache"),
+]
 
 
 @pytest.fixture
