@@ -305,6 +305,8 @@ RESULTS = [
     row("attention", "out of another shape", lambda x: attention(*x.qkv, out=x.q.copy()), ValueError, "(8, 4, 6, 3)",
         "(16, 4, 6, 3)"),
     row("attention", "out of another dtype", passing(out=np.empty((16, 4, 6, 3), order="F")), TypeError, "float64", "float32"),
+    row("attention", "an expression of q", lambda x: attention(2 * x.s, x.s, x.s), ValueError, "asfortranarray(q)", "CuPy's operators",
+        engine="fake"),
     row("attention", "q as out", lambda x: attention(x.s, x.s, x.s, out=x.s), ValueError, "overlaps q"),
     row("attention", "a read-only out", lambda x: attention(*x.qkv, out=read_only(x.dout)), ValueError, "read-only"),
     row("attention", "an out that is broadcast", lambda x: attention(*x.qkv, out=np.lib.stride_tricks.as_strided(

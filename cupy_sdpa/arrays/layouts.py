@@ -173,6 +173,8 @@ def named() -> Iterator[None]:
         _is_named.reset(token)
 
 
+#: Where an array in C order may come from on a GPU: numpy keeps the order of the operands.
+_OF_OPERATORS = ". CuPy's operators, as in 2 * q, return arrays in C order"
 #: The end of the message of an array on the CPU with the strides of another layout.
 _CONFIRM = ". On the CPU layout={!r} confirms the axes, and arrays may have any strides"
 
@@ -207,7 +209,7 @@ def check_strides(specs: Sequence[TensorSpec], options: Mapping[str, Any], *, on
         elif not on_gpu and spec.name in ("bias", *ROW_STATS) and spec.strides[0] != ITEMSIZE[spec.dtype]:
             obstacle = density_obstacle(spec)  # the first axis is not the fastest; sums of broadcast arrays permute the others
         if obstacle:
-            raise ValueError(f"{obstacle}{'' if on_gpu else _CONFIRM.format(own)}")
+            raise ValueError(f"{obstacle}{_OF_OPERATORS if on_gpu else _CONFIRM.format(own)}")
 
 
 def check_strides_of(name: str, array: Any, *, required: bool = False, remedy: str = "") -> None:
