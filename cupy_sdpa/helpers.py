@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from ._typing import Array, ArrayT
-from .arrays.argument import arrays_on_gpu, read_array, share_elements
+from .arrays.argument import arrays_on_gpu, check_separate, read_array
 from .arrays.layouts import other_layout
 from .calls.arguments import read_forward
 from .calls.options import read_flag, read_positive
@@ -244,8 +244,4 @@ def _check_parts(outs: Sequence[Any], stats: Sequence[Any], sinks: Any, out: Any
     if out is not None:
         result = others.pop()
         check_writable(make_spec("out", result.signature))
-        if not on_gpu and not out.flags.writeable:
-            raise ValueError("out is read-only, but the result is written to it: pass a writable array")
-        for other in (*parts, *rows, *others):
-            if share_elements(result, other):
-                raise ValueError(f"out overlaps {other.name} in memory: the result would overwrite it; pass a separate array")
+        check_separate([result], [*parts, *rows, *others])

@@ -29,7 +29,7 @@ def call(**options):
     return lambda x: attention(x.s, x.s, x.s, **{"block_mask": of_blocks(x), **options})
 
 
-def of_memory(x):
+def dq_over_tensors(x):
     """Gradients with a block mask, and dq in the memory of a captured array."""
     memory = np.zeros_like(x.s)
     options = {
@@ -85,7 +85,7 @@ MASKS = [
     row("attention", "a block mask and out of another shape", call(out=np.ones((8, 4, 5, 3), "f4")), ValueError, "out has shape"),
     row("attention", "a block mask and out over an array of a score function", lambda x: call(out=(t := np.zeros_like(x.s)), tensors={
         "t": t[:6, 0, 0, 0]}, score_mod=lambda s, b, h, i, j, t: s + t[j])(x), ValueError, "out overlaps tensors['t']"),
-    row("attention_backward", "a block mask and dq over an array of a score function", lambda x: of_memory(x), ValueError,
+    row("attention_backward", "a block mask and dq over an array of a score function", dq_over_tensors, ValueError,
         "dq overlaps tensors['t']"),
     row("attention", "a block mask and out of another dtype", call(out=np.ones((8, 4, 6, 3), order="F")), TypeError, "out is float64"),
     row("attention_vjp", "other gradients with a block mask", lambda x: attention_vjp(x.s, x.s, x.s, block_mask=of_blocks(
@@ -112,7 +112,7 @@ JVP = [
         ("deterministic=1", derived(deterministic=1), TypeError, "deterministic is 1; it must be True or False"),
         ("a number as the wide arrays", derived(dq=None, widened=3), TypeError, "widened is a int"),
         ("the derivative in the memory of q", lambda x: attention_jvp(x.s, x.s, x.s, x.s, dout=x.s), ValueError,
-         "overlaps another array"),
+         "dout overlaps q"),
     )
 ] + [
     row("attention_jvp", f"stats: {mistake}", wrong_stats(make), error, *words, engine=engine)

@@ -304,7 +304,9 @@ class CachedCall:
         _warn(self._cache, error, stacklevel=6)
 
     def close(self) -> None:
-        """Destroy the graphs, and leave the session's calls; called before a plan is destroyed."""
+        """Destroy the graphs, and leave the session's calls; called before each plan of the call is destroyed."""
+        if self._closed:  # since then the session may have another call with this key
+            return
         self._closed = True
         self._forget()
         with contextlib.ExitStack() as stack:  # all of them, even if one fails

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.argument import arrays_on_gpu, check_results, read_array
+from ..arrays.argument import arrays_on_gpu, read_array
 from ..arrays.layouts import check_strides_of
 from ..arrays.view import View
 from ..device import cupy_runtime
@@ -198,8 +198,7 @@ def check_arrays(arrays: Mapping[str, Any], sinks: Any, results: Sequence[str]) 
         results: the names of the arrays that are written.
 
     Raises:
-        TypeError, ValueError: an array has another type, device, dtype, shape or layout than the call needs, or a result is
-            read-only or overlaps another array.
+        TypeError, ValueError: an array has another type, device, dtype, shape or layout than the call needs.
     """
     q, k, v = (arrays[name] for name in "qkv")
     own, shape = dtype_name(q.dtype), (v.shape[0], *q.shape[1:])
@@ -220,5 +219,3 @@ def check_arrays(arrays: Mapping[str, Any], sinks: Any, results: Sequence[str]) 
         check_spec(make_spec(one.name, arguments[one.name].signature), one)
         if one.name != "stats":
             check_strides_of(one.name, passed[one.name], required=cupy_runtime.is_array(q))
-    written = [(passed[one.name], one) for one in needed if one.writable]
-    check_results(written, {name: array for name, array in passed.items() if name not in results})

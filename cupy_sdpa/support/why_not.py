@@ -71,12 +71,12 @@ def _reasons(problem: Problem, cudnn: int, capability: int) -> list[Reason]:
 
 
 def _lift(reason: Reason, problem: Problem, cudnn: int, capability: int) -> str:
-    """The cuDNN releases and the GPUs without this reason; empty if there are none."""
+    """The cuDNN releases and the GPUs that have no reason against the problem; empty if there are none."""
     if reason.error is not Unsupported:
         return ""
 
     def lifts(version: int, gpu: int) -> bool:
-        return reason.rule not in {other.rule for other in _reasons(problem, version, gpu)}
+        return not _reasons(problem, version, gpu)
 
     newer = [v for v in RELEASES if v > cudnn and lifts(v, capability)]
     older = [v for v in RELEASES if v < cudnn and lifts(v, capability)]

@@ -114,6 +114,8 @@ class Device:
         self._unfreed: set[int] = set()
         self._non_blocking: set[int] = set()
         self._unused_streams: list[int] = []
+        self._running = 0
+        self._destroyed: list[int] = []
         self._numbers = itertools.count(0x1000, 0x10)
         self._addresses: list[int] = []
         self._blocks: dict[int, Block] = {}
@@ -121,7 +123,7 @@ class Device:
     def reset(self) -> None:
         """Remove work, graphs and captures of a failed test."""
         with self.lock:
-            for queue in self.queues.values():
+            for queue in list(self.queues.values()):
                 while queue:
                     with contextlib.suppress(Exception):
                         queue.popleft().run()
@@ -142,8 +144,11 @@ class Device:
             return stream
 
     def destroy_stream(self, stream: int) -> None:
-        """Run the queued work, and destroy the stream."""
+        """Run the queued work, and destroy the stream; while other work runs, as soon as it has ended."""
         with self.lock:
+            if self._running:  # the garbage collector can destroy a stream at any time
+                self._destroyed.append(stream)
+                return
             self.run(stream)
             self.captures.pop(stream, None)
             del self.queues[stream], self.clock[stream]
@@ -171,16 +176,22 @@ class Device:
                 work.run()
 
     def run(self, stream: int) -> None:
-        """Run the queued work of a stream."""
-        while self.queues[stream]:
+        """Run the queued work of a stream, unless it was destroyed meanwhile."""
+        while self.queues.get(stream):
             self.run_next(stream)
 
     def run_next(self, stream: int) -> None:
         """Run the first of the queued work of a stream."""
         work = self.queues[stream].popleft()
-        with np.errstate(all="ignore"):
-            work.run()
-        self.clock[stream] += work.us
+        self._running += 1
+        try:
+            with np.errstate(all="ignore"):
+                work.run()
+            self.clock[stream] += work.us
+        finally:
+            self._running -= 1
+        while self._destroyed and not self._running:
+            self.destroy_stream(self._destroyed.pop())
 
     def wait(self, stream: int) -> None:
         """Wait for a stream."""
@@ -212,7 +223,7 @@ class Device:
     def _wait_for_others(self, stream: int) -> None:
         """Run the work of the streams for which this one waits implicitly."""
         if stream == 0:
-            blocking = [other for other in self.queues if other and other not in self._non_blocking]
+            blocking = [other for other in list(self.queues) if other and other not in self._non_blocking]
             if any(other in self.captures for other in blocking):
                 raise CUDARuntimeError(CAPTURE_IMPLICIT, "a blocking stream is being captured: stream 0 would wait for it")
             for other in blocking:

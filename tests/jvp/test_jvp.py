@@ -235,7 +235,7 @@ def test_nothing_is_written_by_a_refused_call(engine):
     q, k, v, *tangents = normals(engine)
     out, dout, before = engine.nan(*q.shape), engine.nan(*q.shape), engine.get(q).copy()
     wrong = [
-        ({"out": out, "dout": q}, ValueError, "overlaps another array"), ({"out": out, "dout": out}, ValueError, "overlaps another"),
+        ({"out": out, "dout": q}, ValueError, "dout overlaps q in memory"), ({"out": out, "dout": out}, ValueError, "out overlaps dout"),
         ({"dout": dout, "out": engine.nan(8, 2, 5, 1)}, ValueError, "out has shape"),
         ({"dout": dout, "out": out, "stats": [0.0]}, TypeError, "stats is a list"),
     ]  # fmt: skip
