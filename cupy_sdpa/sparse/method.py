@@ -15,6 +15,7 @@ from ..device.blocks import BLOCK
 from ..problem.problem import row_stats_shape
 from ..problem.tensor_spec import Expected, check_spec, dtype_name, make_spec
 from ..score_fn.expression import AXES
+from ..score_fn.mask_analysis import Sides
 from ..score_fn.tracer import trace
 from .entries import (
     MASKED_COST,
@@ -99,13 +100,8 @@ def gradient_function(mask: BlockMask, sizes: Sizes) -> Callable[..., Any] | Non
         if mask.function is None or not all(listed.any(axis=axis).all() for axis in (0, 1)):
             return None
         band = trace(None, mask.function, {}, dict(zip(AXES, (sizes.batch, sizes.hq, mask.sq, mask.skv), strict=True))).band
-        key_blocks, query_blocks, *_ = mask.kinds.shape
-        left, right = band or (None, None)
-        offsets = np.arange(query_blocks)[None, :] - np.arange(key_blocks)[:, None]  # of query blocks from key blocks
-        computed = np.ones((key_blocks, query_blocks), bool)
-        if right == 0:
-            computed = (offsets >= 0) & (True if left is None else offsets * BLOCK < left + BLOCK)
-        cost = MASKED_GRADIENT_COST * computed.sum() * sizes.batch * mask.heads
+        at_diagonal = band is not None and band[1] == 0
+        cost = MASKED_GRADIENT_COST * blocks_of_band(mask, band if at_diagonal else None) * sizes.batch * mask.heads
         of_copies = sum(rectangle.cost for kind in rectangles(mask, sizes.batch) for rectangle in kind)
         return mask.function if cost < of_copies else None
 
@@ -114,6 +110,19 @@ def gradient_function(mask: BlockMask, sizes: Sizes) -> Callable[..., Any] | Non
         mask.tables[key] = find()
     found: Callable[..., Any] | None = mask.tables[key]
     return found if found is None or mask.has_its_function else None
+
+
+def blocks_of_band(mask: BlockMask, band: Sides | None) -> int:
+    """The number of blocks with pairs within a band, which cuDNN computes for a mask function; of one head and batch entry."""
+    key_blocks, query_blocks, *_ = mask.kinds.shape
+    left, right = band or (None, None)
+    offsets = BLOCK * (np.arange(query_blocks)[None, :] - np.arange(key_blocks)[:, None])  # from keys to queries
+    computed = np.ones(offsets.shape, bool)
+    if left is not None:
+        computed &= offsets < left + BLOCK
+    if right is not None:
+        computed &= -offsets < right + BLOCK
+    return int(computed.sum())
 
 
 def is_attended(b: Any, h: Any, q_idx: Any, kv_idx: Any, attends: Any) -> Any:

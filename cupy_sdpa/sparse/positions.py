@@ -171,7 +171,7 @@ class ScoreFunction:
         one_head = _POSITIONS["h"] in axes
         reads = {access: Access(name, _axes_of(access, one_head)) for access, name in names.items()}
         first = {axis: Access(name, ("b",)) for axis, name in _POSITIONS.items() if axes.get(name) == 1}
-        starts = {axis: first.pop(axis) for axis in ("q_idx", "kv_idx") if axis in first}
+        starts = {axis: first.pop(axis) for axis in AXES[2:] if axis in first}
         every = {axis: Access(name, (axis, "b")) for axis, name in _POSITIONS.items() if axes.get(name) == 2}
         return relocated(self._function, reads, starts=starts, places={**first, **every})
 
