@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -35,6 +36,19 @@ T = TypeVar("T")
 
 #: Inside :func:`cupy_sdpa.autotune`: the results so far. None elsewhere.
 active_tunings: ContextVar[list[Tuning] | None] = ContextVar("active_tunings", default=None)
+
+
+#: The environment variables that print the steps of all calls of a process, and compare them with numpy.
+DEBUG, VALIDATE = "CUPY_SDPA_DEBUG", "CUPY_SDPA_VALIDATE"
+
+
+def is_set(name: str) -> bool:
+    """Whether an environment variable turns something on."""
+    return os.environ.get(name, "0") not in ("", "0")
+
+
+#: Whether calls are looked up among repeated calls, and captured; False where each one must be parsed.
+repeats: ContextVar[bool] = ContextVar("repeats", default=not is_set(DEBUG) and not is_set(VALIDATE))
 
 
 #: What is known of the statistics that :func:`cupy_sdpa.attention_backward` gets: those of all keys of the call ("whole"), of
@@ -404,8 +418,9 @@ def _check_not_capturing(problem: Problem) -> None:
 def tuning_enabled() -> Iterator[list[Tuning]]:
     """Tune the calls in the block; yields the list to which the results are appended."""
     tunings: list[Tuning] = []
-    token = active_tunings.set(tunings)
+    tokens = active_tunings.set(tunings), repeats.set(False)
     try:
         yield tunings
     finally:
-        active_tunings.reset(token)
+        active_tunings.reset(tokens[0])
+        repeats.reset(tokens[1])
