@@ -19,6 +19,7 @@ from .device.merge import merge as merge_groups
 from .problem.bucket import Bucket
 from .problem.problem import row_stats_shape
 from .problem.tensor_spec import check_writable, make_spec
+from .programs.run import compiled
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray  # slow to import
@@ -103,7 +104,7 @@ def dropout_mask(
     call = read_forward(q, k, k, options, return_kept=True)
     if dropout_p:
         with cupy_runtime.temporary_results():  # of a captured graph
-            kept = call.run()[-1] > 0
+            kept = compiled(call).run()[-1] > 0
     else:  # the graph draws no random numbers
         kept = (cupy_runtime.cupy() if call.on_gpu else np).ones(call.problem.results[-1].shape, bool, order="F")
     return kept.T if other_layout(options) else kept

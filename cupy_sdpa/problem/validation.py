@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from ..errors import Unsupported
 from ..score_fn.expression import EMPTY_PROGRAM
-from .problem import CU_SEQLENS, DEFAULT_SETTINGS, FP8_FACTORS, LENGTHS, OTHER_RESULTS, SCORE_INPUTS, SEEDS, Problem, Settings
+from .problem import CU_SEQLENS, DEFAULT_SETTINGS, FP8_FACTORS, LENGTHS, SCORE_INPUTS, SEEDS, Problem, Settings
 from .split import obstacle
 from .tensor_spec import (
     FLOAT_DTYPES,
@@ -161,7 +161,7 @@ def _inputs(arrays: Mapping[str, TensorSpec], settings: Settings) -> Problem:
     if band := settings.band:
         ragged = packed or paged or "seq_lens_q" in arrays
         band = band.simplified(sq, skv, lengths=ragged, needs_diagonal="alibi_slopes" in arrays)
-    names = (*LENGTHS, "page_table", *CU_SEQLENS, "alibi_slopes", "sinks", *SEEDS, *SCORE_INPUTS, "block_bits", *OTHER_RESULTS)
+    names = (*LENGTHS, "page_table", *CU_SEQLENS, "alibi_slopes", "sinks", *SEEDS, *SCORE_INPUTS, "block_bits")
     options: dict[str, Any] = {name: arrays[name] for name in names if name in arrays}
     if problem.fp8:
         options |= {name: arrays.get(name) or dense_spec(name, "float32", (1,)) for name in FP8_FACTORS}

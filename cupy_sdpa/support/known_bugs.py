@@ -13,7 +13,7 @@ To add a bug:
 6. Regenerate docs/support.md: ``python -m cupy_sdpa support --markdown > docs/support.md``.
 
 Everything else (refusals, guards, ``explain()``, the documentation) reads this table. A new guard also needs an implementation:
-those of :data:`STAGING_GUARDS` change the arrays (support/engine_problem.py, staging/stage.py), the others change the graph
+those of :data:`STAGING_GUARDS` change the arrays (support/engine_problem.py, programs/attention.py), the others change the graph
 (graph/attention_forward.py, graph/attention_backward.py).
 """
 
