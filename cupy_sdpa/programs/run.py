@@ -7,7 +7,6 @@ import copy
 import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -16,7 +15,7 @@ from ..arrays.argument import check_separate, read_array
 from ..arrays.view import View, on_device, on_host
 from ..calls.arguments import check_lengths
 from ..calls.call import Call, Fill, LaunchRecord, active_tunings, given_stats, with_plan
-from ..calls.call_key import read_key, tensor_name
+from ..calls.call_key import HOST, read_key, tensor_name
 from ..calls.replay_cache import cache_call
 from ..calls.user_functions import Gradients, function_identities
 from ..device import cupy_runtime, memory
@@ -34,6 +33,10 @@ from .steps import Attend, Scalar, Step
 if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
     from ..plans.plan import Plan
     from ..plans.sessions import Session
+
+
+#: The arrays whose elements are checked on the CPU.
+READ_ON_HOST = (*LENGTHS, *CU_SEQLENS, "page_table")
 
 
 class _Signature(NamedTuple):
@@ -147,6 +150,20 @@ class ProgramCall:
             if name not in self.arrays:
                 self.arrays[name] = cupy_runtime.new_result(self.arrays["q"], view.shape, view.dtype)
 
+    def lengths(self) -> list[tuple[Problem, dict[str, str]]]:
+        """The problems that read lengths, offsets or page tables of the caller, and the names of these among the arrays."""
+        if not isinstance(self.problem, Problem):
+            return lengths_of(self.program, self.arrays)
+        names = [name for name in READ_ON_HOST if name in self.arrays and name not in self.fills]
+        return [(self.problem, dict(zip(names, names, strict=True)))] if names else []
+
+    def evaluation(self) -> Callable[[Mapping[str, Any]], None] | None:
+        """What computes the call on numpy arrays, with results; None if more runs than the evaluation of one graph."""
+        if not self.program.plan_only or self.problem.trivial or self.fills or self.gradients:
+            return None
+        (attend,) = self.program.launches
+        return functools.partial(self._evaluate, attend, graph_of(attend.problem))
+
     def enqueue(self) -> None:
         """Enqueue the work of :meth:`run` again, on the same arrays, in a capture of the package."""
         assert self.launched
@@ -178,7 +195,7 @@ class ProgramCall:
                         step.function(*arguments)
                     elif step.attend and not step.attend.problem.trivial:
                         if device is None:
-                            self._evaluate(step.attend, arguments)
+                            self._evaluate(step.attend, graph_of(step.attend.problem), arguments)
                         else:
                             ran.append(self._launch(step, arguments, device, next(given, None), keep))
         finally:
@@ -207,9 +224,8 @@ class ProgramCall:
     def _scalars(self, attend: Attend) -> Mapping[str, float]:
         return {**self.scalars, **attend.scalars} if attend.scalars else self.scalars
 
-    def _evaluate(self, attend: Attend, arrays: Mapping[str, Any]) -> None:
-        """Compute attention on numpy arrays."""
-        graph = graph_of(attend.problem)
+    def _evaluate(self, attend: Attend, graph: Graph, arrays: Mapping[str, Any]) -> None:
+        """Evaluate the graph of a launch on numpy arrays."""
         evaluate(graph, arrays, self._scalars(attend), check=_row_check(graph, attend, arrays))
 
     def _launch(self, step: Step, arrays: Mapping[str, Any], device: int, plan: Plan | None, keep: bool) -> Plan:
@@ -482,21 +498,27 @@ def _check(program: Program, inputs: Inputs, results: Sequence[str]) -> None:
     """
     arguments = {name: read_array(name, array) for name, array in inputs.arrays.items()}
     check_separate([arguments[name] for name in results], list(arguments.values()))
-    if inputs.device is not None:
-        return
-    bind = _Binding(inputs.arrays, {}, on_gpu=False)
+    if inputs.device is None:
+        for problem, lengths in lengths_of(program, inputs.arrays):
+            check_lengths(problem, {name: inputs.arrays[source] for name, source in lengths.items()})
+
+
+def lengths_of(program: Program, arrays: Mapping[str, Any]) -> list[tuple[Problem, dict[str, str]]]:
+    """The problems of the steps that read lengths, offsets or page tables of the caller, and their names among the arrays."""
+    found = []
     for attend in program.launches:
-        views = {name: attend.arrays.get(name) for name in (*LENGTHS, *CU_SEQLENS, "page_table")}
-        given = {name: bind(view) for name, view in views.items() if view and view.storage.name in inputs.arrays}
-        check_lengths(attend.of, given)
+        lengths = {}
+        for name in READ_ON_HOST:
+            view = attend.arrays.get(name)
+            if view and view.storage.name in arrays and view.shape == arrays[view.storage.name].shape:
+                lengths[name] = view.storage.name
+        if lengths:
+            found.append((attend.of, lengths))
+    return found
 
 
 def _key(kind: Any, inputs: Inputs, options: Mapping[str, Any]) -> Hashable | None:
     """What a program depends on; None if an option cannot be compared."""
     others = {name: value for name, value in options.items() if name != "tensors" and not is_any_array(value)}
-    found = read_key(_HOST, kind, (), others)
+    found = read_key(HOST, kind, (), others)
     return found and (found[0], *inputs.views.values())
-
-
-#: :func:`.read_key` without arrays needs nothing of CuPy.
-_HOST: Any = SimpleNamespace(ndarray=np.ndarray, has_flag=False)
