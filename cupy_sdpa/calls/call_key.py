@@ -17,14 +17,10 @@ from .user_functions import FUNCTIONS
 
 
 class Repeatable(Protocol):
-    """A call that the replay cache can repeat: a :class:`~.call.Call`, or one whose work is a program.
-
-    The attributes are those of a :class:`~.call.Call`.
-    """
+    """A call that the replay cache can repeat: a program and its arrays."""
 
     arrays: dict[str, Any]
     identities: tuple[Hashable | None, ...]
-    own_results: bool
     launched: LaunchRecord | None
 
     @property

@@ -145,7 +145,7 @@ class CachedCall:
         if max(self._positions) < 0 and not call.gradients:
             self._positions = []
         #: Whether a result at a new address may overlap another array.
-        self._may_overlap = max(self._positions, default=-1) >= 0 and not call.own_results
+        self._may_overlap = max(self._positions, default=-1) >= 0
         created = [name for name in call.result_names if name not in names]
         self._created = [(x.shape, x.dtype, x.nbytes) for x in (call.arrays[name] for name in created)]
         self._runs = equal_runs(self._created)
