@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from .attention import attention, attention_backward
 from .calls.report import Report
-from .errors import CudnnError, DiskCacheWarning, OutOfPages, Unsupported
-from .explain import explain, get_plan_cache, problem
+from .errors import CudnnError, DiskCacheWarning, OutOfPages, StepError, Unsupported
+from .explain import explain, explain_function, get_plan_cache, problem
 from .forward_mode.widened import widen
 from .helpers import alibi_slopes, dropout_mask, merge
 from .inference.kv_cache import KVCache
@@ -16,6 +16,7 @@ from .inference.shared_prefix import shared_prefix_attention
 from .jvp import attention_jvp, jvp_problems
 from .prepare import Prepared, autotune, prepare
 from .problem.problem import Problem
+from .programs.readers.watch import validate
 from .sparse.masks.block_mask import BlockMask, block_mask
 from .tracing.recorder import trace, trace_process
 from .version import __version__
@@ -31,6 +32,7 @@ __all__ = [
     "Problem",
     "Pullback",
     "Report",
+    "StepError",
     "Unsupported",
     "__version__",
     "alibi_slopes",
@@ -42,6 +44,7 @@ __all__ = [
     "block_mask",
     "dropout_mask",
     "explain",
+    "explain_function",
     "get_plan_cache",
     "jvp_problems",
     "merge",
@@ -49,6 +52,7 @@ __all__ = [
     "problem",
     "shared_prefix_attention",
     "trace",
+    "validate",
     "widen",
 ]
 

@@ -43,6 +43,40 @@ def is_set(name: str) -> bool:
 repeats: ContextVar[bool] = ContextVar("repeats", default=not is_set(DEBUG) and not is_set(VALIDATE))
 
 
+class Found(BaseException):
+    """Leaves a function whose program is described. It is no Exception, which functions may catch.
+
+    Args:
+        call: the call of the program.
+    """
+
+    def __init__(self, call: Any) -> None:
+        super().__init__()
+        self.call = call
+
+
+class Description(NamedTuple):
+    """How a call is described, in place of being run.
+
+    Attributes:
+        for_gpu: whether the program is that of a GPU, also for numpy arrays.
+        is_supported: whether that GPU supports a problem; None for no.
+    """
+
+    for_gpu: bool
+    is_supported: Callable[[Problem], bool] | None
+
+
+#: Inside :func:`cupy_sdpa.programs.readers.describe.program_of`: how the call is described. None elsewhere.
+describing: ContextVar[Description | None] = ContextVar("describing", default=None)
+
+
+def for_gpu(q: Any) -> bool:
+    """Whether the program of a call is that of a GPU: q is CuPy's, or the call is described for a GPU."""
+    description = describing.get()
+    return cupy_runtime.is_array(q) or (description is not None and description.for_gpu)
+
+
 #: What is known of the statistics that :func:`cupy_sdpa.attention_backward` gets: those of all keys of the call ("whole"), of
 #: these and other keys ("part"), or of other roundings of q and k ("other").
 given_stats: ContextVar[Literal["whole", "part", "other"]] = ContextVar("given_stats", default="whole")

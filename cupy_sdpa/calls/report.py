@@ -44,6 +44,8 @@ class Report:
         unverified: the features of the call whose results were never verified on this GPU.
         blocks: how a block mask is computed; empty without one.
         conversion: which arrays are converted with ``compute_dtype``; empty without it.
+        steps: the steps of the call, one line each: what each does and writes. Those that are attention are the launches.
+        temporary_bytes: the bytes of the temporary arrays of the steps; the workspace of cuDNN is not among them.
     """
 
     engine: str
@@ -58,13 +60,14 @@ class Report:
     unverified: tuple[str, ...] = ()
     blocks: str = ""
     conversion: str = ""
+    steps: tuple[str, ...] = ()
+    temporary_bytes: int = 0
 
     @property
     def workspace(self) -> int | None:
         """Bytes of cuDNN's workspace; 0 on numpy, None if unknown.
 
-        Not included are copies for a bucket or for lengths, which are as large as the arrays, and buffers for the gradients of
-        bias and ``tensors``, which have Skv x Sq elements for each head and batch entry of the array.
+        Not included are the arrays of other steps, such as copies, see ``temporary_bytes``.
         """
         if self.engine == "numpy" or self.problem.trivial:
             return 0
@@ -86,8 +89,11 @@ class Report:
             yield f"block mask: {self.blocks}"
         if self.conversion:
             yield f"arrays are converted: {self.conversion}"
-        yield "steps, with the axes of the call (scores: keys, queries, heads, batch):"
-        yield from self._steps()
+        if len(self.steps) > 1:
+            yield f"{len(self.steps)} steps, {self.temporary_bytes} bytes of temporary arrays:"
+            yield from self.steps
+        yield "operations, with the axes of the call (scores: keys, queries, heads, batch):"
+        yield from self._operations()
         yield self._verdict()
         yield from (f"  {reason}" for reason in self.reasons)
         if self.plan:
@@ -102,7 +108,7 @@ class Report:
             yield "and then"
             yield from launch._lines()
 
-    def _steps(self) -> Iterator[str]:
+    def _operations(self) -> Iterator[str]:
         """One line per input, then one line per step; results that exist only inside the kernel are marked."""
         width = max(len(node.formula) for node in self.graph.nodes)
         for t in self.graph.by_role("input", "constant"):
@@ -141,7 +147,11 @@ class Report:
             (str(number), "; ".join(_storage(node)), node.formula, _shape(self.shape_of(node.out)), node.out.dtype)
             for number, node in enumerate(self.graph.nodes, 1)
         ]  # fmt: skip
-        body = _html.details("steps", _html.table(("step", "array", "formula", "shape", "dtype"), [*tensors, *steps]))
+        body = ""
+        if len(self.steps) > 1:
+            title = f"{len(self.steps)} steps, {self.temporary_bytes} bytes of temporary arrays"
+            body += _html.details(title, _html.table(("step",), [(step,) for step in self.steps]))
+        body += _html.details("operations", _html.table(("step", "array", "formula", "shape", "dtype"), [*tensors, *steps]))
         verdict = self._verdict().removesuffix(":")
         if self.reasons:
             body += _html.table((verdict,), [(reason,) for reason in self.reasons])

@@ -16,11 +16,9 @@ tolerance.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from ...tolerance import DEVIATIONS, SINGLE, spacing
+from ...tolerance import DEVIATIONS, FP8_SUM, SINGLE, spacing
 from ..cases.data import FORMATS, FP8_SCALE, dtype_of
 from ..cases.functions import function_of
 from .inputs import Array, Inputs
@@ -28,10 +26,6 @@ from .oracle import Results
 
 #: The relative error of a score from the approximate functions of the GPU, such as tanh.
 APPROXIMATE = 2.0**-10
-#: The error of a sum of FP8 products relative to the norms. Tensor cores truncate every addend to about 13 bits below the
-#: leading one of the largest (DeepSeek-AI 2024, "DeepSeek-V3 technical report", section 3.3.2). The error of rows with one key
-#: is up to 1.2 of this for normal numbers; that of rows with many keys is much smaller.
-FP8_SUM = 2.0**-13
 #: Score functions that use approximate functions.
 APPROXIMATE_FUNCTIONS = ("tanh", "log1p", "sigmoid", "sin", "fading", "bias_all")
 #: The largest magnitude of a score to which the error of approximate functions is relative.
