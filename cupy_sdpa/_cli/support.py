@@ -35,7 +35,6 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     """Add the command to the parser."""
     parser = commands.add_parser(
         "support",
-        help="what each cuDNN version and GPU can run",
         description="Print what each cuDNN version and GPU can run, and all known bugs; or check this table with cuDNN.",
         epilog=_EPILOG,
         formatter_class=Help,

@@ -16,6 +16,7 @@ from ..errors import CudnnError, Unsupported
 from ..graph import graph_of
 from ..graph.interpreter import RowCheck, evaluate
 from ..graph.nodes import Graph
+from ..problem import problem_file
 from ..problem.bucket import Policy
 from ..problem.problem import Problem
 from ..problem.subproblems import subproblems
@@ -273,6 +274,8 @@ class Call:
             return None
         if device is None:
             stage = self.stage()
+            if problem_file.kept is not None:  # the problem that a GPU would plan
+                problem_file.keep(engine_problem(self.problem, self.bucket, True))
             graph = graph_of(self.engine_problem)
             evaluate(graph, stage.arrays, self.scalars, check=self._row_check(graph, stage.arrays))
             stage.finish()
