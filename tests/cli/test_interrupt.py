@@ -16,7 +16,6 @@ COMMANDS = [
     "demo --engine numpy --seq 4000 --heads 16",
     pytest.param("check --engine cpu", marks=pytest.mark.slow),
     pytest.param(f"plan {SHAPES} --gpu h200 -o plans", marks=[pytest.mark.cudnn, pytest.mark.slow]),
-    pytest.param("support --measure", marks=[pytest.mark.cudnn, pytest.mark.slow]),
 ]
 #: What the child runs: it writes a file once the command has begun.
 CODE = """
@@ -27,7 +26,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("words", COMMANDS, ids=["demo", "check", "plan", "support"])
+@pytest.mark.parametrize("words", COMMANDS, ids=["demo", "check", "plan"])
 def test_one_line(words, folder):
     """No traceback, also not of the worker processes; files that existed are unchanged."""
     before = {*folder.iterdir(), folder / "begun", folder / "plans"}

@@ -73,7 +73,6 @@ COMMANDS = {
     "support": 0,
     "check --engine cpu --problems 2 --seed 1 --json report.json": 0,
     "check --saved problems.jsonl --engine cpu": 0,
-    "support --measure": 2,
 }
 RUN = """
 import contextlib, io, sys
