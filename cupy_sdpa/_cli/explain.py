@@ -22,8 +22,7 @@ examples:
   python -m cupy_sdpa explain 128,64,4096,1 --kv-heads 8 --gpu h200
   python -m cupy_sdpa explain 64,8,1000,2 --causal --backward --gpu h200 --steps
   python -m cupy_sdpa explain 2,8,1000,64 --layout bhsd --gpu h200 --cudnn 9.19
-  python -m cupy_sdpa explain 128,32,1,16 --keys 128,8,4096,16 --pages 64 \\
-      --gpu h200
+  python -m cupy_sdpa explain 64,8,1,4 --keys 64,8,900,4 --pages 64 --gpu h200
 
 {problem_options.EPILOG}Without --gpu the plan is built for the current GPU and cached. Exit status 1:
 the problem cannot run.

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 _EPILOG = f"""\
 examples:
   python -m cupy_sdpa plan --gpu h200 --saved problems.jsonl -o plans/
-  python -m cupy_sdpa plan --gpu h200 128,32,1024,1 128,32,4096,1 \\
-      --kv-heads 8 --causal --backward -o plans/
+  python -m cupy_sdpa plan 128,32,4096,1 --kv-heads 8 --gpu h200 -o plans/
+  python -m cupy_sdpa plan 64,8,500,1 64,8,900,1 --backward --gpu l4 -o plans/
   CUPY_SDPA_CACHE_DIR=plans/ python serve.py    on a machine with this GPU and
                                                 the same cuDNN and NVRTC
 
