@@ -128,18 +128,14 @@ def _settings(value: Any) -> Settings:
 
 def _program(value: Any) -> Program:
     """The program of score and mask functions."""
-    steps = program_steps(value["steps"])
+    steps = _steps(value["steps"])
     roots = value["score"], value["mask"]
     _check(all(root is None or (_is_count(root) and root < len(steps)) for root in roots), "a program ends outside its steps")
     return Program(steps, *roots)
 
 
-def program_steps(values: Any) -> tuple[Step, ...]:
-    """The steps of a program.
-
-    Raises:
-        ValueError: a step reads one that does not come before it.
-    """
+def _steps(values: Any) -> tuple[Step, ...]:
+    """The steps of a program; each reads steps before it."""
     steps = []
     for number, value in enumerate(values):
         step = Step(**{**value, "args": tuple(value.get("args", ())), "value": _number(value.get("value", 0.0))})

@@ -15,9 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...problem import problem_file
-from ...score_fn.expression import LEAVES, Step
-
 
 class Function(NamedTuple):
     """A score or mask function and the arrays that it captures.
@@ -142,6 +139,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "cmp_le": np.less_equal, "cmp_lt": np.less, "logical_and": np.logical_and, "logical_or": np.logical_or,
     "binary_select": lambda x, b, condition: np.where(condition, x, b), "log1p": np.log1p, "expm1": np.expm1, "hypot": np.hypot,
 }  # fmt: skip
+#: The steps without operands.
+_LEAVES = ("score", "index", "number", "constant", "captured")
 #: The modes whose result is not negative if the operands are not.
 _KEEP_SIGN = frozenset({"add", "mul", "div", "min", "max", "abs"})
 
@@ -164,8 +163,9 @@ def of_program(option: str, text: str) -> Function:
     np.float64(6.0)
     """
     found = json.loads(text)
-    steps, axes = problem_file.program_steps(found["steps"]), dict(found["arrays"])
-    if unknown := [step.mode for step in steps if step.mode not in (*LEAVES, *_FUNCTIONS)]:
+    steps = [_Step(**{**step, "args": tuple(step.get("args", ()))}) for step in found["steps"]]
+    axes: dict[str, str] = dict(found["arrays"])
+    if unknown := [step.mode for step in steps if step.mode not in (*_LEAVES, *_FUNCTIONS)]:
         raise ValueError(f"a program has the step {unknown[0]}, which the self-test does not know")
     numbers = [step for step in steps if step.mode == "number"]
     literals = {step.name: 3 + i if step.kind == "int" else 0.75 + 0.125 * i for i, step in enumerate(numbers)}
@@ -197,10 +197,20 @@ def of_program(option: str, text: str) -> Function:
     return Function(call, axes)
 
 
-def _is_positive(steps: Sequence[Step], index: int) -> bool:
+class _Step(NamedTuple):
+    """A step of a program, as in a file of problems; a value that is not finite is a text."""
+
+    mode: str
+    args: tuple[int, ...] = ()
+    name: str = ""
+    kind: str = "float"
+    value: float | str = 0.0
+
+
+def _is_positive(steps: Sequence[_Step], index: int) -> bool:
     """Whether a step is known to be 0 or more."""
     step = steps[index]
-    if step.mode in ("index", "number") or (step.mode == "constant" and step.value >= 0):
+    if step.mode in ("index", "number") or (step.mode == "constant" and float(step.value) >= 0):
         return True
     return step.mode in _KEEP_SIGN and (step.mode == "abs" or all(_is_positive(steps, arg) for arg in step.args))
 
