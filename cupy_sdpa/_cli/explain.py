@@ -61,6 +61,7 @@ def command(arguments: argparse.Namespace) -> int:
         described = problem_options.problem_of(arguments, arguments.queries, backward=arguments.backward)
         with working("planning"):
             report = _explained(described, arguments.gpu, arguments.cudnn)
+        report = dataclasses.replace(report, scalars=_scalars(described, arguments.softcap))
     except CudnnError as error:
         raise CommandError(machine.brief(error)) from error
     except (OSError, RuntimeError, TypeError, ValueError) as error:
@@ -68,6 +69,12 @@ def command(arguments: argparse.Namespace) -> int:
     result(**as_json(report))
     print_wrapped(str(report) if arguments.steps else report.summary())
     return 0 if report else 1
+
+
+def _scalars(problem: Problem, softcap: float | None) -> tuple[tuple[str, float], ...]:
+    """The scalars of the formulas, which the problem does not contain."""
+    scale = "scale", max(problem.sizes[0], 1) ** -0.5
+    return (scale, ("softcap", softcap)) if softcap else (scale,)
 
 
 def _explained(problem: Problem, gpu: str | None, cudnn: str | None) -> Report:

@@ -44,6 +44,7 @@ class Report:
         unverified: the features of the call whose results were never verified on this GPU.
         blocks: how a block mask is computed; empty without one.
         conversion: which arrays are converted with ``compute_dtype``; empty without it.
+        scalars: the names and values of the scalars in the formulas, such as ``scale``; empty for a problem, which has none.
     """
 
     engine: str
@@ -58,6 +59,7 @@ class Report:
     unverified: tuple[str, ...] = ()
     blocks: str = ""
     conversion: str = ""
+    scalars: tuple[tuple[str, float], ...] = ()
 
     @property
     def workspace(self) -> int | None:
@@ -92,6 +94,8 @@ class Report:
             yield f"block mask: {self.blocks}"
         if self.conversion:
             yield f"arrays are converted: {self.conversion}"
+        if self.scalars:
+            yield f"scalars: {', '.join(f'{name} = {value:g}' for name, value in self.scalars)}"
         if self.plan:
             facts = list(self._facts(self.plan))
             width = max(len(name) for name, _ in facts)
@@ -178,6 +182,10 @@ def _shape(shape: tuple[int, ...], times: str = " x ") -> str:
 
 def explain_call(call: Call) -> Report:
     """Whether and how :meth:`cupy_sdpa.calls.call.Call.run` would run; the plan is built and cached."""
+    return dataclasses.replace(_explain_call(call), scalars=tuple(call.scalars.items()))
+
+
+def _explain_call(call: Call) -> Report:
     if not call.on_gpu:
         return explain_subproblems(call.engine_problem, lambda problem: Report("numpy", problem, graph_of(problem)))
     with cupy_runtime.on_device_of(call.arrays["q"]) as device:
