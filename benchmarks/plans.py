@@ -2,8 +2,12 @@
 
     python -m benchmarks plans [results.csv] [--ahead FOLDER]
 
-Every first call runs in a new process. ``--ahead`` names a folder of plans built on another machine by ``python -m cupy_sdpa
-plan --gpu h200 benchmarks/ahead.toml``; the benchmark checks that they give the same bits as plans built here. The case
+Every first call runs in a new process. ``--ahead`` names a folder of plans built on another machine for the problem of this
+benchmark, attention of Llama 3.1 8B; the benchmark checks that they give the same bits as plans built here:
+
+    python -m cupy_sdpa plan 128,32,4096,1 --kv-heads 8 --causal --backward --gpu h200 -o FOLDER
+
+The case
 "nothing compiled" disables the CUDA driver's cache of compiled kernels on disk, as on a new machine or in a new container.
 """
 
@@ -219,7 +223,7 @@ def main(words: Sequence[str]) -> int:
     """Measure, print the values and write them."""
     options = parser("plans", __doc__)
     add_csv(options)
-    options.add_argument("--ahead", metavar="FOLDER", help="a folder of plans built ahead of time for benchmarks/ahead.toml")
+    options.add_argument("--ahead", metavar="FOLDER", help="a folder of plans built ahead of time, see above")
     arguments = options.parse_args(words)
     check_gpu("plans")
     os.environ["CUPY_SDPA_CACHE_DIR"] = "0"

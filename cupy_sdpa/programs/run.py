@@ -23,9 +23,11 @@ from ..errors import CudnnError, Unsupported
 from ..graph import graph_of
 from ..graph.interpreter import RowCheck, evaluate
 from ..graph.nodes import Graph
+from ..problem import problem_file
 from ..problem.bucket import Rounding
 from ..problem.problem import Problem
 from ..problem.tensor_spec import TensorSpec, make_spec
+from ..support.engine_problem import engine_problem
 from . import attention
 from .program import Builder, Program
 from .steps import Attend, Scalar, Step
@@ -232,6 +234,8 @@ class ProgramCall:
 
     def _evaluate(self, attend: Attend, arrays: Mapping[str, Any]) -> None:
         """Compute attention on numpy arrays."""
+        if problem_file.kept is not None:  # the problem that a GPU would plan
+            problem_file.keep(engine_problem(attend.of, None, True))
         graph = graph_of(attend.problem)
         evaluate(graph, arrays, self._scalars(attend), check=_row_check(graph, attend, arrays))
 
