@@ -40,7 +40,7 @@ LAYERS = (
     ("device",),
     ("problem",),
     ("score_fn", "_cudnn", "layout"),
-    ("version", "errors", "reference", "zoo", "_html", "_interrupt", "_typing"),
+    ("version", "errors", "reference", "zoo", "_html", "_interrupt", "_typing", "_workers"),
 )  # fmt: skip
 #: The most modules per folder, and the most lines per module.
 MODULES_PER_FOLDER, LINES = 8, 600
