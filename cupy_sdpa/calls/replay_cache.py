@@ -68,8 +68,7 @@ MAX_CALLS, MAX_ADDRESS_SETS = 1024, 1024
 #: Up to this number of graphs of a call, launched in turn, take no more device time than their kernels.
 FEW_GRAPHS = 4
 #: One of many graphs is made executable if it has at least this number of kernels and memsets. In a mix of calls, launching one
-#: of them takes 2.7 us, and launching the graph 7.6 us, including the check whether the stream is busy (H200, ``python -m
-#: benchmarks host_options --profile``).
+#: of them takes 2.7 us, and launching the graph 7.6 us, including the check whether the stream is busy (H200).
 LEAST_NODES = 4
 #: A call is captured when the same addresses occur this many times; a capture takes as long as ten launches. A parsed call is
 #: counted only if the call allocates no memory, because the address of the memory is one of them.
