@@ -10,6 +10,7 @@ import numpy as np
 
 from ..arrays.conversion import Conversion, needs_conversion
 from ..device import cupy_runtime, memory
+from ..errors import in_words
 from ..problem.band import Band
 from ..problem.problem import CAPTURED_DTYPES, Problem, Settings
 from ..problem.subproblems import score_derivatives
@@ -103,7 +104,7 @@ def check_tensors(options: Mapping[str, Any]) -> None:
     """
     tensors = options.get("tensors")
     if tensors is not None and not isinstance(tensors, Mapping):
-        raise TypeError(f"tensors is a {type(tensors).__name__}; it must be a mapping of names to arrays")
+        raise TypeError(f"tensors is {in_words(tensors)}; it must be a mapping of names to arrays")
     for name in tensors or ():
         if not isinstance(name, str):
             raise TypeError(f"tensors has the key {name!r}; keys must be strings, the names of the functions' arguments")

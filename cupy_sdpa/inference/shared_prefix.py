@@ -11,7 +11,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from .._typing import Array
-from ..arrays.argument import check_arrays, read_array
+from ..arrays.argument import as_int32, check_arrays, read_array
 from ..attention import attention
 from ..calls.arguments import read_forward
 from ..calls.options import Options, check_names, is_one_of, takes_options
@@ -83,8 +83,9 @@ def shared_prefix_attention(
     >>> cache.shared_prefix(), bool(np.allclose(out, cupy_sdpa.attention(q, cache.keys(), cache.values(), **pages), atol=1e-6))
     (4, True)
     """
-    table: Any = options.get("page_table")
-    lengths: Any = options.get("seq_lens_kv")
+    table: Any = as_int32("page_table", options.get("page_table"))
+    lengths: Any = as_int32("seq_lens_kv", options.get("seq_lens_kv"))
+    options = {**options, "page_table": table, "seq_lens_kv": lengths}
     parts: dict[str, Any] = {
         name: value for name, value in options.items() if name not in ("page_table", "seq_lens_kv", "sinks")
     }

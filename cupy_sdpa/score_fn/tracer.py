@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..errors import in_words
 from .expression import AXES, LEAVES, Kind, Program, Step, Writer, normalized
 from .mask_analysis import Sides, conjunction, split_band, split_score, without_constants
 from .proxy import Array, Value, as_value
@@ -233,7 +234,7 @@ def check_function(option: str, function: Any) -> None:
     """
     if not callable(function):
         raise TypeError(
-            f"{option} is a {type(function).__name__}; it must be a function {_SIGNATURES[option]}. A bool array is "
+            f"{option} is {in_words(function)}; it must be a function {_SIGNATURES[option]}. A bool array is "
             "mask=, a BlockMask is block_mask="
         )
     try:

@@ -181,11 +181,11 @@ def _round(x: Any, decimals: int = 0) -> Value:
     """The nearest integer; of two, the even one."""
     if decimals:
         raise TypeError(f"np.round was called with {decimals} decimals; round x * 10**decimals, and divide by 10**decimals")
-    (x,) = _operands(x)
-    if x.kind == "int":
-        return x
-    below = _unary("floor", x)
-    rest = x - below
+    (number,) = _operands(x)
+    if number.kind == "int":
+        return number
+    below = _unary("floor", number)
+    rest = number - below
     return below + _where(rest == 0.5, _remainder(below, 2.0), _where(rest > 0.5, 1.0, 0.0))  # type: ignore[no-any-return]
 
 
