@@ -467,8 +467,8 @@ def evaluated(function, *x, dtype="float64", derivative=False):
 
     g = Builder(dtype)
     score = g.pointwise("s", "identity", tensor("x", "input"), out="s")
-    emitter = Emitter(g, Writer(done.program.steps), score, {name: tensor("y", "input") for name in done.captured})
-    root = emitter.derivative(done.program.score) if derivative else done.program.score
+    emitter = Emitter(g, Writer(done.expression.steps), score, {name: tensor("y", "input") for name in done.captured})
+    root = emitter.derivative(done.expression.score) if derivative else done.expression.score
     g.pointwise("out", "identity", emitter(root), out=tensor("out", "output"))
     arrays = {"x": np.asarray(x[0], dtype).reshape(shape), "out": np.empty(shape, dtype)}
     arrays |= {name: array.reshape(shape) for name, array in given.items()}

@@ -244,7 +244,6 @@ NNLIB = [
 ] + [
     row("to_julia", "an unknown letter", lambda _: layout.to_julia(X, "bshx"), ValueError,
         "the layout is 'bshx'; it must have the letters"),
-    row("Layout", "three letters", lambda _: layout.Layout(X, "bsh"), ValueError, "the letters are 'bsh'"),
 ]  # fmt: skip
 
 ROWS = [*LAYOUTS, *ONE_SEQUENCE, *CONVERSIONS, *LIBRARIES, *NNLIB]

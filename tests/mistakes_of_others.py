@@ -94,8 +94,6 @@ HELPERS = [
     row("to_julia", "a list", lambda x: layout.to_julia([[1]], "bshd"), TypeError, "list", "numpy.asarray"),
     row("from_julia", "an unknown layout", lambda x: layout.from_julia(x.q, "NHD"), ValueError, "'NHD'"),
     row("from_julia", "packed arrays to four axes", lambda x: layout.from_julia(x.pq, "bshd"), ValueError, "3 axes"),
-    row("Layout", "letters that do not fit", lambda x: layout.Layout(x.q, "thd"), ValueError, "'thd'", "(8, 4, 6, 3)"),
-    row("Layout", "unknown letters", lambda x: layout.Layout(x.q, "bsnd"), ValueError, "'bsnd'"),
 ]  # fmt: skip
 
 

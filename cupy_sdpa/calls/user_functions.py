@@ -153,7 +153,7 @@ def trace_functions(options: Mapping[str, Any], problem: Problem) -> Functions:
     traced = trace(options.get("score_mod"), options.get("mask_mod"), tensors, sizes, bands=not other_diagonal)
     band = Band(*traced.band).intersected(settings.band) if traced.band else settings.band
     arrays = {name: _with_score_axes(tensors[access.name], access) for name, access in traced.captured.items()}
-    settings = settings._replace(program=traced.program, band=band)
+    settings = settings._replace(program=traced.expression, band=band)
     return Functions(settings, arrays, traced.numbers, traced.lines, traced.captured, identities)
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from .. import _html
 from ..score_fn import mask_analysis
-from ..score_fn.expression import Program
+from ..score_fn.expression import Expression
 from .band import Band
 from .tensor_spec import FP8_LARGEST, TensorSpec
 
@@ -89,7 +89,7 @@ class Settings(NamedTuple):
     max_seqlen_kv: int | None = None
     deterministic: bool = False
     max_workspace: int | None = None
-    program: Program | None = None
+    program: Expression | None = None
     gradient_of: str = ""
     num_splits: int | None = None
     split: Split | None = None
