@@ -15,12 +15,12 @@ from .libraries import library_of
 from .view import View
 
 #: The arguments that are int32.
-_INTEGERS = frozenset((*LENGTHS, *CU_SEQLENS, "page_table"))
+INT32 = frozenset((*LENGTHS, *CU_SEQLENS, "page_table"))
 #: What to pass in place of an object that is no array, by the names of arguments.
 _REMEDIES = {
     "stats": "return_stats=True returns new statistics",
     "alibi_slopes": "cupy_sdpa.alibi_slopes(Hq) returns the usual ones; cupy.asarray copies them to the GPU",
-    **dict.fromkeys(_INTEGERS, "convert with numpy.asarray(..., 'int32') or cupy.asarray(..., 'int32')"),
+    **dict.fromkeys(INT32, "convert with numpy.asarray(..., 'int32') or cupy.asarray(..., 'int32')"),
 }
 
 
@@ -62,7 +62,7 @@ def read_array(name: str, array: Any) -> Argument:
     """
     if isinstance(array, View):
         return Argument(name, array, array.signature, array.offset, array.storage.device)
-    if name in _INTEGERS:
+    if name in INT32:
         array = as_int32(name, array)
     array, dtype = array if type(array) is Typed else (array, "")
     if type(array) in (np.ndarray, np.memmap):  # the elements of a subclass, such as a masked array, may mean something else
