@@ -4,6 +4,7 @@ from . import _interrupt as _interrupt  # isort: skip  (before the imports that 
 
 import importlib
 import os
+import sys
 from typing import TYPE_CHECKING
 
 from .attention import attention, attention_backward
@@ -74,7 +75,10 @@ else:
         if name in _MODULES:
             return importlib.import_module(f".{name}", __name__)
         hint = "; attention(q, k, v) takes its place, see docs/migration.md" if name in _OTHER_FUNCTIONS else ""
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+        message = f"module {__name__!r} has no attribute {name!r}{hint}"
+        if hint and sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap":  # from cupy_sdpa import ...
+            raise ImportError(message)  # Python would replace an AttributeError by a message without the hint
+        raise AttributeError(message)
 
     def __dir__():
         """The public names."""
