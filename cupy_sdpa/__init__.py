@@ -16,6 +16,7 @@ from .inference.shared_prefix import shared_prefix_attention
 from .jvp import attention_jvp, jvp_problems
 from .prepare import Prepared, autotune, prepare
 from .problem.problem import Problem
+from .rope import Rope, apply_rope
 from .sparse.masks.block_mask import BlockMask, block_mask
 from .tracing.recorder import trace, trace_process
 from .version import __version__
@@ -31,9 +32,11 @@ __all__ = [
     "Problem",
     "Pullback",
     "Report",
+    "Rope",
     "Unsupported",
     "__version__",
     "alibi_slopes",
+    "apply_rope",
     "attention",
     "attention_backward",
     "attention_jvp",

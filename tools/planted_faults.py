@@ -61,6 +61,7 @@ TESTS = {
     "cupy_sdpa/plans": ("plans",),
     "cupy_sdpa/programs": ("programs", "block_masks", "jvp"),
     "cupy_sdpa/problem": ("problem", "kv_cache", "attention"),
+    "cupy_sdpa/rope.py": ("kv_cache",),
     "cupy_sdpa/score_fn": ("score_fn",),
     "cupy_sdpa/sparse": ("block_masks",),
     "cupy_sdpa/staging": ("kv_cache", "attention"),
