@@ -17,6 +17,7 @@ from .jvp import attention_jvp, jvp_problems
 from .prepare import Prepared, autotune, prepare
 from .problem.problem import Problem
 from .rope import Rope, apply_rope
+from .sequences import cu_seqlens_with_gaps, page_table_from_lists
 from .sparse.masks.block_mask import BlockMask, block_mask
 from .tracing.recorder import trace, trace_process
 from .version import __version__
@@ -43,11 +44,13 @@ __all__ = [
     "attention_vjp",
     "autotune",
     "block_mask",
+    "cu_seqlens_with_gaps",
     "dropout_mask",
     "explain",
     "get_plan_cache",
     "jvp_problems",
     "merge",
+    "page_table_from_lists",
     "prepare",
     "problem",
     "shared_prefix_attention",

@@ -1,11 +1,11 @@
-"""Mistakes with rotary embeddings."""
+"""Mistakes with rotary embeddings, lists of pages, and sequences with gaps."""
 
 # mypy: ignore-errors
 
 import numpy as np
 from mistakes import row
 
-from cupy_sdpa import KVCache, Rope, apply_rope
+from cupy_sdpa import KVCache, Rope, apply_rope, cu_seqlens_with_gaps, page_table_from_lists
 
 TOKENS = np.ones((8, 2, 3, 2), np.float32, order="F")
 
@@ -58,4 +58,37 @@ ROWS = [
     row("KVCache.append", "a rotation of more channels", lambda x: appended(Rope(10)), ValueError, "rope.dim is 10, but the head dim is 8"),
     row("KVCache.append", "a rotation to an FP8 cache", lambda x: appended(Rope(8), dtype="float8_e4m3fn"), ValueError,
         "the cache is float8_e4m3fn", "apply_rope(k, rope, start=...)"),
+]  # fmt: skip
+
+
+def lists(**changed):
+    """A page table from lists of pages, of which some are changed; None removes an argument."""
+
+    def make(x):
+        given = {"indptr": [0, 2, 3], "indices": [5, 1, 4], "last_page_len": [3, 4], "page_size": 4} | changed
+        arrays = {name: x.xp.asarray(np.array(y, "i4")) if isinstance(y, list) else y for name, y in given.items()}
+        return page_table_from_lists(**arrays)
+
+    return make
+
+
+ROWS += [
+    row("page_table_from_lists", "an array of int64", lists(indices=np.array([5, 1, 4])), TypeError, "indices is int64", ".astype('int32')"),
+    row("page_table_from_lists", "two axes", lists(indptr=np.zeros((2, 3), "i4")), ValueError, "indptr has shape (2, 3)", "(B + 1,)"),
+    row("page_table_from_lists", "the last pages of other sequences", lists(last_page_len=[1]), ValueError, "last_page_len has shape (1,)", "(2,)"),
+    row("page_table_from_lists", "a full last page as 0", lists(last_page_len=[0, 4]), ValueError, "last_page_len of sequence 0 is 0", "from 1 to page_size, 4"),
+    row("page_table_from_lists", "lists beyond the indices", lists(indptr=[0, 2, 9]), ValueError, "[0, 2, 9]", "the 3 indices"),
+    row("page_table_from_lists", "a page size of 0", lists(page_size=0), ValueError, "page_size is 0"),
+    row("page_table_from_lists", "lists on the device", lists(), ValueError, "max_pages is None", "pass max_pages=", engine="fake"),
+    row("page_table_from_lists", "a Python list", lambda x: page_table_from_lists([0, 1], x.lengths, x.lengths, page_size=4), TypeError,
+        "indptr is a list", "numpy.asarray"),
+    row("cu_seqlens_with_gaps", "the padded offsets of Transformer Engine", lambda x: cu_seqlens_with_gaps(x.starts, x.lengths), ValueError,
+        "lengths has shape (3,)", "(4,)"),
+    row("cu_seqlens_with_gaps", "lengths in int64", lambda x: cu_seqlens_with_gaps(x.lengths, x.lengths.astype("i8")), TypeError, "lengths is int64", "int32"),
+    row("cu_seqlens_with_gaps", "sequences that overlap", lambda x: cu_seqlens_with_gaps(np.int32([0, 3]), np.int32([5, 1])), ValueError,
+        "sequence 0 ends at 5", "sequence 1 starts at 3"),
+    row("cu_seqlens_with_gaps", "a negative length", lambda x: cu_seqlens_with_gaps(np.int32([0, 3]), np.int32([2, -1])), ValueError,
+        "lengths of sequence 1 is -1"),
+    row("KVCache.view", "a layer that the cache lacks", lambda x: KVCache(8, 2, pages=4, batch=2, numpy=True).view(1), ValueError,
+        "layer is 1", "from 0 to 0"),
 ]  # fmt: skip

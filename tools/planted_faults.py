@@ -64,6 +64,7 @@ TESTS = {
     "cupy_sdpa/rope.py": ("kv_cache",),
     "cupy_sdpa/score_fn": ("score_fn",),
     "cupy_sdpa/sparse": ("block_masks",),
+    "cupy_sdpa/sequences.py": ("kv_cache",),
     "cupy_sdpa/staging": ("kv_cache", "attention"),
     "cupy_sdpa/store.py": ("plans",),
     "cupy_sdpa/support": ("support", "boundary"),

@@ -81,7 +81,7 @@ class KVCache(CacheState):
     """
 
     #: The end of the error message of a call that takes the cache for an array.
-    not_an_array = "pass cache.keys(layer) and cache.values(layer), with page_table=cache.table and seq_lens_kv=cache.lengths"
+    not_an_array = "pass **cache.view(layer) in place of k and v, for example attention(q, **cache.view(0))"
 
     def __init__(
         self,
@@ -174,6 +174,26 @@ class KVCache(CacheState):
     def values(self, layer: int = 0) -> Any:
         """The values of a layer, ``(Dv, Hkv, page_size, pages)``; a view of the order (Dv, page_size, Hkv, pages)."""
         return self._arrays(self._values, 1, layer)
+
+    def view(self, layer: int = 0) -> dict[str, Any]:
+        """What :func:`cupy_sdpa.attention` needs of a layer: ``attention(q, **cache.view(layer), causal="bottom_right")``.
+
+        Returns:
+            A new dictionary of ``k``, ``v``, ``page_table`` and ``seq_lens_kv``: :meth:`keys`, :meth:`values`, ``table`` and
+            ``lengths``. Make it after every append, as the table may have grown. For a captured graph use
+            ``cache.view(layer) | {"page_table": cache.full_table}``.
+
+        Raises:
+            TypeError, ValueError: the cache has no such layer.
+
+        >>> import cupy_sdpa
+        >>> cache = KVCache(8, 2, pages=4, batch=2, page_size=16, dtype="float32", numpy=True)
+        >>> tokens = np.ones((8, 2, 3, 2), np.float32, order="F")
+        >>> cache.append(tokens, tokens)
+        >>> cupy_sdpa.attention(tokens, **cache.view(), causal="bottom_right").shape
+        (8, 2, 3, 2)
+        """
+        return {"k": self.keys(layer), "v": self.values(layer), "page_table": self.table, "seq_lens_kv": self.lengths}
 
     def _arrays(self, layers: list[Any], side: int, layer: int) -> Any:
         pages = layers[index(layer, self.layers, "layer")]
