@@ -172,7 +172,7 @@ def _shape(shape: tuple[int, ...], times: str = " x ") -> str:
 
 
 def explain_call(call: Call) -> Report:
-    """Whether and how :meth:`cupy_sdpa.calls.call.Call.run` would run; the plan is built and cached."""
+    """Whether and how a call would run; the plan is built and cached."""
     if not call.on_gpu:
         return explain_subproblems(call.engine_problem, lambda problem: Report("numpy", problem, graph_of(problem)))
     with cupy_runtime.on_device_of(call.arrays["q"]) as device:

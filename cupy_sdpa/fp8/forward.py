@@ -18,6 +18,7 @@ from ..calls.options import Options, read_flag, refuse_arguments, takes_options
 from ..calls.replay_cache import cache_call, run_cached
 from ..device import cupy_runtime
 from ..problem.tensor_spec import FP8_LARGEST, dtype_name, storage_dtype
+from ..programs.run import compiled
 from ..support import fp8_rules
 from ..tracing import recorder
 from .array import Fp8Array, factor, made
@@ -310,8 +311,9 @@ def _record(q: Any, k: Any, v: Any, stats: Any, options: Any, return_stats: Any,
     recorder.record("attention", {"q": q, "k": k, "v": v, "stats": stats}, given)
 
 
-def _run(kind: tuple[Any, ...], arrays: dict[str, Any], options: Any, call: Call) -> list[Any]:
+def _run(kind: tuple[Any, ...], arrays: dict[str, Any], options: Any, read: Call) -> list[Any]:
     """Run a call and cache it."""
+    call = compiled(read)
     results = call.run()
     cache_call(kind, tuple(arrays), tuple(arrays.values()), options, call)
     return results

@@ -33,7 +33,7 @@ LAYERS = (
     ("calls",),
     ("tracing",),
     ("arrays",),
-    ("staging",),
+
     ("plans",),
     ("support",),
     ("graph",),
