@@ -18,6 +18,8 @@ from .inference.shared_prefix import shared_prefix_attention
 from .jvp import attention_jvp, jvp_problems
 from .prepare import Prepared, autotune, prepare
 from .problem.problem import Problem
+from .rope import Rope, apply_rope
+from .sequences import cu_seqlens_with_gaps, page_table_from_lists
 from .sparse.masks.block_mask import BlockMask, block_mask
 from .version import __version__
 from .vjp import Pullback, attention_vjp
@@ -32,20 +34,24 @@ __all__ = [
     "Problem",
     "Pullback",
     "Report",
+    "Rope",
     "Unsupported",
     "__version__",
     "alibi_slopes",
+    "apply_rope",
     "attention",
     "attention_backward",
     "attention_jvp",
     "attention_vjp",
     "autotune",
     "block_mask",
+    "cu_seqlens_with_gaps",
     "dropout_mask",
     "explain",
     "get_plan_cache",
     "jvp_problems",
     "merge",
+    "page_table_from_lists",
     "prepare",
     "problem",
     "shared_prefix_attention",

@@ -81,7 +81,7 @@ ARGUMENTS = [
     row("attention", "lists", lambda x: attention([[1.0]], x.k, x.v), TypeError, "q is a list", "numpy.asarray"),
     row("attention", "a number for q", lambda x: attention(1.0, x.k, x.v), TypeError, "q is a float", "numpy.asarray"),
     row("attention", "a masked array", lambda x: attention(np.ma.array(x.q), x.k, x.v), TypeError, "MaskedArray", "numpy.asarray"),
-    row("attention", "the cache in place of its keys", lambda x: attention(x.q, cache(x), cache(x)), TypeError, "KVCache", "keys("),
+    row("attention", "the cache in place of its keys", lambda x: attention(x.q, cache(x), cache(x)), TypeError, "KVCache", "cache.view("),
     row("attention", "keys without a call", lambda x: attention(x.q, cache(x).keys, x.v), TypeError, "k is a method", "call it"),
     row("attention", "a problem in place of q", lambda x: attention(a_problem(), x.k, x.v), TypeError, "q is", "Problem"),
     row("attention", "q and k swapped, grouped heads", lambda x: attention(x.k[:, :, :6], x.q, x.normal(16, 4, 6, 3)), ValueError,

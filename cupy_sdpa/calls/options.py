@@ -67,7 +67,8 @@ _ANSWERS = {
     "(B, Hq, Sq, Skv), else (Skv, Sq, Hq, B)": "attention_mask",
     "pass seq_lens_kv=, the length of each batch entry; or mask=, bool, where True attends: with a layout in C order "
     "(B, 1, 1, Skv), else (Skv, 1, 1, B)": "key_padding_mask",
-    "pass mask=, bool, where True attends: the padding before the first key of each batch entry is masked": "leftpad_k",
+    "pass mask=, bool, where True attends: the padding before the first key of each batch entry is masked; or packed "
+    "sequences with offsets of cupy_sdpa.cu_seqlens_with_gaps": "leftpad_k",
     "pass bias=: a (B, Hq, Sq, Skv) array unchanged with a layout in C order, else its transpose, such as attn_bias.T":
         "attn_bias bias_mod core_attention_bias position_bias qk_bias rpb",
     "pass mask= (bool, True attends) or bias= (float, added to the scores): PyTorch's (B, Hq, Sq, Skv) array unchanged with a "
@@ -78,7 +79,7 @@ _ANSWERS = {
     "pass scale=": "attn_scale scale_factor scaling scaling_factor sm_scale softmax_scale",
     "pass page_table=: a (B, pages per sequence) array unchanged with a layout in C order, else its transpose":
         "block_table block_tables",
-    "pass page_table=, the pages of each sequence as a column, and seq_lens_kv=; lists of pages with offsets are not supported":
+    "pass page_table= and seq_lens_kv=; cupy_sdpa.page_table_from_lists makes both from lists of pages":
         "kv_indices paged_kv_indices paged_kv_indptr",
     "pass seq_lens_q=": "query_seq_lengths seq_len_q seqused_q",
     "pass seq_lens_kv=":
@@ -87,7 +88,8 @@ _ANSWERS = {
     "pass cu_seqlens_q= and cu_seqlens_kv=, with max_seqlen_q= and max_seqlen_kv=": "cu_seqlens",
     "pass cu_seqlens_q=": "qo_indptr",
     "pass cu_seqlens_kv=": "cu_seqlens_k kv_indptr",
-    "gaps between packed sequences are not supported: pass dense arrays with seq_lens_q= and seq_lens_kv=":
+    "pass cu_seqlens_q= and cu_seqlens_kv= of sequences with gaps, which cupy_sdpa.cu_seqlens_with_gaps makes; or dense arrays "
+    "with seq_lens_q= and seq_lens_kv=":
         "cu_seqlens_kv_padded cu_seqlens_q_padded",
     "pass cu_seqlens_q= and cu_seqlens_kv= of packed sequences; or mask_mod=cupy_sdpa.zoo.document with tensors=":
         "decoder_segment_ids document_ids kv_segment_ids q_segment_ids segment_ids",
@@ -119,7 +121,8 @@ _ANSWERS = {
     "pass bias= (float, added to the scores); other kinds are functions: score_mod=": "bias_type core_attention_bias_type",
     "multiply the output of each head: out * head_mask[:, None, None]": "head_mask layer_head_mask",
     "masked scores are -inf: no value is needed": "mask_value",
-    "apply rotary embeddings to q and k before the call": "pos_encoding_mode rope_scale rope_theta rotary_cos rotary_sin",
+    "apply rotary embeddings to q and k before the call, with cupy_sdpa.apply_rope":
+        "pos_encoding_mode rope_scale rope_theta rotary_cos rotary_sin",
     "append the new keys to a cupy_sdpa.KVCache, and pass its keys and values with page_table= and seq_lens_kv=":
         "k_cache kv_cache paged_kv_cache past_key_value past_key_values v_cache",
     "remove it: the kernel is chosen by cuDNN": "attn_implementation backend implementation pack_gqa",
