@@ -235,7 +235,7 @@ def problems_of(
     if options.get("page_table") is not None:
         raise Unsupported(NO_PAGED_DERIVATIVES)
     program, views = _program_of(q, k, v, tangents, options, return_stats=return_stats, **common)
-    found = program.problems(on_gpu=bool(common.get("on_gpu", True)))
+    found = program.problems()
     if found:
         return tuple(found)
     return (without_keys(views["q"].shape, views["v"].shape, views["q"].dtype, return_stats=return_stats),)

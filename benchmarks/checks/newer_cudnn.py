@@ -40,7 +40,7 @@ from cupy_sdpa.plans.lowering import OperationGraph
 from cupy_sdpa.plans.plan import Plan, Target
 from cupy_sdpa.plans.sessions import session
 
-from ..common.device import random_normal
+from ..common.device import arrays_of_launch, random_normal
 from ..common.machine import versions
 from ..common.script import csv_path, listed, write_csv
 from ..common.timing import device_ms, interleaved
@@ -88,11 +88,11 @@ def median_us(runs: dict[str, Callable[[], Any]]) -> dict[str, float]:
 
 def runner(call: Any, plan: Plan) -> Callable[[], None]:
     """A function that executes a plan on the arrays of a call, on the current stream."""
-    stage = call.stage()
-    addresses = {name: array.data.ptr for name, array in stage.arrays.items()}
+    arrays = arrays_of_launch(call)
+    addresses = {name: array.data.ptr for name, array in arrays.items()}
     workspace = cupy_runtime.allocate(max(plan.info.workspace, 1))
 
-    def run(keep: Any = (stage, workspace)) -> None:
+    def run(keep: Any = (arrays, workspace)) -> None:
         plan.set_stream(cupy_runtime.stream())
         plan.execute(addresses, call.scalars, workspace.ptr)
 
@@ -104,7 +104,6 @@ def graph_rows() -> Iterator[dict[str, Any]]:
     retains = (False, True) if library().version >= GRAPH_RETENTION_SINCE else (False,)
     for sizes, options in GRAPHS:
         call = read_forward(*arrays(sizes), options)
-        call.create_inputs()
         with contextlib.ExitStack() as stack:
             runs: dict[str, Callable[[], Any]] = {}
             for retained in retains:
@@ -162,7 +161,6 @@ def packed_rows() -> Iterator[dict[str, Any]]:
         options |= {"max_seqlen_q": longest, "max_seqlen_kv": longest}
         out = cupy_sdpa.attention(q, k, v, **options)
         call = read_forward(q, k, v, options)
-        call.create_inputs()
         with contextlib.ExitStack() as stack:
             plan = planner.load_or_build(forward(call.engine_problem), target(), disk_cache=DiskCache(None))
             stack.callback(plan.close)
@@ -224,7 +222,6 @@ def output_rows() -> Iterator[dict[str, Any]]:
         exact = cupy_sdpa.attention(*(x.get().astype(np.float64) for x in (q, k, v)), **options)
         for dtype in ("bfloat16", "float32"):
             call = read_forward(q, k, v, options)
-            call.create_inputs()
             graph = forward(call.engine_problem)
             graph = graph if dtype == "bfloat16" else with_float32_output(graph)
             call.arrays["out"] = cupy.full(q.shape, np.nan, q.dtype if dtype == "bfloat16" else np.float32, order="F")

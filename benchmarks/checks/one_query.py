@@ -24,7 +24,7 @@ from cupy_sdpa.plans.plan import Plan, SerializedPlan, Target
 from cupy_sdpa.plans.planner import engine_search
 from cupy_sdpa.plans.sessions import session
 
-from ..common.device import random_normal
+from ..common.device import arrays_of_launch, random_normal
 from ..common.machine import versions
 from ..common.script import csv_path, write_csv
 
@@ -88,11 +88,10 @@ def rows() -> Iterator[dict[str, Any]]:
 
 def measure(call: Any, plan: Plan, expected: Any) -> tuple[str, float]:
     """The largest error of a plan's output, and the median microseconds of 20 executions."""
-    call.create_inputs()
-    stage = call.stage()
+    arrays = arrays_of_launch(call)
     workspace = cupy_runtime.allocate(max(plan.info.workspace, 1))
     plan.set_stream(cupy_runtime.stream())
-    pointers = {name: array.data.ptr for name, array in stage.arrays.items()}
+    pointers = {name: array.data.ptr for name, array in arrays.items()}
 
     def run() -> None:
         plan.execute(pointers, call.scalars, workspace.ptr)

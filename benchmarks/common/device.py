@@ -7,8 +7,10 @@ import statistics
 import sys
 from typing import Any
 
+from cupy_sdpa.calls.call import Call
 from cupy_sdpa.device import cupy_runtime
 from cupy_sdpa.problem.tensor_spec import numpy_dtype
+from cupy_sdpa.programs.run import compiled
 
 from .timing import device_ms
 
@@ -34,6 +36,15 @@ def random_normal(*shape: int) -> Any:
     cupy = cupy_runtime.cupy()
     numbers = cupy.random.standard_normal(shape, dtype="float32")
     return cupy.asfortranarray(numbers.astype(numpy_dtype("bfloat16")))
+
+
+def arrays_of_launch(call: Call) -> dict[str, Any]:
+    """The arrays of the first launch of a call, after the steps before it have run."""
+    run = compiled(call)
+    run.create_inputs()
+    run.create_results()
+    number = next(number for number, step in enumerate(run.program.steps) if step.attend)
+    return run.arrays_before(number, run.arrays["q"].data.device_id)
 
 
 def as_torch(array: Any) -> Any:

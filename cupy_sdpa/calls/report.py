@@ -181,7 +181,7 @@ def _shape(shape: tuple[int, ...], times: str = " x ") -> str:
 
 
 def explain_call(call: Call) -> Report:
-    """Whether and how :meth:`cupy_sdpa.calls.call.Call.run` would run; the plan is built and cached."""
+    """Whether and how a call would run; the plan is built and cached."""
     return dataclasses.replace(_explain_call(call), scalars=tuple(call.scalars.items()))
 
 

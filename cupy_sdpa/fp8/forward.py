@@ -18,6 +18,7 @@ from ..calls.options import Options, read_flag, refuse_arguments, takes_options
 from ..calls.replay_cache import cache_call, run_cached
 from ..device import cupy_runtime
 from ..problem.tensor_spec import FP8_LARGEST, dtype_name, storage_dtype
+from ..programs.run import compiled
 from ..support import fp8_rules
 from .array import Fp8Array, factor, made
 from .quantize import SOURCES, quantize
@@ -299,8 +300,9 @@ def _read(q: Fp8Array, arrays: dict[str, Any], options: Any, return_stats: Any, 
     return read_forward(options=options, return_stats=return_stats, out_dtype=out_dtype or "", **{**arrays, **typed})
 
 
-def _run(kind: tuple[Any, ...], arrays: dict[str, Any], options: Any, call: Call) -> list[Any]:
+def _run(kind: tuple[Any, ...], arrays: dict[str, Any], options: Any, read: Call) -> list[Any]:
     """Run a call and cache it."""
+    call = compiled(read)
     results = call.run()
     cache_call(kind, tuple(arrays), tuple(arrays.values()), options, call)
     return results

@@ -32,7 +32,7 @@ LAYERS = (
     ("sparse",),
     ("calls",),
     ("arrays",),
-    ("staging",),
+
     ("plans",),
     ("support",),
     ("graph",),
