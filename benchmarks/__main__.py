@@ -32,6 +32,7 @@ COMMANDS = {
     "memcheck": ("checks.memcheck", "every kind of call under compute-sanitizer"),
     "newer_cudnn": ("checks.newer_cudnn", "graph retention, offsets with multipliers, float32 outputs"),
     "shape_override": ("checks.shape_override", "whether one plan can run several shapes"),
+    "saved": ("saved", "the problems of a program (CUPY_SDPA_TRACE)"),
     "tables": ("tables", "the tables of the documentation, from benchmarks/results"),
 }
 
