@@ -296,16 +296,17 @@ def test_check_verifies_a_file(path, folder):
 
 @pytest.mark.slow
 def test_the_benchmark_times_a_file(path, folder):
-    """Both passes, lengths and pages, on numpy; the reason for what cannot run, and status 1."""
+    """Both passes, lengths and pages, on numpy."""
     pages = (64, 2, 16, 20)
     paged = cupy_sdpa.problem((64, 4, 3, 2), pages, pages, dtype="float16", page_table=(8, 2), causal="bottom_right")
     problem_file.add(path, [asked((64, 2, 40, 2), seq_lens=True, backward=True), paged])
-    done = run(f"saved {path} rows.csv --cpu", main=benchmarks)
+    done = run(f"saved rows.csv --problems {path} --cpu", main=benchmarks)
     assert done.status == 0
-    assert [line.split(" ms: ")[1] for line in done.lines] == [str(problem) for problem in store.read_problems(path)]
+    assert [line.split(", problem ")[1] for line in done.lines] == [str(problem) for problem in store.read_problems(path)]
+    assert all(", ms " in line for line in done.lines)
     assert len((folder / "rows.csv").read_text().splitlines()) == 3
     path.write_text("3")
-    assert "line 1 is not a problem" in run(f"saved {path} --cpu", main=benchmarks).complaint
+    assert "line 1 is not a problem" in run(f"saved --problems {path} --cpu", main=benchmarks).complaint
 
 
 def test_a_file_that_cannot_be_read(folder):
