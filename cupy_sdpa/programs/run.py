@@ -37,6 +37,10 @@ if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
     from ..plans.sessions import Session
 
 
+#: The arrays whose elements are checked on the CPU.
+READ_ON_HOST = (*LENGTHS, *CU_SEQLENS, "page_table")
+
+
 class _Signature(NamedTuple):
     """What the replay cache reads of the problem of a composed call: the arrays whose alignments are part of the program."""
 
@@ -203,7 +207,7 @@ class ProgramCall:
                         step.function(*arguments)
                     elif step.attend and not step.attend.problem.trivial:
                         if device is None:
-                            self._evaluate(step.attend, arguments)
+                            self._evaluate(step.attend, graph_of(step.attend.problem), arguments)
                         else:
                             ran.append(self._launch(step, arguments, device, next(given, None), keep))
         finally:
