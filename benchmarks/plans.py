@@ -2,9 +2,12 @@
 
     python -m benchmarks plans [results.csv] [--ahead FOLDER]
 
-Every first call runs in a new process. ``--ahead`` names a folder of plans built on another machine by ``python -m cupy_sdpa
-plan --gpu h200 benchmarks/ahead.toml``; the benchmark checks that they give the same bits as plans built here. The case
-"nothing compiled" disables the CUDA driver's cache of compiled kernels on disk, as on a new machine or in a new container.
+Every first call runs in a new process. ``--ahead`` names a folder of plans built on another machine for the problem of this
+benchmark, attention of Llama 3.1 8B; the benchmark checks that they give the same bits as plans built here:
+
+    python -m cupy_sdpa plan 128,32,4096,1 --kv-heads 8 --causal --backward --gpu h200 -o FOLDER
+
+The case "nothing compiled" disables the CUDA driver's cache of compiled kernels on disk, as on a new machine or in a new container.
 """
 
 from __future__ import annotations
@@ -203,5 +206,5 @@ def value(part: str, case: str, what: str, number: float, unit: str) -> dict[str
 def main(words: Sequence[str]) -> int:
     """Run the benchmark."""
     return runner.run("plans", __doc__, words, rows, lambda parser: parser.add_argument(
-        "--ahead", metavar="FOLDER", help="a folder of plans built ahead of time for benchmarks/ahead.toml"
+        "--ahead", metavar="FOLDER", help="a folder of plans built ahead of time, see above"
     ))  # fmt: skip

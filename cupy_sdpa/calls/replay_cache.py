@@ -44,7 +44,6 @@ from ..arrays.layouts import is_named
 from ..arrays.view import View, on_host
 from ..device import cupy_runtime, driver
 from ..device.cuda_graph import Recording
-from .arguments import check_lengths
 from .call import active_tunings
 from .call_key import (
     HOST,
@@ -144,7 +143,7 @@ class CachedCall:
         if max(self._positions) < 0 and not call.gradients:
             self._positions = []
         #: Whether a result at a new address may overlap another array.
-        self._may_overlap = max(self._positions, default=-1) >= 0 and not call.own_results
+        self._may_overlap = max(self._positions, default=-1) >= 0
         created = [name for name in call.result_names if name not in names]
         self._created = [(x.shape, x.dtype, x.nbytes) for x in (call.arrays[name] for name in created)]
         self._runs = equal_runs(self._created)
@@ -432,10 +431,10 @@ class HostCall:
         arrays: these arrays.
     """
 
-    __slots__ = ("_call", "_created", "_direct", "_evaluate", "_lengths", "_names", "_results", "_views")
+    __slots__ = ("_call", "_created", "_direct", "_evaluate", "_names", "_results", "_views")
 
     def __init__(self, call: Repeatable, names: Sequence[str], arrays: Sequence[Any]) -> None:
-        self._call, self._names, self._lengths = call.on({}), call.result_names, call.lengths()
+        self._call, self._names = call.on({}), call.result_names
         self._direct: list[tuple[str, int]] = []
         #: For views of the caller's arrays: name, position and view.
         self._views: list[tuple[str, int, View]] = []
@@ -467,15 +466,17 @@ class HostCall:
             found[name] = arrays[position]
         for name, position, view in self._views:
             found[name] = on_host(view, arrays[position])
-        for problem, lengths in self._lengths:
-            check_lengths(problem, {name: found[source] for name, source in lengths.items()})
+        call = self._call
+        if self._evaluate is None or call.program.lengths:
+            call = call.on(found)
+            call.check_lengths()
         if self._results:
             arguments = {name: read_array(name, array) for name, array in found.items()}
             check_separate([arguments[name] for name in self._results], list(arguments.values()))
         for name, shape, dtype in self._created:
             found[name] = np.empty(shape, dtype, order="F")
         if self._evaluate is None:
-            return self._call.on(found).run()
+            return call.run()
         self._evaluate(found)
         results = []
         for name in self._names:

@@ -17,7 +17,7 @@ from ...device.merge import accumulate
 from ...helpers import merge_unchecked
 from ...problem.band import Band
 from ...problem.problem import row_stats_shape
-from ...programs.program import Constant
+from ...programs.steps import Constant
 from ..groups.channel import copy
 from .layout import Interval, Layout
 from .tiles import Tile, tiles

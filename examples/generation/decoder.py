@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ...attention import attention
-from ...inference.kv_cache import KVCache
+from cupy_sdpa import KVCache, attention
+
 from .gpt import GPT, Product, sum_of_products
 
 #: Tokens per page.

@@ -19,13 +19,16 @@ import operator
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ...vjp import attention_vjp
-from ..helpers import text
+import cupy_sdpa
+from cupy_sdpa import attention_vjp
 
+#: The opening of Alice's Adventures in Wonderland, the text of the package's demo.
+TEXT = Path(cupy_sdpa.__file__).parent / "_cli" / "helpers" / "alice.txt"
 #: Weights and gradients by name.
 Arrays = dict[str, Any]
 #: Attention of a layer: from the layer's number, q, k and v to the output and the pullback.
@@ -177,6 +180,12 @@ class GPT:
         return change, pullback
 
 
+def read_text(path: Path = TEXT) -> str:
+    """A text with ASCII quotes and dashes; paragraphs end with one newline. The first two lines, its title, are left out."""
+    text = path.read_text(encoding="utf-8").split("\n", 2)[2]
+    return re.sub(r"\n+", "\n", text.translate(str.maketrans({"’": "'", "‘": "'", "—": "-"}))).strip() + "\n"
+
+
 def split(passage: str) -> list[str]:
     r"""Words with the space before them, punctuation marks, and newlines.
 
@@ -281,7 +290,7 @@ def untrained(
     passage: str | None = None, *, sizes: Sizes | None = None, dtype: Any = np.float32, xp: Any = np, seed: int = 0
 ) -> GPT:
     """A model with random weights and the vocabulary of a text; see :func:`train`."""
-    passage = text.passage() if passage is None else passage
+    passage = read_text() if passage is None else passage
     return initial(sizes or Sizes(), sorted(set(split(passage))), dtype, xp, seed)
 
 
@@ -306,7 +315,7 @@ def train(
     Returns:
         The model, and the loss of every step.
     """
-    passage = text.passage() if passage is None else passage
+    passage = read_text() if passage is None else passage
     sizes, training = sizes or Sizes(), training or Training()
     model = untrained(passage, sizes=sizes, dtype=dtype, xp=xp, seed=training.seed)
     weights, losses = model.weights, []
