@@ -18,7 +18,6 @@ from .calls.user_functions import kept_options
 from .problem.problem import Problem
 from .programs.readers.describe import program_of, report_of, with_missing
 from .programs.run import ProgramCall
-from .tracing import recorder
 
 if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
     from .calls.autotune import Tuning
@@ -210,9 +209,6 @@ class Prepared(Generic[ResultT]):
                 return self._function(**named, **merged, **self._outputs)  # type: ignore[no-any-return]
             results = call.run()
             cache_call(kind, (*self._inputs, *_RESULTS)[: len(passed)], passed, merged, call)
-        if recorder.active:
-            named = dict(zip((*self._inputs, *_RESULTS), passed, strict=False))
-            recorder.record(self._function.__name__, named, {**merged, **self._outputs})
         if layout := other_layout(merged):
             backward = "dout" in self._inputs
             flags = (bool(self._outputs.get(name)) for name in ("return_dbias", "return_dsinks"))

@@ -14,10 +14,9 @@ from ..graph import graph_of
 from ..graph.nodes import Graph, Node, Tensor
 from ..problem.problem import Problem
 from ..problem.subproblems import subproblems
-from ..support.engine_problem import engine_problem
 from ..support.padding import description as padding_of
 from ..support.why_not import Reason, unverified, workarounds
-from .call import Call, unsupported_reasons, with_plan
+from .call import unsupported_reasons, with_plan
 
 if TYPE_CHECKING:
     from ..plans.plan import PlanInfo
@@ -44,6 +43,7 @@ class Report:
         unverified: the features of the call whose results were never verified on this GPU.
         blocks: how a block mask is computed; empty without one.
         conversion: which arrays are converted with ``compute_dtype``; empty without it.
+        scalars: the names and values of the scalars in the formulas, such as ``scale``; empty for a problem, which has none.
         steps: the steps of the call, one line each: what each does and writes. Those that are attention are the launches.
         temporary_bytes: the bytes of the temporary arrays of the steps; the workspace of cuDNN is not among them.
     """
@@ -60,6 +60,7 @@ class Report:
     unverified: tuple[str, ...] = ()
     blocks: str = ""
     conversion: str = ""
+    scalars: tuple[tuple[str, float], ...] = ()
     steps: tuple[str, ...] = ()
     temporary_bytes: int = 0
 
@@ -78,24 +79,25 @@ class Report:
         return not self.reasons
 
     def __str__(self) -> str:
-        return "\n".join(self._lines())
+        return "\n".join(self._lines(operations=True))
 
     def __repr__(self) -> str:
         return f"<Report: {self._verdict().removesuffix(':')}; {self.problem}>"
 
-    def _lines(self) -> Iterator[str]:
+    def summary(self) -> str:
+        """The report without the operations of the graph."""
+        return "\n".join(self._lines(operations=False))
+
+    def _lines(self, *, operations: bool) -> Iterator[str]:
+        yield self._verdict()
+        yield from (f"  {reason}" for reason in self.reasons)
         yield str(self.problem)
         if self.blocks:
             yield f"block mask: {self.blocks}"
         if self.conversion:
             yield f"arrays are converted: {self.conversion}"
-        if len(self.steps) > 1:
-            yield f"{len(self.steps)} steps, {self.temporary_bytes} bytes of temporary arrays:"
-            yield from self.steps
-        yield "operations, with the axes of the call (scores: keys, queries, heads, batch):"
-        yield from self._operations()
-        yield self._verdict()
-        yield from (f"  {reason}" for reason in self.reasons)
+        if self.scalars:
+            yield f"scalars: {', '.join(f'{name} = {value:g}' for name, value in self.scalars)}"
         if self.plan:
             facts = list(self._facts(self.plan))
             width = max(len(name) for name, _ in facts)
@@ -103,10 +105,16 @@ class Report:
             yield from (f"  {reason}" for reason in self.plan.reasons())
         yield from (f"  works around {bug}" for bug in self.workarounds)
         yield from (f"  not verified on this GPU ({CHECK} verifies it): {what}" for what in self.unverified)
+        if len(self.steps) > 1:
+            yield f"{len(self.steps)} steps, {self.temporary_bytes} bytes of temporary arrays:"
+            yield from self.steps
+        if operations:
+            yield "operations, with the axes of the call (scores: keys, queries, heads, batch):"
+            yield from self._operations()
         for launch in self.launches[1:]:
             yield ""
             yield "and then"
-            yield from launch._lines()
+            yield from launch._lines(operations=operations)
 
     def _operations(self) -> Iterator[str]:
         """One line per input, then one line per step; results that exist only inside the kernel are marked."""
@@ -139,7 +147,7 @@ class Report:
             return "runs on the CPU: the arrays are numpy arrays"
         else:
             verdict = f"runs on {self.engine}"
-        return f"{verdict}{f' ({self.note})' if self.note else ''}{':' if self.plan or self.reasons else ''}"
+        return f"{verdict}{f' ({self.note})' if self.note else ''}{':' if self.reasons else ''}"
 
     def _repr_html_(self) -> str:
         tensors = [("", t.role, t.name, _shape(self.shape_of(t)), t.dtype) for t in self.graph.by_role("input")]
@@ -181,18 +189,6 @@ def _shape(shape: tuple[int, ...], times: str = " x ") -> str:
     return times.join(map(str, shape))
 
 
-def explain_call(call: Call) -> Report:
-    """Whether and how a call would run; the plan is built and cached."""
-    if not call.on_gpu:
-        return explain_subproblems(call.engine_problem, lambda problem: Report("numpy", problem, graph_of(problem)))
-    with cupy_runtime.on_device_of(call.arrays["q"]) as device:
-        report = explain_subproblems(call.engine_problem, lambda problem: explain_on_device(problem, device))
-        if report.plan:  # the engine's problem may no longer have the bug of the caller's
-            bugs = workarounds(call.problem, report.plan.cudnn, cupy_runtime.capability(device))
-            return dataclasses.replace(report, workarounds=tuple(dict.fromkeys((*bugs, *report.workarounds))))
-        return report
-
-
 def explain_subproblems(problem: Problem, explain: Callable[[Problem], Report]) -> Report:
     """The report on a problem: that of the first subproblem that cannot run, or of the first one with all launches."""
     return joined([explain(part) for part in subproblems(problem)])
@@ -232,16 +228,3 @@ def refusal_report(problem: Problem, reasons: Sequence[Reason], note: str = "") 
     """The report on a problem that the support table refuses."""
     texts = tuple(map(str, reasons))
     return Report("cuDNN", problem, graph_of(problem), reasons=texts, note=note, error=reasons[0].error)
-
-
-def no_gradients_report(call: Call, on_gpu: bool, reason: str) -> Report:
-    """The report on gradients that no engine computes.
-
-    Args:
-        call: the forward pass of the same arguments, whose problem and steps are reported.
-        on_gpu: whether the report is for a GPU.
-        reason: why there are no gradients.
-    """
-    problem = engine_problem(call.problem, call.bucket, on_gpu)
-    note = "the steps are those of the forward pass"
-    return Report("cuDNN" if on_gpu else "numpy", problem, graph_of(problem), reasons=(reason,), note=note)

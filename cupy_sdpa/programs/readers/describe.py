@@ -99,7 +99,12 @@ def report_of(call: ProgramCall, explain: Callable[[Problem], Report] | None = N
                 of = dict.fromkeys(attend.of for attend in call.program.launches)
                 bugs = [bug for one in of for bug in workarounds(one, report.plan.cudnn, cupy_runtime.capability(device))]
                 report = dataclasses.replace(report, workarounds=tuple(dict.fromkeys((*bugs, *report.workarounds))))
-    return dataclasses.replace(report, steps=tuple(call.program.lines()), temporary_bytes=call.program.memory_bytes)
+    return dataclasses.replace(
+        report,
+        steps=tuple(call.program.lines()),
+        temporary_bytes=call.program.memory_bytes,
+        scalars=tuple(call.scalars.items()),
+    )
 
 
 def _nothing(call: ProgramCall) -> Problem:
