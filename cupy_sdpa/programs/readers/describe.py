@@ -68,16 +68,9 @@ def with_missing(arrays: Mapping[str, Any], names: Mapping[str, str], options: M
     shapes = {"q": q.shape, "k": k.shape, "v": v.shape, "out": (v.shape[0], *q.shape[1:]), "stats": row_stats_shape(q.shape)}
     for name, like in names.items():
         if made.get(name) is None:
-            array = _unread(q, shapes[like], np.dtype(np.float32) if like == "stats" else q.dtype)
+            array = cupy_runtime.new_result(q, shapes[like], np.dtype(np.float32) if like == "stats" else q.dtype)
             made[name] = array if layout is None else from_own(name, array, layout)
     return made
-
-
-def _unread(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-    """A dense array of the engine of another one, on memory that must not be accessed."""
-    if not cupy_runtime.is_array(like):
-        return np.empty(shape, dtype, order="F")
-    return cupy_runtime.cupy().ndarray(shape, dtype, like.data, order="F")
 
 
 def report_of(call: ProgramCall, explain: Callable[[Problem], Report] | None = None) -> Report:
