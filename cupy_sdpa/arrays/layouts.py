@@ -173,6 +173,21 @@ def named() -> Iterator[None]:
         _is_named.reset(token)
 
 
+@contextlib.contextmanager
+def of_caller(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[None]:
+    """The context in which arrays are checked after they were permuted: :func:`described`, and :func:`named` if they are.
+
+    Args:
+        arrays, options: of the caller.
+    """
+    with contextlib.ExitStack() as stack:
+        if layout := other_layout(options):
+            stack.enter_context(described(layout, shapes_of(arrays, options)))
+        if options.get("layout") is not None:
+            stack.enter_context(named())
+        yield
+
+
 #: Where an array in C order may come from on a GPU: numpy keeps the order of the operands.
 _OF_OPERATORS = ". CuPy's operators, as in 2 * q, return arrays in C order"
 #: The end of the message of an array on the CPU with the strides of another layout.

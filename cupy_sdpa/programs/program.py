@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ..arrays.compute import write
 from ..arrays.view import View
 from ..calls.arguments import read_backward, read_forward
 from ..calls.call import Call
@@ -163,14 +164,15 @@ class Builder:
 
     def attend(self, name: str, q: View, k: View, v: View, options: Mapping[str, Any], **others: Any) -> None:
         """Attention; ``others`` are the other arguments of :func:`.read_forward`."""
-        self._add(name, read_forward(q, k, v, options, return_stats=others.get("stats") is not None, **others))
+        self.call(name, read_forward(q, k, v, options, return_stats=others.get("stats") is not None, **others))
 
     def attend_backward(self, name: str, q: View, k: View, v: View, options: Mapping[str, Any], **others: Any) -> None:
         """The gradients of attention; ``others`` are the other arguments of :func:`.read_backward`."""
-        self._add(name, read_backward(q, k, v, options, **others))
+        self.call(name, read_backward(q, k, v, options, **others))
 
-    def _add(self, name: str, call: Call) -> None:
-        writes = tuple(call.arrays[spec.name] for spec in call.problem.results)
+    def call(self, name: str, call: Call) -> None:
+        """A call that was read from views; its arrays contain all of its results."""
+        writes = tuple(call.arrays[result] for result in call.result_names)
         self._steps.append(Step(f"{self.part}: {name}" if self.part else name, call, None, (), writes))
 
     def run(self, function: Callable[..., None], *arguments: Any, writes: Sequence[View]) -> None:
@@ -221,8 +223,8 @@ def _places(steps: Sequence[Step], sizes: Mapping[str, int]) -> tuple[dict[str, 
 
 
 def copy(target: Any, source: Any) -> None:
-    """Copy an array into another one."""
-    target.T[...] = source.T  # CuPy copies arrays in C order at memory speed, others much slower
+    """Copy an array into another one, which may have another dtype; numbers beyond its range become infinite."""
+    write(target, source)
 
 
 def fill(target: Any, value: float) -> None:

@@ -16,7 +16,7 @@ from ..calls.arguments import check_lengths
 from ..calls.call import LaunchRecord
 from ..calls.call_key import read_key, tensor_name
 from ..calls.replay_cache import cache_call
-from ..calls.user_functions import function_identities
+from ..calls.user_functions import Gradients, function_identities
 from ..device import cupy_runtime
 from ..problem.problem import CU_SEQLENS, LENGTHS
 from ..problem.tensor_spec import TensorSpec, make_spec
@@ -43,17 +43,24 @@ class ProgramCall:
         inputs: the caller's arrays and the results.
         result_names: the names of the results.
         identities: the identities of the functions when they were traced.
+        gradients: which gradients of ``tensors`` are among the results, as the last ones.
     """
 
-    own_results, gradients = False, None
+    own_results = False
     fills: Mapping[str, Any] = {}
     captured: Mapping[str, Any] = {}
     scalars: Mapping[str, float] = {}
 
     def __init__(
-        self, program: Program, inputs: Inputs, result_names: list[str], identities: tuple[Hashable | None, ...]
+        self,
+        program: Program,
+        inputs: Inputs,
+        result_names: list[str],
+        identities: tuple[Hashable | None, ...],
+        gradients: Gradients | None = None,
     ) -> None:
         self.program, self.arrays, self.result_names, self.identities = program, inputs.arrays, result_names, identities
+        self.gradients = gradients
         self.problem = _Signature(tuple(make_spec(name, view.signature) for name, view in inputs.views.items()))
         self.launched: LaunchRecord | None = None
 
@@ -102,8 +109,9 @@ class ProgramCall:
         return self.results()
 
     def results(self) -> list[Any]:
-        """The results, in the order of :attr:`result_names`."""
-        return [self.arrays[name] for name in self.result_names]
+        """The results, in the order of :attr:`result_names`; gradients of ``tensors`` are one dictionary."""
+        results = [self.arrays[name] for name in self.result_names]
+        return self.gradients.as_last(results) if self.gradients else results
 
     def enqueue(self) -> None:
         """Enqueue the work again, on the same arrays, in a capture of the package."""
@@ -178,6 +186,10 @@ class Inputs:
         if tensors:
             self.options["tensors"] = {name: self.views[tensor_name(name)] for name in tensors}
 
+    def add(self, name: str, array: Any) -> None:
+        """Add a result."""
+        self.arrays[name], self.views[name] = array, View.of(name, array)
+
     @property
     def device(self) -> int | None:
         """The number of the GPU of q; None for numpy."""
@@ -207,6 +219,7 @@ def run_program(
     inputs: Inputs,
     result_names: list[str],
     build: Callable[[Builder], None],
+    gradients: Gradients | None = None,
 ) -> list[Any]:
     """Run the program of a call whose arguments are valid, and cache the call.
 
@@ -215,6 +228,7 @@ def run_program(
         inputs: the arrays, with those of new results.
         result_names: the names of the results.
         build: adds the steps to a builder; calls with equal arguments share the program.
+        gradients: which gradients of ``tensors`` are among the results, as the last ones. Default None: none.
     """
     identities = function_identities(options)
     key = _key(kind, inputs, options)
@@ -225,7 +239,7 @@ def run_program(
         program = builder.build()
     passed = [name for name, array in zip(names, arrays, strict=True) if array is not None]
     _check(program, inputs, [name for name in result_names if name in passed])
-    call = ProgramCall(program, inputs, result_names, identities)
+    call = ProgramCall(program, inputs, result_names, identities, gradients)
     call.plan()
     if key and function_identities(options) == identities:  # no function changed while it was called
         _programs.pop(key, None)
@@ -253,7 +267,7 @@ def _check(program: Program, inputs: Inputs, results: Sequence[str]) -> None:
     if inputs.device is not None:
         return
     for step in program.steps:
-        views = {name: step.call.arrays.get(name) for name in (*LENGTHS, *CU_SEQLENS)} if step.call else {}
+        views = {name: step.call.arrays.get(name) for name in (*LENGTHS, *CU_SEQLENS, "page_table")} if step.call else {}
         lengths = {name: inputs.arrays[x.storage.name] for name, x in views.items() if x and x.storage.name in inputs.arrays}
         if step.call and lengths:
             check_lengths(step.call.problem, lengths)

@@ -189,30 +189,36 @@ def check(q: Any, k: Any, v: Any, mask: Any, options: Mapping[str, Any]) -> Size
     return Sizes(hq, hkv, batch)
 
 
-def check_arrays(arrays: Mapping[str, Any], sinks: Any, results: Sequence[str]) -> None:
+def check_arrays(
+    arrays: Mapping[str, Any], sinks: Any, results: Sequence[str], *, dtype: Any = None, rounded: bool = False
+) -> None:
     """Check the arrays of a call whose q, k and v are checked: kernels read and write them without a problem.
 
     Args:
         arrays: the arrays by name; those that are None are not passed.
         sinks: the option.
         results: the names of the arrays that are written.
+        dtype: the dtype of dout, dq, dk and dv. Default None: that of q.
+        rounded: whether the call computes in another dtype than that of its arrays. Default False.
 
     Raises:
         TypeError, ValueError: an array has another type, device, dtype, shape or layout than the call needs.
     """
     q, k, v = (arrays[name] for name in "qkv")
     own, shape = dtype_name(q.dtype), (v.shape[0], *q.shape[1:])
+    of_gradients = own if dtype is None else dtype_name(dtype)
     passed = {name: array for name, array in {**arrays, "sinks": sinks}.items() if array is not None}
     arguments = {name: read_array(name, array) for name, array in passed.items()}
     arrays_on_gpu(arguments.values())
     row_dtype = "float32"
-    if "stats" in passed and "stats" not in results and own == "float64" == arguments["stats"].signature[0]:
+    if not rounded and "stats" in passed and "stats" not in results and own == "float64" == arguments["stats"].signature[0]:
         row_dtype = own  # gradients of float64 arrays also take float64 statistics
     needed = [
         Expected("sinks", q.shape[1:2], "float32", "(Hq,)"),
         Expected("stats", row_stats_shape(q.shape), row_dtype, "(Sq, Hq, B)"),
-        *(Expected(name, shape, own, "(Dv, Hq, Sq, B), the dtype of q") for name in ("dout", "out")),
-        *(Expected(f"d{name}", x.shape, own, f"the shape of {name}") for name, x in (("q", q), ("k", k), ("v", v))),
+        Expected("out", shape, own, "(Dv, Hq, Sq, B), the dtype of q"),
+        Expected("dout", shape, of_gradients, "(Dv, Hq, Sq, B), the dtype of q"),
+        *(Expected(f"d{name}", x.shape, of_gradients, f"the shape of {name}") for name, x in (("q", q), ("k", k), ("v", v))),
     ]
     needed = [one._replace(writable=one.name in results) for one in needed if one.name in passed]
     for one in needed:
