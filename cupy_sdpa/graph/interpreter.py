@@ -283,7 +283,12 @@ def _gen_index(node: Pointwise, tile: Tile) -> Array:
 
 
 def _operands(node: Pointwise, tile: Tile) -> list[Any]:
-    return [tile[tensor] for tensor in (node.x, node.b, node.t) if tensor is not None]
+    operands = [tile[node.x]]
+    if node.b is not None:
+        operands.append(tile[node.b])
+        if node.t is not None:
+            operands.append(tile[node.t])
+    return operands
 
 
 def _select(node: Pointwise, tile: Tile) -> Array:

@@ -22,6 +22,47 @@ if TYPE_CHECKING:
 TILE_ELEMENTS = 1 << 20
 
 
+class Analysis:
+    """What all evaluations of a graph have in common.
+
+    Args:
+        graph: the graph.
+
+    Attributes:
+        views: name, axes and new axes of the arrays of the caller.
+        constants: the arrays that do not depend on the call, by name.
+        scalars: the tensors of the scalars.
+        right_operands: the names of the right operands of matmuls, of which every tile reads all rows.
+        steps: every node with the names of the tensors that no later node reads.
+        sums: the shapes of the sums over tiles, by the name of the result.
+        packed: the names of the tensors of packed sequences.
+        lengths: the lengths of each batch entry, if only these are computed.
+        separable: whether a block of rows can be computed without the other rows.
+        shape: batch, heads, rows and columns.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.views = [(t.name, *_axes(t)) for t in graph.by_role("input", "output")]
+        self.constants = {t.name: _constant(t) for t in graph.by_role("constant")}
+        self.scalars = graph.by_role("scalar")
+        self.right_operands = {node.b.name for node in graph.nodes if isinstance(node, Matmul)}
+        self.steps = _last_reads(graph)
+        self.sums = {node.out.name: node.out.shape for node in graph.nodes if _sums_over_tiles(node)}
+        self.packed = {t.name for t in graph.tensors if _is_packed(t)}
+        self.lengths = _packed_lengths(graph)
+        self.separable = _is_separable(graph, self.right_operands)
+        shapes = (node.inputs[0].shape for node in graph.nodes if not isinstance(node, PagedLoad))
+        self.shape: tuple[int, ...] = tuple(map(max, zip(*shapes, strict=True)))
+
+
+def analyze(graph: Graph) -> Analysis:
+    """The analysis of a graph; the graph keeps it."""
+    found: Analysis | None = graph.notes.get("analysis")
+    if found is None:
+        found = graph.notes["analysis"] = Analysis(graph)
+    return found
+
+
 class Evaluation:
     """One evaluation of a graph: the state that all tiles share. The arguments are those of :func:`evaluate`.
 
@@ -30,8 +71,7 @@ class Evaluation:
         scalars: the values of scalars, by name.
         dtype: the dtype of intermediate results.
         exact: whether intermediate results are not rounded.
-        right_operands: the names of the right operands of matmuls, of which every tile reads all rows.
-        steps: every node with the names of the tensors that no later node reads.
+        right_operands, packed, steps: as for :class:`Analysis`.
         totals: sums over tiles, by the name of the result.
         group_sums: unfinished sums over a group of heads, by the name of the result.
         largest: the largest magnitudes so far, by the name of the result.
@@ -39,30 +79,32 @@ class Evaluation:
     """
 
     def __init__(self, graph: Graph, arrays: Mapping[str, Array], scalars: Mapping[str, float], exact: bool) -> None:
-        self.graph, self.exact = graph, exact
-        self.views = {t.name: _view(arrays[t.name], t) for t in graph.by_role("input", "output")}
-        self.views |= {t.name: _constant(t) for t in graph.by_role("constant")}
-        self.scalars = {t.name: scalars[t.name] if t.value is None else t.value for t in graph.by_role("scalar")}
+        analysis = self._analysis = analyze(graph)
+        self.exact, self.right_operands, self.packed = exact, analysis.right_operands, analysis.packed
+        self.steps, self.heads = analysis.steps, analysis.shape[1]
+        self.views = dict(analysis.constants)
+        for name, axes, new_axes in analysis.views:
+            view = arrays[name].transpose(axes)
+            self.views[name] = np.expand_dims(view, new_axes) if new_axes else view
+        self.scalars: dict[str, Any] = {}
+        for t in analysis.scalars:
+            self.scalars[t.name] = scalars[t.name] if t.value is None else t.value
         self.dtype = np.dtype("float64" if exact else graph.compute_dtype)
-        self.right_operands = {node.b.name for node in graph.nodes if isinstance(node, Matmul)}
-        self.steps = _last_reads(graph)
-        self.totals = {node.out.name: np.zeros(node.out.shape, self.dtype) for node in graph.nodes if _sums_over_tiles(node)}
+        self.totals: dict[str, Array] = {}
+        for name, shape in analysis.sums.items():
+            self.totals[name] = np.zeros(shape, self.dtype)
         self.group_sums: dict[str, Array] = {}
         self.largest: dict[str, Any] = {}
-        shapes = (node.inputs[0].shape for node in graph.nodes if not isinstance(node, PagedLoad))
-        self._shape: tuple[int, ...] = tuple(map(max, zip(*shapes, strict=True)))
-        self.heads = self._shape[1]
 
     def tiles(self) -> Iterator[Tile]:
         """All tiles, in the order of batch entries, heads and rows."""
-        batch, heads, rows, max_columns = self._shape
-        lengths, columns = _packed_lengths(self.graph), None
-        separable = _is_separable(self.graph, self.right_operands)
+        batch, heads, rows, max_columns = self._analysis.shape
+        lengths, columns = self._analysis.lengths, None
         for b in range(batch):
             if lengths:
                 rows, columns = (int(self.views[tensor.name][b, 0, 0, 0]) for tensor in lengths)
             width = max(1, max_columns if columns is None else columns)
-            step = max(1, min(rows, TILE_ELEMENTS // width) if separable else rows)
+            step = max(1, min(rows, TILE_ELEMENTS // width) if self._analysis.separable else rows)
             for h in range(heads):
                 cache: dict[str, Array] = {}  # the keys and values of this head: the same for every block of queries
                 for start in range(0, max(1, rows), step):
@@ -109,7 +151,7 @@ class Tile:
 
     def __setitem__(self, tensor: Tensor, value: Array) -> None:
         """Store a result, rounded to its dtype, and write it to the caller's array if it is an output."""
-        if tensor.role == "output" and not _is_packed(tensor):
+        if tensor.role == "output" and tensor.name not in self.run.packed:
             self.rows_of(tensor)[...] = rounded(value, tensor.dtype) if tensor.dtype in FP8_LARGEST else value
         elif tensor.role == "output":
             part = self._sequence(tensor)[self.start : self.start + len(value)]
@@ -160,7 +202,7 @@ class Tile:
     def rows_of(self, tensor: Tensor) -> Array:
         """The part of an array that the tile reads or writes: its rows, or all rows of a right operand."""
         rows = slice(None) if tensor.name in self.run.right_operands or tensor.shape[2] == 1 else slice(self.start, self.stop)
-        if _is_packed(tensor):
+        if tensor.name in self.run.packed:
             matrix = self._sequence(tensor)
             if self.columns is None:
                 matrix = np.pad(matrix, [(0, full - n) for full, n in zip(tensor.shape[2:], matrix.shape, strict=True)])
@@ -169,7 +211,8 @@ class Tile:
         if view.shape[2] == 1:  # a single row, broadcast
             rows = slice(None)
         b = self.batch if view.shape[0] > 1 else 0
-        return view[b, self.head_of(view)][rows, : self.columns if tensor.shape[3] > 1 else None]  # type: ignore[no-any-return]
+        head = self.head * view.shape[1] // self.run.heads  # as in head_of
+        return view[b, head][rows, : self.columns if tensor.shape[3] > 1 else None]  # type: ignore[no-any-return]
 
     def _sequence(self, tensor: Tensor) -> Array:
         """The part of a packed tensor that is the sequence of this batch entry."""
@@ -198,10 +241,10 @@ def _constant(tensor: Tensor) -> Array:
     return np.lib.stride_tricks.as_strided(numbers, tensor.shape, strides, writeable=False)
 
 
-def _view(array: Array, tensor: Tensor) -> Array:
-    """The caller's array with the axes of the tensor."""
-    view = array.transpose([axis for axis in tensor.axes if axis >= 0])
-    return np.expand_dims(view, [position for position, axis in enumerate(tensor.axes) if axis < 0])
+def _axes(tensor: Tensor) -> tuple[list[int], list[int]]:
+    """The axes of the caller's array in the order of the tensor, and the positions of new axes."""
+    axes = [axis for axis in tensor.axes if axis >= 0]
+    return axes, [position for position, axis in enumerate(tensor.axes) if axis < 0]
 
 
 def _packed_lengths(graph: Graph) -> tuple[Tensor, Tensor] | None:

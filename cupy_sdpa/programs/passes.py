@@ -18,7 +18,8 @@ from ..calls.replay_cache import run_cached
 from ..calls.user_functions import gradient_name, kept_options
 from ..device import cupy_runtime
 from ..problem.problem import row_stats_shape
-from ..problem.tensor_spec import Expected, check_spec, make_spec, numpy_dtype
+from ..problem.tensor_spec import check_spec, dtype_name, make_spec, numpy_dtype
+from ..problem.validation import expected_arrays
 from ..sparse.automatic import automatic_mask
 from ..sparse.masks.block_mask import BlockMask
 from ..sparse.method import check, check_arrays, method_of
@@ -29,8 +30,6 @@ from .block_masks import Forward, Gradients, score_function
 from .program import Builder
 from .run import Inputs, run_program
 
-#: The shapes of the results, for messages.
-_LEGENDS = {"out": "the heads and lengths of q with the head dim of v"} | {f"d{name}": f"the shape of {name}" for name in "qkv"}
 #: The results in the dtype of the program that are kept for the gradients.
 _KEPT = ("q", "k", "v", "out")
 
@@ -106,9 +105,11 @@ def attend(
                 _add_results(inputs, q, wanted)
                 names += list(wanted)
 
-            def build(builder: Builder) -> None:
+        def build(builder: Builder) -> None:
+            with of_caller(named, options):
                 forward(builder, inputs.views, inputs.options, mask=mask, dtype=dtype, native=native, **flags)
 
+        with cupy_runtime.device_context(q):
             results = run_program(kind, Forward._fields, given, options, inputs, names, build)
     if "layout" in options and (layout := other_layout(options)):
         count = len(results) - len(_KEPT) * kept
@@ -164,9 +165,11 @@ def attend_backward(
                 (wanted, names), gradients = _wanted(call, inputs, result or q.dtype), call.gradients
             _add_results(inputs, q, wanted)
 
-            def build(builder: Builder) -> None:
+        def build(builder: Builder) -> None:
+            with of_caller(named, options):
                 backward(builder, inputs.views, inputs.options, mask=mask, dtype=dtype, **flags)
 
+        with cupy_runtime.device_context(q):
             results = run_program(kind, Gradients._fields, arrays, options, inputs, names, build, gradients)
     if "layout" in options and (layout := other_layout(options)):
         results = results_in(layout, gradient_names(return_dbias, return_dsinks), results, named, options)
@@ -218,10 +221,11 @@ def _wanted(call: Call, inputs: Inputs, dtype: Any) -> tuple[dict[str, tuple[Any
     }
     if call.gradients:
         found |= {gradient_name(name): spec for name, spec in call.gradients.specs.items()}
-    for name, legend in _LEGENDS.items():
+    table = expected_arrays(call.problem.q, call.problem.k, call.problem.v)
+    for name in ("out", "dq", "dk", "dv"):
         if name in found and name in inputs.views:
-            shape, own = found[name]
-            check_spec(make_spec(name, inputs.views[name].signature), Expected(name, shape, own.name, legend, writable=True))
+            expected = table[name]._replace(dtype=dtype_name(found[name][1]), writable=True)
+            check_spec(make_spec(name, inputs.views[name].signature), expected)
     return {name: found[name] for name in call.result_names}, call.result_names
 
 
