@@ -12,7 +12,7 @@ from .calls.arguments import read_backward, read_forward
 from .calls.options import DTensors, Options, read_flag, refuse_arguments, takes_options
 from .calls.replay_cache import cache_call, run_cached
 from .fp8.array import Fp8Array
-from .fp8.forward import attention_of_fp8
+from .fp8.forward import attend as attend_in_fp8
 from .programs.passes import attend, attend_backward, blocks_of
 from .tracing import recorder
 
@@ -188,7 +188,8 @@ def attention(
         refuse_arguments(attention, positional, options)
     if type(q) not in OWN_TYPES or type(k) is Fp8Array or "layout" in options:
         if isinstance(q, Fp8Array) or type(k) is Fp8Array:
-            return attention_of_fp8(q, k, v, options, return_stats=return_stats, out=out, stats=stats)
+            made = attend_in_fp8(q, k, v, options, return_stats=return_stats, out=out, stats=stats)
+            return tuple(made) if len(made) > 1 else made[0]
         if needs_conversion(q, options):
             given = {"q": q, "k": k, "v": v, "out": out, "stats": stats}
             return convert(attention, given, options, OUTPUTS, return_stats=return_stats, deterministic=deterministic)

@@ -12,10 +12,9 @@ from .attention import attention, attention_backward
 from .calls.call import stats_are
 from .calls.options import DTensors, Options, read_flag, refuse_arguments, takes_options
 from .calls.user_functions import kept_options
-from .device.cupy_runtime import temporary_results
 from .errors import Unsupported
 from .fp8.array import Fp8Array
-from .fp8.vjp import dequantized, forward_in_fp8
+from .fp8.forward import forward_in_fp8, gradients_in_fp8
 from .problem.tensor_spec import FP8_LARGEST
 from .problem.validation import NO_FP8_GRADIENTS, NO_PAGED_GRADIENTS
 from .programs.block_mask_calls import refuse_gradients
@@ -95,17 +94,15 @@ def attention_vjp(
     outputs: dict[str, Any] = {"deterministic": deterministic, **others}
     kept = kept_options(q, options)
     if (kind := options.get("compute_dtype")) in FP8_LARGEST:
-        rest: Any = {name: value for name, value in kept.items() if name != "compute_dtype"}
-        arrays = forward_in_fp8(q, k, v, kind, rest)
+        rest: Any = {**kept}
+        del rest["compute_dtype"]
+        out, stats, *in_fp8 = forward_in_fp8(q, k, v, kind, rest)
 
-        def of_fp8(dout: Any, dq: Any, dk: Any, dv: Any) -> tuple[Any, ...]:
-            with temporary_results():
-                q, k, v, out, stats = dequantized(arrays, arrays[3].dtype)
+        def backward(dout: Any, dq: Any, dk: Any, dv: Any) -> tuple[Any, ...]:
             with stats_are("other"):
-                found: tuple[Any, ...] = attention_backward(dout, q, k, v, out, stats, **rest, **outputs, dq=dq, dk=dk, dv=dv)
-            return found
+                return tuple(gradients_in_fp8((dout, out, stats, dq, dk, dv), in_fp8, kind, rest, **outputs))
 
-        return arrays[3], Pullback(of_fp8, arrays, rest, outputs)
+        return out, Pullback(backward, (*in_fp8[:3], out, stats), rest, outputs)
     if isinstance(kind, str) and kind not in COMPUTE_DTYPES:
         names = " or ".join(map(repr, (*COMPUTE_DTYPES, *FP8_LARGEST)))
         raise ValueError(f"compute_dtype is {kind!r}; it must be {names}, or None for q's dtype")

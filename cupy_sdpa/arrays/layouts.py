@@ -109,6 +109,18 @@ def options_in_own(options: Mapping[str, Any], layout: str) -> dict[str, Any]:
     return {name: option_to_own(name, value, layout) for name, value in options.items() if name != "layout"}
 
 
+def in_own_layout(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arrays of a call in the layout of this package, and the options without ``layout``.
+
+    Raises:
+        TypeError, ValueError: the layout is unknown, or an array has another number of axes.
+    """
+    check_layout(options.get("layout"))
+    if layout := other_layout(options):
+        return {name: to_own(name, x, layout) for name, x in arrays.items()}, options_in_own(options, layout)
+    return {**arrays}, {name: value for name, value in options.items() if name != "layout"}
+
+
 def option_to_own(name: str, value: Any, layout: str) -> Any:
     """An option in the layout of this package."""
     return to_own(name, value, layout) if name in _OPTIONS and value is not None else value

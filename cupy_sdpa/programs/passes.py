@@ -9,12 +9,13 @@ import numpy as np
 
 from ..arrays.compute import check_converted
 from ..arrays.conversion import OUTPUTS, gradient_names
-from ..arrays.layouts import VECTORS, check_layout, from_own, of_caller, options_in_own, other_layout, results_in, to_own
+from ..arrays.layouts import VECTORS, from_own, in_own_layout, of_caller, other_layout, results_in
 from ..arrays.view import View
 from ..calls.arguments import read_backward, read_forward
 from ..calls.call import Call
 from ..calls.options import read_flag
 from ..calls.replay_cache import run_cached
+from ..calls.user_functions import Gradients as TensorGradients
 from ..calls.user_functions import gradient_name, kept_options
 from ..device import cupy_runtime
 from ..problem.problem import row_stats_shape
@@ -27,7 +28,7 @@ from ..sparse.native import is_supported
 from . import block_masks
 from .block_mask_calls import check_return_stats, key_of, refuse_gradients
 from .block_masks import Forward, Gradients, score_function
-from .program import Builder
+from .program import Builder, Program
 from .run import Inputs, run_program
 
 #: The results in the dtype of the program that are kept for the gradients.
@@ -87,22 +88,16 @@ def attend(
             native = False
             if mask is not None:
                 check_return_stats(return_stats)
-                with_stats = bool(return_stats) or stats is not None
-                sizes = check(q, k, v, mask, {})
+                sizes, with_stats = check(q, k, v, mask, {}), bool(return_stats) or stats is not None
                 if method_of(mask, sizes).blocks is not None:
                     native = is_supported((q, k, v), mask, sizes, inputs.options, return_stats=with_stats, dtype=dtype)
-                shape = (v.shape[0], *q.shape[1:])
-                wanted = {"out": (shape, q.dtype), "stats": (row_stats_shape(q.shape), np.dtype(np.float32))}
-                names = list(wanted)[: 1 + with_stats]
-            else:
-                dense = _dense(inputs, dtype, "qkv")
-                call = read_forward(**dense, options=inputs.options, stats=inputs.views.get("stats"), **flags)
-                wanted, names = _wanted(call, inputs, q.dtype)
-            _add_results(inputs, q, {name: wanted[name] for name in names})
+            wanted, _ = results_of(inputs.views, inputs.options, mask=mask, dtype=dtype, **flags)
+            add_results(inputs, q, wanted)
+            names = list(wanted)
             if kept:
                 assert dtype
                 wanted = {f"kept {name}": (inputs.arrays[name].shape, numpy_dtype(dtype)) for name in _KEPT}
-                _add_results(inputs, q, wanted)
+                add_results(inputs, q, wanted)
                 names += list(wanted)
 
         def build(builder: Builder) -> None:
@@ -154,23 +149,19 @@ def attend_backward(
                     f"{name} is None; the backward pass needs it: attention(..., return_stats=True) returns out and stats"
                 )
         with of_caller(named, options), cupy_runtime.device_context(q):
-            inputs, gradients = _inputs(named, options, mask, dtype, ("dq", "dk", "dv"), result), None
+            inputs = _inputs(named, options, mask, dtype, ("dq", "dk", "dv"), result)
             if mask is not None:
                 refuse_gradients(outputs)
-                wanted = {f"d{name}": (named[name].shape, result or q.dtype) for name in "qkv"}
-                names = list(wanted)
-            else:
-                dense = _dense(inputs, dtype, ("q", "k", "v", "dout", "out"))
-                call = read_backward(**dense, options=inputs.options, stats=inputs.views["stats"], **flags)
-                (wanted, names), gradients = _wanted(call, inputs, result or q.dtype), call.gradients
-            _add_results(inputs, q, wanted)
+            of_call = {"mask": mask, "dtype": dtype, "result": result, **flags}
+            wanted, gradients = results_of(inputs.views, inputs.options, gradients=True, **of_call)
+            add_results(inputs, q, wanted)
 
         def build(builder: Builder) -> None:
             with of_caller(named, options):
                 backward(builder, inputs.views, inputs.options, mask=mask, dtype=dtype, **flags)
 
         with cupy_runtime.device_context(q):
-            results = run_program(kind, Gradients._fields, arrays, options, inputs, names, build, gradients)
+            results = run_program(kind, Gradients._fields, arrays, options, inputs, list(wanted), build, gradients)
     if "layout" in options and (layout := other_layout(options)):
         results = results_in(layout, gradient_names(return_dbias, return_dsinks), results, named, options)
     return results
@@ -185,10 +176,7 @@ def _inputs(
     result: Any,
 ) -> Inputs:
     """The arrays and options of a call in the layout of this package; what can be checked without a problem is checked."""
-    check_layout(options.get("layout"))
-    rest = {name: value for name, value in options.items() if name != "layout"}
-    if layout := other_layout(options):
-        arrays, rest = {name: to_own(name, x, layout) for name, x in arrays.items()}, options_in_own(options, layout)
+    arrays, rest = in_own_layout(arrays, options)
     if dtype is not None:
         check_converted(arrays, dtype=result)
     if mask is not None:
@@ -201,19 +189,50 @@ def _inputs(
     return Inputs(arrays, kept)
 
 
-def _dense(inputs: Inputs, dtype: str | None, names: Sequence[str]) -> dict[str, Any]:
-    """Some arrays as dense ones in the dtype of the program, to read a problem."""
-    views = {name: inputs.views[name] for name in names}
-    kind = None if dtype is None else numpy_dtype(dtype)
-    return {name: View.dense(name, view.shape, kind or view.dtype, inputs.device) for name, view in views.items()}
+#: The shapes and dtypes of results by name.
+Wanted = dict[str, tuple[tuple[int, ...], Any]]
 
 
-def _wanted(call: Call, inputs: Inputs, dtype: Any) -> tuple[dict[str, tuple[Any, Any]], list[str]]:
-    """The shapes and dtypes of the results of a call by name, and their names; checks those that the caller passed.
+def results_of(
+    views: Mapping[str, View],
+    options: Mapping[str, Any],
+    *,
+    gradients: bool = False,
+    mask: BlockMask | None = None,
+    dtype: str | None = None,
+    result: Any = None,
+    **flags: Any,
+) -> tuple[Wanted, TensorGradients | None]:
+    """The results of a call in order, and which gradients of ``tensors`` are among them; the views of results are checked.
+
+    Args:
+        views: q, k and v, and what the caller passed of the other arrays.
+        options: the options, with views in place of arrays, in the layout of this package.
+        gradients: whether the call computes gradients. Default False.
+        mask, dtype, result: as for :func:`attend` and :func:`attend_backward`.
+        flags: the other arguments of the call, such as ``return_stats``.
+    """
+    q, k, v = (views[name] for name in "qkv")
+    own, out = q.dtype if result is None else result, (v.shape[0], *q.shape[1:])
+    if mask is not None:
+        with_stats = "stats" in views or bool(flags.get("return_stats"))
+        rows = {"stats": (row_stats_shape(q.shape), np.dtype(np.float32))} if with_stats else {}
+        return ({f"d{name}": (views[name].shape, own) for name in "qkv"} if gradients else {"out": (out, own), **rows}), None
+    shapes = {"q": q.shape, "k": k.shape, "v": v.shape}
+    if gradients:
+        shapes |= {name: views[name].shape if name in views else out for name in ("dout", "out")}
+    kind = q.dtype if dtype is None else numpy_dtype(dtype)
+    dense: dict[str, Any] = {name: View.dense(name, shape, kind, q.storage.device) for name, shape in shapes.items()}
+    call = (read_backward if gradients else read_forward)(**dense, options=options, stats=views.get("stats"), **flags)
+    return wanted_results(call, views, own), call.gradients
+
+
+def wanted_results(call: Call, views: Mapping[str, View], dtype: Any) -> Wanted:
+    """The results of a call in order; the views of results are checked.
 
     Args:
         call: the call, in the dtype of the program.
-        inputs: the arrays.
+        views: the arrays.
         dtype: the dtype of the results with a head dim.
     """
     found = {
@@ -223,13 +242,13 @@ def _wanted(call: Call, inputs: Inputs, dtype: Any) -> tuple[dict[str, tuple[Any
         found |= {gradient_name(name): spec for name, spec in call.gradients.specs.items()}
     table = expected_arrays(call.problem.q, call.problem.k, call.problem.v)
     for name in ("out", "dq", "dk", "dv"):
-        if name in found and name in inputs.views:
-            expected = table[name]._replace(dtype=dtype_name(found[name][1]), writable=True)
-            check_spec(make_spec(name, inputs.views[name].signature), expected)
-    return {name: found[name] for name in call.result_names}, call.result_names
+        if name in found and name in views and name in call.result_names:
+            expected = table[name]._replace(dtype=dtype_name(dtype), writable=True)
+            check_spec(make_spec(name, views[name].signature), expected)
+    return {name: found[name] for name in call.result_names}
 
 
-def _add_results(inputs: Inputs, q: Any, wanted: Mapping[str, tuple[Any, Any]]) -> None:
+def add_results(inputs: Inputs, q: Any, wanted: Wanted) -> None:
     """Create the results that the caller did not pass."""
     for name, (shape, dtype) in wanted.items():
         if name not in inputs.arrays:
@@ -237,6 +256,28 @@ def _add_results(inputs: Inputs, q: Any, wanted: Mapping[str, tuple[Any, Any]]) 
 
 
 # Builders
+
+
+def program_of(views: Mapping[str, View], options: Mapping[str, Any], *, gradients: bool = False, **flags: Any) -> Program:
+    """The program of a call without arrays: for reports and for plans. Other arrays than q, k, v and options are dense.
+
+    Args:
+        views: q, k and v in the caller's dtype and the layout of this package, such as those of :func:`.views_of_shapes`.
+        options: the options, with views in place of arrays, in the layout of this package.
+        gradients: whether the program computes gradients. Default False.
+        flags: the other arguments of :func:`forward` or :func:`backward`.
+    """
+    q, v = views["q"], views["v"]
+    device, out = q.storage.device, (v.shape[0], *q.shape[1:])
+    read = {name: value for name, value in flags.items() if name != "native"}
+    wanted, _ = results_of(views, options, gradients=gradients, **read)
+    if gradients:
+        others = {"dout": (out, q.dtype), "out": (out, q.dtype), "stats": (row_stats_shape(q.shape), np.float32)}
+        wanted = others | wanted
+    dense = {name: View.dense(name, shape, dtype, device) for name, (shape, dtype) in wanted.items()}
+    builder = Builder(device)
+    (backward if gradients else forward)(builder, {**views, **dense}, options, **flags)
+    return builder.build()
 
 
 def forward(

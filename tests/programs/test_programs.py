@@ -8,7 +8,7 @@ import pytest
 from engines import Engine, numbers
 
 import cupy_sdpa
-from cupy_sdpa import BlockMask, attention, attention_backward, attention_jvp, attention_vjp
+from cupy_sdpa import BlockMask, attention, attention_backward, attention_jvp, attention_vjp, fp8
 from cupy_sdpa.programs import run
 from cupy_sdpa.programs.program import Builder, Constant
 
@@ -156,6 +156,15 @@ def composed_calls(engine):
 
         return make
 
+    def in_fp8(dtype=None, **options):
+        def make():
+            q, k, v = arrays("float16")
+            in_8_bits = fp8.quantize_qkv(q, k, v, rotate=True)
+            x = in_8_bits if dtype is None else (arrays(dtype)[0], *in_8_bits[1:])
+            return lambda: attention(*x, **options)
+
+        return make
+
     return {
         "block mask": forward(block_mask=mask),
         "gradients with a block mask": gradients(block_mask=mask),
@@ -171,6 +180,11 @@ def composed_calls(engine):
         "derivative with compute_dtype and a block mask": derivative("float32", block_mask=mask, **rounded),
         "attention_vjp with compute_dtype": with_pullback("float32", **rounded),
         "pullback with compute_dtype": pullback("float32", **rounded),
+        "FP8": in_fp8(causal=True, return_stats=True),
+        "FP8 and 16 bits": in_fp8("float16"),
+        "FP8 and float32": in_fp8("float32", causal=True),
+        "attention_vjp in FP8": with_pullback("float16", compute_dtype="float8_e4m3fn"),
+        "pullback in FP8": pullback("float16", compute_dtype="float8_e4m3fn"),
     }
 
 
@@ -181,10 +195,11 @@ OTHER_ADDRESSES = {
     "compute_dtype with a block mask": 400, "gradients with compute_dtype": 250,
     "gradients with compute_dtype and a block mask": 500, "derivative with compute_dtype": 650,
     "derivative with compute_dtype and a block mask": 1350, "attention_vjp with compute_dtype": 250,
-    "pullback with compute_dtype": 250,
+    "pullback with compute_dtype": 250, "FP8": 250, "FP8 and 16 bits": 250, "FP8 and float32": 250,
+    "attention_vjp in FP8": 300, "pullback in FP8": 250,
 }  # fmt: skip
 #: The functions that a repeated call may enter; a call that creates six results enters one for each of them.
-SAME_ADDRESSES = {"attention_vjp with compute_dtype": 20}
+SAME_ADDRESSES = {"attention_vjp with compute_dtype": 20, "attention_vjp in FP8": 16}
 
 
 @pytest.mark.parametrize("name", OTHER_ADDRESSES)
@@ -201,7 +216,7 @@ def test_host_work_of_repeated_calls(name, fake):
     fake.cuda.Device().synchronize()  # the plans are destroyed next
 
 
-@pytest.mark.parametrize("name", [name for name in OTHER_ADDRESSES if "_dtype" in name])
+@pytest.mark.parametrize("name", [name for name in OTHER_ADDRESSES if "_dtype" in name or "FP8" in name])
 def test_calls_that_check_does_not_draw(name, engine, program_calls):
     """The static checks, and on numpy the same bits whatever the memory contained."""
     calls, before = program_calls
