@@ -14,7 +14,7 @@ from .calls.replay_cache import cache_call, run_cached
 from .fp8.array import Fp8Array
 from .fp8.forward import attend as attend_in_fp8
 from .programs.passes import attend, attend_backward, blocks_of
-from .tracing import recorder
+from .programs.run import compiled
 
 
 # fmt: off
@@ -194,9 +194,6 @@ def attention(
             given = {"q": q, "k": k, "v": v, "out": out, "stats": stats}
             return convert(attention, given, options, OUTPUTS, return_stats=return_stats, deterministic=deterministic)
     dtype = read_compute_dtype(options.pop("compute_dtype"), q) if "compute_dtype" in options else None
-    if recorder.active and not recorder.is_recording():
-        flags = {"return_stats": return_stats, "deterministic": deterministic}
-        return recorder.recorded(attention, {"q": q, "k": k, "v": v, "out": out, "stats": stats}, {**options, **flags})
     if dtype is not None or "block_mask" in options or "mask_mod" in options:
         mask, rest = blocks_of(q, k, options, automatic=return_stats != "max_sumexp")
         if dtype is not None or mask is not None:
@@ -210,7 +207,8 @@ def attention(
     arrays = (q, k, v) if out is stats is None else (q, k, v, out, stats)
     results = run_cached(kind, arrays, options)
     if results is None:
-        call = read_forward(q, k, v, options, return_stats=return_stats, deterministic=deterministic, out=out, stats=stats)
+        read = read_forward(q, k, v, options, return_stats=return_stats, deterministic=deterministic, out=out, stats=stats)
+        call = compiled(read)
         results = call.run()
         cache_call(kind, ("q", "k", "v", "out", "stats")[: len(arrays)], arrays, options, call)
     if "layout" in options and (layout := other_layout(options)):
@@ -309,10 +307,6 @@ def attention_backward(
         )  # fmt: skip
         return gradients
     dtype = read_compute_dtype(options.pop("compute_dtype"), q) if "compute_dtype" in options else None
-    if recorder.active and not recorder.is_recording():
-        named = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "stats": stats, "dq": dq, "dk": dk, "dv": dv}
-        flags = {"deterministic": deterministic, "return_dbias": return_dbias, "return_dsinks": return_dsinks}
-        return recorder.recorded(attention_backward, named, {**options, **flags, "return_dtensors": return_dtensors})
     if dtype is not None or "block_mask" in options or "mask_mod" in options:
         requested = return_dbias or return_dsinks or (return_dtensors is not None and return_dtensors is not False)
         mask, rest = blocks_of(q, k, options, automatic=not requested)
@@ -334,12 +328,13 @@ def attention_backward(
                 raise TypeError(
                     f"{name} is None; the backward pass needs it: attention(..., return_stats=True) returns out and stats"
                 )
-        call = read_backward(
+        read = read_backward(
             q, k, v, options, dout=dout, out=out, stats=stats, dq=dq, dk=dk, dv=dv,
             return_dbias=return_dbias, return_dsinks=return_dsinks, return_dtensors=return_dtensors,
             deterministic=deterministic,
         )  # fmt: skip
-        call.has_all_keys = True
+        read.has_all_keys = True
+        call = compiled(read)
         results = call.run()
         cache_call(kind, ("dout", "q", "k", "v", "out", "stats", "dq", "dk", "dv")[: len(arrays)], arrays, options, call)
     if "layout" in options and (layout := other_layout(options)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Unpack, overload
 
@@ -184,7 +185,7 @@ def _run(
     with of_caller(named, options), cupy_runtime.device_context(like):
         inputs = _inputs(named, options)
         if type(q) is not Fp8Array:
-            check_source(inputs.arrays["q"], options.get("seq_lens_q"), options.get("layout"))
+            check_source(inputs.arrays["q"], inputs.arrays.get("seq_lens_q"), options.get("layout"))
         flags: dict[str, Any] = {"dtype": k.dtype, "return_stats": return_stats}
         writes = _writes(out_dtype, like, converts=type(q) is not Fp8Array)
         inner = {name: view for name, view in inputs.views.items() if name != "out"}
@@ -214,7 +215,7 @@ def read_call(q: Any, k: Any, v: Any, options: Any, *, return_stats: Any = False
         inputs = _inputs(named, options)
         flags = {"rotated": k.rotated, "out_dtype": out_dtype, "writes_out": _writes(out_dtype, k.data, converts=converts)}
         _, call = program_of(inputs.views, inputs.options, dtype=k.dtype, return_stats=return_stats, **flags)
-    return call.on({"q": elements})
+    return dataclasses.replace(call, arrays={"q": elements})
 
 
 def _inputs(named: Mapping[str, Any], options: Mapping[str, Any]) -> Inputs:
@@ -262,7 +263,7 @@ def forward_in_fp8(q: Any, k: Any, v: Any, dtype: str, options: Mapping[str, Any
         with of_caller(named, options), cupy_runtime.device_context(q):
             inputs = _inputs(named, options)
             for x, lengths in zip(names, ("seq_lens_q", "seq_lens_kv", "seq_lens_kv"), strict=True):
-                check_source(inputs.arrays[x], options.get(lengths), options.get("layout"))
+                check_source(inputs.arrays[x], inputs.arrays.get(lengths), options.get("layout"))
             storage = storage_dtype(dtype, cupy_runtime.is_array(q))
             step = 2 * FACTOR_STEP
             kept = {f"kept {x}": (inputs.arrays[x].shape, storage) for x in names} | {"factors": ((3 * step,), np.dtype("f4"))}

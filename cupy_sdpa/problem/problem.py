@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from .. import _html
 from ..score_fn import mask_analysis
-from ..score_fn.expression import Program
+from ..score_fn.expression import Expression
 from .band import Band
 from .tensor_spec import FP8_LARGEST, TensorSpec
 
@@ -30,8 +30,6 @@ SEEDS = ("seed", "offset")
 #: The factors of FP8 arrays: the values of q, k and v are their elements times ``descale_*``; ``scale_out`` times the output is
 #: stored.
 FP8_FACTORS = ("descale_q", "descale_k", "descale_v", "scale_out")
-#: The results over other keys, which are merged.
-OTHER_RESULTS = ("other_out", "other_stats")
 #: The arrays with one row per query, and those with one row per key.
 QUERY_ARRAYS = ("q", "out", "stats", "max", "sum_exp", "dout", "dq")
 KEY_ARRAYS = ("k", "v", "dk", "dv")
@@ -89,7 +87,7 @@ class Settings(NamedTuple):
     max_seqlen_kv: int | None = None
     deterministic: bool = False
     max_workspace: int | None = None
-    program: Program | None = None
+    program: Expression | None = None
     gradient_of: str = ""
     num_splits: int | None = None
     split: Split | None = None
@@ -132,8 +130,6 @@ class Problem:
         dropout_mask: ``(Skv, Sq, Hq, B)``, the weights to keep, as an input.
         descale_q, descale_k, descale_v, scale_out: ``(1,)`` float32, the factors of FP8 arrays; None for other dtypes, and
             ``scale_out`` also for an output of another dtype.
-        other_out, other_stats: the output and the log-sum-exp of the same queries over other keys, which are merged with those
-            over the split keys.
         captured: ``(Skv, Sq, Hq, B)``, broadcast along axes of length 1: the arrays that score and mask functions read.
         dcaptured: the gradients of some captured arrays, with their shapes.
     """
@@ -171,8 +167,6 @@ class Problem:
     descale_k: TensorSpec | None = None
     descale_v: TensorSpec | None = None
     scale_out: TensorSpec | None = None
-    other_out: TensorSpec | None = None
-    other_stats: TensorSpec | None = None
     captured: tuple[TensorSpec, ...] = ()
     dcaptured: tuple[TensorSpec, ...] = ()
     _hash: int = field(init=False, repr=False, compare=False)
@@ -289,9 +283,10 @@ class Problem:
         most = "at most " if self.ragged else ""
         batch = f"{b} packed sequences" if self.packed else f"batch {b}"
         kind = f"{'deterministic ' * self.deterministic}{'backward' if self.backward else 'forward'}"
+        queries, keys = f"{sq} quer{'y' if sq == 1 else 'ies'}", f"{skv} key{'s' * (skv != 1)}"
         return (
             f"{kind} attention, {self.dtype}: {batch}, {hq} query and {hkv} key/value heads{group}, "
-            f"{most}{sq} queries, {most}{skv} keys, {dims}, {', '.join(self._features())}"
+            f"{most}{queries}, {most}{keys}, {dims}, {', '.join(self._features())}"
         )
 
     def _repr_html_(self) -> str:
@@ -301,19 +296,19 @@ class Problem:
 
     def _features(self) -> Iterator[str]:
         """Descriptions of the masks and other options."""
-        yield str(self.band or ("a mask" if self.mask else "no mask"))
-        if self.band and self.mask:
-            yield "a mask"
+        program = self.settings.program
+        masks = {"a mask": self.mask, "a mask function": program and program.mask is not None}
+        yield from (str(self.band),) if self.band else () if any(masks.values()) else ("no mask",)
+        yield from (name for name, applies in masks.items() if applies)
         if self.block_bits:
             yield "a block mask in the kernel"
         if self.page_table:
             yield f"pages of {self.k.shape[2]} keys"
         if split := self.settings.split:
             yield f"keys split into {split.chunks} chunks, query heads of a group and queries as rows"
-        program = self.settings.program
         descriptions = {
-            "a mask function": program and program.mask is not None, "a score function": self.has_score_mod,
-            "softcap": self.settings.softcap, "ALiBi": self.alibi_slopes, "a bias": self.bias, "sinks": self.sinks,
+            "a score function": self.has_score_mod, "softcap": self.settings.softcap, "ALiBi": self.alibi_slopes,
+            "a bias": self.bias, "sinks": self.sinks,
             f"dropout {self.settings.dropout:g}": self.settings.dropout,
             f"{self.out.dtype} output": self.fp8 and self.out.dtype != self.dtype,
             "with log-sum-exp": self.stats and not self.backward, "with maximum and sum": self.max,
