@@ -147,14 +147,14 @@ def explain(
     results: dict[str, Any] = {"dout": dout, "out": out, "stats": stats, "dq": dq, "dk": dk, "dv": dv}
     if isinstance(q, Problem):
         return _explain_problem(q, {"k": k, "v": v, **flags, **outputs, **results, **options}, gpu, cudnn)
-    if needs_conversion(q, options) or (jvp and other_layout(options)):
+    copied = jvp or options.get("compute_dtype") is not None
+    if needs_conversion(q, options) or (copied and other_layout(options)):
         conversion = Conversion(q, options)
         with conversion.stream():
             own: dict[str, Any] = {
                 name: conversion.into(name, array) for name, array in {"q": q, "k": k, "v": v, **results}.items()
             }
-            report = explain(**own, **conversion.options, **flags, **outputs, gpu=gpu, cudnn=cudnn)
-        return dataclasses.replace(report, conversion=conversion.text)
+            return explain(**own, **conversion.options, **flags, **outputs, gpu=gpu, cudnn=cudnn)
     if isinstance(q, Fp8Array) or isinstance(k, Fp8Array):
         _check_fp8(q, k, backward=backward, jvp=jvp)
     if jvp and backward:

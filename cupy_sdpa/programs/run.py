@@ -454,12 +454,21 @@ class Inputs:
                 self.arrays[name] = value
         tensors = dict(self.options.get("tensors") or {})
         self.arrays |= {tensor_name(name): array for name, array in tensors.items()}
-        self.views = {name: View.of(name, array) for name, array in self.arrays.items()}
-        if for_gpu(self.arrays["q"]) and not cupy_runtime.is_array(self.arrays["q"]):
-            self.views = {name: replace(view, storage=view.storage._replace(device=0)) for name, view in self.views.items()}
+        self.views = {name: self._view(name, array) for name, array in self.arrays.items()}
         self.options |= {name: self.views[name] for name in self.options if name in self.views}
         if tensors:
             self.options["tensors"] = {name: self.views[tensor_name(name)] for name in tensors}
+
+    def add(self, name: str, array: Any) -> None:
+        """Add a result."""
+        self.arrays[name], self.views[name] = array, self._view(name, array)
+
+    def _view(self, name: str, array: Any) -> View:
+        """The view of an array; in a program that is described for a GPU the view is one of a GPU."""
+        view = View.of(name, array)
+        if view.storage.device is not None or not for_gpu(self.arrays["q"]):
+            return view
+        return replace(view, storage=view.storage._replace(device=0))
 
     @property
     def device(self) -> int | None:
@@ -490,6 +499,7 @@ def run_program(
     inputs: Inputs,
     result_names: list[str],
     build: Callable[[Builder], None],
+    gradients: Gradients | None = None,
 ) -> list[Any]:
     """Run the program of a call whose arguments are valid, and cache the call.
 
@@ -498,6 +508,7 @@ def run_program(
         inputs: the arrays, with those of new results.
         result_names: the names of the results.
         build: adds the steps to a builder; calls with equal arguments share the program.
+        gradients: which gradients of ``tensors`` are among the results, as the last ones. Default None: none.
     """
     identities = function_identities(options)
     key = _key(kind, inputs, options)
@@ -508,7 +519,7 @@ def run_program(
         program = builder.build()
     passed = [name for name, array in zip(names, arrays, strict=True) if array is not None]
     signature = _Signature(tuple(make_spec(name, view.signature) for name, view in inputs.views.items()))
-    call = ProgramCall(program, inputs.arrays, signature, result_names, identities=identities)
+    call = ProgramCall(program, inputs.arrays, signature, result_names, identities=identities, gradients=gradients)
     _check(call, [name for name in result_names if name in passed])
     call.plan()
     if key and function_identities(options) == identities:  # no function changed while it was called
