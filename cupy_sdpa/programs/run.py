@@ -168,7 +168,7 @@ class ProgramCall:
         (attend,) = self.program.launches
         if attend.problem.trivial:
             return None
-        if attend.of.backward:
+        if attend.of.backward or problem_file.kept is not None:
             return functools.partial(self._evaluate, attend)
         return functools.partial(evaluate, graph_of(attend.problem), scalars=self._scalars(attend))  # the quickest
 
@@ -235,7 +235,7 @@ class ProgramCall:
     def _evaluate(self, attend: Attend, arrays: Mapping[str, Any]) -> None:
         """Compute attention on numpy arrays."""
         if problem_file.kept is not None:  # the problem that a GPU would plan
-            problem_file.keep(engine_problem(attend.of, None, True))
+            problem_file.keep(engine_problem(attend.problem, None, True))
         graph = graph_of(attend.problem)
         evaluate(graph, arrays, self._scalars(attend), check=_row_check(graph, attend, arrays))
 

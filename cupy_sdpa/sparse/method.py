@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.argument import check_arrays as check_array_arguments
+from ..arrays import argument
 from ..arrays.layouts import check_strides_of
 from ..arrays.view import View
 from ..device import cupy_runtime
@@ -220,7 +220,7 @@ def check_arrays(
     table = expected_arrays(q, k, v, stats="float64" if doubles else "float32")
     if dtype is not None:
         table |= {name: table[name]._replace(dtype=dtype_name(dtype)) for name in ("dout", "dq", "dk", "dv")}
-    check_array_arguments([one._replace(writable=one.name in results) for one in table.values()], given)
+    argument.check_arrays([one._replace(writable=one.name in results) for one in table.values()], given)
     for name in table:
         if name != "stats" and given.get(name) is not None:
             check_strides_of(name, given[name], required=cupy_runtime.is_array(q))
