@@ -3,6 +3,8 @@
 from . import _interrupt as _interrupt  # isort: skip  (before the imports that take time)
 
 import importlib
+import os
+import sys
 from typing import TYPE_CHECKING
 
 from .attention import attention, attention_backward
@@ -16,8 +18,9 @@ from .inference.shared_prefix import shared_prefix_attention
 from .jvp import attention_jvp, jvp_problems
 from .prepare import Prepared, autotune, prepare
 from .problem.problem import Problem
+from .rope import Rope, apply_rope
+from .sequences import cu_seqlens_with_gaps, page_table_from_lists
 from .sparse.masks.block_mask import BlockMask, block_mask
-from .tracing.recorder import trace, trace_process
 from .version import __version__
 from .vjp import Pullback, attention_vjp
 
@@ -31,24 +34,27 @@ __all__ = [
     "Problem",
     "Pullback",
     "Report",
+    "Rope",
     "Unsupported",
     "__version__",
     "alibi_slopes",
+    "apply_rope",
     "attention",
     "attention_backward",
     "attention_jvp",
     "attention_vjp",
     "autotune",
     "block_mask",
+    "cu_seqlens_with_gaps",
     "dropout_mask",
     "explain",
     "get_plan_cache",
     "jvp_problems",
     "merge",
+    "page_table_from_lists",
     "prepare",
     "problem",
     "shared_prefix_attention",
-    "trace",
     "widen",
 ]
 
@@ -75,11 +81,17 @@ else:
         if name in _MODULES:
             return importlib.import_module(f".{name}", __name__)
         hint = "; attention(q, k, v) takes its place, see docs/migration.md" if name in _OTHER_FUNCTIONS else ""
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+        message = f"module {__name__!r} has no attribute {name!r}{hint}"
+        if hint and sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap":  # from cupy_sdpa import ...
+            raise ImportError(message)  # Python would replace an AttributeError by a message without the hint
+        raise AttributeError(message)
 
     def __dir__():
         """The public names."""
         return sorted([*__all__, *_MODULES])
 
 
-trace_process()
+if os.environ.get("CUPY_SDPA_TRACE"):
+    from .store import _save_at_exit
+
+    _save_at_exit()

@@ -15,7 +15,6 @@ from .fp8.forward import attention_of_fp8
 from .programs.block_mask_calls import attention_with_block_mask, gradients_with_block_mask
 from .programs.run import compiled
 from .sparse.automatic import automatic_mask
-from .tracing import recorder
 
 
 # fmt: off
@@ -193,9 +192,6 @@ def attention(
         if needs_conversion(q, options):
             given = {"q": q, "k": k, "v": v, "out": out, "stats": stats}
             return convert(attention, given, options, OUTPUTS, return_stats=return_stats, deterministic=deterministic)
-    if recorder.active and not recorder.is_recording():
-        flags = {"return_stats": return_stats, "deterministic": deterministic}
-        return recorder.recorded(attention, {"q": q, "k": k, "v": v, "out": out, "stats": stats}, {**options, **flags})
     if "block_mask" in options and (mask := options.pop("block_mask")) is not None:
         flags = {"return_stats": return_stats, "deterministic": deterministic}
         return attention_with_block_mask(q, k, v, mask, options, **flags, out=out, stats=stats)
@@ -307,10 +303,6 @@ def attention_backward(
             return_dbias=return_dbias, return_dsinks=return_dsinks, return_dtensors=return_dtensors,
         )  # fmt: skip
         return gradients
-    if recorder.active and not recorder.is_recording():
-        named = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "stats": stats, "dq": dq, "dk": dk, "dv": dv}
-        flags = {"deterministic": deterministic, "return_dbias": return_dbias, "return_dsinks": return_dsinks}
-        return recorder.recorded(attention_backward, named, {**options, **flags, "return_dtensors": return_dtensors})
     if "block_mask" in options and (mask := options.pop("block_mask")) is not None:
         others = {"return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dtensors": return_dtensors}
         every = (dout, q, k, v, out, stats, dq, dk, dv)

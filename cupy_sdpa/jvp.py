@@ -27,7 +27,6 @@ from .programs.program import Builder, Program
 from .programs.run import Inputs, run_program
 from .sparse.masks.block_mask import BlockMask
 from .sparse.method import check as check_mask
-from .tracing import recorder
 
 #: The tangents.
 TANGENTS = ("dq", "dk", "dv")
@@ -128,9 +127,6 @@ def attention_jvp(
             except Unsupported as error:
                 name = str(getattr(error, "step", "")).partition(":")[0]
                 raise Unsupported(refusal(form, name, str(error))) from error
-    if recorder.active:
-        passed = dict(zip(_NAMES, given, strict=False))
-        recorder.record("attention_jvp", passed, {**options, **flags, "widened": widened is not None})
     return tuple(results)
 
 

@@ -166,8 +166,9 @@ class View:
 
 
 def on_host(view: View, array: Any) -> Any:
-    """The part of a numpy array that a view of its storage describes."""
-    return np.asarray(_Place(view, array)).view(view.dtype) if view.size else np.empty(view.shape, view.dtype, order="F")
+    """The part of a numpy array that a view of its storage describes; an array of the other byte order keeps it."""
+    dtype = view.dtype if array.dtype.isnative else view.dtype.newbyteorder(array.dtype.byteorder)
+    return np.asarray(_Place(view, array)).view(dtype) if view.size else np.empty(view.shape, dtype, order="F")
 
 
 def on_device(ndarray: Any, view: View, array: Any) -> Any:

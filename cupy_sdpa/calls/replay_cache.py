@@ -39,12 +39,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..arrays.argument import check_separate, read_array
+from ..arrays.argument import INT32, check_separate, read_array
 from ..arrays.layouts import is_named
 from ..arrays.view import View, on_host
 from ..device import cupy_runtime, driver
 from ..device.cuda_graph import Recording
-from .arguments import check_lengths
 from .call import active_tunings
 from .call_key import (
     HOST,
@@ -69,8 +68,7 @@ MAX_CALLS, MAX_ADDRESS_SETS = 1024, 1024
 #: Up to this number of graphs of a call, launched in turn, take no more device time than their kernels.
 FEW_GRAPHS = 4
 #: One of many graphs is made executable if it has at least this number of kernels and memsets. In a mix of calls, launching one
-#: of them takes 2.7 us, and launching the graph 7.6 us, including the check whether the stream is busy (H200, ``python -m
-#: benchmarks host_options --profile``).
+#: of them takes 2.7 us, and launching the graph 7.6 us, including the check whether the stream is busy (H200).
 LEAST_NODES = 4
 #: A call is captured when the same addresses occur this many times; a capture takes as long as ten launches. A parsed call is
 #: counted only if the call allocates no memory, because the address of the memory is one of them.
@@ -433,10 +431,10 @@ class HostCall:
         arrays: these arrays.
     """
 
-    __slots__ = ("_call", "_created", "_direct", "_evaluate", "_lengths", "_names", "_results", "_views")
+    __slots__ = ("_call", "_created", "_direct", "_evaluate", "_names", "_results", "_views")
 
     def __init__(self, call: Repeatable, names: Sequence[str], arrays: Sequence[Any]) -> None:
-        self._call, self._names, self._lengths = call.on({}), call.result_names, call.lengths()
+        self._call, self._names = call.on({}), call.result_names
         self._direct: list[tuple[str, int]] = []
         #: For views of the caller's arrays: name, position and view.
         self._views: list[tuple[str, int, View]] = []
@@ -468,15 +466,17 @@ class HostCall:
             found[name] = arrays[position]
         for name, position, view in self._views:
             found[name] = on_host(view, arrays[position])
-        for problem, lengths in self._lengths:
-            check_lengths(problem, {name: found[source] for name, source in lengths.items()})
+        call = self._call
+        if self._evaluate is None or call.program.lengths:
+            call = call.on(found)
+            call.check_lengths()
         if self._results:
             arguments = {name: read_array(name, array) for name, array in found.items()}
             check_separate([arguments[name] for name in self._results], list(arguments.values()))
         for name, shape, dtype in self._created:
             found[name] = np.empty(shape, dtype, order="F")
         if self._evaluate is None:
-            return self._call.on(found).run()
+            return call.run()
         self._evaluate(found)
         results = []
         for name in self._names:
@@ -505,7 +505,12 @@ def _cache_on_host(
     if arguments is None or (call.identities and call.identities != function_identities(options)):
         return
     key, passed = arguments
-    new = HostCall(call, array_names(np.ndarray, names, arrays, options), passed)
+    passed_names = array_names(np.ndarray, names, arrays, options)
+    if any(type(options.get(name)) is tuple for name in INT32):
+        return
+    if any(not np.may_share_memory(array, passed[position]) for _, array, position in passed_arrays(call, passed_names)):
+        return  # lengths of int64 are copied
+    new = HostCall(call, passed_names, passed)
     with _host_lock:
         _on_host[key] = new
         if len(_on_host) > MAX_CALLS:

@@ -16,7 +16,7 @@ from ..arrays.view import View
 from ..calls.arguments import read_backward, read_forward
 from ..calls.call import Call, Fill
 from ..device.merge import Parts
-from ..problem.problem import Problem
+from ..problem.problem import CU_SEQLENS, LENGTHS, Problem
 from . import attention
 from .steps import Attend, Constant, Step, Steps, join_of
 
@@ -60,6 +60,13 @@ class Program:
     def launches(self) -> tuple[Attend, ...]:
         """What the engine runs: all steps that are attention."""
         return tuple(step.attend for step in self.steps if step.attend)
+
+    @functools.cached_property
+    def lengths(self) -> tuple[tuple[Attend, dict[str, View]], ...]:
+        """The launches that read lengths, offsets or page tables, and the views of these by name."""
+        names = (*LENGTHS, *CU_SEQLENS, "page_table")
+        found = [(attend, {name: attend.arrays[name] for name in names if name in attend.arrays}) for attend in self.launches]
+        return tuple((attend, views) for attend, views in found if views)
 
     @functools.cached_property
     def join(self) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.argument import check_separate, read_array
+from ..arrays.argument import INT32, as_int32, check_separate, read_array
 from ..arrays.view import View, on_device, on_host
 from ..calls.arguments import check_lengths
 from ..calls.call import Call, Fill, LaunchRecord, active_tunings, given_stats, with_plan
@@ -23,9 +23,11 @@ from ..errors import CudnnError, Unsupported
 from ..graph import graph_of
 from ..graph.interpreter import RowCheck, evaluate
 from ..graph.nodes import Graph
+from ..problem import problem_file
 from ..problem.bucket import Rounding
-from ..problem.problem import CU_SEQLENS, LENGTHS, Problem
+from ..problem.problem import Problem
 from ..problem.tensor_spec import TensorSpec, make_spec
+from ..support.engine_problem import engine_problem
 from . import attention
 from .program import Builder, Program
 from .steps import Attend, Scalar, Step
@@ -33,10 +35,6 @@ from .steps import Attend, Scalar, Step
 if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
     from ..plans.plan import Plan
     from ..plans.sessions import Session
-
-
-#: The arrays whose elements are checked on the CPU.
-READ_ON_HOST = (*LENGTHS, *CU_SEQLENS, "page_table")
 
 
 class _Signature(NamedTuple):
@@ -150,19 +148,29 @@ class ProgramCall:
             if name not in self.arrays:
                 self.arrays[name] = cupy_runtime.new_result(self.arrays["q"], view.shape, view.dtype)
 
-    def lengths(self) -> list[tuple[Problem, dict[str, str]]]:
-        """The problems that read lengths, offsets or page tables of the caller, and the names of these among the arrays."""
-        if not isinstance(self.problem, Problem):
-            return lengths_of(self.program, self.arrays)
-        names = [name for name in READ_ON_HOST if name in self.arrays and name not in self.fills]
-        return [(self.problem, dict(zip(names, names, strict=True)))] if names else []
+    def check_lengths(self) -> None:
+        """Check the elements of the caller's lengths, offsets and page tables, on the CPU only.
+
+        Raises:
+            ValueError: an element is invalid.
+        """
+        if self.on_gpu:
+            return
+        bind = _Binding(self.arrays, {}, on_gpu=False)
+        for attend, views in self.program.lengths:
+            given = {name: bind(view) for name, view in views.items() if view.storage.name in self.arrays}
+            check_lengths(attend.of, given)
 
     def evaluation(self) -> Callable[[Mapping[str, Any]], None] | None:
         """What computes the call on numpy arrays, with results; None if more runs than the evaluation of one graph."""
-        if not self.program.plan_only or self.problem.trivial or self.fills or self.gradients:
+        if not self.program.plan_only or self.fills or self.gradients:
             return None
         (attend,) = self.program.launches
-        return functools.partial(self._evaluate, attend, graph_of(attend.problem))
+        if attend.problem.trivial:
+            return None
+        if attend.of.backward:
+            return functools.partial(self._evaluate, attend)
+        return functools.partial(evaluate, graph_of(attend.problem), scalars=self._scalars(attend))  # the quickest
 
     def enqueue(self) -> None:
         """Enqueue the work of :meth:`run` again, on the same arrays, in a capture of the package."""
@@ -195,7 +203,7 @@ class ProgramCall:
                         step.function(*arguments)
                     elif step.attend and not step.attend.problem.trivial:
                         if device is None:
-                            self._evaluate(step.attend, graph_of(step.attend.problem), arguments)
+                            self._evaluate(step.attend, arguments)
                         else:
                             ran.append(self._launch(step, arguments, device, next(given, None), keep))
         finally:
@@ -224,8 +232,11 @@ class ProgramCall:
     def _scalars(self, attend: Attend) -> Mapping[str, float]:
         return {**self.scalars, **attend.scalars} if attend.scalars else self.scalars
 
-    def _evaluate(self, attend: Attend, graph: Graph, arrays: Mapping[str, Any]) -> None:
-        """Evaluate the graph of a launch on numpy arrays."""
+    def _evaluate(self, attend: Attend, arrays: Mapping[str, Any]) -> None:
+        """Compute attention on numpy arrays."""
+        if problem_file.kept is not None:  # the problem that a GPU would plan
+            problem_file.keep(engine_problem(attend.of, None, True))
+        graph = graph_of(attend.problem)
         evaluate(graph, arrays, self._scalars(attend), check=_row_check(graph, attend, arrays))
 
     def _launch(self, step: Step, arrays: Mapping[str, Any], device: int, plan: Plan | None, keep: bool) -> Plan:
@@ -415,6 +426,7 @@ class Inputs:
     def __init__(self, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         self.arrays = {name: array for name, array in arrays.items() if array is not None}
         self.options = {name: value for name, value in options.items() if value is not None}
+        self.options |= {name: as_int32(name, self.options[name]) for name in INT32 if name in self.options}
         for name, value in self.options.items():
             if is_any_array(value):
                 self.arrays[name] = value
@@ -471,9 +483,9 @@ def run_program(
         build(builder)
         program = builder.build()
     passed = [name for name, array in zip(names, arrays, strict=True) if array is not None]
-    _check(program, inputs, [name for name in result_names if name in passed])
     signature = _Signature(tuple(make_spec(name, view.signature) for name, view in inputs.views.items()))
     call = ProgramCall(program, inputs.arrays, signature, result_names, identities=identities)
+    _check(call, [name for name in result_names if name in passed])
     call.plan()
     if key and function_identities(options) == identities:  # no function changed while it was called
         _programs.pop(key, None)
@@ -485,36 +497,19 @@ def run_program(
     return results
 
 
-def _check(program: Program, inputs: Inputs, results: Sequence[str]) -> None:
+def _check(call: ProgramCall, results: Sequence[str]) -> None:
     """Check the arrays of the caller, which the steps know as views only.
 
     Args:
-        program: the program.
-        inputs: its arrays.
+        call: the program and its arrays.
         results: the names of the results that the caller passed.
 
     Raises:
         ValueError: a result is read-only or overlaps another array, or on the CPU a length is invalid.
     """
-    arguments = {name: read_array(name, array) for name, array in inputs.arrays.items()}
+    arguments = {name: read_array(name, array) for name, array in call.arrays.items()}
     check_separate([arguments[name] for name in results], list(arguments.values()))
-    if inputs.device is None:
-        for problem, lengths in lengths_of(program, inputs.arrays):
-            check_lengths(problem, {name: inputs.arrays[source] for name, source in lengths.items()})
-
-
-def lengths_of(program: Program, arrays: Mapping[str, Any]) -> list[tuple[Problem, dict[str, str]]]:
-    """The problems of the steps that read lengths, offsets or page tables of the caller, and their names among the arrays."""
-    found = []
-    for attend in program.launches:
-        lengths = {}
-        for name in READ_ON_HOST:
-            view = attend.arrays.get(name)
-            if view and view.storage.name in arrays and view.shape == arrays[view.storage.name].shape:
-                lengths[name] = view.storage.name
-        if lengths:
-            found.append((attend.of, lengths))
-    return found
+    call.check_lengths()
 
 
 def _key(kind: Any, inputs: Inputs, options: Mapping[str, Any]) -> Hashable | None:
