@@ -168,7 +168,7 @@ class ProgramCall:
         (attend,) = self.program.launches
         if attend.problem.trivial:
             return None
-        if attend.of.backward:
+        if attend.of.backward or problem_file.kept is not None:
             return functools.partial(self._evaluate, attend)
         return functools.partial(evaluate, graph_of(attend.problem), scalars=self._scalars(attend))  # the quickest
 
@@ -235,7 +235,7 @@ class ProgramCall:
     def _evaluate(self, attend: Attend, arrays: Mapping[str, Any]) -> None:
         """Compute attention on numpy arrays."""
         if problem_file.kept is not None:  # the problem that a GPU would plan
-            problem_file.keep(engine_problem(attend.of, None, True))
+            problem_file.keep(engine_problem(attend.problem, None, True))
         graph = graph_of(attend.problem)
         evaluate(graph, arrays, self._scalars(attend), check=_row_check(graph, attend, arrays))
 
@@ -437,6 +437,10 @@ class Inputs:
         if tensors:
             self.options["tensors"] = {name: self.views[tensor_name(name)] for name in tensors}
 
+    def add(self, name: str, array: Any) -> None:
+        """Add a result."""
+        self.arrays[name], self.views[name] = array, View.of(name, array)
+
     @property
     def device(self) -> int | None:
         """The number of the GPU of q; None for numpy."""
@@ -466,6 +470,7 @@ def run_program(
     inputs: Inputs,
     result_names: list[str],
     build: Callable[[Builder], None],
+    gradients: Gradients | None = None,
 ) -> list[Any]:
     """Run the program of a call whose arguments are valid, and cache the call.
 
@@ -474,6 +479,7 @@ def run_program(
         inputs: the arrays, with those of new results.
         result_names: the names of the results.
         build: adds the steps to a builder; calls with equal arguments share the program.
+        gradients: which gradients of ``tensors`` are among the results, as the last ones. Default None: none.
     """
     identities = function_identities(options)
     key = _key(kind, inputs, options)
@@ -484,7 +490,7 @@ def run_program(
         program = builder.build()
     passed = [name for name, array in zip(names, arrays, strict=True) if array is not None]
     signature = _Signature(tuple(make_spec(name, view.signature) for name, view in inputs.views.items()))
-    call = ProgramCall(program, inputs.arrays, signature, result_names, identities=identities)
+    call = ProgramCall(program, inputs.arrays, signature, result_names, identities=identities, gradients=gradients)
     _check(call, [name for name in result_names if name in passed])
     call.plan()
     if key and function_identities(options) == identities:  # no function changed while it was called
