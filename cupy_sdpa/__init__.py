@@ -22,6 +22,7 @@ from .sparse.masks.block_mask import BlockMask, block_mask
 from .tracing.recorder import trace, trace_process
 from .version import __version__
 from .vjp import Pullback, attention_vjp
+from .weights import weight_sums, weight_sums_problems
 
 __all__ = [
     "BlockMask",
@@ -55,6 +56,8 @@ __all__ = [
     "problem",
     "shared_prefix_attention",
     "trace",
+    "weight_sums",
+    "weight_sums_problems",
     "widen",
 ]
 
