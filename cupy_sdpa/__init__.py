@@ -3,6 +3,8 @@
 from . import _interrupt as _interrupt  # isort: skip  (before the imports that take time)
 
 import importlib
+import os
+import sys
 from typing import TYPE_CHECKING
 
 from .attention import attention, attention_backward
@@ -19,7 +21,6 @@ from .problem.problem import Problem
 from .rope import Rope, apply_rope
 from .sequences import cu_seqlens_with_gaps, page_table_from_lists
 from .sparse.masks.block_mask import BlockMask, block_mask
-from .tracing.recorder import trace, trace_process
 from .version import __version__
 from .vjp import Pullback, attention_vjp
 from .weights import weight_sums, weight_sums_problems
@@ -55,7 +56,6 @@ __all__ = [
     "prepare",
     "problem",
     "shared_prefix_attention",
-    "trace",
     "weight_sums",
     "weight_sums_problems",
     "widen",
@@ -84,11 +84,17 @@ else:
         if name in _MODULES:
             return importlib.import_module(f".{name}", __name__)
         hint = "; attention(q, k, v) takes its place, see docs/migration.md" if name in _OTHER_FUNCTIONS else ""
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+        message = f"module {__name__!r} has no attribute {name!r}{hint}"
+        if hint and sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap":  # from cupy_sdpa import ...
+            raise ImportError(message)  # Python would replace an AttributeError by a message without the hint
+        raise AttributeError(message)
 
     def __dir__():
         """The public names."""
         return sorted([*__all__, *_MODULES])
 
 
-trace_process()
+if os.environ.get("CUPY_SDPA_TRACE"):
+    from .store import _save_at_exit
+
+    _save_at_exit()

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from ._typing import Array
+from .arrays.compute import in_compute_dtype
 from .arrays.conversion import Conversion, needs_conversion
 from .arrays.layouts import other_layout
 from .calls.arguments import read_backward, read_forward, read_shapes
@@ -162,14 +163,20 @@ def explain(
     results: dict[str, Any] = {"dout": dout, "out": out, "stats": stats, "dq": dq, "dk": dk, "dv": dv}
     if isinstance(q, Problem):
         return _explain_problem(q, {"k": k, "v": v, **flags, **outputs, **results, **options}, gpu, cudnn)
-    if needs_conversion(q, options) or (jvp and other_layout(options)):
+    copied = jvp or options.get("compute_dtype") is not None
+    if needs_conversion(q, options) or (copied and other_layout(options)):
         conversion = Conversion(q, options)
         with conversion.stream():
             own: dict[str, Any] = {
                 name: conversion.into(name, array) for name, array in {"q": q, "k": k, "v": v, **results}.items()
             }
-            report = explain(**own, **conversion.options, **flags, **outputs, gpu=gpu, cudnn=cudnn)
-        return dataclasses.replace(report, conversion=conversion.text)
+            return explain(**own, **conversion.options, **flags, **outputs, gpu=gpu, cudnn=cudnn)
+    if options.get("compute_dtype") is not None:
+        own, rest = in_compute_dtype({"q": q, "k": k, "v": v, **results}, options)
+        report = explain(**own, **rest, **flags, **outputs, gpu=gpu, cudnn=cudnn)
+        converted = q.dtype != own["q"].dtype
+        text = f"{q.dtype} to {own['q'].dtype} before the call, and back after it"
+        return dataclasses.replace(report, conversion=text) if converted else report
     arrays, own_arrays = (q, k, v), {"q": q, "k": k, "v": v}
     if isinstance(q, Fp8Array) or isinstance(k, Fp8Array):
         return _explain_call(_read_fp8(arrays, options, return_stats, backward=backward, jvp=jvp), gpu, cudnn)

@@ -16,7 +16,9 @@ from .calls.options import read_flag, read_positive
 from .device import cupy_runtime
 from .device.merge import MAX_GROUPS, Parts
 from .device.merge import merge as merge_groups
+from .errors import in_words
 from .problem.bucket import Bucket
+from .problem.tensor_spec import storage_dtype
 from .problem.validation import expected_arrays
 from .programs.run import compiled
 
@@ -102,8 +104,11 @@ def dropout_mask(
         )
     call = read_forward(q, k, k, options, return_kept=True)
     if dropout_p:
-        with cupy_runtime.temporary_results():  # of a captured graph
-            kept = compiled(call).run()[-1] > 0
+        with cupy_runtime.device_context(q):
+            for spec in call.problem.results:  # memory of the graph while the stream is captured
+                dtype = storage_dtype(spec.dtype, call.on_gpu)
+                call.arrays[spec.name] = cupy_runtime.temporary(q, spec.shape, dtype)
+        kept = compiled(call).run()[-1] > 0
     else:  # the graph draws no random numbers
         kept = (cupy_runtime.cupy() if call.on_gpu else np).ones(call.problem.results[-1].shape, bool, order="F")
     return kept.T if other_layout(options) else kept
@@ -211,7 +216,7 @@ def _check_parts(outs: Sequence[Any], stats: Sequence[Any], sinks: Any, out: Any
     """Check the arguments of :func:`merge`."""
     for name, given in (("outs", outs), ("stats", stats)):
         if not isinstance(given, (list, tuple)):
-            raise TypeError(f"{name} is a {type(given).__qualname__}; pass a list or a tuple of arrays")
+            raise TypeError(f"{name} is {in_words(given)}; pass a list or a tuple of arrays")
     if len(outs) != len(stats) or not outs:
         raise ValueError(
             f"there are {len(outs)} outs and {len(stats)} stats; pass one or more parts, and stats for each of them"

@@ -18,7 +18,6 @@ from .calls.report import Report, explain_call
 from .calls.user_functions import kept_options
 from .problem.problem import Problem
 from .programs.run import compiled
-from .tracing import recorder
 
 if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
     from .calls.autotune import Tuning
@@ -165,10 +164,6 @@ class Prepared(Generic[ResultT]):
             results = call.run()
             names = (*self._inputs, "out", "stats", "dq", "dk", "dv")
             cache_call(kind, names[: len(passed)], passed, merged, call)
-        if recorder.active:
-            given = dict(zip((*self._inputs, "out", "stats", "dq", "dk", "dv"), passed, strict=False))
-            name = "attention_backward" if self.problem.backward else "attention"
-            recorder.record(name, given, {**merged, **self._outputs})
         if layout := other_layout(merged):
             flags = (bool(self._outputs.get(name)) for name in ("return_dbias", "return_dsinks"))
             made = gradient_names(*flags) if self.problem.backward else OUTPUTS

@@ -347,6 +347,8 @@ def _shape_options(options: Mapping[str, Any], q: Signature, seq_lens: bool) -> 
 
 
 def _shape_signature(name: str, x: Any, dtype: Any) -> Signature:
+    if isinstance(x, View):
+        return x.signature
     if isinstance(x, np.ndarray):
         return signature_of(x, 0)
     if cupy_runtime.is_array(x):

@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..arrays.argument import check_separate, read_array
+from ..arrays.argument import INT32, check_separate, read_array
 from ..arrays.layouts import is_named
 from ..arrays.view import View, on_host
 from ..device import cupy_runtime, driver
@@ -68,8 +68,7 @@ MAX_CALLS, MAX_ADDRESS_SETS = 1024, 1024
 #: Up to this number of graphs of a call, launched in turn, take no more device time than their kernels.
 FEW_GRAPHS = 4
 #: One of many graphs is made executable if it has at least this number of kernels and memsets. In a mix of calls, launching one
-#: of them takes 2.7 us, and launching the graph 7.6 us, including the check whether the stream is busy (H200, ``python -m
-#: benchmarks host_options --profile``).
+#: of them takes 2.7 us, and launching the graph 7.6 us, including the check whether the stream is busy (H200).
 LEAST_NODES = 4
 #: A call is captured when the same addresses occur this many times; a capture takes as long as ten launches. A parsed call is
 #: counted only if the call allocates no memory, because the address of the memory is one of them.
@@ -506,7 +505,12 @@ def _cache_on_host(
     if arguments is None or (call.identities and call.identities != function_identities(options)):
         return
     key, passed = arguments
-    new = HostCall(call, array_names(np.ndarray, names, arrays, options), passed)
+    passed_names = array_names(np.ndarray, names, arrays, options)
+    if any(type(options.get(name)) is tuple for name in INT32):
+        return
+    if any(not np.may_share_memory(array, passed[position]) for _, array, position in passed_arrays(call, passed_names)):
+        return  # lengths of int64 are copied
+    new = HostCall(call, passed_names, passed)
     with _host_lock:
         _on_host[key] = new
         if len(_on_host) > MAX_CALLS:

@@ -11,6 +11,9 @@ import numpy as np
 from . import cupy_runtime
 from .kernels import elementwise
 
+#: The negated number x; -inf of -inf.
+_NEGATED = "y = x == __int_as_float(0xff800000) ? x : -x"
+
 
 def negated_rows(bias: Any, stats: Any, starts: Any) -> None:
     """Write the negated log-sum-exp of each query as a bias of keys; -inf where there is no query, or one without keys.
@@ -23,7 +26,7 @@ def negated_rows(bias: Any, stats: Any, starts: Any) -> None:
     if not cupy_runtime.is_array(bias):
         _negated_rows_on_numpy(bias, stats, starts)
     elif starts is None:
-        elementwise("float32 x", "float32 y", "y = x == -INFINITY ? x : -x", "negated_rows")(stats, bias[:, 0])
+        elementwise("float32 x", "float32 y", _NEGATED, "negated_rows")(stats, bias[:, 0])
     elif bias.size:
         queries, _, heads, batch = bias.shape
         head, token = (stride // 4 for stride in stats.strides)
@@ -55,8 +58,10 @@ def _negated_rows_kernel(integer: str) -> Any:
             if (i >= queries) return;
             const long long token = starts[b * stride] + i;
             const bool exists = token >= 0 && token < total && token < starts[(b + 1) * stride];
-            const float x = exists ? stats[h * head_stride + token * token_stride] : -INFINITY;
-            bias[(b * heads + h) * queries + i] = x == -INFINITY ? x : -x;
+            const float x = exists ? stats[h * head_stride + token * token_stride] : __int_as_float(0xff800000);
+            float y;
+            {_NEGATED};
+            bias[(b * heads + h) * queries + i] = y;
         }}""",
         "cupy_sdpa_negated_rows",
     )
@@ -94,7 +99,7 @@ def gathered(target: Any, pages: Any, table: Any, lengths: Any) -> None:
         steps = [np.int64(stride // pages.itemsize) for stride in pages.strides]
         places = [np.int64(stride // 4) for stride in (*table.strides, lengths.strides[0])]
         numbers = [np.int64(n) for n in (dim, heads, tokens, size, pages.shape[3])]
-        given = (target.view(np.uint16), pages.view(np.uint16), table, lengths, *steps, *places, *numbers)
+        given = (target, pages, table, lengths, *steps, *places, *numbers)
         _gathered_kernel()((-(-tokens * heads // 8), batch), (32, 8), given)
 
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from .. import _html
 from ..errors import Unsupported
+from ..problem import problem_file
 from ..problem.problem import Problem
 from .engines import knobs_text
 from .plan import Closable, Plan
@@ -30,7 +31,7 @@ class Refusal:
     text: str
 
 
-class Recorded(Closable, Protocol):
+class CapturedGraph(Closable, Protocol):
     """A captured CUDA graph, see :class:`cupy_sdpa.device.cuda_graph.Recording`."""
 
     size: int
@@ -51,12 +52,12 @@ class Recordings:
     def __init__(self) -> None:
         self.limit, self.bytes, self.warned = RECORDING_LIMIT, 0, False
         #: The dictionary and the key that each graph is stored under.
-        self._owners: OrderedDict[Recorded, tuple[dict[Any, Any], Any]] = OrderedDict()
+        self._owners: OrderedDict[CapturedGraph, tuple[dict[Any, Any], Any]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._owners)
 
-    def add(self, recording: Recorded, owner: dict[Any, Any], key: Any) -> bool:
+    def add(self, recording: CapturedGraph, owner: dict[Any, Any], key: Any) -> bool:
         """Store a graph as ``owner[key]``, which is deleted when the graph is destroyed.
 
         A graph that exceeds the limit on its own is destroyed at once.
@@ -86,7 +87,7 @@ class Recordings:
             else:
                 self.destroy(oldest)
 
-    def destroy(self, recording: Recorded) -> None:
+    def destroy(self, recording: CapturedGraph) -> None:
         """Destroy a graph; work that it has enqueued still completes."""
         owner, key = self._owners.pop(recording)
         del owner[key]
@@ -145,6 +146,12 @@ class PlanCache:
     def recording_limit(self) -> int:
         """The maximum number of bytes of captured CUDA graphs; those not launched recently are destroyed first."""
         return self.recorded.limit
+
+    @property
+    def problems(self) -> list[Problem]:
+        """The problems of the plans and refusals, least recently used first."""
+        with self.lock:
+            return list(self._entries)
 
     def get(self, problem: Problem) -> Plan | Refusal | None:
         """The entry of a problem, or None; not counted as a look-up."""
@@ -236,8 +243,9 @@ class PlanCache:
                 if entry.used:  # it ran without a look-up, so it is not the least recently used
                     entry.used = False
                     self._entries[problem] = entry
-                else:
-                    _destroy(entry)
+                    continue
+                _destroy(entry)
+            problem_file.keep(problem)
 
     def _rows(self) -> list[tuple[str, ...]]:
         with self.lock:

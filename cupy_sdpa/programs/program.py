@@ -94,17 +94,18 @@ class Builder(Steps):
 
     def attend(self, name: str, q: View, k: View, v: View, options: Mapping[str, Any], **others: Any) -> None:
         """Attention; ``others`` are the other arguments of :func:`.read_forward`."""
-        self._add(name, read_forward(q, k, v, options, return_stats=others.get("stats") is not None, **others))
+        self.call(name, read_forward(q, k, v, options, return_stats=others.get("stats") is not None, **others))
 
     def attend_backward(self, name: str, q: View, k: View, v: View, options: Mapping[str, Any], **others: Any) -> None:
         """The gradients of attention; ``others`` are the other arguments of :func:`.read_backward`."""
-        self._add(name, read_backward(q, k, v, options, **others))
+        self.call(name, read_backward(q, k, v, options, **others))
 
     def attend_to_parts(self, name: str, q: View, k: View, v: View, options: Mapping[str, Any], **others: Any) -> list[Parts]:
         """Attention whose results are merged with others (:func:`.merge.merge`); ``others`` as for :meth:`attend`."""
         return attention.add_parts(self, name, read_forward(q, k, v, options, return_stats=True, **others))
 
-    def _add(self, name: str, call: Call) -> None:
+    def call(self, name: str, call: Call) -> None:
+        """A call that was read from views. Results without a view are temporary."""
         attention.add(self, name, call, with_values=True)
 
     def build(self) -> Program:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.argument import check_separate, read_array
+from ..arrays.argument import INT32, as_int32, check_separate, read_array
 from ..arrays.view import View, on_device, on_host
 from ..calls.arguments import check_lengths
 from ..calls.call import Call, Fill, LaunchRecord, active_tunings, given_stats, with_plan
@@ -23,9 +23,11 @@ from ..errors import CudnnError, Unsupported
 from ..graph import graph_of
 from ..graph.interpreter import RowCheck, evaluate
 from ..graph.nodes import Graph
+from ..problem import problem_file
 from ..problem.bucket import Rounding
 from ..problem.problem import Problem
 from ..problem.tensor_spec import TensorSpec, make_spec
+from ..support.engine_problem import engine_problem
 from . import attention
 from .program import Builder, Program
 from .steps import Attend, Scalar, Step
@@ -166,7 +168,7 @@ class ProgramCall:
         (attend,) = self.program.launches
         if attend.problem.trivial:
             return None
-        if attend.of.backward:
+        if attend.of.backward or problem_file.kept is not None:
             return functools.partial(self._evaluate, attend)
         return functools.partial(evaluate, graph_of(attend.problem), scalars=self._scalars(attend))  # the quickest
 
@@ -232,6 +234,8 @@ class ProgramCall:
 
     def _evaluate(self, attend: Attend, arrays: Mapping[str, Any]) -> None:
         """Compute attention on numpy arrays."""
+        if problem_file.kept is not None:  # the problem that a GPU would plan
+            problem_file.keep(engine_problem(attend.problem, None, True))
         graph = graph_of(attend.problem)
         evaluate(graph, arrays, self._scalars(attend), check=_row_check(graph, attend, arrays))
 
@@ -422,6 +426,7 @@ class Inputs:
     def __init__(self, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         self.arrays = {name: array for name, array in arrays.items() if array is not None}
         self.options = {name: value for name, value in options.items() if value is not None}
+        self.options |= {name: as_int32(name, self.options[name]) for name in INT32 if name in self.options}
         for name, value in self.options.items():
             if is_any_array(value):
                 self.arrays[name] = value
@@ -431,6 +436,10 @@ class Inputs:
         self.options |= {name: self.views[name] for name in self.options if name in self.views}
         if tensors:
             self.options["tensors"] = {name: self.views[tensor_name(name)] for name in tensors}
+
+    def add(self, name: str, array: Any) -> None:
+        """Add a result."""
+        self.arrays[name], self.views[name] = array, View.of(name, array)
 
     @property
     def device(self) -> int | None:
@@ -461,6 +470,7 @@ def run_program(
     inputs: Inputs,
     result_names: list[str],
     build: Callable[[Builder], None],
+    gradients: Gradients | None = None,
 ) -> list[Any]:
     """Run the program of a call whose arguments are valid, and cache the call.
 
@@ -469,6 +479,7 @@ def run_program(
         inputs: the arrays, with those of new results.
         result_names: the names of the results.
         build: adds the steps to a builder; calls with equal arguments share the program.
+        gradients: which gradients of ``tensors`` are among the results, as the last ones. Default None: none.
     """
     identities = function_identities(options)
     key = _key(kind, inputs, options)
@@ -479,7 +490,7 @@ def run_program(
         program = builder.build()
     passed = [name for name, array in zip(names, arrays, strict=True) if array is not None]
     signature = _Signature(tuple(make_spec(name, view.signature) for name, view in inputs.views.items()))
-    call = ProgramCall(program, inputs.arrays, signature, result_names, identities=identities)
+    call = ProgramCall(program, inputs.arrays, signature, result_names, identities=identities, gradients=gradients)
     _check(call, [name for name in result_names if name in passed])
     call.plan()
     if key and function_identities(options) == identities:  # no function changed while it was called

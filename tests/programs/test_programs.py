@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engines import numbers
+from engines import Engine, numbers
 
 import cupy_sdpa
-from cupy_sdpa import BlockMask, attention, attention_backward, attention_jvp, shared_prefix_attention
+from cupy_sdpa import BlockMask, attention, attention_backward, attention_jvp, attention_vjp, fp8, shared_prefix_attention
 from cupy_sdpa.programs import run
 from cupy_sdpa.programs.program import Builder
 from cupy_sdpa.programs.steps import Constant
@@ -20,25 +20,32 @@ FEATURES = (
 PACKAGE = str(Path(cupy_sdpa.__file__).parent)
 
 
-def programs_of(engine, features, number, monkeypatch):
-    """The calls of programs that a random problem makes."""
-    made = []
-    own = run.ProgramCall.run
+@pytest.fixture
+def program_calls(monkeypatch):
+    """The calls of programs that the test makes, and functions to call before each of them runs."""
+    made, before, own = [], [], run.ProgramCall.run
 
     def kept(call, memory=None):
         made.append(call)
+        for function in before:
+            function(call)
         return own(call, memory)
 
     monkeypatch.setattr(run.ProgramCall, "run", kept)
-    engine.agrees(engine.draw(features, number), refused=True)
-    return made
+    return made, before
 
 
 @pytest.mark.parametrize("number", numbers(12, quick=4))
 @pytest.mark.parametrize("features", FEATURES, ids=lambda features: " ".join(sorted(features)))
-def test_static_checks(features, number, engine, monkeypatch):
+def test_static_checks(features, number, engine, program_calls):
     """Temporaries are written before they are read, in memory of their own; views stay inside; inputs are not written."""
-    for call in programs_of(engine, features, number, monkeypatch):
+    engine.agrees(engine.draw(features, number), refused=True)
+    check_statically(program_calls[0])
+
+
+def check_statically(calls):
+    """The static checks of calls of programs."""
+    for call in calls:
         program = call.program
         written, last = set(), {view.storage.name: n for n, step in enumerate(program.steps) for view in step.views()}
         results = {name for name, x in call.arrays.items() if name in call.result_names}
@@ -64,27 +71,24 @@ def test_static_checks(features, number, engine, monkeypatch):
 
 @pytest.mark.parametrize("number", numbers(12, quick=4))
 @pytest.mark.parametrize("features", FEATURES, ids=lambda features: " ".join(sorted(features)))
-def test_results_do_not_depend_on_the_memory(features, number, monkeypatch):
+def test_results_do_not_depend_on_the_memory(features, number, program_calls):
     """The same bits whatever the memory of the temporaries contained before."""
-    from engines import Engine
-
-    own = run.ProgramCall.run
-
-    def twice(call, memory=None):
-        call.create_inputs()
-        call.create_results()
-        found = []
-        for byte in (0xFF, 0x00):  # NaN, and 0
-            for name in call.result_names:
-                call.arrays[name].fill(np.nan)
-            call.execute(None, np.full(call.program.memory_bytes, byte, np.uint8))
-            found.append([call.arrays[name].tobytes() for name in call.result_names])
-        assert found[0] == found[1]
-        return own(call, memory)
-
-    monkeypatch.setattr(run.ProgramCall, "run", twice)
+    program_calls[1].append(check_memory)
     engine = Engine("numpy", np)
     engine.agrees(engine.draw(features, number))
+
+
+def check_memory(call):
+    """Run a call of a program on numpy twice, with other memory for temporaries."""
+    call.create_inputs()
+    call.create_results()
+    found = []
+    for byte in (0xFF, 0x00):  # NaN, and 0
+        for name in call.result_names:
+            call.arrays[name].fill(np.nan)
+        call.execute(None, np.full(call.program.memory_bytes, byte, np.uint8))
+        found.append([call.arrays[name].tobytes() for name in call.result_names])
+    assert found[0] == found[1]
 
 
 def test_temporaries_share_memory():
@@ -127,13 +131,44 @@ TABLE = np.random.default_rng(1).random((3, 3, 1, 1)) < 0.7
 def composed_calls(engine):
     """Calls of several steps, by name; each takes arrays."""
     mask = BlockMask.from_blocks(TABLE, 300, 300)
+    rounded = {"compute_dtype": "float16"}
 
-    def gradients(q, k, v, options):
-        out, stats = attention(q, k, v, return_stats=True, **options)
-        return lambda: attention_backward(out, q, k, v, out, stats, **options)
+    def arrays(dtype, *axes):
+        made = [engine.normal([1, n], 16, heads, 300, 1, dtype=dtype) for n, heads in enumerate((2, 1, 1))]
+        return [x.transpose(axes).copy(order="C") for x in made] if axes else made
 
-    def arrays():
-        return [engine.normal([1, n], 16, heads, 300, 1) for n, heads in enumerate((2, 1, 1))]
+    def forward(dtype=None, *axes, **options):
+        return lambda: (lambda x: lambda: attention(*x, **options))(arrays(dtype, *axes))
+
+    def derivative(dtype=None, **options):
+        return lambda: (lambda x: lambda: attention_jvp(*x, *x, **options))(arrays(dtype))
+
+    def gradients(dtype=None, **options):
+        def make():
+            x = arrays(dtype)
+            out, stats = attention(*x, return_stats=True, **options)
+            return lambda: attention_backward(out, *x, out, stats, **options)
+
+        return make
+
+    def with_pullback(dtype, **options):
+        return lambda: (lambda x: lambda: attention_vjp(*x, **options))(arrays(dtype))
+
+    def pullback(dtype, **options):
+        def make():
+            out, call = attention_vjp(*arrays(dtype), **options)
+            return lambda: call(out)
+
+        return make
+
+    def in_fp8(dtype=None, **options):
+        def make():
+            q, k, v = arrays("float16")
+            in_8_bits = fp8.quantize_qkv(q, k, v, rotate=True)
+            x = in_8_bits if dtype is None else (arrays(dtype)[0], *in_8_bits[1:])
+            return lambda: attention(*x, **options)
+
+        return make
 
     def pages(sq, **options):
         q = engine.normal(1, 64, 4, sq, 2)
@@ -147,13 +182,28 @@ def composed_calls(engine):
         return lambda: call(*arrays, *others, **given)
 
     return {
+        "block mask": forward(block_mask=mask),
+        "gradients with a block mask": gradients(block_mask=mask),
+        "derivative": derivative(),
+        "derivative with a block mask": derivative(block_mask=mask),
+        "compute_dtype": forward("float32", **rounded),
+        "compute_dtype with all statistics": forward("float64", return_stats="max_sumexp", **rounded),
+        "compute_dtype with a layout": forward("float32", 3, 2, 1, 0, layout="bshd", **rounded),
+        "compute_dtype with a block mask": forward("float32", block_mask=mask, **rounded),
+        "gradients with compute_dtype": gradients("float32", **rounded),
+        "gradients with compute_dtype and a block mask": gradients("float32", block_mask=mask, **rounded),
+        "derivative with compute_dtype": derivative("float32", **rounded),
+        "derivative with compute_dtype and a block mask": derivative("float32", block_mask=mask, **rounded),
+        "attention_vjp with compute_dtype": with_pullback("float32", **rounded),
+        "pullback with compute_dtype": pullback("float32", **rounded),
+        "FP8": in_fp8(causal=True, return_stats=True),
+        "FP8 and 16 bits": in_fp8("float16"),
+        "FP8 and float32": in_fp8("float32", causal=True),
+        "attention_vjp in FP8": with_pullback("float16", compute_dtype="float8_e4m3fn"),
+        "pullback in FP8": pullback("float16", compute_dtype="float8_e4m3fn"),
         "split keys": lambda: on_pages(attention, sq=3, causal="bottom_right"),
         "shared prefix": lambda: on_pages(shared_prefix_attention, 64),
         "shared prefix of several queries": lambda: on_pages(shared_prefix_attention, 64, sq=3, causal="bottom_right"),
-        "block mask": lambda: (lambda x: lambda: attention(*x, block_mask=mask))(arrays()),
-        "gradients with a block mask": lambda: gradients(*arrays(), {"block_mask": mask}),
-        "derivative": lambda: (lambda x: lambda: attention_jvp(*x, *x))(arrays()),
-        "derivative with a block mask": lambda: (lambda x: lambda: attention_jvp(*x, *x, block_mask=mask))(arrays()),
     }
 
 
@@ -161,19 +211,37 @@ def composed_calls(engine):
 OTHER_ADDRESSES = {
     "split keys": 400, "shared prefix": 400, "shared prefix of several queries": 400,
     "block mask": 400, "gradients with a block mask": 450, "derivative": 600, "derivative with a block mask": 1300,
+    "compute_dtype": 200, "compute_dtype with all statistics": 200, "compute_dtype with a layout": 200,
+    "compute_dtype with a block mask": 400, "gradients with compute_dtype": 250,
+    "gradients with compute_dtype and a block mask": 500, "derivative with compute_dtype": 650,
+    "derivative with compute_dtype and a block mask": 1350, "attention_vjp with compute_dtype": 250,
+    "pullback with compute_dtype": 250, "FP8": 250, "FP8 and 16 bits": 250, "FP8 and float32": 250,
+    "attention_vjp in FP8": 300, "pullback in FP8": 250,
 }  # fmt: skip
+#: The functions that a repeated call may enter; a call that creates six results enters one for each of them.
+SAME_ADDRESSES = {"attention_vjp with compute_dtype": 20, "attention_vjp in FP8": 16}
 
 
 @pytest.mark.parametrize("name", OTHER_ADDRESSES)
 def test_host_work_of_repeated_calls(name, fake):
     """A call on the same addresses enters at most 15 functions of the package; on other addresses nothing is parsed."""
-    from engines import Engine
-
     make = composed_calls(Engine("fake", fake))[name]
     call = make()
     for _ in range(10):
-        call()
-    assert functions_entered(call) <= 15
+        kept = call()
+    assert functions_entered(call) <= SAME_ADDRESSES.get(name, 15)
     other = make()
     assert functions_entered(other) <= OTHER_ADDRESSES[name]
+    del kept
     fake.cuda.Device().synchronize()  # the plans are destroyed next
+
+
+@pytest.mark.parametrize("name", [name for name in OTHER_ADDRESSES if "_dtype" in name or "FP8" in name])
+def test_calls_that_check_does_not_draw(name, engine, program_calls):
+    """The static checks, and on numpy the same bits whatever the memory contained."""
+    calls, before = program_calls
+    if not engine.on_cudnn:
+        before.append(check_memory)
+    composed_calls(engine)[name]()()
+    assert calls
+    check_statically(calls)
