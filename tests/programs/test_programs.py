@@ -234,11 +234,11 @@ def composed_calls(engine):
 OTHER_ADDRESSES = {
     "split keys": 400, "shared prefix": 400, "shared prefix of several queries": 400,
     "block mask": 400, "gradients with a block mask": 450, "derivative": 600, "derivative with a block mask": 1300,
-    "compute_dtype": 200, "compute_dtype with all statistics": 200, "compute_dtype with a layout": 200,
-    "compute_dtype with a block mask": 400, "gradients with compute_dtype": 250,
-    "gradients with compute_dtype and a block mask": 500, "derivative with compute_dtype": 650,
-    "derivative with compute_dtype and a block mask": 1350, "attention_vjp with compute_dtype": 250,
-    "pullback with compute_dtype": 250, "FP8": 250, "FP8 and 16 bits": 250, "FP8 and float32": 250,
+    "compute_dtype": 150, "compute_dtype with all statistics": 150, "compute_dtype with a layout": 150,
+    "compute_dtype with a block mask": 300, "gradients with compute_dtype": 250,
+    "gradients with compute_dtype and a block mask": 400, "derivative with compute_dtype": 650,
+    "derivative with compute_dtype and a block mask": 1000, "attention_vjp with compute_dtype": 250,
+    "pullback with compute_dtype": 250, "FP8": 200, "FP8 and 16 bits": 200, "FP8 and float32": 200,
     "attention_vjp in FP8": 300, "pullback in FP8": 250,
 }  # fmt: skip
 #: The functions that a repeated call may enter; a call that creates six results enters one for each of them.
