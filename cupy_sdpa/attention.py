@@ -1,4 +1,4 @@
-"""Attention and its gradients. numpy arrays run on the CPU, CuPy arrays on cuDNN; there is no silent fallback."""
+"""Attention and its gradients. numpy arrays run on the CPU, CuPy arrays on cuDNN; other engines run only on request."""
 
 from __future__ import annotations
 
@@ -152,6 +152,11 @@ def attention(
             CPU, too (:doc:`/layouts`), because they are probably those of another layout. ``"dhsb"`` confirms the shapes.
         compute_dtype: ``"float16"`` or ``"bfloat16"``: float32 or float64 arrays are rounded to it, one kernel for each of q, k
             and v, and the output and all gradients have the dtype of q. float16 overflows above 65504. Default None: q's dtype.
+        engine: ``"cupy"`` computes CuPy arrays with CuPy's own operations in place of cuDNN: on any GPU and without cuDNN, in
+            float16, bfloat16, float32 and float64, with any head dim and every option, deterministic. It takes many launches
+            for each head, so it is slower than cuDNN, it reads lengths, page tables and seeds on the host, and it cannot be
+            captured in a CUDA graph (:doc:`/engines`). ``"numpy"`` and ``"cudnn"`` confirm the engine of the arrays. Default
+            None: cuDNN for CuPy arrays, the CPU for numpy arrays.
 
     Returns:
         ``out``, ``(out, stats)`` or ``(out, stats, max, sum_exp)``. New arrays are in Fortran order. A fully masked row has

@@ -17,6 +17,7 @@ from .calls.report import (
     explain_call,
     explain_on_device,
     explain_subproblems,
+    interpreter_of,
     joined,
     no_gradients_report,
     plan_report,
@@ -284,7 +285,7 @@ def _reports(problems: Sequence[Problem], q: Any, gpu: str | None, cudnn: str | 
     if cupy_runtime.is_array(q):
         with cupy_runtime.on_device_of(q) as device:
             return [explain_on_device(problem, device) for problem in problems]
-    return [Report("numpy", problem, graph_of(problem)) for problem in problems]
+    return [Report(interpreter_of(q), problem, graph_of(problem)) for problem in problems]
 
 
 def _explain_on_current_device(problem: Problem) -> Report:

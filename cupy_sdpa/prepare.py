@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, Unpack, overload
 
 from ._typing import Array, ArrayT
-from .arrays.conversion import OUTPUTS, gradient_names
+from .arrays.conversion import OUTPUTS, Conversion, convert, gradient_names
 from .arrays.layouts import other_layout, results_in
 from .calls.arguments import read_backward, read_forward
 from .calls.call import Call, tuning_enabled
@@ -94,6 +95,18 @@ def prepare(
     (8, 2, 16, 1)
     """
     given = kept_options(q, options)
+    if (engine := given.pop("engine", None)) is not None:
+        callers = {"engine": engine, "layout": given.get("layout")}
+        conversion = Conversion(q, {name: x for name, x in {**given, **callers}.items() if name != "compute_dtype"})
+        if conversion.engine == "cupy":
+            own = {name: conversion.into(name, array) for name, array in (("q", q), ("k", k), ("v", v))}
+            with conversion.stream():
+                prepared: Prepared[Any] = prepare(
+                    **own, return_stats=return_stats, backward=backward, deterministic=deterministic, return_dbias=return_dbias,
+                    return_dsinks=return_dsinks, return_dtensors=return_dtensors, autotune=autotune, **conversion.options,
+                )  # fmt: skip
+            prepared.callers = callers
+            return prepared
     if backward:
         if isinstance(return_dtensors, (list, set)):
             return_dtensors = tuple(return_dtensors)  # the caller's list may change before the call
@@ -124,12 +137,14 @@ class Prepared(Generic[ResultT]):
         problem: the problem that it computes.
         report: how it runs, see :func:`cupy_sdpa.explain`.
         tuning: the measurements of ``autotune``, or None.
+        callers: the options ``engine`` and ``layout`` by which the arrays of a call are converted; empty without ``engine``.
     """
 
     def __init__(
         self, problem: Problem, options: dict[str, Any], outputs: dict[str, Any], report: Report, tuning: Tuning | None
     ) -> None:
         self.problem, self.report, self.tuning = problem, report, tuning
+        self.callers: dict[str, Any] = {}
         self._options, self._outputs = options, outputs
         self._key = object()  # in the replay cache: every call with it has been compared with the problem
         self._inputs = ("dout", "q", "k", "v", "out", "stats") if problem.backward else ("q", "k", "v")
@@ -155,6 +170,11 @@ class Prepared(Generic[ResultT]):
         Raises:
             ValueError: the arguments define a problem that differs from the prepared one.
         """
+        if self.callers:
+            of_engine: ResultT = self._converted(
+                arrays, {"out": out, "stats": stats, "dq": dq, "dk": dk, "dv": dv}, dict(options)
+            )
+            return of_engine
         merged = {**self._options, **options} if options else self._options
         passed = (*arrays, out, stats) if dq is dk is dv is None else (*arrays, out, stats, dq, dk, dv)
         kind = self._key, len(arrays)
@@ -176,10 +196,29 @@ class Prepared(Generic[ResultT]):
         result: Any = results[0] if len(results) == 1 else tuple(results)
         return result  # type: ignore[no-any-return]
 
-    def _read(self, arrays: tuple[Array, ...], results: dict[str, Any], options: dict[str, Any]) -> Call:
-        """Validate the arguments, and compare their problem with the prepared one."""
+    def _converted(self, arrays: tuple[Array, ...], results: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+        """Compute with the arrays of ``engine="cupy"``."""
+        self._check_count(arrays)
+        own = copy.copy(self)
+        own.callers = {}
+
+        def call(**given: Any) -> Any:
+            inputs = [given.pop(name) for name in self._inputs]
+            return own(*inputs, **given)
+
+        flags = (bool(self._outputs.get(name)) for name in ("return_dbias", "return_dsinks"))
+        names = gradient_names(*flags) if self.problem.backward else OUTPUTS
+        passed = {name: array for name, array in results.items() if array is not None}
+        return convert(call, {**dict(zip(self._inputs, arrays, strict=True)), **passed}, {**self.callers, **options}, names)
+
+    def _check_count(self, arrays: tuple[Array, ...]) -> None:
+        """Raise TypeError for another number of arrays than the prepared call has."""
         if len(arrays) != len(self._inputs):
             raise TypeError(f"{len(arrays)} arrays are passed; the call was prepared for {', '.join(self._inputs)}")
+
+    def _read(self, arrays: tuple[Array, ...], results: dict[str, Any], options: dict[str, Any]) -> Call:
+        """Validate the arguments, and compare their problem with the prepared one."""
+        self._check_count(arrays)
         results = {name: array for name, array in results.items() if array is not None}
         if extra := [name for name in results if name not in self._results]:
             raise TypeError(f"{extra[0]} is not a result of the prepared call; its results are {', '.join(self._results)}")

@@ -1,4 +1,4 @@
-"""Calls whose arrays are converted: those of other libraries, with ``compute_dtype``, or with a layout where needed.
+"""Calls whose arrays are converted: those of other libraries, with ``compute_dtype`` or ``engine``, or with a layout.
 
 A conversion shares the caller's arrays with numpy or CuPy, permutes their axes, and converts their dtype, in this order; the
 results are converted back in the opposite order. Calls with ``layout`` alone do not need one: their arrays are permuted where
@@ -15,16 +15,18 @@ from typing import Any
 import numpy as np
 
 from ..device import cupy_runtime
+from ..device.interpreted import plain
 from ..problem.problem import CU_SEQLENS
 from ..problem.tensor_spec import Expected
 from . import compute, layouts
 from .argument import check_results
+from .engine import interpreted, read_engine
 from .libraries import Library, kind_of, library_of, mixed_libraries, on_stream_of, sharing_stream
 
 #: Types of arrays that need no conversion without options: those of numpy and CuPy. They are added when they occur.
 OWN_TYPES: set[type] = {np.ndarray}
 #: The options that may need a conversion.
-CONVERTING_OPTIONS = frozenset(("compute_dtype", "layout"))
+CONVERTING_OPTIONS = frozenset(("compute_dtype", "engine", "layout"))
 #: The names of the results of the forward pass, in the order in which they are returned.
 OUTPUTS = ("out", "stats", "max", "sum_exp")
 #: The shapes of the results that are converted, for messages.
@@ -49,7 +51,7 @@ def needs_conversion(q: Any, options: Mapping[str, Any]) -> bool:
 
 def _by_options(options: Mapping[str, Any]) -> bool:
     """Whether the options convert arrays of numpy or CuPy."""
-    if "compute_dtype" in options:
+    if "compute_dtype" in options or "engine" in options:
         return True
     return "layout" in options and any(name in options for name in _OF_PARTS)
 
@@ -59,10 +61,11 @@ class Conversion:
 
     Args:
         q: the queries.
-        options: the options, from which ``layout`` and ``compute_dtype`` are removed.
+        options: the options, from which ``layout``, ``compute_dtype`` and ``engine`` are removed.
 
     Attributes:
         options: the options in the form of this package.
+        engine: the option ``engine``, or None.
 
     Raises:
         TypeError, ValueError: an option has an invalid value, or arrays of several libraries are mixed.
@@ -77,9 +80,11 @@ class Conversion:
         self._library: Library | None = library_of(q)
         self._kind = kind_of(q)
         self._bias_axes: int | None = getattr(given.get("bias"), "ndim", None)
-        requested = given.pop("compute_dtype", None)
+        requested, engine = given.pop("compute_dtype", None), given.pop("engine", None)
+        self.engine: str | None = None
         with contextlib.nullcontext() if self._library is None else sharing_stream(self._library, q):
             own = self._shared("q", q)
+            self.engine = read_engine(engine, own) if kind_of(own) else None  # other objects are refused by the call
             self._device: int | None = own.data.device_id if cupy_runtime.is_array(own) else None
             self._own_dtype = getattr(own, "dtype", None)
             self._dtype = compute.read_compute_dtype(requested, str(self._own_dtype))
@@ -138,6 +143,8 @@ class Conversion:
         with contextlib.ExitStack() as stack:
             if self._library is not None and self._device is not None:
                 stack.enter_context(on_stream_of(self._library, self._device))
+            elif self.engine == "cupy":
+                stack.enter_context(cupy_runtime.cupy().cuda.Device(self._device))
             if self._layout is not None:
                 stack.enter_context(layouts.described(self._layout, self._shapes))
             if self._is_named:
@@ -210,7 +217,12 @@ class Conversion:
         return layouts.to_own(name, array, self._layout)
 
     def _shared(self, name: str, array: Any) -> Any:
-        """An array of the caller's library as a numpy or CuPy array; anything else is returned as it is."""
+        """An array of the caller's library in the form that the engine needs; anything else is returned as it is."""
+        array = self._in_own_library(name, array)
+        return interpreted(name, array, self._device) if self.engine == "cupy" and self._device is not None else array
+
+    def _in_own_library(self, name: str, array: Any) -> Any:
+        """An array of the caller's library as a numpy or CuPy array."""
         kind = kind_of(array)
         if self._library is None:
             if library_of(array) is not None:
@@ -221,7 +233,7 @@ class Conversion:
         return self._library.share(name, array) if kind == self._kind else array
 
     def _returned(self, array: Any) -> Any:
-        return array if self._library is None else self._library.returned(array)
+        return plain(array) if self._library is None else self._library.returned(plain(array))
 
 
 def _result_shapes(q: Any, k: Any, v: Any) -> dict[str, tuple[int, ...]]:

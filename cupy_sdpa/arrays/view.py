@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..device import cupy_runtime
+from ..device.interpreted import InterpretedArray
 from ..problem.tensor_spec import Signature, alignment_of, byte_range, dense_strides, dtype_name
 
 
@@ -165,14 +166,13 @@ class View:
         return View(self.storage, self.dtype, tuple(shape), tuple(strides), offset)
 
 
-def on_host(view: View, array: Any) -> Any:
-    """The part of a numpy array that a view of its storage describes."""
-    return np.asarray(_Place(view, array)).view(view.dtype) if view.size else np.empty(view.shape, view.dtype, order="F")
-
-
-def on_device(ndarray: Any, view: View, array: Any) -> Any:
-    """The part of a CuPy array that a view of its storage describes; ``ndarray`` is CuPy's array type."""
-    return ndarray(view.shape, view.dtype, array.data + view.offset, view.strides)
+def part_of(array: Any, view: View) -> Any:
+    """The part of an array that a view of its storage describes."""
+    if isinstance(array, InterpretedArray):
+        return InterpretedArray(part_of(array.array, view))
+    if isinstance(array, np.ndarray):
+        return np.asarray(_Place(view, array)).view(view.dtype) if view.size else np.empty(view.shape, view.dtype, order="F")
+    return type(array)(view.shape, view.dtype, array.data + view.offset, view.strides)
 
 
 class _Place:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .. import _html
 from ..device import cupy_runtime
+from ..device.interpreted import InterpretedArray
 from ..errors import Unsupported
 from ..graph import graph_of
 from ..graph.nodes import Graph, Node, Tensor
+from ..graph.tiles import tile_of
 from ..problem.problem import Problem
 from ..problem.subproblems import subproblems
 from ..support.engine_problem import engine_problem
@@ -32,10 +34,10 @@ class Report:
     """Whether and how a call would run; true if it would. It holds no array.
 
     Attributes:
-        engine: ``cuDNN`` or ``numpy``.
+        engine: ``cuDNN``, ``numpy``, or ``CuPy`` with ``engine="cupy"``.
         problem: the problem that the engine runs.
         graph: its operation graph.
-        plan: cuDNN's plan; None on numpy, if the call cannot run, and if nothing was planned.
+        plan: cuDNN's plan; None on other engines, if the call cannot run, and if nothing was planned.
         reasons: why the call cannot run; empty if it can.
         note: how the report was made, such as "from the support table alone"; may be empty.
         error: the exception that the call would raise.
@@ -61,13 +63,15 @@ class Report:
 
     @property
     def workspace(self) -> int | None:
-        """Bytes of cuDNN's workspace; 0 on numpy, None if unknown.
+        """Bytes of cuDNN's workspace, with ``engine="cupy"`` those of a tile; 0 on numpy, None if unknown.
 
         Not included are copies for a bucket or for lengths, which are as large as the arrays, and buffers for the gradients of
         bias and ``tensors``, which have Skv x Sq elements for each head and batch entry of the array.
         """
         if self.engine == "numpy" or self.problem.trivial:
             return 0
+        if self.engine == "CuPy":
+            return max(tile_of(launch.graph).nbytes for launch in self.launches or (self,))
         plans = [launch.plan for launch in self.launches or (self,)]  # they run in sequence and share it
         return max((plan.workspace for plan in plans if plan), default=None)
 
@@ -131,6 +135,9 @@ class Report:
             return "runs without a kernel: there is no query, no key or no value"
         elif self.engine == "numpy":
             return "runs on the CPU: the arrays are numpy arrays"
+        elif self.engine == "CuPy":
+            tile = tile_of(self.graph)
+            return f"runs with CuPy's operations, without cuDNN: {tile}"
         else:
             verdict = f"runs on {self.engine}"
         return f"{verdict}{f' ({self.note})' if self.note else ''}{':' if self.plan or self.reasons else ''}"
@@ -174,13 +181,19 @@ def _shape(shape: tuple[int, ...], times: str = " x ") -> str:
 def explain_call(call: Call) -> Report:
     """Whether and how :meth:`cupy_sdpa.calls.call.Call.run` would run; the plan is built and cached."""
     if not call.on_gpu:
-        return explain_subproblems(call.engine_problem, lambda problem: Report("numpy", problem, graph_of(problem)))
+        engine = interpreter_of(call.arrays["q"])
+        return explain_subproblems(call.engine_problem, lambda problem: Report(engine, problem, graph_of(problem)))
     with cupy_runtime.on_device_of(call.arrays["q"]) as device:
         report = explain_subproblems(call.engine_problem, lambda problem: explain_on_device(problem, device))
         if report.plan:  # the engine's problem may no longer have the bug of the caller's
             bugs = workarounds(call.problem, report.plan.cudnn, cupy_runtime.capability(device))
             return dataclasses.replace(report, workarounds=tuple(dict.fromkeys((*bugs, *report.workarounds))))
         return report
+
+
+def interpreter_of(q: Any) -> str:
+    """The engine whose arrays the interpreter computes with, for :attr:`Report.engine`."""
+    return "CuPy" if isinstance(q, InterpretedArray) else "numpy"
 
 
 def explain_subproblems(problem: Problem, explain: Callable[[Problem], Report]) -> Report:
@@ -234,4 +247,6 @@ def no_gradients_report(call: Call, on_gpu: bool, reason: str) -> Report:
     """
     problem = engine_problem(call.problem, call.bucket, on_gpu)
     note = "the steps are those of the forward pass"
-    return Report("cuDNN" if on_gpu else "numpy", problem, graph_of(problem), reasons=(reason,), note=note)
+    return Report(
+        "cuDNN" if on_gpu else interpreter_of(call.arrays["q"]), problem, graph_of(problem), reasons=(reason,), note=note
+    )

@@ -183,12 +183,11 @@ class Gradients:
         count = len(results) - len(self.specs)
         return [*results[:count], dict(zip(self.specs, results[count:], strict=True))]
 
-    def allocate(self, arrays: dict[str, Any], on_gpu: bool) -> None:
+    def allocate(self, arrays: dict[str, Any]) -> None:
         """Add the gradients that are missing to ``arrays``."""
-        empty = cupy_runtime.cupy().empty if on_gpu else np.empty
         for name, (shape, dtype) in self.specs.items():
             if gradient_name(name) not in arrays:
-                arrays[gradient_name(name)] = empty(shape, dtype, order="F")
+                arrays[gradient_name(name)] = cupy_runtime.new_result(arrays["q"], shape, dtype)
 
     def collect(self, arrays: Mapping[str, Any]) -> None:
         """Write the gradient of each array: the sum over all captured arrays that are views of it, in float32 or float64."""

@@ -252,7 +252,7 @@ def empty(shape: tuple[int, ...], dtype: Any) -> Any:
 
 def temporary(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     """Create an uninitialized array in Fortran order that is used within a call only, on the engine of ``like``."""
-    return empty(shape, dtype) if is_array(like) else np.empty(shape, dtype, order="F")
+    return empty(shape, dtype) if is_array(like) else np.empty_like(like, dtype, "F", subok=False, shape=shape)
 
 
 def temporary_copy(array: Any) -> Any:
@@ -288,4 +288,6 @@ def new_result(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     """Create an uninitialized array in Fortran order to return to the caller, on the engine of ``like``."""
     if _temporary_results.get() and is_array(like) and capturing():
         return empty(shape, dtype)
-    return (cupy().empty if is_array(like) else np.empty)(shape, dtype, order="F")
+    if is_array(like):
+        return cupy().empty(shape, dtype, order="F")
+    return np.empty_like(like, dtype, "F", subok=False, shape=shape)

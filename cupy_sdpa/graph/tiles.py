@@ -1,4 +1,4 @@
-"""Tiles: the CPU engine computes one head of one batch entry and a block of its rows at a time.
+"""Tiles: the interpreter computes one head of one batch entry and a block of its rows at a time.
 
 Attention of 4096 queries and 4096 keys therefore needs tens of megabytes, not gigabytes.
 """
@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ..device.cupy_runtime import cupy
+from ..device.interpreted import plain
 from ..problem.tensor_spec import FP8_LARGEST, rounded
 from .nodes import Graph, Matmul, Node, PagedLoad, Reduction, Tensor
 
@@ -18,14 +20,17 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray  # slow to import
 
     Array = NDArray[Any]
-#: Elements of one tile of scores: 4 MiB in float32, so that a tile and its copies fit into the caches of a laptop.
+#: Elements of one tile of scores on the CPU: 4 MiB in float32, so that a tile and its copies fit into the caches of a laptop.
 TILE_ELEMENTS = 1 << 20
+#: The same on a GPU: large enough that the time of a kernel is that of the memory, not of the launch.
+GPU_TILE_ELEMENTS = 1 << 22
 
 
 class Evaluation:
     """One evaluation of a graph: the state that all tiles share. The arguments are those of :func:`evaluate`.
 
     Attributes:
+        xp: the module of the arrays, numpy or CuPy.
         views: the caller's arrays with the axes of their tensors, by name.
         scalars: the values of scalars, by name.
         dtype: the dtype of intermediate results.
@@ -40,13 +45,15 @@ class Evaluation:
 
     def __init__(self, graph: Graph, arrays: Mapping[str, Array], scalars: Mapping[str, float], exact: bool) -> None:
         self.graph, self.exact = graph, exact
-        self.views = {t.name: _view(arrays[t.name], t) for t in graph.by_role("input", "output")}
+        self.views = {t.name: _view(plain(arrays[t.name]), t) for t in graph.by_role("input", "output")}
+        self.xp = np if all(isinstance(view, np.ndarray) for view in self.views.values()) else cupy()
         self.views |= {t.name: _constant(t) for t in graph.by_role("constant")}
         self.scalars = {t.name: scalars[t.name] if t.value is None else t.value for t in graph.by_role("scalar")}
         self.dtype = np.dtype("float64" if exact else graph.compute_dtype)
         self.right_operands = {node.b.name for node in graph.nodes if isinstance(node, Matmul)}
         self.steps = _last_reads(graph)
-        self.totals = {node.out.name: np.zeros(node.out.shape, self.dtype) for node in graph.nodes if _sums_over_tiles(node)}
+        sums = (node.out for node in graph.nodes if _sums_over_tiles(node))
+        self.totals = {out.name: self.xp.zeros(out.shape, self.dtype) for out in sums}
         self.group_sums: dict[str, Array] = {}
         self.largest: dict[str, Any] = {}
         shapes = (node.inputs[0].shape for node in graph.nodes if not isinstance(node, PagedLoad))
@@ -58,11 +65,12 @@ class Evaluation:
         batch, heads, rows, max_columns = self._shape
         lengths, columns = _packed_lengths(self.graph), None
         separable = _is_separable(self.graph, self.right_operands)
+        elements = TILE_ELEMENTS if self.xp is np else GPU_TILE_ELEMENTS
         for b in range(batch):
             if lengths:
                 rows, columns = (int(self.views[tensor.name][b, 0, 0, 0]) for tensor in lengths)
             width = max(1, max_columns if columns is None else columns)
-            step = max(1, min(rows, TILE_ELEMENTS // width) if separable else rows)
+            step = max(1, min(rows, elements // width) if separable else rows)
             for h in range(heads):
                 cache: dict[str, Array] = {}  # the keys and values of this head: the same for every block of queries
                 for start in range(0, max(1, rows), step):
@@ -101,11 +109,15 @@ class Tile:
         for values in (self.values, self.cache):
             if name in values:
                 return values[name]
-        value = self.rows_of(tensor)
+        value = self.run.xp.asarray(self.rows_of(tensor))
         if value.dtype.kind != "b":
             value = value.astype(np.int64 if value.dtype.kind == "i" else self.run.dtype)
         (self.cache if name in self.run.right_operands else self.values)[name] = value
         return value
+
+    def number(self, tensor: Tensor) -> int:
+        """The integer of this batch entry in an input such as the lengths, which is in the memory of the host."""
+        return int(self.rows_of(tensor)[0, 0])
 
     def __setitem__(self, tensor: Tensor, value: Array) -> None:
         """Store a result, rounded to its dtype, and write it to the caller's array if it is an output."""
@@ -123,7 +135,7 @@ class Tile:
         """Add to a sum over a group of heads; the last head of the group stores the sum."""
         sums, group = self.run.group_sums, self.run.heads // tensor.shape[1]
         if self.head % group == 0:
-            sums[tensor.name] = np.zeros_like(value)
+            sums[tensor.name] = self.run.xp.zeros_like(value)
         sums[tensor.name] += value
         if self.head % group == group - 1:
             self[tensor] = sums.pop(tensor.name)
@@ -143,7 +155,7 @@ class Tile:
     def add_to_largest(self, tensor: Tensor, value: Array) -> None:
         """Take the largest magnitude of all tiles."""
         largest, name = self.run.largest, tensor.name
-        largest[name] = np.maximum(largest.get(name, 0.0), np.abs(value).max(initial=0))
+        largest[name] = np.maximum(largest.get(name, 0.0), np.abs(value).max(initial=0))  # of FP8, on the CPU only
         self.run.views[name][...] = largest[name]
 
     def reusable(self, tensor: Tensor, other: Tensor | None = None) -> Array | None:
@@ -163,7 +175,8 @@ class Tile:
         if _is_packed(tensor):
             matrix = self._sequence(tensor)
             if self.columns is None:
-                matrix = np.pad(matrix, [(0, full - n) for full, n in zip(tensor.shape[2:], matrix.shape, strict=True)])
+                missing = [(0, full - n) for full, n in zip(tensor.shape[2:], matrix.shape, strict=True)]
+                matrix = self.run.xp.pad(matrix, missing)
             return matrix[rows]
         view = self.run.views[tensor.name]
         if view.shape[2] == 1:  # a single row, broadcast
@@ -186,6 +199,40 @@ class Tile:
         return self.head * int(view.shape[1]) // self.run.heads
 
 
+class TileSize(NamedTuple):
+    """The largest tile of an evaluation on a GPU: queries of a head, of how many, and the bytes of all matrices at once."""
+
+    rows: int
+    of: int
+    nbytes: int
+
+    def __str__(self) -> str:
+        size = f"{self.nbytes / 1e6:.3g} MB at once"
+        return (
+            f"tiles of {self.rows} of {self.of} queries of a head, {size}"
+            if self.rows < self.of
+            else f"one head at a time, {size}"
+        )
+
+
+def tile_of(graph: Graph) -> TileSize:
+    """The size of the tiles of a graph on a GPU, for reports."""
+    right = {node.b.name for node in graph.nodes if isinstance(node, Matmul)}
+    shapes = [node.inputs[0].shape for node in graph.nodes if not isinstance(node, PagedLoad)]
+    (*_, of, width), itemsize = map(max, zip(*shapes, strict=True)), np.dtype(graph.compute_dtype).itemsize
+    rows = max(1, min(of, GPU_TILE_ELEMENTS // max(width, 1))) if _is_separable(graph, right) else of
+    alive: dict[str, int] = {}
+    most = 0
+    for node, last_reads in _last_reads(graph):
+        for t in (*node.inputs, *node.outputs):
+            if t.role in ("input", "output", "virtual"):
+                alive[t.name] = itemsize * t.shape[3] * (t.shape[2] if t.name in right else min(rows, t.shape[2]))
+        most = max(most, sum(alive.values()))
+        for name in last_reads - right:
+            alive.pop(name, None)
+    return TileSize(rows, of, most)
+
+
 def _is_packed(tensor: Tensor) -> bool:
     """Whether a tensor holds packed sequences; that of a padded batch has constant offsets, and is read as a dense one."""
     return tensor.ragged is not None and tensor.ragged.role == "input"
@@ -201,7 +248,7 @@ def _constant(tensor: Tensor) -> Array:
 def _view(array: Array, tensor: Tensor) -> Array:
     """The caller's array with the axes of the tensor."""
     view = array.transpose([axis for axis in tensor.axes if axis >= 0])
-    return np.expand_dims(view, [position for position, axis in enumerate(tensor.axes) if axis < 0])
+    return view[tuple(None if axis < 0 else slice(None) for axis in tensor.axes)]
 
 
 def _packed_lengths(graph: Graph) -> tuple[Tensor, Tensor] | None:

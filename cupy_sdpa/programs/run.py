@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,13 +10,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..arrays.argument import check_separate, read_array
-from ..arrays.view import View, on_device, on_host
+from ..arrays.view import View, part_of
 from ..calls.arguments import check_lengths
 from ..calls.call import LaunchRecord
 from ..calls.call_key import read_key, tensor_name
 from ..calls.replay_cache import cache_call
 from ..calls.user_functions import function_identities
 from ..device import cupy_runtime
+from ..device.interpreted import InterpretedArray
 from ..problem.problem import CU_SEQLENS, LENGTHS
 from ..problem.tensor_spec import TensorSpec, make_spec
 from .program import Builder, Program
@@ -89,7 +89,7 @@ class ProgramCall:
         """Compute and return the results; ``memory`` is that for everything else that is allocated."""
         self.launched = None
         if not self.on_gpu:
-            block = np.empty(self.program.memory_bytes, np.uint8)
+            block = cupy_runtime.temporary(self.arrays["q"], (self.program.memory_bytes,), np.uint8)
             self._execute(None, block, {name: self.program.constant(name).array for name in self.program.constants})
             return self.results()
         with cupy_runtime.on_device_of(self.arrays["q"]) as device:
@@ -119,7 +119,7 @@ class ProgramCall:
     def _execute(self, device: int | None, block: Any, constants: Mapping[str, Any], *, keep: bool = False) -> list[Plan]:
         """Run all steps with a block of memory; returns the plans."""
         own = {name: block[place.begin :] for name, place in self.program.temporaries.items()}
-        bind = _Binding({**self.arrays, **own, **constants}, on_gpu=device is not None)
+        bind = _Binding({**self.arrays, **own, **constants})
         plans: list[Plan] = []
         for step in self.program.steps:
             if step.call:
@@ -138,19 +138,17 @@ class _Binding:
 
     Args:
         found: the arrays by the names of storages.
-        on_gpu: whether they are CuPy's.
     """
 
-    def __init__(self, found: Mapping[str, Any], *, on_gpu: bool) -> None:
+    def __init__(self, found: Mapping[str, Any]) -> None:
         self._found = found
         self._bound: dict[View, Any] = {}
-        self._at = functools.partial(on_device, cupy_runtime.cupy().ndarray) if on_gpu else on_host
 
     def __call__(self, value: Any) -> Any:
         """The array of a view; the same for the views in a sequence; other values as they are."""
         if isinstance(value, View):
             if value not in self._bound:
-                self._bound[value] = self._at(value, self._found[value.storage.name])
+                self._bound[value] = part_of(self._found[value.storage.name], value)
             return self._bound[value]
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*map(self, value))
@@ -190,7 +188,7 @@ class Inputs:
 
 def is_any_array(value: Any) -> bool:
     """Whether a value is an array of numpy or CuPy."""
-    return isinstance(value, np.ndarray) or cupy_runtime.is_array(value)
+    return isinstance(value, (np.ndarray, InterpretedArray)) or cupy_runtime.is_array(value)
 
 
 #: The programs of the latest calls, by what they depend on.

@@ -6,7 +6,6 @@ copies.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -297,8 +296,7 @@ class Stage:
             target[...] = source.sum(axis=axes, keepdims=True, dtype=np.float32)
 
     def _empty(self, spec: TensorSpec) -> Any:
-        empty = cupy_runtime.empty if self._on_gpu else functools.partial(np.empty, order="F")
-        return empty(spec.shape, storage_dtype(spec.dtype, self._on_gpu))
+        return cupy_runtime.temporary(self._originals["q"], spec.shape, storage_dtype(spec.dtype, self._on_gpu))
 
     def _resize(self, target: Any, source: Any, name: str) -> None:
         """Copy an array into a longer one, padded with zeros, or into a shorter one."""
