@@ -165,6 +165,10 @@ def explain(
         return _explain_problem(q, {"k": k, "v": v, **flags, **outputs, **results, **options}, gpu, cudnn)
     if needs_conversion(q, options) or (jvp and other_layout(options)):
         conversion = Conversion(q, options)
+        if conversion.engine == "cupy" and (gpu or cudnn):
+            raise ValueError(
+                f"engine is 'cupy', gpu is {gpu!r} and cudnn is {cudnn!r}, which are for cuDNN: omit engine or these"
+            )
         with conversion.stream():
             own: dict[str, Any] = {
                 name: conversion.into(name, array) for name, array in {"q": q, "k": k, "v": v, **results}.items()
